@@ -1,0 +1,89 @@
+"""Includes go down: nn -> fuser -> fused -> ops -> {overlap, quant} -> {kernels, comm} -> tensor."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+# room -> the rooms it may include, besides itself
+MAY_INCLUDE = {
+    "tensor": "",
+    "kernels": "tensor",
+    "comm": "tensor",
+    "quant": "tensor kernels comm",
+    "overlap": "tensor kernels comm",
+    "ops": "tensor kernels comm quant overlap",
+    "fused": "tensor kernels comm quant overlap ops",
+    "fuser": "tensor kernels comm quant overlap ops fused",
+    "nn": "tensor kernels comm quant overlap ops fused fuser",
+    "python": "tensor kernels comm quant overlap ops fused fuser nn",
+}
+
+# (include, where it is allowed, why); places are prefixes of paths
+ONLY_IN = [
+    (r"torch/csrc/autograd/", ("weft/fuser/", "weft/python/"), "gradients leave by weft/fuser"),
+    (r"torch/torch\.h", (), "it costs 17 s a file; include the narrow header"),
+    (r"\w*mmintrin\.h|x86intrin\.h", ("weft/kernels/cpu/",), "instruction sets belong to weft/kernels/cpu"),
+]
+
+INCLUDE = re.compile(r'^\s*#\s*include\s*["<]([^">]+)[">]', re.MULTILINE)
+
+
+def violations(files):
+    """What is wrong with `files`, a dict from path to text, one line for each bad include."""
+    found = []
+    for path, text in files.items():
+        parts = path.split("/")
+        room = parts[1] if len(parts) > 2 else None  # None: weft/pch.h, weft/version.h, ...
+        if room and room not in MAY_INCLUDE:
+            found.append(f"{path}: no room is called {room}")
+            continue
+        for include in INCLUDE.findall(text):
+            if room and include.startswith("weft/") and include.count("/") > 1:
+                other = include.split("/")[1]
+                if other != room and other not in MAY_INCLUDE[room].split():
+                    found.append(f"{path}: {room} may not include {include}")
+            for pattern, places, why in ONLY_IN:
+                if re.match(pattern, include) and not path.startswith(places):
+                    found.append(f"{path}: {include} is not allowed here: {why}")
+    return found
+
+
+def sources():
+    paths = [p for p in (ROOT / "weft").rglob("*") if p.suffix in {".h", ".cpp"}]
+    return {p.relative_to(ROOT).as_posix(): p.read_text() for p in paths}
+
+
+def test_includes_go_down():
+    files = sources()
+    assert files
+    assert violations(files) == []
+
+
+def test_a_straight_tree_is_accepted():
+    assert not violations(
+        {
+            "weft/pch.h": "#include <ATen/ATen.h>",
+            "weft/tensor/format.cpp": '#include "weft/tensor/format.h"\n#include <vector>',
+            "weft/ops/bias.h": '#include "weft/ops/operation.h"\n#include "weft/overlap/bulk.h"',
+            "weft/nn/linear.h": '#include "weft/fuser/fuser.h"\n#include "weft/tensor/format.h"',
+            "weft/fuser/autograd.cpp": "#include <torch/csrc/autograd/custom_function.h>",
+            "weft/kernels/cpu/gemm_amx.cpp": "#include <immintrin.h>",
+        }
+    )
+
+
+def test_a_planted_include_is_caught():
+    planted = {
+        "weft/tensor/format.h": '#include "weft/kernels/gemm.h"',
+        "weft/kernels/gemm.cpp": '#include "weft/comm/communicator.h"',
+        "weft/overlap/bulk.cpp": '  #  include "weft/quant/recipe.h"',
+        "weft/fused/rules.cpp": '// rules\n#include "weft/fuser/plan.h"',
+        "weft/fuser/plan.cpp": '#include "weft/nn/linear.h"',
+        "weft/ops/bias.cpp": "#include <torch/csrc/autograd/custom_function.h>",
+        "weft/nn/linear.h": "#include <torch/torch.h>",
+        "weft/kernels/norm.cpp": "#include <immintrin.h>",
+        "weft/utils/misc.h": "",
+    }
+    for path, text in planted.items():
+        assert len(violations({path: text})) == 1, path

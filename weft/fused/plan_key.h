@@ -1,0 +1,61 @@
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+
+#include <vector>
+
+#include "weft/ops/context.h"
+
+namespace weft::fused {
+
+/// What a plan may depend on in one tensor.
+struct Trait {
+  at::ScalarType dtype = at::kFloat;
+  c10::DeviceType device = c10::DeviceType::CPU;
+  bool defined = true, requires_grad = false, contiguous = true;
+
+  uint32_t pack() const {
+    return static_cast<uint32_t>(dtype) | static_cast<uint32_t>(device) << 8 | uint32_t{defined} << 16 |
+           uint32_t{requires_grad} << 17 | uint32_t{contiguous} << 18;
+  }
+  static Trait unpack(uint32_t word);
+  static Trait of(const at::Tensor& t, bool grad_mode);
+};
+
+/// Everything a fusion rule or a plan may look at, packed for one cheap comparison per call. No row counts: a plan serves
+/// any number of rows. Order of the words: flags, version of the rules, evaluation mask, x, extra inputs, parameters.
+class PlanKey {
+ public:
+  static constexpr int kFixed = 4;  // words before x
+
+  PlanKey() = default;
+  PlanKey(bool grad_mode, at::ScalarType autocast, uint32_t rules_version, uint64_t eval_mask) {
+    words_.push_back(uint32_t{grad_mode} | static_cast<uint32_t>(autocast) << 8);
+    words_.push_back(rules_version);
+    words_.push_back(static_cast<uint32_t>(eval_mask));
+    words_.push_back(static_cast<uint32_t>(eval_mask >> 32));
+  }
+  void add(uint32_t trait) { words_.push_back(trait); }
+
+  bool grad_mode() const { return (words_[0] & 1) != 0; }
+  at::ScalarType autocast() const { return static_cast<at::ScalarType>(words_[0] >> 8 & 0xff); }
+  uint32_t rules_version() const { return words_[1]; }
+  uint64_t eval_mask() const { return words_[2] | static_cast<uint64_t>(words_[3]) << 32; }
+  Trait trait(int i) const { return Trait::unpack(words_[kFixed + i]); }
+  int traits() const { return static_cast<int>(words_.size()) - kFixed; }
+
+  bool operator==(const PlanKey& other) const { return words_ == other.words_; }
+
+ private:
+  c10::SmallVector<uint32_t, 28> words_;
+};
+
+/// A key seen from the pipeline: what each operation was asked for and which dtype reaches it.
+struct PlanView {
+  const PlanKey& key;
+  const std::vector<ops::OpPlan>& plans;
+  std::vector<at::ScalarType> input_dtypes;    // of x at each operation; Undefined after one that cannot tell
+  std::vector<at::ScalarType> compute_dtypes;  // by each operation's rule
+};
+
+}  // namespace weft::fused

@@ -1,0 +1,82 @@
+#pragma once
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "weft/fused/fused_op.h"
+#include "weft/fused/plan_key.h"
+
+namespace weft::fused {
+
+enum class Pass { joint, forward, backward };
+
+/// One place of a pattern.
+struct Element {
+  std::function<bool(const ops::BasicOp&)> matches;
+  bool optional = false;
+};
+template <class T>
+Element one() {
+  return {[](const ops::BasicOp& op) { return dynamic_cast<const T*>(&op) != nullptr; }};
+}
+template <class T>
+Element maybe() {
+  return {one<T>().matches, true};
+}
+
+/// The operations a pattern found, in order.
+class Match {
+ public:
+  Match(int first, std::vector<ops::OpPtr> ops) : first_(first), ops_(std::move(ops)) {}
+
+  int first() const { return first_; }  // index in the pipeline
+  int size() const { return static_cast<int>(ops_.size()); }
+  const ops::OpPtr& op(int part) const { return ops_[part]; }
+
+  /// Position of the first operation of type T within the match, or -1.
+  template <class T>
+  int part() const {
+    for (int i = 0; i < size(); ++i)
+      if (dynamic_cast<const T*>(ops_[i].get())) return i;
+    return -1;
+  }
+  template <class T>
+  const T& get() const {
+    return dynamic_cast<const T&>(*ops_.at(part<T>()));
+  }
+
+ private:
+  int first_;
+  std::vector<ops::OpPtr> ops_;
+};
+
+/// A stretch of the pipeline in a plan: one basic operation (`fused` empty) or a fused one. With fewer rows than
+/// `min_rows` the parts run one by one.
+struct Step {
+  FusedPtr fused;
+  int first = 0, count = 1;
+  int64_t min_rows = 0;
+  std::string rule;      // name of the rule that made it
+  int own_base = 0;      // first own saved slot of a joint operation
+};
+
+/// A fusion as a row: what it looks for, when it declines and why, what it makes, and a pipeline that shows it.
+struct FusionRule {
+  std::string name;
+  Pass pass = Pass::forward;
+  std::vector<Element> pattern;
+  /// Empty: fuse. Otherwise the reason, a sentence without its subject, as `explain()` prints it.
+  std::function<std::string(const Match&, const PlanView&)> refuse;
+  std::function<FusedPtr(const Match&)> make;
+  std::function<std::vector<ops::OpPtr>()> sample;
+  int64_t min_rows = 0;
+  /// Instead of a pattern: rewrites the whole list of steps (fusion functions written in Python).
+  std::function<std::vector<Step>(const std::vector<Step>&, const PlanView&)> rewrite;
+};
+
+template <class T>
+FusedPtr make_fused(const Match& match) {
+  return std::make_shared<T>(match);
+}
+
+}  // namespace weft::fused

@@ -1,0 +1,233 @@
+#include "weft/fuser/autograd.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/as_strided.h>
+#include <ATen/record_function.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "weft/fuser/executor.h"
+#include "weft/tensor/ownership.h"
+
+namespace weft::fuser {
+namespace {
+
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+/// Inside a pipeline torch's autograd and autocast are off: weft differentiates and casts itself.
+struct BelowAutograd {
+  c10::impl::ExcludeDispatchKeyGuard guard{c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset};
+};
+
+/// The whole pipeline in the autograd graph. Edges: x, parameters, extra inputs. Inputs of backward: gradients of the main
+/// output and of the extra outputs that went to the caller.
+class PipelineNode final : public Node {
+ public:
+  PipelineNode(std::shared_ptr<const Pipeline> pipeline, std::shared_ptr<const Plan> plan, torch::autograd::edge_list&& edges)
+      : Node(std::move(edges)), pipeline_(std::move(pipeline)), plan_(std::move(plan)) {}
+
+  std::string name() const override { return "WeftPipelineBackward"; }
+
+  /// Keeps the saved slots, what Python operations saved beyond them, and the parameters that backward reads.
+  void keep(const ops::Frame& frame, ops::Params params, const Tensors& outputs);
+
+  variable_list apply(variable_list&& grads) override;
+  void will_release_variables() override { last_use_ = true; }
+  void release_variables() override {
+    const std::lock_guard lock(mutex_);
+    release();
+  }
+
+ private:
+  void release() {
+    released_ |= !saved_.empty();
+    saved_.clear();
+    states_.clear();
+  }
+  variable_list differentiate(variable_list&& grads, std::vector<at::Tensor> saved, std::vector<std::shared_ptr<void>> states);
+
+  std::shared_ptr<const Pipeline> pipeline_;
+  std::shared_ptr<const Plan> plan_;
+  std::vector<SavedVariable> saved_;
+  std::vector<std::shared_ptr<void>> states_;
+  bool last_use_ = false, released_ = false;
+};
+
+void PipelineNode::keep(const ops::Frame& frame, ops::Params params, const Tensors& outputs) {
+  const auto save = [&](const at::Tensor& t) {
+    const bool is_output = std::any_of(outputs.begin(), outputs.end(), [&](const at::Tensor& y) { return y.is_same(t); });
+    saved_.emplace_back(t, is_output);
+  };
+  saved_.reserve(plan_->num_saved + plan_->backward_params.size() + (frame.more_saved ? frame.more_saved->size() : 0));
+  for (int slot = 0; slot < plan_->num_saved; ++slot) save(frame.saved[slot]);
+  for (const int p : plan_->backward_params) save(params[p]);
+  if (frame.more_saved)
+    for (const auto& t : *frame.more_saved) save(t);
+  if (frame.states) states_ = std::move(*frame.states);
+}
+
+/// Gradients that the engine will not use in this run (`torch.autograd.grad` for some inputs only); empty if it uses all.
+std::vector<uint8_t> skipped_params(const Node& node, int count) {
+  const auto* info = torch::autograd::get_current_graph_task_exec_info();
+  if (!info || info->empty()) return {};
+  std::vector<uint8_t> skipped(count);
+  for (int p = 0; p < count; ++p) skipped[p] = !node.task_should_compute_output(1 + p);
+  return skipped;
+}
+
+variable_list PipelineNode::apply(variable_list&& grads) {
+  std::vector<at::Tensor> saved;
+  std::vector<std::shared_ptr<void>> states;
+  {
+    const std::lock_guard lock(mutex_);
+    TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
+    saved.reserve(saved_.size());
+    const auto self = saved_.empty() ? c10::intrusive_ptr<Node>() : getptr();
+    for (const auto& variable : saved_) saved.push_back(variable.unpack(self));
+    states = states_;
+    if (last_use_) release();
+  }
+  const bool again = c10::GradMode::is_enabled();
+  auto out = differentiate(std::move(grads), std::move(saved), std::move(states));
+  if (!again) return out;
+  for (auto& grad : out)
+    if (grad.defined()) grad = grad.detach().requires_grad_();
+  torch::autograd::DelayedError error(
+      "weft: differentiating twice through a pipeline is not supported. Use plain torch operations where you need second derivatives.",
+      static_cast<int64_t>(out.size()));
+  return error.apply(std::move(out));
+}
+
+variable_list PipelineNode::differentiate(variable_list&& grads, std::vector<at::Tensor> saved, std::vector<std::shared_ptr<void>> states) {
+  const BelowAutograd below;
+  const auto& pipeline = *pipeline_;
+  const int num_params = pipeline.num_params();
+  const auto& inputs = pipeline.caller_inputs();
+  const auto& outputs = pipeline.caller_outputs();
+
+  variable_list out(1 + num_params + inputs.size());
+  Tensors extra_in(pipeline.num_extra_in()), extra_out(pipeline.num_extra_out());
+  c10::SmallVector<at::Tensor, 8> params(num_params);
+  auto at = saved.begin() + plan_->num_saved;
+  for (const int p : plan_->backward_params) params[p] = std::move(*at++);
+  std::vector<at::Tensor> more_saved(std::make_move_iterator(at), std::make_move_iterator(saved.end()));
+  for (size_t k = 0; k < outputs.size(); ++k) extra_out[outputs[k]] = std::move(grads[1 + k]);
+  const auto skipped = skipped_params(*this, num_params);
+
+  ops::Frame frame{.saved = saved.data(), .extra_in = extra_in.data(), .extra_out = extra_out.data(), .param_grads = out.data() + 1,
+                   .params = params.data(), .param_skipped = skipped.empty() ? nullptr : skipped.data(),
+                   .more_saved = &more_saved, .states = &states};
+  auto dy = std::move(grads[0]);
+  grads.clear();
+  out[0] = run_backward(pipeline, *plan_, frame, std::move(dy));
+  for (size_t k = 0; k < inputs.size(); ++k) out[1 + num_params + k] = std::move(extra_in[inputs[k]]);
+  return out;
+}
+
+torch::autograd::edge_list edges_of(const at::Tensor& x, ops::Params params, const Tensors& extras) {
+  torch::autograd::edge_list edges;
+  edges.reserve(1 + params.size() + extras.size());
+  const auto add = [&](const at::Tensor& t) {
+    edges.push_back(t.requires_grad() ? torch::autograd::impl::gradient_edge(t) : torch::autograd::Edge());
+  };
+  add(x);
+  for (const auto& param : params) add(param);
+  for (const auto& extra : extras) add(extra);
+  return edges;
+}
+
+/// An operation that may write into extra input k gets it without the caller's handle if nobody else can see it. A leaf
+/// that requires grad is never given away.
+void lend_extras(const Pipeline& pipeline, const Plan& plan, Tensors& extras, Tensors& extra_in) {
+  const auto& slots = pipeline.caller_inputs();
+  for (size_t k = 0; k < extras.size(); ++k) {
+    const bool may_write = plan.in_place && pipeline.op(pipeline.consumer(slots[k])).in_place();
+    const bool leaf = extras[k].requires_grad() && extras[k].is_leaf();
+    if (may_write && !leaf && sole_owner(extras[k])) {
+      extra_in[slots[k]] = extras[k].detach();
+      extras[k].reset();
+      torch::autograd::impl::bump_version(extra_in[slots[k]]);
+    } else {
+      extra_in[slots[k]] = extras[k];
+    }
+  }
+}
+
+/// The tensor among the call's inputs and earlier outputs whose memory `t` shares, or nullptr.
+const at::Tensor* shared_with(const at::Tensor& t, const at::Tensor& x, const Tensors& extras, const Tensors& outputs, size_t index) {
+  const auto same = [storage = t.storage().unsafeGetStorageImpl()](const at::Tensor& other) {
+    return other.defined() && other.storage().unsafeGetStorageImpl() == storage;
+  };
+  if (same(x)) return &x;
+  for (const auto& extra : extras)
+    if (same(extra)) return &extra;
+  for (size_t i = 0; i < index; ++i)
+    if (same(outputs[i])) return &outputs[i];
+  return nullptr;
+}
+
+/// Turns raw results into what the caller may hold. One that shares memory with an input or another output becomes a view
+/// of it, so that torch sees in-place changes to either.
+void settle(Tensors& outputs, const at::Tensor& x, const Tensors& extras, const std::vector<uint8_t>& wanted,
+            const c10::intrusive_ptr<Node>& node) {
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    auto& y = outputs[i];
+    const auto* source = shared_with(y, x, extras, outputs, i);
+    const bool differentiable = node && wanted[i] && torch::autograd::isDifferentiableType(y.scalar_type());
+    if (source && !(y.is_same(*source) && !differentiable)) {
+      const at::NoGradGuard no_grad;
+      y = at::as_strided(*source, y.sizes(), y.strides(), y.storage_offset());
+      if (y.is_view() && differentiable)
+        torch::autograd::impl::get_view_autograd_meta(y)->set_creation_meta(torch::autograd::CreationMeta::IN_CUSTOM_FUNCTION);
+    } else if (!source && y.requires_grad()) {
+      y = y.detach();
+    }
+    if (differentiable) {
+      torch::autograd::impl::set_gradient_edge(y, {node, node->add_input_metadata(y)});
+    } else if (node) {
+      node->add_input_metadata(Node::undefined_input());
+    }
+  }
+}
+
+}  // namespace
+
+Tensors run(std::shared_ptr<const Pipeline> shared, std::shared_ptr<const Plan> plan, const at::Tensor& x, ops::Params params,
+            Tensors extras) {
+  RECORD_FUNCTION("weft::pipeline", std::vector<c10::IValue>());
+  const auto& pipeline = *shared;
+  const auto& slots = pipeline.caller_outputs();
+  std::vector<uint8_t> wanted{plan->output_wanted};
+  bool any = plan->output_wanted;
+  for (const int slot : slots) {
+    wanted.push_back(plan->extra_out_wanted[slot]);
+    any |= wanted.back() != 0;
+  }
+  c10::intrusive_ptr<PipelineNode> node;
+  if (any) node = c10::make_intrusive<PipelineNode>(shared, plan, edges_of(x, params, extras));
+
+  c10::SmallVector<at::Tensor, 16> saved(plan->num_saved);
+  Tensors extra_in(pipeline.num_extra_in()), extra_out(pipeline.num_extra_out());
+  std::vector<at::Tensor> more_saved;
+  std::vector<std::shared_ptr<void>> states(pipeline.process_local() ? pipeline.size() : 0);
+  ops::Frame frame{.saved = saved.data(), .extra_in = extra_in.data(), .extra_out = extra_out.data(), .param_grads = nullptr,
+                   .params = params.data(), .param_skipped = nullptr, .more_saved = &more_saved, .states = &states};
+  lend_extras(pipeline, *plan, extras, extra_in);
+  Tensors outputs;
+  {
+    const BelowAutograd below;
+    outputs.push_back(run_forward(pipeline, *plan, frame, x));
+  }
+  for (const int slot : slots) outputs.push_back(std::move(extra_out[slot]));
+  settle(outputs, x, extras, wanted, node);
+  if (node) node->keep(frame, params, outputs);
+  return outputs;
+}
+
+}  // namespace weft::fuser

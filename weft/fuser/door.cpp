@@ -1,0 +1,99 @@
+#include "weft/fuser/door.h"
+
+#include <ATen/autocast_mode.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/forward_grad.h>
+
+#include "weft/fused/rules.h"
+
+namespace weft::fuser {
+namespace {
+
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+
+constexpr DispatchKeySet kPython({DispatchKey::Python, DispatchKey::PythonTLSSnapshot});
+constexpr DispatchKeySet kFunctorch({DispatchKey::FuncTorchBatched, DispatchKey::FuncTorchGradWrapper, DispatchKey::BatchedNestedTensor,
+                                     DispatchKey::FuncTorchVmapMode, DispatchKey::Batched, DispatchKey::Functionalize});
+
+const char* unusual_layout(const at::Tensor& t) {
+  if (t.is_nested()) return "a nested tensor";
+  if (t.is_mkldnn()) return "an MKL-DNN tensor";
+  if (t.is_quantized()) return "a quantized tensor";
+  if (t.layout() != at::kStrided) return "a sparse tensor";
+  return nullptr;
+}
+
+[[noreturn]] void refuse(const std::string& what, const at::Tensor& t) {
+  const auto keys = t.key_set();
+  if (keys.has_any(kFunctorch))
+    TORCH_CHECK_NOT_IMPLEMENTED(false, "weft: ", what, " is a functorch wrapper (vmap, grad, jvp, functionalize). weft's operations do not "
+                                "support function transforms; call them outside of the transform, or use torch.autograd.");
+  if (keys.has_any(kPython))
+    TORCH_CHECK_NOT_IMPLEMENTED(false, "weft: ", what, " is a tensor subclass with its own dispatch in Python (",
+                                "DTensor, FakeTensor or the like), which has no memory weft could read. With FSDP2, call the module "
+                                "that fully_shard wrapped, so that its parameters are gathered; under torch.compile or FakeTensorMode, "
+                                "go through torch.ops.weft.pipeline.");
+  TORCH_CHECK_TYPE(false, "weft: ", what, " is ", unusual_layout(t), "; expected a dense strided tensor.");
+}
+
+bool usual(const at::Tensor& t) { return !t.key_set().has_any(kPython | kFunctorch) && !unusual_layout(t); }
+
+std::string param_name(const Pipeline& pipeline, int index) {
+  for (int i = 0; i < pipeline.size(); ++i)
+    if (index < pipeline.param_base(i + 1))
+      return "parameter '" + pipeline.params()[index].name + "' of operation " + std::to_string(i) + " (" + std::string(pipeline.op(i).name()) + ")";
+  return "parameter " + std::to_string(index);
+}
+
+void check_tangents(const Pipeline& pipeline, const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras) {
+  const auto one = [](const std::string& what, const at::Tensor& t) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!t.defined() || !t._fw_grad(0).defined(), "weft: ", what, " carries a forward-mode tangent; weft's operations "
+                                "have no jvp. Use reverse mode, or compute the tangent with plain torch operations.");
+  };
+  one("the input", x);
+  for (size_t k = 0; k < extras.size(); ++k) one("extra input " + std::to_string(k), extras[k]);
+  for (size_t p = 0; p < params.size(); ++p) one(param_name(pipeline, static_cast<int>(p)), params[p]);
+}
+
+at::ScalarType autocast_dtype(c10::DeviceType device) {
+  if (!at::autocast::is_autocast_enabled(device)) return at::ScalarType::Undefined;
+  return at::autocast::get_autocast_dtype(device);
+}
+
+bool supports_autocast(c10::DeviceType device) { return device != c10::DeviceType::Meta; }
+
+}  // namespace
+
+fused::PlanKey enter(const Pipeline& pipeline, const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras,
+                     uint64_t eval_mask) {
+  TORCH_CHECK_VALUE(x.defined(), "weft: the input is an undefined tensor.");
+  TORCH_CHECK_VALUE(extras.size() == pipeline.caller_inputs().size(), "The pipeline takes ", pipeline.caller_inputs().size(),
+                    " extra inputs, got ", extras.size(), ".");
+  TORCH_CHECK_VALUE(params.size() == pipeline.params().size(), "The pipeline has ", pipeline.params().size(), " parameters, got ",
+                    params.size(), ".");
+  const bool grad_mode = c10::GradMode::is_enabled();
+  const auto device = x.device().type();
+  fused::PlanKey key(grad_mode, supports_autocast(device) ? autocast_dtype(device) : at::ScalarType::Undefined, fused::rules_version(),
+                     eval_mask);
+  if (!usual(x)) refuse("the input", x);
+  key.add(fused::Trait::of(x, grad_mode).pack());
+  for (size_t k = 0; k < extras.size(); ++k) {
+    TORCH_CHECK_VALUE(extras[k].defined(), "weft: extra input ", k, " is an undefined tensor.");
+    if (!usual(extras[k])) refuse("extra input " + std::to_string(k), extras[k]);
+    key.add(fused::Trait::of(extras[k], grad_mode).pack());
+  }
+  for (size_t p = 0; p < params.size(); ++p) {
+    const auto& param = params[p];
+    TORCH_CHECK_VALUE(param.defined(), "weft: ", param_name(pipeline, static_cast<int>(p)), " is missing.");
+    if (!usual(param)) refuse(param_name(pipeline, static_cast<int>(p)), param);
+    TORCH_CHECK_VALUE(param.device() == x.device(), "weft: the input is on ", x.device(), ", ", param_name(pipeline, static_cast<int>(p)), " on ",
+                      param.device(), ".", param.is_meta() ? " Materialise it first: module.to_empty(device=…), then reset_parameters()." : "");
+    key.add(fused::Trait::of(param, grad_mode).pack());
+  }
+  if (torch::autograd::ForwardADLevel::try_get_by_idx(0)) check_tangents(pipeline, x, params, extras);
+  return key;
+}
+
+}  // namespace weft::fuser

@@ -1,0 +1,105 @@
+#include "weft/fuser/executor.h"
+
+#include <ATen/ops/add.h>
+
+#include "weft/tensor/ownership.h"
+
+namespace weft::fuser {
+namespace {
+
+using fused::Step;
+using fused::StepContext;
+using ops::Frame;
+using ops::OpContext;
+using ops::Params;
+
+Params params_of(const ops::OpPlan& plan, const Frame& frame) {
+  return {frame.params + plan.param_base, plan.param_wanted.size()};
+}
+
+bool enough_rows(const Step& step, const at::Tensor& t) {
+  return step.min_rows == 0 || t.dim() == 0 || t.numel() >= step.min_rows * t.size(-1);
+}
+
+/// Below `min_rows` the parts run instead. A joint operation left its mark in its first own slot.
+bool fused_backward(const Step& step, const Frame& frame, const at::Tensor& dy) {
+  if (!step.fused) return false;
+  if (!step.fused->saved_names().empty() && step.min_rows > 0) return frame.saved[step.own_base].defined();
+  return step.min_rows == 0 || (dy.defined() && enough_rows(step, dy));
+}
+
+bool any_gradient(const Pipeline& pipeline, const Frame& frame, int op, const at::Tensor& dy) {
+  if (dy.defined()) return true;
+  for (int slot = pipeline.extra_out_base(op); slot < pipeline.extra_out_base(op + 1); ++slot)
+    if (frame.extra_out[slot].defined()) return true;
+  return false;
+}
+
+at::Tensor backward_parts(const Pipeline& pipeline, const Plan& plan, Frame& frame, const Step& step, at::Tensor dy) {
+  for (int i = step.first + step.count - 1; i >= step.first; --i) {
+    if (!any_gradient(pipeline, frame, i, dy)) continue;
+    OpContext ctx(plan.ops[i], frame, i);
+    dy = pipeline.op(i).backward(ctx, dy, params_of(plan.ops[i], frame));
+  }
+  return dy;
+}
+
+void accumulate(at::Tensor& sum, at::Tensor part) {
+  if (!part.defined()) return;
+  if (!sum.defined()) {
+    sum = std::move(part);
+  } else if (sole_owner(sum) && sum.scalar_type() == part.scalar_type()) {
+    sum.add_(part);
+  } else {
+    sum = at::add(sum, part);
+  }
+}
+
+void drop_saved(const Pipeline& pipeline, Frame& frame, const Step& step) {
+  for (int slot = pipeline.saved_base(step.first); slot < pipeline.saved_base(step.first + step.count); ++slot)
+    frame.saved[slot].reset();
+}
+
+}  // namespace
+
+at::Tensor run_forward(const Pipeline& pipeline, const Plan& plan, Frame& frame, at::Tensor x) {
+  for (const auto& [step, routes, grad_slots, wanted] : plan.forward) {
+    for (const auto& route : routes)
+      frame.extra_in[route.to] = route.last ? std::move(frame.extra_out[route.from]) : frame.extra_out[route.from];
+    if (step.fused && enough_rows(step, x)) {
+      StepContext ctx(plan.ops.data(), frame, step.first, step.own_base);
+      x = step.fused->forward(ctx, x);
+    } else {
+      for (int i = step.first; i < step.first + step.count; ++i) {
+        OpContext ctx(plan.ops[i], frame, i);
+        x = pipeline.op(i).forward(ctx, x, params_of(plan.ops[i], frame));
+      }
+    }
+    for (const auto& route : routes) frame.extra_in[route.to].reset();
+  }
+  return x;
+}
+
+at::Tensor run_backward(const Pipeline& pipeline, const Plan& plan, Frame& frame, at::Tensor dy) {
+  for (auto planned = plan.backward.rbegin(); planned != plan.backward.rend(); ++planned) {
+    const auto& step = planned->step;
+    bool any = dy.defined();
+    for (const int slot : planned->grad_slots) any |= frame.extra_out[slot].defined();
+    if (!planned->wanted || !any) {
+      dy.reset();
+      continue;
+    }
+    if (fused_backward(step, frame, dy)) {
+      StepContext ctx(plan.ops.data(), frame, step.first, step.own_base);
+      dy = step.fused->backward(ctx, dy);
+    } else {
+      dy = backward_parts(pipeline, plan, frame, step, std::move(dy));
+    }
+    if (!plan.ops[step.first].input_wanted) dy.reset();
+    for (const auto& route : planned->routes) accumulate(frame.extra_out[route.from], std::move(frame.extra_in[route.to]));
+    drop_saved(pipeline, frame, step);
+  }
+  return dy;
+}
+
+}  // namespace weft::fuser

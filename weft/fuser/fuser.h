@@ -1,0 +1,46 @@
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "weft/fuser/plan.h"
+
+namespace weft::fuser {
+
+using Tensors = c10::SmallVector<at::Tensor, 4>;
+
+/// A pipeline with its plans. Callable from any number of threads.
+class Fuser {
+ public:
+  explicit Fuser(Pipeline pipeline) : pipeline_(std::make_shared<const Pipeline>(std::move(pipeline))) {}
+
+  /// The main output, then the extra outputs that go to the caller. `params` in the order of `Pipeline::params()`;
+  /// `extras` are consumed, so that an operation with `in_place` may reuse one that nobody else holds; bit
+  /// `Pipeline::eval_bit(i)` of `eval_mask` puts operation i into evaluation mode.
+  Tensors operator()(const at::Tensor& x, ops::Params params, Tensors extras, uint64_t eval_mask = 0);
+
+  /// The plan such a call uses; made if it does not exist.
+  std::shared_ptr<const Plan> plan(const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras, uint64_t eval_mask = 0);
+
+  const Pipeline& pipeline() const { return *pipeline_; }
+  std::shared_ptr<const Pipeline> shared_pipeline() const { return pipeline_; }
+  /// Plans made since construction, and plans kept now.
+  int64_t plans_made() const { return plans_made_; }
+  int64_t plans_kept() const;
+
+ private:
+  static constexpr size_t kMaxPlans = 16;
+
+  std::shared_ptr<const Plan> find(const fused::PlanKey& key);
+
+  std::shared_ptr<const Pipeline> pipeline_;
+  mutable std::mutex mutex_;
+  std::vector<std::shared_ptr<const Plan>> plans_;  // most recently used first
+  std::atomic<int64_t> plans_made_{0};
+};
+
+}  // namespace weft::fuser

@@ -1,0 +1,112 @@
+#include "weft/fuser/pipeline.h"
+
+#include <algorithm>
+#include <map>
+
+#include "weft/ops/registry.h"
+
+namespace weft::fuser {
+namespace {
+
+int owner(const std::vector<int>& bases, int slot) {
+  return static_cast<int>(std::upper_bound(bases.begin(), bases.end(), slot) - bases.begin()) - 1;
+}
+
+Stage parse_stage(Cursor& text) {
+  const auto name = text.word();
+  ops::Keywords keywords;
+  for (text.expect("("); !text.accept(")");) {
+    if (!keywords.empty()) text.expect(",");
+    auto key = text.word();
+    text.expect("=");
+    keywords.emplace_back(std::move(key), text.value());
+  }
+  Stage stage{.op = ops::op_type(name).make(keywords), .in = {}, .out = {}};
+  const auto channel = [&] { return text.accept("-") ? std::string{} : std::get<std::string>(text.value()); };
+  while (text.accept("<")) stage.in.push_back(channel());
+  while (text.accept(">")) {
+    const bool hidden = text.accept(">");
+    stage.out.push_back({channel(), !hidden});
+  }
+  return stage;
+}
+
+}  // namespace
+
+Pipeline::Pipeline(std::vector<Stage> stages) : stages_(std::move(stages)) {
+  int eval_bits = 0;
+  for (auto& stage : stages_) {
+    const auto& op = *stage.op;
+    stage.in.resize(op.extra_inputs());
+    stage.out.resize(op.extra_outputs());
+    for (auto& spec : op.params()) params_.push_back(std::move(spec));
+    param_base_.push_back(static_cast<int>(params_.size()));
+    saved_base_.push_back(saved_base_.back() + static_cast<int>(op.saved_names().size()));
+    extra_in_base_.push_back(extra_in_base_.back() + op.extra_inputs());
+    extra_out_base_.push_back(extra_out_base_.back() + op.extra_outputs());
+    process_local_ |= op.process_local();
+    eval_bits_.push_back(op.depends_on_training() ? eval_bits++ : -1);
+  }
+  TORCH_CHECK_VALUE(eval_bits <= 64, "A pipeline takes at most 64 operations that differ in training and evaluation, this one has ",
+                    eval_bits, "; split it.");
+  wire();
+}
+
+void Pipeline::wire() {
+  std::map<std::string, int> producers;
+  for (int i = 0; i < size(); ++i) {
+    for (int k = 0; k < op(i).extra_outputs(); ++k) {
+      const auto& out = stages_[i].out[k];
+      const int slot = extra_out_base(i) + k;
+      if (out.to_caller) caller_outputs_.push_back(slot);
+      if (out.channel.empty()) continue;
+      TORCH_CHECK_VALUE(producers.emplace(out.channel, slot).second, "Channel '", out.channel, "' has multiple producers.");
+    }
+  }
+  for (int i = 0; i < size(); ++i) {
+    for (int k = 0; k < op(i).extra_inputs(); ++k) {
+      const auto& channel = stages_[i].in[k];
+      sources_.push_back(-1);
+      if (channel.empty()) {
+        caller_inputs_.push_back(extra_in_base(i) + k);
+        continue;
+      }
+      const auto found = producers.find(channel);
+      TORCH_CHECK_VALUE(found != producers.end(), "Channel '", channel, "' has no producer; extra input ", k, " of operation ", i, " (",
+                        op(i).name(), ") waits for it.");
+      TORCH_CHECK_VALUE(producer(found->second) < i, "Channel '", channel, "' has no earlier producer: operation ", i, " (", op(i).name(),
+                        ") comes before or is its producer.");
+      sources_.back() = found->second;
+    }
+  }
+}
+
+int Pipeline::consumer(int extra_in_slot) const { return owner(extra_in_base_, extra_in_slot); }
+int Pipeline::producer(int extra_out_slot) const { return owner(extra_out_base_, extra_out_slot); }
+const Stage::Out& Pipeline::output(int extra_out_slot) const {
+  const int i = producer(extra_out_slot);
+  return stages_[i].out[extra_out_slot - extra_out_base(i)];
+}
+
+std::string Pipeline::text() const {
+  std::string text;
+  const auto name = [](const std::string& channel) { return channel.empty() ? std::string("-") : to_text(channel); };
+  for (const auto& stage : stages_) {
+    text += (text.empty() ? "" : "; ") + stage.op->text();
+    for (const auto& channel : stage.in) text += " <" + name(channel);
+    for (const auto& out : stage.out) text += (out.to_caller ? " >" : " >>") + name(out.channel);
+  }
+  return text;
+}
+
+Pipeline Pipeline::parse(std::string_view text) {
+  Cursor cursor(text);
+  std::vector<Stage> stages;
+  while (!cursor.at_end()) {
+    if (!stages.empty()) cursor.expect(";");
+    stages.push_back(parse_stage(cursor));
+  }
+  return Pipeline(std::move(stages));
+}
+
+}  // namespace weft::fuser

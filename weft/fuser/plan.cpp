@@ -1,0 +1,140 @@
+#include "weft/fuser/plan.h"
+
+#include <algorithm>
+
+#include "weft/fuser/matcher.h"
+
+namespace weft::fuser {
+namespace {
+
+using fused::Pass;
+using fused::PlanKey;
+using fused::Step;
+
+/// Which gradients each operation owes: one for each input that something differentiable flows into.
+std::vector<ops::OpPlan> ask(const Pipeline& pipeline, const PlanKey& key) {
+  const int extras = static_cast<int>(pipeline.caller_inputs().size());
+  std::vector<uint8_t> flows_in(pipeline.num_extra_in()), flows_out(pipeline.num_extra_out());
+  for (int k = 0; k < extras; ++k) flows_in[pipeline.caller_inputs()[k]] = key.trait(1 + k).requires_grad;
+
+  std::vector<ops::OpPlan> plans(pipeline.size());
+  bool flows = key.trait(0).requires_grad;
+  for (int i = 0; i < pipeline.size(); ++i) {
+    auto& plan = plans[i];
+    plan.input_wanted = flows;
+    for (int p = pipeline.param_base(i); p < pipeline.param_base(i + 1); ++p)
+      plan.param_wanted.push_back(key.trait(1 + extras + p).requires_grad);
+    for (int s = pipeline.extra_in_base(i); s < pipeline.extra_in_base(i + 1); ++s)
+      plan.extra_wanted.push_back(pipeline.source(s) < 0 ? flows_in[s] : flows_out[pipeline.source(s)]);
+    const auto any = [](const std::vector<uint8_t>& flags) { return std::find(flags.begin(), flags.end(), 1) != flags.end(); };
+    flows = plan.records = plan.input_wanted || any(plan.param_wanted) || any(plan.extra_wanted);
+    std::fill(flows_out.begin() + pipeline.extra_out_base(i), flows_out.begin() + pipeline.extra_out_base(i + 1), flows);
+
+    plan.autocast = key.autocast();
+    plan.training = pipeline.eval_bit(i) < 0 || (key.eval_mask() >> pipeline.eval_bit(i) & 1) == 0;
+    plan.param_base = pipeline.param_base(i);
+    plan.saved_base = pipeline.saved_base(i);
+    plan.extra_in_base = pipeline.extra_in_base(i);
+    plan.extra_out_base = pipeline.extra_out_base(i);
+  }
+  return plans;
+}
+
+/// Follows the dtypes through the pipeline by each operation's rule.
+fused::PlanView view(const Pipeline& pipeline, const PlanKey& key, const std::vector<ops::OpPlan>& plans) {
+  fused::PlanView view{.key = key, .plans = plans, .input_dtypes = {}, .compute_dtypes = {}};
+  const int first_param = 1 + static_cast<int>(pipeline.caller_inputs().size());
+  auto dtype = key.trait(0).dtype;
+  for (int i = 0; i < pipeline.size(); ++i) {
+    view.input_dtypes.push_back(dtype);
+    const auto rule = pipeline.op(i).dtype_rule();
+    const bool has_param = pipeline.param_base(i) < pipeline.param_base(i + 1);
+    const auto weight = has_param ? key.trait(first_param + pipeline.param_base(i)).dtype : dtype;
+    if (rule == ops::DtypeRule::unknown) dtype = at::ScalarType::Undefined;
+    if (rule == ops::DtypeRule::promote && dtype != at::ScalarType::Undefined) dtype = c10::promoteTypes(dtype, weight);
+    if (rule == ops::DtypeRule::weight) dtype = weight;
+    if (key.autocast() != at::ScalarType::Undefined && (rule == ops::DtypeRule::weight || rule == ops::DtypeRule::autocast))
+      dtype = key.autocast();
+    view.compute_dtypes.push_back(dtype);
+  }
+  return view;
+}
+
+int step_of(const std::vector<Step>& steps, int op) {
+  for (int s = 0; s < static_cast<int>(steps.size()); ++s)
+    if (op < steps[s].first + steps[s].count) return s;
+  return -1;
+}
+
+/// Adds to each step how extra tensors reach it. Channels inside one fused step are its own business.
+std::vector<PlannedStep> route(const Pipeline& pipeline, const std::vector<ops::OpPlan>& plans, const std::vector<Step>& steps) {
+  std::vector<PlannedStep> planned;
+  for (const auto& step : steps) {
+    PlannedStep p{.step = step, .routes = {}, .grad_slots = {}, .wanted = false};
+    const int end = step.first + step.count;
+    for (int i = step.first; i < end; ++i) p.wanted |= plans[i].records;
+    for (int slot = pipeline.extra_out_base(step.first); slot < pipeline.extra_out_base(end); ++slot) p.grad_slots.push_back(slot);
+    for (int slot = pipeline.extra_in_base(step.first); slot < pipeline.extra_in_base(end); ++slot) {
+      const int from = pipeline.source(slot);
+      const bool inner = from >= 0 && step.fused && pipeline.producer(from) >= step.first;
+      if (from >= 0 && !inner) p.routes.push_back({from, slot, false});
+    }
+    planned.push_back(std::move(p));
+  }
+  for (int from = 0; from < pipeline.num_extra_out(); ++from) {
+    if (pipeline.output(from).to_caller) continue;
+    for (auto step = planned.rbegin(); step != planned.rend(); ++step) {
+      const auto found = std::find_if(step->routes.rbegin(), step->routes.rend(), [&](const Route& r) { return r.from == from; });
+      if (found == step->routes.rend()) continue;
+      found->last = true;
+      break;
+    }
+  }
+  return planned;
+}
+
+void check_cover(const Pipeline& pipeline, const std::vector<Step>& steps, const char* pass) {
+  int next = 0;
+  for (const auto& step : steps) {
+    TORCH_CHECK(step.first == next && step.count > 0, "The ", pass, " plan does not cover every operation once and in order: step '",
+                step.rule, "' starts at ", step.first, ", expected ", next, ".");
+    next += step.count;
+  }
+  TORCH_CHECK(next == pipeline.size(), "The ", pass, " plan covers ", next, " of ", pipeline.size(), " operations.");
+}
+
+}  // namespace
+
+std::shared_ptr<const Plan> make_plan(const Pipeline& pipeline, const PlanKey& key, const fused::RuleList& rules) {
+  auto plan = std::make_shared<Plan>();
+  plan->key = key;
+  plan->ops = ask(pipeline, key);
+  const auto situation = view(pipeline, key, plan->ops);
+
+  std::vector<Step> joint(pipeline.size());
+  for (int i = 0; i < pipeline.size(); ++i) joint[i].first = i;
+  Matcher matcher(pipeline, situation, rules, plan->refusals);
+  joint = matcher.apply(Pass::joint, std::move(joint));
+  plan->num_saved = pipeline.num_saved();
+  for (auto& step : joint) {
+    step.own_base = plan->num_saved;
+    if (step.fused) plan->num_saved += static_cast<int>(step.fused->saved_names().size());
+  }
+  const auto forward = matcher.apply(Pass::forward, joint), backward = matcher.apply(Pass::backward, joint);
+  check_cover(pipeline, forward, "forward");
+  check_cover(pipeline, backward, "backward");
+  plan->forward = route(pipeline, plan->ops, forward);
+  plan->backward = route(pipeline, plan->ops, backward);
+
+  for (int i = 0; i < pipeline.size(); ++i) {
+    plan->in_place |= pipeline.op(i).in_place() && pipeline.op(i).extra_inputs() > 0;
+    for (int p = pipeline.param_base(i); p < pipeline.param_base(i + 1); ++p)
+      if (pipeline.params()[p].read_by_backward && plan->ops[i].input_wanted) plan->backward_params.push_back(p);
+  }
+  for (int slot = 0; slot < pipeline.num_extra_out(); ++slot)
+    plan->extra_out_wanted.push_back(plan->ops[pipeline.producer(slot)].records);
+  plan->output_wanted = !plan->ops.empty() ? plan->ops.back().records : key.trait(0).requires_grad;
+  return plan;
+}
+
+}  // namespace weft::fuser

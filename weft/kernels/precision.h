@@ -1,0 +1,15 @@
+#pragma once
+#include <ATen/core/Tensor.h>
+
+namespace weft::kernels {
+
+/// The dtype in which values of `dtype` are computed: float32 for low precision, else its own.
+inline at::ScalarType wide(at::ScalarType dtype) { return at::isReducedFloatingType(dtype) ? at::kFloat : dtype; }
+inline at::Tensor widen(const at::Tensor& t) {
+  return at::isReducedFloatingType(t.scalar_type()) ? t.to(at::kFloat) : t;
+}
+inline at::Tensor round_to(const at::Tensor& t, at::ScalarType dtype) {
+  return t.scalar_type() == dtype ? t : t.to(dtype);
+}
+
+}  // namespace weft::kernels

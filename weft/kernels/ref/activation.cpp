@@ -1,0 +1,186 @@
+#include "weft/kernels/activation.h"
+
+#include <ATen/ops/abs.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/clamp.h>
+#include <ATen/ops/clamp_max.h>
+#include <ATen/ops/div.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/gelu_backward.h>
+#include <ATen/ops/gt.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/relu.h>
+#include <ATen/ops/sigmoid.h>
+#include <ATen/ops/sigmoid_backward.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/silu_backward.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/tanh.h>
+#include <ATen/ops/tanh_backward.h>
+#include <ATen/ops/threshold_backward.h>
+
+#include "weft/kernels/precision.h"
+
+namespace weft::kernels {
+namespace {
+
+constexpr double kQuick = 1.702;
+
+/// x·σ(k·x), whose derivative is silu'(k·x).
+at::Tensor quick(const at::Tensor& x, double k) { return at::mul(x, k).sigmoid_().mul_(x); }
+
+/// f(x) of a unary kind, or of the gate of a gated one. The result is always new memory.
+at::Tensor value(ActKind kind, const at::Tensor& x) {
+  switch (kind) {
+    case ActKind::gelu: case ActKind::geglu: return at::gelu(x, "tanh");
+    case ActKind::qgelu: case ActKind::qgeglu: return quick(x, kQuick);
+    case ActKind::relu: case ActKind::reglu: return at::relu(x);
+    case ActKind::silu: case ActKind::swiglu: return at::silu(x);
+    case ActKind::glu: return at::sigmoid(x);
+    default: break;
+  }
+  auto y = at::relu(x);  // srelu, sreglu
+  return y.mul_(y);
+}
+
+/// dy·f'(x) of a unary kind.
+at::Tensor slope(ActKind kind, const at::Tensor& dy, const at::Tensor& x) {
+  switch (kind) {
+    case ActKind::gelu: return at::gelu_backward(dy, x, "tanh");
+    case ActKind::qgelu: return at::silu_backward(dy, at::mul(widen(x), kQuick));
+    case ActKind::relu: return at::threshold_backward(dy, x, 0);
+    case ActKind::silu: return at::silu_backward(dy, x);
+    default: return at::relu(x).mul_(dy).mul_(2);  // srelu; doubling is exact
+  }
+}
+
+/// a and b of a gated x, as views: [..., H] each, [..., H/S, S] if interleaved.
+struct Halves {
+  at::Tensor a, b;
+  Halves(const Act& act, const at::Tensor& x) {
+    const auto h = x.size(-1) / 2;
+    if (act.interleave == 0) {
+      a = x.narrow(-1, 0, h), b = x.narrow(-1, h, h);
+    } else {
+      const auto blocks = x.unflatten(-1, {h / act.interleave, 2, act.interleave});
+      a = blocks.select(-2, 0), b = blocks.select(-2, 1);
+    }
+  }
+};
+
+/// [..., H] in the shape of a half.
+at::Tensor as_half(const Act& act, const at::Tensor& y) {
+  return act.interleave == 0 ? y : y.unflatten(-1, {y.size(-1) / act.interleave, act.interleave});
+}
+
+struct Situ {  // t = tanh(a/β1), s = σ(a), u = tanh(b/β2)
+  at::Tensor t, s, u;
+  Situ(const Act& act, const at::Tensor& a, const at::Tensor& b)
+      : t(at::div(a, act.beta1).tanh_()), s(at::sigmoid(a)), u(at::div(b, act.beta2).tanh_()) {}
+};
+
+at::Tensor gated_value(const Act& act, const at::Tensor& x) {
+  const Halves in(act, x);
+  const auto a = widen(in.a);
+  at::Tensor y;
+  if (act.kind == ActKind::situglu) {
+    const Situ f(act, a, widen(in.b));
+    y = at::mul(f.t, f.s).mul_(f.u).mul_(act.beta1 * act.beta2);
+  } else if (act.kind == ActKind::clamped_swiglu) {
+    const auto h = at::clamp(widen(in.b), -act.limit, act.limit).add_(act.offset);
+    y = quick(at::clamp_max(a, act.limit), act.alpha).mul_(h);
+  } else {
+    y = value(act.kind, a).mul_(in.b);
+  }
+  return act.interleave == 0 ? y : y.flatten(-2);
+}
+
+/// da = tanh'(g·s) + σ'(β1·g·t) with g = dy·β2·u;  db = tanh'(dy·β1·t·s).
+void situ_backward(const Act& act, const at::Tensor& dy, const Halves& x, Halves& dx) {
+  const Situ f(act, widen(x.a), widen(x.b));
+  const auto g = at::mul(f.u, act.beta2).mul_(dy);
+  const auto through_tanh = at::tanh_backward(at::mul(g, f.s), f.t);
+  at::add_out(dx.a, through_tanh, at::sigmoid_backward(at::mul(g, f.t).mul_(act.beta1), f.s));
+  at::tanh_backward_out(dx.b, at::mul(f.t, f.s).mul_(act.beta1).mul_(dy), f.u);
+}
+
+/// da = dy·b̄·silu'(alpha·ā) where a ≤ limit;  db = dy·ā·σ(alpha·ā) where |b| ≤ limit;  else 0.
+void clamped_backward(const Act& act, const at::Tensor& dy, const Halves& x, Halves& dx) {
+  const auto a = widen(x.a), b = widen(x.b);
+  const auto clamped = at::clamp_max(a, act.limit);
+  const auto g = at::clamp(b, -act.limit, act.limit).add_(act.offset).mul_(dy);
+  at::silu_backward_out(dx.a, g, at::mul(clamped, act.alpha));
+  dx.a.masked_fill_(at::gt(a, act.limit), 0);
+  at::mul_out(dx.b, quick(clamped, act.alpha), dy);
+  dx.b.masked_fill_(at::gt(at::abs(b), act.limit), 0);
+}
+
+/// da = dy·b·f'(a);  db = dy·f(a).
+void gate_backward(ActKind kind, const at::Tensor& dy, const Halves& x, Halves& dx) {
+  const auto a = widen(x.a);
+  auto g = at::mul(widen(dy), x.b);
+  auto f = value(kind == ActKind::sreglu ? ActKind::relu : kind, a);
+  switch (kind) {
+    case ActKind::glu: at::sigmoid_backward_out(dx.a, g, f); break;
+    case ActKind::geglu: at::gelu_backward_out(dx.a, g, a, "tanh"); break;
+    case ActKind::qgeglu: at::silu_backward_out(dx.a, g, at::mul(a, kQuick)); break;
+    case ActKind::reglu: at::threshold_backward_out(dx.a, g, a, 0); break;
+    case ActKind::swiglu: at::silu_backward_out(dx.a, g, a); break;
+    default:
+      at::mul_out(dx.a, g.mul_(2), f);
+      f.mul_(f);
+  }
+  at::mul_out(dx.b, f, dy);
+}
+
+/// f(x) of any kind without the final rounding.
+at::Tensor unrounded(const Act& act, const at::Tensor& x) {
+  return act.gated() ? gated_value(act, x) : value(act.kind, widen(x));
+}
+
+at::Tensor as_column(const at::Tensor& scales, const at::Tensor& x) {
+  auto sizes = x.sizes().vec();
+  sizes.back() = 1;
+  return scales.reshape(sizes);
+}
+
+}  // namespace
+
+at::Tensor activation_forward(const Act& act, const at::Tensor& x) {
+  if (act.gated() || act.kind == ActKind::qgelu) return round_to(unrounded(act, x), x.scalar_type());
+  return value(act.kind, x);  // ATen's kernels for these round once
+}
+
+at::Tensor activation_backward(const Act& act, const at::Tensor& dy, const at::Tensor& x) {
+  if (!act.gated()) return round_to(slope(act.kind, dy, x), x.scalar_type());
+  auto dx = at::empty_like(x);
+  const Halves in(act, x);
+  Halves out(act, dx);
+  const auto grad = as_half(act, dy);
+  if (act.kind == ActKind::situglu) {
+    situ_backward(act, grad, in, out);
+  } else if (act.kind == ActKind::clamped_swiglu) {
+    clamped_backward(act, grad, in, out);
+  } else {
+    gate_backward(act.kind, grad, in, out);
+  }
+  return dx;
+}
+
+at::Tensor scaled_activation_forward(const Act& act, const at::Tensor& x, const at::Tensor& scales) {
+  return round_to(unrounded(act, x).mul_(as_column(scales, x)), x.scalar_type());
+}
+
+std::pair<at::Tensor, at::Tensor> scaled_activation_backward(const Act& act, const at::Tensor& dy, const at::Tensor& x,
+                                                             const at::Tensor& scales, bool dx_wanted, bool ds_wanted) {
+  at::Tensor dx, ds;
+  if (dx_wanted) dx = activation_backward(act, at::mul(widen(dy), as_column(scales, x)), x);
+  if (ds_wanted) {
+    ds = at::sum(unrounded(act, x).mul_(dy), -1);
+    ds = round_to(ds, scales.scalar_type()).reshape(scales.sizes());
+  }
+  return {dx, ds};
+}
+
+}  // namespace weft::kernels

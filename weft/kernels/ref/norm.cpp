@@ -1,0 +1,91 @@
+#include "weft/kernels/norm.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/mv.h>
+#include <ATen/ops/native_layer_norm.h>
+#include <ATen/ops/native_layer_norm_backward.h>
+#include <ATen/ops/sum.h>
+
+#include <algorithm>
+
+#include "weft/kernels/precision.h"
+
+namespace weft::kernels {
+namespace {
+
+at::Tensor meta_statistic(const at::Tensor& x, const at::Tensor& gamma) {
+  auto sizes = x.sizes().vec();
+  std::fill(sizes.end() - gamma.dim(), sizes.end(), 1);
+  return at::empty(sizes, x.options().dtype(wide(x.scalar_type())));
+}
+
+/// [..., row] as [rows, N], also if either is 0.
+at::Tensor as_rows(const at::Tensor& t, const at::Tensor& gamma) {
+  int64_t rows = 1;
+  for (const auto size : t.sizes().slice(0, t.dim() - gamma.dim())) rows *= size;
+  return t.reshape({rows, gamma.numel()});
+}
+
+}  // namespace
+
+LayerNormForward layer_norm_forward(const at::Tensor& x, const at::Tensor& gamma, const at::Tensor& beta, double eps) {
+  if (x.is_meta()) return {at::empty_like(x), meta_statistic(x, gamma), meta_statistic(x, gamma)};
+  auto [y, mean, rstd] = at::native_layer_norm(x, gamma.sizes(), gamma, beta, eps);
+  return {std::move(y), std::move(mean), std::move(rstd)};
+}
+
+NormGrads layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& mean, const at::Tensor& rstd,
+                              const at::Tensor& gamma, std::array<bool, 3> wanted) {
+  if (x.is_meta()) {
+    const auto like = [](const at::Tensor& t, bool given) { return given ? at::empty_like(t) : at::Tensor{}; };
+    return {like(x, wanted[0]), like(gamma, wanted[1]), like(gamma, wanted[2])};
+  }
+  const auto grad = round_to(dy, x.scalar_type());
+  // The third parameter's values are not read, only that it is there.
+  auto [dx, dgamma, dbeta] = at::native_layer_norm_backward(grad, x, gamma.sizes(), mean, rstd, gamma, gamma, wanted);
+  return {std::move(dx), std::move(dgamma), std::move(dbeta)};
+}
+
+RmsNormForward rms_norm_forward(const at::Tensor& x, const at::Tensor& gamma, double eps) {
+  const auto values = widen(x);
+  std::vector<int64_t> row(gamma.dim());
+  for (int64_t i = 0; i < gamma.dim(); ++i) row[i] = i - gamma.dim();
+  const auto n = static_cast<double>(std::max<int64_t>(gamma.numel(), 1));
+  auto rstd = at::linalg_vector_norm(values, 2, row, /*keepdim=*/true);
+  rstd.mul_(rstd).div_(n).add_(eps).rsqrt_();
+  auto y = at::mul(values, rstd).mul_(gamma);
+  return {round_to(y, x.scalar_type()), std::move(rstd)};
+}
+
+NormGrads rms_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rstd, const at::Tensor& gamma,
+                            std::array<bool, 2> wanted) {
+  const auto values = as_rows(widen(x), gamma), grad = as_rows(round_to(dy, gamma.scalar_type()), gamma);
+  const auto g = gamma.reshape(-1), r = rstd.reshape(-1);
+  const auto product = at::mul(grad, values);
+  NormGrads out;
+  if (wanted[1]) out.dgamma = at::mv(product.t(), r).view(gamma.sizes());
+  if (!wanted[0]) return out;
+  const auto pull = at::mv(product, g).mul_(r).mul_(r).mul_(r).unsqueeze_(1);  // not rstd³ first: it may overflow
+  const auto n = static_cast<double>(std::max<int64_t>(gamma.numel(), 1));
+  const auto dx = at::mul(grad, g).mul_(r.unsqueeze(1)).addcmul_(values, pull, -1 / n);
+  out.dx = round_to(dx, x.scalar_type()).view(x.sizes());
+  return out;
+}
+
+L2NormForward l2_norm_forward(const at::Tensor& x, double eps) {
+  const auto values = widen(x);
+  auto rnorm = at::linalg_vector_norm(values, 2, at::IntArrayRef{-1}, /*keepdim=*/true);
+  rnorm.mul_(rnorm).add_(eps).rsqrt_();
+  return {round_to(at::mul(values, rnorm), x.scalar_type()), std::move(rnorm)};
+}
+
+at::Tensor l2_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rnorm) {
+  const auto values = widen(x), grad = round_to(dy, rnorm.scalar_type());
+  const auto pull = at::sum(at::mul(values, grad), -1, /*keepdim=*/true).mul_(rnorm).mul_(rnorm).mul_(rnorm);
+  return round_to(at::mul(grad, rnorm).addcmul_(values, pull, -1), x.scalar_type());
+}
+
+}  // namespace weft::kernels

@@ -1,0 +1,59 @@
+#include "weft/ops/activation.h"
+
+#include "weft/ops/registry.h"
+
+namespace weft::ops {
+
+using kernels::ActKind;
+
+static std::string_view kind_name(ActKind kind) {
+  switch (kind) {
+    case ActKind::gelu: return "GELU";
+    case ActKind::qgelu: return "QGELU";
+    case ActKind::relu: return "ReLU";
+    case ActKind::srelu: return "SReLU";
+    case ActKind::silu: return "SiLU";
+    case ActKind::glu: return "GLU";
+    case ActKind::geglu: return "GEGLU";
+    case ActKind::qgeglu: return "QGEGLU";
+    case ActKind::reglu: return "ReGLU";
+    case ActKind::sreglu: return "SReGLU";
+    default: TORCH_CHECK_VALUE(false, "Activation: this kind has its own operation, with more fields.");
+  }
+}
+
+Activation::Activation(Options options)
+    : ActivationOp(kind_name(options.kind), {.kind = options.kind}, options.cache_quantized_input), options_(options) {
+  TORCH_CHECK_VALUE(!act().gated(), "Activation: ", name(), " is gated.");
+}
+
+std::string_view Activation::name() const { return kind_name(options_.kind); }
+
+GatedActivation::GatedActivation(Options options)
+    : ActivationOp(kind_name(options.kind), {.kind = options.kind}, options.cache_quantized_input), options_(options) {
+  TORCH_CHECK_VALUE(act().gated(), "GatedActivation: ", name(), " is not gated.");
+}
+
+std::string_view GatedActivation::name() const { return kind_name(options_.kind); }
+
+template <class Type>
+static Register<Type> add(ActKind kind, std::string doc) {
+  return {std::string(kind_name(kind)), std::move(doc), {.kind = kind}, {.kind = kind}};
+}
+
+static const Register<Activation> unary[] = {
+    add<Activation>(ActKind::gelu, "y = x·(½ + ½·tanh(√(2/π)·(x + 0.044715·x³)))."),
+    add<Activation>(ActKind::qgelu, "y = x·σ(1.702·x)."),
+    add<Activation>(ActKind::relu, "y = max(x, 0)."),
+    add<Activation>(ActKind::srelu, "y = max(x, 0)²."),
+    add<Activation>(ActKind::silu, "y = x·σ(x)."),
+};
+static const Register<GatedActivation> gated[] = {
+    add<GatedActivation>(ActKind::glu, "y = σ(a)·b with a the first and b the second half of the last dimension."),
+    add<GatedActivation>(ActKind::geglu, "y = GELU(a)·b with a the first and b the second half of the last dimension."),
+    add<GatedActivation>(ActKind::qgeglu, "y = QGELU(a)·b with a the first and b the second half of the last dimension."),
+    add<GatedActivation>(ActKind::reglu, "y = max(a, 0)·b with a the first and b the second half of the last dimension."),
+    add<GatedActivation>(ActKind::sreglu, "y = max(a, 0)²·b with a the first and b the second half of the last dimension."),
+};
+
+}  // namespace weft::ops

@@ -1,0 +1,40 @@
+#pragma once
+#include "weft/ops/activation_op.h"
+
+namespace weft::ops {
+
+/// y = f(x), elementwise: GELU (tanh form), QGELU x·σ(1.702x), ReLU, SReLU relu(x)², SiLU x·σ(x).
+class Activation final : public ActivationOp {
+ public:
+  struct Options {
+    kernels::ActKind kind = kernels::ActKind::gelu;  // said by the name, not by a field
+    bool cache_quantized_input = false;
+    static constexpr auto fields() {
+      return std::tuple{Field{"cache_quantized_input", &Options::cache_quantized_input}};
+    }
+  };
+  explicit Activation(Options options);
+
+  const Options& options() const { return options_; }
+  std::string_view name() const override;
+  std::vector<FieldValue> fields() const override { return list_fields(options_); }
+
+ private:
+  Options options_;
+};
+
+/// y = f(a)·b with a the first and b the second half of the last dimension: GLU (f = σ), GEGLU, QGEGLU, ReGLU, SReGLU.
+class GatedActivation final : public ActivationOp {
+ public:
+  using Options = Activation::Options;
+  explicit GatedActivation(Options options);
+
+  const Options& options() const { return options_; }
+  std::string_view name() const override;
+  std::vector<FieldValue> fields() const override { return list_fields(options_); }
+
+ private:
+  Options options_;
+};
+
+}  // namespace weft::ops

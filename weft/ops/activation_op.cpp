@@ -1,0 +1,58 @@
+#include "weft/ops/activation_op.h"
+
+#include <cmath>
+
+#include "weft/ops/rows.h"
+
+namespace weft::ops {
+
+ActivationOp::ActivationOp(std::string_view name, kernels::Act act, bool cache_quantized_input) : act_(act) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!cache_quantized_input, name, ": cache_quantized_input is true, but this version has no ",
+                              "quantized tensors yet. Leave it false; the input is then kept as it is.");
+}
+
+Inferred ActivationOp::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
+  const auto input = x.as(plan.autocast == at::ScalarType::Undefined ? x.dtype : plan.autocast);
+  Inferred out{.y = activation_output(act_, input), .extra_outputs = {}, .saved = {}};
+  out.saved.resize(1);
+  if (plan.input_wanted) out.saved[kInput] = input;
+  return out;
+}
+
+at::Tensor ActivationOp::forward(OpContext& ctx, const at::Tensor& x, Params) const {
+  auto input = activation_input(name(), act_, x, ctx.dtype(x.scalar_type()));
+  auto y = kernels::activation_forward(act_, input);
+  if (ctx.input_wanted()) ctx.save(kInput, std::move(input));
+  return y;
+}
+
+at::Tensor ActivationOp::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
+  return ctx.input_wanted() ? kernels::activation_backward(act_, dy, ctx.saved(kInput)) : at::Tensor{};
+}
+
+at::Tensor activation_input(std::string_view name, const kernels::Act& act, const at::Tensor& x, at::ScalarType dtype) {
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble, "Unsupported dtype: ",
+              name, " got ", dtype_name(dtype), ", expected float32, float64, float16 or bfloat16.");
+  if (act.gated()) {
+    TORCH_CHECK_VALUE(x.dim() > 0, name, ": input has no dimensions, expected at least one.");
+    TORCH_CHECK_VALUE(x.size(-1) % 2 == 0, name, ": input has ", x.size(-1), " columns, expected an even number.");
+    TORCH_CHECK_VALUE(act.interleave == 0 || x.size(-1) / 2 % act.interleave == 0, name, ": half of the input has ",
+                      x.size(-1) / 2, " columns, expected a multiple of glu_interleave_size ", act.interleave, ".");
+  }
+  return as_dtype(x, dtype);
+}
+
+Spec activation_output(const kernels::Act& act, const Spec& x) {
+  return act.gated() ? x.with_last(x.sizes.back() / 2) : x;
+}
+
+void check_positive(std::string_view op, std::string_view argument, double value) {
+  TORCH_CHECK_VALUE(std::isfinite(value) && value > 0, op, ": ", argument, " is ", value, ", expected a finite number above 0.");
+}
+
+int64_t interleave_size(std::string_view op, std::optional<int64_t> given) {
+  TORCH_CHECK_VALUE(!given || *given > 0, op, ": glu_interleave_size is ", *given, ", expected none or a positive number.");
+  return given.value_or(0);
+}
+
+}  // namespace weft::ops

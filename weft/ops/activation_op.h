@@ -1,0 +1,36 @@
+#pragma once
+#include "weft/kernels/activation.h"
+#include "weft/ops/operation.h"
+
+namespace weft::ops {
+
+/// y = act(x), in autocast's dtype, else in x's. Base of all activations without extra tensors; they differ in their
+/// fields and in what these say about `act`.
+class ActivationOp : public BasicOp {
+ public:
+  enum Saved { kInput };
+
+  const kernels::Act& act() const { return act_; }
+  std::vector<std::string> saved_names() const override { return {"input"}; }
+  Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const override;
+  at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;
+  at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const override;
+
+ protected:
+  /// Raises NotImplementedError if `cache_quantized_input`.
+  ActivationOp(std::string_view name, kernels::Act act, bool cache_quantized_input);
+
+ private:
+  kernels::Act act_;
+};
+
+/// `x` in `dtype`. Raises RuntimeError if weft has no activations in it, ValueError if `x` does not split as `act` says.
+at::Tensor activation_input(std::string_view name, const kernels::Act& act, const at::Tensor& x, at::ScalarType dtype);
+/// Sizes and dtype of act(x).
+Spec activation_output(const kernels::Act& act, const Spec& x);
+/// Raises ValueError, naming the argument, unless `value` is finite and more than 0.
+void check_positive(std::string_view op, std::string_view argument, double value);
+/// The `glu_interleave_size` of a call as `Act` has it: 0 if not given, ValueError if not positive.
+int64_t interleave_size(std::string_view op, std::optional<int64_t> given);
+
+}  // namespace weft::ops

@@ -1,0 +1,62 @@
+#pragma once
+#include <array>
+
+#include "weft/ops/operation.h"
+
+namespace weft::ops {
+
+enum class ParallelMode { column, row };
+
+/// y = x Wᵀ;  dx = dy W;  dW = Σ_rows dyᵀ x.
+class BasicLinear final : public Op<BasicLinear> {
+ public:
+  struct Options {
+    int64_t in_features = 0;
+    int64_t out_features = 0;
+    at::ScalarType dtype = at::kFloat;
+    std::optional<ParallelMode> tensor_parallel_mode = {};
+    std::optional<std::string> tensor_parallel_group = {};
+    int64_t tensor_parallel_size = 1;
+    bool sequence_parallel = false;
+    bool accumulate_into_main_grad = false;
+    std::optional<std::string> userbuffers_options = {};  // the communication's name
+    static constexpr auto fields() {
+      return std::tuple{Field{"in_features", &Options::in_features, Given::always},
+                        Field{"out_features", &Options::out_features, Given::always},
+                        Field{"dtype", &Options::dtype},
+                        Field{"tensor_parallel_mode", &Options::tensor_parallel_mode},
+                        Field{"tensor_parallel_group", &Options::tensor_parallel_group},
+                        Field{"tensor_parallel_size", &Options::tensor_parallel_size},
+                        Field{"sequence_parallel", &Options::sequence_parallel},
+                        Field{"accumulate_into_main_grad", &Options::accumulate_into_main_grad},
+                        Field{"userbuffers_options", &Options::userbuffers_options}};
+    }
+  };
+  enum Saved { kInput, kCastWeight };
+
+  explicit BasicLinear(Options options);
+
+  const Options& options() const { return options_; }
+  std::string_view name() const override { return "BasicLinear"; }
+  std::vector<ParamSpec> params() const override;
+  std::vector<std::string> saved_names() const override { return {"input", "weight in compute dtype"}; }
+  DtypeRule dtype_rule() const override { return DtypeRule::weight; }
+  Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const override;
+  at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;
+  at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const override;
+
+  /// x Wᵀ + b in one GEMM; b may be undefined. Saves what `backward` reads.
+  at::Tensor product(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) const;
+  /// dx = dy W [+ add], into `add` itself if nobody else can see it; then dW.
+  at::Tensor gradients(OpContext& ctx, const at::Tensor& dy, Params params, at::Tensor add) const;
+
+ private:
+  Options options_;
+};
+
+}  // namespace weft::ops
+
+template <>
+struct weft::Words<weft::ops::ParallelMode> {
+  static constexpr std::array<const char*, 2> list{"column", "row"};
+};

@@ -1,0 +1,33 @@
+#include "weft/ops/bias.h"
+
+#include <ATen/ops/add.h>
+
+#include "weft/ops/parallel.h"
+#include "weft/ops/registry.h"
+#include "weft/ops/rows.h"
+
+namespace weft::ops {
+
+Bias::Bias(Options options) : options_(std::move(options)) {
+  TORCH_CHECK_VALUE(options_.size >= 0, "Bias: size is ", options_.size, ", expected 0 or more.");
+  refuse_parallel("Bias", options_.tensor_parallel_size);
+}
+
+Inferred Bias::infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const {
+  return {.y = x.as(c10::promoteTypes(x.dtype, params[0].dtype)), .extra_outputs = {}, .saved = {}};
+}
+
+at::Tensor Bias::forward(OpContext&, const at::Tensor& x, Params params) const {
+  TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == params[0].size(0), "Bias: input has shape ", x.sizes(), ", bias has ",
+                    params[0].size(0), " values; the last dimension must equal them.");
+  return at::add(x, params[0]);
+}
+
+at::Tensor Bias::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
+  if (ctx.param_wanted(0)) ctx.set_param_grad(0, sum_rows(dy));
+  return dy;
+}
+
+static const Register<Bias> bias{"Bias", "y = x + b, with b broadcast over the rows of x.", {.size = 8}};
+
+}  // namespace weft::ops

@@ -1,0 +1,36 @@
+#pragma once
+#include "weft/ops/operation.h"
+
+namespace weft::ops {
+
+/// y = x + b, with b broadcast over the rows of x.
+class Bias final : public Op<Bias> {
+ public:
+  struct Options {
+    int64_t size = 0;
+    at::ScalarType dtype = at::kFloat;
+    bool tensor_parallel = false;
+    std::optional<std::string> tensor_parallel_group = {};
+    int64_t tensor_parallel_size = 1;
+    static constexpr auto fields() {
+      return std::tuple{Field{"size", &Options::size, Given::always}, Field{"dtype", &Options::dtype},
+                        Field{"tensor_parallel", &Options::tensor_parallel},
+                        Field{"tensor_parallel_group", &Options::tensor_parallel_group},
+                        Field{"tensor_parallel_size", &Options::tensor_parallel_size}};
+    }
+  };
+  explicit Bias(Options options);
+
+  const Options& options() const { return options_; }
+  std::string_view name() const override { return "Bias"; }
+  std::vector<ParamSpec> params() const override { return {{"bias", {options_.size}, options_.dtype, Init::zeros}}; }
+  DtypeRule dtype_rule() const override { return DtypeRule::promote; }
+  Inferred infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const override;
+  at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;
+  at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const override;
+
+ private:
+  Options options_;
+};
+
+}  // namespace weft::ops

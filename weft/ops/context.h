@@ -1,0 +1,82 @@
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace weft::ops {
+
+using Params = c10::ArrayRef<at::Tensor>;
+
+/// Where the compute dtype of an operation comes from: autocast or the dtype of x, autocast or the weight's, torch's promotion
+/// of x and weight, always x, or nobody can tell before it ran.
+enum class DtypeRule { autocast, weight, promote, input, unknown };
+
+/// What one call asks of one operation. Follows from the plan key, holds no tensor.
+struct OpPlan {
+  bool input_wanted = false;              // gradient of x
+  std::vector<uint8_t> param_wanted;      // gradient of each parameter
+  std::vector<uint8_t> extra_wanted;      // gradient of each extra input
+  bool records = false;                   // any of them: save what backward needs
+  bool training = true;
+  at::ScalarType autocast = at::ScalarType::Undefined;  // Undefined: off
+  int param_base = 0, saved_base = 0, extra_in_base = 0, extra_out_base = 0;  // first slot in the call's flat lists
+};
+
+/// Flat lists of one call. In forward the extra slots hold values, in backward the gradients of those values.
+struct Frame {
+  at::Tensor* saved = nullptr;
+  at::Tensor* extra_in = nullptr;
+  at::Tensor* extra_out = nullptr;
+  at::Tensor* param_grads = nullptr;  // backward only
+  const at::Tensor* params = nullptr;
+  const uint8_t* param_skipped = nullptr;  // backward: gradients that this run of the engine will not use
+  std::vector<at::Tensor>* more_saved = nullptr;           // of operations that cannot count in advance (Python)
+  std::vector<std::shared_ptr<void>>* states = nullptr;    // one per operation, Python's free attributes
+};
+
+/// An operation's view of a call. Cheap to make, never kept.
+class OpContext {
+ public:
+  OpContext(const OpPlan& plan, Frame& frame, int index) : plan_(plan), frame_(frame), index_(index) {}
+
+  bool input_wanted() const { return plan_.input_wanted; }
+  bool param_wanted(int i) const {
+    return plan_.param_wanted[i] != 0 && (!frame_.param_skipped || !frame_.param_skipped[plan_.param_base + i]);
+  }
+  bool extra_wanted(int i) const { return plan_.extra_wanted[i] != 0; }
+  bool records() const { return plan_.records; }
+  bool training() const { return plan_.training; }
+  const OpPlan& plan() const { return plan_; }
+
+  /// The dtype to compute in: autocast's, else by rule.
+  at::ScalarType dtype(at::ScalarType otherwise) const {
+    return plan_.autocast == at::ScalarType::Undefined ? otherwise : plan_.autocast;
+  }
+
+  /// Keeps `t` for backward in one of the operation's named slots.
+  void save(int slot, at::Tensor t) { frame_.saved[plan_.saved_base + slot] = std::move(t); }
+  const at::Tensor& saved(int slot) const { return frame_.saved[plan_.saved_base + slot]; }
+
+  /// Forward: extra tensors in and out.
+  const at::Tensor& extra_input(int i) const { return frame_.extra_in[plan_.extra_in_base + i]; }
+  at::Tensor take_extra_input(int i) { return std::move(frame_.extra_in[plan_.extra_in_base + i]); }
+  void set_extra_output(int i, at::Tensor t) { frame_.extra_out[plan_.extra_out_base + i] = std::move(t); }
+
+  /// Backward: their gradients. An undefined gradient is zero.
+  at::Tensor take_extra_output_grad(int i) { return std::move(frame_.extra_out[plan_.extra_out_base + i]); }
+  void set_extra_input_grad(int i, at::Tensor t) { frame_.extra_in[plan_.extra_in_base + i] = std::move(t); }
+  void set_param_grad(int i, at::Tensor t) { frame_.param_grads[plan_.param_base + i] = std::move(t); }
+
+  Frame& frame() { return frame_; }
+  int index() const { return index_; }
+
+ private:
+  const OpPlan& plan_;
+  Frame& frame_;
+  int index_;
+};
+
+}  // namespace weft::ops

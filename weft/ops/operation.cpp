@@ -1,0 +1,44 @@
+#include "weft/ops/operation.h"
+
+#include "weft/ops/registry.h"
+
+namespace weft::ops {
+
+Spec Spec::of(const at::Tensor& t) {
+  const auto sizes = t.sym_sizes();
+  return {{sizes.begin(), sizes.end()}, t.scalar_type()};
+}
+
+Spec Spec::with_last(c10::SymInt size) const {
+  Spec other = *this;
+  other.sizes.back() = std::move(size);
+  return other;
+}
+
+std::string BasicOp::text() const {
+  std::string arguments;
+  for (const auto& field : fields()) arguments += (arguments.empty() ? "" : ", ") + field.name + "=" + to_text(field.value);
+  return std::string(name()) + "(" + arguments + ")";
+}
+
+static std::map<std::string, OpType>& mutable_types() {
+  static std::map<std::string, OpType> types;
+  return types;
+}
+
+const std::map<std::string, OpType>& op_types() { return mutable_types(); }
+
+void add_op_type(OpType type) {
+  auto name = type.name;
+  TORCH_CHECK_VALUE(mutable_types().emplace(name, std::move(type)).second, "Operation '", name, "' is registered twice.");
+}
+
+const OpType& op_type(const std::string& name) {
+  const auto found = op_types().find(name);
+  if (found != op_types().end()) return found->second;
+  std::string known;
+  for (const auto& [other, type] : op_types()) known += (known.empty() ? "" : ", ") + other;
+  TORCH_CHECK_VALUE(false, "No operation is called '", name, "'; registered are ", known, ".");
+}
+
+}  // namespace weft::ops

@@ -1,0 +1,58 @@
+#pragma once
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "weft/ops/context.h"
+#include "weft/ops/spec.h"
+#include "weft/tensor/fields.h"
+
+namespace weft::ops {
+
+/// The smallest unit of a pipeline: a description that can run forward and backward. It holds no tensor: parameters
+/// arrive with each call, and what backward needs is saved through the context.
+class BasicOp {
+ public:
+  virtual ~BasicOp() = default;
+
+  virtual std::string_view name() const = 0;
+  virtual std::vector<FieldValue> fields() const = 0;
+
+  virtual std::vector<ParamSpec> params() const { return {}; }
+  virtual int extra_inputs() const { return 0; }
+  virtual int extra_outputs() const { return 0; }
+  /// Names of the slots it may fill for backward.
+  virtual std::vector<std::string> saved_names() const { return {}; }
+  virtual DtypeRule dtype_rule() const { return DtypeRule::input; }
+  /// True if training and evaluation differ.
+  virtual bool depends_on_training() const { return false; }
+  /// True if the main output is x itself or a view of it.
+  virtual bool output_is_input(const OpPlan&) const { return false; }
+  /// True if it may overwrite its first extra tensor (forward: extra input; backward: gradient of the extra output).
+  virtual bool in_place() const { return false; }
+  /// True for operations written in Python: they live in this process only and may keep free attributes for backward.
+  virtual bool process_local() const { return false; }
+
+  virtual Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra, c10::ArrayRef<Spec> params) const = 0;
+  /// y of x; extra outputs through the context.
+  virtual at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const = 0;
+  /// dx of dy (undefined unless wanted); other gradients through the context. `dy` may be undefined, meaning zero, only if
+  /// the operation has extra outputs.
+  virtual at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const = 0;
+
+  /// Name(field=value, …)
+  std::string text() const;
+  bool operator==(const BasicOp& other) const { return text() == other.text(); }
+};
+
+/// Fields from `Self::Options`; an operation derives from Op<Self>.
+template <class Self>
+class Op : public BasicOp {
+ public:
+  std::vector<FieldValue> fields() const override { return list_fields(static_cast<const Self*>(this)->options()); }
+};
+
+using OpPtr = std::shared_ptr<const BasicOp>;
+
+}  // namespace weft::ops

@@ -1,0 +1,50 @@
+#pragma once
+#include <functional>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "weft/ops/operation.h"
+
+namespace weft::ops {
+
+using Keywords = std::vector<std::pair<std::string, Value>>;
+
+/// A registered operation: how it is called and made.
+struct OpType {
+  std::string name;
+  std::string doc;
+  std::vector<FieldValue> fields;  // with defaults; those `Given::always` have none
+  std::function<OpPtr(const Keywords&)> make;
+  OpPtr sample;  // the instance that the generic tests run
+};
+
+/// All registered operations by name.
+const std::map<std::string, OpType>& op_types();
+/// Raises ValueError, with the closest names, if there is none.
+const OpType& op_type(const std::string& name);
+void add_op_type(OpType type);
+
+/// Makes an operation of `Type` known under `name`. `base` holds what its fields do not say (e.g. which activation),
+/// `sample` the fields of the tested instance.
+template <class Type>
+struct Register {
+  using Options = typename Type::Options;
+
+  Register(std::string name, std::string doc, Options sample, Options base = Options{}) {
+    const auto make = [name, base](const Keywords& keywords) -> OpPtr {
+      Options options = base;
+      for (const auto& [key, value] : keywords) set_field(options, name, key, value);
+      for (const auto& field : list_fields(options)) {
+        if (field.given != Given::always) continue;
+        const bool found = std::any_of(keywords.begin(), keywords.end(), [&](const auto& k) { return k.first == field.name; });
+        TORCH_CHECK_TYPE(found, name, " needs the argument '", field.name, "'.");
+      }
+      return std::make_shared<Type>(std::move(options));
+    };
+    add_op_type({name, std::move(doc), list_fields(base), make, std::make_shared<Type>(std::move(sample))});
+  }
+};
+
+}  // namespace weft::ops

@@ -1,0 +1,28 @@
+#include "weft/ops/rows.h"
+
+#include <ATen/ops/sum.h>
+
+namespace weft::ops {
+
+at::Tensor as_matrix(const at::Tensor& t) {
+  if (t.dim() == 2) return t;
+  const auto n = t.size(-1);
+  int64_t rows = 1;
+  for (const auto size : t.sizes().slice(0, t.dim() - 1)) rows *= size;
+  return t.reshape({rows, n});
+}
+
+at::Tensor like_leading(const at::Tensor& matrix, const at::Tensor& like) {
+  if (like.dim() == 2) return matrix;
+  c10::SmallVector<int64_t, 5> sizes(like.sizes().begin(), like.sizes().end());
+  sizes.back() = matrix.size(1);
+  return matrix.view(sizes);
+}
+
+at::Tensor sum_rows(const at::Tensor& t) {
+  if (t.dim() == 1) return t;
+  if (t.dim() == 2) return at::sum(t, 0);
+  return at::sum(as_matrix(t), 0);
+}
+
+}  // namespace weft::ops

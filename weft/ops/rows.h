@@ -1,0 +1,17 @@
+#pragma once
+#include <ATen/core/Tensor.h>
+
+namespace weft::ops {
+
+/// [..., n] as [rows, n], also with 0 rows or n = 0. A view if the strides allow it.
+at::Tensor as_matrix(const at::Tensor& t);
+/// [rows, n] with the leading sizes of `like`.
+at::Tensor like_leading(const at::Tensor& matrix, const at::Tensor& like);
+/// Sum over all dimensions but the last; `t` itself if it has only one.
+at::Tensor sum_rows(const at::Tensor& t);
+/// `t` in `dtype`: `t` itself if it has it.
+inline at::Tensor as_dtype(const at::Tensor& t, at::ScalarType dtype) {
+  return t.scalar_type() == dtype ? t : t.to(dtype);
+}
+
+}  // namespace weft::ops

@@ -1,0 +1,122 @@
+#pragma once
+#include "weft/kernels/activation.h"
+#include "weft/ops/operation.h"
+
+namespace weft::ops {
+
+/// y[row] = s[row]·act(x[row]) with s an extra input: the middle of a mixture of experts. s may have any shape with one
+/// value for each row of x, and keeps its own dtype: the product is rounded once.
+class ScaledActivation : public BasicOp {
+ public:
+  enum Saved { kInput, kScales };
+
+  const kernels::Act& act() const { return act_; }
+  int extra_inputs() const override { return 1; }
+  std::vector<std::string> saved_names() const override { return {"input", "scales"}; }
+  Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra, c10::ArrayRef<Spec>) const override;
+  at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;
+  at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const override;
+
+ protected:
+  explicit ScaledActivation(kernels::Act act) : act_(act) {}
+
+ private:
+  /// True if it only describes a part of a fused grouped MLP, which does not keep the activation's output.
+  virtual bool fused_only() const { return false; }
+
+  kernels::Act act_;
+};
+
+/// y[row] = s[row]·max(x[row], 0)².
+class ScaledSReLU final : public ScaledActivation {
+ public:
+  struct Options {
+    bool activation_recompute_in_mlp = false;
+    static constexpr auto fields() {
+      return std::tuple{Field{"activation_recompute_in_mlp", &Options::activation_recompute_in_mlp}};
+    }
+  };
+  explicit ScaledSReLU(Options options);
+
+  const Options& options() const { return options_; }
+  std::string_view name() const override { return "ScaledSReLU"; }
+  std::vector<FieldValue> fields() const override { return list_fields(options_); }
+
+ private:
+  bool fused_only() const override { return options_.activation_recompute_in_mlp; }
+
+  Options options_;
+};
+
+/// y[row] = s[row]·SwiGLU(x[row]).
+class ScaledSwiGLU final : public ScaledActivation {
+ public:
+  struct Options {
+    std::optional<int64_t> glu_interleave_size = {};
+    bool activation_recompute_in_mlp = false;
+    static constexpr auto fields() {
+      return std::tuple{Field{"glu_interleave_size", &Options::glu_interleave_size, Given::position},
+                        Field{"activation_recompute_in_mlp", &Options::activation_recompute_in_mlp}};
+    }
+  };
+  explicit ScaledSwiGLU(Options options);
+
+  const Options& options() const { return options_; }
+  std::string_view name() const override { return "ScaledSwiGLU"; }
+  std::vector<FieldValue> fields() const override { return list_fields(options_); }
+
+ private:
+  Options options_;
+};
+
+/// y[row] = s[row]·SiTUGLU(x[row]).
+class ScaledSiTUGLU final : public ScaledActivation {
+ public:
+  struct Options {
+    std::optional<int64_t> glu_interleave_size = {};
+    bool activation_recompute_in_mlp = false;
+    double beta1 = 4.0;
+    double beta2 = 25.0;
+    static constexpr auto fields() {
+      return std::tuple{Field{"glu_interleave_size", &Options::glu_interleave_size, Given::position},
+                        Field{"activation_recompute_in_mlp", &Options::activation_recompute_in_mlp},
+                        Field{"beta1", &Options::beta1}, Field{"beta2", &Options::beta2}};
+    }
+  };
+  explicit ScaledSiTUGLU(Options options);
+
+  const Options& options() const { return options_; }
+  std::string_view name() const override { return "ScaledSiTUGLU"; }
+  std::vector<FieldValue> fields() const override { return list_fields(options_); }
+
+ private:
+  Options options_;
+};
+
+/// y[row] = s[row]·ClampedSwiGLU(x[row]).
+class ScaledClampedQGeGLU final : public ScaledActivation {
+ public:
+  struct Options {
+    std::optional<int64_t> glu_interleave_size = {};
+    bool activation_recompute_in_mlp = false;
+    double limit = 7.0;
+    double alpha = 1.702;
+    double glu_linear_offset = 1.0;
+    static constexpr auto fields() {
+      return std::tuple{Field{"glu_interleave_size", &Options::glu_interleave_size, Given::position},
+                        Field{"activation_recompute_in_mlp", &Options::activation_recompute_in_mlp},
+                        Field{"limit", &Options::limit}, Field{"alpha", &Options::alpha},
+                        Field{"glu_linear_offset", &Options::glu_linear_offset}};
+    }
+  };
+  explicit ScaledClampedQGeGLU(Options options);
+
+  const Options& options() const { return options_; }
+  std::string_view name() const override { return "ScaledClampedQGeGLU"; }
+  std::vector<FieldValue> fields() const override { return list_fields(options_); }
+
+ private:
+  Options options_;
+};
+
+}  // namespace weft::ops

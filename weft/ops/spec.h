@@ -1,0 +1,40 @@
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <c10/core/SymInt.h>
+#include <c10/util/SmallVector.h>
+
+#include <string>
+#include <vector>
+
+namespace weft::ops {
+
+enum class Init { zeros, ones, fan_in_uniform };
+
+/// A parameter as an operation describes it; the tensor belongs to a module.
+struct ParamSpec {
+  std::string name;
+  std::vector<int64_t> shape;
+  at::ScalarType dtype = at::kFloat;
+  Init init = Init::zeros;         // fan_in_uniform: uniform in ±1/√(shape.back())
+  bool read_by_backward = false;   // the gradient of x needs its values
+};
+
+/// Sizes (maybe symbolic) and dtype of a tensor that need not exist.
+struct Spec {
+  c10::SmallVector<c10::SymInt, 4> sizes;
+  at::ScalarType dtype = at::kFloat;
+
+  static Spec of(const at::Tensor& t);
+  /// The same sizes with the last one replaced.
+  Spec with_last(c10::SymInt size) const;
+  Spec as(at::ScalarType other) const { return {sizes, other}; }
+};
+
+/// What one operation makes of its inputs. An empty entry of `saved` is a slot that stays empty.
+struct Inferred {
+  Spec y;
+  std::vector<Spec> extra_outputs;
+  std::vector<std::optional<Spec>> saved;
+};
+
+}  // namespace weft::ops

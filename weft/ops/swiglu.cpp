@@ -1,0 +1,50 @@
+#include "weft/ops/swiglu.h"
+
+#include "weft/ops/registry.h"
+
+namespace weft::ops {
+
+using kernels::Act;
+using kernels::ActKind;
+
+static Act act_of(const SwiGLU::Options& o) {
+  return {.kind = ActKind::swiglu, .interleave = interleave_size("SwiGLU", o.glu_interleave_size)};
+}
+
+static Act act_of(const SiTUGLU::Options& o) {
+  check_positive("SiTUGLU", "beta1", o.beta1);
+  check_positive("SiTUGLU", "beta2", o.beta2);
+  return {.kind = ActKind::situglu,
+          .beta1 = o.beta1,
+          .beta2 = o.beta2,
+          .interleave = interleave_size("SiTUGLU", o.glu_interleave_size)};
+}
+
+static Act act_of(const ClampedSwiGLU::Options& o) {
+  return {.kind = ActKind::clamped_swiglu,
+          .limit = o.limit,
+          .alpha = o.alpha,
+          .offset = o.glu_linear_offset,
+          .interleave = interleave_size("ClampedSwiGLU", o.glu_interleave_size)};
+}
+
+SwiGLU::SwiGLU(Options options) : ActivationOp("SwiGLU", act_of(options), options.cache_quantized_input), options_(options) {}
+
+SiTUGLU::SiTUGLU(Options options)
+    : ActivationOp("SiTUGLU", act_of(options), options.cache_quantized_input), options_(options) {}
+
+ClampedSwiGLU::ClampedSwiGLU(Options options)
+    : ActivationOp("ClampedSwiGLU", act_of(options), options.cache_quantized_input), options_(options) {}
+
+static const Register<SwiGLU> swiglu{"SwiGLU", "y = a·σ(a)·b with a the first and b the second half of the last dimension.",
+                                     {.glu_interleave_size = 2}};
+static const Register<SiTUGLU> situglu{"SiTUGLU",
+                                       "y = β1·tanh(a/β1)·σ(a) · β2·tanh(b/β2) with a the first and b the second half of the "
+                                       "last dimension.",
+                                       {.beta1 = 3.0, .beta2 = 12.0}};
+static const Register<ClampedSwiGLU> clamped{"ClampedSwiGLU",
+                                             "y = ā·σ(alpha·ā)·b̄ with a the first and b the second half of the last "
+                                             "dimension, ā = min(a, limit), b̄ = clamp(b, ±limit) + glu_linear_offset.",
+                                             {.limit = 0.75}};
+
+}  // namespace weft::ops

@@ -1,0 +1,80 @@
+#pragma once
+#include "weft/ops/activation_op.h"
+
+namespace weft::ops {
+
+// In all three a is the first and b the second half of the last dimension, or, with glu_interleave_size S, blocks of S
+// values of a and S values of b alternate. The output is not interleaved.
+
+/// y = a·σ(a)·b.
+class SwiGLU final : public ActivationOp {
+ public:
+  struct Options {
+    bool cache_quantized_input = false;
+    std::optional<int64_t> glu_interleave_size = {};
+    static constexpr auto fields() {
+      return std::tuple{Field{"cache_quantized_input", &Options::cache_quantized_input},
+                        Field{"glu_interleave_size", &Options::glu_interleave_size}};
+    }
+  };
+  explicit SwiGLU(Options options);
+
+  const Options& options() const { return options_; }
+  std::string_view name() const override { return "SwiGLU"; }
+  std::vector<FieldValue> fields() const override { return list_fields(options_); }
+
+ private:
+  Options options_;
+};
+
+/// y = β1·tanh(a/β1)·σ(a) · β2·tanh(b/β2).
+class SiTUGLU final : public ActivationOp {
+ public:
+  struct Options {
+    double beta1 = 4.0;
+    double beta2 = 25.0;
+    bool cache_quantized_input = false;
+    std::optional<int64_t> glu_interleave_size = {};
+    static constexpr auto fields() {
+      return std::tuple{Field{"beta1", &Options::beta1}, Field{"beta2", &Options::beta2},
+                        Field{"cache_quantized_input", &Options::cache_quantized_input},
+                        Field{"glu_interleave_size", &Options::glu_interleave_size}};
+    }
+  };
+  explicit SiTUGLU(Options options);
+
+  const Options& options() const { return options_; }
+  std::string_view name() const override { return "SiTUGLU"; }
+  std::vector<FieldValue> fields() const override { return list_fields(options_); }
+
+ private:
+  Options options_;
+};
+
+/// y = ā·σ(alpha·ā)·b̄ with ā = min(a, limit), b̄ = clamp(b, ±limit) + glu_linear_offset.
+class ClampedSwiGLU final : public ActivationOp {
+ public:
+  struct Options {
+    double limit = 7.0;
+    double alpha = 1.702;
+    double glu_linear_offset = 1.0;
+    bool cache_quantized_input = false;
+    std::optional<int64_t> glu_interleave_size = {};
+    static constexpr auto fields() {
+      return std::tuple{Field{"limit", &Options::limit}, Field{"alpha", &Options::alpha},
+                        Field{"glu_linear_offset", &Options::glu_linear_offset},
+                        Field{"cache_quantized_input", &Options::cache_quantized_input},
+                        Field{"glu_interleave_size", &Options::glu_interleave_size}};
+    }
+  };
+  explicit ClampedSwiGLU(Options options);
+
+  const Options& options() const { return options_; }
+  std::string_view name() const override { return "ClampedSwiGLU"; }
+  std::vector<FieldValue> fields() const override { return list_fields(options_); }
+
+ private:
+  Options options_;
+};
+
+}  // namespace weft::ops

@@ -1,0 +1,151 @@
+#include "weft/tensor/value.h"
+
+#include <c10/util/Exception.h>
+
+#include <array>
+#include <cctype>
+#include <charconv>
+#include <utility>
+
+namespace weft {
+namespace {
+
+constexpr std::array<std::pair<at::ScalarType, std::string_view>, 7> kDtypes{{
+    {at::kFloat, "float32"},
+    {at::kDouble, "float64"},
+    {at::kHalf, "float16"},
+    {at::kBFloat16, "bfloat16"},
+    {at::kLong, "int64"},
+    {at::kInt, "int32"},
+    {at::kBool, "bool"},
+}};
+
+std::string number(double x) {
+  std::array<char, 40> buffer{};
+  const auto end = std::to_chars(buffer.data(), buffer.data() + buffer.size(), x).ptr;
+  std::string text(buffer.data(), end);
+  const bool looks_integral = text.find_first_not_of("-0123456789") == std::string::npos;
+  return looks_integral ? text + ".0" : text;
+}
+
+std::string quote(const std::string& words) {
+  std::string text = "\"";
+  for (const char c : words) {
+    if (c == '"' || c == '\\') text += '\\';
+    text += c;
+  }
+  return text + '"';
+}
+
+std::string list(const std::vector<int64_t>& items) {
+  std::string text = "[";
+  for (const auto item : items) text += (text.size() > 1 ? ", " : "") + std::to_string(item);
+  return text + "]";
+}
+
+template <class... Cases>
+struct Overloaded : Cases... {
+  using Cases::operator()...;
+};
+
+}  // namespace
+
+std::string to_text(const Value& value) {
+  return std::visit(Overloaded{[](std::monostate) { return std::string("none"); },
+                               [](bool x) { return std::string(x ? "true" : "false"); },
+                               [](int64_t x) { return std::to_string(x); }, [](double x) { return number(x); },
+                               [](const std::string& x) { return quote(x); },
+                               [](const std::vector<int64_t>& x) { return list(x); }},
+                    value);
+}
+
+std::string_view dtype_name(at::ScalarType dtype) {
+  for (const auto& [type, name] : kDtypes)
+    if (type == dtype) return name;
+  return c10::toString(dtype);
+}
+
+at::ScalarType dtype_from_name(std::string_view name) {
+  for (const auto& [type, known] : kDtypes)
+    if (known == name) return type;
+  TORCH_CHECK_VALUE(false, "'", name, "' is not a dtype weft knows; expected one of float32, float64, float16, bfloat16.");
+}
+
+void Cursor::skip_space() {
+  while (at_ < text_.size() && std::isspace(static_cast<unsigned char>(text_[at_]))) ++at_;
+}
+
+bool Cursor::at_end() {
+  skip_space();
+  return at_ == text_.size();
+}
+
+bool Cursor::accept(std::string_view token) {
+  skip_space();
+  if (text_.substr(at_, token.size()) != token) return false;
+  at_ += token.size();
+  return true;
+}
+
+void Cursor::expect(std::string_view token) {
+  if (!accept(token)) fail(token);
+}
+
+std::string Cursor::word() {
+  skip_space();
+  const auto begin = at_;
+  while (at_ < text_.size() && (std::isalnum(static_cast<unsigned char>(text_[at_])) || text_[at_] == '_')) ++at_;
+  if (at_ == begin) fail("a name");
+  return std::string(text_.substr(begin, at_ - begin));
+}
+
+int64_t Cursor::integer() {
+  const auto read = value();
+  if (!std::holds_alternative<int64_t>(read)) fail("an integer");
+  return std::get<int64_t>(read);
+}
+
+std::string Cursor::quoted() {
+  std::string words;
+  for (expect("\""); at_ < text_.size() && text_[at_] != '"'; ++at_) {
+    if (text_[at_] == '\\') ++at_;
+    if (at_ < text_.size()) words += text_[at_];
+  }
+  expect("\"");
+  return words;
+}
+
+Value Cursor::value() {
+  skip_space();
+  if (accept("none")) return std::monostate{};
+  if (accept("true")) return true;
+  if (accept("false")) return false;
+  if (at_ < text_.size() && text_[at_] == '"') return quoted();
+  if (accept("[")) {
+    std::vector<int64_t> items;
+    while (!accept("]")) {
+      if (!items.empty()) expect(",");
+      items.push_back(integer());
+    }
+    return items;
+  }
+  const auto end = std::min(text_.find_first_of(",)]; \n", at_), text_.size());
+  const char *first = text_.data() + at_, *last = text_.data() + end;
+  int64_t whole = 0;
+  double real = 0;
+  if (const auto read = std::from_chars(first, last, whole); read.ec == std::errc{} && read.ptr == last) {
+    at_ = end;
+    return whole;
+  }
+  if (const auto read = std::from_chars(first, last, real); read.ec == std::errc{} && read.ptr == last) {
+    at_ = end;
+    return real;
+  }
+  fail("a value");
+}
+
+void Cursor::fail(std::string_view wanted) const {
+  TORCH_CHECK_VALUE(false, "Pipeline text: expected ", wanted, " at position ", at_, ", found '", text_.substr(at_, 20), "'.");
+}
+
+}  // namespace weft

@@ -1,0 +1,43 @@
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+namespace weft {
+
+/// One value of a description as text, Python keywords and checkpoints see it. Dtypes and enums are words, e.g. "bfloat16".
+using Value = std::variant<std::monostate, bool, int64_t, double, std::string, std::vector<int64_t>>;
+
+/// The text of a value; `Cursor::value` reads it back to an equal value.
+/// none | true | false | 12 | 0.5 | "words" | [1, 2]
+std::string to_text(const Value& value);
+
+std::string_view dtype_name(at::ScalarType dtype);
+at::ScalarType dtype_from_name(std::string_view name);
+
+/// Reads descriptions from text. Every mistake raises ValueError with the position.
+class Cursor {
+ public:
+  explicit Cursor(std::string_view text) : text_(text) {}
+
+  bool at_end();
+  bool accept(std::string_view token);
+  void expect(std::string_view token);
+  std::string word();
+  int64_t integer();
+  Value value();
+  [[noreturn]] void fail(std::string_view wanted) const;
+
+ private:
+  void skip_space();
+  std::string quoted();
+
+  std::string_view text_;
+  size_t at_ = 0;
+};
+
+}  // namespace weft
