@@ -40,6 +40,8 @@ class FusedOp {
   virtual std::vector<std::string> saved_names() const { return {}; }
   /// True if it routes channels between its own parts itself.
   virtual bool routes_inner_channels() const { return false; }
+  /// True for one written in Python: it may keep free attributes for backward.
+  virtual bool process_local() const { return false; }
 };
 
 using FusedPtr = std::shared_ptr<const FusedOp>;

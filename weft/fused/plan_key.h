@@ -22,8 +22,9 @@ struct Trait {
   static Trait of(const at::Tensor& t, bool grad_mode);
 };
 
-/// Everything a fusion rule or a plan may look at, packed for one cheap comparison per call. No row counts: a plan serves
-/// any number of rows. Order of the words: flags, version of the rules, evaluation mask, x, extra inputs, parameters.
+/// Everything a fusion rule or a plan may look at, packed for one cheap comparison per call. No row counts: a plan
+/// serves any number of rows. Order of the words: flags, version of the rules, evaluation mask, x, extra inputs,
+/// parameters.
 class PlanKey {
  public:
   static constexpr int kFixed = 4;  // words before x

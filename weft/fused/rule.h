@@ -56,8 +56,8 @@ struct Step {
   FusedPtr fused;
   int first = 0, count = 1;
   int64_t min_rows = 0;
-  std::string rule;      // name of the rule that made it
-  int own_base = 0;      // first own saved slot of a joint operation
+  std::string rule;  // name of the rule that made it
+  int own_base = 0;  // first own saved slot of a joint operation
 };
 
 /// A fusion as a row: what it looks for, when it declines and why, what it makes, and a pipeline that shows it.

@@ -41,7 +41,9 @@ uint32_t rules_version() { return registry().version.load(std::memory_order_acqu
 
 int64_t add_rule(FusionRule rule, bool prepend) {
   auto& r = registry();
+  std::shared_ptr<const RuleList> retired;  // dies after the lock: a rule written in Python takes the GIL to die
   const std::lock_guard lock(r.mutex);
+  retired = r.list;
   auto rules = *r.list;
   const auto id = r.next_id++;
   rules.emplace(prepend ? rules.begin() : rules.end(), id, std::move(rule));
@@ -52,7 +54,9 @@ int64_t add_rule(FusionRule rule, bool prepend) {
 
 void remove_rule(int64_t id) {
   auto& r = registry();
+  std::shared_ptr<const RuleList> retired;  // dies after the lock: a rule written in Python takes the GIL to die
   const std::lock_guard lock(r.mutex);
+  retired = r.list;
   auto rules = *r.list;
   std::erase_if(rules, [id](const auto& entry) { return entry.first == id; });
   r.list = std::make_shared<const RuleList>(std::move(rules));

@@ -18,7 +18,8 @@ Rules current_rules();
 /// Only the number, for the call path.
 uint32_t rules_version();
 
-/// Adds a rule behind (or before) those of its pass and returns its id. Takes effect at the next call of every pipeline.
+/// Adds a rule behind (or before) those of its pass and returns its id. Takes effect at the next call of every
+/// pipeline.
 int64_t add_rule(FusionRule rule, bool prepend = false);
 void remove_rule(int64_t id);
 

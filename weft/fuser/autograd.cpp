@@ -22,14 +22,16 @@ using torch::autograd::variable_list;
 
 /// Inside a pipeline torch's autograd and autocast are off: weft differentiates and casts itself.
 struct BelowAutograd {
-  c10::impl::ExcludeDispatchKeyGuard guard{c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset};
+  c10::impl::ExcludeDispatchKeyGuard guard{c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+                                           c10::autocast_dispatch_keyset};
 };
 
-/// The whole pipeline in the autograd graph. Edges: x, parameters, extra inputs. Inputs of backward: gradients of the main
-/// output and of the extra outputs that went to the caller.
+/// The whole pipeline in the autograd graph. Edges: x, parameters, extra inputs. Inputs of backward: gradients of the
+/// main output and of the extra outputs that went to the caller.
 class PipelineNode final : public Node {
  public:
-  PipelineNode(std::shared_ptr<const Pipeline> pipeline, std::shared_ptr<const Plan> plan, torch::autograd::edge_list&& edges)
+  PipelineNode(std::shared_ptr<const Pipeline> pipeline, std::shared_ptr<const Plan> plan,
+               torch::autograd::edge_list&& edges)
       : Node(std::move(edges)), pipeline_(std::move(pipeline)), plan_(std::move(plan)) {}
 
   std::string name() const override { return "WeftPipelineBackward"; }
@@ -50,7 +52,8 @@ class PipelineNode final : public Node {
     saved_.clear();
     states_.clear();
   }
-  variable_list differentiate(variable_list&& grads, std::vector<at::Tensor> saved, std::vector<std::shared_ptr<void>> states);
+  variable_list differentiate(variable_list&& grads, std::vector<at::Tensor> saved,
+                              std::vector<std::shared_ptr<void>> states);
 
   std::shared_ptr<const Pipeline> pipeline_;
   std::shared_ptr<const Plan> plan_;
@@ -61,7 +64,8 @@ class PipelineNode final : public Node {
 
 void PipelineNode::keep(const ops::Frame& frame, ops::Params params, const Tensors& outputs) {
   const auto save = [&](const at::Tensor& t) {
-    const bool is_output = std::any_of(outputs.begin(), outputs.end(), [&](const at::Tensor& y) { return y.is_same(t); });
+    const bool is_output =
+        std::any_of(outputs.begin(), outputs.end(), [&](const at::Tensor& y) { return y.is_same(t); });
     saved_.emplace_back(t, is_output);
   };
   saved_.reserve(plan_->num_saved + plan_->backward_params.size() + (frame.more_saved ? frame.more_saved->size() : 0));
@@ -72,7 +76,8 @@ void PipelineNode::keep(const ops::Frame& frame, ops::Params params, const Tenso
   if (frame.states) states_ = std::move(*frame.states);
 }
 
-/// Gradients that the engine will not use in this run (`torch.autograd.grad` for some inputs only); empty if it uses all.
+/// Gradients that the engine will not use in this run (`torch.autograd.grad` for some inputs only); empty if it uses
+/// all.
 std::vector<uint8_t> skipped_params(const Node& node, int count) {
   const auto* info = torch::autograd::get_current_graph_task_exec_info();
   if (!info || info->empty()) return {};
@@ -99,12 +104,14 @@ variable_list PipelineNode::apply(variable_list&& grads) {
   for (auto& grad : out)
     if (grad.defined()) grad = grad.detach().requires_grad_();
   torch::autograd::DelayedError error(
-      "weft: differentiating twice through a pipeline is not supported. Use plain torch operations where you need second derivatives.",
+      "weft: differentiating twice through a pipeline is not supported. Use plain torch operations where you need "
+      "second derivatives.",
       static_cast<int64_t>(out.size()));
   return error.apply(std::move(out));
 }
 
-variable_list PipelineNode::differentiate(variable_list&& grads, std::vector<at::Tensor> saved, std::vector<std::shared_ptr<void>> states) {
+variable_list PipelineNode::differentiate(variable_list&& grads, std::vector<at::Tensor> saved,
+                                          std::vector<std::shared_ptr<void>> states) {
   const BelowAutograd below;
   const auto& pipeline = *pipeline_;
   const int num_params = pipeline.num_params();
@@ -120,9 +127,14 @@ variable_list PipelineNode::differentiate(variable_list&& grads, std::vector<at:
   for (size_t k = 0; k < outputs.size(); ++k) extra_out[outputs[k]] = std::move(grads[1 + k]);
   const auto skipped = skipped_params(*this, num_params);
 
-  ops::Frame frame{.saved = saved.data(), .extra_in = extra_in.data(), .extra_out = extra_out.data(), .param_grads = out.data() + 1,
-                   .params = params.data(), .param_skipped = skipped.empty() ? nullptr : skipped.data(),
-                   .more_saved = &more_saved, .states = &states};
+  ops::Frame frame{.saved = saved.data(),
+                   .extra_in = extra_in.data(),
+                   .extra_out = extra_out.data(),
+                   .param_grads = out.data() + 1,
+                   .params = params.data(),
+                   .param_skipped = skipped.empty() ? nullptr : skipped.data(),
+                   .more_saved = &more_saved,
+                   .states = &states};
   auto dy = std::move(grads[0]);
   grads.clear();
   out[0] = run_backward(pipeline, *plan_, frame, std::move(dy));
@@ -160,7 +172,8 @@ void lend_extras(const Pipeline& pipeline, const Plan& plan, Tensors& extras, Te
 }
 
 /// The tensor among the call's inputs and earlier outputs whose memory `t` shares, or nullptr.
-const at::Tensor* shared_with(const at::Tensor& t, const at::Tensor& x, const Tensors& extras, const Tensors& outputs, size_t index) {
+const at::Tensor* shared_with(const at::Tensor& t, const at::Tensor& x, const Tensors& extras, const Tensors& outputs,
+                              size_t index) {
   const auto same = [storage = t.storage().unsafeGetStorageImpl()](const at::Tensor& other) {
     return other.defined() && other.storage().unsafeGetStorageImpl() == storage;
   };
@@ -172,8 +185,8 @@ const at::Tensor* shared_with(const at::Tensor& t, const at::Tensor& x, const Te
   return nullptr;
 }
 
-/// Turns raw results into what the caller may hold. One that shares memory with an input or another output becomes a view
-/// of it, so that torch sees in-place changes to either.
+/// Turns raw results into what the caller may hold. One that shares memory with an input or another output becomes a
+/// view of it, so that torch sees in-place changes to either.
 void settle(Tensors& outputs, const at::Tensor& x, const Tensors& extras, const std::vector<uint8_t>& wanted,
             const c10::intrusive_ptr<Node>& node) {
   for (size_t i = 0; i < outputs.size(); ++i) {
@@ -184,7 +197,8 @@ void settle(Tensors& outputs, const at::Tensor& x, const Tensors& extras, const 
       const at::NoGradGuard no_grad;
       y = at::as_strided(*source, y.sizes(), y.strides(), y.storage_offset());
       if (y.is_view() && differentiable)
-        torch::autograd::impl::get_view_autograd_meta(y)->set_creation_meta(torch::autograd::CreationMeta::IN_CUSTOM_FUNCTION);
+        torch::autograd::impl::get_view_autograd_meta(y)->set_creation_meta(
+            torch::autograd::CreationMeta::IN_CUSTOM_FUNCTION);
     } else if (!source && y.requires_grad()) {
       y = y.detach();
     }
@@ -198,8 +212,8 @@ void settle(Tensors& outputs, const at::Tensor& x, const Tensors& extras, const 
 
 }  // namespace
 
-Tensors run(std::shared_ptr<const Pipeline> shared, std::shared_ptr<const Plan> plan, const at::Tensor& x, ops::Params params,
-            Tensors extras) {
+Tensors run(std::shared_ptr<const Pipeline> shared, std::shared_ptr<const Plan> plan, const at::Tensor& x,
+            ops::Params params, Tensors extras) {
   RECORD_FUNCTION("weft::pipeline", std::vector<c10::IValue>());
   const auto& pipeline = *shared;
   const auto& slots = pipeline.caller_outputs();
@@ -215,9 +229,15 @@ Tensors run(std::shared_ptr<const Pipeline> shared, std::shared_ptr<const Plan> 
   c10::SmallVector<at::Tensor, 16> saved(plan->num_saved);
   Tensors extra_in(pipeline.num_extra_in()), extra_out(pipeline.num_extra_out());
   std::vector<at::Tensor> more_saved;
-  std::vector<std::shared_ptr<void>> states(pipeline.process_local() ? pipeline.size() : 0);
-  ops::Frame frame{.saved = saved.data(), .extra_in = extra_in.data(), .extra_out = extra_out.data(), .param_grads = nullptr,
-                   .params = params.data(), .param_skipped = nullptr, .more_saved = &more_saved, .states = &states};
+  std::vector<std::shared_ptr<void>> states(plan->process_local ? pipeline.size() : 0);
+  ops::Frame frame{.saved = saved.data(),
+                   .extra_in = extra_in.data(),
+                   .extra_out = extra_out.data(),
+                   .param_grads = nullptr,
+                   .params = params.data(),
+                   .param_skipped = nullptr,
+                   .more_saved = &more_saved,
+                   .states = &states};
   lend_extras(pipeline, *plan, extras, extra_in);
   Tensors outputs;
   {

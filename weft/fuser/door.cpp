@@ -14,8 +14,9 @@ using c10::DispatchKey;
 using c10::DispatchKeySet;
 
 constexpr DispatchKeySet kPython({DispatchKey::Python, DispatchKey::PythonTLSSnapshot});
-constexpr DispatchKeySet kFunctorch({DispatchKey::FuncTorchBatched, DispatchKey::FuncTorchGradWrapper, DispatchKey::BatchedNestedTensor,
-                                     DispatchKey::FuncTorchVmapMode, DispatchKey::Batched, DispatchKey::Functionalize});
+constexpr DispatchKeySet kFunctorch({DispatchKey::FuncTorchBatched, DispatchKey::FuncTorchGradWrapper,
+                                     DispatchKey::BatchedNestedTensor, DispatchKey::FuncTorchVmapMode,
+                                     DispatchKey::Batched, DispatchKey::Functionalize});
 
 const char* unusual_layout(const at::Tensor& t) {
   if (t.is_nested()) return "a nested tensor";
@@ -28,13 +29,16 @@ const char* unusual_layout(const at::Tensor& t) {
 [[noreturn]] void refuse(const std::string& what, const at::Tensor& t) {
   const auto keys = t.key_set();
   if (keys.has_any(kFunctorch))
-    TORCH_CHECK_NOT_IMPLEMENTED(false, "weft: ", what, " is a functorch wrapper (vmap, grad, jvp, functionalize). weft's operations do not "
-                                "support function transforms; call them outside of the transform, or use torch.autograd.");
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        false, "weft: ", what,
+        " is a functorch wrapper (vmap, grad, jvp, functionalize). weft's operations do not "
+        "support function transforms; call them outside of the transform, or use torch.autograd.");
   if (keys.has_any(kPython))
-    TORCH_CHECK_NOT_IMPLEMENTED(false, "weft: ", what, " is a tensor subclass with its own dispatch in Python (",
-                                "DTensor, FakeTensor or the like), which has no memory weft could read. With FSDP2, call the module "
-                                "that fully_shard wrapped, so that its parameters are gathered; under torch.compile or FakeTensorMode, "
-                                "go through torch.ops.weft.pipeline.");
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        false, "weft: ", what, " is a tensor subclass with its own dispatch in Python (",
+        "DTensor, FakeTensor or the like), which has no memory weft could read. With FSDP2, call the module "
+        "that fully_shard wrapped, so that its parameters are gathered; under torch.compile or FakeTensorMode, "
+        "go through torch.ops.weft.pipeline.");
   TORCH_CHECK_TYPE(false, "weft: ", what, " is ", unusual_layout(t), "; expected a dense strided tensor.");
 }
 
@@ -43,13 +47,16 @@ bool usual(const at::Tensor& t) { return !t.key_set().has_any(kPython | kFunctor
 std::string param_name(const Pipeline& pipeline, int index) {
   for (int i = 0; i < pipeline.size(); ++i)
     if (index < pipeline.param_base(i + 1))
-      return "parameter '" + pipeline.params()[index].name + "' of operation " + std::to_string(i) + " (" + std::string(pipeline.op(i).name()) + ")";
+      return "parameter '" + pipeline.params()[index].name + "' of operation " + std::to_string(i) + " (" +
+             std::string(pipeline.op(i).name()) + ")";
   return "parameter " + std::to_string(index);
 }
 
-void check_tangents(const Pipeline& pipeline, const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras) {
+void check_tangents(const Pipeline& pipeline, const at::Tensor& x, ops::Params params,
+                    c10::ArrayRef<at::Tensor> extras) {
   const auto one = [](const std::string& what, const at::Tensor& t) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!t.defined() || !t._fw_grad(0).defined(), "weft: ", what, " carries a forward-mode tangent; weft's operations "
+    TORCH_CHECK_NOT_IMPLEMENTED(!t.defined() || !t._fw_grad(0).defined(), "weft: ", what,
+                                " carries a forward-mode tangent; weft's operations "
                                 "have no jvp. Use reverse mode, or compute the tangent with plain torch operations.");
   };
   one("the input", x);
@@ -66,17 +73,17 @@ bool supports_autocast(c10::DeviceType device) { return device != c10::DeviceTyp
 
 }  // namespace
 
-fused::PlanKey enter(const Pipeline& pipeline, const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras,
-                     uint64_t eval_mask) {
+fused::PlanKey enter(const Pipeline& pipeline, const at::Tensor& x, ops::Params params,
+                     c10::ArrayRef<at::Tensor> extras, uint64_t eval_mask) {
   TORCH_CHECK_VALUE(x.defined(), "weft: the input is an undefined tensor.");
-  TORCH_CHECK_VALUE(extras.size() == pipeline.caller_inputs().size(), "The pipeline takes ", pipeline.caller_inputs().size(),
-                    " extra inputs, got ", extras.size(), ".");
-  TORCH_CHECK_VALUE(params.size() == pipeline.params().size(), "The pipeline has ", pipeline.params().size(), " parameters, got ",
-                    params.size(), ".");
+  TORCH_CHECK_VALUE(extras.size() == pipeline.caller_inputs().size(), "The pipeline takes ",
+                    pipeline.caller_inputs().size(), " extra inputs, got ", extras.size(), ".");
+  TORCH_CHECK_VALUE(params.size() == pipeline.params().size(), "The pipeline has ", pipeline.params().size(),
+                    " parameters, got ", params.size(), ".");
   const bool grad_mode = c10::GradMode::is_enabled();
   const auto device = x.device().type();
-  fused::PlanKey key(grad_mode, supports_autocast(device) ? autocast_dtype(device) : at::ScalarType::Undefined, fused::rules_version(),
-                     eval_mask);
+  fused::PlanKey key(grad_mode, supports_autocast(device) ? autocast_dtype(device) : at::ScalarType::Undefined,
+                     fused::rules_version(), eval_mask);
   if (!usual(x)) refuse("the input", x);
   key.add(fused::Trait::of(x, grad_mode).pack());
   for (size_t k = 0; k < extras.size(); ++k) {
@@ -88,8 +95,10 @@ fused::PlanKey enter(const Pipeline& pipeline, const at::Tensor& x, ops::Params 
     const auto& param = params[p];
     TORCH_CHECK_VALUE(param.defined(), "weft: ", param_name(pipeline, static_cast<int>(p)), " is missing.");
     if (!usual(param)) refuse(param_name(pipeline, static_cast<int>(p)), param);
-    TORCH_CHECK_VALUE(param.device() == x.device(), "weft: the input is on ", x.device(), ", ", param_name(pipeline, static_cast<int>(p)), " on ",
-                      param.device(), ".", param.is_meta() ? " Materialise it first: module.to_empty(device=…), then reset_parameters()." : "");
+    TORCH_CHECK_VALUE(
+        param.device() == x.device(), "weft: the input is on ", x.device(), ", ",
+        param_name(pipeline, static_cast<int>(p)), " on ", param.device(), ".",
+        param.is_meta() ? " Materialise it first: module.to_empty(device=…), then reset_parameters()." : "");
     key.add(fused::Trait::of(param, grad_mode).pack());
   }
   if (torch::autograd::ForwardADLevel::try_get_by_idx(0)) check_tangents(pipeline, x, params, extras);

@@ -4,9 +4,9 @@
 
 namespace weft::fuser {
 
-/// Checks what a call is given and packs its key. Tensors that weft cannot compute with or differentiate (Python-dispatch
-/// subclasses, functorch wrappers, forward-mode tangents, sparse, nested, quantized) raise by name.
-fused::PlanKey enter(const Pipeline& pipeline, const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras,
-                     uint64_t eval_mask);
+/// Checks what a call is given and packs its key. Tensors that weft cannot compute with or differentiate
+/// (Python-dispatch subclasses, functorch wrappers, forward-mode tangents, sparse, nested, quantized) raise by name.
+fused::PlanKey enter(const Pipeline& pipeline, const at::Tensor& x, ops::Params params,
+                     c10::ArrayRef<at::Tensor> extras, uint64_t eval_mask);
 
 }  // namespace weft::fuser

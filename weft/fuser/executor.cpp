@@ -55,6 +55,18 @@ void accumulate(at::Tensor& sum, at::Tensor part) {
   }
 }
 
+void check_delivered(const Pipeline& pipeline, const Frame& frame, const PlannedStep& planned) {
+  for (const int slot : planned.needed_slots) {
+    if (frame.extra_out[slot].defined()) continue;
+    const auto& out = pipeline.output(slot);
+    TORCH_CHECK(!out.to_caller, "Fused operation '", planned.step.rule,
+                "' did not return an extra output of operation ", pipeline.producer(slot),
+                " that is public: the caller gets it.");
+    TORCH_CHECK(false, "Fused operation '", planned.step.rule, "' did not return channel '", out.channel,
+                "', which is read outside its forward fusion.");
+  }
+}
+
 void drop_saved(const Pipeline& pipeline, Frame& frame, const Step& step) {
   for (int slot = pipeline.saved_base(step.first); slot < pipeline.saved_base(step.first + step.count); ++slot)
     frame.saved[slot].reset();
@@ -63,19 +75,21 @@ void drop_saved(const Pipeline& pipeline, Frame& frame, const Step& step) {
 }  // namespace
 
 at::Tensor run_forward(const Pipeline& pipeline, const Plan& plan, Frame& frame, at::Tensor x) {
-  for (const auto& [step, routes, grad_slots, wanted] : plan.forward) {
-    for (const auto& route : routes)
+  for (const auto& planned : plan.forward) {
+    const auto& step = planned.step;
+    for (const auto& route : planned.routes)
       frame.extra_in[route.to] = route.last ? std::move(frame.extra_out[route.from]) : frame.extra_out[route.from];
     if (step.fused && enough_rows(step, x)) {
       StepContext ctx(plan.ops.data(), frame, step.first, step.own_base);
       x = step.fused->forward(ctx, x);
+      check_delivered(pipeline, frame, planned);
     } else {
       for (int i = step.first; i < step.first + step.count; ++i) {
         OpContext ctx(plan.ops[i], frame, i);
         x = pipeline.op(i).forward(ctx, x, params_of(plan.ops[i], frame));
       }
     }
-    for (const auto& route : routes) frame.extra_in[route.to].reset();
+    for (const auto& route : planned.routes) frame.extra_in[route.to].reset();
   }
   return x;
 }
@@ -96,7 +110,8 @@ at::Tensor run_backward(const Pipeline& pipeline, const Plan& plan, Frame& frame
       dy = backward_parts(pipeline, plan, frame, step, std::move(dy));
     }
     if (!plan.ops[step.first].input_wanted) dy.reset();
-    for (const auto& route : planned->routes) accumulate(frame.extra_out[route.from], std::move(frame.extra_in[route.to]));
+    for (const auto& route : planned->routes)
+      accumulate(frame.extra_out[route.from], std::move(frame.extra_in[route.to]));
     drop_saved(pipeline, frame, step);
   }
   return dy;

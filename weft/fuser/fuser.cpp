@@ -12,7 +12,8 @@ Tensors Fuser::operator()(const at::Tensor& x, ops::Params params, Tensors extra
   return run(pipeline_, std::move(plan), x, params, std::move(extras));
 }
 
-std::shared_ptr<const Plan> Fuser::plan(const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras, uint64_t eval_mask) {
+std::shared_ptr<const Plan> Fuser::plan(const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras,
+                                        uint64_t eval_mask) {
   return find(enter(*pipeline_, x, params, extras, eval_mask));
 }
 
@@ -36,7 +37,8 @@ std::shared_ptr<const Plan> Fuser::find(const fused::PlanKey& key) {
   auto made = make_plan(*pipeline_, key, *rules.list);
   ++plans_made_;
   const std::lock_guard lock(mutex_);
-  std::erase_if(plans_, [&](const auto& plan) { return plan->key.rules_version() != rules.version || plan->key == key; });
+  std::erase_if(plans_,
+                [&](const auto& plan) { return plan->key.rules_version() != rules.version || plan->key == key; });
   plans_.insert(plans_.begin(), made);
   if (plans_.size() > kMaxPlans) plans_.pop_back();
   return made;

@@ -24,7 +24,8 @@ class Fuser {
   Tensors operator()(const at::Tensor& x, ops::Params params, Tensors extras, uint64_t eval_mask = 0);
 
   /// The plan such a call uses; made if it does not exist.
-  std::shared_ptr<const Plan> plan(const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras, uint64_t eval_mask = 0);
+  std::shared_ptr<const Plan> plan(const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras,
+                                   uint64_t eval_mask = 0);
 
   const Pipeline& pipeline() const { return *pipeline_; }
   std::shared_ptr<const Pipeline> shared_pipeline() const { return pipeline_; }

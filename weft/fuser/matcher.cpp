@@ -24,7 +24,11 @@ std::vector<Step> Matcher::scan(const FusionRule& rule, const std::vector<Step>&
       out.push_back(steps[at++]);
       continue;
     }
-    out.push_back({.fused = rule.make(*found), .first = found->first(), .count = found->size(), .min_rows = rule.min_rows, .rule = rule.name});
+    out.push_back({.fused = rule.make(*found),
+                   .first = found->first(),
+                   .count = found->size(),
+                   .min_rows = rule.min_rows,
+                   .rule = rule.name});
     at += found->size();
   }
   return out;
@@ -46,7 +50,8 @@ std::string Matcher::refusal(const FusionRule& rule, const Match& match) const {
   if (rule.refuse) {
     if (auto reason = rule.refuse(match, view_); !reason.empty()) return reason;
   }
-  if (has_inner_channel(match.first(), match.size()) && (rule.min_rows > 0 || !rule.make(match)->routes_inner_channels()))
+  if (has_inner_channel(match.first(), match.size()) &&
+      (rule.min_rows > 0 || !rule.make(match)->routes_inner_channels()))
     return "a channel connects two of its parts";
   return {};
 }

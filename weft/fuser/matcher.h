@@ -6,18 +6,20 @@
 
 namespace weft::fuser {
 
-/// Tries rules on a list of steps. Only steps that are still basic operations can be taken; within a pass the first rule
-/// that takes one keeps it.
+/// Tries rules on a list of steps. Only steps that are still basic operations can be taken; within a pass the first
+/// rule that takes one keeps it.
 class Matcher {
  public:
-  Matcher(const Pipeline& pipeline, const fused::PlanView& view, const fused::RuleList& rules, std::vector<Refusal>& refusals)
+  Matcher(const Pipeline& pipeline, const fused::PlanView& view, const fused::RuleList& rules,
+          std::vector<Refusal>& refusals)
       : pipeline_(pipeline), view_(view), rules_(rules), refusals_(refusals) {}
 
   std::vector<fused::Step> apply(fused::Pass pass, std::vector<fused::Step> steps);
 
  private:
   std::vector<fused::Step> scan(const fused::FusionRule& rule, const std::vector<fused::Step>& steps);
-  std::optional<fused::Match> match(const fused::FusionRule& rule, const std::vector<fused::Step>& steps, size_t at) const;
+  std::optional<fused::Match> match(const fused::FusionRule& rule, const std::vector<fused::Step>& steps,
+                                    size_t at) const;
   std::string refusal(const fused::FusionRule& rule, const fused::Match& match) const;
   bool has_inner_channel(int first, int count) const;
 

@@ -47,7 +47,8 @@ Pipeline::Pipeline(std::vector<Stage> stages) : stages_(std::move(stages)) {
     process_local_ |= op.process_local();
     eval_bits_.push_back(op.depends_on_training() ? eval_bits++ : -1);
   }
-  TORCH_CHECK_VALUE(eval_bits <= 64, "A pipeline takes at most 64 operations that differ in training and evaluation, this one has ",
+  TORCH_CHECK_VALUE(eval_bits <= 64,
+                    "A pipeline takes at most 64 operations that differ in training and evaluation, this one has ",
                     eval_bits, "; split it.");
   wire();
 }
@@ -60,7 +61,8 @@ void Pipeline::wire() {
       const int slot = extra_out_base(i) + k;
       if (out.to_caller) caller_outputs_.push_back(slot);
       if (out.channel.empty()) continue;
-      TORCH_CHECK_VALUE(producers.emplace(out.channel, slot).second, "Channel '", out.channel, "' has multiple producers.");
+      TORCH_CHECK_VALUE(producers.emplace(out.channel, slot).second, "Channel '", out.channel,
+                        "' has multiple producers.");
     }
   }
   for (int i = 0; i < size(); ++i) {
@@ -72,10 +74,10 @@ void Pipeline::wire() {
         continue;
       }
       const auto found = producers.find(channel);
-      TORCH_CHECK_VALUE(found != producers.end(), "Channel '", channel, "' has no producer; extra input ", k, " of operation ", i, " (",
-                        op(i).name(), ") waits for it.");
-      TORCH_CHECK_VALUE(producer(found->second) < i, "Channel '", channel, "' has no earlier producer: operation ", i, " (", op(i).name(),
-                        ") comes before or is its producer.");
+      TORCH_CHECK_VALUE(found != producers.end(), "Channel '", channel, "' has no producer; extra input ", k,
+                        " of operation ", i, " (", op(i).name(), ") waits for it.");
+      TORCH_CHECK_VALUE(producer(found->second) < i, "Channel '", channel, "' has no earlier producer: operation ", i,
+                        " (", op(i).name(), ") comes before or is its producer.");
       sources_.back() = found->second;
     }
   }

@@ -55,8 +55,8 @@ class Pipeline {
   /// True if some operation is written in Python.
   bool process_local() const { return process_local_; }
 
-  /// `Name(field=value, …)` per operation, separated by "; ", with ` <"channel"` for a bound extra input (`<-` where the
-  /// caller gives it), ` >"channel"` for a named extra output and ` >>"channel"` for one that is not returned.
+  /// `Name(field=value, …)` per operation, separated by "; ", with ` <"channel"` for a bound extra input (`<-` where
+  /// the caller gives it), ` >"channel"` for a named extra output and ` >>"channel"` for one that is not returned.
   std::string text() const;
   static Pipeline parse(std::string_view text);
 

@@ -26,9 +26,12 @@ std::vector<ops::OpPlan> ask(const Pipeline& pipeline, const PlanKey& key) {
       plan.param_wanted.push_back(key.trait(1 + extras + p).requires_grad);
     for (int s = pipeline.extra_in_base(i); s < pipeline.extra_in_base(i + 1); ++s)
       plan.extra_wanted.push_back(pipeline.source(s) < 0 ? flows_in[s] : flows_out[pipeline.source(s)]);
-    const auto any = [](const std::vector<uint8_t>& flags) { return std::find(flags.begin(), flags.end(), 1) != flags.end(); };
+    const auto any = [](const std::vector<uint8_t>& flags) {
+      return std::find(flags.begin(), flags.end(), 1) != flags.end();
+    };
     flows = plan.records = plan.input_wanted || any(plan.param_wanted) || any(plan.extra_wanted);
-    std::fill(flows_out.begin() + pipeline.extra_out_base(i), flows_out.begin() + pipeline.extra_out_base(i + 1), flows);
+    std::fill(flows_out.begin() + pipeline.extra_out_base(i), flows_out.begin() + pipeline.extra_out_base(i + 1),
+              flows);
 
     plan.autocast = key.autocast();
     plan.training = pipeline.eval_bit(i) < 0 || (key.eval_mask() >> pipeline.eval_bit(i) & 1) == 0;
@@ -53,7 +56,8 @@ fused::PlanView view(const Pipeline& pipeline, const PlanKey& key, const std::ve
     if (rule == ops::DtypeRule::unknown) dtype = at::ScalarType::Undefined;
     if (rule == ops::DtypeRule::promote && dtype != at::ScalarType::Undefined) dtype = c10::promoteTypes(dtype, weight);
     if (rule == ops::DtypeRule::weight) dtype = weight;
-    if (key.autocast() != at::ScalarType::Undefined && (rule == ops::DtypeRule::weight || rule == ops::DtypeRule::autocast))
+    if (key.autocast() != at::ScalarType::Undefined &&
+        (rule == ops::DtypeRule::weight || rule == ops::DtypeRule::autocast))
       dtype = key.autocast();
     view.compute_dtypes.push_back(dtype);
   }
@@ -67,13 +71,15 @@ int step_of(const std::vector<Step>& steps, int op) {
 }
 
 /// Adds to each step how extra tensors reach it. Channels inside one fused step are its own business.
-std::vector<PlannedStep> route(const Pipeline& pipeline, const std::vector<ops::OpPlan>& plans, const std::vector<Step>& steps) {
+std::vector<PlannedStep> route(const Pipeline& pipeline, const std::vector<ops::OpPlan>& plans,
+                               const std::vector<Step>& steps) {
   std::vector<PlannedStep> planned;
   for (const auto& step : steps) {
-    PlannedStep p{.step = step, .routes = {}, .grad_slots = {}, .wanted = false};
+    PlannedStep p{.step = step, .routes = {}, .grad_slots = {}, .needed_slots = {}, .wanted = false};
     const int end = step.first + step.count;
     for (int i = step.first; i < end; ++i) p.wanted |= plans[i].records;
-    for (int slot = pipeline.extra_out_base(step.first); slot < pipeline.extra_out_base(end); ++slot) p.grad_slots.push_back(slot);
+    for (int slot = pipeline.extra_out_base(step.first); slot < pipeline.extra_out_base(end); ++slot)
+      p.grad_slots.push_back(slot);
     for (int slot = pipeline.extra_in_base(step.first); slot < pipeline.extra_in_base(end); ++slot) {
       const int from = pipeline.source(slot);
       const bool inner = from >= 0 && step.fused && pipeline.producer(from) >= step.first;
@@ -81,10 +87,20 @@ std::vector<PlannedStep> route(const Pipeline& pipeline, const std::vector<ops::
     }
     planned.push_back(std::move(p));
   }
+  for (int slot = 0; slot < pipeline.num_extra_in(); ++slot) {
+    const int from = pipeline.source(slot);
+    if (from < 0) continue;
+    auto& step = planned[step_of(steps, pipeline.producer(from))];
+    const bool outside = step_of(steps, pipeline.consumer(slot)) != step_of(steps, pipeline.producer(from));
+    if (step.step.fused && outside) step.needed_slots.push_back(from);
+  }
   for (int from = 0; from < pipeline.num_extra_out(); ++from) {
+    auto& producer = planned[step_of(steps, pipeline.producer(from))];
+    if (producer.step.fused && pipeline.output(from).to_caller) producer.needed_slots.push_back(from);
     if (pipeline.output(from).to_caller) continue;
     for (auto step = planned.rbegin(); step != planned.rend(); ++step) {
-      const auto found = std::find_if(step->routes.rbegin(), step->routes.rend(), [&](const Route& r) { return r.from == from; });
+      const auto found =
+          std::find_if(step->routes.rbegin(), step->routes.rend(), [&](const Route& r) { return r.from == from; });
       if (found == step->routes.rend()) continue;
       found->last = true;
       break;
@@ -96,8 +112,9 @@ std::vector<PlannedStep> route(const Pipeline& pipeline, const std::vector<ops::
 void check_cover(const Pipeline& pipeline, const std::vector<Step>& steps, const char* pass) {
   int next = 0;
   for (const auto& step : steps) {
-    TORCH_CHECK(step.first == next && step.count > 0, "The ", pass, " plan does not cover every operation once and in order: step '",
-                step.rule, "' starts at ", step.first, ", expected ", next, ".");
+    TORCH_CHECK(step.first == next && step.count > 0, "The ", pass,
+                " plan does not cover every operation once and in order: step '", step.rule, "' starts at ", step.first,
+                ", expected ", next, ".");
     next += step.count;
   }
   TORCH_CHECK(next == pipeline.size(), "The ", pass, " plan covers ", next, " of ", pipeline.size(), " operations.");
@@ -133,6 +150,8 @@ std::shared_ptr<const Plan> make_plan(const Pipeline& pipeline, const PlanKey& k
   }
   for (int slot = 0; slot < pipeline.num_extra_out(); ++slot)
     plan->extra_out_wanted.push_back(plan->ops[pipeline.producer(slot)].records);
+  const auto in_python = [](const PlannedStep& s) { return s.step.fused && s.step.fused->process_local(); };
+  plan->process_local = pipeline.process_local() || std::any_of(plan->forward.begin(), plan->forward.end(), in_python);
   plan->output_wanted = !plan->ops.empty() ? plan->ops.back().records : key.trait(0).requires_grad;
   return plan;
 }

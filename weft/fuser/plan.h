@@ -24,13 +24,14 @@ struct Route {
 
 struct PlannedStep {
   fused::Step step;
-  std::vector<Route> routes;       // forward: into this step. backward: gradients out of it, `from` and `to` as in forward
-  std::vector<int> grad_slots;     // extra-output slots whose gradients reach it
-  bool wanted = false;             // any gradient of any part
+  std::vector<Route> routes;    // forward: into this step. backward: gradients out of it, `from` and `to` as in forward
+  std::vector<int> grad_slots;  // extra-output slots whose gradients reach it
+  std::vector<int> needed_slots;  // extra outputs that a fused step must deliver, since somebody outside reads them
+  bool wanted = false;            // any gradient of any part
 };
 
-/// How a pipeline runs for one key: forward and backward cut independently. Holds no tensor; immutable, so any number of
-/// threads may run it.
+/// How a pipeline runs for one key: forward and backward cut independently. Holds no tensor; immutable, so any number
+/// of threads may run it.
 struct Plan {
   fused::PlanKey key;
   std::vector<ops::OpPlan> ops;
@@ -40,9 +41,11 @@ struct Plan {
   bool output_wanted = false;                  // … through the main output
   int num_saved = 0;                           // slots of operations and joint steps
   bool in_place = false;                       // some operation may overwrite an extra input
+  bool process_local = false;                  // some operation, basic or fused, is written in Python
   std::vector<Refusal> refusals;
 };
 
-std::shared_ptr<const Plan> make_plan(const Pipeline& pipeline, const fused::PlanKey& key, const fused::RuleList& rules);
+std::shared_ptr<const Plan> make_plan(const Pipeline& pipeline, const fused::PlanKey& key,
+                                      const fused::RuleList& rules);
 
 }  // namespace weft::fuser

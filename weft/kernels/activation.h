@@ -7,8 +7,19 @@
 namespace weft::kernels {
 
 enum class ActKind {
-  gelu, qgelu, relu, srelu, silu,  // unary
-  glu, geglu, qgeglu, reglu, sreglu, swiglu, situglu, clamped_swiglu  // gated
+  gelu,
+  qgelu,
+  relu,
+  srelu,
+  silu,  // unary
+  glu,
+  geglu,
+  qgeglu,
+  reglu,
+  sreglu,
+  swiglu,
+  situglu,
+  clamped_swiglu  // gated
 };
 
 /// Any activation. Unary: y = f(x). Gated: x holds a, then b, in its last dimension, and y = f(a)·h(b).

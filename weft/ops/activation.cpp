@@ -8,17 +8,28 @@ using kernels::ActKind;
 
 static std::string_view kind_name(ActKind kind) {
   switch (kind) {
-    case ActKind::gelu: return "GELU";
-    case ActKind::qgelu: return "QGELU";
-    case ActKind::relu: return "ReLU";
-    case ActKind::srelu: return "SReLU";
-    case ActKind::silu: return "SiLU";
-    case ActKind::glu: return "GLU";
-    case ActKind::geglu: return "GEGLU";
-    case ActKind::qgeglu: return "QGEGLU";
-    case ActKind::reglu: return "ReGLU";
-    case ActKind::sreglu: return "SReGLU";
-    default: TORCH_CHECK_VALUE(false, "Activation: this kind has its own operation, with more fields.");
+    case ActKind::gelu:
+      return "GELU";
+    case ActKind::qgelu:
+      return "QGELU";
+    case ActKind::relu:
+      return "ReLU";
+    case ActKind::srelu:
+      return "SReLU";
+    case ActKind::silu:
+      return "SiLU";
+    case ActKind::glu:
+      return "GLU";
+    case ActKind::geglu:
+      return "GEGLU";
+    case ActKind::qgeglu:
+      return "QGEGLU";
+    case ActKind::reglu:
+      return "ReGLU";
+    case ActKind::sreglu:
+      return "SReGLU";
+    default:
+      TORCH_CHECK_VALUE(false, "Activation: this kind has its own operation, with more fields.");
   }
 }
 
@@ -48,12 +59,13 @@ static const Register<Activation> unary[] = {
     add<Activation>(ActKind::srelu, "y = max(x, 0)²."),
     add<Activation>(ActKind::silu, "y = x·σ(x)."),
 };
+static const std::string kHalves = " with a the first and b the second half of the last dimension.";
 static const Register<GatedActivation> gated[] = {
-    add<GatedActivation>(ActKind::glu, "y = σ(a)·b with a the first and b the second half of the last dimension."),
-    add<GatedActivation>(ActKind::geglu, "y = GELU(a)·b with a the first and b the second half of the last dimension."),
-    add<GatedActivation>(ActKind::qgeglu, "y = QGELU(a)·b with a the first and b the second half of the last dimension."),
-    add<GatedActivation>(ActKind::reglu, "y = max(a, 0)·b with a the first and b the second half of the last dimension."),
-    add<GatedActivation>(ActKind::sreglu, "y = max(a, 0)²·b with a the first and b the second half of the last dimension."),
+    add<GatedActivation>(ActKind::glu, "y = σ(a)·b" + kHalves),
+    add<GatedActivation>(ActKind::geglu, "y = GELU(a)·b" + kHalves),
+    add<GatedActivation>(ActKind::qgeglu, "y = a·σ(1.702·a)·b" + kHalves),
+    add<GatedActivation>(ActKind::reglu, "y = max(a, 0)·b" + kHalves),
+    add<GatedActivation>(ActKind::sreglu, "y = max(a, 0)²·b" + kHalves),
 };
 
 }  // namespace weft::ops

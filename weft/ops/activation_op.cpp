@@ -31,8 +31,9 @@ at::Tensor ActivationOp::backward(OpContext& ctx, const at::Tensor& dy, Params) 
 }
 
 at::Tensor activation_input(std::string_view name, const kernels::Act& act, const at::Tensor& x, at::ScalarType dtype) {
-  TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble, "Unsupported dtype: ",
-              name, " got ", dtype_name(dtype), ", expected float32, float64, float16 or bfloat16.");
+  const bool known = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble;
+  TORCH_CHECK(known, "Unsupported dtype: ", name, " got ", dtype_name(dtype),
+              ", expected float32, float64, float16 or bfloat16.");
   if (act.gated()) {
     TORCH_CHECK_VALUE(x.dim() > 0, name, ": input has no dimensions, expected at least one.");
     TORCH_CHECK_VALUE(x.size(-1) % 2 == 0, name, ": input has ", x.size(-1), " columns, expected an even number.");
@@ -47,11 +48,13 @@ Spec activation_output(const kernels::Act& act, const Spec& x) {
 }
 
 void check_positive(std::string_view op, std::string_view argument, double value) {
-  TORCH_CHECK_VALUE(std::isfinite(value) && value > 0, op, ": ", argument, " is ", value, ", expected a finite number above 0.");
+  TORCH_CHECK_VALUE(std::isfinite(value) && value > 0, op, ": ", argument, " is ", value,
+                    ", expected a finite number above 0.");
 }
 
 int64_t interleave_size(std::string_view op, std::optional<int64_t> given) {
-  TORCH_CHECK_VALUE(!given || *given > 0, op, ": glu_interleave_size is ", *given, ", expected none or a positive number.");
+  TORCH_CHECK_VALUE(!given || *given > 0, op, ": glu_interleave_size is ", *given,
+                    ", expected none or a positive number.");
   return given.value_or(0);
 }
 

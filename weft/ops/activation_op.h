@@ -24,7 +24,7 @@ class ActivationOp : public BasicOp {
   kernels::Act act_;
 };
 
-/// `x` in `dtype`. Raises RuntimeError if weft has no activations in it, ValueError if `x` does not split as `act` says.
+/// `x` in `dtype`. Raises RuntimeError if activations do not know it, ValueError if `x` does not split as `act` says.
 at::Tensor activation_input(std::string_view name, const kernels::Act& act, const at::Tensor& x, at::ScalarType dtype);
 /// Sizes and dtype of act(x).
 Spec activation_output(const kernels::Act& act, const Spec& x);

@@ -12,8 +12,8 @@
 namespace weft::ops {
 
 BasicLinear::BasicLinear(Options options) : options_(std::move(options)) {
-  TORCH_CHECK_VALUE(options_.in_features >= 0 && options_.out_features >= 0, "BasicLinear: in_features ", options_.in_features,
-                    " and out_features ", options_.out_features, " must be 0 or more.");
+  TORCH_CHECK_VALUE(options_.in_features >= 0 && options_.out_features >= 0, "BasicLinear: in_features ",
+                    options_.in_features, " and out_features ", options_.out_features, " must be 0 or more.");
   TORCH_CHECK_VALUE(at::isFloatingType(options_.dtype), "BasicLinear: dtype is ", dtype_name(options_.dtype),
                     ", expected float32, float64, float16 or bfloat16.");
   refuse_parallel("BasicLinear", options_.tensor_parallel_size);
@@ -32,9 +32,10 @@ Inferred BasicLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spe
   return out;
 }
 
-at::Tensor BasicLinear::product(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) const {
-  TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == weight.size(1), "Linear: input has shape ", x.sizes(), ", the weight takes ",
-                    weight.size(1), " features; the last dimension must equal them.");
+at::Tensor BasicLinear::product(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
+                                const at::Tensor& bias) const {
+  TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == weight.size(1), "Linear: input has shape ", x.sizes(),
+                    ", the weight takes ", weight.size(1), " features; the last dimension must equal them.");
   const auto dtype = ctx.dtype(weight.scalar_type());
   const auto w = as_dtype(weight, dtype);
   auto input = as_dtype(x, dtype);

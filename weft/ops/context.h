@@ -10,18 +10,18 @@ namespace weft::ops {
 
 using Params = c10::ArrayRef<at::Tensor>;
 
-/// Where the compute dtype of an operation comes from: autocast or the dtype of x, autocast or the weight's, torch's promotion
-/// of x and weight, always x, or nobody can tell before it ran.
+/// Where the compute dtype of an operation comes from: autocast or the dtype of x, autocast or the weight's, torch's
+/// promotion of x and weight, always x, or nobody can tell before it ran.
 enum class DtypeRule { autocast, weight, promote, input, unknown };
 
 /// What one call asks of one operation. Follows from the plan key, holds no tensor.
 struct OpPlan {
-  bool input_wanted = false;              // gradient of x
-  std::vector<uint8_t> param_wanted;      // gradient of each parameter
-  std::vector<uint8_t> extra_wanted;      // gradient of each extra input
-  bool records = false;                   // any of them: save what backward needs
+  bool input_wanted = false;          // gradient of x
+  std::vector<uint8_t> param_wanted;  // gradient of each parameter
+  std::vector<uint8_t> extra_wanted;  // gradient of each extra input
+  bool records = false;               // any of them: save what backward needs
   bool training = true;
-  at::ScalarType autocast = at::ScalarType::Undefined;  // Undefined: off
+  at::ScalarType autocast = at::ScalarType::Undefined;                        // Undefined: off
   int param_base = 0, saved_base = 0, extra_in_base = 0, extra_out_base = 0;  // first slot in the call's flat lists
 };
 
@@ -32,9 +32,9 @@ struct Frame {
   at::Tensor* extra_out = nullptr;
   at::Tensor* param_grads = nullptr;  // backward only
   const at::Tensor* params = nullptr;
-  const uint8_t* param_skipped = nullptr;  // backward: gradients that this run of the engine will not use
-  std::vector<at::Tensor>* more_saved = nullptr;           // of operations that cannot count in advance (Python)
-  std::vector<std::shared_ptr<void>>* states = nullptr;    // one per operation, Python's free attributes
+  const uint8_t* param_skipped = nullptr;                // backward: gradients that this run of the engine will not use
+  std::vector<at::Tensor>* more_saved = nullptr;         // of operations that cannot count in advance (Python)
+  std::vector<std::shared_ptr<void>>* states = nullptr;  // one per operation, Python's free attributes
 };
 
 /// An operation's view of a call. Cheap to make, never kept.

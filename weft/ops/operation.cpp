@@ -17,7 +17,8 @@ Spec Spec::with_last(c10::SymInt size) const {
 
 std::string BasicOp::text() const {
   std::string arguments;
-  for (const auto& field : fields()) arguments += (arguments.empty() ? "" : ", ") + field.name + "=" + to_text(field.value);
+  for (const auto& field : fields())
+    arguments += (arguments.empty() ? "" : ", ") + field.name + "=" + to_text(field.value);
   return std::string(name()) + "(" + arguments + ")";
 }
 
@@ -30,7 +31,8 @@ const std::map<std::string, OpType>& op_types() { return mutable_types(); }
 
 void add_op_type(OpType type) {
   auto name = type.name;
-  TORCH_CHECK_VALUE(mutable_types().emplace(name, std::move(type)).second, "Operation '", name, "' is registered twice.");
+  TORCH_CHECK_VALUE(mutable_types().emplace(name, std::move(type)).second, "Operation '", name,
+                    "' is registered twice.");
 }
 
 const OpType& op_type(const std::string& name) {

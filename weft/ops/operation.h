@@ -34,11 +34,12 @@ class BasicOp {
   /// True for operations written in Python: they live in this process only and may keep free attributes for backward.
   virtual bool process_local() const { return false; }
 
-  virtual Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra, c10::ArrayRef<Spec> params) const = 0;
+  virtual Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra,
+                         c10::ArrayRef<Spec> params) const = 0;
   /// y of x; extra outputs through the context.
   virtual at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const = 0;
-  /// dx of dy (undefined unless wanted); other gradients through the context. `dy` may be undefined, meaning zero, only if
-  /// the operation has extra outputs.
+  /// dx of dy (undefined unless wanted); other gradients through the context. `dy` may be undefined, meaning zero, only
+  /// if the operation has extra outputs.
   virtual at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const = 0;
 
   /// Name(field=value, …)

@@ -38,7 +38,8 @@ struct Register {
       for (const auto& [key, value] : keywords) set_field(options, name, key, value);
       for (const auto& field : list_fields(options)) {
         if (field.given != Given::always) continue;
-        const bool found = std::any_of(keywords.begin(), keywords.end(), [&](const auto& k) { return k.first == field.name; });
+        const bool found =
+            std::any_of(keywords.begin(), keywords.end(), [&](const auto& k) { return k.first == field.name; });
         TORCH_CHECK_TYPE(found, name, " needs the argument '", field.name, "'.");
       }
       return std::make_shared<Type>(std::move(options));

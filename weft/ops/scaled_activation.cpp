@@ -8,7 +8,8 @@ namespace weft::ops {
 using kernels::Act;
 using kernels::ActKind;
 
-Inferred ScaledActivation::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra, c10::ArrayRef<Spec>) const {
+Inferred ScaledActivation::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra,
+                                 c10::ArrayRef<Spec>) const {
   const auto input = x.as(plan.autocast == at::ScalarType::Undefined ? x.dtype : plan.autocast);
   Inferred out{.y = activation_output(act_, input), .extra_outputs = {}, .saved = {}};
   out.saved.resize(2);
@@ -17,14 +18,14 @@ Inferred ScaledActivation::infer(const OpPlan& plan, const Spec& x, c10::ArrayRe
 }
 
 at::Tensor ScaledActivation::forward(OpContext& ctx, const at::Tensor& x, Params) const {
-  TORCH_CHECK(!fused_only(), name(), ": activation_recompute_in_mlp is true, so it runs inside a fused grouped MLP only, ",
-              "which this version does not have. Set it to false.");
+  TORCH_CHECK(!fused_only(), name(), ": activation_recompute_in_mlp is true, so it runs only inside a fused grouped ",
+              "MLP, which this version does not have. Set it to false.");
   const auto& scales = ctx.extra_input(0);
   TORCH_CHECK_VALUE(x.dim() > 0, name(), ": input has no dimensions, expected at least one.");
   int64_t rows = 1;
   for (const auto size : x.sizes().slice(0, x.dim() - 1)) rows *= size;
-  TORCH_CHECK_VALUE(scales.numel() == rows, name(), ": scales have shape ", scales.sizes(), ", input has shape ", x.sizes(),
-                    ", that is ", rows, " rows; expected one value for each.");
+  TORCH_CHECK_VALUE(scales.numel() == rows, name(), ": scales have shape ", scales.sizes(), ", input has shape ",
+                    x.sizes(), ", that is ", rows, " rows; expected one value for each.");
   auto input = activation_input(name(), act_, x, ctx.dtype(x.scalar_type()));
   auto y = kernels::scaled_activation_forward(act_, input, scales);
   if (ctx.records()) {
@@ -77,7 +78,8 @@ ScaledSiTUGLU::ScaledSiTUGLU(Options options) : ScaledActivation(act_of(options)
 ScaledClampedQGeGLU::ScaledClampedQGeGLU(Options options) : ScaledActivation(act_of(options)), options_(options) {}
 
 static const Register<ScaledSReLU> srelu{"ScaledSReLU", "y[row] = s[row]·max(x[row], 0)².", {}};
-static const Register<ScaledSwiGLU> swiglu{"ScaledSwiGLU", "y[row] = s[row]·SwiGLU(x[row]).", {.glu_interleave_size = 2}};
+static const Register<ScaledSwiGLU> swiglu{
+    "ScaledSwiGLU", "y[row] = s[row]·SwiGLU(x[row]).", {.glu_interleave_size = 2}};
 static const Register<ScaledSiTUGLU> situglu{
     "ScaledSiTUGLU", "y[row] = s[row]·SiTUGLU(x[row]).", {.beta1 = 3.0, .beta2 = 12.0}};
 static const Register<ScaledClampedQGeGLU> clamped{

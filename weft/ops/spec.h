@@ -15,8 +15,8 @@ struct ParamSpec {
   std::string name;
   std::vector<int64_t> shape;
   at::ScalarType dtype = at::kFloat;
-  Init init = Init::zeros;         // fan_in_uniform: uniform in ±1/√(shape.back())
-  bool read_by_backward = false;   // the gradient of x needs its values
+  Init init = Init::zeros;        // fan_in_uniform: uniform in ±1/√(shape.back())
+  bool read_by_backward = false;  // the gradient of x needs its values
 };
 
 /// Sizes (maybe symbolic) and dtype of a tensor that need not exist.

@@ -121,8 +121,11 @@ struct Reader<std::optional<T>> {
 template <class Options>
 std::vector<FieldValue> list_fields(const Options& options) {
   std::vector<FieldValue> list;
-  std::apply([&](const auto&... field) { (list.push_back({field.name, detail::to_value(options.*field.member), field.given}), ...); },
-             Options::fields());
+  std::apply(
+      [&](const auto&... field) {
+        (list.push_back({field.name, detail::to_value(options.*field.member), field.given}), ...);
+      },
+      Options::fields());
   return list;
 }
 
@@ -134,7 +137,8 @@ void set_field(Options& options, const std::string& owner, const std::string& na
     if (name != field.name) return;
     known = true;
     using T = std::decay_t<decltype(options.*field.member)>;
-    TORCH_CHECK_VALUE(detail::Reader<T>::read(value, options.*field.member), owner, ": ", name, " cannot be ", to_text(value), ".");
+    TORCH_CHECK_VALUE(detail::Reader<T>::read(value, options.*field.member), owner, ": ", name, " cannot be ",
+                      to_text(value), ".");
   };
   std::apply([&](const auto&... field) { (one(field), ...); }, Options::fields());
   TORCH_CHECK_TYPE(known, owner, " got an unexpected keyword argument '", name, "'.");

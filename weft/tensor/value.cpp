@@ -51,12 +51,12 @@ struct Overloaded : Cases... {
 }  // namespace
 
 std::string to_text(const Value& value) {
-  return std::visit(Overloaded{[](std::monostate) { return std::string("none"); },
-                               [](bool x) { return std::string(x ? "true" : "false"); },
-                               [](int64_t x) { return std::to_string(x); }, [](double x) { return number(x); },
-                               [](const std::string& x) { return quote(x); },
-                               [](const std::vector<int64_t>& x) { return list(x); }},
-                    value);
+  return std::visit(
+      Overloaded{[](std::monostate) { return std::string("none"); },
+                 [](bool x) { return std::string(x ? "true" : "false"); }, [](int64_t x) { return std::to_string(x); },
+                 [](double x) { return number(x); }, [](const std::string& x) { return quote(x); },
+                 [](const std::vector<int64_t>& x) { return list(x); }},
+      value);
 }
 
 std::string_view dtype_name(at::ScalarType dtype) {
@@ -68,7 +68,8 @@ std::string_view dtype_name(at::ScalarType dtype) {
 at::ScalarType dtype_from_name(std::string_view name) {
   for (const auto& [type, known] : kDtypes)
     if (known == name) return type;
-  TORCH_CHECK_VALUE(false, "'", name, "' is not a dtype weft knows; expected one of float32, float64, float16, bfloat16.");
+  TORCH_CHECK_VALUE(false, "'", name,
+                    "' is not a dtype weft knows; expected one of float32, float64, float16, bfloat16.");
 }
 
 void Cursor::skip_space() {
@@ -145,7 +146,8 @@ Value Cursor::value() {
 }
 
 void Cursor::fail(std::string_view wanted) const {
-  TORCH_CHECK_VALUE(false, "Pipeline text: expected ", wanted, " at position ", at_, ", found '", text_.substr(at_, 20), "'.");
+  TORCH_CHECK_VALUE(false, "Pipeline text: expected ", wanted, " at position ", at_, ", found '", text_.substr(at_, 20),
+                    "'.");
 }
 
 }  // namespace weft

@@ -9,7 +9,8 @@
 
 namespace weft {
 
-/// One value of a description as text, Python keywords and checkpoints see it. Dtypes and enums are words, e.g. "bfloat16".
+/// One value of a description as text, Python keywords and checkpoints see it. Dtypes and enums are words, e.g.
+/// "bfloat16".
 using Value = std::variant<std::monostate, bool, int64_t, double, std::string, std::vector<int64_t>>;
 
 /// The text of a value; `Cursor::value` reads it back to an equal value.

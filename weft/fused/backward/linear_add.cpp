@@ -5,7 +5,8 @@
 namespace weft::fused {
 namespace {
 
-/// dx = dy W + g in one GEMM, g being the gradient of the extra output. Written into g itself if nobody else can see it.
+/// dx = dy W + g in one GEMM, g being the gradient of the extra output. Written into g itself if nobody else can see
+/// it.
 class LinearAdd final : public FusedOp {
  public:
   explicit LinearAdd(const Match& match) : linear_(match.op(1)) {}

@@ -1,16 +1,15 @@
 #include "weft/kernels/activation.h"
 
-#include <ATen/ops/abs.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/clamp.h>
 #include <ATen/ops/clamp_max.h>
+#include <ATen/ops/clamp_min.h>
 #include <ATen/ops/div.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
-#include <ATen/ops/gt.h>
 #include <ATen/ops/mul.h>
-#include <ATen/ops/relu.h>
+#include <ATen/ops/ne.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/sigmoid_backward.h>
 #include <ATen/ops/silu.h>
@@ -27,31 +26,48 @@ namespace {
 
 constexpr double kQuick = 1.702;
 
+at::Tensor relu(const at::Tensor& x) { return at::clamp_min(x, 0); }  // at::relu has no meta kernel
+
 /// x·σ(k·x), whose derivative is silu'(k·x).
 at::Tensor quick(const at::Tensor& x, double k) { return at::mul(x, k).sigmoid_().mul_(x); }
 
 /// f(x) of a unary kind, or of the gate of a gated one. The result is always new memory.
 at::Tensor value(ActKind kind, const at::Tensor& x) {
   switch (kind) {
-    case ActKind::gelu: case ActKind::geglu: return at::gelu(x, "tanh");
-    case ActKind::qgelu: case ActKind::qgeglu: return quick(x, kQuick);
-    case ActKind::relu: case ActKind::reglu: return at::relu(x);
-    case ActKind::silu: case ActKind::swiglu: return at::silu(x);
-    case ActKind::glu: return at::sigmoid(x);
-    default: break;
+    case ActKind::gelu:
+    case ActKind::geglu:
+      return at::gelu(x, "tanh");
+    case ActKind::qgelu:
+    case ActKind::qgeglu:
+      return quick(x, kQuick);
+    case ActKind::relu:
+    case ActKind::reglu:
+      return relu(x);
+    case ActKind::silu:
+    case ActKind::swiglu:
+      return at::silu(x);
+    case ActKind::glu:
+      return at::sigmoid(x);
+    default:
+      break;
   }
-  auto y = at::relu(x);  // srelu, sreglu
+  auto y = relu(x);  // srelu, sreglu
   return y.mul_(y);
 }
 
 /// dy·f'(x) of a unary kind.
 at::Tensor slope(ActKind kind, const at::Tensor& dy, const at::Tensor& x) {
   switch (kind) {
-    case ActKind::gelu: return at::gelu_backward(dy, x, "tanh");
-    case ActKind::qgelu: return at::silu_backward(dy, at::mul(widen(x), kQuick));
-    case ActKind::relu: return at::threshold_backward(dy, x, 0);
-    case ActKind::silu: return at::silu_backward(dy, x);
-    default: return at::relu(x).mul_(dy).mul_(2);  // srelu; doubling is exact
+    case ActKind::gelu:
+      return at::gelu_backward(dy, x, "tanh");
+    case ActKind::qgelu:
+      return at::silu_backward(dy, at::mul(widen(x), kQuick));
+    case ActKind::relu:
+      return at::threshold_backward(dy, x, 0);
+    case ActKind::silu:
+      return at::silu_backward(dy, x);
+    default:
+      return relu(x).mul_(dy).mul_(2);  // srelu; doubling is exact
   }
 }
 
@@ -108,12 +124,11 @@ void situ_backward(const Act& act, const at::Tensor& dy, const Halves& x, Halves
 /// da = dy·b̄·silu'(alpha·ā) where a ≤ limit;  db = dy·ā·σ(alpha·ā) where |b| ≤ limit;  else 0.
 void clamped_backward(const Act& act, const at::Tensor& dy, const Halves& x, Halves& dx) {
   const auto a = widen(x.a), b = widen(x.b);
-  const auto clamped = at::clamp_max(a, act.limit);
-  const auto g = at::clamp(b, -act.limit, act.limit).add_(act.offset).mul_(dy);
-  at::silu_backward_out(dx.a, g, at::mul(clamped, act.alpha));
-  dx.a.masked_fill_(at::gt(a, act.limit), 0);
-  at::mul_out(dx.b, quick(clamped, act.alpha), dy);
-  dx.b.masked_fill_(at::gt(at::abs(b), act.limit), 0);
+  const auto gate = at::clamp_max(a, act.limit), linear = at::clamp(b, -act.limit, act.limit);
+  at::silu_backward_out(dx.a, at::add(linear, act.offset).mul_(dy), at::mul(gate, act.alpha));
+  dx.a.masked_fill_(at::ne(gate, a), 0);
+  at::mul_out(dx.b, quick(gate, act.alpha), dy);
+  dx.b.masked_fill_(at::ne(linear, b), 0);
 }
 
 /// da = dy·b·f'(a);  db = dy·f(a).
@@ -122,11 +137,21 @@ void gate_backward(ActKind kind, const at::Tensor& dy, const Halves& x, Halves& 
   auto g = at::mul(widen(dy), x.b);
   auto f = value(kind == ActKind::sreglu ? ActKind::relu : kind, a);
   switch (kind) {
-    case ActKind::glu: at::sigmoid_backward_out(dx.a, g, f); break;
-    case ActKind::geglu: at::gelu_backward_out(dx.a, g, a, "tanh"); break;
-    case ActKind::qgeglu: at::silu_backward_out(dx.a, g, at::mul(a, kQuick)); break;
-    case ActKind::reglu: at::threshold_backward_out(dx.a, g, a, 0); break;
-    case ActKind::swiglu: at::silu_backward_out(dx.a, g, a); break;
+    case ActKind::glu:
+      at::sigmoid_backward_out(dx.a, g, f);
+      break;
+    case ActKind::geglu:
+      at::gelu_backward_out(dx.a, g, a, "tanh");
+      break;
+    case ActKind::qgeglu:
+      at::silu_backward_out(dx.a, g, at::mul(a, kQuick));
+      break;
+    case ActKind::reglu:
+      at::threshold_backward_out(dx.a, g, a, 0);
+      break;
+    case ActKind::swiglu:
+      at::silu_backward_out(dx.a, g, a);
+      break;
     default:
       at::mul_out(dx.a, g.mul_(2), f);
       f.mul_(f);

@@ -43,10 +43,11 @@ NormGrads layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const a
     const auto like = [](const at::Tensor& t, bool given) { return given ? at::empty_like(t) : at::Tensor{}; };
     return {like(x, wanted[0]), like(gamma, wanted[1]), like(gamma, wanted[2])};
   }
-  const auto grad = round_to(dy, x.scalar_type());
-  // The third parameter's values are not read, only that it is there.
-  auto [dx, dgamma, dbeta] = at::native_layer_norm_backward(grad, x, gamma.sizes(), mean, rstd, gamma, gamma, wanted);
-  return {std::move(dx), std::move(dgamma), std::move(dbeta)};
+  // ATen adds up dγ and dβ in the dtype of its inputs. Of β it only asks whether there is one.
+  const auto dtype = wanted[1] || wanted[2] ? gamma.scalar_type() : x.scalar_type();
+  auto [dx, dgamma, dbeta] = at::native_layer_norm_backward(round_to(dy, dtype), round_to(x, dtype), gamma.sizes(),
+                                                            mean, rstd, gamma, gamma, wanted);
+  return {dx.defined() ? round_to(dx, x.scalar_type()) : dx, std::move(dgamma), std::move(dbeta)};
 }
 
 RmsNormForward rms_norm_forward(const at::Tensor& x, const at::Tensor& gamma, double eps) {

@@ -1,0 +1,17 @@
+"""weft: sequences of small transformer operations, fused and differentiated as one pipeline."""
+
+import torch
+
+__version__ = "0.1.0"
+
+if not torch.__version__.startswith("2.13."):
+    raise ImportError(
+        f"weft {__version__} is built for torch 2.13, found torch {torch.__version__}. "
+        "Install the matching one: pip install 'torch==2.13.*'"
+    )
+
+from . import _C, ops
+from .explain import explain
+from .ops import Sequential
+
+__all__ = ["Sequential", "explain", "ops"]

@@ -1,0 +1,2 @@
+def explain(module, *inputs):
+    raise NotImplementedError

@@ -1,0 +1,41 @@
+"""Fusion rules written in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from . import _C
+
+
+class FusionHandle:
+    """A registered fusion function. Remove it with :meth:`remove`, or use it in a ``with`` statement."""
+
+    def __init__(self, rule: int) -> None:
+        self._rule: int | None = rule
+
+    def remove(self) -> None:
+        if self._rule is not None:
+            _C.remove_rule(self._rule)
+            self._rule = None
+
+    def __enter__(self) -> FusionHandle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def register_forward_fusion(func: Callable, prepend: bool = False) -> FusionHandle:
+    """Adds ``func(ops, *, recipe) -> ops``: it gets the operations of a pipeline in order and returns them with some runs
+    replaced by a :class:`FusedOperation`, which then runs their forward pass. Takes effect at the next call."""
+    return FusionHandle(_C.add_fusion_function("forward", func, prepend))
+
+
+def register_backward_fusion(func: Callable, prepend: bool = False) -> FusionHandle:
+    """As :func:`register_forward_fusion`, for the backward pass. Operations come in forward order here too."""
+    return FusionHandle(_C.add_fusion_function("backward", func, prepend))
+
+
+def register_forward_backward_fusion(func: Callable, prepend: bool = False) -> FusionHandle:
+    """As :func:`register_forward_fusion`, for fused operations that serve both passes."""
+    return FusionHandle(_C.add_fusion_function("joint", func, prepend))

@@ -1,0 +1,207 @@
+"""Python classes for the operations that are registered in C++. A class here is a row of the registry: its keywords are
+the fields of the operation, its Parameters are what the operation asks for."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from . import _C
+from .operation import BasicOperation
+
+_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float64, torch.float16, torch.bfloat16)}
+# Fields that the class fills itself; users never pass them.
+_DERIVED = {"tensor_parallel_size", "process_group_size"}
+
+
+class NativeOperation(BasicOperation):
+    """An operation computed in C++. Holds its description and its Parameters, nothing else."""
+
+    _native = True
+    _type: str
+    _fields: tuple[str, ...]
+    __signature__: inspect.Signature
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        bound = self.__signature__.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = dict(bound.arguments)
+        device = given.pop("device", None)
+        tracker = given.pop("rng_state_tracker_function", None)
+        if "dtype" in given:
+            given["dtype"] = given["dtype"] or torch.get_default_dtype()
+        group = resolve_parallel(type(self).__name__, given)
+        object.__setattr__(self, "_group", group)
+        object.__setattr__(self, "_tracker", tracker)
+        object.__setattr__(self, "_op", _C.make_op(self._type, {k: _plain(v) for k, v in given.items()}))
+        self._make_parameters(device)
+
+    @property
+    def num_extra_inputs(self) -> int:
+        return self._op.extra_inputs
+
+    @property
+    def num_extra_outputs(self) -> int:
+        return self._op.extra_outputs
+
+    def _description(self) -> _C.Op:
+        return self._op
+
+    def _parameter_slots(self) -> list[tuple[torch.nn.Module, str]]:
+        return [(self, name) for name, *_ in self._op.params()]
+
+    def _make_parameters(self, device: torch.device | str | None) -> None:
+        for name, shape, dtype, _ in self._op.params():
+            self.register_parameter(name, torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
+        self.reset_parameters()
+
+    def reset_parameters(self, device: torch.device | str | None = None) -> None:
+        """Initialises the Parameters, on ``device`` if given (Parameters on the meta device become real there)."""
+        reset_parameters(self, self._op, device, self._tracker)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state["_op"] = self._op.fields()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        fields = state.pop("_op")
+        super().__setstate__(state)
+        object.__setattr__(self, "_op", _C.make_op(self._type, fields))
+
+    def __deepcopy__(self, memo: dict[int, Any]):
+        import copy
+
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        state = self.__getstate__()
+        keep = {key: state.pop(key) for key in ("_op", "_group", "_tracker") if key in state}
+        other.__setstate__({**copy.deepcopy(state, memo), **keep})
+        return other
+
+    def extra_repr(self) -> str:
+        return repr(self._op).partition("(")[2][:-1]
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, *rest) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
+        forgive_extra_state(prefix, missing_keys)
+
+
+def forgive_extra_state(prefix: str, missing_keys: list[str]) -> None:
+    """A checkpoint without `_extra_state` is complete: there is no state that parameters do not hold."""
+    key = prefix + "_extra_state"
+    while key in missing_keys:
+        missing_keys.remove(key)
+
+
+def reset_parameters(
+    module: torch.nn.Module, op: _C.Op, device: torch.device | str | None, tracker: Callable[[], Any] | None
+) -> None:
+    for name, shape, _, init in op.params():
+        old = module._parameters[name]
+        if device is not None and old.device != torch.device(device):
+            new = torch.nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
+            new.__dict__.update(old.__dict__)
+            module._parameters[name] = new
+        param = module._parameters[name]
+        if param.device.type == "meta":
+            continue
+        with torch.no_grad(), tracker().fork() if tracker is not None else nullcontext():
+            if init == "fan_in_uniform":
+                bound = 1 / math.sqrt(shape[-1]) if shape[-1] else 0.0
+                param.uniform_(-bound, bound)
+            else:
+                param.fill_(1.0 if init == "ones" else 0.0)
+
+
+def _plain(value: Any) -> Any:
+    """A keyword as the C++ side reads it: process groups by name, userbuffers options by their communication."""
+    if isinstance(value, torch.distributed.ProcessGroup) if torch.distributed.is_available() else False:
+        return value.group_name
+    if isinstance(value, dict):
+        return value.get("comm_name", "")
+    return value
+
+
+def resolve_parallel(owner: str, given: dict[str, Any]) -> Any:
+    """Checks the tensor-parallel arguments and fills in the size of the group; one rank is no parallelism."""
+    mode = given.get("tensor_parallel_mode")
+    if mode not in (None, "column", "row"):
+        raise ValueError(f"{owner}: tensor_parallel_mode is {mode!r}, expected None, 'column' or 'row'")
+    if isinstance(given.get("sm_margin"), dict):
+        given["sm_margin"] = max(given["sm_margin"].values(), default=0)
+    if "process_group" in given:
+        group = given["process_group"]
+        if group is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            given["process_group_size"] = torch.distributed.get_world_size(group)
+        return group
+    if mode is None and not given.get("tensor_parallel", False):
+        return None
+    group = given.get("tensor_parallel_group")
+    size = torch.distributed.get_world_size(group)
+    given["tensor_parallel_size"] = size
+    if size == 1:
+        given["tensor_parallel_group"] = None
+        for name, off in (("tensor_parallel_mode", None), ("tensor_parallel", False), ("sequence_parallel", False)):
+            if name in given:
+                given[name] = off
+    return group
+
+
+def _field_property(name: str) -> property:
+    def get(self: NativeOperation) -> Any:
+        value = self._op.fields()[name]
+        return _DTYPES.get(value, value) if name == "dtype" else value
+
+    def set(self: NativeOperation, value: Any) -> None:
+        op = _C.make_op(self._type, {**self._op.fields(), name: _plain(value)})
+        object.__setattr__(self, "_op", op)
+        _C.touch()
+
+    return property(get, set)
+
+
+def _signature(name: str, fields: list[tuple[str, Any, str]], has_params: bool) -> inspect.Signature:
+    kinds = inspect.Parameter
+    parameters = []
+    for field, default, given in fields:
+        if field in _DERIVED:
+            continue
+        kind = kinds.KEYWORD_ONLY if given == "keyword" else kinds.POSITIONAL_OR_KEYWORD
+        default = kinds.empty if given == "always" else None if field == "dtype" else default
+        parameters.append(kinds(field, kind, default=default))
+    if has_params:
+        parameters.append(kinds("device", kinds.KEYWORD_ONLY, default=None))
+    if any(field == "tensor_parallel_mode" for field, *_ in fields):
+        parameters.append(kinds("rng_state_tracker_function", kinds.KEYWORD_ONLY, default=None))
+    return inspect.Signature(parameters)
+
+
+def make_class(name: str, doc: str, fields: list[tuple[str, Any, str]], sample: _C.Op) -> type[NativeOperation]:
+    names = tuple(field for field, *_ in fields)
+    # A field called like a method of torch.nn.Module (Quantize's `forward`) is a keyword only.
+    members: dict[str, Any] = {field: _field_property(field) for field in names if not hasattr(NativeOperation, field)}
+    members |= {
+        "__doc__": doc,
+        "__module__": "weft.ops",
+        "__signature__": _signature(name, fields, bool(sample.params())),
+        "_type": name,
+        "_fields": names,
+    }
+    return type(name, (NativeOperation,), members)
+
+
+native_classes: dict[str, type[NativeOperation]] = {name: make_class(name, *row) for name, *row in _C.op_types()}

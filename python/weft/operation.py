@@ -1,0 +1,325 @@
+"""What an operation is in Python: a torch.nn.Module that a pipeline can take in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from . import _C
+
+
+class OperationContext:
+    """State of one operation in one call: what forward leaves for backward.
+
+    Tensors go through ``save_for_backward`` and come back as ``saved_tensors``; other values may be set as attributes.
+    """
+
+    def __init__(self, requires_grad: bool, training: bool = True) -> None:
+        self.requires_grad = requires_grad
+        self.training = training
+        self.to_save: tuple[torch.Tensor | None, ...] = ()
+        self.saved_tensors: tuple[torch.Tensor | None, ...] = ()
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
+        self.to_save = tensors
+
+    def _take_saved(self) -> tuple[torch.Tensor | None, ...]:
+        taken, self.to_save = tuple(self.to_save), ()
+        return taken
+
+
+class FusibleOperation(torch.nn.Module):
+    """Anything a pipeline can take in. Calling it alone runs a pipeline of its own, kept between calls."""
+
+    _runner: _C.Runner | None = None
+    is_fused_op = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name != "_runner":
+            _C.touch()
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        _C.touch()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state.pop("_runner", None)
+        state.pop("_parts", None)
+        return state
+
+    def _stages(self) -> list[BasicOperation]:
+        """The basic operations it consists of, in order."""
+        raise NotImplementedError(f"{type(self).__name__} does not say which basic operations it consists of.")
+
+    def _bound_stages(self) -> list[tuple[BasicOperation, Any]]:
+        """Its basic operations with their channels. Alone, an operation has nobody to exchange channels with: all its extra
+        tensors are arguments and results."""
+        stages = self._stages()
+        if len(stages) == 1:
+            return [(stages[0], unbound(stages[0]))]
+        return [(op, op._bindings()) for op in stages]
+
+    def _signature(self) -> Any:
+        """What its pipeline was built from; compared when some attribute changed."""
+        return [(op._description(), bindings) for op, bindings in self._bound_stages()]
+
+    def _fresh_runner(self, input: torch.Tensor) -> _C.Runner:
+        runner = self.__dict__.get("_runner")
+        signature = self._signature()
+        if runner is not None and self.__dict__.get("_built_from") == signature:
+            runner.renew()
+            if not runner.stale():
+                return runner
+        materialize(self, input)
+        runner = build_runner(self._bound_stages())
+        object.__setattr__(self, "_runner", runner)
+        object.__setattr__(self, "_built_from", signature)
+        return runner
+
+    def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any):
+        runner = self._runner
+        if runner is not None and not kwargs:
+            output = runner(input, *extra_inputs)
+            if output is not NotImplemented:
+                return output
+        runner = self._fresh_runner(input)
+        keywords = check_keywords(self._stages(), [kwargs] + [{}] * (len(self._stages()) - 1))
+        return runner.call_with(keywords, input, *extra_inputs)
+
+    def explain(self, *inputs: torch.Tensor):
+        """The plan for a call with these inputs; see :func:`weft.explain`."""
+        from .explain import explain
+
+        return explain(self, *inputs)
+
+
+class BasicOperation(FusibleOperation):
+    """The smallest unit of a pipeline. Subclass it to write one in Python.
+
+    Without extra tensors implement ``op_forward(ctx, input_, prev_op_grad_output_quantizer, next_op_input_quantizer)`` and
+    ``op_backward(ctx, grad_output) -> (grad_input, grad_params)``; with extra tensors set ``num_extra_inputs`` and
+    ``num_extra_outputs`` and implement ``fuser_forward`` and ``fuser_backward``.
+    """
+
+    num_extra_inputs: int = 0
+    num_extra_outputs: int = 0
+
+    def _stages(self) -> list[BasicOperation]:
+        return [self]
+
+    # ---- channels -------------------------------------------------------------------------------------------------
+
+    def set_extra_input_channel(self, index: int, channel: str | None):
+        """Feeds extra input ``index`` from the channel of that name inside the pipeline; None: from the caller again."""
+        self._check_channel(index, self.num_extra_inputs, "input", channel)
+        self._edit_channels("_input_channels", index, channel)
+        return self
+
+    def set_extra_output_channel(self, index: int, channel: str | None, *, output_to_caller: bool = True):
+        """Names extra output ``index``; with ``output_to_caller=False`` it is routed but not returned."""
+        self._check_channel(index, self.num_extra_outputs, "output", channel)
+        if not isinstance(output_to_caller, bool):
+            raise TypeError(f"output_to_caller must be a bool, got {type(output_to_caller).__name__}")
+        self._edit_channels("_output_channels", index, None if channel is None else (channel, output_to_caller))
+        return self
+
+    def _check_channel(self, index: int, count: int, kind: str, channel: str | None) -> None:
+        if not 0 <= index < count:
+            raise IndexError(f"{type(self).__name__}: extra {kind} {index} is out of range, it has {count}")
+        if channel is not None and (not isinstance(channel, str) or not channel):
+            raise ValueError(f"a channel is a non-empty string or None, got {channel!r}")
+
+    def _edit_channels(self, table: str, index: int, binding: Any) -> None:
+        bindings = dict(self.__dict__.get(table, {}))
+        bindings[index] = binding
+        setattr(self, table, bindings)
+
+    def _bindings(self):
+        """(channel of each extra input, (channel, to caller) of each extra output)"""
+        inputs, outputs = self.__dict__.get("_input_channels", {}), self.__dict__.get("_output_channels", {})
+        return (
+            [inputs.get(i) for i in range(self.num_extra_inputs)],
+            [outputs.get(i) or (None, True) for i in range(self.num_extra_outputs)],
+        )
+
+    # ---- how a pipeline sees it -----------------------------------------------------------------------------------
+
+    def _description(self) -> _C.Op:
+        names = [name for name, _ in self.named_parameters()]
+        made = self.__dict__.get("_custom")
+        if made is None or made[0] != names:
+            op = _C.make_custom_op(self, names, self.num_extra_inputs, self.num_extra_outputs)
+            made = (names, op)
+            object.__setattr__(self, "_custom", made)
+        return made[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state.pop("_custom", None)
+        state.pop("_built_from", None)
+        return state
+
+    def _parameter_slots(self) -> list[tuple[torch.nn.Module, str]]:
+        slots = []
+        for name, _ in self.named_parameters():
+            path, _, leaf = name.rpartition(".")
+            slots.append((self.get_submodule(path), leaf))
+        return slots
+
+    # ---- the two passes, for operations written in Python ---------------------------------------------------------
+
+    def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **unused: Any) -> torch.Tensor:
+        raise NotImplementedError(f"{type(self).__name__} does not implement op_forward")
+
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor):
+        raise NotImplementedError(f"{type(self).__name__} does not implement op_backward")
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor | None, ...]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
+        self._needs_no_extra_tensors("fuser_forward")
+        output = self.op_forward(
+            basic_op_ctxs[0],
+            input_,
+            prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
+            next_op_input_quantizer=next_op_input_quantizer,
+            **basic_op_kwargs[0],
+        )
+        return output, [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: torch.Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
+    ):
+        self._needs_no_extra_tensors("fuser_backward")
+        grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
+        return grad_input, [grad_params], [()]
+
+    def _needs_no_extra_tensors(self, method: str) -> None:
+        if self.num_extra_inputs or self.num_extra_outputs:
+            raise RuntimeError(
+                f"{type(self).__name__} has {self.num_extra_inputs} extra inputs and {self.num_extra_outputs} extra "
+                f"outputs: it must implement {method} itself"
+            )
+
+
+class FusedOperation(FusibleOperation):
+    """Stands for a run of basic operations. Return it from a function given to ``register_forward_fusion`` and its kin."""
+
+    is_fused_op = True
+
+    def __init__(self, basic_ops: Sequence[BasicOperation]) -> None:
+        super().__init__()
+        if not basic_ops:
+            raise ValueError(f"{type(self).__name__} needs at least one basic operation")
+        object.__setattr__(self, "_basic_ops", list(basic_ops))
+
+    @property
+    def basic_ops(self) -> list[BasicOperation]:
+        return self._basic_ops
+
+    def _stages(self) -> list[BasicOperation]:
+        return list(self.basic_ops)
+
+    def fuser_forward(self, basic_op_ctxs, input_, **kwargs: Any):
+        raise NotImplementedError(f"{type(self).__name__} does not implement the forward pass")
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **kwargs: Any):
+        raise NotImplementedError(f"{type(self).__name__} does not implement the backward pass")
+
+
+# ---- building and calling pipelines -------------------------------------------------------------------------------
+
+
+def unbound(op: BasicOperation):
+    """Bindings of an operation whose extra tensors all come from and go to the caller."""
+    return [None] * op.num_extra_inputs, [(None, True)] * op.num_extra_outputs
+
+
+def build_runner(
+    stages: Sequence[tuple[BasicOperation, Any]],
+    watched: Sequence[torch.nn.Module] = (),
+    children: dict[str, torch.nn.Module] | None = None,
+) -> _C.Runner:
+    """A pipeline of operations with their channel bindings, bound to the modules that hold the parameters."""
+    return _C.Runner(
+        stages=[(op._description(), list(inputs), list(outputs)) for op, (inputs, outputs) in stages],
+        ops=[op for op, _ in stages],
+        params=[slot for op, _ in stages for slot in op._parameter_slots()],
+        watched=list(watched),
+        children=children,
+        expected=[] if children is None else list(children.values()),
+    )
+
+
+def check_keywords(stages: Sequence[BasicOperation], keywords: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for op, given in zip(stages, keywords, strict=True):
+        if given and getattr(op, "_native", False):
+            raise TypeError(f"{type(op).__name__}.forward() got an unexpected keyword argument {next(iter(given))!r}")
+    return keywords
+
+
+def materialize(module: torch.nn.Module, input: torch.Tensor) -> None:
+    """Allocates and initialises parameters that were constructed on the meta device, where the input is."""
+    if not isinstance(input, torch.Tensor) or input.device.type == "meta":
+        return
+    for child in module.modules():
+        own = [p for p in child._parameters.values() if p is not None]
+        if any(p.device.type == "meta" for p in own) and hasattr(child, "reset_parameters"):
+            child.reset_parameters(device=input.device)
+
+
+def _run_forward(op, ctxs, input_, extra_inputs, keywords):
+    output, extra_outputs = op.fuser_forward(
+        ctxs,
+        input_,
+        basic_op_extra_inputs=extra_inputs,
+        prev_op_grad_output_quantizer=None,
+        next_op_input_quantizer=None,
+        basic_op_kwargs=keywords,
+    )
+    parts = op._stages()
+    extra_outputs = [tuple(outputs or ()) for outputs in (extra_outputs or [()] * len(parts))]
+    if len(extra_outputs) != len(parts):
+        raise RuntimeError(f"{type(op).__name__} returned extra outputs for {len(extra_outputs)} of {len(parts)} operations")
+    for part, outputs in zip(parts, extra_outputs, strict=True):
+        if len(outputs) != part.num_extra_outputs:
+            raise RuntimeError(
+                f"{type(op).__name__} returned {len(outputs)} extra outputs for {type(part).__name__}, "
+                f"which has {part.num_extra_outputs}"
+            )
+    return output, extra_outputs
+
+
+def _run_backward(op, ctxs, grad_output, grad_extra_outputs, param_counts, extra_counts):
+    grad_input, grad_params, grad_extra_inputs = op.fuser_backward(
+        ctxs, grad_output, basic_op_grad_extra_outputs=grad_extra_outputs
+    )
+
+    def complete(kind, rows, counts):
+        rows = [tuple(row or ()) for row in (rows or [()] * len(counts))]
+        for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            if row and len(row) != count:
+                raise RuntimeError(
+                    f"{type(op).__name__} returned {len(row)} {kind} gradients for operation {i}, which has {count}"
+                )
+        return [row or (None,) * count for row, count in zip(rows, counts, strict=True)]
+
+    return grad_input, complete("parameter", grad_params, param_counts), complete("extra input", grad_extra_inputs, extra_counts)
+
+
+_C.set_bridge(OperationContext, _run_forward, _run_backward)

@@ -1,0 +1,28 @@
+"""The operations, under the names of transformer_engine.pytorch.ops."""
+
+from .fusion import (
+    FusionHandle,
+    register_backward_fusion,
+    register_forward_backward_fusion,
+    register_forward_fusion,
+)
+from .linear import Linear
+from .native import native_classes
+from .operation import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from .sequential import Sequential
+
+globals().update(native_classes)
+
+__all__ = [
+    "BasicOperation",
+    "FusedOperation",
+    "FusibleOperation",
+    "FusionHandle",
+    "Linear",
+    "OperationContext",
+    "Sequential",
+    "register_backward_fusion",
+    "register_forward_backward_fusion",
+    "register_forward_fusion",
+    *native_classes,
+]

@@ -1,0 +1,299 @@
+"""Sequential: runs of operations become pipelines, other modules are called as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+
+from . import _C
+from .operation import BasicOperation, FusibleOperation, build_runner, check_keywords, materialize
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def boundary_reason(module: torch.nn.Module) -> str | None:
+    """Why a module must be called through ``__call__`` as a node of its own; None if a pipeline may take it in."""
+    if not isinstance(module, FusibleOperation):
+        return "a nested Sequential keeps its own node" if isinstance(module, Sequential) else "not a weft operation"
+    if any(getattr(module, hooks) for hooks in _HOOKS):
+        return "it has hooks, which only a call of its own runs"
+    if any(getattr(torch_module, "_global" + hooks) for hooks in _HOOKS):
+        return "global module hooks are registered, which only calls of modules run"
+    if "forward" in module.__dict__:
+        return "its forward was replaced"
+    return None
+
+
+@dataclass
+class _Group:
+    """A pipeline (`runner`) or one module that is called; and where its extra tensors come from and go to."""
+
+    modules: list[torch.nn.Module]
+    runner: _C.Runner | None = None
+    stages: list[tuple[BasicOperation, Any]] = field(default_factory=list)
+    sources: list[str | None] = field(default_factory=list)  # per extra input: a channel, or None: the caller
+    targets: list[tuple[str | None, bool]] = field(default_factory=list)  # per extra output: channel, to the caller?
+    reason: str | None = None
+
+
+class Sequential(torch.nn.Module):
+    """Runs modules one after the other; each run of consecutive weft operations is one pipeline with one autograd node.
+
+    Operations may take extra inputs and return extra outputs: the call takes and returns them after the main tensor, in
+    the order of operations. A nested Sequential keeps its own node; with ``fuse_nested=True`` its operations join this
+    one's pipelines.
+    """
+
+    _runner: _C.Runner | None = None
+
+    def __init__(self, *modules: torch.nn.Module | dict[str, torch.nn.Module], fuse_nested: bool = False) -> None:
+        super().__init__()
+        self.fuse_nested = fuse_nested
+        if len(modules) == 1 and isinstance(modules[0], dict):
+            for name, module in modules[0].items():
+                self.add_module(name, module)
+        else:
+            self.extend(modules)
+
+    # ---- a list of modules ----------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[torch.nn.Module]:
+        return iter(self._modules.values())
+
+    def _key(self, index: int) -> str:
+        keys = list(self._modules)
+        if not -len(keys) <= index < len(keys):
+            raise IndexError(f"index {index} is out of range for a Sequential of {len(keys)} modules")
+        return keys[index]
+
+    def __getitem__(self, index: int | slice):
+        if isinstance(index, slice):
+            chosen = Sequential(fuse_nested=self.fuse_nested)
+            for key in list(self._modules)[index]:
+                chosen.add_module(key, self._modules[key])
+            return chosen
+        return self._modules[self._key(index)]
+
+    def __setitem__(self, index: int | slice, module: torch.nn.Module | Iterable[torch.nn.Module]) -> None:
+        if not isinstance(index, slice):
+            self.add_module(self._key(index), module)
+            return
+        modules = list(self)
+        modules[index] = module
+        self._refill(modules)
+
+    def __delitem__(self, index: int | slice) -> None:
+        for key in list(self._modules)[index] if isinstance(index, slice) else [self._key(index)]:
+            del self._modules[key]
+
+    def _refill(self, modules: list[torch.nn.Module]) -> None:
+        """Puts modules under the existing keys in order, with new keys behind them."""
+        keys = list(self._modules)
+        for key in keys[len(modules) :]:
+            del self._modules[key]
+        for key, module in zip(keys, modules, strict=False):
+            self.add_module(key, module)
+        self.extend(modules[len(keys) :])
+
+    def append(self, module: torch.nn.Module) -> Sequential:
+        numbers = [int(key) for key in self._modules if key.isdigit()]
+        self.add_module(str(max(numbers, default=-1) + 1), module)
+        return self
+
+    def extend(self, modules: Iterable[torch.nn.Module]) -> Sequential:
+        for module in modules:
+            self.append(module)
+        return self
+
+    def insert(self, index: int, module: torch.nn.Module) -> Sequential:
+        modules = list(self)
+        modules.insert(index, module)
+        self._refill(modules)
+        return self
+
+    def pop(self, index: int | slice = -1) -> torch.nn.Module:
+        module = self[index]
+        del self[index]
+        return module
+
+    def __iadd__(self, modules: Iterable[torch.nn.Module]) -> Sequential:
+        return self.extend(modules)
+
+    def __add__(self, modules: Iterable[torch.nn.Module]) -> Sequential:
+        return self[:].extend(modules)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        for name in ("_runner", "_groups", "_built_from"):
+            state.pop(name, None)
+        return state
+
+    # ---- groups ---------------------------------------------------------------------------------------------------
+
+    def _leaves(self) -> list[torch.nn.Module]:
+        leaves: list[torch.nn.Module] = []
+        for module in self._modules.values():
+            join = self.fuse_nested and isinstance(module, Sequential) and not any(getattr(module, h) for h in _HOOKS)
+            leaves.extend(module._leaves() if join else [module])
+        return leaves
+
+    def _signature(self) -> Any:
+        described: list[Any] = []
+        for module in self._leaves():
+            reason = boundary_reason(module)
+            stages = module._stages() if isinstance(module, FusibleOperation) else []
+            # Descriptions are compared as objects: setting a field makes a new one.
+            described.append((id(module), reason, [(id(op._description()), op._bindings()) for op in stages]))
+        return described
+
+    def _fresh_groups(self, input: Any) -> list[_Group]:
+        """The groups, built anew if modules, hooks, fields or channels changed since they were built."""
+        signature = self._signature()
+        groups = self.__dict__.get("_groups")
+        if groups is not None and self.__dict__.get("_built_from") == signature:
+            if self._runner is not None:
+                self._runner.renew()
+            return groups
+        materialize(self, input)
+        groups = _wire(_split(self._leaves()))
+        flat = all(not isinstance(module, Sequential) for module in self._modules.values())
+        single = len(groups) == 1 and groups[0].reason is None and flat
+        for group in groups:
+            if group.reason is None:
+                whole = {"watched": group.modules, "children": self._modules} if single else {}
+                group.runner = build_runner(group.stages, **whole)
+        object.__setattr__(self, "_groups", groups)
+        object.__setattr__(self, "_built_from", self._signature())
+        object.__setattr__(self, "_runner", groups[0].runner if single else None)
+        return groups
+
+    @property
+    def num_extra_inputs(self) -> int:
+        return sum(source is None for group in self._fresh_groups(None) for source in group.sources)
+
+    @property
+    def num_extra_outputs(self) -> int:
+        return sum(to_caller for group in self._fresh_groups(None) for _, to_caller in group.targets)
+
+    # ---- the call -------------------------------------------------------------------------------------------------
+
+    def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, op_kwargs: dict[Any, dict[str, Any]] | None = None):
+        runner = self._runner
+        if runner is not None and op_kwargs is None:
+            output = runner(input, *extra_inputs)
+            if output is not NotImplemented:
+                return output
+        groups = self._fresh_groups(input)
+        keywords = self._keywords_by_module(op_kwargs)
+        expected = sum(source is None for group in groups for source in group.sources)
+        if len(extra_inputs) != expected:
+            raise ValueError(f"Sequential takes {expected} extra inputs, got {len(extra_inputs)}")
+        return _run(groups, input, list(extra_inputs), keywords)
+
+    def _keywords_by_module(self, op_kwargs: dict[Any, dict[str, Any]] | None) -> dict[int, dict[str, Any]]:
+        keywords: dict[int, dict[str, Any]] = {}
+        leaves = self._leaves()
+        for target, given in (op_kwargs or {}).items():
+            module = self[target] if isinstance(target, int) else target
+            if not any(module is leaf for leaf in leaves):
+                raise ValueError(f"op_kwargs names {target!r}, which is not in this Sequential")
+            if not isinstance(module, FusibleOperation):
+                raise ValueError(f"op_kwargs names {type(module).__name__}, which is not a weft operation")
+            keywords[id(module)] = given
+        return keywords
+
+    def explain(self, *inputs: torch.Tensor):
+        """The plan for a call with these inputs; see :func:`weft.explain`."""
+        from .explain import explain
+
+        return explain(self, *inputs)
+
+
+def _split(leaves: list[torch.nn.Module]) -> list[_Group]:
+    """Runs of operations that a pipeline may take in, and single modules between them."""
+    groups: list[_Group] = []
+    for module in leaves:
+        reason = boundary_reason(module)
+        stages = [(op, op._bindings()) for op in module._stages()] if isinstance(module, FusibleOperation) else []
+        if reason is None and groups and groups[-1].reason is None:
+            groups[-1].modules.append(module)
+            groups[-1].stages.extend(stages)
+        else:
+            groups.append(_Group([module], stages=stages, reason=reason))
+    return groups
+
+
+def _wire(groups: list[_Group]) -> list[_Group]:
+    """Channels inside a group stay with its pipeline; those between groups become its extra inputs and outputs."""
+    producers: dict[str, int] = {}
+    for g, group in enumerate(groups):
+        for _, (_, outputs) in group.stages:
+            for channel, _ in outputs:
+                if channel is None:
+                    continue
+                if channel in producers:
+                    raise ValueError(f"Channel '{channel}' has multiple producers.")
+                producers[channel] = g
+    crossing = {
+        channel
+        for g, group in enumerate(groups)
+        for _, (inputs, _) in group.stages
+        for channel in inputs
+        if channel is not None and producers.get(channel, g) != g
+    }
+    for g, group in enumerate(groups):
+        if isinstance(group.modules[0], Sequential):
+            group.sources = [None] * group.modules[0].num_extra_inputs
+            group.targets = [(None, True)] * group.modules[0].num_extra_outputs
+        rewired = []
+        for op, (inputs, outputs) in group.stages:
+            for channel in inputs:
+                if channel is None or channel in crossing:
+                    if channel is not None and producers[channel] >= g:
+                        raise ValueError(f"Channel '{channel}' has no earlier producer.")
+                    group.sources.append(channel)
+            for channel, to_caller in outputs:
+                if to_caller or channel in crossing:
+                    group.targets.append((channel, to_caller))
+            rewired.append(
+                (
+                    op,
+                    (
+                        [None if channel in crossing else channel for channel in inputs],
+                        [(channel, to_caller or channel in crossing) for channel, to_caller in outputs],
+                    ),
+                )
+            )
+        group.stages = rewired
+    return groups
+
+
+def _run(groups: list[_Group], x: torch.Tensor, extras: list[torch.Tensor], keywords: dict[int, dict[str, Any]]):
+    channels: dict[str, torch.Tensor] = {}
+    returned: list[torch.Tensor] = []
+    extras.reverse()
+    for group in groups:
+        inputs = [extras.pop() if source is None else channels[source] for source in group.sources]
+        if group.runner is not None:
+            given = [keywords.get(id(m), {}) if i == 0 else {} for m in group.modules for i in range(len(m._stages()))]
+            stages = [op for op, _ in group.stages]
+            result = group.runner.call_with(check_keywords(stages, given), x, *inputs)
+        else:
+            result = group.modules[0](x, *inputs, **keywords.get(id(group.modules[0]), {}))
+        if not group.targets:
+            x = result
+            continue
+        x, *outputs = result
+        for (channel, to_caller), tensor in zip(group.targets, outputs, strict=True):
+            if to_caller:
+                returned.append(tensor)
+            if channel is not None:
+                channels[channel] = tensor
+    return (x, *returned) if returned else x

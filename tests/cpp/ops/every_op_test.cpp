@@ -1,0 +1,320 @@
+// What holds for every registered operation, tried on its sample. An operation that registers is tested here.
+#include <ATen/Context.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/allclose.h>
+#include <ATen/ops/rand.h>
+#include <ATen/ops/where.h>
+#include <gtest/gtest.h>
+
+#include <map>
+
+#include "weft/ops/registry.h"
+
+namespace weft::ops {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kRows = 3;
+constexpr at::ScalarType kOff = at::ScalarType::Undefined;
+enum class Want { all, input, rest, nothing };
+
+/// Values of both signs, away from the kinks of relu (0) and of the clamped samples (±0.75).
+Tensor values(at::IntArrayRef sizes) {
+  const auto u = at::rand(sizes, at::kDouble);
+  const auto magnitude = at::where(u.lt(0.5), u * 1.1 + 0.1, u + 0.35);
+  return at::where(at::rand(sizes, at::kDouble).lt(0.5), magnitude, -magnitude);
+}
+
+/// The sizes of a row of the input that `op` takes.
+std::vector<int64_t> row_of(const BasicOp& op) {
+  for (const auto& field : op.fields()) {
+    if (field.name == "in_features" || field.name == "size") return {std::get<int64_t>(field.value)};
+    if (field.name == "normalized_shape") return std::get<std::vector<int64_t>>(field.value);
+  }
+  return {8};
+}
+
+/// An operation and the tensors it runs on: what it takes, and the gradients that come back.
+struct Trial {
+  OpPtr op;
+  Tensor x, dy;
+  std::vector<Tensor> params, extra, extra_dy;
+
+  explicit Trial(OpPtr tried, int64_t rows = kRows) : op(std::move(tried)) {
+    at::manual_seed(1234);
+    auto sizes = row_of(*op);
+    sizes.insert(sizes.begin(), rows);
+    x = values(sizes);
+    const bool scaled = op->name().substr(0, 6) == "Scaled";
+    for (int i = 0; i < op->extra_inputs(); ++i) extra.push_back(values(scaled ? std::vector<int64_t>{rows} : sizes));
+    for (const auto& param : op->params()) params.push_back(values(param.shape));
+  }
+
+  Trial mapped(const std::function<Tensor(const Tensor&)>& f) const {
+    Trial other = *this;
+    other.x = f(x);
+    if (dy.defined()) other.dy = f(dy);
+    for (auto* list : {&other.params, &other.extra, &other.extra_dy})
+      for (auto& t : *list) t = f(t);
+    return other;
+  }
+  Trial in(at::ScalarType dtype) const {
+    return mapped([&](const Tensor& t) { return t.to(dtype); });
+  }
+
+  OpPlan plan(Want want, bool training = true, at::ScalarType autocast = kOff) const {
+    const uint8_t rest = want == Want::all || want == Want::rest;
+    OpPlan out;
+    out.input_wanted = want == Want::all || want == Want::input;
+    out.param_wanted.assign(params.size(), rest);
+    out.extra_wanted.assign(extra.size(), rest);
+    out.records = out.input_wanted || (rest && params.size() + extra.size() > 0);
+    out.training = training;
+    out.autocast = autocast;
+    return out;
+  }
+};
+
+struct Outcome {
+  Tensor y, dx;
+  std::vector<Tensor> extra_out, saved, dparams, dextra;
+
+  /// All values and gradients by name; those not computed are undefined.
+  std::map<std::string, Tensor> named() const {
+    std::map<std::string, Tensor> all{{"y", y}, {"dx", dx}};
+    const auto add = [&](const std::string& name, const std::vector<Tensor>& list) {
+      for (size_t i = 0; i < list.size(); ++i) all[name + std::to_string(i)] = list[i];
+    };
+    add("extra output ", extra_out);
+    add("dparam ", dparams);
+    add("dextra ", dextra);
+    return all;
+  }
+};
+
+/// Forward of `trial`; the same seed gives the same dropout mask.
+Outcome forward(const Trial& trial, const OpPlan& plan) {
+  at::manual_seed(99);
+  Outcome out;
+  auto extra = trial.extra;
+  out.saved.resize(trial.op->saved_names().size());
+  out.extra_out.resize(trial.op->extra_outputs());
+  Frame frame{.saved = out.saved.data(),
+              .extra_in = extra.data(),
+              .extra_out = out.extra_out.data(),
+              .params = trial.params.data()};
+  OpContext ctx(plan, frame, 0);
+  out.y = trial.op->forward(ctx, trial.x, trial.params);
+  return out;
+}
+
+/// Forward, then backward of the gradients `trial` holds.
+Outcome run(const Trial& trial, const OpPlan& plan) {
+  auto out = forward(trial, plan);
+  auto extra_dy = trial.extra_dy;
+  out.dextra.resize(trial.extra.size());
+  out.dparams.resize(trial.params.size());
+  Frame frame{.saved = out.saved.data(),
+              .extra_in = out.dextra.data(),
+              .extra_out = extra_dy.data(),
+              .param_grads = out.dparams.data(),
+              .params = trial.params.data()};
+  OpContext ctx(plan, frame, 0);
+  out.dx = trial.op->backward(ctx, trial.dy, trial.params);
+  return out;
+}
+
+/// A trial of the sample, with gradients of the sizes of its outputs.
+Trial trial_of(const OpType& type, int64_t rows = kRows) {
+  Trial trial(type.sample, rows);
+  const auto out = forward(trial, trial.plan(Want::nothing));
+  trial.dy = values(out.y.sizes());
+  for (const auto& t : out.extra_out) trial.extra_dy.push_back(values(t.sizes()));
+  return trial;
+}
+
+void for_each_op(const std::function<void(const OpType&, const Trial&)>& check) {
+  ASSERT_FALSE(op_types().empty());
+  for (const auto& [name, type] : op_types()) {
+    SCOPED_TRACE(name);
+    check(type, trial_of(type));
+  }
+}
+
+double projection(const Trial& trial, const OpPlan& plan) {
+  const auto out = forward(trial, plan);
+  auto sum = (out.y * trial.dy).sum();
+  for (size_t i = 0; i < out.extra_out.size(); ++i) sum += (out.extra_out[i] * trial.extra_dy[i]).sum();
+  return sum.item<double>();
+}
+
+/// d projection / d t by central differences; `t` belongs to `trial`.
+Tensor central_differences(const Trial& trial, const OpPlan& plan, const Tensor& t) {
+  constexpr double h = 1e-5;
+  auto grad = at::rand(t.sizes(), at::kDouble);
+  for (int64_t i = 0; i < t.numel(); ++i) {
+    auto& element = t.mutable_data_ptr<double>()[i];
+    const double middle = element;
+    element = middle + h;
+    const double above = projection(trial, plan);
+    element = middle - h;
+    const double below = projection(trial, plan);
+    element = middle;
+    grad.mutable_data_ptr<double>()[i] = (above - below) / (2 * h);
+  }
+  return grad;
+}
+
+void expect_close(const Tensor& got, const Tensor& expected, double rtol, double atol, const std::string& what) {
+  ASSERT_EQ(got.defined(), expected.defined()) << what;
+  if (!got.defined()) return;
+  ASSERT_EQ(got.sizes(), expected.sizes()) << what;
+  EXPECT_TRUE(at::allclose(got.to(at::kDouble), expected.to(at::kDouble), rtol, atol)) << what << " is\n"
+                                                                                       << got << "\nexpected\n"
+                                                                                       << expected;
+}
+
+void expect_spec(const Tensor& t, const Spec& spec, const std::string& what) {
+  ASSERT_TRUE(t.defined()) << what;
+  EXPECT_TRUE(t.sym_sizes().equals(spec.sizes)) << what << " has sizes " << t.sizes();
+  EXPECT_EQ(t.scalar_type(), spec.dtype) << what;
+}
+
+TEST(EveryOp, GradientsEqualCentralDifferences) {
+  for_each_op([](const OpType& type, const Trial& trial) {
+    for (const bool training : {true, false}) {
+      if (!training && !type.sample->depends_on_training()) continue;
+      const auto plan = trial.plan(Want::all, training);
+      const auto out = run(trial, plan);
+      const auto check = [&](const Tensor& got, const Tensor& t, const char* what) {
+        expect_close(got, central_differences(trial, plan, t), 1e-5, 1e-8, what);
+      };
+      check(out.dx, trial.x, "dx");
+      for (size_t i = 0; i < trial.params.size(); ++i) check(out.dparams[i], trial.params[i], "dparam");
+      for (size_t i = 0; i < trial.extra.size(); ++i) check(out.dextra[i], trial.extra[i], "dextra");
+    }
+  });
+}
+
+void expect_inferred(const Trial& trial, const OpPlan& plan) {
+  std::vector<Spec> extra, params;
+  for (const auto& t : trial.extra) extra.push_back(Spec::of(t));
+  for (const auto& t : trial.params) params.push_back(Spec::of(t));
+  const auto inferred = trial.op->infer(plan, Spec::of(trial.x), extra, params);
+  const auto out = forward(trial, plan);
+  expect_spec(out.y, inferred.y, "y");
+  ASSERT_EQ(inferred.extra_outputs.size(), out.extra_out.size());
+  for (size_t i = 0; i < out.extra_out.size(); ++i)
+    expect_spec(out.extra_out[i], inferred.extra_outputs[i], "extra output");
+  ASSERT_EQ(inferred.saved.size(), out.saved.size());
+  for (size_t i = 0; i < out.saved.size(); ++i) {
+    const auto name = trial.op->saved_names()[i];
+    ASSERT_EQ(out.saved[i].defined(), inferred.saved[i].has_value()) << name;
+    if (inferred.saved[i]) expect_spec(out.saved[i], *inferred.saved[i], name);
+  }
+}
+
+TEST(EveryOp, InferEqualsWhatARunGives) {
+  for_each_op([](const OpType&, const Trial& trial) {
+    for (const auto dtype : {at::kDouble, at::kFloat, at::kBFloat16})
+      for (const auto autocast : {kOff, at::kBFloat16, at::kFloat})
+        for (const auto want : {Want::all, Want::input, Want::rest, Want::nothing})
+          for (const bool training : {true, false})
+            expect_inferred(trial.in(dtype), trial.plan(want, training, autocast));
+  });
+}
+
+TEST(EveryOp, SavesNothingAndReturnsNoGradientUnlessWanted) {
+  for_each_op([](const OpType&, const Trial& trial) {
+    for (const auto& t : forward(trial, trial.plan(Want::nothing)).saved) EXPECT_FALSE(t.defined());
+    const auto input = run(trial, trial.plan(Want::input));
+    EXPECT_TRUE(input.dx.defined());
+    for (const auto& t : input.dparams) EXPECT_FALSE(t.defined());
+    for (const auto& t : input.dextra) EXPECT_FALSE(t.defined());
+    if (trial.params.empty() && trial.extra.empty()) return;
+    const auto rest = run(trial, trial.plan(Want::rest));
+    EXPECT_FALSE(rest.dx.defined());
+    for (const auto& t : rest.dparams) EXPECT_TRUE(t.defined());
+    for (const auto& t : rest.dextra) EXPECT_TRUE(t.defined());
+  });
+}
+
+TEST(EveryOp, EachDtypeFollowsFloat64) {
+  struct Tolerance {
+    at::ScalarType dtype;
+    double rtol, atol;
+  };
+  for_each_op([](const OpType&, const Trial& trial) {
+    for (const auto& [dtype, rtol, atol] : {Tolerance{at::kFloat, 1.3e-6, 1e-5}, Tolerance{at::kHalf, 1e-3, 1e-5},
+                                            Tolerance{at::kBFloat16, 1.6e-2, 1e-5}}) {
+      const auto rounded = trial.in(dtype);
+      const auto plan = trial.plan(Want::all);
+      const auto expected = run(rounded.in(at::kDouble), plan).named();
+      for (const auto& [name, got] : run(rounded, plan).named())
+        expect_close(got, expected.at(name), rtol, atol, name + " in " + std::string(dtype_name(dtype)));
+    }
+  });
+}
+
+TEST(EveryOp, StridesDoNotMatter) {
+  const auto strided = [](const Tensor& t) { return t.transpose(0, -1).contiguous().transpose(0, -1); };
+  for_each_op([&](const OpType&, const Trial& trial) {
+    const auto plan = trial.plan(Want::all);
+    const auto expected = run(trial, plan).named();
+    for (const auto& [name, got] : run(trial.mapped(strided), plan).named())
+      expect_close(got, expected.at(name), 1e-12, 1e-12, name);
+  });
+}
+
+TEST(EveryOp, ZeroRowsRun) {
+  for (const auto& [name, type] : op_types()) {
+    SCOPED_TRACE(name);
+    const auto trial = trial_of(type, 0);
+    for (const auto dtype : {at::kDouble, at::kFloat, at::kBFloat16}) {
+      const auto out = run(trial.in(dtype), trial.plan(Want::all));
+      EXPECT_EQ(out.dx.sizes(), trial.x.sizes());
+      EXPECT_EQ(out.y.sizes(), trial.dy.sizes());
+      for (const auto& grad : out.dparams) EXPECT_EQ(grad.sum().item<double>(), 0.0);
+    }
+  }
+}
+
+TEST(EveryOp, MetaTensorsGiveTheSameSizes) {
+  const auto meta = [](const Tensor& t) { return t.to(at::kMeta); };
+  for_each_op([&](const OpType&, const Trial& trial) {
+    for (const auto dtype : {at::kDouble, at::kBFloat16}) {
+      const auto real = trial.in(dtype);
+      const auto plan = trial.plan(Want::all);
+      const auto expected = run(real, plan), got = run(real.mapped(meta), plan);
+      const auto names = got.named();
+      for (const auto& [name, t] : expected.named()) {
+        EXPECT_TRUE(names.at(name).is_meta()) << name;
+        expect_spec(names.at(name), Spec::of(t), name);
+      }
+      for (size_t i = 0; i < expected.saved.size(); ++i)
+        if (expected.saved[i].defined()) expect_spec(got.saved[i], Spec::of(expected.saved[i]), "saved");
+    }
+  });
+}
+
+TEST(EveryOp, ItsTextReadsBackToAnEqualOp) {
+  for (const auto& [name, type] : op_types()) {
+    const auto text = type.sample->text();
+    Cursor cursor(text);
+    ASSERT_EQ(cursor.word(), name);
+    Keywords keywords;
+    cursor.expect("(");
+    while (!cursor.accept(")")) {
+      if (!keywords.empty()) cursor.expect(",");
+      auto key = cursor.word();
+      cursor.expect("=");
+      keywords.emplace_back(std::move(key), cursor.value());
+    }
+    EXPECT_TRUE(cursor.at_end());
+    EXPECT_EQ(op_type(name).make(keywords)->text(), text);
+  }
+}
+
+}  // namespace
+}  // namespace weft::ops

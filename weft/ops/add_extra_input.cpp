@@ -1,0 +1,30 @@
+#include "weft/ops/add_extra_input.h"
+
+#include <ATen/ops/add.h>
+
+#include "weft/ops/registry.h"
+#include "weft/tensor/ownership.h"
+
+namespace weft::ops {
+
+Inferred AddExtraInput::infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec> extra, c10::ArrayRef<Spec>) const {
+  return {.y = x.as(c10::promoteTypes(x.dtype, extra[0].dtype)), .extra_outputs = {}, .saved = {}};
+}
+
+at::Tensor AddExtraInput::forward(OpContext& ctx, const at::Tensor& x, Params) const {
+  auto e = ctx.take_extra_input(0);
+  TORCH_CHECK_VALUE(e.sizes() == x.sizes(), "AddExtraInput: input has shape ", x.sizes(), ", extra input has shape ",
+                    e.sizes(), "; they must be equal.");
+  const bool fits = c10::promoteTypes(x.scalar_type(), e.scalar_type()) == e.scalar_type();
+  return in_place() && fits && sole_owner(e) ? e.add_(x) : at::add(e, x);
+}
+
+at::Tensor AddExtraInput::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
+  if (ctx.extra_wanted(0)) ctx.set_extra_input_grad(0, dy);
+  return ctx.input_wanted() ? dy : at::Tensor{};
+}
+
+static const Register<AddExtraInput> add_extra_input{
+    "AddExtraInput", "y = e + x with e an extra input of x's shape.", {}};
+
+}  // namespace weft::ops

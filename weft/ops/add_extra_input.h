@@ -1,0 +1,28 @@
+#pragma once
+#include "weft/ops/operation.h"
+
+namespace weft::ops {
+
+/// y = e + x with e an extra input of x's shape.  dx = de = dy.
+class AddExtraInput final : public Op<AddExtraInput> {
+ public:
+  struct Options {
+    bool in_place = false;  // add into e if nobody else can see it
+    static constexpr auto fields() { return std::tuple{Field{"in_place", &Options::in_place}}; }
+  };
+  explicit AddExtraInput(Options options) : options_(options) {}
+
+  const Options& options() const { return options_; }
+  std::string_view name() const override { return "AddExtraInput"; }
+  int extra_inputs() const override { return 1; }
+  DtypeRule dtype_rule() const override { return DtypeRule::promote; }
+  bool in_place() const override { return options_.in_place; }
+  Inferred infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec> extra, c10::ArrayRef<Spec>) const override;
+  at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params) const override;
+  at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params) const override;
+
+ private:
+  Options options_;
+};
+
+}  // namespace weft::ops

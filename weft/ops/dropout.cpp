@@ -1,0 +1,45 @@
+#include "weft/ops/dropout.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/zeros_like.h>
+
+#include "weft/ops/registry.h"
+#include "weft/ops/rows.h"
+
+namespace weft::ops {
+
+Dropout::Dropout(Options options) : options_(options) {
+  TORCH_CHECK_VALUE(options_.p >= 0 && options_.p <= 1, "Dropout: p is ", options_.p, ", expected 0 to 1.");
+}
+
+Inferred Dropout::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
+  Inferred out{.y = x, .extra_outputs = {}, .saved = {}};
+  out.saved.resize(1);
+  if (output_is_input(plan)) return out;
+  if (plan.autocast != at::ScalarType::Undefined) out.y.dtype = plan.autocast;
+  if (plan.input_wanted && options_.p < 1) out.saved[kMask] = x.as(at::kBool);
+  return out;
+}
+
+at::Tensor Dropout::forward(OpContext& ctx, const at::Tensor& x, Params) const {
+  if (output_is_input(ctx.plan())) return x;
+  const auto input = as_dtype(x, ctx.dtype(x.scalar_type()));
+  if (options_.p == 1) return at::zeros_like(input);
+  auto mask = at::empty(x.sizes(), x.options().dtype(at::kBool)).bernoulli_(1 - options_.p);
+  auto y = at::mul(input, mask).mul_(1 / (1 - options_.p));
+  if (ctx.input_wanted()) ctx.save(kMask, std::move(mask));
+  return y;
+}
+
+at::Tensor Dropout::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
+  if (!ctx.input_wanted()) return {};
+  if (output_is_input(ctx.plan())) return dy;
+  if (options_.p == 1) return at::zeros_like(dy);
+  return at::mul(dy, ctx.saved(kMask)).mul_(1 / (1 - options_.p));
+}
+
+static const Register<Dropout> dropout{
+    "Dropout", "Training: y = x·m/(1-p), each m 0 with probability p. Else y = x.", {.p = 0.5}};
+
+}  // namespace weft::ops

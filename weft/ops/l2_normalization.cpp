@@ -1,0 +1,35 @@
+#include "weft/ops/l2_normalization.h"
+
+#include "weft/kernels/norm.h"
+#include "weft/kernels/precision.h"
+#include "weft/ops/registry.h"
+
+namespace weft::ops {
+
+Inferred L2Normalization::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
+  Inferred out{.y = x, .extra_outputs = {}, .saved = {}};
+  out.saved.resize(2);
+  if (plan.input_wanted) out.saved = {x, x.with_last(1).as(kernels::wide(x.dtype))};
+  return out;
+}
+
+at::Tensor L2Normalization::forward(OpContext& ctx, const at::Tensor& x, Params) const {
+  TORCH_CHECK_VALUE(x.dim() > 0, "L2Normalization: input has no dimensions, expected at least one.");
+  TORCH_CHECK(at::isFloatingType(x.scalar_type()), "Unsupported dtype: L2Normalization got ",
+              dtype_name(x.scalar_type()), ", expected float32, float64, float16 or bfloat16.");
+  auto out = kernels::l2_norm_forward(x, options_.eps);
+  if (ctx.input_wanted()) {
+    ctx.save(kInput, x);
+    ctx.save(kRnorm, std::move(out.rnorm));
+  }
+  return out.y;
+}
+
+at::Tensor L2Normalization::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
+  return ctx.input_wanted() ? kernels::l2_norm_backward(dy, ctx.saved(kInput), ctx.saved(kRnorm)) : at::Tensor{};
+}
+
+static const Register<L2Normalization> l2_normalization{
+    "L2Normalization", "y = x / √(Σ x² + eps) over the last dimension.", {}};
+
+}  // namespace weft::ops

@@ -1,0 +1,31 @@
+#include "weft/ops/make_extra_output.h"
+
+#include <ATen/ops/add.h>
+
+#include "weft/ops/registry.h"
+#include "weft/tensor/ownership.h"
+
+namespace weft::ops {
+
+Inferred MakeExtraOutput::infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
+  return {.y = x, .extra_outputs = {x}, .saved = {}};
+}
+
+at::Tensor MakeExtraOutput::forward(OpContext& ctx, const at::Tensor& x, Params) const {
+  ctx.set_extra_output(0, x);
+  return x;
+}
+
+at::Tensor MakeExtraOutput::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
+  auto g = ctx.take_extra_output_grad(0);
+  if (!ctx.input_wanted()) return {};
+  if (!g.defined()) return dy;
+  if (!dy.defined()) return g;
+  const bool fits = g.scalar_type() == dy.scalar_type() && g.sizes() == dy.sizes();
+  return in_place() && fits && sole_owner(g) ? g.add_(dy) : at::add(g, dy);
+}
+
+static const Register<MakeExtraOutput> make_extra_output{
+    "MakeExtraOutput", "Returns x itself, and once more as an extra output.", {}};
+
+}  // namespace weft::ops

@@ -1,0 +1,130 @@
+#include "weft/ops/norm.h"
+
+#include <ATen/ops/add.h>
+
+#include "weft/kernels/norm.h"
+#include "weft/kernels/precision.h"
+#include "weft/ops/registry.h"
+#include "weft/ops/rows.h"
+
+namespace weft::ops {
+namespace {
+
+void check_options(std::string_view op, const NormOptions& o) {
+  TORCH_CHECK_VALUE(!o.normalized_shape.empty(), op, ": normalized_shape is empty, expected at least one dimension.");
+  for (const auto size : o.normalized_shape)
+    TORCH_CHECK_VALUE(size >= 0, op, ": normalized_shape is ", o.normalized_shape, ", expected sizes of 0 or more.");
+  TORCH_CHECK_VALUE(at::isFloatingType(o.dtype), op, ": dtype is ", dtype_name(o.dtype),
+                    ", expected float32, float64, float16 or bfloat16.");
+}
+
+ParamSpec weight_spec(const NormOptions& o) {
+  return {"weight", o.normalized_shape, o.dtype, o.zero_centered_gamma ? Init::zeros : Init::ones, true};
+}
+
+/// x in the compute dtype.
+at::Tensor input_of(std::string_view op, const OpContext& ctx, const at::Tensor& x, const at::Tensor& weight) {
+  const auto row = static_cast<size_t>(weight.dim());
+  const bool ends_in_row = x.sizes().size() >= row && x.sizes().slice(x.dim() - row) == weight.sizes();
+  TORCH_CHECK_VALUE(ends_in_row, op, ": input has shape ", x.sizes(), ", normalized_shape is ", weight.sizes(),
+                    "; the trailing dimensions must equal it.");
+  return as_dtype(x, ctx.dtype(weight.scalar_type()));
+}
+
+/// γ' in the dtype of the statistics of an input of `dtype`.
+at::Tensor gamma_of(const NormOptions& o, const at::Tensor& weight, at::ScalarType dtype) {
+  const auto gamma = as_dtype(weight, kernels::wide(dtype));
+  return o.zero_centered_gamma ? at::add(gamma, 1) : gamma;
+}
+
+Spec input_spec(const OpPlan& plan, const Spec& x, const Spec& weight) {
+  return x.as(plan.autocast == at::ScalarType::Undefined ? weight.dtype : plan.autocast);
+}
+
+/// The sizes of x, those of the row replaced by 1.
+Spec statistic_spec(const Spec& input, const Spec& weight) {
+  auto spec = input.as(kernels::wide(input.dtype));
+  std::fill(spec.sizes.end() - weight.sizes.size(), spec.sizes.end(), c10::SymInt(1));
+  return spec;
+}
+
+}  // namespace
+
+LayerNorm::LayerNorm(Options options) : options_(std::move(options)) { check_options("LayerNorm", options_); }
+
+std::vector<ParamSpec> LayerNorm::params() const {
+  return {weight_spec(options_), {"bias", options_.normalized_shape, options_.dtype, Init::zeros}};
+}
+
+Inferred LayerNorm::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const {
+  const auto input = input_spec(plan, x, params[kWeight]);
+  Inferred out{.y = input, .extra_outputs = {}, .saved = {}};
+  out.saved.resize(3);
+  const auto statistic = statistic_spec(input, params[kWeight]);
+  if (plan.records) out.saved = {input, statistic, statistic};
+  return out;
+}
+
+at::Tensor LayerNorm::forward(OpContext& ctx, const at::Tensor& x, Params params) const {
+  auto input = input_of("LayerNorm", ctx, x, params[kWeight]);
+  const auto dtype = input.scalar_type();
+  const auto beta = as_dtype(params[kBias], kernels::wide(dtype));
+  auto out = kernels::layer_norm_forward(input, gamma_of(options_, params[kWeight], dtype), beta, options_.eps);
+  if (ctx.records()) {
+    ctx.save(kInput, std::move(input));
+    ctx.save(kMean, std::move(out.mean));
+    ctx.save(kRstd, std::move(out.rstd));
+  }
+  return out.y;
+}
+
+at::Tensor LayerNorm::backward(OpContext& ctx, const at::Tensor& dy, Params params) const {
+  const auto& x = ctx.saved(kInput);
+  const auto gamma = gamma_of(options_, params[kWeight], x.scalar_type());
+  auto out = kernels::layer_norm_backward(dy, x, ctx.saved(kMean), ctx.saved(kRstd), gamma,
+                                          {ctx.input_wanted(), ctx.param_wanted(kWeight), ctx.param_wanted(kBias)});
+  if (ctx.param_wanted(kWeight)) ctx.set_param_grad(kWeight, std::move(out.dgamma));
+  if (ctx.param_wanted(kBias)) ctx.set_param_grad(kBias, std::move(out.dbeta));
+  return out.dx;
+}
+
+RMSNorm::RMSNorm(Options options) : options_(std::move(options)) { check_options("RMSNorm", options_); }
+
+std::vector<ParamSpec> RMSNorm::params() const { return {weight_spec(options_)}; }
+
+Inferred RMSNorm::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const {
+  const auto input = input_spec(plan, x, params[kWeight]);
+  Inferred out{.y = input, .extra_outputs = {}, .saved = {}};
+  out.saved.resize(2);
+  if (plan.records) out.saved = {input, statistic_spec(input, params[kWeight])};
+  return out;
+}
+
+at::Tensor RMSNorm::forward(OpContext& ctx, const at::Tensor& x, Params params) const {
+  auto input = input_of("RMSNorm", ctx, x, params[kWeight]);
+  const auto gamma = gamma_of(options_, params[kWeight], input.scalar_type());
+  auto out = kernels::rms_norm_forward(input, gamma, options_.eps);
+  if (ctx.records()) {
+    ctx.save(kInput, std::move(input));
+    ctx.save(kRstd, std::move(out.rstd));
+  }
+  return out.y;
+}
+
+at::Tensor RMSNorm::backward(OpContext& ctx, const at::Tensor& dy, Params params) const {
+  const auto& x = ctx.saved(kInput);
+  const auto gamma = gamma_of(options_, params[kWeight], x.scalar_type());
+  auto out =
+      kernels::rms_norm_backward(dy, x, ctx.saved(kRstd), gamma, {ctx.input_wanted(), ctx.param_wanted(kWeight)});
+  if (ctx.param_wanted(kWeight)) ctx.set_param_grad(kWeight, std::move(out.dgamma));
+  return out.dx;
+}
+
+static const Register<LayerNorm> layer_norm{"LayerNorm",
+                                            "y = (x - mean)·γ/√(var + eps) + β over the trailing dimensions.",
+                                            {.normalized_shape = {2, 4}, .eps = 0.3}};
+static const Register<RMSNorm> rms_norm{"RMSNorm",
+                                        "y = x·γ/√(mean(x²) + eps) over the trailing dimensions.",
+                                        {.normalized_shape = {8}, .eps = 0.3, .zero_centered_gamma = true}};
+
+}  // namespace weft::ops

@@ -1,0 +1,67 @@
+#pragma once
+#include "weft/ops/operation.h"
+
+namespace weft::ops {
+
+struct NormOptions {
+  std::vector<int64_t> normalized_shape = {};
+  double eps = 1e-5;
+  at::ScalarType dtype = at::kFloat;
+  bool zero_centered_gamma = false;
+  int64_t sm_margin = 0;  // processors to leave free; a CPU has none to reserve, so it changes nothing
+  static constexpr auto fields() {
+    return std::tuple{Field{"normalized_shape", &NormOptions::normalized_shape, Given::always},
+                      Field{"eps", &NormOptions::eps}, Field{"dtype", &NormOptions::dtype},
+                      Field{"zero_centered_gamma", &NormOptions::zero_centered_gamma},
+                      Field{"sm_margin", &NormOptions::sm_margin}};
+  }
+};
+
+// In both, a row is the trailing dimensions `normalized_shape` of x, and γ' = γ, or 1 + γ if zero-centred. Statistics
+// are float32 (float64 for float64).
+
+/// y = (x - mean)·rstd·γ' + β,  rstd = 1/√(var(x) + eps) over each row.
+class LayerNorm final : public Op<LayerNorm> {
+ public:
+  using Options = NormOptions;
+  enum Param { kWeight, kBias };
+  enum Saved { kInput, kMean, kRstd };
+
+  explicit LayerNorm(Options options);
+
+  const Options& options() const { return options_; }
+  std::string_view name() const override { return "LayerNorm"; }
+  std::vector<ParamSpec> params() const override;
+  std::vector<std::string> saved_names() const override { return {"input", "mean", "rstd"}; }
+  DtypeRule dtype_rule() const override { return DtypeRule::weight; }
+  Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const override;
+  at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;
+  at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const override;
+
+ private:
+  Options options_;
+};
+
+/// y = x·rstd·γ',  rstd = 1/√(mean(x²) + eps) over each row.
+class RMSNorm final : public Op<RMSNorm> {
+ public:
+  using Options = NormOptions;
+  enum Param { kWeight };
+  enum Saved { kInput, kRstd };
+
+  explicit RMSNorm(Options options);
+
+  const Options& options() const { return options_; }
+  std::string_view name() const override { return "RMSNorm"; }
+  std::vector<ParamSpec> params() const override;
+  std::vector<std::string> saved_names() const override { return {"input", "rstd"}; }
+  DtypeRule dtype_rule() const override { return DtypeRule::weight; }
+  Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const override;
+  at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;
+  at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const override;
+
+ private:
+  Options options_;
+};
+
+}  // namespace weft::ops

@@ -1,0 +1,20 @@
+#pragma once
+#include "weft/ops/operation.h"
+
+namespace weft::ops {
+
+/// Base of operations that return x itself, and dy as its gradient.
+template <class Self>
+class PassThrough : public Op<Self> {
+ public:
+  bool output_is_input(const OpPlan&) const override { return true; }
+  Inferred infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const override {
+    return {.y = x, .extra_outputs = {}, .saved = {}};
+  }
+  at::Tensor forward(OpContext&, const at::Tensor& x, Params) const override { return x; }
+  at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params) const override {
+    return ctx.input_wanted() ? dy : at::Tensor{};
+  }
+};
+
+}  // namespace weft::ops

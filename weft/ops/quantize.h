@@ -1,0 +1,26 @@
+#pragma once
+#include "weft/ops/pass_through.h"
+
+namespace weft::ops {
+
+/// Outside a quantization recipe, and this version has none yet, y is x itself and dx is dy.
+class Quantize final : public PassThrough<Quantize> {
+ public:
+  struct Options {
+    bool forward = true;    // quantize x
+    bool backward = false;  // quantize dy
+    static constexpr auto fields() {
+      return std::tuple{Field{"forward", &Options::forward, Given::position},
+                        Field{"backward", &Options::backward, Given::position}};
+    }
+  };
+  explicit Quantize(Options options) : options_(options) {}
+
+  const Options& options() const { return options_; }
+  std::string_view name() const override { return "Quantize"; }
+
+ private:
+  Options options_;
+};
+
+}  // namespace weft::ops

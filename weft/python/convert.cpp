@@ -1,0 +1,59 @@
+#include "weft/python/convert.h"
+
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+namespace weft::python {
+namespace {
+
+bool is_integer(py::handle object) { return PyIndex_Check(object.ptr()) && !PyBool_Check(object.ptr()); }
+
+std::vector<int64_t> integers(const std::string& what, py::handle object) {
+  std::vector<int64_t> list;
+  for (const auto item : object) {
+    TORCH_CHECK_TYPE(is_integer(item), what, " must hold integers, got ", std::string(py::repr(item)), ".");
+    list.push_back(py::reinterpret_steal<py::int_>(PyNumber_Index(item.ptr())).cast<int64_t>());
+  }
+  return list;
+}
+
+}  // namespace
+
+Value to_value(const std::string& what, py::handle object) {
+  PyObject* o = object.ptr();
+  if (object.is_none()) return std::monostate{};
+  if (PyBool_Check(o)) return o == Py_True;
+  if (PyFloat_Check(o)) return PyFloat_AS_DOUBLE(o);
+  if (PyUnicode_Check(o)) return object.cast<std::string>();
+  if (THPDtype_Check(o)) return std::string(dtype_name(reinterpret_cast<THPDtype*>(o)->scalar_type));
+  if (PyIndex_Check(o)) return py::reinterpret_steal<py::int_>(PyNumber_Index(o)).cast<int64_t>();
+  if (py::isinstance<py::iterable>(object)) return integers(what, object);
+  if (PyNumber_Check(o)) return py::float_(py::reinterpret_borrow<py::object>(object)).cast<double>();
+  TORCH_CHECK_TYPE(false, what, " cannot be of type ", Py_TYPE(o)->tp_name, ".");
+}
+
+py::object to_python(const Value& value) {
+  return std::visit(
+      [](const auto& x) -> py::object {
+        if constexpr (std::is_same_v<std::decay_t<decltype(x)>, std::monostate>) {
+          return py::none();
+        } else {
+          return py::cast(x);
+        }
+      },
+      value);
+}
+
+const at::Tensor& to_tensor(PyObject* object, const char* what) {
+  TORCH_CHECK_TYPE(THPVariable_Check(object), "weft: ", what, " must be a torch.Tensor, got ", Py_TYPE(object)->tp_name,
+                   ".");
+  const auto& tensor = THPVariable_Unpack(object);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      THPVariable_CheckExact(object) || !tensor.key_set().has(c10::DispatchKey::Python), "weft: ", what, " is a ",
+      Py_TYPE(object)->tp_name,
+      ", a tensor subclass with its own dispatch, which has no memory weft could read. If it is a DTensor of "
+      "FSDP2, call the module that fully_shard wrapped, so that its parameters are gathered first.");
+  return tensor;
+}
+
+}  // namespace weft::python

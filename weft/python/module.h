@@ -1,0 +1,11 @@
+#pragma once
+#include <torch/csrc/utils/pybind.h>
+
+namespace weft::python {
+
+void bind_ops(py::module_& m);
+void bind_runner(py::module_& m);
+void bind_custom(py::module_& m);
+void bind_functional(py::module_& m);
+
+}  // namespace weft::python
