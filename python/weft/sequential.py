@@ -28,6 +28,16 @@ def boundary_reason(module: torch.nn.Module) -> str | None:
     return None
 
 
+class _Same:
+    """Equal only for the very same object, which it keeps alive."""
+
+    def __init__(self, object: Any) -> None:
+        self.object = object
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _Same) and self.object is other.object
+
+
 @dataclass
 class _Group:
     """A pipeline (`runner`) or one module that is called; and where its extra tensors come from and go to."""
@@ -149,8 +159,8 @@ class Sequential(torch.nn.Module):
         for module in self._leaves():
             reason = boundary_reason(module)
             stages = module._stages() if isinstance(module, FusibleOperation) else []
-            # Descriptions are compared as objects: setting a field makes a new one.
-            described.append((id(module), reason, [(id(op._description()), op._bindings()) for op in stages]))
+            # Setting a field makes a new description; the signature keeps the old one alive, so that identity tells.
+            described.append((_Same(module), reason, [(_Same(op._description()), op._bindings()) for op in stages]))
         return described
 
     def _fresh_groups(self, input: Any) -> list[_Group]:

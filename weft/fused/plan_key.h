@@ -37,6 +37,12 @@ class PlanKey {
     words_.push_back(static_cast<uint32_t>(eval_mask >> 32));
   }
   void add(uint32_t trait) { words_.push_back(trait); }
+  /// As if tensor i did not require a gradient.
+  void drop_grad(int i) {
+    auto trait = this->trait(i);
+    trait.requires_grad = false;
+    words_[kFixed + i] = trait.pack();
+  }
 
   bool grad_mode() const { return (words_[0] & 1) != 0; }
   at::ScalarType autocast() const { return static_cast<at::ScalarType>(words_[0] >> 8 & 0xff); }

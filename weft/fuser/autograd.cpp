@@ -76,14 +76,15 @@ void PipelineNode::keep(const ops::Frame& frame, ops::Params params, const Tenso
   if (frame.states) states_ = std::move(*frame.states);
 }
 
-/// Gradients that the engine will not use in this run (`torch.autograd.grad` for some inputs only); empty if it uses
-/// all.
-std::vector<uint8_t> skipped_params(const Node& node, int count) {
+/// Flags, in the order of the plan key, the gradients that the engine will not use in this run (`torch.autograd.grad`
+/// for some inputs only); empty if it uses all.
+std::vector<uint8_t> unused_gradients(const Node& node, int num_params, int num_extras) {
   const auto* info = torch::autograd::get_current_graph_task_exec_info();
   if (!info || info->empty()) return {};
-  std::vector<uint8_t> skipped(count);
-  for (int p = 0; p < count; ++p) skipped[p] = !node.task_should_compute_output(1 + p);
-  return skipped;
+  std::vector<uint8_t> unused{!node.task_should_compute_output(0)};
+  for (int k = 0; k < num_extras; ++k) unused.push_back(!node.task_should_compute_output(1 + num_params + k));
+  for (int p = 0; p < num_params; ++p) unused.push_back(!node.task_should_compute_output(1 + p));
+  return unused;
 }
 
 variable_list PipelineNode::apply(variable_list&& grads) {
@@ -125,19 +126,19 @@ variable_list PipelineNode::differentiate(variable_list&& grads, std::vector<at:
   for (const int p : plan_->backward_params) params[p] = std::move(*at++);
   std::vector<at::Tensor> more_saved(std::make_move_iterator(at), std::make_move_iterator(saved.end()));
   for (size_t k = 0; k < outputs.size(); ++k) extra_out[outputs[k]] = std::move(grads[1 + k]);
-  const auto skipped = skipped_params(*this, num_params);
 
   ops::Frame frame{.saved = saved.data(),
                    .extra_in = extra_in.data(),
                    .extra_out = extra_out.data(),
                    .param_grads = out.data() + 1,
                    .params = params.data(),
-                   .param_skipped = skipped.empty() ? nullptr : skipped.data(),
                    .more_saved = &more_saved,
                    .states = &states};
   auto dy = std::move(grads[0]);
   grads.clear();
-  out[0] = run_backward(pipeline, *plan_, frame, std::move(dy));
+  const auto unused = unused_gradients(*this, num_params, static_cast<int>(inputs.size()));
+  out[0] = unused.empty() ? run_backward(pipeline, *plan_, frame, std::move(dy))
+                          : run_backward(pipeline, narrow(pipeline, *plan_, unused), frame, std::move(dy));
   for (size_t k = 0; k < inputs.size(); ++k) out[1 + num_params + k] = std::move(extra_in[inputs[k]]);
   return out;
 }
@@ -235,7 +236,6 @@ Tensors run(std::shared_ptr<const Pipeline> shared, std::shared_ptr<const Plan> 
                    .extra_out = extra_out.data(),
                    .param_grads = nullptr,
                    .params = params.data(),
-                   .param_skipped = nullptr,
                    .more_saved = &more_saved,
                    .states = &states};
   lend_extras(pipeline, *plan, extras, extra_in);

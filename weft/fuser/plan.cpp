@@ -43,22 +43,45 @@ std::vector<ops::OpPlan> ask(const Pipeline& pipeline, const PlanKey& key) {
   return plans;
 }
 
+/// What a promoting operation adds to x: its parameter, or the extra input if the caller's is seen here.
+at::ScalarType other_operand(const Pipeline& pipeline, const PlanKey& key, int i) {
+  const auto& inputs = pipeline.caller_inputs();
+  const int extras = static_cast<int>(inputs.size());
+  if (pipeline.param_base(i) < pipeline.param_base(i + 1)) return key.trait(1 + extras + pipeline.param_base(i)).dtype;
+  const auto found = std::find(inputs.begin(), inputs.end(), pipeline.extra_in_base(i));
+  return found == inputs.end() ? at::ScalarType::Undefined
+                               : key.trait(1 + static_cast<int>(found - inputs.begin())).dtype;
+}
+
+/// The dtype an operation computes in, given that of x; Undefined if that is not known before it runs.
+at::ScalarType compute_dtype(const Pipeline& pipeline, const PlanKey& key, int i, at::ScalarType x) {
+  const bool autocast = key.autocast() != at::ScalarType::Undefined;
+  switch (pipeline.op(i).dtype_rule()) {
+    case ops::DtypeRule::autocast:
+      return autocast ? key.autocast() : x;
+    case ops::DtypeRule::weight:
+      return autocast ? key.autocast() : other_operand(pipeline, key, i);
+    case ops::DtypeRule::promote: {
+      if (autocast && pipeline.param_base(i) < pipeline.param_base(i + 1)) return x;
+      const auto other = other_operand(pipeline, key, i);
+      const bool known = x != at::ScalarType::Undefined && other != at::ScalarType::Undefined;
+      return known ? c10::promoteTypes(x, other) : at::ScalarType::Undefined;
+    }
+    case ops::DtypeRule::input:
+      return x;
+    case ops::DtypeRule::unknown:
+      break;
+  }
+  return at::ScalarType::Undefined;
+}
+
 /// Follows the dtypes through the pipeline by each operation's rule.
 fused::PlanView view(const Pipeline& pipeline, const PlanKey& key, const std::vector<ops::OpPlan>& plans) {
   fused::PlanView view{.key = key, .plans = plans, .input_dtypes = {}, .compute_dtypes = {}};
-  const int first_param = 1 + static_cast<int>(pipeline.caller_inputs().size());
   auto dtype = key.trait(0).dtype;
   for (int i = 0; i < pipeline.size(); ++i) {
     view.input_dtypes.push_back(dtype);
-    const auto rule = pipeline.op(i).dtype_rule();
-    const bool has_param = pipeline.param_base(i) < pipeline.param_base(i + 1);
-    const auto weight = has_param ? key.trait(first_param + pipeline.param_base(i)).dtype : dtype;
-    if (rule == ops::DtypeRule::unknown) dtype = at::ScalarType::Undefined;
-    if (rule == ops::DtypeRule::promote && dtype != at::ScalarType::Undefined) dtype = c10::promoteTypes(dtype, weight);
-    if (rule == ops::DtypeRule::weight) dtype = weight;
-    if (key.autocast() != at::ScalarType::Undefined &&
-        (rule == ops::DtypeRule::weight || rule == ops::DtypeRule::autocast))
-      dtype = key.autocast();
+    dtype = compute_dtype(pipeline, key, i, dtype);
     view.compute_dtypes.push_back(dtype);
   }
   return view;
@@ -71,13 +94,11 @@ int step_of(const std::vector<Step>& steps, int op) {
 }
 
 /// Adds to each step how extra tensors reach it. Channels inside one fused step are its own business.
-std::vector<PlannedStep> route(const Pipeline& pipeline, const std::vector<ops::OpPlan>& plans,
-                               const std::vector<Step>& steps) {
+std::vector<PlannedStep> route(const Pipeline& pipeline, const std::vector<Step>& steps) {
   std::vector<PlannedStep> planned;
   for (const auto& step : steps) {
     PlannedStep p{.step = step, .routes = {}, .grad_slots = {}, .needed_slots = {}, .wanted = false};
     const int end = step.first + step.count;
-    for (int i = step.first; i < end; ++i) p.wanted |= plans[i].records;
     for (int slot = pipeline.extra_out_base(step.first); slot < pipeline.extra_out_base(end); ++slot)
       p.grad_slots.push_back(slot);
     for (int slot = pipeline.extra_in_base(step.first); slot < pipeline.extra_in_base(end); ++slot) {
@@ -120,7 +141,24 @@ void check_cover(const Pipeline& pipeline, const std::vector<Step>& steps, const
   TORCH_CHECK(next == pipeline.size(), "The ", pass, " plan covers ", next, " of ", pipeline.size(), " operations.");
 }
 
+void mark_wanted(const std::vector<ops::OpPlan>& plans, std::vector<PlannedStep>& steps) {
+  for (auto& planned : steps) {
+    planned.wanted = false;
+    for (int i = 0; i < planned.step.count; ++i) planned.wanted |= plans[planned.step.first + i].records;
+  }
+}
+
 }  // namespace
+
+Plan narrow(const Pipeline& pipeline, const Plan& plan, const std::vector<uint8_t>& unused) {
+  auto key = plan.key;
+  for (size_t i = 0; i < unused.size(); ++i)
+    if (unused[i]) key.drop_grad(static_cast<int>(i));
+  Plan narrowed = plan;
+  narrowed.ops = ask(pipeline, key);
+  mark_wanted(narrowed.ops, narrowed.backward);
+  return narrowed;
+}
 
 std::shared_ptr<const Plan> make_plan(const Pipeline& pipeline, const PlanKey& key, const fused::RuleList& rules) {
   auto plan = std::make_shared<Plan>();
@@ -140,13 +178,17 @@ std::shared_ptr<const Plan> make_plan(const Pipeline& pipeline, const PlanKey& k
   const auto forward = matcher.apply(Pass::forward, joint), backward = matcher.apply(Pass::backward, joint);
   check_cover(pipeline, forward, "forward");
   check_cover(pipeline, backward, "backward");
-  plan->forward = route(pipeline, plan->ops, forward);
-  plan->backward = route(pipeline, plan->ops, backward);
+  plan->forward = route(pipeline, forward);
+  plan->backward = route(pipeline, backward);
+  mark_wanted(plan->ops, plan->backward);
 
   for (int i = 0; i < pipeline.size(); ++i) {
     plan->in_place |= pipeline.op(i).in_place() && pipeline.op(i).extra_inputs() > 0;
-    for (int p = pipeline.param_base(i); p < pipeline.param_base(i + 1); ++p)
-      if (pipeline.params()[p].read_by_backward && plan->ops[i].input_wanted) plan->backward_params.push_back(p);
+    for (int p = pipeline.param_base(i); p < pipeline.param_base(i + 1); ++p) {
+      const auto read = pipeline.params()[p].read;
+      const bool needed = read == ops::Read::always ? plan->ops[i].records : plan->ops[i].input_wanted;
+      if (read != ops::Read::never && needed) plan->backward_params.push_back(p);
+    }
   }
   for (int slot = 0; slot < pipeline.num_extra_out(); ++slot)
     plan->extra_out_wanted.push_back(plan->ops[pipeline.producer(slot)].records);

@@ -48,4 +48,8 @@ struct Plan {
 std::shared_ptr<const Plan> make_plan(const Pipeline& pipeline, const fused::PlanKey& key,
                                       const fused::RuleList& rules);
 
+/// The backward plan when some gradients will not be used; `unused` flags x, extra inputs and parameters as the key
+/// orders them.
+Plan narrow(const Pipeline& pipeline, const Plan& plan, const std::vector<uint8_t>& unused);
+
 }  // namespace weft::fuser

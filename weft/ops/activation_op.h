@@ -11,6 +11,7 @@ class ActivationOp : public BasicOp {
   enum Saved { kInput };
 
   const kernels::Act& act() const { return act_; }
+  DtypeRule dtype_rule() const override { return DtypeRule::autocast; }
   std::vector<std::string> saved_names() const override { return {"input"}; }
   Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const override;
   at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;

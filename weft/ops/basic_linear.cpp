@@ -16,11 +16,16 @@ BasicLinear::BasicLinear(Options options) : options_(std::move(options)) {
                     options_.in_features, " and out_features ", options_.out_features, " must be 0 or more.");
   TORCH_CHECK_VALUE(at::isFloatingType(options_.dtype), "BasicLinear: dtype is ", dtype_name(options_.dtype),
                     ", expected float32, float64, float16 or bfloat16.");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !options_.accumulate_into_main_grad,
+      "BasicLinear: accumulate_into_main_grad is true, but this version returns weight gradients "
+      "through autograd only. Leave it false and add .grad to main_grad yourself.");
   refuse_parallel("BasicLinear", options_.tensor_parallel_size);
 }
 
 std::vector<ParamSpec> BasicLinear::params() const {
-  return {{"weight", {options_.out_features, options_.in_features}, options_.dtype, Init::fan_in_uniform, true}};
+  return {
+      {"weight", {options_.out_features, options_.in_features}, options_.dtype, Init::fan_in_uniform, Read::for_input}};
 }
 
 Inferred BasicLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const {

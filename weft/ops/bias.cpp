@@ -13,14 +13,16 @@ Bias::Bias(Options options) : options_(std::move(options)) {
   refuse_parallel("Bias", options_.tensor_parallel_size);
 }
 
-Inferred Bias::infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const {
-  return {.y = x.as(c10::promoteTypes(x.dtype, params[0].dtype)), .extra_outputs = {}, .saved = {}};
+Inferred Bias::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const {
+  const bool autocast = plan.autocast != at::ScalarType::Undefined;
+  return {.y = autocast ? x : x.as(c10::promoteTypes(x.dtype, params[0].dtype)), .extra_outputs = {}, .saved = {}};
 }
 
-at::Tensor Bias::forward(OpContext&, const at::Tensor& x, Params params) const {
+at::Tensor Bias::forward(OpContext& ctx, const at::Tensor& x, Params params) const {
   TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == params[0].size(0), "Bias: input has shape ", x.sizes(), ", bias has ",
                     params[0].size(0), " values; the last dimension must equal them.");
-  return at::add(x, params[0]);
+  const bool autocast = ctx.plan().autocast != at::ScalarType::Undefined;
+  return at::add(x, autocast ? as_dtype(params[0], x.scalar_type()) : params[0]);
 }
 
 at::Tensor Bias::backward(OpContext& ctx, const at::Tensor& dy, Params) const {

@@ -3,7 +3,8 @@
 
 namespace weft::ops {
 
-/// y = x + b, with b broadcast over the rows of x.
+/// y = x + b, with b broadcast over the rows of x. Under autocast b follows the dtype of x, else torch's promotion
+/// holds.
 class Bias final : public Op<Bias> {
  public:
   struct Options {

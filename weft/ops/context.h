@@ -32,7 +32,6 @@ struct Frame {
   at::Tensor* extra_out = nullptr;
   at::Tensor* param_grads = nullptr;  // backward only
   const at::Tensor* params = nullptr;
-  const uint8_t* param_skipped = nullptr;                // backward: gradients that this run of the engine will not use
   std::vector<at::Tensor>* more_saved = nullptr;         // of operations that cannot count in advance (Python)
   std::vector<std::shared_ptr<void>>* states = nullptr;  // one per operation, Python's free attributes
 };
@@ -43,9 +42,7 @@ class OpContext {
   OpContext(const OpPlan& plan, Frame& frame, int index) : plan_(plan), frame_(frame), index_(index) {}
 
   bool input_wanted() const { return plan_.input_wanted; }
-  bool param_wanted(int i) const {
-    return plan_.param_wanted[i] != 0 && (!frame_.param_skipped || !frame_.param_skipped[plan_.param_base + i]);
-  }
+  bool param_wanted(int i) const { return plan_.param_wanted[i] != 0; }
   bool extra_wanted(int i) const { return plan_.extra_wanted[i] != 0; }
   bool records() const { return plan_.records; }
   bool training() const { return plan_.training; }

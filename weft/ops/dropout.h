@@ -16,6 +16,7 @@ class Dropout final : public Op<Dropout> {
 
   const Options& options() const { return options_; }
   std::string_view name() const override { return "Dropout"; }
+  DtypeRule dtype_rule() const override { return DtypeRule::autocast; }
   std::vector<std::string> saved_names() const override { return {"mask"}; }
   bool depends_on_training() const override { return true; }
   bool output_is_input(const OpPlan& plan) const override { return !plan.training || options_.p == 0; }

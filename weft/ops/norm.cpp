@@ -19,7 +19,7 @@ void check_options(std::string_view op, const NormOptions& o) {
 }
 
 ParamSpec weight_spec(const NormOptions& o) {
-  return {"weight", o.normalized_shape, o.dtype, o.zero_centered_gamma ? Init::zeros : Init::ones, true};
+  return {"weight", o.normalized_shape, o.dtype, o.zero_centered_gamma ? Init::zeros : Init::ones, Read::always};
 }
 
 /// x in the compute dtype.

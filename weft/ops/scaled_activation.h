@@ -12,6 +12,7 @@ class ScaledActivation : public BasicOp {
 
   const kernels::Act& act() const { return act_; }
   int extra_inputs() const override { return 1; }
+  DtypeRule dtype_rule() const override { return DtypeRule::autocast; }
   std::vector<std::string> saved_names() const override { return {"input", "scales"}; }
   Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra, c10::ArrayRef<Spec>) const override;
   at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;

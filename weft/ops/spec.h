@@ -10,13 +10,16 @@ namespace weft::ops {
 
 enum class Init { zeros, ones, fan_in_uniform };
 
+/// When backward needs the values of a parameter again: never, for the gradient of x, for any gradient.
+enum class Read { never, for_input, always };
+
 /// A parameter as an operation describes it; the tensor belongs to a module.
 struct ParamSpec {
   std::string name;
   std::vector<int64_t> shape;
   at::ScalarType dtype = at::kFloat;
-  Init init = Init::zeros;        // fan_in_uniform: uniform in ±1/√(shape.back())
-  bool read_by_backward = false;  // the gradient of x needs its values
+  Init init = Init::zeros;  // fan_in_uniform: uniform in ±1/√(shape.back())
+  Read read = Read::never;  // by backward
 };
 
 /// Sizes (maybe symbolic) and dtype of a tensor that need not exist.

@@ -37,7 +37,8 @@ class Runner {
     for (const auto module : watched)
       for (const auto* name : kHooks) hooks_.push_back(module.attr(name));
     const auto torch_module = py::module_::import("torch.nn.modules.module");
-    for (const auto* name : kGlobalHooks) hooks_.push_back(torch_module.attr(name));
+    for (const auto* name : kGlobalHooks)
+      if (!watched.empty()) hooks_.push_back(torch_module.attr(name));
     for (const auto child : expected) expected_.push_back(py::reinterpret_borrow<py::object>(child));
   }
 

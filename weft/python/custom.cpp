@@ -302,7 +302,7 @@ int64_t add_function(const std::string& pass, const py::object& function, bool p
 std::shared_ptr<ops::BasicOp> make_custom(const py::object& module, const py::list& params, int extra_inputs,
                                           int extra_outputs) {
   std::vector<ops::ParamSpec> specs;
-  for (const auto name : params) specs.push_back({name.cast<std::string>(), {}, at::kFloat, ops::Init::zeros, false});
+  for (const auto name : params) specs.push_back({name.cast<std::string>(), {}, at::kFloat, ops::Init::zeros});
   return std::make_shared<PyOp>(module, std::move(specs), extra_inputs, extra_outputs);
 }
 

@@ -1,0 +1,110 @@
+#include "benchmarks/driver/framework.h"
+
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/randn.h>
+#include <ATen/ops/sum.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "weft/fuser/fuser.h"
+#include "weft/kernels/activation.h"
+#include "weft/kernels/norm.h"
+
+namespace bench {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr int kSize = 8, kScales = 16;
+constexpr double kEps = 1e-5, kScale = 0.99;
+
+Tensor leaf() { return at::randn({kSize, kSize}).requires_grad_(); }
+
+/// y = gelu(rms_norm(x) W1ᵀ + b) W2ᵀ and its gradients, by hand.
+struct FiveByHand : torch::autograd::Function<FiveByHand> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& g, const Tensor& w1, const Tensor& b,
+                        const Tensor& w2) {
+    auto [n, rstd] = weft::kernels::rms_norm_forward(x, g, kEps);
+    const auto h = at::addmm(b, n, w1.t());
+    const auto a = weft::kernels::activation_forward({.kind = weft::kernels::ActKind::gelu}, h);
+    ctx->save_for_backward({x, rstd, n, h, a, g, w1, w2});
+    return at::mm(a, w2.t());
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const auto s = ctx->get_saved_variables();
+    const auto &x = s[0], &rstd = s[1], &n = s[2], &h = s[3], &a = s[4], &g = s[5], &w1 = s[6], &w2 = s[7];
+    const auto& dy = grads[0];
+    const auto dw2 = at::mm(dy.t(), a);
+    const auto da = at::mm(dy, w2);
+    const auto dh = weft::kernels::activation_backward({.kind = weft::kernels::ActKind::gelu}, da, h);
+    const auto db = at::sum(dh, 0);
+    const auto dw1 = at::mm(dh.t(), n);
+    const auto dn = at::mm(dh, w1);
+    auto norm = weft::kernels::rms_norm_backward(dn, x, rstd, g, {true, true});
+    return {norm.dx, norm.dgamma, dw1, db, dw2};
+  }
+};
+
+struct SixteenByHand : torch::autograd::Function<SixteenByHand> {
+  static Tensor forward(AutogradContext*, const Tensor& x) {
+    auto y = x;
+    for (int i = 0; i < kScales; ++i) y = at::mul(y, kScale);
+    return y;
+  }
+  static variable_list backward(AutogradContext*, variable_list grads) {
+    auto dx = grads[0];
+    for (int i = 0; i < kScales; ++i) dx = at::mul(dx, kScale);
+    return {dx};
+  }
+};
+
+std::vector<Tensor> five_params() {
+  return {at::ones({kSize}).requires_grad_(), leaf(), at::randn({kSize}).requires_grad_(), leaf()};
+}
+
+/// Runs backward as `y.backward(g)` does.
+void backward(const Tensor& y, const Tensor& g) { torch::autograd::backward({y}, {g}); }
+
+std::function<void()> through_weft(const char* text, std::vector<Tensor> params) {
+  auto fuser = std::make_shared<weft::fuser::Fuser>(weft::fuser::Pipeline::parse(text));
+  return [fuser, params = std::move(params), x = leaf(), g = at::randn({kSize, kSize})] {
+    const auto y = (*fuser)(x, params, {});
+    backward(y[0], g);
+  };
+}
+
+constexpr const char* kFive =
+    "RMSNorm(normalized_shape=[8], eps=1e-05); BasicLinear(in_features=8, out_features=8); Bias(size=8); GELU(); "
+    "BasicLinear(in_features=8, out_features=8)";
+
+std::string sixteen() {
+  std::string text;
+  for (int i = 0; i < kScales; ++i) text += std::string(i ? "; " : "") + "ConstantScale(scale=0.99)";
+  return text;
+}
+
+}  // namespace
+
+const std::vector<Problem>& framework_problems() {
+  static const std::vector<Problem> problems{
+      {"five", [] { return through_weft(kFive, five_params()); },
+       []() -> std::function<void()> {
+         return [p = five_params(), x = leaf(), g = at::randn({kSize, kSize})] {
+           backward(FiveByHand::apply(x, p[0], p[1], p[2], p[3]), g);
+         };
+       }},
+      {"sixteen", [] { return through_weft(sixteen().c_str(), {}); },
+       []() -> std::function<void()> {
+         return [x = leaf(), g = at::randn({kSize, kSize})] { backward(SixteenByHand::apply(x), g); };
+       }},
+  };
+  return problems;
+}
+
+}  // namespace bench
