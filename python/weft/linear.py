@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from . import _C
-from .native import NativeOperation, forgive_extra_state, native_classes, reset_parameters
+from .native import NativeOperation, forgive_extra_state, initialize, native_classes
 from .operation import FusedOperation, FusibleOperation
 
 
@@ -69,7 +69,7 @@ class Linear(FusedOperation):
         cls = native_classes[name]
         part = cls.__new__(cls)
         torch.nn.Module.__init__(part)
-        for key, value in (("_op", _C.make_op(name, fields)), ("_group", None), ("_tracker", self._tracker)):
+        for key, value in (("_op", _C.make_op(name, fields)), ("_group", None), ("_tracker", self._tracker), ("_owner", self)):
             object.__setattr__(part, key, value)
         part.__dict__["_parameters"] = self._parameters
         return part
@@ -92,7 +92,11 @@ class Linear(FusedOperation):
 
     def reset_parameters(self, device: torch.device | str | None = None) -> None:
         for part in self.basic_ops:
-            reset_parameters(self, part._op, device, self._tracker)
+            initialize(self, part._op, device, self._tracker)
+
+    def _materialize(self, device: torch.device) -> None:
+        for part in self.basic_ops:
+            initialize(self, part._op, device, self._tracker, only_meta=True)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._has_bias()}"
@@ -104,10 +108,11 @@ class Linear(FusedOperation):
         return {name: f"basic_ops.{i}.{name}" for i, part in enumerate(self.basic_ops) for name, *_ in part._op.params()}
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, key in self._keys().items():
+            if prefix + name in destination:
+                destination[prefix + key] = destination.pop(prefix + name)
         for i, part in enumerate(self.basic_ops):
-            for name, *_ in part._op.params():
-                param = self._parameters[name]
-                destination[f"{prefix}basic_ops.{i}.{name}"] = param if keep_vars else param.detach()
             destination[f"{prefix}basic_ops.{i}._extra_state"] = part.get_extra_state()
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs) -> None:

@@ -54,7 +54,8 @@ class NativeOperation(BasicOperation):
         return self._op
 
     def _parameter_slots(self) -> list[tuple[torch.nn.Module, str]]:
-        return [(self, name) for name, *_ in self._op.params()]
+        owner = self.__dict__.get("_owner", self)  # a part of Linear reads Linear's
+        return [(owner, name) for name, *_ in self._op.params()]
 
     def _make_parameters(self, device: torch.device | str | None) -> None:
         for name, shape, dtype, _ in self._op.params():
@@ -63,7 +64,10 @@ class NativeOperation(BasicOperation):
 
     def reset_parameters(self, device: torch.device | str | None = None) -> None:
         """Initialises the Parameters, on ``device`` if given (Parameters on the meta device become real there)."""
-        reset_parameters(self, self._op, device, self._tracker)
+        initialize(self, self._op, device, self._tracker)
+
+    def _materialize(self, device: torch.device) -> None:
+        initialize(self, self._op, device, self._tracker, only_meta=True)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -107,16 +111,22 @@ def forgive_extra_state(prefix: str, missing_keys: list[str]) -> None:
         missing_keys.remove(key)
 
 
-def reset_parameters(
-    module: torch.nn.Module, op: _C.Op, device: torch.device | str | None, tracker: Callable[[], Any] | None
+def initialize(
+    module: torch.nn.Module,
+    op: _C.Op,
+    device: torch.device | str | None,
+    tracker: Callable[[], Any] | None,
+    only_meta: bool = False,
 ) -> None:
+    """Initialises the Parameters of `op` that `module` holds, moving them to `device` if given."""
     for name, shape, _, init in op.params():
-        old = module._parameters[name]
-        if device is not None and old.device != torch.device(device):
-            new = torch.nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
-            new.__dict__.update(old.__dict__)
-            module._parameters[name] = new
-        param = module._parameters[name]
+        param = module._parameters.get(name)
+        if param is None or (only_meta and param.device.type != "meta"):
+            continue
+        if device is not None and param.device != torch.device(device):
+            old, param = param, torch.nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+            param.__dict__.update(old.__dict__)
+            module._parameters[name] = param
         if param.device.type == "meta":
             continue
         with torch.no_grad(), tracker().fork() if tracker is not None else nullcontext():

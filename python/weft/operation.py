@@ -10,6 +10,10 @@ import torch
 from . import _C
 
 
+# What an operation remembers of its own pipeline; a copy builds its own.
+_NOT_COPIED = {"_runner", "_built_from", "_custom", "_parts"}
+
+
 class OperationContext:
     """State of one operation in one call: what forward leaves for backward.
 
@@ -46,10 +50,10 @@ class FusibleOperation(torch.nn.Module):
         _C.touch()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        state.pop("_runner", None)
-        state.pop("_parts", None)
-        return state
+        return {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
+
+    def _materialize(self, device: torch.device) -> None:
+        """Allocates and initialises on ``device`` the Parameters that are still on the meta device."""
 
     def _stages(self) -> list[BasicOperation]:
         """The basic operations it consists of, in order."""
@@ -74,7 +78,8 @@ class FusibleOperation(torch.nn.Module):
             runner.renew()
             if not runner.stale():
                 return runner
-        materialize(self, input)
+        if isinstance(input, torch.Tensor):
+            materialize(self, input)
         runner = build_runner(self._bound_stages())
         object.__setattr__(self, "_runner", runner)
         object.__setattr__(self, "_built_from", signature)
@@ -156,12 +161,6 @@ class BasicOperation(FusibleOperation):
             made = (names, op)
             object.__setattr__(self, "_custom", made)
         return made[1]
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        state.pop("_custom", None)
-        state.pop("_built_from", None)
-        return state
 
     def _parameter_slots(self) -> list[tuple[torch.nn.Module, str]]:
         slots = []
@@ -274,13 +273,11 @@ def check_keywords(stages: Sequence[BasicOperation], keywords: list[dict[str, An
 
 
 def materialize(module: torch.nn.Module, input: torch.Tensor) -> None:
-    """Allocates and initialises parameters that were constructed on the meta device, where the input is."""
-    if not isinstance(input, torch.Tensor) or input.device.type == "meta":
-        return
-    for child in module.modules():
-        own = [p for p in child._parameters.values() if p is not None]
-        if any(p.device.type == "meta" for p in own) and hasattr(child, "reset_parameters"):
-            child.reset_parameters(device=input.device)
+    """Makes weft's Parameters that were constructed on the meta device real, where the input is."""
+    if input.device.type != "meta":
+        for child in module.modules():
+            if isinstance(child, FusibleOperation):
+                child._materialize(input.device)
 
 
 def _run_forward(op, ctxs, input_, extra_inputs, keywords):

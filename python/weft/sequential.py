@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,10 +140,7 @@ class Sequential(torch.nn.Module):
         return self[:].extend(modules)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        for name in ("_runner", "_groups", "_built_from"):
-            state.pop(name, None)
-        return state
+        return {k: v for k, v in self.__dict__.items() if k not in ("_runner", "_groups", "_built_from", "_real")}
 
     # ---- groups ---------------------------------------------------------------------------------------------------
 
@@ -163,7 +160,7 @@ class Sequential(torch.nn.Module):
             described.append((_Same(module), reason, [(_Same(op._description()), op._bindings()) for op in stages]))
         return described
 
-    def _fresh_groups(self, input: Any) -> list[_Group]:
+    def _fresh_groups(self) -> list[_Group]:
         """The groups, built anew if modules, hooks, fields or channels changed since they were built."""
         signature = self._signature()
         groups = self.__dict__.get("_groups")
@@ -171,7 +168,6 @@ class Sequential(torch.nn.Module):
             if self._runner is not None:
                 self._runner.renew()
             return groups
-        materialize(self, input)
         groups = _wire(_split(self._leaves()))
         flat = all(not isinstance(module, Sequential) for module in self._modules.values())
         single = len(groups) == 1 and groups[0].reason is None and flat
@@ -179,6 +175,7 @@ class Sequential(torch.nn.Module):
             if group.reason is None:
                 whole = {"watched": group.modules, "children": self._modules} if single else {}
                 group.runner = build_runner(group.stages, **whole)
+        object.__setattr__(self, "_real", False)
         object.__setattr__(self, "_groups", groups)
         object.__setattr__(self, "_built_from", self._signature())
         object.__setattr__(self, "_runner", groups[0].runner if single else None)
@@ -186,11 +183,11 @@ class Sequential(torch.nn.Module):
 
     @property
     def num_extra_inputs(self) -> int:
-        return sum(source is None for group in self._fresh_groups(None) for source in group.sources)
+        return sum(source is None for group in self._fresh_groups() for source in group.sources)
 
     @property
     def num_extra_outputs(self) -> int:
-        return sum(to_caller for group in self._fresh_groups(None) for _, to_caller in group.targets)
+        return sum(to_caller for group in self._fresh_groups() for _, to_caller in group.targets)
 
     # ---- the call -------------------------------------------------------------------------------------------------
 
@@ -200,12 +197,15 @@ class Sequential(torch.nn.Module):
             output = runner(input, *extra_inputs)
             if output is not NotImplemented:
                 return output
-        groups = self._fresh_groups(input)
+        groups = self._fresh_groups()
+        if not self.__dict__.get("_real") and isinstance(input, torch.Tensor):
+            materialize(self, input)
+            object.__setattr__(self, "_real", True)
         keywords = self._keywords_by_module(op_kwargs)
         expected = sum(source is None for group in groups for source in group.sources)
         if len(extra_inputs) != expected:
             raise ValueError(f"Sequential takes {expected} extra inputs, got {len(extra_inputs)}")
-        return _run(groups, input, list(extra_inputs), keywords)
+        return run_groups(groups, input, list(extra_inputs), keywords)
 
     def _keywords_by_module(self, op_kwargs: dict[Any, dict[str, Any]] | None) -> dict[int, dict[str, Any]]:
         keywords: dict[int, dict[str, Any]] = {}
@@ -285,12 +285,21 @@ def _wire(groups: list[_Group]) -> list[_Group]:
     return groups
 
 
-def _run(groups: list[_Group], x: torch.Tensor, extras: list[torch.Tensor], keywords: dict[int, dict[str, Any]]):
+def run_groups(
+    groups: list[_Group],
+    x: torch.Tensor,
+    extras: list[torch.Tensor],
+    keywords: dict[int, dict[str, Any]],
+    before: Callable[[_Group, torch.Tensor, list[torch.Tensor]], None] | None = None,
+):
+    """Calls the groups one after the other, `before` each of them if given."""
     channels: dict[str, torch.Tensor] = {}
     returned: list[torch.Tensor] = []
     extras.reverse()
     for group in groups:
         inputs = [extras.pop() if source is None else channels[source] for source in group.sources]
+        if before is not None:
+            before(group, x, inputs)
         if group.runner is not None:
             given = [keywords.get(id(m), {}) if i == 0 else {} for m in group.modules for i in range(len(m._stages()))]
             stages = [op for op, _ in group.stages]

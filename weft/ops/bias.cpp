@@ -27,7 +27,7 @@ at::Tensor Bias::forward(OpContext& ctx, const at::Tensor& x, Params params) con
 
 at::Tensor Bias::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
   if (ctx.param_wanted(0)) ctx.set_param_grad(0, sum_rows(dy));
-  return dy;
+  return ctx.input_wanted() ? dy : at::Tensor{};
 }
 
 static const Register<Bias> bias{"Bias", "y = x + b, with b broadcast over the rows of x.", {.size = 8}};

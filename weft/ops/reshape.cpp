@@ -19,12 +19,12 @@ Reshape::Reshape(Options options) : options_(std::move(options)) {
 }
 
 Inferred Reshape::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
-  c10::SymInt left = 1;
-  for (const auto& size : x.sizes) left = left * size;
-  for (const auto size : options_.shape)
-    if (size > 0) left = left / size;
+  c10::SymInt values = 1;
+  for (const auto& size : x.sizes) values = values * size;
+  int64_t known = 1;
+  for (const auto size : options_.shape) known *= size == -1 ? 1 : size;
   Inferred out{.y = {{}, x.dtype}, .extra_outputs = {}, .saved = {}};
-  for (const auto size : options_.shape) out.y.sizes.push_back(size == -1 ? left : c10::SymInt(size));
+  for (const auto size : options_.shape) out.y.sizes.push_back(size == -1 ? values / known : c10::SymInt(size));
   out.saved.resize(1);
   if (plan.input_wanted) out.saved[kShape] = x;
   return out;

@@ -3,6 +3,7 @@
 #include <c10/core/SymInt.h>
 #include <c10/util/SmallVector.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 

@@ -2,7 +2,7 @@
 
 #include <atomic>
 
-#include "weft/fuser/fuser.h"
+#include "weft/fuser/explain.h"
 #include "weft/python/convert.h"
 #include "weft/python/custom.h"
 #include "weft/python/module.h"
@@ -73,6 +73,15 @@ class Runner {
     const ScopeGuard guard({&ops_, nullptr});
     const py::gil_scoped_release release;
     return fuser_->plan(x, held, extras, mask);
+  }
+
+  fuser::Explanation explain(const py::args& args) const {
+    auto [x, extras] = tensors(args);
+    const auto held = gather();
+    const auto mask = eval_mask();
+    const ScopeGuard guard({&ops_, nullptr});
+    const py::gil_scoped_release release;
+    return fuser::explain(*fuser_, x, held, extras, mask);
   }
 
   const std::shared_ptr<fuser::Fuser>& fuser() const { return fuser_; }
@@ -211,6 +220,7 @@ void bind_runner(py::module_& m) {
            py::arg("expected"))
       .def("__call__", &Runner::call, "The outputs, or NotImplemented if the modules have changed.")
       .def("call_with", &Runner::call_with, "As a call, with keyword arguments for each operation.")
+      .def("explain", &Runner::explain)
       .def("stale", &Runner::stale)
       .def("renew", &Runner::renew)
       .def("plan",

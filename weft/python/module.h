@@ -6,6 +6,7 @@ namespace weft::python {
 void bind_ops(py::module_& m);
 void bind_runner(py::module_& m);
 void bind_custom(py::module_& m);
+void bind_explain(py::module_& m);
 void bind_functional(py::module_& m);
 
 }  // namespace weft::python

@@ -84,7 +84,7 @@ TEST(Activation, InterleavedEqualsHalvesInAnotherOrder) {
   }
 }
 
-/// 1 in how many values may differ from the rounded float32 result: vector and scalar exp differ in the last place.
+/// A few values may differ from the rounded float32 result: the vector and scalar exp of ATen differ in the last place.
 void expect_one_rounding(const Tensor& got, const Tensor& wide) {
   const auto wrong = got.ne(wide.to(got.scalar_type())).sum().item<int64_t>();
   EXPECT_LE(wrong, got.numel() / 500);

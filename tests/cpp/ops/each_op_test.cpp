@@ -1,4 +1,4 @@
-// What operations refuse, with the exception Python sees and the values in its text.
+// What single operations promise, and what they refuse: the exception Python sees, with the values in its text.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/rand.h>

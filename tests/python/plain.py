@@ -1,0 +1,108 @@
+"""Every operation once more, in plain differentiable PyTorch: the truth that weft is compared with.
+
+`apply(op, x, *extras)` reads the options and the Parameters of a weft operation and computes the same with torch only.
+Inputs in float64 give the exact answer, inputs in a low precision give what eager torch gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+import weft
+
+Of = Callable[[torch.nn.Parameter], torch.Tensor]
+
+
+def halves(x: torch.Tensor, interleave: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if not interleave:
+        return x.chunk(2, -1)
+    blocks = x.unflatten(-1, (-1, 2, interleave))
+    return blocks[..., 0, :].flatten(-2), blocks[..., 1, :].flatten(-2)
+
+
+def qgelu(x):
+    return x * torch.sigmoid(1.702 * x)
+
+
+def srelu(x):
+    return F.relu(x).square()
+
+
+def gelu(x):
+    return F.gelu(x, approximate="tanh")
+
+
+UNARY = {"GELU": gelu, "QGELU": qgelu, "ReLU": F.relu, "SReLU": srelu, "SiLU": F.silu}
+GATES = {"GLU": torch.sigmoid, "GEGLU": gelu, "QGEGLU": qgelu, "ReGLU": F.relu, "SReGLU": srelu, "SwiGLU": F.silu}
+SCALED = {
+    "ScaledSReLU": "SReLU",
+    "ScaledSwiGLU": "SwiGLU",
+    "ScaledSiTUGLU": "SiTUGLU",
+    "ScaledClampedQGeGLU": "ClampedSwiGLU",
+}
+PASS_THROUGH = ("Identity", "Quantize", "AllGather", "AllReduce", "ReduceScatter")
+# Whose derivative jumps somewhere: rounding may put a value on the other side.
+KINKED = ("ReLU", "ReGLU", "ClampedSwiGLU", "ScaledClampedQGeGLU")
+
+
+def activation(name: str, op, x: torch.Tensor) -> torch.Tensor:
+    if name in UNARY:
+        return UNARY[name](x)
+    a, b = halves(x, getattr(op, "glu_interleave_size", None))
+    if name in GATES:
+        return GATES[name](a) * b
+    if name == "SiTUGLU":
+        return op.beta1 * torch.tanh(a / op.beta1) * torch.sigmoid(a) * (op.beta2 * torch.tanh(b / op.beta2))
+    if name == "ClampedSwiGLU":
+        gate = a.clamp(max=op.limit)
+        return gate * torch.sigmoid(op.alpha * gate) * (b.clamp(-op.limit, op.limit) + op.glu_linear_offset)
+    raise NotImplementedError(f"plain.py does not know {name}")
+
+
+def norm(name: str, op, x: torch.Tensor, of: Of) -> torch.Tensor:
+    gamma = of(op.weight) + 1 if op.zero_centered_gamma else of(op.weight)
+    if name == "LayerNorm":
+        return F.layer_norm(x, op.normalized_shape, gamma, of(op.bias), op.eps)
+    return F.rms_norm(x, op.normalized_shape, gamma, op.eps)
+
+
+def dropout(op, x: torch.Tensor) -> torch.Tensor:
+    """Draws the mask as weft does, so that both drop the same values from the same seed."""
+    if not op.training or op.p == 0:
+        return x
+    if op.p == 1:
+        return x * 0
+    return x * torch.empty(x.shape, dtype=torch.bool).bernoulli_(1 - op.p) / (1 - op.p)
+
+
+def apply(op, x: torch.Tensor, *extras: torch.Tensor, of: Of = lambda p: p) -> tuple[torch.Tensor, tuple]:
+    """(output, extra outputs) of one operation. `of` gives the tensor to use for a Parameter."""
+    if isinstance(op, weft.ops.Linear):
+        return F.linear(x, of(op.weight), None if op.bias is None else of(op.bias)), ()
+    name = type(op).__name__
+    if name == "BasicLinear":
+        return F.linear(x, of(op.weight)), ()
+    if name == "Bias":
+        return x + of(op.bias), ()
+    if name in ("LayerNorm", "RMSNorm"):
+        return norm(name, op, x, of), ()
+    if name == "L2Normalization":
+        return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + op.eps), ()
+    if name in PASS_THROUGH:
+        return x, ()
+    if name == "ConstantScale":
+        return x * op.scale, ()
+    if name == "Reshape":
+        return x.reshape(op.shape), ()
+    if name == "Dropout":
+        return dropout(op, x), ()
+    if name == "AddExtraInput":
+        return extras[0] + x, ()
+    if name == "MakeExtraOutput":
+        return x, (x,)
+    if name in SCALED:
+        return activation(SCALED[name], op, x) * extras[0].reshape(*x.shape[:-1], 1), ()
+    return activation(name, op, x), ()

@@ -1,0 +1,786 @@
+"""What people do with torch.nn modules all day, done with weft's: each must work as it does with torch.nn."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from plain import apply
+from torch.utils.checkpoint import checkpoint
+
+from weft import ops
+
+WIDTH = 8
+
+
+def mlp(**options) -> ops.Sequential:
+    return ops.Sequential(ops.Linear(WIDTH, 16, **options), ops.GELU(), ops.Linear(16, WIDTH, **options))
+
+
+def block(**options) -> ops.Sequential:
+    """A transformer block's second half: norm, MLP, residual."""
+    return ops.Sequential(
+        ops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
+        ops.RMSNorm(WIDTH, **options),
+        *mlp(**options),
+        ops.AddExtraInput().set_extra_input_channel(0, "residual"),
+    )
+
+
+def plain(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The same in torch's own operations, on the same Parameters."""
+    residual = None
+    for op in module if isinstance(module, ops.Sequential) else [module]:
+        if isinstance(op, ops.MakeExtraOutput):
+            residual = x
+        x, _ = apply(op, x, *([residual] if isinstance(op, ops.AddExtraInput) else []))
+    return x
+
+
+def rows(count: int = 4, **options) -> torch.Tensor:
+    return torch.randn(count, WIDTH, **options)
+
+
+def gradients(y: torch.Tensor, module: torch.nn.Module, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(y.square().mean(), [*inputs, *module.parameters()]))
+
+
+def assert_trains_like_torch(module: torch.nn.Module) -> None:
+    x = rows(dtype=next(module.parameters()).dtype, requires_grad=True)
+    y, expected = module(x), plain(module, x)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(gradients(y, module, x), gradients(expected, module, x))
+
+
+MODELS = {
+    "Linear": lambda **o: ops.Linear(WIDTH, WIDTH, **o),
+    "Linear without bias": lambda **o: ops.Linear(WIDTH, WIDTH, bias=False, **o),
+    "LayerNorm": lambda **o: ops.LayerNorm(WIDTH, **o),
+    "block": block,
+}
+models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+
+# ---- parameters and checkpoints ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "module, keys",
+    [
+        (ops.BasicLinear(2, 2), ["weight", "_extra_state"]),
+        (ops.LayerNorm(2), ["weight", "bias", "_extra_state"]),
+        (ops.GELU(), ["_extra_state"]),
+        (
+            ops.Linear(2, 2),
+            ["basic_ops.0.weight", "basic_ops.0._extra_state", "basic_ops.1.bias", "basic_ops.1._extra_state"],
+        ),
+        (ops.Linear(2, 2, bias=False), ["basic_ops.0.weight", "basic_ops.0._extra_state"]),
+        (
+            ops.Sequential(ops.RMSNorm(2), ops.Linear(2, 2, bias=False)),
+            ["0.weight", "0._extra_state", "1.basic_ops.0.weight", "1.basic_ops.0._extra_state"],
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, torch.nn.Module) else "",
+)
+def test_state_dict_has_the_keys_of_the_reference(module, keys):
+    state = module.state_dict()
+    assert list(state) == keys
+    extra = [state[key] for key in keys if key.endswith("_extra_state")]
+    assert all(t.dtype == torch.uint8 and t.numel() == 0 for t in extra)
+
+
+@models
+def test_a_state_dict_makes_another_module_the_same(make):
+    source, target = make(), make()
+    for param in source.parameters():
+        torch.nn.init.normal_(param, std=0.3)
+    assert target.load_state_dict(source.state_dict(), strict=True) == ([], [])
+    x = rows()
+    torch.testing.assert_close(target(x), source(x), rtol=0, atol=0)
+    assert_trains_like_torch(target)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("assign", [True, False])
+def test_linear_loads_what_torch_nn_linear_saved(bias, assign):
+    theirs = torch.nn.Linear(WIDTH, WIDTH, bias=bias)
+    ours = ops.Linear(WIDTH, WIDTH, bias=bias)
+    x = rows()
+    ours(x)
+    assert ours.load_state_dict(theirs.state_dict(), assign=assign) == ([], [])
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+def test_a_sequential_of_linears_loads_what_torch_nn_sequential_saved():
+    theirs = torch.nn.Sequential(torch.nn.Linear(WIDTH, 16), torch.nn.GELU(approximate="tanh"), torch.nn.Linear(16, WIDTH))
+    ours, x = mlp(), rows()
+    ours.load_state_dict(theirs.state_dict())
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+@models
+def test_a_checkpoint_without_extra_state_is_complete(make):
+    source, target = make(), make()
+    state = {key: value for key, value in source.state_dict().items() if not key.endswith("_extra_state")}
+    assert target.load_state_dict(state, strict=True) == ([], [])
+    x = rows()
+    torch.testing.assert_close(target(x), source(x))
+
+
+def test_missing_and_unexpected_keys_are_reported_by_name():
+    seq = ops.Sequential(ops.Linear(WIDTH, WIDTH), ops.RMSNorm(WIDTH))
+    state = seq.state_dict()
+    del state["0.basic_ops.0.weight"]
+    state["0.basic_ops.7.weight"] = torch.zeros(1)
+    state["1.gamma"] = torch.zeros(1)
+    missing, unexpected = seq.load_state_dict(state, strict=False)
+    assert missing == ["0.basic_ops.0.weight"]
+    assert sorted(unexpected) == ["0.basic_ops.7.weight", "1.gamma"]
+    with pytest.raises(RuntimeError, match=r"(?s)0\.basic_ops\.0\.weight.*|1\.gamma"):
+        seq.load_state_dict(state)
+
+
+def test_a_bias_for_a_linear_without_one_is_unexpected():
+    ours = ops.Linear(WIDTH, WIDTH, bias=False)
+    with pytest.raises(RuntimeError, match="[Uu]nexpected.*bias"):
+        ours.load_state_dict(torch.nn.Linear(WIDTH, WIDTH).state_dict())
+
+
+def test_a_wrong_shape_is_reported_with_the_name_and_both_shapes():
+    ours = ops.Linear(WIDTH, WIDTH)
+    with pytest.raises(RuntimeError, match="size mismatch for .*weight"):
+        ours.load_state_dict(ops.Linear(WIDTH, 2 * WIDTH).state_dict())
+
+
+@models
+def test_parameters_assigned_from_a_state_dict_are_the_ones_used_and_trained(make):
+    target = make()
+    target(rows())
+    target.load_state_dict(make().state_dict(), assign=True)
+    before = {name: param.detach().clone() for name, param in target.named_parameters()}
+    optimizer = torch.optim.SGD(target.parameters(), lr=0.1)
+    x = rows()
+    target(x).square().sum().backward()
+    optimizer.step()
+    assert all(not torch.equal(param, before[name]) for name, param in target.named_parameters())
+    torch.testing.assert_close(target(x), plain(target, x))
+    assert all(torch.equal(target.state_dict()[key], value) for key, value in target.state_dict(keep_vars=True).items())
+
+
+def test_every_parameter_is_registered_once_and_under_torchs_names():
+    linear = ops.Linear(WIDTH, WIDTH)
+    assert [name for name, _ in linear.named_parameters(remove_duplicate=False)] == ["weight", "bias"]
+    assert linear.basic_ops[0].weight is linear.weight and linear.basic_ops[1].bias is linear.bias
+    names = [name for name, _ in block().named_parameters(remove_duplicate=False)]
+    assert names == ["1.weight", "2.weight", "2.bias", "4.weight", "4.bias"]
+    assert ops.Linear(WIDTH, WIDTH, bias=False).bias is None
+
+
+def test_a_bias_cannot_be_given_to_a_linear_made_without():
+    linear = ops.Linear(WIDTH, WIDTH, bias=False)
+    with pytest.raises(ValueError, match="bias"):
+        linear.bias = torch.nn.Parameter(torch.zeros(WIDTH))
+
+
+def test_tied_weights_collect_both_gradients():
+    seq = ops.Sequential(ops.Linear(WIDTH, WIDTH), ops.GELU(), ops.Linear(WIDTH, WIDTH))
+    seq[2].weight = seq[0].weight
+    assert len(list(seq.parameters())) == 3
+    assert_trains_like_torch(seq)
+
+
+# ---- copies --------------------------------------------------------------------------------------------------------
+
+
+def through_pickle(module):
+    return pickle.loads(pickle.dumps(module))
+
+
+def through_torch_save(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@models
+@pytest.mark.parametrize("called", [False, True], ids=["fresh", "called"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_torch_save])
+def test_a_copy_is_equal_and_trains_on_its_own(make, called, copied):
+    module, x = make(), rows()
+    if called:
+        module(x).sum().backward()
+        module.zero_grad()
+    other = copied(module)
+    torch.testing.assert_close(other(x), module(x), rtol=0, atol=0)
+    assert not {id(p) for p in module.parameters()} & {id(p) for p in other.parameters()}
+    other(x).sum().backward()
+    assert all(p.grad is not None for p in other.parameters())
+    assert all(p.grad is None for p in module.parameters())
+    with torch.no_grad():
+        for param in other.parameters():
+            param.zero_()
+    assert not torch.equal(other(x), module(x))
+    assert_trains_like_torch(other)
+
+
+def test_a_copy_keeps_options_mode_hooks_and_channels():
+    module, seen = block(), []
+    module[1].zero_centered_gamma = True
+    module.append(ops.Dropout(0.25))
+    module.eval()
+    other = copy.deepcopy(module)
+    assert other[1].zero_centered_gamma is True and other[-1].p == 0.25 and not other[-1].training
+    x = rows()
+    torch.testing.assert_close(other(x), module(x))
+    module[1].register_forward_hook(lambda *_: seen.append(1))
+    copy.deepcopy(module)(x)
+    assert seen == [1]
+
+
+def test_a_state_dict_survives_torch_load_with_weights_only():
+    file, module, other = io.BytesIO(), block(), block()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    x = rows()
+    torch.testing.assert_close(other(x), module(x))
+
+
+@models
+@pytest.mark.parametrize("cast", [lambda m: m.to(torch.float64), lambda m: m.double(), lambda m: m.bfloat16().double()])
+def test_a_cast_module_computes_and_trains_in_its_new_dtype(make, cast):
+    module = make()
+    module(rows())
+    module = cast(module)
+    assert {p.dtype for p in module.parameters()} == {torch.float64}
+    assert_trains_like_torch(module)
+
+
+def test_half_and_back():
+    module = mlp().half()
+    x = rows(dtype=torch.float16, requires_grad=True)
+    y = module(x)
+    assert y.dtype == torch.float16
+    y.sum().backward()
+    assert x.grad.dtype == torch.float16 and module[0].weight.grad.dtype == torch.float16
+    assert module.float()(rows()).dtype == torch.float32
+
+
+def test_the_default_device_and_dtype_are_torchs():
+    with torch.device("meta"):
+        assert {p.device.type for p in block().parameters()} == {"meta"}
+    torch.set_default_dtype(torch.float64)
+    assert {p.dtype for p in block().parameters()} == {torch.float64}
+
+
+# ---- parameters without memory --------------------------------------------------------------------------------------
+
+
+@models
+def test_a_module_made_on_meta_runs_on_meta(make):
+    y = make(device="meta")(rows(device="meta"))
+    assert y.device.type == "meta" and y.shape == (4, WIDTH)
+
+
+@models
+def test_to_empty_and_reset_parameters_make_a_meta_module_real(make):
+    module = make(device="meta").to_empty(device="cpu")
+    for child in module.modules():
+        if hasattr(child, "reset_parameters"):
+            child.reset_parameters()
+    assert_trains_like_torch(module)
+
+
+@models
+def test_the_first_call_materialises_a_meta_module_and_it_trains(make):
+    module = make(device="meta")
+    module(rows()).sum().backward()
+    assert all(p.device.type == "cpu" and p.grad is not None for p in module.parameters())
+    assert_trains_like_torch(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    x = rows()
+    before = module(x).detach()
+    module(x).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(module(x), before)
+
+
+def test_a_meta_module_is_initialised_as_a_real_one_is():
+    x, late = rows(), ops.Linear(WIDTH, WIDTH, device="meta")
+    torch.manual_seed(5)
+    real = ops.Linear(WIDTH, WIDTH)
+    torch.manual_seed(5)
+    late(x)
+    torch.testing.assert_close(late.weight, real.weight, rtol=0, atol=0)
+
+
+def test_asking_a_meta_module_about_its_extra_tensors_does_not_keep_it_from_materialising():
+    module = block(device="meta")
+    assert (module.num_extra_inputs, module.num_extra_outputs) == (0, 0)
+    module(rows()).sum().backward()
+    assert module[1].weight.grad is not None
+
+
+@models
+def test_a_state_dict_assigned_to_a_meta_module_makes_it_real(make):
+    source, target = make(), make(device="meta")
+    target.load_state_dict(source.state_dict(), assign=True)
+    x = rows()
+    torch.testing.assert_close(target(x), source(x))
+    assert_trains_like_torch(target)
+
+
+def test_a_parameter_already_given_survives_the_materialisation_of_the_others():
+    norm = ops.LayerNorm(WIDTH, device="meta")
+    given = norm.weight = torch.nn.Parameter(torch.full((WIDTH,), 3.0))
+    norm(rows())
+    assert norm.weight is given
+    torch.testing.assert_close(norm.weight.detach(), torch.full((WIDTH,), 3.0))
+    torch.testing.assert_close(norm.bias.detach(), torch.zeros(WIDTH))
+
+
+def test_a_plain_meta_module_in_a_sequential_fails_as_it_would_alone():
+    seq = ops.Sequential(ops.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH, device="meta"))
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        seq(rows())
+
+
+# ---- parametrizations and function calls -----------------------------------------------------------------------------
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+PARAMETRIZED = {
+    "Linear": lambda: ops.Linear(WIDTH, WIDTH),
+    "BasicLinear": lambda: ops.BasicLinear(WIDTH, WIDTH),
+    "RMSNorm": lambda: ops.RMSNorm(WIDTH),
+}
+parametrized = pytest.mark.parametrize("make", PARAMETRIZED.values(), ids=PARAMETRIZED)
+
+
+@parametrized
+@pytest.mark.parametrize("in_sequential", [False, True], ids=["alone", "in a Sequential"])
+def test_a_parametrized_weight_is_computed_and_its_original_trained(make, in_sequential):
+    op, x = make(), rows()
+    module = ops.Sequential(ops.Identity(), op) if in_sequential else op
+    module(x)
+    doubled, original = copy.deepcopy(op), op.weight
+    doubled.weight.data.mul_(2)
+    torch.nn.utils.parametrize.register_parametrization(op, "weight", Doubled())
+    y = module(x)
+    expected = plain(doubled, x)
+    torch.testing.assert_close(y, expected)
+    y.square().mean().backward()
+    expected.square().mean().backward()
+    torch.testing.assert_close(original.grad, 2 * doubled.weight.grad)
+    torch.nn.utils.parametrize.remove_parametrizations(op, "weight")
+    torch.testing.assert_close(module(x), y)
+
+
+@parametrized
+def test_a_parametrized_operation_can_be_saved_and_loaded(make):
+    source, target, x = make(), make(), rows()
+    for op in (source, target):
+        torch.nn.utils.parametrize.register_parametrization(op, "weight", Doubled())
+    state = source.state_dict()
+    assert "parametrizations.weight.original" in state
+    target.load_state_dict(state)
+    torch.testing.assert_close(target(x), source(x))
+
+
+@pytest.mark.parametrize(
+    "normalize",
+    [
+        torch.nn.utils.parametrizations.weight_norm,
+        pytest.param(torch.nn.utils.weight_norm, marks=pytest.mark.filterwarnings("ignore")),
+    ],
+    ids=["parametrization", "hook"],
+)
+def test_weight_norm_works_on_linear(normalize):
+    ours, theirs = ops.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+    ours.load_state_dict(theirs.state_dict())
+    seq, theirs, x = ops.Sequential(normalize(ours), ops.GELU()), normalize(theirs), rows()
+    expected = torch.nn.functional.gelu(theirs(x), approximate="tanh")
+    y = seq(x)
+    torch.testing.assert_close(y, expected)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    others = dict(theirs.named_parameters())
+    assert len(others) == 3
+    for name, param in seq[0].named_parameters():
+        torch.testing.assert_close(param.grad, others[name].grad)
+
+
+@models
+def test_functional_call_computes_with_the_given_parameters(make):
+    module, x = make(), rows()
+    module(x)
+    given = {name: (0.3 * torch.randn_like(param)).requires_grad_() for name, param in module.named_parameters()}
+    y = torch.func.functional_call(module, given, (x,))
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        for name, param in other.named_parameters():
+            param.copy_(given[name])
+    torch.testing.assert_close(y, plain(other, x))
+    ours = torch.autograd.grad(y.square().mean(), list(given.values()))
+    torch.testing.assert_close(list(ours), gradients(plain(other, x), other))
+    torch.testing.assert_close(module(x), plain(module, x))
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+def test_clip_grad_norm_works():
+    module = block()
+    (100 * module(rows())).square().sum().backward()
+    assert torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0) > 1
+    total = torch.stack([p.grad.norm() for p in module.parameters()]).norm()
+    torch.testing.assert_close(total, torch.ones(()))
+
+
+def test_gradients_accumulate_over_backward_calls():
+    module, x = block(), rows()
+    module(x).square().sum().backward()
+    once = [p.grad.clone() for p in module.parameters()]
+    module(x).square().sum().backward()
+    torch.testing.assert_close([p.grad for p in module.parameters()], [2 * g for g in once])
+
+
+def test_hooks_on_parameters_see_and_change_gradients():
+    module, x = block(), rows()
+    expected = gradients(plain(module, x), module)
+    params, seen = list(module.parameters()), []
+    params[1].register_hook(lambda grad: 3 * grad)
+    for param in params:
+        param.register_post_accumulate_grad_hook(lambda p: seen.append(id(p)))
+    module(x).square().mean().backward()
+    torch.testing.assert_close(params[1].grad, 3 * expected[1])
+    torch.testing.assert_close(params[2].grad, expected[2])
+    assert sorted(seen) == sorted(id(p) for p in params)
+
+
+def test_outputs_keep_their_gradient_and_run_their_hooks():
+    module, x, seen = block(), rows(), []
+    y = module(x)
+    y.retain_grad()
+    y.register_hook(lambda grad: seen.append(grad))
+    y.square().sum().backward()
+    torch.testing.assert_close(y.grad, 2 * y.detach())
+    assert len(seen) == 1
+
+
+def test_gradients_of_some_inputs_equal_those_of_all():
+    module, x = block(), rows(requires_grad=True)
+    every = gradients(plain(module, x), module, x)
+    inputs = [x, *module.parameters()]
+    for chosen in ([0], [1], [3, 5], [5], [0, 2]):
+        got = torch.autograd.grad(module(x).square().mean(), [inputs[i] for i in chosen])
+        torch.testing.assert_close(list(got), [every[i] for i in chosen])
+    y = module(x)
+    y.square().mean().backward(inputs=[inputs[2]])
+    torch.testing.assert_close(inputs[2].grad, every[2])
+    assert all(t.grad is None for i, t in enumerate(inputs) if i != 2)
+
+
+def test_an_unused_extra_output_counts_as_zero_gradient():
+    seq, x = ops.Sequential(ops.Linear(WIDTH, WIDTH), ops.MakeExtraOutput(), ops.GELU()), rows(requires_grad=True)
+    main, extra = seq(x)
+    expected = plain(seq, x)
+    for out, reference in ((main, expected), (extra, plain(seq[:1], x))):
+        got = torch.autograd.grad(out.square().sum(), [x, seq[0].weight], retain_graph=True)
+        torch.testing.assert_close(got, torch.autograd.grad(reference.square().sum(), [x, seq[0].weight], retain_graph=True))
+
+
+def test_a_retained_graph_gives_the_same_gradients_again():
+    module, x = block(), rows(requires_grad=True)
+    y = module(x).square().sum()
+    inputs = [x, *module.parameters()]
+    first = torch.autograd.grad(y, inputs, retain_graph=True)
+    second = torch.autograd.grad(y, inputs, retain_graph=True)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    torch.testing.assert_close(first, torch.autograd.grad(y, inputs), rtol=0, atol=0)
+
+
+@models
+def test_backward_twice_without_retaining_raises_as_in_torch(make):
+    y = make()(rows())
+    weights = torch.ones_like(y)
+    y.backward(weights)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.backward(weights)
+
+
+@pytest.mark.parametrize("which", ["input", "weight"])
+def test_changing_a_saved_tensor_in_place_before_backward_raises(which):
+    module = mlp()
+    scale = torch.ones((), requires_grad=True)
+    x = rows() * scale
+    y = module(x)
+    with torch.no_grad():
+        (x if which == "input" else module[2].weight).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_changing_a_tensor_that_backward_does_not_need_is_fine():
+    module, x = ops.Sequential(ops.ConstantScale(2.0), ops.Bias(WIDTH)), rows(requires_grad=True)
+    inner = x * 1
+    y = module(inner)
+    with torch.no_grad():
+        inner.zero_()
+        module[1].bias.zero_()
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, 2.0))
+
+
+ALIASING = {
+    "Identity": lambda: ops.Identity(),
+    "Reshape": lambda: ops.Reshape((-1,)),
+    "Dropout in evaluation": lambda: ops.Dropout(0.5).eval(),
+    "Quantize": lambda: ops.Quantize(),
+    "Linear": lambda: ops.Linear(WIDTH, WIDTH),
+    "GELU": lambda: ops.GELU(),
+}
+
+
+@pytest.mark.parametrize("kind", ALIASING)
+@pytest.mark.parametrize("leaf", [True, False])
+def test_writing_into_an_output_is_right_or_raises(kind, leaf):
+    op = ALIASING[kind]()
+    source = rows(requires_grad=True)
+    x = source if leaf else source * 1
+    y = op(x)
+    try:
+        y.mul_(3)
+    except RuntimeError as error:
+        assert "in-place" in str(error) or "inplace" in str(error) or "modified" in str(error)
+        return
+    try:
+        y.square().sum().backward()
+    except RuntimeError as error:
+        assert "inplace" in str(error)
+        return
+    expected = (3 * plain(op, source)).square().sum()
+    torch.testing.assert_close(source.grad, torch.autograd.grad(expected, source)[0])
+
+
+def test_writing_into_an_extra_output_that_is_the_input_is_right_or_raises():
+    seq = ops.Sequential(ops.MakeExtraOutput(), ops.Linear(WIDTH, WIDTH))
+    source = rows(requires_grad=True)
+    main, extra = seq(source * 1)
+    try:
+        extra.mul_(3)
+        (main.square().sum() + extra.square().sum()).backward()
+    except RuntimeError as error:
+        assert "in-place" in str(error) or "inplace" in str(error)
+        return
+    expected = plain(seq[1:], source).square().sum() + (3 * source).square().sum()
+    torch.testing.assert_close(source.grad, torch.autograd.grad(expected, source)[0])
+
+
+@pytest.mark.parametrize("kind", ALIASING)
+def test_writing_into_an_output_without_gradients_does_what_a_view_does(kind):
+    op, x = ALIASING[kind](), rows()
+    with torch.no_grad():
+        y = op(x)
+        expected = 3 * y.clone()
+        y.mul_(3)
+    torch.testing.assert_close(y, expected)
+
+
+# ---- torch's own tools -----------------------------------------------------------------------------------------------
+
+
+def test_anomaly_mode_names_the_pipeline_that_made_nan():
+    module = mlp()
+    with torch.no_grad():
+        module[0].weight.fill_(float("inf"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(RuntimeError, match="WeftPipelineBackward.*nan"), torch.autograd.detect_anomaly():
+            module(rows(requires_grad=True)).sum().backward()
+
+
+def test_anomaly_mode_changes_no_gradient():
+    module, x = block(), rows(requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.autograd.detect_anomaly():
+            got = gradients(module(x), module, x)
+    torch.testing.assert_close(got, gradients(plain(module, x), module, x))
+
+
+def test_the_profiler_shows_pipelines_and_their_backward():
+    module = block()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        module(rows(requires_grad=True)).sum().backward()
+    names = [event.name for event in profile.events()]
+    assert names.count("weft::pipeline") == 1
+    assert any("WeftPipelineBackward" in name for name in names)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_gives_the_same_values_and_gradients(use_reentrant):
+    module, x = block().append(ops.Dropout(0.5)), rows(16, requires_grad=True)
+    torch.manual_seed(3)
+    expected = module(x)
+    torch.manual_seed(3)
+    y = checkpoint(module, x, use_reentrant=use_reentrant)
+    torch.testing.assert_close(y, expected, rtol=0, atol=0)
+    y.square().mean().backward()
+    got = [x.grad, *(p.grad for p in module.parameters())]
+    torch.testing.assert_close(got, gradients(expected, module, x), rtol=0, atol=0)
+
+
+def test_activation_checkpointing_keeps_no_activation():
+    module, x, saved = block(), rows(16, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        checkpoint(module, x, use_reentrant=False)
+    assert all(t is x or t.data_ptr() == x.data_ptr() for t in saved if t.shape == x.shape)
+
+
+class Remembers(ops.BasicOperation):
+    """x², in Python, with a saved tensor."""
+
+    def op_forward(self, ctx, input_, **_):
+        ctx.save_for_backward(input_)
+        return input_.square()
+
+    def op_backward(self, ctx, grad_output):
+        return 2 * ctx.saved_tensors[0] * grad_output, ()
+
+
+@pytest.mark.parametrize("python_op", [False, True], ids=["native", "with an operation in Python"])
+def test_saved_tensor_hooks_see_every_tensor_that_backward_uses(python_op):
+    """What unpack returns is what backward computes with; if a tensor were kept beside the hooks, zeros would not reach it."""
+    module = mlp()
+    if python_op:
+        module.append(Remembers())
+    x, packed = rows(requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t.clone(), lambda t: t):
+        y = module(x)
+    expected = torch.autograd.grad(y.sum(), [x, *module.parameters()])
+    torch.testing.assert_close(expected, torch.autograd.grad(module(x).sum(), [x, *module.parameters()]))
+    assert len(packed) >= 4 + python_op
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, torch.zeros_like):
+        y = module(x)
+    zeroed = torch.autograd.grad(y.sum(), [x, module[0].weight, module[2].weight])
+    assert all(not t.any() for t in zeroed)
+
+
+def test_save_on_cpu_changes_no_gradient():
+    module, x = block(), rows(requires_grad=True)
+    with torch.autograd.graph.save_on_cpu():
+        y = module(x)
+    torch.testing.assert_close(gradients(y, module, x), gradients(plain(module, x), module, x))
+
+
+def test_saved_tensors_disabled_by_context_are_refused():
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"), pytest.raises(RuntimeError, match="not here"):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            mlp()(rows())
+
+
+def test_inference_mode_computes_the_same_and_records_nothing():
+    module, x = block(), rows()
+    expected = plain(module, x)
+    with torch.inference_mode():
+        y = module(x)
+        inner = module(rows())
+    assert y.is_inference() and not y.requires_grad
+    torch.testing.assert_close(y.clone(), expected)
+    with pytest.raises(RuntimeError, match="[Ii]nference tensors"):
+        module(inner).sum().backward()
+    module(x).sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_products_and_leaves_gradients_in_their_own_dtype(dtype):
+    module, x = mlp(bias=False), rows(requires_grad=True)
+    with torch.autocast("cpu", dtype=dtype):
+        y = module(x)
+        with torch.autocast("cpu", enabled=False):
+            exact = module(x)
+    assert y.dtype == dtype and exact.dtype == torch.float32
+    y.sum().backward()
+    assert x.grad.dtype == torch.float32 and {p.grad.dtype for p in module.parameters()} == {torch.float32}
+    torch.testing.assert_close(y.float(), exact, rtol=5e-2, atol=5e-2)
+
+
+def test_linear_with_bias_returns_the_autocast_dtype():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.nn.Linear(WIDTH, WIDTH)(rows()).dtype == torch.bfloat16
+        assert ops.Linear(WIDTH, WIDTH)(rows()).dtype == torch.bfloat16
+
+
+def test_backward_outside_of_autocast_uses_the_dtypes_of_forward():
+    module, x = mlp(), rows(requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = torch.autograd.grad(module(x).float().sum(), [x, *module.parameters()])
+        y = module(x)
+    torch.testing.assert_close(torch.autograd.grad(y.float().sum(), [x, *module.parameters()]), inside, rtol=0, atol=0)
+
+
+OPTIMIZERS = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "AdamW fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+    "AdamW foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
+    "SGD momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+    "SGD fused": lambda params: torch.optim.SGD(params, lr=1e-2, fused=True),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_optimizer_trains_it_as_it_trains_torch(kind):
+    module = block()
+    other, x, target = copy.deepcopy(module), rows(16), rows(16)
+    for model, call in ((module, module), (other, lambda x: plain(other, x))):
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        for _ in range(5):
+            optimizer.zero_grad()
+            (call(x) - target).square().mean().backward()
+            optimizer.step()
+    torch.testing.assert_close(list(module.parameters()), list(other.parameters()), rtol=1e-4, atol=1e-5)
+
+
+def test_optimizer_in_backward_frees_gradients_as_they_come():
+    module, x = block(), rows()
+    before = [p.detach().clone() for p in module.parameters()]
+    for param in module.parameters():
+        optimizer = torch.optim.SGD([param], lr=0.1)
+
+        def step(p, optimizer=optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+
+        param.register_post_accumulate_grad_hook(step)
+    module(x).square().sum().backward()
+    assert all(p.grad is None and not torch.equal(p, old) for p, old in zip(module.parameters(), before, strict=True))
+
+
+def test_swa_and_parameter_vectors_work():
+    module = block()
+    averaged = torch.optim.swa_utils.AveragedModel(module)
+    averaged.update_parameters(module)
+    x = rows()
+    torch.testing.assert_close(averaged(x), module(x))
+    vector = torch.nn.utils.parameters_to_vector(module.parameters())
+    torch.nn.utils.vector_to_parameters(torch.zeros_like(vector), module.parameters())
+    torch.testing.assert_close(module(x), x)
+
+
+def test_apply_and_named_modules_reach_every_operation():
+    module, seen = block(), []
+    module.apply(lambda m: seen.append(type(m).__name__))
+    assert seen == ["MakeExtraOutput", "RMSNorm", "Linear", "GELU", "Linear", "AddExtraInput", "Sequential"]
+    assert [name for name, _ in module.named_modules()] == ["", "0", "1", "2", "3", "4", "5"]
+
+
+def test_printing_shows_the_options():
+    assert repr(ops.Linear(3, 4, bias=False)) == "Linear(in_features=3, out_features=4, bias=False)"
+    assert "eps=0.5" in repr(ops.RMSNorm(4, eps=0.5))

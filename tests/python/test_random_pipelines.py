@@ -1,0 +1,101 @@
+"""Random pipelines against the same math in plain PyTorch autograd: values, all gradients, and nothing of the caller's
+changed (issue 3, row 2). `pipelines.py` says how a seed becomes a pipeline."""
+
+import collections
+
+import pipelines
+import plain
+import pytest
+import torch
+
+import weft
+
+CHUNK = 10
+FAST, SLOW = 200, 2000
+
+
+def failures(seeds) -> list[str]:
+    reports = []
+    for seed in seeds:
+        program = pipelines.generate(seed)
+        try:
+            found = pipelines.complaints(program)
+        except Exception as error:  # noqa: BLE001 - the pipeline belongs in the report
+            found = [f"{type(error).__name__}: {error}"]
+        if found:
+            reports.append("\n".join([pipelines.describe(program), *(f"  ! {line}" for line in found)]))
+    return reports
+
+
+@pytest.mark.parametrize("first", range(0, FAST, CHUNK), ids=lambda first: f"{first}-{first + CHUNK - 1}")
+def test_random_pipelines_compute_what_plain_torch_computes(first):
+    reports = failures(range(first, first + CHUNK))
+    assert not reports, "\n\n".join(["", *reports])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_thousand_random_pipelines_compute_what_plain_torch_computes(capsys):
+    reports = failures(range(SLOW))
+    with capsys.disabled():
+        print(f"\n{SLOW} pipelines, {len(reports)} wrong")
+    assert not reports, "\n\n".join(["", *reports])
+
+
+def test_the_generator_covers_every_operation_and_every_situation():
+    seen = collections.Counter()
+    for seed in range(FAST):
+        program = pipelines.generate(seed)
+        nodes = [n for part in program.parts for n in pipelines.flat(part)]
+        seen.update(type(n.module).__name__ for n in nodes)
+        seen.update(f"layout {g.layout}" for g in program.given.values())
+        seen.update(n.note.split()[-1] for n in nodes if n.note)
+        sources = collections.Counter(name for n in nodes for name in n.takes)
+        seen.update(
+            {
+                program.dtype: 1,
+                "two Sequentials": len(program.parts) == 2,
+                "extra output of one Sequential into the other": any(s.startswith("first.") for s in sources),
+                "fan-out": any(count > 1 for name, count in sources.items() if name.startswith("c")),
+                "x as extra input": "x" in sources,
+                "hidden output": any(n.channel and not n.public for n in nodes),
+                "nested": any(n.nested is not None for part in program.parts for n in part),
+                "no rows": any(0 in n.shape for n in nodes),
+                "frozen": any(not p.requires_grad for p in program.parameters()),
+                "frozen input": not program.given["x"].requires_grad,
+                **{name: getattr(program, name) for name in ("by_hand", "no_grad", "warm_up", "twice")},
+                f"loss {program.loss}": 1,
+            }
+        )
+    expected = {name for name, *_ in weft._C.op_types()} | {"Linear", "Tanh", "once more".split()[-1], "hooked", "one"}
+    missing = [what for what, count in seen.items() if count == 0] + sorted(expected - set(seen))
+    assert not missing
+    assert set(pipelines.DTYPES) <= set(seen)
+
+
+@pytest.mark.parametrize("what", ("value", "gradient", "caller's tensor"))
+def test_a_wrong_pipeline_is_found(what, monkeypatch):
+    """The comparison itself can fail: the truth is bent a little, and seeds complain."""
+    right = plain.apply
+
+    def bent(op, x, *extras, of=lambda p: p):
+        y, extra = right(op, x, *extras, of=of)
+        if type(op).__name__ != "Bias":
+            return y, extra
+        return (y + (y.detach() * 1e-3 if what == "value" else (y - y.detach()) * 1e-3), extra)
+
+    def meddling(program, run, leaves):
+        leaves["x"].detach().mul_(1.5)
+        return forward(program, run, leaves)
+
+    if what == "caller's tensor":
+        forward = pipelines.forward
+        monkeypatch.setattr(pipelines, "forward", meddling)
+    else:
+        monkeypatch.setattr(plain, "apply", bent)
+    wrong = 0
+    for seed in range(60):
+        program = pipelines.generate(seed)
+        if program.dtype == torch.float64 and any(type(m).__name__ == "Bias" for m in program.modules()):
+            wrong += bool(pipelines.complaints(program))
+    assert wrong >= 3

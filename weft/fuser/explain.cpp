@@ -1,0 +1,300 @@
+#include "weft/fuser/explain.h"
+
+#include <c10/core/ScalarType.h>
+
+#include <set>
+#include <sstream>
+
+namespace weft::fuser {
+namespace {
+
+using ops::Spec;
+
+std::string sizes_text(const Spec& spec) {
+  std::ostringstream text;
+  text << "[";
+  for (size_t i = 0; i < spec.sizes.size(); ++i) text << (i ? ", " : "") << spec.sizes[i];
+  text << "]";
+  return text.str();
+}
+
+int64_t bytes_of(const Spec& spec) {
+  auto bytes = static_cast<int64_t>(c10::elementSize(spec.dtype));
+  for (const auto& size : spec.sizes) bytes *= size.maybe_as_int().value_or(0);
+  return bytes;
+}
+
+std::vector<Explanation::StepLine> lines(const Pipeline& pipeline, const Plan& plan,
+                                         const std::vector<PlannedStep>& steps, bool backward) {
+  std::vector<Explanation::StepLine> list;
+  for (const auto& [step, routes, grads, needed, wanted] : steps) {
+    const auto name = step.fused ? step.rule : std::string(pipeline.op(step.first).name());
+    const bool in_python = step.fused ? step.fused->process_local() : pipeline.op(step.first).process_local();
+    list.push_back({step.first, step.count, name, step.fused != nullptr, in_python ? "python" : "ref",
+                    !backward || wanted, step.min_rows});
+  }
+  (void)plan;
+  return list;
+}
+
+/// The value that operation i reads, as the operation that made it: -1 is the pipeline's input.
+std::vector<int> origins(const Pipeline& pipeline, const Plan& plan) {
+  std::vector<int> made_by{-1};
+  for (int i = 0; i < pipeline.size(); ++i)
+    made_by.push_back(pipeline.op(i).output_is_input(plan.ops[i]) ? made_by.back() : i);
+  return made_by;
+}
+
+/// Follows sizes through the pipeline and lists what each operation keeps.
+void list_saved(Explanation& out, const Pipeline& pipeline, const Plan& plan, const at::Tensor& x, ops::Params params,
+                c10::ArrayRef<at::Tensor> extras) {
+  std::vector<Spec> extra_in(pipeline.num_extra_in()), extra_out(pipeline.num_extra_out()), param_specs;
+  for (size_t k = 0; k < extras.size(); ++k) extra_in[pipeline.caller_inputs()[k]] = Spec::of(extras[k]);
+  for (const auto& param : params) param_specs.push_back(Spec::of(param));
+  const auto made_by = origins(pipeline, plan);
+  std::set<std::pair<int, at::ScalarType>> kept;
+  auto spec = Spec::of(x);
+  for (int i = 0; i < pipeline.size(); ++i) {
+    const auto& op = pipeline.op(i);
+    out.saved_known &= !op.process_local();
+    if (!out.saved_known) return;
+    for (int s = pipeline.extra_in_base(i); s < pipeline.extra_in_base(i + 1); ++s)
+      if (pipeline.source(s) >= 0) extra_in[s] = extra_out[pipeline.source(s)];
+    const auto slice = [](const std::vector<Spec>& all, int from, int to) {
+      return c10::ArrayRef<Spec>(all.data() + from, static_cast<size_t>(to - from));
+    };
+    const auto made =
+        op.infer(plan.ops[i], spec, slice(extra_in, pipeline.extra_in_base(i), pipeline.extra_in_base(i + 1)),
+                 slice(param_specs, pipeline.param_base(i), pipeline.param_base(i + 1)));
+    const auto names = op.saved_names();
+    for (size_t k = 0; k < names.size(); ++k) {
+      if (!made.saved[k]) continue;
+      const auto& slot = *made.saved[k];
+      std::string shared;
+      if (names[k] == "input" && slot.dtype == spec.dtype) {
+        if (made_by[i] < 0)
+          shared = "the caller's input";
+        else if (!kept.emplace(made_by[i], slot.dtype).second)
+          shared = "kept already";
+      }
+      out.saved.push_back({i, names[k], sizes_text(slot), std::string(dtype_name(slot.dtype)),
+                           shared.empty() ? bytes_of(slot) : 0, shared});
+    }
+    for (size_t k = 0; k < made.extra_outputs.size(); ++k)
+      extra_out[pipeline.extra_out_base(i) + k] = made.extra_outputs[k];
+    spec = made.y;
+  }
+}
+
+/// Who else can see the value behind an extra-output slot, so that nobody may overwrite it; empty if nobody.
+std::string other_readers(const Pipeline& pipeline, const Plan& plan, int slot, int consumer) {
+  const int producer = pipeline.producer(slot);
+  const auto made_by = origins(pipeline, plan);
+  if (pipeline.output(slot).to_caller) return "the caller gets that tensor too";
+  for (int s = 0; s < pipeline.num_extra_in(); ++s)
+    if (pipeline.source(s) == slot && pipeline.consumer(s) != consumer)
+      return "operation " + std::to_string(pipeline.consumer(s)) + " reads it as well";
+  if (!pipeline.op(producer).output_is_input(plan.ops[producer])) return {};
+  if (made_by[producer] < 0) return "it is the caller's input";
+  for (int i = producer + 1; i < consumer; ++i) {
+    if (made_by[i] != made_by[producer]) break;
+    if (plan.ops[i].records && !pipeline.op(i).saved_names().empty())
+      return "operation " + std::to_string(i) + " (" + std::string(pipeline.op(i).name()) + ") keeps it for backward";
+  }
+  return {};
+}
+
+void list_in_place(Explanation& out, const Pipeline& pipeline, const Plan& plan) {
+  for (int i = 0; i < pipeline.size(); ++i) {
+    const auto& op = pipeline.op(i);
+    if (!op.in_place()) continue;
+    if (op.extra_outputs() > 0) {
+      out.in_place.push_back(
+          {i, "backward adds into the gradient of the extra output if nobody else holds it, else copies"});
+      continue;
+    }
+    const int from = pipeline.source(pipeline.extra_in_base(i));
+    if (from < 0) {
+      out.in_place.push_back({i, "writes into the extra input if the caller gave it away, else copies"});
+      continue;
+    }
+    const auto reason = other_readers(pipeline, plan, from, i);
+    out.in_place.push_back({i, reason.empty() ? "writes into channel '" + pipeline.output(from).channel + "'"
+                                              : "copies channel '" + pipeline.output(from).channel + "': " + reason});
+  }
+}
+
+std::string range(int first, int count) {
+  return count == 1 ? std::to_string(first) : std::to_string(first) + ".." + std::to_string(first + count - 1);
+}
+
+std::string pad(std::string text, size_t width) {
+  text.resize(std::max(width, text.size()), ' ');
+  return text;
+}
+
+std::string human(int64_t bytes) {
+  std::ostringstream text;
+  text.precision(3);
+  if (bytes < 1024)
+    text << bytes << " B";
+  else if (bytes < (int64_t{1} << 20))
+    text << static_cast<double>(bytes) / 1024 << " KiB";
+  else if (bytes < (int64_t{1} << 30))
+    text << static_cast<double>(bytes) / (1 << 20) << " MiB";
+  else
+    text << static_cast<double>(bytes) / (1 << 30) << " GiB";
+  return text.str();
+}
+
+const char* pass_name(fused::Pass pass) {
+  return pass == fused::Pass::joint ? "joint" : pass == fused::Pass::forward ? "forward" : "backward";
+}
+
+void print_steps(std::ostream& text, const std::vector<Explanation::StepLine>& steps) {
+  for (const auto& step : steps) {
+    text << "  " << pad(range(step.first, step.count), 8) << pad(step.name, 28);
+    text << (step.runs ? "[" + step.tier + "]" : "skipped: no gradient is wanted");
+    if (step.min_rows > 0) text << " from " << step.min_rows << " rows";
+    text << "\n";
+  }
+}
+
+std::string html(const std::string& text) {
+  std::string out;
+  for (const char c : text) {
+    if (c == '<')
+      out += "&lt;";
+    else if (c == '>')
+      out += "&gt;";
+    else if (c == '&')
+      out += "&amp;";
+    else
+      out += c;
+  }
+  return out;
+}
+
+}  // namespace
+
+int64_t Explanation::saved_bytes() const {
+  int64_t bytes = 0;
+  for (const auto& line : saved) bytes += line.bytes;
+  return bytes;
+}
+
+Explanation explain(Fuser& fuser, const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras,
+                    uint64_t eval_mask) {
+  return explain(fuser.pipeline(), *fuser.plan(x, params, extras, eval_mask), x, params, extras);
+}
+
+Explanation explain(const Pipeline& pipeline, const Plan& plan, const at::Tensor& x, ops::Params params,
+                    c10::ArrayRef<at::Tensor> extras) {
+  Explanation out;
+  for (const auto& stage : pipeline.stages()) {
+    out.ops.push_back(stage.op->text());
+    out.op_names.emplace_back(stage.op->name());
+  }
+  out.forward = lines(pipeline, plan, plan.forward, false);
+  out.backward = lines(pipeline, plan, plan.backward, true);
+  out.refusals = plan.refusals;
+  for (int s = 0; s < pipeline.num_extra_in(); ++s)
+    if (const int from = pipeline.source(s); from >= 0)
+      out.channels.push_back({pipeline.producer(from), pipeline.consumer(s), pipeline.output(from).channel});
+  list_in_place(out, pipeline, plan);
+  list_saved(out, pipeline, plan, x, params, extras);
+  return out;
+}
+
+std::string Explanation::text() const {
+  std::ostringstream text;
+  text << "operations\n";
+  for (size_t i = 0; i < ops.size(); ++i) text << "  " << pad(std::to_string(i), 8) << ops[i] << "\n";
+  text << "forward\n";
+  print_steps(text, forward);
+  text << "backward (from the last line to the first)\n";
+  print_steps(text, backward);
+  if (!channels.empty()) text << "channels\n";
+  for (const auto& c : channels)
+    text << "  " << pad(std::to_string(c.from) + " -> " + std::to_string(c.to), 8) << c.name << "\n";
+  if (!refusals.empty()) text << "refused\n";
+  for (const auto& r : refusals)
+    text << "  " << pad(range(r.first, r.count), 8) << r.rule << " (" << pass_name(r.pass) << "): " << r.reason << "\n";
+  if (!in_place.empty()) text << "in place\n";
+  for (const auto& note : in_place)
+    text << "  " << pad(std::to_string(note.op), 8) << op_names[note.op] << ": " << note.text << "\n";
+  text << "saved for backward: " << human(saved_bytes())
+       << (saved_known ? "" : " up to the first operation written in Python") << "\n";
+  for (const auto& line : saved) {
+    text << "  " << pad(std::to_string(line.op), 8) << pad(op_names[line.op] + " " + line.name, 28) << line.sizes << " "
+         << line.dtype << "  ";
+    text << (line.shared.empty() ? human(line.bytes) : "no memory of its own: " + line.shared) << "\n";
+  }
+  return text.str();
+}
+
+std::string Explanation::dot() const {
+  // One table: a row per operation; forward and backward steps are cells that span the operations they stand for.
+  const auto step_cell = [](const StepLine& step, const char* colour) {
+    const auto* fill = !step.runs ? "#f4f4f4" : step.fused ? colour : "#ffffff";
+    const auto* ink = step.runs ? "#1d2733" : "#a0a0a0";
+    std::string cell =
+        "<TD ROWSPAN=\"" + std::to_string(step.count) + "\" BGCOLOR=\"" + fill + "\"><FONT COLOR=\"" + ink + "\">";
+    cell += step.fused ? "<B>" + html(step.name) + "</B>" : html(step.name);
+    cell += "</FONT><BR/><FONT POINT-SIZE=\"9\" COLOR=\"#7a8793\">" +
+            (step.runs ? step.tier : std::string("not needed")) + "</FONT></TD>";
+    return cell;
+  };
+  const auto starts_at = [](const std::vector<StepLine>& steps, int op) -> const StepLine* {
+    for (const auto& step : steps)
+      if (step.first == op) return &step;
+    return nullptr;
+  };
+  std::ostringstream dot;
+  dot << "digraph weft {\n  graph [rankdir=TB, bgcolor=\"white\", pad=0.3, nodesep=0.5];\n"
+      << "  node [fontname=\"Helvetica\", fontsize=11, shape=plain];\n  edge [fontname=\"Helvetica\", fontsize=9, "
+         "color=\"#c2571a\"];\n"
+      << "  plan [label=<<TABLE BORDER=\"0\" CELLBORDER=\"1\" CELLSPACING=\"0\" CELLPADDING=\"7\" COLOR=\"#c9d1d9\">\n"
+      << "  <TR><TD BGCOLOR=\"#1d2733\"><FONT COLOR=\"white\"><B>forward ↓</B></FONT></TD>"
+      << "<TD BGCOLOR=\"#1d2733\"><FONT COLOR=\"white\"><B>operation</B></FONT></TD>"
+      << "<TD BGCOLOR=\"#1d2733\"><FONT COLOR=\"white\"><B>backward ↑</B></FONT></TD>"
+      << "<TD BGCOLOR=\"#1d2733\"><FONT COLOR=\"white\"><B>kept for backward</B></FONT></TD></TR>\n";
+  for (int i = 0; i < static_cast<int>(ops.size()); ++i) {
+    dot << "  <TR>";
+    if (const auto* step = starts_at(forward, i)) dot << step_cell(*step, "#cfe8d5");
+    dot << "<TD ALIGN=\"LEFT\" PORT=\"op" << i << "\"><FONT COLOR=\"#7a8793\">" << i << "</FONT>  <B>"
+        << html(op_names[i]) << "</B>";
+    for (const auto& c : channels) {
+      if (c.from == i)
+        dot << "<BR ALIGN=\"LEFT\"/><FONT POINT-SIZE=\"9\" COLOR=\"#c2571a\">→ " << html(c.name) << " (to " << c.to
+            << ")</FONT>";
+      if (c.to == i)
+        dot << "<BR ALIGN=\"LEFT\"/><FONT POINT-SIZE=\"9\" COLOR=\"#c2571a\">← " << html(c.name) << " (from " << c.from
+            << ")</FONT>";
+    }
+    for (const auto& note : in_place)
+      if (note.op == i)
+        dot << "<BR ALIGN=\"LEFT\"/><FONT POINT-SIZE=\"9\" COLOR=\"#7a8793\">" << html(note.text) << "</FONT>";
+    dot << "<BR ALIGN=\"LEFT\"/></TD>";
+    if (const auto* step = starts_at(backward, i)) dot << step_cell(*step, "#cfe0f5");
+    dot << "<TD ALIGN=\"LEFT\">";
+    bool any = false;
+    for (const auto& line : saved) {
+      if (line.op != i) continue;
+      dot << "<FONT POINT-SIZE=\"10\">" << html(line.name + " " + line.sizes + " ")
+          << (line.shared.empty() ? html(human(line.bytes)) : "(" + html(line.shared) + ")")
+          << "</FONT><BR ALIGN=\"LEFT\"/>";
+      any = true;
+    }
+    dot << (any ? "" : " ") << "</TD></TR>\n";
+  }
+  dot << "  <TR><TD COLSPAN=\"4\" BORDER=\"0\" ALIGN=\"LEFT\"><FONT POINT-SIZE=\"10\" COLOR=\"#1d2733\">";
+  dot << "kept for backward: " << human(saved_bytes());
+  for (const auto& r : refusals)
+    dot << "<BR ALIGN=\"LEFT\"/>refused " << html(r.rule) << " at " << range(r.first, r.count) << " ("
+        << pass_name(r.pass) << "): " << html(r.reason);
+  dot << "<BR ALIGN=\"LEFT\"/></FONT></TD></TR>\n  </TABLE>>];\n}\n";
+  return dot.str();
+}
+
+}  // namespace weft::fuser

@@ -1,0 +1,44 @@
+#include "weft/fuser/explain.h"
+
+#include "weft/python/module.h"
+
+namespace weft::python {
+namespace {
+
+py::list steps(const std::vector<fuser::Explanation::StepLine>& lines) {
+  py::list list;
+  for (const auto& s : lines)
+    list.append(py::dict(py::arg("first") = s.first, py::arg("count") = s.count, py::arg("name") = s.name,
+                         py::arg("fused") = s.fused, py::arg("tier") = s.tier, py::arg("runs") = s.runs,
+                         py::arg("min_rows") = s.min_rows));
+  return list;
+}
+
+py::dict data(const fuser::Explanation& e) {
+  static constexpr const char* kPass[] = {"joint", "forward", "backward"};
+  py::list refused, in_place, saved, channels;
+  for (const auto& r : e.refusals)
+    refused.append(py::dict(py::arg("rule") = r.rule, py::arg("pass") = kPass[static_cast<int>(r.pass)],
+                            py::arg("first") = r.first, py::arg("count") = r.count, py::arg("reason") = r.reason));
+  for (const auto& n : e.in_place) in_place.append(py::dict(py::arg("op") = n.op, py::arg("text") = n.text));
+  for (const auto& s : e.saved)
+    saved.append(py::dict(py::arg("op") = s.op, py::arg("name") = s.name, py::arg("sizes") = s.sizes,
+                          py::arg("dtype") = s.dtype, py::arg("bytes") = s.bytes, py::arg("shared") = s.shared));
+  for (const auto& c : e.channels)
+    channels.append(py::dict(py::arg("from") = c.from, py::arg("to") = c.to, py::arg("name") = c.name));
+  return py::dict(py::arg("operations") = e.ops, py::arg("forward") = steps(e.forward),
+                  py::arg("backward") = steps(e.backward), py::arg("refused") = refused, py::arg("in_place") = in_place,
+                  py::arg("saved") = saved, py::arg("channels") = channels, py::arg("saved_bytes") = e.saved_bytes(),
+                  py::arg("saved_known") = e.saved_known);
+}
+
+}  // namespace
+
+void bind_explain(py::module_& m) {
+  py::class_<fuser::Explanation>(m, "Explanation", "What a call of a pipeline does and why.")
+      .def_property_readonly("data", &data, "As dictionaries and lists.")
+      .def_property_readonly("text", &fuser::Explanation::text)
+      .def_property_readonly("dot", &fuser::Explanation::dot, "Graphviz source.");
+}
+
+}  // namespace weft::python
