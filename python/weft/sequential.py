@@ -270,7 +270,8 @@ def _wire(groups: list[_Group]) -> list[_Group]:
                         raise ValueError(f"Channel '{channel}' has no earlier producer.")
                     group.sources.append(channel)
             for channel, to_caller in outputs:
-                if to_caller or channel in crossing:
+                alone = group.reason is not None  # a module called on its own returns all it has
+                if to_caller or alone or channel in crossing:
                     group.targets.append((channel, to_caller))
             rewired.append(
                 (

@@ -45,9 +45,8 @@ class Given:
     layout: str
     requires_grad: bool
 
-    def leaf(self, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
-        base = LAYOUTS[self.layout][0](self.values)
-        return base.to(dtype).requires_grad_(requires_grad and self.requires_grad)
+    def leaf(self, values: torch.Tensor) -> torch.Tensor:
+        return LAYOUTS[self.layout][0](values)
 
     def view(self, leaf: torch.Tensor) -> torch.Tensor:
         return LAYOUTS[self.layout][1](leaf)
@@ -346,7 +345,11 @@ class Outcome:
     outputs: list[torch.Tensor]
     grads: dict[str, torch.Tensor | None]
     changed: list[str] = field(default_factory=list)
-    warm: list[torch.Tensor] = field(default_factory=list)
+    warm: list[torch.Tensor] = field(default_factory=list)  # outputs of a call without gradients before
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        named = {f"output {i}": t for i, t in enumerate(self.outputs)}
+        return named | {f"gradient of {name}": g for name, g in self.grads.items() if g is not None}
 
 
 def by_weft(program: Program) -> Callable:
@@ -417,29 +420,40 @@ def targets(program: Program, outputs: list[torch.Tensor], incoming: list[torch.
     return [outputs[i] for i in used], [incoming[i] for i in used]
 
 
-def backward(program: Program, outputs: list[torch.Tensor], incoming: list[torch.Tensor]) -> None:
-    tensors, grads = targets(program, outputs, incoming)
-    if tensors:
-        for again in (True, False) if program.twice else (False,):
-            torch.autograd.backward(tensors, grads, retain_graph=again)
+def nearby(t: torch.Tensor, dtype: torch.dtype, neighbour: int | None) -> torch.Tensor:
+    """The values of t in `dtype`, in a neighbour each moved by up to one rounding."""
+    if neighbour is None:
+        return t.detach().to(dtype)
+    generator = torch.Generator().manual_seed(neighbour)
+    move = torch.rand(t.shape, generator=generator, dtype=torch.float64) * 2 - 1
+    return (t.detach().double() * (1 + move * torch.finfo(dtype).eps)).to(dtype)
 
 
-def execute(program: Program, dtype: torch.dtype, incoming: list[torch.Tensor] | None, weft_runs: bool) -> Outcome:
-    leaves = {name: g.leaf(program.dtype, True).detach().to(dtype) for name, g in program.given.items()}
-    for name, leaf in leaves.items():
-        leaf.requires_grad_(program.given[name].requires_grad)
+def execute(
+    program: Program,
+    dtype: torch.dtype,
+    incoming: list[torch.Tensor] | None,
+    weft_runs: bool = False,
+    neighbour: int | None = None,
+) -> Outcome:
+    """Runs the program, by weft or by plain.py, on values of the program's dtype computed with in `dtype`."""
+    given = {name: g.leaf(nearby(g.values, program.dtype, neighbour)) for name, g in program.given.items()}
+    leaves = {name: t.to(dtype).requires_grad_(program.given[name].requires_grad) for name, t in given.items()}
     params = program.parameters()
     if weft_runs:
         twins = {id(p): p for p in params}
-        for p in params:
-            p.grad = None
         run = by_weft(program)
     else:
-        twins = {id(p): p.detach().clone().to(dtype).requires_grad_(p.requires_grad) for p in params}
+        twins = {id(p): nearby(p, program.dtype, neighbour).to(dtype, copy=True) for p in params}
+        for p in params:
+            twins[id(p)].requires_grad_(p.requires_grad)
         run = by_plain(lambda p: twins[id(p)])
     held = {**leaves, **{f"parameter {i}": twins[id(p)] for i, p in enumerate(params)}}
-    held |= {f"incoming gradient {i}": g for i, g in enumerate(incoming or [])}
-    before = {name: (t.detach().clone(), t._version) for name, t in held.items()}
+    for t in held.values():
+        t.grad = None
+    passes = [] if incoming is None else [[g.to(dtype, copy=True) for g in incoming] for _ in range(1 + program.twice)]
+    caller = {**held, **{f"incoming gradient {i} of pass {k}": g for k, p in enumerate(passes) for i, g in enumerate(p)}}
+    before = {name: (t.detach().clone(), t._version) for name, t in caller.items()}
 
     outcome = Outcome([], {})
     if program.warm_up and weft_runs:
@@ -448,19 +462,26 @@ def execute(program: Program, dtype: torch.dtype, incoming: list[torch.Tensor] |
     with torch.set_grad_enabled(not program.no_grad):
         outcome.outputs = forward(program, run, leaves)
     values = [t.detach().clone() for t in outcome.outputs]
-    if incoming is not None:
-        backward(program, outcome.outputs, [g.to(dtype) if g.dtype != dtype else g for g in incoming])
+    for i, incoming in enumerate(passes):
+        tensors, grads = targets(program, outcome.outputs, incoming)
+        if tensors:
+            torch.autograd.backward(tensors, grads, retain_graph=i + 1 < len(passes))
+        for t in held.values():  # torch may keep an incoming gradient as .grad; the next pass would add to it
+            t.grad = None if t.grad is None else t.grad.clone()
     for name, (value, version) in before.items():
-        if not torch.equal(held[name].detach(), value) or held[name]._version != version:
+        if not torch.equal(caller[name].detach(), value) or caller[name]._version != version:
             outcome.changed.append(name)
     for i, value in enumerate(values):
         if not torch.equal(outcome.outputs[i].detach(), value):
             outcome.changed.append(f"output {i}, by backward")
-    outcome.grads = {name: t.grad for name, t in held.items() if not name.startswith("incoming")}
+    outcome.grads = {name: t.grad for name, t in held.items()}
     return outcome
 
 
 # ---- comparing ----------------------------------------------------------------------------------------------------
+
+
+NEIGHBOURS = 16
 
 
 def incoming_gradients(program: Program, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -470,49 +491,61 @@ def incoming_gradients(program: Program, outputs: list[torch.Tensor]) -> list[to
 
 def complaints(program: Program) -> list[str]:
     """What weft does wrong in this program; empty if nothing."""
-    found: list[str] = []
-    shapes = execute(program, torch.float64, None, False).outputs
+    shapes = execute(program, torch.float64, None).outputs
     incoming = None if program.no_grad else incoming_gradients(program, shapes)
-    mine = execute(program, program.dtype, incoming, True)
-    exact = execute(program, torch.float64, incoming, False)
-    eager = execute(program, program.dtype, incoming, False)
+    mine = execute(program, program.dtype, incoming, weft_runs=True)
+    exact = execute(program, torch.float64, incoming)
+    eager = execute(program, program.dtype, incoming)
 
-    found += [f"{name} was changed" for name in mine.changed]
+    found = [f"{name} was changed" for name in mine.changed]
     if len(mine.outputs) != len(exact.outputs):
         return [*found, f"{len(mine.outputs)} outputs, expected {len(exact.outputs)}"]
-    found += compare("output", dict(enumerate(mine.outputs)), dict(enumerate(exact.outputs)), dict(enumerate(eager.outputs)))
     for i, (a, b) in enumerate(zip(mine.outputs, eager.outputs, strict=True)):
         if a.requires_grad != b.requires_grad:
             found.append(f"output {i} has requires_grad={a.requires_grad}, in torch {b.requires_grad}")
     for i, warm in enumerate(mine.warm):
         if not torch.equal(warm, mine.outputs[i].detach()):
             found.append(f"output {i} differs from that of a call without gradients by {distance(warm, mine.outputs[i].double())}")
-    found += compare("gradient of", mine.grads, exact.grads, eager.grads)
-    return found
+    for name, truth in exact.grads.items():
+        if truth is None and mine.grads[name] is not None and mine.grads[name].count_nonzero():
+            found.append(f"gradient of {name} is {mine.grads[name]}, torch has none")
+        if truth is not None and mine.grads[name] is None:
+            found.append(f"gradient of {name} is missing")
+    for what, a, b in ((w, t, eager.tensors()[w]) for w, t in mine.tensors().items() if w in eager.tensors()):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return [*found, f"{what} is {a.dtype} {tuple(a.shape)}, in torch {b.dtype} {tuple(b.shape)}"]
+    return found + too_far(program, incoming, errors(mine, exact), max(errors(eager, exact).values(), default=0.0))
 
 
-def compare(what: str, mine: dict, exact: dict, eager: dict) -> list[str]:
-    found, errors, eager_error = [], {}, 0.0
-    largest = max((t.detach().abs().max().item() for t in exact.values() if t is not None and t.numel()), default=0.0)
-    for name, truth in exact.items():
-        got = mine[name]
-        if truth is None:
-            if got is not None and got.count_nonzero():
-                found.append(f"{what} {name} is {got}, torch has none")
-        elif got is None:
-            found.append(f"{what} {name} is missing")
-        elif got.dtype != eager[name].dtype or got.shape != truth.shape:
-            found.append(f"{what} {name} is {got.dtype} {tuple(got.shape)}, in torch {eager[name].dtype} {tuple(truth.shape)}")
-        elif truth.numel():
-            # Gradients that cancel to nearly nothing are measured against the largest one.
-            scale = max(truth.detach().abs().max().item(), 1e-2 * largest) or 1.0
-            errors[name] = distance(got, truth) / scale
-            eager_error = max(eager_error, distance(eager[name], truth) / scale)
-    for name, error in errors.items():
-        allowed = allowed_in_a_pipeline(mine[name].dtype, eager_error)
-        if error > allowed:
-            found.append(f"{what} {name} has error {error:.3g}, allowed {allowed:.3g}, eager's largest {eager_error:.3g}")
-    return found
+def errors(outcome: Outcome, exact: Outcome) -> dict[str, float]:
+    """The error of each output and gradient, relative to its largest value. Gradients that cancel to nearly nothing are
+    measured against the largest gradient, and none against less than 2.5e-4 (float16 has few bits below)."""
+    got, relative = outcome.tensors(), {}
+    largest = {kind: max((top(t) for w, t in exact.tensors().items() if w.startswith(kind)), default=0.0) for kind in "og"}
+    for what, truth in exact.tensors().items():
+        if what in got:
+            relative[what] = distance(got[what], truth) / max(top(truth), 1e-2 * largest[what[0]], 2.5e-4)
+    return relative
+
+
+def top(t: torch.Tensor) -> float:
+    return t.detach().abs().max().item() if t.numel() else 0.0
+
+
+def too_far(program: Program, incoming, mine: dict[str, float], eager: float) -> list[str]:
+    """Eager may be lucky with these very values. Before weft is called wrong, eager is also measured on neighbours, where
+    each given value differs by a rounding."""
+    if max(mine.values(), default=0.0) <= allowed_in_a_pipeline(program.dtype, eager):
+        return []
+    for k in range(NEIGHBOURS if program.dtype != torch.float64 else 0):
+        exact = execute(program, torch.float64, incoming, neighbour=k)
+        eager = max(eager, *errors(execute(program, program.dtype, incoming, neighbour=k), exact).values())
+    allowed = allowed_in_a_pipeline(program.dtype, eager)
+    return [
+        f"{what} has error {error:.3g}, allowed {allowed:.3g}, eager's largest is {eager:.3g}"
+        for what, error in mine.items()
+        if error > allowed
+    ]
 
 
 def describe(program: Program) -> str:

@@ -3,13 +3,13 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/record_function.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "weft/fuser/below_autograd.h"
 #include "weft/fuser/executor.h"
 #include "weft/tensor/ownership.h"
 
@@ -19,12 +19,6 @@ namespace {
 using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
-
-/// Inside a pipeline torch's autograd and autocast are off: weft differentiates and casts itself.
-struct BelowAutograd {
-  c10::impl::ExcludeDispatchKeyGuard guard{c10::autograd_dispatch_keyset_with_ADInplaceOrView |
-                                           c10::autocast_dispatch_keyset};
-};
 
 /// The whole pipeline in the autograd graph. Edges: x, parameters, extra inputs. Inputs of backward: gradients of the
 /// main output and of the extra outputs that went to the caller.

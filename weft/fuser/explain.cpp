@@ -192,7 +192,7 @@ Explanation explain(const Pipeline& pipeline, const Plan& plan, const at::Tensor
                     c10::ArrayRef<at::Tensor> extras) {
   Explanation out;
   for (const auto& stage : pipeline.stages()) {
-    out.ops.push_back(stage.op->text());
+    out.ops.push_back(stage.op->brief());
     out.op_names.emplace_back(stage.op->name());
   }
   out.forward = lines(pipeline, plan, plan.forward, false);

@@ -15,11 +15,31 @@ Spec Spec::with_last(c10::SymInt size) const {
   return other;
 }
 
-std::string BasicOp::text() const {
+namespace {
+
+template <class Keep>
+std::string print(const BasicOp& op, Keep&& keep) {
   std::string arguments;
-  for (const auto& field : fields())
-    arguments += (arguments.empty() ? "" : ", ") + field.name + "=" + to_text(field.value);
-  return std::string(name()) + "(" + arguments + ")";
+  for (const auto& field : op.fields())
+    if (keep(field)) arguments += (arguments.empty() ? "" : ", ") + field.name + "=" + to_text(field.value);
+  return std::string(op.name()) + "(" + arguments + ")";
+}
+
+}  // namespace
+
+std::string BasicOp::text() const {
+  return print(*this, [](const FieldValue&) { return true; });
+}
+
+std::string BasicOp::brief() const {
+  const auto type = op_types().find(std::string(name()));
+  return print(*this, [&](const FieldValue& field) {
+    if (type == op_types().end() || field.given == Given::always) return true;
+    const auto& defaults = type->second.fields;
+    return std::none_of(defaults.begin(), defaults.end(), [&](const FieldValue& other) {
+      return other.name == field.name && other.value == field.value;
+    });
+  });
 }
 
 static std::map<std::string, OpType>& mutable_types() {

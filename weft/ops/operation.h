@@ -42,8 +42,9 @@ class BasicOp {
   /// if the operation has extra outputs.
   virtual at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const = 0;
 
-  /// Name(field=value, …)
+  /// Name(field=value, …), with every field, or with those only that differ from their defaults.
   std::string text() const;
+  std::string brief() const;
   bool operator==(const BasicOp& other) const { return text() == other.text(); }
 };
 

@@ -56,7 +56,9 @@ void bind_ops(py::module_& m) {
       .def_property_readonly("depends_on_training", &ops::BasicOp::depends_on_training)
       .def("fields", &fields_of, "Field names and values.")
       .def("params", &params_of, "Parameters as (name, shape, dtype, init).")
-      .def("__repr__", &ops::BasicOp::text)
+      .def("__repr__", &ops::BasicOp::brief)
+      .def_property_readonly("text", &ops::BasicOp::text,
+                             "The description with every field, as a pipeline's text has it.")
       .def(
           "__eq__", [](const ops::BasicOp& a, const ops::BasicOp& b) { return a == b; }, py::is_operator())
       .def("__hash__", [](const ops::BasicOp& op) { return std::hash<std::string>{}(op.text()); });

@@ -1,0 +1,695 @@
+"""Operations and fusions that users write in Python."""
+
+import traceback
+
+import pytest
+import torch
+from plain import apply
+
+from weft import ops
+
+WIDTH = 4
+
+
+def rows(count: int = 3, **options) -> torch.Tensor:
+    return torch.randn(count, WIDTH, **options)
+
+
+def plan_lengths(seq: ops.Sequential, *inputs: torch.Tensor) -> tuple[int, int]:
+    plan = seq._runner.plan(*inputs)
+    return len(plan.forward_rules), len(plan.backward_rules)
+
+
+# ---- operations --------------------------------------------------------------------------------------------------------
+
+
+class Square(ops.BasicOperation):
+    """x², with a tensor and a free attribute left for backward."""
+
+    def op_forward(self, ctx, input_, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None):
+        if ctx.requires_grad:
+            ctx.save_for_backward(input_)
+            ctx.factor = 2
+        return input_.square()
+
+    def op_backward(self, ctx, grad_output):
+        return ctx.factor * ctx.saved_tensors[0] * grad_output, ()
+
+
+class Gain(ops.BasicOperation):
+    """x·gain + shift, with parameters, one of them in a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.randn(WIDTH))
+        self.inner = torch.nn.Module()
+        self.inner.shift = torch.nn.Parameter(torch.randn(WIDTH))
+
+    def op_forward(self, ctx, input_, **_):
+        ctx.save_for_backward(input_, self.gain)
+        return input_ * self.gain + self.inner.shift
+
+    def op_backward(self, ctx, grad_output):
+        x, gain = ctx.saved_tensors
+        return grad_output * gain, ((grad_output * x).sum(0), grad_output.sum(0))
+
+    def plain(self, x):
+        return x * self.gain + self.inner.shift
+
+
+class MultiplyAndTap(ops.BasicOperation):
+    """x·e with extra input e; returns x once more as extra output."""
+
+    num_extra_inputs = 1
+    num_extra_outputs = 1
+
+    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, basic_op_kwargs, **_):
+        (extra,) = basic_op_extra_inputs[0]
+        basic_op_ctxs[0].save_for_backward(input_, extra)
+        return input_ * extra, [(input_ + basic_op_kwargs[0].get("shift", 0.0),)]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+        x, extra = basic_op_ctxs[0].saved_tensors
+        (tap,) = basic_op_grad_extra_outputs[0]
+        dx = grad_output * extra if tap is None else grad_output * extra + tap
+        return dx, [()], [(grad_output * x,)]
+
+
+def check_against(result, expected, inputs, loss=lambda y: y.square().sum()):
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss(result), inputs), torch.autograd.grad(loss(expected), inputs))
+
+
+def test_an_operation_in_python_runs_alone():
+    x = rows(requires_grad=True)
+    check_against(Square()(x), x.square(), [x])
+
+
+def test_an_operation_in_python_runs_between_native_ones():
+    seq, x = ops.Sequential(ops.Linear(WIDTH, WIDTH), Square(), Gain(), ops.GELU()), rows(requires_grad=True)
+    inner = seq[2].plain(apply(seq[0], x)[0].square())
+    check_against(seq(x), apply(seq[3], inner)[0], [x, *seq.parameters()])
+    assert seq(x).grad_fn.next_functions[0][0].name() == "torch::autograd::AccumulateGrad", "one node in all"
+
+
+def test_parameters_of_an_operation_in_python_are_ordinary_parameters():
+    op = Gain()
+    assert [name for name, _ in op.named_parameters()] == ["gain", "inner.shift"]
+    other = Gain()
+    other.load_state_dict(op.state_dict())
+    x = rows()
+    torch.testing.assert_close(other(x), op(x))
+    op.gain.requires_grad_(False)
+    op(x).sum().backward()
+    assert op.gain.grad is None and op.inner.shift.grad is not None
+    op.gain = torch.nn.Parameter(torch.zeros(WIDTH))
+    torch.testing.assert_close(op(x), op.inner.shift.expand_as(x))
+
+
+def test_an_operation_in_python_learns_whether_a_gradient_is_wanted():
+    seen = []
+
+    class Watch(Square):
+        def op_forward(self, ctx, input_, **kwargs):
+            seen.append(ctx.requires_grad)
+            return super().op_forward(ctx, input_, **kwargs)
+
+    op = Watch()
+    op(rows(requires_grad=True))
+    op(rows())
+    with torch.no_grad():
+        op(rows(requires_grad=True))
+    assert seen == [True, False, False]
+
+
+def test_extra_tensors_of_an_operation_in_python():
+    seq = ops.Sequential(ops.ConstantScale(2.0), MultiplyAndTap(), ops.ConstantScale(3.0))
+    x, e = rows(requires_grad=True), rows(requires_grad=True)
+    y, tap = seq(x, e)
+    check_against(y, 6 * x * e, [x, e])
+    y, tap = seq(x, e)
+    torch.testing.assert_close(tap, 2 * x)
+    got = torch.autograd.grad(y.sum() + tap.square().sum(), [x, e])
+    expected = torch.autograd.grad((6 * x * e).sum() + (2 * x).square().sum(), [x, e])
+    torch.testing.assert_close(got, expected)
+
+
+def test_extra_tensors_of_an_operation_in_python_by_channel():
+    op = MultiplyAndTap().set_extra_input_channel(0, "in").set_extra_output_channel(0, "out", output_to_caller=False)
+    start = ops.MakeExtraOutput().set_extra_output_channel(0, "in", output_to_caller=False)
+    seq = ops.Sequential(start, ops.ConstantScale(2.0), op, ops.AddExtraInput().set_extra_input_channel(0, "out"))
+    x = rows(requires_grad=True)
+    check_against(seq(x), 2 * x * x + 2 * x, [x])
+
+
+def test_keywords_reach_an_operation_with_extra_tensors():
+    op, x = MultiplyAndTap(), rows()
+    _, tap = op(x, x, shift=5.0)
+    torch.testing.assert_close(tap, x + 5)
+
+
+def test_a_keyword_that_the_operation_does_not_take_is_its_own_type_error():
+    with pytest.raises(TypeError, match="speed"):
+        Square()(rows(), speed=3)
+
+
+def test_user_code_may_call_torch_and_weft_inside():
+    class Inner(ops.BasicOperation):
+        """Differentiates with torch, and calls a weft pipeline in forward."""
+
+        def __init__(self):
+            super().__init__()
+            self.tail = ops.Sequential(ops.ConstantScale(3.0), Square())
+
+        def op_forward(self, ctx, input_, **_):
+            ctx.save_for_backward(input_)
+            assert not torch.is_grad_enabled()
+            return self.tail(input_)
+
+        def op_backward(self, ctx, grad_output):
+            with torch.enable_grad():
+                x = ctx.saved_tensors[0].detach().requires_grad_()
+                return torch.autograd.grad((3 * x).square(), x, grad_output)[0], ()
+
+    seq, x = ops.Sequential(ops.ConstantScale(2.0), Inner(), ops.ConstantScale(5.0)), rows(requires_grad=True)
+    check_against(seq(x), 5 * (6 * x).square(), [x])
+
+
+def test_a_retained_graph_runs_operations_in_python_again():
+    seq, x = ops.Sequential(Square(), Gain(), MultiplyAndTap()), rows(requires_grad=True)
+    y, _ = seq(x, x.detach())
+    inputs = [x, *seq.parameters()]
+    first = torch.autograd.grad(y.sum(), inputs, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), inputs, retain_graph=True), first, rtol=0, atol=0)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), inputs), first, rtol=0, atol=0)
+
+
+def test_two_calls_keep_their_contexts_apart():
+    op = Square()
+    x, z = rows(requires_grad=True), rows(requires_grad=True)
+    first, second = op(x), op(z)
+    torch.testing.assert_close(torch.autograd.grad(first.sum(), x)[0], 2 * x)
+    torch.testing.assert_close(torch.autograd.grad(second.sum(), z)[0], 2 * z)
+
+
+def test_training_mode_reaches_the_operation():
+    class Mode(ops.BasicOperation):
+        def op_forward(self, ctx, input_, **_):
+            return input_ * (1.0 if self.training else 0.0)
+
+        def op_backward(self, ctx, grad_output):
+            return grad_output, ()
+
+    seq, x = ops.Sequential(ops.Identity(), Mode()), rows()
+    torch.testing.assert_close(seq(x), x)
+    torch.testing.assert_close(seq.eval()(x), 0 * x)
+
+
+def test_autocast_is_visible_inside_an_operation_in_python_as_outside():
+    class Product(ops.BasicOperation):
+        def op_forward(self, ctx, input_, **_):
+            return input_ @ torch.eye(WIDTH)
+
+        def op_backward(self, ctx, grad_output):
+            return grad_output, ()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        dtype = (rows() @ torch.eye(WIDTH)).dtype
+        assert Product()(rows()).dtype in (dtype, torch.float32)
+        assert ops.Sequential(ops.Identity(), Product())(rows()).dtype == Product()(rows()).dtype
+
+
+# ---- errors of operations ------------------------------------------------------------------------------------------------
+
+
+class Oops(Exception):
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Fails(ops.BasicOperation):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def op_forward(self, ctx, input_, **_):
+        if self.where == "forward":
+            self.deep_inside()
+        return input_.clone()
+
+    def op_backward(self, ctx, grad_output):
+        if self.where == "backward":
+            self.deep_inside()
+        return grad_output, ()
+
+    def deep_inside(self):
+        raise Oops(42, "from user code")
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "around",
+    [lambda op: op, lambda op: ops.Sequential(ops.Linear(WIDTH, WIDTH), op, ops.GELU())],
+    ids=["alone", "in the middle"],
+)
+def test_an_exception_keeps_its_type_value_and_traceback(where, around):
+    module = around(Fails(where))
+    with pytest.raises(Oops, match="from user code") as caught:
+        module(rows(requires_grad=True)).sum().backward()
+    assert caught.value.code == 42
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert f"op_{where}" in names and names[-1] == "deep_inside"
+
+
+def test_a_module_works_again_after_an_exception():
+    op = Fails("backward")
+    seq, x = ops.Sequential(ops.Linear(WIDTH, WIDTH), op, ops.GELU()), rows(requires_grad=True)
+    for where in ("forward", "backward"):
+        op.where = where
+        with pytest.raises(Oops):
+            seq(x).sum().backward()
+    op.where = "nowhere"
+    seq(x).sum().backward()
+    assert x.grad is not None
+
+
+def test_keyboard_interrupt_passes_through():
+    class Interrupted(Square):
+        def op_backward(self, ctx, grad_output):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Interrupted()(rows(requires_grad=True)).sum().backward()
+
+
+class NoForward(ops.BasicOperation):
+    pass
+
+
+class NoBackward(ops.BasicOperation):
+    def op_forward(self, ctx, input_, **_):
+        return input_.clone()
+
+
+class ForgotExtras(Square):
+    num_extra_inputs = 1
+
+
+def returns(forward=None, backward=None):
+    """An operation whose passes return what is given here."""
+
+    class Returns(ops.BasicOperation):
+        def fuser_forward(self, basic_op_ctxs, input_, **_):
+            return forward(input_) if forward else (input_.clone(), [()])
+
+        def fuser_backward(self, basic_op_ctxs, grad_output, **_):
+            return backward(grad_output) if backward else (grad_output, [()], [()])
+
+    return Returns()
+
+
+WRONG = {
+    "no forward": (NoForward, NotImplementedError, "NoForward"),
+    "no backward": (NoBackward, NotImplementedError, "NoBackward"),
+    "extra tensors without fuser_forward": (ForgotExtras, RuntimeError, "ForgotExtras.*1 extra input"),
+    "output is not a tensor": (lambda: returns(lambda x: ("y", [()])), TypeError, "str"),
+    "output is None": (lambda: returns(lambda x: (None, [()])), (TypeError, RuntimeError, ValueError), "Returns|tensor"),
+    "too many extra outputs": (lambda: returns(lambda x: (x, [(x,)])), RuntimeError, "Returns.*1 extra output.*has 0"),
+    "extra outputs of another operation": (lambda: returns(lambda x: (x, [(), ()])), RuntimeError, "Returns.*2 of 1"),
+    "too many parameter gradients": (
+        lambda: returns(backward=lambda dy: (dy, [(dy,)], [()])),
+        RuntimeError,
+        "Returns.*1 parameter gradient.*has 0",
+    ),
+    "gradient is not a tensor": (lambda: returns(backward=lambda dy: (3.0, [()], [()])), TypeError, "float"),
+    "not a pair": (lambda: returns(lambda x: x[0, 0]), Exception, "."),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_operation_is_told_what_is_wrong(kind):
+    make, error, message = WRONG[kind]
+    op = make()
+    inputs = [rows(requires_grad=True)] + [rows()] * op.num_extra_inputs
+    with pytest.raises(error, match=message):
+        ops.Sequential(ops.Identity(), op)(*inputs).sum().backward()
+
+
+def test_a_gradient_of_the_wrong_shape_is_refused():
+    op = returns(backward=lambda dy: (dy[:, :1].expand(-1, 7), [()], [()]))
+    with pytest.raises(RuntimeError, match="shape"):
+        op(rows(requires_grad=True)).sum().backward()
+
+
+def test_a_python_pass_put_over_a_native_operation_is_used_or_refused():
+    """In the reference an operation is changed by overriding its passes; the override must never be ignored."""
+
+    class Tripled(ops.GELU):
+        def op_forward(self, ctx, input_, **_):
+            return 3 * input_
+
+        def op_backward(self, ctx, grad_output):
+            return 3 * grad_output, ()
+
+    x = rows(requires_grad=True)
+    for call in (lambda: Tripled()(x), lambda: ops.Sequential(ops.Identity(), Tripled())(x)):
+        try:
+            y = call()
+        except (TypeError, NotImplementedError, RuntimeError) as error:
+            assert "Tripled" in str(error) or "op_forward" in str(error)
+            continue
+        check_against(y, 3 * x, [x])
+
+
+# ---- fusions -------------------------------------------------------------------------------------------------------------
+
+
+class Joined(ops.FusedOperation):
+    """Two ConstantScales in one. Counts its passes; fills what the parts' own passes expect (they save nothing)."""
+
+    forwards = backwards = 0
+
+    def factor(self):
+        return self.basic_ops[0].scale * self.basic_ops[1].scale
+
+    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, basic_op_kwargs, **_):
+        type(self).forwards += 1
+        assert len(basic_op_ctxs) == len(basic_op_extra_inputs) == len(basic_op_kwargs) == 2
+        return input_ * self.factor(), [(), ()]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+        type(self).backwards += 1
+        assert len(basic_op_ctxs) == len(basic_op_grad_extra_outputs) == 2
+        return grad_output * self.factor(), [(), ()], [(), ()]
+
+
+def join_scales(made, fused_type=Joined):
+    def function(ops_, *, recipe):
+        assert recipe is None
+        out = []
+        for op in ops_:
+            if out and isinstance(op, ops.ConstantScale) and isinstance(out[-1], ops.ConstantScale):
+                out.append(fused_type([out.pop(), op]))
+                made.append(out[-1])
+            else:
+                out.append(op)
+        return out
+
+    return function
+
+
+REGISTER = {
+    "forward": (ops.register_forward_fusion, (1, 0), (2, 3)),
+    "backward": (ops.register_backward_fusion, (0, 1), (3, 2)),
+    "joint": (ops.register_forward_backward_fusion, (1, 1), (2, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", REGISTER)
+def test_a_fusion_replaces_its_operations_in_its_pass(kind):
+    register, runs, lengths = REGISTER[kind]
+    made = []
+    fused_type = type("Joined", (Joined,), {})
+    seq, x = ops.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0), ops.GELU()), rows(requires_grad=True)
+    expected = apply(ops.GELU(), 6 * x)[0]
+    with register(join_scales(made, fused_type)):
+        check_against(seq(x), expected, [x])
+        assert (fused_type.forwards, fused_type.backwards) == runs
+        assert plan_lengths(seq, x) == lengths
+        assert len(made) == 1, "one object, also when it serves both passes"
+    check_against(seq(x), expected, [x])
+    assert (fused_type.forwards, fused_type.backwards) == runs
+    assert plan_lengths(seq, x) == (3, 3)
+
+
+def test_a_handle_removes_its_function_once_and_only_its_own():
+    first, second = [], []
+    one = ops.register_forward_fusion(join_scales(first))
+    two = ops.register_forward_fusion(lambda ops_, *, recipe: second.append(1) or ops_)
+    try:
+        seq, x = ops.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0)), rows()
+        seq(x)
+        one.remove()
+        one.remove()
+        seq(x)
+        assert (len(first), len(second)) == (1, 2)
+    finally:
+        one.remove()
+        two.remove()
+
+
+def test_functions_run_in_order_of_registration_and_prepended_ones_first():
+    order = []
+
+    def named(name):
+        return lambda ops_, *, recipe: order.append(name) or ops_
+
+    with (
+        ops.register_forward_fusion(named("second")),
+        ops.register_forward_fusion(named("third")),
+        ops.register_forward_fusion(named("first"), prepend=True),
+    ):
+        ops.Sequential(ops.GELU())(rows())
+    assert order == ["first", "second", "third"]
+
+
+def test_an_operation_taken_by_one_fusion_is_not_seen_by_the_next():
+    taken, left = [], []
+
+    def watch(ops_, *, recipe):
+        left.extend(type(op).__name__ for op in ops_ if isinstance(op, ops.BasicOperation))
+        return ops_
+
+    with ops.register_forward_fusion(join_scales(taken)), ops.register_forward_fusion(watch):
+        x = rows()
+        seq = ops.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0), ops.GELU())
+        torch.testing.assert_close(seq(x), apply(ops.GELU(), 6 * x)[0])
+    assert len(taken) == 1 and left == ["GELU"]
+
+
+def test_a_fusion_over_operations_in_python_may_leave_their_contexts_to_them():
+    """Forward is fused, backward is not: the fused forward fills what each part's own backward reads."""
+
+    class SquareThenGain(ops.FusedOperation):
+        def fuser_forward(self, basic_op_ctxs, input_, **_):
+            middle = input_.square()
+            gain = self.basic_ops[1]
+            basic_op_ctxs[0].save_for_backward(input_)
+            basic_op_ctxs[0].factor = 2
+            basic_op_ctxs[1].save_for_backward(middle, gain.gain)
+            return gain.plain(middle), [(), ()]
+
+    def function(ops_, *, recipe):
+        return [SquareThenGain(ops_)] if [type(op) for op in ops_] == [Square, Gain] else ops_
+
+    seq, x = ops.Sequential(Square(), Gain()), rows(requires_grad=True)
+    with ops.register_forward_fusion(function):
+        y = seq(x)
+        assert plan_lengths(seq, x) == (1, 2)
+        check_against(y, seq[1].plain(x.square()), [x, *seq.parameters()])
+
+
+def test_a_joint_fusion_over_native_operations_keeps_its_own_tensors_and_attributes():
+    class LinearSquare(ops.FusedOperation):
+        """(x Wᵀ)², saving the product instead of what the parts save."""
+
+        def fuser_forward(self, basic_op_ctxs, input_, **_):
+            weight = self.basic_ops[0].weight
+            product = input_ @ weight.t()
+            basic_op_ctxs[0].save_for_backward(input_, weight, product)
+            basic_op_ctxs[0].note = "mine"
+            return product.square(), [(), ()]
+
+        def fuser_backward(self, basic_op_ctxs, grad_output, **_):
+            x, weight, product = basic_op_ctxs[0].saved_tensors
+            assert basic_op_ctxs[0].note == "mine"
+            inner = 2 * product * grad_output
+            return inner @ weight, [(inner.t() @ x,), ()], [(), ()]
+
+    def function(ops_, *, recipe):
+        match = len(ops_) == 2 and isinstance(ops_[0], ops.BasicLinear) and isinstance(ops_[1], Square)
+        return [LinearSquare(ops_)] if match else ops_
+
+    seq, x = ops.Sequential(ops.BasicLinear(WIDTH, WIDTH), Square()), rows(requires_grad=True)
+    with ops.register_forward_backward_fusion(function):
+        y = seq(x)
+        check_against(y, (x @ seq[0].weight.t()).square(), [x, seq[0].weight])
+        y = seq(x)
+        first = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), x), first)
+
+
+def test_keywords_reach_the_parts_of_a_fusion():
+    seen = []
+
+    class TwoTaps(ops.FusedOperation):
+        def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_kwargs, **_):
+            seen.append([dict(given) for given in basic_op_kwargs])
+            return input_, [(), ()]
+
+    a, b = Square(), Square()
+    seq = ops.Sequential(a, b)
+    with ops.register_forward_fusion(lambda ops_, *, recipe: [TwoTaps(ops_)] if len(ops_) == 2 else ops_):
+        seq(rows(), op_kwargs={b: {"depth": 2}})
+    assert seen == [[{}, {"depth": 2}]]
+
+
+# ---- fusions and channels ---------------------------------------------------------------------------------------------------
+
+
+class TapBiasAdd(ops.FusedOperation):
+    """MakeExtraOutput, Bias, AddExtraInput in one: wires the channel between its first and last part itself."""
+
+    returns_tap = True
+
+    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **_):
+        assert basic_op_extra_inputs == [(), (), (None,)], "a channel from inside is not handed in"
+        tap = input_ if self.returns_tap else None
+        return 2 * input_ + self.basic_ops[1].bias, [(tap,), (), ()]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+        (tap,), _, _ = basic_op_grad_extra_outputs
+        dx = 2 * grad_output if tap is None else 2 * grad_output + tap
+        return dx, [(), (grad_output.sum(0),), ()], [(), (), (grad_output,)]
+
+
+class TapBiasAddSilent(TapBiasAdd):
+    returns_tap = False
+
+
+def residual_bias(to_caller: bool, extra_reader: bool = False) -> ops.Sequential:
+    seq = ops.Sequential(
+        ops.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=to_caller),
+        ops.Bias(WIDTH),
+        ops.AddExtraInput().set_extra_input_channel(0, "r"),
+    )
+    torch.nn.init.normal_(seq[1].bias)
+    if extra_reader:
+        seq.append(ops.AddExtraInput().set_extra_input_channel(0, "r"))
+    return seq
+
+
+def fuse_first_three(fused_type):
+    def function(ops_, *, recipe):
+        if not isinstance(ops_[0], ops.MakeExtraOutput):
+            return ops_
+        return [fused_type(ops_[:3]), *ops_[3:]]
+
+    return function
+
+
+@pytest.mark.parametrize("kind", REGISTER)
+@pytest.mark.parametrize("to_caller", [True, False], ids=["public", "hidden"])
+@pytest.mark.parametrize("residual_grad", [True, False])
+def test_a_fusion_wires_channels_between_its_own_parts(kind, to_caller, residual_grad):
+    register, runs, _ = REGISTER[kind]
+    fused_type = TapBiasAdd if to_caller else TapBiasAddSilent
+    seq, x, dy, dres = residual_bias(to_caller), rows(requires_grad=True), rows(), rows()
+    residual_grad = residual_grad and to_caller
+    with register(fuse_first_three(fused_type)):
+        out = seq(x)
+        y = out[0] if to_caller else out
+        torch.testing.assert_close(y, 2 * x + seq[1].bias)
+        torch.autograd.backward([y, out[1]] if residual_grad else [y], [dy, dres] if residual_grad else [dy])
+        assert plan_lengths(seq, x) == tuple(1 if ran else 3 for ran in runs)
+    torch.testing.assert_close(x.grad, 2 * dy + (dres if residual_grad else 0))
+    torch.testing.assert_close(seq[1].bias.grad, dy.sum(0))
+
+
+@pytest.mark.parametrize("kind", REGISTER)
+def test_a_channel_read_inside_and_outside_of_a_fusion(kind):
+    seq, x = residual_bias(False, extra_reader=True), rows(requires_grad=True)
+    with REGISTER[kind][0](fuse_first_three(TapBiasAdd)):
+        check_against(seq(x), 3 * x + seq[1].bias, [x, seq[1].bias])
+
+
+@pytest.mark.parametrize("kind", ["forward", "joint"])
+@pytest.mark.parametrize("to_caller, message", [(True, "is public"), (False, "outside its forward fusion")])
+def test_a_fusion_must_return_what_others_read(kind, to_caller, message):
+    seq = residual_bias(to_caller, extra_reader=not to_caller)
+    with REGISTER[kind][0](fuse_first_three(TapBiasAddSilent)), pytest.raises(RuntimeError, match=message) as caught:
+        seq(rows())
+    assert "TapBiasAddSilent" in str(caught.value)
+
+
+# ---- wrong fusions --------------------------------------------------------------------------------------------------------------
+
+
+WRONG_LISTS = {
+    "drops one": lambda ops_: ops_[:-1],
+    "another order": lambda ops_: ops_[::-1],
+    "another operation": lambda ops_: [ops.ConstantScale(1.0), *ops_[1:]],
+    "one twice": lambda ops_: [*ops_, ops_[-1]],
+    "nothing": lambda ops_: [],
+    "not a list": lambda ops_: None,
+    "a fused one over others": lambda ops_: [Joined([ops.ConstantScale(1.0), ops.ConstantScale(1.0)])],
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_LISTS)
+@pytest.mark.parametrize("which", REGISTER)
+def test_a_function_must_return_the_same_operations_in_order(kind, which):
+    def spoils(ops_, *, recipe):
+        return WRONG_LISTS[kind](ops_)
+
+    seq, x = ops.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0)), rows()
+    with REGISTER[which][0](spoils), pytest.raises((RuntimeError, TypeError), match="spoils|NoneType"):
+        seq(x)
+    torch.testing.assert_close(seq(x), 6 * x)
+
+
+def test_an_exception_in_a_fusion_function_keeps_its_type():
+    def broken(ops_, *, recipe):
+        raise Oops(7, "in the function")
+
+    with ops.register_forward_fusion(broken), pytest.raises(Oops, match="in the function"):
+        ops.Sequential(ops.GELU())(rows())
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_in_a_fused_pass_keeps_its_type(where):
+    class Broken(ops.FusedOperation):
+        def fuser_forward(self, basic_op_ctxs, input_, **_):
+            if where == "forward":
+                raise Oops(7, "fused")
+            return input_.clone(), [()]
+
+        def fuser_backward(self, basic_op_ctxs, grad_output, **_):
+            raise Oops(7, "fused")
+
+    with (
+        ops.register_forward_backward_fusion(lambda ops_, *, recipe: [Broken(ops_[:1]), *ops_[1:]]),
+        pytest.raises(Oops, match="fused"),
+    ):
+        ops.Sequential(ops.GELU(), ops.ConstantScale(2.0))(rows(requires_grad=True)).sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_a_fused_operation_without_the_pass_it_stands_for_is_named(kind):
+    class Lacks(ops.FusedOperation):
+        pass
+
+    with (
+        REGISTER[kind][0](lambda ops_, *, recipe: [Lacks(ops_)]),
+        pytest.raises(NotImplementedError, match="Lacks"),
+    ):
+        ops.Sequential(ops.GELU())(rows(requires_grad=True)).sum().backward()
+
+
+def test_a_fused_operation_needs_parts():
+    with pytest.raises(ValueError, match="FusedOperation"):
+        ops.FusedOperation([])
+
+
+# ---- a user's fused operation as a module -----------------------------------------------------------------------------------------
+
+
+def test_a_users_fused_operation_runs_its_parts_and_shows_their_parameters():
+    pair = ops.FusedOperation([ops.BasicLinear(WIDTH, WIDTH), ops.Bias(WIDTH)])
+    x = rows(requires_grad=True)
+    expected = x @ pair.basic_ops[0].weight.t() + pair.basic_ops[1].bias
+    for module in (pair, ops.Sequential(ops.Identity(), pair)):
+        check_against(module(x), expected, [x, pair.basic_ops[0].weight, pair.basic_ops[1].bias])
+        assert {id(p) for p in module.parameters()} == {id(pair.basic_ops[0].weight), id(pair.basic_ops[1].bias)}
+    assert "basic_ops.0.weight" in pair.state_dict()

@@ -1,0 +1,29 @@
+#pragma once
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "weft/fuser/fuser.h"
+
+namespace weft::fuser {
+
+/// The two passes of a pipeline as plain functions of tensors and text: no object lives between them, so a dispatcher
+/// op, an exported program or another process can call them.
+///
+/// `text` is what `describe` returns: the pipeline and the kind of call, e.g.
+///   GELU(cache_quantized_input=false) @call(autocast=none, eval=0, tensors="cpu:float32:gc")
+/// with one word per tensor (x, extra inputs, parameters): device, dtype, g: a gradient is wanted, c: contiguous.
+std::string describe(const Pipeline& pipeline, const fused::PlanKey& key);
+
+struct Forward {
+  std::vector<at::Tensor> outputs;  // the main one, then the extra ones
+  std::vector<at::Tensor> saved;    // for `backward`; undefined where a slot stays empty
+};
+Forward forward(const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras, std::string_view text);
+
+/// Gradients of x, parameters and extra inputs, in this order; undefined where none was wanted. `grads` belong to
+/// `outputs`, an undefined one is zero.
+std::vector<at::Tensor> backward(c10::ArrayRef<at::Tensor> grads, c10::ArrayRef<at::Tensor> saved, ops::Params params,
+                                 std::string_view text);
+
+}  // namespace weft::fuser

@@ -1,0 +1,72 @@
+#include "weft/nn/fusible.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <cmath>
+
+namespace weft::nn {
+
+fuser::Fuser& Fusible::fuser() {
+  if (!fuser_) fuser_ = std::make_shared<fuser::Fuser>(fuser::Pipeline(stages()));
+  return *fuser_;
+}
+
+uint64_t Fusible::eval_mask() {
+  uint64_t mask = 0;
+  const auto& pipeline = fuser().pipeline();
+  for (int i = 0; i < pipeline.size(); ++i)
+    if (pipeline.eval_bit(i) >= 0 && !stage_trains(i)) mask |= uint64_t{1} << pipeline.eval_bit(i);
+  return mask;
+}
+
+at::Tensor Fusible::forward(const at::Tensor& x) {
+  auto outputs = fuser()(x, operands(), {}, eval_mask());
+  TORCH_CHECK_VALUE(outputs.size() == 1, name(), " returns ", outputs.size() - 1,
+                    " extra outputs; call forward_extra.");
+  return std::move(outputs[0]);
+}
+
+std::vector<at::Tensor> Fusible::forward_extra(const at::Tensor& x, std::vector<at::Tensor> extras) {
+  fuser::Tensors given(std::make_move_iterator(extras.begin()), std::make_move_iterator(extras.end()));
+  extras.clear();
+  auto outputs = fuser()(x, operands(), std::move(given), eval_mask());
+  return {std::make_move_iterator(outputs.begin()), std::make_move_iterator(outputs.end())};
+}
+
+fuser::Explanation Fusible::explain(const at::Tensor& x, const std::vector<at::Tensor>& extras) {
+  return fuser::explain(fuser(), x, operands(), extras, eval_mask());
+}
+
+void Fusible::own_parameters(const ops::BasicOp& op) {
+  for (const auto& spec : op.params())
+    register_parameter(spec.name, at::empty(spec.shape, at::TensorOptions().dtype(spec.dtype)));
+  initialize(op);
+}
+
+void Fusible::initialize(const ops::BasicOp& op) {
+  const at::NoGradGuard no_grad;
+  for (const auto& spec : op.params()) {
+    auto& param = named_parameters(/*recurse=*/false)[spec.name];
+    const auto bound =
+        spec.shape.empty() || spec.shape.back() == 0 ? 0.0 : 1 / std::sqrt(static_cast<double>(spec.shape.back()));
+    if (spec.init == ops::Init::fan_in_uniform) {
+      param.uniform_(-bound, bound);
+    } else {
+      param.fill_(spec.init == ops::Init::ones ? 1 : 0);
+    }
+  }
+}
+
+void Fusible::copy_values(const Fusible& other, const std::optional<at::Device>& device) {
+  const at::NoGradGuard no_grad;
+  auto mine = parameters(/*recurse=*/false);
+  const auto theirs = other.parameters(/*recurse=*/false);
+  for (size_t i = 0; i < mine.size(); ++i) {
+    mine[i].set_data(device ? theirs[i].to(*device, /*non_blocking=*/false, /*copy=*/true) : theirs[i].clone());
+    mine[i].requires_grad_(theirs[i].requires_grad());
+  }
+  train(other.is_training());
+}
+
+}  // namespace weft::nn

@@ -1,0 +1,52 @@
+#pragma once
+#include <torch/nn/module.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "weft/fuser/explain.h"
+#include "weft/fuser/fuser.h"
+
+namespace weft::nn {
+
+/// A torch::nn module that a pipeline can take in: it owns the parameters of a few basic operations. Called alone, it
+/// runs a pipeline of its own.
+class Fusible : public torch::nn::Module {
+ public:
+  using torch::nn::Module::Module;
+
+  /// Its basic operations with their channels, in order.
+  virtual std::vector<fuser::Stage> stages() const = 0;
+  /// Their parameters, in the order of the operations.
+  virtual std::vector<at::Tensor> operands() const = 0;
+  /// Initialises the parameters anew.
+  virtual void reset_parameters() = 0;
+
+  /// For operations without extra tensors.
+  at::Tensor forward(const at::Tensor& x);
+  /// The main output and the extra ones. An extra input that is moved in and held nowhere else may be overwritten by an
+  /// operation with `in_place`.
+  std::vector<at::Tensor> forward_extra(const at::Tensor& x, std::vector<at::Tensor> extras);
+  fuser::Explanation explain(const at::Tensor& x, const std::vector<at::Tensor>& extras = {});
+
+ protected:
+  /// Registers and initialises what `op` asks for.
+  void own_parameters(const ops::BasicOp& op);
+  void initialize(const ops::BasicOp& op);
+  /// Takes copies of another module's parameter values; for clone().
+  void copy_values(const Fusible& other, const std::optional<at::Device>& device);
+
+  /// Whether stage i runs in training mode.
+  virtual bool stage_trains(int) const { return is_training(); }
+  /// To be called when `stages()` changed.
+  void restart() { fuser_.reset(); }
+
+ private:
+  fuser::Fuser& fuser();
+  uint64_t eval_mask();
+
+  std::shared_ptr<fuser::Fuser> fuser_;
+};
+
+}  // namespace weft::nn

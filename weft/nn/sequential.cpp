@@ -1,0 +1,45 @@
+#include "weft/nn/sequential.h"
+
+namespace weft::nn {
+
+void SequentialImpl::push_back(std::shared_ptr<Fusible> module) {
+  register_module(std::to_string(modules_.size()), module);
+  modules_.push_back(std::move(module));
+  restart();
+}
+
+std::vector<fuser::Stage> SequentialImpl::stages() const {
+  std::vector<fuser::Stage> list;
+  for (const auto& module : modules_)
+    for (auto& stage : module->stages()) list.push_back(std::move(stage));
+  return list;
+}
+
+std::vector<at::Tensor> SequentialImpl::operands() const {
+  std::vector<at::Tensor> list;
+  for (const auto& module : modules_)
+    for (auto& operand : module->operands()) list.push_back(std::move(operand));
+  return list;
+}
+
+void SequentialImpl::reset_parameters() {
+  for (const auto& module : modules_) module->reset_parameters();
+}
+
+std::shared_ptr<torch::nn::Module> SequentialImpl::clone(const std::optional<at::Device>& device) const {
+  auto copy = std::make_shared<SequentialImpl>();
+  for (const auto& module : modules_) copy->push_back(std::dynamic_pointer_cast<Fusible>(module->clone(device)));
+  copy->train(is_training());
+  return copy;
+}
+
+bool SequentialImpl::stage_trains(int i) const {
+  for (const auto& module : modules_) {
+    const int count = static_cast<int>(module->stages().size());
+    if (i < count) return module->is_training();
+    i -= count;
+  }
+  return is_training();
+}
+
+}  // namespace weft::nn
