@@ -69,7 +69,12 @@ class Linear(FusedOperation):
         cls = native_classes[name]
         part = cls.__new__(cls)
         torch.nn.Module.__init__(part)
-        for key, value in (("_op", _C.make_op(name, fields)), ("_group", None), ("_tracker", self._tracker), ("_owner", self)):
+        for key, value in (
+            ("_op", _C.make_op(name, fields)),
+            ("_group", None),
+            ("_tracker", self._tracker),
+            ("_owner", self),
+        ):
             object.__setattr__(part, key, value)
         part.__dict__["_parameters"] = self._parameters
         return part
@@ -83,7 +88,12 @@ class Linear(FusedOperation):
         return self._part_specs[0][1]["out_features"]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "bias" and value is not None and "bias" in self.__dict__.get("_parameters", {}) and not self._has_bias():
+        if (
+            name == "bias"
+            and value is not None
+            and "bias" in self.__dict__.get("_parameters", {})
+            and not self._has_bias()
+        ):
             raise ValueError("Linear was made with bias=False; it takes no bias.")
         super().__setattr__(name, value)
 
@@ -105,7 +115,9 @@ class Linear(FusedOperation):
 
     def _keys(self) -> dict[str, str]:
         """Parameter name → key of the part that uses it."""
-        return {name: f"basic_ops.{i}.{name}" for i, part in enumerate(self.basic_ops) for name, *_ in part._op.params()}
+        return {
+            name: f"basic_ops.{i}.{name}" for i, part in enumerate(self.basic_ops) for name, *_ in part._op.params()
+        }
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -115,7 +127,9 @@ class Linear(FusedOperation):
         for i, part in enumerate(self.basic_ops):
             destination[f"{prefix}basic_ops.{i}._extra_state"] = part.get_extra_state()
 
-    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs) -> None:
+    def _load_from_state_dict(
+        self, state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
         local = dict(state_dict)
         for i in range(len(self.basic_ops)):
             local.pop(f"{prefix}basic_ops.{i}._extra_state", None)
@@ -123,7 +137,9 @@ class Linear(FusedOperation):
             if prefix + key in local:
                 local[prefix + name] = local.pop(prefix + key)
         missing: list[str] = []
-        torch.nn.Module._load_from_state_dict(self, local, prefix, metadata, strict, missing, unexpected_keys, error_msgs)
+        torch.nn.Module._load_from_state_dict(
+            self, local, prefix, metadata, strict, missing, unexpected_keys, error_msgs
+        )
         keys = self._keys()
         missing_keys.extend(prefix + keys.get(key.removeprefix(prefix), key.removeprefix(prefix)) for key in missing)
         forgive_extra_state(prefix, missing_keys)

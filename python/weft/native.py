@@ -27,6 +27,15 @@ class NativeOperation(BasicOperation):
     _fields: tuple[str, ...]
     __signature__: inspect.Signature
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in ("op_forward", "op_backward", "fuser_forward", "fuser_backward"):
+            if name in cls.__dict__:
+                raise TypeError(
+                    f"{cls.__name__}.{name} would never run: {cls.__mro__[1].__name__} is computed in C++. "
+                    "Derive from weft.ops.BasicOperation to write an operation in Python"
+                )
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         bound = self.__signature__.bind(*args, **kwargs)
@@ -124,7 +133,10 @@ def initialize(
         if param is None or (only_meta and param.device.type != "meta"):
             continue
         if device is not None and param.device != torch.device(device):
-            old, param = param, torch.nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+            old, param = (
+                param,
+                torch.nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad),
+            )
             param.__dict__.update(old.__dict__)
             module._parameters[name] = param
         if param.device.type == "meta":

@@ -225,11 +225,7 @@ class FusedOperation(FusibleOperation):
         super().__init__()
         if not basic_ops:
             raise ValueError(f"{type(self).__name__} needs at least one basic operation")
-        object.__setattr__(self, "_basic_ops", list(basic_ops))
-
-    @property
-    def basic_ops(self) -> list[BasicOperation]:
-        return self._basic_ops
+        self.basic_ops = torch.nn.ModuleList(basic_ops)
 
     def _stages(self) -> list[BasicOperation]:
         return list(self.basic_ops)
@@ -292,7 +288,9 @@ def _run_forward(op, ctxs, input_, extra_inputs, keywords):
     parts = op._stages()
     extra_outputs = [tuple(outputs or ()) for outputs in (extra_outputs or [()] * len(parts))]
     if len(extra_outputs) != len(parts):
-        raise RuntimeError(f"{type(op).__name__} returned extra outputs for {len(extra_outputs)} of {len(parts)} operations")
+        raise RuntimeError(
+            f"{type(op).__name__} returned extra outputs for {len(extra_outputs)} of {len(parts)} operations"
+        )
     for part, outputs in zip(parts, extra_outputs, strict=True):
         if len(outputs) != part.num_extra_outputs:
             raise RuntimeError(
@@ -316,7 +314,11 @@ def _run_backward(op, ctxs, grad_output, grad_extra_outputs, param_counts, extra
                 )
         return [row or (None,) * count for row, count in zip(rows, counts, strict=True)]
 
-    return grad_input, complete("parameter", grad_params, param_counts), complete("extra input", grad_extra_inputs, extra_counts)
+    return (
+        grad_input,
+        complete("parameter", grad_params, param_counts),
+        complete("extra input", grad_extra_inputs, extra_counts),
+    )
 
 
 _C.set_bridge(OperationContext, _run_forward, _run_backward)

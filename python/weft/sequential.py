@@ -23,9 +23,24 @@ def boundary_reason(module: torch.nn.Module) -> str | None:
         return "it has hooks, which only a call of its own runs"
     if any(getattr(torch_module, "_global" + hooks) for hooks in _HOOKS):
         return "global module hooks are registered, which only calls of modules run"
-    if "forward" in module.__dict__:
-        return "its forward was replaced"
+    if "forward" in module.__dict__ or type(module).forward is not FusibleOperation.forward:
+        return "it has a forward of its own"
     return None
+
+
+def _joins(module: torch.nn.Module) -> bool:
+    """Whether a nested Sequential does nothing but run its modules, so that these may join an outer pipeline."""
+    plain = isinstance(module, Sequential) and type(module).forward is Sequential.forward
+    return plain and "forward" not in module.__dict__ and not any(getattr(module, hooks) for hooks in _HOOKS)
+
+
+def _scoped(scope: str, bindings: Any) -> Any:
+    """Channel names belong to the Sequential they are used in."""
+    inputs, outputs = bindings
+    return (
+        [channel and scope + channel for channel in inputs],
+        [(channel and scope + channel, to_caller) for channel, to_caller in outputs],
+    )
 
 
 class _Same:
@@ -144,20 +159,22 @@ class Sequential(torch.nn.Module):
 
     # ---- groups ---------------------------------------------------------------------------------------------------
 
-    def _leaves(self) -> list[torch.nn.Module]:
-        leaves: list[torch.nn.Module] = []
-        for module in self._modules.values():
-            join = self.fuse_nested and isinstance(module, Sequential) and not any(getattr(module, h) for h in _HOOKS)
-            leaves.extend(module._leaves() if join else [module])
+    def _leaves(self, scope: str = "") -> list[tuple[torch.nn.Module, str]]:
+        """The modules to run, with the scope of their channel names."""
+        leaves: list[tuple[torch.nn.Module, str]] = []
+        for key, module in self._modules.items():
+            join = self.fuse_nested and _joins(module)
+            leaves.extend(module._leaves(f"{scope}{key}/") if join else [(module, scope)])
         return leaves
 
     def _signature(self) -> Any:
         described: list[Any] = []
-        for module in self._leaves():
-            reason = boundary_reason(module)
+        for module, scope in self._leaves():
             stages = module._stages() if isinstance(module, FusibleOperation) else []
+            extras = (module.num_extra_inputs, module.num_extra_outputs) if isinstance(module, Sequential) else None
             # Setting a field makes a new description; the signature keeps the old one alive, so that identity tells.
-            described.append((_Same(module), reason, [(_Same(op._description()), op._bindings()) for op in stages]))
+            operations = [(_Same(op._description()), op._bindings()) for op in stages]
+            described.append((_Same(module), scope, boundary_reason(module), extras, operations))
         return described
 
     def _fresh_groups(self) -> list[_Group]:
@@ -191,7 +208,9 @@ class Sequential(torch.nn.Module):
 
     # ---- the call -------------------------------------------------------------------------------------------------
 
-    def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, op_kwargs: dict[Any, dict[str, Any]] | None = None):
+    def forward(
+        self, input: torch.Tensor, *extra_inputs: torch.Tensor, op_kwargs: dict[Any, dict[str, Any]] | None = None
+    ):
         runner = self._runner
         if runner is not None and op_kwargs is None:
             output = runner(input, *extra_inputs)
@@ -212,7 +231,7 @@ class Sequential(torch.nn.Module):
         leaves = self._leaves()
         for target, given in (op_kwargs or {}).items():
             module = self[target] if isinstance(target, int) else target
-            if not any(module is leaf for leaf in leaves):
+            if not any(module is leaf for leaf, _ in leaves):
                 raise ValueError(f"op_kwargs names {target!r}, which is not in this Sequential")
             if not isinstance(module, FusibleOperation):
                 raise ValueError(f"op_kwargs names {type(module).__name__}, which is not a weft operation")
@@ -226,12 +245,13 @@ class Sequential(torch.nn.Module):
         return explain(self, *inputs)
 
 
-def _split(leaves: list[torch.nn.Module]) -> list[_Group]:
+def _split(leaves: list[tuple[torch.nn.Module, str]]) -> list[_Group]:
     """Runs of operations that a pipeline may take in, and single modules between them."""
     groups: list[_Group] = []
-    for module in leaves:
+    for module, scope in leaves:
         reason = boundary_reason(module)
-        stages = [(op, op._bindings()) for op in module._stages()] if isinstance(module, FusibleOperation) else []
+        operations = module._stages() if isinstance(module, FusibleOperation) else []
+        stages = [(op, _scoped(scope, op._bindings())) for op in operations]
         if reason is None and groups and groups[-1].reason is None:
             groups[-1].modules.append(module)
             groups[-1].stages.extend(stages)
@@ -240,49 +260,51 @@ def _split(leaves: list[torch.nn.Module]) -> list[_Group]:
     return groups
 
 
-def _wire(groups: list[_Group]) -> list[_Group]:
-    """Channels inside a group stay with its pipeline; those between groups become its extra inputs and outputs."""
+def _producers(groups: list[_Group]) -> dict[str, int]:
+    """The group in which each channel is made."""
     producers: dict[str, int] = {}
     for g, group in enumerate(groups):
         for _, (_, outputs) in group.stages:
-            for channel, _ in outputs:
-                if channel is None:
-                    continue
+            for channel in (channel for channel, _ in outputs if channel is not None):
                 if channel in producers:
                     raise ValueError(f"Channel '{channel}' has multiple producers.")
                 producers[channel] = g
-    crossing = {
-        channel
-        for g, group in enumerate(groups)
-        for _, (inputs, _) in group.stages
-        for channel in inputs
-        if channel is not None and producers.get(channel, g) != g
-    }
+    return producers
+
+
+def _comes_from_outside(channel: str | None, g: int, group: _Group, producers: dict[str, int]) -> bool:
+    """Whether group g must be given an extra input; if not, its own pipeline routes the channel."""
+    if channel is None:
+        return True
+    if channel not in producers:
+        raise ValueError(f"Channel '{channel}' has no producer.")
+    if producers[channel] == g and group.reason is None:
+        return False
+    if producers[channel] >= g:
+        raise ValueError(f"Channel '{channel}' has no earlier producer.")
+    return True
+
+
+def _wire(groups: list[_Group]) -> list[_Group]:
+    """Channels inside a group stay with its pipeline; those between groups become its extra inputs and outputs."""
+    producers = _producers(groups)
+    read_by = [(channel, g) for g, group in enumerate(groups) for _, (inputs, _) in group.stages for channel in inputs]
+    crossing = {channel for channel, g in read_by if producers.get(channel, g) != g}
     for g, group in enumerate(groups):
-        if isinstance(group.modules[0], Sequential):
-            group.sources = [None] * group.modules[0].num_extra_inputs
-            group.targets = [(None, True)] * group.modules[0].num_extra_outputs
-        rewired = []
+        first = group.modules[0]
+        if isinstance(first, Sequential):
+            group.sources = [None] * first.num_extra_inputs
+            group.targets = [(None, True)] * first.num_extra_outputs
+        alone = group.reason is not None  # a module called on its own returns all it has
+        stages = []
         for op, (inputs, outputs) in group.stages:
-            for channel in inputs:
-                if channel is None or channel in crossing:
-                    if channel is not None and producers[channel] >= g:
-                        raise ValueError(f"Channel '{channel}' has no earlier producer.")
-                    group.sources.append(channel)
-            for channel, to_caller in outputs:
-                alone = group.reason is not None  # a module called on its own returns all it has
-                if to_caller or alone or channel in crossing:
-                    group.targets.append((channel, to_caller))
-            rewired.append(
-                (
-                    op,
-                    (
-                        [None if channel in crossing else channel for channel in inputs],
-                        [(channel, to_caller or channel in crossing) for channel, to_caller in outputs],
-                    ),
-                )
-            )
-        group.stages = rewired
+            outside = [_comes_from_outside(channel, g, group, producers) for channel in inputs]
+            group.sources += [channel for channel, given in zip(inputs, outside, strict=True) if given]
+            group.targets += [out for out in outputs if alone or out[1] or out[0] in crossing]
+            bound = [None if given else channel for channel, given in zip(inputs, outside, strict=True)]
+            named = [(channel, to_caller or channel in crossing) for channel, to_caller in outputs]
+            stages.append((op, (bound, named)))
+        group.stages = stages
     return groups
 
 

@@ -44,8 +44,6 @@ SCALED = {
     "ScaledClampedQGeGLU": "ClampedSwiGLU",
 }
 PASS_THROUGH = ("Identity", "Quantize", "AllGather", "AllReduce", "ReduceScatter")
-# Whose derivative jumps somewhere: rounding may put a value on the other side.
-KINKED = ("ReLU", "ReGLU", "ClampedSwiGLU", "ScaledClampedQGeGLU")
 
 
 def activation(name: str, op, x: torch.Tensor) -> torch.Tensor:

@@ -75,9 +75,12 @@ class MultiplyAndTap(ops.BasicOperation):
         return dx, [()], [(grad_output * x,)]
 
 
-def check_against(result, expected, inputs, loss=lambda y: y.square().sum()):
+def check_against(result: torch.Tensor, expected: torch.Tensor, inputs: list[torch.Tensor]) -> None:
     torch.testing.assert_close(result, expected)
-    torch.testing.assert_close(torch.autograd.grad(loss(result), inputs), torch.autograd.grad(loss(expected), inputs))
+    torch.testing.assert_close(
+        torch.autograd.grad(result.square().mean(), inputs),
+        torch.autograd.grad(expected.square().mean(), inputs, retain_graph=True),
+    )
 
 
 def test_an_operation_in_python_runs_alone():
@@ -342,24 +345,11 @@ def test_a_gradient_of_the_wrong_shape_is_refused():
         op(rows(requires_grad=True)).sum().backward()
 
 
-def test_a_python_pass_put_over_a_native_operation_is_used_or_refused():
-    """In the reference an operation is changed by overriding its passes; the override must never be ignored."""
-
-    class Tripled(ops.GELU):
-        def op_forward(self, ctx, input_, **_):
-            return 3 * input_
-
-        def op_backward(self, ctx, grad_output):
-            return 3 * grad_output, ()
-
-    x = rows(requires_grad=True)
-    for call in (lambda: Tripled()(x), lambda: ops.Sequential(ops.Identity(), Tripled())(x)):
-        try:
-            y = call()
-        except (TypeError, NotImplementedError, RuntimeError) as error:
-            assert "Tripled" in str(error) or "op_forward" in str(error)
-            continue
-        check_against(y, 3 * x, [x])
+@pytest.mark.parametrize("method", ["op_forward", "fuser_forward", "op_backward", "fuser_backward"])
+def test_a_python_pass_cannot_be_put_over_a_native_operation(method):
+    """In the reference an operation is changed by overriding its passes; such an override must never be ignored."""
+    with pytest.raises(TypeError, match=f"Changed.*{method}"):
+        type("Changed", (ops.GELU,), {method: lambda self, *args, **kwargs: None})
 
 
 # ---- fusions -------------------------------------------------------------------------------------------------------------
@@ -412,7 +402,7 @@ def test_a_fusion_replaces_its_operations_in_its_pass(kind):
     made = []
     fused_type = type("Joined", (Joined,), {})
     seq, x = ops.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0), ops.GELU()), rows(requires_grad=True)
-    expected = apply(ops.GELU(), 6 * x)[0]
+    expected, _ = apply(ops.GELU(), 6 * x)
     with register(join_scales(made, fused_type)):
         check_against(seq(x), expected, [x])
         assert (fused_type.forwards, fused_type.backwards) == runs

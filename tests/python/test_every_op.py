@@ -131,7 +131,7 @@ def rounded(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def compare_with_plain(op, inputs: list[torch.Tensor]) -> None:
-    """Outputs and all gradients of `op` against float64, and against eager in the same dtype where the table allows it."""
+    """Outputs and all gradients of `op` against float64, and against eager where `assert_close` allows it."""
     params = list(op.parameters())
     held = [t.detach().clone() for t in (*inputs, *params)]
     outputs = call(op, inputs)
@@ -254,7 +254,16 @@ def test_frozen_parameters_and_inputs_get_no_gradient_and_change_no_other(case):
 
 WEIGHT = ("BasicLinear", "Linear", "LayerNorm", "RMSNorm")  # compute in the dtype of the weight
 PROMOTING = ("Bias", "ConstantScale", "AddExtraInput")  # ordinary promotion; under autocast a bias follows x
-UNTOUCHED = ("L2Normalization", "Identity", "Reshape", "MakeExtraOutput", "Quantize", "AllGather", "AllReduce", "ReduceScatter")
+UNTOUCHED = (
+    "L2Normalization",
+    "Identity",
+    "Reshape",
+    "MakeExtraOutput",
+    "Quantize",
+    "AllGather",
+    "AllReduce",
+    "ReduceScatter",
+)
 
 
 def expected_dtype(case: Case, x: torch.dtype, param: torch.dtype, autocast: torch.dtype | None) -> torch.dtype:
@@ -373,7 +382,9 @@ REFUSED_AT_CONSTRUCTION = [
 ]
 
 
-@pytest.mark.parametrize("build, error, fragment", REFUSED_AT_CONSTRUCTION, ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(
+    "build, error, fragment", REFUSED_AT_CONSTRUCTION, ids=lambda v: v if isinstance(v, str) else ""
+)
 def test_impossible_options_are_refused_at_construction(build, error, fragment):
     with pytest.raises(error, match=fragment):
         build()
@@ -405,8 +416,14 @@ REFUSED_AT_CALL = [
     (lambda: ops.ScaledSReLU(activation_recompute_in_mlp=True)(X, torch.rand(2)), RuntimeError, "recompute_in_mlp"),
     *[(lambda name=name: getattr(ops, name)()(X[:, :7]), ValueError, f"{name}: .*7 columns") for name in GATED],
     *[(lambda name=name: getattr(ops, name)()(torch.tensor(1.0)), ValueError, name) for name in GATED],
-    *[(lambda name=name: getattr(ops, name)()(X[:, :7], X[:, 0]), ValueError, f"{name}: .*7 columns") for name in SCALED_GLU],
-    *[(lambda name=name: getattr(ops, name)()(X, torch.rand(3)), ValueError, r"\[3\].*2 rows") for name in plain.SCALED],
+    *[
+        (lambda name=name: getattr(ops, name)()(X[:, :7], X[:, 0]), ValueError, f"{name}: .*7 columns")
+        for name in SCALED_GLU
+    ],
+    *[
+        (lambda name=name: getattr(ops, name)()(X, torch.rand(3)), ValueError, r"\[3\].*2 rows")
+        for name in plain.SCALED
+    ],
 ]
 
 

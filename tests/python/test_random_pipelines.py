@@ -49,7 +49,7 @@ def test_the_generator_covers_every_operation_and_every_situation():
         nodes = [n for part in program.parts for n in pipelines.flat(part)]
         seen.update(type(n.module).__name__ for n in nodes)
         seen.update(f"layout {g.layout}" for g in program.given.values())
-        seen.update(n.note.split()[-1] for n in nodes if n.note)
+        seen.update(f"note {word}" for n in nodes for word in ("more", "shares", "hooked") if word in n.note)
         sources = collections.Counter(name for n in nodes for name in n.takes)
         seen.update(
             {
@@ -67,7 +67,15 @@ def test_the_generator_covers_every_operation_and_every_situation():
                 f"loss {program.loss}": 1,
             }
         )
-    expected = {name for name, *_ in weft._C.op_types()} | {"Linear", "Tanh", "once more".split()[-1], "hooked", "one"}
+    expected = {name for name, *_ in weft._C.op_types()}
+    expected |= {
+        "Linear",
+        "Tanh",
+        "note more",
+        "note shares",
+        "note hooked",
+        *map("layout {}".format, pipelines.LAYOUTS),
+    }
     missing = [what for what, count in seen.items() if count == 0] + sorted(expected - set(seen))
     assert not missing
     assert set(pipelines.DTYPES) <= set(seen)

@@ -46,6 +46,7 @@ class PipelineNode final : public Node {
     saved_.clear();
     states_.clear();
   }
+  c10::intrusive_ptr<Node> refuse_twice(const variable_list& grads) const;
   variable_list differentiate(variable_list&& grads, std::vector<at::Tensor> saved,
                               std::vector<std::shared_ptr<void>> states);
 
@@ -93,16 +94,26 @@ variable_list PipelineNode::apply(variable_list&& grads) {
     states = states_;
     if (last_use_) release();
   }
-  const bool again = c10::GradMode::is_enabled();
+  if (!c10::GradMode::is_enabled()) return differentiate(std::move(grads), std::move(saved), std::move(states));
+  auto error = refuse_twice(grads);
   auto out = differentiate(std::move(grads), std::move(saved), std::move(states));
-  if (!again) return out;
-  for (auto& grad : out)
-    if (grad.defined()) grad = grad.detach().requires_grad_();
-  torch::autograd::DelayedError error(
+  for (auto& grad : out) {
+    if (!grad.defined()) continue;
+    grad = grad.detach();
+    torch::autograd::impl::set_gradient_edge(grad, {error, error->add_input_metadata(grad)});
+  }
+  return out;
+}
+
+/// A node that raises, with edges to everything the gradients depend on: no path through it goes unnoticed.
+c10::intrusive_ptr<Node> PipelineNode::refuse_twice(const variable_list& grads) const {
+  auto edges = next_edges();
+  for (const auto& grad : grads)
+    if (grad.defined() && grad.requires_grad()) edges.push_back(torch::autograd::impl::gradient_edge(grad));
+  return c10::make_intrusive<torch::autograd::Error>(
       "weft: differentiating twice through a pipeline is not supported. Use plain torch operations where you need "
       "second derivatives.",
-      static_cast<int64_t>(out.size()));
-  return error.apply(std::move(out));
+      std::move(edges));
 }
 
 variable_list PipelineNode::differentiate(variable_list&& grads, std::vector<at::Tensor> saved,

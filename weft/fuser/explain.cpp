@@ -264,6 +264,10 @@ std::string Explanation::dot() const {
     if (const auto* step = starts_at(forward, i)) dot << step_cell(*step, "#cfe8d5");
     dot << "<TD ALIGN=\"LEFT\" PORT=\"op" << i << "\"><FONT COLOR=\"#7a8793\">" << i << "</FONT>  <B>"
         << html(op_names[i]) << "</B>";
+    const auto open = ops[i].find('(');
+    if (open != std::string::npos && open + 2 < ops[i].size())
+      dot << "  <FONT POINT-SIZE=\"10\" COLOR=\"#4a5561\">" << html(ops[i].substr(open + 1, ops[i].size() - open - 2))
+          << "</FONT>";
     for (const auto& c : channels) {
       if (c.from == i)
         dot << "<BR ALIGN=\"LEFT\"/><FONT POINT-SIZE=\"9\" COLOR=\"#c2571a\">→ " << html(c.name) << " (to " << c.to

@@ -95,7 +95,7 @@ void stash(Part& part, const py::object& op, const py::object& context) {
   frame.states->at(part.ctx.index()) = std::move(state);
 }
 
-at::Tensor call_forward(const py::object& op, std::vector<Part> parts, const at::Tensor& x) {
+at::Tensor call_forward(const py::object& op, const py::list& basic_ops, std::vector<Part> parts, const at::Tensor& x) {
   const OrdinaryTorch ordinary;
   py::list contexts, extras, keywords;
   for (auto& part : parts) {
@@ -113,8 +113,10 @@ at::Tensor call_forward(const py::object& op, std::vector<Part> parts, const at:
   for (size_t i = 0; i < parts.size(); ++i) {
     const py::sequence outputs = extra_outputs[i];
     for (int k = 0; k < parts[i].extra_outputs; ++k) parts[i].ctx.set_extra_output(k, unwrap(outputs[k]));
-    stash(parts[i], op, contexts[i]);
+    stash(parts[i], basic_ops[i], contexts[i]);
   }
+  TORCH_CHECK_TYPE(!result[0].is_none(), py::str(py::type::of(op).attr("__name__")).cast<std::string>(),
+                   " returned None from its forward pass; expected a tensor.");
   return unwrap(result[0]);
 }
 
@@ -179,7 +181,8 @@ ops::Inferred PyOp::infer(const ops::OpPlan&, const ops::Spec&, c10::ArrayRef<op
 
 at::Tensor PyOp::forward(ops::OpContext& ctx, const at::Tensor& x, ops::Params) const {
   const py::gil_scoped_acquire gil;
-  return call_forward((*module_)(), {{ctx, true, extra_outputs_, 0}}, x);
+  const py::object module = (*module_)();
+  return call_forward(module, py::list(py::make_tuple(module)), {{ctx, true, extra_outputs_, 0}}, x);
 }
 
 at::Tensor PyOp::backward(ops::OpContext& ctx, const at::Tensor& dy, ops::Params) const {
@@ -207,7 +210,7 @@ class PyFused final : public fused::FusedOp {
 
   at::Tensor forward(fused::StepContext& ctx, const at::Tensor& x) const override {
     const py::gil_scoped_acquire gil;
-    return call_forward(*op_, parts(ctx), x);
+    return call_forward(*op_, py::list(op_->attr("basic_ops")), parts(ctx), x);
   }
   at::Tensor backward(fused::StepContext& ctx, const at::Tensor& dy) const override {
     const py::gil_scoped_acquire gil;

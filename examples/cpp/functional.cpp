@@ -1,0 +1,40 @@
+// A pipeline as text, and its two passes as plain functions: no object lives between forward and backward.
+#include <ATen/ops/allclose.h>
+#include <ATen/ops/randn.h>
+#include <torch/utils.h>
+
+#include <iostream>
+
+#include "weft/fuser/door.h"
+#include "weft/fuser/functional.h"
+
+using namespace weft;
+
+int main() {
+  torch::manual_seed(0);
+  const auto pipeline = fuser::Pipeline::parse(
+      R"(MakeExtraOutput() >>"skip"; BasicLinear(in_features=8, out_features=8); Bias(size=8); SiLU(); )"
+      R"(AddExtraInput() <"skip")");
+
+  const auto x = at::randn({4, 8}).requires_grad_();
+  const std::vector<at::Tensor> params{at::randn({8, 8}).requires_grad_(), at::randn({8}).requires_grad_()};
+
+  // The text also says which kind of call it is: devices, dtypes and where gradients are wanted.
+  const auto text = fuser::describe(pipeline, fuser::enter(pipeline, x, params, {}, /*eval_mask=*/0));
+  std::cout << text << "\n";
+
+  // Without autograd: saved tensors in, gradients out.
+  const auto [outputs, saved] = fuser::forward(x, params, {}, text);
+  const auto dy = at::randn({4, 8});
+  const auto grads = fuser::backward({dy}, saved, params, text);
+
+  // The same pipeline as a node of torch's graph.
+  fuser::Fuser run(pipeline);
+  const auto y = run(x, params, {})[0];
+  y.backward(dy);
+
+  bool same = at::allclose(y, outputs[0]) && at::allclose(x.grad(), grads[0]);
+  for (size_t i = 0; i < params.size(); ++i) same &= at::allclose(params[i].grad(), grads[1 + i]);
+  std::cout << (same ? "both ways agree" : "the two ways differ") << "\n";
+  return same ? 0 : 1;
+}

@@ -1,0 +1,133 @@
+"""One rank of test_data_parallel.py: trains a model with DDP or FSDP2 around it, in each situation that is asked for.
+
+    RANK=0 WORLD_SIZE=2 python data_parallel.py FOLDER SITUATION…
+
+Rank 0 leaves FOLDER/SITUATION.pt: gradients and parameters, or the text of what went wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from weft import ops
+
+WIDTH, ROWS, STEPS = 16, 8, 3
+
+
+def make_model() -> ops.Sequential:
+    """A transformer block's MLP half, with its residual by a channel."""
+    torch.manual_seed(7)
+    return ops.Sequential(
+        ops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
+        ops.RMSNorm(WIDTH),
+        ops.Linear(WIDTH, 2 * WIDTH),
+        ops.GELU(),
+        ops.Linear(2 * WIDTH, WIDTH),
+        ops.AddExtraInput().set_extra_input_channel(0, "residual"),
+    )
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of all ranks."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
+
+
+def make_optimizer(situation: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+    if "adamw" in situation:
+        return torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def wrap(situation: str, model: ops.Sequential) -> torch.nn.Module:
+    match situation.removesuffix("-adamw"):
+        case "ddp-checkpointed":
+            return DistributedDataParallel(checkpoint_wrapper(model))
+        case "fsdp-checkpointed":
+            return fully_shard(checkpoint_wrapper(model))
+        case "ddp-block":
+            return DistributedDataParallel(model)
+        case "ddp-op":
+            model[2] = DistributedDataParallel(model[2])
+            return model
+        case "fsdp-block":
+            return fully_shard(model)
+        case "fsdp-op":
+            fully_shard(model[2])
+            return fully_shard(model)
+        case "fsdp-only-op":
+            fully_shard(model[2])
+            return model
+        case "fsdp-bf16":
+            return fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    raise ValueError(situation)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def average_unwrapped(model: torch.nn.Module) -> None:
+    """What a user does by hand for parameters that no wrapper covers."""
+    covered = [m for m in model.modules() if isinstance(m, DistributedDataParallel | FSDPModule)]
+    ids = {id(p) for m in covered for p in m.parameters()}
+    for param in model.parameters():
+        if id(param) not in ids and not isinstance(param, DTensor):
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int = 0, world: int = 1) -> dict:
+    """Gradients of the first step and parameters after the last, by name."""
+    grads, dtypes = {}, set()
+    for step in range(STEPS):
+        x, target = (t.chunk(world)[rank] for t in batch(step))
+        optimizer.zero_grad()
+        y = model(x)
+        dtypes.add(str(y.dtype))
+        (y - target).square().mean().backward()
+        if world > 1:
+            average_unwrapped(model)
+        if step == 0:
+            grads = {plain_name(name): whole(p.grad) for name, p in model.named_parameters()}
+        optimizer.step()
+    params = {plain_name(name): whole(p) for name, p in model.named_parameters()}
+    return {"grads": grads, "params": params, "dtypes": dtypes}
+
+
+def plain_name(name: str) -> str:
+    return name.replace("_checkpoint_wrapped_module.", "").replace("module.", "")
+
+
+def main() -> None:
+    folder, *situations = sys.argv[1:]
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=30)
+    )
+    for situation in situations:
+        try:
+            model = wrap(situation, make_model())
+            result = train(model, make_optimizer(situation, model), rank, world)
+        except Exception:  # ranks do the same, so both fail, and the next situation starts even
+            result = traceback.format_exc()
+        if rank == 0:
+            torch.save(result, pathlib.Path(folder) / f"{situation}.pt")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

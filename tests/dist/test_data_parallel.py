@@ -1,0 +1,82 @@
+"""DDP and FSDP2 on two Gloo ranks train weft's modules exactly as one process does."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import weft
+
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from data_parallel import make_model, make_optimizer, train  # noqa: E402
+
+EXACT = [
+    "ddp-block",
+    "ddp-op",
+    "ddp-checkpointed",
+    "fsdp-block",
+    "fsdp-block-adamw",
+    "fsdp-op-adamw",
+    "fsdp-only-op",
+    "fsdp-checkpointed",
+]
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """A folder with what the ranks found in each situation. They start once: starting costs more than training."""
+    folder = tmp_path_factory.mktemp("ranks")
+    shared = {"PYTHONPATH": str(pathlib.Path(weft.__file__).parent.parent), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(RANKS)}
+    logs = [folder / f"rank{rank}.log" for rank in range(RANKS)]
+    ranks = []
+    try:
+        for rank, log in enumerate(logs):
+            with log.open("w") as file:
+                ranks.append(
+                    subprocess.Popen(
+                        [sys.executable, str(HERE / "data_parallel.py"), str(folder), *EXACT, "fsdp-bf16"],
+                        env={**os.environ, **shared, "RANK": str(rank)},
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        codes = [rank.wait(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert codes == [0] * RANKS, "\n".join(log.read_text() for log in logs)
+    return folder
+
+
+def on_two_ranks(folder: pathlib.Path, situation: str) -> dict:
+    result = torch.load(folder / f"{situation}.pt")
+    assert isinstance(result, dict), result
+    return result
+
+
+def on_one_process(situation: str) -> dict:
+    model = make_model()
+    return train(model, make_optimizer(situation, model))
+
+
+@pytest.mark.parametrize("situation", EXACT)
+def test_two_ranks_train_as_one_process_does(two_ranks, situation):
+    two, one = on_two_ranks(two_ranks, situation), on_one_process(situation)
+    assert two["dtypes"] == {"torch.float32"}
+    for what in ("grads", "params"):
+        assert two[what].keys() == one[what].keys()
+        torch.testing.assert_close(two[what], one[what])
+
+
+def test_mixed_precision_of_fsdp_computes_in_bfloat16_and_keeps_float32_parameters(two_ranks):
+    two, one = on_two_ranks(two_ranks, "fsdp-bf16"), on_one_process("fsdp-bf16")
+    assert two["dtypes"] == {"torch.bfloat16"}
+    assert {p.dtype for p in two["params"].values()} == {torch.float32}
+    torch.testing.assert_close(two["params"], one["params"], rtol=5e-2, atol=2e-2)
+    assert any(not torch.equal(two["params"][name], one["params"][name]) for name in one["params"])

@@ -1,0 +1,230 @@
+#!/usr/bin/env python3
+"""Measures what weft claims, anew, and says which claims hold.
+
+    tools/claims.py core                 every row of the core; exits 0 only if all hold
+    tools/claims.py core --row 5 --row 6 these rows
+    tools/claims.py core --quick         CI size: minutes
+    tools/claims.py core --json FILE     also as JSON
+
+A row is a claim and the commands that show it: tests, a benchmark with a bound, or a script. This file only runs them and
+compares. Needs the Python of the environment that has torch; builds what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": "python", "PYTHON": sys.executable}
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Runs a command in the repository; its output is shown only if it fails."""
+    done = subprocess.run(
+        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if done.returncode:
+        print(f"---- {' '.join(command)}: exit status {done.returncode}\n{done.stdout[-8000:]}", file=sys.stderr)
+    return done
+
+
+# ---- checks: each returns (measured, holds) when called with `quick` ------------------------------------------------
+
+Check = Callable[[bool], tuple[str, bool]]
+
+
+def build(preset: str) -> bool:
+    """Brings build/<preset> up to date."""
+    folder = ROOT / "build" / preset
+    configured = (folder / "CMakeCache.txt").exists() or not run(
+        ["cmake", "--preset", preset, f"-DPython3_EXECUTABLE={sys.executable}"]
+    ).returncode
+    return configured and not run(["cmake", "--build", "--preset", preset, "-j", str(os.cpu_count())]).returncode
+
+
+def pytest(*arguments: str, slow: bool = False, figure: str | None = None) -> Check:
+    """Tests by path and -k; with `slow` also those marked so, unless --quick. `figure` is a pattern in their output."""
+
+    def check(quick: bool) -> tuple[str, bool]:
+        marks = "slow or not slow" if slow and not quick else "not slow"
+        done = run([sys.executable, "-m", "pytest", "-q", "-rP", "-m", marks, *arguments])
+        counts = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|errors?|xfailed)", done.stdout)}
+        measured = ", ".join(f"{count} {word}" for word, count in counts.items()) or "no test ran"
+        if figure:
+            measured += "".join(f"; {found}" for found in re.findall(figure, done.stdout))
+        return measured, not done.returncode and set(counts) == {"passed"}
+
+    return check
+
+
+def ctest(preset: str, pattern: str = ".") -> Check:
+    """C++ tests whose name matches."""
+
+    def check(quick: bool) -> tuple[str, bool]:
+        if not build(preset):
+            return f"{preset} does not build", False
+        labels = ["-LE", "slow"] if quick else []
+        done = run(["ctest", "--preset", preset, "-R", pattern, *labels, "--no-tests=error", "-j", str(os.cpu_count())])
+        summary = re.search(r"(\d+) tests failed out of (\d+)", done.stdout)
+        measured = f"{int(summary[2]) - int(summary[1])} of {summary[2]} passed" if summary else "no test ran"
+        return f"C++ ({preset}): {measured}", not done.returncode
+
+    return check
+
+
+def rows_of(*command: str) -> tuple[list[dict], bool]:
+    """The rows that a benchmark writes with --json, and whether it ended well."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        done = run([sys.executable, *command, "--json", str(out)])
+        return (json.loads(out.read_text()) if out.exists() else []), not done.returncode
+
+
+def instructions(bound: float) -> Check:
+    """Ratios of benchmarks/framework_cost.py against the bound and, by its own gate, against the stored ones."""
+
+    def check(quick: bool) -> tuple[str, bool]:
+        if not build("release"):
+            return "release does not build", False
+        rows, gate = rows_of("benchmarks/framework_cost.py", "--gate")
+        measured = ", ".join(f"{row['problem']} {row['ratio']:.3f}" for row in rows)
+        return measured, gate and bool(rows) and all(row["ratio"] <= bound for row in rows)
+
+    return check
+
+
+def times(bounds: dict[str, float]) -> Check:
+    """Ratios of benchmarks/python/framework.py. One is over its bound if the lower end of its interval is, twice."""
+
+    def check(quick: bool) -> tuple[str, bool]:
+        found, over = {}, list(bounds)
+        for _ in range(2):
+            for row in rows_of("benchmarks/python/framework.py", *over)[0] if over else []:
+                found[row["problem"]] = row
+            over = [name for name in bounds if name not in found or found[name]["interval"][0] > bounds[name]]
+        measured = ", ".join(f"{name} {row['ratio']:.2f}" for name, row in found.items())
+        return measured, not over
+
+    return check
+
+
+def script(*command: str, figure: str) -> Check:
+    """A command that must end with status 0; `figure` is a pattern in its output."""
+
+    def check(quick: bool) -> tuple[str, bool]:
+        done = run(list(command))
+        return "; ".join(re.findall(figure, done.stdout)) or f"exit status {done.returncode}", not done.returncode
+
+    return check
+
+
+def commit_adds(subject: str, folder: str, count: int) -> Check:
+    """The commit with this subject adds `count` files in a folder and edits none."""
+
+    def check(quick: bool) -> tuple[str, bool]:
+        found = run(["git", "log", "--format=%H", f"--grep=^{re.escape(subject)}"]).stdout.split()
+        if not found:
+            return f"no commit '{subject}'", False
+        changes = run(["git", "show", "--name-status", "--format=", found[-1]]).stdout.split("\n")
+        files = [line.split("\t") for line in changes if line]
+        added = sum(status == "A" and path.startswith(folder) for status, path, *_ in files)
+        return f"{added} new, {len(files) - added} edited ({found[-1][:10]})", added == len(files) == count
+
+    return check
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    number: int
+    claim: str
+    checks: tuple[Check, ...]
+
+
+ALONE = {f"{name} alone": 1.05 for name in ("Linear", "GELU", "LayerNorm", "RMSNorm")}
+HABITS = "checkpointing or saved_tensor or save_on_cpu or assigned"
+
+CLAIMS = {
+    "core": (
+        Row(1, "every op: fp64 gradcheck; fp32, bf16, fp16 near fp64; from Python and from C++",
+            (pytest("tests/python/test_every_op.py"), ctest("release", r"^EveryOp\."))),
+        Row(2, "random pipelines equal plain autograd: 2,000 (200 in CI)",
+            (pytest("tests/python/test_random_pipelines.py", slow=True, figure=r"\d+ pipelines, \d+ wrong"),)),
+        Row(3, "every rough edge has the right behaviour",
+            (pytest("tests/python/test_rough_edges.py"),)),
+        Row(4, "an unchanged call plans nothing, a changed one is never stale",
+            (pytest("tests/python/test_plans.py"),)),
+        Row(5, "C++ framework cost, instructions / by hand: <= 1.10",
+            (instructions(1.10),)),
+        Row(6, "from Python / eager: Linear-GELU-Linear <= 0.70, one op alone <= 1.05",
+            (times({"Linear-GELU-Linear": 0.70, **ALONE}),)),
+        Row(7, "resident size after 1,000 steps is that after 100, within 1 %",
+            (pytest("tests/python/test_memory.py", figure=r"resident [^\n]*"),)),
+        Row(8, "FSDP2, DDP, checkpointing, offload hooks, assigned state: gradients equal the plain ones",
+            (pytest("tests/dist"), pytest("tests/python/test_habits.py", "-k", HABITS))),
+        Row(9, "an outside C++ project trains; a fresh environment runs the README",
+            (script("bash", "tests/wheel_test.sh", figure=r"outside: [^\n]*|wheel: all passed"),)),
+        Row(10, "clean under ASan and UBSan; unsupported transforms raise or are right",
+            (ctest("asan"), pytest("tests/python/test_transforms.py"))),
+        Row(11, "one more op: 2 new files, 0 edited",
+            (commit_adds("ops: add SoftCap", "weft/ops/", 2),)),
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Result:
+    row: int
+    claim: str
+    measured: str
+    holds: bool
+    seconds: int
+
+
+def measure(row: Row, quick: bool) -> Result:
+    start = time.monotonic()
+    found = [check(quick) for check in row.checks]
+    measured, verdicts = zip(*found, strict=True)
+    return Result(row.number, row.claim, "; ".join(measured), all(verdicts), round(time.monotonic() - start))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=CLAIMS)
+    parser.add_argument("--row", type=int, action="append", help="only this row; may be repeated")
+    parser.add_argument("--quick", action="store_true", help="CI size")
+    parser.add_argument("--json", type=Path, help="write the results there")
+    arguments = parser.parse_args()
+    known = {row.number: row for row in CLAIMS[arguments.name]}
+    chosen = arguments.row or list(known)
+    if unknown := set(chosen) - set(known):
+        parser.error(f"{arguments.name} has rows {min(known)} to {max(known)}, not {sorted(unknown)}")
+
+    print("row | claim | measured | verdict\n--- | --- | --- | ---", flush=True)
+    results = []
+    for number in chosen:
+        result = measure(known[number], arguments.quick)
+        results.append(result)
+        verdict = "holds" if result.holds else "DOES NOT HOLD"
+        print(f"{result.row} | {result.claim} | {result.measured} | {verdict}", flush=True)
+    if arguments.json:
+        where = {"machine": platform.platform(), "python": platform.python_version(), "quick": arguments.quick}
+        arguments.json.write_text(json.dumps({**where, "rows": [asdict(r) for r in results]}, indent=1) + "\n")
+    sys.exit(0 if all(result.holds for result in results) else 1)
+
+
+if __name__ == "__main__":
+    main()
