@@ -6,8 +6,8 @@
     tools/claims.py core --quick         CI size: minutes
     tools/claims.py core --json FILE     also as JSON
 
-A row is a claim and the commands that show it: tests, a benchmark with a bound, or a script. This file only runs them and
-compares. Needs the Python of the environment that has torch; builds what is missing.
+A row is a claim and the commands that show it: tests, a benchmark with a bound, or a script. This file only runs them
+and compares. Needs the Python of the environment that has torch; builds what is missing.
 """
 
 from __future__ import annotations

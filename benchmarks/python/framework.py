@@ -3,8 +3,8 @@
     python benchmarks/python/framework.py            table
     python benchmarks/python/framework.py --json F   also as JSON
 
-8x8 fp32, one thread, thread CPU time. A round runs A, B, B, A; the ratio of a round is (A + A) / (B + B); reported is the
-median over rounds with a bootstrap interval, beside a control of eager against itself, which must come out at 1.
+8x8 fp32, one thread, thread CPU time. A round runs A, B, B, A; the ratio of a round is (A + A) / (B + B); reported is
+the median over rounds with a bootstrap interval, beside a control of eager against itself, which must come out at 1.
 """
 
 from __future__ import annotations

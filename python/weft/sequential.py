@@ -155,7 +155,7 @@ class Sequential(torch.nn.Module):
         return self[:].extend(modules)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_runner", "_groups", "_built_from", "_real")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_runner", "_single", "_groups", "_built_from", "_real")}
 
     # ---- groups ---------------------------------------------------------------------------------------------------
 
@@ -195,7 +195,9 @@ class Sequential(torch.nn.Module):
         object.__setattr__(self, "_real", False)
         object.__setattr__(self, "_groups", groups)
         object.__setattr__(self, "_built_from", self._signature())
-        object.__setattr__(self, "_runner", groups[0].runner if single else None)
+        # The way past this check opens at the first call, when Parameters on the meta device have become real.
+        object.__setattr__(self, "_runner", None)
+        object.__setattr__(self, "_single", groups[0].runner if single else None)
         return groups
 
     @property
@@ -220,6 +222,7 @@ class Sequential(torch.nn.Module):
         if not self.__dict__.get("_real") and isinstance(input, torch.Tensor):
             materialize(self, input)
             object.__setattr__(self, "_real", True)
+            object.__setattr__(self, "_runner", self._single)
         keywords = self._keywords_by_module(op_kwargs)
         expected = sum(source is None for group in groups for source in group.sources)
         if len(extra_inputs) != expected:

@@ -32,7 +32,11 @@ RANKS = 2
 def two_ranks(tmp_path_factory):
     """A folder with what the ranks found in each situation. They start once: starting costs more than training."""
     folder = tmp_path_factory.mktemp("ranks")
-    shared = {"PYTHONPATH": str(pathlib.Path(weft.__file__).parent.parent), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(RANKS)}
+    shared = {
+        "PYTHONPATH": str(pathlib.Path(weft.__file__).parent.parent),
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(RANKS),
+    }
     logs = [folder / f"rank{rank}.log" for rank in range(RANKS)]
     ranks = []
     try:

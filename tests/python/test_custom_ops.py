@@ -20,7 +20,7 @@ def plan_lengths(seq: ops.Sequential, *inputs: torch.Tensor) -> tuple[int, int]:
     return len(plan.forward_rules), len(plan.backward_rules)
 
 
-# ---- operations --------------------------------------------------------------------------------------------------------
+# ---- operations ----
 
 
 class Square(ops.BasicOperation):
@@ -222,7 +222,7 @@ def test_autocast_is_visible_inside_an_operation_in_python_as_outside():
         assert ops.Sequential(ops.Identity(), Product())(rows()).dtype == Product()(rows()).dtype
 
 
-# ---- errors of operations ------------------------------------------------------------------------------------------------
+# ---- errors of operations ----
 
 
 class Oops(Exception):
@@ -317,7 +317,11 @@ WRONG = {
     "no backward": (NoBackward, NotImplementedError, "NoBackward"),
     "extra tensors without fuser_forward": (ForgotExtras, RuntimeError, "ForgotExtras.*1 extra input"),
     "output is not a tensor": (lambda: returns(lambda x: ("y", [()])), TypeError, "str"),
-    "output is None": (lambda: returns(lambda x: (None, [()])), (TypeError, RuntimeError, ValueError), "Returns|tensor"),
+    "output is None": (
+        lambda: returns(lambda x: (None, [()])),
+        (TypeError, RuntimeError, ValueError),
+        "Returns|tensor",
+    ),
     "too many extra outputs": (lambda: returns(lambda x: (x, [(x,)])), RuntimeError, "Returns.*1 extra output.*has 0"),
     "extra outputs of another operation": (lambda: returns(lambda x: (x, [(), ()])), RuntimeError, "Returns.*2 of 1"),
     "too many parameter gradients": (
@@ -352,7 +356,7 @@ def test_a_python_pass_cannot_be_put_over_a_native_operation(method):
         type("Changed", (ops.GELU,), {method: lambda self, *args, **kwargs: None})
 
 
-# ---- fusions -------------------------------------------------------------------------------------------------------------
+# ---- fusions ----
 
 
 class Joined(ops.FusedOperation):
@@ -525,7 +529,7 @@ def test_keywords_reach_the_parts_of_a_fusion():
     assert seen == [[{}, {"depth": 2}]]
 
 
-# ---- fusions and channels ---------------------------------------------------------------------------------------------------
+# ---- fusions and channels ----
 
 
 class TapBiasAdd(ops.FusedOperation):
@@ -603,7 +607,7 @@ def test_a_fusion_must_return_what_others_read(kind, to_caller, message):
     assert "TapBiasAddSilent" in str(caught.value)
 
 
-# ---- wrong fusions --------------------------------------------------------------------------------------------------------------
+# ---- wrong fusions ----
 
 
 WRONG_LISTS = {
@@ -672,7 +676,7 @@ def test_a_fused_operation_needs_parts():
         ops.FusedOperation([])
 
 
-# ---- a user's fused operation as a module -----------------------------------------------------------------------------------------
+# ---- a user's fused operation as a module ----
 
 
 def test_a_users_fused_operation_runs_its_parts_and_shows_their_parameters():

@@ -62,7 +62,7 @@ MODELS = {
 }
 models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 
-# ---- parameters and checkpoints ------------------------------------------------------------------------------------
+# ---- parameters and checkpoints ----
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,9 @@ def test_linear_loads_what_torch_nn_linear_saved(bias, assign):
 
 
 def test_a_sequential_of_linears_loads_what_torch_nn_sequential_saved():
-    theirs = torch.nn.Sequential(torch.nn.Linear(WIDTH, 16), torch.nn.GELU(approximate="tanh"), torch.nn.Linear(16, WIDTH))
+    theirs = torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, 16), torch.nn.GELU(approximate="tanh"), torch.nn.Linear(16, WIDTH)
+    )
     ours, x = mlp(), rows()
     ours.load_state_dict(theirs.state_dict())
     torch.testing.assert_close(ours(x), theirs(x))
@@ -137,8 +139,9 @@ def test_missing_and_unexpected_keys_are_reported_by_name():
     missing, unexpected = seq.load_state_dict(state, strict=False)
     assert missing == ["0.basic_ops.0.weight"]
     assert sorted(unexpected) == ["0.basic_ops.7.weight", "1.gamma"]
-    with pytest.raises(RuntimeError, match=r"(?s)0\.basic_ops\.0\.weight.*|1\.gamma"):
+    with pytest.raises(RuntimeError) as caught:
         seq.load_state_dict(state)
+    assert all(key in str(caught.value) for key in [*missing, *unexpected])
 
 
 def test_a_bias_for_a_linear_without_one_is_unexpected():
@@ -165,7 +168,9 @@ def test_parameters_assigned_from_a_state_dict_are_the_ones_used_and_trained(mak
     optimizer.step()
     assert all(not torch.equal(param, before[name]) for name, param in target.named_parameters())
     torch.testing.assert_close(target(x), plain(target, x))
-    assert all(torch.equal(target.state_dict()[key], value) for key, value in target.state_dict(keep_vars=True).items())
+    saved, twin = target.state_dict(), make()
+    twin.load_state_dict(saved)
+    torch.testing.assert_close(twin(x), target(x), rtol=0, atol=0)
 
 
 def test_every_parameter_is_registered_once_and_under_torchs_names():
@@ -190,7 +195,7 @@ def test_tied_weights_collect_both_gradients():
     assert_trains_like_torch(seq)
 
 
-# ---- copies --------------------------------------------------------------------------------------------------------
+# ---- copies ----
 
 
 def through_pickle(module):
@@ -275,7 +280,7 @@ def test_the_default_device_and_dtype_are_torchs():
     assert {p.dtype for p in block().parameters()} == {torch.float64}
 
 
-# ---- parameters without memory --------------------------------------------------------------------------------------
+# ---- parameters without memory ----
 
 
 @models
@@ -347,7 +352,7 @@ def test_a_plain_meta_module_in_a_sequential_fails_as_it_would_alone():
         seq(rows())
 
 
-# ---- parametrizations and function calls -----------------------------------------------------------------------------
+# ---- parametrizations and function calls ----
 
 
 class Doubled(torch.nn.Module):
@@ -432,7 +437,7 @@ def test_functional_call_computes_with_the_given_parameters(make):
     torch.testing.assert_close(module(x), plain(module, x))
 
 
-# ---- gradients -------------------------------------------------------------------------------------------------------
+# ---- gradients ----
 
 
 def test_clip_grad_norm_works():
@@ -493,7 +498,9 @@ def test_an_unused_extra_output_counts_as_zero_gradient():
     expected = plain(seq, x)
     for out, reference in ((main, expected), (extra, plain(seq[:1], x))):
         got = torch.autograd.grad(out.square().sum(), [x, seq[0].weight], retain_graph=True)
-        torch.testing.assert_close(got, torch.autograd.grad(reference.square().sum(), [x, seq[0].weight], retain_graph=True))
+        torch.testing.assert_close(
+            got, torch.autograd.grad(reference.square().sum(), [x, seq[0].weight], retain_graph=True)
+        )
 
 
 def test_a_retained_graph_gives_the_same_gradients_again():
@@ -593,7 +600,7 @@ def test_writing_into_an_output_without_gradients_does_what_a_view_does(kind):
     torch.testing.assert_close(y, expected)
 
 
-# ---- torch's own tools -----------------------------------------------------------------------------------------------
+# ---- torch's own tools ----
 
 
 def test_anomaly_mode_names_the_pipeline_that_made_nan():
@@ -663,7 +670,7 @@ class Remembers(ops.BasicOperation):
 
 @pytest.mark.parametrize("python_op", [False, True], ids=["native", "with an operation in Python"])
 def test_saved_tensor_hooks_see_every_tensor_that_backward_uses(python_op):
-    """What unpack returns is what backward computes with; if a tensor were kept beside the hooks, zeros would not reach it."""
+    """Backward computes with what unpack returns; zeros would not reach a tensor that was kept beside the hooks."""
     module = mlp()
     if python_op:
         module.append(Remembers())
@@ -684,6 +691,23 @@ def test_save_on_cpu_changes_no_gradient():
     with torch.autograd.graph.save_on_cpu():
         y = module(x)
     torch.testing.assert_close(gradients(y, module, x), gradients(plain(module, x), module, x))
+
+
+@pytest.mark.parametrize("when", ["pack", "unpack"])
+def test_an_exception_in_a_saved_tensor_hook_keeps_its_type(when):
+    class DiskFull(Exception):
+        pass
+
+    def full(tensor):
+        raise DiskFull
+
+    hooks = (full, lambda t: t) if when == "pack" else (lambda t: t, full)
+    module = mlp()
+    with pytest.raises(DiskFull):
+        with torch.autograd.graph.saved_tensors_hooks(*hooks):
+            y = module(rows())
+        y.sum().backward()
+    module(rows()).sum().backward()
 
 
 def test_saved_tensors_disabled_by_context_are_refused():

@@ -45,7 +45,6 @@ TRAINING = """
     model = {model}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x, target = torch.randn(32, 64), torch.randn(32, 64)
-    losses = []
     for step in range(1, 1001):
         loss = (model(x) - target).square().mean()
         loss.backward()
@@ -58,7 +57,8 @@ TRAINING = """
     assert loss.item() < first
 """
 MODELS = {
-    "operations": "ops.Sequential(ops.Linear(64, 128), ops.GELU(), ops.Linear(128, 128), ops.GELU(), ops.Linear(128, 64))",
+    "operations": """ops.Sequential(
+        ops.Linear(64, 128), ops.GELU(), ops.Linear(128, 128), ops.GELU(), ops.Linear(128, 64))""",
     "residual channel": """ops.Sequential(
         ops.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=False), ops.RMSNorm(64),
         ops.Linear(64, 128), ops.GELU(), ops.Linear(128, 64), ops.AddExtraInput().set_extra_input_channel(0, "r"))""",
@@ -104,7 +104,7 @@ def test_making_and_dropping_modules_holds_memory():
     assert after - before <= 0.01 * before
 
 
-# ---- modules ------------------------------------------------------------------------------------------------------
+# ---- modules ----
 
 
 class Doubled(ops.BasicOperation):
@@ -179,7 +179,7 @@ def test_a_removed_fusion_function_and_its_operations_are_freed():
     assert watched() is None and len(made) == 1 and made[0]() is None
 
 
-# ---- the graph ----------------------------------------------------------------------------------------------------
+# ---- the graph ----
 
 
 class Holder:

@@ -56,7 +56,7 @@ class Recorder(ops.BasicOperation):
         return grad_output, ()
 
 
-# ---- unchanged calls ----------------------------------------------------------------------------------------------
+# ---- unchanged calls ----
 
 
 @pytest.mark.parametrize("make", [mlp, lambda: ops.Linear(WIDTH, WIDTH), ops.GELU, lambda: ops.RMSNorm(WIDTH)])
@@ -142,7 +142,7 @@ def test_the_number_of_kept_plans_is_bounded():
     assert 2 <= module._runner.plans_kept <= 16
 
 
-# ---- changes take effect at the next call --------------------------------------------------------------------------
+# ---- changes take effect at the next call ----
 
 
 @pytest.mark.parametrize(
@@ -421,7 +421,7 @@ def test_a_method_put_over_an_operations_forward_is_called():
     torch.testing.assert_close(seq(x), 2 * x)
 
 
-# ---- threads ------------------------------------------------------------------------------------------------------
+# ---- threads ----
 
 
 def in_threads(work, count: int = 2) -> list:
@@ -486,3 +486,15 @@ def test_gradients_of_one_graph_may_be_taken_in_another_thread():
     y = module(x)
     (grad,) = in_threads(lambda _: torch.autograd.grad(y.sum(), x)[0], 1)
     torch.testing.assert_close(grad, torch.autograd.grad(plain_mlp(module, x).sum(), x)[0])
+
+
+def test_threads_may_take_gradients_of_one_retained_graph_at_once():
+    module, x = mlp().append(Recorder()), rows(16, requires_grad=True)
+    y = module(x).sum()
+    expected = torch.autograd.grad(y, x, retain_graph=True)
+
+    def work(_: int) -> None:
+        for _ in range(25):
+            torch.testing.assert_close(torch.autograd.grad(y, x, retain_graph=True), expected, rtol=0, atol=0)
+
+    in_threads(work, 4)

@@ -605,7 +605,7 @@ def test_dropout_of_everything_is_zero():
 
 @pytest.mark.parametrize("name", plain.SCALED)
 def test_scales_keep_their_precision(name):
-    """Router probabilities in float32 beside bfloat16 activations: the product is rounded once, the gradient float32."""
+    """Router probabilities in float32 beside bfloat16 activations: the product is rounded once, ds is float32."""
     op = getattr(ops, name)()
     x, scales = rows(64, 32, dtype=torch.bfloat16), rows(64, dtype=torch.float32)
     y = op(x, scales)

@@ -29,7 +29,7 @@ def group_kinds(seq: ops.Sequential) -> list[list[str]]:
     return [[type(module).__name__ for module in group.modules] for group in seq._groups]
 
 
-# ---- a list of modules ----------------------------------------------------------------------------------------------
+# ---- a list of modules ----
 
 
 def test_it_edits_like_a_list():
@@ -140,7 +140,7 @@ def test_an_empty_container_returns_its_input():
     assert ops.Sequential()(x) is x
 
 
-# ---- groups --------------------------------------------------------------------------------------------------------
+# ---- groups ----
 
 
 def test_each_run_of_operations_is_one_group():
@@ -177,7 +177,7 @@ def test_mixed_modules_compute_what_they_compute_one_by_one():
     torch.testing.assert_close(torch.autograd.grad(y.sum(), inputs), torch.autograd.grad(expected.sum(), inputs))
 
 
-# ---- extra tensors by position --------------------------------------------------------------------------------------
+# ---- extra tensors by position ----
 
 
 def test_extra_tensors_go_in_and_come_out_in_the_order_of_operations():
@@ -247,7 +247,7 @@ def test_what_is_not_a_tensor_is_a_type_error(wrong):
         ops.Sequential(ops.AddExtraInput())(rows(), wrong)
 
 
-# ---- channels --------------------------------------------------------------------------------------------------------
+# ---- channels ----
 
 
 @pytest.mark.parametrize("residual_grad", [True, False], ids=["residual used", "residual unused"])
@@ -400,7 +400,11 @@ def test_slots_of_one_operation_are_told_apart():
         (lambda: ops.GELU().set_extra_output_channel(0, "r"), IndexError, "out of range"),
         (lambda: ops.AddExtraInput().set_extra_input_channel(0, ""), ValueError, "non-empty string"),
         (lambda: ops.MakeExtraOutput().set_extra_output_channel(0, 3), ValueError, "non-empty string"),
-        (lambda: ops.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=1), TypeError, "must be a bool"),
+        (
+            lambda: ops.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=1),
+            TypeError,
+            "must be a bool",
+        ),
         (lambda: ops.MakeExtraOutput().set_extra_output_channel(1, "", output_to_caller=1), IndexError, "out of range"),
         (lambda: ops.MakeExtraOutput().set_extra_output_channel(0, "", output_to_caller=1), ValueError, "non-empty"),
     ],
@@ -432,7 +436,7 @@ def test_an_operation_called_alone_takes_and_returns_its_extra_tensors_and_stays
     torch.testing.assert_close(ops.Sequential(out, ops.ConstantScale(2.0), add)(x), 3 * x)
 
 
-# ---- nested -----------------------------------------------------------------------------------------------------------
+# ---- nested ----
 
 
 def residual_block(seed: int = 0) -> ops.Sequential:
@@ -457,7 +461,12 @@ def test_a_nested_sequential_is_one_module_with_its_own_node():
 def with_extras(fuse_nested: bool) -> ops.Sequential:
     inner = ops.Sequential(ops.AddExtraInput(), ops.ConstantScale(3.0), ops.MakeExtraOutput())
     return ops.Sequential(
-        ops.MakeExtraOutput(), ops.AddExtraInput(), inner, ops.ConstantScale(2.0), ops.AddExtraInput(), fuse_nested=fuse_nested
+        ops.MakeExtraOutput(),
+        ops.AddExtraInput(),
+        inner,
+        ops.ConstantScale(2.0),
+        ops.AddExtraInput(),
+        fuse_nested=fuse_nested,
     )
 
 
@@ -564,7 +573,7 @@ def test_a_subclass_of_an_operation_with_its_own_forward_is_called():
     torch.testing.assert_close(ops.Sequential(ops.Identity(), op)(x), 2 * x + 1)
 
 
-# ---- hooks and keywords -----------------------------------------------------------------------------------------------
+# ---- hooks and keywords ----
 
 
 def test_hooks_on_the_sequential_and_on_plain_modules_fire():

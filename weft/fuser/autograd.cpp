@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "weft/fuser/below_autograd.h"
+#include "weft/fuser/door.h"
 #include "weft/fuser/executor.h"
 #include "weft/tensor/ownership.h"
 
@@ -83,6 +84,7 @@ std::vector<uint8_t> unused_gradients(const Node& node, int num_params, int num_
 }
 
 variable_list PipelineNode::apply(variable_list&& grads) {
+  check_gradients(grads);
   std::vector<at::Tensor> saved;
   std::vector<std::shared_ptr<void>> states;
   {

@@ -3,6 +3,7 @@
 #include <ATen/autocast_mode.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/forward_grad.h>
 
 #include "weft/fused/rules.h"
@@ -39,10 +40,13 @@ const char* unusual_layout(const at::Tensor& t) {
         "DTensor, FakeTensor or the like), which has no memory weft could read. With FSDP2, call the module "
         "that fully_shard wrapped, so that its parameters are gathered; under torch.compile or FakeTensorMode, "
         "go through torch.ops.weft.pipeline.");
+  TORCH_CHECK(!t.is_complex(), "weft: Unsupported dtype ", t.scalar_type(), " of ", what, "; expected real numbers.");
   TORCH_CHECK_TYPE(false, "weft: ", what, " is ", unusual_layout(t), "; expected a dense strided tensor.");
 }
 
-bool usual(const at::Tensor& t) { return !t.key_set().has_any(kPython | kFunctorch) && !unusual_layout(t); }
+bool usual(const at::Tensor& t) {
+  return !t.key_set().has_any(kPython | kFunctorch) && !unusual_layout(t) && !t.is_complex();
+}
 
 std::string param_name(const Pipeline& pipeline, int index) {
   for (int i = 0; i < pipeline.size(); ++i)
@@ -52,16 +56,27 @@ std::string param_name(const Pipeline& pipeline, int index) {
   return "parameter " + std::to_string(index);
 }
 
+void check_tangent(const std::string& what, const at::Tensor& t) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !t.defined() || !t._fw_grad(0).defined(), "weft: ", what,
+      " carries a forward-mode tangent; weft's operations have no jvp. Use reverse mode, or compute the "
+      "tangent with plain torch operations.");
+}
+
+bool forward_mode() { return torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr; }
+
 void check_tangents(const Pipeline& pipeline, const at::Tensor& x, ops::Params params,
                     c10::ArrayRef<at::Tensor> extras) {
-  const auto one = [](const std::string& what, const at::Tensor& t) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!t.defined() || !t._fw_grad(0).defined(), "weft: ", what,
-                                " carries a forward-mode tangent; weft's operations "
-                                "have no jvp. Use reverse mode, or compute the tangent with plain torch operations.");
-  };
-  one("the input", x);
-  for (size_t k = 0; k < extras.size(); ++k) one("extra input " + std::to_string(k), extras[k]);
-  for (size_t p = 0; p < params.size(); ++p) one(param_name(pipeline, static_cast<int>(p)), params[p]);
+  check_tangent("the input", x);
+  for (size_t k = 0; k < extras.size(); ++k) check_tangent("extra input " + std::to_string(k), extras[k]);
+  for (size_t p = 0; p < params.size(); ++p) check_tangent(param_name(pipeline, static_cast<int>(p)), params[p]);
+}
+
+void check_transform() {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !c10::impl::tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerFrontMode),
+      "weft: called inside a function transform of torch.func (grad, vmap, jvp …), which weft's operations do "
+      "not support; call them outside of it, or use torch.autograd.");
 }
 
 at::ScalarType autocast_dtype(c10::DeviceType device) {
@@ -84,7 +99,8 @@ fused::PlanKey enter(const Pipeline& pipeline, const at::Tensor& x, ops::Params 
   const auto device = x.device().type();
   fused::PlanKey key(grad_mode, supports_autocast(device) ? autocast_dtype(device) : at::ScalarType::Undefined,
                      fused::rules_version(), eval_mask);
-  if (!usual(x)) refuse("the input", x);
+  if (!usual(x))
+    refuse("the input of " + std::string(pipeline.size() > 0 ? pipeline.op(0).name() : "an empty pipeline"), x);
   key.add(fused::Trait::of(x, grad_mode).pack());
   for (size_t k = 0; k < extras.size(); ++k) {
     TORCH_CHECK_VALUE(extras[k].defined(), "weft: extra input ", k, " is an undefined tensor.");
@@ -101,8 +117,18 @@ fused::PlanKey enter(const Pipeline& pipeline, const at::Tensor& x, ops::Params 
         param.is_meta() ? " Materialise it first: module.to_empty(device=…), then reset_parameters()." : "");
     key.add(fused::Trait::of(param, grad_mode).pack());
   }
-  if (torch::autograd::ForwardADLevel::try_get_by_idx(0)) check_tangents(pipeline, x, params, extras);
+  if (forward_mode()) check_tangents(pipeline, x, params, extras);
+  check_transform();
   return key;
+}
+
+void check_gradients(c10::ArrayRef<at::Tensor> grads) {
+  const bool tangents = forward_mode();
+  for (const auto& grad : grads) {
+    if (!grad.defined()) continue;
+    if (!usual(grad)) refuse("an incoming gradient", grad);
+    if (tangents) check_tangent("an incoming gradient", grad);
+  }
 }
 
 }  // namespace weft::fuser

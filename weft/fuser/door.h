@@ -9,4 +9,7 @@ namespace weft::fuser {
 fused::PlanKey enter(const Pipeline& pipeline, const at::Tensor& x, ops::Params params,
                      c10::ArrayRef<at::Tensor> extras, uint64_t eval_mask);
 
+/// The same check for gradients that come into backward; an undefined one passes.
+void check_gradients(c10::ArrayRef<at::Tensor> grads);
+
 }  // namespace weft::fuser

@@ -1,0 +1,103 @@
+#include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/randn.h>
+#include <ATen/ops/randn_like.h>
+
+#include "tests/cpp/fuser/plain.h"
+#include "weft/fused/rules.h"
+#include "weft/fuser/autograd.h"
+#include "weft/fuser/door.h"
+
+namespace weft::fused {
+namespace {
+
+using fuser::Fuser;
+using fuser::Pipeline;
+using weft::testing::expect_close;
+using weft::testing::leaf;
+
+Pipeline sample(const FusionRule& rule) {
+  std::vector<fuser::Stage> stages;
+  for (auto& op : rule.sample()) stages.push_back({.op = op, .in = {}, .out = {}});
+  return Pipeline(std::move(stages));
+}
+
+/// Outputs and all gradients of a pipeline planned with a list of rules.
+std::vector<at::Tensor> results(const Pipeline& pipeline, const RuleList& rules, const at::Tensor& x,
+                                const std::vector<at::Tensor>& params, const fuser::Tensors& extras,
+                                const std::vector<at::Tensor>& grads) {
+  const auto plan = fuser::make_plan(pipeline, fuser::enter(pipeline, x, params, extras, 0), rules);
+  const auto shared = std::make_shared<const Pipeline>(pipeline);
+  const auto outputs = fuser::run(shared, plan, x, params, extras);
+  std::vector<at::Tensor> inputs{x}, all(outputs.begin(), outputs.end());
+  inputs.insert(inputs.end(), params.begin(), params.end());
+  inputs.insert(inputs.end(), extras.begin(), extras.end());
+  for (auto& g : torch::autograd::grad(all, inputs, grads, true, false, true)) all.push_back(g);
+  return all;
+}
+
+RuleList only(const FusionRule& rule) { return {{0, rule}}; }
+
+class EveryRule : public ::testing::TestWithParam<size_t> {
+ protected:
+  const FusionRule& rule() const { return (*list_)[GetParam()].second; }
+  std::shared_ptr<const RuleList> list_ = current_rules().list;
+};
+
+TEST_P(EveryRule, TakesItsWholeSampleInItsPass) {
+  const auto pipeline = sample(rule());
+  const auto params = weft::testing::parameters(pipeline);
+  const auto x = leaf({3, 8});
+  fuser::Tensors extras;
+  for (size_t k = 0; k < pipeline.caller_inputs().size(); ++k) extras.push_back(leaf({3, 4}));
+  const auto plan = fuser::make_plan(pipeline, fuser::enter(pipeline, x, params, extras, 0), only(rule()));
+  const auto& steps = rule().pass == Pass::backward ? plan->backward : plan->forward;
+  ASSERT_EQ(steps.size(), 1) << rule().name << " left part of its sample unfused";
+  EXPECT_TRUE(plan->refusals.empty());
+}
+
+TEST_P(EveryRule, GivesTheValuesAndGradientsOfItsParts) {
+  const auto pipeline = sample(rule());
+  const auto params = weft::testing::parameters(pipeline);
+  const auto x = leaf({3, 8});
+  fuser::Tensors extras;
+  for (size_t k = 0; k < pipeline.caller_inputs().size(); ++k) extras.push_back(leaf({3, 4}));
+  Fuser probe(pipeline);
+  std::vector<at::Tensor> grads;
+  for (const auto& y : probe(x, params, extras)) grads.push_back(at::randn_like(y));
+  const auto fused = results(pipeline, only(rule()), x, params, extras, grads);
+  const auto plain = results(pipeline, {}, x, params, extras, grads);
+  for (size_t i = 0; i < plain.size(); ++i)
+    expect_close(fused[i], plain[i], rule().name + " result " + std::to_string(i));
+}
+
+INSTANTIATE_TEST_SUITE_P(Builtin, EveryRule, ::testing::Range(size_t{0}, current_rules().list->size()),
+                         [](const auto& info) { return (*current_rules().list)[info.param].second.name; });
+
+TEST(Rules, TakeEffectAtTheNextCallAndLeaveAgain) {
+  Fuser fuser(Pipeline::parse("ConstantScale(scale=2.0); ConstantScale(scale=3.0)"));
+  const auto x = leaf({2, 2});
+  EXPECT_EQ(fuser.plan(x, {}, {})->forward.size(), 2);
+  class Six final : public FusedOp {
+    at::Tensor forward(StepContext&, const at::Tensor& x) const override { return x * 6; }
+  };
+  FusionRule rule{.name = "six",
+                  .pass = Pass::forward,
+                  .pattern = {},
+                  .refuse = {},
+                  .make = [](const Match&) { return std::make_shared<Six>(); },
+                  .sample = {},
+                  .min_rows = 3,
+                  .rewrite = {}};
+  const auto any = [](const ops::BasicOp& op) { return op.name() == "ConstantScale"; };
+  rule.pattern = {{any}, {any}};
+  const auto id = add_rule(rule);
+  EXPECT_EQ(fuser.plan(x, {}, {})->forward.size(), 1);
+  expect_close(fuser(x, {}, {})[0], x * 6, "below min_rows the parts run");
+  expect_close(fuser(at::ones({5, 2}, at::kDouble), {}, {})[0], at::full({5, 2}, 6, at::kDouble), "six");
+  remove_rule(id);
+  EXPECT_EQ(fuser.plan(x, {}, {})->forward.size(), 2);
+}
+
+}  // namespace
+}  // namespace weft::fused
