@@ -29,7 +29,7 @@ class SoftsignScale(ops.FusedOperation):
 
 def fuse(given, *, recipe=None):
     """Gets the operations of a pipeline in order, returns them with pairs replaced."""
-    out: list[torch.nn.Module] = []
+    out = []
     for op in given:
         if out and isinstance(out[-1], Softsign) and isinstance(op, ops.ConstantScale):
             out[-1] = SoftsignScale([out[-1], op])

@@ -20,10 +20,10 @@ def block() -> ops.Sequential:
 
 
 def plain(module: ops.Sequential, x: torch.Tensor) -> torch.Tensor:
-    _, norm, up, _, down, _ = module
-    h = torch.nn.functional.rms_norm(x, (HIDDEN,), norm.weight, eps=1e-5)
-    a, b = torch.nn.functional.linear(h, up.weight).chunk(2, dim=-1)
-    return x + torch.nn.functional.linear(torch.nn.functional.silu(a) * b, down.weight)
+    gamma, w1, w2 = module.parameters()
+    h = torch.nn.functional.rms_norm(x, (HIDDEN,), gamma, eps=1e-5)
+    a, b = torch.nn.functional.linear(h, w1).chunk(2, dim=-1)
+    return x + torch.nn.functional.linear(torch.nn.functional.silu(a) * b, w2)
 
 
 torch.manual_seed(0)

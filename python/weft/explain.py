@@ -48,8 +48,8 @@ class Explanation:
                 body = part.dot
                 nodes.append(body[body.index("  plan [") : body.rindex("}")].replace("  plan [", f"  part{i} [", 1))
         edges = "" if len(names) < 2 else "  " + " -> ".join(names) + ' [color="#7a8793"];\n'
-        head = "digraph weft {\n  graph [bgcolor=white, pad=0.3];\n  node [fontname=Helvetica, fontsize=11, shape=plain];\n"
-        return head + "\n".join(nodes) + "\n" + edges + "}\n"
+        style = "  graph [bgcolor=white, pad=0.3];\n  node [fontname=Helvetica, fontsize=11, shape=plain];\n"
+        return "digraph weft {\n" + style + "\n".join(nodes) + "\n" + edges + "}\n"
 
     def save(self, path: str | Path) -> Path:
         """Draws the plan; the suffix chooses the form: .svg, .png, .pdf, or .dot for the source."""
@@ -66,9 +66,12 @@ class Explanation:
 
 
 def explain(module: torch.nn.Module, *inputs: torch.Tensor) -> Explanation:
-    """Explains a call ``module(*inputs)`` of an operation or a Sequential: forward plan, backward plan, refused fusions with
-    their reasons, copies made because of aliasing, and what is kept for backward with its bytes. A Sequential of several
-    pipelines is run once, forward, to learn what reaches each of them."""
+    """Explains a call ``module(*inputs)`` of an operation or a Sequential.
+
+    It shows the forward and the backward plan, refused fusions with their reasons, copies made because of aliasing, and
+    what is kept for backward with its bytes. A Sequential of several pipelines is run once, forward, to learn what
+    reaches each of them.
+    """
     if not inputs:
         raise TypeError("explain() needs the inputs of a call, e.g. explain(module, x): the plan depends on them")
     if isinstance(module, Sequential):

@@ -26,8 +26,8 @@ class FusionHandle:
 
 
 def register_forward_fusion(func: Callable, prepend: bool = False) -> FusionHandle:
-    """Adds ``func(ops, *, recipe) -> ops``: it gets the operations of a pipeline in order and returns them with some runs
-    replaced by a :class:`FusedOperation`, which then runs their forward pass. Takes effect at the next call."""
+    """Adds ``func(ops, *, recipe) -> ops``: it gets the operations of a pipeline in order and returns them with some
+    runs replaced by a :class:`FusedOperation`, which then runs their forward pass. Takes effect at the next call."""
     return FusionHandle(_C.add_fusion_function("forward", func, prepend))
 
 

@@ -14,8 +14,8 @@ from .operation import FusedOperation, FusibleOperation
 class Linear(FusedOperation):
     """y = x Wᵀ + b.
 
-    A pipeline sees its parts, `BasicLinear` and `Bias`. The Parameters `weight` and `bias` are registered here, once; the
-    parts read the same ones. `state_dict` uses the keys of the parts (`basic_ops.0.weight`, …); `torch.nn.Linear`'s
+    A pipeline sees its parts, `BasicLinear` and `Bias`. The Parameters `weight` and `bias` are registered here, once;
+    the parts read the same ones. `state_dict` uses the keys of the parts (`basic_ops.0.weight`, …); `torch.nn.Linear`'s
     `weight` and `bias` load as well.
     """
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from . import _C
-
+from . import _C, compiled
 
 # What an operation remembers of its own pipeline; a copy builds its own.
-_NOT_COPIED = {"_runner", "_built_from", "_custom", "_parts"}
+_NOT_COPIED = {"_runner", "_built_from", "_custom", "_parts", "_number"}
 
 
 class OperationContext:
@@ -40,6 +39,14 @@ class FusibleOperation(torch.nn.Module):
     _runner: _C.Runner | None = None
     is_fused_op = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        compiled.enroll(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        compiled.enroll(self)
+
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name != "_runner":
@@ -60,8 +67,8 @@ class FusibleOperation(torch.nn.Module):
         raise NotImplementedError(f"{type(self).__name__} does not say which basic operations it consists of.")
 
     def _bound_stages(self) -> list[tuple[BasicOperation, Any]]:
-        """Its basic operations with their channels. Alone, an operation has nobody to exchange channels with: all its extra
-        tensors are arguments and results."""
+        """Its basic operations with their channels. Alone, an operation has nobody to exchange channels with: all its
+        extra tensors are arguments and results."""
         stages = self._stages()
         if len(stages) == 1:
             return [(stages[0], unbound(stages[0]))]
@@ -85,12 +92,21 @@ class FusibleOperation(torch.nn.Module):
         object.__setattr__(self, "_built_from", signature)
         return runner
 
+    def _compiled_groups(self):
+        """What `compiled.run` needs to know of it, as constants."""
+        runner = build_runner(self._bound_stages())
+        return (compiled_group(self, self._bound_stages(), runner.text),)
+
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any):
+        if torch.compiler.is_compiling():
+            return compiled.run(self, input, extra_inputs)
         runner = self._runner
         if runner is not None and not kwargs:
             output = runner(input, *extra_inputs)
             if output is not NotImplemented:
                 return output
+        if compiled.is_fake(input):
+            return compiled.run(self, input, extra_inputs)
         runner = self._fresh_runner(input)
         keywords = check_keywords(self._stages(), [kwargs] + [{}] * (len(self._stages()) - 1))
         return runner.call_with(keywords, input, *extra_inputs)
@@ -105,9 +121,9 @@ class FusibleOperation(torch.nn.Module):
 class BasicOperation(FusibleOperation):
     """The smallest unit of a pipeline. Subclass it to write one in Python.
 
-    Without extra tensors implement ``op_forward(ctx, input_, prev_op_grad_output_quantizer, next_op_input_quantizer)`` and
-    ``op_backward(ctx, grad_output) -> (grad_input, grad_params)``; with extra tensors set ``num_extra_inputs`` and
-    ``num_extra_outputs`` and implement ``fuser_forward`` and ``fuser_backward``.
+    Without extra tensors implement ``op_forward(ctx, input_, *, prev_op_grad_output_quantizer,
+    next_op_input_quantizer)`` and ``op_backward(ctx, grad_output) -> (grad_input, grad_params)``; with extra tensors set
+    ``num_extra_inputs`` and ``num_extra_outputs`` and implement ``fuser_forward`` and ``fuser_backward``.
     """
 
     num_extra_inputs: int = 0
@@ -119,7 +135,7 @@ class BasicOperation(FusibleOperation):
     # ---- channels -------------------------------------------------------------------------------------------------
 
     def set_extra_input_channel(self, index: int, channel: str | None):
-        """Feeds extra input ``index`` from the channel of that name inside the pipeline; None: from the caller again."""
+        """Feeds extra input ``index`` from the channel of that name in the pipeline; None: from the caller again."""
         self._check_channel(index, self.num_extra_inputs, "input", channel)
         self._edit_channels("_input_channels", index, channel)
         return self
@@ -217,7 +233,7 @@ class BasicOperation(FusibleOperation):
 
 
 class FusedOperation(FusibleOperation):
-    """Stands for a run of basic operations. Return it from a function given to ``register_forward_fusion`` and its kin."""
+    """Stands for a run of basic operations; returned by functions given to ``register_forward_fusion`` and its kin."""
 
     is_fused_op = True
 
@@ -259,6 +275,17 @@ def build_runner(
         children=children,
         expected=[] if children is None else list(children.values()),
     )
+
+
+def compiled_group(root: torch.nn.Module, stages: Sequence[tuple[BasicOperation, Any]], text: str):
+    """One pipeline for `compiled.run`: its text, where its parameters and modes are found below `root`, and how many
+    extra tensors it takes and returns."""
+    paths = {id(module): path for path, module in root.named_modules()}
+    slots = tuple((paths[id(module)], name) for op, _ in stages for module, name in op._parameter_slots())
+    modes = tuple(paths[id(op)] for op, _ in stages if op._description().depends_on_training)
+    sources = tuple(None for _, (inputs, _) in stages for channel in inputs if channel is None)
+    targets = tuple((None, True) for _, (_, outputs) in stages for _, to_caller in outputs if to_caller)
+    return text, slots, modes, sources, targets
 
 
 def check_keywords(stages: Sequence[BasicOperation], keywords: list[dict[str, Any]]) -> list[dict[str, Any]]:

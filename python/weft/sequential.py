@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
-from . import _C
-from .operation import BasicOperation, FusibleOperation, build_runner, check_keywords, materialize
+from . import _C, compiled
+from .operation import BasicOperation, FusibleOperation, build_runner, check_keywords, compiled_group, materialize
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -77,6 +77,7 @@ class Sequential(torch.nn.Module):
 
     def __init__(self, *modules: torch.nn.Module | dict[str, torch.nn.Module], fuse_nested: bool = False) -> None:
         super().__init__()
+        compiled.enroll(self)
         self.fuse_nested = fuse_nested
         if len(modules) == 1 and isinstance(modules[0], dict):
             for name, module in modules[0].items():
@@ -155,7 +156,15 @@ class Sequential(torch.nn.Module):
         return self[:].extend(modules)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_runner", "_single", "_groups", "_built_from", "_real")}
+        return {
+            k: v
+            for k, v in self.__dict__.items()
+            if k not in ("_runner", "_single", "_groups", "_built_from", "_real", "_number")
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        compiled.enroll(self)
 
     # ---- groups ---------------------------------------------------------------------------------------------------
 
@@ -208,16 +217,32 @@ class Sequential(torch.nn.Module):
     def num_extra_outputs(self) -> int:
         return sum(to_caller for group in self._fresh_groups() for _, to_caller in group.targets)
 
+    def _compiled_groups(self):
+        """What `compiled.run` needs to know of it, as constants."""
+        paths = {id(module): path for path, module in self.named_modules()}
+        groups = []
+        for group in self._fresh_groups():
+            wires = tuple(group.sources), tuple(group.targets)
+            if group.runner is None:
+                groups.append((None, ((paths[id(group.modules[0])], ""),), (), *wires))
+            else:
+                groups.append((*compiled_group(self, group.stages, group.runner.text)[:3], *wires))
+        return tuple(groups)
+
     # ---- the call -------------------------------------------------------------------------------------------------
 
     def forward(
         self, input: torch.Tensor, *extra_inputs: torch.Tensor, op_kwargs: dict[Any, dict[str, Any]] | None = None
     ):
+        if torch.compiler.is_compiling() and op_kwargs is None:
+            return compiled.run(self, input, extra_inputs)
         runner = self._runner
         if runner is not None and op_kwargs is None:
             output = runner(input, *extra_inputs)
             if output is not NotImplemented:
                 return output
+        if compiled.is_fake(input):
+            return compiled.run(self, input, extra_inputs)
         groups = self._fresh_groups()
         if not self.__dict__.get("_real") and isinstance(input, torch.Tensor):
             materialize(self, input)

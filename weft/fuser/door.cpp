@@ -122,6 +122,11 @@ fused::PlanKey enter(const Pipeline& pipeline, const at::Tensor& x, ops::Params 
   return key;
 }
 
+void refuse_tangents(c10::ArrayRef<at::Tensor> tensors) {
+  if (!forward_mode()) return;
+  for (const auto& t : tensors) check_tangent("an input", t);
+}
+
 void check_gradients(c10::ArrayRef<at::Tensor> grads) {
   const bool tangents = forward_mode();
   for (const auto& grad : grads) {

@@ -9,6 +9,9 @@ namespace weft::fuser {
 fused::PlanKey enter(const Pipeline& pipeline, const at::Tensor& x, ops::Params params,
                      c10::ArrayRef<at::Tensor> extras, uint64_t eval_mask);
 
+/// Raises if a tensor carries a forward-mode tangent.
+void refuse_tangents(c10::ArrayRef<at::Tensor> tensors);
+
 /// The same check for gradients that come into backward; an undefined one passes.
 void check_gradients(c10::ArrayRef<at::Tensor> grads);
 

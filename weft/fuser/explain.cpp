@@ -5,6 +5,8 @@
 #include <set>
 #include <sstream>
 
+#include "weft/fuser/infer.h"
+
 namespace weft::fuser {
 namespace {
 
@@ -37,59 +39,33 @@ std::vector<Explanation::StepLine> lines(const Pipeline& pipeline, const Plan& p
   return list;
 }
 
-/// The value that operation i reads, as the operation that made it: -1 is the pipeline's input.
-std::vector<int> origins(const Pipeline& pipeline, const Plan& plan) {
-  std::vector<int> made_by{-1};
-  for (int i = 0; i < pipeline.size(); ++i)
-    made_by.push_back(pipeline.op(i).output_is_input(plan.ops[i]) ? made_by.back() : i);
-  return made_by;
-}
-
-/// Follows sizes through the pipeline and lists what each operation keeps.
 void list_saved(Explanation& out, const Pipeline& pipeline, const Plan& plan, const at::Tensor& x, ops::Params params,
                 c10::ArrayRef<at::Tensor> extras) {
-  std::vector<Spec> extra_in(pipeline.num_extra_in()), extra_out(pipeline.num_extra_out()), param_specs;
-  for (size_t k = 0; k < extras.size(); ++k) extra_in[pipeline.caller_inputs()[k]] = Spec::of(extras[k]);
-  for (const auto& param : params) param_specs.push_back(Spec::of(param));
-  const auto made_by = origins(pipeline, plan);
+  out.saved_known = !plan.process_local;
+  if (!out.saved_known) return;
+  const auto specs = [](c10::ArrayRef<at::Tensor> tensors) {
+    std::vector<Spec> list;
+    for (const auto& t : tensors) list.push_back(Spec::of(t));
+    return list;
+  };
   std::set<std::pair<int, at::ScalarType>> kept;
-  auto spec = Spec::of(x);
-  for (int i = 0; i < pipeline.size(); ++i) {
-    const auto& op = pipeline.op(i);
-    out.saved_known &= !op.process_local();
-    if (!out.saved_known) return;
-    for (int s = pipeline.extra_in_base(i); s < pipeline.extra_in_base(i + 1); ++s)
-      if (pipeline.source(s) >= 0) extra_in[s] = extra_out[pipeline.source(s)];
-    const auto slice = [](const std::vector<Spec>& all, int from, int to) {
-      return c10::ArrayRef<Spec>(all.data() + from, static_cast<size_t>(to - from));
-    };
-    const auto made =
-        op.infer(plan.ops[i], spec, slice(extra_in, pipeline.extra_in_base(i), pipeline.extra_in_base(i + 1)),
-                 slice(param_specs, pipeline.param_base(i), pipeline.param_base(i + 1)));
-    const auto names = op.saved_names();
-    for (size_t k = 0; k < names.size(); ++k) {
-      if (!made.saved[k]) continue;
-      const auto& slot = *made.saved[k];
-      std::string shared;
-      if (names[k] == "input" && slot.dtype == spec.dtype) {
-        if (made_by[i] < 0)
-          shared = "the caller's input";
-        else if (!kept.emplace(made_by[i], slot.dtype).second)
-          shared = "kept already";
-      }
-      out.saved.push_back({i, names[k], sizes_text(slot), std::string(dtype_name(slot.dtype)),
-                           shared.empty() ? bytes_of(slot) : 0, shared});
+  for (const auto& slot : infer(pipeline, plan, Spec::of(x), specs(params), specs(extras)).saved) {
+    if (!slot.spec) continue;
+    std::string shared;
+    if (slot.keeps_value_of == -1) {
+      shared = "the caller's input";
+    } else if (slot.keeps_value_of >= 0 && !kept.emplace(slot.keeps_value_of, slot.spec->dtype).second) {
+      shared = "kept already";
     }
-    for (size_t k = 0; k < made.extra_outputs.size(); ++k)
-      extra_out[pipeline.extra_out_base(i) + k] = made.extra_outputs[k];
-    spec = made.y;
+    out.saved.push_back({slot.op, slot.name, sizes_text(*slot.spec), std::string(dtype_name(slot.spec->dtype)),
+                         shared.empty() ? bytes_of(*slot.spec) : 0, shared});
   }
 }
 
 /// Who else can see the value behind an extra-output slot, so that nobody may overwrite it; empty if nobody.
 std::string other_readers(const Pipeline& pipeline, const Plan& plan, int slot, int consumer) {
   const int producer = pipeline.producer(slot);
-  const auto made_by = origins(pipeline, plan);
+  const auto made_by = value_origins(pipeline, plan);
   if (pipeline.output(slot).to_caller) return "the caller gets that tensor too";
   for (int s = 0; s < pipeline.num_extra_in(); ++s)
     if (pipeline.source(s) == slot && pipeline.consumer(s) != consumer)
@@ -223,8 +199,8 @@ std::string Explanation::text() const {
   if (!in_place.empty()) text << "in place\n";
   for (const auto& note : in_place)
     text << "  " << pad(std::to_string(note.op), 8) << op_names[note.op] << ": " << note.text << "\n";
-  text << "saved for backward: " << human(saved_bytes())
-       << (saved_known ? "" : " up to the first operation written in Python") << "\n";
+  text << "saved for backward: "
+       << (saved_known ? human(saved_bytes()) : "unknown, since an operation is written in Python") << "\n";
   for (const auto& line : saved) {
     text << "  " << pad(std::to_string(line.op), 8) << pad(op_names[line.op] + " " + line.name, 28) << line.sizes << " "
          << line.dtype << "  ";
@@ -293,7 +269,8 @@ std::string Explanation::dot() const {
     dot << (any ? "" : " ") << "</TD></TR>\n";
   }
   dot << "  <TR><TD COLSPAN=\"4\" BORDER=\"0\" ALIGN=\"LEFT\"><FONT POINT-SIZE=\"10\" COLOR=\"#1d2733\">";
-  dot << "kept for backward: " << human(saved_bytes());
+  dot << "kept for backward: "
+      << (saved_known ? human(saved_bytes()) : "unknown, since an operation is written in Python");
   for (const auto& r : refusals)
     dot << "<BR ALIGN=\"LEFT\"/>refused " << html(r.rule) << " at " << range(r.first, r.count) << " ("
         << pass_name(r.pass) << "): " << html(r.reason);

@@ -38,7 +38,7 @@ struct Explanation {
   std::vector<Note> in_place;  // permissions to overwrite, and why a copy is made instead
   std::vector<SavedLine> saved;
   std::vector<Channel> channels;
-  bool saved_known = true;  // false behind an operation that cannot tell its sizes
+  bool saved_known = true;  // false if an operation cannot tell its sizes
 
   int64_t saved_bytes() const;
   std::string text() const;

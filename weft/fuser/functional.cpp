@@ -44,14 +44,8 @@ PlanKey key_from(Cursor& text, const Pipeline& pipeline) {
   return key;
 }
 
-struct Program {
-  std::string text;
-  uint32_t rules_version;
-  std::shared_ptr<const Pipeline> pipeline;
-  std::shared_ptr<const Plan> plan;
-};
+}  // namespace
 
-/// Reads a text once: the last few are kept.
 Program program(std::string_view text) {
   constexpr size_t kKept = 64;
   static std::mutex mutex;
@@ -76,8 +70,6 @@ Program program(std::string_view text) {
   if (kept.size() > kKept) kept.pop_back();
   return kept.front();
 }
-
-}  // namespace
 
 std::string describe(const Pipeline& pipeline, const PlanKey& key) {
   TORCH_CHECK_NOT_IMPLEMENTED(!pipeline.process_local(),

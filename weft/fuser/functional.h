@@ -15,6 +15,15 @@ namespace weft::fuser {
 /// with one word per tensor (x, extra inputs, parameters): device, dtype, g: a gradient is wanted, c: contiguous.
 std::string describe(const Pipeline& pipeline, const fused::PlanKey& key);
 
+/// A described pipeline, read; the last few are kept.
+struct Program {
+  std::string text;
+  uint32_t rules_version;
+  std::shared_ptr<const Pipeline> pipeline;
+  std::shared_ptr<const Plan> plan;
+};
+Program program(std::string_view text);
+
 struct Forward {
   std::vector<at::Tensor> outputs;  // the main one, then the extra ones
   std::vector<at::Tensor> saved;    // for `backward`; undefined where a slot stays empty

@@ -18,6 +18,12 @@ constexpr const char* kHooks[] = {"_forward_hooks", "_forward_pre_hooks", "_back
 constexpr const char* kGlobalHooks[] = {"_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
                                         "_global_backward_pre_hooks"};
 
+/// A FakeTensor goes through the dispatcher, which Python does.
+bool is_fake(const py::args& args) {
+  PyObject* x = args.empty() ? nullptr : PyTuple_GET_ITEM(args.ptr(), 0);
+  return x && !THPVariable_CheckExact(x) && std::string_view(Py_TYPE(x)->tp_name) == "FakeTensor";
+}
+
 /// A pipeline as a Python module calls it: gathers the parameters that the modules hold at this moment and runs. Knows
 /// when the modules have changed in a way that needs another pipeline (`stale`).
 class Runner {
@@ -60,7 +66,7 @@ class Runner {
   void renew() { epoch_ = epoch; }
 
   py::object call(const py::args& args) const {
-    if (stale()) return py::reinterpret_borrow<py::object>(Py_NotImplemented);
+    if (stale() || is_fake(args)) return py::reinterpret_borrow<py::object>(Py_NotImplemented);
     return run(args, nullptr);
   }
 

@@ -1,0 +1,139 @@
+"""torch.compile, export and fake tensors: the way through the dispatcher."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import weft.ops as ops
+
+
+def block(public: bool = False) -> ops.Sequential:
+    """A norm-MLP-residual block; with `public` the branch is also returned."""
+    return ops.Sequential(
+        ops.MakeExtraOutput(in_place=True).set_extra_output_channel(0, "residual", output_to_caller=public),
+        ops.RMSNorm(16),
+        ops.Linear(16, 64, bias=False),
+        ops.SwiGLU(),
+        ops.Linear(32, 16),
+        ops.Dropout(0.0),
+        ops.AddExtraInput(in_place=True).set_extra_input_channel(0, "residual"),
+    )
+
+
+MODELS = {
+    "block": block,
+    "block that returns its branch": lambda: block(public=True),
+    "one operation": lambda: ops.Linear(16, 16),
+    "identity": lambda: ops.Identity(),
+    "reshape": lambda: ops.Sequential(ops.Reshape((-1, 8)), ops.Linear(8, 8), ops.Reshape((-1, 16)), ops.GELU()),
+    "nested": lambda: ops.Sequential(block(), ops.SiLU(), block()),
+    "plain modules between": lambda: ops.Sequential(
+        ops.Linear(16, 16), torch.nn.Tanh(), ops.GELU(), ops.Linear(16, 16)
+    ),
+    "a channel across a plain module": lambda: ops.Sequential(
+        ops.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=False),
+        torch.nn.Tanh(),
+        ops.AddExtraInput().set_extra_input_channel(0, "r"),
+    ),
+}
+
+
+def results(call, module: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Outputs and all gradients of a call."""
+    x = x.clone().requires_grad_()
+    module.zero_grad()
+    outputs = call(x)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+    return [*outputs, x.grad, *(p.grad for p in module.parameters())]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_compiled_model_without_graph_breaks_gives_the_same_values_and_gradients(name):
+    model = MODELS[name]()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(4, 16)
+    torch.testing.assert_close(results(compiled, model, x), results(model, model, x), rtol=0, atol=0)
+
+
+def test_one_graph_serves_any_number_of_rows():
+    model = block()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    for rows in (3, 7, 64):
+        x = torch.randn(rows, 16)
+        torch.testing.assert_close(results(compiled, model, x), results(model, model, x), rtol=0, atol=0)
+    assert counter.frame_count == 1
+
+
+def test_training_mode_autocast_and_frozen_weights_are_seen():
+    model = ops.Sequential(ops.Linear(16, 16), ops.Dropout(0.5))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(64, 16)
+    assert not torch.equal(compiled(x), compiled(x))
+    model.eval()
+    torch.testing.assert_close(compiled(x), model(x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert compiled(x).dtype == torch.bfloat16
+    model[0].weight.requires_grad_(False)
+    compiled(x).sum().backward()
+    assert model[0].weight.grad is None and model[0].bias.grad is not None
+
+
+def test_an_exported_program_runs_for_other_numbers_of_rows():
+    model = block().eval()
+    rows = torch.export.Dim("rows", min=2)
+    program = torch.export.export(model, (torch.randn(4, 16),), dynamic_shapes=({0: rows},))
+    x = torch.randn(9, 16)
+    torch.testing.assert_close(program.module()(x), model(x))
+
+
+@pytest.mark.slow
+def test_inductor_gives_the_same_values_and_gradients():
+    model = block()
+    compiled = torch.compile(model, fullgraph=True)
+    x = torch.randn(4, 16)
+    torch.testing.assert_close(results(compiled, model, x), results(model, model, x))
+
+
+@pytest.mark.parametrize("name", ["block", "one operation"])
+def test_fake_tensors_give_the_sizes(name):
+    with FakeTensorMode():
+        model = MODELS[name]()
+        assert model(torch.randn(5, 16)).shape == (5, 16)
+
+
+CALL = (
+    "BasicLinear(in_features=4, out_features=2); GELU() "
+    '@call(autocast=none, eval=0, tensors="cpu:float32:gc cpu:float32:gc")'
+)
+
+
+def arguments():
+    return torch.randn(3, 4, requires_grad=True), [torch.randn(2, 4, requires_grad=True)], [], CALL
+
+
+def test_the_dispatcher_op_passes_torchs_own_check():
+    torch.library.opcheck(torch.ops.weft.pipeline_forward, arguments())
+
+
+def test_the_dispatcher_op_refuses_second_derivatives_and_tangents():
+    x, *rest = arguments()
+    (dx,) = torch.autograd.grad(torch.ops.weft.pipeline_forward(x, *rest)[0][0].sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        dx.sum().backward()
+    with (
+        torch.autograd.forward_ad.dual_level(),
+        pytest.raises((NotImplementedError, RuntimeError), match="weft|jvp|forward"),
+    ):
+        dual = torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x))
+        torch.ops.weft.pipeline_forward(dual, *rest)

@@ -1,0 +1,44 @@
+#include "weft/fuser/infer.h"
+
+namespace weft::fuser {
+
+using ops::Spec;
+
+std::vector<int> value_origins(const Pipeline& pipeline, const Plan& plan) {
+  std::vector<int> made_by{-1};
+  for (int i = 0; i < pipeline.size(); ++i)
+    made_by.push_back(pipeline.op(i).output_is_input(plan.ops[i]) ? made_by.back() : i);
+  return made_by;
+}
+
+CallShapes infer(const Pipeline& pipeline, const Plan& plan, Spec x, const std::vector<Spec>& params,
+                 const std::vector<Spec>& extras) {
+  TORCH_CHECK_NOT_IMPLEMENTED(plan.num_saved == pipeline.num_saved(), "A joint fused operation cannot tell its sizes.");
+  std::vector<Spec> extra_in(pipeline.num_extra_in()), extra_out(pipeline.num_extra_out());
+  for (size_t k = 0; k < extras.size(); ++k) extra_in[pipeline.caller_inputs()[k]] = extras[k];
+  const auto slice = [](const std::vector<Spec>& all, int from, int to) {
+    return c10::ArrayRef<Spec>(all.data() + from, static_cast<size_t>(to - from));
+  };
+  const auto made_by = value_origins(pipeline, plan);
+  CallShapes out;
+  for (int i = 0; i < pipeline.size(); ++i) {
+    for (int s = pipeline.extra_in_base(i); s < pipeline.extra_in_base(i + 1); ++s)
+      if (pipeline.source(s) >= 0) extra_in[s] = extra_out[pipeline.source(s)];
+    auto made =
+        pipeline.op(i).infer(plan.ops[i], x, slice(extra_in, pipeline.extra_in_base(i), pipeline.extra_in_base(i + 1)),
+                             slice(params, pipeline.param_base(i), pipeline.param_base(i + 1)));
+    const auto names = pipeline.op(i).saved_names();
+    for (size_t k = 0; k < names.size(); ++k) {
+      const bool keeps_x = names[k] == "input" && made.saved[k] && made.saved[k]->dtype == x.dtype;
+      out.saved.push_back({i, names[k], made.saved[k], keeps_x ? made_by[i] : -2});
+    }
+    for (size_t k = 0; k < made.extra_outputs.size(); ++k)
+      extra_out[pipeline.extra_out_base(i) + k] = made.extra_outputs[k];
+    x = std::move(made.y);
+  }
+  out.outputs.push_back(std::move(x));
+  for (const int slot : pipeline.caller_outputs()) out.outputs.push_back(extra_out[slot]);
+  return out;
+}
+
+}  // namespace weft::fuser
