@@ -59,7 +59,8 @@ def pytest(*arguments: str, slow: bool = False, figure: str | None = None) -> Ch
     def check(quick: bool) -> tuple[str, bool]:
         marks = "slow or not slow" if slow and not quick else "not slow"
         done = run([sys.executable, "-m", "pytest", "-q", "-rP", "-m", marks, *arguments])
-        counts = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|errors?|xfailed)", done.stdout)}
+        last = done.stdout.rstrip().rpartition("\n")[2]
+        counts = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|errors?|xfailed)", last)}
         measured = ", ".join(f"{count} {word}" for word, count in counts.items()) or "no test ran"
         if figure:
             measured += "".join(f"; {found}" for found in re.findall(figure, done.stdout))
@@ -133,7 +134,7 @@ def commit_adds(subject: str, folder: str, count: int) -> Check:
     """The commit with this subject adds `count` files in a folder and edits none."""
 
     def check(quick: bool) -> tuple[str, bool]:
-        found = run(["git", "log", "--format=%H", f"--grep=^{re.escape(subject)}"]).stdout.split()
+        found = run(["git", "log", "--format=%H", f"--grep=^{subject}"]).stdout.split()
         if not found:
             return f"no commit '{subject}'", False
         changes = run(["git", "show", "--name-status", "--format=", found[-1]]).stdout.split("\n")

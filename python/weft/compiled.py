@@ -31,9 +31,9 @@ def enroll(module: torch.nn.Module) -> None:
 
 
 @torch.compiler.assume_constant_result
-def _program(number: int):
+def _program(number: int, edition: int):
     """The groups of a module as constants: text or None, paths and names of parameters, paths of the operations that
-    differ in evaluation, sources, targets."""
+    differ in evaluation, sources, targets. `edition` changes with them, so that the compiler asks again."""
     return _modules[number]._compiled_groups()
 
 
@@ -46,7 +46,10 @@ def run(module: torch.nn.Module, x: torch.Tensor, extra_inputs: tuple[torch.Tens
     channels: dict[str, torch.Tensor] = {}
     returned: list[torch.Tensor] = []
     given = 0
-    for text, slots, modes, sources, targets in _program(module._number):
+    edition = 0
+    for part in module.modules():
+        edition += getattr(part, "_edition", 0)
+    for text, slots, modes, sources, targets in _program(module._number, edition):
         inputs = []
         for source in sources:
             if source is None:

@@ -191,7 +191,7 @@ def _field_property(name: str) -> property:
     def set(self: NativeOperation, value: Any) -> None:
         op = _C.make_op(self._type, {**self._op.fields(), name: _plain(value)})
         object.__setattr__(self, "_op", op)
-        _C.touch()
+        self._edition += 1  # also tells every runner to look again
 
     return property(get, set)
 

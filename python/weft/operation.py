@@ -37,6 +37,7 @@ class FusibleOperation(torch.nn.Module):
     """Anything a pipeline can take in. Calling it alone runs a pipeline of its own, kept between calls."""
 
     _runner: _C.Runner | None = None
+    _edition = 0  # counts changes of its description and channels, for compilers to guard on
     is_fused_op = False
 
     def __init__(self) -> None:
@@ -122,8 +123,8 @@ class BasicOperation(FusibleOperation):
     """The smallest unit of a pipeline. Subclass it to write one in Python.
 
     Without extra tensors implement ``op_forward(ctx, input_, *, prev_op_grad_output_quantizer,
-    next_op_input_quantizer)`` and ``op_backward(ctx, grad_output) -> (grad_input, grad_params)``; with extra tensors set
-    ``num_extra_inputs`` and ``num_extra_outputs`` and implement ``fuser_forward`` and ``fuser_backward``.
+    next_op_input_quantizer)`` and ``op_backward(ctx, grad_output) -> (grad_input, grad_params)``; with extra tensors
+    set ``num_extra_inputs`` and ``num_extra_outputs`` and implement ``fuser_forward`` and ``fuser_backward``.
     """
 
     num_extra_inputs: int = 0
@@ -158,6 +159,7 @@ class BasicOperation(FusibleOperation):
         bindings = dict(self.__dict__.get(table, {}))
         bindings[index] = binding
         setattr(self, table, bindings)
+        self._edition += 1
 
     def _bindings(self):
         """(channel of each extra input, (channel, to caller) of each extra output)"""

@@ -60,6 +60,12 @@ def activation(name: str, op, x: torch.Tensor) -> torch.Tensor:
     raise NotImplementedError(f"plain.py does not know {name}")
 
 
+def itself(op, x: torch.Tensor, *extras: torch.Tensor, of: Of) -> tuple[torch.Tensor, tuple]:
+    """An operation that is not written out here is its own truth in float64, where finite differences check it."""
+    out = torch.func.functional_call(op, {name: of(p) for name, p in op.named_parameters()}, (x, *extras))
+    return (out[0], out[1:]) if isinstance(out, tuple) else (out, ())
+
+
 def norm(name: str, op, x: torch.Tensor, of: Of) -> torch.Tensor:
     gamma = of(op.weight) + 1 if op.zero_centered_gamma else of(op.weight)
     if name == "LayerNorm":
@@ -103,4 +109,6 @@ def apply(op, x: torch.Tensor, *extras: torch.Tensor, of: Of = lambda p: p) -> t
         return x, (x,)
     if name in SCALED:
         return activation(SCALED[name], op, x) * extras[0].reshape(*x.shape[:-1], 1), ()
-    return activation(name, op, x), ()
+    if name in UNARY or name in GATES or name in ("SiTUGLU", "ClampedSwiGLU"):
+        return activation(name, op, x), ()
+    return itself(op, x, *extras, of=of)

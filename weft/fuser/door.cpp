@@ -40,7 +40,8 @@ const char* unusual_layout(const at::Tensor& t) {
         "DTensor, FakeTensor or the like), which has no memory weft could read. With FSDP2, call the module "
         "that fully_shard wrapped, so that its parameters are gathered; under torch.compile or FakeTensorMode, "
         "go through torch.ops.weft.pipeline.");
-  TORCH_CHECK(!t.is_complex(), "weft: Unsupported dtype ", t.scalar_type(), " of ", what, "; expected real numbers.");
+  TORCH_CHECK(!t.is_complex(), "weft: Unsupported dtype ", dtype_name(t.scalar_type()), " of ", what,
+              "; expected real numbers.");
   TORCH_CHECK_TYPE(false, "weft: ", what, " is ", unusual_layout(t), "; expected a dense strided tensor.");
 }
 

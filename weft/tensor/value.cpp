@@ -10,7 +10,7 @@
 namespace weft {
 namespace {
 
-constexpr std::array<std::pair<at::ScalarType, std::string_view>, 7> kDtypes{{
+constexpr std::array<std::pair<at::ScalarType, std::string_view>, 9> kDtypes{{
     {at::kFloat, "float32"},
     {at::kDouble, "float64"},
     {at::kHalf, "float16"},
@@ -18,6 +18,8 @@ constexpr std::array<std::pair<at::ScalarType, std::string_view>, 7> kDtypes{{
     {at::kLong, "int64"},
     {at::kInt, "int32"},
     {at::kBool, "bool"},
+    {at::kComplexFloat, "complex64"},
+    {at::kComplexDouble, "complex128"},
 }};
 
 std::string number(double x) {
