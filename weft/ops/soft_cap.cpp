@@ -1,0 +1,44 @@
+#include "weft/ops/soft_cap.h"
+
+#include <ATen/ops/div.h>
+#include <ATen/ops/mul.h>
+
+#include "weft/kernels/precision.h"
+#include "weft/ops/registry.h"
+#include "weft/ops/rows.h"
+
+namespace weft::ops {
+
+SoftCap::SoftCap(Options options) : options_(options) {
+  TORCH_CHECK_VALUE(options_.cap > 0, "SoftCap: cap is ", options_.cap, ", expected a number above 0.");
+}
+
+Inferred SoftCap::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
+  const auto input = x.as(plan.autocast == at::ScalarType::Undefined ? x.dtype : plan.autocast);
+  Inferred out{.y = input, .extra_outputs = {}, .saved = {}};
+  out.saved.resize(1);
+  if (plan.input_wanted) out.saved[kInput] = input;
+  return out;
+}
+
+at::Tensor SoftCap::forward(OpContext& ctx, const at::Tensor& x, Params) const {
+  auto input = as_dtype(x, ctx.dtype(x.scalar_type()));
+  TORCH_CHECK(at::isFloatingType(input.scalar_type()), "Unsupported dtype: SoftCap got ",
+              dtype_name(input.scalar_type()), ", expected float32, float64, float16 or bfloat16.");
+  auto y = at::div(kernels::widen(input), options_.cap).tanh_().mul_(options_.cap);
+  y = kernels::round_to(y, input.scalar_type());
+  if (ctx.input_wanted()) ctx.save(kInput, std::move(input));
+  return y;
+}
+
+at::Tensor SoftCap::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
+  if (!ctx.input_wanted()) return {};
+  const auto& input = ctx.saved(kInput);
+  const auto tanh = at::div(kernels::widen(input), options_.cap).tanh_();
+  const auto dx = at::mul(kernels::widen(dy), at::mul(tanh, tanh).neg_().add_(1));
+  return kernels::round_to(dx, input.scalar_type());
+}
+
+static const Register<SoftCap> soft_cap{"SoftCap", "y = cap·tanh(x / cap).", {.cap = 2}};
+
+}  // namespace weft::ops
