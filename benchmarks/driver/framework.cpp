@@ -1,5 +1,6 @@
 #include "benchmarks/driver/framework.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
@@ -30,6 +31,7 @@ Tensor leaf() { return at::randn({kSize, kSize}).requires_grad_(); }
 struct FiveByHand : torch::autograd::Function<FiveByHand> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& g, const Tensor& w1, const Tensor& b,
                         const Tensor& w2) {
+    const at::AutoDispatchBelowADInplaceOrView below;
     auto [n, rstd] = weft::kernels::rms_norm_forward(x, g, kEps);
     const auto h = at::addmm(b, n, w1.t());
     const auto a = weft::kernels::activation_forward({.kind = weft::kernels::ActKind::gelu}, h);
@@ -38,6 +40,7 @@ struct FiveByHand : torch::autograd::Function<FiveByHand> {
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const auto s = ctx->get_saved_variables();
+    const at::AutoDispatchBelowADInplaceOrView below;
     const auto &x = s[0], &rstd = s[1], &n = s[2], &h = s[3], &a = s[4], &g = s[5], &w1 = s[6], &w2 = s[7];
     const auto& dy = grads[0];
     const auto dw2 = at::mm(dy.t(), a);
@@ -53,11 +56,13 @@ struct FiveByHand : torch::autograd::Function<FiveByHand> {
 
 struct SixteenByHand : torch::autograd::Function<SixteenByHand> {
   static Tensor forward(AutogradContext*, const Tensor& x) {
+    const at::AutoDispatchBelowADInplaceOrView below;
     auto y = x;
     for (int i = 0; i < kScales; ++i) y = at::mul(y, kScale);
     return y;
   }
   static variable_list backward(AutogradContext*, variable_list grads) {
+    const at::AutoDispatchBelowADInplaceOrView below;
     auto dx = grads[0];
     for (int i = 0; i < kScales; ++i) dx = at::mul(dx, kScale);
     return {dx};

@@ -28,7 +28,7 @@ class Explanation:
     @property
     def text(self) -> str:
         if len(self._parts) == 1 and self._parts[0][1] is not None:
-            return self._parts[0][1].text
+            return self._parts[0][1].text.rstrip()
         return "\n".join(f"== {title}\n{'' if part is None else part.text}" for title, part in self._parts)
 
     def __str__(self) -> str:

@@ -19,6 +19,9 @@ class Linear(FusedOperation):
     `weight` and `bias` load as well.
     """
 
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
+
     def __init__(
         self,
         in_features: int,

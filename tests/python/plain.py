@@ -44,6 +44,9 @@ SCALED = {
     "ScaledClampedQGeGLU": "ClampedSwiGLU",
 }
 PASS_THROUGH = ("Identity", "Quantize", "AllGather", "AllReduce", "ReduceScatter")
+GLU_WITH_OPTIONS = ("SiTUGLU", "ClampedSwiGLU")
+OTHERS = ("BasicLinear", "Bias", "LayerNorm", "RMSNorm", "L2Normalization", "ConstantScale", "Reshape", "Dropout")
+WRITTEN_OUT = {*UNARY, *GATES, *SCALED, *PASS_THROUGH, *GLU_WITH_OPTIONS, *OTHERS, "AddExtraInput", "MakeExtraOutput"}
 
 
 def activation(name: str, op, x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +60,7 @@ def activation(name: str, op, x: torch.Tensor) -> torch.Tensor:
     if name == "ClampedSwiGLU":
         gate = a.clamp(max=op.limit)
         return gate * torch.sigmoid(op.alpha * gate) * (b.clamp(-op.limit, op.limit) + op.glu_linear_offset)
-    raise NotImplementedError(f"plain.py does not know {name}")
+    raise NotImplementedError(name)
 
 
 def itself(op, x: torch.Tensor, *extras: torch.Tensor, of: Of) -> tuple[torch.Tensor, tuple]:
@@ -87,6 +90,8 @@ def apply(op, x: torch.Tensor, *extras: torch.Tensor, of: Of = lambda p: p) -> t
     if isinstance(op, weft.ops.Linear):
         return F.linear(x, of(op.weight), None if op.bias is None else of(op.bias)), ()
     name = type(op).__name__
+    if name not in WRITTEN_OUT:
+        return itself(op, x, *extras, of=of)
     if name == "BasicLinear":
         return F.linear(x, of(op.weight)), ()
     if name == "Bias":
@@ -109,6 +114,4 @@ def apply(op, x: torch.Tensor, *extras: torch.Tensor, of: Of = lambda p: p) -> t
         return x, (x,)
     if name in SCALED:
         return activation(SCALED[name], op, x) * extras[0].reshape(*x.shape[:-1], 1), ()
-    if name in UNARY or name in GATES or name in ("SiTUGLU", "ClampedSwiGLU"):
-        return activation(name, op, x), ()
-    return itself(op, x, *extras, of=of)
+    return activation(name, op, x), ()

@@ -70,6 +70,7 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS)
 def test_a_thousand_training_steps_hold_the_memory_of_the_first_hundred(model):
     at_100, at_1000 = in_fresh_process(TRAINING.format(model=MODELS[model]))
+    print(f"resident {at_100 / 2**20:.1f} MiB after 100 steps, {at_1000 / 2**20:.1f} MiB after 1,000")
     assert abs(at_1000 - at_100) <= 0.01 * at_100
 
 

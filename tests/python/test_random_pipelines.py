@@ -67,7 +67,7 @@ def test_the_generator_covers_every_operation_and_every_situation():
                 f"loss {program.loss}": 1,
             }
         )
-    expected = {name for name, *_ in weft._C.op_types()}
+    expected = {name for name, *_ in weft._C.op_types() if name in plain.WRITTEN_OUT}
     expected |= {
         "Linear",
         "Tanh",

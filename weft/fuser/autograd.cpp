@@ -195,7 +195,7 @@ const at::Tensor* shared_with(const at::Tensor& t, const at::Tensor& x, const Te
 
 /// Turns raw results into what the caller may hold. One that shares memory with an input or another output becomes a
 /// view of it, so that torch sees in-place changes to either.
-void settle(Tensors& outputs, const at::Tensor& x, const Tensors& extras, const std::vector<uint8_t>& wanted,
+void settle(Tensors& outputs, const at::Tensor& x, const Tensors& extras, c10::ArrayRef<uint8_t> wanted,
             const c10::intrusive_ptr<Node>& node) {
   for (size_t i = 0; i < outputs.size(); ++i) {
     auto& y = outputs[i];
@@ -225,7 +225,7 @@ Tensors run(std::shared_ptr<const Pipeline> shared, std::shared_ptr<const Plan> 
   RECORD_FUNCTION("weft::pipeline", std::vector<c10::IValue>());
   const auto& pipeline = *shared;
   const auto& slots = pipeline.caller_outputs();
-  std::vector<uint8_t> wanted{plan->output_wanted};
+  c10::SmallVector<uint8_t, 4> wanted{plan->output_wanted};
   bool any = plan->output_wanted;
   for (const int slot : slots) {
     wanted.push_back(plan->extra_out_wanted[slot]);

@@ -5,6 +5,7 @@
 #include <set>
 #include <sstream>
 
+#include "weft/fuser/explain_words.h"
 #include "weft/fuser/infer.h"
 
 namespace weft::fuser {
@@ -100,31 +101,9 @@ void list_in_place(Explanation& out, const Pipeline& pipeline, const Plan& plan)
   }
 }
 
-std::string range(int first, int count) {
-  return count == 1 ? std::to_string(first) : std::to_string(first) + ".." + std::to_string(first + count - 1);
-}
-
 std::string pad(std::string text, size_t width) {
   text.resize(std::max(width, text.size()), ' ');
   return text;
-}
-
-std::string human(int64_t bytes) {
-  std::ostringstream text;
-  text.precision(3);
-  if (bytes < 1024)
-    text << bytes << " B";
-  else if (bytes < (int64_t{1} << 20))
-    text << static_cast<double>(bytes) / 1024 << " KiB";
-  else if (bytes < (int64_t{1} << 30))
-    text << static_cast<double>(bytes) / (1 << 20) << " MiB";
-  else
-    text << static_cast<double>(bytes) / (1 << 30) << " GiB";
-  return text.str();
-}
-
-const char* pass_name(fused::Pass pass) {
-  return pass == fused::Pass::joint ? "joint" : pass == fused::Pass::forward ? "forward" : "backward";
 }
 
 void print_steps(std::ostream& text, const std::vector<Explanation::StepLine>& steps) {
@@ -134,21 +113,6 @@ void print_steps(std::ostream& text, const std::vector<Explanation::StepLine>& s
     if (step.min_rows > 0) text << " from " << step.min_rows << " rows";
     text << "\n";
   }
-}
-
-std::string html(const std::string& text) {
-  std::string out;
-  for (const char c : text) {
-    if (c == '<')
-      out += "&lt;";
-    else if (c == '>')
-      out += "&gt;";
-    else if (c == '&')
-      out += "&amp;";
-    else
-      out += c;
-  }
-  return out;
 }
 
 }  // namespace
@@ -177,6 +141,8 @@ Explanation explain(const Pipeline& pipeline, const Plan& plan, const at::Tensor
   for (int s = 0; s < pipeline.num_extra_in(); ++s)
     if (const int from = pipeline.source(s); from >= 0)
       out.channels.push_back({pipeline.producer(from), pipeline.consumer(s), pipeline.output(from).channel});
+  for (const int slot : pipeline.caller_inputs()) out.from_caller.push_back(pipeline.consumer(slot));
+  for (const int slot : pipeline.caller_outputs()) out.to_caller.push_back(pipeline.producer(slot));
   list_in_place(out, pipeline, plan);
   list_saved(out, pipeline, plan, x, params, extras);
   return out;
@@ -193,6 +159,10 @@ std::string Explanation::text() const {
   if (!channels.empty()) text << "channels\n";
   for (const auto& c : channels)
     text << "  " << pad(std::to_string(c.from) + " -> " + std::to_string(c.to), 8) << c.name << "\n";
+  if (!from_caller.empty()) text << "extra inputs from the caller\n";
+  for (const int op : from_caller) text << "  " << pad(std::to_string(op), 8) << op_names[op] << "\n";
+  if (!to_caller.empty()) text << "extra outputs to the caller\n";
+  for (const int op : to_caller) text << "  " << pad(std::to_string(op), 8) << op_names[op] << "\n";
   if (!refusals.empty()) text << "refused\n";
   for (const auto& r : refusals)
     text << "  " << pad(range(r.first, r.count), 8) << r.rule << " (" << pass_name(r.pass) << "): " << r.reason << "\n";
@@ -207,75 +177,6 @@ std::string Explanation::text() const {
     text << (line.shared.empty() ? human(line.bytes) : "no memory of its own: " + line.shared) << "\n";
   }
   return text.str();
-}
-
-std::string Explanation::dot() const {
-  // One table: a row per operation; forward and backward steps are cells that span the operations they stand for.
-  const auto step_cell = [](const StepLine& step, const char* colour) {
-    const auto* fill = !step.runs ? "#f4f4f4" : step.fused ? colour : "#ffffff";
-    const auto* ink = step.runs ? "#1d2733" : "#a0a0a0";
-    std::string cell =
-        "<TD ROWSPAN=\"" + std::to_string(step.count) + "\" BGCOLOR=\"" + fill + "\"><FONT COLOR=\"" + ink + "\">";
-    cell += step.fused ? "<B>" + html(step.name) + "</B>" : html(step.name);
-    cell += "</FONT><BR/><FONT POINT-SIZE=\"9\" COLOR=\"#7a8793\">" +
-            (step.runs ? step.tier : std::string("not needed")) + "</FONT></TD>";
-    return cell;
-  };
-  const auto starts_at = [](const std::vector<StepLine>& steps, int op) -> const StepLine* {
-    for (const auto& step : steps)
-      if (step.first == op) return &step;
-    return nullptr;
-  };
-  std::ostringstream dot;
-  dot << "digraph weft {\n  graph [rankdir=TB, bgcolor=\"white\", pad=0.3, nodesep=0.5];\n"
-      << "  node [fontname=\"Helvetica\", fontsize=11, shape=plain];\n  edge [fontname=\"Helvetica\", fontsize=9, "
-         "color=\"#c2571a\"];\n"
-      << "  plan [label=<<TABLE BORDER=\"0\" CELLBORDER=\"1\" CELLSPACING=\"0\" CELLPADDING=\"7\" COLOR=\"#c9d1d9\">\n"
-      << "  <TR><TD BGCOLOR=\"#1d2733\"><FONT COLOR=\"white\"><B>forward ↓</B></FONT></TD>"
-      << "<TD BGCOLOR=\"#1d2733\"><FONT COLOR=\"white\"><B>operation</B></FONT></TD>"
-      << "<TD BGCOLOR=\"#1d2733\"><FONT COLOR=\"white\"><B>backward ↑</B></FONT></TD>"
-      << "<TD BGCOLOR=\"#1d2733\"><FONT COLOR=\"white\"><B>kept for backward</B></FONT></TD></TR>\n";
-  for (int i = 0; i < static_cast<int>(ops.size()); ++i) {
-    dot << "  <TR>";
-    if (const auto* step = starts_at(forward, i)) dot << step_cell(*step, "#cfe8d5");
-    dot << "<TD ALIGN=\"LEFT\" PORT=\"op" << i << "\"><FONT COLOR=\"#7a8793\">" << i << "</FONT>  <B>"
-        << html(op_names[i]) << "</B>";
-    const auto open = ops[i].find('(');
-    if (open != std::string::npos && open + 2 < ops[i].size())
-      dot << "  <FONT POINT-SIZE=\"10\" COLOR=\"#4a5561\">" << html(ops[i].substr(open + 1, ops[i].size() - open - 2))
-          << "</FONT>";
-    for (const auto& c : channels) {
-      if (c.from == i)
-        dot << "<BR ALIGN=\"LEFT\"/><FONT POINT-SIZE=\"9\" COLOR=\"#c2571a\">→ " << html(c.name) << " (to " << c.to
-            << ")</FONT>";
-      if (c.to == i)
-        dot << "<BR ALIGN=\"LEFT\"/><FONT POINT-SIZE=\"9\" COLOR=\"#c2571a\">← " << html(c.name) << " (from " << c.from
-            << ")</FONT>";
-    }
-    for (const auto& note : in_place)
-      if (note.op == i)
-        dot << "<BR ALIGN=\"LEFT\"/><FONT POINT-SIZE=\"9\" COLOR=\"#7a8793\">" << html(note.text) << "</FONT>";
-    dot << "<BR ALIGN=\"LEFT\"/></TD>";
-    if (const auto* step = starts_at(backward, i)) dot << step_cell(*step, "#cfe0f5");
-    dot << "<TD ALIGN=\"LEFT\">";
-    bool any = false;
-    for (const auto& line : saved) {
-      if (line.op != i) continue;
-      dot << "<FONT POINT-SIZE=\"10\">" << html(line.name + " " + line.sizes + " ")
-          << (line.shared.empty() ? html(human(line.bytes)) : "(" + html(line.shared) + ")")
-          << "</FONT><BR ALIGN=\"LEFT\"/>";
-      any = true;
-    }
-    dot << (any ? "" : " ") << "</TD></TR>\n";
-  }
-  dot << "  <TR><TD COLSPAN=\"4\" BORDER=\"0\" ALIGN=\"LEFT\"><FONT POINT-SIZE=\"10\" COLOR=\"#1d2733\">";
-  dot << "kept for backward: "
-      << (saved_known ? human(saved_bytes()) : "unknown, since an operation is written in Python");
-  for (const auto& r : refusals)
-    dot << "<BR ALIGN=\"LEFT\"/>refused " << html(r.rule) << " at " << range(r.first, r.count) << " ("
-        << pass_name(r.pass) << "): " << html(r.reason);
-  dot << "<BR ALIGN=\"LEFT\"/></FONT></TD></TR>\n  </TABLE>>];\n}\n";
-  return dot.str();
 }
 
 }  // namespace weft::fuser

@@ -38,7 +38,8 @@ struct Explanation {
   std::vector<Note> in_place;  // permissions to overwrite, and why a copy is made instead
   std::vector<SavedLine> saved;
   std::vector<Channel> channels;
-  bool saved_known = true;  // false if an operation cannot tell its sizes
+  std::vector<int> from_caller, to_caller;  // operations whose extra inputs the caller gives, whose outputs it gets
+  bool saved_known = true;                  // false if an operation cannot tell its sizes
 
   int64_t saved_bytes() const;
   std::string text() const;

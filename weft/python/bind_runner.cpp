@@ -1,3 +1,4 @@
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <atomic>
@@ -19,8 +20,8 @@ constexpr const char* kGlobalHooks[] = {"_global_forward_hooks", "_global_forwar
                                         "_global_backward_pre_hooks"};
 
 /// A FakeTensor goes through the dispatcher, which Python does.
-bool is_fake(const py::args& args) {
-  PyObject* x = args.empty() ? nullptr : PyTuple_GET_ITEM(args.ptr(), 0);
+bool is_fake(PyObject* args) {
+  PyObject* x = PyTuple_GET_SIZE(args) == 0 ? nullptr : PyTuple_GET_ITEM(args, 0);
   return x && !THPVariable_CheckExact(x) && std::string_view(Py_TYPE(x)->tp_name) == "FakeTensor";
 }
 
@@ -65,15 +66,16 @@ class Runner {
   /// The Python side looked and found it still fits.
   void renew() { epoch_ = epoch; }
 
-  py::object call(const py::args& args) const {
+  /// The outputs, or NotImplemented if it no longer fits; `args` is a tuple.
+  py::object call(PyObject* args) const {
     if (stale() || is_fake(args)) return py::reinterpret_borrow<py::object>(Py_NotImplemented);
     return run(args, nullptr);
   }
 
-  py::object call_with(const py::list& keywords, const py::args& args) const { return run(args, keywords.ptr()); }
+  py::object call_with(const py::list& keywords, const py::args& args) const { return run(args.ptr(), keywords.ptr()); }
 
   std::shared_ptr<const fuser::Plan> plan(const py::args& args) const {
-    auto [x, extras] = tensors(args);
+    auto [x, extras] = tensors(args.ptr());
     const auto held = gather();
     const auto mask = eval_mask();
     const ScopeGuard guard({&ops_, nullptr});
@@ -82,7 +84,7 @@ class Runner {
   }
 
   fuser::Explanation explain(const py::args& args) const {
-    auto [x, extras] = tensors(args);
+    auto [x, extras] = tensors(args.ptr());
     const auto held = gather();
     const auto mask = eval_mask();
     const ScopeGuard guard({&ops_, nullptr});
@@ -110,12 +112,12 @@ class Runner {
       if (!modes_[bit].attr("training").cast<bool>()) mask |= uint64_t{1} << bit;
     return mask;
   }
-  static std::pair<at::Tensor, fuser::Tensors> tensors(const py::args& args) {
-    TORCH_CHECK_TYPE(!args.empty(), "weft: the call needs an input tensor.");
+  static std::pair<at::Tensor, fuser::Tensors> tensors(PyObject* args) {
+    const auto count = PyTuple_GET_SIZE(args);
+    TORCH_CHECK_TYPE(count > 0, "weft: the call needs an input tensor.");
     fuser::Tensors extras;
-    for (size_t k = 1; k < args.size(); ++k)
-      extras.push_back(to_tensor(PyTuple_GET_ITEM(args.ptr(), k), "an extra input"));
-    return {to_tensor(PyTuple_GET_ITEM(args.ptr(), 0), "the input"), std::move(extras)};
+    for (Py_ssize_t k = 1; k < count; ++k) extras.push_back(to_tensor(PyTuple_GET_ITEM(args, k), "an extra input"));
+    return {to_tensor(PyTuple_GET_ITEM(args, 0), "the input"), std::move(extras)};
   }
 
   template <class Visit>
@@ -144,7 +146,7 @@ class Runner {
     py::object module, dict, name;
   };
 
-  py::object run(const py::args& args, PyObject* keywords) const {
+  py::object run(PyObject* args, PyObject* keywords) const {
     auto [x, extras] = tensors(args);
     const auto held = gather();
     const auto mask = modes_.empty() ? 0 : eval_mask();
@@ -168,21 +170,34 @@ class Runner {
   py::object children_;
 };
 
+Runner& runner_of(PyObject* self) {
+  return *reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder().value_ptr<Runner>();
+}
+
+/// Called thousands of times a second: without pybind11's search for an overload.
+PyObject* call_runner(PyObject* self, PyObject* args, PyObject* keywords) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(!keywords || PyDict_GET_SIZE(keywords) == 0, "weft: a runner takes no keyword arguments.");
+  return runner_of(self).call(args).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
 /// Runner and modules point at each other: Python's collector must see it.
-void let_collect(PyHeapTypeObject* heap) {
+void set_up_type(PyHeapTypeObject* heap) {
   auto* type = &heap->ht_type;
+  type->tp_call = call_runner;
   type->tp_flags |= Py_TPFLAGS_HAVE_GC;
   type->tp_traverse = [](PyObject* self, visitproc visit, void* arg) -> int {
     Py_VISIT(Py_TYPE(self));
     if (!py::detail::is_holder_constructed(self)) return 0;
     int failed = 0;
-    py::cast<Runner&>(py::handle(self)).visit([&](const py::object& o) {
+    runner_of(self).visit([&](const py::object& o) {
       if (!failed && o.ptr()) failed = visit(o.ptr(), arg);
     });
     return failed;
   };
   type->tp_clear = [](PyObject* self) -> int {
-    if (py::detail::is_holder_constructed(self)) py::cast<Runner&>(py::handle(self)).clear();
+    if (py::detail::is_holder_constructed(self)) runner_of(self).clear();
     return 0;
   };
 }
@@ -213,7 +228,7 @@ void bind_runner(py::module_& m) {
         for (const auto& s : plan.backward) rules.push_back(s.step.fused ? s.step.rule : "");
         return rules;
       });
-  py::class_<Runner>(m, "Runner", py::custom_type_setup(let_collect),
+  py::class_<Runner>(m, "Runner", py::custom_type_setup(set_up_type),
                      "A pipeline bound to the modules that hold its parameters.")
       .def(py::init([](const py::list& stages, const py::list& ops, const py::list& params, const py::list& watched,
                        const py::object& children, const py::list& expected) {
@@ -224,7 +239,6 @@ void bind_runner(py::module_& m) {
            }),
            py::arg("stages"), py::arg("ops"), py::arg("params"), py::arg("watched"), py::arg("children"),
            py::arg("expected"))
-      .def("__call__", &Runner::call, "The outputs, or NotImplemented if the modules have changed.")
       .def("call_with", &Runner::call_with, "As a call, with keyword arguments for each operation.")
       .def("explain", &Runner::explain)
       .def("stale", &Runner::stale)
