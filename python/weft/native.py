@@ -45,6 +45,8 @@ class NativeOperation(BasicOperation):
         tracker = given.pop("rng_state_tracker_function", None)
         if "dtype" in given:
             given["dtype"] = given["dtype"] or torch.get_default_dtype()
+        if isinstance(given.get("sm_margin"), dict):  # by stage; a CPU has no multiprocessors to leave free
+            given["sm_margin"] = max(given["sm_margin"].values(), default=0)
         group = resolve_parallel(type(self).__name__, given)
         object.__setattr__(self, "_group", group)
         object.__setattr__(self, "_tracker", tracker)
@@ -133,11 +135,9 @@ def initialize(
         if param is None or (only_meta and param.device.type != "meta"):
             continue
         if device is not None and param.device != torch.device(device):
-            old, param = (
-                param,
-                torch.nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad),
-            )
-            param.__dict__.update(old.__dict__)
+            attributes = param.__dict__
+            param = torch.nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+            param.__dict__.update(attributes)
             module._parameters[name] = param
         if param.device.type == "meta":
             continue
@@ -151,7 +151,7 @@ def initialize(
 
 def _plain(value: Any) -> Any:
     """A keyword as the C++ side reads it: process groups by name, userbuffers options by their communication."""
-    if isinstance(value, torch.distributed.ProcessGroup) if torch.distributed.is_available() else False:
+    if torch.distributed.is_available() and isinstance(value, torch.distributed.ProcessGroup):
         return value.group_name
     if isinstance(value, dict):
         return value.get("comm_name", "")
@@ -163,8 +163,6 @@ def resolve_parallel(owner: str, given: dict[str, Any]) -> Any:
     mode = given.get("tensor_parallel_mode")
     if mode not in (None, "column", "row"):
         raise ValueError(f"{owner}: tensor_parallel_mode is {mode!r}, expected None, 'column' or 'row'")
-    if isinstance(given.get("sm_margin"), dict):
-        given["sm_margin"] = max(given["sm_margin"].values(), default=0)
     if "process_group" in given:
         group = given["process_group"]
         if group is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):

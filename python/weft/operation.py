@@ -49,8 +49,10 @@ class FusibleOperation(torch.nn.Module):
         compiled.enroll(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # Parameters are read in each call: exchanging one (as FSDP does all the time) changes nothing else.
+        exchanged = value is not None and self.__dict__.get("_parameters", {}).get(name) is not None
         super().__setattr__(name, value)
-        if name != "_runner":
+        if not exchanged:
             _C.touch()
 
     def __delattr__(self, name: str) -> None:
@@ -81,21 +83,21 @@ class FusibleOperation(torch.nn.Module):
 
     def _fresh_runner(self, input: torch.Tensor) -> _C.Runner:
         runner = self.__dict__.get("_runner")
+        epoch = _C.epoch()  # before the look: a change on another thread from here on is seen at the next call
         signature = self._signature()
         if runner is not None and self.__dict__.get("_built_from") == signature:
-            runner.renew()
-            if not runner.stale():
-                return runner
+            runner.renew(epoch)
+            return runner
         if isinstance(input, torch.Tensor):
             materialize(self, input)
-        runner = build_runner(self._bound_stages())
+        runner = build_runner(self._bound_stages(), epoch)
         object.__setattr__(self, "_runner", runner)
         object.__setattr__(self, "_built_from", signature)
         return runner
 
     def _compiled_groups(self):
         """What `compiled.run` needs to know of it, as constants."""
-        runner = build_runner(self._bound_stages())
+        runner = build_runner(self._bound_stages(), _C.epoch())
         return (compiled_group(self, self._bound_stages(), runner.text),)
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any):
@@ -265,14 +267,17 @@ def unbound(op: BasicOperation):
 
 def build_runner(
     stages: Sequence[tuple[BasicOperation, Any]],
+    epoch: int,
     watched: Sequence[torch.nn.Module] = (),
     children: dict[str, torch.nn.Module] | None = None,
 ) -> _C.Runner:
-    """A pipeline of operations with their channel bindings, bound to the modules that hold the parameters."""
+    """A pipeline of operations with their channel bindings, bound to the modules that hold the parameters, as they were
+    seen at `epoch`."""
     return _C.Runner(
         stages=[(op._description(), list(inputs), list(outputs)) for op, (inputs, outputs) in stages],
         ops=[op for op, _ in stages],
         params=[slot for op, _ in stages for slot in op._parameter_slots()],
+        epoch=epoch,
         watched=list(watched),
         children=children,
         expected=[] if children is None else list(children.values()),

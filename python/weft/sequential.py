@@ -188,11 +188,12 @@ class Sequential(torch.nn.Module):
 
     def _fresh_groups(self) -> list[_Group]:
         """The groups, built anew if modules, hooks, fields or channels changed since they were built."""
+        epoch = _C.epoch()  # before the look: a change on another thread from here on is seen at the next call
         signature = self._signature()
         groups = self.__dict__.get("_groups")
         if groups is not None and self.__dict__.get("_built_from") == signature:
             if self._runner is not None:
-                self._runner.renew()
+                self._runner.renew(epoch)
             return groups
         groups = _wire(_split(self._leaves()))
         flat = all(not isinstance(module, Sequential) for module in self._modules.values())
@@ -200,10 +201,10 @@ class Sequential(torch.nn.Module):
         for group in groups:
             if group.reason is None:
                 whole = {"watched": group.modules, "children": self._modules} if single else {}
-                group.runner = build_runner(group.stages, **whole)
+                group.runner = build_runner(group.stages, epoch, **whole)
         object.__setattr__(self, "_real", False)
         object.__setattr__(self, "_groups", groups)
-        object.__setattr__(self, "_built_from", self._signature())
+        object.__setattr__(self, "_built_from", signature)
         # The way past this check opens at the first call, when Parameters on the meta device have become real.
         object.__setattr__(self, "_runner", None)
         object.__setattr__(self, "_single", groups[0].runner if single else None)

@@ -220,7 +220,7 @@ void settle(Tensors& outputs, const at::Tensor& x, const Tensors& extras, c10::A
 
 }  // namespace
 
-Tensors run(std::shared_ptr<const Pipeline> shared, std::shared_ptr<const Plan> plan, const at::Tensor& x,
+Tensors run(const std::shared_ptr<const Pipeline>& shared, const std::shared_ptr<const Plan>& plan, const at::Tensor& x,
             ops::Params params, Tensors extras) {
   RECORD_FUNCTION("weft::pipeline", std::vector<c10::IValue>());
   const auto& pipeline = *shared;

@@ -4,7 +4,7 @@
 namespace weft::fuser {
 
 /// Runs a plan as one autograd node, or without one if nothing wants a gradient.
-Tensors run(std::shared_ptr<const Pipeline> pipeline, std::shared_ptr<const Plan> plan, const at::Tensor& x,
-            ops::Params params, Tensors extras);
+Tensors run(const std::shared_ptr<const Pipeline>& pipeline, const std::shared_ptr<const Plan>& plan,
+            const at::Tensor& x, ops::Params params, Tensors extras);
 
 }  // namespace weft::fuser

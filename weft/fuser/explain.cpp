@@ -27,8 +27,8 @@ int64_t bytes_of(const Spec& spec) {
   return bytes;
 }
 
-std::vector<Explanation::StepLine> lines(const Pipeline& pipeline, const Plan& plan,
-                                         const std::vector<PlannedStep>& steps, bool backward) {
+std::vector<Explanation::StepLine> lines(const Pipeline& pipeline, const std::vector<PlannedStep>& steps,
+                                         bool backward) {
   std::vector<Explanation::StepLine> list;
   for (const auto& [step, routes, grads, needed, wanted] : steps) {
     const auto name = step.fused ? step.rule : std::string(pipeline.op(step.first).name());
@@ -36,7 +36,6 @@ std::vector<Explanation::StepLine> lines(const Pipeline& pipeline, const Plan& p
     list.push_back({step.first, step.count, name, step.fused != nullptr, in_python ? "python" : "ref",
                     !backward || wanted, step.min_rows});
   }
-  (void)plan;
   return list;
 }
 
@@ -81,24 +80,16 @@ std::string other_readers(const Pipeline& pipeline, const Plan& plan, int slot, 
   return {};
 }
 
-void list_in_place(Explanation& out, const Pipeline& pipeline, const Plan& plan) {
-  for (int i = 0; i < pipeline.size(); ++i) {
-    const auto& op = pipeline.op(i);
-    if (!op.in_place()) continue;
-    if (op.extra_outputs() > 0) {
-      out.in_place.push_back(
-          {i, "backward adds into the gradient of the extra output if nobody else holds it, else copies"});
-      continue;
-    }
-    const int from = pipeline.source(pipeline.extra_in_base(i));
-    if (from < 0) {
-      out.in_place.push_back({i, "writes into the extra input if the caller gave it away, else copies"});
-      continue;
-    }
-    const auto reason = other_readers(pipeline, plan, from, i);
-    out.in_place.push_back({i, reason.empty() ? "writes into channel '" + pipeline.output(from).channel + "'"
-                                              : "copies channel '" + pipeline.output(from).channel + "': " + reason});
-  }
+/// What an operation that may overwrite its extra tensor does with it.
+std::string in_place_note(const Pipeline& pipeline, const Plan& plan, int i) {
+  const auto& op = pipeline.op(i);
+  if (op.extra_outputs() > 0)
+    return "backward adds into the gradient of the extra output if nobody else holds it, else copies";
+  const int from = pipeline.source(pipeline.extra_in_base(i));
+  if (from < 0) return "writes into the extra input if the caller gave it away, else copies";
+  const auto reason = other_readers(pipeline, plan, from, i);
+  const auto channel = "channel '" + pipeline.output(from).channel + "'";
+  return reason.empty() ? "writes into " + channel : "copies " + channel + ": " + reason;
 }
 
 std::string pad(std::string text, size_t width) {
@@ -135,15 +126,16 @@ Explanation explain(const Pipeline& pipeline, const Plan& plan, const at::Tensor
     out.ops.push_back(stage.op->brief());
     out.op_names.emplace_back(stage.op->name());
   }
-  out.forward = lines(pipeline, plan, plan.forward, false);
-  out.backward = lines(pipeline, plan, plan.backward, true);
+  out.forward = lines(pipeline, plan.forward, false);
+  out.backward = lines(pipeline, plan.backward, true);
   out.refusals = plan.refusals;
   for (int s = 0; s < pipeline.num_extra_in(); ++s)
     if (const int from = pipeline.source(s); from >= 0)
       out.channels.push_back({pipeline.producer(from), pipeline.consumer(s), pipeline.output(from).channel});
   for (const int slot : pipeline.caller_inputs()) out.from_caller.push_back(pipeline.consumer(slot));
   for (const int slot : pipeline.caller_outputs()) out.to_caller.push_back(pipeline.producer(slot));
-  list_in_place(out, pipeline, plan);
+  for (int i = 0; i < pipeline.size(); ++i)
+    if (pipeline.op(i).in_place()) out.in_place.push_back({i, in_place_note(pipeline, plan, i)});
   list_saved(out, pipeline, plan, x, params, extras);
   return out;
 }

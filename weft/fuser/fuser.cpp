@@ -8,8 +8,8 @@
 namespace weft::fuser {
 
 Tensors Fuser::operator()(const at::Tensor& x, ops::Params params, Tensors extras, uint64_t eval_mask) {
-  auto plan = find(enter(*pipeline_, x, params, extras, eval_mask));
-  return run(pipeline_, std::move(plan), x, params, std::move(extras));
+  const auto plan = find(enter(*pipeline_, x, params, extras, eval_mask));
+  return run(pipeline_, plan, x, params, std::move(extras));
 }
 
 std::shared_ptr<const Plan> Fuser::plan(const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras,

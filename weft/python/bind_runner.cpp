@@ -4,8 +4,8 @@
 #include <atomic>
 
 #include "weft/fuser/explain.h"
+#include "weft/python/bridge.h"
 #include "weft/python/convert.h"
-#include "weft/python/custom.h"
 #include "weft/python/module.h"
 
 namespace weft::python {
@@ -31,9 +31,9 @@ class Runner {
  public:
   /// `ops`: the Python object of each stage. `params`: (module, name) of each parameter. `watched`: modules that must
   /// have no hooks. `children`: a container's `_modules` and the modules it held, or None.
-  Runner(std::shared_ptr<fuser::Fuser> fuser, const py::list& ops, const py::list& params, const py::list& watched,
-         const py::object& children, const py::list& expected)
-      : fuser_(std::move(fuser)), epoch_(epoch), children_(children) {
+  Runner(std::shared_ptr<fuser::Fuser> fuser, const py::list& ops, const py::list& params, uint64_t seen,
+         const py::list& watched, const py::object& children, const py::list& expected)
+      : fuser_(std::move(fuser)), epoch_(seen), children_(children) {
     for (const auto op : ops) ops_.push_back(py::reinterpret_borrow<py::object>(op));
     for (int i = 0; i < fuser_->pipeline().size(); ++i)
       if (fuser_->pipeline().eval_bit(i) >= 0) modes_.push_back(ops_[i]);
@@ -64,7 +64,7 @@ class Runner {
   }
 
   /// The Python side looked and found it still fits.
-  void renew() { epoch_ = epoch; }
+  void renew(uint64_t seen) { epoch_ = seen; }
 
   /// The outputs, or NotImplemented if it no longer fits; `args` is a tuple.
   py::object call(PyObject* args) const {
@@ -230,15 +230,15 @@ void bind_runner(py::module_& m) {
       });
   py::class_<Runner>(m, "Runner", py::custom_type_setup(set_up_type),
                      "A pipeline bound to the modules that hold its parameters.")
-      .def(py::init([](const py::list& stages, const py::list& ops, const py::list& params, const py::list& watched,
-                       const py::object& children, const py::list& expected) {
+      .def(py::init([](const py::list& stages, const py::list& ops, const py::list& params, uint64_t seen,
+                       const py::list& watched, const py::object& children, const py::list& expected) {
              std::vector<fuser::Stage> list;
              for (const auto item : stages) list.push_back(stage_from(item.cast<py::tuple>()));
              return std::make_unique<Runner>(std::make_shared<fuser::Fuser>(fuser::Pipeline(std::move(list))), ops,
-                                             params, watched, children, expected);
+                                             params, seen, watched, children, expected);
            }),
-           py::arg("stages"), py::arg("ops"), py::arg("params"), py::arg("watched"), py::arg("children"),
-           py::arg("expected"))
+           py::arg("stages"), py::arg("ops"), py::arg("params"), py::arg("epoch"), py::arg("watched"),
+           py::arg("children"), py::arg("expected"))
       .def("call_with", &Runner::call_with, "As a call, with keyword arguments for each operation.")
       .def("explain", &Runner::explain)
       .def("stale", &Runner::stale)
@@ -253,6 +253,7 @@ void bind_runner(py::module_& m) {
       .def_property_readonly("plans_made", [](const Runner& r) { return r.fuser()->plans_made(); })
       .def_property_readonly("plans_kept", [](const Runner& r) { return r.fuser()->plans_kept(); });
   m.def("touch", [] { ++epoch; }, "Tells every runner to look again whether it still fits its modules.");
+  m.def("epoch", [] { return epoch.load(); }, "How often runners were told so.");
 }
 
 }  // namespace weft::python

@@ -24,6 +24,7 @@ at::ScalarType dtype_from_name(std::string_view name);
 class Cursor {
  public:
   explicit Cursor(std::string_view text) : text_(text) {}
+  explicit Cursor(std::string&&) = delete;  // it does not keep the text
 
   bool at_end();
   bool accept(std::string_view token);

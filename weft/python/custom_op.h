@@ -1,32 +1,13 @@
 #pragma once
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
 #include <vector>
 
-#include "weft/fused/rule.h"
+#include "weft/fused/fused_op.h"
 #include "weft/ops/operation.h"
 
 namespace weft::python {
-
-/// What rules and operations written in Python may ask about the call under way on this thread: the Python objects of
-/// the pipeline's operations, and the keyword arguments of each (nullptr: none).
-struct Scope {
-  const std::vector<py::object>* ops = nullptr;
-  PyObject* keywords = nullptr;  // list of dicts
-};
-Scope& scope();
-
-/// Sets the scope for one call.
-class ScopeGuard {
- public:
-  explicit ScopeGuard(Scope next) : before_(scope()) { scope() = next; }
-  ~ScopeGuard() { scope() = before_; }
-  ScopeGuard(const ScopeGuard&) = delete;
-  ScopeGuard& operator=(const ScopeGuard&) = delete;
-
- private:
-  Scope before_;
-};
 
 /// A basic operation written in Python: a subclass of weft.ops.BasicOperation with fuser_forward and fuser_backward.
 class __attribute__((visibility("hidden"))) PyOp final : public ops::BasicOp {
@@ -50,6 +31,26 @@ class __attribute__((visibility("hidden"))) PyOp final : public ops::BasicOp {
   std::string name_;
   std::vector<ops::ParamSpec> params_;
   int extra_inputs_, extra_outputs_;
+};
+
+/// A fused operation written in Python: a subclass of weft.ops.FusedOperation.
+class __attribute__((visibility("hidden"))) PyFused final : public fused::FusedOp {
+ public:
+  /// What it must know of each part.
+  struct Shape {
+    bool keeps_state;
+    int extra_outputs, slots;
+  };
+  PyFused(py::object op, std::vector<Shape> shapes);
+
+  at::Tensor forward(fused::StepContext& ctx, const at::Tensor& x) const override;
+  at::Tensor backward(fused::StepContext& ctx, const at::Tensor& dy) const override;
+  bool routes_inner_channels() const override { return true; }
+  bool process_local() const override { return true; }
+
+ private:
+  std::shared_ptr<py::object> op_;
+  std::vector<Shape> shapes_;
 };
 
 }  // namespace weft::python

@@ -1,0 +1,114 @@
+#include "weft/fused/rules.h"
+#include "weft/python/bridge.h"
+#include "weft/python/custom_op.h"
+#include "weft/python/module.h"
+
+namespace weft::python {
+namespace {
+
+/// Steps as Python sees them: a basic operation's module, or the fused operation a function made earlier.
+struct Rewriter {
+  std::string name;
+  py::object function;
+  fused::Pass pass;
+
+  std::vector<fused::Step> operator()(const std::vector<fused::Step>& steps, const fused::PlanView&) const {
+    const auto* modules = scope().ops;
+    if (!modules) return steps;  // a pipeline made in C++ has no Python objects to show
+    const py::gil_scoped_acquire gil;
+    py::list before;
+    for (const auto& step : steps) before.append(step.fused ? py::cast(Opaque{step}) : (*modules)[step.first]);
+    const py::list after(function(before, py::arg("recipe") = py::none()));
+    std::vector<fused::Step> out;
+    int next = 0;
+    for (const auto item : after) out.push_back(step_from(item, *modules, next));
+    TORCH_CHECK(next == static_cast<int>(modules->size()), "Fusion function '", name, "' returned a list that covers ",
+                next, " of ", modules->size(), " operations.");
+    return out;
+  }
+
+  struct Opaque {
+    fused::Step step;
+  };
+
+  fused::Step step_from(py::handle item, const std::vector<py::object>& modules, int& next) const {
+    if (py::isinstance<Opaque>(item)) {
+      const auto step = item.cast<Opaque>().step;
+      TORCH_CHECK(step.first == next, "Fusion function '", name, "' changed the order of operations.");
+      next += step.count;
+      return step;
+    }
+    const bool is_fused = item.attr("is_fused_op").cast<bool>();
+    const py::list parts = is_fused ? py::list(item.attr("basic_ops")) : py::list(py::make_tuple(item));
+    std::vector<PyFused::Shape> shapes;
+    fused::Step step{.fused = {},
+                     .first = next,
+                     .count = static_cast<int>(parts.size()),
+                     .min_rows = 0,
+                     .rule = name,
+                     .own_base = 0};
+    for (const auto part : parts) {
+      TORCH_CHECK(next < static_cast<int>(modules.size()) && modules[next].is(part), "Fusion function '", name,
+                  "' must return the operations it was given, in order; position ", next, " is another object.");
+      const auto& op = modules[next].attr("_description")().cast<const ops::BasicOp&>();
+      shapes.push_back({pass == fused::Pass::joint || op.process_local(), op.extra_outputs(),
+                        static_cast<int>(op.saved_names().size())});
+      ++next;
+    }
+    if (!is_fused) return {.fused = {}, .first = step.first, .count = 1, .min_rows = 0, .rule = {}, .own_base = 0};
+    step.rule = py::type::of(item).attr("__name__").cast<std::string>();
+    step.fused = std::make_shared<PyFused>(py::reinterpret_borrow<py::object>(item), std::move(shapes));
+    return step;
+  }
+};
+
+int64_t add_function(const std::string& pass, const py::object& function, bool prepend) {
+  const auto which = pass == "forward"    ? fused::Pass::forward
+                     : pass == "backward" ? fused::Pass::backward
+                                          : fused::Pass::joint;
+  const auto name = py::str(py::getattr(function, "__qualname__", py::repr(function))).cast<std::string>();
+  fused::FusionRule rule{
+      .name = name, .pass = which, .pattern = {}, .refuse = {}, .make = {}, .sample = {}, .min_rows = 0, .rewrite = {}};
+  // Rules are copied and dropped on any thread: the function is held by a pointer that dies under the GIL.
+  const std::shared_ptr<Rewriter> rewriter(new Rewriter{name, function, which}, [](Rewriter* r) {
+    const py::gil_scoped_acquire gil;
+    delete r;
+  });
+  rule.rewrite = [rewriter](const auto& steps, const auto& view) { return (*rewriter)(steps, view); };
+  return fused::add_rule(std::move(rule), prepend);
+}
+
+std::shared_ptr<ops::BasicOp> make_custom(const py::object& module, const py::list& params, int extra_inputs,
+                                          int extra_outputs) {
+  std::vector<ops::ParamSpec> specs;
+  for (const auto name : params) specs.push_back({name.cast<std::string>(), {}, at::kFloat, ops::Init::zeros});
+  return std::make_shared<PyOp>(module, std::move(specs), extra_inputs, extra_outputs);
+}
+
+}  // namespace
+
+void bind_custom(py::module_& m) {
+  py::class_<Rewriter::Opaque>(m, "FusedStep", "A run of operations that an earlier rule has taken.")
+      .def_property_readonly("is_fused_op", [](const Rewriter::Opaque&) { return true; })
+      .def_property_readonly("rule", [](const Rewriter::Opaque& o) { return o.step.rule; });
+  m.def("set_bridge", &set_bridge, py::arg("context"), py::arg("forward"), py::arg("backward"));
+  m.def("make_custom_op", &make_custom, py::arg("module"), py::arg("params"), py::arg("extra_inputs"),
+        py::arg("extra_outputs"));
+  m.def("add_fusion_function", &add_function, py::arg("pass_"), py::arg("function"), py::arg("prepend"));
+  m.def("remove_rule", [](int64_t id) {
+    const py::gil_scoped_release release;
+    fused::remove_rule(id);
+  });
+  m.def(
+      "rules",
+      [] {
+        static constexpr const char* kPass[] = {"joint", "forward", "backward"};
+        py::list list;
+        for (const auto& [id, rule] : *fused::current_rules().list)
+          list.append(py::make_tuple(rule.name, kPass[static_cast<int>(rule.pass)]));
+        return list;
+      },
+      "Rules in force as (name, pass), in the order they are tried.");
+}
+
+}  // namespace weft::python
