@@ -92,9 +92,8 @@ std::string in_place_note(const Pipeline& pipeline, const Plan& plan, int i) {
   return reason.empty() ? "writes into " + channel : "copies " + channel + ": " + reason;
 }
 
-std::string pad(std::string text, size_t width) {
-  text.resize(std::max(width, text.size()), ' ');
-  return text;
+std::string pad(const std::string& text, size_t width) {
+  return text.size() < width ? text + std::string(width - text.size(), ' ') : text;
 }
 
 void print_steps(std::ostream& text, const std::vector<Explanation::StepLine>& steps) {
@@ -112,6 +111,10 @@ int64_t Explanation::saved_bytes() const {
   int64_t bytes = 0;
   for (const auto& line : saved) bytes += line.bytes;
   return bytes;
+}
+
+std::string Explanation::saved_text() const {
+  return saved_known ? human(saved_bytes()) : "unknown, since an operation is written in Python";
 }
 
 Explanation explain(Fuser& fuser, const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras,
@@ -161,8 +164,7 @@ std::string Explanation::text() const {
   if (!in_place.empty()) text << "in place\n";
   for (const auto& note : in_place)
     text << "  " << pad(std::to_string(note.op), 8) << op_names[note.op] << ": " << note.text << "\n";
-  text << "saved for backward: "
-       << (saved_known ? human(saved_bytes()) : "unknown, since an operation is written in Python") << "\n";
+  text << "saved for backward: " << saved_text() << "\n";
   for (const auto& line : saved) {
     text << "  " << pad(std::to_string(line.op), 8) << pad(op_names[line.op] + " " + line.name, 28) << line.sizes << " "
          << line.dtype << "  ";

@@ -42,6 +42,7 @@ struct Explanation {
   bool saved_known = true;                  // false if an operation cannot tell its sizes
 
   int64_t saved_bytes() const;
+  std::string saved_text() const;
   std::string text() const;
   std::string dot() const;
 };

@@ -94,9 +94,7 @@ std::string saved_cell(const Explanation& e, int i) {
 
 std::string footer(const Explanation& e) {
   std::string text = "<TR><TD COLSPAN=\"4\" BORDER=\"0\" ALIGN=\"LEFT\">";
-  text += small("kept for backward: " +
-                    (e.saved_known ? human(e.saved_bytes()) : "unknown, since an operation is written in Python"),
-                kInk, 10);
+  text += small("kept for backward: " + e.saved_text(), kInk, 10);
   for (const auto& r : e.refusals)
     text += below("refused " + r.rule + " at " + range(r.first, r.count) + " (" + pass_name(r.pass) + "): " + r.reason,
                   kInk, 120);

@@ -75,7 +75,7 @@ std::string describe(const Pipeline& pipeline, const PlanKey& key) {
   TORCH_CHECK_NOT_IMPLEMENTED(!pipeline.process_local(),
                               "The pipeline holds an operation written in Python, which has no text.");
   std::string tensors;
-  for (int i = 0; i < key.traits(); ++i) tensors += (i ? " " : "") + trait_text(key.trait(i));
+  for (int i = 0; i < key.traits(); ++i) tensors.append(i ? " " : "").append(trait_text(key.trait(i)));
   const auto autocast =
       key.autocast() == at::ScalarType::Undefined ? Value{} : Value(std::string(dtype_name(key.autocast())));
   return pipeline.text() + " @call(autocast=" + to_text(autocast) + ", eval=" + std::to_string(key.eval_mask()) +

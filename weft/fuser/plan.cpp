@@ -1,6 +1,7 @@
 #include "weft/fuser/plan.h"
 
 #include <algorithm>
+#include <ranges>
 
 #include "weft/fuser/matcher.h"
 
@@ -119,10 +120,10 @@ std::vector<PlannedStep> route(const Pipeline& pipeline, const std::vector<Step>
     auto& producer = planned[step_of(steps, pipeline.producer(from))];
     if (producer.step.fused && pipeline.output(from).to_caller) producer.needed_slots.push_back(from);
     if (pipeline.output(from).to_caller) continue;
-    for (auto step = planned.rbegin(); step != planned.rend(); ++step) {
+    for (auto& step : std::views::reverse(planned)) {
       const auto found =
-          std::find_if(step->routes.rbegin(), step->routes.rend(), [&](const Route& r) { return r.from == from; });
-      if (found == step->routes.rend()) continue;
+          std::find_if(step.routes.rbegin(), step.routes.rend(), [&](const Route& r) { return r.from == from; });
+      if (found == step.routes.rend()) continue;
       found->last = true;
       break;
     }

@@ -33,7 +33,7 @@ template <class Type>
 struct Register {
   using Options = typename Type::Options;
 
-  Register(std::string name, std::string doc, Options sample, Options base = Options{}) {
+  Register(const std::string& name, std::string doc, Options sample, const Options& base = Options{}) {
     const auto make = [name, base](const Keywords& keywords) -> OpPtr {
       Options options = base;
       for (const auto& [key, value] : keywords) set_field(options, name, key, value);
