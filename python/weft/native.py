@@ -23,6 +23,7 @@ class NativeOperation(BasicOperation):
     """An operation computed in C++. Holds its description and its Parameters, nothing else."""
 
     _native = True
+    _written_in_python = False
     _type: str
     _fields: tuple[str, ...]
     __signature__: inspect.Signature

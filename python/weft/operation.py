@@ -101,14 +101,14 @@ class FusibleOperation(torch.nn.Module):
         return (compiled_group(self, self._bound_stages(), runner.text),)
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any):
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and compiled.applies(self, input):
             return compiled.run(self, input, extra_inputs)
         runner = self._runner
         if runner is not None and not kwargs:
             output = runner(input, *extra_inputs)
             if output is not NotImplemented:
                 return output
-        if compiled.is_fake(input):
+        if compiled.applies(self, input):
             return compiled.run(self, input, extra_inputs)
         runner = self._fresh_runner(input)
         keywords = check_keywords(self._stages(), [kwargs] + [{}] * (len(self._stages()) - 1))
@@ -131,6 +131,7 @@ class BasicOperation(FusibleOperation):
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
+    _written_in_python = True
 
     def _stages(self) -> list[BasicOperation]:
         return [self]

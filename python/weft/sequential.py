@@ -235,14 +235,14 @@ class Sequential(torch.nn.Module):
     def forward(
         self, input: torch.Tensor, *extra_inputs: torch.Tensor, op_kwargs: dict[Any, dict[str, Any]] | None = None
     ):
-        if torch.compiler.is_compiling() and op_kwargs is None:
+        if torch.compiler.is_compiling() and op_kwargs is None and compiled.applies(self, input):
             return compiled.run(self, input, extra_inputs)
         runner = self._runner
         if runner is not None and op_kwargs is None:
             output = runner(input, *extra_inputs)
             if output is not NotImplemented:
                 return output
-        if compiled.is_fake(input):
+        if op_kwargs is None and compiled.applies(self, input):
             return compiled.run(self, input, extra_inputs)
         groups = self._fresh_groups()
         if not self.__dict__.get("_real") and isinstance(input, torch.Tensor):

@@ -105,6 +105,21 @@ def test_inductor_gives_the_same_values_and_gradients():
     torch.testing.assert_close(results(compiled, model, x), results(model, model, x))
 
 
+class Doubled(ops.BasicOperation):
+    def op_forward(self, ctx, input_, **unused):
+        return 2 * input_
+
+    def op_backward(self, ctx, grad_output):
+        return 2 * grad_output, ()
+
+
+def test_an_operation_written_in_python_breaks_the_graph_and_is_right():
+    model = ops.Sequential(ops.Linear(16, 16), Doubled(), ops.GELU())
+    x = torch.randn(4, 16)
+    compiled = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(results(compiled, model, x), results(model, model, x), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", ["block", "one operation"])
 def test_fake_tensors_give_the_sizes(name):
     with FakeTensorMode():
