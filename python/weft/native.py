@@ -25,7 +25,6 @@ class NativeOperation(BasicOperation):
     _native = True
     _written_in_python = False
     _type: str
-    _fields: tuple[str, ...]
     __signature__: inspect.Signature
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -212,15 +211,15 @@ def _signature(name: str, fields: list[tuple[str, Any, str]], has_params: bool) 
 
 
 def make_class(name: str, doc: str, fields: list[tuple[str, Any, str]], sample: _C.Op) -> type[NativeOperation]:
-    names = tuple(field for field, *_ in fields)
     # A field called like a method of torch.nn.Module (Quantize's `forward`) is a keyword only.
-    members: dict[str, Any] = {field: _field_property(field) for field in names if not hasattr(NativeOperation, field)}
+    members: dict[str, Any] = {
+        field: _field_property(field) for field, *_ in fields if not hasattr(NativeOperation, field)
+    }
     members |= {
         "__doc__": doc,
         "__module__": "weft.ops",
         "__signature__": _signature(name, fields, bool(sample.params())),
         "_type": name,
-        "_fields": names,
     }
     return type(name, (NativeOperation,), members)
 

@@ -13,16 +13,6 @@ namespace weft::fuser {
 namespace {
 
 using List = std::vector<at::Tensor>;
-using ops::Spec;
-
-CallShapes shapes_of(const Program& p, const at::Tensor& x, at::TensorList params, at::TensorList extras) {
-  const auto specs = [](at::TensorList tensors) {
-    std::vector<Spec> list;
-    for (const auto& t : tensors) list.push_back(Spec::of(t));
-    return list;
-  };
-  return infer(*p.pipeline, *p.plan, Spec::of(x), specs(params), specs(extras));
-}
 
 bool shares_memory(const at::Tensor& t, at::TensorList others) {
   for (const auto& other : others)
@@ -42,7 +32,7 @@ std::tuple<List, List> pipeline_forward(const at::Tensor& x, at::TensorList para
   refuse_tangents({x});
   refuse_tangents(params);
   refuse_tangents(extras);
-  const auto shapes = shapes_of(p, x, params, extras);
+  const auto shapes = infer(*p.pipeline, *p.plan, x, params, extras);
   auto out = forward(x, params, extras, text);
   List inputs{x};
   inputs.insert(inputs.end(), params.begin(), params.end());
@@ -60,7 +50,7 @@ std::tuple<List, List> pipeline_forward(const at::Tensor& x, at::TensorList para
 List pipeline_backward(const c10::List<std::optional<at::Tensor>>& grads, at::TensorList saved, const at::Tensor& x,
                        at::TensorList params, at::TensorList extras, c10::string_view text) {
   const auto p = program(text);
-  const auto shapes = shapes_of(p, x, params, extras);
+  const auto shapes = infer(*p.pipeline, *p.plan, x, params, extras);
   List kept(saved.begin(), saved.end()), dy;
   for (size_t k = 0; k < kept.size(); ++k) {
     const auto& slot = shapes.saved[k];

@@ -43,13 +43,8 @@ void list_saved(Explanation& out, const Pipeline& pipeline, const Plan& plan, co
                 c10::ArrayRef<at::Tensor> extras) {
   out.saved_known = !plan.process_local;
   if (!out.saved_known) return;
-  const auto specs = [](c10::ArrayRef<at::Tensor> tensors) {
-    std::vector<Spec> list;
-    for (const auto& t : tensors) list.push_back(Spec::of(t));
-    return list;
-  };
   std::set<std::pair<int, at::ScalarType>> kept;
-  for (const auto& slot : infer(pipeline, plan, Spec::of(x), specs(params), specs(extras)).saved) {
+  for (const auto& slot : infer(pipeline, plan, x, params, extras).saved) {
     if (!slot.spec) continue;
     std::string shared;
     if (slot.keeps_value_of == -1) {

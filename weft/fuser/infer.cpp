@@ -41,4 +41,14 @@ CallShapes infer(const Pipeline& pipeline, const Plan& plan, Spec x, const std::
   return out;
 }
 
+CallShapes infer(const Pipeline& pipeline, const Plan& plan, const at::Tensor& x, c10::ArrayRef<at::Tensor> params,
+                 c10::ArrayRef<at::Tensor> extras) {
+  const auto specs = [](c10::ArrayRef<at::Tensor> tensors) {
+    std::vector<Spec> list;
+    for (const auto& t : tensors) list.push_back(Spec::of(t));
+    return list;
+  };
+  return infer(pipeline, plan, Spec::of(x), specs(params), specs(extras));
+}
+
 }  // namespace weft::fuser

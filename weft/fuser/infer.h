@@ -26,6 +26,10 @@ struct CallShapes {
 CallShapes infer(const Pipeline& pipeline, const Plan& plan, ops::Spec x, const std::vector<ops::Spec>& params,
                  const std::vector<ops::Spec>& extras);
 
+/// The same for tensors that exist.
+CallShapes infer(const Pipeline& pipeline, const Plan& plan, const at::Tensor& x, c10::ArrayRef<at::Tensor> params,
+                 c10::ArrayRef<at::Tensor> extras);
+
 /// The value that operation i reads, as the operation that made it: -1 is the pipeline's input.
 std::vector<int> value_origins(const Pipeline& pipeline, const Plan& plan);
 
