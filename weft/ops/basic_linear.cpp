@@ -1,13 +1,8 @@
 #include "weft/ops/basic_linear.h"
 
-#include <ATen/ops/add.h>
-#include <ATen/ops/addmm.h>
-#include <ATen/ops/mm.h>
-
 #include "weft/ops/parallel.h"
 #include "weft/ops/registry.h"
 #include "weft/ops/rows.h"
-#include "weft/tensor/ownership.h"
 
 namespace weft::ops {
 
@@ -37,43 +32,46 @@ Inferred BasicLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spe
   return out;
 }
 
-at::Tensor BasicLinear::product(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
-                                const at::Tensor& bias) const {
+kernels::GemmResult BasicLinear::product(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
+                                         kernels::Epilogue epilogue) const {
   TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == weight.size(1), "Linear: input has shape ", x.sizes(),
                     ", the weight takes ", weight.size(1), " features; the last dimension must equal them.");
   const auto dtype = ctx.dtype(weight.scalar_type());
   const auto w = as_dtype(weight, dtype);
   auto input = as_dtype(x, dtype);
-  const auto matrix = as_matrix(input);
-  auto y = bias.defined() ? at::addmm(as_dtype(bias, dtype), matrix, w.t()) : at::mm(matrix, w.t());
-  y = like_leading(y, x);
+  auto result = kernels::gemm(as_matrix(input), w.t(), std::move(epilogue));
+  result.out = like_leading(result.out, x);
+  if (result.pre.defined()) result.pre = like_leading(result.pre, x);
   if (ctx.param_wanted(0)) ctx.save(kInput, std::move(input));
   if (ctx.input_wanted() && !w.is_same(weight)) ctx.save(kCastWeight, w);
-  return y;
+  return result;
 }
 
-at::Tensor BasicLinear::gradients(OpContext& ctx, const at::Tensor& dy, Params params, at::Tensor add) const {
+kernels::GemmResult BasicLinear::input_gradient(OpContext& ctx, const at::Tensor& dy, Params params,
+                                                kernels::Epilogue epilogue) const {
+  if (!ctx.input_wanted()) return {};
   const auto& cast = ctx.saved(kCastWeight);
   const auto& w = cast.defined() ? cast : params[0];
+  auto result = kernels::gemm(as_matrix(as_dtype(dy, w.scalar_type())), w, std::move(epilogue));
+  result.out = like_leading(result.out, dy);
+  if (result.again.defined()) result.again = like_leading(result.again, dy);
+  return result;
+}
+
+void BasicLinear::weight_gradient(OpContext& ctx, const at::Tensor& dy, double scale) const {
+  if (!ctx.param_wanted(0)) return;
   const auto& x = ctx.saved(kInput);
-  const auto grad = as_matrix(as_dtype(dy, (x.defined() ? x : w).scalar_type()));
-  if (ctx.param_wanted(0)) ctx.set_param_grad(0, at::mm(grad.t(), as_matrix(x)));
-  if (!ctx.input_wanted()) return {};
-  if (!add.defined()) return like_leading(at::mm(grad, w), dy);
-  if (add.scalar_type() != w.scalar_type()) return at::add(like_leading(at::mm(grad, w), dy), add);
-  if (sole_owner(add) && add.is_contiguous()) {
-    as_matrix(add).addmm_(grad, w);
-    return add;
-  }
-  return like_leading(at::addmm(as_matrix(add), grad, w), dy);
+  const auto grad = as_matrix(as_dtype(dy, x.scalar_type()));
+  ctx.set_param_grad(0, kernels::gemm(grad.t(), as_matrix(x), {.scale = scale}).out);
 }
 
 at::Tensor BasicLinear::forward(OpContext& ctx, const at::Tensor& x, Params params) const {
-  return product(ctx, x, params[0], {});
+  return product(ctx, x, params[0], {}).out;
 }
 
 at::Tensor BasicLinear::backward(OpContext& ctx, const at::Tensor& dy, Params params) const {
-  return gradients(ctx, dy, params, {});
+  weight_gradient(ctx, dy);
+  return input_gradient(ctx, dy, params, {}).out;
 }
 
 static const Register<BasicLinear> basic_linear{"BasicLinear", "y = x Wᵀ.", {.in_features = 8, .out_features = 4}};

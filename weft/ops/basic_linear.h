@@ -1,6 +1,7 @@
 #pragma once
 #include <array>
 
+#include "weft/kernels/gemm.h"
 #include "weft/ops/operation.h"
 
 namespace weft::ops {
@@ -45,10 +46,14 @@ class BasicLinear final : public Op<BasicLinear> {
   at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;
   at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const override;
 
-  /// x Wᵀ + b in one GEMM; b may be undefined. Saves what `backward` reads.
-  at::Tensor product(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) const;
-  /// dx = dy W [+ add], into `add` itself if nobody else can see it; then dW.
-  at::Tensor gradients(OpContext& ctx, const at::Tensor& dy, Params params, at::Tensor add) const;
+  /// epilogue(x Wᵀ). Saves what `backward` reads.
+  kernels::GemmResult product(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
+                              kernels::Epilogue epilogue) const;
+  /// epilogue(dy W), with dx's leading sizes; undefined unless dx is wanted.
+  kernels::GemmResult input_gradient(OpContext& ctx, const at::Tensor& dy, Params params,
+                                     kernels::Epilogue epilogue) const;
+  /// Adds scale·Σ_rows dyᵀ x to the parameter gradients, if wanted.
+  void weight_gradient(OpContext& ctx, const at::Tensor& dy, double scale = 1) const;
 
  private:
   Options options_;

@@ -1,9 +1,19 @@
 #include "weft/fused/rule.h"
 #include "weft/ops/basic_linear.h"
 #include "weft/ops/make_extra_output.h"
+#include "weft/ops/rows.h"
+#include "weft/tensor/ownership.h"
 
 namespace weft::fused {
 namespace {
+
+/// An epilogue that adds g: into g itself if nobody else can see it.
+kernels::Epilogue added(at::Tensor g) {
+  if (!g.defined()) return {};
+  const bool ours = sole_owner(g) && g.is_contiguous();
+  auto matrix = ops::as_matrix(g);
+  return {.add = matrix, .out = ours ? matrix : at::Tensor{}, .dtype = g.scalar_type()};
+}
 
 /// dx = dy W + g in one GEMM, g being the gradient of the extra output. Written into g itself if nobody else can see
 /// it.
@@ -15,7 +25,9 @@ class LinearAdd final : public FusedOp {
     auto fork = ctx.op(0), linear = ctx.op(1);
     auto g = fork.take_extra_output_grad(0);
     if (!dy.defined()) return g;
-    return static_cast<const ops::BasicLinear&>(*linear_).gradients(linear, dy, ctx.params(1), std::move(g));
+    const auto& op = static_cast<const ops::BasicLinear&>(*linear_);
+    op.weight_gradient(linear, dy);
+    return op.input_gradient(linear, dy, ctx.params(1), added(std::move(g))).out;
   }
 
  private:

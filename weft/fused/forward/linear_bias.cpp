@@ -12,7 +12,9 @@ class LinearBias final : public FusedOp {
 
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
     auto linear = ctx.op(0);
-    return static_cast<const ops::BasicLinear&>(*linear_).product(linear, x, ctx.params(0)[0], ctx.params(1)[0]);
+    return static_cast<const ops::BasicLinear&>(*linear_)
+        .product(linear, x, ctx.params(0)[0], {.bias = ctx.params(1)[0]})
+        .out;
   }
 
  private:

@@ -1,0 +1,44 @@
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "weft/kernels/activation.h"
+#include "weft/kernels/tier.h"
+
+namespace weft::kernels {
+
+/// What happens to the product P = A B, A [M, K], B [K, N], before it is stored, in this order:
+///   v = scale·P + bias            pre = v, if kept
+///   v = act(v)                    gated: the columns of P are a, then b, and v has N/2 columns
+///   v = v·act'(at)                instead of `act`, in backward; gated: `at` has 2N columns and so has v (da, then
+///   db);
+///                                 again = act(at), if kept: the value that forward did not save
+///   sums = Σ_rows v, if kept
+///   v = v + add
+/// Computed in float32 (float64 for float64) and rounded once, at the store; the `ref` tier rounds between its calls.
+struct Epilogue {
+  double scale = 1;
+  at::Tensor bias = {};  // [N]
+  std::optional<Act> act = {};
+  bool keep_pre = false;
+  std::optional<Act> slope = {};
+  at::Tensor at = {};
+  bool keep_again = false;
+  bool keep_sums = false;
+  at::Tensor add = {};  // like the result; may be `out` itself: then the product is accumulated
+  at::Tensor out = {};  // where to write; fresh memory if undefined
+  at::ScalarType dtype = at::ScalarType::Undefined;  // of fresh memory; that of A if undefined
+};
+
+struct GemmResult {
+  at::Tensor out, pre, again, sums;  // sums: float32 (float64 for float64)
+};
+
+/// A B with its epilogue. Any strides, any sizes including 0. A and B have one dtype; `out`, `add`, `bias` any.
+GemmResult gemm(const at::Tensor& a, const at::Tensor& b, Epilogue epilogue = {});
+
+/// Which tier takes a product of matrices of `dtype` on `device`, K long, N wide (before gating).
+Choice gemm_choice(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64_t k);
+
+}  // namespace weft::kernels

@@ -1,0 +1,64 @@
+#include "weft/kernels/tier.h"
+
+#include <ATen/core/ivalue.h>
+#include <ATen/cpu/Utils.h>
+#include <c10/util/Exception.h>
+
+#include <array>
+#include <cstdlib>
+
+namespace weft::kernels {
+namespace {
+
+constexpr std::array<std::string_view, 4> kNames{"amx", "avx512", "avx2", "ref"};
+
+Tier detect() {
+  const auto capabilities = at::cpu::get_cpu_capabilities();
+  const auto has = [&](const char* name) {
+    const auto found = capabilities.find(name);
+    return found != capabilities.end() && found->second.isBool() && found->second.toBool();
+  };
+  const bool avx2 = has("avx2") && has("fma3") && has("f16c");
+  const bool avx512 = avx2 && has("avx512_f") && has("avx512_bw") && has("avx512_vl") && has("avx512_dq");
+  if (avx512 && has("avx512_bf16") && has("amx_tile") && has("amx_bf16") && at::cpu::init_amx()) return Tier::amx;
+  if (avx512) return Tier::avx512;
+  return avx2 ? Tier::avx2 : Tier::ref;
+}
+
+Tier read() {
+  const auto best = detect();
+  const char* word = std::getenv("WEFT_TIER");
+  if (!word || !*word) return best;
+  for (size_t i = 0; i < kNames.size(); ++i) {
+    if (kNames[i] != word) continue;
+    TORCH_CHECK_VALUE(static_cast<Tier>(i) >= best, "WEFT_TIER is ", word, ", but the best this CPU has is ",
+                      kNames[static_cast<size_t>(best)], ". Name that one or a plainer one.");
+    return static_cast<Tier>(i);
+  }
+  TORCH_CHECK_VALUE(false, "WEFT_TIER is '", word, "', expected amx, avx512, avx2 or ref.");
+}
+
+}  // namespace
+
+Tier machine_tier() {
+  static const Tier tier = read();
+  return tier;
+}
+
+std::string_view tier_name(Tier tier) { return kNames[static_cast<size_t>(tier)]; }
+
+Tier vector_tier(c10::DeviceType device, at::ScalarType dtype) {
+  const bool known = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+  if (device != c10::DeviceType::CPU || !known) return Tier::ref;
+  return machine_tier() == Tier::amx ? Tier::avx512 : machine_tier();
+}
+
+Choice vector_choice(c10::DeviceType device, at::ScalarType dtype) {
+  Choice out{vector_tier(device, dtype)};
+  if (machine_tier() == Tier::ref || out.tier != Tier::ref) return out;
+  out.declined = device != c10::DeviceType::CPU ? "vector kernels run on the CPU only"
+                                                : std::string("no vector kernel for ") + c10::toString(dtype);
+  return out;
+}
+
+}  // namespace weft::kernels
