@@ -51,9 +51,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows there")
     parser.add_argument("--gate", action="store_true", help="compare with the stored ratios")
     parser.add_argument("--store", action="store_true", help="store the ratios")
+    parser.add_argument("problems", nargs="*", help=f"of {', '.join(PROBLEMS)}; all if none is named")
     arguments = parser.parse_args()
 
-    rows = [measure(arguments.driver, problem) for problem in PROBLEMS]
+    rows = [measure(arguments.driver, problem) for problem in arguments.problems or PROBLEMS]
     for row in rows:
         print(f"{row['problem']:8} weft {row['weft']:7}  bare {row['bare']:7}  ratio {row['ratio']:.4f}")
     text = json.dumps(rows, indent=1) + "\n"

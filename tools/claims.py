@@ -5,6 +5,7 @@
     tools/claims.py core --row 5 --row 6 these rows
     tools/claims.py core --quick         CI size: minutes
     tools/claims.py core --json FILE     also as JSON
+    tools/claims.py kernels              the same for the kernels and fusions
 
 A row is a claim and the commands that show it: tests, a benchmark with a bound, or a script. This file only runs them
 and compares. Needs the Python of the environment that has torch; builds what is missing.
@@ -27,6 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": "python", "PYTHON": sys.executable}
+TIERS = {"amx": "amx_bf16", "avx512": "avx512dq", "avx2": "avx2", "ref": ""}  # and the CPU's flag for it
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -84,12 +86,105 @@ def ctest(preset: str, pattern: str = ".") -> Check:
     return check
 
 
+def every_tier(check: Check) -> Check:
+    """The same check with each tier of kernels this machine has, forced; with --quick the best and the plainest."""
+
+    def checked(quick: bool) -> tuple[str, bool]:
+        flags = Path("/proc/cpuinfo").read_text().split()
+        tiers = [tier for tier, flag in TIERS.items() if flag in (*flags, "")]
+        found = []
+        for tier in (tiers[0], tiers[-1]) if quick else tiers:
+            before = dict(ENVIRONMENT)
+            ENVIRONMENT["WEFT_TIER"] = tier
+            found.append((tier, *check(quick)))
+            ENVIRONMENT.pop("WEFT_TIER")
+            ENVIRONMENT.update(before)
+        return "; ".join(f"{tier}: {measured}" for tier, measured, _ in found), all(holds for *_, holds in found)
+
+    return checked
+
+
 def rows_of(*command: str) -> tuple[list[dict], bool]:
-    """The rows that a benchmark writes with --json, and whether it ended well."""
+    """The rows that a benchmark, a script or a program, writes with --json, and whether it ended well."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
-        done = run([sys.executable, *command, "--json", str(out)])
-        return (json.loads(out.read_text()) if out.exists() else []), not done.returncode
+        runner = [sys.executable] if command[0].endswith(".py") else []
+        done = run([*runner, *command, "--json", str(out)])
+        content = json.loads(out.read_text()) if out.exists() else []
+        return (content if isinstance(content, list) else content["rows"]), not done.returncode
+
+
+def instructions_at_most(bounds: dict[str, int]) -> Check:
+    """Instructions of one forward and backward pass of benchmarks/framework_cost.py."""
+
+    def check(quick: bool) -> tuple[str, bool]:
+        if not build("release"):
+            return "release does not build", False
+        counts = {row["problem"]: row["weft"] for row in rows_of("benchmarks/framework_cost.py", *bounds)[0]}
+        measured = ", ".join(f"{name} {count / 1000:.1f}k" for name, count in counts.items())
+        return measured, set(counts) == set(bounds) and all(counts[name] <= bounds[name] for name in bounds)
+
+    return check
+
+
+def suite(file: str, quick_only: str, threads: tuple[int, ...] = (1,)) -> Check:
+    """The problems of a file, timed by weft_bench, which holds each to the bound in its line. With --quick only lines
+    that contain `quick_only`."""
+
+    def check(quick: bool) -> tuple[str, bool]:
+        if not build("release"):
+            return "release does not build", False
+        words, fine = [], True
+        for count in threads:
+            only = ["--rounds", "9", "--only", quick_only] if quick else []
+            command = ["build/release/weft_bench", "suite", "--time", "--threads", str(count), *only]
+            rows, well = rows_of(*command, f"benchmarks/problems/{file}.txt")
+            fine = fine and well and bool(rows)
+            words += [in_words(row, several=len(threads) > 1) for row in rows]
+        return ", ".join(words), fine
+
+    return check
+
+
+def sweep(shapes: int, quick_shapes: int) -> Check:
+    """Random shapes by `weft_bench sweep`; with --quick fewer and smaller ones."""
+
+    def check(quick: bool) -> tuple[str, bool]:
+        if not build("release"):
+            return "release does not build", False
+        how_many = ["--shapes", str(quick_shapes), "--flop", "1e9"] if quick else ["--shapes", str(shapes)]
+        rows, well = rows_of("build/release/weft_bench", "sweep", *how_many)
+        slower = [f"{row['rule']} {row['m']}x{row['h']}x{row['f']} {row['ratio']:.2f}" for row in rows if row["slower"]]
+        return f"{len(rows)} shapes, {len(slower)} slower {', '.join(slower)}".rstrip(), well and bool(rows)
+
+    return check
+
+
+def in_words(row: dict, several: bool) -> str:
+    """A problem without its bound, and the figure that the bound is about."""
+    bound = row["target"]
+    (ratio,) = (peer["ratio"] for peer in row["versus"] if peer["against"] == bound["against"])
+    fields = " ".join(word for word in row["problem"].split() if not word.startswith(("at_", "against=")))
+    where = f" on {row['threads']}" if several else ""
+    return f"{fields}{where}: {1 / ratio if bound['inverse'] else ratio:.2f}{'' if bound['holds'] else ' (!)'}"
+
+
+def block(*arguments: str) -> Check:
+    """benchmarks/python/block.py, which holds its figures to bounds of its own."""
+
+    def check(quick: bool) -> tuple[str, bool]:
+        if not build("release"):
+            return "release does not build", False
+        small = ["--quick", "--rounds", "9"] if quick else []
+        rows, well = rows_of("benchmarks/python/block.py", *small, *arguments)
+        words = []
+        for row in rows:
+            figures = {name: peer["ratio"] for name, peer in row["versus"].items()} if "versus" in row else row
+            shown = {name: value for name, value in figures.items() if isinstance(value, float)}
+            words.append(f"{row['problem']}: " + ", ".join(f"{name} {value:.2f}" for name, value in shown.items()))
+        return "; ".join(words), well and bool(rows)
+
+    return check
 
 
 def instructions(bound: float) -> Check:
@@ -179,6 +274,32 @@ CLAIMS = {
             (ctest("asan"), pytest("tests/python/test_transforms.py"))),
         Row(11, "one more op: 2 new files, 0 edited",
             (files_of("soft_*cap", "weft/ops/", 2),)),
+    ),
+    "kernels": (
+        Row(1, "every rule takes its sample, equals its parts in values and gradients, fits any backward; every tier",
+            (every_tier(ctest("release", r"EveryRule|^Fusions")), every_tier(pytest("tests/python/test_fusions.py")))),
+        Row(2, "linear+add backward accumulates into a residual gradient nobody else reads: 0 temporaries of its size",
+            (pytest("tests/python/test_fusions.py", "-k", "linear_add", figure=r"temporaries [^\n]*"),)),
+        Row(3, "every row of the weight-gradient contract, for Linear and each fusion with one, from Python and C++",
+            (pytest("tests/python/test_wgrad.py"), ctest("release", r"^Wgrad"))),
+        Row(4, "linear+bias+GELU / bare mm_out: <= 0.80 with the pre-activation stored, <= 0.68 without",
+            (suite("linear_gelu", quick_only="m=512"),)),
+        Row(5, "at::mm / weft: K <= 1024 >= 1.6, K = 4096 >= 1.45, dgrad >= 1.5; changed weights are never missed",
+            (suite("gemm", quick_only="m=512"), pytest("tests/python/test_packed_weights.py"))),
+        Row(6, "mm + add_ / weight gradient into float32 main_grad: >= 2.3",
+            (suite("wgrad", quick_only="m=256"),)),
+        Row(7, "block forward+backward / its six bare products <= 0.70, and ahead of eager and torch.compile",
+            (block(),)),
+        Row(8, "bytes saved for backward by the block / eager's: <= 0.5",
+            (block("--memory"),)),
+        Row(9, "five-op pipeline on 8x8, forward+backward: <= 130k instructions",
+            (instructions_at_most({"five": 130_000}),)),
+        Row(10, "no shape of 200 (12 in CI) where a fused plan is more than 2 % slower than the plan without the rule",
+            (sweep(shapes=200, quick_shapes=12),)),
+        Row(11, "error of fused bf16 and fp16 results and gradients against float64 / eager's: <= 1.02",
+            (pytest("tests/python/test_numerics_low.py"),)),
+        Row(12, "one and two threads; bf16 as above, fp16 and fp32 not behind eager",
+            (suite("precisions", quick_only="linear_gelu", threads=(1, 2)),)),
     ),
 }  # fmt: skip
 

@@ -121,7 +121,7 @@ def op_stub(core: Any, name: str, cls: Any, fields: list[tuple[str, Any, str]], 
             keyword_only = True
         default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
         arguments.append(f"{parameter.name}: {types.get(parameter.name) or NAMED[parameter.name]}{default}")
-    lines = [f"class {name}(NativeOperation):", f'    """{cls.__doc__}"""', ""]
+    lines = [f"class {name}({', '.join(base.__name__ for base in cls.__bases__)}):", f'    """{cls.__doc__}"""', ""]
     lines += [f"    {parameter}: torch.nn.Parameter" for parameter, *_ in sample.params()]
     for field, kind in types.items():
         if isinstance(vars(cls).get(field), property):
@@ -139,7 +139,8 @@ def ops_stub(weft: Any) -> str:
         "import torch",
         "from torch.distributed import ProcessGroup\n",
         *(f"from .{module} import {name} as {name}" for module, name in imports),
-        "from .native import NativeOperation\n",
+        "from .native import NativeOperation",
+        "from .wgrad import WgradModule\n",
         "__all__: list[str]",
     ]
     parts = ["\n".join(head)]

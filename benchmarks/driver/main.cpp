@@ -1,13 +1,17 @@
 // weft_bench framework <problem> <weft|bare>   runs passes of one problem; under callgrind only those after warm-up
-// count.
+//                                              count
+// weft_bench suite --check|--time …            problems as lines: values and gradients, or times
+// weft_bench sweep …                           random shapes, with and without one fusion rule
 #include <ATen/Parallel.h>
+#include <c10/util/Exception.h>
 #include <valgrind/callgrind.h>
 
 #include <chrono>
-#include <cstring>
 #include <iostream>
 
 #include "benchmarks/driver/framework.h"
+#include "benchmarks/driver/suite.h"
+#include "benchmarks/driver/sweep.h"
 
 namespace {
 
@@ -36,8 +40,21 @@ int run_framework(const std::string& name, bool bare) {
 
 int main(int argc, char** argv) {
   at::set_num_threads(1);
-  if (argc == 4 && std::strcmp(argv[1], "framework") == 0)
-    return run_framework(argv[2], std::strcmp(argv[3], "bare") == 0);
-  std::cerr << "usage: weft_bench framework <five|sixteen> <weft|bare>\n";
+  const std::vector<std::string> words(argv + 1, argv + argc);
+  const std::string what = words.empty() ? "" : words[0];
+  if (what == "framework" && words.size() == 3) return run_framework(words[1], words[2] == "bare");
+  try {
+    if (what == "suite") return bench::run_suite({words.begin() + 1, words.end()});
+    if (what == "sweep") return bench::run_sweep({words.begin() + 1, words.end()});
+  } catch (const c10::Error& error) {
+    std::cerr << error.what_without_backtrace() << "\n";
+    return 2;
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << "\n";
+    return 2;
+  }
+  std::cerr << "usage: weft_bench framework <five|sixteen> <weft|bare>\n"
+            << "       " << bench::kSuiteUsage
+            << "       weft_bench sweep [--shapes N] [--seed N] [--dtype bf16|fp16|fp32] [--flop N] [--json FILE]\n";
   return 2;
 }

@@ -13,5 +13,6 @@ if not torch.__version__.startswith("2.13."):
 from . import _C, ops
 from .explain import explain
 from .ops import Sequential
+from .packing import packed_bytes, packing_limit, prepack, set_packing_limit
 
-__all__ = ["Sequential", "explain", "ops"]
+__all__ = ["Sequential", "explain", "ops", "packed_bytes", "packing_limit", "prepack", "set_packing_limit"]

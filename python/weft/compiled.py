@@ -37,11 +37,16 @@ def _program(number: int, edition: int):
 
 
 def applies(module: torch.nn.Module, x: Any) -> bool:
-    """Whether a call goes this way: a compiler looks on or x is fake, and no operation below is written in Python."""
-    if not torch.compiler.is_compiling() and type(x).__name__ != "FakeTensor":
+    """Whether a call goes this way: a compiler looks on or x is fake, no operation below is written in Python, and no
+    weight gradient goes elsewhere than to autograd, which a compiler would take for dead code."""
+    compiling = torch.compiler.is_compiling()
+    if not compiling and type(x).__name__ != "FakeTensor":
         return False
+    differentiates = compiling and torch.is_grad_enabled() and not torch.compiler.is_exporting()
     for part in module.modules():
         if getattr(part, "_written_in_python", False):
+            return False
+        if differentiates and getattr(part, "_own_wgrad", False):
             return False
     return True
 

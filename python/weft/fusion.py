@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from . import _C
 
@@ -23,6 +24,35 @@ class FusionHandle:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+def _known(names: tuple[str, ...]) -> list[str]:
+    known = [name for name, _ in _C.all_rules()]
+    if unknown := set(names) - set(known):
+        raise ValueError(f"No rule is called {sorted(unknown)}; there are {known}.")
+    return list(names)
+
+
+@contextmanager
+def without_rules(*names: str) -> Iterator[None]:
+    """Inside the ``with`` statement plans are made without the rules of these names; without any rule if none is given.
+    Holds for the whole process, like the rules themselves."""
+    rules = _C.rule_ids(_known(names) or [name for name, _ in _C.rules()])
+    _C.suspend_rules(rules)
+    try:
+        yield
+    finally:
+        _C.resume_rules(rules)
+
+
+@contextmanager
+def with_rules(*names: str) -> Iterator[None]:
+    """Inside the ``with`` statement the rules of these names are in force, also those that are off by default."""
+    woken = _C.resume_rules(_C.rule_ids(_known(names)))
+    try:
+        yield
+    finally:
+        _C.suspend_rules(woken)
 
 
 def register_forward_fusion(func: Callable, prepend: bool = False) -> FusionHandle:

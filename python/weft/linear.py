@@ -9,14 +9,29 @@ import torch
 from . import _C
 from .native import NativeOperation, forgive_extra_state, initialize, native_classes
 from .operation import FusedOperation, FusibleOperation
+from .wgrad import WgradModule
 
 
-class Linear(FusedOperation):
+def _product_field(name: str) -> property:
+    def get(self: Linear) -> bool:
+        return self._part_specs[0][1][name]
+
+    def set(self: Linear, value: bool) -> None:
+        self._part_specs[0][1][name] = value
+        self.__dict__.pop("_parts", None)
+        self._edition += 1
+
+    return property(get, set)
+
+
+class Linear(WgradModule, FusedOperation):
     """y = x Wᵀ + b.
 
     A pipeline sees its parts, `BasicLinear` and `Bias`. The Parameters `weight` and `bias` are registered here, once;
     the parts read the same ones. `state_dict` uses the keys of the parts (`basic_ops.0.weight`, …); `torch.nn.Linear`'s
     `weight` and `bias` load as well.
+
+    `accumulate_into_main_grad` and `delay_wgrad_compute` are those of `BasicLinear`; see `WgradModule`.
     """
 
     weight: torch.nn.Parameter
@@ -35,6 +50,7 @@ class Linear(FusedOperation):
         sequence_parallel: bool = False,
         rng_state_tracker_function: Any = None,
         accumulate_into_main_grad: bool = False,
+        delay_wgrad_compute: bool = False,
     ) -> None:
         FusibleOperation.__init__(self)
         product = native_classes["BasicLinear"](
@@ -47,6 +63,7 @@ class Linear(FusedOperation):
             sequence_parallel=sequence_parallel,
             rng_state_tracker_function=rng_state_tracker_function,
             accumulate_into_main_grad=accumulate_into_main_grad,
+            delay_wgrad_compute=delay_wgrad_compute,
         )
         parts: list[NativeOperation] = [product]
         if bias:
@@ -82,6 +99,12 @@ class Linear(FusedOperation):
         part.__dict__["_parameters"] = self._parameters
         return part
 
+    accumulate_into_main_grad = _product_field("accumulate_into_main_grad")
+    delay_wgrad_compute = _product_field("delay_wgrad_compute")
+
+    def _product(self) -> NativeOperation:
+        return self.basic_ops[0]
+
     @property
     def in_features(self) -> int:
         return self._part_specs[0][1]["in_features"]
@@ -106,6 +129,7 @@ class Linear(FusedOperation):
     def reset_parameters(self, device: torch.device | str | None = None) -> None:
         for part in self.basic_ops:
             initialize(self, part._op, device, self._tracker)
+        self._mark_weight()
 
     def _materialize(self, device: torch.device) -> None:
         for part in self.basic_ops:

@@ -13,6 +13,7 @@ import torch
 
 from . import _C
 from .operation import BasicOperation
+from .wgrad import WgradModule
 
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float64, torch.float16, torch.bfloat16)}
 # Fields that the class fills itself; users never pass them.
@@ -221,7 +222,8 @@ def make_class(name: str, doc: str, fields: list[tuple[str, Any, str]], sample: 
         "__signature__": _signature(name, fields, bool(sample.params())),
         "_type": name,
     }
-    return type(name, (NativeOperation,), members)
+    has_wgrad = any(field == "delay_wgrad_compute" for field, *_ in fields)
+    return type(name, (WgradModule, NativeOperation) if has_wgrad else (NativeOperation,), members)
 
 
 native_classes: dict[str, type[NativeOperation]] = {name: make_class(name, *row) for name, *row in _C.op_types()}

@@ -10,7 +10,7 @@ import torch
 from . import _C, compiled
 
 # What an operation remembers of its own pipeline; a copy builds its own.
-_NOT_COPIED = {"_runner", "_built_from", "_custom", "_parts", "_number"}
+_NOT_COPIED = {"_runner", "_built_from", "_custom", "_parts", "_number", "_wgrad_hooks"}
 
 
 class OperationContext:

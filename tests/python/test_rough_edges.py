@@ -36,7 +36,7 @@ ops.md §11
    9  test_scales_keep_their_precision
   10  test_autocast_of_the_tensors_own_device_counts
   11  test_parameters_can_be_reset_again_where_they_are
-  12  test_main_grad_is_accumulated_or_refused
+  12  test_main_grad_is_accumulated_and_asked_for
   13  test_option_that_needs_quantized_tensors_is_refused_by_name (interleaving: one test of speed elsewhere)
   14  test_sm_margin_may_be_a_number_or_stages_and_no_environment_variable_counts
   15  test_every_op.py, LayerNorm and RMSNorm with several trailing dimensions (there is no ONNX path)
@@ -274,14 +274,18 @@ def test_compute_dtype_decides_whether_the_bias_joins_the_product(weight, autoca
 
 def test_no_input_gradient_is_computed_below_the_last_one_that_is_wanted():
     seq = weft.Sequential(
-        ops.Linear(WIDTH, WIDTH), ops.GELU(), ops.Linear(WIDTH, WIDTH), ops.SiLU(), ops.Linear(WIDTH, 2)
-    )
+        ops.Linear(WIDTH, WIDTH, **F64),
+        ops.GELU(),
+        ops.Linear(WIDTH, WIDTH, **F64),
+        ops.SiLU(),
+        ops.Linear(WIDTH, 2, **F64),
+    )  # float64: plain ATen calls
 
     def products(x):
         y = seq(x)
         return count_calls(lambda: y.sum().backward(), "aten::mm", "aten::addmm")
 
-    x = rows(dtype=torch.float32)
+    x = rows()
     assert products(x) == 6
     assert products(x.detach()) == 5  # the first linear owes no dx
     seq[0].requires_grad_(False)
@@ -292,7 +296,7 @@ def test_no_input_gradient_is_computed_below_the_last_one_that_is_wanted():
 
 
 def test_no_gradient_is_computed_for_a_frozen_parameter():
-    linear, norm, x = ops.Linear(WIDTH, WIDTH), ops.RMSNorm(WIDTH), rows(dtype=torch.float32)
+    linear, norm, x = ops.Linear(WIDTH, WIDTH, **F64), ops.RMSNorm(WIDTH, **F64), rows()  # float64: plain ATen calls
 
     def sums(module):
         y = module(x)
@@ -657,13 +661,9 @@ def test_parameters_can_be_reset_again_where_they_are(build):
 
 
 @pytest.mark.parametrize("name", ("Linear", "BasicLinear"))
-def test_main_grad_is_accumulated_or_refused(name):
+def test_main_grad_is_accumulated_and_asked_for(name):
     x = rows(dtype=torch.float32)
-    try:
-        op = getattr(ops, name)(WIDTH, 3, accumulate_into_main_grad=True)
-    except NotImplementedError as error:
-        assert "accumulate_into_main_grad" in str(error)
-        return
+    op = getattr(ops, name)(WIDTH, 3, accumulate_into_main_grad=True)
     op.weight.main_grad = torch.full((3, WIDTH), 0.5)
     op(x).sum().backward()
     torch.testing.assert_close(op.weight.main_grad, 0.5 + torch.ones(5, 3).t() @ x.detach())

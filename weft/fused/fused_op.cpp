@@ -12,4 +12,11 @@ at::Tensor FusedOp::backward(StepContext&, const at::Tensor&) const {
   TORCH_CHECK_NOT_IMPLEMENTED(false, typeid(*this).name(), " has no backward pass.");
 }
 
+kernels::Choice FusedOp::kernel(c10::ArrayRef<kernels::Choice> parts) const {
+  kernels::Choice best;
+  for (const auto& part : parts)
+    if (part.tier < best.tier || (part.tier == best.tier && part.declined.size() > best.declined.size())) best = part;
+  return best;
+}
+
 }  // namespace weft::fused

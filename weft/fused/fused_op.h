@@ -38,6 +38,13 @@ class FusedOp {
   virtual at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const;
   /// Joint only: names of its own slots, the first of which is filled whenever its forward recorded.
   virtual std::vector<std::string> saved_names() const { return {}; }
+  /// Joint only: false for a slot of a part that it leaves empty although the part itself would fill it. `plans` are
+  /// those of its parts.
+  virtual bool fills(const ops::OpPlan* /*plans*/, int /*part*/, int /*slot*/) const { return true; }
+  /// Joint only: true if its backward reads a parameter that the part's own backward does not.
+  virtual bool reads(int /*part*/, int /*param*/) const { return false; }
+  /// Which kernels compute it, given those of its parts: the best of them, unless it says otherwise.
+  virtual kernels::Choice kernel(c10::ArrayRef<kernels::Choice> parts) const;
   /// True if it routes channels between its own parts itself.
   virtual bool routes_inner_channels() const { return false; }
   /// True for one written in Python: it may keep free attributes for backward.

@@ -24,30 +24,49 @@ Element maybe() {
   return {one<T>().matches, true};
 }
 
+/// An operation of a known type at its place in a match; `at` is -1 if it is not there.
+template <class T>
+struct Part {
+  int at = -1;
+  std::shared_ptr<const T> op;
+
+  explicit operator bool() const { return at >= 0; }
+  const T* operator->() const { return op.get(); }
+};
+
 /// The operations a pattern found, in order.
 class Match {
  public:
-  Match(int first, std::vector<ops::OpPtr> ops) : first_(first), ops_(std::move(ops)) {}
+  /// How the first extra tensor of a part is wired.
+  struct Wire {
+    int from = -1;         // extra input: the part that feeds it, or -1: somebody outside the match
+    bool outside = false;  // extra output: somebody outside the match reads it
+  };
+
+  Match(int first, std::vector<ops::OpPtr> ops, std::vector<Wire> wires)
+      : first_(first), ops_(std::move(ops)), wires_(std::move(wires)) {}
 
   int first() const { return first_; }  // index in the pipeline
   int size() const { return static_cast<int>(ops_.size()); }
   const ops::OpPtr& op(int part) const { return ops_[part]; }
+  const Wire& wire(int part) const { return wires_[part]; }
 
-  /// Position of the first operation of type T within the match, or -1.
+  /// The first operation of type T at position `from` or behind.
   template <class T>
-  int part() const {
-    for (int i = 0; i < size(); ++i)
-      if (dynamic_cast<const T*>(ops_[i].get())) return i;
-    return -1;
+  Part<T> find(int from = 0) const {
+    for (int i = from; i < size(); ++i)
+      if (auto op = std::dynamic_pointer_cast<const T>(ops_[i])) return {i, std::move(op)};
+    return {};
   }
   template <class T>
   const T& get() const {
-    return dynamic_cast<const T&>(*ops_.at(part<T>()));
+    return dynamic_cast<const T&>(*ops_.at(find<T>().at));
   }
 
  private:
   int first_;
   std::vector<ops::OpPtr> ops_;
+  std::vector<Wire> wires_;
 };
 
 /// A stretch of the pipeline in a plan: one basic operation (`fused` empty) or a fused one. With fewer rows than
@@ -70,6 +89,7 @@ struct FusionRule {
   std::function<FusedPtr(const Match&)> make;
   std::function<std::vector<ops::OpPtr>()> sample;
   int64_t min_rows = 0;
+  bool opt_in = false;  // in force only after `resume_rules`
   /// Instead of a pattern: rewrites the whole list of steps (fusion functions written in Python).
   std::function<std::vector<Step>(const std::vector<Step>&, const PlanView&)> rewrite;
 };

@@ -1,26 +1,59 @@
 #include "weft/fused/rules.h"
 
+#include <array>
 #include <atomic>
 #include <mutex>
+#include <set>
 
 namespace weft::fused {
 
 // Built-in rules. Order is meaning: within a pass the first rule that takes an operation keeps it.
+FusionRule joint_mlp_block();
+FusionRule joint_norm_linear();
+FusionRule forward_linear_bias_activation();
+FusionRule forward_linear_bias_add();
+FusionRule forward_linear_scale_add();
 FusionRule forward_linear_bias();
+FusionRule forward_dropout_add();
+FusionRule backward_activation_linear();
 FusionRule backward_linear_add();
+FusionRule backward_linear_scale();
+FusionRule backward_activation_bias();
+FusionRule backward_add_rms_norm();
+FusionRule backward_add_layer_norm();
 
 namespace {
 
+std::vector<FusionRule> builtin() {
+  return {joint_mlp_block(),         joint_norm_linear(),          forward_linear_bias_activation(),
+          forward_linear_bias_add(), forward_linear_scale_add(),   forward_linear_bias(),
+          forward_dropout_add(),     backward_activation_linear(), backward_linear_add(),
+          backward_linear_scale(),   backward_activation_bias(),   backward_add_rms_norm(),
+          backward_add_layer_norm()};
+}
+
 struct Registry {
   std::mutex mutex;
-  std::atomic<uint32_t> version{1};
+  std::atomic<uint32_t> version{0};
   int64_t next_id = 0;
-  std::shared_ptr<const RuleList> list;
+  std::shared_ptr<const RuleList> all, list;  // all rules; those in force
+  std::multiset<int64_t> suspended;
 
   Registry() {
     RuleList rules;
-    for (auto& rule : {forward_linear_bias(), backward_linear_add()}) rules.emplace_back(next_id++, rule);
-    list = std::make_shared<const RuleList>(std::move(rules));
+    for (auto& rule : builtin()) {
+      if (rule.opt_in) suspended.insert(next_id);
+      rules.emplace_back(next_id++, std::move(rule));
+    }
+    publish(std::make_shared<const RuleList>(std::move(rules)));
+  }
+
+  void publish(std::shared_ptr<const RuleList> rules) {
+    all = std::move(rules);
+    auto kept = *all;
+    std::erase_if(kept, [this](const auto& entry) { return suspended.contains(entry.first); });
+    list = std::make_shared<const RuleList>(std::move(kept));
+    ++version;
   }
 };
 
@@ -28,6 +61,9 @@ Registry& registry() {
   static Registry instance;
   return instance;
 }
+
+/// Lists that die after the lock: a rule written in Python takes the GIL to die.
+using Retired = std::array<std::shared_ptr<const RuleList>, 2>;
 
 }  // namespace
 
@@ -41,26 +77,55 @@ uint32_t rules_version() { return registry().version.load(std::memory_order_acqu
 
 int64_t add_rule(FusionRule rule, bool prepend) {
   auto& r = registry();
-  std::shared_ptr<const RuleList> retired;  // dies after the lock: a rule written in Python takes the GIL to die
+  Retired retired;
   const std::lock_guard lock(r.mutex);
-  retired = r.list;
-  auto rules = *r.list;
+  retired = {r.all, r.list};
+  auto rules = *r.all;
   const auto id = r.next_id++;
   rules.emplace(prepend ? rules.begin() : rules.end(), id, std::move(rule));
-  r.list = std::make_shared<const RuleList>(std::move(rules));
-  ++r.version;
+  r.publish(std::make_shared<const RuleList>(std::move(rules)));
   return id;
 }
 
 void remove_rule(int64_t id) {
   auto& r = registry();
-  std::shared_ptr<const RuleList> retired;  // dies after the lock: a rule written in Python takes the GIL to die
+  Retired retired;
   const std::lock_guard lock(r.mutex);
-  retired = r.list;
-  auto rules = *r.list;
+  retired = {r.all, r.list};
+  auto rules = *r.all;
   std::erase_if(rules, [id](const auto& entry) { return entry.first == id; });
-  r.list = std::make_shared<const RuleList>(std::move(rules));
-  ++r.version;
+  r.publish(std::make_shared<const RuleList>(std::move(rules)));
+}
+
+std::shared_ptr<const RuleList> all_rules() {
+  auto& r = registry();
+  const std::lock_guard lock(r.mutex);
+  return r.all;
+}
+
+void suspend_rules(const std::vector<int64_t>& ids) {
+  auto& r = registry();
+  Retired retired;
+  const std::lock_guard lock(r.mutex);
+  retired = {r.all, r.list};
+  r.suspended.insert(ids.begin(), ids.end());
+  r.publish(r.all);
+}
+
+std::vector<int64_t> resume_rules(const std::vector<int64_t>& ids) {
+  auto& r = registry();
+  Retired retired;
+  const std::lock_guard lock(r.mutex);
+  retired = {r.all, r.list};
+  std::vector<int64_t> woken;
+  for (const auto id : ids) {
+    const auto found = r.suspended.find(id);
+    if (found == r.suspended.end()) continue;
+    r.suspended.erase(found);
+    woken.push_back(id);
+  }
+  r.publish(r.all);
+  return woken;
 }
 
 }  // namespace weft::fused

@@ -4,6 +4,7 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -83,6 +84,20 @@ std::vector<uint8_t> unused_gradients(const Node& node, int num_params, int num_
   return unused;
 }
 
+/// Parameters by the accumulators that a node's edges lead to: also where saved tensors are copies.
+class EdgeLeaves final : public ops::Leaves {
+ public:
+  explicit EdgeLeaves(const Node& node) : node_(node) {}
+  at::Tensor leaf(int p) const override {
+    const auto* accumulator = dynamic_cast<torch::autograd::AccumulateGrad*>(node_.next_edge(1 + p).function.get());
+    return accumulator ? accumulator->variable : at::Tensor();
+  }
+  int64_t run() const override { return torch::autograd::get_current_graph_task_id(); }
+
+ private:
+  const Node& node_;
+};
+
 variable_list PipelineNode::apply(variable_list&& grads) {
   check_gradients(grads);
   std::vector<at::Tensor> saved;
@@ -134,13 +149,15 @@ variable_list PipelineNode::differentiate(variable_list&& grads, std::vector<at:
   std::vector<at::Tensor> more_saved(std::make_move_iterator(at), std::make_move_iterator(saved.end()));
   for (size_t k = 0; k < outputs.size(); ++k) extra_out[outputs[k]] = std::move(grads[1 + k]);
 
+  const EdgeLeaves leaves(*this);
   ops::Frame frame{.saved = saved.data(),
                    .extra_in = extra_in.data(),
                    .extra_out = extra_out.data(),
                    .param_grads = out.data() + 1,
                    .params = params.data(),
                    .more_saved = &more_saved,
-                   .states = &states};
+                   .states = &states,
+                   .leaves = &leaves};
   auto dy = std::move(grads[0]);
   grads.clear();
   const auto unused = unused_gradients(*this, num_params, static_cast<int>(inputs.size()));
@@ -244,7 +261,8 @@ Tensors run(const std::shared_ptr<const Pipeline>& shared, const std::shared_ptr
                    .param_grads = nullptr,
                    .params = params.data(),
                    .more_saved = &more_saved,
-                   .states = &states};
+                   .states = &states,
+                   .leaves = nullptr};
   lend_extras(pipeline, *plan, extras, extra_in);
   Tensors outputs;
   {

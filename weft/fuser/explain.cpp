@@ -2,6 +2,7 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <map>
 #include <set>
 #include <sstream>
 
@@ -27,14 +28,21 @@ int64_t bytes_of(const Spec& spec) {
   return bytes;
 }
 
+/// The kernels of each step, as its parts or the fused operation name them.
 std::vector<Explanation::StepLine> lines(const Pipeline& pipeline, const std::vector<PlannedStep>& steps,
-                                         bool backward) {
+                                         const fused::PlanView& view, bool backward) {
+  const auto device = view.key.trait(0).device;
   std::vector<Explanation::StepLine> list;
   for (const auto& [step, routes, grads, needed, wanted] : steps) {
     const auto name = step.fused ? step.rule : std::string(pipeline.op(step.first).name());
     const bool in_python = step.fused ? step.fused->process_local() : pipeline.op(step.first).process_local();
-    list.push_back({step.first, step.count, name, step.fused != nullptr, in_python ? "python" : "ref",
-                    !backward || wanted, step.min_rows});
+    std::vector<kernels::Choice> parts;
+    for (int i = step.first; i < step.first + step.count; ++i)
+      parts.push_back(pipeline.op(i).kernel(device, view.compute_dtypes[i], backward));
+    const auto choice = step.fused ? step.fused->kernel(parts) : parts.front();
+    list.push_back({step.first, step.count, name, step.fused != nullptr,
+                    in_python ? "python" : std::string(kernels::tier_name(choice.tier)),
+                    in_python ? "" : choice.declined, !backward || wanted, step.min_rows});
   }
   return list;
 }
@@ -100,6 +108,24 @@ void print_steps(std::ostream& text, const std::vector<Explanation::StepLine>& s
   }
 }
 
+/// Each reason once, with the steps it holds for.
+void print_declined(std::ostream& text, const Explanation& e) {
+  std::map<std::string, std::string> where;
+  std::vector<std::string> reasons;
+  for (const auto* steps : {&e.forward, &e.backward}) {
+    for (const auto& step : *steps) {
+      if (step.declined.empty() || !step.runs) continue;
+      auto& ranges = where[step.declined];
+      if (ranges.empty()) reasons.push_back(step.declined);
+      const auto here = range(step.first, step.count);
+      if ((", " + ranges + ",").find(", " + here + ",") == std::string::npos)
+        ranges += (ranges.empty() ? "" : ", ") + here;
+    }
+  }
+  if (!reasons.empty()) text << "faster kernels\n";
+  for (const auto& reason : reasons) text << "  " << where[reason] << ": " << reason << "\n";
+}
+
 }  // namespace
 
 int64_t Explanation::saved_bytes() const {
@@ -124,8 +150,9 @@ Explanation explain(const Pipeline& pipeline, const Plan& plan, const at::Tensor
     out.ops.push_back(stage.op->brief());
     out.op_names.emplace_back(stage.op->name());
   }
-  out.forward = lines(pipeline, plan.forward, false);
-  out.backward = lines(pipeline, plan.backward, true);
+  const auto seen = view(pipeline, plan.key, plan.ops);
+  out.forward = lines(pipeline, plan.forward, seen, false);
+  out.backward = lines(pipeline, plan.backward, seen, true);
   out.refusals = plan.refusals;
   for (int s = 0; s < pipeline.num_extra_in(); ++s)
     if (const int from = pipeline.source(s); from >= 0)
@@ -146,6 +173,7 @@ std::string Explanation::text() const {
   print_steps(text, forward);
   text << "backward (from the last line to the first)\n";
   print_steps(text, backward);
+  print_declined(text, *this);
   if (!channels.empty()) text << "channels\n";
   for (const auto& c : channels)
     text << "  " << pad(std::to_string(c.from) + " -> " + std::to_string(c.to), 8) << c.name << "\n";

@@ -12,9 +12,10 @@ struct Explanation {
     int first, count;
     std::string name;  // the fused operation's rule, or the operation
     bool fused;
-    std::string tier;  // which kernels compute it
-    bool runs;         // false: nothing it could compute is wanted
-    int64_t min_rows;  // below, its parts run one by one
+    std::string tier;      // which kernels compute it
+    std::string declined;  // why no faster ones do
+    bool runs;             // false: nothing it could compute is wanted
+    int64_t min_rows;      // below, its parts run one by one
   };
   struct SavedLine {
     int op;

@@ -44,6 +44,13 @@ PlanKey key_from(Cursor& text, const Pipeline& pipeline) {
   return key;
 }
 
+/// The rules that leave no trace in what is saved. The two passes may run in different processes, under different
+/// rules, and a recorded program knows the sizes of the saved tensors: so no joint ones.
+fused::RuleList interchangeable(fused::RuleList rules) {
+  std::erase_if(rules, [](const auto& entry) { return entry.second.pass == fused::Pass::joint; });
+  return rules;
+}
+
 }  // namespace
 
 Program program(std::string_view text) {
@@ -64,7 +71,7 @@ Program program(std::string_view text) {
                     "Pipeline text: no '@call(…)' at the end; make the text with describe().");
   auto pipeline = std::make_shared<const Pipeline>(Pipeline::parse(text.substr(0, call)));
   Cursor cursor(text.substr(call));
-  auto plan = make_plan(*pipeline, key_from(cursor, *pipeline), *rules.list);
+  auto plan = make_plan(*pipeline, key_from(cursor, *pipeline), interchangeable(*rules.list));
   const std::lock_guard lock(mutex);
   kept.push_front({std::string(text), rules.version, std::move(pipeline), std::move(plan)});
   if (kept.size() > kKept) kept.pop_back();
@@ -99,7 +106,8 @@ Forward forward(const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tenso
                    .param_grads = nullptr,
                    .params = params.data(),
                    .more_saved = nullptr,
-                   .states = nullptr};
+                   .states = nullptr,
+                   .leaves = nullptr};
   out.outputs.push_back(run_forward(*pipeline, *plan, frame, x));
   for (const int slot : pipeline->caller_outputs()) out.outputs.push_back(std::move(extra_out[slot]));
   return out;
@@ -124,7 +132,8 @@ std::vector<at::Tensor> backward(c10::ArrayRef<at::Tensor> grads, c10::ArrayRef<
                    .param_grads = out.data() + 1,
                    .params = params.data(),
                    .more_saved = nullptr,
-                   .states = nullptr};
+                   .states = nullptr,
+                   .leaves = nullptr};
   out[0] = run_backward(*pipeline, *plan, frame, grads[0]);
   for (size_t k = 0; k < inputs.size(); ++k) out[1 + params.size() + k] = std::move(extra_in[inputs[k]]);
   return out;

@@ -11,6 +11,14 @@ std::vector<int> value_origins(const Pipeline& pipeline, const Plan& plan) {
   return made_by;
 }
 
+/// False if operation i is part of a fused one that leaves this slot empty.
+static bool filled(const Plan& plan, int i, int slot) {
+  for (const auto& [step, routes, grads, needed, wanted] : plan.forward)
+    if (step.fused && i >= step.first && i < step.first + step.count)
+      return step.fused->fills(plan.ops.data() + step.first, i - step.first, slot);
+  return true;
+}
+
 CallShapes infer(const Pipeline& pipeline, const Plan& plan, Spec x, const std::vector<Spec>& params,
                  const std::vector<Spec>& extras) {
   TORCH_CHECK_NOT_IMPLEMENTED(plan.num_saved == pipeline.num_saved(), "A joint fused operation cannot tell its sizes.");
@@ -29,6 +37,7 @@ CallShapes infer(const Pipeline& pipeline, const Plan& plan, Spec x, const std::
                              slice(params, pipeline.param_base(i), pipeline.param_base(i + 1)));
     const auto names = pipeline.op(i).saved_names();
     for (size_t k = 0; k < names.size(); ++k) {
+      if (!filled(plan, i, static_cast<int>(k))) made.saved[k].reset();
       const bool keeps_x = names[k] == "input" && made.saved[k] && made.saved[k]->dtype == x.dtype;
       out.saved.push_back({i, names[k], made.saved[k], keeps_x ? made_by[i] : -2});
     }

@@ -20,7 +20,7 @@ std::vector<Step> Matcher::scan(const FusionRule& rule, const std::vector<Step>&
     const auto found = match(rule, steps, at);
     const auto reason = found ? refusal(rule, *found) : std::string{};
     if (!found || !reason.empty()) {
-      if (found) refusals_.push_back({rule.name, rule.pass, found->first(), found->size(), reason});
+      if (found) note({rule.name, rule.pass, found->first(), found->size(), reason});
       out.push_back(steps[at++]);
       continue;
     }
@@ -34,6 +34,16 @@ std::vector<Step> Matcher::scan(const FusionRule& rule, const std::vector<Step>&
   return out;
 }
 
+/// A pattern that begins with an optional element is found twice; its shorter form says nothing new.
+void Matcher::note(Refusal refusal) {
+  if (!refusals_.empty()) {
+    const auto& last = refusals_.back();
+    const bool within = refusal.first > last.first && refusal.first + refusal.count <= last.first + last.count;
+    if (within && last.rule == refusal.rule && last.reason == refusal.reason) return;
+  }
+  refusals_.push_back(std::move(refusal));
+}
+
 std::optional<Match> Matcher::match(const FusionRule& rule, const std::vector<Step>& steps, size_t at) const {
   std::vector<ops::OpPtr> taken;
   for (const auto& element : rule.pattern) {
@@ -43,7 +53,24 @@ std::optional<Match> Matcher::match(const FusionRule& rule, const std::vector<St
     if (!here && !element.optional) return std::nullopt;
   }
   if (taken.empty()) return std::nullopt;
-  return Match(steps[at].first, std::move(taken));
+  const int first = steps[at].first;
+  auto wires = wiring(first, static_cast<int>(taken.size()));
+  return Match(first, std::move(taken), std::move(wires));
+}
+
+std::vector<Match::Wire> Matcher::wiring(int first, int count) const {
+  const auto part = [&](int op) { return op >= first && op < first + count ? op - first : -1; };
+  std::vector<Match::Wire> wires(count);
+  for (int i = 0; i < count; ++i) {
+    const int in = pipeline_.extra_in_base(first + i), out = pipeline_.extra_out_base(first + i);
+    if (pipeline_.op(first + i).extra_inputs() > 0 && pipeline_.source(in) >= 0)
+      wires[i].from = part(pipeline_.producer(pipeline_.source(in)));
+    if (pipeline_.op(first + i).extra_outputs() == 0) continue;
+    wires[i].outside = pipeline_.output(out).to_caller;
+    for (int slot = 0; slot < pipeline_.num_extra_in(); ++slot)
+      if (pipeline_.source(slot) == out && part(pipeline_.consumer(slot)) < 0) wires[i].outside = true;
+  }
+  return wires;
 }
 
 std::string Matcher::refusal(const FusionRule& rule, const Match& match) const {

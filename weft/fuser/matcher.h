@@ -20,6 +20,8 @@ class Matcher {
   std::vector<fused::Step> scan(const fused::FusionRule& rule, const std::vector<fused::Step>& steps);
   std::optional<fused::Match> match(const fused::FusionRule& rule, const std::vector<fused::Step>& steps,
                                     size_t at) const;
+  std::vector<fused::Match::Wire> wiring(int first, int count) const;
+  void note(Refusal refusal);
   std::string refusal(const fused::FusionRule& rule, const fused::Match& match) const;
   bool has_inner_channel(int first, int count) const;
 

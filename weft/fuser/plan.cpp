@@ -76,18 +76,6 @@ at::ScalarType compute_dtype(const Pipeline& pipeline, const PlanKey& key, int i
   return at::ScalarType::Undefined;
 }
 
-/// Follows the dtypes through the pipeline by each operation's rule.
-fused::PlanView view(const Pipeline& pipeline, const PlanKey& key, const std::vector<ops::OpPlan>& plans) {
-  fused::PlanView view{.key = key, .plans = plans, .input_dtypes = {}, .compute_dtypes = {}};
-  auto dtype = key.trait(0).dtype;
-  for (int i = 0; i < pipeline.size(); ++i) {
-    view.input_dtypes.push_back(dtype);
-    dtype = compute_dtype(pipeline, key, i, dtype);
-    view.compute_dtypes.push_back(dtype);
-  }
-  return view;
-}
-
 int step_of(const std::vector<Step>& steps, int op) {
   for (int s = 0; s < static_cast<int>(steps.size()); ++s)
     if (op < steps[s].first + steps[s].count) return s;
@@ -149,7 +137,34 @@ void mark_wanted(const std::vector<ops::OpPlan>& plans, std::vector<PlannedStep>
   }
 }
 
+/// Parameters whose values backward reads: those its operations read, and what a joint step needs beyond.
+std::vector<int> params_for_backward(const Pipeline& pipeline, const Plan& plan) {
+  std::vector<int> list;
+  for (const auto& [step, routes, grads, needed, wanted] : plan.backward) {
+    for (int i = step.first; i < step.first + step.count; ++i) {
+      for (int p = pipeline.param_base(i); p < pipeline.param_base(i + 1); ++p) {
+        const auto read = pipeline.params()[p].read;
+        const bool owes = read == ops::Read::always ? plan.ops[i].records : plan.ops[i].input_wanted;
+        const bool joint = wanted && step.fused && step.fused->reads(i - step.first, p - pipeline.param_base(i));
+        if (joint || (read != ops::Read::never && owes)) list.push_back(p);
+      }
+    }
+  }
+  return list;
+}
+
 }  // namespace
+
+fused::PlanView view(const Pipeline& pipeline, const PlanKey& key, const std::vector<ops::OpPlan>& plans) {
+  fused::PlanView view{.key = key, .plans = plans, .input_dtypes = {}, .compute_dtypes = {}};
+  auto dtype = key.trait(0).dtype;
+  for (int i = 0; i < pipeline.size(); ++i) {
+    view.input_dtypes.push_back(dtype);
+    dtype = compute_dtype(pipeline, key, i, dtype);
+    view.compute_dtypes.push_back(dtype);
+  }
+  return view;
+}
 
 Plan narrow(const Pipeline& pipeline, const Plan& plan, const std::vector<uint8_t>& unused) {
   auto key = plan.key;
@@ -183,14 +198,9 @@ std::shared_ptr<const Plan> make_plan(const Pipeline& pipeline, const PlanKey& k
   plan->backward = route(pipeline, backward);
   mark_wanted(plan->ops, plan->backward);
 
-  for (int i = 0; i < pipeline.size(); ++i) {
+  for (int i = 0; i < pipeline.size(); ++i)
     plan->in_place |= pipeline.op(i).in_place() && pipeline.op(i).extra_inputs() > 0;
-    for (int p = pipeline.param_base(i); p < pipeline.param_base(i + 1); ++p) {
-      const auto read = pipeline.params()[p].read;
-      const bool needed = read == ops::Read::always ? plan->ops[i].records : plan->ops[i].input_wanted;
-      if (read != ops::Read::never && needed) plan->backward_params.push_back(p);
-    }
-  }
+  plan->backward_params = params_for_backward(pipeline, *plan);
   for (int slot = 0; slot < pipeline.num_extra_out(); ++slot)
     plan->extra_out_wanted.push_back(plan->ops[pipeline.producer(slot)].records);
   const auto in_python = [](const PlannedStep& s) { return s.step.fused && s.step.fused->process_local(); };

@@ -48,6 +48,9 @@ struct Plan {
 std::shared_ptr<const Plan> make_plan(const Pipeline& pipeline, const fused::PlanKey& key,
                                       const fused::RuleList& rules);
 
+/// A key seen from the pipeline, following the dtypes through it by each operation's rule.
+fused::PlanView view(const Pipeline& pipeline, const fused::PlanKey& key, const std::vector<ops::OpPlan>& plans);
+
 /// The backward plan when some gradients will not be used; `unused` flags x, extra inputs and parameters as the key
 /// orders them.
 Plan narrow(const Pipeline& pipeline, const Plan& plan, const std::vector<uint8_t>& unused);

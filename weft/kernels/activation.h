@@ -42,6 +42,13 @@ at::Tensor activation_forward(const Act& act, const at::Tensor& x);
 /// dx in x's dtype, whatever the dtype of dy.
 at::Tensor activation_backward(const Act& act, const at::Tensor& dy, const at::Tensor& x);
 
+struct ActivationSums {
+  at::Tensor dx, sums;
+};
+/// dx, and the float32 (float64 for float64) sums of its columns before they are rounded, in one sweep. The sums are
+/// the same in every run, for any number of threads.
+ActivationSums activation_backward_sums(const Act& act, const at::Tensor& dy, const at::Tensor& x);
+
 /// y[row] = s[row]·act(x[row]), rounded once to x's dtype; s has one value for each row of x and any dtype.
 at::Tensor scaled_activation_forward(const Act& act, const at::Tensor& x, const at::Tensor& scales);
 /// dx (of dy·s) and ds[row] = Σ_columns dy·act(x), in the dtypes and shapes of x and s; undefined unless wanted.

@@ -28,6 +28,7 @@ struct Epilogue {
   bool keep_sums = false;
   at::Tensor add = {};  // like the result; may be `out` itself: then the product is accumulated
   at::Tensor out = {};  // where to write; fresh memory if undefined
+  bool weight = false;  // B is a weight that later calls will use again: a copy in the kernel's order may be kept
   at::ScalarType dtype = at::ScalarType::Undefined;  // of fresh memory; that of A if undefined
 };
 

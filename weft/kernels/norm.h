@@ -19,9 +19,9 @@ struct NormGrads {
   at::Tensor dx, dgamma, dbeta;
 };
 /// x̂ = (x - mean)·rstd, g = dy·γ:  dx = rstd·(g - mean(g) - x̂·mean(g·x̂));  dγ = Σ_rows dy·x̂;  dβ = Σ_rows dy.
-/// `wanted`: dx, dγ, dβ.
+/// `wanted`: dx, dγ, dβ. `add` has the shape of x and is added to dx before it is rounded; so below.
 NormGrads layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& mean, const at::Tensor& rstd,
-                              const at::Tensor& gamma, std::array<bool, 3> wanted);
+                              const at::Tensor& gamma, std::array<bool, 3> wanted, const at::Tensor& add = {});
 
 struct RmsNormForward {
   at::Tensor y, rstd;
@@ -30,7 +30,7 @@ struct RmsNormForward {
 RmsNormForward rms_norm_forward(const at::Tensor& x, const at::Tensor& gamma, double eps);
 /// dx = rstd·γ·dy - x·rstd³·Σ_row(dy·γ·x)/N;  dγ = Σ_rows dy·x·rstd.  `wanted`: dx, dγ.
 NormGrads rms_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rstd, const at::Tensor& gamma,
-                            std::array<bool, 2> wanted);
+                            std::array<bool, 2> wanted, const at::Tensor& add = {});
 
 struct L2NormForward {
   at::Tensor y, rnorm;
@@ -38,6 +38,7 @@ struct L2NormForward {
 /// y = x·q,  q = 1/√(Σ x² + eps) over the last dimension.
 L2NormForward l2_norm_forward(const at::Tensor& x, double eps);
 /// dx = q·dy - x·q³·Σ(x·dy).
-at::Tensor l2_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rnorm);
+at::Tensor l2_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rnorm,
+                            const at::Tensor& add = {});
 
 }  // namespace weft::kernels

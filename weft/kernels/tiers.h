@@ -1,8 +1,41 @@
 #pragma once
 #include "weft/kernels/gemm.h"
+#include "weft/kernels/norm.h"
+#include "weft/kernels/rows.h"
 
 // The tiers of each kernel, for the file that chooses between them. Not installed.
 
+namespace weft::kernels::amx {
+/// bfloat16 on the CPU, whole matrices of at least one value.
+GemmResult gemm(const at::Tensor& a, const at::Tensor& b, Epilogue epilogue);
+}  // namespace weft::kernels::amx
+
 namespace weft::kernels::ref {
 GemmResult gemm(const at::Tensor& a, const at::Tensor& b, Epilogue epilogue);
+
+at::Tensor activation_forward(const Act& act, const at::Tensor& x);
+at::Tensor activation_backward(const Act& act, const at::Tensor& dy, const at::Tensor& x);
+ActivationSums activation_backward_sums(const Act& act, const at::Tensor& dy, const at::Tensor& x);
+at::Tensor scaled_activation_forward(const Act& act, const at::Tensor& x, const at::Tensor& scales);
+std::pair<at::Tensor, at::Tensor> scaled_activation_backward(const Act& act, const at::Tensor& dy, const at::Tensor& x,
+                                                             const at::Tensor& scales, bool dx_wanted, bool ds_wanted);
+
+LayerNormForward layer_norm_forward(const at::Tensor& x, const at::Tensor& gamma, const at::Tensor& beta, double eps);
+NormGrads layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& mean, const at::Tensor& rstd,
+                              const at::Tensor& gamma, std::array<bool, 3> wanted, const at::Tensor& add);
+RmsNormForward rms_norm_forward(const at::Tensor& x, const at::Tensor& gamma, double eps);
+NormGrads rms_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rstd, const at::Tensor& gamma,
+                            std::array<bool, 2> wanted, const at::Tensor& add);
+L2NormForward l2_norm_forward(const at::Tensor& x, double eps);
+at::Tensor l2_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rnorm, const at::Tensor& add);
+
+at::Tensor sum_rows(const at::Tensor& matrix);
+at::Tensor scaled_mask_add(const at::Tensor& x, const at::Tensor& mask, double scale, const at::Tensor& add);
 }  // namespace weft::kernels::ref
+
+namespace weft::kernels {
+/// The AVX-512 and AVX2 tiers: the engine's product, then one vector pass for the epilogue.
+GemmResult gemm_rows(Tier tier, const at::Tensor& a, const at::Tensor& b, Epilogue epilogue);
+/// Whether gemm_rows computes the product by itself: so few values that the engine's call would cost more.
+bool gemm_is_small(int64_t m, int64_t n, int64_t k);
+}  // namespace weft::kernels

@@ -3,7 +3,13 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <cmath>
+#include <ranges>
+
+#include "weft/fuser/below_autograd.h"
+#include "weft/ops/basic_linear.h"
+#include "weft/ops/wgrad_record.h"
 
 namespace weft::nn {
 
@@ -38,9 +44,43 @@ fuser::Explanation Fusible::explain(const at::Tensor& x, const std::vector<at::T
   return fuser::explain(fuser(), x, operands(), extras, eval_mask());
 }
 
+namespace {
+
+const ops::BasicLinear* delayed_linear(const ops::BasicOp& op) {
+  const auto* linear = dynamic_cast<const ops::BasicLinear*>(&op);
+  return linear && linear->options().delay_wgrad_compute ? linear : nullptr;
+}
+
+}  // namespace
+
+bool Fusible::need_backward_dw() const {
+  const auto list = stages();
+  return std::any_of(list.begin(), list.end(), [](const auto& stage) { return delayed_linear(*stage.op); });
+}
+
+void Fusible::backward_dw() {
+  const auto list = stages();
+  const auto params = operands();
+  bool ran = false;
+  auto at = params.size();
+  for (const auto& stage : std::views::reverse(list)) {
+    at -= stage.op->params().size();
+    const fuser::BelowAutograd below;
+    if (const auto* linear = delayed_linear(*stage.op)) ran |= linear->backward_dw(params[at]);
+  }
+  if (!ran) return;
+  for (const auto& hook : wgrad_hooks_) hook();
+}
+
+void Fusible::register_wgrad_accumulation_and_reduce_hooks(std::function<void()> hook) {
+  wgrad_hooks_.push_back(std::move(hook));
+}
+
 void Fusible::own_parameters(const ops::BasicOp& op) {
-  for (const auto& spec : op.params())
-    register_parameter(spec.name, at::empty(spec.shape, at::TensorOptions().dtype(spec.dtype)));
+  for (const auto& spec : op.params()) {
+    const auto& param = register_parameter(spec.name, at::empty(spec.shape, at::TensorOptions().dtype(spec.dtype)));
+    if (delayed_linear(op)) ops::wgrad_record(param).skip_backward_post_hook = true;
+  }
   initialize(op);
 }
 

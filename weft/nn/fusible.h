@@ -1,6 +1,7 @@
 #pragma once
 #include <torch/nn/module.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -30,6 +31,14 @@ class Fusible : public torch::nn::Module {
   std::vector<at::Tensor> forward_extra(const at::Tensor& x, std::vector<at::Tensor> extras);
   fuser::Explanation explain(const at::Tensor& x, const std::vector<at::Tensor>& extras = {});
 
+  /// Whether some weight gradient is put off until `backward_dw` (delay_wgrad_compute).
+  bool need_backward_dw() const;
+  /// Computes the weight gradients that the oldest backward put off, last operation first, then runs the hooks. Does
+  /// nothing if none waits. To be called once after each backward.
+  virtual void backward_dw();
+  /// `hook` runs after each `backward_dw` that computed something.
+  void register_wgrad_accumulation_and_reduce_hooks(std::function<void()> hook);
+
  protected:
   /// Registers and initialises what `op` asks for.
   void own_parameters(const ops::BasicOp& op);
@@ -47,6 +56,7 @@ class Fusible : public torch::nn::Module {
   uint64_t eval_mask();
 
   std::shared_ptr<fuser::Fuser> fuser_;
+  std::vector<std::function<void()>> wgrad_hooks_;
 };
 
 }  // namespace weft::nn

@@ -12,8 +12,11 @@ LinearImpl::LinearImpl(LinearOptions options) : Fusible("Linear"), options_(opti
 std::vector<fuser::Stage> LinearImpl::stages() const {
   using Product = ops::BasicLinear;
   std::vector<fuser::Stage> list;
-  const Product::Options product{
-      .in_features = options_.in_features, .out_features = options_.out_features, .dtype = options_.dtype};
+  const Product::Options product{.in_features = options_.in_features,
+                                 .out_features = options_.out_features,
+                                 .dtype = options_.dtype,
+                                 .accumulate_into_main_grad = options_.accumulate_into_main_grad,
+                                 .delay_wgrad_compute = options_.delay_wgrad_compute};
   list.push_back({.op = std::make_shared<Product>(product), .in = {}, .out = {}});
   if (options_.bias) {
     const ops::Bias::Options bias{.size = options_.out_features, .dtype = options_.dtype};

@@ -9,6 +9,8 @@ struct LinearOptions {
   int64_t in_features = 0, out_features = 0;
   bool bias = true;
   at::ScalarType dtype = at::kFloat;
+  bool accumulate_into_main_grad = false;
+  bool delay_wgrad_compute = false;
 };
 
 /// y = x Wᵀ + b, made of BasicLinear and Bias. Parameters: `weight`, and `bias` if there is one.

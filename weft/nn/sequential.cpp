@@ -1,5 +1,7 @@
 #include "weft/nn/sequential.h"
 
+#include <ranges>
+
 namespace weft::nn {
 
 void SequentialImpl::push_back(std::shared_ptr<Fusible> module) {
@@ -24,6 +26,10 @@ std::vector<at::Tensor> SequentialImpl::operands() const {
 
 void SequentialImpl::reset_parameters() {
   for (const auto& module : modules_) module->reset_parameters();
+}
+
+void SequentialImpl::backward_dw() {
+  for (const auto& module : std::views::reverse(modules_)) module->backward_dw();
 }
 
 std::shared_ptr<torch::nn::Module> SequentialImpl::clone(const std::optional<at::Device>& device) const {

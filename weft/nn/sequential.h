@@ -29,6 +29,8 @@ class SequentialImpl : public Fusible {
   std::vector<fuser::Stage> stages() const override;
   std::vector<at::Tensor> operands() const override;
   void reset_parameters() override;
+  /// Of each module, from the last to the first, with its hooks.
+  void backward_dw() override;
   std::shared_ptr<torch::nn::Module> clone(const std::optional<at::Device>& device = std::nullopt) const override;
 
  protected:

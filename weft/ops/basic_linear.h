@@ -20,6 +20,7 @@ class BasicLinear final : public Op<BasicLinear> {
     int64_t tensor_parallel_size = 1;
     bool sequence_parallel = false;
     bool accumulate_into_main_grad = false;
+    bool delay_wgrad_compute = false;
     std::optional<std::string> userbuffers_options = {};  // the communication's name
     static constexpr auto fields() {
       return std::tuple{Field{"in_features", &Options::in_features, Given::always},
@@ -30,6 +31,7 @@ class BasicLinear final : public Op<BasicLinear> {
                         Field{"tensor_parallel_size", &Options::tensor_parallel_size},
                         Field{"sequence_parallel", &Options::sequence_parallel},
                         Field{"accumulate_into_main_grad", &Options::accumulate_into_main_grad},
+                        Field{"delay_wgrad_compute", &Options::delay_wgrad_compute},
                         Field{"userbuffers_options", &Options::userbuffers_options}};
     }
   };
@@ -42,6 +44,7 @@ class BasicLinear final : public Op<BasicLinear> {
   std::vector<ParamSpec> params() const override;
   std::vector<std::string> saved_names() const override { return {"input", "weight in compute dtype"}; }
   DtypeRule dtype_rule() const override { return DtypeRule::weight; }
+  kernels::Choice kernel(c10::DeviceType device, at::ScalarType dtype, bool backward) const override;
   Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const override;
   at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;
   at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const override;
@@ -52,8 +55,12 @@ class BasicLinear final : public Op<BasicLinear> {
   /// epilogue(dy W), with dx's leading sizes; undefined unless dx is wanted.
   kernels::GemmResult input_gradient(OpContext& ctx, const at::Tensor& dy, Params params,
                                      kernels::Epilogue epilogue) const;
-  /// Adds scale·Σ_rows dyᵀ x to the parameter gradients, if wanted.
+  /// scale·Σ_rows dyᵀ x to where the weight's gradient goes, if wanted; x is the saved input.
   void weight_gradient(OpContext& ctx, const at::Tensor& dy, double scale = 1) const;
+  /// The same with another x.
+  void weight_gradient_of(OpContext& ctx, const at::Tensor& dy, const at::Tensor& x, double scale = 1) const;
+  /// Runs the oldest delayed weight gradient; false if none waits. To be called below autograd.
+  bool backward_dw(const at::Tensor& weight) const;
 
  private:
   Options options_;

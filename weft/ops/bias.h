@@ -26,6 +26,9 @@ class Bias final : public Op<Bias> {
   std::string_view name() const override { return "Bias"; }
   std::vector<ParamSpec> params() const override { return {{"bias", {options_.size}, options_.dtype, Init::zeros}}; }
   DtypeRule dtype_rule() const override { return DtypeRule::promote; }
+  kernels::Choice kernel(c10::DeviceType device, at::ScalarType dtype, bool backward) const override {
+    return backward ? kernels::vector_choice(device, dtype) : kernels::Choice{};
+  }
   Inferred infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const override;
   at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;
   at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const override;

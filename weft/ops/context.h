@@ -25,6 +25,19 @@ struct OpPlan {
   int param_base = 0, saved_base = 0, extra_in_base = 0, extra_out_base = 0;  // first slot in the call's flat lists
 };
 
+/// The Parameters behind a backward run, which otherwise sees values only.
+class Leaves {
+ public:
+  Leaves() = default;
+  Leaves(const Leaves&) = delete;
+  Leaves& operator=(const Leaves&) = delete;
+  virtual ~Leaves() = default;
+  /// The leaf that parameter `p` of the call is, or undefined if it was computed from others.
+  virtual at::Tensor leaf(int p) const = 0;
+  /// Differs between backward runs of the process.
+  virtual int64_t run() const = 0;
+};
+
 /// Flat lists of one call. In forward the extra slots hold values, in backward the gradients of those values.
 struct Frame {
   at::Tensor* saved = nullptr;
@@ -34,6 +47,7 @@ struct Frame {
   const at::Tensor* params = nullptr;
   std::vector<at::Tensor>* more_saved = nullptr;         // of operations that cannot count in advance (Python)
   std::vector<std::shared_ptr<void>>* states = nullptr;  // one per operation, Python's free attributes
+  const Leaves* leaves = nullptr;                        // backward under an autograd node only
 };
 
 /// An operation's view of a call. Cheap to make, never kept.
@@ -66,6 +80,9 @@ class OpContext {
   at::Tensor take_extra_output_grad(int i) { return std::move(frame_.extra_out[plan_.extra_out_base + i]); }
   void set_extra_input_grad(int i, at::Tensor t) { frame_.extra_in[plan_.extra_in_base + i] = std::move(t); }
   void set_param_grad(int i, at::Tensor t) { frame_.param_grads[plan_.param_base + i] = std::move(t); }
+
+  /// Backward: the Parameters themselves; nullptr where only values exist (the functional pair).
+  const Leaves* leaves() const { return frame_.leaves; }
 
   Frame& frame() { return frame_; }
   int index() const { return index_; }

@@ -22,14 +22,17 @@ Inferred Dropout::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, 
   return out;
 }
 
+at::Tensor Dropout::mask(OpContext& ctx, const at::Tensor& x) const {
+  auto m = at::empty(x.sizes(), x.options().dtype(at::kBool)).bernoulli_(1 - options_.p);
+  if (ctx.input_wanted()) ctx.save(kMask, m);
+  return m;
+}
+
 at::Tensor Dropout::forward(OpContext& ctx, const at::Tensor& x, Params) const {
   if (output_is_input(ctx.plan())) return x;
   const auto input = as_dtype(x, ctx.dtype(x.scalar_type()));
   if (options_.p == 1) return at::zeros_like(input);
-  auto mask = at::empty(x.sizes(), x.options().dtype(at::kBool)).bernoulli_(1 - options_.p);
-  auto y = at::mul(input, mask).mul_(1 / (1 - options_.p));
-  if (ctx.input_wanted()) ctx.save(kMask, std::move(mask));
-  return y;
+  return at::mul(input, mask(ctx, x)).mul_(1 / (1 - options_.p));
 }
 
 at::Tensor Dropout::backward(OpContext& ctx, const at::Tensor& dy, Params) const {

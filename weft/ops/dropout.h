@@ -15,6 +15,9 @@ class Dropout final : public Op<Dropout> {
   explicit Dropout(Options options);
 
   const Options& options() const { return options_; }
+  /// m for x, kept for backward if needed.
+  at::Tensor mask(OpContext& ctx, const at::Tensor& x) const;
+
   std::string_view name() const override { return "Dropout"; }
   DtypeRule dtype_rule() const override { return DtypeRule::autocast; }
   std::vector<std::string> saved_names() const override { return {"mask"}; }

@@ -48,12 +48,22 @@ Spec statistic_spec(const Spec& input, const Spec& weight) {
   return spec;
 }
 
+/// What a kernel that gives dx in `dtype` can add to it before it rounds, and what is left to add afterwards.
+at::Tensor inside(const at::Tensor& add, at::ScalarType dtype) {
+  return add.defined() && add.scalar_type() == dtype ? add : at::Tensor{};
+}
+at::Tensor plus_rest(const at::Tensor& dx, const at::Tensor& add) {
+  const bool rest = dx.defined() && add.defined() && add.scalar_type() != dx.scalar_type();
+  return rest ? at::add(add, dx) : dx;
+}
+
 }  // namespace
 
-LayerNorm::LayerNorm(Options options) : options_(std::move(options)) { check_options("LayerNorm", options_); }
+NormOp::NormOp(std::string_view name, Options options) : options_(std::move(options)) { check_options(name, options_); }
 
 std::vector<ParamSpec> LayerNorm::params() const {
-  return {weight_spec(options_), {"bias", options_.normalized_shape, options_.dtype, Init::zeros}};
+  const auto& o = options();
+  return {weight_spec(o), {"bias", o.normalized_shape, o.dtype, Init::zeros}};
 }
 
 Inferred LayerNorm::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const {
@@ -65,11 +75,15 @@ Inferred LayerNorm::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>
   return out;
 }
 
+static kernels::LayerNormForward run(const NormOptions& o, const at::Tensor& input, Params params) {
+  const auto dtype = input.scalar_type();
+  const auto beta = as_dtype(params[LayerNorm::kBias], kernels::wide(dtype));
+  return kernels::layer_norm_forward(input, gamma_of(o, params[LayerNorm::kWeight], dtype), beta, o.eps);
+}
+
 at::Tensor LayerNorm::forward(OpContext& ctx, const at::Tensor& x, Params params) const {
   auto input = input_of("LayerNorm", ctx, x, params[kWeight]);
-  const auto dtype = input.scalar_type();
-  const auto beta = as_dtype(params[kBias], kernels::wide(dtype));
-  auto out = kernels::layer_norm_forward(input, gamma_of(options_, params[kWeight], dtype), beta, options_.eps);
+  auto out = run(options(), input, params);
   if (ctx.records()) {
     ctx.save(kInput, std::move(input));
     ctx.save(kMean, std::move(out.mean));
@@ -78,19 +92,22 @@ at::Tensor LayerNorm::forward(OpContext& ctx, const at::Tensor& x, Params params
   return out.y;
 }
 
-at::Tensor LayerNorm::backward(OpContext& ctx, const at::Tensor& dy, Params params) const {
+at::Tensor LayerNorm::gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& add) const {
   const auto& x = ctx.saved(kInput);
-  const auto gamma = gamma_of(options_, params[kWeight], x.scalar_type());
+  const auto gamma = gamma_of(options(), params[kWeight], x.scalar_type());
   auto out = kernels::layer_norm_backward(dy, x, ctx.saved(kMean), ctx.saved(kRstd), gamma,
-                                          {ctx.input_wanted(), ctx.param_wanted(kWeight), ctx.param_wanted(kBias)});
+                                          {ctx.input_wanted(), ctx.param_wanted(kWeight), ctx.param_wanted(kBias)},
+                                          inside(add, x.scalar_type()));
   if (ctx.param_wanted(kWeight)) ctx.set_param_grad(kWeight, std::move(out.dgamma));
   if (ctx.param_wanted(kBias)) ctx.set_param_grad(kBias, std::move(out.dbeta));
-  return out.dx;
+  return plus_rest(out.dx, add);
 }
 
-RMSNorm::RMSNorm(Options options) : options_(std::move(options)) { check_options("RMSNorm", options_); }
+at::Tensor LayerNorm::again(const OpContext& ctx, Params params) const {
+  return run(options(), ctx.saved(kInput), params).y;
+}
 
-std::vector<ParamSpec> RMSNorm::params() const { return {weight_spec(options_)}; }
+std::vector<ParamSpec> RMSNorm::params() const { return {weight_spec(options())}; }
 
 Inferred RMSNorm::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const {
   const auto input = input_spec(plan, x, params[kWeight]);
@@ -102,8 +119,8 @@ Inferred RMSNorm::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, 
 
 at::Tensor RMSNorm::forward(OpContext& ctx, const at::Tensor& x, Params params) const {
   auto input = input_of("RMSNorm", ctx, x, params[kWeight]);
-  const auto gamma = gamma_of(options_, params[kWeight], input.scalar_type());
-  auto out = kernels::rms_norm_forward(input, gamma, options_.eps);
+  const auto gamma = gamma_of(options(), params[kWeight], input.scalar_type());
+  auto out = kernels::rms_norm_forward(input, gamma, options().eps);
   if (ctx.records()) {
     ctx.save(kInput, std::move(input));
     ctx.save(kRstd, std::move(out.rstd));
@@ -111,13 +128,18 @@ at::Tensor RMSNorm::forward(OpContext& ctx, const at::Tensor& x, Params params) 
   return out.y;
 }
 
-at::Tensor RMSNorm::backward(OpContext& ctx, const at::Tensor& dy, Params params) const {
+at::Tensor RMSNorm::gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& add) const {
   const auto& x = ctx.saved(kInput);
-  const auto gamma = gamma_of(options_, params[kWeight], x.scalar_type());
-  auto out =
-      kernels::rms_norm_backward(dy, x, ctx.saved(kRstd), gamma, {ctx.input_wanted(), ctx.param_wanted(kWeight)});
+  const auto gamma = gamma_of(options(), params[kWeight], x.scalar_type());
+  auto out = kernels::rms_norm_backward(dy, x, ctx.saved(kRstd), gamma, {ctx.input_wanted(), ctx.param_wanted(kWeight)},
+                                        inside(add, x.scalar_type()));
   if (ctx.param_wanted(kWeight)) ctx.set_param_grad(kWeight, std::move(out.dgamma));
-  return out.dx;
+  return plus_rest(out.dx, add);
+}
+
+at::Tensor RMSNorm::again(const OpContext& ctx, Params params) const {
+  const auto& x = ctx.saved(kInput);
+  return kernels::rms_norm_forward(x, gamma_of(options(), params[kWeight], x.scalar_type()), options().eps).y;
 }
 
 static const Register<LayerNorm> layer_norm{"LayerNorm",

@@ -17,51 +17,66 @@ struct NormOptions {
   }
 };
 
-// In both, a row is the trailing dimensions `normalized_shape` of x, and γ' = γ, or 1 + γ if zero-centred. Statistics
-// are float32 (float64 for float64).
-
-/// y = (x - mean)·rstd·γ' + β,  rstd = 1/√(var(x) + eps) over each row.
-class LayerNorm final : public Op<LayerNorm> {
+/// Base of both norms. A row is the trailing dimensions `normalized_shape` of x, and γ' = γ, or 1 + γ if zero-centred.
+/// Statistics are float32 (float64 for float64).
+class NormOp : public BasicOp {
  public:
   using Options = NormOptions;
-  enum Param { kWeight, kBias };
-  enum Saved { kInput, kMean, kRstd };
-
-  explicit LayerNorm(Options options);
 
   const Options& options() const { return options_; }
-  std::string_view name() const override { return "LayerNorm"; }
-  std::vector<ParamSpec> params() const override;
-  std::vector<std::string> saved_names() const override { return {"input", "mean", "rstd"}; }
+  std::vector<FieldValue> fields() const override { return list_fields(options_); }
   DtypeRule dtype_rule() const override { return DtypeRule::weight; }
-  Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const override;
-  at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;
-  at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const override;
+  kernels::Choice kernel(c10::DeviceType device, at::ScalarType dtype, bool) const override {
+    return kernels::vector_choice(device, dtype);
+  }
+  at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const override {
+    return gradient(ctx, dy, params, {});
+  }
+
+  /// As `backward`, with dx + add instead of dx. `add` has the shape of x, or is undefined.
+  virtual at::Tensor gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& add) const = 0;
+  /// y once more, from the saved input.
+  virtual at::Tensor again(const OpContext& ctx, Params params) const = 0;
+
+ protected:
+  NormOp(std::string_view name, Options options);
 
  private:
   Options options_;
 };
 
-/// y = x·rstd·γ',  rstd = 1/√(mean(x²) + eps) over each row.
-class RMSNorm final : public Op<RMSNorm> {
+/// y = (x - mean)·rstd·γ' + β,  rstd = 1/√(var(x) + eps) over each row.
+class LayerNorm final : public NormOp {
  public:
-  using Options = NormOptions;
+  enum Param { kWeight, kBias };
+  enum Saved { kInput, kMean, kRstd };
+
+  explicit LayerNorm(Options options) : NormOp("LayerNorm", std::move(options)) {}
+
+  std::string_view name() const override { return "LayerNorm"; }
+  std::vector<ParamSpec> params() const override;
+  std::vector<std::string> saved_names() const override { return {"input", "mean", "rstd"}; }
+  Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const override;
+  at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;
+  at::Tensor gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& add) const override;
+  at::Tensor again(const OpContext& ctx, Params params) const override;
+};
+
+/// y = x·rstd·γ',  rstd = 1/√(mean(x²) + eps) over each row.
+class RMSNorm final : public NormOp {
+ public:
   enum Param { kWeight };
   enum Saved { kInput, kRstd };
 
-  explicit RMSNorm(Options options);
+  explicit RMSNorm(Options options) : NormOp("RMSNorm", std::move(options)) {}
 
-  const Options& options() const { return options_; }
   std::string_view name() const override { return "RMSNorm"; }
   std::vector<ParamSpec> params() const override;
   std::vector<std::string> saved_names() const override { return {"input", "rstd"}; }
-  DtypeRule dtype_rule() const override { return DtypeRule::weight; }
   Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const override;
   at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;
-  at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const override;
-
- private:
-  Options options_;
+  at::Tensor gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& add) const override;
+  at::Tensor again(const OpContext& ctx, Params params) const override;
 };
 
 }  // namespace weft::ops

@@ -4,6 +4,7 @@
 #include <string_view>
 #include <vector>
 
+#include "weft/kernels/tier.h"
 #include "weft/ops/context.h"
 #include "weft/ops/spec.h"
 #include "weft/tensor/fields.h"
@@ -33,6 +34,9 @@ class BasicOp {
   virtual bool in_place() const { return false; }
   /// True for operations written in Python: they live in this process only and may keep free attributes for backward.
   virtual bool process_local() const { return false; }
+
+  /// Which kernels compute it in `dtype` on `device`, and why no faster ones. For `explain()`.
+  virtual kernels::Choice kernel(c10::DeviceType, at::ScalarType /*dtype*/, bool /*backward*/) const { return {}; }
 
   virtual Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra,
                          c10::ArrayRef<Spec> params) const = 0;

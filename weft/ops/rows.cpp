@@ -1,6 +1,6 @@
 #include "weft/ops/rows.h"
 
-#include <ATen/ops/sum.h>
+#include "weft/kernels/rows.h"
 
 namespace weft::ops {
 
@@ -21,8 +21,7 @@ at::Tensor like_leading(const at::Tensor& matrix, const at::Tensor& like) {
 
 at::Tensor sum_rows(const at::Tensor& t) {
   if (t.dim() == 1) return t;
-  if (t.dim() == 2) return at::sum(t, 0);
-  return at::sum(as_matrix(t), 0);
+  return kernels::sum_rows(as_matrix(t));
 }
 
 }  // namespace weft::ops

@@ -85,6 +85,13 @@ std::shared_ptr<ops::BasicOp> make_custom(const py::object& module, const py::li
   return std::make_shared<PyOp>(module, std::move(specs), extra_inputs, extra_outputs);
 }
 
+py::list names_of(const fused::RuleList& rules) {
+  static constexpr const char* kPass[] = {"joint", "forward", "backward"};
+  py::list list;
+  for (const auto& [id, rule] : rules) list.append(py::make_tuple(rule.name, kPass[static_cast<int>(rule.pass)]));
+  return list;
+}
+
 }  // namespace
 
 void bind_custom(py::module_& m) {
@@ -100,15 +107,32 @@ void bind_custom(py::module_& m) {
     fused::remove_rule(id);
   });
   m.def(
-      "rules",
-      [] {
-        static constexpr const char* kPass[] = {"joint", "forward", "backward"};
-        py::list list;
-        for (const auto& [id, rule] : *fused::current_rules().list)
-          list.append(py::make_tuple(rule.name, kPass[static_cast<int>(rule.pass)]));
-        return list;
+      "rule_ids",
+      [](const std::vector<std::string>& names) {
+        std::vector<int64_t> ids;
+        for (const auto& [id, rule] : *fused::all_rules())
+          if (std::find(names.begin(), names.end(), rule.name) != names.end()) ids.push_back(id);
+        return ids;
       },
-      "Rules in force as (name, pass), in the order they are tried.");
+      py::arg("names"), "Numbers of the rules of these names.");
+  m.def(
+      "suspend_rules",
+      [](const std::vector<int64_t>& ids) {
+        const py::gil_scoped_release release;
+        fused::suspend_rules(ids);
+      },
+      py::arg("ids"), "Sets rules aside.");
+  m.def(
+      "resume_rules",
+      [](const std::vector<int64_t>& ids) {
+        const py::gil_scoped_release release;
+        return fused::resume_rules(ids);
+      },
+      py::arg("ids"), "Puts rules back in force; returns those that were set aside.");
+  m.def(
+      "rules", [] { return names_of(*fused::current_rules().list); },
+      "Name and pass of each rule in force, in the order they are tried.");
+  m.def("all_rules", [] { return names_of(*fused::all_rules()); }, "The same with those that are off or set aside.");
 }
 
 }  // namespace weft::python

@@ -9,8 +9,8 @@ py::list steps(const std::vector<fuser::Explanation::StepLine>& lines) {
   py::list list;
   for (const auto& s : lines)
     list.append(py::dict(py::arg("first") = s.first, py::arg("count") = s.count, py::arg("name") = s.name,
-                         py::arg("fused") = s.fused, py::arg("tier") = s.tier, py::arg("runs") = s.runs,
-                         py::arg("min_rows") = s.min_rows));
+                         py::arg("fused") = s.fused, py::arg("tier") = s.tier, py::arg("declined") = s.declined,
+                         py::arg("runs") = s.runs, py::arg("min_rows") = s.min_rows));
   return list;
 }
 
@@ -36,6 +36,9 @@ py::dict data(const fuser::Explanation& e) {
 }  // namespace
 
 void bind_explain(py::module_& m) {
+  m.def(
+      "machine_tier", [] { return std::string(kernels::tier_name(kernels::machine_tier())); },
+      "The best kernels of this machine, or what WEFT_TIER says.");
   py::class_<fuser::Explanation>(m, "Explanation", "What a call of a pipeline does and why.")
       .def_property_readonly("data", &data, "As dictionaries and lists.")
       .def_property_readonly("text", &fuser::Explanation::text)

@@ -1,7 +1,5 @@
 #include "weft/python/bridge.h"
 
-#include <ATen/core/grad_mode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 namespace weft::python {
@@ -28,14 +26,6 @@ struct State {
     op = {};
     ctx = {};
   }
-};
-
-/// User code runs with torch's ordinary dispatch, but records no graph: the pipeline differentiates.
-struct OrdinaryTorch {
-  c10::impl::ForceDispatchKeyGuard keys{
-      c10::impl::tls_local_dispatch_key_set().included_,
-      c10::impl::tls_local_dispatch_key_set().excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView};
-  at::NoGradGuard no_grad;
 };
 
 struct Bridge {

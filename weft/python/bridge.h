@@ -1,4 +1,6 @@
 #pragma once
+#include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <vector>
@@ -25,6 +27,14 @@ class __attribute__((visibility("hidden"))) ScopeGuard {
 
  private:
   Scope before_;
+};
+
+/// User code runs with torch's ordinary dispatch, but records no graph: the pipeline differentiates.
+struct __attribute__((visibility("hidden"))) OrdinaryTorch {
+  c10::impl::ForceDispatchKeyGuard keys{
+      c10::impl::tls_local_dispatch_key_set().included_,
+      c10::impl::tls_local_dispatch_key_set().excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView};
+  at::NoGradGuard no_grad;
 };
 
 /// One part of a call into Python: a basic operation, or one of those that a fused operation stands for.

@@ -7,4 +7,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   weft::python::bind_explain(m);
   weft::python::bind_runner(m);
   weft::python::bind_functional(m);
+  weft::python::bind_wgrad(m);
+  weft::python::bind_packing(m);
 }

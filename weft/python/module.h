@@ -8,5 +8,7 @@ void bind_runner(py::module_& m);
 void bind_custom(py::module_& m);
 void bind_explain(py::module_& m);
 void bind_functional(py::module_& m);
+void bind_wgrad(py::module_& m);
+void bind_packing(py::module_& m);
 
 }  // namespace weft::python

@@ -1,3 +1,4 @@
+#include <ATen/Context.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/randn.h>
@@ -22,12 +23,23 @@ Pipeline sample(const FusionRule& rule) {
   return Pipeline(std::move(stages));
 }
 
+/// Extra inputs of a sample: as wide as its last product, or as x.
+fuser::Tensors extras_for(const Pipeline& pipeline) {
+  int64_t width = 8;
+  for (const auto& spec : pipeline.params())
+    if (spec.shape.size() == 2) width = spec.shape[0];
+  fuser::Tensors extras;
+  for (size_t k = 0; k < pipeline.caller_inputs().size(); ++k) extras.push_back(leaf({3, width}));
+  return extras;
+}
+
 /// Outputs and all gradients of a pipeline planned with a list of rules.
 std::vector<at::Tensor> results(const Pipeline& pipeline, const RuleList& rules, const at::Tensor& x,
                                 const std::vector<at::Tensor>& params, const fuser::Tensors& extras,
                                 const std::vector<at::Tensor>& grads) {
   const auto plan = fuser::make_plan(pipeline, fuser::enter(pipeline, x, params, extras, 0), rules);
   const auto shared = std::make_shared<const Pipeline>(pipeline);
+  at::manual_seed(0);
   const auto outputs = fuser::run(shared, plan, x, params, extras);
   std::vector<at::Tensor> inputs{x}, all(outputs.begin(), outputs.end());
   inputs.insert(inputs.end(), params.begin(), params.end());
@@ -41,15 +53,14 @@ RuleList only(const FusionRule& rule) { return {{0, rule}}; }
 class EveryRule : public ::testing::TestWithParam<size_t> {
  protected:
   const FusionRule& rule() const { return (*list_)[GetParam()].second; }
-  std::shared_ptr<const RuleList> list_ = current_rules().list;
+  std::shared_ptr<const RuleList> list_ = all_rules();
 };
 
 TEST_P(EveryRule, TakesItsWholeSampleInItsPass) {
   const auto pipeline = sample(rule());
   const auto params = weft::testing::parameters(pipeline);
   const auto x = leaf({3, 8});
-  fuser::Tensors extras;
-  for (size_t k = 0; k < pipeline.caller_inputs().size(); ++k) extras.push_back(leaf({3, 4}));
+  const auto extras = extras_for(pipeline);
   const auto plan = fuser::make_plan(pipeline, fuser::enter(pipeline, x, params, extras, 0), only(rule()));
   const auto& steps = rule().pass == Pass::backward ? plan->backward : plan->forward;
   ASSERT_EQ(steps.size(), 1) << rule().name << " left part of its sample unfused";
@@ -60,8 +71,7 @@ TEST_P(EveryRule, GivesTheValuesAndGradientsOfItsParts) {
   const auto pipeline = sample(rule());
   const auto params = weft::testing::parameters(pipeline);
   const auto x = leaf({3, 8});
-  fuser::Tensors extras;
-  for (size_t k = 0; k < pipeline.caller_inputs().size(); ++k) extras.push_back(leaf({3, 4}));
+  const auto extras = extras_for(pipeline);
   Fuser probe(pipeline);
   std::vector<at::Tensor> grads;
   for (const auto& y : probe(x, params, extras)) grads.push_back(at::randn_like(y));
@@ -71,8 +81,8 @@ TEST_P(EveryRule, GivesTheValuesAndGradientsOfItsParts) {
     expect_close(fused[i], plain[i], rule().name + " result " + std::to_string(i));
 }
 
-INSTANTIATE_TEST_SUITE_P(Builtin, EveryRule, ::testing::Range(size_t{0}, current_rules().list->size()),
-                         [](const auto& info) { return (*current_rules().list)[info.param].second.name; });
+INSTANTIATE_TEST_SUITE_P(Builtin, EveryRule, ::testing::Range(size_t{0}, all_rules()->size()),
+                         [](const auto& info) { return (*all_rules())[info.param].second.name; });
 
 TEST(Rules, TakeEffectAtTheNextCallAndLeaveAgain) {
   Fuser fuser(Pipeline::parse("ConstantScale(scale=2.0); ConstantScale(scale=3.0)"));

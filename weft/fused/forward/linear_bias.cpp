@@ -1,5 +1,4 @@
-#include "weft/fused/rule.h"
-#include "weft/ops/basic_linear.h"
+#include "weft/fused/epilogues.h"
 #include "weft/ops/bias.h"
 
 namespace weft::fused {
@@ -8,17 +7,15 @@ namespace {
 /// y = x Wᵀ + b in one GEMM.
 class LinearBias final : public FusedOp {
  public:
-  explicit LinearBias(const Match& match) : linear_(match.op(0)) {}
+  explicit LinearBias(const Match& match) : linear_(match.find<ops::BasicLinear>()) {}
 
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
     auto linear = ctx.op(0);
-    return static_cast<const ops::BasicLinear&>(*linear_)
-        .product(linear, x, ctx.params(0)[0], {.bias = ctx.params(1)[0]})
-        .out;
+    return linear_->product(linear, x, ctx.params(0)[0], {.bias = ctx.params(1)[0]}).out;
   }
 
  private:
-  ops::OpPtr linear_;
+  Part<ops::BasicLinear> linear_;
 };
 
 }  // namespace
@@ -27,11 +24,7 @@ FusionRule forward_linear_bias() {
   return {.name = "linear_bias",
           .pass = Pass::forward,
           .pattern = {one<ops::BasicLinear>(), one<ops::Bias>()},
-          .refuse = [](const Match& m, const PlanView& view) -> std::string {
-            const auto linear = view.compute_dtypes[m.first()], sum = view.compute_dtypes[m.first() + 1];
-            if (linear == sum) return {};
-            return "the product is " + std::string(dtype_name(linear)) + " and the sum " + std::string(dtype_name(sum));
-          },
+          .refuse = [](const Match& m, const PlanView& view) { return refuse_mixed_dtypes(m, view, 0, 1); },
           .make = make_fused<LinearBias>,
           .sample = []() -> std::vector<ops::OpPtr> {
             return {std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 8, .out_features = 4}),

@@ -19,9 +19,12 @@
 #include <ATen/ops/tanh_backward.h>
 #include <ATen/ops/threshold_backward.h>
 
-#include "weft/kernels/precision.h"
+#include <algorithm>
 
-namespace weft::kernels {
+#include "weft/kernels/precision.h"
+#include "weft/kernels/tiers.h"
+
+namespace weft::kernels::ref {
 namespace {
 
 constexpr double kQuick = 1.702;
@@ -193,6 +196,14 @@ at::Tensor activation_backward(const Act& act, const at::Tensor& dy, const at::T
   return dx;
 }
 
+ActivationSums activation_backward_sums(const Act& act, const at::Tensor& dy, const at::Tensor& x) {
+  auto dx = ref::activation_backward(act, dy, x);
+  const auto width = dx.dim() == 0 ? 1 : dx.size(-1);
+  const auto matrix = dx.reshape({dx.numel() / std::max<int64_t>(width, 1), width});
+  auto sums = at::sum(matrix, 0, /*keepdim=*/false, wide(dx.scalar_type()));
+  return {std::move(dx), std::move(sums)};
+}
+
 at::Tensor scaled_activation_forward(const Act& act, const at::Tensor& x, const at::Tensor& scales) {
   return round_to(unrounded(act, x).mul_(as_column(scales, x)), x.scalar_type());
 }
@@ -200,7 +211,7 @@ at::Tensor scaled_activation_forward(const Act& act, const at::Tensor& x, const 
 std::pair<at::Tensor, at::Tensor> scaled_activation_backward(const Act& act, const at::Tensor& dy, const at::Tensor& x,
                                                              const at::Tensor& scales, bool dx_wanted, bool ds_wanted) {
   at::Tensor dx, ds;
-  if (dx_wanted) dx = activation_backward(act, at::mul(widen(dy), as_column(scales, x)), x);
+  if (dx_wanted) dx = ref::activation_backward(act, at::mul(widen(dy), as_column(scales, x)), x);
   if (ds_wanted) {
     ds = at::sum(unrounded(act, x).mul_(dy), -1);
     ds = round_to(ds, scales.scalar_type()).reshape(scales.sizes());
@@ -208,4 +219,4 @@ std::pair<at::Tensor, at::Tensor> scaled_activation_backward(const Act& act, con
   return {dx, ds};
 }
 
-}  // namespace weft::kernels
+}  // namespace weft::kernels::ref

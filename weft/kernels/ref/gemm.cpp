@@ -39,6 +39,17 @@ void accumulate(const at::Tensor& a, const at::Tensor& b, const Epilogue& e, con
   }
 }
 
+/// out = scale·A B, or out += scale·A B, with `out` wider than A and B. They are widened block by block along K:
+/// nothing is rounded on the way, and no temporary has the size of `out`.
+void accumulate_wide(const at::Tensor& a, const at::Tensor& b, double scale, bool add, const at::Tensor& out) {
+  constexpr int64_t kDepth = 256;
+  if (a.size(1) == 0 && !add) out.zero_();
+  for (int64_t k = 0; k < a.size(1); k += kDepth) {
+    const auto depth = std::min(kDepth, a.size(1) - k);
+    out.addmm_(widen(a.narrow(1, k, depth)), widen(b.narrow(0, k, depth)), add || k > 0 ? 1 : 0, scale);
+  }
+}
+
 /// `value` in `dtype`, in `out` if that is given.
 at::Tensor stored(const at::Tensor& value, const Epilogue& e, at::ScalarType dtype) {
   return e.out.defined() ? e.out.copy_(value) : round_to(value, dtype);
@@ -53,11 +64,14 @@ GemmResult gemm(const at::Tensor& a, const at::Tensor& b, Epilogue e) {
   GemmResult r;
   const bool plain = !e.act && !e.slope && !e.keep_sums;
   if (plain && !e.keep_pre && e.out.defined()) {
-    const bool same = dtype == a.scalar_type();
-    if (same && !e.bias.defined() && e.add.is_same(e.out)) {
-      e.out.addmm_(a, b, 1, e.scale);
-    } else if (same && e.scale == 1 && !e.bias.defined() && !e.add.defined()) {
+    const bool same = dtype == a.scalar_type(), in_place = e.add.is_same(e.out);
+    const bool direct = !e.bias.defined() && (in_place || !e.add.defined());
+    if (direct && same && !in_place && e.scale == 1) {
       at::mm_out(e.out, a, b);
+    } else if (direct && same) {
+      e.out.addmm_(a, b, in_place ? 1 : 0, e.scale);
+    } else if (direct && dtype == wide(a.scalar_type())) {
+      accumulate_wide(a, b, e.scale, in_place, e.out);
     } else {
       accumulate(a, b, e, e.out);
     }
@@ -71,10 +85,10 @@ GemmResult gemm(const at::Tensor& a, const at::Tensor& b, Epilogue e) {
   }
   auto v = product(a, b, e.scale, e.bias);
   if (e.keep_pre) r.pre = v;
-  if (e.act) v = activation_forward(*e.act, v);
+  if (e.act) v = ref::activation_forward(*e.act, v);
   if (e.slope) {
-    if (e.keep_again) r.again = activation_forward(*e.slope, e.at);
-    v = activation_backward(*e.slope, v, e.at);
+    if (e.keep_again) r.again = ref::activation_forward(*e.slope, e.at);
+    v = ref::activation_backward(*e.slope, v, e.at);
   }
   if (e.keep_sums) r.sums = at::sum(v, 0, /*keepdim=*/false, wide(v.scalar_type()));
   if (e.add.defined()) v = at::add(v, e.add);

@@ -1,5 +1,6 @@
 #include "weft/kernels/norm.h"
 
+#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/linalg_vector_norm.h>
@@ -12,8 +13,9 @@
 #include <algorithm>
 
 #include "weft/kernels/precision.h"
+#include "weft/kernels/tiers.h"
 
-namespace weft::kernels {
+namespace weft::kernels::ref {
 namespace {
 
 at::Tensor meta_statistic(const at::Tensor& x, const at::Tensor& gamma) {
@@ -29,6 +31,12 @@ at::Tensor as_rows(const at::Tensor& t, const at::Tensor& gamma) {
   return t.reshape({rows, gamma.numel()});
 }
 
+/// dx + add in the dtype of x; `dx` is ours.
+at::Tensor finish(at::Tensor dx, const at::Tensor& add, const at::Tensor& x) {
+  if (add.defined()) dx.add_(add);
+  return round_to(dx, x.scalar_type());
+}
+
 }  // namespace
 
 LayerNormForward layer_norm_forward(const at::Tensor& x, const at::Tensor& gamma, const at::Tensor& beta, double eps) {
@@ -38,16 +46,16 @@ LayerNormForward layer_norm_forward(const at::Tensor& x, const at::Tensor& gamma
 }
 
 NormGrads layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& mean, const at::Tensor& rstd,
-                              const at::Tensor& gamma, std::array<bool, 3> wanted) {
+                              const at::Tensor& gamma, std::array<bool, 3> wanted, const at::Tensor& add) {
   if (x.is_meta()) {
     const auto like = [](const at::Tensor& t, bool given) { return given ? at::empty_like(t) : at::Tensor{}; };
     return {like(x, wanted[0]), like(gamma, wanted[1]), like(gamma, wanted[2])};
   }
   // ATen adds up dγ and dβ in the dtype of its inputs. Of β it only asks whether there is one.
-  const auto dtype = wanted[1] || wanted[2] ? gamma.scalar_type() : x.scalar_type();
+  const auto dtype = wanted[1] || wanted[2] || add.defined() ? gamma.scalar_type() : x.scalar_type();
   auto [dx, dgamma, dbeta] = at::native_layer_norm_backward(round_to(dy, dtype), round_to(x, dtype), gamma.sizes(),
                                                             mean, rstd, gamma, gamma, wanted);
-  return {dx.defined() ? round_to(dx, x.scalar_type()) : dx, std::move(dgamma), std::move(dbeta)};
+  return {dx.defined() ? finish(std::move(dx), add, x) : dx, std::move(dgamma), std::move(dbeta)};
 }
 
 RmsNormForward rms_norm_forward(const at::Tensor& x, const at::Tensor& gamma, double eps) {
@@ -62,7 +70,7 @@ RmsNormForward rms_norm_forward(const at::Tensor& x, const at::Tensor& gamma, do
 }
 
 NormGrads rms_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rstd, const at::Tensor& gamma,
-                            std::array<bool, 2> wanted) {
+                            std::array<bool, 2> wanted, const at::Tensor& add) {
   const auto values = as_rows(widen(x), gamma), grad = as_rows(round_to(dy, gamma.scalar_type()), gamma);
   const auto g = gamma.reshape(-1), r = rstd.reshape(-1);
   const auto product = at::mul(grad, values);
@@ -71,8 +79,8 @@ NormGrads rms_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at:
   if (!wanted[0]) return out;
   const auto pull = at::mv(product, g).mul_(r).mul_(r).mul_(r).unsqueeze_(1);  // not rstd³ first: it may overflow
   const auto n = static_cast<double>(std::max<int64_t>(gamma.numel(), 1));
-  const auto dx = at::mul(grad, g).mul_(r.unsqueeze(1)).addcmul_(values, pull, -1 / n);
-  out.dx = round_to(dx, x.scalar_type()).view(x.sizes());
+  auto dx = at::mul(grad, g).mul_(r.unsqueeze(1)).addcmul_(values, pull, -1 / n);
+  out.dx = finish(dx.view(x.sizes()), add, x);
   return out;
 }
 
@@ -83,10 +91,10 @@ L2NormForward l2_norm_forward(const at::Tensor& x, double eps) {
   return {round_to(at::mul(values, rnorm), x.scalar_type()), std::move(rnorm)};
 }
 
-at::Tensor l2_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rnorm) {
+at::Tensor l2_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rnorm, const at::Tensor& add) {
   const auto values = widen(x), grad = round_to(dy, rnorm.scalar_type());
   const auto pull = at::sum(at::mul(values, grad), -1, /*keepdim=*/true).mul_(rnorm).mul_(rnorm).mul_(rnorm);
-  return round_to(at::mul(grad, rnorm).addcmul_(values, pull, -1), x.scalar_type());
+  return finish(at::mul(grad, rnorm).addcmul_(values, pull, -1), add, x);
 }
 
-}  // namespace weft::kernels
+}  // namespace weft::kernels::ref

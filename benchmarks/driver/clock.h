@@ -1,0 +1,13 @@
+#pragma once
+#include <ctime>
+
+namespace bench {
+
+/// Seconds: the CPU time of this thread if the work runs on it alone (threads = 1), else the wall clock.
+inline double now(int threads) {
+  timespec time{};
+  clock_gettime(threads == 1 ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+}  // namespace bench

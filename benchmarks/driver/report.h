@@ -1,0 +1,46 @@
+#pragma once
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "benchmarks/driver/problem.h"
+
+namespace bench {
+
+/// The bound a line states: `at_most=0.8`, weft's time over that of a peer, or `at_least=1.6`, the inverse. The peer is
+/// the first, or the one that `against=` names.
+class Target {
+ public:
+  explicit Target(const Line& line);
+
+  /// The lower end of the interval is over the bound.
+  bool missed(const Measured& measured) const;
+  const Ratio& ratio(const Measured& measured) const;
+  const std::optional<double>& at_most() const { return at_most_; }
+  bool inverse() const { return inverse_; }
+
+ private:
+  std::optional<double> at_most_;
+  bool inverse_ = false;
+  std::string against_;
+};
+
+void print_errors(const Line& line, const std::vector<Error>& errors, bool correct);
+
+/// Prints a row as it comes and keeps it for a file.
+class Report {
+ public:
+  explicit Report(const Method& method) : method_(method) {}
+  void add(const Line& line, const Target& target, const Measured& measured, const std::vector<Error>& errors);
+  /// JSON: the machine, the method and the rows.
+  void write(const std::string& file) const;
+
+ private:
+  std::string json(const Line& line, const Target& target, const Measured& measured,
+                   const std::vector<Error>& errors) const;
+
+  Method method_;
+  std::vector<std::string> rows_;
+};
+
+}  // namespace bench

@@ -1,0 +1,130 @@
+"""Compares sides on a machine whose speed changes; the method of benchmarks/driver/measure.h, from Python.
+
+A round runs two anchors (products of random matrices that stay in cache; a copy that does not), each side once, one
+peer again as a control, all of that in reverse, and the anchors: with two sides A, B, B, A. It counts only if each of
+its anchors reached 85 % of the 90th percentile of all anchors so far. A short pass is run once before it is timed, so
+that no side meets the caches and clocks another left.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+GATE, REFERENCE = 0.85, 0.90
+PATIENCE = 0.25  # seconds to wait for a quiet moment, for each round to keep
+LONG = 50e-3  # seconds of a pass that does not feel what ran before it
+Side = Callable[[], object]
+
+
+@dataclass
+class Ratio:
+    """The first side's time over another's: median over rounds, and the bootstrap interval of that median."""
+
+    ratio: float
+    interval: tuple[float, float]
+    ms: float  # of the other side
+
+
+@dataclass
+class Measured:
+    ms: float
+    versus: dict[str, Ratio]
+    control: float
+    kept: int
+    rounds: int
+
+
+def quantile(values: list[float], part: float) -> float:
+    return sorted(values)[int(part * (len(values) - 1))]
+
+
+def bootstrap(values: list[float], resamples: int = 500) -> tuple[float, float]:
+    chance = random.Random(0)
+    medians = [statistics.median(chance.choices(values, k=len(values))) for _ in range(resamples)]
+    return quantile(medians, 0.025), quantile(medians, 0.975)
+
+
+@dataclass
+class Meter:
+    threads: int = 1
+    rounds: int = 21  # to keep
+    most: int = 63  # to run
+    sample: float = 10e-3  # seconds; a sample repeats a short pass
+    compute: list[float] = field(default_factory=list)
+    copy: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        torch.set_num_threads(self.threads)
+        self._a, self._b = torch.randn(256, 256).bfloat16(), torch.randn(256, 256).bfloat16()
+        self._from, self._to = torch.randn(2 << 20), torch.empty(2 << 20)
+
+    def now(self) -> float:
+        return time.thread_time() if self.threads == 1 else time.perf_counter()
+
+    def spend(self, side: Side, passes: int = 1) -> float:
+        start = self.now()
+        for _ in range(passes):
+            side()
+        return (self.now() - start) / passes
+
+    def anchors(self) -> tuple[float, float]:
+        compute = 1 / self.spend(lambda: torch.mm(self._a, self._b), 40)
+        copy = 1 / self.spend(lambda: self._to.copy_(self._from))
+        self.compute.append(compute)
+        self.copy.append(copy)
+        return compute, copy
+
+    def wait(self, until: float) -> None:
+        """Runs the anchors until the first is quick enough for a round to count."""
+        while time.monotonic() < until and len(self.compute) > 20:
+            if self.anchors()[0] >= GATE * quantile(self.compute, REFERENCE):
+                return
+
+    def sampled(self, side: Side, passes: int, lead_in: bool) -> float:
+        if lead_in:
+            side()
+        return self.spend(side, passes)
+
+    def round(self, sides: list[Side], passes: list[tuple[int, bool]]) -> tuple[float, float, list[float]]:
+        before = self.anchors()
+        spent = [self.sampled(side, *how) for side, how in zip(sides, passes, strict=True)]
+        for i in reversed(range(len(sides))):
+            spent[i] += self.sampled(sides[i], *passes[i])
+        after = self.anchors()
+        return min(before[0], after[0]), min(before[1], after[1]), spent
+
+    def kept(self, rounds: list[tuple[float, float, list[float]]]) -> list[list[float]]:
+        compute, copy = (GATE * quantile(rates, REFERENCE) for rates in (self.compute, self.copy))
+        return [spent for c, m, spent in rounds if c >= compute and m >= copy]
+
+    def measure(self, sides: dict[str, Side], control: str) -> Measured:
+        """The first side against each other one; `control` names the side that is compared with itself."""
+        runs = [*sides.values(), sides[control]]
+        passes = []
+        for run in runs:
+            self.spend(run, 2)
+            one = self.spend(run)
+            passes.append((max(1, round(self.sample / one)), one < LONG))
+        rounds: list[tuple[float, float, list[float]]] = []
+        until = time.monotonic() + PATIENCE * self.rounds
+        while len(rounds) < self.most and (len(rounds) < self.rounds or len(self.kept(rounds)) < self.rounds):
+            self.wait(until)
+            rounds.append(self.round(runs, passes))
+        kept = self.kept(rounds)
+        used = kept or [spent for _, _, spent in rounds]  # never a quiet moment: all, and "kept 0" says so
+
+        def versus(i: int, j: int) -> Ratio:
+            found = [spent[i] / spent[j] for spent in used]
+            ms = statistics.median(spent[j] for spent in used) * 500
+            return Ratio(statistics.median(found), bootstrap(found), ms)
+
+        names = list(sides)
+        ratios = {name: versus(0, j) for j, name in enumerate(names) if j > 0}
+        own = statistics.median(spent[0] for spent in used) * 500
+        return Measured(own, ratios, versus(len(names), names.index(control)).ratio, len(kept), len(rounds))

@@ -1,0 +1,170 @@
+#include <ATen/Parallel.h>
+#include <ATen/ops/clamp.h>
+#include <ATen/ops/clamp_max.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/relu.h>
+#include <ATen/ops/sigmoid.h>
+#include <ATen/ops/tanh.h>
+#include <ATen/ops/tensor.h>
+
+#include <cmath>
+#include <limits>
+
+#include "tests/cpp/kernels/compare.h"
+#include "weft/kernels/activation.h"
+#include "weft/kernels/tier.h"
+
+namespace weft::kernels {
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity(), kNan = std::numeric_limits<float>::quiet_NaN();
+
+/// f, the gate or the whole, in operations that torch differentiates.
+at::Tensor f(const Act& act, const at::Tensor& x) {
+  using enum ActKind;
+  switch (act.kind) {
+    case gelu:
+    case geglu:
+      return at::gelu(x, "tanh");
+    case qgelu:
+    case qgeglu:
+      return x * at::sigmoid(x * 1.702);
+    case relu:
+    case reglu:
+      return at::relu(x);
+    case srelu:
+    case sreglu:
+      return at::relu(x) * at::relu(x);
+    case silu:
+    case swiglu:
+      return x * at::sigmoid(x);
+    case glu:
+      return at::sigmoid(x);
+    case situglu:
+      return at::tanh(x / act.beta1) * at::sigmoid(x) * act.beta1;
+    default:
+      const auto bounded = at::clamp_max(x, act.limit);
+      return bounded * at::sigmoid(bounded * act.alpha);
+  }
+}
+
+at::Tensor h(const Act& act, const at::Tensor& b) {
+  if (act.kind == ActKind::situglu) return at::tanh(b / act.beta2) * act.beta2;
+  if (act.kind == ActKind::clamped_swiglu) return at::clamp(b, -act.limit, act.limit) + act.offset;
+  return b;
+}
+
+at::Tensor formula(const Act& act, const at::Tensor& x) {
+  if (!act.gated()) return f(act, x);
+  const auto half = x.size(-1) / 2, size = act.interleave > 0 ? act.interleave : half;
+  const auto blocks = x.unflatten(-1, {half / size, 2, size});
+  return (f(act, blocks.select(-2, 0)) * h(act, blocks.select(-2, 1))).flatten(-2);
+}
+
+/// dx of Σ dy·act(x), by torch's autograd in float64.
+at::Tensor by_autograd(const Act& act, const at::Tensor& dy, const at::Tensor& x) {
+  const auto leaf = exact(x).detach().requires_grad_(true);
+  formula(act, leaf).backward(exact(dy));
+  return leaf.grad();
+}
+
+at::Tensor column_sums(const at::Tensor& t) { return t.reshape({-1, t.size(-1)}).sum(0); }
+
+/// y, dx and the sums of one kind on one input.
+void check(const Act& act, const at::Tensor& x) {
+  const auto y = activation_forward(act, x);
+  const auto dy = values(y.sizes(), x.scalar_type());
+  if (x.numel() == 0) {
+    EXPECT_EQ(activation_backward(act, dy, x).sizes(), x.sizes());
+    EXPECT_EQ(activation_backward_sums(act, dy, x).sums.abs().sum().item<double>(), 0);
+    return;
+  }
+  expect_near(y, formula(act, exact(x)), 5);
+  const auto dx = by_autograd(act, dy, x);
+  expect_near(activation_backward(act, dy, x), dx, 10);
+  expect_near(activation_backward(act, dy.to(at::kFloat), x), dx, 10);
+  const auto [both_dx, sums] = activation_backward_sums(act, dy, x);
+  EXPECT_TRUE(at::equal(both_dx, activation_backward(act, dy, x)));
+  EXPECT_LE((exact(sums) - column_sums(dx)).abs().max().item<double>(), 0.05 * tolerance(x.scalar_type()) * 2000);
+}
+
+TEST(KernelsActivation, EveryKindDtypeAndSizeIsRight) {
+  for (const auto& act : every_act())
+    for (const auto dtype : kLowAndSingle)
+      for (const auto width : kOddSizes) {
+        SCOPED_TRACE(testing::Message() << static_cast<int>(act.kind) << " " << dtype << " " << width);
+        for (const int64_t rows : {0, 1, 5}) check(act, values({rows, act.gated() ? 2 * width : width}, dtype));
+        check(act, values({2, 3, act.gated() ? 2 * width : width}, dtype, /*gaps=*/true));
+      }
+}
+
+TEST(KernelsActivation, InterleavedBlocksOfAnySize) {
+  for (auto act : every_act()) {
+    if (!act.gated()) continue;
+    for (const int64_t size : {1, 3, 8, 16, 24}) {
+      act.interleave = size;
+      for (const auto dtype : kLowAndSingle) check(act, values({3, 4 * size}, dtype));
+    }
+  }
+}
+
+TEST(KernelsActivation, ScaledRowsAndTheirGradients) {
+  for (auto act : every_act())
+    for (const auto dtype : kLowAndSingle)
+      for (const int64_t interleave : {0, 7}) {
+        if (interleave && !act.gated()) continue;
+        act.interleave = interleave;
+        SCOPED_TRACE(testing::Message() << static_cast<int>(act.kind) << " " << dtype);
+        const auto x = values({2, 3, 42}, dtype), s = at::randn({2, 3});
+        const auto y = scaled_activation_forward(act, x, s);
+        expect_near(y, scaled_activation_forward(act, exact(x), exact(s)), 5);
+        const auto dy = values(y.sizes(), dtype);
+        const auto [dx, ds] = scaled_activation_backward(act, dy, x, s, true, true);
+        const auto [true_dx, true_ds] = scaled_activation_backward(act, exact(dy), exact(x), exact(s), true, true);
+        expect_near(dx, true_dx, 10);
+        expect_near(ds, true_ds, 100);
+        const auto alone = scaled_activation_backward(act, dy, x, s, false, true);
+        EXPECT_FALSE(alone.first.defined());
+        EXPECT_TRUE(at::equal(alone.second, ds));
+      }
+}
+
+TEST(KernelsActivation, NanStaysAndLimitsAreFinite) {
+  if (vector_tier(c10::DeviceType::CPU, at::kFloat) == Tier::ref) GTEST_SKIP() << "ATen gives NaN for large values";
+  for (const auto& act : every_act()) {
+    if (act.gated()) continue;
+    SCOPED_TRACE(static_cast<int>(act.kind));
+    const auto x = at::tensor({kNan, -kInf, -1e30F, -100.F, -0.F, 0.F, 100.F, 1e15F});
+    const auto y = activation_forward(act, x), dx = activation_backward(act, at::ones({8}), x);
+    EXPECT_TRUE(std::isnan(y[0].item<float>()));
+    if (act.kind != ActKind::relu) {
+      EXPECT_TRUE(std::isnan(dx[0].item<float>()));
+    }
+    EXPECT_TRUE(dx.slice(0, 2).isfinite().all().item<bool>()) << dx;
+    EXPECT_LE(y.slice(0, 2, 6).abs().max().item<float>(), 1e-30F) << y;
+    if (act.kind != ActKind::srelu) {
+      EXPECT_FLOAT_EQ(y[7].item<float>(), 1e15F);
+    }
+  }
+}
+
+TEST(KernelsActivation, Float16OverflowsToInfinity) {
+  const auto x = at::tensor({300.F, -300.F, 100.F, 65504.F}).to(at::kHalf);
+  const auto y = activation_forward({.kind = ActKind::srelu}, x).to(at::kFloat);
+  EXPECT_TRUE(at::equal(y, at::tensor({kInf, 0.F, 10000.F, kInf}))) << y;
+}
+
+TEST(KernelsActivation, SumsDoNotDependOnThreads) {
+  const auto x = values({700, 1000}, at::kBFloat16), dy = values({700, 1000}, at::kBFloat16);
+  const auto threads = at::get_num_threads();
+  const auto several = activation_backward_sums({}, dy, x).sums;
+  at::set_num_threads(1);
+  const auto one = activation_backward_sums({}, dy, x).sums;
+  at::set_num_threads(threads);
+  EXPECT_TRUE(at::equal(one, several));
+}
+
+}  // namespace
+}  // namespace weft::kernels

@@ -1,0 +1,50 @@
+#pragma once
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/isclose.h>
+#include <ATen/ops/randn.h>
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "weft/kernels/activation.h"
+
+// What the tests of the vector kernels share: every dtype, odd sizes, float64 as the truth.
+
+namespace weft::kernels {
+
+inline const std::vector<at::ScalarType> kLowAndSingle{at::kFloat, at::kBFloat16, at::kHalf};
+inline const std::vector<int64_t> kOddSizes{0, 1, 7, 17, 33, 100};
+
+inline std::vector<Act> every_act() {
+  std::vector<Act> acts;
+  for (auto kind = ActKind::gelu; kind <= ActKind::clamped_swiglu; kind = static_cast<ActKind>(int(kind) + 1))
+    acts.push_back({.kind = kind, .limit = 0.75, .alpha = 1.3, .offset = 0.5, .beta1 = 3, .beta2 = 12});
+  return acts;
+}
+
+/// Half a unit in the last place, and for float32 the error of a few operations.
+inline double tolerance(at::ScalarType dtype) {
+  return dtype == at::kFloat ? 2e-6 : dtype == at::kBFloat16 ? 0x1p-8 + 1e-5 : 0x1p-11 + 1e-5;
+}
+
+/// `got` is `truth` (float64), correctly rounded or nearly so; `scale` is the size of the terms that were added up.
+inline void expect_near(const at::Tensor& got, const at::Tensor& truth, double scale = 1) {
+  ASSERT_EQ(got.sizes(), truth.sizes());
+  const auto rtol = tolerance(got.scalar_type());
+  const auto close = at::isclose(got.to(at::kDouble), truth, rtol, 1e-6 * scale, /*equal_nan=*/true);
+  EXPECT_TRUE(close.all().item<bool>()) << "largest difference " << (got.to(at::kDouble) - truth).abs().max() << "\n"
+                                        << got << truth;
+}
+
+/// Random values of a dtype, in memory with gaps if asked for.
+inline at::Tensor values(at::IntArrayRef sizes, at::ScalarType dtype, bool gaps = false) {
+  auto wider = sizes.vec();
+  if (gaps) wider.back() = 2 * wider.back() + 1;
+  auto t = (at::randn(wider) * 2).to(dtype);
+  return gaps ? t.narrow(-1, 1, 2 * sizes.back()).slice(-1, 0, 2 * sizes.back(), 2) : t;
+}
+
+inline at::Tensor exact(const at::Tensor& t) { return t.defined() ? t.to(at::kDouble) : t; }
+
+}  // namespace weft::kernels

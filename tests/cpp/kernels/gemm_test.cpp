@@ -1,0 +1,130 @@
+// Every epilogue of the GEMM, on the active tier, against float64.
+#include "weft/kernels/gemm.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+namespace weft::kernels {
+namespace {
+
+using at::Tensor;
+
+struct Shape {
+  int64_t m, n, k;
+};
+
+std::vector<Shape> shapes() {
+  return {{1, 1, 1},    {0, 8, 8},    {8, 0, 8},      {8, 8, 0},      {1, 64, 32},   {7, 33, 65},   {31, 62, 31},
+          {32, 32, 32}, {33, 34, 33}, {100, 130, 70}, {64, 48, 1200}, {300, 96, 40}, {40, 520, 96}, {5, 1030, 17}};
+}
+
+double error(const Tensor& got, const Tensor& want) {
+  if (want.numel() == 0) return got.sizes() == want.sizes() ? 0 : 1e9;
+  const auto scale = std::max(1e-30, want.norm().item<double>());
+  return (got.to(at::kDouble) - want).norm().item<double>() / scale;
+}
+
+double tolerance(at::ScalarType dtype) { return dtype == at::kBFloat16 ? 6e-3 : dtype == at::kHalf ? 1e-3 : 2e-6; }
+
+Tensor random(at::IntArrayRef sizes, at::ScalarType dtype) { return at::randn(sizes).to(dtype); }
+
+/// What gemm() promises, in float64.
+GemmResult plain(const Tensor& a, const Tensor& b, const Epilogue& e) {
+  GemmResult r;
+  auto v = at::mm(a.to(at::kDouble), b.to(at::kDouble)) * e.scale;
+  if (e.bias.defined()) v = v + e.bias.to(at::kDouble);
+  if (e.keep_pre) r.pre = v;
+  if (e.act) v = activation_forward(*e.act, v);
+  if (e.slope) {
+    const auto at = e.at.to(at::kDouble);
+    if (e.keep_again) r.again = activation_forward(*e.slope, at);
+    v = activation_backward(*e.slope, v, at);
+  }
+  if (e.keep_sums) r.sums = v.sum(0);
+  if (e.add.defined()) v = v + e.add.to(at::kDouble);
+  r.out = v;
+  return r;
+}
+
+void check(const Tensor& a, const Tensor& b, const Epilogue& e, const std::string& what) {
+  const auto want = plain(a, b, e);
+  const auto got = gemm(a, b, e);
+  const double bound = std::max(tolerance(a.scalar_type()), tolerance(got.out.scalar_type()));
+  EXPECT_LE(error(got.out, want.out), bound) << what;
+  ASSERT_EQ(got.pre.defined(), want.pre.defined()) << what;
+  ASSERT_EQ(got.again.defined(), want.again.defined()) << what;
+  ASSERT_EQ(got.sums.defined(), want.sums.defined()) << what;
+  if (want.pre.defined()) EXPECT_LE(error(got.pre, want.pre), bound) << what;
+  if (want.again.defined()) EXPECT_LE(error(got.again, want.again), bound) << what;
+  if (want.sums.defined()) EXPECT_LE(error(got.sums, want.sums), 2 * bound) << what;
+  if (e.out.defined()) EXPECT_EQ(got.out.data_ptr(), e.out.data_ptr()) << what;
+}
+
+class KernelsProduct : public testing::TestWithParam<at::ScalarType> {
+ protected:
+  void SetUp() override { at::manual_seed(7); }
+};
+
+TEST_P(KernelsProduct, AnyShapeAndStride) {
+  for (const auto& [m, n, k] : shapes()) {
+    const auto what = std::to_string(m) + "x" + std::to_string(n) + "x" + std::to_string(k);
+    const auto a = random({m, k}, GetParam()), b = random({k, n}, GetParam());
+    check(a, b, {}, what);
+    check(a.t().contiguous().t(), b, {}, what + " A transposed");
+    check(a, b.t().contiguous().t(), {}, what + " B transposed");
+    check(random({m, 2 * k + 1}, GetParam()).narrow(1, 1, k), random({k, 2 * n}, GetParam()).narrow(1, n, n), {},
+          what + " slices");
+    check(random({2 * m, 2 * k}, GetParam()).slice(0, 0, 2 * m, 2).slice(1, 0, 2 * k, 2), b, {}, what + " steps");
+  }
+}
+
+TEST_P(KernelsProduct, BiasScaleAddAndDestination) {
+  for (const auto& [m, n, k] : shapes()) {
+    const auto what = std::to_string(m) + "x" + std::to_string(n) + "x" + std::to_string(k);
+    const auto a = random({m, k}, GetParam()), b = random({k, n}, GetParam());
+    for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
+      check(a, b, {.scale = 0.5, .bias = random({n}, dtype), .add = random({m, n}, dtype)}, what + " bias, add");
+      check(a, b, {.out = random({m, n}, dtype)}, what + " out");
+      check(a, b, {.out = random({n, m}, dtype).t()}, what + " out transposed");
+      check(a, b, {.scale = -2, .keep_sums = true, .dtype = at::kFloat}, what + " sums");
+    }
+    const auto out = random({m, n}, at::kFloat), before = out.to(at::kDouble);
+    gemm(a, b, {.add = out, .out = out});
+    EXPECT_LE(error(out, before + at::mm(a.to(at::kDouble), b.to(at::kDouble))), tolerance(GetParam())) << what;
+  }
+}
+
+TEST_P(KernelsProduct, EveryActivation) {
+  for (int kind = 0; kind <= static_cast<int>(ActKind::clamped_swiglu); ++kind) {
+    const Act act{.kind = static_cast<ActKind>(kind)};
+    for (const auto& [m, n, k] : shapes()) {
+      const auto what =
+          "kind " + std::to_string(kind) + ": " + std::to_string(m) + "x" + std::to_string(n) + "x" + std::to_string(k);
+      const auto a = random({m, k}, GetParam()), b = (random({k, n}, at::kFloat) / (1.0 + k)).to(GetParam());
+      const auto columns = act.gated() ? n / 2 : n;
+      if (!act.gated() || n % 2 == 0)
+        check(a, b,
+              {.bias = random({n}, GetParam()), .act = act, .keep_pre = true, .add = random({m, columns}, GetParam())},
+              what + " value");
+      const auto at = random({m, act.gated() ? 2 * n : n}, GetParam());
+      check(a, b, {.slope = act, .at = at, .keep_again = true, .keep_sums = true}, what + " slope");
+    }
+  }
+}
+
+TEST_P(KernelsProduct, ManyBlocks) {
+  for (const auto& [m, n, k] : {Shape{700, 600, 520}, Shape{600, 300, 2500}, Shape{1100, 70, 64}}) {
+    const auto what = std::to_string(m) + "x" + std::to_string(n) + "x" + std::to_string(k);
+    const auto a = random({m, k}, GetParam()), b = random({k, n}, GetParam());
+    const auto bt = b.t().contiguous().t(), at = a.t().contiguous().t();
+    check(a, bt, {.bias = random({n}, GetParam()), .act = Act{}, .keep_pre = true, .weight = true}, what + " forward");
+    check(a, b, {.weight = true}, what + " input gradient");
+    check(at, b, {.out = at::empty({m, n})}, what + " weight gradient");
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Dtypes, KernelsProduct, testing::Values(at::kFloat, at::kBFloat16, at::kHalf),
+                         [](const auto& info) { return std::string(c10::toString(info.param)); });
+
+}  // namespace
+}  // namespace weft::kernels

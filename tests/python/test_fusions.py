@@ -1,0 +1,491 @@
+"""Every built-in fusion: it takes what it should, gives the values and gradients of its parts, and harms nobody."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import plain
+import pytest
+import torch
+from tolerances import allowed_in_a_pipeline, distance
+
+import weft
+from weft import _C, fusion, ops
+
+WIDTH, HIDDEN, OUT = 7, 10, 5  # odd where they may be
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+LEADS = [(6,), (2, 3), (1,), (0,), (2, 0), ()]
+BUILTIN = dict(_C.all_rules())
+UNARY, GATED = [*plain.UNARY], [*plain.GATES, "SiTUGLU", "ClampedSwiGLU"]
+
+
+def linear(n: int = HIDDEN, k: int = WIDTH):
+    return lambda dtype: ops.BasicLinear(k, n, dtype=dtype)
+
+
+def bias(n: int = HIDDEN):
+    def make(dtype):
+        op = ops.Bias(n, dtype=dtype)
+        torch.nn.init.uniform_(op.bias, -1, 1)
+        return op
+
+    return make
+
+
+def norm(kind: str):
+    return lambda dtype: getattr(ops, kind)(WIDTH, dtype=dtype, eps=0.1, zero_centered_gamma=kind == "RMSNorm")
+
+
+def fork(to_caller: bool = True, **options):
+    return lambda _: ops.MakeExtraOutput(**options).set_extra_output_channel(0, "branch", output_to_caller=to_caller)
+
+
+def join(channel: str | None = None, **options):
+    return lambda _: ops.AddExtraInput(**options).set_extra_input_channel(0, channel)
+
+
+def op(name: str, *arguments, **options):
+    return lambda _: getattr(ops, name)(*arguments, **options)
+
+
+@dataclass
+class Case:
+    """A pipeline that one rule takes as a whole."""
+
+    rule: str
+    makers: tuple[Callable, ...]
+    width: int = WIDTH  # of x
+
+    def build(self, dtype: torch.dtype) -> ops.Sequential:
+        return ops.Sequential(*(make(dtype) for make in self.makers)).to(dtype)
+
+    def __str__(self) -> str:
+        return self.rule
+
+
+def block(activation: str, *between: Callable, kind: str = "RMSNorm", biases: bool = True, ends=()) -> tuple:
+    """norm, linear, activation, linear with biases, between the first and the last of `ends`."""
+    half = HIDDEN // 2 if activation in GATED else HIDDEN
+    middle = [norm(kind), linear(), bias(), op(activation), linear(WIDTH, half), bias(WIDTH)]
+    if not biases:
+        middle = [middle[0], middle[1], middle[3], middle[4]]
+    return (*ends[:1], *middle, *ends[1:])
+
+
+CASES = [
+    *(Case("linear_bias_activation", (linear(), bias(), op(name))) for name in [*UNARY, *GATED]),
+    Case("linear_bias_activation", (linear(), op("SwiGLU"))),
+    *(Case("linear_bias_add", (linear(OUT), bias(OUT), join(in_place=p))) for p in (True, False)),
+    Case("linear_bias_add", (linear(OUT), join(in_place=True))),
+    *(Case("linear_scale_add", (linear(OUT), op("ConstantScale", -2.5), join(in_place=p))) for p in (True, False)),
+    Case("linear_bias", (linear(OUT), bias(OUT))),
+    *(Case("dropout_add", (op("Dropout", 0.25), join(in_place=p))) for p in (True, False)),
+    *(Case("linear_add", (fork(in_place=p), linear(OUT))) for p in (True, False)),
+    Case("linear_scale", (linear(OUT), op("ConstantScale", -2.5))),
+    *(Case("activation_bias", (bias(HIDDEN), op(name)), HIDDEN) for name in [*UNARY, *GATED]),
+    Case("activation_bias", (bias(HIDDEN + 2), op("SwiGLU", glu_interleave_size=2)), HIDDEN + 2),
+    *(Case("add_rms_norm", (fork(in_place=p), norm("RMSNorm"))) for p in (True, False)),
+    *(Case("add_layer_norm", (fork(in_place=p), norm("LayerNorm"))) for p in (True, False)),
+    *(Case("activation_linear", (bias(), op(name), linear(OUT, HIDDEN)), HIDDEN) for name in UNARY),
+    *(Case("activation_linear", (bias(), op(name), linear(OUT, HIDDEN // 2)), HIDDEN) for name in GATED),
+    Case("activation_linear", (op("GELU"), linear(OUT, HIDDEN)), HIDDEN),
+    *(Case("norm_linear", (norm(kind), linear(), bias())) for kind in ("RMSNorm", "LayerNorm")),
+    Case("norm_linear", (fork(), norm("RMSNorm"), linear(), bias(), op("GELU"))),
+    Case("norm_linear", (norm("LayerNorm"), linear(), op("SwiGLU"))),
+    *(Case("mlp_block", block(name)) for name in [*UNARY, *GATED]),
+    *(Case("mlp_block", block("SwiGLU", kind=kind, biases=False)) for kind in ("RMSNorm", "LayerNorm")),
+    *(
+        Case("mlp_block", block("GELU", kind=kind, ends=(fork(public, in_place=p), join("branch", in_place=p))))
+        for kind in ("RMSNorm", "LayerNorm")
+        for public in (True, False)
+        for p in (True, False)
+    ),
+    Case("mlp_block", block("GELU", biases=False, ends=(fork(), join(in_place=True)))),
+    Case("mlp_block", block("ReLU", ends=(fork(),))),
+    Case("mlp_block", (*block("SiLU"), join(in_place=True))),
+]
+IDS = [f"{case.rule}-{i}" for i, case in enumerate(CASES)]
+each_case = pytest.mark.parametrize("case", CASES, ids=IDS)
+# One of each rule where all variants would say the same.
+ONE_EACH = list({(c.rule, len(c.makers)): c for c in CASES}.values())
+one_of_each = pytest.mark.parametrize("case", ONE_EACH, ids=[f"{c.rule}-{len(c.makers)}" for c in ONE_EACH])
+
+
+@contextmanager
+def only(*names: str):
+    with fusion.without_rules(), fusion.with_rules(*names):
+        yield
+
+
+# ---- running -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Given:
+    """Tensors of a call in float64: x, extra inputs, gradients of the outputs."""
+
+    x: torch.Tensor
+    extras: list[torch.Tensor]
+    grads: list[torch.Tensor]
+
+
+def by_plain_torch(seq: ops.Sequential, x, extras, of=lambda p: p) -> list[torch.Tensor]:
+    """Outputs of a Sequential, operation by operation."""
+    extras, channels, returned = list(extras), {}, []
+    for module in seq:
+        names, targets = module._bindings()
+        inputs = [channels[name] if name else extras.pop(0) for name in names]
+        x, more = plain.apply(module, x, *inputs, of=of)
+        for (name, to_caller), tensor in zip(targets, more, strict=True):
+            channels[name] = tensor
+            if to_caller:
+                returned.append(tensor)
+    return [x, *returned]
+
+
+def given(seq: ops.Sequential, case: Case, lead: tuple[int, ...]) -> Given:
+    def uniform(*sizes: int) -> torch.Tensor:
+        return torch.rand(sizes, dtype=torch.float64) * 2 - 1
+
+    x = uniform(*lead, case.width)
+    waits = any(None in m._bindings()[0] for m in seq)
+    torch.manual_seed(5)
+    probe = by_plain_torch(seq, x, [torch.zeros(())] * waits, of=lambda p: p.detach().double())
+    extras = [uniform(*probe[0].shape)] if waits else []
+    return Given(x, extras, [uniform(*y.shape) for y in probe])
+
+
+def leaves(g: Given, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [t.to(dtype, copy=True).requires_grad_() for t in (g.x, *g.extras)]
+
+
+def results(seq: ops.Sequential, g: Given, dtype: torch.dtype, call=None) -> list[torch.Tensor]:
+    """Outputs and the gradients of x, extra inputs and parameters."""
+    x, *extras = leaves(g, dtype)
+    torch.manual_seed(5)
+    outputs = (call or seq)(x, *(e * 1 for e in extras))  # e * 1: given away, so it may be overwritten
+    outputs = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
+    inputs = [x, *extras, *seq.parameters()]
+    return [*outputs, *torch.autograd.grad(outputs, inputs, [d.to(dtype) for d in g.grads])]
+
+
+def truth(seq: ops.Sequential, g: Given, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """The same by plain torch, in float64 or rounded as eager torch does."""
+    params = {p: p.detach().to(dtype).requires_grad_() for p in seq.parameters()}
+    x, *extras = leaves(g, dtype)
+    torch.manual_seed(5)
+    outputs = by_plain_torch(seq, x, extras, of=lambda p: params[p])
+    inputs = [x, *extras, *params.values()]
+    return [*outputs, *torch.autograd.grad(outputs, inputs, [d.to(dtype) for d in g.grads])]
+
+
+def error(actual: torch.Tensor, exact: torch.Tensor) -> float:
+    scale = exact.abs().max().item() if exact.numel() else 0.0
+    return distance(actual, exact) / scale if scale else distance(actual, exact)
+
+
+def check(actual: list, exact: list, eager: list, dtype: torch.dtype) -> None:
+    allowed = allowed_in_a_pipeline(dtype, max(error(e, t) for e, t in zip(eager, exact, strict=True)))
+    for k, (a, t) in enumerate(zip(actual, exact, strict=True)):
+        assert a.dtype == dtype and a.shape == t.shape
+        assert error(a, t) <= allowed, f"result {k}: {error(a, t)} > {allowed}"
+
+
+def rounded(g: Given, dtype: torch.dtype) -> Given:
+    """Values that `dtype` can hold, so that only the computation differs."""
+    return Given(*(t.to(dtype).double() if torch.is_tensor(t) else [u.to(dtype).double() for u in t]
+                   for t in (g.x, g.extras, g.grads)))  # fmt: skip
+
+
+# ---- what it takes ---------------------------------------------------------------------------------------------------
+
+
+def test_every_rule_has_a_case():
+    assert {case.rule for case in CASES} == set(BUILTIN)
+
+
+@each_case
+def test_a_rule_takes_its_pipeline_as_a_whole(case):
+    seq = case.build(torch.float32)
+    g = given(seq, case, (3,))
+    with only(case.rule):
+        data = seq.explain(*leaves(g, torch.float32)).data[0]
+    assert data["refused"] == []
+    for name in ("forward", "backward"):
+        if BUILTIN[case.rule] in (name, "joint"):
+            assert [(step["name"], step["count"]) for step in data[name]] == [(case.rule, len(case.makers))]
+
+
+# ---- values and gradients --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@each_case
+def test_values_and_gradients_agree_with_plain_torch(case, dtype):
+    seq = case.build(dtype)
+    for lead in LEADS:
+        g = rounded(given(seq, case, lead), dtype)
+        with only(case.rule):
+            check(results(seq, g, dtype), truth(seq, g), truth(seq, g, dtype), dtype)
+
+
+@each_case
+def test_values_and_gradients_agree_with_the_unfused_plan(case):
+    seq = case.build(torch.float64)
+    g = given(seq, case, (2, 3))
+    with fusion.without_rules():
+        unfused = results(seq, g, torch.float64)
+    with only(case.rule):
+        torch.testing.assert_close(results(seq, g, torch.float64), unfused, rtol=1e-12, atol=1e-12)
+
+
+PASSES = {
+    "forward": ("forward",),
+    "backward": ("backward",),
+    "forward and backward": ("forward", "backward"),
+    "all": ("forward", "backward", "joint"),
+}
+
+
+@pytest.mark.parametrize("passes", PASSES)
+@each_case
+def test_any_backward_plan_follows_any_forward_plan(case, passes):
+    """A forward rule leaves what the parts' own backward reads, and a backward rule reads what the parts left."""
+    seq = case.build(torch.float64)
+    g = given(seq, case, (4,))
+    with only(*(name for name, of in BUILTIN.items() if of in PASSES[passes])):
+        check(results(seq, g, torch.float64), truth(seq, g), truth(seq, g), torch.float64)
+
+
+def subsets(count: int) -> list[list[bool]]:
+    """Each one alone, each one missing."""
+    alone = [[i == k for i in range(count)] for k in range(count)]
+    return [*alone, *([not flag for flag in flags] for flags in alone)]
+
+
+@one_of_each
+def test_frozen_tensors_get_no_gradient_and_change_no_other(case):
+    seq = case.build(torch.float64)
+    g = given(seq, case, (4,))
+    exact = truth(seq, g)
+    x, *extras = leaves(g, torch.float64)
+    inputs = [x, *extras, *seq.parameters()]
+    wanted = exact[len(g.grads) :]
+    with only(case.rule):
+        for flags in subsets(len(inputs)):
+            if not any(flags):
+                continue
+            for tensor, flag in zip(inputs, flags, strict=True):
+                tensor.requires_grad_(flag)
+            torch.manual_seed(5)
+            outputs = seq(x, *extras)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            kept = [(y, d) for y, d in zip(outputs, g.grads, strict=True) if y.requires_grad]
+            some = [t for t, flag in zip(inputs, flags, strict=True) if flag]
+            grads = torch.autograd.grad([y for y, _ in kept], some, [d for _, d in kept])
+            expected = [t for t, flag in zip(wanted, flags, strict=True) if flag]
+            torch.testing.assert_close(list(grads), expected, rtol=1e-9, atol=1e-9)
+
+
+@one_of_each
+def test_gradients_asked_for_one_by_one_are_right(case):
+    seq = case.build(torch.float64)
+    g = given(seq, case, (4,))
+    exact = truth(seq, g)[len(g.grads) :]
+    x, *extras = leaves(g, torch.float64)
+    with only(case.rule):
+        torch.manual_seed(5)
+        outputs = seq(x, *extras)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        for tensor, expected in zip([x, *extras, *seq.parameters()], exact, strict=True):
+            (grad,) = torch.autograd.grad(outputs, tensor, g.grads, retain_graph=True)
+            torch.testing.assert_close(grad, expected, rtol=1e-9, atol=1e-9)
+
+
+@one_of_each
+def test_the_gradient_of_one_output_alone_is_right(case):
+    seq = case.build(torch.float64)
+    g = given(seq, case, (4,))
+    x, *extras = leaves(g, torch.float64)
+    y, *more = by_plain_torch(seq, x, extras)
+    if not more:
+        pytest.skip("one output")
+    with only(case.rule):
+        for k, expected in enumerate((y, *more)):
+            output = seq(x, *extras)[k]
+            inputs = [x, *extras, *seq.parameters()]
+            torch.testing.assert_close(
+                torch.autograd.grad(output, inputs, g.grads[k], allow_unused=True, materialize_grads=True),
+                torch.autograd.grad(expected, inputs, g.grads[k], True, allow_unused=True, materialize_grads=True),
+                rtol=1e-9,
+                atol=1e-9,
+            )
+
+
+@one_of_each
+def test_without_gradients_the_values_are_the_same(case):
+    seq = case.build(torch.float32)
+    g = given(seq, case, (4,))
+    x, *extras = (t.detach() for t in leaves(g, torch.float32))
+    with only(case.rule):
+        torch.manual_seed(5)
+        recorded = seq(x, *extras)
+        with torch.no_grad():
+            torch.manual_seed(5)
+            torch.testing.assert_close(seq(x, *extras), recorded, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16])
+@one_of_each
+def test_autocast_gives_the_dtypes_and_values_of_the_unfused_plan(case, residual):
+    seq = case.build(torch.float32)
+    g = given(seq, case, (4,))
+
+    def call():
+        x, *extras = leaves(g, residual)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            torch.manual_seed(5)
+            outputs = seq(x, *extras)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        grads = [d.to(y.dtype) for d, y in zip(g.grads, outputs, strict=True)]
+        return [*outputs, *torch.autograd.grad(outputs, [x, *extras, *seq.parameters()], grads)]
+
+    with fusion.without_rules():
+        unfused = call()
+    torch.testing.assert_close(call(), unfused, rtol=0.03, atol=0.05)
+
+
+def test_a_mixed_dtype_is_refused_with_a_reason():
+    seq = ops.Sequential(ops.BasicLinear(4, 4, dtype=torch.bfloat16), ops.Bias(4), ops.GELU())
+    refused = seq.explain(torch.randn(2, 4, dtype=torch.bfloat16)).data[0]["refused"]
+    assert ("linear_bias_activation", "BasicLinear computes in bfloat16 and Bias computes in float32") in [
+        (r["rule"], r["reason"]) for r in refused
+    ]
+
+
+def test_interleaved_gates_are_refused_by_the_gemm_and_right():
+    seq = ops.Sequential(ops.Linear(WIDTH, 8), ops.SwiGLU(glu_interleave_size=2), ops.Linear(4, 3))
+    data = seq.explain(torch.randn(2, WIDTH)).data[0]
+    assert {r["rule"] for r in data["refused"]} == {"linear_bias_activation", "activation_linear"}
+    assert data["backward"][1]["name"] == "activation_bias"
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+@each_case
+def test_nothing_that_the_caller_holds_changes(case):
+    seq = case.build(torch.float64)
+    g = given(seq, case, (3,))
+    x, *extras = (t.detach().requires_grad_() for t in leaves(g, torch.float64))
+    held = [x, *extras, *g.grads, *seq.parameters()]
+    copies = [t.detach().clone() for t in held]
+    outputs = seq(x, *extras)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    before = [y.detach().clone() for y in outputs]
+    torch.autograd.backward(outputs, g.grads)
+    for tensor, copy in zip([*held, *outputs], [*copies, *before], strict=True):
+        torch.testing.assert_close(tensor.detach(), copy, rtol=0, atol=0)
+
+
+def large_allocations(call: Callable, size: int) -> int:
+    """How many blocks of at least `size` bytes a call asks for."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    events = profile.profiler.kineto_results.events()
+    return sum(event.name() == "[memory]" and event.nbytes() >= size for event in events)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_linear_add_accumulates_into_the_residual_gradient_if_permitted(in_place):
+    seq = ops.Sequential(ops.MakeExtraOutput(in_place=in_place), ops.BasicLinear(64, 4))
+    x = torch.randn(256, 64, requires_grad=True)
+    y, residual = seq(x)
+    outputs, grads = [y, residual * 2], [torch.ones_like(y), torch.ones_like(residual)]
+    count = large_allocations(lambda: torch.autograd.grad(outputs, x, grads, retain_graph=True), x.nbytes)
+    assert count == (1 if in_place else 2), "the residual gradient, and dx unless it is written there"
+    torch.testing.assert_close(torch.autograd.grad(outputs, x, grads)[0], torch.ones(256, 4) @ seq[1].weight + 2)
+
+
+def test_linear_add_leaves_a_residual_gradient_that_somebody_else_reads():
+    seq = ops.Sequential(ops.MakeExtraOutput(in_place=True), ops.BasicLinear(8, 4))
+    x = torch.randn(16, 8, requires_grad=True)
+    y, residual = seq(x)
+    seen = []
+    residual.register_hook(seen.append)
+    torch.autograd.grad([y, residual], x, [torch.ones_like(y), torch.full_like(residual, 3)])
+    torch.testing.assert_close(seen[0], torch.full((16, 8), 3.0))
+
+
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+def test_the_block_keeps_the_norms_input_its_statistics_and_the_pre_activation(kind):
+    seq = Case("", block("GELU", kind=kind, ends=(fork(False), join("branch")))).build(torch.float32)
+    saved = seq.explain(torch.randn(6, WIDTH, requires_grad=True)).data[0]["saved"]
+    statistics = ["rstd"] if kind == "RMSNorm" else ["mean", "rstd"]
+    assert [line["name"] for line in saved] == ["input", *statistics, "input"]
+    assert [line["op"] for line in saved] == [1, *[1] * len(statistics), 4]
+    kept = []
+    x = torch.randn(6, WIDTH, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        seq(x)
+    parameters = {p.data_ptr() for p in seq.parameters()} | {x.data_ptr()}
+    values = sum(t.numel() * t.element_size() for t in kept if t.data_ptr() not in parameters)
+    assert values == sum(line["bytes"] for line in saved) == 4 * 6 * (HIDDEN + len(statistics))
+
+
+# ---- rules by name ---------------------------------------------------------------------------------------------------
+
+
+def test_a_rule_that_is_off_by_default_may_be_switched_on():
+    seq, x = ops.Sequential(ops.RMSNorm(4), ops.Linear(4, 4)), torch.randn(2, 4)
+    assert len(seq.explain(x).data[0]["saved"]) == 3
+    with fusion.with_rules("norm_linear"):
+        data = seq.explain(x).data[0]
+        assert data["forward"][0]["name"] == "norm_linear" and len(data["saved"]) == 2
+    assert "norm_linear" not in dict(_C.rules()) and len(seq.explain(x).data[0]["saved"]) == 3
+
+
+def test_rules_may_be_set_aside_for_a_while():
+    seq, x = ops.Sequential(ops.Linear(4, 4), ops.GELU()), torch.randn(2, 4)
+
+    def forward() -> list[str]:
+        return [step["name"] for step in seq.explain(x).data[0]["forward"]]
+
+    assert forward() == ["linear_bias_activation"]
+    with fusion.without_rules("linear_bias_activation"):
+        assert forward() == ["linear_bias", "GELU"]
+        with fusion.without_rules():
+            assert forward() == ["BasicLinear", "Bias", "GELU"]
+        assert forward() == ["linear_bias", "GELU"]
+    assert forward() == ["linear_bias_activation"]
+    with pytest.raises(ValueError, match="No rule is called"), fusion.without_rules("linear_glue"):
+        pass
+
+
+# ---- tiers -----------------------------------------------------------------------------------------------------------
+
+TIERS = ["amx", "avx512", "avx2", "ref"]
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_values_hold_in_every_tier(tier):
+    """Each in a fresh process: the tier is chosen once."""
+    if "WEFT_TIER" in os.environ:
+        pytest.skip("this process has its tier already")
+    if TIERS.index(tier) < TIERS.index(_C.machine_tier()):
+        pytest.skip(f"the best this CPU has is {_C.machine_tier()}")
+    wanted = "agree_with_plain_torch and not float64"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", wanted, __file__],
+        env={**os.environ, "WEFT_TIER": tier, "PYTHONPATH": str(pathlib.Path(weft.__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]

@@ -1,0 +1,42 @@
+"""The kernel tests of C++ in fresh processes, one for each tier this machine has: a process reads WEFT_TIER once."""
+
+import os
+import pathlib
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+KERNELS = "Kernels*:Activation*:ScaledActivation*:*Norm.*"
+
+
+def binary():
+    found = sorted(ROOT.glob("build/*/weft_tests"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        pytest.skip("weft_tests is not built: cmake --build --preset release")
+    return found[-1]
+
+
+@pytest.mark.parametrize("tier", ("amx", "avx512", "avx2", "ref"))
+def test_kernels_of_every_tier(tier):
+    done = subprocess.run(
+        [binary(), f"--gtest_filter={KERNELS}"],
+        env={**os.environ, "WEFT_TIER": tier},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    if "but the best this CPU has" in done.stdout + done.stderr:
+        pytest.skip(f"this CPU has no {tier}")
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+
+
+def test_unknown_tier_is_refused():
+    done = subprocess.run(
+        [binary(), "--gtest_filter=KernelsRows*"],
+        env={**os.environ, "WEFT_TIER": "sse"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert "expected amx, avx512, avx2 or ref" in done.stdout + done.stderr

@@ -1,0 +1,44 @@
+#include "weft/fused/rule.h"
+#include "weft/ops/activation.h"
+#include "weft/ops/bias.h"
+
+namespace weft::fused {
+namespace {
+
+/// dx = dy·act'(x) and db = Σ_rows dx in one sweep.
+class ActivationBias final : public FusedOp {
+ public:
+  explicit ActivationBias(const Match& match) : activation_(match.find<ops::ActivationOp>()) {}
+
+  at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
+    auto bias = ctx.op(0), activation = ctx.op(1);
+    if (!activation.input_wanted()) return {};
+    const auto& x = activation.saved(ops::ActivationOp::kInput);
+    if (!bias.param_wanted(0)) return kernels::activation_backward(activation_->act(), dy, x);
+    auto [dx, sums] = kernels::activation_backward_sums(activation_->act(), dy, x);
+    bias.set_param_grad(0, std::move(sums));
+    return bias.input_wanted() ? dx : at::Tensor{};
+  }
+
+ private:
+  Part<ops::ActivationOp> activation_;
+};
+
+}  // namespace
+
+FusionRule backward_activation_bias() {
+  return {.name = "activation_bias",
+          .pass = Pass::backward,
+          .pattern = {one<ops::Bias>(), one<ops::ActivationOp>()},
+          .refuse = [](const Match& m, const PlanView& view) -> std::string {
+            return view.plans[m.first()].param_wanted[0] ? "" : "no gradient of the bias is wanted";
+          },
+          .make = make_fused<ActivationBias>,
+          .sample = []() -> std::vector<ops::OpPtr> {
+            return {std::make_shared<ops::Bias>(ops::Bias::Options{.size = 8}),
+                    std::make_shared<ops::Activation>(ops::Activation::Options{.kind = kernels::ActKind::gelu})};
+          },
+          .rewrite = {}};
+}
+
+}  // namespace weft::fused

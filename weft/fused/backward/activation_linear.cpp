@@ -1,0 +1,60 @@
+#include "weft/fused/epilogues.h"
+#include "weft/ops/activation.h"
+#include "weft/ops/bias.h"
+#include "weft/ops/rows.h"
+
+namespace weft::fused {
+namespace {
+
+/// With h = act(p), p = x + b and y = h Wᵀ:  dx = (dy W)·act'(p) and db = Σ_rows dx, both inside the GEMM.
+class ActivationLinear final : public FusedOp {
+ public:
+  explicit ActivationLinear(const Match& match)
+      : bias_(match.find<ops::Bias>()),
+        activation_(match.find<ops::ActivationOp>()),
+        linear_(match.find<ops::BasicLinear>()) {}
+
+  at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
+    auto activation = ctx.op(activation_.at), linear = ctx.op(linear_.at);
+    linear_->weight_gradient(linear, dy);
+    if (!activation.input_wanted()) return {};
+    const bool sums = bias_ && ctx.op(bias_.at).param_wanted(0);
+    auto result = linear_->input_gradient(linear, dy, ctx.params(linear_.at),
+                                          {.slope = activation_->act(),
+                                           .at = ops::as_matrix(activation.saved(ops::ActivationOp::kInput)),
+                                           .keep_sums = sums});
+    if (sums) ctx.op(bias_.at).set_param_grad(0, std::move(result.sums));
+    return ctx.op(0).input_wanted() ? result.out : at::Tensor{};
+  }
+
+ private:
+  Part<ops::Bias> bias_;
+  Part<ops::ActivationOp> activation_;
+  Part<ops::BasicLinear> linear_;
+};
+
+std::string refuse(const Match& m, const PlanView& view) {
+  const auto activation = m.find<ops::ActivationOp>();
+  if (!view.plans[m.first() + activation.at].input_wanted) return "nothing before the activation wants a gradient";
+  auto reason = refuse_activation(*activation.op, 2 * m.get<ops::BasicLinear>().options().in_features);
+  return reason.empty() ? refuse_mixed_dtypes(m, view, activation.at, activation.at + 1) : reason;
+}
+
+}  // namespace
+
+FusionRule backward_activation_linear() {
+  return {.name = "activation_linear",
+          .pass = Pass::backward,
+          .pattern = {maybe<ops::Bias>(), one<ops::ActivationOp>(), one<ops::BasicLinear>()},
+          .refuse = refuse,
+          .make = make_fused<ActivationLinear>,
+          .sample = []() -> std::vector<ops::OpPtr> {
+            return {
+                std::make_shared<ops::Bias>(ops::Bias::Options{.size = 8}),
+                std::make_shared<ops::GatedActivation>(ops::GatedActivation::Options{.kind = kernels::ActKind::geglu}),
+                std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 4, .out_features = 4})};
+          },
+          .rewrite = {}};
+}
+
+}  // namespace weft::fused

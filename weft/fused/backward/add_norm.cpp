@@ -1,0 +1,44 @@
+#include "weft/fused/rule.h"
+#include "weft/ops/make_extra_output.h"
+#include "weft/ops/norm.h"
+
+namespace weft::fused {
+namespace {
+
+/// dx = (gradient of the norm at dy) + g, g being the gradient of the extra output, in one kernel.
+class AddNorm final : public FusedOp {
+ public:
+  explicit AddNorm(const Match& match) : norm_(match.find<ops::NormOp>()) {}
+
+  at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
+    auto fork = ctx.op(0), norm = ctx.op(1);
+    const auto g = fork.take_extra_output_grad(0);
+    return dy.defined() ? norm_->gradient(norm, dy, ctx.params(1), g) : g;
+  }
+
+ private:
+  Part<ops::NormOp> norm_;
+};
+
+template <class Norm>
+FusionRule rule(const std::string& name) {
+  return {.name = name,
+          .pass = Pass::backward,
+          .pattern = {one<ops::MakeExtraOutput>(), one<Norm>()},
+          .refuse = [](const Match& m, const PlanView& view) -> std::string {
+            return view.plans[m.first()].input_wanted ? "" : "no gradient of the input is wanted";
+          },
+          .make = make_fused<AddNorm>,
+          .sample = []() -> std::vector<ops::OpPtr> {
+            return {std::make_shared<ops::MakeExtraOutput>(ops::MakeExtraOutput::Options{}),
+                    std::make_shared<Norm>(ops::NormOptions{.normalized_shape = {8}})};
+          },
+          .rewrite = {}};
+}
+
+}  // namespace
+
+FusionRule backward_add_rms_norm() { return rule<ops::RMSNorm>("add_rms_norm"); }
+FusionRule backward_add_layer_norm() { return rule<ops::LayerNorm>("add_layer_norm"); }
+
+}  // namespace weft::fused

@@ -1,0 +1,26 @@
+#pragma once
+#include "weft/fused/rule.h"
+#include "weft/kernels/gemm.h"
+#include "weft/ops/activation_op.h"
+#include "weft/ops/add_extra_input.h"
+#include "weft/ops/basic_linear.h"
+
+// What the fused linears share: reasons to refuse, and the parts of an epilogue.
+
+namespace weft::fused {
+
+/// A reason unless parts `first` to `last` compute in one dtype.
+std::string refuse_mixed_dtypes(const Match& match, const PlanView& view, int first, int last);
+
+/// A reason unless a GEMM's epilogue can compute the activation on `columns` columns before it, or its slope.
+std::string refuse_activation(const ops::ActivationOp& activation, int64_t columns);
+
+/// Lets the epilogue add g to a result of `dtype`. Written into g itself if that is permitted, nobody else can see it
+/// and its dtype holds the sum. An undefined g changes nothing.
+void add_to(kernels::Epilogue& epilogue, const at::Tensor& g, bool in_place, at::ScalarType dtype);
+
+/// The same for the extra input of `join`, whose sizes must be the leading ones of x and `columns`.
+void add_extra_input(kernels::Epilogue& epilogue, const ops::AddExtraInput& join, ops::OpContext& ctx,
+                     const at::Tensor& x, int64_t columns, at::ScalarType dtype);
+
+}  // namespace weft::fused

@@ -1,0 +1,56 @@
+#include <ATen/ops/addcmul.h>
+
+#include "weft/fused/rule.h"
+#include "weft/ops/add_extra_input.h"
+#include "weft/ops/dropout.h"
+#include "weft/tensor/ownership.h"
+
+namespace weft::fused {
+namespace {
+
+/// y = e + x·m/(1-p) in one sweep.
+class DropoutAdd final : public FusedOp {
+ public:
+  explicit DropoutAdd(const Match& match)
+      : dropout_(match.find<ops::Dropout>()), join_(match.find<ops::AddExtraInput>()) {}
+
+  at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
+    auto dropout = ctx.op(0), join = ctx.op(1);
+    const auto& e = join.extra_input(0);
+    if (e.scalar_type() != x.scalar_type() || e.sizes() != x.sizes() ||
+        dropout.dtype(x.scalar_type()) != x.scalar_type())
+      return join_->forward(join, dropout_->forward(dropout, x, {}), {});
+    const auto mask = dropout_->mask(dropout, x);
+    const auto scale = 1 / (1 - dropout_->options().p);
+    auto sum = join.take_extra_input(0);
+    return join_->in_place() && sole_owner(sum) ? sum.addcmul_(x, mask, scale) : at::addcmul(sum, x, mask, scale);
+  }
+
+ private:
+  Part<ops::Dropout> dropout_;
+  Part<ops::AddExtraInput> join_;
+};
+
+std::string refuse(const Match& m, const PlanView& view) {
+  const auto& dropout = m.get<ops::Dropout>();
+  if (dropout.output_is_input(view.plans[m.first()])) return "nothing is dropped";
+  if (dropout.options().p == 1) return "everything is dropped";
+  return {};
+}
+
+}  // namespace
+
+FusionRule forward_dropout_add() {
+  return {.name = "dropout_add",
+          .pass = Pass::forward,
+          .pattern = {one<ops::Dropout>(), one<ops::AddExtraInput>()},
+          .refuse = refuse,
+          .make = make_fused<DropoutAdd>,
+          .sample = []() -> std::vector<ops::OpPtr> {
+            return {std::make_shared<ops::Dropout>(ops::Dropout::Options{.p = 0.25}),
+                    std::make_shared<ops::AddExtraInput>(ops::AddExtraInput::Options{.in_place = true})};
+          },
+          .rewrite = {}};
+}
+
+}  // namespace weft::fused

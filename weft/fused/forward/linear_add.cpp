@@ -1,0 +1,59 @@
+#include "weft/fused/epilogues.h"
+#include "weft/ops/bias.h"
+#include "weft/ops/constant_scale.h"
+
+namespace weft::fused {
+namespace {
+
+/// y = e + (x Wᵀ + b), or y = e + s·x Wᵀ, in one GEMM; into e itself if AddExtraInput may.
+class LinearAdd final : public FusedOp {
+ public:
+  explicit LinearAdd(const Match& match)
+      : linear_(match.find<ops::BasicLinear>()),
+        bias_(match.find<ops::Bias>()),
+        scale_(match.find<ops::ConstantScale>()),
+        join_(match.find<ops::AddExtraInput>()) {}
+
+  at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
+    auto linear = ctx.op(0), join = ctx.op(join_.at);
+    const auto& weight = ctx.params(0)[0];
+    kernels::Epilogue epilogue;
+    if (bias_) epilogue.bias = ctx.params(bias_.at)[0];
+    if (scale_) epilogue.scale = scale_->options().scale;
+    add_extra_input(epilogue, *join_.op, join, x, weight.size(0), linear.dtype(weight.scalar_type()));
+    return linear_->product(linear, x, weight, std::move(epilogue)).out;
+  }
+
+ private:
+  Part<ops::BasicLinear> linear_;
+  Part<ops::Bias> bias_;
+  Part<ops::ConstantScale> scale_;
+  Part<ops::AddExtraInput> join_;
+};
+
+/// BasicLinear, the operations `between`, AddExtraInput.
+FusionRule rule(std::string name, Element between, const ops::OpPtr& sample) {
+  return {.name = std::move(name),
+          .pass = Pass::forward,
+          .pattern = {one<ops::BasicLinear>(), std::move(between), one<ops::AddExtraInput>()},
+          .refuse = [](const Match& m, const PlanView& view) { return refuse_mixed_dtypes(m, view, 0, m.size() - 2); },
+          .make = make_fused<LinearAdd>,
+          .sample = [sample]() -> std::vector<ops::OpPtr> {
+            return {std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 8, .out_features = 4}),
+                    sample, std::make_shared<ops::AddExtraInput>(ops::AddExtraInput::Options{.in_place = true})};
+          },
+          .rewrite = {}};
+}
+
+}  // namespace
+
+FusionRule forward_linear_bias_add() {
+  return rule("linear_bias_add", maybe<ops::Bias>(), std::make_shared<ops::Bias>(ops::Bias::Options{.size = 4}));
+}
+
+FusionRule forward_linear_scale_add() {
+  return rule("linear_scale_add", one<ops::ConstantScale>(),
+              std::make_shared<ops::ConstantScale>(ops::ConstantScale::Options{.scale = -2.5}));
+}
+
+}  // namespace weft::fused

@@ -1,0 +1,108 @@
+#include "weft/fused/epilogues.h"
+#include "weft/ops/activation.h"
+#include "weft/ops/bias.h"
+#include "weft/ops/make_extra_output.h"
+#include "weft/ops/norm.h"
+#include "weft/ops/rows.h"
+
+namespace weft::fused {
+namespace {
+
+using ops::ActivationOp;
+using ops::BasicLinear;
+
+/// y = act(W n + b),  n = norm(x). Keeps x and the statistics of its rows, not n: backward computes n again, unless the
+/// norm owes no gradient and x is not kept.
+class NormLinear final : public FusedOp {
+ public:
+  explicit NormLinear(const Match& m)
+      : fork_(m.find<ops::MakeExtraOutput>()),
+        norm_(m.find<ops::NormOp>()),
+        linear_(m.find<BasicLinear>()),
+        bias_(m.find<ops::Bias>()),
+        activation_(m.find<ActivationOp>()) {}
+
+  bool reads(int part, int) const override { return part == norm_.at; }
+  bool fills(const ops::OpPlan* plans, int part, int slot) const override {
+    return part != linear_.at || slot != BasicLinear::kInput || !plans[norm_.at].records;
+  }
+
+  at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
+    auto norm = ctx.op(norm_.at), linear = ctx.op(linear_.at);
+    if (fork_) ctx.op(fork_.at).set_extra_output(0, x);
+    kernels::Epilogue epilogue;
+    if (bias_) epilogue.bias = ctx.params(bias_.at)[0];
+    if (activation_) {
+      epilogue.act = activation_->act();
+      epilogue.keep_pre = ctx.op(activation_.at).input_wanted();
+    }
+    const auto n = norm_->forward(norm, x, ctx.params(norm_.at));
+    auto result = linear_->product(linear, n, ctx.params(linear_.at)[0], std::move(epilogue));
+    if (norm.records()) linear.save(BasicLinear::kInput, {});
+    if (result.pre.defined()) ctx.op(activation_.at).save(ActivationOp::kInput, std::move(result.pre));
+    return result.out;
+  }
+
+  at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
+    const auto g = fork_ ? ctx.op(fork_.at).take_extra_output_grad(0) : at::Tensor{};
+    if (!dy.defined()) return g;
+    auto norm = ctx.op(norm_.at), linear = ctx.op(linear_.at);
+    const auto dp = through_activation(ctx, dy);
+    if (!dp.defined()) return {};
+    auto n = linear.saved(BasicLinear::kInput);
+    if (linear.param_wanted(0) && !n.defined()) n = norm_->again(norm, ctx.params(norm_.at));
+    linear_->weight_gradient_of(linear, dp, n);
+    const auto dn = linear_->input_gradient(linear, dp, ctx.params(linear_.at), {}).out;
+    return dn.defined() ? norm_->gradient(norm, dn, ctx.params(norm_.at), g) : dn;
+  }
+
+ private:
+  /// dp = dy·act'(p), or dy itself, and db = Σ_rows dp.
+  at::Tensor through_activation(StepContext& ctx, const at::Tensor& dy) const {
+    const bool sums = bias_ && ctx.op(bias_.at).param_wanted(0);
+    if (!activation_) {
+      if (sums) ctx.op(bias_.at).set_param_grad(0, ops::sum_rows(dy));
+      return dy;
+    }
+    auto activation = ctx.op(activation_.at);
+    if (!activation.input_wanted()) return {};
+    const auto& p = activation.saved(ActivationOp::kInput);
+    if (!sums) return kernels::activation_backward(activation_->act(), dy, p);
+    auto [dp, db] = kernels::activation_backward_sums(activation_->act(), dy, p);
+    ctx.op(bias_.at).set_param_grad(0, std::move(db));
+    return dp;
+  }
+
+  Part<ops::MakeExtraOutput> fork_;
+  Part<ops::NormOp> norm_;
+  Part<BasicLinear> linear_;
+  Part<ops::Bias> bias_;
+  Part<ActivationOp> activation_;
+};
+
+std::string refuse(const Match& m, const PlanView& view) {
+  std::string reason;
+  if (const auto activation = m.find<ActivationOp>())
+    reason = refuse_activation(*activation.op, m.get<BasicLinear>().options().out_features);
+  return reason.empty() ? refuse_mixed_dtypes(m, view, m.find<ops::NormOp>().at, m.size() - 1) : reason;
+}
+
+}  // namespace
+
+FusionRule joint_norm_linear() {
+  return {.name = "norm_linear",
+          .pass = Pass::joint,
+          .pattern = {maybe<ops::MakeExtraOutput>(), one<ops::NormOp>(), one<BasicLinear>(), maybe<ops::Bias>(),
+                      maybe<ActivationOp>()},
+          .refuse = refuse,
+          .make = make_fused<NormLinear>,
+          .sample = []() -> std::vector<ops::OpPtr> {
+            return {std::make_shared<ops::LayerNorm>(ops::NormOptions{.normalized_shape = {8}}),
+                    std::make_shared<BasicLinear>(BasicLinear::Options{.in_features = 8, .out_features = 4}),
+                    std::make_shared<ops::Bias>(ops::Bias::Options{.size = 4})};
+          },
+          .opt_in = true,  // memory for time: the norm runs once more
+          .rewrite = {}};
+}
+
+}  // namespace weft::fused

@@ -1,0 +1,250 @@
+#pragma once
+#include <ATen/cpu/vec/vec.h>
+
+#include <type_traits>
+
+#include "weft/kernels/activation.h"
+#include "weft/kernels/cpu/io_vec.h"
+
+// The activations of kernels/activation.h on vectors of float32, to about two units in the last place. An argument of
+// any size, ±inf too, gives the limit of the function to within 1e-33; NaN gives NaN.
+
+namespace weft::kernels::CPU_CAPABILITY {
+
+// ---- Elementary functions ----------------------------------------------------------------------------------------
+
+/// t - floor(t).
+inline Vec fraction(const Vec& t) {
+#ifdef CPU_CAPABILITY_AVX512
+  return _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF);
+#else
+  return t - t.floor();
+#endif
+}
+
+/// 2^(floor(t) + f) for |t| ≤ 126; f is the fraction of t, perhaps with a correction.
+inline Vec exp2(const Vec& t, const Vec& f) {
+  Vec p = fma(Vec(2.161291631637141e-4F), f, Vec(1.2467845808714628e-3F));
+  p = fma(p, f, Vec(9.675451554358006e-3F));
+  p = fma(p, f, Vec(5.5485282093286514e-2F));
+  p = fma(p, f, Vec(2.402293086051941e-1F));
+  p = fma(p, f, Vec(6.931470632553101e-1F));
+  p = fma(p, f, Vec(1.F));
+#ifdef CPU_CAPABILITY_AVX512
+  return _mm512_scalef_ps(p, t);  // p·2^floor(t)
+#else
+  const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(t.floor()), _mm256_set1_epi32(127));
+  return _mm256_mul_ps(p, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
+#endif
+}
+
+/// e^(-x) for |x| ≤ kMost.
+inline constexpr float kMost = 87;
+inline Vec exp_minus(const Vec& x) {
+  const Vec high(-1.44269502162933349609375F), low(-1.92596299112661746887e-8F);  // their sum is -log2(e)
+  const Vec t = x * high;
+  const Vec lost = fma(x, low, at::vec::fmsub(x, high, t));
+  return exp2(t, fraction(t) + lost);
+}
+
+/// 1/d for 1 ≤ d ≤ 2^126.
+inline Vec reciprocal(const Vec& d) {
+#ifdef CPU_CAPABILITY_AVX512
+  const __m512 r = _mm512_rcp14_ps(d);  // 14 bits; one Newton step makes them 28
+  return _mm512_fmadd_ps(r, _mm512_fnmadd_ps(d, r, _mm512_set1_ps(1)), r);
+#else
+  return _mm256_div_ps(_mm256_set1_ps(1), d);
+#endif
+}
+
+/// s = σ(x) and c = 1 - σ(x), both to full relative precision, from e = e^(-x).
+struct Sigma {
+  Vec s, c;
+  explicit Sigma(const Vec& e) : s(reciprocal(Vec(1.F) + e)), c(e * s) {}
+};
+
+inline Vec above(const Vec& x, float least) { return at::vec::clamp_min(x, Vec(least)); }
+inline Vec below(const Vec& x, float most) { return at::vec::clamp_max(x, Vec(most)); }
+/// `v` where `test` holds, else 0.
+inline Vec where(const Vec& test, const Vec& v) { return test & v; }
+
+/// A function and its derivative at the same point.
+struct Both {
+  Vec value, slope;
+};
+
+/// tanh. With e = e^(-2|z|): tanh = ±(1 - e)/(1 + e), tanh' = 4e/(1 + e)²; near 0 an odd polynomial.
+inline Both tanh(const Vec& z) {
+  const Vec sign = z & Vec(-0.F), size = z.abs();
+  const Vec e = exp_minus(below(size + size, 40.F)), r = reciprocal(Vec(1.F) + e);
+  const Vec z2 = z * z;
+  Vec p = fma(Vec(-5.70498872745e-3F), z2, Vec(2.06390887954e-2F));
+  p = fma(p, z2, Vec(-5.37397155531e-2F));
+  p = fma(p, z2, Vec(1.33314422036e-1F));
+  p = fma(p, z2, Vec(-3.33332819422e-1F));
+  const Vec small = fma(p * z2, z, z), large = ((Vec(1.F) - e) * r) | sign;
+  return {Vec::blendv(large, small, size < Vec(0.625F)), Vec(4.F) * e * r * r};
+}
+
+// ---- f and h of each kind ----------------------------------------------------------------------------------------
+
+/// The numbers of an Act.
+struct ActParams {
+  float limit, alpha, offset, beta1, beta2, per_beta1, per_beta2;
+  explicit ActParams(const Act& act)
+      : limit(static_cast<float>(act.limit)),
+        alpha(static_cast<float>(act.alpha)),
+        offset(static_cast<float>(act.offset)),
+        beta1(static_cast<float>(act.beta1)),
+        beta2(static_cast<float>(act.beta2)),
+        per_beta1(static_cast<float>(1 / act.beta1)),
+        per_beta2(static_cast<float>(1 / act.beta2)) {}
+};
+
+constexpr bool is_gated(ActKind kind) { return kind >= ActKind::glu; }
+
+/// x·σ(kx) = x·s, with the slope s·(1 + kx·c).
+template <bool kSlope>
+Both swish(const Vec& x, float k) {
+  const Vec z = k == 1 ? x : x * Vec(k);
+  const Vec bounded = below(above(z, -kMost), kMost);
+  const Sigma sigma(exp_minus(bounded));
+  const Vec value = above(x, -1e4F) * sigma.s;  // x itself would turn -inf·0 into NaN
+  return {value, kSlope ? fma(bounded * sigma.c, sigma.s, sigma.s) : Vec()};
+}
+
+/// x·σ(2u) with 2u = x·(q + r·x²), which is x·(½ + ½·tanh(u)); the slope is s + x·s·c·(q + 3r·x²).
+template <bool kSlope>
+Both gelu(const Vec& x) {
+  constexpr float kBound = 10;  // 2^(±126)
+  constexpr double kLog2e = 1.4426950408889634, q = 1.5957691216057308, r = 0.07135481627260025;
+  const Vec least = above(x, -kBound), bounded = below(least, kBound);
+  const Vec x2 = bounded * bounded;
+  const Vec t = bounded * fma(Vec(static_cast<float>(-kLog2e * r)), x2, Vec(static_cast<float>(-kLog2e * q)));
+  const Sigma sigma(exp2(t, fraction(t)));
+  const Vec value = least * sigma.s;
+  if constexpr (!kSlope) return {value, Vec()};
+  const Vec du = fma(Vec(static_cast<float>(3 * r)), x2, Vec(static_cast<float>(q)));
+  return {value, fma(bounded * sigma.c * du, sigma.s, sigma.s)};
+}
+
+inline Both squared_relu(const Vec& x) {
+  const Vec y = above(x, 0);
+  return {y * y, y + y};
+}
+
+inline Both logistic(const Vec& x) {
+  const Sigma sigma(exp_minus(below(above(x, -kMost), kMost)));
+  return {sigma.s, sigma.s * sigma.c};
+}
+
+/// β1·tanh(a/β1)·σ(a).
+inline Both situ(const Vec& a, const ActParams& p) {
+  const auto [t, dt] = tanh(a * Vec(p.per_beta1));
+  const auto [s, ds] = logistic(a);
+  const Vec bt = Vec(p.beta1) * t;
+  return {bt * s, fma(dt, s, bt * ds)};
+}
+
+/// f(x), the whole of a unary kind or the gate of a gated one. The slope is only right if kSlope.
+template <ActKind kKind, bool kSlope>
+Both f_of(const Vec& x, const ActParams& p) {
+  using enum ActKind;
+  if constexpr (kKind == gelu || kKind == geglu) {
+    return CPU_CAPABILITY::gelu<kSlope>(x);
+  } else if constexpr (kKind == qgelu || kKind == qgeglu) {
+    return swish<kSlope>(x, 1.702F);
+  } else if constexpr (kKind == silu || kKind == swiglu) {
+    return swish<kSlope>(x, 1);
+  } else if constexpr (kKind == relu || kKind == reglu) {
+    return {above(x, 0), Vec::blendv(Vec(1.F), Vec(0.F), x <= Vec(0.F))};
+  } else if constexpr (kKind == srelu || kKind == sreglu) {
+    return squared_relu(x);
+  } else if constexpr (kKind == glu) {
+    return logistic(x);
+  } else if constexpr (kKind == situglu) {
+    return situ(x, p);
+  } else {
+    const auto [value, slope] = swish<kSlope>(below(x, p.limit), p.alpha);
+    return {value, where(x <= Vec(p.limit), slope)};
+  }
+}
+
+/// h(b) of a gated kind.
+template <ActKind kKind>
+Both h_of(const Vec& b, const ActParams& p) {
+  if constexpr (kKind == ActKind::situglu) {
+    const auto [t, dt] = tanh(b * Vec(p.per_beta2));
+    return {Vec(p.beta2) * t, dt};
+  } else if constexpr (kKind == ActKind::clamped_swiglu) {
+    const Vec inside = below(above(b, -p.limit), p.limit);
+    return {inside + Vec(p.offset), where(inside == b, Vec(1.F))};
+  } else {
+    return {b, Vec(1.F)};
+  }
+}
+
+// ---- What kernels call -------------------------------------------------------------------------------------------
+
+/// f(x) of a unary kind.
+template <ActKind kKind>
+Vec act_value(const Vec& x, const ActParams& p) {
+  return f_of<kKind, false>(x, p).value;
+}
+/// f(x) and f'(x) of a unary kind.
+template <ActKind kKind>
+Both act_both(const Vec& x, const ActParams& p) {
+  return f_of<kKind, true>(x, p);
+}
+/// f(a)·h(b) of a gated kind.
+template <ActKind kKind>
+Vec gated_value(const Vec& a, const Vec& b, const ActParams& p) {
+  return f_of<kKind, false>(a, p).value * h_of<kKind>(b, p).value;
+}
+/// f(a)·h(b), da = dy·f'(a)·h(b) and db = dy·f(a)·h'(b) of a gated kind.
+struct Gated {
+  Vec value, da, db;
+};
+template <ActKind kKind>
+Gated gated_both(const Vec& dy, const Vec& a, const Vec& b, const ActParams& p) {
+  const auto f = f_of<kKind, true>(a, p), h = h_of<kKind>(b, p);
+  constexpr bool kPlain = kKind != ActKind::situglu && kKind != ActKind::clamped_swiglu;  // h' = 1
+  return {f.value * h.value, dy * h.value * f.slope, kPlain ? dy * f.value : dy * f.value * h.slope};
+}
+
+/// Calls run(std::integral_constant<ActKind, kind>{}): a kind known at run time becomes a template argument.
+template <class F>
+void with_kind(ActKind kind, F&& run) {
+  const auto at = [&]<ActKind kKind>() { run(std::integral_constant<ActKind, kKind>{}); };
+  using enum ActKind;
+  switch (kind) {
+    case gelu:
+      return at.template operator()<gelu>();
+    case qgelu:
+      return at.template operator()<qgelu>();
+    case relu:
+      return at.template operator()<relu>();
+    case srelu:
+      return at.template operator()<srelu>();
+    case silu:
+      return at.template operator()<silu>();
+    case glu:
+      return at.template operator()<glu>();
+    case geglu:
+      return at.template operator()<geglu>();
+    case qgeglu:
+      return at.template operator()<qgeglu>();
+    case reglu:
+      return at.template operator()<reglu>();
+    case sreglu:
+      return at.template operator()<sreglu>();
+    case swiglu:
+      return at.template operator()<swiglu>();
+    case situglu:
+      return at.template operator()<situglu>();
+    case clamped_swiglu:
+      return at.template operator()<clamped_swiglu>();
+  }
+}
+
+}  // namespace weft::kernels::CPU_CAPABILITY

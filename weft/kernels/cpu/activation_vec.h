@@ -1,0 +1,83 @@
+#pragma once
+#include "weft/kernels/cpu/act_vec.h"
+#include "weft/kernels/cpu/io_vec.h"
+#include "weft/kernels/cpu/loops.h"
+
+namespace weft::kernels::CPU_CAPABILITY {
+
+template <ActKind kKind, class T>
+void act_forward_rows(const ActCall& c, int64_t begin, int64_t end) {
+  constexpr int64_t kParts = is_gated(kKind) ? 2 : 1;
+  const ActParams params(c.act);
+  for (int64_t row = begin; row < end; ++row) {
+    const Vec scale(c.scales ? c.scales[row] : 1.F);
+    for (int64_t block = row * c.blocks; block < (row + 1) * c.blocks; ++block) {
+      const T* x = static_cast<const T*>(c.x) + block * c.columns * kParts;
+      T* y = static_cast<T*>(c.out) + block * c.columns;
+      each_vector(c.columns, [&](int64_t i, auto count) {
+        Vec v = read(x + i, count);
+        if constexpr (is_gated(kKind)) {
+          v = gated_value<kKind>(v, read(x + c.columns + i, count), params);
+        } else {
+          v = act_value<kKind>(v, params);
+        }
+        write(y + i, scale * v, count);
+      });
+    }
+  }
+}
+
+/// Stores a gradient and adds it to the column sums.
+template <class T, class Count>
+void put(T* dx, float* sums, const Vec& v, Count count) {
+  if (dx) write(dx, v, count);
+  if (sums) write(sums, read(sums, count) + v, count);
+}
+
+template <ActKind kKind, class T>
+void act_backward_rows(const ActCall& c, int64_t begin, int64_t end) {
+  constexpr int64_t kParts = is_gated(kKind) ? 2 : 1;
+  const auto shifted = [](auto* p, int64_t by) { return p ? p + by : p; };
+  const ActParams params(c.act);
+  for (int64_t row = begin; row < end; ++row) {
+    const Vec scale(c.scales ? c.scales[row] : 1.F);
+    Vec total(0.F);
+    for (int64_t block = 0; block < c.blocks; ++block) {
+      const auto at = (row * c.blocks + block) * c.columns;
+      const T* x = static_cast<const T*>(c.x) + at * kParts;
+      T* dx = shifted(static_cast<T*>(c.out), at * kParts);
+      float* sums = shifted(c.sums, block * c.columns * kParts);
+      each_vector(c.columns, [&](int64_t i, auto count) {
+        const Vec dy = read(c.dy_dtype, c.dy, at + i, count);
+        if constexpr (is_gated(kKind)) {
+          const auto j = i + c.columns;
+          const auto g = gated_both<kKind>(scale * dy, read(x + i, count), read(x + j, count), params);
+          total = fma(dy, g.value, total);
+          put(shifted(dx, i), shifted(sums, i), g.da, count);
+          put(shifted(dx, j), shifted(sums, j), g.db, count);
+        } else {
+          const auto f = act_both<kKind>(read(x + i, count), params);
+          total = fma(dy, f.value, total);
+          put(shifted(dx, i), shifted(sums, i), scale * dy * f.slope, count);
+        }
+      });
+    }
+    if (c.ds) c.ds[row] = sum_lanes(total);
+  }
+}
+
+static void act_forward(const ActCall& c, int64_t begin, int64_t end) {
+  with_kind(c.act.kind, [&](auto kind) {
+    with_dtype(c.dtype, [&](auto t) { act_forward_rows<kind(), decltype(t)>(c, begin, end); });
+  });
+}
+
+static void act_backward(const ActCall& c, int64_t begin, int64_t end) {
+  with_kind(c.act.kind, [&](auto kind) {
+    with_dtype(c.dtype, [&](auto t) { act_backward_rows<kind(), decltype(t)>(c, begin, end); });
+  });
+}
+
+const ActLoops act_loops{act_forward, act_backward};
+
+}  // namespace weft::kernels::CPU_CAPABILITY

@@ -1,0 +1,482 @@
+#pragma once
+#include <c10/core/ScalarType.h>
+
+#include <optional>
+
+#include "weft/kernels/cpu/act_vec.h"
+#include "weft/kernels/cpu/tiles_amx.h"
+
+// The epilogue of a 32 x 32 square of the product, one row at a time, so that it can run under the next square's tile
+// products.
+
+namespace weft::kernels::CPU_CAPABILITY {
+
+/// A row-major matrix of float32, bfloat16 or float16.
+struct Place {
+  char* data = nullptr;
+  int64_t ld = 0;  // in values
+  at::ScalarType dtype = at::kFloat;
+  bool stream = false;  // store past the caches: whole aligned lines, and nobody reads them soon
+
+  int64_t bytes() const { return dtype == at::kFloat ? 4 : 2; }
+  char* at(int64_t row, int64_t column) const { return data + (row * ld + column) * bytes(); }
+};
+
+inline __mmask16 first(int64_t count) {
+  return count >= 16 ? 0xffff : static_cast<__mmask16>((1U << std::max<int64_t>(count, 0)) - 1);
+}
+
+inline __m512 load16(const Place& from, int64_t row, int64_t column, __mmask16 mask) {
+  const char* p = from.at(row, column);
+  if (from.dtype == at::kFloat) return _mm512_maskz_loadu_ps(mask, p);
+  const __m256i half = _mm256_maskz_loadu_epi16(mask, p);
+  if (from.dtype == at::kHalf) return _mm512_cvtph_ps(half);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+inline void store16(const Place& to, int64_t row, int64_t column, __m512 v, __mmask16 mask) {
+  char* p = to.at(row, column);
+  if (to.dtype == at::kFloat) {
+    _mm512_mask_storeu_ps(p, mask, v);
+  } else if (to.dtype == at::kHalf) {
+    _mm256_mask_storeu_epi16(p, mask, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  } else {
+    _mm256_mask_storeu_epi16(p, mask, reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v)));
+  }
+}
+
+/// 32 neighbours; `left` of them exist.
+inline void store32(const Place& to, int64_t row, int64_t column, __m512 v0, __m512 v1, int64_t left) {
+  if (left >= kPanel && to.dtype == at::kBFloat16) {
+    const auto pairs = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(v1, v0));
+    auto* p = reinterpret_cast<__m512i*>(to.at(row, column));
+    to.stream ? _mm512_stream_si512(p, pairs) : _mm512_storeu_si512(p, pairs);
+    return;
+  }
+  store16(to, row, column, v0, first(left));
+  store16(to, row, column + 16, v1, first(left - 16));
+}
+
+/// The `Epilogue` of a call as raw memory; made once.
+struct Work {
+  int64_t rows = 0, columns = 0;  // of the product
+  int64_t half = 0;               // gated: columns of a and of b
+  int64_t reach = 0;              // panels beyond this column are not whole
+  float scale = 1;
+  const float* bias = nullptr;  // padded with 32 values
+  Place out, pre, at, again, add;
+  float* sums = nullptr;                      // of this thread; padded likewise
+  int64_t ahead_rows = 0, ahead_columns = 0;  // from a square to the one after it
+  ActParams act{Act{}};
+  void (*row)(const Work&, const float* square, int64_t row, int64_t column) = nullptr;
+};
+
+inline void bring(const Work& w, const Place& place, int64_t row, int64_t column, int width) {
+  if (!place.data || row + w.ahead_rows >= w.rows) return;
+  const char* p = place.at(row + w.ahead_rows, column + w.ahead_columns);
+  for (int i = 0; i < width * place.bytes(); i += 64) _mm_prefetch(p + i, _MM_HINT_T0);
+}
+
+inline void add_sums(float* sums, __m512 v0, __m512 v1) {
+  _mm512_storeu_ps(sums, _mm512_add_ps(_mm512_loadu_ps(sums), v0));
+  _mm512_storeu_ps(sums + 16, _mm512_add_ps(_mm512_loadu_ps(sums + 16), v1));
+}
+
+inline void finish32(const Work& w, int64_t row, int64_t column, __m512 v0, __m512 v1, int64_t left) {
+  if (w.sums) add_sums(w.sums + column, v0, v1);
+  if (w.add.data) {
+    v0 = _mm512_add_ps(v0, load16(w.add, row, column, first(left)));
+    v1 = _mm512_add_ps(v1, load16(w.add, row, column + 16, first(left - 16)));
+    bring(w, w.add, row, column, kPanel);
+  }
+  store32(w.out, row, column, v0, v1, left);
+}
+
+/// v = act(scale·P + bias) + add, 32 columns.
+template <int kKind>
+void value_row(const Work& w, const float* c, int64_t row, int64_t column) {
+  const __m512 scale = _mm512_set1_ps(w.scale);
+  __m512 v0 = _mm512_mul_ps(_mm512_load_ps(c), scale), v1 = _mm512_mul_ps(_mm512_load_ps(c + 256), scale);
+  const int64_t left = w.columns - column;
+  if (w.bias) {
+    v0 = _mm512_add_ps(v0, _mm512_loadu_ps(w.bias + column));
+    v1 = _mm512_add_ps(v1, _mm512_loadu_ps(w.bias + column + 16));
+  }
+  if (w.pre.data) store32(w.pre, row, column, v0, v1, left);
+  if constexpr (kKind >= 0) {
+    v0 = act_value<ActKind{kKind}>(v0, w.act);
+    v1 = act_value<ActKind{kKind}>(v1, w.act);
+  }
+  finish32(w, row, column, v0, v1, left);
+}
+
+/// Gated: the square holds 16 columns of a, then the same 16 of b; out has 16 columns.
+template <ActKind kKind>
+void gated_row(const Work& w, const float* c, int64_t row, int64_t panel) {
+  const __m512 scale = _mm512_set1_ps(w.scale);
+  const int64_t column = panel / 2;
+  const auto mask = first(w.half - column);
+  __m512 a = _mm512_mul_ps(_mm512_load_ps(c), scale), b = _mm512_mul_ps(_mm512_load_ps(c + 256), scale);
+  if (w.bias) {
+    a = _mm512_add_ps(a, _mm512_loadu_ps(w.bias + column));
+    b = _mm512_add_ps(b, _mm512_loadu_ps(w.bias + w.half + column));
+  }
+  if (w.pre.data) {
+    store16(w.pre, row, column, a, mask);
+    store16(w.pre, row, w.half + column, b, mask);
+  }
+  __m512 v = gated_value<kKind>(a, b, w.act);
+  if (w.sums) _mm512_storeu_ps(w.sums + column, _mm512_add_ps(_mm512_loadu_ps(w.sums + column), v));
+  if (w.add.data) v = _mm512_add_ps(v, load16(w.add, row, column, mask));
+  store16(w.out, row, column, v, mask);
+}
+
+/// v = scale·P·act'(at).
+template <ActKind kKind>
+void slope_row(const Work& w, const float* c, int64_t row, int64_t column) {
+  const __m512 scale = _mm512_set1_ps(w.scale);
+  const int64_t left = w.columns - column;
+  const __m512 x0 = load16(w.at, row, column, first(left)), x1 = load16(w.at, row, column + 16, first(left - 16));
+  bring(w, w.at, row, column, kPanel);
+  const auto [f0, s0] = act_both<kKind>(x0, w.act);
+  const auto [f1, s1] = act_both<kKind>(x1, w.act);
+  if (w.again.data) store32(w.again, row, column, f0, f1, left);
+  finish32(w, row, column, _mm512_mul_ps(_mm512_mul_ps(_mm512_load_ps(c), scale), s0),
+           _mm512_mul_ps(_mm512_mul_ps(_mm512_load_ps(c + 256), scale), s1), left);
+}
+
+/// Gated: da = v·f'(a)·h(b) in column j, db = v·f(a)·h'(b) in column N + j.
+template <ActKind kKind>
+void gated_slope_row(const Work& w, const float* c, int64_t row, int64_t column) {
+  const __m512 scale = _mm512_set1_ps(w.scale);
+  __m512 da[2], db[2], again[2];
+  for (int i = 0; i < 2; ++i) {
+    const auto mask = first(w.columns - column - 16 * i);
+    const __m512 a = load16(w.at, row, column + 16 * i, mask);
+    const __m512 b = load16(w.at, row, w.columns + column + 16 * i, mask);
+    const __m512 dy = _mm512_mul_ps(_mm512_load_ps(c + 256 * i), scale);
+    const auto g = gated_both<kKind>(dy, a, b, w.act);
+    again[i] = g.value;
+    da[i] = g.da;
+    db[i] = g.db;
+  }
+  bring(w, w.at, row, column, kPanel);
+  bring(w, w.at, row, w.columns + column, kPanel);
+  const int64_t left = w.columns - column;
+  if (w.again.data) store32(w.again, row, column, again[0], again[1], left);
+  finish32(w, row, column, da[0], da[1], left);
+  finish32(w, row, w.columns + column, db[0], db[1], left);
+}
+
+using RowFunction = void (*)(const Work&, const float* square, int64_t row, int64_t column);
+
+/// The row function of an epilogue.
+inline RowFunction row_function(const std::optional<Act>& act, const std::optional<Act>& slope) {
+  RowFunction row = value_row<-1>;
+  if (const auto& any = act ? act : slope)
+    with_kind(any->kind, [&](auto kind) {
+      if constexpr (is_gated(kind))
+        row = act ? gated_row<kind> : gated_slope_row<kind>;
+      else
+        row = act ? value_row<static_cast<int>(ActKind{kind})> : slope_row<kind>;
+    });
+  return row;
+}
+
+// ---- Whole squares, the common case -------------------------------------------------------------------------------
+// Everything bfloat16 and scale 1, or a float32 gradient; no masks and no choices. Such rows run inside the loop over
+// tile products, so their state has to stay in registers: a store and a load of it per step cost more than the row.
+
+inline __m512i pack_bf16(__m512 v0, __m512 v1) { return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(v1, v0)); }
+inline __m512 widen_bf16(__m256i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16)); }
+inline __m512 load_bf16(const char* p) { return widen_bf16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+
+/// A matrix that a row is read from or written to, stepping down.
+struct Walk {
+  char* p;
+  int64_t step;
+
+  Walk(const Place& place, int64_t row, int64_t column)
+      : p(place.data ? place.at(row, column) : nullptr), step(place.ld * place.bytes()) {}
+};
+
+/// Stores past the caches if `stream`.
+[[gnu::always_inline]] inline void put(Walk& to, __m512i v, bool stream) {
+  if (stream)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to.p), v);
+  else
+    _mm512_storeu_si512(to.p, v);
+  to.p += to.step;
+}
+
+/// v = act(P + bias) [+ add].
+template <int kKind, bool kPre, bool kAdd>
+class ValueRows {
+ public:
+  ValueRows(const Work& w, int64_t row, int64_t column)
+      : out_(w.out, row, column),
+        pre_(w.pre, row, column),
+        add_(w.add, row, column),
+        stream_(w.out.stream),
+        act_(&w.act) {
+    ahead_ = (w.ahead_rows * w.add.ld + w.ahead_columns) * w.add.bytes();
+    bias0_ = w.bias ? _mm512_loadu_ps(w.bias + column) : _mm512_setzero_ps();
+    bias1_ = w.bias ? _mm512_loadu_ps(w.bias + column + 16) : _mm512_setzero_ps();
+  }
+  [[gnu::always_inline]] void row(const float* c) {
+    __m512 v0 = _mm512_add_ps(_mm512_load_ps(c), bias0_), v1 = _mm512_add_ps(_mm512_load_ps(c + 256), bias1_);
+    if constexpr (kPre) put(pre_, pack_bf16(v0, v1), stream_);
+    if constexpr (kKind >= 0) {
+      v0 = act_value<ActKind{kKind}>(v0, *act_);
+      v1 = act_value<ActKind{kKind}>(v1, *act_);
+    }
+    if constexpr (kAdd) {
+      v0 = _mm512_add_ps(v0, load_bf16(add_.p));
+      v1 = _mm512_add_ps(v1, load_bf16(add_.p + 32));
+      _mm_prefetch(add_.p + ahead_, _MM_HINT_T0);
+      add_.p += add_.step;
+    }
+    put(out_, pack_bf16(v0, v1), stream_);
+  }
+  void end(const Work&, int64_t) {}
+
+ private:
+  Walk out_, pre_, add_;
+  int64_t ahead_;
+  __m512 bias0_, bias1_;
+  bool stream_;
+  const ActParams* act_;
+};
+
+/// Gated: 16 columns of a and of b make 16 of the result.
+template <ActKind kKind>
+class GatedRows {
+ public:
+  GatedRows(const Work& w, int64_t row, int64_t panel)
+      : out_(w.out, row, panel / 2), a_(w.pre, row, panel / 2), b_(w.pre, row, w.half + panel / 2), act_(&w.act) {
+    bias0_ = w.bias ? _mm512_loadu_ps(w.bias + panel / 2) : _mm512_setzero_ps();
+    bias1_ = w.bias ? _mm512_loadu_ps(w.bias + w.half + panel / 2) : _mm512_setzero_ps();
+  }
+  [[gnu::always_inline]] void row(const float* c) {
+    const __m512 a = _mm512_add_ps(_mm512_load_ps(c), bias0_), b = _mm512_add_ps(_mm512_load_ps(c + 256), bias1_);
+    if (a_.p) {
+      put16(a_, a);
+      put16(b_, b);
+    }
+    put16(out_, gated_value<kKind>(a, b, *act_));
+  }
+  void end(const Work&, int64_t) {}
+
+ private:
+  [[gnu::always_inline]] static void put16(Walk& to, __m512 v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to.p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v)));
+    to.p += to.step;
+  }
+  Walk out_, a_, b_;
+  __m512 bias0_, bias1_;
+  const ActParams* act_;
+};
+
+/// v = P·act'(at), with act(at) and the sums of the columns beside it.
+template <ActKind kKind>
+class SlopeRows {
+ public:
+  SlopeRows(const Work& w, int64_t row, int64_t column)
+      : out_(w.out, row, column),
+        at_(w.at, row, column),
+        again_(w.again, row, column),
+        stream_(w.out.stream),
+        act_(&w.act) {
+    ahead_ = (w.ahead_rows * w.at.ld + w.ahead_columns) * w.at.bytes();
+  }
+  [[gnu::always_inline]] void row(const float* c) {
+    const auto [f0, s0] = act_both<kKind>(load_bf16(at_.p), *act_);
+    const auto [f1, s1] = act_both<kKind>(load_bf16(at_.p + 32), *act_);
+    _mm_prefetch(at_.p + ahead_, _MM_HINT_T0);
+    at_.p += at_.step;
+    if (again_.p) put(again_, pack_bf16(f0, f1), stream_);
+    const __m512 v0 = _mm512_mul_ps(_mm512_load_ps(c), s0), v1 = _mm512_mul_ps(_mm512_load_ps(c + 256), s1);
+    sum0_ = _mm512_add_ps(sum0_, v0);
+    sum1_ = _mm512_add_ps(sum1_, v1);
+    put(out_, pack_bf16(v0, v1), stream_);
+  }
+  void end(const Work& w, int64_t column) {
+    if (w.sums) add_sums(w.sums + column, sum0_, sum1_);
+  }
+
+ private:
+  Walk out_, at_, again_;
+  int64_t ahead_;
+  __m512 sum0_ = _mm512_setzero_ps(), sum1_ = _mm512_setzero_ps();
+  bool stream_;
+  const ActParams* act_;
+};
+
+/// Gated: `at` and the result have a in column j and b in column N + j.
+template <ActKind kKind>
+class GatedSlopeRows {
+ public:
+  GatedSlopeRows(const Work& w, int64_t row, int64_t column)
+      : da_(w.out, row, column),
+        at_(w.at, row, column),
+        again_(w.again, row, column),
+        out_b_(w.columns * w.out.bytes()),
+        at_b_(w.columns * w.at.bytes()),
+        act_(&w.act) {
+    ahead_ = (w.ahead_rows * w.at.ld + w.ahead_columns) * w.at.bytes();
+  }
+  [[gnu::always_inline]] void row(const float* c) {
+    const auto g0 = gated_both<kKind>(_mm512_load_ps(c), load_bf16(at_.p), load_bf16(at_.p + at_b_), *act_);
+    const auto g1 =
+        gated_both<kKind>(_mm512_load_ps(c + 256), load_bf16(at_.p + 32), load_bf16(at_.p + at_b_ + 32), *act_);
+    _mm_prefetch(at_.p + ahead_, _MM_HINT_T0);
+    _mm_prefetch(at_.p + ahead_ + at_b_, _MM_HINT_T0);
+    at_.p += at_.step;
+    if (again_.p) put(again_, pack_bf16(g0.value, g1.value), false);
+    for (int i = 0; i < 4; ++i)
+      sums_[i] = _mm512_add_ps(sums_[i], i == 0 ? g0.da : i == 1 ? g1.da : i == 2 ? g0.db : g1.db);
+    _mm512_storeu_si512(da_.p + out_b_, pack_bf16(g0.db, g1.db));
+    put(da_, pack_bf16(g0.da, g1.da), false);
+  }
+  void end(const Work& w, int64_t column) {
+    if (!w.sums) return;
+    add_sums(w.sums + column, sums_[0], sums_[1]);
+    add_sums(w.sums + w.columns + column, sums_[2], sums_[3]);
+  }
+
+ private:
+  Walk da_, at_, again_;
+  int64_t out_b_, at_b_, ahead_;
+  __m512 sums_[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+  const ActParams* act_;
+};
+
+/// out = scale·P, or out += scale·P, in float32: a weight gradient.
+template <bool kAdd>
+class GradientRows {
+ public:
+  GradientRows(const Work& w, int64_t row, int64_t column) : out_(w.out, row, column), scale_(_mm512_set1_ps(w.scale)) {
+    ahead_ = (w.ahead_rows * w.out.ld + w.ahead_columns) * 4;
+  }
+  [[gnu::always_inline]] void row(const float* c) {
+    const __m512 v0 = _mm512_load_ps(c), v1 = _mm512_load_ps(c + 256);
+    if constexpr (kAdd) {
+      _mm512_storeu_ps(out_.p, _mm512_fmadd_ps(v0, scale_, _mm512_loadu_ps(out_.p)));
+      _mm512_storeu_ps(out_.p + 64, _mm512_fmadd_ps(v1, scale_, _mm512_loadu_ps(out_.p + 64)));
+      _mm_prefetch(out_.p + ahead_, _MM_HINT_T0);
+      _mm_prefetch(out_.p + ahead_ + 64, _MM_HINT_T0);
+    } else {
+      _mm512_storeu_ps(out_.p, _mm512_mul_ps(v0, scale_));
+      _mm512_storeu_ps(out_.p + 64, _mm512_mul_ps(v1, scale_));
+    }
+    out_.p += out_.step;
+  }
+  void end(const Work&, int64_t) {}
+
+ private:
+  Walk out_;
+  int64_t ahead_;
+  __m512 scale_;
+};
+
+/// Any epilogue: nothing runs inside the loop, each square is finished behind it.
+class AnyRows {
+ public:
+  AnyRows(const Work&, int64_t, int64_t) {}
+  void row(const float*) {}
+  void end(const Work&, int64_t) {}
+};
+
+/// A square whose rows are still to be finished: inside the next square's loop if it is whole and has a lean form.
+template <class Rows>
+class Pending {
+ public:
+  static constexpr bool kLean = !std::is_same_v<Rows, AnyRows>;
+
+  Pending(const Work& w, const float* square, int64_t row, int64_t column)
+      : rows_(w, row, column), c_(square), row_(row), column_(column) {}
+
+  /// One row, if one is left.
+  [[gnu::always_inline]] void step() {
+    if (left_ == 0) return;
+    rows_.row(c_);
+    c_ += 16;
+    if (--left_ == 16) c_ += 256;
+  }
+  void finish(const Work& w) {
+    while (left_ > 0) step();
+    if (whole_) rows_.end(w, column_);
+  }
+  /// Starts, or finishes at once what has no lean form.
+  void start(const Work& w) {
+    whole_ = kLean && row_ + kPanel <= w.rows && column_ + kPanel <= w.reach;
+    if (whole_) {
+      left_ = kPanel;
+      return;
+    }
+    const int64_t rows = std::min<int64_t>(kPanel, w.rows - row_);
+    for (int64_t i = 0; i < rows; ++i) w.row(w, c_ + (i >> 4) * 512 + (i & 15) * 16, row_ + i, column_);
+  }
+
+ private:
+  Rows rows_;
+  const float* c_;
+  int64_t row_, column_;
+  int left_ = 0;
+  bool whole_ = false;
+};
+
+/// Calls run with the rows of an activation, or of its slope.
+template <class Run>
+void with_activation(const Work& w, const std::optional<Act>& act, bool slope, Run&& run) {
+  const auto value = [&]<ActKind kKind>() {
+    constexpr int k = static_cast<int>(kKind);
+    if (slope) return run.template operator()<SlopeRows<kKind>>();
+    w.pre.data ? run.template operator()<ValueRows<k, true, false>>()
+               : run.template operator()<ValueRows<k, false, false>>();
+  };
+  const auto gated = [&]<ActKind kKind>() {
+    slope ? run.template operator()<GatedSlopeRows<kKind>>() : run.template operator()<GatedRows<kKind>>();
+  };
+  switch (act->kind) {
+    case ActKind::gelu:
+      return value.template operator()<ActKind::gelu>();
+    case ActKind::silu:
+      return value.template operator()<ActKind::silu>();
+    case ActKind::relu:
+      return value.template operator()<ActKind::relu>();
+    case ActKind::srelu:
+      return value.template operator()<ActKind::srelu>();
+    case ActKind::swiglu:
+      return gated.template operator()<ActKind::swiglu>();
+    case ActKind::geglu:
+      return gated.template operator()<ActKind::geglu>();
+    default:
+      return run.template operator()<AnyRows>();  // rarer ones: behind the loop
+  }
+}
+
+/// Whether the epilogue is that of a float32 weight gradient.
+inline bool is_gradient(const Work& w, const std::optional<Act>& act, const std::optional<Act>& slope) {
+  return !act && !slope && w.out.dtype == at::kFloat && (!w.add.data || w.add.data == w.out.data) && !w.bias &&
+         !w.pre.data && !w.sums;
+}
+
+/// Calls run with the class of rows that fits the epilogue; `few` leaves out the activations.
+template <bool kFew, class Run>
+void with_rows(const Work& w, const std::optional<Act>& act, const std::optional<Act>& slope, Run&& run) {
+  const auto bf16 = [](const Place& p) { return !p.data || p.dtype == at::kBFloat16; };
+  const auto any = [&] { run.template operator()<AnyRows>(); };
+  if (is_gradient(w, act, slope))
+    return w.add.data ? run.template operator()<GradientRows<true>>() : run.template operator()<GradientRows<false>>();
+  if (w.scale != 1 || !bf16(w.out) || !bf16(w.pre) || !bf16(w.again) || !bf16(w.add) || !bf16(w.at)) return any();
+  if (!act && !slope) {
+    if (w.sums || w.pre.data) return any();
+    return w.add.data ? run.template operator()<ValueRows<-1, false, true>>()
+                      : run.template operator()<ValueRows<-1, false, false>>();
+  }
+  if (kFew || w.add.data || (slope && w.bias) || (act && w.sums)) return any();
+  if constexpr (!kFew) with_activation(w, act ? act : slope, slope.has_value(), run);
+}
+
+}  // namespace weft::kernels::CPU_CAPABILITY

@@ -1,0 +1,361 @@
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <sys/mman.h>
+
+#include <cstdlib>
+#include <memory>
+
+#include "weft/kernels/cpu/checksum_amx.h"
+#include "weft/kernels/cpu/epilogue_amx.h"
+#include "weft/kernels/cpu/pack_amx.h"
+#include "weft/kernels/cpu/packed.h"
+#include "weft/kernels/tiers.h"
+
+namespace weft::kernels::CPU_CAPABILITY {
+namespace {
+
+/// How a product is cut. One operand is "near": its panels are walked one by one, packed while the panel before is
+/// multiplied, and the start of a panel stays in L1. Of the other one, "far", a block of panels lies packed in L2 and
+/// every near panel meets all of it. A reduction longer than `steps` is cut into chunks, whose sums wait in `scratch`.
+struct Blocking {
+  int steps;  // of one chunk
+  int chunks;
+  int64_t far;   // panels in a block
+  int64_t near;  // panels whose sums wait while the chunks go by
+};
+
+constexpr int64_t kFarBytes = 1 << 20;      // half of L2
+constexpr int64_t kScratchBytes = 1 << 20;  // the other half, if sums have to wait
+constexpr int kMostSteps = 36;              // of one chunk: 1152 values
+
+Blocking cut(int64_t near, int64_t far, int64_t k) {
+  const int64_t steps = (k + kStep - 1) / kStep;
+  Blocking b{};
+  b.chunks = static_cast<int>(std::max<int64_t>(1, (steps + kMostSteps - 1) / kMostSteps));
+  b.steps = static_cast<int>((steps + b.chunks - 1) / b.chunks);
+  const int64_t panel_bytes = static_cast<int64_t>(std::max(b.steps, 1)) * 2 * kTile * 2;
+  b.far = std::clamp<int64_t>(kFarBytes / panel_bytes / (b.chunks > 1 ? 2 : 1), 1, std::max<int64_t>(far, 1));
+  b.near = b.chunks == 1 ? near : std::clamp<int64_t>(kScratchBytes / (b.far * kSquare * 4), 1, near);
+  return b;
+}
+
+/// Memory of one thread, kept between calls: a far block, a strip of near panels, waiting sums, two squares.
+struct Scratch {
+  Bf16 *far = nullptr, *near = nullptr;
+  float *sums = nullptr, *square[2] = {nullptr, nullptr};
+
+  static Scratch& mine() {
+    static thread_local Scratch scratch;
+    return scratch;
+  }
+
+ private:
+  static constexpr size_t kPanelBytes = kMostSteps * 2 * kTile * 2;
+  static constexpr size_t kBytes = 4 << 20;
+  std::unique_ptr<char, decltype(&std::free)> memory_{static_cast<char*>(std::aligned_alloc(2 << 20, kBytes)),
+                                                      &std::free};
+
+  Scratch() {
+    TORCH_CHECK(memory_, "weft: no memory for a GEMM's scratch (", kBytes, " bytes).");
+    madvise(memory_.get(), kBytes, MADV_HUGEPAGE);
+    char* p = memory_.get();
+    const auto take = [&](size_t bytes) { return std::exchange(p, p + bytes); };
+    for (auto& s : square) s = reinterpret_cast<float*>(take(kSquare * 4));
+    near = reinterpret_cast<Bf16*>(take(kStrip * kPanelBytes));
+    far = reinterpret_cast<Bf16*>(take(kFarBytes + kPanelBytes));
+    sums = reinterpret_cast<float*>(take(kScratchBytes + kSquare * 4 * 64));
+  }
+};
+
+/// Brings the memory of the next near panel to L2, a few lines under each step, so that reading it is quick.
+class Prefetcher {
+ public:
+  Prefetcher(const Operand& m, int64_t panel, int64_t k0, int steps, int64_t far) {
+    if (panel >= m.panels()) return;
+    left_ = kPanel * static_cast<int64_t>(steps);
+    per_step_ = static_cast<int>((kPanel + far - 1) / far);
+    if (m.packed) {
+      next_ = reinterpret_cast<const char*>(m.packed_panel(panel, k0));
+      run_ = left_;
+      return;
+    }
+    next_ = reinterpret_cast<const char*>(m.at(tile_start(m, panel * kPanel, 0), k0));
+    run_ = m.k_contiguous ? steps : 1;  // lines that follow each other
+    jump_ = m.ld * 2 - (run_ - 1) * 64;
+    run_left_ = run_;
+  }
+  [[gnu::always_inline]] void step() {
+    for (int i = 0; i < per_step_ && left_ > 0; ++i, --left_) {
+      _mm_prefetch(next_, _MM_HINT_T1);
+      if (--run_left_ == 0) {
+        run_left_ = run_;
+        next_ += jump_;
+      } else {
+        next_ += 64;
+      }
+    }
+  }
+
+ private:
+  const char* next_ = nullptr;
+  int64_t left_ = 0, run_ = 0, run_left_ = 0, jump_ = 0;
+  int per_step_ = 0;
+};
+
+/// The near panels [near0, near1) against the far panels [far0, far1).
+template <bool kNearIsA, class Rows>
+class Multiplier {
+ public:
+  Multiplier(const Operand& near, const Operand& far, const Work& work, const Blocking& cut)
+      : near_(near), far_(far), work_(work), cut_(cut), scratch_(Scratch::mine()) {}
+
+  void run(int64_t near0, int64_t near1, int64_t far0, int64_t far1) {
+    const TileConfig config;
+    for (int64_t f = far0; f < far1; f += cut_.far)
+      for (int64_t n = near0; n < near1; n += cut_.near)
+        block(n, std::min(near1, n + cut_.near), f, std::min(far1, f + cut_.far));
+    _mm_sfence();
+  }
+
+ private:
+  void block(int64_t near0, int64_t near1, int64_t far0, int64_t far1) {
+    const int64_t far = far1 - far0;
+    for (int chunk = 0; chunk < cut_.chunks; ++chunk) {
+      const int64_t k0 = static_cast<int64_t>(chunk) * cut_.steps * kStep;
+      const int steps = static_cast<int>(std::min<int64_t>(cut_.steps, (near_.k - k0 + kStep - 1) / kStep));
+      pack_panels(far_, far0 * kPanel, far, k0, steps, scratch_.far);
+      const int64_t together = near_.k_contiguous ? 1 : kStrip;
+      for (int64_t n = near0; n < near1; ++n) {
+        const int64_t in_strip = (n - near0) % together;
+        if (!near_.packed && in_strip == 0)
+          pack_panels(near_, n * kPanel, std::min(together, near1 - n), k0, steps, scratch_.near);
+        tile_fence();
+        panel(near_.packed ? near_.packed_panel(n, k0) : scratch_.near + in_strip * steps * 2 * kTile, n, n - near0,
+              far0, far, steps, chunk);
+        tile_fence();
+      }
+    }
+  }
+
+  /// One near panel against the block.
+  [[gnu::flatten]] void panel(const Bf16* near, int64_t n, int64_t waiting, int64_t far0, int64_t far, int steps,
+                              int chunk) {
+    Prefetcher ahead(near_, n + 1, static_cast<int64_t>(chunk) * cut_.steps * kStep, steps, far);
+    const bool last = chunk + 1 == cut_.chunks;
+    Pending<Rows> pending(work_, nullptr, 0, 0);
+    for (int64_t f = 0; f < far; ++f) {
+      float* c = cut_.chunks == 1 ? scratch_.square[f & 1] : scratch_.sums + (waiting * far + f) * kSquare;
+      const Bf16* other = scratch_.far + f * steps * 2 * kTile;
+      multiply<kNearIsA>(kNearIsA ? near : other, kNearIsA ? other : near, steps, c, chunk > 0, [&] {
+        pending.step();
+        ahead.step();
+      });
+      if (!last) continue;
+      pending.finish(work_);
+      const int64_t a = kNearIsA ? n : far0 + f, b = kNearIsA ? far0 + f : n;
+      pending = Pending<Rows>(work_, c, a * kPanel, b * kPanel);
+      pending.start(work_);
+    }
+    pending.finish(work_);
+  }
+
+  const Operand &near_, &far_;
+  const Work& work_;
+  const Blocking& cut_;
+  Scratch& scratch_;
+};
+
+/// Runs the product on all threads. Each takes a share of the far panels, or of the near ones if those are too few.
+void multiply_all(const Operand& a, const Operand& b, const Work& work, const Epilogue& e, bool near_is_a,
+                  std::vector<float>* sums) {
+  const Operand &near = near_is_a ? a : b, &far = near_is_a ? b : a;
+  const int64_t nears = near.panels(), fars = far.panels();
+  const int threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  const bool split_far = fars >= threads;
+  const auto share = [&](int64_t t) {
+    Work mine = work;
+    if (sums) mine.sums = sums[t].data();
+    const int64_t n0 = split_far ? 0 : nears * t / threads, n1 = split_far ? nears : nears * (t + 1) / threads;
+    const int64_t f0 = split_far ? fars * t / threads : 0, f1 = split_far ? fars * (t + 1) / threads : fars;
+    const auto blocking = cut(n1 - n0, f1 - f0, near.k);
+    if (near_is_a) {
+      with_rows<true>(mine, e.act, e.slope,
+                      [&]<class Rows>() { Multiplier<true, Rows>(near, far, mine, blocking).run(n0, n1, f0, f1); });
+    } else {
+      with_rows<false>(mine, e.act, e.slope,
+                       [&]<class Rows>() { Multiplier<false, Rows>(near, far, mine, blocking).run(n0, n1, f0, f1); });
+    }
+  };
+  if (threads == 1) return share(0);
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) share(t);
+  });
+}
+
+// ---- From tensors ------------------------------------------------------------------------------------------------
+
+/// A [M, K] or B [K, N] as an operand; copied if neither direction is contiguous.
+Operand operand(at::Tensor& t, bool left) {
+  const int across = left ? 0 : 1, along = 1 - across;
+  if (t.stride(along) != 1 && t.stride(across) != 1) t = t.contiguous();
+  const bool along_k = t.stride(along) == 1 && (t.stride(across) != 1 || t.size(across) == 1 || !left);
+  Operand out;
+  out.data = reinterpret_cast<const Bf16*>(t.const_data_ptr());
+  out.k_contiguous = along_k;
+  out.ld = along_k ? t.stride(across) : t.stride(along);
+  out.extent = t.size(across);
+  out.k = t.size(along);
+  out.left = left;
+  return out;
+}
+
+Checksum checksum_of(const at::Tensor& weight) {
+  constexpr int64_t kParts = 16;  // fixed: the result must not depend on the number of threads
+  const bool by_rows = weight.stride(1) == 1;
+  const int64_t lines = weight.size(by_rows ? 0 : 1), bytes = weight.size(by_rows ? 1 : 0) * 2;
+  const int64_t ld = weight.stride(by_rows ? 0 : 1) * 2;
+  const auto* data = static_cast<const char*>(weight.const_data_ptr());
+  std::array<Checksum, kParts> parts{};
+  at::parallel_for(0, kParts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part) {
+      LineSum sum;
+      const int64_t from = lines * part / kParts, to = lines * (part + 1) / kParts;
+      if (ld == bytes)
+        sum.add(data + from * ld, (to - from) * bytes);
+      else
+        for (int64_t i = from; i < to; ++i) sum.add(data + i * ld, bytes);
+      sum.finish(parts[part].data());
+    }
+  });
+  LineSum all;
+  all.add(reinterpret_cast<const char*>(parts.data()), sizeof(parts));
+  Checksum out{};
+  all.finish(out.data());
+  return out;
+}
+
+/// B packed whole, kept between calls.
+std::shared_ptr<const PackedCopy> kept(const at::Tensor& weight, const Operand& m) {
+  const int steps = static_cast<int>((m.k + kStep - 1) / kStep);
+  Packing packing{.source = weight,
+                  .half = m.half,
+                  .bytes = m.panels() * steps * 2 * kTile * 2,
+                  .checksum = [&] { return checksum_of(weight); },
+                  .pack =
+                      [&](uint16_t* to) {
+                        at::parallel_for(0, m.panels(), 4, [&](int64_t begin, int64_t end) {
+                          pack_panels(m, begin * kPanel, end - begin, 0, steps, to + begin * steps * 2 * kTile);
+                        });
+                      }};
+  return kept_copy(packing);
+}
+
+/// Memory for an operand that is packed whole for one call. The last one is kept, since fresh pages cost as much as
+/// packing; a call that finds it taken gets its own.
+std::shared_ptr<PackedCopy> borrow(int64_t bytes) {
+  constexpr int64_t kMostKept = 64 << 20;
+  static std::mutex mutex;
+  static std::shared_ptr<PackedCopy> last;
+  const std::lock_guard lock(mutex);
+  if (last && last.use_count() == 1 && last->bytes() >= bytes) return last;
+  auto fresh = std::make_shared<PackedCopy>(bytes);
+  if (bytes <= kMostKept && (!last || last.use_count() == 1)) last = fresh;
+  return fresh;
+}
+
+/// All of `m` in tiles, for this call only.
+std::shared_ptr<const PackedCopy> packed_once(const Operand& m) {
+  const int steps = static_cast<int>((m.k + kStep - 1) / kStep);
+  auto copy = borrow(m.panels() * steps * 2 * kTile * 2);
+  at::parallel_for(0, m.panels(), kStrip, [&](int64_t begin, int64_t end) {
+    pack_panels(m, begin * kPanel, end - begin, 0, steps, copy->data() + begin * steps * 2 * kTile);
+  });
+  return copy;
+}
+
+Place place(const at::Tensor& t) {
+  return t.defined() ? Place{static_cast<char*>(t.data_ptr()), t.stride(0), t.scalar_type()} : Place{};
+}
+
+/// Whether stores may go past the caches: whole aligned lines, and more of them than L2 would hold anyway.
+bool streams(const at::Tensor& t) {
+  const auto address = reinterpret_cast<uintptr_t>(t.data_ptr());
+  return t.scalar_type() == at::kBFloat16 && address % 64 == 0 && t.stride(0) % kPanel == 0 && t.nbytes() > (1 << 20);
+}
+
+/// A matrix that rows can be stored to; `given` if it can, else fresh.
+at::Tensor writable(const at::Tensor& given, int64_t rows, int64_t columns, at::ScalarType dtype) {
+  if (given.defined() && given.stride(1) == 1) return given;
+  return at::empty({rows, columns}, at::TensorOptions().dtype(dtype));
+}
+
+at::Tensor readable(const at::Tensor& t) { return !t.defined() || t.stride(1) == 1 ? t : t.contiguous(); }
+
+}  // namespace
+
+GemmResult gemm(at::Tensor a, at::Tensor b, Epilogue e) {
+  const bool gated_forward = e.act && e.act->gated(), gated_backward = e.slope && e.slope->gated();
+  const int64_t m = a.size(0), n = b.size(1);
+  const int64_t columns = gated_forward ? n / 2 : gated_backward ? 2 * n : n;
+  const auto dtype = e.out.defined()                        ? e.out.scalar_type()
+                     : e.dtype == at::ScalarType::Undefined ? at::kBFloat16
+                                                            : e.dtype;
+  GemmResult r{.out = writable(e.out, m, columns, dtype), .pre = {}, .again = {}, .sums = {}};
+  if (e.keep_pre) r.pre = writable({}, m, n, at::kBFloat16);
+  if (e.keep_again) r.again = writable({}, m, n, at::kBFloat16);
+  if (e.keep_sums) r.sums = at::zeros({columns}, at::TensorOptions().dtype(at::kFloat));
+
+  const auto add = e.add.is_same(e.out) && r.out.is_same(e.out) ? r.out : readable(e.add), at = readable(e.at);
+  std::vector<float> bias;
+  if (e.bias.defined()) {
+    const auto wide = e.bias.to(at::kFloat).contiguous();
+    bias.assign(wide.const_data_ptr<float>(), wide.const_data_ptr<float>() + n);
+    bias.resize(n + kPanel);
+  }
+  Operand left = operand(a, true), right = operand(b, false);
+  if (gated_forward) right.half = n / 2;
+  // The far operand should be the smaller block: rows of a product of activations, columns of a weight gradient.
+  const bool near_is_a = !left.k_contiguous;
+
+  Work work;
+  work.rows = m;
+  work.columns = n;
+  work.half = n / 2;
+  work.reach = gated_forward ? n / 2 / 16 * kPanel : n;
+  work.scale = static_cast<float>(e.scale);
+  work.bias = e.bias.defined() ? bias.data() : nullptr;
+  work.out = place(r.out);
+  work.pre = place(r.pre);
+  work.again = place(r.again);
+  work.at = place(at);
+  work.add = place(add);
+  work.out.stream = streams(r.out) && !add.is_same(r.out);
+  if (r.pre.defined()) work.pre.stream = streams(r.pre);
+  if (r.again.defined()) work.again.stream = streams(r.again);
+  (near_is_a ? work.ahead_columns : work.ahead_rows) = kPanel;
+  if (const auto& act = e.act ? e.act : e.slope) work.act = ActParams(*act);
+  work.row = row_function(e.act, e.slope);
+
+  std::shared_ptr<const PackedCopy> copy;
+  if (e.weight && !near_is_a && m >= 256 && n * right.k >= (1 << 18)) copy = kept(b, right);
+  auto& near = near_is_a ? left : right;
+  if (!copy && cut(near.panels(), (near_is_a ? right : left).panels(), near.k).far * at::get_num_threads() <
+                   (near_is_a ? right : left).panels())
+    copy = packed_once(near);
+  if (copy) near.packed = copy->data();
+  std::vector<std::vector<float>> sums(e.keep_sums ? at::get_num_threads() : 0, std::vector<float>(columns + kPanel));
+  multiply_all(left, right, work, e, near_is_a, sums.empty() ? nullptr : sums.data());
+  for (const auto& part : sums)
+    for (int64_t i = 0; i < columns; ++i) r.sums.mutable_data_ptr<float>()[i] += part[i];
+  if (e.out.defined() && !r.out.is_same(e.out)) r.out = e.out.copy_(r.out);
+  return r;
+}
+
+}  // namespace weft::kernels::CPU_CAPABILITY
+
+namespace weft::kernels::amx {
+GemmResult gemm(const at::Tensor& a, const at::Tensor& b, Epilogue epilogue) {
+  return CPU_CAPABILITY::gemm(a, b, std::move(epilogue));
+}
+}  // namespace weft::kernels::amx

@@ -1,0 +1,185 @@
+#pragma once
+#include <algorithm>
+
+#include "weft/kernels/cpu/tiles_amx.h"
+
+// Packing: a matrix into tiles, one 1 KB tile at a time, so that a caller can spread the work over other work.
+//   left operand   tile = 16 rows x 32 k                  [row][k]
+//   right operand  tile = 32 k x 16 columns, k in pairs   [k/2][column][k%2]
+// A panel is 32 rows (columns) wide: [k/32][2][tile].
+
+namespace weft::kernels::CPU_CAPABILITY {
+
+/// One side of a product as it lies in memory: `extent` rows (left) or columns (right), `k` long, one of the two
+/// directions contiguous and the other `ld` apart.
+struct Operand {
+  const Bf16* data = nullptr;
+  int64_t ld = 0;
+  int64_t extent = 0, k = 0;
+  bool left = true;
+  bool k_contiguous = true;
+  int64_t half = 0;              // right, gated: a panel takes 16 columns at p/2 and 16 at half + p/2
+  const Bf16* packed = nullptr;  // all of it in tiles already, panel behind panel
+
+  int64_t panels() const { return half ? (half + 15) / 16 : (extent + kPanel - 1) / kPanel; }
+  const Bf16* packed_panel(int64_t panel, int64_t k0) const {
+    return packed + (panel * ((k + kStep - 1) / kStep) + k0 / kStep) * 2 * kTile;
+  }
+
+  const Bf16* at(int64_t p, int64_t k0) const { return data + (k_contiguous ? p * ld + k0 : k0 * ld + p); }
+};
+
+constexpr int64_t kStrip = 8;  // panels that are packed together if memory runs along them
+
+/// 16 x 16 dwords, rows to columns.
+[[gnu::always_inline]] inline void transpose16(__m512i* r) {
+  __m512i t[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+  }
+}
+
+/// Rows k and k + 1 of 16 values each as pairs: x0 y0 x1 y1 …
+inline __m512i interleave(__m256i x, __m256i y) {
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return _mm512_permutexvar_epi16(order, _mm512_inserti64x4(_mm512_castsi256_si512(x), y, 1));
+}
+
+/// Loads the rows of a tile whose memory runs along k (16 rows of 32), with zeros beyond `rows` and `ks`.
+[[gnu::always_inline]] inline void load_along_k(const Bf16* src, int64_t ld, int rows, int ks, __m512i* r) {
+  if (rows == 16 && ks == kStep) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(src + i * ld);
+    return;
+  }
+  const __mmask32 mask = ks >= kStep ? ~__mmask32{0} : (__mmask32{1} << ks) - 1;
+  for (int i = 0; i < 16; ++i) r[i] = i < rows ? _mm512_maskz_loadu_epi16(mask, src + i * ld) : _mm512_setzero_si512();
+}
+
+/// Loads a tile whose memory runs along the rows (32 k of 16) as 16 pairs of k.
+[[gnu::always_inline]] inline void load_pairs(const Bf16* src, int64_t ld, int rows, int ks, __m512i* r) {
+  if (rows == 16 && ks == kStep) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i)
+      r[i] = interleave(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + 2 * i * ld)),
+                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + (2 * i + 1) * ld)));
+    return;
+  }
+  const __mmask16 mask = rows >= 16 ? 0xffff : (__mmask16{1} << rows) - 1;
+  const auto row = [&](int k) {
+    return k < ks ? _mm256_maskz_loadu_epi16(mask, src + k * ld) : _mm256_setzero_si256();
+  };
+  for (int i = 0; i < 16; ++i) r[i] = interleave(row(2 * i), row(2 * i + 1));
+}
+
+/// Packs one tile; whole ones take the branch-free path.
+template <bool kLeft, bool kAlongK>
+inline void pack_tile(const Bf16* src, int64_t ld, int rows, int ks, Bf16* dst) {
+  __m512i r[16];
+  if constexpr (kAlongK)
+    load_along_k(src, ld, rows, ks, r);
+  else
+    load_pairs(src, ld, rows, ks, r);
+  if constexpr (kLeft != kAlongK) transpose16(r);
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) _mm512_store_si512(dst + i * kStep, r[i]);
+}
+
+/// First row (column) of half `h` of the panel at p.
+inline int64_t tile_start(const Operand& m, int64_t p, int h) {
+  return m.half == 0 ? p + 16 * h : p / 2 + (h ? m.half : 0);
+}
+
+/// Both tiles of a whole step whose memory runs along the panel: 32 k of 32 values.
+template <bool kLeft>
+inline void pack_pair(const Bf16* src, int64_t ld, Bf16* dst) {
+  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                       5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+  __m512i r[16], t[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) {
+    const __m512i x = _mm512_loadu_si512(src + 2 * i * ld), y = _mm512_loadu_si512(src + (2 * i + 1) * ld);
+    r[i] = _mm512_permutex2var_epi16(x, low, y);
+    t[i] = _mm512_permutex2var_epi16(x, high, y);
+    if constexpr (!kLeft) {
+      _mm512_store_si512(dst + i * kStep, r[i]);
+      _mm512_store_si512(dst + kTile + i * kStep, t[i]);
+    }
+  }
+  if constexpr (!kLeft) return;
+  transpose16(r);
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) _mm512_store_si512(dst + i * kStep, r[i]);
+  transpose16(t);
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) _mm512_store_si512(dst + kTile + i * kStep, t[i]);
+}
+
+/// The panel at p.
+template <bool kLeft, bool kAlongK>
+void pack_panel(const Operand& m, int64_t p, int64_t k0, int steps, Bf16* dst) {
+  for (int h = 0; h < 2; ++h) {
+    const int64_t start = tile_start(m, p, h);
+    const int rows = static_cast<int>(std::clamp<int64_t>(m.extent - start, 0, 16));
+    const Bf16* src = m.at(start, k0);
+    const int64_t next = kStep * (kAlongK ? 1 : m.ld);
+    int s = 0;
+    if (rows == 16)
+      for (; s < steps && k0 + (s + 1) * kStep <= m.k; ++s)
+        pack_tile<kLeft, kAlongK>(src + s * next, m.ld, 16, kStep, dst + (2 * s + h) * kTile);
+    for (; s < steps; ++s) {
+      const int ks = static_cast<int>(std::clamp<int64_t>(m.k - k0 - s * kStep, 0, kStep));
+      pack_tile<kLeft, kAlongK>(src + s * next, m.ld, rows, ks, dst + (2 * s + h) * kTile);
+    }
+  }
+}
+
+/// Memory along the panels is read in rows that are as long as possible: every row is another page.
+template <bool kLeft>
+void pack_strips(const Operand& m, int64_t p, int64_t panels, int64_t k0, int steps, Bf16* dst) {
+  const int64_t whole = m.half ? 0 : std::min(panels, (m.extent - p) / kPanel);
+  const int full = static_cast<int>(std::min<int64_t>(steps, (m.k - k0) / kStep));
+  for (int64_t first = 0; first < whole; first += kStrip)
+    for (int s = 0; s < full; ++s)
+      for (int64_t i = first; i < std::min(whole, first + kStrip); ++i)
+        pack_pair<kLeft>(m.at(p + i * kPanel, k0 + s * kStep), m.ld, dst + (i * steps + s) * 2 * kTile);
+  for (int64_t i = 0; i < panels; ++i) {
+    const int done = i < whole ? full : 0;
+    if (done < steps)
+      pack_panel<kLeft, false>(m, p + i * kPanel, k0 + done * kStep, steps - done,
+                               dst + (i * steps + done) * 2 * kTile);
+  }
+}
+
+/// Packs `panels` panels from p, `steps` steps from k0, one behind the other.
+inline void pack_panels(const Operand& m, int64_t p, int64_t panels, int64_t k0, int steps, Bf16* dst) {
+  if (!m.k_contiguous)
+    return m.left ? pack_strips<true>(m, p, panels, k0, steps, dst) : pack_strips<false>(m, p, panels, k0, steps, dst);
+  for (int64_t i = 0; i < panels; ++i, p += kPanel, dst += 2 * kTile * steps)
+    m.left ? pack_panel<true, true>(m, p, k0, steps, dst) : pack_panel<false, true>(m, p, k0, steps, dst);
+}
+
+}  // namespace weft::kernels::CPU_CAPABILITY

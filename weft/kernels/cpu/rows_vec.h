@@ -1,0 +1,65 @@
+#pragma once
+#include "weft/kernels/cpu/io_vec.h"
+#include "weft/kernels/cpu/loops.h"
+
+namespace weft::kernels::CPU_CAPABILITY {
+
+/// Four rows at a time, so that each sum is read and written once for four values.
+template <class T>
+void add_rows_of(const T* x, int64_t columns, float* sums, int64_t begin, int64_t end) {
+  int64_t row = begin;
+  for (; row + 4 <= end; row += 4) {
+    const T* p = x + row * columns;
+    each_vector(columns, [&](int64_t i, auto count) {
+      const Vec upper = read(p + i, count) + read(p + columns + i, count);
+      const Vec lower = read(p + 2 * columns + i, count) + read(p + 3 * columns + i, count);
+      write(sums + i, read(sums + i, count) + (upper + lower), count);
+    });
+  }
+  for (; row < end; ++row) {
+    const T* p = x + row * columns;
+    each_vector(columns,
+                [&](int64_t i, auto count) { write(sums + i, read(sums + i, count) + read(p + i, count), count); });
+  }
+}
+
+static void add_rows(at::ScalarType dtype, const void* x, int64_t columns, float* sums, int64_t begin, int64_t end) {
+  with_dtype(dtype, [&](auto t) { add_rows_of(static_cast<const decltype(t)*>(x), columns, sums, begin, end); });
+}
+
+static void round(at::ScalarType dtype, const float* values, void* out, int64_t count) {
+  each_vector(count, [&](int64_t i, auto n) { write(dtype, out, i, read(values + i, n), n); });
+}
+
+/// kWidth truth values as 0 and 1.
+template <class Count>
+Vec read_mask(const bool* mask, Count count) {
+  alignas(16) int8_t bytes[16] = {};
+  std::memcpy(bytes, mask, static_cast<size_t>(static_cast<int64_t>(count)));
+  const __m128i packed = _mm_load_si128(reinterpret_cast<const __m128i*>(bytes));
+#ifdef CPU_CAPABILITY_AVX512
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(packed));
+#else
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(packed));
+#endif
+}
+
+template <class T>
+void scaled_mask_add_of(const MaskCall& c, int64_t begin, int64_t end) {
+  const T* x = static_cast<const T*>(c.x) + begin;
+  T* out = static_cast<T*>(c.out) + begin;
+  const Vec scale(c.scale);
+  each_vector(end - begin, [&](int64_t i, auto count) {
+    Vec v = read(x + i, count) * read_mask(c.mask + begin + i, count) * scale;
+    if (c.add) v = v + read(c.add_dtype, c.add, begin + i, count);
+    write(out + i, v, count);
+  });
+}
+
+static void scaled_mask_add(const MaskCall& c, int64_t begin, int64_t end) {
+  with_dtype(c.dtype, [&](auto t) { scaled_mask_add_of<decltype(t)>(c, begin, end); });
+}
+
+const RowLoops row_loops{add_rows, round, scaled_mask_add};
+
+}  // namespace weft::kernels::CPU_CAPABILITY

@@ -1,0 +1,43 @@
+#include "weft/kernels/rows.h"
+
+#include "weft/kernels/cpu/loops.h"
+#include "weft/kernels/operand.h"
+#include "weft/kernels/tiers.h"
+
+namespace weft::kernels {
+
+at::Tensor sum_rows(const at::Tensor& matrix) {
+  const auto tier = vector_tier(matrix);
+  if (tier == Tier::ref) return ref::sum_rows(matrix);
+  const auto m = contiguous(matrix);
+  const auto rows = m.sizes()[0], columns = m.sizes()[1];
+  const auto dtype = m.scalar_type();
+  auto sums = fresh_zeros(columns);
+  auto* values = sums.mutable_data_ptr<float>();
+  sum_in_rows(rows, columns, values, [&](int64_t begin, int64_t end, float* partial) {
+    row_loops(tier).add_rows(dtype, m.const_data_ptr(), columns, partial, begin, end);
+  });
+  if (dtype == at::kFloat) return sums;
+  auto rounded = fresh({columns}, dtype);
+  row_loops(tier).round(dtype, values, rounded.mutable_data_ptr(), columns);
+  return rounded;
+}
+
+at::Tensor scaled_mask_add(const at::Tensor& x, const at::Tensor& mask, double scale, const at::Tensor& add) {
+  const auto tier = is_bare(mask) && mask.scalar_type() == at::kBool ? vector_tier(x, add) : Tier::ref;
+  if (tier == Tier::ref) return ref::scaled_mask_add(x, mask, scale, add);
+  const auto values = contiguous(x), keep = contiguous(mask);
+  const auto other = add.defined() ? contiguous(add) : add;
+  auto out = fresh(x.sizes(), x.scalar_type());
+  const MaskCall call{.dtype = x.scalar_type(),
+                      .add_dtype = other.defined() ? other.scalar_type() : at::kFloat,
+                      .x = values.const_data_ptr(),
+                      .add = bytes(other),
+                      .mask = keep.const_data_ptr<bool>(),
+                      .out = out.mutable_data_ptr(),
+                      .scale = static_cast<float>(scale)};
+  in_rows(x.numel(), 1, [&](int64_t begin, int64_t end) { row_loops(tier).scaled_mask_add(call, begin, end); });
+  return out;
+}
+
+}  // namespace weft::kernels

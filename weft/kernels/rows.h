@@ -1,0 +1,14 @@
+#pragma once
+#include <ATen/core/Tensor.h>
+
+namespace weft::kernels {
+
+/// Σ_rows of a matrix [rows, n], added up in float32 (float64 for float64) and rounded once to its dtype. The same in
+/// every run, for any number of threads.
+at::Tensor sum_rows(const at::Tensor& matrix);
+
+/// x·mask·scale + add, rounded once to x's dtype. `mask` is boolean and has the shape of x; so has `add`, which may be
+/// undefined.
+at::Tensor scaled_mask_add(const at::Tensor& x, const at::Tensor& mask, double scale, const at::Tensor& add = {});
+
+}  // namespace weft::kernels

@@ -1,0 +1,64 @@
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "weft/fuser/below_autograd.h"
+#include "weft/ops/basic_linear.h"
+#include "weft/ops/wgrad_record.h"
+#include "weft/ops/wgrad_sink.h"
+#include "weft/python/bridge.h"
+#include "weft/python/module.h"
+
+namespace weft::python {
+namespace {
+
+py::object wrap(const at::Tensor& t) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(t)); }
+
+bool is_true(const py::object& object, const char* name) {
+  return py::bool_(py::getattr(object, name, py::bool_(false)));
+}
+
+/// A framework's notes as attributes of the Python Parameter. Nothing of them is kept here.
+class Attributes final : public ops::WgradResolver {
+ public:
+  ops::WgradNotes resolve(const at::Tensor& tensor, bool fetch) const override {
+    const py::gil_scoped_acquire gil;
+    const OrdinaryTorch ordinary;
+    const auto param = wrap(tensor);
+    const auto getter = py::getattr(param, "get_main_grad", py::none());
+    const bool has_getter = py::hasattr(param, "__fsdp_param__") && PyCallable_Check(getter.ptr());
+    if (has_getter && fetch) param.attr("main_grad") = getter();
+    const auto main_grad = py::getattr(param, "main_grad", py::none());
+    TORCH_CHECK_TYPE(main_grad.is_none() || THPVariable_Check(main_grad.ptr()), "weft: main_grad is a ",
+                     Py_TYPE(main_grad.ptr())->tp_name, "; expected a tensor.");
+    return {.main_grad = main_grad.is_none() ? at::Tensor() : THPVariable_Unpack(main_grad.ptr()),
+            .has_getter = has_getter,
+            .has_flag = py::hasattr(param, "grad_added_to_main_grad"),
+            .overwrite = is_true(param, "overwrite_main_grad"),
+            .zero_out = is_true(param, "zero_out_wgrad")};
+  }
+
+  void set_added(const at::Tensor& tensor) const override {
+    const py::gil_scoped_acquire gil;
+    wrap(tensor).attr("grad_added_to_main_grad") = true;
+  }
+};
+
+bool backward_dw(const ops::BasicOp& op, const at::Tensor& weight) {
+  const auto* linear = dynamic_cast<const ops::BasicLinear*>(&op);
+  TORCH_CHECK_TYPE(linear, op.name(), " has no weight gradient to delay.");
+  const py::gil_scoped_release release;
+  const fuser::BelowAutograd below;
+  return linear->backward_dw(weight);
+}
+
+}  // namespace
+
+void bind_wgrad(py::module_& m) {
+  static const Attributes attributes;
+  ops::set_wgrad_resolver(&attributes);
+  m.def("backward_dw", &backward_dw, py::arg("op"), py::arg("weight"),
+        "Computes the oldest delayed gradient of a weight; False if none waits.");
+  m.def("pending_dw", &ops::pending_dw, py::arg("weight"), py::call_guard<py::gil_scoped_release>(),
+        "How many delayed gradients of a weight wait.");
+}
+
+}  // namespace weft::python
