@@ -22,6 +22,12 @@ std::string refuse_activation(const ops::ActivationOp& activation, int64_t colum
   return {};
 }
 
+kernels::Epilogue in_place_of(const at::Tensor& t) {
+  kernels::Epilogue epilogue;
+  if (sole_owner(t) && t.is_contiguous()) epilogue.out = ops::as_matrix(t);
+  return epilogue;
+}
+
 void add_to(kernels::Epilogue& epilogue, const at::Tensor& g, bool in_place, at::ScalarType dtype) {
   if (!g.defined()) return;
   const auto sum = c10::promoteTypes(dtype, g.scalar_type());

@@ -8,6 +8,7 @@
 
 #include "weft/fuser/explain_words.h"
 #include "weft/fuser/infer.h"
+#include "weft/kernels/packing.h"
 
 namespace weft::fuser {
 namespace {
@@ -63,6 +64,14 @@ void list_saved(Explanation& out, const Pipeline& pipeline, const Plan& plan, co
     out.saved.push_back({slot.op, slot.name, sizes_text(*slot.spec), std::string(dtype_name(slot.spec->dtype)),
                          shared.empty() ? bytes_of(*slot.spec) : 0, shared});
   }
+}
+
+/// Copies of weights that the AMX tier keeps between calls.
+void note_packed(Explanation& out) {
+  for (const auto* steps : {&out.forward, &out.backward})
+    for (const auto& step : *steps) out.packs |= step.runs && step.tier == kernels::tier_name(kernels::Tier::amx);
+  out.packed_bytes = kernels::packed_bytes();
+  out.packing_limit = kernels::packing_limit();
 }
 
 /// Who else can see the value behind an extra-output slot, so that nobody may overwrite it; empty if nobody.
@@ -162,6 +171,7 @@ Explanation explain(const Pipeline& pipeline, const Plan& plan, const at::Tensor
   for (int i = 0; i < pipeline.size(); ++i)
     if (pipeline.op(i).in_place()) out.in_place.push_back({i, in_place_note(pipeline, plan, i)});
   list_saved(out, pipeline, plan, x, params, extras);
+  note_packed(out);
   return out;
 }
 
@@ -193,6 +203,8 @@ std::string Explanation::text() const {
          << line.dtype << "  ";
     text << (line.shared.empty() ? human(line.bytes) : "no memory of its own: " + line.shared) << "\n";
   }
+  if (packs && packing_limit > 0)
+    text << "packed weights: " << human(packed_bytes) << " of at most " << human(packing_limit) << " kept\n";
   return text.str();
 }
 

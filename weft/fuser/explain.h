@@ -39,8 +39,10 @@ struct Explanation {
   std::vector<Note> in_place;  // permissions to overwrite, and why a copy is made instead
   std::vector<SavedLine> saved;
   std::vector<Channel> channels;
-  std::vector<int> from_caller, to_caller;  // operations whose extra inputs the caller gives, whose outputs it gets
-  bool saved_known = true;                  // false if an operation cannot tell its sizes
+  std::vector<int> from_caller, to_caller;      // operations whose extra inputs the caller gives, whose outputs it gets
+  bool saved_known = true;                      // false if an operation cannot tell its sizes
+  bool packs = false;                           // a step multiplies by packed weights
+  int64_t packed_bytes = 0, packing_limit = 0;  // of all pipelines together
 
   int64_t saved_bytes() const;
   std::string saved_text() const;

@@ -45,8 +45,8 @@ at::Tensor activation_backward(const Act& act, const at::Tensor& dy, const at::T
 struct ActivationSums {
   at::Tensor dx, sums;
 };
-/// dx, and the float32 (float64 for float64) sums of its columns before they are rounded, in one sweep. The sums are
-/// the same in every run, for any number of threads.
+/// dx, and the float32 (float64 for float64) sums of its columns before they are rounded, in one sweep. In the
+/// vector tiers the sums are the same for any number of threads.
 ActivationSums activation_backward_sums(const Act& act, const at::Tensor& dy, const at::Tensor& x);
 
 /// y[row] = s[row]·act(x[row]), rounded once to x's dtype; s has one value for each row of x and any dtype.

@@ -15,26 +15,28 @@ std::string amx_refusal(c10::DeviceType device, at::ScalarType dtype, int64_t n,
 
 bool interleaved(const std::optional<Act>& act) { return act && act->interleave != 0; }
 
-Tier choose(const at::Tensor& a, const at::Tensor& b, const Epilogue& e) {
+Tier choose(const Matrix& a, const Matrix& b, const Epilogue& e) {
   const auto best = machine_tier();
   if (best == Tier::ref) return Tier::ref;
-  const auto m = a.size(0), n = b.size(1), k = a.size(1);
-  if (best == Tier::amx && a.scalar_type() == at::kBFloat16 && a.device().is_cpu() && m > 0 && n > 0 && k > 0 &&
+  const auto m = a.rows(), n = b.columns(), k = a.columns();
+  const auto device = a.t.device().type();
+  const auto dtype = a.t.scalar_type();
+  if (best == Tier::amx && dtype == at::kBFloat16 && device == c10::DeviceType::CPU && m > 0 && n > 0 && k > 0 &&
       n * k >= 256 && !interleaved(e.act) && !interleaved(e.slope))
     return Tier::amx;
-  return vector_tier(a.device().type(), a.scalar_type());
+  return vector_tier(device, dtype);
 }
 
 }  // namespace
 
-GemmResult gemm(const at::Tensor& a, const at::Tensor& b, Epilogue epilogue) {
+GemmResult gemm(const Matrix& a, const Matrix& b, const Epilogue& epilogue) {
   switch (const auto tier = choose(a, b, epilogue)) {
     case Tier::amx:
-      return amx::gemm(a, b, std::move(epilogue));
+      return amx::gemm(a.tensor(), b.tensor(), epilogue);
     case Tier::ref:
-      return ref::gemm(a, b, std::move(epilogue));
+      return ref::gemm(a.tensor(), b.tensor(), epilogue);
     default:
-      return gemm_rows(tier, a, b, std::move(epilogue));
+      return gemm_rows(tier, a, b, epilogue);
   }
 }
 

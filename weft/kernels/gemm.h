@@ -8,6 +8,19 @@
 
 namespace weft::kernels {
 
+/// A factor of a product: a tensor of two dimensions, or its transpose, without making a view, which costs more than a
+/// small product. Refers to the tensor.
+struct Matrix {
+  const at::Tensor& t;
+  bool transposed = false;
+
+  Matrix(const at::Tensor& t, bool transposed = false) : t(t), transposed(transposed) {}
+  int64_t rows() const { return t.sizes()[transposed ? 1 : 0]; }
+  int64_t columns() const { return t.sizes()[transposed ? 0 : 1]; }
+  at::Tensor tensor() const { return transposed ? t.t() : t; }
+};
+inline Matrix transposed(const at::Tensor& t) { return {t, true}; }
+
 /// What happens to the product P = A B, A [M, K], B [K, N], before it is stored, in this order:
 ///   v = scale·P + bias            pre = v, if kept
 ///   v = act(v)                    gated: the columns of P are a, then b, and v has N/2 columns
@@ -37,7 +50,7 @@ struct GemmResult {
 };
 
 /// A B with its epilogue. Any strides, any sizes including 0. A and B have one dtype; `out`, `add`, `bias` any.
-GemmResult gemm(const at::Tensor& a, const at::Tensor& b, Epilogue epilogue = {});
+GemmResult gemm(const Matrix& a, const Matrix& b, const Epilogue& epilogue = {});
 
 /// Which tier takes a product of matrices of `dtype` on `device`, K long, N wide (before gating).
 Choice gemm_choice(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64_t k);

@@ -37,14 +37,16 @@ struct Problem {
     call.gamma = gamma.const_data_ptr<float>();
     if (b.defined()) beta = contiguous(b), call.beta = beta.const_data_ptr<float>();
   }
-  /// y; the statistics are left in `mean` and `rstd`.
-  at::Tensor forward(Tier tier, bool centred, double eps) {
-    const auto sizes = statistic_sizes(x, row_dims);
+  /// y; the statistics are left in `mean` and `rstd` if they are to be kept.
+  at::Tensor forward(Tier tier, bool centred, double eps, bool keep) {
     auto y = fresh(x.sizes(), call.dtype);
-    rstd = fresh(sizes, at::kFloat);
-    if (centred) mean = fresh(sizes, at::kFloat), call.mean = mean.mutable_data_ptr<float>();
-    call.out = y.mutable_data_ptr(), call.rstd = rstd.mutable_data_ptr<float>();
+    call.out = y.mutable_data_ptr();
     call.centred = centred, call.eps = eps;
+    if (keep) {
+      const auto sizes = statistic_sizes(x, row_dims);
+      rstd = fresh(sizes, at::kFloat), call.rstd = rstd.mutable_data_ptr<float>();
+      if (centred) mean = fresh(sizes, at::kFloat), call.mean = mean.mutable_data_ptr<float>();
+    }
     in_rows(rows, call.columns, [&](int64_t begin, int64_t end) { norm_loops(tier).forward(call, begin, end); });
     return y;
   }
@@ -61,9 +63,12 @@ struct Problem {
     call.centred = true;
     call.mean = const_cast<float*>(mean.const_data_ptr<float>());
   }
-  NormGrads backward(Tier tier, std::array<bool, 3> wanted) {
+  NormGrads backward(Tier tier, std::array<bool, 3> wanted, bool reuse) {
     NormGrads out;
-    if (wanted[0]) out.dx = fresh(x.sizes(), call.dtype), call.out = out.dx.mutable_data_ptr();
+    if (wanted[0]) {
+      out.dx = reuse && call.dy_dtype == call.dtype ? dy : fresh(x.sizes(), call.dtype);
+      call.out = out.dx.mutable_data_ptr();
+    }
     if (!wanted[1] && !wanted[2]) {
       if (wanted[0])
         in_rows(rows, call.columns, [&](int64_t begin, int64_t end) { norm_loops(tier).backward(call, begin, end); });
@@ -95,43 +100,44 @@ bool are_float(const at::Tensor& a, const at::Tensor& b) {
 
 }  // namespace
 
-LayerNormForward layer_norm_forward(const at::Tensor& x, const at::Tensor& gamma, const at::Tensor& beta, double eps) {
+LayerNormForward layer_norm_forward(const at::Tensor& x, const at::Tensor& gamma, const at::Tensor& beta, double eps,
+                                    bool keep) {
   const auto tier = are_float(gamma, beta) ? vector_tier(x, gamma, beta) : Tier::ref;
   if (tier == Tier::ref) return ref::layer_norm_forward(x, gamma, beta, eps);
   Problem problem(x, gamma.dim());
   problem.set_params(gamma, beta);
-  auto y = problem.forward(tier, /*centred=*/true, eps);
+  auto y = problem.forward(tier, /*centred=*/true, eps, keep);
   return {std::move(y), std::move(problem.mean), std::move(problem.rstd)};
 }
 
 NormGrads layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& mean, const at::Tensor& rstd,
-                              const at::Tensor& gamma, std::array<bool, 3> wanted, const at::Tensor& add) {
+                              const at::Tensor& gamma, std::array<bool, 3> wanted, const at::Tensor& add, bool reuse) {
   const auto tier = are_float(gamma, rstd) ? vector_tier(x, dy, gamma, mean, rstd, add) : Tier::ref;
   if (tier == Tier::ref) return ref::layer_norm_backward(dy, x, mean, rstd, gamma, wanted, add);
   Problem problem(x, gamma.dim());
   problem.set_params(gamma, {});
   problem.set_grad(dy, rstd, add);
   problem.set_mean(mean);
-  return problem.backward(tier, wanted);
+  return problem.backward(tier, wanted, reuse);
 }
 
-RmsNormForward rms_norm_forward(const at::Tensor& x, const at::Tensor& gamma, double eps) {
+RmsNormForward rms_norm_forward(const at::Tensor& x, const at::Tensor& gamma, double eps, bool keep) {
   const auto tier = are_float(gamma, gamma) ? vector_tier(x, gamma) : Tier::ref;
   if (tier == Tier::ref) return ref::rms_norm_forward(x, gamma, eps);
   Problem problem(x, gamma.dim());
   problem.set_params(gamma, {});
-  auto y = problem.forward(tier, /*centred=*/false, eps);
+  auto y = problem.forward(tier, /*centred=*/false, eps, keep);
   return {std::move(y), std::move(problem.rstd)};
 }
 
 NormGrads rms_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rstd, const at::Tensor& gamma,
-                            std::array<bool, 2> wanted, const at::Tensor& add) {
+                            std::array<bool, 2> wanted, const at::Tensor& add, bool reuse) {
   const auto tier = are_float(gamma, rstd) ? vector_tier(x, dy, gamma, rstd, add) : Tier::ref;
   if (tier == Tier::ref) return ref::rms_norm_backward(dy, x, rstd, gamma, wanted, add);
   Problem problem(x, gamma.dim());
   problem.set_params(gamma, {});
   problem.set_grad(dy, rstd, add);
-  return problem.backward(tier, {wanted[0], wanted[1], false});
+  return problem.backward(tier, {wanted[0], wanted[1], false}, reuse);
 }
 
 L2NormForward l2_norm_forward(const at::Tensor& x, double eps) {
@@ -139,7 +145,7 @@ L2NormForward l2_norm_forward(const at::Tensor& x, double eps) {
   if (tier == Tier::ref) return ref::l2_norm_forward(x, eps);
   Problem problem(x, 1);
   problem.call.divisor = 1;
-  auto y = problem.forward(tier, /*centred=*/false, eps);
+  auto y = problem.forward(tier, /*centred=*/false, eps, /*keep=*/true);
   return {std::move(y), std::move(problem.rstd)};
 }
 
@@ -149,7 +155,7 @@ at::Tensor l2_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at:
   Problem problem(x, 1);
   problem.call.divisor = 1;
   problem.set_grad(dy, rnorm, add);
-  return problem.backward(tier, {true, false, false}).dx;
+  return problem.backward(tier, {true, false, false}, /*reuse=*/false).dx;
 }
 
 }  // namespace weft::kernels

@@ -12,25 +12,28 @@ namespace weft::kernels {
 struct LayerNormForward {
   at::Tensor y, mean, rstd;
 };
-/// y = (x - mean)·rstd·γ + β,  rstd = 1/√(var(x) + eps).
-LayerNormForward layer_norm_forward(const at::Tensor& x, const at::Tensor& gamma, const at::Tensor& beta, double eps);
+/// y = (x - mean)·rstd·γ + β,  rstd = 1/√(var(x) + eps).  Without `keep` the statistics may stay undefined; so below.
+LayerNormForward layer_norm_forward(const at::Tensor& x, const at::Tensor& gamma, const at::Tensor& beta, double eps,
+                                    bool keep = true);
 
 struct NormGrads {
   at::Tensor dx, dgamma, dbeta;
 };
 /// x̂ = (x - mean)·rstd, g = dy·γ:  dx = rstd·(g - mean(g) - x̂·mean(g·x̂));  dγ = Σ_rows dy·x̂;  dβ = Σ_rows dy.
-/// `wanted`: dx, dγ, dβ. `add` has the shape of x and is added to dx before it is rounded; so below.
+/// `wanted`: dx, dγ, dβ. `add` has the shape of x and is added to dx before it is rounded. With `reuse` the memory of
+/// dy may become that of dx. So below.
 NormGrads layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& mean, const at::Tensor& rstd,
-                              const at::Tensor& gamma, std::array<bool, 3> wanted, const at::Tensor& add = {});
+                              const at::Tensor& gamma, std::array<bool, 3> wanted, const at::Tensor& add = {},
+                              bool reuse = false);
 
 struct RmsNormForward {
   at::Tensor y, rstd;
 };
 /// y = x·rstd·γ,  rstd = 1/√(mean(x²) + eps).
-RmsNormForward rms_norm_forward(const at::Tensor& x, const at::Tensor& gamma, double eps);
+RmsNormForward rms_norm_forward(const at::Tensor& x, const at::Tensor& gamma, double eps, bool keep = true);
 /// dx = rstd·γ·dy - x·rstd³·Σ_row(dy·γ·x)/N;  dγ = Σ_rows dy·x·rstd.  `wanted`: dx, dγ.
 NormGrads rms_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rstd, const at::Tensor& gamma,
-                            std::array<bool, 2> wanted, const at::Tensor& add = {});
+                            std::array<bool, 2> wanted, const at::Tensor& add = {}, bool reuse = false);
 
 struct L2NormForward {
   at::Tensor y, rnorm;

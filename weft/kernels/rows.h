@@ -3,8 +3,8 @@
 
 namespace weft::kernels {
 
-/// Σ_rows of a matrix [rows, n], added up in float32 (float64 for float64) and rounded once to its dtype. The same in
-/// every run, for any number of threads.
+/// Σ_rows of a matrix [rows, n], added up in float32 (float64 for float64) and rounded once to its dtype. In the
+/// vector tiers the same for any number of threads.
 at::Tensor sum_rows(const at::Tensor& matrix);
 
 /// x·mask·scale + add, rounded once to x's dtype. `mask` is boolean and has the shape of x; so has `add`, which may be

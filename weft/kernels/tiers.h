@@ -35,7 +35,7 @@ at::Tensor scaled_mask_add(const at::Tensor& x, const at::Tensor& mask, double s
 
 namespace weft::kernels {
 /// The AVX-512 and AVX2 tiers: the engine's product, then one vector pass for the epilogue.
-GemmResult gemm_rows(Tier tier, const at::Tensor& a, const at::Tensor& b, Epilogue epilogue);
+GemmResult gemm_rows(Tier tier, const Matrix& a, const Matrix& b, const Epilogue& epilogue);
 /// Whether gemm_rows computes the product by itself: so few values that the engine's call would cost more.
 bool gemm_is_small(int64_t m, int64_t n, int64_t k);
 }  // namespace weft::kernels

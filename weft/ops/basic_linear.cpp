@@ -66,7 +66,7 @@ kernels::GemmResult BasicLinear::product(OpContext& ctx, const at::Tensor& x, co
   const auto w = as_dtype(weight, dtype);
   auto input = as_dtype(x, dtype);
   epilogue.weight = true;
-  auto result = kernels::gemm(as_matrix(input), w.t(), std::move(epilogue));
+  auto result = kernels::gemm(as_matrix(input), kernels::transposed(w), epilogue);
   result.out = like_leading(result.out, x);
   if (result.pre.defined()) result.pre = like_leading(result.pre, x);
   if (ctx.param_wanted(0)) ctx.save(kInput, std::move(input));
@@ -80,7 +80,7 @@ kernels::GemmResult BasicLinear::input_gradient(OpContext& ctx, const at::Tensor
   const auto& cast = ctx.saved(kCastWeight);
   const auto& w = cast.defined() ? cast : params[0];
   epilogue.weight = true;
-  auto result = kernels::gemm(as_matrix(as_dtype(dy, w.scalar_type())), w, std::move(epilogue));
+  auto result = kernels::gemm(as_matrix(as_dtype(dy, w.scalar_type())), w, epilogue);
   result.out = like_leading(result.out, dy);
   if (result.again.defined()) result.again = like_leading(result.again, dy);
   return result;

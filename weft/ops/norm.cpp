@@ -75,15 +75,15 @@ Inferred LayerNorm::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>
   return out;
 }
 
-static kernels::LayerNormForward run(const NormOptions& o, const at::Tensor& input, Params params) {
+static kernels::LayerNormForward run(const NormOptions& o, const at::Tensor& input, Params params, bool keep) {
   const auto dtype = input.scalar_type();
   const auto beta = as_dtype(params[LayerNorm::kBias], kernels::wide(dtype));
-  return kernels::layer_norm_forward(input, gamma_of(o, params[LayerNorm::kWeight], dtype), beta, o.eps);
+  return kernels::layer_norm_forward(input, gamma_of(o, params[LayerNorm::kWeight], dtype), beta, o.eps, keep);
 }
 
 at::Tensor LayerNorm::forward(OpContext& ctx, const at::Tensor& x, Params params) const {
   auto input = input_of("LayerNorm", ctx, x, params[kWeight]);
-  auto out = run(options(), input, params);
+  auto out = run(options(), input, params, ctx.records());
   if (ctx.records()) {
     ctx.save(kInput, std::move(input));
     ctx.save(kMean, std::move(out.mean));
@@ -92,19 +92,20 @@ at::Tensor LayerNorm::forward(OpContext& ctx, const at::Tensor& x, Params params
   return out.y;
 }
 
-at::Tensor LayerNorm::gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& add) const {
+at::Tensor LayerNorm::gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& add,
+                               bool reuse) const {
   const auto& x = ctx.saved(kInput);
   const auto gamma = gamma_of(options(), params[kWeight], x.scalar_type());
   auto out = kernels::layer_norm_backward(dy, x, ctx.saved(kMean), ctx.saved(kRstd), gamma,
                                           {ctx.input_wanted(), ctx.param_wanted(kWeight), ctx.param_wanted(kBias)},
-                                          inside(add, x.scalar_type()));
+                                          inside(add, x.scalar_type()), reuse);
   if (ctx.param_wanted(kWeight)) ctx.set_param_grad(kWeight, std::move(out.dgamma));
   if (ctx.param_wanted(kBias)) ctx.set_param_grad(kBias, std::move(out.dbeta));
   return plus_rest(out.dx, add);
 }
 
 at::Tensor LayerNorm::again(const OpContext& ctx, Params params) const {
-  return run(options(), ctx.saved(kInput), params).y;
+  return run(options(), ctx.saved(kInput), params, /*keep=*/false).y;
 }
 
 std::vector<ParamSpec> RMSNorm::params() const { return {weight_spec(options())}; }
@@ -120,7 +121,7 @@ Inferred RMSNorm::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, 
 at::Tensor RMSNorm::forward(OpContext& ctx, const at::Tensor& x, Params params) const {
   auto input = input_of("RMSNorm", ctx, x, params[kWeight]);
   const auto gamma = gamma_of(options(), params[kWeight], input.scalar_type());
-  auto out = kernels::rms_norm_forward(input, gamma, options().eps);
+  auto out = kernels::rms_norm_forward(input, gamma, options().eps, ctx.records());
   if (ctx.records()) {
     ctx.save(kInput, std::move(input));
     ctx.save(kRstd, std::move(out.rstd));
@@ -128,18 +129,20 @@ at::Tensor RMSNorm::forward(OpContext& ctx, const at::Tensor& x, Params params) 
   return out.y;
 }
 
-at::Tensor RMSNorm::gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& add) const {
+at::Tensor RMSNorm::gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& add,
+                             bool reuse) const {
   const auto& x = ctx.saved(kInput);
   const auto gamma = gamma_of(options(), params[kWeight], x.scalar_type());
   auto out = kernels::rms_norm_backward(dy, x, ctx.saved(kRstd), gamma, {ctx.input_wanted(), ctx.param_wanted(kWeight)},
-                                        inside(add, x.scalar_type()));
+                                        inside(add, x.scalar_type()), reuse);
   if (ctx.param_wanted(kWeight)) ctx.set_param_grad(kWeight, std::move(out.dgamma));
   return plus_rest(out.dx, add);
 }
 
 at::Tensor RMSNorm::again(const OpContext& ctx, Params params) const {
   const auto& x = ctx.saved(kInput);
-  return kernels::rms_norm_forward(x, gamma_of(options(), params[kWeight], x.scalar_type()), options().eps).y;
+  const auto gamma = gamma_of(options(), params[kWeight], x.scalar_type());
+  return kernels::rms_norm_forward(x, gamma, options().eps, /*keep=*/false).y;
 }
 
 static const Register<LayerNorm> layer_norm{"LayerNorm",

@@ -30,11 +30,13 @@ class NormOp : public BasicOp {
     return kernels::vector_choice(device, dtype);
   }
   at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const override {
-    return gradient(ctx, dy, params, {});
+    return gradient(ctx, dy, params, {}, /*reuse=*/false);
   }
 
-  /// As `backward`, with dx + add instead of dx. `add` has the shape of x, or is undefined.
-  virtual at::Tensor gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& add) const = 0;
+  /// As `backward`, with dx + add instead of dx. `add` has the shape of x, or is undefined. With `reuse` the memory of
+  /// dy may become that of dx.
+  virtual at::Tensor gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& add,
+                              bool reuse) const = 0;
   /// y once more, from the saved input.
   virtual at::Tensor again(const OpContext& ctx, Params params) const = 0;
 
@@ -58,7 +60,8 @@ class LayerNorm final : public NormOp {
   std::vector<std::string> saved_names() const override { return {"input", "mean", "rstd"}; }
   Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const override;
   at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;
-  at::Tensor gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& add) const override;
+  at::Tensor gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& add,
+                      bool reuse) const override;
   at::Tensor again(const OpContext& ctx, Params params) const override;
 };
 
@@ -75,7 +78,8 @@ class RMSNorm final : public NormOp {
   std::vector<std::string> saved_names() const override { return {"input", "rstd"}; }
   Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const override;
   at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;
-  at::Tensor gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& add) const override;
+  at::Tensor gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& add,
+                      bool reuse) const override;
   at::Tensor again(const OpContext& ctx, Params params) const override;
 };
 

@@ -30,7 +30,8 @@ py::dict data(const fuser::Explanation& e) {
                   py::arg("backward") = steps(e.backward), py::arg("refused") = refused, py::arg("in_place") = in_place,
                   py::arg("saved") = saved, py::arg("channels") = channels, py::arg("saved_bytes") = e.saved_bytes(),
                   py::arg("saved_known") = e.saved_known, py::arg("from_caller") = e.from_caller,
-                  py::arg("to_caller") = e.to_caller);
+                  py::arg("to_caller") = e.to_caller, py::arg("packs") = e.packs,
+                  py::arg("packed_bytes") = e.packed_bytes, py::arg("packing_limit") = e.packing_limit);
 }
 
 }  // namespace

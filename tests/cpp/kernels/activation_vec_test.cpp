@@ -157,6 +157,7 @@ TEST(KernelsActivation, Float16OverflowsToInfinity) {
 }
 
 TEST(KernelsActivation, SumsDoNotDependOnThreads) {
+  if (vector_tier(c10::DeviceType::CPU, at::kFloat) == Tier::ref) GTEST_SKIP() << "ATen's sums do";
   const auto x = values({700, 1000}, at::kBFloat16), dy = values({700, 1000}, at::kBFloat16);
   const auto threads = at::get_num_threads();
   const auto several = activation_backward_sums({}, dy, x).sums;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "weft/kernels/activation.h"
+#include "weft/kernels/tier.h"
 
 // What the tests of the vector kernels share: every dtype, odd sizes, float64 as the truth.
 
@@ -23,16 +24,20 @@ inline std::vector<Act> every_act() {
   return acts;
 }
 
-/// Half a unit in the last place, and for float32 the error of a few operations.
+/// ATen rounds in between, and loses what is left of GELU at -5.
+inline double slack() { return vector_tier(c10::DeviceType::CPU, at::kFloat) == Tier::ref ? 4 : 1; }
+
+/// One unit in the last place, and for float32 the error of a few operations.
 inline double tolerance(at::ScalarType dtype) {
-  return dtype == at::kFloat ? 2e-6 : dtype == at::kBFloat16 ? 0x1p-8 + 1e-5 : 0x1p-11 + 1e-5;
+  return slack() * (dtype == at::kFloat ? 2e-6 : dtype == at::kBFloat16 ? 0x1p-8 + 1e-5 : 0x1p-11 + 1e-5);
 }
 
 /// `got` is `truth` (float64), correctly rounded or nearly so; `scale` is the size of the terms that were added up.
 inline void expect_near(const at::Tensor& got, const at::Tensor& truth, double scale = 1) {
   ASSERT_EQ(got.sizes(), truth.sizes());
   const auto rtol = tolerance(got.scalar_type());
-  const auto close = at::isclose(got.to(at::kDouble), truth, rtol, 1e-6 * scale, /*equal_nan=*/true);
+  const auto close =
+      at::isclose(got.to(at::kDouble), truth, rtol, 1e-6 * slack() * slack() * scale, /*equal_nan=*/true);
   EXPECT_TRUE(close.all().item<bool>()) << "largest difference " << (got.to(at::kDouble) - truth).abs().max() << "\n"
                                         << got << truth;
 }

@@ -13,7 +13,7 @@ class AddNorm final : public FusedOp {
   at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
     auto fork = ctx.op(0), norm = ctx.op(1);
     const auto g = fork.take_extra_output_grad(0);
-    return dy.defined() ? norm_->gradient(norm, dy, ctx.params(1), g) : g;
+    return dy.defined() ? norm_->gradient(norm, dy, ctx.params(1), g, /*reuse=*/false) : g;
   }
 
  private:

@@ -6,6 +6,7 @@
 #include "weft/ops/make_extra_output.h"
 #include "weft/ops/norm.h"
 #include "weft/ops/rows.h"
+#include "weft/tensor/ownership.h"
 
 namespace weft::fused {
 namespace {
@@ -75,7 +76,7 @@ class MlpBlock final : public FusedOp {
     const auto dn = through_up(ctx, dp);
     if (!dn.defined()) return {};
     auto norm = ctx.op(norm_.at);
-    auto dx = norm_->gradient(norm, dn, ctx.params(norm_.at), residual_ ? dy : g);
+    auto dx = norm_->gradient(norm, dn, ctx.params(norm_.at), residual_ ? dy : g, sole_owner(dn));
     return residual_ && dx.defined() && g.defined() ? at::add(g, dx) : dx;
   }
 
@@ -108,7 +109,7 @@ class MlpBlock final : public FusedOp {
     auto n = up.saved(BasicLinear::kInput);
     if (up.param_wanted(0) && !n.defined()) n = norm_->again(norm, ctx.params(norm_.at));
     up_->weight_gradient_of(up, dp, n);
-    return up_->input_gradient(up, dp, ctx.params(up_.at), {}).out;
+    return up_->input_gradient(up, dp, ctx.params(up_.at), in_place_of(n)).out;
   }
 
   Part<ops::MakeExtraOutput> fork_;

@@ -4,6 +4,7 @@
 #include "weft/ops/make_extra_output.h"
 #include "weft/ops/norm.h"
 #include "weft/ops/rows.h"
+#include "weft/tensor/ownership.h"
 
 namespace weft::fused {
 namespace {
@@ -52,8 +53,8 @@ class NormLinear final : public FusedOp {
     auto n = linear.saved(BasicLinear::kInput);
     if (linear.param_wanted(0) && !n.defined()) n = norm_->again(norm, ctx.params(norm_.at));
     linear_->weight_gradient_of(linear, dp, n);
-    const auto dn = linear_->input_gradient(linear, dp, ctx.params(linear_.at), {}).out;
-    return dn.defined() ? norm_->gradient(norm, dn, ctx.params(norm_.at), g) : dn;
+    const auto dn = linear_->input_gradient(linear, dp, ctx.params(linear_.at), in_place_of(n)).out;
+    return dn.defined() ? norm_->gradient(norm, dn, ctx.params(norm_.at), g, sole_owner(dn)) : dn;
   }
 
  private:

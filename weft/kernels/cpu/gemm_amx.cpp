@@ -103,15 +103,43 @@ class Prefetcher {
   int per_step_ = 0;
 };
 
+/// Adds up the lines of a weight under the steps of a product that already uses its packed copy.
+class Verifier {
+ public:
+  Verifier() = default;
+  /// Lines [from, to) of `data`.
+  Verifier(const char* data, int64_t from, int64_t to) : sum_(from), next_(data + from * 64), left_(to - from) {}
+
+  void pace(int64_t steps) { per_step_ = static_cast<int>((left_ + steps - 1) / std::max<int64_t>(steps, 1)); }
+  [[gnu::always_inline]] void step() {
+    for (int i = 0; i < per_step_ && left_ > 0; ++i, --left_, next_ += 64) {
+      _mm_prefetch(next_ + 1024, _MM_HINT_T0);
+      sum_.line(_mm512_loadu_si512(next_));
+    }
+  }
+  const LineSum& finish() {
+    sum_.add(next_, left_ * 64);
+    left_ = 0;
+    return sum_;
+  }
+
+ private:
+  LineSum sum_;
+  const char* next_ = nullptr;
+  int64_t left_ = 0;
+  int per_step_ = 0;
+};
+
 /// The near panels [near0, near1) against the far panels [far0, far1).
 template <bool kNearIsA, class Rows>
 class Multiplier {
  public:
-  Multiplier(const Operand& near, const Operand& far, const Work& work, const Blocking& cut)
-      : near_(near), far_(far), work_(work), cut_(cut), scratch_(Scratch::mine()) {}
+  Multiplier(const Operand& near, const Operand& far, const Work& work, const Blocking& cut, Verifier& verifier)
+      : near_(near), far_(far), work_(work), cut_(cut), verifier_(verifier), scratch_(Scratch::mine()) {}
 
   void run(int64_t near0, int64_t near1, int64_t far0, int64_t far1) {
     const TileConfig config;
+    verifier_.pace((near1 - near0) * (far1 - far0) * ((near_.k + kStep - 1) / kStep));
     for (int64_t f = far0; f < far1; f += cut_.far)
       for (int64_t n = near0; n < near1; n += cut_.near)
         block(n, std::min(near1, n + cut_.near), f, std::min(far1, f + cut_.far));
@@ -144,12 +172,20 @@ class Multiplier {
     Prefetcher ahead(near_, n + 1, static_cast<int64_t>(chunk) * cut_.steps * kStep, steps, far);
     const bool last = chunk + 1 == cut_.chunks;
     Pending<Rows> pending(work_, nullptr, 0, 0);
+    Verifier verifier = verifier_;
     for (int64_t f = 0; f < far; ++f) {
       float* c = cut_.chunks == 1 ? scratch_.square[f & 1] : scratch_.sums + (waiting * far + f) * kSquare;
       const Bf16* other = scratch_.far + f * steps * 2 * kTile;
+      const char* sums = reinterpret_cast<const char*>(c + kSquare);  // that wait and are next
       multiply<kNearIsA>(kNearIsA ? near : other, kNearIsA ? other : near, steps, c, chunk > 0, [&] {
         pending.step();
         ahead.step();
+        verifier.step();
+        if (chunk > 0) {
+          _mm_prefetch(sums, _MM_HINT_T0);
+          _mm_prefetch(sums + 64, _MM_HINT_T0);
+          sums += 128;
+        }
       });
       if (!last) continue;
       pending.finish(work_);
@@ -158,38 +194,50 @@ class Multiplier {
       pending.start(work_);
     }
     pending.finish(work_);
+    verifier_ = verifier;
   }
 
   const Operand &near_, &far_;
   const Work& work_;
   const Blocking& cut_;
+  Verifier& verifier_;
   Scratch& scratch_;
 };
 
-/// Runs the product on all threads. Each takes a share of the far panels, or of the near ones if those are too few.
+/// What a thread adds to while it multiplies.
+struct Share {
+  std::vector<float> sums;  // of columns
+  Verifier verifier;
+};
+
+/// Runs the product on all threads, one share each: of the far panels, or of the near ones if those are too few.
 void multiply_all(const Operand& a, const Operand& b, const Work& work, const Epilogue& e, bool near_is_a,
-                  std::vector<float>* sums) {
+                  std::vector<Share>& shares) {
   const Operand &near = near_is_a ? a : b, &far = near_is_a ? b : a;
   const int64_t nears = near.panels(), fars = far.panels();
-  const int threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  const auto threads = static_cast<int64_t>(shares.size());
   const bool split_far = fars >= threads;
-  const auto share = [&](int64_t t) {
+  const auto run = [&](int64_t t) {
     Work mine = work;
-    if (sums) mine.sums = sums[t].data();
+    mine.sums = e.keep_sums ? shares[t].sums.data() : nullptr;
     const int64_t n0 = split_far ? 0 : nears * t / threads, n1 = split_far ? nears : nears * (t + 1) / threads;
     const int64_t f0 = split_far ? fars * t / threads : 0, f1 = split_far ? fars * (t + 1) / threads : fars;
     const auto blocking = cut(n1 - n0, f1 - f0, near.k);
+    auto& verifier = shares[t].verifier;
     if (near_is_a) {
-      with_rows<true>(mine, e.act, e.slope,
-                      [&]<class Rows>() { Multiplier<true, Rows>(near, far, mine, blocking).run(n0, n1, f0, f1); });
+      with_rows<true>(mine, e.act, e.slope, [&]<class Rows>() {
+        Multiplier<true, Rows>(near, far, mine, blocking, verifier).run(n0, n1, f0, f1);
+      });
     } else {
-      with_rows<false>(mine, e.act, e.slope,
-                       [&]<class Rows>() { Multiplier<false, Rows>(near, far, mine, blocking).run(n0, n1, f0, f1); });
+      with_rows<false>(mine, e.act, e.slope, [&]<class Rows>() {
+        Multiplier<false, Rows>(near, far, mine, blocking, verifier).run(n0, n1, f0, f1);
+      });
     }
+    verifier.finish();
   };
-  if (threads == 1) return share(0);
+  if (threads == 1) return run(0);
   at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) share(t);
+    for (int64_t t = begin; t < end; ++t) run(t);
   });
 }
 
@@ -210,45 +258,50 @@ Operand operand(at::Tensor& t, bool left) {
   return out;
 }
 
-Checksum checksum_of(const at::Tensor& weight) {
-  constexpr int64_t kParts = 16;  // fixed: the result must not depend on the number of threads
-  const bool by_rows = weight.stride(1) == 1;
-  const int64_t lines = weight.size(by_rows ? 0 : 1), bytes = weight.size(by_rows ? 1 : 0) * 2;
-  const int64_t ld = weight.stride(by_rows ? 0 : 1) * 2;
-  const auto* data = static_cast<const char*>(weight.const_data_ptr());
-  std::array<Checksum, kParts> parts{};
-  at::parallel_for(0, kParts, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t part = begin; part < end; ++part) {
-      LineSum sum;
-      const int64_t from = lines * part / kParts, to = lines * (part + 1) / kParts;
-      if (ld == bytes)
-        sum.add(data + from * ld, (to - from) * bytes);
-      else
-        for (int64_t i = from; i < to; ++i) sum.add(data + i * ld, bytes);
-      sum.finish(parts[part].data());
-    }
-  });
+/// The memory of a weight as lines that follow each other; padded if its rows do not end with a line.
+struct Lines {
+  const char* data;
+  int64_t rows, bytes, ld;  // rows that lie `ld` bytes apart
+
+  explicit Lines(const at::Tensor& weight) : data(static_cast<const char*>(weight.const_data_ptr())) {
+    const bool by_rows = weight.stride(1) == 1;
+    rows = weight.size(by_rows ? 0 : 1);
+    bytes = weight.size(by_rows ? 1 : 0) * 2;
+    ld = weight.stride(by_rows ? 0 : 1) * 2;
+  }
+  int64_t per_row() const { return (bytes + 63) / 64; }
+  /// One run of whole lines.
+  bool whole() const { return ld == bytes && bytes % 64 == 0; }
+};
+
+Checksum checksum_of(const Lines& lines) {
   LineSum all;
-  all.add(reinterpret_cast<const char*>(parts.data()), sizeof(parts));
-  Checksum out{};
-  all.finish(out.data());
-  return out;
+  std::mutex mutex;
+  at::parallel_for(0, lines.rows, 256, [&](int64_t begin, int64_t end) {
+    LineSum part(begin * lines.per_row());
+    if (lines.whole())
+      part.add(lines.data + begin * lines.ld, (end - begin) * lines.bytes);
+    else
+      for (int64_t i = begin; i < end; ++i) part.add(lines.data + i * lines.ld, lines.bytes);
+    const std::lock_guard lock(mutex);
+    all.add(part);
+  });
+  return all.finish();
 }
 
-/// B packed whole, kept between calls.
-std::shared_ptr<const PackedCopy> kept(const at::Tensor& weight, const Operand& m) {
+/// How to pack `weight`, which is operand `m`, whole.
+Packing packing_of(const at::Tensor& weight, const Operand& m) {
   const int steps = static_cast<int>((m.k + kStep - 1) / kStep);
-  Packing packing{.source = weight,
-                  .half = m.half,
-                  .bytes = m.panels() * steps * 2 * kTile * 2,
-                  .checksum = [&] { return checksum_of(weight); },
-                  .pack =
-                      [&](uint16_t* to) {
-                        at::parallel_for(0, m.panels(), 4, [&](int64_t begin, int64_t end) {
-                          pack_panels(m, begin * kPanel, end - begin, 0, steps, to + begin * steps * 2 * kTile);
-                        });
-                      }};
-  return kept_copy(packing);
+  return {.source = weight,
+          .half = m.half,
+          .bytes = m.panels() * steps * 2 * kTile * 2,
+          .checksum = [lines = Lines(weight)] { return checksum_of(lines); },
+          .pack =
+              [m, steps](uint16_t* to) {
+                at::parallel_for(0, m.panels(), kStrip, [&](int64_t begin, int64_t end) {
+                  pack_panels(m, begin * kPanel, end - begin, 0, steps, to + begin * steps * 2 * kTile);
+                });
+              }};
 }
 
 /// Memory for an operand that is packed whole for one call. The last one is kept, since fresh pages cost as much as
@@ -292,6 +345,12 @@ at::Tensor writable(const at::Tensor& given, int64_t rows, int64_t columns, at::
 
 at::Tensor readable(const at::Tensor& t) { return !t.defined() || t.stride(1) == 1 ? t : t.contiguous(); }
 
+/// The result in the caller's own memory, if that could not be written directly.
+GemmResult delivered(GemmResult r, const Epilogue& e) {
+  if (e.out.defined() && !r.out.is_same(e.out)) r.out = e.out.copy_(r.out);
+  return r;
+}
+
 }  // namespace
 
 GemmResult gemm(at::Tensor a, at::Tensor b, Epilogue e) {
@@ -304,7 +363,7 @@ GemmResult gemm(at::Tensor a, at::Tensor b, Epilogue e) {
   GemmResult r{.out = writable(e.out, m, columns, dtype), .pre = {}, .again = {}, .sums = {}};
   if (e.keep_pre) r.pre = writable({}, m, n, at::kBFloat16);
   if (e.keep_again) r.again = writable({}, m, n, at::kBFloat16);
-  if (e.keep_sums) r.sums = at::zeros({columns}, at::TensorOptions().dtype(at::kFloat));
+  if (e.keep_sums) r.sums = at::empty({columns}, at::TensorOptions().dtype(at::kFloat));
 
   const auto add = e.add.is_same(e.out) && r.out.is_same(e.out) ? r.out : readable(e.add), at = readable(e.at);
   std::vector<float> bias;
@@ -337,19 +396,45 @@ GemmResult gemm(at::Tensor a, at::Tensor b, Epilogue e) {
   if (const auto& act = e.act ? e.act : e.slope) work.act = ActParams(*act);
   work.row = row_function(e.act, e.slope);
 
-  std::shared_ptr<const PackedCopy> copy;
-  if (e.weight && !near_is_a && m >= 256 && n * right.k >= (1 << 18)) copy = kept(b, right);
+  const auto threads = at::in_parallel_region() ? 1 : at::get_num_threads();
   auto& near = near_is_a ? left : right;
-  if (!copy && cut(near.panels(), (near_is_a ? right : left).panels(), near.k).far * at::get_num_threads() <
-                   (near_is_a ? right : left).panels())
-    copy = packed_once(near);
-  if (copy) near.packed = copy->data();
-  std::vector<std::vector<float>> sums(e.keep_sums ? at::get_num_threads() : 0, std::vector<float>(columns + kPanel));
-  multiply_all(left, right, work, e, near_is_a, sums.empty() ? nullptr : sums.data());
-  for (const auto& part : sums)
-    for (int64_t i = 0; i < columns; ++i) r.sums.mutable_data_ptr<float>()[i] += part[i];
-  if (e.out.defined() && !r.out.is_same(e.out)) r.out = e.out.copy_(r.out);
-  return r;
+  const auto& far = near_is_a ? right : left;
+  const auto multiply = [&](const char* to_verify, int64_t lines) {
+    std::vector<Share> shares(threads);
+    for (int t = 0; t < threads; ++t) {
+      if (e.keep_sums) shares[t].sums.resize(columns + kPanel);
+      if (to_verify) shares[t].verifier = Verifier(to_verify, lines * t / threads, lines * (t + 1) / threads);
+    }
+    multiply_all(left, right, work, e, near_is_a, shares);
+    if (e.keep_sums) r.sums.zero_();
+    LineSum found;
+    for (auto& share : shares) {
+      for (int64_t i = 0; i < columns && e.keep_sums; ++i) r.sums.mutable_data_ptr<float>()[i] += share.sums[i];
+      found.add(share.verifier.finish());
+    }
+    return found.finish();
+  };
+  if (e.weight && !near_is_a && m >= 256 && n * right.k >= (1 << 18)) {
+    const auto packing = packing_of(b, right);
+    const Lines lines(b);
+    auto kept = kept_copy(packing, lines.whole() && !add.is_same(r.out));
+    if (kept.copy) {
+      near.packed = kept.copy->data();
+      const auto found = multiply(kept.promised ? lines.data : nullptr, lines.rows * lines.per_row());
+      if (kept.promised) compared(packing, found == *kept.promised);
+      if (kept.promised && found != *kept.promised) {  // the weight had changed: all over again
+        kept = kept_copy(packing, false);
+        near.packed = kept.copy ? kept.copy->data() : nullptr;
+        multiply(nullptr, 0);
+      }
+      return delivered(std::move(r), e);
+    }
+  }
+  std::shared_ptr<const PackedCopy> once;
+  if (cut(near.panels(), far.panels(), near.k).far * threads < far.panels()) once = packed_once(near);
+  if (once) near.packed = once->data();
+  multiply(nullptr, 0);
+  return delivered(std::move(r), e);
 }
 
 }  // namespace weft::kernels::CPU_CAPABILITY

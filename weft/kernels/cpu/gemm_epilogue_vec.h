@@ -1,4 +1,6 @@
 #pragma once
+#include <array>
+
 #include "weft/kernels/cpu/act_vec.h"
 #include "weft/kernels/cpu/io_vec.h"
 #include "weft/kernels/cpu/loops.h"
@@ -94,27 +96,43 @@ static void apply_epilogue(const RowBlock& block, int64_t begin, int64_t end) {
   });
 }
 
-/// B as float32 without gaps, then each row of p as a sum of its rows.
+/// B as float32 with rows one after the other: B itself, or a copy in `scratch`.
 template <class T>
-void small_product_of(const Strided& a, const Strided& b, float* packed, float* p) {
-  const auto n = b.columns, depth = b.rows;
-  for (int64_t k = 0; k < depth; ++k) {
+Rows small_factor(const Strided& b, float* scratch) {
+  if (std::is_same_v<T, float> && b.column_stride == 1)
+    return {const_cast<void*>(b.data), b.row_stride, at::kFloat};  // only read
+  for (int64_t k = 0; k < b.rows; ++k) {
     const T* from = static_cast<const T*>(b.data) + k * b.row_stride;
-    for (int64_t j = 0; j < n; ++j) packed[k * n + j] = static_cast<float>(from[j * b.column_stride]);
+    float* to = scratch + k * b.columns;
+    for (int64_t j = 0; j < b.columns; ++j, from += b.column_stride) to[j] = static_cast<float>(*from);
   }
-  for (int64_t i = 0; i < a.rows; ++i) {
-    const T* row = static_cast<const T*>(a.data) + i * a.row_stride;
-    each_vector(n, [&](int64_t j, auto count) {
-      Vec sum(0.F);
-      for (int64_t k = 0; k < depth; ++k)
-        sum = fma(Vec(static_cast<float>(row[k * a.column_stride])), read(packed + k * n + j, count), sum);
-      write(p + i * n + j, sum, count);
-    });
-  }
+  return {scratch, b.columns, at::kFloat};
 }
 
-static void small_product(at::ScalarType dtype, const Strided& a, const Strided& b, float* scratch, float* p) {
-  with_dtype(dtype, [&](auto t) { small_product_of<decltype(t)>(a, b, scratch, p); });
+/// kRows rows of p from row i on, as sums of the rows of B.
+template <int kRows, class T>
+void small_rows(const Strided& a, const Rows& b, int64_t n, const Rows& p, int64_t i) {
+  each_vector(n, [&](int64_t j, auto count) {
+    const T* value = static_cast<const T*>(a.data) + i * a.row_stride;
+    const float* row = static_cast<const float*>(b.data) + j;
+    std::array<Vec, kRows> sums;
+    sums.fill(Vec(0.F));
+    for (int64_t k = 0; k < a.columns; ++k, value += a.column_stride, row += b.ld) {
+      const Vec factor = read(row, count);
+      for (int r = 0; r < kRows; ++r) sums[r] = fma(Vec(static_cast<float>(value[r * a.row_stride])), factor, sums[r]);
+    }
+    for (int r = 0; r < kRows; ++r) write(static_cast<float*>(p.data) + (i + r) * p.ld + j, sums[r], count);
+  });
+}
+
+static void small_product(at::ScalarType dtype, const Strided& a, const Strided& b, float* scratch, const Rows& p) {
+  with_dtype(dtype, [&](auto t) {
+    using T = decltype(t);
+    const auto factor = small_factor<T>(b, scratch);
+    int64_t i = 0;
+    for (; i + 4 <= a.rows; i += 4) small_rows<4, T>(a, factor, b.columns, p, i);
+    for (; i < a.rows; ++i) small_rows<1, T>(a, factor, b.columns, p, i);
+  });
 }
 
 const EpilogueLoops epilogue_loops{apply_epilogue, small_product};

@@ -85,23 +85,28 @@ RowBlock from(RowBlock block, int64_t row) {
   return block;
 }
 
-Strided strided(const at::Tensor& t) { return {t.const_data_ptr(), t.size(0), t.size(1), t.stride(0), t.stride(1)}; }
+Strided strided(const Matrix& m) {
+  const auto strides = m.t.strides();
+  return {m.t.const_data_ptr(), m.rows(), m.columns(), strides[m.transposed ? 1 : 0], strides[m.transposed ? 0 : 1]};
+}
 
 /// A product with its epilogue: the results, and the same as memory for the loops.
 struct Run {
   Tier tier;
-  const at::Tensor &a, &b;
-  Epilogue e;
-  int64_t m, n, columns;  // columns: of the result
+  const Matrix &a, &b;
+  const Epilogue& e;
+  at::ScalarType dtype;
+  int64_t m, n, columns;     // columns: of the result
+  at::Tensor bias, at, add;  // of the epilogue, as the loops can read them
   GemmResult result;
   RowBlock block;
 
-  Run(Tier tier, const at::Tensor& a, const at::Tensor& b, Epilogue given)
-      : tier(tier), a(a), b(b), e(std::move(given)), m(a.size(0)), n(b.size(1)), columns(n) {
+  Run(Tier tier, const Matrix& a, const Matrix& b, const Epilogue& e)
+      : tier(tier), a(a), b(b), e(e), dtype(a.t.scalar_type()), m(a.rows()), n(b.columns()), columns(n) {
     if (e.act && e.act->gated()) columns = n / 2;
     if (e.slope && e.slope->gated()) columns = 2 * n;
-    const auto dtype = e.dtype == at::ScalarType::Undefined ? a.scalar_type() : e.dtype;
-    result.out = !e.out.defined() ? fresh({m, columns}, dtype)
+    const auto stored = e.dtype == at::ScalarType::Undefined ? dtype : e.dtype;
+    result.out = !e.out.defined() ? fresh({m, columns}, stored)
                  : by_rows(e.out) ? e.out
                                   : fresh({m, columns}, e.out.scalar_type());
   }
@@ -110,18 +115,18 @@ struct Run {
     block.columns = n, block.scale = static_cast<float>(e.scale), block.act = e.act, block.slope = e.slope;
     block.out = rows_of(result.out);
     if (e.bias.defined()) {
-      e.bias = contiguous(e.bias);
-      block.bias = {const_cast<void*>(e.bias.const_data_ptr()), 0, e.bias.scalar_type()};
+      bias = contiguous(e.bias);
+      block.bias = {const_cast<void*>(bias.const_data_ptr()), 0, bias.scalar_type()};
     }
-    if (e.keep_pre) result.pre = fresh({m, n}, a.scalar_type()), block.pre = rows_of(result.pre);
+    if (e.keep_pre) result.pre = fresh({m, n}, dtype), block.pre = rows_of(result.pre);
     if (e.slope) {
-      if (!by_rows(e.at)) e.at = e.at.contiguous();
-      block.at = rows_of(e.at);
-      if (e.keep_again) result.again = fresh({m, n}, e.at.scalar_type()), block.again = rows_of(result.again);
+      at = by_rows(e.at) ? e.at : e.at.contiguous();
+      block.at = rows_of(at);
+      if (e.keep_again) result.again = fresh({m, n}, at.scalar_type()), block.again = rows_of(result.again);
     }
     if (e.add.defined()) {
-      if (!by_rows(e.add)) e.add = e.add.contiguous();
-      block.add = rows_of(e.add);
+      add = by_rows(e.add) ? e.add : e.add.contiguous();
+      block.add = rows_of(add);
     }
     if (e.keep_sums) {
       result.sums = fresh_zeros(columns);
@@ -145,68 +150,79 @@ struct Run {
     return std::move(result);
   }
 
+  /// scale·P + add and nothing else.
+  bool linear() const { return !e.act && !e.slope && !e.keep_sums && !e.keep_pre && !e.bias.defined(); }
+
   void small() {
-    prepare();
-    const auto k = b.size(0);
+    const auto k = b.rows();
+    const bool stored = linear() && !e.add.defined() && e.scale == 1 && result.out.scalar_type() == at::kFloat;
     c10::SmallVector<float, 512> memory(static_cast<size_t>(k * n + m * n));
-    auto* p = memory.data() + k * n;
-    epilogue_loops(tier).small_product(a.scalar_type(), strided(a), strided(b), memory.data(), p);
-    block.product = {p, n, at::kFloat};
+    const Rows p = stored ? rows_of(result.out) : Rows{memory.data() + k * n, n, at::kFloat};
+    epilogue_loops(tier).small_product(dtype, strided(a), strided(b), memory.data(), p);
+    if (stored) return;
+    prepare();
+    block.product = p;
     apply(block, m);
   }
 
+  void large() {
+    const auto left = a.tensor(), right = b.tensor();
+    if (!alone(left, right)) in_blocks(left, right);
+  }
+
   /// Where the engine or MKL can do all of it.
-  bool alone() const {
-    if (e.act || e.slope || e.keep_sums || e.keep_pre || e.bias.defined()) return false;
-    const auto from = a.scalar_type(), to = result.out.scalar_type();
+  bool alone(const at::Tensor& left, const at::Tensor& right) const {
+    if (!linear()) return false;
+    const auto to = result.out.scalar_type();
     const bool onto_itself = e.add.defined() && e.add.is_same(result.out);
-    if (from != at::kFloat && to == at::kFloat && (onto_itself || !e.add.defined()) && fits_blas(a) && fits_blas(b)) {
-      wide_product(a, b, e.scale, onto_itself ? 1 : 0, result.out);
+    if (dtype != at::kFloat && to == at::kFloat && (onto_itself || !e.add.defined()) && fits_blas(left) &&
+        fits_blas(right)) {
+      wide_product(left, right, e.scale, onto_itself ? 1 : 0, result.out);
       return true;
     }
-    if (from != to || !engine_is_native(from)) return false;
+    if (dtype != to || !engine_is_native(dtype)) return false;
     auto out = result.out;
-    if (e.add.defined() && e.add.scalar_type() == from) {
-      at::addmm_out(out, e.add, a, b, 1, e.scale);
+    if (e.add.defined() && e.add.scalar_type() == dtype) {
+      at::addmm_out(out, e.add, left, right, 1, e.scale);
       return true;
     }
     if (e.add.defined() || e.scale != 1) return false;
-    at::mm_out(out, a, b);
+    at::mm_out(out, left, right);
     return true;
   }
 
   /// Where a block of the product may lie: where the result will be, if that has its shape and dtype and nothing there
   /// is still to be read.
-  at::Tensor home(at::ScalarType dtype) const {
-    if (e.keep_pre && dtype == a.scalar_type()) return result.pre;
+  at::Tensor home(at::ScalarType p) const {
+    if (e.keep_pre && p == dtype) return result.pre;
     const auto read_later = [&](const at::Tensor& t) {
       return t.defined() && t.const_data_ptr() == result.out.const_data_ptr();
     };
-    const bool free = !read_later(e.add) && !read_later(e.at);
-    if (free && columns == n && result.out.scalar_type() == dtype) return result.out;
+    const bool free = !read_later(add) && !read_later(at);
+    if (free && columns == n && result.out.scalar_type() == p) return result.out;
     return {};
   }
 
-  void in_blocks() {
+  void in_blocks(const at::Tensor& left, const at::Tensor& right) {
     prepare();
-    const bool native = engine_is_native(a.scalar_type()) || !fits_blas(a) || !fits_blas(b);
-    const auto dtype = native ? a.scalar_type() : at::kFloat;
-    const auto place = home(dtype);
-    const auto scratch = place.defined() ? at::Tensor{} : fresh({std::min(m, kRows), n}, dtype);
+    const bool native = engine_is_native(dtype) || !fits_blas(left) || !fits_blas(right);
+    const auto computed = native ? dtype : at::kFloat;
+    const auto place = home(computed);
+    const auto scratch = place.defined() ? at::Tensor{} : fresh({std::min(m, kRows), n}, computed);
     for (int64_t row = 0; row < m; row += kRows) {
       const auto rows = std::min(kRows, m - row);
       auto p = place.defined() ? place.narrow(0, row, rows) : scratch.narrow(0, 0, rows);
       auto part = from(block, row);
       part.product = rows_of(p);
-      multiply(a.narrow(0, row, rows), p, native, part);
+      multiply(left.narrow(0, row, rows), right, p, native, part);
       apply(part, rows);
     }
   }
   /// p = A B for a block. A low-precision p takes scale and bias with it, so that they are rounded once.
-  void multiply(const at::Tensor& rows, at::Tensor& p, bool native, RowBlock& part) const {
-    if (!native) return wide_product(rows, b, 1, 0, p);
-    if (p.scalar_type() == at::kFloat || !e.bias.defined()) return static_cast<void>(at::mm_out(p, rows, b));
-    at::addmm_out(p, round_to(e.bias, p.scalar_type()), rows, b, 1, e.scale);
+  void multiply(const at::Tensor& rows, const at::Tensor& right, at::Tensor& p, bool native, RowBlock& part) const {
+    if (!native) return wide_product(rows, right, 1, 0, p);
+    if (p.scalar_type() == at::kFloat || !e.bias.defined()) return static_cast<void>(at::mm_out(p, rows, right));
+    at::addmm_out(p, round_to(e.bias, p.scalar_type()), rows, right, 1, e.scale);
     part.scale = 1, part.bias = {};
   }
 };
@@ -215,15 +231,11 @@ struct Run {
 
 bool gemm_is_small(int64_t m, int64_t n, int64_t k) { return m * n <= 4096 && n * k <= 4096 && m * n * k <= 32768; }
 
-GemmResult gemm_rows(Tier tier, const at::Tensor& a, const at::Tensor& b, Epilogue epilogue) {
-  if (vector_tier(a, b, epilogue.bias, epilogue.at, epilogue.add, epilogue.out) == Tier::ref)
-    return ref::gemm(a, b, std::move(epilogue));
-  Run run(tier, a, b, std::move(epilogue));
-  if (gemm_is_small(run.m, run.n, b.size(0))) {
-    run.small();
-  } else if (!run.alone()) {
-    run.in_blocks();
-  }
+GemmResult gemm_rows(Tier tier, const Matrix& a, const Matrix& b, const Epilogue& epilogue) {
+  if (vector_tier(a.t, b.t, epilogue.bias, epilogue.at, epilogue.add, epilogue.out) == Tier::ref)
+    return ref::gemm(a.tensor(), b.tensor(), epilogue);
+  Run run(tier, a, b, epilogue);
+  gemm_is_small(run.m, run.n, b.rows()) ? run.small() : run.large();
   return run.finish();
 }
 

@@ -39,9 +39,9 @@ struct NormCall {
   bool centred = false;
   at::ScalarType dtype = at::kFloat;  // of x and out
   const void* x = nullptr;
-  void* out = nullptr;  // y or dx
+  void* out = nullptr;  // y or dx; dx may lie where dy does
   const float *gamma = nullptr, *beta = nullptr;
-  float *mean = nullptr, *rstd = nullptr;  // written by forward, read by backward
+  float *mean = nullptr, *rstd = nullptr;  // written by forward if there, read by backward
   at::ScalarType dy_dtype = at::kFloat, add_dtype = at::kFloat;
   const void *dy = nullptr, *add = nullptr;   // dx = … + add
   float *dgamma = nullptr, *dbeta = nullptr;  // sums over rows are added
@@ -98,8 +98,8 @@ struct Strided {
 
 struct EpilogueLoops {
   void (*apply)(const RowBlock& block, int64_t begin, int64_t end);
-  /// p = A B for few values: p is [A.rows, B.columns], `scratch` as large as B.
-  void (*small_product)(at::ScalarType dtype, const Strided& a, const Strided& b, float* scratch, float* p);
+  /// p = A B for few values: p is float32 [A.rows, B.columns], `scratch` as large as B.
+  void (*small_product)(at::ScalarType dtype, const Strided& a, const Strided& b, float* scratch, const Rows& p);
 };
 
 namespace AVX512 {

@@ -37,7 +37,7 @@ void norm_forward_rows(const NormCall& c, int64_t begin, int64_t end) {
     if (c.centred) {
       const float sum = sum_row(c.columns, [&](int64_t i, auto count) { return read(x + i, count); });
       mean = static_cast<float>(sum / c.divisor);
-      c.mean[row] = mean;
+      if (c.mean) c.mean[row] = mean;
     }
     const Vec middle(mean);
     const float squares = sum_row(c.columns, [&](int64_t i, auto count) {
@@ -45,7 +45,7 @@ void norm_forward_rows(const NormCall& c, int64_t begin, int64_t end) {
       return d * d;
     });
     const auto rstd = static_cast<float>(1 / std::sqrt(squares / c.divisor + c.eps));
-    c.rstd[row] = rstd;
+    if (c.rstd) c.rstd[row] = rstd;
     const Vec factor(rstd);
     each_vector(c.columns, [&](int64_t i, auto count) {
       Vec v = (read(x + i, count) - middle) * factor;

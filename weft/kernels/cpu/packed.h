@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 
 namespace weft::kernels {
 
@@ -35,8 +36,18 @@ struct Packing {
   std::function<void(uint16_t*)> pack;
 };
 
-/// The packed form of a weight: a kept copy if the weight's values are still those it was made from (checksum), or if
-/// the weight is frozen; else packed anew. Null if a copy is not to be kept: packing off, or too large.
-std::shared_ptr<const PackedCopy> kept_copy(const Packing& packing);
+/// The packed form of a weight. If `promised` is set nobody has looked yet whether the weight is still the one it was
+/// made from: the user of the copy computes the checksum on the way, compares, and says what it found by `compared`.
+struct KeptCopy {
+  std::shared_ptr<const PackedCopy> copy = nullptr;  // null: none is to be kept
+  std::optional<Checksum> promised = {};
+};
+
+/// A kept copy if the weight's values are still those it was made from (checksum), or if the weight is frozen; else
+/// packed anew. `may_wait`: the checksum may be left to the user, which is done for weights that have not changed for a
+/// while. Null if a copy is not to be kept: the weight's first use, no room for it, or memory that comes and goes. Any
+/// number of threads may call.
+KeptCopy kept_copy(const Packing& packing, bool may_wait);
+void compared(const Packing& packing, bool same);
 
 }  // namespace weft::kernels
