@@ -11,6 +11,7 @@
 
 #include "benchmarks/driver/problem.h"
 #include "weft/kernels/gemm.h"
+#include "weft/kernels/packing.h"
 
 namespace bench {
 namespace {
@@ -24,6 +25,15 @@ Tensor random(at::IntArrayRef sizes, at::ScalarType dtype, double scale = 1) {
   return at::randn(sizes).mul_(scale).to(dtype);
 }
 
+/// What happens to a weight before each use. warm: nothing, weft finds that out by itself. frozen: weft was told that
+/// nothing will. cold: one value changes.
+std::function<void()> weights(const Line& line, const Tensor& w) {
+  const auto state = line.word("weights", "warm", {"warm", "frozen", "cold"});
+  if (state == "frozen") weft::kernels::freeze(w);
+  if (state != "cold") return [] {};
+  return [w] { w.data_ptr<c10::BFloat16>()[0].x ^= 1; };
+}
+
 double flop(int64_t m, int64_t k, int64_t n) {
   return 2.0 * static_cast<double>(m) * static_cast<double>(k) * static_cast<double>(n);
 }
@@ -35,7 +45,11 @@ Case linear_gelu(const Line& line) {
   const bool pre = line.word("pre", "0", {"0", "1"}) == "1";
   const auto x = random({m, k}, dtype), w = random({n, k}, dtype, 1 / std::sqrt(k)), b = random({n}, dtype);
   auto y = at::empty({m, n}, dtype);
-  const auto run = [=] { return gemm(x, w.t(), {.bias = b, .act = Act{ActKind::gelu}, .keep_pre = pre}); };
+  const auto change = weights(line, w);
+  const auto run = [=] {
+    change();
+    return gemm(x, w.t(), {.bias = b, .act = Act{ActKind::gelu}, .keep_pre = pre, .weight = true});
+  };
   const auto plain = [=](at::ScalarType t) {
     const auto v = at::linear(x.to(t), w.to(t), b.to(t));
     auto all = std::vector{at::gelu(v, "tanh")};
@@ -66,12 +80,17 @@ Case bare_gemm(const Line& line) {
   const auto b = forward ? w.t() : w;
   const auto ours = at::empty({m, n}, dtype);
   auto theirs = at::empty({m, n}, dtype);
-  return {.sides = {{"weft", [=] { gemm(x, b, {.out = ours}); }}, {"mm", [=]() mutable { at::mm_out(theirs, x, b); }}},
+  const auto change = weights(line, w);
+  const auto run = [=] {
+    change();
+    return gemm(x, b, {.out = ours, .weight = true}).out;
+  };
+  return {.sides = {{"weft", [=] { run(); }}, {"mm", [=]() mutable { at::mm_out(theirs, x, b); }}},
           .results = {"y"},
           .ours =
               [=] {
                 ours.fill_(std::nan(""));  // the call that is timed must write every value
-                return std::vector{gemm(x, b, {.out = ours}).out.clone()};
+                return std::vector{run().clone()};
               },
           .plain = [=](at::ScalarType t) { return std::vector{at::mm(x.to(t), b.to(t))}; },
           .dtype = dtype,
@@ -109,8 +128,8 @@ Case wgrad(const Line& line) {
 }  // namespace
 
 std::vector<Kind> product_kinds() {
-  return {{"linear_gelu", "m= k= n= dtype=bf16|fp16|fp32 pre=0|1", linear_gelu},
-          {"gemm", "m= k= n= dtype= form=forward|dgrad", bare_gemm},
+  return {{"linear_gelu", "m= k= n= dtype=bf16|fp16|fp32 pre=0|1 weights=warm|frozen|cold", linear_gelu},
+          {"gemm", "m= k= n= dtype= form=forward|dgrad weights=warm|frozen|cold", bare_gemm},
           {"wgrad", "m= n= k= dtype= grad=fp32|bf16|fp16", wgrad}};
 }
 

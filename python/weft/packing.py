@@ -1,8 +1,8 @@
 """Weights in the order the matrix kernels want, kept between calls.
 
-The AMX kernels pack a weight before they multiply by it. Copies are kept, and at each use a checksum over all of the
-weight decides whether its copy still holds: whoever changed it, however, is seen. A weight that does not change can be
-frozen, which saves the checksum.
+The AMX kernels pack a weight before they multiply by it. From its second use on the copy is kept, and at each use a
+checksum over all of the weight decides whether it still holds: a change is seen, whoever made it. A weight that does
+not change can be frozen, which saves the checksum.
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ std::string refuse_activation(const ops::ActivationOp& activation, int64_t colum
   return {};
 }
 
-kernels::Epilogue in_place_of(const at::Tensor& t) {
-  kernels::Epilogue epilogue;
-  if (sole_owner(t) && t.is_contiguous()) epilogue.out = ops::as_matrix(t);
-  return epilogue;
+void write_over(kernels::Epilogue& epilogue, const at::Tensor& t, int64_t columns) {
+  const bool same_dtype = epilogue.dtype == at::ScalarType::Undefined || epilogue.dtype == t.scalar_type();
+  const bool ours = t.size(-1) == columns && t.is_contiguous() && sole_owner(t);
+  if (same_dtype && ours && !epilogue.out.defined()) epilogue.out = ops::as_matrix(t);
 }
 
 void add_to(kernels::Epilogue& epilogue, const at::Tensor& g, bool in_place, at::ScalarType dtype) {

@@ -15,8 +15,9 @@ std::string refuse_mixed_dtypes(const Match& match, const PlanView& view, int fi
 /// A reason unless a GEMM's epilogue can compute the activation on `columns` columns before it, or its slope.
 std::string refuse_activation(const ops::ActivationOp& activation, int64_t columns);
 
-/// Writes the result where t lies if nobody else can see it: t has served, and has the shape and dtype of the result.
-kernels::Epilogue in_place_of(const at::Tensor& t);
+/// Lets a result of `columns` columns and the dtype of t be written where t lies, if nobody else can see t, whose rows
+/// are as many. The product itself must not read t.
+void write_over(kernels::Epilogue& epilogue, const at::Tensor& t, int64_t columns);
 
 /// Lets the epilogue add g to a result of `dtype`. Written into g itself if that is permitted, nobody else can see it
 /// and its dtype holds the sum. An undefined g changes nothing.

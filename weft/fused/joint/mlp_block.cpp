@@ -60,6 +60,7 @@ class MlpBlock final : public FusedOp {
       if (residual_) join.frame().extra_in[join.plan().extra_in_base] = x;
       add_extra_input(epilogue, *join_.op, join, middle.out, weight.size(0), middle.out.scalar_type());
     }
+    write_over(epilogue, n, weight.size(0));
     auto y = down_->product(down, middle.out, weight, std::move(epilogue)).out;
     if (activation.input_wanted()) down.save(BasicLinear::kInput, {});
     return y;
@@ -109,7 +110,9 @@ class MlpBlock final : public FusedOp {
     auto n = up.saved(BasicLinear::kInput);
     if (up.param_wanted(0) && !n.defined()) n = norm_->again(norm, ctx.params(norm_.at));
     up_->weight_gradient_of(up, dp, n);
-    return up_->input_gradient(up, dp, ctx.params(up_.at), in_place_of(n)).out;
+    kernels::Epilogue epilogue;
+    if (n.defined()) write_over(epilogue, n, n.size(-1));
+    return up_->input_gradient(up, dp, ctx.params(up_.at), std::move(epilogue)).out;
   }
 
   Part<ops::MakeExtraOutput> fork_;

@@ -53,7 +53,9 @@ class NormLinear final : public FusedOp {
     auto n = linear.saved(BasicLinear::kInput);
     if (linear.param_wanted(0) && !n.defined()) n = norm_->again(norm, ctx.params(norm_.at));
     linear_->weight_gradient_of(linear, dp, n);
-    const auto dn = linear_->input_gradient(linear, dp, ctx.params(linear_.at), in_place_of(n)).out;
+    kernels::Epilogue epilogue;
+    if (n.defined()) write_over(epilogue, n, n.size(-1));
+    const auto dn = linear_->input_gradient(linear, dp, ctx.params(linear_.at), std::move(epilogue)).out;
     return dn.defined() ? norm_->gradient(norm, dn, ctx.params(norm_.at), g, sole_owner(dn)) : dn;
   }
 

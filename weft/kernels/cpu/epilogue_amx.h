@@ -184,7 +184,7 @@ inline RowFunction row_function(const std::optional<Act>& act, const std::option
 }
 
 // ---- Whole squares, the common case -------------------------------------------------------------------------------
-// Everything bfloat16 and scale 1, or a float32 gradient; no masks and no choices. Such rows run inside the loop over
+// Everything bfloat16, or a float32 gradient; no masks and no choices. Such rows run inside the loop over
 // tile products, so their state has to stay in registers: a store and a load of it per step cost more than the row.
 
 inline __m512i pack_bf16(__m512 v0, __m512 v1) { return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(v1, v0)); }
@@ -200,51 +200,51 @@ struct Walk {
       : p(place.data ? place.at(row, column) : nullptr), step(place.ld * place.bytes()) {}
 };
 
-/// Stores past the caches if `stream`.
-[[gnu::always_inline]] inline void put(Walk& to, __m512i v, bool stream) {
-  if (stream)
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(to.p), v);
+template <bool kStream>
+[[gnu::always_inline]] inline void put(char* p, __m512i v) {
+  if constexpr (kStream)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(p), v);
   else
-    _mm512_storeu_si512(to.p, v);
-  to.p += to.step;
+    _mm512_storeu_si512(p, v);
 }
 
-/// v = act(P + bias) [+ add].
-template <int kKind, bool kPre, bool kAdd>
+/// v = act(scale·P + bias) [+ add]. All matrices have rows of one length.
+template <int kKind, bool kPre, bool kAdd, bool kStream>
 class ValueRows {
  public:
   ValueRows(const Work& w, int64_t row, int64_t column)
-      : out_(w.out, row, column),
-        pre_(w.pre, row, column),
-        add_(w.add, row, column),
-        stream_(w.out.stream),
-        act_(&w.act) {
-    ahead_ = (w.ahead_rows * w.add.ld + w.ahead_columns) * w.add.bytes();
+      : out_(w.out.at(row, column)), step_(w.out.ld * 2), act_(&w.act) {
+    if constexpr (kPre) pre_ = w.pre.at(row, column);
+    if constexpr (kAdd) {
+      add_ = w.add.at(row, column);
+      ahead_ = (w.ahead_rows * w.add.ld + w.ahead_columns) * 2;
+    }
+    scale_ = _mm512_set1_ps(w.scale);
     bias0_ = w.bias ? _mm512_loadu_ps(w.bias + column) : _mm512_setzero_ps();
     bias1_ = w.bias ? _mm512_loadu_ps(w.bias + column + 16) : _mm512_setzero_ps();
   }
   [[gnu::always_inline]] void row(const float* c) {
-    __m512 v0 = _mm512_add_ps(_mm512_load_ps(c), bias0_), v1 = _mm512_add_ps(_mm512_load_ps(c + 256), bias1_);
-    if constexpr (kPre) put(pre_, pack_bf16(v0, v1), stream_);
+    __m512 v0 = _mm512_fmadd_ps(_mm512_load_ps(c), scale_, bias0_);
+    __m512 v1 = _mm512_fmadd_ps(_mm512_load_ps(c + 256), scale_, bias1_);
+    if constexpr (kPre) put<kStream>(pre_ + at_, pack_bf16(v0, v1));
     if constexpr (kKind >= 0) {
       v0 = act_value<ActKind{kKind}>(v0, *act_);
       v1 = act_value<ActKind{kKind}>(v1, *act_);
     }
     if constexpr (kAdd) {
-      v0 = _mm512_add_ps(v0, load_bf16(add_.p));
-      v1 = _mm512_add_ps(v1, load_bf16(add_.p + 32));
-      _mm_prefetch(add_.p + ahead_, _MM_HINT_T0);
-      add_.p += add_.step;
+      v0 = _mm512_add_ps(v0, load_bf16(add_ + at_));
+      v1 = _mm512_add_ps(v1, load_bf16(add_ + at_ + 32));
+      _mm_prefetch(add_ + at_ + ahead_, _MM_HINT_T0);
     }
-    put(out_, pack_bf16(v0, v1), stream_);
+    put<kStream>(out_ + at_, pack_bf16(v0, v1));
+    at_ += step_;
   }
   void end(const Work&, int64_t) {}
 
  private:
-  Walk out_, pre_, add_;
-  int64_t ahead_;
-  __m512 bias0_, bias1_;
-  bool stream_;
+  char *out_, *pre_ = nullptr, *add_ = nullptr;
+  int64_t at_ = 0, step_, ahead_ = 0;
+  __m512 scale_, bias0_, bias1_;
   const ActParams* act_;
 };
 
@@ -277,38 +277,34 @@ class GatedRows {
   const ActParams* act_;
 };
 
-/// v = P·act'(at), with act(at) and the sums of the columns beside it.
-template <ActKind kKind>
+/// v = P·act'(at), with act(at) and the sums of the columns beside it. All matrices have rows of one length.
+template <ActKind kKind, bool kAgain, bool kStream>
 class SlopeRows {
  public:
   SlopeRows(const Work& w, int64_t row, int64_t column)
-      : out_(w.out, row, column),
-        at_(w.at, row, column),
-        again_(w.again, row, column),
-        stream_(w.out.stream),
-        act_(&w.act) {
-    ahead_ = (w.ahead_rows * w.at.ld + w.ahead_columns) * w.at.bytes();
+      : out_(w.out.at(row, column)), x_(w.at.at(row, column)), step_(w.out.ld * 2), act_(&w.act) {
+    if constexpr (kAgain) again_ = w.again.at(row, column);
+    ahead_ = (w.ahead_rows * w.at.ld + w.ahead_columns) * 2;
   }
   [[gnu::always_inline]] void row(const float* c) {
-    const auto [f0, s0] = act_both<kKind>(load_bf16(at_.p), *act_);
-    const auto [f1, s1] = act_both<kKind>(load_bf16(at_.p + 32), *act_);
-    _mm_prefetch(at_.p + ahead_, _MM_HINT_T0);
-    at_.p += at_.step;
-    if (again_.p) put(again_, pack_bf16(f0, f1), stream_);
+    const auto [f0, s0] = act_both<kKind>(load_bf16(x_ + at_), *act_);
+    const auto [f1, s1] = act_both<kKind>(load_bf16(x_ + at_ + 32), *act_);
+    _mm_prefetch(x_ + at_ + ahead_, _MM_HINT_T0);
+    if constexpr (kAgain) put<kStream>(again_ + at_, pack_bf16(f0, f1));
     const __m512 v0 = _mm512_mul_ps(_mm512_load_ps(c), s0), v1 = _mm512_mul_ps(_mm512_load_ps(c + 256), s1);
     sum0_ = _mm512_add_ps(sum0_, v0);
     sum1_ = _mm512_add_ps(sum1_, v1);
-    put(out_, pack_bf16(v0, v1), stream_);
+    put<kStream>(out_ + at_, pack_bf16(v0, v1));
+    at_ += step_;
   }
   void end(const Work& w, int64_t column) {
     if (w.sums) add_sums(w.sums + column, sum0_, sum1_);
   }
 
  private:
-  Walk out_, at_, again_;
-  int64_t ahead_;
+  char *out_, *x_, *again_ = nullptr;
+  int64_t at_ = 0, step_, ahead_;
   __m512 sum0_ = _mm512_setzero_ps(), sum1_ = _mm512_setzero_ps();
-  bool stream_;
   const ActParams* act_;
 };
 
@@ -332,11 +328,15 @@ class GatedSlopeRows {
     _mm_prefetch(at_.p + ahead_, _MM_HINT_T0);
     _mm_prefetch(at_.p + ahead_ + at_b_, _MM_HINT_T0);
     at_.p += at_.step;
-    if (again_.p) put(again_, pack_bf16(g0.value, g1.value), false);
+    if (again_.p) {
+      put<false>(again_.p, pack_bf16(g0.value, g1.value));
+      again_.p += again_.step;
+    }
     for (int i = 0; i < 4; ++i)
       sums_[i] = _mm512_add_ps(sums_[i], i == 0 ? g0.da : i == 1 ? g1.da : i == 2 ? g0.db : g1.db);
     _mm512_storeu_si512(da_.p + out_b_, pack_bf16(g0.db, g1.db));
-    put(da_, pack_bf16(g0.da, g1.da), false);
+    put<false>(da_.p, pack_bf16(g0.da, g1.da));
+    da_.p += da_.step;
   }
   void end(const Work& w, int64_t column) {
     if (!w.sums) return;
@@ -429,24 +429,29 @@ class Pending {
 /// Calls run with the rows of an activation, or of its slope.
 template <class Run>
 void with_activation(const Work& w, const std::optional<Act>& act, bool slope, Run&& run) {
-  const auto value = [&]<ActKind kKind>() {
+  const auto value = [&]<ActKind kKind, bool kStream>() {
     constexpr int k = static_cast<int>(kKind);
-    if (slope) return run.template operator()<SlopeRows<kKind>>();
-    w.pre.data ? run.template operator()<ValueRows<k, true, false>>()
-               : run.template operator()<ValueRows<k, false, false>>();
+    if (slope)
+      return w.again.data ? run.template operator()<SlopeRows<kKind, true, kStream>>()
+                          : run.template operator()<SlopeRows<kKind, false, kStream>>();
+    w.pre.data ? run.template operator()<ValueRows<k, true, false, kStream>>()
+               : run.template operator()<ValueRows<k, false, false, kStream>>();
+  };
+  const auto unary = [&]<ActKind kKind>() {
+    w.out.stream ? value.template operator()<kKind, true>() : value.template operator()<kKind, false>();
   };
   const auto gated = [&]<ActKind kKind>() {
     slope ? run.template operator()<GatedSlopeRows<kKind>>() : run.template operator()<GatedRows<kKind>>();
   };
   switch (act->kind) {
     case ActKind::gelu:
-      return value.template operator()<ActKind::gelu>();
+      return unary.template operator()<ActKind::gelu>();
     case ActKind::silu:
-      return value.template operator()<ActKind::silu>();
+      return unary.template operator()<ActKind::silu>();
     case ActKind::relu:
-      return value.template operator()<ActKind::relu>();
+      return unary.template operator()<ActKind::relu>();
     case ActKind::srelu:
-      return value.template operator()<ActKind::srelu>();
+      return unary.template operator()<ActKind::srelu>();
     case ActKind::swiglu:
       return gated.template operator()<ActKind::swiglu>();
     case ActKind::geglu:
@@ -469,11 +474,19 @@ void with_rows(const Work& w, const std::optional<Act>& act, const std::optional
   const auto any = [&] { run.template operator()<AnyRows>(); };
   if (is_gradient(w, act, slope))
     return w.add.data ? run.template operator()<GradientRows<true>>() : run.template operator()<GradientRows<false>>();
-  if (w.scale != 1 || !bf16(w.out) || !bf16(w.pre) || !bf16(w.again) || !bf16(w.add) || !bf16(w.at)) return any();
+  const bool gated = (act && act->gated()) || (slope && slope->gated());
+  if ((w.scale != 1 && (gated || slope)) || !bf16(w.out) || !bf16(w.pre) || !bf16(w.again) || !bf16(w.add) ||
+      !bf16(w.at))
+    return any();
+  const auto aligned = [&](const Place& p) { return !p.data || p.ld == w.out.ld; };
+  if (!gated && !(aligned(w.pre) && aligned(w.again) && aligned(w.add) && aligned(w.at))) return any();
   if (!act && !slope) {
     if (w.sums || w.pre.data) return any();
-    return w.add.data ? run.template operator()<ValueRows<-1, false, true>>()
-                      : run.template operator()<ValueRows<-1, false, false>>();
+    if (w.add.data)
+      return w.out.stream ? run.template operator()<ValueRows<-1, false, true, true>>()
+                          : run.template operator()<ValueRows<-1, false, true, false>>();
+    return w.out.stream ? run.template operator()<ValueRows<-1, false, false, true>>()
+                        : run.template operator()<ValueRows<-1, false, false, false>>();
   }
   if (kFew || w.add.data || (slope && w.bias) || (act && w.sums)) return any();
   if constexpr (!kFew) with_activation(w, act ? act : slope, slope.has_value(), run);

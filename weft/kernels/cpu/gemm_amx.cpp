@@ -68,38 +68,20 @@ struct Scratch {
   }
 };
 
-/// Brings the memory of the next near panel to L2, a few lines under each step, so that reading it is quick.
+/// Brings the next near panel of a packed operand to L2, a few lines under each step.
 class Prefetcher {
  public:
-  Prefetcher(const Operand& m, int64_t panel, int64_t k0, int steps, int64_t far) {
-    if (panel >= m.panels()) return;
-    left_ = kPanel * static_cast<int64_t>(steps);
+  Prefetcher(const Operand& m, int64_t panel, int64_t k0, int64_t far) {
+    if (!m.packed || panel >= m.panels()) return;
+    next_ = reinterpret_cast<const char*>(m.packed_panel(panel, k0));
     per_step_ = static_cast<int>((kPanel + far - 1) / far);
-    if (m.packed) {
-      next_ = reinterpret_cast<const char*>(m.packed_panel(panel, k0));
-      run_ = left_;
-      return;
-    }
-    next_ = reinterpret_cast<const char*>(m.at(tile_start(m, panel * kPanel, 0), k0));
-    run_ = m.k_contiguous ? steps : 1;  // lines that follow each other
-    jump_ = m.ld * 2 - (run_ - 1) * 64;
-    run_left_ = run_;
   }
   [[gnu::always_inline]] void step() {
-    for (int i = 0; i < per_step_ && left_ > 0; ++i, --left_) {
-      _mm_prefetch(next_, _MM_HINT_T1);
-      if (--run_left_ == 0) {
-        run_left_ = run_;
-        next_ += jump_;
-      } else {
-        next_ += 64;
-      }
-    }
+    for (int i = 0; i < per_step_; ++i, next_ += 64) _mm_prefetch(next_, _MM_HINT_T1);
   }
 
  private:
   const char* next_ = nullptr;
-  int64_t left_ = 0, run_ = 0, run_left_ = 0, jump_ = 0;
   int per_step_ = 0;
 };
 
@@ -169,7 +151,7 @@ class Multiplier {
   /// One near panel against the block.
   [[gnu::flatten]] void panel(const Bf16* near, int64_t n, int64_t waiting, int64_t far0, int64_t far, int steps,
                               int chunk) {
-    Prefetcher ahead(near_, n + 1, static_cast<int64_t>(chunk) * cut_.steps * kStep, steps, far);
+    Prefetcher ahead(near_, n + 1, static_cast<int64_t>(chunk) * cut_.steps * kStep, far);
     const bool last = chunk + 1 == cut_.chunks;
     Pending<Rows> pending(work_, nullptr, 0, 0);
     Verifier verifier = verifier_;
@@ -177,14 +159,13 @@ class Multiplier {
       float* c = cut_.chunks == 1 ? scratch_.square[f & 1] : scratch_.sums + (waiting * far + f) * kSquare;
       const Bf16* other = scratch_.far + f * steps * 2 * kTile;
       const char* sums = reinterpret_cast<const char*>(c + kSquare);  // that wait and are next
-      multiply<kNearIsA>(kNearIsA ? near : other, kNearIsA ? other : near, steps, c, chunk > 0, [&] {
+      multiply<kNearIsA>(kNearIsA ? near : other, kNearIsA ? other : near, steps, c, chunk > 0, [&](int i) {
         pending.step();
         ahead.step();
         verifier.step();
         if (chunk > 0) {
-          _mm_prefetch(sums, _MM_HINT_T0);
-          _mm_prefetch(sums + 64, _MM_HINT_T0);
-          sums += 128;
+          _mm_prefetch(sums + 128 * i, _MM_HINT_T0);
+          _mm_prefetch(sums + 128 * i + 64, _MM_HINT_T0);
         }
       });
       if (!last) continue;

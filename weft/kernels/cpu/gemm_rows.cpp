@@ -156,7 +156,8 @@ struct Run {
   void small() {
     const auto k = b.rows();
     const bool stored = linear() && !e.add.defined() && e.scale == 1 && result.out.scalar_type() == at::kFloat;
-    c10::SmallVector<float, 512> memory(static_cast<size_t>(k * n + m * n));
+    c10::SmallVector<float, 512> memory;
+    memory.resize_for_overwrite(static_cast<size_t>(k * n + m * n));
     const Rows p = stored ? rows_of(result.out) : Rows{memory.data() + k * n, n, at::kFloat};
     epilogue_loops(tier).small_product(dtype, strided(a), strided(b), memory.data(), p);
     if (stored) return;

@@ -47,7 +47,7 @@ inline void tile_fence() { asm volatile("" ::: "memory"); }
 
 /// C (+)= A B for one 32 x 32 square over `steps` steps. A and B are panels of packed tiles, two tiles a step. The
 /// operand that the caller walks along (`kNearIsA`: A) is used again at once, so its first `kNear` steps stay in L1;
-/// everything else is loaded past it. `side()` runs once per step, under the products.
+/// everything else is loaded past it. `side(step)` runs under the products of each step.
 template <bool kNearIsA, class Side>
 [[gnu::always_inline]] inline void multiply(const Bf16* a, const Bf16* b, int steps, float* c, bool add, Side&& side) {
   constexpr int kNear = 18;
@@ -81,7 +81,7 @@ template <bool kNearIsA, class Side>
     }
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
-    side();
+    side(i);
   }
   for (; i < steps; ++i, a += 2 * kTile, b += 2 * kTile) {
     _tile_stream_loadd(6, b, 64);
@@ -92,7 +92,7 @@ template <bool kNearIsA, class Side>
     _tile_stream_loadd(5, a + kTile, 64);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
-    side();
+    side(i);
   }
   _tile_stored(0, c, 64);
   _tile_stored(1, c + 256, 64);
