@@ -153,6 +153,7 @@ class Multiplier {
                               int chunk) {
     Prefetcher ahead(near_, n + 1, static_cast<int64_t>(chunk) * cut_.steps * kStep, far);
     const bool last = chunk + 1 == cut_.chunks;
+    const int rows = (kPanel + steps - 1) / std::max(steps, 1);  // of the square before, under each step
     Pending<Rows> pending(work_, nullptr, 0, 0);
     Verifier verifier = verifier_;
     for (int64_t f = 0; f < far; ++f) {
@@ -160,7 +161,7 @@ class Multiplier {
       const Bf16* other = scratch_.far + f * steps * 2 * kTile;
       const char* sums = reinterpret_cast<const char*>(c + kSquare);  // that wait and are next
       multiply<kNearIsA>(kNearIsA ? near : other, kNearIsA ? other : near, steps, c, chunk > 0, [&](int i) {
-        pending.step();
+        for (int r = 0; r < rows; ++r) pending.step();
         ahead.step();
         verifier.step();
         if (chunk > 0) {
@@ -398,7 +399,9 @@ GemmResult gemm(at::Tensor a, at::Tensor b, Epilogue e) {
   if (e.weight && !near_is_a && m >= 256 && n * right.k >= (1 << 18)) {
     const auto packing = packing_of(b, right);
     const Lines lines(b);
-    auto kept = kept_copy(packing, lines.whole() && !add.is_same(r.out));
+    const auto overwritten = [&](const at::Tensor& t) { return t.defined() && t.is_alias_of(r.out); };
+    const bool repeatable = !overwritten(add) && !overwritten(at) && !overwritten(a);
+    auto kept = kept_copy(packing, lines.whole() && repeatable);
     if (kept.copy) {
       near.packed = kept.copy->data();
       const auto found = multiply(kept.promised ? lines.data : nullptr, lines.rows * lines.per_row());
