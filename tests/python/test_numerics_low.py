@@ -11,7 +11,7 @@ import torch
 from weft import ops
 
 ALLOWED = 1.02
-DRAWS = 8
+DRAWS = 24
 M, H, F = 192, 256, 384
 DTYPES = [torch.bfloat16, torch.float16]
 

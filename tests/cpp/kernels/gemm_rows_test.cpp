@@ -110,6 +110,16 @@ TEST_F(KernelsGemm, AccumulatesInPlace) {
         }
 }
 
+TEST_F(KernelsGemm, TransposedFactorsEqualViews) {
+  for (const auto dtype : kLowAndSingle)
+    for (const auto& [m, n, k] : kShapes) {
+      SCOPED_TRACE(testing::Message() << dtype << " " << m << "," << n << "," << k);
+      const auto a = values({k, m}, dtype), b = values({n, k}, dtype, true);
+      const auto got = gemm(transposed(a), transposed(b)).out;
+      EXPECT_TRUE(at::equal(got, gemm(a.t(), b.t()).out));
+    }
+}
+
 TEST_F(KernelsGemm, ManyRowsAndStridesOfAnyKind) {
   const auto a = values({2100, 40}, at::kFloat, true), b = values({40, 70}, at::kFloat, true);
   const Act act{.kind = ActKind::geglu};

@@ -44,6 +44,10 @@ void check_layer_norm(const at::Tensor& x, const at::Tensor& add) {
   const auto alone = layer_norm_backward(dy, x, out.mean, out.rstd, gamma, {false, false, true}, add);
   EXPECT_FALSE(alone.dx.defined() || alone.dgamma.defined());
   EXPECT_TRUE(at::allclose(alone.dbeta, got.dbeta));
+  EXPECT_TRUE(at::equal(layer_norm_forward(x, gamma, beta, 0.3, /*keep=*/false).y, out.y));
+  const auto ours = dy.clone();
+  const auto reused = layer_norm_backward(ours, x, out.mean, out.rstd, gamma, {true, true, true}, add, /*reuse=*/true);
+  EXPECT_TRUE(at::equal(reused.dx, got.dx) && at::equal(reused.dgamma, got.dgamma));
 }
 
 void check_rms_norm(const at::Tensor& x, const at::Tensor& add) {
@@ -56,6 +60,10 @@ void check_rms_norm(const at::Tensor& x, const at::Tensor& add) {
   expect_near(got.dx, expected.dx, 20);
   expect_near(got.dgamma, expected.dgamma, 50);
   expect_near(rms_norm_backward(dy, x, out.rstd, gamma, {true, false}, add).dx, expected.dx, 20);
+  EXPECT_TRUE(at::equal(rms_norm_forward(x, gamma, 0.3, /*keep=*/false).y, out.y));
+  const auto ours = dy.clone();
+  const auto reused = rms_norm_backward(ours, x, out.rstd, gamma, {true, true}, add, /*reuse=*/true);
+  EXPECT_TRUE(at::equal(reused.dx, got.dx) && at::equal(reused.dgamma, got.dgamma));
 }
 
 void check_l2_norm(const at::Tensor& x, const at::Tensor& add) {
