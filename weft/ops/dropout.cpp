@@ -1,9 +1,9 @@
 #include "weft/ops/dropout.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mul.h>
 #include <ATen/ops/zeros_like.h>
 
+#include "weft/kernels/rows.h"
 #include "weft/ops/registry.h"
 #include "weft/ops/rows.h"
 
@@ -32,14 +32,14 @@ at::Tensor Dropout::forward(OpContext& ctx, const at::Tensor& x, Params) const {
   if (output_is_input(ctx.plan())) return x;
   const auto input = as_dtype(x, ctx.dtype(x.scalar_type()));
   if (options_.p == 1) return at::zeros_like(input);
-  return at::mul(input, mask(ctx, x)).mul_(1 / (1 - options_.p));
+  return kernels::scaled_mask_add(input, mask(ctx, x), 1 / (1 - options_.p));
 }
 
 at::Tensor Dropout::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
   if (!ctx.input_wanted()) return {};
   if (output_is_input(ctx.plan())) return dy;
   if (options_.p == 1) return at::zeros_like(dy);
-  return at::mul(dy, ctx.saved(kMask)).mul_(1 / (1 - options_.p));
+  return kernels::scaled_mask_add(dy, ctx.saved(kMask), 1 / (1 - options_.p));
 }
 
 static const Register<Dropout> dropout{

@@ -1,6 +1,5 @@
-#include <ATen/ops/addcmul.h>
-
 #include "weft/fused/rule.h"
+#include "weft/kernels/rows.h"
 #include "weft/ops/add_extra_input.h"
 #include "weft/ops/dropout.h"
 #include "weft/tensor/ownership.h"
@@ -23,7 +22,8 @@ class DropoutAdd final : public FusedOp {
     const auto mask = dropout_->mask(dropout, x);
     const auto scale = 1 / (1 - dropout_->options().p);
     auto sum = join.take_extra_input(0);
-    return join_->in_place() && sole_owner(sum) ? sum.addcmul_(x, mask, scale) : at::addcmul(sum, x, mask, scale);
+    return join_->in_place() && sole_owner(sum) ? sum.addcmul_(x, mask, scale)
+                                                : kernels::scaled_mask_add(x, mask, scale, sum);
   }
 
  private:

@@ -11,7 +11,7 @@ namespace weft::kernels::ref {
 at::Tensor sum_rows(const at::Tensor& matrix) { return at::sum(matrix, 0); }
 
 at::Tensor scaled_mask_add(const at::Tensor& x, const at::Tensor& mask, double scale, const at::Tensor& add) {
-  if (!add.defined()) return at::mul(x, mask).mul_(scale);
+  if (!add.defined()) return at::mul(at::mul(x, mask), scale);  // mul_ would round the scale
   return round_to(at::mul(widen(x), mask).mul_(scale).add_(add), x.scalar_type());
 }
 
