@@ -23,6 +23,8 @@ def prepack(module: torch.nn.Module, frozen: bool = True) -> torch.nn.Module:
 
     Call it again after a change: until then results are those of the old values.
     """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"prepack: got {type(module).__name__}, expected a torch.nn.Module, e.g. a Linear or a model.")
     for weight in _weights(module):
         (_C.freeze if frozen else _C.thaw)(weight.detach())
     return module

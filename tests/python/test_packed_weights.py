@@ -571,3 +571,8 @@ def test_no_result_was_stale():
         pytest.skip("no other test of this file ran")
     print(f"stale results: {checks['stale']} of {checks['done']}")
     assert checks["stale"] == 0
+
+
+def test_prepack_says_what_it_takes():
+    with pytest.raises(TypeError, match="expected a torch.nn.Module"):
+        weft.prepack(torch.zeros(2))
