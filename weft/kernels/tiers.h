@@ -7,7 +7,7 @@
 
 namespace weft::kernels::amx {
 /// bfloat16 on the CPU, whole matrices of at least one value.
-GemmResult gemm(const at::Tensor& a, const at::Tensor& b, Epilogue epilogue);
+GemmResult gemm(const at::Tensor& a, const at::Tensor& b, const Epilogue& epilogue);
 }  // namespace weft::kernels::amx
 
 namespace weft::kernels::ref {

@@ -250,7 +250,7 @@ class Product {
 }  // namespace weft::kernels::CPU_CAPABILITY
 
 namespace weft::kernels::amx {
-GemmResult gemm(const at::Tensor& a, const at::Tensor& b, Epilogue epilogue) {
+GemmResult gemm(const at::Tensor& a, const at::Tensor& b, const Epilogue& epilogue) {
   return CPU_CAPABILITY::Product(a, b, epilogue).run();
 }
 }  // namespace weft::kernels::amx
