@@ -1,30 +1,29 @@
 #include "weft/kernels/gemm.h"
 
+#include "weft/kernels/operand.h"
 #include "weft/kernels/tiers.h"
 
 namespace weft::kernels {
 namespace {
 
-/// Why the AMX tier does not take such a product; empty if it does.
-std::string amx_refusal(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64_t k) {
+/// Whether the AMX tier takes such a product, and if not, why.
+bool has_tiles(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64_t k) {
+  return device == c10::DeviceType::CPU && dtype == at::kBFloat16 && n * k >= 256;
+}
+std::string why_no_tiles(c10::DeviceType device, at::ScalarType dtype) {
   if (device != c10::DeviceType::CPU) return "it runs on the CPU only";
   if (dtype != at::kBFloat16) return std::string("no tiles for ") + c10::toString(dtype);
-  if (n * k < 256) return "the weight is smaller than a tile";
-  return {};
+  return "the weight is smaller than a tile";
 }
 
 bool interleaved(const std::optional<Act>& act) { return act && act->interleave != 0; }
 
+/// Every tensor must be one that the loops can read and write; else ATen takes the product.
 Tier choose(const Matrix& a, const Matrix& b, const Epilogue& e) {
-  const auto best = machine_tier();
-  if (best == Tier::ref) return Tier::ref;
-  const auto m = a.rows(), n = b.columns(), k = a.columns();
-  const auto device = a.t.device().type();
-  const auto dtype = a.t.scalar_type();
-  if (best == Tier::amx && dtype == at::kBFloat16 && device == c10::DeviceType::CPU && m > 0 && n > 0 && k > 0 &&
-      n * k >= 256 && !interleaved(e.act) && !interleaved(e.slope))
-    return Tier::amx;
-  return vector_tier(device, dtype);
+  const auto vector = vector_tier(a.t, b.t, e.bias, e.at, e.add, e.out);
+  if (vector == Tier::ref || machine_tier() != Tier::amx) return vector;
+  const bool tiles = a.rows() > 0 && has_tiles(a.t.device().type(), a.t.scalar_type(), b.columns(), a.columns());
+  return tiles && !interleaved(e.act) && !interleaved(e.slope) ? Tier::amx : vector;
 }
 
 }  // namespace
@@ -42,10 +41,9 @@ GemmResult gemm(const Matrix& a, const Matrix& b, const Epilogue& epilogue) {
 
 Choice gemm_choice(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64_t k) {
   if (machine_tier() != Tier::amx) return vector_choice(device, dtype);
-  const auto refusal = amx_refusal(device, dtype, n, k);
-  if (refusal.empty()) return {Tier::amx};
+  if (has_tiles(device, dtype, n, k)) return {Tier::amx};
   auto next = vector_choice(device, dtype);
-  next.declined = "amx declined: " + refusal + (next.declined.empty() ? "" : "; " + next.declined);
+  next.declined = "amx declined: " + why_no_tiles(device, dtype) + (next.declined.empty() ? "" : "; " + next.declined);
   return next;
 }
 

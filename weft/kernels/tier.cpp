@@ -7,20 +7,19 @@
 #include <array>
 #include <cstdlib>
 
+#include "weft/kernels/tiers.h"
+
 namespace weft::kernels {
 namespace {
 
 constexpr std::array<std::string_view, 4> kNames{"amx", "avx512", "avx2", "ref"};
 
 Tier detect() {
-  const auto capabilities = at::cpu::get_cpu_capabilities();
-  const auto has = [&](const char* name) {
-    const auto found = capabilities.find(name);
-    return found != capabilities.end() && found->second.isBool() && found->second.toBool();
-  };
-  const bool avx2 = has("avx2") && has("fma3") && has("f16c");
-  const bool avx512 = avx2 && has("avx512_f") && has("avx512_bw") && has("avx512_vl") && has("avx512_dq");
-  if (avx512 && has("avx512_bf16") && has("amx_tile") && has("amx_bf16") && at::cpu::init_amx()) return Tier::amx;
+  const bool avx2 = cpu_has("avx2") && cpu_has("fma3") && cpu_has("f16c");
+  const bool avx512 =
+      avx2 && cpu_has("avx512_f") && cpu_has("avx512_bw") && cpu_has("avx512_vl") && cpu_has("avx512_dq");
+  const bool amx = avx512 && cpu_has("avx512_bf16") && cpu_has("amx_tile") && cpu_has("amx_bf16");
+  if (amx && at::cpu::init_amx()) return Tier::amx;
   if (avx512) return Tier::avx512;
   return avx2 ? Tier::avx2 : Tier::ref;
 }
@@ -39,6 +38,12 @@ Tier read() {
 }
 
 }  // namespace
+
+bool cpu_has(const char* feature) {
+  static const auto features = at::cpu::get_cpu_capabilities();
+  const auto found = features.find(feature);
+  return found != features.end() && found->second.isBool() && found->second.toBool();
+}
 
 Tier machine_tier() {
   static const Tier tier = read();

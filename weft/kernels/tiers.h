@@ -5,6 +5,11 @@
 
 // The tiers of each kernel, for the file that chooses between them. Not installed.
 
+namespace weft::kernels {
+/// Whether the CPU has an instruction set, by the engine's name for it.
+bool cpu_has(const char* feature);
+}  // namespace weft::kernels
+
 namespace weft::kernels::amx {
 /// bfloat16 on the CPU, whole matrices of at least one value.
 GemmResult gemm(const at::Tensor& a, const at::Tensor& b, const Epilogue& epilogue);

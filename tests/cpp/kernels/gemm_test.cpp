@@ -82,7 +82,7 @@ TEST_P(KernelsProduct, BiasScaleAddAndDestination) {
   for (const auto& [m, n, k] : shapes()) {
     const auto what = std::to_string(m) + "x" + std::to_string(n) + "x" + std::to_string(k);
     const auto a = random({m, k}, GetParam()), b = random({k, n}, GetParam());
-    for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble}) {
       check(a, b, {.scale = 0.5, .bias = random({n}, dtype), .add = random({m, n}, dtype)}, what + " bias, add");
       check(a, b, {.out = random({m, n}, dtype)}, what + " out");
       check(a, b, {.out = random({n, m}, dtype).t()}, what + " out transposed");

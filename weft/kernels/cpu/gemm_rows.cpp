@@ -1,5 +1,3 @@
-#include <ATen/core/ivalue.h>
-#include <ATen/cpu/Utils.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
 
@@ -26,12 +24,7 @@ constexpr int64_t kRows = 1024;  // of a block. The engine packs B in each call:
 /// Whether the engine multiplies matrices of this dtype with instructions of their own. If not, it is several times
 /// slower than MKL, which converts to float32.
 bool engine_is_native(at::ScalarType dtype) {
-  static const auto capabilities = at::cpu::get_cpu_capabilities();
-  const auto has = [&](const char* name) {
-    const auto found = capabilities.find(name);
-    return found != capabilities.end() && found->second.isBool() && found->second.toBool();
-  };
-  static const bool bf16 = has("avx512_bf16"), fp16 = has("avx512_fp16") || has("amx_fp16");
+  static const bool bf16 = cpu_has("avx512_bf16"), fp16 = cpu_has("avx512_fp16") || cpu_has("amx_fp16");
   return dtype == at::kFloat || (dtype == at::kBFloat16 ? bf16 : fp16);
 }
 
@@ -233,8 +226,6 @@ struct Run {
 bool gemm_is_small(int64_t m, int64_t n, int64_t k) { return m * n <= 4096 && n * k <= 4096 && m * n * k <= 32768; }
 
 GemmResult gemm_rows(Tier tier, const Matrix& a, const Matrix& b, const Epilogue& epilogue) {
-  if (vector_tier(a.t, b.t, epilogue.bias, epilogue.at, epilogue.add, epilogue.out) == Tier::ref)
-    return ref::gemm(a.tensor(), b.tensor(), epilogue);
   Run run(tier, a, b, epilogue);
   gemm_is_small(run.m, run.n, b.rows()) ? run.small() : run.large();
   return run.finish();
