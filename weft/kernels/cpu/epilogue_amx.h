@@ -26,12 +26,15 @@ inline __mmask16 first(int64_t count) {
   return count >= 16 ? 0xffff : static_cast<__mmask16>((1U << std::max<int64_t>(count, 0)) - 1);
 }
 
+inline __m512i pack_bf16(__m512 v0, __m512 v1) { return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(v1, v0)); }
+inline __m512 widen_bf16(__m256i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16)); }
+
 inline __m512 load16(const Place& from, int64_t row, int64_t column, __mmask16 mask) {
   const char* p = from.at(row, column);
   if (from.dtype == at::kFloat) return _mm512_maskz_loadu_ps(mask, p);
   const __m256i half = _mm256_maskz_loadu_epi16(mask, p);
   if (from.dtype == at::kHalf) return _mm512_cvtph_ps(half);
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+  return widen_bf16(half);
 }
 
 inline void store16(const Place& to, int64_t row, int64_t column, __m512 v, __mmask16 mask) {
@@ -48,7 +51,7 @@ inline void store16(const Place& to, int64_t row, int64_t column, __m512 v, __mm
 /// 32 neighbours; `left` of them exist.
 inline void store32(const Place& to, int64_t row, int64_t column, __m512 v0, __m512 v1, int64_t left) {
   if (left >= kPanel && to.dtype == at::kBFloat16) {
-    const auto pairs = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(v1, v0));
+    const auto pairs = pack_bf16(v0, v1);
     auto* p = reinterpret_cast<__m512i*>(to.at(row, column));
     to.stream ? _mm512_stream_si512(p, pairs) : _mm512_storeu_si512(p, pairs);
     return;
@@ -56,6 +59,9 @@ inline void store32(const Place& to, int64_t row, int64_t column, __m512 v0, __m
   store16(to, row, column, v0, first(left));
   store16(to, row, column + 16, v1, first(left - 16));
 }
+
+struct Work;
+using RowFunction = void (*)(const Work&, const float* square, int64_t row, int64_t column);
 
 /// The `Epilogue` of a call as raw memory; made once.
 struct Work {
@@ -68,7 +74,7 @@ struct Work {
   float* sums = nullptr;                      // of this thread; padded likewise
   int64_t ahead_rows = 0, ahead_columns = 0;  // from a square to the one after it
   ActParams act{Act{}};
-  void (*row)(const Work&, const float* square, int64_t row, int64_t column) = nullptr;
+  RowFunction row = nullptr;
 };
 
 inline void bring(const Work& w, const Place& place, int64_t row, int64_t column, int width) {
@@ -168,8 +174,6 @@ void gated_slope_row(const Work& w, const float* c, int64_t row, int64_t column)
   finish32(w, row, w.columns + column, db[0], db[1], left);
 }
 
-using RowFunction = void (*)(const Work&, const float* square, int64_t row, int64_t column);
-
 /// The row function of an epilogue.
 inline RowFunction row_function(const std::optional<Act>& act, const std::optional<Act>& slope) {
   RowFunction row = value_row<-1>;
@@ -187,8 +191,6 @@ inline RowFunction row_function(const std::optional<Act>& act, const std::option
 // Everything bfloat16, or a float32 gradient; no masks and no choices. Such rows run inside the loop over
 // tile products, so their state has to stay in registers: a store and a load of it per step cost more than the row.
 
-inline __m512i pack_bf16(__m512 v0, __m512 v1) { return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(v1, v0)); }
-inline __m512 widen_bf16(__m256i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16)); }
 inline __m512 load_bf16(const char* p) { return widen_bf16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 
 /// A matrix that a row is read from or written to, stepping down.

@@ -45,6 +45,31 @@ class TileConfig {
 /// Keeps the compiler from moving plain loads and stores across tile instructions, which it does not see as such.
 inline void tile_fence() { asm volatile("" ::: "memory"); }
 
+/// Tiles 0 to 3 += A B for one step; an operand that is not to stay in L1 is loaded past it.
+template <bool kKeepA, bool kKeepB>
+[[gnu::always_inline]] inline void multiply_step(const Bf16* a, const Bf16* b) {
+  if constexpr (kKeepB)
+    _tile_loadd(6, b, 64);
+  else
+    _tile_stream_loadd(6, b, 64);
+  if constexpr (kKeepA)
+    _tile_loadd(4, a, 64);
+  else
+    _tile_stream_loadd(4, a, 64);
+  _tile_dpbf16ps(0, 4, 6);
+  if constexpr (kKeepB)
+    _tile_loadd(7, b + kTile, 64);
+  else
+    _tile_stream_loadd(7, b + kTile, 64);
+  _tile_dpbf16ps(1, 4, 7);
+  if constexpr (kKeepA)
+    _tile_loadd(5, a + kTile, 64);
+  else
+    _tile_stream_loadd(5, a + kTile, 64);
+  _tile_dpbf16ps(2, 5, 6);
+  _tile_dpbf16ps(3, 5, 7);
+}
+
 /// C (+)= A B for one 32 x 32 square over `steps` steps. A and B are panels of packed tiles, two tiles a step. The
 /// operand that the caller walks along (`kNearIsA`: A) is used again at once, so its first `kNear` steps stay in L1;
 /// everything else is loaded past it. `side(step)` runs under the products of each step.
@@ -64,34 +89,11 @@ template <bool kNearIsA, class Side>
   }
   int i = 0;
   for (const int near = steps < kNear ? steps : kNear; i < near; ++i, a += 2 * kTile, b += 2 * kTile) {
-    if constexpr (kNearIsA) {
-      _tile_stream_loadd(6, b, 64);
-      _tile_loadd(4, a, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_stream_loadd(7, b + kTile, 64);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_loadd(5, a + kTile, 64);
-    } else {
-      _tile_loadd(6, b, 64);
-      _tile_stream_loadd(4, a, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, b + kTile, 64);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_stream_loadd(5, a + kTile, 64);
-    }
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+    multiply_step<kNearIsA, !kNearIsA>(a, b);
     side(i);
   }
   for (; i < steps; ++i, a += 2 * kTile, b += 2 * kTile) {
-    _tile_stream_loadd(6, b, 64);
-    _tile_stream_loadd(4, a, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_stream_loadd(7, b + kTile, 64);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_stream_loadd(5, a + kTile, 64);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+    multiply_step<false, false>(a, b);
     side(i);
   }
   _tile_stored(0, c, 64);
