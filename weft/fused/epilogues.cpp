@@ -47,4 +47,15 @@ void add_extra_input(kernels::Epilogue& epilogue, const ops::AddExtraInput& join
   add_to(epilogue, e, join.in_place(), dtype);
 }
 
+at::Tensor gradients_behind_norm(StepContext& ctx, const Part<ops::BasicLinear>& linear, const Part<ops::NormOp>& norm,
+                                 const at::Tensor& dp) {
+  auto product = ctx.op(linear.at), before = ctx.op(norm.at);
+  auto n = product.saved(ops::BasicLinear::kInput);
+  if (product.param_wanted(0) && !n.defined()) n = norm->again(before, ctx.params(norm.at));
+  linear->weight_gradient_of(product, dp, n);
+  kernels::Epilogue epilogue;
+  if (n.defined()) write_over(epilogue, n, n.size(-1));
+  return linear->input_gradient(product, dp, ctx.params(linear.at), std::move(epilogue)).out;
+}
+
 }  // namespace weft::fused

@@ -4,6 +4,8 @@
 #include "weft/ops/activation_op.h"
 #include "weft/ops/add_extra_input.h"
 #include "weft/ops/basic_linear.h"
+#include "weft/ops/bias.h"
+#include "weft/ops/norm.h"
 
 // What the fused linears share: reasons to refuse, and the parts of an epilogue.
 
@@ -26,5 +28,14 @@ void add_to(kernels::Epilogue& epilogue, const at::Tensor& g, bool in_place, at:
 /// The same for the extra input of `join`, whose sizes must be the leading ones of x and `columns`.
 void add_extra_input(kernels::Epilogue& epilogue, const ops::AddExtraInput& join, ops::OpContext& ctx,
                      const at::Tensor& x, int64_t columns, at::ScalarType dtype);
+
+/// dn = dp W, and dW = dpᵀ n with n from `linear`'s slot, or computed again by the norm before it if that was not kept.
+at::Tensor gradients_behind_norm(StepContext& ctx, const Part<ops::BasicLinear>& linear, const Part<ops::NormOp>& norm,
+                                 const at::Tensor& dp);
+
+/// The bias of an optional part, or an undefined tensor.
+inline at::Tensor bias_of(const StepContext& ctx, const Part<ops::Bias>& bias) {
+  return bias ? ctx.params(bias.at)[0] : at::Tensor{};
+}
 
 }  // namespace weft::fused

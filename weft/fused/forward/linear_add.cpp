@@ -17,8 +17,7 @@ class LinearAdd final : public FusedOp {
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
     auto linear = ctx.op(0), join = ctx.op(join_.at);
     const auto& weight = ctx.params(0)[0];
-    kernels::Epilogue epilogue;
-    if (bias_) epilogue.bias = ctx.params(bias_.at)[0];
+    kernels::Epilogue epilogue{.bias = bias_of(ctx, bias_)};
     if (scale_) epilogue.scale = scale_->options().scale;
     add_extra_input(epilogue, *join_.op, join, x, weight.size(0), linear.dtype(weight.scalar_type()));
     return linear_->product(linear, x, weight, std::move(epilogue)).out;

@@ -15,8 +15,8 @@ class LinearBiasActivation final : public FusedOp {
 
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
     auto linear = ctx.op(0), activation = ctx.op(activation_.at);
-    kernels::Epilogue epilogue{.act = activation_->act(), .keep_pre = activation.input_wanted()};
-    if (bias_) epilogue.bias = ctx.params(bias_.at)[0];
+    kernels::Epilogue epilogue{
+        .bias = bias_of(ctx, bias_), .act = activation_->act(), .keep_pre = activation.input_wanted()};
     auto result = linear_->product(linear, x, ctx.params(0)[0], std::move(epilogue));
     if (activation.input_wanted()) activation.save(ops::ActivationOp::kInput, std::move(result.pre));
     return result.out;

@@ -47,13 +47,13 @@ class MlpBlock final : public FusedOp {
     if (fork_read_outside_) ctx.op(fork_.at).set_extra_output(0, x);
 
     const auto n = norm_->forward(norm, x, ctx.params(norm_.at));
-    auto middle =
-        up_->product(up, n, ctx.params(up_.at)[0],
-                     {.bias = bias(ctx, up_bias_), .act = activation_->act(), .keep_pre = activation.input_wanted()});
+    auto middle = up_->product(
+        up, n, ctx.params(up_.at)[0],
+        {.bias = bias_of(ctx, up_bias_), .act = activation_->act(), .keep_pre = activation.input_wanted()});
     if (norm.records()) up.save(BasicLinear::kInput, {});
     if (activation.input_wanted()) activation.save(ActivationOp::kInput, std::move(middle.pre));
 
-    kernels::Epilogue epilogue{.bias = bias(ctx, down_bias_)};
+    kernels::Epilogue epilogue{.bias = bias_of(ctx, down_bias_)};
     const auto& weight = ctx.params(down_.at)[0];
     if (join_) {
       auto join = ctx.op(join_.at);
@@ -74,7 +74,7 @@ class MlpBlock final : public FusedOp {
 
     const auto dp = through_activation(ctx, dy);
     if (!dp.defined()) return {};
-    const auto dn = through_up(ctx, dp);
+    const auto dn = gradients_behind_norm(ctx, up_, norm_, dp);
     if (!dn.defined()) return {};
     auto norm = ctx.op(norm_.at);
     auto dx = norm_->gradient(norm, dn, ctx.params(norm_.at), residual_ ? dy : g, sole_owner(dn));
@@ -82,10 +82,6 @@ class MlpBlock final : public FusedOp {
   }
 
  private:
-  static at::Tensor bias(const StepContext& ctx, const Part<ops::Bias>& part) {
-    return part ? ctx.params(part.at)[0] : at::Tensor{};
-  }
-
   /// dp = (dy W2)·act'(p), dW2 = dyᵀ h, db1 = Σ_rows dp.
   at::Tensor through_activation(StepContext& ctx, const at::Tensor& dy) const {
     auto activation = ctx.op(activation_.at), down = ctx.op(down_.at);
@@ -102,17 +98,6 @@ class MlpBlock final : public FusedOp {
     down_->weight_gradient_of(down, dy, h);
     if (sums) ctx.op(up_bias_.at).set_param_grad(0, std::move(result.sums));
     return result.out;
-  }
-
-  /// dn = dp W1, dW1 = dpᵀ n.
-  at::Tensor through_up(StepContext& ctx, const at::Tensor& dp) const {
-    auto norm = ctx.op(norm_.at), up = ctx.op(up_.at);
-    auto n = up.saved(BasicLinear::kInput);
-    if (up.param_wanted(0) && !n.defined()) n = norm_->again(norm, ctx.params(norm_.at));
-    up_->weight_gradient_of(up, dp, n);
-    kernels::Epilogue epilogue;
-    if (n.defined()) write_over(epilogue, n, n.size(-1));
-    return up_->input_gradient(up, dp, ctx.params(up_.at), std::move(epilogue)).out;
   }
 
   Part<ops::MakeExtraOutput> fork_;

@@ -31,8 +31,7 @@ class NormLinear final : public FusedOp {
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
     auto norm = ctx.op(norm_.at), linear = ctx.op(linear_.at);
     if (fork_) ctx.op(fork_.at).set_extra_output(0, x);
-    kernels::Epilogue epilogue;
-    if (bias_) epilogue.bias = ctx.params(bias_.at)[0];
+    kernels::Epilogue epilogue{.bias = bias_of(ctx, bias_)};
     if (activation_) {
       epilogue.act = activation_->act();
       epilogue.keep_pre = ctx.op(activation_.at).input_wanted();
@@ -47,15 +46,10 @@ class NormLinear final : public FusedOp {
   at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
     const auto g = fork_ ? ctx.op(fork_.at).take_extra_output_grad(0) : at::Tensor{};
     if (!dy.defined()) return g;
-    auto norm = ctx.op(norm_.at), linear = ctx.op(linear_.at);
+    auto norm = ctx.op(norm_.at);
     const auto dp = through_activation(ctx, dy);
     if (!dp.defined()) return {};
-    auto n = linear.saved(BasicLinear::kInput);
-    if (linear.param_wanted(0) && !n.defined()) n = norm_->again(norm, ctx.params(norm_.at));
-    linear_->weight_gradient_of(linear, dp, n);
-    kernels::Epilogue epilogue;
-    if (n.defined()) write_over(epilogue, n, n.size(-1));
-    const auto dn = linear_->input_gradient(linear, dp, ctx.params(linear_.at), std::move(epilogue)).out;
+    const auto dn = gradients_behind_norm(ctx, linear_, norm_, dp);
     return dn.defined() ? norm_->gradient(norm, dn, ctx.params(norm_.at), g, sole_owner(dn)) : dn;
   }
 
