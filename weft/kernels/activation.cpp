@@ -60,7 +60,7 @@ struct Problem {
 };
 
 /// The scales as float32 values one after the other.
-at::Tensor plain_scales(const at::Tensor& scales) { return contiguous(round_to(scales, at::kFloat)); }
+at::Tensor plain_scales(const at::Tensor& scales) { return contiguous(as_dtype(scales, at::kFloat)); }
 
 }  // namespace
 
@@ -131,7 +131,7 @@ std::pair<at::Tensor, at::Tensor> scaled_activation_backward(const Act& act, con
     problem.call.ds = ds.mutable_data_ptr<float>();
   }
   if (dx_wanted || ds_wanted) problem.run(act_loops(tier).backward);
-  return {dx, ds_wanted ? round_to(ds, scales.scalar_type()) : ds};
+  return {dx, ds_wanted ? as_dtype(ds, scales.scalar_type()) : ds};
 }
 
 }  // namespace weft::kernels

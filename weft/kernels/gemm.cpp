@@ -18,18 +18,17 @@ std::string why_no_tiles(c10::DeviceType device, at::ScalarType dtype) {
 
 bool interleaved(const std::optional<Act>& act) { return act && act->interleave != 0; }
 
-/// Every tensor must be one that the loops can read and write; else ATen takes the product.
-Tier choose(const Matrix& a, const Matrix& b, const Epilogue& e) {
+}  // namespace
+
+Tier gemm_tier(const Matrix& a, const Matrix& b, const Epilogue& e) {
   const auto vector = vector_tier(a.t, b.t, e.bias, e.at, e.add, e.out);
   if (vector == Tier::ref || machine_tier() != Tier::amx) return vector;
   const bool tiles = a.rows() > 0 && has_tiles(a.t.device().type(), a.t.scalar_type(), b.columns(), a.columns());
   return tiles && !interleaved(e.act) && !interleaved(e.slope) ? Tier::amx : vector;
 }
 
-}  // namespace
-
 GemmResult gemm(const Matrix& a, const Matrix& b, const Epilogue& epilogue) {
-  switch (const auto tier = choose(a, b, epilogue)) {
+  switch (const auto tier = gemm_tier(a, b, epilogue)) {
     case Tier::amx:
       return amx::gemm(a.tensor(), b.tensor(), epilogue);
     case Tier::ref:

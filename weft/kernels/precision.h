@@ -8,7 +8,8 @@ inline at::ScalarType wide(at::ScalarType dtype) { return at::isReducedFloatingT
 inline at::Tensor widen(const at::Tensor& t) {
   return at::isReducedFloatingType(t.scalar_type()) ? t.to(at::kFloat) : t;
 }
-inline at::Tensor round_to(const at::Tensor& t, at::ScalarType dtype) {
+/// `t` in `dtype`: `t` itself if it has it.
+inline at::Tensor as_dtype(const at::Tensor& t, at::ScalarType dtype) {
   return t.scalar_type() == dtype ? t : t.to(dtype);
 }
 

@@ -40,4 +40,18 @@ at::Tensor scaled_mask_add(const at::Tensor& x, const at::Tensor& mask, double s
   return out;
 }
 
+void add_up(const std::vector<at::Tensor>& terms, const at::Tensor& out) {
+  const auto fits = [](const at::Tensor& t) {
+    return vector_tier(t) != Tier::ref && (t.sizes()[1] <= 1 || t.strides()[1] == 1);
+  };
+  if (!fits(out) || !std::all_of(terms.begin(), terms.end(), fits)) return ref::add_up(terms, out);
+  const auto rows_of = [](const at::Tensor& t) {
+    return Rows{const_cast<void*>(t.const_data_ptr()), t.strides()[0], t.scalar_type()};
+  };
+  SumCall call{.columns = out.sizes()[1], .out = rows_of(out)};
+  for (const auto& t : terms) call.terms.push_back(rows_of(t));
+  in_rows(out.sizes()[0], call.columns,
+          [&](int64_t begin, int64_t end) { row_loops(vector_tier(out)).add_up(call, begin, end); });
+}
+
 }  // namespace weft::kernels

@@ -1,6 +1,8 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include <vector>
+
 namespace weft::kernels {
 
 /// Σ_rows of a matrix [rows, n], added up in float32 (float64 for float64) and rounded once to its dtype. In the
@@ -10,5 +12,9 @@ at::Tensor sum_rows(const at::Tensor& matrix);
 /// x·mask·scale + add, rounded once to x's dtype. `mask` is boolean and has the shape of x; so has `add`, which may be
 /// undefined.
 at::Tensor scaled_mask_add(const at::Tensor& x, const at::Tensor& mask, double scale, const at::Tensor& add = {});
+
+/// out = Σ terms of matrices of one shape, added up in their order in float32 (float64 for float64) and rounded once.
+/// `out` may be one of the terms.
+void add_up(const std::vector<at::Tensor>& terms, const at::Tensor& out);
 
 }  // namespace weft::kernels

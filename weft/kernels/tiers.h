@@ -1,6 +1,7 @@
 #pragma once
 #include "weft/kernels/gemm.h"
 #include "weft/kernels/norm.h"
+#include "weft/kernels/pieces.h"
 #include "weft/kernels/rows.h"
 
 // The tiers of each kernel, for the file that chooses between them. Not installed.
@@ -13,6 +14,9 @@ bool cpu_has(const char* feature);
 namespace weft::kernels::amx {
 /// bfloat16 on the CPU, whole matrices of at least one value.
 GemmResult gemm(const at::Tensor& a, const at::Tensor& b, const Epilogue& epilogue);
+/// Pieces as `gemm_tier` wants them, with at most `most_adds` addends each, that of the epilogue included.
+GemmResult gemm(const Pieces& a, const at::Tensor& b, const Epilogue& epilogue);
+int most_adds();
 }  // namespace weft::kernels::amx
 
 namespace weft::kernels::ref {
@@ -36,9 +40,13 @@ at::Tensor l2_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at:
 
 at::Tensor sum_rows(const at::Tensor& matrix);
 at::Tensor scaled_mask_add(const at::Tensor& x, const at::Tensor& mask, double scale, const at::Tensor& add);
+void add_up(const std::vector<at::Tensor>& terms, const at::Tensor& out);
 }  // namespace weft::kernels::ref
 
 namespace weft::kernels {
+/// The tier that takes a product. Every tensor must be one that its loops can read and write.
+Tier gemm_tier(const Matrix& a, const Matrix& b, const Epilogue& epilogue);
+
 /// The AVX-512 and AVX2 tiers: the engine's product, then one vector pass for the epilogue.
 GemmResult gemm_rows(Tier tier, const Matrix& a, const Matrix& b, const Epilogue& epilogue);
 /// Whether gemm_rows computes the product by itself: so few values that the engine's call would cost more.

@@ -1,6 +1,7 @@
 #pragma once
 #include <c10/core/ScalarType.h>
 
+#include <array>
 #include <optional>
 
 #include "weft/kernels/cpu/act_vec.h"
@@ -63,6 +64,8 @@ inline void store32(const Place& to, int64_t row, int64_t column, __m512 v0, __m
 struct Work;
 using RowFunction = void (*)(const Work&, const float* square, int64_t row, int64_t column);
 
+constexpr int kMostAdds = 3;
+
 /// The `Epilogue` of a call as raw memory; made once.
 struct Work {
   int64_t rows = 0, columns = 0;  // of the product
@@ -70,7 +73,9 @@ struct Work {
   int64_t reach = 0;              // panels beyond this column are not whole
   float scale = 1;
   const float* bias = nullptr;  // padded with 32 values
-  Place out, pre, at, again, add;
+  Place out, pre, at, again;
+  std::array<Place, kMostAdds> add;  // the first `adds` of them
+  int adds = 0;
   float* sums = nullptr;                      // of this thread; padded likewise
   int64_t ahead_rows = 0, ahead_columns = 0;  // from a square to the one after it
   ActParams act{Act{}};
@@ -90,10 +95,10 @@ inline void add_sums(float* sums, __m512 v0, __m512 v1) {
 
 inline void finish32(const Work& w, int64_t row, int64_t column, __m512 v0, __m512 v1, int64_t left) {
   if (w.sums) add_sums(w.sums + column, v0, v1);
-  if (w.add.data) {
-    v0 = _mm512_add_ps(v0, load16(w.add, row, column, first(left)));
-    v1 = _mm512_add_ps(v1, load16(w.add, row, column + 16, first(left - 16)));
-    bring(w, w.add, row, column, kPanel);
+  for (int i = 0; i < w.adds; ++i) {
+    v0 = _mm512_add_ps(v0, load16(w.add[i], row, column, first(left)));
+    v1 = _mm512_add_ps(v1, load16(w.add[i], row, column + 16, first(left - 16)));
+    bring(w, w.add[i], row, column, kPanel);
   }
   store32(w.out, row, column, v0, v1, left);
 }
@@ -133,7 +138,7 @@ void gated_row(const Work& w, const float* c, int64_t row, int64_t panel) {
   }
   __m512 v = gated_value<kKind>(a, b, w.act);
   if (w.sums) _mm512_storeu_ps(w.sums + column, _mm512_add_ps(_mm512_loadu_ps(w.sums + column), v));
-  if (w.add.data) v = _mm512_add_ps(v, load16(w.add, row, column, mask));
+  for (int i = 0; i < w.adds; ++i) v = _mm512_add_ps(v, load16(w.add[i], row, column, mask));
   store16(w.out, row, column, v, mask);
 }
 
@@ -210,17 +215,15 @@ template <bool kStream>
     _mm512_storeu_si512(p, v);
 }
 
-/// v = act(scale·P + bias) [+ add]. All matrices have rows of one length.
-template <int kKind, bool kPre, bool kAdd, bool kStream>
+/// v = act(scale·P + bias) + add. All matrices have rows of one length.
+template <int kKind, bool kPre, int kAdds, bool kStream>
 class ValueRows {
  public:
   ValueRows(const Work& w, int64_t row, int64_t column)
       : out_(w.out.at(row, column)), step_(w.out.ld * 2), act_(&w.act) {
     if constexpr (kPre) pre_ = w.pre.at(row, column);
-    if constexpr (kAdd) {
-      add_ = w.add.at(row, column);
-      ahead_ = (w.ahead_rows * w.add.ld + w.ahead_columns) * 2;
-    }
+    for (int i = 0; i < kAdds; ++i) add_[i] = w.add[i].at(row, column);
+    ahead_ = (w.ahead_rows * w.out.ld + w.ahead_columns) * 2;
     scale_ = _mm512_set1_ps(w.scale);
     bias0_ = w.bias ? _mm512_loadu_ps(w.bias + column) : _mm512_setzero_ps();
     bias1_ = w.bias ? _mm512_loadu_ps(w.bias + column + 16) : _mm512_setzero_ps();
@@ -233,10 +236,11 @@ class ValueRows {
       v0 = act_value<ActKind{kKind}>(v0, *act_);
       v1 = act_value<ActKind{kKind}>(v1, *act_);
     }
-    if constexpr (kAdd) {
-      v0 = _mm512_add_ps(v0, load_bf16(add_ + at_));
-      v1 = _mm512_add_ps(v1, load_bf16(add_ + at_ + 32));
-      _mm_prefetch(add_ + at_ + ahead_, _MM_HINT_T0);
+#pragma GCC unroll 3
+    for (int i = 0; i < kAdds; ++i) {
+      v0 = _mm512_add_ps(v0, load_bf16(add_[i] + at_));
+      v1 = _mm512_add_ps(v1, load_bf16(add_[i] + at_ + 32));
+      _mm_prefetch(add_[i] + at_ + ahead_, _MM_HINT_T1);
     }
     put<kStream>(out_ + at_, pack_bf16(v0, v1));
     at_ += step_;
@@ -244,7 +248,8 @@ class ValueRows {
   void end(const Work&, int64_t) {}
 
  private:
-  char *out_, *pre_ = nullptr, *add_ = nullptr;
+  char *out_, *pre_ = nullptr;
+  std::array<char*, kAdds> add_;
   int64_t at_ = 0, step_, ahead_ = 0;
   __m512 scale_, bias0_, bias1_;
   const ActParams* act_;
@@ -428,6 +433,31 @@ class Pending {
   bool whole_ = false;
 };
 
+/// Which class of rows serves an epilogue. Rows of one form can be worked on together.
+struct Form {
+  enum Class { any, gradient, value, activation } rows = any;
+  int adds = 0;
+  bool stream = false;
+  bool operator==(const Form&) const = default;
+};
+
+inline Form form_of(const Work& w, const std::optional<Act>& act, const std::optional<Act>& slope) {
+  const bool bare = !act && !slope && !w.pre.data && !w.sums;
+  if (bare && w.out.dtype == at::kFloat && !w.bias && (w.adds == 0 || (w.adds == 1 && w.add[0].data == w.out.data)))
+    return {.rows = Form::gradient, .adds = w.adds};
+  const bool gated = (act && act->gated()) || (slope && slope->gated());
+  bool lean = w.scale == 1 || !(gated || slope);
+  const auto look_at = [&](const Place& p) {
+    if (p.data) lean = lean && p.dtype == at::kBFloat16 && (gated || p.ld == w.out.ld);
+  };
+  for (const auto* p : {&w.out, &w.pre, &w.again, &w.at}) look_at(*p);
+  for (int i = 0; i < w.adds; ++i) look_at(w.add[i]);
+  if (!lean) return {};
+  if (bare) return {.rows = Form::value, .adds = w.adds, .stream = w.out.stream};
+  if ((!act && !slope) || w.adds > 0 || (slope && w.bias) || (act && w.sums)) return {};
+  return {.rows = Form::activation, .stream = w.out.stream};
+}
+
 /// Calls run with the rows of an activation, or of its slope.
 template <class Run>
 void with_activation(const Work& w, const std::optional<Act>& act, bool slope, Run&& run) {
@@ -436,8 +466,8 @@ void with_activation(const Work& w, const std::optional<Act>& act, bool slope, R
     if (slope)
       return w.again.data ? run.template operator()<SlopeRows<kKind, true, kStream>>()
                           : run.template operator()<SlopeRows<kKind, false, kStream>>();
-    w.pre.data ? run.template operator()<ValueRows<k, true, false, kStream>>()
-               : run.template operator()<ValueRows<k, false, false, kStream>>();
+    w.pre.data ? run.template operator()<ValueRows<k, true, 0, kStream>>()
+               : run.template operator()<ValueRows<k, false, 0, kStream>>();
   };
   const auto unary = [&]<ActKind kKind>() {
     w.out.stream ? value.template operator()<kKind, true>() : value.template operator()<kKind, false>();
@@ -463,35 +493,24 @@ void with_activation(const Work& w, const std::optional<Act>& act, bool slope, R
   }
 }
 
-/// Whether the epilogue is that of a float32 weight gradient.
-inline bool is_gradient(const Work& w, const std::optional<Act>& act, const std::optional<Act>& slope) {
-  return !act && !slope && w.out.dtype == at::kFloat && (!w.add.data || w.add.data == w.out.data) && !w.bias &&
-         !w.pre.data && !w.sums;
-}
-
-/// Calls run with the class of rows that fits the epilogue; `few` leaves out the activations.
+/// Calls run with the class of rows of a form; `few` leaves out the activations and more than one addend.
 template <bool kFew, class Run>
-void with_rows(const Work& w, const std::optional<Act>& act, const std::optional<Act>& slope, Run&& run) {
-  const auto bf16 = [](const Place& p) { return !p.data || p.dtype == at::kBFloat16; };
-  const auto any = [&] { run.template operator()<AnyRows>(); };
-  if (is_gradient(w, act, slope))
-    return w.add.data ? run.template operator()<GradientRows<true>>() : run.template operator()<GradientRows<false>>();
-  const bool gated = (act && act->gated()) || (slope && slope->gated());
-  if ((w.scale != 1 && (gated || slope)) || !bf16(w.out) || !bf16(w.pre) || !bf16(w.again) || !bf16(w.add) ||
-      !bf16(w.at))
-    return any();
-  const auto aligned = [&](const Place& p) { return !p.data || p.ld == w.out.ld; };
-  if (!gated && !(aligned(w.pre) && aligned(w.again) && aligned(w.add) && aligned(w.at))) return any();
-  if (!act && !slope) {
-    if (w.sums || w.pre.data) return any();
-    if (w.add.data)
-      return w.out.stream ? run.template operator()<ValueRows<-1, false, true, true>>()
-                          : run.template operator()<ValueRows<-1, false, true, false>>();
-    return w.out.stream ? run.template operator()<ValueRows<-1, false, false, true>>()
-                        : run.template operator()<ValueRows<-1, false, false, false>>();
+void with_rows(const Form& form, const Work& w, const std::optional<Act>& act, const std::optional<Act>& slope,
+               Run&& run) {
+  const auto value = [&]<int kAdds>() {
+    form.stream ? run.template operator()<ValueRows<-1, false, kAdds, true>>()
+                : run.template operator()<ValueRows<-1, false, kAdds, false>>();
+  };
+  if (form.rows == Form::gradient)
+    return form.adds ? run.template operator()<GradientRows<true>>() : run.template operator()<GradientRows<false>>();
+  if (form.rows == Form::value && form.adds == 0) return value.template operator()<0>();
+  if (form.rows == Form::value && form.adds == 1) return value.template operator()<1>();
+  if constexpr (!kFew) {
+    if (form.rows == Form::value && form.adds == 2) return value.template operator()<2>();
+    if (form.rows == Form::value && form.adds == 3) return value.template operator()<3>();
+    if (form.rows == Form::activation) return with_activation(w, act ? act : slope, slope.has_value(), run);
   }
-  if (kFew || w.add.data || (slope && w.bias) || (act && w.sums)) return any();
-  if constexpr (!kFew) with_activation(w, act ? act : slope, slope.has_value(), run);
+  run.template operator()<AnyRows>();
 }
 
 }  // namespace weft::kernels::CPU_CAPABILITY

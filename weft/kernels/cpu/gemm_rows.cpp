@@ -216,7 +216,7 @@ struct Run {
   void multiply(const at::Tensor& rows, const at::Tensor& right, at::Tensor& p, bool native, RowBlock& part) const {
     if (!native) return wide_product(rows, right, 1, 0, p);
     if (p.scalar_type() == at::kFloat || !e.bias.defined()) return static_cast<void>(at::mm_out(p, rows, right));
-    at::addmm_out(p, round_to(e.bias, p.scalar_type()), rows, right, 1, e.scale);
+    at::addmm_out(p, as_dtype(e.bias, p.scalar_type()), rows, right, 1, e.scale);
     part.scale = 1, part.bias = {};
   }
 };

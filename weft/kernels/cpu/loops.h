@@ -1,5 +1,6 @@
 #pragma once
 #include <c10/core/ScalarType.h>
+#include <c10/util/SmallVector.h>
 
 #include <cstdint>
 #include <optional>
@@ -59,14 +60,6 @@ struct MaskCall {
   void* out = nullptr;
   float scale = 1;
 };
-struct RowLoops {
-  /// sums[j] += Σ x[i, j] over rows `begin` to `end`.
-  void (*add_rows)(at::ScalarType dtype, const void* x, int64_t columns, float* sums, int64_t begin, int64_t end);
-  /// out[i] = values[i] in another dtype.
-  void (*round)(at::ScalarType dtype, const float* values, void* out, int64_t count);
-  void (*scaled_mask_add)(const MaskCall& call, int64_t begin, int64_t end);
-};
-
 /// Rows of values at data, ld values apart.
 struct Rows {
   void* data = nullptr;
@@ -74,6 +67,21 @@ struct Rows {
   at::ScalarType dtype = at::kFloat;
 
   explicit operator bool() const { return data != nullptr; }
+};
+
+/// out = Σ terms; `out` may be one of them.
+struct SumCall {
+  int64_t columns = 0;
+  c10::SmallVector<Rows, 8> terms = {};
+  Rows out = {};
+};
+struct RowLoops {
+  /// sums[j] += Σ x[i, j] over rows `begin` to `end`.
+  void (*add_rows)(at::ScalarType dtype, const void* x, int64_t columns, float* sums, int64_t begin, int64_t end);
+  /// out[i] = values[i] in another dtype.
+  void (*round)(at::ScalarType dtype, const float* values, void* out, int64_t count);
+  void (*scaled_mask_add)(const MaskCall& call, int64_t begin, int64_t end);
+  void (*add_up)(const SumCall& call, int64_t begin, int64_t end);
 };
 
 /// What an `Epilogue` (kernels/gemm.h) asks for a block of rows of the product; `product` may lie where `pre` or `out`

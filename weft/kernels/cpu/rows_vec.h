@@ -1,4 +1,6 @@
 #pragma once
+#include <algorithm>
+
 #include "weft/kernels/cpu/io_vec.h"
 #include "weft/kernels/cpu/loops.h"
 
@@ -60,6 +62,34 @@ static void scaled_mask_add(const MaskCall& c, int64_t begin, int64_t end) {
   with_dtype(c.dtype, [&](auto t) { scaled_mask_add_of<decltype(t)>(c, begin, end); });
 }
 
-const RowLoops row_loops{add_rows, round, scaled_mask_add};
+/// All terms and the sum in one dtype.
+template <class T>
+void add_up_of(const SumCall& c, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const auto at = [&](const Rows& r) { return static_cast<T*>(r.data) + row * r.ld; };
+    each_vector(c.columns, [&](int64_t i, auto count) {
+      Vec sum = read(at(c.terms[0]) + i, count);
+      for (size_t t = 1; t < c.terms.size(); ++t) sum = sum + read(at(c.terms[t]) + i, count);
+      write(at(c.out) + i, sum, count);
+    });
+  }
+}
+
+static void add_up_mixed(const SumCall& c, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row)
+    each_vector(c.columns, [&](int64_t i, auto count) {
+      Vec sum(0.F);
+      for (const auto& t : c.terms) sum = sum + read(t.dtype, t.data, row * t.ld + i, count);
+      write(c.out.dtype, c.out.data, row * c.out.ld + i, sum, count);
+    });
+}
+
+static void add_up(const SumCall& c, int64_t begin, int64_t end) {
+  const auto same = [&](const Rows& t) { return t.dtype == c.out.dtype; };
+  if (c.terms.empty() || !std::all_of(c.terms.begin(), c.terms.end(), same)) return add_up_mixed(c, begin, end);
+  with_dtype(c.out.dtype, [&](auto t) { add_up_of<decltype(t)>(c, begin, end); });
+}
+
+const RowLoops row_loops{add_rows, round, scaled_mask_add, add_up};
 
 }  // namespace weft::kernels::CPU_CAPABILITY

@@ -176,12 +176,12 @@ at::Tensor as_column(const at::Tensor& scales, const at::Tensor& x) {
 }  // namespace
 
 at::Tensor activation_forward(const Act& act, const at::Tensor& x) {
-  if (act.gated() || act.kind == ActKind::qgelu) return round_to(unrounded(act, x), x.scalar_type());
+  if (act.gated() || act.kind == ActKind::qgelu) return as_dtype(unrounded(act, x), x.scalar_type());
   return value(act.kind, x);  // ATen's kernels for these round once
 }
 
 at::Tensor activation_backward(const Act& act, const at::Tensor& dy, const at::Tensor& x) {
-  if (!act.gated()) return round_to(slope(act.kind, dy, x), x.scalar_type());
+  if (!act.gated()) return as_dtype(slope(act.kind, dy, x), x.scalar_type());
   auto dx = at::empty_like(x);
   const Halves in(act, x);
   Halves out(act, dx);
@@ -205,7 +205,7 @@ ActivationSums activation_backward_sums(const Act& act, const at::Tensor& dy, co
 }
 
 at::Tensor scaled_activation_forward(const Act& act, const at::Tensor& x, const at::Tensor& scales) {
-  return round_to(unrounded(act, x).mul_(as_column(scales, x)), x.scalar_type());
+  return as_dtype(unrounded(act, x).mul_(as_column(scales, x)), x.scalar_type());
 }
 
 std::pair<at::Tensor, at::Tensor> scaled_activation_backward(const Act& act, const at::Tensor& dy, const at::Tensor& x,
@@ -214,7 +214,7 @@ std::pair<at::Tensor, at::Tensor> scaled_activation_backward(const Act& act, con
   if (dx_wanted) dx = ref::activation_backward(act, at::mul(widen(dy), as_column(scales, x)), x);
   if (ds_wanted) {
     ds = at::sum(unrounded(act, x).mul_(dy), -1);
-    ds = round_to(ds, scales.scalar_type()).reshape(scales.sizes());
+    ds = as_dtype(ds, scales.scalar_type()).reshape(scales.sizes());
   }
   return {dx, ds};
 }

@@ -17,7 +17,7 @@ namespace {
 
 /// scale·A B + bias in the dtype of A.
 at::Tensor product(const at::Tensor& a, const at::Tensor& b, double scale, const at::Tensor& bias) {
-  if (bias.defined()) return at::addmm(round_to(bias, a.scalar_type()), a, b, 1, scale);
+  if (bias.defined()) return at::addmm(as_dtype(bias, a.scalar_type()), a, b, 1, scale);
   auto p = at::mm(a, b);
   return scale == 1 ? p : p.mul_(scale);
 }
@@ -52,7 +52,7 @@ void accumulate_wide(const at::Tensor& a, const at::Tensor& b, double scale, boo
 
 /// `value` in `dtype`, in `out` if that is given.
 at::Tensor stored(const at::Tensor& value, const Epilogue& e, at::ScalarType dtype) {
-  return e.out.defined() ? e.out.copy_(value) : round_to(value, dtype);
+  return e.out.defined() ? e.out.copy_(value) : as_dtype(value, dtype);
 }
 
 }  // namespace

@@ -34,7 +34,7 @@ at::Tensor as_rows(const at::Tensor& t, const at::Tensor& gamma) {
 /// dx + add in the dtype of x; `dx` is ours.
 at::Tensor finish(at::Tensor dx, const at::Tensor& add, const at::Tensor& x) {
   if (add.defined()) dx.add_(add);
-  return round_to(dx, x.scalar_type());
+  return as_dtype(dx, x.scalar_type());
 }
 
 }  // namespace
@@ -53,7 +53,7 @@ NormGrads layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const a
   }
   // ATen adds up dγ and dβ in the dtype of its inputs. Of β it only asks whether there is one.
   const auto dtype = wanted[1] || wanted[2] || add.defined() ? gamma.scalar_type() : x.scalar_type();
-  auto [dx, dgamma, dbeta] = at::native_layer_norm_backward(round_to(dy, dtype), round_to(x, dtype), gamma.sizes(),
+  auto [dx, dgamma, dbeta] = at::native_layer_norm_backward(as_dtype(dy, dtype), as_dtype(x, dtype), gamma.sizes(),
                                                             mean, rstd, gamma, gamma, wanted);
   return {dx.defined() ? finish(std::move(dx), add, x) : dx, std::move(dgamma), std::move(dbeta)};
 }
@@ -66,12 +66,12 @@ RmsNormForward rms_norm_forward(const at::Tensor& x, const at::Tensor& gamma, do
   auto rstd = at::linalg_vector_norm(values, 2, row, /*keepdim=*/true);
   rstd.mul_(rstd).div_(n).add_(eps).rsqrt_();
   auto y = at::mul(values, rstd).mul_(gamma);
-  return {round_to(y, x.scalar_type()), std::move(rstd)};
+  return {as_dtype(y, x.scalar_type()), std::move(rstd)};
 }
 
 NormGrads rms_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rstd, const at::Tensor& gamma,
                             std::array<bool, 2> wanted, const at::Tensor& add) {
-  const auto values = as_rows(widen(x), gamma), grad = as_rows(round_to(dy, gamma.scalar_type()), gamma);
+  const auto values = as_rows(widen(x), gamma), grad = as_rows(as_dtype(dy, gamma.scalar_type()), gamma);
   const auto g = gamma.reshape(-1), r = rstd.reshape(-1);
   const auto product = at::mul(grad, values);
   NormGrads out;
@@ -88,11 +88,11 @@ L2NormForward l2_norm_forward(const at::Tensor& x, double eps) {
   const auto values = widen(x);
   auto rnorm = at::linalg_vector_norm(values, 2, at::IntArrayRef{-1}, /*keepdim=*/true);
   rnorm.mul_(rnorm).add_(eps).rsqrt_();
-  return {round_to(at::mul(values, rnorm), x.scalar_type()), std::move(rnorm)};
+  return {as_dtype(at::mul(values, rnorm), x.scalar_type()), std::move(rnorm)};
 }
 
 at::Tensor l2_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rnorm, const at::Tensor& add) {
-  const auto values = widen(x), grad = round_to(dy, rnorm.scalar_type());
+  const auto values = widen(x), grad = as_dtype(dy, rnorm.scalar_type());
   const auto pull = at::sum(at::mul(values, grad), -1, /*keepdim=*/true).mul_(rnorm).mul_(rnorm).mul_(rnorm);
   return finish(at::mul(grad, rnorm).addcmul_(values, pull, -1), add, x);
 }

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/mul.h>
 #include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
 
 #include "weft/kernels/precision.h"
 #include "weft/kernels/tiers.h"
@@ -12,7 +13,13 @@ at::Tensor sum_rows(const at::Tensor& matrix) { return at::sum(matrix, 0); }
 
 at::Tensor scaled_mask_add(const at::Tensor& x, const at::Tensor& mask, double scale, const at::Tensor& add) {
   if (!add.defined()) return at::mul(at::mul(x, mask), scale);  // mul_ would round the scale
-  return round_to(at::mul(widen(x), mask).mul_(scale).add_(add), x.scalar_type());
+  return as_dtype(at::mul(widen(x), mask).mul_(scale).add_(add), x.scalar_type());
+}
+
+void add_up(const std::vector<at::Tensor>& terms, const at::Tensor& out) {
+  auto sum = at::zeros(out.sizes(), out.options().dtype(wide(out.scalar_type())));
+  for (const auto& t : terms) sum.add_(t);
+  out.copy_(sum);
 }
 
 }  // namespace weft::kernels::ref

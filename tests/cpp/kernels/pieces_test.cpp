@@ -1,0 +1,224 @@
+// A product in pieces: the same values as the whole product, whatever its cut, its order and the pace of its rows.
+#include "weft/kernels/pieces.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+
+#include <random>
+
+#include "weft/kernels/packing.h"
+#include "weft/kernels/rows.h"
+
+namespace weft::kernels {
+namespace {
+
+using at::Tensor;
+
+Tensor random(at::IntArrayRef sizes, at::ScalarType dtype) { return at::randn(sizes).to(dtype); }
+
+/// Rows with gaps between them.
+Tensor apart(int64_t rows, int64_t columns, at::ScalarType dtype) {
+  return random({rows, columns + 48}, dtype).narrow(1, 16, columns);
+}
+
+double error(const Tensor& got, const Tensor& want) {
+  const auto truth = want.to(at::kDouble);
+  return (got.to(at::kDouble) - truth).norm().item<double>() / std::max(1e-30, truth.norm().item<double>());
+}
+double tolerance(at::ScalarType dtype) { return dtype == at::kBFloat16 ? 6e-3 : dtype == at::kHalf ? 1e-3 : 2e-6; }
+
+/// A [rows, K] that lies in `count` memories, and what has happened to it.
+struct Cut {
+  Pieces pieces;
+  Tensor a;                    // all rows
+  std::vector<int64_t> given;  // rows that were said to be ready
+  std::vector<int64_t> done;   // rows that were said to be final
+
+  Cut(int64_t rows, int64_t count, int64_t k, at::ScalarType dtype, std::mt19937& chance) {
+    std::vector<int64_t> order(count);
+    for (int64_t i = 0; i < count; ++i) order[i] = i;
+    std::shuffle(order.begin(), order.end(), chance);
+    const auto part = (rows + count - 1) / count;
+    for (const auto i : order) {
+      const auto row = std::min(rows, i * part), here = std::min(rows, row + part) - row;
+      pieces.list.push_back({.a = apart(here, k, dtype), .row = row});
+    }
+    pieces.rows = rows;
+    std::vector<Tensor> all(count);
+    for (int64_t i = 0; i < count; ++i) all[order[i]] = pieces.list[i].a;
+    a = at::cat(all);
+    given.resize(count);
+    done.resize(count);
+  }
+  /// Rows come a few at a time.
+  void arrive_slowly(std::mt19937& chance) {
+    pieces.ready = [this, &chance](int piece, int64_t from) {
+      EXPECT_LE(from, given[piece]);
+      given[piece] = std::min(pieces.list[piece].a.size(0), from + 1 + static_cast<int64_t>(chance() % 90));
+      return given[piece];
+    };
+  }
+  void watch() {
+    pieces.done = [this](int piece, int64_t to) {
+      EXPECT_GT(to, done[piece]);
+      done[piece] = to;
+    };
+  }
+  void expect_all_done() const {
+    for (size_t i = 0; i < done.size(); ++i) EXPECT_EQ(done[i], pieces.list[i].a.size(0));
+  }
+};
+
+void compare(const GemmResult& got, const GemmResult& want, double bound, const std::string& what) {
+  const auto same = [&](const Tensor& x, const Tensor& y, const char* name) {
+    ASSERT_EQ(x.defined(), y.defined()) << what << name;
+    if (!x.defined()) return;
+    ASSERT_EQ(x.sizes(), y.sizes()) << what << name;
+    EXPECT_LE(error(x, y), bound) << what << name;
+  };
+  same(got.out, want.out, " out");
+  same(got.pre, want.pre, " pre");
+  same(got.again, want.again, " again");
+  same(got.sums, want.sums, " sums");
+}
+
+class KernelsPieces : public testing::TestWithParam<at::ScalarType> {
+ protected:
+  void SetUp() override {
+    at::manual_seed(3);
+    at::set_num_threads(1);
+  }
+  void TearDown() override { at::set_num_threads(1); }
+  std::mt19937 chance_{5};
+};
+
+std::vector<Epilogue> epilogues(int64_t m, int64_t n, at::ScalarType dtype) {
+  const Act gelu{}, swiglu{.kind = ActKind::swiglu};
+  return {{},
+          {.scale = 0.5, .bias = random({n}, dtype)},
+          {.bias = random({n}, dtype), .act = gelu, .keep_pre = true},
+          {.act = swiglu, .keep_pre = true},
+          {.slope = gelu, .at = random({m, n}, dtype), .keep_again = true, .keep_sums = true},
+          {.add = random({m, n}, dtype)},
+          {.add = random({m, n}, at::kFloat), .dtype = at::kFloat}};
+}
+
+TEST_P(KernelsPieces, EqualTheWholeProductForEveryEpilogueAndPace) {
+  int round = 0;
+  for (const int64_t k : {31, 64, 1024, 4096})
+    for (const int64_t m : {1, 70, 333}) {
+      const int64_t n = k > 1000 ? 96 : 258;
+      const auto b = random({n, k}, GetParam()).t();
+      for (const auto& e : epilogues(m, n, GetParam())) {
+        const int64_t count = 1 + static_cast<int64_t>(chance_() % 4);
+        Cut cut(m, count, k, GetParam(), chance_);
+        cut.watch();
+        if (round % 2 == 1) cut.arrive_slowly(chance_);
+        if (round % 3 == 1) cut.pieces.least = m;
+        if (round % 5 == 1) cut.pieces.most = 50;
+        at::set_num_threads(1 + round++ % 2);
+        const auto got = gemm(cut.pieces, b, e);
+        compare(got, gemm(cut.a, b, e), tolerance(GetParam()),
+                "k " + std::to_string(k) + ", m " + std::to_string(m) + ", " + std::to_string(count) + " pieces");
+        cut.expect_all_done();
+      }
+    }
+}
+
+TEST_P(KernelsPieces, GoWhereTheyAreSentAndTakeWhatIsAddedToThem) {
+  for (const int64_t k : {48, 1300})
+    for (const int64_t adds : {0, 1, 2, 3, 5})
+      for (const int64_t m : {66, 150, 600}) {
+        const int64_t n = 160;
+        const auto b = random({k, n}, GetParam());
+        const auto all = random({m, n}, GetParam()), bias = random({n}, GetParam());
+        Cut cut(m, 3, k, GetParam(), chance_);
+        if (adds % 2 == 1) cut.arrive_slowly(chance_);
+        const auto want = at::mm(cut.a.to(at::kDouble), b.to(at::kDouble)) + bias.to(at::kDouble) + all.to(at::kDouble);
+        std::vector<Tensor> rows;
+        for (size_t i = 0; i < cut.pieces.list.size(); ++i) {
+          auto& piece = cut.pieces.list[i];
+          const auto here = piece.a.size(0);
+          if (i == 1) continue;  // one stays with the result
+          piece.out = i == 0 ? apart(here, n, GetParam()) : random({here, n}, GetParam());
+          for (int64_t j = 0; j < adds; ++j) piece.add.push_back(random({here, n}, GetParam()));
+        }
+        const auto got = gemm(cut.pieces, b, {.bias = bias, .add = all});
+        for (const auto& piece : cut.pieces.list) {
+          auto sum = want.narrow(0, piece.row, piece.a.size(0));
+          for (const auto& t : piece.add) sum = sum + t.to(at::kDouble);
+          const auto& out = piece.out.defined() ? piece.out : got.out.narrow(0, piece.row, piece.a.size(0));
+          EXPECT_LE(error(out, sum), tolerance(GetParam())) << "k " << k << ", m " << m << ", " << adds << " addends";
+        }
+      }
+}
+
+TEST_P(KernelsPieces, MayBeEmpty) {
+  const auto b = random({40, 24}, GetParam());
+  Pieces pieces{.list = {{.a = random({0, 40}, GetParam())}, {.a = random({5, 40}, GetParam())}}, .rows = 5};
+  EXPECT_EQ(gemm(pieces, b).out.sizes(), (std::vector<int64_t>{5, 24}));
+  pieces.list.pop_back();
+  pieces.rows = 0;
+  EXPECT_EQ(gemm(pieces, b).out.sizes(), (std::vector<int64_t>{0, 24}));
+}
+
+TEST_P(KernelsPieces, RowsThatDoNotFitAreRefused) {
+  const auto b = random({40, 24}, GetParam());
+  EXPECT_THROW(gemm({.list = {{.a = random({5, 39}, GetParam())}}, .rows = 5}, b), c10::ValueError);
+  EXPECT_THROW(gemm({.list = {{.a = random({5, 40}, GetParam()), .row = 1}}, .rows = 5}, b), c10::ValueError);
+  EXPECT_THROW(gemm({.list = {{.a = random({5, 40}, GetParam()), .out = b}}, .rows = 5}, b), c10::ValueError);
+}
+
+INSTANTIATE_TEST_SUITE_P(Dtypes, KernelsPieces, testing::Values(at::kFloat, at::kBFloat16, at::kHalf, at::kDouble),
+                         [](const auto& info) { return std::string(c10::toString(info.param)); });
+
+/// A weight that changes after its packed copy has been trusted for a while.
+TEST(KernelsPiecesOfAKeptWeight, AreRightAndGivenAwayOnlyOnceTheWeightIsKnownNotToHaveChanged) {
+  at::manual_seed(3);
+  constexpr int64_t kSize = 512, kRows = 700;
+  const auto w = random({kSize, kSize}, at::kBFloat16);
+  const auto x = random({kRows, kSize}, at::kBFloat16);
+  for (const bool watched : {false, true})
+    for (const int threads : {1, 2}) {
+      at::set_num_threads(threads);
+      Pieces pieces{.rows = kRows, .most = 256};
+      std::vector<Tensor> given(2);
+      for (int i = 0; i < 2; ++i)
+        pieces.list.push_back(
+            {.a = x.narrow(0, i * 350, 350), .out = at::empty({350, kSize}, x.options()), .row = i * 350});
+      if (watched) pieces.done = [&](int i, int64_t to) { given[i] = pieces.list[i].out.narrow(0, 0, to).clone(); };
+      for (int use = 0; use < 9; ++use) {
+        if (use > 5) w.view(-1)[777 * use].add_(3);
+        gemm(pieces, w.t(), {.weight = true});
+        const auto want = gemm(x, w.clone().t()).out;
+        for (int i = 0; i < 2; ++i) {
+          EXPECT_TRUE(pieces.list[i].out.equal(want.narrow(0, i * 350, 350))) << "use " << use;
+          EXPECT_TRUE(!watched || given[i].equal(want.narrow(0, i * 350, 350))) << "use " << use;
+        }
+      }
+    }
+  at::set_num_threads(1);
+}
+
+TEST(KernelsAddUp, SumsInTheWiderDtypeAndRoundsOnce) {
+  at::manual_seed(3);
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble})
+    for (const int64_t columns : {0, 1, 7, 33, 512}) {
+      std::vector<Tensor> terms;
+      auto want = at::zeros({9, columns}, at::kDouble);
+      for (int i = 0; i < 4; ++i) {
+        terms.push_back(i == 1 ? apart(9, columns, dtype) : random({9, columns}, dtype));
+        want += terms.back();
+      }
+      const auto mixed = at::empty({9, columns}, at::kFloat);
+      add_up(terms, mixed);
+      add_up(terms, terms[2]);
+      const auto wide = dtype == at::kDouble ? at::kDouble : at::kFloat;
+      EXPECT_TRUE(at::allclose(mixed.to(at::kDouble), want, 1e-6, 1e-5));
+      EXPECT_TRUE(at::allclose(terms[2].to(wide), want.to(wide), dtype == at::kBFloat16 ? 4e-3 : 1e-3, 1e-5));
+    }
+}
+
+}  // namespace
+}  // namespace weft::kernels

@@ -1,0 +1,157 @@
+#include "weft/kernels/cpu/multiply_amx.h"
+
+#include <sys/mman.h>
+
+#include <utility>
+
+namespace weft::kernels::CPU_CAPABILITY {
+namespace {
+
+constexpr size_t kPanelBytes = kMostSteps * 2 * kTile * 2;
+constexpr size_t kAllScratch = 4 << 20;
+
+/// Brings the next near panel of a packed operand to L2, a few lines under each step.
+class Prefetcher {
+ public:
+  Prefetcher(const Operand& m, int64_t panel, int64_t k0, int64_t far) {
+    if (!m.packed || panel >= m.panels()) return;
+    next_ = reinterpret_cast<const char*>(m.packed_panel(panel, k0));
+    per_step_ = static_cast<int>((kPanel + far - 1) / far);
+  }
+  [[gnu::always_inline]] void step() {
+    for (int i = 0; i < per_step_; ++i, next_ += 64) _mm_prefetch(next_, _MM_HINT_T1);
+  }
+
+ private:
+  const char* next_ = nullptr;
+  int per_step_ = 0;
+};
+
+/// Calls somebody now and then.
+class Interruption {
+ public:
+  explicit Interruption(const std::function<void()>* call) : call_(call) {}
+  void after(int64_t steps) {
+    constexpr int64_t kOften = 320;  // steps in ten microseconds
+    if (!call_ || (steps_ += steps) < kOften) return;
+    steps_ = 0;
+    (*call_)();
+  }
+
+ private:
+  const std::function<void()>* call_;
+  int64_t steps_ = 0;
+};
+
+/// Near panels against one block of far panels.
+template <bool kNearIsA, class Rows>
+class Multiplier {
+ public:
+  Multiplier(const Operand& near, FarBlock& far, const Blocking& cut, Verifier& verifier, Interruption interruption)
+      : near_(near),
+        far_(far),
+        cut_(cut),
+        verifier_(verifier),
+        interruption_(interruption),
+        scratch_(Scratch::mine()) {}
+
+  void run(int64_t begin, int64_t end) {
+    const TileConfig config;
+    for (int64_t n = begin; n < end; n += cut_.near) chunks(n, std::min(end, n + cut_.near));
+    _mm_sfence();
+  }
+
+ private:
+  void chunks(int64_t begin, int64_t end) {
+    for (int chunk = 0; chunk < cut_.chunks; ++chunk) {
+      const int64_t k0 = static_cast<int64_t>(chunk) * cut_.steps * kStep;
+      const int steps = static_cast<int>(std::min<int64_t>(cut_.steps, (near_.k - k0 + kStep - 1) / kStep));
+      far_.pack(chunk, steps);
+      const int64_t together = near_.k_contiguous ? 1 : kStrip;
+      for (int64_t n = begin; n < end; ++n) {
+        const int64_t in_strip = (n - begin) % together;
+        if (!near_.packed && in_strip == 0)
+          pack_panels(near_, n * kPanel, std::min(together, end - n), k0, steps, scratch_.near);
+        tile_fence();
+        panel(near_.packed ? near_.packed_panel(n, k0) : scratch_.near + in_strip * steps * 2 * kTile, n, n - begin,
+              steps, chunk);
+        tile_fence();
+        interruption_.after(far_.size() * steps);
+      }
+    }
+  }
+
+  /// One near panel against the block.
+  [[gnu::flatten]] void panel(const Bf16* near, int64_t n, int64_t waiting, int steps, int chunk) {
+    const int64_t far = far_.size();
+    Prefetcher ahead(near_, n + 1, static_cast<int64_t>(chunk) * cut_.steps * kStep, far);
+    const bool last = chunk + 1 == cut_.chunks;
+    const int rows = (kPanel + steps - 1) / std::max(steps, 1);  // of the square before, under each step
+    const Work* work = far_.panel(0).work;
+    Pending<Rows> pending(*work, nullptr, 0, 0);
+    Verifier verifier = verifier_;
+    for (int64_t f = 0; f < far; ++f) {
+      float* c = cut_.chunks == 1 ? scratch_.square[f & 1] : scratch_.sums + (waiting * far + f) * kSquare;
+      const Bf16* other = far_.packed(f);
+      const char* sums = reinterpret_cast<const char*>(c + kSquare);  // that wait and are next
+      multiply<kNearIsA>(kNearIsA ? near : other, kNearIsA ? other : near, steps, c, chunk > 0, [&](int i) {
+        for (int r = 0; r < rows; ++r) pending.step();
+        ahead.step();
+        verifier.step();
+        if (chunk > 0) {
+          _mm_prefetch(sums + 128 * i, _MM_HINT_T0);
+          _mm_prefetch(sums + 128 * i + 64, _MM_HINT_T0);
+        }
+      });
+      if (!last) continue;
+      pending.finish(*work);
+      const auto& [its_work, at] = far_.panel(f);
+      work = its_work;
+      pending = Pending<Rows>(*work, c, kNearIsA ? n * kPanel : at, kNearIsA ? at : n * kPanel);
+      pending.start(*work);
+    }
+    pending.finish(*work);
+    verifier_ = verifier;
+  }
+
+  const Operand& near_;
+  FarBlock& far_;
+  const Blocking& cut_;
+  Verifier& verifier_;
+  Interruption interruption_;
+  Scratch& scratch_;
+};
+
+}  // namespace
+
+Scratch& Scratch::mine() {
+  static thread_local Scratch scratch;
+  return scratch;
+}
+
+Scratch::Scratch() : memory_(static_cast<char*>(std::aligned_alloc(2 << 20, kAllScratch)), &std::free) {
+  TORCH_CHECK(memory_, "weft: no memory for a GEMM's scratch (", kAllScratch, " bytes).");
+  madvise(memory_.get(), kAllScratch, MADV_HUGEPAGE);
+  char* p = memory_.get();
+  const auto take = [&](size_t bytes) { return std::exchange(p, p + bytes); };
+  for (auto& s : square) s = reinterpret_cast<float*>(take(kSquare * 4));
+  near = reinterpret_cast<Bf16*>(take(kStrip * kPanelBytes));
+  far = reinterpret_cast<Bf16*>(take(kFarBytes + kPanelBytes));
+  sums = reinterpret_cast<float*>(take(kScratchBytes + kSquare * 4 * 64));
+}
+
+void multiply_block(const Near& near, FarBlock& far, const Blocking& cut, const Form& form, const Epilogue& e,
+                    Verifier& verifier, const std::function<void()>* between) {
+  if (far.size() == 0 || near.begin == near.end) return;
+  const Work& work = *far.panel(0).work;
+  const Interruption interruption(between);
+  const auto run = [&]<bool kNearIsA, class Rows>() {
+    Multiplier<kNearIsA, Rows>(near.m, far, cut, verifier, interruption).run(near.begin, near.end);
+  };
+  if (near.m.left)
+    with_rows<true>(form, work, e.act, e.slope, [&]<class Rows>() { run.template operator()<true, Rows>(); });
+  else
+    with_rows<false>(form, work, e.act, e.slope, [&]<class Rows>() { run.template operator()<false, Rows>(); });
+}
+
+}  // namespace weft::kernels::CPU_CAPABILITY

@@ -1,0 +1,257 @@
+#include <numeric>
+#include <thread>
+
+#include "weft/kernels/cpu/product_amx.h"
+#include "weft/kernels/tiers.h"
+
+namespace weft::kernels::CPU_CAPABILITY {
+namespace {
+
+/// A piece that has rows, as the loops see it.
+struct Part {
+  int index;  // among the pieces
+  Operand rows;
+  int64_t there;  // rows that are known to be ready
+};
+
+/// Panels of one part, in a block.
+struct Run {
+  size_t part;
+  int64_t first, panels;  // first: a row
+};
+
+/// One call: A B with its epilogue, A in pieces. B is near; rows of A make up the far blocks.
+class PieceProduct {
+ public:
+  PieceProduct(const Pieces& pieces, at::Tensor b, const Epilogue& e)
+      : pieces_(pieces),
+        b_(std::move(b)),
+        e_(e),
+        right_(operand(b_, false)),
+        threads_(at::in_parallel_region() ? 1 : at::get_num_threads()),
+        results_(e, pieces.rows, right_.extent, needs_out(pieces)),
+        works_(threads_) {
+    if (results_.gated()) right_.half = right_.extent / 2;
+    make_shares(nullptr);
+    for (size_t i = 0; i < pieces.list.size(); ++i) {
+      auto a = pieces.list[i].a;
+      if (a.size(0) == 0) continue;
+      parts_.push_back({static_cast<int>(i), rows_of(a), pieces.ready ? 0 : a.size(0)});
+      panels_ += parts_.back().rows.panels();
+    }
+    cut_ = cut(right_.panels(), panels_, right_.k);
+    limit_ = cut_.far * threads_;
+    if (pieces.most > 0) limit_ = std::min(limit_, (pieces.most + kPanel - 1) / kPanel);
+    if (panels_ > 0) limit_ = shared_evenly(panels_, limit_);
+  }
+
+  GemmResult run() {
+    const auto packing = packing_of(b_, right_);
+    const Lines lines(b_);
+    if (e_.weight && worth_keeping(pieces_.rows, right_)) kept_ = kept_copy(packing, lines.whole() && repeatable());
+    if (!kept_.copy && !one_block()) kept_.copy = packed_once(right_);
+    right_.packed = kept_.copy ? kept_.copy->data() : nullptr;
+    make_shares(kept_.promised ? &lines : nullptr);
+    while (!multiply(packing)) {
+    }
+    results_.sum_up(shares_);
+    return results_.finish();
+  }
+
+ private:
+  static bool needs_out(const Pieces& pieces) {
+    return std::any_of(pieces.list.begin(), pieces.list.end(), [](const Piece& p) { return !p.out.defined(); });
+  }
+  static Operand rows_of(const at::Tensor& a) {
+    Operand m;
+    m.data = reinterpret_cast<const Bf16*>(a.const_data_ptr());
+    m.ld = a.stride(0);
+    m.extent = a.size(0);
+    m.k = a.size(1);
+    return m;
+  }
+  /// The least size of a block with which `all` panels need no more blocks than with `most`.
+  static int64_t shared_evenly(int64_t all, int64_t most) {
+    const int64_t blocks = (all + most - 1) / most;
+    return (all + blocks - 1) / blocks;
+  }
+
+  /// Fresh column sums, verifiers of `lines`, and the works that refer to them.
+  void make_shares(const Lines* lines) {
+    shares_ = shares_of(threads_, e_.keep_sums ? results_.columns() : 0, lines);
+    for (int t = 0; t < threads_; ++t) {
+      works_[t].clear();
+      for (const auto& piece : pieces_.list) {
+        works_[t].push_back(work_of(piece));
+        works_[t].back().sums = e_.keep_sums ? shares_[t].sums.data() : nullptr;
+      }
+    }
+  }
+
+  /// The epilogue of a piece, which counts its own rows.
+  Work work_of(const Piece& piece) const {
+    Work w = results_.work();
+    w.rows = piece.a.size(0);
+    const auto move = [&](Place& place) {
+      if (place.data) place.data = place.at(piece.row, 0);
+    };
+    for (auto* place : {&w.out, &w.pre, &w.again, &w.at}) move(*place);
+    for (int i = 0; i < w.adds; ++i) move(w.add[i]);
+    if (piece.out.defined()) {
+      w.out = place(piece.out);
+      w.out.stream = streams(piece.out);
+    }
+    for (const auto& t : piece.add) w.add[w.adds++] = place(t);
+    for (int i = 0; i < w.adds; ++i) w.out.stream = w.out.stream && w.add[i].data != w.out.data;
+    return w;
+  }
+  Form form(const Run& run) const { return form(parts_[run.part]); }
+  Form form(const Part& part) const { return form_of(works_[0][part.index], e_.act, e_.slope); }
+
+  /// Whether all rows will be multiplied together.
+  bool one_block() const {
+    const auto same = [&](const Part& p) { return form(p) == form(parts_[0]); };
+    return panels_ <= limit_ && (!pieces_.ready || pieces_.least >= pieces_.rows) &&
+           std::all_of(parts_.begin(), parts_.end(), same);
+  }
+
+  /// Whether what is read is still there once the results were written.
+  bool repeatable() const {
+    const auto safe = [&](const at::Tensor& out) {
+      const auto read = [&](const at::Tensor& t) { return overlap(t, out); };
+      return !out.defined() ||
+             (!results_.overwrites(out) && std::none_of(pieces_.list.begin(), pieces_.list.end(), [&](const Piece& p) {
+               return read(p.a) || std::any_of(p.add.begin(), p.add.end(), read);
+             }));
+    };
+    return safe(results_.tensors().out) &&
+           std::all_of(pieces_.list.begin(), pieces_.list.end(), [&](const Piece& p) { return safe(p.out); });
+  }
+
+  /// All blocks in turn. False if the weight turned out to have changed since its copy was made; nothing has been given
+  /// away by then, and the next try uses a copy that holds.
+  bool multiply(const Packing& packing) {
+    part_ = 0;
+    row_ = 0;
+    for (bool first = true; part_ < parts_.size(); first = false) {
+      FarBlock mine(cut_);
+      const auto runs = take_block(mine);
+      const int64_t panels = std::transform_reduce(runs.begin(), runs.end(), int64_t{0}, std::plus<>(),
+                                                   [](const Run& r) { return r.panels; });
+      // Results that are given away must be right: then the weight is looked at under the first block, else under all.
+      if (first)
+        for (auto& share : shares_)
+          share.verifier.pace((pieces_.done ? panels : panels_) * right_.panels() * cut_.all_steps / threads_);
+      multiply_block_of(runs, panels, mine);
+      if (kept_.promised && (pieces_.done || part_ == parts_.size()) && !holds(packing)) return false;
+      if (pieces_.done)
+        for (const auto& [part, begin, count] : runs)
+          pieces_.done(parts_[part].index, std::min(parts_[part].rows.extent, begin + count * kPanel));
+    }
+    return true;
+  }
+
+  bool holds(const Packing& packing) {
+    const bool same = checksum_of(shares_) == *kept_.promised;
+    compared(packing, same);
+    kept_.promised.reset();
+    if (same) return true;
+    kept_ = kept_copy(packing, false);
+    if (!kept_.copy) kept_.copy = packed_once(right_);
+    right_.packed = kept_.copy->data();
+    make_shares(nullptr);
+    return false;
+  }
+
+  /// The next rows: as many as fit and are there, all of one form. A single thread packs them into `mine` as they come.
+  std::vector<Run> take_block(FarBlock& mine) {
+    std::vector<Run> runs;
+    int64_t panels = 0;
+    while (part_ < parts_.size() && panels < limit_) {
+      auto& part = parts_[part_];
+      if (!runs.empty() && form(part) != form(runs[0])) break;
+      const auto there = panels_there(part, /*wait=*/panels * kPanel < pieces_.least);
+      if (there == 0) break;
+      const Run run{part_, row_, std::min(there, limit_ - panels)};
+      runs.push_back(run);
+      if (threads_ == 1) mine.add(part.rows, works_[0][part.index], run.first, run.panels);
+      panels += run.panels;
+      row_ += run.panels * kPanel;
+      if (row_ < part.rows.extent) continue;
+      ++part_;
+      row_ = 0;
+    }
+    return runs;
+  }
+
+  /// Panels from `row_` on that are there; waits for one if asked to.
+  int64_t panels_there(Part& part, bool wait) {
+    const auto rows = part.rows.extent;
+    const auto panels = [&] {
+      return part.there == rows ? (rows - row_ + kPanel - 1) / kPanel : (part.there - row_) / kPanel;
+    };
+    while (panels() == 0 && wait) {
+      const auto there = pieces_.ready(part.index, part.there);
+      TORCH_CHECK(there > part.there && there <= rows, "gemm: piece ", part.index, " has ", rows, " rows, of which ",
+                  part.there, " were there; ready() said ", there, ".");
+      part.there = there;
+    }
+    return panels();
+  }
+
+  /// Shares the rows of the block out over the threads, or the columns if rows are few.
+  void multiply_block_of(const std::vector<Run>& runs, int64_t panels, FarBlock& mine) {
+    const auto block_form = form(runs[0]);
+    const auto* between = pieces_.between ? &pieces_.between : nullptr;
+    const int64_t nears = right_.panels();
+    if (threads_ == 1)
+      return multiply_block({right_, 0, nears}, mine, cut_, block_form, e_, shares_[0].verifier, between);
+    const auto caller = std::this_thread::get_id();
+    const bool by_columns = panels < threads_ && panels <= cut_.far;
+    on_threads(threads_, [&](int t) {
+      const auto part = [&](int64_t all, bool split, int i) { return split ? all * (t + i) / threads_ : all * i; };
+      FarBlock block(cut_);
+      add_panels(block, runs, works_[t], part(panels, !by_columns, 0), part(panels, !by_columns, 1));
+      multiply_block({right_, part(nears, by_columns, 0), part(nears, by_columns, 1)}, block, cut_, block_form, e_,
+                     shares_[t].verifier, std::this_thread::get_id() == caller ? between : nullptr);
+    });
+  }
+
+  /// Adds panels [begin, end) of the runs to a block.
+  void add_panels(FarBlock& block, const std::vector<Run>& runs, const std::vector<Work>& works, int64_t begin,
+                  int64_t end) const {
+    for (const auto& [index, first, panels] : runs) {
+      const auto& part = parts_[index];
+      const auto from = std::clamp<int64_t>(begin, 0, panels), to = std::clamp<int64_t>(end, 0, panels);
+      if (from < to) block.add(part.rows, works[part.index], first + from * kPanel, to - from);
+      begin -= panels;
+      end -= panels;
+    }
+  }
+
+  const Pieces& pieces_;
+  at::Tensor b_;
+  const Epilogue& e_;
+  Operand right_;
+  int threads_;
+  Results results_;
+  std::vector<std::vector<Work>> works_;  // of each thread, for each piece
+  std::vector<Share> shares_;             // of each thread
+  std::vector<Part> parts_;
+  int64_t panels_ = 0;  // of all parts
+  Blocking cut_{};
+  int64_t limit_ = 0;  // panels of a block
+  KeptCopy kept_;
+  size_t part_ = 0;  // what comes next
+  int64_t row_ = 0;
+};
+
+}  // namespace
+}  // namespace weft::kernels::CPU_CAPABILITY
+
+namespace weft::kernels::amx {
+GemmResult gemm(const Pieces& a, const at::Tensor& b, const Epilogue& epilogue) {
+  return CPU_CAPABILITY::PieceProduct(a, b, epilogue).run();
+}
+int most_adds() { return CPU_CAPABILITY::kMostAdds; }
+}  // namespace weft::kernels::amx

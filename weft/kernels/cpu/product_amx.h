@@ -1,0 +1,230 @@
+#pragma once
+#include <ATen/ops/empty.h>
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "weft/kernels/cpu/checksum_amx.h"
+#include "weft/kernels/cpu/multiply_amx.h"
+#include "weft/kernels/cpu/packed.h"
+
+// What all products of tiles share: tensors as operands and as places for results, and packed copies. Included by
+// *_amx.cpp only.
+
+namespace weft::kernels::CPU_CAPABILITY {
+
+/// A [M, K] or B [K, N] as an operand; copied if neither direction is contiguous.
+inline Operand operand(at::Tensor& t, bool left) {
+  const int across = left ? 0 : 1, along = 1 - across;
+  if (t.stride(along) != 1 && t.stride(across) != 1) t = t.contiguous();
+  const bool along_k = t.stride(along) == 1 && (t.stride(across) != 1 || t.size(across) == 1 || !left);
+  Operand out;
+  out.data = reinterpret_cast<const Bf16*>(t.const_data_ptr());
+  out.k_contiguous = along_k;
+  out.ld = along_k ? t.stride(across) : t.stride(along);
+  out.extent = t.size(across);
+  out.k = t.size(along);
+  out.left = left;
+  return out;
+}
+
+inline int steps_of(const Operand& m) { return static_cast<int>((m.k + kStep - 1) / kStep); }
+
+/// The memory of a weight as lines that follow each other; padded if its rows do not end with a line.
+struct Lines {
+  const char* data;
+  int64_t rows, bytes, ld;  // rows that lie `ld` bytes apart
+
+  explicit Lines(const at::Tensor& weight) : data(static_cast<const char*>(weight.const_data_ptr())) {
+    const bool by_rows = weight.stride(1) == 1;
+    rows = weight.size(by_rows ? 0 : 1);
+    bytes = weight.size(by_rows ? 1 : 0) * 2;
+    ld = weight.stride(by_rows ? 0 : 1) * 2;
+  }
+  int64_t per_row() const { return (bytes + 63) / 64; }
+  int64_t count() const { return rows * per_row(); }
+  /// One run of whole lines.
+  bool whole() const { return ld == bytes && bytes % 64 == 0; }
+};
+
+inline Checksum checksum_of(const Lines& lines) {
+  LineSum all;
+  std::mutex mutex;
+  at::parallel_for(0, lines.rows, 256, [&](int64_t begin, int64_t end) {
+    LineSum part(begin * lines.per_row());
+    if (lines.whole())
+      part.add(lines.data + begin * lines.ld, (end - begin) * lines.bytes);
+    else
+      for (int64_t i = begin; i < end; ++i) part.add(lines.data + i * lines.ld, lines.bytes);
+    const std::lock_guard lock(mutex);
+    all.add(part);
+  });
+  return all.finish();
+}
+
+/// Packs all of `m`, on all threads.
+inline void pack_whole(const Operand& m, Bf16* to) {
+  const int steps = steps_of(m);
+  at::parallel_for(0, m.panels(), kStrip, [&](int64_t begin, int64_t end) {
+    pack_panels(m, begin * kPanel, end - begin, 0, steps, to + begin * steps * 2 * kTile);
+  });
+}
+inline int64_t packed_size(const Operand& m) { return m.panels() * steps_of(m) * 2 * kTile * 2; }
+
+/// How to pack `weight`, which is operand `m`.
+inline Packing packing_of(const at::Tensor& weight, const Operand& m) {
+  return {.source = weight,
+          .half = m.half,
+          .bytes = packed_size(m),
+          .checksum = [lines = Lines(weight)] { return checksum_of(lines); },
+          .pack = [m](uint16_t* to) { pack_whole(m, to); }};
+}
+
+/// Whether a packed copy of B [K, N] is worth keeping for products with `rows` rows.
+inline bool worth_keeping(int64_t rows, const Operand& b) {
+  constexpr int64_t kLeastRows = 256, kLeastValues = 1 << 18;
+  return rows >= kLeastRows && b.extent * b.k >= kLeastValues;
+}
+
+/// Memory for an operand that is packed whole for one call. The last one is kept, since fresh pages cost as much as
+/// packing; a call that finds it taken gets its own.
+inline std::shared_ptr<PackedCopy> borrow(int64_t bytes) {
+  constexpr int64_t kMostKept = 64 << 20;
+  static std::mutex mutex;
+  static std::shared_ptr<PackedCopy> last;
+  const std::lock_guard lock(mutex);
+  if (last && last.use_count() == 1 && last->bytes() >= bytes) return last;
+  auto fresh = std::make_shared<PackedCopy>(bytes);
+  if (bytes <= kMostKept && (!last || last.use_count() == 1)) last = fresh;
+  return fresh;
+}
+
+/// All of `m` in tiles, for this call only.
+inline std::shared_ptr<const PackedCopy> packed_once(const Operand& m) {
+  auto copy = borrow(packed_size(m));
+  pack_whole(m, copy->data());
+  return copy;
+}
+
+inline Place place(const at::Tensor& t) {
+  return t.defined() ? Place{static_cast<char*>(t.data_ptr()), t.stride(0), t.scalar_type()} : Place{};
+}
+
+/// Whether stores may go past the caches: whole aligned lines, and more of them than L2 would hold anyway.
+inline bool streams(const at::Tensor& t) {
+  const auto address = reinterpret_cast<uintptr_t>(t.data_ptr());
+  return t.scalar_type() == at::kBFloat16 && address % 64 == 0 && t.stride(0) % kPanel == 0 && t.nbytes() > (1 << 20);
+}
+
+/// A matrix that rows can be stored to; `given` if it can, else fresh.
+inline at::Tensor writable(const at::Tensor& given, int64_t rows, int64_t columns, at::ScalarType dtype) {
+  if (given.defined() && given.stride(1) == 1) return given;
+  return at::empty({rows, columns}, at::TensorOptions().dtype(dtype));
+}
+
+/// Whether two matrices whose rows are contiguous may share memory.
+inline bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.defined() || !b.defined() || a.numel() == 0 || b.numel() == 0) return false;
+  const auto begin = [](const at::Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); };
+  const auto end = [&](const at::Tensor& t) {
+    return begin(t) + ((t.size(0) - 1) * t.stride(0) + t.size(1)) * static_cast<int64_t>(t.element_size());
+  };
+  return begin(a) < end(b) && begin(b) < end(a);
+}
+
+inline at::Tensor readable(const at::Tensor& t) { return !t.defined() || t.stride(1) == 1 ? t : t.contiguous(); }
+
+/// `t` as float32 with room for reading beyond its end.
+inline std::vector<float> padded(const at::Tensor& t) {
+  if (!t.defined()) return {};
+  const auto wide = t.to(at::kFloat).contiguous();
+  std::vector<float> out(wide.const_data_ptr<float>(), wide.const_data_ptr<float>() + wide.numel());
+  out.resize(out.size() + kPanel);
+  return out;
+}
+
+/// The results of a product with N columns, and what its epilogue reads, in memory that rows can be read from.
+class Results {
+ public:
+  Results(const Epilogue& e, int64_t rows, int64_t n, bool with_out)
+      : e_(e), rows_(rows), n_(n), bias_(padded(e.bias)), at_(readable(e.at)) {
+    const auto fresh = e.dtype == at::ScalarType::Undefined ? at::kBFloat16 : e.dtype;
+    if (with_out) r_.out = writable(e.out, rows, columns(), e.out.defined() ? e.out.scalar_type() : fresh);
+    if (e.keep_pre) r_.pre = writable({}, rows, n, at::kBFloat16);
+    if (e.keep_again) r_.again = writable({}, rows, n, at::kBFloat16);
+    if (e.keep_sums) r_.sums = at::empty({columns()}, at::TensorOptions().dtype(at::kFloat));
+    add_ = e.add.is_same(e.out) && r_.out.is_same(e.out) ? r_.out : readable(e.add);
+  }
+
+  bool gated() const { return e_.act && e_.act->gated(); }
+  /// Of the result.
+  int64_t columns() const { return gated() ? n_ / 2 : e_.slope && e_.slope->gated() ? 2 * n_ : n_; }
+
+  /// The epilogue of all rows.
+  Work work() const {
+    Work w;
+    w.rows = rows_;
+    w.columns = n_;
+    w.half = n_ / 2;
+    w.reach = gated() ? n_ / 2 / 16 * kPanel : n_;
+    w.scale = static_cast<float>(e_.scale);
+    w.bias = bias_.empty() ? nullptr : bias_.data();
+    w.out = place(r_.out);
+    w.pre = place(r_.pre);
+    w.again = place(r_.again);
+    w.at = place(at_);
+    if (add_.defined()) w.add[w.adds++] = place(add_);
+    w.out.stream = r_.out.defined() && streams(r_.out) && !add_.is_same(r_.out);
+    if (r_.pre.defined()) w.pre.stream = streams(r_.pre);
+    if (r_.again.defined()) w.again.stream = streams(r_.again);
+    w.ahead_rows = kPanel;
+    if (const auto& act = e_.act ? e_.act : e_.slope) w.act = ActParams(*act);
+    w.row = row_function(e_.act, e_.slope);
+    return w;
+  }
+
+  /// Whether something that is read lies where `out` is written.
+  bool overwrites(const at::Tensor& out) const { return overlap(add_, out) || overlap(at_, out); }
+
+  /// Adds up the column sums of all threads.
+  void sum_up(const std::vector<Share>& shares) {
+    if (!e_.keep_sums) return;
+    r_.sums.zero_();
+    for (const auto& share : shares)
+      for (int64_t i = 0; i < columns(); ++i) r_.sums.mutable_data_ptr<float>()[i] += share.sums[i];
+  }
+
+  const GemmResult& tensors() const { return r_; }
+  GemmResult finish() {
+    if (r_.out.defined() && e_.out.defined() && !r_.out.is_same(e_.out)) r_.out = e_.out.copy_(r_.out);
+    return std::move(r_);
+  }
+
+ private:
+  const Epilogue& e_;
+  int64_t rows_, n_;
+  std::vector<float> bias_;
+  at::Tensor at_, add_;
+  GemmResult r_;
+};
+
+/// One share for each thread; each adds up its part of `lines` on the way, if there are any.
+inline std::vector<Share> shares_of(int threads, int64_t sums, const Lines* lines = nullptr) {
+  std::vector<Share> shares(threads);
+  for (int t = 0; t < threads; ++t) {
+    shares[t].sums.resize(sums > 0 ? sums + kPanel : 0);
+    if (!lines) continue;
+    const auto count = lines->count();
+    shares[t].verifier = Verifier(lines->data, count * t / threads, count * (t + 1) / threads);
+  }
+  return shares;
+}
+
+inline Checksum checksum_of(std::vector<Share>& shares) {
+  LineSum found;
+  for (auto& share : shares) found.add(share.verifier.finish());
+  return found.finish();
+}
+
+}  // namespace weft::kernels::CPU_CAPABILITY

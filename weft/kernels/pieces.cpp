@@ -1,0 +1,163 @@
+#include "weft/kernels/pieces.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+
+#include "weft/kernels/operand.h"
+#include "weft/kernels/precision.h"
+#include "weft/kernels/rows.h"
+#include "weft/kernels/tiers.h"
+
+namespace weft::kernels {
+namespace {
+
+/// Pieces whose addends are added up in float32 (float64 for float64) as they become ready, so that at most one is
+/// left for each.
+class AddedUp {
+ public:
+  explicit AddedUp(const Pieces& given) : pieces_(given), given_(given), done_(given.list.size()) {
+    for (auto& piece : pieces_.list) {
+      if (piece.add.size() < 2) continue;
+      const auto& first = piece.add[0];
+      piece.add = {at::empty(first.sizes(), first.options().dtype(wide(first.scalar_type())))};
+    }
+    if (!given.ready) pieces_.least = given.rows;
+    pieces_.ready = [this](int piece, int64_t from) { return ready(piece, from); };
+  }
+  AddedUp(const AddedUp&) = delete;
+  AddedUp& operator=(const AddedUp&) = delete;
+
+  const Pieces& pieces() const { return pieces_; }
+
+ private:
+  int64_t ready(int piece, int64_t from) {
+    const auto& terms = given_.list[piece].add;
+    const auto to = given_.ready ? given_.ready(piece, from) : given_.list[piece].a.size(0);
+    auto& done = done_[piece];
+    if (terms.size() < 2 || to <= done) return to;
+    std::vector<at::Tensor> rows;
+    for (const auto& t : terms) rows.push_back(t.narrow(0, done, to - done));
+    add_up(rows, pieces_.list[piece].add[0].narrow(0, done, to - done));
+    done = to;
+    return to;
+  }
+
+  Pieces pieces_;
+  const Pieces& given_;
+  std::vector<int64_t> done_;  // rows that are added up
+};
+
+void check(const Pieces& a, const Matrix& b, const Epilogue& e) {
+  for (size_t i = 0; i < a.list.size(); ++i) {
+    const auto& [rows, out, add, row] = a.list[i];
+    TORCH_CHECK_VALUE(rows.dim() == 2 && rows.size(1) == b.rows() && (rows.stride(1) == 1 || rows.size(1) <= 1),
+                      "gemm: piece ", i, " of A has sizes ", rows.sizes(), " and strides ", rows.strides(),
+                      ", expected rows of ", b.rows(), " values without gaps.");
+    TORCH_CHECK_VALUE(row >= 0 && row + rows.size(0) <= a.rows, "gemm: piece ", i, " has rows ", row, " to ",
+                      row + rows.size(0), " of a product of ", a.rows, ".");
+    const auto fits = [&](const at::Tensor& t) {
+      return t.dim() == 2 && t.size(0) == rows.size(0) && (t.stride(1) == 1 || t.size(1) <= 1);
+    };
+    TORCH_CHECK_VALUE(!out.defined() || fits(out), "gemm: the results of piece ", i, " go to sizes ", out.sizes(),
+                      ", expected ", rows.size(0), " rows without gaps.");
+    TORCH_CHECK_VALUE(std::all_of(add.begin(), add.end(), fits), "gemm: an addend of piece ", i, " has not its ",
+                      rows.size(0), " rows, or gaps in them.");
+  }
+  TORCH_CHECK_VALUE(!e.out.defined() || e.out.size(0) == a.rows, "gemm: `out` has ", e.out.size(0),
+                    " rows, the product ", a.rows, ".");
+}
+
+/// Whether all tensors are fit for tiles.
+bool has_tiles(const Pieces& a, const Matrix& b, const Epilogue& e) {
+  const auto fits = [](const at::Tensor& t) { return !t.defined() || vector_tier(t) != Tier::ref; };
+  return a.rows > 0 && std::all_of(a.list.begin(), a.list.end(), [&](const Piece& piece) {
+           return piece.a.size(0) == 0 || (fits(piece.out) && std::all_of(piece.add.begin(), piece.add.end(), fits) &&
+                                           gemm_tier(piece.a, b, e) == Tier::amx);
+         });
+}
+
+/// The results of all rows, filled piece by piece by plain products.
+class InTurn {
+ public:
+  InTurn(const Pieces& a, const Matrix& b, const Epilogue& e) : a_(a), b_(b), e_(e), out_(e.out) {}
+
+  GemmResult run() {
+    for (size_t i = 0; i < a_.list.size(); ++i) {
+      const auto rows = a_.list[i].a.size(0);
+      for (int64_t from = 0; from < rows;) {
+        const auto to = wait(static_cast<int>(i), from, rows);
+        multiply(a_.list[i], from, to);
+        if (a_.done) a_.done(static_cast<int>(i), to);
+        if (a_.between) a_.between();
+        from = to;
+      }
+    }
+    if (a_.rows == 0) return gemm(at::empty({0, b_.rows()}, b_.t.options()), b_, e_);
+    all_.out = out_;
+    return std::move(all_);
+  }
+
+ private:
+  /// How far rows from `from` on are there, at least `least` of them if so many are left.
+  int64_t wait(int piece, int64_t from, int64_t rows) const {
+    const auto enough = std::min(rows, from + std::max<int64_t>(a_.least, 1));
+    int64_t to = a_.ready ? from : rows;
+    while (to < enough) to = a_.ready(piece, to);
+    return a_.most > 0 ? std::min(to, from + a_.most) : to;
+  }
+
+  void multiply(const Piece& piece, int64_t from, int64_t to) {
+    const auto row = piece.row + from, count = to - from;
+    const auto cut = [&](const at::Tensor& t) { return t.defined() ? t.narrow(0, row, count) : t; };
+    Epilogue e = e_;
+    e.at = cut(e_.at);
+    e.add = cut(e_.add);
+    if (!piece.add.empty()) {
+      const auto add = piece.add[0].narrow(0, from, count);
+      e.add = e.add.defined() ? sum_of(e.add, add) : add;
+    }
+    e.out = piece.out.defined() ? piece.out.narrow(0, from, count) : cut(out_);
+    auto r = gemm(piece.a.narrow(0, from, count), b_, e);
+    if (!piece.out.defined()) keep(r.out, out_, row);
+    keep(r.pre, all_.pre, row);
+    keep(r.again, all_.again, row);
+    if (r.sums.defined()) all_.sums = all_.sums.defined() ? all_.sums.add_(r.sums) : r.sums;
+  }
+  static at::Tensor sum_of(const at::Tensor& x, const at::Tensor& y) {
+    const auto sum = at::empty(x.sizes(), x.options().dtype(wide(x.scalar_type())));
+    add_up({x, y}, sum);
+    return sum;
+  }
+  /// Some rows of a result to their place among all.
+  void keep(const at::Tensor& rows, at::Tensor& all, int64_t row) const {
+    if (!rows.defined()) return;
+    if (!all.defined()) all = at::empty({a_.rows, rows.size(1)}, rows.options());
+    auto place = all.narrow(0, row, rows.size(0));
+    if (place.const_data_ptr() != rows.const_data_ptr()) place.copy_(rows);
+  }
+
+  const Pieces& a_;
+  const Matrix& b_;
+  const Epilogue& e_;
+  at::Tensor out_;
+  GemmResult all_;
+};
+
+}  // namespace
+
+GemmResult gemm(const Pieces& a, const Matrix& b, const Epilogue& epilogue) {
+  check(a, b, epilogue);
+  const bool tiles = has_tiles(a, b, epilogue);
+  const size_t most = tiles ? amx::most_adds() - (epilogue.add.defined() ? 1 : 0) : 1;
+  const bool many = std::any_of(a.list.begin(), a.list.end(), [&](const Piece& p) { return p.add.size() > most; });
+  const auto run = [&](const Pieces& pieces) {
+    return tiles ? amx::gemm(pieces, b.tensor(), epilogue) : InTurn(pieces, b, epilogue).run();
+  };
+  if (!many) return run(a);
+  const AddedUp added_up(a);
+  return run(added_up.pieces());
+}
+
+}  // namespace weft::kernels
