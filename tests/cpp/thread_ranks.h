@@ -1,0 +1,180 @@
+#pragma once
+// Ranks as threads of one process: each has a c10d group of its own, registered under a name of its own, over a backend
+// that copies between threads. What a rank sends is copied when it starts a collective; what it gets is written when it
+// waits, so that a result read too early shows.
+#include <ATen/ops/cat.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <vector>
+
+namespace weft::testing {
+
+/// What the ranks of one group have sent, by the number of the collective.
+struct Board {
+  explicit Board(int ranks) : size(ranks) {}
+
+  void post(int64_t number, int rank, const at::Tensor& sent) {
+    const std::lock_guard lock(mutex);
+    auto& slot = slots[number];
+    slot.sent.resize(size);
+    slot.sent[rank] = sent.clone();
+    ++slot.arrived;
+    changed.notify_all();
+  }
+
+  /// What each rank sent; a slot goes when all have taken it.
+  std::vector<at::Tensor> take(int64_t number, std::chrono::milliseconds timeout) {
+    std::unique_lock lock(mutex);
+    auto& slot = slots[number];
+    TORCH_CHECK(changed.wait_for(lock, timeout, [&] { return slot.arrived == size; }), "timed out");
+    auto sent = slot.sent;
+    if (++slot.taken == size) slots.erase(number);
+    return sent;
+  }
+
+  const int size;
+
+ private:
+  struct Slot {
+    std::vector<at::Tensor> sent;
+    int arrived = 0, taken = 0;
+  };
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::map<int64_t, Slot> slots;
+};
+
+class ThreadWork : public c10d::Work {
+ public:
+  ThreadWork(std::shared_ptr<Board> board, int64_t number, std::chrono::milliseconds timeout,
+             std::function<void(const std::vector<at::Tensor>&)> receive)
+      : board_(std::move(board)), number_(number), timeout_(timeout), receive_(std::move(receive)) {}
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    const auto all = board_->take(number_, timeout == kNoTimeout ? timeout_ : std::min(timeout, timeout_));
+    for (const auto& sent : all) TORCH_CHECK(sent.nbytes() == all[0].nbytes(), "ranks sent blocks of different sizes");
+    receive_(all);
+    return true;
+  }
+
+ private:
+  std::shared_ptr<Board> board_;
+  int64_t number_;
+  std::chrono::milliseconds timeout_;
+  std::function<void(const std::vector<at::Tensor>&)> receive_;
+};
+
+class ThreadBackend : public c10d::Backend {
+ public:
+  ThreadBackend(int rank, std::shared_ptr<Board> board, std::chrono::milliseconds timeout)
+      : Backend(rank, board->size), board_(std::move(board)), timeout_(timeout) {}
+
+  const std::string getBackendName() const override { return "threads"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return c10::make_intrusive<Options>("threads", timeout_); }
+
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& out, at::Tensor& in,
+                                                 const c10d::AllgatherOptions& options) override {
+    return start(in, options.timeout, [out](const auto& all) {
+      for (size_t r = 0; r < all.size(); ++r) out.view({-1}).chunk(all.size())[r].copy_(all[r].view({-1}));
+    });
+  }
+
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& out, at::Tensor& in, std::vector<int64_t>&,
+                                               std::vector<int64_t>&, const c10d::AllToAllOptions& options) override {
+    return start(in, options.timeout, [out, rank = getRank()](const auto& all) {
+      for (size_t r = 0; r < all.size(); ++r)
+        out.view({-1}).chunk(all.size())[r].copy_(all[r].view({-1}).chunk(all.size())[rank]);
+    });
+  }
+
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions& options) override {
+    return start(tensors[0], options.timeout, [out = tensors[0]](const auto& all) {
+      out.copy_(all[0]);
+      for (size_t r = 1; r < all.size(); ++r) out.add_(all[r]);
+    });
+  }
+
+  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override {
+    return start(at::empty({1}), options.timeout, [](const auto&) {});
+  }
+
+  /// How many collectives this rank started.
+  int64_t started() const { return number_; }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> start(const at::Tensor& in, std::chrono::milliseconds timeout,
+                                       std::function<void(const std::vector<at::Tensor>&)> receive) {
+    board_->post(number_, getRank(), in);
+    return c10::make_intrusive<ThreadWork>(board_, number_++, timeout == c10d::kUnsetTimeout ? timeout_ : timeout,
+                                           std::move(receive));
+  }
+
+  std::shared_ptr<Board> board_;
+  std::chrono::milliseconds timeout_;
+  int64_t number_ = 0;
+};
+
+/// Groups of `size` ranks for as many threads.
+class ThreadRanks {
+ public:
+  explicit ThreadRanks(int size, std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
+    static std::atomic<int> made = 0;
+    const auto board = std::make_shared<Board>(size);
+    const auto store = c10::make_intrusive<c10d::HashStore>();
+    const auto common = "threads" + std::to_string(made++);
+    for (int rank = 0; rank < size; ++rank) {
+      auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
+      backends_.push_back(c10::make_intrusive<ThreadBackend>(rank, board, timeout));
+      group->setBackend(c10::kCPU, c10d::ProcessGroup::BackendType::CUSTOM, backends_.back());
+      group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
+      group->setGroupName(common);
+      names_.push_back(common + "_rank" + std::to_string(rank));
+      c10d::register_process_group(names_.back(), group);
+      groups_.push_back(std::move(group));
+    }
+  }
+  ThreadRanks(const ThreadRanks&) = delete;
+  ThreadRanks& operator=(const ThreadRanks&) = delete;
+  ~ThreadRanks() {
+    for (const auto& name : names_) c10d::unregister_process_group(name);
+  }
+
+  int size() const { return static_cast<int>(names_.size()); }
+  const std::string& name(int rank) const { return names_[rank]; }
+  const ThreadBackend& backend(int rank) const { return *backends_[rank]; }
+
+  /// Runs `body(rank, name of its group)` on a thread for each rank; the first error, by rank, is raised here.
+  template <class Body>
+  void run(Body&& body) const {
+    std::vector<std::exception_ptr> errors(size());
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < size(); ++rank)
+      threads.emplace_back([&, rank] {
+        try {
+          body(rank, name(rank));
+        } catch (...) {
+          errors[rank] = std::current_exception();
+        }
+      });
+    for (auto& thread : threads) thread.join();
+    for (const auto& error : errors)
+      if (error) std::rethrow_exception(error);
+  }
+
+ private:
+  std::vector<std::string> names_;
+  std::vector<c10::intrusive_ptr<ThreadBackend>> backends_;
+  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups_;
+};
+
+}  // namespace weft::testing

@@ -1,0 +1,110 @@
+// One rank of test_shared_link.py: a link through shared memory, found by way of a FileStore.
+//
+//   link_rank RANK SIZE STORE TIMEOUT_MS ROUNDS [GROUP [ASK_BYTES]]
+//
+// Makes the link, prints "ready", runs rounds of random kind and size, checks every value, and prints "done". ROUNDS 0
+// is for ever. What goes wrong is printed as "error MS TEXT", MS milliseconds after the call that raised it began.
+// ASK_BYTES asks for a block of so many bytes.
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <iostream>
+#include <random>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+
+#include "weft/comm/host_meeting.h"
+#include "weft/comm/shared_link.h"
+
+namespace {
+
+using weft::comm::Exchange;
+using weft::comm::SharedLink;
+using Clock = std::chrono::steady_clock;
+
+int64_t value(int from, int to, int64_t round, int64_t i) { return ((round * 8 + from) * 8 + to) * 1000003 + i; }
+
+void fill(const at::Tensor& block, int from, int to, int64_t round) {
+  auto* data = block.data_ptr<int64_t>();
+  for (int64_t i = 0; i < block.numel(); ++i) data[i] = value(from, to, round, i);
+}
+
+void expect_filled(const at::Tensor& block, int from, int to, int64_t round) {
+  const auto* data = block.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < block.numel(); ++i)
+    TORCH_CHECK(data[i] == value(from, to, round, i), "wrong value from rank ", from, " in round ", round);
+}
+
+/// One round of the given kind; `to` of a gathered block is 7.
+void run_round(SharedLink& link, int64_t round, bool gather, int64_t rows, int64_t columns) {
+  const int me = link.rank();
+  std::unique_ptr<Exchange> exchange;
+  if (gather) {
+    const auto mine = at::empty({rows, columns}, at::kLong);
+    fill(mine, me, 7, round);
+    exchange = link.all_gather(mine);
+  } else {
+    exchange = link.reduce_scatter(rows, columns, at::kLong);
+    for (int to = 0; to < link.size(); ++to) {
+      if (to == me) continue;
+      fill(exchange->outgoing(to), me, to, round);
+      exchange->publish(to, rows);
+    }
+  }
+  for (int from = 0; from < link.size(); ++from) {
+    if (from == me) continue;
+    exchange->wait(from, rows);
+    expect_filled(exchange->incoming(from), from, gather ? 7 : me, round);
+  }
+  exchange->finish();
+}
+
+struct Arguments {
+  int rank, size;
+  std::string store;
+  std::chrono::milliseconds timeout;
+  int64_t rounds;
+  std::string group;
+  int64_t ask_bytes;
+};
+
+Clock::time_point call_began;
+
+void run(const Arguments& a) {
+  call_began = Clock::now();
+  const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::FileStore>(a.store, a.size);
+  SharedLink link(std::make_shared<weft::comm::HostMeeting>(
+      weft::comm::HostMeeting::Options{[&] { return store; }, a.group, a.rank, a.size, a.timeout}));
+  std::cout << "ready" << std::endl;
+  std::mt19937 random(11);  // the same sizes on all ranks
+  for (int64_t round = 1; a.rounds == 0 || round <= a.rounds; ++round) {
+    const int64_t most = random() % 50 == 0 ? 3000 : 40;
+    const int64_t rows = random() % (most + 1), columns = 1 + random() % 60;
+    call_began = Clock::now();
+    run_round(link, round, random() % 2 == 0, rows, columns);
+  }
+  if (a.ask_bytes) run_round(link, 0, true, a.ask_bytes / 8, 1);
+  std::cout << "done" << std::endl;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 6) return 2;
+  const Arguments arguments{std::atoi(argv[1]),
+                            std::atoi(argv[2]),
+                            argv[3],
+                            std::chrono::milliseconds(std::atoll(argv[4])),
+                            std::atoll(argv[5]),
+                            argc > 6 ? argv[6] : "group",
+                            argc > 7 ? std::atoll(argv[7]) : 0};
+  try {
+    run(arguments);
+    return 0;
+  } catch (const c10::Error& error) {
+    const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - call_began).count();
+    std::cout << "error " << ms << " " << error.what_without_backtrace() << std::endl;
+    return 1;
+  }
+}

@@ -1,0 +1,198 @@
+"""Links through shared memory between real processes: values, ends of ranks, strangers, full memory."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import random
+import re
+import resource
+import signal
+import subprocess
+import time
+
+import pytest
+
+BUILD = pathlib.Path(os.environ.get("WEFT_BUILD", pathlib.Path(__file__).parents[2] / "build" / "release"))
+PROGRAM = BUILD / "link_rank"
+TIMEOUT = 1.0  # seconds, of every wait
+GRACE = 1.0
+
+if not PROGRAM.exists():
+    pytest.skip(f"no link_rank in {BUILD}", allow_module_level=True)
+
+
+class Ranks:
+    """Processes of link_rank; `extra` are their last arguments, `each` what Popen gets for a rank."""
+
+    def __init__(self, folder: pathlib.Path, size: int, rounds: int, *extra: str, timeout=TIMEOUT, each=None):
+        folder.mkdir(exist_ok=True)
+        self.logs = [folder / f"rank{rank}.log" for rank in range(size)]
+        self.processes = []
+        for rank, log in enumerate(self.logs):
+            words = [rank, size, folder / "store", int(timeout * 1000), rounds, *extra]
+            with log.open("w") as file:
+                more = (each or {}).get(rank, {})
+                command = [str(PROGRAM), *map(str, words)]
+                self.processes.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, **more))
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def texts(self) -> list[str]:
+        return [log.read_text() for log in self.logs]
+
+    def wait_ready(self) -> None:
+        end = time.time() + 30
+        while not all("ready" in text for text in self.texts()):
+            assert time.time() < end, self.texts()
+            time.sleep(0.005)
+
+    def codes(self, seconds: float = 60) -> list[int]:
+        return [process.wait(seconds) for process in self.processes]
+
+
+def left_behind(pids: list[int]) -> list[str]:
+    """Names in shared memory, sockets, and memory in other processes that these have left."""
+    found = [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if "weft" in name]
+    sockets = pathlib.Path("/proc/net/unix").read_text()
+    found += re.findall(r"@weft-[0-9a-f]+-[0-9a-f]+", sockets)
+    for pid in pids:
+        assert not pathlib.Path(f"/proc/{pid}").exists(), "not waited for"
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_rounds_of_random_kind_and_size_carry_every_value(tmp_path, size):
+    with Ranks(tmp_path, size, 1500, timeout=20) as ranks:
+        assert ranks.codes() == [0] * size, ranks.texts()
+        assert all(text.split() == ["ready", "done"] for text in ranks.texts())
+
+
+def test_two_jobs_with_the_same_group_and_ranks_do_not_meet(tmp_path):
+    with (
+        Ranks(tmp_path / "a", 2, 1500, "group", timeout=20) as a,
+        Ranks(tmp_path / "b", 2, 1500, "group", timeout=20) as b,
+    ):
+        assert a.codes() + b.codes() == [0] * 4, a.texts() + b.texts()
+
+
+# ---- ends and stops of ranks -----------------------------------------------------------------------------------------
+
+
+def drill(folder: pathlib.Path, size: int, how: signal.Signals, when: float | str) -> None:
+    """Ends or stops one rank; every other must raise in time, and name it and what it did."""
+    seed = random.Random(f"{size}{how}{when}")
+    with Ranks(folder, size, 0) as ranks:
+        if when == "rendezvous":
+            time.sleep(seed.random() * 0.05)
+        else:
+            ranks.wait_ready()
+            time.sleep(float(when))
+        victim = seed.randrange(size)
+        ranks.processes[victim].send_signal(how)
+        hit = time.time()
+        survivors = [p for rank, p in enumerate(ranks.processes) if rank != victim]
+        codes = [p.wait(TIMEOUT + GRACE + 5) for p in survivors]
+        took = time.time() - hit
+        if how == signal.SIGSTOP:
+            ranks.processes[victim].send_signal(signal.SIGCONT)
+            assert ranks.processes[victim].wait(TIMEOUT + GRACE) == 1, "it must find the failure when it goes on"
+        texts = ranks.texts()
+    assert codes == [1] * (size - 1), texts
+    assert took < TIMEOUT + GRACE, (took, texts)
+    for text in texts[:victim] + texts[victim + 1 :]:
+        error = text.split("error ")[1]
+        waited = int(error.split()[0])
+        assert waited < 1000 * (TIMEOUT + GRACE), error
+        assert f"rank {victim}" in error.lower(), error
+        rendezvous = r"Rank \d of \d(, meeting| at) 'group/\d'"
+        assert re.search(rendezvous if "ready" not in text else f"round \\d+, (all|reduce)|{rendezvous}", error), error
+    assert left_behind([p.pid for p in ranks.processes]) == []
+
+
+CASES = [(size, how, when) for when in ("rendezvous", 0.01, 0.1) for size in (2, 4) for how in ("SIGKILL", "SIGSTOP")]
+
+
+@pytest.mark.parametrize("size, how, when", CASES)
+def test_every_survivor_raises_in_time_and_names_the_rank(tmp_path, size, how, when):
+    drill(tmp_path, size, signal.Signals[how], when)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(188))
+def test_many_drills(tmp_path, number):
+    dice = random.Random(number)
+    when = "rendezvous" if number % 4 == 0 else dice.random() * 0.2
+    drill(tmp_path, dice.choice([2, 4]), dice.choice([signal.SIGKILL, signal.SIGSTOP]), when)
+
+
+# ---- users and memory ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
+def test_a_rank_of_another_user_is_refused_by_both(tmp_path):
+    tmp_path.chmod(0o777)
+    for folder in tmp_path.parents:
+        if folder.owner() == "root" and folder != pathlib.Path("/"):
+            folder.chmod(folder.stat().st_mode | 0o055)
+    (tmp_path / "store").touch()
+    (tmp_path / "store").chmod(0o666)
+    with Ranks(tmp_path, 2, 1, each={1: {"user": 65534, "group": 65534, "extra_groups": []}}) as ranks:
+        assert ranks.codes() == [1, 1], ranks.texts()
+        assert all("another user (" in text for text in ranks.texts()), ranks.texts()
+
+
+def test_memory_that_does_not_fit_is_an_error_on_every_rank(tmp_path):
+    with Ranks(tmp_path, 2, 20, "group", str(10**12)) as ranks:
+        assert ranks.codes() == [1, 1], ranks.texts()
+    assert all("bytes of shared memory" in text for text in ranks.texts()), ranks.texts()
+
+
+def test_a_limit_on_the_address_space_of_one_rank_is_an_error_on_every_rank(tmp_path):
+    def limit():
+        resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+
+    with Ranks(tmp_path, 2, 20, "group", str(4 << 30), each={1: {"preexec_fn": limit}}) as ranks:
+        assert ranks.codes() == [1, 1], ranks.texts()
+    assert "bytes of shared memory" in ranks.texts()[1], ranks.texts()
+    assert re.search(r"Rank 1 gave up in round 21, .*bytes of shared memory", ranks.texts()[0]), ranks.texts()
+
+
+def memory_group() -> pathlib.Path | None:
+    """A control group whose memory can be limited."""
+    for root in (pathlib.Path("/sys/fs/cgroup/memory"), pathlib.Path("/sys/fs/cgroup")):
+        controls = root / "cgroup.controllers"
+        if (root / "memory.limit_in_bytes").exists() or (controls.exists() and "memory" in controls.read_text()):
+            try:
+                group = root / f"weft-test-{os.getpid()}"
+                group.mkdir()
+                return group
+            except OSError:
+                return None
+    return None
+
+
+def test_a_limit_of_the_control_group_is_an_error_and_kills_nobody(tmp_path):
+    group = memory_group()
+    if group is None:
+        pytest.skip("no control group can be made here")
+    try:
+        for name in ("memory.limit_in_bytes", "memory.max"):
+            if (group / name).exists():
+                (group / name).write_text(str(600 << 20))
+
+        def join():
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+
+        each = {rank: {"preexec_fn": join} for rank in range(2)}
+        with Ranks(tmp_path, 2, 20, "group", str(1 << 30), each=each) as ranks:
+            assert ranks.codes() == [1, 1], ranks.texts()
+        assert all("bytes of shared memory" in text for text in ranks.texts()), ranks.texts()
+    finally:
+        group.rmdir()

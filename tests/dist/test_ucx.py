@@ -1,0 +1,127 @@
+"""Links over UCX between real processes: they carry blocks, and the end of a rank is noticed by the others."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+import netns  # noqa: E402
+
+BUILD = pathlib.Path(os.environ.get("WEFT_BUILD", pathlib.Path(__file__).parents[2] / "build" / "release"))
+PROGRAM = BUILD / "ucx_rank"
+TIMEOUT = 1.5  # seconds, of every wait
+GRACE = 1.0
+FOREVER = 10**9
+
+if not PROGRAM.exists() or not (BUILD / "libweft_ucx.so").exists():
+    pytest.skip(f"no ucx_rank and libweft_ucx.so in {BUILD}: built without UCX", allow_module_level=True)
+
+
+class Ranks:
+    def __init__(self, folder: pathlib.Path, size: int, rounds: int, prefixes: list[list[str]] | None = None):
+        env = {k: v for k, v in os.environ.items() if not k.startswith("UCX_")} | {"OMP_NUM_THREADS": "1"}
+        self.logs = [folder / f"rank{rank}.log" for rank in range(size)]
+        self.processes = []
+        for rank, log in enumerate(self.logs):
+            command = [str(PROGRAM), str(rank), str(size), str(folder / "store"), str(int(TIMEOUT * 1000)), str(rounds)]
+            with log.open("w") as file:
+                prefix = prefixes[rank] if prefixes else []
+                self.processes.append(
+                    subprocess.Popen(prefix + command, env=env, stdout=file, stderr=subprocess.STDOUT)
+                )
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def text(self) -> str:
+        return "\n".join(f"---- {log.name}\n{log.read_text()}" for log in self.logs)
+
+    def wait_ready(self) -> None:
+        end = time.time() + 20
+        while not all("ready" in log.read_text() for log in self.logs):
+            assert time.time() < end, self.text()
+            time.sleep(0.01)
+
+    def codes(self, seconds: float) -> list[int]:
+        return [process.wait(seconds) for process in self.processes]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_processes_exchange_blocks(tmp_path, size):
+    with Ranks(tmp_path, size, 40) as ranks:
+        assert ranks.codes(30) == [0] * size, ranks.text()
+
+
+@pytest.mark.parametrize(
+    ("size", "how"),
+    [(2, signal.SIGKILL), (4, signal.SIGKILL), (2, signal.SIGSTOP), (4, signal.SIGSTOP)],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_survivors_name_the_rank_that_is_gone(tmp_path, size, how):
+    chance = random.Random(f"{size}{how}")
+    victim = chance.randrange(size)
+    with Ranks(tmp_path, size, FOREVER) as ranks:
+        ranks.wait_ready()
+        time.sleep(chance.uniform(0, 0.3))
+        ranks.processes[victim].send_signal(how)
+        start = time.time()
+        for rank in set(range(size)) - {victim}:
+            assert ranks.processes[rank].wait(10) == 3, ranks.text()
+            assert time.time() - start < TIMEOUT + GRACE, ranks.text()
+            text = ranks.logs[rank].read_text()
+            assert f"rank {victim}" in text and "round" in text, ranks.text()
+
+
+def test_a_rank_that_dies_before_it_is_met_is_named(tmp_path):
+    with Ranks(tmp_path, 3, FOREVER) as ranks:
+        ranks.processes[1].kill()
+        start = time.time()
+        for rank in (0, 2):
+            assert ranks.processes[rank].wait(15) == 3, ranks.text()
+            assert "rank 1" in ranks.logs[rank].read_text(), ranks.text()
+        assert time.time() - start < TIMEOUT + GRACE + 2  # and the start of a process
+
+
+@pytest.mark.skipif(bool(netns.why_not()), reason=netns.why_not() or "-")
+class TestTwoHosts:
+    def test_hosts_exchange_blocks(self, tmp_path):
+        with netns.two_hosts(gigabits=3) as hosts, Ranks(tmp_path, 2, 40, hosts) as ranks:
+            assert ranks.codes(30) == [0, 0], ranks.text()
+
+    def test_gloo_s_interface_is_taken_where_ucx_is_told_none(self, tmp_path):
+        with netns.two_hosts() as hosts:
+            for host in hosts:
+                host[-1] = host[-1].replace("UCX_NET_DEVICES", "GLOO_SOCKET_IFNAME")
+            with Ranks(tmp_path, 2, 4, hosts) as ranks:
+                assert ranks.codes(30) == [0, 0], ranks.text()
+
+    def test_a_host_that_dies_is_named(self, tmp_path):
+        with netns.two_hosts(gigabits=1) as hosts, Ranks(tmp_path, 2, FOREVER, hosts) as ranks:
+            ranks.wait_ready()
+            time.sleep(0.1)
+            ranks.processes[1].kill()
+            assert ranks.processes[0].wait(TIMEOUT + GRACE) == 3, ranks.text()
+            assert "rank 1" in ranks.logs[0].read_text()
+
+    def test_a_cable_that_is_cut_is_a_timeout(self, tmp_path):
+        with netns.two_hosts(gigabits=1) as hosts, Ranks(tmp_path, 2, FOREVER, hosts) as ranks:
+            ranks.wait_ready()
+            host, end = hosts[0][3], hosts[0][-1].split("=")[1]
+            subprocess.run(["ip", "-n", host, "link", "set", end, "down"], check=True)
+            start = time.time()
+            assert [process.wait(10) for process in ranks.processes] == [3, 3], ranks.text()
+            assert time.time() - start < TIMEOUT + GRACE, ranks.text()

@@ -1,0 +1,73 @@
+// One rank over UCX, for test_ucx.py: ucx_rank RANK SIZE STORE TIMEOUT_MS ROUNDS
+// Prints "ready" when its link is made, then "ok", or what was raised; ends with 0, or 3 if something was raised.
+#include <ATen/ops/arange.h>
+#include <ATen/ops/equal.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+
+#include "weft/comm/ucx_plugin.h"
+
+namespace {
+
+using weft::comm::Link;
+
+at::Tensor block(int64_t round, int from, int64_t rows) {
+  return at::arange(round + from, round + from + rows * 256, at::kFloat).view({rows, 256});
+}
+
+void check(const at::Tensor& got, const at::Tensor& expected) {
+  TORCH_CHECK(at::equal(got, expected), "a block arrived changed");
+}
+
+void gather(Link& link, int64_t round, int64_t rows) {
+  const auto exchange = link.all_gather(block(round, link.rank(), rows));
+  for (int from = 0; from < link.size(); ++from) {
+    exchange->wait(from, rows);
+    check(exchange->incoming(from), block(round, from, rows));
+  }
+  exchange->finish();
+}
+
+void scatter(Link& link, int64_t round, int64_t rows) {
+  const auto exchange = link.reduce_scatter(rows, 256, at::kFloat);
+  for (int to = 0; to < link.size(); ++to) {
+    exchange->outgoing(to).copy_(block(round, link.rank() + to, rows));
+    for (int64_t done = 0; done < rows; done += 100) exchange->publish(to, std::min(rows, done + 100));
+    exchange->advance();
+  }
+  for (int from = 0; from < link.size(); ++from) {
+    exchange->wait(from, rows);
+    check(exchange->incoming(from), block(round, from + link.rank(), rows));
+  }
+  exchange->finish();
+}
+
+void run(int rank, int size, const char* store, int timeout, int64_t rounds) {
+  const auto link = weft::comm::make_ucx_link(
+      {c10::make_intrusive<c10d::FileStore>(store, size), rank, size, "tp", std::chrono::milliseconds(timeout)});
+  std::puts("ready");
+  std::fflush(stdout);
+  for (int64_t round = 0; round < rounds; ++round) {
+    const int64_t rows = 1 + round * 37 % 900;
+    if (round % 2) {
+      gather(*link, round, rows);
+    } else {
+      scatter(*link, round, rows);
+    }
+  }
+}
+
+}  // namespace
+
+int main(int, char** argv) {
+  try {
+    run(std::atoi(argv[1]), std::atoi(argv[2]), argv[3], std::atoi(argv[4]), std::atoll(argv[5]));
+    std::puts("ok");
+    return 0;
+  } catch (const c10::Error& error) {
+    std::puts(error.what_without_backtrace());
+    return 3;
+  }
+}

@@ -1,0 +1,14 @@
+#pragma once
+#include <string>
+#include <string_view>
+
+#include "weft/comm/exchange.h"
+
+namespace weft::comm {
+
+/// "all_gather"; any number may be given.
+std::string_view name(Operation operation);
+/// "all_gather of [128, 512] BFloat16"
+std::string text(const Agreement& about);
+
+}  // namespace weft::comm

@@ -1,0 +1,74 @@
+#include "weft/comm/free_memory.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <string>
+
+namespace weft::comm {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr size_t kNoLimit = std::numeric_limits<size_t>::max();
+
+/// The number in a file of one number; nothing or a word ("max") is no limit.
+size_t number_in(const fs::path& path) {
+  size_t value = 0;
+  return std::ifstream(path) >> value ? value : kNoLimit;
+}
+
+/// The sum of the numbers after the given words, in a file of words and numbers.
+size_t numbers_after(const fs::path& path, std::string_view first, std::string_view second) {
+  std::ifstream file(path);
+  std::string word;
+  size_t value = 0, sum = 0;
+  while (file >> word >> value)
+    if (word == first || word == second) sum += value;
+  return sum;
+}
+
+/// What one control group leaves: its limit less its use, of which pages of files can be taken back.
+size_t left_in(const fs::path& group, const char* limit, const char* use) {
+  const size_t most = number_in(group / limit), used = number_in(group / use);
+  if (most == kNoLimit || used == kNoLimit) return kNoLimit;
+  const size_t files = numbers_after(group / "memory.stat", "inactive_file", "active_file");
+  const size_t fixed = used - std::min(used, files);
+  return most - std::min(most, fixed);
+}
+
+/// The least that a control group or one above it leaves.
+size_t left_in_groups() {
+  std::ifstream file("/proc/self/cgroup");
+  size_t least = kNoLimit;
+  for (std::string line; std::getline(file, line);) {  // "4:memory:/path" or, in version 2, "0::/path"
+    const auto first = line.find(':'), second = line.find(':', first + 1);
+    if (first == std::string::npos || second == std::string::npos) continue;
+    const auto controllers = line.substr(first + 1, second - first - 1);
+    const bool unified = controllers.empty();
+    if (!unified && controllers != "memory") continue;
+    const fs::path root = unified ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory";
+    for (fs::path path = line.substr(second + 1); !path.empty(); path = path.parent_path()) {
+      const fs::path group = root / path.relative_path();
+      least = std::min(least, unified ? left_in(group, "memory.max", "memory.current")
+                                      : left_in(group, "memory.limit_in_bytes", "memory.usage_in_bytes"));
+      if (!path.has_relative_path()) break;
+    }
+  }
+  return least;
+}
+
+/// The kernel's own estimate, without pages that it would have to swap out.
+size_t left_in_machine() {
+  std::ifstream file("/proc/meminfo");
+  for (std::string line; std::getline(file, line);)
+    if (line.starts_with("MemAvailable:")) return std::stoull(line.substr(13)) * 1024;
+  return kNoLimit;
+}
+
+}  // namespace
+
+size_t free_memory() { return std::min(left_in_machine(), left_in_groups()); }
+
+}  // namespace weft::comm

@@ -1,0 +1,266 @@
+#include "weft/comm/group.h"
+
+#include <ATen/ops/add.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+
+#include <array>
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include "weft/comm/agreement.h"
+#include "weft/comm/disagreement.h"
+#include "weft/comm/settings.h"
+
+namespace weft::comm {
+namespace {
+
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+milliseconds timeout_of(c10d::ProcessGroup& group) {
+  if (const auto given = given_timeout()) return *given;
+  try {
+    const auto own = group.getDefaultBackend()->getBackendOptions()->timeout;
+    if (own.count() > 0) return own;
+  } catch (const c10::Error&) {  // a backend without options
+  }
+  return kBackendDefaultTimeout;
+}
+
+c10::intrusive_ptr<c10d::ProcessGroup> resolve(const std::string& name) {
+  try {
+    return c10d::resolve_process_group(name);
+  } catch (const c10::Error&) {
+    TORCH_CHECK_VALUE(false, "No process group is registered under the name '", name,
+                      "'. Initialise torch.distributed before the call; in C++, c10d::register_process_group.");
+  }
+}
+
+/// What moves needs no arithmetic: as bytes, any backend can move any dtype.
+at::Tensor bytes(const at::Tensor& t) { return t.view({t.numel()}).view(at::kByte); }
+
+/// The sum over the first dimension, rank by rank.
+at::Tensor sum_in_order(const at::Tensor& blocks) {
+  const auto wide = blocks.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  auto sum = at::add(blocks[0].to(wide), blocks[1]);
+  for (int64_t r = 2; r < blocks.size(0); ++r) sum.add_(blocks[r]);
+  return sum.to(blocks.scalar_type());
+}
+
+/// x as [rows, columns].
+Agreement about(Operation operation, const at::Tensor& x) {
+  const bool scalar = x.dim() == 0;
+  TORCH_CHECK_VALUE(!scalar || operation == Operation::all_reduce,
+                    "all_gather and reduce_scatter need a tensor with a first dimension, got a scalar.");
+  const auto rows = scalar ? 1 : x.size(0);
+  return {operation, x.scalar_type(), rows, rows == 0 ? 0 : x.numel() / rows};
+}
+
+}  // namespace
+
+at::Tensor Pending::wait() { return finish_ ? std::exchange(finish_, nullptr)() : std::move(ready_); }
+
+Pending::~Pending() {
+  try {
+    if (finish_) finish_();
+  } catch (const std::exception&) {  // the group remembers it
+  }
+}
+
+// ---- what a group remembers between calls -------------------------------------------------------------------------
+
+struct Group::State {
+  State(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::string group_name)
+      : c10d(group), name(std::move(group_name)), checked(checked_collectives()), timeout(timeout_of(*group)) {}
+
+  /// Raises; from then on the group is refused.
+  [[noreturn]] void fail(const std::string& why) {
+    {
+      const std::lock_guard lock(mutex);
+      if (failure.empty()) failure = why;
+    }
+    C10_THROW_ERROR(DistError, why + " Group '" + name + "' cannot be used any more: destroy it and make a new one.");
+  }
+  void refuse_failed() {
+    const std::lock_guard lock(mutex);
+    if (!failure.empty())
+      C10_THROW_ERROR(
+          DistError, "Group '" + name + "' cannot be used any more: destroy it and make a new one. Before: " + failure);
+  }
+
+  const c10::weak_intrusive_ptr<c10d::ProcessGroup> c10d;
+  const std::string name;
+  const int64_t checked;
+  const milliseconds timeout;
+  std::atomic<int64_t> collectives = 0;
+  std::mutex mutex;
+  std::string failure;
+};
+
+Group::Group(const std::string& name) : c10d_(resolve(name)) {
+  static std::mutex mutex;
+  static auto* states = new std::map<std::string, std::shared_ptr<State>>;  // never destroyed: may be used at exit
+  const std::lock_guard lock(mutex);
+  auto& state = (*states)[name];
+  // After destroy_process_group another group may get the name.
+  if (!state || state->c10d.lock() != c10d_) state = std::make_shared<State>(c10d_, name);
+  state_ = state;
+}
+
+Group::Group(const Group&) = default;
+Group::~Group() = default;
+
+int Group::rank() const { return c10d_->getRank(); }
+int Group::size() const { return c10d_->getSize(); }
+milliseconds Group::timeout() const { return state_->timeout; }
+
+// ---- one collective -----------------------------------------------------------------------------------------------
+
+class Group::Round {
+ public:
+  /// Takes the group's next number and agrees with the other ranks if that is due.
+  Round(const Group& group, const Agreement& about, at::Device device);
+
+  /// Starts to collect the blocks of all ranks.
+  void gather(at::Tensor out, at::Tensor block);
+  /// Starts to send block i to rank i, and to collect what the others send.
+  void exchange(at::Tensor out, at::Tensor blocks);
+  void wait();
+
+ private:
+  void agree();
+  milliseconds left() const {
+    return std::max(milliseconds(1), std::chrono::duration_cast<milliseconds>(deadline_ - Clock::now()));
+  }
+  /// Runs `act`; its error becomes the group's.
+  template <class Act>
+  void guarded(Act&& act) {
+    try {
+      act();
+    } catch (const std::exception& error) {
+      const auto* ours = dynamic_cast<const c10::Error*>(&error);
+      group_.state_->fail(text(said_.about) + ", collective " + std::to_string(said_.number) + " of rank " +
+                          std::to_string(group_.rank()) +
+                          ", failed: " + (ours ? ours->what_without_backtrace() : error.what()) + ".");
+    }
+  }
+
+  Group group_;
+  Statement said_;
+  at::Device device_;
+  Clock::time_point deadline_;
+  c10::intrusive_ptr<c10d::Work> work_;
+};
+
+Group::Round::Round(const Group& group, const Agreement& about, at::Device device)
+    : group_(group),
+      said_{group.state_->collectives++, about},
+      device_(device),
+      deadline_(Clock::now() + group.state_->timeout) {
+  group_.state_->refuse_failed();
+  if (said_.number < group_.state_->checked) agree();
+}
+
+void Group::Round::agree() {
+  constexpr int64_t kWords = 5;
+  const auto& [operation, dtype, rows, columns] = said_.about;
+  const std::array<int64_t, kWords> words{said_.number, static_cast<int64_t>(operation), static_cast<int64_t>(dtype),
+                                          rows, columns};
+  const auto mine = at::tensor(at::ArrayRef<int64_t>(words)).to(device_);
+  const auto all = at::empty({group_.size(), kWords}, mine.options());
+  gather(all, mine);
+  wait();
+  const auto on_cpu = all.cpu();
+  std::vector<Statement> by_rank;
+  for (int r = 0; r < group_.size(); ++r) {
+    const auto* w = on_cpu.const_data_ptr<int64_t>() + r * kWords;
+    by_rank.push_back({w[0], {static_cast<Operation>(w[1]), static_cast<at::ScalarType>(w[2]), w[3], w[4]}});
+  }
+  const auto difference = disagreement(by_rank);
+  if (!difference.empty())
+    group_.state_->fail("The ranks disagree about a collective: " + difference +
+                        ". Every rank must run the same operations in the same order, on equal sizes and dtypes.");
+}
+
+void Group::Round::gather(at::Tensor out, at::Tensor block) {
+  if (out.numel() == 0) return;
+  guarded([&] {
+    auto to = bytes(out), from = bytes(block);
+    work_ = group_.c10d_->all_gather_single(to, from, {.timeout = left()});
+  });
+}
+
+void Group::Round::exchange(at::Tensor out, at::Tensor blocks) {
+  if (out.numel() == 0) return;
+  guarded([&] {
+    auto to = bytes(out), from = bytes(blocks);
+    std::vector<int64_t> equal;
+    work_ = group_.c10d_->all_to_all_single(to, from, equal, equal, {.timeout = left()});
+  });
+}
+
+void Group::Round::wait() {
+  if (!work_) return;
+  // Other devices go on by themselves, under the timeout that the backend was given.
+  guarded([&] { work_->wait(device_.is_cpu() ? left() : kNoTimeout); });
+  work_.reset();
+}
+
+// ---- the collectives ----------------------------------------------------------------------------------------------
+
+Pending Group::all_gather(const at::Tensor& x) const {
+  if (size() == 1) return x;
+  const auto round = std::make_shared<Round>(*this, about(Operation::all_gather, x), x.device());
+  auto sizes = x.sizes().vec();
+  sizes[0] *= size();
+  auto out = at::empty(sizes, x.options());
+  round->gather(out, x.contiguous());
+  return Pending([round, out] {
+    round->wait();
+    return out;
+  });
+}
+
+Pending Group::reduce_scatter(const at::Tensor& x) const {
+  if (size() == 1) return x;
+  const auto round = std::make_shared<Round>(*this, about(Operation::reduce_scatter, x), x.device());
+  // Asked after the agreement: then every rank raises.
+  TORCH_CHECK_VALUE(x.size(0) % size() == 0, "reduce_scatter: the first dimension of ", x.sizes(),
+                    " does not divide over ", size(), " ranks.");
+  auto sizes = x.sizes().vec();
+  sizes[0] /= size();
+  auto parts = at::empty(x.sizes(), x.options());
+  round->exchange(parts, x.contiguous());
+  return Pending([round, parts, sizes, ranks = size()] {
+    round->wait();
+    return sum_in_order(parts.view({ranks, parts.numel() / ranks})).view(sizes);
+  });
+}
+
+Pending Group::all_reduce(const at::Tensor& x) const {
+  if (size() == 1) return x;
+  const auto round = std::make_shared<Round>(*this, about(Operation::all_reduce, x), x.device());
+  const auto block = (x.numel() + size() - 1) / size();
+  auto mine = x.contiguous().view({x.numel()});
+  if (block * size() != x.numel()) {
+    auto padded = at::zeros({block * size()}, x.options());
+    padded.narrow(0, 0, x.numel()).copy_(mine);
+    mine = std::move(padded);
+  }
+  auto parts = at::empty({size(), block}, x.options());
+  round->exchange(parts, mine);
+  return Pending([round, parts, sizes = x.sizes().vec(), count = x.numel()] {
+    round->wait();
+    auto out = at::empty({parts.numel()}, parts.options());
+    round->gather(out, sum_in_order(parts));
+    round->wait();
+    return out.narrow(0, 0, count).view(sizes);
+  });
+}
+
+}  // namespace weft::comm

@@ -1,0 +1,70 @@
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+
+namespace c10d {
+class ProcessGroup;
+}
+
+namespace weft::comm {
+
+/// A collective under way, or a tensor that needs none. One that is dropped finishes first, so that the group stays in
+/// step; its error is then kept by the group.
+class Pending {
+ public:
+  Pending(at::Tensor ready) : ready_(std::move(ready)) {}  // NOLINT(google-explicit-constructor)
+  explicit Pending(std::function<at::Tensor()> finish) : finish_(std::move(finish)) {}
+  Pending(Pending&& other) noexcept : ready_(std::move(other.ready_)), finish_(std::exchange(other.finish_, nullptr)) {}
+  Pending& operator=(Pending&&) = delete;
+  Pending(const Pending&) = delete;
+  Pending& operator=(const Pending&) = delete;
+  ~Pending();
+
+  /// The result. To be called once.
+  at::Tensor wait();
+
+ private:
+  at::Tensor ready_;
+  std::function<at::Tensor()> finish_;
+};
+
+/// The ranks of a c10d group, found by the name it is registered under. Blocks lie along the first dimension, rank by
+/// rank. Sums are taken in float32 (float64 of float64) in the order of ranks and rounded once: all ranks get the same
+/// bits. Every rank must run the same collectives in the same order; the first 100 of a group, with WEFT_CHECK=always
+/// all, are preceded by an exchange of what each rank is about to do, and a difference raises DistError on every rank.
+/// A wait ends after WEFT_TIMEOUT seconds, else after the group's own timeout. After an error the group refuses
+/// further use.
+class Group {
+ public:
+  /// Raises ValueError if no group has the name.
+  explicit Group(const std::string& name);
+  Group(const Group&);
+  Group& operator=(const Group&) = delete;
+  ~Group();
+
+  int rank() const;
+  int size() const;
+  std::chrono::milliseconds timeout() const;
+  const c10::intrusive_ptr<c10d::ProcessGroup>& c10d() const { return c10d_; }
+
+  /// x of all ranks, one after the other.
+  Pending all_gather(const at::Tensor& x) const;
+  /// This rank's block of the sum of x over all ranks.
+  Pending reduce_scatter(const at::Tensor& x) const;
+  /// The sum of x over all ranks. x is not changed.
+  Pending all_reduce(const at::Tensor& x) const;
+
+ private:
+  struct State;  // what outlives a call
+  class Round;   // one collective of it
+
+  c10::intrusive_ptr<c10d::ProcessGroup> c10d_;
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace weft::comm

@@ -1,0 +1,19 @@
+#pragma once
+#include <memory>
+#include <string>
+
+#include "weft/comm/exchange.h"
+
+namespace weft::comm {
+
+/// A link, or why there is none.
+struct FoundLink {
+  std::shared_ptr<Link> link;
+  std::string reason;
+};
+
+/// The link between the ranks of a c10d group, found by its name. Made at first use, by all ranks together, and kept as
+/// long as the group lives. Shared memory if all ranks are on one host, else UCX; WEFT_TRANSPORT=shm|ucx|plain forces.
+FoundLink link_of(const std::string& group);
+
+}  // namespace weft::comm

@@ -1,0 +1,81 @@
+#include "weft/comm/memory.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/error.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+
+#include "weft/comm/free_memory.h"
+
+namespace weft::comm {
+namespace {
+
+constexpr int kSeals = F_SEAL_GROW | F_SEAL_SHRINK | F_SEAL_SEAL;
+
+[[noreturn]] void refuse(size_t bytes, const std::string& why) {
+  C10_THROW_ERROR(OutOfMemoryError, c10::str("No ", bytes, " bytes of shared memory: ", why, "."));
+}
+
+/// Gives every page of the file a place, in large pages where the system allows it for shared memory.
+void allocate(int file, std::byte* data, size_t bytes) {
+  ::madvise(data, bytes, MADV_HUGEPAGE);
+  // Unlike a plain write, this reports that memory is full. Old kernels do not know it; the next call then does it all.
+  if (::madvise(data, bytes, MADV_POPULATE_WRITE) != 0 && errno != EINVAL) refuse(bytes, c10::utils::str_error(errno));
+  int error = 0;
+  do {
+    error = ::fallocate(file, 0, 0, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
+  } while (error == EINTR);
+  if (error != 0) refuse(bytes, c10::utils::str_error(error));
+}
+
+}  // namespace
+
+bool Memory::map_whole() {
+  void* at = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file_.get(), 0);
+  if (at == MAP_FAILED) return false;
+  data_ = static_cast<std::byte*>(at);
+  return true;
+}
+
+Memory::~Memory() {
+  if (data_) ::munmap(data_, bytes_);
+}
+
+std::shared_ptr<Memory> Memory::make(size_t bytes) {
+  TORCH_CHECK_VALUE(bytes > 0, "Shared memory of 0 bytes was asked for.");
+  // Beyond this the kernel would not refuse but end a process.
+  const size_t most = free_memory();
+  if (bytes > most) refuse(bytes, c10::str("this process can take ", most, " at most"));
+  Descriptor file(::memfd_create("weft", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!file || ::fchmod(file.get(), 0600) != 0 || ::ftruncate(file.get(), static_cast<off_t>(bytes)) != 0)
+    refuse(bytes, c10::utils::str_error(errno));
+  std::shared_ptr<Memory> memory(new Memory(std::move(file), bytes));
+  if (!memory->map_whole()) refuse(bytes, c10::utils::str_error(errno));
+  allocate(memory->file_.get(), memory->data_, bytes);
+  if (::fcntl(memory->file_.get(), F_ADD_SEALS, kSeals) != 0) refuse(bytes, c10::utils::str_error(errno));
+  return memory;
+}
+
+std::shared_ptr<Memory> Memory::map(Descriptor file, size_t bytes, const std::string& whose) {
+  const int seals = ::fcntl(file.get(), F_GET_SEALS);
+  if (seals < 0 || (seals & kSeals) != kSeals)
+    C10_THROW_ERROR(DistError, c10::str("What ", whose, " sent is not memory sealed against a change of its size."));
+  struct stat status = {};
+  if (::fstat(file.get(), &status) != 0 || status.st_size < 0 || static_cast<size_t>(status.st_size) != bytes)
+    C10_THROW_ERROR(DistError,
+                    c10::str("The memory of ", whose, " has ", status.st_size, " bytes, expected ", bytes, "."));
+  if (static_cast<size_t>(status.st_blocks) * 512 < bytes)
+    C10_THROW_ERROR(DistError, c10::str("The memory of ", whose, " is not allocated in full."));
+  std::shared_ptr<Memory> memory(new Memory(std::move(file), bytes));
+  if (!memory->map_whole())
+    C10_THROW_ERROR(DistError, c10::str("The memory of ", whose, ", ", bytes,
+                                        " bytes, cannot be mapped: ", c10::utils::str_error(errno), "."));
+  ::madvise(memory->data_, bytes, MADV_POPULATE_WRITE);  // no faults later; nothing is lost if it fails
+  memory->close_file();
+  return memory;
+}
+
+}  // namespace weft::comm

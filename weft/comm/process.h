@@ -1,0 +1,27 @@
+#pragma once
+#include <sys/types.h>
+
+#include "weft/comm/descriptor.h"
+
+namespace weft::comm {
+
+/// Another process, watched by a descriptor of it, which no later process with the same number can stand in for.
+class Process {
+ public:
+  /// Nobody: always there.
+  Process() = default;
+  explicit Process(pid_t pid);
+
+  pid_t pid() const { return pid_; }
+  /// False once it has ended. One that cannot be watched counts as there; waits for it still end.
+  bool alive() const;
+  /// Readable once it has ended; -1 if it cannot be watched.
+  int descriptor() const { return watch_.get(); }
+
+ private:
+  pid_t pid_ = 0;
+  bool gone_ = false;
+  Descriptor watch_;
+};
+
+}  // namespace weft::comm

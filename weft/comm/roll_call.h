@@ -1,0 +1,26 @@
+#pragma once
+#include <chrono>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace c10d {
+class Store;
+}
+
+namespace weft::comm {
+
+struct RollCall {
+  std::string prefix;  // of the keys: the same on all ranks, and new for each call
+  int rank = 0;
+  int size = 1;
+  std::chrono::milliseconds timeout{};
+  /// Called while rank `peer` is waited for; may raise.
+  std::function<void(int peer)> look = [](int) {};
+};
+
+/// Tells `mine` to all ranks through the Store of their group, and gives what each of them tells. Every rank calls
+/// this. Raises DistError, with the number of the rank that is missing, at the timeout or when the Store fails.
+std::vector<std::string> call_roll(c10d::Store& store, const RollCall& call, const std::string& mine);
+
+}  // namespace weft::comm

@@ -1,0 +1,36 @@
+#include "weft/comm/settings.h"
+
+#include <c10/util/Exception.h>
+
+#include <cstdlib>
+#include <limits>
+#include <string_view>
+
+namespace weft::comm {
+
+int64_t checked_collectives() {
+  const char* word = std::getenv("WEFT_CHECK");
+  const std::string_view check = word ? word : "first";
+  TORCH_CHECK_VALUE(check == "first" || check == "always", "WEFT_CHECK is '", check, "', expected first or always.");
+  return check == "always" ? std::numeric_limits<int64_t>::max() : 100;
+}
+
+std::optional<std::chrono::milliseconds> given_timeout() {
+  const char* word = std::getenv("WEFT_TIMEOUT");
+  if (!word) return std::nullopt;
+  char* end = nullptr;
+  const double seconds = std::strtod(word, &end);
+  TORCH_CHECK_VALUE(end != word && *end == 0 && seconds >= 0.001 && seconds < 1e9, "WEFT_TIMEOUT is '", word,
+                    "', expected a number of seconds, at least 0.001.");
+  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+}
+
+std::string given_transport() {
+  const char* word = std::getenv("WEFT_TRANSPORT");
+  const std::string_view transport = word ? word : "";
+  TORCH_CHECK_VALUE(transport.empty() || transport == "shm" || transport == "ucx" || transport == "plain",
+                    "WEFT_TRANSPORT is '", transport, "', expected shm, ucx or plain.");
+  return std::string(transport);
+}
+
+}  // namespace weft::comm

@@ -1,0 +1,89 @@
+#pragma once
+#include <map>
+#include <mutex>
+#include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
+
+#include "weft/comm/failure.h"
+#include "weft/comm/meeting.h"
+#include "weft/comm/waiting.h"
+
+// torch.distributed._symmetric_memory for CPU tensors: memory that every rank of a group on one host can read and
+// write. Loading weft registers it, unless the CPU has such an allocator already.
+
+namespace weft::comm {
+
+/// One allocation of each rank, mapped by all. A signal is a word that the sender sets and the receiver clears;
+/// channels have words of their own. A timeout of 0 is the group's. Whatever fails makes the object unusable on every
+/// rank.
+class SharedSymmetricMemory final : public c10d::symmetric_memory::SymmetricMemory {
+ public:
+  struct Layout {
+    size_t buffer = 0, signals = 0;  // bytes
+    size_t signals_at() const;
+    size_t poison_at() const;
+    size_t bytes() const;
+  };
+
+  /// `meeting` is where the memories came from.
+  SharedSymmetricMemory(std::shared_ptr<Meeting> meeting, Memories memories, const Layout& layout);
+
+  std::vector<void*> get_buffer_ptrs() override { return buffers_; }
+  std::vector<void*> get_signal_pad_ptrs() override { return signals_; }
+  void** get_buffer_ptrs_dev() override { return buffers_.data(); }
+  void** get_signal_pad_ptrs_dev() override { return signals_.data(); }
+  size_t get_buffer_size() override { return layout_.buffer; }
+  size_t get_offset() override { return 0; }
+  bool has_multicast_support() override { return false; }
+  void* get_multicast_ptr() override { return nullptr; }
+  bool world_within_direct_access() override { return true; }
+  int get_rank() override { return meeting_->rank(); }
+  int get_world_size() override { return meeting_->size(); }
+  c10::Device get_device() override { return c10::kCPU; }
+
+  void barrier(int channel, size_t timeout_ms) override;
+  void put_signal(int dst_rank, int channel, size_t timeout_ms) override;
+  void wait_signal(int src_rank, int channel, size_t timeout_ms) override;
+
+ private:
+  struct Call;  // what is waited for
+  std::atomic<uint32_t>& word(int owner, int sender, int channel) const;
+  void put(const Call& call);
+  void wait(const Call& call);
+  void exchange(const Call& call, std::atomic<uint32_t>& word, uint32_t from, uint32_t to);
+  void check() const;
+  Poison& poison(int rank) const;
+
+  std::shared_ptr<Meeting> meeting_;
+  Memories memories_;
+  Layout layout_;
+  std::vector<void*> buffers_, signals_;
+};
+
+class SharedSymmetricMemoryAllocator final : public c10d::symmetric_memory::SymmetricMemoryAllocator {
+ public:
+  void* alloc(size_t size, int device_idx, const std::optional<std::string>& group_name) override;
+  void free(void* ptr) override;
+  size_t get_alloc_size(void* ptr) override;
+  c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> rendezvous(
+      void* ptr, const std::optional<std::string>& group_name) override;
+  bool has_multicast_support(int) override { return false; }
+  c10::DeviceType supported_device_type() override { return c10::kCPU; }
+  std::string name() override { return "weft"; }
+  bool has_allocation(void* ptr) override;
+
+ private:
+  struct Block {
+    std::shared_ptr<Memory> memory;
+    SharedSymmetricMemory::Layout layout;
+    std::optional<std::string> group;
+    std::map<std::string, c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory>> met;
+  };
+  Block& block(void* ptr);
+  std::shared_ptr<Meeting> meeting(const std::string& group);
+
+  std::mutex mutex_;
+  std::map<void*, Block> blocks_;
+  std::map<std::string, int64_t> meetings_;  // how many a group has had
+};
+
+}  // namespace weft::comm

@@ -1,0 +1,198 @@
+#include "weft/comm/ucx/worker.h"
+
+#include <c10/util/Exception.h>
+#include <poll.h>
+#include <ucs/config/global_opts.h>
+#include <ucs/debug/debug.h>
+
+#include <csignal>
+#include <cstdlib>
+#include <filesystem>
+#include <memory>
+#include <mutex>
+
+namespace weft::comm::ucx {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+void check(ucs_status_t status, const char* what) {
+  if (status == UCS_OK) return;
+  C10_THROW_ERROR(DistNetworkError, c10::str("UCX could not ", what, ": ", ucs_status_string(status),
+                                             ". UCX_LOG_LEVEL=info says more; UCX_NET_DEVICES and UCX_TLS choose."));
+}
+
+/// Crashes stay with the handlers the program had: UCX puts its own in place when it is loaded.
+void give_signals_back() {
+  if (std::getenv("UCX_HANDLE_ERRORS")) return;
+  for (const int signal : {SIGILL, SIGSEGV, SIGBUS, SIGFPE}) ucs_debug_disable_signal(signal);
+}
+
+bool has_rdma() {
+  std::error_code none;
+  return std::filesystem::directory_iterator("/sys/class/infiniband", none) != std::filesystem::directory_iterator();
+}
+
+using Config = std::unique_ptr<ucp_config_t, decltype(&ucp_config_release)>;
+
+/// UCX_* of the environment decide. Where they are silent: no shared memory, which would reach around a network
+/// namespace and would leave dead peers unnoticed; and Gloo's interface, unless there is better than sockets.
+Config configuration() {
+  ucp_config_t* read = nullptr;
+  check(ucp_config_read(nullptr, nullptr, &read), "read its configuration");
+  Config config(read, ucp_config_release);
+  if (!std::getenv("UCX_TLS")) check(ucp_config_modify(read, "TLS", "^sm"), "leave out shared memory");
+  const char* gloo = std::getenv("GLOO_SOCKET_IFNAME");
+  if (gloo && *gloo && !std::getenv("UCX_NET_DEVICES") && !has_rdma())
+    check(ucp_config_modify(read, "NET_DEVICES", gloo), "take the interface of GLOO_SOCKET_IFNAME");
+  return config;
+}
+
+void settle(Transfer& transfer, ucs_status_t status, size_t bytes) {
+  transfer.request = nullptr;
+  if (status == UCS_OK && bytes != transfer.bytes) status = UCS_ERR_MESSAGE_TRUNCATED;
+  transfer.status = status;
+  transfer.state = status == UCS_OK ? Transfer::State::done : Transfer::State::failed;
+}
+
+void sent(void* request, ucs_status_t status, void* transfer) {
+  auto& done = *static_cast<Transfer*>(transfer);
+  settle(done, status, done.bytes);
+  ucp_request_free(request);
+}
+
+void received(void* request, ucs_status_t status, const ucp_tag_recv_info_t* info, void* transfer) {
+  settle(*static_cast<Transfer*>(transfer), status, info->length);
+  ucp_request_free(request);
+}
+
+ucp_context_h make_context(int peers) {
+  static std::once_flag once;
+  std::call_once(once, give_signals_back);
+  const Config config = configuration();
+  ucp_params_t params{};
+  params.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_ESTIMATED_NUM_EPS;
+  params.features = UCP_FEATURE_TAG | UCP_FEATURE_WAKEUP;
+  params.estimated_num_eps = peers;
+  ucp_context_h context = nullptr;
+  check(ucp_init(&params, config.get(), &context), "start");
+  return context;
+}
+
+ucp_worker_h make_worker(ucp_context_h context) {
+  ucp_worker_params_t params{};
+  params.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
+  params.thread_mode = UCS_THREAD_MODE_SERIALIZED;
+  ucp_worker_h worker = nullptr;
+  check(ucp_worker_create(context, &params, &worker), "make a worker");
+  return worker;
+}
+
+}  // namespace
+
+Worker::Worker(int peers)
+    : context_(make_context(peers), ucp_cleanup),
+      worker_(make_worker(context_.get()), ucp_worker_destroy),
+      connections_(peers) {
+  check(ucp_worker_get_efd(worker_.get(), &event_), "make an event descriptor");
+}
+
+Worker::~Worker() {
+  std::vector<ucs_status_ptr_t> requests;
+  ucp_request_param_t plain{};
+  for (const auto& c : connections_) {
+    if (c.endpoint && c.status == UCS_OK) requests.push_back(ucp_ep_flush_nbx(c.endpoint, &plain));
+  }
+  end(std::move(requests), milliseconds(500));
+  ucp_request_param_t force{};
+  force.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
+  force.flags = UCP_EP_CLOSE_FLAG_FORCE;
+  requests.clear();
+  for (const auto& c : connections_) {
+    if (c.endpoint) requests.push_back(ucp_ep_close_nbx(c.endpoint, &force));
+  }
+  end(std::move(requests), milliseconds(500));
+  // UCX warns of messages that nobody received; after a failure that is no news.
+  auto& level = ucs_global_opts.log_component.log_level;
+  const auto before = level;
+  if (!std::getenv("UCX_LOG_LEVEL")) level = UCS_LOG_LEVEL_ERROR;
+  worker_.reset();
+  level = before;
+}
+
+void Worker::end(std::vector<ucs_status_ptr_t> requests, milliseconds longest) {
+  const auto deadline = Clock::now() + longest;
+  for (auto* request : requests) {
+    if (!UCS_PTR_IS_PTR(request)) continue;  // was over at once
+    while (ucp_request_check_status(request) == UCS_INPROGRESS && Clock::now() < deadline) {
+      if (!progress()) sleep(milliseconds(1));
+    }
+    ucp_request_free(request);
+  }
+}
+
+std::string Worker::address() const {
+  ucp_address_t* address = nullptr;
+  size_t length = 0;
+  check(ucp_worker_get_address(worker_.get(), &address, &length), "tell its address");
+  std::string bytes(reinterpret_cast<const char*>(address), length);
+  ucp_worker_release_address(worker_.get(), address);
+  return bytes;
+}
+
+void Worker::connect(int peer, const std::string& address) {
+  ucp_ep_params_t params{};
+  params.field_mask =
+      UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
+  params.address = reinterpret_cast<const ucp_address_t*>(address.data());
+  params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
+  params.err_handler.arg = &connections_[peer];
+  params.err_handler.cb = [](void* connection, ucp_ep_h, ucs_status_t status) {
+    static_cast<Connection*>(connection)->status = status;
+  };
+  check(ucp_ep_create(worker_.get(), &params, &connections_[peer].endpoint), "connect to a peer");
+}
+
+void Worker::send(int peer, uint64_t tag, const void* data, size_t bytes, Transfer& transfer) {
+  transfer = {.state = Transfer::State::pending, .bytes = bytes};
+  ucp_request_param_t params{};
+  params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+  params.cb.send = sent;
+  params.user_data = &transfer;
+  params.memory_type = UCS_MEMORY_TYPE_HOST;
+  auto* const request = ucp_tag_send_nbx(connections_[peer].endpoint, data, bytes, tag, &params);
+  if (!UCS_PTR_IS_PTR(request)) settle(transfer, UCS_PTR_STATUS(request), bytes);  // over, and `sent` is not called
+}
+
+void Worker::receive(uint64_t tag, void* data, size_t bytes, Transfer& transfer) {
+  transfer = {.state = Transfer::State::pending, .bytes = bytes};
+  ucp_request_param_t params{};
+  // `received` is called for every message, since nothing else tells its length.
+  params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE |
+                        UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
+  params.cb.recv = received;
+  params.user_data = &transfer;
+  params.memory_type = UCS_MEMORY_TYPE_HOST;
+  auto* const request = ucp_tag_recv_nbx(worker_.get(), data, bytes, tag, ~uint64_t{0}, &params);
+  if (UCS_PTR_IS_ERR(request)) settle(transfer, UCS_PTR_STATUS(request), bytes);
+  if (transfer.state == Transfer::State::pending) transfer.request = request;
+}
+
+void Worker::cancel_receive(Transfer& transfer) {
+  if (transfer.state == Transfer::State::pending && transfer.request)
+    ucp_request_cancel(worker_.get(), transfer.request);
+}
+
+void Worker::sleep(milliseconds longest) {
+  if (ucp_worker_arm(worker_.get()) != UCS_OK) return;  // something has come meanwhile
+  pollfd event{.fd = event_, .events = POLLIN, .revents = 0};
+  poll(&event, 1, static_cast<int>(longest.count()));
+}
+
+const char* Worker::broken(int peer) const {
+  const auto status = connections_[peer].status;
+  return status == UCS_OK ? nullptr : ucs_status_string(status);
+}
+
+}  // namespace weft::comm::ucx

@@ -1,0 +1,30 @@
+#pragma once
+#include <chrono>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "weft/comm/exchange.h"
+
+namespace weft::comm {
+
+/// What a network link needs to know of its group.
+struct UcxOptions {
+  c10::intrusive_ptr<c10d::Store> store;  // of the group: addresses and the token go through it
+  int rank = 0;
+  int size = 1;
+  std::string group;                    // its name, for messages
+  std::chrono::milliseconds timeout{};  // of each wait; more than 0
+};
+
+/// Empty if links over UCX can be made in this process, else why not.
+const std::string& why_no_ucx();
+
+/// A link over UCX, made by libweft_ucx.so, which lies beside this library if UCX was found when weft was built. Every
+/// rank of the group calls this at the same time. Raises if one of them is missing, and what `why_no_ucx` says.
+std::unique_ptr<Link> make_ucx_link(const UcxOptions& options);
+
+}  // namespace weft::comm
+
+/// What libweft_ucx.so exports. The number grows with each change of `UcxOptions`, `Link` or `Exchange`.
+extern "C" weft::comm::Link* weft_ucx_link_1(const weft::comm::UcxOptions& options);

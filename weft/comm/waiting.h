@@ -1,0 +1,51 @@
+#pragma once
+#include <sched.h>
+
+#include <chrono>
+#include <thread>
+
+namespace weft::comm {
+
+using Milliseconds = std::chrono::milliseconds;
+
+/// Tells the core that this is a spin.
+inline void pause_core() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+/// Stores that bypass the cache become visible before the next one.
+inline void flush_stores() {
+#if defined(__x86_64__)
+  __builtin_ia32_sfence();
+#endif
+}
+
+/// Returns when `done()` is true. First spins, for a peer on another core; then gives way, for a peer on this one;
+/// after a while sleeps between looks. `look(waited)` is called now and then: it raises if there is no use in waiting.
+template <class Done, class Look>
+void wait_until(Done&& done, Look&& look) {
+  using Clock = std::chrono::steady_clock;
+  constexpr int kSpins = 200, kTurns = 16;
+  constexpr auto kAwake = Milliseconds(20);
+  constexpr auto kSleep = std::chrono::microseconds(100);
+  for (int spin = 0; spin < kSpins; ++spin) {
+    if (done()) return;
+    pause_core();
+  }
+  const auto start = Clock::now();
+  while (!done()) {
+    for (int turn = 0; turn < kTurns; ++turn) {
+      ::sched_yield();
+      if (done()) return;
+    }
+    const auto waited = Clock::now() - start;
+    look(std::chrono::duration_cast<Milliseconds>(waited));
+    if (waited > kAwake) std::this_thread::sleep_for(kSleep);
+  }
+}
+
+}  // namespace weft::comm
