@@ -10,9 +10,23 @@ if not torch.__version__.startswith("2.13."):
         "Install the matching one: pip install 'torch==2.13.*'"
     )
 
-from . import _C, ops
+from . import _C, checkpoint, ops
 from .explain import explain
 from .ops import Sequential
 from .packing import packed_bytes, packing_limit, prepack, set_packing_limit
+from .rng import RNGStatesTracker
+from .userbuffers import destroy_ub, initialize_ub
 
-__all__ = ["Sequential", "explain", "ops", "packed_bytes", "packing_limit", "prepack", "set_packing_limit"]
+__all__ = [
+    "RNGStatesTracker",
+    "checkpoint",
+    "Sequential",
+    "destroy_ub",
+    "explain",
+    "initialize_ub",
+    "ops",
+    "packed_bytes",
+    "packing_limit",
+    "prepack",
+    "set_packing_limit",
+]

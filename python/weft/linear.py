@@ -2,26 +2,70 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 
 from . import _C
+from .groups import named_group, resolve_parallel
 from .native import NativeOperation, forgive_extra_state, initialize, native_classes
 from .operation import FusedOperation, FusibleOperation
 from .wgrad import WgradModule
 
 
 def _product_field(name: str) -> property:
-    def get(self: Linear) -> bool:
+    def get(self: Linear) -> Any:
         return self._part_specs[0][1][name]
 
-    def set(self: Linear, value: bool) -> None:
+    def set(self: Linear, value: Any) -> None:
         self._part_specs[0][1][name] = value
         self.__dict__.pop("_parts", None)
         self._edition += 1
 
     return property(get, set)
+
+
+def _whole_field(name: str) -> property:
+    def get(self: Linear) -> Any:
+        return self._whole[name]
+
+    return property(get)
+
+
+def _share(what: str, total: int, ranks: int) -> int:
+    if total % ranks:
+        raise ValueError(f"Linear: {what} {total} does not divide over {ranks} ranks")
+    return total // ranks
+
+
+def _parts(product: dict[str, Any], bias: bool, replicated_bias: bool) -> list[tuple[str, dict[str, Any]]]:
+    """The operations that a Linear consists of, from the fields of the whole product:
+
+    mode None, column   BasicLinear, Bias
+    mode row            BasicLinear of this rank's features, Bias, the sum over ranks; a replicated bias after the sum
+    """
+    group, ranks = product["tensor_parallel_group"], product["tensor_parallel_size"]
+    row, scattered = product["tensor_parallel_mode"] == "row", product["sequence_parallel"]
+    fields = {"size": product["out_features"], "dtype": product["dtype"]}
+    fields |= {"tensor_parallel_group": group, "tensor_parallel_size": ranks}
+    if not row:
+        parts = [("BasicLinear", product), ("Bias", fields | {"tensor_parallel": ranks > 1})]
+        return parts if bias else parts[:1]
+
+    features = product["in_features"]
+    product = product | {"in_features": _share("in_features", features, ranks), "fan_in": features}
+    product |= {"tensor_parallel_mode": None, "tensor_parallel_group": None, "sequence_parallel": False}
+    total: tuple[str, dict[str, Any]]
+    total = ("AllReduce", {"process_group": group, "process_group_size": ranks, "reduce_in_backward": False})
+    if scattered:
+        total = ("ReduceScatter", {"process_group": group, "process_group_size": ranks})
+    if not bias:
+        return [("BasicLinear", product), total]
+    if replicated_bias:
+        return [("BasicLinear", product), total, ("Bias", fields | {"sequence_parallel": scattered})]
+    own = fields | {"size": ranks * product["out_features"], "tensor_parallel": True}
+    return [("BasicLinear", product), ("Bias", own), total]
 
 
 class Linear(WgradModule, FusedOperation):
@@ -31,6 +75,13 @@ class Linear(WgradModule, FusedOperation):
     the parts read the same ones. `state_dict` uses the keys of the parts (`basic_ops.0.weight`, …); `torch.nn.Linear`'s
     `weight` and `bias` load as well.
 
+    Over the ranks of `tensor_parallel_group` (a ProcessGroup, a DeviceMesh of one dimension, or None for the world),
+    `tensor_parallel_mode="column"` splits the output features and `"row"` the input features; each rank holds its part.
+    With `sequence_parallel` the input of a column and the output of a row linear are split by their first dimension. In
+    mode row each rank has a bias of its own and their sum is what counts; `replicated_bias=True` makes it one bias,
+    equal on all ranks, added after the sum over ranks: then training equals that of one process.
+
+    `overlap` (True, False, None: where it pays) and `userbuffers_options` ask for communication under the products.
     `accumulate_into_main_grad` and `delay_wgrad_compute` are those of `BasicLinear`; see `WgradModule`.
     """
 
@@ -51,31 +102,47 @@ class Linear(WgradModule, FusedOperation):
         rng_state_tracker_function: Any = None,
         accumulate_into_main_grad: bool = False,
         delay_wgrad_compute: bool = False,
+        replicated_bias: bool = False,
+        overlap: bool | None = None,
+        userbuffers_options: dict[str, Any] | None = None,
     ) -> None:
         FusibleOperation.__init__(self)
-        product = native_classes["BasicLinear"](
-            in_features,
-            out_features,
-            device="meta",
-            dtype=dtype,
-            tensor_parallel_mode=tensor_parallel_mode,
-            tensor_parallel_group=tensor_parallel_group,
-            sequence_parallel=sequence_parallel,
-            rng_state_tracker_function=rng_state_tracker_function,
-            accumulate_into_main_grad=accumulate_into_main_grad,
-            delay_wgrad_compute=delay_wgrad_compute,
-        )
-        parts: list[NativeOperation] = [product]
-        if bias:
-            parts.append(native_classes["Bias"](out_features, device="meta", dtype=dtype))
-        object.__setattr__(self, "_part_specs", [(part._type, part._op.fields()) for part in parts])
+        product: dict[str, Any] = {
+            "in_features": in_features,
+            "out_features": out_features,
+            "dtype": dtype or torch.get_default_dtype(),
+            "tensor_parallel_mode": tensor_parallel_mode,
+            "tensor_parallel_group": tensor_parallel_group,
+            "sequence_parallel": sequence_parallel,
+            "accumulate_into_main_grad": accumulate_into_main_grad,
+            "delay_wgrad_compute": delay_wgrad_compute,
+            "overlap": overlap,
+            "userbuffers_options": None if userbuffers_options is None else userbuffers_options.get("comm_name", ""),
+        }
+        resolve_parallel("Linear", product)
+        parts = [_C.make_op(*part) for part in _parts(product, bias, replicated_bias)]
+        object.__setattr__(self, "_part_specs", [(part.name, part.fields()) for part in parts])
         object.__setattr__(self, "_tracker", rng_state_tracker_function)
+        object.__setattr__(self, "_whole", product | {"replicated_bias": replicated_bias})
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
         for part in parts:
-            for name, shape, dtype_, _ in part._op.params():
+            for name, shape, dtype_, *_ in part.params():
                 self._parameters[name] = torch.nn.Parameter(torch.empty(shape, dtype=dtype_, device=device))
         self.reset_parameters()
+
+    # Of the whole layer; each rank holds its part.
+    in_features = _whole_field("in_features")
+    out_features = _whole_field("out_features")
+    tensor_parallel_mode = _whole_field("tensor_parallel_mode")
+    tensor_parallel_size = _whole_field("tensor_parallel_size")
+    sequence_parallel = _whole_field("sequence_parallel")
+    replicated_bias = _whole_field("replicated_bias")
+
+    @property
+    def tensor_parallel_group(self) -> Any:
+        """The ProcessGroup of the ranks that share it; None if it is alone."""
+        return named_group(self._whole["tensor_parallel_group"])
 
     @property
     def basic_ops(self) -> torch.nn.ModuleList:
@@ -91,7 +158,6 @@ class Linear(WgradModule, FusedOperation):
         torch.nn.Module.__init__(part)
         for key, value in (
             ("_op", _C.make_op(name, fields)),
-            ("_group", None),
             ("_tracker", self._tracker),
             ("_owner", self),
         ):
@@ -101,17 +167,10 @@ class Linear(WgradModule, FusedOperation):
 
     accumulate_into_main_grad = _product_field("accumulate_into_main_grad")
     delay_wgrad_compute = _product_field("delay_wgrad_compute")
+    overlap = _product_field("overlap")
 
     def _product(self) -> NativeOperation:
         return self.basic_ops[0]
-
-    @property
-    def in_features(self) -> int:
-        return self._part_specs[0][1]["in_features"]
-
-    @property
-    def out_features(self) -> int:
-        return self._part_specs[0][1]["out_features"]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if (
@@ -124,7 +183,7 @@ class Linear(WgradModule, FusedOperation):
         super().__setattr__(name, value)
 
     def _has_bias(self) -> bool:
-        return len(self._part_specs) > 1
+        return any(name == "Bias" for name, _ in self._part_specs)
 
     def reset_parameters(self, device: torch.device | str | None = None) -> None:
         for part in self.basic_ops:
@@ -136,15 +195,17 @@ class Linear(WgradModule, FusedOperation):
             initialize(self, part._op, device, self._tracker, only_meta=True)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._has_bias()}"
+        text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self._has_bias()}"
+        if self.tensor_parallel_mode is not None:
+            text += f", tensor_parallel_mode={self.tensor_parallel_mode!r}, ranks={self.tensor_parallel_size}"
+            text += f", sequence_parallel={self.sequence_parallel}"
+        return text
 
     # ---- checkpoints: the reference's keys ------------------------------------------------------------------------
 
     def _keys(self) -> dict[str, str]:
-        """Parameter name → key of the part that uses it."""
-        return {
-            name: f"basic_ops.{i}.{name}" for i, part in enumerate(self.basic_ops) for name, *_ in part._op.params()
-        }
+        """Parameter name → key of the part that uses it; a bias has the key of a linear on one rank."""
+        return {"weight": "basic_ops.0.weight"} | ({"bias": "basic_ops.1.bias"} if self._has_bias() else {})
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -157,9 +218,9 @@ class Linear(WgradModule, FusedOperation):
     def _load_from_state_dict(
         self, state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
-        local = dict(state_dict)
-        for i in range(len(self.basic_ops)):
-            local.pop(f"{prefix}basic_ops.{i}._extra_state", None)
+        # How many parts there are differs between group sizes; none has a state beyond its parameters.
+        extra = re.compile(re.escape(prefix) + r"basic_ops\.\d+\._extra_state")
+        local = {key: value for key, value in state_dict.items() if not extra.fullmatch(key)}
         for name, key in self._keys().items():
             if prefix + key in local:
                 local[prefix + name] = local.pop(prefix + key)

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from . import _C
+from .groups import GROUP_FIELDS, group_of, named_group, resolve_parallel
 from .operation import BasicOperation
 from .wgrad import WgradModule
 
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float64, torch.float16, torch.bfloat16)}
 # Fields that the class fills itself; users never pass them.
-_DERIVED = {"tensor_parallel_size", "process_group_size"}
+_DERIVED = {"tensor_parallel_size", "process_group_size", "fan_in"}
 
 
 class NativeOperation(BasicOperation):
@@ -48,8 +49,7 @@ class NativeOperation(BasicOperation):
             given["dtype"] = given["dtype"] or torch.get_default_dtype()
         if isinstance(given.get("sm_margin"), dict):  # by stage; a CPU has no multiprocessors to leave free
             given["sm_margin"] = max(given["sm_margin"].values(), default=0)
-        group = resolve_parallel(type(self).__name__, given)
-        object.__setattr__(self, "_group", group)
+        resolve_parallel(type(self).__name__, given)
         object.__setattr__(self, "_tracker", tracker)
         object.__setattr__(self, "_op", _C.make_op(self._type, {k: _plain(v) for k, v in given.items()}))
         self._make_parameters(device)
@@ -70,7 +70,7 @@ class NativeOperation(BasicOperation):
         return [(owner, name) for name, *_ in self._op.params()]
 
     def _make_parameters(self, device: torch.device | str | None) -> None:
-        for name, shape, dtype, _ in self._op.params():
+        for name, shape, dtype, *_ in self._op.params():
             self.register_parameter(name, torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
         self.reset_parameters()
 
@@ -98,7 +98,7 @@ class NativeOperation(BasicOperation):
         other = type(self).__new__(type(self))
         memo[id(self)] = other
         state = self.__getstate__()
-        keep = {key: state.pop(key) for key in ("_op", "_group", "_tracker") if key in state}
+        keep = {key: state.pop(key) for key in ("_op", "_tracker") if key in state}
         other.__setstate__({**copy.deepcopy(state, memo), **keep})
         return other
 
@@ -131,7 +131,7 @@ def initialize(
     only_meta: bool = False,
 ) -> None:
     """Initialises the Parameters of `op` that `module` holds, moving them to `device` if given."""
-    for name, shape, _, init in op.params():
+    for name, _, _, init, fan_in in op.params():
         param = module._parameters.get(name)
         if param is None or (only_meta and param.device.type != "meta"):
             continue
@@ -144,52 +144,29 @@ def initialize(
             continue
         with torch.no_grad(), tracker().fork() if tracker is not None else nullcontext():
             if init == "fan_in_uniform":
-                bound = 1 / math.sqrt(shape[-1]) if shape[-1] else 0.0
+                bound = 1 / math.sqrt(fan_in) if fan_in else 0.0
                 param.uniform_(-bound, bound)
             else:
                 param.fill_(1.0 if init == "ones" else 0.0)
 
 
 def _plain(value: Any) -> Any:
-    """A keyword as the C++ side reads it: process groups by name, userbuffers options by their communication."""
-    if torch.distributed.is_available() and isinstance(value, torch.distributed.ProcessGroup):
-        return value.group_name
-    if isinstance(value, dict):
-        return value.get("comm_name", "")
-    return value
-
-
-def resolve_parallel(owner: str, given: dict[str, Any]) -> Any:
-    """Checks the tensor-parallel arguments and fills in the size of the group; one rank is no parallelism."""
-    mode = given.get("tensor_parallel_mode")
-    if mode not in (None, "column", "row"):
-        raise ValueError(f"{owner}: tensor_parallel_mode is {mode!r}, expected None, 'column' or 'row'")
-    if "process_group" in given:
-        group = given["process_group"]
-        if group is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            given["process_group_size"] = torch.distributed.get_world_size(group)
-        return group
-    if mode is None and not given.get("tensor_parallel", False):
-        return None
-    group = given.get("tensor_parallel_group")
-    size = torch.distributed.get_world_size(group)
-    given["tensor_parallel_size"] = size
-    if size == 1:
-        given["tensor_parallel_group"] = None
-        for name, off in (("tensor_parallel_mode", None), ("tensor_parallel", False), ("sequence_parallel", False)):
-            if name in given:
-                given[name] = off
-    return group
+    """A keyword as the C++ side reads it: userbuffers options by their communication."""
+    return value.get("comm_name", "") if isinstance(value, dict) else value
 
 
 def _field_property(name: str) -> property:
     def get(self: NativeOperation) -> Any:
         value = self._op.fields()[name]
+        if name in GROUP_FIELDS:
+            return named_group(value)
         return _DTYPES.get(value, value) if name == "dtype" else value
 
     def set(self: NativeOperation, value: Any) -> None:
-        op = _C.make_op(self._type, {**self._op.fields(), name: _plain(value)})
-        object.__setattr__(self, "_op", op)
+        fields = {**self._op.fields(), name: _plain(value)}
+        if name in GROUP_FIELDS:
+            fields[name], fields[GROUP_FIELDS[name]] = group_of(type(self).__name__, value)
+        object.__setattr__(self, "_op", _C.make_op(self._type, fields))
         self._edition += 1  # also tells every runner to look again
 
     return property(get, set)

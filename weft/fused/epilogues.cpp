@@ -15,6 +15,18 @@ std::string refuse_mixed_dtypes(const Match& match, const PlanView& view, int fi
   return {};
 }
 
+std::string refuse_summed_output(const ops::BasicLinear& linear) {
+  return linear.sums_output() ? "the product is summed over ranks before what follows it" : "";
+}
+
+std::string refuse_summed_gradient(const ops::BasicLinear& linear) {
+  return linear.sums_input_gradient() ? "dx is summed over ranks before what comes next" : "";
+}
+
+std::string refuse_parallel(const ops::BasicLinear& linear) {
+  return linear.parallel() ? "BasicLinear is split over ranks" : "";
+}
+
 std::string refuse_activation(const ops::ActivationOp& activation, int64_t columns) {
   const auto& act = activation.act();
   if (act.interleave != 0) return "glu_interleave_size is set; a GEMM gates halves only";

@@ -14,6 +14,14 @@ namespace weft::fused {
 /// A reason unless parts `first` to `last` compute in one dtype.
 std::string refuse_mixed_dtypes(const Match& match, const PlanView& view, int first, int last);
 
+/// Linears over several ranks, where a GEMM's epilogue sees too little:
+/// a reason if the product is summed over ranks before what follows,
+std::string refuse_summed_output(const ops::BasicLinear& linear);
+/// a reason if dx is summed over ranks before what comes next in backward,
+std::string refuse_summed_gradient(const ops::BasicLinear& linear);
+/// a reason if anything passes between ranks.
+std::string refuse_parallel(const ops::BasicLinear& linear);
+
 /// A reason unless a GEMM's epilogue can compute the activation on `columns` columns before it, or its slope.
 std::string refuse_activation(const ops::ActivationOp& activation, int64_t columns);
 

@@ -45,6 +45,8 @@ class FusedOp {
   virtual bool reads(int /*part*/, int /*param*/) const { return false; }
   /// Which kernels compute it, given those of its parts: the best of them, unless it says otherwise.
   virtual kernels::Choice kernel(c10::ArrayRef<kernels::Choice> parts) const;
+  /// What it decided in the last call that only then could be decided; for `explain()`.
+  virtual std::string note() const { return {}; }
   /// True if it routes channels between its own parts itself.
   virtual bool routes_inner_channels() const { return false; }
   /// True for one written in Python: it may keep free attributes for backward.

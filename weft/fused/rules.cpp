@@ -10,11 +10,17 @@ namespace weft::fused {
 // Built-in rules. Order is meaning: within a pass the first rule that takes an operation keeps it.
 FusionRule joint_mlp_block();
 FusionRule joint_norm_linear();
+FusionRule forward_overlapped_column();
+FusionRule forward_overlapped_row();
+FusionRule forward_overlapped_row_inside();
 FusionRule forward_linear_bias_activation();
 FusionRule forward_linear_bias_add();
 FusionRule forward_linear_scale_add();
 FusionRule forward_linear_bias();
 FusionRule forward_dropout_add();
+FusionRule backward_overlapped_column();
+FusionRule backward_overlapped_row();
+FusionRule backward_overlapped_row_inside();
 FusionRule backward_activation_linear();
 FusionRule backward_linear_add();
 FusionRule backward_linear_scale();
@@ -25,10 +31,24 @@ FusionRule backward_add_layer_norm();
 namespace {
 
 std::vector<FusionRule> builtin() {
-  return {joint_mlp_block(),         joint_norm_linear(),          forward_linear_bias_activation(),
-          forward_linear_bias_add(), forward_linear_scale_add(),   forward_linear_bias(),
-          forward_dropout_add(),     backward_activation_linear(), backward_linear_add(),
-          backward_linear_scale(),   backward_activation_bias(),   backward_add_rms_norm(),
+  return {joint_mlp_block(),
+          joint_norm_linear(),
+          forward_overlapped_column(),
+          forward_overlapped_row(),
+          forward_overlapped_row_inside(),
+          forward_linear_bias_activation(),
+          forward_linear_bias_add(),
+          forward_linear_scale_add(),
+          forward_linear_bias(),
+          forward_dropout_add(),
+          backward_overlapped_column(),
+          backward_overlapped_row(),
+          backward_overlapped_row_inside(),
+          backward_activation_linear(),
+          backward_linear_add(),
+          backward_linear_scale(),
+          backward_activation_bias(),
+          backward_add_rms_norm(),
           backward_add_layer_norm()};
 }
 

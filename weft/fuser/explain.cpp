@@ -43,7 +43,8 @@ std::vector<Explanation::StepLine> lines(const Pipeline& pipeline, const std::ve
     const auto choice = step.fused ? step.fused->kernel(parts) : parts.front();
     list.push_back({step.first, step.count, name, step.fused != nullptr,
                     in_python ? "python" : std::string(kernels::tier_name(choice.tier)),
-                    in_python ? "" : choice.declined, !backward || wanted, step.min_rows});
+                    in_python ? "" : choice.declined, !backward || wanted, step.min_rows,
+                    step.fused ? step.fused->note() : ""});
   }
   return list;
 }
@@ -114,6 +115,7 @@ void print_steps(std::ostream& text, const std::vector<Explanation::StepLine>& s
     text << (step.runs ? "[" + step.tier + "]" : "skipped: no gradient is wanted");
     if (step.min_rows > 0) text << " from " << step.min_rows << " rows";
     text << "\n";
+    if (!step.note.empty()) text << "          " << step.note << "\n";
   }
 }
 

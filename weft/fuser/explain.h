@@ -16,6 +16,7 @@ struct Explanation {
     std::string declined;  // why no faster ones do
     bool runs;             // false: nothing it could compute is wanted
     int64_t min_rows;      // below, its parts run one by one
+    std::string note;      // what it decided in the last call
   };
   struct SavedLine {
     int op;

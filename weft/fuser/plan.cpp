@@ -55,15 +55,16 @@ at::ScalarType other_operand(const Pipeline& pipeline, const PlanKey& key, int i
 }
 
 /// The dtype an operation computes in, given that of x; Undefined if that is not known before it runs.
-at::ScalarType compute_dtype(const Pipeline& pipeline, const PlanKey& key, int i, at::ScalarType x) {
-  const bool autocast = key.autocast() != at::ScalarType::Undefined;
+at::ScalarType compute_dtype(const Pipeline& pipeline, const PlanKey& key, const ops::OpPlan& plan, int i,
+                             at::ScalarType x) {
   switch (pipeline.op(i).dtype_rule()) {
     case ops::DtypeRule::autocast:
-      return autocast ? key.autocast() : x;
+      return plan.dtype(x);
     case ops::DtypeRule::weight:
-      return autocast ? key.autocast() : other_operand(pipeline, key, i);
+      return plan.dtype(other_operand(pipeline, key, i));
     case ops::DtypeRule::promote: {
-      if (autocast && pipeline.param_base(i) < pipeline.param_base(i + 1)) return x;
+      const bool autocast = plan.autocast != at::ScalarType::Undefined;
+      if (autocast && !plan.param_wanted.empty()) return x;
       const auto other = other_operand(pipeline, key, i);
       const bool known = x != at::ScalarType::Undefined && other != at::ScalarType::Undefined;
       return known ? c10::promoteTypes(x, other) : at::ScalarType::Undefined;
@@ -160,7 +161,7 @@ fused::PlanView view(const Pipeline& pipeline, const PlanKey& key, const std::ve
   auto dtype = key.trait(0).dtype;
   for (int i = 0; i < pipeline.size(); ++i) {
     view.input_dtypes.push_back(dtype);
-    dtype = compute_dtype(pipeline, key, i, dtype);
+    dtype = compute_dtype(pipeline, key, plans[i], i, dtype);
     view.compute_dtypes.push_back(dtype);
   }
   return view;

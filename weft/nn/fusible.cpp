@@ -88,9 +88,8 @@ void Fusible::initialize(const ops::BasicOp& op) {
   const at::NoGradGuard no_grad;
   for (const auto& spec : op.params()) {
     auto& param = named_parameters(/*recurse=*/false)[spec.name];
-    const auto bound =
-        spec.shape.empty() || spec.shape.back() == 0 ? 0.0 : 1 / std::sqrt(static_cast<double>(spec.shape.back()));
     if (spec.init == ops::Init::fan_in_uniform) {
+      const auto bound = spec.fan_in == 0 ? 0.0 : 1 / std::sqrt(static_cast<double>(spec.fan_in));
       param.uniform_(-bound, bound);
     } else {
       param.fill_(spec.init == ops::Init::ones ? 1 : 0);

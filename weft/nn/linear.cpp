@@ -1,28 +1,79 @@
 #include "weft/nn/linear.h"
 
-#include "weft/ops/basic_linear.h"
 #include "weft/ops/bias.h"
+#include "weft/ops/collectives.h"
+#include "weft/ops/parallel.h"
 
 namespace weft::nn {
 
-LinearImpl::LinearImpl(LinearOptions options) : Fusible("Linear"), options_(options) {
+using ops::ParallelMode;
+
+LinearImpl::LinearImpl(LinearOptions options) : Fusible("Linear"), options_(std::move(options)) {
+  if (options_.tensor_parallel_mode) ranks_ = ops::ranks_of("Linear", options_.tensor_parallel_group, 1);
+  if (ranks_ == 1) {
+    options_.tensor_parallel_mode.reset();
+    options_.tensor_parallel_group.reset();
+    options_.sequence_parallel = false;
+  }
   for (const auto& stage : stages()) own_parameters(*stage.op);
 }
 
+/// mode none, column:  BasicLinear, Bias
+/// mode row:           BasicLinear of this rank's features, Bias, the sum; a replicated bias comes after the sum
 std::vector<fuser::Stage> LinearImpl::stages() const {
-  using Product = ops::BasicLinear;
+  std::vector<ops::OpPtr> parts{product()};
+  if (options_.bias) parts.push_back(bias());
+  if (options_.tensor_parallel_mode == ParallelMode::row)
+    parts.insert(options_.replicated_bias ? parts.begin() + 1 : parts.end(), sum());
   std::vector<fuser::Stage> list;
-  const Product::Options product{.in_features = options_.in_features,
-                                 .out_features = options_.out_features,
-                                 .dtype = options_.dtype,
-                                 .accumulate_into_main_grad = options_.accumulate_into_main_grad,
-                                 .delay_wgrad_compute = options_.delay_wgrad_compute};
-  list.push_back({.op = std::make_shared<Product>(product), .in = {}, .out = {}});
-  if (options_.bias) {
-    const ops::Bias::Options bias{.size = options_.out_features, .dtype = options_.dtype};
-    list.push_back({.op = std::make_shared<ops::Bias>(bias), .in = {}, .out = {}});
-  }
+  for (auto& part : parts) list.push_back({.op = std::move(part), .in = {}, .out = {}});
   return list;
+}
+
+ops::OpPtr LinearImpl::product() const {
+  ops::BasicLinear::Options options{.in_features = options_.in_features,
+                                    .out_features = options_.out_features,
+                                    .dtype = options_.dtype,
+                                    .accumulate_into_main_grad = options_.accumulate_into_main_grad,
+                                    .delay_wgrad_compute = options_.delay_wgrad_compute,
+                                    .userbuffers_options = options_.userbuffers_options,
+                                    .overlap = options_.overlap};
+  if (options_.tensor_parallel_mode == ParallelMode::row) {
+    options.in_features = ops::share("Linear", "in_features", options_.in_features, ranks_);
+    options.fan_in = options_.in_features;
+  } else {
+    options.tensor_parallel_mode = options_.tensor_parallel_mode;
+    options.tensor_parallel_group = options_.tensor_parallel_group;
+    options.tensor_parallel_size = ranks_;
+    options.sequence_parallel = options_.sequence_parallel;
+  }
+  return std::make_shared<ops::BasicLinear>(std::move(options));
+}
+
+ops::OpPtr LinearImpl::bias() const {
+  ops::Bias::Options options{.size = options_.out_features,
+                             .dtype = options_.dtype,
+                             .tensor_parallel = ranks_ > 1,
+                             .tensor_parallel_group = options_.tensor_parallel_group,
+                             .tensor_parallel_size = ranks_};
+  if (options_.tensor_parallel_mode == ParallelMode::row) {
+    if (options_.replicated_bias) {
+      options.tensor_parallel = false;
+      options.sequence_parallel = options_.sequence_parallel;
+    } else {
+      options.size *= ranks_;
+    }
+  }
+  return std::make_shared<ops::Bias>(std::move(options));
+}
+
+ops::OpPtr LinearImpl::sum() const {
+  const auto& group = options_.tensor_parallel_group;
+  if (options_.sequence_parallel)
+    return std::make_shared<ops::ReduceScatter>(
+        ops::ReduceScatter::Options{.process_group = group, .process_group_size = ranks_});
+  return std::make_shared<ops::AllReduce>(
+      ops::AllReduce::Options{.process_group = group, .reduce_in_backward = false, .process_group_size = ranks_});
 }
 
 void LinearImpl::reset_parameters() {

@@ -2,18 +2,26 @@
 #include <torch/nn/pimpl.h>
 
 #include "weft/nn/fusible.h"
+#include "weft/ops/basic_linear.h"
 
 namespace weft::nn {
 
 struct LinearOptions {
-  int64_t in_features = 0, out_features = 0;
+  int64_t in_features = 0, out_features = 0;  // over all ranks
   bool bias = true;
   at::ScalarType dtype = at::kFloat;
   bool accumulate_into_main_grad = false;
   bool delay_wgrad_compute = false;
+  std::optional<ops::ParallelMode> tensor_parallel_mode = {};
+  std::optional<std::string> tensor_parallel_group = {};  // the name it is registered under in c10d
+  bool sequence_parallel = false;
+  bool replicated_bias = false;  // row: one bias, equal on all ranks, added after the sum; else each rank adds its own
+  std::optional<std::string> userbuffers_options = {};
+  std::optional<bool> overlap = {};
 };
 
-/// y = x Wᵀ + b, made of BasicLinear and Bias. Parameters: `weight`, and `bias` if there is one.
+/// y = x Wᵀ + b, made of BasicLinear, Bias and, in mode row, the operation that sums over ranks. Parameters: `weight`,
+/// and `bias` if there is one; of several ranks each holds its part.
 class LinearImpl : public Fusible {
  public:
   explicit LinearImpl(LinearOptions options);
@@ -27,7 +35,12 @@ class LinearImpl : public Fusible {
   void pretty_print(std::ostream& stream) const override;
 
  private:
+  ops::OpPtr product() const;
+  ops::OpPtr bias() const;
+  ops::OpPtr sum() const;
+
   LinearOptions options_;
+  int64_t ranks_ = 1;
 };
 TORCH_MODULE(Linear);
 

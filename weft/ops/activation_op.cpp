@@ -12,7 +12,7 @@ ActivationOp::ActivationOp(std::string_view name, kernels::Act act, bool cache_q
 }
 
 Inferred ActivationOp::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
-  const auto input = x.as(plan.autocast == at::ScalarType::Undefined ? x.dtype : plan.autocast);
+  const auto input = x.as(plan.dtype(x.dtype));
   Inferred out{.y = activation_output(act_, input), .extra_outputs = {}, .saved = {}};
   out.saved.resize(1);
   if (plan.input_wanted) out.saved[kInput] = input;

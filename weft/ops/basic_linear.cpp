@@ -36,49 +36,115 @@ BasicLinear::BasicLinear(Options options) : options_(std::move(options)) {
                     ", expected float32, float64, float16 or bfloat16.");
   TORCH_CHECK_NOT_IMPLEMENTED(!options_.delay_wgrad_compute || !options_.userbuffers_options,
                               "BasicLinear: delay_wgrad_compute does not go with userbuffers_options; leave one out.");
-  refuse_parallel("BasicLinear", options_.tensor_parallel_size);
+  auto& ranks = options_.tensor_parallel_size;
+  ranks = parallel() ? ranks_of("BasicLinear", options_.tensor_parallel_group, ranks) : 1;
+  if (ranks == 1) {
+    options_.tensor_parallel_mode.reset();
+    options_.tensor_parallel_group.reset();
+    options_.sequence_parallel = false;
+  }
+  if (column()) share("BasicLinear", "out_features", options_.out_features, ranks);
+  if (row()) share("BasicLinear", "in_features", options_.in_features, ranks);
+}
+
+int64_t BasicLinear::local_in() const { return options_.in_features / (row() ? options_.tensor_parallel_size : 1); }
+int64_t BasicLinear::local_out() const {
+  return options_.out_features / (column() ? options_.tensor_parallel_size : 1);
 }
 
 std::vector<ParamSpec> BasicLinear::params() const {
-  return {
-      {"weight", {options_.out_features, options_.in_features}, options_.dtype, Init::fan_in_uniform, Read::for_input}};
+  return {{.name = "weight",
+           .shape = {local_out(), local_in()},
+           .dtype = options_.dtype,
+           .init = Init::fan_in_uniform,
+           .read = Read::for_input,
+           .fan_in = options_.fan_in.value_or(options_.in_features)}};
 }
 
 kernels::Choice BasicLinear::kernel(c10::DeviceType device, at::ScalarType dtype, bool backward) const {
-  const auto n = options_.out_features, k = options_.in_features;
+  const auto n = local_out(), k = local_in();
   return backward ? kernels::gemm_choice(device, dtype, k, n) : kernels::gemm_choice(device, dtype, n, k);
 }
 
 Inferred BasicLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const {
   const auto dtype = plan.autocast == at::ScalarType::Undefined ? params[0].dtype : plan.autocast;
   Inferred out{.y = x.with_last(params[0].sizes[0]).as(dtype), .extra_outputs = {}, .saved = {}};
+  if (gathers_input()) out.y.sizes[0] = x.sizes[0] * options_.tensor_parallel_size;
+  if (gathers_output_gradient()) out.y.sizes[0] = x.sizes[0] / options_.tensor_parallel_size;
   out.saved.resize(2);
   if (plan.param_wanted[0]) out.saved[kInput] = x.as(dtype);
   if (plan.input_wanted && params[0].dtype != dtype) out.saved[kCastWeight] = params[0].as(dtype);
   return out;
 }
 
-kernels::GemmResult BasicLinear::product(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
-                                         kernels::Epilogue epilogue) const {
+// ---- between ranks ------------------------------------------------------------------------------------------------
+
+comm::Pending BasicLinear::gather_input(const at::Tensor& x) const {
+  return gathers_input() ? group().all_gather(x) : comm::Pending(x);
+}
+
+comm::Pending BasicLinear::sum_output(const at::Tensor& y) const {
+  if (!sums_output()) return y;
+  return options_.sequence_parallel ? group().reduce_scatter(y) : group().all_reduce(y);
+}
+
+comm::Pending BasicLinear::gather_output_gradient(const at::Tensor& dy) const {
+  return gathers_output_gradient() ? group().all_gather(dy) : comm::Pending(dy);
+}
+
+comm::Pending BasicLinear::sum_input_gradient(const at::Tensor& dx) const {
+  if (!sums_input_gradient() || !dx.defined()) return dx;
+  return options_.sequence_parallel ? group().reduce_scatter(dx) : group().all_reduce(dx);
+}
+
+comm::Pending BasicLinear::gather_saved_input(OpContext& ctx) const {
+  return ctx.param_wanted(0) ? gather_input(ctx.saved(kInput)) : comm::Pending(at::Tensor());
+}
+
+// ---- products -----------------------------------------------------------------------------------------------------
+
+void BasicLinear::check_input(const at::Tensor& x, const at::Tensor& weight) const {
   TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == weight.size(1), "Linear: input has shape ", x.sizes(),
                     ", the weight takes ", weight.size(1), " features; the last dimension must equal them.");
+  TORCH_CHECK_VALUE(!options_.sequence_parallel || x.dim() > 1, "Linear: input has shape ", x.sizes(),
+                    "; sequence_parallel splits the first dimension, expected one before the features.");
+}
+
+BasicLinear::Operands BasicLinear::operands(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight) const {
+  check_input(x, weight);
   const auto dtype = ctx.dtype(weight.scalar_type());
-  const auto w = as_dtype(weight, dtype);
-  auto input = as_dtype(x, dtype);
+  Operands out{as_dtype(x, dtype), as_dtype(weight, dtype)};
+  if (ctx.param_wanted(0)) ctx.save(kInput, out.x);
+  if (ctx.input_wanted() && !out.w.is_same(weight)) ctx.save(kCastWeight, out.w);
+  return out;
+}
+
+kernels::GemmResult BasicLinear::local_product(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
+                                               kernels::Epilogue epilogue) const {
+  const auto [mine, w] = operands(ctx, x, weight);
+  const auto all = gather_input(mine).wait();
   epilogue.weight = true;
-  auto result = kernels::gemm(as_matrix(input), kernels::transposed(w), epilogue);
-  result.out = like_leading(result.out, x);
-  if (result.pre.defined()) result.pre = like_leading(result.pre, x);
-  if (ctx.param_wanted(0)) ctx.save(kInput, std::move(input));
-  if (ctx.input_wanted() && !w.is_same(weight)) ctx.save(kCastWeight, w);
+  auto result = kernels::gemm(as_matrix(all), kernels::transposed(w), epilogue);
+  result.out = like_leading(result.out, all);
+  if (result.pre.defined()) result.pre = like_leading(result.pre, all);
   return result;
 }
 
-kernels::GemmResult BasicLinear::input_gradient(OpContext& ctx, const at::Tensor& dy, Params params,
-                                                kernels::Epilogue epilogue) const {
-  if (!ctx.input_wanted()) return {};
+kernels::GemmResult BasicLinear::product(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
+                                         kernels::Epilogue epilogue) const {
+  TORCH_CHECK(!sums_output(), "BasicLinear: the product is summed over ranks before an epilogue may see it.");
+  return local_product(ctx, x, weight, std::move(epilogue));
+}
+
+const at::Tensor& BasicLinear::backward_weight(const OpContext& ctx, Params params) const {
   const auto& cast = ctx.saved(kCastWeight);
-  const auto& w = cast.defined() ? cast : params[0];
+  return cast.defined() ? cast : params[0];
+}
+
+kernels::GemmResult BasicLinear::local_input_gradient(OpContext& ctx, const at::Tensor& dy, Params params,
+                                                      kernels::Epilogue epilogue) const {
+  if (!ctx.input_wanted()) return {};
+  const auto& w = backward_weight(ctx, params);
   epilogue.weight = true;
   auto result = kernels::gemm(as_matrix(as_dtype(dy, w.scalar_type())), w, epilogue);
   result.out = like_leading(result.out, dy);
@@ -86,8 +152,14 @@ kernels::GemmResult BasicLinear::input_gradient(OpContext& ctx, const at::Tensor
   return result;
 }
 
+kernels::GemmResult BasicLinear::input_gradient(OpContext& ctx, const at::Tensor& dy, Params params,
+                                                kernels::Epilogue epilogue) const {
+  TORCH_CHECK(!sums_input_gradient(), "BasicLinear: dx is summed over ranks before an epilogue may see it.");
+  return local_input_gradient(ctx, dy, params, std::move(epilogue));
+}
+
 void BasicLinear::weight_gradient(OpContext& ctx, const at::Tensor& dy, double scale) const {
-  if (ctx.param_wanted(0)) weight_gradient_of(ctx, dy, ctx.saved(kInput), scale);
+  if (ctx.param_wanted(0)) weight_gradient_of(ctx, dy, gather_saved_input(ctx).wait(), scale);
 }
 
 void BasicLinear::weight_gradient_of(OpContext& ctx, const at::Tensor& dy, const at::Tensor& x, double scale) const {
@@ -106,13 +178,27 @@ bool BasicLinear::backward_dw(const at::Tensor& weight) const {
   return options_.delay_wgrad_compute && ops::backward_dw(wgrad_options(options_), weight);
 }
 
+// ---- the two passes -----------------------------------------------------------------------------------------------
+
 at::Tensor BasicLinear::forward(OpContext& ctx, const at::Tensor& x, Params params) const {
-  return product(ctx, x, params[0], {}).out;
+  auto y = local_product(ctx, x, params[0], {}).out;
+  return sums_output() ? sum_output(y).wait() : y;
 }
 
 at::Tensor BasicLinear::backward(OpContext& ctx, const at::Tensor& dy, Params params) const {
+  if (parallel()) return parallel_backward(ctx, dy, params);
   weight_gradient(ctx, dy);
-  return input_gradient(ctx, dy, params, {}).out;
+  return local_input_gradient(ctx, dy, params, {}).out;
+}
+
+/// x comes while dx is computed, and dx is summed while dW is.
+at::Tensor BasicLinear::parallel_backward(OpContext& ctx, const at::Tensor& dy, Params params) const {
+  auto gathering_dy = gather_output_gradient(dy);
+  auto gathering_x = gather_saved_input(ctx);
+  const auto dy_all = gathering_dy.wait();
+  auto summing_dx = sum_input_gradient(local_input_gradient(ctx, dy_all, params, {}).out);
+  weight_gradient_of(ctx, dy_all, gathering_x.wait());
+  return summing_dx.wait();
 }
 
 static const Register<BasicLinear> basic_linear{"BasicLinear", "y = x Wᵀ.", {.in_features = 8, .out_features = 4}};

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/add.h>
 
+#include "weft/comm/group.h"
 #include "weft/ops/parallel.h"
 #include "weft/ops/registry.h"
 #include "weft/ops/rows.h"
@@ -10,7 +11,21 @@ namespace weft::ops {
 
 Bias::Bias(Options options) : options_(std::move(options)) {
   TORCH_CHECK_VALUE(options_.size >= 0, "Bias: size is ", options_.size, ", expected 0 or more.");
-  refuse_parallel("Bias", options_.tensor_parallel_size);
+  TORCH_CHECK_VALUE(
+      !options_.tensor_parallel || !options_.sequence_parallel,
+      "Bias: tensor_parallel splits the bias, sequence_parallel has all of it on every rank; choose one.");
+  const bool parallel = options_.tensor_parallel || options_.sequence_parallel;
+  auto& ranks = options_.tensor_parallel_size;
+  ranks = parallel ? ranks_of("Bias", options_.tensor_parallel_group, ranks) : 1;
+  if (options_.tensor_parallel) share("Bias", "size", options_.size, ranks);
+  if (ranks > 1) return;
+  options_.tensor_parallel = options_.sequence_parallel = false;
+  options_.tensor_parallel_group.reset();
+}
+
+std::vector<ParamSpec> Bias::params() const {
+  const auto size = options_.tensor_parallel ? options_.size / options_.tensor_parallel_size : options_.size;
+  return {{"bias", {size}, options_.dtype, Init::zeros}};
 }
 
 Inferred Bias::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const {
@@ -26,8 +41,13 @@ at::Tensor Bias::forward(OpContext& ctx, const at::Tensor& x, Params params) con
 }
 
 at::Tensor Bias::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
-  if (ctx.param_wanted(0)) ctx.set_param_grad(0, sum_rows(dy));
+  if (ctx.param_wanted(0)) set_gradient(ctx, sum_rows(dy));
   return ctx.input_wanted() ? dy : at::Tensor{};
+}
+
+void Bias::set_gradient(OpContext ctx, at::Tensor sums) const {
+  if (options_.sequence_parallel) sums = comm::Group(*options_.tensor_parallel_group).all_reduce(sums).wait();
+  ctx.set_param_grad(0, std::move(sums));
 }
 
 static const Register<Bias> bias{"Bias", "y = x + b, with b broadcast over the rows of x.", {.size = 8}};

@@ -4,7 +4,8 @@
 namespace weft::ops {
 
 /// y = x + b, with b broadcast over the rows of x. Under autocast b follows the dtype of x, else torch's promotion
-/// holds.
+/// holds. tensor_parallel: this rank holds its part of `size` values. sequence_parallel: x is this rank's part of the
+/// rows, b is the same on all ranks, and db is summed over them.
 class Bias final : public Op<Bias> {
  public:
   struct Options {
@@ -13,18 +14,21 @@ class Bias final : public Op<Bias> {
     bool tensor_parallel = false;
     std::optional<std::string> tensor_parallel_group = {};
     int64_t tensor_parallel_size = 1;
+    bool sequence_parallel = false;
     static constexpr auto fields() {
-      return std::tuple{Field{"size", &Options::size, Given::always}, Field{"dtype", &Options::dtype},
+      return std::tuple{Field{"size", &Options::size, Given::always},
+                        Field{"dtype", &Options::dtype},
                         Field{"tensor_parallel", &Options::tensor_parallel},
                         Field{"tensor_parallel_group", &Options::tensor_parallel_group},
-                        Field{"tensor_parallel_size", &Options::tensor_parallel_size}};
+                        Field{"tensor_parallel_size", &Options::tensor_parallel_size},
+                        Field{"sequence_parallel", &Options::sequence_parallel}};
     }
   };
   explicit Bias(Options options);
 
   const Options& options() const { return options_; }
   std::string_view name() const override { return "Bias"; }
-  std::vector<ParamSpec> params() const override { return {{"bias", {options_.size}, options_.dtype, Init::zeros}}; }
+  std::vector<ParamSpec> params() const override;
   DtypeRule dtype_rule() const override { return DtypeRule::promote; }
   kernels::Choice kernel(c10::DeviceType device, at::ScalarType dtype, bool backward) const override {
     return backward ? kernels::vector_choice(device, dtype) : kernels::Choice{};
@@ -32,6 +36,8 @@ class Bias final : public Op<Bias> {
   Inferred infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const override;
   at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;
   at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const override;
+  /// Gives db, of which `sums` are this rank's Σ_rows dy.
+  void set_gradient(OpContext ctx, at::Tensor sums) const;
 
  private:
   Options options_;

@@ -1,26 +1,85 @@
 #include "weft/ops/collectives.h"
 
+#include "weft/comm/group.h"
 #include "weft/ops/parallel.h"
 #include "weft/ops/registry.h"
 
 namespace weft::ops {
+namespace {
 
-AllGather::AllGather(Options options) : options_(std::move(options)) {
-  refuse_parallel("AllGather", options_.process_group_size);
+/// One rank is no group.
+template <class Options>
+Options settled(std::string_view op, Options options) {
+  auto& ranks = options.process_group_size;
+  if (options.process_group || ranks != 1) ranks = ranks_of(op, options.process_group, ranks);
+  if (ranks == 1) options.process_group.reset();
+  return options;
 }
 
-ReduceScatter::ReduceScatter(Options options) : options_(std::move(options)) {
-  refuse_parallel("ReduceScatter", options_.process_group_size);
+void check_first_dimension(std::string_view op, const Spec& x) {
+  TORCH_CHECK_VALUE(!x.sizes.empty(), op, ": the input is a scalar, expected a tensor with a first dimension.");
 }
 
-AllReduce::AllReduce(Options options) : options_(std::move(options)) {
-  refuse_parallel("AllReduce", options_.process_group_size);
+}  // namespace
+
+AllGather::AllGather(Options options) : options_(settled("AllGather", std::move(options))) {}
+
+Inferred AllGather::infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
+  Inferred out{.y = x, .extra_outputs = {}, .saved = {}};
+  if (alone()) return out;
+  check_first_dimension(name(), x);
+  out.y.sizes[0] = x.sizes[0] * options_.process_group_size;
+  return out;
+}
+
+at::Tensor AllGather::forward(OpContext&, const at::Tensor& x, Params) const {
+  return alone() ? x : comm::Group(*options_.process_group).all_gather(x).wait();
+}
+
+at::Tensor AllGather::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
+  if (!ctx.input_wanted()) return {};
+  return alone() ? dy : comm::Group(*options_.process_group).reduce_scatter(dy).wait();
+}
+
+ReduceScatter::ReduceScatter(Options options) : options_(settled("ReduceScatter", std::move(options))) {}
+
+Inferred ReduceScatter::infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
+  Inferred out{.y = x, .extra_outputs = {}, .saved = {}};
+  if (alone()) return out;
+  check_first_dimension(name(), x);
+  out.y.sizes[0] = x.sizes[0] / options_.process_group_size;
+  return out;
+}
+
+at::Tensor ReduceScatter::forward(OpContext&, const at::Tensor& x, Params) const {
+  return alone() ? x : comm::Group(*options_.process_group).reduce_scatter(x).wait();
+}
+
+at::Tensor ReduceScatter::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
+  if (!ctx.input_wanted()) return {};
+  return alone() ? dy : comm::Group(*options_.process_group).all_gather(dy).wait();
+}
+
+AllReduce::AllReduce(Options options) : options_(settled("AllReduce", std::move(options))) {}
+
+Inferred AllReduce::infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
+  return {.y = x, .extra_outputs = {}, .saved = {}};
+}
+
+at::Tensor AllReduce::forward(OpContext&, const at::Tensor& x, Params) const {
+  return alone() ? x : comm::Group(*options_.process_group).all_reduce(x).wait();
+}
+
+at::Tensor AllReduce::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
+  if (!ctx.input_wanted()) return {};
+  return alone() || !options_.reduce_in_backward ? dy : comm::Group(*options_.process_group).all_reduce(dy).wait();
 }
 
 static const Register<AllGather> all_gather{
     "AllGather", "y is x of all ranks, one after the other in the first dimension.", {}};
 static const Register<ReduceScatter> reduce_scatter{
     "ReduceScatter", "y is this rank's part, in the first dimension, of the sum of x over all ranks.", {}};
-static const Register<AllReduce> all_reduce{"AllReduce", "y is the sum of x over all ranks.", {}};
+static const Register<AllReduce> all_reduce{
+    "AllReduce", "y is the sum of x over all ranks. With reduce_in_backward dx is the sum of dy, else dy itself.", {}};
 
 }  // namespace weft::ops

@@ -23,6 +23,11 @@ struct OpPlan {
   bool training = true;
   at::ScalarType autocast = at::ScalarType::Undefined;                        // Undefined: off
   int param_base = 0, saved_base = 0, extra_in_base = 0, extra_out_base = 0;  // first slot in the call's flat lists
+
+  /// The dtype to compute in: autocast's, else by rule.
+  at::ScalarType dtype(at::ScalarType otherwise) const {
+    return autocast == at::ScalarType::Undefined ? otherwise : autocast;
+  }
 };
 
 /// The Parameters behind a backward run, which otherwise sees values only.
@@ -62,10 +67,7 @@ class OpContext {
   bool training() const { return plan_.training; }
   const OpPlan& plan() const { return plan_; }
 
-  /// The dtype to compute in: autocast's, else by rule.
-  at::ScalarType dtype(at::ScalarType otherwise) const {
-    return plan_.autocast == at::ScalarType::Undefined ? otherwise : plan_.autocast;
-  }
+  at::ScalarType dtype(at::ScalarType otherwise) const { return plan_.dtype(otherwise); }
 
   /// Keeps `t` for backward in one of the operation's named slots.
   void save(int slot, at::Tensor t) { frame_.saved[plan_.saved_base + slot] = std::move(t); }

@@ -17,7 +17,7 @@ Inferred Dropout::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, 
   Inferred out{.y = x, .extra_outputs = {}, .saved = {}};
   out.saved.resize(1);
   if (output_is_input(plan)) return out;
-  if (plan.autocast != at::ScalarType::Undefined) out.y.dtype = plan.autocast;
+  out.y.dtype = plan.dtype(x.dtype);
   if (plan.input_wanted && options_.p < 1) out.saved[kMask] = x.as(at::kBool);
   return out;
 }

@@ -37,9 +37,7 @@ at::Tensor gamma_of(const NormOptions& o, const at::Tensor& weight, at::ScalarTy
   return o.zero_centered_gamma ? at::add(gamma, 1) : gamma;
 }
 
-Spec input_spec(const OpPlan& plan, const Spec& x, const Spec& weight) {
-  return x.as(plan.autocast == at::ScalarType::Undefined ? weight.dtype : plan.autocast);
-}
+Spec input_spec(const OpPlan& plan, const Spec& x, const Spec& weight) { return x.as(plan.dtype(weight.dtype)); }
 
 /// The sizes of x, those of the row replaced by 1.
 Spec statistic_spec(const Spec& input, const Spec& weight) {

@@ -2,13 +2,19 @@
 
 #include <c10/util/Exception.h>
 
+#include "weft/comm/group.h"
+
 namespace weft::ops {
 
-void refuse_parallel(std::string_view op, int64_t size) {
+int64_t ranks_of(std::string_view op, const std::optional<std::string>& group, int64_t size) {
   TORCH_CHECK_VALUE(size >= 1, op, ": the size of the group is ", size, ", expected 1 or more.");
-  TORCH_CHECK_NOT_IMPLEMENTED(size == 1, op, ": the process group has ", size,
-                              " ranks; this version runs groups of one rank only. Leave the parallel arguments unset, "
-                              "or pass a group of one rank.");
+  TORCH_CHECK_VALUE(group, op, ": it is to be shared by ranks, but their group is not named.");
+  return size == 1 ? comm::Group(*group).size() : size;
+}
+
+int64_t share(std::string_view op, std::string_view what, int64_t total, int64_t ranks) {
+  TORCH_CHECK_VALUE(total % ranks == 0, op, ": ", what, " ", total, " does not divide over ", ranks, " ranks.");
+  return total / ranks;
 }
 
 }  // namespace weft::ops

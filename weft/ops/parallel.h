@@ -1,11 +1,16 @@
 #pragma once
 #include <cstdint>
+#include <optional>
+#include <string>
 #include <string_view>
 
 namespace weft::ops {
 
-/// Raises NotImplementedError if `size` ranks would share the operation: the tensor-parallel arguments are accepted for
-/// a group of one rank only.
-void refuse_parallel(std::string_view op, int64_t size);
+/// How many ranks share an operation: `size` if that is more than 1, else as many as the group has, which must be
+/// named.
+int64_t ranks_of(std::string_view op, const std::optional<std::string>& group, int64_t size);
+
+/// total / ranks, which must come out even.
+int64_t share(std::string_view op, std::string_view what, int64_t total, int64_t ranks);
 
 }  // namespace weft::ops

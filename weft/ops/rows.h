@@ -1,5 +1,5 @@
 #pragma once
-#include <ATen/core/Tensor.h>
+#include "weft/kernels/precision.h"
 
 namespace weft::ops {
 
@@ -9,9 +9,6 @@ at::Tensor as_matrix(const at::Tensor& t);
 at::Tensor like_leading(const at::Tensor& matrix, const at::Tensor& like);
 /// Sum over all dimensions but the last; `t` itself if it has only one.
 at::Tensor sum_rows(const at::Tensor& t);
-/// `t` in `dtype`: `t` itself if it has it.
-inline at::Tensor as_dtype(const at::Tensor& t, at::ScalarType dtype) {
-  return t.scalar_type() == dtype ? t : t.to(dtype);
-}
+using kernels::as_dtype;
 
 }  // namespace weft::ops

@@ -10,7 +10,7 @@ using kernels::ActKind;
 
 Inferred ScaledActivation::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra,
                                  c10::ArrayRef<Spec>) const {
-  const auto input = x.as(plan.autocast == at::ScalarType::Undefined ? x.dtype : plan.autocast);
+  const auto input = x.as(plan.dtype(x.dtype));
   Inferred out{.y = activation_output(act_, input), .extra_outputs = {}, .saved = {}};
   out.saved.resize(2);
   if (plan.records) out.saved = {input, extra[0]};

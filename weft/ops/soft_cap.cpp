@@ -14,7 +14,7 @@ SoftCap::SoftCap(Options options) : options_(options) {
 }
 
 Inferred SoftCap::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
-  const auto input = x.as(plan.autocast == at::ScalarType::Undefined ? x.dtype : plan.autocast);
+  const auto input = x.as(plan.dtype(x.dtype));
   Inferred out{.y = input, .extra_outputs = {}, .saved = {}};
   out.saved.resize(1);
   if (plan.input_wanted) out.saved[kInput] = input;
@@ -26,7 +26,7 @@ at::Tensor SoftCap::forward(OpContext& ctx, const at::Tensor& x, Params) const {
   TORCH_CHECK(at::isFloatingType(input.scalar_type()), "Unsupported dtype: SoftCap got ",
               dtype_name(input.scalar_type()), ", expected float32, float64, float16 or bfloat16.");
   auto y = at::div(kernels::widen(input), options_.cap).tanh_().mul_(options_.cap);
-  y = kernels::round_to(y, input.scalar_type());
+  y = as_dtype(y, input.scalar_type());
   if (ctx.input_wanted()) ctx.save(kInput, std::move(input));
   return y;
 }
@@ -36,7 +36,7 @@ at::Tensor SoftCap::backward(OpContext& ctx, const at::Tensor& dy, Params) const
   const auto& input = ctx.saved(kInput);
   const auto tanh = at::div(kernels::widen(input), options_.cap).tanh_();
   const auto dx = at::mul(kernels::widen(dy), at::mul(tanh, tanh).neg_().add_(1));
-  return kernels::round_to(dx, input.scalar_type());
+  return as_dtype(dx, input.scalar_type());
 }
 
 static const Register<SoftCap> soft_cap{"SoftCap", "y = cap·tanh(x / cap).", {.cap = 2}};

@@ -19,8 +19,9 @@ struct ParamSpec {
   std::string name;
   std::vector<int64_t> shape;
   at::ScalarType dtype = at::kFloat;
-  Init init = Init::zeros;  // fan_in_uniform: uniform in ±1/√(shape.back())
+  Init init = Init::zeros;
   Read read = Read::never;  // by backward
+  int64_t fan_in = 0;       // of fan_in_uniform: uniform in ±1/√fan_in
 };
 
 /// Sizes (maybe symbolic) and dtype of a tensor that need not exist.

@@ -10,7 +10,7 @@ py::list steps(const std::vector<fuser::Explanation::StepLine>& lines) {
   for (const auto& s : lines)
     list.append(py::dict(py::arg("first") = s.first, py::arg("count") = s.count, py::arg("name") = s.name,
                          py::arg("fused") = s.fused, py::arg("tier") = s.tier, py::arg("declined") = s.declined,
-                         py::arg("runs") = s.runs, py::arg("min_rows") = s.min_rows));
+                         py::arg("runs") = s.runs, py::arg("min_rows") = s.min_rows, py::arg("note") = s.note));
   return list;
 }
 

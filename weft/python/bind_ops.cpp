@@ -28,7 +28,8 @@ py::list params_of(const ops::BasicOp& op) {
   py::list list;
   for (const auto& spec : op.params()) {
     auto dtype = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(spec.dtype)));
-    list.append(py::make_tuple(spec.name, py::tuple(py::cast(spec.shape)), dtype, kInit[static_cast<int>(spec.init)]));
+    list.append(py::make_tuple(spec.name, py::tuple(py::cast(spec.shape)), dtype, kInit[static_cast<int>(spec.init)],
+                               spec.fan_in));
   }
   return list;
 }
@@ -55,7 +56,7 @@ void bind_ops(py::module_& m) {
       .def_property_readonly("extra_outputs", &ops::BasicOp::extra_outputs)
       .def_property_readonly("depends_on_training", &ops::BasicOp::depends_on_training)
       .def("fields", &fields_of, "Field names and values.")
-      .def("params", &params_of, "Parameters as (name, shape, dtype, init).")
+      .def("params", &params_of, "Parameters as (name, shape, dtype, init, fan_in).")
       .def("__repr__", &ops::BasicOp::brief)
       .def_property_readonly("text", &ops::BasicOp::text,
                              "The description with every field, as a pipeline's text has it.")

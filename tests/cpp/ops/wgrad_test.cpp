@@ -21,7 +21,7 @@ namespace weft::ops {
 namespace {
 
 constexpr double kFill = 0.5;
-constexpr int64_t kWidth = 12;
+constexpr int64_t kWidth = 12, kRows = 18;  // rows: enough for every rule
 
 /// A row of the rule: which of its conditions hold.
 struct Row {
@@ -87,7 +87,7 @@ class WgradRow : public ::testing::TestWithParam<Case> {
   /// The model, and its twin without options whose .grad says what is right.
   void SetUp() override {
     const auto& c = GetParam();
-    x_ = at::randn({5, kWidth}).to(c.weight).requires_grad_();
+    x_ = at::randn({kRows, kWidth}).to(c.weight).requires_grad_();
     twin_ = model(c, /*plain=*/true);
     tested_ = model(c, /*plain=*/false);
     const at::NoGradGuard no_grad;

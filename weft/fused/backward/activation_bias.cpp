@@ -8,7 +8,8 @@ namespace {
 /// dx = dy·act'(x) and db = Σ_rows dx in one sweep.
 class ActivationBias final : public FusedOp {
  public:
-  explicit ActivationBias(const Match& match) : activation_(match.find<ops::ActivationOp>()) {}
+  explicit ActivationBias(const Match& match)
+      : bias_(match.find<ops::Bias>()), activation_(match.find<ops::ActivationOp>()) {}
 
   at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
     auto bias = ctx.op(0), activation = ctx.op(1);
@@ -16,11 +17,12 @@ class ActivationBias final : public FusedOp {
     const auto& x = activation.saved(ops::ActivationOp::kInput);
     if (!bias.param_wanted(0)) return kernels::activation_backward(activation_->act(), dy, x);
     auto [dx, sums] = kernels::activation_backward_sums(activation_->act(), dy, x);
-    bias.set_param_grad(0, std::move(sums));
+    bias_->set_gradient(bias, std::move(sums));
     return bias.input_wanted() ? dx : at::Tensor{};
   }
 
  private:
+  Part<ops::Bias> bias_;
   Part<ops::ActivationOp> activation_;
 };
 
@@ -38,6 +40,7 @@ FusionRule backward_activation_bias() {
             return {std::make_shared<ops::Bias>(ops::Bias::Options{.size = 8}),
                     std::make_shared<ops::Activation>(ops::Activation::Options{.kind = kernels::ActKind::gelu})};
           },
+          .min_rows = 16,
           .rewrite = {}};
 }
 

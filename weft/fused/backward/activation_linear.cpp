@@ -16,14 +16,15 @@ class ActivationLinear final : public FusedOp {
 
   at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
     auto activation = ctx.op(activation_.at), linear = ctx.op(linear_.at);
-    linear_->weight_gradient(linear, dy);
+    const auto dy_all = linear_->gather_output_gradient(dy).wait();
+    linear_->weight_gradient(linear, dy_all);
     if (!activation.input_wanted()) return {};
     const bool sums = bias_ && ctx.op(bias_.at).param_wanted(0);
-    auto result = linear_->input_gradient(linear, dy, ctx.params(linear_.at),
+    auto result = linear_->input_gradient(linear, dy_all, ctx.params(linear_.at),
                                           {.slope = activation_->act(),
                                            .at = ops::as_matrix(activation.saved(ops::ActivationOp::kInput)),
                                            .keep_sums = sums});
-    if (sums) ctx.op(bias_.at).set_param_grad(0, std::move(result.sums));
+    if (sums) bias_->set_gradient(ctx.op(bias_.at), std::move(result.sums));
     return ctx.op(0).input_wanted() ? result.out : at::Tensor{};
   }
 
@@ -36,7 +37,9 @@ class ActivationLinear final : public FusedOp {
 std::string refuse(const Match& m, const PlanView& view) {
   const auto activation = m.find<ops::ActivationOp>();
   if (!view.plans[m.first() + activation.at].input_wanted) return "nothing before the activation wants a gradient";
-  auto reason = refuse_activation(*activation.op, 2 * m.get<ops::BasicLinear>().options().in_features);
+  const auto& linear = m.get<ops::BasicLinear>();
+  if (auto reason = refuse_summed_gradient(linear); !reason.empty()) return reason;
+  auto reason = refuse_activation(*activation.op, 2 * linear.local_in());
   return reason.empty() ? refuse_mixed_dtypes(m, view, activation.at, activation.at + 1) : reason;
 }
 

@@ -15,11 +15,12 @@ class LinearAdd final : public FusedOp {
     auto fork = ctx.op(0), linear = ctx.op(1);
     auto g = fork.take_extra_output_grad(0);
     if (!dy.defined()) return g;
-    linear_->weight_gradient(linear, dy);
+    const auto dy_all = linear_->gather_output_gradient(dy).wait();
+    linear_->weight_gradient(linear, dy_all);
     if (!linear.input_wanted()) return {};
     kernels::Epilogue epilogue;
     add_to(epilogue, g, fork_->in_place(), linear.dtype(ctx.params(1)[0].scalar_type()));
-    return linear_->input_gradient(linear, dy, ctx.params(1), std::move(epilogue)).out;
+    return linear_->input_gradient(linear, dy_all, ctx.params(1), std::move(epilogue)).out;
   }
 
  private:
@@ -34,7 +35,8 @@ FusionRule backward_linear_add() {
           .pass = Pass::backward,
           .pattern = {one<ops::MakeExtraOutput>(), one<ops::BasicLinear>()},
           .refuse = [](const Match& m, const PlanView& view) -> std::string {
-            return view.plans[m.first()].input_wanted ? "" : "no gradient of the input is wanted";
+            if (!view.plans[m.first()].input_wanted) return "no gradient of the input is wanted";
+            return refuse_summed_gradient(m.get<ops::BasicLinear>());
           },
           .make = make_fused<LinearAdd>,
           .sample = []() -> std::vector<ops::OpPtr> {

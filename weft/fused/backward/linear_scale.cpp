@@ -1,4 +1,4 @@
-#include "weft/fused/rule.h"
+#include "weft/fused/epilogues.h"
 #include "weft/ops/basic_linear.h"
 #include "weft/ops/constant_scale.h"
 
@@ -13,8 +13,9 @@ class LinearScale final : public FusedOp {
 
   at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
     auto linear = ctx.op(0);
-    linear_->weight_gradient(linear, dy, scale_);
-    return linear_->input_gradient(linear, dy, ctx.params(0), {.scale = scale_}).out;
+    const auto dy_all = linear_->gather_output_gradient(dy).wait();
+    linear_->weight_gradient(linear, dy_all, scale_);
+    return linear_->input_gradient(linear, dy_all, ctx.params(0), {.scale = scale_}).out;
   }
 
  private:
@@ -28,12 +29,13 @@ FusionRule backward_linear_scale() {
   return {.name = "linear_scale",
           .pass = Pass::backward,
           .pattern = {one<ops::BasicLinear>(), one<ops::ConstantScale>()},
-          .refuse = {},
+          .refuse = [](const Match& m, const PlanView&) { return refuse_summed_gradient(m.get<ops::BasicLinear>()); },
           .make = make_fused<LinearScale>,
           .sample = []() -> std::vector<ops::OpPtr> {
             return {std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 8, .out_features = 4}),
                     std::make_shared<ops::ConstantScale>(ops::ConstantScale::Options{.scale = -2.5})};
           },
+          .min_rows = 16,
           .rewrite = {}};
 }
 

@@ -30,12 +30,19 @@ class LinearAdd final : public FusedOp {
   Part<ops::AddExtraInput> join_;
 };
 
+std::string refuse(const Match& m, const PlanView& view) {
+  const auto& linear = m.get<ops::BasicLinear>();
+  if (auto reason = refuse_summed_output(linear); !reason.empty()) return reason;
+  if (linear.gathers_input()) return "x has this rank's rows only, the extra input those of all ranks";
+  return refuse_mixed_dtypes(m, view, 0, m.size() - 2);
+}
+
 /// BasicLinear, the operations `between`, AddExtraInput.
 FusionRule rule(std::string name, Element between, const ops::OpPtr& sample) {
   return {.name = std::move(name),
           .pass = Pass::forward,
           .pattern = {one<ops::BasicLinear>(), std::move(between), one<ops::AddExtraInput>()},
-          .refuse = [](const Match& m, const PlanView& view) { return refuse_mixed_dtypes(m, view, 0, m.size() - 2); },
+          .refuse = refuse,
           .make = make_fused<LinearAdd>,
           .sample = [sample]() -> std::vector<ops::OpPtr> {
             return {std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 8, .out_features = 4}),

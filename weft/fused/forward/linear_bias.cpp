@@ -24,7 +24,10 @@ FusionRule forward_linear_bias() {
   return {.name = "linear_bias",
           .pass = Pass::forward,
           .pattern = {one<ops::BasicLinear>(), one<ops::Bias>()},
-          .refuse = [](const Match& m, const PlanView& view) { return refuse_mixed_dtypes(m, view, 0, 1); },
+          .refuse = [](const Match& m, const PlanView& view) -> std::string {
+            auto reason = refuse_summed_output(m.get<ops::BasicLinear>());
+            return reason.empty() ? refuse_mixed_dtypes(m, view, 0, 1) : reason;
+          },
           .make = make_fused<LinearBias>,
           .sample = []() -> std::vector<ops::OpPtr> {
             return {std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 8, .out_features = 4}),

@@ -30,7 +30,8 @@ class LinearBiasActivation final : public FusedOp {
 
 std::string refuse(const Match& m, const PlanView& view) {
   const auto& linear = m.get<ops::BasicLinear>();
-  auto reason = refuse_activation(m.get<ops::ActivationOp>(), linear.options().out_features);
+  if (auto reason = refuse_summed_output(linear); !reason.empty()) return reason;
+  auto reason = refuse_activation(m.get<ops::ActivationOp>(), linear.local_out());
   return reason.empty() ? refuse_mixed_dtypes(m, view, 0, m.size() - 1) : reason;
 }
 

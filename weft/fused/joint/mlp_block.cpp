@@ -70,7 +70,8 @@ class MlpBlock final : public FusedOp {
     auto g = fork_ ? ctx.op(fork_.at).take_extra_output_grad(0) : at::Tensor{};
     if (!dy.defined()) return g;
     if (join_ && !residual_ && ctx.op(join_.at).extra_wanted(0)) ctx.op(join_.at).set_extra_input_grad(0, dy);
-    if (down_bias_ && ctx.op(down_bias_.at).param_wanted(0)) ctx.op(down_bias_.at).set_param_grad(0, ops::sum_rows(dy));
+    if (down_bias_ && ctx.op(down_bias_.at).param_wanted(0))
+      down_bias_->set_gradient(ctx.op(down_bias_.at), ops::sum_rows(dy));
 
     const auto dp = through_activation(ctx, dy);
     if (!dp.defined()) return {};
@@ -96,7 +97,7 @@ class MlpBlock final : public FusedOp {
           {.slope = activation_->act(), .at = ops::as_matrix(p), .keep_again = h_again, .keep_sums = sums});
     if (h_again) h = result.again.defined() ? result.again : kernels::activation_forward(activation_->act(), p);
     down_->weight_gradient_of(down, dy, h);
-    if (sums) ctx.op(up_bias_.at).set_param_grad(0, std::move(result.sums));
+    if (sums) up_bias_->set_gradient(ctx.op(up_bias_.at), std::move(result.sums));
     return result.out;
   }
 
@@ -113,6 +114,8 @@ class MlpBlock final : public FusedOp {
 std::string refuse(const Match& m, const PlanView& view) {
   const auto norm = m.find<ops::NormOp>();
   const auto up = m.find<BasicLinear>();
+  for (const auto& linear : {up, m.find<BasicLinear>(up.at + 1)})
+    if (auto reason = refuse_parallel(*linear.op); !reason.empty()) return reason;
   auto reason = refuse_activation(m.get<ActivationOp>(), up->options().out_features);
   const int last = m.size() - (m.find<ops::AddExtraInput>() ? 2 : 1);
   return reason.empty() ? refuse_mixed_dtypes(m, view, norm.at, last) : reason;

@@ -58,7 +58,7 @@ class NormLinear final : public FusedOp {
   at::Tensor through_activation(StepContext& ctx, const at::Tensor& dy) const {
     const bool sums = bias_ && ctx.op(bias_.at).param_wanted(0);
     if (!activation_) {
-      if (sums) ctx.op(bias_.at).set_param_grad(0, ops::sum_rows(dy));
+      if (sums) bias_->set_gradient(ctx.op(bias_.at), ops::sum_rows(dy));
       return dy;
     }
     auto activation = ctx.op(activation_.at);
@@ -66,7 +66,7 @@ class NormLinear final : public FusedOp {
     const auto& p = activation.saved(ActivationOp::kInput);
     if (!sums) return kernels::activation_backward(activation_->act(), dy, p);
     auto [dp, db] = kernels::activation_backward_sums(activation_->act(), dy, p);
-    ctx.op(bias_.at).set_param_grad(0, std::move(db));
+    bias_->set_gradient(ctx.op(bias_.at), std::move(db));
     return dp;
   }
 
@@ -78,8 +78,8 @@ class NormLinear final : public FusedOp {
 };
 
 std::string refuse(const Match& m, const PlanView& view) {
-  std::string reason;
-  if (const auto activation = m.find<ActivationOp>())
+  auto reason = refuse_parallel(m.get<BasicLinear>());
+  if (const auto activation = m.find<ActivationOp>(); activation && reason.empty())
     reason = refuse_activation(*activation.op, m.get<BasicLinear>().options().out_features);
   return reason.empty() ? refuse_mixed_dtypes(m, view, m.find<ops::NormOp>().at, m.size() - 1) : reason;
 }

@@ -1,0 +1,69 @@
+"""Groups of ranks. Operations know a group by the name it has in torch.distributed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# Fields that hold a group, with the field that holds its size.
+GROUP_FIELDS = {"tensor_parallel_group": "tensor_parallel_size", "process_group": "process_group_size"}
+
+
+def named_group(name: str | None) -> Any:
+    """The ProcessGroup of that name, or None."""
+    if name is None:
+        return None
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._resolve_process_group(name)
+
+
+def group_of(owner: str, group: Any) -> tuple[str | None, int]:
+    """Name and size of a ProcessGroup, of a DeviceMesh of one dimension, or of the world (None). A group of one rank
+    has no name: it is no parallelism."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"{owner}: the group is a DeviceMesh of {group.ndim} dimensions, expected one; slice it: mesh['tp']"
+            )
+        group = group.get_group()
+    if isinstance(group, str):
+        group = named_group(group)
+    if group is None:
+        group = torch.distributed.group.WORLD
+        if group is None:
+            raise ValueError(f"{owner}: no group is given, and torch.distributed is not initialised")
+    if not isinstance(group, torch.distributed.ProcessGroup):
+        raise TypeError(
+            f"{owner}: the group is {group!r}, expected a ProcessGroup that this rank is in, a DeviceMesh or None"
+        )
+    size = group.size()
+    return (group.group_name if size > 1 else None), size
+
+
+def resolve_parallel(owner: str, given: dict[str, Any]) -> None:
+    """Checks the parallel arguments of an operation: groups become names, and their sizes are filled in."""
+    mode = given.get("tensor_parallel_mode")
+    if mode not in (None, "column", "row"):
+        raise ValueError(f"{owner}: tensor_parallel_mode is {mode!r}, expected None, 'column' or 'row'")
+    if "process_group" in given:
+        field, asked = "process_group", given["process_group"] is not None or _initialised()
+    elif "tensor_parallel_mode" in given:
+        field, asked = "tensor_parallel_group", mode is not None
+    elif "tensor_parallel" in given:
+        field, asked = "tensor_parallel_group", given["tensor_parallel"] or given["sequence_parallel"]
+    else:
+        return
+    name, size = group_of(owner, given[field]) if asked else (None, 1)
+    given[field], given[GROUP_FIELDS[field]] = name, size
+    if size == 1:
+        for flag, off in (("tensor_parallel_mode", None), ("tensor_parallel", False), ("sequence_parallel", False)):
+            if flag in given:
+                given[flag] = off
+
+
+def _initialised() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -1,0 +1,280 @@
+// Linears over several ranks, which are threads here, against one process in float64: values and all gradients.
+#include <ATen/ops/linear.h>
+
+#include "tests/cpp/fuser/plain.h"
+#include "tests/cpp/thread_ranks.h"
+#include "weft/nn/sequential.h"
+#include "weft/ops/norm.h"
+
+namespace weft::nn {
+namespace {
+
+using ops::ParallelMode;
+using testing::expect_close;
+using testing::grad;
+using testing::leaf;
+using testing::ThreadRanks;
+
+constexpr int64_t kIn = 12, kOut = 24, kRows = 12;
+enum class BiasKind { none, own, replicated };
+
+struct Case {
+  ParallelMode mode;
+  bool sequence_parallel;
+  BiasKind bias;
+  int ranks;
+  std::vector<int64_t> leading;
+  std::optional<bool> overlap = false;
+
+  std::string text() const {
+    return std::string(mode == ParallelMode::column ? "column" : "row") + (sequence_parallel ? ", sequence" : "") +
+           ", bias " + std::to_string(static_cast<int>(bias)) + ", " + std::to_string(ranks) + " ranks, " +
+           std::to_string(leading.size() + 1) + "-D" + (overlap ? ", plain" : "");
+  }
+};
+
+std::vector<Case> cases() {
+  std::vector<Case> list;
+  for (const auto mode : {ParallelMode::column, ParallelMode::row})
+    for (const bool sequence : {false, true})
+      for (const auto bias : {BiasKind::none, BiasKind::own, BiasKind::replicated})
+        for (const int ranks : {1, 2, 3, 4})
+          for (const auto& leading : {std::vector<int64_t>{kRows}, {kRows, 2}, {0}})
+            for (const auto overlap : {std::optional<bool>(), std::optional<bool>(false)})
+              list.push_back({mode, sequence, bias, ranks, leading, overlap});
+  return list;
+}
+
+/// The whole layer in one process.
+struct Whole {
+  at::Tensor x, w, y, dy;
+  std::vector<at::Tensor> biases;  // their sum is the bias
+  std::vector<at::Tensor> grads;   // of x, w, bias
+
+  explicit Whole(const Case& c) {
+    auto sizes = c.leading;
+    sizes.push_back(kIn);
+    x = leaf(sizes);
+    w = leaf({kOut, kIn});
+    const bool sum = c.mode == ParallelMode::row && c.bias == BiasKind::own;
+    at::Tensor b;
+    if (c.bias != BiasKind::none) {
+      for (int r = 0; r < (sum ? c.ranks : 1); ++r) biases.push_back(leaf({kOut}).detach());
+      b = at::stack(biases).sum(0).requires_grad_();
+    }
+    y = at::linear(x, w, b);
+    dy = at::randn(y.sizes(), at::kDouble);
+    grads = b.defined() ? grad(y, {x, w, b}, dy) : grad(y, {x, w}, dy);
+  }
+};
+
+/// This rank's part of tensors of the whole layer.
+struct Cut {
+  const Case& c;
+  int rank;
+  bool column() const { return c.mode == ParallelMode::column; }
+  at::Tensor part(const at::Tensor& t, int64_t dim) const { return t.chunk(c.ranks, dim)[t.size(dim) ? rank : 0]; }
+  at::Tensor rows_if_split(const at::Tensor& t) const { return c.sequence_parallel ? part(t, 0) : t; }
+
+  at::Tensor input(const at::Tensor& x) const { return column() ? rows_if_split(x) : part(x, -1); }
+  at::Tensor output(const at::Tensor& y) const { return column() ? part(y, -1) : rows_if_split(y); }
+  at::Tensor weight(const at::Tensor& w) const { return part(w, column() ? 0 : 1); }
+  at::Tensor bias_value(const std::vector<at::Tensor>& biases) const {
+    return column() ? part(biases[0], 0) : biases[biases.size() > 1 ? rank : 0];
+  }
+  at::Tensor bias_gradient(const at::Tensor& db) const { return column() ? part(db, 0) : db; }
+};
+
+void run_rank(const Case& c, const Whole& whole, int rank, Fusible& layer) {
+  const Cut cut{c, rank};
+  auto params = layer.operands();
+  params[0].set_data(cut.weight(whole.w).detach().clone());
+  if (params.size() > 1) params[1].set_data(cut.bias_value(whole.biases).clone());
+  const auto x = cut.input(whole.x).detach().clone().requires_grad_();
+  const auto y = layer.forward(x);
+  expect_close(y, cut.output(whole.y), c.text() + ": y");
+  std::vector<at::Tensor> inputs{x, params[0]};
+  if (params.size() > 1) inputs.push_back(params[1]);
+  const auto grads = grad(y, inputs, cut.output(whole.dy).clone());
+  expect_close(grads[0], cut.input(whole.grads[0]), c.text() + ": dx");
+  expect_close(grads[1], cut.weight(whole.grads[1]), c.text() + ": dw");
+  if (params.size() > 1) expect_close(grads[2], cut.bias_gradient(whole.grads[2]), c.text() + ": db");
+}
+
+TEST(ParallelLinear, EqualsOneProcessInEveryModeWithEveryBiasAndGroupSize) {
+  for (const auto& c : cases()) {
+    const ThreadRanks ranks(c.ranks);
+    const Whole whole(c);
+    ranks.run([&](int rank, const std::string& group) {
+      Linear layer(LinearOptions{.in_features = kIn,
+                                 .out_features = kOut,
+                                 .bias = c.bias != BiasKind::none,
+                                 .dtype = at::kDouble,
+                                 .tensor_parallel_mode = c.mode,
+                                 .tensor_parallel_group = group,
+                                 .sequence_parallel = c.sequence_parallel,
+                                 .replicated_bias = c.bias == BiasKind::replicated,
+                                 .overlap = c.overlap});
+      run_rank(c, whole, rank, *layer);
+    });
+  }
+}
+
+ops::BasicLinear::Options basic(const Case& c, const std::string& group) {
+  return {.in_features = kIn,
+          .out_features = kOut,
+          .dtype = at::kDouble,
+          .tensor_parallel_mode = c.mode,
+          .tensor_parallel_group = group,
+          .sequence_parallel = c.sequence_parallel,
+          .overlap = c.overlap};
+}
+
+TEST(ParallelLinear, BasicLinearDoesItsOwnCommunication) {
+  for (const auto& c : cases()) {
+    if (c.bias != BiasKind::none) continue;
+    const ThreadRanks ranks(c.ranks);
+    const Whole whole(c);
+    ranks.run([&](int rank, const std::string& group) {
+      auto layer = op<ops::BasicLinear>(basic(c, group));
+      run_rank(c, whole, rank, *layer);
+    });
+  }
+}
+
+/// Collectives, without those of the agreement, that forward and backward of a linear start.
+std::pair<int64_t, int64_t> traffic(const Case& c, bool train_weight, bool input_wants_gradient) {
+  const ThreadRanks ranks(c.ranks);
+  const Whole whole(c);
+  std::pair<int64_t, int64_t> count;
+  ranks.run([&](int rank, const std::string& group) {
+    auto layer = op<ops::BasicLinear>(basic(c, group));
+    layer->parameters()[0].requires_grad_(train_weight);
+    auto x = Cut{c, rank}.input(whole.x).detach().clone().requires_grad_(input_wants_gradient);
+    const auto y = layer->forward(x);
+    const auto forward = ranks.backend(rank).started();
+    y.sum().backward();
+    if (rank == 0) count = {forward / 2, (ranks.backend(rank).started() - forward) / 2};
+  });
+  return count;
+}
+
+TEST(ParallelLinear, CommunicatesOnlyWhatTheWantedGradientsNeed) {
+  using Counts = std::pair<int64_t, int64_t>;
+  const Case column{ParallelMode::column, true, BiasKind::none, 2, {kRows}};
+  EXPECT_EQ(traffic(column, true, true), Counts(1, 2));   // x again; the sum of dx
+  EXPECT_EQ(traffic(column, false, true), Counts(1, 1));  // a frozen weight needs no x
+  EXPECT_EQ(traffic(column, true, false), Counts(1, 1));  // nobody wants dx
+  const Case row{ParallelMode::row, true, BiasKind::none, 2, {kRows}};
+  EXPECT_EQ(traffic(row, true, true), Counts(1, 1));  // dy, once for both products
+  EXPECT_EQ(traffic(row, false, true), Counts(1, 1));
+}
+
+TEST(ParallelLinear, SavesThisRanksRowsOnly) {
+  const Case c{ParallelMode::column, true, BiasKind::none, 2, {kRows}};
+  const ThreadRanks ranks(2);
+  ranks.run([&](int, const std::string& group) {
+    auto layer = op<ops::BasicLinear>(basic(c, group));
+    const auto plan = layer->explain(at::randn({kRows / 2, kIn}, at::kDouble).requires_grad_());
+    EXPECT_NE(plan.text().find("[6, 12]"), std::string::npos) << plan.text();
+    EXPECT_EQ(plan.text().find("[12, 12]"), std::string::npos) << plan.text();
+  });
+}
+
+TEST(ParallelLinear, FirstWeightsFollowTheFeaturesOfTheWholeLayer) {
+  const ThreadRanks ranks(4);
+  for (const auto mode : {ParallelMode::column, ParallelMode::row}) {
+    ranks.run([&](int, const std::string& group) {
+      const Linear layer(LinearOptions{
+          .in_features = 400, .out_features = 400, .tensor_parallel_mode = mode, .tensor_parallel_group = group});
+      const auto largest = layer->parameters()[0].abs().max().item<double>();
+      EXPECT_LE(largest, 0.05);
+      EXPECT_GT(largest, 0.049);
+    });
+  }
+}
+
+TEST(ParallelLinear, FeaturesThatDoNotDivideAreRefusedWithTheirNumbers) {
+  const ThreadRanks ranks(3);
+  const auto& group = ranks.name(0);
+  const auto text = [&](LinearOptions options) {
+    options.tensor_parallel_group = group;
+    try {
+      Linear layer(std::move(options));
+    } catch (const c10::ValueError& error) {
+      return std::string(error.what_without_backtrace());
+    }
+    return std::string();
+  };
+  EXPECT_NE(text({.in_features = 6, .out_features = 8, .tensor_parallel_mode = ParallelMode::column})
+                .find("out_features 8 does not divide over 3 ranks"),
+            std::string::npos);
+  EXPECT_NE(text({.in_features = 8, .out_features = 6, .tensor_parallel_mode = ParallelMode::row})
+                .find("in_features 8 does not divide over 3 ranks"),
+            std::string::npos);
+  EXPECT_THROW(op<ops::BasicLinear>({.in_features = 6, .out_features = 6, .tensor_parallel_mode = ParallelMode::row}),
+               c10::ValueError);  // no group is named
+}
+
+/// norm, column, activation, row, and the residual.
+Sequential block(const std::string& activation, const std::optional<std::string>& group, bool sequence_parallel) {
+  LinearOptions up{.in_features = kIn, .out_features = kOut, .dtype = at::kDouble};
+  LinearOptions down{.in_features = kOut, .out_features = kIn, .dtype = at::kDouble};
+  if (group) {
+    up.tensor_parallel_mode = ParallelMode::column;
+    down.tensor_parallel_mode = ParallelMode::row;
+    up.tensor_parallel_group = down.tensor_parallel_group = group;
+    up.sequence_parallel = down.sequence_parallel = sequence_parallel;
+    down.replicated_bias = true;
+  }
+  auto fork = op("MakeExtraOutput"), join = op("AddExtraInput");
+  fork->set_extra_output_channel(0, "r", /*output_to_caller=*/false);
+  join->set_extra_input_channel(0, "r");
+  return Sequential(fork, op<ops::RMSNorm>({.normalized_shape = {kIn}, .dtype = at::kDouble}), Linear(up),
+                    op(activation), Linear(down), join);
+}
+
+TEST(ParallelLinear, ABlockOfFusedOperationsEqualsOneProcess) {
+  for (const bool sequence : {false, true}) {
+    for (const int p : {2, 3}) {
+      for (const std::string activation : {"GELU", "SReLU"}) {
+        auto whole = block(activation, {}, false);
+        for (auto& param : whole->parameters()) param.data().uniform_(-1, 1);
+        const auto x = leaf({kRows, kIn}), y = whole->forward(x), dy = at::randn({kRows, kIn}, at::kDouble);
+        auto inputs = whole->operands();  // norm, up, its bias, down, its bias
+        inputs.insert(inputs.begin(), x);
+        const auto wanted = grad(y, inputs, dy);
+        const ThreadRanks ranks(p);
+        std::vector<at::Tensor> norm_grads(p);
+        ranks.run([&](int rank, const std::string& group) {
+          const auto mine = [&](const at::Tensor& t) { return sequence ? t.chunk(p)[rank] : t; };
+          const auto part = [&](const at::Tensor& t, int64_t dim) { return t.chunk(p, dim)[rank]; };
+          auto model = block(activation, group, sequence);
+          auto params = model->operands();
+          const auto values = whole->operands();
+          params[0].set_data(values[0].detach().clone());
+          params[1].set_data(part(values[1].detach(), 0).clone());
+          params[2].set_data(part(values[2].detach(), 0).clone());
+          params[3].set_data(part(values[3].detach(), 1).clone());
+          params[4].set_data(values[4].detach().clone());
+          const auto input = mine(x).detach().clone().requires_grad_();
+          const auto out = model->forward(input);
+          expect_close(out, mine(y), "y");
+          params.insert(params.begin(), input);
+          const auto got = grad(out, params, mine(dy).clone());
+          expect_close(got[0], mine(wanted[0]), "dx");
+          norm_grads[rank] = got[1];
+          expect_close(got[2], part(wanted[2], 0), "dw up");
+          expect_close(got[3], part(wanted[3], 0), "db up");
+          expect_close(got[4], part(wanted[4], 1), "dw down");
+          expect_close(got[5], wanted[5], "db down");
+        });
+        // The norm saw this rank's rows only: the parts of its gradient are summed by whoever trains.
+        expect_close(sequence ? at::stack(norm_grads).sum(0) : norm_grads[0], wanted[1], "dw norm");
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace weft::nn

@@ -1,0 +1,133 @@
+"""One rank of test_failures.py: trains a tensor-parallel pair of linears until something goes wrong, and reports.
+
+    RANK=0 WORLD_SIZE=2 python failures.py FOLDER [--fault NAME]
+
+Leaves FOLDER/rank<r>.ready when training goes, and FOLDER/rank<r>.json once it raised: the error, when, and whether
+each `main_grad` is what its flag says. `--fault` makes this rank disagree with the others instead of being killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from weft import ops
+
+WIDTH, HIDDEN, ROWS = 64, 128, 32  # rows of each rank
+
+
+def make_model(group: dist.ProcessGroup, accumulate: bool = True) -> ops.Sequential:
+    torch.manual_seed(3)
+    parallel = {
+        "tensor_parallel_group": group,
+        "sequence_parallel": True,
+        "accumulate_into_main_grad": accumulate,
+        "dtype": torch.bfloat16,
+        "overlap": True,
+    }
+    return ops.Sequential(
+        ops.Linear(WIDTH, HIDDEN, tensor_parallel_mode="column", **parallel),
+        ops.GELU(),
+        ops.Linear(HIDDEN, WIDTH, tensor_parallel_mode="row", **parallel),
+    )
+
+
+def weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [p for name, p in model.named_parameters() if name.endswith("weight")]
+
+
+def start(model: torch.nn.Module) -> None:
+    """Every step adds to the same values, so what a whole contribution leaves is known to the bit."""
+    for weight in weights(model):
+        weight.main_grad = torch.full(weight.shape, 0.5)
+        weight.grad_added_to_main_grad = False
+
+
+def step(model: torch.nn.Module, rank: int, rows: int = ROWS, dtype: torch.dtype = torch.bfloat16) -> None:
+    x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rank)).to(dtype).requires_grad_()
+    y = model(x)
+    y.backward(torch.ones_like(y))
+
+
+def disagree(fault: str, model: torch.nn.Module, rank: int, group: dist.ProcessGroup) -> None:
+    """One round in which this rank does something else than the others."""
+    match fault:
+        case "rows":
+            step(model, rank, rows=ROWS + 16)
+        case "dtype":
+            other = make_model(group).to(torch.float32)
+            start(other)
+            step(other, rank, dtype=torch.float32)
+        case "order":
+            x = torch.randn(ROWS * dist.get_world_size(group), HIDDEN // dist.get_world_size(group))
+            model[2](x.to(torch.bfloat16))
+        case "width":
+            wide = ops.Linear(2 * WIDTH, HIDDEN, tensor_parallel_mode="column", tensor_parallel_group=group)
+            wide(torch.randn(ROWS, 2 * WIDTH))
+        case _:
+            raise ValueError(fault)
+
+
+def whole(model: torch.nn.Module, complete: list[torch.Tensor]) -> list[str]:
+    """What is wrong with the main_grads."""
+    wrong = []
+    for i, (weight, after) in enumerate(zip(weights(model), complete, strict=True)):
+        added = bool(weight.grad_added_to_main_grad)
+        expected = after if added else torch.full_like(after, 0.5)
+        if not torch.equal(weight.main_grad, expected):
+            wrong.append(f"weight {i}: flag {added}, but main_grad is something else")
+    return wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("--fault")
+    arguments = parser.parse_args()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    folder, report = arguments.folder, arguments.folder / f"rank{rank}.json"
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=float(os.environ["WEFT_TIMEOUT"]))
+    model, complete = None, None
+    (folder / f"rank{rank}.started").touch()
+    try:
+        store = dist.FileStore(str(folder / "store"), size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        model = make_model(dist.group.WORLD)
+        start(model)
+        step(model, rank)
+        complete = [weight.main_grad.clone() for weight in weights(model)]
+        (folder / f"rank{rank}.ready").touch()
+        for number in range(1_000_000):
+            start(model)
+            if arguments.fault and number == 3:
+                disagree(arguments.fault, model, rank, dist.group.WORLD)
+            else:
+                step(model, rank)
+        result = {"error": "", "kind": "none"}
+    except Exception as error:
+        result = {"error": str(error), "kind": type(error).__name__}
+    result["time"] = time.time()
+    result["wrong"] = whole(model, complete) if complete else []
+    try:  # after a failure a group refuses further use, at once
+        before = time.time()
+        if complete:
+            step(model, rank)
+            result["again"] = "ran"
+    except Exception as error:
+        result["again"] = f"{time.time() - before:.2f} s: {error}"
+    part = report.with_suffix(".part")
+    part.write_text(json.dumps(result))
+    part.rename(report)
+    os._exit(0)  # the group is in ruins: nothing to take down
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""One rank of test_overlap.py: every case overlapped and by the plain path, on the same values.
+
+    RANK=0 WORLD_SIZE=2 WEFT_TRANSPORT=shm python overlapping.py FOLDER
+
+Leaves FOLDER/rank<r>.json: how many comparisons were made, and what differed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pathlib
+import random
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import weft
+from weft import ops
+
+TOLERANCE = {torch.float64: (1e-12, 1e-12), torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
+STEPS = 3
+
+
+def case_module(mode: str, overlap: bool, width: int, hidden: int, **options) -> ops.Sequential:
+    features = (width, hidden) if mode == "column" else (hidden, width)
+    return ops.Sequential(ops.Linear(*features, tensor_parallel_mode=mode, overlap=overlap, **options))
+
+
+def mlp(overlap: bool, width: int, hidden: int, **options) -> ops.Sequential:
+    return ops.Sequential(
+        ops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
+        ops.RMSNorm(width, dtype=options["dtype"]),
+        ops.Linear(width, hidden, tensor_parallel_mode="column", overlap=overlap, **options),
+        ops.GELU(),
+        ops.Linear(hidden, width, tensor_parallel_mode="row", overlap=overlap, **options),
+        ops.AddExtraInput().set_extra_input_channel(0, "residual"),
+    )
+
+
+def twins(make, seed: int, frozen: bool, **options) -> tuple[ops.Sequential, ops.Sequential]:
+    """The overlapped module and the plain one, with equal values."""
+    pair = []
+    for overlap in (True, False):
+        torch.manual_seed(seed + dist.get_rank())
+        module = make(overlap=overlap, **options)
+        with torch.no_grad():
+            for p in module.parameters():
+                p.normal_(0, 0.3)
+        for p in module.parameters():
+            p.requires_grad_(not (frozen and p.dim() == 2))
+            if options.get("accumulate_into_main_grad"):
+                p.main_grad = torch.full(p.shape, 0.25)
+        pair.append(module)
+    return pair[0], pair[1]
+
+
+def results(module: torch.nn.Module, x: torch.Tensor, dy_of, needs_input: bool) -> dict[str, torch.Tensor]:
+    x = x.clone().requires_grad_(needs_input)
+    module.zero_grad()
+    y = module(x)
+    out = {"y": y.detach()}
+    if y.requires_grad:
+        y.backward(dy_of(y))
+    if x.grad is not None:
+        out["dx"] = x.grad
+    for name, p in module.named_parameters():
+        for what in ("grad", "main_grad"):
+            if (value := getattr(p, what, None)) is not None:
+                out[f"{name}.{what}"] = value.clone()
+    return out
+
+
+def differences(label: str, mine: dict, plain: dict, dtype: torch.dtype) -> list[str]:
+    if mine.keys() != plain.keys():
+        return [f"{label}: {sorted(mine)} against {sorted(plain)}"]
+    rtol, atol = TOLERANCE[dtype]
+    found = []
+    for name in mine:
+        scale = plain[name].abs().max().item() if plain[name].numel() else 0
+        if not torch.allclose(mine[name], plain[name], rtol=rtol, atol=atol * max(scale, 1)):
+            error = (mine[name] - plain[name]).abs().max().item()
+            found.append(f"{label} {name}: off by {error:.3g} at {scale:.3g}")
+    return found
+
+
+def cases():
+    for mode, sequence, bias, frozen in itertools.product(
+        ("column", "row"), (True, False), (True, False), (True, False)
+    ):
+        for dtype in (torch.float64, torch.bfloat16):
+            yield f"{mode}", {"mode": mode}, case_module, sequence, bias, frozen, dtype
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        yield "mlp", {}, mlp, True, True, False, dtype
+        yield "mlp", {}, mlp, False, False, False, dtype
+
+
+def run(transport: str) -> dict:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    chance = random.Random(11)  # the same sizes on every rank
+    compared, wrong = 0, []
+    for number, (kind, more, make, sequence, bias, frozen, dtype) in enumerate(cases()):
+        width, hidden = chance.choice([(32 * size, 64 * size), (8 * size, 24 * size), (256 * size, 96 * size)])
+        main_grad = dtype != torch.float64 and chance.random() < 0.5
+        options = {**more, "width": width, "hidden": hidden, "bias": bias, "dtype": dtype}
+        options |= {"sequence_parallel": sequence, "accumulate_into_main_grad": main_grad}
+        overlapped, plain = twins(make, number, frozen, **options)
+        for step in range(STEPS):
+            tokens = chance.choice([1, 3, 40, 97, 200, 333]) * size
+            label = f"{kind} sp={sequence} bias={bias} frozen={frozen} {dtype} {width}x{hidden} {tokens} tokens"
+            local = tokens // size if sequence and kind != "row" else tokens
+            features = hidden // size if kind == "row" else width
+            replicated = not sequence and kind != "row"
+            torch.manual_seed(1000 * number + step + (0 if replicated else rank))
+            x = torch.randn(local, features, dtype=torch.float64).to(dtype)
+
+            def dy_of(y, seed=number + step, same=kind != "column" and not sequence):
+                torch.manual_seed(seed + (0 if same else rank))
+                return torch.randn(y.shape, dtype=torch.float64).to(y.dtype)
+
+            needs_input = chance.random() < 0.8 or frozen
+            mine, theirs = (results(m, x, dy_of, needs_input) for m in (overlapped, plain))
+            wrong += differences(label, mine, theirs, dtype)
+            compared += len(mine)
+        text = weft.explain(overlapped, x.clone().requires_grad_()).text
+        passes = 1 if kind == "row" and not sequence else 2 if sequence else 1
+        if text.count(f"overlapped by {transport}") < (passes if needs_input else 1):
+            wrong.append(f"{label}: not overlapped\n{text}")
+    return {"compared": compared, "wrong": wrong}
+
+
+def main() -> None:
+    folder = pathlib.Path(os.sys.argv[1])
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    found = run(os.environ["WEFT_TRANSPORT"])
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

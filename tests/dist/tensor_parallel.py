@@ -1,0 +1,482 @@
+"""One rank of test_tensor_parallel.py: runs each situation that is asked for and writes what went wrong.
+
+    RANK=0 WORLD_SIZE=2 python tensor_parallel.py FOLDER SITUATION…
+
+FOLDER/rank0.json says for each situation: nothing, or the traceback. Every rank computes the truth, one process without
+parallelism in float64, by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pathlib
+import sys
+import time
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import weft
+from weft import ops
+
+IN, OUT, ROWS = 24, 12, 12
+TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def close(got: torch.Tensor | None, wanted: torch.Tensor, what: str, **tolerance: float) -> None:
+    assert got is not None, f"{what} is missing"
+    torch.testing.assert_close(got, wanted, **(tolerance or TOLERANCE), msg=lambda text: f"{what}: {text}")
+
+
+def draw(*sizes: int) -> torch.Tensor:
+    """The same on every rank."""
+    return torch.randn(*sizes, dtype=torch.float64)
+
+
+# ---- one linear ---------------------------------------------------------------------------------------------------
+
+
+def check_linear(group: dist.ProcessGroup, mode: str, sequence: bool, bias: str, leading: tuple[int, ...]) -> None:
+    ranks, rank = group.size(), group.rank()
+    x, w = draw(*leading, IN).requires_grad_(), draw(OUT, IN).requires_grad_()
+    biases = [draw(OUT) for _ in range(ranks)]
+    b = {"none": None, "own": sum(biases) if mode == "row" else biases[0], "replicated": biases[0]}[bias]
+    if b is not None:
+        b = b.detach().requires_grad_()
+    y = F.linear(x, w, b)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+
+    def part(t, dim):
+        return t.chunk(ranks, dim)[rank] if t.shape[dim] else t
+
+    def rows(t):
+        return part(t, 0) if sequence else t
+
+    column = mode == "column"
+    cut_x = (lambda t: rows(t)) if column else (lambda t: part(t, -1))
+    cut_y = (lambda t: part(t, -1)) if column else (lambda t: rows(t))
+    linear = ops.Linear(
+        IN,
+        OUT,
+        bias=bias != "none",
+        dtype=torch.float64,
+        tensor_parallel_mode=mode,
+        tensor_parallel_group=group,
+        sequence_parallel=sequence,
+        replicated_bias=bias == "replicated",
+    )
+    with torch.no_grad():
+        linear.weight.copy_(part(w, 0 if column else 1))
+        if bias != "none":
+            linear.bias.copy_(part(b, 0) if column else biases[rank] if bias == "own" else b)
+    local = cut_x(x).detach().clone().requires_grad_()
+    out = linear(local)
+    close(out, cut_y(y), "y")
+    out.backward(cut_y(dy).clone())
+    close(local.grad, cut_x(x.grad), "dx")
+    close(linear.weight.grad, part(w.grad, 0 if column else 1), "dw")
+    if bias != "none":
+        close(linear.bias.grad, part(b.grad, 0) if column else b.grad, "db")
+
+
+def check_every_mode(group: dist.ProcessGroup, shapes=((ROWS,), (ROWS, 2), (0,))) -> None:
+    for case in itertools.product(("column", "row"), (False, True), ("none", "own", "replicated"), shapes):
+        try:
+            check_linear(group, *case)
+        except Exception as error:
+            raise AssertionError(f"{case} on {group.size()} ranks") from error
+
+
+def every_mode() -> None:
+    check_every_mode(dist.group.WORLD)
+
+
+def ranks_that_are_not_neighbours() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for members in ([0, 2], [0, world - 1], [world - 1, 0, 1]):
+        group = dist.new_group(sorted(set(members)))
+        if rank in members:
+            check_every_mode(group, shapes=((ROWS,),))
+
+
+def one_rank_is_no_group() -> None:
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    group = groups[dist.get_rank()]
+    linear = ops.Linear(8, 4, tensor_parallel_mode="row", tensor_parallel_group=group, sequence_parallel=True)
+    assert linear.tensor_parallel_mode is None and not linear.sequence_parallel and len(linear.basic_ops) == 2
+    x = torch.rand(3, 8)
+    assert ops.AllGather(group)(x) is x or torch.equal(ops.AllGather(group)(x), x)
+    assert linear(x).shape == (3, 4)
+
+
+def collectives() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    xs, dys = draw(world, 2 * world, 3), draw(world, 2 * world, 3)
+    whole_dys = draw(world, 2 * world * world, 3)
+
+    def run(op, dy):
+        x = xs[rank].clone().requires_grad_()
+        before = x.detach().clone()
+        y = op(x)
+        y.backward(dy)
+        assert torch.equal(x.detach(), before), "the input was changed"
+        return y.detach(), x.grad
+
+    y, dx = run(ops.AllGather(), whole_dys[rank])
+    close(y, xs.flatten(0, 1), "gathered")
+    close(dx, whole_dys.sum(0).chunk(world)[rank], "its gradient")
+    y, dx = run(ops.ReduceScatter(), dys[rank][:2])
+    close(y, xs.sum(0).chunk(world)[rank], "scattered")
+    close(dx, dys[:, :2].flatten(0, 1), "its gradient")
+    y, dx = run(ops.AllReduce(), dys[rank])
+    close(y, xs.sum(0), "reduced")
+    close(dx, dys.sum(0), "its gradient")
+    y, dx = run(ops.AllReduce(None, reduce_in_backward=False), dys[rank])
+    close(y, xs.sum(0), "reduced")
+    close(dx, dys[rank], "its gradient, not reduced")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        low = xs.to(dtype)
+        total = low[0].float()
+        for part in low[1:]:
+            total = total + part.float()
+        assert torch.equal(ops.AllReduce()(low[rank]), total.to(dtype)), "not the sum in the order of ranks"
+
+
+# ---- a block ------------------------------------------------------------------------------------------------------
+
+
+def block(group=None, sequence: bool = False, dtype=torch.float64, width: int = 16) -> ops.Sequential:
+    """norm, linear, activation, linear and the residual, from the same seed."""
+    torch.manual_seed(11)
+
+    def parallel(mode):
+        if group is None:
+            return {}
+        return {"tensor_parallel_mode": mode, "tensor_parallel_group": group, "sequence_parallel": sequence}
+
+    return ops.Sequential(
+        ops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
+        ops.RMSNorm(width, dtype=dtype),
+        ops.Linear(width, 4 * width, dtype=dtype, **parallel("column")),
+        ops.GELU(),
+        ops.Linear(4 * width, width, dtype=dtype, replicated_bias=True, **parallel("row")),
+        ops.AddExtraInput().set_extra_input_channel(0, "residual"),
+    )
+
+
+def whole_block() -> tuple[ops.Sequential, dict]:
+    """The block on one process, with biases that are not zero, and its state."""
+    model = block()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name.endswith("bias"):
+                param.uniform_(-1, 1)
+    return model, model.state_dict()
+
+
+def sum_norm_gradients(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
+    """A norm before a sequence-parallel linear sees this rank's rows only."""
+    for module in model.modules():
+        if isinstance(module, ops.RMSNorm):
+            dist.all_reduce(module.weight.grad, group=group)
+
+
+def whole_gradients(model: torch.nn.Module, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    """Gradients of a parallel block, put together: each module holds its gradient where its value was."""
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(param.grad)
+    return weft.checkpoint.gather_state_dict(model)
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(param.grad)
+    return model.state_dict()
+
+
+def check_gradients(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    for name, value in wanted.items():
+        if "_extra_state" not in name:
+            close(got[name], value, f"gradient of {name}")
+
+
+def fused_block() -> None:
+    group = dist.group.WORLD
+    ranks, rank = group.size(), group.rank()
+    for sequence in (False, True):
+        truth, state = whole_block()
+        model = block(group, sequence)
+        model.load_state_dict(weft.checkpoint.shard_state_dict(state, model))
+        x, dy = draw(ROWS, 3, 16), draw(ROWS, 3, 16)
+        mine = (lambda t: t.chunk(ranks)[rank]) if sequence else (lambda t: t)
+        whole_x, local_x = x.clone().requires_grad_(), mine(x).clone().requires_grad_()
+        wanted, got = truth(whole_x), model(local_x)
+        wanted.backward(dy)
+        got.backward(mine(dy).clone())
+        close(got, mine(wanted), "y")
+        close(local_x.grad, mine(whole_x.grad), "dx")
+        if sequence:
+            sum_norm_gradients(model, group)
+        check_gradients(whole_gradients(model, group), gradients(truth))
+
+
+def checkpointed_block() -> None:
+    """Activation checkpointing runs the collectives of forward again inside backward."""
+    group = dist.group.WORLD
+    x = draw(ROWS, 16).chunk(group.size())[group.rank()].clone()
+    found = []
+    for again in (False, True):
+        model, local = block(group, True), x.clone().requires_grad_()
+        y = checkpoint(model, local, use_reentrant=False) if again else model(local)
+        y.square().sum().backward()
+        found.append((y.detach(), local.grad, model[2].weight.grad, model[4].bias.grad))
+    for plain, recomputed in zip(*found, strict=True):
+        close(recomputed, plain, "recomputed")
+
+
+def compiled_block() -> None:
+    group = dist.group.WORLD
+    for sequence in (False, True):
+        model = block(group, sequence)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+        for rows in (group.size() * 2, group.size() * 3):
+            x, y = draw(rows, 16).requires_grad_(), None
+            for run in (model, compiled):
+                x.grad = None
+                out = run(x)
+                out.square().sum().backward()
+                if y is None:
+                    y, grad = out.detach(), x.grad.clone()
+            close(out, y, "y")
+            close(x.grad, grad, "dx")
+        torch._dynamo.reset()
+
+
+# ---- data parallelism around it -----------------------------------------------------------------------------------
+
+
+def mesh_of_four() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def check_data_parallel(wrap, groups) -> None:
+    """Two replicas or shards, each of two tensor-parallel ranks, against one process with all the rows."""
+    mesh = mesh_of_four()
+    tp, data_rank = mesh["tp"].get_group(), mesh["dp"].get_local_rank()
+    for sequence in (False, True):
+        truth, state = whole_block()
+        x, dy = draw(2 * ROWS, 16), draw(2 * ROWS, 16)
+        truth(x).backward(dy / 2)  # data parallelism averages over its ranks
+        model = block(groups(mesh), sequence)
+        model.load_state_dict(weft.checkpoint.shard_state_dict(state, model))
+        wrapped = wrap(model, mesh)
+
+        def mine(t, sequence=sequence):
+            t = t.chunk(2)[data_rank]
+            return t.chunk(2)[tp.rank()].clone() if sequence else t
+
+        wrapped(mine(x)).backward(mine(dy))
+        inner = model
+        grads = {}
+        for name, param in inner.named_parameters():
+            grad = param.grad
+            grads[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        if sequence:
+            dist.all_reduce(grads["1.weight"], group=tp)
+        wanted = weft.checkpoint.shard_state_dict(gradients(truth), block(tp, sequence))
+        names = {"1.weight": "1.weight", "2.weight": "2.basic_ops.0.weight", "2.bias": "2.basic_ops.1.bias"}
+        names |= {"4.weight": "4.basic_ops.0.weight", "4.bias": "4.basic_ops.1.bias"}
+        assert grads.keys() == names.keys()
+        for name, key in names.items():
+            close(grads[name], wanted[key], f"gradient of {name}, sequence_parallel={sequence}")
+
+
+def mesh_groups() -> None:
+    mesh = mesh_of_four()
+    check_every_mode(mesh["tp"].get_group(), shapes=((ROWS,),))
+    linear = ops.Linear(8, 4, tensor_parallel_mode="column", tensor_parallel_group=mesh["tp"])
+    assert linear.tensor_parallel_size == 2 and linear.tensor_parallel_group == mesh["tp"].get_group()
+    try:
+        ops.Linear(8, 4, tensor_parallel_mode="column", tensor_parallel_group=mesh)
+    except ValueError as error:
+        assert "2 dimensions" in str(error)
+    else:
+        raise AssertionError("a mesh of two dimensions was taken")
+
+
+def ddp() -> None:
+    check_data_parallel(
+        lambda model, mesh: DistributedDataParallel(model, process_group=mesh["dp"].get_group()),
+        lambda mesh: mesh["tp"],
+    )
+
+
+def fsdp() -> None:
+    check_data_parallel(lambda model, mesh: fully_shard(model, mesh=mesh["dp"]), lambda mesh: mesh["tp"].get_group())
+
+
+# ---- ranks that do not do the same --------------------------------------------------------------------------------
+
+
+def raised(act) -> str:
+    try:
+        act()
+    except dist.DistError as error:
+        return str(error)
+    raise AssertionError("nothing was raised")
+
+
+def disagreements() -> None:
+    """Each is an error on every rank, the same on all. Plain Gloo would end the process."""
+    world = dist.get_world_size()
+    last = dist.get_rank() == world - 1
+    x = torch.rand(2 * world, 4)
+
+    def other(mine, of_last):
+        return of_last if last else mine
+
+    def layer(group):
+        parallel = {"tensor_parallel_mode": "column", "tensor_parallel_group": group, "sequence_parallel": True}
+        return ops.Linear(4, 2 * world, overlap=False, **parallel)
+
+    def both(first, second):
+        first(x)
+        second(x)
+
+    cases = {
+        "columns": lambda g: ops.AllGather(g)(other(x, x[:, :3])),
+        "rows": lambda g: ops.ReduceScatter(g)(other(x, x[:world])),
+        "no rows": lambda g: ops.AllReduce(g)(other(x, x[:0])),
+        "dtype": lambda g: ops.AllReduce(g)(other(x, x.bfloat16())),
+        "dtype of the same size": lambda g: ops.AllGather(g)(other(x.half(), x.bfloat16())),
+        "operation": lambda g: other(ops.AllGather(g), ops.ReduceScatter(g))(x),
+        "order": lambda g: both(*other((ops.AllGather(g), ops.AllReduce(g)), (ops.AllReduce(g), ops.AllGather(g)))),
+        "layer": lambda g: layer(g)(other(x, x[:world])),
+    }
+    for name, act in cases.items():
+        group = dist.new_group()
+        text = raised(lambda act=act, group=group: act(group))
+        said = [None] * world
+        dist.all_gather_object(said, text)
+        assert said == [text] * world, f"{name}: {said}"
+        assert "rank 0: " in text and f"rank {world - 1}: " in text, f"{name}: {text}"
+        assert "cannot be used any more" in raised(lambda group=group: ops.AllReduce(group)(x)), name
+
+
+def a_missing_rank() -> None:
+    """The others raise at the timeout."""
+    os.environ["WEFT_TIMEOUT"] = "1"
+    group = dist.new_group()
+    if dist.get_rank() != 0:
+        begin = time.monotonic()
+        text = raised(lambda: ops.AllReduce(group)(torch.rand(4, 4)))
+        assert time.monotonic() - begin < 2, "too late"
+        assert "all_reduce" in text, text
+    del os.environ["WEFT_TIMEOUT"]
+    time.sleep(2.5 if dist.get_rank() == 0 else 0)
+
+
+# ---- weights ------------------------------------------------------------------------------------------------------
+
+
+def first_weights() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    features = 120 * world
+    tracker = weft.RNGStatesTracker()
+    tracker.add("model-parallel-rng", 100 + rank)
+    before = torch.get_rng_state()
+    for mode in ("column", "row"):
+        linear = ops.Linear(features, features, tensor_parallel_mode=mode, rng_state_tracker_function=lambda: tracker)
+        bound = features**-0.5
+        largest = linear.weight.abs().max().item()
+        assert 0.98 * bound < largest <= bound, f"{mode}: {largest}, expected {bound}"
+        parts = [torch.empty_like(linear.weight) for _ in range(world)]
+        dist.all_gather(parts, linear.weight.detach())
+        assert not torch.equal(parts[0], parts[1]), "ranks drew the same weights"
+    assert torch.equal(torch.get_rng_state(), before), "the usual generator moved"
+
+
+def checkpoints() -> None:
+    """From one process to these ranks and back, and what each rank loads and saves."""
+    group = dist.group.WORLD
+    truth, state = whole_block()
+    model = block(group, True)
+    model.load_state_dict(weft.checkpoint.shard_state_dict(state, model))
+    whole = weft.checkpoint.gather_state_dict(model)
+    block().load_state_dict(whole)
+    for name, value in state.items():
+        assert torch.equal(whole[name], value), name
+    layout = weft.checkpoint.layout_of(model)
+    parts: list = [None] * group.size()
+    dist.all_gather_object(parts, model.state_dict())
+    merged = weft.checkpoint.merge(parts, layout)
+    for mine, cut in zip(parts, weft.checkpoint.split(merged, layout, group.size()), strict=True):
+        assert mine.keys() == cut.keys()
+        for name in mine:
+            assert torch.equal(mine[name], cut[name]), name
+
+
+def refusals() -> None:
+    world = dist.get_world_size()
+    for mode, sizes, text in (
+        ("column", (4, world + 1), f"out_features {world + 1} does not divide over {world} ranks"),
+        ("row", (world + 1, 4), f"in_features {world + 1} does not divide over {world} ranks"),
+    ):
+        try:
+            ops.Linear(*sizes, tensor_parallel_mode=mode)
+        except ValueError as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError(f"{mode} {sizes} was taken")
+    linear = ops.Linear(4, world, tensor_parallel_mode="column", sequence_parallel=True)
+    for x in (torch.rand(4), torch.rand(2, 5)):
+        try:
+            linear(x)
+        except ValueError as error:
+            assert str(list(x.shape)) in str(error), error
+        else:
+            raise AssertionError(f"{x.shape} was taken")
+    try:
+        ops.ReduceScatter()(torch.rand(world + 1, 2))
+    except ValueError as error:
+        assert f"over {world} ranks" in str(error), error
+    else:
+        raise AssertionError("rows that do not divide were taken")
+
+
+def main() -> None:
+    folder, *situations = sys.argv[1:]
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    found = {}
+    for situation in situations:
+        torch.manual_seed(3)
+        begin = time.monotonic()
+        try:
+            globals()[situation]()
+            found[situation] = ""
+        except Exception:
+            found[situation] = traceback.format_exc()
+        print(f"{situation}: {time.monotonic() - begin:.2f} s {'failed' if found[situation] else ''}", flush=True)
+        dist.barrier()
+    (pathlib.Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

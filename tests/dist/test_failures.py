@@ -1,0 +1,140 @@
+"""A rank is killed, stopped, or does something else than the others: every survivor raises, in time, and says why."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import weft
+
+HERE = pathlib.Path(__file__).parent
+TIMEOUT = 3.0  # seconds, of every wait
+GRACE = 1.0
+
+
+class Ranks:
+    """Plain processes: torchrun would end the survivors itself."""
+
+    def __init__(self, folder: pathlib.Path, size: int, transport: str, fault: dict[int, str] | None = None):
+        self.folder, self.size = folder, size
+        shared = {
+            **os.environ,
+            "PYTHONPATH": str(pathlib.Path(weft.__file__).parent.parent),
+            "OMP_NUM_THREADS": "1",
+            "WORLD_SIZE": str(size),
+            "WEFT_TIMEOUT": str(TIMEOUT),
+            "WEFT_TRANSPORT": transport,
+            "WEFT_CHECK": "always",
+        }
+        self.logs = [folder / f"rank{rank}.log" for rank in range(size)]
+        self.processes = []
+        for rank, log in enumerate(self.logs):
+            extra = ["--fault", fault[rank]] if fault and rank in fault else []
+            with log.open("w") as file:
+                command = [sys.executable, str(HERE / "failures.py"), str(folder), *extra]
+                self.processes.append(
+                    subprocess.Popen(command, env={**shared, "RANK": str(rank)}, stdout=file, stderr=subprocess.STDOUT)
+                )
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def logs_text(self) -> str:
+        return "\n".join(f"---- {log.name}\n{log.read_text()}" for log in self.logs)
+
+    def wait_for(self, suffix: str, seconds: float, ranks: list[int] | None = None) -> None:
+        end = time.time() + seconds
+        wanted = [self.folder / f"rank{rank}.{suffix}" for rank in (range(self.size) if ranks is None else ranks)]
+        while not all(path.exists() for path in wanted):
+            assert time.time() < end, f"no {suffix} within {seconds} s\n{self.logs_text()}"
+            time.sleep(0.01)
+
+    def found(self, rank: int) -> dict:
+        return json.loads((self.folder / f"rank{rank}.json").read_text())
+
+
+def check_survivor(found: dict, since: float, victim: int | None) -> None:
+    assert found["kind"] not in ("none", "AssertionError"), found
+    assert found["time"] - since < TIMEOUT + GRACE, f"raised after {found['time'] - since:.1f} s: {found['error']}"
+    assert not found["wrong"], found
+    if "again" in found:
+        assert found["again"] != "ran", "a group that failed was used again"
+
+
+def drill(
+    folder: pathlib.Path, transport: str, size: int, how: signal.Signals, phase: str, chance: random.Random
+) -> str:
+    victim = chance.randrange(size)
+    survivors = [rank for rank in range(size) if rank != victim]
+    with Ranks(folder, size, transport) as ranks:
+        ranks.wait_for("started" if phase == "rendezvous" else "ready", 60)
+        time.sleep(chance.uniform(0, 0.4 if phase == "rendezvous" else 0.1))
+        since = time.time()
+        ranks.processes[victim].send_signal(how)
+        ranks.wait_for("json", TIMEOUT + GRACE + 15, survivors)
+        for rank in survivors:
+            check_survivor(ranks.found(rank), since, victim)
+        return "\n".join(ranks.found(rank)["error"] for rank in survivors)
+
+
+QUICK = [
+    (transport, size, how, phase)
+    for transport in ("shm", "ucx", "plain")
+    for size, how, phase in (
+        (2, signal.SIGKILL, "training"),
+        (2, signal.SIGSTOP, "training"),
+        (4, signal.SIGKILL, "training"),
+        (2, signal.SIGKILL, "rendezvous"),
+    )
+]
+
+
+@pytest.mark.parametrize(("transport", "size", "how", "phase"), QUICK, ids=lambda v: getattr(v, "name", str(v)))
+def test_every_survivor_raises_in_time(tmp_path, transport, size, how, phase):
+    text = drill(tmp_path, transport, size, how, phase, random.Random(f"{transport}{size}{how}{phase}"))
+    if phase == "training" and transport != "plain":
+        assert "rank" in text, text
+
+
+@pytest.mark.slow
+def test_two_hundred_failures(tmp_path):
+    chance = random.Random(5)
+    for number in range(200):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        transport = chance.choice(["shm", "ucx"])
+        how = chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
+        drill(
+            folder, transport, chance.choice([2, 4]), how, chance.choice(["training", "training", "rendezvous"]), chance
+        )
+
+
+@pytest.mark.parametrize("fault", ["rows", "dtype", "order", "width"])
+@pytest.mark.parametrize("transport", ["shm", "ucx", "plain"])
+def test_ranks_that_disagree_all_get_an_error(tmp_path, transport, fault):
+    with Ranks(tmp_path, 2, transport, {1: fault}) as ranks:
+        ranks.wait_for("json", 90)
+        for rank, process in enumerate(ranks.processes):
+            process.wait(10)
+            assert process.returncode == 0, f"rank {rank} ended with {process.returncode}\n{ranks.logs_text()}"
+            check_survivor(ranks.found(rank), ranks.found(0)["time"] - TIMEOUT, None)
+
+
+def test_nothing_is_left_in_shared_memory(tmp_path):
+    before = set(os.listdir("/dev/shm"))
+    chance = random.Random(1)
+    drill(tmp_path, "shm", 2, signal.SIGKILL, "training", chance)
+    assert set(os.listdir("/dev/shm")) <= before

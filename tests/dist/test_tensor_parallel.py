@@ -1,0 +1,45 @@
+"""Tensor-parallel modules on Gloo ranks give what one process gives; ranks that differ are told so."""
+
+import json
+import pathlib
+import sys
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+from launch import run_ranks  # noqa: E402
+
+ALWAYS = ["every_mode", "collectives", "fused_block", "checkpoints", "first_weights", "refusals"]
+# ranks, communication under the products, situations; those that end with ranks out of step come last
+LAUNCHES = {
+    "2 ranks": (2, "plain", [*ALWAYS, "one_rank_is_no_group", "checkpointed_block", "compiled_block", "disagreements"]),
+    "3 ranks": (3, "plain", [*ALWAYS, "ranks_that_are_not_neighbours", "disagreements", "a_missing_rank"]),
+    "4 ranks": (4, "plain", [*ALWAYS, "ranks_that_are_not_neighbours", "mesh_groups", "ddp", "fsdp"]),
+    "4 ranks, shared memory": (4, "shm", ["every_mode", "fused_block", "ddp", "fsdp"]),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each rank says of each situation. The ranks of a launch start once: starting costs more than the rest."""
+    launched = {}
+
+    def launch(name: str) -> list[dict[str, str]]:
+        if name not in launched:
+            ranks, transport, situations = LAUNCHES[name]
+            folder = tmp_path_factory.mktemp("ranks")
+            environment = {"WEFT_TRANSPORT": transport, "WEFT_CHECK": "always"}
+            run_ranks("tensor_parallel.py", folder, ranks, *situations, **environment)
+            launched[name] = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+        return launched[name]
+
+    return launch
+
+
+@pytest.mark.parametrize(
+    ("launch", "situation"), [(name, situation) for name, (_, _, list_) in LAUNCHES.items() for situation in list_]
+)
+def test_on_gloo_ranks(found, launch, situation):
+    for rank, said in enumerate(found(launch)):
+        assert not said[situation], f"rank {rank}:\n{said[situation]}"

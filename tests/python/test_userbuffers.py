@@ -1,0 +1,53 @@
+"""The set-up calls of code that comes from Transformer Engine are taken, and wrong ones say what is wrong."""
+
+import pytest
+import torch
+
+import weft
+from weft import ops
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    yield
+    weft.destroy_ub()
+
+
+def test_known_keys_and_methods_are_taken():
+    weft.initialize_ub(
+        [2048, 1024],
+        2,
+        dtype=torch.bfloat16,
+        ub_cfgs={"qkv_fprop": {"method": "ring_exchange"}, "fc1_dgrad": {"method": "bulk"}, "proj_fprop": {}},
+        bootstrap_backend="gloo",
+    )
+
+
+def test_a_second_call_needs_destroy():
+    weft.initialize_ub([16, 8], 1)
+    with pytest.raises(RuntimeError, match="destroy_ub"):
+        weft.initialize_ub([16, 8], 1)
+    weft.destroy_ub()
+    weft.initialize_ub([16, 8], 1)
+
+
+@pytest.mark.parametrize(
+    ("configuration", "words"),
+    [({"qkv": {}}, "no communication is called 'qkv'"), ({"qkv_fprop": {"method": "pipeline"}}, "ring_exchange")],
+)
+def test_a_wrong_configuration_says_what_is_known(configuration, words):
+    with pytest.raises(ValueError, match=words):
+        weft.initialize_ub([16, 8], 2, ub_cfgs=configuration)
+
+
+def test_fp8_is_refused():
+    with pytest.raises(NotImplementedError, match="FP8"):
+        weft.initialize_ub([16, 8], 2, use_fp8=True)
+
+
+def test_userbuffers_options_name_a_communication_on_both_linears():
+    options = {"comm_name": "fc1"}
+    assert ops.BasicLinear(8, 4, userbuffers_options=options).userbuffers_options == "fc1"
+    linear = ops.Linear(8, 4, userbuffers_options=options)
+    assert linear.basic_ops[0].userbuffers_options == "fc1"
+    torch.testing.assert_close(linear(torch.ones(2, 8)), torch.nn.functional.linear(torch.ones(2, 8), linear.weight))

@@ -1,0 +1,89 @@
+#include "weft/fused/overlapped.h"
+#include "weft/ops/rows.h"
+#include "weft/overlap/schedules.h"
+
+namespace weft::fused {
+namespace {
+
+/// y = Σ_ranks (x Wᵀ + b), this rank's rows of it or all, other ranks' rows sent as they are multiplied.
+class OverlappedRow final : public FusedOp {
+ public:
+  explicit OverlappedRow(const Match& match)
+      : linear_(match.find<ops::BasicLinear>()),
+        bias_(match.find<ops::Bias>()),
+        scatter_(match.find<ops::ReduceScatter>()),
+        sum_(match.find<ops::AllReduce>()) {}
+
+  at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
+    const overlap::Choice::Watch watch(choice_);
+    auto linear = ctx.op(0);
+    const auto ranks = this->ranks();
+    const auto [mine, w] = linear_->operands(linear, x, ctx.params(0)[0]);
+    const auto rows = ops::as_matrix(mine);
+    if (scatters() && x.size(0) % ranks != 0) return plain(ctx, x);  // which says what is wrong
+    const overlap::Shape shape{scatters() ? comm::Operation::reduce_scatter : comm::Operation::all_reduce,
+                               mine.scalar_type(),
+                               (rows.size(0) + ranks - 1) / ranks,
+                               w.size(0),
+                               w.size(1),
+                               ranks};
+    const auto link = choice_.link(group(), shape, linear_->options().overlap);
+    if (!link) return plain(ctx, x);
+    const kernels::Epilogue epilogue{.bias = bias_of(ctx, bias_), .weight = true};
+    if (!scatters())
+      return ops::like_leading(overlap::gemm_all_reduce(*link, rows, kernels::transposed(w), epilogue), x);
+    return with_leading(overlap::gemm_reduce_scatter(*link, rows, kernels::transposed(w), epilogue), x, -ranks);
+  }
+
+  std::string note() const override { return choice_.last(); }
+
+ private:
+  bool scatters() const { return linear_->parallel() ? linear_->options().sequence_parallel : bool(scatter_); }
+  const std::string& group() const {
+    if (linear_->parallel()) return *linear_->options().tensor_parallel_group;
+    return scatter_ ? *scatter_->options().process_group : *sum_->options().process_group;
+  }
+  int ranks() const {
+    if (linear_->parallel()) return static_cast<int>(linear_->options().tensor_parallel_size);
+    return static_cast<int>(scatter_ ? scatter_->options().process_group_size : sum_->options().process_group_size);
+  }
+
+  at::Tensor plain(StepContext& ctx, const at::Tensor& x) const {
+    auto linear = ctx.op(0);
+    if (linear_->parallel()) return linear_->forward(linear, x, ctx.params(0));
+    const auto y = linear_->product(linear, x, ctx.params(0)[0], {.bias = bias_of(ctx, bias_)}).out;
+    const int last = scatter_ ? scatter_.at : sum_.at;
+    auto sum = ctx.op(last);
+    return scatter_ ? scatter_->forward(sum, y, {}) : sum_->forward(sum, y, {});
+  }
+
+  Part<ops::BasicLinear> linear_;
+  Part<ops::Bias> bias_;
+  Part<ops::ReduceScatter> scatter_;
+  Part<ops::AllReduce> sum_;
+  overlap::Choice choice_;
+};
+
+FusionRule rule(std::string name, std::vector<Element> pattern) {
+  return {.name = std::move(name),
+          .pass = Pass::forward,
+          .pattern = std::move(pattern),
+          .refuse =
+              [](const Match& m, const PlanView& view) {
+                auto reason = refuse_overlap(m, view);
+                const int last = m.find<ops::Bias>() ? 1 : 0;
+                return reason.empty() ? refuse_mixed_dtypes(m, view, 0, last) : reason;
+              },
+          .make = make_fused<OverlappedRow>,
+          .sample = {},
+          .rewrite = {}};
+}
+
+}  // namespace
+
+FusionRule forward_overlapped_row() {
+  return rule("overlapped_row", {whole_linear(), maybe<ops::Bias>(), sum_over_ranks()});
+}
+FusionRule forward_overlapped_row_inside() { return rule("overlapped_row_inside", {row_linear()}); }
+
+}  // namespace weft::fused

@@ -1,0 +1,65 @@
+#include "weft/overlap/choice.h"
+
+#include <chrono>
+#include <cstdio>
+
+#include "weft/comm/links.h"
+
+namespace weft::overlap {
+namespace {
+
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+std::string milliseconds(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.2f ms", 1e3 * seconds);
+  return text;
+}
+
+}  // namespace
+
+std::shared_ptr<comm::Link> Choice::link(const std::string& group, const Shape& shape,
+                                         std::optional<bool> asked) const {
+  const auto found = comm::link_of(group);
+  Last last{.shape = shape, .how = found.reason, .predicted = {}};
+  if (!found.link) {
+    remember(std::move(last));
+    return nullptr;
+  }
+  if (!asked.value_or(false)) {
+    const auto known = costs(found.link, comm::Group(group), group, shape.dtype);
+    last.predicted = predict(shape, known, found.link->in_place());
+    last.how = refuse(shape, *last.predicted, found.link->in_place());
+  }
+  last.overlapped = last.how.empty();
+  if (last.overlapped) last.how = found.link->name();
+  const bool overlapped = last.overlapped;
+  remember(std::move(last));
+  return overlapped ? found.link : nullptr;
+}
+
+void Choice::remember(Last last) const {
+  const std::lock_guard lock(mutex_);
+  last_ = std::move(last);
+}
+
+Choice::Watch::Watch(const Choice& choice) : choice_(choice), start_(now()) {}
+
+Choice::Watch::~Watch() {
+  const std::lock_guard lock(choice_.mutex_);
+  if (choice_.last_) choice_.last_->took = now() - start_;
+}
+
+std::string Choice::last() const {
+  const std::lock_guard lock(mutex_);
+  if (!last_) return {};
+  const auto& [shape, how, overlapped, predicted, took] = *last_;
+  auto text = std::to_string(shape.ranks) + " x " + std::to_string(shape.rows) +
+              " rows: " + (overlapped ? "overlapped by " + how : "plain, since " + how);
+  if (predicted)
+    text += "; predicted " + milliseconds(overlapped ? predicted->overlapped : predicted->plain) +
+            (overlapped ? " (plain " + milliseconds(predicted->plain) + ")" : "");
+  return text + "; took " + milliseconds(took);
+}
+
+}  // namespace weft::overlap

@@ -1,0 +1,52 @@
+#include <ATen/ops/empty.h>
+
+#include "weft/kernels/pieces.h"
+#include "weft/kernels/rows.h"
+#include "weft/overlap/blocks.h"
+#include "weft/overlap/schedules.h"
+
+namespace weft::overlap {
+
+ReduceUnder::ReduceUnder(comm::Link& link, const at::Tensor& dy, const kernels::Matrix& w,
+                         const kernels::Epilogue& epilogue, const std::function<void()>& between)
+    : link_(link), dtype_(epilogue.dtype == at::ScalarType::Undefined ? dy.scalar_type() : epilogue.dtype) {
+  const int64_t rows = dy.size(0) / link.size(), columns = w.columns();
+  const auto others = peers(link);
+  round_ = link.reduce_scatter(rows, columns, dtype_);
+  mine_ = at::empty({rows, columns}, dy.options().dtype(dtype_ == at::kDouble ? at::kDouble : at::kFloat));
+  const auto block = [&](int rank) { return dy.narrow(0, rank * rows, rows); };
+  kernels::Pieces pieces{.rows = dy.size(0)};
+  for (const int peer : others)
+    pieces.list.push_back({.a = block(peer), .out = round_->outgoing(peer), .row = peer * rows});
+  pieces.list.push_back({.a = block(link.rank()), .out = mine_, .row = link.rank() * rows});
+  pieces.done = [&](int piece, int64_t to) {
+    if (piece + 1 < link.size()) round_->publish(others[piece], to);
+  };
+  if (!link.in_place())
+    pieces.between = [&] {
+      round_->advance();
+      if (between) between();
+    };
+  kernels::gemm(pieces, w, epilogue);
+}
+
+void ReduceUnder::advance() noexcept {
+  try {
+    round_->advance();
+  } catch (const std::exception&) {  // `wait` meets it again
+  }
+}
+
+at::Tensor ReduceUnder::wait() {
+  std::vector<at::Tensor> parts{mine_};
+  for (const int peer : peers(link_)) {
+    round_->wait(peer, mine_.size(0));
+    parts.push_back(round_->incoming(peer));
+  }
+  auto dx = at::empty(mine_.sizes(), mine_.options().dtype(dtype_));
+  kernels::add_up(parts, dx);
+  round_->finish();
+  return dx;
+}
+
+}  // namespace weft::overlap
