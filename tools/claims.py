@@ -6,6 +6,7 @@
     tools/claims.py core --quick         CI size: minutes
     tools/claims.py core --json FILE     also as JSON
     tools/claims.py kernels              the same for the kernels and fusions
+    tools/claims.py parallel             the same for linears over ranks and their communication
 
 A row is a claim and the commands that show it: tests, a benchmark with a bound, or a script. This file only runs them
 and compares. Needs the Python of the environment that has torch; builds what is missing.
@@ -215,12 +216,26 @@ def times(bounds: dict[str, float]) -> Check:
     return check
 
 
-def script(*command: str, figure: str) -> Check:
-    """A command that must end with status 0; `figure` is a pattern in its output."""
+def script(*command: str, figure: str, if_quick: tuple[str, ...] = ()) -> Check:
+    """A command that must end with status 0; `figure` is a pattern in its output. `if_quick`: more words if --quick."""
 
     def check(quick: bool) -> tuple[str, bool]:
-        done = run(list(command))
+        done = run([*command, *(if_quick if quick else ())])
         return "; ".join(re.findall(figure, done.stdout)) or f"exit status {done.returncode}", not done.returncode
+
+    return check
+
+
+def program(*arguments: str, figure: str, if_quick: tuple[str, ...] = ()) -> Check:
+    """A subcommand of weft_bench that must end with status 0."""
+
+    def check(quick: bool) -> tuple[str, bool]:
+        if not build("release"):
+            return "release does not build", False
+        done = run(["build/release/weft_bench", *arguments, *(if_quick if quick else ())])
+        found = re.findall(figure, done.stdout)
+        words = (" ".join(part for part in match if part) if isinstance(match, tuple) else match for match in found)
+        return "; ".join(words) or f"exit status {done.returncode}", not done.returncode
 
     return check
 
@@ -267,7 +282,7 @@ CLAIMS = {
         Row(7, "resident size after 1,000 steps is that after 100, within 1 %",
             (pytest("tests/python/test_memory.py", figure=r"resident [^\n]*"),)),
         Row(8, "FSDP2, DDP, checkpointing, offload hooks, assigned state: gradients equal the plain ones",
-            (pytest("tests/dist"), pytest("tests/python/test_habits.py", "-k", HABITS))),
+            (pytest("tests/dist/test_data_parallel.py"), pytest("tests/python/test_habits.py", "-k", HABITS))),
         Row(9, "an outside C++ project trains; a fresh environment runs the README",
             (script("bash", "tests/wheel_test.sh", figure=r"outside: [^\n]*|wheel: all passed"),)),
         Row(10, "clean under ASan and UBSan; unsupported transforms raise or are right",
@@ -300,6 +315,40 @@ CLAIMS = {
             (pytest("tests/python/test_numerics_low.py"),)),
         Row(12, "one and two threads; bf16 as above, fp16 and fp32 not behind eager",
             (suite("precisions", quick_only="linear_gelu", threads=(1, 2)),)),
+    ),
+    "parallel": (
+        Row(1, "every mode, sequence parallel or not, bias, 1 to 4 ranks: values and gradients of one process, fp64",
+            (ctest("release", r"Parallel|^Group"), pytest("tests/dist/test_tensor_parallel.py"))),
+        Row(2, "overlapped equals plain: both transports, every kind of linear, rows that change every step",
+            (pytest("tests/dist/test_overlap.py", figure=r"\d+ tensors compared [^\n]*"),
+             ctest("release", r"Overlap|Pieces|Schedule"))),
+        Row(3, "two blocks with TP 2 and sequence parallelism train 300 steps (20 in CI) as one process does",
+            (pytest("tests/dist/test_training.py", slow=True),)),
+        Row(4, "shared memory, schedule / product alone: gather <= 1.02, scatter <= 1.03 (1.10 at 128 rows)",
+            (program("overlap", "benchmarks/problems/overlap.txt", if_quick=("--rounds", "7", "--only", "t=512"),
+                     figure=r"(?m)^(\S+ t=\d+ k=\d+ n=\d+(?: placed=1)?).*?(?:\n +.*?)?(\d\.\d+) \["),
+             program("signals", figure=r"(?m)^.*µs.*$"))),
+        Row(5, "two namespaces over UCX at balance: time / max(product, blocks) <= 1.10 at 0.3 and 1 Gb/s",
+            (script(sys.executable, "benchmarks/network.py", figure=r"(?m)^ *\d.*Gb/s.*$|skipped: .*",
+                    if_quick=("--rates", "1", "--rounds", "5")),)),
+        Row(6, "what the planner chooses / the plain path, few rows and many, several rates: <= 1.02",
+            (script(sys.executable, "benchmarks/python/parallel.py", "--planner", figure=r"(?m)^.*planned / plain.*$",
+                    if_quick=("--quick",)),)),
+        Row(7, "a block's training step against Gloo's plain collectives: reported",
+            (script(sys.executable, "benchmarks/python/parallel.py", figure=r"(?m)^.*overlapped / plain.*$",
+                    if_quick=("--quick",)),)),
+        Row(8, "a rank killed or stopped: every survivor raises in time; main_grad whole, flags true to it",
+            (pytest("tests/dist/test_failures.py", "-k", "survivor or hundred or left", slow=True),
+             pytest("tests/dist/test_shared_link.py", "-k", "survivor or drills", slow=True),
+             pytest("tests/dist/test_ucx.py", "-k", "survivors or dies"))),
+        Row(9, "ranks that disagree, full memory, other users and jobs: an error on every rank, no abort",
+            (pytest("tests/dist/test_failures.py", "-k", "disagree"),
+             pytest("tests/dist/test_shared_link.py", "-k", "not survivor and not drills"),
+             script(sys.executable, "benchmarks/python/parallel.py", "--check-cost", figure=r"(?m)^.*WEFT_CHECK.*$"))),
+        Row(10, "ranks as threads under the thread sanitizer: clean, and a planted race found 10 of 10",
+            (ctest("tsan-comm"), script("bash", "tools/planted_race.sh", figure=r"planted race .*"))),
+        Row(11, "DeviceMesh groups, DDP around a parallel block, FSDP2 on a 2 x 2 mesh: gradients of one process",
+            (pytest("tests/dist/test_tensor_parallel.py", "-k", "mesh or ddp or fsdp or data_parallel"),)),
     ),
 }  # fmt: skip
 

@@ -103,7 +103,7 @@ def type_of(core: Any, op: Any, field: str, value: Any) -> str:
         return "int | Sequence[int]"
     if value is not None:
         return type(value).__name__
-    for kind, trial in (("int", 1), ("float", 0.5), ("str", "x")):
+    for kind, trial in (("bool", True), ("int", 1), ("float", 0.5), ("str", "x")):
         try:
             core.make_op(op.name, {**op.fields(), field: trial})
             return f"{kind} | None"

@@ -1,19 +1,22 @@
-"""A transformer block's MLP half under tensor and sequence parallelism, forward and backward, on ranks of this machine:
-overlapped, by plain collectives, and the same local work without any communication.
+"""A transformer block's MLP half under tensor and sequence parallelism, forward and backward, on ranks of this machine.
 
-    python benchmarks/python/parallel.py                          two ranks, 128 to 2048 tokens
-    python benchmarks/python/parallel.py --quick                  one small shape
-    python benchmarks/python/parallel.py --tokens 512 --hidden 1024 --ranks 4
-    python benchmarks/python/parallel.py --json FILE              also as JSON
+    python benchmarks/python/parallel.py                   overlapped where it pays, by plain collectives, and the same
+                                                           local work without communication; 128 to 2048 tokens
+    python benchmarks/python/parallel.py --planner         few rows and many, this host and networks of 0.3 to 3 Gb/s:
+                                                           exits with 1 if overlap=None is over 1.02 of plain anywhere
+    python benchmarks/python/parallel.py --check-cost      plain collectives with WEFT_CHECK=always and without checks
+    python benchmarks/python/parallel.py --quick           one small shape
+    python benchmarks/python/parallel.py --json FILE       also as JSON
 
-Each rank is a process with one thread. A round runs every side once and then again in reverse; a side's time is that of
-its slowest rank. A round counts only if the bare product that opens and closes it took equally long, within 10 %, on
-every rank. Ratios are medians over rounds.
+Each rank is a process with one thread; networks are namespaces on this host, and need root. A round runs every side
+once and then again in reverse; a side's time is that of its slowest rank. A round counts only if the bare product that
+opens and closes it took equally long, within 10 %. Ratios are medians over rounds, with a bootstrap interval.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -21,17 +24,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from measure import bootstrap
 
 from weft import ops
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "dist"))
+import netns  # noqa: E402
+
 SAME = 0.10  # how much the anchors of a counted round may differ
-TOKENS, QUICK_TOKENS = (128, 512, 1024, 2048), (256,)
+TOKENS, FEW_AND_MANY, QUICK_TOKENS = (128, 512, 1024, 2048), (16, 64, 128, 256, 512), (256,)
+RATES = (None, 0.3, 1.0, 3.0)  # Gb/s; None: this host
+BOUND = 1.02  # of the planner
 
 
 def block(hidden: int, group: dist.ProcessGroup | None, overlap: bool | None) -> ops.Sequential:
@@ -80,14 +89,29 @@ def steady(before: float, after: float) -> bool:
     return abs(before - after) <= SAME * min(before, after)
 
 
-def time_shape(tokens: int, hidden: int, rounds: int) -> dict[str, object]:
-    size, group = dist.get_world_size(), dist.group.WORLD
-    a, b = torch.randn(512, 512).to(torch.bfloat16), torch.randn(512, 512).to(torch.bfloat16)
+def sides_of(mode: str, tokens: int, hidden: int) -> dict[str, Callable[[], None]]:
+    """The first is compared with the others."""
+    rows, world = tokens // dist.get_world_size(), dist.group.WORLD
+    if mode == "check":
+        sides = {}
+        for check in ("always", "first"):
+            os.environ["WEFT_CHECK"] = check
+            sides[check] = training_pass(block(hidden, dist.new_group(), False), rows, hidden)
+            for _ in range(30):  # `first` stops checking after 100 collectives
+                sides[check]()
+        return sides
     sides = {
-        "overlapped": training_pass(block(hidden, group, None), tokens // size, hidden),
-        "plain": training_pass(block(hidden, group, False), tokens // size, hidden),
-        "local": training_pass(block(hidden, None, None), tokens, hidden),  # all rows, this rank's columns
+        "overlapped": training_pass(block(hidden, world, None), rows, hidden),
+        "plain": training_pass(block(hidden, world, False), rows, hidden),
     }
+    if mode == "block":
+        sides["local"] = training_pass(block(hidden, None, None), tokens, hidden)  # all rows, this rank's columns
+    return sides
+
+
+def time_shape(mode: str, tokens: int, hidden: int, rounds: int) -> dict[str, object]:
+    a, b = torch.randn(512, 512).to(torch.bfloat16), torch.randn(512, 512).to(torch.bfloat16)
+    sides = sides_of(mode, tokens, hidden)
     passes = {}
     for name, side in sides.items():
         spend(side, 3)
@@ -102,36 +126,80 @@ def time_shape(tokens: int, hidden: int, rounds: int) -> dict[str, object]:
             kept.append(spent)
         if len(kept) == rounds:
             break
-    median = {name: statistics.median(k[name] for k in kept) * 1e3 for name in sides} if kept else {}
-    ratio = {
-        other: statistics.median(k["overlapped"] / k[other] for k in kept) if kept else None
-        for other in ("plain", "local")
-    }
-    return {"tokens": tokens, "hidden": hidden, "ranks": size, "ms": median, "ratio": ratio, "kept": len(kept)}
+    row: dict[str, object] = {"tokens": tokens, "hidden": hidden, "ranks": dist.get_world_size(), "kept": len(kept)}
+    if not kept:
+        return row
+    first, *others = sides
+    row["ms"] = {name: statistics.median(k[name] for k in kept) * 1e3 for name in sides}
+    ratios = {other: [k[first] / k[other] for k in kept] for other in others}
+    row["ratio"] = {other: statistics.median(values) for other, values in ratios.items()}
+    row["interval"] = {other: bootstrap(values) for other, values in ratios.items()}
+    return row
 
 
-def be_a_rank(arguments: argparse.Namespace) -> None:
+def be_a_rank(asked: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), arguments.ranks
+    rank, size = int(os.environ["RANK"]), asked.ranks
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     store = dist.FileStore(os.environ["STORE"], size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    rows = [time_shape(tokens, arguments.hidden, arguments.rounds) for tokens in arguments.tokens]
+    rows = [time_shape(asked.mode, tokens, asked.hidden, asked.rounds) for tokens in asked.tokens]
     if rank == 0:
-        Path(os.environ["RESULT"]).write_text(json.dumps(rows, indent=1) + "\n")
+        Path(os.environ["RESULT"]).write_text(json.dumps(rows))
     dist.destroy_process_group()
 
 
-def start_ranks(arguments: argparse.Namespace) -> list[dict]:
-    with tempfile.TemporaryDirectory() as folder:
+@contextlib.contextmanager
+def hosts(rate: float | None, ranks: int) -> Iterator[list[list[str]]]:
+    """For each rank the beginning of its command."""
+    if rate is None:
+        yield [[] for _ in range(ranks)]
+        return
+    with netns.two_hosts(rate) as found:
+        yield [[*host, f"GLOO_SOCKET_IFNAME={host[-1].partition('=')[2]}", "WEFT_TRANSPORT=ucx"] for host in found]
+
+
+def start_ranks(asked: argparse.Namespace, rate: float | None) -> list[dict]:
+    with tempfile.TemporaryDirectory() as folder, hosts(rate, asked.ranks) as starts:
         shared = {**os.environ, "STORE": f"{folder}/store", "RESULT": f"{folder}/rows.json", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, "--ranks", str(arguments.ranks), "--hidden", str(arguments.hidden)]
-        command += ["--rounds", str(arguments.rounds), "--tokens", *map(str, arguments.tokens)]
-        ranks = [subprocess.Popen(command, env={**shared, "RANK": str(r)}) for r in range(arguments.ranks)]
+        if asked.mode == "planner":
+            shared["WEFT_CHECK"] = "always"  # as the links do
+        command = [sys.executable, __file__, "--ranks", str(asked.ranks), "--hidden", str(asked.hidden)]
+        command += ["--mode", asked.mode, "--rounds", str(asked.rounds), "--tokens", *map(str, asked.tokens)]
+        ranks = [subprocess.Popen([*s, *command], env={**shared, "RANK": str(r)}) for r, s in enumerate(starts)]
         if any(rank.wait() for rank in ranks):
             sys.exit("a rank failed")
-        return json.loads(Path(shared["RESULT"]).read_text())
+        return [{"rate": rate, **row} for row in json.loads(Path(shared["RESULT"]).read_text())]
+
+
+def show(row: dict, mode: str) -> bool:
+    """Prints the row; False if it is over the planner's bound."""
+    where = "this host" if row["rate"] is None else f"{row['rate']} Gb/s"
+    what = f"{row['tokens']} tokens x {row['hidden']}, {row['ranks']} ranks, {where}"
+    if not row["kept"]:
+        print(f"{what}: no round was steady", flush=True)
+        return True
+    first = next(iter(row["ms"]))
+    name = {"planner": "planned", "check": "WEFT_CHECK=always"}.get(mode, first)
+    times = ", ".join(f"{side} {ms:.2f} ms" for side, ms in row["ms"].items())
+    ratios = ", ".join(
+        f"{name} / {other} {ratio:.2f} [{row['interval'][other][0]:.2f}, {row['interval'][other][1]:.2f}]"
+        for other, ratio in row["ratio"].items()
+    )
+    over = mode == "planner" and row["interval"]["plain"][0] > BOUND
+    print(f"{what}: {times}; {ratios} (kept {row['kept']}){'  OVER' if over else ''}", flush=True)
+    return not over
+
+
+def measured(asked: argparse.Namespace, rate: float | None) -> list[dict]:
+    """Rows of one rate. Tokens that are over the planner's bound are measured once more."""
+    rows = start_ranks(asked, rate)
+    over = [r["tokens"] for r in rows if r["kept"] and r["interval"].get("plain", (0,))[0] > BOUND]
+    if asked.mode != "planner" or not over:
+        return rows
+    again = {r["tokens"]: r for r in start_ranks(argparse.Namespace(**{**vars(asked), "tokens": over}), rate)}
+    return [again.get(r["tokens"], r) for r in rows]
 
 
 def main() -> None:
@@ -140,26 +208,32 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rates", type=float, nargs="+", help="Gb/s, of --planner; else this host")
+    parser.add_argument("--planner", dest="mode", action="store_const", const="planner")
+    parser.add_argument("--check-cost", dest="mode", action="store_const", const="check")
+    parser.add_argument("--mode", default="block", help=argparse.SUPPRESS)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.tokens, arguments.hidden, arguments.rounds = arguments.tokens or QUICK_TOKENS, 512, 5
-    arguments.tokens = arguments.tokens or TOKENS
+    asked = parser.parse_args()
+    if asked.quick:
+        asked.tokens, asked.hidden, asked.rounds = asked.tokens or QUICK_TOKENS, 512, 5
+    asked.tokens = asked.tokens or {"planner": FEW_AND_MANY, "check": (256,)}.get(asked.mode, TOKENS)
     if "RANK" in os.environ and "RESULT" in os.environ:
-        return be_a_rank(arguments)
-    rows = start_ranks(arguments)
-    for row in rows:
-        if not row["kept"]:
-            print(f"{row['tokens']} tokens: no round was steady")
-            continue
-        times = ", ".join(f"{name} {ms:.2f} ms" for name, ms in row["ms"].items())
-        print(
-            f"{row['tokens']} tokens x {row['hidden']}, {row['ranks']} ranks: {times}; "
-            f"overlapped / plain {row['ratio']['plain']:.2f}, / local {row['ratio']['local']:.2f} (kept {row['kept']})"
-        )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        return be_a_rank(asked)
+    rates: list[float | None] = [None]
+    if asked.mode == "planner":
+        rates = list(asked.rates or ((None, 1.0) if asked.quick else RATES))
+        if why := netns.why_not():
+            print(f"this host only: {why}")
+            rates = [None]
+    rows, well = [], True
+    for rate in rates:
+        for row in measured(asked, rate):
+            well &= show(row, asked.mode)
+            rows.append(row)
+    if asked.json:
+        asked.json.write_text(json.dumps(rows, indent=1) + "\n")
+    sys.exit(0 if well else 1)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ Each rank's ``state_dict()`` holds its parts. The whole is what one process with
     model.load_state_dict(weft.checkpoint.shard_state_dict(whole, model))
 
 Without a process group the same is done on files: ``merge`` and ``split`` take the list of all ranks' state dicts and a
-layout, which `layout_of` reads from a parallel module.
+layout, which `layout_of` reads from a module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from .groups import named_group
 from .linear import Linear
 from .native import NativeOperation
 
@@ -55,35 +54,41 @@ class Spread:
 Layout = dict[str, Spread]  # by key of the state dict; what is not named is equal on all ranks
 
 
-def layout_of(module: torch.nn.Module, stacked: Mapping[str, int] | None = None) -> Layout:
-    """How the tensors of a parallel module lie on the ranks. `stacked` names column-parallel linears whose output
-    features are several tensors one after the other, e.g. ``{"mlp.gate_up": 2, "attention.qkv": 3}``."""
-    return {key: spread for key, (spread, _) in _spread_tensors(module, stacked).items()}
+def layout_of(
+    module: torch.nn.Module, modes: Mapping[str, str] | None = None, stacked: Mapping[str, int] | None = None
+) -> Layout:
+    """How the tensors of a module lie on the ranks.
+
+    A parallel module knows its modes. For one that was made without groups `modes` names its parallel linears:
+    ``{"mlp.up": "column", "mlp.down": "row"}``. `stacked` names column-parallel linears whose output features are
+    several tensors one after the other: ``{"mlp.gate_up": 2, "attention.qkv": 3}``.
+    """
+    return {key: spread for key, (spread, _) in _described(module, modes, stacked).items()}
 
 
-def _spread_tensors(module: torch.nn.Module, stacked: Mapping[str, int] | None) -> dict[str, tuple[Spread, str]]:
-    """For each tensor that differs between ranks: how, and the name of the group."""
-    found, stacked = {}, dict(stacked or {})
+def _described(
+    module: torch.nn.Module, modes: Mapping[str, str] | None, stacked: Mapping[str, int] | None
+) -> dict[str, tuple[Spread, Any]]:
+    """For each key of the layout: how its tensor lies on the ranks, and the module it belongs to."""
+    modes, stacked, found = dict(modes or {}), dict(stacked or {}), {}
     for name, child in module.named_modules():
         prefix = name + "." if name else ""
         rows = Spread(0, stacked.pop(name, 1))
         if isinstance(child, Linear):
-            spreads, group = _of_linear(child, rows), child._whole["tensor_parallel_group"]
-        elif isinstance(child, NativeOperation):
-            spreads, group = _of_operation(child, rows), child._op.fields().get("tensor_parallel_group")
+            layout = _of_linear(child, modes.pop(name, child.tensor_parallel_mode), rows)
         else:
-            continue
-        found.update({prefix + key: (spread, group) for key, spread in spreads.items()})
-    if stacked:
-        raise ValueError(f"stacked names {', '.join(stacked)}, which the module does not have")
+            layout = _of_operation(child, rows) if isinstance(child, NativeOperation) else {}
+        found.update({prefix + key: (spread, child) for key, spread in layout.items()})
+    if modes or stacked:
+        raise ValueError(f"modes or stacked name {', '.join([*modes, *stacked])}: the module has no such Linear")
     return found
 
 
-def _of_linear(linear: Linear, rows: Spread) -> Layout:
+def _of_linear(linear: Linear, mode: str | None, rows: Spread) -> Layout:
     keys = linear._keys()
-    if linear.tensor_parallel_mode == "column":
+    if mode == "column":
         return dict.fromkeys(keys.values(), rows)
-    if linear.tensor_parallel_mode == "row":
+    if mode == "row":
         own_bias = "bias" in keys and not linear.replicated_bias
         return {keys["weight"]: Spread(1)} | ({keys["bias"]: Spread(None)} if own_bias else {})
     return {}
@@ -126,16 +131,14 @@ def split(whole: StateDict, layout: Layout, ranks: int) -> list[dict[str, Any]]:
 
 def gather_state_dict(module: torch.nn.Module, stacked: Mapping[str, int] | None = None) -> dict[str, Any]:
     """The whole state dict, on every rank. All ranks of the module's groups must call it."""
-    spread_tensors = _spread_tensors(module, stacked)
-    whole = {}
+    described, whole = _described(module, None, stacked), {}
     for key, value in module.state_dict().items():
         if hasattr(value, "full_tensor"):  # a DTensor of FSDP2
             value = value.full_tensor()
-        if key in spread_tensors:
-            spread, name = spread_tensors[key]
-            group = named_group(name)
-            parts = [torch.empty_like(value) for _ in range(group.size())]
-            torch.distributed.all_gather(parts, value.contiguous(), group=group)
+        if key in described:
+            spread, owner = described[key]
+            parts = [torch.empty_like(value) for _ in range(owner.tensor_parallel_size)]
+            torch.distributed.all_gather(parts, value.contiguous(), group=owner.tensor_parallel_group)
             value = spread.merge(parts)
         whole[key] = value
     return whole
@@ -146,8 +149,8 @@ def shard_state_dict(
 ) -> dict[str, Any]:
     """This rank's part of a whole state dict, for ``module.load_state_dict``."""
     mine = dict(whole)
-    for key, (spread, name) in _spread_tensors(module, stacked).items():
+    for key, (spread, owner) in _described(module, None, stacked).items():
         if key in mine:
-            group = named_group(name)
-            mine[key] = spread.split(key, mine[key], group.size())[group.rank()]
+            parts = spread.split(key, mine[key], owner.tensor_parallel_size)
+            mine[key] = parts[owner.tensor_parallel_group.rank()]
     return mine

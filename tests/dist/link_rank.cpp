@@ -2,9 +2,9 @@
 //
 //   link_rank RANK SIZE STORE TIMEOUT_MS ROUNDS [GROUP [ASK_BYTES]]
 //
-// Makes the link, prints "ready", runs rounds of random kind and size, checks every value, and prints "done". ROUNDS 0
-// is for ever. What goes wrong is printed as "error MS TEXT", MS milliseconds after the call that raised it began.
-// ASK_BYTES asks for a block of so many bytes.
+// Prints "started" when all ranks run, makes the link, prints "ready", runs rounds of random kind and size, checks
+// every value, and prints "done". ROUNDS 0 is for ever. What goes wrong is printed as "error MS TEXT", MS milliseconds
+// after the call that raised it began. ASK_BYTES asks for a block of so many bytes.
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <iostream>
 #include <random>
+#include <thread>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 
 #include "weft/comm/host_meeting.h"
@@ -72,8 +73,11 @@ struct Arguments {
 Clock::time_point call_began;
 
 void run(const Arguments& a) {
-  call_began = Clock::now();
   const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::FileStore>(a.store, a.size);
+  store->add("started", 1);
+  while (store->add("started", 0) < a.size) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  std::cout << "started" << std::endl;
+  call_began = Clock::now();
   SharedLink link(std::make_shared<weft::comm::HostMeeting>(
       weft::comm::HostMeeting::Options{[&] { return store; }, a.group, a.rank, a.size, a.timeout}));
   std::cout << "ready" << std::endl;
@@ -84,7 +88,8 @@ void run(const Arguments& a) {
     call_began = Clock::now();
     run_round(link, round, random() % 2 == 0, rows, columns);
   }
-  if (a.ask_bytes) run_round(link, 0, true, a.ask_bytes / 8, 1);
+  call_began = Clock::now();
+  if (a.ask_bytes) link.reduce_scatter(a.ask_bytes / 8, 1, at::kLong);
   std::cout << "done" << std::endl;
 }
 

@@ -42,7 +42,7 @@ def _wait_for_carrier(hosts: list[str], ends: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def two_hosts(gigabits: float | None = None, burst: str = "32kb") -> Iterator[list[list[str]]]:
+def two_hosts(gigabits: float | None = None, burst: str = "256kb") -> Iterator[list[list[str]]]:
     """For each host the beginning of a command that runs there. Names are new each time; all is gone afterwards."""
     tag = secrets.token_hex(3)
     hosts, ends = [f"weft-{tag}-{i}" for i in (0, 1)], [f"w{tag}{i}" for i in (0, 1)]

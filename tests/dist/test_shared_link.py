@@ -47,9 +47,9 @@ class Ranks:
     def texts(self) -> list[str]:
         return [log.read_text() for log in self.logs]
 
-    def wait_ready(self) -> None:
-        end = time.time() + 30
-        while not all("ready" in text for text in self.texts()):
+    def wait_for(self, word: str) -> None:
+        end = time.time() + 60
+        while not all(word in text for text in self.texts()):
             assert time.time() < end, self.texts()
             time.sleep(0.005)
 
@@ -57,21 +57,18 @@ class Ranks:
         return [process.wait(seconds) for process in self.processes]
 
 
-def left_behind(pids: list[int]) -> list[str]:
-    """Names in shared memory, sockets, and memory in other processes that these have left."""
-    found = [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if "weft" in name]
+def left_behind(processes: list[subprocess.Popen]) -> list[str]:
+    """Files in shared memory, and sockets, that these have left."""
+    files = [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if "weft" in name]
     sockets = pathlib.Path("/proc/net/unix").read_text()
-    found += re.findall(r"@weft-[0-9a-f]+-[0-9a-f]+", sockets)
-    for pid in pids:
-        assert not pathlib.Path(f"/proc/{pid}").exists(), "not waited for"
-    return found
+    return files + [name for p in processes for name in re.findall(rf"@weft-{p.pid}-\w+", sockets)]
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_rounds_of_random_kind_and_size_carry_every_value(tmp_path, size):
     with Ranks(tmp_path, size, 1500, timeout=20) as ranks:
         assert ranks.codes() == [0] * size, ranks.texts()
-        assert all(text.split() == ["ready", "done"] for text in ranks.texts())
+        assert all(text.split() == ["started", "ready", "done"] for text in ranks.texts())
 
 
 def test_two_jobs_with_the_same_group_and_ranks_do_not_meet(tmp_path):
@@ -90,30 +87,27 @@ def drill(folder: pathlib.Path, size: int, how: signal.Signals, when: float | st
     seed = random.Random(f"{size}{how}{when}")
     with Ranks(folder, size, 0) as ranks:
         if when == "rendezvous":
-            time.sleep(seed.random() * 0.05)
+            ranks.wait_for("started")
+            time.sleep(seed.random() * 0.02)
         else:
-            ranks.wait_ready()
+            ranks.wait_for("ready")
             time.sleep(float(when))
         victim = seed.randrange(size)
         ranks.processes[victim].send_signal(how)
-        hit = time.time()
         survivors = [p for rank, p in enumerate(ranks.processes) if rank != victim]
         codes = [p.wait(TIMEOUT + GRACE + 5) for p in survivors]
-        took = time.time() - hit
         if how == signal.SIGSTOP:
             ranks.processes[victim].send_signal(signal.SIGCONT)
             assert ranks.processes[victim].wait(TIMEOUT + GRACE) == 1, "it must find the failure when it goes on"
         texts = ranks.texts()
     assert codes == [1] * (size - 1), texts
-    assert took < TIMEOUT + GRACE, (took, texts)
     for text in texts[:victim] + texts[victim + 1 :]:
         error = text.split("error ")[1]
-        waited = int(error.split()[0])
-        assert waited < 1000 * (TIMEOUT + GRACE), error
+        assert int(error.split()[0]) < 1000 * (TIMEOUT + GRACE), error  # by the rank's own clock
         assert f"rank {victim}" in error.lower(), error
         rendezvous = r"Rank \d of \d(, meeting| at) 'group/\d'"
         assert re.search(rendezvous if "ready" not in text else f"round \\d+, (all|reduce)|{rendezvous}", error), error
-    assert left_behind([p.pid for p in ranks.processes]) == []
+    assert left_behind(ranks.processes) == []
 
 
 CASES = [(size, how, when) for when in ("rendezvous", 0.01, 0.1) for size in (2, 4) for how in ("SIGKILL", "SIGSTOP")]
@@ -156,9 +150,9 @@ def test_memory_that_does_not_fit_is_an_error_on_every_rank(tmp_path):
 
 def test_a_limit_on_the_address_space_of_one_rank_is_an_error_on_every_rank(tmp_path):
     def limit():
-        resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+        resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 
-    with Ranks(tmp_path, 2, 20, "group", str(4 << 30), each={1: {"preexec_fn": limit}}) as ranks:
+    with Ranks(tmp_path, 2, 20, "group", str(1 << 30), each={1: {"preexec_fn": limit}}) as ranks:
         assert ranks.codes() == [1, 1], ranks.texts()
     assert "bytes of shared memory" in ranks.texts()[1], ranks.texts()
     assert re.search(r"Rank 1 gave up in round 21, .*bytes of shared memory", ranks.texts()[0]), ranks.texts()

@@ -1,5 +1,6 @@
 // One rank over UCX, for test_ucx.py: ucx_rank RANK SIZE STORE TIMEOUT_MS ROUNDS
-// Prints "ready" when its link is made, then "ok", or what was raised; ends with 0, or 3 if something was raised.
+// Prints "ready" when its link is made, then "ok", or when and what was raised. Ends with 0, or 3 if something was
+// raised.
 #include <ATen/ops/arange.h>
 #include <ATen/ops/equal.h>
 
@@ -44,17 +45,15 @@ void scatter(Link& link, int64_t round, int64_t rows) {
   exchange->finish();
 }
 
-void run(int rank, int size, const char* store, int timeout, int64_t rounds) {
-  const auto link = weft::comm::make_ucx_link(
-      {c10::make_intrusive<c10d::FileStore>(store, size), rank, size, "tp", std::chrono::milliseconds(timeout)});
+void run(Link& link, int64_t rounds) {
   std::puts("ready");
   std::fflush(stdout);
   for (int64_t round = 0; round < rounds; ++round) {
     const int64_t rows = 1 + round * 37 % 900;
     if (round % 2) {
-      gather(*link, round, rows);
+      gather(link, round, rows);
     } else {
-      scatter(*link, round, rows);
+      scatter(link, round, rows);
     }
   }
 }
@@ -62,12 +61,17 @@ void run(int rank, int size, const char* store, int timeout, int64_t rounds) {
 }  // namespace
 
 int main(int, char** argv) {
+  const int rank = std::atoi(argv[1]), size = std::atoi(argv[2]);
+  std::unique_ptr<Link> link;
   try {
-    run(std::atoi(argv[1]), std::atoi(argv[2]), argv[3], std::atoi(argv[4]), std::atoll(argv[5]));
+    link = weft::comm::make_ucx_link({c10::make_intrusive<c10d::FileStore>(argv[3], size), rank, size, "tp",
+                                      std::chrono::milliseconds(std::atoi(argv[4]))});
+    run(*link, std::atoll(argv[5]));
     std::puts("ok");
     return 0;
   } catch (const c10::Error& error) {
-    std::puts(error.what_without_backtrace());
+    const std::chrono::duration<double> now = std::chrono::system_clock::now().time_since_epoch();
+    std::printf("raised at %.3f: %s\n", now.count(), error.what_without_backtrace());
     return 3;
   }
 }

@@ -16,7 +16,7 @@ import weft
 from weft import ops
 
 LOW = (torch.float16, torch.bfloat16)
-DERIVED = ("tensor_parallel_size", "process_group_size")
+DERIVED = ("tensor_parallel_size", "process_group_size", "fan_in")
 
 
 @dataclass(frozen=True)

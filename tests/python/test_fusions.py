@@ -230,7 +230,8 @@ def rounded(g: Given, dtype: torch.dtype) -> Given:
 
 
 def test_every_rule_has_a_case():
-    assert {case.rule for case in CASES} == set(BUILTIN)
+    over_ranks = {name for name in BUILTIN if name.startswith("overlapped_")}  # tests/dist/test_overlap.py
+    assert {case.rule for case in CASES} == set(BUILTIN) - over_ranks
 
 
 @each_case

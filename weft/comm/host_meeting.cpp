@@ -52,10 +52,11 @@ struct Card {
 };
 
 Card own_card(size_t bytes) {
-  std::ostringstream name;
+  const auto place = Place::here();
   const auto random = random_token();
-  name << "weft-" << std::hex << random[0] << "-" << random[1];
-  return {bytes, random_token(), name.str(), Place::here()};
+  std::ostringstream name;
+  name << "weft-" << place.pid << "-" << std::hex << random[0] << random[1];
+  return {bytes, random_token(), name.str(), place};
 }
 
 /// What goes over a connection, each way, with the descriptor.

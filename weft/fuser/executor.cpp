@@ -94,7 +94,9 @@ at::Tensor run_forward(const Pipeline& pipeline, const Plan& plan, Frame& frame,
   return x;
 }
 
-at::Tensor run_backward(const Pipeline& pipeline, const Plan& plan, Frame& frame, at::Tensor dy) {
+namespace {
+
+at::Tensor run_steps_back(const Pipeline& pipeline, const Plan& plan, Frame& frame, at::Tensor dy) {
   for (auto planned = plan.backward.rbegin(); planned != plan.backward.rend(); ++planned) {
     const auto& step = planned->step;
     bool any = dy.defined();
@@ -115,6 +117,24 @@ at::Tensor run_backward(const Pipeline& pipeline, const Plan& plan, Frame& frame
     drop_saved(pipeline, frame, step);
   }
   return dy;
+}
+
+/// Which weight gradients a backward run that failed has left in main_grad: whole ones, and of no other operation.
+std::string what_was_added(const std::vector<int>& ops) {
+  std::string list;
+  for (const int op : ops) list += (list.empty() ? "" : ", ") + std::to_string(op);
+  return "Before this, the weight gradients of operations " + list + " were added to main_grad; no other one was.";
+}
+
+}  // namespace
+
+at::Tensor run_backward(const Pipeline& pipeline, const Plan& plan, Frame& frame, at::Tensor dy) {
+  try {
+    return run_steps_back(pipeline, plan, frame, std::move(dy));
+  } catch (c10::Error& error) {
+    if (!frame.added.empty()) error.add_context(what_was_added(frame.added));
+    throw;
+  }
 }
 
 }  // namespace weft::fuser

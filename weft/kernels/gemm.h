@@ -1,6 +1,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <optional>
 
 #include "weft/kernels/activation.h"
@@ -43,6 +44,8 @@ struct Epilogue {
   at::Tensor out = {};  // where to write; fresh memory if undefined
   bool weight = false;  // B is a weight that later calls will use again: a copy in the kernel's order may be kept
   at::ScalarType dtype = at::ScalarType::Undefined;  // of fresh memory; that of A if undefined
+  /// Called by the calling thread about every ten microseconds, if the tier is AMX's; must not raise.
+  const std::function<void()>* between = nullptr;
 };
 
 struct GemmResult {

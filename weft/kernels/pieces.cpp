@@ -13,6 +13,10 @@
 namespace weft::kernels {
 namespace {
 
+constexpr int64_t kSquare = 32;
+
+bool is_square(const at::Tensor& t) { return t.defined() && t.dim() == 4; }
+
 /// Pieces whose addends are added up in float32 (float64 for float64) as they become ready, so that at most one is
 /// left for each.
 class AddedUp {
@@ -34,12 +38,17 @@ class AddedUp {
  private:
   int64_t ready(int piece, int64_t from) {
     const auto& terms = given_.list[piece].add;
-    const auto to = given_.ready ? given_.ready(piece, from) : given_.list[piece].a.size(0);
+    const auto rows = given_.list[piece].a.size(0), to = given_.ready ? given_.ready(piece, from) : rows;
     auto& done = done_[piece];
     if (terms.size() < 2 || to <= done) return to;
-    std::vector<at::Tensor> rows;
-    for (const auto& t : terms) rows.push_back(t.narrow(0, done, to - done));
-    add_up(rows, pieces_.list[piece].add[0].narrow(0, done, to - done));
+    const auto part = [&](const at::Tensor& t) {
+      if (!is_square(t)) return t.narrow(0, done, to - done);
+      const auto begin = done / kSquare, end = to == rows ? t.size(0) : to / kSquare;
+      return t.flatten(1).narrow(0, begin, end - begin);
+    };
+    std::vector<at::Tensor> parts;
+    for (const auto& t : terms) parts.push_back(part(t));
+    add_up(parts, part(pieces_.list[piece].add[0]));
     done = to;
     return to;
   }
@@ -49,7 +58,7 @@ class AddedUp {
   std::vector<int64_t> done_;  // rows that are added up
 };
 
-void check(const Pieces& a, const Matrix& b, const Epilogue& e) {
+void check(const Pieces& a, const Matrix& b, const Epilogue& e, bool tiles) {
   for (size_t i = 0; i < a.list.size(); ++i) {
     const auto& [rows, out, add, row] = a.list[i];
     TORCH_CHECK_VALUE(rows.dim() == 2 && rows.size(1) == b.rows() && (rows.stride(1) == 1 || rows.size(1) <= 1),
@@ -58,10 +67,13 @@ void check(const Pieces& a, const Matrix& b, const Epilogue& e) {
     TORCH_CHECK_VALUE(row >= 0 && row + rows.size(0) <= a.rows, "gemm: piece ", i, " has rows ", row, " to ",
                       row + rows.size(0), " of a product of ", a.rows, ".");
     const auto fits = [&](const at::Tensor& t) {
-      return t.dim() == 2 && t.size(0) == rows.size(0) && (t.stride(1) == 1 || t.size(1) <= 1);
+      const auto squares = [](int64_t values) { return (values + kSquare - 1) / kSquare; };
+      if (t.dim() == 2) return t.size(0) == rows.size(0) && (t.stride(1) == 1 || t.size(1) <= 1);
+      return t.is_contiguous() && tiles &&
+             t.sizes() == at::IntArrayRef({squares(rows.size(0)), squares(b.columns()), kSquare, kSquare});
     };
     TORCH_CHECK_VALUE(!out.defined() || fits(out), "gemm: the results of piece ", i, " go to sizes ", out.sizes(),
-                      ", expected ", rows.size(0), " rows without gaps.");
+                      ", expected ", rows.size(0), " rows without gaps, or squares where there can be some.");
     TORCH_CHECK_VALUE(std::all_of(add.begin(), add.end(), fits), "gemm: an addend of piece ", i, " has not its ",
                       rows.size(0), " rows, or gaps in them.");
   }
@@ -147,9 +159,13 @@ class InTurn {
 
 }  // namespace
 
+bool in_squares(at::ScalarType dtype, int64_t n, int64_t k) {
+  return gemm_choice(c10::DeviceType::CPU, dtype, n, k).tier == Tier::amx;
+}
+
 GemmResult gemm(const Pieces& a, const Matrix& b, const Epilogue& epilogue) {
-  check(a, b, epilogue);
   const bool tiles = has_tiles(a, b, epilogue);
+  check(a, b, epilogue, tiles);
   const size_t most = tiles ? amx::most_adds() - (epilogue.add.defined() ? 1 : 0) : 1;
   const bool many = std::any_of(a.list.begin(), a.list.end(), [&](const Piece& p) { return p.add.size() > most; });
   const auto run = [&](const Pieces& pieces) {

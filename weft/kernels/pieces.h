@@ -8,7 +8,9 @@
 
 namespace weft::kernels {
 
-/// Some rows of a product A B, which lie in memory of their own.
+/// Some rows of a product A B, which lie in memory of their own. Where `in_squares` says so, `out` and `add` may be
+/// squares: [⌈rows/32⌉, ⌈N/32⌉, 32, 32], contiguous. Between ranks that is quicker than rows: a square lies on one
+/// page.
 struct Piece {
   at::Tensor a = {};                 // [rows, K], K contiguous
   at::Tensor out = {};               // [rows, N], where they go; undefined: to the result, from `row` on
@@ -32,6 +34,9 @@ struct Pieces {
   /// Called about every ten microseconds.
   std::function<void()> between = {};
 };
+
+/// Whether squares can be made of a product of matrices of `dtype` on the CPU, K long, N wide.
+bool in_squares(at::ScalarType dtype, int64_t n, int64_t k);
 
 /// A B with its epilogue, piece by piece; B's values are looked at once. `ready`, `done` and `between` are called by
 /// the calling thread. `out` of the result is undefined if every piece has its own.

@@ -67,7 +67,7 @@ kernels::Choice BasicLinear::kernel(c10::DeviceType device, at::ScalarType dtype
 }
 
 Inferred BasicLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const {
-  const auto dtype = plan.autocast == at::ScalarType::Undefined ? params[0].dtype : plan.autocast;
+  const auto dtype = plan.dtype(params[0].dtype);
   Inferred out{.y = x.with_last(params[0].sizes[0]).as(dtype), .extra_outputs = {}, .saved = {}};
   if (gathers_input()) out.y.sizes[0] = x.sizes[0] * options_.tensor_parallel_size;
   if (gathers_output_gradient()) out.y.sizes[0] = x.sizes[0] / options_.tensor_parallel_size;
@@ -162,16 +162,19 @@ void BasicLinear::weight_gradient(OpContext& ctx, const at::Tensor& dy, double s
   if (ctx.param_wanted(0)) weight_gradient_of(ctx, dy, gather_saved_input(ctx).wait(), scale);
 }
 
-void BasicLinear::weight_gradient_of(OpContext& ctx, const at::Tensor& dy, const at::Tensor& x, double scale) const {
+void BasicLinear::weight_gradient_of(OpContext& ctx, const at::Tensor& dy, const at::Tensor& x, double scale,
+                                     const std::function<void()>* between) const {
   if (!ctx.param_wanted(0)) return;
   const auto how = wgrad_options(options_);
   WgradProduct product{.dy = as_dtype(dy, x.scalar_type()), .x = x, .scale = scale};
+  if (!how.delay) product.between = between;
   at::Tensor param;
   if (how.accumulate || how.delay) {
     param = parameter(ctx);
     product.run = ctx.leaves()->run();
   }
   ctx.set_param_grad(0, ops::weight_gradient(how, param, std::move(product)));
+  if (how.accumulate && !how.delay) ctx.frame().added.push_back(ctx.index());
 }
 
 bool BasicLinear::backward_dw(const at::Tensor& weight) const {

@@ -92,8 +92,9 @@ class BasicLinear final : public Op<BasicLinear> {
                                      kernels::Epilogue epilogue) const;
   /// scale·Σ_rows dyᵀ x to where the weight's gradient goes, if wanted; x is the saved input, dy that of all ranks.
   void weight_gradient(OpContext& ctx, const at::Tensor& dy, double scale = 1) const;
-  /// The same with another x, of all ranks.
-  void weight_gradient_of(OpContext& ctx, const at::Tensor& dy, const at::Tensor& x, double scale = 1) const;
+  /// The same with another x, of all ranks; `between` as in Epilogue.
+  void weight_gradient_of(OpContext& ctx, const at::Tensor& dy, const at::Tensor& x, double scale = 1,
+                          const std::function<void()>* between = nullptr) const;
   /// Runs the oldest delayed weight gradient; false if none waits. To be called below autograd.
   bool backward_dw(const at::Tensor& weight) const;
 

@@ -53,6 +53,7 @@ struct Frame {
   std::vector<at::Tensor>* more_saved = nullptr;         // of operations that cannot count in advance (Python)
   std::vector<std::shared_ptr<void>>* states = nullptr;  // one per operation, Python's free attributes
   const Leaves* leaves = nullptr;                        // backward under an autograd node only
+  std::vector<int> added = {};                           // operations whose weight gradient is in main_grad
 };
 
 /// An operation's view of a call. Cheap to make, never kept.

@@ -55,15 +55,17 @@ void raise_version(const at::Tensor& t) {
 /// used twice) only the first overwrites.
 at::Tensor write(const WgradSink& sink, const at::Tensor& param, const WgradProduct& product) {
   const auto dy = as_matrix(product.dy), x = as_matrix(product.x);
-  if (!sink.out.defined()) return kernels::gemm(kernels::transposed(dy), x, {.scale = product.scale}).out;
+  if (!sink.out.defined())
+    return kernels::gemm(kernels::transposed(dy), x, {.scale = product.scale, .between = product.between}).out;
   const auto out = sink.out.view({dy.size(1), x.size(1)});
   const auto remembered = sink.add ? nullptr : due().get(param);
   const std::lock_guard lock(write_lock(param));
   const bool add = sink.add || remembered->overwritten_in == product.run;
   if (remembered) remembered->overwritten_in = product.run;
   raise_version(sink.out);
-  return kernels::gemm(kernels::transposed(dy), x,
-                       {.scale = product.scale, .add = add ? out : at::Tensor{}, .out = out})
+  return kernels::gemm(
+             kernels::transposed(dy), x,
+             {.scale = product.scale, .add = add ? out : at::Tensor{}, .out = out, .between = product.between})
       .out;
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <string_view>
 
 namespace weft::ops {
@@ -25,7 +26,8 @@ struct WgradOptions {
 struct WgradProduct {
   at::Tensor dy, x;  // [..., out] and [..., in], of one dtype
   double scale = 1;
-  int64_t run = 0;  // the backward run it belongs to
+  int64_t run = 0;                                 // the backward run it belongs to
+  const std::function<void()>* between = nullptr;  // as in Epilogue; of a product that is not put off
 };
 
 /// Reads where the gradient of `param` goes. With `fetch` its main_grad is there to be written; without, it was only

@@ -6,8 +6,9 @@
 
 namespace weft::overlap {
 
-kernels::GemmResult all_gather_gemm(comm::Link& link, const at::Tensor& x, const kernels::Matrix& w,
+kernels::GemmResult all_gather_gemm(comm::Link& link, const at::Tensor& given, const kernels::Matrix& w,
                                     const kernels::Epilogue& epilogue, at::Tensor* gathered) {
+  const auto x = whole_rows(given);
   const int64_t rows = x.size(0);
   const auto round = link.all_gather(x);
   std::vector<int> owner{link.rank()};
@@ -18,7 +19,10 @@ kernels::GemmResult all_gather_gemm(comm::Link& link, const at::Tensor& x, const
   pieces.ready = [&](int piece, int64_t from) {
     return piece == 0 ? rows : arrived_from_all(*round, {owner[piece]}, from, rows);
   };
-  if (!link.in_place()) pieces.between = [&] { round->advance(); };
+  if (link.in_place())
+    pieces.least = pieces.rows;  // they come soon: better to wait than to read the weight once more
+  else
+    pieces.between = [&] { round->advance(); };
   auto result = kernels::gemm(pieces, w, epilogue);
   if (gathered) {
     *gathered = at::empty({pieces.rows, x.size(1)}, x.options());

@@ -7,9 +7,10 @@
 
 namespace weft::overlap {
 
-ReduceUnder::ReduceUnder(comm::Link& link, const at::Tensor& dy, const kernels::Matrix& w,
+ReduceUnder::ReduceUnder(comm::Link& link, const at::Tensor& given, const kernels::Matrix& w,
                          const kernels::Epilogue& epilogue, const std::function<void()>& between)
-    : link_(link), dtype_(epilogue.dtype == at::ScalarType::Undefined ? dy.scalar_type() : epilogue.dtype) {
+    : link_(link), dtype_(epilogue.dtype == at::ScalarType::Undefined ? given.scalar_type() : epilogue.dtype) {
+  const auto dy = whole_rows(given);
   const int64_t rows = dy.size(0) / link.size(), columns = w.columns();
   const auto others = peers(link);
   round_ = link.reduce_scatter(rows, columns, dtype_);

@@ -154,6 +154,44 @@ TEST_P(KernelsPieces, GoWhereTheyAreSentAndTakeWhatIsAddedToThem) {
       }
 }
 
+/// A matrix as squares of 32 x 32; what lies beyond it is not a number.
+Tensor squares(const Tensor& m) {
+  const auto rows = (m.size(0) + 31) / 32, columns = (m.size(1) + 31) / 32;
+  const auto padded = at::full({rows * 32, columns * 32}, std::nan(""), m.options());
+  padded.narrow(0, 0, m.size(0)).narrow(1, 0, m.size(1)).copy_(m);
+  return padded.view({rows, 32, columns, 32}).transpose(1, 2).contiguous();
+}
+Tensor from_squares(const Tensor& t, int64_t rows, int64_t columns) {
+  return t.transpose(1, 2).reshape({t.size(0) * 32, t.size(1) * 32}).narrow(0, 0, rows).narrow(1, 0, columns);
+}
+
+TEST_P(KernelsPieces, MayBeSquares) {
+  for (const int64_t n : {160, 70})
+    for (const int64_t k : {48, 1300})
+      for (const int64_t adds : {0, 1, 3, 4}) {
+        if (!in_squares(GetParam(), n, k)) GTEST_SKIP() << "only tiles make squares";
+        const auto b = random({k, n}, GetParam());
+        const int64_t m = 270;
+        Cut cut(m, 2, k, GetParam(), chance_);
+        if (adds > 1) cut.arrive_slowly(chance_);
+        const auto want = at::mm(cut.a.to(at::kDouble), b.to(at::kDouble));
+        std::vector<Tensor> sums;
+        for (auto& piece : cut.pieces.list) {
+          const auto rows = piece.a.size(0);
+          piece.out = squares(at::empty({rows, n}, piece.a.options()));
+          sums.push_back(want.narrow(0, piece.row, rows));
+          for (int64_t j = 0; j < adds; ++j) {
+            const auto t = random({rows, n}, GetParam());
+            sums.back() = sums.back() + t.to(at::kDouble);
+            piece.add.push_back(squares(t));
+          }
+        }
+        EXPECT_FALSE(gemm(cut.pieces, b).out.defined());
+        for (size_t i = 0; i < sums.size(); ++i)
+          EXPECT_LE(error(from_squares(cut.pieces.list[i].out, sums[i].size(0), n), sums[i]), tolerance(GetParam()));
+      }
+}
+
 TEST_P(KernelsPieces, MayBeEmpty) {
   const auto b = random({40, 24}, GetParam());
   Pieces pieces{.list = {{.a = random({0, 40}, GetParam())}, {.a = random({5, 40}, GetParam())}}, .rows = 5};

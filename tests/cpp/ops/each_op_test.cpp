@@ -98,9 +98,19 @@ TEST(OpErrors, ReshapeLeavesOneSizeOpen) {
     expect_error<c10::ValueError>([&] { make("Reshape", {{"shape", shape}}); }, "Reshape: shape is ");
 }
 
-TEST(OpErrors, CollectivesTakeOneRank) {
-  for (const std::string name : {"AllGather", "ReduceScatter", "AllReduce"})
-    expect_error<c10::NotImplementedError>([&] { make(name, {{"process_group_size", int64_t{2}}}); }, name);
+TEST(OpErrors, SeveralRanksNeedTheNameOfTheirGroup) {
+  for (const std::string name : {"AllGather", "ReduceScatter", "AllReduce"}) {
+    expect_error<c10::ValueError>([&] { make(name, {{"process_group_size", int64_t{2}}}); }, name + ": it is to be");
+    expect_error<c10::ValueError>([&] { make(name, {{"process_group", std::string("nobody")}}); }, "'nobody'");
+    expect_error<c10::ValueError>([&] { make(name, {{"process_group_size", int64_t{0}}}); }, "group is 0");
+  }
+  expect_error<c10::ValueError>([&] { make("Bias", {{"size", int64_t{8}}, {"tensor_parallel", true}}); }, "not named");
+}
+
+TEST(OpErrors, ABiasIsSplitOrWhole) {
+  expect_error<c10::ValueError>(
+      [&] { make("Bias", {{"size", int64_t{8}}, {"tensor_parallel", true}, {"sequence_parallel", true}}); },
+      "choose one");
 }
 
 TEST(Dropout, DropsAllAtOneAndNothingAtZero) {

@@ -12,9 +12,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr int kIdleLooks = 64;           // before the thread sleeps
-constexpr milliseconds kLongestNap{50};  // so that time limits are seen
-constexpr milliseconds kFarewell{300};   // for notices to go round
+constexpr std::chrono::microseconds kBetweenLooks{50};  // while computing: a look costs a system call
+constexpr int kIdleLooks = 64;                          // before the thread sleeps
+constexpr milliseconds kLongestNap{50};                 // so that time limits are seen
+constexpr milliseconds kFarewell{300};                  // for notices to go round
 
 }  // namespace
 
@@ -60,6 +61,11 @@ Round& Channel::begin(const Header& header, const at::Tensor& mine) {
 void Channel::advance() {
   worker_->progress();
   look_for_trouble();
+  advanced_ = Clock::now();
+}
+
+void Channel::advance_now_and_then() {
+  if (Clock::now() - advanced_ >= kBetweenLooks) advance();
 }
 
 void Channel::look_for_trouble() {
@@ -71,7 +77,7 @@ void Channel::look_for_trouble() {
       if (round.settled(r)) continue;
       const auto& peer = peers_[r];
       if (peer.notice_received.done() && peer.notice_in.token == token_) fail(peer.notice_in.failure);
-      if (worker_->broken(r)) fail(round.failure(Reason::ended, r));
+      if (worker_->broken(r)) fail(round.failure(Reason::lost, r));
     }
   }
 }

@@ -30,6 +30,8 @@ class Channel {
   Round& start(const Agreement& agreement, const at::Tensor& mine);
   /// Moves bytes, then looks for trouble.
   void advance();
+  /// The same, unless it was done a moment ago.
+  void advance_now_and_then();
   /// Until `rows` rows of the block of `from` are there.
   void wait_rows(Round& round, int from, int64_t rows);
   /// Until every block is where it belongs. The round is over then.
@@ -57,6 +59,7 @@ class Channel {
   UcxOptions options_;
   Token token_{};
   uint64_t epoch_ = 0;
+  std::chrono::steady_clock::time_point advanced_;
   std::optional<Failure> failure_;
   Notice notice_out_{};
   std::vector<Peer> peers_;

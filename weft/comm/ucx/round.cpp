@@ -110,7 +110,7 @@ std::optional<Failure> Round::pump() {
                                                  at(lane.receives, lane.received)};
     for (const auto* transfer : next) {
       if (transfer && transfer->failed())
-        return failure(transfer->status == UCS_ERR_MESSAGE_TRUNCATED ? Reason::nonsense : Reason::ended, peer);
+        return failure(transfer->status == UCS_ERR_MESSAGE_TRUNCATED ? Reason::nonsense : Reason::lost, peer);
     }
   }
   return {};

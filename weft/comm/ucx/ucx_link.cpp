@@ -35,7 +35,7 @@ class UcxExchange final : public Exchange {
     channel_->wait_rows(round_, checked(from), rows);
   }
 
-  void advance() override { channel_->advance(); }
+  void advance() override { channel_->advance_now_and_then(); }
 
   void finish() override {
     for (int r = 0; r < channel_->size(); ++r) {
@@ -61,10 +61,10 @@ class UcxExchange final : public Exchange {
 
 UcxLink::UcxLink(const UcxOptions& options) : channel_(std::make_shared<Channel>(options)) {}
 
-std::unique_ptr<Exchange> UcxLink::all_gather(const at::Tensor& mine) {
-  TORCH_CHECK_VALUE(mine.dim() == 2 && mine.is_contiguous() && mine.device().is_cpu(),
-                    "all_gather over UCX: a block of ", mine.sizes(), " on ", mine.device(),
-                    ", expected a contiguous matrix in CPU memory.");
+std::unique_ptr<Exchange> UcxLink::all_gather(const at::Tensor& given) {
+  TORCH_CHECK_VALUE(given.dim() == 2 && given.device().is_cpu(), "all_gather over UCX: a block of ", given.sizes(),
+                    " on ", given.device(), ", expected a matrix in CPU memory.");
+  const auto mine = given.contiguous();
   auto& round = channel_->start({Operation::all_gather, mine.scalar_type(), mine.size(0), mine.size(1)}, mine);
   auto exchange = std::make_unique<UcxExchange>(channel_, round);
   for (int step = 0; step < size(); ++step) exchange->publish((rank() + step) % size(), mine.size(0));

@@ -17,6 +17,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
+constexpr milliseconds kLastMoment{200};  // for messages to leave, and for connections to close
+
 void check(ucs_status_t status, const char* what) {
   if (status == UCS_OK) return;
   C10_THROW_ERROR(DistNetworkError, c10::str("UCX could not ", what, ": ", ucs_status_string(status),
@@ -36,16 +38,24 @@ bool has_rdma() {
 
 using Config = std::unique_ptr<ucp_config_t, decltype(&ucp_config_release)>;
 
+/// Sets an option unless the environment does.
+void prefer(ucp_config_t* config, const char* name, const char* value) {
+  if (std::getenv((std::string("UCX_") + name).c_str())) return;
+  const auto what = c10::str("take UCX_", name, "=", value);
+  check(ucp_config_modify(config, name, value), what.c_str());
+}
+
 /// UCX_* of the environment decide. Where they are silent: no shared memory, which would reach around a network
-/// namespace and would leave dead peers unnoticed; and Gloo's interface, unless there is better than sockets.
+/// namespace and would leave dead peers unnoticed. Over sockets Gloo's interface, and no rendezvous: with error
+/// handling UCX copies either way, and a block that is sent at once needs no answer from a peer that computes.
 Config configuration() {
   ucp_config_t* read = nullptr;
   check(ucp_config_read(nullptr, nullptr, &read), "read its configuration");
   Config config(read, ucp_config_release);
-  if (!std::getenv("UCX_TLS")) check(ucp_config_modify(read, "TLS", "^sm"), "leave out shared memory");
-  const char* gloo = std::getenv("GLOO_SOCKET_IFNAME");
-  if (gloo && *gloo && !std::getenv("UCX_NET_DEVICES") && !has_rdma())
-    check(ucp_config_modify(read, "NET_DEVICES", gloo), "take the interface of GLOO_SOCKET_IFNAME");
+  prefer(read, "TLS", "^sm");
+  if (has_rdma()) return config;
+  prefer(read, "RNDV_THRESH", "inf");
+  if (const char* gloo = std::getenv("GLOO_SOCKET_IFNAME"); gloo && *gloo) prefer(read, "NET_DEVICES", gloo);
   return config;
 }
 
@@ -104,7 +114,7 @@ Worker::~Worker() {
   for (const auto& c : connections_) {
     if (c.endpoint && c.status == UCS_OK) requests.push_back(ucp_ep_flush_nbx(c.endpoint, &plain));
   }
-  end(std::move(requests), milliseconds(500));
+  end(std::move(requests), kLastMoment);
   ucp_request_param_t force{};
   force.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
   force.flags = UCP_EP_CLOSE_FLAG_FORCE;
@@ -112,7 +122,7 @@ Worker::~Worker() {
   for (const auto& c : connections_) {
     if (c.endpoint) requests.push_back(ucp_ep_close_nbx(c.endpoint, &force));
   }
-  end(std::move(requests), milliseconds(500));
+  end(std::move(requests), kLastMoment);
   // UCX warns of messages that nobody received; after a failure that is no news.
   auto& level = ucs_global_opts.log_component.log_level;
   const auto before = level;

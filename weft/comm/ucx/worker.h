@@ -28,7 +28,7 @@ class Worker {
   explicit Worker(int peers);
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
-  /// Gives messages on their way a moment to leave, then ends all. Takes a second at most.
+  /// Gives messages on their way a moment to leave, then ends all. Takes half a second at most.
   ~Worker();
 
   std::string address() const;

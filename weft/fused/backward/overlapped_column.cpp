@@ -42,7 +42,9 @@ class OverlappedColumn final : public FusedOp {
     const auto& x = linear.saved(ops::BasicLinear::kInput);
     overlap::GatherUnder gather(link, ops::as_matrix(x));
     overlap::ReduceUnder reduce(link, rows, w, epilogue, [&] { gather.advance(); });
-    linear_->weight_gradient_of(linear, dy, with_leading(gather.wait(), x, link.size()));
+    const std::function<void()> between = [&] { reduce.advance(); };
+    linear_->weight_gradient_of(linear, dy, with_leading(gather.wait(), x, link.size()), 1,
+                                link.in_place() ? nullptr : &between);
     return with_leading(reduce.wait(), dy, -link.size());
   }
 

@@ -12,15 +12,20 @@
 
 namespace weft::kernels::CPU_CAPABILITY {
 
-/// A row-major matrix of float32, bfloat16 or float16.
+/// A matrix of float32, bfloat16 or float16: row-major, or squares of 32 x 32, one row of squares behind the other.
 struct Place {
   char* data = nullptr;
-  int64_t ld = 0;  // in values
+  int64_t ld = 0;  // in values, from a row to the next
   at::ScalarType dtype = at::kFloat;
   bool stream = false;  // store past the caches: whole aligned lines, and nobody reads them soon
+  int64_t squares = 0;  // in a row of squares; 0: row-major
 
   int64_t bytes() const { return dtype == at::kFloat ? 4 : 2; }
-  char* at(int64_t row, int64_t column) const { return data + (row * ld + column) * bytes(); }
+  char* at(int64_t row, int64_t column) const {
+    if (squares == 0) return data + (row * ld + column) * bytes();
+    const int64_t square = row / kPanel * squares + column / kPanel;
+    return data + (square * kSquare + row % kPanel * ld + column % kPanel) * bytes();
+  }
 };
 
 inline __mmask16 first(int64_t count) {
@@ -215,7 +220,7 @@ template <bool kStream>
     _mm512_storeu_si512(p, v);
 }
 
-/// v = act(scale·P + bias) + add. All matrices have rows of one length.
+/// v = act(scale·P + bias) + add. `pre` has the layout of `out`, and all addends have one.
 template <int kKind, bool kPre, int kAdds, bool kStream>
 class ValueRows {
  public:
@@ -223,7 +228,10 @@ class ValueRows {
       : out_(w.out.at(row, column)), step_(w.out.ld * 2), act_(&w.act) {
     if constexpr (kPre) pre_ = w.pre.at(row, column);
     for (int i = 0; i < kAdds; ++i) add_[i] = w.add[i].at(row, column);
-    ahead_ = (w.ahead_rows * w.out.ld + w.ahead_columns) * 2;
+    if constexpr (kAdds > 0) {
+      add_step_ = w.add[0].ld * 2;
+      ahead_ = w.add[0].at(row + w.ahead_rows, column + w.ahead_columns) - add_[0];
+    }
     scale_ = _mm512_set1_ps(w.scale);
     bias0_ = w.bias ? _mm512_loadu_ps(w.bias + column) : _mm512_setzero_ps();
     bias1_ = w.bias ? _mm512_loadu_ps(w.bias + column + 16) : _mm512_setzero_ps();
@@ -238,10 +246,11 @@ class ValueRows {
     }
 #pragma GCC unroll 3
     for (int i = 0; i < kAdds; ++i) {
-      v0 = _mm512_add_ps(v0, load_bf16(add_[i] + at_));
-      v1 = _mm512_add_ps(v1, load_bf16(add_[i] + at_ + 32));
-      _mm_prefetch(add_[i] + at_ + ahead_, _MM_HINT_T1);
+      v0 = _mm512_add_ps(v0, load_bf16(add_[i] + add_at_));
+      v1 = _mm512_add_ps(v1, load_bf16(add_[i] + add_at_ + 32));
+      _mm_prefetch(add_[i] + add_at_ + ahead_, _MM_HINT_T0);
     }
+    add_at_ += add_step_;
     put<kStream>(out_ + at_, pack_bf16(v0, v1));
     at_ += step_;
   }
@@ -250,7 +259,7 @@ class ValueRows {
  private:
   char *out_, *pre_ = nullptr;
   std::array<char*, kAdds> add_;
-  int64_t at_ = 0, step_, ahead_ = 0;
+  int64_t at_ = 0, step_, add_at_ = 0, add_step_ = 0, ahead_ = 0;
   __m512 scale_, bias0_, bias1_;
   const ActParams* act_;
 };
@@ -451,7 +460,9 @@ inline Form form_of(const Work& w, const std::optional<Act>& act, const std::opt
     if (p.data) lean = lean && p.dtype == at::kBFloat16 && (gated || p.ld == w.out.ld);
   };
   for (const auto* p : {&w.out, &w.pre, &w.again, &w.at}) look_at(*p);
-  for (int i = 0; i < w.adds; ++i) look_at(w.add[i]);
+  for (int i = 0; i < w.adds; ++i)
+    lean =
+        lean && w.add[i].dtype == at::kBFloat16 && w.add[i].ld == w.add[0].ld && w.add[i].squares == w.add[0].squares;
   if (!lean) return {};
   if (bare) return {.rows = Form::value, .adds = w.adds, .stream = w.out.stream};
   if ((!act && !slope) || w.adds > 0 || (slope && w.bias) || (act && w.sums)) return {};

@@ -1,3 +1,5 @@
+#include <thread>
+
 #include "weft/kernels/cpu/product_amx.h"
 #include "weft/kernels/tiers.h"
 
@@ -34,13 +36,16 @@ class Product {
   /// Multiplies; on the way adds up `lines`, if any, and returns their checksum.
   Checksum multiply(const Lines* lines = nullptr) {
     auto shares = shares_of(threads_, e_.keep_sums ? results_.columns() : 0, lines);
-    on_threads(threads_, [&](int t) { multiply_share(t, shares[t]); });
+    const auto caller = std::this_thread::get_id();
+    on_threads(threads_, [&](int t) {
+      multiply_share(t, shares[t], std::this_thread::get_id() == caller ? e_.between : nullptr);
+    });
     results_.sum_up(shares);
     return checksum_of(shares);
   }
 
   /// A thread's share of the far panels, or of the near ones if those are too few.
-  void multiply_share(int t, Share& share) {
+  void multiply_share(int t, Share& share, const std::function<void()>* between) {
     Work work = work_;
     work.sums = e_.keep_sums ? share.sums.data() : nullptr;
     const auto form = form_of(work, e_.act, e_.slope);
@@ -54,7 +59,7 @@ class Product {
     for (int64_t f = f0; f < f1; f += blocking.far) {
       FarBlock block(blocking);
       block.add(far(), work, f * kPanel, std::min(blocking.far, f1 - f));
-      multiply_block({near(), n0, n1}, block, blocking, form, e_, share.verifier);
+      multiply_block({near(), n0, n1}, block, blocking, form, e_, share.verifier, between);
     }
     share.verifier.finish();
   }

@@ -107,14 +107,20 @@ inline std::shared_ptr<const PackedCopy> packed_once(const Operand& m) {
   return copy;
 }
 
+/// A matrix, or squares of 32 x 32 as a tensor of four dimensions.
 inline Place place(const at::Tensor& t) {
-  return t.defined() ? Place{static_cast<char*>(t.data_ptr()), t.stride(0), t.scalar_type()} : Place{};
+  if (!t.defined()) return {};
+  Place p{static_cast<char*>(t.data_ptr()), t.stride(0), t.scalar_type()};
+  if (t.dim() == 2) return p;
+  p.ld = kPanel;
+  p.squares = t.size(1);
+  return p;
 }
 
 /// Whether stores may go past the caches: whole aligned lines, and more of them than L2 would hold anyway.
 inline bool streams(const at::Tensor& t) {
   const auto address = reinterpret_cast<uintptr_t>(t.data_ptr());
-  return t.scalar_type() == at::kBFloat16 && address % 64 == 0 && t.stride(0) % kPanel == 0 && t.nbytes() > (1 << 20);
+  return t.scalar_type() == at::kBFloat16 && address % 64 == 0 && t.stride(0) % kPanel == 0 && t.nbytes() >= (1 << 20);
 }
 
 /// A matrix that rows can be stored to; `given` if it can, else fresh.
@@ -123,12 +129,14 @@ inline at::Tensor writable(const at::Tensor& given, int64_t rows, int64_t column
   return at::empty({rows, columns}, at::TensorOptions().dtype(dtype));
 }
 
-/// Whether two matrices whose rows are contiguous may share memory.
+/// Whether two tensors may share memory.
 inline bool overlap(const at::Tensor& a, const at::Tensor& b) {
   if (!a.defined() || !b.defined() || a.numel() == 0 || b.numel() == 0) return false;
   const auto begin = [](const at::Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); };
   const auto end = [&](const at::Tensor& t) {
-    return begin(t) + ((t.size(0) - 1) * t.stride(0) + t.size(1)) * static_cast<int64_t>(t.element_size());
+    int64_t last = 0;
+    for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
+    return begin(t) + (last + 1) * static_cast<int64_t>(t.element_size());
   };
   return begin(a) < end(b) && begin(b) < end(a);
 }

@@ -1,0 +1,246 @@
+#include "benchmarks/driver/overlap.h"
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/randn.h>
+#include <sched.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+#include <iostream>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+
+#include "benchmarks/driver/clock.h"
+#include "benchmarks/driver/report.h"
+#include "weft/comm/host_meeting.h"
+#include "weft/comm/shared_link.h"
+#include "weft/kernels/rows.h"
+#include "weft/overlap/schedules.h"
+
+namespace bench {
+
+const char* const kOverlapUsage = "weft_bench overlap [--rounds N] [--only TEXT] [--json FILE] files…\n";
+
+namespace {
+
+using at::Tensor;
+using weft::comm::SharedLink;
+using weft::kernels::Epilogue;
+using weft::kernels::Matrix;
+
+constexpr int kRanks = 2;
+constexpr double kSample = 10e-3;  // seconds; a sample repeats a short pass
+constexpr double kSteady = 1.10;   // the two products around a schedule may differ by so much
+
+struct Arguments {
+  int rank = 0, rounds = 21;
+  std::string store, only, json;
+  std::vector<std::string> files;
+};
+
+Arguments parse(const std::vector<std::string>& words) {
+  Arguments out;
+  for (size_t i = 0; i < words.size(); ++i) {
+    const auto value = [&] {
+      TORCH_CHECK_VALUE(i + 1 < words.size(), kOverlapUsage);
+      return words[++i];
+    };
+    if (words[i] == "--rank") {
+      out.rank = std::stoi(value());
+    } else if (words[i] == "--store") {
+      out.store = value();
+    } else if (words[i] == "--rounds") {
+      out.rounds = std::stoi(value());
+    } else if (words[i] == "--only") {
+      out.only = value();
+    } else if (words[i] == "--json") {
+      out.json = value();
+    } else {
+      TORCH_CHECK_VALUE(!words[i].starts_with("--"), kOverlapUsage);
+      out.files.push_back(words[i]);
+    }
+  }
+  TORCH_CHECK_VALUE(!out.files.empty(), kOverlapUsage);
+  return out;
+}
+
+/// This program once more, as another rank.
+pid_t start_rank(std::vector<std::string> words) {
+  words.insert(words.begin(), {"weft_bench", "overlap"});
+  std::vector<char*> argv;
+  for (auto& word : words) argv.push_back(word.data());
+  argv.push_back(nullptr);
+  pid_t pid = 0;
+  TORCH_CHECK(posix_spawn(&pid, "/proc/self/exe", nullptr, nullptr, argv.data(), environ) == 0, "cannot start a rank");
+  return pid;
+}
+
+void stay_on(int core) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(core, &set);
+  TORCH_CHECK(sched_setaffinity(0, sizeof set, &set) == 0, "no core ", core);
+}
+
+/// A number of every rank, on every rank.
+std::vector<double> exchange(SharedLink& link, double mine) {
+  const auto block = at::empty({1, 1}, at::kDouble).fill_(mine);
+  const auto round = link.all_gather(block);
+  std::vector<double> all(kRanks, mine);
+  for (int r = 0; r < kRanks; ++r) {
+    if (r == link.rank()) continue;
+    round->wait(r, 1);
+    all[r] = round->incoming(r).item<double>();
+  }
+  round->finish();
+  return all;
+}
+
+/// Seconds a pass of all ranks together, the slower one's.
+double together(SharedLink& link, const std::function<void()>& run, int passes) {
+  exchange(link, 0);
+  const double start = now(/*threads=*/0);
+  for (int i = 0; i < passes; ++i) run();
+  const auto all = exchange(link, now(/*threads=*/0) - start);
+  return *std::max_element(all.begin(), all.end()) / passes;
+}
+
+/// What a line asks for: the schedule, the product alone, and the error of the schedule.
+struct Problem {
+  std::function<void()> schedule, product;
+  double error = 0;
+};
+
+double error_of(const Tensor& got, const Tensor& want) {
+  return (at::linalg_vector_norm(got.to(at::kFloat) - want) / at::linalg_vector_norm(want)).item<double>();
+}
+
+Tensor random(at::IntArrayRef sizes, double scale = 1) { return (at::randn(sizes) * scale).to(at::kBFloat16); }
+
+/// y = all_gather(x) Wᵀ. placed=1: x was produced in shared memory.
+Problem all_gather(SharedLink& link, const Line& line) {
+  const auto t = line.size("t"), k = line.size("k"), n = line.size("n");
+  const bool placed = line.number("placed", 0) != 0;
+  at::manual_seed(0);
+  const auto x = random({t, k}), w = random({n, k}, 1 / std::sqrt(k));
+  const auto mine = x.narrow(0, link.rank() * t / kRanks, t / kRanks).clone();
+  const auto y = at::empty({t, n}, x.options()), alone = at::empty_like(y);
+  const auto run = [=, &link] {
+    const auto given = placed ? link.place(t / kRanks, k, at::kBFloat16) : mine;
+    weft::overlap::all_gather_gemm(link, given, Matrix(w, true), {.out = y, .weight = true});
+  };
+  for (int i = 0; i < 4 && placed; ++i) {  // each slot holds x from here on
+    const auto given = link.place(t / kRanks, k, at::kBFloat16);
+    given.copy_(mine);
+    weft::overlap::all_gather_gemm(link, given, Matrix(w, true), {.out = y, .weight = true});
+  }
+  run();
+  return {run, [=] { weft::kernels::gemm(x, Matrix(w, true), {.out = alone, .weight = true}); },
+          error_of(y, at::mm(x.to(at::kFloat), w.to(at::kFloat).t()))};
+}
+
+/// y_r = Σ_ranks (x Wᵀ)_r.
+Problem reduce_scatter(SharedLink& link, const Line& line) {
+  const auto t = line.size("t"), k = line.size("k"), n = line.size("n");
+  at::manual_seed(0);
+  const auto x = random({t, k * kRanks}), w = random({n, k * kRanks}, 1 / std::sqrt(k));
+  const auto xr = x.narrow(1, link.rank() * k, k).contiguous(), wr = w.narrow(1, link.rank() * k, k).contiguous();
+  const auto alone = at::empty({t, n}, x.options());
+  const auto run = [=, &link] {
+    return weft::overlap::gemm_reduce_scatter(link, xr, Matrix(wr, true), {.weight = true});
+  };
+  const auto want = at::mm(x.narrow(0, link.rank() * t / kRanks, t / kRanks).to(at::kFloat), w.to(at::kFloat).t());
+  return {[=] { run(); }, [=] { weft::kernels::gemm(xr, Matrix(wr, true), {.out = alone, .weight = true}); },
+          error_of(run(), want)};
+}
+
+/// Rounds of product, schedule, product; those whose products differ do not count.
+Measured measure(SharedLink& link, const Problem& problem, int rounds) {
+  together(link, problem.schedule, 3);
+  together(link, problem.product, 3);
+  const int passes = std::max(1, static_cast<int>(std::lround(kSample / together(link, problem.product, 2))));
+  std::vector<double> ratios, controls, schedules, products;
+  Measured out;
+  for (out.rounds = 0; out.rounds < 8 * rounds && static_cast<int>(ratios.size()) < rounds; ++out.rounds) {
+    const double before = together(link, problem.product, passes);
+    const double schedule = together(link, problem.schedule, passes);
+    const double after = together(link, problem.product, passes);
+    if (std::max(before, after) > kSteady * std::min(before, after)) continue;
+    ratios.push_back(2 * schedule / (before + after));
+    controls.push_back(after / before);
+    schedules.push_back(schedule);
+    products.push_back((before + after) / 2);
+  }
+  out.kept = static_cast<int>(ratios.size());
+  if (ratios.empty()) return out;
+  const auto [median, low, high] = bootstrap(ratios);
+  out.ms = 1e3 * bootstrap(schedules).median;
+  out.ratios.push_back({"gemm", median, low, high, 1e3 * bootstrap(products).median});
+  out.control = bootstrap(controls).median;
+  return out;
+}
+
+std::vector<Line> lines_of(const Arguments& arguments) {
+  std::vector<Line> lines;
+  for (const auto& name : arguments.files) {
+    std::ifstream file(name);
+    TORCH_CHECK(file, "no file ", name);
+    for (std::string text; std::getline(file, text);)
+      if (text = text.substr(0, text.find('#')); text.find_first_not_of(' ') != std::string::npos)
+        if (text.find(arguments.only) != std::string::npos) lines.emplace_back(text);
+  }
+  return lines;
+}
+
+bool run_rank(const Arguments& arguments) {
+  stay_on(arguments.rank);
+  const auto store = c10::make_intrusive<c10d::FileStore>(arguments.store, kRanks);
+  SharedLink link(std::make_shared<weft::comm::HostMeeting>(weft::comm::HostMeeting::Options{
+      [store] { return store; }, "bench", arguments.rank, kRanks, std::chrono::seconds(60)}));
+  Report report(Method{});
+  bool fine = true;
+  for (const auto& line : lines_of(arguments)) {
+    const Target target(line);
+    const auto make = line.kind() == "all_gather" ? all_gather : reduce_scatter;
+    const auto problem = make(link, line);
+    line.finish();
+    auto measured = measure(link, problem, arguments.rounds);
+    const auto missed = [&] { return exchange(link, target.missed(measured) ? 1 : 0)[0] != 0; };
+    if (missed()) measured = measure(link, problem, arguments.rounds);  // over the bound only if it is so twice
+    fine = fine && !target.missed(measured) && problem.error < 1e-2;
+    if (arguments.rank == 0) report.add(line, target, measured, {{"y", problem.error, 0}});
+    if (arguments.rank == 0 && !arguments.json.empty()) report.write(arguments.json);
+  }
+  return fine;
+}
+
+}  // namespace
+
+int run_overlap(const std::vector<std::string>& words) {
+  auto arguments = parse(words);
+  at::set_num_threads(1);
+  if (arguments.rank > 0) return run_rank(arguments) ? 0 : 1;
+  char name[] = "/tmp/weft_bench_XXXXXX";
+  TORCH_CHECK(mkdtemp(name), "no folder in /tmp");
+  arguments.store = std::string(name) + "/store";
+  auto peer = words;
+  peer.insert(peer.end(), {"--rank", "1", "--store", arguments.store});
+  const auto pid = start_rank(peer);
+  const bool fine = run_rank(arguments);
+  int status = 0;
+  waitpid(pid, &status, 0);
+  unlink(arguments.store.c_str());
+  rmdir(name);
+  return fine && status == 0 ? 0 : 1;
+}
+
+}  // namespace bench

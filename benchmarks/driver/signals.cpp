@@ -1,0 +1,124 @@
+#include "benchmarks/driver/signals.h"
+
+#include <ATen/ops/zeros.h>
+#include <sched.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <functional>
+#include <iostream>
+#include <thread>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+
+#include "weft/comm/host_meeting.h"
+#include "weft/comm/shared_link.h"
+
+namespace bench {
+
+const char* const kSignalsUsage = "weft_bench signals [ranks…]\n";
+
+namespace {
+
+using weft::comm::SharedLink;
+using Clock = std::chrono::steady_clock;
+
+constexpr int kSamples = 41, kSignals = 1000;
+
+/// This program once more, as one rank.
+pid_t start_rank(std::vector<std::string> words) {
+  words.insert(words.begin(), {"weft_bench", "signals"});
+  std::vector<char*> argv;
+  for (auto& word : words) argv.push_back(word.data());
+  argv.push_back(nullptr);
+  pid_t pid = 0;
+  TORCH_CHECK(posix_spawn(&pid, "/proc/self/exe", nullptr, nullptr, argv.data(), environ) == 0, "cannot start a rank");
+  return pid;
+}
+
+/// µs of one of the signals that `pass` sends, over some samples: the middle one and the best.
+void report(SharedLink& link, const char* what, double signals, const std::function<void()>& pass) {
+  std::vector<double> samples;
+  for (int i = 0; i < kSamples; ++i) {
+    const auto start = Clock::now();
+    pass();
+    samples.push_back(std::chrono::duration<double, std::micro>(Clock::now() - start).count() / signals);
+  }
+  std::sort(samples.begin(), samples.end());
+  if (link.rank() == 0)
+    std::cout << "ranks " << link.size() << "  cores " << std::thread::hardware_concurrency() << "  " << what << "  us "
+              << samples[kSamples / 2] << "  best " << samples[0] << std::endl;
+}
+
+/// Rank 0 and rank 1 answer each other.
+void one_way(SharedLink& link) {
+  const auto round = link.reduce_scatter(kSignals, 1, at::kByte);
+  const int peer = 1 - link.rank();
+  for (int i = 1; i <= kSignals; ++i) {
+    if (link.rank() == 0) round->publish(peer, i);
+    round->wait(peer, i);
+    if (link.rank() == 1) round->publish(peer, i);
+  }
+  round->finish();
+}
+
+/// Every rank tells every other, and hears from every other, before it goes on.
+void all_ranks(SharedLink& link) {
+  const auto round = link.reduce_scatter(kSignals, 1, at::kByte);
+  for (int i = 1; i <= kSignals; ++i) {
+    for (int peer = 0; peer < link.size(); ++peer)
+      if (peer != link.rank()) round->publish(peer, i);
+    for (int peer = 0; peer < link.size(); ++peer)
+      if (peer != link.rank()) round->wait(peer, i);
+  }
+  round->finish();
+}
+
+/// Whole rounds: announced, agreed on, a block of one byte for everybody, finished.
+void rounds(SharedLink& link) {
+  const auto mine = at::zeros({1, 1}, at::kByte);
+  for (int i = 0; i < kSignals; ++i) {
+    const auto round = link.all_gather(mine);
+    for (int peer = 0; peer < link.size(); ++peer)
+      if (peer != link.rank()) round->wait(peer, 1);
+    round->finish();
+  }
+}
+
+int run_rank(int rank, int size, const std::string& store) {
+  const c10::intrusive_ptr<c10d::Store> found = c10::make_intrusive<c10d::FileStore>(store, size);
+  SharedLink link(std::make_shared<weft::comm::HostMeeting>(weft::comm::HostMeeting::Options{
+      [&] { return found; }, "signals", rank, size, std::chrono::milliseconds(60000)}));
+  if (size == 2) report(link, "one way", 2 * kSignals, [&] { one_way(link); });
+  report(link, "to and from all", kSignals, [&] { all_ranks(link); });
+  report(link, "all-gather of a byte", kSignals, [&] { rounds(link); });
+  return 0;
+}
+
+}  // namespace
+
+int run_signals(const std::vector<std::string>& words) {
+  if (words.size() == 4 && words[0] == "--rank") return run_rank(std::stoi(words[1]), std::stoi(words[2]), words[3]);
+  std::vector<int> sizes;
+  for (const auto& word : words) sizes.push_back(std::stoi(word));
+  const int cores = static_cast<int>(std::thread::hardware_concurrency());
+  if (sizes.empty()) sizes = {2, 2 * cores};
+  int status = 0;
+  for (const int size : sizes) {
+    const auto store = std::filesystem::temp_directory_path() / ("weft_signals_" + std::to_string(::getpid()));
+    std::vector<pid_t> ranks;
+    for (int rank = 0; rank < size; ++rank)
+      ranks.push_back(start_rank({"--rank", std::to_string(rank), std::to_string(size), store.string()}));
+    for (const pid_t pid : ranks) {
+      int ended = 0;
+      ::waitpid(pid, &ended, 0);
+      status |= ended;
+    }
+    std::filesystem::remove(store);
+  }
+  return status == 0 ? 0 : 1;
+}
+
+}  // namespace bench

@@ -1,0 +1,137 @@
+"""State dicts of tensor-parallel modules between group sizes, and random states; no process group is needed here."""
+
+import pytest
+import torch
+from weft.checkpoint import Spread, layout_of, merge, split
+
+import weft
+from weft import ops
+
+
+def model(replicated_bias: bool = False) -> ops.Sequential:
+    return ops.Sequential(
+        ops.RMSNorm(8), ops.Linear(8, 24), ops.SwiGLU(), ops.Linear(12, 8, replicated_bias=replicated_bias)
+    )
+
+
+MODES = {"1": "column", "3": "row"}
+
+
+def random_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {key: torch.randn(value.shape) for key, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("replicated_bias", (False, True))
+def test_one_two_and_four_ranks_hold_the_same_whole(replicated_bias):
+    module = model(replicated_bias)
+    layout, whole = layout_of(module, modes=MODES, stacked={"1": 2}), random_state(module)
+    two = split(whole, layout, 2)
+    four = split(merge(two, layout), layout, 4)
+    again = merge(split(merge(four, layout), layout, 1), layout)
+    assert again.keys() == whole.keys()
+    for key, value in whole.items():
+        assert torch.equal(again[key], value), key
+    module.load_state_dict(again)
+
+
+def test_each_rank_gets_its_rows_columns_and_part_of_the_bias():
+    module = model()
+    whole = random_state(module)
+    first, second = split(whole, layout_of(module, modes=MODES), 2)
+    weight = whole["1.basic_ops.0.weight"]
+    assert torch.equal(first["1.basic_ops.0.weight"], weight[:12]) and torch.equal(
+        second["1.basic_ops.0.weight"], weight[12:]
+    )
+    assert torch.equal(second["3.basic_ops.0.weight"], whole["3.basic_ops.0.weight"][:, 6:])
+    assert torch.equal(first["3.basic_ops.1.bias"], whole["3.basic_ops.1.bias"])
+    assert not second["3.basic_ops.1.bias"].any(), "the bias of a row linear is a sum: the first rank brings it"
+    assert second["0.weight"] is whole["0.weight"]
+
+
+def test_a_replicated_bias_is_equal_on_all_ranks():
+    module = model(replicated_bias=True)
+    whole = random_state(module)
+    for shard in split(whole, layout_of(module, modes=MODES), 4):
+        assert torch.equal(shard["3.basic_ops.1.bias"], whole["3.basic_ops.1.bias"])
+
+
+def test_biases_of_a_row_linear_are_summed():
+    module = model()
+    layout = layout_of(module, modes=MODES)
+    parts = split(random_state(module), layout, 2)
+    for rank, part in enumerate(parts):
+        part["3.basic_ops.1.bias"] = torch.full((8,), 1.0 + rank)
+    assert torch.equal(merge(parts, layout)["3.basic_ops.1.bias"], torch.full((8,), 3.0))
+
+
+def test_stacked_features_are_split_each_on_their_own():
+    gate, up = torch.arange(4), torch.arange(4) + 10
+    parts = Spread(0, stacked=2).split("w", torch.cat([gate, up]), 2)
+    assert parts[0].tolist() == [0, 1, 10, 11] and parts[1].tolist() == [2, 3, 12, 13]
+    assert Spread(0, stacked=2).merge(parts).tolist() == [*gate.tolist(), *up.tolist()]
+
+
+def test_what_cannot_be_is_named():
+    module = model()
+    layout = layout_of(module, modes=MODES)
+    with pytest.raises(ValueError, match=r"1\.basic_ops\.0\.weight: dimension 0 of \(24, 8\).*over 5 ranks"):
+        split(random_state(module), layout, 5)
+    with pytest.raises(ValueError, match="no such Linear"):
+        layout_of(module, modes={"mlp": "column"})
+    with pytest.raises(ValueError, match="ranks 0 and 1 have different keys: b"):
+        merge([{"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(1)}], {})
+    with pytest.raises(ValueError, match="one for each rank"):
+        merge([], {})
+
+
+# ---- random states ------------------------------------------------------------------------------------------------
+
+
+def test_a_fork_draws_from_its_own_state_and_leaves_the_usual_one():
+    tracker = weft.RNGStatesTracker()
+    tracker.add("model-parallel-rng", 5)
+    torch.manual_seed(1)
+    usual = torch.rand(3)
+    torch.manual_seed(1)
+    with tracker.fork():
+        first = torch.rand(3)
+    assert torch.equal(torch.rand(3), usual)
+    with tracker.fork():
+        second = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(first, torch.rand(3)) and torch.equal(second, torch.rand(3))
+
+
+def test_a_linear_draws_its_weights_from_the_tracker():
+    tracker = weft.RNGStatesTracker()
+    tracker.add("model-parallel-rng", 5)
+    weights = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        tracker.set_states({"model-parallel-rng": torch.Generator().manual_seed(5).get_state()})
+        weights.append(ops.Linear(4, 4, rng_state_tracker_function=lambda: tracker).weight.detach().clone())
+    assert torch.equal(*weights)
+
+
+def test_states_are_saved_and_put_back():
+    tracker = weft.RNGStatesTracker()
+    tracker.add("a", 1)
+    states = tracker.get_states()
+    with tracker.fork("a"):
+        drawn = torch.rand(2)
+    tracker.set_states(states)
+    with tracker.fork("a"):
+        assert torch.equal(torch.rand(2), drawn)
+
+
+def test_a_tracker_refuses_repetitions_and_unknown_names():
+    tracker = weft.RNGStatesTracker()
+    tracker.add("a", 1)
+    with pytest.raises(RuntimeError, match="seed 1"):
+        tracker.add("b", 1)
+    with pytest.raises(RuntimeError, match="'a'"):
+        tracker.add("a", 2)
+    with pytest.raises(KeyError, match="nobody"), tracker.fork("nobody"):
+        pass
+    tracker.reset()
+    tracker.add("a", 1)
