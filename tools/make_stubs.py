@@ -87,13 +87,15 @@ def extension_stub(module: Any) -> str:
 NAMED = {
     "dtype": "torch.dtype | None",
     "device": "torch.device | str | None",
-    "process_group": "ProcessGroup | None",
-    "tensor_parallel_group": "ProcessGroup | None",
+    "process_group": "ProcessGroup | DeviceMesh | None",
+    "tensor_parallel_group": "ProcessGroup | DeviceMesh | None",
     "tensor_parallel_mode": "str | None",
     "userbuffers_options": "dict[str, Any] | None",
     "rng_state_tracker_function": "Callable[[], Any] | None",
     "sm_margin": "int | dict[str, int]",
 }
+# Types of arguments that are read back as another.
+READ = {"int | Sequence[int]": "list[int]", "ProcessGroup | DeviceMesh | None": "ProcessGroup | None"}
 
 
 def type_of(core: Any, op: Any, field: str, value: Any) -> str:
@@ -125,7 +127,7 @@ def op_stub(core: Any, name: str, cls: Any, fields: list[tuple[str, Any, str]], 
     lines += [f"    {parameter}: torch.nn.Parameter" for parameter, *_ in sample.params()]
     for field, kind in types.items():
         if isinstance(vars(cls).get(field), property):
-            kind = "torch.dtype" if field == "dtype" else "list[int]" if kind == "int | Sequence[int]" else kind
+            kind = READ.get(kind, kind) if field != "dtype" else "torch.dtype"
             lines.append(f"    {field}: {kind}")
     return "\n".join([*lines, f"    def __init__({', '.join(arguments)}) -> None: ..."])
 
@@ -137,7 +139,8 @@ def ops_stub(weft: Any) -> str:
         HEAD + "from collections.abc import Callable, Sequence",
         "from typing import Any\n",
         "import torch",
-        "from torch.distributed import ProcessGroup\n",
+        "from torch.distributed import ProcessGroup",
+        "from torch.distributed.device_mesh import DeviceMesh\n",
         *(f"from .{module} import {name} as {name}" for module, name in imports),
         "from .native import NativeOperation",
         "from .wgrad import WgradModule\n",

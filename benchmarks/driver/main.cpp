@@ -3,6 +3,7 @@
 // weft_bench suite --check|--time …            problems as lines: values and gradients, or times
 // weft_bench sweep …                           random shapes, with and without one fusion rule
 // weft_bench overlap …                         schedules between two processes, against the product alone
+// weft_bench signals [ranks…]                  how long a signal between ranks of one host takes
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
 #include <valgrind/callgrind.h>
@@ -12,6 +13,7 @@
 
 #include "benchmarks/driver/framework.h"
 #include "benchmarks/driver/overlap.h"
+#include "benchmarks/driver/signals.h"
 #include "benchmarks/driver/suite.h"
 #include "benchmarks/driver/sweep.h"
 
@@ -49,6 +51,7 @@ int main(int argc, char** argv) {
     if (what == "suite") return bench::run_suite({words.begin() + 1, words.end()});
     if (what == "sweep") return bench::run_sweep({words.begin() + 1, words.end()});
     if (what == "overlap") return bench::run_overlap({words.begin() + 1, words.end()});
+    if (what == "signals") return bench::run_signals({words.begin() + 1, words.end()});
   } catch (const c10::Error& error) {
     std::cerr << error.what_without_backtrace() << "\n";
     return 2;
@@ -59,6 +62,6 @@ int main(int argc, char** argv) {
   std::cerr << "usage: weft_bench framework <five|sixteen> <weft|bare>\n"
             << "       " << bench::kSuiteUsage
             << "       weft_bench sweep [--shapes N] [--seed N] [--dtype bf16|fp16|fp32] [--flop N] [--json FILE]\n"
-            << "       " << bench::kOverlapUsage;
+            << "       " << bench::kOverlapUsage << "       " << bench::kSignalsUsage;
   return 2;
 }

@@ -87,7 +87,16 @@ void rounds(SharedLink& link) {
   }
 }
 
+/// Ranks in turn on the cores, so that no sample depends on where the scheduler puts them.
+void stay_on_core_of(int rank) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(rank % static_cast<int>(std::thread::hardware_concurrency()), &set);
+  TORCH_CHECK(::sched_setaffinity(0, sizeof(set), &set) == 0, "rank ", rank, " gets no core");
+}
+
 int run_rank(int rank, int size, const std::string& store) {
+  stay_on_core_of(rank);
   const c10::intrusive_ptr<c10d::Store> found = c10::make_intrusive<c10d::FileStore>(store, size);
   SharedLink link(std::make_shared<weft::comm::HostMeeting>(weft::comm::HostMeeting::Options{
       [&] { return found; }, "signals", rank, size, std::chrono::milliseconds(60000)}));

@@ -2,6 +2,7 @@
 // Ranks as threads of one process: each has a c10d group of its own, registered under a name of its own, over a backend
 // that copies between threads. What a rank sends is copied when it starts a collective; what it gets is written when it
 // waits, so that a result read too early shows.
+#include <ATen/Parallel.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -160,6 +161,7 @@ class ThreadRanks {
     std::vector<std::thread> threads;
     for (int rank = 0; rank < size(); ++rank)
       threads.emplace_back([&, rank] {
+        at::set_num_threads(1);  // of this thread
         try {
           body(rank, name(rank));
         } catch (...) {

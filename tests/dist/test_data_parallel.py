@@ -1,19 +1,15 @@
 """DDP and FSDP2 on two Gloo ranks train weft's modules exactly as one process does."""
 
-import os
 import pathlib
-import subprocess
 import sys
 
 import pytest
 import torch
 
-import weft
-
-HERE = pathlib.Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from data_parallel import make_model, make_optimizer, train  # noqa: E402
+from launch import run_ranks  # noqa: E402
 
 EXACT = [
     "ddp-block",
@@ -32,29 +28,7 @@ RANKS = 2
 def two_ranks(tmp_path_factory):
     """A folder with what the ranks found in each situation. They start once: starting costs more than training."""
     folder = tmp_path_factory.mktemp("ranks")
-    shared = {
-        "PYTHONPATH": str(pathlib.Path(weft.__file__).parent.parent),
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": str(RANKS),
-    }
-    logs = [folder / f"rank{rank}.log" for rank in range(RANKS)]
-    ranks = []
-    try:
-        for rank, log in enumerate(logs):
-            with log.open("w") as file:
-                ranks.append(
-                    subprocess.Popen(
-                        [sys.executable, str(HERE / "data_parallel.py"), str(folder), *EXACT, "fsdp-bf16"],
-                        env={**os.environ, **shared, "RANK": str(rank)},
-                        stdout=file,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-        codes = [rank.wait(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert codes == [0] * RANKS, "\n".join(log.read_text() for log in logs)
+    run_ranks("data_parallel.py", folder, RANKS, *EXACT, "fsdp-bf16")
     return folder
 
 

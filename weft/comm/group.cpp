@@ -26,10 +26,10 @@ milliseconds timeout_of(c10d::ProcessGroup& group) {
   if (const auto given = given_timeout()) return *given;
   try {
     const auto own = group.getDefaultBackend()->getBackendOptions()->timeout;
-    if (own.count() > 0) return own;
+    return own.count() > 0 ? own : kBackendDefaultTimeout;
   } catch (const c10::Error&) {  // a backend without options
+    return kBackendDefaultTimeout;
   }
-  return kBackendDefaultTimeout;
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> resolve(const std::string& name) {
@@ -66,9 +66,11 @@ Agreement about(Operation operation, const at::Tensor& x) {
 at::Tensor Pending::wait() { return finish_ ? std::exchange(finish_, nullptr)() : std::move(ready_); }
 
 Pending::~Pending() {
+  if (!finish_) return;
   try {
-    if (finish_) finish_();
-  } catch (const std::exception&) {  // the group remembers it
+    finish_();
+  } catch (const std::exception&) {
+    return;  // the group remembers it
   }
 }
 
@@ -127,9 +129,9 @@ class Group::Round {
   Round(const Group& group, const Agreement& about, at::Device device);
 
   /// Starts to collect the blocks of all ranks.
-  void gather(at::Tensor out, at::Tensor block);
+  void gather(const at::Tensor& out, const at::Tensor& block);
   /// Starts to send block i to rank i, and to collect what the others send.
-  void exchange(at::Tensor out, at::Tensor blocks);
+  void exchange(const at::Tensor& out, const at::Tensor& blocks);
   void wait();
 
  private:
@@ -187,7 +189,7 @@ void Group::Round::agree() {
                         ". Every rank must run the same operations in the same order, on equal sizes and dtypes.");
 }
 
-void Group::Round::gather(at::Tensor out, at::Tensor block) {
+void Group::Round::gather(const at::Tensor& out, const at::Tensor& block) {
   if (out.numel() == 0) return;
   guarded([&] {
     auto to = bytes(out), from = bytes(block);
@@ -195,7 +197,7 @@ void Group::Round::gather(at::Tensor out, at::Tensor block) {
   });
 }
 
-void Group::Round::exchange(at::Tensor out, at::Tensor blocks) {
+void Group::Round::exchange(const at::Tensor& out, const at::Tensor& blocks) {
   if (out.numel() == 0) return;
   guarded([&] {
     auto to = bytes(out), from = bytes(blocks);

@@ -23,6 +23,8 @@ using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 using Token = std::array<uint64_t, 2>;
 
+constexpr int kQueue = 1024;  // callers that may wait; strangers can take places too
+
 Token random_token() {
   Token token{};
   TORCH_CHECK(::getrandom(token.data(), sizeof(token), 0) == sizeof(token), "The system gave no random number.");
@@ -78,7 +80,6 @@ class HostMeeting::Gathering {
  private:
   int rank() const { return meeting_.rank(); }
   int size() const { return meeting_.size(); }
-  std::string key(int rank) const;
   std::string name(int peer) const;
   [[noreturn]] void fail(int peer, const std::string& what) const;
   void look_after(int peer, const char* doing) const;
@@ -119,8 +120,6 @@ HostMeeting::Gathering::Gathering(HostMeeting& meeting, std::shared_ptr<Memory> 
   memories_[rank()] = std::move(mine);
 }
 
-std::string HostMeeting::Gathering::key(int rank) const { return c10::str(prefix_, "/", rank); }
-
 std::string HostMeeting::Gathering::name(int peer) const {
   const auto pid = cards_[peer].place.pid;
   return pid ? c10::str("rank ", peer, " (pid ", pid, ")") : c10::str("rank ", peer);
@@ -146,7 +145,7 @@ int HostMeeting::Gathering::poll_ms() const {
 }
 
 Memories HostMeeting::Gathering::run() {
-  listener_ = listen_at(cards_[rank()].socket, size());
+  listener_ = listen_at(cards_[rank()].socket, kQueue);
   if (!listener_) fail(rank(), "no socket to listen on: " + c10::utils::str_error(errno));
   exchange_cards();
   for (int peer = 0; peer < rank(); ++peer) call(peer);
@@ -180,8 +179,9 @@ void HostMeeting::Gathering::accept_card(int peer, const std::string& text) {
 void HostMeeting::Gathering::call(int peer) {
   auto& connection = calls_[peer];
   while (!(connection = connect_to(cards_[peer].socket))) {
-    if (errno != EAGAIN) fail(peer, "no connection: " + c10::utils::str_error(errno));
+    const int error = errno;
     look_after(peer, "free place in its queue");
+    if (error != EAGAIN) fail(peer, "no connection: " + c10::utils::str_error(error));
     std::this_thread::sleep_for(milliseconds(1));
   }
   const auto caller = caller_of(connection);

@@ -189,7 +189,7 @@ void SharedLink::grow(uint64_t round, size_t slot_bytes) {
   auto& signals = core_->signals;
   for (int peer = 0; peer < size(); ++peer) signals.meet(round, peer);
   auto slots = std::make_shared<Slots>();
-  slots->bytes = round_up(std::max(slot_bytes, slots_->bytes / 4 * 5), kStep);
+  slots->bytes = round_up(std::max({slot_bytes, slots_->bytes / 4 * 5, size_t{1}}), kStep);
   auto mine = Memory::make(2 * slots->bytes);
   slots->memories = core_->meeting->meet(mine, [&] { signals.check(); });
   mine->close_file();

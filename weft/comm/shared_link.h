@@ -28,7 +28,7 @@ class SharedLink final : public Link {
 
   /// Starts an all-gather and gives the memory for this rank's block. `all_gather` with the tensor, once it is written,
   /// goes on with that round and copies nothing. One at a time; the memory is used again two rounds later.
-  at::Tensor place(int64_t rows, int64_t columns, at::ScalarType dtype);
+  at::Tensor place(int64_t rows, int64_t columns, at::ScalarType dtype) override;
 
  private:
   struct Core;   // what a round and the link share

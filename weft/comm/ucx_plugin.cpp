@@ -3,7 +3,10 @@
 #include <c10/util/Exception.h>
 #include <dlfcn.h>
 
+#include <cstdlib>
 #include <filesystem>
+
+#include "weft/comm/ucx/devices.h"
 
 namespace weft::comm {
 namespace {
@@ -11,6 +14,23 @@ namespace {
 struct Plugin {
   decltype(&weft_ucx_link_1) make = nullptr;
   std::string why_not;
+};
+
+/// Sets a variable of the environment for a moment, unless it is set. UCX reads these two when it is loaded; by default
+/// it takes over signals, and patches the C library to see memory come and go, of which sockets need nothing.
+class Unless {
+ public:
+  Unless(const char* name, const char* value) : name_(std::getenv(name) ? nullptr : name) {
+    if (name_) setenv(name_, value, 0);
+  }
+  Unless(const Unless&) = delete;
+  Unless& operator=(const Unless&) = delete;
+  ~Unless() {
+    if (name_) unsetenv(name_);
+  }
+
+ private:
+  const char* name_;
 };
 
 std::filesystem::path beside_this_library() {
@@ -22,6 +42,8 @@ std::filesystem::path beside_this_library() {
 Plugin load() {
   const auto path = beside_this_library();
   if (!std::filesystem::exists(path)) return {nullptr, "weft was built without UCX: there is no " + path.string()};
+  const Unless crashes("UCX_HANDLE_ERRORS", "none");  // they stay with the program's own signal handlers
+  const Unless hooks("UCX_MEM_EVENTS", ucx::has_rdma() ? "y" : "n");
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!library) return {nullptr, dlerror()};  // names the missing one, e.g. libucp.so.0
   auto make = reinterpret_cast<decltype(&weft_ucx_link_1)>(dlsym(library, "weft_ucx_link_1"));

@@ -29,7 +29,7 @@ inline void flush_stores() {
 template <class Done, class Look>
 void wait_until(Done&& done, Look&& look) {
   using Clock = std::chrono::steady_clock;
-  constexpr int kSpins = 200, kTurns = 16;
+  constexpr int kSpins = 30, kTurns = 16;
   constexpr auto kAwake = Milliseconds(20);
   constexpr auto kSleep = std::chrono::microseconds(100);
   for (int spin = 0; spin < kSpins; ++spin) {

@@ -23,7 +23,7 @@ bool interleaved(const std::optional<Act>& act) { return act && act->interleave 
 Tier gemm_tier(const Matrix& a, const Matrix& b, const Epilogue& e) {
   const auto vector = vector_tier(a.t, b.t, e.bias, e.at, e.add, e.out);
   if (vector == Tier::ref || machine_tier() != Tier::amx) return vector;
-  const bool tiles = a.rows() > 0 && has_tiles(a.t.device().type(), a.t.scalar_type(), b.columns(), a.columns());
+  const bool tiles = a.rows() > 0 && has_tiles(a.t.device().type(), a.t.scalar_type(), b.columns(), b.rows());
   return tiles && !interleaved(e.act) && !interleaved(e.slope) ? Tier::amx : vector;
 }
 

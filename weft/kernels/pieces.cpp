@@ -38,13 +38,13 @@ class AddedUp {
  private:
   int64_t ready(int piece, int64_t from) {
     const auto& terms = given_.list[piece].add;
-    const auto rows = given_.list[piece].a.size(0), to = given_.ready ? given_.ready(piece, from) : rows;
+    const auto rows = rows_in(given_.list[piece]), to = given_.ready ? given_.ready(piece, from) : rows;
     auto& done = done_[piece];
     if (terms.size() < 2 || to <= done) return to;
     const auto part = [&](const at::Tensor& t) {
       if (!is_square(t)) return t.narrow(0, done, to - done);
-      const auto begin = done / kSquare, end = to == rows ? t.size(0) : to / kSquare;
-      return t.flatten(1).narrow(0, begin, end - begin);
+      const auto begin = done / kSquare, end = to == rows ? t.size(1) : to / kSquare;
+      return t.flatten(1).narrow(1, begin * kSquare * kSquare, (end - begin) * kSquare * kSquare);
     };
     std::vector<at::Tensor> parts;
     for (const auto& t : terms) parts.push_back(part(t));
@@ -58,24 +58,37 @@ class AddedUp {
   std::vector<int64_t> done_;  // rows that are added up
 };
 
+int64_t in_panels(int64_t values) { return (values + kSquare - 1) / kSquare; }
+
+/// Rows of `k` values without gaps, or packed where tiles take them.
+bool fits_a(const Piece& piece, int64_t k, bool tiles) {
+  const auto& a = piece.a;
+  if (a.dim() == 2) return a.size(1) == k && (a.stride(1) == 1 || k <= 1);
+  return tiles && a.is_contiguous() &&
+         a.sizes() == at::IntArrayRef({in_panels(piece.packed_rows), 2 * in_panels(k), kSquare / 2, kSquare});
+}
+
+/// Rows without gaps, or squares where tiles make them.
+bool fits_result(const at::Tensor& t, int64_t rows, int64_t n, bool tiles) {
+  if (t.dim() == 2) return t.size(0) == rows && (t.stride(1) == 1 || t.size(1) <= 1);
+  return tiles && t.is_contiguous() && t.sizes() == at::IntArrayRef({in_panels(n), in_panels(rows), kSquare, kSquare});
+}
+
 void check(const Pieces& a, const Matrix& b, const Epilogue& e, bool tiles) {
   for (size_t i = 0; i < a.list.size(); ++i) {
-    const auto& [rows, out, add, row] = a.list[i];
-    TORCH_CHECK_VALUE(rows.dim() == 2 && rows.size(1) == b.rows() && (rows.stride(1) == 1 || rows.size(1) <= 1),
-                      "gemm: piece ", i, " of A has sizes ", rows.sizes(), " and strides ", rows.strides(),
-                      ", expected rows of ", b.rows(), " values without gaps.");
-    TORCH_CHECK_VALUE(row >= 0 && row + rows.size(0) <= a.rows, "gemm: piece ", i, " has rows ", row, " to ",
-                      row + rows.size(0), " of a product of ", a.rows, ".");
-    const auto fits = [&](const at::Tensor& t) {
-      const auto squares = [](int64_t values) { return (values + kSquare - 1) / kSquare; };
-      if (t.dim() == 2) return t.size(0) == rows.size(0) && (t.stride(1) == 1 || t.size(1) <= 1);
-      return t.is_contiguous() && tiles &&
-             t.sizes() == at::IntArrayRef({squares(rows.size(0)), squares(b.columns()), kSquare, kSquare});
+    const auto& piece = a.list[i];
+    TORCH_CHECK_VALUE(fits_a(piece, b.rows(), tiles), "gemm: piece ", i, " of A has sizes ", piece.a.sizes(),
+                      " and strides ", piece.a.strides(), ", expected rows of ", b.rows(), " values without gaps",
+                      tiles ? ", or packed ones." : ".");
+    const auto rows = rows_in(piece);
+    TORCH_CHECK_VALUE(piece.row >= 0 && piece.row + rows <= a.rows, "gemm: piece ", i, " has rows ", piece.row, " to ",
+                      piece.row + rows, " of a product of ", a.rows, ".");
+    const auto check_result = [&](const at::Tensor& t, const char* what) {
+      TORCH_CHECK_VALUE(fits_result(t, rows, b.columns(), tiles), "gemm: ", what, " piece ", i, " have sizes ",
+                        t.sizes(), ", expected ", rows, " rows without gaps", tiles ? ", or squares." : ".");
     };
-    TORCH_CHECK_VALUE(!out.defined() || fits(out), "gemm: the results of piece ", i, " go to sizes ", out.sizes(),
-                      ", expected ", rows.size(0), " rows without gaps, or squares where there can be some.");
-    TORCH_CHECK_VALUE(std::all_of(add.begin(), add.end(), fits), "gemm: an addend of piece ", i, " has not its ",
-                      rows.size(0), " rows, or gaps in them.");
+    if (piece.out.defined()) check_result(piece.out, "the results of");
+    for (const auto& t : piece.add) check_result(t, "addends of");
   }
   TORCH_CHECK_VALUE(!e.out.defined() || e.out.size(0) == a.rows, "gemm: `out` has ", e.out.size(0),
                     " rows, the product ", a.rows, ".");
@@ -85,8 +98,8 @@ void check(const Pieces& a, const Matrix& b, const Epilogue& e, bool tiles) {
 bool has_tiles(const Pieces& a, const Matrix& b, const Epilogue& e) {
   const auto fits = [](const at::Tensor& t) { return !t.defined() || vector_tier(t) != Tier::ref; };
   return a.rows > 0 && std::all_of(a.list.begin(), a.list.end(), [&](const Piece& piece) {
-           return piece.a.size(0) == 0 || (fits(piece.out) && std::all_of(piece.add.begin(), piece.add.end(), fits) &&
-                                           gemm_tier(piece.a, b, e) == Tier::amx);
+           return rows_in(piece) == 0 || (fits(piece.out) && std::all_of(piece.add.begin(), piece.add.end(), fits) &&
+                                          gemm_tier(piece.a, b, e) == Tier::amx);
          });
 }
 
@@ -161,6 +174,15 @@ class InTurn {
 
 bool in_squares(at::ScalarType dtype, int64_t n, int64_t k) {
   return gemm_choice(c10::DeviceType::CPU, dtype, n, k).tier == Tier::amx;
+}
+
+void pack_rows(const at::Tensor& a, const at::Tensor& to) {
+  TORCH_CHECK_VALUE(machine_tier() == Tier::amx && a.dim() == 2 && a.scalar_type() == at::kBFloat16 &&
+                        to.scalar_type() == at::kBFloat16 &&
+                        fits_a({.a = to, .packed_rows = a.size(0)}, a.size(1), true),
+                    "pack_rows: got ", a.toString(), " ", a.sizes(), " for ", to.toString(), " ", to.sizes(),
+                    ", expected a matrix of bfloat16 on the AMX tier, and whole tiles.");
+  if (a.numel() > 0) amx::pack_rows(a, to);
 }
 
 GemmResult gemm(const Pieces& a, const Matrix& b, const Epilogue& epilogue) {

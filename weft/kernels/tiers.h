@@ -17,6 +17,8 @@ GemmResult gemm(const at::Tensor& a, const at::Tensor& b, const Epilogue& epilog
 /// Pieces as `gemm_tier` wants them, with at most `most_adds` addends each, that of the epilogue included.
 GemmResult gemm(const Pieces& a, const at::Tensor& b, const Epilogue& epilogue);
 int most_adds();
+/// `a` has at least one value.
+void pack_rows(at::Tensor a, const at::Tensor& to);
 }  // namespace weft::kernels::amx
 
 namespace weft::kernels::ref {

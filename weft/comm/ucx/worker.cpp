@@ -2,14 +2,15 @@
 
 #include <c10/util/Exception.h>
 #include <poll.h>
+#include <sched.h>
 #include <ucs/config/global_opts.h>
-#include <ucs/debug/debug.h>
 
-#include <csignal>
+#include <array>
 #include <cstdlib>
-#include <filesystem>
 #include <memory>
 #include <mutex>
+
+#include "weft/comm/ucx/devices.h"
 
 namespace weft::comm::ucx {
 namespace {
@@ -23,17 +24,6 @@ void check(ucs_status_t status, const char* what) {
   if (status == UCS_OK) return;
   C10_THROW_ERROR(DistNetworkError, c10::str("UCX could not ", what, ": ", ucs_status_string(status),
                                              ". UCX_LOG_LEVEL=info says more; UCX_NET_DEVICES and UCX_TLS choose."));
-}
-
-/// Crashes stay with the handlers the program had: UCX puts its own in place when it is loaded.
-void give_signals_back() {
-  if (std::getenv("UCX_HANDLE_ERRORS")) return;
-  for (const int signal : {SIGILL, SIGSEGV, SIGBUS, SIGFPE}) ucs_debug_disable_signal(signal);
-}
-
-bool has_rdma() {
-  std::error_code none;
-  return std::filesystem::directory_iterator("/sys/class/infiniband", none) != std::filesystem::directory_iterator();
 }
 
 using Config = std::unique_ptr<ucp_config_t, decltype(&ucp_config_release)>;
@@ -78,8 +68,6 @@ void received(void* request, ucs_status_t status, const ucp_tag_recv_info_t* inf
 }
 
 ucp_context_h make_context(int peers) {
-  static std::once_flag once;
-  std::call_once(once, give_signals_back);
   const Config config = configuration();
   ucp_params_t params{};
   params.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_ESTIMATED_NUM_EPS;
@@ -114,7 +102,7 @@ Worker::~Worker() {
   for (const auto& c : connections_) {
     if (c.endpoint && c.status == UCS_OK) requests.push_back(ucp_ep_flush_nbx(c.endpoint, &plain));
   }
-  end(std::move(requests), kLastMoment);
+  end(requests, kLastMoment);
   ucp_request_param_t force{};
   force.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
   force.flags = UCP_EP_CLOSE_FLAG_FORCE;
@@ -122,16 +110,23 @@ Worker::~Worker() {
   for (const auto& c : connections_) {
     if (c.endpoint) requests.push_back(ucp_ep_close_nbx(c.endpoint, &force));
   }
-  end(std::move(requests), kLastMoment);
-  // UCX warns of messages that nobody received; after a failure that is no news.
-  auto& level = ucs_global_opts.log_component.log_level;
-  const auto before = level;
-  if (!std::getenv("UCX_LOG_LEVEL")) level = UCS_LOG_LEVEL_ERROR;
-  worker_.reset();
-  level = before;
+  end(requests, kLastMoment);
+  destroy_quietly();
 }
 
-void Worker::end(std::vector<ucs_status_ptr_t> requests, milliseconds longest) {
+/// UCX warns of messages that nobody received. After a failure that is no news.
+void Worker::destroy_quietly() {
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  std::array<char, 32> level{"warn"};
+  const bool quiet = !std::getenv("UCX_LOG_LEVEL");
+  ucs_global_opts_get_value("LOG_LEVEL", level.data(), level.size());
+  if (quiet) ucs_global_opts_set_value("LOG_LEVEL", "error");
+  worker_.reset();
+  if (quiet) ucs_global_opts_set_value("LOG_LEVEL", level.data());
+}
+
+void Worker::end(const std::vector<ucs_status_ptr_t>& requests, milliseconds longest) {
   const auto deadline = Clock::now() + longest;
   for (auto* request : requests) {
     if (!UCS_PTR_IS_PTR(request)) continue;  // was over at once
@@ -195,7 +190,10 @@ void Worker::cancel_receive(Transfer& transfer) {
 }
 
 void Worker::sleep(milliseconds longest) {
-  if (ucp_worker_arm(worker_.get()) != UCS_OK) return;  // something has come meanwhile
+  if (ucp_worker_arm(worker_.get()) != UCS_OK) {  // something has come meanwhile, or UCX's own thread is at it
+    sched_yield();
+    return;
+  }
   pollfd event{.fd = event_, .events = POLLIN, .revents = 0};
   poll(&event, 1, static_cast<int>(longest.count()));
 }

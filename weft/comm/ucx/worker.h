@@ -52,8 +52,9 @@ class Worker {
     ucp_ep_h endpoint = nullptr;
     ucs_status_t status = UCS_OK;
   };
+  void destroy_quietly();
   /// Runs until `requests` are over, at the latest until `longest` has passed, and frees them.
-  void end(std::vector<ucs_status_ptr_t> requests, std::chrono::milliseconds longest);
+  void end(const std::vector<ucs_status_ptr_t>& requests, std::chrono::milliseconds longest);
 
   std::unique_ptr<ucp_context, decltype(&ucp_cleanup)> context_;
   std::unique_ptr<ucp_worker, decltype(&ucp_worker_destroy)> worker_;

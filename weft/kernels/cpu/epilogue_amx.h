@@ -12,18 +12,26 @@
 
 namespace weft::kernels::CPU_CAPABILITY {
 
-/// A matrix of float32, bfloat16 or float16: row-major, or squares of 32 x 32, one row of squares behind the other.
+/// How results are stored.
+enum class Store {
+  keep,
+  stream,  // past the caches: whole aligned lines, and nobody reads them soon
+  give,    // out of this core's caches into the shared one: another core reads them next
+};
+
+/// A matrix of float32, bfloat16 or float16: row-major, or squares of 32 x 32, one column of squares behind the other,
+/// which is the order in which a product makes them.
 struct Place {
   char* data = nullptr;
   int64_t ld = 0;  // in values, from a row to the next
   at::ScalarType dtype = at::kFloat;
-  bool stream = false;  // store past the caches: whole aligned lines, and nobody reads them soon
-  int64_t squares = 0;  // in a row of squares; 0: row-major
+  Store store = Store::keep;
+  int64_t squares = 0;  // in a column of squares; 0: row-major
 
   int64_t bytes() const { return dtype == at::kFloat ? 4 : 2; }
   char* at(int64_t row, int64_t column) const {
     if (squares == 0) return data + (row * ld + column) * bytes();
-    const int64_t square = row / kPanel * squares + column / kPanel;
+    const int64_t square = column / kPanel * squares + row / kPanel;
     return data + (square * kSquare + row % kPanel * ld + column % kPanel) * bytes();
   }
 };
@@ -59,7 +67,7 @@ inline void store32(const Place& to, int64_t row, int64_t column, __m512 v0, __m
   if (left >= kPanel && to.dtype == at::kBFloat16) {
     const auto pairs = pack_bf16(v0, v1);
     auto* p = reinterpret_cast<__m512i*>(to.at(row, column));
-    to.stream ? _mm512_stream_si512(p, pairs) : _mm512_storeu_si512(p, pairs);
+    to.store == Store::stream ? _mm512_stream_si512(p, pairs) : _mm512_storeu_si512(p, pairs);
     return;
   }
   store16(to, row, column, v0, first(left));
@@ -212,25 +220,26 @@ struct Walk {
       : p(place.data ? place.at(row, column) : nullptr), step(place.ld * place.bytes()) {}
 };
 
-template <bool kStream>
+template <Store kStore>
 [[gnu::always_inline]] inline void put(char* p, __m512i v) {
-  if constexpr (kStream)
+  if constexpr (kStore == Store::stream)
     _mm512_stream_si512(reinterpret_cast<__m512i*>(p), v);
   else
     _mm512_storeu_si512(p, v);
+  if constexpr (kStore == Store::give) asm volatile("cldemote %0" : : "m"(*p));  // does nothing where it is not known
 }
 
-/// v = act(scale·P + bias) + add. `pre` has the layout of `out`, and all addends have one.
-template <int kKind, bool kPre, int kAdds, bool kStream>
+/// v = act(scale·P + bias) + add. `pre` has the layout of `out`; addends are squares, or have rows of one length.
+template <int kKind, bool kPre, int kAdds, Store kStore, bool kSquares = false>
 class ValueRows {
  public:
   ValueRows(const Work& w, int64_t row, int64_t column)
       : out_(w.out.at(row, column)), step_(w.out.ld * 2), act_(&w.act) {
     if constexpr (kPre) pre_ = w.pre.at(row, column);
     for (int i = 0; i < kAdds; ++i) add_[i] = w.add[i].at(row, column);
-    if constexpr (kAdds > 0) {
+    if constexpr (kAdds > 0 && !kSquares) {
       add_step_ = w.add[0].ld * 2;
-      ahead_ = w.add[0].at(row + w.ahead_rows, column + w.ahead_columns) - add_[0];
+      ahead_ = (w.ahead_rows * w.add[0].ld + w.ahead_columns) * 2;
     }
     scale_ = _mm512_set1_ps(w.scale);
     bias0_ = w.bias ? _mm512_loadu_ps(w.bias + column) : _mm512_setzero_ps();
@@ -239,19 +248,19 @@ class ValueRows {
   [[gnu::always_inline]] void row(const float* c) {
     __m512 v0 = _mm512_fmadd_ps(_mm512_load_ps(c), scale_, bias0_);
     __m512 v1 = _mm512_fmadd_ps(_mm512_load_ps(c + 256), scale_, bias1_);
-    if constexpr (kPre) put<kStream>(pre_ + at_, pack_bf16(v0, v1));
+    if constexpr (kPre) put<kStore>(pre_ + at_, pack_bf16(v0, v1));
     if constexpr (kKind >= 0) {
       v0 = act_value<ActKind{kKind}>(v0, *act_);
       v1 = act_value<ActKind{kKind}>(v1, *act_);
     }
 #pragma GCC unroll 3
     for (int i = 0; i < kAdds; ++i) {
-      v0 = _mm512_add_ps(v0, load_bf16(add_[i] + add_at_));
-      v1 = _mm512_add_ps(v1, load_bf16(add_[i] + add_at_ + 32));
-      _mm_prefetch(add_[i] + add_at_ + ahead_, _MM_HINT_T0);
+      v0 = _mm512_add_ps(v0, load_bf16(add_[i]));
+      v1 = _mm512_add_ps(v1, load_bf16(add_[i] + 32));
+      _mm_prefetch(add_[i] + (kSquares ? kSquare * 2 : ahead_), _MM_HINT_T0);
+      add_[i] += kSquares ? kPanel * 2 : add_step_;
     }
-    add_at_ += add_step_;
-    put<kStream>(out_ + at_, pack_bf16(v0, v1));
+    put<kStore>(out_ + at_, pack_bf16(v0, v1));
     at_ += step_;
   }
   void end(const Work&, int64_t) {}
@@ -259,7 +268,7 @@ class ValueRows {
  private:
   char *out_, *pre_ = nullptr;
   std::array<char*, kAdds> add_;
-  int64_t at_ = 0, step_, add_at_ = 0, add_step_ = 0, ahead_ = 0;
+  int64_t at_ = 0, step_, add_step_ = 0, ahead_ = 0;
   __m512 scale_, bias0_, bias1_;
   const ActParams* act_;
 };
@@ -294,7 +303,7 @@ class GatedRows {
 };
 
 /// v = P·act'(at), with act(at) and the sums of the columns beside it. All matrices have rows of one length.
-template <ActKind kKind, bool kAgain, bool kStream>
+template <ActKind kKind, bool kAgain, Store kStore>
 class SlopeRows {
  public:
   SlopeRows(const Work& w, int64_t row, int64_t column)
@@ -306,11 +315,11 @@ class SlopeRows {
     const auto [f0, s0] = act_both<kKind>(load_bf16(x_ + at_), *act_);
     const auto [f1, s1] = act_both<kKind>(load_bf16(x_ + at_ + 32), *act_);
     _mm_prefetch(x_ + at_ + ahead_, _MM_HINT_T0);
-    if constexpr (kAgain) put<kStream>(again_ + at_, pack_bf16(f0, f1));
+    if constexpr (kAgain) put<kStore>(again_ + at_, pack_bf16(f0, f1));
     const __m512 v0 = _mm512_mul_ps(_mm512_load_ps(c), s0), v1 = _mm512_mul_ps(_mm512_load_ps(c + 256), s1);
     sum0_ = _mm512_add_ps(sum0_, v0);
     sum1_ = _mm512_add_ps(sum1_, v1);
-    put<kStream>(out_ + at_, pack_bf16(v0, v1));
+    put<kStore>(out_ + at_, pack_bf16(v0, v1));
     at_ += step_;
   }
   void end(const Work& w, int64_t column) {
@@ -345,13 +354,13 @@ class GatedSlopeRows {
     _mm_prefetch(at_.p + ahead_ + at_b_, _MM_HINT_T0);
     at_.p += at_.step;
     if (again_.p) {
-      put<false>(again_.p, pack_bf16(g0.value, g1.value));
+      put<Store::keep>(again_.p, pack_bf16(g0.value, g1.value));
       again_.p += again_.step;
     }
     for (int i = 0; i < 4; ++i)
       sums_[i] = _mm512_add_ps(sums_[i], i == 0 ? g0.da : i == 1 ? g1.da : i == 2 ? g0.db : g1.db);
     _mm512_storeu_si512(da_.p + out_b_, pack_bf16(g0.db, g1.db));
-    put<false>(da_.p, pack_bf16(g0.da, g1.da));
+    put<Store::keep>(da_.p, pack_bf16(g0.da, g1.da));
     da_.p += da_.step;
   }
   void end(const Work& w, int64_t column) {
@@ -446,7 +455,8 @@ class Pending {
 struct Form {
   enum Class { any, gradient, value, activation } rows = any;
   int adds = 0;
-  bool stream = false;
+  bool squares = false;  // of the addends
+  Store store = Store::keep;
   bool operator==(const Form&) const = default;
 };
 
@@ -460,28 +470,29 @@ inline Form form_of(const Work& w, const std::optional<Act>& act, const std::opt
     if (p.data) lean = lean && p.dtype == at::kBFloat16 && (gated || p.ld == w.out.ld);
   };
   for (const auto* p : {&w.out, &w.pre, &w.again, &w.at}) look_at(*p);
+  const bool squares = w.adds > 0 && w.add[0].squares > 0;
   for (int i = 0; i < w.adds; ++i)
-    lean =
-        lean && w.add[i].dtype == at::kBFloat16 && w.add[i].ld == w.add[0].ld && w.add[i].squares == w.add[0].squares;
+    lean = lean && w.add[i].dtype == at::kBFloat16 && w.add[i].ld == w.add[0].ld && (w.add[i].squares > 0) == squares;
   if (!lean) return {};
-  if (bare) return {.rows = Form::value, .adds = w.adds, .stream = w.out.stream};
+  if (bare) return {.rows = Form::value, .adds = w.adds, .squares = squares, .store = w.out.store};
   if ((!act && !slope) || w.adds > 0 || (slope && w.bias) || (act && w.sums)) return {};
-  return {.rows = Form::activation, .stream = w.out.stream};
+  return {.rows = Form::activation, .store = w.out.store};
 }
 
 /// Calls run with the rows of an activation, or of its slope.
 template <class Run>
 void with_activation(const Work& w, const std::optional<Act>& act, bool slope, Run&& run) {
-  const auto value = [&]<ActKind kKind, bool kStream>() {
+  const auto value = [&]<ActKind kKind, Store kStore>() {
     constexpr int k = static_cast<int>(kKind);
     if (slope)
-      return w.again.data ? run.template operator()<SlopeRows<kKind, true, kStream>>()
-                          : run.template operator()<SlopeRows<kKind, false, kStream>>();
-    w.pre.data ? run.template operator()<ValueRows<k, true, 0, kStream>>()
-               : run.template operator()<ValueRows<k, false, 0, kStream>>();
+      return w.again.data ? run.template operator()<SlopeRows<kKind, true, kStore>>()
+                          : run.template operator()<SlopeRows<kKind, false, kStore>>();
+    w.pre.data ? run.template operator()<ValueRows<k, true, 0, kStore>>()
+               : run.template operator()<ValueRows<k, false, 0, kStore>>();
   };
   const auto unary = [&]<ActKind kKind>() {
-    w.out.stream ? value.template operator()<kKind, true>() : value.template operator()<kKind, false>();
+    w.out.store == Store::stream ? value.template operator()<kKind, Store::stream>()
+                                 : value.template operator()<kKind, Store::keep>();
   };
   const auto gated = [&]<ActKind kKind>() {
     slope ? run.template operator()<GatedSlopeRows<kKind>>() : run.template operator()<GatedRows<kKind>>();
@@ -508,9 +519,16 @@ void with_activation(const Work& w, const std::optional<Act>& act, bool slope, R
 template <bool kFew, class Run>
 void with_rows(const Form& form, const Work& w, const std::optional<Act>& act, const std::optional<Act>& slope,
                Run&& run) {
+  const auto laid = [&]<int kAdds, bool kSquares>() {
+    if constexpr (!kFew && kAdds == 0)
+      if (form.store == Store::give) return run.template operator()<ValueRows<-1, false, 0, Store::give>>();
+    form.store == Store::stream ? run.template operator()<ValueRows<-1, false, kAdds, Store::stream, kSquares>>()
+                                : run.template operator()<ValueRows<-1, false, kAdds, Store::keep, kSquares>>();
+  };
   const auto value = [&]<int kAdds>() {
-    form.stream ? run.template operator()<ValueRows<-1, false, kAdds, true>>()
-                : run.template operator()<ValueRows<-1, false, kAdds, false>>();
+    if constexpr (!kFew && kAdds > 0)
+      if (form.squares) return laid.template operator()<kAdds, true>();
+    laid.template operator()<kAdds, false>();
   };
   if (form.rows == Form::gradient)
     return form.adds ? run.template operator()<GradientRows<true>>() : run.template operator()<GradientRows<false>>();

@@ -105,8 +105,8 @@ class Multiplier {
       });
       if (!last) continue;
       pending.finish(*work);
-      const auto& [its_work, at] = far_.panel(f);
-      work = its_work;
+      const int64_t at = far_.panel(f).at;
+      work = far_.panel(f).work;
       pending = Pending<Rows>(*work, c, kNearIsA ? n * kPanel : at, kNearIsA ? at : n * kPanel);
       pending.start(*work);
     }

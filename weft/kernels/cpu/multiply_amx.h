@@ -24,7 +24,7 @@ struct Blocking {
   int all_steps;
   int64_t far;   // panels in a block
   int64_t near;  // panels whose sums wait while the chunks go by
-  bool whole;    // a block is packed over all chunks at once
+  bool whole;    // a block is packed over all chunks at once: if it fits, and would be packed several times else
 };
 
 constexpr int64_t kFarBytes = 1 << 20;      // half of L2
@@ -40,7 +40,7 @@ inline Blocking cut(int64_t near, int64_t far, int64_t k) {
   const int64_t panel_bytes = static_cast<int64_t>(std::max(b.steps, 1)) * 2 * kTile * 2;
   b.far = std::clamp<int64_t>(kFarBytes / panel_bytes / (b.chunks > 1 ? 2 : 1), 1, std::max<int64_t>(far, 1));
   b.near = b.chunks == 1 ? near : std::clamp<int64_t>(kScratchBytes / (b.far * kSquare * 4), 1, near);
-  b.whole = b.chunks == 1 || b.far * steps * 2 * kTile * 2 <= kFarBytes;
+  b.whole = b.chunks == 1 || (b.near < near && b.far * steps * 2 * kTile * 2 <= kFarBytes);
   return b;
 }
 
@@ -56,13 +56,16 @@ struct Scratch {
   std::unique_ptr<char, decltype(&std::free)> memory_;
 };
 
-/// A block of far panels, packed side by side in the scratch of this thread.
+/// A block of far panels in tiles: packed side by side in the scratch of this thread, or where they lie in tiles
+/// already.
 class FarBlock {
  public:
   /// What becomes of a panel: its work, and its first row (column) in the numbers of that work.
   struct Panel {
     const Work* work;
     int64_t at;
+    const Bf16* tiles;  // of all chunks; null: those of one chunk, in scratch
+    int64_t index;      // there
   };
 
   explicit FarBlock(const Blocking& cut) : cut_(cut), memory_(Scratch::mine().far) {}
@@ -71,23 +74,33 @@ class FarBlock {
   const Panel& panel(int64_t f) const { return panels_[f]; }
   /// Appends the panels of `m` from row (column) `first` on, which `work` counts alike. Both must stay.
   void add(const Operand& m, const Work& work, int64_t first, int64_t panels) {
-    if (cut_.whole) pack_panels(m, first, panels, 0, cut_.all_steps, memory_ + size() * cut_.all_steps * 2 * kTile);
-    runs_.push_back({&m, first, panels});
-    for (int64_t i = 0; i < panels; ++i) panels_.push_back({&work, first + i * kPanel});
+    const int64_t all = static_cast<int64_t>(cut_.all_steps) * 2 * kTile;
+    Bf16* to = memory_ + used_ * all;  // if packed over all chunks
+    const bool scratch = !m.packed;
+    if (scratch && cut_.whole) pack_panels(m, first, panels, 0, cut_.all_steps, to);
+    if (scratch && !cut_.whole) runs_.push_back({&m, first, panels});
+    for (int64_t i = 0; i < panels; ++i) {
+      const Bf16* tiles = m.packed ? m.packed_panel(first / kPanel + i, 0) : cut_.whole ? to + i * all : nullptr;
+      panels_.push_back({&work, first + i * kPanel, tiles, used_ + i});
+    }
+    if (scratch) used_ += panels;
   }
   /// Packs the steps of a chunk, unless that was done before.
   void pack(int chunk, int steps) {
-    start_ = cut_.whole ? memory_ + static_cast<int64_t>(chunk) * cut_.steps * 2 * kTile : memory_;
-    stride_ = static_cast<int64_t>(cut_.whole ? cut_.all_steps : steps) * 2 * kTile;
-    if (cut_.whole) return;
+    const int64_t k0 = static_cast<int64_t>(chunk) * cut_.steps;
+    offset_ = k0 * 2 * kTile;
+    stride_ = static_cast<int64_t>(steps) * 2 * kTile;
     Bf16* to = memory_;
     for (const auto& run : runs_) {
-      pack_panels(*run.m, run.first, run.panels, static_cast<int64_t>(chunk) * cut_.steps * kStep, steps, to);
+      pack_panels(*run.m, run.first, run.panels, k0 * kStep, steps, to);
       to += run.panels * stride_;
     }
   }
-  /// The chunk that was packed last.
-  const Bf16* packed(int64_t f) const { return start_ + f * stride_; }
+  /// In the chunk that was packed last.
+  const Bf16* packed(int64_t f) const {
+    const auto& p = panels_[f];
+    return p.tiles ? p.tiles + offset_ : memory_ + p.index * stride_;
+  }
 
  private:
   struct Run {
@@ -95,9 +108,10 @@ class FarBlock {
     int64_t first, panels;
   };
   const Blocking& cut_;
-  Bf16 *memory_, *start_ = nullptr;
-  int64_t stride_ = 0;
-  std::vector<Run> runs_;
+  Bf16* memory_;
+  int64_t used_ = 0;  // panels in it
+  int64_t offset_ = 0, stride_ = 0;
+  std::vector<Run> runs_;  // that are packed chunk by chunk
   std::vector<Panel> panels_;
 };
 

@@ -34,9 +34,9 @@ class PieceProduct {
     if (results_.gated()) right_.half = right_.extent / 2;
     make_shares(nullptr);
     for (size_t i = 0; i < pieces.list.size(); ++i) {
-      auto a = pieces.list[i].a;
-      if (a.size(0) == 0) continue;
-      parts_.push_back({static_cast<int>(i), rows_of(a), pieces.ready ? 0 : a.size(0)});
+      const auto rows = rows_in(pieces.list[i]);
+      if (rows == 0) continue;
+      parts_.push_back({static_cast<int>(i), rows_of(pieces.list[i], right_.k), pieces.ready ? 0 : rows});
       panels_ += parts_.back().rows.panels();
     }
     cut_ = cut(right_.panels(), panels_, right_.k);
@@ -62,12 +62,12 @@ class PieceProduct {
   static bool needs_out(const Pieces& pieces) {
     return std::any_of(pieces.list.begin(), pieces.list.end(), [](const Piece& p) { return !p.out.defined(); });
   }
-  static Operand rows_of(const at::Tensor& a) {
+  static Operand rows_of(const Piece& piece, int64_t k) {
     Operand m;
-    m.data = reinterpret_cast<const Bf16*>(a.const_data_ptr());
-    m.ld = a.stride(0);
-    m.extent = a.size(0);
-    m.k = a.size(1);
+    (is_packed(piece) ? m.packed : m.data) = reinterpret_cast<const Bf16*>(piece.a.const_data_ptr());
+    m.ld = piece.a.stride(0);
+    m.extent = rows_in(piece);
+    m.k = k;
     return m;
   }
   /// The least size of a block with which `all` panels need no more blocks than with `most`.
@@ -91,7 +91,7 @@ class PieceProduct {
   /// The epilogue of a piece, which counts its own rows.
   Work work_of(const Piece& piece) const {
     Work w = results_.work();
-    w.rows = piece.a.size(0);
+    w.rows = rows_in(piece);
     const auto move = [&](Place& place) {
       if (place.data) place.data = place.at(piece.row, 0);
     };
@@ -99,10 +99,13 @@ class PieceProduct {
     for (int i = 0; i < w.adds; ++i) move(w.add[i]);
     if (piece.out.defined()) {
       w.out = place(piece.out);
-      w.out.stream = streams(piece.out);
+      w.out.store = streams(piece.out, pieces_.rows * results_.columns() * 2) ? Store::stream
+                    : piece.given                                             ? Store::give
+                                                                              : Store::keep;
     }
     for (const auto& t : piece.add) w.add[w.adds++] = place(t);
-    for (int i = 0; i < w.adds; ++i) w.out.stream = w.out.stream && w.add[i].data != w.out.data;
+    for (int i = 0; i < w.adds; ++i)
+      if (w.add[i].data == w.out.data) w.out.store = Store::keep;
     return w;
   }
   Form form(const Run& run) const { return form(parts_[run.part]); }
@@ -254,4 +257,8 @@ GemmResult gemm(const Pieces& a, const at::Tensor& b, const Epilogue& epilogue) 
   return CPU_CAPABILITY::PieceProduct(a, b, epilogue).run();
 }
 int most_adds() { return CPU_CAPABILITY::kMostAdds; }
+void pack_rows(at::Tensor a, const at::Tensor& to) {
+  using CPU_CAPABILITY::Bf16;
+  CPU_CAPABILITY::pack_whole(CPU_CAPABILITY::operand(a, true), reinterpret_cast<Bf16*>(to.data_ptr()));
+}
 }  // namespace weft::kernels::amx

@@ -113,14 +113,18 @@ inline Place place(const at::Tensor& t) {
   Place p{static_cast<char*>(t.data_ptr()), t.stride(0), t.scalar_type()};
   if (t.dim() == 2) return p;
   p.ld = kPanel;
-  p.squares = t.size(1);
+  p.squares = t.size(1);  // [columns of squares, rows of squares, 32, 32]
   return p;
 }
 
-/// Whether stores may go past the caches: whole aligned lines, and more of them than L2 would hold anyway.
-inline bool streams(const at::Tensor& t) {
+/// Whether stores to `t` may go past the caches: whole aligned lines, of a result of so many bytes that half of L2
+/// would not hold it.
+inline bool streams(const at::Tensor& t, int64_t bytes) {
   const auto address = reinterpret_cast<uintptr_t>(t.data_ptr());
-  return t.scalar_type() == at::kBFloat16 && address % 64 == 0 && t.stride(0) % kPanel == 0 && t.nbytes() >= (1 << 20);
+  return t.scalar_type() == at::kBFloat16 && address % 64 == 0 && t.stride(0) % kPanel == 0 && bytes >= (1 << 20);
+}
+inline Store store_of(const at::Tensor& t) {
+  return t.defined() && streams(t, static_cast<int64_t>(t.nbytes())) ? Store::stream : Store::keep;
 }
 
 /// A matrix that rows can be stored to; `given` if it can, else fresh.
@@ -183,9 +187,9 @@ class Results {
     w.again = place(r_.again);
     w.at = place(at_);
     if (add_.defined()) w.add[w.adds++] = place(add_);
-    w.out.stream = r_.out.defined() && streams(r_.out) && !add_.is_same(r_.out);
-    if (r_.pre.defined()) w.pre.stream = streams(r_.pre);
-    if (r_.again.defined()) w.again.stream = streams(r_.again);
+    w.out.store = add_.is_same(r_.out) ? Store::keep : store_of(r_.out);
+    w.pre.store = store_of(r_.pre);
+    w.again.store = store_of(r_.again);
     w.ahead_rows = kPanel;
     if (const auto& act = e_.act ? e_.act : e_.slope) w.act = ActParams(*act);
     w.row = row_function(e_.act, e_.slope);

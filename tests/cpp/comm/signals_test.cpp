@@ -1,0 +1,112 @@
+#include "weft/comm/signals.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <random>
+
+#include "tests/cpp/comm/thread_links.h"
+
+namespace weft::testing {
+namespace {
+
+using comm::Agreement;
+using comm::Operation;
+using comm::Signals;
+using ::testing::AllOf;
+using ::testing::Each;
+using ::testing::HasSubstr;
+
+/// Pads and two data slots for each rank, all in this process.
+struct Ranks {
+  explicit Ranks(int size, milliseconds time = milliseconds(20000)) : slots(size), timeout(time) {
+    for (int r = 0; r < size; ++r) pads.push_back(comm::Memory::make(Signals::pad_bytes(size)));
+  }
+  Signals signals(int rank) const {
+    Signals::Options options{rank, {}, 77, timeout};
+    for (const auto& pad : pads) options.peers.push_back({pad->data(), &nobody});
+    return Signals(options);
+  }
+  int size() const { return static_cast<int>(pads.size()); }
+
+  comm::Memories pads;
+  std::vector<std::array<int64_t, 2>> slots;  // what a rank tells in odd and even rounds
+  milliseconds timeout;
+  comm::Process nobody;
+};
+
+constexpr Agreement kGather{Operation::all_gather, at::kLong, 1, 1};
+
+/// Rounds in which every rank writes a number that every other reads; sometimes one of them is late.
+void count_together(Ranks& ranks, int rank, int64_t rounds) {
+  auto signals = ranks.signals(rank);
+  std::mt19937 random(rank);
+  for (int64_t n = 1; n <= rounds; ++n) {
+    const auto round = signals.start(kGather);
+    ranks.slots[rank][round % 2] = 1000 * n + rank;
+    signals.publish(round, rank, 1);
+    if (random() % 64 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 50));
+    for (int peer = 0; peer < ranks.size(); ++peer) {
+      signals.wait(round, peer, /*common=*/true, 1);
+      TORCH_CHECK(ranks.slots[peer][round % 2] == 1000 * n + peer, "round ", n, " of rank ", peer);
+    }
+    signals.finish(round);
+  }
+}
+
+TEST(Signals, TenThousandRoundsInTwoSlotsWithoutABarrier) {
+  for (const int size : {2, 3, 4}) {
+    Ranks ranks(size);
+    EXPECT_THAT(run_threads(size, [&](int rank) { count_together(ranks, rank, 10000); }), Each("")) << size << " ranks";
+  }
+}
+
+TEST(Signals, ARankMayBeARoundAheadButNotTwo) {
+  Ranks ranks(2, milliseconds(50));
+  auto ahead = ranks.signals(0);
+  for (int i = 0; i < 2; ++i) ahead.finish(ahead.start(kGather));
+  EXPECT_THAT(error_of([&] { ahead.start(kGather); }), AllOf(HasSubstr("for rank 1"), HasSubstr("to finish round 1")));
+}
+
+TEST(Signals, WordsThatMakeNoSenseAreNotBelieved) {
+  Ranks ranks(2, milliseconds(500));
+  auto signals = ranks.signals(0);
+  const auto round = signals.start(kGather);
+  std::memset(ranks.pads[1]->data() + 0, 0xff, ranks.pads[1]->bytes());
+  EXPECT_THAT(error_of([&] { signals.wait(round, 1, true, 1); }), HasSubstr("make no sense"));
+}
+
+TEST(Signals, MoreRowsThanWereAgreedOnAreNotBelieved) {
+  Ranks ranks(2, milliseconds(500));
+  auto signals = ranks.signals(0), peer = ranks.signals(1);
+  const auto round = signals.start(kGather);
+  peer.publish(peer.start(kGather), 1, 5);
+  EXPECT_THAT(error_of([&] { signals.arrived(round, 1, true); }), HasSubstr("make no sense"));
+}
+
+TEST(Signals, AnotherGroupsWordsAreNotBelieved) {
+  Ranks ranks(2, milliseconds(500));
+  auto signals = ranks.signals(0);
+  Signals::Options other{1, {}, 78, milliseconds(500)};
+  for (const auto& pad : ranks.pads) other.peers.push_back({pad->data(), &ranks.nobody});
+  Signals stranger(other);
+  const auto round = signals.start(kGather);
+  stranger.start(kGather);
+  EXPECT_THAT(error_of([&] { signals.meet(round, 1); }), HasSubstr("make no sense"));
+}
+
+TEST(Signals, TheFirstFailureIsToldToEveryRank) {
+  Ranks ranks(3, milliseconds(100));
+  const auto errors = run_threads(3, [&](int rank) {
+    auto signals = ranks.signals(rank);
+    const auto round = signals.start(rank == 2 ? Agreement{Operation::all_gather, at::kHalf, 1, 1} : kGather);
+    signals.meet(round, 2);
+    signals.meet(round, 0);
+  });
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("all_gather of [1, 1] Long"), HasSubstr("all_gather of [1, 1] Half"))));
+  EXPECT_THAT(error_of([&] { ranks.signals(1).check(); }), ::testing::AnyOf(errors[0], errors[1], errors[2]));
+}
+
+}  // namespace
+}  // namespace weft::testing

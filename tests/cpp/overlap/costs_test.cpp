@@ -1,0 +1,58 @@
+#include "weft/overlap/costs.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace weft::testing {
+namespace {
+
+using comm::Operation;
+using overlap::Costs;
+using overlap::predict;
+using overlap::refuse;
+using overlap::Shape;
+using ::testing::HasSubstr;
+
+/// A core of 1 TFLOP/s, and a network of 1 Gb/s that takes a twentieth of the core's time.
+constexpr Costs kNetwork{.per_flop = 1e-12,
+                         .per_weight = 5e-11,
+                         .latency = 20e-6,
+                         .per_byte = 8e-9,
+                         .cpu_per_byte = 4e-10,
+                         .plain_latency = 200e-6,
+                         .plain_per_byte = 8.4e-9};
+
+Shape gather(int64_t rows) { return {Operation::all_gather, at::kBFloat16, rows, 4096, 1024, 2}; }
+
+TEST(OverlapCosts, BytesAreThoseOfThePeersBlocks) {
+  EXPECT_EQ(gather(128).bytes(), 128 * 1024 * 2);
+  EXPECT_EQ((Shape{Operation::reduce_scatter, at::kFloat, 10, 64, 32, 3}).bytes(), 2 * 10 * 64 * 4);
+}
+
+TEST(OverlapCosts, OverAShortNetworkTheLongerPartIsWhatItTakes) {
+  const auto p = predict(gather(1024), kNetwork, /*in_place=*/false);
+  const double product = kNetwork.product(2048, 4096, 1024), bytes = 1024 * 1024 * 2;
+  EXPECT_NEAR(p.plain, product + 200e-6 + bytes * 8.4e-9, 1e-9);
+  EXPECT_LT(p.overlapped, p.plain);
+  EXPECT_GE(p.overlapped, std::max(product, bytes * kNetwork.per_byte));
+  EXPECT_EQ(refuse(gather(1024), p, false), "");
+}
+
+TEST(OverlapCosts, FewRowsAreRefusedSinceEachBlockMeetsTheWeightAnew) {
+  Costs quick = kNetwork;
+  quick.per_byte = quick.plain_per_byte = 1e-11;
+  quick.plain_latency = quick.latency;
+  const auto p = predict(gather(16), quick, false);
+  EXPECT_GT(p.overlapped, p.plain);
+  EXPECT_THAT(refuse(gather(16), p, false), HasSubstr("15 % must be gained"));
+}
+
+TEST(OverlapCosts, InPlaceAnyGainIsTaken) {
+  const auto p = predict(gather(64), kNetwork, /*in_place=*/true);
+  EXPECT_LT(p.overlapped, p.plain);
+  EXPECT_EQ(refuse(gather(64), p, true), "");
+  EXPECT_THAT(refuse(gather(0), p, true), HasSubstr("no rows"));
+}
+
+}  // namespace
+}  // namespace weft::testing
