@@ -126,23 +126,16 @@ double error_of(const Tensor& got, const Tensor& want) {
 
 Tensor random(at::IntArrayRef sizes, double scale = 1) { return (at::randn(sizes) * scale).to(at::kBFloat16); }
 
-/// y = all_gather(x) Wᵀ. placed=1: x was produced in shared memory.
+/// y = all_gather(x) Wᵀ.
 Problem all_gather(SharedLink& link, const Line& line) {
   const auto t = line.size("t"), k = line.size("k"), n = line.size("n");
-  const bool placed = line.number("placed", 0) != 0;
   at::manual_seed(0);
   const auto x = random({t, k}), w = random({n, k}, 1 / std::sqrt(k));
   const auto mine = x.narrow(0, link.rank() * t / kRanks, t / kRanks).clone();
   const auto y = at::empty({t, n}, x.options()), alone = at::empty_like(y);
   const auto run = [=, &link] {
-    const auto given = placed ? link.place(t / kRanks, k, at::kBFloat16) : mine;
-    weft::overlap::all_gather_gemm(link, given, Matrix(w, true), {.out = y, .weight = true});
+    weft::overlap::all_gather_gemm(link, mine, Matrix(w, true), {.out = y, .weight = true});
   };
-  for (int i = 0; i < 4 && placed; ++i) {  // each slot holds x from here on
-    const auto given = link.place(t / kRanks, k, at::kBFloat16);
-    given.copy_(mine);
-    weft::overlap::all_gather_gemm(link, given, Matrix(w, true), {.out = y, .weight = true});
-  }
   run();
   return {run, [=] { weft::kernels::gemm(x, Matrix(w, true), {.out = alone, .weight = true}); },
           error_of(y, at::mm(x.to(at::kFloat), w.to(at::kFloat).t()))};
@@ -154,9 +147,9 @@ Problem reduce_scatter(SharedLink& link, const Line& line) {
   at::manual_seed(0);
   const auto x = random({t, k * kRanks}), w = random({n, k * kRanks}, 1 / std::sqrt(k));
   const auto xr = x.narrow(1, link.rank() * k, k).contiguous(), wr = w.narrow(1, link.rank() * k, k).contiguous();
-  const auto alone = at::empty({t, n}, x.options());
+  const auto alone = at::empty({t, n}, x.options()), y = at::empty({t / kRanks, n}, x.options());
   const auto run = [=, &link] {
-    return weft::overlap::gemm_reduce_scatter(link, xr, Matrix(wr, true), {.weight = true});
+    return weft::overlap::gemm_reduce_scatter(link, xr, Matrix(wr, true), {.out = y, .weight = true});
   };
   const auto want = at::mm(x.narrow(0, link.rank() * t / kRanks, t / kRanks).to(at::kFloat), w.to(at::kFloat).t());
   return {[=] { run(); }, [=] { weft::kernels::gemm(xr, Matrix(wr, true), {.out = alone, .weight = true}); },

@@ -97,7 +97,7 @@ void stay_on_core_of(int rank) {
 
 int run_rank(int rank, int size, const std::string& store) {
   stay_on_core_of(rank);
-  const c10::intrusive_ptr<c10d::Store> found = c10::make_intrusive<c10d::FileStore>(store, size);
+  c10::intrusive_ptr<c10d::Store> found = c10::make_intrusive<c10d::FileStore>(store, size);
   SharedLink link(std::make_shared<weft::comm::HostMeeting>(weft::comm::HostMeeting::Options{
       [&] { return found; }, "signals", rank, size, std::chrono::milliseconds(60000)}));
   if (size == 2) report(link, "one way", 2 * kSignals, [&] { one_way(link); });

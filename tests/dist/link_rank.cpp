@@ -73,7 +73,7 @@ struct Arguments {
 Clock::time_point call_began;
 
 void run(const Arguments& a) {
-  const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::FileStore>(a.store, a.size);
+  c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::FileStore>(a.store, a.size);
   store->add("started", 1);
   while (store->add("started", 0) < a.size) std::this_thread::sleep_for(std::chrono::milliseconds(2));
   std::cout << "started" << std::endl;

@@ -62,9 +62,11 @@ class Link {
   /// Starts a round; every rank of the group starts the same ones in the same order. At most two are open at a time.
   /// all_gather: `mine` [rows, columns] is this rank's block for everyone; it must stay as it is until `finish`.
   virtual std::unique_ptr<Exchange> all_gather(const at::Tensor& mine) = 0;
-  /// Memory for this rank's block of the next all-gather; `all_gather` with that tensor, once it is written, copies
-  /// nothing. Undefined if the link has none.
-  virtual at::Tensor place(int64_t /*rows*/, int64_t /*columns*/, at::ScalarType /*dtype*/) { return {}; }
+  /// all_gather of a block that is written on the way, by `outgoing` and `publish` of this rank. Null if the link
+  /// cannot.
+  virtual std::unique_ptr<Exchange> all_gather(int64_t /*rows*/, int64_t /*columns*/, at::ScalarType /*dtype*/) {
+    return nullptr;
+  }
   /// reduce_scatter: a block for each rank, to be written through `outgoing` and `publish`; the caller sums.
   virtual std::unique_ptr<Exchange> reduce_scatter(int64_t rows, int64_t columns, at::ScalarType dtype) = 0;
 };

@@ -55,11 +55,13 @@ class SharedLink::Round final : public Exchange {
   void use(std::shared_ptr<const Slots> slots) { slots_ = std::move(slots); }
 
   at::Tensor outgoing(int to) override {
+    if (common() && to == rank()) return own();
     check_peer(to);
     TORCH_CHECK(!common(), "An all-gather has no outgoing blocks: its block was given.");
     return block(rank(), to);
   }
   void publish(int to, int64_t rows) override {
+    if (common() && to == rank()) return publish_rows(to, rows);
     check_peer(to);
     TORCH_CHECK(!common(), "An all-gather publishes its block by itself.");
     publish_rows(to, rows);
@@ -205,6 +207,10 @@ std::unique_ptr<Exchange> SharedLink::all_gather(const at::Tensor& mine) {
   auto round = in_place ? std::move(placed_) : start(about);
   round->give(mine);
   return round;
+}
+
+std::unique_ptr<Exchange> SharedLink::all_gather(int64_t rows, int64_t columns, at::ScalarType dtype) {
+  return start({Operation::all_gather, dtype, rows, columns});
 }
 
 std::unique_ptr<Exchange> SharedLink::reduce_scatter(int64_t rows, int64_t columns, at::ScalarType dtype) {

@@ -24,11 +24,12 @@ class SharedLink final : public Link {
   bool in_place() const override { return true; }
 
   std::unique_ptr<Exchange> all_gather(const at::Tensor& mine) override;
+  std::unique_ptr<Exchange> all_gather(int64_t rows, int64_t columns, at::ScalarType dtype) override;
   std::unique_ptr<Exchange> reduce_scatter(int64_t rows, int64_t columns, at::ScalarType dtype) override;
 
   /// Starts an all-gather and gives the memory for this rank's block. `all_gather` with the tensor, once it is written,
   /// goes on with that round and copies nothing. One at a time; the memory is used again two rounds later.
-  at::Tensor place(int64_t rows, int64_t columns, at::ScalarType dtype) override;
+  at::Tensor place(int64_t rows, int64_t columns, at::ScalarType dtype);
 
  private:
   struct Core;   // what a round and the link share

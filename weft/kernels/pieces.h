@@ -17,6 +17,7 @@ struct Piece {
   std::vector<at::Tensor> add = {};  // [rows, N] each; added besides `Epilogue::add`
   int64_t row = 0;  // the first of them among all rows: of the result and of all that the epilogue reads or keeps
   int64_t packed_rows = 0;  // if `a` is packed
+  at::Tensor tiles = {};    // where `a` is packed to, on the way; undefined: nowhere
   bool given = false;       // what goes to `out` is read by another core next
 };
 inline bool is_packed(const Piece& piece) { return piece.a.dim() == 4; }
@@ -33,6 +34,8 @@ struct Pieces {
   /// Called before rows from `from` on of piece `piece` are read, its `a` and its `add`: returns how far they are
   /// there (at least `from` + 1), waiting if none is. May be asked again. Unset: all are.
   std::function<int64_t(int piece, int64_t from)> ready = {};
+  /// Rows below `to` of piece `piece` are in its `tiles`.
+  std::function<void(int piece, int64_t to)> packed = {};
   /// Rows below `to` of piece `piece` are final.
   std::function<void(int piece, int64_t to)> done = {};
   /// Called about every ten microseconds.

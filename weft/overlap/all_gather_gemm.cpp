@@ -7,54 +7,82 @@
 namespace weft::overlap {
 namespace {
 
-/// This rank's rows in tiles, in memory that its peers read: none of them has to copy or pack.
-at::Tensor packed(comm::Link& link, const at::Tensor& x, int64_t n) {
-  const int64_t rows = (x.size(0) + 31) / 32, columns = (x.size(1) + 31) / 32 * 32 * 32;
-  if (!link.in_place() || !kernels::in_squares(x.scalar_type(), n, x.size(1))) return {};
-  auto block = link.place(rows, columns, x.scalar_type());
-  if (block.defined()) kernels::pack_rows(x, block.view({rows, columns / 512, 16, 32}));
-  return block;
-}
+class Gather {
+ public:
+  Gather(comm::Link& link, const at::Tensor& x, const kernels::Matrix& w, const kernels::Epilogue& e)
+      : link_(link), x_(whole_rows(x)), w_(w), e_(e), rows_(x.size(0)) {
+    owner_ = peers(link);
+    owner_.insert(owner_.begin(), link.rank());
+  }
 
-at::Tensor joined(const comm::Link& link, comm::Exchange& round, const at::Tensor& x) {
-  const int64_t rows = x.size(0);
-  auto all = at::empty({rows * link.size(), x.size(1)}, x.options());
-  for (int rank = 0; rank < link.size(); ++rank)
-    all.narrow(0, rank * rows, rows).copy_(rank == link.rank() ? x : round.incoming(rank));
-  return all;
-}
+  kernels::GemmResult run(at::Tensor* gathered) {
+    if (!gathered && rows_ > 0 && link_.in_place() && kernels::in_squares(x_.scalar_type(), w_.columns(), w_.rows())) {
+      const auto columns = columns_for(c10::multiply_integers(tiles()), rows_, x_.size(1));
+      if (const auto round = link_.all_gather(rows_, columns, x_.scalar_type())) return in_tiles(*round);
+    }
+    const auto round = link_.all_gather(x_);
+    auto result = in_rows(*round);
+    if (gathered) *gathered = joined(*round);
+    round->finish();
+    return result;
+  }
+
+ private:
+  /// Sizes of a block in tiles (kernels/pieces.h).
+  std::vector<int64_t> tiles() const { return {(rows_ + 31) / 32, (x_.size(1) + 31) / 32 * 2, 16, 32}; }
+
+  kernels::GemmResult in_rows(comm::Exchange& round) const {
+    kernels::Pieces pieces{.rows = rows_ * link_.size()};
+    for (const int rank : owner_)
+      pieces.list.push_back({.a = rank == link_.rank() ? x_ : round.incoming(rank), .row = rank * rows_});
+    pieces.ready = [&](int piece, int64_t from) {
+      return piece == 0 ? rows_ : arrived_from_all(round, {owner_[piece]}, from, rows_);
+    };
+    if (link_.in_place())
+      pieces.least = pieces.rows;  // they come soon: better to wait than to read the weight once more
+    else
+      pieces.between = [&] { round.advance(); };
+    return kernels::gemm(pieces, w_, e_);
+  }
+
+  /// Own rows are packed into tiles for the product as ever, and on the way into memory that the peers read: nobody
+  /// copies them, or packs them once more.
+  kernels::GemmResult in_tiles(comm::Exchange& round) const {
+    kernels::Pieces pieces{.rows = rows_ * link_.size(), .least = rows_ * link_.size()};
+    const int me = link_.rank();
+    pieces.list.push_back({.a = x_, .row = me * rows_, .tiles = reshaped(round.outgoing(me), tiles())});
+    for (size_t i = 1; i < owner_.size(); ++i)
+      pieces.list.push_back(
+          {.a = reshaped(round.incoming(owner_[i]), tiles()), .row = owner_[i] * rows_, .packed_rows = rows_});
+    pieces.packed = [&](int, int64_t to) { round.publish(me, std::min(to, rows_)); };
+    pieces.ready = [&](int piece, int64_t from) {
+      return piece == 0 ? rows_ : arrived_from_all(round, {owner_[piece]}, from, rows_);
+    };
+    auto result = kernels::gemm(pieces, w_, e_);
+    round.finish();
+    return result;
+  }
+
+  at::Tensor joined(comm::Exchange& round) const {
+    auto all = at::empty({rows_ * link_.size(), x_.size(1)}, x_.options());
+    for (int rank = 0; rank < link_.size(); ++rank)
+      all.narrow(0, rank * rows_, rows_).copy_(rank == link_.rank() ? x_ : round.incoming(rank));
+    return all;
+  }
+
+  comm::Link& link_;
+  at::Tensor x_;
+  const kernels::Matrix& w_;
+  const kernels::Epilogue& e_;
+  int64_t rows_;            // of a block
+  std::vector<int> owner_;  // of each piece
+};
 
 }  // namespace
 
-kernels::GemmResult all_gather_gemm(comm::Link& link, const at::Tensor& given, const kernels::Matrix& w,
+kernels::GemmResult all_gather_gemm(comm::Link& link, const at::Tensor& x, const kernels::Matrix& w,
                                     const kernels::Epilogue& epilogue, at::Tensor* gathered) {
-  const auto x = whole_rows(given);
-  const int64_t rows = x.size(0);
-  const auto tiles = gathered ? at::Tensor() : packed(link, x, w.columns());
-  const auto round = link.all_gather(tiles.defined() ? tiles : x);
-  std::vector<int> owner{link.rank()};
-  for (const int peer : peers(link)) owner.push_back(peer);
-  kernels::Pieces pieces{.rows = rows * link.size()};
-  for (const int rank : owner) {
-    const auto block = rank != link.rank() ? round->incoming(rank) : tiles.defined() ? tiles : x;
-    if (tiles.defined())
-      pieces.list.push_back({.a = block.view({block.size(0), -1, 16, 32}), .row = rank * rows, .packed_rows = rows});
-    else
-      pieces.list.push_back({.a = block, .row = rank * rows});
-  }
-  pieces.ready = [&](int piece, int64_t from) {
-    if (piece == 0) return rows;
-    if (!tiles.defined()) return arrived_from_all(*round, {owner[piece]}, from, rows);
-    return std::min(rows, 32 * arrived_from_all(*round, {owner[piece]}, from / 32, tiles.size(0)));
-  };
-  if (link.in_place())
-    pieces.least = pieces.rows;  // they come soon: better to wait than to read the weight once more
-  else
-    pieces.between = [&] { round->advance(); };
-  auto result = kernels::gemm(pieces, w, epilogue);
-  if (gathered) *gathered = joined(link, *round, x);
-  round->finish();
-  return result;
+  return Gather(link, x, w, epilogue).run(gathered);
 }
 
 }  // namespace weft::overlap

@@ -1,4 +1,6 @@
 #pragma once
+#include <c10/util/accumulate.h>
+
 #include <algorithm>
 #include <memory>
 #include <vector>
@@ -31,37 +33,45 @@ inline int64_t arrived_from_all(comm::Exchange& round, const std::vector<int>& p
   return least;
 }
 
+/// Blocks of 32 x 32 values hold some beyond the rows and columns that count. The ranks agree on the rows as they are,
+/// and on this number of columns: it leaves room for `values` and differs wherever `columns` does.
+inline int64_t columns_for(int64_t values, int64_t rows, int64_t columns) {
+  return (values + rows - 1) / rows + columns % 32;
+}
+
+/// The first values of a block, in another shape.
+inline at::Tensor reshaped(const at::Tensor& block, at::IntArrayRef sizes) {
+  return block.view({block.numel()}).narrow(0, 0, c10::multiply_integers(sizes)).view(sizes);
+}
+
 /// A round of blocks [rows, columns] that are summed. They travel as rows or as squares of 32 x 32 (kernels/pieces.h).
 class SumRound {
  public:
   SumRound(comm::Link& link, int64_t rows, int64_t columns, at::ScalarType dtype, bool squares)
       : rows_(rows),
-        high_(squares ? kSide : 1),
-        wide_((columns + kSide - 1) / kSide),
-        round_(squares ? link.reduce_scatter(count(rows), wide_ * kSide * kSide, dtype)
-                       : link.reduce_scatter(rows, columns, dtype)) {}
+        squares_(squares ? std::vector<int64_t>{(columns + 31) / 32, (rows + 31) / 32, 32, 32}
+                         : std::vector<int64_t>{}) {
+    const auto agreed = squares ? columns_for(c10::multiply_integers(squares_), rows, columns) : columns;
+    round_ = link.reduce_scatter(rows, agreed, dtype);
+  }
 
   at::Tensor outgoing(int to) { return shaped(round_->outgoing(to)); }
   at::Tensor incoming(int from) { return shaped(round_->incoming(from)); }
   /// Rows [0, rows) of the block for `to` are final.
-  void publish(int to, int64_t rows) { round_->publish(to, rows == rows_ ? count(rows) : rows / high_); }
+  void publish(int to, int64_t rows) { round_->publish(to, rows); }
   /// How many rows of every peer's block are there; waits for row `from` if it is not.
   int64_t arrived_from_all(const std::vector<int>& peers, int64_t from) {
-    return std::min(rows_, high_ * overlap::arrived_from_all(*round_, peers, from / high_, count(rows_)));
+    return overlap::arrived_from_all(*round_, peers, from, rows_);
   }
-  void wait(int from) { round_->wait(from, count(rows_)); }
+  void wait(int from) { round_->wait(from, rows_); }
   void advance() { round_->advance(); }
   void finish() { round_->finish(); }
 
  private:
-  static constexpr int64_t kSide = 32;
-  int64_t count(int64_t rows) const { return (rows + high_ - 1) / high_; }
-  at::Tensor shaped(const at::Tensor& block) const {
-    return high_ == 1 ? block : block.view({wide_, count(rows_), kSide, kSide});
-  }
+  at::Tensor shaped(const at::Tensor& block) const { return squares_.empty() ? block : reshaped(block, squares_); }
 
-  int64_t rows_, high_;  // rows of a block; rows that are published together
-  int64_t wide_;         // squares side by side
+  int64_t rows_;                  // of a block
+  std::vector<int64_t> squares_;  // sizes; empty: rows
   std::unique_ptr<comm::Exchange> round_;
 };
 

@@ -16,6 +16,7 @@ namespace {
 using at::Tensor;
 using comm::SharedLink;
 using ::testing::Each;
+using ::testing::HasSubstr;
 
 struct Case {
   int ranks;
@@ -145,6 +146,27 @@ TEST_P(Schedules, OneValueInAllPlacesIsAGradientToo) {
                                       block(truth, link.rank(), ranks()) * ranks());
                         }),
               Each(""));
+}
+
+TEST_P(Schedules, RanksWhoseSizesDifferByOneAllGetAnError) {
+  if (ranks() == 1) GTEST_SKIP() << "one rank agrees with itself";
+  const int64_t rows = 260;
+  for (const bool wider : {false, true}) {
+    const auto sizes = [&](int rank) { return std::pair{rows + (rank == 1 && !wider), kN + (rank == 1 && wider)}; };
+    EXPECT_THAT(run_ranks(ranks(),
+                          [&](SharedLink& link) {
+                            const auto [mine, n] = sizes(link.rank());
+                            overlap::gemm_reduce_scatter(link, random(mine * ranks(), kK),
+                                                         kernels::transposed(random(n, kK)), {});
+                          }),
+                Each(HasSubstr(wider ? "reduce_scatter" : "261")));
+    EXPECT_THAT(run_ranks(ranks(),
+                          [&](SharedLink& link) {
+                            const auto [mine, k] = sizes(link.rank());
+                            overlap::all_gather_gemm(link, random(mine, k), kernels::transposed(random(kN, k)), {});
+                          }),
+                Each(HasSubstr(wider ? "all_gather" : "261")));
+  }
 }
 
 std::string name(const ::testing::TestParamInfo<Case>& info) {

@@ -56,62 +56,49 @@ struct Scratch {
   std::unique_ptr<char, decltype(&std::free)> memory_;
 };
 
-/// A block of far panels in tiles: packed side by side in the scratch of this thread, or where they lie in tiles
-/// already.
+/// A block of far panels, packed side by side in the scratch of this thread.
 class FarBlock {
  public:
   /// What becomes of a panel: its work, and its first row (column) in the numbers of that work.
   struct Panel {
     const Work* work;
     int64_t at;
-    const Bf16* tiles;  // of all chunks; null: those of one chunk, in scratch
-    int64_t index;      // there
   };
 
   explicit FarBlock(const Blocking& cut) : cut_(cut), memory_(Scratch::mine().far) {}
 
   int64_t size() const { return static_cast<int64_t>(panels_.size()); }
   const Panel& panel(int64_t f) const { return panels_[f]; }
-  /// Appends the panels of `m` from row (column) `first` on, which `work` counts alike. Both must stay.
+  /// Appends the panels of `m` from row (column) `first` on, which `work` counts alike; the work must stay.
   void add(const Operand& m, const Work& work, int64_t first, int64_t panels) {
-    const int64_t all = static_cast<int64_t>(cut_.all_steps) * 2 * kTile;
-    Bf16* to = memory_ + used_ * all;  // if packed over all chunks
-    const bool scratch = !m.packed;
-    if (scratch && cut_.whole) pack_panels(m, first, panels, 0, cut_.all_steps, to);
-    if (scratch && !cut_.whole) runs_.push_back({&m, first, panels});
-    for (int64_t i = 0; i < panels; ++i) {
-      const Bf16* tiles = m.packed ? m.packed_panel(first / kPanel + i, 0) : cut_.whole ? to + i * all : nullptr;
-      panels_.push_back({&work, first + i * kPanel, tiles, used_ + i});
-    }
-    if (scratch) used_ += panels;
+    if (cut_.whole) pack_panels(m, first, panels, 0, cut_.all_steps, memory_ + size() * cut_.all_steps * 2 * kTile);
+    runs_.push_back({m, first, panels});
+    for (int64_t i = 0; i < panels; ++i) panels_.push_back({&work, first + i * kPanel});
   }
   /// Packs the steps of a chunk, unless that was done before.
   void pack(int chunk, int steps) {
-    const int64_t k0 = static_cast<int64_t>(chunk) * cut_.steps;
-    offset_ = k0 * 2 * kTile;
-    stride_ = static_cast<int64_t>(steps) * 2 * kTile;
+    start_ = cut_.whole ? memory_ + static_cast<int64_t>(chunk) * cut_.steps * 2 * kTile : memory_;
+    stride_ = static_cast<int64_t>(cut_.whole ? cut_.all_steps : steps) * 2 * kTile;
+    if (cut_.whole) return;
     Bf16* to = memory_;
-    for (const auto& run : runs_) {
-      pack_panels(*run.m, run.first, run.panels, k0 * kStep, steps, to);
+    for (auto& run : runs_) {
+      pack_panels(run.m, run.first, run.panels, static_cast<int64_t>(chunk) * cut_.steps * kStep, steps, to);
+      if (chunk + 1 == cut_.chunks) run.m.also = nullptr;  // once is enough
       to += run.panels * stride_;
     }
   }
-  /// In the chunk that was packed last.
-  const Bf16* packed(int64_t f) const {
-    const auto& p = panels_[f];
-    return p.tiles ? p.tiles + offset_ : memory_ + p.index * stride_;
-  }
+  /// The chunk that was packed last.
+  const Bf16* packed(int64_t f) const { return start_ + f * stride_; }
 
  private:
   struct Run {
-    const Operand* m;
+    Operand m;
     int64_t first, panels;
   };
   const Blocking& cut_;
-  Bf16* memory_;
-  int64_t used_ = 0;  // panels in it
-  int64_t offset_ = 0, stride_ = 0;
-  std::vector<Run> runs_;  // that are packed chunk by chunk
+  Bf16 *memory_, *start_ = nullptr;
+  int64_t stride_ = 0;
+  std::vector<Run> runs_;
   std::vector<Panel> panels_;
 };
 

@@ -1,5 +1,6 @@
 #pragma once
 #include <algorithm>
+#include <cstring>
 
 #include "weft/kernels/cpu/tiles_amx.h"
 
@@ -20,11 +21,14 @@ struct Operand {
   bool k_contiguous = true;
   int64_t half = 0;              // right, gated: a panel takes 16 columns at p/2 and 16 at half + p/2
   const Bf16* packed = nullptr;  // all of it in tiles already, panel behind panel
+  Bf16* also = nullptr;          // where tiles go in the same order as they are packed, past the caches
 
   int64_t panels() const { return half ? (half + 15) / 16 : (extent + kPanel - 1) / kPanel; }
-  const Bf16* packed_panel(int64_t panel, int64_t k0) const {
-    return packed + (panel * ((k + kStep - 1) / kStep) + k0 / kStep) * 2 * kTile;
+  /// From the start of the packed operand to a panel, at k0.
+  int64_t packed_offset(int64_t panel, int64_t k0) const {
+    return (panel * ((k + kStep - 1) / kStep) + k0 / kStep) * 2 * kTile;
   }
+  const Bf16* packed_panel(int64_t panel, int64_t k0) const { return packed + packed_offset(panel, k0); }
 
   const Bf16* at(int64_t p, int64_t k0) const { return data + (k_contiguous ? p * ld + k0 : k0 * ld + p); }
 };
@@ -94,9 +98,9 @@ inline __m512i interleave(__m256i x, __m256i y) {
   for (int i = 0; i < 16; ++i) r[i] = interleave(row(2 * i), row(2 * i + 1));
 }
 
-/// Packs one tile; whole ones take the branch-free path.
+/// Packs one tile; whole ones take the branch-free path. `also` may be null.
 template <bool kLeft, bool kAlongK>
-inline void pack_tile(const Bf16* src, int64_t ld, int rows, int ks, Bf16* dst) {
+inline void pack_tile(const Bf16* src, int64_t ld, int rows, int ks, Bf16* dst, Bf16* also) {
   __m512i r[16];
   if constexpr (kAlongK)
     load_along_k(src, ld, rows, ks, r);
@@ -105,6 +109,9 @@ inline void pack_tile(const Bf16* src, int64_t ld, int rows, int ks, Bf16* dst) 
   if constexpr (kLeft != kAlongK) transpose16(r);
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) _mm512_store_si512(dst + i * kStep, r[i]);
+  if (!also) return;
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) _mm512_stream_si512(reinterpret_cast<__m512i*>(also + i * kStep), r[i]);
 }
 
 /// First row (column) of half `h` of the panel at p.
@@ -146,14 +153,15 @@ void pack_panel(const Operand& m, int64_t p, int64_t k0, int steps, Bf16* dst) {
     const int rows = static_cast<int>(std::clamp<int64_t>(m.extent - start, 0, 16));
     const Bf16* src = m.at(start, k0);
     const int64_t next = kStep * (kAlongK ? 1 : m.ld);
+    Bf16* also = m.also ? m.also + m.packed_offset(p / kPanel, k0) : nullptr;
+    const auto tile = [&](int s, int count, int ks) {
+      const int at = (2 * s + h) * kTile;
+      pack_tile<kLeft, kAlongK>(src + s * next, m.ld, count, ks, dst + at, also ? also + at : nullptr);
+    };
     int s = 0;
     if (rows == 16)
-      for (; s < steps && k0 + (s + 1) * kStep <= m.k; ++s)
-        pack_tile<kLeft, kAlongK>(src + s * next, m.ld, 16, kStep, dst + (2 * s + h) * kTile);
-    for (; s < steps; ++s) {
-      const int ks = static_cast<int>(std::clamp<int64_t>(m.k - k0 - s * kStep, 0, kStep));
-      pack_tile<kLeft, kAlongK>(src + s * next, m.ld, rows, ks, dst + (2 * s + h) * kTile);
-    }
+      for (; s < steps && k0 + (s + 1) * kStep <= m.k; ++s) tile(s, 16, kStep);
+    for (; s < steps; ++s) tile(s, rows, static_cast<int>(std::clamp<int64_t>(m.k - k0 - s * kStep, 0, kStep)));
   }
 }
 
@@ -174,8 +182,13 @@ void pack_strips(const Operand& m, int64_t p, int64_t panels, int64_t k0, int st
   }
 }
 
-/// Packs `panels` panels from p, `steps` steps from k0, one behind the other.
+/// Packs `panels` panels from p, `steps` steps from k0, one behind the other; or copies them if they are packed.
 inline void pack_panels(const Operand& m, int64_t p, int64_t panels, int64_t k0, int steps, Bf16* dst) {
+  if (m.packed) {
+    for (int64_t i = 0; i < panels; ++i, dst += 2 * kTile * steps)
+      std::memcpy(dst, m.packed_panel(p / kPanel + i, k0), sizeof(Bf16) * 2 * kTile * steps);
+    return;
+  }
   if (!m.k_contiguous)
     return m.left ? pack_strips<true>(m, p, panels, k0, steps, dst) : pack_strips<false>(m, p, panels, k0, steps, dst);
   for (int64_t i = 0; i < panels; ++i, p += kPanel, dst += 2 * kTile * steps)

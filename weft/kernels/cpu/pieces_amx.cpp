@@ -11,6 +11,7 @@ namespace {
 struct Part {
   int index;  // among the pieces
   Operand rows;
+  Bf16* tiles;    // where they are to be packed to, or null
   int64_t there;  // rows that are known to be ready
 };
 
@@ -36,7 +37,11 @@ class PieceProduct {
     for (size_t i = 0; i < pieces.list.size(); ++i) {
       const auto rows = rows_in(pieces.list[i]);
       if (rows == 0) continue;
-      parts_.push_back({static_cast<int>(i), rows_of(pieces.list[i], right_.k), pieces.ready ? 0 : rows});
+      const auto& tiles = pieces.list[i].tiles;
+      parts_.push_back({.index = static_cast<int>(i),
+                        .rows = rows_of(pieces.list[i], right_.k),
+                        .tiles = tiles.defined() ? reinterpret_cast<Bf16*>(tiles.data_ptr()) : nullptr,
+                        .there = pieces.ready ? 0 : rows});
       panels_ += parts_.back().rows.panels();
     }
     cut_ = cut(right_.panels(), panels_, right_.k);
@@ -48,9 +53,11 @@ class PieceProduct {
   GemmResult run() {
     const auto packing = packing_of(b_, right_);
     const Lines lines(b_);
+    together_ = one_block();
     if (e_.weight && worth_keeping(pieces_.rows, right_)) kept_ = kept_copy(packing, lines.whole() && repeatable());
-    if (!kept_.copy && !one_block()) kept_.copy = packed_once(right_);
+    if (!kept_.copy && !together_) kept_.copy = packed_once(right_);
     right_.packed = kept_.copy ? kept_.copy->data() : nullptr;
+    if (threads_ > 1 || (!cut_.whole && together_)) pack_first();
     make_shares(kept_.promised ? &lines : nullptr);
     while (!multiply(packing)) {
     }
@@ -146,10 +153,10 @@ class PieceProduct {
         for (auto& share : shares_)
           share.verifier.pace((pieces_.done ? panels : panels_) * right_.panels() * cut_.all_steps / threads_);
       multiply_block_of(runs, panels, mine);
+      for (const auto& run : runs) tell_packed(run);
       if (kept_.promised && (pieces_.done || part_ == parts_.size()) && !holds(packing)) return false;
       if (pieces_.done)
-        for (const auto& [part, begin, count] : runs)
-          pieces_.done(parts_[part].index, std::min(parts_[part].rows.extent, begin + count * kPanel));
+        for (const auto& run : runs) pieces_.done(parts_[run.part].index, end_of(run));
     }
     return true;
   }
@@ -159,6 +166,7 @@ class PieceProduct {
     compared(packing, same);
     kept_.promised.reset();
     if (same) return true;
+    right_.packed = nullptr;
     kept_ = kept_copy(packing, false);
     if (!kept_.copy) kept_.copy = packed_once(right_);
     right_.packed = kept_.copy->data();
@@ -172,12 +180,17 @@ class PieceProduct {
     int64_t panels = 0;
     while (part_ < parts_.size() && panels < limit_) {
       auto& part = parts_[part_];
-      if (!runs.empty() && form(part) != form(runs[0])) break;
+      if (!runs.empty() && (form(part) != form(runs[0]) || parts_[runs[0].part].tiles)) break;
       const auto there = panels_there(part, /*wait=*/panels * kPanel < pieces_.least);
       if (there == 0) break;
       const Run run{part_, row_, std::min(there, limit_ - panels)};
       runs.push_back(run);
-      if (threads_ == 1) mine.add(part.rows, works_[0][part.index], run.first, run.panels);
+      if (threads_ == 1) {
+        auto rows = part.rows;
+        rows.also = part.tiles;
+        mine.add(rows, works_[0][part.index], run.first, run.panels);
+        if (cut_.whole) tell_packed(run);
+      }
       panels += run.panels;
       row_ += run.panels * kPanel;
       if (row_ < part.rows.extent) continue;
@@ -185,6 +198,26 @@ class PieceProduct {
       row_ = 0;
     }
     return runs;
+  }
+
+  int64_t end_of(const Run& run) const {
+    return std::min(parts_[run.part].rows.extent, run.first + run.panels * kPanel);
+  }
+  /// Packs what others wait for before the product starts: if that would pack it too late, or on several threads.
+  void pack_first() {
+    for (size_t i = 0; i < parts_.size(); ++i) {
+      const auto& rows = parts_[i].rows;
+      if (parts_[i].tiles) pack_whole(rows, parts_[i].tiles);
+      tell_packed({i, 0, rows.panels()});
+    }
+  }
+  /// Says that the rows of a run are where they were to be packed to.
+  void tell_packed(const Run& run) {
+    auto& part = parts_[run.part];
+    if (!part.tiles) return;
+    _mm_sfence();
+    if (pieces_.packed) pieces_.packed(part.index, end_of(run));
+    if (end_of(run) == part.rows.extent) part.tiles = nullptr;  // not again, should the product start over
   }
 
   /// Panels from `row_` on that are there; waits for one if asked to.
@@ -243,7 +276,8 @@ class PieceProduct {
   std::vector<Part> parts_;
   int64_t panels_ = 0;  // of all parts
   Blocking cut_{};
-  int64_t limit_ = 0;  // panels of a block
+  int64_t limit_ = 0;      // panels of a block
+  bool together_ = false;  // all in one block
   KeptCopy kept_;
   size_t part_ = 0;  // what comes next
   int64_t row_ = 0;
