@@ -235,6 +235,7 @@ INSTANTIATE_TEST_SUITE_P(Dtypes, KernelsPieces, testing::Values(at::kFloat, at::
 
 /// A weight that changes after its packed copy has been trusted for a while.
 TEST(KernelsPiecesOfAKeptWeight, AreRightAndGivenAwayOnlyOnceTheWeightIsKnownNotToHaveChanged) {
+  if (machine_tier() != Tier::amx) GTEST_SKIP() << "weights are packed by the amx tier only";
   at::manual_seed(3);
   constexpr int64_t kSize = 512, kRows = 700;
   const auto w = random({kSize, kSize}, at::kBFloat16);
