@@ -69,8 +69,9 @@ def disagree(fault: str, model: torch.nn.Module, rank: int, group: dist.ProcessG
             x = torch.randn(ROWS * dist.get_world_size(group), HIDDEN // dist.get_world_size(group))
             model[2](x.to(torch.bfloat16))
         case "width":
-            wide = ops.Linear(2 * WIDTH, HIDDEN, tensor_parallel_mode="column", tensor_parallel_group=group)
-            wide(torch.randn(ROWS, 2 * WIDTH))
+            parallel = {"tensor_parallel_group": group, "sequence_parallel": True, "dtype": torch.bfloat16}
+            wide = ops.Linear(2 * WIDTH, HIDDEN, tensor_parallel_mode="column", overlap=True, **parallel)
+            wide(torch.randn(ROWS, 2 * WIDTH).to(torch.bfloat16))
         case _:
             raise ValueError(fault)
 
