@@ -9,7 +9,6 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/randn.h>
 #include <sched.h>
-#include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -20,6 +19,7 @@
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 
 #include "benchmarks/driver/clock.h"
+#include "benchmarks/driver/ranks.h"
 #include "benchmarks/driver/report.h"
 #include "weft/comm/host_meeting.h"
 #include "weft/comm/shared_link.h"
@@ -71,17 +71,6 @@ Arguments parse(const std::vector<std::string>& words) {
   }
   TORCH_CHECK_VALUE(!out.files.empty(), kOverlapUsage);
   return out;
-}
-
-/// This program once more, as another rank.
-pid_t start_rank(std::vector<std::string> words) {
-  words.insert(words.begin(), {"weft_bench", "overlap"});
-  std::vector<char*> argv;
-  for (auto& word : words) argv.push_back(word.data());
-  argv.push_back(nullptr);
-  pid_t pid = 0;
-  TORCH_CHECK(posix_spawn(&pid, "/proc/self/exe", nullptr, nullptr, argv.data(), environ) == 0, "cannot start a rank");
-  return pid;
 }
 
 void stay_on(int core) {
@@ -226,6 +215,7 @@ int run_overlap(const std::vector<std::string>& words) {
   TORCH_CHECK(mkdtemp(name), "no folder in /tmp");
   arguments.store = std::string(name) + "/store";
   auto peer = words;
+  peer.insert(peer.begin(), "overlap");
   peer.insert(peer.end(), {"--rank", "1", "--store", arguments.store});
   const auto pid = start_rank(peer);
   const bool fine = run_rank(arguments);

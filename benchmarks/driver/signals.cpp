@@ -2,7 +2,6 @@
 
 #include <ATen/ops/zeros.h>
 #include <sched.h>
-#include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -13,6 +12,7 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 
+#include "benchmarks/driver/ranks.h"
 #include "weft/comm/host_meeting.h"
 #include "weft/comm/shared_link.h"
 
@@ -26,17 +26,6 @@ using weft::comm::SharedLink;
 using Clock = std::chrono::steady_clock;
 
 constexpr int kSamples = 41, kSignals = 1000;
-
-/// This program once more, as one rank.
-pid_t start_rank(std::vector<std::string> words) {
-  words.insert(words.begin(), {"weft_bench", "signals"});
-  std::vector<char*> argv;
-  for (auto& word : words) argv.push_back(word.data());
-  argv.push_back(nullptr);
-  pid_t pid = 0;
-  TORCH_CHECK(posix_spawn(&pid, "/proc/self/exe", nullptr, nullptr, argv.data(), environ) == 0, "cannot start a rank");
-  return pid;
-}
 
 /// µs of one of the signals that `pass` sends, over some samples: the middle one and the best.
 void report(SharedLink& link, const char* what, double signals, const std::function<void()>& pass) {
@@ -119,7 +108,7 @@ int run_signals(const std::vector<std::string>& words) {
     const auto store = std::filesystem::temp_directory_path() / ("weft_signals_" + std::to_string(::getpid()));
     std::vector<pid_t> ranks;
     for (int rank = 0; rank < size; ++rank)
-      ranks.push_back(start_rank({"--rank", std::to_string(rank), std::to_string(size), store.string()}));
+      ranks.push_back(start_rank({"signals", "--rank", std::to_string(rank), std::to_string(size), store.string()}));
     for (const pid_t pid : ranks) {
       int ended = 0;
       ::waitpid(pid, &ended, 0);

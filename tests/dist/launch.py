@@ -6,33 +6,63 @@ import os
 import pathlib
 import subprocess
 import sys
+from typing import Any
+
+from typing_extensions import Self
 
 import weft
 
 HERE = pathlib.Path(__file__).parent
 
 
-def run_ranks(script: str, folder: pathlib.Path, ranks: int, *arguments: str, seconds: float = 240, **environment: str):
-    """Runs ``script FOLDER ARGUMENTS…`` on each rank and raises, with what they printed, unless all end well."""
-    shared = {
+class Ranks:
+    """Processes that each write a log; whatever is left of them ends with the block."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder, self.logs = folder, list[pathlib.Path]()
+        self.processes: list[subprocess.Popen] = []
+
+    def start(self, command: list[str], **more: Any) -> None:
+        """The next rank; `more` is for Popen."""
+        self.logs.append(self.folder / f"rank{len(self.logs)}.log")
+        with self.logs[-1].open("w") as log:
+            self.processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, **more))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def codes(self, seconds: float) -> list[int]:
+        return [process.wait(seconds) for process in self.processes]
+
+    def texts(self) -> list[str]:
+        return [log.read_text() for log in self.logs]
+
+    def text(self) -> str:
+        return "\n".join(f"---- {log.name}\n{text}" for log, text in zip(self.logs, self.texts(), strict=True))
+
+
+def environment_of(ranks: int, **environment: str) -> dict[str, str]:
+    """For a script of this folder, but for RANK."""
+    return {
         **os.environ,
         "PYTHONPATH": str(pathlib.Path(weft.__file__).parent.parent),
         "OMP_NUM_THREADS": "1",
         "WORLD_SIZE": str(ranks),
         **environment,
     }
-    command = [sys.executable, str(HERE / script), str(folder), *arguments]
-    logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
-    processes: list[subprocess.Popen] = []
-    try:
-        for rank, log in enumerate(logs):
-            with log.open("w") as file:
-                processes.append(
-                    subprocess.Popen(command, env={**shared, "RANK": str(rank)}, stdout=file, stderr=subprocess.STDOUT)
-                )
-        codes = [process.wait(timeout=seconds) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    text = "\n".join(f"---- {log.name}\n{log.read_text()}" for log in logs)
-    assert codes == [0] * ranks, f"exit codes {codes}\n{text}"
+
+
+def run_ranks(script: str, folder: pathlib.Path, ranks: int, *arguments: str, seconds: float = 240, **environment: str):
+    """Runs ``script FOLDER ARGUMENTS…`` on each rank and raises, with what they printed, unless all end well."""
+    shared = environment_of(ranks, **environment)
+    with Ranks(folder) as started:
+        for rank in range(ranks):
+            command = [sys.executable, str(HERE / script), str(folder), *arguments]
+            started.start(command, env={**shared, "RANK": str(rank)})
+        codes = started.codes(seconds)
+        assert codes == [0] * ranks, f"exit codes {codes}\n{started.text()}"

@@ -7,59 +7,37 @@ import os
 import pathlib
 import random
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 
-import weft
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-HERE = pathlib.Path(__file__).parent
+import launch  # noqa: E402
+
 TIMEOUT = 3.0  # seconds, of every wait
 GRACE = 1.0
 
 
-class Ranks:
+class Ranks(launch.Ranks):
     """Plain processes: torchrun would end the survivors itself."""
 
     def __init__(self, folder: pathlib.Path, size: int, transport: str, fault: dict[int, str] | None = None):
-        self.folder, self.size = folder, size
-        shared = {
-            **os.environ,
-            "PYTHONPATH": str(pathlib.Path(weft.__file__).parent.parent),
-            "OMP_NUM_THREADS": "1",
-            "WORLD_SIZE": str(size),
-            "WEFT_TIMEOUT": str(TIMEOUT),
-            "WEFT_TRANSPORT": transport,
-            "WEFT_CHECK": "always",
-        }
-        self.logs = [folder / f"rank{rank}.log" for rank in range(size)]
-        self.processes = []
-        for rank, log in enumerate(self.logs):
+        super().__init__(folder)
+        self.size = size
+        settings = {"WEFT_TIMEOUT": str(TIMEOUT), "WEFT_TRANSPORT": transport, "WEFT_CHECK": "always"}
+        shared = launch.environment_of(size, **settings)
+        for rank in range(size):
             extra = ["--fault", fault[rank]] if fault and rank in fault else []
-            with log.open("w") as file:
-                command = [sys.executable, str(HERE / "failures.py"), str(folder), *extra]
-                self.processes.append(
-                    subprocess.Popen(command, env={**shared, "RANK": str(rank)}, stdout=file, stderr=subprocess.STDOUT)
-                )
-
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-
-    def logs_text(self) -> str:
-        return "\n".join(f"---- {log.name}\n{log.read_text()}" for log in self.logs)
+            command = [sys.executable, str(launch.HERE / "failures.py"), str(folder), *extra]
+            self.start(command, env={**shared, "RANK": str(rank)})
 
     def wait_for(self, suffix: str, seconds: float, ranks: list[int] | None = None) -> None:
         end = time.time() + seconds
         wanted = [self.folder / f"rank{rank}.{suffix}" for rank in (range(self.size) if ranks is None else ranks)]
         while not all(path.exists() for path in wanted):
-            assert time.time() < end, f"no {suffix} within {seconds} s\n{self.logs_text()}"
+            assert time.time() < end, f"no {suffix} within {seconds} s\n{self.text()}"
             time.sleep(0.01)
 
     def found(self, rank: int) -> dict:
@@ -129,7 +107,7 @@ def test_ranks_that_disagree_all_get_an_error(tmp_path, transport, fault):
         ranks.wait_for("json", 90)
         for rank, process in enumerate(ranks.processes):
             process.wait(10)
-            assert process.returncode == 0, f"rank {rank} ended with {process.returncode}\n{ranks.logs_text()}"
+            assert process.returncode == 0, f"rank {rank} ended with {process.returncode}\n{ranks.text()}"
             check_survivor(ranks.found(rank), ranks.found(0)["time"] - TIMEOUT, None)
 
 

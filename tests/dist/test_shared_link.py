@@ -9,9 +9,14 @@ import re
 import resource
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+import launch  # noqa: E402
 
 BUILD = pathlib.Path(os.environ.get("WEFT_BUILD", pathlib.Path(__file__).parents[2] / "build" / "release"))
 PROGRAM = BUILD / "link_rank"
@@ -22,30 +27,15 @@ if not PROGRAM.exists():
     pytest.skip(f"no link_rank in {BUILD}", allow_module_level=True)
 
 
-class Ranks:
+class Ranks(launch.Ranks):
     """Processes of link_rank; `extra` are their last arguments, `each` what Popen gets for a rank."""
 
     def __init__(self, folder: pathlib.Path, size: int, rounds: int, *extra: str, timeout=TIMEOUT, each=None):
         folder.mkdir(exist_ok=True)
-        self.logs = [folder / f"rank{rank}.log" for rank in range(size)]
-        self.processes = []
-        for rank, log in enumerate(self.logs):
-            words = [rank, size, folder / "store", int(timeout * 1000), rounds, *extra]
-            with log.open("w") as file:
-                more = (each or {}).get(rank, {})
-                command = [str(PROGRAM), *map(str, words)]
-                self.processes.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, **more))
-
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-
-    def texts(self) -> list[str]:
-        return [log.read_text() for log in self.logs]
+        super().__init__(folder)
+        for rank in range(size):
+            words = [PROGRAM, rank, size, folder / "store", int(timeout * 1000), rounds, *extra]
+            self.start([str(word) for word in words], **(each or {}).get(rank, {}))
 
     def wait_for(self, word: str) -> None:
         end = time.time() + 60
@@ -54,7 +44,7 @@ class Ranks:
             time.sleep(0.005)
 
     def codes(self, seconds: float = 60) -> list[int]:
-        return [process.wait(seconds) for process in self.processes]
+        return super().codes(seconds)
 
 
 def left_behind(processes: list[subprocess.Popen]) -> list[str]:

@@ -15,6 +15,7 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
+import launch  # noqa: E402
 import netns  # noqa: E402
 
 BUILD = pathlib.Path(os.environ.get("WEFT_BUILD", pathlib.Path(__file__).parents[2] / "build" / "release"))
@@ -27,29 +28,13 @@ if not PROGRAM.exists() or not (BUILD / "libweft_ucx.so").exists():
     pytest.skip(f"no ucx_rank and libweft_ucx.so in {BUILD}: built without UCX", allow_module_level=True)
 
 
-class Ranks:
+class Ranks(launch.Ranks):
     def __init__(self, folder: pathlib.Path, size: int, rounds: int, prefixes: list[list[str]] | None = None):
+        super().__init__(folder)
         env = {k: v for k, v in os.environ.items() if not k.startswith("UCX_")} | {"OMP_NUM_THREADS": "1"}
-        self.logs = [folder / f"rank{rank}.log" for rank in range(size)]
-        self.processes = []
-        for rank, log in enumerate(self.logs):
-            command = [str(PROGRAM), str(rank), str(size), str(folder / "store"), str(int(TIMEOUT * 1000)), str(rounds)]
-            with log.open("w") as file:
-                prefix = prefixes[rank] if prefixes else []
-                self.processes.append(
-                    subprocess.Popen(prefix + command, env=env, stdout=file, stderr=subprocess.STDOUT)
-                )
-
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-
-    def text(self) -> str:
-        return "\n".join(f"---- {log.name}\n{log.read_text()}" for log in self.logs)
+        for rank in range(size):
+            words = [PROGRAM, rank, size, folder / "store", int(TIMEOUT * 1000), rounds]
+            self.start([*(prefixes[rank] if prefixes else []), *map(str, words)], env=env)
 
     def wait_ready(self) -> None:
         end = time.time() + 20
@@ -63,9 +48,6 @@ class Ranks:
         found = re.search(r"raised at ([\d.]+): (.*)", self.logs[rank].read_text())
         assert found and float(found[1]) - since < TIMEOUT + GRACE, self.text()
         assert re.search(f"rank ({names})", found[2]) and re.search("all_gather|reduce_scatter", found[2]), self.text()
-
-    def codes(self, seconds: float) -> list[int]:
-        return [process.wait(seconds) for process in self.processes]
 
 
 @pytest.mark.parametrize("size", [2, 4])
