@@ -185,9 +185,9 @@ std::vector<Line> lines_of(const Arguments& arguments) {
 
 bool run_rank(const Arguments& arguments) {
   stay_on(arguments.rank);
-  const auto store = c10::make_intrusive<c10d::FileStore>(arguments.store, kRanks);
+  auto store = c10::make_intrusive<c10d::FileStore>(arguments.store, kRanks);
   SharedLink link(std::make_shared<weft::comm::HostMeeting>(weft::comm::HostMeeting::Options{
-      [store] { return store; }, "bench", arguments.rank, kRanks, std::chrono::seconds(60)}));
+      [&store] { return store; }, "bench", arguments.rank, kRanks, std::chrono::seconds(60)}));
   Report report(Method{});
   bool fine = true;
   for (const auto& line : lines_of(arguments)) {

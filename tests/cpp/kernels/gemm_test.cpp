@@ -54,10 +54,18 @@ void check(const Tensor& a, const Tensor& b, const Epilogue& e, const std::strin
   ASSERT_EQ(got.pre.defined(), want.pre.defined()) << what;
   ASSERT_EQ(got.again.defined(), want.again.defined()) << what;
   ASSERT_EQ(got.sums.defined(), want.sums.defined()) << what;
-  if (want.pre.defined()) EXPECT_LE(error(got.pre, want.pre), bound) << what;
-  if (want.again.defined()) EXPECT_LE(error(got.again, want.again), bound) << what;
-  if (want.sums.defined()) EXPECT_LE(error(got.sums, want.sums), 2 * bound) << what;
-  if (e.out.defined()) EXPECT_EQ(got.out.data_ptr(), e.out.data_ptr()) << what;
+  if (want.pre.defined()) {
+    EXPECT_LE(error(got.pre, want.pre), bound) << what;
+  }
+  if (want.again.defined()) {
+    EXPECT_LE(error(got.again, want.again), bound) << what;
+  }
+  if (want.sums.defined()) {
+    EXPECT_LE(error(got.sums, want.sums), 2 * bound) << what;
+  }
+  if (e.out.defined()) {
+    EXPECT_EQ(got.out.data_ptr(), e.out.data_ptr()) << what;
+  }
 }
 
 class KernelsProduct : public testing::TestWithParam<at::ScalarType> {

@@ -166,7 +166,9 @@ TEST_P(WgradRow, WithoutAWantedGradientNothingIsNeeded) {
     EXPECT_FALSE(w.grad().defined());
     EXPECT_EQ(pending_dw(w), 0);
     const auto* record = find_wgrad_record(w);
-    if (record && record->grad_added_to_main_grad) EXPECT_FALSE(*record->grad_added_to_main_grad);
+    if (record && record->grad_added_to_main_grad) {
+      EXPECT_FALSE(*record->grad_added_to_main_grad);
+    }
   }
   tested_->backward_dw();
 }
@@ -241,7 +243,9 @@ TEST(Wgrad, AMainGradThatCannotBeWrittenRaisesAndChangesNothing) {
     const auto before = main_grad.defined() ? main_grad.clone() : at::Tensor();
     EXPECT_THROW(module->forward(at::ones({2, 4})).sum().backward(), c10::Error);
     EXPECT_EQ(record.grad_added_to_main_grad, std::optional(false));
-    if (before.defined()) EXPECT_TRUE(main_grad.equal(before));
+    if (before.defined()) {
+      EXPECT_TRUE(main_grad.equal(before));
+    }
   }
 }
 

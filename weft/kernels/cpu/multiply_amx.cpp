@@ -33,7 +33,8 @@ class Interruption {
   explicit Interruption(const std::function<void()>* call) : call_(call) {}
   void after(int64_t steps) {
     constexpr int64_t kOften = 320;  // steps in ten microseconds
-    if (!call_ || (steps_ += steps) < kOften) return;
+    steps_ += steps;
+    if (!call_ || steps_ < kOften) return;
     steps_ = 0;
     (*call_)();
   }
