@@ -7,6 +7,7 @@
     tools/claims.py core --json FILE     also as JSON
     tools/claims.py kernels              the same for the kernels and fusions
     tools/claims.py parallel             the same for linears over ranks and their communication
+    tools/claims.py grouped              the same for groups of rows
 
 A row is a claim and the commands that show it: tests, a benchmark with a bound, or a script. This file only runs them
 and compares. Needs the Python of the environment that has torch; builds what is missing.
@@ -349,6 +350,31 @@ CLAIMS = {
             (ctest("tsan-comm"), script("bash", "tools/planted_race.sh", figure=r"planted race .*"))),
         Row(11, "DeviceMesh groups, DDP around a parallel block, FSDP2 on a 2 x 2 mesh: gradients of one process",
             (pytest("tests/dist/test_tensor_parallel.py", "-k", "mesh or ddp or fsdp or data_parallel"),)),
+    ),
+    "grouped": (
+        Row(1, "grouped linear and MLP, every option: values and gradients of plain float64",
+            (pytest("tests/python/test_grouped.py"), ctest("release", r"KernelsGrouped"))),
+        Row(2, "every row of the weight-gradient contract: grouped linears, both layers of the fused MLP, both layouts",
+            (pytest("tests/python/test_grouped_wgrad.py"),)),
+        Row(3, "random splits against a loop of plain linears in float64: 5,000 (300 in CI), 0 wrong",
+            (pytest("tests/python/test_grouped_random.py", slow=True, figure=r"\d+ splits, \d+ wrong"),)),
+        Row(4, "bad splits and buffers raise; rows of no group are 0 in fresh memory, untouched in the caller's",
+            (pytest("tests/python/test_grouped.py", "-k", "bad or tail or padded or buffer or alias"),)),
+        Row(5, "no split is read outside a kernel: meta device, shut page, replay; each proof fails if one is",
+            (ctest("release", r"GraphSafety"),)),
+        Row(6, "grouped forward / one dense at::mm, rate: 8x128 >= 1.0, 32x32 >= 0.6, 64x8 >= 0.2, Zipf >= 0.8",
+            (program("grouped", "benchmarks/problems/grouped.txt", if_quick=("--rounds", "7", "--only", "forward"),
+                     figure=r"(?m)^.*dense.*$"),)),
+        Row(7, "grouped SwiGLU MLP into main_grad, eager loop / weft and _grouped_mm / weft: >= 3",
+            (script(sys.executable, "benchmarks/python/grouped.py", figure=r"(?m)^.*/ weft.*$",
+                    if_quick=("--quick",)),)),
+        Row(8, "64 tiny experts, one packed weight, a whole step: <= 100 µs",
+            (script(sys.executable, "benchmarks/python/grouped.py", "--host", figure=r"(?m)^.*µs.*$"),)),
+        Row(9, "the mixture of experts trains; 2 and 4 ranks equal one process",
+            (pytest("tests/dist/test_moe.py"),)),
+        Row(10, "peak memory of a step / eager's: <= 0.6; allocations do not grow with experts",
+            (script(sys.executable, "benchmarks/python/grouped.py", "--memory",
+                    figure=r"(?m)^.*(?:peak|allocations).*$", if_quick=("--quick",)),)),
     ),
 }  # fmt: skip
 

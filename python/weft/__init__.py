@@ -12,6 +12,7 @@ if not torch.__version__.startswith("2.13."):
 
 from . import _C, checkpoint, ops
 from .explain import explain
+from .grouped import deinterleave_glu, interleave_glu
 from .ops import Sequential
 from .packing import packed_bytes, packing_limit, prepack, set_packing_limit
 from .rng import RNGStatesTracker
@@ -21,9 +22,11 @@ __all__ = [
     "RNGStatesTracker",
     "checkpoint",
     "Sequential",
+    "deinterleave_glu",
     "destroy_ub",
     "explain",
     "initialize_ub",
+    "interleave_glu",
     "ops",
     "packed_bytes",
     "packing_limit",

@@ -15,7 +15,8 @@ import torch
 
 from . import _C
 
-_NAMES = {torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
+_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPES}
 
 # Modules by number: a compiler takes a number for a constant where it would not take a module.
 _numbers = itertools.count()

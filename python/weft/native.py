@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from . import _C
+from .grouped import GroupedParameters
 from .groups import GROUP_FIELDS, group_of, named_group, resolve_parallel
 from .operation import BasicOperation
 from .wgrad import WgradModule
@@ -131,7 +132,7 @@ def initialize(
     only_meta: bool = False,
 ) -> None:
     """Initialises the Parameters of `op` that `module` holds, moving them to `device` if given."""
-    for name, _, _, init, fan_in in op.params():
+    for name, _, _, init, fan_in, sinks in op.params():
         param = module._parameters.get(name)
         if param is None or (only_meta and param.device.type != "meta"):
             continue
@@ -142,12 +143,13 @@ def initialize(
             module._parameters[name] = param
         if param.device.type == "meta":
             continue
-        with torch.no_grad(), tracker().fork() if tracker is not None else nullcontext():
-            if init == "fan_in_uniform":
-                bound = 1 / math.sqrt(fan_in) if fan_in else 0.0
-                param.uniform_(-bound, bound)
-            else:
-                param.fill_(1.0 if init == "ones" else 0.0)
+        for part in param.detach() if sinks and param.dim() == 3 else [param.detach()]:  # a weight for each group
+            with tracker().fork() if tracker is not None else nullcontext():
+                if init == "fan_in_uniform":
+                    bound = 1 / math.sqrt(fan_in) if fan_in else 0.0
+                    part.uniform_(-bound, bound)
+                else:
+                    part.fill_(1.0 if init == "ones" else 0.0)
 
 
 def _plain(value: Any) -> Any:
@@ -172,7 +174,7 @@ def _field_property(name: str) -> property:
     return property(get, set)
 
 
-def _signature(name: str, fields: list[tuple[str, Any, str]], has_params: bool) -> inspect.Signature:
+def _signature(fields: list[tuple[str, Any, str]], params: list[Any]) -> inspect.Signature:
     kinds = inspect.Parameter
     parameters = []
     for field, default, given in fields:
@@ -181,26 +183,30 @@ def _signature(name: str, fields: list[tuple[str, Any, str]], has_params: bool) 
         kind = kinds.KEYWORD_ONLY if given == "keyword" else kinds.POSITIONAL_OR_KEYWORD
         default = kinds.empty if given == "always" else None if field == "dtype" else default
         parameters.append(kinds(field, kind, default=default))
-    if has_params:
+    if params:
         parameters.append(kinds("device", kinds.KEYWORD_ONLY, default=None))
-    if any(field == "tensor_parallel_mode" for field, *_ in fields):
+    if any(sinks for *_, sinks in params) or any(field == "tensor_parallel_mode" for field, *_ in fields):
         parameters.append(kinds("rng_state_tracker_function", kinds.KEYWORD_ONLY, default=None))
     return inspect.Signature(parameters)
 
 
 def make_class(name: str, doc: str, fields: list[tuple[str, Any, str]], sample: _C.Op) -> type[NativeOperation]:
-    # A field called like a method of torch.nn.Module (Quantize's `forward`) is a keyword only.
+    # A field called like a method of torch.nn.Module (Quantize's `forward`) or like a Parameter is a keyword only.
+    taken = {param.rstrip("0123456789") for param, *_ in sample.params()}
     members: dict[str, Any] = {
-        field: _field_property(field) for field, *_ in fields if not hasattr(NativeOperation, field)
+        field: _field_property(field)
+        for field, *_ in fields
+        if not hasattr(NativeOperation, field) and field not in taken
     }
     members |= {
         "__doc__": doc,
         "__module__": "weft.ops",
-        "__signature__": _signature(name, fields, bool(sample.params())),
+        "__signature__": _signature(fields, sample.params()),
         "_type": name,
     }
-    has_wgrad = any(field == "delay_wgrad_compute" for field, *_ in fields)
-    return type(name, (WgradModule, NativeOperation) if has_wgrad else (NativeOperation,), members)
+    mixins = {"num_groups": GroupedParameters, "delay_wgrad_compute": WgradModule}
+    bases = tuple(mixin for key, mixin in mixins.items() if any(field == key for field, *_ in fields))
+    return type(name, (*bases, NativeOperation), members)
 
 
 native_classes: dict[str, type[NativeOperation]] = {name: make_class(name, *row) for name, *row in _C.op_types()}

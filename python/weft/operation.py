@@ -101,14 +101,14 @@ class FusibleOperation(torch.nn.Module):
         return (compiled_group(self, self._bound_stages(), runner.text),)
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any):
-        if torch.compiler.is_compiling() and compiled.applies(self, input):
+        if torch.compiler.is_compiling() and not kwargs and compiled.applies(self, input):
             return compiled.run(self, input, extra_inputs)
         runner = self._runner
         if runner is not None and not kwargs:
             output = runner(input, *extra_inputs)
             if output is not NotImplemented:
                 return output
-        if compiled.applies(self, input):
+        if not kwargs and compiled.applies(self, input):
             return compiled.run(self, input, extra_inputs)
         runner = self._fresh_runner(input)
         keywords = check_keywords(self._stages(), [kwargs] + [{}] * (len(self._stages()) - 1))
@@ -298,8 +298,11 @@ def compiled_group(root: torch.nn.Module, stages: Sequence[tuple[BasicOperation,
 
 def check_keywords(stages: Sequence[BasicOperation], keywords: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for op, given in zip(stages, keywords, strict=True):
-        if given and getattr(op, "_native", False):
-            raise TypeError(f"{type(op).__name__}.forward() got an unexpected keyword argument {next(iter(given))!r}")
+        native = getattr(op, "_native", False)
+        allowed = ("output", "grad_input") if native and op._description().takes_buffers else ()
+        for name in given if native else ():
+            if name not in allowed:
+                raise TypeError(f"{type(op).__name__}.forward() got an unexpected keyword argument {name!r}")
     return keywords
 
 

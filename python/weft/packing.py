@@ -10,11 +10,13 @@ from __future__ import annotations
 import torch
 
 from . import _C
+from .grouped import GroupedParameters
 from .wgrad import WgradModule
 
 
 def _weights(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    return [m.weight for m in module.modules() if isinstance(m, WgradModule)]
+    modules = (m for m in module.modules() if isinstance(m, WgradModule))
+    return [m.weight for m in modules if not isinstance(m, GroupedParameters)]  # grouped weights are read in place
 
 
 def prepack(module: torch.nn.Module, frozen: bool = True) -> torch.nn.Module:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class WgradModule(torch.nn.Module):
-    """A module with a `weight` and the fields `accumulate_into_main_grad` and `delay_wgrad_compute`.
+    """A module with weights and the fields `accumulate_into_main_grad` and `delay_wgrad_compute`.
 
     With `accumulate_into_main_grad` the GEMM adds the gradient to ``weight.main_grad``. Attributes of the weight
     that it reads then: ``overwrite_main_grad`` (written instead of added), ``grad_added_to_main_grad`` (if it exists it
@@ -42,8 +42,8 @@ class WgradModule(torch.nn.Module):
         """Computes the weight gradient that the oldest backward left waiting, then runs the hooks; nothing if none
         waits. To be called once after each backward."""
         product = self._product()
-        ((owner, name),) = product._parameter_slots()
-        if self.need_backward_dw() and _C.backward_dw(product._op, getattr(owner, name)):
+        params = [getattr(owner, name) for owner, name in product._parameter_slots()]
+        if self.need_backward_dw() and _C.backward_dw(product._op, params):
             for hook in self.__dict__.get("_wgrad_hooks", ()):
                 hook()
 
@@ -53,9 +53,8 @@ class WgradModule(torch.nn.Module):
 
     @property
     def pending_backward_dw(self) -> int:
-        """How many weight gradients wait."""
-        ((owner, name),) = self._product()._parameter_slots()
-        return _C.pending_dw(getattr(owner, name))
+        """How many backward runs left weight gradients waiting."""
+        return _C.pending_dw(getattr(self, self._weight_names()[0]))
 
     # ---- frameworks find on the weight whose turn its hook is -----------------------------------------------------
 
@@ -64,8 +63,14 @@ class WgradModule(torch.nn.Module):
         delay, before = fields["delay_wgrad_compute"], self._delays_wgrad
         object.__setattr__(self, "_own_wgrad", delay or fields["accumulate_into_main_grad"])
         object.__setattr__(self, "_delays_wgrad", delay)
-        weight: Any = self._parameters.get("weight")
-        if weight is None or not (delay or before):
+        for name in self._weight_names() if delay or before else ():
+            self._mark(self._parameters.get(name), delay)
+
+    def _weight_names(self) -> list[str]:
+        return [name for name, *_, sinks in self._product()._op.params() if sinks]
+
+    def _mark(self, weight: Any, delay: bool) -> None:
+        if weight is None:
             return
         if delay and type(weight).__name__ == "DTensor":
             raise NotImplementedError(
@@ -76,7 +81,7 @@ class WgradModule(torch.nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == "_edition" or (name == "weight" and self._delays_wgrad):  # a field or the weight was set
+        if name == "_edition" or (self._delays_wgrad and name in self._weight_names()):  # a field or the weight was set
             self._mark_weight()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

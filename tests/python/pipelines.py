@@ -7,6 +7,7 @@ says where weft is wrong; `describe` says what the pipeline was.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -152,6 +153,16 @@ class Generator:
             return ops.BasicLinear(shape[-1], out, dtype=self.dtype)
         return ops.Linear(shape[-1], out, bias=self.chance(0.7), dtype=self.dtype)
 
+    def grouped(self, shape):
+        options = ("bias", "scale_bias", "single_grouped_weight", "single_grouped_bias", "split_path")
+        return ops.GroupedLinear(
+            self.rng.randint(1, 4),
+            shape[-1],
+            self.rng.choice(WIDTHS),
+            dtype=self.dtype,
+            **{name: self.chance(0.4) for name in options},
+        )
+
     def norm(self, shape):
         if self.chance(0.2):
             return ops.L2Normalization(eps=0.1)
@@ -203,8 +214,8 @@ class Generator:
 
     def module(self, shape) -> torch.nn.Module:
         kinds = {
-            self.unary: 4, self.gated: 2, self.scaled: 2, self.linear: 7, self.norm: 3, self.reshape: 1,
-            self.structural: 4, self.dropout: 1, self.other: 1, self.fork: 6, self.join: 6,
+            self.unary: 4, self.gated: 2, self.scaled: 2, self.linear: 7, self.grouped: 2, self.norm: 3,
+            self.reshape: 1, self.structural: 4, self.dropout: 1, self.other: 1, self.fork: 6, self.join: 6,
         }  # fmt: skip
         module = None
         while module is None:
@@ -230,14 +241,29 @@ class Generator:
         others = [name for name, s in self.outputs.items() if s == shape]
         if others and self.chance(0.8):
             return self.rng.choice(others)
-        others = [name for name, g in self.given.items() if g.values.shape == shape]
+        others = [name for name, g in self.given.items() if g.values.shape == shape and g.values.is_floating_point()]
         if others and self.chance(0.3):
             return self.rng.choice(others)  # a tensor that is used elsewhere too, perhaps x itself
         self.names += 1
         return self.new_given(f"e{self.names}", shape)
 
+    def splits(self, groups: int, rows: int) -> str:
+        """Split sizes, some of them 0, whose sum may be less than the rows."""
+        cuts = sorted(self.rng.randint(0, rows) for _ in range(groups))
+        if self.chance(0.8):
+            cuts[-1] = rows
+        sizes = [b - a for a, b in zip([0, *cuts[:-1]], cuts, strict=True)]
+        self.names += 1
+        name = f"splits{self.names}"
+        self.given[name] = Given(
+            torch.tensor(sizes, dtype=self.rng.choice([torch.int32, torch.int64])), "contiguous", False
+        )
+        return name
+
     def share(self, module) -> str:
         """Lets a new module use a Parameter of an older one."""
+        if isinstance(module, ops.GroupedLinear):
+            return ""  # whose parameters are all frozen, or none
         for name, param in list(module._parameters.items()):
             for node in self.nodes:
                 other = node.module._parameters.get(name) if isinstance(node.module, ops.FusibleOperation) else None
@@ -266,6 +292,9 @@ class Generator:
             node.takes = [self.source(shape)]
         elif type(module).__name__ in plain.SCALED:
             node.takes = [self.source(shape[:-1] + (1,) if self.chance(0.3) else shape[:-1])]
+        elif isinstance(module, ops.GroupedLinear):
+            node.takes = [self.splits(module.num_groups, math.prod(shape[:-1]))]
+            node.takes += [self.source(shape[:-1]) for _ in range(module.num_extra_inputs - 1)]
         if isinstance(module, ops.MakeExtraOutput):
             self.names += 1
             node.channel = f"c{self.names}" if self.chance(0.75) else None
@@ -316,6 +345,9 @@ class Generator:
         program = Program(seed, self.dtype, parts, self.given, second_input)
         for p in program.parameters():
             p.requires_grad_(self.chance(0.8))
+        for module in program.modules():
+            if isinstance(module, ops.GroupedLinear):
+                module.requires_grad_(self.chance(0.8))
         program.fuse_nested, program.by_hand = self.chance(0.5), self.chance(0.1)
         program.no_grad, program.warm_up, program.twice = self.chance(0.1), self.chance(0.2), self.chance(0.15)
         program.loss = rng.choice(["each", "one gradient", "pairs", "sum"])
@@ -330,6 +362,8 @@ def output_shape(node: Node) -> tuple[int, ...]:
     if not isinstance(node.module, ops.FusibleOperation):
         return node.shape
     x = torch.zeros(node.shape, dtype=torch.float64)
+    if isinstance(node.module, ops.GroupedLinear):
+        return (*node.shape[:-1], node.module.out_features)
     scaled = type(node.module).__name__ in plain.SCALED
     extras = [torch.ones(node.shape[:-1] if scaled else node.shape) for _ in node.takes]
     with torch.random.fork_rng():
@@ -425,7 +459,9 @@ def targets(program: Program, outputs: list[torch.Tensor], incoming: list[torch.
 
 
 def nearby(t: torch.Tensor, dtype: torch.dtype, neighbour: int | None) -> torch.Tensor:
-    """The values of t in `dtype`, in a neighbour each moved by up to one rounding."""
+    """The values of t in `dtype`, in a neighbour each moved by up to one rounding; integers as they are."""
+    if not t.is_floating_point():
+        return t
     if neighbour is None:
         return t.detach().to(dtype)
     generator = torch.Generator().manual_seed(neighbour)
@@ -442,7 +478,10 @@ def execute(
 ) -> Outcome:
     """Runs the program, by weft or by plain.py, on values of the program's dtype computed with in `dtype`."""
     given = {name: g.leaf(nearby(g.values, program.dtype, neighbour)) for name, g in program.given.items()}
-    leaves = {name: t.to(dtype).requires_grad_(program.given[name].requires_grad) for name, t in given.items()}
+    leaves = {
+        name: (t.to(dtype) if t.is_floating_point() else t).requires_grad_(program.given[name].requires_grad)
+        for name, t in given.items()
+    }
     params = program.parameters()
     if weft_runs:
         twins = {id(p): p for p in params}

@@ -46,7 +46,8 @@ SCALED = {
 PASS_THROUGH = ("Identity", "Quantize", "AllGather", "AllReduce", "ReduceScatter")
 GLU_WITH_OPTIONS = ("SiTUGLU", "ClampedSwiGLU")
 OTHERS = ("BasicLinear", "Bias", "LayerNorm", "RMSNorm", "L2Normalization", "ConstantScale", "Reshape", "Dropout")
-WRITTEN_OUT = {*UNARY, *GATES, *SCALED, *PASS_THROUGH, *GLU_WITH_OPTIONS, *OTHERS, "AddExtraInput", "MakeExtraOutput"}
+WITH_EXTRAS = ("AddExtraInput", "MakeExtraOutput", "GroupedLinear")
+WRITTEN_OUT = {*UNARY, *GATES, *SCALED, *PASS_THROUGH, *GLU_WITH_OPTIONS, *OTHERS, *WITH_EXTRAS}
 
 
 def activation(name: str, op, x: torch.Tensor) -> torch.Tensor:
@@ -85,6 +86,32 @@ def dropout(op, x: torch.Tensor) -> torch.Tensor:
     return x * torch.empty(x.shape, dtype=torch.bool).bernoulli_(1 - op.p) / (1 - op.p)
 
 
+def some_splits(groups: int, rows: int) -> torch.Tensor:
+    """Split sizes that sum to `rows`, unequal, the second one 0."""
+    sizes = [0 if g == 1 else rows // (groups + g) for g in range(groups)]
+    sizes[-1] += rows - sum(sizes)
+    return torch.tensor(sizes)
+
+
+def members(op, kind: str, of: Of) -> list[torch.Tensor]:
+    """The weight, or the bias, of each group."""
+    if op._parameters.get(kind) is not None:
+        return list(of(op._parameters[kind]).unbind(0))
+    return [of(op._parameters[f"{kind}{g}"]) for g in range(op.num_groups)]
+
+
+def grouped_linear(op, x: torch.Tensor, splits: torch.Tensor, scales: torch.Tensor | None = None, *, of: Of):
+    """A linear for each group of rows; rows behind the last group give 0."""
+    rows = x.reshape(-1, op.in_features)
+    sizes, tail = splits.tolist(), rows.shape[0] - int(splits.sum())
+    *parts, _ = rows.split([*sizes, tail])
+    parts = [F.linear(part, w) for part, w in zip(parts, members(op, "weight", of), strict=True)]
+    if op._description().fields()["bias"]:
+        *factors, _ = (rows.new_ones(rows.shape[0]) if scales is None else scales.reshape(-1)).split([*sizes, tail])
+        parts = [y + c[:, None] * b for y, c, b in zip(parts, factors, members(op, "bias", of), strict=True)]
+    return torch.cat([*parts, rows.new_zeros(tail, op.out_features)]).reshape(*x.shape[:-1], op.out_features)
+
+
 def apply(op, x: torch.Tensor, *extras: torch.Tensor, of: Of = lambda p: p) -> tuple[torch.Tensor, tuple]:
     """(output, extra outputs) of one operation. `of` gives the tensor to use for a Parameter."""
     if isinstance(op, weft.ops.Linear):
@@ -94,6 +121,8 @@ def apply(op, x: torch.Tensor, *extras: torch.Tensor, of: Of = lambda p: p) -> t
         return itself(op, x, *extras, of=of)
     if name == "BasicLinear":
         return F.linear(x, of(op.weight)), ()
+    if name == "GroupedLinear":
+        return grouped_linear(op, x, *extras, of=of), ()
     if name == "Bias":
         return x + of(op.bias), ()
     if name in ("LayerNorm", "RMSNorm"):

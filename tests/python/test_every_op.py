@@ -52,7 +52,12 @@ class Case:
             shapes.append(shapes[0][:-1])
         if self.name == "AddExtraInput":
             shapes.append(shapes[0])
-        return [values(shape, seed).to(dtype).requires_grad_() for seed, shape in enumerate(shapes)]
+        if self.name == "GroupedLinear" and self.options["bias"] and self.options["scale_bias"]:
+            shapes.append(lead)
+        inputs = [values(shape, seed).to(dtype).requires_grad_() for seed, shape in enumerate(shapes)]
+        if self.name == "GroupedLinear":
+            inputs.insert(1, plain.some_splits(self.options["num_groups"], math.prod(lead)))
+        return inputs
 
 
 def values(shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -61,6 +66,15 @@ def values(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     u = torch.rand(shape, generator=generator, dtype=torch.float64)
     magnitude = torch.where(u < 0.5, u * 1.1 + 0.1, u + 0.35)
     return torch.where(torch.rand(shape, generator=generator) < 0.5, magnitude, -magnitude)
+
+
+def floats(tensors) -> list[torch.Tensor]:
+    """Those that can have a gradient."""
+    return [t for t in tensors if t.is_floating_point()]
+
+
+def leaf(t: torch.Tensor) -> torch.Tensor:
+    return t.requires_grad_(t.is_floating_point())
 
 
 def row_of(options: dict[str, Any]) -> tuple[int, ...]:
@@ -84,6 +98,14 @@ MORE = [
     Case("Linear", {"in_features": 8, "out_features": 6}),
     Case("Linear", {"in_features": 8, "out_features": 6, "bias": False}),
     Case("Linear", {"in_features": 8, "out_features": 1}),
+    *(
+        Case("GroupedLinear", {"num_groups": 3, "in_features": 8, "out_features": 6, **options})
+        for options in (
+            {"bias": False, "scale_bias": True},
+            {"bias": True, "scale_bias": False, "single_grouped_weight": True},
+            {"bias": True, "scale_bias": True, "single_grouped_bias": True, "split_path": True},
+        )
+    ),
     Case("Bias", {"size": 1}, (1,)),
     Case("SwiGLU"),
     Case("SwiGLU", {"glu_interleave_size": 4}, (16,)),
@@ -127,7 +149,7 @@ def call(op, inputs, run=None):
 
 
 def rounded(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return t.detach().to(dtype).requires_grad_(t.requires_grad)
+    return t.detach().to(dtype if t.is_floating_point() else t.dtype).requires_grad_(t.requires_grad)
 
 
 def compare_with_plain(op, inputs: list[torch.Tensor]) -> None:
@@ -137,21 +159,22 @@ def compare_with_plain(op, inputs: list[torch.Tensor]) -> None:
     outputs = call(op, inputs)
     grads_in = [values(tuple(y.shape), 40 + i).to(y.dtype) for i, y in enumerate(outputs)]
     held_grads = [g.clone() for g in grads_in]
-    grads = torch.autograd.grad(outputs, (*inputs, *params), grads_in, allow_unused=True)
+    wanted = (*floats(inputs), *params)
+    grads = torch.autograd.grad(outputs, wanted, grads_in, allow_unused=True)
 
     def truth(dtype):
         leaves = [rounded(t, dtype) for t in (*inputs, *params)]
         of = dict(zip(map(id, params), leaves[len(inputs) :], strict=True))
         ys = call(op, leaves[: len(inputs)], lambda *a: plain.apply(*a, of=lambda p: of[id(p)]))
-        return ys, torch.autograd.grad(ys, leaves, [g.to(y.dtype) for g, y in zip(grads_in, ys, strict=True)])
+        return ys, torch.autograd.grad(ys, floats(leaves), [g.to(y.dtype) for g, y in zip(grads_in, ys, strict=True)])
 
     exact_outputs, exact_grads = truth(torch.float64)
     eager_outputs, eager_grads = truth(inputs[0].dtype)
-    names = ["x"] + [f"extra {i}" for i in range(len(inputs) - 1)] + [n for n, _ in op.named_parameters()]
+    names = ["x"] + [f"extra {i}" for i in range(len(floats(inputs)) - 1)] + [n for n, _ in op.named_parameters()]
     for i, (y, exact, eager) in enumerate(zip(outputs, exact_outputs, eager_outputs, strict=True)):
         assert y.dtype == inputs[0].dtype
         assert_close(y, exact, eager, f"output {i}")
-    for name, t, g, exact, eager in zip(names, (*inputs, *params), grads, exact_grads, eager_grads, strict=True):
+    for name, t, g, exact, eager in zip(names, wanted, grads, exact_grads, eager_grads, strict=True):
         assert g is not None, f"no gradient of {name}"
         assert g.dtype == t.dtype
         assert_close(g, exact, eager, f"gradient of {name}")
@@ -165,7 +188,7 @@ def test_gradients_match_finite_differences_in_float64(case):
     inputs = case.inputs((2,), torch.float64)
     if case.name == "ConstantScale" and case.options["scale"] == 0 or case.options.get("p") == 1:
         inputs = case.inputs((1,), torch.float64)  # everything is zero; one row says it
-    tried = (*inputs, *op.parameters())
+    tried = (*floats(inputs), *op.parameters())
     assert torch.autograd.gradcheck(lambda *_: call(op, inputs), tried, atol=1e-7, rtol=1e-6)
 
 
@@ -199,7 +222,7 @@ def from_the_middle(t: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("layout", (transposed, every_other_column, from_the_middle))
 @every_case
 def test_strides_of_the_inputs_do_not_matter(case, layout):
-    inputs = [layout(t).requires_grad_() for t in case.inputs((3, 4), torch.float64)]
+    inputs = [leaf(layout(t)) for t in case.inputs((3, 4), torch.float64)]
     compare_with_plain(case.build(torch.float64), inputs)
 
 
@@ -207,7 +230,7 @@ def test_strides_of_the_inputs_do_not_matter(case, layout):
 def test_strides_of_the_incoming_gradient_do_not_matter(case):
     op, inputs = case.build(torch.float64), case.inputs((3, 4), torch.float64)
     outputs = call(op, inputs)
-    wanted = (*inputs, *op.parameters())
+    wanted = (*floats(inputs), *op.parameters())
     dense = [values(tuple(y.shape), 3) for y in outputs]
     expected = torch.autograd.grad(outputs, wanted, dense, retain_graph=True)
     strided = torch.autograd.grad(outputs, wanted, [transposed(g) for g in dense], retain_graph=True)
@@ -232,27 +255,36 @@ def test_without_gradients_the_values_are_the_same(case):
 @every_case
 def test_frozen_parameters_and_inputs_get_no_gradient_and_change_no_other(case):
     op, inputs = case.build(torch.float64), case.inputs((3,), torch.float64)
-    tensors = (*inputs, *op.parameters())
+    tensors = (*floats(inputs), *op.parameters())
     if len(tensors) == 1:
         return
     y = call(op, inputs)[0]
     dy = values(tuple(y.shape), 3)
     expected = torch.autograd.grad(y, tensors, dy)
-    for i, frozen in enumerate(tensors):
-        frozen.requires_grad_(False)
+    for part in frozen_together(case, floats(inputs), list(op.parameters())):
+        frozen = set(map(id, part))
+        for t in part:
+            t.requires_grad_(False)
         y = call(op, inputs)[0]
         y.backward(dy)
-        assert frozen.grad is None
-        for k, t in enumerate(tensors):
-            if k != i:
-                torch.testing.assert_close(t.grad, expected[k], rtol=1e-12, atol=1e-12)
+        for t, wanted in zip(tensors, expected, strict=True):
+            assert (t.grad is None) == (id(t) in frozen)
+            if id(t) not in frozen:
+                torch.testing.assert_close(t.grad, wanted, rtol=1e-12, atol=1e-12)
             t.grad = None
-        frozen.requires_grad_()
+        for t in part:
+            t.requires_grad_()
+
+
+def frozen_together(case: Case, inputs: list, params: list) -> list[list]:
+    """One by one; the parameters of a grouped operation, which must be alike, all at once."""
+    alike = [params] if case.name == "GroupedLinear" else [[p] for p in params]
+    return [*([t] for t in inputs), *alike]
 
 
 # ---- dtypes -------------------------------------------------------------------------------------------------------
 
-WEIGHT = ("BasicLinear", "Linear", "LayerNorm", "RMSNorm")  # compute in the dtype of the weight
+WEIGHT = ("BasicLinear", "Linear", "GroupedLinear", "LayerNorm", "RMSNorm")  # compute in the dtype of the weight
 PROMOTING = ("Bias", "ConstantScale", "AddExtraInput")  # ordinary promotion; under autocast a bias follows x
 UNTOUCHED = (
     "L2Normalization",
@@ -287,7 +319,7 @@ def test_output_dtype_follows_the_rule_of_its_family_and_gradients_keep_their_ow
     for y in outputs:
         assert y.dtype == expected_dtype(case, dtype, param, autocast)
     sum(y.float().sum() for y in outputs).backward()
-    for t in (*inputs, *op.parameters()):
+    for t in (*floats(inputs), *op.parameters()):
         assert t.grad.dtype == t.dtype
 
 

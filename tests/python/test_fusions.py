@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
 import subprocess
@@ -49,6 +50,17 @@ def fork(to_caller: bool = True, **options):
 
 def join(channel: str | None = None, **options):
     return lambda _: ops.AddExtraInput(**options).set_extra_input_channel(0, channel)
+
+
+def experts(n: int, k: int, **options):
+    def make(dtype):
+        op = ops.GroupedLinear(3, k, n, dtype=dtype, **options)
+        for name, p in op.named_parameters():
+            if "bias" in name:
+                torch.nn.init.uniform_(p, -1, 1)
+        return op
+
+    return make
 
 
 def op(name: str, *arguments, **options):
@@ -110,6 +122,18 @@ CASES = [
     Case("mlp_block", block("GELU", biases=False, ends=(fork(), join(in_place=True)))),
     Case("mlp_block", block("ReLU", ends=(fork(),))),
     Case("mlp_block", (*block("SiLU"), join(in_place=True))),
+    *(
+        Case("grouped_mlp", (experts(HIDDEN, WIDTH), op(name), experts(OUT, HIDDEN // half, scale_bias=True)))
+        for name, half in (("ScaledSwiGLU", 2), ("ScaledClampedQGeGLU", 2), ("ScaledSiTUGLU", 2), ("ScaledSReLU", 1))
+    ),
+    Case(
+        "grouped_mlp",
+        (
+            experts(HIDDEN, WIDTH, single_grouped_weight=True, bias=False),
+            op("ScaledSwiGLU"),
+            experts(OUT, HIDDEN // 2, single_grouped_weight=True, bias=False),
+        ),
+    ),
 ]
 IDS = [f"{case.rule}-{i}" for i, case in enumerate(CASES)]
 each_case = pytest.mark.parametrize("case", CASES, ids=IDS)
@@ -154,16 +178,28 @@ def given(seq: ops.Sequential, case: Case, lead: tuple[int, ...]) -> Given:
     def uniform(*sizes: int) -> torch.Tensor:
         return torch.rand(sizes, dtype=torch.float64) * 2 - 1
 
+    def extra(module, slot: int) -> torch.Tensor:
+        """What an extra input takes: split sizes, one value for each row, or a tensor like the last output."""
+        if module._description().is_index(slot):
+            return plain.some_splits(module.num_groups, math.prod(lead))
+        return torch.zeros(()) if isinstance(module, ops.AddExtraInput) else uniform(*lead)
+
     x = uniform(*lead, case.width)
-    waits = any(None in m._bindings()[0] for m in seq)
+    extras = [extra(m, i) for m in seq for i, name in enumerate(m._bindings()[0]) if name is None]
     torch.manual_seed(5)
-    probe = by_plain_torch(seq, x, [torch.zeros(())] * waits, of=lambda p: p.detach().double())
-    extras = [uniform(*probe[0].shape)] if waits else []
+    probe = by_plain_torch(seq, x, extras, of=lambda p: p.detach().double())
+    waits = any(isinstance(m, ops.AddExtraInput) for m in seq)
+    extras = [uniform(*probe[0].shape) for _ in extras] if waits else extras
     return Given(x, extras, [uniform(*y.shape) for y in probe])
 
 
 def leaves(g: Given, dtype: torch.dtype) -> list[torch.Tensor]:
-    return [t.to(dtype, copy=True).requires_grad_() for t in (g.x, *g.extras)]
+    return [t.to(dtype, copy=True).requires_grad_() if t.is_floating_point() else t for t in (g.x, *g.extras)]
+
+
+def floats(tensors) -> list[torch.Tensor]:
+    """Those that can have a gradient."""
+    return [t for t in tensors if t.is_floating_point()]
 
 
 def results(seq: ops.Sequential, g: Given, dtype: torch.dtype, call=None) -> list[torch.Tensor]:
@@ -172,7 +208,7 @@ def results(seq: ops.Sequential, g: Given, dtype: torch.dtype, call=None) -> lis
     torch.manual_seed(5)
     outputs = (call or seq)(x, *(e * 1 for e in extras))  # e * 1: given away, so it may be overwritten
     outputs = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
-    inputs = [x, *extras, *seq.parameters()]
+    inputs = [x, *floats(extras), *seq.parameters()]
     return [*outputs, *torch.autograd.grad(outputs, inputs, [d.to(dtype) for d in g.grads])]
 
 
@@ -182,7 +218,7 @@ def truth(seq: ops.Sequential, g: Given, dtype: torch.dtype = torch.float64) -> 
     x, *extras = leaves(g, dtype)
     torch.manual_seed(5)
     outputs = by_plain_torch(seq, x, extras, of=lambda p: params[p])
-    inputs = [x, *extras, *params.values()]
+    inputs = [x, *floats(extras), *params.values()]
     return [*outputs, *torch.autograd.grad(outputs, inputs, [d.to(dtype) for d in g.grads])]
 
 
@@ -197,7 +233,7 @@ def scales(seq: ops.Sequential, g: Given) -> list[float]:
     count = x[..., 0].numel()
     only_row = torch.eye(count, dtype=torch.float64).reshape(count, *x.shape[:-1], 1)
     terms = torch.autograd.grad(
-        outputs, [x, *extras, *params.values()], [only_row * d for d in g.grads], is_grads_batched=True
+        outputs, [x, *floats(extras), *params.values()], [only_row * d for d in g.grads], is_grads_batched=True
     )
     return [
         *(y.abs().max().item() for y in outputs),
@@ -222,8 +258,11 @@ def check(seq: ops.Sequential, g: Given, actual: list, dtype: torch.dtype, peer:
 
 def rounded(g: Given, dtype: torch.dtype) -> Given:
     """Values that `dtype` can hold, so that only the computation differs."""
-    return Given(*(t.to(dtype).double() if torch.is_tensor(t) else [u.to(dtype).double() for u in t]
-                   for t in (g.x, g.extras, g.grads)))  # fmt: skip
+
+    def to(t: torch.Tensor) -> torch.Tensor:
+        return t.to(dtype).double() if t.is_floating_point() else t
+
+    return Given(to(g.x), [to(t) for t in g.extras], [to(t) for t in g.grads])
 
 
 # ---- what it takes ---------------------------------------------------------------------------------------------------
@@ -318,7 +357,7 @@ def test_frozen_tensors_get_no_gradient_and_change_no_other(case):
     g = given(seq, case, ROWS)
     exact = truth(seq, g)
     x, *extras = leaves(g, torch.float64)
-    inputs = [x, *extras, *seq.parameters()]
+    inputs = [x, *floats(extras), *seq.parameters()]
     wanted = exact[len(g.grads) :]
     with only(case.rule):
         for flags in subsets(len(inputs)):
@@ -346,7 +385,7 @@ def test_gradients_asked_for_one_by_one_are_right(case):
         torch.manual_seed(5)
         outputs = seq(x, *extras)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        for tensor, expected in zip([x, *extras, *seq.parameters()], exact, strict=True):
+        for tensor, expected in zip([x, *floats(extras), *seq.parameters()], exact, strict=True):
             (grad,) = torch.autograd.grad(outputs, tensor, g.grads, retain_graph=True)
             torch.testing.assert_close(grad, expected, rtol=1e-9, atol=1e-9)
 
@@ -362,7 +401,7 @@ def test_the_gradient_of_one_output_alone_is_right(case):
     with only(case.rule):
         for k, expected in enumerate((y, *more)):
             output = seq(x, *extras)[k]
-            inputs = [x, *extras, *seq.parameters()]
+            inputs = [x, *floats(extras), *seq.parameters()]
             torch.testing.assert_close(
                 torch.autograd.grad(output, inputs, g.grads[k], allow_unused=True, materialize_grads=True),
                 torch.autograd.grad(expected, inputs, g.grads[k], True, allow_unused=True, materialize_grads=True),
@@ -397,7 +436,7 @@ def test_autocast_gives_the_dtypes_and_values_of_the_unfused_plan(case, residual
             outputs = seq(x, *extras)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         grads = [d.to(y.dtype) for d, y in zip(g.grads, outputs, strict=True)]
-        return [*outputs, *torch.autograd.grad(outputs, [x, *extras, *seq.parameters()], grads)]
+        return [*outputs, *torch.autograd.grad(outputs, [x, *floats(extras), *seq.parameters()], grads)]
 
     with fusion.without_rules():
         unfused = call()
@@ -426,7 +465,7 @@ def test_interleaved_gates_are_refused_by_the_gemm_and_right():
 def test_nothing_that_the_caller_holds_changes(case):
     seq = case.build(torch.float64)
     g = given(seq, case, ROWS)
-    x, *extras = (t.detach().requires_grad_() for t in leaves(g, torch.float64))
+    x, *extras = leaves(g, torch.float64)
     held = [x, *extras, *g.grads, *seq.parameters()]
     copies = [t.detach().clone() for t in held]
     outputs = seq(x, *extras)

@@ -8,6 +8,7 @@
 namespace weft::fused {
 
 // Built-in rules. Order is meaning: within a pass the first rule that takes an operation keeps it.
+FusionRule joint_grouped_mlp();
 FusionRule joint_mlp_block();
 FusionRule joint_norm_linear();
 FusionRule forward_overlapped_column();
@@ -31,7 +32,8 @@ FusionRule backward_add_layer_norm();
 namespace {
 
 std::vector<FusionRule> builtin() {
-  return {joint_mlp_block(),
+  return {joint_grouped_mlp(),
+          joint_mlp_block(),
           joint_norm_linear(),
           forward_overlapped_column(),
           forward_overlapped_row(),

@@ -238,7 +238,7 @@ void settle(Tensors& outputs, const at::Tensor& x, const Tensors& extras, c10::A
 }  // namespace
 
 Tensors run(const std::shared_ptr<const Pipeline>& shared, const std::shared_ptr<const Plan>& plan, const at::Tensor& x,
-            ops::Params params, Tensors extras) {
+            ops::Params params, Tensors extras, c10::ArrayRef<ops::Buffers> buffers) {
   RECORD_FUNCTION("weft::pipeline", std::vector<c10::IValue>());
   const auto& pipeline = *shared;
   const auto& slots = pipeline.caller_outputs();
@@ -262,7 +262,9 @@ Tensors run(const std::shared_ptr<const Pipeline>& shared, const std::shared_ptr
                    .params = params.data(),
                    .more_saved = &more_saved,
                    .states = &states,
-                   .leaves = nullptr};
+                   .leaves = nullptr,
+                   .added = {},
+                   .buffers = buffers};
   lend_extras(pipeline, *plan, extras, extra_in);
   Tensors outputs;
   {

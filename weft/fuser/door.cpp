@@ -123,6 +123,20 @@ fused::PlanKey enter(const Pipeline& pipeline, const at::Tensor& x, ops::Params 
   return key;
 }
 
+void check_buffers(const Pipeline& pipeline, const ops::Buffers& given) {
+  TORCH_CHECK_INDEX(given.op >= 0 && given.op < pipeline.size(), "weft: buffers for operation ", given.op,
+                    ", the pipeline has ", pipeline.size(), ".");
+  const auto& op = pipeline.op(given.op);
+  TORCH_CHECK_VALUE(op.takes_buffers(), "weft: operation ", given.op, " (", op.name(), ") takes no buffers.");
+  for (const auto& [what, t] : {std::pair{"output", &given.output}, std::pair{"grad_input", &given.grad_input}}) {
+    if (!t->defined()) continue;
+    if (!usual(*t)) refuse(std::string("the buffer '") + what + "' of " + std::string(op.name()), *t);
+    TORCH_CHECK_VALUE(t->is_contiguous() && !t->requires_grad(), op.name(), ": the buffer '", what, "' has shape ",
+                      t->sizes(), ", strides ", t->strides(), t->requires_grad() ? " and requires a gradient" : "",
+                      "; expected a contiguous tensor that requires none: pass buffer.detach().");
+  }
+}
+
 void refuse_tangents(c10::ArrayRef<at::Tensor> tensors) {
   if (!forward_mode()) return;
   for (const auto& t : tensors) check_tangent("an input", t);

@@ -9,6 +9,9 @@ namespace weft::fuser {
 fused::PlanKey enter(const Pipeline& pipeline, const at::Tensor& x, ops::Params params,
                      c10::ArrayRef<at::Tensor> extras, uint64_t eval_mask);
 
+/// Raises unless the operation takes buffers and these can be written.
+void check_buffers(const Pipeline& pipeline, const ops::Buffers& given);
+
 /// Raises if a tensor carries a forward-mode tangent.
 void refuse_tangents(c10::ArrayRef<at::Tensor> tensors);
 

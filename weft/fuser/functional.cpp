@@ -13,8 +13,16 @@ namespace {
 using fused::PlanKey;
 using fused::Trait;
 
+/// Also of integers, which extra inputs may be.
+std::string_view trait_dtype(at::ScalarType dtype) {
+  return dtype == at::kLong ? "int64" : dtype == at::kInt ? "int32" : dtype_name(dtype);
+}
+at::ScalarType trait_dtype(const std::string& name) {
+  return name == "int64" ? at::kLong : name == "int32" ? at::kInt : dtype_from_name(name);
+}
+
 std::string trait_text(const Trait& t) {
-  return c10::DeviceTypeName(t.device, /*lower_case=*/true) + ":" + std::string(dtype_name(t.dtype)) + ":" +
+  return c10::DeviceTypeName(t.device, /*lower_case=*/true) + ":" + std::string(trait_dtype(t.dtype)) + ":" +
          (t.requires_grad ? "g" : "") + (t.contiguous ? "c" : "");
 }
 
@@ -23,7 +31,7 @@ Trait trait_from(const std::string& word) {
   TORCH_CHECK_VALUE(first != std::string::npos && second != std::string::npos, "Pipeline text: '", word,
                     "' does not describe a tensor; expected device:dtype:flags, e.g. cpu:float32:gc.");
   const auto flags = word.substr(second + 1);
-  return {dtype_from_name(word.substr(first + 1, second - first - 1)), c10::Device(word.substr(0, first)).type(), true,
+  return {trait_dtype(word.substr(first + 1, second - first - 1)), c10::Device(word.substr(0, first)).type(), true,
           flags.find('g') != std::string::npos, flags.find('c') != std::string::npos};
 }
 

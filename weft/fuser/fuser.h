@@ -20,8 +20,10 @@ class Fuser {
 
   /// The main output, then the extra outputs that go to the caller. `params` in the order of `Pipeline::params()`;
   /// `extras` are consumed, so that an operation with `in_place` may reuse one that nobody else holds; bit
-  /// `Pipeline::eval_bit(i)` of `eval_mask` puts operation i into evaluation mode.
-  Tensors operator()(const at::Tensor& x, ops::Params params, Tensors extras, uint64_t eval_mask = 0);
+  /// `Pipeline::eval_bit(i)` of `eval_mask` puts operation i into evaluation mode; `buffers` are for operations that
+  /// take them.
+  Tensors operator()(const at::Tensor& x, ops::Params params, Tensors extras, uint64_t eval_mask = 0,
+                     c10::ArrayRef<ops::Buffers> buffers = {});
 
   /// The plan such a call uses; made if it does not exist.
   std::shared_ptr<const Plan> plan(const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras,

@@ -3,6 +3,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "weft/kernels/cpu/loops.h"
+#include "weft/kernels/launch.h"
 #include "weft/kernels/operand.h"
 #include "weft/kernels/precision.h"
 #include "weft/kernels/tiers.h"
@@ -101,37 +102,49 @@ ActivationSums activation_backward_sums(const Act& act, const at::Tensor& dy, co
   return out;
 }
 
+/// The tier for scaled activations.
+static Tier scaled_tier(const at::Tensor& scales, const at::Tensor& x, const at::Tensor& dy = {}) {
+  return scales.is_cpu() && is_bare(scales) ? vector_tier(x, dy) : Tier::ref;
+}
+
 at::Tensor scaled_activation_forward(const Act& act, const at::Tensor& x, const at::Tensor& scales) {
-  const auto tier = scales.is_cpu() && is_bare(scales) ? vector_tier(x) : Tier::ref;
+  const auto tier = scaled_tier(scales, x);
   if (tier == Tier::ref) return ref::scaled_activation_forward(act, x, scales);
-  Problem problem(act, x);
-  const auto s = plain_scales(scales);
   auto y = output(act, x);
-  problem.call.scales = s.const_data_ptr<float>();
-  problem.call.out = y.mutable_data_ptr();
-  problem.run(act_loops(tier).forward);
+  launch([=] {
+    Problem problem(act, x);
+    const auto s = plain_scales(scales);
+    problem.call.scales = s.const_data_ptr<float>();
+    problem.call.out = y.mutable_data_ptr();
+    problem.run(act_loops(tier).forward);
+  });
   return y;
 }
 
 std::pair<at::Tensor, at::Tensor> scaled_activation_backward(const Act& act, const at::Tensor& dy, const at::Tensor& x,
                                                              const at::Tensor& scales, bool dx_wanted, bool ds_wanted) {
-  const auto tier = scales.is_cpu() && is_bare(scales) ? vector_tier(x, dy) : Tier::ref;
+  if (!dx_wanted && !ds_wanted) return {};
+  const auto tier = scaled_tier(scales, x, dy);
   if (tier == Tier::ref) return ref::scaled_activation_backward(act, dy, x, scales, dx_wanted, ds_wanted);
-  Problem problem(act, x);
-  problem.set_dy(dy);
-  const auto s = plain_scales(scales);
-  problem.call.scales = s.const_data_ptr<float>();
   at::Tensor dx, ds;
-  if (dx_wanted) {
-    dx = fresh(x.sizes(), x.scalar_type());
-    problem.call.out = dx.mutable_data_ptr();
-  }
-  if (ds_wanted) {
-    ds = problem.rows > 0 ? fresh(scales.sizes(), at::kFloat) : at::zeros(scales.sizes(), at::kFloat);
-    problem.call.ds = ds.mutable_data_ptr<float>();
-  }
-  if (dx_wanted || ds_wanted) problem.run(act_loops(tier).backward);
-  return {dx, ds_wanted ? as_dtype(ds, scales.scalar_type()) : ds};
+  if (dx_wanted) dx = fresh(x.sizes(), x.scalar_type());
+  if (ds_wanted) ds = fresh(scales.sizes(), scales.scalar_type());
+  launch([=] {
+    Problem problem(act, x);
+    problem.set_dy(dy);
+    const auto s = plain_scales(scales);
+    problem.call.scales = s.const_data_ptr<float>();
+    if (dx.defined()) problem.call.out = dx.mutable_data_ptr();
+    at::Tensor sums;  // where rows of no values leave 0
+    if (ds.defined()) {
+      const bool direct = ds.scalar_type() == at::kFloat && problem.rows > 0;
+      sums = direct ? ds : at::zeros(ds.sizes(), at::kFloat);
+      problem.call.ds = sums.mutable_data_ptr<float>();
+    }
+    problem.run(act_loops(tier).backward);
+    if (ds.defined() && !sums.is_same(ds)) ds.copy_(sums);
+  });
+  return {dx, ds};
 }
 
 }  // namespace weft::kernels

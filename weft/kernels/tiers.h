@@ -1,6 +1,8 @@
 #pragma once
 #include "weft/kernels/gemm.h"
+#include "weft/kernels/grouped.h"
 #include "weft/kernels/norm.h"
+#include "weft/kernels/open_index.h"
 #include "weft/kernels/pieces.h"
 #include "weft/kernels/rows.h"
 
@@ -9,6 +11,27 @@
 namespace weft::kernels {
 /// Whether the CPU has an instruction set, by the engine's name for it.
 bool cpu_has(const char* feature);
+
+/// A call of `grouped_gemm` with memory for its result. Owns what it reads and writes.
+struct GroupedProduct {
+  at::Tensor x;
+  GroupedMatrix w;
+  bool transposed;
+  GroupedMatrix bias;
+  at::Tensor scales, out;
+};
+/// A call of `grouped_weight_gradient`.
+struct GroupedGradient {
+  at::Tensor dy, x;
+  GroupedMatrix out;
+  bool add;
+};
+/// A call of `grouped_bias_gradient`; what is not wanted is undefined.
+struct GroupedBiasSums {
+  at::Tensor dy, scales;
+  GroupedMatrix bias;
+  at::Tensor db, ds;
+};
 }  // namespace weft::kernels
 
 namespace weft::kernels::amx {
@@ -17,6 +40,9 @@ GemmResult gemm(const at::Tensor& a, const at::Tensor& b, const Epilogue& epilog
 /// Pieces as `gemm_tier` wants them, with at most `most_adds` addends each, that of the epilogue included.
 GemmResult gemm(const Pieces& a, const at::Tensor& b, const Epilogue& epilogue);
 int most_adds();
+/// bfloat16 x, dy and w; all others of a dtype that vectors know.
+void grouped_gemm(const OpenIndex& index, const GroupedProduct& call);
+void grouped_weight_gradient(const OpenIndex& index, const GroupedGradient& call);
 /// `a` has at least one value.
 void pack_rows(at::Tensor a, const at::Tensor& to);
 }  // namespace weft::kernels::amx
@@ -53,4 +79,12 @@ Tier gemm_tier(const Matrix& a, const Matrix& b, const Epilogue& epilogue);
 GemmResult gemm_rows(Tier tier, const Matrix& a, const Matrix& b, const Epilogue& epilogue);
 /// Whether gemm_rows computes the product by itself: so few values that the engine's call would cost more.
 bool gemm_is_small(int64_t m, int64_t n, int64_t k);
+
+/// One group of a call by `gemm`, of any dtype on any device.
+void split_gemm(const OpenIndex& index, const GroupedProduct& call, int64_t g);
+void split_weight_gradient(const OpenIndex& index, const GroupedGradient& call, int64_t g);
+/// The AVX-512 and AVX2 tiers: groups of few values on bare memory, others by `gemm`.
+void grouped_rows(Tier tier, const OpenIndex& index, const GroupedProduct& call);
+void grouped_rows(Tier tier, const OpenIndex& index, const GroupedGradient& call);
+void grouped_rows(Tier tier, const OpenIndex& index, const GroupedBiasSums& call);
 }  // namespace weft::kernels

@@ -8,7 +8,6 @@
 #include <ranges>
 
 #include "weft/fuser/below_autograd.h"
-#include "weft/ops/basic_linear.h"
 #include "weft/ops/wgrad_record.h"
 
 namespace weft::nn {
@@ -33,10 +32,11 @@ at::Tensor Fusible::forward(const at::Tensor& x) {
   return std::move(outputs[0]);
 }
 
-std::vector<at::Tensor> Fusible::forward_extra(const at::Tensor& x, std::vector<at::Tensor> extras) {
+std::vector<at::Tensor> Fusible::forward_extra(const at::Tensor& x, std::vector<at::Tensor> extras,
+                                               const std::vector<ops::Buffers>& buffers) {
   fuser::Tensors given(std::make_move_iterator(extras.begin()), std::make_move_iterator(extras.end()));
   extras.clear();
-  auto outputs = fuser()(x, operands(), std::move(given), eval_mask());
+  auto outputs = fuser()(x, operands(), std::move(given), eval_mask(), buffers);
   return {std::make_move_iterator(outputs.begin()), std::make_move_iterator(outputs.end())};
 }
 
@@ -44,18 +44,9 @@ fuser::Explanation Fusible::explain(const at::Tensor& x, const std::vector<at::T
   return fuser::explain(fuser(), x, operands(), extras, eval_mask());
 }
 
-namespace {
-
-const ops::BasicLinear* delayed_linear(const ops::BasicOp& op) {
-  const auto* linear = dynamic_cast<const ops::BasicLinear*>(&op);
-  return linear && linear->options().delay_wgrad_compute ? linear : nullptr;
-}
-
-}  // namespace
-
 bool Fusible::need_backward_dw() const {
   const auto list = stages();
-  return std::any_of(list.begin(), list.end(), [](const auto& stage) { return delayed_linear(*stage.op); });
+  return std::any_of(list.begin(), list.end(), [](const auto& stage) { return stage.op->delays_wgrad(); });
 }
 
 void Fusible::backward_dw() {
@@ -64,9 +55,10 @@ void Fusible::backward_dw() {
   bool ran = false;
   auto at = params.size();
   for (const auto& stage : std::views::reverse(list)) {
-    at -= stage.op->params().size();
+    const auto count = stage.op->params().size();
+    at -= count;
     const fuser::BelowAutograd below;
-    if (const auto* linear = delayed_linear(*stage.op)) ran |= linear->backward_dw(params[at]);
+    ran |= stage.op->backward_dw({params.data() + at, count});
   }
   if (!ran) return;
   for (const auto& hook : wgrad_hooks_) hook();
@@ -79,7 +71,7 @@ void Fusible::register_wgrad_accumulation_and_reduce_hooks(std::function<void()>
 void Fusible::own_parameters(const ops::BasicOp& op) {
   for (const auto& spec : op.params()) {
     const auto& param = register_parameter(spec.name, at::empty(spec.shape, at::TensorOptions().dtype(spec.dtype)));
-    if (delayed_linear(op)) ops::wgrad_record(param).skip_backward_post_hook = true;
+    if (op.delays_wgrad() && spec.sinks) ops::wgrad_record(param).skip_backward_post_hook = true;
   }
   initialize(op);
 }

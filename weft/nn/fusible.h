@@ -27,8 +27,9 @@ class Fusible : public torch::nn::Module {
   /// For operations without extra tensors.
   at::Tensor forward(const at::Tensor& x);
   /// The main output and the extra ones. An extra input that is moved in and held nowhere else may be overwritten by an
-  /// operation with `in_place`.
-  std::vector<at::Tensor> forward_extra(const at::Tensor& x, std::vector<at::Tensor> extras);
+  /// operation with `in_place`. `buffers` say where results of operations that take them go; Buffers::op counts stages.
+  std::vector<at::Tensor> forward_extra(const at::Tensor& x, std::vector<at::Tensor> extras,
+                                        const std::vector<ops::Buffers>& buffers = {});
   fuser::Explanation explain(const at::Tensor& x, const std::vector<at::Tensor>& extras = {});
 
   /// Whether some weight gradient is put off until `backward_dw` (delay_wgrad_compute).

@@ -12,21 +12,6 @@ WgradOptions wgrad_options(const BasicLinear::Options& options) {
   return {.op = "BasicLinear", .accumulate = options.accumulate_into_main_grad, .delay = options.delay_wgrad_compute};
 }
 
-/// The weight itself. A gradient that leaves autograd's way needs to know whose it is.
-at::Tensor parameter(const OpContext& ctx) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      ctx.leaves(),
-      "BasicLinear: accumulate_into_main_grad and delay_wgrad_compute need the Parameter, which "
-      "a compiled, exported or functional call does not carry. Run the module eagerly, or turn "
-      "the options off.");
-  auto leaf = ctx.leaves()->leaf(ctx.plan().param_base);
-  TORCH_CHECK(leaf.defined(),
-              "BasicLinear: accumulate_into_main_grad or delay_wgrad_compute is on, but the weight is computed from "
-              "other tensors (a parametrization, a view of a flat parameter), so it has no main_grad or .grad of its "
-              "own. Use a weight that is a Parameter, or turn the options off.");
-  return leaf;
-}
-
 }  // namespace
 
 BasicLinear::BasicLinear(Options options) : options_(std::move(options)) {
@@ -58,7 +43,8 @@ std::vector<ParamSpec> BasicLinear::params() const {
            .dtype = options_.dtype,
            .init = Init::fan_in_uniform,
            .read = Read::for_input,
-           .fan_in = options_.fan_in.value_or(options_.in_features)}};
+           .fan_in = options_.fan_in.value_or(options_.in_features),
+           .sinks = true}};
 }
 
 kernels::Choice BasicLinear::kernel(c10::DeviceType device, at::ScalarType dtype, bool backward) const {
@@ -168,17 +154,11 @@ void BasicLinear::weight_gradient_of(OpContext& ctx, const at::Tensor& dy, const
   const auto how = wgrad_options(options_);
   WgradProduct product{.dy = as_dtype(dy, x.scalar_type()), .x = x, .scale = scale};
   if (!how.delay) product.between = between;
-  at::Tensor param;
-  if (how.accumulate || how.delay) {
-    param = parameter(ctx);
-    product.run = ctx.leaves()->run();
-  }
-  ctx.set_param_grad(0, ops::weight_gradient(how, param, std::move(product)));
-  if (how.accumulate && !how.delay) ctx.frame().added.push_back(ctx.index());
+  ops::weight_gradient(ctx, how, 0, 1, std::move(product));
 }
 
-bool BasicLinear::backward_dw(const at::Tensor& weight) const {
-  return options_.delay_wgrad_compute && ops::backward_dw(wgrad_options(options_), weight);
+bool BasicLinear::backward_dw(Params params) const {
+  return delays_wgrad() && ops::backward_dw(wgrad_options(options_), params);
 }
 
 // ---- the two passes -----------------------------------------------------------------------------------------------

@@ -57,6 +57,8 @@ class BasicLinear final : public Op<BasicLinear> {
   Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const override;
   at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;
   at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const override;
+  bool delays_wgrad() const override { return options_.delay_wgrad_compute; }
+  bool backward_dw(Params params) const override;
 
   // ---- what this rank holds, and what passes between ranks ----
   int64_t local_in() const;
@@ -95,8 +97,6 @@ class BasicLinear final : public Op<BasicLinear> {
   /// The same with another x, of all ranks; `between` as in Epilogue.
   void weight_gradient_of(OpContext& ctx, const at::Tensor& dy, const at::Tensor& x, double scale = 1,
                           const std::function<void()>* between = nullptr) const;
-  /// Runs the oldest delayed weight gradient; false if none waits. To be called below autograd.
-  bool backward_dw(const at::Tensor& weight) const;
 
  private:
   bool column() const { return options_.tensor_parallel_mode == ParallelMode::column; }

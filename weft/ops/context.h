@@ -43,6 +43,12 @@ class Leaves {
   virtual int64_t run() const = 0;
 };
 
+/// Memory that the caller gives an operation for its results; undefined: fresh.
+struct Buffers {
+  int op = 0;
+  at::Tensor output = {}, grad_input = {};
+};
+
 /// Flat lists of one call. In forward the extra slots hold values, in backward the gradients of those values.
 struct Frame {
   at::Tensor* saved = nullptr;
@@ -54,6 +60,7 @@ struct Frame {
   std::vector<std::shared_ptr<void>>* states = nullptr;  // one per operation, Python's free attributes
   const Leaves* leaves = nullptr;                        // backward under an autograd node only
   std::vector<int> added = {};                           // operations whose weight gradient is in main_grad
+  c10::ArrayRef<Buffers> buffers = {};                   // forward only
 };
 
 /// An operation's view of a call. Cheap to make, never kept.
@@ -83,6 +90,13 @@ class OpContext {
   at::Tensor take_extra_output_grad(int i) { return std::move(frame_.extra_out[plan_.extra_out_base + i]); }
   void set_extra_input_grad(int i, at::Tensor t) { frame_.extra_in[plan_.extra_in_base + i] = std::move(t); }
   void set_param_grad(int i, at::Tensor t) { frame_.param_grads[plan_.param_base + i] = std::move(t); }
+
+  /// Forward: what the caller gave this operation to write into; nullptr: nothing.
+  const Buffers* buffers() const {
+    for (const auto& given : frame_.buffers)
+      if (given.op == index_) return &given;
+    return nullptr;
+  }
 
   /// Backward: the Parameters themselves; nullptr where only values exist (the functional pair).
   const Leaves* leaves() const { return frame_.leaves; }

@@ -32,6 +32,10 @@ class BasicOp {
   virtual bool output_is_input(const OpPlan&) const { return false; }
   /// True if it may overwrite its first extra tensor (forward: extra input; backward: gradient of the extra output).
   virtual bool in_place() const { return false; }
+  /// True if extra input i is a list of integers that says which rows belong together; it has no gradient.
+  virtual bool is_index(int /*extra*/) const { return false; }
+  /// True if callers may say where its output and the gradient of x go.
+  virtual bool takes_buffers() const { return false; }
   /// True for operations written in Python: they live in this process only and may keep free attributes for backward.
   virtual bool process_local() const { return false; }
 
@@ -45,6 +49,11 @@ class BasicOp {
   /// dx of dy (undefined unless wanted); other gradients through the context. `dy` may be undefined, meaning zero, only
   /// if the operation has extra outputs.
   virtual at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const = 0;
+
+  /// True if weight gradients wait for `backward_dw`, which computes those of the oldest backward of `params`; false if
+  /// none wait. To be called below autograd.
+  virtual bool delays_wgrad() const { return false; }
+  virtual bool backward_dw(Params /*params*/) const { return false; }
 
   /// Name(field=value, …), with every field, or with those only that differ from their defaults.
   std::string text() const;

@@ -17,15 +17,21 @@ Inferred ScaledActivation::infer(const OpPlan& plan, const Spec& x, c10::ArrayRe
   return out;
 }
 
-at::Tensor ScaledActivation::forward(OpContext& ctx, const at::Tensor& x, Params) const {
-  TORCH_CHECK(!fused_only(), name(), ": activation_recompute_in_mlp is true, so it runs only inside a fused grouped ",
-              "MLP, which this version does not have. Set it to false.");
-  const auto& scales = ctx.extra_input(0);
+void ScaledActivation::check_scales(const at::Tensor& x, const at::Tensor& scales) const {
   TORCH_CHECK_VALUE(x.dim() > 0, name(), ": input has no dimensions, expected at least one.");
   int64_t rows = 1;
   for (const auto size : x.sizes().slice(0, x.dim() - 1)) rows *= size;
   TORCH_CHECK_VALUE(scales.numel() == rows, name(), ": scales have shape ", scales.sizes(), ", input has shape ",
                     x.sizes(), ", that is ", rows, " rows; expected one value for each.");
+}
+
+at::Tensor ScaledActivation::forward(OpContext& ctx, const at::Tensor& x, Params) const {
+  TORCH_CHECK(
+      !fused_only(), name(), ": activation_recompute_in_mlp is true, so it runs only inside a fused grouped ",
+      "MLP: between two GroupedLinear whose sizes and dtypes fit. Set it to false, or see explain() for the reason ",
+      "why they were not fused.");
+  const auto& scales = ctx.extra_input(0);
+  check_scales(x, scales);
   auto input = activation_input(name(), act_, x, ctx.dtype(x.scalar_type()));
   auto y = kernels::scaled_activation_forward(act_, input, scales);
   if (ctx.records()) {

@@ -21,6 +21,9 @@ class ScaledActivation : public BasicOp {
   at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;
   at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const override;
 
+  /// Raises unless there is one scale for each row of x.
+  void check_scales(const at::Tensor& x, const at::Tensor& scales) const;
+
  protected:
   explicit ScaledActivation(kernels::Act act) : act_(act) {}
 

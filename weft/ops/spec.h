@@ -22,6 +22,7 @@ struct ParamSpec {
   Init init = Init::zeros;
   Read read = Read::never;  // by backward
   int64_t fan_in = 0;       // of fan_in_uniform: uniform in ±1/√fan_in
+  bool sinks = false;       // its gradient goes where a WgradSink says, and may wait for backward_dw
 };
 
 /// Sizes (maybe symbolic) and dtype of a tensor that need not exist.

@@ -3,14 +3,20 @@
 namespace weft::ops {
 namespace {
 
-int64_t version(const at::Tensor& t) { return t.is_inference() ? 0 : t._version(); }
+/// Grows whenever one of its tensors is written.
+int64_t version(const WgradProduct& product) {
+  int64_t sum = 0;
+  for (const auto* t : {&product.dy, &product.x, &product.splits})
+    if (t->defined() && !t->is_inference()) sum += t->_version();
+  return sum;
+}
 
 }  // namespace
 
 void WgradQueue::put(WgradProduct product) {
-  const auto dy_version = version(product.dy), x_version = version(product.x);
+  const auto seen = version(product);
   const std::lock_guard lock(mutex_);
-  entries_.push_back({.product = std::move(product), .dy_version = dy_version, .x_version = x_version});
+  entries_.push_back({.product = std::move(product), .version = seen});
 }
 
 WgradProduct WgradQueue::pop() {
@@ -21,9 +27,10 @@ WgradProduct WgradQueue::pop() {
     entry = std::move(entries_.front());
     entries_.pop_front();
   }
-  TORCH_CHECK(version(entry.product.x) == entry.x_version && version(entry.product.dy) == entry.dy_version,
-              "The input or the output gradient of a delayed weight gradient was modified in place after backward. "
-              "Call backward_dw() before you reuse these tensors.");
+  TORCH_CHECK(
+      version(entry.product) == entry.version,
+      "The input, the output gradient or the splits of a delayed weight gradient was modified in place after backward. "
+      "Call backward_dw() before you reuse these tensors.");
   return std::move(entry.product);
 }
 

@@ -19,7 +19,7 @@ class WgradQueue {
  private:
   struct Entry {
     WgradProduct product;
-    int64_t dy_version, x_version;
+    int64_t version;  // of its tensors
   };
 
   mutable std::mutex mutex_;

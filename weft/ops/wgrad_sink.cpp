@@ -1,5 +1,6 @@
 #include "weft/ops/wgrad_sink.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 
@@ -51,22 +52,93 @@ void raise_version(const at::Tensor& t) {
   if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
 }
 
-/// The product into the sink's memory, or into fresh memory. Of several writes in one backward run (a weight that is
-/// used twice) only the first overwrites.
-at::Tensor write(const WgradSink& sink, const at::Tensor& param, const WgradProduct& product) {
+using Sinks = c10::SmallVector<WgradSink, 1>;
+using Gradients = c10::SmallVector<at::Tensor, 1>;
+
+/// The sinks of all parameters that one product serves.
+Sinks resolve_all(const WgradOptions& options, Params params, bool fetch) {
+  Sinks sinks;
+  for (const auto& param : params) sinks.push_back(resolve(options, param, fetch));
+  for (const auto& sink : sinks) {
+    TORCH_CHECK(sink.add == sinks[0].add, options.op,
+                ": overwrite_main_grad differs between the weights of one operation; set it alike on all of them.");
+    TORCH_CHECK(!sink.out.defined() || sink.out.scalar_type() == sinks[0].out.scalar_type(), options.op,
+                ": the main_grads of one operation are ", sinks[0].out.scalar_type(), " and ", sink.out.scalar_type(),
+                "; expected one dtype.");
+  }
+  return sinks;
+}
+
+/// dW of one weight, to `out` or to fresh memory.
+Gradients write_one(const WgradProduct& product, const at::Tensor& main_grad, bool add) {
   const auto dy = as_matrix(product.dy), x = as_matrix(product.x);
-  if (!sink.out.defined())
-    return kernels::gemm(kernels::transposed(dy), x, {.scale = product.scale, .between = product.between}).out;
-  const auto out = sink.out.view({dy.size(1), x.size(1)});
-  const auto remembered = sink.add ? nullptr : due().get(param);
-  const std::lock_guard lock(write_lock(param));
-  const bool add = sink.add || remembered->overwritten_in == product.run;
+  kernels::Epilogue epilogue{.scale = product.scale, .between = product.between};
+  if (main_grad.defined()) epilogue.out = main_grad.view({dy.size(1), x.size(1)});
+  if (add) epilogue.add = epilogue.out;
+  return {kernels::gemm(kernels::transposed(dy), x, epilogue).out};
+}
+
+/// dW of each group, to the sinks or to slices of one fresh block.
+Gradients write_groups(const WgradProduct& product, const Sinks& sinks, bool add) {
+  const auto dy = as_matrix(product.dy), x = as_matrix(product.x);
+  const kernels::GroupIndex index(product.splits);
+  const auto groups = index.groups(), n = dy.size(1), k = x.size(1);
+  const bool one = sinks.size() == 1, fresh = !sinks[0].out.defined();
+  Gradients gradients;
+  kernels::GroupedMatrix out;
+  if (fresh || one) {
+    const auto block = fresh ? at::empty({groups, n, k}, x.options()) : sinks[0].out.view({groups, n, k});
+    out = kernels::GroupedMatrix(block);
+    for (size_t g = 0; g < sinks.size(); ++g)
+      gradients.push_back(one ? block : block.select(0, static_cast<int64_t>(g)));
+  } else {
+    for (const auto& sink : sinks) gradients.push_back(sink.out);
+    out = kernels::GroupedMatrix(gradients, n, k);
+  }
+  kernels::grouped_weight_gradient(index, dy, x, out, add, product.path);
+  return gradients;
+}
+
+/// The product into the sinks' memory, or into fresh memory. Of several writes in one backward run (a weight that is
+/// used twice) only the first overwrites.
+Gradients write(const Sinks& sinks, Params params, const WgradProduct& product) {
+  const auto compute = [&](bool add) {
+    return product.splits.defined() ? write_groups(product, sinks, add) : write_one(product, sinks[0].out, add);
+  };
+  if (!sinks[0].out.defined()) return compute(false);
+  const auto remembered = sinks[0].add ? nullptr : due().get(params[0]);
+  const std::lock_guard lock(write_lock(params[0]));
+  const bool add = sinks[0].add || remembered->overwritten_in == product.run;
   if (remembered) remembered->overwritten_in = product.run;
-  raise_version(sink.out);
-  return kernels::gemm(
-             kernels::transposed(dy), x,
-             {.scale = product.scale, .add = add ? out : at::Tensor{}, .out = out, .between = product.between})
-      .out;
+  for (const auto& sink : sinks) raise_version(sink.out);
+  return compute(add);
+}
+
+/// The Parameters themselves. A gradient that leaves autograd's way needs to know whose it is.
+Gradients leaves_of(const OpContext& ctx, const WgradOptions& options, int first, int count) {
+  TORCH_CHECK_NOT_IMPLEMENTED(ctx.leaves(), options.op,
+                              ": accumulate_into_main_grad and delay_wgrad_compute need the Parameter, which a "
+                              "compiled, exported or functional call does not carry. Run the module eagerly, or turn "
+                              "the options off.");
+  Gradients leaves;
+  for (int i = first; i < first + count; ++i) {
+    leaves.push_back(ctx.leaves()->leaf(ctx.plan().param_base + i));
+    TORCH_CHECK(leaves.back().defined(), options.op,
+                ": accumulate_into_main_grad or delay_wgrad_compute is on, but the weight is computed from other "
+                "tensors (a parametrization, a view of a flat parameter), so it has no main_grad or .grad of its own. "
+                "Use a weight that is a Parameter, or turn the options off.");
+  }
+  return leaves;
+}
+
+void add_to_grad(const at::Tensor& param, const at::Tensor& dw) {
+  auto& grad = param.mutable_grad();
+  if (!grad.defined()) {
+    grad = dw.to(param.scalar_type());
+  } else {
+    grad.add_(dw.to(param.scalar_type()));
+    raise_version(grad);
+  }
 }
 
 }  // namespace
@@ -83,40 +155,36 @@ WgradSink resolve(const WgradOptions& options, const at::Tensor& param, bool fet
           .zero_dummy = notes.zero_out};
 }
 
-at::Tensor weight_gradient(const WgradOptions& options, const at::Tensor& param, WgradProduct product) {
-  const auto sink = resolve(options, param, /*fetch=*/!options.delay);
-  at::Tensor dw;
+void weight_gradient(OpContext& ctx, const WgradOptions& options, int first, int count, WgradProduct product) {
+  if (!options.accumulate && !options.delay) {
+    auto gradients = write(Sinks(count), {}, product);
+    for (int i = 0; i < count; ++i) ctx.set_param_grad(first + i, std::move(gradients[i]));
+    return;
+  }
+  const auto params = leaves_of(ctx, options, first, count);
+  const auto sinks = resolve_all(options, params, /*fetch=*/!options.delay);
+  product.run = ctx.leaves()->run();
   if (options.delay) {
-    due().get(param)->queue.put(std::move(product));
+    due().get(params[0])->queue.put(std::move(product));
   } else {
-    dw = write(sink, param, product);
+    write(sinks, params, product);
+    ctx.frame().added.push_back(ctx.index());
   }
-  switch (sink.gives) {
-    case WgradSink::Gives::gradient:
-      return dw;
-    case WgradSink::Gives::nothing:
-      return {};
-    case WgradSink::Gives::dummy:
-      wgrad_resolver(param).set_added(param);
-      return dummy_gradient(param, sink.zero_dummy);
+  for (int i = 0; i < count; ++i) {
+    if (sinks[i].gives != WgradSink::Gives::dummy) continue;
+    wgrad_resolver(params[i]).set_added(params[i]);
+    ctx.set_param_grad(first + i, dummy_gradient(params[i], sinks[i].zero_dummy));
   }
-  return {};
 }
 
-bool backward_dw(const WgradOptions& options, const at::Tensor& param) {
-  const auto found = due().find(param);
+bool backward_dw(const WgradOptions& options, Params params) {
+  const auto found = due().find(params[0]);
   if (!found || found->queue.size() == 0) return false;
-  const auto sink = resolve(options, param, /*fetch=*/true);
-  const auto product = found->queue.pop();
-  auto dw = write(sink, param, product);
-  if (sink.gives == WgradSink::Gives::dummy) wgrad_resolver(param).set_added(param);
-  if (options.accumulate) return true;
-  auto& grad = param.mutable_grad();
-  if (!grad.defined()) {
-    grad = dw.to(param.scalar_type());
-  } else {
-    grad.add_(dw.to(param.scalar_type()));
-    raise_version(grad);
+  const auto sinks = resolve_all(options, params, /*fetch=*/true);
+  const auto gradients = write(sinks, params, found->queue.pop());
+  for (size_t i = 0; i < params.size(); ++i) {
+    if (sinks[i].gives == WgradSink::Gives::dummy) wgrad_resolver(params[i]).set_added(params[i]);
+    if (!options.accumulate) add_to_grad(params[i], gradients[i]);
   }
   return true;
 }

@@ -4,6 +4,9 @@
 #include <functional>
 #include <string_view>
 
+#include "weft/kernels/grouped.h"
+#include "weft/ops/context.h"
+
 namespace weft::ops {
 
 /// Where a weight gradient goes, how it is written there, and what autograd gets for it.
@@ -22,28 +25,31 @@ struct WgradOptions {
   bool delay = false;
 };
 
-/// A weight gradient that is due: dW = scale·dyᵀ x.
+/// A weight gradient that is due: dW = scale·dyᵀ x; or, with `splits`, one for each group of rows.
 struct WgradProduct {
   at::Tensor dy, x;  // [..., out] and [..., in], of one dtype
   double scale = 1;
   int64_t run = 0;                                 // the backward run it belongs to
   const std::function<void()>* between = nullptr;  // as in Epilogue; of a product that is not put off
+  at::Tensor splits = {};                          // of a grouped weight: one parameter [G, out, in], or G of them
+  kernels::GroupedPath path = kernels::GroupedPath::best;
 };
 
 /// Reads where the gradient of `param` goes. With `fetch` its main_grad is there to be written; without, it was only
 /// checked that there is one.
 WgradSink resolve(const WgradOptions& options, const at::Tensor& param, bool fetch);
 
-/// Computes the gradient into its sink, or puts it off; returns what autograd gets for `param`:
+/// Computes the gradient of the operation's parameters `first` to `first + count` into their sinks, or puts it off, and
+/// tells autograd for each of them:
 ///   accumulate: a dummy if the parameter has grad_added_to_main_grad, which is set; else nothing
 ///   otherwise:  dW, or nothing if delayed
-at::Tensor weight_gradient(const WgradOptions& options, const at::Tensor& param, WgradProduct product);
+void weight_gradient(OpContext& ctx, const WgradOptions& options, int first, int count, WgradProduct product);
 
-/// Computes the oldest gradient of `param` that was put off: into main_grad, or into .grad without accumulation. False
+/// Computes the oldest gradient of `params` that was put off: into main_grad, or into .grad without accumulation. False
 /// if none waits. To be called below autograd.
-bool backward_dw(const WgradOptions& options, const at::Tensor& param);
+bool backward_dw(const WgradOptions& options, Params params);
 
-/// How many gradients of `param` wait for `backward_dw`.
+/// How many gradients of `param`, or of the parameters whose first it is, wait for `backward_dw`.
 size_t pending_dw(const at::Tensor& param);
 
 /// A gradient that stands for one already written elsewhere: sizes, strides, dtype and device of `param`, memory shared

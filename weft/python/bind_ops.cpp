@@ -29,7 +29,7 @@ py::list params_of(const ops::BasicOp& op) {
   for (const auto& spec : op.params()) {
     auto dtype = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(spec.dtype)));
     list.append(py::make_tuple(spec.name, py::tuple(py::cast(spec.shape)), dtype, kInit[static_cast<int>(spec.init)],
-                               spec.fan_in));
+                               spec.fan_in, spec.sinks));
   }
   return list;
 }
@@ -55,8 +55,11 @@ void bind_ops(py::module_& m) {
       .def_property_readonly("extra_inputs", &ops::BasicOp::extra_inputs)
       .def_property_readonly("extra_outputs", &ops::BasicOp::extra_outputs)
       .def_property_readonly("depends_on_training", &ops::BasicOp::depends_on_training)
+      .def_property_readonly("takes_buffers", &ops::BasicOp::takes_buffers)
+      .def("is_index", &ops::BasicOp::is_index, py::arg("extra_input"), "Whether an extra input is a list of integers.")
       .def("fields", &fields_of, "Field names and values.")
-      .def("params", &params_of, "Parameters as (name, shape, dtype, init, fan_in).")
+      .def("params", &params_of,
+           "Parameters as (name, shape, dtype, init, fan_in, whether its gradient may go to main_grad or wait).")
       .def("__repr__", &ops::BasicOp::brief)
       .def_property_readonly("text", &ops::BasicOp::text,
                              "The description with every field, as a pipeline's text has it.")

@@ -102,6 +102,9 @@ class Runner {
         other = py::getattr(module, name);
         found = other.ptr();
       }
+      if (found == Py_None)
+        TORCH_CHECK_TYPE(false, "weft: ", Py_TYPE(module.ptr())->tp_name, " has no parameter '",
+                         name.cast<std::string>(), "': it is None. Set it, or make the module without it.");
       held.push_back(to_tensor(found, "a parameter"));
     }
     return held;
@@ -146,15 +149,32 @@ class Runner {
     py::object module, dict, name;
   };
 
+  /// Of the keyword arguments, those of operations that take memory for their results.
+  std::vector<ops::Buffers> buffers_of(PyObject* keywords) const {
+    std::vector<ops::Buffers> list;
+    if (!keywords) return list;
+    for (int i = 0; i < fuser_->pipeline().size(); ++i) {
+      const auto given = py::reinterpret_borrow<py::dict>(PyList_GetItem(keywords, i));
+      if (given.empty() || !fuser_->pipeline().op(i).takes_buffers()) continue;
+      const auto tensor = [&](const char* name) {
+        const py::object found = given.attr("get")(name);
+        return found.is_none() ? at::Tensor() : to_tensor(found.ptr(), name);
+      };
+      list.push_back({.op = i, .output = tensor("output"), .grad_input = tensor("grad_input")});
+    }
+    return list;
+  }
+
   py::object run(PyObject* args, PyObject* keywords) const {
     auto [x, extras] = tensors(args);
     const auto held = gather();
     const auto mask = modes_.empty() ? 0 : eval_mask();
+    const auto buffers = buffers_of(keywords);
     fuser::Tensors outputs;
     {
       const ScopeGuard guard({&ops_, keywords});
       const py::gil_scoped_release release;
-      outputs = (*fuser_)(x, held, std::move(extras), mask);
+      outputs = (*fuser_)(x, held, std::move(extras), mask, buffers);
     }
     if (outputs.size() == 1) return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(outputs[0])));
     py::tuple result(outputs.size());

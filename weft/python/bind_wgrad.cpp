@@ -1,7 +1,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "weft/fuser/below_autograd.h"
-#include "weft/ops/basic_linear.h"
+#include "weft/ops/operation.h"
 #include "weft/ops/wgrad_record.h"
 #include "weft/ops/wgrad_sink.h"
 #include "weft/python/bridge.h"
@@ -42,12 +42,10 @@ class Attributes final : public ops::WgradResolver {
   }
 };
 
-bool backward_dw(const ops::BasicOp& op, const at::Tensor& weight) {
-  const auto* linear = dynamic_cast<const ops::BasicLinear*>(&op);
-  TORCH_CHECK_TYPE(linear, op.name(), " has no weight gradient to delay.");
+bool backward_dw(const ops::BasicOp& op, const std::vector<at::Tensor>& params) {
   const py::gil_scoped_release release;
   const fuser::BelowAutograd below;
-  return linear->backward_dw(weight);
+  return op.backward_dw(params);
 }
 
 }  // namespace
@@ -55,8 +53,8 @@ bool backward_dw(const ops::BasicOp& op, const at::Tensor& weight) {
 void bind_wgrad(py::module_& m) {
   static const Attributes attributes;
   ops::set_wgrad_resolver(&attributes);
-  m.def("backward_dw", &backward_dw, py::arg("op"), py::arg("weight"),
-        "Computes the oldest delayed gradient of a weight; False if none waits.");
+  m.def("backward_dw", &backward_dw, py::arg("op"), py::arg("params"),
+        "Computes the oldest delayed weight gradients of an operation; False if none wait.");
   m.def("pending_dw", &ops::pending_dw, py::arg("weight"), py::call_guard<py::gil_scoped_release>(),
         "How many delayed gradients of a weight wait.");
 }

@@ -3,6 +3,7 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/randn_like.h>
+#include <ATen/ops/tensor.h>
 
 #include "tests/cpp/fuser/plain.h"
 #include "weft/fused/rules.h"
@@ -31,7 +32,15 @@ fuser::Tensors extras_for(const Pipeline& pipeline, int64_t rows) {
   for (const auto& spec : pipeline.params())
     if (spec.shape.size() == 2) width = spec.shape[0];
   fuser::Tensors extras;
-  for (size_t k = 0; k < pipeline.caller_inputs().size(); ++k) extras.push_back(leaf({rows, width}));
+  for (const int slot : pipeline.caller_inputs()) {
+    const auto& op = pipeline.op(pipeline.consumer(slot));
+    const int extra = slot - pipeline.extra_in_base(pipeline.consumer(slot));
+    const bool grouped = op.name() == "GroupedLinear" || op.name().substr(0, 6) == "Scaled";
+    if (op.is_index(extra))
+      extras.push_back(at::tensor({rows - 1, int64_t{0}, int64_t{1}}));
+    else
+      extras.push_back(grouped ? leaf({rows}) : leaf({rows, width}));
+  }
   return extras;
 }
 
@@ -45,7 +54,8 @@ std::vector<at::Tensor> results(const Pipeline& pipeline, const RuleList& rules,
   const auto outputs = fuser::run(shared, plan, x, params, extras);
   std::vector<at::Tensor> inputs{x}, all(outputs.begin(), outputs.end());
   inputs.insert(inputs.end(), params.begin(), params.end());
-  inputs.insert(inputs.end(), extras.begin(), extras.end());
+  for (const auto& extra : extras)
+    if (extra.requires_grad()) inputs.push_back(extra);
   for (auto& g : torch::autograd::grad(all, inputs, grads, true, false, true)) all.push_back(g);
   return all;
 }

@@ -96,17 +96,41 @@ static void apply_epilogue(const RowBlock& block, int64_t begin, int64_t end) {
   });
 }
 
+/// b[j][k] for 16 j and 16 k as to[k][j], with rows `ld` apart.
+template <class T>
+void transpose_block(const T* from, int64_t stride, float* to, int64_t ld) {
+  constexpr int kSize = kWidth;
+  alignas(64) float rows[kSize * kSize];
+  if constexpr (std::is_same_v<T, float>) return at::vec::transpose_mxn<float, kSize, kSize>(from, stride, to, ld);
+  for (int64_t j = 0; j < kSize; ++j) write(rows + j * kSize, read(from + j * stride));
+  at::vec::transpose_mxn<float, kSize, kSize>(rows, kSize, to, ld);
+}
+
 /// B as float32 with rows one after the other: B itself, or a copy in `scratch`.
 template <class T>
 Rows small_factor(const Strided& b, float* scratch) {
+  const T* data = static_cast<const T*>(b.data);
   if (std::is_same_v<T, float> && b.column_stride == 1)
     return {const_cast<void*>(b.data), b.row_stride, at::kFloat};  // only read
-  for (int64_t k = 0; k < b.rows; ++k) {
-    const T* from = static_cast<const T*>(b.data) + k * b.row_stride;
-    float* to = scratch + k * b.columns;
-    for (int64_t j = 0; j < b.columns; ++j, from += b.column_stride) to[j] = static_cast<float>(*from);
+  const Rows out{scratch, b.columns, at::kFloat};
+  if (b.column_stride == 1) {
+    for (int64_t k = 0; k < b.rows; ++k)
+      each_vector(b.columns, [&](int64_t j, auto count) {
+        write(scratch + k * b.columns + j, read(data + k * b.row_stride + j, count), count);
+      });
+    return out;
   }
-  return {scratch, b.columns, at::kFloat};
+  const bool blocks = b.row_stride == 1;
+  const int64_t whole_rows = blocks ? b.rows / kWidth * kWidth : 0, whole_columns = b.columns / kWidth * kWidth;
+  for (int64_t k = 0; k < whole_rows; k += kWidth)
+    for (int64_t j = 0; j < whole_columns; j += kWidth)
+      transpose_block(data + j * b.column_stride + k, b.column_stride, scratch + k * b.columns + j, b.columns);
+  for (int64_t k = 0; k < b.rows; ++k) {
+    int64_t j = k < whole_rows ? whole_columns : 0;
+    const T* from = data + k * b.row_stride + j * b.column_stride;
+    for (; j < b.columns; ++j, from += b.column_stride) scratch[k * b.columns + j] = static_cast<float>(*from);
+  }
+  return out;
 }
 
 /// kRows rows of p from row i on, as sums of the rows of B.

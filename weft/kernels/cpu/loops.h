@@ -110,17 +110,33 @@ struct EpilogueLoops {
   void (*small_product)(at::ScalarType dtype, const Strided& a, const Strided& b, float* scratch, const Rows& p);
 };
 
+/// Some rows of a group (kernels/grouped.h): a bias, one row, and a factor for each row, `scales.ld` values apart.
+struct GroupRows {
+  int64_t rows = 0, columns = 0;
+  Rows x, bias, scales;
+};
+struct GroupLoops {
+  /// out_i = x_i + s_i·b.
+  void (*add_bias)(const GroupRows& group, const Rows& out);
+  /// out_j = Σ_i s_i·x_ij, for columns `begin` to `end`.
+  void (*sum_rows)(const GroupRows& group, const Rows& out, int64_t begin, int64_t end);
+  /// out_i = Σ_j x_ij·b_j, for rows `begin` to `end`.
+  void (*dot_bias)(const GroupRows& group, float* out, int64_t begin, int64_t end);
+};
+
 namespace AVX512 {
 extern const ActLoops act_loops;
 extern const NormLoops norm_loops;
 extern const RowLoops row_loops;
 extern const EpilogueLoops epilogue_loops;
+extern const GroupLoops group_loops;
 }  // namespace AVX512
 namespace AVX2 {
 extern const ActLoops act_loops;
 extern const NormLoops norm_loops;
 extern const RowLoops row_loops;
 extern const EpilogueLoops epilogue_loops;
+extern const GroupLoops group_loops;
 }  // namespace AVX2
 
 inline const ActLoops& act_loops(Tier tier) { return tier == Tier::avx2 ? AVX2::act_loops : AVX512::act_loops; }
@@ -130,5 +146,7 @@ inline const RowLoops& row_loops(Tier tier) { return tier == Tier::avx2 ? AVX2::
 inline const EpilogueLoops& epilogue_loops(Tier tier) {
   return tier == Tier::avx2 ? AVX2::epilogue_loops : AVX512::epilogue_loops;
 }
+
+inline const GroupLoops& group_loops(Tier tier) { return tier == Tier::avx2 ? AVX2::group_loops : AVX512::group_loops; }
 
 }  // namespace weft::kernels

@@ -66,6 +66,12 @@ class FarBlock {
   };
 
   explicit FarBlock(const Blocking& cut) : cut_(cut), memory_(Scratch::mine().far) {}
+  /// All over again; what it has allocated it keeps.
+  void restart(const Blocking& cut) {
+    cut_ = cut;
+    runs_.clear();
+    panels_.clear();
+  }
 
   int64_t size() const { return static_cast<int64_t>(panels_.size()); }
   const Panel& panel(int64_t f) const { return panels_[f]; }
@@ -95,7 +101,7 @@ class FarBlock {
     Operand m;
     int64_t first, panels;
   };
-  const Blocking& cut_;
+  Blocking cut_;
   Bf16 *memory_, *start_ = nullptr;
   int64_t stride_ = 0;
   std::vector<Run> runs_;

@@ -1,0 +1,83 @@
+"""Parameters of a grouped operation: one for each group, or one for all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class GroupedParameters(torch.nn.Module):
+    """A module with a weight, and maybe a bias, for each of `num_groups` groups.
+
+    They are Parameters `weight0`, `weight1`, …, which at first lie one behind the other in memory, or with
+    `single_grouped_weight` one Parameter `weight` of shape [groups, out, in]; biases likewise. A checkpoint of either
+    layout loads into the other.
+    """
+
+    _op: Any
+
+    def _make_parameters(self, device: torch.device | str | None) -> None:
+        specs = self._op.params()
+        groups = self._op.fields()["num_groups"]
+        for kind in ("weight", "bias"):
+            members = [spec for spec in specs if spec[0] != kind and spec[0].startswith(kind)]
+            if members:
+                _, shape, dtype, *_ = members[0]
+                block = torch.empty((groups, *shape), dtype=dtype, device=device)
+                for (name, *_), slice in zip(members, block, strict=True):
+                    self.register_parameter(name, torch.nn.Parameter(slice))
+            else:
+                for i in range(groups):
+                    self.register_parameter(f"{kind}{i}", None)
+        for name, shape, dtype, *_ in specs:
+            if name in ("weight", "bias"):
+                self.register_parameter(name, torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
+        for kind in ("weight", "bias"):
+            if kind not in self._parameters:
+                self.register_parameter(kind, None)
+        self.reset_parameters()
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        state_dict = dict(state_dict)
+        fields = self._op.fields()
+        _to_layout(state_dict, prefix + "weight", fields["num_groups"], fields["single_grouped_weight"])
+        if fields["bias"]:
+            bias = state_dict.get(prefix + "bias")
+            if bias is not None and bias.dim() == 3:  # [groups, 1, out]
+                state_dict[prefix + "bias"] = bias.squeeze(1)
+            _to_layout(state_dict, prefix + "bias", fields["num_groups"], fields["single_grouped_bias"])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _to_layout(state_dict: dict[str, torch.Tensor], key: str, groups: int, single: bool) -> None:
+    """Turns one packed tensor into members, or members into a packed one; an incomplete set of members stays."""
+    members = [f"{key}{i}" for i in range(groups)]
+    found = [name for name in members if name in state_dict]
+    if single and key not in state_dict and len(found) == groups:
+        state_dict[key] = torch.stack([state_dict[name] for name in members])
+    if single and key in state_dict:
+        for name in found:
+            del state_dict[name]
+    elif not single and key in state_dict and not found:
+        state_dict.update(zip(members, state_dict.pop(key).unbind(0), strict=False))
+    elif not single and len(found) == groups:
+        state_dict.pop(key, None)
+
+
+def interleave_glu(rows: torch.Tensor, size: int) -> torch.Tensor:
+    """Rows [all of a, all of b] of a gated layer's weight or bias as blocks of `size` rows of a and of b in turn, which
+    is what an activation with ``glu_interleave_size=size`` reads."""
+    _check_blocks(rows, size)
+    return rows.unflatten(0, (2, -1, size)).transpose(0, 1).flatten(0, 2)
+
+
+def deinterleave_glu(rows: torch.Tensor, size: int) -> torch.Tensor:
+    """The inverse of :func:`interleave_glu`."""
+    _check_blocks(rows, size)
+    return rows.unflatten(0, (-1, 2, size)).transpose(0, 1).flatten(0, 2)
+
+
+def _check_blocks(rows: torch.Tensor, size: int) -> None:
+    if size <= 0 or rows.dim() == 0 or rows.size(0) % (2 * size):
+        raise ValueError(f"blocks of {size} rows of a and of b do not fill a tensor of shape {tuple(rows.shape)}")

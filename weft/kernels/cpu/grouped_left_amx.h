@@ -1,0 +1,317 @@
+#pragma once
+#include "weft/kernels/cpu/epilogue_amx.h"
+#include "weft/kernels/cpu/multiply_amx.h"
+#include "weft/kernels/cpu/pack_amx.h"
+
+// Few rows by a weight that is read once: Yᵀ = W Xᵀ with W [N, K] in place as left operand, whose tiles are rows of it,
+// and only X packed. Sums come out transposed. Included by *_amx.cpp only.
+
+namespace weft::kernels::CPU_CAPABILITY {
+
+/// Y = X Wᵀ + s·b for the rows of one group.
+struct LeftProduct {
+  const Bf16* x = nullptr;  // [rows, k]
+  int64_t ldx = 0, rows = 0;
+  const Bf16* w = nullptr;  // [n, k]
+  int64_t n = 0, k = 0;
+  Place bias, scales, out;  // [1, n]; [rows, 1]; [rows, n]; no data: none
+
+  int steps() const { return static_cast<int>((k + kStep - 1) / kStep); }
+  /// Tiles of 16 rows of W. The last one reaches up if it has fewer.
+  int64_t tiles() const { return (n + 15) / 16; }
+  int64_t start(int64_t tile) const { return std::max<int64_t>(0, std::min(16 * tile, n - 16)); }
+};
+
+constexpr int kMostTiles = 4;  // of W that are multiplied together
+
+/// Some tiles of W as a product reads them: in place, but for the last values of a k that ends within a step.
+struct LeftTiles {
+  int64_t first = 0;             // tile
+  int count = 0;                 // of tiles; those behind repeat the last
+  const Bf16* tile[kMostTiles];  // at k = 0
+  int64_t stride = 0;            // bytes from a row of a tile to the next
+  int64_t step = 0;              // values from a step to the next
+  int full = 0;                  // steps in place
+  const Bf16* tail = nullptr;    // one step of each tile, packed; null: none
+  alignas(64) float bias[16 * kMostTiles];
+};
+
+/// Sums of 16 rows of the result, c[i][j] for column i of a tile and row j.
+struct LeftBlock {
+  const LeftTiles* tiles;
+  int64_t row;
+  int tile;            // of `tiles`
+  const float* c[2];   // of that tile and the one behind it; the second may be null
+};
+
+/// The factors of 16 rows; 1 without any.
+inline __m512 row_scales(const LeftProduct& p, int64_t row) {
+  if (!p.scales.data) return _mm512_set1_ps(1);
+  if (p.scales.ld == 1) return load16(p.scales, row, 0, first(p.rows - row));
+  alignas(64) float values[16] = {};
+  for (int j = 0; j < std::min<int64_t>(16, p.rows - row); ++j)
+    values[j] = _mm512_cvtss_f32(load16(p.scales, row + j, 0, 1));
+  return _mm512_load_ps(values);
+}
+
+/// Any block: one tile after the other, with masks.
+inline void finish_tile(const LeftProduct& p, const LeftBlock& b, int half) {
+  const __m512 scales = row_scales(p, b.row);
+  const float* bias = b.tiles->bias + 16 * (b.tile + half);
+  __m512i r[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i)
+    r[i] = _mm512_castps_si512(_mm512_fmadd_ps(scales, _mm512_set1_ps(bias[i]), _mm512_load_ps(b.c[half] + 16 * i)));
+  transpose16(r);
+  const int64_t tile = b.tiles->first + b.tile + half, column = p.start(tile);
+  const auto mask = static_cast<__mmask16>(first(p.n - column) & (0xffffU << (16 * tile - column)));
+  alignas(64) __m512 rows[16];
+#pragma GCC unroll 16
+  for (int j = 0; j < 16; ++j) rows[j] = _mm512_castsi512_ps(r[j]);
+  for (int j = 0; j < std::min<int64_t>(16, p.rows - b.row); ++j) store16(p.out, b.row + j, column, rows[j], mask);
+}
+
+/// A block of 32 whole columns in bfloat16: rounded in pairs of columns, then transposed to rows in `to`.
+[[gnu::always_inline]] inline void transpose_pairs(const LeftProduct& p, const LeftBlock& b, __m512i* to) {
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512 scales = row_scales(p, b.row);
+  const float* bias = b.tiles->bias + 16 * b.tile;
+  const auto sum = [&](int i) {
+    return _mm512_fmadd_ps(scales, _mm512_set1_ps(bias[i]), _mm512_load_ps(b.c[i / 16] + 16 * (i % 16)));
+  };
+  __m512i r[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_permutexvar_epi16(order, pack_bf16(sum(2 * i), sum(2 * i + 1)));
+  transpose16(r);
+#pragma GCC unroll 16
+  for (int j = 0; j < 16; ++j) _mm512_store_si512(to + j, r[j]);
+}
+
+/// Whether a block has 32 whole columns in bfloat16.
+inline bool in_pairs(const LeftProduct& p, const LeftBlock& b) {
+  return b.c[1] && p.out.dtype == at::kBFloat16 && 16 * (b.tiles->first + b.tile) + 32 <= p.n;
+}
+
+/// Rows that are rounded and have to be stored, one by one.
+struct LeftRows {
+  const __m512i* from = nullptr;
+  char* to = nullptr;
+  int64_t next = 0;
+  int count = 0;
+
+  [[gnu::always_inline]] void step() {
+    if (count == 0) return;
+    _mm512_storeu_si512(to, _mm512_load_si512(from++));
+    to += next;
+    --count;
+  }
+  void finish() {
+    while (count > 0) step();
+  }
+};
+
+/// Multiplies tiles of W by the packed rows of a block.
+class LeftMultiplier {
+ public:
+  explicit LeftMultiplier(const LeftProduct& p)
+      : p_(p), steps_(p.steps()), half_(std::max(1, steps_ / 2)), scratch_(Scratch::mine()), rows_per_step_((16 + half_ - 1) / half_) {}
+
+  /// Tiles `begin` to `end` of W, all rows. AMX is configured.
+  void run(int64_t begin, int64_t end) {
+    const int64_t panel = static_cast<int64_t>(steps_) * 2 * kTile;
+    const int64_t most = std::max<int64_t>(1, kFarBytes / 2 / panel) * kPanel;
+    for (int64_t row = 0; row < p_.rows; row += most) {
+      const int64_t rows = std::min(most, p_.rows - row);
+      pack(row, rows);
+      const int64_t together = rows > 16 ? 2 : kMostTiles;  // two stay in L1 while the rows go by
+      for (int64_t t = begin; t < end; t += together)
+        multiply_rows(t, static_cast<int>(std::min(together, end - t)), row, rows);
+    }
+    finish();
+  }
+
+ private:
+  /// Whole panels of 32 rows, then what is left: 16 columns of the product if it is no more.
+  void pack(int64_t row, int64_t rows) {
+    Operand x;
+    x.data = p_.x + row * p_.ldx;
+    x.ld = p_.ldx;
+    x.extent = rows;
+    x.k = p_.k;
+    x.left = false;
+    Bf16* to = scratch_.far;
+    int64_t r = 0;
+    for (; rows - r > 16; r += kPanel, to += 2 * kTile * steps_) pack_panel<false, true>(x, r, 0, steps_, to);
+    if (r >= rows) return;
+    for (int s = 0; s < steps_; ++s)
+      pack_tile<false, true>(x.at(r, s * kStep), x.ld, static_cast<int>(rows - r), depth(s), to + s * kTile, nullptr);
+  }
+  /// How much of k a step has.
+  int depth(int step) const { return static_cast<int>(std::min<int64_t>(kStep, p_.k - step * kStep)); }
+
+  /// Tiles from t on, by the packed rows.
+  void multiply_rows(int64_t t, int count, int64_t row, int64_t rows) {
+    const auto& w = open(t, count);
+    bring_ahead(t + count, rows);
+    const Bf16* x = scratch_.far;
+    int64_t r = 0;
+    for (; rows - r > 16; r += kPanel, x += 2 * kTile * steps_)
+      wide(w, x, row + r);
+    if (r < rows) narrow(w, x, row + r);
+  }
+
+  /// Copies the last step of k, or everything if W has less than a tile's rows.
+  const LeftTiles& open(int64_t t, int count) {
+    auto& out = tiles_[which_ ^= 1];
+    const int rows = static_cast<int>(std::min<int64_t>(16, p_.n)), ks = static_cast<int>(p_.k % kStep);
+    const bool copied = rows < 16;
+    out.first = t;
+    out.count = count;
+    out.stride = copied ? 64 : p_.k * 2;
+    out.step = copied ? kTile : kStep;
+    out.full = copied ? steps_ : static_cast<int>(p_.k / kStep);
+    out.tail = nullptr;
+    for (int i = 0; i < kMostTiles; ++i) {
+      const int64_t start = p_.start(t + std::min(i, count - 1));
+      out.tile[i] = copied ? scratch_.near : p_.w + start * p_.k;
+      const auto mask = first(p_.n - start);
+      _mm512_store_ps(out.bias + 16 * i, p_.bias.data ? load16(p_.bias, 0, start, mask) : _mm512_setzero_ps());
+    }
+    if (copied) {
+      for (int s = 0; s < steps_; ++s)
+        pack_tile<true, true>(p_.w + s * kStep, p_.k, rows, depth(s), scratch_.near + s * kTile, nullptr);
+    } else if (ks > 0) {
+      for (int i = 0; i < kMostTiles; ++i)
+        pack_tile<true, true>(out.tile[i] + out.full * kStep, p_.k, 16, ks, scratch_.near + i * kTile, nullptr);
+      out.tail = scratch_.near;
+    }
+    tile_fence();
+    return out;
+  }
+
+  /// Spreads the way of the tiles behind t from memory over the steps of those before.
+  void bring_ahead(int64_t t, int64_t rows) {
+    const int64_t tiles = std::min<int64_t>(rows > 16 ? 2 : kMostTiles, p_.tiles() - t);
+    ahead_per_step_ = 0;
+    if (tiles <= 0 || p_.k < kStep) return;
+    ahead_ = reinterpret_cast<const char*>(p_.w + p_.start(t) * p_.k);
+    const int64_t lines = tiles * 16 * p_.k * 2 / 64, steps = (rows + kPanel - 1) / kPanel * (p_.k / kStep);
+    ahead_per_step_ = static_cast<int>((lines + steps - 1) / steps);
+  }
+
+  /// Two tiles by 32 rows.
+  [[gnu::flatten]] void wide(const LeftTiles& w, const Bf16* x, int64_t row) {
+    zero();
+    const Bf16 *a = w.tile[0], *b = w.tile[1];
+    const auto step = [&](const Bf16* low, const Bf16* high, int64_t stride) {
+      _tile_stream_loadd(6, x, 64);
+      _tile_loadd(4, low, stride);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_stream_loadd(7, x + kTile, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(5, high, stride);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+      x += 2 * kTile;
+    };
+    for (int s = 0; s < w.full; ++s, a += w.step, b += w.step) {
+      step(a, b, w.stride);
+      side(s);
+    }
+    if (w.tail) step(w.tail, w.tail + kTile, 64);
+    const float* c = keep();
+    const bool two = w.count > 1;
+    waiting_[0] = {&w, row, 0, {c, two ? c + 512 : nullptr}};
+    waiting_[1] = {&w, row + 16, 0, {c + 256, two ? c + 768 : nullptr}};
+    left_ = 2;
+  }
+
+  /// All tiles by 16 rows.
+  [[gnu::flatten]] void narrow(const LeftTiles& w, const Bf16* x, int64_t row) {
+    zero();
+    const Bf16 *a = w.tile[0], *b = w.tile[1], *c = w.tile[2], *d = w.tile[3];
+    const auto step = [&](const Bf16* t0, const Bf16* t1, const Bf16* t2, const Bf16* t3, int64_t stride) {
+      _tile_stream_loadd(6, x, 64);
+      _tile_loadd(4, t0, stride);
+      _tile_dpbf16ps(0, 4, 6);
+      x += kTile;
+      if (w.count == 1) return;
+      _tile_loadd(5, t1, stride);
+      _tile_dpbf16ps(1, 5, 6);
+      if (w.count == 2) return;
+      _tile_loadd(7, t2, stride);
+      _tile_dpbf16ps(2, 7, 6);
+      _tile_loadd(4, t3, stride);
+      _tile_dpbf16ps(3, 4, 6);
+    };
+    for (int s = 0; s < w.full; ++s, a += w.step, b += w.step, c += w.step, d += w.step) {
+      step(a, b, c, d, w.stride);
+      side(s);
+    }
+    if (w.tail) step(w.tail, w.tail + kTile, w.tail + 2 * kTile, w.tail + 3 * kTile, 64);
+    const float* sums = keep();
+    waiting_[0] = {&w, row, 0, {sums, w.count > 1 ? sums + 256 : nullptr}};
+    waiting_[1] = {&w, row, 2, {sums + 512, w.count > 3 ? sums + 768 : nullptr}};
+    left_ = w.count > 2 ? 2 : 1;
+  }
+
+  static void zero() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+
+  /// Some of the work of the square before, and of the way of the next tiles, under the products of a step.
+  [[gnu::always_inline]] void side(int step) {
+    for (int i = 0; i < ahead_per_step_; ++i, ahead_ += 64) _mm_prefetch(ahead_, _MM_HINT_T1);
+    for (int i = 0; i < rows_per_step_; ++i) rows_.step();
+    if (left_ > 0 && (step == 0 || step == half_)) finish_one();
+  }
+
+  /// Stores the four tiles of sums.
+  const float* keep() {
+    while (left_ > 0) finish_one();
+    turn_ ^= 1;
+    float* c = scratch_.square[turn_];
+    _tile_stored(0, c, 64);
+    _tile_stored(1, c + 256, 64);
+    _tile_stored(2, c + 512, 64);
+    _tile_stored(3, c + 768, 64);
+    return c;
+  }
+  void finish_one() {
+    const auto& b = waiting_[--left_];
+    rows_.finish();
+    tile_fence();
+    if (b.row >= p_.rows) return;
+    if (in_pairs(p_, b)) {
+      transpose_pairs(p_, b, ready_);
+      rows_ = {ready_, p_.out.at(b.row, 16 * (b.tiles->first + b.tile)), p_.out.ld * 2,
+               static_cast<int>(std::min<int64_t>(16, p_.rows - b.row))};
+    } else {
+      finish_tile(p_, b, 0);
+      if (b.c[1]) finish_tile(p_, b, 1);
+    }
+    tile_fence();
+  }
+  void finish() {
+    while (left_ > 0) finish_one();
+    rows_.finish();
+  }
+
+  const LeftProduct& p_;
+  int steps_, half_;
+  Scratch& scratch_;
+  LeftTiles tiles_[2];  // those at work, and those whose sums still wait
+  LeftBlock waiting_[2];
+  alignas(64) __m512i ready_[16];
+  LeftRows rows_;
+  int rows_per_step_;
+  int left_ = 0, which_ = 0, turn_ = 0;
+  const char* ahead_ = nullptr;  // where the next tiles come from memory
+  int ahead_per_step_ = 0;
+};
+
+}  // namespace weft::kernels::CPU_CAPABILITY

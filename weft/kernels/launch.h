@@ -1,0 +1,53 @@
+#pragma once
+#include <functional>
+#include <utility>
+#include <vector>
+
+namespace weft::kernels {
+
+/// What a kernel does once its buffers are fixed: a closure over them, which may run again.
+using Launch = std::function<void()>;
+
+/// Stands between a launch and its run.
+class LaunchWatcher {
+ public:
+  LaunchWatcher() = default;
+  LaunchWatcher(const LaunchWatcher&) = delete;
+  LaunchWatcher& operator=(const LaunchWatcher&) = delete;
+  virtual ~LaunchWatcher() = default;
+  /// Runs `step`.
+  virtual void run(Launch step) = 0;
+};
+
+/// Installs a watcher of all launches of the process, or none; returns the one before. It must outlive its time.
+LaunchWatcher* watch_launches(LaunchWatcher* watcher);
+LaunchWatcher* launch_watcher();
+
+/// Runs `step`. It owns its buffers, reads their contents only now, and decides nothing by what it read that was
+/// decided before: sizes and addresses are those it was made with.
+template <class Step>
+void launch(Step step) {
+  if (auto* watcher = launch_watcher()) return watcher->run(Launch(std::move(step)));
+  step();
+}
+
+/// Keeps the launches that run while it lives, and runs them again.
+class Recording final : public LaunchWatcher {
+ public:
+  Recording() : before_(watch_launches(this)) {}
+  ~Recording() override { stop(); }
+  /// Later launches are not kept.
+  void stop();
+  /// All that was kept, in order, on the same buffers.
+  void replay() const;
+  size_t size() const { return steps_.size(); }
+
+  void run(Launch step) override;
+
+ private:
+  LaunchWatcher* before_;
+  bool live_ = true;
+  std::vector<Launch> steps_;
+};
+
+}  // namespace weft::kernels

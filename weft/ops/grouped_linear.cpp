@@ -1,0 +1,311 @@
+#include "weft/ops/grouped_linear.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <array>
+
+#include "weft/kernels/gemm.h"
+#include "weft/ops/registry.h"
+#include "weft/ops/rows.h"
+
+namespace weft::ops {
+namespace {
+
+/// [..., n] as a matrix whose rows have no gaps.
+at::Tensor rows_without_gaps(const at::Tensor& t) {
+  const auto matrix = as_matrix(t);
+  return matrix.stride(1) == 1 || matrix.size(1) <= 1 ? matrix : matrix.contiguous();
+}
+
+/// One matrix for each group; copies of those that have gaps.
+kernels::GroupedMatrix without_gaps(Params list, int64_t rows, int64_t columns) {
+  const auto dense = [](const at::Tensor& t) { return t.is_contiguous(); };
+  if (std::all_of(list.begin(), list.end(), dense)) return {list, rows, columns};
+  std::vector<at::Tensor> copies;
+  for (const auto& t : list) copies.push_back(t.contiguous());
+  return {copies, rows, columns};
+}
+
+}  // namespace
+
+GroupedLinear::GroupedLinear(Options options) : options_(options) {
+  const auto positive = [](const char* what, int64_t value) {
+    TORCH_CHECK_VALUE(value > 0, "GroupedLinear: ", what, " is ", value, ", expected 1 or more.");
+  };
+  positive("num_groups", options_.num_groups);
+  positive("in_features", options_.in_features);
+  positive("out_features", options_.out_features);
+  TORCH_CHECK_VALUE(at::isFloatingType(options_.dtype), "GroupedLinear: dtype is ", dtype_name(options_.dtype),
+                    ", expected float32, float16, bfloat16 or float64.");
+  if (!options_.bias) options_.single_grouped_bias = false;
+}
+
+// ---- parameters ---------------------------------------------------------------------------------------------------
+
+int GroupedLinear::first_weight() const {
+  return options_.single_grouped_weight && !options_.single_grouped_bias ? biases() : 0;
+}
+int GroupedLinear::first_bias() const { return first_weight() == 0 ? weights() : 0; }
+
+/// All weights, then all biases; but a single weight comes after biases of their own.
+std::vector<ParamSpec> GroupedLinear::params() const {
+  const auto groups = options_.num_groups, n = options_.out_features, k = options_.in_features;
+  std::vector<ParamSpec> weights, biases;
+  const auto add = [&](std::vector<ParamSpec>& list, const ParamSpec& one, bool single) {
+    for (int64_t g = 0; g < (single ? 1 : groups); ++g) {
+      list.push_back(one);
+      if (single)
+        list.back().shape.insert(list.back().shape.begin(), groups);
+      else
+        list.back().name += std::to_string(g);
+    }
+  };
+  add(weights,
+      {.name = "weight",
+       .shape = {n, k},
+       .dtype = options_.dtype,
+       .init = Init::fan_in_uniform,
+       .read = Read::for_input,
+       .fan_in = k,
+       .sinks = true},
+      options_.single_grouped_weight);
+  if (options_.bias)
+    add(biases,
+        {.name = "bias",
+         .shape = {n},
+         .dtype = options_.dtype,
+         .init = Init::zeros,
+         .read = options_.scale_bias ? Read::always : Read::never},
+        options_.single_grouped_bias);
+  auto& first = first_weight() == 0 ? weights : biases;
+  auto& second = first_weight() == 0 ? biases : weights;
+  first.insert(first.end(), second.begin(), second.end());
+  return first;
+}
+
+/// The parameters of one operation are alike: one grouped product serves them all.
+void GroupedLinear::check_parameters(const OpContext& ctx, const at::Tensor& x, Params params) const {
+  const auto& first = params[first_weight()];
+  const bool wanted = ctx.param_wanted(first_weight());
+  const auto check = [&](const char* what, int begin, int count, at::IntArrayRef shape) {
+    for (int i = begin; i < begin + count; ++i) {
+      const auto& p = params[i];
+      TORCH_CHECK_VALUE(p.sizes() == shape, "GroupedLinear: ", what, " ", i - begin, " has shape ", p.sizes(),
+                        ", expected ", shape, ".");
+      TORCH_CHECK(p.scalar_type() == first.scalar_type() && p.device() == first.device(), "GroupedLinear: ", what, " ",
+                  i - begin, " is ", p.scalar_type(), " on ", p.device(), ", the first weight is ", first.scalar_type(),
+                  " on ", first.device(), "; expected all weights and biases to be alike.");
+      TORCH_CHECK(ctx.param_wanted(i) == wanted, "GroupedLinear: ", what, " ", i - begin,
+                  wanted ? " does not require a gradient" : " requires a gradient", ", the first weight ",
+                  wanted ? "does" : "does not", "; freeze all weights and biases of an operation, or none.");
+    }
+  };
+  const auto groups = options_.num_groups, n = options_.out_features, k = options_.in_features;
+  const std::array<int64_t, 3> weight{groups, n, k};
+  const std::array<int64_t, 2> bias{groups, n};
+  check("weight", first_weight(), weights(), at::IntArrayRef(weight).slice(options_.single_grouped_weight ? 0 : 1));
+  check("bias", first_bias(), biases(), at::IntArrayRef(bias).slice(options_.single_grouped_bias ? 0 : 1));
+  TORCH_CHECK_VALUE(x.device() == first.device(), "GroupedLinear: input is on ", x.device(), ", weights on ",
+                    first.device(), ".");
+}
+
+kernels::GroupedMatrix GroupedLinear::biases_of(Params params) const {
+  if (!options_.bias) return {};
+  const auto list = params.slice(first_bias(), biases());
+  const auto n = options_.out_features;
+  if (options_.single_grouped_bias) return kernels::GroupedMatrix(list[0].contiguous().view({-1, 1, n}));
+  return without_gaps(list, 1, n);
+}
+
+// ---- checks of a call ---------------------------------------------------------------------------------------------
+
+void GroupedLinear::check_input(const at::Tensor& x) const {
+  TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == options_.in_features, "GroupedLinear: input has shape ", x.sizes(),
+                    ", expected ", options_.in_features, " features in the last dimension.");
+}
+
+void GroupedLinear::check_splits(const at::Tensor& splits, const at::Tensor& x) const {
+  TORCH_CHECK_TYPE(at::isIntegralType(splits.scalar_type(), /*includeBool=*/false), "GroupedLinear: split sizes are ",
+                   splits.scalar_type(), ", expected integers (int32 or int64).");
+  TORCH_CHECK_VALUE(splits.numel() == options_.num_groups, "GroupedLinear: expected ", options_.num_groups,
+                    " split sizes, one for each group, got ", splits.numel(), ".");
+  TORCH_CHECK_VALUE(splits.device() == x.device(), "GroupedLinear: split sizes are on ", splits.device(),
+                    ", the input is on ", x.device(), "; move them there.");
+}
+
+void GroupedLinear::check_buffer(const OpContext& ctx, const char* what, const at::Tensor& buffer,
+                                 at::IntArrayRef sizes, at::ScalarType dtype, const at::Tensor& x,
+                                 Params params) const {
+  TORCH_CHECK_VALUE(buffer.sizes() == sizes && buffer.scalar_type() == dtype && buffer.device() == x.device(),
+                    "GroupedLinear: the buffer '", what, "' is ", buffer.scalar_type(), " ", buffer.sizes(), " on ",
+                    buffer.device(), ", expected ", dtype, " ", sizes, " on ", x.device(), ".");
+  const auto apart = [&](const at::Tensor& t) {
+    return !t.defined() || at::get_overlap_status(buffer, t) == at::MemOverlapStatus::No;
+  };
+  bool alone = apart(x) && std::all_of(params.begin(), params.end(), apart);
+  for (int i = 0; i < extra_inputs(); ++i) alone = alone && apart(ctx.extra_input(i));
+  TORCH_CHECK_VALUE(alone, "GroupedLinear: the buffer '", what,
+                    "' shares memory with an input or a parameter; expected memory of its own.");
+}
+
+// ---- products -----------------------------------------------------------------------------------------------------
+
+bool GroupedLinear::weight_wanted(const OpContext& ctx) const {
+  const auto& wanted = ctx.plan().param_wanted;
+  return std::any_of(wanted.begin() + first_weight(), wanted.begin() + first_weight() + weights(),
+                     [](uint8_t w) { return w != 0; });
+}
+
+/// All weights in `dtype`: themselves, or copies in one block, which is put into `cast`.
+kernels::GroupedMatrix GroupedLinear::weights_of(Params params, at::ScalarType dtype, at::Tensor& cast) const {
+  const auto list = params.slice(first_weight(), weights());
+  const auto groups = options_.num_groups, n = options_.out_features, k = options_.in_features;
+  const bool single = options_.single_grouped_weight;
+  if (list[0].scalar_type() != dtype) {
+    cast = at::empty({groups, n, k}, list[0].options().dtype(dtype));
+    for (int g = 0; g < weights(); ++g) (single ? cast : cast.select(0, g)).copy_(list[g]);
+    return kernels::GroupedMatrix(cast);
+  }
+  if (single) return kernels::GroupedMatrix(list[0].contiguous());
+  return without_gaps(list, n, k);
+}
+
+/// Where the caller wants y, as a matrix; remembers where it wants dx.
+at::Tensor GroupedLinear::given_output(OpContext& ctx, const at::Tensor& x, Params params) const {
+  const auto* given = ctx.buffers();
+  if (!given) return {};
+  const auto dtype = ctx.dtype(params[first_weight()].scalar_type());
+  if (given->grad_input.defined() && ctx.input_wanted()) {
+    check_buffer(ctx, "grad_input", given->grad_input, x.sizes(), dtype, x, params);
+    ctx.save(kGradInput, given->grad_input.variable_data());  // its version may change until backward writes it
+  }
+  if (!given->output.defined()) return {};
+  auto sizes = x.sizes().vec();
+  sizes.back() = options_.out_features;
+  check_buffer(ctx, "output", given->output, sizes, dtype, x, params);
+  if (!given->output.is_inference()) given->output.unsafeGetTensorImpl()->bump_version();
+  return given->output.view({-1, options_.out_features});
+}
+
+GroupedLinear::Product GroupedLinear::product(OpContext& ctx, const at::Tensor& x, Params params) const {
+  check_input(x);
+  check_parameters(ctx, x, params);
+  auto splits = ctx.extra_input(kSplitSizes);
+  check_splits(splits, x);
+  splits = (splits.scalar_type() == at::kInt ? splits : as_dtype(splits, at::kLong)).contiguous();
+  auto input = as_dtype(x, ctx.dtype(params[first_weight()].scalar_type()));
+  const auto matrix = rows_without_gaps(input);
+  at::Tensor cast, scales;
+  if (scales_bias()) {
+    scales = ctx.extra_input(kBiasScales);
+    TORCH_CHECK_VALUE(scales.numel() == matrix.size(0), "GroupedLinear: bias scales have shape ", scales.sizes(),
+                      ", the input has ", matrix.size(0), " rows; expected one value for each.");
+  }
+  const auto w = weights_of(params, input.scalar_type(), cast);
+  kernels::GroupedEpilogue epilogue{.bias = biases_of(params), .out = given_output(ctx, x, params), .path = path()};
+  if (scales.defined()) epilogue.scales = scales.reshape({-1});
+  auto y = kernels::grouped_gemm(kernels::GroupIndex(splits), matrix, w, /*transposed=*/true, epilogue);
+  if (ctx.records()) {
+    ctx.save(kSplits, splits);
+    if (scales.defined()) ctx.save(kScales, scales);
+    if (ctx.input_wanted() && cast.defined()) ctx.save(kCastWeight, cast);
+  }
+  return {std::move(y), std::move(input)};
+}
+
+at::Tensor GroupedLinear::output_gradient(const OpContext& ctx, const at::Tensor& dy, Params params) const {
+  const auto &x = ctx.saved(kInput), &cast = ctx.saved(kCastWeight);
+  auto dtype = dy.scalar_type();
+  if (x.defined())
+    dtype = x.scalar_type();
+  else if (cast.defined())
+    dtype = cast.scalar_type();
+  else if (ctx.input_wanted())
+    dtype = params[first_weight()].scalar_type();
+  return rows_without_gaps(as_dtype(dy, dtype));
+}
+
+void GroupedLinear::bias_gradient(OpContext& ctx, const at::Tensor& dy, Params params) const {
+  const bool wanted = options_.bias && ctx.param_wanted(first_bias());
+  const bool scales_wanted = scales_bias() && ctx.extra_wanted(kBiasScales);
+  if (!wanted && !scales_wanted) return;
+  const auto& scales = ctx.saved(kScales);
+  const auto [db, ds] = kernels::grouped_bias_gradient(
+      kernels::GroupIndex(ctx.saved(kSplits)), dy, scales.defined() ? scales.reshape({-1}) : scales,
+      scales_wanted ? biases_of(params) : kernels::GroupedMatrix(), wanted, scales_wanted);
+  for (int i = 0; wanted && i < biases(); ++i)
+    ctx.set_param_grad(first_bias() + i, options_.single_grouped_bias ? db : db.select(0, i));
+  if (ds.defined()) ctx.set_extra_input_grad(kBiasScales, as_dtype(ds, scales.scalar_type()).view(scales.sizes()));
+}
+
+at::Tensor GroupedLinear::input_gradient(OpContext& ctx, const at::Tensor& dy, Params params) const {
+  if (!ctx.input_wanted()) return {};
+  auto cast = ctx.saved(kCastWeight);
+  const auto w = cast.defined() ? kernels::GroupedMatrix(cast) : weights_of(params, dy.scalar_type(), cast);
+  kernels::GroupedEpilogue epilogue{.path = path()};
+  if (const auto& given = ctx.saved(kGradInput); given.defined()) epilogue.out = given.view({-1, options_.in_features});
+  return kernels::grouped_gemm(kernels::GroupIndex(ctx.saved(kSplits)), dy, w, /*transposed=*/false, epilogue);
+}
+
+void GroupedLinear::weight_gradient(OpContext& ctx, const at::Tensor& dy, const at::Tensor& x) const {
+  if (!weight_wanted(ctx)) return;
+  ops::weight_gradient(ctx, wgrad(), first_weight(), weights(),
+                       {.dy = dy, .x = rows_without_gaps(x), .splits = ctx.saved(kSplits), .path = path()});
+}
+
+at::Tensor GroupedLinear::differentiate(OpContext& ctx, const at::Tensor& dy, Params params,
+                                        const at::Tensor& x) const {
+  bias_gradient(ctx, dy, params);
+  auto dx = input_gradient(ctx, dy, params);
+  weight_gradient(ctx, dy, x);
+  return dx;
+}
+
+bool GroupedLinear::backward_dw(Params params) const {
+  return delays_wgrad() && ops::backward_dw(wgrad(), params.slice(first_weight(), weights()));
+}
+
+// ---- the two passes -----------------------------------------------------------------------------------------------
+
+kernels::Choice GroupedLinear::kernel(c10::DeviceType device, at::ScalarType dtype, bool backward) const {
+  const auto n = options_.out_features, k = options_.in_features;
+  if (options_.split_path)
+    return backward ? kernels::gemm_choice(device, dtype, k, n) : kernels::gemm_choice(device, dtype, n, k);
+  return backward ? kernels::grouped_choice(device, dtype, k, n) : kernels::grouped_choice(device, dtype, n, k);
+}
+
+Inferred GroupedLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra,
+                              c10::ArrayRef<Spec> params) const {
+  const auto given = params[first_weight()].dtype, dtype = plan.dtype(given);
+  Inferred out{.y = x.with_last(options_.out_features).as(dtype), .extra_outputs = {}, .saved = {}};
+  out.saved.resize(5);
+  if (!plan.records) return out;
+  if (plan.param_wanted[first_weight()]) out.saved[kInput] = x.as(dtype);
+  out.saved[kSplits] = extra[kSplitSizes].as(extra[kSplitSizes].dtype == at::kInt ? at::kInt : at::kLong);
+  if (scales_bias()) out.saved[kScales] = extra[kBiasScales];
+  if (plan.input_wanted && given != dtype)
+    out.saved[kCastWeight] = Spec{{options_.num_groups, options_.out_features, options_.in_features}, dtype};
+  return out;
+}
+
+at::Tensor GroupedLinear::forward(OpContext& ctx, const at::Tensor& x, Params params) const {
+  auto [y, input] = product(ctx, x, params);
+  if (weight_wanted(ctx)) ctx.save(kInput, input);
+  return like_leading(y, x);
+}
+
+at::Tensor GroupedLinear::backward(OpContext& ctx, const at::Tensor& dy, Params params) const {
+  const auto dx = differentiate(ctx, output_gradient(ctx, dy, params), params, ctx.saved(kInput));
+  return dx.defined() ? like_leading(dx, dy) : dx;
+}
+
+static const Register<GroupedLinear> grouped_linear{
+    "GroupedLinear",
+    "y[rows of group g] = x[rows of group g] W_gᵀ + b_g. Extra inputs: "
+    "the number of rows of each group (int32 or int64); "
+    "with scale_bias a factor of the bias for each row.",
+    {.num_groups = 3, .in_features = 8, .out_features = 4, .scale_bias = true}};
+
+}  // namespace weft::ops

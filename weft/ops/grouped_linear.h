@@ -1,0 +1,109 @@
+#pragma once
+#include "weft/kernels/grouped.h"
+#include "weft/ops/operation.h"
+#include "weft/ops/wgrad_sink.h"
+
+namespace weft::ops {
+
+/// Rows in groups, each with a weight of its own: for the rows r of group g
+///   y_r = W_g x_r + c_r·b_g;  dx_r = dy_r W_g;  dW_g = Σ_{r∈g} dy_rᵀ x_r;  db_g = Σ_{r∈g} c_r·dy_r;  dc_r = dy_r·b_g
+/// with c_r = 1, or with scale_bias c_r from the second extra input. The first extra input says how many rows each
+/// group has; only kernels read it. Rows behind the last group belong to none: they are 0 in y and dx, and ignored.
+class GroupedLinear final : public Op<GroupedLinear> {
+ public:
+  struct Options {
+    int64_t num_groups = 0;
+    int64_t in_features = 0;
+    int64_t out_features = 0;
+    bool bias = true;
+    at::ScalarType dtype = at::kFloat;
+    bool accumulate_into_main_grad = false;
+    bool single_grouped_weight = false;  // one parameter `weight` [G, out, in] instead of weight0, weight1, …
+    bool single_grouped_bias = false;    // one parameter `bias` [G, out] instead of bias0, bias1, …
+    bool delay_wgrad_compute = false;
+    bool scale_bias = false;
+    bool split_path = false;  // one product after the other instead of the grouped kernel: the numerical reference
+    static constexpr auto fields() {
+      return std::tuple{Field{"num_groups", &Options::num_groups, Given::always},
+                        Field{"in_features", &Options::in_features, Given::always},
+                        Field{"out_features", &Options::out_features, Given::always},
+                        Field{"bias", &Options::bias},
+                        Field{"dtype", &Options::dtype},
+                        Field{"accumulate_into_main_grad", &Options::accumulate_into_main_grad},
+                        Field{"single_grouped_weight", &Options::single_grouped_weight},
+                        Field{"single_grouped_bias", &Options::single_grouped_bias},
+                        Field{"delay_wgrad_compute", &Options::delay_wgrad_compute},
+                        Field{"scale_bias", &Options::scale_bias},
+                        Field{"split_path", &Options::split_path}};
+    }
+  };
+  enum Saved { kInput, kSplits, kScales, kCastWeight, kGradInput };
+  enum Extra { kSplitSizes, kBiasScales };
+
+  explicit GroupedLinear(Options options);
+
+  const Options& options() const { return options_; }
+  std::string_view name() const override { return "GroupedLinear"; }
+  std::vector<ParamSpec> params() const override;
+  int extra_inputs() const override { return scales_bias() ? 2 : 1; }
+  bool is_index(int extra) const override { return extra == kSplitSizes; }
+  bool takes_buffers() const override { return true; }
+  std::vector<std::string> saved_names() const override {
+    return {"input", "splits", "scales", "weights in compute dtype", "memory for the input's gradient"};
+  }
+  DtypeRule dtype_rule() const override { return DtypeRule::weight; }
+  kernels::Choice kernel(c10::DeviceType device, at::ScalarType dtype, bool backward) const override;
+  Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra,
+                 c10::ArrayRef<Spec> params) const override;
+  at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;
+  at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const override;
+  bool delays_wgrad() const override { return options_.delay_wgrad_compute; }
+  bool backward_dw(Params params) const override;
+
+  // ---- the parts of forward and backward, for fused operations ----
+  bool scales_bias() const { return options_.bias && options_.scale_bias; }
+  /// Where weights and biases are among the parameters.
+  int first_weight() const;
+  int first_bias() const;
+  int weights() const { return options_.single_grouped_weight ? 1 : static_cast<int>(options_.num_groups); }
+  int biases() const {
+    return !options_.bias ? 0 : options_.single_grouped_bias ? 1 : static_cast<int>(options_.num_groups);
+  }
+  bool weight_wanted(const OpContext& ctx) const;
+
+  /// W_g x_r + c_r·b_g as a matrix, in memory of the caller's if there is some. Saves all that backward reads but x,
+  /// which it returns as it is to be saved.
+  struct Product {
+    at::Tensor y, x;
+  };
+  Product product(OpContext& ctx, const at::Tensor& x, Params params) const;
+  /// dy in the compute dtype, as a matrix.
+  at::Tensor output_gradient(const OpContext& ctx, const at::Tensor& dy, Params params) const;
+  /// All gradients that are wanted, x being what multiplied the weights; returns dx as a matrix, in memory of the
+  /// caller's if there is some. dy as `output_gradient` gives it.
+  at::Tensor differentiate(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& x) const;
+
+ private:
+  void check_input(const at::Tensor& x) const;
+  void check_parameters(const OpContext& ctx, const at::Tensor& x, Params params) const;
+  void check_splits(const at::Tensor& splits, const at::Tensor& x) const;
+  void check_buffer(const OpContext& ctx, const char* what, const at::Tensor& buffer, at::IntArrayRef sizes,
+                    at::ScalarType dtype, const at::Tensor& x, Params params) const;
+  kernels::GroupedMatrix biases_of(Params params) const;
+  kernels::GroupedMatrix weights_of(Params params, at::ScalarType dtype, at::Tensor& cast) const;
+  at::Tensor given_output(OpContext& ctx, const at::Tensor& x, Params params) const;
+  void bias_gradient(OpContext& ctx, const at::Tensor& dy, Params params) const;
+  at::Tensor input_gradient(OpContext& ctx, const at::Tensor& dy, Params params) const;
+  void weight_gradient(OpContext& ctx, const at::Tensor& dy, const at::Tensor& x) const;
+  kernels::GroupedPath path() const {
+    return options_.split_path ? kernels::GroupedPath::split : kernels::GroupedPath::best;
+  }
+  WgradOptions wgrad() const {
+    return {
+        .op = "GroupedLinear", .accumulate = options_.accumulate_into_main_grad, .delay = options_.delay_wgrad_compute};
+  }
+
+  Options options_;
+};
+
+}  // namespace weft::ops
