@@ -2,10 +2,14 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/ones_like.h>
+#include <ATen/ops/rand.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/sum.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -69,6 +73,68 @@ struct SixteenByHand : torch::autograd::Function<SixteenByHand> {
   }
 };
 
+// ---- 64 tiny experts: what a grouped MLP costs besides arithmetic ---------------------------------------------------
+
+constexpr int64_t kExperts = 64, kFeatures = 16, kExpertRows = 2 * kExperts;
+
+/// A node with as many leaves that keeps as much, returns as many gradients, and computes nothing.
+struct ManyLeaves : torch::autograd::Function<ManyLeaves> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& probs, at::TensorList weights) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    variable_list saved{x, probs, at::empty({kExpertRows, 2 * kFeatures})};
+    saved.insert(saved.end(), weights.begin(), weights.end());
+    ctx->save_for_backward(std::move(saved));
+    return at::empty_like(x);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list) {
+    const auto saved = ctx->get_saved_variables();
+    const at::AutoDispatchBelowADInplaceOrView below;
+    variable_list grads{at::empty_like(saved[0]), at::empty_like(saved[1])};
+    for (const auto& sizes :
+         {std::array{kExperts, 2 * kFeatures, kFeatures}, std::array{kExperts, kFeatures, kFeatures}}) {
+      const auto block = at::empty(sizes);
+      for (int64_t g = 0; g < kExperts; ++g) grads.push_back(block.select(0, g));
+    }
+    return grads;
+  }
+};
+
+struct Experts {
+  std::vector<Tensor> weights;
+  Tensor x = at::randn({kExpertRows, kFeatures}).requires_grad_(), probs = at::rand({kExpertRows}).requires_grad_();
+  Tensor splits = at::full({kExperts}, 2, at::kLong), dy = at::randn({kExpertRows, kFeatures});
+
+  explicit Experts(bool single) {
+    for (const int64_t rows : {2 * kFeatures, kFeatures})
+      for (int64_t g = 0; g < (single ? 1 : kExperts); ++g)
+        weights.push_back(
+            (single ? at::randn({kExperts, rows, kFeatures}) : at::randn({rows, kFeatures})).requires_grad_());
+  }
+  void clear() const {
+    for (const auto& w : weights) w.mutable_grad().reset();
+  }
+};
+
+std::function<void()> experts_by_weft(bool single) {
+  const auto linear = [&](int64_t in, int64_t out) {
+    return "GroupedLinear(num_groups=64, in_features=" + std::to_string(in) + ", out_features=" + std::to_string(out) +
+           ", bias=false, single_grouped_weight=" + (single ? "true" : "false") + ")";
+  };
+  const auto text = linear(kFeatures, 2 * kFeatures) + "; ScaledSwiGLU(); " + linear(kFeatures, kFeatures);
+  auto fuser = std::make_shared<weft::fuser::Fuser>(weft::fuser::Pipeline::parse(text));
+  return [fuser, e = Experts(single)] {
+    e.clear();
+    torch::autograd::backward({(*fuser)(e.x, e.weights, {e.splits, e.probs, e.splits})[0]}, {e.dy});
+  };
+}
+
+std::function<void()> experts_by_hand(bool single) {
+  return [e = Experts(single)] {
+    e.clear();
+    torch::autograd::backward({ManyLeaves::apply(e.x, e.probs, at::TensorList(e.weights))}, {e.dy});
+  };
+}
+
 std::vector<Tensor> five_params() {
   return {at::ones({kSize}).requires_grad_(), leaf(), at::randn({kSize}).requires_grad_(), leaf()};
 }
@@ -108,6 +174,8 @@ const std::vector<Problem>& framework_problems() {
        []() -> std::function<void()> {
          return [x = leaf(), g = at::randn({kSize, kSize})] { backward(SixteenByHand::apply(x), g); };
        }},
+      {"experts", [] { return experts_by_weft(false); }, [] { return experts_by_hand(false); }},
+      {"experts_packed", [] { return experts_by_weft(true); }, [] { return experts_by_weft(false); }},
   };
   return problems;
 }

@@ -14,6 +14,7 @@ constexpr double kLargeFlop = 30e9;
 std::vector<Kind> kinds() {
   auto all = product_kinds();
   for (auto& kind : block_kinds()) all.push_back(std::move(kind));
+  for (auto& kind : grouped_kinds()) all.push_back(std::move(kind));
   return all;
 }
 

@@ -30,6 +30,8 @@ struct Kind {
 std::vector<Kind> product_kinds();
 /// block.
 std::vector<Kind> block_kinds();
+/// grouped.
+std::vector<Kind> grouped_kinds();
 
 Case make_case(const Line& line);
 std::string known_kinds();

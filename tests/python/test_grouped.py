@@ -174,6 +174,29 @@ def test_a_tail_that_hides_infinities_leaves_delayed_gradients_right(split_path)
         assert_near(p.grad, expected[f"gradient of {name}"], torch.float32, name)
 
 
+@each_path
+@each_dtype
+@pytest.mark.parametrize("value", (float("nan"), float("inf")))
+@pytest.mark.parametrize("width", (20, 64))
+def test_what_one_group_holds_reaches_no_other(split_path, dtype, value, width):
+    """Kernels take rows in blocks, which end where a group ends."""
+    op = layer(width, width, groups=4, dtype=dtype, scale_bias=True, split_path=split_path)
+    x, dy, scales = (uniform(60, *s, dtype=dtype) for s in ((width,), (width,), ()))
+    given = (x.requires_grad_(), splits_of((21, 5, 33, 1)), scales.requires_grad_())
+    expected = truth(op, dy, *given)
+    bad = slice(21, 26)
+    x.data[bad], dy[bad] = value, value
+    found = run(op, dy, *given)
+    for name in expected:
+        if name == "gradient of extra 0" or name.endswith("1") and name != "gradient of extra 1":
+            continue  # splits have none; weight1 and bias1 are those of the group
+        got, exact = found[name], expected[name]
+        if got.shape[0] == 60:
+            assert not got[bad].isfinite().any(), name
+            got, exact = (torch.cat([t[: bad.start], t[bad.stop :]]) for t in (got, exact))
+        assert_near(got, exact, dtype, name)
+
+
 def test_strides_of_x_and_of_the_gradient_do_not_matter():
     op = layer(K, N, scale_bias=True)
     x, dy, scales = uniform(ROWS, K), uniform(ROWS, N), uniform(ROWS)
@@ -658,6 +681,49 @@ def test_a_change_of_the_output_buffer_raises_its_version():
     op(uniform(ROWS, K, dtype=torch.float32), splits_of(), output=output)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saved.backward()
+
+
+@each_path
+@pytest.mark.parametrize("delay", (False, True), ids=("now", "delayed"))
+def test_a_gradient_in_the_memory_for_the_inputs_gradient_is_right_or_refused(split_path, delay):
+    """A framework may have one buffer for both."""
+    op = layer(K, K, split_path=split_path, delay_wgrad_compute=delay)
+    x, memory = leaf(ROWS, K), uniform(ROWS, K, dtype=torch.float32)
+    expected = truth(op, memory.clone(), x, splits_of())
+    try:
+        found = collect(op, op(x, splits_of(), grad_input=memory.detach()), memory, x, splits_of())
+        op.backward_dw()
+    except (RuntimeError, ValueError) as refusal:
+        assert "grad_input" in str(refusal) or "in place" in str(refusal)
+        return
+    found |= {f"gradient of {name}": p.grad for name, p in op.named_parameters()}
+    compare(found, expected, torch.float32)
+
+
+def test_a_buffer_used_again_too_early_is_noticed():
+    """Autograd, and a weight gradient that waits, see that what they kept was overwritten."""
+    first, last = layer(K, K), layer(K, K, delay_wgrad_compute=True)
+    x, output = uniform(ROWS, K, dtype=torch.float32), torch.empty(ROWS, K)
+    y = first(x, splits_of(), output=output.detach())
+    kept = (y.square().sum(), last(y, splits_of()).sum())
+    first(2 * x, splits_of(), output=output.detach())
+    for loss in kept:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    last(first(x, splits_of(), output=output.detach()), splits_of()).sum().backward()
+    first(2 * x, splits_of(), output=output.detach())
+    with pytest.raises(RuntimeError, match="modified in place"):
+        last.backward_dw()
+
+
+def test_a_gradient_that_waits_notices_that_its_memory_was_written_again():
+    first, last = layer(K, K, delay_wgrad_compute=True), layer(K, K)
+    grad_input = torch.empty(ROWS, K)
+    for _ in range(2):
+        x = uniform(ROWS, K, dtype=torch.float32)
+        last(first(x, splits_of()), splits_of(), grad_input=grad_input.detach()).backward(x)
+    with pytest.raises(RuntimeError, match="modified in place"):
+        first.backward_dw()
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from experts import (
     unfused,
     uniform,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft
 from weft import ops
@@ -92,10 +93,14 @@ def test_fused_and_unfused_agree(dtype, activation, bias):
 
 
 @each_activation
-def test_layouts_agree_to_the_bit_and_runs_repeat_to_the_bit(activation):
-    models = [mlp(activation, K, HIDDEN, N, single_grouped_weight=s, single_grouped_bias=s) for s in (False, True)]
+@each_dtype
+def test_layouts_agree_to_the_bit_and_runs_repeat_to_the_bit(activation, dtype):
+    models = [
+        mlp(activation, K, HIDDEN, N, dtype=dtype, single_grouped_weight=s, single_grouped_bias=s)
+        for s in (False, True)
+    ]
     models[1].load_state_dict(models[0].state_dict())
-    given, dy = inputs(models[0]), uniform(ROWS, N, dtype=torch.float32)
+    given, dy = inputs(models[0], dtype=dtype), uniform(ROWS, N, dtype=dtype)
     results = []
     for model in (*models, models[0]):
         found = run(model, dy, *given)
@@ -106,6 +111,37 @@ def test_layouts_agree_to_the_bit_and_runs_repeat_to_the_bit(activation):
         results.append([found["y"], given[0].grad, given[2].grad, *packed.values()])
     for other in results[1:]:
         assert all(map(torch.equal, other, results[0]))
+
+
+@pytest.mark.parametrize(
+    "activation, options",
+    [
+        ("ScaledSiTUGLU", {"beta1": 2.0, "beta2": 8.0}),
+        ("ScaledClampedQGeGLU", {"limit": 0.6, "alpha": 1.0, "glu_linear_offset": 0.0}),
+        ("ScaledClampedQGeGLU", {"limit": 5.0}),
+    ],
+)
+@pytest.mark.parametrize("groups", (1, 3))
+def test_constants_of_the_activation_count(activation, options, groups):
+    model = mlp(activation, K, HIDDEN, N, groups=groups, act_options=options)
+    given = inputs(model)
+    given[1] = given[3] = splits_of([ROWS, 0, 0][:groups])
+    found = check(model, given, torch.float32)
+    usual = mlp(activation, K, HIDDEN, N, groups=groups)
+    usual.load_state_dict(model.state_dict())
+    assert not torch.equal(usual(*given), found["y"]) or options == {"limit": 5.0}
+
+
+@pytest.mark.parametrize("interleave", (None, 32))
+@pytest.mark.parametrize("shape", ((71, 192), (5, 7, 128)), ids=str)
+@pytest.mark.parametrize("x_wanted, p_wanted", ((True, True), (True, False), (False, True)))
+@each_activation
+def test_scaled_activations_alone(activation, shape, interleave, x_wanted, p_wanted):
+    gated = activation != "ScaledSReLU"
+    op = getattr(ops, activation)(**({"glu_interleave_size": interleave} if gated else {}))
+    x, probs = leaf(*shape).requires_grad_(x_wanted), leaf(*shape[:-1]).requires_grad_(p_wanted)
+    dy = uniform(*shape[:-1], shape[-1] // (2 if gated else 1), dtype=torch.float32)
+    compare(run(op, dy, x, probs), truth(op, dy, x, probs), torch.float32)
 
 
 @pytest.mark.parametrize("rows", (0, 1, 13, 129))
@@ -529,6 +565,71 @@ def test_a_compiled_mlp_gives_the_same(single):
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     found = collect(model, compiled(*given), dy, *given)
     compare(found, {name: t if t is None else t.double() for name, t in expected.items()}, torch.float32)
+
+
+def test_one_graph_serves_any_number_of_rows():
+    torch._dynamo.reset()
+    model = mlp(k=K, n=N, groups=3)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
+    for rows in (20, 30, 41):
+        x, probs, splits = leaf(rows, K), leaf(rows), splits_of((8, 0, rows - 8))
+        torch.testing.assert_close(compiled(x, splits, probs, splits, probs), model(x, splits, probs, splits, probs))
+    assert counter.frame_count == 1
+
+
+def test_export_and_fake_tensors_know_the_sizes():
+    model = mlp(k=K, n=N).eval()
+    given = tuple(t.detach() for t in inputs(model))
+    torch.testing.assert_close(torch.export.export(model, given).module()(*given), model(*given))
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t) for t in given]
+        assert mlp(k=K, n=N)(*fakes).shape == (ROWS, N)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float64))
+def test_a_model_may_be_moved_to_another_dtype(dtype):
+    model = mlp(k=K, n=N).to(dtype)
+    check(model, inputs(model, dtype=dtype), dtype)
+
+
+def test_an_optimizer_may_step_inside_backward():
+    """Weights of one operation lie in one memory at first; a step of one is no change of the others."""
+    model = mlp(k=K, n=N)
+    given, dy = inputs(model), uniform(ROWS, N, dtype=torch.float32)
+    expected = truth(model, dy, *given)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def step(p):
+        with torch.no_grad():
+            p.sub_(p.grad)
+        p.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    model(*given).backward(dy)
+    for name, p in model.named_parameters():
+        assert_near(before[name] - p.detach(), expected[f"gradient of {name}"], torch.float32, name, floor=1.0)
+
+
+def test_a_graph_may_be_kept_and_run_again():
+    model = mlp(k=K, n=N)
+    given, dy = inputs(model), uniform(ROWS, N, dtype=torch.float32)
+    y = model(*given)
+    y.backward(dy, retain_graph=True)
+    once = {name: p.grad.clone() for name, p in model.named_parameters()}
+    y.backward(dy)
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad, 2 * once[name])
+
+
+def test_changed_splits_are_noticed_in_backward():
+    model = mlp(k=K, n=N)
+    given = inputs(model)
+    y = model(*given)
+    given[1][0] += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 def test_gradients_match_finite_differences():

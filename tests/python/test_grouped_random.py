@@ -15,7 +15,7 @@ from experts import compare, layer, truth, uniform
 
 CHUNK, FAST, SLOW = 20, 300, 5000
 DTYPES = [torch.float32] * 5 + [torch.bfloat16] * 4 + [torch.float16, torch.float64]
-WIDTHS = (1, 2, 3, 5, 8, 16, 17, 24, 32, 33)
+WIDTHS = (1, 2, 3, 5, 8, 16, 17, 24, 32, 33, 64)
 ROWS = (0, 1, 2, 7, 31, 64, 65, 128, 300, 1000, 4096)
 
 

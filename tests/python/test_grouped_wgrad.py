@@ -27,7 +27,7 @@ import weft
 from weft import ops
 
 WIDTH = 28  # a weight has other sizes than x
-KINDS = ("grouped", "split", "mlp")
+KINDS = ("grouped", "split", "mlp")  # the MLP has a SwiGLU; "srelu" is one with a ScaledSReLU
 DTYPES = ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16))
 each_kind = pytest.mark.parametrize("kind", KINDS)
 each_weight = pytest.mark.parametrize("single", (False, True), ids=("discrete", "single"))
@@ -37,8 +37,9 @@ ROW2, ROW5, ROW6, ROW7, ROW8, ROW9 = TABLE[1], *(INTO_MAIN_GRAD[i] for i in (2, 
 
 def build(kind: str, single: bool, dtype=torch.float32, width: int = WIDTH, **options) -> torch.nn.Module:
     options |= {"dtype": dtype, "single_grouped_weight": single}
-    if kind == "mlp":
-        return mlp(k=width, hidden=width, n=width, **options)
+    if kind in ("mlp", "srelu"):
+        activation = "ScaledSwiGLU" if kind == "mlp" else "ScaledSReLU"
+        return mlp(activation, k=width, hidden=width, n=width, **options)
     return layer(width, width, split_path=kind == "split", **options)
 
 
@@ -110,7 +111,7 @@ def same_bits(a, b) -> bool:
 
 
 @each_row
-@each_kind
+@pytest.mark.parametrize("kind", (*KINDS, "srelu"))
 @each_weight
 @each_dtypes
 def test_every_row_of_the_rule(row, kind, single, dtypes):
@@ -588,6 +589,22 @@ def test_backward_needs_no_memory_of_the_weights_size(row, kind, single):
     assert (peak_bytes(work) < 0.5 * weight_bytes) == row.accumulate
 
 
+@each_weight
+@pytest.mark.parametrize("row", (ROW2, ROW7, ROW9), ids=lambda row: f"row{row.number}")
+def test_a_waiting_gradient_needs_no_memory_of_the_weights_size(row, single):
+    width = 256
+    model = model_for(row, "grouped", single, width=width)
+    given = inputs(model, width=width)
+    backward(model, given)
+    pop(model)
+    given[0].grad = None
+    for w in weights(model):
+        w.grad = None
+    y = model(*given)
+    dy = torch.ones_like(y)
+    assert peak_bytes(lambda: y.backward(dy)) < 0.5 * width * width * 4 * len(splits_of())
+
+
 # ---- hooks, threads -------------------------------------------------------------------------------------------------
 
 
@@ -673,6 +690,36 @@ def test_asking_for_the_inputs_gradient_alone_leaves_main_grad(kind, single):
     torch.autograd.grad(model(*given).sum(), given[0])
     assert all(torch.equal(w.main_grad, torch.full_like(w, FILL)) for w in weights(model))
     assert not any(w.grad_added_to_main_grad for w in weights(model))
+
+
+DIFFERENT = [
+    ({"accumulate_into_main_grad": True}, {}),
+    ({}, {"accumulate_into_main_grad": True, "single_grouped_weight": True}),
+    ({"delay_wgrad_compute": True, "single_grouped_weight": True}, {"accumulate_into_main_grad": True}),
+    ({"accumulate_into_main_grad": True, "delay_wgrad_compute": True}, {"bias": False, "delay_wgrad_compute": True}),
+    ({"split_path": True, "bias": False}, {"scale_bias": True, "single_grouped_bias": True}),
+]
+
+
+@pytest.mark.parametrize("first, last", DIFFERENT)
+def test_the_layers_of_a_fused_mlp_may_differ_in_their_options(first, last):
+    model = weft.Sequential(layer(WIDTH, 2 * WIDTH, **first), ops.ScaledSwiGLU(), layer(WIDTH, WIDTH, **last))
+    x, splits, probs, *_ = inputs(model)
+    given = [x, splits, probs, splits, *[leaf(ROWS)] * (model[2].num_extra_inputs - 1)]
+    assert [step["name"] for step in weft.explain(model, *given).data[0]["forward"]] == ["grouped_mlp"]
+    for op in layers(model):
+        for w in weights_of(op) if op.accumulate_into_main_grad else ():
+            w.main_grad = torch.full_like(w, FILL)
+    backward(model, given)
+    for op in reversed(layers(model)):
+        assert op.pending_backward_dw == op.delay_wgrad_compute
+        op.backward_dw()
+    exact = iter(gradients(model, given))
+    for op in layers(model):
+        for w in weights_of(op):
+            accumulates = op.accumulate_into_main_grad
+            assert_close(w.main_grad if accumulates else w.grad, next(exact) + FILL * accumulates, torch.float32)
+            assert (w.grad is None) == accumulates
 
 
 @each_kind

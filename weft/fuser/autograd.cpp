@@ -56,6 +56,7 @@ class PipelineNode final : public Node {
   std::shared_ptr<const Plan> plan_;
   std::vector<SavedVariable> saved_;
   std::vector<std::shared_ptr<void>> states_;
+  std::vector<ops::Buffers> buffers_;  // memory to write into, whose contents do not matter: nothing that is saved
   bool last_use_ = false, released_ = false;
 };
 
@@ -71,6 +72,7 @@ void PipelineNode::keep(const ops::Frame& frame, ops::Params params, const Tenso
   if (frame.more_saved)
     for (const auto& t : *frame.more_saved) save(t);
   if (frame.states) states_ = std::move(*frame.states);
+  buffers_ = frame.buffers.vec();
 }
 
 /// Flags, in the order of the plan key, the gradients that the engine will not use in this run (`torch.autograd.grad`
@@ -157,7 +159,9 @@ variable_list PipelineNode::differentiate(variable_list&& grads, std::vector<at:
                    .params = params.data(),
                    .more_saved = &more_saved,
                    .states = &states,
-                   .leaves = &leaves};
+                   .leaves = &leaves,
+                   .added = {},
+                   .buffers = buffers_};
   auto dy = std::move(grads[0]);
   grads.clear();
   const auto unused = unused_gradients(*this, num_params, static_cast<int>(inputs.size()));

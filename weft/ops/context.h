@@ -60,7 +60,7 @@ struct Frame {
   std::vector<std::shared_ptr<void>>* states = nullptr;  // one per operation, Python's free attributes
   const Leaves* leaves = nullptr;                        // backward under an autograd node only
   std::vector<int> added = {};                           // operations whose weight gradient is in main_grad
-  c10::ArrayRef<Buffers> buffers = {};                   // forward only
+  c10::ArrayRef<Buffers> buffers = {};                   // of operations that take them
 };
 
 /// An operation's view of a call. Cheap to make, never kept.
@@ -91,7 +91,7 @@ class OpContext {
   void set_extra_input_grad(int i, at::Tensor t) { frame_.extra_in[plan_.extra_in_base + i] = std::move(t); }
   void set_param_grad(int i, at::Tensor t) { frame_.param_grads[plan_.param_base + i] = std::move(t); }
 
-  /// Forward: what the caller gave this operation to write into; nullptr: nothing.
+  /// What the caller gave this operation to write into; nullptr: nothing.
   const Buffers* buffers() const {
     for (const auto& given : frame_.buffers)
       if (given.op == index_) return &given;

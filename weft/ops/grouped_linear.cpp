@@ -19,6 +19,28 @@ at::Tensor rows_without_gaps(const at::Tensor& t) {
   return matrix.stride(1) == 1 || matrix.size(1) <= 1 ? matrix : matrix.contiguous();
 }
 
+/// Whether two tensors share no memory.
+bool apart(const at::Tensor& a, const at::Tensor& b) {
+  return at::get_overlap_status(a, b) == at::MemOverlapStatus::No;
+}
+
+/// The caller's memory as a matrix that is about to be written; undefined if there is none.
+at::Tensor as_written(const at::Tensor& given, int64_t columns) {
+  if (!given.defined()) return {};
+  if (!given.is_inference()) given.unsafeGetTensorImpl()->bump_version();
+  return given.view({-1, columns});
+}
+
+/// A matrix with the leading sizes of `like`. In the caller's memory it counts versions with the caller's tensor, so
+/// that nobody uses it for backward once that was written again.
+at::Tensor returned(const at::Tensor& matrix, const at::Tensor& like, const at::Tensor& given) {
+  auto t = like_leading(matrix, like);
+  if (!given.defined() || t.is_inference() || given.is_inference()) return t;
+  if (t.is_same(given)) t = t.view(t.sizes());
+  t.unsafeGetTensorImpl()->set_version_counter(given.unsafeGetTensorImpl()->version_counter());
+  return t;
+}
+
 /// One matrix for each group; copies of those that have gaps.
 kernels::GroupedMatrix without_gaps(Params list, int64_t rows, int64_t columns) {
   const auto dense = [](const at::Tensor& t) { return t.is_contiguous(); };
@@ -141,11 +163,9 @@ void GroupedLinear::check_buffer(const OpContext& ctx, const char* what, const a
   TORCH_CHECK_VALUE(buffer.sizes() == sizes && buffer.scalar_type() == dtype && buffer.device() == x.device(),
                     "GroupedLinear: the buffer '", what, "' is ", buffer.scalar_type(), " ", buffer.sizes(), " on ",
                     buffer.device(), ", expected ", dtype, " ", sizes, " on ", x.device(), ".");
-  const auto apart = [&](const at::Tensor& t) {
-    return !t.defined() || at::get_overlap_status(buffer, t) == at::MemOverlapStatus::No;
-  };
-  bool alone = apart(x) && std::all_of(params.begin(), params.end(), apart);
-  for (int i = 0; i < extra_inputs(); ++i) alone = alone && apart(ctx.extra_input(i));
+  bool alone = apart(buffer, x);
+  for (const auto& param : params) alone = alone && apart(buffer, param);
+  for (int i = 0; i < extra_inputs(); ++i) alone = alone && apart(buffer, ctx.extra_input(i));
   TORCH_CHECK_VALUE(alone, "GroupedLinear: the buffer '", what,
                     "' shares memory with an input or a parameter; expected memory of its own.");
 }
@@ -172,21 +192,15 @@ kernels::GroupedMatrix GroupedLinear::weights_of(Params params, at::ScalarType d
   return without_gaps(list, n, k);
 }
 
-/// Where the caller wants y, as a matrix; remembers where it wants dx.
-at::Tensor GroupedLinear::given_output(OpContext& ctx, const at::Tensor& x, Params params) const {
+void GroupedLinear::check_buffers(const OpContext& ctx, const at::Tensor& x, Params params) const {
   const auto* given = ctx.buffers();
-  if (!given) return {};
+  if (!given) return;
   const auto dtype = ctx.dtype(params[first_weight()].scalar_type());
-  if (given->grad_input.defined() && ctx.input_wanted()) {
-    check_buffer(ctx, "grad_input", given->grad_input, x.sizes(), dtype, x, params);
-    ctx.save(kGradInput, given->grad_input.variable_data());  // its version may change until backward writes it
-  }
-  if (!given->output.defined()) return {};
+  if (given->grad_input.defined()) check_buffer(ctx, "grad_input", given->grad_input, x.sizes(), dtype, x, params);
+  if (!given->output.defined()) return;
   auto sizes = x.sizes().vec();
   sizes.back() = options_.out_features;
   check_buffer(ctx, "output", given->output, sizes, dtype, x, params);
-  if (!given->output.is_inference()) given->output.unsafeGetTensorImpl()->bump_version();
-  return given->output.view({-1, options_.out_features});
 }
 
 GroupedLinear::Product GroupedLinear::product(OpContext& ctx, const at::Tensor& x, Params params) const {
@@ -204,7 +218,9 @@ GroupedLinear::Product GroupedLinear::product(OpContext& ctx, const at::Tensor& 
                       ", the input has ", matrix.size(0), " rows; expected one value for each.");
   }
   const auto w = weights_of(params, input.scalar_type(), cast);
-  kernels::GroupedEpilogue epilogue{.bias = biases_of(params), .out = given_output(ctx, x, params), .path = path()};
+  check_buffers(ctx, x, params);
+  kernels::GroupedEpilogue epilogue{.bias = biases_of(params), .path = path()};
+  if (const auto* given = ctx.buffers()) epilogue.out = as_written(given->output, options_.out_features);
   if (scales.defined()) epilogue.scales = scales.reshape({-1});
   auto y = kernels::grouped_gemm(kernels::GroupIndex(splits), matrix, w, /*transposed=*/true, epilogue);
   if (ctx.records()) {
@@ -224,7 +240,9 @@ at::Tensor GroupedLinear::output_gradient(const OpContext& ctx, const at::Tensor
     dtype = cast.scalar_type();
   else if (ctx.input_wanted())
     dtype = params[first_weight()].scalar_type();
-  return rows_without_gaps(as_dtype(dy, dtype));
+  auto gradient = rows_without_gaps(as_dtype(dy, dtype));
+  const auto* given = ctx.buffers();
+  return given && given->grad_input.defined() && !apart(given->grad_input, gradient) ? gradient.clone() : gradient;
 }
 
 void GroupedLinear::bias_gradient(OpContext& ctx, const at::Tensor& dy, Params params) const {
@@ -240,12 +258,12 @@ void GroupedLinear::bias_gradient(OpContext& ctx, const at::Tensor& dy, Params p
   if (ds.defined()) ctx.set_extra_input_grad(kBiasScales, as_dtype(ds, scales.scalar_type()).view(scales.sizes()));
 }
 
-at::Tensor GroupedLinear::input_gradient(OpContext& ctx, const at::Tensor& dy, Params params) const {
+at::Tensor GroupedLinear::input_product(OpContext& ctx, const at::Tensor& dy, Params params) const {
   if (!ctx.input_wanted()) return {};
   auto cast = ctx.saved(kCastWeight);
   const auto w = cast.defined() ? kernels::GroupedMatrix(cast) : weights_of(params, dy.scalar_type(), cast);
   kernels::GroupedEpilogue epilogue{.path = path()};
-  if (const auto& given = ctx.saved(kGradInput); given.defined()) epilogue.out = given.view({-1, options_.in_features});
+  if (const auto* given = ctx.buffers()) epilogue.out = as_written(given->grad_input, options_.in_features);
   return kernels::grouped_gemm(kernels::GroupIndex(ctx.saved(kSplits)), dy, w, /*transposed=*/false, epilogue);
 }
 
@@ -258,7 +276,7 @@ void GroupedLinear::weight_gradient(OpContext& ctx, const at::Tensor& dy, const 
 at::Tensor GroupedLinear::differentiate(OpContext& ctx, const at::Tensor& dy, Params params,
                                         const at::Tensor& x) const {
   bias_gradient(ctx, dy, params);
-  auto dx = input_gradient(ctx, dy, params);
+  auto dx = input_product(ctx, dy, params);
   weight_gradient(ctx, dy, x);
   return dx;
 }
@@ -280,7 +298,7 @@ Inferred GroupedLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<S
                               c10::ArrayRef<Spec> params) const {
   const auto given = params[first_weight()].dtype, dtype = plan.dtype(given);
   Inferred out{.y = x.with_last(options_.out_features).as(dtype), .extra_outputs = {}, .saved = {}};
-  out.saved.resize(5);
+  out.saved.resize(4);
   if (!plan.records) return out;
   if (plan.param_wanted[first_weight()]) out.saved[kInput] = x.as(dtype);
   out.saved[kSplits] = extra[kSplitSizes].as(extra[kSplitSizes].dtype == at::kInt ? at::kInt : at::kLong);
@@ -290,15 +308,22 @@ Inferred GroupedLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<S
   return out;
 }
 
+at::Tensor GroupedLinear::output(const OpContext& ctx, const at::Tensor& y, const at::Tensor& like) const {
+  return returned(y, like, ctx.buffers() ? ctx.buffers()->output : at::Tensor());
+}
+
+at::Tensor GroupedLinear::input_gradient(const OpContext& ctx, const at::Tensor& dx, const at::Tensor& like) const {
+  return dx.defined() ? returned(dx, like, ctx.buffers() ? ctx.buffers()->grad_input : at::Tensor()) : dx;
+}
+
 at::Tensor GroupedLinear::forward(OpContext& ctx, const at::Tensor& x, Params params) const {
   auto [y, input] = product(ctx, x, params);
   if (weight_wanted(ctx)) ctx.save(kInput, input);
-  return like_leading(y, x);
+  return output(ctx, y, x);
 }
 
 at::Tensor GroupedLinear::backward(OpContext& ctx, const at::Tensor& dy, Params params) const {
-  const auto dx = differentiate(ctx, output_gradient(ctx, dy, params), params, ctx.saved(kInput));
-  return dx.defined() ? like_leading(dx, dy) : dx;
+  return input_gradient(ctx, differentiate(ctx, output_gradient(ctx, dy, params), params, ctx.saved(kInput)), dy);
 }
 
 static const Register<GroupedLinear> grouped_linear{

@@ -37,7 +37,7 @@ class GroupedLinear final : public Op<GroupedLinear> {
                         Field{"split_path", &Options::split_path}};
     }
   };
-  enum Saved { kInput, kSplits, kScales, kCastWeight, kGradInput };
+  enum Saved { kInput, kSplits, kScales, kCastWeight };
   enum Extra { kSplitSizes, kBiasScales };
 
   explicit GroupedLinear(Options options);
@@ -49,7 +49,7 @@ class GroupedLinear final : public Op<GroupedLinear> {
   bool is_index(int extra) const override { return extra == kSplitSizes; }
   bool takes_buffers() const override { return true; }
   std::vector<std::string> saved_names() const override {
-    return {"input", "splits", "scales", "weights in compute dtype", "memory for the input's gradient"};
+    return {"input", "splits", "scales", "weights in compute dtype"};
   }
   DtypeRule dtype_rule() const override { return DtypeRule::weight; }
   kernels::Choice kernel(c10::DeviceType device, at::ScalarType dtype, bool backward) const override;
@@ -77,7 +77,10 @@ class GroupedLinear final : public Op<GroupedLinear> {
     at::Tensor y, x;
   };
   Product product(OpContext& ctx, const at::Tensor& x, Params params) const;
-  /// dy in the compute dtype, as a matrix.
+  /// What `product` or `differentiate` returned, with the leading sizes of `like`.
+  at::Tensor output(const OpContext& ctx, const at::Tensor& y, const at::Tensor& like) const;
+  at::Tensor input_gradient(const OpContext& ctx, const at::Tensor& dx, const at::Tensor& like) const;
+  /// dy in the compute dtype, as a matrix; a copy if dx is to be written where it lies.
   at::Tensor output_gradient(const OpContext& ctx, const at::Tensor& dy, Params params) const;
   /// All gradients that are wanted, x being what multiplied the weights; returns dx as a matrix, in memory of the
   /// caller's if there is some. dy as `output_gradient` gives it.
@@ -91,9 +94,9 @@ class GroupedLinear final : public Op<GroupedLinear> {
                     at::ScalarType dtype, const at::Tensor& x, Params params) const;
   kernels::GroupedMatrix biases_of(Params params) const;
   kernels::GroupedMatrix weights_of(Params params, at::ScalarType dtype, at::Tensor& cast) const;
-  at::Tensor given_output(OpContext& ctx, const at::Tensor& x, Params params) const;
+  void check_buffers(const OpContext& ctx, const at::Tensor& x, Params params) const;
   void bias_gradient(OpContext& ctx, const at::Tensor& dy, Params params) const;
-  at::Tensor input_gradient(OpContext& ctx, const at::Tensor& dy, Params params) const;
+  at::Tensor input_product(OpContext& ctx, const at::Tensor& dy, Params params) const;
   void weight_gradient(OpContext& ctx, const at::Tensor& dy, const at::Tensor& x) const;
   kernels::GroupedPath path() const {
     return options_.split_path ? kernels::GroupedPath::split : kernels::GroupedPath::best;

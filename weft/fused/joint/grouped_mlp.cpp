@@ -1,6 +1,5 @@
 #include "weft/fused/epilogues.h"
 #include "weft/ops/grouped_linear.h"
-#include "weft/ops/rows.h"
 #include "weft/ops/scaled_activation.h"
 
 namespace weft::fused {
@@ -35,7 +34,7 @@ class GroupedMlp final : public FusedOp {
     } else if (down_->weight_wanted(down)) {
       down.save(GroupedLinear::kInput, z);
     }
-    return ops::like_leading(down_->product(down, z, ctx.params(down_.at)).y, x);
+    return down_->output(down, down_->product(down, z, ctx.params(down_.at)).y, x);
   }
 
   at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
@@ -54,7 +53,7 @@ class GroupedMlp final : public FusedOp {
     if (ds.defined()) activation.set_extra_input_grad(0, std::move(ds));
     if (!dh.defined()) return {};
     const auto dx = up_->differentiate(up, dh, ctx.params(up_.at), up.saved(GroupedLinear::kInput));
-    return dx.defined() ? ops::like_leading(dx, dy) : dx;
+    return up_->input_gradient(up, dx, dy);
   }
 
  private:

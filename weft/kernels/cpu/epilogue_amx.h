@@ -393,6 +393,8 @@ class GradientRows {
     } else {
       _mm512_storeu_ps(out_.p, _mm512_mul_ps(v0, scale_));
       _mm512_storeu_ps(out_.p + 64, _mm512_mul_ps(v1, scale_));
+      _mm_prefetch(out_.p + ahead_, _MM_HINT_T0);
+      _mm_prefetch(out_.p + ahead_ + 64, _MM_HINT_T0);
     }
     out_.p += out_.step;
   }

@@ -84,9 +84,10 @@ class GroupedRun {
   void run() const {
     const int threads = thread_count();
     on_threads(threads, [&](int t) {
+      LeftMultiplier left;
       share(
           index_, up(n_, kPanel), t, threads, [&](int64_t g) { return cost(g); },
-          [&](int64_t g, int64_t begin, int64_t end) { group(g, begin, end); });
+          [&](int64_t g, int64_t begin, int64_t end) { group(left, g, begin, end); });
     });
   }
 
@@ -95,12 +96,14 @@ class GroupedRun {
   int64_t cost(int64_t g) const { return index_.rows(g) == 0 ? 0 : up(index_.rows(g), kPanel) + 3; }
 
   /// Panels of W of one group.
-  void group(int64_t g, int64_t begin, int64_t end) const {
+  void group(LeftMultiplier& by_left, int64_t g, int64_t begin, int64_t end) const {
     const bool left = call_.transposed && k_ <= kMostLeft && (index_.rows(g) <= kFewRows || call_.scales.defined());
-    left ? by_left(g, begin, end) : by_panels(g, begin, end);
+    if (!left) return by_panels(g, begin, end);
+    const auto p = left_product(g);
+    by_left.run(p, begin * 2, std::min(end * 2, p.tiles()));
   }
 
-  void by_left(int64_t g, int64_t begin, int64_t end) const {
+  LeftProduct left_product(int64_t g) const {
     const auto row = index_.begin(g);
     LeftProduct p;
     p.x = bf16(call_.x.const_data_ptr()) + row * call_.x.strides()[0];
@@ -112,8 +115,7 @@ class GroupedRun {
     p.bias = matrix_of(call_.bias, g);
     p.scales = rows_of(call_.scales, row);
     p.out = rows_of(call_.out, row);
-    const TileConfig config;
-    LeftMultiplier(p).run(begin * 2, std::min(end * 2, p.tiles()));
+    return p;
   }
 
   void by_panels(int64_t g, int64_t begin, int64_t end) const {
@@ -196,7 +198,7 @@ class GradientRun {
     dy.k_contiguous = x.k_contiguous = false;
     auto work = plain_work(n_, k_, out);
     if (call_.add) work.add[work.adds++] = out;
-    work.ahead_columns = kPanel;
+    work.ahead_rows = kPanel;
     multiply_panels(dy, x, work, begin, end);
   }
 

@@ -40,8 +40,8 @@ struct LeftTiles {
 struct LeftBlock {
   const LeftTiles* tiles;
   int64_t row;
-  int tile;            // of `tiles`
-  const float* c[2];   // of that tile and the one behind it; the second may be null
+  int tile;           // of `tiles`
+  const float* c[2];  // of that tile and the one behind it; the second may be null
 };
 
 /// The factors of 16 rows; 1 without any.
@@ -111,18 +111,70 @@ struct LeftRows {
   }
 };
 
-/// Multiplies tiles of W by the packed rows of a block.
+/// Tiles 0 to 3 += two tiles of W by 32 rows, for one step; W or X stays in L1, the other is loaded past it.
+template <bool kKeepW>
+[[gnu::always_inline]] inline void left_step(const Bf16* low, const Bf16* high, int64_t stride, const Bf16* x) {
+  if constexpr (kKeepW) {
+    _tile_stream_loadd(6, x, 64);
+    _tile_loadd(4, low, stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_stream_loadd(7, x + kTile, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, high, stride);
+  } else {
+    _tile_loadd(6, x, 64);
+    _tile_stream_loadd(4, low, stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, x + kTile, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_stream_loadd(5, high, stride);
+  }
+  _tile_dpbf16ps(2, 5, 6);
+  _tile_dpbf16ps(3, 5, 7);
+}
+
+/// Brings a weight from memory, some way ahead of where it is used; other weights mostly lie behind it.
+class WayAhead {
+ public:
+  /// W is used from `from` on.
+  void start(const Bf16* from) {
+    used_ = reinterpret_cast<const char*>(from);
+    if (next_ < used_ || next_ > used_ + 2 * kLead) next_ = used_;
+  }
+  /// W is used up to `to` within so many steps.
+  void pace(const Bf16* to, int64_t steps) {
+    const auto* end = reinterpret_cast<const char*>(to) + kLead;
+    const int64_t lines = end > next_ ? (end - next_) / 64 : 0;
+    per_step_ = static_cast<int>((lines + steps - 1) / std::max<int64_t>(steps, 1));
+  }
+  [[gnu::always_inline]] void step() {
+    for (int i = 0; i < per_step_; ++i, next_ += 64) _mm_prefetch(next_, _MM_HINT_T1);
+  }
+
+ private:
+  static constexpr int64_t kLead = 64 << 10;
+  const char *used_ = nullptr, *next_ = nullptr;
+  int per_step_ = 0;
+};
+
+/// Multiplies tiles of W by packed rows. One for each thread.
 class LeftMultiplier {
  public:
-  explicit LeftMultiplier(const LeftProduct& p)
-      : p_(p), steps_(p.steps()), half_(std::max(1, steps_ / 2)), scratch_(Scratch::mine()), rows_per_step_((16 + half_ - 1) / half_) {}
+  LeftMultiplier() : scratch_(Scratch::mine()) {}
 
-  /// Tiles `begin` to `end` of W, all rows. AMX is configured.
-  void run(int64_t begin, int64_t end) {
+  /// Tiles `begin` to `end` of W, all rows.
+  void run(const LeftProduct& p, int64_t begin, int64_t end) {
+    p_ = p;
+    steps_ = p.steps();
+    half_ = std::max(1, steps_ / 2);
+    rows_per_step_ = (16 + half_ - 1) / half_;
+    const TileConfig config;
     const int64_t panel = static_cast<int64_t>(steps_) * 2 * kTile;
     const int64_t most = std::max<int64_t>(1, kFarBytes / 2 / panel) * kPanel;
     for (int64_t row = 0; row < p_.rows; row += most) {
       const int64_t rows = std::min(most, p_.rows - row);
+      ahead_.start(p_.w + p_.start(begin) * p_.k);
+      ahead_.pace(p_.w + p_.start(begin) * p_.k, (rows + kPanel - 1) / kPanel * steps_);
       pack(row, rows);
       const int64_t together = rows > 16 ? 2 : kMostTiles;  // two stay in L1 while the rows go by
       for (int64_t t = begin; t < end; t += together)
@@ -142,10 +194,15 @@ class LeftMultiplier {
     x.left = false;
     Bf16* to = scratch_.far;
     int64_t r = 0;
-    for (; rows - r > 16; r += kPanel, to += 2 * kTile * steps_) pack_panel<false, true>(x, r, 0, steps_, to);
+    for (; rows - r > 16; r += kPanel, to += 2 * kTile * steps_) {
+      pack_panel<false, true>(x, r, 0, steps_, to);
+      for (int s = 0; s < steps_; ++s) ahead_.step();
+    }
     if (r >= rows) return;
-    for (int s = 0; s < steps_; ++s)
+    for (int s = 0; s < steps_; ++s) {
       pack_tile<false, true>(x.at(r, s * kStep), x.ld, static_cast<int>(rows - r), depth(s), to + s * kTile, nullptr);
+      ahead_.step();
+    }
   }
   /// How much of k a step has.
   int depth(int step) const { return static_cast<int>(std::min<int64_t>(kStep, p_.k - step * kStep)); }
@@ -153,11 +210,11 @@ class LeftMultiplier {
   /// Tiles from t on, by the packed rows.
   void multiply_rows(int64_t t, int count, int64_t row, int64_t rows) {
     const auto& w = open(t, count);
-    bring_ahead(t + count, rows);
+    ahead_.pace(p_.w + p_.start(t + count) * p_.k, (rows + kPanel - 1) / kPanel * w.full);
     const Bf16* x = scratch_.far;
     int64_t r = 0;
     for (; rows - r > 16; r += kPanel, x += 2 * kTile * steps_)
-      wide(w, x, row + r);
+      rows > kPanel ? wide<true>(w, x, row + r) : wide<false>(w, x, row + r);
     if (r < rows) narrow(w, x, row + r);
   }
 
@@ -190,36 +247,17 @@ class LeftMultiplier {
     return out;
   }
 
-  /// Spreads the way of the tiles behind t from memory over the steps of those before.
-  void bring_ahead(int64_t t, int64_t rows) {
-    const int64_t tiles = std::min<int64_t>(rows > 16 ? 2 : kMostTiles, p_.tiles() - t);
-    ahead_per_step_ = 0;
-    if (tiles <= 0 || p_.k < kStep) return;
-    ahead_ = reinterpret_cast<const char*>(p_.w + p_.start(t) * p_.k);
-    const int64_t lines = tiles * 16 * p_.k * 2 / 64, steps = (rows + kPanel - 1) / kPanel * (p_.k / kStep);
-    ahead_per_step_ = static_cast<int>((lines + steps - 1) / steps);
-  }
-
-  /// Two tiles by 32 rows.
+  /// Two tiles by 32 rows. What is used again at once stays in L1: W if other rows follow, else X.
+  template <bool kKeepW>
   [[gnu::flatten]] void wide(const LeftTiles& w, const Bf16* x, int64_t row) {
     zero();
     const Bf16 *a = w.tile[0], *b = w.tile[1];
-    const auto step = [&](const Bf16* low, const Bf16* high, int64_t stride) {
-      _tile_stream_loadd(6, x, 64);
-      _tile_loadd(4, low, stride);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_stream_loadd(7, x + kTile, 64);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_loadd(5, high, stride);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-      x += 2 * kTile;
-    };
     for (int s = 0; s < w.full; ++s, a += w.step, b += w.step) {
-      step(a, b, w.stride);
+      left_step<kKeepW>(a, b, w.stride, x);
+      x += 2 * kTile;
       side(s);
     }
-    if (w.tail) step(w.tail, w.tail + kTile, 64);
+    if (w.tail) left_step<kKeepW>(w.tail, w.tail + kTile, 64, x);
     const float* c = keep();
     const bool two = w.count > 1;
     waiting_[0] = {&w, row, 0, {c, two ? c + 512 : nullptr}};
@@ -265,7 +303,7 @@ class LeftMultiplier {
 
   /// Some of the work of the square before, and of the way of the next tiles, under the products of a step.
   [[gnu::always_inline]] void side(int step) {
-    for (int i = 0; i < ahead_per_step_; ++i, ahead_ += 64) _mm_prefetch(ahead_, _MM_HINT_T1);
+    ahead_.step();
     for (int i = 0; i < rows_per_step_; ++i) rows_.step();
     if (left_ > 0 && (step == 0 || step == half_)) finish_one();
   }
@@ -301,17 +339,16 @@ class LeftMultiplier {
     rows_.finish();
   }
 
-  const LeftProduct& p_;
-  int steps_, half_;
+  LeftProduct p_;
+  int steps_ = 0, half_ = 1;
   Scratch& scratch_;
   LeftTiles tiles_[2];  // those at work, and those whose sums still wait
   LeftBlock waiting_[2];
   alignas(64) __m512i ready_[16];
   LeftRows rows_;
-  int rows_per_step_;
+  int rows_per_step_ = 16;
   int left_ = 0, which_ = 0, turn_ = 0;
-  const char* ahead_ = nullptr;  // where the next tiles come from memory
-  int ahead_per_step_ = 0;
+  WayAhead ahead_;
 };
 
 }  // namespace weft::kernels::CPU_CAPABILITY

@@ -9,7 +9,7 @@
 namespace weft::kernels {
 namespace {
 
-constexpr size_t kMost = 4096;          // values of a small factor, or of a small product
+constexpr size_t kMost = 4096;          // values of a small factor
 constexpr int64_t kTogether = 1 << 19;  // multiplications for which a second thread pays
 
 char* at(void* data, int64_t value, at::ScalarType dtype) {
@@ -43,30 +43,22 @@ void each_group(int64_t groups, int64_t multiplications, const Small& small, con
 
 /// Y = X Wᵀ or X W of a group of few values.
 void small_group(Tier tier, const OpenIndex& index, const GroupedProduct& call, int64_t g) {
-  const auto row = index.begin(g), rows = index.rows(g);
-  const auto k = call.x.sizes()[1], n = call.transposed ? call.w.rows() : call.w.columns();
-  const auto x = rows_from(call.x, row), out = rows_from(call.out, row), bias = rows_of(call.bias, g);
-  alignas(64) float scratch[2 * kMost];
-  const bool stored = !bias && out.dtype == at::kFloat;
-  const Rows p = stored ? out : Rows{scratch + kMost, n, at::kFloat};
-  const Strided w{call.w.data(g), k, n, call.transposed ? 1 : n, call.transposed ? k : 1};
-  epilogue_loops(tier).small_product(x.dtype, {x.data, rows, k, x.ld, 1}, w, scratch, p);
-  if (!stored) group_loops(tier).add_bias({rows, n, p, bias, rows_from(call.scales, row)}, out);
+  const auto row = index.begin(g), k = call.x.sizes()[1], n = call.out.sizes()[1];
+  const auto x = rows_from(call.x, row);
+  const Strided a{x.data, index.rows(g), k, x.ld, 1};
+  const Strided b{call.w.data(g), k, n, call.transposed ? 1 : n, call.transposed ? k : 1};
+  alignas(64) float scratch[kMost];
+  group_loops(tier).product(x.dtype, a, b, scratch,
+                            {rows_from(call.out, row), rows_of(call.bias, g), rows_from(call.scales, row)});
 }
 
 /// dW (+)= dYᵀ X of a group of few values.
 void small_group(Tier tier, const OpenIndex& index, const GroupedGradient& call, int64_t g) {
-  const auto row = index.begin(g), rows = index.rows(g), n = call.out.rows(), k = call.out.columns();
-  const auto dy = rows_from(call.dy, row), x = rows_from(call.x, row), out = rows_of(call.out, g);
-  alignas(64) float scratch[2 * kMost];
-  const bool stored = !call.add && out.dtype == at::kFloat;
-  const Rows p = stored ? out : Rows{scratch + kMost, k, at::kFloat};
-  epilogue_loops(tier).small_product(x.dtype, {dy.data, n, rows, 1, dy.ld}, {x.data, rows, k, x.ld, 1}, scratch, p);
-  if (stored) return;
-  RowBlock block;
-  block.columns = k, block.product = p, block.out = out;
-  if (call.add) block.add = out;
-  epilogue_loops(tier).apply(block, 0, n);
+  const auto row = index.begin(g), rows = index.rows(g);
+  const auto dy = rows_from(call.dy, row), x = rows_from(call.x, row);
+  const Strided a{dy.data, call.out.rows(), rows, 1, dy.ld}, b{x.data, rows, call.out.columns(), x.ld, 1};
+  alignas(64) float scratch[kMost];
+  group_loops(tier).product(x.dtype, a, b, scratch, {rows_of(call.out, g), {}, {}, call.add});
 }
 
 }  // namespace

@@ -3,28 +3,35 @@
 
 #include "weft/kernels/cpu/io_vec.h"
 #include "weft/kernels/cpu/loops.h"
+#include "weft/kernels/cpu/small_vec.h"
 
 namespace weft::kernels::CPU_CAPABILITY {
 
 /// The factor of row i in all lanes; 1 without factors.
-inline Vec row_scale(const GroupRows& g, int64_t i) {
+inline Vec row_scale(const Rows& scales, int64_t i) {
   float scale = 1;
-  if (g.scales)
-    with_dtype(g.scales.dtype, [&](auto t) {
-      scale = static_cast<float>(static_cast<const decltype(t)*>(g.scales.data)[i * g.scales.ld]);
+  if (scales)
+    with_dtype(scales.dtype, [&](auto t) {
+      scale = static_cast<float>(static_cast<const decltype(t)*>(scales.data)[i * scales.ld]);
     });
   return scale;
 }
 
-static void add_bias(const GroupRows& g, const Rows& out) {
-  for (int64_t i = 0; i < g.rows; ++i) {
-    const Vec scale = row_scale(g, i);
-    each_vector(g.columns, [&](int64_t j, auto count) {
-      Vec v = read(g.x.dtype, g.x.data, i * g.x.ld + j, count);
-      if (g.bias) v = fma(scale, read(g.bias.dtype, g.bias.data, j, count), v);
-      write(out.dtype, out.data, i * out.ld + j, v, count);
-    });
-  }
+/// A B of T's in an out of O's.
+template <class T, class O>
+void group_product(const Strided& a, const Strided& b, float* scratch, const GroupPlace& to) {
+  each_small<T>(a, b, scratch, [&](int64_t i, int64_t j, Vec v, auto count) {
+    O* out = static_cast<O*>(to.out.data) + i * to.out.ld + j;
+    if (to.bias) v = fma(row_scale(to.scales, i), read(to.bias.dtype, to.bias.data, j, count), v);
+    if (to.add) v = v + read(out, count);
+    write(out, v, count);
+  });
+}
+
+static void product(at::ScalarType dtype, const Strided& a, const Strided& b, float* scratch, const GroupPlace& to) {
+  with_dtype(dtype, [&](auto t) {
+    with_dtype(to.out.dtype, [&](auto o) { group_product<decltype(t), decltype(o)>(a, b, scratch, to); });
+  });
 }
 
 /// kVectors vectors of columns from j on; `count` values of the last.
@@ -34,7 +41,7 @@ void sum_columns(const GroupRows& g, const Rows& out, int64_t j, Count count) {
   sums.fill(Vec(0.F));
   const T* x = static_cast<const T*>(g.x.data) + j;
   for (int64_t i = 0; i < g.rows; ++i, x += g.x.ld) {
-    const Vec scale = row_scale(g, i);
+    const Vec scale = row_scale(g.scales, i);
     for (int v = 0; v < kVectors; ++v) sums[v] = fma(scale, read(x + v * kWidth, count), sums[v]);
   }
   for (int v = 0; v < kVectors; ++v) write(out.dtype, out.data, j + v * kWidth, sums[v], count);
@@ -73,6 +80,6 @@ static void dot_bias(const GroupRows& g, float* out, int64_t begin, int64_t end)
   });
 }
 
-const GroupLoops group_loops{add_bias, sum_group, dot_bias};
+const GroupLoops group_loops{product, sum_group, dot_bias};
 
 }  // namespace weft::kernels::CPU_CAPABILITY

@@ -115,9 +115,14 @@ struct GroupRows {
   int64_t rows = 0, columns = 0;
   Rows x, bias, scales;
 };
+/// Where the product of a group goes: out_ij = p_ij + s_i·b_j, or with `add` out_ij += …
+struct GroupPlace {
+  Rows out, bias, scales;
+  bool add = false;
+};
 struct GroupLoops {
-  /// out_i = x_i + s_i·b.
-  void (*add_bias)(const GroupRows& group, const Rows& out);
+  /// A B for few values; `scratch` is as large as B.
+  void (*product)(at::ScalarType dtype, const Strided& a, const Strided& b, float* scratch, const GroupPlace& to);
   /// out_j = Σ_i s_i·x_ij, for columns `begin` to `end`.
   void (*sum_rows)(const GroupRows& group, const Rows& out, int64_t begin, int64_t end);
   /// out_i = Σ_j x_ij·b_j, for rows `begin` to `end`.

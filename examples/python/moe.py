@@ -1,0 +1,119 @@
+"""A mixture of experts that live on different ranks: a router sends each token to two of them. As one process, or as
+`torchrun --nproc-per-node 4 moe.py`, where each rank has a quarter of the experts and of the tokens: with equal losses.
+With `--plot load.png` the load of the experts is drawn."""
+
+import argparse
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import weft
+from weft import ops
+
+WIDTH, HIDDEN, EXPERTS, CHOSEN, TOKENS = 16, 32, 8, 2, 256
+
+
+def experts(count: int) -> weft.Sequential:
+    """y = W2 (p·swiglu(W1 x)), each row by the weights of its expert; one packed Parameter for each layer."""
+    return weft.Sequential(
+        ops.GroupedLinear(count, WIDTH, 2 * HIDDEN, bias=False, single_grouped_weight=True),
+        ops.ScaledSwiGLU(),
+        ops.GroupedLinear(count, HIDDEN, WIDTH, bias=False, single_grouped_weight=True),
+    )
+
+
+class Exchange(torch.autograd.Function):
+    """Sends `sent[r]` rows to rank r and gets `got[r]` from it; gradients travel back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], got: list[int]) -> torch.Tensor:
+        ctx.back = got, sent
+        arrived = rows.new_empty(sum(got), *rows.shape[1:])
+        dist.all_to_all_single(arrived, rows.contiguous(), got, sent)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return Exchange.apply(grad, *ctx.back), None, None
+
+
+class MixtureOfExperts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranks = dist.get_world_size()
+        self.router = ops.Linear(WIDTH, EXPERTS, bias=False)
+        everyone = experts(EXPERTS)  # drawn on each rank, which keeps its own: any number of ranks starts alike
+        self.experts = experts(EXPERTS // self.ranks)
+        with torch.no_grad():
+            for mine, all_of_them in zip(self.experts.parameters(), everyone.parameters(), strict=True):
+                mine.copy_(all_of_them.chunk(self.ranks)[dist.get_rank()])
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The output, the probabilities [tokens, experts], and how many tokens went to each expert."""
+        probs = self.router(x).softmax(-1)
+        weight, expert = (t.flatten() for t in probs.topk(CHOSEN))
+        order = expert.argsort(stable=True)
+        token = order // CHOSEN
+        load = expert.bincount(minlength=EXPERTS)
+        # First how many rows leave for each expert and how many come, then the rows and their weights.
+        leaving = load.view(self.ranks, -1)
+        coming = torch.empty_like(leaving)
+        dist.all_to_all_single(coming, leaving)
+        sent, got = leaving.sum(1).tolist(), coming.sum(1).tolist()
+        rows, weight = Exchange.apply(x[token], sent, got), Exchange.apply(weight[order], sent, got)
+        # They came rank by rank and are wanted expert by expert.
+        expert = torch.arange(coming.shape[1]).repeat(self.ranks).repeat_interleave(coming.flatten())
+        by_expert, splits = expert.argsort(stable=True), coming.sum(0)
+        y = self.experts(rows[by_expert], splits, weight[by_expert], splits)
+        y = Exchange.apply(y[by_expert.argsort()], got, sent)
+        return torch.zeros_like(x).index_add(0, token, y), probs, load
+
+
+def train(steps: int) -> tuple[MixtureOfExperts, list[float], list[torch.Tensor]]:
+    """A trained model, and the loss and the load of the experts in each step."""
+    torch.manual_seed(0)
+    model, losses, loads = MixtureOfExperts(), [], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    torch.manual_seed(1)  # tokens are of eight kinds, each kind has a linear map of its own to learn
+    centers, maps = 2 * torch.randn(8, WIDTH), torch.randn(8, WIDTH, WIDTH) / WIDTH**0.5
+    for _ in range(steps):
+        kind = torch.randint(8, (TOKENS,))
+        tokens = centers[kind] + 0.5 * torch.randn(TOKENS, WIDTH)
+        targets = torch.einsum("tj,tij->ti", tokens, maps[kind])
+        x, target = (t.chunk(model.ranks)[dist.get_rank()] for t in (tokens, targets))
+        y, probs, load = model(x)
+        dist.all_reduce(load)
+        balance = EXPERTS * (load / load.sum() * probs.sum(0) / TOKENS).sum()  # 1 if the load is even, else more
+        loss = (y - target).square().sum() / (TOKENS * WIDTH) + 0.1 * balance
+        optimizer.zero_grad()
+        loss.backward()
+        dist.all_reduce(model.router.weight.grad)  # every rank has the router; an expert saw all of its tokens already
+        optimizer.step()
+        dist.all_reduce(whole := loss.detach())
+        losses.append(whole.item())
+        loads.append(load)
+    return model, losses, loads
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--plot", metavar="FILE")
+    options = parser.parse_args()
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model, losses, loads = train(150)
+    if dist.get_rank() == 0:
+        print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} on {model.ranks} ranks, load {loads[-1].tolist()}")
+        assert losses[-1] < 0.2 * losses[0]
+    if dist.get_rank() == 0 and options.plot:
+        import matplotlib.pyplot as plt
+
+        plt.bar(range(EXPERTS), loads[0], width=-0.4, align="edge", label="first step")
+        plt.bar(range(EXPERTS), loads[-1], width=0.4, align="edge", label="last step")
+        plt.axhline(TOKENS * CHOSEN / EXPERTS, color="gray", linestyle="--", label="even")
+        plt.legend(title="tokens of each expert", ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
+        plt.savefig(options.plot)
+    dist.destroy_process_group()
