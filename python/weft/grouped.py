@@ -38,6 +38,15 @@ class GroupedParameters(torch.nn.Module):
                 self.register_parameter(kind, None)
         self.reset_parameters()
 
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        known = [spec[0] for spec in self._op.params()]
+        if param is not None and name not in known and name.rstrip("0123456789") in ("weight", "bias"):
+            raise ValueError(
+                f"{type(self).__name__} has no parameter '{name}'; it has {known[0]} to {known[-1]}. "
+                "See bias, single_grouped_weight and single_grouped_bias"
+            )
+        super().register_parameter(name, param)
+
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         state_dict = dict(state_dict)
         fields = self._op.fields()

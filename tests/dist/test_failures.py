@@ -44,7 +44,7 @@ class Ranks(launch.Ranks):
         return json.loads((self.folder / f"rank{rank}.json").read_text())
 
 
-def check_survivor(found: dict, since: float, victim: int | None) -> None:
+def check_survivor(found: dict, since: float) -> None:
     assert found["kind"] not in ("none", "AssertionError"), found
     assert found["time"] - since < TIMEOUT + GRACE, f"raised after {found['time'] - since:.1f} s: {found['error']}"
     assert not found["wrong"], found
@@ -64,7 +64,7 @@ def drill(
         ranks.processes[victim].send_signal(how)
         ranks.wait_for("json", TIMEOUT + GRACE + 15, survivors)
         for rank in survivors:
-            check_survivor(ranks.found(rank), since, victim)
+            check_survivor(ranks.found(rank), since)
         return "\n".join(ranks.found(rank)["error"] for rank in survivors)
 
 
@@ -108,7 +108,7 @@ def test_ranks_that_disagree_all_get_an_error(tmp_path, transport, fault):
         for rank, process in enumerate(ranks.processes):
             process.wait(10)
             assert process.returncode == 0, f"rank {rank} ended with {process.returncode}\n{ranks.text()}"
-            check_survivor(ranks.found(rank), ranks.found(0)["time"] - TIMEOUT, None)
+            check_survivor(ranks.found(rank), ranks.found(0)["time"] - TIMEOUT)
 
 
 def test_nothing_is_left_in_shared_memory(tmp_path):

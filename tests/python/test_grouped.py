@@ -781,6 +781,25 @@ def test_a_missing_parameter_is_named():
             broken(set_parameter(name, None))(leaf(ROWS, K), splits_of())
 
 
+@pytest.mark.parametrize(
+    "options, name",
+    [
+        ({"bias": False}, "bias0"),
+        ({"bias": False}, "bias"),
+        ({"single_grouped_weight": True}, "weight0"),
+        ({"single_grouped_bias": True}, "bias1"),
+        ({}, "weight"),
+        ({}, f"weight{GROUPS}"),
+    ],
+)
+def test_a_parameter_that_would_not_be_used_is_refused(options, name):
+    op = layer(K, N, **options)
+    with pytest.raises(ValueError, match=f"GroupedLinear has no parameter '{name}'"):
+        setattr(op, name, torch.nn.Parameter(torch.zeros(N)))
+    assert name not in dict(op.named_parameters())
+    op(leaf(ROWS, K), splits_of()).sum().backward()
+
+
 def test_a_parameter_of_another_shape_is_refused():
     for name, value in (("weight1", torch.zeros(K, N)), ("weight1", torch.zeros(N, K + 1)), ("bias0", torch.zeros(1))):
         with pytest.raises((RuntimeError, ValueError), match=r"shape|values"):

@@ -1,23 +1,9 @@
 #include "weft/overlap/choice.h"
 
-#include <chrono>
-#include <cstdio>
-
 #include "weft/comm/links.h"
+#include "weft/overlap/clock.h"
 
 namespace weft::overlap {
-namespace {
-
-double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
-std::string milliseconds(double seconds) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.2f ms", 1e3 * seconds);
-  return text;
-}
-
-}  // namespace
-
 std::shared_ptr<comm::Link> Choice::link(const std::string& group, const Shape& shape,
                                          std::optional<bool> asked) const {
   const auto found = comm::link_of(group);

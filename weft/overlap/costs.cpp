@@ -5,14 +5,13 @@
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
-#include <chrono>
-#include <cstdio>
 #include <ctime>
 #include <map>
 #include <memory>
 #include <mutex>
 
 #include "weft/kernels/gemm.h"
+#include "weft/overlap/clock.h"
 
 namespace weft::overlap {
 namespace {
@@ -20,8 +19,6 @@ namespace {
 constexpr double kNetworkGain = 0.85;  // overlapped / plain, at most
 constexpr int kBlocks = 4;             // in which rows arrive over a network, each half of what is left
 constexpr int64_t kLastRows = 64;      // of the smallest block
-
-double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 double cpu_now() {
   timespec t{};
@@ -113,12 +110,6 @@ struct Known {
 Known& known() {
   static auto* instance = new Known;  // never destroyed: may be used at exit
   return *instance;
-}
-
-std::string milliseconds(double seconds) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.3f ms", 1e3 * seconds);
-  return text;
 }
 
 }  // namespace
