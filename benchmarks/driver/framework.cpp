@@ -86,7 +86,7 @@ struct ManyLeaves : torch::autograd::Function<ManyLeaves> {
     ctx->save_for_backward(std::move(saved));
     return at::empty_like(x);
   }
-  static variable_list backward(AutogradContext* ctx, variable_list) {
+  static variable_list backward(AutogradContext* ctx, const variable_list&) {
     const auto saved = ctx->get_saved_variables();
     const at::AutoDispatchBelowADInplaceOrView below;
     variable_list grads{at::empty_like(saved[0]), at::empty_like(saved[1])};

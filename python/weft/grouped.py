@@ -20,22 +20,22 @@ class GroupedParameters(torch.nn.Module):
     def _make_parameters(self, device: torch.device | str | None) -> None:
         specs = self._op.params()
         groups = self._op.fields()["num_groups"]
+        made: dict[str, torch.nn.Parameter | None] = {}
         for kind in ("weight", "bias"):
             members = [spec for spec in specs if spec[0] != kind and spec[0].startswith(kind)]
             if members:
                 _, shape, dtype, *_ = members[0]
                 block = torch.empty((groups, *shape), dtype=dtype, device=device)
-                for (name, *_), slice in zip(members, block, strict=True):
-                    self.register_parameter(name, torch.nn.Parameter(slice))
+                made |= {name: torch.nn.Parameter(slice) for (name, *_), slice in zip(members, block, strict=True)}
             else:
-                for i in range(groups):
-                    self.register_parameter(f"{kind}{i}", None)
+                made |= {f"{kind}{i}": None for i in range(groups)}
         for name, shape, dtype, *_ in specs:
             if name in ("weight", "bias"):
-                self.register_parameter(name, torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
+                made[name] = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         for kind in ("weight", "bias"):
-            if kind not in self._parameters:
-                self.register_parameter(kind, None)
+            made.setdefault(kind, None)
+        for name, parameter in made.items():  # past the checks, which would look at all of them for each
+            torch.nn.Module.register_parameter(self, name, parameter)
         self.reset_parameters()
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
