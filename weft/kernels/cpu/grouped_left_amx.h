@@ -36,12 +36,12 @@ struct LeftTiles {
   alignas(64) float bias[16 * kMostTiles];
 };
 
-/// Sums of 16 rows of the result, c[i][j] for column i of a tile and row j.
+/// Sums of a tile: c[i][j] for its column i of the result and row j.
 struct LeftBlock {
   const LeftTiles* tiles;
+  int tile;  // of `tiles`
   int64_t row;
-  int tile;           // of `tiles`
-  const float* c[2];  // of that tile and the one behind it; the second may be null
+  const float* c;
 };
 
 /// The factors of 16 rows; 1 without any.
@@ -54,62 +54,75 @@ inline __m512 row_scales(const LeftProduct& p, int64_t row) {
   return _mm512_load_ps(values);
 }
 
-/// Any block: one tile after the other, with masks.
-inline void finish_tile(const LeftProduct& p, const LeftBlock& b, int half) {
+/// Any block, with masks.
+inline void finish_any(const LeftProduct& p, const LeftBlock& b) {
   const __m512 scales = row_scales(p, b.row);
-  const float* bias = b.tiles->bias + 16 * (b.tile + half);
+  const float* bias = b.tiles->bias + 16 * b.tile;
   __m512i r[16];
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i)
-    r[i] = _mm512_castps_si512(_mm512_fmadd_ps(scales, _mm512_set1_ps(bias[i]), _mm512_load_ps(b.c[half] + 16 * i)));
+    r[i] = _mm512_castps_si512(_mm512_fmadd_ps(scales, _mm512_set1_ps(bias[i]), _mm512_load_ps(b.c + 16 * i)));
   transpose16(r);
-  const int64_t tile = b.tiles->first + b.tile + half, column = p.start(tile);
+  const int64_t tile = b.tiles->first + b.tile, column = p.start(tile);
   const auto mask = static_cast<__mmask16>(first(p.n - column) & (0xffffU << (16 * tile - column)));
-  alignas(64) __m512 rows[16];
+  alignas(64) __m512i rows[16];
 #pragma GCC unroll 16
-  for (int j = 0; j < 16; ++j) rows[j] = _mm512_castsi512_ps(r[j]);
-  for (int j = 0; j < std::min<int64_t>(16, p.rows - b.row); ++j) store16(p.out, b.row + j, column, rows[j], mask);
+  for (int j = 0; j < 16; ++j) _mm512_store_si512(rows + j, r[j]);
+  for (int j = 0; j < std::min<int64_t>(16, p.rows - b.row); ++j)
+    store16(p.out, b.row + j, column, _mm512_castsi512_ps(rows[j]), mask);
 }
 
-/// A block of 32 whole columns in bfloat16: rounded in pairs of columns, then transposed to rows in `to`.
-[[gnu::always_inline]] inline void transpose_pairs(const LeftProduct& p, const LeftBlock& b, __m512i* to) {
-  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+/// A block of 16 whole columns in bfloat16, rounded in pairs of columns and then transposed, to rows `next` bytes
+/// apart.
+[[gnu::always_inline]] inline void finish_pairs(const LeftProduct& p, const LeftBlock& b, char* to, int64_t next) {
+  const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
   const __m512 scales = row_scales(p, b.row);
   const float* bias = b.tiles->bias + 16 * b.tile;
   const auto sum = [&](int i) {
-    return _mm512_fmadd_ps(scales, _mm512_set1_ps(bias[i]), _mm512_load_ps(b.c[i / 16] + 16 * (i % 16)));
+    return _mm512_fmadd_ps(scales, _mm512_set1_ps(bias[i]), _mm512_load_ps(b.c + 16 * i));
   };
-  __m512i r[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) r[i] = _mm512_permutexvar_epi16(order, pack_bf16(sum(2 * i), sum(2 * i + 1)));
-  transpose16(r);
-#pragma GCC unroll 16
-  for (int j = 0; j < 16; ++j) _mm512_store_si512(to + j, r[j]);
+  __m512i v[8], t[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) v[i] = _mm512_permutexvar_epi16(pairs, pack_bf16(sum(2 * i), sum(2 * i + 1)));
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+  }
+  // v[j]: the first four pairs of row 4·lane + j, v[4 + j]: the others.
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    v[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    v[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    v[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    v[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  const auto put = [&](int row, __m256i values) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + row * next), values);
+  };
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    const __m512i first = _mm512_permutex2var_epi64(v[j], low, v[4 + j]);
+    const __m512i last = _mm512_permutex2var_epi64(v[j], high, v[4 + j]);
+    put(j, _mm512_castsi512_si256(first));
+    put(4 + j, _mm512_extracti64x4_epi64(first, 1));
+    put(8 + j, _mm512_castsi512_si256(last));
+    put(12 + j, _mm512_extracti64x4_epi64(last, 1));
+  }
 }
 
-/// Whether a block has 32 whole columns in bfloat16.
-inline bool in_pairs(const LeftProduct& p, const LeftBlock& b) {
-  return b.c[1] && p.out.dtype == at::kBFloat16 && 16 * (b.tiles->first + b.tile) + 32 <= p.n;
+[[gnu::always_inline]] inline void finish_block(const LeftProduct& p, const LeftBlock& b) {
+  const int64_t column = 16 * (b.tiles->first + b.tile);
+  if (p.out.dtype != at::kBFloat16 || column + 16 > p.n) return finish_any(p, b);
+  char* to = p.out.at(b.row, column);
+  const int64_t next = p.out.ld * 2, rows = p.rows - b.row;
+  if (rows >= 16) return finish_pairs(p, b, to, next);
+  alignas(32) __m256i all[16];
+  finish_pairs(p, b, reinterpret_cast<char*>(all), 32);
+  for (int64_t j = 0; j < rows; ++j) _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + j * next), all[j]);
 }
-
-/// Rows that are rounded and have to be stored, one by one.
-struct LeftRows {
-  const __m512i* from = nullptr;
-  char* to = nullptr;
-  int64_t next = 0;
-  int count = 0;
-
-  [[gnu::always_inline]] void step() {
-    if (count == 0) return;
-    _mm512_storeu_si512(to, _mm512_load_si512(from++));
-    to += next;
-    --count;
-  }
-  void finish() {
-    while (count > 0) step();
-  }
-};
 
 /// Tiles 0 to 3 += two tiles of W by 32 rows, for one step; W or X stays in L1, the other is loaded past it.
 template <bool kKeepW>
@@ -141,20 +154,22 @@ class WayAhead {
     used_ = reinterpret_cast<const char*>(from);
     if (next_ < used_ || next_ > used_ + 2 * kLead) next_ = used_;
   }
-  /// W is used up to `to` within so many steps.
-  void pace(const Bf16* to, int64_t steps) {
+  /// W is used up to `to` within so many steps. With `sparse` the hardware fills in the lines between.
+  void pace(const Bf16* to, int64_t steps, bool sparse) {
     const auto* end = reinterpret_cast<const char*>(to) + kLead;
-    const int64_t lines = end > next_ ? (end - next_) / 64 : 0;
+    apart_ = sparse ? 512 : 64;
+    const int64_t lines = end > next_ ? (end - next_) / apart_ : 0;
     per_step_ = static_cast<int>((lines + steps - 1) / std::max<int64_t>(steps, 1));
   }
   [[gnu::always_inline]] void step() {
-    for (int i = 0; i < per_step_; ++i, next_ += 64) _mm_prefetch(next_, _MM_HINT_T1);
+    for (int i = 0; i < per_step_; ++i, next_ += apart_) _mm_prefetch(next_, _MM_HINT_T1);
   }
 
  private:
   static constexpr int64_t kLead = 64 << 10;
   const char *used_ = nullptr, *next_ = nullptr;
   int per_step_ = 0;
+  int64_t apart_ = 64;
 };
 
 /// Multiplies tiles of W by packed rows. One for each thread.
@@ -166,15 +181,14 @@ class LeftMultiplier {
   void run(const LeftProduct& p, int64_t begin, int64_t end) {
     p_ = p;
     steps_ = p.steps();
-    half_ = std::max(1, steps_ / 2);
-    rows_per_step_ = (16 + half_ - 1) / half_;
+    often_ = std::max(1, steps_ / 4);
     const TileConfig config;
     const int64_t panel = static_cast<int64_t>(steps_) * 2 * kTile;
     const int64_t most = std::max<int64_t>(1, kFarBytes / 2 / panel) * kPanel;
     for (int64_t row = 0; row < p_.rows; row += most) {
       const int64_t rows = std::min(most, p_.rows - row);
       ahead_.start(p_.w + p_.start(begin) * p_.k);
-      ahead_.pace(p_.w + p_.start(begin) * p_.k, (rows + kPanel - 1) / kPanel * steps_);
+      ahead_.pace(p_.w + p_.start(begin) * p_.k, (rows + kPanel - 1) / kPanel * steps_, rows <= kPanel);
       pack(row, rows);
       const int64_t together = rows > 16 ? 2 : kMostTiles;  // two stay in L1 while the rows go by
       for (int64_t t = begin; t < end; t += together)
@@ -210,7 +224,7 @@ class LeftMultiplier {
   /// Tiles from t on, by the packed rows.
   void multiply_rows(int64_t t, int count, int64_t row, int64_t rows) {
     const auto& w = open(t, count);
-    ahead_.pace(p_.w + p_.start(t + count) * p_.k, (rows + kPanel - 1) / kPanel * w.full);
+    ahead_.pace(p_.w + p_.start(t + count) * p_.k, (rows + kPanel - 1) / kPanel * w.full, rows <= kPanel);
     const Bf16* x = scratch_.far;
     int64_t r = 0;
     for (; rows - r > 16; r += kPanel, x += 2 * kTile * steps_)
@@ -255,14 +269,12 @@ class LeftMultiplier {
     for (int s = 0; s < w.full; ++s, a += w.step, b += w.step) {
       left_step<kKeepW>(a, b, w.stride, x);
       x += 2 * kTile;
-      side(s);
+      side();
     }
     if (w.tail) left_step<kKeepW>(w.tail, w.tail + kTile, 64, x);
     const float* c = keep();
-    const bool two = w.count > 1;
-    waiting_[0] = {&w, row, 0, {c, two ? c + 512 : nullptr}};
-    waiting_[1] = {&w, row + 16, 0, {c + 256, two ? c + 768 : nullptr}};
-    left_ = 2;
+    for (int i = 0; i < 2 * w.count; ++i) waiting_[i] = {&w, i / 2, row + 16 * (i % 2), c + 256 * i};
+    left_ = 2 * w.count;
   }
 
   /// All tiles by 16 rows.
@@ -285,13 +297,12 @@ class LeftMultiplier {
     };
     for (int s = 0; s < w.full; ++s, a += w.step, b += w.step, c += w.step, d += w.step) {
       step(a, b, c, d, w.stride);
-      side(s);
+      side();
     }
     if (w.tail) step(w.tail, w.tail + kTile, w.tail + 2 * kTile, w.tail + 3 * kTile, 64);
     const float* sums = keep();
-    waiting_[0] = {&w, row, 0, {sums, w.count > 1 ? sums + 256 : nullptr}};
-    waiting_[1] = {&w, row, 2, {sums + 512, w.count > 3 ? sums + 768 : nullptr}};
-    left_ = w.count > 2 ? 2 : 1;
+    for (int i = 0; i < w.count; ++i) waiting_[i] = {&w, i, row, sums + 256 * i};
+    left_ = w.count;
   }
 
   static void zero() {
@@ -302,15 +313,17 @@ class LeftMultiplier {
   }
 
   /// Some of the work of the square before, and of the way of the next tiles, under the products of a step.
-  [[gnu::always_inline]] void side(int step) {
+  [[gnu::always_inline]] void side() {
     ahead_.step();
-    for (int i = 0; i < rows_per_step_; ++i) rows_.step();
-    if (left_ > 0 && (step == 0 || step == half_)) finish_one();
+    if (left_ > 0 && --until_ <= 0) {
+      finish_one();
+      until_ = often_;
+    }
   }
 
   /// Stores the four tiles of sums.
   const float* keep() {
-    while (left_ > 0) finish_one();
+    finish();
     turn_ ^= 1;
     float* c = scratch_.square[turn_];
     _tile_stored(0, c, 64);
@@ -319,34 +332,21 @@ class LeftMultiplier {
     _tile_stored(3, c + 768, 64);
     return c;
   }
-  void finish_one() {
+  [[gnu::always_inline]] void finish_one() {
     const auto& b = waiting_[--left_];
-    rows_.finish();
     tile_fence();
-    if (b.row >= p_.rows) return;
-    if (in_pairs(p_, b)) {
-      transpose_pairs(p_, b, ready_);
-      rows_ = {ready_, p_.out.at(b.row, 16 * (b.tiles->first + b.tile)), p_.out.ld * 2,
-               static_cast<int>(std::min<int64_t>(16, p_.rows - b.row))};
-    } else {
-      finish_tile(p_, b, 0);
-      if (b.c[1]) finish_tile(p_, b, 1);
-    }
+    if (b.row < p_.rows) finish_block(p_, b);
     tile_fence();
   }
   void finish() {
     while (left_ > 0) finish_one();
-    rows_.finish();
   }
 
   LeftProduct p_;
-  int steps_ = 0, half_ = 1;
+  int steps_ = 0, often_ = 1, until_ = 0;
   Scratch& scratch_;
   LeftTiles tiles_[2];  // those at work, and those whose sums still wait
-  LeftBlock waiting_[2];
-  alignas(64) __m512i ready_[16];
-  LeftRows rows_;
-  int rows_per_step_ = 16;
+  LeftBlock waiting_[4];
   int left_ = 0, which_ = 0, turn_ = 0;
   WayAhead ahead_;
 };
