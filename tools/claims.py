@@ -8,6 +8,7 @@
     tools/claims.py kernels              the same for the kernels and fusions
     tools/claims.py parallel             the same for linears over ranks and their communication
     tools/claims.py grouped              the same for groups of rows
+    tools/claims.py compat               the same for code written for Transformer Engine
 
 A row is a claim and the commands that show it: tests, a benchmark with a bound, or a script. This file only runs them
 and compares. Needs the Python of the environment that has torch; builds what is missing.
@@ -362,7 +363,7 @@ CLAIMS = {
         Row(4, "bad splits and buffers raise; rows of no group are 0 in fresh memory, untouched in the caller's",
             (pytest("tests/python/test_grouped.py", "-k", "bad or tail or padded or buffer or alias"),)),
         Row(5, "no split is read outside a kernel: meta device, shut page, replay; each proof fails if one is",
-            (ctest("release", r"GraphSafety"),)),
+            (every_tier(ctest("release", r"GraphSafety")),)),
         Row(6, "grouped forward / one dense at::mm, rate: 8x128 >= 1.0, 32x32 >= 0.6, 64x8 >= 0.2, Zipf >= 0.8",
             (suite("grouped", quick_only="at_least"),)),
         Row(7, "grouped SwiGLU MLP into main_grad, eager loop / weft and _grouped_mm / weft: >= 3",
@@ -375,6 +376,16 @@ CLAIMS = {
         Row(10, "peak memory of a step / eager's: <= 0.6; allocations do not grow with experts",
             (script(sys.executable, "benchmarks/python/grouped.py", "--memory",
                     figure=r"(?m)^.*(?:peak|allocations).*$", if_quick=("--quick",)),)),
+    ),
+    "compat": (
+        Row(3, "every unquantized name of the reference's pytorch.ops resolves and behaves; the rest is listed",
+            (pytest("tests/python/test_compat.py", "-k", "name or page or megatron"),
+             pytest("tests/python/test_every_op.py"))),
+        Row(4, "module face: parameter names, shapes, state_dict keys, main_grad handshake, values and gradients",
+            (pytest("tests/python/test_compat.py", "-k", "module or attention or layer or permute or router"),
+             pytest("tests/dist/test_compat.py"))),
+        Row(6, "install(): real package present, twice, after a failed import, in a subprocess, under pytest",
+            (pytest("tests/python/test_compat.py", "-k", "install or script or recipes or high_precision"),)),
     ),
 }  # fmt: skip
 

@@ -109,7 +109,7 @@ static Tier scaled_tier(const at::Tensor& scales, const at::Tensor& x, const at:
 
 at::Tensor scaled_activation_forward(const Act& act, const at::Tensor& x, const at::Tensor& scales) {
   const auto tier = scaled_tier(scales, x);
-  if (tier == Tier::ref) return ref::scaled_activation_forward(act, x, scales);
+  if (tier == Tier::ref) return launch_aten([=] { return ref::scaled_activation_forward(act, x, scales); });
   auto y = output(act, x);
   launch([=] {
     Problem problem(act, x);
@@ -125,7 +125,12 @@ std::pair<at::Tensor, at::Tensor> scaled_activation_backward(const Act& act, con
                                                              const at::Tensor& scales, bool dx_wanted, bool ds_wanted) {
   if (!dx_wanted && !ds_wanted) return {};
   const auto tier = scaled_tier(scales, x, dy);
-  if (tier == Tier::ref) return ref::scaled_activation_backward(act, dy, x, scales, dx_wanted, ds_wanted);
+  if (tier == Tier::ref) {
+    const auto both = [=](bool dx, bool ds) { return ref::scaled_activation_backward(act, dy, x, scales, dx, ds); };
+    if (!launch_watcher()) return both(dx_wanted, ds_wanted);
+    return {launch_aten([=] { return both(dx_wanted, false).first; }),
+            launch_aten([=] { return both(false, ds_wanted).second; })};
+  }
   at::Tensor dx, ds;
   if (dx_wanted) dx = fresh(x.sizes(), x.scalar_type());
   if (ds_wanted) ds = fresh(scales.sizes(), scales.scalar_type());

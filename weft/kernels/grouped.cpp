@@ -3,7 +3,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/sum.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 
@@ -40,12 +39,6 @@ at::Tensor GroupedMatrix::matrix(int64_t g) const {
 }
 
 namespace {
-
-/// Torch's autograd and autocast are off in a launch, also where it runs again.
-struct Plainly {
-  c10::impl::ExcludeDispatchKeyGuard guard{c10::autograd_dispatch_keyset_with_ADInplaceOrView |
-                                           c10::autocast_dispatch_keyset};
-};
 
 /// Whether loops can read and write all of these; undefined ones do not count.
 bool bare(const at::Tensor& t) { return !t.defined() || vector_tier(t) != Tier::ref; }
@@ -107,7 +100,6 @@ at::Tensor grouped_gemm(const GroupIndex& index, const at::Tensor& x, const Grou
   const auto way = way_of(e.path, x, fits, w);
   const GroupedProduct call{x, w, transposed, e.bias, e.scales, out};
   launch([=] {
-    const Plainly plainly;
     const OpenIndex open(index, call.x.sizes()[0]);
     if (clear) clear_tail(open, call.out);
     if (way == Way::tiles) return amx::grouped_gemm(open, call);
@@ -125,7 +117,6 @@ void grouped_weight_gradient(const GroupIndex& index, const at::Tensor& dy, cons
   const auto way = way_of(path, x, bare(dy) && bare(out) && gapless(dy) && gapless(x), out);
   const GroupedGradient call{dy, x, out, add};
   launch([=] {
-    const Plainly plainly;
     const OpenIndex open(index, call.x.sizes()[0]);
     if (way == Way::tiles) return amx::grouped_weight_gradient(open, call);
     if (way == Way::rows) return grouped_rows(vector_tier(call.x), open, call);
@@ -159,7 +150,6 @@ GroupedBiasGradient grouped_bias_gradient(const GroupIndex& index, const at::Ten
   const GroupedBiasSums call{dy, scales, bias, out.db, out.ds};
   const bool fits = bare(dy) && bare(scales) && bare(bias) && gapless(dy);
   launch([=] {
-    const Plainly plainly;
     const OpenIndex open(index, call.dy.sizes()[0]);
     if (call.ds.defined()) clear_tail(open, call.ds);
     fits ? grouped_rows(vector_tier(call.dy), open, call) : split_bias_sums(open, call);

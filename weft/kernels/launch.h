@@ -1,4 +1,7 @@
 #pragma once
+#include <ATen/core/Tensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
 #include <functional>
 #include <utility>
 #include <vector>
@@ -23,12 +26,30 @@ class LaunchWatcher {
 LaunchWatcher* watch_launches(LaunchWatcher* watcher);
 LaunchWatcher* launch_watcher();
 
+/// Torch's autograd and autocast are off while it lives: in a launch, also where that runs again.
+struct Plainly {
+  c10::impl::ExcludeDispatchKeyGuard guard{c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+                                           c10::autocast_dispatch_keyset};
+};
+
 /// Runs `step`. It owns its buffers, reads their contents only now, and decides nothing by what it read that was
 /// decided before: sizes and addresses are those it was made with.
 template <class Step>
 void launch(Step step) {
-  if (auto* watcher = launch_watcher()) return watcher->run(Launch(std::move(step)));
-  step();
+  auto plain = [step = std::move(step)] {
+    const Plainly plainly;
+    step();
+  };
+  if (auto* watcher = launch_watcher()) return watcher->run(Launch(std::move(plain)));
+  plain();
+}
+
+/// What `compute()` returns, a tensor; if launches are watched, in memory that is written again when it runs again.
+template <class Compute>
+at::Tensor launch_aten(Compute compute) {
+  auto result = compute();
+  if (launch_watcher() && result.defined()) launch([=] { result.copy_(compute()); });
+  return result;
 }
 
 /// Keeps the launches that run while it lives, and runs them again.

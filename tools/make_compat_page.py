@@ -1,0 +1,102 @@
+#!/usr/bin/env python3
+"""Writes docs/compat.md from the tables in weft.compat.names. With --check it only compares."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "compat.md"
+sys.path.insert(0, str(ROOT / "python"))
+
+HEAD = """# Code written for Transformer Engine
+
+<!-- written by tools/make_compat_page.py -->
+
+Code that imports `transformer_engine` runs on weft, on a machine without a GPU, when it is told to:
+
+```python
+from weft.compat import transformer_engine
+
+transformer_engine.install()
+import transformer_engine.pytorch as te
+```
+
+or, with the script left as it is, `python -m weft.compat script.py arguments`. Nothing happens by itself: `import weft` leaves
+the name alone.
+
+| call | what it does |
+|---|---|
+| `install()` | from now on `import transformer_engine` is weft, in this process. ImportError where the real package is installed or was imported |
+| `install(replace=True)` | the same even then; modules of the real package that were imported are put aside |
+| `install(recipes="high_precision")` | quantized regions run unquantized, with one warning. By default they raise |
+| a second `install()` | changes nothing, but `recipes` if it is given |
+| after an import that failed | the same rules: a package that is installed but does not import still counts as installed |
+| in a subprocess | it is active where it was called only; a child that is started anew calls it again |
+| `uninstall()` | the name is free again; what was put aside comes back |
+| `python -m weft.compat` | `--replace` and `--high-precision` as above; `-m package.module` runs a module |
+
+A name that is absent raises AttributeError (ImportError from `from … import`) with the reason given here, so that code which
+asks before it uses a feature goes on without it.
+
+## How module classes behave
+
+- Parameters, `state_dict` keys and arguments are the reference's: `weight`, `bias`, `layer_norm_weight`, `layer_norm_bias`,
+  `fc1_weight`, `fc1_bias`, `fc2_weight`, `fc2_bias`, `weight0`, `bias0`, `query_weight`, …, and `_extra_state`, which is
+  empty. A checkpoint without `_extra_state` loads.
+- The default device is torch's, not CUDA.
+- The bias of a row linear is one of all ranks, added after the sum. Under sequence parallelism it and the norms' Parameters
+  carry `.sequence_parallel = True` and hold the gradient of this rank's rows; who trains sums them over the ranks, as
+  Megatron does.
+- `fuse_wgrad_accumulation` writes weight gradients into `main_grad`; `is_first_microbatch=True` overwrites it in that call.
+- `delay_wgrad_compute` leaves weight gradients to `backward_dw()`; biases get theirs in backward.
+- Replaced Parameters count from the next call; `.to()`, `deepcopy` and FSDP see this module's Parameters only.
+"""
+
+
+def table(rows: list[tuple[str, str, str]]) -> str:
+    lines = ["| name | | |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| `{name}` | {verdict} | {note} |" for name, verdict, note in rows)])
+
+
+def rows(present: dict[str, str], absent: dict[str, str]) -> list[tuple[str, str, str]]:
+    found = [(name, "same" if note == "same" else "differs", "" if note == "same" else note) for name, note in present.items()]
+    return sorted([*found, *((name, "absent", why) for name, why in absent.items())], key=lambda row: row[0].lower())
+
+
+def page() -> str:
+    from weft.compat import names
+
+    namespace = rows({name: note for name, (_, note) in names.PRESENT.items()}, names.ABSENT)
+    operations = rows({name: names.OPS_DIFFER.get(name, "same") for name in names.REFERENCE_OPS}, names.OPS_ABSENT)
+    others = [
+        (module, ", ".join(f"`{name}`" for name in sorted(held)))
+        for module, held in names.MODULES.items()
+        if held and module not in ("transformer_engine.pytorch", "transformer_engine.pytorch.ops")
+    ]
+    return "\n".join(
+        [
+            HEAD,
+            "## `transformer_engine.pytorch`\n",
+            table(namespace),
+            "\n## `transformer_engine.pytorch.ops`\n",
+            table(operations),
+            "\nWeft's own operations are in the same module. What differs in all of them is in the [README](../README.md).\n",
+            "## Other modules\n",
+            "| module | names |\n|---|---|",
+            *(f"| `{module}` | {held} |" for module, held in others),
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    text = page()
+    if "--check" in sys.argv[1:]:
+        sys.exit(0 if PAGE.read_text() == text else f"{PAGE.relative_to(ROOT)} is old: run tools/make_compat_page.py")
+    PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
