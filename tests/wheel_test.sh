@@ -14,7 +14,7 @@ echo "wheel: build"
 wheel=$(echo "$work"/dist/weft-*.whl)
 names=$("$python" -m zipfile -l "$wheel")
 for name in 'weft/_C\.[^ ]*so' weft/lib/libweft.so weft/lib/cmake/weft/weftConfig.cmake weft/include/weft/ \
-            weft/py.typed weft/_C.pyi weft/ops.pyi LICENSE; do
+            weft/py.typed weft/_C.pyi weft/ops.pyi weft/compat/__main__.py LICENSE; do
   grep -q -- "$name" <<<"$names" || { echo "wheel: $name is not in $(basename "$wheel")" >&2; exit 1; }
 done
 

@@ -383,7 +383,7 @@ CLAIMS = {
              pytest("tests/python/test_every_op.py"))),
         Row(4, "module face: parameter names, shapes, state_dict keys, main_grad handshake, values and gradients",
             (pytest("tests/python/test_compat.py", "-k", "module or attention or layer or permute or router"),
-             pytest("tests/dist/test_compat.py"))),
+             pytest("tests/dist/test_compat_parallel.py"))),
         Row(6, "install(): real package present, twice, after a failed import, in a subprocess, under pytest",
             (pytest("tests/python/test_compat.py", "-k", "install or script or recipes or high_precision"),)),
     ),

@@ -23,33 +23,33 @@ transformer_engine.install()
 import transformer_engine.pytorch as te
 ```
 
-or, with the script left as it is, `python -m weft.compat script.py arguments`. Nothing happens by itself: `import weft` leaves
-the name alone.
+or, with the script left as it is, `python -m weft.compat script.py arguments`. Nothing happens by itself: `import weft`
+leaves the name alone.
 
 | call | what it does |
 |---|---|
-| `install()` | from now on `import transformer_engine` is weft, in this process. ImportError where the real package is installed or was imported |
-| `install(replace=True)` | the same even then; modules of the real package that were imported are put aside |
+| `install()` | `import transformer_engine` is weft in this process; ImportError where the real one is |
+| `install(replace=True)` | the same even then; what was imported of the real package is put aside |
 | `install(recipes="high_precision")` | quantized regions run unquantized, with one warning. By default they raise |
 | a second `install()` | changes nothing, but `recipes` if it is given |
-| after an import that failed | the same rules: a package that is installed but does not import still counts as installed |
+| after an import that failed | the same: a package that is installed but does not import is installed |
 | in a subprocess | it is active where it was called only; a child that is started anew calls it again |
 | `uninstall()` | the name is free again; what was put aside comes back |
 | `python -m weft.compat` | `--replace` and `--high-precision` as above; `-m package.module` runs a module |
 
-A name that is absent raises AttributeError (ImportError from `from … import`) with the reason given here, so that code which
-asks before it uses a feature goes on without it.
+The real one counts as present where it is installed or was imported. A name that is absent raises AttributeError
+(ImportError from `from … import`) with the reason given here, so that code which asks first goes on without it.
 
 ## How module classes behave
 
-- Parameters, `state_dict` keys and arguments are the reference's: `weight`, `bias`, `layer_norm_weight`, `layer_norm_bias`,
-  `fc1_weight`, `fc1_bias`, `fc2_weight`, `fc2_bias`, `weight0`, `bias0`, `query_weight`, …, and `_extra_state`, which is
-  empty. A checkpoint without `_extra_state` loads.
+- Parameters, `state_dict` keys and arguments are the reference's: `weight`, `bias`, `layer_norm_weight`,
+  `layer_norm_bias`, `fc1_weight`, `fc1_bias`, `fc2_weight`, `fc2_bias`, `weight0`, `bias0`, `query_weight`, …, and
+  `_extra_state`, which is empty. A checkpoint without `_extra_state` loads.
 - The default device is torch's, not CUDA.
-- The bias of a row linear is one of all ranks, added after the sum. Under sequence parallelism it and the norms' Parameters
-  carry `.sequence_parallel = True` and hold the gradient of this rank's rows; who trains sums them over the ranks, as
-  Megatron does.
-- `fuse_wgrad_accumulation` writes weight gradients into `main_grad`; `is_first_microbatch=True` overwrites it in that call.
+- The bias of a row linear is one of all ranks, added after the sum. Under sequence parallelism it and the norms'
+  Parameters carry `.sequence_parallel = True` and hold the gradient of this rank's rows; who trains sums them over the
+  ranks, as Megatron does. (`weft.ops.Linear(replicated_bias=True)` sums by itself.)
+- `fuse_wgrad_accumulation` adds weight gradients to `main_grad`; `is_first_microbatch=True` overwrites it in that call.
 - `delay_wgrad_compute` leaves weight gradients to `backward_dw()`; biases get theirs in backward.
 - Replaced Parameters count from the next call; `.to()`, `deepcopy` and FSDP see this module's Parameters only.
 """
@@ -61,7 +61,10 @@ def table(rows: list[tuple[str, str, str]]) -> str:
 
 
 def rows(present: dict[str, str], absent: dict[str, str]) -> list[tuple[str, str, str]]:
-    found = [(name, "same" if note == "same" else "differs", "" if note == "same" else note) for name, note in present.items()]
+    found = [
+        (name, "same" if note == "same" else "differs", "" if note == "same" else note)
+        for name, note in present.items()
+    ]
     return sorted([*found, *((name, "absent", why) for name, why in absent.items())], key=lambda row: row[0].lower())
 
 
@@ -82,7 +85,7 @@ def page() -> str:
             table(namespace),
             "\n## `transformer_engine.pytorch.ops`\n",
             table(operations),
-            "\nWeft's own operations are in the same module. What differs in all of them is in the [README](../README.md).\n",
+            "\nWeft's own operations are there too. What differs in all of them is in the [README](../README.md).\n",
             "## Other modules\n",
             "| module | names |\n|---|---|",
             *(f"| `{module}` | {held} |" for module, held in others),

@@ -1,0 +1,224 @@
+"""TransformerLayer, from the other module classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .distributed import dropout
+from .mlp import LayerNormMLP
+from .module import check_unused
+from .multihead import MultiheadAttention
+from .norm import LayerNorm, RMSNorm
+
+
+class DropPath(torch.nn.Module):
+    """Leaves out a branch for whole samples, with probability `drop_prob`; samples are counted by dimension `batch`."""
+
+    def __init__(self, drop_prob: float = 0.0, batch: int = 0) -> None:
+        super().__init__()
+        self.drop_prob, self.batch = drop_prob, batch
+
+    def forward(self, branch: torch.Tensor) -> torch.Tensor:
+        if not self.drop_prob or not self.training:
+            return branch
+        shape = [size if i == self.batch else 1 for i, size in enumerate(branch.shape)]
+        kept = torch.rand(shape, device=branch.device) >= self.drop_prob
+        return branch * kept.to(branch.dtype) / (1 - self.drop_prob)
+
+
+class TransformerLayer(torch.nn.Module):
+    """x + attention(norm(x)), then + mlp(norm(·)); a decoder layer attends to `encoder_output` between the two.
+
+    Submodules: `self_attention`, `inter_attention` of a decoder, `layernorm_mlp`, and `layernorm` with
+    `output_layernorm`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        num_gqa_groups: int | None = None,
+        layernorm_epsilon: float = 1e-5,
+        hidden_dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        output_layer_init_method: Callable[[torch.Tensor], Any] | None = None,
+        layer_number: int | None = None,
+        kv_channels: int | None = None,
+        self_attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        enc_dec_attn_mask_type: str = "no_mask",
+        enc_dec_window_size: tuple[int, int] | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        params_dtype: torch.dtype | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        sequence_parallel: bool = False,
+        apply_residual_connection_post_layernorm: bool = False,
+        output_layernorm: bool = False,
+        parallel_attention_mlp: bool = False,
+        layer_type: str = "encoder",
+        drop_path_rate: float = 0.0,
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        rotary_pos_interleaved: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        bias: bool = True,
+        activation: str = "gelu",
+        activation_params: dict[str, Any] | None = None,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        attn_input_format: str = "sbhd",
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        softmax_type: str = "vanilla",
+        **unused: Any,
+    ) -> None:
+        check_unused(self, unused)
+        super().__init__()
+        if layer_type not in ("encoder", "decoder"):
+            raise ValueError(f"TransformerLayer: layer_type is {layer_type!r}, expected 'encoder' or 'decoder'")
+        self.layer_type, self.hidden_dropout, self.layer_number = layer_type, hidden_dropout, layer_number
+        self.post_norm_residual = apply_residual_connection_post_layernorm
+        self.parallel_attention_mlp, self.output_layernorm = parallel_attention_mlp, output_layernorm
+        self.self_attn_mask_type, self.window_size = self_attn_mask_type, window_size
+        self.enc_dec_attn_mask_type, self.enc_dec_window_size = enc_dec_attn_mask_type, enc_dec_window_size
+        self.get_rng_state_tracker = get_rng_state_tracker if sequence_parallel else None
+        common = {
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "set_parallel_mode": set_parallel_mode,
+            "sequence_parallel": sequence_parallel,
+            "params_dtype": params_dtype,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "init_method": init_method,
+            "output_layer_init_method": output_layer_init_method,
+            "zero_centered_gamma": zero_centered_gamma,
+            "normalization": normalization,
+            "bias": bias,
+            "device": device,
+            "return_bias": not parallel_attention_mlp,
+            "return_layernorm_output": apply_residual_connection_post_layernorm,
+        }
+        attention = common | {
+            "hidden_size": hidden_size,
+            "num_attention_heads": num_attention_heads,
+            "num_gqa_groups": num_gqa_groups,
+            "kv_channels": kv_channels,
+            "attention_dropout": attention_dropout,
+            "layernorm_epsilon": layernorm_epsilon,
+            "layer_number": layer_number,
+            "fuse_qkv_params": fuse_qkv_params,
+            "qkv_weight_interleaved": qkv_weight_interleaved,
+            "qkv_format": attn_input_format,
+            "rotary_pos_interleaved": rotary_pos_interleaved,
+            "qk_norm_type": qk_norm_type,
+            "qk_norm_eps": qk_norm_eps,
+            "qk_norm_before_rope": qk_norm_before_rope,
+            "softmax_type": softmax_type,
+        }
+        mlp = common | {"eps": layernorm_epsilon, "activation": activation, "activation_params": activation_params}
+        self._make_parts(attention, mlp | {"hidden_size": hidden_size, "ffn_hidden_size": ffn_hidden_size})
+        self.drop_path = DropPath(drop_path_rate, attn_input_format.index("b")) if drop_path_rate > 0 else None
+        if output_layernorm:
+            norm = LayerNorm if normalization == "LayerNorm" else RMSNorm
+            marks = {"sequence_parallel": sequence_parallel, "zero_centered_gamma": zero_centered_gamma}
+            self.layernorm = norm(hidden_size, eps=layernorm_epsilon, params_dtype=params_dtype, device=device, **marks)
+
+    def _make_parts(self, attention: dict[str, Any], mlp: dict[str, Any]) -> None:
+        self.self_attention = MultiheadAttention(
+            attn_mask_type=self.self_attn_mask_type,
+            window_size=self.window_size,
+            input_layernorm=not self.output_layernorm,
+            **attention,
+        )
+        if self.layer_type == "decoder":
+            kind = self.enc_dec_attn_mask_type
+            self.inter_attention = MultiheadAttention(
+                attn_mask_type=kind, input_layernorm=True, attention_type="cross", **attention
+            )
+        self.layernorm_mlp = LayerNormMLP(**mlp)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """The ranks that share this layer."""
+        for child in self.children():
+            if hasattr(child, "set_tensor_parallel_group"):
+                child.set_tensor_parallel_group(tp_group)
+
+    def _residual(self, results: Any, residual: torch.Tensor) -> torch.Tensor:
+        """residual + dropout(branch + bias); with `post_norm_residual` what the norm gave is the residual."""
+        results = list(results) if isinstance(results, tuple) else [results]
+        normed = (
+            results.pop() if self.post_norm_residual and len(results) > 1 + (not self.parallel_attention_mlp) else None
+        )
+        branch = results[0] if len(results) == 1 or not results[1].numel() else results[0] + results[1]
+        branch = dropout(branch, self.hidden_dropout, self.training, self.get_rng_state_tracker)
+        branch = branch if self.drop_path is None else self.drop_path(branch)
+        return branch + (residual if normed is None else normed)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Any = None,
+        self_attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        encoder_output: torch.Tensor | None = None,
+        enc_dec_attn_mask: Any = None,
+        enc_dec_attn_mask_type: str | None = None,
+        enc_dec_window_size: tuple[int, int] | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: Any = None,
+        rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        attended = self.self_attention(
+            hidden_states,
+            attention_mask,
+            attn_mask_type=self_attn_mask_type or self.self_attn_mask_type,
+            window_size=window_size if window_size is not None else self.window_size,
+            is_first_microbatch=is_first_microbatch,
+            checkpoint_core_attention=checkpoint_core_attention,
+            inference_params=inference_params,
+            rotary_pos_emb=rotary_pos_emb,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias,
+            alibi_slopes=alibi_slopes,
+        )
+        if self.parallel_attention_mlp:
+            return self._finish(self._both(attended, hidden_states, is_first_microbatch))
+        x = self._residual(attended, hidden_states)
+        if self.layer_type == "decoder":
+            crossed = self.inter_attention(
+                x,
+                enc_dec_attn_mask,
+                encoder_output=encoder_output,
+                attn_mask_type=enc_dec_attn_mask_type or self.enc_dec_attn_mask_type,
+                window_size=enc_dec_window_size if enc_dec_window_size is not None else self.enc_dec_window_size,
+                is_first_microbatch=is_first_microbatch,
+                checkpoint_core_attention=checkpoint_core_attention,
+            )
+            x = self._residual(crossed, x)
+        return self._finish(self._residual(self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch), x))
+
+    def _both(self, attended: Any, x: torch.Tensor, first: bool | None) -> torch.Tensor:
+        """Attention and MLP side by side, from the same input."""
+        attended = attended[0] if isinstance(attended, tuple) else attended
+        mlp = self.layernorm_mlp(x, is_first_microbatch=first)
+        return self._residual(attended + (mlp[0] if isinstance(mlp, tuple) else mlp), x)
+
+    def _finish(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layernorm(x) if self.output_layernorm else x

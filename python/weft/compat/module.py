@@ -1,0 +1,318 @@
+"""What the module classes share: Parameters under the reference's names, read by pipelines of weft's operations."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .. import ops
+from ..native import forgive_extra_state
+from . import recipes
+
+# Arguments about names and about the GPU's buffers and kernels: taken, and without effect on the result.
+_UNUSED = {
+    "bias_dropout_fusion", "micro_batch_size", "name", "rng_tracker_name", "save_original_input", "seq_length",
+    "symmetric_ar_type", "ub_atomic_gemm_ag", "ub_atomic_gemm_rs", "ub_bulk_dgrad", "ub_bulk_wgrad", "ub_name",
+    "ub_overlap_ag", "ub_overlap_ag_dgrad", "ub_overlap_ag_fprop", "ub_overlap_rs", "ub_overlap_rs_dgrad",
+    "ub_overlap_rs_fprop", "ub_tp_comm_overlap", "use_grouped_tensor",
+}  # fmt: skip
+
+NORMS = {"LayerNorm": ops.LayerNorm, "RMSNorm": ops.RMSNorm}
+
+
+def check_unused(owner: Any, given: dict[str, Any]) -> None:
+    """A TypeError for an argument that is not one of the reference's."""
+    for name in given:
+        if name not in _UNUSED:
+            raise TypeError(f"{type(owner).__name__}.__init__() got an unexpected keyword argument {name!r}")
+
+
+def normal_init(weight: torch.Tensor) -> torch.Tensor:
+    """The reference's first weights: normal, standard deviation 0.023."""
+    return torch.nn.init.normal_(weight, mean=0.0, std=0.023)
+
+
+@dataclass
+class Pipeline:
+    """Operations in order, and whose Parameter each of theirs is: (operation, its name, the module's name)."""
+
+    operations: list[torch.nn.Module] = field(default_factory=list)
+    slots: list[tuple[torch.nn.Module, str, str]] = field(default_factory=list)
+    sequence: ops.Sequential | None = None
+
+    def add(self, op: torch.nn.Module, **parameters: str) -> None:
+        self.operations.append(op)
+        self.slots += [(op, name, own) for name, own in parameters.items()]
+
+    def run(self, module: torch.nn.Module, *inputs: torch.Tensor) -> Any:
+        if self.sequence is None:
+            self.sequence = ops.Sequential(*self.operations)
+        for op, name, own in self.slots:
+            op._parameters[name] = module._parameters[own]
+        return self.sequence(*inputs)
+
+
+class Module(torch.nn.Module):
+    """A module class of the reference. Subclasses name their Parameters in `_declare` and their operations in `_build`.
+
+    The pipelines are no submodules: they hold no Parameters of their own, so that ``state_dict``, ``.to()``, FSDP and
+    replaced Parameters concern this module alone.
+    """
+
+    def _setup(
+        self,
+        *,
+        sequence_parallel: bool,
+        fuse_wgrad_accumulation: bool,
+        tp_group: Any,
+        tp_size: int,
+        get_rng_state_tracker: Callable[[], Any] | None,
+        params_dtype: torch.dtype | None,
+        device: Any,
+        delay_wgrad_compute: bool,
+        unused: dict[str, Any],
+    ) -> None:
+        check_unused(self, unused)
+        torch.nn.Module.__init__(self)
+        self.tp_group = tp_group
+        self.tp_size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
+        self.sequence_parallel = sequence_parallel and self.tp_size > 1
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self.get_rng_state_tracker = get_rng_state_tracker
+        self.rng_tracker_name = unused.get("rng_tracker_name")
+        self.ub_name = unused.get("ub_name")
+        self.params_dtype = params_dtype or torch.get_default_dtype()
+        self.device = device
+        self._inits: dict[str, Callable[[torch.Tensor], Any]] = {}
+        self._marks: dict[str, dict[str, Any]] = {}
+        self._weights: list[str] = []
+        self._wgrad_hooks: list[Callable[[], Any]] = []
+        self._overwrites: deque[bool] = deque()  # of the backward runs whose weight gradients wait
+        self._overwriting: list[tuple[torch.Tensor, Any]] = []  # weights that are told to, and what they had before
+
+    # ---- parameters -----------------------------------------------------------------------------------------------
+
+    def _declare(self, name: str, shape: tuple[int, ...], init: Callable[[torch.Tensor], Any], **marks: Any) -> None:
+        """A Parameter, how it starts, and attributes that frameworks look for on it."""
+        self.register_parameter(
+            name, torch.nn.Parameter(torch.empty(shape, dtype=self.params_dtype, device=self.device))
+        )
+        self._inits[name], self._marks[name] = init, marks
+
+    def _declare_weight(
+        self, name: str, shape: tuple[int, int], init: Callable[[torch.Tensor], Any] | None, mode: str | None
+    ) -> None:
+        marks: dict[str, Any] = {}
+        if mode is not None:
+            marks = {"tensor_model_parallel": True, "partition_dim": 1 if mode == "row" else 0, "partition_stride": 1}
+        if self.delay_wgrad_compute:
+            marks["skip_backward_post_hook"] = True
+        self._declare(name, shape, init or normal_init, **marks)
+        self._weights.append(name)
+
+    def _declare_bias(self, name: str, size: int, mode: str | None, wanted: bool = True) -> None:
+        """A bias of zeros; where none is wanted the attribute is an empty tensor."""
+        if not wanted:
+            setattr(self, name, torch.empty(0, dtype=self.params_dtype))
+            return
+        marks: dict[str, Any] = {"sequence_parallel": self.sequence_parallel} if mode == "row" else {}
+        if mode == "column":
+            marks = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
+        self._declare(name, (size,), torch.nn.init.zeros_, **marks)
+
+    def _declare_norm(self, kind: str, size: int, zero_centered_gamma: bool) -> None:
+        if kind not in NORMS:
+            raise ValueError(f"{type(self).__name__}: normalization is {kind!r}, expected {' or '.join(NORMS)}")
+        start = torch.nn.init.zeros_ if zero_centered_gamma else torch.nn.init.ones_
+        self._declare("layer_norm_weight", (size,), start, sequence_parallel=self.sequence_parallel)
+        if kind == "LayerNorm":
+            self._declare("layer_norm_bias", (size,), torch.nn.init.zeros_, sequence_parallel=self.sequence_parallel)
+        else:
+            self.register_parameter("layer_norm_bias", None)
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Gives the Parameters their first values."""
+        for name, init in self._inits.items() if not defer_init else ():
+            param = self._parameters[name]
+            if param.device.type != "meta":
+                self._start(name, param, init)
+            for mark, value in self._marks[name].items():
+                setattr(param, mark, value)
+
+    def _materialize(self, device: torch.device) -> None:
+        """Makes Parameters that are still on the meta device real, with their first values."""
+        for name, param in self._parameters.items():
+            if param is not None and param.device.type == "meta":
+                real = torch.nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+                real.__dict__.update(param.__dict__)
+                self._parameters[name] = real
+                self._start(name, real, self._inits[name])
+
+    def _start(self, name: str, param: torch.Tensor, init: Callable[[torch.Tensor], Any]) -> None:
+        tracker = self.get_rng_state_tracker if name in self._weights else None
+        states = () if self.rng_tracker_name is None else (self.rng_tracker_name,)
+        with tracker().fork(*states) if tracker is not None else nullcontext(), torch.no_grad():
+            init(param.detach())
+
+    # ---- pipelines ------------------------------------------------------------------------------------------------
+
+    def _build(self) -> Any:
+        """The pipelines that forward runs."""
+        raise NotImplementedError
+
+    def _pipelines(self, input: torch.Tensor) -> Any:
+        if input.device.type != "meta":
+            self._materialize(input.device)
+        if self._overwriting and torch._C._current_graph_task_id() == -1:  # inside backward it is a recomputation
+            self._end_overwrite()
+        if "_built" not in self.__dict__:
+            self._construct()
+        return self._built
+
+    @torch.compiler.disable
+    def _construct(self) -> None:
+        self._check_group()
+        self._products: list[Any] = []
+        object.__setattr__(self, "_built", self._build())
+
+    def _check_group(self) -> None:
+        if self.tp_size > 1 and self.tp_group is None and self._needs_group():
+            raise RuntimeError(
+                f"{type(self).__name__} was made for {self.tp_size} ranks without a group; "
+                "call set_tensor_parallel_group(group) before forward"
+            )
+
+    def _needs_group(self) -> bool:
+        return False
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """The ranks that share this layer."""
+        self.tp_group = tp_group
+        self.__dict__.pop("_built", None)
+
+    def _norm(self) -> tuple[torch.nn.Module, dict[str, str]]:
+        fields = {"eps": self.eps, "zero_centered_gamma": self.zero_centered_gamma, "dtype": self.params_dtype}
+        norm = NORMS[self.normalization](self.layer_norm_weight.shape, device="meta", **fields)
+        names = {"weight": "layer_norm_weight", "bias": "layer_norm_bias"}
+        return norm, {name: own for name, own in names.items() if name in norm._parameters}
+
+    def _product(self, in_features: int, out_features: int, mode: str | None) -> Any:
+        """y = x Wᵀ over the ranks, and its gradient into main_grad or later as asked."""
+        parallel = {}
+        if mode is not None and self.tp_size > 1:
+            parallel = {"tensor_parallel_mode": mode, "tensor_parallel_group": self.tp_group}
+            parallel["sequence_parallel"] = self.sequence_parallel
+        product = ops.BasicLinear(
+            in_features,
+            out_features,
+            device="meta",
+            dtype=self.params_dtype,
+            accumulate_into_main_grad=self.fuse_wgrad_accumulation,
+            delay_wgrad_compute=self.delay_wgrad_compute,
+            **parallel,
+        )
+        self._products.append(product)
+        return product
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("_built", "_products")}
+        return kept | {
+            "_wgrad_hooks": [],
+            "_overwrites": deque(),
+            "_overwriting": [],
+        }  # a copy has no backward behind it
+
+    # ---- weight gradients -----------------------------------------------------------------------------------------
+
+    def _first_microbatch(self, output: torch.Tensor, first: bool | None) -> None:
+        """The weight gradients of this call overwrite main_grad if it is the first micro-batch."""
+        node = output.grad_fn
+        frozen = not any(self._parameters[name].requires_grad for name in self._weights)
+        if node is None or frozen or not self.fuse_wgrad_accumulation:
+            return
+        if self.delay_wgrad_compute:
+            node.register_prehook(lambda grads: self._overwrites.append(bool(first)))
+        elif first:
+            node.register_prehook(lambda grads: self._begin_overwrite())
+            node.register_hook(lambda *grads: self._end_overwrite())
+
+    def _begin_overwrite(self) -> None:
+        self._end_overwrite()
+        for param in (self._parameters[name] for name in self._weights):
+            self._overwriting.append((param, getattr(param, "overwrite_main_grad", None)))
+            param.overwrite_main_grad = True
+
+    def _end_overwrite(self) -> None:
+        """Gives the weights back what they had. Also called by the next forward: a backward that raised did not."""
+        while self._overwriting:
+            param, before = self._overwriting.pop()
+            if before is None:
+                del param.overwrite_main_grad
+            else:
+                param.overwrite_main_grad = before
+
+    def need_backward_dw(self) -> bool:
+        """Whether weight gradients wait for :meth:`backward_dw`."""
+        return self.delay_wgrad_compute
+
+    def backward_dw(self) -> None:
+        """Computes the weight gradients that the oldest backward left waiting, the last layer's first, then runs the
+        hooks; nothing if none wait."""
+        products = [p for p in reversed(self.__dict__.get("_products", ())) if p.pending_backward_dw]
+        if not self.delay_wgrad_compute or not products:
+            return
+        overwrite = self._overwrites.popleft() if self._overwrites else False
+        if overwrite:
+            self._begin_overwrite()
+        try:
+            for product in products:
+                product.backward_dw()
+        finally:
+            self._end_overwrite()
+        for hook in self._wgrad_hooks:
+            hook()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
+        """``hook`` runs after each :meth:`backward_dw` that computed something."""
+        self._wgrad_hooks.append(hook)
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, *rest) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
+        forgive_extra_state(prefix, missing_keys)
+
+
+def share(owner: Any, total: int, ranks: int) -> int:
+    """This rank's part of `total` features."""
+    if total % ranks:
+        raise ValueError(f"{type(owner).__name__}: {total} features do not divide over {ranks} ranks")
+    return total // ranks
+
+
+def refuse_gathered(owner: Any, gathered: bool) -> None:
+    """The norm's output comes as this rank's rows."""
+    if gathered and owner.sequence_parallel:
+        raise NotImplementedError(
+            f"{type(owner).__name__}: return_layernorm_output_gathered=True is not there under sequence parallelism; "
+            "take this rank's rows (return_layernorm_output=True) and gather them"
+        )
+
+
+def refuse_quantized(owner: Any, **flags: Any) -> None:
+    """fp8_output and its kin ask for quantized tensors."""
+    for name, value in flags.items():
+        if value:
+            recipes.enter_quantized(f"{type(owner).__name__}: {name}=True")

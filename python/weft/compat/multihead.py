@@ -1,0 +1,220 @@
+"""MultiheadAttention: attention between its projections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import ops
+from .attention import DotProductAttention, apply_rotary_pos_emb
+from .linear import LayerNormLinear, Linear
+from .module import NORMS, check_unused
+
+
+class MultiheadAttention(torch.nn.Module):
+    """Attention with its projections.
+
+    Submodules: `layernorm_qkv` (with `input_layernorm`) or `qkv`; of cross attention `layernorm_query` or `query_layer`
+    and `key_value`; `core_attention`; `proj`. Without `fuse_qkv_params` a projection has Parameters `query_weight`,
+    `key_weight`, `value_weight` and their biases.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        output_layer_init_method: Callable[[torch.Tensor], Any] | None = None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        num_gqa_groups: int | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: str = "self",
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        qkv_format: str = "sbhd",
+        rotary_pos_interleaved: bool = False,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        softmax_type: str = "vanilla",
+        **unused: Any,
+    ) -> None:
+        check_unused(self, unused)
+        super().__init__()
+        self.attention_type, self.input_layernorm, self.qkv_format = attention_type, input_layernorm, qkv_format
+        self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
+        self.rotary_pos_interleaved = rotary_pos_interleaved
+        self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
+        self.channels = kv_channels or hidden_size // num_attention_heads
+        groups = num_gqa_groups or num_attention_heads
+        self.heads_of_group = num_attention_heads // groups
+        if num_attention_heads % groups:
+            raise ValueError(f"MultiheadAttention: {num_attention_heads} heads do not divide over {groups} groups")
+        common = {
+            "tp_group": tp_group if set_parallel_mode else None,
+            "tp_size": tp_size if set_parallel_mode else 1,
+            "sequence_parallel": sequence_parallel,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "params_dtype": params_dtype,
+            "device": device,
+            "bias": bias,
+        }
+        norm = {
+            "eps": layernorm_epsilon,
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+            "return_layernorm_output": return_layernorm_output,
+        }
+        column = common | {"parallel_mode": "column" if set_parallel_mode else None, "init_method": init_method}
+        inner, narrow = num_attention_heads * self.channels, groups * self.channels
+        self._make_projections(hidden_size, inner, narrow, fuse_qkv_params, column, norm)
+        self.qk_norm_before_rope = qk_norm_before_rope
+        self.q_norm, self.k_norm = self._qk_norms(qk_norm_type, qk_norm_eps, device)
+        self.core_attention = DotProductAttention(
+            num_attention_heads,
+            self.channels,
+            num_gqa_groups=groups,
+            attention_dropout=attention_dropout,
+            qkv_format=qkv_format,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            get_rng_state_tracker=get_rng_state_tracker,
+            layer_number=layer_number,
+            attention_type=attention_type,
+            softmax_type=softmax_type,
+        )
+        row = {"parallel_mode": "row" if set_parallel_mode else None, "return_bias": return_bias}
+        self.proj = Linear(inner, hidden_size, init_method=output_layer_init_method, **common, **row)
+
+    def _make_projections(self, hidden: int, inner: int, narrow: int, fused: bool, column: dict, norm: dict) -> None:
+        keys = {"key": narrow, "value": narrow}
+        if self.attention_type == "self":
+            split = None if fused else {"query": inner} | keys
+            size = inner + 2 * narrow
+            if self.input_layernorm:
+                self.layernorm_qkv = LayerNormLinear(hidden, size, parameters_split=split, **column, **norm)
+            else:
+                self.qkv = Linear(hidden, size, parameters_split=split, **column)
+            return
+        if self.attention_type != "cross":
+            raise ValueError(f"MultiheadAttention: attention_type is {self.attention_type!r}, expected self or cross")
+        if self.input_layernorm:
+            split = None if fused else ("query",)
+            self.layernorm_query = LayerNormLinear(hidden, inner, parameters_split=split, **column, **norm)
+        else:
+            self.query_layer = Linear(hidden, inner, **column)
+        self.key_value = Linear(hidden, 2 * narrow, parameters_split=None if fused else keys, **column)
+
+    def _qk_norms(self, kind: str | None, eps: float, device: Any) -> tuple[Any, Any]:
+        """Norms of each head's query and key, after the rotation or before it."""
+        if kind is None:
+            return None, None
+        if kind == "L2Normalization":
+            return ops.L2Normalization(eps=eps), ops.L2Normalization(eps=eps)
+        if kind not in NORMS:
+            known = ", ".join(("L2Normalization", *NORMS))
+            raise ValueError(f"MultiheadAttention: qk_norm_type is {kind!r}, expected one of {known}")
+        return NORMS[kind](self.channels, eps=eps, device=device), NORMS[kind](self.channels, eps=eps, device=device)
+
+    def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.q_norm is None:
+            return query, key
+        return self.q_norm(query.contiguous()), self.k_norm(key.contiguous())
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """The ranks that share this layer."""
+        for child in self.children():
+            if hasattr(child, "set_tensor_parallel_group"):
+                child.set_tensor_parallel_group(tp_group)
+
+    def _heads(self, mixed: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
+        """Splits [.., features] into tensors [.., heads, channels]; `counts` are the heads of each in one group."""
+        total = sum(counts)
+        if self.qkv_weight_interleaved:  # group by group
+            parts = mixed.unflatten(-1, (-1, total, self.channels)).split(counts, -2)
+            return [part.flatten(-3, -2) for part in parts]
+        groups = mixed.size(-1) // (total * self.channels)
+        parts = mixed.unflatten(-1, (-1, self.channels)).split([count * groups for count in counts], -2)
+        return list(parts)
+
+    def _project(self, x: torch.Tensor, encoder_output: torch.Tensor | None, first: bool | None):
+        """(query, key, value, what the norm gave)"""
+        normed = None
+        own = self._own_projection()
+        mixed = own(x, is_first_microbatch=first)
+        if self.input_layernorm and self.return_layernorm_output:
+            mixed, normed = mixed
+        if self.attention_type == "self":
+            return *self._heads(mixed, [self.heads_of_group, 1, 1]), normed
+        query = mixed.unflatten(-1, (-1, self.channels))
+        key, value = self._heads(self.key_value(encoder_output, is_first_microbatch=first), [1, 1])
+        return query, key, value, normed
+
+    def _own_projection(self) -> torch.nn.Module:
+        names = ("layernorm_qkv", "qkv") if self.attention_type == "self" else ("layernorm_query", "query_layer")
+        return getattr(self, names[0] if self.input_layernorm else names[1])
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Any = None,
+        encoder_output: torch.Tensor | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: Any = None,
+        rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        **others: Any,
+    ) -> Any:
+        query, key, value, normed = self._project(hidden_states, encoder_output, is_first_microbatch)
+        if self.qk_norm_before_rope:
+            query, key = self._normed(query, key)
+        if rotary_pos_emb is not None:
+            angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+            options = {"tensor_format": self.qkv_format, "interleaved": self.rotary_pos_interleaved}
+            query, key = (apply_rotary_pos_emb(t, a, **options) for t, a in zip((query, key), angles, strict=True))
+        if not self.qk_norm_before_rope:
+            query, key = self._normed(query, key)
+        context = self.core_attention(
+            query,
+            key,
+            value,
+            attention_mask,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            checkpoint_core_attention=checkpoint_core_attention,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias,
+            alibi_slopes=alibi_slopes,
+            inference_params=inference_params,
+        )
+        output = self.proj(context, is_first_microbatch=is_first_microbatch)
+        results = output if self.return_bias else (output,)
+        if self.input_layernorm and self.return_layernorm_output:
+            results = (*results, normed)
+        return results if len(results) > 1 else results[0]

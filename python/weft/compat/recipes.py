@@ -1,0 +1,301 @@
+"""Quantization recipes and the contexts that use them. Recipes can be made and read; weft computes unquantized, so that
+entering a quantized region raises, or with the policy "high_precision" runs it unquantized."""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+WHY = "weft computes in float64, float32, bfloat16 and float16, without quantized tensors"
+_POLICIES = ("raise", "high_precision")
+_policy = "raise"
+_warned = False
+
+
+def set_policy(policy: str) -> None:
+    """What a quantized region does: "raise", or "high_precision": run unquantized, with one warning."""
+    global _policy, _warned
+    if policy not in _POLICIES:
+        raise ValueError(f"recipes is {policy!r}, expected 'raise' or 'high_precision'")
+    _policy, _warned = policy, False
+
+
+def enter_quantized(what: str) -> None:
+    """Called where the reference would start to quantize."""
+    global _warned
+    if _policy == "raise":
+        raise NotImplementedError(
+            f"{what}: {WHY}. Leave quantization out, or run such regions unquantized: "
+            "weft.compat.transformer_engine.install(recipes='high_precision')"
+        )
+    if not _warned:
+        _warned = True
+        warnings.warn(f"{what}: runs unquantized; {WHY}", UserWarning, stacklevel=4)
+
+
+# ---- recipes ------------------------------------------------------------------------------------------------------
+
+
+class _Range:
+    def __init__(self, max_fwd: float, max_bwd: float) -> None:
+        self.max_fwd, self.max_bwd = max_fwd, max_bwd
+
+
+class Format(enum.Enum):
+    """Number formats; the value has the largest finite number of forward and backward."""
+
+    E2M1 = _Range(6, 6)
+    E4M3 = _Range(448, 448)
+    E5M2 = _Range(57344, 57344)
+    HYBRID = _Range(448, 57344)
+
+
+@dataclass(frozen=True)
+class MMParams:
+    use_split_accumulator: bool = True
+
+
+@dataclass(frozen=True)
+class QParams:
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
+
+
+@dataclass
+class Recipe:
+    """What all recipes have."""
+
+    def _is(self, kind: str) -> bool:
+        return type(self).__name__ == kind
+
+    def delayed(self) -> bool:
+        return self._is("DelayedScaling")
+
+    def float8_current_scaling(self) -> bool:
+        return self._is("Float8CurrentScaling")
+
+    def float8_block_scaling(self) -> bool:
+        return self._is("Float8BlockScaling")
+
+    def float8_per_tensor_scaling(self) -> bool:
+        return self.delayed() or self.float8_current_scaling()
+
+    def mxfp8(self) -> bool:
+        return self._is("MXFP8BlockScaling")
+
+    def nvfp4(self) -> bool:
+        return self._is("NVFP4BlockScaling")
+
+    def custom(self) -> bool:
+        return self._is("CustomRecipe")
+
+
+@dataclass
+class DelayedScaling(Recipe):
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable[..., Any] = "max"
+    scaling_factor_compute_algo: Callable[..., Any] | None = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+
+@dataclass
+class Float8CurrentScaling(Recipe):
+    use_power_2_scales: bool = False
+    fp8_format: Format = Format.HYBRID
+    fp8_gemm_fprop: MMParams = field(default_factory=lambda: MMParams(False))
+    fp8_gemm_dgrad: MMParams = field(default_factory=MMParams)
+    fp8_gemm_wgrad: MMParams = field(default_factory=MMParams)
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+
+@dataclass
+class Float8BlockScaling(Recipe):
+    use_f32_scales: bool = False
+    fp8_format: Format = Format.E4M3
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    fp8_gemm_fprop: MMParams = field(default_factory=MMParams)
+    fp8_gemm_dgrad: MMParams = field(default_factory=MMParams)
+    fp8_gemm_wgrad: MMParams = field(default_factory=MMParams)
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+
+@dataclass
+class MXFP8BlockScaling(Recipe):
+    margin: int = 0
+    fp8_format: Format = Format.E4M3
+    enable_2d_quantization: bool = False
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+
+@dataclass
+class NVFP4BlockScaling(Recipe):
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+    row_scaled_activation: bool = False
+    nvfp4_4over6: str = "none"
+    nvfp4_4over6_e4m3_use_256: str = "all"
+    nvfp4_4over6_err_mode: str = "MAE"
+    fp4_format: Format = Format.E2M1
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+
+@dataclass
+class CustomRecipe(Recipe):
+    qfactory: Callable[..., Any]
+    fp8_format: Format = Format.HYBRID
+    quantization_alignment: int = 128
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+
+def get_default_recipe() -> Recipe:
+    return DelayedScaling()
+
+
+get_default_fp8_recipe = get_default_recipe
+
+
+# ---- contexts -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    recipe: Recipe | None = None,
+    amax_reduction_group: Any = None,
+    _graph: bool = False,
+) -> Iterator[None]:
+    """A region that the reference would compute quantized."""
+    if enabled or calibrating:
+        enter_quantized(f"autocast with {type(recipe or get_default_recipe()).__name__}")
+    yield
+
+
+@contextmanager
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: Any = None,
+    _graph: bool = False,
+) -> Iterator[None]:
+    """The older name of `autocast`."""
+    if enabled or calibrating:
+        enter_quantized(f"fp8_autocast with {type(fp8_recipe or get_default_recipe()).__name__}")
+    yield
+
+
+@contextmanager
+def quantized_model_init(
+    enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
+) -> Iterator[None]:
+    """A region in which the reference would make quantized Parameters."""
+    if enabled:
+        enter_quantized("quantized_model_init")
+    yield
+
+
+@contextmanager
+def fp8_model_init(
+    enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
+) -> Iterator[None]:
+    """The older name of `quantized_model_init`."""
+    if enabled:
+        enter_quantized("fp8_model_init")
+    yield
+
+
+# ---- what is available: nothing -----------------------------------------------------------------------------------
+
+
+def _unavailable(return_reason: bool = False) -> Any:
+    return (False, WHY) if return_reason else False
+
+
+is_fp8_available = is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp4_available = _unavailable
+
+
+def check_fp8_support() -> tuple[bool, str]:
+    return False, WHY
+
+
+check_mxfp8_support = check_fp8_block_scaling_support = check_nvfp4_support = check_fp8_support
+
+
+def is_bf16_available(return_reason: bool = False) -> Any:
+    return (True, "") if return_reason else True
+
+
+class FP8GlobalStateManager:
+    """The state of quantized regions: there are none."""
+
+    reset = staticmethod(lambda: None)
+    is_fp8_enabled = staticmethod(lambda: False)
+    is_fp8_calibration = staticmethod(lambda: False)
+    with_fp8_parameters = staticmethod(lambda: False)
+    is_first_fp8_module = staticmethod(lambda: False)
+    fp8_graph_capturing = staticmethod(lambda: False)
+    get_fp8_recipe = staticmethod(get_default_recipe)
+    get_fp8_group = staticmethod(lambda: None)
+    set_skip_fp8_weight_update_tensor = staticmethod(lambda skip: None)
+    get_skip_fp8_weight_update_tensor = staticmethod(lambda: None)
+    is_fp8_available = staticmethod(check_fp8_support)
+    is_mxfp8_available = staticmethod(check_fp8_support)
+    is_fp8_block_scaling_available = staticmethod(check_fp8_support)
+    is_nvfp4_available = staticmethod(check_fp8_support)
+
+
+class _NoTensor(torch.Tensor):
+    """For isinstance(): no tensor is one."""
+
+    @staticmethod
+    def __new__(cls, *args: Any, **kwargs: Any):
+        raise NotImplementedError(f"{cls.__name__}: {WHY}")
+
+
+class QuantizedTensor(_NoTensor):
+    pass
+
+
+class Float8Tensor(QuantizedTensor):
+    pass
+
+
+class MXFP8Tensor(QuantizedTensor):
+    pass
+
+
+class Float8BlockwiseQTensor(QuantizedTensor):
+    pass
+
+
+class NVFP4Tensor(QuantizedTensor):
+    pass

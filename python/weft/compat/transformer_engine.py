@@ -1,0 +1,115 @@
+"""Makes ``import transformer_engine`` resolve to weft, when asked::
+
+from weft.compat import transformer_engine
+
+transformer_engine.install()
+import transformer_engine.pytorch as te
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from . import names, recipes
+
+_ROOT = "transformer_engine"
+_finder: _Finder | None = None
+_displaced: dict[str, ModuleType | None] = {}  # modules of the real package, for uninstall()
+
+
+def install(recipes: str | None = None, replace: bool = False) -> None:
+    """From now on ``import transformer_engine`` is weft, in this process.
+
+    `recipes` says what a quantized region does: "raise" (the default), or "high_precision": run unquantized and warn
+    once. Where the real package is installed or was imported an ImportError says so, unless `replace`. A second call
+    changes nothing but `recipes`, if given.
+    """
+    global _finder
+    if installed():
+        _set_recipes(recipes)
+        return
+    if not replace:
+        _refuse_if_real()
+    _set_recipes(recipes)
+    _displaced.update({name: sys.modules.pop(name) for name in _loaded()})
+    _finder = _Finder()
+    sys.meta_path.insert(0, _finder)
+
+
+def uninstall() -> None:
+    """Undoes `install`; what was imported of the real package before comes back. Nothing if it was not called."""
+    global _finder
+    if _finder is None:
+        return
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+    _finder = None
+    for name in _loaded():
+        del sys.modules[name]
+    sys.modules.update(_displaced)  # type: ignore[arg-type]
+    _displaced.clear()
+    recipes.set_policy("raise")
+
+
+def installed() -> bool:
+    """Whether ``import transformer_engine`` is weft now."""
+    return _finder is not None and _finder in sys.meta_path
+
+
+def _set_recipes(policy: str | None) -> None:
+    if policy is not None:
+        recipes.set_policy(policy)
+
+
+def _loaded() -> list[str]:
+    return [name for name in sys.modules if name == _ROOT or name.startswith(_ROOT + ".")]
+
+
+def _refuse_if_real() -> None:
+    """An ImportError if the real package is in this process or could be imported."""
+    hint = "weft would shadow it; if that is meant, call install(replace=True)."
+    if _ROOT in sys.modules:
+        module = sys.modules[_ROOT]
+        if module is None:
+            raise ImportError(f"the import of {_ROOT} is blocked (sys.modules[{_ROOT!r}] is None); {hint}")
+        raise ImportError(f"{_ROOT} was imported already, from {getattr(module, '__file__', None)}; {hint}")
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        spec = find(_ROOT, None) if find is not None else None
+        if spec is not None:
+            places = spec.origin or ", ".join(spec.submodule_search_locations or ())
+            raise ImportError(f"{_ROOT} is installed, in {places}; {hint}")
+
+
+class _Finder:
+    """Finds `transformer_engine` and its modules in the tables of `names`."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname != _ROOT and not fullname.startswith(_ROOT + "."):
+            return None
+        if fullname not in names.MODULES:
+            raise ModuleNotFoundError(
+                f"{fullname} is absent: weft stands in for {_ROOT}; docs/compat.md lists what it has", name=fullname
+            )
+        return importlib.util.spec_from_loader(fullname, self, origin="weft.compat", is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return ModuleType(spec.name, f"{spec.name}, as far as weft has it.")
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__.update(names.MODULES[module.__name__])
+        module.__dict__["__all__"] = [name for name in names.MODULES[module.__name__] if not name.startswith("_")]
+
+        def absent(name: str) -> Any:
+            if f"{module.__name__}.{name}" in names.MODULES:  # a module that nobody imported yet
+                return importlib.import_module(f"{module.__name__}.{name}")
+            if name.startswith("__"):
+                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            why = names.why_absent(module.__name__, name)
+            raise AttributeError(f"{module.__name__}.{name} is absent: {why} (weft stands in for {_ROOT})")
+
+        module.__dict__["__getattr__"] = absent

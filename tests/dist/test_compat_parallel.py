@@ -1,0 +1,12 @@
+"""Module classes of the transformer_engine face over two ranks give what one process gives."""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+from launch import run_ranks  # noqa: E402
+
+
+def test_modules_over_two_ranks(tmp_path):
+    run_ranks("compat_rank.py", tmp_path, 2, WEFT_TRANSPORT="plain", WEFT_CHECK="always")

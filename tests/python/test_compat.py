@@ -1,0 +1,977 @@
+"""The transformer_engine face: how it is installed, its names, and that its modules compute what plain torch does."""
+
+import copy
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from weft.compat import names, recipes
+from weft.compat import transformer_engine as face
+
+import weft
+from weft import ops
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def te():
+    """transformer_engine.pytorch as weft, for one test."""
+    face.install()
+    yield importlib.import_module("transformer_engine.pytorch")
+    face.uninstall()
+
+
+@pytest.fixture
+def real(tmp_path, monkeypatch):
+    """A package called transformer_engine on sys.path."""
+    folder = tmp_path / "transformer_engine"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("real = True\n")
+    (folder / "pytorch.py").write_text("raise OSError('libcuda.so.1 is missing')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield folder
+    face.uninstall()
+    for name in [n for n in sys.modules if n.partition(".")[0] == "transformer_engine"]:
+        del sys.modules[name]
+
+
+def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(Path(weft.__file__).parent.parent)}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+# ---- install ------------------------------------------------------------------------------------------------------
+
+
+def test_install_is_never_active_by_itself():
+    done = run("-c", "import weft, weft.ops, sys; print('weft.compat' in sys.modules); import transformer_engine")
+    assert done.stdout.strip() == "False" and "No module named 'transformer_engine'" in done.stderr
+
+
+def test_install_twice_and_uninstall():
+    before = list(sys.meta_path)
+    face.install()
+    face.install()
+    import transformer_engine
+
+    assert len(sys.meta_path) == len(before) + 1 and face.installed()
+    assert transformer_engine.pytorch.ops.Linear is ops.Linear
+    assert tuple(int(part) for part in transformer_engine.__version__.split("+")[0].split(".")) >= (2, 9)
+    face.uninstall()
+    face.uninstall()
+    assert sys.meta_path == before and not face.installed()
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("transformer_engine")
+
+
+def test_install_refuses_where_the_real_package_is(real):
+    with pytest.raises(ImportError, match=r"transformer_engine is installed, in .*replace=True"):
+        face.install()
+    assert importlib.import_module("transformer_engine").real
+    with pytest.raises(ImportError, match=r"was imported already, from .*replace=True"):
+        face.install(recipes="high_precision")
+    assert not face.installed() and recipes._policy == "raise"
+
+
+def test_install_with_replace_takes_over_and_gives_back(real):
+    mine = importlib.import_module("transformer_engine")
+    face.install(replace=True)
+    assert importlib.import_module("transformer_engine.pytorch").ops.Linear is ops.Linear
+    assert not hasattr(sys.modules["transformer_engine"], "real")
+    face.uninstall()
+    assert importlib.import_module("transformer_engine") is mine
+
+
+def test_install_after_a_failed_import(real):
+    with pytest.raises(OSError, match="libcuda"):
+        importlib.import_module("transformer_engine.pytorch")
+    with pytest.raises(ImportError, match="replace=True"):
+        face.install()
+    face.install(replace=True)
+    assert importlib.import_module("transformer_engine.pytorch").Linear
+
+
+def test_install_after_the_package_was_not_found():
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("transformer_engine.pytorch")
+    face.install()
+    assert importlib.import_module("transformer_engine.pytorch").Linear
+    face.uninstall()
+
+
+def test_install_refuses_a_blocked_import(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    with pytest.raises(ImportError, match="blocked"):
+        face.install()
+
+
+def test_install_in_a_subprocess_is_that_processs_own():
+    script = (
+        "import subprocess, sys\nfrom weft.compat import transformer_engine\ntransformer_engine.install()\n"
+        "import transformer_engine.pytorch as te\nprint(te.Linear(2, 2).weight.shape)\n"
+        "child = subprocess.run([sys.executable, '-c', 'import transformer_engine'], capture_output=True)\n"
+        "print(child.returncode)\n"
+    )
+    done = run("-c", script)
+    assert done.stdout.split("\n")[:2] == ["torch.Size([2, 2])", "1"], done.stderr
+
+
+def test_install_under_pytest_of_its_own(tmp_path):
+    (tmp_path / "conftest.py").write_text("from weft.compat import transformer_engine\ntransformer_engine.install()\n")
+    (tmp_path / "test_it.py").write_text(
+        "import transformer_engine.pytorch as te\n\ndef test_it():\n    assert te.Linear(2, 3).weight.shape == (3, 2)\n"
+    )
+    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=tmp_path)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+SCRIPT = """
+import sys
+import beside
+import transformer_engine.pytorch as te
+with te.fp8_autocast(enabled="fp8" in sys.argv):
+    print(__name__, sys.argv[1:], te.Linear(2, beside.WIDTH).weight.shape[0])
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """With a script and a module that it imports."""
+    (tmp_path / "beside.py").write_text("WIDTH = 3\n")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def test_a_script_runs_as_it_is(folder):
+    done = run("-m", "weft.compat", str(folder / "script.py"), "a", "--b")
+    assert done.stdout.strip() == "__main__ ['a', '--b'] 3", done.stderr
+
+
+@pytest.fixture
+def compat_main(monkeypatch):
+    """What ``python -m weft.compat`` calls, in this process."""
+    from weft.compat.__main__ import main
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "path", ["", *sys.path])
+        monkeypatch.setattr(sys, "argv", ["weft.compat", *map(str, arguments)])
+        main()
+
+    yield call
+    face.uninstall()
+    sys.modules.pop("beside", None)
+
+
+def test_a_script_with_a_quantized_region(folder, compat_main, capsys, monkeypatch):
+    with pytest.raises(NotImplementedError, match="high_precision"):
+        compat_main(folder / "script.py", "fp8")
+    monkeypatch.chdir(folder)
+    with pytest.warns(UserWarning, match="runs unquantized"):
+        compat_main("--high-precision", "-m", "script", "fp8")
+    assert capsys.readouterr().out.strip() == "__main__ ['fp8'] 3"
+
+
+def test_a_script_beside_the_real_package(real, folder, compat_main, capsys):
+    with pytest.raises(SystemExit, match="transformer_engine is installed.*--replace"):
+        compat_main(folder / "script.py")
+    compat_main("--replace", folder / "script.py")
+    assert capsys.readouterr().out.strip() == "__main__ [] 3"
+
+
+# ---- names --------------------------------------------------------------------------------------------------------
+
+
+def test_every_name_resolves(te):
+    for module, held in names.MODULES.items():
+        imported = importlib.import_module(module)
+        for name, value in held.items():
+            assert getattr(imported, name) is value
+        assert importlib.reload(imported) is imported
+    for name in names.PRESENT:
+        assert hasattr(te, name), name
+    for name in names.REFERENCE_OPS:
+        assert getattr(te.ops, name) is getattr(ops, name)
+    assert not set(names.PRESENT) & set(names.ABSENT) and not set(names.REFERENCE_OPS) & set(names.OPS_ABSENT)
+
+
+def test_an_absent_name_says_why(te):
+    with pytest.raises(AttributeError, match=r"pytorch\.make_graphed_callables is absent: .*CUDA graphs"):
+        te.make_graphed_callables  # noqa: B018
+    with pytest.raises(AttributeError, match="nothing by that name"):
+        te.no_such_thing  # noqa: B018
+    with pytest.raises(ImportError):
+        from transformer_engine.pytorch import parallel_cross_entropy  # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match="weft stands in"):
+        importlib.import_module("transformer_engine.jax")
+    for name in names.ABSENT:
+        assert not hasattr(te, name)
+
+
+def test_what_megatron_imports(te):
+    from transformer_engine.common.recipe import DelayedScaling  # noqa: F401
+    from transformer_engine.pytorch.distributed import CudaRNGStatesTracker, activation_recompute_forward  # noqa: F401
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast  # noqa: F401
+    from transformer_engine.pytorch.ops import FusibleOperation, Sequential  # noqa: F401
+    from transformer_engine.pytorch.router import (  # noqa: F401
+        fused_compute_score_for_moe_aux_loss,
+        fused_moe_aux_loss,
+        fused_topk_with_score_function,
+    )
+    from transformer_engine.pytorch.tensor import QuantizedTensor
+
+    assert not isinstance(torch.ones(1), QuantizedTensor) and not FP8GlobalStateManager.is_fp8_enabled()
+    assert CudaRNGStatesTracker is weft.RNGStatesTracker
+
+
+def test_the_page_is_up_to_date(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import make_compat_page
+
+    assert make_compat_page.PAGE.read_text() == make_compat_page.page(), "run tools/make_compat_page.py"
+
+
+def test_the_example_of_the_readme_runs(tmp_path):
+    text = (ROOT / "README.md").read_text().partition("## Code written for Transformer Engine")[2]
+    (tmp_path / "example.py").write_text(text.partition("```python\n")[2].partition("```")[0])
+    done = run("example.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == text.partition("```text\n")[2].partition("```")[0]
+
+
+# ---- recipes ------------------------------------------------------------------------------------------------------
+
+
+def test_recipes_can_be_made_and_raise_when_entered(te):
+    from transformer_engine.common import recipe
+
+    made = recipe.DelayedScaling(fp8_format=recipe.Format.HYBRID, amax_history_len=16)
+    assert made.amax_history_len == 16 and made.delayed() and made.fp8_format.value.max_bwd == 57344
+    for kind in ("Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"):
+        getattr(recipe, kind)()
+    for context in (te.autocast, te.fp8_autocast, te.fp8_model_init, te.quantized_model_init):
+        with context(enabled=False):
+            pass
+        with pytest.raises(NotImplementedError, match="high_precision"), context():
+            pass
+    for available in (te.is_fp8_available, te.is_mxfp8_available, te.is_nvfp4_available):
+        assert available() is False and "quantized" in available(return_reason=True)[1]
+    with pytest.raises(NotImplementedError, match="fp8_output"):
+        te.Linear(2, 2)(torch.ones(1, 2), fp8_output=True)
+
+
+def test_high_precision_warns_once(te):
+    with pytest.raises(ValueError, match="expected 'raise' or 'high_precision'"):
+        face.install(recipes="fp8")
+    face.install(recipes="high_precision")
+    face.install()  # leaves it so
+    linear, x = te.Linear(4, 3), torch.randn(2, 4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            with te.fp8_autocast(enabled=True), te.fp8_model_init():
+                y = linear(x)
+    assert len(caught) == 1 and "runs unquantized" in str(caught[0].message)
+    assert torch.equal(y, linear(x))
+
+
+# ---- modules: names, shapes, keys ---------------------------------------------------------------------------------
+
+NORMED = {"layer_norm_weight": (8,), "layer_norm_bias": (8,)}
+SHAPES = {
+    "Linear": (lambda te: te.Linear(8, 12), {"weight": (12, 8), "bias": (12,)}),
+    "Linear without bias": (lambda te: te.Linear(8, 12, bias=False), {"weight": (12, 8)}),
+    "Linear in parts": (
+        lambda te: te.Linear(8, 12, parameters_split={"query": 8, "key_": 4}),
+        {"query_weight": (8, 8), "key_weight": (4, 8), "query_bias": (8,), "key_bias": (4,)},
+    ),
+    "Linear of two ranks, row": (
+        lambda te: te.Linear(8, 12, tp_size=2, parallel_mode="row"),
+        {"weight": (12, 4), "bias": (12,)},
+    ),
+    "LayerNormLinear": (lambda te: te.LayerNormLinear(8, 12), NORMED | {"weight": (12, 8), "bias": (12,)}),
+    "LayerNormLinear, RMSNorm, column": (
+        lambda te: te.LayerNormLinear(8, 12, normalization="RMSNorm", tp_size=2, parallel_mode="column"),
+        {"layer_norm_weight": (8,), "weight": (6, 8), "bias": (6,)},
+    ),
+    "LayerNormMLP": (
+        lambda te: te.LayerNormMLP(8, 32, activation="swiglu"),
+        NORMED | {"fc1_weight": (64, 8), "fc1_bias": (64,), "fc2_weight": (8, 32), "fc2_bias": (8,)},
+    ),
+    "GroupedLinear": (
+        lambda te: te.GroupedLinear(2, 8, 12),
+        {"weight0": (12, 8), "weight1": (12, 8), "bias0": (12,), "bias1": (12,)},
+    ),
+    "LayerNorm": (lambda te: te.LayerNorm(8), {"weight": (8,), "bias": (8,)}),
+    "RMSNorm": (lambda te: te.RMSNorm(hidden_size=8), {"weight": (8,)}),
+    "DotProductAttention": (lambda te: te.DotProductAttention(4, 2), {}),
+}
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_module_parameters_and_keys(te, case):
+    make, shapes = SHAPES[case]
+    module = make(te)
+    assert {name: tuple(p.shape) for name, p in module.named_parameters()} == shapes
+    assert set(module.state_dict()) == {*shapes, "_extra_state"}
+    assert module.state_dict()["_extra_state"].numel() == 0
+    state = {name: torch.randn(shape) for name, shape in shapes.items()}
+    module.load_state_dict(state)  # _extra_state may be missing
+    other = make(te)
+    other.load_state_dict(module.state_dict())
+    assert all(torch.equal(p, state[name]) for name, p in other.named_parameters())
+
+
+def test_module_keys_of_a_layer(te):
+    def keys(**options):
+        return {key for key in te.TransformerLayer(16, 32, 4, **options).state_dict() if "_extra_state" not in key}
+
+    normed = {"layer_norm_weight", "layer_norm_bias"}
+    mlp = {f"layernorm_mlp.{name}" for name in (*normed, "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")}
+    proj = {"self_attention.proj.weight", "self_attention.proj.bias"}
+    split = {f"{part}_{kind}" for part in ("query", "key", "value") for kind in ("weight", "bias")}
+    assert keys() == mlp | proj | {f"self_attention.layernorm_qkv.{name}" for name in normed | split}
+    fused = {f"self_attention.layernorm_qkv.{name}" for name in normed | {"weight", "bias"}}
+    assert keys(fuse_qkv_params=True) == mlp | proj | fused
+    out = {"layernorm.weight", "layernorm.bias", "self_attention.qkv.weight", "self_attention.qkv.bias"}
+    assert keys(fuse_qkv_params=True, output_layernorm=True) == mlp | proj | out
+    cross = {"inter_attention.proj.weight", "inter_attention.proj.bias"}
+    cross |= {f"inter_attention.layernorm_query.{name}" for name in normed | {"query_weight", "query_bias"}}
+    cross |= {f"inter_attention.key_value.{name}" for name in split if not name.startswith("query")}
+    assert keys(fuse_qkv_params=False, layer_type="decoder") - keys() == cross
+
+
+def test_module_marks_on_parameters(te, monkeypatch):
+    row = te.Linear(8, 12, tp_size=2, parallel_mode="row", sequence_parallel=True)
+    assert row.bias.sequence_parallel is True and row.weight.partition_dim == 1 and row.weight.tensor_model_parallel
+    normed = te.LayerNormLinear(8, 12, tp_size=2, parallel_mode="column", sequence_parallel=True)
+    assert normed.layer_norm_weight.sequence_parallel is True and normed.layer_norm_bias.sequence_parallel is True
+    assert normed.weight.partition_dim == 0 and not hasattr(normed.bias, "sequence_parallel")
+    assert te.LayerNorm(8, sequence_parallel=True).bias.sequence_parallel is True
+    assert te.RMSNorm(8, sequence_parallel=False).weight.sequence_parallel is False
+    assert te.Linear(8, 12, bias=False).bias.numel() == 0
+    assert te.Linear(8, 12, delay_wgrad_compute=True).weight.skip_backward_post_hook is True
+    with pytest.raises(RuntimeError, match="set_tensor_parallel_group"):
+        row(torch.ones(2, 4))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        te.Linear(8, 12, colour="red")
+    te.Linear(8, 12, ub_overlap_rs=True, ub_name="proj", symmetric_ar_type=None)
+
+
+def test_module_first_weights_and_meta(te):
+    linear = te.Linear(200, 100, init_method=lambda w: torch.nn.init.constant_(w, 3.0))
+    assert (linear.weight == 3).all() and (linear.bias == 0).all()
+    assert abs(te.Linear(200, 300).weight.std().item() - 0.023) < 1e-3
+    tracker = weft.RNGStatesTracker()
+    tracker.add("model-parallel-rng", 5)
+    state = torch.get_rng_state()
+    drawn = te.Linear(8, 8, get_rng_state_tracker=lambda: tracker).weight
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, te.Linear(8, 8).weight)
+    empty = te.LayerNormMLP(8, 16, device="meta", zero_centered_gamma=True)
+    assert all(p.is_meta for p in empty.parameters())
+    empty(torch.randn(2, 8)).sum().backward()
+    assert (
+        all(not p.is_meta and p.grad is not None for p in empty.parameters()) and (empty.layer_norm_weight == 0).all()
+    )
+
+
+# ---- modules: values and gradients --------------------------------------------------------------------------------
+
+
+def same(got, wanted, what=""):
+    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-11, msg=lambda text: f"{what}: {text}")
+
+
+def randomize(module):
+    """Parameters away from zeros and ones, in float64."""
+    module.double()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn_like(p) * 0.5)
+    return module
+
+
+class Given:
+    """A module with arguments filled in."""
+
+    def __init__(self, module, *arguments, **keywords):
+        self.module, self.arguments, self.keywords = module, arguments, keywords
+        self.named_parameters = module.named_parameters
+
+    def __call__(self, x):
+        return self.module(x, *self.arguments, **self.keywords)
+
+
+def check(module, plain, *inputs):
+    """`plain(parameters, *inputs)` in torch gives the same values and gradients."""
+    mine = [x.clone().requires_grad_() if x.is_floating_point() else x for x in inputs]
+    theirs = [x.clone().requires_grad_() if x.is_floating_point() else x for x in inputs]
+    params = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
+    got, wanted = module(*mine), plain(params, *theirs)
+    got, wanted = (r if isinstance(r, tuple) else (r,) for r in (got, wanted))
+    loss_got = loss_wanted = 0
+    for one, other in zip(got, wanted, strict=True):
+        same(one, other, "output")
+        dy = torch.randn_like(other)
+        loss_got, loss_wanted = loss_got + (one * dy).sum(), loss_wanted + (other * dy).sum()
+    loss_got.backward()
+    loss_wanted.backward()
+    for one, other in zip(mine, theirs, strict=True):
+        if one.is_floating_point():
+            same(one.grad, other.grad, "gradient of an input")
+    for name, p in module.named_parameters():
+        same(p.grad, params[name].grad, f"gradient of {name}")
+
+
+def normed(p, x, kind="LayerNorm", zero_centered=False, eps=1e-5):
+    gamma = p["layer_norm_weight"] + (1 if zero_centered else 0)
+    if kind == "LayerNorm":
+        return F.layer_norm(x, (x.size(-1),), gamma, p["layer_norm_bias"], eps)
+    return F.rms_norm(x, (x.size(-1),), gamma, eps)
+
+
+def test_module_linear(te):
+    x = torch.randn(3, 5, 8, dtype=torch.float64)
+    check(randomize(te.Linear(8, 12)), lambda p, x: F.linear(x, p["weight"], p["bias"]), x)
+    check(randomize(te.Linear(8, 12, bias=False)), lambda p, x: F.linear(x, p["weight"]), x)
+    returned = randomize(te.Linear(8, 12, return_bias=True))
+    check(returned, lambda p, x: (F.linear(x, p["weight"]), p["bias"]), x)
+    parts = randomize(te.Linear(8, 12, parameters_split=("a", "b", "c")))
+    names_ = [f"{part}_{kind}" for kind in ("weight", "bias") for part in "abc"]
+    check(
+        parts, lambda p, x: F.linear(x, torch.cat([p[n] for n in names_[:3]]), torch.cat([p[n] for n in names_[3:]])), x
+    )
+    empty = te.Linear(8, 12, bias=False, return_bias=True)(x.float())[1]
+    assert empty.numel() == 0
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_module_layernorm_linear(te, kind, zero_centered):
+    x = torch.randn(3, 5, 8, dtype=torch.float64)
+    options = {"normalization": kind, "zero_centered_gamma": zero_centered, "eps": 0.1}
+
+    def plain(p, x):
+        return F.linear(normed(p, x, kind, zero_centered, 0.1), p["weight"], p["bias"])
+
+    check(randomize(te.LayerNormLinear(8, 12, **options)), plain, x)
+    all_of_it = randomize(te.LayerNormLinear(8, 12, return_bias=True, return_layernorm_output=True, **options))
+
+    def plain_all(p, x):
+        n = normed(p, x, kind, zero_centered, 0.1)
+        return F.linear(n, p["weight"]), p["bias"], n
+
+    check(all_of_it, plain_all, x)
+    parts = te.LayerNormLinear(8, 12, parameters_split=["a", "b"], return_layernorm_output=True, **options)
+
+    def plain_parts(p, x):
+        n = normed(p, x, kind, zero_centered, 0.1)
+        return torch.cat([F.linear(n, p[f"{k}_weight"], p[f"{k}_bias"]) for k in "ab"], -1), n
+
+    check(randomize(parts), plain_parts, x)
+
+
+def glu(f):
+    return lambda x: f(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
+
+
+ACTIVATIONS = {
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "srelu": lambda x: F.relu(x) ** 2,
+    "silu": F.silu,
+    "glu": glu(torch.sigmoid),
+    "geglu": glu(lambda x: F.gelu(x, approximate="tanh")),
+    "qgeglu": glu(lambda x: x * torch.sigmoid(1.702 * x)),
+    "reglu": glu(F.relu),
+    "sreglu": glu(lambda x: F.relu(x) ** 2),
+    "swiglu": glu(F.silu),
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_module_layernorm_mlp(te, activation):
+    x = torch.randn(3, 5, 8, dtype=torch.float64)
+
+    def plain(p, x):
+        hidden = ACTIVATIONS[activation](F.linear(normed(p, x), p["fc1_weight"], p["fc1_bias"]))
+        return F.linear(hidden, p["fc2_weight"], p["fc2_bias"])
+
+    check(randomize(te.LayerNormMLP(8, 16, activation=activation)), plain, x)
+
+
+def test_module_layernorm_mlp_options(te):
+    x = torch.randn(3, 5, 8, dtype=torch.float64)
+
+    def plain(p, x):
+        n = normed(p, x, "RMSNorm", True)
+        return F.linear(F.silu(F.linear(n, p["fc1_weight"], p["fc1_bias"])), p["fc2_weight"]), p["fc2_bias"], n
+
+    options = {"activation": "silu", "normalization": "RMSNorm", "zero_centered_gamma": True, "return_bias": True}
+    check(randomize(te.LayerNormMLP(8, 16, return_layernorm_output=True, **options)), plain, x)
+    check(randomize(te.LayerNormMLP(8, 16, return_layernorm_output=True, checkpoint=True, **options)), plain, x)
+    clamped = te.LayerNormMLP(8, 16, activation="clamped_swiglu", activation_params={"limit": 2.0}, bias=False)
+    assert set(dict(clamped.named_parameters())) == {*NORMED, "fc1_weight", "fc2_weight"}
+    assert clamped(x.float()).shape == x.shape
+    with pytest.raises(ValueError, match="activation is 'mish'"):
+        te.LayerNormMLP(8, 16, activation="mish")
+
+
+def test_module_grouped_linear(te):
+    x, splits = torch.randn(9, 8, dtype=torch.float64), [4, 0, 5]
+
+    def plain(p, x):
+        return torch.cat([F.linear(r, p[f"weight{g}"], p[f"bias{g}"]) for g, r in enumerate(x.split(splits))])
+
+    module = randomize(te.GroupedLinear(3, 8, 6))
+    for given in (splits, torch.tensor(splits), torch.tensor(splits, dtype=torch.int32)):
+        module.zero_grad()
+        check(Given(module, given), plain, x)
+    output, biases = te.GroupedLinear(3, 8, 6, return_bias=True)(x.float(), splits)
+    assert output.shape == (9, 6) and [tuple(b.shape) for b in biases] == [(6,)] * 3
+
+
+def test_module_norms(te):
+    x = torch.randn(4, 8, dtype=torch.float64)
+    layer = randomize(te.LayerNorm(8, eps=0.1, zero_centered_gamma=True))
+    check(layer, lambda p, x: F.layer_norm(x, (8,), p["weight"] + 1, p["bias"], 0.1), x)
+    check(randomize(te.RMSNorm(8, eps=0.1)), lambda p, x: F.rms_norm(x, (8,), p["weight"], 0.1), x)
+    assert isinstance(layer, ops.LayerNorm)
+
+
+def test_modules_copy_pickle_and_take_new_parameters(te):
+    x = torch.randn(4, 8)
+    module = te.LayerNormMLP(8, 16)
+    y = module(x)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(other(x), y)
+        assert not {id(p) for p in other.parameters()} & {id(p) for p in module.parameters()}
+        other(x).sum().backward()
+        assert other.fc1_weight.grad is not None and module.fc1_weight.grad is None
+    module.fc2_weight = torch.nn.Parameter(torch.zeros(8, 16))
+    module(x).sum().backward()
+    assert (module(x) == module.fc2_bias).all() and module.fc2_weight.grad is not None
+    half = module.to(torch.bfloat16)
+    assert half(x.bfloat16()).dtype == torch.bfloat16
+    called = torch.func.functional_call(te.Linear(8, 8), {"weight": torch.zeros(8, 8), "bias": torch.ones(8)}, (x,))
+    assert (called == 1).all()
+
+
+# ---- main_grad ----------------------------------------------------------------------------------------------------
+
+FUSED = {
+    "Linear": lambda te, **o: te.Linear(8, 6, **o),
+    "Linear in parts": lambda te, **o: te.Linear(8, 6, parameters_split=["a", "b"], **o),
+    "LayerNormLinear": lambda te, **o: te.LayerNormLinear(8, 6, **o),
+    "LayerNormMLP": lambda te, **o: te.LayerNormMLP(8, 16, **o),
+    "GroupedLinear": lambda te, **o: te.GroupedLinear(2, 8, 6, **o),
+}
+
+
+def arguments_of(module):
+    return ([3, 2],) if hasattr(module, "num_gemms") else ()
+
+
+def weights_of(module):
+    return {name: p for name, p in module.named_parameters() if "weight" in name and "norm" not in name}
+
+
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("flag", [False, True])
+@pytest.mark.parametrize("case", FUSED)
+def test_module_main_grad_handshake(te, case, flag, delay):
+    x = torch.randn(5, 8)
+    plain = FUSED[case](te)
+    fused = FUSED[case](te, fuse_wgrad_accumulation=True, delay_wgrad_compute=delay)
+    fused.load_state_dict(plain.state_dict())
+    called = []
+    fused.register_wgrad_accumulation_and_reduce_hooks(lambda: called.append(1))
+    for p in weights_of(fused).values():
+        p.main_grad = torch.full_like(p, 0.5)
+        if flag:
+            p.grad_added_to_main_grad = False
+    plain(x, *arguments_of(plain)).square().sum().backward()
+    fused(x, *arguments_of(fused)).square().sum().backward()
+    if delay:
+        assert all((p.main_grad == 0.5).all() for p in weights_of(fused).values())
+        fused.backward_dw()
+        fused.backward_dw()  # nothing waits any more
+    assert called == [1] * delay and fused.need_backward_dw() is delay
+    for name, p in fused.named_parameters():
+        wanted = dict(plain.named_parameters())[name].grad
+        if name not in weights_of(fused):
+            torch.testing.assert_close(p.grad, wanted)
+            continue
+        torch.testing.assert_close(p.main_grad - 0.5, wanted, rtol=1e-4, atol=1e-5)
+        assert (p.grad is not None) is flag and getattr(p, "grad_added_to_main_grad", None) is (True if flag else None)
+        assert p.grad is None or p.grad.data_ptr() != p.main_grad.data_ptr()
+
+
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("case", FUSED)
+def test_module_first_microbatch_overwrites(te, case, delay):
+    module = FUSED[case](te, fuse_wgrad_accumulation=True, delay_wgrad_compute=delay)
+    plain = FUSED[case](te)
+    plain.load_state_dict(module.state_dict())
+    for p in weights_of(module).values():
+        p.main_grad = torch.full_like(p, float("nan"))
+    batches = [torch.randn(5, 8) for _ in range(3)]
+    for i, x in enumerate(batches):
+        plain(x, *arguments_of(plain)).square().sum().backward()
+        module(x, *arguments_of(module), is_first_microbatch=i == 0).square().sum().backward()
+    for _ in batches:
+        module.backward_dw()
+    for name, p in weights_of(module).items():
+        torch.testing.assert_close(p.main_grad, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-4)
+        assert not hasattr(p, "overwrite_main_grad")
+
+
+def test_module_main_grad_missing_is_said(te):
+    with pytest.raises(RuntimeError, match="main_grad"):
+        te.Linear(4, 4, fuse_wgrad_accumulation=True)(torch.ones(2, 4)).sum().backward()
+
+
+def test_module_overwrites_no_more_after_a_backward_that_raised(te):
+    linear = te.Linear(4, 4, fuse_wgrad_accumulation=True)
+    with pytest.raises(RuntimeError, match="main_grad"):
+        linear(torch.ones(2, 4), is_first_microbatch=True).sum().backward()
+    linear.weight.main_grad = torch.ones(4, 4)
+    linear(torch.ones(2, 4), is_first_microbatch=False).sum().backward()
+    assert (linear.weight.main_grad == 3).all()
+
+
+def test_module_first_microbatch_recomputed(te):
+    mlp = te.LayerNormMLP(8, 16, fuse_wgrad_accumulation=True)
+    x = torch.randn(5, 8, requires_grad=True)
+    for p in weights_of(mlp).values():
+        p.main_grad = torch.full_like(p, float("nan"))
+    te.checkpoint(mlp, x, is_first_microbatch=True).sum().backward()
+    assert all(p.main_grad.isfinite().all() for p in weights_of(mlp).values())
+
+
+# ---- attention ----------------------------------------------------------------------------------------------------
+
+
+def plain_attention(q, k, v, hidden=None, scale=None, bias=0):
+    """[b, s, h, d] by hand; `hidden` is True where a key is not seen."""
+    k, v = (t.repeat_interleave(q.size(2) // t.size(2), 2) for t in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (scale or q.size(-1) ** -0.5) + bias
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).flatten(2)
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_attention(te, layout, groups):
+    q = torch.randn(2, 5, 4, 3, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 5, groups, 3, dtype=torch.float64)
+    causal = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    padding = torch.tensor([[0, 0, 0, 0, 1], [0, 0, 0, 1, 1]], dtype=torch.bool)[:, None, None, :]
+    arbitrary = torch.rand(2, 1, 5, 5) < 0.3
+    arbitrary[..., 0] = False
+    bias = torch.randn(1, 4, 5, 5, dtype=torch.float64)
+    cases = [
+        ({"attn_mask_type": "causal"}, causal, 0),
+        ({"attn_mask_type": "no_mask"}, None, 0),
+        ({"attn_mask_type": "padding", "attention_mask": padding}, padding, 0),
+        ({"attn_mask_type": "padding_causal", "attention_mask": padding}, padding | causal, 0),
+        ({"attn_mask_type": "arbitrary", "attention_mask": arbitrary}, arbitrary, 0),
+        ({"attn_mask_type": "causal", "window_size": (1, 0)}, causal | torch.ones(5, 5).tril(-2).bool(), 0),
+        (
+            {"attn_mask_type": "causal", "core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias},
+            causal,
+            bias,
+        ),
+        ({"attn_mask_type": "causal", "checkpoint_core_attention": True}, causal, 0),
+    ]
+    module = te.DotProductAttention(4, 3, num_gqa_groups=groups, qkv_format=layout)
+    for options, hidden, extra in cases:
+        mine, theirs = ([t.clone().requires_grad_() for t in (q, k, v)] for _ in range(2))
+        turn = (lambda t: t.transpose(0, 1)) if layout == "sbhd" else (lambda t: t)
+        got = turn(module(*[turn(t) for t in mine], **options))
+        wanted = plain_attention(*theirs, hidden, bias=extra)
+        same(got, wanted, str(options))
+        dy = torch.randn_like(wanted)
+        got.backward(dy)
+        wanted.backward(dy)
+        for one, other in zip(mine, theirs, strict=True):
+            same(one.grad, other.grad, str(options))
+
+
+def test_attention_options(te):
+    q, k = torch.randn(2, 4, 2, 3, dtype=torch.float64), torch.randn(2, 6, 2, 3, dtype=torch.float64)
+    module = te.DotProductAttention(2, 3, qkv_format="bshd", softmax_scale=0.3, attention_dropout=0.5)
+    module.eval()
+    same(module(q, k, k, attn_mask_type="no_mask"), plain_attention(q, k, k, scale=0.3))
+    first = torch.ones(4, 6, dtype=torch.bool)
+    same(module(q, k, k, attn_mask_type="causal"), plain_attention(q, k, k, first.triu(1), 0.3))
+    same(module(q, k, k, attn_mask_type="causal_bottom_right"), plain_attention(q, k, k, first.triu(3), 0.3))
+    module.train()
+    assert not torch.equal(module(q, k, k), module(q, k, k))
+    for refused in ({"qkv_format": "thd"}, {"alibi_slopes": torch.ones(2)}, {"core_attention_bias_type": "alibi"}):
+        with pytest.raises(NotImplementedError, match="DotProductAttention"):
+            module(q, k, k, **refused)
+    with pytest.raises(ValueError, match="attention_mask is not given"):
+        module(q, k, k, attn_mask_type="padding")
+
+
+def test_attention_rotary_positions(te):
+    from transformer_engine.pytorch.attention import apply_rotary_pos_emb
+
+    angles = te.RotaryPositionEmbedding(8)(6)
+    assert angles.shape == (6, 1, 1, 8) and angles[3, 0, 0, 0] == 3
+    t = torch.randn(6, 2, 4, 10)
+    turned = apply_rotary_pos_emb(t, angles)
+    pair = torch.complex(t[..., :4], t[..., 4:8]) * torch.polar(torch.ones(6, 1, 1, 4), angles[..., :4])
+    torch.testing.assert_close(turned, torch.cat([pair.real, pair.imag, t[..., 8:]], -1))
+    other = apply_rotary_pos_emb(t.transpose(0, 1), angles, tensor_format="bshd")
+    torch.testing.assert_close(other.transpose(0, 1), turned)
+
+
+@pytest.mark.parametrize("fused, interleaved", [(False, True), (True, True), (True, False)])
+def test_attention_with_projections(te, fused, interleaved):
+    """Heads come out of the projection where the reference has them: group by group if interleaved."""
+    heads, groups, channels = 4, 2, 3
+    module = te.MultiheadAttention(
+        12, heads, kv_channels=channels, num_gqa_groups=groups, attention_dropout=0.0, input_layernorm=True,
+        fuse_qkv_params=fused, qkv_weight_interleaved=interleaved, return_bias=True, qkv_format="bshd",
+    )  # fmt: skip
+
+    def project(p, n):
+        if not fused:
+            return [F.linear(n, p[f"layernorm_qkv.{k}_weight"], p[f"layernorm_qkv.{k}_bias"]) for k in names_]
+        mixed = F.linear(n, p["layernorm_qkv.weight"], p["layernorm_qkv.bias"])
+        if not interleaved:
+            return mixed.split([heads * channels, groups * channels, groups * channels], -1)
+        mixed = mixed.unflatten(-1, (groups, heads // groups + 2, channels))
+        return [part.flatten(2) for part in mixed.split([heads // groups, 1, 1], 3)]
+
+    names_ = ("query", "key", "value")
+    causal = torch.ones(5, 5, dtype=torch.bool).triu(1)
+
+    def plain(p, x):
+        n = F.layer_norm(x, (12,), p["layernorm_qkv.layer_norm_weight"], p["layernorm_qkv.layer_norm_bias"])
+        q, k, v = (t.unflatten(-1, (-1, channels)) for t in project(p, n))
+        return F.linear(plain_attention(q, k, v, causal), p["proj.weight"]), p["proj.bias"]
+
+    check(randomize(module), plain, torch.randn(2, 5, 12, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm", "L2Normalization"])
+@pytest.mark.parametrize("before", [False, True])
+def test_attention_with_normed_queries_and_keys(te, kind, before):
+    from transformer_engine.pytorch.attention import apply_rotary_pos_emb
+
+    options = {"qk_norm_type": kind, "qk_norm_before_rope": before, "qk_norm_eps": 0.1}
+    module = te.MultiheadAttention(8, 2, attention_dropout=0.0, qkv_format="bshd", fuse_qkv_params=False, **options)
+    angles = te.RotaryPositionEmbedding(4)(5)
+    norms = {
+        "RMSNorm": lambda p, n, t: F.rms_norm(t, (4,), p[f"{n}.weight"], 0.1),
+        "LayerNorm": lambda p, n, t: F.layer_norm(t, (4,), p[f"{n}.weight"], p[f"{n}.bias"], 0.1),
+        "L2Normalization": lambda p, n, t: t / (t.square().sum(-1, keepdim=True) + 0.1).sqrt(),
+    }
+
+    def plain(p, x):
+        parts = [F.linear(x, p[f"qkv.{s}_weight"], p[f"qkv.{s}_bias"]) for s in ("query", "key", "value")]
+        q, k, v = (t.unflatten(-1, (2, 4)) for t in parts)
+        turn = lambda t: apply_rotary_pos_emb(t, angles, tensor_format="bshd")  # noqa: E731
+        norm = lambda n, t: norms[kind](p, n, t)  # noqa: E731
+        q, k = (turn(norm(n, t)) if before else norm(n, turn(t)) for n, t in (("q_norm", q), ("k_norm", k)))
+        hidden = torch.ones(5, 5, dtype=torch.bool).triu(1)
+        return F.linear(plain_attention(q, k, v, hidden), p["proj.weight"], p["proj.bias"])
+
+    check(Given(randomize(module), rotary_pos_emb=angles), plain, torch.randn(2, 5, 8, dtype=torch.float64))
+
+
+def test_attention_across(te):
+    module = te.MultiheadAttention(8, 2, attention_type="cross", attn_mask_type="no_mask", attention_dropout=0.0)
+    y = module(torch.randn(4, 2, 8), encoder_output=torch.randn(7, 2, 8))
+    assert y.shape == (4, 2, 8) and {n for n, _ in module.named_children()} == {
+        "query_layer", "key_value", "core_attention", "proj",
+    }  # fmt: skip
+
+
+# ---- a layer ------------------------------------------------------------------------------------------------------
+
+
+def layer_by_hand(p, x, post=False, parallel=False):
+    causal = torch.ones(x.size(0), x.size(0), dtype=torch.bool).triu(1)
+    a = {k.removeprefix("self_attention.layernorm_qkv."): v for k, v in p.items()}
+    m = {k.removeprefix("layernorm_mlp."): v for k, v in p.items() if k.startswith("layernorm_mlp.")}
+    n = normed(a, x)
+    q, k, v = (F.linear(n, a[f"{s}_weight"], a[f"{s}_bias"]).unflatten(-1, (4, -1)) for s in ("query", "key", "value"))
+    attended = plain_attention(*(t.transpose(0, 1) for t in (q, k, v)), causal).transpose(0, 1)
+    attended = F.linear(attended, p["self_attention.proj.weight"], p["self_attention.proj.bias"])
+
+    def mlp(x):
+        n = normed(m, x)
+        hidden = F.gelu(F.linear(n, m["fc1_weight"], m["fc1_bias"]), approximate="tanh")
+        return F.linear(hidden, m["fc2_weight"], m["fc2_bias"]), n
+
+    if parallel:
+        return x + attended + mlp(x)[0]
+    x = (n if post else x) + attended
+    out, n = mlp(x)
+    return (n if post else x) + out
+
+
+@pytest.mark.parametrize("options", [{}, {"post": True}, {"parallel": True}], ids=str)
+def test_layer_values(te, options):
+    given = {
+        "apply_residual_connection_post_layernorm": options.get("post", False),
+        "parallel_attention_mlp": options.get("parallel", False),
+    }
+    module = te.TransformerLayer(16, 32, 4, hidden_dropout=0.0, attention_dropout=0.0, **given)
+    check(randomize(module), lambda p, x: layer_by_hand(p, x, **options), torch.randn(5, 2, 16, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {
+            "fuse_qkv_params": True,
+            "num_gqa_groups": 2,
+            "normalization": "RMSNorm",
+            "activation": "swiglu",
+            "bias": False,
+        },
+        {"layer_type": "decoder", "output_layernorm": True, "drop_path_rate": 0.1},
+        {"attn_input_format": "bshd", "rotary": True},
+    ],
+    ids=str,
+)
+def test_layer_trains(te, options):
+    options = dict(options)
+    angles = te.RotaryPositionEmbedding(8)(6) if options.pop("rotary", False) else None
+    module = te.TransformerLayer(32, 64, 4, hidden_dropout=0.05, attention_dropout=0.05, **options)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
+    x = torch.randn(6, 6, 32)
+    target, losses = x.roll(1, -1), []
+    more = {"encoder_output": torch.randn(4, 6, 32)} if options.get("layer_type") == "decoder" else {}
+    for _ in range(40):
+        loss = F.mse_loss(module(x, rotary_pos_emb=angles, **more), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0], (losses[0], losses[-1])
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+def test_layer_drops_paths_of_whole_samples(te, layout):
+    path = te.TransformerLayer(8, 16, 2, drop_path_rate=0.5, attn_input_format=layout).drop_path
+    batch = layout.index("b")
+    kept = path(torch.ones(40, 40, 8)).movedim(batch, 0).flatten(1)
+    assert ((kept == 0).all(1) | (kept == 2).all(1)).all() and 0 < (kept[:, 0] == 0).sum() < 40
+    assert (path.eval()(torch.ones(2, 3, 8)) == 1).all()
+
+
+# ---- recomputation, permutation, router ---------------------------------------------------------------------------
+
+
+def test_checkpoint_draws_the_same_numbers_again(te):
+    tracker = te.CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 3)
+    calls = []
+
+    def f(x, factor=1):
+        with tracker.fork():
+            mask = torch.rand_like(x)
+        calls.append(mask)
+        return F.dropout(x * mask * factor, 0.5)
+
+    x = torch.randn(20, requires_grad=True)
+    y = te.checkpoint(f, x, get_rng_state_tracker=lambda: tracker, use_reentrant=True, factor=2)
+    after = tracker.get_states()["model-parallel-rng"]
+    y.sum().backward()
+    assert len(calls) == 2 and torch.equal(calls[0], calls[1])
+    assert torch.equal(tracker.get_states()["model-parallel-rng"], after)
+    torch.testing.assert_close(x.grad * x.detach(), y.detach())
+    with pytest.raises(NotImplementedError, match="distribute_saved_activations"):
+        te.checkpoint(f, x, distribute_saved_activations=True)
+
+
+@pytest.mark.parametrize("map_type", ["mask", "index"])
+def test_permute_there_and_back(te, map_type):
+    x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    chosen = torch.stack([torch.randperm(5)[:2] for _ in range(6)])
+    mask = torch.zeros(6, 5, dtype=torch.bool).scatter(1, chosen, True)
+    routing = mask if map_type == "mask" else chosen
+    probs = torch.rand(routing.shape, dtype=torch.float64, requires_grad=True)
+    permuted, row_ids = te.moe_permute(x, routing, num_out_tokens=12, map_type=map_type)
+    assert torch.equal(permuted, torch.cat([x[mask[:, e]] for e in range(5)]))
+    y = te.moe_unpermute(permuted, row_ids, merging_probs=probs, restore_shape=x.shape, map_type=map_type)
+    weight = (probs * mask).sum(1) if map_type == "mask" else probs.sum(1)
+    same(y, x * weight[:, None])
+    same(te.moe_unpermute(permuted, row_ids, map_type=map_type), 2 * x)
+    dy = torch.randn_like(y)
+    dx, dp = torch.autograd.grad(y, (x, probs), dy, retain_graph=True)
+    wanted = torch.autograd.grad(x * weight[:, None], (x, probs), dy)
+    same(dx, wanted[0])
+    same(dp, wanted[1])
+
+
+def test_permute_with_probs_drops_and_pads(te):
+    x, mask = torch.randn(4, 3), torch.tensor([[1, 0], [1, 1], [0, 1], [0, 0]], dtype=torch.bool)
+    probs = torch.rand(4, 2, requires_grad=True)
+    permuted, chosen, row_ids = te.moe_permute_with_probs(x, probs, mask, num_out_tokens=4)
+    assert torch.equal(permuted, x[[0, 1, 1, 2]]) and torch.equal(chosen, probs.T[mask.T])
+    chosen.sum().backward()
+    assert torch.equal(probs.grad, mask.float())
+    fewer, _, row_ids = te.moe_permute_with_probs(x, probs, mask, num_out_tokens=3)
+    assert torch.equal(fewer, x[[0, 1, 1]])
+    assert torch.equal(te.moe_unpermute(fewer, row_ids, restore_shape=x.shape)[2:], torch.zeros(2, 3))
+    more, row_ids = te.moe_permute(x, mask, num_out_tokens=6)
+    assert more.shape == (6, 3) and torch.equal(te.moe_unpermute(more, row_ids)[1], 2 * x[1])
+    with pytest.raises(ValueError, match="map_type"):
+        te.moe_permute(x, mask, map_type="set")
+
+
+def test_permute_sorts_chunks(te):
+    x, p = torch.randn(6, 2, requires_grad=True), torch.rand(6)
+    y, q = te.moe_sort_chunks_by_index_with_probs(x, p, torch.tensor([1, 3, 2]), torch.tensor([2, 0, 1]))
+    order = [4, 5, 0, 1, 2, 3]
+    assert torch.equal(y, x[order]) and torch.equal(q, p[order])
+    assert torch.equal(te.moe_sort_chunks_by_index(x, [1, 3, 2], [2, 0, 1]), y)
+    y[0].sum().backward()
+    assert x.grad.sum() == 2 and (x.grad[4] == 1).all()
+
+
+def test_router(te):
+    from transformer_engine.pytorch import router
+
+    logits = torch.randn(7, 8, dtype=torch.float64, requires_grad=True)
+    top = logits.topk(2, -1).indices
+    probs, mask = router.fused_topk_with_score_function(logits, 2, False, None, None, None, "softmax", None)
+    same(probs.gather(1, top), logits.gather(1, top).softmax(-1))
+    assert mask.sum() == 14 and mask.gather(1, top).all() and (probs[~mask] == 0).all()
+    probs, _ = router.fused_topk_with_score_function(logits, 2, True, None, None, 2.5, "softmax", None)
+    same(probs.gather(1, top), 2.5 * logits.softmax(-1).gather(1, top))
+    bias = torch.zeros(8)
+    bias[3] = 100
+    probs, mask = router.fused_topk_with_score_function(logits, 2, False, None, None, None, "sigmoid", bias)
+    assert mask[:, 3].all()
+    same(probs.sum(1), torch.ones(7, dtype=torch.float64))
+    _, mask = router.fused_topk_with_score_function(logits, 2, True, 4, 1, None, "softmax", None)
+    assert (mask.unflatten(1, (4, 2)).sum(-1).amax(1) == 2).all()
+    chosen, scores = router.fused_compute_score_for_moe_aux_loss(logits, 2, "softmax")
+    same(scores, logits.softmax(-1))
+    counts = chosen.sum(0)
+    loss = router.fused_moe_aux_loss(scores, counts, 7, 8, 2, 0.1)
+    same(loss, (scores.sum(0) * counts).sum() * (8 * 0.1 / (2 * 49)))
+    loss.backward()
+    assert logits.grad is not None
