@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,6 +55,79 @@ The real one counts as present where it is installed or was imported. A name tha
 - Replaced Parameters count from the next call; `.to()`, `deepcopy` and FSDP see this module's Parameters only.
 """
 
+MEGATRON = """
+## Megatron-core
+
+megatron-core 0.16.1, as it is in the registry, runs on the CPU:
+
+```python
+from weft.compat import megatron
+
+megatron.install()  # before megatron.core is imported; transformer_engine is weft from here on, too
+from megatron.core.models.gpt import GPTModel
+```
+
+or `python -m weft.compat --megatron script.py arguments`. `megatron.on_cpu()` is the same for a block, `uninstall()`
+undoes it. It raises ImportError where megatron-core is not there, and RuntimeError where torch has CUDA. Groups are
+Gloo's. To install: HOW_TO_INSTALL. `tests/dist/test_megatron.py` looks for it in the folder `$WEFT_MEGATRON`, too.
+
+`F.gelu` is not the same with the op fuser: there it is the tanh form, in Megatron's own MLP it is not.
+"""
+
+RUNS = (
+    (
+        "loss and gradient norm within 1e-5 of one rank",
+        "transformer layer (LayerNorm, GELU and biases; RMSNorm, SwiGLU and grouped queries); `GPTModel` in Megatron's "
+        "DDP with `forward_backward_func` and Megatron's optimizer, clipped; tensor parallel 1, 2, and 2 with sequence "
+        "parallelism; op fuser (`TEFusedMLP`) and `gradient_accumulation_fusion` on and off",
+    ),
+    (
+        "the same",
+        "that model with full and selective recomputation, `apply_rope_fusion`, the distributed optimizer, "
+        "`overlap_grad_reduce` and `tp_comm_overlap`",
+    ),
+    (
+        "loss within 1e-4 of the uninterrupted run",
+        "50 steps of that model at tensor parallel 2 with sequence parallelism, `dist_checkpointing.save` of model and "
+        "optimizer, `load` at tensor parallel 1, 5 more steps",
+    ),
+    (
+        "runs; not compared",
+        "dropout, bfloat16, mixtures of experts by the allgather dispatcher, `fp8` with "
+        '`install(recipes="high_precision")`',
+    ),
+)
+
+STOPS = (
+    (
+        '`moe_token_dispatcher_type="alltoall"`',
+        "transformer/moe/token_dispatcher.py:445 makes a `torch.cuda.Stream`; with `moe_permute_fusion` line 405 makes "
+        'a tensor on `torch.device("cuda")` before that',
+    ),
+    ("`fp8`", "transformer/transformer_block.py:733 enters `fp8_autocast`, which raises: weft computes unquantized"),
+    ("`cuda_graph_impl`", "transformer/cuda_graphs.py:1406 wants a random number tracker of CUDA graphs"),
+)
+
+
+def two_columns(left: str, right: str, rows: Iterable[tuple[str, str]]) -> str:
+    return "\n".join([f"\n| {left} | {right} |\n|---|---|", *(f"| {name} | {text} |" for name, text in rows)])
+
+
+def megatron_section() -> str:
+    from weft.compat import megatron
+
+    command, _, imports = megatron.HOW_TO_INSTALL.partition(";")
+    found = {f"{redirection.module}.{redirection.name}": redirection.why for redirection in megatron.REDIRECTIONS}
+    lines = [(f"`{name}`", why) for name, why in (found | megatron.MODE_WHY).items()]
+    return "\n".join(
+        [
+            MEGATRON.replace("HOW_TO_INSTALL", f"`{command}`;{imports}"),
+            two_columns("how well", "what runs", RUNS).lstrip(),
+            two_columns("what does not run", "which line stops it", STOPS),
+            two_columns("what is redirected", "which lines need it", lines),
+        ]
+    )
+
 
 def table(rows: list[tuple[str, str, str]]) -> str:
     lines = ["| name | | |", "|---|---|---|"]
@@ -89,6 +163,7 @@ def page() -> str:
             "## Other modules\n",
             "| module | names |\n|---|---|",
             *(f"| `{module}` | {held} |" for module, held in others),
+            megatron_section(),
             "",
         ]
     )

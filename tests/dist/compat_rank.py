@@ -78,11 +78,20 @@ def check(make, sequence: bool, fused: bool) -> None:
         )
 
 
+def check_sum() -> None:
+    """The sum over ranks gives dy back as it came, although reduce_in_backward is True by default."""
+    x = torch.full([4], 1.0 + dist.get_rank(), requires_grad=True)
+    y = te.ops.Sequential(te.ops.AllReduce(dist.group.WORLD))(x)
+    y.backward(torch.arange(4.0))
+    assert y.tolist() == [3.0] * 4 and x.grad.tolist() == [0.0, 1.0, 2.0, 3.0], (y, x.grad)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = f"file://{sys.argv[1]}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    check_sum()
     for name, make in MAKERS.items():
         for sequence in (False, True):
             for fused in (False, True):

@@ -199,8 +199,9 @@ def test_every_name_resolves(te):
         assert importlib.reload(imported) is imported
     for name in names.PRESENT:
         assert hasattr(te, name), name
-    for name in names.REFERENCE_OPS:
+    for name in set(names.REFERENCE_OPS) - {"AllReduce"}:
         assert getattr(te.ops, name) is getattr(ops, name)
+    assert issubclass(te.ops.AllReduce, ops.AllReduce) and not te.ops.AllReduce(None, True).reduce_in_backward
     assert not set(names.PRESENT) & set(names.ABSENT) and not set(names.REFERENCE_OPS) & set(names.OPS_ABSENT)
 
 
@@ -256,6 +257,8 @@ def test_recipes_can_be_made_and_raise_when_entered(te):
 
     made = recipe.DelayedScaling(fp8_format=recipe.Format.HYBRID, amax_history_len=16)
     assert made.amax_history_len == 16 and made.delayed() and made.fp8_format.value.max_bwd == 57344
+    derived = type("OwnScaling", (recipe.DelayedScaling,), {})(margin=1, of_another_release=2)
+    assert derived.margin == 1 and derived.delayed() and not hasattr(derived, "of_another_release")
     for kind in ("Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"):
         getattr(recipe, kind)()
     for context in (te.autocast, te.fp8_autocast, te.fp8_model_init, te.quantized_model_init):
@@ -975,3 +978,17 @@ def test_router(te):
     same(loss, (scores.sum(0) * counts).sum() * (8 * 0.1 / (2 * 49)))
     loss.backward()
     assert logits.grad is not None
+
+
+# ---- megatron-core ------------------------------------------------------------------------------------------------
+
+
+def test_megatron_that_is_absent_leaves_nothing_installed(monkeypatch):
+    from weft.compat import megatron
+
+    monkeypatch.setitem(sys.modules, "megatron.core.tensor_parallel.random", None)
+    before = torch.cuda.synchronize
+    with pytest.raises(ImportError, match="pip install --no-deps megatron-core"):
+        megatron.install()
+    assert not megatron.installed() and not face.installed() and torch.cuda.synchronize is before
+    megatron.uninstall()

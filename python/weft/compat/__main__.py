@@ -1,5 +1,5 @@
-"""``python -m weft.compat [--high-precision] [--replace] script.py …`` runs a script with `transformer_engine` as weft;
-``-m package.module …`` instead of the script runs a module."""
+"""``python -m weft.compat [--high-precision] [--replace] [--megatron] script.py …`` runs a script with
+`transformer_engine` as weft; ``-m package.module …`` instead of the script runs a module."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import os
 import runpy
 import sys
 
-from . import transformer_engine
+from . import megatron, transformer_engine
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m weft.compat", description=__doc__, usage=argparse.SUPPRESS)
     parser.add_argument("--high-precision", action="store_true", help="run quantized regions unquantized")
     parser.add_argument("--replace", action="store_true", help="stand in even where the real package is installed")
+    parser.add_argument("--megatron", action="store_true", help="let megatron-core compute on the CPU as well")
     parser.add_argument("-m", dest="module", action="store_true", help="what follows is a module, not a file")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -23,9 +24,10 @@ def main() -> None:
     sys.path[0] = os.getcwd() if given.module else os.path.dirname(os.path.abspath(given.script))
     recipes = "high_precision" if given.high_precision else None
     try:
-        transformer_engine.install(recipes=recipes, replace=given.replace)
+        (megatron if given.megatron else transformer_engine).install(recipes=recipes, replace=given.replace)
     except ImportError as error:
-        sys.exit(f"python -m weft.compat: {error} Here that is --replace.")
+        here = " Here that is --replace." if "replace=True" in str(error) else ""
+        sys.exit(f"python -m weft.compat: {error}{here}")
     if given.module:
         runpy.run_module(given.script, run_name="__main__", alter_sys=True)
     else:

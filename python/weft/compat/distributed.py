@@ -1,4 +1,4 @@
-"""Activation recomputation with the random numbers of tensor parallelism."""
+"""Activation recomputation with the random numbers of tensor parallelism; the sum over ranks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from .. import ops
 from ..rng import RNGStatesTracker as CudaRNGStatesTracker
 
 __all__ = ["CudaRNGStatesTracker", "activation_recompute_forward", "checkpoint", "is_fp8_activation_recompute_enabled"]
@@ -62,3 +63,11 @@ def dropout(x: torch.Tensor, p: float, training: bool, get_rng_state_tracker: Ca
         return x
     with get_rng_state_tracker().fork() if get_rng_state_tracker is not None else nullcontext():
         return torch.nn.functional.dropout(x, p, True)
+
+
+class AllReduce(ops.AllReduce):
+    """y is the sum of x over all ranks, dx = dy: what follows is taken to be the same on all ranks. The reference
+    stores `reduce_in_backward` and never reads it, and callers, such as Megatron's TEFusedMLP, rely on that."""
+
+    def __init__(self, process_group: Any = None, reduce_in_backward: bool = True) -> None:
+        super().__init__(process_group, reduce_in_backward=False)

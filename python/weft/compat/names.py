@@ -139,7 +139,7 @@ ABSENT: dict[str, str] = {
 # The same for `pytorch.ops`; what differs in all of them is in the README.
 OPS_DIFFER: dict[str, str] = {
     "Quantize": "returns its input; no recipe is ever active",
-    "AllReduce": "`reduce_in_backward` is obeyed",
+    "AllReduce": "dx = dy whatever `reduce_in_backward` says, as in the reference; `weft.ops.AllReduce` obeys it",
     "Dropout": "torch's generator, every p exactly",
     "Linear": "Parameters are registered once; a `state_dict` of torch.nn.Linear loads too",
     "Sequential": "surplus extra inputs raise; hooks of contained operations run",
@@ -151,7 +151,7 @@ OPS_ABSENT: dict[str, str] = {
     "ScaledTanhSReLU": "newer than weft's operations",
     "is_op_fuser_grouped_tensor_path_supported": f"{_CUDA}: which kernels it has",
 }
-OPS: dict[str, Any] = {name: getattr(ops, name) for name in ops.__all__}
+OPS: dict[str, Any] = {name: getattr(ops, name) for name in ops.__all__} | {"AllReduce": distributed.AllReduce}
 REFERENCE_OPS = (
     "AddExtraInput AllGather AllReduce BasicLinear BasicOperation Bias ClampedSwiGLU ConstantScale Dropout "
     "FusedOperation FusibleOperation GEGLU GELU GLU GroupedLinear Identity L2Normalization LayerNorm Linear "

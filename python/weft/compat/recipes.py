@@ -4,10 +4,11 @@ entering a quantized region raises, or with the policy "high_precision" runs it 
 from __future__ import annotations
 
 import enum
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ class Recipe:
     """What all recipes have."""
 
     def _is(self, kind: str) -> bool:
-        return type(self).__name__ == kind
+        return any(base.__name__ == kind for base in type(self).__mro__)
 
     def delayed(self) -> bool:
         return self._is("DelayedScaling")
@@ -99,6 +100,19 @@ class Recipe:
         return self._is("CustomRecipe")
 
 
+def _overlooks_unknown(recipe: Any) -> Any:
+    """Keywords that are no fields are left out, as in the reference: Megatron gives its own and those of the past."""
+    init, known = recipe.__init__, {made.name for made in fields(recipe)}
+
+    @functools.wraps(init)
+    def knowing(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **{name: value for name, value in kwargs.items() if name in known})
+
+    recipe.__init__ = knowing
+    return recipe
+
+
+@_overlooks_unknown
 @dataclass
 class DelayedScaling(Recipe):
     margin: int = 0

@@ -1,0 +1,370 @@
+"""What a rank of test_megatron.py does.
+
+`same` on one rank writes what it computed to a folder, on more it compares with that. `train` saves a checkpoint on the
+way, `resume` goes on from it on another number of ranks. `limits` takes redirections away and runs what cannot run.
+"""
+
+import itertools
+import os
+import sys
+import traceback
+import warnings
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+if "WEFT_MEGATRON" in os.environ:
+    sys.path.insert(0, os.environ["WEFT_MEGATRON"])
+warnings.simplefilter("ignore")
+from weft.compat import megatron  # noqa: E402
+
+megatron.install()
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.transformer.spec_utils import build_module  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+ROWS, BATCH, HIDDEN, FFN, VOCAB = 8, 2, 32, 64, 48
+TOLERANCE = 1e-5  # relative
+SAVED_AFTER, STEPS = 50, 55
+
+PLAIN = {"normalization": "LayerNorm"}
+GATED = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "add_bias_linear": False,
+    "num_query_groups": 2,
+}
+
+
+def config(sequence: bool, accumulate: bool, layers: int = 1, **more) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=layers,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=FFN,
+        num_attention_heads=4,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=dist.get_world_size(),
+        sequence_parallel=sequence,
+        gradient_accumulation_fusion=accumulate,
+        **{"hidden_dropout": 0.0, "attention_dropout": 0.0, **more},
+    )
+
+
+# ---- parts of whole Parameters ------------------------------------------------------------------------------------
+
+
+def part(whole: torch.Tensor, like: torch.nn.Parameter, name: str, gated: bool) -> torch.Tensor:
+    """This rank's part of a whole Parameter or of its gradient, by Megatron's marks. A gated fc1 is two matrices."""
+    if not getattr(like, "tensor_model_parallel", False):
+        return whole
+    pieces = whole.chunk(2) if gated and "linear_fc1" in name else (whole,)
+    return torch.cat([piece.chunk(dist.get_world_size(), like.partition_dim)[dist.get_rank()] for piece in pieces])
+
+
+def fill(model: torch.nn.Module, gated: bool, whole: dict[str, torch.Tensor]) -> None:
+    """Weights from `whole`; where it has none they are drawn and added to it, which one rank does."""
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name not in whole:
+                assert dist.get_world_size() == 1, f"{name} is of {dist.get_world_size()} ranks only"
+                whole[name] = torch.randn_like(p) * (0.3 if p.dim() > 1 else 0.1) + (
+                    1.0 if "norm_weight" in name else 0.0
+                )
+            p.copy_(part(whole[name], p, name, gated))
+
+
+def near(got: torch.Tensor, wanted: torch.Tensor, scale: float, what: str) -> None:
+    error = (got - wanted).norm().item()
+    assert error <= TOLERANCE * scale, f"{what}: off by {error:.3g} of {scale:.3g}"
+
+
+# ---- one layer ----------------------------------------------------------------------------------------------------
+
+
+def layer_step(options: dict, fuser: bool, sequence: bool, accumulate: bool, whole: dict) -> dict:
+    """Loss, gradients of this rank's Parameters and their norm over all ranks, after one call of a layer."""
+    spec = get_gpt_layer_with_transformer_engine_spec(use_te_op_fuser=fuser)
+    layer = build_module(spec, config=config(sequence, accumulate, **options), layer_number=1)
+    assert type(layer.mlp).__name__ == ("TEFusedMLP" if fuser else "MLP")
+    torch.manual_seed(3)
+    fill(layer, "gated_linear_unit" in options, whole)
+    for p in layer.parameters() if accumulate else ():
+        p.main_grad, p.grad_added_to_main_grad = torch.zeros_like(p), False
+    x, dy = torch.randn(2, ROWS, BATCH, HIDDEN, generator=torch.Generator().manual_seed(4))
+    if sequence:
+        x, dy = (t.chunk(dist.get_world_size())[dist.get_rank()] for t in (x, dy))
+    y, _ = layer(x.requires_grad_(), attention_mask=None)
+    loss = (y * dy).sum()
+    loss.backward()
+    if sequence:
+        dist.all_reduce(loss.detach_())
+    return {"loss": loss.item(), **gradients(layer)}
+
+
+def gradients(model: torch.nn.Module) -> dict:
+    """As Megatron finishes them: those of sequence-parallel Parameters are summed over the ranks."""
+    found, squares = {}, torch.zeros(2)  # of parts, of what every rank has
+    for name, p in model.named_parameters():
+        added = getattr(p, "grad_added_to_main_grad", False)
+        found[name] = (p.main_grad if added else p.grad).clone()
+        if getattr(p, "sequence_parallel", False):
+            dist.all_reduce(found[name])
+        squares[0 if getattr(p, "tensor_model_parallel", False) else 1] += found[name].square().sum()
+    dist.all_reduce(squares[:1])
+    return {"norm": squares.sum().sqrt().item(), "gradients": found, "parameters": dict(model.named_parameters())}
+
+
+def check_layers(known: dict) -> None:
+    one = dist.get_world_size() == 1
+    for kind, options in {"plain": PLAIN, "gated": GATED}.items():
+        whole = known.setdefault(kind + " weights", {})
+        for sequence, fuser, accumulate in itertools.product((False,) if one else (False, True), *[(False, True)] * 2):
+            got = layer_step(options, fuser, sequence, accumulate, whole)
+            # the op fuser's GELU is the one by tanh, Megatron's own is not: each has its own one rank
+            wanted = known.setdefault((kind, fuser), {key: got[key] for key in ("loss", "norm", "gradients")})
+            what = f"layer {kind} fuser={fuser} sequence={sequence} accumulate={accumulate}"
+            compare(got, wanted, what)
+            for name, p in got["parameters"].items():
+                near(
+                    got["gradients"][name],
+                    part(wanted["gradients"][name], p, name, kind == "gated"),
+                    wanted["norm"],
+                    f"{what} {name}",
+                )
+
+
+def compare(got: dict, wanted: dict, what: str) -> None:
+    off = {key: abs(got[key] / wanted[key] - 1) for key in ("loss", "norm")}
+    print(f"{what}: loss off by {off['loss']:.1e}, norm by {off['norm']:.1e}", flush=True)
+    assert max(off.values()) <= TOLERANCE, (got["loss"], wanted["loss"], got["norm"], wanted["norm"])
+
+
+# ---- a GPT model ----------------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """GPTModel in Megatron's DistributedDataParallel with Megatron's optimizer; two microbatches a step."""
+
+    def __init__(
+        self,
+        sequence: bool,
+        fuser: bool,
+        accumulate: bool,
+        whole: dict | None = None,
+        shared: dict | None = None,
+        **more,
+    ):
+        """`whole` has the weights, `shared` is for data parallelism and optimizer, `more` for the model."""
+        spec = get_gpt_layer_with_transformer_engine_spec(use_te_op_fuser=fuser)
+        settings = config(sequence, accumulate, layers=2, **GATED, **more)
+        model = GPTModel(settings, spec, VOCAB, max_sequence_length=ROWS, position_embedding_type="rope")
+        torch.manual_seed(5)
+        if whole is not None:
+            fill(model, True, whole)
+        settings.finalize_model_grads_func = finalize_model_grads
+        shared = shared or {}
+        self.model = DistributedDataParallel(settings, DistributedDataParallelConfig(**shared), model)
+        shared = {name: value for name, value in shared.items() if "optimizer" in name}
+        settings = OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=1.0, **shared)
+        self.optimizer = get_megatron_optimizer(settings, [self.model])
+
+    def step(self, number: int) -> tuple[float, float]:
+        """Loss and gradient norm of a step, whose data depends on its number only."""
+        first = torch.randint(0, VOCAB, (2, BATCH, 1), generator=torch.Generator().manual_seed(number))
+        tokens = (first + 5 * torch.arange(ROWS + 1)) % VOCAB  # the next one can be learned
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = get_forward_backward_func()(
+            forward_step_func=self.forward,
+            data_iterator=iter(tokens),
+            model=[self.model],
+            num_microbatches=2,
+            seq_length=ROWS,
+            micro_batch_size=BATCH,
+            forward_only=False,
+        )
+        _, norm, _ = self.optimizer.step()
+        return sum(part["loss"].item() for part in losses) / 2, float(norm)
+
+    @staticmethod
+    def forward(data, model):
+        tokens = next(data)
+        positions = torch.arange(ROWS).expand(BATCH, ROWS)
+        losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+        return losses, lambda given: (given.mean(), {"loss": given.detach().mean()})
+
+    def state(self, loading: bool = False) -> dict:
+        model = self.model.module.sharded_state_dict()
+        return {"model": model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading=loading)}
+
+
+# what changes how it is computed and not what
+WAYS = {
+    "full recomputation": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "selective recomputation": {"recompute_granularity": "selective"},
+    "fused RoPE": {"apply_rope_fusion": True},
+    "distributed optimizer": {"shared": {"use_distributed_optimizer": True}},
+    "overlapped gradient reduction": {"shared": {"overlap_grad_reduce": True}},
+    "tp_comm_overlap": {"tp_comm_overlap": True},
+}
+
+
+def check_models(known: dict) -> None:
+    one = dist.get_world_size() == 1
+    whole = known.setdefault("model weights", {})
+    for sequence, fuser, accumulate in itertools.product((False,) if one else (False, True), *[(False, True)] * 2):
+        loss, norm = Trainer(sequence, fuser, accumulate, whole).step(0)
+        got = {"loss": loss, "norm": norm}
+        compare(got, known.setdefault("model", got), f"model fuser={fuser} sequence={sequence} accumulate={accumulate}")
+    for what, options in WAYS.items():
+        loss, norm = Trainer(not one, True, True, whole, **options).step(0)
+        compare({"loss": loss, "norm": norm}, known["model"], what)
+
+
+# ---- what the test asks for -----------------------------------------------------------------------------------------
+
+
+def same(folder: Path) -> None:
+    file, one = folder / "one_rank.pt", dist.get_world_size() == 1
+    known = {} if one else torch.load(file)
+    check_layers(known)
+    check_models(known)
+    if one:
+        torch.save(known, file)
+
+
+def train(folder: Path) -> None:
+    trainer = Trainer(sequence=True, fuser=True, accumulate=True)
+    losses = []
+    for number in range(STEPS):
+        if number == SAVED_AFTER:
+            (folder / "checkpoint").mkdir(exist_ok=True)
+            dist_checkpointing.save(trainer.state(), str(folder / "checkpoint"))
+        losses.append(trainer.step(number)[0])
+    if dist.get_rank() == 0:
+        torch.save(losses, folder / "losses.pt")
+        print(f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} at last")
+        assert losses[-1] < losses[0] / 2
+
+
+def resume(folder: Path) -> None:
+    trainer = Trainer(sequence=False, fuser=True, accumulate=True)
+    loaded = dist_checkpointing.load(trainer.state(loading=True), str(folder / "checkpoint"))
+    trainer.model.module.load_state_dict(loaded["model"])
+    trainer.optimizer.load_state_dict(loaded["optimizer"])
+    for number, wanted in list(enumerate(torch.load(folder / "losses.pt")))[SAVED_AFTER:]:
+        loss, _ = trainer.step(number)
+        print(f"step {number}: loss {loss:.6f}, uninterrupted {wanted:.6f}, off by {abs(loss / wanted - 1):.1e}")
+        assert abs(loss / wanted - 1) <= 10 * TOLERANCE
+
+
+@contextmanager
+def without(module, name: str, original):
+    """The module has what it had before install()."""
+    redirected = getattr(module, name)
+    if original is megatron._MISSING:
+        delattr(module, name)
+    else:
+        setattr(module, name, original)
+    yield
+    setattr(module, name, redirected)
+
+
+def attempt(folder: Path) -> tuple[float, float]:
+    """Everything that uses a redirection; gives numbers drawn inside and outside of the tracker."""
+    torch.manual_seed(6)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    with tensor_parallel.get_cuda_rng_tracker().fork():
+        inside = torch.rand(()).item()
+    outside = torch.rand(()).item()
+    trainer = Trainer(sequence=False, fuser=True, accumulate=True)
+    trainer.step(0)
+    folder.mkdir()
+    dist_checkpointing.save(trainer.state(), str(folder))
+    return inside, outside
+
+
+def outcome(folder: Path) -> object:
+    try:
+        return attempt(folder)
+    except Exception as error:  # whatever torch says without CUDA
+        return repr(error)
+
+
+def limits(folder: Path) -> None:
+    """Each redirection is needed; what megatron-core still cannot do on the CPU stops where docs/compat.md says."""
+    good = attempt(folder / "good")
+    for number, (module, name, original) in enumerate(megatron._displaced):
+        with without(module, name, original):
+            got = outcome(folder / f"without{number}")
+        print(f"without {module.__name__}.{name}: {got}", flush=True)
+        assert got != good, f"{name} need not be redirected any more"
+    assert outcome(folder / "again") == good
+    megatron.uninstall()
+    got = outcome(folder / "uninstalled")
+    print("uninstalled:", got)
+    assert "CUDA" in str(got)
+    megatron.install()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    stops("token_dispatcher.py", 445, num_moe_experts=2, moe_token_dispatcher_type="alltoall")
+    stops("transformer_block.py", 733, fp8="e4m3")
+    stops("cuda_graphs.py", 1406, cuda_graph_impl="local")
+    loss_of(num_moe_experts=4, moe_router_topk=2)
+    loss_of(bf16=True, params_dtype=torch.bfloat16)
+    loss_of(hidden_dropout=0.1, attention_dropout=0.1)
+    megatron.install(recipes="high_precision")
+    loss_of(fp8="e4m3")
+
+
+def loss_of(**options) -> torch.Tensor:
+    """A model with `options` makes a forward and a backward pass."""
+    experts = options.get("num_moe_experts")
+    spec = get_gpt_layer_with_transformer_engine_spec(num_experts=experts, moe_grouped_gemm=experts is not None)
+    settings = config(False, False, **PLAIN, **options)
+    model = GPTModel(settings, spec, VOCAB, max_sequence_length=ROWS, position_embedding_type="rope")
+    losses, _ = Trainer.forward(iter(torch.ones(1, BATCH, ROWS + 1, dtype=torch.int64)), model)
+    losses.mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    return losses
+
+
+def stops(file: str, line: int, **options) -> None:
+    """A model with `options` raises at this line of megatron-core."""
+    try:
+        loss_of(**options)
+    except Exception as error:
+        places = [(Path(frame.filename).name, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+        assert (file, line) in places, places
+    else:
+        raise AssertionError(f"{options} runs now: say so in docs/compat.md")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder, rank, world = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    for what in sys.argv[2:]:
+        store = f"file://{folder}/store_{what}_{world}"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        {"same": same, "train": train, "resume": resume, "limits": limits}[what](folder)
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

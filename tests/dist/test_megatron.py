@@ -1,0 +1,61 @@
+"""Unmodified megatron-core computes the same on weft over two ranks as on one, and its checkpoints move between them.
+
+It is looked for where Python looks and in the folder $WEFT_MEGATRON.
+"""
+
+import os
+import pathlib
+import re
+import sys
+from importlib.machinery import PathFinder
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+from launch import run_ranks  # noqa: E402
+from weft.compat import megatron  # noqa: E402
+
+
+def found(name: str) -> bool:
+    path = [*filter(None, [os.environ.get("WEFT_MEGATRON")]), *sys.path]
+    for part in name.split("."):
+        spec = PathFinder.find_spec(part, path)
+        if spec is None:
+            return False
+        path = list(spec.submodule_search_locations or ())
+    return True
+
+
+def needs(name: str) -> pytest.MarkDecorator:
+    reason = f"{name} is not there, nor in $WEFT_MEGATRON ({megatron.HOW_TO_INSTALL})"
+    return pytest.mark.skipif(not found(name), reason=reason)
+
+
+pytestmark = needs("megatron.core")
+
+
+def largest(folder: pathlib.Path) -> str:
+    """The largest error that the first rank wrote down."""
+    return max(re.findall(r"by (\d\.\de[-+]\d+)", (folder / "rank0.log").read_text()), key=float)
+
+
+def test_same_loss_and_gradients_as_one_rank(tmp_path):
+    """A layer and a GPTModel, tensor parallel; sequence parallelism, op fuser and fused accumulation on and off."""
+    run_ranks("megatron_rank.py", tmp_path, 1, "same")
+    run_ranks("megatron_rank.py", tmp_path, 2, "same", WEFT_CHECK="always")
+    print(f"off one rank by at most {largest(tmp_path)} relative")
+
+
+@needs("psutil")
+def test_checkpoint_of_two_ranks_goes_on_at_one(tmp_path):
+    """50 steps at tensor parallel 2 with sequence parallelism; then on one rank with the losses of going on at two."""
+    run_ranks("megatron_rank.py", tmp_path, 2, "train")
+    run_ranks("megatron_rank.py", tmp_path, 1, "resume")
+    print(f"loss off the uninterrupted run by at most {largest(tmp_path)} relative")
+
+
+@needs("psutil")
+def test_redirections_are_needed_and_limits_stand(tmp_path):
+    """Fails when megatron-core does without a redirection, or runs what docs/compat.md says it cannot."""
+    run_ranks("megatron_rank.py", tmp_path, 1, "limits")
