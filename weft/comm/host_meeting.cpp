@@ -125,9 +125,14 @@ std::string HostMeeting::Gathering::name(int peer) const {
   return pid ? c10::str("rank ", peer, " (pid ", pid, ")") : c10::str("rank ", peer);
 }
 
+/// Names also whose process has ended: a peer that leaves may have left because of another.
 void HostMeeting::Gathering::fail(int peer, const std::string& what) const {
+  std::string others;
+  for (int other = 0; other < size(); ++other)
+    if (other != peer && other != rank() && !meeting_.processes_[other].alive())
+      others += c10::str("; the process of ", name(other), " has ended");
   C10_THROW_ERROR(DistError, c10::str("Rank ", rank(), " of ", size(), ", meeting '", prefix_, "' with ", name(peer),
-                                      ": ", what, "."));
+                                      ": ", what, others, "."));
 }
 
 /// Raises if there is no use in waiting for the peer any longer.
