@@ -359,7 +359,7 @@ CLAIMS = {
         Row(2, "every row of the weight-gradient contract: grouped linears, both layers of the fused MLP, both layouts",
             (pytest("tests/python/test_grouped_wgrad.py"),)),
         Row(3, "random splits against a loop of plain linears in float64: 5,000 (300 in CI), 0 wrong",
-            (pytest("tests/python/test_grouped_random.py", slow=True, figure=r"\d+ splits, \d+ wrong"),)),
+            (pytest("tests/python/test_grouped_random.py", slow=True, figure=r"\d+ cases, \d+ wrong"),)),
         Row(4, "bad splits and buffers raise; rows of no group are 0 in fresh memory, untouched in the caller's",
             (pytest("tests/python/test_grouped.py", "-k", "bad or tail or padded or buffer or alias"),)),
         Row(5, "no split is read outside a kernel: meta device, shut page, replay; each proof fails if one is",

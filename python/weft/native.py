@@ -22,7 +22,21 @@ _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float
 _DERIVED = {"tensor_parallel_size", "process_group_size", "fan_in"}
 
 
-class NativeOperation(BasicOperation):
+class EmptyExtraState(torch.nn.Module):
+    """A module whose checkpoints have the key `_extra_state`, with nothing in it, and load without it."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, *rest) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
+        forgive_extra_state(prefix, missing_keys)
+
+
+class NativeOperation(EmptyExtraState, BasicOperation):
     """An operation computed in C++. Holds its description and its Parameters, nothing else."""
 
     _native = True
@@ -105,16 +119,6 @@ class NativeOperation(BasicOperation):
 
     def extra_repr(self) -> str:
         return repr(self._op).partition("(")[2][:-1]
-
-    def get_extra_state(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8)
-
-    def set_extra_state(self, state: Any) -> None:
-        pass
-
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, *rest) -> None:
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
-        forgive_extra_state(prefix, missing_keys)
 
 
 def forgive_extra_state(prefix: str, missing_keys: list[str]) -> None:

@@ -4,12 +4,14 @@
 #include "weft/kernels/tiers.h"
 
 namespace weft::kernels {
+
+bool has_tiles(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64_t k) {
+  return machine_tier() == Tier::amx && device == c10::DeviceType::CPU && dtype == at::kBFloat16 && n * k >= 256;
+}
+
 namespace {
 
-/// Whether the AMX tier takes such a product, and if not, why.
-bool has_tiles(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64_t k) {
-  return device == c10::DeviceType::CPU && dtype == at::kBFloat16 && n * k >= 256;
-}
+/// Of a machine that has some.
 std::string why_no_tiles(c10::DeviceType device, at::ScalarType dtype) {
   if (device != c10::DeviceType::CPU) return "it runs on the CPU only";
   if (dtype != at::kBFloat16) return std::string("no tiles for ") + c10::toString(dtype);
@@ -22,7 +24,7 @@ bool interleaved(const std::optional<Act>& act) { return act && act->interleave 
 
 Tier gemm_tier(const Matrix& a, const Matrix& b, const Epilogue& e) {
   const auto vector = vector_tier(a.t, b.t, e.bias, e.at, e.add, e.out);
-  if (vector == Tier::ref || machine_tier() != Tier::amx) return vector;
+  if (vector == Tier::ref) return vector;
   const bool tiles = a.rows() > 0 && has_tiles(a.t.device().type(), a.t.scalar_type(), b.columns(), b.rows());
   return tiles && !interleaved(e.act) && !interleaved(e.slope) ? Tier::amx : vector;
 }

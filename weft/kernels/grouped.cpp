@@ -49,16 +49,17 @@ bool bare(const GroupedMatrix& m) {
 /// Whether the values of a row follow each other.
 bool gapless(const at::Tensor& t) { return t.strides()[1] == 1 || t.sizes()[1] <= 1; }
 
-constexpr int64_t kTilesFrom = 1024;  // values of a matrix
+/// Whether groups are multiplied in tiles: matrices of few values are multiplied sooner than laid out.
+bool in_tiles(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64_t k) {
+  return n * k >= 1024 && has_tiles(device, dtype, n, k);
+}
 
 enum class Way { split, rows, tiles };
 
 /// How a product of matrices [rows, columns] of x's dtype is computed, if `fits`.
 Way way_of(GroupedPath path, const at::Tensor& x, bool fits, const GroupedMatrix& m) {
   if (path == GroupedPath::split || !fits || vector_tier(x) == Tier::ref) return Way::split;
-  if (m.rows() * m.columns() < kTilesFrom) return Way::rows;
-  return gemm_choice(x.device().type(), x.scalar_type(), m.rows(), m.columns()).tier == Tier::amx ? Way::tiles
-                                                                                                  : Way::rows;
+  return in_tiles(x.device().type(), x.scalar_type(), m.rows(), m.columns()) ? Way::tiles : Way::rows;
 }
 
 bool on_meta(const at::Tensor& t) { return t.device().type() == c10::DeviceType::Meta; }
@@ -84,7 +85,7 @@ void check(const GroupIndex& index, const at::Tensor& x, const GroupedMatrix& m,
 
 Choice grouped_choice(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64_t k) {
   auto choice = gemm_choice(device, dtype, n, k);
-  if (choice.tier != Tier::amx || n * k >= kTilesFrom) return choice;
+  if (choice.tier != Tier::amx || in_tiles(device, dtype, n, k)) return choice;
   return {vector_tier(device, dtype),
           "amx declined: matrices of few values are multiplied sooner than laid out in tiles"};
 }

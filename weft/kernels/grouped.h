@@ -14,12 +14,6 @@ class GroupIndex {
   /// `splits`: int32 or int64, one value for each group.
   explicit GroupIndex(const at::Tensor& splits) : splits_(splits) {}
   int64_t groups() const { return splits_.numel(); }
-  /// Whether both are one and the same memory.
-  bool is(const GroupIndex& other) const {
-    return splits_.is_same(other.splits_) ||
-           (splits_.const_data_ptr() == other.splits_.const_data_ptr() && groups() == other.groups() &&
-            splits_.scalar_type() == other.splits_.scalar_type());
-  }
 
  private:
   friend class OpenIndex;  // kernels/open_index.h

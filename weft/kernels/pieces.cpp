@@ -172,9 +172,7 @@ class InTurn {
 
 }  // namespace
 
-bool in_squares(at::ScalarType dtype, int64_t n, int64_t k) {
-  return gemm_choice(c10::DeviceType::CPU, dtype, n, k).tier == Tier::amx;
-}
+bool in_squares(at::ScalarType dtype, int64_t n, int64_t k) { return has_tiles(c10::DeviceType::CPU, dtype, n, k); }
 
 void pack_rows(const at::Tensor& a, const at::Tensor& to) {
   TORCH_CHECK_VALUE(machine_tier() == Tier::amx && a.dim() == 2 && a.scalar_type() == at::kBFloat16 &&

@@ -18,7 +18,6 @@ struct Piece {
   int64_t row = 0;  // the first of them among all rows: of the result and of all that the epilogue reads or keeps
   int64_t packed_rows = 0;  // if `a` is packed
   at::Tensor tiles = {};    // where `a` is packed to, on the way; undefined: nowhere
-  bool given = false;       // what goes to `out` is read by another core next
 };
 inline bool is_packed(const Piece& piece) { return piece.a.dim() == 4; }
 inline int64_t rows_in(const Piece& piece) { return is_packed(piece) ? piece.packed_rows : piece.a.size(0); }

@@ -72,6 +72,8 @@ void add_up(const std::vector<at::Tensor>& terms, const at::Tensor& out);
 }  // namespace weft::kernels::ref
 
 namespace weft::kernels {
+/// Whether the AMX tier takes products of matrices of `dtype` on `device`, K long, N wide.
+bool has_tiles(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64_t k);
 /// The tier that takes a product. Every tensor must be one that its loops can read and write.
 Tier gemm_tier(const Matrix& a, const Matrix& b, const Epilogue& epilogue);
 

@@ -36,7 +36,6 @@ at::Tensor as_written(const at::Tensor& given, int64_t columns) {
 at::Tensor returned(const at::Tensor& matrix, const at::Tensor& like, const at::Tensor& given) {
   auto t = like_leading(matrix, like);
   if (!given.defined() || t.is_inference() || given.is_inference()) return t;
-  if (t.is_same(given)) t = t.view(t.sizes());
   t.unsafeGetTensorImpl()->set_version_counter(given.unsafeGetTensorImpl()->version_counter());
   return t;
 }

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from ..native import forgive_extra_state
+from ..native import EmptyExtraState
 
 _MASKS = ("no_mask", "padding", "causal", "padding_causal", "arbitrary", "causal_bottom_right",
           "padding_causal_bottom_right")  # fmt: skip
@@ -34,7 +34,7 @@ def _band(rows: int, columns: int, kind: str, window: tuple[int, int] | None, de
     return seen
 
 
-class DotProductAttention(torch.nn.Module):
+class DotProductAttention(EmptyExtraState):
     """softmax(q kᵀ · scale + mask) v by torch's scaled_dot_product_attention.
 
     q, k, v have the layout `qkv_format`, "sbhd" or "bshd"; the result joins the last two dimensions, heads and
@@ -141,16 +141,6 @@ class DotProductAttention(torch.nn.Module):
             return scaled_dot_product_attention(
                 q, k, v, mask, dropout_p=p, scale=self.softmax_scale, enable_gqa=q.size(1) != k.size(1)
             )
-
-    def get_extra_state(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8)
-
-    def set_extra_state(self, state: Any) -> None:
-        pass
-
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, *rest) -> None:
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
-        forgive_extra_state(prefix, missing_keys)
 
 
 # ---- rotary positions ---------------------------------------------------------------------------------------------

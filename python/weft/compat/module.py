@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..native import forgive_extra_state
+from ..native import EmptyExtraState
 from . import recipes
 
 # Arguments about names and about the GPU's buffers and kernels: taken, and without effect on the result.
@@ -57,7 +57,7 @@ class Pipeline:
         return self.sequence(*inputs)
 
 
-class Module(torch.nn.Module):
+class Module(EmptyExtraState):
     """A module class of the reference. Subclasses name their Parameters in `_declare` and their operations in `_build`.
 
     The pipelines are no submodules: they hold no Parameters of their own, so that ``state_dict``, ``.to()``, FSDP and
@@ -281,18 +281,6 @@ class Module(torch.nn.Module):
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
         """``hook`` runs after each :meth:`backward_dw` that computed something."""
         self._wgrad_hooks.append(hook)
-
-    # ---- checkpoints ----------------------------------------------------------------------------------------------
-
-    def get_extra_state(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8)
-
-    def set_extra_state(self, state: Any) -> None:
-        pass
-
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, *rest) -> None:
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
-        forgive_extra_state(prefix, missing_keys)
 
 
 def share(owner: Any, total: int, ranks: int) -> int:

@@ -9,16 +9,29 @@ import torch
 from .. import ops
 
 
-def _shape(owner: str, normalized_shape: Any, hidden_size: int | None) -> Any:
-    if normalized_shape is None and hidden_size is None:
-        raise ValueError(f"{owner}: normalized_shape is not given")
-    return normalized_shape if normalized_shape is not None else hidden_size
-
-
-class _Marked(torch.nn.Module):
-    """Its Parameters carry `sequence_parallel`, by which frameworks find gradients that they must sum over ranks."""
+class _Norm(torch.nn.Module):
+    """The module arguments of a norm. Its Parameters carry `sequence_parallel`, by which frameworks find gradients that
+    they must sum over ranks."""
 
     sequence_parallel: bool | None = None
+
+    def __init__(
+        self,
+        normalized_shape: Any = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        shape = normalized_shape if normalized_shape is not None else hidden_size
+        if shape is None:
+            raise ValueError(f"{type(self).__name__}: normalized_shape is not given")
+        kwargs.setdefault("dtype", params_dtype)
+        super().__init__(shape, eps=eps, zero_centered_gamma=zero_centered_gamma, **kwargs)
+        self.sequence_parallel = sequence_parallel
+        self._mark_parameters()
 
     def reset_parameters(self, device: torch.device | str | None = None, defer_init: bool = False) -> None:
         if not defer_init:
@@ -32,41 +45,9 @@ class _Marked(torch.nn.Module):
             param.sequence_parallel = self.sequence_parallel
 
 
-class LayerNorm(_Marked, ops.LayerNorm):
+class LayerNorm(_Norm, ops.LayerNorm):
     """y = (x - mean)·γ/√(var + eps) + β"""
 
-    def __init__(
-        self,
-        normalized_shape: Any = None,
-        eps: float = 1e-5,
-        sequence_parallel: bool | None = None,
-        params_dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        hidden_size: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        kwargs.setdefault("dtype", params_dtype)
-        shape = _shape("LayerNorm", normalized_shape, hidden_size)
-        ops.LayerNorm.__init__(self, shape, eps=eps, zero_centered_gamma=zero_centered_gamma, **kwargs)
-        self.sequence_parallel = sequence_parallel
-        self._mark_parameters()
 
-
-class RMSNorm(_Marked, ops.RMSNorm):
+class RMSNorm(_Norm, ops.RMSNorm):
     """y = x·γ/√(mean(x²) + eps)"""
-
-    def __init__(
-        self,
-        normalized_shape: Any = None,
-        eps: float = 1e-5,
-        sequence_parallel: bool | None = None,
-        params_dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        hidden_size: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        kwargs.setdefault("dtype", params_dtype)
-        shape = _shape("RMSNorm", normalized_shape, hidden_size)
-        ops.RMSNorm.__init__(self, shape, eps=eps, zero_centered_gamma=zero_centered_gamma, **kwargs)
-        self.sequence_parallel = sequence_parallel
-        self._mark_parameters()

@@ -200,51 +200,46 @@ get_default_fp8_recipe = get_default_recipe
 
 
 @contextmanager
+def _region(what: str, quantized: bool) -> Iterator[None]:
+    if quantized:
+        enter_quantized(what)
+    yield
+
+
 def autocast(
     enabled: bool = True,
     calibrating: bool = False,
     recipe: Recipe | None = None,
     amax_reduction_group: Any = None,
     _graph: bool = False,
-) -> Iterator[None]:
+) -> Any:
     """A region that the reference would compute quantized."""
-    if enabled or calibrating:
-        enter_quantized(f"autocast with {type(recipe or get_default_recipe()).__name__}")
-    yield
+    return _region(f"autocast with {type(recipe or get_default_recipe()).__name__}", enabled or calibrating)
 
 
-@contextmanager
 def fp8_autocast(
     enabled: bool = True,
     calibrating: bool = False,
     fp8_recipe: Recipe | None = None,
     fp8_group: Any = None,
     _graph: bool = False,
-) -> Iterator[None]:
+) -> Any:
     """The older name of `autocast`."""
-    if enabled or calibrating:
-        enter_quantized(f"fp8_autocast with {type(fp8_recipe or get_default_recipe()).__name__}")
-    yield
+    return _region(f"fp8_autocast with {type(fp8_recipe or get_default_recipe()).__name__}", enabled or calibrating)
 
 
-@contextmanager
 def quantized_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
-) -> Iterator[None]:
+) -> Any:
     """A region in which the reference would make quantized Parameters."""
-    if enabled:
-        enter_quantized("quantized_model_init")
-    yield
+    return _region("quantized_model_init", enabled)
 
 
-@contextmanager
 def fp8_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
-) -> Iterator[None]:
+) -> Any:
     """The older name of `quantized_model_init`."""
-    if enabled:
-        enter_quantized("fp8_model_init")
-    yield
+    return _region("fp8_model_init", enabled)
 
 
 # ---- what is available: nothing -----------------------------------------------------------------------------------

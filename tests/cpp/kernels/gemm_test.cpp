@@ -49,7 +49,8 @@ GemmResult plain(const Tensor& a, const Tensor& b, const Epilogue& e) {
 void check(const Tensor& a, const Tensor& b, const Epilogue& e, const std::string& what) {
   const auto want = plain(a, b, e);
   const auto got = gemm(a, b, e);
-  const double bound = std::max(tolerance(a.scalar_type()), tolerance(got.out.scalar_type()));
+  const int roundings = machine_tier() == Tier::ref ? 3 : 1;  // one for each ATen call
+  const double bound = roundings * std::max(tolerance(a.scalar_type()), tolerance(got.out.scalar_type()));
   EXPECT_LE(error(got.out, want.out), bound) << what;
   ASSERT_EQ(got.pre.defined(), want.pre.defined()) << what;
   ASSERT_EQ(got.again.defined(), want.again.defined()) << what;

@@ -16,7 +16,6 @@ namespace weft::kernels::CPU_CAPABILITY {
 enum class Store {
   keep,
   stream,  // past the caches: whole aligned lines, and nobody reads them soon
-  give,    // out of this core's caches into the shared one: another core reads them next
 };
 
 /// A matrix of float32, bfloat16 or float16: row-major, or squares of 32 x 32, one column of squares behind the other,
@@ -226,7 +225,6 @@ template <Store kStore>
     _mm512_stream_si512(reinterpret_cast<__m512i*>(p), v);
   else
     _mm512_storeu_si512(p, v);
-  if constexpr (kStore == Store::give) asm volatile("cldemote %0" : : "m"(*p));  // does nothing where it is not known
 }
 
 /// v = act(scale·P + bias) + add. `pre` has the layout of `out`; addends are squares, or have rows of one length.
@@ -522,8 +520,6 @@ template <bool kFew, class Run>
 void with_rows(const Form& form, const Work& w, const std::optional<Act>& act, const std::optional<Act>& slope,
                Run&& run) {
   const auto laid = [&]<int kAdds, bool kSquares>() {
-    if constexpr (!kFew && kAdds == 0)
-      if (form.store == Store::give) return run.template operator()<ValueRows<-1, false, 0, Store::give>>();
     form.store == Store::stream ? run.template operator()<ValueRows<-1, false, kAdds, Store::stream, kSquares>>()
                                 : run.template operator()<ValueRows<-1, false, kAdds, Store::keep, kSquares>>();
   };

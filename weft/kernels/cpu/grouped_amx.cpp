@@ -6,6 +6,7 @@ namespace weft::kernels::CPU_CAPABILITY {
 namespace {
 
 const Bf16* bf16(const void* p) { return static_cast<const Bf16*>(p); }
+const Bf16* from_row(const at::Tensor& t, int64_t row) { return bf16(t.const_data_ptr()) + row * t.strides()[0]; }
 
 /// Rows of a group, in a matrix of all rows.
 Place rows_of(const at::Tensor& t, int64_t row) {
@@ -106,7 +107,7 @@ class GroupedRun {
   LeftProduct left_product(int64_t g) const {
     const auto row = index_.begin(g);
     LeftProduct p;
-    p.x = bf16(call_.x.const_data_ptr()) + row * call_.x.strides()[0];
+    p.x = from_row(call_.x, row);
     p.ldx = call_.x.strides()[0];
     p.rows = index_.rows(g);
     p.w = bf16(call_.w.data(g));
@@ -121,7 +122,7 @@ class GroupedRun {
   void by_panels(int64_t g, int64_t begin, int64_t end) const {
     const auto row = index_.begin(g);
     Operand x, w;
-    x.data = bf16(call_.x.const_data_ptr()) + row * call_.x.strides()[0];
+    x.data = from_row(call_.x, row);
     x.ld = call_.x.strides()[0];
     x.extent = index_.rows(g);
     x.k = w.k = k_;
@@ -187,10 +188,10 @@ class GradientRun {
       return;
     }
     Operand dy, x;
-    dy.data = bf16(call_.dy.const_data_ptr()) + row * call_.dy.strides()[0];
+    dy.data = from_row(call_.dy, row);
     dy.ld = call_.dy.strides()[0];
     dy.extent = n_;
-    x.data = bf16(call_.x.const_data_ptr()) + row * call_.x.strides()[0];
+    x.data = from_row(call_.x, row);
     x.ld = call_.x.strides()[0];
     x.extent = k_;
     x.left = false;

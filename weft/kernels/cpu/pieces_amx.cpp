@@ -106,9 +106,7 @@ class PieceProduct {
     for (int i = 0; i < w.adds; ++i) move(w.add[i]);
     if (piece.out.defined()) {
       w.out = place(piece.out);
-      w.out.store = streams(piece.out, pieces_.rows * results_.columns() * 2) ? Store::stream
-                    : piece.given                                             ? Store::give
-                                                                              : Store::keep;
+      w.out.store = streams(piece.out, pieces_.rows * results_.columns() * 2) ? Store::stream : Store::keep;
     }
     for (const auto& t : piece.add) w.add[w.adds++] = place(t);
     for (int i = 0; i < w.adds; ++i)
