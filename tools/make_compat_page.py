@@ -25,7 +25,8 @@ import transformer_engine.pytorch as te
 ```
 
 or, with the script left as it is, `python -m weft.compat script.py arguments`. Nothing happens by itself: `import weft`
-leaves the name alone.
+leaves the name alone. [te_in_ci.md](te_in_ci.md) is a whole example: a training script, its tests, and the workflow that
+runs them.
 
 | call | what it does |
 |---|---|
@@ -52,6 +53,8 @@ The real one counts as present where it is installed or was imported. A name tha
   ranks, as Megatron does. (`weft.ops.Linear(replicated_bias=True)` sums by itself.)
 - `fuse_wgrad_accumulation` adds weight gradients to `main_grad`; `is_first_microbatch=True` overwrites it in that call.
 - `delay_wgrad_compute` leaves weight gradients to `backward_dw()`; biases get theirs in backward.
+- `return_bias=True` hands out the Parameter itself, as the reference does; under FSDP2 its memory goes when the sharded
+  module's forward ends, so shard a module that also adds it.
 - Replaced Parameters count from the next call; `.to()`, `deepcopy` and FSDP see this module's Parameters only.
 """
 

@@ -38,6 +38,15 @@ class GroupedParameters(torch.nn.Module):
             torch.nn.Module.register_parameter(self, name, parameter)
         self.reset_parameters()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "num_groups" and value != self.num_groups:
+            kind = type(self).__name__
+            raise ValueError(
+                f"{kind}: num_groups is {self.num_groups} and cannot become {value}: the Parameters are those of "
+                f"{self.num_groups} groups. Make a new {kind} with num_groups={value} and give it the weights to keep"
+            )
+        super().__setattr__(name, value)
+
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         known = [spec[0] for spec in self._op.params()]
         if param is not None and name not in known and name.rstrip("0123456789") in ("weight", "bias"):

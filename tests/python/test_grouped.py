@@ -738,6 +738,15 @@ def test_sizes_must_be_positive(sizes, value):
         ops.GroupedLinear(*sizes)
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+def test_the_number_of_groups_stays(groups):
+    op = ops.GroupedLinear(2, 4, 4)
+    with pytest.raises(ValueError, match=f"num_groups is 2 and cannot become {groups}.*new GroupedLinear"):
+        op.num_groups = groups
+    op.num_groups = 2
+    assert op.num_groups == 2 and op(torch.ones(3, 4), torch.tensor([1, 2])).shape == (3, 4)
+
+
 def test_the_dtype_must_be_a_floating_one():
     for dtype in (torch.int32, torch.complex64, torch.bool):
         with pytest.raises(ValueError, match=str(dtype).removeprefix("torch.")):

@@ -88,7 +88,6 @@ class TransformerLayer(torch.nn.Module):
         if layer_type not in ("encoder", "decoder"):
             raise ValueError(f"TransformerLayer: layer_type is {layer_type!r}, expected 'encoder' or 'decoder'")
         self.layer_type, self.hidden_dropout, self.layer_number = layer_type, hidden_dropout, layer_number
-        self.post_norm_residual = apply_residual_connection_post_layernorm
         self.parallel_attention_mlp, self.output_layernorm = parallel_attention_mlp, output_layernorm
         self.self_attn_mask_type, self.window_size = self_attn_mask_type, window_size
         self.enc_dec_attn_mask_type, self.enc_dec_window_size = enc_dec_attn_mask_type, enc_dec_window_size
@@ -107,7 +106,6 @@ class TransformerLayer(torch.nn.Module):
             "normalization": normalization,
             "bias": bias,
             "device": device,
-            "return_bias": not parallel_attention_mlp,
             "return_layernorm_output": apply_residual_connection_post_layernorm,
         }
         attention = common | {
@@ -155,16 +153,12 @@ class TransformerLayer(torch.nn.Module):
             if hasattr(child, "set_tensor_parallel_group"):
                 child.set_tensor_parallel_group(tp_group)
 
-    def _residual(self, results: Any, residual: torch.Tensor) -> torch.Tensor:
-        """residual + dropout(branch + bias); with `post_norm_residual` what the norm gave is the residual."""
-        results = list(results) if isinstance(results, tuple) else [results]
-        normed = (
-            results.pop() if self.post_norm_residual and len(results) > 1 + (not self.parallel_attention_mlp) else None
-        )
-        branch = results[0] if len(results) == 1 or not results[1].numel() else results[0] + results[1]
+    def _residual(self, result: Any, residual: torch.Tensor) -> torch.Tensor:
+        """residual + dropout(branch); a branch that comes with what its norm gave has that as its residual."""
+        branch, residual = result if isinstance(result, tuple) else (result, residual)
         branch = dropout(branch, self.hidden_dropout, self.training, self.get_rng_state_tracker)
         branch = branch if self.drop_path is None else self.drop_path(branch)
-        return branch + (residual if normed is None else normed)
+        return branch + residual
 
     def forward(
         self,

@@ -60,7 +60,8 @@ PRESENT: dict[str, tuple[Any, str]] = {
     "MultiheadAttention": (multihead.MultiheadAttention, "as DotProductAttention"),
     "TransformerLayer": (
         layer.TransformerLayer,
-        "as MultiheadAttention; `drop_path_rate` leaves out samples in either layout",
+        "as MultiheadAttention; `drop_path_rate` leaves out samples in either layout; `fuse_wgrad_accumulation` goes "
+        "without `fuse_qkv_params`, `parallel_attention_mlp` with any layer type, norm and residual",
     ),
     "RotaryPositionEmbedding": (
         attention.RotaryPositionEmbedding,

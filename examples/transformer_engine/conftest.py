@@ -1,0 +1,43 @@
+"""Where Transformer Engine is not installed, weft stands in for it; where it is, the same tests run on it."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+
+REAL = importlib.util.find_spec("transformer_engine") is not None
+if not REAL:
+    from weft.compat import transformer_engine
+
+    transformer_engine.install()
+
+torch.set_num_threads(1)  # tensors are tiny, and on a shared machine a second thread waits for its core
+
+
+@pytest.fixture
+def torchrun():
+    """Runs a script on two ranks and gives what it printed. Children know nothing of `install()`: they start by
+    `-m weft.compat`."""
+    if REAL and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+    def run(*script: str) -> str:
+        command = [*ranks, *([] if REAL else ["-m", "weft.compat"]), *script]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def fp8_runs():
+    """FP8 regions run: quantized where the GPU can, unquantized where weft stands in."""
+    if not REAL:
+        transformer_engine.install(recipes="high_precision")
+    yield
+    if not REAL:
+        transformer_engine.install(recipes="raise")

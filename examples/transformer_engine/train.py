@@ -1,0 +1,162 @@
+"""Trains a small GPT, made of Transformer Engine's layers, to go on counting. Several ranks share its layers:
+
+python train.py --steps 40 --checkpoint run
+torchrun --standalone --nproc-per-node 2 train.py --steps 40
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe
+
+VOCABULARY, LENGTH, WIDTH, HEADS, GROUPS, LAYERS = 64, 16, 64, 4, 2, 2
+CUDA = torch.cuda.is_available()
+
+
+class GPT(torch.nn.Module):
+    def __init__(self, device, fuse_wgrad=False, group=None):
+        super().__init__()
+        parallel = {}
+        if group is not None:
+            parallel = {"tp_group": group, "tp_size": dist.get_world_size(group), "set_parallel_mode": True}
+        self.tokens = torch.nn.Embedding(VOCABULARY, WIDTH, device=device)
+        self.positions = torch.nn.Embedding(LENGTH, WIDTH, device=device)
+        self.layers = torch.nn.ModuleList(
+            te.TransformerLayer(
+                hidden_size=WIDTH,
+                ffn_hidden_size=2 * WIDTH,
+                num_attention_heads=HEADS,
+                num_gqa_groups=GROUPS,
+                layer_number=1 + i,
+                normalization="RMSNorm",
+                activation="swiglu",
+                bias=False,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                attn_input_format="bshd",
+                fuse_qkv_params=True,
+                fuse_wgrad_accumulation=fuse_wgrad,
+                device=device,
+                **parallel,
+            )
+            for i in range(LAYERS)
+        )
+        self.head = te.ops.Sequential(
+            te.ops.RMSNorm(WIDTH, device=device),
+            te.ops.BasicLinear(WIDTH, VOCABULARY, device=device, accumulate_into_main_grad=fuse_wgrad),
+        )
+        for weight in self.fused_weights() if fuse_wgrad else ():
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+
+    def fused_weights(self):
+        """Weights of Transformer Engine's linears, whose gradients are added to `main_grad`."""
+        return [p for p in [*self.layers.parameters(), *self.head.parameters()] if p.dim() == 2]
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.positions.weight
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def own_part(name, whole, like):
+    """This rank's part of a Parameter of the whole model."""
+    if not getattr(like, "tensor_model_parallel", False):
+        return whole
+    dim = like.partition_dim
+    stacked = 2 if name.endswith("fc1_weight") else 1  # gate and up lie one after the other; each is split
+    return torch.cat([t.chunk(dist.get_world_size(), dim)[dist.get_rank()] for t in whole.chunk(stacked, dim)], dim)
+
+
+def make_model(device, fuse_wgrad=False):
+    """The model, or this rank's part of it; its weights do not depend on the number of ranks."""
+    torch.manual_seed(0)
+    whole = GPT(device, fuse_wgrad)
+    if not dist.is_initialized():
+        return whole
+    model = GPT(device, fuse_wgrad, dist.group.WORLD)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(own_part(name, whole.get_parameter(name), p))
+    return model
+
+
+def batch(step, device, rows=16):
+    """Sequences that count by one, two or three; those of a step are always the same."""
+    generator = torch.Generator().manual_seed(step)
+    first = torch.randint(VOCABULARY, (rows, 1), generator=generator)
+    by = torch.randint(1, 4, (rows, 1), generator=generator)
+    return ((first + by * torch.arange(LENGTH + 1)) % VOCABULARY).to(device)
+
+
+def train_step(model, optimizer, tokens, microbatches=1, fuse_wgrad=False, fp8=False):
+    """One step of the optimizer on the mean of all micro-batches; returns the loss."""
+    optimizer.zero_grad()
+    for weight in model.fused_weights() if fuse_wgrad else ():
+        weight.main_grad.zero_()
+    total = 0.0
+    for part in tokens.chunk(microbatches):
+        with te.fp8_autocast(enabled=fp8, fp8_recipe=recipe.DelayedScaling()):
+            logits = model(part[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()) / microbatches
+        loss.backward()
+        total += loss.item()
+    for weight in model.fused_weights() if fuse_wgrad else ():
+        weight.grad = weight.main_grad
+    optimizer.step()
+    return total
+
+
+def save(file, model, optimizer, step):
+    """Written beside and renamed: whoever is killed here leaves the old checkpoint whole."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, f"{file}.new")
+    os.replace(f"{file}.new", file)
+
+
+def load(file, model, optimizer):
+    state = torch.load(file, map_location="cpu", weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["step"]
+
+
+def main(arguments=None):
+    """Trains as the command line says and returns the losses of the steps it ran."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if CUDA else "cpu")
+    parser.add_argument("--steps", type=int, default=40, help="counted from the first run on")
+    parser.add_argument("--microbatches", type=int, default=1, help="parts of a batch, their gradients summed")
+    parser.add_argument("--fuse-wgrad", action="store_true", help="add weight gradients to main_grad")
+    parser.add_argument("--fp8", action="store_true", help="compute linears in FP8")
+    parser.add_argument("--checkpoint", type=Path, help="folder; resumed if it is there, saved at the end")
+    given = parser.parse_args(arguments)
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if ranks > 1:
+        if given.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if given.device == "cuda" else "gloo")
+    model = make_model(given.device, given.fuse_wgrad)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    file = given.checkpoint and given.checkpoint / f"rank{rank}.pt"
+    first = load(file, model, optimizer) if file and file.exists() else 0
+    losses = []
+    for step in range(first, given.steps):
+        tokens = batch(step, given.device)
+        losses.append(train_step(model, optimizer, tokens, given.microbatches, given.fuse_wgrad, given.fp8))
+        if rank == 0:
+            print(f"step {step} loss {losses[-1]:.6f}", flush=True)
+    if file:
+        save(file, model, optimizer, given.steps)
+    if ranks > 1:
+        dist.destroy_process_group()
+    return losses
+
+
+if __name__ == "__main__":
+    main()

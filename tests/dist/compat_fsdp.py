@@ -1,0 +1,106 @@
+"""One rank of test_compat_fsdp.py: trains modules of the transformer_engine face with FSDP2 around them.
+
+    RANK=0 WORLD_SIZE=2 python compat_fsdp.py FOLDER SITUATION…
+
+Rank 0 leaves FOLDER/SITUATION.pt: gradients and parameters, or the text of what went wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from data_parallel import WIDTH, train
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from weft.compat.layer import TransformerLayer
+from weft.compat.linear import LayerNormLinear, Linear
+from weft.compat.mlp import LayerNormMLP
+
+LENGTH = 4  # rows of a sequence
+
+
+class Sequences(torch.nn.Module):
+    """A layer that wants [batch, sequence, features], given rows."""
+
+    def __init__(self, **options):
+        super().__init__()
+        options |= {"attn_input_format": "bshd", "hidden_dropout": 0.0, "attention_dropout": 0.0}
+        self.layer = TransformerLayer(WIDTH, 32, 4, num_gqa_groups=2, **options)
+
+    def forward(self, rows):
+        return self.layer(rows.unflatten(0, (-1, LENGTH))).flatten(0, 1).clone()  # FSDP warns of views
+
+
+MAKERS = {
+    "linear": lambda **options: Linear(WIDTH, WIDTH, **options),
+    "layernorm_linear": lambda **options: LayerNormLinear(WIDTH, WIDTH, normalization="RMSNorm", **options),
+    "mlp": lambda **options: LayerNormMLP(WIDTH, 32, activation="swiglu", **options),
+    "layer": Sequences,
+}
+
+
+def make_model(situation: str, **options) -> torch.nn.Module:
+    torch.manual_seed(7)
+    return MAKERS[situation.partition("-")[0]](**options)
+
+
+def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def wrap(situation: str) -> torch.nn.Module:
+    match situation.partition("-")[2]:
+        case "":
+            return fully_shard(make_model(situation))
+        case "parts":  # every module with Parameters of its own, then the rest
+            model = make_model(situation)
+            for child in (m for m in model.modules() if m is not model and list(m.parameters(recurse=False))):
+                fully_shard(child)
+            return fully_shard(model)
+        case "kept":
+            return fully_shard(make_model(situation), reshard_after_forward=False)
+        case "checkpointed":
+            return fully_shard(checkpoint_wrapper(make_model(situation)))
+        case "bf16":
+            return fully_shard(make_model(situation), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        case "meta":
+            return from_meta(situation)
+    raise ValueError(situation)
+
+
+def from_meta(situation: str) -> torch.nn.Module:
+    """Built without memory, sharded, and filled from what one process would have."""
+    model = fully_shard(make_model(situation, device="meta"))
+    model.to_empty(device="cpu")
+    set_model_state_dict(model, make_model(situation).state_dict(), options=StateDictOptions(full_state_dict=True))
+    return model
+
+
+def main() -> None:
+    folder, *situations = sys.argv[1:]
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=30)
+    )
+    for situation in situations:
+        try:
+            model = wrap(situation)
+            result = train(model, make_optimizer(model), rank, world)
+        except Exception:  # ranks do the same, so both fail, and the next situation starts even
+            result = traceback.format_exc()
+        if rank == 0:
+            torch.save(result, pathlib.Path(folder) / f"{situation}.pt")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

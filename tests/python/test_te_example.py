@@ -1,0 +1,93 @@
+"""examples/transformer_engine as its user has it: a folder of its own, pytest, and the script on weft."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import weft
+
+ROOT = Path(__file__).parent.parent.parent
+EXAMPLE, PAGE = ROOT / "examples/transformer_engine", ROOT / "docs/te_in_ci.md"
+FILES = sorted(file.name for file in EXAMPLE.iterdir() if file.is_file())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the example."""
+    for name in FILES:
+        shutil.copy(EXAMPLE / name, tmp_path)
+    return tmp_path
+
+
+def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    environment = {"PYTHONPATH": str(Path(weft.__file__).parent.parent), "OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def losses(done: subprocess.CompletedProcess) -> dict[int, float]:
+    """By step, as the script prints them."""
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"^step (\d+) loss (\S+)$", done.stdout, re.MULTILINE)
+    return {int(step): float(loss) for step, loss in lines}
+
+
+def test_the_command_of_the_workflow_passes_in_a_folder_of_its_own(folder):
+    command = re.findall(r"- run: python (.*)", (folder / "ci.yml").read_text())
+    assert command == ["-m pytest"]
+    done = run(folder, *command[0].split(), "-p", "no:cacheprovider")
+    shown = re.search(r"# (\d+) tests,", PAGE.read_text())[1]
+    assert done.returncode == 0 and f"{shown} passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_script_runs_and_resumes_by_the_command_line(folder):
+    quantized = ["--fp8", "--steps", "2", "--checkpoint", "run"]
+    done = run(folder, "-m", "weft.compat", "--high-precision", "train.py", *quantized)
+    assert list(losses(done)) == [0, 1] and done.stderr.count("runs unquantized") == 1
+    assert list(losses(run(folder, "-m", "weft.compat", "train.py", "--steps", "4", "--checkpoint", "run"))) == [2, 3]
+    assert [file.name for file in (folder / "run").iterdir()] == ["rank0.pt"]
+    done = run(folder, "-m", "weft.compat", "train.py", *quantized, "--steps", "5")
+    assert done.returncode == 1 and not done.stdout
+    assert "NotImplementedError: fp8_autocast with DelayedScaling: weft computes in" in done.stderr
+
+
+def test_the_script_knows_nothing_of_weft():
+    assert "weft" not in (EXAMPLE / "train.py").read_text()
+
+
+def test_where_the_real_package_is_weft_is_not_imported(folder):
+    """Its place is taken by a package that says who asked for it."""
+    real = folder / "site/transformer_engine"
+    real.mkdir(parents=True)
+    asked = "import sys\nraise ImportError(f'real; weft imported: {\"weft\" in sys.modules}')\n"
+    (real / "__init__.py").write_text(asked)
+    done = run(folder, "-m", "pytest", "-p", "no:cacheprovider", PYTHONPATH=str(real.parent))
+    assert done.returncode == 2 and "ImportError: real; weft imported: False" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_page_shows_the_whole_file(name):
+    language = {".py": "python", ".yml": "yaml"}[Path(name).suffix]
+    assert f"`{name}`\n\n```{language}\n{(EXAMPLE / name).read_text()}```\n" in PAGE.read_text()
+
+
+def test_the_first_lines_of_the_page_are_enough(tmp_path):
+    (tmp_path / "conftest.py").write_text(re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1])
+    (tmp_path / "test_layer.py").write_text(
+        "import torch, transformer_engine.pytorch as te\n\n"
+        "def test_layer():\n    assert te.Linear(4, 8)(torch.ones(2, 4)).shape == (2, 8)\n"
+    )
+    done = run(tmp_path, "-m", "pytest", "-p", "no:cacheprovider")
+    assert done.returncode == 0, done.stdout
