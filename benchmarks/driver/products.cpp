@@ -2,9 +2,11 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/gelu.h>
+#include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/randn.h>
+#include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 
 #include <cmath>
@@ -12,6 +14,7 @@
 #include "benchmarks/driver/problem.h"
 #include "weft/kernels/gemm.h"
 #include "weft/kernels/packing.h"
+#include "weft/kernels/pieces.h"
 
 namespace bench {
 namespace {
@@ -20,6 +23,7 @@ using at::Tensor;
 using weft::kernels::Act;
 using weft::kernels::ActKind;
 using weft::kernels::gemm;
+using weft::kernels::transposed;
 
 Tensor random(at::IntArrayRef sizes, at::ScalarType dtype, double scale = 1) {
   return at::randn(sizes).mul_(scale).to(dtype);
@@ -97,14 +101,21 @@ Case bare_gemm(const Line& line) {
           .flop = flop(m, k, n)};
 }
 
-/// G += dyᵀ x with dy [m, n], x [m, k], in the dtype of G.
+/// G += dyᵀ x with dy [m, n], x [m, k], in the dtype of G. packed=1: who made dy has laid it out in tiles.
 Case wgrad(const Line& line) {
   const auto m = line.size("m"), n = line.size("n"), k = line.size("k");
+  const bool packed = line.word("packed", "0", {"0", "1"}) == "1";
   const auto dtype = line.dtype(), kept = line.dtype("grad", "fp32");
   const auto dy = random({m, n}, dtype, 1 / std::sqrt(m)), x = random({m, k}, dtype);
   const auto start = random({n, k}, kept), ours = start.clone(), eager = start.clone();
   auto product = at::empty({n, k}, dtype);
-  return {.sides = {{"weft", [=] { gemm(dy.t(), x, {.add = ours, .out = ours}); }},
+  Tensor tiles;
+  if (packed) {
+    tiles = at::empty({(n + 31) / 32, 2 * ((m + 31) / 32), 16, 32}, dtype);
+    weft::kernels::pack_rows(dy.t().contiguous(), tiles);
+  }
+  const auto into = [=](const Tensor& g) { return gemm(transposed(dy, tiles), x, {.add = g, .out = g}).out; };
+  return {.sides = {{"weft", [=] { into(ours); }},
                     {"mm+add_",
                      [=]() mutable {
                        at::mm_out(product, dy.t(), x);
@@ -114,7 +125,7 @@ Case wgrad(const Line& line) {
           .ours =
               [=] {
                 const auto g = start.clone();
-                return std::vector{gemm(dy.t(), x, {.add = g, .out = g}).out};
+                return std::vector{into(g)};
               },
           .plain =
               [=](at::ScalarType t) {
@@ -125,12 +136,42 @@ Case wgrad(const Line& line) {
           .flop = flop(m, k, n)};
 }
 
+/// dp = (dy W)·gelu'(p), then G += dpᵀ x, with dy [m, h], W [h, f], x [m, k]: dp handed over in tiles, or not.
+Case handover(const Line& line) {
+  const auto m = line.size("m"), h = line.size("h"), f = line.size("f"), k = line.size("k");
+  const auto dy = random({m, h}, at::kBFloat16, 1 / std::sqrt(m)), w = random({h, f}, at::kBFloat16, 1 / std::sqrt(h));
+  const auto p = random({m, f}, at::kBFloat16), x = random({m, k}, at::kBFloat16);
+  const auto start = random({f, k}, at::kFloat), ours = start.clone();
+  const auto run = [=](const Tensor& g, bool tiles) {
+    const auto dp =
+        gemm(dy, w, {.slope = Act{ActKind::gelu}, .at = p, .keep_sums = true, .keep_tiles = tiles, .weight = true});
+    gemm(transposed(dp.out, dp.tiles), x, {.add = g, .out = g});
+    return dp;
+  };
+  return {.sides = {{"weft", [=] { run(ours, true); }}, {"without tiles", [=] { run(ours, false); }}},
+          .results = {"dp", "sums", "main_grad"},
+          .ours =
+              [=] {
+                const auto g = start.clone();
+                const auto dp = run(g, true);
+                return std::vector{dp.out, dp.sums, g};
+              },
+          .plain =
+              [=](at::ScalarType t) {
+                const auto dp = at::gelu_backward(at::mm(dy.to(t), w.to(t)), p.to(t), "tanh");
+                return std::vector{dp, dp.sum(0), at::add(start.to(t), at::mm(dp.t(), x.to(t)))};
+              },
+          .dtype = at::kBFloat16,
+          .flop = flop(m, h, f) + flop(m, f, k)};
+}
+
 }  // namespace
 
 std::vector<Kind> product_kinds() {
   return {{"linear_gelu", "m= k= n= dtype=bf16|fp16|fp32 pre=0|1 weights=warm|frozen|cold", linear_gelu},
           {"gemm", "m= k= n= dtype= form=forward|dgrad weights=warm|frozen|cold", bare_gemm},
-          {"wgrad", "m= n= k= dtype= grad=fp32|bf16|fp16", wgrad}};
+          {"wgrad", "m= n= k= dtype= grad=fp32|bf16|fp16 packed=0|1", wgrad},
+          {"handover", "m= h= f= k=", handover}};
 }
 
 }  // namespace bench

@@ -495,6 +495,41 @@ def test_linear_add_accumulates_into_the_residual_gradient_if_permitted(in_place
     torch.testing.assert_close(torch.autograd.grad(outputs, x, grads)[0], torch.ones(256, 4) @ seq[1].weight + 2)
 
 
+@pytest.mark.parametrize("delayed", (False, True))
+@pytest.mark.parametrize("front", ("plain", "fork", "norm"))
+@pytest.mark.parametrize("activation", ("GELU", "SwiGLU", "QGELU"))
+def test_a_gradient_that_was_handed_over_in_tiles_gives_the_same_weight_gradient(activation, front, delayed):
+    """From 512 rows on the activation's backward lays its gradient out for the weight gradient before it."""
+    h, f, rows = 64, 96, 544
+    up = 2 * f if activation == "SwiGLU" else f
+    first = ops.BasicLinear(h, up, dtype=torch.bfloat16, delay_wgrad_compute=delayed)
+    front_op = {"plain": (), "fork": (fork()(None),), "norm": (ops.RMSNorm(h, dtype=torch.bfloat16),)}[front]
+    seq = ops.Sequential(
+        *front_op,
+        first,
+        ops.Bias(up, dtype=torch.bfloat16),
+        getattr(ops, activation)(),
+        ops.BasicLinear(f, h, dtype=torch.bfloat16),
+    )
+    x = torch.randn(4, rows // 4, h).bfloat16().requires_grad_()
+    dy = torch.randn(4, rows // 4, h).bfloat16()
+
+    def gradients():
+        seq.zero_grad()
+        x.grad = None
+        y = seq(x)
+        (y[0] if front == "fork" else y).backward(dy)
+        if delayed:
+            first.backward_dw()
+        return [x.grad.clone(), *(p.grad.clone() for p in seq.parameters())]
+
+    fused = gradients()
+    with fusion.without_rules("activation_linear", "mlp_block", "activation_bias"):
+        apart = gradients()
+    for a, b in zip(fused, apart, strict=True):
+        assert (a - b).double().norm() < 0.01 * b.double().norm()
+
+
 def test_linear_add_leaves_a_residual_gradient_that_somebody_else_reads():
     seq = ops.Sequential(ops.MakeExtraOutput(in_place=True), ops.BasicLinear(8, 4))
     x = torch.randn(16, 8, requires_grad=True)

@@ -59,6 +59,10 @@ void add_extra_input(kernels::Epilogue& epilogue, const ops::AddExtraInput& join
   add_to(epilogue, e, join.in_place(), dtype);
 }
 
+void hand_over(StepContext& ctx, const kernels::GemmResult& result) {
+  if (result.tiles.defined()) ctx.op(0).frame().tiled = {result.out, result.tiles};
+}
+
 at::Tensor gradients_behind_norm(StepContext& ctx, const Part<ops::BasicLinear>& linear, const Part<ops::NormOp>& norm,
                                  const at::Tensor& dp) {
   auto product = ctx.op(linear.at), before = ctx.op(norm.at);

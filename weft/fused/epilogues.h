@@ -41,6 +41,9 @@ void add_extra_input(kernels::Epilogue& epilogue, const ops::AddExtraInput& join
 at::Tensor gradients_behind_norm(StepContext& ctx, const Part<ops::BasicLinear>& linear, const Part<ops::NormOp>& norm,
                                  const at::Tensor& dp);
 
+/// Leaves the gradient `result.out` to the step that computes with it next, in tiles too if it was made so.
+void hand_over(StepContext& ctx, const kernels::GemmResult& result);
+
 /// The bias of an optional part, or an undefined tensor.
 inline at::Tensor bias_of(const StepContext& ctx, const Part<ops::Bias>& bias) {
   return bias ? ctx.params(bias.at)[0] : at::Tensor{};

@@ -43,13 +43,18 @@ class Match {
     bool outside = false;  // extra output: somebody outside the match reads it
   };
 
-  Match(int first, std::vector<ops::OpPtr> ops, std::vector<Wire> wires)
-      : first_(first), ops_(std::move(ops)), wires_(std::move(wires)) {}
+  Match(int first, std::vector<ops::OpPtr> ops, std::vector<Wire> wires, ops::OpPtr before)
+      : first_(first), ops_(std::move(ops)), wires_(std::move(wires)), before_(std::move(before)) {}
 
   int first() const { return first_; }  // index in the pipeline
   int size() const { return static_cast<int>(ops_.size()); }
   const ops::OpPtr& op(int part) const { return ops_[part]; }
   const Wire& wire(int part) const { return wires_[part]; }
+  /// The operation before the first part, if it has type T; else null. Its context is `StepContext::op(-1)`.
+  template <class T>
+  std::shared_ptr<const T> before() const {
+    return std::dynamic_pointer_cast<const T>(before_);
+  }
 
   /// The first operation of type T at position `from` or behind.
   template <class T>
@@ -67,6 +72,7 @@ class Match {
   int first_;
   std::vector<ops::OpPtr> ops_;
   std::vector<Wire> wires_;
+  ops::OpPtr before_;
 };
 
 /// A stretch of the pipeline in a plan: one basic operation (`fused` empty) or a fused one. With fewer rows than

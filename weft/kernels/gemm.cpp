@@ -32,7 +32,7 @@ Tier gemm_tier(const Matrix& a, const Matrix& b, const Epilogue& e) {
 GemmResult gemm(const Matrix& a, const Matrix& b, const Epilogue& epilogue) {
   switch (const auto tier = gemm_tier(a, b, epilogue)) {
     case Tier::amx:
-      return amx::gemm(a.tensor(), b.tensor(), epilogue);
+      return amx::gemm(a.tensor(), b.tensor(), epilogue, a.tiles ? *a.tiles : at::Tensor());
     case Tier::ref:
       return ref::gemm(a.tensor(), b.tensor(), epilogue);
     default:

@@ -10,10 +10,11 @@
 namespace weft::kernels {
 
 /// A factor of a product: a tensor of two dimensions, or its transpose, without making a view, which costs more than a
-/// small product. Refers to the tensor.
+/// small product. Refers to the tensors.
 struct Matrix {
   const at::Tensor& t;
   bool transposed = false;
+  const at::Tensor* tiles = nullptr;  // of the left factor: the same values as `GemmResult::tiles`, if defined
 
   Matrix(const at::Tensor& t, bool transposed = false) : t(t), transposed(transposed) {}
   int64_t rows() const { return t.sizes()[transposed ? 1 : 0]; }
@@ -21,6 +22,12 @@ struct Matrix {
   at::Tensor tensor() const { return transposed ? t.t() : t; }
 };
 inline Matrix transposed(const at::Tensor& t) { return {t, true}; }
+/// `tiles`: of tᵀ, or undefined.
+inline Matrix transposed(const at::Tensor& t, const at::Tensor& tiles) {
+  Matrix m(t, true);
+  m.tiles = &tiles;
+  return m;
+}
 
 /// What happens to the product P = A B, A [M, K], B [K, N], before it is stored, in this order:
 ///   v = scale·P + bias            pre = v, if kept
@@ -40,16 +47,19 @@ struct Epilogue {
   at::Tensor at = {};
   bool keep_again = false;
   bool keep_sums = false;
-  at::Tensor add = {};  // like the result; may be `out` itself: then the product is accumulated
-  at::Tensor out = {};  // where to write; fresh memory if undefined
-  bool weight = false;  // B is a weight that later calls will use again: a copy in the kernel's order may be kept
+  bool keep_tiles = false;  // a later product takes the transpose of the result as its left factor
+  at::Tensor add = {};      // like the result; may be `out` itself: then the product is accumulated
+  at::Tensor out = {};      // where to write; fresh memory if undefined
+  bool weight = false;      // B is a weight that later calls will use again: a copy in the kernel's order may be kept
   at::ScalarType dtype = at::ScalarType::Undefined;  // of fresh memory; that of A if undefined
   /// Called by the calling thread about every ten microseconds, if the tier is AMX's; must not raise.
   const std::function<void()>* between = nullptr;
 };
 
 struct GemmResult {
-  at::Tensor out, pre, again, sums;  // sums: float32 (float64 for float64)
+  at::Tensor out, pre, again;
+  at::Tensor sums;   // float32 (float64 for float64)
+  at::Tensor tiles;  // outᵀ in the order of `pack_rows`; undefined where out is not made in whole tiles
 };
 
 /// A B with its epilogue. Any strides, any sizes including 0. A and B have one dtype; `out`, `add`, `bias` any.

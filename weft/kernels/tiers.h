@@ -35,8 +35,8 @@ struct GroupedBiasSums {
 }  // namespace weft::kernels
 
 namespace weft::kernels::amx {
-/// bfloat16 on the CPU, whole matrices of at least one value.
-GemmResult gemm(const at::Tensor& a, const at::Tensor& b, const Epilogue& epilogue);
+/// bfloat16 on the CPU, whole matrices of at least one value. `tiles`: a as `pack_rows` lays it out, or undefined.
+GemmResult gemm(const at::Tensor& a, const at::Tensor& b, const Epilogue& epilogue, const at::Tensor& tiles);
 /// Pieces as `gemm_tier` wants them, with at most `most_adds` addends each, that of the epilogue included.
 GemmResult gemm(const Pieces& a, const at::Tensor& b, const Epilogue& epilogue);
 int most_adds();

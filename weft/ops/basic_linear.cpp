@@ -144,6 +144,11 @@ kernels::GemmResult BasicLinear::input_gradient(OpContext& ctx, const at::Tensor
   return local_input_gradient(ctx, dy, params, std::move(epilogue));
 }
 
+bool BasicLinear::takes_tiles(const OpContext& ctx, const at::Tensor& dy) const {
+  constexpr int64_t kLeastRows = 512;  // below, making them costs as much as it saves
+  return ctx.param_wanted(0) && !options_.delay_wgrad_compute && dy.numel() >= kLeastRows * dy.size(-1);
+}
+
 void BasicLinear::weight_gradient(OpContext& ctx, const at::Tensor& dy, double scale) const {
   if (ctx.param_wanted(0)) weight_gradient_of(ctx, dy, gather_saved_input(ctx).wait(), scale);
 }
@@ -153,7 +158,11 @@ void BasicLinear::weight_gradient_of(OpContext& ctx, const at::Tensor& dy, const
   if (!ctx.param_wanted(0)) return;
   const auto how = wgrad_options(options_);
   WgradProduct product{.dy = as_dtype(dy, x.scalar_type()), .x = x, .scale = scale};
-  if (!how.delay) product.between = between;
+  if (!how.delay) {
+    product.between = between;
+    const auto tiled = std::exchange(ctx.frame().tiled, {});
+    if (tiled.gradient.is_same(product.dy)) product.tiles = tiled.tiles;
+  }
   ops::weight_gradient(ctx, how, 0, 1, std::move(product));
 }
 

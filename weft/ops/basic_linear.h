@@ -92,6 +92,8 @@ class BasicLinear final : public Op<BasicLinear> {
   /// is summed over ranks.
   kernels::GemmResult input_gradient(OpContext& ctx, const at::Tensor& dy, Params params,
                                      kernels::Epilogue epilogue) const;
+  /// Whether the weight's gradient is computed sooner if dy comes in tiles too, by `Frame::tiled`.
+  bool takes_tiles(const OpContext& ctx, const at::Tensor& dy) const;
   /// scale·Σ_rows dyᵀ x to where the weight's gradient goes, if wanted; x is the saved input, dy that of all ranks.
   void weight_gradient(OpContext& ctx, const at::Tensor& dy, double scale = 1) const;
   /// The same with another x, of all ranks; `between` as in Epilogue.

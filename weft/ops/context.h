@@ -49,6 +49,11 @@ struct Buffers {
   at::Tensor output = {}, grad_input = {};
 };
 
+/// A gradient whose values also lie in the order in which a weight gradient's product takes them (GemmResult::tiles).
+struct TiledGradient {
+  at::Tensor gradient = {}, tiles = {};
+};
+
 /// Flat lists of one call. In forward the extra slots hold values, in backward the gradients of those values.
 struct Frame {
   at::Tensor* saved = nullptr;
@@ -61,6 +66,7 @@ struct Frame {
   const Leaves* leaves = nullptr;                        // backward under an autograd node only
   std::vector<int> added = {};                           // operations whose weight gradient is in main_grad
   c10::ArrayRef<Buffers> buffers = {};                   // of operations that take them
+  TiledGradient tiled = {};                              // of the step before, for whoever computes with it next
 };
 
 /// An operation's view of a call. Cheap to make, never kept.

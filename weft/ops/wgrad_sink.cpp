@@ -75,7 +75,7 @@ Gradients write_one(const WgradProduct& product, const at::Tensor& main_grad, bo
   kernels::Epilogue epilogue{.scale = product.scale, .between = product.between};
   if (main_grad.defined()) epilogue.out = main_grad.view({dy.size(1), x.size(1)});
   if (add) epilogue.add = epilogue.out;
-  return {kernels::gemm(kernels::transposed(dy), x, epilogue).out};
+  return {kernels::gemm(kernels::transposed(dy, product.tiles), x, epilogue).out};
 }
 
 /// dW of each group, to the sinks or to slices of one fresh block.

@@ -31,6 +31,7 @@ struct WgradProduct {
   double scale = 1;
   int64_t run = 0;                                 // the backward run it belongs to
   const std::function<void()>* between = nullptr;  // as in Epilogue; of a product that is not put off
+  at::Tensor tiles = {};                           // of dyᵀ, if somebody has made them
   at::Tensor splits = {};                          // of a grouped weight: one parameter [G, out, in], or G of them
   kernels::GroupedPath path = kernels::GroupedPath::best;
 };

@@ -4,6 +4,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "weft/kernels/pieces.h"
+
 namespace weft::kernels {
 namespace {
 
@@ -129,6 +131,48 @@ TEST_P(KernelsProduct, ManyBlocks) {
     check(a, bt, {.bias = random({n}, GetParam()), .act = Act{}, .keep_pre = true, .weight = true}, what + " forward");
     check(a, b, {.weight = true}, what + " input gradient");
     check(at, b, {.out = at::empty({m, n})}, what + " weight gradient");
+  }
+}
+
+/// A gradient made in tiles, too: they are those of its transpose, and a product that takes them is the same to the
+/// bit.
+TEST(KernelsTiles, AreThoseOfTheTransposeAndGiveTheSameProduct) {
+  for (const auto kind : {ActKind::gelu, ActKind::silu, ActKind::relu, ActKind::srelu, ActKind::swiglu, ActKind::geglu})
+    for (const auto& [m, n, k] : {Shape{32, 32, 64}, Shape{96, 64, 1500}, Shape{544, 320, 96}}) {
+      const Act act{.kind = kind};
+      const auto columns = act.gated() ? 2 * n : n;
+      const auto dy = random({m, k}, at::kBFloat16), w = random({k, n}, at::kBFloat16);
+      Epilogue e{.slope = act, .at = random({m, columns}, at::kBFloat16), .keep_again = true, .keep_sums = true};
+      const auto want = gemm(dy, w, e);
+      e.keep_tiles = true;
+      const auto got = gemm(dy, w, e);
+      ASSERT_EQ(got.tiles.defined(), machine_tier() == Tier::amx);
+      for (const auto part : {&GemmResult::out, &GemmResult::again, &GemmResult::sums})
+        EXPECT_TRUE(at::equal(got.*part, want.*part));
+      if (!got.tiles.defined()) return;
+      const auto tiles = at::empty_like(got.tiles);
+      pack_rows(want.out.t().contiguous(), tiles);
+      EXPECT_TRUE(at::equal(got.tiles, tiles));
+
+      const auto x = random({m, 70}, at::kBFloat16);
+      const auto before = random({columns, 70}, at::kFloat), sum = before.clone(), with_tiles = before.clone();
+      gemm(transposed(got.out), x, {.add = sum, .out = sum});
+      gemm(transposed(got.out, got.tiles), x, {.add = with_tiles, .out = with_tiles});
+      EXPECT_TRUE(at::equal(sum, with_tiles));
+    }
+}
+
+TEST(KernelsTiles, AreLeftOutWhereTheResultIsNotMadeInWholeOnes) {
+  for (const auto& [m, n, k] : {Shape{33, 32, 64}, Shape{64, 40, 64}}) {
+    const auto e = Epilogue{.slope = Act{}, .at = random({m, n}, at::kBFloat16), .keep_tiles = true};
+    EXPECT_FALSE(gemm(random({m, k}, at::kBFloat16), random({k, n}, at::kBFloat16), e).tiles.defined());
+  }
+  const auto a = random({64, 64}, at::kBFloat16), b = random({64, 64}, at::kBFloat16);
+  const auto rare = Epilogue{.slope = Act{.kind = ActKind::qgelu}, .at = a, .keep_tiles = true};
+  EXPECT_FALSE(gemm(a, b, rare).tiles.defined());
+  EXPECT_FALSE(gemm(a, b, {.keep_tiles = true}).tiles.defined());
+  if (machine_tier() == Tier::amx) {
+    EXPECT_THROW(gemm(transposed(a, b), b), c10::ValueError);
   }
 }
 

@@ -6,13 +6,15 @@
 namespace weft::fused {
 namespace {
 
-/// With h = act(p), p = x + b and y = h Wᵀ:  dx = (dy W)·act'(p) and db = Σ_rows dx, both inside the GEMM.
+/// With h = act(p), p = x + b and y = h Wᵀ:  dx = (dy W)·act'(p) and db = Σ_rows dx, both inside the GEMM, which also
+/// lays dx out in tiles if a linear comes before.
 class ActivationLinear final : public FusedOp {
  public:
   explicit ActivationLinear(const Match& match)
       : bias_(match.find<ops::Bias>()),
         activation_(match.find<ops::ActivationOp>()),
-        linear_(match.find<ops::BasicLinear>()) {}
+        linear_(match.find<ops::BasicLinear>()),
+        before_(match.before<ops::BasicLinear>()) {}
 
   at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
     auto activation = ctx.op(activation_.at), linear = ctx.op(linear_.at);
@@ -23,15 +25,19 @@ class ActivationLinear final : public FusedOp {
     auto result = linear_->input_gradient(linear, dy_all, ctx.params(linear_.at),
                                           {.slope = activation_->act(),
                                            .at = ops::as_matrix(activation.saved(ops::ActivationOp::kInput)),
-                                           .keep_sums = sums});
+                                           .keep_sums = sums,
+                                           .keep_tiles = before_ && before_->takes_tiles(ctx.op(-1), dy_all)});
     if (sums) bias_->set_gradient(ctx.op(bias_.at), std::move(result.sums));
-    return ctx.op(0).input_wanted() ? result.out : at::Tensor{};
+    if (!ctx.op(0).input_wanted()) return {};
+    hand_over(ctx, result);
+    return result.out;
   }
 
  private:
   Part<ops::Bias> bias_;
   Part<ops::ActivationOp> activation_;
   Part<ops::BasicLinear> linear_;
+  std::shared_ptr<const ops::BasicLinear> before_;  // whose weight gradient takes dx next
 };
 
 std::string refuse(const Match& m, const PlanView& view) {

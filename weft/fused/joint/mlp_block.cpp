@@ -83,7 +83,7 @@ class MlpBlock final : public FusedOp {
   }
 
  private:
-  /// dp = (dy W2)·act'(p), dW2 = dyᵀ h, db1 = Σ_rows dp.
+  /// dp = (dy W2)·act'(p), in tiles too for dW1; dW2 = dyᵀ h, db1 = Σ_rows dp.
   at::Tensor through_activation(StepContext& ctx, const at::Tensor& dy) const {
     auto activation = ctx.op(activation_.at), down = ctx.op(down_.at);
     const auto& p = activation.saved(ActivationOp::kInput);
@@ -92,12 +92,16 @@ class MlpBlock final : public FusedOp {
     const bool h_again = down.param_wanted(0) && !h.defined();
     kernels::GemmResult result;
     if (down.input_wanted())
-      result = down_->input_gradient(
-          down, dy, ctx.params(down_.at),
-          {.slope = activation_->act(), .at = ops::as_matrix(p), .keep_again = h_again, .keep_sums = sums});
+      result = down_->input_gradient(down, dy, ctx.params(down_.at),
+                                     {.slope = activation_->act(),
+                                      .at = ops::as_matrix(p),
+                                      .keep_again = h_again,
+                                      .keep_sums = sums,
+                                      .keep_tiles = up_->takes_tiles(ctx.op(up_.at), dy)});
     if (h_again) h = result.again.defined() ? result.again : kernels::activation_forward(activation_->act(), p);
     down_->weight_gradient_of(down, dy, h);
     if (sums) up_bias_->set_gradient(ctx.op(up_bias_.at), std::move(result.sums));
+    hand_over(ctx, result);
     return result.out;
   }
 

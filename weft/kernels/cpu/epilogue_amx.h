@@ -5,7 +5,7 @@
 #include <optional>
 
 #include "weft/kernels/cpu/act_vec.h"
-#include "weft/kernels/cpu/tiles_amx.h"
+#include "weft/kernels/cpu/pack_amx.h"
 
 // The epilogue of a 32 x 32 square of the product, one row at a time, so that it can run under the next square's tile
 // products.
@@ -89,6 +89,8 @@ struct Work {
   std::array<Place, kMostAdds> add;  // the first `adds` of them
   int adds = 0;
   float* sums = nullptr;                      // of this thread; padded likewise
+  Bf16* tiles = nullptr;                      // outᵀ in tiles; all squares are whole then
+  Bf16* turn = nullptr;                       // two squares of this thread, where rows wait for it
   int64_t ahead_rows = 0, ahead_columns = 0;  // from a square to the one after it
   ActParams act{Act{}};
   RowFunction row = nullptr;
@@ -261,7 +263,7 @@ class ValueRows {
     put<kStore>(out_ + at_, pack_bf16(v0, v1));
     at_ += step_;
   }
-  void end(const Work&, int64_t) {}
+  void end(const Work&, int64_t, int64_t) {}
 
  private:
   char *out_, *pre_ = nullptr;
@@ -288,7 +290,7 @@ class GatedRows {
     }
     put16(out_, gated_value<kKind>(a, b, *act_));
   }
-  void end(const Work&, int64_t) {}
+  void end(const Work&, int64_t, int64_t) {}
 
  private:
   [[gnu::always_inline]] static void put16(Walk& to, __m512 v) {
@@ -300,12 +302,18 @@ class GatedRows {
   const ActParams* act_;
 };
 
+/// A square of the result, whose rows lie in `rows`, into its two tiles of the transpose.
+inline void put_tiles(const Work& w, const Bf16* rows, int64_t row, int64_t column) {
+  const int64_t square = column / kPanel * (w.rows / kPanel) + row / kPanel;
+  pack_pair<true, true>(rows, kPanel, w.tiles + square * 2 * kTile);
+}
+
 /// v = P·act'(at), with act(at) and the sums of the columns beside it. All matrices have rows of one length.
 template <ActKind kKind, bool kAgain, Store kStore>
 class SlopeRows {
  public:
   SlopeRows(const Work& w, int64_t row, int64_t column)
-      : out_(w.out.at(row, column)), x_(w.at.at(row, column)), step_(w.out.ld * 2), act_(&w.act) {
+      : out_(w.out.at(row, column)), x_(w.at.at(row, column)), turn_(w.turn), step_(w.out.ld * 2), act_(&w.act) {
     if constexpr (kAgain) again_ = w.again.at(row, column);
     ahead_ = (w.ahead_rows * w.at.ld + w.ahead_columns) * 2;
   }
@@ -317,15 +325,22 @@ class SlopeRows {
     const __m512 v0 = _mm512_mul_ps(_mm512_load_ps(c), s0), v1 = _mm512_mul_ps(_mm512_load_ps(c + 256), s1);
     sum0_ = _mm512_add_ps(sum0_, v0);
     sum1_ = _mm512_add_ps(sum1_, v1);
-    put<kStore>(out_ + at_, pack_bf16(v0, v1));
+    const __m512i v = pack_bf16(v0, v1);
+    put<kStore>(out_ + at_, v);
+    if (turn_) {
+      _mm512_store_si512(turn_, v);
+      turn_ += kPanel;
+    }
     at_ += step_;
   }
-  void end(const Work& w, int64_t column) {
+  void end(const Work& w, int64_t row, int64_t column) {
     if (w.sums) add_sums(w.sums + column, sum0_, sum1_);
+    if (w.turn) put_tiles(w, w.turn, row, column);
   }
 
  private:
   char *out_, *x_, *again_ = nullptr;
+  Bf16* turn_;
   int64_t at_ = 0, step_, ahead_;
   __m512 sum0_ = _mm512_setzero_ps(), sum1_ = _mm512_setzero_ps();
   const ActParams* act_;
@@ -339,6 +354,7 @@ class GatedSlopeRows {
       : da_(w.out, row, column),
         at_(w.at, row, column),
         again_(w.again, row, column),
+        turn_(w.turn),
         out_b_(w.columns * w.out.bytes()),
         at_b_(w.columns * w.at.bytes()),
         act_(&w.act) {
@@ -357,18 +373,29 @@ class GatedSlopeRows {
     }
     for (int i = 0; i < 4; ++i)
       sums_[i] = _mm512_add_ps(sums_[i], i == 0 ? g0.da : i == 1 ? g1.da : i == 2 ? g0.db : g1.db);
-    _mm512_storeu_si512(da_.p + out_b_, pack_bf16(g0.db, g1.db));
-    put<Store::keep>(da_.p, pack_bf16(g0.da, g1.da));
+    const __m512i da = pack_bf16(g0.da, g1.da), db = pack_bf16(g0.db, g1.db);
+    put<Store::keep>(da_.p + out_b_, db);
+    put<Store::keep>(da_.p, da);
     da_.p += da_.step;
+    if (turn_) {
+      _mm512_store_si512(turn_, da);
+      _mm512_store_si512(turn_ + kSquare, db);
+      turn_ += kPanel;
+    }
   }
-  void end(const Work& w, int64_t column) {
-    if (!w.sums) return;
-    add_sums(w.sums + column, sums_[0], sums_[1]);
-    add_sums(w.sums + w.columns + column, sums_[2], sums_[3]);
+  void end(const Work& w, int64_t row, int64_t column) {
+    if (w.sums) {
+      add_sums(w.sums + column, sums_[0], sums_[1]);
+      add_sums(w.sums + w.columns + column, sums_[2], sums_[3]);
+    }
+    if (!w.turn) return;
+    put_tiles(w, w.turn, row, column);
+    put_tiles(w, w.turn + kSquare, row, w.columns + column);
   }
 
  private:
   Walk da_, at_, again_;
+  Bf16* turn_;
   int64_t out_b_, at_b_, ahead_;
   __m512 sums_[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
   const ActParams* act_;
@@ -396,7 +423,7 @@ class GradientRows {
     }
     out_.p += out_.step;
   }
-  void end(const Work&, int64_t) {}
+  void end(const Work&, int64_t, int64_t) {}
 
  private:
   Walk out_;
@@ -409,7 +436,7 @@ class AnyRows {
  public:
   AnyRows(const Work&, int64_t, int64_t) {}
   void row(const float*) {}
-  void end(const Work&, int64_t) {}
+  void end(const Work&, int64_t, int64_t) {}
 };
 
 /// A square whose rows are still to be finished: inside the next square's loop if it is whole and has a lean form.
@@ -430,7 +457,7 @@ class Pending {
   }
   void finish(const Work& w) {
     while (left_ > 0) step();
-    if (whole_) rows_.end(w, column_);
+    if (whole_) rows_.end(w, row_, column_);
   }
   /// Starts, or finishes at once what has no lean form.
   void start(const Work& w) {
@@ -479,6 +506,12 @@ inline Form form_of(const Work& w, const std::optional<Act>& act, const std::opt
   return {.rows = Form::activation, .store = w.out.store};
 }
 
+/// Activations whose rows run under the products; those of rarer ones behind them.
+constexpr bool is_frequent(ActKind kind) {
+  return kind == ActKind::gelu || kind == ActKind::silu || kind == ActKind::relu || kind == ActKind::srelu ||
+         kind == ActKind::swiglu || kind == ActKind::geglu;
+}
+
 /// Calls run with the rows of an activation, or of its slope.
 template <class Run>
 void with_activation(const Work& w, const std::optional<Act>& act, bool slope, Run&& run) {
@@ -497,22 +530,11 @@ void with_activation(const Work& w, const std::optional<Act>& act, bool slope, R
   const auto gated = [&]<ActKind kKind>() {
     slope ? run.template operator()<GatedSlopeRows<kKind>>() : run.template operator()<GatedRows<kKind>>();
   };
-  switch (act->kind) {
-    case ActKind::gelu:
-      return unary.template operator()<ActKind::gelu>();
-    case ActKind::silu:
-      return unary.template operator()<ActKind::silu>();
-    case ActKind::relu:
-      return unary.template operator()<ActKind::relu>();
-    case ActKind::srelu:
-      return unary.template operator()<ActKind::srelu>();
-    case ActKind::swiglu:
-      return gated.template operator()<ActKind::swiglu>();
-    case ActKind::geglu:
-      return gated.template operator()<ActKind::geglu>();
-    default:
-      return run.template operator()<AnyRows>();  // rarer ones: behind the loop
-  }
+  if (!is_frequent(act->kind)) return run.template operator()<AnyRows>();
+  with_kind(act->kind, [&](auto kind) {
+    if constexpr (is_frequent(kind) && is_gated(kind)) gated.template operator()<kind>();
+    if constexpr (is_frequent(kind) && !is_gated(kind)) unary.template operator()<kind>();
+  });
 }
 
 /// Calls run with the class of rows of a form; `few` leaves out the activations and more than one addend.

@@ -6,10 +6,18 @@
 namespace weft::kernels::CPU_CAPABILITY {
 namespace {
 
+/// The memory of tiles that somebody else has made of `m`.
+const Bf16* laid_out(const at::Tensor& tiles, const Operand& m) {
+  const std::array<int64_t, 4> sizes{m.panels(), 2 * steps_of(m), 16, kStep};
+  TORCH_CHECK_VALUE(tiles.sizes() == at::IntArrayRef(sizes) && tiles.is_contiguous(), "gemm: the left factor has ",
+                    m.extent, " rows of ", m.k, " values, its tiles have shape ", tiles.sizes(), ".");
+  return reinterpret_cast<const Bf16*>(tiles.const_data_ptr());
+}
+
 /// One call: A B with its epilogue.
 class Product {
  public:
-  Product(at::Tensor a, at::Tensor b, const Epilogue& e)
+  Product(at::Tensor a, at::Tensor b, const Epilogue& e, const at::Tensor& tiles)
       : a_(std::move(a)),
         b_(std::move(b)),
         e_(e),
@@ -20,8 +28,10 @@ class Product {
         threads_(at::in_parallel_region() ? 1 : at::get_num_threads()),
         results_(e, left_.extent, right_.extent, /*with_out=*/true),
         work_(results_.work()) {
+    if (tiles.defined()) left_.packed = laid_out(tiles, left_);
     if (results_.gated()) right_.half = right_.extent / 2;
     if (near_is_a_) std::swap(work_.ahead_columns, work_.ahead_rows);
+    if (e.keep_tiles && !near_is_a_) work_.tiles = results_.add_tiles();
   }
 
   GemmResult run() {
@@ -48,6 +58,7 @@ class Product {
   void multiply_share(int t, Share& share, const std::function<void()>* between) {
     Work work = work_;
     work.sums = e_.keep_sums ? share.sums.data() : nullptr;
+    if (work.tiles) work.turn = Scratch::mine().turn;
     const auto form = form_of(work, e_.act, e_.slope);
     const int64_t nears = near().panels(), fars = far().panels();
     const bool split_far = fars >= threads_;
@@ -93,7 +104,7 @@ class Product {
   void multiply_by_packed_once() {
     std::shared_ptr<const PackedCopy> once;
     const auto fars = far().panels();
-    if (cut(near().panels(), fars, near().k).far * threads_ < fars) once = packed_once(near());
+    if (!near().packed && cut(near().panels(), fars, near().k).far * threads_ < fars) once = packed_once(near());
     if (once) near().packed = once->data();
     multiply();
   }
@@ -111,7 +122,7 @@ class Product {
 }  // namespace weft::kernels::CPU_CAPABILITY
 
 namespace weft::kernels::amx {
-GemmResult gemm(const at::Tensor& a, const at::Tensor& b, const Epilogue& epilogue) {
-  return CPU_CAPABILITY::Product(a, b, epilogue).run();
+GemmResult gemm(const at::Tensor& a, const at::Tensor& b, const Epilogue& epilogue, const at::Tensor& tiles) {
+  return CPU_CAPABILITY::Product(a, b, epilogue, tiles).run();
 }
 }  // namespace weft::kernels::amx

@@ -136,6 +136,7 @@ Scratch::Scratch() : memory_(static_cast<char*>(std::aligned_alloc(2 << 20, kAll
   char* p = memory_.get();
   const auto take = [&](size_t bytes) { return std::exchange(p, p + bytes); };
   for (auto& s : square) s = reinterpret_cast<float*>(take(kSquare * 4));
+  turn = reinterpret_cast<Bf16*>(take(2 * kSquare * sizeof(Bf16)));
   near = reinterpret_cast<Bf16*>(take(kStrip * kPanelBytes));
   far = reinterpret_cast<Bf16*>(take(kFarBytes + kPanelBytes));
   sums = reinterpret_cast<float*>(take(kScratchBytes + kSquare * 4 * 64));

@@ -44,9 +44,10 @@ inline Blocking cut(int64_t near, int64_t far, int64_t k) {
   return b;
 }
 
-/// Memory of one thread, kept between calls: a far block, a strip of near panels, waiting sums, two squares.
+/// Memory of one thread, kept between calls: a far block, a strip of near panels, two squares of results that wait to
+/// be transposed, waiting sums, two squares of sums.
 struct Scratch {
-  Bf16 *far = nullptr, *near = nullptr;
+  Bf16 *far = nullptr, *near = nullptr, *turn = nullptr;
   float *sums = nullptr, *square[2] = {nullptr, nullptr};
 
   static Scratch& mine();

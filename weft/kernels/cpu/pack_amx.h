@@ -119,8 +119,8 @@ inline int64_t tile_start(const Operand& m, int64_t p, int h) {
   return m.half == 0 ? p + 16 * h : p / 2 + (h ? m.half : 0);
 }
 
-/// Both tiles of a whole step whose memory runs along the panel: 32 k of 32 values.
-template <bool kLeft>
+/// Both tiles of a whole step whose memory runs along the panel: 32 k of 32 values. Left ones may go past the caches.
+template <bool kLeft, bool kPast = false>
 inline void pack_pair(const Bf16* src, int64_t ld, Bf16* dst) {
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
                                        5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
@@ -137,12 +137,15 @@ inline void pack_pair(const Bf16* src, int64_t ld, Bf16* dst) {
     }
   }
   if constexpr (!kLeft) return;
+  const auto put = [](Bf16* to, __m512i v) {
+    kPast ? _mm512_stream_si512(reinterpret_cast<__m512i*>(to), v) : _mm512_store_si512(to, v);
+  };
   transpose16(r);
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) _mm512_store_si512(dst + i * kStep, r[i]);
+  for (int i = 0; i < 16; ++i) put(dst + i * kStep, r[i]);
   transpose16(t);
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) _mm512_store_si512(dst + kTile + i * kStep, t[i]);
+  for (int i = 0; i < 16; ++i) put(dst + kTile + i * kStep, t[i]);
 }
 
 /// The panel at p.

@@ -1,6 +1,8 @@
 #pragma once
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 
+#include <array>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -87,17 +89,28 @@ inline bool worth_keeping(int64_t rows, const Operand& b) {
   return rows >= kLeastRows && b.extent * b.k >= kLeastValues;
 }
 
-/// Memory for an operand that is packed whole for one call. The last one is kept, since fresh pages cost as much as
-/// packing; a call that finds it taken gets its own.
+/// Memory for a matrix in tiles that outlives no backward pass. The last two are kept, since fresh pages cost as much
+/// as packing; a call that finds them taken gets its own.
 inline std::shared_ptr<PackedCopy> borrow(int64_t bytes) {
   constexpr int64_t kMostKept = 64 << 20;
   static std::mutex mutex;
-  static std::shared_ptr<PackedCopy> last;
+  static std::array<std::shared_ptr<PackedCopy>, 2> kept;
   const std::lock_guard lock(mutex);
-  if (last && last.use_count() == 1 && last->bytes() >= bytes) return last;
+  for (const auto& copy : kept)
+    if (copy && copy.use_count() == 1 && copy->bytes() >= bytes) return copy;
   auto fresh = std::make_shared<PackedCopy>(bytes);
-  if (bytes <= kMostKept && (!last || last.use_count() == 1)) last = fresh;
+  for (auto& copy : kept) {
+    if (bytes > kMostKept || (copy && copy.use_count() > 1)) continue;
+    copy = fresh;
+    break;
+  }
   return fresh;
+}
+
+/// Tiles of a matrix with `panels` panels, `steps` steps long.
+inline at::Tensor borrow_tiles(int64_t panels, int64_t steps) {
+  auto copy = borrow(panels * steps * 2 * kTile * 2);
+  return at::from_blob(copy->data(), {panels, 2 * steps, 16, kStep}, [copy](void*) {}, at::kBFloat16);
 }
 
 /// All of `m` in tiles, for this call only.
@@ -194,6 +207,15 @@ class Results {
     if (const auto& act = e_.act ? e_.act : e_.slope) w.act = ActParams(*act);
     w.row = row_function(e_.act, e_.slope);
     return w;
+  }
+
+  /// Memory for the transpose in tiles, if every square of the result is whole and finished under the products.
+  Bf16* add_tiles() {
+    const bool whole = rows_ % kPanel == 0 && n_ % kPanel == 0;
+    if (!whole || !e_.slope || !is_frequent(e_.slope->kind)) return nullptr;
+    if (form_of(work(), {}, e_.slope).rows != Form::activation) return nullptr;
+    r_.tiles = borrow_tiles(columns() / kPanel, rows_ / kPanel);
+    return reinterpret_cast<Bf16*>(r_.tiles.data_ptr());
   }
 
   /// Whether something that is read lies where `out` is written.
