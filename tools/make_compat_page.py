@@ -25,8 +25,8 @@ import transformer_engine.pytorch as te
 ```
 
 or, with the script left as it is, `python -m weft.compat script.py arguments`. Nothing happens by itself: `import weft`
-leaves the name alone. [te_in_ci.md](te_in_ci.md) is a whole example: a training script, its tests, and the workflow that
-runs them.
+leaves the name alone. [te_in_ci.md](te_in_ci.md) is a whole example: a training script, its tests, and the workflow
+that runs them.
 
 | call | what it does |
 |---|---|

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -63,6 +64,13 @@ class Module(EmptyExtraState):
     The pipelines are no submodules: they hold no Parameters of their own, so that ``state_dict``, ``.to()``, FSDP and
     replaced Parameters concern this module alone.
     """
+
+    # What frameworks ask before they write or read a checkpoint: nothing is quantized.
+    fp8 = fp8_calibration = False
+    fp8_meta: Mapping[str, Any] = MappingProxyType({"fp8_checkpoint": False})
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        pass
 
     def _setup(
         self,

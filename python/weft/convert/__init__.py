@@ -1,0 +1,11 @@
+"""Checkpoints of Megatron and Transformer Engine to and from safetensors with torch's names, on any machine.
+
+``python -m weft.convert SOURCE TARGET --to safetensors``, or ``convert(source, target, to="safetensors")``. Tensors are
+read and written in pieces; nothing that a file holds is run. docs/convert.md tells more.
+"""
+
+from .check import compare, inspect, verify
+from .lazy import ConversionError
+from .run import convert
+
+__all__ = ["ConversionError", "compare", "convert", "inspect", "verify"]

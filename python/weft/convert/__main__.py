@@ -1,0 +1,127 @@
+"""Converts checkpoints of Megatron and Transformer Engine to and from safetensors with torch's names.
+
+  python -m weft.convert SOURCE TARGET --to safetensors    each norm and linear a module of its own
+  python -m weft.convert SOURCE TARGET --to torch_dist     Megatron's distributed checkpoint, for any number of ranks
+  python -m weft.convert SOURCE TARGET --to te             names of transformer_engine.pytorch.TransformerLayer
+  python -m weft.convert SOURCE TARGET --to pt             one file, or mp_rank_XX/model_optim_rng.pt for each rank
+  python -m weft.convert inspect SOURCE                    what is in a checkpoint
+  python -m weft.convert verify TARGET                     the target still has the bytes of its report
+  python -m weft.convert verify ONE OTHER                  two checkpoints hold the same, whatever their formats
+  python -m weft.convert names                             the table of names, in the form that --names reads
+
+The format of SOURCE is recognised. A target is written beside its place and moved there when it is whole; with it lies
+conversion.json, a report with the sha256 of every tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+
+from . import ConversionError, compare, convert, inspect, verify
+from .names import LAYOUTS, read_names
+from .run import TARGETS
+
+PROGRAM = "python -m weft.convert"
+
+
+def size_of(text: str) -> int:
+    found = re.fullmatch(r"(\d+)\s*([KMGT]?)B?", text, re.IGNORECASE)
+    if not found or not int(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 4GB")
+    return int(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " ")
+
+
+def parser_of_convert() -> argparse.ArgumentParser:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__, formatter_class=form)
+    parser.add_argument("source", metavar="SOURCE", help="a file, a folder, or a folder with iterations")
+    parser.add_argument("target", metavar="TARGET", help="a folder; or a file that ends in .safetensors or .pt")
+    parser.add_argument("--to", required=True, choices=TARGETS)
+    parser.add_argument("--layout", choices=LAYOUTS, help="names, if not those that are usual for --to")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="write the parts of N ranks")
+    parser.add_argument("--unstacked", action="store_true", help="torch_dist: a tensor for each layer, not one for all")
+    parser.add_argument("--split-qkv", action="store_true", help="query, key and value as matrices of their own")
+    parser.add_argument("--heads", type=int, help="attention heads, if the source does not say")
+    parser.add_argument("--groups", type=int, help="query groups, if the source does not say (as many as heads)")
+    parser.add_argument("--names", metavar="FILE", help="more rules, as JSON, before those of the table")
+    parser.add_argument("--strict", action="store_true", help="refuse names that no rule knows; else they are kept")
+    parser.add_argument("--overwrite", action="store_true", help="replace TARGET, at the end")
+    parser.add_argument(
+        "--shard-size", type=size_of, default=4 << 30, metavar="SIZE", help="of files in a folder (4GB)"
+    )
+    parser.add_argument("--no-check", action="store_true", help="do not compare the checksums within torch's files")
+    parser.add_argument("--quiet", action="store_true", help="no progress and no summary")
+    return parser
+
+
+def run_convert(words: list[str]) -> None:
+    given = vars(parser_of_convert().parse_args(words))
+    given |= {"split": given.pop("split_qkv"), "check": not given.pop("no_check")}
+    report = convert(**given)
+    if given["quiet"]:
+        return
+    print(f"{given['target']}: {report['tensors']} tensors, {report['bytes'] / 1e6:.1f} MB")
+    reasons: dict[str, list[str]] = {}
+    for name, reason in report["skipped"].items():
+        reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        print(f"skipped {names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {reason}")
+    if report["unknown"]:
+        more = f" and {len(report['unknown']) - 3} more" if report["unknown"][3:] else ""
+        whole = ", whole on each rank" if given["tensor_parallel"] > 1 else ""
+        print(f"kept as they are{whole}, known by no rule: {', '.join(report['unknown'][:3])}{more}")
+
+
+def run_inspect(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog=f"{PROGRAM} inspect")
+    parser.add_argument("source", metavar="SOURCE")
+    found = inspect(parser.parse_args(words).source)
+    size = f"{len(found['tensors'])} tensors, {found['bytes'] / 1e6:.1f} MB"
+    print(f"{found['format']} with {found['layout']} names: {size}")
+    for name, (dtype, shape) in found["tensors"].items():
+        print(f"  {name}  {dtype} {shape}")
+    for name, size in found["raw"].items():
+        print(f"  {name}  {size} bytes, not opened")
+    if found["common"]:
+        print(f"  values: {', '.join(found['common'])}")
+    for reason in dict.fromkeys(found["skipped"].values()):
+        print(f"  {sum(r == reason for r in found['skipped'].values())} entries: {reason}")
+
+
+def run_verify(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog=f"{PROGRAM} verify")
+    parser.add_argument("target", metavar="TARGET")
+    parser.add_argument("other", metavar="OTHER", nargs="?")
+    parser.add_argument("--names", metavar="FILE")
+    parser.add_argument("--quiet", action="store_true")
+    given = parser.parse_args(words)
+    if given.other is None:
+        wrong, told = verify(given.target, quiet=given.quiet), "as its report says"
+    else:
+        count, wrong = compare(given.target, given.other, given.names, quiet=given.quiet)
+        told = f"{count} tensors, all equal"
+    print("\n".join(wrong) if wrong else f"{given.target}: {told}")
+    sys.exit(1 if wrong else 0)
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    commands = {"inspect": run_inspect, "verify": run_verify, "names": lambda _: print(read_names(None).as_json())}
+    try:
+        if words and words[0] in commands:
+            commands[words[0]](words[1:])
+        else:
+            run_convert(words)
+    except BrokenPipeError:  # whoever reads has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ConversionError, OSError) as error:
+        sys.exit(f"{PROGRAM}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"{PROGRAM}: interrupted; no target was left")
+
+
+if __name__ == "__main__":
+    main()

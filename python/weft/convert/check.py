@@ -1,0 +1,87 @@
+"""Checkpoints read again: what is in one, whether it is still as it was written, whether two hold the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from . import torch_dist
+from .formats import open_stored
+from .lazy import ConversionError, raw_bytes, same
+from .model import read_model
+from .names import read_names
+from .progress import Progress
+from .report import Named, report_of
+
+
+def inspect(source: Path | str, names: Path | str | None = None) -> dict[str, Any]:
+    """Format, layout, and dtype and shape of every tensor, under the names that stand there."""
+    stored = open_stored(source)
+    first, table = stored.ranks[0], read_names(names)
+    layout = table.layout_of(torch_dist.unstack(first, table.stacks()).tensors)
+    rows = {name: (str(lazy.dtype).removeprefix("torch."), list(lazy.shape)) for name, lazy in first.tensors.items()}
+    return {
+        "format": stored.format,
+        "layout": layout,
+        "bytes": sum(lazy.nbytes for content in stored.ranks for lazy in content.tensors.values()),
+        "tensors": rows,
+        "raw": {name: lazy.nbytes for name, lazy in first.raw.items()},
+        "common": first.common,
+        "skipped": first.skipped,
+    }
+
+
+def verify(target: Path | str, quiet: bool = True) -> list[str]:
+    """What differs between a converted checkpoint and its report; nothing, if all is well."""
+    target = Path(target)
+    file = report_of(target, target.is_file())
+    try:
+        report = json.loads(file.read_text())
+        rows = [(row.get("rank", 0), row["name"], row["sha256"]) for row in report["entries"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConversionError(
+            f"{file} cannot be read: {error}. It is written with a conversion; give two checkpoints"
+        ) from error
+    ranks = [content.tensors | content.raw for content in open_stored(target).ranks]
+    progress, wrong = Progress(report["bytes"], "verify", quiet), []
+    for rank, name, wanted in rows:
+        lazy = ranks[rank].get(name) if rank < len(ranks) else None
+        if lazy is None:
+            wrong.append(f"{name} is missing")
+            continue
+        found = hashlib.sha256()
+        for _, piece in Named(name, lazy, []).pieces():
+            found.update(raw_bytes(piece))
+            progress.add(piece.nbytes)
+        if found.hexdigest() != wanted:
+            wrong.append(f"{name} has other bytes than were written")
+    progress.finish()
+    return wrong
+
+
+def compare(
+    one: Path | str, other: Path | str, names: Path | str | None = None, quiet: bool = True
+) -> tuple[int, list[str]]:
+    """(tensors compared, what differs) between two checkpoints, whatever their formats and layouts.
+
+    An empty `_extra_state` equals none.
+    """
+    table = read_names(names)
+    models = [read_model(open_stored(path), table) for path in (one, other)]
+    everything = [{name: entry.lazy for name, entry in model.entries.items()} | model.raw for model in models]
+    left, right = (
+        {name: lazy for name, lazy in found.items() if lazy.nbytes or not name.endswith("_extra_state")}
+        for found in everything
+    )
+    wrong = [f"{name} is only in {one}" for name in left if name not in right]
+    wrong += [f"{name} is only in {other}" for name in right if name not in left]
+    shared = [name for name in left if name in right]
+    progress = Progress(sum(left[name].nbytes for name in shared), "verify", quiet)
+    for name in shared:
+        if not same(Named(name, left[name], []), Named(name, right[name], [])):
+            wrong.append(f"{name} differs")
+        progress.add(left[name].nbytes)
+    progress.finish()
+    return len(shared), wrong

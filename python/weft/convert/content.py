@@ -1,0 +1,130 @@
+"""What a file or folder of a checkpoint holds, under the names it stands there, and its small values as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .lazy import ConversionError, Held, Lazy
+from .unpickle import DTYPES, Bytes, Foreign
+
+
+@dataclass
+class Content:
+    """`raw` are the bytes of objects that are carried unopened; `common` is JSON; `skipped` are names and reasons.
+
+    `stacked`: a distributed checkpoint of it has one tensor for all layers, not one for each.
+    """
+
+    tensors: dict[str, Lazy] = field(default_factory=dict)
+    raw: dict[str, Lazy] = field(default_factory=dict)
+    common: dict[str, Any] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    stacked: bool = True
+
+
+def is_optimizer(name: str) -> bool:
+    """Whether a name belongs to an optimizer's state, by Megatron's and torch's custom."""
+    return re.match(r"(chained_\d+\.|optimizer(\.|$)|optim(\.|$)|opt_param_scheduler)", name) is not None
+
+
+OPTIMIZER = "optimizer state is not converted: start the optimizer anew"
+
+
+def held_bytes(content: bytes) -> Lazy:
+    return Held(
+        torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    )
+
+
+def as_json(value: Any) -> Any:
+    """A value as JSON from which `from_json` makes it again; TypeError for what is foreign."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value) and "()" not in value:
+            return {key: as_json(item) for key, item in value.items()}
+        return {"()": "dict", "of": [[as_json(key), as_json(item)] for key, item in value.items()]}
+    if isinstance(value, list):
+        return [as_json(item) for item in value]
+    if isinstance(value, (tuple, set)):
+        return {"()": "set" if isinstance(value, set) else "tuple", "of": [as_json(item) for item in value]}
+    if isinstance(value, argparse.Namespace):
+        return {"()": "Namespace", "of": as_json(vars(value))}
+    if isinstance(value, (torch.dtype, torch.device)):
+        return {"()": type(value).__name__, "of": str(value).removeprefix("torch.")}
+    if isinstance(value, (bytes, Bytes)):
+        content = value if isinstance(value, bytes) else value.content
+        return {"()": "bytes", "of": base64.b64encode(content).decode()}
+    if isinstance(value, Lazy):
+        content = bytes(value.tensor().reshape(-1).view(torch.uint8).tolist())
+        kind = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+        return {"()": "tensor", **kind, "of": base64.b64encode(content).decode()}
+    raise TypeError(f"a {type(value).__name__}")
+
+
+def from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "()" not in value:
+        return {key: from_json(item) for key, item in value.items()}
+    kind, of = value["()"], value["of"]
+    if kind == "dict":
+        return {from_json(key): from_json(item) for key, item in of}
+    if kind in ("tuple", "set"):
+        return (tuple if kind == "tuple" else set)(from_json(item) for item in of)
+    if kind == "Namespace":
+        return argparse.Namespace(**from_json(of))
+    if kind == "dtype":
+        return DTYPES[of]
+    if kind == "device":
+        return torch.device(of)
+    content = base64.b64decode(of)
+    if kind == "bytes":
+        return content
+    flat = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    return flat.view(DTYPES[value["dtype"]]).reshape(value["shape"])
+
+
+def values_of(common: dict[str, Any]) -> dict[str, Any]:
+    """The values that stand beside a model, made of their JSON."""
+    try:
+        return from_json(common)
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise ConversionError(
+            f"the values beside the model are damaged: {error!r}. Copy the checkpoint anew"
+        ) from error
+
+
+def without_foreign(value: Any) -> Any:
+    """Values with objects of classes that are not read, in dicts and namespaces, as text."""
+    if isinstance(value, Foreign):
+        return repr(value)
+    if isinstance(value, dict):
+        return {key: without_foreign(item) for key, item in value.items()}
+    if isinstance(value, argparse.Namespace):
+        return argparse.Namespace(**without_foreign(vars(value)))
+    if isinstance(value, (list, tuple, set)):
+        return type(value)(without_foreign(item) for item in value)
+    return value
+
+
+def common_of(values: dict[Any, Any], content: Content) -> None:
+    """Fills `content.common` from what stands beside a model."""
+    for key, value in values.items():
+        if is_optimizer(str(key)):
+            content.skipped[str(key)] = OPTIMIZER
+        elif "rng" in str(key):
+            content.skipped[str(key)] = "random number states belong to the ranks that saved them"
+        else:
+            try:
+                content.common[str(key)] = as_json(without_foreign(value))
+            except TypeError as error:
+                content.skipped[str(key)] = f"holds {error}, which is not converted"

@@ -1,0 +1,111 @@
+"""Which format a path has, and what is in it under the names that stand there."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import safetensors, torch_dist, torch_zip
+from .content import OPTIMIZER, Content, common_of, held_bytes, is_optimizer
+from .lazy import ConversionError, Lazy
+from .unpickle import Bytes
+
+RANK = re.compile(r"[mt]p_rank_(\d+)(_\d+)?")
+RAW = "weft.raw"  # what is carried unopened, in a .pt file
+
+
+@dataclass
+class Stored:
+    """A checkpoint as it lies there: its format, and the content of each tensor-parallel rank."""
+
+    path: Path
+    format: str
+    ranks: list[Content]
+
+
+def open_stored(path: Path | str, check: bool = True) -> Stored:
+    path = Path(path)
+    if not path.exists():
+        raise ConversionError(f"{path} does not exist")
+    if (path / "latest_checkpointed_iteration.txt").exists():
+        name = (path / "latest_checkpointed_iteration.txt").read_text().strip()
+        return open_stored(path / (f"iter_{int(name):07}" if name.isdigit() else name), check)
+    folders = sorted(child for child in path.iterdir() if RANK.fullmatch(child.name)) if path.is_dir() else []
+    if not folders:
+        format = format_of(path)
+        return Stored(path, format, [read(path, format, check)])
+    if staged := [folder.name for folder in folders if RANK.fullmatch(folder.name)[2]]:
+        raise ConversionError(
+            f"{path / staged[0]} is a pipeline stage, which .pt files cannot be merged from; save as torch_dist"
+        )
+    numbers = [int(RANK.fullmatch(folder.name)[1]) for folder in folders]
+    if numbers != list(range(len(folders))):
+        raise ConversionError(f"{path} has ranks {numbers}, expected all from 0 on. Copy the missing ones")
+    (format,) = {format_of(folder) for folder in folders}
+    return Stored(path, f"{format}, {len(folders)} ranks", [read(folder, format, check) for folder in folders])
+
+
+def format_of(path: Path) -> str:
+    if path.is_dir():
+        if (path / ".metadata").exists():
+            return "torch_dist"
+        if list(path.glob("*.safetensors")) or (path / safetensors.INDEX).exists():
+            return "safetensors"
+        if len(list(path.glob("*.pt"))) == 1:
+            return "pt"
+        inside = ", ".join(sorted(child.name for child in path.iterdir())[:5]) or "nothing"
+        raise ConversionError(
+            f"{path} holds {inside}: no .metadata (torch_dist), *.safetensors, one *.pt file or mp_rank_XX folders. "
+            "Give the folder of one iteration"
+        )
+    if path.suffix == ".distcp" or path.name == ".metadata":
+        raise ConversionError(f"{path} is a part of a torch_dist checkpoint: give its folder")
+    with path.open("rb") as file:
+        start = file.read(9)
+    if start[:2] == b"PK":
+        return "pt"
+    if path.suffix == ".safetensors" or start[8:] == b"{":
+        return "safetensors"
+    raise ConversionError(
+        f"{path} is neither a safetensors file nor a zip of torch.save. If torch older than 1.6 wrote it, or it is "
+        "truncated, load it there and save it again"
+    )
+
+
+def read(path: Path, format: str, check: bool) -> Content:
+    if format == "torch_dist":
+        return torch_dist.read(path, check)
+    if format == "safetensors":
+        return safetensors.read(path)
+    return read_pt(path if path.is_file() else next(path.glob("*.pt")), check)
+
+
+def read_pt(file: Path, check: bool) -> Content:
+    """A state dict, or one under "model" or "state_dict" with other things beside it."""
+    value = torch_zip.Reader(file, check=check).load()
+    if not isinstance(value, dict):
+        raise ConversionError(f"{file} holds a {type(value).__name__}, expected a dict of tensors")
+    if "model0" in value:
+        raise ConversionError(f"{file} holds model0, model1, … of interleaved pipeline stages; save it as torch_dist")
+    content, model = Content(), next((key for key in ("model", "state_dict") if isinstance(value.get(key), dict)), None)
+    beside = {} if model is None else {key: item for key, item in value.items() if key not in (model, RAW)}
+    common_of(beside, content)
+    content.raw = dict(value.get(RAW, {}))
+    _flatten(value if model is None else value[model], "", content)
+    return content
+
+
+def _flatten(value: Any, name: str, content: Content) -> None:
+    if is_optimizer(name):
+        content.skipped[name] = OPTIMIZER
+    elif isinstance(value, Lazy):
+        content.tensors[name] = value
+    elif isinstance(value, (bytes, Bytes)):
+        content.tensors[name] = held_bytes(value if isinstance(value, bytes) else value.content)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _flatten(item, f"{name}.{key}" if name else str(key), content)
+    else:
+        content.skipped[name] = f"not a tensor: {type(value).__name__}"

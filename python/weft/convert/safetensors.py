@@ -1,0 +1,158 @@
+"""The safetensors format: 8 bytes of length, a JSON header, the tensors' bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .content import Content
+from .lazy import ConversionError, InFile, Lazy, pread, raw_bytes
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+INDEX = "model.safetensors.index.json"
+OWN = "weft.checkpoint"  # the key of what is no tensor, in a file's metadata
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of a checkpoint: itself, those of its index, or all of a folder."""
+    if path.is_file():
+        return [path]
+    if not (path / INDEX).exists():
+        return sorted(path.glob("*.safetensors"))
+    try:
+        names = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ConversionError(f"{path / INDEX} is damaged: {error}. Copy the checkpoint anew") from error
+    if missing := [name for name in names if Path(name).name != name or not (path / name).is_file()]:
+        raise ConversionError(f"{path} lacks {missing[0]}, which its index names. Copy the checkpoint anew")
+    return [path / name for name in names]
+
+
+def header_of(file: Path) -> tuple[dict[str, Any], int]:
+    """(header, where the bytes begin)"""
+    with file.open("rb", buffering=0) as opened:
+        (length,) = struct.unpack("<Q", pread(opened.fileno(), file, 0, 8))
+        if length > min(100 << 20, file.stat().st_size - 8):
+            raise ConversionError(
+                f"{file} is truncated or not a safetensors file: its header would have {length} bytes"
+            )
+        try:
+            return json.loads(bytes(pread(opened.fileno(), file, 8, length))), 8 + length
+        except ValueError as error:
+            raise ConversionError(f"{file} has a damaged header: {error}. Copy the checkpoint anew") from error
+
+
+def read(path: Path) -> Content:
+    content = Content()
+    for file in files_of(path):
+        header, begin = header_of(file)
+        try:
+            own = json.loads(header.pop("__metadata__", {}).get(OWN, "{}"))
+            content.common |= own.get("common", {})
+            content.stacked = bool(own.get("stacked", True))
+            for name, row in header.items():
+                lazy = _tensor(file, begin, name, row)
+                (content.raw if name in own.get("raw", ()) else content.tensors)[name] = lazy
+        except ConversionError:
+            raise
+        except (TypeError, LookupError, AttributeError, ValueError) as error:
+            raise ConversionError(f"{file} has a damaged header: {error!r}. Copy the checkpoint anew") from error
+    return content
+
+
+def _tensor(file: Path, begin: int, name: str, row: dict[str, Any]) -> InFile:
+    if row.get("dtype") not in DTYPES:
+        raise ConversionError(f"{name} in {file} has dtype {row.get('dtype')}; known are {', '.join(DTYPES)}")
+    dtype, (start, stop) = DTYPES[row["dtype"]], row["data_offsets"]
+    if stop - start != math.prod(row["shape"]) * dtype.itemsize or start < 0:
+        raise ConversionError(f"{name} in {file} has {stop - start} bytes for {row['dtype']} {row['shape']}")
+    if begin + stop > file.stat().st_size:
+        raise ConversionError(f"{name} ends behind {file}, which is truncated. Copy the checkpoint anew")
+    return InFile(file, begin + start, dtype, row["shape"])
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+def shards(tensors: dict[str, Lazy], size: int) -> list[dict[str, Lazy]]:
+    """The tensors in order, in files of at most `size` bytes; a larger tensor has one for itself."""
+    found: list[dict[str, Lazy]] = [{}]
+    held = 0
+    for name, lazy in tensors.items():
+        if lazy.dtype not in CODES:
+            raise ConversionError(
+                f"{name} is {lazy.dtype}, which safetensors files cannot hold; use --to pt or torch_dist"
+            )
+        if found[-1] and held + lazy.nbytes > size:
+            found.append({})
+            held = 0
+        found[-1][name] = lazy
+        held += lazy.nbytes
+    return found
+
+
+def write(folder: Path, content: Content, size: int, written: Callable[[Lazy, memoryview], None]) -> None:
+    """Files in a folder; several have the index that Hugging Face reads."""
+    tensors = content.tensors | content.raw
+    parts = shards(tensors, size)
+    names = [f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)]
+    names = ["model.safetensors"] if len(parts) == 1 else names
+    for name, part in zip(names, parts, strict=True):
+        _write_file(folder / name, part, content, written)
+    if len(parts) > 1:
+        places = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
+        index = {"metadata": {"total_size": sum(lazy.nbytes for lazy in tensors.values())}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+
+
+def write_file(file: Path, content: Content, written: Callable[[Lazy, memoryview], None]) -> None:
+    """One file of all."""
+    (tensors,) = shards(content.tensors | content.raw, sys.maxsize)
+    _write_file(file, tensors, content, written)
+
+
+def _write_file(file: Path, tensors: dict[str, Lazy], content: Content, written: Callable) -> None:
+    own = json.dumps({"common": content.common, "raw": list(content.raw), "stacked": content.stacked})
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", OWN: own}}
+    at = 0
+    for name, lazy in tensors.items():
+        place = [at, at + lazy.nbytes]
+        header[name] = {"dtype": CODES[lazy.dtype], "shape": list(lazy.shape), "data_offsets": place}
+        at += lazy.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        for lazy in tensors.values():
+            for _, piece in lazy.pieces():
+                view = raw_bytes(piece)
+                out.write(view)
+                written(lazy, view)

@@ -1,0 +1,198 @@
+"""What torch.save writes: a zip of a pickle and one stored record for each tensor's memory."""
+
+from __future__ import annotations
+
+import collections
+import io
+import math
+import pickle
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from .lazy import SLAB, ConversionError, InFile, Lazy, pread, raw_bytes, row_major
+from .unpickle import PLAIN, STORAGES, load
+
+LEGACY = {dtype: getattr(torch, name) for name, dtype in STORAGES.items()}
+NOT_A_ZIP = (zipfile.BadZipFile, LookupError, ValueError, OSError, EOFError, NotImplementedError, struct.error)
+
+
+class Window(io.RawIOBase):
+    """Bytes `start` to `stop` of a file, as a file."""
+
+    def __init__(self, file: IO[bytes], start: int, stop: int) -> None:
+        self.file, self.start, self.stop, self.at = file, start, stop, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self.at = offset + (0, self.at, self.stop - self.start)[whence]
+        return self.at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self.stop - self.start - self.at)
+        self.file.seek(self.start + self.at)
+        content = self.file.read(left if size < 0 else min(size, left))
+        self.at += len(content)
+        return content
+
+
+class Reader:
+    """One torch.save in a file, from byte `start` to `stop`. Its tensors become `InFile`s."""
+
+    def __init__(self, path: Path, start: int = 0, stop: int | None = None, check: bool = True) -> None:
+        self.path, self.start, self.check = path, start, check
+        size = path.stat().st_size
+        self.where = str(path) if stop is None else f"{path}, bytes {start} to {stop}"
+        stop = size if stop is None else stop
+        with path.open("rb") as file:
+            try:
+                archive = zipfile.ZipFile(Window(file, start, stop))
+                self.records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+                self.pickled = archive.read(archive.infolist()[0].filename.partition("/")[0] + "/data.pkl")
+                order = self._small(archive, "byteorder")
+                if min(info.header_offset for info in archive.infolist()):
+                    raise zipfile.BadZipFile("a file within it ends where it should end")
+            except NOT_A_ZIP as error:
+                raise ConversionError(self._not_a_zip(error, size < stop)) from error
+        if order not in ("", "little"):
+            raise ConversionError(f"{self.where} was written on a {order}-endian machine, which is not supported")
+
+    def _small(self, archive: zipfile.ZipFile, name: str) -> str:
+        return archive.read(self.records[name].filename).decode() if name in self.records else ""
+
+    def _not_a_zip(self, error: Exception, short: bool) -> str:
+        if short:
+            return f"{self.path} has only {self.path.stat().st_size} bytes: it is truncated. Copy the checkpoint anew"
+        return (
+            f"{self.where} is truncated or not a file of torch.save ({error}). Copy it anew; if it is older than torch "
+            "1.6, load it there and save it again"
+        )
+
+    def load(self) -> Any:
+        """What was saved, with a Lazy for each tensor."""
+        known = PLAIN | {("torch", name): dtype for name, dtype in STORAGES.items()}
+        known |= {
+            ("torch.storage", "UntypedStorage"): torch.uint8,
+            ("torch", "UntypedStorage"): torch.uint8,
+            ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
+            ("torch._utils", "_rebuild_tensor_v3"): self._tensor_v3,
+            ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
+            ("torch._utils", "_rebuild_parameter_with_state"): lambda data, *_: data,
+            ("torch._tensor", "_rebuild_from_type_v2"): lambda make, kind, given, state: make(*given),
+            ("torch._tensor", "Tensor"): "Tensor",
+            ("torch.nn.parameter", "Parameter"): "Parameter",
+        }
+        return load(self.pickled, self.where, known, self._storage)
+
+    def _storage(self, pid: tuple) -> tuple[int, int, torch.dtype, Callable[[], None]]:
+        """(offset in the file, bytes, dtype, check of the record's sum)"""
+        if not isinstance(pid, tuple) or len(pid) != 5 or f"data/{pid[2]}" not in self.records:
+            raise ConversionError(f"{self.where} has a tensor without data: {pid}. Copy the checkpoint anew")
+        info = self.records[f"data/{pid[2]}"]
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise ConversionError(f"{self.where} holds compressed records; save it by torch.save without compression")
+        with self.path.open("rb", buffering=0) as file:
+            header = pread(file.fileno(), self.path, self.start + info.header_offset, 30)
+        name, extra = struct.unpack_from("<HH", header, 26)
+        offset = self.start + info.header_offset + 30 + name + extra
+        if offset + info.file_size > self.path.stat().st_size:
+            raise ConversionError(f"{self.path} is truncated. Copy the checkpoint anew")
+        return offset, info.file_size, pid[1], lambda: self._check(offset, info)
+
+    def _check(self, offset: int, info: zipfile.ZipInfo) -> None:
+        """The record has the checksum that was written with it."""
+        if not self.check:
+            return
+        found, left = 0, info.file_size
+        with self.path.open("rb", buffering=0) as file:
+            while left:
+                content = pread(file.fileno(), self.path, offset + info.file_size - left, min(left, SLAB))
+                found, left = zlib.crc32(content, found), left - len(content)
+        if found != info.CRC:
+            raise ConversionError(
+                f"{self.where} is corrupt: its checksum is {found:08x}, {info.CRC:08x} was written. Copy the "
+                "checkpoint anew; --no-check converts it anyway"
+            )
+
+    def _tensor(self, storage: tuple, first: int, shape: tuple, strides: tuple, *more: Any) -> InFile:
+        dtype = more[-1] if isinstance(more[-1], torch.dtype) else storage[2]
+        offset, size, _, check = storage
+        found = InFile(self.path, offset + first * dtype.itemsize, dtype, shape, strides, check)
+        if first < 0 or min(strides, default=0) < 0 or found.stop > offset + size:
+            raise ConversionError(f"{self.where} has a tensor {list(shape)} of {dtype} that leaves its {size} bytes")
+        return found
+
+    def _tensor_v3(self, storage, first, shape, strides, grad, hooks, dtype, *_: Any) -> InFile:
+        return self._tensor(storage, first, shape, strides, dtype)
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+class _Memory:
+    """The memory of a tensor that is written later, record by record."""
+
+    def __init__(self, key: str, lazy: Lazy) -> None:
+        self.key, self.lazy = key, lazy
+
+
+class _Pickler(pickle.Pickler):
+    """Writes a Lazy as torch.save writes a tensor, and collects them."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file, protocol=2)
+        self.memories: list[_Memory] = []
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, _Memory):
+            return None
+        kind = LEGACY.get(value.lazy.dtype, torch.storage.UntypedStorage)
+        count = math.prod(value.lazy.shape) if value.lazy.dtype in LEGACY else value.lazy.nbytes
+        return ("storage", kind, value.key, "cpu", count)
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Lazy):
+            return NotImplemented
+        self.memories.append(_Memory(str(len(self.memories)), value))
+        given = (self.memories[-1], 0, value.shape, row_major(value.shape), False, collections.OrderedDict())
+        if value.dtype in LEGACY:
+            return torch._utils._rebuild_tensor_v2, given
+        return torch._utils._rebuild_tensor_v3, (*given, value.dtype)
+
+
+def _aligned(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
+    """A record whose bytes begin at a multiple of 64, as torch maps them into memory."""
+    info = zipfile.ZipInfo(name)
+    begin = archive.fp.tell() + 30 + len(name) + 20 + 4  # header, name, sizes of 64 bits, head of the padding
+    info.extra = struct.pack("<HH", 0x4246, -begin % 64) + b"Z" * (-begin % 64)
+    return info
+
+
+def write(path: Path, content: Any, written: Callable[[Lazy, memoryview], None]) -> None:
+    """As torch.save, with Lazy tensors in `content`; `written` hears of every piece."""
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    pickler.dump(content)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        archive.writestr("archive/data.pkl", buffer.getvalue())
+        archive.writestr("archive/byteorder", "little")
+        for memory in pickler.memories:
+            with archive.open(_aligned(archive, f"archive/data/{memory.key}"), "w", force_zip64=True) as record:
+                for _, piece in memory.lazy.pieces():
+                    view = raw_bytes(piece)
+                    record.write(view)
+                    written(memory.lazy, view)
+        archive.writestr("archive/version", "3\n")
