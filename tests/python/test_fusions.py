@@ -541,19 +541,29 @@ def test_linear_add_leaves_a_residual_gradient_that_somebody_else_reads():
 
 
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
-def test_the_block_keeps_the_norms_input_its_statistics_and_the_pre_activation(kind):
-    seq = Case("", block("GELU", kind=kind, ends=(fork(False), join("branch")))).build(torch.float32)
-    saved = seq.explain(torch.randn(6, WIDTH, requires_grad=True)).data[0]["saved"]
+@pytest.mark.parametrize("width", (WIDTH, 256))
+def test_the_block_keeps_the_norms_input_its_statistics_and_the_pre_activation(kind, width):
+    """A narrow one also what its products take, since computing that again would take longer than the products."""
+    wide = width == 256
+    seq = ops.Sequential(
+        fork(False)(None),
+        getattr(ops, kind)(width),
+        ops.Linear(width, width),
+        ops.GELU(),
+        ops.Linear(width, width),
+        join("branch")(None),
+    )
+    saved = seq.explain(torch.randn(6, width, requires_grad=True)).data[0]["saved"]
     statistics = ["rstd"] if kind == "RMSNorm" else ["mean", "rstd"]
-    assert [line["name"] for line in saved] == ["input", *statistics, "input"]
-    assert [line["op"] for line in saved] == [1, *[1] * len(statistics), 4]
+    assert [line["op"] for line in saved] == [1] * (1 + len(statistics)) + ([4] if wide else [2, 4, 5])
+    assert [line["name"] for line in saved[: 1 + len(statistics)]] == ["input", *statistics]
     kept = []
-    x = torch.randn(6, WIDTH, requires_grad=True)
+    x = torch.randn(6, width, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         seq(x)
     parameters = {p.data_ptr() for p in seq.parameters()} | {x.data_ptr()}
     values = sum(t.numel() * t.element_size() for t in kept if t.data_ptr() not in parameters)
-    assert values == sum(line["bytes"] for line in saved) == 4 * 6 * (HIDDEN + len(statistics))
+    assert values == sum(line["bytes"] for line in saved) == 4 * 6 * (width * (1 if wide else 3) + len(statistics))
 
 
 # ---- rules by name ---------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@
 #include "weft/fuser/below_autograd.h"
 #include "weft/fuser/door.h"
 #include "weft/fuser/executor.h"
+#include "weft/kernels/rows.h"
 #include "weft/tensor/ownership.h"
 
 namespace weft::fuser {
@@ -135,6 +136,17 @@ c10::intrusive_ptr<Node> PipelineNode::refuse_twice(const variable_list& grads) 
       std::move(edges));
 }
 
+/// Gradients that were added up in float32, in the dtype that their receivers expect. The engine would see to it too,
+/// by calls that cost more than a small pipeline's kernels.
+void round_sums(const Node& node, variable_list& grads) {
+  for (size_t i = 0; i < grads.size(); ++i) {
+    const auto& edge = node.next_edge(i);
+    if (!grads[i].defined() || grads[i].scalar_type() != at::kFloat || !edge.is_valid()) continue;
+    const auto wanted = edge.function->input_metadata(edge.input_nr).grad_dtype();
+    if (wanted && at::isReducedFloatingType(*wanted)) grads[i] = kernels::rounded(grads[i], *wanted);
+  }
+}
+
 variable_list PipelineNode::differentiate(variable_list&& grads, std::vector<at::Tensor> saved,
                                           std::vector<std::shared_ptr<void>> states) {
   const BelowAutograd below;
@@ -168,6 +180,7 @@ variable_list PipelineNode::differentiate(variable_list&& grads, std::vector<at:
   out[0] = unused.empty() ? run_backward(pipeline, *plan_, frame, std::move(dy))
                           : run_backward(pipeline, narrow(pipeline, *plan_, unused), frame, std::move(dy));
   for (size_t k = 0; k < inputs.size(); ++k) out[1 + num_params + k] = std::move(extra_in[inputs[k]]);
+  round_sums(*this, out);
   return out;
 }
 

@@ -94,6 +94,13 @@ ActivationSums activation_backward_sums(const Act& act, const at::Tensor& dy, co
   ActivationSums out{fresh(x.sizes(), x.scalar_type()), fresh_zeros(problem.width)};
   problem.call.out = out.dx.mutable_data_ptr();
   auto* sums = out.sums.mutable_data_ptr<float>();
+  if (problem.width < 128 && problem.width % 16 != 0) {  // rows would leave many lanes of their vectors empty
+    problem.run(act_loops(tier).backward);
+    sum_in_rows(problem.rows, problem.width, sums, [&](int64_t begin, int64_t end, float* partial) {
+      row_loops(tier).add_rows(x.scalar_type(), problem.call.out, problem.width, partial, begin, end);
+    });
+    return out;
+  }
   sum_in_rows(problem.rows, problem.width, sums, [&](int64_t begin, int64_t end, float* partial) {
     ActCall part = problem.call;
     part.sums = partial;

@@ -17,10 +17,17 @@ at::Tensor sum_rows(const at::Tensor& matrix) {
   sum_in_rows(rows, columns, values, [&](int64_t begin, int64_t end, float* partial) {
     row_loops(tier).add_rows(dtype, m.const_data_ptr(), columns, partial, begin, end);
   });
-  if (dtype == at::kFloat) return sums;
-  auto rounded = fresh({columns}, dtype);
-  row_loops(tier).round(dtype, values, rounded.mutable_data_ptr(), columns);
-  return rounded;
+  return rounded(sums, dtype);
+}
+
+at::Tensor rounded(const at::Tensor& t, at::ScalarType dtype) {
+  const auto from = t.scalar_type();
+  if (from == dtype) return t;
+  const auto tier = from == at::kFloat && at::isReducedFloatingType(dtype) ? vector_tier(t) : Tier::ref;
+  if (tier == Tier::ref || !t.is_contiguous()) return t.to(dtype);
+  auto out = fresh(t.sizes(), dtype);
+  row_loops(tier).round(dtype, t.const_data_ptr<float>(), out.mutable_data_ptr(), t.numel());
+  return out;
 }
 
 at::Tensor scaled_mask_add(const at::Tensor& x, const at::Tensor& mask, double scale, const at::Tensor& add) {

@@ -9,6 +9,9 @@ namespace weft::kernels {
 /// vector tiers the same for any number of threads.
 at::Tensor sum_rows(const at::Tensor& matrix);
 
+/// `t`, of any shape, rounded to `dtype`; t itself if it has it.
+at::Tensor rounded(const at::Tensor& t, at::ScalarType dtype);
+
 /// x·mask·scale + add, rounded once to x's dtype. `mask` is boolean and has the shape of x; so has `add`, which may be
 /// undefined.
 at::Tensor scaled_mask_add(const at::Tensor& x, const at::Tensor& mask, double scale, const at::Tensor& add = {});

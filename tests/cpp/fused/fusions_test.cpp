@@ -112,19 +112,37 @@ constexpr const char* kBlock =
     "Bias(size=12); "
     "GEGLU(); BasicLinear(in_features=6, out_features=8); Bias(size=8); AddExtraInput() <\"r\"";
 
-TEST(Fusions, TheBlockServesBothPassesAndKeepsTheNormsInputAndThePreActivation) {
-  Fuser fuser(Pipeline::parse(kBlock));
+constexpr const char* kWideBlock =
+    "MakeExtraOutput() >>\"r\"; RMSNorm(normalized_shape=[256]); BasicLinear(in_features=256, out_features=256); "
+    "Bias(size=256); "
+    "GEGLU(); BasicLinear(in_features=128, out_features=256); Bias(size=256); AddExtraInput() <\"r\"";
+
+std::vector<std::string> kept_by_block(const char* text, int64_t width) {
+  Fuser fuser(Pipeline::parse(text));
   const auto params = weft::testing::parameters(fuser.pipeline());
-  const auto x = leaf({5, 8}), dy = at::randn({5, 8}, at::kDouble);
+  const auto x = leaf({5, width});
+  std::vector<std::string> kept;
+  for (const auto& slot : infer(fuser.pipeline(), *fuser.plan(x, params, {}), x, params, {}).saved)
+    if (slot.spec) kept.push_back(std::to_string(slot.op) + " " + slot.name);
+  return kept;
+}
+
+TEST(Fusions, TheBlockKeepsTheNormsInputAndThePreActivationUnlessItIsNarrow) {
+  EXPECT_EQ(kept_by_block(kWideBlock, 256), (std::vector<std::string>{"1 input", "1 rstd", "4 input"}));
+  EXPECT_EQ(kept_by_block(kBlock, 8), (std::vector<std::string>{"1 input", "1 rstd", "2 input", "4 input", "5 input"}));
+}
+
+class Blocks : public ::testing::TestWithParam<std::pair<const char*, int64_t>> {};
+
+TEST_P(Blocks, ServesBothPasses) {
+  const auto [text, width] = GetParam();
+  Fuser fuser(Pipeline::parse(text));
+  const auto params = weft::testing::parameters(fuser.pipeline());
+  const auto x = leaf({5, width}), dy = at::randn({5, width}, at::kDouble);
   const auto plan = fuser.plan(x, params, {});
   ASSERT_EQ(plan->forward.size(), 1);
   EXPECT_EQ(plan->forward[0].step.rule, "mlp_block");
   EXPECT_EQ(plan->forward[0].step.fused, plan->backward[0].step.fused);
-  std::vector<std::string> kept;
-  for (const auto& slot : infer(fuser.pipeline(), *plan, x, params, {}).saved)
-    if (slot.spec) kept.push_back(std::to_string(slot.op) + " " + slot.name);
-  EXPECT_EQ(kept, (std::vector<std::string>{"1 input", "1 rstd", "4 input"}));
-
   const auto unfused = fuser::make_plan(fuser.pipeline(), plan->key, {});
   const auto y = fuser(x, params, {})[0];
   const auto plain = run(fuser.shared_pipeline(), unfused, x, params, {})[0];
@@ -135,13 +153,14 @@ TEST(Fusions, TheBlockServesBothPassesAndKeepsTheNormsInputAndThePreActivation) 
   for (size_t i = 0; i < wanted.size(); ++i) expect_close(got[i], wanted[i], "gradient " + std::to_string(i));
 }
 
-TEST(Fusions, TheBlockTakesAnyFrozenSubset) {
-  Fuser fuser(Pipeline::parse(kBlock));
+TEST_P(Blocks, TakesAnyFrozenSubset) {
+  const auto [text, width] = GetParam();
+  Fuser fuser(Pipeline::parse(text));
   auto params = weft::testing::parameters(fuser.pipeline());
-  const auto dy = at::randn({5, 8}, at::kDouble);
+  const auto dy = at::randn({5, width}, at::kDouble);
   const auto count = params.size() + 1;
   for (unsigned mask = 1; mask < 1U << count; ++mask) {
-    auto x = leaf({5, 8});
+    auto x = leaf({5, width});
     x.requires_grad_((mask & 1U) != 0);
     std::vector<at::Tensor> inputs;
     if ((mask & 1U) != 0) inputs.push_back(x);
@@ -157,6 +176,9 @@ TEST(Fusions, TheBlockTakesAnyFrozenSubset) {
     for (size_t i = 0; i < wanted.size(); ++i) expect_close(got[i], wanted[i], "mask " + std::to_string(mask));
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Fusions, Blocks, ::testing::Values(std::pair{kBlock, 8L}, std::pair{kWideBlock, 256L}),
+                         [](const auto& info) { return info.param.second == 8 ? "narrow" : "wide"; });
 
 TEST(Fusions, RulesCanBeSetAsideAndResumed) {
   Fuser fuser(Pipeline::parse("BasicLinear(in_features=4, out_features=4); Bias(size=4)"));

@@ -17,8 +17,10 @@ using ops::BasicLinear;
 /// y = e + W2 h + b2,  h = act(p),  p = W1 n + b1,  n = norm(x), with e = x if a channel leads from the fork to the
 /// join. Keeps x, the statistics of its rows and p. Backward computes h again inside the GEMM that gives dp, and n by
 /// the norm's kernel. What nothing before it wants a gradient for is kept instead: n if the norm owes none, h if p is
-/// not needed.
+/// not needed. Narrow blocks keep both: their GEMMs are too short for anything to be computed again beside them.
 class MlpBlock final : public FusedOp {
+  static constexpr int64_t kNarrow = 256;
+
  public:
   explicit MlpBlock(const Match& m)
       : fork_(m.find<ops::MakeExtraOutput>()),
@@ -32,13 +34,14 @@ class MlpBlock final : public FusedOp {
     if (up_bias_.at > activation_.at) up_bias_ = {};
     fork_read_outside_ = fork_ && m.wire(fork_.at).outside;
     residual_ = fork_ && join_ && m.wire(join_.at).from == fork_.at;
+    narrow_ = std::min(up_->options().in_features, up_->options().out_features) < kNarrow;
   }
 
   bool routes_inner_channels() const override { return true; }
   bool reads(int part, int) const override { return part == norm_.at; }
   bool fills(const ops::OpPlan* plans, int part, int slot) const override {
-    if (part == up_.at && slot == BasicLinear::kInput) return !plans[norm_.at].records;
-    if (part == down_.at && slot == BasicLinear::kInput) return !plans[activation_.at].input_wanted;
+    if (part == up_.at && slot == BasicLinear::kInput) return narrow_ || !plans[norm_.at].records;
+    if (part == down_.at && slot == BasicLinear::kInput) return narrow_ || !plans[activation_.at].input_wanted;
     return true;
   }
 
@@ -50,7 +53,7 @@ class MlpBlock final : public FusedOp {
     auto middle = up_->product(
         up, n, ctx.params(up_.at)[0],
         {.bias = bias_of(ctx, up_bias_), .act = activation_->act(), .keep_pre = activation.input_wanted()});
-    if (norm.records()) up.save(BasicLinear::kInput, {});
+    if (norm.records() && !narrow_) up.save(BasicLinear::kInput, {});
     if (activation.input_wanted()) activation.save(ActivationOp::kInput, std::move(middle.pre));
 
     kernels::Epilogue epilogue{.bias = bias_of(ctx, down_bias_)};
@@ -60,9 +63,9 @@ class MlpBlock final : public FusedOp {
       if (residual_) join.frame().extra_in[join.plan().extra_in_base] = x;
       add_extra_input(epilogue, *join_.op, join, middle.out, weight.size(0), middle.out.scalar_type());
     }
-    write_over(epilogue, n, weight.size(0));
+    if (!narrow_) write_over(epilogue, n, weight.size(0));
     auto y = down_->product(down, middle.out, weight, std::move(epilogue)).out;
-    if (activation.input_wanted()) down.save(BasicLinear::kInput, {});
+    if (activation.input_wanted() && !narrow_) down.save(BasicLinear::kInput, {});
     return y;
   }
 
@@ -112,7 +115,7 @@ class MlpBlock final : public FusedOp {
   Part<BasicLinear> down_;
   Part<ops::Bias> up_bias_, down_bias_;
   Part<ops::AddExtraInput> join_;
-  bool fork_read_outside_ = false, residual_ = false;
+  bool fork_read_outside_ = false, residual_ = false, narrow_ = false;
 };
 
 std::string refuse(const Match& m, const PlanView& view) {

@@ -1,5 +1,4 @@
 #pragma once
-#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
 #include <array>
@@ -10,6 +9,7 @@
 #include "weft/kernels/cpu/checksum_amx.h"
 #include "weft/kernels/cpu/multiply_amx.h"
 #include "weft/kernels/cpu/packed.h"
+#include "weft/kernels/operand.h"
 
 // What all products of tiles share: tensors as operands and as places for results, and packed copies. Included by
 // *_amx.cpp only.
@@ -143,7 +143,7 @@ inline Store store_of(const at::Tensor& t) {
 /// A matrix that rows can be stored to; `given` if it can, else fresh.
 inline at::Tensor writable(const at::Tensor& given, int64_t rows, int64_t columns, at::ScalarType dtype) {
   if (given.defined() && given.stride(1) == 1) return given;
-  return at::empty({rows, columns}, at::TensorOptions().dtype(dtype));
+  return fresh({rows, columns}, dtype);
 }
 
 /// Whether two tensors may share memory.
@@ -163,9 +163,14 @@ inline at::Tensor readable(const at::Tensor& t) { return !t.defined() || t.strid
 /// `t` as float32 with room for reading beyond its end.
 inline std::vector<float> padded(const at::Tensor& t) {
   if (!t.defined()) return {};
-  const auto wide = t.to(at::kFloat).contiguous();
-  std::vector<float> out(wide.const_data_ptr<float>(), wide.const_data_ptr<float>() + wide.numel());
-  out.resize(out.size() + kPanel);
+  const auto line = t.stride(0) == 1 ? t : t.contiguous();
+  const auto count = t.numel();
+  std::vector<float> out(count + kPanel);
+  const Place from{static_cast<char*>(line.data_ptr()), 0, t.scalar_type()};
+  for (int64_t i = 0; i < count; i += 16) {
+    const auto mask = first(count - i);
+    _mm512_mask_storeu_ps(out.data() + i, mask, load16(from, 0, i, mask));
+  }
   return out;
 }
 
@@ -174,11 +179,11 @@ class Results {
  public:
   Results(const Epilogue& e, int64_t rows, int64_t n, bool with_out)
       : e_(e), rows_(rows), n_(n), bias_(padded(e.bias)), at_(readable(e.at)) {
-    const auto fresh = e.dtype == at::ScalarType::Undefined ? at::kBFloat16 : e.dtype;
-    if (with_out) r_.out = writable(e.out, rows, columns(), e.out.defined() ? e.out.scalar_type() : fresh);
+    const auto dtype = e.dtype == at::ScalarType::Undefined ? at::kBFloat16 : e.dtype;
+    if (with_out) r_.out = writable(e.out, rows, columns(), e.out.defined() ? e.out.scalar_type() : dtype);
     if (e.keep_pre) r_.pre = writable({}, rows, n, at::kBFloat16);
     if (e.keep_again) r_.again = writable({}, rows, n, at::kBFloat16);
-    if (e.keep_sums) r_.sums = at::empty({columns()}, at::TensorOptions().dtype(at::kFloat));
+    if (e.keep_sums) r_.sums = fresh({columns()}, at::kFloat);
     add_ = e.add.is_same(e.out) && r_.out.is_same(e.out) ? r_.out : readable(e.add);
   }
 
@@ -224,9 +229,10 @@ class Results {
   /// Adds up the column sums of all threads.
   void sum_up(const std::vector<Share>& shares) {
     if (!e_.keep_sums) return;
-    r_.sums.zero_();
+    auto* sums = r_.sums.mutable_data_ptr<float>();
+    std::fill_n(sums, columns(), 0.F);
     for (const auto& share : shares)
-      for (int64_t i = 0; i < columns(); ++i) r_.sums.mutable_data_ptr<float>()[i] += share.sums[i];
+      for (int64_t i = 0; i < columns(); ++i) sums[i] += share.sums[i];
   }
 
   const GemmResult& tensors() const { return r_; }
