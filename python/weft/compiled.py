@@ -30,11 +30,14 @@ def enroll(module: torch.nn.Module) -> None:
     _modules[number] = module
 
 
-@torch.compiler.assume_constant_result
 def _program(number: int, edition: int):
     """The groups of a module as constants: text or None, paths and names of parameters, paths of the operations that
     differ in evaluation, sources, targets. `edition` changes with them, so that the compiler asks again."""
     return _modules[number]._compiled_groups()
+
+
+# torch.compiler.assume_constant_result(_program), without importing the compiler, which takes a second.
+_program._dynamo_marked_constant = True
 
 
 def applies(module: torch.nn.Module, x: Any) -> bool:

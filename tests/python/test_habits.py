@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -814,3 +816,10 @@ def test_apply_and_named_modules_reach_every_operation():
 def test_printing_shows_the_options():
     assert repr(ops.Linear(3, 4, bias=False)) == "Linear(in_features=3, out_features=4, bias=False)"
     assert "eps=0.5" in repr(ops.RMSNorm(4, eps=0.5))
+
+
+def test_importing_weft_costs_little_beyond_torch():
+    """The compiler, which takes a second to import, comes with the first compilation."""
+    code = "import sys, weft; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"
