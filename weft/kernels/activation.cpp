@@ -2,6 +2,9 @@
 
 #include <ATen/ops/zeros.h>
 
+#include <numeric>
+#include <vector>
+
 #include "weft/kernels/cpu/loops.h"
 #include "weft/kernels/launch.h"
 #include "weft/kernels/operand.h"
@@ -46,6 +49,20 @@ struct Problem {
     if (!call.act.gated() && !call.scales && !call.ds) return run_flat(loop);
     in_rows(rows, width, [&](int64_t begin, int64_t end) { loop(call, begin, end); });
   }
+  /// dx and its column sums, `together` rows as one long row, as far as they go; returns how many rows that were.
+  int64_t sum_backward(Tier tier, int64_t together, float* sums) const {
+    const auto length = together * width;
+    ActCall longer = call;
+    longer.columns = length;
+    std::vector<float> all(static_cast<size_t>(length));
+    sum_in_rows(rows / together, length, all.data(), [&](int64_t begin, int64_t end, float* partial) {
+      ActCall part = longer;
+      part.sums = partial;
+      act_loops(tier).backward(part, begin, end);
+    });
+    for (int64_t i = 0; i < length; ++i) sums[i % width] += all[static_cast<size_t>(i)];
+    return rows / together * together;
+  }
   /// With nothing per row, all values are one row.
   void run_flat(Loop loop) const {
     in_rows(x.numel(), 1, [&](int64_t begin, int64_t end) {
@@ -59,6 +76,12 @@ struct Problem {
     });
   }
 };
+
+/// How many short rows make one of whole vectors: each alone would leave many lanes of its last vector empty.
+int64_t whole_vectors(const Act& act, int64_t width) {
+  constexpr int64_t kLanes = 16, kShort = 128;
+  return act.gated() || width >= kShort || width == 0 ? 1 : kLanes / std::gcd(kLanes, width);
+}
 
 /// The scales as float32 values one after the other.
 at::Tensor plain_scales(const at::Tensor& scales) { return contiguous(as_dtype(scales, at::kFloat)); }
@@ -94,17 +117,12 @@ ActivationSums activation_backward_sums(const Act& act, const at::Tensor& dy, co
   ActivationSums out{fresh(x.sizes(), x.scalar_type()), fresh_zeros(problem.width)};
   problem.call.out = out.dx.mutable_data_ptr();
   auto* sums = out.sums.mutable_data_ptr<float>();
-  if (problem.width < 128 && problem.width % 16 != 0) {  // rows would leave many lanes of their vectors empty
-    problem.run(act_loops(tier).backward);
-    sum_in_rows(problem.rows, problem.width, sums, [&](int64_t begin, int64_t end, float* partial) {
-      row_loops(tier).add_rows(x.scalar_type(), problem.call.out, problem.width, partial, begin, end);
-    });
-    return out;
-  }
-  sum_in_rows(problem.rows, problem.width, sums, [&](int64_t begin, int64_t end, float* partial) {
+  const auto rows_together = whole_vectors(act, problem.width);
+  const auto taken = rows_together > 1 ? problem.sum_backward(tier, rows_together, sums) : 0;
+  sum_in_rows(problem.rows - taken, problem.width, sums, [&](int64_t begin, int64_t end, float* partial) {
     ActCall part = problem.call;
     part.sums = partial;
-    act_loops(tier).backward(part, begin, end);
+    act_loops(tier).backward(part, taken + begin, taken + end);
   });
   return out;
 }

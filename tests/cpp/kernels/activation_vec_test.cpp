@@ -95,7 +95,7 @@ TEST(KernelsActivation, EveryKindDtypeAndSizeIsRight) {
     for (const auto dtype : kLowAndSingle)
       for (const auto width : kOddSizes) {
         SCOPED_TRACE(testing::Message() << static_cast<int>(act.kind) << " " << dtype << " " << width);
-        for (const int64_t rows : {0, 1, 5}) check(act, values({rows, act.gated() ? 2 * width : width}, dtype));
+        for (const int64_t rows : {0, 1, 5, 50}) check(act, values({rows, act.gated() ? 2 * width : width}, dtype));
         check(act, values({2, 3, act.gated() ? 2 * width : width}, dtype, /*gaps=*/true));
       }
 }
