@@ -46,7 +46,7 @@ void launch(Step step) {
 
 /// What `compute()` returns, a tensor; if launches are watched, in memory that is written again when it runs again.
 template <class Compute>
-at::Tensor launch_aten(Compute compute) {
+at::Tensor launch_aten(const Compute& compute) {
   auto result = compute();
   if (launch_watcher() && result.defined()) launch([=] { result.copy_(compute()); });
   return result;
