@@ -439,8 +439,7 @@ class AnyRows {
   void end(const Work&, int64_t, int64_t) {}
 };
 
-/// A square whose rows are still to be finished: inside the next square's loop if its rows are whole and have a lean
-/// form.
+/// A square whose rows are still to be finished: inside the next square's loop if it is whole and has a lean form.
 template <class Rows>
 class Pending {
  public:
@@ -454,20 +453,24 @@ class Pending {
     if (left_ == 0) return;
     rows_.row(c_);
     c_ += 16;
-    if (--left_ == lower_) c_ += 256;
+    if (--left_ == 16) c_ += 256;
   }
   void finish(const Work& w) {
     while (left_ > 0) step();
-    if (lean_) rows_.end(w, row_, column_);
+    if (whole_) rows_.end(w, row_, column_);
   }
   /// Starts, or finishes at once what has no lean form.
   void start(const Work& w) {
-    const int rows = static_cast<int>(std::min<int64_t>(kPanel, w.rows - row_));
-    lean_ = kLean && column_ + kPanel <= w.reach;
-    if (lean_) {
-      left_ = rows;
-      lower_ = rows - 16;
+    const int64_t rows = std::min<int64_t>(kPanel, w.rows - row_);
+    const bool lean = kLean && column_ + kPanel <= w.reach;
+    whole_ = lean && rows == kPanel;
+    if (whole_) {
+      left_ = kPanel;
       return;
+    }
+    if (lean) {
+      for (int64_t i = 0; i < rows; ++i) rows_.row(c_ + (i >> 4) * 512 + (i & 15) * 16);
+      return rows_.end(w, row_, column_);
     }
     for (int64_t i = 0; i < rows; ++i) w.row(w, c_ + (i >> 4) * 512 + (i & 15) * 16, row_ + i, column_);
   }
@@ -476,8 +479,8 @@ class Pending {
   Rows rows_;
   const float* c_;
   int64_t row_, column_;
-  int left_ = 0, lower_ = 0;  // rows to come; how many of them lie in the lower tiles
-  bool lean_ = false;
+  int left_ = 0;
+  bool whole_ = false;
 };
 
 /// Which class of rows serves an epilogue. Rows of one form can be worked on together.
