@@ -60,7 +60,8 @@ struct Problem {
       part.sums = partial;
       act_loops(tier).backward(part, begin, end);
     });
-    for (int64_t i = 0; i < length; ++i) sums[i % width] += all[static_cast<size_t>(i)];
+    for (const float* row = all.data(); row < all.data() + length; row += width)
+      for (int64_t i = 0; i < width; ++i) sums[i] += row[i];
     return rows / together * together;
   }
   /// With nothing per row, all values are one row.
