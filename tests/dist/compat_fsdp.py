@@ -7,15 +7,8 @@ Rank 0 leaves FOLDER/SITUATION.pt: gradients and parameters, or the text of what
 
 from __future__ import annotations
 
-import os
-import pathlib
-import sys
-import traceback
-from datetime import timedelta
-
 import torch
-import torch.distributed as dist
-from data_parallel import WIDTH, train
+from data_parallel import WIDTH, run_situations
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -83,24 +76,10 @@ def from_meta(situation: str) -> torch.nn.Module:
     return model
 
 
-def main() -> None:
-    folder, *situations = sys.argv[1:]
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=30)
-    )
-    for situation in situations:
-        try:
-            model = wrap(situation)
-            result = train(model, make_optimizer(model), rank, world)
-        except Exception:  # ranks do the same, so both fail, and the next situation starts even
-            result = traceback.format_exc()
-        if rank == 0:
-            torch.save(result, pathlib.Path(folder) / f"{situation}.pt")
-        dist.barrier()
-    dist.destroy_process_group()
+def wrapped(situation: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = wrap(situation)
+    return model, make_optimizer(model)
 
 
 if __name__ == "__main__":
-    main()
+    run_situations(wrapped)

@@ -11,6 +11,7 @@ import os
 import pathlib
 import sys
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -110,7 +111,8 @@ def plain_name(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "").replace("module.", "")
 
 
-def main() -> None:
+def run_situations(make: Callable[[str], tuple[torch.nn.Module, torch.optim.Optimizer]]) -> None:
+    """What a rank does: in each situation of its command line it trains what `make` gives."""
     folder, *situations = sys.argv[1:]
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
@@ -119,8 +121,7 @@ def main() -> None:
     )
     for situation in situations:
         try:
-            model = wrap(situation, make_model())
-            result = train(model, make_optimizer(situation, model), rank, world)
+            result = train(*make(situation), rank, world)
         except Exception:  # ranks do the same, so both fail, and the next situation starts even
             result = traceback.format_exc()
         if rank == 0:
@@ -129,5 +130,17 @@ def main() -> None:
     dist.destroy_process_group()
 
 
+def on_ranks(folder: pathlib.Path, situation: str) -> dict:
+    """What rank 0 left."""
+    result = torch.load(folder / f"{situation}.pt")
+    assert isinstance(result, dict), result
+    return result
+
+
+def wrapped(situation: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = wrap(situation, make_model())
+    return model, make_optimizer(situation, model)
+
+
 if __name__ == "__main__":
-    main()
+    run_situations(wrapped)

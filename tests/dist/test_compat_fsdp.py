@@ -9,7 +9,7 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from compat_fsdp import make_model, make_optimizer  # noqa: E402
-from data_parallel import train  # noqa: E402
+from data_parallel import on_ranks, train  # noqa: E402
 from launch import run_ranks  # noqa: E402
 
 EXACT = [
@@ -34,12 +34,6 @@ def two_ranks(tmp_path_factory):
     return folder
 
 
-def on_two_ranks(folder: pathlib.Path, situation: str) -> dict:
-    result = torch.load(folder / f"{situation}.pt")
-    assert isinstance(result, dict), result
-    return result
-
-
 def trained(result: dict) -> dict:
     """Parameters by name, but for a bias that adds the same to all scores of a query: its gradient is only rounding,
     which AdamW makes as large as any other."""
@@ -53,7 +47,7 @@ def on_one_process(situation: str) -> dict:
 
 @pytest.mark.parametrize("situation", EXACT)
 def test_two_ranks_train_as_one_process_does(two_ranks, situation):
-    two, one = on_two_ranks(two_ranks, situation), on_one_process(situation)
+    two, one = on_ranks(two_ranks, situation), on_one_process(situation)
     assert two["dtypes"] == {"torch.float32"}
     assert two["params"].keys() == one["params"].keys()
     torch.testing.assert_close(two["grads"], one["grads"])
@@ -61,7 +55,7 @@ def test_two_ranks_train_as_one_process_does(two_ranks, situation):
 
 
 def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_parameters(two_ranks):
-    two, one = on_two_ranks(two_ranks, "layer-bf16"), on_one_process("layer-bf16")
+    two, one = on_ranks(two_ranks, "layer-bf16"), on_one_process("layer-bf16")
     assert two["dtypes"] == {"torch.bfloat16"}
     assert {p.dtype for p in two["params"].values()} == {torch.float32}
     torch.testing.assert_close(trained(two), trained(one), rtol=5e-2, atol=2e-2)

@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-from data_parallel import make_model, make_optimizer, train  # noqa: E402
+from data_parallel import make_model, make_optimizer, on_ranks, train  # noqa: E402
 from launch import run_ranks  # noqa: E402
 
 EXACT = [
@@ -32,12 +32,6 @@ def two_ranks(tmp_path_factory):
     return folder
 
 
-def on_two_ranks(folder: pathlib.Path, situation: str) -> dict:
-    result = torch.load(folder / f"{situation}.pt")
-    assert isinstance(result, dict), result
-    return result
-
-
 def on_one_process(situation: str) -> dict:
     model = make_model()
     return train(model, make_optimizer(situation, model))
@@ -45,7 +39,7 @@ def on_one_process(situation: str) -> dict:
 
 @pytest.mark.parametrize("situation", EXACT)
 def test_two_ranks_train_as_one_process_does(two_ranks, situation):
-    two, one = on_two_ranks(two_ranks, situation), on_one_process(situation)
+    two, one = on_ranks(two_ranks, situation), on_one_process(situation)
     assert two["dtypes"] == {"torch.float32"}
     for what in ("grads", "params"):
         assert two[what].keys() == one[what].keys()
@@ -53,7 +47,7 @@ def test_two_ranks_train_as_one_process_does(two_ranks, situation):
 
 
 def test_mixed_precision_of_fsdp_computes_in_bfloat16_and_keeps_float32_parameters(two_ranks):
-    two, one = on_two_ranks(two_ranks, "fsdp-bf16"), on_one_process("fsdp-bf16")
+    two, one = on_ranks(two_ranks, "fsdp-bf16"), on_one_process("fsdp-bf16")
     assert two["dtypes"] == {"torch.bfloat16"}
     assert {p.dtype for p in two["params"].values()} == {torch.float32}
     torch.testing.assert_close(two["params"], one["params"], rtol=5e-2, atol=2e-2)
