@@ -134,6 +134,39 @@ TEST_P(KernelsProduct, ManyBlocks) {
   }
 }
 
+/// All 65,536 values of bfloat16.
+Tensor every_bfloat16() { return at::arange(-32768, 32768, at::kShort).view(at::kBFloat16); }
+
+/// Within a unit of bfloat16, or of the largest slope's where two terms cancel, and mostly the same; NaN and ±inf
+/// alike.
+void expect_a_unit_apart(const Tensor& got, const Tensor& want) {
+  EXPECT_TRUE(at::allclose(got.to(at::kDouble), want.to(at::kDouble), 0x1p-7, 0x1p-12, /*equal_nan=*/true));
+  const auto differs = at::ne(got, want) & at::gt(want.abs(), 1e-30);  // what is smaller stands for the limit 0
+  EXPECT_LE(differs.to(at::kDouble).mean().item<double>(), 0.01);
+}
+
+/// What an epilogue makes of any argument is what the activation makes of it alone, though it is computed in less
+/// digits.
+TEST(KernelsProductOfZero, GivesTheActivationOfEveryValue) {
+  if (machine_tier() == Tier::ref) GTEST_SKIP() << "ATen gives NaN for large values";
+  const auto x = every_bfloat16(), one = at::ones_like(x);
+  const auto n = x.numel();
+  const auto zeros = at::zeros({32, 32}, at::kBFloat16);
+  for (const auto kind :
+       {ActKind::gelu, ActKind::silu, ActKind::relu, ActKind::srelu, ActKind::swiglu, ActKind::geglu}) {
+    SCOPED_TRACE(static_cast<int>(kind));
+    const Act act{.kind = kind};
+    const auto bias = act.gated() ? at::cat({x, one}) : x;
+    const auto got = gemm(zeros, at::zeros({32, bias.numel()}, at::kBFloat16), {.bias = bias, .act = act});
+    expect_a_unit_apart(got.out[31], activation_forward(act, bias.view({1, -1})).view(-1));
+
+    const auto dy = at::ones({32, 1}, at::kBFloat16), w = at::ones({1, n}, at::kBFloat16);
+    const auto slope = gemm(dy, w, {.slope = act, .at = bias.expand({32, -1}).contiguous(), .keep_again = true});
+    expect_a_unit_apart(slope.out[31], activation_backward(act, one.view({1, -1}), bias.view({1, -1})).view(-1));
+    expect_a_unit_apart(slope.again[31], got.out[31]);
+  }
+}
+
 /// A gradient made in tiles, too: they are those of its transpose, and a product that takes them is the same to the
 /// bit.
 TEST(KernelsTiles, AreThoseOfTheTransposeAndGiveTheSameProduct) {

@@ -250,8 +250,8 @@ class ValueRows {
     __m512 v1 = _mm512_fmadd_ps(_mm512_load_ps(c + 256), scale_, bias1_);
     if constexpr (kPre) put<kStore>(pre_ + at_, pack_bf16(v0, v1));
     if constexpr (kKind >= 0) {
-      v0 = act_value<ActKind{kKind}>(v0, *act_);
-      v1 = act_value<ActKind{kKind}>(v1, *act_);
+      v0 = act_value<ActKind{kKind}, Digits::bfloat16>(v0, *act_);
+      v1 = act_value<ActKind{kKind}, Digits::bfloat16>(v1, *act_);
     }
 #pragma GCC unroll 3
     for (int i = 0; i < kAdds; ++i) {
@@ -288,7 +288,7 @@ class GatedRows {
       put16(a_, a);
       put16(b_, b);
     }
-    put16(out_, gated_value<kKind>(a, b, *act_));
+    put16(out_, gated_value<kKind, Digits::bfloat16>(a, b, *act_));
   }
   void end(const Work&, int64_t, int64_t) {}
 
@@ -318,8 +318,8 @@ class SlopeRows {
     ahead_ = (w.ahead_rows * w.at.ld + w.ahead_columns) * 2;
   }
   [[gnu::always_inline]] void row(const float* c) {
-    const auto [f0, s0] = act_both<kKind>(load_bf16(x_ + at_), *act_);
-    const auto [f1, s1] = act_both<kKind>(load_bf16(x_ + at_ + 32), *act_);
+    const auto [f0, s0] = act_both<kKind, Digits::bfloat16>(load_bf16(x_ + at_), *act_);
+    const auto [f1, s1] = act_both<kKind, Digits::bfloat16>(load_bf16(x_ + at_ + 32), *act_);
     _mm_prefetch(x_ + at_ + ahead_, _MM_HINT_T0);
     if constexpr (kAgain) put<kStore>(again_ + at_, pack_bf16(f0, f1));
     const __m512 v0 = _mm512_mul_ps(_mm512_load_ps(c), s0), v1 = _mm512_mul_ps(_mm512_load_ps(c + 256), s1);
@@ -361,9 +361,10 @@ class GatedSlopeRows {
     ahead_ = (w.ahead_rows * w.at.ld + w.ahead_columns) * w.at.bytes();
   }
   [[gnu::always_inline]] void row(const float* c) {
-    const auto g0 = gated_both<kKind>(_mm512_load_ps(c), load_bf16(at_.p), load_bf16(at_.p + at_b_), *act_);
-    const auto g1 =
-        gated_both<kKind>(_mm512_load_ps(c + 256), load_bf16(at_.p + 32), load_bf16(at_.p + at_b_ + 32), *act_);
+    const auto g0 =
+        gated_both<kKind, Digits::bfloat16>(_mm512_load_ps(c), load_bf16(at_.p), load_bf16(at_.p + at_b_), *act_);
+    const auto g1 = gated_both<kKind, Digits::bfloat16>(_mm512_load_ps(c + 256), load_bf16(at_.p + 32),
+                                                        load_bf16(at_.p + at_b_ + 32), *act_);
     _mm_prefetch(at_.p + ahead_, _MM_HINT_T0);
     _mm_prefetch(at_.p + ahead_ + at_b_, _MM_HINT_T0);
     at_.p += at_.step;

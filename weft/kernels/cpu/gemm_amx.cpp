@@ -31,6 +31,7 @@ class Product {
     if (tiles.defined()) left_.packed = laid_out(tiles, left_);
     if (results_.gated()) right_.half = right_.extent / 2;
     if (near_is_a_) std::swap(work_.ahead_columns, work_.ahead_rows);
+    if (!near_is_a_) most_far_ = results_.rows_in_reach(work_) / kPanel;
     if (e.keep_tiles && !near_is_a_) work_.tiles = results_.add_tiles();
   }
 
@@ -65,7 +66,7 @@ class Product {
     const auto part = [&](int64_t all, bool split, int i) { return split ? all * (t + i) / threads_ : all * i; };
     const int64_t n0 = part(nears, !split_far, 0), n1 = part(nears, !split_far, 1);
     const int64_t f0 = part(fars, split_far, 0), f1 = part(fars, split_far, 1);
-    const auto blocking = cut(n1 - n0, f1 - f0, near().k);
+    const auto blocking = cut(n1 - n0, f1 - f0, near().k, most_far_);
     share.verifier.pace((n1 - n0) * (f1 - f0) * blocking.all_steps);
     for (int64_t f = f0; f < f1; f += blocking.far) {
       FarBlock block(blocking);
@@ -104,7 +105,8 @@ class Product {
   void multiply_by_packed_once() {
     std::shared_ptr<const PackedCopy> once;
     const auto fars = far().panels();
-    if (!near().packed && cut(near().panels(), fars, near().k).far * threads_ < fars) once = packed_once(near());
+    if (!near().packed && cut(near().panels(), fars, near().k, most_far_).far * threads_ < fars)
+      once = packed_once(near());
     if (once) near().packed = once->data();
     multiply();
   }
@@ -116,6 +118,7 @@ class Product {
   int threads_;
   Results results_;
   Work work_;
+  int64_t most_far_ = INT64_MAX;
 };
 
 }  // namespace

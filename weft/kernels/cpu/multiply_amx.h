@@ -31,14 +31,22 @@ constexpr int64_t kFarBytes = 1 << 20;      // half of L2
 constexpr int64_t kScratchBytes = 1 << 20;  // the other half, if sums have to wait
 constexpr int kMostSteps = 36;              // of one chunk: 1152 values
 
-inline Blocking cut(int64_t near, int64_t far, int64_t k) {
+/// The least size of a block with which `all` panels need no more blocks than with `most`.
+inline int64_t shared_evenly(int64_t all, int64_t most) {
+  const int64_t blocks = (all + most - 1) / most;
+  return (all + blocks - 1) / blocks;
+}
+
+/// `most`: of far panels in a block, for the sake of something else than L2.
+inline Blocking cut(int64_t near, int64_t far, int64_t k, int64_t most = INT64_MAX) {
   const int64_t steps = (k + kStep - 1) / kStep;
   Blocking b{};
   b.chunks = static_cast<int>(std::max<int64_t>(1, (steps + kMostSteps - 1) / kMostSteps));
   b.steps = static_cast<int>((steps + b.chunks - 1) / b.chunks);
   b.all_steps = static_cast<int>(steps);
   const int64_t panel_bytes = static_cast<int64_t>(std::max(b.steps, 1)) * 2 * kTile * 2;
-  b.far = std::clamp<int64_t>(kFarBytes / panel_bytes / (b.chunks > 1 ? 2 : 1), 1, std::max<int64_t>(far, 1));
+  const int64_t fit = kFarBytes / panel_bytes / (b.chunks > 1 ? 2 : 1);
+  b.far = shared_evenly(std::max<int64_t>(far, 1), std::max<int64_t>(std::min(fit, most), 1));
   b.near = b.chunks == 1 ? near : std::clamp<int64_t>(kScratchBytes / (b.far * kSquare * 4), 1, near);
   b.whole = b.chunks == 1 || (b.near < near && b.far * steps * 2 * kTile * 2 <= kFarBytes);
   return b;

@@ -77,11 +77,6 @@ class PieceProduct {
     m.k = k;
     return m;
   }
-  /// The least size of a block with which `all` panels need no more blocks than with `most`.
-  static int64_t shared_evenly(int64_t all, int64_t most) {
-    const int64_t blocks = (all + most - 1) / most;
-    return (all + blocks - 1) / blocks;
-  }
 
   /// Fresh column sums, verifiers of `lines`, and the works that refer to them.
   void make_shares(const Lines* lines) {

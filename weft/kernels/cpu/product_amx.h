@@ -214,6 +214,20 @@ class Results {
     return w;
   }
 
+  /// So many rows that the pages of all matrices a square touches are still in the address cache when the next columns
+  /// of the same rows come. Rows of a wide matrix lie on a page each, and a store that has to look its page up waits.
+  int64_t rows_in_reach(const Work& w) const {
+    constexpr int64_t kPage = 4096, kReach = 1152 * kPage;
+    const bool slope = e_.slope && e_.slope->gated();
+    const auto bytes = [](const Place& p, bool halves) {
+      return p.data ? std::min(p.ld * p.bytes(), halves ? 2 * kPage : kPage) : 0;
+    };
+    int64_t all = bytes(w.out, slope) + bytes(w.at, slope) + bytes(w.pre, gated()) + bytes(w.again, false);
+    for (int i = 0; i < w.adds; ++i)
+      if (w.add[i].data != w.out.data) all += bytes(w.add[i], false);
+    return kReach / std::max<int64_t>(all, 1);
+  }
+
   /// Memory for the transpose in tiles, if every square of the result is whole and finished under the products.
   Bf16* add_tiles() {
     const bool whole = rows_ % kPanel == 0 && n_ % kPanel == 0;
