@@ -135,25 +135,28 @@ void value_row(const Work& w, const float* c, int64_t row, int64_t column) {
   finish32(w, row, column, v0, v1, left);
 }
 
-/// Gated: the square holds 16 columns of a, then the same 16 of b; out has 16 columns.
+/// Gated: the square holds columns of b, the one before it in memory those of a.
 template <ActKind kKind>
-void gated_row(const Work& w, const float* c, int64_t row, int64_t panel) {
+void gated_row(const Work& w, const float* c, int64_t row, int64_t column) {
   const __m512 scale = _mm512_set1_ps(w.scale);
-  const int64_t column = panel / 2;
-  const auto mask = first(w.half - column);
-  __m512 a = _mm512_mul_ps(_mm512_load_ps(c), scale), b = _mm512_mul_ps(_mm512_load_ps(c + 256), scale);
-  if (w.bias) {
-    a = _mm512_add_ps(a, _mm512_loadu_ps(w.bias + column));
-    b = _mm512_add_ps(b, _mm512_loadu_ps(w.bias + w.half + column));
+  const int64_t left = w.half - column;
+  __m512 v[2];
+  for (int i = 0; i < 2; ++i) {
+    const int64_t at = column + 16 * i;
+    const auto mask = first(left - 16 * i);
+    __m512 a = _mm512_mul_ps(_mm512_load_ps(c - kSquare + 256 * i), scale);
+    __m512 b = _mm512_mul_ps(_mm512_load_ps(c + 256 * i), scale);
+    if (w.bias) {
+      a = _mm512_add_ps(a, _mm512_maskz_loadu_ps(mask, w.bias + at));
+      b = _mm512_add_ps(b, _mm512_maskz_loadu_ps(mask, w.bias + w.half + at));
+    }
+    if (w.pre.data) {
+      store16(w.pre, row, at, a, mask);
+      store16(w.pre, row, w.half + at, b, mask);
+    }
+    v[i] = gated_value<kKind>(a, b, w.act);
   }
-  if (w.pre.data) {
-    store16(w.pre, row, column, a, mask);
-    store16(w.pre, row, w.half + column, b, mask);
-  }
-  __m512 v = gated_value<kKind>(a, b, w.act);
-  if (w.sums) _mm512_storeu_ps(w.sums + column, _mm512_add_ps(_mm512_loadu_ps(w.sums + column), v));
-  for (int i = 0; i < w.adds; ++i) v = _mm512_add_ps(v, load16(w.add[i], row, column, mask));
-  store16(w.out, row, column, v, mask);
+  finish32(w, row, column, v[0], v[1], left);
 }
 
 /// v = scale·P·act'(at).
@@ -273,32 +276,40 @@ class ValueRows {
   const ActParams* act_;
 };
 
-/// Gated: 16 columns of a and of b make 16 of the result.
-template <ActKind kKind>
+/// Gated: the square holds columns of b, the one before it in memory those of a.
+template <ActKind kKind, Store kStore>
 class GatedRows {
  public:
-  GatedRows(const Work& w, int64_t row, int64_t panel)
-      : out_(w.out, row, panel / 2), a_(w.pre, row, panel / 2), b_(w.pre, row, w.half + panel / 2), act_(&w.act) {
-    bias0_ = w.bias ? _mm512_loadu_ps(w.bias + panel / 2) : _mm512_setzero_ps();
-    bias1_ = w.bias ? _mm512_loadu_ps(w.bias + w.half + panel / 2) : _mm512_setzero_ps();
+  GatedRows(const Work& w, int64_t row, int64_t column)
+      : out_(w.out, row, column), a_(w.pre, row, column), to_b_(w.half * 2), act_(&w.act) {
+    for (int i = 0; i < 2; ++i) {
+      bias_a_[i] = w.bias ? _mm512_loadu_ps(w.bias + column + 16 * i) : _mm512_setzero_ps();
+      bias_b_[i] = w.bias ? _mm512_loadu_ps(w.bias + w.half + column + 16 * i) : _mm512_setzero_ps();
+    }
   }
   [[gnu::always_inline]] void row(const float* c) {
-    const __m512 a = _mm512_add_ps(_mm512_load_ps(c), bias0_), b = _mm512_add_ps(_mm512_load_ps(c + 256), bias1_);
+    const float* next = c + kSquare;  // of a
+    _mm_prefetch(next, _MM_HINT_T0);
+    _mm_prefetch(next + 256, _MM_HINT_T0);
+    const __m512 a0 = _mm512_add_ps(_mm512_load_ps(c - kSquare), bias_a_[0]);
+    const __m512 a1 = _mm512_add_ps(_mm512_load_ps(c - kSquare + 256), bias_a_[1]);
+    const __m512 b0 = _mm512_add_ps(_mm512_load_ps(c), bias_b_[0]);
+    const __m512 b1 = _mm512_add_ps(_mm512_load_ps(c + 256), bias_b_[1]);
     if (a_.p) {
-      put16(a_, a);
-      put16(b_, b);
+      put<kStore>(a_.p, pack_bf16(a0, a1));
+      put<kStore>(a_.p + to_b_, pack_bf16(b0, b1));
+      a_.p += a_.step;
     }
-    put16(out_, gated_value<kKind, Digits::bfloat16>(a, b, *act_));
+    put<kStore>(out_.p, pack_bf16(gated_value<kKind, Digits::bfloat16>(a0, b0, *act_),
+                                  gated_value<kKind, Digits::bfloat16>(a1, b1, *act_)));
+    out_.p += out_.step;
   }
   void end(const Work&, int64_t, int64_t) {}
 
  private:
-  [[gnu::always_inline]] static void put16(Walk& to, __m512 v) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to.p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v)));
-    to.p += to.step;
-  }
-  Walk out_, a_, b_;
-  __m512 bias0_, bias1_;
+  Walk out_, a_;
+  int64_t to_b_;
+  __m512 bias_a_[2], bias_b_[2];
   const ActParams* act_;
 };
 
@@ -347,7 +358,7 @@ class SlopeRows {
 };
 
 /// Gated: `at` and the result have a in column j and b in column N + j.
-template <ActKind kKind>
+template <ActKind kKind, Store kStore>
 class GatedSlopeRows {
  public:
   GatedSlopeRows(const Work& w, int64_t row, int64_t column)
@@ -369,14 +380,14 @@ class GatedSlopeRows {
     _mm_prefetch(at_.p + ahead_ + at_b_, _MM_HINT_T0);
     at_.p += at_.step;
     if (again_.p) {
-      put<Store::keep>(again_.p, pack_bf16(g0.value, g1.value));
+      put<kStore>(again_.p, pack_bf16(g0.value, g1.value));
       again_.p += again_.step;
     }
     for (int i = 0; i < 4; ++i)
       sums_[i] = _mm512_add_ps(sums_[i], i == 0 ? g0.da : i == 1 ? g1.da : i == 2 ? g0.db : g1.db);
     const __m512i da = pack_bf16(g0.da, g1.da), db = pack_bf16(g0.db, g1.db);
-    put<Store::keep>(da_.p + out_b_, db);
-    put<Store::keep>(da_.p, da);
+    put<kStore>(da_.p + out_b_, db);
+    put<kStore>(da_.p, da);
     da_.p += da_.step;
     if (turn_) {
       _mm512_store_si512(turn_, da);
@@ -509,7 +520,8 @@ inline Form form_of(const Work& w, const std::optional<Act>& act, const std::opt
   if (!lean) return {};
   if (bare) return {.rows = Form::value, .adds = w.adds, .squares = squares, .store = w.out.store};
   if ((!act && !slope) || w.adds > 0 || (slope && w.bias) || (act && w.sums)) return {};
-  return {.rows = Form::activation, .store = w.out.store};
+  const bool lines = !gated || (slope ? w.columns : w.half) % kPanel == 0;  // those of b are whole and aligned too
+  return {.rows = Form::activation, .store = lines ? w.out.store : Store::keep};
 }
 
 /// Activations whose rows run under the products; those of rarer ones behind them.
@@ -520,7 +532,7 @@ constexpr bool is_frequent(ActKind kind) {
 
 /// Calls run with the rows of an activation, or of its slope.
 template <class Run>
-void with_activation(const Work& w, const std::optional<Act>& act, bool slope, Run&& run) {
+void with_activation(const Form& form, const Work& w, const std::optional<Act>& act, bool slope, Run&& run) {
   const auto value = [&]<ActKind kKind, Store kStore>() {
     constexpr int k = static_cast<int>(kKind);
     if (slope)
@@ -529,17 +541,21 @@ void with_activation(const Work& w, const std::optional<Act>& act, bool slope, R
     w.pre.data ? run.template operator()<ValueRows<k, true, 0, kStore>>()
                : run.template operator()<ValueRows<k, false, 0, kStore>>();
   };
-  const auto unary = [&]<ActKind kKind>() {
-    w.out.store == Store::stream ? value.template operator()<kKind, Store::stream>()
-                                 : value.template operator()<kKind, Store::keep>();
+  const auto gated = [&]<ActKind kKind, Store kStore>() {
+    slope ? run.template operator()<GatedSlopeRows<kKind, kStore>>()
+          : run.template operator()<GatedRows<kKind, kStore>>();
   };
-  const auto gated = [&]<ActKind kKind>() {
-    slope ? run.template operator()<GatedSlopeRows<kKind>>() : run.template operator()<GatedRows<kKind>>();
+  const auto any = [&]<ActKind kKind, Store kStore>() {
+    if constexpr (is_gated(kKind))
+      gated.template operator()<kKind, kStore>();
+    else
+      value.template operator()<kKind, kStore>();
   };
   if (!is_frequent(act->kind)) return run.template operator()<AnyRows>();
   with_kind(act->kind, [&](auto kind) {
-    if constexpr (is_frequent(kind) && is_gated(kind)) gated.template operator()<kind>();
-    if constexpr (is_frequent(kind) && !is_gated(kind)) unary.template operator()<kind>();
+    if constexpr (is_frequent(kind))
+      form.store == Store::stream ? any.template operator()<kind, Store::stream>()
+                                  : any.template operator()<kind, Store::keep>();
   });
 }
 
@@ -563,7 +579,7 @@ void with_rows(const Form& form, const Work& w, const std::optional<Act>& act, c
   if constexpr (!kFew) {
     if (form.rows == Form::value && form.adds == 2) return value.template operator()<2>();
     if (form.rows == Form::value && form.adds == 3) return value.template operator()<3>();
-    if (form.rows == Form::activation) return with_activation(w, act ? act : slope, slope.has_value(), run);
+    if (form.rows == Form::activation) return with_activation(form, w, act ? act : slope, slope.has_value(), run);
   }
   run.template operator()<AnyRows>();
 }

@@ -24,14 +24,14 @@ class Product {
         left_(operand(a_, true)),
         right_(operand(b_, false)),
         // Walk along a transposed A, which is a weight gradient's, so that its squares lie side by side in memory.
-        near_is_a_(!left_.k_contiguous),
+        near_is_a_(!left_.k_contiguous && !(e.act && e.act->gated())),
         threads_(at::in_parallel_region() ? 1 : at::get_num_threads()),
         results_(e, left_.extent, right_.extent, /*with_out=*/true),
         work_(results_.work()) {
     if (tiles.defined()) left_.packed = laid_out(tiles, left_);
     if (results_.gated()) right_.half = right_.extent / 2;
     if (near_is_a_) std::swap(work_.ahead_columns, work_.ahead_rows);
-    if (!near_is_a_) most_far_ = results_.rows_in_reach(work_) / kPanel;
+    if (!near_is_a_) most_far_ = results_.most_far(work_);
     if (e.keep_tiles && !near_is_a_) work_.tiles = results_.add_tiles();
   }
 
@@ -61,10 +61,10 @@ class Product {
     work.sums = e_.keep_sums ? share.sums.data() : nullptr;
     if (work.tiles) work.turn = Scratch::mine().turn;
     const auto form = form_of(work, e_.act, e_.slope);
-    const int64_t nears = near().panels(), fars = far().panels();
+    const int64_t fars = far().panels(), unit = near().together(), nears = near().panels() / unit;
     const bool split_far = fars >= threads_;
     const auto part = [&](int64_t all, bool split, int i) { return split ? all * (t + i) / threads_ : all * i; };
-    const int64_t n0 = part(nears, !split_far, 0), n1 = part(nears, !split_far, 1);
+    const int64_t n0 = part(nears, !split_far, 0) * unit, n1 = part(nears, !split_far, 1) * unit;
     const int64_t f0 = part(fars, split_far, 0), f1 = part(fars, split_far, 1);
     const auto blocking = cut(n1 - n0, f1 - f0, near().k, most_far_);
     share.verifier.pace((n1 - n0) * (f1 - f0) * blocking.all_steps);

@@ -82,19 +82,29 @@ class Multiplier {
     }
   }
 
+  /// The sums of a near panel and far panel f. Those of b lie behind those of a.
+  float* square(int64_t n, int64_t waiting, int64_t f) {
+    if (!near_.half && cut_.chunks == 1) return scratch_.square[f & 1];
+    if (!near_.half) return scratch_.sums + (waiting * far_.size() + f) * kSquare;
+    const int64_t pair = (cut_.chunks == 1 ? 0 : waiting / 2 * far_.size()) + f;
+    return scratch_.sums + (2 * pair + n % 2) * kSquare;
+  }
+
   /// One near panel against the block.
   [[gnu::flatten]] void panel(const Bf16* near, int64_t n, int64_t waiting, int steps, int chunk) {
     const int64_t far = far_.size();
     Prefetcher ahead(near_, n + 1, static_cast<int64_t>(chunk) * cut_.steps * kStep, far);
-    const bool last = chunk + 1 == cut_.chunks;
+    const bool gate = near_.half && n % 2 == 0;  // waits for its other half
+    const bool last = chunk + 1 == cut_.chunks && !gate;
+    const int64_t near_at = (near_.half ? n / 2 : n) * kPanel;
     const int rows = (kPanel + steps - 1) / std::max(steps, 1);  // of the square before, under each step
     const Work* work = far_.panel(0).work;
     Pending<Rows> pending(*work, nullptr, 0, 0);
     Verifier verifier = verifier_;
     for (int64_t f = 0; f < far; ++f) {
-      float* c = cut_.chunks == 1 ? scratch_.square[f & 1] : scratch_.sums + (waiting * far + f) * kSquare;
+      float* c = square(n, waiting, f);
       const Bf16* other = far_.packed(f);
-      const char* sums = reinterpret_cast<const char*>(c + kSquare);  // that wait and are next
+      const char* sums = reinterpret_cast<const char*>(c + near_.together() * kSquare);  // that wait and are next
       multiply<kNearIsA>(kNearIsA ? near : other, kNearIsA ? other : near, steps, c, chunk > 0, [&](int i) {
         for (int r = 0; r < rows; ++r) pending.step();
         ahead.step();
@@ -108,7 +118,7 @@ class Multiplier {
       pending.finish(*work);
       const int64_t at = far_.panel(f).at;
       work = far_.panel(f).work;
-      pending = Pending<Rows>(*work, c, kNearIsA ? n * kPanel : at, kNearIsA ? at : n * kPanel);
+      pending = Pending<Rows>(*work, c, kNearIsA ? near_at : at, kNearIsA ? at : near_at);
       pending.start(*work);
     }
     pending.finish(*work);

@@ -23,13 +23,15 @@ struct Blocking {
   int chunks;
   int all_steps;
   int64_t far;   // panels in a block
-  int64_t near;  // panels whose sums wait while the chunks go by
+  int64_t near;  // panels whose sums wait while the chunks go by: an even number, unless all
   bool whole;    // a block is packed over all chunks at once: if it fits, and would be packed several times else
 };
 
 constexpr int64_t kFarBytes = 1 << 20;      // half of L2
 constexpr int64_t kScratchBytes = 1 << 20;  // the other half, if sums have to wait
 constexpr int kMostSteps = 36;              // of one chunk: 1152 values
+constexpr int64_t kMostPairs =
+    kScratchBytes / (2 * kSquare * 4);  // of squares that wait, both halves of a gated product
 
 /// The least size of a block with which `all` panels need no more blocks than with `most`.
 inline int64_t shared_evenly(int64_t all, int64_t most) {
@@ -47,13 +49,13 @@ inline Blocking cut(int64_t near, int64_t far, int64_t k, int64_t most = INT64_M
   const int64_t panel_bytes = static_cast<int64_t>(std::max(b.steps, 1)) * 2 * kTile * 2;
   const int64_t fit = kFarBytes / panel_bytes / (b.chunks > 1 ? 2 : 1);
   b.far = shared_evenly(std::max<int64_t>(far, 1), std::max<int64_t>(std::min(fit, most), 1));
-  b.near = b.chunks == 1 ? near : std::clamp<int64_t>(kScratchBytes / (b.far * kSquare * 4), 1, near);
+  b.near = b.chunks == 1 ? near : std::clamp<int64_t>(kScratchBytes / (b.far * kSquare * 4) / 2 * 2, 1, near);
   b.whole = b.chunks == 1 || (b.near < near && b.far * steps * 2 * kTile * 2 <= kFarBytes);
   return b;
 }
 
 /// Memory of one thread, kept between calls: a far block, a strip of near panels, two squares of results that wait to
-/// be transposed, waiting sums, two squares of sums.
+/// be transposed, waiting sums or pairs of squares, two squares of sums.
 struct Scratch {
   Bf16 *far = nullptr, *near = nullptr, *turn = nullptr;
   float *sums = nullptr, *square[2] = {nullptr, nullptr};
@@ -157,8 +159,8 @@ struct Near {
   int64_t begin, end;
 };
 
-/// Multiplies near panels by a block of far ones; A is near if `near.m.left`. All works of the block have the form
-/// `form`. `between`, if not null, is called about every ten microseconds.
+/// Multiplies near panels by a block of far ones; A is near if `near.m.left`, and never if B is gated. All works of the
+/// block have the form `form`. `between`, if not null, is called about every ten microseconds.
 void multiply_block(const Near& near, FarBlock& far, const Blocking& cut, const Form& form, const Epilogue& e,
                     Verifier& verifier, const std::function<void()>* between = nullptr);
 

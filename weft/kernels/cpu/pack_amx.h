@@ -19,11 +19,13 @@ struct Operand {
   int64_t extent = 0, k = 0;
   bool left = true;
   bool k_contiguous = true;
-  int64_t half = 0;              // right, gated: a panel takes 16 columns at p/2 and 16 at half + p/2
+  int64_t half = 0;              // right, gated: panels come in pairs, 32 columns of a and the same 32 of b
   const Bf16* packed = nullptr;  // all of it in tiles already, panel behind panel
   Bf16* also = nullptr;          // where tiles go in the same order as they are packed, past the caches
 
-  int64_t panels() const { return half ? (half + 15) / 16 : (extent + kPanel - 1) / kPanel; }
+  int64_t panels() const { return half ? (half + kPanel - 1) / kPanel * 2 : (extent + kPanel - 1) / kPanel; }
+  /// Panels that one thread has to multiply.
+  int64_t together() const { return half ? 2 : 1; }
   /// From the start of the packed operand to a panel, at k0.
   int64_t packed_offset(int64_t panel, int64_t k0) const {
     return (panel * ((k + kStep - 1) / kStep) + k0 / kStep) * 2 * kTile;
@@ -114,9 +116,11 @@ inline void pack_tile(const Bf16* src, int64_t ld, int rows, int ks, Bf16* dst, 
   for (int i = 0; i < 16; ++i) _mm512_stream_si512(reinterpret_cast<__m512i*>(also + i * kStep), r[i]);
 }
 
-/// First row (column) of half `h` of the panel at p.
+/// First row (column) of tile `h` of the panel at p.
 inline int64_t tile_start(const Operand& m, int64_t p, int h) {
-  return m.half == 0 ? p + 16 * h : p / 2 + (h ? m.half : 0);
+  if (m.half == 0) return p + 16 * h;
+  const int64_t panel = p / kPanel;
+  return panel / 2 * kPanel + panel % 2 * m.half + 16 * h;
 }
 
 /// Both tiles of a whole step whose memory runs along the panel: 32 k of 32 values. Left ones may go past the caches.

@@ -44,7 +44,7 @@ class PieceProduct {
                         .there = pieces.ready ? 0 : rows});
       panels_ += parts_.back().rows.panels();
     }
-    cut_ = cut(right_.panels(), panels_, right_.k);
+    cut_ = cut(right_.panels(), panels_, right_.k, results_.most_far(results_.work()));
     limit_ = cut_.far * threads_;
     if (pieces.most > 0) limit_ = std::min(limit_, (pieces.most + kPanel - 1) / kPanel);
     if (panels_ > 0) limit_ = shared_evenly(panels_, limit_);
@@ -232,17 +232,17 @@ class PieceProduct {
   void multiply_block_of(const std::vector<Run>& runs, int64_t panels, FarBlock& mine) {
     const auto block_form = form(runs[0]);
     const auto* between = pieces_.between ? &pieces_.between : nullptr;
-    const int64_t nears = right_.panels();
+    const int64_t unit = right_.together(), nears = right_.panels() / unit;
     if (threads_ == 1)
-      return multiply_block({right_, 0, nears}, mine, cut_, block_form, e_, shares_[0].verifier, between);
+      return multiply_block({right_, 0, nears * unit}, mine, cut_, block_form, e_, shares_[0].verifier, between);
     const auto caller = std::this_thread::get_id();
     const bool by_columns = panels < threads_ && panels <= cut_.far;
     on_threads(threads_, [&](int t) {
       const auto part = [&](int64_t all, bool split, int i) { return split ? all * (t + i) / threads_ : all * i; };
       FarBlock block(cut_);
       add_panels(block, runs, works_[t], part(panels, !by_columns, 0), part(panels, !by_columns, 1));
-      multiply_block({right_, part(nears, by_columns, 0), part(nears, by_columns, 1)}, block, cut_, block_form, e_,
-                     shares_[t].verifier, std::this_thread::get_id() == caller ? between : nullptr);
+      multiply_block({right_, part(nears, by_columns, 0) * unit, part(nears, by_columns, 1) * unit}, block, cut_,
+                     block_form, e_, shares_[t].verifier, std::this_thread::get_id() == caller ? between : nullptr);
     });
   }
 

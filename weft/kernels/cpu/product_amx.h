@@ -197,7 +197,7 @@ class Results {
     w.rows = rows_;
     w.columns = n_;
     w.half = n_ / 2;
-    w.reach = gated() ? n_ / 2 / 16 * kPanel : n_;
+    w.reach = gated() ? n_ / 2 : n_;
     w.scale = static_cast<float>(e_.scale);
     w.bias = bias_.empty() ? nullptr : bias_.data();
     w.out = place(r_.out);
@@ -214,9 +214,10 @@ class Results {
     return w;
   }
 
-  /// So many rows that the pages of all matrices a square touches are still in the address cache when the next columns
-  /// of the same rows come. Rows of a wide matrix lie on a page each, and a store that has to look its page up waits.
-  int64_t rows_in_reach(const Work& w) const {
+  /// Far panels in a block: so many that the pages of all matrices a square touches are still in the address cache when
+  /// the next columns of the same rows come. Rows of a wide matrix lie on a page each, and a store that has to look its
+  /// page up waits.
+  int64_t most_far(const Work& w) const {
     constexpr int64_t kPage = 4096, kReach = 1152 * kPage;
     const bool slope = e_.slope && e_.slope->gated();
     const auto bytes = [](const Place& p, bool halves) {
@@ -225,7 +226,7 @@ class Results {
     int64_t all = bytes(w.out, slope) + bytes(w.at, slope) + bytes(w.pre, gated()) + bytes(w.again, false);
     for (int i = 0; i < w.adds; ++i)
       if (w.add[i].data != w.out.data) all += bytes(w.add[i], false);
-    return kReach / std::max<int64_t>(all, 1);
+    return std::min(kReach / std::max<int64_t>(all, 1) / kPanel, gated() ? kMostPairs : INT64_MAX);
   }
 
   /// Memory for the transpose in tiles, if every square of the result is whole and finished under the products.
