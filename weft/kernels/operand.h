@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "weft/kernels/huge_pages.h"
 #include "weft/kernels/tier.h"
 
 // What the files that choose a tier share: which tensors bare loops may read, memory for results, and threads.
@@ -32,8 +33,14 @@ Tier vector_tier(const at::Tensor& t, const Others&... others) {
   return (fits(others) && ...) ? vector_tier(t) : Tier::ref;
 }
 
-/// Fresh memory on the CPU, made without the dispatcher, which costs more than a small kernel.
-inline at::Tensor fresh(at::IntArrayRef sizes, at::ScalarType dtype) { return at::detail::empty_cpu(sizes, dtype); }
+/// Fresh memory on the CPU, made without the dispatcher, which costs more than a small kernel. Above 32 MB malloc maps
+/// it anew each time: page by page, its faults would cost as much as a product that fills it.
+inline at::Tensor fresh(at::IntArrayRef sizes, at::ScalarType dtype) {
+  constexpr size_t kMapped = 32 << 20;
+  at::Tensor t = at::detail::empty_cpu(sizes, dtype);
+  if (t.nbytes() > kMapped) ask_for_huge_pages(t.mutable_data_ptr(), t.nbytes());
+  return t;
+}
 
 inline at::Tensor fresh_zeros(int64_t count) {
   auto t = fresh({count}, at::kFloat);

@@ -1,8 +1,8 @@
 #include "weft/kernels/cpu/multiply_amx.h"
 
-#include <sys/mman.h>
-
 #include <utility>
+
+#include "weft/kernels/huge_pages.h"
 
 namespace weft::kernels::CPU_CAPABILITY {
 namespace {
@@ -140,9 +140,9 @@ Scratch& Scratch::mine() {
   return scratch;
 }
 
-Scratch::Scratch() : memory_(static_cast<char*>(std::aligned_alloc(2 << 20, kAllScratch)), &std::free) {
+Scratch::Scratch() : memory_(static_cast<char*>(std::aligned_alloc(kHugePage, kAllScratch)), &std::free) {
   TORCH_CHECK(memory_, "weft: no memory for a GEMM's scratch (", kAllScratch, " bytes).");
-  madvise(memory_.get(), kAllScratch, MADV_HUGEPAGE);
+  ask_for_huge_pages(memory_.get(), kAllScratch);
   char* p = memory_.get();
   const auto take = [&](size_t bytes) { return std::exchange(p, p + bytes); };
   for (auto& s : square) s = reinterpret_cast<float*>(take(kSquare * 4));

@@ -1,7 +1,6 @@
 #include "weft/kernels/cpu/packed.h"
 
 #include <c10/util/DimVector.h>
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <atomic>
@@ -12,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#include "weft/kernels/huge_pages.h"
 #include "weft/kernels/packing.h"
 
 namespace weft::kernels {
@@ -250,13 +250,13 @@ class Shelf {
 }  // namespace
 
 PackedCopy::PackedCopy(int64_t bytes) : bytes_(bytes) {
-  constexpr size_t kHuge = 2 << 20, kPage = 4096;
+  constexpr size_t kPage = 4096;
   const auto size = static_cast<size_t>(bytes);
   void* memory = nullptr;
-  const bool failed = posix_memalign(&memory, size < kHuge ? kPage : kHuge, std::max<size_t>(size, 64)) != 0;
+  const bool failed = posix_memalign(&memory, size < kHugePage ? kPage : kHugePage, std::max<size_t>(size, 64)) != 0;
   TORCH_CHECK(!failed, "weft: no memory for a packed weight of ", bytes, " bytes. Lower WEFT_PACKED_BYTES.");
   data_ = static_cast<uint16_t*>(memory);
-  if (const auto whole = size / kHuge * kHuge) madvise(memory, whole, MADV_HUGEPAGE);
+  ask_for_huge_pages(memory, size);
 }
 
 PackedCopy::~PackedCopy() { std::free(data_); }
