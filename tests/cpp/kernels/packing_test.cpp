@@ -63,6 +63,26 @@ TEST_F(KernelsPacking, OneChangedValueIsSeenHoweverOftenTheWeightWasUsedBefore) 
   EXPECT_GT(stale(), 0);
 }
 
+TEST_F(KernelsPacking, AWeightThatChangesBeforeEachUseKeepsNoCopyUntilItStays) {
+  const auto w = weight();
+  const auto train = [&](int steps) {
+    for (int i = 0; i < steps; ++i) {
+      w.add_(1);
+      EXPECT_TRUE(product(w).equal(gemm(x_, w.t()).out));
+    }
+  };
+  train(10);
+  EXPECT_EQ(packed_bytes(), 0);
+  const auto looked = packed();
+  train(20);
+  EXPECT_EQ(packed(), looked);
+  for (int i = 0; i < 40; ++i) product(w);
+  EXPECT_EQ(packed_bytes(), kBytes);
+  EXPECT_EQ(packed(), looked + 1);
+  train(1);  // once is no habit
+  EXPECT_EQ(packed_bytes(), kBytes);
+}
+
 TEST_F(KernelsPacking, SwappedRowsAndValuesAreSeen) {
   const auto w = weight();
   for (int i = 0; i < 4; ++i) product(w);

@@ -66,6 +66,8 @@ struct Entry {
   Copy copy = {};
   Checksum checksum = {};
   int64_t unchanged = 0;  // uses in a row that found the copy to hold
+  int64_t changed = 0;    // uses in a row that found it stale
+  int64_t pause = 0;      // uses that will not look for a copy
   int64_t patience = 2;   // so many before a product starts without looking first
   int64_t bytes() const { return copy ? copy->bytes() : 0; }
 };
@@ -113,7 +115,8 @@ class Shelf {
       e = entries_.emplace(entries_.begin(), source);
       if (!frozen) return {};
     }
-    const bool keep = e->copy || make_room(e, bytes);
+    const bool waits = !frozen && pauses(*e);
+    const bool keep = !waits && (e->copy || make_room(e, bytes));
     entries_.splice(entries_.begin(), entries_, e);
     if (!keep) return {};
     const bool trusted = frozen && e->copy;
@@ -130,7 +133,10 @@ class Shelf {
   void holds(const Source& source) {
     const std::lock_guard lock(mutex_);
     ++counts_.verified;
-    if (const auto e = find(source); e != entries_.end()) ++e->unchanged;
+    if (const auto e = find(source); e != entries_.end()) {
+      ++e->unchanged;
+      e->changed = 0;
+    }
   }
 
   /// A product that started without looking was in vain: next time it takes longer to trust.
@@ -145,7 +151,10 @@ class Shelf {
     ++counts_.packed;
     if (!copy) return {};
     ++counts_.stale;
-    if (const auto e = find(source); e != entries_.end() && e->copy == copy) e->copy.reset();
+    if (const auto e = find(source); e != entries_.end() && e->copy == copy) {
+      e->copy.reset();
+      ++e->changed;
+    }
     if (copy.use_count() > 1) return {};
     std::atomic_thread_fence(std::memory_order_acquire);  // after the last reader
     return copy;
@@ -197,6 +206,7 @@ class Shelf {
   static constexpr int64_t kUsesBetweenSweeps = 64;
   static constexpr size_t kMostEntries = 4096;
   static constexpr int64_t kMostPatience = 1 << 20;
+  static constexpr int64_t kMostChanges = 4, kPause = 30;
 
   Entries::iterator find(const Source& source) {
     return std::find_if(entries_.begin(), entries_.end(), [&](const Entry& e) { return e.source == source; });
@@ -211,6 +221,16 @@ class Shelf {
   }
   bool is_moving(const Memory& m) const {
     return std::any_of(moving_.begin(), moving_.end(), [&](const Memory& x) { return x.in_storage_of(m); });
+  }
+  /// A weight that changes before each use, as in training without accumulation, is packed for each use anyway: looking
+  /// for changes and keeping a copy would only cost. Now and then it gets another chance.
+  static bool pauses(Entry& e) {
+    if (e.pause > 0) return --e.pause, true;
+    if (e.changed < kMostChanges) return false;
+    e.copy.reset();
+    e.changed = kMostChanges - 1;
+    e.pause = kPause - 1;
+    return true;
   }
   /// Drops what is known of weights that are gone, and copies of those whose memory comes and goes.
   void sweep() {
