@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/randn_like.h>
+#include <malloc.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
@@ -211,6 +212,13 @@ void print_rules(std::map<std::string, int> met) {
     std::cout << "  " << rule.name << ": " << met[rule.name] << " shapes\n";
 }
 
+/// Two plans of one library are compared: malloc is not to give memory back after one of them and fetch it again for
+/// the other, which takes as long as many of these shapes.
+void keep_freed_memory() {
+  mallopt(M_MMAP_THRESHOLD, 1 << 30);
+  mallopt(M_TRIM_THRESHOLD, 1 << 30);
+}
+
 }  // namespace
 
 int run_sweep(const std::vector<std::string>& words) {
@@ -226,6 +234,7 @@ int run_sweep(const std::vector<std::string>& words) {
   const Shape one{size("m"), size("h"), size("f")};
   line.finish();
 
+  keep_freed_memory();
   at::set_num_threads(1);
   at::manual_seed(0);
   Meter meter({.threads = 1, .rounds = 11, .most = 22, .sample = 3e-3});
