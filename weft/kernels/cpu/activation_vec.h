@@ -68,38 +68,43 @@ void act_backward_rows(const ActCall& c, int64_t begin, int64_t end) {
   }
 }
 
-/// The same where only dx and its column sums are wanted: four rows at a time, so that each sum is read and written
-/// once for four values.
+/// The same where only dx and its column sums are wanted, for kRows rows from `row` on together, so that each sum is
+/// read and written once for all of them.
+template <ActKind kKind, class T, int kRows>
+void act_backward_sums(const ActCall& c, const ActParams& params, int64_t row) {
+  constexpr int64_t kParts = is_gated(kKind) ? 2 : 1;
+  const T* x = static_cast<const T*>(c.x) + row * c.columns * kParts;
+  T* dx = static_cast<T*>(c.out) + row * c.columns * kParts;
+  const auto add = [&](int64_t i, const Vec& v, auto count) { write(c.sums + i, read(c.sums + i, count) + v, count); };
+  each_vector(c.columns, [&](int64_t i, auto count) {
+    Vec sum_a(0.F), sum_b(0.F);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const auto a = r * c.columns * kParts + i, b = a + c.columns;
+      const Vec dy = read(c.dy_dtype, c.dy, (row + r) * c.columns + i, count);
+      if constexpr (is_gated(kKind)) {
+        const auto g = gated_both<kKind>(dy, read(x + a, count), read(x + b, count), params);
+        write(dx + a, g.da, count);
+        write(dx + b, g.db, count);
+        sum_a = sum_a + g.da;
+        sum_b = sum_b + g.db;
+      } else {
+        const Vec v = dy * act_both<kKind>(read(x + a, count), params).slope;
+        write(dx + a, v, count);
+        sum_a = sum_a + v;
+      }
+    }
+    add(i, sum_a, count);
+    if constexpr (is_gated(kKind)) add(c.columns + i, sum_b, count);
+  });
+}
+
 template <ActKind kKind, class T>
 void act_backward_sums(const ActCall& c, int64_t begin, int64_t end) {
-  constexpr int64_t kParts = is_gated(kKind) ? 2 : 1;
   const ActParams params(c.act);
-  const auto add = [&](int64_t i, const Vec& v, auto count) { write(c.sums + i, read(c.sums + i, count) + v, count); };
-  for (int64_t row = begin; row < end; row += 4) {
-    const auto rows = std::min<int64_t>(4, end - row);
-    each_vector(c.columns, [&](int64_t i, auto count) {
-      Vec sum_a(0.F), sum_b(0.F);
-      for (int64_t at = row * c.columns + i, last = at + rows * c.columns; at < last; at += c.columns) {
-        const auto a = at * kParts - (kParts - 1) * i, b = a + c.columns;
-        const T* x = static_cast<const T*>(c.x);
-        T* dx = static_cast<T*>(c.out);
-        const Vec dy = read(c.dy_dtype, c.dy, at, count);
-        if constexpr (is_gated(kKind)) {
-          const auto g = gated_both<kKind>(dy, read(x + a, count), read(x + b, count), params);
-          write(dx + a, g.da, count);
-          write(dx + b, g.db, count);
-          sum_a = sum_a + g.da;
-          sum_b = sum_b + g.db;
-        } else {
-          const Vec v = dy * act_both<kKind>(read(x + a, count), params).slope;
-          write(dx + a, v, count);
-          sum_a = sum_a + v;
-        }
-      }
-      add(i, sum_a, count);
-      if constexpr (is_gated(kKind)) add(c.columns + i, sum_b, count);
-    });
-  }
+  int64_t row = begin;
+  for (; row + 4 <= end; row += 4) act_backward_sums<kKind, T, 4>(c, params, row);
+  for (; row < end; ++row) act_backward_sums<kKind, T, 1>(c, params, row);
 }
 
 static void act_forward(const ActCall& c, int64_t begin, int64_t end) {
