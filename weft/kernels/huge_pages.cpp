@@ -7,9 +7,10 @@
 namespace weft::kernels {
 
 void ask_for_huge_pages(void* memory, size_t bytes) {
-  const auto from = reinterpret_cast<uintptr_t>(memory);
-  const auto begin = (from + kHugePage - 1) / kHugePage * kHugePage, end = (from + bytes) / kHugePage * kHugePage;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // the system may decline
+  const size_t before = -reinterpret_cast<uintptr_t>(memory) % kHugePage;  // up to the first whole one
+  if (bytes < before + kHugePage) return;
+  const size_t whole = (bytes - before) / kHugePage * kHugePage;
+  madvise(static_cast<char*>(memory) + before, whole, MADV_HUGEPAGE);  // the system may decline
 }
 
 }  // namespace weft::kernels
