@@ -134,6 +134,19 @@ TEST_P(KernelsProduct, ManyBlocks) {
   }
 }
 
+/// Large results leave in whole lines; the second half of these begins in the middle of one.
+TEST_P(KernelsProduct, GatedHalvesThatBeginWithinALine) {
+  const int64_t m = 544, n = 1008, k = 64;
+  for (const auto kind : {ActKind::swiglu, ActKind::reglu}) {
+    const Act act{.kind = kind};
+    const auto a = random({m, k}, GetParam()), b = random({k, 2 * n}, GetParam());
+    check(a, b, {.bias = random({2 * n}, GetParam()), .act = act, .keep_pre = true}, "value");
+    check(a.t().contiguous().t(), b, {.act = act, .keep_pre = true}, "value, A transposed");
+    const Epilogue slope{.slope = act, .at = random({m, 2 * n}, GetParam()), .keep_again = true, .keep_sums = true};
+    check(a, b.narrow(1, 0, n), slope, "slope");
+  }
+}
+
 /// All 65,536 values of bfloat16.
 Tensor every_bfloat16() { return at::arange(-32768, 32768, at::kShort).view(at::kBFloat16); }
 

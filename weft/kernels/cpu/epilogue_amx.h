@@ -66,7 +66,8 @@ inline void store32(const Place& to, int64_t row, int64_t column, __m512 v0, __m
   if (left >= kPanel && to.dtype == at::kBFloat16) {
     const auto pairs = pack_bf16(v0, v1);
     auto* p = reinterpret_cast<__m512i*>(to.at(row, column));
-    to.store == Store::stream ? _mm512_stream_si512(p, pairs) : _mm512_storeu_si512(p, pairs);
+    const bool line = reinterpret_cast<uintptr_t>(p) % 64 == 0;  // not so in the second half of a gated result
+    to.store == Store::stream&& line ? _mm512_stream_si512(p, pairs) : _mm512_storeu_si512(p, pairs);
     return;
   }
   store16(to, row, column, v0, first(left));

@@ -30,8 +30,8 @@ struct Blocking {
 constexpr int64_t kFarBytes = 1 << 20;      // half of L2
 constexpr int64_t kScratchBytes = 1 << 20;  // the other half, if sums have to wait
 constexpr int kMostSteps = 36;              // of one chunk: 1152 values
-constexpr int64_t kMostPairs =
-    kScratchBytes / (2 * kSquare * 4);  // of squares that wait, both halves of a gated product
+/// Of squares that wait there, a and b of a gated product.
+constexpr int64_t kMostPairs = kScratchBytes / (2 * kSquare * 4);
 
 /// The least size of a block with which `all` panels need no more blocks than with `most`.
 inline int64_t shared_evenly(int64_t all, int64_t most) {
