@@ -79,12 +79,13 @@ class Multiplier {
         tile_fence();
         interruption_.after(far_.size() * steps);
       }
+      finish_waiting();
     }
   }
 
   /// The sums of a near panel and far panel f. Those of b lie behind those of a.
   float* square(int64_t n, int64_t waiting, int64_t f) {
-    if (!near_.half && cut_.chunks == 1) return scratch_.square[f & 1];
+    if (!near_.half && cut_.chunks == 1) return scratch_.square[turn_ ^= 1];
     if (!near_.half) return scratch_.sums + (waiting * far_.size() + f) * kSquare;
     const int64_t pair = (cut_.chunks == 1 ? 0 : waiting / 2 * far_.size()) + f;
     return scratch_.sums + (2 * pair + n % 2) * kSquare;
@@ -98,8 +99,10 @@ class Multiplier {
     const bool last = chunk + 1 == cut_.chunks && !gate;
     const int64_t near_at = (near_.half ? n / 2 : n) * kPanel;
     const int rows = (kPanel + steps - 1) / std::max(steps, 1);  // of the square before, under each step
-    const Work* work = far_.panel(0).work;
-    Pending<Rows> pending(*work, nullptr, 0, 0);
+    const Work* work = waits_.c ? waits_.work : far_.panel(0).work;
+    Pending<Rows> pending(*work, waits_.c, waits_.row, waits_.column);
+    if (waits_.c) pending.start(*work);
+    waits_ = {};
     Verifier verifier = verifier_;
     for (int64_t f = 0; f < far; ++f) {
       float* c = square(n, waiting, f);
@@ -116,13 +119,24 @@ class Multiplier {
       });
       if (!last) continue;
       pending.finish(*work);
-      const int64_t at = far_.panel(f).at;
       work = far_.panel(f).work;
-      pending = Pending<Rows>(*work, c, kNearIsA ? near_at : at, kNearIsA ? at : near_at);
-      pending.start(*work);
+      const int64_t at = far_.panel(f).at, row = kNearIsA ? near_at : at, column = kNearIsA ? at : near_at;
+      const bool wait = f + 1 == far && steps > 0;
+      if (wait) waits_ = {work, c, row, column};
+      pending = Pending<Rows>(*work, wait ? nullptr : c, row, column);
+      if (!wait) pending.start(*work);
     }
     pending.finish(*work);
     verifier_ = verifier;
+  }
+
+  /// The last square of a panel is finished under the first one of the next panel, or here.
+  void finish_waiting() {
+    if (!waits_.c) return;
+    Pending<Rows> pending(*waits_.work, waits_.c, waits_.row, waits_.column);
+    pending.start(*waits_.work);
+    pending.finish(*waits_.work);
+    waits_ = {};
   }
 
   const Operand& near_;
@@ -131,6 +145,12 @@ class Multiplier {
   Verifier& verifier_;
   Interruption interruption_;
   Scratch& scratch_;
+  int turn_ = 0;  // of the two squares
+  struct {
+    const Work* work = nullptr;
+    const float* c = nullptr;
+    int64_t row = 0, column = 0;
+  } waits_;  // square that waits for its epilogue
 };
 
 }  // namespace
