@@ -66,8 +66,7 @@ inline void store32(const Place& to, int64_t row, int64_t column, __m512 v0, __m
   if (left >= kPanel && to.dtype == at::kBFloat16) {
     const auto pairs = pack_bf16(v0, v1);
     auto* p = reinterpret_cast<__m512i*>(to.at(row, column));
-    const bool line = reinterpret_cast<uintptr_t>(p) % 64 == 0;  // not so in the second half of a gated result
-    to.store == Store::stream&& line ? _mm512_stream_si512(p, pairs) : _mm512_storeu_si512(p, pairs);
+    to.store == Store::stream ? _mm512_stream_si512(p, pairs) : _mm512_storeu_si512(p, pairs);
     return;
   }
   store16(to, row, column, v0, first(left));
@@ -521,8 +520,7 @@ inline Form form_of(const Work& w, const std::optional<Act>& act, const std::opt
   if (!lean) return {};
   if (bare) return {.rows = Form::value, .adds = w.adds, .squares = squares, .store = w.out.store};
   if ((!act && !slope) || w.adds > 0 || (slope && w.bias) || (act && w.sums)) return {};
-  const bool lines = !gated || (slope ? w.columns : w.half) % kPanel == 0;  // those of b are whole and aligned too
-  return {.rows = Form::activation, .store = lines ? w.out.store : Store::keep};
+  return {.rows = Form::activation, .store = w.out.store};
 }
 
 /// Activations whose rows run under the products; those of rarer ones behind them.

@@ -101,7 +101,7 @@ class PieceProduct {
     for (int i = 0; i < w.adds; ++i) move(w.add[i]);
     if (piece.out.defined()) {
       w.out = place(piece.out);
-      w.out.store = streams(piece.out, pieces_.rows * results_.columns() * 2) ? Store::stream : Store::keep;
+      w.out.store = results_.store_of(piece.out, pieces_.rows * results_.columns() * 2);
     }
     for (const auto& t : piece.add) w.add[w.adds++] = place(t);
     for (int i = 0; i < w.adds; ++i)

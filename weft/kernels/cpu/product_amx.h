@@ -136,9 +136,6 @@ inline bool streams(const at::Tensor& t, int64_t bytes) {
   const auto address = reinterpret_cast<uintptr_t>(t.data_ptr());
   return t.scalar_type() == at::kBFloat16 && address % 64 == 0 && t.stride(0) % kPanel == 0 && bytes >= (1 << 20);
 }
-inline Store store_of(const at::Tensor& t) {
-  return t.defined() && streams(t, static_cast<int64_t>(t.nbytes())) ? Store::stream : Store::keep;
-}
 
 /// A matrix that rows can be stored to; `given` if it can, else fresh.
 inline at::Tensor writable(const at::Tensor& given, int64_t rows, int64_t columns, at::ScalarType dtype) {
@@ -191,6 +188,14 @@ class Results {
   /// Of the result.
   int64_t columns() const { return gated() ? n_ / 2 : e_.slope && e_.slope->gated() ? 2 * n_ : n_; }
 
+  /// How `t`, all or part of a bfloat16 result of so many bytes, is stored. The second half of a gated one has to begin
+  /// with a line, too.
+  Store store_of(const at::Tensor& t, int64_t bytes) const {
+    const bool slope = e_.slope && e_.slope->gated();
+    const bool lines = (!gated() || n_ / 2 % kPanel == 0) && (!slope || n_ % kPanel == 0);
+    return lines && streams(t, bytes) ? Store::stream : Store::keep;
+  }
+
   /// The epilogue of all rows.
   Work work() const {
     Work w;
@@ -205,9 +210,9 @@ class Results {
     w.again = place(r_.again);
     w.at = place(at_);
     if (add_.defined()) w.add[w.adds++] = place(add_);
-    w.out.store = add_.is_same(r_.out) ? Store::keep : store_of(r_.out);
-    w.pre.store = store_of(r_.pre);
-    w.again.store = store_of(r_.again);
+    if (r_.out.defined() && !add_.is_same(r_.out)) w.out.store = store_of(r_.out, rows_ * columns() * 2);
+    if (r_.pre.defined()) w.pre.store = store_of(r_.pre, rows_ * n_ * 2);
+    if (r_.again.defined()) w.again.store = store_of(r_.again, rows_ * n_ * 2);
     w.ahead_rows = kPanel;
     if (const auto& act = e_.act ? e_.act : e_.slope) w.act = ActParams(*act);
     w.row = row_function(e_.act, e_.slope);
