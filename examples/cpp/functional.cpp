@@ -24,16 +24,16 @@ int main() {
   std::cout << text << "\n";
 
   // Without autograd: saved tensors in, gradients out.
-  const auto [outputs, saved] = fuser::forward(x, params, {}, text);
+  const auto out = fuser::forward(x, params, {}, text);
   const auto dy = at::randn({4, 8});
-  const auto grads = fuser::backward({dy}, saved, params, text);
+  const auto grads = fuser::backward({dy}, out.saved, x, params, {}, text);
 
   // The same pipeline as a node of torch's graph.
   fuser::Fuser run(pipeline);
   const auto y = run(x, params, {})[0];
   y.backward(dy);
 
-  bool same = at::allclose(y, outputs[0]) && at::allclose(x.grad(), grads[0]);
+  bool same = at::allclose(y, out.outputs[0]) && at::allclose(x.grad(), grads[0]);
   for (size_t i = 0; i < params.size(); ++i) same &= at::allclose(params[i].grad(), grads[1 + i]);
   std::cout << (same ? "both ways agree" : "the two ways differ") << "\n";
   return same ? 0 : 1;

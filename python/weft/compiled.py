@@ -1,8 +1,8 @@
-"""The way through the dispatcher, for torch.compile, torch.export and fake tensors.
+"""Calls through the dispatcher, for torch.compile, torch.export, fake tensors and dispatch modes.
 
-In eager mode a module hands its pipeline to C++ directly. While a compiler looks on, the same pipeline is called as the
-dispatcher op ``weft::pipeline_forward`` with its text, which the compiler can record; its gradient is
-``weft::pipeline_backward``.
+In eager mode a module passes its pipeline to C++ directly. Under a compiler or a ``TorchDispatchMode`` (selective
+checkpointing, FLOP counting, make_fx) the same pipeline is one call of ``weft::pipeline_forward`` with the pipeline's
+text, which can be recorded; its gradient is ``weft::pipeline_backward``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from . import _C
 
@@ -41,12 +42,13 @@ _program._dynamo_marked_constant = True
 
 
 def applies(module: torch.nn.Module, x: Any) -> bool:
-    """Whether a call goes this way: a compiler looks on or x is fake, no operation below is written in Python, and no
-    weight gradient goes elsewhere than to autograd, which a compiler would take for dead code."""
+    """Whether a call goes through the dispatcher: it is compiled, x is fake or a dispatch mode is active; no operation
+    below is written in Python, and no weight gradient bypasses autograd, which a compiler would take for dead code."""
     compiling = torch.compiler.is_compiling()
-    if not compiling and type(x).__name__ != "FakeTensor":
+    observed = compiling or _C.dispatch_mode_active()
+    if not observed and type(x).__name__ != "FakeTensor":
         return False
-    differentiates = compiling and torch.is_grad_enabled() and not torch.compiler.is_exporting()
+    differentiates = observed and torch.is_grad_enabled() and not torch.compiler.is_exporting()
     for part in module.modules():
         if getattr(part, "_written_in_python", False):
             return False
@@ -77,7 +79,7 @@ def run(module: torch.nn.Module, x: torch.Tensor, extra_inputs: tuple[torch.Tens
         else:
             params = [getattr(module.get_submodule(path), name) for path, name in slots]
             evaluating = sum(1 << bit for bit, path in enumerate(modes) if not module.get_submodule(path).training)
-            outputs = _call(x, params, inputs, text, evaluating)
+            outputs = _call(x, params, inputs, text, evaluating)[: 1 + len(targets)]
         x = outputs[0]
         for (channel, to_caller), tensor in zip(targets, outputs[1:], strict=True):
             if to_caller:
@@ -93,9 +95,12 @@ def _call(x: torch.Tensor, params: list[torch.Tensor], extras: list[torch.Tensor
     if torch.is_autocast_enabled(device):
         autocast = f'"{_NAMES[torch.get_autocast_dtype(device)]}"'
     grad = torch.is_grad_enabled()
-    words = [_word(t, grad) for t in [x, *extras, *params]]
+    inputs = [x, *extras, *params]
+    if not torch.compiler.is_compiling():
+        _C.check_transforms(inputs)
+    words = [_word(t, grad) for t in inputs]
     call = f'{text} @call(autocast={autocast}, eval={evaluating}, tensors="{" ".join(words)}")'
-    return torch.ops.weft.pipeline_forward(x, params, extras, call)[0]
+    return torch.ops.weft.pipeline_forward(inputs, call)
 
 
 def _word(t: torch.Tensor, grad: bool) -> str:
@@ -111,49 +116,41 @@ def _spec(t: torch.Tensor) -> tuple[Any, torch.dtype]:
 
 
 @torch.library.register_fake("weft::pipeline_forward")
-def _forward_fake(x, params, extras, text):
-    outputs, saved = _C.infer(text, _spec(x), [_spec(p) for p in params], [_spec(e) for e in extras])
+def _forward_fake(inputs, text):
+    x = inputs[0]
 
     def make(spec):
         return x.new_empty([0]) if spec is None else x.new_empty(spec[0], dtype=spec[1])
 
-    return [make(spec) for spec in outputs], [make(spec) for spec in saved]
+    return [make(spec) for spec in _C.infer(text, [_spec(t) for t in inputs])]
 
 
 @torch.library.register_fake("weft::pipeline_backward")
-def _backward_fake(grads, saved, x, params, extras, text):
-    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in [x, *params, *extras]]
+def _backward_fake(grads, inputs_and_saved, text):
+    return [
+        torch.empty_like(t, memory_format=torch.contiguous_format) if wanted else t.new_empty([0])
+        for t, (_, wanted) in zip(inputs_and_saved, _C.gradients(text), strict=False)
+    ]
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    x, params, extras, text = inputs
-    ctx.counts, ctx.text = (len(params), len(extras)), text
+    tensors, ctx.text = inputs
+    ctx.num_inputs, ctx.num_outputs = len(tensors), _C.num_outputs(ctx.text)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, *params, *extras, *output[1])
+    ctx.save_for_backward(*tensors, *output[ctx.num_outputs :])
 
 
-def _backward(ctx, grad_outputs, grad_saved):
-    num_params, num_extras = ctx.counts
-    x, *rest = ctx.saved_tensors
-    params, extras, saved = (
-        rest[:num_params],
-        rest[num_params : num_params + num_extras],
-        rest[num_params + num_extras :],
-    )
-    grads = torch.ops.weft.pipeline_backward(list(grad_outputs), saved, x, params, extras, ctx.text)
-    needs_x, needs_params, needs_extras, _ = ctx.needs_input_grad
-
-    def keep(found, needs):
-        return [g if need else None for g, need in zip(found, needs, strict=True)]
-
-    wanted_params = needs_params if isinstance(needs_params, (list, tuple)) else [needs_params] * num_params
-    wanted_extras = needs_extras if isinstance(needs_extras, (list, tuple)) else [needs_extras] * num_extras
-    return (
-        grads[0] if needs_x else None,
-        keep(grads[1 : 1 + num_params], wanted_params),
-        keep(grads[1 + num_params :], wanted_extras),
-        None,
-    )
+def _backward(ctx, grads):
+    needed = ctx.needs_input_grad[0]
+    needed = needed if isinstance(needed, (list, tuple)) else [needed] * ctx.num_inputs
+    for (name, planned), need in zip(_C.gradients(ctx.text), needed, strict=True):
+        if need and not planned:
+            raise RuntimeError(
+                f"weft: the gradient of {name} is needed, but the program was exported or compiled without it. Export "
+                "it again with gradients enabled (outside of torch.no_grad()) and with requires_grad set on that tensor"
+            )
+    found = torch.ops.weft.pipeline_backward(list(grads[: ctx.num_outputs]), list(ctx.saved_tensors), ctx.text)
+    return [grad if need else None for grad, need in zip(found, needed, strict=True)], None
 
 
 torch.library.register_autograd("weft::pipeline_forward", _backward, setup_context=_setup_context)
@@ -167,3 +164,20 @@ def _refuse_twice(ctx, grads):
 
 
 torch.library.register_autograd("weft::pipeline_backward", _refuse_twice)
+
+
+# ---- FLOP counts of the GEMMs, as torch.utils.flop_counter counts torch's own --------------------------------------
+
+
+def _flops(shapes: list[Any], text: str) -> tuple[int, int]:
+    return _C.flops(text, [(tuple(shape), torch.float32) for shape in shapes])
+
+
+@register_flop_formula(torch.ops.weft.pipeline_forward)
+def _forward_flops(inputs, text, **_: Any) -> int:
+    return _flops(inputs, text)[0]
+
+
+@register_flop_formula(torch.ops.weft.pipeline_backward)
+def _backward_flops(grads, inputs_and_saved, text, **_: Any) -> int:
+    return _flops(inputs_and_saved[: len(_C.gradients(text))], text)[1]

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from . import _C
+
+_registered: set[int] = set()
+
+
+@atexit.register
+def _remove_all() -> None:
+    """The list of rules outlives the interpreter and must not hold Python functions then."""
+    while _registered:
+        _C.remove_rule(_registered.pop())
 
 
 class FusionHandle:
@@ -13,10 +23,12 @@ class FusionHandle:
 
     def __init__(self, rule: int) -> None:
         self._rule: int | None = rule
+        _registered.add(rule)
 
     def remove(self) -> None:
         if self._rule is not None:
             _C.remove_rule(self._rule)
+            _registered.discard(self._rule)
             self._rule = None
 
     def __enter__(self) -> FusionHandle:

@@ -147,7 +147,7 @@ class Linear(WgradModule, FusedOperation):
     @property
     def basic_ops(self) -> torch.nn.ModuleList:
         parts = self.__dict__.get("_parts")
-        if parts is None or parts[0]._parameters is not self._parameters:
+        if parts is None or parts[0]._owner is not self or parts[0]._parameters is not self._parameters:
             parts = torch.nn.ModuleList([self._part(name, fields) for name, fields in self._part_specs])
             object.__setattr__(self, "_parts", parts)
         return parts

@@ -85,19 +85,19 @@ class FusibleOperation(torch.nn.Module):
         runner = self.__dict__.get("_runner")
         epoch = _C.epoch()  # before the look: a change on another thread from here on is seen at the next call
         signature = self._signature()
-        if runner is not None and self.__dict__.get("_built_from") == signature:
+        if runner is not None and runner.belongs_to(self) and self.__dict__.get("_built_from") == signature:
             runner.renew(epoch)
             return runner
         if isinstance(input, torch.Tensor):
             materialize(self, input)
-        runner = build_runner(self._bound_stages(), epoch)
+        runner = build_runner(self, self._bound_stages(), epoch)
         object.__setattr__(self, "_runner", runner)
         object.__setattr__(self, "_built_from", signature)
         return runner
 
     def _compiled_groups(self):
         """What `compiled.run` needs to know of it, as constants."""
-        runner = build_runner(self._bound_stages(), _C.epoch())
+        runner = build_runner(self, self._bound_stages(), _C.epoch())
         return (compiled_group(self, self._bound_stages(), runner.text),)
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any):
@@ -105,7 +105,7 @@ class FusibleOperation(torch.nn.Module):
             return compiled.run(self, input, extra_inputs)
         runner = self._runner
         if runner is not None and not kwargs:
-            output = runner(input, *extra_inputs)
+            output = runner(self, input, *extra_inputs)
             if output is not NotImplemented:
                 return output
         if not kwargs and compiled.applies(self, input):
@@ -267,21 +267,22 @@ def unbound(op: BasicOperation):
 
 
 def build_runner(
+    owner: torch.nn.Module,
     stages: Sequence[tuple[BasicOperation, Any]],
     epoch: int,
-    watched: Sequence[torch.nn.Module] = (),
-    children: dict[str, torch.nn.Module] | None = None,
+    bypassed: Sequence[torch.nn.Module] = (),
+    children: Sequence[torch.nn.Module] | None = None,
 ) -> _C.Runner:
     """A pipeline of operations with their channel bindings, bound to the modules that hold the parameters, as they were
-    seen at `epoch`."""
+    seen at `epoch`. `owner` calls it, instead of the modules `bypassed`; it must hold `children`, if given."""
     return _C.Runner(
         stages=[(op._description(), list(inputs), list(outputs)) for op, (inputs, outputs) in stages],
+        owner=owner,
         ops=[op for op, _ in stages],
         params=[slot for op, _ in stages for slot in op._parameter_slots()],
         epoch=epoch,
-        watched=list(watched),
-        children=children,
-        expected=[] if children is None else list(children.values()),
+        bypassed=list(bypassed),
+        expected=None if children is None else list(children),
     )
 
 

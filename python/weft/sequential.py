@@ -25,12 +25,24 @@ def boundary_reason(module: torch.nn.Module) -> str | None:
         return "global module hooks are registered, which only calls of modules run"
     if "forward" in module.__dict__ or type(module).forward is not FusibleOperation.forward:
         return "it has a forward of its own"
+    if _own_call(module):
+        return "its class has a __call__ of its own"
     return None
+
+
+def _own_call(module: torch.nn.Module) -> bool:
+    """Whether calling the module does more than what torch.nn.Module does by itself."""
+    plain, cls = torch.nn.Module, type(module)
+    if module.__dict__.get("_compiled_call_impl") is not None:  # module.compile()
+        return True
+    # torch.export patches torch.nn.Module.__call__ to follow the module stack; other patches are to run.
+    call = plain.__call__ if torch.compiler.is_compiling() else plain._wrapped_call_impl
+    return cls.__call__ is not call or cls._call_impl is not plain._call_impl
 
 
 def _joins(module: torch.nn.Module) -> bool:
     """Whether a nested Sequential does nothing but run its modules, so that these may join an outer pipeline."""
-    plain = isinstance(module, Sequential) and type(module).forward is Sequential.forward
+    plain = isinstance(module, Sequential) and type(module).forward is Sequential.forward and not _own_call(module)
     return plain and "forward" not in module.__dict__ and not any(getattr(module, hooks) for hooks in _HOOKS)
 
 
@@ -200,8 +212,8 @@ class Sequential(torch.nn.Module):
         single = len(groups) == 1 and groups[0].reason is None and flat
         for group in groups:
             if group.reason is None:
-                whole = {"watched": group.modules, "children": self._modules} if single else {}
-                group.runner = build_runner(group.stages, epoch, **whole)
+                whole = {"bypassed": group.modules, "children": self._modules.values()} if single else {}
+                group.runner = build_runner(self, group.stages, epoch, **whole)
         object.__setattr__(self, "_real", False)
         object.__setattr__(self, "_groups", groups)
         object.__setattr__(self, "_built_from", signature)
@@ -239,7 +251,7 @@ class Sequential(torch.nn.Module):
             return compiled.run(self, input, extra_inputs)
         runner = self._runner
         if runner is not None and op_kwargs is None:
-            output = runner(input, *extra_inputs)
+            output = runner(self, input, *extra_inputs)
             if output is not NotImplemented:
                 return output
         if op_kwargs is None and compiled.applies(self, input):

@@ -39,8 +39,8 @@ class WgradModule(torch.nn.Module):
         return self._product()._op.fields()["delay_wgrad_compute"]
 
     def backward_dw(self) -> None:
-        """Computes the weight gradient that the oldest backward left waiting, then runs the hooks; nothing if none
-        waits. To be called once after each backward."""
+        """Computes the weight gradients that the oldest backward delayed, then runs the hooks; does nothing if none are
+        pending. Call it once after each backward, however often the module was used in it."""
         product = self._product()
         params = [getattr(owner, name) for owner, name in product._parameter_slots()]
         if self.need_backward_dw() and _C.backward_dw(product._op, params):
@@ -53,7 +53,7 @@ class WgradModule(torch.nn.Module):
 
     @property
     def pending_backward_dw(self) -> int:
-        """How many backward runs left weight gradients waiting."""
+        """How many calls of :meth:`backward_dw` are due: one for each backward."""
         return _C.pending_dw(getattr(self, self._weight_names()[0]))
 
     # ---- frameworks find on the weight whose turn its hook is -----------------------------------------------------

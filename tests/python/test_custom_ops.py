@@ -687,3 +687,66 @@ def test_a_users_fused_operation_runs_its_parts_and_shows_their_parameters():
         check_against(module(x), expected, [x, pair.basic_ops[0].weight, pair.basic_ops[1].bias])
         assert {id(p) for p in module.parameters()} == {id(pair.basic_ops[0].weight), id(pair.basic_ops[1].bias)}
     assert "basic_ops.0.weight" in pair.state_dict()
+
+
+# ---- what Python operations and fusions see --------------------------------------------------------------------------
+
+
+class Split(ops.BasicOperation):
+    """y = 2x; a fresh extra output 3x."""
+
+    num_extra_outputs = 1
+
+    def fuser_forward(self, basic_op_ctxs, input_, **_):
+        return 2 * input_, [(3 * input_,)]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+        extra = basic_op_grad_extra_outputs[0][0]
+        return 2 * grad_output + (0 if extra is None else 3 * extra), [()], [()]
+
+
+class AddIfDifferentiable(ops.BasicOperation):
+    """y = x + e; the gradient of e only if `e.requires_grad`."""
+
+    num_extra_inputs = 1
+
+    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **_):
+        extra = basic_op_extra_inputs[0][0]
+        basic_op_ctxs[0].wanted = extra.requires_grad
+        return input_ + extra.detach(), [()]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+        return grad_output, [()], [(grad_output if basic_op_ctxs[0].wanted else None,)]
+
+
+def test_channel_made_inside_the_pipeline_requires_grad():
+    fork = Split().set_extra_output_channel(0, "c", output_to_caller=False)
+    join = AddIfDifferentiable().set_extra_input_channel(0, "c")
+    x = torch.randn(4, 8, requires_grad=True)
+    y = ops.Sequential(fork, ops.Identity(), join)(x)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((4, 8), 5.0))
+    with torch.no_grad():
+        assert torch.allclose(ops.Sequential(fork, join)(x), 5 * x)
+
+
+@pytest.mark.parametrize("autocast", (False, True))
+def test_backward_fusion_over_a_linear_sees_weight_and_dtype(autocast):
+    seen = {}
+
+    class Product(ops.FusedOperation):
+        def fuser_backward(self, basic_op_ctxs, grad_output, **_):
+            ctx = basic_op_ctxs[0]
+            x, w = ctx.saved_tensors
+            seen.update(dtype=ctx.dtype, x=ctx.input_requires_grad, w=ctx.weight_requires_grad)
+            grad = grad_output.to(ctx.dtype)
+            return grad @ w, [(grad.t() @ x,)], [()]
+
+    linear, x = ops.BasicLinear(8, 4), torch.randn(5, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        want = torch.autograd.grad(linear(x).sum(), (x, linear.weight))
+        with ops.register_backward_fusion(lambda ops_, *, recipe: [Product(ops_[:1])]):
+            got = torch.autograd.grad(ops.Sequential(linear)(x).sum(), (x, linear.weight))
+    assert seen == {"dtype": torch.bfloat16 if autocast else torch.float32, "x": True, "w": True}
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)

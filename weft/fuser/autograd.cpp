@@ -1,6 +1,8 @@
 #include "weft/fuser/autograd.h"
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/alias.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/function.h>
@@ -10,6 +12,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "weft/fuser/backward_run.h"
 #include "weft/fuser/below_autograd.h"
 #include "weft/fuser/door.h"
 #include "weft/fuser/executor.h"
@@ -23,6 +26,30 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
+/// What a saved tensor was before a saved-tensor hook packed it.
+struct SavedMeta {
+  c10::SmallVector<int64_t, 5> sizes;
+  at::ScalarType dtype = at::ScalarType::Undefined;  // Undefined: an empty slot
+  c10::Device device = at::kCPU;
+  bool contiguous = true;
+
+  static SavedMeta of(const at::Tensor& t) {
+    if (!t.defined()) return {};
+    return {{t.sizes().begin(), t.sizes().end()}, t.scalar_type(), t.device(), t.is_contiguous()};
+  }
+
+  /// `t` as an unpack hook returned it, in the layout that kernels expect. Raises if it is not what was saved.
+  at::Tensor restore(const at::Tensor& t) const {
+    if (dtype == at::ScalarType::Undefined || !t.defined()) return t;
+    check_gradients({t});
+    TORCH_CHECK(t.sizes() == at::IntArrayRef(sizes) && t.scalar_type() == dtype && t.device() == device,
+                "weft: a saved-tensor hook returned ", dtype_name(t.scalar_type()), " of shape ", t.sizes(), " on ",
+                t.device(), " for a saved tensor that is ", dtype_name(dtype), " of shape ", at::IntArrayRef(sizes),
+                " on ", device, ". The unpack hook must return what the pack hook was given.");
+    return contiguous ? t.contiguous() : t;
+  }
+};
+
 /// The whole pipeline in the autograd graph. Edges: x, parameters, extra inputs. Inputs of backward: gradients of the
 /// main output and of the extra outputs that went to the caller.
 class PipelineNode final : public Node {
@@ -33,8 +60,9 @@ class PipelineNode final : public Node {
 
   std::string name() const override { return "WeftPipelineBackward"; }
 
-  /// Keeps the saved slots, what Python operations saved beyond them, and the parameters that backward reads.
-  void keep(const ops::Frame& frame, ops::Params params, const Tensors& outputs);
+  /// Keeps the saved slots, what Python operations saved beyond them, and the parameters that backward reads. Saved
+  /// tensors that alias one of `reachable`, tensors that the caller can write into, count versions with it.
+  void keep(const ops::Frame& frame, ops::Params params, const Tensors& outputs, const Tensors& reachable);
 
   variable_list apply(variable_list&& grads) override;
   void will_release_variables() override { last_use_ = true; }
@@ -47,6 +75,7 @@ class PipelineNode final : public Node {
   void release() {
     released_ |= !saved_.empty();
     saved_.clear();
+    metas_.clear();
     states_.clear();
   }
   c10::intrusive_ptr<Node> refuse_twice(const variable_list& grads) const;
@@ -56,20 +85,44 @@ class PipelineNode final : public Node {
   std::shared_ptr<const Pipeline> pipeline_;
   std::shared_ptr<const Plan> plan_;
   std::vector<SavedVariable> saved_;
+  std::vector<SavedMeta> metas_;  // of `saved_`, if hooks pack and unpack them
   std::vector<std::shared_ptr<void>> states_;
   std::vector<ops::Buffers> buffers_;  // memory to write into, whose contents do not matter: nothing that is saved
   bool last_use_ = false, released_ = false;
 };
 
-void PipelineNode::keep(const ops::Frame& frame, ops::Params params, const Tensors& outputs) {
+/// Lets `t`, a view made below autograd, count versions with the tensor among `reachable` whose memory it shares.
+void share_version(const at::Tensor& t, const Tensors& reachable) {
+  if (!t.defined() || t.is_inference()) return;
+  const auto* storage = t.storage().unsafeGetStorageImpl();
+  for (const auto& other : reachable) {
+    if (!other.defined() || other.storage().unsafeGetStorageImpl() != storage) continue;
+    if (!other.is_same(t) && !other.is_inference())
+      t.unsafeGetTensorImpl()->set_version_counter(other.unsafeGetTensorImpl()->version_counter());
+    return;
+  }
+}
+
+/// A parameter's present values: those that forward used, even if `param.data` is set before backward. A hook gets a
+/// view, so that it can tell a parameter from an activation.
+at::Tensor snapshot(const at::Tensor& param, bool hooks) {
+  if (!hooks) return at::Tensor(param.tensor_data());
+  const at::NoGradGuard no_grad;
+  return at::alias(param);
+}
+
+void PipelineNode::keep(const ops::Frame& frame, ops::Params params, const Tensors& outputs, const Tensors& reachable) {
+  const bool hooks = at::SavedTensorDefaultHooks::get_hooks().has_value();
   const auto save = [&](const at::Tensor& t) {
     const bool is_output =
         std::any_of(outputs.begin(), outputs.end(), [&](const at::Tensor& y) { return y.is_same(t); });
+    if (!is_output) share_version(t, reachable);
+    if (hooks) metas_.push_back(SavedMeta::of(t));
     saved_.emplace_back(t, is_output);
   };
   saved_.reserve(plan_->num_saved + plan_->backward_params.size() + (frame.more_saved ? frame.more_saved->size() : 0));
   for (int slot = 0; slot < plan_->num_saved; ++slot) save(frame.saved[slot]);
-  for (const int p : plan_->backward_params) save(params[p]);
+  for (const int p : plan_->backward_params) save(snapshot(params[p], hooks));
   if (frame.more_saved)
     for (const auto& t : *frame.more_saved) save(t);
   if (frame.states) states_ = std::move(*frame.states);
@@ -95,7 +148,7 @@ class EdgeLeaves final : public ops::Leaves {
     const auto* accumulator = dynamic_cast<torch::autograd::AccumulateGrad*>(node_.next_edge(1 + p).function.get());
     return accumulator ? accumulator->variable : at::Tensor();
   }
-  int64_t run() const override { return torch::autograd::get_current_graph_task_id(); }
+  int64_t run() const override { return backward_run(); }
 
  private:
   const Node& node_;
@@ -111,6 +164,7 @@ variable_list PipelineNode::apply(variable_list&& grads) {
     saved.reserve(saved_.size());
     const auto self = saved_.empty() ? c10::intrusive_ptr<Node>() : getptr();
     for (const auto& variable : saved_) saved.push_back(variable.unpack(self));
+    for (size_t k = 0; k < metas_.size(); ++k) saved[k] = metas_[k].restore(saved[k]);
     states = states_;
     if (last_use_) release();
   }
@@ -257,6 +311,7 @@ void settle(Tensors& outputs, const at::Tensor& x, const Tensors& extras, c10::A
 Tensors run(const std::shared_ptr<const Pipeline>& shared, const std::shared_ptr<const Plan>& plan, const at::Tensor& x,
             ops::Params params, Tensors extras, c10::ArrayRef<ops::Buffers> buffers) {
   RECORD_FUNCTION("weft::pipeline", std::vector<c10::IValue>());
+  note_recompute();
   const auto& pipeline = *shared;
   const auto& slots = pipeline.caller_outputs();
   c10::SmallVector<uint8_t, 4> wanted{plan->output_wanted};
@@ -290,7 +345,12 @@ Tensors run(const std::shared_ptr<const Pipeline>& shared, const std::shared_ptr
   }
   for (const int slot : slots) outputs.push_back(std::move(extra_out[slot]));
   settle(outputs, x, extras, wanted, node);
-  if (node) node->keep(frame, params, outputs);
+  if (!node) return outputs;
+  Tensors reachable{x};
+  reachable.append(extras.begin(), extras.end());
+  reachable.append(outputs.begin(), outputs.end());
+  reachable.append(params.begin(), params.end());
+  node->keep(frame, params, outputs, reachable);
   return outputs;
 }
 

@@ -1,13 +1,13 @@
-// The functional pair as dispatcher ops, for torch.compile, export and AOTInductor. Outputs of an op must be memory of
-// their own, so results that share memory with an input are copied, and a saved slot that keeps x itself is an empty
-// tensor here: backward takes x and puts it back.
+// The functional pair as dispatcher ops, for torch.compile, torch.export, AOTInductor and dispatch modes. `inputs` are
+// x, the extra inputs and the parameters, in the order of the pipeline's text. No list is ever empty: AOTInductor would
+// pass None for it. Outputs own their memory, so results that alias an input are copied, and a saved slot that keeps x
+// itself is an empty tensor: backward has x among its inputs.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include "weft/fuser/door.h"
 #include "weft/fuser/functional.h"
-#include "weft/fuser/infer.h"
 
 namespace weft::fuser {
 namespace {
@@ -26,51 +26,61 @@ at::Tensor own(const at::Tensor& t, at::TensorList others) {
   return shares_memory(dense, others) ? dense.clone() : dense;
 }
 
-std::tuple<List, List> pipeline_forward(const at::Tensor& x, at::TensorList params, at::TensorList extras,
-                                        c10::string_view text) {
-  const auto p = program(text);
-  refuse_tangents({x});
-  refuse_tangents(params);
-  refuse_tangents(extras);
-  const auto shapes = infer(*p.pipeline, *p.plan, x, params, extras);
-  auto out = forward(x, params, extras, text);
-  List inputs{x};
-  inputs.insert(inputs.end(), params.begin(), params.end());
-  inputs.insert(inputs.end(), extras.begin(), extras.end());
-  for (auto& y : out.outputs) inputs.push_back(y = own(y, inputs));
-  for (size_t k = 0; k < out.saved.size(); ++k) {
-    auto& t = out.saved[k];
-    const bool given_again = shapes.saved[k].keeps_value_of == -1;
-    t = t.defined() && !given_again ? own(t, inputs) : at::empty({0}, x.options());
-    inputs.push_back(t);
-  }
-  return {std::move(out.outputs), std::move(out.saved)};
+/// The tensors of a call, split as the pipeline takes them.
+struct Inputs {
+  at::Tensor x;
+  at::TensorList extras, params;
+};
+
+Inputs split(const Pipeline& pipeline, at::TensorList inputs) {
+  const auto extras = pipeline.caller_inputs().size(), params = pipeline.params().size();
+  TORCH_CHECK_VALUE(inputs.size() == 1 + extras + params, "The pipeline takes ", 1 + extras + params,
+                    " tensors (the input, ", extras, " extra inputs, ", params, " parameters), got ", inputs.size(),
+                    ".");
+  return {inputs[0], inputs.slice(1, extras), inputs.slice(1 + extras, params)};
 }
 
-List pipeline_backward(const c10::List<std::optional<at::Tensor>>& grads, at::TensorList saved, const at::Tensor& x,
-                       at::TensorList params, at::TensorList extras, c10::string_view text) {
+List pipeline_forward(at::TensorList inputs, c10::string_view text) {
   const auto p = program(text);
-  const auto shapes = infer(*p.pipeline, *p.plan, x, params, extras);
-  List kept(saved.begin(), saved.end()), dy;
-  for (size_t k = 0; k < kept.size(); ++k) {
-    const auto& slot = shapes.saved[k];
-    if (!slot.spec) kept[k].reset();
-    if (slot.spec && slot.keeps_value_of == -1) kept[k] = x.reshape_symint(slot.spec->sizes);
+  const auto [x, extras, params] = split(*p.pipeline, inputs);
+  refuse_tangents(inputs);
+  auto out = forward(x, params, extras, text);
+  List results, taken = inputs.vec();
+  const auto add = [&](const at::Tensor& t) {
+    results.push_back(own(t, taken));
+    taken.push_back(results.back());
+  };
+  for (const auto& y : out.outputs) add(y);
+  for (size_t k = 0; k < out.saved.size(); ++k) {
+    const bool stored = out.saved[k].defined() && out.shapes.saved[k].keeps_value_of != -1;
+    add(stored ? out.saved[k] : at::empty({0}, x.options()));
   }
+  return results;
+}
+
+/// Gradients in the order of the inputs; an empty tensor where none is wanted.
+List pipeline_backward(const c10::List<std::optional<at::Tensor>>& grads, at::TensorList tensors,
+                       c10::string_view text) {
+  const auto p = program(text);
+  const size_t count = 1 + p.pipeline->caller_inputs().size() + p.pipeline->params().size();
+  const auto inputs = tensors.slice(0, std::min(count, tensors.size()));
+  const auto [x, extras, params] = split(*p.pipeline, inputs);
+  List dy;
   for (size_t k = 0; k < grads.size(); ++k) {
     const std::optional<at::Tensor> grad = grads.get(k);
     dy.push_back(grad.value_or(at::Tensor()));
   }
-  auto out = backward(dy, kept, params, text);
-  List inputs{x}, others(dy);
-  inputs.insert(inputs.end(), params.begin(), params.end());
-  inputs.insert(inputs.end(), extras.begin(), extras.end());
-  others.insert(others.end(), inputs.begin(), inputs.end());
-  others.insert(others.end(), saved.begin(), saved.end());
-  for (size_t i = 0; i < out.size(); ++i) {
-    out[i] = out[i].defined() ? own(out[i].to(inputs[i].scalar_type()), others)
-                              : at::zeros(inputs[i].sizes(), inputs[i].options());
-    others.push_back(out[i]);
+  const auto found = backward(dy, tensors.slice(count), x, params, extras, text);  // of x, parameters, extra inputs
+  List out, taken = tensors.vec();
+  taken.insert(taken.end(), dy.begin(), dy.end());
+  for (size_t i = 0; i < count; ++i) {
+    const auto from = i == 0 ? 0 : i <= extras.size() ? params.size() + i : i - extras.size();
+    const bool wanted = p.plan->key.trait(static_cast<int>(i)).requires_grad;
+    if (found[from].defined())
+      out.push_back(own(found[from].to(inputs[i].scalar_type()), taken));
+    else
+      out.push_back(wanted ? at::zeros(inputs[i].sizes(), inputs[i].options()) : at::empty({0}, inputs[i].options()));
+    taken.push_back(out.back());
   }
   return out;
 }
@@ -78,12 +88,10 @@ List pipeline_backward(const c10::List<std::optional<at::Tensor>>& grads, at::Te
 }  // namespace
 
 TORCH_LIBRARY(weft, m) {
-  m.def("pipeline_forward(Tensor x, Tensor[] params, Tensor[] extras, str text) -> (Tensor[] outputs, Tensor[] saved)",
+  m.def("pipeline_forward(Tensor[] inputs, str text) -> Tensor[]",
         {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
-  m.def(
-      "pipeline_backward(Tensor?[] grads, Tensor[] saved, Tensor x, Tensor[] params, Tensor[] extras, str text) -> "
-      "Tensor[]",
-      {at::Tag::pt2_compliant_tag});
+  m.def("pipeline_backward(Tensor?[] grads, Tensor[] inputs_and_saved, str text) -> Tensor[]",
+        {at::Tag::pt2_compliant_tag});
 }
 
 TORCH_LIBRARY_IMPL(weft, CompositeExplicitAutograd, m) {

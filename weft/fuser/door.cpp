@@ -49,14 +49,6 @@ bool usual(const at::Tensor& t) {
   return !t.key_set().has_any(kPython | kFunctorch) && !unusual_layout(t) && !t.is_complex();
 }
 
-std::string param_name(const Pipeline& pipeline, int index) {
-  for (int i = 0; i < pipeline.size(); ++i)
-    if (index < pipeline.param_base(i + 1))
-      return "parameter '" + pipeline.params()[index].name + "' of operation " + std::to_string(i) + " (" +
-             std::string(pipeline.op(i).name()) + ")";
-  return "parameter " + std::to_string(index);
-}
-
 void check_tangent(const std::string& what, const at::Tensor& t) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !t.defined() || !t._fw_grad(0).defined(), "weft: ", what,
@@ -73,11 +65,47 @@ void check_tangents(const Pipeline& pipeline, const at::Tensor& x, ops::Params p
   for (size_t p = 0; p < params.size(); ++p) check_tangent(param_name(pipeline, static_cast<int>(p)), params[p]);
 }
 
-void check_transform() {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !c10::impl::tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerFrontMode),
-      "weft: called inside a function transform of torch.func (grad, vmap, jvp …), which weft's operations do "
-      "not support; call them outside of it, or use torch.autograd.");
+constexpr DispatchKeySet kUnsupportedModes({DispatchKey::FuncTorchDynamicLayerFrontMode, DispatchKey::Tracer});
+
+bool is_supported(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble;
+}
+
+/// The common case in one condition; `refuse_param` says what is wrong with the rest.
+bool param_fits(const ops::ParamSpec& spec, const at::Tensor& param, const at::Tensor& x) {
+  return param.defined() && usual(param) && param.device() == x.device() &&
+         (spec.any_shape || (param.sizes() == at::IntArrayRef(spec.shape) && is_supported(param.scalar_type())));
+}
+
+[[noreturn]] void refuse_param(const Pipeline& pipeline, int p, const at::Tensor& param, const at::Tensor& x) {
+  const auto name = param_name(pipeline, p);
+  const auto& spec = pipeline.params()[p];
+  TORCH_CHECK_VALUE(param.defined(), "weft: ", name, " is missing.");
+  if (!usual(param)) refuse(name, param);
+  TORCH_CHECK_VALUE(
+      param.device() == x.device(), "weft: the input is on ", x.device(), ", ", name, " on ", param.device(), ".",
+      param.is_meta() ? " Materialise it first: module.to_empty(device=…), then reset_parameters()." : "");
+  TORCH_CHECK_VALUE(param.sizes() == at::IntArrayRef(spec.shape), "weft: ", name, " has shape ", param.sizes(),
+                    ", expected ", at::IntArrayRef(spec.shape), ". Make a new module to change its sizes.");
+  TORCH_CHECK_TYPE(false, "weft: ", name, " is ", dtype_name(param.scalar_type()),
+                   "; expected float32, float64, float16 or bfloat16.");
+}
+
+void check_param(const Pipeline& pipeline, int p, const at::Tensor& param, const at::Tensor& x) {
+  if (!param_fits(pipeline.params()[p], param, x)) refuse_param(pipeline, p, param, x);
+}
+
+void check_extra(int k, const at::Tensor& extra, const at::Tensor& x) {
+  TORCH_CHECK_VALUE(extra.defined(), "weft: extra input ", k, " is an undefined tensor.");
+  if (!usual(extra)) refuse("extra input " + std::to_string(k), extra);
+  TORCH_CHECK_VALUE(extra.device() == x.device(), "weft: extra input ", k, " is on ", extra.device(),
+                    ", the input is on ", x.device(), "; move it there.");
+}
+
+void check_trait(const std::string& what, const at::Tensor& t, const fused::Trait& trait) {
+  TORCH_CHECK_VALUE(t.scalar_type() == trait.dtype && t.device().type() == trait.device, "weft: ", what, " is ",
+                    dtype_name(t.scalar_type()), " on ", t.device(), ", the pipeline's text describes ",
+                    dtype_name(trait.dtype), " on ", c10::DeviceTypeName(trait.device, /*lower_case=*/true), ".");
 }
 
 at::ScalarType autocast_dtype(c10::DeviceType device) {
@@ -89,13 +117,55 @@ bool supports_autocast(c10::DeviceType device) { return device != c10::DeviceTyp
 
 }  // namespace
 
+std::string param_name(const Pipeline& pipeline, int index) {
+  for (int i = 0; i < pipeline.size(); ++i)
+    if (index < pipeline.param_base(i + 1))
+      return "parameter '" + pipeline.params()[index].name + "' of operation " + std::to_string(i) + " (" +
+             std::string(pipeline.op(i).name()) + ")";
+  return "parameter " + std::to_string(index);
+}
+
+void check_modes() {
+  const auto included = c10::impl::tls_local_dispatch_key_set().included_;
+  if (!included.has_any(kUnsupportedModes)) return;
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !included.has(DispatchKey::Tracer),
+      "weft: torch.jit.trace cannot record weft's operations: it would store their results as constants. Use "
+      "torch.export.export or torch.compile, and for ONNX torch.onnx.export(..., dynamo=True).");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false,
+      "weft: called inside a function transform of torch.func (grad, vmap, jvp …), which weft's operations do "
+      "not support; call them outside of it, or use torch.autograd.");
+}
+
+void check_counts(const Pipeline& pipeline, size_t params, size_t extras) {
+  TORCH_CHECK_VALUE(extras == pipeline.caller_inputs().size(), "The pipeline takes ", pipeline.caller_inputs().size(),
+                    " extra inputs, got ", extras, ".");
+  TORCH_CHECK_VALUE(params == pipeline.params().size(), "The pipeline has ", pipeline.params().size(),
+                    " parameters, got ", params, ".");
+}
+
+void check_described(const Pipeline& pipeline, const fused::PlanKey& key, const at::Tensor& x, ops::Params params,
+                     c10::ArrayRef<at::Tensor> extras) {
+  TORCH_CHECK_VALUE(x.defined(), "weft: the input is an undefined tensor.");
+  check_counts(pipeline, params.size(), extras.size());
+  if (!usual(x)) refuse("the input", x);
+  check_trait("the input", x, key.trait(0));
+  const int num_extras = static_cast<int>(extras.size());
+  for (int k = 0; k < num_extras; ++k) {
+    check_extra(k, extras[k], x);
+    check_trait("extra input " + std::to_string(k), extras[k], key.trait(1 + k));
+  }
+  for (int p = 0; p < static_cast<int>(params.size()); ++p) {
+    check_param(pipeline, p, params[p], x);
+    check_trait(param_name(pipeline, p), params[p], key.trait(1 + num_extras + p));
+  }
+}
+
 fused::PlanKey enter(const Pipeline& pipeline, const at::Tensor& x, ops::Params params,
                      c10::ArrayRef<at::Tensor> extras, uint64_t eval_mask) {
   TORCH_CHECK_VALUE(x.defined(), "weft: the input is an undefined tensor.");
-  TORCH_CHECK_VALUE(extras.size() == pipeline.caller_inputs().size(), "The pipeline takes ",
-                    pipeline.caller_inputs().size(), " extra inputs, got ", extras.size(), ".");
-  TORCH_CHECK_VALUE(params.size() == pipeline.params().size(), "The pipeline has ", pipeline.params().size(),
-                    " parameters, got ", params.size(), ".");
+  check_counts(pipeline, params.size(), extras.size());
   const bool grad_mode = c10::GradMode::is_enabled();
   const auto device = x.device().type();
   fused::PlanKey key(grad_mode, supports_autocast(device) ? autocast_dtype(device) : at::ScalarType::Undefined,
@@ -104,22 +174,15 @@ fused::PlanKey enter(const Pipeline& pipeline, const at::Tensor& x, ops::Params 
     refuse("the input of " + std::string(pipeline.size() > 0 ? pipeline.op(0).name() : "an empty pipeline"), x);
   key.add(fused::Trait::of(x, grad_mode).pack());
   for (size_t k = 0; k < extras.size(); ++k) {
-    TORCH_CHECK_VALUE(extras[k].defined(), "weft: extra input ", k, " is an undefined tensor.");
-    if (!usual(extras[k])) refuse("extra input " + std::to_string(k), extras[k]);
+    check_extra(static_cast<int>(k), extras[k], x);
     key.add(fused::Trait::of(extras[k], grad_mode).pack());
   }
   for (size_t p = 0; p < params.size(); ++p) {
-    const auto& param = params[p];
-    TORCH_CHECK_VALUE(param.defined(), "weft: ", param_name(pipeline, static_cast<int>(p)), " is missing.");
-    if (!usual(param)) refuse(param_name(pipeline, static_cast<int>(p)), param);
-    TORCH_CHECK_VALUE(
-        param.device() == x.device(), "weft: the input is on ", x.device(), ", ",
-        param_name(pipeline, static_cast<int>(p)), " on ", param.device(), ".",
-        param.is_meta() ? " Materialise it first: module.to_empty(device=…), then reset_parameters()." : "");
-    key.add(fused::Trait::of(param, grad_mode).pack());
+    check_param(pipeline, static_cast<int>(p), params[p], x);
+    key.add(fused::Trait::of(params[p], grad_mode).pack());
   }
   if (forward_mode()) check_tangents(pipeline, x, params, extras);
-  check_transform();
+  check_modes();
   return key;
 }
 

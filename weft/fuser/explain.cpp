@@ -51,10 +51,18 @@ std::vector<Explanation::StepLine> lines(const Pipeline& pipeline, const std::ve
 
 void list_saved(Explanation& out, const Pipeline& pipeline, const Plan& plan, const at::Tensor& x, ops::Params params,
                 c10::ArrayRef<at::Tensor> extras) {
-  out.saved_known = !plan.process_local;
-  if (!out.saved_known) return;
+  CallShapes shapes;
+  try {
+    if (plan.process_local)
+      out.saved_unknown = "an operation is written in Python";
+    else
+      shapes = infer(pipeline, plan, x, params, extras);
+  } catch (const c10::ValueError& error) {
+    out.saved_unknown = error.what_without_backtrace();
+  }
+  out.saved_known = out.saved_unknown.empty();
   std::set<std::pair<int, at::ScalarType>> kept;
-  for (const auto& slot : infer(pipeline, plan, x, params, extras).saved) {
+  for (const auto& slot : shapes.saved) {
     if (!slot.spec) continue;
     std::string shared;
     if (slot.keeps_value_of == -1) {
@@ -145,9 +153,7 @@ int64_t Explanation::saved_bytes() const {
   return bytes;
 }
 
-std::string Explanation::saved_text() const {
-  return saved_known ? human(saved_bytes()) : "unknown, since an operation is written in Python";
-}
+std::string Explanation::saved_text() const { return saved_known ? human(saved_bytes()) : "unknown: " + saved_unknown; }
 
 Explanation explain(Fuser& fuser, const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras,
                     uint64_t eval_mask) {

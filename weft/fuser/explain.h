@@ -42,6 +42,7 @@ struct Explanation {
   std::vector<Channel> channels;
   std::vector<int> from_caller, to_caller;      // operations whose extra inputs the caller gives, whose outputs it gets
   bool saved_known = true;                      // false if an operation cannot tell its sizes
+  std::string saved_unknown = {};               // why
   bool packs = false;                           // a step multiplies by packed weights
   int64_t packed_bytes = 0, packing_limit = 0;  // of all pipelines together
 

@@ -5,6 +5,7 @@
 #include <sstream>
 
 #include "weft/fuser/below_autograd.h"
+#include "weft/fuser/door.h"
 #include "weft/fuser/executor.h"
 
 namespace weft::fuser {
@@ -12,6 +13,7 @@ namespace {
 
 using fused::PlanKey;
 using fused::Trait;
+using ops::Spec;
 
 /// Also of integers, which extra inputs may be.
 std::string_view trait_dtype(at::ScalarType dtype) {
@@ -39,9 +41,9 @@ PlanKey key_from(Cursor& text, const Pipeline& pipeline) {
   text.expect("@call(autocast=");
   const auto autocast = text.value();
   text.expect(", eval=");
-  const auto eval = static_cast<uint64_t>(text.integer());
+  const auto eval = text.bits();
   text.expect(", tensors=");
-  std::istringstream words(std::get<std::string>(text.value()));
+  std::istringstream words(text.string());
   text.expect(")");
   const auto* dtype = std::get_if<std::string>(&autocast);
   PlanKey key(true, dtype ? dtype_from_name(*dtype) : at::ScalarType::Undefined, fused::rules_version(), eval);
@@ -97,48 +99,92 @@ std::string describe(const Pipeline& pipeline, const PlanKey& key) {
          ", tensors=" + to_text(tensors) + ")";
 }
 
+namespace {
+
+/// The tensors of a call, contiguous where the text says so: fused operations were chosen for that.
+Tensors as_described(const PlanKey& key, int first, c10::ArrayRef<at::Tensor> tensors) {
+  Tensors list;
+  for (size_t i = 0; i < tensors.size(); ++i)
+    list.push_back(key.trait(first + static_cast<int>(i)).contiguous ? tensors[i].contiguous() : tensors[i]);
+  return list;
+}
+
+void check_spec(const char* what, size_t index, const at::Tensor& t, const Spec& spec, const at::Tensor& x) {
+  const bool fits = ops::same_sizes(t.sym_sizes(), spec.sizes) && t.scalar_type() == spec.dtype;
+  TORCH_CHECK_VALUE(fits && t.device() == x.device(), "weft: ", what, " ", index, " is ", dtype_name(t.scalar_type()),
+                    " of shape ", t.sizes(), " on ", t.device(), ", expected ", dtype_name(spec.dtype), " of shape ",
+                    spec.sizes, " on ", x.device(), ".");
+}
+
+/// What forward saved, checked against `infer`; empty slots are undefined.
+std::vector<at::Tensor> checked_saved(const CallShapes& shapes, c10::ArrayRef<at::Tensor> saved, const at::Tensor& x) {
+  TORCH_CHECK_VALUE(saved.size() == shapes.saved.size(), "The pipeline saves ", shapes.saved.size(), " tensors, got ",
+                    saved.size(), ".");
+  std::vector<at::Tensor> kept(saved.size());
+  for (size_t k = 0; k < saved.size(); ++k) {
+    const auto& slot = shapes.saved[k];
+    if (!slot.spec) continue;
+    kept[k] = slot.keeps_value_of == -1 ? x.reshape_symint(slot.spec->sizes) : saved[k];
+    TORCH_CHECK_VALUE(kept[k].defined(), "weft: saved tensor ", k, " is undefined.");
+    check_spec("saved tensor", k, kept[k], *slot.spec, x);
+  }
+  check_gradients(kept);
+  return kept;
+}
+
+void check_grads(const CallShapes& shapes, c10::ArrayRef<at::Tensor> grads, const at::Tensor& x) {
+  TORCH_CHECK_VALUE(grads.size() == shapes.outputs.size(), "The pipeline has ", shapes.outputs.size(), " outputs, got ",
+                    grads.size(), " gradients.");
+  for (size_t k = 0; k < grads.size(); ++k)
+    if (grads[k].defined()) check_spec("the gradient of output", k, grads[k], shapes.outputs[k], x);
+  check_gradients(grads);
+}
+
+}  // namespace
+
 Forward forward(const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras, std::string_view text) {
   const auto [name, version, pipeline, plan] = program(text);
-  TORCH_CHECK_VALUE(params.size() == pipeline->params().size(), "The pipeline has ", pipeline->params().size(),
-                    " parameters, got ", params.size(), ".");
-  TORCH_CHECK_VALUE(extras.size() == pipeline->caller_inputs().size(), "The pipeline takes ",
-                    pipeline->caller_inputs().size(), " extra inputs, got ", extras.size(), ".");
-  const BelowAutograd below;
+  check_described(*pipeline, plan->key, x, params, extras);
   Forward out;
+  out.shapes = infer(*pipeline, *plan, x, params, extras);
+  const BelowAutograd below;
+  const auto inputs = as_described(plan->key, 0, x), given = as_described(plan->key, 1, extras);
+  const auto held = as_described(plan->key, 1 + static_cast<int>(extras.size()), params);
   out.saved.resize(plan->num_saved);
   Tensors extra_in(pipeline->num_extra_in()), extra_out(pipeline->num_extra_out());
-  for (size_t k = 0; k < extras.size(); ++k) extra_in[pipeline->caller_inputs()[k]] = extras[k];
+  for (size_t k = 0; k < extras.size(); ++k) extra_in[pipeline->caller_inputs()[k]] = given[k];
   ops::Frame frame{.saved = out.saved.data(),
                    .extra_in = extra_in.data(),
                    .extra_out = extra_out.data(),
                    .param_grads = nullptr,
-                   .params = params.data(),
+                   .params = held.data(),
                    .more_saved = nullptr,
                    .states = nullptr,
                    .leaves = nullptr};
-  out.outputs.push_back(run_forward(*pipeline, *plan, frame, x));
+  out.outputs.push_back(run_forward(*pipeline, *plan, frame, inputs[0]));
   for (const int slot : pipeline->caller_outputs()) out.outputs.push_back(std::move(extra_out[slot]));
   return out;
 }
 
-std::vector<at::Tensor> backward(c10::ArrayRef<at::Tensor> grads, c10::ArrayRef<at::Tensor> saved, ops::Params params,
-                                 std::string_view text) {
+std::vector<at::Tensor> backward(c10::ArrayRef<at::Tensor> grads, c10::ArrayRef<at::Tensor> saved, const at::Tensor& x,
+                                 ops::Params params, c10::ArrayRef<at::Tensor> extras, std::string_view text) {
   const auto [name, version, pipeline, plan] = program(text);
+  check_described(*pipeline, plan->key, x, params, extras);
+  const auto shapes = infer(*pipeline, *plan, x, params, extras);
+  check_grads(shapes, grads, x);
+  const BelowAutograd below;
+  auto kept = checked_saved(shapes, saved, as_described(plan->key, 0, x)[0]);
+  const auto held = as_described(plan->key, 1 + static_cast<int>(extras.size()), params);
   const auto& outputs = pipeline->caller_outputs();
   const auto& inputs = pipeline->caller_inputs();
-  TORCH_CHECK_VALUE(grads.size() == 1 + outputs.size(), "The pipeline has ", 1 + outputs.size(), " outputs, got ",
-                    grads.size(), " gradients.");
-  TORCH_CHECK_VALUE(static_cast<int>(saved.size()) == plan->num_saved, "The pipeline saves ", plan->num_saved,
-                    " tensors, got ", saved.size(), ".");
-  const BelowAutograd below;
-  std::vector<at::Tensor> kept(saved.begin(), saved.end()), out(1 + params.size() + inputs.size());
+  std::vector<at::Tensor> out(1 + params.size() + inputs.size());
   Tensors extra_in(pipeline->num_extra_in()), extra_out(pipeline->num_extra_out());
   for (size_t k = 0; k < outputs.size(); ++k) extra_out[outputs[k]] = grads[1 + k];
   ops::Frame frame{.saved = kept.data(),
                    .extra_in = extra_in.data(),
                    .extra_out = extra_out.data(),
                    .param_grads = out.data() + 1,
-                   .params = params.data(),
+                   .params = held.data(),
                    .more_saved = nullptr,
                    .states = nullptr,
                    .leaves = nullptr};

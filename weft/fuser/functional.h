@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "weft/fuser/fuser.h"
+#include "weft/fuser/infer.h"
 
 namespace weft::fuser {
 
@@ -24,15 +25,18 @@ struct Program {
 };
 Program program(std::string_view text);
 
+/// Every count, size, dtype and device is checked against `text` before it is used; a mismatch raises ValueError.
 struct Forward {
   std::vector<at::Tensor> outputs;  // the main one, then the extra ones
   std::vector<at::Tensor> saved;    // for `backward`; undefined where a slot stays empty
+  CallShapes shapes;
 };
 Forward forward(const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras, std::string_view text);
 
 /// Gradients of x, parameters and extra inputs, in this order; undefined where none was wanted. `grads` belong to
-/// `outputs`, an undefined one is zero.
-std::vector<at::Tensor> backward(c10::ArrayRef<at::Tensor> grads, c10::ArrayRef<at::Tensor> saved, ops::Params params,
-                                 std::string_view text);
+/// `outputs`, an undefined one is zero; `x`, `params` and `extras` are those of the forward call. A slot of `saved`
+/// that keeps x itself is not read: x stands in for it.
+std::vector<at::Tensor> backward(c10::ArrayRef<at::Tensor> grads, c10::ArrayRef<at::Tensor> saved, const at::Tensor& x,
+                                 ops::Params params, c10::ArrayRef<at::Tensor> extras, std::string_view text);
 
 }  // namespace weft::fuser

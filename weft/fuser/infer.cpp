@@ -1,5 +1,7 @@
 #include "weft/fuser/infer.h"
 
+#include "weft/fuser/door.h"
+
 namespace weft::fuser {
 
 using ops::Spec;
@@ -22,6 +24,14 @@ static bool filled(const Plan& plan, int i, int slot) {
 CallShapes infer(const Pipeline& pipeline, const Plan& plan, Spec x, const std::vector<Spec>& params,
                  const std::vector<Spec>& extras) {
   TORCH_CHECK_NOT_IMPLEMENTED(plan.num_saved == pipeline.num_saved(), "A joint fused operation cannot tell its sizes.");
+  check_counts(pipeline, params.size(), extras.size());
+  for (size_t p = 0; p < params.size(); ++p) {
+    const auto& shape = pipeline.params()[p].shape;
+    const std::vector<c10::SymInt> expected(shape.begin(), shape.end());
+    const bool fits = pipeline.params()[p].any_shape || ops::same_sizes(params[p].sizes, expected);
+    TORCH_CHECK_VALUE(fits, "weft: ", param_name(pipeline, static_cast<int>(p)), " has shape ", params[p].sizes,
+                      ", expected ", at::IntArrayRef(shape), ".");
+  }
   std::vector<Spec> extra_in(pipeline.num_extra_in()), extra_out(pipeline.num_extra_out());
   for (size_t k = 0; k < extras.size(); ++k) extra_in[pipeline.caller_inputs()[k]] = extras[k];
   const auto slice = [](const std::vector<Spec>& all, int from, int to) {
@@ -35,6 +45,9 @@ CallShapes infer(const Pipeline& pipeline, const Plan& plan, Spec x, const std::
     auto made =
         pipeline.op(i).infer(plan.ops[i], x, slice(extra_in, pipeline.extra_in_base(i), pipeline.extra_in_base(i + 1)),
                              slice(params, pipeline.param_base(i), pipeline.param_base(i + 1)));
+    const auto flops = pipeline.op(i).flops(plan.ops[i], x);
+    out.flops.forward += flops.forward;
+    out.flops.backward += flops.backward;
     const auto names = pipeline.op(i).saved_names();
     for (size_t k = 0; k < names.size(); ++k) {
       if (!filled(plan, i, static_cast<int>(k))) made.saved[k].reset();

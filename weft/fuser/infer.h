@@ -20,9 +20,11 @@ struct SavedSlot {
 struct CallShapes {
   std::vector<ops::Spec> outputs;  // the main one, then the extra ones
   std::vector<SavedSlot> saved;    // in the order of the slots
+  ops::Flops flops;                // of the GEMMs
 };
 
-/// Raises NotImplementedError if an operation cannot tell (one written in Python).
+/// Raises ValueError if tensors are missing or of sizes that an operation does not take, NotImplementedError if an
+/// operation cannot tell (one written in Python).
 CallShapes infer(const Pipeline& pipeline, const Plan& plan, ops::Spec x, const std::vector<ops::Spec>& params,
                  const std::vector<ops::Spec>& extras);
 

@@ -22,7 +22,7 @@ Stage parse_stage(Cursor& text) {
     keywords.emplace_back(std::move(key), text.value());
   }
   Stage stage{.op = ops::op_type(name).make(keywords), .in = {}, .out = {}};
-  const auto channel = [&] { return text.accept("-") ? std::string{} : std::get<std::string>(text.value()); };
+  const auto channel = [&] { return text.accept("-") ? std::string{} : text.string(); };
   while (text.accept("<")) stage.in.push_back(channel());
   while (text.accept(">")) {
     const bool hidden = text.accept(">");

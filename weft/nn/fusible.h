@@ -34,8 +34,8 @@ class Fusible : public torch::nn::Module {
 
   /// Whether some weight gradient is put off until `backward_dw` (delay_wgrad_compute).
   bool need_backward_dw() const;
-  /// Computes the weight gradients that the oldest backward put off, last operation first, then runs the hooks. Does
-  /// nothing if none waits. To be called once after each backward.
+  /// Computes the weight gradients that the oldest backward delayed, last operation first, then runs the hooks. Does
+  /// nothing if none are pending. Call it once after each backward, however often the module was used in it.
   virtual void backward_dw();
   /// `hook` runs after each `backward_dw` that computed something.
   void register_wgrad_accumulation_and_reduce_hooks(std::function<void()> hook);

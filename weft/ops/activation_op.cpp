@@ -13,7 +13,7 @@ ActivationOp::ActivationOp(std::string_view name, kernels::Act act, bool cache_q
 
 Inferred ActivationOp::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
   const auto input = x.as(plan.dtype(x.dtype));
-  Inferred out{.y = activation_output(act_, input), .extra_outputs = {}, .saved = {}};
+  Inferred out{.y = activation_output(name(), act_, input), .extra_outputs = {}, .saved = {}};
   out.saved.resize(1);
   if (plan.input_wanted) out.saved[kInput] = input;
   return out;
@@ -43,8 +43,15 @@ at::Tensor activation_input(std::string_view name, const kernels::Act& act, cons
   return as_dtype(x, dtype);
 }
 
-Spec activation_output(const kernels::Act& act, const Spec& x) {
-  return act.gated() ? x.with_last(x.sizes.back() / 2) : x;
+Spec activation_output(std::string_view name, const kernels::Act& act, const Spec& x) {
+  TORCH_CHECK(at::isFloatingType(x.dtype), "Unsupported dtype: ", name, " got ", dtype_name(x.dtype),
+              ", expected float32, float64, float16 or bfloat16.");
+  if (!act.gated()) return x;
+  TORCH_CHECK_VALUE(!x.sizes.empty(), name, ": input has no dimensions, expected at least one.");
+  const auto step = 2 * std::max<int64_t>(act.interleave, 1);
+  TORCH_CHECK_VALUE(same_size(x.sizes.back() % step, 0), name, ": input has ", x.sizes.back(),
+                    " columns, expected a multiple of ", step, ".");
+  return x.with_last(x.sizes.back() / 2);
 }
 
 void check_positive(std::string_view op, std::string_view argument, double value) {

@@ -31,7 +31,7 @@ class ActivationOp : public BasicOp {
 /// `x` in `dtype`. Raises RuntimeError if activations do not know it, ValueError if `x` does not split as `act` says.
 at::Tensor activation_input(std::string_view name, const kernels::Act& act, const at::Tensor& x, at::ScalarType dtype);
 /// Sizes and dtype of act(x).
-Spec activation_output(const kernels::Act& act, const Spec& x);
+Spec activation_output(std::string_view name, const kernels::Act& act, const Spec& x);
 /// Raises ValueError, naming the argument, unless `value` is finite and more than 0.
 void check_positive(std::string_view op, std::string_view argument, double value);
 /// The `glu_interleave_size` of a call as `Act` has it: 0 if not given, ValueError if not positive.

@@ -53,6 +53,11 @@ kernels::Choice BasicLinear::kernel(c10::DeviceType device, at::ScalarType dtype
 }
 
 Inferred BasicLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const {
+  const bool fits = !x.sizes.empty() && same_size(x.sizes.back(), params[0].sizes[1]);
+  TORCH_CHECK_VALUE(fits, "Linear: input has shape ", x.sizes, ", the weight takes ", params[0].sizes[1],
+                    " features; the last dimension must equal them.");
+  TORCH_CHECK_VALUE(!options_.sequence_parallel || x.sizes.size() > 1, "Linear: input has shape ", x.sizes,
+                    "; sequence_parallel splits the first dimension, expected one before the features.");
   const auto dtype = plan.dtype(params[0].dtype);
   Inferred out{.y = x.with_last(params[0].sizes[0]).as(dtype), .extra_outputs = {}, .saved = {}};
   if (gathers_input()) out.y.sizes[0] = x.sizes[0] * options_.tensor_parallel_size;
@@ -61,6 +66,12 @@ Inferred BasicLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spe
   if (plan.param_wanted[0]) out.saved[kInput] = x.as(dtype);
   if (plan.input_wanted && params[0].dtype != dtype) out.saved[kCastWeight] = params[0].as(dtype);
   return out;
+}
+
+Flops BasicLinear::flops(const OpPlan& plan, const Spec& x) const {
+  const int64_t ranks = gathers_input() ? options_.tensor_parallel_size : 1;
+  const auto gemm = 2 * x.rows() * ranks * local_in() * local_out();
+  return {.forward = gemm, .backward = gemm * (int{plan.input_wanted} + int{plan.param_wanted[0] != 0})};
 }
 
 // ---- between ranks ------------------------------------------------------------------------------------------------

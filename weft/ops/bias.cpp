@@ -29,6 +29,9 @@ std::vector<ParamSpec> Bias::params() const {
 }
 
 Inferred Bias::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const {
+  const bool fits = !x.sizes.empty() && same_size(x.sizes.back(), params[0].sizes[0]);
+  TORCH_CHECK_VALUE(fits, "Bias: input has shape ", x.sizes, ", bias has ", params[0].sizes[0],
+                    " values; the last dimension must equal them.");
   const bool autocast = plan.autocast != at::ScalarType::Undefined;
   return {.y = autocast ? x : x.as(c10::promoteTypes(x.dtype, params[0].dtype)), .extra_outputs = {}, .saved = {}};
 }

@@ -2,9 +2,11 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 
 #include <algorithm>
 #include <array>
+#include <mutex>
 
 #include "weft/kernels/gemm.h"
 #include "weft/ops/registry.h"
@@ -35,10 +37,62 @@ at::Tensor as_written(const at::Tensor& given, int64_t columns) {
 /// that nobody uses it for backward once that was written again.
 at::Tensor returned(const at::Tensor& matrix, const at::Tensor& like, const at::Tensor& given) {
   auto t = like_leading(matrix, like);
-  if (!given.defined() || t.is_inference() || given.is_inference()) return t;
-  t.unsafeGetTensorImpl()->set_version_counter(given.unsafeGetTensorImpl()->version_counter());
-  return t;
+  return given.defined() ? sharing_version(std::move(t), given) : t;
 }
+
+/// Gradients that lie in buffers of callers, by address. Each has a storage of its own, so that it can move to memory
+/// of its own when the buffer is written again while some alias of it is still in use.
+class GradientsInBuffers {
+ public:
+  static GradientsInBuffers& instance() {
+    static auto* table = new GradientsInBuffers;  // never destroyed: a tensor may outlive any order of exit
+    return *table;
+  }
+
+  /// The gradient in `buffer`, with the sizes of the buffer.
+  at::Tensor add(const at::Tensor& buffer) {
+    auto gradient = at::from_blob(buffer.data_ptr(), buffer.sizes(), [buffer](void*) {}, buffer.options());
+    if (!gradient.is_inference() && !buffer.is_inference())
+      gradient.unsafeGetTensorImpl()->set_version_counter(buffer.unsafeGetTensorImpl()->version_counter());
+    const std::lock_guard lock(mutex_);
+    entries_.push_back({range(buffer), gradient.storage().getWeakStorageImpl()});
+    return gradient;
+  }
+
+  /// Moves gradients out of `buffer`, which is about to be written.
+  void move_out_of(const at::Tensor& buffer) {
+    std::vector<c10::intrusive_ptr<c10::StorageImpl>> in_use;
+    const auto [begin, end] = range(buffer);
+    {
+      const std::lock_guard lock(mutex_);
+      std::erase_if(entries_, [&](Entry& e) {
+        const bool overlaps = e.range.first < end && begin < e.range.second;
+        if (!overlaps) return e.storage.expired();
+        if (auto storage = e.storage.lock()) in_use.push_back(std::move(storage));
+        return true;
+      });
+    }
+    for (auto& storage : in_use) {
+      const auto bytes = at::empty({0}, buffer.options().dtype(at::kByte)).set_(c10::Storage(storage)).clone();
+      storage->set_data_ptr(
+          bytes.storage().unsafeGetStorageImpl()->set_data_ptr(c10::DataPtr(nullptr, buffer.device())));
+    }
+  }
+
+ private:
+  using Range = std::pair<const char*, const char*>;
+  struct Entry {
+    Range range;
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  };
+  static Range range(const at::Tensor& t) {
+    const auto* begin = static_cast<const char*>(t.const_data_ptr());
+    return {begin, begin + t.nbytes()};
+  }
+
+  std::mutex mutex_;
+  std::vector<Entry> entries_;
+};
 
 /// One matrix for each group; copies of those that have gaps.
 kernels::GroupedMatrix without_gaps(Params list, int64_t rows, int64_t columns) {
@@ -56,6 +110,8 @@ GroupedLinear::GroupedLinear(Options options) : options_(options) {
     TORCH_CHECK_VALUE(value > 0, "GroupedLinear: ", what, " is ", value, ", expected 1 or more.");
   };
   positive("num_groups", options_.num_groups);
+  TORCH_CHECK_VALUE(options_.num_groups <= kMaxGroups, "GroupedLinear: num_groups is ", options_.num_groups,
+                    ", expected at most ", kMaxGroups, ".");
   positive("in_features", options_.in_features);
   positive("out_features", options_.out_features);
   TORCH_CHECK_VALUE(at::isFloatingType(options_.dtype), "GroupedLinear: dtype is ", dtype_name(options_.dtype),
@@ -262,7 +318,11 @@ at::Tensor GroupedLinear::input_product(OpContext& ctx, const at::Tensor& dy, Pa
   auto cast = ctx.saved(kCastWeight);
   const auto w = cast.defined() ? kernels::GroupedMatrix(cast) : weights_of(params, dy.scalar_type(), cast);
   kernels::GroupedEpilogue epilogue{.path = path()};
-  if (const auto* given = ctx.buffers()) epilogue.out = as_written(given->grad_input, options_.in_features);
+  const auto* given = ctx.buffers();
+  if (given && given->grad_input.defined()) {
+    GradientsInBuffers::instance().move_out_of(given->grad_input);
+    epilogue.out = as_written(given->grad_input, options_.in_features);
+  }
   return kernels::grouped_gemm(kernels::GroupIndex(ctx.saved(kSplits)), dy, w, /*transposed=*/false, epilogue);
 }
 
@@ -295,6 +355,13 @@ kernels::Choice GroupedLinear::kernel(c10::DeviceType device, at::ScalarType dty
 
 Inferred GroupedLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra,
                               c10::ArrayRef<Spec> params) const {
+  TORCH_CHECK_VALUE(!x.sizes.empty() && same_size(x.sizes.back(), options_.in_features),
+                    "GroupedLinear: input has shape ", x.sizes, ", expected ", options_.in_features,
+                    " features in the last dimension.");
+  TORCH_CHECK_VALUE(same_size(extra[kSplitSizes].numel(), options_.num_groups), "GroupedLinear: expected ",
+                    options_.num_groups, " split sizes, one for each group, got ", extra[kSplitSizes].numel(), ".");
+  TORCH_CHECK_VALUE(!scales_bias() || same_size(extra[kBiasScales].numel(), x.rows()),
+                    "GroupedLinear: the bias scales must hold one value for each of the ", x.rows(), " rows.");
   const auto given = params[first_weight()].dtype, dtype = plan.dtype(given);
   Inferred out{.y = x.with_last(options_.out_features).as(dtype), .extra_outputs = {}, .saved = {}};
   out.saved.resize(4);
@@ -307,12 +374,20 @@ Inferred GroupedLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<S
   return out;
 }
 
+Flops GroupedLinear::flops(const OpPlan& plan, const Spec& x) const {
+  const auto gemm = 2 * x.rows() * options_.in_features * options_.out_features;
+  return {.forward = gemm, .backward = gemm * (int{plan.input_wanted} + int{plan.param_wanted[first_weight()] != 0})};
+}
+
 at::Tensor GroupedLinear::output(const OpContext& ctx, const at::Tensor& y, const at::Tensor& like) const {
   return returned(y, like, ctx.buffers() ? ctx.buffers()->output : at::Tensor());
 }
 
 at::Tensor GroupedLinear::input_gradient(const OpContext& ctx, const at::Tensor& dx, const at::Tensor& like) const {
-  return dx.defined() ? returned(dx, like, ctx.buffers() ? ctx.buffers()->grad_input : at::Tensor()) : dx;
+  const auto buffer = ctx.buffers() ? ctx.buffers()->grad_input : at::Tensor();
+  const bool in_buffer = dx.defined() && buffer.defined() && dx.numel() > 0 && dx.is_alias_of(buffer);
+  if (in_buffer) return GradientsInBuffers::instance().add(buffer);
+  return dx.defined() ? like_leading(dx, like) : dx;
 }
 
 at::Tensor GroupedLinear::forward(OpContext& ctx, const at::Tensor& x, Params params) const {

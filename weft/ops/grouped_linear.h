@@ -38,6 +38,7 @@ class GroupedLinear final : public Op<GroupedLinear> {
     }
   };
   enum Saved { kInput, kSplits, kScales, kCastWeight };
+  static constexpr int64_t kMaxGroups = 1 << 16;
   enum Extra { kSplitSizes, kBiasScales };
 
   explicit GroupedLinear(Options options);
@@ -55,6 +56,7 @@ class GroupedLinear final : public Op<GroupedLinear> {
   kernels::Choice kernel(c10::DeviceType device, at::ScalarType dtype, bool backward) const override;
   Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra,
                  c10::ArrayRef<Spec> params) const override;
+  Flops flops(const OpPlan& plan, const Spec& x) const override;
   at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;
   at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const override;
   bool delays_wgrad() const override { return options_.delay_wgrad_compute; }

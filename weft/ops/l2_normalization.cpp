@@ -7,6 +7,7 @@
 namespace weft::ops {
 
 Inferred L2Normalization::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
+  TORCH_CHECK_VALUE(!x.sizes.empty(), "L2Normalization: input has no dimensions, expected at least one.");
   Inferred out{.y = x, .extra_outputs = {}, .saved = {}};
   out.saved.resize(2);
   if (plan.input_wanted) out.saved = {x, x.with_last(1).as(kernels::wide(x.dtype))};

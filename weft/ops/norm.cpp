@@ -37,7 +37,13 @@ at::Tensor gamma_of(const NormOptions& o, const at::Tensor& weight, at::ScalarTy
   return o.zero_centered_gamma ? at::add(gamma, 1) : gamma;
 }
 
-Spec input_spec(const OpPlan& plan, const Spec& x, const Spec& weight) { return x.as(plan.dtype(weight.dtype)); }
+Spec input_spec(std::string_view op, const OpPlan& plan, const Spec& x, const Spec& weight) {
+  const c10::SymIntArrayRef sizes(x.sizes), row(weight.sizes);
+  const bool ends_in_row = sizes.size() >= row.size() && same_sizes(sizes.slice(sizes.size() - row.size()), row);
+  TORCH_CHECK_VALUE(ends_in_row, op, ": input has shape ", sizes, ", normalized_shape is ", row,
+                    "; the trailing dimensions must equal it.");
+  return x.as(plan.dtype(weight.dtype));
+}
 
 /// The sizes of x, those of the row replaced by 1.
 Spec statistic_spec(const Spec& input, const Spec& weight) {
@@ -65,7 +71,7 @@ std::vector<ParamSpec> LayerNorm::params() const {
 }
 
 Inferred LayerNorm::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const {
-  const auto input = input_spec(plan, x, params[kWeight]);
+  const auto input = input_spec("LayerNorm", plan, x, params[kWeight]);
   Inferred out{.y = input, .extra_outputs = {}, .saved = {}};
   out.saved.resize(3);
   const auto statistic = statistic_spec(input, params[kWeight]);
@@ -109,7 +115,7 @@ at::Tensor LayerNorm::again(const OpContext& ctx, Params params) const {
 std::vector<ParamSpec> RMSNorm::params() const { return {weight_spec(options())}; }
 
 Inferred RMSNorm::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const {
-  const auto input = input_spec(plan, x, params[kWeight]);
+  const auto input = input_spec("RMSNorm", plan, x, params[kWeight]);
   Inferred out{.y = input, .extra_outputs = {}, .saved = {}};
   out.saved.resize(2);
   if (plan.records) out.saved = {input, statistic_spec(input, params[kWeight])};

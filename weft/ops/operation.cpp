@@ -10,9 +10,27 @@ Spec Spec::of(const at::Tensor& t) {
 }
 
 Spec Spec::with_last(c10::SymInt size) const {
+  TORCH_CHECK_VALUE(!sizes.empty(), "weft: the input has no dimensions, expected at least one.");
   Spec other = *this;
   other.sizes.back() = std::move(size);
   return other;
+}
+
+static c10::SymInt product(c10::SymIntArrayRef sizes) {
+  c10::SymInt product = 1;
+  for (const auto& size : sizes) product = product * size;
+  return product;
+}
+
+c10::SymInt Spec::numel() const { return product(sizes); }
+c10::SymInt Spec::rows() const {
+  return product(c10::SymIntArrayRef(sizes).slice(0, sizes.empty() ? 0 : sizes.size() - 1));
+}
+
+bool same_size(const c10::SymInt& a, const c10::SymInt& b) { return a.sym_eq(b).expect_true(__FILE__, __LINE__); }
+
+bool same_sizes(c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
+  return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin(), same_size);
 }
 
 namespace {

@@ -25,6 +25,8 @@ class BasicOp {
   virtual int extra_outputs() const { return 0; }
   /// Names of the slots it may fill for backward.
   virtual std::vector<std::string> saved_names() const { return {}; }
+  /// The slot that holds the weight in the compute dtype and stays empty where that is the parameter itself; -1: none.
+  virtual int weight_slot() const { return -1; }
   virtual DtypeRule dtype_rule() const { return DtypeRule::input; }
   /// True if training and evaluation differ.
   virtual bool depends_on_training() const { return false; }
@@ -42,8 +44,11 @@ class BasicOp {
   /// Which kernels compute it in `dtype` on `device`, and why no faster ones. For `explain()`.
   virtual kernels::Choice kernel(c10::DeviceType, at::ScalarType /*dtype*/, bool /*backward*/) const { return {}; }
 
+  /// Sizes and dtypes of what `forward` makes. Raises ValueError for sizes that either pass could not compute with:
+  /// backward runs after this check alone. `params` have the shapes of `params()`.
   virtual Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra,
                          c10::ArrayRef<Spec> params) const = 0;
+  virtual Flops flops(const OpPlan& /*plan*/, const Spec& /*x*/) const { return {}; }
   /// y of x; extra outputs through the context.
   virtual at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const = 0;
   /// dx of dy (undefined unless wanted); other gradients through the context. `dy` may be undefined, meaning zero, only

@@ -1,10 +1,12 @@
 #include "weft/ops/reshape.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/util/safe_numerics.h>
 
 #include <algorithm>
 
 #include "weft/ops/registry.h"
+#include "weft/ops/rows.h"
 
 namespace weft::ops {
 
@@ -19,10 +21,14 @@ Reshape::Reshape(Options options) : options_(std::move(options)) {
 }
 
 Inferred Reshape::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
-  c10::SymInt values = 1;
-  for (const auto& size : x.sizes) values = values * size;
+  const auto values = x.numel();
   int64_t known = 1;
-  for (const auto size : options_.shape) known *= size == -1 ? 1 : size;
+  bool fits = true;
+  for (const auto size : options_.shape) fits &= size == -1 || !c10::mul_overflows(known, size, &known);
+  const bool open = std::count(options_.shape.begin(), options_.shape.end(), -1) > 0;
+  fits = fits && (open ? known > 0 && same_size(values % known, 0) : same_size(values, known));
+  TORCH_CHECK_VALUE(fits, "Reshape: the input has shape ", x.sizes, ", which cannot be viewed as ", options_.shape,
+                    ".");
   Inferred out{.y = {{}, x.dtype}, .extra_outputs = {}, .saved = {}};
   for (const auto size : options_.shape) out.y.sizes.push_back(size == -1 ? values / known : c10::SymInt(size));
   out.saved.resize(1);
@@ -32,11 +38,11 @@ Inferred Reshape::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, 
 
 at::Tensor Reshape::forward(OpContext& ctx, const at::Tensor& x, Params) const {
   if (ctx.input_wanted()) ctx.save(kShape, at::empty({}, x.options()).expand(x.sizes()));
-  return x.reshape(options_.shape);
+  return sharing_version(x.reshape(options_.shape), x);
 }
 
 at::Tensor Reshape::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
-  return ctx.input_wanted() ? dy.reshape(ctx.saved(kShape).sizes()) : at::Tensor{};
+  return ctx.input_wanted() ? sharing_version(dy.reshape(ctx.saved(kShape).sizes()), dy) : at::Tensor{};
 }
 
 static const Register<Reshape> reshape{

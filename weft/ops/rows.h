@@ -3,6 +3,9 @@
 
 namespace weft::ops {
 
+/// `view`, made below autograd from `t` or a copy of it, counting versions with `t` if it shares the memory: a write
+/// into either is seen by whoever saved the other.
+at::Tensor sharing_version(at::Tensor view, const at::Tensor& t);
 /// [..., n] as [rows, n], also with 0 rows or n = 0. A view if the strides allow it.
 at::Tensor as_matrix(const at::Tensor& t);
 /// [rows, n] with the leading sizes of `like`.

@@ -23,6 +23,7 @@ struct ParamSpec {
   Read read = Read::never;  // by backward
   int64_t fan_in = 0;       // of fan_in_uniform: uniform in ±1/√fan_in
   bool sinks = false;       // its gradient goes where a WgradSink says, and may wait for backward_dw
+  bool any_shape = false;   // of an operation written in Python: `shape` and `dtype` are not known
 };
 
 /// Sizes (maybe symbolic) and dtype of a tensor that need not exist.
@@ -31,9 +32,21 @@ struct Spec {
   at::ScalarType dtype = at::kFloat;
 
   static Spec of(const at::Tensor& t);
-  /// The same sizes with the last one replaced.
+  /// The same sizes with the last one replaced. Raises ValueError for a scalar.
   Spec with_last(c10::SymInt size) const;
   Spec as(at::ScalarType other) const { return {sizes, other}; }
+  c10::SymInt numel() const;
+  /// The product of all sizes but the last.
+  c10::SymInt rows() const;
+};
+
+/// Whether two sizes are equal; for symbolic ones the compiler records that they are.
+bool same_size(const c10::SymInt& a, const c10::SymInt& b);
+bool same_sizes(c10::SymIntArrayRef a, c10::SymIntArrayRef b);
+
+/// Floating-point operations of the GEMMs in the two passes, counted as torch.utils.flop_counter does.
+struct Flops {
+  c10::SymInt forward = 0, backward = 0;
 };
 
 /// What one operation makes of its inputs. An empty entry of `saved` is a slot that stays empty.

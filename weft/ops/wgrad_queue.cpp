@@ -1,5 +1,7 @@
 #include "weft/ops/wgrad_queue.h"
 
+#include <set>
+
 namespace weft::ops {
 namespace {
 
@@ -19,29 +21,38 @@ void WgradQueue::put(WgradProduct product) {
   entries_.push_back({.product = std::move(product), .version = seen});
 }
 
-WgradProduct WgradQueue::pop() {
-  Entry entry;
+std::vector<WgradProduct> WgradQueue::pop_run() {
+  std::vector<WgradProduct> products;
+  bool changed = false;
   {
     const std::lock_guard lock(mutex_);
-    TORCH_CHECK(!entries_.empty(), "No weight gradient waits: call backward_dw() once after each backward.");
-    entry = std::move(entries_.front());
-    entries_.pop_front();
+    TORCH_CHECK(!entries_.empty(), "No weight gradient is pending: call backward_dw() once after each backward.");
+    const auto run = entries_.front().product.run;
+    std::erase_if(entries_, [&](Entry& entry) {
+      if (entry.product.run != run) return false;
+      changed |= version(entry.product) != entry.version;
+      products.push_back(std::move(entry.product));
+      return true;
+    });
   }
   TORCH_CHECK(
-      version(entry.product) == entry.version,
+      !changed,
       "The input, the output gradient or the splits of a delayed weight gradient was modified in place after backward. "
       "Call backward_dw() before you reuse these tensors.");
-  return std::move(entry.product);
+  return products;
 }
 
-size_t WgradQueue::size() const {
+size_t WgradQueue::runs() const {
   const std::lock_guard lock(mutex_);
-  return entries_.size();
+  std::set<int64_t> runs;
+  for (const auto& entry : entries_) runs.insert(entry.product.run);
+  return runs.size();
 }
 
 void WgradQueue::assert_empty() const {
-  const auto waiting = size();
-  TORCH_CHECK(waiting == 0, waiting, " weight gradients still wait: call backward_dw() once after each backward.");
+  const auto pending = runs();
+  TORCH_CHECK(pending == 0, "The weight gradients of ", pending,
+              " backward passes are pending: call backward_dw() once after each backward.");
 }
 
 }  // namespace weft::ops

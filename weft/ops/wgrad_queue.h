@@ -1,18 +1,20 @@
 #pragma once
 #include <deque>
 #include <mutex>
+#include <vector>
 
 #include "weft/ops/wgrad_sink.h"
 
 namespace weft::ops {
 
-/// Weight gradients that were put off, oldest first. Filled on an engine thread, emptied on the caller's.
+/// Delayed weight gradients, oldest first. Filled on autograd's threads, emptied on the caller's.
 class WgradQueue {
  public:
   void put(WgradProduct product);
-  /// The oldest one; raises if none waits, or if its tensors were written since.
-  WgradProduct pop();
-  size_t size() const;
+  /// All of the oldest backward; raises if there are none, or if their tensors were written since.
+  std::vector<WgradProduct> pop_run();
+  /// How many backwards they belong to.
+  size_t runs() const;
   /// Raises if some wait.
   void assert_empty() const;
 

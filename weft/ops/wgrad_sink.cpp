@@ -163,7 +163,7 @@ void weight_gradient(OpContext& ctx, const WgradOptions& options, int first, int
   }
   const auto params = leaves_of(ctx, options, first, count);
   const auto sinks = resolve_all(options, params, /*fetch=*/!options.delay);
-  product.run = ctx.leaves()->run();
+  if (options.delay || !sinks[0].add) product.run = ctx.leaves()->run();
   if (options.delay) {
     due().get(params[0])->queue.put(std::move(product));
   } else {
@@ -179,19 +179,20 @@ void weight_gradient(OpContext& ctx, const WgradOptions& options, int first, int
 
 bool backward_dw(const WgradOptions& options, Params params) {
   const auto found = due().find(params[0]);
-  if (!found || found->queue.size() == 0) return false;
+  if (!found || found->queue.runs() == 0) return false;
   const auto sinks = resolve_all(options, params, /*fetch=*/true);
-  const auto gradients = write(sinks, params, found->queue.pop());
-  for (size_t i = 0; i < params.size(); ++i) {
-    if (sinks[i].gives == WgradSink::Gives::dummy) wgrad_resolver(params[i]).set_added(params[i]);
-    if (!options.accumulate) add_to_grad(params[i], gradients[i]);
+  for (const auto& product : found->queue.pop_run()) {
+    const auto gradients = write(sinks, params, product);
+    for (size_t i = 0; i < params.size() && !options.accumulate; ++i) add_to_grad(params[i], gradients[i]);
   }
+  for (size_t i = 0; i < params.size(); ++i)
+    if (sinks[i].gives == WgradSink::Gives::dummy) wgrad_resolver(params[i]).set_added(params[i]);
   return true;
 }
 
 size_t pending_dw(const at::Tensor& param) {
   const auto found = due().find(param);
-  return found ? found->queue.size() : 0;
+  return found ? found->queue.runs() : 0;
 }
 
 at::Tensor dummy_gradient(const at::Tensor& param, bool zero) {

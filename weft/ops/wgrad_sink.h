@@ -29,7 +29,7 @@ struct WgradOptions {
 struct WgradProduct {
   at::Tensor dy, x;  // [..., out] and [..., in], of one dtype
   double scale = 1;
-  int64_t run = 0;                                 // the backward run it belongs to
+  int64_t run = 0;                                 // the backward it belongs to (Leaves::run), if that matters
   const std::function<void()>* between = nullptr;  // as in Epilogue; of a product that is not put off
   at::Tensor tiles = {};                           // of dyᵀ, if somebody has made them
   at::Tensor splits = {};                          // of a grouped weight: one parameter [G, out, in], or G of them
@@ -46,11 +46,11 @@ WgradSink resolve(const WgradOptions& options, const at::Tensor& param, bool fet
 ///   otherwise:  dW, or nothing if delayed
 void weight_gradient(OpContext& ctx, const WgradOptions& options, int first, int count, WgradProduct product);
 
-/// Computes the oldest gradient of `params` that was put off: into main_grad, or into .grad without accumulation. False
-/// if none waits. To be called below autograd.
+/// Computes the delayed gradients of `params` that the oldest backward left, however often it used them: into
+/// main_grad, or into .grad without accumulation. False if none are pending. To be called below autograd.
 bool backward_dw(const WgradOptions& options, Params params);
 
-/// How many gradients of `param`, or of the parameters whose first it is, wait for `backward_dw`.
+/// How many calls of `backward_dw` are due for `param`, or for the parameters whose first it is: one per backward.
 size_t pending_dw(const at::Tensor& param);
 
 /// A gradient that stands for one already written elsewhere: sizes, strides, dtype and device of `param`, memory shared

@@ -12,7 +12,7 @@ struct Rewriter {
   py::object function;
   fused::Pass pass;
 
-  std::vector<fused::Step> operator()(const std::vector<fused::Step>& steps, const fused::PlanView&) const {
+  std::vector<fused::Step> operator()(const std::vector<fused::Step>& steps, const fused::PlanView& view) const {
     const auto* modules = scope().ops;
     if (!modules) return steps;  // a pipeline made in C++ has no Python objects to show
     const py::gil_scoped_acquire gil;
@@ -21,7 +21,7 @@ struct Rewriter {
     const py::list after(function(before, py::arg("recipe") = py::none()));
     std::vector<fused::Step> out;
     int next = 0;
-    for (const auto item : after) out.push_back(step_from(item, *modules, next));
+    for (const auto item : after) out.push_back(step_from(item, *modules, view, next));
     TORCH_CHECK(next == static_cast<int>(modules->size()), "Fusion function '", name, "' returned a list that covers ",
                 next, " of ", modules->size(), " operations.");
     return out;
@@ -31,7 +31,8 @@ struct Rewriter {
     fused::Step step;
   };
 
-  fused::Step step_from(py::handle item, const std::vector<py::object>& modules, int& next) const {
+  fused::Step step_from(py::handle item, const std::vector<py::object>& modules, const fused::PlanView& view,
+                        int& next) const {
     if (py::isinstance<Opaque>(item)) {
       const auto step = item.cast<Opaque>().step;
       TORCH_CHECK(step.first == next, "Fusion function '", name, "' changed the order of operations.");
@@ -52,7 +53,7 @@ struct Rewriter {
                   "' must return the operations it was given, in order; position ", next, " is another object.");
       const auto& op = modules[next].attr("_description")().cast<const ops::BasicOp&>();
       shapes.push_back({pass == fused::Pass::joint || op.process_local(), op.extra_outputs(),
-                        static_cast<int>(op.saved_names().size())});
+                        static_cast<int>(op.saved_names().size()), op.weight_slot(), view.compute_dtypes[next]});
       ++next;
     }
     if (!is_fused) return {.fused = {}, .first = step.first, .count = 1, .min_rows = 0, .rule = {}, .own_base = 0};
@@ -69,11 +70,7 @@ int64_t add_function(const std::string& pass, const py::object& function, bool p
   const auto name = py::str(py::getattr(function, "__qualname__", py::repr(function))).cast<std::string>();
   fused::FusionRule rule{
       .name = name, .pass = which, .pattern = {}, .refuse = {}, .make = {}, .sample = {}, .min_rows = 0, .rewrite = {}};
-  // Rules are copied and dropped on any thread: the function is held by a pointer that dies under the GIL.
-  const std::shared_ptr<Rewriter> rewriter(new Rewriter{name, function, which}, [](Rewriter* r) {
-    const py::gil_scoped_acquire gil;
-    delete r;
-  });
+  const auto rewriter = hold(Rewriter{name, function, which});  // rules are copied and dropped on any thread
   rule.rewrite = [rewriter](const auto& steps, const auto& view) { return (*rewriter)(steps, view); };
   return fused::add_rule(std::move(rule), prepend);
 }
@@ -81,7 +78,7 @@ int64_t add_function(const std::string& pass, const py::object& function, bool p
 std::shared_ptr<ops::BasicOp> make_custom(const py::object& module, const py::list& params, int extra_inputs,
                                           int extra_outputs) {
   std::vector<ops::ParamSpec> specs;
-  for (const auto name : params) specs.push_back({name.cast<std::string>(), {}, at::kFloat, ops::Init::zeros});
+  for (const auto name : params) specs.push_back({.name = name.cast<std::string>(), .shape = {}, .any_shape = true});
   return std::make_shared<PyOp>(module, std::move(specs), extra_inputs, extra_outputs);
 }
 

@@ -1,5 +1,7 @@
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include "weft/fuser/door.h"
 #include "weft/fuser/functional.h"
-#include "weft/fuser/infer.h"
 #include "weft/python/module.h"
 
 namespace weft::python {
@@ -12,28 +14,51 @@ ops::Spec spec_from(const py::tuple& pair) {
   return spec;
 }
 
-std::vector<ops::Spec> specs_from(const py::list& list) {
-  std::vector<ops::Spec> specs;
-  for (const auto item : list) specs.push_back(spec_from(item.cast<py::tuple>()));
-  return specs;
-}
-
 py::tuple to_python(const ops::Spec& spec) {
   py::list sizes;
   for (const auto& size : spec.sizes) sizes.append(py::cast(size));
   return py::make_tuple(sizes, py::cast(spec.dtype));
 }
 
-/// Specs of the outputs and of the saved slots as the dispatcher op returns them; None for a slot that is empty there.
-py::tuple infer(const std::string& text, const py::tuple& x, const py::list& params, const py::list& extras) {
-  const auto program = fuser::program(text);
-  const auto shapes =
-      fuser::infer(*program.pipeline, *program.plan, spec_from(x), specs_from(params), specs_from(extras));
-  py::list outputs, saved;
-  for (const auto& spec : shapes.outputs) outputs.append(to_python(spec));
+/// What `infer` says about a described call of `inputs`: x, extra inputs, parameters.
+fuser::CallShapes shapes_of(const fuser::Program& program, const py::list& inputs) {
+  const auto extras = program.pipeline->caller_inputs().size();
+  TORCH_CHECK_VALUE(inputs.size() >= 1 + extras, "The pipeline takes at least ", 1 + extras, " tensors, got ",
+                    inputs.size(), ".");
+  std::vector<ops::Spec> specs;
+  for (const auto item : inputs) specs.push_back(spec_from(item.cast<py::tuple>()));
+  const auto begin = specs.begin() + 1, end = begin + static_cast<int64_t>(extras);
+  return fuser::infer(*program.pipeline, *program.plan, specs[0], {end, specs.end()}, {begin, end});
+}
+
+/// Specs of what weft::pipeline_forward returns: outputs, then saved slots; None for a slot that is empty there.
+py::list infer(const std::string& text, const py::list& inputs) {
+  const auto shapes = shapes_of(fuser::program(text), inputs);
+  py::list results;
+  for (const auto& spec : shapes.outputs) results.append(to_python(spec));
   for (const auto& slot : shapes.saved)
-    saved.append(slot.spec && slot.keeps_value_of != -1 ? py::object(to_python(*slot.spec)) : py::none());
-  return py::make_tuple(outputs, saved);
+    results.append(slot.spec && slot.keeps_value_of != -1 ? py::object(to_python(*slot.spec)) : py::none());
+  return results;
+}
+
+/// For each input its name in messages and whether the described call computes its gradient.
+py::list gradients(const std::string& text) {
+  const auto program = fuser::program(text);
+  const int extras = static_cast<int>(program.pipeline->caller_inputs().size());
+  const auto& key = program.plan->key;
+  py::list list;
+  for (int i = 0; i < key.traits(); ++i) {
+    const auto name = i == 0        ? std::string("the input")
+                      : i <= extras ? "extra input " + std::to_string(i - 1)
+                                    : fuser::param_name(*program.pipeline, i - 1 - extras);
+    list.append(py::make_tuple(name, key.trait(i).requires_grad));
+  }
+  return list;
+}
+
+py::tuple flops(const std::string& text, const py::list& inputs) {
+  const auto shapes = shapes_of(fuser::program(text), inputs);
+  return py::make_tuple(shapes.flops.forward, shapes.flops.backward);
 }
 
 }  // namespace
@@ -42,8 +67,26 @@ void bind_functional(py::module_& m) {
   m.def(
       "normalize_text", [](const std::string& text) { return fuser::Pipeline::parse(text).text(); }, py::arg("text"),
       "The text of a pipeline, read and written again.");
-  m.def("infer", &infer, py::arg("text"), py::arg("x"), py::arg("params"), py::arg("extras"),
+  m.def(
+      "num_outputs", [](const std::string& text) { return 1 + fuser::program(text).pipeline->caller_outputs().size(); },
+      py::arg("text"),
+      "How many of the results of weft::pipeline_forward are outputs; the rest is saved for backward.");
+  m.def("infer", &infer, py::arg("text"), py::arg("inputs"),
         "Sizes and dtypes of what a described call returns; tensors are (sizes, dtype).");
+  m.def("gradients", &gradients, py::arg("text"),
+        "The name of each input of a described call, and whether the call computes its gradient.");
+  m.def("flops", &flops, py::arg("text"), py::arg("inputs"),
+        "Floating-point operations of the GEMMs in forward and backward.");
+  m.def(
+      "check_transforms",
+      [](const std::vector<at::Tensor>& tensors) {
+        fuser::check_modes();
+        fuser::refuse_tangents(tensors);
+      },
+      py::arg("tensors"), "Raises inside torch.jit.trace, a function transform, or forward-mode differentiation.");
+  m.def(
+      "dispatch_mode_active", [] { return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Python); },
+      "Whether a TorchDispatchMode sees the calls of this thread.");
 }
 
 }  // namespace weft::python

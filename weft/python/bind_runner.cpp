@@ -1,6 +1,8 @@
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <array>
 #include <atomic>
 
 #include "weft/fuser/explain.h"
@@ -19,60 +21,128 @@ constexpr const char* kHooks[] = {"_forward_hooks", "_forward_pre_hooks", "_back
 constexpr const char* kGlobalHooks[] = {"_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
                                         "_global_backward_pre_hooks"};
 
-/// A FakeTensor goes through the dispatcher, which Python does.
-bool is_fake(PyObject* args) {
-  PyObject* x = PyTuple_GET_SIZE(args) == 0 ? nullptr : PyTuple_GET_ITEM(args, 0);
-  return x && !THPVariable_CheckExact(x) && std::string_view(Py_TYPE(x)->tp_name) == "FakeTensor";
+/// Whether the call must go through the dispatcher, which Python does: x is a FakeTensor, or a dispatch mode is active.
+bool is_observed(PyObject* x) {
+  if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Python)) return true;
+  return !THPVariable_CheckExact(x) && std::string_view(Py_TYPE(x)->tp_name) == "FakeTensor";
 }
 
-/// A pipeline as a Python module calls it: gathers the parameters that the modules hold at this moment and runs. Knows
-/// when the modules have changed in a way that needs another pipeline (`stale`).
+/// Interned names: dictionaries find them by pointer.
+struct Names {
+  py::str parameters = intern("_parameters"), modules = intern("_modules"), forward = intern("forward");
+  std::array<py::str, 4> hooks = all(kHooks), global_hooks = all(kGlobalHooks);
+
+  static const Names& get() {
+    static const auto* names = new Names;  // never destroyed: the interpreter may be gone by then
+    return *names;
+  }
+
+ private:
+  static py::str intern(const char* name) { return py::reinterpret_steal<py::str>(PyUnicode_InternFromString(name)); }
+  static std::array<py::str, 4> all(const char* const (&names)[4]) {
+    return {intern(names[0]), intern(names[1]), intern(names[2]), intern(names[3])};
+  }
+};
+
+/// An object's `__dict__` at this moment; user code may exchange it.
+py::object dict_of(const py::object& object) {
+  auto* dict = PyObject_GenericGetDict(object.ptr(), nullptr);
+  if (!dict) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(dict);
+}
+
+/// Borrowed, nullptr if there is none.
+PyObject* item(const py::object& dict, const py::str& name) {
+  auto* found = PyDict_GetItemWithError(dict.ptr(), name.ptr());
+  if (!found && PyErr_Occurred()) throw py::error_already_set();
+  return found;
+}
+
+bool is_empty_dict(PyObject* object) { return object && PyDict_Check(object) && PyDict_GET_SIZE(object) == 0; }
+
+/// A module whose own call is skipped by the pipeline that takes it in: it must have no hooks, no `forward` of its own,
+/// and its class must be the one that was inspected, unchanged.
+class Bypassed {
+ public:
+  explicit Bypassed(py::object module) : module_(std::move(module)) { inspected(); }
+
+  /// Python has just looked at the class: remembers its version, which changes with each attribute set on it or a base.
+  void inspected() {
+    type_ = Py_TYPE(module_.ptr());
+    (void)py::getattr(module_, "forward");  // a lookup gives the class a version if it has none
+    version_ = type_->tp_version_tag;
+  }
+
+  bool unchanged() const {
+    if (Py_TYPE(module_.ptr()) != type_ || type_->tp_version_tag != version_ || version_ == 0) return false;
+    const auto dict = dict_of(module_);
+    const auto& names = Names::get();
+    for (const auto& hooks : names.hooks)
+      if (!is_empty_dict(item(dict, hooks))) return false;
+    return !item(dict, names.forward);
+  }
+
+  const py::object& module() const { return module_; }
+
+ private:
+  py::object module_;
+  PyTypeObject* type_ = nullptr;
+  unsigned int version_ = 0;
+};
+
+/// A pipeline as a Python module calls it: reads the parameters that the modules hold at this moment and runs. Knows
+/// when the modules have changed in a way that needs another pipeline (`stale`). Whatever Python may exchange
+/// (dictionaries, classes, hooks) is read in each call.
 class Runner {
  public:
-  /// `ops`: the Python object of each stage. `params`: (module, name) of each parameter. `watched`: modules that must
-  /// have no hooks. `children`: a container's `_modules` and the modules it held, or None.
-  Runner(std::shared_ptr<fuser::Fuser> fuser, const py::list& ops, const py::list& params, uint64_t seen,
-         const py::list& watched, const py::object& children, const py::list& expected)
-      : fuser_(std::move(fuser)), epoch_(seen), children_(children) {
+  /// `owner`: the module that calls it. `ops`: the Python object of each stage. `params`: (module, name) of each
+  /// parameter. `bypassed`: modules whose own calls are skipped. `expected`: the children `owner` must have, or None.
+  Runner(std::shared_ptr<fuser::Fuser> fuser, py::object owner, const py::list& ops, const py::list& params,
+         uint64_t seen, const py::list& bypassed, const py::object& expected)
+      : fuser_(std::move(fuser)), epoch_(seen), owner_(std::move(owner)), container_(!expected.is_none()) {
     for (const auto op : ops) ops_.push_back(py::reinterpret_borrow<py::object>(op));
     for (int i = 0; i < fuser_->pipeline().size(); ++i)
       if (fuser_->pipeline().eval_bit(i) >= 0) modes_.push_back(ops_[i]);
     for (const auto item : params) {
       const auto pair = item.cast<py::tuple>();
-      params_.push_back({pair[0], pair[0].attr("_parameters"), pair[1]});
+      params_.push_back({pair[0], pair[1]});
     }
-    for (const auto module : watched)
-      for (const auto* name : kHooks) hooks_.push_back(module.attr(name));
-    const auto torch_module = py::module_::import("torch.nn.modules.module");
-    for (const auto* name : kGlobalHooks)
-      if (!watched.empty()) hooks_.push_back(torch_module.attr(name));
-    for (const auto child : expected) expected_.push_back(py::reinterpret_borrow<py::object>(child));
+    for (const auto module : bypassed) bypassed_.emplace_back(py::reinterpret_borrow<py::object>(module));
+    if (container_)
+      for (const auto child : expected) expected_.push_back(py::reinterpret_borrow<py::object>(child));
+    if (!bypassed_.empty()) torch_module_ = py::module_::import("torch.nn.modules.module").attr("__dict__");
   }
 
-  /// True if hooks or container have changed since construction, or an attribute of some module may have.
+  /// True if hooks, classes or children have changed since construction, or an attribute of some module may have.
   bool stale() const {
     if (epoch_ != epoch.load(std::memory_order_relaxed)) return true;
-    for (const auto& hooks : hooks_)
-      if (PyDict_GET_SIZE(hooks.ptr()) != 0) return true;
-    if (children_.is_none()) return false;
-    if (PyDict_GET_SIZE(children_.ptr()) != static_cast<Py_ssize_t>(expected_.size())) return true;
-    PyObject *key = nullptr, *value = nullptr;
-    Py_ssize_t at = 0;
-    for (const auto& child : expected_)
-      if (!PyDict_Next(children_.ptr(), &at, &key, &value) || value != child.ptr()) return true;
-    return false;
+    for (const auto& module : bypassed_)
+      if (!module.unchanged()) return true;
+    if (torch_module_)
+      for (const auto& hooks : Names::get().global_hooks)
+        if (!is_empty_dict(item(torch_module_, hooks))) return true;
+    return container_ && !same_children();
   }
 
   /// The Python side looked and found it still fits.
-  void renew(uint64_t seen) { epoch_ = seen; }
+  void renew(uint64_t seen) {
+    epoch_ = seen;
+    for (auto& module : bypassed_) module.inspected();
+  }
+  bool belongs_to(const py::object& module) const { return owner_.is(module); }
 
-  /// The outputs, or NotImplemented if it no longer fits; `args` is a tuple.
+  /// Called with the module that calls it and the tensors. The outputs, or NotImplemented if it no longer fits, if it
+  /// is another module's (a copied `__dict__`), or if the call must go through the dispatcher.
   py::object call(PyObject* args) const {
-    if (stale() || is_fake(args)) return py::reinterpret_borrow<py::object>(Py_NotImplemented);
-    return run(args, nullptr);
+    TORCH_CHECK_TYPE(PyTuple_GET_SIZE(args) > 1, "weft: the call needs an input tensor.");
+    if (PyTuple_GET_ITEM(args, 0) != owner_.ptr() || is_observed(PyTuple_GET_ITEM(args, 1)) || stale())
+      return py::reinterpret_borrow<py::object>(Py_NotImplemented);
+    return run(args, /*first=*/1, nullptr);
   }
 
-  py::object call_with(const py::list& keywords, const py::args& args) const { return run(args.ptr(), keywords.ptr()); }
+  py::object call_with(const py::list& keywords, const py::args& args) const {
+    return run(args.ptr(), /*first=*/0, keywords.ptr());
+  }
 
   std::shared_ptr<const fuser::Plan> plan(const py::args& args) const {
     auto [x, extras] = tensors(args.ptr());
@@ -95,8 +165,15 @@ class Runner {
   const std::shared_ptr<fuser::Fuser>& fuser() const { return fuser_; }
   c10::SmallVector<at::Tensor, 8> gather() const {
     c10::SmallVector<at::Tensor, 8> held;
-    for (const auto& [module, dict, name] : params_) {
-      PyObject* found = PyDict_GetItemWithError(dict.ptr(), name.ptr());
+    py::object dict, parameters;
+    PyObject* of = nullptr;
+    for (const auto& [module, name] : params_) {
+      if (module.ptr() != of) {
+        of = module.ptr();
+        dict = dict_of(module);
+        parameters = py::reinterpret_borrow<py::object>(item(dict, Names::get().parameters));
+      }
+      PyObject* found = parameters && PyDict_Check(parameters.ptr()) ? item(parameters, name) : nullptr;
       py::object other;
       if (!found || found == Py_None) {  // parametrizations and the like compute it
         other = py::getattr(module, name);
@@ -115,39 +192,50 @@ class Runner {
       if (!modes_[bit].attr("training").cast<bool>()) mask |= uint64_t{1} << bit;
     return mask;
   }
-  static std::pair<at::Tensor, fuser::Tensors> tensors(PyObject* args) {
+  /// The input at `first` and the extra inputs behind it.
+  static std::pair<at::Tensor, fuser::Tensors> tensors(PyObject* args, Py_ssize_t first = 0) {
     const auto count = PyTuple_GET_SIZE(args);
-    TORCH_CHECK_TYPE(count > 0, "weft: the call needs an input tensor.");
+    TORCH_CHECK_TYPE(count > first, "weft: the call needs an input tensor.");
     fuser::Tensors extras;
-    for (Py_ssize_t k = 1; k < count; ++k) extras.push_back(to_tensor(PyTuple_GET_ITEM(args, k), "an extra input"));
-    return {to_tensor(PyTuple_GET_ITEM(args, 0), "the input"), std::move(extras)};
+    for (auto k = first + 1; k < count; ++k) extras.push_back(to_tensor(PyTuple_GET_ITEM(args, k), "an extra input"));
+    return {to_tensor(PyTuple_GET_ITEM(args, first), "the input"), std::move(extras)};
   }
 
   template <class Visit>
   void visit(Visit&& one) const {
+    one(owner_);
     for (const auto& op : ops_) one(op);
-    for (const auto& param : params_) {
-      one(param.module);
-      one(param.dict);
-    }
-    for (const auto& hooks : hooks_) one(hooks);
+    for (const auto& param : params_) one(param.module);
+    for (const auto& module : bypassed_) one(module.module());
     for (const auto& child : expected_) one(child);
-    one(children_);
   }
   void clear() {
+    owner_ = py::none();
     ops_.clear();
     modes_.clear();
     params_.clear();
-    hooks_.clear();
+    bypassed_.clear();
     expected_.clear();
-    children_ = py::none();
     epoch_ = 0;
   }
 
  private:
   struct Param {
-    py::object module, dict, name;
+    py::object module;
+    py::str name;
   };
+
+  bool same_children() const {
+    const auto dict = dict_of(owner_);
+    auto* children = item(dict, Names::get().modules);
+    if (!children || !PyDict_Check(children)) return false;
+    if (PyDict_GET_SIZE(children) != static_cast<Py_ssize_t>(expected_.size())) return false;
+    PyObject *key = nullptr, *value = nullptr;
+    Py_ssize_t at = 0;
+    for (const auto& child : expected_)
+      if (!PyDict_Next(children, &at, &key, &value) || value != child.ptr()) return false;
+    return true;
+  }
 
   /// Of the keyword arguments, those of operations that take memory for their results.
   std::vector<ops::Buffers> buffers_of(PyObject* keywords) const {
@@ -165,8 +253,20 @@ class Runner {
     return list;
   }
 
-  py::object run(PyObject* args, PyObject* keywords) const {
-    auto [x, extras] = tensors(args);
+  /// A recorder of torch calls would store the results of what it cannot see as constants.
+  void check_not_recorded() const {
+    using c10::impl::TorchDispatchModeTLS;
+    const bool recorded = c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Python) &&
+                          TorchDispatchModeTLS::get_mode(c10::impl::TorchDispatchModeKey::PROXY).has_value();
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !recorded,
+        "weft: make_fx cannot record a pipeline with operations written in Python, accumulate_into_main_grad, "
+        "delay_wgrad_compute or keyword arguments. Leave them out of what is traced.");
+  }
+
+  py::object run(PyObject* args, Py_ssize_t first, PyObject* keywords) const {
+    check_not_recorded();
+    auto [x, extras] = tensors(args, first);
     const auto held = gather();
     const auto mask = modes_.empty() ? 0 : eval_mask();
     const auto buffers = buffers_of(keywords);
@@ -185,9 +285,12 @@ class Runner {
 
   std::shared_ptr<fuser::Fuser> fuser_;
   uint64_t epoch_;
-  std::vector<py::object> ops_, modes_, hooks_, expected_;
+  py::object owner_;
+  bool container_;  // `owner_` holds the operations as children
+  std::vector<py::object> ops_, modes_, expected_;
   std::vector<Param> params_;
-  py::object children_;
+  std::vector<Bypassed> bypassed_;
+  py::object torch_module_;  // the namespace that holds the global hooks
 };
 
 Runner& runner_of(PyObject* self) {
@@ -250,19 +353,20 @@ void bind_runner(py::module_& m) {
       });
   py::class_<Runner>(m, "Runner", py::custom_type_setup(set_up_type),
                      "A pipeline bound to the modules that hold its parameters.")
-      .def(py::init([](const py::list& stages, const py::list& ops, const py::list& params, uint64_t seen,
-                       const py::list& watched, const py::object& children, const py::list& expected) {
+      .def(py::init([](const py::list& stages, py::object owner, const py::list& ops, const py::list& params,
+                       uint64_t seen, const py::list& bypassed, const py::object& expected) {
              std::vector<fuser::Stage> list;
              for (const auto item : stages) list.push_back(stage_from(item.cast<py::tuple>()));
-             return std::make_unique<Runner>(std::make_shared<fuser::Fuser>(fuser::Pipeline(std::move(list))), ops,
-                                             params, seen, watched, children, expected);
+             return std::make_unique<Runner>(std::make_shared<fuser::Fuser>(fuser::Pipeline(std::move(list))),
+                                             std::move(owner), ops, params, seen, bypassed, expected);
            }),
-           py::arg("stages"), py::arg("ops"), py::arg("params"), py::arg("epoch"), py::arg("watched"),
-           py::arg("children"), py::arg("expected"))
+           py::arg("stages"), py::arg("owner"), py::arg("ops"), py::arg("params"), py::arg("epoch"),
+           py::arg("bypassed"), py::arg("expected"))
       .def("call_with", &Runner::call_with, "As a call, with keyword arguments for each operation.")
       .def("explain", &Runner::explain)
       .def("stale", &Runner::stale)
       .def("renew", &Runner::renew)
+      .def("belongs_to", &Runner::belongs_to)
       .def("plan",
            [](const Runner& r, const py::args& args) { return std::const_pointer_cast<fuser::Plan>(r.plan(args)); })
       .def_property_readonly("text", [](const Runner& r) { return r.fuser()->pipeline().text(); })

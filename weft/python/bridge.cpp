@@ -73,6 +73,20 @@ void stash(Part& part, const py::object& op, const py::object& context) {
   frame.states->at(part.ctx.index()) = std::move(state);
 }
 
+/// What an operation written in C++ saved in a slot; the weight itself where no cast was saved.
+at::Tensor saved_slot(Part& part, int slot) {
+  const auto& saved = part.ctx.saved(slot);
+  const bool weight = slot == part.weight_slot && !saved.defined() && part.ctx.input_wanted();
+  return weight ? part.ctx.frame().params[part.ctx.plan().param_base] : saved;
+}
+
+/// The attributes that Transformer Engine's own operations leave in their contexts for a backward fusion.
+void describe(const py::object& context, const Part& part) {
+  if (part.dtype != at::ScalarType::Undefined) context.attr("dtype") = py::cast(part.dtype);
+  context.attr("input_requires_grad") = part.ctx.input_wanted();
+  if (!part.ctx.plan().param_wanted.empty()) context.attr("weight_requires_grad") = part.ctx.param_wanted(0);
+}
+
 py::object restore(Part& part) {
   auto& frame = part.ctx.frame();
   py::list saved;
@@ -83,7 +97,8 @@ py::object restore(Part& part) {
     for (size_t k = 0; k < state->count; ++k) saved.append(wrap((*frame.more_saved)[state->begin + k]));
   } else {
     context = bridge().context(part.ctx.records(), part.ctx.training());
-    for (int k = 0; k < part.slots; ++k) saved.append(wrap(part.ctx.saved(k)));
+    describe(context, part);
+    for (int k = 0; k < part.slots; ++k) saved.append(wrap(saved_slot(part, k)));
   }
   context.attr("saved_tensors") = py::tuple(saved);
   return context;
@@ -99,6 +114,13 @@ py::object kept_op(ops::OpContext& ctx) {
   return std::static_pointer_cast<State>(ctx.frame().states->at(ctx.index()))->op;
 }
 
+/// An extra input as user code sees it: `requires_grad` says whether its gradient is wanted, also where an operation of
+/// the pipeline made it.
+static at::Tensor differentiable(const at::Tensor& extra, bool wanted) {
+  if (!wanted || !extra.defined() || extra.requires_grad() || !at::isFloatingType(extra.scalar_type())) return extra;
+  return extra.detach().requires_grad_();
+}
+
 at::Tensor call_forward(const py::object& op, const py::list& basic_ops, std::vector<Part> parts, const at::Tensor& x) {
   const OrdinaryTorch ordinary;
   py::list contexts, extras, keywords;
@@ -106,8 +128,8 @@ at::Tensor call_forward(const py::object& op, const py::list& basic_ops, std::ve
     contexts.append(bridge().context(part.ctx.records(), part.ctx.training()));
     py::list inputs;
     for (size_t k = 0; k < extra_inputs_of(part.ctx.plan()); ++k) {
-      auto extra = part.ctx.extra_input(static_cast<int>(k));
-      inputs.append(wrap(extra));
+      inputs.append(
+          wrap(differentiable(part.ctx.extra_input(static_cast<int>(k)), part.ctx.plan().extra_wanted[k] != 0)));
     }
     extras.append(py::tuple(inputs));
     keywords.append(keywords_of(part.ctx.index()));

@@ -3,8 +3,10 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
 #include <vector>
 
+#include "weft/fuser/below_autograd.h"
 #include "weft/ops/context.h"
 
 namespace weft::python {
@@ -29,11 +31,11 @@ class __attribute__((visibility("hidden"))) ScopeGuard {
   Scope before_;
 };
 
-/// User code runs with torch's ordinary dispatch, but records no graph: the pipeline differentiates.
+/// User code runs with torch's ordinary dispatch, modes included, but records no graph: the pipeline differentiates.
 struct __attribute__((visibility("hidden"))) OrdinaryTorch {
-  c10::impl::ForceDispatchKeyGuard keys{
-      c10::impl::tls_local_dispatch_key_set().included_,
-      c10::impl::tls_local_dispatch_key_set().excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView};
+  c10::impl::ForceDispatchKeyGuard keys{c10::impl::tls_local_dispatch_key_set().included_,
+                                        c10::impl::tls_local_dispatch_key_set().excluded_ -
+                                            c10::autograd_dispatch_keyset_with_ADInplaceOrView - fuser::kPythonModes};
   at::NoGradGuard no_grad;
 };
 
@@ -43,7 +45,19 @@ struct Part {
   bool keeps_state;  // its own context survives; otherwise it fills the slots of an operation written in C++
   int extra_outputs;
   int slots;
+  int weight_slot = -1;                              // BasicOp::weight_slot
+  at::ScalarType dtype = at::ScalarType::Undefined;  // it computes in, if known
 };
+
+/// A Python object held from C++: destroyed under the GIL, on whichever thread; leaked once the interpreter is gone.
+template <class Object>
+std::shared_ptr<Object> hold(Object object) {
+  return {new Object(std::move(object)), [](Object* held) {
+            if (!Py_IsInitialized()) return;
+            const py::gil_scoped_acquire gil;
+            delete held;
+          }};
+}
 
 /// Functions of weft.ops that speak the reference's calling convention: make a context, run forward, run backward.
 void set_bridge(py::object context, py::object forward, py::object backward);

@@ -5,19 +5,13 @@
 namespace weft::python {
 namespace {
 
-/// A Python object held from C++: dies under the GIL, on whichever thread.
-template <class Object>
-std::shared_ptr<Object> hold(Object object) {
-  return {new Object(std::move(object)), [](Object* held) {
-            const py::gil_scoped_acquire gil;
-            delete held;
-          }};
-}
-
 std::vector<Part> parts_of(fused::StepContext& ctx, const std::vector<PyFused::Shape>& shapes) {
   std::vector<Part> list;
-  for (size_t i = 0; i < shapes.size(); ++i)
-    list.push_back({ctx.op(static_cast<int>(i)), shapes[i].keeps_state, shapes[i].extra_outputs, shapes[i].slots});
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    const auto& shape = shapes[i];
+    list.push_back({ctx.op(static_cast<int>(i)), shape.keeps_state, shape.extra_outputs, shape.slots, shape.weight_slot,
+                    shape.dtype});
+  }
   return list;
 }
 

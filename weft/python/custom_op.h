@@ -39,7 +39,8 @@ class __attribute__((visibility("hidden"))) PyFused final : public fused::FusedO
   /// What it must know of each part.
   struct Shape {
     bool keeps_state;
-    int extra_outputs, slots;
+    int extra_outputs, slots, weight_slot;
+    at::ScalarType dtype;
   };
   PyFused(py::object op, std::vector<Shape> shapes);
 

@@ -102,13 +102,32 @@ std::string Cursor::word() {
   return std::string(text_.substr(begin, at_ - begin));
 }
 
-int64_t Cursor::integer() {
-  const auto read = value();
-  if (!std::holds_alternative<int64_t>(read)) fail("an integer");
-  return std::get<int64_t>(read);
+/// The number that ends at the next separator, if all characters up to there belong to it.
+template <class Number>
+std::optional<Number> Cursor::number() {
+  skip_space();
+  const auto end = std::min(text_.find_first_of(",)]; \n", at_), text_.size());
+  const char *first = text_.data() + at_, *last = text_.data() + end;
+  Number parsed = 0;
+  const auto read = std::from_chars(first, last, parsed);
+  if (read.ec != std::errc{} || read.ptr != last) return std::nullopt;
+  at_ = end;
+  return parsed;
 }
 
-std::string Cursor::quoted() {
+int64_t Cursor::integer() {
+  const auto parsed = number<int64_t>();
+  if (!parsed) fail("an integer");
+  return *parsed;
+}
+
+uint64_t Cursor::bits() {
+  const auto parsed = number<uint64_t>();
+  if (!parsed) fail("an unsigned integer");
+  return *parsed;
+}
+
+std::string Cursor::string() {
   std::string words;
   for (expect("\""); at_ < text_.size() && text_[at_] != '"'; ++at_) {
     if (text_[at_] == '\\') ++at_;
@@ -123,7 +142,7 @@ Value Cursor::value() {
   if (accept("none")) return std::monostate{};
   if (accept("true")) return true;
   if (accept("false")) return false;
-  if (at_ < text_.size() && text_[at_] == '"') return quoted();
+  if (at_ < text_.size() && text_[at_] == '"') return string();
   if (accept("[")) {
     std::vector<int64_t> items;
     while (!accept("]")) {
@@ -132,18 +151,8 @@ Value Cursor::value() {
     }
     return items;
   }
-  const auto end = std::min(text_.find_first_of(",)]; \n", at_), text_.size());
-  const char *first = text_.data() + at_, *last = text_.data() + end;
-  int64_t whole = 0;
-  double real = 0;
-  if (const auto read = std::from_chars(first, last, whole); read.ec == std::errc{} && read.ptr == last) {
-    at_ = end;
-    return whole;
-  }
-  if (const auto read = std::from_chars(first, last, real); read.ec == std::errc{} && read.ptr == last) {
-    at_ = end;
-    return real;
-  }
+  if (const auto whole = number<int64_t>()) return *whole;
+  if (const auto real = number<double>()) return *real;
   fail("a value");
 }
 

@@ -2,6 +2,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <variant>
@@ -31,12 +32,15 @@ class Cursor {
   void expect(std::string_view token);
   std::string word();
   int64_t integer();
+  uint64_t bits();       // an integer without a sign
+  std::string string();  // "in quotes"
   Value value();
   [[noreturn]] void fail(std::string_view wanted) const;
 
  private:
   void skip_space();
-  std::string quoted();
+  template <class Number>
+  std::optional<Number> number();
 
   std::string_view text_;
   size_t at_ = 0;

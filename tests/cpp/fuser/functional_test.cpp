@@ -31,7 +31,7 @@ TEST(Functional, PassesEqualTheAutogradNode) {
   inputs.insert(inputs.end(), p.begin(), p.end());
   inputs.push_back(extra);
   const auto wanted = grad(y[0], inputs, dy);
-  const auto got = backward({dy, at::Tensor()}, out.saved, p, text);
+  const auto got = backward({dy, at::Tensor()}, out.saved, x, p, {extra}, text);
   ASSERT_EQ(got.size(), wanted.size());
   for (size_t i = 0; i < wanted.size(); ++i) expect_close(got[i], wanted[i], "gradient " + std::to_string(i));
 }
@@ -41,7 +41,7 @@ TEST(Functional, ReturnsOnlyTheGradientsThatTheTextAsksFor) {
   auto p = weft::testing::parameters(fuser.pipeline());
   const auto x = at::randn({3, 4}, at::kDouble);
   const auto text = describe(fuser.pipeline(), enter(fuser.pipeline(), x, p, {}, 0));
-  const auto got = backward({at::randn({3, 2}, at::kDouble)}, forward(x, p, {}, text).saved, p, text);
+  const auto got = backward({at::randn({3, 2}, at::kDouble)}, forward(x, p, {}, text).saved, x, p, {}, text);
   EXPECT_FALSE(got[0].defined());
   EXPECT_TRUE(got[1].defined());
 }

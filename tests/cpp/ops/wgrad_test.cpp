@@ -274,18 +274,22 @@ TEST(Wgrad, TwoThreadsLoseNoGradient) {
   EXPECT_TRUE(wgrad_record(module->parameters()[0]).main_grad.equal(at::full({3, 4}, kFill + 2 * kRounds)));
 }
 
-TEST(Wgrad, AQueueIsFirstInFirstOutAndNoticesWrites) {
+TEST(Wgrad, QueuePopsTheOldestBackwardWholeAndDetectsWrites) {
   WgradQueue queue;
   EXPECT_NO_THROW(queue.assert_empty());
-  EXPECT_THROW(queue.pop(), c10::Error);
-  for (const int i : {1, 2}) queue.put({.dy = at::ones({1, 1}), .x = at::ones({1, 1}), .scale = 1.0 * i});
+  EXPECT_THROW(queue.pop_run(), c10::Error);
+  for (const int run : {7, 9, 7})
+    queue.put({.dy = at::ones({1, 1}), .x = at::ones({1, 1}), .scale = 1.0 * run, .run = run});
   EXPECT_THROW(queue.assert_empty(), c10::Error);
-  EXPECT_EQ(queue.pop().scale, 1);
-  EXPECT_EQ(queue.pop().scale, 2);
+  EXPECT_EQ(queue.runs(), 2);
+  const auto oldest = queue.pop_run();
+  ASSERT_EQ(oldest.size(), 2);
+  EXPECT_EQ(oldest[0].scale + oldest[1].scale, 14);
+  EXPECT_EQ(queue.pop_run().at(0).scale, 9);
   const auto x = at::ones({1, 1});
   queue.put({.dy = at::ones({1, 1}), .x = x});
   x.fill_(3);
-  EXPECT_THROW(queue.pop(), c10::Error);
+  EXPECT_THROW(queue.pop_run(), c10::Error);
 }
 
 TEST(Wgrad, ARecordBelongsToOneParameterAndGoesWithIt) {
