@@ -93,6 +93,7 @@ NAMED = {
     "userbuffers_options": "dict[str, Any] | None",
     "rng_state_tracker_function": "Callable[[], Any] | None",
     "sm_margin": "int | dict[str, int]",
+    "te_keys": "bool",
 }
 # Types of arguments that are read back as another.
 READ = {"int | Sequence[int]": "list[int]", "ProcessGroup | DeviceMesh | None": "ProcessGroup | None"}

@@ -47,7 +47,7 @@ def run(rank: int, folder: str) -> None:
     for name, value in alone.state_dict().items():
         torch.testing.assert_close(whole[name], value)
     if rank == 0:
-        print("weight on one rank", list(model[1].weight.shape), "of", list(whole["1.basic_ops.0.weight"].shape))
+        print("weight on one rank", list(model[1].weight.shape), "of", list(whole["1.weight"].shape))
     dist.destroy_process_group()
 
 

@@ -19,6 +19,7 @@ import torch
 
 from .linear import Linear
 from .native import NativeOperation
+from .state_keys import StateKeys
 
 StateDict = Mapping[str, Any]
 
@@ -51,7 +52,23 @@ class Spread:
         return [torch.cat([piece[rank] for piece in pieces], self.dim) for rank in range(ranks)]
 
 
-Layout = dict[str, Spread]  # by key of the state dict; what is not named is equal on all ranks
+Layout = dict[str, Spread]  # by key of the state dict, of either kind; what is not named is equal on all ranks
+
+
+def set_te_keys(module: torch.nn.Module, enabled: bool = True) -> torch.nn.Module:
+    """Chooses the keys that ``state_dict`` writes for every weft operation below `module`: Transformer Engine's
+    (`basic_ops.0.weight`, `_extra_state`), or with ``enabled=False`` the names of the Parameters.
+
+    The same as setting the attribute `te_keys` of each. Operations that are added later keep their own choice. Both
+    kinds of keys load.
+
+    Returns:
+        `module`.
+    """
+    for child in module.modules():
+        if isinstance(child, StateKeys):
+            child.te_keys = enabled
+    return module
 
 
 def layout_of(
@@ -85,13 +102,13 @@ def _described(
 
 
 def _of_linear(linear: Linear, mode: str | None, rows: Spread) -> Layout:
-    keys = linear._keys()
+    found: Layout = {}
     if mode == "column":
-        return dict.fromkeys(keys.values(), rows)
+        found = dict.fromkeys(("weight", "bias"), rows)
     if mode == "row":
-        own_bias = "bias" in keys and not linear.replicated_bias
-        return {keys["weight"]: Spread(1)} | ({keys["bias"]: Spread(None)} if own_bias else {})
-    return {}
+        found = {"weight": Spread(1)} | ({} if linear.replicated_bias else {"bias": Spread(None)})
+    te_names = linear._te_names()  # has the Parameters that the linear has
+    return {key: found[name] for name in te_names if name in found for key in (name, te_names[name])}
 
 
 def _of_operation(operation: NativeOperation, rows: Spread) -> Layout:

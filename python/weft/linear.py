@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
 
 from . import _C
 from .groups import named_group, resolve_parallel
-from .native import NativeOperation, forgive_extra_state, initialize, native_classes
+from .native import NativeOperation, initialize, native_classes
 from .operation import FusedOperation, FusibleOperation
 from .wgrad import WgradModule
 
@@ -72,8 +71,8 @@ class Linear(WgradModule, FusedOperation):
     """y = x Wᵀ + b.
 
     A pipeline sees its parts, `BasicLinear` and `Bias`. The Parameters `weight` and `bias` are registered here, once;
-    the parts read the same ones. `state_dict` uses the keys of the parts (`basic_ops.0.weight`, …); `torch.nn.Linear`'s
-    `weight` and `bias` load as well.
+    the parts read the same ones. They are the keys of `state_dict`; with `te_keys` these are Transformer Engine's,
+    `basic_ops.0.weight`, `basic_ops.1.bias` and empty `_extra_state`s. Both load.
 
     Over the ranks of `tensor_parallel_group` (a ProcessGroup, a DeviceMesh of one dimension, or None for the world),
     `tensor_parallel_mode="column"` splits the output features and `"row"` the input features; each rank holds its part.
@@ -105,8 +104,10 @@ class Linear(WgradModule, FusedOperation):
         replicated_bias: bool = False,
         overlap: bool | None = None,
         userbuffers_options: dict[str, Any] | None = None,
+        te_keys: bool = False,
     ) -> None:
         FusibleOperation.__init__(self)
+        self.te_keys = te_keys
         product: dict[str, Any] = {
             "in_features": in_features,
             "out_features": out_features,
@@ -201,33 +202,11 @@ class Linear(WgradModule, FusedOperation):
             text += f", sequence_parallel={self.sequence_parallel}"
         return text
 
-    # ---- checkpoints: the reference's keys ------------------------------------------------------------------------
+    # ---- keys of state dicts --------------------------------------------------------------------------------------
 
-    def _keys(self) -> dict[str, str]:
-        """Parameter name → key of the part that uses it; a bias has the key of a linear on one rank."""
+    def _te_names(self) -> dict[str, str]:
+        # A bias has the key of a linear on one rank.
         return {"weight": "basic_ops.0.weight"} | ({"bias": "basic_ops.1.bias"} if self._has_bias() else {})
 
-    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, key in self._keys().items():
-            if prefix + name in destination:
-                destination[prefix + key] = destination.pop(prefix + name)
-        for i, part in enumerate(self.basic_ops):
-            destination[f"{prefix}basic_ops.{i}._extra_state"] = part.get_extra_state()
-
-    def _load_from_state_dict(
-        self, state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs
-    ) -> None:
-        # How many parts there are differs between group sizes; none has a state beyond its parameters.
-        extra = re.compile(re.escape(prefix) + r"basic_ops\.\d+\._extra_state")
-        local = {key: value for key, value in state_dict.items() if not extra.fullmatch(key)}
-        for name, key in self._keys().items():
-            if prefix + key in local:
-                local[prefix + name] = local.pop(prefix + key)
-        missing: list[str] = []
-        torch.nn.Module._load_from_state_dict(
-            self, local, prefix, metadata, strict, missing, unexpected_keys, error_msgs
-        )
-        keys = self._keys()
-        missing_keys.extend(prefix + keys.get(key.removeprefix(prefix), key.removeprefix(prefix)) for key in missing)
-        forgive_extra_state(prefix, missing_keys)
+    def _te_parts(self) -> list[str]:
+        return [f"basic_ops.{i}." for i in range(len(self._part_specs))]

@@ -22,21 +22,7 @@ _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float
 _DERIVED = {"tensor_parallel_size", "process_group_size", "fan_in"}
 
 
-class EmptyExtraState(torch.nn.Module):
-    """A module whose checkpoints have the key `_extra_state`, with nothing in it, and load without it."""
-
-    def get_extra_state(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8)
-
-    def set_extra_state(self, state: Any) -> None:
-        pass
-
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, *rest) -> None:
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
-        forgive_extra_state(prefix, missing_keys)
-
-
-class NativeOperation(EmptyExtraState, BasicOperation):
+class NativeOperation(BasicOperation):
     """An operation computed in C++. Holds its description and its Parameters, nothing else."""
 
     _native = True
@@ -60,6 +46,7 @@ class NativeOperation(EmptyExtraState, BasicOperation):
         given = dict(bound.arguments)
         device = given.pop("device", None)
         tracker = given.pop("rng_state_tracker_function", None)
+        object.__setattr__(self, "te_keys", given.pop("te_keys"))
         if "dtype" in given:
             given["dtype"] = given["dtype"] or torch.get_default_dtype()
         if isinstance(given.get("sm_margin"), dict):  # by stage; a CPU has no multiprocessors to leave free
@@ -119,13 +106,6 @@ class NativeOperation(EmptyExtraState, BasicOperation):
 
     def extra_repr(self) -> str:
         return repr(self._op).partition("(")[2][:-1]
-
-
-def forgive_extra_state(prefix: str, missing_keys: list[str]) -> None:
-    """A checkpoint without `_extra_state` is complete: there is no state that parameters do not hold."""
-    key = prefix + "_extra_state"
-    while key in missing_keys:
-        missing_keys.remove(key)
 
 
 def initialize(
@@ -191,6 +171,7 @@ def _signature(fields: list[tuple[str, Any, str]], params: list[Any]) -> inspect
         parameters.append(kinds("device", kinds.KEYWORD_ONLY, default=None))
     if any(sinks for *_, sinks in params) or any(field == "tensor_parallel_mode" for field, *_ in fields):
         parameters.append(kinds("rng_state_tracker_function", kinds.KEYWORD_ONLY, default=None))
+    parameters.append(kinds("te_keys", kinds.KEYWORD_ONLY, default=False))
     return inspect.Signature(parameters)
 
 

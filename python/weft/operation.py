@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from . import _C, compiled
+from .state_keys import StateKeys
 
 # What an operation remembers of its own pipeline; a copy builds its own.
 _NOT_COPIED = {"_runner", "_built_from", "_custom", "_parts", "_number", "_wgrad_hooks"}
@@ -33,7 +34,7 @@ class OperationContext:
         return taken
 
 
-class FusibleOperation(torch.nn.Module):
+class FusibleOperation(StateKeys):
     """Anything a pipeline can take in. Calling it alone runs a pipeline of its own, kept between calls."""
 
     _runner: _C.Runner | None = None
@@ -135,6 +136,9 @@ class BasicOperation(FusibleOperation):
 
     def _stages(self) -> list[BasicOperation]:
         return [self]
+
+    def _te_parts(self) -> list[str]:
+        return [""]
 
     # ---- channels -------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from ..native import EmptyExtraState
+from .module import EmptyExtraState
 
 _MASKS = ("no_mask", "padding", "causal", "padding_causal", "arbitrary", "causal_bottom_right",
           "padding_causal_bottom_right")  # fmt: skip

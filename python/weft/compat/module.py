@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..native import EmptyExtraState
 from . import recipes
 
 # Arguments about names and about the GPU's buffers and kernels: taken, and without effect on the result.
@@ -36,6 +35,21 @@ def check_unused(owner: Any, given: dict[str, Any]) -> None:
 def normal_init(weight: torch.Tensor) -> torch.Tensor:
     """The reference's first weights: normal, standard deviation 0.023."""
     return torch.nn.init.normal_(weight, mean=0.0, std=0.023)
+
+
+class EmptyExtraState(torch.nn.Module):
+    """A module whose state dict has the key `_extra_state`, an empty tensor, and which loads without it."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, *rest) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
+        if prefix + "_extra_state" in missing_keys:
+            missing_keys.remove(prefix + "_extra_state")
 
 
 @dataclass

@@ -142,7 +142,8 @@ OPS_DIFFER: dict[str, str] = {
     "Quantize": "returns its input; no recipe is ever active",
     "AllReduce": "dx = dy whatever `reduce_in_backward` says, as in the reference; `weft.ops.AllReduce` obeys it",
     "Dropout": "torch's generator, every p exactly",
-    "Linear": "Parameters are registered once; a `state_dict` of torch.nn.Linear loads too",
+    "Linear": "Parameters and keys of `state_dict` are `weight` and `bias`; the reference's keys load, `te_keys=True` "
+    "writes them",
     "Sequential": "surplus extra inputs raise; hooks of contained operations run",
     "register_forward_fusion": "returns a handle with `remove()`",
     "register_backward_fusion": "returns a handle with `remove()`",

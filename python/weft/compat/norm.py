@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from .. import ops
+from .module import EmptyExtraState
 
 
-class _Norm(torch.nn.Module):
+class _Norm(EmptyExtraState):
     """The module arguments of a norm. Its Parameters carry `sequence_parallel`, by which frameworks find gradients that
     they must sum over ranks."""
 

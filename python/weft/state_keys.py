@@ -1,0 +1,52 @@
+"""Keys of state dicts: the names of a module's Parameters, or those of Transformer Engine."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+_EXTRA_STATE = re.compile(r"(basic_ops\.\d+\.)?_extra_state")
+
+
+class StateKeys(torch.nn.Module):
+    """A module whose ``state_dict`` has the names of ``named_parameters``, or with `te_keys` Transformer Engine's keys.
+
+    Either kind loads, whatever `te_keys` says. `_extra_state` holds Transformer Engine's quantization state: it is
+    written empty with `te_keys` only, and ignored on loading. A subclass that defines ``get_extra_state`` and
+    ``set_extra_state`` saves and loads its own as in torch.
+    """
+
+    te_keys: bool = False
+
+    def _te_names(self) -> dict[str, str]:
+        """Name of a Parameter → its key in Transformer Engine, where they differ."""
+        return {}
+
+    def _te_parts(self) -> list[str]:
+        """Prefixes of the operations that have an `_extra_state` in Transformer Engine."""
+        return []
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not self.te_keys:
+            return
+        for name, key in self._te_names().items():
+            if prefix + name in destination:
+                destination[prefix + key] = destination.pop(prefix + name)
+        for part in self._te_parts():
+            destination.setdefault(f"{prefix}{part}_extra_state", torch.empty(0, dtype=torch.uint8))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        has_own = type(self).set_extra_state is not torch.nn.Module.set_extra_state
+        own = prefix + "_extra_state" if has_own else None
+        local = {
+            key: value
+            for key, value in state_dict.items()
+            if key == own or not (key.startswith(prefix) and _EXTRA_STATE.fullmatch(key, len(prefix)))
+        }
+        for name, key in self._te_names().items():
+            if prefix + key in local and prefix + name not in local:
+                local[prefix + name] = local.pop(prefix + key)
+        super()._load_from_state_dict(local, prefix, *args)
