@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -90,7 +91,7 @@ def average_unwrapped(model: torch.nn.Module) -> None:
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int = 0, world: int = 1) -> dict:
-    """Gradients of the first step and parameters after the last, by name."""
+    """Gradients of the first step, parameters after the last and the full state dict, by name."""
     grads, dtypes = {}, set()
     for step in range(STEPS):
         x, target = (t.chunk(world)[rank] for t in batch(step))
@@ -104,7 +105,15 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int = 
             grads = {plain_name(name): whole(p.grad) for name, p in model.named_parameters()}
         optimizer.step()
     params = {plain_name(name): whole(p) for name, p in model.named_parameters()}
-    return {"grads": grads, "params": params, "dtypes": dtypes}
+    return {"grads": grads, "params": params, "dtypes": dtypes, "state": full_state(model)}
+
+
+def full_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """As torch's helpers gather it; it must load again."""
+    options = StateDictOptions(full_state_dict=True)
+    state = get_model_state_dict(model, options=options)
+    set_model_state_dict(model, {name: value.clone() for name, value in state.items()}, options=options)
+    return {name: value.detach().clone() for name, value in state.items()}
 
 
 def plain_name(name: str) -> str:

@@ -41,7 +41,8 @@ def on_one_process(situation: str) -> dict:
 def test_two_ranks_train_as_one_process_does(two_ranks, situation):
     two, one = on_ranks(two_ranks, situation), on_one_process(situation)
     assert two["dtypes"] == {"torch.float32"}
-    for what in ("grads", "params"):
+    assert two["state"].keys() == two["params"].keys()
+    for what in ("grads", "params", "state"):
         assert two[what].keys() == one[what].keys()
         torch.testing.assert_close(two[what], one[what])
 
