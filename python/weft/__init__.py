@@ -11,6 +11,7 @@ if not torch.__version__.startswith("2.13."):
     )
 
 from . import _C, checkpoint, ops
+from .ddp import MainGradNotReducedWarning
 from .explain import explain
 from .grouped import deinterleave_glu, interleave_glu
 from .ops import Sequential
@@ -19,6 +20,7 @@ from .rng import RNGStatesTracker
 from .userbuffers import destroy_ub, initialize_ub
 
 __all__ = [
+    "MainGradNotReducedWarning",
     "RNGStatesTracker",
     "checkpoint",
     "Sequential",

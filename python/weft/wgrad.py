@@ -66,6 +66,11 @@ class WgradModule(torch.nn.Module):
         for name in self._weight_names() if delay or before else ():
             self._mark(self._parameters.get(name), delay)
 
+    def _main_grad_parameters(self) -> list[torch.nn.Parameter | None]:
+        """The Parameters whose gradients go to ``main_grad``."""
+        accumulates = self._product()._op.fields()["accumulate_into_main_grad"]
+        return [self._parameters.get(name) for name in self._weight_names()] if accumulates else []
+
     def _weight_names(self) -> list[str]:
         return [name for name, *_, sinks in self._product()._op.params() if sinks]
 

@@ -252,6 +252,10 @@ class Module(EmptyExtraState):
 
     # ---- weight gradients -----------------------------------------------------------------------------------------
 
+    def _main_grad_parameters(self) -> list[torch.nn.Parameter | None]:
+        """The Parameters whose gradients go to ``main_grad``."""
+        return [self._parameters.get(name) for name in self._weights] if self.fuse_wgrad_accumulation else []
+
     def _first_microbatch(self, output: torch.Tensor, first: bool | None) -> None:
         """The weight gradients of this call overwrite main_grad if it is the first micro-batch."""
         node = output.grad_fn

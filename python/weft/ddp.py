@@ -1,0 +1,46 @@
+"""A warning where torch's DistributedDataParallel wraps modules whose weight gradients it cannot see.
+
+DistributedDataParallel reduces ``.grad``. A module with `accumulate_into_main_grad` adds its weight gradients to
+``main_grad``, so that each rank would keep its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+
+class MainGradNotReducedWarning(UserWarning):
+    """DistributedDataParallel does not reduce the ``main_grad`` of the weights that are named."""
+
+
+def main_grad_names(module: torch.nn.Module) -> list[str]:
+    """Names of the Parameters below `module` whose gradients go to ``main_grad``."""
+    found = {id(param) for child in module.modules() for param in getattr(child, "_main_grad_parameters", list)()}
+    return [name for name, param in module.named_parameters() if id(param) in found and param.requires_grad]
+
+
+def _warn(parent: torch.nn.Module, name: str, module: Any) -> None:
+    """Called by torch for every module that becomes an attribute of another."""
+    if not isinstance(parent, DistributedDataParallel) or name != "module":
+        return
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    names = [found for found in main_grad_names(module) if found not in ignored]
+    if not names:
+        return
+    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    warnings.warn(
+        f"DistributedDataParallel reduces .grad, but the gradients of {listed} go to main_grad "
+        "(accumulate_into_main_grad, fuse_wgrad_accumulation): each rank keeps its own main_grad. Turn the option off, "
+        "or all-reduce main_grad after backward and silence this warning "
+        "(warnings.simplefilter('ignore', weft.MainGradNotReducedWarning)).",
+        MainGradNotReducedWarning,
+        stacklevel=4,
+    )
+
+
+register_module_module_registration_hook(_warn)
