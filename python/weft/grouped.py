@@ -36,7 +36,8 @@ class GroupedParameters(torch.nn.Module):
             made.setdefault(kind, None)
         for name, parameter in made.items():  # past the checks, which would look at all of them for each
             torch.nn.Module.register_parameter(self, name, parameter)
-        self.reset_parameters()
+        if not any(parameter is not None and parameter.is_meta for parameter in made.values()):
+            self.reset_parameters()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "num_groups" and value != self.num_groups:

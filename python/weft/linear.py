@@ -8,7 +8,7 @@ import torch
 
 from . import _C
 from .groups import named_group, resolve_parallel
-from .native import NativeOperation, initialize, native_classes
+from .native import NativeOperation, initialize, native_classes, on_meta
 from .operation import FusedOperation, FusibleOperation
 from .wgrad import WgradModule
 
@@ -130,7 +130,10 @@ class Linear(WgradModule, FusedOperation):
         for part in parts:
             for name, shape, dtype_, *_ in part.params():
                 self._parameters[name] = torch.nn.Parameter(torch.empty(shape, dtype=dtype_, device=device))
-        self.reset_parameters()
+        if on_meta(self):
+            self._mark_weight()
+        else:
+            self.reset_parameters()
 
     # Of the whole layer; each rank holds its part.
     in_features = _whole_field("in_features")

@@ -74,10 +74,12 @@ class NativeOperation(BasicOperation):
     def _make_parameters(self, device: torch.device | str | None) -> None:
         for name, shape, dtype, *_ in self._op.params():
             self.register_parameter(name, torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
-        self.reset_parameters()
+        if not on_meta(self):
+            self.reset_parameters()
 
     def reset_parameters(self, device: torch.device | str | None = None) -> None:
-        """Initialises the Parameters, on ``device`` if given (Parameters on the meta device become real there)."""
+        """Initialises the Parameters, on ``device`` if given. Those on the meta device become real there, or on torch's
+        default device."""
         initialize(self, self._op, device, self._tracker)
 
     def _materialize(self, device: torch.device) -> None:
@@ -108,6 +110,17 @@ class NativeOperation(BasicOperation):
         return repr(self._op).partition("(")[2][:-1]
 
 
+def on_meta(module: torch.nn.Module) -> bool:
+    """Whether Parameters of `module` itself are on the meta device, where there is nothing to initialise."""
+    return any(param is not None and param.is_meta for param in module._parameters.values())
+
+
+def default_device(param: torch.Tensor) -> torch.device:
+    """Where a Parameter is initialised by default: where it is, or from the meta device on torch's default device. A
+    shard stays on the meta device until ``to_empty``, which FSDP2 asks for."""
+    return torch.get_default_device() if param.is_meta and type(param).__name__ != "DTensor" else param.device
+
+
 def initialize(
     module: torch.nn.Module,
     op: _C.Op,
@@ -115,14 +128,16 @@ def initialize(
     tracker: Callable[[], Any] | None,
     only_meta: bool = False,
 ) -> None:
-    """Initialises the Parameters of `op` that `module` holds, moving them to `device` if given."""
+    """Initialises the Parameters of `op` that `module` holds, moving them to `device` if given; those on the meta
+    device go to the default device."""
     for name, _, _, init, fan_in, sinks in op.params():
         param = module._parameters.get(name)
         if param is None or (only_meta and param.device.type != "meta"):
             continue
-        if device is not None and param.device != torch.device(device):
+        target = default_device(param) if device is None else torch.device(device)
+        if param.device != target:
             attributes = param.__dict__
-            param = torch.nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+            param = torch.nn.Parameter(torch.empty_like(param, device=target), requires_grad=param.requires_grad)
             param.__dict__.update(attributes)
             module._parameters[name] = param
         if param.device.type == "meta":

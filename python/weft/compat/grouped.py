@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import ops
+from ..native import on_meta
 from .module import Module, Pipeline, share
 
 
@@ -64,7 +65,7 @@ class GroupedLinear(Module):
             self._declare_weight(name, (self.out_features, self.in_features), init_method, parallel_mode)
         for name in self.bias_names:
             self._declare_bias(name, self.out_features, parallel_mode, bias)
-        self.reset_parameters()
+        self.reset_parameters(defer_init=on_meta(self))
 
     def _build(self) -> Pipeline:
         added = self.use_bias and not self.return_bias

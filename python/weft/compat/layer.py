@@ -29,6 +29,12 @@ class DropPath(torch.nn.Module):
         return branch * kept.to(branch.dtype) / (1 - self.drop_prob)
 
 
+def _autocast(x: torch.Tensor) -> torch.Tensor:
+    """x in the dtype of autocast, in which the residual goes on; x itself without autocast."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
 class TransformerLayer(torch.nn.Module):
     """x + attention(norm(x)), then + mlp(norm(·)); a decoder layer attends to `encoder_output` between the two.
 
@@ -179,6 +185,7 @@ class TransformerLayer(torch.nn.Module):
         alibi_slopes: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
+        hidden_states = _autocast(hidden_states)
         attended = self.self_attention(
             hidden_states,
             attention_mask,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import ops
+from ..native import on_meta
 from .module import Module, Pipeline, refuse_gathered, refuse_quantized, share
 
 
@@ -115,7 +116,7 @@ class Linear(_WithParts):
         )
         self.return_bias = return_bias
         self._declare_parts(in_features, out_features, parameters_split, bias, parallel_mode, init_method)
-        self.reset_parameters()
+        self.reset_parameters(defer_init=on_meta(self))
 
     def _build(self) -> list[Pipeline]:
         return self._build_parts()
@@ -175,7 +176,7 @@ class LayerNormLinear(_WithParts):
         refuse_gathered(self, return_layernorm_output_gathered)
         self._declare_norm(normalization, in_features, zero_centered_gamma)
         self._declare_parts(in_features, out_features, parameters_split, bias, parallel_mode, init_method)
-        self.reset_parameters()
+        self.reset_parameters(defer_init=on_meta(self))
 
     def _build(self) -> tuple[Pipeline | None, list[Pipeline]]:
         """(the norm, the linears behind it); one linear takes the norm into its pipeline, and returns what the norm

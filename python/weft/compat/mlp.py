@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import ops
+from ..native import on_meta
 from .module import Module, Pipeline, refuse_gathered, share
 
 # name -> (operation, how many times the features of FC2 come out of FC1)
@@ -80,7 +81,7 @@ class LayerNormMLP(Module):
         self.return_layernorm_output, self.set_parallel_mode = return_layernorm_output, set_parallel_mode
         refuse_gathered(self, return_layernorm_output_gathered)
         self._declare_all(init_method, output_layer_init_method)
-        self.reset_parameters()
+        self.reset_parameters(defer_init=on_meta(self))
 
     def _declare_all(self, init: Any, output_init: Any) -> None:
         self._declare_norm(self.normalization, self.hidden_size, self.zero_centered_gamma)

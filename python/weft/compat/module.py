@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .. import ops
+from ..native import default_device
 from . import recipes
 
 # Arguments about names and about the GPU's buffers and kernels: taken, and without effect on the result.
@@ -159,22 +160,34 @@ class Module(EmptyExtraState):
             self.register_parameter("layer_norm_bias", None)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Gives the Parameters their first values."""
-        for name, init in self._inits.items() if not defer_init else ():
+        """Gives the Parameters their first values; those on the meta device become real on torch's default device.
+
+        Args:
+            defer_init: leave the values, and Parameters on the meta device, as they are.
+        """
+        for name, init in self._inits.items():
             param = self._parameters[name]
-            if param.device.type != "meta":
-                self._start(name, param, init)
+            if not defer_init:
+                param = self._move(name, default_device(param))
+                if not param.is_meta:
+                    self._start(name, param, init)
             for mark, value in self._marks[name].items():
                 setattr(param, mark, value)
 
     def _materialize(self, device: torch.device) -> None:
         """Makes Parameters that are still on the meta device real, with their first values."""
         for name, param in self._parameters.items():
-            if param is not None and param.device.type == "meta":
-                real = torch.nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
-                real.__dict__.update(param.__dict__)
-                self._parameters[name] = real
-                self._start(name, real, self._inits[name])
+            if param is not None and param.is_meta:
+                self._start(name, self._move(name, device), self._inits[name])
+
+    def _move(self, name: str, device: torch.device) -> torch.nn.Parameter:
+        """The Parameter on `device`: itself, or a new one without values."""
+        param = self._parameters[name]
+        if param.device != device:
+            real = torch.nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+            real.__dict__.update(param.__dict__)
+            self._parameters[name] = param = real
+        return param
 
     def _start(self, name: str, param: torch.Tensor, init: Callable[[torch.Tensor], Any]) -> None:
         tracker = self.get_rng_state_tracker if name in self._weights else None

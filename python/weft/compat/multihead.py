@@ -10,7 +10,8 @@ import torch
 from .. import ops
 from .attention import DotProductAttention, apply_rotary_pos_emb
 from .linear import LayerNormLinear, Linear
-from .module import NORMS, check_unused
+from .module import check_unused
+from .norm import LayerNorm, RMSNorm
 
 
 class MultiheadAttention(torch.nn.Module):
@@ -90,7 +91,7 @@ class MultiheadAttention(torch.nn.Module):
         inner, narrow = num_attention_heads * self.channels, groups * self.channels
         self._make_projections(hidden_size, inner, narrow, fuse_qkv_params, column, norm)
         self.qk_norm_before_rope = qk_norm_before_rope
-        self.q_norm, self.k_norm = self._qk_norms(qk_norm_type, qk_norm_eps, device)
+        self.q_norm, self.k_norm = self._qk_norms(qk_norm_type, qk_norm_eps, params_dtype, device)
         self.core_attention = DotProductAttention(
             num_attention_heads,
             self.channels,
@@ -126,16 +127,18 @@ class MultiheadAttention(torch.nn.Module):
             self.query_layer = Linear(hidden, inner, **column)
         self.key_value = Linear(hidden, 2 * narrow, parameters_split=None if fused else keys, **column)
 
-    def _qk_norms(self, kind: str | None, eps: float, device: Any) -> tuple[Any, Any]:
+    def _qk_norms(self, kind: str | None, eps: float, dtype: torch.dtype | None, device: Any) -> tuple[Any, Any]:
         """Norms of each head's query and key, after the rotation or before it."""
         if kind is None:
             return None, None
         if kind == "L2Normalization":
-            return ops.L2Normalization(eps=eps), ops.L2Normalization(eps=eps)
-        if kind not in NORMS:
-            known = ", ".join(("L2Normalization", *NORMS))
+            return ops.L2Normalization(eps=eps, te_keys=True), ops.L2Normalization(eps=eps, te_keys=True)
+        norms = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+        if kind not in norms:
+            known = ", ".join(("L2Normalization", *norms))
             raise ValueError(f"MultiheadAttention: qk_norm_type is {kind!r}, expected one of {known}")
-        return NORMS[kind](self.channels, eps=eps, device=device), NORMS[kind](self.channels, eps=eps, device=device)
+        query, key = (norms[kind](self.channels, eps=eps, params_dtype=dtype, device=device) for _ in range(2))
+        return query, key
 
     def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.q_norm is None:

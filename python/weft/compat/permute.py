@@ -14,33 +14,41 @@ import torch
 def _row_id_map(routing_map: torch.Tensor, num_out_tokens: int | None, map_type: str) -> torch.Tensor:
     """From a mask [tokens, experts], or from the indices [tokens, choices] of experts; -1 is no expert."""
     if map_type == "mask":
-        order = routing_map.bool().T.nonzero().flip(1)  # (token, expert), sorted by expert, then token
+        chosen = routing_map.bool()
+        rows = chosen.T.reshape(-1).cumsum(0).view(chosen.T.shape).T - 1  # numbered by expert, then token
     elif map_type == "index":
-        flat = routing_map.reshape(-1)
+        chosen, flat = routing_map >= 0, routing_map.reshape(-1)
         order = torch.argsort(flat, stable=True)
-        order = order[flat[order] >= 0]
-        choices = routing_map.size(1)
-        order = torch.stack([order // choices, order % choices], 1)
+        numbers = torch.arange(flat.numel(), device=flat.device) - (flat < 0).sum()
+        rows = torch.empty_like(order).scatter(0, order, numbers).view(routing_map.shape)
     else:
         raise ValueError(f"moe_permute: map_type is {map_type!r}, expected 'mask' or 'index'")
     if num_out_tokens is not None and num_out_tokens >= 0:
-        order = order[:num_out_tokens]
-    rows = torch.full(routing_map.shape, -1, dtype=torch.int64, device=routing_map.device)
-    rows[order[:, 0], order[:, 1]] = torch.arange(len(order), device=rows.device)
-    return rows
+        chosen = chosen & (rows < num_out_tokens)
+    return rows.masked_fill(~chosen, -1)
 
 
-def _places(row_id_map: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(token, column) of each row of the permuted tensor."""
-    places = (row_id_map >= 0).nonzero()
-    places = places[torch.argsort(row_id_map[places[:, 0], places[:, 1]])]
-    return places[:, 0], places[:, 1]
+def _count(row_id_map: torch.Tensor, num_out_tokens: int | None) -> int:
+    """Rows of the permuted tensor. Unless told this depends on values, which a compiler captures with
+    ``torch._dynamo.config.capture_scalar_outputs`` only."""
+    if num_out_tokens is not None and num_out_tokens >= 0:
+        return num_out_tokens
+    return int((row_id_map >= 0).sum())
 
 
-def _padded(rows: torch.Tensor, count: int | None) -> torch.Tensor:
-    """Rows of zeros behind, up to `count`."""
-    missing = (count or 0) - rows.size(0)
-    return rows if missing <= 0 else torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
+def _places(row_id_map: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token and column of each of `count` rows of the permuted tensor, and whether the row is empty."""
+    rows, columns = row_id_map.reshape(-1), row_id_map.size(1)
+    rows = torch.where((rows >= 0) & (rows < count), rows, count)  # an extra row takes what is dropped
+    numbers = torch.arange(rows.numel(), device=rows.device)
+    places = torch.full((count + 1,), -1, dtype=torch.int64, device=rows.device).scatter(0, rows, numbers)[:count]
+    filled = places.clamp(min=0)
+    return filled // columns, filled % columns, places < 0
+
+
+def _clear(rows: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
+    """Zeros in the rows that are empty."""
+    return rows.masked_fill(empty.view(-1, *[1] * (rows.dim() - 1)), 0)
 
 
 def moe_permute(
@@ -52,8 +60,8 @@ def moe_permute(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows of `inp` sorted by expert, row id map). More routed rows than `num_out_tokens` are dropped from the end."""
     row_id_map = _row_id_map(routing_map, num_out_tokens, map_type)
-    tokens, _ = _places(row_id_map)
-    return _padded(inp[tokens], num_out_tokens), row_id_map
+    tokens, _, empty = _places(row_id_map, _count(row_id_map, num_out_tokens))
+    return _clear(inp[tokens], empty), row_id_map
 
 
 def moe_permute_with_probs(
@@ -61,9 +69,8 @@ def moe_permute_with_probs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(rows sorted by expert, their probabilities, row id map); `probs` [tokens, experts] belongs to a mask."""
     row_id_map = _row_id_map(routing_map, num_out_tokens, "mask")
-    tokens, experts = _places(row_id_map)
-    permuted = _padded(inp[tokens], num_out_tokens)
-    return permuted, _padded(probs[tokens, experts], num_out_tokens), row_id_map
+    tokens, experts, empty = _places(row_id_map, _count(row_id_map, num_out_tokens))
+    return _clear(inp[tokens], empty), _clear(probs[tokens, experts], empty), row_id_map
 
 
 def moe_unpermute(
@@ -76,25 +83,40 @@ def moe_unpermute(
 ) -> torch.Tensor:
     """Each token is the sum of its rows, weighted by `merging_probs` [tokens, columns of the map] if given."""
     weights = merging_probs if merging_probs is not None else probs
-    tokens, columns = _places(row_id_map)
-    rows = inp[: len(tokens)]
+    if not torch.compiler.is_compiling() and row_id_map.numel() and int(row_id_map.max()) >= inp.size(0):
+        raise ValueError(f"moe_unpermute: the row id map has row {int(row_id_map.max())}, inp has {inp.size(0)} rows")
+    tokens, columns, empty = _places(row_id_map, inp.size(0))
+    rows = inp
     if weights is not None:
         rows = rows * weights[tokens, columns].unsqueeze(-1).to(rows.dtype)
     shape = (row_id_map.size(0), inp.size(-1)) if restore_shape is None else tuple(restore_shape)
-    return rows.new_zeros(shape).index_add(0, tokens, rows)
+    return rows.new_zeros(shape).index_add(0, tokens, _clear(rows, empty))
 
 
-def _chunk_order(split_sizes: torch.Tensor | Sequence[int], sorted_index: torch.Tensor | Sequence[int]) -> torch.Tensor:
-    sizes, order = torch.as_tensor(split_sizes).tolist(), torch.as_tensor(sorted_index).tolist()
-    chunks = torch.arange(sum(sizes)).split(sizes)
-    return torch.cat([chunks[i] for i in order]) if order else torch.arange(0)
+def _chunk_order(
+    split_sizes: torch.Tensor | Sequence[int], sorted_index: torch.Tensor | Sequence[int], inp: torch.Tensor
+) -> torch.Tensor:
+    """Which row of `inp` each row of the result is."""
+    sizes, order = (torch.as_tensor(t, device=inp.device).long() for t in (split_sizes, sorted_index))
+    if not torch.compiler.is_compiling() and (
+        int(sizes.sum()) != inp.size(0) or sorted(order.tolist()) != list(range(sizes.numel()))
+    ):
+        raise ValueError(
+            f"moe_sort_chunks_by_index: chunks of {sizes.tolist()} rows in the order {order.tolist()}; expected each "
+            f"chunk once and {inp.size(0)} rows in all"
+        )
+    starts, moved = sizes.cumsum(0) - sizes, sizes[order]
+    ends = moved.cumsum(0)
+    rows = torch.arange(inp.size(0), device=inp.device)
+    chunk = torch.searchsorted(ends, rows, right=True)
+    return rows + (starts[order] - (ends - moved))[chunk]
 
 
 def moe_sort_chunks_by_index(
     inp: torch.Tensor, split_sizes: torch.Tensor | Sequence[int], sorted_index: torch.Tensor | Sequence[int]
 ) -> torch.Tensor:
     """`inp` consists of chunks of `split_sizes` rows; they come out in the order of `sorted_index`."""
-    return inp[_chunk_order(split_sizes, sorted_index).to(inp.device)]
+    return inp[_chunk_order(split_sizes, sorted_index, inp)]
 
 
 def moe_sort_chunks_by_index_with_probs(
@@ -104,5 +126,5 @@ def moe_sort_chunks_by_index_with_probs(
     sorted_index: torch.Tensor | Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same for rows and their probabilities."""
-    order = _chunk_order(split_sizes, sorted_index).to(inp.device)
+    order = _chunk_order(split_sizes, sorted_index, inp)
     return inp[order], probs[order]

@@ -1,0 +1,253 @@
+"""Module classes of weft.compat: dtypes, autocast, the meta device, compilation."""
+
+import inspect
+
+import pytest
+import torch
+from weft.compat import grouped, layer, linear, mlp, multihead, norm, permute
+
+from weft import _C, ops
+
+# ---- dtypes ----
+
+
+@pytest.mark.parametrize("kind", ("RMSNorm", "LayerNorm", "L2Normalization"))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float64))
+@pytest.mark.parametrize("before", (False, True))
+def test_query_and_key_norms_follow_params_dtype(kind, dtype, before):
+    module = multihead.MultiheadAttention(
+        16, 4, params_dtype=dtype, qk_norm_type=kind, qk_norm_before_rope=before, attention_dropout=0.0
+    )
+    assert {param.dtype for param in module.parameters()} == {dtype}
+    assert {"q_norm._extra_state", "k_norm._extra_state"} <= set(module.state_dict())
+    x = torch.randn(8, 2, 16, dtype=dtype, requires_grad=True)
+    y = module(x)
+    y.sum().backward()
+    assert y.dtype == x.grad.dtype == dtype
+    assert all(param.grad is not None for param in module.parameters())
+
+
+LAYERS = {
+    "encoder": {},
+    "decoder": {"layer_type": "decoder"},
+    "output norm": {"output_layernorm": True},
+    "residual after the norm": {"apply_residual_connection_post_layernorm": True},
+    "parallel": {"parallel_attention_mlp": True},
+    "drop path": {"drop_path_rate": 0.5},
+    "query and key norms": {"qk_norm_type": "RMSNorm"},
+    "RMSNorm, no bias": {"normalization": "RMSNorm", "bias": False},
+}
+
+
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("training", (True, False))
+def test_a_layer_under_autocast_returns_the_dtype_of_autocast(options, dtype, training):
+    module = layer.TransformerLayer(16, 32, 4, **options).train(training)
+    x = torch.randn(8, 2, 16, requires_grad=True)
+    given = {"encoder_output": torch.randn(8, 2, 16)} if options.get("layer_type") else {}
+    with torch.autocast("cpu", dtype):
+        y = module(x, **given)
+    assert y.dtype == dtype
+    y.float().sum().backward()
+    assert x.grad.dtype == torch.float32
+    assert all(param.grad.dtype == torch.float32 for param in module.parameters())
+    assert module(x, **given).dtype == torch.float32, "nothing is cast without autocast"
+
+
+def test_a_layer_under_autocast_is_that_of_a_cast_input():
+    module = layer.TransformerLayer(16, 32, 4, hidden_dropout=0.0, attention_dropout=0.0)
+    x = torch.randn(8, 2, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(module(x), module(x.bfloat16()))
+
+
+# ---- the meta device ----
+
+SHELLS = {
+    "compat.Linear": lambda **o: linear.Linear(8, 8, **o),
+    "compat.Linear in parts": lambda **o: linear.Linear(8, 8, parameters_split=("q", "k"), **o),
+    "compat.LayerNormLinear": lambda **o: linear.LayerNormLinear(8, 8, **o),
+    "compat.LayerNormMLP": lambda **o: mlp.LayerNormMLP(8, 32, **o),
+    "compat.GroupedLinear": lambda **o: grouped.GroupedLinear(2, 8, 8, **o),
+    "compat.LayerNorm": lambda **o: norm.LayerNorm(8, **o),
+    "compat.RMSNorm": lambda **o: norm.RMSNorm(8, **o),
+    "compat.MultiheadAttention": lambda **o: multihead.MultiheadAttention(16, 4, qk_norm_type="RMSNorm", **o),
+    "compat.TransformerLayer": lambda **o: layer.TransformerLayer(16, 32, 4, output_layernorm=True, **o),
+    "ops.Linear": lambda **o: ops.Linear(8, 8, **o),
+    "ops.GroupedLinear": lambda **o: ops.GroupedLinear(2, 8, 8, **o),
+    "single ops.GroupedLinear": lambda **o: ops.GroupedLinear(2, 8, 8, single_grouped_weight=True, **o),
+}
+
+
+def native(name: str):
+    sample = next(row[-1] for row in _C.op_types() if row[0] == name)
+    known = inspect.signature(ops.native_classes[name]).parameters
+    given = {k: v for k, v in sample.fields().items() if k in known and k != "dtype" and v is not None}
+    return lambda **o: ops.native_classes[name](**given, **o)
+
+
+SHELLS |= {f"ops.{name}": native(name) for name, *_, sample in _C.op_types() if sample.params()}
+shells = pytest.mark.parametrize("make", SHELLS.values(), ids=SHELLS)
+
+
+def reset(module: torch.nn.Module) -> None:
+    for child in module.modules():
+        if hasattr(child, "reset_parameters"):
+            child.reset_parameters()
+
+
+def values(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: param.detach().clone() for name, param in module.named_parameters()}
+
+
+@shells
+@pytest.mark.parametrize("by_context", (False, True))
+def test_reset_parameters_makes_a_meta_module_real(make, by_context):
+    if by_context:
+        with torch.device("meta"):
+            module = make()
+    else:
+        module = make(device="meta")
+    assert all(param.is_meta for param in module.parameters()), "the constructor allocates nothing"
+    marks = {name: param.__dict__ for name, param in module.named_parameters()}
+    next(iter(module.parameters())).requires_grad_(False)
+    torch.manual_seed(3)
+    reset(module)
+    assert {param.device.type for param in module.parameters()} == {"cpu"}
+    assert not next(iter(module.parameters())).requires_grad
+    assert {name: param.__dict__ for name, param in module.named_parameters()} == marks
+    other = make()
+    torch.manual_seed(3)
+    reset(other)
+    torch.testing.assert_close(values(module), values(other), rtol=0, atol=0)
+
+
+@shells
+def test_reset_parameters_stays_on_the_default_device(make):
+    module = make(device="meta")
+    with torch.device("meta"):
+        reset(module)
+    assert all(param.is_meta for param in module.parameters())
+    real = make()
+    before = {name: id(param) for name, param in real.named_parameters()}
+    reset(real)
+    assert {name: id(param) for name, param in real.named_parameters()} == before, "real Parameters stay themselves"
+
+
+def test_defer_init_leaves_a_meta_module():
+    for module in (linear.Linear(8, 8, device="meta"), norm.LayerNorm(8, device="meta")):
+        module.reset_parameters(defer_init=True)
+        assert all(param.is_meta for param in module.parameters())
+
+
+# ---- compilation ----
+
+TOKENS, EXPERTS, TOPK, HIDDEN = 16, 4, 2, 8
+
+
+def routing(map_type: str, dropped: int = 0) -> torch.Tensor:
+    chosen = torch.stack([torch.randperm(EXPERTS)[:TOPK] for _ in range(TOKENS)])
+    if map_type == "index":
+        chosen[:dropped] = -1
+        return chosen
+    mask = torch.zeros(TOKENS, EXPERTS, dtype=torch.int32).scatter(1, chosen, 1)
+    mask[:dropped] = 0
+    return mask
+
+
+def plain_permute(x: torch.Tensor, routing_map: torch.Tensor, map_type: str, count: int) -> torch.Tensor:
+    """Expert by expert, token by token."""
+    places = [
+        (expert, token)
+        for expert in range(EXPERTS)
+        for token in range(TOKENS)
+        if (routing_map[token, expert] if map_type == "mask" else expert in routing_map[token])
+    ]
+    rows = [x[token] for _, token in places[:count]] + [torch.zeros_like(x[0])] * max(0, count - len(places))
+    return torch.stack(rows)
+
+
+def there_and_back(x, probs, routing_map, count, map_type):
+    permuted, rows = permute.moe_permute(x, routing_map, num_out_tokens=count, map_type=map_type)
+    return permuted, permute.moe_unpermute(permuted.sin(), rows, merging_probs=probs, restore_shape=x.shape)
+
+
+def with_probs(x, probs, routing_map, count, map_type):
+    permuted, chosen, rows = permute.moe_permute_with_probs(x, probs, routing_map, num_out_tokens=count)
+    return permuted, chosen, permute.moe_unpermute(permuted * chosen.unsqueeze(-1), rows)
+
+
+def check_compiled(function, *arguments, backend: str = "aot_eager"):
+    """Outputs and gradients of the compiled function are those of eager mode."""
+    inputs = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
+    torch.compiler.reset()
+    found = torch.compile(function, fullgraph=True, backend=backend)(*arguments)
+    wanted = function(*arguments)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    grads = [torch.randn_like(w) for w in wanted]
+    torch.testing.assert_close(
+        torch.autograd.grad(found, inputs, grads), torch.autograd.grad(wanted, inputs, grads)
+    )
+    return wanted
+
+
+@pytest.mark.parametrize("map_type", ("mask", "index"))
+@pytest.mark.parametrize("count", (TOKENS * TOPK, 11, 40))
+@pytest.mark.parametrize("dropped", (0, 3))
+def test_permute_and_unpermute_compile_whole(map_type, count, dropped):
+    x = torch.randn(TOKENS, HIDDEN, dtype=torch.float64, requires_grad=True)
+    routing_map = routing(map_type, dropped)
+    probs = torch.rand(routing_map.shape, dtype=torch.float64, requires_grad=True)
+    permuted, _ = check_compiled(there_and_back, x, probs, routing_map, count, map_type)
+    assert torch.equal(permuted, plain_permute(x, routing_map, map_type, count))
+    if map_type == "mask":
+        check_compiled(with_probs, x, probs, routing_map, count, map_type)
+
+
+def test_permute_of_as_many_rows_as_are_routed_compiles_where_sizes_may_depend_on_values(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
+    x, routing_map = torch.randn(TOKENS, HIDDEN, requires_grad=True), routing("mask", 3)
+
+    def function(x):
+        return (permute.moe_permute(x, routing_map)[0],)
+
+    check_compiled(function, x)
+    assert torch.equal(function(x)[0], plain_permute(x, routing_map, "mask", (TOKENS - 3) * TOPK))
+
+
+@pytest.mark.parametrize("as_tensor", (False, True))
+@pytest.mark.parametrize("sizes, order", [([1, 3, 0, 2], [2, 0, 3, 1]), ([6], [0]), ([2, 2, 2], [2, 1, 0])])
+def test_sorting_chunks_compiles_whole(sizes, order, as_tensor):
+    x = torch.randn(6, HIDDEN, requires_grad=True)
+    probs = torch.rand(6, requires_grad=True)
+    given = (torch.tensor(sizes), torch.tensor(order)) if as_tensor else (sizes, order)
+
+    def function(x, probs):
+        y, q = permute.moe_sort_chunks_by_index_with_probs(x, probs, *given)
+        return y, q, permute.moe_sort_chunks_by_index(x, *given)
+
+    y, q, again = check_compiled(function, x, probs)
+    chunks = x.split(sizes)
+    assert torch.equal(y, torch.cat([chunks[i] for i in order])) and torch.equal(again, y)
+    assert torch.equal(q, torch.cat([probs.split(sizes)[i] for i in order]))
+
+
+def test_maps_that_do_not_fit_raise():
+    x = torch.randn(6, HIDDEN)
+    for sizes, order in (([1, 2], [1, 0]), ([3, 3], [0, 0]), ([6], [0, 1])):
+        with pytest.raises(ValueError, match="each chunk once and 6 rows"):
+            permute.moe_sort_chunks_by_index(x, sizes, order)
+    permuted, rows = permute.moe_permute(x, torch.ones(6, 2, dtype=torch.bool), num_out_tokens=12)
+    with pytest.raises(ValueError, match="has row 11, inp has 9 rows"):
+        permute.moe_unpermute(permuted[:9], rows)
+
+
+def test_values_in_empty_rows_reach_nothing():
+    x = torch.full((2, 3), float("nan")).index_fill(0, torch.tensor([1]), 1.0).requires_grad_()
+    permuted, rows = permute.moe_permute(x, torch.tensor([[0], [1]]), num_out_tokens=3)
+    assert torch.equal(permuted, torch.tensor([[1.0] * 3, [0.0] * 3, [0.0] * 3]))
+    permuted.sum().backward()
+    assert torch.equal(x.grad, torch.tensor([[0.0] * 3, [1.0] * 3]))
+    back = permute.moe_unpermute(permuted.detach().index_fill(0, torch.tensor([1, 2]), float("nan")), rows)
+    assert torch.equal(back, torch.tensor([[0.0] * 3, [1.0] * 3]))
