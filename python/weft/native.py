@@ -121,6 +121,13 @@ def default_device(param: torch.Tensor) -> torch.device:
     return torch.get_default_device() if param.is_meta and type(param).__name__ != "DTensor" else param.device
 
 
+def moved(param: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
+    """A Parameter without values on `device`, with the attributes of `param`."""
+    other = torch.nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+    other.__dict__.update(param.__dict__)
+    return other
+
+
 def initialize(
     module: torch.nn.Module,
     op: _C.Op,
@@ -136,19 +143,21 @@ def initialize(
             continue
         target = default_device(param) if device is None else torch.device(device)
         if param.device != target:
-            attributes = param.__dict__
-            param = torch.nn.Parameter(torch.empty_like(param, device=target), requires_grad=param.requires_grad)
-            param.__dict__.update(attributes)
-            module._parameters[name] = param
-        if param.device.type == "meta":
-            continue
-        for part in param.detach() if sinks and param.dim() == 3 else [param.detach()]:  # a weight for each group
-            with tracker().fork() if tracker is not None else nullcontext():
-                if init == "fan_in_uniform":
-                    bound = 1 / math.sqrt(fan_in) if fan_in else 0.0
-                    part.uniform_(-bound, bound)
-                else:
-                    part.fill_(1.0 if init == "ones" else 0.0)
+            param = moved(param, target)
+        if not param.is_meta:
+            parts = param.detach() if sinks and param.dim() == 3 else [param.detach()]  # a weight for each group
+            for part in parts:
+                with tracker().fork() if tracker is not None else nullcontext():
+                    _fill(part, init, fan_in)
+        module._parameters[name] = param  # a new one takes its place when it has values: other threads may look
+
+
+def _fill(part: torch.Tensor, init: str, fan_in: int) -> None:
+    if init == "fan_in_uniform":
+        bound = 1 / math.sqrt(fan_in) if fan_in else 0.0
+        part.uniform_(-bound, bound)
+    else:
+        part.fill_(1.0 if init == "ones" else 0.0)
 
 
 def _plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from threading import Lock
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from . import _C, compiled
 from .state_keys import StateKeys
 
+_MATERIALIZING = Lock()  # threads that call a new module at the same time initialise it once
 # What an operation remembers of its own pipeline; a copy builds its own.
 _NOT_COPIED = {"_runner", "_built_from", "_custom", "_parts", "_number", "_wgrad_hooks"}
 
@@ -314,9 +316,10 @@ def check_keywords(stages: Sequence[BasicOperation], keywords: list[dict[str, An
 def materialize(module: torch.nn.Module, input: torch.Tensor) -> None:
     """Makes weft's Parameters that were constructed on the meta device real, where the input is."""
     if input.device.type != "meta":
-        for child in module.modules():
-            if isinstance(child, FusibleOperation):
-                child._materialize(input.device)
+        with _MATERIALIZING:
+            for child in module.modules():
+                if isinstance(child, FusibleOperation):
+                    child._materialize(input.device)
 
 
 def _run_forward(op, ctxs, input_, extra_inputs, keywords):

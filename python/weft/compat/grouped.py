@@ -81,7 +81,7 @@ class GroupedLinear(Module):
         )
         self._products.append(op)
         names = self.weight_names + (self.bias_names if added else [])
-        made = Pipeline()
+        made = Pipeline(self)
         made.add(op, **{name: name for name in names})
         return made
 
@@ -95,7 +95,7 @@ class GroupedLinear(Module):
         if splits.dtype not in (torch.int32, torch.int64):
             splits = splits.to(torch.int64)
         pipeline = self._pipelines(inp)
-        output = pipeline.run(self, inp.reshape(-1, inp.size(-1)), splits)
+        output = pipeline.run(inp.reshape(-1, inp.size(-1)), splits)
         self._first_microbatch(output, is_first_microbatch)
         output = output.reshape(*inp.shape[:-1], self.out_features)
         return (output, [getattr(self, name) for name in self.bias_names]) if self.return_bias else output

@@ -46,7 +46,7 @@ class _WithParts(Module):
         """For each part y = x Wᵀ [+ b]; a row linear's bias is one of all ranks and added after their sum."""
         made = []
         for weight, bias, size in self._parts:
-            pipeline = Pipeline()
+            pipeline = Pipeline(self)
             pipeline.add(self._product(self.in_features, size, self.parallel_mode), weight=weight)
             if self.use_bias and not self.return_bias:
                 pipeline.add(
@@ -56,7 +56,7 @@ class _WithParts(Module):
         return made
 
     def _run_parts(self, parts: list[Pipeline], x: torch.Tensor, first: bool | None) -> torch.Tensor:
-        outputs = [part.run(self, x) for part in parts]
+        outputs = [part.run(x) for part in parts]
         for output in outputs[:1] if self.delay_wgrad_compute else outputs:  # backward_dw() computes all parts at once
             self._first_microbatch(output, first)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
@@ -184,15 +184,14 @@ class LayerNormLinear(_WithParts):
         parts = self._build_parts()
         norm, names = self._norm()
         if len(parts) > 1:
-            head = Pipeline()
+            head = Pipeline(self)
             head.add(norm, **names)
             return head, parts
-        whole = Pipeline()
+        whole = Pipeline(self)
         whole.add(norm, **names)
         if self.return_layernorm_output:
             whole.add(ops.MakeExtraOutput())
-        whole.operations += parts[0].operations
-        whole.slots += parts[0].slots
+        whole.extend(parts[0])
         return None, [whole]
 
     def forward(
@@ -205,10 +204,10 @@ class LayerNormLinear(_WithParts):
         refuse_quantized(self, fp8_output=fp8_output, fp8_grad=fp8_grad)
         head, parts = self._pipelines(inp)
         if head is not None:
-            normed = head.run(self, inp)
+            normed = head.run(inp)
             output = self._run_parts(parts, normed, is_first_microbatch)
         else:
-            output = parts[0].run(self, inp)
+            output = parts[0].run(inp)
             output, normed = output if self.return_layernorm_output else (output, None)
             self._first_microbatch(output, is_first_microbatch)
         results = (output,)

@@ -99,7 +99,7 @@ class LayerNormMLP(Module):
     def _build(self) -> Pipeline:
         activation, times = ACTIVATIONS[self.activation]
         norm, names = self._norm()
-        made = Pipeline()
+        made = Pipeline(self)
         made.add(norm, **names)
         if self.return_layernorm_output:
             made.add(ops.MakeExtraOutput())
@@ -121,9 +121,9 @@ class LayerNormMLP(Module):
         if self.checkpoint and torch.is_grad_enabled():
             from .distributed import checkpoint
 
-            output = checkpoint(lambda x: pipeline.run(self, x), inp)
+            output = checkpoint(pipeline.run, inp)
         else:
-            output = pipeline.run(self, inp)
+            output = pipeline.run(inp)
         output, normed = output if self.return_layernorm_output else (output, None)
         self._first_microbatch(output, is_first_microbatch)
         results = (output,)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from functools import cache
+from threading import Lock
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from .. import ops
-from ..native import default_device
+from ..native import default_device, moved, on_meta
 from . import recipes
 
 # Arguments about names and about the GPU's buffers and kernels: taken, and without effect on the result.
@@ -22,6 +23,8 @@ _UNUSED = {
     "ub_overlap_ag", "ub_overlap_ag_dgrad", "ub_overlap_ag_fprop", "ub_overlap_rs", "ub_overlap_rs_dgrad",
     "ub_overlap_rs_fprop", "ub_tp_comm_overlap", "use_grouped_tensor",
 }  # fmt: skip
+
+_FIRST_CALL = Lock()  # threads that call a new module at the same time build it once
 
 NORMS = {"LayerNorm": ops.LayerNorm, "RMSNorm": ops.RMSNorm}
 
@@ -53,24 +56,34 @@ class EmptyExtraState(torch.nn.Module):
             missing_keys.remove(prefix + "_extra_state")
 
 
-@dataclass
-class Pipeline:
-    """Operations in order, and whose Parameter each of theirs is: (operation, its name, the module's name)."""
+@cache
+def _borrowing(cls: type[torch.nn.Module], names: tuple[tuple[str, str], ...]) -> type[torch.nn.Module]:
+    """A subclass whose Parameters are those of another module, its `_lender`: (own name, the lender's name)."""
 
-    operations: list[torch.nn.Module] = field(default_factory=list)
-    slots: list[tuple[torch.nn.Module, str, str]] = field(default_factory=list)
-    sequence: ops.Sequential | None = None
+    def lent(name: str) -> property:
+        return property(lambda self: getattr(self._lender, name))
+
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__} | {own: lent(name) for own, name in names})
+
+
+class Pipeline:
+    """Operations in order that read the Parameters of a module in each call. They hold none: nothing is written in a
+    call, so any number of threads may run it."""
+
+    def __init__(self, owner: torch.nn.Module) -> None:
+        self.owner = owner
+        self.run = ops.Sequential()
 
     def add(self, op: torch.nn.Module, **parameters: str) -> None:
-        self.operations.append(op)
-        self.slots += [(op, name, own) for name, own in parameters.items()]
+        """`parameters`: names of the operation's Parameters → the module's."""
+        if parameters:
+            op.__class__ = _borrowing(type(op), tuple(parameters.items()))
+            op.__dict__["_lender"] = self.owner
+            op._parameters.clear()
+        self.run.append(op)
 
-    def run(self, module: torch.nn.Module, *inputs: torch.Tensor) -> Any:
-        if self.sequence is None:
-            self.sequence = ops.Sequential(*self.operations)
-        for op, name, own in self.slots:
-            op._parameters[name] = module._parameters[own]
-        return self.sequence(*inputs)
+    def extend(self, other: Pipeline) -> None:
+        self.run.extend(other.run)
 
 
 class Module(EmptyExtraState):
@@ -168,32 +181,31 @@ class Module(EmptyExtraState):
         for name, init in self._inits.items():
             param = self._parameters[name]
             if not defer_init:
-                param = self._move(name, default_device(param))
-                if not param.is_meta:
-                    self._start(name, param, init)
+                param = self._start(name, default_device(param), init)
             for mark, value in self._marks[name].items():
                 setattr(param, mark, value)
 
     def _materialize(self, device: torch.device) -> None:
         """Makes Parameters that are still on the meta device real, with their first values."""
-        for name, param in self._parameters.items():
-            if param is not None and param.is_meta:
-                self._start(name, self._move(name, device), self._inits[name])
+        if not on_meta(self):
+            return
+        with _FIRST_CALL:
+            for name, param in self._parameters.items():
+                if param is not None and param.is_meta:
+                    self._start(name, device, self._inits[name])
 
-    def _move(self, name: str, device: torch.device) -> torch.nn.Parameter:
-        """The Parameter on `device`: itself, or a new one without values."""
+    def _start(self, name: str, device: torch.device, init: Callable[[torch.Tensor], Any]) -> torch.nn.Parameter:
+        """The Parameter on `device` with its first values; a new one takes its place when it has them."""
         param = self._parameters[name]
         if param.device != device:
-            real = torch.nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
-            real.__dict__.update(param.__dict__)
-            self._parameters[name] = param = real
+            param = moved(param, device)
+        if not param.is_meta:
+            tracker = self.get_rng_state_tracker if name in self._weights else None
+            states = () if self.rng_tracker_name is None else (self.rng_tracker_name,)
+            with tracker().fork(*states) if tracker is not None else nullcontext(), torch.no_grad():
+                init(param.detach())
+        self._parameters[name] = param
         return param
-
-    def _start(self, name: str, param: torch.Tensor, init: Callable[[torch.Tensor], Any]) -> None:
-        tracker = self.get_rng_state_tracker if name in self._weights else None
-        states = () if self.rng_tracker_name is None else (self.rng_tracker_name,)
-        with tracker().fork(*states) if tracker is not None else nullcontext(), torch.no_grad():
-            init(param.detach())
 
     # ---- pipelines ------------------------------------------------------------------------------------------------
 
@@ -206,15 +218,19 @@ class Module(EmptyExtraState):
             self._materialize(input.device)
         if self._overwriting and torch._C._current_graph_task_id() == -1:  # inside backward it is a recomputation
             self._end_overwrite()
-        if "_built" not in self.__dict__:
+        if self.__dict__.get("_built_for") != id(self):  # a replica has the attributes of the module it was made from
             self._construct()
         return self._built
 
     @torch.compiler.disable
     def _construct(self) -> None:
         self._check_group()
-        self._products: list[Any] = []
-        object.__setattr__(self, "_built", self._build())
+        with _FIRST_CALL:
+            if self.__dict__.get("_built_for") == id(self):
+                return
+            self._products: list[Any] = []
+            object.__setattr__(self, "_built", self._build())
+            object.__setattr__(self, "_built_for", id(self))
 
     def _check_group(self) -> None:
         if self.tp_size > 1 and self.tp_group is None and self._needs_group():
@@ -229,7 +245,7 @@ class Module(EmptyExtraState):
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """The ranks that share this layer."""
         self.tp_group = tp_group
-        self.__dict__.pop("_built", None)
+        self.__dict__.pop("_built_for", None)
 
     def _norm(self) -> tuple[torch.nn.Module, dict[str, str]]:
         fields = {"eps": self.eps, "zero_centered_gamma": self.zero_centered_gamma, "dtype": self.params_dtype}
@@ -256,8 +272,8 @@ class Module(EmptyExtraState):
         return product
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {name: value for name, value in self.__dict__.items() if name not in ("_built", "_products")}
-        return kept | {
+        built = ("_built", "_built_for", "_products")
+        return {name: value for name, value in self.__dict__.items() if name not in built} | {
             "_wgrad_hooks": [],
             "_overwrites": deque(),
             "_overwriting": [],
@@ -272,8 +288,9 @@ class Module(EmptyExtraState):
     def _first_microbatch(self, output: torch.Tensor, first: bool | None) -> None:
         """The weight gradients of this call overwrite main_grad if it is the first micro-batch."""
         node = output.grad_fn
-        frozen = not any(self._parameters[name].requires_grad for name in self._weights)
-        if node is None or frozen or not self.fuse_wgrad_accumulation:
+        if node is None or not self.fuse_wgrad_accumulation:
+            return
+        if not any(getattr(self, name).requires_grad for name in self._weights):
             return
         if self.delay_wgrad_compute:
             node.register_prehook(lambda grads: self._overwrites.append(bool(first)))
