@@ -215,11 +215,11 @@ class Sequential(torch.nn.Module):
                 whole = {"bypassed": group.modules, "children": self._modules.values()} if single else {}
                 group.runner = build_runner(self, group.stages, epoch, **whole)
         object.__setattr__(self, "_real", False)
-        object.__setattr__(self, "_groups", groups)
-        object.__setattr__(self, "_built_from", signature)
         # The way past this check opens at the first call, when Parameters on the meta device have become real.
         object.__setattr__(self, "_runner", None)
         object.__setattr__(self, "_single", groups[0].runner if single else None)
+        object.__setattr__(self, "_groups", groups)
+        object.__setattr__(self, "_built_from", signature)  # last: another thread that finds it takes the rest
         return groups
 
     @property
