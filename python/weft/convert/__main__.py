@@ -109,6 +109,7 @@ def run_verify(words: list[str]) -> None:
 
 def main() -> None:
     words = sys.argv[1:]
+    sys.stdout.reconfigure(errors="backslashreplace")  # names may hold what a terminal cannot show
     commands = {"inspect": run_inspect, "verify": run_verify, "names": lambda _: print(read_names(None).as_json())}
     try:
         if words and words[0] in commands:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 from . import torch_dist
+from .content import parsed
 from .formats import open_stored
 from .lazy import ConversionError, raw_bytes, same
 from .model import read_model
@@ -38,14 +38,16 @@ def verify(target: Path | str, quiet: bool = True) -> list[str]:
     target = Path(target)
     file = report_of(target, target.is_file())
     try:
-        report = json.loads(file.read_text())
-        rows = [(row.get("rank", 0), row["name"], row["sha256"]) for row in report["entries"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        report = parsed(file.read_bytes(), str(file))
+        total, rows = report["bytes"], [(row.get("rank", 0), row["name"], row["sha256"]) for row in report["entries"]]
+        if any([type(one) for one in row] != [int, str, str] or row[0] < 0 for row in [(total, "", ""), *rows]):
+            raise ValueError("its entries are not numbers and names")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConversionError(
             f"{file} cannot be read: {error}. It is written with a conversion; give two checkpoints"
         ) from error
     ranks = [content.tensors | content.raw for content in open_stored(target).ranks]
-    progress, wrong = Progress(report["bytes"], "verify", quiet), []
+    progress, wrong = Progress(total, "verify", quiet), []
     for rank, name, wanted in rows:
         lazy = ranks[rank].get(name) if rank < len(ranks) else None
         if lazy is None:

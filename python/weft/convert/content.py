@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import base64
+import json
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .lazy import ConversionError, Held, Lazy
-from .unpickle import DTYPES, Bytes, Foreign
+from .lazy import PIECE, ConversionError, Held, Lazy, raw_bytes, whole_numbers
+from .pickled import DTYPES, Bytes, Foreign
 
 
 @dataclass
@@ -42,6 +43,24 @@ def held_bytes(content: bytes) -> Lazy:
     )
 
 
+def parsed(text: str | bytes, where: str) -> dict[str, Any]:
+    """A JSON object of a file, in which no name stands twice."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError("a name stands in it twice")
+        return found
+
+    try:
+        found = json.loads(text, object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise ConversionError(f"{where} is damaged: {error}. Copy the checkpoint anew") from error
+    if not isinstance(found, dict):
+        raise ConversionError(f"{where} holds a JSON {type(found).__name__}, expected an object")
+    return found
+
+
 def as_json(value: Any) -> Any:
     """A value as JSON from which `from_json` makes it again; TypeError for what is foreign."""
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -62,7 +81,7 @@ def as_json(value: Any) -> Any:
         content = value if isinstance(value, bytes) else value.content
         return {"()": "bytes", "of": base64.b64encode(content).decode()}
     if isinstance(value, Lazy):
-        content = bytes(value.tensor().reshape(-1).view(torch.uint8).tolist())
+        content = bytes(raw_bytes(value.tensor()))
         kind = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
         return {"()": "tensor", **kind, "of": base64.b64encode(content).decode()}
     raise TypeError(f"a {type(value).__name__}")
@@ -81,7 +100,9 @@ def from_json(value: Any) -> Any:
     if kind in ("tuple", "set"):
         return (tuple if kind == "tuple" else set)(from_json(item) for item in of)
     if kind == "Namespace":
-        return argparse.Namespace(**from_json(of))
+        found = argparse.Namespace()
+        vars(found).update(from_json(of))
+        return found
     if kind == "dtype":
         return DTYPES[of]
     if kind == "device":
@@ -90,13 +111,13 @@ def from_json(value: Any) -> Any:
     if kind == "bytes":
         return content
     flat = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-    return flat.view(DTYPES[value["dtype"]]).reshape(value["shape"])
+    return flat.view(DTYPES[value["dtype"]]).reshape(whole_numbers(value["shape"], "a shape"))
 
 
 def values_of(common: dict[str, Any]) -> dict[str, Any]:
     """The values that stand beside a model, made of their JSON."""
     try:
-        return from_json(common)
+        return {key: from_json(item) for key, item in common.items()}
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
         raise ConversionError(
             f"the values beside the model are damaged: {error!r}. Copy the checkpoint anew"
@@ -110,20 +131,37 @@ def without_foreign(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_foreign(item) for key, item in value.items()}
     if isinstance(value, argparse.Namespace):
-        return argparse.Namespace(**without_foreign(vars(value)))
+        found = argparse.Namespace()
+        vars(found).update(without_foreign(vars(value)))
+        return found
     if isinstance(value, (list, tuple, set)):
         return type(value)(without_foreign(item) for item in value)
     return value
 
 
+def tensor_bytes(value: Any) -> int:
+    if isinstance(value, Lazy):
+        return value.nbytes
+    if isinstance(value, argparse.Namespace):
+        value = vars(value)
+    if isinstance(value, dict):
+        return sum(map(tensor_bytes, value.values()))
+    return sum(map(tensor_bytes, value)) if isinstance(value, (list, tuple)) else 0
+
+
 def common_of(values: dict[Any, Any], content: Content) -> None:
-    """Fills `content.common` from what stands beside a model."""
+    """Fills `content.common` from what stands beside a model; of tensors there, at most PIECE bytes are held."""
+    room = PIECE
     for key, value in values.items():
+        size = tensor_bytes(value)
         if is_optimizer(str(key)):
             content.skipped[str(key)] = OPTIMIZER
         elif "rng" in str(key):
             content.skipped[str(key)] = "random number states belong to the ranks that saved them"
+        elif size > room:
+            content.skipped[str(key)] = f"holds tensors of {size} bytes beside the model, which is too much for a value"
         else:
+            room -= size
             try:
                 content.common[str(key)] = as_json(without_foreign(value))
             except TypeError as error:

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import safetensors, torch_dist, torch_zip
+import torch
+
+from . import place, safetensors, torch_dist, torch_zip
 from .content import OPTIMIZER, Content, common_of, held_bytes, is_optimizer
 from .lazy import ConversionError, Lazy
-from .unpickle import Bytes
+from .pickled import Bytes
 
 RANK = re.compile(r"[mt]p_rank_(\d+)(_\d+)?")
+LATEST = "latest_checkpointed_iteration.txt"
 RAW = "weft.raw"  # what is carried unopened, in a .pt file
 
 
@@ -27,11 +30,31 @@ class Stored:
 
 def open_stored(path: Path | str, check: bool = True) -> Stored:
     path = Path(path)
+    try:
+        if (path / LATEST).exists():
+            path = path / latest(path / LATEST)
+        return _open(path, check)
+    except OSError as error:
+        raise ConversionError(f"{path} cannot be read: {error}") from error
+
+
+def latest(file: Path) -> str:
+    """The folder of the iteration that Megatron saved last."""
+    with file.open("rb") as opened:
+        name = opened.read(256).decode("utf-8", "replace").strip()
+    if re.fullmatch("[0-9]{1,20}", name):
+        return f"iter_{int(name):07}"
+    if not re.fullmatch(r"\w[\w.-]{0,100}", name):
+        raise ConversionError(f"{file} names no iteration. Give the folder of one iteration")
+    return name
+
+
+def _open(path: Path, check: bool) -> Stored:
     if not path.exists():
-        raise ConversionError(f"{path} does not exist")
-    if (path / "latest_checkpointed_iteration.txt").exists():
-        name = (path / "latest_checkpointed_iteration.txt").read_text().strip()
-        return open_stored(path / (f"iter_{int(name):07}" if name.isdigit() else name), check)
+        old = place.beside(path, ".replaced")
+        raise ConversionError(
+            f"{path} does not exist" + (f"; a conversion that was interrupted left {old}" if old.exists() else "")
+        )
     folders = sorted(child for child in path.iterdir() if RANK.fullmatch(child.name)) if path.is_dir() else []
     if not folders:
         format = format_of(path)
@@ -43,7 +66,9 @@ def open_stored(path: Path | str, check: bool = True) -> Stored:
     numbers = [int(RANK.fullmatch(folder.name)[1]) for folder in folders]
     if numbers != list(range(len(folders))):
         raise ConversionError(f"{path} has ranks {numbers}, expected all from 0 on. Copy the missing ones")
-    (format,) = {format_of(folder) for folder in folders}
+    format = format_of(folders[0])
+    if other := [folder for folder in folders if format_of(folder) != format]:
+        raise ConversionError(f"{other[0]} is {format_of(other[0])} and {folders[0]} is {format}: expected one format")
     return Stored(path, f"{format}, {len(folders)} ranks", [read(folder, format, check) for folder in folders])
 
 
@@ -60,6 +85,8 @@ def format_of(path: Path) -> str:
             f"{path} holds {inside}: no .metadata (torch_dist), *.safetensors, one *.pt file or mp_rank_XX folders. "
             "Give the folder of one iteration"
         )
+    if not path.is_file():
+        raise ConversionError(f"{path} is neither a file nor a folder")
     if path.suffix == ".distcp" or path.name == ".metadata":
         raise ConversionError(f"{path} is a part of a torch_dist checkpoint: give its folder")
     with path.open("rb") as file:
@@ -92,12 +119,24 @@ def read_pt(file: Path, check: bool) -> Content:
     content, model = Content(), next((key for key in ("model", "state_dict") if isinstance(value.get(key), dict)), None)
     beside = {} if model is None else {key: item for key, item in value.items() if key not in (model, RAW)}
     common_of(beside, content)
-    content.raw = dict(value.get(RAW, {}))
+    content.raw = _raw(value.get(RAW, {}), file)
     _flatten(value if model is None else value[model], "", content)
     return content
 
 
+def _raw(value: Any, file: Path) -> dict[str, Lazy]:
+    """What `weft.convert` wrote as bytes."""
+    if not isinstance(value, dict) or not all(
+        isinstance(name, str) and isinstance(lazy, Lazy) and lazy.dtype == torch.uint8 and len(lazy.shape) == 1
+        for name, lazy in value.items()
+    ):
+        raise ConversionError(f"{file} holds {RAW} that is not bytes by name. Copy the checkpoint anew")
+    return dict(value)
+
+
 def _flatten(value: Any, name: str, content: Content) -> None:
+    if name in content.tensors:
+        raise ConversionError(f"two of its tensors are called {name}")
     if is_optimizer(name):
         content.skipped[name] = OPTIMIZER
     elif isinstance(value, Lazy):

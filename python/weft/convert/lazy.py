@@ -11,18 +11,42 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from .coverage import Box, fault
 
 PIECE = 16 << 20  # bytes that are held at a time
 SLAB = 4 << 20  # bytes of one read
 CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+MOST_DIMS = 64  # of a tensor of torch
 
-Box = tuple[tuple[int, int], ...]
 
 
 class ConversionError(ValueError):
     """A checkpoint that cannot be converted; the text says what to do."""
+
+
+def whole_numbers(values: Any, what: str) -> tuple[int, ...]:
+    """Integers from a file that are sizes, strides or offsets: none below 0, each one that torch can hold."""
+    if not isinstance(values, (list, tuple)):
+        raise ConversionError(f"{what} is a {type(values).__name__}, expected a list of integers")
+    for value in values:
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            shown = value if type(value) is int and abs(value) < 1 << 80 else f"a {type(value).__name__}"
+            raise ConversionError(f"{what} has {shown}, expected integers from 0 to 2^63 - 1")
+    return tuple(values)
+
+
+def checked_shape(shape: Any, dtype: Any) -> tuple[int, ...]:
+    """The shape of a tensor that torch can hold, given by a file."""
+    if not isinstance(dtype, torch.dtype):
+        raise ConversionError(f"its dtype is a {type(dtype).__name__}, expected a dtype of torch")
+    shape = whole_numbers(shape, "its shape")
+    if len(shape) > MOST_DIMS or math.prod(max(size, 1) for size in shape) * dtype.itemsize >= 1 << 63:
+        raise ConversionError(f"its shape has {len(shape)} dimensions and is larger than a tensor can be")
+    return shape
 
 
 class Lazy:
@@ -101,10 +125,13 @@ class InFile(Lazy):
         strides: Sequence[int] | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
-        self.path, self.offset, self.dtype, self.shape, self.check = path, offset, dtype, tuple(shape), check
-        self.strides = row_major(shape) if strides is None else tuple(strides)
+        self.path, self.offset, self.dtype, self.shape = path, offset, dtype, checked_shape(shape, dtype)
+        self.strides = row_major(self.shape) if strides is None else whole_numbers(strides, "its strides")
+        self.check = check
+        if len(self.strides) != len(self.shape):
+            raise ConversionError(f"it has {len(self.shape)} dimensions and {len(self.strides)} strides")
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        self.stop = offset + (last + 1) * dtype.itemsize if math.prod(shape) else offset
+        self.stop = offset + (last + 1) * dtype.itemsize if math.prod(self.shape) else offset
 
     def read(self, box: Box) -> torch.Tensor:
         if self.check:
@@ -156,17 +183,19 @@ def pread(fd: int, path: Path, offset: int, length: int) -> bytearray:
 
 
 class Tiled(Lazy):
-    """A tensor of several, each at an offset in it; together they must fill it."""
+    """A tensor of several, each at an offset in it, that cover it exactly."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, tiles: list[tuple[tuple[int, ...], Lazy]]) -> None:
-        self.shape, self.dtype, self.tiles = tuple(shape), dtype, tiles
-        if not isinstance(dtype, torch.dtype):
-            raise ConversionError(f"its dtype is {dtype}")
-        filled = sum(math.prod(tile.shape) for _, tile in tiles)
-        if filled != math.prod(self.shape):
-            raise ConversionError(f"its pieces have {filled} elements, its shape {list(shape)} {math.prod(self.shape)}")
+        self.shape, self.dtype, self.tiles = checked_shape(shape, dtype), dtype, tiles
         if wrong := {tile.dtype for _, tile in tiles} - {dtype}:
             raise ConversionError(f"it has pieces of {', '.join(map(str, wrong))}, expected {dtype}")
+        if any(not len(offset) == len(tile.shape) == len(self.shape) for offset, tile in tiles):
+            raise ConversionError(f"a piece of it has another number of dimensions than its shape {list(self.shape)}")
+        covered = [
+            tuple((at, at + size) for at, size in zip(offset, tile.shape, strict=True)) for offset, tile in tiles
+        ]
+        if reason := fault(self.shape, covered):
+            raise ConversionError(f"{reason}. Copy the checkpoint anew")
 
     def read(self, box: Box) -> torch.Tensor:
         out = None
@@ -182,7 +211,7 @@ class Tiled(Lazy):
                 return part
             out = torch.empty(sizes(box), dtype=part.dtype) if out is None else out
             out[tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(common, box, strict=True))] = part
-        return torch.empty(sizes(box), dtype=CARRIERS[self.dtype.itemsize]) if out is None else out
+        return torch.empty(sizes(box), dtype=CARRIERS[self.dtype.itemsize]) if out is None else out  # an empty box
 
 
 class Narrow(Lazy):
@@ -224,8 +253,8 @@ def cat(parts: Sequence[Lazy], dim: int) -> Lazy:
         return parts[0]
     tiles, at = [], 0
     for part in parts:
-        different = [d for d in range(len(part.shape)) if d != dim and part.shape[d] != parts[0].shape[d]]
-        if len(part.shape) != len(parts[0].shape) or different:
+        outside = [(*shape[:dim], *shape[dim + 1 :]) for shape in (part.shape, parts[0].shape)]
+        if not dim < len(part.shape) == len(parts[0].shape) or outside[0] != outside[1]:
             raise ConversionError(f"parts of shape {list(parts[0].shape)} and {list(part.shape)} do not join in {dim}")
         tiles.append((tuple(at if d == dim else 0 for d in range(len(part.shape))), part))
         at += part.shape[dim]
@@ -240,6 +269,8 @@ def stack(parts: Sequence[Lazy]) -> Lazy:
 
 def chunk(whole: Lazy, count: int, dim: int) -> list[Lazy]:
     """Equal parts of a dimension that `count` divides."""
+    if dim >= len(whole.shape) or whole.shape[dim] % count:
+        raise ConversionError(f"dimension {dim} of {list(whole.shape)} does not divide into {count} parts")
     size = whole.shape[dim] // count
     return [Narrow(whole, dim, i * size, size) for i in range(count)] if count > 1 else [whole]
 

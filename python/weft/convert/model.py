@@ -73,7 +73,7 @@ def spread_of(known: Known, lazy: Lazy, behind: Lazy | None) -> Spread | None:
     """How a tensor, whole or a rank's part, lies on ranks; `behind` is the matrix that tells whether it is gated."""
     if known.rule is None:
         return None
-    gated = behind is not None and len(behind.shape) == 2 and lazy.shape[0] == 2 * behind.shape[1]
+    gated = behind is not None and len(behind.shape) == 2 and lazy.shape[:1] == (2 * behind.shape[1],)
     return known.rule.spread(known.kind, 2 if gated else 1)
 
 
@@ -106,7 +106,7 @@ def split(lazy: Lazy, spread: Spread | None, ranks: int) -> list[Lazy]:
     """Each rank's part."""
     if spread is None or ranks == 1:
         return [lazy] * ranks
-    if lazy.shape[spread.dim] % (spread.stacked * ranks):
+    if spread.dim >= len(lazy.shape) or lazy.shape[spread.dim] % (spread.stacked * ranks):
         halves = " in each of its halves" if spread.stacked > 1 else ""
         raise ConversionError(
             f"dimension {spread.dim} of {list(lazy.shape)} does not divide by {ranks} ranks{halves}. Give another "
@@ -134,11 +134,14 @@ def heads_of(common: dict, heads: int | None, groups: int | None) -> Heads:
     """As given, else from the arguments that Megatron saved."""
     args = common.get("args", {})
     args = args.get("of", args) if isinstance(args, dict) else {}
+    args = args if isinstance(args, dict) else {}
     heads = heads or args.get("num_attention_heads")
     grouped = args.get("num_query_groups") if args.get("group_query_attention", True) else None
     groups = groups or grouped or heads
     if not heads:
         raise ConversionError("query, key and value can be split or joined only with --heads (and --groups) given")
+    if any(type(count) is not int or count < 1 for count in (heads, groups)):
+        raise ConversionError("the numbers of heads and groups are not integers from 1 on; give --heads and --groups")
     if heads % groups:
         raise ConversionError(f"{heads} heads do not divide into {groups} query groups")
     return Heads(heads, groups)
@@ -160,9 +163,9 @@ def split_qkv(model: Model, names: Names, heads: Heads) -> None:
     """Each joined matrix or bias becomes three."""
     for native in [name for name in model.entries if ".qkv." in f".{name}" and not name.endswith("_extra_state")]:
         entry = model.entries.pop(native)
-        channels, rest = divmod(entry.lazy.shape[0], heads.heads + 2 * heads.groups)
-        if rest:
-            rows = entry.lazy.shape[0]
+        rows = entry.lazy.shape[0] if entry.lazy.shape else 0
+        channels, rest = divmod(rows, heads.heads + 2 * heads.groups)
+        if rest or not channels:
             raise ConversionError(f"{native} has {rows} rows, not of {heads.heads} heads and {heads.groups} groups")
         at, parts = 0, {"q": [], "k": [], "v": []}
         for _ in range(heads.groups):
@@ -184,9 +187,10 @@ def join_qkv(model: Model, names: Names, heads: Heads) -> None:
         parts: list[Lazy] = []
         for group in range(heads.groups):
             for entry in entries:
-                size, rest = divmod(entry.lazy.shape[0], heads.groups)
-                if rest:
-                    raise ConversionError(f"{query} has {entry.lazy.shape[0]} rows, not of {heads.groups} groups")
+                rows = entry.lazy.shape[0] if entry.lazy.shape else 0
+                size, rest = divmod(rows, heads.groups)
+                if rest or not size:
+                    raise ConversionError(f"{query} has {rows} rows, not of {heads.groups} groups")
                 parts.append(Narrow(entry.lazy, 0, group * size, size))
         name = query.replace("self_attention.q.", "self_attention.qkv.")
         sources = [source for entry in entries for source in entry.sources]

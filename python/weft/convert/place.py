@@ -1,7 +1,11 @@
-"""Where a target is written: beside its place, and moved there when it is whole and on the disk."""
+"""Where a target is written: beside its place, and moved there when it is whole and on the disk.
+
+Files are created anew (O_EXCL), so a link that someone else put at one of these names is never written through.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 from collections.abc import Iterator
@@ -28,26 +32,23 @@ def refuse_existing(target: Path, overwrite: bool) -> None:
 
 
 @contextmanager
-def new(target: Path, single: bool, overwrite: bool) -> Iterator[Path]:
+def new(target: Path, single: bool, overwrite: bool, report: Path | None = None) -> Iterator[Path]:
     """A file or folder to be written, which becomes `target` if the block ends well and is gone if it fails.
 
-    What an ended process left beside the target is removed; an old target is replaced by renaming, at the end.
+    What an ended process left beside the target is removed; an old target is replaced by renaming, at the end, and
+    its `report`, which lies beside it, is gone before that.
     """
-    old, partial = beside(target, ".replaced"), beside(target, ".partial")
+    partial = beside(target, ".partial")
     refuse_existing(target, overwrite)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         remove(partial)
-        if not single:
-            partial.mkdir()
+        create(partial) if single else partial.mkdir()
         yield partial
         flush(partial)
-        remove(old)
-        if target.exists():
-            os.rename(target, old)
-        os.rename(partial, target)
-        flush_folder(target.parent)
-        remove(old)
+        if report is not None:
+            report.unlink(missing_ok=True)
+        move(partial, target)
     except OSError as error:
         discard(partial)
         free = shutil.disk_usage(target.parent).free / 1e9 if target.parent.exists() else 0
@@ -58,6 +59,48 @@ def new(target: Path, single: bool, overwrite: bool) -> Iterator[Path]:
     except BaseException:
         discard(partial)
         raise
+
+
+def create(file: Path) -> None:
+    """An empty file, where there was nothing."""
+    os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
+
+
+def write_beside(file: Path, text: str) -> None:
+    """`file` with this text: whole or as it was. A link at its place is replaced, not followed."""
+    partial = beside(file, ".partial")
+    try:
+        partial.unlink(missing_ok=True)
+        create(partial)
+        partial.write_text(text)
+        flush(partial)
+        os.replace(partial, file)
+        flush_folder(file.parent)
+    except OSError as error:
+        discard(partial)
+        raise ConversionError(f"{file} could not be written: {error.strerror or error}") from error
+
+
+def move(partial: Path, target: Path) -> None:
+    """What was written takes the place of `target`, which is there at every moment if it was there before."""
+    if os.path.lexists(target) and (partial.is_dir() or target.is_dir()):
+        exchange(partial, target)
+    else:
+        os.replace(partial, target)
+    flush_folder(target.parent)
+    remove(beside(target, ".replaced"))
+    remove(partial)
+
+
+def exchange(partial: Path, target: Path) -> None:
+    """The names are exchanged; on a file system that cannot, by two renames, of which the first can be undone."""
+    here, flag = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if ctypes.CDLL(None).renameat2(here, os.fsencode(partial), here, os.fsencode(target), flag) == 0:
+        return
+    old = beside(target, ".replaced")
+    remove(old)
+    os.rename(target, old)
+    os.rename(partial, target)
 
 
 def discard(partial: Path) -> None:

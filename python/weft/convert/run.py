@@ -63,10 +63,15 @@ def convert(
         entry.sum.update(view)
         progress.add(len(view))
 
-    with place.new(target, single, overwrite) as partial:
+    beside = report_of(target, single) if single else None
+    with place.new(target, single, overwrite, beside) as partial:
         _write(partial, target.suffix, to, layout, ranks, shard_size, written)
         report = make_report(model, to, layout, ranks)
-        report_of(target if single else partial, single).write_text(json.dumps(report, indent=1) + "\n")
+        text = json.dumps(report, indent=1) + "\n"
+        if not single:
+            report_of(partial, single).write_text(text)
+    if beside is not None:
+        place.write_beside(beside, text)
     progress.finish()
     return report
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import struct
 import sys
 from collections.abc import Callable
@@ -12,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .content import Content
-from .lazy import ConversionError, InFile, Lazy, pread, raw_bytes
+from .content import Content, parsed
+from .lazy import ConversionError, InFile, Lazy, pread, raw_bytes, whole_numbers
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -47,10 +46,10 @@ def files_of(path: Path) -> list[Path]:
         return [path]
     if not (path / INDEX).exists():
         return sorted(path.glob("*.safetensors"))
-    try:
-        names = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ConversionError(f"{path / INDEX} is damaged: {error}. Copy the checkpoint anew") from error
+    places = parsed((path / INDEX).read_bytes(), str(path / INDEX)).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise ConversionError(f"{path / INDEX} has no weight_map of names and files. Copy the checkpoint anew")
+    names = sorted(set(places.values()))
     if missing := [name for name in names if Path(name).name != name or not (path / name).is_file()]:
         raise ConversionError(f"{path} lacks {missing[0]}, which its index names. Copy the checkpoint anew")
     return [path / name for name in names]
@@ -64,39 +63,67 @@ def header_of(file: Path) -> tuple[dict[str, Any], int]:
             raise ConversionError(
                 f"{file} is truncated or not a safetensors file: its header would have {length} bytes"
             )
-        try:
-            return json.loads(bytes(pread(opened.fileno(), file, 8, length))), 8 + length
-        except ValueError as error:
-            raise ConversionError(f"{file} has a damaged header: {error}. Copy the checkpoint anew") from error
+        return parsed(bytes(pread(opened.fileno(), file, 8, length)), f"the header of {file}"), 8 + length
 
 
 def read(path: Path) -> Content:
-    content = Content()
+    content, found = Content(), {}
     for file in files_of(path):
         header, begin = header_of(file)
-        try:
-            own = json.loads(header.pop("__metadata__", {}).get(OWN, "{}"))
-            content.common |= own.get("common", {})
-            content.stacked = bool(own.get("stacked", True))
-            for name, row in header.items():
-                lazy = _tensor(file, begin, name, row)
-                (content.raw if name in own.get("raw", ()) else content.tensors)[name] = lazy
-        except ConversionError:
-            raise
-        except (TypeError, LookupError, AttributeError, ValueError) as error:
-            raise ConversionError(f"{file} has a damaged header: {error!r}. Copy the checkpoint anew") from error
+        own = _own(header.pop("__metadata__", {}), file)
+        content.common |= own["common"]
+        content.stacked = bool(own["stacked"])
+        tensors = _tensors(file, begin, header)
+        if twice := found.keys() & tensors.keys():
+            name = min(twice)
+            raise ConversionError(f"{name} is in {found[name].path.name} and in {file.name} of {path}: give one file")
+        found |= tensors
+        for name, lazy in tensors.items():
+            (content.raw if name in own["raw"] else content.tensors)[name] = lazy
     return content
 
 
-def _tensor(file: Path, begin: int, name: str, row: dict[str, Any]) -> InFile:
-    if row.get("dtype") not in DTYPES:
-        raise ConversionError(f"{name} in {file} has dtype {row.get('dtype')}; known are {', '.join(DTYPES)}")
-    dtype, (start, stop) = DTYPES[row["dtype"]], row["data_offsets"]
-    if stop - start != math.prod(row["shape"]) * dtype.itemsize or start < 0:
-        raise ConversionError(f"{name} in {file} has {stop - start} bytes for {row['dtype']} {row['shape']}")
-    if begin + stop > file.stat().st_size:
-        raise ConversionError(f"{name} ends behind {file}, which is truncated. Copy the checkpoint anew")
-    return InFile(file, begin + start, dtype, row["shape"])
+def _own(metadata: Any, file: Path) -> dict[str, Any]:
+    """What `weft.convert` wrote beside the tensors."""
+    text = metadata.get(OWN, "{}") if isinstance(metadata, dict) else None
+    if not isinstance(text, str):
+        raise ConversionError(f"the header of {file} is damaged: its metadata is not text by name. Copy it anew")
+    own = {"common": {}, "raw": [], "stacked": True} | parsed(text, f"{OWN} in the header of {file}")
+    if not isinstance(own["common"], dict) or not isinstance(own["raw"], list):
+        raise ConversionError(f"{OWN} in the header of {file} is damaged. Copy the checkpoint anew")
+    own["raw"] = {name for name in own["raw"] if isinstance(name, str)}
+    return own
+
+
+def _tensors(file: Path, begin: int, header: dict[str, Any]) -> dict[str, InFile]:
+    """The tensors of a file, of which no two share a byte."""
+    found = {}
+    for name, row in header.items():
+        try:
+            found[name] = _tensor(file, begin, row)
+        except ConversionError as error:
+            raise ConversionError(f"{name} in {file}: {error}") from error
+    at, before = begin, ""
+    for name, lazy in sorted(found.items(), key=lambda item: (item[1].offset, item[1].stop)):
+        if lazy.offset < at and lazy.nbytes:
+            raise ConversionError(f"{before} and {name} in {file} share bytes. Copy the checkpoint anew")
+        if lazy.nbytes:
+            at, before = lazy.stop, name
+    return found
+
+
+def _tensor(file: Path, begin: int, row: Any) -> InFile:
+    if not isinstance(row, dict) or not isinstance(row.get("dtype"), str) or row["dtype"] not in DTYPES:
+        raise ConversionError(f"its dtype is not one of {', '.join(DTYPES)}")
+    place = whole_numbers(row.get("data_offsets"), "data_offsets")
+    if len(place) != 2:
+        raise ConversionError(f"data_offsets has {len(place)} numbers, expected 2")
+    lazy = InFile(file, begin + place[0], DTYPES[row["dtype"]], row.get("shape"))
+    if place[1] - place[0] != lazy.nbytes:
+        raise ConversionError(f"it has {place[1] - place[0]} bytes for {row['dtype']} {list(lazy.shape)}")
+    if begin + place[1] > file.stat().st_size:
+        raise ConversionError("it ends behind the file, which is truncated. Copy the checkpoint anew")
+    return lazy
 
 
 # ---- writing --------------------------------------------------------------------------------------------------------

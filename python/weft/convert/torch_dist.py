@@ -6,13 +6,15 @@ Megatron stacks what all layers have in a first dimension and keeps objects as `
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import pickle
 import re
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -28,104 +30,169 @@ from torch.distributed.checkpoint.metadata import (
 
 from . import torch_zip
 from .content import OPTIMIZER, Content, as_json, common_of, is_optimizer, values_of
-from .lazy import Box, ConversionError, InFile, Layer, Lazy, Tiled, raw_bytes, stack
-from .unpickle import UnknownClass, load_metadata
+from .lazy import (
+    Box,
+    ConversionError,
+    InFile,
+    Layer,
+    Lazy,
+    Tiled,
+    checked_shape,
+    raw_bytes,
+    stack,
+    whole_numbers,
+)
+from .pickled import METADATA, Record
+from .unpickle import UnknownClass, load
 
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 BACKEND |= {"common_backend": "torch", "common_backend_version": 1}
-SHARD = re.compile(r"(.*)/shard_(\d+)_(\d+)")
+SHARD = re.compile(r"(.*)/shard_([0-9]{1,9})_([0-9]{1,9})")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Bytes of a file that hold one item."""
+
+    file: Path
+    offset: int
+    length: int
 
 
 class Chunk(Lazy):
     """A tensor of one item of a `.distcp` file, which is opened when it is read."""
 
-    def __init__(self, path: Path, place: _StorageInfo, dtype: torch.dtype, shape: tuple, check: bool) -> None:
-        self.path, self.place, self.dtype, self.shape, self.check = path, place, dtype, tuple(shape), check
+    def __init__(self, place: Place, dtype: torch.dtype, shape: Any, check: bool) -> None:
+        self.place, self.dtype, self.shape, self.check = place, dtype, checked_shape(shape, dtype), check
         self.opened: Lazy | None = None
+        if self.nbytes > place.length:
+            raise ConversionError(
+                f"a piece {list(self.shape)} of {dtype} has {self.nbytes} bytes, its place in {place.file} has "
+                f"{place.length}. Copy the checkpoint anew"
+            )
 
     def read(self, box: Box) -> torch.Tensor:
         if self.opened is None:
-            reader = torch_zip.Reader(
-                self.path, self.place.offset, self.place.offset + self.place.length, check=self.check
-            )
-            self.opened = reader.load()
-            if not isinstance(self.opened, Lazy) or (self.opened.dtype, self.opened.shape) != (self.dtype, self.shape):
-                raise ConversionError(f"{self.path} does not hold at {self.place.offset} what its metadata says")
+            found = _reader(self.place, self.check).load()
+            if not isinstance(found, Lazy) or (found.dtype, found.shape) != (self.dtype, self.shape):
+                raise ConversionError(f"{self.place.file} does not hold at {self.place.offset} what its metadata says")
+            self.opened = found
         return self.opened.read(box)
+
+
+def _reader(place: Place, check: bool) -> torch_zip.Reader:
+    return torch_zip.Reader(place.file, place.offset, place.offset + place.length, check)
 
 
 def read(path: Path, check: bool) -> Content:
     """Under the names that stand there; optimizer state is left out."""
-    found, content = _metadata(path / ".metadata"), Content()
-    places: dict[str, dict[tuple | None, _StorageInfo]] = defaultdict(dict)
-    for index, place in (found.storage_data or {}).items():
-        places[index.fqn][None if index.offset is None else tuple(index.offset)] = place
+    file = path / ".metadata"
+    found, content = load(file.read_bytes(), str(file), METADATA), Content()
+    try:
+        places = _places(path, _record(found, "Metadata").field("storage_data"))
+        entries = found.field("state_dict_metadata")
+        if not isinstance(entries, dict):
+            raise ConversionError("its state_dict_metadata is not a dict")
+    except ConversionError as error:
+        raise ConversionError(f"{file} is damaged: {error}. Copy the checkpoint anew") from error
     if (path / "common.pt").exists():
         _read_common(path / "common.pt", content)
-    for name, kind in found.state_dict_metadata.items():
-        if is_optimizer(name):
-            content.skipped[name] = OPTIMIZER
-            continue
+    for name, kind in entries.items():
         try:
-            _check_places(path, places[name])
-            if isinstance(kind, TensorStorageMetadata):
-                content.tensors[name] = _tensor(path, kind, places[name], check)
+            if not isinstance(name, str):
+                raise ConversionError("an entry of the metadata has no name")
+            if is_optimizer(name):
+                content.skipped[name] = OPTIMIZER
             else:
-                _read_object(path, name, places[name][None], content, check)
+                _read_entry(name, kind, places.get(name, {}), content, check)
         except ConversionError as error:
             raise ConversionError(f"{name}: {error}") from error
-        except (KeyError, AttributeError, TypeError, ValueError) as error:
-            raise ConversionError(f"{name}: {path / '.metadata'} is damaged: {error}. Copy it anew") from error
     return content
 
 
-def _metadata(file: Path) -> Metadata:
-    found = load_metadata(file.read_bytes(), str(file))
-    try:
-        repr(found)  # reads every field
-    except AttributeError as error:
-        raise ConversionError(f"{file} is damaged: {error}. Copy the checkpoint anew") from error
-    return found
+def _record(value: Any, kind: str) -> Record:
+    if not isinstance(value, Record) or value.kind != kind:
+        found = value.kind if isinstance(value, Record) else type(value).__name__
+        raise ConversionError(f"it holds a {found}, expected a {kind} of a DCP checkpoint")
+    return value
+
+
+def _places(path: Path, storage: Any) -> dict[str, dict[tuple | None, Place | str]]:
+    """Where each piece lies, by name and offset: a place in a file that no other piece has, or why there is none."""
+    if not isinstance(storage, (dict, type(None))):
+        raise ConversionError("its storage_data is not a dict")
+    places: dict[str, dict[tuple | None, Place | str]] = defaultdict(dict)
+    for index, info in (storage or {}).items():
+        index, info = _record(index, "MetadataIndex"), _record(info, "_StorageInfo")
+        name, offset = index.field("fqn"), index.field("offset", None)
+        if not isinstance(name, str):
+            raise ConversionError("a MetadataIndex has no name")
+        offset = None if offset is None else whole_numbers(offset, f"the offset of a piece of {name}")
+        places[name][offset] = _place(path, info)
+    whole = [place for of in places.values() for place in of.values() if isinstance(place, Place)]
+    whole.sort(key=lambda place: (place.file, place.offset, place.length))
+    for one, other in itertools.pairwise(whole):
+        if one.file == other.file and one.offset + one.length > other.offset:
+            raise ConversionError(f"two pieces share byte {other.offset} of {one.file.name}")
+    return places
+
+
+def _place(path: Path, info: Record) -> Place | str:
+    name = info.field("relative_path")
+    numbers = whole_numbers((info.field("offset"), info.field("length")), "a place in a file")
+    if not isinstance(name, str) or Path(name).name != name or not (path / name).is_file():
+        return f"its file {name if isinstance(name, str) else ''} is not in {path}. Copy the checkpoint anew"
+    size = (path / name).stat().st_size
+    if sum(numbers) > size:
+        return f"{path / name} has only {size} bytes: it is truncated. Copy it anew"
+    if info.field("transform_descriptors", None):
+        return "it is stored with transformations of its bytes; save it without them"
+    return Place(path / name, *numbers)
+
+
+def _read_entry(name: str, kind: Any, places: dict, content: Content, check: bool) -> None:
+    if wrong := [place for place in places.values() if isinstance(place, str)]:
+        raise ConversionError(wrong[0])
+    if isinstance(kind, Record) and kind.kind == "TensorStorageMetadata":
+        content.tensors[name] = _tensor(kind, places, check)
+        return
+    _record(kind, "BytesStorageMetadata")
+    if None not in places:
+        raise ConversionError("it is in no file. Copy the checkpoint anew")
+    _read_object(name, places[None], content, check)
 
 
 def _read_common(file: Path, content: Content) -> None:
     """As values; the bytes of the file are carried, too, where one of them is of a class that is not read."""
     try:
         values = torch_zip.Reader(file).load()
+        if not isinstance(values, dict):
+            raise TypeError
         common_of(values, content)
-        as_json({key: values[key] for key in values if key not in content.skipped})
+        as_json({key: values[key] for key in values if str(key) not in content.skipped})
     except (UnknownClass, TypeError):
         content.raw["common.pt"] = InFile(file, 0, torch.uint8, [file.stat().st_size])
 
 
-def _check_places(path: Path, places: dict[tuple | None, _StorageInfo]) -> None:
-    for place in places.values():
-        file = path / place.relative_path
-        if Path(place.relative_path).name != place.relative_path or not file.is_file():
-            raise ConversionError(f"its file {place.relative_path} is not in {path}. Copy the checkpoint anew")
-        if place.offset + place.length > file.stat().st_size:
-            raise ConversionError(f"{file} has only {file.stat().st_size} bytes: it is truncated. Copy it anew")
-        if getattr(place, "transform_descriptors", None):
-            raise ConversionError(f"it is stored with {place.transform_descriptors}; save it without transformations")
-
-
-def _tensor(path: Path, kind: TensorStorageMetadata, places: dict, check: bool) -> Lazy:
-    dtype, tiles = kind.properties.dtype, []
-    for chunk in kind.chunks:
-        at = tuple(chunk.offsets)
+def _tensor(kind: Record, places: dict, check: bool) -> Lazy:
+    properties, chunks = _record(kind.field("properties"), "TensorProperties"), kind.field("chunks")
+    dtype = properties.state[0] if isinstance(properties.state, tuple) and properties.state else None
+    if not isinstance(chunks, list):
+        raise ConversionError("its chunks are not a list")
+    tiles = []
+    for chunk in chunks:
+        at = whole_numbers(_record(chunk, "ChunkStorageMetadata").field("offsets"), "the offset of a piece")
         if at not in places:
             raise ConversionError(f"the piece at {list(at)} is in no file. Copy the checkpoint anew")
-        tiles.append((at, Chunk(path / places[at].relative_path, places[at], dtype, chunk.sizes, check)))
-    return Tiled(kind.size, dtype, tiles)
+        tiles.append((at, Chunk(places[at], dtype, chunk.field("sizes"), check)))
+    return Tiled(kind.field("size"), dtype, tiles)
 
 
-def _read_object(path: Path, name: str, place: _StorageInfo, content: Content, check: bool) -> None:
+def _read_object(name: str, place: Place, content: Content, check: bool) -> None:
     """An `_extra_state` of bytes becomes a tensor; any other object is carried as it lies there."""
-    file, state = path / place.relative_path, None
-    if "_extra_state" in name:
-        state = _state(torch_zip.Reader(file, place.offset, place.offset + place.length, check))
+    state = _state(_reader(place, check)) if "_extra_state" in name else None
     if state is None:
-        content.raw[name] = InFile(file, place.offset, torch.uint8, [place.length])
+        content.raw[name] = InFile(place.file, place.offset, torch.uint8, [place.length])
     else:
         content.tensors[name] = state
 
@@ -146,25 +213,34 @@ def _state(reader: torch_zip.Reader) -> Lazy | None:
 def unstack(content: Content, stacks: list[str]) -> Content:
     """The same with an entry for each layer, ``decoder.layers.3.…`` for ``decoder.layers.…``, and whole states."""
     tensors: dict[str, Lazy] = {}
+    room = 4096 + sum(lazy.nbytes for lazy in content.tensors.values()) // 64  # layers that its bytes can be
     for name, lazy in content.tensors.items():
         shard = SHARD.fullmatch(name)
-        start = next((stack for stack in stacks if name.startswith(stack) and not name[len(stack)].isdigit()), None)
-        if "/shard_" in name and not shard:  # of experts: kept as it is
-            tensors[name] = lazy
-        elif shard and start:
-            tensors[f"{start}{shard[2]}.{shard[1][len(start) :]}"] = lazy
+        start = next((stack for stack in stacks if name.startswith(stack) and not is_numbered(name, stack)), None)
+        found = {name: lazy}  # also of experts, which have shards of another form
+        if shard and start:
+            found = {f"{start}{shard[2]}.{shard[1][len(start) :]}": lazy}
         elif shard and shard[3] == "1":
-            tensors[shard[1]] = lazy
-        elif start and not shard and lazy.shape:
-            tensors |= {f"{start}{i}.{name[len(start) :]}": Layer(lazy, i) for i in range(lazy.shape[0])}
-        else:
-            tensors[name] = lazy
+            found = {shard[1]: lazy}
+        elif start and "/shard_" not in name and lazy.shape:
+            room -= lazy.shape[0]
+            if room < 0:
+                raise ConversionError(f"{name}: a shape {list(lazy.shape)} for {lazy.shape[0]} layers is not plausible")
+            found = {f"{start}{i}.{name[len(start) :]}": Layer(lazy, i) for i in range(lazy.shape[0])}
+        if twice := tensors.keys() & found.keys():
+            raise ConversionError(f"{name} and another tensor are both {min(twice)}")
+        tensors |= found
     return replace(content, tensors=tensors)
 
 
 def is_stacked(content: Content, stacks: list[str]) -> bool:
     """Whether a distributed checkpoint has no layers by number."""
-    return not any(name.startswith(s) and name[len(s)].isdigit() for name in content.tensors for s in stacks)
+    return not any(is_numbered(name, stack) for name in content.tensors for stack in stacks)
+
+
+def is_numbered(name: str, stack: str) -> bool:
+    """Whether the path of a name has the number of a layer."""
+    return re.match(re.escape(stack) + "[0-9]", name) is not None
 
 
 def stacked(tensors: dict[str, Lazy], stacks: list[str]) -> dict[str, tuple[Lazy, list[str]]]:
@@ -173,14 +249,14 @@ def stacked(tensors: dict[str, Lazy], stacks: list[str]) -> dict[str, tuple[Lazy
     count: dict[str, int] = defaultdict(int)
     for name in tensors:
         for start in stacks:
-            if found := re.fullmatch(re.escape(start) + r"(\d+)\.(.*)", name):
+            if found := re.fullmatch(re.escape(start) + r"([0-9]{1,9})\.(.*)", name, re.DOTALL):
                 layers[start, found[2]][int(found[1])] = name
                 count[start] = max(count[start], int(found[1]) + 1)
     uneven = {start for (start, rest), of in layers.items() if not _even(tensors, of, count[start], rest)}
     result: dict[str, tuple[Lazy, list[str]]] = {}
     for name, lazy in tensors.items():
         state = name.endswith("_extra_state")
-        start = next((s for s in stacks if re.match(re.escape(s) + r"\d+\.", name) and s not in uneven), None)
+        start = next((s for s in stacks if re.match(re.escape(s) + r"[0-9]{1,9}\.", name) and s not in uneven), None)
         if start is None:
             result[f"{name}/shard_0_1" if state else name] = lazy, [name]
             continue
@@ -226,13 +302,12 @@ def write(
     """`megatron`: with `common.pt` and `metadata.json`, and `_extra_state` as objects."""
     items, entries = _Items(folder, size), {}
     for name, lazy in content.raw.items():
-        view = raw_bytes(lazy.tensor())
-        written(lazy, view)
         if name == "common.pt":
-            (folder / name).write_bytes(view)
+            with (folder / name).open("wb") as file:
+                _copy(lazy, file, written)
         else:
             entries[name] = BytesStorageMetadata()
-            items.add(MetadataIndex(name), lambda file, view=view: file.write(view))
+            items.add(MetadataIndex(name), lambda file, lazy=lazy: _copy(lazy, file, written))
     for name, lazy in content.tensors.items():
         if megatron and "_extra_state/shard_" in name:
             state = lazy.tensor().clone()
@@ -247,6 +322,13 @@ def write(
         (folder / "metadata.json").write_text(json.dumps(BACKEND))
     if megatron and "common.pt" not in content.raw:
         torch.save(values_of(content.common), folder / "common.pt")
+
+
+def _copy(lazy: Lazy, file: io.BufferedWriter, written: Callable) -> None:
+    for _, piece in lazy.pieces():
+        view = raw_bytes(piece)
+        file.write(view)
+        written(lazy, view)
 
 
 def _write_tensor(name: str, lazy: Lazy, items: _Items, written: Callable) -> TensorStorageMetadata:

@@ -10,14 +10,17 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from .lazy import SLAB, ConversionError, InFile, Lazy, pread, raw_bytes, row_major
-from .unpickle import PLAIN, STORAGES, load
+from .lazy import SLAB, ConversionError, InFile, Lazy, pread, raw_bytes, row_major, whole_numbers
+from .pickled import PLAIN, STORAGES, Call
+from .unpickle import load
 
+EXPANDED = 8  # times the bytes of a file that its tensors may have, which may share memory
 LEGACY = {dtype: getattr(torch, name) for name, dtype in STORAGES.items()}
 NOT_A_ZIP = (zipfile.BadZipFile, LookupError, ValueError, OSError, EOFError, NotImplementedError, struct.error)
 
@@ -49,6 +52,16 @@ class Window(io.RawIOBase):
         return content
 
 
+@dataclass(frozen=True)
+class Storage:
+    """The memory of tensors in a file; `check` compares its checksum."""
+
+    offset: int
+    size: int
+    dtype: torch.dtype
+    check: Callable[[], None]
+
+
 class Reader:
     """One torch.save in a file, from byte `start` to `stop`. Its tensors become `InFile`s."""
 
@@ -56,22 +69,22 @@ class Reader:
         self.path, self.start, self.check = path, start, check
         size = path.stat().st_size
         self.where = str(path) if stop is None else f"{path}, bytes {start} to {stop}"
-        stop = size if stop is None else stop
+        self.stop = size if stop is None else stop
+        self.left = EXPANDED * (self.stop - start) + (1 << 20)  # bytes that its tensors may have
         with path.open("rb") as file:
             try:
-                archive = zipfile.ZipFile(Window(file, start, stop))
+                archive = zipfile.ZipFile(Window(file, start, self.stop))
                 self.records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-                self.pickled = archive.read(archive.infolist()[0].filename.partition("/")[0] + "/data.pkl")
-                order = self._small(archive, "byteorder")
                 if min(info.header_offset for info in archive.infolist()):
                     raise zipfile.BadZipFile("a file within it ends where it should end")
             except NOT_A_ZIP as error:
-                raise ConversionError(self._not_a_zip(error, size < stop)) from error
-        if order not in ("", "little"):
-            raise ConversionError(f"{self.where} was written on a {order}-endian machine, which is not supported")
-
-    def _small(self, archive: zipfile.ZipFile, name: str) -> str:
-        return archive.read(self.records[name].filename).decode() if name in self.records else ""
+                raise ConversionError(self._not_a_zip(error, size < self.stop)) from error
+        if "data.pkl" not in self.records:
+            raise ConversionError(self._not_a_zip(ValueError("it has no data.pkl"), size < self.stop))
+        order = self._content("byteorder") if "byteorder" in self.records else b"little"
+        if order != b"little":
+            shown = order.decode("ascii", "replace") if len(order) < 32 else "?"
+            raise ConversionError(f"{self.where} was written on a {shown}-endian machine, which is not supported")
 
     def _not_a_zip(self, error: Exception, short: bool) -> str:
         if short:
@@ -81,42 +94,57 @@ class Reader:
             "1.6, load it there and save it again"
         )
 
+    def _place(self, name: str) -> tuple[int, int]:
+        """(offset, bytes) of a record, which lies within the file as it is."""
+        info = self.records[name]
+        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+            raise ConversionError(f"{self.where} holds compressed records; save it by torch.save without compression")
+        with self.path.open("rb", buffering=0) as file:
+            header = pread(file.fileno(), self.path, self.start + info.header_offset, 30)
+        skipped, extra = struct.unpack_from("<HH", header, 26)
+        offset = self.start + info.header_offset + 30 + skipped + extra
+        if offset + info.file_size > min(self.stop, self.path.stat().st_size):
+            raise ConversionError(f"{self.where} is truncated: {name} ends behind it. Copy the checkpoint anew")
+        return offset, info.file_size
+
+    def _content(self, name: str) -> bytes:
+        offset, size = self._place(name)
+        self._check(name, offset)
+        with self.path.open("rb", buffering=0) as file:
+            return bytes(pread(file.fileno(), self.path, offset, size))
+
     def load(self) -> Any:
         """What was saved, with a Lazy for each tensor."""
+        tensor, parameter = Call(self._tensor), Call(_parameter)
         known = PLAIN | {("torch", name): dtype for name, dtype in STORAGES.items()}
         known |= {
             ("torch.storage", "UntypedStorage"): torch.uint8,
             ("torch", "UntypedStorage"): torch.uint8,
-            ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
-            ("torch._utils", "_rebuild_tensor_v3"): self._tensor_v3,
-            ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
-            ("torch._utils", "_rebuild_parameter_with_state"): lambda data, *_: data,
-            ("torch._tensor", "_rebuild_from_type_v2"): lambda make, kind, given, state: make(*given),
+            ("torch._utils", "_rebuild_tensor_v2"): tensor,
+            ("torch._utils", "_rebuild_tensor_v3"): tensor,
+            ("torch._utils", "_rebuild_parameter"): parameter,
+            ("torch._utils", "_rebuild_parameter_with_state"): parameter,
+            ("torch._tensor", "_rebuild_from_type_v2"): Call(self._of_type),
             ("torch._tensor", "Tensor"): "Tensor",
             ("torch.nn.parameter", "Parameter"): "Parameter",
         }
-        return load(self.pickled, self.where, known, self._storage)
+        return load(self._content("data.pkl"), self.where, known, self._storage)
 
-    def _storage(self, pid: tuple) -> tuple[int, int, torch.dtype, Callable[[], None]]:
-        """(offset in the file, bytes, dtype, check of the record's sum)"""
-        if not isinstance(pid, tuple) or len(pid) != 5 or f"data/{pid[2]}" not in self.records:
-            raise ConversionError(f"{self.where} has a tensor without data: {pid}. Copy the checkpoint anew")
-        info = self.records[f"data/{pid[2]}"]
-        if info.compress_type != zipfile.ZIP_STORED:
-            raise ConversionError(f"{self.where} holds compressed records; save it by torch.save without compression")
-        with self.path.open("rb", buffering=0) as file:
-            header = pread(file.fileno(), self.path, self.start + info.header_offset, 30)
-        name, extra = struct.unpack_from("<HH", header, 26)
-        offset = self.start + info.header_offset + 30 + name + extra
-        if offset + info.file_size > self.path.stat().st_size:
-            raise ConversionError(f"{self.path} is truncated. Copy the checkpoint anew")
-        return offset, info.file_size, pid[1], lambda: self._check(offset, info)
+    def _storage(self, pid: Any) -> Storage:
+        if not isinstance(pid, tuple) or len(pid) != 5 or not isinstance(pid[2], str):
+            raise ConversionError(f"{self.where} has a tensor whose data is not named. Copy the checkpoint anew")
+        name, dtype = f"data/{pid[2]}", pid[1]
+        if name not in self.records or not isinstance(dtype, torch.dtype):
+            raise ConversionError(f"{self.where} has a tensor without data: {name}. Copy the checkpoint anew")
+        offset, size = self._place(name)
+        return Storage(offset, size, dtype, lambda: self._check(name, offset))
 
-    def _check(self, offset: int, info: zipfile.ZipInfo) -> None:
-        """The record has the checksum that was written with it."""
+    def _check(self, name: str, offset: int) -> None:
+        """A record has the checksum that was written with it."""
         if not self.check:
             return
-        found, left = 0, info.file_size
+        info, found = self.records[name], 0
+        left = info.file_size
         with self.path.open("rb", buffering=0) as file:
             while left:
                 content = pread(file.fileno(), self.path, offset + info.file_size - left, min(left, SLAB))
@@ -127,16 +155,36 @@ class Reader:
                 "checkpoint anew; --no-check converts it anyway"
             )
 
-    def _tensor(self, storage: tuple, first: int, shape: tuple, strides: tuple, *more: Any) -> InFile:
-        dtype = more[-1] if isinstance(more[-1], torch.dtype) else storage[2]
-        offset, size, _, check = storage
-        found = InFile(self.path, offset + first * dtype.itemsize, dtype, shape, strides, check)
-        if first < 0 or min(strides, default=0) < 0 or found.stop > offset + size:
-            raise ConversionError(f"{self.where} has a tensor {list(shape)} of {dtype} that leaves its {size} bytes")
+    def _tensor(self, storage: Any, first: Any, shape: Any, strides: Any, *more: Any) -> InFile:
+        """As _rebuild_tensor_v2, and as _v3, which has a dtype at the end."""
+        if not isinstance(storage, Storage):
+            raise ConversionError(f"{self.where} has a tensor without data. Copy the checkpoint anew")
+        dtype = more[-1] if more and isinstance(more[-1], torch.dtype) else storage.dtype
+        (first,) = whole_numbers((first,), "the offset of a tensor")
+        found = InFile(self.path, storage.offset + first * dtype.itemsize, dtype, shape, strides, storage.check)
+        if found.stop > storage.offset + storage.size:
+            raise ConversionError(
+                f"{self.where} has a tensor {list(found.shape)} of {dtype} that leaves its {storage.size} bytes"
+            )
+        self.left -= found.nbytes
+        if self.left < 0:
+            raise ConversionError(
+                f"{self.where} has {self.stop - self.start} bytes, and tensors of more than {EXPANDED} times as many: "
+                "expanded ones, or many of the same memory. Save them .contiguous()"
+            )
         return found
 
-    def _tensor_v3(self, storage, first, shape, strides, grad, hooks, dtype, *_: Any) -> InFile:
-        return self._tensor(storage, first, shape, strides, dtype)
+    def _of_type(self, make: Any, kind: Any, given: Any, state: Any) -> Lazy:
+        """A tensor with attributes, which are not read."""
+        if not isinstance(make, Call) or make.make not in (self._tensor, _parameter) or not isinstance(given, tuple):
+            raise ConversionError(f"{self.where} has a tensor of a class that is not read")
+        return make.make(*given)
+
+
+def _parameter(data: Any, *_: Any) -> Lazy:
+    if not isinstance(data, Lazy):
+        raise ValueError("a Parameter is not a tensor")
+    return data
 
 
 # ---- writing --------------------------------------------------------------------------------------------------------

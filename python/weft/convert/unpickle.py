@@ -1,140 +1,260 @@
-"""Pickles that are read without running anything: only the classes listed here are known, all others are refused."""
+"""An interpreter for pickles that reads them as data.
+
+A global is an entry of a table (`pickled.py`); calling it runs that entry on checked arguments; only objects that this
+pickle made take items or a state. So a pickle reaches nothing but its own plain data and immutable values. Memory is
+bounded by the pickle's bytes (BUDGET), and what is returned is, counted as a tree, of bounded size and depth: whoever
+walks it needs no further checks.
+"""
 
 from __future__ import annotations
 
 import argparse
-import collections
-import io
+import itertools
 import pickle
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint import filesystem, metadata, planner
+from .lazy import ConversionError, Lazy
+from .pickled import ATOMS, FOREIGN, Bytes, Call, Foreign, Record, keys
 
-from .lazy import ConversionError
-
-DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-}
-
-
-class Bytes:
-    """Stands for an io.BytesIO, of which it keeps the content."""
-
-    content = b""
-
-    def __init__(self, content: bytes = b"") -> None:
-        self.content = content
-
-    def __setstate__(self, state: tuple) -> None:
-        self.content = state[0]
-
-
-class Foreign:
-    """Stands for an object of FOREIGN, neither imported nor made: its class and arguments as text."""
-
-    name = ""
-
-    def __init__(self, *given: Any) -> None:
-        self.given = given
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-    def __repr__(self) -> str:
-        return f"{self.name}({', '.join(map(repr, self.given))})"
-
-
-FOREIGN = ("megatron.", "numpy", "signal")  # first words of their modules
-
-PLAIN: dict[tuple[str, str], Any] = {
-    ("argparse", "Namespace"): argparse.Namespace,
-    ("collections", "OrderedDict"): collections.OrderedDict,
-    ("builtins", "set"): set,
-    ("__builtin__", "set"): set,
-    ("_io", "BytesIO"): Bytes,
-    ("torch", "Size"): torch.Size,
-    ("torch", "device"): torch.device,
-    ("torch.serialization", "_get_layout"): lambda name: torch.strided,
-    ("pathlib", "PosixPath"): lambda *parts: "/".join(parts).replace("//", "/"),
-    ("_codecs", "encode"): lambda text, encoding: text.encode(encoding),
-    **{("torch", name): dtype for name, dtype in DTYPES.items()},
-}
-ENUMS = (metadata._MEM_FORMAT_ENCODING, planner.WriteItemType)
-RECORDS = (
-    metadata.Metadata,
-    metadata.TensorStorageMetadata,
-    metadata.BytesStorageMetadata,
-    metadata.ChunkStorageMetadata,
-    metadata.TensorProperties,
-    metadata.MetadataIndex,
-    metadata.StorageMeta,
-    filesystem._StorageInfo,
-    planner.SavePlan,
-    planner.WriteItem,
-    planner.TensorWriteData,
-)
-KINDS: dict[tuple[str, str], Any] = {(kind.__module__, kind.__name__): kind for kind in RECORDS}
-KINDS |= {(kind.__module__, kind.__name__): lambda value, kind=kind: kind(value) for kind in ENUMS}
-
-
-OPEN = (argparse.Namespace, Bytes, *RECORDS)  # classes whose attributes can be set
+BUDGET = 64  # bytes of containers, and nodes of the tree, for each byte of a pickle
+DEPTH = 64  # levels of nesting
+INT = 255  # bytes of an integer
 
 
 class UnknownClass(ConversionError):
     """A pickle with an object of a class that is not read."""
 
 
-class Unpickler(pickle.Unpickler):
-    """Knows `known` classes by (module, name) and, if given, `storage` for persistent ids."""
+class Unpickler:
+    """Knows `known` globals by (module, name) and, if given, `storage` for persistent ids."""
 
-    def __init__(self, content: bytes, where: str, known: dict, storage: Callable[[tuple], Any] | None = None) -> None:
-        super().__init__(io.BytesIO(content))
-        self.where, self.storage = where, storage
-        # a pickle may set attributes of a class: of one that is gone with it
-        self.known = {key: type(v.__name__, (v,), {}) if v in OPEN else v for key, v in known.items()}
+    def __init__(self, content: bytes, where: str, known: dict, storage: Callable[[Any], Any] | None = None) -> None:
+        self.content, self.where, self.known, self.storage = content, where, known, storage
+        self.at, self.left = 0, 4096 + BUDGET * len(content)
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self.known and self.storage and module.startswith(FOREIGN):
-            return type("Foreign", (Foreign,), {"name": f"{module}.{name}"})
-        if (module, name) not in self.known:
-            raise UnknownClass(
-                f"{self.where} holds an object of {module}.{name}, which is not a class that weft.convert reads; "
-                "nothing of it was run. Save the checkpoint without that object, or do not trust the file"
-            )
-        return self.known[module, name]
+    def load(self) -> Any:
+        while (opcode := self.byte()) != pickle.STOP[0]:
+            if opcode not in OPCODES:
+                raise ValueError(f"opcode {bytes([opcode])} at byte {self.at - 1} is not one that torch writes")
+            OPCODES[opcode](self)
+        value = self.pop()
+        check_tree(value, 4096 + BUDGET * len(self.content))
+        return value
 
-    def persistent_load(self, pid: Any) -> Any:
+    # ---- bytes ----
+
+    def take(self, count: int) -> bytes:
+        if count > len(self.content) - self.at:
+            raise ValueError(f"it ends at byte {len(self.content)}, within an object")
+        self.at += count
+        return self.content[self.at - count : self.at]
+
+    def byte(self) -> int:
+        if self.at == len(self.content):
+            raise ValueError(f"it ends at byte {self.at}, within an object")
+        self.at += 1
+        return self.content[self.at - 1]
+
+    def number(self, form: struct.Struct) -> Any:
+        return form.unpack(self.take(form.size))[0]
+
+    def text(self, count: int) -> None:
+        self.push(self.take(count).decode("utf-8", "surrogatepass"))
+
+    def line(self) -> str:
+        end = self.content.find(b"\n", self.at)
+        if end < 0:
+            raise ValueError("a name in it does not end")
+        return self.take(end + 1 - self.at)[:-1].decode()
+
+    def integer(self, count: int) -> int:
+        if not 0 <= count <= INT:
+            raise ValueError(f"an integer of {count} bytes is in it")
+        return int.from_bytes(self.take(count), "little", signed=True)
+
+    # ---- stack ----
+
+    def push(self, value: Any, size: int = 0) -> None:
+        self.left -= size
+        if self.left < 0:
+            raise ValueError(f"its objects take more than {BUDGET} times its bytes")
+        self.stack.append(value)
+
+    def pop(self) -> Any:
+        if len(self.stack) <= (self.marks[-1] if self.marks else 0):
+            raise ValueError("it takes an object that is not there")
+        return self.stack.pop()
+
+    def top(self, *kinds: type) -> Any:
+        if not self.stack or type(self.stack[-1]) not in kinds:
+            raise ValueError(f"it changes what is not a {kinds[0].__name__}")
+        return self.stack[-1]
+
+    def pop_mark(self) -> list[Any]:
+        if not self.marks:
+            raise ValueError("it ends a list that has not begun")
+        start = self.marks.pop()
+        items = self.stack[start:]
+        del self.stack[start:]
+        return items
+
+    def pop_many(self, count: int) -> tuple:
+        return tuple([self.pop() for _ in range(count)][::-1])
+
+    # ---- memo and globals ----
+
+    def put(self, index: int) -> None:
+        if not self.stack:
+            raise ValueError("it repeats an object that is not there")
+        self.memo[index] = self.stack[-1]
+
+    def get(self, index: int) -> None:
+        if index not in self.memo:
+            raise ValueError(f"it repeats object {index}, which it does not have")
+        self.push(self.memo[index])
+
+    def find(self, module: Any, name: Any) -> Any:
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise ValueError("the name of a class is not text")
+        if (module, name) in self.known:
+            return self.known[module, name]
+        if self.storage and module.startswith(FOREIGN):
+            return Foreign(f"{module}.{name}")
+        raise UnknownClass(
+            f"{self.where} holds an object of {module}.{name}, which is not a class that weft.convert reads; "
+            "nothing of it was run. Save the checkpoint without that object, or do not trust the file"
+        )
+
+    def call(self) -> None:
+        function, given = self.pop_many(2)
+        if not isinstance(function, (Call, Foreign)) or type(given) is not tuple:
+            raise ValueError(f"it calls a {type(function).__name__}")
+        made = function.make(*given)
+        length = len(made) if isinstance(made, (str, bytes, tuple, set)) else 0
+        self.push(made, 1024 if isinstance(made, Lazy) else 256 + 8 * length)
+
+    def persistent(self) -> None:
         if self.storage is None:
             raise ConversionError(f"{self.where} holds a tensor where none is expected")
-        return self.storage(pid)
+        self.push(self.storage(self.pop()))
+
+    # ---- changes of objects that this pickle made ----
+
+    def append(self, items: list[Any]) -> None:
+        self.top(list).extend(items)
+
+    def set_items(self, items: Sequence[Any]) -> None:
+        self.top(dict).update(zip(keys(items[::2]), items[1::2], strict=True))
+
+    def add_items(self, items: list[Any]) -> None:
+        self.top(set).update(keys(items))
+
+    def build(self) -> None:
+        state = self.pop()
+        target = self.top(argparse.Namespace, Record, Bytes, Foreign, dict)
+        if isinstance(target, argparse.Namespace):
+            if type(state) is not dict or not all(type(key) is str for key in state):
+                raise ValueError("the attributes of a Namespace are not names and values")
+            target.__dict__ = state
+        elif isinstance(target, Record):
+            target.state = state
+        elif isinstance(target, Bytes):
+            target.set_state(state)
+        # attributes of state dicts and of foreign objects are not read
 
 
-def load(content: bytes, where: str, known: dict, storage: Callable[[tuple], Any] | None = None) -> Any:
+U2, I4, U4, U8, F8 = map(struct.Struct, ("<H", "<i", "<I", "<Q", ">d"))
+NAMED: dict[bytes, Callable[[Unpickler], Any]] = {
+    pickle.PROTO: lambda self: self.take(1),
+    pickle.FRAME: lambda self: self.take(8),
+    pickle.MARK: lambda self: self.marks.append(len(self.stack)),
+    pickle.POP: lambda self: self.pop(),
+    pickle.POP_MARK: lambda self: self.pop_mark(),
+    pickle.NONE: lambda self: self.push(None),
+    pickle.NEWTRUE: lambda self: self.push(True),
+    pickle.NEWFALSE: lambda self: self.push(False),
+    pickle.BININT: lambda self: self.push(self.number(I4)),
+    pickle.BININT1: lambda self: self.push(self.byte()),
+    pickle.BININT2: lambda self: self.push(self.number(U2)),
+    pickle.LONG1: lambda self: self.push(self.integer(self.byte())),
+    pickle.LONG4: lambda self: self.push(self.integer(self.number(I4))),
+    pickle.BINFLOAT: lambda self: self.push(self.number(F8)),
+    pickle.SHORT_BINUNICODE: lambda self: self.text(self.byte()),
+    pickle.BINUNICODE: lambda self: self.text(self.number(U4)),
+    pickle.BINUNICODE8: lambda self: self.text(self.number(U8)),
+    pickle.SHORT_BINBYTES: lambda self: self.push(self.take(self.byte())),
+    pickle.BINBYTES: lambda self: self.push(self.take(self.number(U4))),
+    pickle.BINBYTES8: lambda self: self.push(self.take(self.number(U8))),
+    pickle.EMPTY_DICT: lambda self: self.push({}, 64),
+    pickle.EMPTY_LIST: lambda self: self.push([], 64),
+    pickle.EMPTY_SET: lambda self: self.push(set(), 224),
+    pickle.EMPTY_TUPLE: lambda self: self.push(()),
+    pickle.TUPLE1: lambda self: self.push(self.pop_many(1), 48),
+    pickle.TUPLE2: lambda self: self.push(self.pop_many(2), 56),
+    pickle.TUPLE3: lambda self: self.push(self.pop_many(3), 64),
+    pickle.TUPLE: lambda self: self.push(tuple(self.pop_mark()), 48),
+    pickle.FROZENSET: lambda self: self.push(frozenset(keys(self.pop_mark())), 224),
+    pickle.APPEND: lambda self: self.append([self.pop()]),
+    pickle.APPENDS: lambda self: self.append(self.pop_mark()),
+    pickle.SETITEM: lambda self: self.set_items(self.pop_many(2)),
+    pickle.SETITEMS: lambda self: self.set_items(self.pop_mark()),
+    pickle.ADDITEMS: lambda self: self.add_items(self.pop_mark()),
+    pickle.BINPUT: lambda self: self.put(self.byte()),
+    pickle.LONG_BINPUT: lambda self: self.put(self.number(U4)),
+    pickle.MEMOIZE: lambda self: self.put(len(self.memo)),
+    pickle.BINGET: lambda self: self.get(self.byte()),
+    pickle.LONG_BINGET: lambda self: self.get(self.number(U4)),
+    pickle.GLOBAL: lambda self: self.push(self.find(self.line(), self.line())),
+    pickle.STACK_GLOBAL: lambda self: self.push(self.find(*self.pop_many(2))),
+    pickle.REDUCE: Unpickler.call,
+    pickle.NEWOBJ: Unpickler.call,
+    pickle.BUILD: Unpickler.build,
+    pickle.BINPERSID: Unpickler.persistent,
+}
+OPCODES = {code[0]: run for code, run in NAMED.items()}
+
+
+def parts(value: Any) -> Iterable[Any] | None:
+    """What an object of a pickle holds; None for one that holds nothing."""
+    if isinstance(value, dict):
+        return itertools.chain(value, value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return value
+    if isinstance(value, argparse.Namespace):
+        return vars(value).values()
+    if isinstance(value, Record):
+        return (value.given, value.state)
+    if isinstance(value, Foreign):
+        return value.given or ()
+    return (value.content,) if isinstance(value, Bytes) else None
+
+
+def check_tree(value: Any, limit: int) -> None:
+    """Raises for a value that contains itself, is nested too deep, or repeats parts until it is larger than `limit`."""
+    weight, path = 0, [iter((value,))]
+    while path:
+        for item in path[-1]:
+            weight += 1 + (len(item) if type(item) in (str, bytes) else 0)
+            if weight > limit:
+                raise ValueError(f"its objects repeat each other until they are {BUDGET} times its bytes")
+            if type(item) not in ATOMS and (inner := parts(item)) is not None:
+                path.append(iter(inner))
+                break
+        else:
+            path.pop()
+        if len(path) > DEPTH:
+            raise ValueError(f"an object in it contains itself, or {DEPTH} levels of others")
+
+
+def load(content: bytes, where: str, known: dict, storage: Callable[[Any], Any] | None = None) -> Any:
     try:
         return Unpickler(content, where, known, storage).load()
     except ConversionError:
         raise
     except Exception as error:  # whatever a damaged pickle leads to
         raise ConversionError(f"{where} is damaged: {error}. Copy the checkpoint anew") from error
-
-
-def load_metadata(content: bytes, where: str) -> metadata.Metadata:
-    """The `.metadata` file of a torch.distributed checkpoint."""
-    found = load(content, where, PLAIN | KINDS)
-    if not isinstance(found, metadata.Metadata):
-        raise ConversionError(f"{where} holds a {type(found).__name__}, expected the metadata of a DCP checkpoint")
-    return found

@@ -1,0 +1,158 @@
+"""Reads checkpoints that are not to be trusted, in a process of its own with little memory.
+
+  python convert_worker.py files FOLDER            each entry of FOLDER: what came of it, as JSON
+  python convert_worker.py fuzz FOLDER COUNT SEED  COUNT mutations of each checkpoint in FOLDER
+
+A reading ends well or raises ConversionError; anything else, and any program started, is an answer that fails.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import torch
+from weft.convert import ConversionError, compare, convert, inspect
+
+MEMORY = 256 << 20  # bytes above what the imports take
+SECONDS = 30
+STARTED: list[str] = []
+WATCHED = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "pickle.find_class")
+
+
+def limit_memory() -> None:
+    """A handler that imports lazily, or a thread of its own, would count as the file's: all that is done first."""
+    warm = Path(tempfile.mkdtemp())
+    torch.save({"a": torch.ones(4, 4)}, warm / "a.pt")
+    convert(warm / "a.pt", warm / "b", to="torch_dist")
+    convert(warm / "b", warm / "c.safetensors", to="safetensors")
+    shutil.rmtree(warm)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+    sys.addaudithook(lambda event, _: STARTED.append(event) if event in WATCHED else None)
+
+
+def outcome(path: Path, check: bool, write: bool) -> str:
+    """"fine", or the error: its type and text."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError
+
+    STARTED.clear()
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
+    target = Path(tempfile.mkdtemp())
+    try:
+        inspect(path)
+        compare(path, path)  # reads every byte
+        if write:
+            for to, name in (("torch_dist", "a"), ("safetensors", "b"), ("pt", "c.pt")):
+                convert(path, target / name, to=to, check=check)
+        answer = "fine"
+    except ConversionError as error:
+        answer = f"ConversionError: {error}"
+    except BaseException as error:  # what the tests look for
+        answer = f"{type(error).__name__}: {error}"[:500]
+    finally:
+        signal.alarm(0)
+        shutil.rmtree(target)
+    return f"started {STARTED}" if STARTED else answer
+
+
+# ---- mutations ------------------------------------------------------------------------------------------------------
+
+EVIL = b"cposix\nsystem\nX\x04\x00\x00\x00true\x85R"
+ODD = (b"\x00", b"\xff" * 4, b"\xff" * 8, b"\x7f\xff\xff\xff", b"(", b"}", b"]", b"t", b"u", b"b", b"R", b"h\x00", EVIL)
+
+
+def mutated(content: bytes, draw: random.Random) -> bytes:
+    """One to four changes: bits, odd bytes, cut, doubled or moved parts, an end that is missing."""
+    found = bytearray(content)
+    for _ in range(draw.randint(1, 4)):
+        at, length = draw.randrange(len(found) + 1), draw.choice((1, 2, 4, 8, 40, 200))
+        kind = draw.randrange(6)
+        if kind == 0 and at < len(found):
+            found[at] ^= 1 << draw.randrange(8)
+        elif kind == 1:
+            odd = draw.choice(ODD)
+            found[at : at + len(odd)] = odd
+        elif kind == 2:
+            found[at:at] = draw.choice(ODD)
+        elif kind == 3:
+            del found[at : at + length]
+        elif kind == 4:
+            start = draw.randrange(len(found) + 1)
+            found[at:at] = found[start : start + length]
+        elif draw.random() < 0.3:
+            del found[at:]
+        if not found:
+            return b"\x00"
+    return bytes(found)
+
+
+def mutate_zip(file: Path, draw: random.Random) -> None:
+    """The pickle within it, with a checksum that is right; or the file as it lies."""
+    if draw.random() < 0.3:
+        file.write_bytes(mutated(file.read_bytes(), draw))
+        return
+    with zipfile.ZipFile(file) as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in records.items():
+            archive.writestr(name, mutated(content, draw) if name.endswith("data.pkl") else content)
+
+
+def mutate_safetensors(file: Path, draw: random.Random) -> None:
+    """Its header, with a length that is right; or the file as it lies."""
+    content = file.read_bytes()
+    if draw.random() < 0.3:
+        file.write_bytes(mutated(content, draw))
+        return
+    (length,) = struct.unpack("<Q", content[:8])
+    header = mutated(content[8 : 8 + length], draw)
+    file.write_bytes(struct.pack("<Q", len(header)) + header + content[8 + length :])
+
+
+def mutate(path: Path, draw: random.Random) -> None:
+    if path.is_dir():  # a torch_dist checkpoint
+        file = draw.choice([path / ".metadata"] * 4 + [path / "common.pt"] + sorted(path.glob("*.distcp")))
+        return mutate_zip(file, draw) if file.suffix == ".pt" else file.write_bytes(mutated(file.read_bytes(), draw))
+    return mutate_zip(path, draw) if path.suffix == ".pt" else mutate_safetensors(path, draw)
+
+
+def fuzz(folder: Path, count: int, seed: int) -> dict[str, dict[str, int]]:
+    """How often a mutation of each checkpoint was read, refused, or ended otherwise, with its number."""
+    found: dict[str, dict[str, int]] = {}
+    for source in sorted(folder.iterdir()):
+        answers = found.setdefault(source.name, {"fine": 0, "refused": 0})
+        for number in range(count):
+            draw, place = random.Random(f"{source.name} {seed} {number}"), Path(tempfile.mkdtemp())
+            copy = place / source.name
+            shutil.copytree(source, copy) if source.is_dir() else shutil.copy(source, copy)
+            mutate(copy, draw)
+            answer = outcome(copy, check=draw.random() < 0.5, write=number % 8 == 0)
+            shutil.rmtree(place)
+            kind = {"fine": "fine", "Conv": "refused"}.get(answer[:4], f"number {number}: {answer}")
+            answers[kind] = answers.get(kind, 0) + 1
+    return found
+
+
+def main() -> None:
+    mode, folder = sys.argv[1], Path(sys.argv[2])
+    limit_memory()
+    if mode == "fuzz":
+        print(json.dumps(fuzz(folder, int(sys.argv[3]), int(sys.argv[4]))))
+    else:
+        print(json.dumps({path.name: outcome(path, check=True, write=True) for path in sorted(folder.iterdir())}))
+
+
+if __name__ == "__main__":
+    main()
