@@ -1,6 +1,6 @@
 #!/bin/bash
 # Builds the wheel, installs it into a fresh environment, runs the README's first Python example word for word, then
-# builds and runs tests/outside_project against the installed wheel.
+# builds and runs the C++ projects of the README and the tutorials, word for word, against the installed wheel.
 # PYTHON is the interpreter that builds; it needs torch 2.13 and scikit-build-core.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -32,16 +32,6 @@ sys.exit("README.md has no ```python block") if not block else print(block[1], e
 PY
 (cd "$work" && "$fresh" readme.py)
 
-if [[ ! -f tests/outside_project/CMakeLists.txt ]]; then
-  echo "wheel: tests/outside_project is missing, skipped"
-  exit 0
-fi
-echo "wheel: build and run tests/outside_project"
-prefix=$("$fresh" -c 'import importlib.util as u; print(u.find_spec("weft").submodule_search_locations[0])')
-cmake -S tests/outside_project -B "$work/outside" -G Ninja -DCMAKE_BUILD_TYPE=Release \
-      -DCMAKE_PREFIX_PATH="$prefix" >"$work/configure.log" 2>&1 || { cat "$work/configure.log" >&2; exit 1; }
-cmake --build "$work/outside"
-programs=$(find "$work/outside" -maxdepth 1 -type f -executable)
-[[ -n $programs ]] || { echo "wheel: tests/outside_project made no program" >&2; exit 1; }
-for program in $programs; do "$program"; done
+echo "wheel: build and run the C++ projects of the README and the tutorials"
+PATH=$work/env/bin:$PATH CMAKE_GENERATOR=Ninja "$fresh" tests/documented_projects.py "$work/projects"
 echo "wheel: all passed"
