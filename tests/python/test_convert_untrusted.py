@@ -147,10 +147,6 @@ PICKLES = {
     "many_empty_layers": (dict_of(**{"decoder.layers.a": sized(1 << 40, 0)}), "not plausible"),
     "storage_that_is_not_one": (dict_of(a=tensor(b")", b")", storage=tuple_of(b"K\x00", b"K\x04"))), "without data"),
     "storage_without_a_name": (dict_of(a=tensor(b")", b")", storage=doubled(b"K\x01", b"", b"\x86") + b"Q")), "data"),
-    "dtype_that_is_quantized": (
-        dict_of(a=tensor(b")", b")", storage=STORAGE.replace(b"FloatStorage", b"quint8"))),
-        "safetensors files cannot hold",
-    ),
     "tensor_of_a_call_of_itself": (
         dict_of(a=b"ctorch._tensor\n_rebuild_from_type_v2\n" + put(0) + tuple_of(get(0), b"N", b")", b"N") + b"R"),
         "a class that is not read",
@@ -238,7 +234,7 @@ def changed(**fields: object) -> metadata.Metadata:
 
 
 METADATA_FILES = {
-    "hole": (described([8, 4], [([0, 0], [2, 4]), ([4, 0], [4, 4])]), r"a: no piece covers \[2:4, 0:4\] of its shape"),
+    "hole": (described([8, 4], [([0, 0], [2, 4]), ([4, 0], [4, 4])]), r"a in .*: no piece covers \[2:4, 0:4\] of"),
     "hole_behind": (described([8], [([0], [4])]), r"no piece covers \[4:8\]"),
     "overlap": (described([8], [([0], [5]), ([4], [4])]), r"\[0:5\] and \[4:8\] overlap"),
     "overlap_as_large_as_a_hole": (described([8], [([0], [4]), ([2], [4])]), r"\[0:4\] and \[2:6\] overlap"),
@@ -325,7 +321,7 @@ EXPECTED |= {
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_file_made_by_hand_is_refused_by_its_fault(answers, name):
     assert re.search(EXPECTED[name], answers[name]), answers[name]
-    assert answers[name] == "fine" or answers[name].startswith("ConversionError: ")
+    assert answers[name] == "fine" or answers[name].startswith("ConversionError: ") and name in answers[name]
 
 
 def test_every_piece_must_be_covered_once():

@@ -6,11 +6,10 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from . import torch_dist
 from .content import parsed
 from .formats import open_stored
 from .lazy import ConversionError, raw_bytes, same
-from .model import read_model
+from .model import layers_of, read_model
 from .names import read_names
 from .progress import Progress
 from .report import Named, report_of
@@ -20,7 +19,7 @@ def inspect(source: Path | str, names: Path | str | None = None) -> dict[str, An
     """Format, layout, and dtype and shape of every tensor, under the names that stand there."""
     stored = open_stored(source)
     first, table = stored.ranks[0], read_names(names)
-    layout = table.layout_of(torch_dist.unstack(first, table.stacks()).tensors)
+    layout = table.layout_of(layers_of(stored, table)[0].tensors)
     rows = {name: (str(lazy.dtype).removeprefix("torch."), list(lazy.shape)) for name, lazy in first.tensors.items()}
     return {
         "format": stored.format,

@@ -120,7 +120,10 @@ def read_pt(file: Path, check: bool) -> Content:
     beside = {} if model is None else {key: item for key, item in value.items() if key not in (model, RAW)}
     common_of(beside, content)
     content.raw = _raw(value.get(RAW, {}), file)
-    _flatten(value if model is None else value[model], "", content)
+    try:
+        _flatten(value if model is None else value[model], "", content)
+    except ConversionError as error:
+        raise ConversionError(f"{file}: {error}") from error
     return content
 
 

@@ -9,6 +9,7 @@ import torch
 
 from ..checkpoint import Spread
 from . import torch_dist
+from .content import Content
 from .formats import Stored
 from .lazy import ConversionError, Held, Lazy, Narrow, cat, chunk, same
 from .names import Known, Names
@@ -37,9 +38,17 @@ class Model:
     stacked: bool = True
 
 
+def layers_of(stored: Stored, names: Names) -> list[Content]:
+    """What each rank has, with an entry for each layer."""
+    try:
+        return [torch_dist.unstack(content, names.stacks()) for content in stored.ranks]
+    except ConversionError as error:
+        raise ConversionError(f"{stored.path}: {error}") from error
+
+
 def read_model(stored: Stored, names: Names) -> Model:
     """What lies there, merged from its ranks."""
-    ranks = [torch_dist.unstack(content, names.stacks()) for content in stored.ranks]
+    ranks = layers_of(stored, names)
     layout = names.layout_of(ranks[0].tensors)
     for number, content in enumerate(ranks):
         if different := sorted(content.tensors.keys() ^ ranks[0].tensors.keys()):
@@ -61,7 +70,7 @@ def read_model(stored: Stored, names: Names) -> Model:
         try:
             lazy = merged(parts, known, name, model)
         except ConversionError as error:
-            raise ConversionError(f"{name}: {error}") from error
+            raise ConversionError(f"{name} in {stored.path}: {error}") from error
         model.entries[known.native] = Entry(lazy, [name], known)
     return model
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .content import Content, parsed
+from .content import Content, parsed, values_of
 from .lazy import ConversionError, InFile, Lazy, pread, raw_bytes, whole_numbers
 
 DTYPES = {
@@ -91,6 +91,10 @@ def _own(metadata: Any, file: Path) -> dict[str, Any]:
     own = {"common": {}, "raw": [], "stacked": True} | parsed(text, f"{OWN} in the header of {file}")
     if not isinstance(own["common"], dict) or not isinstance(own["raw"], list):
         raise ConversionError(f"{OWN} in the header of {file} is damaged. Copy the checkpoint anew")
+    try:
+        values_of(own["common"])
+    except ConversionError as error:
+        raise ConversionError(f"{file}: {error}") from error
     own["raw"] = {name for name in own["raw"] if isinstance(name, str)}
     return own
 

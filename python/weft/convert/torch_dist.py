@@ -106,7 +106,7 @@ def read(path: Path, check: bool) -> Content:
             else:
                 _read_entry(name, kind, places.get(name, {}), content, check)
         except ConversionError as error:
-            raise ConversionError(f"{name}: {error}") from error
+            raise ConversionError(f"{name} in {path}: {error}") from error
     return content
 
 

@@ -254,7 +254,9 @@ def check_tree(value: Any, limit: int) -> None:
 def load(content: bytes, where: str, known: dict, storage: Callable[[Any], Any] | None = None) -> Any:
     try:
         return Unpickler(content, where, known, storage).load()
-    except ConversionError:
-        raise
+    except ConversionError as error:
+        if where in str(error):
+            raise
+        raise ConversionError(f"{where}: {error}") from error
     except Exception as error:  # whatever a damaged pickle leads to
         raise ConversionError(f"{where} is damaged: {error}. Copy the checkpoint anew") from error
