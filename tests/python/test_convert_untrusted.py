@@ -21,7 +21,7 @@ import torch
 from test_convert import ROOT, megatron_layers, save_dcp, states
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from weft.convert import ConversionError, compare, convert, inspect, verify
+from weft.convert import ConversionError, compare, convert, inspect, place, verify
 from weft.convert.coverage import fault
 from weft.convert.pickled import METADATA, PLAIN
 from weft.convert.unpickle import load
@@ -440,7 +440,6 @@ def test_the_report_is_written_after_its_target(tmp_path, monkeypatch):
     torch.save({"a": torch.zeros(2)}, tmp_path / "b.pt")
     target = tmp_path / "c.safetensors"
     convert(tmp_path / "a.pt", target, to="safetensors")
-    from weft.convert import place
 
     def fails(*_: object) -> None:
         raise OSError("no rename today")
@@ -456,6 +455,20 @@ def test_the_report_is_written_after_its_target(tmp_path, monkeypatch):
     with pytest.raises(ConversionError, match="could not be written"):
         convert(tmp_path / "b.pt", target, to="safetensors", overwrite=True)
     assert compare(target, tmp_path / "a.pt") == (1, [])
+
+
+def test_a_folder_is_replaced_where_names_cannot_be_exchanged(tmp_path, monkeypatch):
+    """By two renames; between them the old target lies beside its place, which the error and the next run know."""
+    torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
+    torch.save({"a": torch.zeros(2)}, tmp_path / "b.pt")
+    convert(tmp_path / "a.pt", tmp_path / "c", to="safetensors")
+    monkeypatch.setattr(place.ctypes, "CDLL", lambda _: argparse.Namespace(renameat2=lambda *_: -1))
+    convert(tmp_path / "b.pt", tmp_path / "c", to="safetensors", overwrite=True)
+    assert compare(tmp_path / "b.pt", tmp_path / "c") == (1, []) and verify(tmp_path / "c") == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "b.pt", "c"]
+    (tmp_path / "c").rename(tmp_path / "c.replaced")
+    with pytest.raises(ConversionError, match=r"does not exist; .*interrupted left .*c\.replaced"):
+        inspect(tmp_path / "c")
 
 
 def test_an_empty_iteration_file_is_no_iteration(tmp_path):

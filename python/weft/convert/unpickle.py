@@ -2,8 +2,8 @@
 
 A global is an entry of a table (`pickled.py`); calling it runs that entry on checked arguments; only objects that this
 pickle made take items or a state. So a pickle reaches nothing but its own plain data and immutable values. Memory is
-bounded by the pickle's bytes (BUDGET), and what is returned is, counted as a tree, of bounded size and depth: whoever
-walks it needs no further checks.
+bounded by the pickle's bytes (BUDGET). The result, counted as a tree, has bounded size and depth, so code that walks it
+needs no further checks.
 """
 
 from __future__ import annotations
