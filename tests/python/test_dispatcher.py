@@ -37,7 +37,7 @@ def x(*shape: int) -> torch.Tensor:
     return torch.randn(shape or (4, 8))
 
 
-# ---- arguments that do not fit -----------------------------------------------------------------------------------------
+# ---- arguments that do not fit ----
 
 REFUSED = {
     "no tensors": lambda: forward([], GELU),
@@ -109,7 +109,7 @@ def test_64_operations_in_evaluation_mode_have_a_text():
     assert torch.equal(compiled(given), given)
 
 
-# ---- dispatch modes -----------------------------------------------------------------------------------------------------
+# ---- dispatch modes ----
 
 
 class Seen(TorchDispatchMode):
@@ -213,7 +213,7 @@ def test_flops_are_counted_as_for_torch(dtype):
     assert counter.get_total_flops() == 2 * 2 * 10 * 64 * 32
 
 
-# ---- tracers and exporters ----------------------------------------------------------------------------------------------
+# ---- tracers and exporters ----
 
 
 def test_make_fx_records_the_pipeline():

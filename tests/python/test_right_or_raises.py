@@ -25,7 +25,7 @@ def block(**options) -> ops.Sequential:
     )
 
 
-# ---- sizes of parameters --------------------------------------------------------------------------------------------
+# ---- sizes of parameters ----
 
 WRONG_SIZES = {
     "Linear.weight": (lambda: ops.Linear(16, 8), "weight", (8, 12)),
@@ -138,7 +138,7 @@ def test_grouped_input_of_a_delayed_gradient_is_watched():
         linear.backward_dw()
 
 
-# ---- what Python may exchange ----------------------------------------------------------------------------------------
+# ---- what Python may exchange ----
 
 
 def test_exchanged_parameter_dictionary_is_used():
@@ -234,7 +234,7 @@ def test_copied_dictionary_does_not_share_the_pipeline(make):
     assert module(x).abs().sum() > 0
 
 
-# ---- saved-tensor hooks ------------------------------------------------------------------------------------------------
+# ---- saved-tensor hooks ----
 
 BAD_HOOKS = {
     "rows": lambda t: t[:1],
@@ -280,7 +280,7 @@ def test_hook_sees_parameters_as_parameters():
     assert any(t._base is linear.weight for t in seen)
 
 
-# ---- weights ------------------------------------------------------------------------------------------------------------
+# ---- weights ----
 
 
 def test_backward_uses_the_weight_of_forward_after_data_is_set():
@@ -380,7 +380,7 @@ def test_delayed_gradients_under_a_reentrant_checkpoint_are_one_backward():
     assert torch.equal(linear.weight.grad, torch.full((8, 8), 12.0))
 
 
-# ---- buffers for gradients -----------------------------------------------------------------------------------------------
+# ---- buffers for gradients ----
 
 
 def grouped_gradient(use, **buffer):
@@ -427,7 +427,7 @@ def test_gradient_buffer_is_passed_on_without_a_copy():
     assert seen == [True] * 3
 
 
-# ---- exit, threads --------------------------------------------------------------------------------------------------------
+# ---- exit, threads ----
 
 EXITS = {
     "fusion never removed": "from weft import ops; ops.register_forward_fusion(lambda o, **k: o)",
