@@ -29,13 +29,9 @@ Tensor random(at::IntArrayRef sizes, at::ScalarType dtype, double scale = 1) {
   return at::randn(sizes).mul_(scale).to(dtype);
 }
 
-/// What happens to a weight before each use. warm: nothing, weft finds that out by itself. frozen: weft was told that
-/// nothing will. cold: one value changes.
-std::function<void()> weights(const Line& line, const Tensor& w) {
-  const auto state = line.word("weights", "warm", {"warm", "frozen", "cold"});
-  if (state == "frozen") weft::kernels::freeze(w);
-  if (state != "cold") return [] {};
-  return [w] { w.data_ptr<c10::BFloat16>()[0].x ^= 1; };
+/// weights=frozen: the packed copy is kept between calls.
+void freeze_if_asked(const Line& line, const Tensor& w) {
+  if (line.word("weights", "packed", {"packed", "frozen"}) == "frozen") weft::kernels::freeze(w);
 }
 
 double flop(int64_t m, int64_t k, int64_t n) {
@@ -49,9 +45,8 @@ Case linear_gelu(const Line& line) {
   const bool pre = line.word("pre", "0", {"0", "1"}) == "1";
   const auto x = random({m, k}, dtype), w = random({n, k}, dtype, 1 / std::sqrt(k)), b = random({n}, dtype);
   auto y = at::empty({m, n}, dtype);
-  const auto change = weights(line, w);
+  freeze_if_asked(line, w);
   const auto run = [=] {
-    change();
     return gemm(x, w.t(), {.bias = b, .act = Act{ActKind::gelu}, .keep_pre = pre, .weight = true});
   };
   const auto plain = [=](at::ScalarType t) {
@@ -84,11 +79,8 @@ Case bare_gemm(const Line& line) {
   const auto b = forward ? w.t() : w;
   const auto ours = at::empty({m, n}, dtype);
   auto theirs = at::empty({m, n}, dtype);
-  const auto change = weights(line, w);
-  const auto run = [=] {
-    change();
-    return gemm(x, b, {.out = ours, .weight = true}).out;
-  };
+  freeze_if_asked(line, w);
+  const auto run = [=] { return gemm(x, b, {.out = ours, .weight = true}).out; };
   return {.sides = {{"weft", [=] { run(); }}, {"mm", [=]() mutable { at::mm_out(theirs, x, b); }}},
           .results = {"y"},
           .ours =
@@ -168,8 +160,8 @@ Case handover(const Line& line) {
 }  // namespace
 
 std::vector<Kind> product_kinds() {
-  return {{"linear_gelu", "m= k= n= dtype=bf16|fp16|fp32 pre=0|1 weights=warm|frozen|cold", linear_gelu},
-          {"gemm", "m= k= n= dtype= form=forward|dgrad weights=warm|frozen|cold", bare_gemm},
+  return {{"linear_gelu", "m= k= n= dtype=bf16|fp16|fp32 pre=0|1 weights=packed|frozen", linear_gelu},
+          {"gemm", "m= k= n= dtype= form=forward|dgrad weights=packed|frozen", bare_gemm},
           {"wgrad", "m= n= k= dtype= grad=fp32|bf16|fp16 packed=0|1", wgrad},
           {"handover", "m= h= f= k=", handover}};
 }

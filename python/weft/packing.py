@@ -1,8 +1,7 @@
-"""Weights in the order the matrix kernels want, kept between calls.
+"""Packed copies of weights that do not change.
 
-The AMX kernels pack a weight before they multiply by it. From its second use on the copy is kept, and at each use a
-checksum over all of the weight decides whether it still holds: a change is seen, whoever made it. A weight that does
-not change can be frozen, which saves the checksum.
+The AMX kernels pack a weight into an order of their own before they multiply by it, in each call. For frozen weights
+the packed copies are kept between calls.
 """
 
 from __future__ import annotations
@@ -14,21 +13,34 @@ from .grouped import GroupedParameters
 from .wgrad import WgradModule
 
 
-def _weights(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    modules = (m for m in module.modules() if isinstance(m, WgradModule))
-    return [m.weight for m in modules if not isinstance(m, GroupedParameters)]  # grouped weights are read in place
+def _weights(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    modules = ((name, m) for name, m in module.named_modules() if isinstance(m, WgradModule))
+    # Grouped weights are read in place.
+    return {f"{name}.weight".lstrip("."): m.weight for name, m in modules if not isinstance(m, GroupedParameters)}
 
 
 def prepack(module: torch.nn.Module, frozen: bool = True) -> torch.nn.Module:
-    """Promises that the weights of every `Linear` in ``module`` stay as they are, so that their packed copies are used
-    unchecked; with ``frozen=False`` takes the promise back. Returns ``module``.
+    """Freezes the weights of every `Linear` in ``module``: their packed copies are kept between calls.
 
-    Call it again after a change: until then results are those of the old values.
+    You guarantee that the weights do not change. After a change call ``prepack`` again. Until then a change that the
+    weight's version counter records (most optimizers, ``load_state_dict``, any in-place operation) makes the next call
+    raise; one that it does not record (fused optimizers, ``.data``, numpy, shared memory) goes unnoticed, and results
+    are those of the old values.
+
+    Args:
+        module: a `Linear`, or any module that contains some.
+        frozen: ``False`` ends the guarantee and drops the copies.
+
+    Returns:
+        ``module``.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"prepack: got {type(module).__name__}, expected a torch.nn.Module, e.g. a Linear or a model.")
-    for weight in _weights(module):
-        (_C.freeze if frozen else _C.thaw)(weight.detach())
+    for name, weight in _weights(module).items():
+        if frozen:
+            _C.freeze(weight.detach(), name)
+        else:
+            _C.thaw(weight.detach())
     return module
 
 
@@ -43,5 +55,5 @@ def packing_limit() -> int:
 
 
 def set_packing_limit(limit: int) -> None:
-    """Sets the most bytes to keep. 0 keeps none: weights are packed in each call."""
+    """Sets the most bytes to keep. Frozen weights that do not fit are packed in each call; 0 keeps none."""
     _C.set_packing_limit(limit)

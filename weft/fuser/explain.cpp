@@ -75,7 +75,7 @@ void list_saved(Explanation& out, const Pipeline& pipeline, const Plan& plan, co
   }
 }
 
-/// Copies of weights that the AMX tier keeps between calls.
+/// Copies of frozen weights that the AMX tier keeps between calls.
 void note_packed(Explanation& out) {
   for (const auto* steps : {&out.forward, &out.backward})
     for (const auto& step : *steps) out.packs |= step.runs && step.tier == kernels::tier_name(kernels::Tier::amx);
@@ -211,7 +211,7 @@ std::string Explanation::text() const {
          << line.dtype << "  ";
     text << (line.shared.empty() ? human(line.bytes) : "no memory of its own: " + line.shared) << "\n";
   }
-  if (packs && packing_limit > 0)
+  if (packs && packed_bytes > 0)
     text << "packed weights: " << human(packed_bytes) << " of at most " << human(packing_limit) << " kept\n";
   return text.str();
 }

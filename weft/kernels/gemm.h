@@ -50,7 +50,7 @@ struct Epilogue {
   bool keep_tiles = false;  // a later product takes the transpose of the result as its left factor
   at::Tensor add = {};      // like the result; may be `out` itself: then the product is accumulated
   at::Tensor out = {};      // where to write; fresh memory if undefined
-  bool weight = false;      // B is a weight that later calls will use again: a copy in the kernel's order may be kept
+  bool weight = false;      // B is a weight: if it is frozen, its packed copy is used
   at::ScalarType dtype = at::ScalarType::Undefined;  // of fresh memory; that of A if undefined
   /// Called by the calling thread about every ten microseconds, if the tier is AMX's; must not raise.
   const std::function<void()>* between = nullptr;

@@ -2,30 +2,30 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <string>
 
 namespace weft::kernels {
 
-// The AMX tier multiplies by weights in an order of its own. Copies in that order are kept from a weight's second use
-// on, at most `packing_limit()` bytes of them, and never trusted: each use compares a 128-bit checksum of the whole
-// weight, since neither version counters nor addresses tell that values changed. The checksum is left out for a frozen
-// weight only. No copy is kept of a weight whose memory comes and goes, as FSDP's does.
+// The AMX tier multiplies by weights in an order of its own and packs them into it in each call. Of frozen weights it
+// keeps the packed copies between calls, at most `packing_limit()` bytes of them.
 
-/// Promises that the values of `weight` stay as they are until `thaw`; other tensors in its storage may change. After a
-/// change promise again: copies from before are dropped.
-void freeze(const at::Tensor& weight);
+/// Freezes `weight`: the caller guarantees that its values do not change until `thaw`; other tensors in its storage may
+/// change. After a change freeze again: this drops copies of the old values. Until then a change that the version
+/// counter records makes the next GEMM raise, which names the weight; any other change (fused optimizers, `.data`,
+/// numpy, memory shared with another process) goes unnoticed, and results are those of the old values.
+void freeze(const at::Tensor& weight, std::string name = "weight");
 void thaw(const at::Tensor& weight);
 
 /// Bytes of packed copies alive now.
 int64_t packed_bytes();
-/// Most bytes to keep; copies that were used less recently make way for a weight, others do not. 0 keeps none. Starts
-/// as the environment variable WEFT_PACKED_BYTES, else 1 GiB.
+/// Most bytes to keep; a frozen weight that does not fit is packed in each call. 0 keeps none. Starts as the
+/// environment variable WEFT_PACKED_BYTES, else 1 GiB.
 int64_t packing_limit();
 void set_packing_limit(int64_t bytes);
 
-/// How often since the start of the process a copy was made, found to hold, found changed (and made again), and used
-/// without looking.
+/// How often since the start of the process a copy was made and kept, and a kept one used again.
 struct PackingCounts {
-  int64_t packed = 0, verified = 0, stale = 0, frozen = 0;
+  int64_t packed = 0, reused = 0;
 };
 PackingCounts packing_counts();
 

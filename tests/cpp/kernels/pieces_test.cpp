@@ -233,33 +233,28 @@ TEST_P(KernelsPieces, RowsThatDoNotFitAreRefused) {
 INSTANTIATE_TEST_SUITE_P(Dtypes, KernelsPieces, testing::Values(at::kFloat, at::kBFloat16, at::kHalf, at::kDouble),
                          [](const auto& info) { return std::string(c10::toString(info.param)); });
 
-/// A weight that changes after its packed copy has been trusted for a while.
-TEST(KernelsPiecesOfAKeptWeight, AreRightAndGivenAwayOnlyOnceTheWeightIsKnownNotToHaveChanged) {
+TEST(KernelsPiecesOfAFrozenWeight, EqualThoseOfAWeightPackedInTheCall) {
   if (machine_tier() != Tier::amx) GTEST_SKIP() << "weights are packed by the amx tier only";
   at::manual_seed(3);
   constexpr int64_t kSize = 512, kRows = 700;
   const auto w = random({kSize, kSize}, at::kBFloat16);
   const auto x = random({kRows, kSize}, at::kBFloat16);
-  for (const bool watched : {false, true})
-    for (const int threads : {1, 2}) {
-      at::set_num_threads(threads);
-      Pieces pieces{.rows = kRows, .most = 256};
-      std::vector<Tensor> given(2);
-      for (int i = 0; i < 2; ++i)
-        pieces.list.push_back(
-            {.a = x.narrow(0, i * 350, 350), .out = at::empty({350, kSize}, x.options()), .row = i * 350});
-      if (watched) pieces.done = [&](int i, int64_t to) { given[i] = pieces.list[i].out.narrow(0, 0, to).clone(); };
-      for (int use = 0; use < 9; ++use) {
-        if (use > 5) w.view(-1)[777 * use].add_(3);
-        gemm(pieces, w.t(), {.weight = true});
-        const auto want = gemm(x, w.clone().t()).out;
-        for (int i = 0; i < 2; ++i) {
-          EXPECT_TRUE(pieces.list[i].out.equal(want.narrow(0, i * 350, 350))) << "use " << use;
-          EXPECT_TRUE(!watched || given[i].equal(want.narrow(0, i * 350, 350))) << "use " << use;
-        }
-      }
-    }
+  const auto want = gemm(x, w.clone().t()).out;
+  freeze(w);
+  const auto before = packing_counts();
+  for (const int threads : {1, 2}) {
+    at::set_num_threads(threads);
+    Pieces pieces{.rows = kRows, .most = 256};
+    for (int i = 0; i < 2; ++i)
+      pieces.list.push_back(
+          {.a = x.narrow(0, i * 350, 350), .out = at::empty({350, kSize}, x.options()), .row = i * 350});
+    gemm(pieces, w.t(), {.weight = true});
+    for (const auto& piece : pieces.list) EXPECT_TRUE(piece.out.equal(want.narrow(0, piece.row, 350)));
+  }
   at::set_num_threads(1);
+  EXPECT_EQ(packing_counts().packed - before.packed, 1);
+  EXPECT_EQ(packing_counts().reused - before.reused, 1);
+  thaw(w);
 }
 
 TEST(KernelsAddUp, SumsInTheWiderDtypeAndRoundsOnce) {

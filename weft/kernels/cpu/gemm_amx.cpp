@@ -36,7 +36,9 @@ class Product {
   }
 
   GemmResult run() {
-    if (!multiply_by_kept()) multiply_by_packed_once();
+    const auto packed = packed_near();
+    if (packed) near().packed = packed->data();
+    multiply();
     return results_.finish();
   }
 
@@ -44,21 +46,31 @@ class Product {
   Operand& near() { return near_is_a_ ? left_ : right_; }
   const Operand& far() const { return near_is_a_ ? right_ : left_; }
 
-  /// Multiplies; on the way adds up `lines`, if any, and returns their checksum.
-  Checksum multiply(const Lines* lines = nullptr) {
-    auto shares = shares_of(threads_, e_.keep_sums ? results_.columns() : 0, lines);
+  /// The near operand in tiles: a frozen weight's copy, or packed for this call if several far blocks meet it. Null if
+  /// it is in tiles already, or packed panel by panel.
+  std::shared_ptr<const PackedCopy> packed_near() {
+    if (near().packed) return nullptr;
+    std::shared_ptr<const PackedCopy> kept;
+    if (e_.weight && !near_is_a_) kept = packed_if_frozen(b_, right_);
+    if (kept) return kept;
+    const auto fars = far().panels();
+    const bool several = cut(near().panels(), fars, near().k, most_far_).far * threads_ < fars;
+    return several ? packed_once(near()) : nullptr;
+  }
+
+  void multiply() {
+    auto sums = results_.column_sums(threads_);
     const auto caller = std::this_thread::get_id();
     on_threads(threads_, [&](int t) {
-      multiply_share(t, shares[t], std::this_thread::get_id() == caller ? e_.between : nullptr);
+      multiply_share(t, sums[t].data(), std::this_thread::get_id() == caller ? e_.between : nullptr);
     });
-    results_.sum_up(shares);
-    return checksum_of(shares);
+    results_.sum_up(sums);
   }
 
   /// A thread's share of the far panels, or of the near ones if those are too few.
-  void multiply_share(int t, Share& share, const std::function<void()>* between) {
+  void multiply_share(int t, float* sums, const std::function<void()>* between) {
     Work work = work_;
-    work.sums = e_.keep_sums ? share.sums.data() : nullptr;
+    work.sums = e_.keep_sums ? sums : nullptr;
     if (work.tiles) work.turn = Scratch::mine().turn;
     const auto form = form_of(work, e_.act, e_.slope);
     const int64_t fars = far().panels(), unit = near().together(), nears = near().panels() / unit;
@@ -67,48 +79,11 @@ class Product {
     const int64_t n0 = part(nears, !split_far, 0) * unit, n1 = part(nears, !split_far, 1) * unit;
     const int64_t f0 = part(fars, split_far, 0), f1 = part(fars, split_far, 1);
     const auto blocking = cut(n1 - n0, f1 - f0, near().k, most_far_);
-    share.verifier.pace((n1 - n0) * (f1 - f0) * blocking.all_steps);
     for (int64_t f = f0; f < f1; f += blocking.far) {
       FarBlock block(blocking);
       block.add(far(), work, f * kPanel, std::min(blocking.far, f1 - f));
-      multiply_block({near(), n0, n1}, block, blocking, form, e_, share.verifier, between);
+      multiply_block({near(), n0, n1}, block, blocking, form, e_, between);
     }
-    share.verifier.finish();
-  }
-
-  /// By a packed copy of the weight that later calls find again. False if none is to be kept.
-  bool multiply_by_kept() {
-    if (!e_.weight || near_is_a_ || !worth_keeping(left_.extent, right_)) return false;
-    const auto packing = packing_of(b_, right_);
-    const Lines lines(b_);
-    auto kept = kept_copy(packing, lines.whole() && repeatable());
-    if (!kept.copy) return false;
-    right_.packed = kept.copy->data();
-    const auto found = multiply(kept.promised ? &lines : nullptr);
-    if (!kept.promised) return true;
-    const bool same = found == *kept.promised;
-    compared(packing, same);
-    if (same) return true;
-    kept = kept_copy(packing, false);  // the weight had changed: all over again
-    right_.packed = kept.copy ? kept.copy->data() : nullptr;
-    multiply();
-    return true;
-  }
-
-  /// Whether what is read is still there once the result was written.
-  bool repeatable() const {
-    const auto& out = results_.tensors().out;
-    return !results_.overwrites(out) && !a_.is_alias_of(out);
-  }
-
-  /// A near operand that several far blocks meet is packed whole first; else panel by panel.
-  void multiply_by_packed_once() {
-    std::shared_ptr<const PackedCopy> once;
-    const auto fars = far().panels();
-    if (!near().packed && cut(near().panels(), fars, near().k, most_far_).far * threads_ < fars)
-      once = packed_once(near());
-    if (once) near().packed = once->data();
-    multiply();
   }
 
   at::Tensor a_, b_;

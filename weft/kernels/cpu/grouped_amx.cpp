@@ -56,11 +56,10 @@ void multiply_panels(const Operand& near, const Operand& far, const Work& work, 
   static const Epilogue none;
   const auto form = form_of(work, {}, {});
   const auto blocking = cut(end - begin, far.panels(), near.k);
-  Verifier nothing;
   for (int64_t f = 0; f < far.panels(); f += blocking.far) {
     auto& block = far_block(blocking);
     block.add(far, work, f * kPanel, std::min(blocking.far, far.panels() - f));
-    multiply_block({near, begin, end}, block, blocking, form, none, nothing);
+    multiply_block({near, begin, end}, block, blocking, form, none);
   }
 }
 

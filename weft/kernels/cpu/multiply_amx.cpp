@@ -48,13 +48,8 @@ class Interruption {
 template <bool kNearIsA, class Rows>
 class Multiplier {
  public:
-  Multiplier(const Operand& near, FarBlock& far, const Blocking& cut, Verifier& verifier, Interruption interruption)
-      : near_(near),
-        far_(far),
-        cut_(cut),
-        verifier_(verifier),
-        interruption_(interruption),
-        scratch_(Scratch::mine()) {}
+  Multiplier(const Operand& near, FarBlock& far, const Blocking& cut, Interruption interruption)
+      : near_(near), far_(far), cut_(cut), interruption_(interruption), scratch_(Scratch::mine()) {}
 
   void run(int64_t begin, int64_t end) {
     const TileConfig config;
@@ -103,7 +98,6 @@ class Multiplier {
     Pending<Rows> pending(*work, waits_.c, waits_.row, waits_.column);
     if (waits_.c) pending.start(*work);
     waits_ = {};
-    Verifier verifier = verifier_;
     for (int64_t f = 0; f < far; ++f) {
       float* c = square(n, waiting, f);
       const Bf16* other = far_.packed(f);
@@ -111,7 +105,6 @@ class Multiplier {
       multiply<kNearIsA>(kNearIsA ? near : other, kNearIsA ? other : near, steps, c, chunk > 0, [&](int i) {
         for (int r = 0; r < rows; ++r) pending.step();
         ahead.step();
-        verifier.step();
         if (chunk > 0) {
           _mm_prefetch(sums + 128 * i, _MM_HINT_T0);
           _mm_prefetch(sums + 128 * i + 64, _MM_HINT_T0);
@@ -127,7 +120,6 @@ class Multiplier {
       if (!wait) pending.start(*work);
     }
     pending.finish(*work);
-    verifier_ = verifier;
   }
 
   /// The last square of a panel is finished under the first one of the next panel, or here.
@@ -142,7 +134,6 @@ class Multiplier {
   const Operand& near_;
   FarBlock& far_;
   const Blocking& cut_;
-  Verifier& verifier_;
   Interruption interruption_;
   Scratch& scratch_;
   int turn_ = 0;  // of the two squares
@@ -173,12 +164,12 @@ Scratch::Scratch() : memory_(static_cast<char*>(std::aligned_alloc(kHugePage, kA
 }
 
 void multiply_block(const Near& near, FarBlock& far, const Blocking& cut, const Form& form, const Epilogue& e,
-                    Verifier& verifier, const std::function<void()>* between) {
+                    const std::function<void()>* between) {
   if (far.size() == 0 || near.begin == near.end) return;
   const Work& work = *far.panel(0).work;
   const Interruption interruption(between);
   const auto run = [&]<bool kNearIsA, class Rows>() {
-    Multiplier<kNearIsA, Rows>(near.m, far, cut, verifier, interruption).run(near.begin, near.end);
+    Multiplier<kNearIsA, Rows>(near.m, far, cut, interruption).run(near.begin, near.end);
   };
   if (near.m.left)
     with_rows<true>(form, work, e.act, e.slope, [&]<class Rows>() { run.template operator()<true, Rows>(); });

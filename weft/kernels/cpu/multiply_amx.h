@@ -6,7 +6,6 @@
 #include <memory>
 #include <vector>
 
-#include "weft/kernels/cpu/checksum_amx.h"
 #include "weft/kernels/cpu/epilogue_amx.h"
 #include "weft/kernels/cpu/pack_amx.h"
 #include "weft/kernels/gemm.h"
@@ -119,40 +118,6 @@ class FarBlock {
   std::vector<Panel> panels_;
 };
 
-/// Adds up the lines of a weight under the steps of a product that already uses its packed copy.
-class Verifier {
- public:
-  Verifier() = default;
-  /// Lines [from, to) of `data`.
-  Verifier(const char* data, int64_t from, int64_t to) : sum_(from), next_(data + from * 64), left_(to - from) {}
-
-  /// To be done within so many steps.
-  void pace(int64_t steps) { per_step_ = static_cast<int>((left_ + steps - 1) / std::max<int64_t>(steps, 1)); }
-  [[gnu::always_inline]] void step() {
-    for (int i = 0; i < per_step_ && left_ > 0; ++i, --left_, next_ += 64) {
-      _mm_prefetch(next_ + 1024, _MM_HINT_T0);
-      sum_.line(_mm512_loadu_si512(next_));
-    }
-  }
-  const LineSum& finish() {
-    sum_.add(next_, left_ * 64);
-    left_ = 0;
-    return sum_;
-  }
-
- private:
-  LineSum sum_;
-  const char* next_ = nullptr;
-  int64_t left_ = 0;
-  int per_step_ = 0;
-};
-
-/// What a thread adds to while it multiplies.
-struct Share {
-  std::vector<float> sums;  // of columns
-  Verifier verifier;
-};
-
 /// Some panels of the near operand.
 struct Near {
   const Operand& m;
@@ -162,7 +127,7 @@ struct Near {
 /// Multiplies near panels by a block of far ones; A is near if `near.m.left`, and never if B is gated. All works of the
 /// block have the form `form`. `between`, if not null, is called about every ten microseconds.
 void multiply_block(const Near& near, FarBlock& far, const Blocking& cut, const Form& form, const Epilogue& e,
-                    Verifier& verifier, const std::function<void()>* between = nullptr);
+                    const std::function<void()>* between = nullptr);
 
 /// run(t) on each of `threads` threads.
 template <class Run>

@@ -1,14 +1,18 @@
 #include "weft/kernels/cpu/packed.h"
 
 #include <c10/util/DimVector.h>
+#include <c10/util/hash.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <charconv>
 #include <cstdlib>
-#include <list>
+#include <cstring>
 #include <mutex>
+#include <optional>
 #include <string_view>
+#include <unordered_map>
 #include <vector>
 
 #include "weft/kernels/huge_pages.h"
@@ -17,59 +21,78 @@
 namespace weft::kernels {
 namespace {
 
-using StorageRef = c10::weak_intrusive_ptr<c10::StorageImpl>;
+using Copy = std::shared_ptr<const PackedCopy>;
 
-/// The memory of a tensor. Its storage is held weakly, never locked: that may ask for the GIL. While a weak reference
-/// exists no other storage has its address, so another weight in the same memory is told apart.
-struct Memory {
-  StorageRef storage;
-  const void* base;  // of the storage
+/// The memory of a tensor, from its first value to its last.
+struct Range {
+  const c10::StorageImpl* storage;
   const char *begin, *end;
 
-  explicit Memory(const at::Tensor& t)
-      : storage(t.storage().getWeakStorageImpl()),
-        base(t.storage().data()),
-        begin(static_cast<const char*>(t.const_data_ptr())),
-        end(begin) {
+  explicit Range(const at::Tensor& t)
+      : storage(t.storage().unsafeGetStorageImpl()), begin(static_cast<const char*>(t.const_data_ptr())), end(begin) {
     if (t.numel() == 0) return;
     int64_t last = 0;
     for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
     end += (last + 1) * static_cast<int64_t>(t.element_size());
   }
-  bool in_storage_of(const Memory& m) const { return storage._unsafe_get_target() == m.storage._unsafe_get_target(); }
-  bool contains(const Memory& m) const { return in_storage_of(m) && begin <= m.begin && m.end <= end; }
-  bool overlaps(const Memory& m) const { return in_storage_of(m) && begin < m.end && m.begin < end; }
-  bool gone() const { return storage.expired(); }
-  /// FSDP frees the memory of a parameter between uses and keeps the storage.
-  bool moved() const { return !gone() && storage._unsafe_get_target()->data() != base; }
+  bool operator==(const Range& r) const { return storage == r.storage && begin == r.begin && end == r.end; }
+  bool overlaps(const Range& r) const { return storage == r.storage && begin < r.end && r.begin < end; }
 };
 
-/// What a copy stands for.
-struct Source {
-  Memory memory;
+struct HashRange {
+  size_t operator()(const Range& r) const { return c10::get_hash(r.storage, r.begin, r.end); }
+};
+
+/// How the values lie in that memory, and in which order they are packed.
+struct Layout {
   at::DimVector sizes, strides;
   int64_t half;
 
-  Source(const at::Tensor& t, int64_t h) : memory(t), sizes(t.sizes()), strides(t.strides()), half(h) {}
-  bool operator==(const Source& s) const {
-    return memory.begin == s.memory.begin && half == s.half && sizes == s.sizes && strides == s.strides &&
-           memory.in_storage_of(s.memory);
+  explicit Layout(const Packing& p) : sizes(p.source.sizes()), strides(p.source.strides()), half(p.half) {}
+  bool operator==(const Layout& l) const { return half == l.half && sizes == l.sizes && strides == l.strides; }
+};
+
+using Version = std::optional<uint32_t>;  // none: the tensor has no counter, as in inference mode
+
+struct KeptCopy {
+  Layout layout;
+  Copy copy;
+  Version version;  // of the weight, read before it was packed
+};
+
+/// A weight that was frozen. Its storage is held weakly, so that no other storage gets its address, and never locked:
+/// that may ask for the GIL. The version counter is that of the caller's tensor: views made below autograd have others.
+struct Frozen {
+  Frozen(const at::Tensor& weight, std::string n, int64_t i)
+      : storage(weight.storage().getWeakStorageImpl()),
+        counter(weight.unsafeGetTensorImpl()->version_counter()),
+        name(std::move(n)),
+        id(i) {}
+
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  c10::VariableVersion counter;
+  std::string name;
+  int64_t id;  // another one after each `freeze`
+  std::vector<KeptCopy> copies = {};
+
+  Version version() const { return counter.enabled() ? Version(counter.current_version()) : std::nullopt; }
+  int64_t bytes() const {
+    int64_t sum = 0;
+    for (const auto& kept : copies) sum += kept.copy->bytes();
+    return sum;
+  }
+  std::vector<KeptCopy>::iterator find(const Layout& layout) {
+    return std::find_if(copies.begin(), copies.end(), [&](const KeptCopy& kept) { return kept.layout == layout; });
   }
 };
 
-using Copy = std::shared_ptr<const PackedCopy>;
-
-/// A weight that was used before, with its copy if one is kept.
-struct Entry {
-  explicit Entry(Source s) : source(std::move(s)) {}
-  Source source;
-  Copy copy = {};
-  Checksum checksum = {};
-  int64_t unchanged = 0;  // uses in a row that found the copy to hold
-  int64_t changed = 0;    // uses in a row that found it stale
-  int64_t pause = 0;      // uses that will not look for a copy
-  int64_t patience = 2;   // so many before a product starts without looking first
-  int64_t bytes() const { return copy ? copy->bytes() : 0; }
+/// What a GEMM finds.
+struct Found {
+  int64_t id;
+  Version version;     // now
+  Copy copy = {};      // null: none yet
+  bool holds = false;  // no change of the weight was recorded since the copy was made
+  std::string name = {};
 };
 
 int64_t limit_from_environment() {
@@ -83,109 +106,74 @@ int64_t limit_from_environment() {
   return bytes;
 }
 
-/// What a product finds.
-struct Found {
-  bool keep = false;      // false: no copy is to be kept
-  bool trusted = false;   // frozen: the copy holds without a checksum
-  bool may_wait = false;  // the checksum may come after the product
-  Copy copy = {};
-  Checksum checksum = {};
-  int64_t promise = 0;
-};
-
-/// All copies. The lock is held for looking only, not while a weight is read.
-class Shelf {
+/// All frozen weights with their copies. The lock is held for looking only, not while a weight is read.
+class FrozenWeights {
  public:
-  static Shelf& instance() {
-    static Shelf shelf;
-    return shelf;
+  static FrozenWeights& instance() {
+    static auto* weights = new FrozenWeights;  // never destroyed: a thread may multiply while the process exits
+    return *weights;
   }
 
-  /// A weight gets a copy at its second use, so that one computed for a single use, as under autocast, gets none. A
-  /// frozen one gets it at once.
-  Found look_up(const Source& source, int64_t bytes) {
+  bool none() const { return count_.load(std::memory_order_relaxed) == 0; }
+
+  /// Nothing if no copy is to be kept.
+  std::optional<Found> look_up(const Range& range, const Layout& layout, int64_t bytes) {
     const std::lock_guard lock(mutex_);
-    if (bytes > limit_) return {};
     if (++uses_ % kUsesBetweenSweeps == 0) sweep();
-    const bool frozen = is_frozen(source.memory);
-    auto e = find(source);
-    if (e == entries_.end()) {
-      sweep();
-      if (is_moving(source.memory)) return {};
-      e = entries_.emplace(entries_.begin(), source);
-      if (!frozen) return {};
+    const auto w = weights_.find(range);
+    if (w == weights_.end()) return {};
+    auto& weight = w->second;
+    Found found{.id = weight.id, .version = weight.version()};
+    if (const auto kept = weight.find(layout); kept != weight.copies.end()) {
+      found.copy = kept->copy;
+      found.holds = kept->version == found.version;
+      if (!found.holds) found.name = weight.name;
+      ++counts_.reused;
+      return found;
     }
-    const bool waits = !frozen && pauses(*e);
-    const bool keep = !waits && (e->copy || make_room(e, bytes));
-    entries_.splice(entries_.begin(), entries_, e);
-    if (!keep) return {};
-    const bool trusted = frozen && e->copy;
-    counts_.frozen += trusted ? 1 : 0;
-    return {.keep = true,
-            .trusted = trusted,
-            .may_wait = e->copy && e->unchanged >= e->patience,
-            .copy = e->copy,
-            .checksum = e->checksum,
-            .promise = promises_};
+    if (sum_ + bytes > limit_) sweep();
+    if (sum_ + bytes > limit_) return {};
+    return found;
   }
 
-  /// A copy was found to hold.
-  void holds(const Source& source) {
+  /// Keeps a copy, unless there is one, or the weight was frozen again or thawed meanwhile.
+  void put(const Range& range, const Layout& layout, const Found& found, const Copy& copy) {
     const std::lock_guard lock(mutex_);
-    ++counts_.verified;
-    if (const auto e = find(source); e != entries_.end()) {
-      ++e->unchanged;
-      e->changed = 0;
-    }
-  }
-
-  /// A product that started without looking was in vain: next time it takes longer to trust.
-  void was_in_vain(const Source& source) {
-    const std::lock_guard lock(mutex_);
-    if (const auto e = find(source); e != entries_.end()) e->patience = std::min(2 * e->patience, kMostPatience);
-  }
-
-  /// The memory of a copy that no longer holds, if nobody reads it; else null.
-  Copy reclaim(const Source& source, Copy copy) {
-    const std::lock_guard lock(mutex_);
+    const auto w = weights_.find(range);
+    if (w == weights_.end() || w->second.id != found.id) return;
+    if (w->second.find(layout) != w->second.copies.end() || sum_ + copy->bytes() > limit_) return;
+    w->second.copies.push_back({layout, copy, found.version});
+    sum_ += copy->bytes();
     ++counts_.packed;
-    if (!copy) return {};
-    ++counts_.stale;
-    if (const auto e = find(source); e != entries_.end() && e->copy == copy) {
-      e->copy.reset();
-      ++e->changed;
-    }
-    if (copy.use_count() > 1) return {};
-    std::atomic_thread_fence(std::memory_order_acquire);  // after the last reader
-    return copy;
   }
 
-  /// Not kept if a weight was frozen meanwhile: what was read may be older than the promise.
-  void put(const Source& source, const Copy& copy, const Checksum& checksum, int64_t promise) {
+  /// A copy still has the weight's values although its version counter moved.
+  void holds(const Range& range, const Layout& layout, const Found& found) {
     const std::lock_guard lock(mutex_);
-    const auto e = find(source);
-    if (e == entries_.end() || promise != promises_) return;
-    e->copy = copy;
-    e->checksum = checksum;
-    e->unchanged = 0;
-    shrink(limit_);
+    const auto w = weights_.find(range);
+    if (w == weights_.end() || w->second.id != found.id) return;
+    if (const auto kept = w->second.find(layout); kept != w->second.copies.end()) kept->version = found.version;
   }
 
-  void freeze(const Memory& memory) {
+  void freeze(const at::Tensor& weight, std::string name) {
+    const Range range(weight);
     const std::lock_guard lock(mutex_);
-    ++promises_;
-    std::erase_if(entries_, [&](const Entry& e) { return e.source.memory.overlaps(memory); });
-    if (!is_frozen(memory)) frozen_.push_back(memory);
+    weights_.erase(range);
+    for (auto& [other, frozen] : weights_)
+      if (other.overlaps(range)) frozen.copies.clear();
+    weights_.emplace(range, Frozen(weight, std::move(name), ++ids_));
+    sweep();
   }
-  void thaw(const Memory& memory) {
+  void thaw(const Range& range) {
     const std::lock_guard lock(mutex_);
-    std::erase_if(frozen_, [&](const Memory& m) { return m.overlaps(memory); });
+    std::erase_if(weights_, [&](const auto& w) { return w.first.overlaps(range); });
+    sweep();
   }
 
   int64_t bytes() {
     const std::lock_guard lock(mutex_);
     sweep();
-    return sum();
+    return sum_;
   }
   int64_t limit() {
     const std::lock_guard lock(mutex_);
@@ -194,7 +182,12 @@ class Shelf {
   void set_limit(int64_t bytes) {
     const std::lock_guard lock(mutex_);
     limit_ = bytes;
-    shrink(bytes);
+    sweep();
+    for (auto& [range, weight] : weights_) {
+      if (sum_ <= limit_) break;
+      sum_ -= weight.bytes();
+      weight.copies.clear();
+    }
   }
   PackingCounts counts() {
     const std::lock_guard lock(mutex_);
@@ -202,69 +195,52 @@ class Shelf {
   }
 
  private:
-  using Entries = std::list<Entry>;
   static constexpr int64_t kUsesBetweenSweeps = 64;
-  static constexpr size_t kMostEntries = 4096;
-  static constexpr int64_t kMostPatience = 1 << 20;
-  static constexpr int64_t kMostChanges = 4, kPause = 30;
 
-  Entries::iterator find(const Source& source) {
-    return std::find_if(entries_.begin(), entries_.end(), [&](const Entry& e) { return e.source == source; });
-  }
-  int64_t sum() const {
-    int64_t bytes = 0;
-    for (const auto& e : entries_) bytes += e.bytes();
-    return bytes;
-  }
-  bool is_frozen(const Memory& m) const {
-    return std::any_of(frozen_.begin(), frozen_.end(), [&](const Memory& f) { return f.contains(m); });
-  }
-  bool is_moving(const Memory& m) const {
-    return std::any_of(moving_.begin(), moving_.end(), [&](const Memory& x) { return x.in_storage_of(m); });
-  }
-  /// A weight that changes before each use, as in training without accumulation, is packed for each use anyway: looking
-  /// for changes and keeping a copy would only cost. Now and then it gets another chance.
-  static bool pauses(Entry& e) {
-    if (e.pause > 0) return --e.pause, true;
-    if (e.changed < kMostChanges) return false;
-    e.copy.reset();
-    e.changed = kMostChanges - 1;
-    e.pause = kPause - 1;
-    return true;
-  }
-  /// Drops what is known of weights that are gone, and copies of those whose memory comes and goes.
+  /// Forgets weights that are gone.
   void sweep() {
-    for (const auto& e : entries_)
-      if (e.source.memory.moved() && !is_moving(e.source.memory)) moving_.push_back(e.source.memory);
-    std::erase_if(entries_, [](const Entry& e) { return e.source.memory.gone() || e.source.memory.moved(); });
-    for (auto* list : {&frozen_, &moving_}) std::erase_if(*list, [](const Memory& m) { return m.gone(); });
-    while (entries_.size() > kMostEntries) entries_.pop_back();
-  }
-  /// Drops the least recently used copies until at most `most` bytes are left.
-  void shrink(int64_t most) {
-    int64_t kept = sum();
-    for (auto e = entries_.rbegin(); e != entries_.rend() && kept > most; ++e) {
-      kept -= e->bytes();
-      e->copy.reset();
-    }
-  }
-  /// Room for a copy of `e` by dropping copies that were last used before it. False if they are too small: a model
-  /// larger than the limit, used layer by layer, keeps the copies it has and does not push out one by the other.
-  bool make_room(Entries::iterator e, int64_t bytes) {
-    int64_t newer = 0;
-    for (auto x = entries_.begin(); x != e; ++x) newer += x->bytes();
-    if (newer + bytes > limit_) return false;
-    shrink(limit_ - bytes);
-    return true;
+    std::erase_if(weights_, [](const auto& w) { return w.second.storage.expired(); });
+    sum_ = 0;
+    for (const auto& [range, weight] : weights_) sum_ += weight.bytes();
+    count_.store(weights_.size(), std::memory_order_relaxed);
   }
 
   std::mutex mutex_;
-  Entries entries_;  // most recently used first
-  std::vector<Memory> frozen_;
-  std::vector<Memory> moving_;  // memory that comes and goes between uses: not worth a copy
+  std::unordered_map<Range, Frozen, HashRange> weights_;
+  std::atomic<size_t> count_ = 0;  // of weights: a process that freezes none takes no lock
   int64_t limit_ = limit_from_environment();
-  int64_t uses_ = 0, promises_ = 0;
+  int64_t sum_ = 0;  // bytes of all copies
+  int64_t uses_ = 0, ids_ = 0;
   PackingCounts counts_;
+};
+
+/// Memory that `borrow` lends. Never destroyed: tensors may give theirs back while the process exits.
+class Lender {
+ public:
+  static Lender& instance() {
+    static auto* lender = new Lender;
+    return *lender;
+  }
+
+  std::unique_ptr<PackedCopy> take(int64_t bytes) {
+    const std::lock_guard lock(mutex_);
+    for (auto& copy : free_)
+      if (copy && copy->bytes() >= bytes) return std::move(copy);
+    return nullptr;
+  }
+  /// Takes the place of nothing, or of the smaller piece.
+  void give_back(std::unique_ptr<PackedCopy> copy) {
+    constexpr int64_t kMostKept = 64 << 20;
+    if (copy->bytes() > kMostKept) return;
+    const std::lock_guard lock(mutex_);
+    const auto size = [](const auto& c) { return c ? c->bytes() : 0; };
+    auto& place = size(free_[0]) <= size(free_[1]) ? free_[0] : free_[1];
+    if (size(place) < copy->bytes()) std::swap(place, copy);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::array<std::unique_ptr<PackedCopy>, 2> free_;
 };
 
 }  // namespace
@@ -281,53 +257,54 @@ PackedCopy::PackedCopy(int64_t bytes) : bytes_(bytes) {
 
 PackedCopy::~PackedCopy() { std::free(data_); }
 
-KeptCopy kept_copy(const Packing& packing, bool may_wait) {
-  auto& shelf = Shelf::instance();
-  const Source source(packing.source, packing.half);
-  auto found = shelf.look_up(source, packing.bytes);
-  if (!found.keep || found.trusted) return {.copy = found.copy};
-  if (found.may_wait && may_wait) return {.copy = found.copy, .promised = found.checksum};
-  // The checksum comes before the copy: if another thread writes in between, the next use sees a difference.
-  const auto checksum = packing.checksum();
-  if (found.copy && found.checksum == checksum) {
-    shelf.holds(source);
-    return {.copy = found.copy};
-  }
-  auto copy = shelf.reclaim(source, std::move(found.copy));
-  if (!copy) copy = std::make_shared<const PackedCopy>(packing.bytes);
+std::shared_ptr<const PackedCopy> frozen_copy(const Packing& packing) {
+  auto& weights = FrozenWeights::instance();
+  if (weights.none()) return nullptr;
+  const Range range(packing.source);
+  const Layout layout(packing);
+  const auto found = weights.look_up(range, layout, packing.bytes);
+  if (!found) return nullptr;
+  if (found->holds) return found->copy;
+  auto copy = std::make_shared<const PackedCopy>(packing.bytes);
   packing.pack(copy->data());
-  shelf.put(source, copy, checksum, found.promise);
-  return {.copy = copy};
+  if (!found->copy) {
+    weights.put(range, layout, *found, copy);
+    return copy;
+  }
+  const bool same = std::memcmp(copy->data(), found->copy->data(), static_cast<size_t>(packing.bytes)) == 0;
+  TORCH_CHECK(same, "prepack: ", found->name, " was changed in place while it was frozen. Call prepack again after a ",
+              "change, or prepack(module, frozen=False) before it.");
+  weights.holds(range, layout, *found);
+  return found->copy;
 }
 
-void compared(const Packing& packing, bool same) {
-  const Source source(packing.source, packing.half);
-  same ? Shelf::instance().holds(source) : Shelf::instance().was_in_vain(source);
+std::shared_ptr<PackedCopy> borrow(int64_t bytes) {
+  auto memory = Lender::instance().take(bytes);
+  if (!memory) memory = std::make_unique<PackedCopy>(bytes);
+  return {memory.release(), [](PackedCopy* copy) { Lender::instance().give_back(std::unique_ptr<PackedCopy>(copy)); }};
 }
 
-void freeze(const at::Tensor& weight) {
+void freeze(const at::Tensor& weight, std::string name) {
   if (weight.numel() == 0) return;
-  const Memory memory(weight);
-  TORCH_CHECK_VALUE(
-      memory.base,
-      "prepack: a weight has no memory of its own: it is on the meta device, or sharded as by FSDP2. Give "
-      "it values first; leave prepack out for sharded modules, whose memory comes and goes.");
-  Shelf::instance().freeze(memory);
+  TORCH_CHECK_VALUE(weight.storage().data(), "prepack: ", name,
+                    " has no memory of its own: it is on the meta device, or sharded as by FSDP2. Give "
+                    "it values first; leave prepack out for sharded modules, whose memory comes and goes.");
+  FrozenWeights::instance().freeze(weight, std::move(name));
 }
 
 void thaw(const at::Tensor& weight) {
-  if (weight.numel() > 0) Shelf::instance().thaw(Memory(weight));
+  if (weight.numel() > 0) FrozenWeights::instance().thaw(Range(weight));
 }
 
-int64_t packed_bytes() { return Shelf::instance().bytes(); }
+int64_t packed_bytes() { return FrozenWeights::instance().bytes(); }
 
-int64_t packing_limit() { return Shelf::instance().limit(); }
+int64_t packing_limit() { return FrozenWeights::instance().limit(); }
 
 void set_packing_limit(int64_t bytes) {
   TORCH_CHECK_VALUE(bytes >= 0, "set_packing_limit: got ", bytes, " bytes, expected 0 or more.");
-  Shelf::instance().set_limit(bytes);
+  FrozenWeights::instance().set_limit(bytes);
 }
 
-PackingCounts packing_counts() { return Shelf::instance().counts(); }
+PackingCounts packing_counts() { return FrozenWeights::instance().counts(); }
 
 }  // namespace weft::kernels

@@ -1,17 +1,13 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
-#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
 
 namespace weft::kernels {
 
-using Checksum = std::array<uint64_t, 2>;
-
-/// A weight in the kernel's own order. Immutable; a product that uses it holds it.
+/// Memory for a matrix in the kernel's own order.
 class PackedCopy {
  public:
   explicit PackedCopy(int64_t bytes);
@@ -27,27 +23,21 @@ class PackedCopy {
   int64_t bytes_;
 };
 
-/// How to make a packed copy, and a checksum over every value it is made from.
+/// How to make a packed copy.
 struct Packing {
   at::Tensor source;  // a matrix; its memory is what the copy stands for
   int64_t half = 0;   // gated order
   int64_t bytes = 0;
-  std::function<Checksum()> checksum;
   std::function<void(uint16_t*)> pack;
 };
 
-/// The packed form of a weight. If `promised` is set nobody has looked yet whether the weight is still the one it was
-/// made from: the user of the copy computes the checksum on the way, compares, and says what it found by `compared`.
-struct KeptCopy {
-  std::shared_ptr<const PackedCopy> copy = nullptr;  // null: none is to be kept
-  std::optional<Checksum> promised = {};
-};
+/// The packed copy of a frozen weight, made at its first use; whoever uses it holds it. Null if `packing.source` is not
+/// the memory of a frozen weight, or there is no room for the copy. Raises if the weight's version counter moved and
+/// its values are no longer those of the copy. Any number of threads may call.
+std::shared_ptr<const PackedCopy> frozen_copy(const Packing& packing);
 
-/// A kept copy if the weight's values are still those it was made from (checksum), or if the weight is frozen; else
-/// packed anew. `may_wait`: the checksum may be left to the user, which is done for weights that have not changed for a
-/// while. Null if a copy is not to be kept: the weight's first use, no room for it, or memory that comes and goes. Any
-/// number of threads may call.
-KeptCopy kept_copy(const Packing& packing, bool may_wait);
-void compared(const Packing& packing, bool same);
+/// Memory for at least `bytes` bytes that belongs to the caller alone until the last reference to it is gone. The last
+/// two pieces up to 64 MB are kept for the next caller, since fresh pages cost as much as packing.
+std::shared_ptr<PackedCopy> borrow(int64_t bytes);
 
 }  // namespace weft::kernels

@@ -31,9 +31,14 @@ class PieceProduct {
         right_(operand(b_, false)),
         threads_(at::in_parallel_region() ? 1 : at::get_num_threads()),
         results_(e, pieces.rows, right_.extent, needs_out(pieces)),
+        sums_(results_.column_sums(threads_)),
         works_(threads_) {
     if (results_.gated()) right_.half = right_.extent / 2;
-    make_shares(nullptr);
+    for (int t = 0; t < threads_; ++t)
+      for (const auto& piece : pieces.list) {
+        works_[t].push_back(work_of(piece));
+        works_[t].back().sums = e.keep_sums ? sums_[t].data() : nullptr;
+      }
     for (size_t i = 0; i < pieces.list.size(); ++i) {
       const auto rows = rows_in(pieces.list[i]);
       if (rows == 0) continue;
@@ -51,17 +56,12 @@ class PieceProduct {
   }
 
   GemmResult run() {
-    const auto packing = packing_of(b_, right_);
-    const Lines lines(b_);
     together_ = one_block();
-    if (e_.weight && worth_keeping(pieces_.rows, right_)) kept_ = kept_copy(packing, lines.whole() && repeatable());
-    if (!kept_.copy && !together_) kept_.copy = packed_once(right_);
-    right_.packed = kept_.copy ? kept_.copy->data() : nullptr;
+    const auto packed = packed_right();
+    right_.packed = packed ? packed->data() : nullptr;
     if (threads_ > 1 || (!cut_.whole && together_)) pack_first();
-    make_shares(kept_.promised ? &lines : nullptr);
-    while (!multiply(packing)) {
-    }
-    results_.sum_up(shares_);
+    multiply();
+    results_.sum_up(sums_);
     return results_.finish();
   }
 
@@ -78,16 +78,11 @@ class PieceProduct {
     return m;
   }
 
-  /// Fresh column sums, verifiers of `lines`, and the works that refer to them.
-  void make_shares(const Lines* lines) {
-    shares_ = shares_of(threads_, e_.keep_sums ? results_.columns() : 0, lines);
-    for (int t = 0; t < threads_; ++t) {
-      works_[t].clear();
-      for (const auto& piece : pieces_.list) {
-        works_[t].push_back(work_of(piece));
-        works_[t].back().sums = e_.keep_sums ? shares_[t].sums.data() : nullptr;
-      }
-    }
+  /// A frozen weight's copy, or packed for this call if several blocks meet it; else null.
+  std::shared_ptr<const PackedCopy> packed_right() const {
+    std::shared_ptr<const PackedCopy> kept;
+    if (e_.weight) kept = packed_if_frozen(b_, right_);
+    return kept || together_ ? kept : packed_once(right_);
   }
 
   /// The epilogue of a piece, which counts its own rows.
@@ -118,53 +113,18 @@ class PieceProduct {
            std::all_of(parts_.begin(), parts_.end(), same);
   }
 
-  /// Whether what is read is still there once the results were written.
-  bool repeatable() const {
-    const auto safe = [&](const at::Tensor& out) {
-      const auto read = [&](const at::Tensor& t) { return overlap(t, out); };
-      return !out.defined() ||
-             (!results_.overwrites(out) && std::none_of(pieces_.list.begin(), pieces_.list.end(), [&](const Piece& p) {
-               return read(p.a) || std::any_of(p.add.begin(), p.add.end(), read);
-             }));
-    };
-    return safe(results_.tensors().out) &&
-           std::all_of(pieces_.list.begin(), pieces_.list.end(), [&](const Piece& p) { return safe(p.out); });
-  }
-
-  /// All blocks in turn. False if the weight turned out to have changed since its copy was made; nothing has been given
-  /// away by then, and the next try uses a copy that holds.
-  bool multiply(const Packing& packing) {
-    part_ = 0;
-    row_ = 0;
-    for (bool first = true; part_ < parts_.size(); first = false) {
+  /// All blocks in turn.
+  void multiply() {
+    while (part_ < parts_.size()) {
       FarBlock mine(cut_);
       const auto runs = take_block(mine);
       const int64_t panels = std::transform_reduce(runs.begin(), runs.end(), int64_t{0}, std::plus<>(),
                                                    [](const Run& r) { return r.panels; });
-      // Results that are given away must be right: then the weight is looked at under the first block, else under all.
-      if (first)
-        for (auto& share : shares_)
-          share.verifier.pace((pieces_.done ? panels : panels_) * right_.panels() * cut_.all_steps / threads_);
       multiply_block_of(runs, panels, mine);
       for (const auto& run : runs) tell_packed(run);
-      if (kept_.promised && (pieces_.done || part_ == parts_.size()) && !holds(packing)) return false;
       if (pieces_.done)
         for (const auto& run : runs) pieces_.done(parts_[run.part].index, end_of(run));
     }
-    return true;
-  }
-
-  bool holds(const Packing& packing) {
-    const bool same = checksum_of(shares_) == *kept_.promised;
-    compared(packing, same);
-    kept_.promised.reset();
-    if (same) return true;
-    right_.packed = nullptr;
-    kept_ = kept_copy(packing, false);
-    if (!kept_.copy) kept_.copy = packed_once(right_);
-    right_.packed = kept_.copy->data();
-    make_shares(nullptr);
-    return false;
   }
 
   /// The next rows: as many as fit and are there, all of one form. A single thread packs them into `mine` as they come.
@@ -210,7 +170,7 @@ class PieceProduct {
     if (!part.tiles) return;
     _mm_sfence();
     if (pieces_.packed) pieces_.packed(part.index, end_of(run));
-    if (end_of(run) == part.rows.extent) part.tiles = nullptr;  // not again, should the product start over
+    if (end_of(run) == part.rows.extent) part.tiles = nullptr;  // not twice
   }
 
   /// Panels from `row_` on that are there; waits for one if asked to.
@@ -233,8 +193,7 @@ class PieceProduct {
     const auto block_form = form(runs[0]);
     const auto* between = pieces_.between ? &pieces_.between : nullptr;
     const int64_t unit = right_.together(), nears = right_.panels() / unit;
-    if (threads_ == 1)
-      return multiply_block({right_, 0, nears * unit}, mine, cut_, block_form, e_, shares_[0].verifier, between);
+    if (threads_ == 1) return multiply_block({right_, 0, nears * unit}, mine, cut_, block_form, e_, between);
     const auto caller = std::this_thread::get_id();
     const bool by_columns = panels < threads_ && panels <= cut_.far;
     on_threads(threads_, [&](int t) {
@@ -242,7 +201,7 @@ class PieceProduct {
       FarBlock block(cut_);
       add_panels(block, runs, works_[t], part(panels, !by_columns, 0), part(panels, !by_columns, 1));
       multiply_block({right_, part(nears, by_columns, 0) * unit, part(nears, by_columns, 1) * unit}, block, cut_,
-                     block_form, e_, shares_[t].verifier, std::this_thread::get_id() == caller ? between : nullptr);
+                     block_form, e_, std::this_thread::get_id() == caller ? between : nullptr);
     });
   }
 
@@ -264,15 +223,14 @@ class PieceProduct {
   Operand right_;
   int threads_;
   Results results_;
+  std::vector<ColumnSums> sums_;          // of each thread
   std::vector<std::vector<Work>> works_;  // of each thread, for each piece
-  std::vector<Share> shares_;             // of each thread
   std::vector<Part> parts_;
   int64_t panels_ = 0;  // of all parts
   Blocking cut_{};
   int64_t limit_ = 0;      // panels of a block
   bool together_ = false;  // all in one block
-  KeptCopy kept_;
-  size_t part_ = 0;  // what comes next
+  size_t part_ = 0;        // what comes next
   int64_t row_ = 0;
 };
 

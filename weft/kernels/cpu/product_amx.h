@@ -3,10 +3,8 @@
 
 #include <array>
 #include <memory>
-#include <mutex>
 #include <vector>
 
-#include "weft/kernels/cpu/checksum_amx.h"
 #include "weft/kernels/cpu/multiply_amx.h"
 #include "weft/kernels/cpu/packed.h"
 #include "weft/kernels/operand.h"
@@ -33,38 +31,6 @@ inline Operand operand(at::Tensor& t, bool left) {
 
 inline int steps_of(const Operand& m) { return static_cast<int>((m.k + kStep - 1) / kStep); }
 
-/// The memory of a weight as lines that follow each other; padded if its rows do not end with a line.
-struct Lines {
-  const char* data;
-  int64_t rows, bytes, ld;  // rows that lie `ld` bytes apart
-
-  explicit Lines(const at::Tensor& weight) : data(static_cast<const char*>(weight.const_data_ptr())) {
-    const bool by_rows = weight.stride(1) == 1;
-    rows = weight.size(by_rows ? 0 : 1);
-    bytes = weight.size(by_rows ? 1 : 0) * 2;
-    ld = weight.stride(by_rows ? 0 : 1) * 2;
-  }
-  int64_t per_row() const { return (bytes + 63) / 64; }
-  int64_t count() const { return rows * per_row(); }
-  /// One run of whole lines.
-  bool whole() const { return ld == bytes && bytes % 64 == 0; }
-};
-
-inline Checksum checksum_of(const Lines& lines) {
-  LineSum all;
-  std::mutex mutex;
-  at::parallel_for(0, lines.rows, 256, [&](int64_t begin, int64_t end) {
-    LineSum part(begin * lines.per_row());
-    if (lines.whole())
-      part.add(lines.data + begin * lines.ld, (end - begin) * lines.bytes);
-    else
-      for (int64_t i = begin; i < end; ++i) part.add(lines.data + i * lines.ld, lines.bytes);
-    const std::lock_guard lock(mutex);
-    all.add(part);
-  });
-  return all.finish();
-}
-
 /// Packs all of `m`, on all threads.
 inline void pack_whole(const Operand& m, Bf16* to) {
   const int steps = steps_of(m);
@@ -74,37 +40,10 @@ inline void pack_whole(const Operand& m, Bf16* to) {
 }
 inline int64_t packed_size(const Operand& m) { return m.panels() * steps_of(m) * 2 * kTile * 2; }
 
-/// How to pack `weight`, which is operand `m`.
-inline Packing packing_of(const at::Tensor& weight, const Operand& m) {
-  return {.source = weight,
-          .half = m.half,
-          .bytes = packed_size(m),
-          .checksum = [lines = Lines(weight)] { return checksum_of(lines); },
-          .pack = [m](uint16_t* to) { pack_whole(m, to); }};
-}
-
-/// Whether a packed copy of B [K, N] is worth keeping for products with `rows` rows.
-inline bool worth_keeping(int64_t rows, const Operand& b) {
-  constexpr int64_t kLeastRows = 256, kLeastValues = 1 << 18;
-  return rows >= kLeastRows && b.extent * b.k >= kLeastValues;
-}
-
-/// Memory for a matrix in tiles that outlives no backward pass. The last two are kept, since fresh pages cost as much
-/// as packing; a call that finds them taken gets its own.
-inline std::shared_ptr<PackedCopy> borrow(int64_t bytes) {
-  constexpr int64_t kMostKept = 64 << 20;
-  static std::mutex mutex;
-  static std::array<std::shared_ptr<PackedCopy>, 2> kept;
-  const std::lock_guard lock(mutex);
-  for (const auto& copy : kept)
-    if (copy && copy.use_count() == 1 && copy->bytes() >= bytes) return copy;
-  auto fresh = std::make_shared<PackedCopy>(bytes);
-  for (auto& copy : kept) {
-    if (bytes > kMostKept || (copy && copy.use_count() > 1)) continue;
-    copy = fresh;
-    break;
-  }
-  return fresh;
+/// The packed copy of `weight`, which is operand `m`, if it is frozen; else null.
+inline std::shared_ptr<const PackedCopy> packed_if_frozen(const at::Tensor& weight, const Operand& m) {
+  return frozen_copy(
+      {.source = weight, .half = m.half, .bytes = packed_size(m), .pack = [&m](uint16_t* to) { pack_whole(m, to); }});
 }
 
 /// Tiles of a matrix with `panels` panels, `steps` steps long.
@@ -143,18 +82,6 @@ inline at::Tensor writable(const at::Tensor& given, int64_t rows, int64_t column
   return fresh({rows, columns}, dtype);
 }
 
-/// Whether two tensors may share memory.
-inline bool overlap(const at::Tensor& a, const at::Tensor& b) {
-  if (!a.defined() || !b.defined() || a.numel() == 0 || b.numel() == 0) return false;
-  const auto begin = [](const at::Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); };
-  const auto end = [&](const at::Tensor& t) {
-    int64_t last = 0;
-    for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
-    return begin(t) + (last + 1) * static_cast<int64_t>(t.element_size());
-  };
-  return begin(a) < end(b) && begin(b) < end(a);
-}
-
 inline at::Tensor readable(const at::Tensor& t) { return !t.defined() || t.stride(1) == 1 ? t : t.contiguous(); }
 
 /// `t` as float32 with room for reading beyond its end.
@@ -170,6 +97,8 @@ inline std::vector<float> padded(const at::Tensor& t) {
   }
   return out;
 }
+
+using ColumnSums = std::vector<float>;
 
 /// The results of a product with N columns, and what its epilogue reads, in memory that rows can be read from.
 class Results {
@@ -243,19 +172,19 @@ class Results {
     return reinterpret_cast<Bf16*>(r_.tiles.data_ptr());
   }
 
-  /// Whether something that is read lies where `out` is written.
-  bool overwrites(const at::Tensor& out) const { return overlap(add_, out) || overlap(at_, out); }
-
+  /// Room for column sums, one for each thread.
+  std::vector<ColumnSums> column_sums(int threads) const {
+    return std::vector<ColumnSums>(threads, ColumnSums(e_.keep_sums ? columns() + kPanel : 0));
+  }
   /// Adds up the column sums of all threads.
-  void sum_up(const std::vector<Share>& shares) {
+  void sum_up(const std::vector<ColumnSums>& parts) {
     if (!e_.keep_sums) return;
     auto* sums = r_.sums.mutable_data_ptr<float>();
     std::fill_n(sums, columns(), 0.F);
-    for (const auto& share : shares)
-      for (int64_t i = 0; i < columns(); ++i) sums[i] += share.sums[i];
+    for (const auto& part : parts)
+      for (int64_t i = 0; i < columns(); ++i) sums[i] += part[i];
   }
 
-  const GemmResult& tensors() const { return r_; }
   GemmResult finish() {
     if (r_.out.defined() && e_.out.defined() && !r_.out.is_same(e_.out)) r_.out = e_.out.copy_(r_.out);
     return std::move(r_);
@@ -268,23 +197,5 @@ class Results {
   at::Tensor at_, add_;
   GemmResult r_;
 };
-
-/// One share for each thread; each adds up its part of `lines` on the way, if there are any.
-inline std::vector<Share> shares_of(int threads, int64_t sums, const Lines* lines = nullptr) {
-  std::vector<Share> shares(threads);
-  for (int t = 0; t < threads; ++t) {
-    shares[t].sums.resize(sums > 0 ? sums + kPanel : 0);
-    if (!lines) continue;
-    const auto count = lines->count();
-    shares[t].verifier = Verifier(lines->data, count * t / threads, count * (t + 1) / threads);
-  }
-  return shares;
-}
-
-inline Checksum checksum_of(std::vector<Share>& shares) {
-  LineSum found;
-  for (auto& share : shares) found.add(share.verifier.finish());
-  return found.finish();
-}
 
 }  // namespace weft::kernels::CPU_CAPABILITY

@@ -1,0 +1,104 @@
+// Packed copies and borrowed memory, used by several threads at once. Needs no AMX; the build with ThreadSanitizer runs
+// it, which leaves out suites named Kernels*.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <functional>
+#include <thread>
+
+#include "weft/kernels/cpu/packed.h"
+#include "weft/kernels/packing.h"
+
+namespace weft::kernels {
+namespace {
+
+using at::Tensor;
+
+constexpr int kThreads = 4, kRounds = 200;
+constexpr int64_t kValues = 256;
+
+Tensor filled(int64_t value) { return at::full({1, kValues}, value, at::kShort); }
+
+Packing packing_of(const Tensor& t) {
+  return {.source = t, .bytes = kValues * 2, .pack = [from = t.const_data_ptr<int16_t>()](uint16_t* to) {
+            std::copy_n(from, kValues, to);
+          }};
+}
+bool holds(const std::shared_ptr<const PackedCopy>& copy, uint16_t value) {
+  return !copy || std::all_of(copy->data(), copy->data() + kValues, [&](uint16_t v) { return v == value; });
+}
+
+void on_threads(const std::function<void(int)>& run) {
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) threads.emplace_back(run, t);
+  for (auto& thread : threads) thread.join();
+}
+
+TEST(PackedWeightsInThreads, SharedWeightIsUsedWhileOthersFreezeThawAndDropTheirOwn) {
+  const auto limit = packing_limit();
+  const auto shared = filled(7);
+  freeze(shared);
+  std::atomic<int> wrong = 0;
+  on_threads([&](int t) {
+    for (int i = 0; i < kRounds; ++i) {
+      wrong += !holds(frozen_copy(packing_of(shared)), 7);
+      if (i % 16 == t) freeze(shared);
+      auto own = filled(100 * t);
+      freeze(own);
+      wrong += !holds(frozen_copy(packing_of(own)), 100 * t);
+      own.fill_(i);
+      i % 2 ? freeze(own) : thaw(own);
+      wrong += !holds(frozen_copy(packing_of(own)), i);
+      if (i % 8 == t) set_packing_limit(kValues * 2 * (1 + i % 5));
+      wrong += packed_bytes() < 0;
+    }
+  });
+  EXPECT_EQ(wrong, 0);
+  thaw(shared);
+  EXPECT_EQ(packed_bytes(), 0);
+  set_packing_limit(limit);
+}
+
+/// What another thread may do while a weight is packed.
+TEST(PackedWeightsInThreads, CopyOfValuesFromBeforeFreezingAgainIsNotKept) {
+  const auto w = filled(1);
+  const auto data = w.variable_data();  // writes that the version counter of `w` does not record
+  freeze(w);
+  auto packing = packing_of(w);
+  packing.pack = [&, pack = packing.pack](uint16_t* to) {
+    pack(to);
+    data.fill_(2);
+    freeze(w);
+  };
+  frozen_copy(packing);
+  EXPECT_TRUE(holds(frozen_copy(packing_of(w)), 2));
+  thaw(w);
+}
+
+/// The last reference is dropped by a thread that nobody waits for before the memory is borrowed again.
+TEST(PackedWeightsInThreads, BorrowedMemoryBelongsToOneCallerUntilItsLastReferenceIsGone) {
+  std::atomic<int> wrong = 0;
+  std::vector<std::thread> readers;
+  for (int i = 0; i < kRounds; ++i) {
+    auto mine = borrow(kValues * 2);
+    std::fill_n(mine->data(), kValues, static_cast<uint16_t>(i));
+    readers.emplace_back([&wrong, i, copy = std::move(mine)]() mutable {
+      wrong += !holds(copy, i);
+      copy.reset();
+    });
+  }
+  for (auto& reader : readers) reader.join();
+  EXPECT_EQ(wrong, 0);
+}
+
+TEST(PackedWeightsInThreads, BorrowedMemoryIsReused) {
+  const auto* first = borrow(1 << 20)->data();
+  const auto again = borrow(1 << 19);
+  EXPECT_EQ(again->data(), first);
+  EXPECT_NE(borrow(1 << 19)->data(), first);
+}
+
+}  // namespace
+}  // namespace weft::kernels
