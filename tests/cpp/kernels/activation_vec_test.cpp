@@ -1,9 +1,11 @@
 #include <ATen/Parallel.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/clamp.h>
 #include <ATen/ops/clamp_max.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/relu.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/tanh.h>
@@ -11,6 +13,7 @@
 
 #include <cmath>
 #include <limits>
+#include <vector>
 
 #include "tests/cpp/kernels/compare.h"
 #include "weft/kernels/activation.h"
@@ -131,22 +134,58 @@ TEST(KernelsActivation, ScaledRowsAndTheirGradients) {
       }
 }
 
-TEST(KernelsActivation, NanStaysAndLimitsAreFinite) {
-  if (vector_tier(c10::DeviceType::CPU, at::kFloat) == Tier::ref) GTEST_SKIP() << "ATen gives NaN for large values";
-  for (const auto& act : every_act()) {
-    if (act.gated()) continue;
-    SCOPED_TRACE(static_cast<int>(act.kind));
-    const auto x = at::tensor({kNan, -kInf, -1e30F, -100.F, -0.F, 0.F, 100.F, 1e15F});
-    const auto y = activation_forward(act, x), dx = activation_backward(act, at::ones({8}), x);
-    EXPECT_TRUE(std::isnan(y[0].item<float>()));
-    if (act.kind != ActKind::relu) {
-      EXPECT_TRUE(std::isnan(dx[0].item<float>()));
+/// Infinities, NaN, the largest and smallest values of a dtype, both zeros, and where exp and tanh run out of digits.
+at::Tensor edge_values(at::ScalarType dtype) {
+  const double most = dtype == at::kHalf ? 65504 : dtype == at::kFloat ? 0x1.fffffep127 : 0x1.fep127;
+  const double normal = dtype == at::kHalf ? 0x1p-14 : 0x1p-126;
+  const double least = dtype == at::kHalf ? 0x1p-24 : dtype == at::kFloat ? 0x1p-149 : 0x1p-133;
+  std::vector<double> values{kNan};
+  for (const double v : {double{kInf}, most, most / 2, 1e4, 100., 89., 87., 20., 10., 1., 0.25, normal, least, 0.})
+    values.insert(values.end(), {v, -v});
+  return at::tensor(values, at::kDouble).to(dtype);
+}
+
+/// The formula in float64 says what every tier gives: limits for finite arguments, which do not overflow there, and
+/// NaN where inf meets 0.
+void check_edges(const Act& act, const at::Tensor& x) {
+  const auto y = activation_forward(act, x);
+  const auto dy = at::ones(y.sizes(), x.scalar_type());
+  expect_near(y, exact(formula(act, exact(x)).to(x.scalar_type())));
+  expect_near(activation_backward(act, dy, x), exact(by_autograd(act, dy, x).to(x.scalar_type())));
+}
+
+TEST(KernelsActivation, EdgeValuesAreThoseOfTheFormulaInEveryTier) {
+  for (const auto& act : every_act())
+    for (const auto dtype : kLowAndSingle) {
+      SCOPED_TRACE(testing::Message() << static_cast<int>(act.kind) << " " << dtype);
+      const auto edges = edge_values(dtype);
+      if (!act.gated()) {
+        check_edges(act, edges);
+        continue;
+      }
+      const auto ones = at::ones_like(edges);
+      check_edges(act, at::cat({edges, ones}));
+      check_edges(act, at::cat({ones, edges}));
+      check_edges(act, at::cat({edges, ones * -2}));
     }
-    EXPECT_TRUE(dx.slice(0, 2).isfinite().all().item<bool>()) << dx;
-    EXPECT_LE(y.slice(0, 2, 6).abs().max().item<float>(), 1e-30F) << y;
-    if (act.kind != ActKind::srelu) {
-      EXPECT_FLOAT_EQ(y[7].item<float>(), 1e15F);
+}
+
+TEST(KernelsActivation, ZerosKeepTheirSign) {
+  for (const auto kind : {ActKind::gelu, ActKind::qgelu, ActKind::silu})
+    for (const auto dtype : kLowAndSingle) {
+      const auto y = activation_forward({.kind = kind}, at::tensor({0.F, -0.F}).to(dtype)).to(at::kFloat);
+      EXPECT_FALSE(std::signbit(y[0].item<float>()));
+      EXPECT_TRUE(std::signbit(y[1].item<float>()));
     }
+}
+
+TEST(KernelsActivation, SlopesOfLargeFloat64ArgumentsAreTheirLimits) {
+  const auto x = at::tensor({-1e308, 1e308, -double{kInf}, double{kInf}}, at::kDouble);
+  for (const auto kind : {ActKind::gelu, ActKind::qgelu, ActKind::silu}) {
+    const auto dx = activation_backward({.kind = kind}, at::ones_like(x), x);
+    EXPECT_EQ(dx[0].item<double>(), 0);
+    EXPECT_EQ(dx[1].item<double>(), 1);
+    EXPECT_TRUE(dx.slice(0, 2).isnan().all().item<bool>()) << dx;
   }
 }
 

@@ -6,8 +6,9 @@
 #include "weft/kernels/activation.h"
 #include "weft/kernels/cpu/io_vec.h"
 
-// The activations of kernels/activation.h on vectors of float32. An argument of any size, ±inf too, gives the limit of
-// the function to within 1e-33; NaN gives NaN.
+// The activations of kernels/activation.h on vectors of float32. A finite argument of any size gives the limit of the
+// function to within 1e-33. Infinite arguments give what the formula gives, as in eager torch: x·σ(x) is NaN at -inf,
+// and its slope is NaN at ±inf. NaN gives NaN.
 
 namespace weft::kernels::CPU_CAPABILITY {
 
@@ -95,6 +96,11 @@ inline Vec below(const Vec& x, float most) { return at::vec::clamp_max(x, Vec(mo
 /// `v` where `test` holds, else 0.
 inline Vec where(const Vec& test, const Vec& v) { return test & v; }
 
+/// v, or NaN where x is infinite or NaN.
+inline Vec nan_at_inf(const Vec& x, const Vec& v) { return fma(x, Vec(0.F), v); }
+/// v, or NaN where x is -inf or NaN.
+inline Vec nan_at_minus_inf(const Vec& x, const Vec& v) { return nan_at_inf(below(x, 0), v); }
+
 /// A function and its derivative at the same point.
 struct Both {
   Vec value, slope;
@@ -130,7 +136,8 @@ struct ActParams {
 
 constexpr bool is_gated(ActKind kind) { return kind >= ActKind::glu; }
 
-/// Whether σ may be asked for at any argument: e^(-x) is then 0 or inf. A slope multiplies by the argument: not there.
+/// Whether σ is computed at any argument, unclamped: e^(-x) is then 0 or inf, and x·σ(x) is right everywhere. A slope
+/// multiplies by both: not there.
 template <Digits kDigits, bool kSlope>
 constexpr bool kUnbounded = kDigits == Digits::bfloat16 && !kSlope;
 
@@ -140,8 +147,9 @@ Both swish(const Vec& x, float k) {
   const Vec z = k == 1 ? x : x * Vec(k);
   const Vec bounded = kUnbounded<kDigits, kSlope> ? z : below(above(z, -kMost), kMost);
   const Sigma<kDigits> sigma(exp_minus<kDigits>(bounded));
-  const Vec value = above(x, -1e4F) * sigma.s;  // x itself would turn -inf·0 into NaN
-  return {value, kSlope ? fma(bounded * sigma.c, sigma.s, sigma.s) : Vec()};
+  if constexpr (kUnbounded<kDigits, kSlope>) return {x * sigma.s, Vec()};
+  const Vec value = nan_at_minus_inf(x, above(x, -1e4F) * sigma.s);  // the clamped σ is not quite 0
+  return {value, kSlope ? fma(bounded * sigma.c, sigma.s, nan_at_inf(x, sigma.s)) : Vec()};
 }
 
 /// x·σ(2u) with 2u = x·(q + r·x²), which is x·(½ + ½·tanh(u)); the slope is s + x·s·c·(q + 3r·x²).
@@ -149,14 +157,15 @@ template <Digits kDigits, bool kSlope>
 Both gelu(const Vec& x) {
   constexpr float kBound = 10;  // 2^(±126)
   constexpr double kLog2e = 1.4426950408889634, q = 1.5957691216057308, r = 0.07135481627260025;
-  const Vec least = above(x, -kBound), bounded = kUnbounded<kDigits, kSlope> ? least : below(least, kBound);
+  const Vec least = above(x, -kBound), bounded = kUnbounded<kDigits, kSlope> ? x : below(least, kBound);
   const Vec x2 = bounded * bounded;
   const Vec t = bounded * fma(Vec(static_cast<float>(-kLog2e * r)), x2, Vec(static_cast<float>(-kLog2e * q)));
   const Sigma<kDigits> sigma(exp2<kDigits>(t, fraction(t)));
-  const Vec value = least * sigma.s;
+  if constexpr (kUnbounded<kDigits, kSlope>) return {x * sigma.s, Vec()};
+  const Vec value = nan_at_minus_inf(x, least * sigma.s);
   if constexpr (!kSlope) return {value, Vec()};
   const Vec du = fma(Vec(static_cast<float>(3 * r)), x2, Vec(static_cast<float>(q)));
-  return {value, fma(bounded * sigma.c * du, sigma.s, sigma.s)};
+  return {value, fma(bounded * sigma.c * du, sigma.s, nan_at_inf(x, sigma.s))};
 }
 
 inline Both squared_relu(const Vec& x) {
@@ -164,10 +173,12 @@ inline Both squared_relu(const Vec& x) {
   return {y * y, y + y};
 }
 
+/// σ, and exactly 0 or 1 where float32 has nothing between.
 template <Digits kDigits>
 Both logistic(const Vec& x) {
   const Sigma<kDigits> sigma(exp_minus<kDigits>(below(above(x, -kMost), kMost)));
-  return {sigma.s, sigma.s * sigma.c};
+  const Vec s = Vec::blendv(sigma.s, Vec(0.F), x < Vec(-kMost)), c = Vec::blendv(sigma.c, Vec(0.F), x > Vec(kMost));
+  return {s, s * c};
 }
 
 /// β1·tanh(a/β1)·σ(a).
@@ -178,7 +189,8 @@ inline Both situ(const Vec& a, const ActParams& p) {
   return {bt * s, fma(dt, s, bt * ds)};
 }
 
-/// f(x), the whole of a unary kind or the gate of a gated one. The slope is only right if kSlope.
+/// f(x), the whole of a unary kind or the gate of a gated one. The slope is only right if kSlope; that of
+/// clamped_swiglu is the slope at the clamped argument.
 template <ActKind kKind, Digits kDigits, bool kSlope>
 Both f_of(const Vec& x, const ActParams& p) {
   using enum ActKind;
@@ -197,12 +209,11 @@ Both f_of(const Vec& x, const ActParams& p) {
   } else if constexpr (kKind == situglu) {
     return situ(x, p);
   } else {
-    const auto [value, slope] = swish<kDigits, kSlope>(below(x, p.limit), p.alpha);
-    return {value, where(x <= Vec(p.limit), slope)};
+    return swish<kDigits, kSlope>(below(x, p.limit), p.alpha);
   }
 }
 
-/// h(b) of a gated kind.
+/// h(b) of a gated kind. The slope of clamped_swiglu is a mask.
 template <ActKind kKind>
 Both h_of(const Vec& b, const ActParams& p) {
   if constexpr (kKind == ActKind::situglu) {
@@ -210,7 +221,7 @@ Both h_of(const Vec& b, const ActParams& p) {
     return {Vec(p.beta2) * t, dt};
   } else if constexpr (kKind == ActKind::clamped_swiglu) {
     const Vec inside = below(above(b, -p.limit), p.limit);
-    return {inside + Vec(p.offset), where(inside == b, Vec(1.F))};
+    return {inside + Vec(p.offset), inside == b};
   } else {
     return {b, Vec(1.F)};
   }
@@ -240,7 +251,9 @@ struct Gated {
 template <ActKind kKind, Digits kDigits = Digits::float32>
 Gated gated_both(const Vec& dy, const Vec& a, const Vec& b, const ActParams& p) {
   const auto f = f_of<kKind, kDigits, true>(a, p), h = h_of<kKind>(b, p);
-  constexpr bool kPlain = kKind != ActKind::situglu && kKind != ActKind::clamped_swiglu;  // h' = 1
+  if constexpr (kKind == ActKind::clamped_swiglu)  // a clamp stops any gradient, NaN too
+    return {f.value * h.value, where(a <= Vec(p.limit), dy * h.value * f.slope), where(h.slope, dy * f.value)};
+  constexpr bool kPlain = kKind != ActKind::situglu;  // h' = 1
   return {f.value * h.value, dy * h.value * f.slope, kPlain ? dy * f.value : dy * f.value * h.slope};
 }
 

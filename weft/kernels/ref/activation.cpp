@@ -31,6 +31,10 @@ constexpr double kQuick = 1.702;
 
 at::Tensor relu(const at::Tensor& x) { return at::clamp_min(x, 0); }  // at::relu has no meta kernel
 
+/// x within ±10⁴, where every slope has reached its limit, and NaN where x is infinite: ATen's slopes of larger finite
+/// arguments overflow on the way and give NaN.
+at::Tensor within_reach(const at::Tensor& x) { return at::clamp(x, -1e4, 1e4).add_(at::mul(x, 0)); }
+
 /// x·σ(k·x), whose derivative is silu'(k·x).
 at::Tensor quick(const at::Tensor& x, double k) { return at::mul(x, k).sigmoid_().mul_(x); }
 
@@ -62,9 +66,9 @@ at::Tensor value(ActKind kind, const at::Tensor& x) {
 at::Tensor slope(ActKind kind, const at::Tensor& dy, const at::Tensor& x) {
   switch (kind) {
     case ActKind::gelu:
-      return at::gelu_backward(dy, x, "tanh");
+      return at::gelu_backward(dy, within_reach(x), "tanh");
     case ActKind::qgelu:
-      return at::silu_backward(dy, at::mul(widen(x), kQuick));
+      return at::silu_backward(dy, within_reach(widen(x)).mul_(kQuick));
     case ActKind::relu:
       return at::threshold_backward(dy, x, 0);
     case ActKind::silu:
@@ -128,7 +132,7 @@ void situ_backward(const Act& act, const at::Tensor& dy, const Halves& x, Halves
 void clamped_backward(const Act& act, const at::Tensor& dy, const Halves& x, Halves& dx) {
   const auto a = widen(x.a), b = widen(x.b);
   const auto gate = at::clamp_max(a, act.limit), linear = at::clamp(b, -act.limit, act.limit);
-  at::silu_backward_out(dx.a, at::add(linear, act.offset).mul_(dy), at::mul(gate, act.alpha));
+  at::silu_backward_out(dx.a, at::add(linear, act.offset).mul_(dy), within_reach(gate).mul_(act.alpha));
   dx.a.masked_fill_(at::ne(gate, a), 0);
   at::mul_out(dx.b, quick(gate, act.alpha), dy);
   dx.b.masked_fill_(at::ne(linear, b), 0);
@@ -144,10 +148,10 @@ void gate_backward(ActKind kind, const at::Tensor& dy, const Halves& x, Halves& 
       at::sigmoid_backward_out(dx.a, g, f);
       break;
     case ActKind::geglu:
-      at::gelu_backward_out(dx.a, g, a, "tanh");
+      at::gelu_backward_out(dx.a, g, within_reach(a), "tanh");
       break;
     case ActKind::qgeglu:
-      at::silu_backward_out(dx.a, g, at::mul(a, kQuick));
+      at::silu_backward_out(dx.a, g, within_reach(a).mul_(kQuick));
       break;
     case ActKind::reglu:
       at::threshold_backward_out(dx.a, g, a, 0);
