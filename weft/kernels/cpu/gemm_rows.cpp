@@ -168,14 +168,13 @@ struct Run {
   bool alone(const at::Tensor& left, const at::Tensor& right) const {
     if (!linear()) return false;
     const auto to = result.out.scalar_type();
-    const bool onto_itself = e.add.defined() && e.add.is_same(result.out);
-    if (dtype != at::kFloat && to == at::kFloat && (onto_itself || !e.add.defined()) && fits_blas(left) &&
-        fits_blas(right)) {
-      wide_product(left, right, e.scale, onto_itself ? 1 : 0, result.out);
+    auto out = result.out;
+    if (dtype != at::kFloat && to == at::kFloat && fits_blas(left) && fits_blas(right)) {
+      if (e.add.defined() && !e.add.is_same(out)) out.copy_(e.add);
+      wide_product(left, right, e.scale, e.add.defined() ? 1 : 0, out);
       return true;
     }
     if (dtype != to || !engine_is_native(dtype)) return false;
-    auto out = result.out;
     if (e.add.defined() && e.add.scalar_type() == dtype) {
       at::addmm_out(out, e.add, left, right, 1, e.scale);
       return true;
