@@ -2,6 +2,7 @@
 #include "weft/kernels/huge_pages.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <vector>
@@ -25,6 +26,23 @@ TEST(KernelsHugePages, LargeFreshMemoryCanBeWrittenFromEndToEnd) {
   auto* bytes = t.mutable_data_ptr<int8_t>();
   std::fill_n(bytes, t.numel(), int8_t{7});
   EXPECT_EQ(std::count(bytes, bytes + t.numel(), int8_t{7}), t.numel());
+}
+
+TEST(KernelsHugePages, MemoryIsAlignedAndZeroAndEndsWithItsOwner) {
+  for (const size_t bytes : {size_t{1}, size_t{4096}, kHugePage - 1, kHugePage, 3 * kHugePage + 17}) {
+    void* where = nullptr;
+    {
+      const HugeMemory memory(bytes);
+      where = memory.data();
+      EXPECT_EQ(reinterpret_cast<uintptr_t>(where) % kHugePage, 0U);
+      EXPECT_GE(memory.size(), bytes);
+      EXPECT_EQ(std::count(memory.data(), memory.data() + memory.size(), '\0'), memory.size());
+      std::fill_n(memory.data(), memory.size(), 'w');
+    }
+    unsigned char resident = 0;
+    EXPECT_EQ(mincore(where, 4096, &resident), -1) << "still mapped";
+  }
+  EXPECT_EQ(HugeMemory(0).data(), nullptr);
 }
 
 }  // namespace

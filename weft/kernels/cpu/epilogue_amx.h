@@ -520,7 +520,10 @@ inline Form form_of(const Work& w, const std::optional<Act>& act, const std::opt
   if (!lean) return {};
   if (bare) return {.rows = Form::value, .adds = w.adds, .squares = squares, .store = w.out.store};
   if ((!act && !slope) || w.adds > 0 || (slope && w.bias) || (act && w.sums)) return {};
-  return {.rows = Form::activation, .store = w.out.store};
+  // All results of a row are stored alike, so each of them has to be aligned.
+  const auto streams = [](const Place& p) { return !p.data || p.store == Store::stream; };
+  const bool all = streams(w.out) && streams(w.pre) && streams(w.again);
+  return {.rows = Form::activation, .store = all ? Store::stream : Store::keep};
 }
 
 /// Activations whose rows run under the products; those of rarer ones behind them.

@@ -150,6 +150,8 @@ class GroupedRun {
   }
 
   static constexpr int64_t kFewRows = 512, kMostLeft = 16384;
+  static_assert(kMostLeft / kStep * 2 * kTile * 2 <= Scratch::kFarSize, "a packed panel of X");
+  static_assert(kMostLeft / kStep * kTile * 2 <= Scratch::kNearSize, "a copied tile row of W");
 
   const OpenIndex& index_;
   const GroupedProduct& call_;

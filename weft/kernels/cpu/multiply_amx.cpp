@@ -2,13 +2,8 @@
 
 #include <utility>
 
-#include "weft/kernels/huge_pages.h"
-
 namespace weft::kernels::CPU_CAPABILITY {
 namespace {
-
-constexpr size_t kPanelBytes = kMostSteps * 2 * kTile * 2;
-constexpr size_t kAllScratch = 4 << 20;
 
 /// Brings the next near panel of a packed operand to L2, a few lines under each step.
 class Prefetcher {
@@ -27,7 +22,8 @@ class Prefetcher {
   int per_step_ = 0;
 };
 
-/// Calls somebody now and then.
+/// Calls somebody now and then, between panels, when no tile holds anything. The callback may use AMX itself, call a
+/// GEMM or run into oneDNN, so it finds tiles released and scratch set aside.
 class Interruption {
  public:
   explicit Interruption(const std::function<void()>* call) : call_(call) {}
@@ -36,7 +32,10 @@ class Interruption {
     steps_ += steps;
     if (!call_ || steps_ < kOften) return;
     steps_ = 0;
+    const Scratch::SetAside scratch;
+    _tile_release();
     (*call_)();
+    TileConfig::load();
   }
 
  private:
@@ -146,21 +145,38 @@ class Multiplier {
 
 }  // namespace
 
+namespace {
+
+/// Scratch of this thread, one for each callback that it is inside of and one more.
+struct ScratchStack {
+  std::vector<std::unique_ptr<Scratch>> all;
+  size_t depth = 0;
+
+  static ScratchStack& mine() {
+    static thread_local ScratchStack stack;
+    return stack;
+  }
+};
+
+}  // namespace
+
 Scratch& Scratch::mine() {
-  static thread_local Scratch scratch;
-  return scratch;
+  auto& [all, depth] = ScratchStack::mine();
+  while (all.size() <= depth) all.push_back(std::make_unique<Scratch>());
+  return *all[depth];
 }
 
-Scratch::Scratch() : memory_(static_cast<char*>(std::aligned_alloc(kHugePage, kAllScratch)), &std::free) {
-  TORCH_CHECK(memory_, "weft: no memory for a GEMM's scratch (", kAllScratch, " bytes).");
-  ask_for_huge_pages(memory_.get(), kAllScratch);
-  char* p = memory_.get();
-  const auto take = [&](size_t bytes) { return std::exchange(p, p + bytes); };
+Scratch::SetAside::SetAside() { ++ScratchStack::mine().depth; }
+Scratch::SetAside::~SetAside() { --ScratchStack::mine().depth; }
+
+Scratch::Scratch() : memory_(kSize) {
+  char* p = memory_.data();
+  const auto take = [&](int64_t bytes) { return std::exchange(p, p + bytes); };
   for (auto& s : square) s = reinterpret_cast<float*>(take(kSquare * 4));
-  turn = reinterpret_cast<Bf16*>(take(2 * kSquare * sizeof(Bf16)));
-  near = reinterpret_cast<Bf16*>(take(kStrip * kPanelBytes));
-  far = reinterpret_cast<Bf16*>(take(kFarBytes + kPanelBytes));
-  sums = reinterpret_cast<float*>(take(kScratchBytes + kSquare * 4 * 64));
+  turn = reinterpret_cast<Bf16*>(take(kTurnSize));
+  near = reinterpret_cast<Bf16*>(take(kNearSize));
+  far = reinterpret_cast<Bf16*>(take(kFarSize));
+  sums = reinterpret_cast<float*>(take(kSumsSize));
 }
 
 void multiply_block(const Near& near, FarBlock& far, const Blocking& cut, const Form& form, const Epilogue& e,

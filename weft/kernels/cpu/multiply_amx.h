@@ -1,7 +1,6 @@
 #pragma once
 #include <ATen/Parallel.h>
 
-#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -9,6 +8,7 @@
 #include "weft/kernels/cpu/epilogue_amx.h"
 #include "weft/kernels/cpu/pack_amx.h"
 #include "weft/kernels/gemm.h"
+#include "weft/kernels/huge_pages.h"
 
 // The product of two operands: how it is cut, and one block of it. Included by *_amx.cpp only.
 
@@ -56,14 +56,33 @@ inline Blocking cut(int64_t near, int64_t far, int64_t k, int64_t most = INT64_M
 /// Memory of one thread, kept between calls: a far block, a strip of near panels, two squares of results that wait to
 /// be transposed, waiting sums or pairs of squares, two squares of sums.
 struct Scratch {
+  static constexpr int64_t kPanelBytes = int64_t{kMostSteps} * 2 * kTile * 2;
+  static constexpr int64_t kNearSize = kStrip * kPanelBytes;
+  static constexpr int64_t kFarSize = kFarBytes + kPanelBytes;
+  static constexpr int64_t kTurnSize = 2 * kSquare * 2;
+  static constexpr int64_t kSumsSize = kScratchBytes + 64 * kSquare * 4;
+  static constexpr int64_t kSize = 4 << 20;
+  static_assert(2 * kSquare * 4 + kTurnSize + kNearSize + kFarSize + kSumsSize <= kSize);
+
   Bf16 *far = nullptr, *near = nullptr, *turn = nullptr;
   float *sums = nullptr, *square[2] = {nullptr, nullptr};
 
+  /// That of this thread, or another while one is set aside.
   static Scratch& mine();
 
- private:
+  /// While it lives, GEMMs of this thread use other memory: a progress callback may call them.
+  class SetAside {
+   public:
+    SetAside();
+    ~SetAside();
+    SetAside(const SetAside&) = delete;
+    SetAside& operator=(const SetAside&) = delete;
+  };
+
   Scratch();
-  std::unique_ptr<char, decltype(&std::free)> memory_;
+
+ private:
+  HugeMemory memory_;
 };
 
 /// A block of far panels, packed side by side in the scratch of this thread.
@@ -79,6 +98,7 @@ class FarBlock {
   /// All over again; what it has allocated it keeps.
   void restart(const Blocking& cut) {
     cut_ = cut;
+    memory_ = Scratch::mine().far;
     runs_.clear();
     panels_.clear();
   }

@@ -139,9 +139,10 @@ class Results {
     w.again = place(r_.again);
     w.at = place(at_);
     if (add_.defined()) w.add[w.adds++] = place(add_);
-    if (r_.out.defined() && !add_.is_same(r_.out)) w.out.store = store_of(r_.out, rows_ * columns() * 2);
-    if (r_.pre.defined()) w.pre.store = store_of(r_.pre, rows_ * n_ * 2);
-    if (r_.again.defined()) w.again.store = store_of(r_.again, rows_ * n_ * 2);
+    const auto bytes = rows_ * columns() * 2;  // of `out`: the others are stored as it is, if they are aligned
+    if (r_.out.defined() && !add_.is_same(r_.out)) w.out.store = store_of(r_.out, bytes);
+    if (r_.pre.defined()) w.pre.store = store_of(r_.pre, bytes);
+    if (r_.again.defined()) w.again.store = store_of(r_.again, bytes);
     w.ahead_rows = kPanel;
     if (const auto& act = e_.act ? e_.act : e_.slope) w.act = ActParams(*act);
     w.row = row_function(e_.act, e_.slope);

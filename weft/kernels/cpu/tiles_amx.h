@@ -17,7 +17,13 @@ constexpr int kSquare = 1024;  // float32 values of a 32 x 32 square of the prod
 /// All eight tiles at full size while it lives; one per thread. Smaller operands are padded with zeros.
 class TileConfig {
  public:
-  TileConfig() {
+  TileConfig() { load(); }
+  ~TileConfig() { _tile_release(); }
+  TileConfig(const TileConfig&) = delete;
+  TileConfig& operator=(const TileConfig&) = delete;
+
+  /// Once more, after somebody else has used tiles.
+  static void load() {
     static const Layout layout = [] {
       Layout full{};
       full.palette = 1;
@@ -29,9 +35,6 @@ class TileConfig {
     }();
     _tile_loadconfig(&layout);
   }
-  ~TileConfig() { _tile_release(); }
-  TileConfig(const TileConfig&) = delete;
-  TileConfig& operator=(const TileConfig&) = delete;
 
  private:
   struct alignas(64) Layout {
