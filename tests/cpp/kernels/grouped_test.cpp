@@ -18,6 +18,7 @@
 #include <random>
 
 #include "tests/cpp/kernels/compare.h"
+#include "tests/cpp/kernels/gemm_bound.h"
 #include "weft/kernels/launch.h"
 
 namespace weft::kernels {
@@ -66,73 +67,69 @@ struct Problem {
     for (int64_t g = 0; g < groups(); row += splits[g++])
       run(g, [row, count = splits[g]](const Tensor& t) { return t.narrow(0, row, count); });
   }
-  Tensor forward(bool with_bias, bool with_scales) const {
-    auto y = at::zeros({rows, n}, at::kDouble);
+  /// A B of each group in its rows of a [rows, columns] result.
+  template <class F>
+  Bounded by_rows(int64_t columns, const F& product) const {
+    Bounded all{at::zeros({rows, columns}, at::kDouble), at::zeros({rows, columns}, at::kDouble)};
     each([&](int64_t g, const auto& part) {
-      auto v = at::mm(exact(part(x)), exact(w[g]).t());
-      if (with_bias && !with_scales) v = v + exact(bias[g]);
-      if (with_scales) v = v + exact(part(scales)).unsqueeze(1) * exact(bias[g]);
-      part(y).copy_(v);
+      const Bounded one = product(g, part);
+      part(all.value).copy_(one.value);
+      part(all.error).copy_(one.error);
     });
-    return y;
+    return all;
   }
-  Tensor data_gradient() const {
-    auto dx = at::zeros({rows, k}, at::kDouble);
-    each([&](int64_t g, const auto& part) { part(dx).copy_(at::mm(exact(part(dy)), exact(w[g]))); });
-    return dx;
+  Bounded forward(bool with_bias, bool with_scales) const {
+    return by_rows(n, [&](int64_t g, const auto& part) {
+      auto v = bounded_product(part(x), w[g].t());
+      auto b = in_float64(bias[g]).unsqueeze(0);
+      if (with_scales) b = in_float64(part(scales)).unsqueeze(1) * b;
+      if (with_bias) v = scaled_sum(v, 1, b, dtype);
+      return v;
+    });
   }
-  Tensor weight_gradient() const {
-    auto dw = at::zeros({groups(), n, k}, at::kDouble);
-    each([&](int64_t g, const auto& part) { dw[g].copy_(at::mm(exact(part(dy)).t(), exact(part(x)))); });
+  Bounded data_gradient() const {
+    return by_rows(k, [&](int64_t g, const auto& part) { return bounded_product(part(dy), w[g]); });
+  }
+  /// added to `before`.
+  Bounded weight_gradient(const Tensor& before) const {
+    Bounded dw{before.clone(), at::zeros_like(before)};
+    each([&](int64_t g, const auto& part) {
+      const auto one = scaled_sum(bounded_product(part(dy).t(), part(x)), 1, before[g], dtype);
+      dw.value[g].copy_(one.value);
+      dw.error[g].copy_(one.error);
+    });
     return dw;
   }
 };
 
-/// Whether the engine multiplies, which rounds to the dtype before anything is added.
-bool rounds_between(at::ScalarType dtype) {
-  return at::isReducedFloatingType(dtype) && (dtype != at::kBFloat16 || machine_tier() != Tier::amx);
-}
-
-/// One rounding, or two, and the error of float32 sums of `terms` terms of size 1.
-void expect_close(const Tensor& got, const Tensor& truth, double terms, at::ScalarType dtype, const char* what) {
-  ASSERT_EQ(got.sizes(), truth.sizes()) << what;
-  if (got.numel() == 0) return;
-  const auto unit = [](at::ScalarType t) {
-    return t == at::kBFloat16 ? 0x1p-8 : t == at::kHalf ? 0x1p-11 : t == at::kFloat ? 0x1p-23 : 0x1p-50;
-  };
-  const double size = std::sqrt(terms + 1), sums = 64 * unit(dtype == at::kDouble ? dtype : at::kFloat) * size;
-  const double once = unit(got.scalar_type()) * slack(), before = rounds_between(dtype) ? 4 * unit(dtype) * size : 0;
-  const auto bound = truth.abs() * once * 1.01 + (sums + before + 1e-7);
-  const auto error = (exact(got) - truth).abs();
-  EXPECT_TRUE((error <= bound).all().item<bool>())
-      << what << ": largest difference " << (error - bound).max().item<double>() << " over the bound; "
-      << error.max().item<double>() << " of " << truth.abs().max().item<double>();
-}
-
 const std::vector<at::ScalarType> kAll{at::kBFloat16, at::kFloat, at::kHalf, at::kDouble};
 const std::vector<GroupedPath> kPaths{GroupedPath::best, GroupedPath::split};
 
+/// ATen rounds a product to the dtype of its factors before it is added to a gradient of that or another low precision.
+Bounded as_stored(const Bounded& x, const Problem& p, at::ScalarType to) {
+  const bool by_aten = machine_tier() != Tier::amx || p.dtype != at::kBFloat16;
+  return by_aten && at::isReducedFloatingType(p.dtype) && at::isReducedFloatingType(to) ? rounded(x, p.dtype) : x;
+}
+
 /// Forward, plain and with both kinds of bias, and both gradients, by each path, against float64.
 void check(const Problem& p) {
-  const auto truth = p.forward(false, false), biased = p.forward(true, false), scaled = p.forward(true, true);
-  const auto dx = p.data_gradient(), dw = p.weight_gradient();
-  const auto most = p.splits.empty() ? 0 : *std::max_element(p.splits.begin(), p.splits.end());
+  const auto plain = p.forward(false, false), biased = p.forward(true, false), scaled = p.forward(true, true);
+  const auto dx = p.data_gradient();
   for (const auto path : kPaths) {
-    SCOPED_TRACE(path == GroupedPath::best ? "best" : "split");
+    const std::string by = path == GroupedPath::best ? "best: " : "split: ";
     const auto run = [&](const GroupedEpilogue& e) { return grouped_gemm(p.opaque(), p.x, p.packed(), true, e); };
-    expect_close(run({.path = path}), truth, 1, p.dtype, "y");
-    expect_close(run({.bias = p.packed_bias(), .path = path}), biased, 1, p.dtype, "y with bias");
-    expect_close(run({.bias = p.packed_bias(), .scales = p.scales, .path = path}), scaled, 2, p.dtype, "y with s·b");
-    expect_close(grouped_gemm(p.opaque(), p.dy, p.packed(), false, {.path = path}), dx, double(p.n) / double(p.k),
-                 p.dtype, "dx");
+    expect_within(run({.path = path}), plain, by + "y");
+    expect_within(run({.bias = p.packed_bias(), .path = path}), biased, by + "y with bias");
+    expect_within(run({.bias = p.packed_bias(), .scales = p.scales, .path = path}), scaled, by + "y with s·b");
+    expect_within(grouped_gemm(p.opaque(), p.dy, p.packed(), false, {.path = path}), dx, by + "dx");
     for (const auto to : {p.dtype, p.dtype == at::kDouble ? at::kDouble : at::kFloat}) {
       auto out = at::full({p.groups(), p.n, p.k}, kNan, to);
       grouped_weight_gradient(p.opaque(), p.dy, p.x, GroupedMatrix(out), false, path);
-      expect_close(out, dw, double(most), p.dtype, "dw");
+      expect_within(out, p.weight_gradient(at::zeros_like(exact(out))), by + "dw");
       out.copy_(at::randn({p.groups(), p.n, p.k}));
-      const auto before = exact(out).clone();
+      const auto want = as_stored(p.weight_gradient(exact(out)), p, to);
       grouped_weight_gradient(p.opaque(), p.dy, p.x, GroupedMatrix(out), true, path);
-      expect_close(out, before + dw, double(most), p.dtype, "dw added");
+      expect_within(out, want, by + "dw added");
     }
   }
 }
@@ -290,20 +287,24 @@ TEST_F(KernelsGrouped, BiasGradients) {
         for (const bool scaled : {false, true}) {
           SCOPED_TRACE(testing::Message() << dtype << " n " << n << " splits " << at::IntArrayRef(splits));
           const Problem p(splits, n, 8, dtype, 3);
-          auto db = at::zeros({p.groups(), n}, at::kDouble), ds = at::zeros({p.rows}, at::kDouble);
+          const auto zeros = [](at::IntArrayRef sizes) { return at::zeros(sizes, at::kDouble); };
+          Bounded db{zeros({p.groups(), n}), zeros({p.groups(), n})}, ds{zeros({p.rows}), zeros({p.rows})};
           p.each([&](int64_t g, const auto& part) {
             const auto dy = exact(part(p.dy));
-            db[g].copy_((scaled ? dy * exact(part(p.scales)).unsqueeze(1) : dy).sum(0));
-            part(ds).copy_((dy * exact(p.bias[g])).sum(1));
+            const auto terms = scaled ? dy * exact(part(p.scales)).unsqueeze(1) : dy, dots = dy * exact(p.bias[g]);
+            db.value[g].copy_(terms.sum(0));
+            db.error[g].copy_(terms.abs().sum(0) * summation(dy.size(0) + 1, dtype));
+            part(ds.value).copy_(dots.sum(1));
+            part(ds.error).copy_(dots.abs().sum(1) * summation(n + 1, dtype));
           });
           const auto got = grouped_bias_gradient(p.opaque(), p.dy, scaled ? p.scales : Tensor{}, p.packed_bias(), true,
                                                  /*ds_wanted=*/scaled);
           EXPECT_EQ(got.db.scalar_type(), dtype);
-          expect_close(got.db, db, 400, dtype, "db");
+          expect_within(got.db, db, "db");
           EXPECT_EQ(got.ds.defined(), scaled);
           if (!scaled) continue;
           EXPECT_EQ(got.ds.scalar_type(), dtype == at::kDouble ? at::kDouble : at::kFloat);
-          expect_close(got.ds, ds, double(n), dtype, "ds");
+          expect_within(got.ds, ds, "ds");
         }
 }
 

@@ -7,6 +7,7 @@
 
 #include <random>
 
+#include "tests/cpp/kernels/gemm_bound.h"
 #include "weft/kernels/packing.h"
 #include "weft/kernels/rows.h"
 
@@ -21,12 +22,6 @@ Tensor random(at::IntArrayRef sizes, at::ScalarType dtype) { return at::randn(si
 Tensor apart(int64_t rows, int64_t columns, at::ScalarType dtype) {
   return random({rows, columns + 48}, dtype).narrow(1, 16, columns);
 }
-
-double error(const Tensor& got, const Tensor& want) {
-  const auto truth = want.to(at::kDouble);
-  return (got.to(at::kDouble) - truth).norm().item<double>() / std::max(1e-30, truth.norm().item<double>());
-}
-double tolerance(at::ScalarType dtype) { return dtype == at::kBFloat16 ? 6e-3 : dtype == at::kHalf ? 1e-3 : 2e-6; }
 
 /// A [rows, K] that lies in `count` memories, and what has happened to it.
 struct Cut {
@@ -70,19 +65,6 @@ struct Cut {
   }
 };
 
-void compare(const GemmResult& got, const GemmResult& want, double bound, const std::string& what) {
-  const auto same = [&](const Tensor& x, const Tensor& y, const char* name) {
-    ASSERT_EQ(x.defined(), y.defined()) << what << name;
-    if (!x.defined()) return;
-    ASSERT_EQ(x.sizes(), y.sizes()) << what << name;
-    EXPECT_LE(error(x, y), bound) << what << name;
-  };
-  same(got.out, want.out, " out");
-  same(got.pre, want.pre, " pre");
-  same(got.again, want.again, " again");
-  same(got.sums, want.sums, " sums");
-}
-
 class KernelsPieces : public testing::TestWithParam<at::ScalarType> {
  protected:
   void SetUp() override {
@@ -119,12 +101,25 @@ TEST_P(KernelsPieces, EqualTheWholeProductForEveryEpilogueAndPace) {
         if (round % 3 == 1) cut.pieces.least = m;
         if (round % 5 == 1) cut.pieces.most = 50;
         at::set_num_threads(1 + round++ % 2);
-        const auto got = gemm(cut.pieces, b, e);
-        compare(got, gemm(cut.a, b, e), tolerance(GetParam()),
-                "k " + std::to_string(k) + ", m " + std::to_string(m) + ", " + std::to_string(count) + " pieces");
+        const BoundedGemm want(gemm_tier(cut.a, b, e), cut.a, b, e);
+        expect_within(gemm(cut.pieces, b, e), want,
+                      "k " + std::to_string(k) + ", m " + std::to_string(m) + ", " + std::to_string(count) + " pieces");
         cut.expect_all_done();
       }
     }
+}
+
+/// The rows of a piece.
+Bounded rows_of(const Bounded& all, const Piece& piece) {
+  return {all.value.narrow(0, piece.row, piece.a.size(0)), all.error.narrow(0, piece.row, piece.a.size(0))};
+}
+/// More addends; where ATen adds them it rounds after each.
+Bounded with_addends(Bounded sum, const std::vector<Tensor>& addends) {
+  for (const auto& t : addends) {
+    sum = scaled_sum(sum, 1, t, t.scalar_type());
+    if (machine_tier() == Tier::ref) sum = rounded(sum, t.scalar_type());
+  }
+  return sum;
 }
 
 TEST_P(KernelsPieces, GoWhereTheyAreSentAndTakeWhatIsAddedToThem) {
@@ -136,7 +131,8 @@ TEST_P(KernelsPieces, GoWhereTheyAreSentAndTakeWhatIsAddedToThem) {
         const auto all = random({m, n}, GetParam()), bias = random({n}, GetParam());
         Cut cut(m, 3, k, GetParam(), chance_);
         if (adds % 2 == 1) cut.arrive_slowly(chance_);
-        const auto want = at::mm(cut.a.to(at::kDouble), b.to(at::kDouble)) + bias.to(at::kDouble) + all.to(at::kDouble);
+        const Epilogue e{.bias = bias, .add = all};
+        const auto want = BoundedGemm(gemm_tier(cut.a, b, e), cut.a, b, e).out;
         std::vector<Tensor> rows;
         for (size_t i = 0; i < cut.pieces.list.size(); ++i) {
           auto& piece = cut.pieces.list[i];
@@ -145,12 +141,13 @@ TEST_P(KernelsPieces, GoWhereTheyAreSentAndTakeWhatIsAddedToThem) {
           piece.out = i == 0 ? apart(here, n, GetParam()) : random({here, n}, GetParam());
           for (int64_t j = 0; j < adds; ++j) piece.add.push_back(random({here, n}, GetParam()));
         }
-        const auto got = gemm(cut.pieces, b, {.bias = bias, .add = all});
+        const auto got = gemm(cut.pieces, b, e);
         for (const auto& piece : cut.pieces.list) {
-          auto sum = want.narrow(0, piece.row, piece.a.size(0));
-          for (const auto& t : piece.add) sum = sum + t.to(at::kDouble);
+          const auto sum = with_addends(rows_of(want, piece), piece.add);
           const auto& out = piece.out.defined() ? piece.out : got.out.narrow(0, piece.row, piece.a.size(0));
-          EXPECT_LE(error(out, sum), tolerance(GetParam())) << "k " << k << ", m " << m << ", " << adds << " addends";
+          expect_within(
+              out, sum,
+              "k " + std::to_string(k) + ", m " + std::to_string(m) + ", " + std::to_string(adds) + " addends");
         }
       }
 }
@@ -175,21 +172,23 @@ TEST_P(KernelsPieces, MayBeSquares) {
         const int64_t m = 270;
         Cut cut(m, 2, k, GetParam(), chance_);
         if (adds > 1) cut.arrive_slowly(chance_);
-        const auto want = at::mm(cut.a.to(at::kDouble), b.to(at::kDouble));
-        std::vector<Tensor> sums;
+        const auto want = bounded_product(cut.a, b);
+        std::vector<Bounded> sums;
         for (auto& piece : cut.pieces.list) {
           const auto rows = piece.a.size(0);
           piece.out = squares(at::empty({rows, n}, piece.a.options()));
-          sums.push_back(want.narrow(0, piece.row, rows));
+          std::vector<Tensor> addends;
           for (int64_t j = 0; j < adds; ++j) {
-            const auto t = random({rows, n}, GetParam());
-            sums.back() = sums.back() + t.to(at::kDouble);
-            piece.add.push_back(squares(t));
+            addends.push_back(random({rows, n}, GetParam()));
+            piece.add.push_back(squares(addends.back()));
           }
+          sums.push_back(with_addends(rows_of(want, piece), addends));
         }
         EXPECT_FALSE(gemm(cut.pieces, b).out.defined());
         for (size_t i = 0; i < sums.size(); ++i)
-          EXPECT_LE(error(from_squares(cut.pieces.list[i].out, sums[i].size(0), n), sums[i]), tolerance(GetParam()));
+          expect_within(
+              from_squares(cut.pieces.list[i].out, sums[i].value.size(0), n), sums[i],
+              "k " + std::to_string(k) + ", n " + std::to_string(n) + ", " + std::to_string(adds) + " addends");
       }
 }
 

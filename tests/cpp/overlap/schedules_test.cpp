@@ -1,7 +1,6 @@
 #include "weft/overlap/schedules.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/matmul.h>
 #include <ATen/ops/randn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -9,12 +8,14 @@
 #include <random>
 
 #include "tests/cpp/comm/thread_links.h"
+#include "tests/cpp/kernels/gemm_bound.h"
 
 namespace weft::testing {
 namespace {
 
 using at::Tensor;
 using comm::SharedLink;
+using kernels::Bounded;
 using ::testing::Each;
 using ::testing::HasSubstr;
 
@@ -29,16 +30,34 @@ class Schedules : public ::testing::TestWithParam<Case> {
   Tensor random(int64_t rows, int64_t columns) const {
     return at::randn({rows, columns}, at::TensorOptions().dtype(at::kDouble)).to(GetParam().dtype);
   }
-  /// What `rank` got must be near `truth`, which is computed in float64.
-  void expect_near(const Tensor& got, const Tensor& truth) const {
-    const double bound = GetParam().dtype == at::kBFloat16 ? 2e-2 : GetParam().dtype == at::kFloat ? 1e-5 : 1e-12;
-    if (got.sizes() != truth.sizes()) C10_THROW_ERROR(Error, c10::str(got.sizes(), " for ", truth.sizes()));
-    const double error = (got.to(at::kDouble) - truth).norm().item<double>();
-    const double size = truth.norm().item<double>();
-    if (!(error <= bound * size)) C10_THROW_ERROR(Error, c10::str("off by ", error, " of ", size));
+  static void expect_within(const Tensor& got, const Bounded& want) {
+    if (const auto text = kernels::mismatch(got, want); !text.empty()) C10_THROW_ERROR(Error, text);
   }
-  static Tensor wide(const Tensor& t) { return t.to(at::kDouble); }
+  /// The sum of one product of each rank; it may be stored in the dtype before it is sent.
+  static Bounded summed(const std::vector<Tensor>& xs, const std::vector<Tensor>& ws) {
+    Bounded sum;
+    for (size_t r = 0; r < xs.size(); ++r) {
+      const auto dtype = xs[r].scalar_type();
+      const auto part = kernels::rounded(kernels::bounded_product(xs[r], ws[r]), dtype);
+      if (!sum.defined()) {
+        sum = part;
+        continue;
+      }
+      const auto both = kernels::scaled_sum(sum, 1, part.value, dtype);
+      sum = {both.value, both.error + part.error};
+      if (kernels::machine_tier() == kernels::Tier::ref) sum = kernels::rounded(sum, dtype);
+    }
+    return sum;
+  }
   static Tensor block(const Tensor& t, int rank, int ranks) { return t.chunk(ranks, 0)[rank]; }
+  static std::vector<Tensor> transposed(const std::vector<Tensor>& matrices) {
+    std::vector<Tensor> views;
+    for (const auto& m : matrices) views.push_back(m.t());
+    return views;
+  }
+  static Bounded block(const Bounded& b, int rank, int ranks) {
+    return {block(b.value, rank, ranks), block(b.error, rank, ranks)};
+  }
 };
 
 constexpr int64_t kK = 96, kN = 64;
@@ -56,7 +75,8 @@ TEST_P(Schedules, AGatherGivesTheProductOfAllRowsAndTheRows) {
                             const auto mine = block(x, link.rank(), ranks()).clone();
                             const auto y = overlap::all_gather_gemm(link, mine, kernels::transposed(w),
                                                                     {.bias = b, .weight = true}, &all);
-                            expect_near(y.out, at::matmul(wide(x), wide(w).t()) + wide(b));
+                            const auto product = kernels::bounded_product(x, w.t());
+                            expect_within(y.out, kernels::scaled_sum(product, 1, b, x.scalar_type()));
                             if (!all.equal(x)) C10_THROW_ERROR(Error, "other rows were gathered");
                           }
                         }),
@@ -74,18 +94,14 @@ TEST_P(Schedules, AScatterGivesTheSumOfAllRanks) {
   EXPECT_THAT(run_ranks(ranks(),
                         [&](SharedLink& link) {
                           for (const auto& x : xs) {
-                            Tensor sum;
-                            for (int r = 0; r < ranks(); ++r) {
-                              const auto part = at::matmul(wide(x[r]), wide(ws[r]).t());
-                              sum = sum.defined() ? sum + part : part;
-                            }
+                            const auto sum = summed(x, transposed(ws));
                             const auto& w = ws[link.rank()];
                             const auto mine = overlap::gemm_reduce_scatter(link, x[link.rank()], kernels::transposed(w),
                                                                            {.weight = true});
-                            expect_near(mine, block(sum, link.rank(), ranks()));
+                            expect_within(mine, block(sum, link.rank(), ranks()));
                             const auto all = overlap::gemm_all_reduce(link, x[link.rank()].narrow(0, 0, x[0].size(0)),
                                                                       kernels::transposed(w), {.weight = true});
-                            expect_near(all, sum);
+                            expect_within(all, sum);
                           }
                         }),
               Each(""));
@@ -97,14 +113,11 @@ TEST_P(Schedules, AnAllReduceTakesAnyNumberOfRows) {
   EXPECT_THAT(run_ranks(ranks(),
                         [&](SharedLink& link) {
                           for (int64_t rows = 0; rows <= 13; ++rows) {
-                            Tensor sum;
-                            for (int r = 0; r < ranks(); ++r) {
-                              const auto part = at::matmul(wide(xs[r].narrow(0, 0, rows)), wide(ws[r]).t());
-                              sum = sum.defined() ? sum + part : part;
-                            }
-                            expect_near(overlap::gemm_all_reduce(link, xs[link.rank()].narrow(0, 0, rows),
-                                                                 kernels::transposed(ws[link.rank()]), {}),
-                                        sum);
+                            std::vector<Tensor> parts;
+                            for (const auto& x : xs) parts.push_back(x.narrow(0, 0, rows));
+                            expect_within(overlap::gemm_all_reduce(link, parts[link.rank()],
+                                                                   kernels::transposed(ws[link.rank()]), {}),
+                                          summed(parts, transposed(ws)));
                           }
                         }),
               Each(""));
@@ -123,12 +136,7 @@ TEST_P(Schedules, AGatherAndAScatterGoUnderOtherProducts) {
                                                         [&] { gather.advance(); });
                             if (!gather.wait().equal(x)) C10_THROW_ERROR(Error, "other rows were gathered");
                             reduce.advance();
-                            Tensor sum;
-                            for (int r = 0; r < ranks(); ++r) {
-                              const auto part = at::matmul(wide(dys[r]), wide(ws[r]));
-                              sum = sum.defined() ? sum + part : part;
-                            }
-                            expect_near(reduce.wait(), block(sum, link.rank(), ranks()));
+                            expect_within(reduce.wait(), block(summed(dys, ws), link.rank(), ranks()));
                           }
                         }),
               Each(""));
@@ -139,11 +147,12 @@ TEST_P(Schedules, OneValueInAllPlacesIsAGradientToo) {
   const auto ones = random(1, 1).fill_(1).expand({8 * ranks(), kK});
   EXPECT_THAT(run_ranks(ranks(),
                         [&](SharedLink& link) {
-                          const auto truth = at::matmul(wide(ones), wide(w).t());
+                          const auto truth = kernels::bounded_product(ones, w.t());
                           const auto mine = block(ones, link.rank(), ranks());
-                          expect_near(overlap::all_gather_gemm(link, mine, kernels::transposed(w), {}).out, truth);
-                          expect_near(overlap::gemm_reduce_scatter(link, ones, kernels::transposed(w), {}),
-                                      block(truth, link.rank(), ranks()) * ranks());
+                          expect_within(overlap::all_gather_gemm(link, mine, kernels::transposed(w), {}).out, truth);
+                          const std::vector<Tensor> xs(ranks(), ones), ws(ranks(), w.t());
+                          expect_within(overlap::gemm_reduce_scatter(link, ones, kernels::transposed(w), {}),
+                                        block(summed(xs, ws), link.rank(), ranks()));
                         }),
               Each(""));
 }

@@ -1,0 +1,207 @@
+#pragma once
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/logical_not.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros_like.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "weft/kernels/gemm.h"
+#include "weft/kernels/precision.h"
+#include "weft/kernels/tiers.h"
+
+// The contract of a GEMM as a bound on each element: float32 accumulation, the error of the epilogue, one rounding at
+// the store. Values and bounds are computed side by side in float64. A norm over a whole matrix would let a few wrong
+// elements pass.
+
+namespace weft::kernels {
+
+/// A float64 value, and how far a result may be from it before it is stored.
+struct Bounded {
+  at::Tensor value, error;
+  bool defined() const { return value.defined(); }
+};
+
+/// Unit roundoff: half a unit in the last place of 1.
+inline double roundoff(at::ScalarType dtype) {
+  if (dtype == at::kDouble) return 0x1p-53;
+  if (dtype == at::kFloat) return 0x1p-24;
+  return dtype == at::kHalf ? 0x1p-11 : 0x1p-8;
+}
+/// What a store may lose of a value close to 0: subnormal results may be flushed, those of float16 are rounded.
+inline double underflow(at::ScalarType dtype) {
+  return dtype == at::kDouble ? 0 : dtype == at::kHalf ? 0x1p-25 : 0x1p-126;
+}
+
+/// Error of a sum of `terms` terms relative to the sum of their magnitudes, added up in the accumulation dtype of
+/// `dtype` in any order: γ = terms·u, or from 64 terms on 8·√terms·u, which independent rounding errors exceed with
+/// probability 2·e⁻³² (Higham and Mary 2019, λ = 8).
+inline double summation(int64_t terms, at::ScalarType dtype) {
+  const auto n = static_cast<double>(terms);
+  return roundoff(wide(dtype)) * (1 + std::min(n, 8 * std::sqrt(n)));
+}
+
+inline at::Tensor in_float64(const at::Tensor& t) { return t.defined() ? t.to(at::kDouble) : t; }
+
+/// A B.
+inline Bounded bounded_product(const at::Tensor& a, const at::Tensor& b) {
+  const auto x = in_float64(a), y = in_float64(b);
+  return {at::mm(x, y), at::mm(x.abs(), y.abs()) * summation(a.size(1), a.scalar_type())};
+}
+/// x rounded to `dtype`.
+inline Bounded rounded(const Bounded& x, at::ScalarType dtype) {
+  return {x.value, x.error + (x.value.abs() + x.error) * roundoff(dtype) + underflow(dtype)};
+}
+/// scale·x + t, each operation rounded to the accumulation dtype of `dtype`.
+inline Bounded scaled_sum(const Bounded& x, double scale, const at::Tensor& t, at::ScalarType dtype) {
+  const auto u = roundoff(wide(dtype));
+  auto value = x.value * scale;
+  auto error = x.error * std::abs(scale) + value.abs() * u;
+  if (t.defined()) {
+    const auto addend = in_float64(t);
+    error = error + (value.abs() + addend.abs()) * u;
+    value = value + addend;
+  }
+  return {value, error};
+}
+/// Σ_rows x.
+inline Bounded column_sums(const Bounded& x, at::ScalarType dtype) {
+  return {x.value.sum(0), x.error.sum(0) + x.value.abs().sum(0) * summation(x.value.size(0), dtype)};
+}
+
+/// Error of an activation itself: relative to its value, and to the size of its argument.
+struct ActError {
+  double relative, absolute;
+};
+/// 2⁻¹³ under AMX tiles, 2e-6 elsewhere. The tails of GELU have fewer digits: ATen's cancel in 1 + tanh, in float64
+/// too.
+inline ActError act_error(Tier tier, at::ScalarType dtype) {
+  if (dtype == at::kDouble) return {1e-13, 1e-13};
+  if (tier == Tier::amx) return {0x1p-13, 1e-10};
+  return {2e-6, tier == Tier::ref ? 1e-6 : 1e-10};
+}
+
+/// x in the order [blocks, 2, size] of the columns of a and of b.
+inline at::Tensor split_halves(const Act& act, const at::Tensor& x) {
+  const auto half = x.size(-1) / 2, size = act.interleave > 0 ? act.interleave : half;
+  return x.unflatten(-1, {size == 0 ? 1 : half / size, 2, size});
+}
+
+/// 1 + |x|, of a gated kind (1 + |a|)·(1 + |b|): the size of what an activation is computed from.
+inline at::Tensor argument_size(const Act& act, const at::Tensor& x) {
+  if (!act.gated()) return x.abs() + 1;
+  const auto halves = split_halves(act, x.abs() + 1);
+  return (halves.select(-2, 0) * halves.select(-2, 1)).flatten(-2);
+}
+
+/// act(x): what the error of x becomes at the corners of the box around it, and the error of the activation.
+inline Bounded activated(const Act& act, const Bounded& x, const ActError& own) {
+  const auto y = activation_forward(act, x.value);
+  const auto error = y.abs() * own.relative + argument_size(act, x.value) * own.absolute;
+  auto moved = at::zeros_like(y);
+  for (const bool opposite : {false, true}) {
+    auto step = x.error.clone();
+    if (opposite && act.gated()) split_halves(act, step).select(-2, 1).neg_();
+    for (const double sign : {1., -1.})
+      moved = at::maximum(moved, (activation_forward(act, x.value + step * sign) - y).abs());
+  }
+  return {y, error + moved * 1.01};
+}
+
+/// v·act'(at). The terms of a slope may cancel, so its own error is relative to the larger of them, which is below 1.2
+/// times h(b) of a gated kind.
+inline Bounded times_slope(const Act& act, const Bounded& v, const at::Tensor& at, const ActError& own) {
+  const auto x = in_float64(at);
+  const auto value = activation_backward(act, v.value, x);
+  auto error = activation_backward(act, v.error, x).abs() + value.abs() * (own.relative + own.absolute);
+  const auto size = v.value.abs() * (1.2 * (own.relative + own.absolute));
+  if (act.gated()) {
+    const auto b = split_halves(act, x).select(-2, 1);
+    split_halves(act, error).select(-2, 0).add_(size.view(b.sizes()) * (1 + b.abs()));
+    split_halves(act, error).select(-2, 1).add_(v.value.abs().view(b.sizes()) * own.absolute);
+  } else {
+    error = error + size;
+  }
+  return {value, error};
+}
+
+/// Where a tier rounds to the dtype of A before the store.
+struct Roundings {
+  bool product = false;  // the product, with scale and bias
+  bool steps = false;    // after each step of the epilogue
+};
+/// The AMX tier, tiny products, and float32 results that are written or accumulated without another epilogue round
+/// nothing. Elsewhere ATen multiplies; the `ref` tier is one ATen call after the other.
+inline Roundings roundings(Tier tier, const Matrix& a, const Matrix& b, const Epilogue& e) {
+  if (tier == Tier::amx || !at::isReducedFloatingType(a.t.scalar_type())) return {};
+  if (tier != Tier::ref && gemm_is_small(a.rows(), b.columns(), b.rows())) return {};
+  const bool plain = !e.act && !e.slope && !e.keep_pre && !e.keep_sums && !e.bias.defined();
+  const bool accumulates = !e.add.defined() || e.add.is_same(e.out);
+  if (plain && accumulates && e.out.defined() && e.out.scalar_type() == at::kFloat) return {};
+  return {true, tier == Tier::ref};
+}
+
+/// What gemm() of `tier` may give; tensors that it does not give are undefined. `e.add` is read here, so call this
+/// before gemm() overwrites it.
+struct BoundedGemm {
+  Bounded out, pre, again, sums;
+
+  BoundedGemm(Tier tier, const Matrix& a, const Matrix& b, const Epilogue& e) {
+    const auto dtype = a.t.scalar_type();
+    const auto [product, steps] = roundings(tier, a, b, e);
+    const auto own = act_error(tier, dtype);
+    const auto step = [&, steps = steps](const Bounded& x) { return steps ? rounded(x, dtype) : x; };
+    auto v = scaled_sum(bounded_product(a.tensor(), b.tensor()), e.scale, e.bias, dtype);
+    if (product) {
+      v = rounded(v, dtype);
+      if (e.bias.defined()) v.error = v.error + in_float64(e.bias).abs() * roundoff(dtype);
+    }
+    if (e.keep_pre) pre = v;
+    if (e.act) v = step(activated(*e.act, v, own));
+    if (e.slope) {
+      const Bounded x{in_float64(e.at), at::zeros_like(in_float64(e.at))};
+      if (e.keep_again) again = activated(*e.slope, x, own);
+      v = step(times_slope(*e.slope, v, e.at, own));
+    }
+    if (e.keep_sums) sums = column_sums(v, dtype);
+    if (e.add.defined()) v = step(scaled_sum(v, 1, e.add, dtype));
+    out = v;
+  }
+};
+
+/// Empty if every element of `got` is within the bound, with the rounding of its own dtype; else what is wrong.
+inline std::string mismatch(const at::Tensor& got, const Bounded& want) {
+  if (got.defined() != want.defined()) return want.defined() ? "is missing" : "is not expected";
+  if (!got.defined()) return {};
+  if (got.sizes() != want.value.sizes()) return c10::str("has sizes ", got.sizes(), " for ", want.value.sizes());
+  if (got.numel() == 0) return {};
+  const auto bound = rounded(want, got.scalar_type()).error.reshape({-1});
+  const auto off = (in_float64(got) - want.value).abs().reshape({-1});
+  const auto wrong = at::logical_not(off <= bound);  // NaN is wrong
+  const auto count = wrong.sum().item<int64_t>();
+  if (count == 0) return {};
+  const auto first = wrong.to(at::kInt).argmax().item<int64_t>();
+  const auto columns = std::max<int64_t>(1, got.size(-1));
+  const auto at = [&](const at::Tensor& t) { return t.reshape({-1})[first].item<double>(); };
+  return c10::str(count, " of ", got.numel(), " elements are wrong, the first in row ", first / columns, ", column ",
+                  first % columns, ": ", at(got), " instead of ", at(want.value), ", bound ", at(bound));
+}
+
+inline void expect_within(const at::Tensor& got, const Bounded& want, const std::string& what) {
+  const auto text = mismatch(got, want);
+  EXPECT_TRUE(text.empty()) << what << " " << text;
+}
+
+/// All results of a GEMM.
+inline void expect_within(const GemmResult& got, const BoundedGemm& want, const std::string& what) {
+  expect_within(got.out, want.out, what + ", out");
+  expect_within(got.pre, want.pre, what + ", pre");
+  expect_within(got.again, want.again, what + ", again");
+  expect_within(got.sums, want.sums, what + ", sums");
+}
+
+}  // namespace weft::kernels
