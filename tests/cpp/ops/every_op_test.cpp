@@ -2,12 +2,23 @@
 #include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/allclose.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/clamp.h>
+#include <ATen/ops/clamp_max.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
 #include <ATen/ops/rand.h>
+#include <ATen/ops/relu.h>
+#include <ATen/ops/rsqrt.h>
+#include <ATen/ops/sigmoid.h>
+#include <ATen/ops/tanh.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <map>
+#include <stdexcept>
 
 #include "weft/ops/registry.h"
 
@@ -192,6 +203,133 @@ void expect_spec(const Tensor& t, const Spec& spec, const std::string& what) {
   ASSERT_TRUE(t.defined()) << what;
   EXPECT_TRUE(t.sym_sizes().equals(spec.sizes)) << what << " has sizes " << t.sizes();
   EXPECT_EQ(t.scalar_type(), spec.dtype) << what;
+}
+
+// ---- What each operation computes, in plain ATen ------------------------------------------------------------------
+
+double number(const BasicOp& op, const std::string& name) {
+  for (const auto& field : op.fields())
+    if (field.name == name) return std::get<double>(field.value);
+  throw std::out_of_range(name);
+}
+
+using Formula = std::function<Tensor(const Trial&)>;
+
+Tensor swish(const Tensor& x, double k = 1) { return x * at::sigmoid(x * k); }
+Tensor gelu(const Tensor& x) { return x * 0.5 * (at::tanh((x + x.pow(3) * 0.044715) * std::sqrt(2 / M_PI)) + 1); }
+Tensor squared_relu(const Tensor& x) { return at::relu(x).pow(2); }
+Tensor situ(const Tensor& x, double beta) { return at::tanh(x / beta) * beta; }
+
+/// f(a, b) of the halves of x, or of blocks of `block` values each.
+Tensor gated(const Tensor& x, const std::function<Tensor(const Tensor&, const Tensor&)>& f, int64_t block = 0) {
+  const auto half = x.size(-1) / 2, size = block > 0 ? block : half;
+  const auto parts = x.unflatten(-1, {half / size, 2, size});
+  return f(parts.select(-2, 0), parts.select(-2, 1)).flatten(-2);
+}
+Tensor situglu(const Trial& t) {
+  const auto beta1 = number(*t.op, "beta1"), beta2 = number(*t.op, "beta2");
+  return gated(t.x, [&](const auto& a, const auto& b) { return situ(a, beta1) * at::sigmoid(a) * situ(b, beta2); });
+}
+Tensor clamped_swiglu(const Trial& t) {
+  const auto limit = number(*t.op, "limit"), alpha = number(*t.op, "alpha");
+  const auto offset = number(*t.op, "glu_linear_offset");
+  return gated(t.x, [&](const auto& a, const auto& b) {
+    return swish(at::clamp_max(a, limit), alpha) * (at::clamp(b, -limit, limit) + offset);
+  });
+}
+Tensor swiglu(const Trial& t) {
+  return gated(t.x, [](const auto& a, const auto& b) { return swish(a) * b; }, /*block=*/2);
+}
+/// With one value of the first extra input for each row.
+Formula scaled(Formula f) {
+  return [f = std::move(f)](const Trial& t) { return f(t) * t.extra[0].unsqueeze(1); };
+}
+
+/// γ' = 1 + γ in the sample of RMSNorm; LayerNorm's row has two dimensions.
+Tensor rms_norm(const Trial& t) {
+  return t.x * at::rsqrt(t.x.pow(2).mean({-1}, /*keepdim=*/true) + number(*t.op, "eps")) * (t.params[0] + 1);
+}
+Tensor layer_norm(const Trial& t) {
+  const auto centred = t.x - t.x.mean({-2, -1}, /*keepdim=*/true);
+  const auto variance = centred.pow(2).mean({-2, -1}, /*keepdim=*/true);
+  return centred * at::rsqrt(variance + number(*t.op, "eps")) * t.params[0] + t.params[1];
+}
+Tensor l2_norm(const Trial& t) {
+  return t.x * at::rsqrt(t.x.pow(2).sum({-1}, /*keepdim=*/true) + number(*t.op, "eps"));
+}
+Tensor dropout(const Trial& t) {
+  at::manual_seed(99);  // as `forward`
+  const auto p = number(*t.op, "p");
+  return t.x * at::empty(t.x.sizes(), at::kBool).bernoulli_(1 - p) / (1 - p);
+}
+Tensor grouped_linear(const Trial& t) {
+  const auto specs = t.op->params();
+  const auto groups = static_cast<size_t>(t.extra[0].numel());
+  EXPECT_EQ(specs.size(), 2 * groups);
+  std::vector<Tensor> rows;
+  int64_t row = 0;
+  for (size_t g = 0; g < groups; ++g) {
+    const auto count = t.extra[0][static_cast<int64_t>(g)].item<int64_t>();
+    const auto scales = t.extra[1].narrow(0, row, count).unsqueeze(1);
+    rows.push_back(at::mm(t.x.narrow(0, row, count), t.params[g].t()) + scales * t.params[groups + g]);
+    row += count;
+  }
+  return at::cat(rows);
+}
+
+std::map<std::string, Formula> formulas() {
+  const auto unary = [](Tensor (*f)(const Tensor&)) { return [f](const Trial& t) { return f(t.x); }; };
+  const auto gate = [](const std::function<Tensor(const Tensor&)>& f) {
+    return [f](const Trial& t) { return gated(t.x, [&](const auto& a, const auto& b) { return f(a) * b; }); };
+  };
+  const Formula same = [](const Trial& t) { return t.x; };
+  const auto quick = [](const Tensor& x) { return swish(x, 1.702); };
+  const auto relu = [](const Tensor& x) { return at::relu(x); };
+  return {{"GELU", unary(gelu)},
+          {"QGELU", unary(quick)},
+          {"ReLU", unary(relu)},
+          {"SReLU", unary(squared_relu)},
+          {"SiLU", unary([](const Tensor& x) { return swish(x); })},
+          {"GLU", gate([](const Tensor& x) { return at::sigmoid(x); })},
+          {"GEGLU", gate(gelu)},
+          {"QGEGLU", gate(quick)},
+          {"ReGLU", gate(relu)},
+          {"SReGLU", gate(squared_relu)},
+          {"SwiGLU", swiglu},
+          {"SiTUGLU", situglu},
+          {"ClampedSwiGLU", clamped_swiglu},
+          {"ScaledSReLU", scaled(unary(squared_relu))},
+          {"ScaledSwiGLU", scaled(swiglu)},
+          {"ScaledSiTUGLU", scaled(situglu)},
+          {"ScaledClampedQGeGLU", scaled(clamped_swiglu)},
+          {"RMSNorm", rms_norm},
+          {"LayerNorm", layer_norm},
+          {"L2Normalization", l2_norm},
+          {"Dropout", dropout},
+          {"BasicLinear", [](const Trial& t) { return at::mm(t.x, t.params[0].t()); }},
+          {"GroupedLinear", grouped_linear},
+          {"Bias", [](const Trial& t) { return t.x + t.params[0]; }},
+          {"ConstantScale", [](const Trial& t) { return t.x * number(*t.op, "scale"); }},
+          {"SoftCap", [](const Trial& t) { return situ(t.x, number(*t.op, "cap")); }},
+          {"AddExtraInput", [](const Trial& t) { return t.x + t.extra[0]; }},
+          {"Reshape", [](const Trial& t) { return t.x.reshape({4, -1, 3}); }},
+          {"MakeExtraOutput", same},
+          {"Identity", same},
+          {"Quantize", same},
+          {"AllGather", same},  // of one rank
+          {"ReduceScatter", same},
+          {"AllReduce", same}};
+}
+
+TEST(EveryOp, ValuesAreThoseOfItsFormula) {
+  const auto all = formulas();
+  for_each_op([&](const OpType& type, const Trial& trial) {
+    const auto formula = all.find(type.name);
+    ASSERT_NE(formula, all.end()) << "add its formula to this test";
+    const auto out = forward(trial, trial.plan(Want::nothing));
+    expect_close(out.y, formula->second(trial), 1e-12, 1e-12, "y");
+    for (const auto& t : out.extra_out) expect_close(t, trial.x, 0, 0, "extra output");
+  });
 }
 
 TEST(EveryOp, GradientsEqualCentralDifferences) {
