@@ -51,6 +51,22 @@ TEST(Fuser, AnInPlaceBranchRightAroundALinearKeepsTheWeightGradient) {
   EXPECT_TRUE(dy.equal(dy_before)) << "the caller's gradient was changed";
 }
 
+TEST(Fuser, AChannelThatIsReadTwiceGetsTheSumOfItsGradients) {
+  for (const std::string in_place : {"false", "true"}) {
+    const auto join = "AddExtraInput(in_place=" + in_place + ") <\"r\"";
+    auto fuser =
+        make("MakeExtraOutput(in_place=" + in_place + ") >>\"r\"; BasicLinear(in_features=4, out_features=4); " + join +
+             "; SiLU(); BasicLinear(in_features=4, out_features=4); " + join);
+    const auto p = parameters(fuser.pipeline());
+    const auto x = leaf({5, 4}), dy = at::randn({5, 4}, at::kDouble), dy_before = dy.clone();
+    const auto y = fuser(x, p, {})[0], h = x.mm(p[0].t()) + x, plain = (h * h.sigmoid()).mm(p[1].t()) + x;
+    expect_close(y, plain, "y");
+    const auto got = grad(y, {x, p[0], p[1]}, dy), wanted = grad(plain, {x, p[0], p[1]}, dy);
+    for (size_t i = 0; i < wanted.size(); ++i) expect_close(got[i], wanted[i], "gradient " + std::to_string(i));
+    EXPECT_TRUE(dy.equal(dy_before)) << "the caller's gradient was changed";
+  }
+}
+
 TEST(Fuser, AnExtraInputGivenAwayIsReusedAndOneStillHeldIsNot) {
   auto fuser = make("AddExtraInput(in_place=true) <-");
   const auto x = at::ones({3, 4});
