@@ -1,0 +1,550 @@
+#!/usr/bin/env python3
+"""Plants one fault after the other in the source and checks that the unit tests of its own layer find it.
+
+    tools/planted_faults.py                 every fault; exits 0 only if each is killed
+    tools/planted_faults.py --quick         one fault of each layer
+    tools/planted_faults.py --only NAME ... these; a NAME may be a prefix
+    tools/planted_faults.py --list          names, layers and files; also checks that every text is found
+    tools/planted_faults.py --json FILE     also as JSON
+
+A fault is killed if the tests of its layer (tests/cpp/<layer>) fail, crash or hang; those of other layers do not count.
+The tree must be clean. Each file is restored as soon as its fault is tried, also if this program is stopped. Only
+objects that depend on the file are compiled. Builds in build/release, which must be configured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build/release"
+TIMEOUT = 300  # seconds for the tests of one fault
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str  # <layer>/<what is wrong>
+    file: str
+    before: str  # found exactly once in the file
+    after: str
+    tests: str = ""  # part of the names of the suites that are run; empty: all of the layer
+    tier: str = ""  # WEFT_TIER; empty: the machine's best
+
+    @property
+    def layer(self) -> str:
+        return self.name.split("/")[0]
+
+
+FAULTS = [
+    # ---- kernels: GEMM ----------------------------------------------------------------------------------------------
+    Fault(
+        "kernels/partial-k-step-missed",
+        "weft/kernels/cpu/multiply_amx.cpp",
+        "std::min<int64_t>(cut_.steps, (near_.k - k0 + kStep - 1) / kStep)",
+        "std::min<int64_t>(cut_.steps, std::max<int64_t>(1, (near_.k - k0) / kStep))",
+        "KernelsProduct",
+    ),
+    Fault(
+        "kernels/sums-of-earlier-k-blocks-dropped",
+        "weft/kernels/cpu/multiply_amx.cpp",
+        "steps, c, chunk > 0, [&](int i) {",
+        "steps, c, false, [&](int i) {",
+        "KernelsProduct",
+    ),
+    Fault(
+        "kernels/gated-halves-swapped",
+        "weft/kernels/cpu/multiply_amx.cpp",
+        "(2 * pair + n % 2) * kSquare",
+        "(2 * pair + 1 - n % 2) * kSquare",
+        "KernelsProduct",
+    ),
+    Fault(
+        "kernels/tiles-lost-in-progress-callback",
+        "weft/kernels/cpu/multiply_amx.cpp",
+        "    (*call_)();\n    TileConfig::load();",
+        "    (*call_)();",
+        "KernelsProgressCallback",
+    ),
+    Fault(
+        "kernels/scratch-shared-with-progress-callback",
+        "weft/kernels/cpu/multiply_amx.cpp",
+        "Scratch::SetAside::SetAside() { ++ScratchStack::mine().depth; }\n"
+        "Scratch::SetAside::~SetAside() { --ScratchStack::mine().depth; }",
+        "Scratch::SetAside::SetAside() {}\nScratch::SetAside::~SetAside() {}",
+        "KernelsProgressCallback",
+    ),
+    Fault(
+        "kernels/tail-column-dropped",
+        "weft/kernels/cpu/epilogue_amx.h",
+        "  store16(to, row, column + 16, v1, first(left - 16));",
+        "  store16(to, row, column + 16, v1, first(left - 17));",
+        "KernelsProduct",
+    ),
+    Fault(
+        "kernels/partial-tile-not-transposed",
+        "weft/kernels/cpu/pack_amx.h",
+        "  if constexpr (kLeft != kAlongK) transpose16(r);",
+        "  if constexpr (kLeft != kAlongK)\n    if (rows == 16 || ks == kStep) transpose16(r);",
+        "KernelsProduct",
+    ),
+    Fault(
+        "kernels/second-output-assumed-aligned",
+        "weft/kernels/cpu/epilogue_amx.h",
+        "streams(w.out) && streams(w.pre) && streams(w.again);",
+        "streams(w.out);",
+        "KernelsStreamedResults",
+    ),
+    Fault(
+        "kernels/scale-applied-twice",
+        "weft/kernels/cpu/gemm_rows.cpp",
+        "    part.scale = 1, part.bias = {};",
+        "    part.bias = {};",
+        "KernelsGemm",
+    ),
+    Fault(
+        "kernels/addend-of-the-first-row-block-in-all",
+        "weft/kernels/cpu/gemm_rows.cpp",
+        "{&block.pre, &block.at, &block.again, &block.add, &block.out}",
+        "{&block.pre, &block.at, &block.again, &block.out}",
+        "KernelsProduct",
+    ),
+    Fault(
+        "kernels/addend-overwritten-by-the-product",
+        "weft/kernels/cpu/gemm_rows.cpp",
+        "    const bool free = !read_later(add) && !read_later(at);",
+        "    const bool free = true;",
+        "KernelsGemm",
+    ),
+    Fault(
+        "kernels/rounded-before-main-grad",
+        "weft/kernels/cpu/gemm_rows.cpp",
+        "    if (dtype != at::kFloat && to == at::kFloat && fits",
+        "    if (false && dtype != at::kFloat && to == at::kFloat && fits",
+        "KernelsGemm",
+    ),
+    Fault(
+        "kernels/bias-off-by-one",
+        "weft/kernels/cpu/gemm_epilogue_vec.h",
+        "read(block.bias.dtype, block.bias.data, j, count)",
+        "read(block.bias.dtype, block.bias.data, j > 0 ? j - 1 : j, count)",
+        "KernelsGemm",
+    ),
+    Fault(
+        "kernels/only-the-last-k-block-accumulated",
+        "weft/kernels/ref/gemm.cpp",
+        "add || k > 0 ? 1 : 0, scale);",
+        "add ? 1 : 0, scale);",
+        "KernelsProduct",
+        tier="ref",
+    ),
+    Fault(
+        "kernels/addend-of-a-piece-replaces-the-epilogues",
+        "weft/kernels/pieces.cpp",
+        "      e.add = e.add.defined() ? sum_of(e.add, add) : add;",
+        "      e.add = add;",
+        "KernelsPieces",
+    ),
+    Fault(
+        "kernels/rows-of-a-piece-misplaced",
+        "weft/kernels/pieces.cpp",
+        "    auto place = all.narrow(0, row, rows.size(0));",
+        "    auto place = all.narrow(0, 0, rows.size(0));",
+        "KernelsPieces",
+    ),
+    Fault(
+        "kernels/addend-of-a-piece-from-row-0",
+        "weft/kernels/cpu/pieces_amx.cpp",
+        "    for (int i = 0; i < w.adds; ++i) move(w.add[i]);\n",
+        "",
+        "KernelsPieces",
+    ),
+    # ---- kernels: groups --------------------------------------------------------------------------------------------
+    Fault(
+        "kernels/group-offset-off-by-one",
+        "weft/kernels/cpu/grouped_amx.cpp",
+        "    x.data = from_row(call_.x, row);\n    x.ld = call_.x.strides()[0];\n    x.extent = index_.rows(g);",
+        "    x.data = from_row(call_.x, row > 0 ? row - 1 : row);\n    x.ld = call_.x.strides()[0];\n"
+        "    x.extent = index_.rows(g);",
+        "KernelsGrouped",
+    ),
+    Fault(
+        "kernels/empty-group-not-zeroed",
+        "weft/kernels/cpu/grouped_amx.cpp",
+        "return call_.add ? 0 : 2;",
+        "return 0;",
+        "KernelsGrouped",
+    ),
+    Fault(
+        "kernels/bias-of-the-first-group-in-all",
+        "weft/kernels/cpu/grouped_amx.cpp",
+        "    p.bias = matrix_of(call_.bias, g);",
+        "    p.bias = matrix_of(call_.bias, 0);",
+        "KernelsGrouped",
+    ),
+    Fault(
+        "kernels/scale-gradients-of-the-first-group-only",
+        "weft/kernels/cpu/grouped_rows.cpp",
+        "call.ds.mutable_data_ptr<float>() + index.begin(g);",
+        "call.ds.mutable_data_ptr<float>();",
+        "KernelsGrouped",
+    ),
+    Fault(
+        "kernels/group-overwrites-main-grad",
+        "weft/kernels/grouped_split.cpp",
+        "  if (call.add) e.add = out;\n",
+        "",
+        "KernelsGrouped",
+    ),
+    # ---- kernels: norms, activations, rows --------------------------------------------------------------------------
+    Fault(
+        "kernels/statistics-of-the-neighbour-row",
+        "weft/kernels/cpu/norm_vec.h",
+        "    if (c.rstd) c.rstd[row] = rstd;",
+        "    if (c.rstd) c.rstd[row > begin ? row - 1 : row] = rstd;",
+        "Norm",
+    ),
+    Fault(
+        "kernels/eps-dropped",
+        "weft/kernels/cpu/norm_vec.h",
+        "std::sqrt(squares / c.divisor + c.eps)",
+        "std::sqrt(squares / c.divisor)",
+        "Norm",
+    ),
+    Fault(
+        "kernels/dgamma-without-the-last-row",
+        "weft/kernels/norm.cpp",
+        "    sum_in_rows(rows, both * n,",
+        "    sum_in_rows(std::max<int64_t>(rows - 1, 1), both * n,",
+        "Norm",
+    ),
+    Fault(
+        "kernels/dbeta-added-to-dgamma",
+        "weft/kernels/norm.cpp",
+        "part.dbeta = partial + (both - 1) * n;",
+        "part.dbeta = partial;",
+        "Norm",
+    ),
+    Fault(
+        "kernels/column-sums-of-the-wrong-rows",
+        "weft/kernels/activation.cpp",
+        "act_loops(tier).backward(part, taken + begin, taken + end);",
+        "act_loops(tier).backward(part, begin, end);",
+        "Activation",
+    ),
+    Fault(
+        "kernels/slope-at-the-gradient-instead-of-the-input",
+        "weft/kernels/ref/activation.cpp",
+        "      return at::silu_backward(dy, x);\n",
+        "      return at::silu_backward(dy, dy);\n",
+        "Activation",
+        tier="ref",
+    ),
+    Fault(
+        "kernels/slope-of-large-arguments-is-nan",
+        "weft/kernels/ref/activation.cpp",
+        "{ return at::clamp(x, -1e4, 1e4).add_(at::mul(x, 0)); }",
+        "{ return x; }",
+        "Activation",
+        tier="ref",
+    ),
+    Fault(
+        "kernels/dropout-mask-shifted",
+        "weft/kernels/cpu/rows_vec.h",
+        "read_mask(c.mask + begin + i, count) * scale;",
+        "read_mask(c.mask + begin + (i > 0 ? i - 1 : 0), count) * scale;",
+        "Rows",
+    ),
+    # ---- ops --------------------------------------------------------------------------------------------------------
+    Fault(
+        "ops/dropout-gradient-not-scaled",
+        "weft/ops/dropout.cpp",
+        "  return kernels::scaled_mask_add(dy, ctx.saved(kMask), 1 / (1 - options_.p));",
+        "  return kernels::scaled_mask_add(dy, ctx.saved(kMask), 1);",
+    ),
+    Fault(
+        "ops/bias-gradient-without-the-first-row",
+        "weft/ops/bias.cpp",
+        "set_gradient(ctx, sum_rows(dy));",
+        "set_gradient(ctx, sum_rows(dy.slice(0, 1)));",
+    ),
+    Fault(
+        "ops/scale-squared-in-backward",
+        "weft/ops/constant_scale.cpp",
+        "at::mul(dy, options_.scale)",
+        "at::mul(dy, options_.scale * options_.scale)",
+    ),
+    Fault(
+        "ops/zero-centred-gamma-ignored",
+        "weft/ops/norm.cpp",
+        "return o.zero_centered_gamma ? at::add(gamma, 1) : gamma;",
+        "return gamma;",
+    ),
+    Fault(
+        "ops/eps-dropped",
+        "weft/ops/l2_normalization.cpp",
+        "l2_norm_forward(x, options_.eps)",
+        "l2_norm_forward(x, 0)",
+    ),
+    Fault(
+        "ops/clamp-limit-dropped",
+        "weft/ops/swiglu.cpp",
+        "          .limit = o.limit,\n",
+        "",
+    ),
+    Fault(
+        "ops/main-grad-overwritten",
+        "weft/ops/wgrad_sink.cpp",
+        "  if (add) epilogue.add = epilogue.out;\n",
+        "",
+    ),
+    Fault(
+        "ops/second-use-of-a-weight-overwrites",
+        "weft/ops/wgrad_sink.cpp",
+        "sinks[0].add || remembered->overwritten_in == product.run;",
+        "sinks[0].add;",
+    ),
+    Fault(
+        "ops/uncast-weight-in-backward",
+        "weft/ops/basic_linear.cpp",
+        "  if (ctx.input_wanted() && !out.w.is_same(weight)) ctx.save(kCastWeight, out.w);\n",
+        "",
+    ),
+    Fault(
+        "ops/residual-gradient-replaces-the-other",
+        "weft/ops/make_extra_output.cpp",
+        "g.add_(dy) : at::add(g, dy);",
+        "g.add_(dy) : g;",
+    ),
+    # ---- fused ------------------------------------------------------------------------------------------------------
+    Fault("fused/bias-dropped", "weft/fused/forward/linear_bias.cpp", "{.bias = ctx.params(1)[0]}", "{}"),
+    Fault(
+        "fused/scale-dropped",
+        "weft/fused/forward/linear_add.cpp",
+        "    if (scale_) epilogue.scale = scale_->options().scale;\n",
+        "",
+    ),
+    Fault(
+        "fused/weight-gradient-scaled-twice",
+        "weft/fused/backward/linear_scale.cpp",
+        "linear_->weight_gradient(linear, dy_all, scale_);",
+        "linear_->weight_gradient(linear, dy_all, scale_ * scale_);",
+    ),
+    Fault(
+        "fused/bias-gradient-of-dy-instead-of-dx",
+        "weft/fused/backward/activation_bias.cpp",
+        "bias_->set_gradient(bias, std::move(sums));",
+        "bias_->set_gradient(bias, dy.sum(0));",
+    ),
+    Fault(
+        "fused/slope-of-another-activation",
+        "weft/fused/backward/activation_linear.cpp",
+        "{.slope = activation_->act(),",
+        "{.slope = kernels::Act{.kind = kernels::ActKind::swiglu},",
+    ),
+    Fault(
+        "fused/residual-gradient-dropped",
+        "weft/fused/backward/add_norm.cpp",
+        "ctx.params(1), g, /*reuse=*/false)",
+        "ctx.params(1), at::Tensor{}, /*reuse=*/false)",
+    ),
+    Fault(
+        "fused/residual-dropped-behind-dropout",
+        "weft/fused/forward/dropout_add.cpp",
+        "kernels::scaled_mask_add(x, mask, scale, sum);",
+        "kernels::scaled_mask_add(x, mask, scale);",
+    ),
+    Fault(
+        "fused/gradient-that-others-hold-overwritten",
+        "weft/fused/epilogues.cpp",
+        "sum == g.scalar_type() && g.is_contiguous() && sole_owner(g);",
+        "sum == g.scalar_type() && g.is_contiguous();",
+    ),
+    # ---- overlap ----------------------------------------------------------------------------------------------------
+    Fault(
+        "overlap/blocks-of-ranks-swapped",
+        "weft/overlap/all_gather_gemm.cpp",
+        ".a = rank == link_.rank() ? x_ : round.incoming(rank), .row = rank * rows_}",
+        ".a = rank == link_.rank() ? x_ : round.incoming(rank), .row = (link_.size() - 1 - rank) * rows_}",
+    ),
+    Fault(
+        "overlap/tiles-of-ranks-swapped",
+        "weft/overlap/all_gather_gemm.cpp",
+        ".row = owner_[i] * rows_, .packed_rows = rows_}",
+        ".row = owner_[owner_.size() - i] * rows_, .packed_rows = rows_}",
+    ),
+    Fault(
+        "overlap/addends-of-peers-dropped",
+        "weft/overlap/gemm_reduce_scatter.cpp",
+        "    for (const int peer : peers_) product.list.back().add.push_back(round.incoming(peer));\n",
+        "",
+    ),
+    Fault(
+        "overlap/own-rows-not-gathered",
+        "weft/overlap/gather_under.cpp",
+        "  place(link_.rank()).copy_(x_);\n",
+        "",
+    ),
+    Fault(
+        "overlap/latency-counted-once-for-two-exchanges",
+        "weft/overlap/costs.cpp",
+        "out.plain = product + (twice ? 2 : 1) * costs.plain_latency",
+        "out.plain = product + costs.plain_latency",
+        "OverlapCosts",
+    ),
+    # ---- fuser ------------------------------------------------------------------------------------------------------
+    Fault(
+        "fuser/gradients-of-a-channel-not-added",
+        "weft/fuser/executor.cpp",
+        "    sum = at::add(sum, part);",
+        "    sum = part;",
+    ),
+    Fault(
+        "fuser/gradient-that-others-hold-added-to",
+        "weft/fuser/executor.cpp",
+        "sole_owner(sum) && sum.scalar_type() == part.scalar_type()",
+        "sum.scalar_type() == part.scalar_type()",
+    ),
+    Fault(
+        "fuser/channel-taken-before-its-last-reader",
+        "weft/fuser/executor.cpp",
+        "route.last ? std::move(frame.extra_out[route.from]) : frame.extra_out[route.from];",
+        "std::move(frame.extra_out[route.from]);",
+    ),
+    Fault(
+        "fuser/plan-of-another-call-taken",
+        "weft/fuser/fuser.cpp",
+        "if (!plans_.empty() && plans_.front()->key == key) return plans_.front();",
+        "if (!plans_.empty()) return plans_.front();",
+    ),
+]
+
+
+def suites(layer: str) -> list[str]:
+    """The test suites that the files of a layer define."""
+    found: set[str] = set()
+    for path in (ROOT / "tests/cpp" / layer).glob("*_test.cpp"):
+        found.update(re.findall(r"^TEST(?:_F|_P)?\((\w+),", path.read_text(), re.MULTILINE))
+    return sorted(found)
+
+
+def test_filter(fault: Fault) -> str:
+    chosen = [suite for suite in suites(fault.layer) if fault.tests in suite]
+    if not chosen:
+        sys.exit(f"{fault.name}: no suite of tests/cpp/{fault.layer} is called {fault.tests}")
+    return ":".join(f"{suite}.*:*/{suite}.*" for suite in chosen) + "-*Slow*"
+
+
+def original(fault: Fault) -> str:
+    text = (ROOT / fault.file).read_text()
+    if text.count(fault.before) != 1:
+        sys.exit(f"{fault.name}: its text is found {text.count(fault.before)} times in {fault.file}, expected once")
+    return text
+
+
+def build() -> str:
+    """Builds the tests; returns the compiler's messages if that fails."""
+    command = ["cmake", "--build", str(BUILD), "--target", "weft_tests", "-j", str(os.cpu_count())]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return (done.stdout + done.stderr)[-3000:] if done.returncode else ""
+
+
+@functools.cache
+def passes(filter_: str, tier: str, state: str) -> tuple[bool, str]:
+    """Whether tests pass, and what the first failure says; `state` tells runs on different sources apart."""
+    environment = {**os.environ, **({"WEFT_TIER": tier} if tier else {})}
+    command = [str(BUILD / "weft_tests"), f"--gtest_filter={filter_}", "--gtest_brief=1", "--gtest_fail_fast"]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return False, "hangs"
+    if done.returncode == 0:
+        return True, ""
+    failed = re.search(r"\[  FAILED  \] (\S+?),? ", done.stdout)
+    return False, failed.group(1) if failed else f"exit status {done.returncode}"
+
+
+def attempt(fault: Fault) -> tuple[str, str]:
+    """Plants a fault and restores the file. Returns the verdict and what found it."""
+    text, path = original(fault), ROOT / fault.file
+    filter_ = test_filter(fault)
+    try:
+        path.write_text(text.replace(fault.before, fault.after))
+        if messages := build():
+            return "does not compile", messages
+        passed, why = passes(filter_, fault.tier, fault.name)
+        return ("survived", "") if passed else ("killed", why)
+    finally:
+        path.write_text(text)
+
+
+def check_baseline(faults: list[Fault]) -> None:
+    """A test that fails without a fault would kill every one of them."""
+    if messages := build():
+        sys.exit(f"The tree does not build:\n{messages}")
+    for fault in faults:
+        passed, why = passes(test_filter(fault), fault.tier, "")
+        if not passed:
+            sys.exit(f"Tests of {fault.layer} fail without a fault: {why}")
+
+
+def select(arguments: argparse.Namespace) -> list[Fault]:
+    if arguments.only:
+        chosen = [f for f in FAULTS if any(f.name.startswith(name) for name in arguments.only)]
+        if not chosen:
+            sys.exit(f"No fault is called {' or '.join(arguments.only)}; see --list.")
+        return chosen
+    if not arguments.quick:
+        return FAULTS
+    first = {fault.layer: fault for fault in reversed(FAULTS)}
+    return list(reversed(first.values()))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    faults = select(arguments)
+    if arguments.list:
+        for fault in faults:
+            original(fault)
+            print(f"{fault.name:55} {fault.file}")
+        print(f"{len(faults)} faults")
+        return 0
+    status = subprocess.run(
+        ["git", "status", "--porcelain", "--untracked-files=no"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    if status.stdout:
+        sys.exit(f"The tree has changes; commit or stash them first:\n{status.stdout}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that `finally` restores the file
+    check_baseline(faults)
+    verdicts = []
+    for fault in faults:
+        start = time.monotonic()
+        verdict, why = attempt(fault)
+        verdicts.append({"fault": fault.name, "verdict": verdict, "by": why})
+        print(f"{verdict:10} {fault.name:55} {time.monotonic() - start:4.0f} s  {why}", flush=True)
+    build()  # without any fault
+    killed = sum(v["verdict"] == "killed" for v in verdicts)
+    print(f"{killed} of {len(verdicts)} planted faults killed")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(verdicts, indent=1) + "\n")
+    return 0 if killed == len(verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
