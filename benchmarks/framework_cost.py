@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -26,35 +27,36 @@ PASSES = 200  # kPasses of benchmarks/driver/main.cpp
 ALLOWED_GROWTH = 1.01
 
 
-def instructions(driver: Path, problem: str, way: str) -> float:
-    """Instructions of one forward and backward pass."""
+def instructions(driver: Path, problem: str, way: str, library: Path | None) -> float:
+    """Instructions of one forward and backward pass; `library` stands in for the libweft.so of the driver."""
+    environment = {**os.environ, **({"LD_PRELOAD": str(library)} if library else {})}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "callgrind"
         command = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}"]
-        run = subprocess.run(
-            [*command, str(driver), "framework", problem, way], capture_output=True, text=True, check=False
-        )
+        command += [str(driver), "framework", problem, way]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if run.returncode:
             sys.exit(f"{' '.join(run.args)} failed:\n{run.stdout}{run.stderr}")
         totals = re.search(r"^totals: (\d+)", Path(f"{out}.1").read_text(), re.MULTILINE)
         return int(totals[1]) / PASSES
 
 
-def measure(driver: Path, problem: str) -> dict[str, object]:
-    weft, bare = instructions(driver, problem, "weft"), instructions(driver, problem, "bare")
+def measure(driver: Path, problem: str, library: Path | None) -> dict[str, object]:
+    weft, bare = (instructions(driver, problem, way, library) for way in ("weft", "bare"))
     return {"problem": problem, "weft": round(weft), "bare": round(bare), "ratio": round(weft / bare, 4)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--driver", type=Path, default=ROOT / "build/release/weft_bench")
+    parser.add_argument("--library", type=Path, help="libweft.so to run the driver with, instead of its own")
     parser.add_argument("--json", type=Path, help="write the rows there")
     parser.add_argument("--gate", action="store_true", help="compare with the stored ratios")
     parser.add_argument("--store", action="store_true", help="store the ratios")
     parser.add_argument("problems", nargs="*", help=f"of {', '.join(PROBLEMS)}; all if none is named")
     arguments = parser.parse_args()
 
-    rows = [measure(arguments.driver, problem) for problem in arguments.problems or PROBLEMS]
+    rows = [measure(arguments.driver, problem, arguments.library) for problem in arguments.problems or PROBLEMS]
     for row in rows:
         print(f"{row['problem']:8} weft {row['weft']:7}  bare {row['bare']:7}  ratio {row['ratio']:.4f}")
     text = json.dumps(rows, indent=1) + "\n"

@@ -196,10 +196,13 @@ bool run_rank(const Arguments& arguments) {
     const auto problem = make(link, line);
     line.finish();
     auto measured = measure(link, problem, arguments.rounds);
-    const auto missed = [&] { return exchange(link, target.missed(measured) ? 1 : 0)[0] != 0; };
+    const auto missed = [&] { return exchange(link, measured.kept == 0 || target.missed(measured) ? 1 : 0)[0] != 0; };
     if (missed()) measured = measure(link, problem, arguments.rounds);  // over the bound only if it is so twice
-    fine = fine && !target.missed(measured) && problem.error < 1e-2;
-    if (arguments.rank == 0) report.add(line, target, measured, {{"y", problem.error, 0}});
+    const bool steady = measured.kept > 0;
+    fine = fine && steady && !target.missed(measured) && problem.error < 1e-2;
+    if (arguments.rank == 0 && problem.error >= 1e-2) std::cout << line.text() << ": WRONG\n";
+    if (arguments.rank == 0 && !steady) std::cout << line.text() << ": no round was steady\n" << std::flush;
+    if (arguments.rank == 0 && steady) report.add(line, target, measured, {{"y", problem.error, 0}});
     if (arguments.rank == 0 && !arguments.json.empty()) report.write(arguments.json);
   }
   return fine;

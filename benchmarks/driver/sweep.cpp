@@ -156,13 +156,14 @@ Sample make_sample(const Template& row, const Shape& shape, at::ScalarType dtype
 struct Found {
   std::string rule, pipeline;
   Shape shape;
-  Ratio ratio;
+  Measured measured;
   bool slower;
+  const Ratio& ratio() const { return measured.ratios[0]; }
 };
 
 std::string row_of(const Found& f) {
   return format("%s m=%ld h=%ld f=%ld: fused / without %.3f [%.3f, %.3f]%s", f.rule.c_str(), f.shape.m, f.shape.h,
-                f.shape.f, f.ratio.median, f.ratio.low, f.ratio.high, f.slower ? "  SLOWER" : "");
+                f.shape.f, f.ratio().median, f.ratio().low, f.ratio().high, f.slower ? "  SLOWER" : "");
 }
 
 Found compare(const Sample& sample, const Template& row, const Shape& shape, const std::string& rule, Meter& meter) {
@@ -174,7 +175,7 @@ Found compare(const Sample& sample, const Template& row, const Shape& shape, con
   if (slower()) found = meter.measure(sides, Method{});
   for (int again = 0; again < 3 && slower() && found.kept < Method{}.rounds; ++again)
     found = meter.measure(sides, Method{});
-  return {rule, row.text, shape, found.ratios[0], slower()};
+  return {rule, row.text, shape, found, slower()};
 }
 
 /// One shape, by every pipeline that uses `rule`.
@@ -196,12 +197,11 @@ void write(const std::string& name, const std::vector<Found>& rows) {
   file << "[";
   for (size_t i = 0; i < rows.size(); ++i) {
     const auto& f = rows[i];
-    file
-        << (i ? ",\n " : "\n ")
-        << format(
-               R"({"rule": "%s", "m": %ld, "h": %ld, "f": %ld, "ratio": %.4f, "interval": [%.4f, %.4f], "slower": %s})",
-               f.rule.c_str(), f.shape.m, f.shape.h, f.shape.f, f.ratio.median, f.ratio.low, f.ratio.high,
-               f.slower ? "true" : "false");
+    file << (i ? ",\n " : "\n ")
+         << format(R"({"rule": "%s", "m": %ld, "h": %ld, "f": %ld, "ratio": %.4f, "interval": [%.4f, %.4f], )",
+                   f.rule.c_str(), f.shape.m, f.shape.h, f.shape.f, f.ratio().median, f.ratio().low, f.ratio().high)
+         << format(R"("control": %.4f, "kept": %d, "slower": %s})", f.measured.control, f.measured.kept,
+                   f.slower ? "true" : "false");
   }
   file << "\n]\n";
 }

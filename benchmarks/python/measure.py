@@ -39,6 +39,19 @@ class Measured:
     kept: int
     rounds: int
 
+    def figure(self, name: str, against: str, at_most: float | None = None) -> dict[str, object]:
+        """The ratio to a peer, with what tools/verdict.py needs to judge it."""
+        found = self.versus[against]
+        taken = {"value": found.ratio, "interval": found.interval, "control": self.control, "kept": self.kept}
+        return {"name": name, **taken, "at_most": at_most}
+
+    def inverse(self, name: str, against: str, at_least: float | None = None) -> dict[str, object]:
+        """The same upside down: the peer's time over the first side's."""
+        found = self.versus[against]
+        ends = (1 / found.interval[1], 1 / found.interval[0])
+        taken = {"value": 1 / found.ratio, "interval": ends, "control": self.control, "kept": self.kept}
+        return {"name": name, **taken, "at_least": at_least}
+
 
 def quantile(values: list[float], part: float) -> float:
     return sorted(values)[int(part * (len(values) - 1))]

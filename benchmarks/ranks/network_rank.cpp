@@ -37,6 +37,13 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
+/// A list in JSON.
+std::string list(const std::vector<double>& values) {
+  std::string out;
+  for (const double value : values) out += (out.empty() ? "" : ", ") + std::to_string(value);
+  return "[" + out + "]";
+}
+
 Tensor random(int64_t rows, int64_t columns) { return at::randn({rows, columns}).to(at::kBFloat16); }
 
 /// The larger of both ranks' numbers, on both.
@@ -127,7 +134,7 @@ Problem at_balance(Link& link, const Make& make, int64_t rows) {
 
 /// Rounds of blocks, product, schedule, product; those whose products differ do not count.
 void print_balance(Link& link, const Problem& problem, int rounds) {
-  std::vector<double> products, blocks, schedules, ratios, hidden;
+  std::vector<double> products, blocks, schedules, ratios, hidden, controls;
   for (int i = 0; i < 4 * rounds && static_cast<int>(ratios.size()) < rounds; ++i) {
     const double block = seconds(link, problem.blocks), before = seconds(link, problem.product);
     const double schedule = seconds(link, problem.schedule), after = seconds(link, problem.product);
@@ -138,13 +145,14 @@ void print_balance(Link& link, const Problem& problem, int rounds) {
     schedules.push_back(schedule);
     ratios.push_back(schedule / std::max(product, block));
     hidden.push_back(1 - (schedule - product) / block);
+    controls.push_back(after / before);
   }
   if (link.rank() == 0)
     std::printf(
         "{\"schedule\": \"%s\", \"shape\": \"%s\", \"product_ms\": %.2f, \"blocks_ms\": %.2f, \"ms\": %.2f, "
-        "\"ratio\": %.3f, \"hidden\": %.2f, \"rounds\": %zu}\n",
+        "\"ratios\": %s, \"hidden\": %s, \"controls\": %s}\n",
         problem.name.c_str(), problem.shape.c_str(), 1e3 * median(products), 1e3 * median(blocks),
-        1e3 * median(schedules), median(ratios), median(hidden), ratios.size());
+        1e3 * median(schedules), list(ratios).c_str(), list(hidden).c_str(), list(controls).c_str());
 }
 
 void stay_on(int core) {

@@ -1,0 +1,180 @@
+"""The claims of docs/reliability.md: right or an error, no endless wait, no abort, and checks that can fail."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from checks import ROOT, Check, Row, Settings, ctest, figures, needs_build, pytest, rows_of, script
+from verdict import Figure, Outcome, Verdict, judge_figures, judge_script
+
+SCRIPT_SECONDS = 600  # until a script counts as hanging
+CI_MINUTES = 45
+SLOWER = 1.02
+
+
+def at_least(count: int, what: str, check: Check, quick: int = 1) -> Check:
+    """The check's output names `what` with a count, such as `100000 fuzzed calls`; fewer are not measured."""
+
+    def checked(settings: Settings) -> Outcome:
+        found = check(settings)
+        counts = [int(n.replace(",", "")) for n in re.findall(rf"(\d[\d,]*) {what}", found.measured)]
+        wanted = quick if settings.quick else count
+        if found.verdict is Verdict.HOLDS and sum(counts) < wanted:
+            return Outcome(f"{found.measured}; {sum(counts)} of {wanted} {what}", Verdict.NOT_MEASURED)
+        return found
+
+    return checked
+
+
+def counted(count: int, what: str, *arguments: str, quick: int = 1) -> Check:
+    """Tests that print `<count> <what>…`; at full size also the slow ones."""
+    return at_least(count, what, pytest(*arguments, slow=True, figure=rf"\d[\d,]* {what}[^\n]*"), quick)
+
+
+def judge_scripts(statuses: dict[str, int | None]) -> Outcome:
+    """Exit statuses by script; None: it did not end."""
+    if not statuses:
+        return Outcome("no scripts", Verdict.NOT_MEASURED)
+    bad = [f"{name}: {'did not end' if s is None else f'status {s}'}" for name, s in statuses.items() if s != 0]
+    words = ", ".join([f"{len(statuses) - len(bad)} of {len(statuses)} scripts end with status 0", *bad])
+    return Outcome(words, Verdict.MISSED if bad else Verdict.HOLDS)
+
+
+def defect_scripts(settings: Settings) -> Outcome:
+    """Every script of the folder that --defects names."""
+    folder = settings.defects
+    if folder is None or not Path(folder).is_dir():
+        why = "--defects not given" if folder is None else f"no folder {folder}"
+        return Outcome(f"scripts skipped: {why}", Verdict.NOT_MEASURED)
+    statuses: dict[str, int | None] = {}
+    for path in sorted(Path(folder).resolve().glob("*.py")):
+        try:
+            statuses[path.stem] = settings.run([sys.executable, str(path)], timeout=SCRIPT_SECONDS).returncode
+        except subprocess.TimeoutExpired:
+            statuses[path.stem] = None
+    return judge_scripts(statuses)
+
+
+def judge_planted(output: str, status: int) -> Outcome:
+    """Of planted faults all are found, and at least 40 at full size."""
+    outcome = judge_script(output, status, r"\d+ of \d+ killed")
+    found = re.search(r"(\d+) of (\d+) killed", output)
+    if found and int(found[1]) < int(found[2]):
+        return Outcome(outcome.measured, Verdict.MISSED)
+    return outcome
+
+
+def planted_faults(settings: Settings) -> Outcome:
+    tool = ROOT / "tools/planted_faults.py"
+    if not tool.exists():
+        return Outcome(f"skipped: no {tool.relative_to(ROOT)}", Verdict.NOT_MEASURED)
+    done = settings.run([sys.executable, str(tool), *(["--quick"] if settings.quick else [])])
+    return judge_planted(done.stdout, done.returncode)
+
+
+def old_program(old: Path) -> Path:
+    """weft_bench of the build to compare with."""
+    return old / "weft_bench" if old.is_dir() else ROOT / "build/release/weft_bench"
+
+
+def framework_cost(settings: Settings) -> Outcome:
+    """Instructions of weft's pipelines, this build's over the old one's."""
+    if settings.old is None:
+        return Outcome("framework cost skipped: --old not given", Verdict.NOT_MEASURED)
+    old = Path(settings.old).resolve()
+    library = old / "libweft.so" if old.is_dir() else old
+    words = ["--driver", str(old_program(old)), "--library", str(library)]
+    before = {row["problem"]: row["weft"] for row in rows_of(settings, "benchmarks/framework_cost.py", *words)[0]}
+    after = {row["problem"]: row["weft"] for row in rows_of(settings, "benchmarks/framework_cost.py")[0]}
+    found = [
+        Figure(f"{name} new / old", round(after[name] / before[name], 4), at_most=SLOWER, exact=True)
+        for name in after
+        if name in before
+    ]
+    return judge_figures(found, expected=2)
+
+
+def kernel_times(settings: Settings) -> Outcome:
+    if settings.old is None:
+        return Outcome("kernel times skipped: --old not given", Verdict.NOT_MEASURED)
+    command = ["benchmarks/old_against_new.py", "--old", str(Path(settings.old).resolve())]
+    return figures(*command, if_quick=("--quick",))(settings)
+
+
+def judge_ci(last: dict | None) -> Outcome:
+    """What .ci/run wrote about its last run."""
+    if last is None:
+        return Outcome("skipped: .ci/run has not run here", Verdict.NOT_MEASURED)
+    words = f"{last['seconds'] / 60:.1f} minutes, {last['status']}, {'cold' if last['cold'] else 'not cold'}"
+    if not last["cold"] or last["status"] != "passed":
+        return Outcome(words, Verdict.NOT_MEASURED)
+    return Outcome(words, Verdict.HOLDS if last["seconds"] <= 60 * CI_MINUTES else Verdict.MISSED)
+
+
+def ci_time(settings: Settings) -> Outcome:
+    log = ROOT / "build/ci/last.json"
+    return judge_ci(json.loads(log.read_text()) if log.exists() else None)
+
+
+# Tests of the classes behind the scripts: what each script shows by one case.
+CLASSES = (
+    pytest("tests/python", "-k", "wrong_size or parameter_check or unpacked or version_counter or replaced"),
+    ctest("release", r"KernelsPacking|Checksum|Dispatcher"),
+)
+
+FAILURES, SHARED, UCX = "tests/dist/test_failures.py", "tests/dist/test_shared_link.py", "tests/dist/test_ucx.py"
+
+# Rows of the reliability suite: what passes, at full size and with --quick.
+RELIABILITY = (
+    Row("3.1", "2,000 random pipelines (200) against plain autograd, fp64, fp32, bf16, fusion on and off: 0 wrong",
+        (counted(2000, "pipelines", "tests/python/test_random_pipelines.py", quick=200),)),
+    Row("3.2", "every fused operation against the operations it replaces",
+        (ctest("release", r"EveryRule|^Fusions"), pytest("tests/python/test_fusions.py"))),
+    Row("3.3", "gradcheck and opcheck for every operation; double backward and jvp raise",
+        (pytest("tests/python/test_every_op.py", "tests/python/test_transforms.py", slow=True),
+         pytest("tests/python/test_compile.py", "-k", "own_check or second_derivatives"))),
+    Row("3.4", "100,000 fuzzed calls under ASan and UBSan: 0 reports; each succeeds or raises by name",
+        (counted(100_000, "fuzzed calls", "tests", "-k", "fuzzed_calls", quick=1000),)),
+    Row("3.5", "200 bad splits: an error or a defined result; tail rows are 0",
+        (counted(200, "bad splits", "tests/python", "-k", "bad_splits"),)),
+    Row("3.6", "thread sanitizer: 10,000 rounds of signals, ranks as threads; a planted race is found 10 of 10",
+        (ctest("tsan-comm"), script("bash", "tools/planted_race.sh", figure=r"planted race .*"))),
+    Row("3.7", "a rank killed, 200 drills (12): every survivor raises in time and names the rank; 0 hangs",
+        (pytest(FAILURES, UCX, "-k", "SIGKILL or hundred or dies", slow=True),
+         pytest(SHARED, "-k", "SIGKILL or kill or drills", slow=True))),
+    Row("3.8", "the same with a rank that is stopped",
+        (pytest(FAILURES, SHARED, UCX, "-k", "SIGSTOP or stop", slow=True),)),
+    Row("3.9", "main_grad after each of them: untouched, or with its whole contribution, as its flag says",
+        (pytest(FAILURES, "-k", "survivor or main_grad", slow=True),)),
+    Row("3.10", "50 mismatches between ranks, every transport: an exception on every rank, 0 aborts",
+        (counted(50, "mismatches", FAILURES, "-k", "disagree or mismatch"),)),
+    Row("3.11", "100 kills leave no memory and no socket; squatters, other users, wrong descriptors are refused",
+        (counted(100, "kills", "tests/dist", "-k", "left"), ctest("release", r"^HostMeeting\."),
+         pytest(SHARED, "-k", "another_user"))),
+    Row("3.12", "full shared memory and memory limits: an error on every rank, 0 SIGBUS",
+        (pytest(SHARED, "-k", "memory or limit"),)),
+    Row("3.13", "a soak of 1,000 steps (100), 2 ranks: memory and descriptors constant, equal loss bits twice",
+        (counted(1000, "steps", "tests/dist", "-k", "soak", quick=100),)),
+    Row("3.14", "checkpoints round trip bit-equal; 50 kills during saves; 20,000 fuzzed blobs: 0 crashes, nothing run",
+        (pytest("tests/python/test_checkpoint.py", "tests/python/test_convert.py", slow=True),
+         counted(50, "kills during", "tests", "-k", "kills_during or killed_while_saving"),
+         counted(20_000, "fuzzed blobs", "tests", "-k", "blobs", quick=200))),
+    Row("3.15", "unmodified megatron-core, TP 1, 2, 2 with sequence parallelism: one rank's loss and norm, <= 1e-5",
+        (pytest("tests/dist/test_megatron.py", figure=r"off one rank .*"),)),
+)  # fmt: skip
+
+TRUST = (
+    Row("1", "every script of --defects ends with status 0, and the tests of their classes pass",
+        (needs_build(defect_scripts), *CLASSES)),
+    Row("2", "planted faults found by a test of their own layer: all of 40", (planted_faults,)),
+    *RELIABILITY,
+    Row("4", "a local stranger at every socket of a training, 60 s (5): right loss; UCX only if trusted",
+        (pytest("tests/dist", "-k", "stranger", slow=True), pytest("tests/dist", "-k", "trusted", slow=True))),
+    Row("5", "framework cost, new / old <= 1.02; kernel times, lower end of the interval <= 1.02",
+        (needs_build(framework_cost), needs_build(kernel_times))),
+    Row("6", f".ci/run cold: <= {CI_MINUTES} minutes", (ci_time,)),
+)  # fmt: skip
