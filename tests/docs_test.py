@@ -1,5 +1,6 @@
 """Documents show what is there: code blocks equal files, output equals a run, links lead somewhere."""
 
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,10 @@ from documented_projects import PAGES as PROJECTS
 from documented_projects import commands, files
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import make_tables  # noqa: E402
+
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
 
@@ -64,6 +69,26 @@ def test_links_lead_somewhere(page):
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", text)
     missing = [t for t in targets if not re.match(r"\w+:", t) and not (page.parent / t).exists()]
     assert not missing
+
+
+@pytest.mark.parametrize("page", make_tables.pages(), ids=lambda page: page.name)
+def test_tables_of_figures_are_generated_from_stored_results(page):
+    text = page.read_text()
+    assert make_tables.rendered(text, make_tables.stored) == text, "run tools/make_tables.py --write"
+    by_hand = [line for line in make_tables.outside_tables(text) if make_tables.holds_a_figure(line)]
+    assert not by_hand, "figures in a table that tools/make_tables.py does not write"
+
+
+def test_a_changed_figure_and_a_result_without_its_command_are_noticed():
+    page = "<!-- table: plain r.json -->\n<!-- end of table -->\n"
+    result = {"date": "2026-11-15", "command": "x", "columns": ["a"], "rows": [["1.5"]]}
+    made = make_tables.rendered(page, lambda file: json.dumps(result))
+    assert "| 1.5 |" in made and make_tables.rendered(made, lambda file: json.dumps(result)) == made
+    assert make_tables.rendered(made.replace("1.5", "1.4"), lambda file: json.dumps(result)) == made
+    with pytest.raises(ValueError, match="no command"):
+        make_tables.rendered(page, lambda file: json.dumps({**result, "command": ""}))
+    assert all(map(make_tables.holds_a_figure, ("| a | 1.06 |", "| 0.19 µs |", "| 5–8 µs | |", "| 0.8 [0.7, 0.9] |")))
+    assert not any(map(make_tables.holds_a_figure, ("| 3 | torch 2.13 |", "| [O/p, I] |", "| `x=0.5` |", "|---|")))
 
 
 def test_examples_are_short():

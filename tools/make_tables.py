@@ -1,0 +1,145 @@
+#!/usr/bin/env python3
+"""Writes the tables of figures in README.md and docs from stored results.
+
+    tools/make_tables.py            says which tables differ from their results; exits 1 if one does
+    tools/make_tables.py --write    writes them
+
+A table stands between two comments, the first of which names how it is made and from what:
+
+    <!-- table: claims benchmarks/results/claims-core.json -->
+    <!-- end of table -->
+
+A stored result has a date, the commit if it is known, the command that made it, and rows. `tools/claims.py core --json
+benchmarks/results/claims-core.json` stores the rows of a group of claims, `benchmarks/network.py --json` those of a
+network. `tolerances` reads the table of tests/python/tolerances.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = re.compile(r"(<!-- table: (\w+) (\S+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
+FIELDS = ("date", "command")  # that every stored result has
+UNKNOWN = "not recorded"  # a command of figures that are older than this tool
+
+
+def markdown(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    lines = [list(columns), *(map(str, row) for row in rows)]
+    shown = ["| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines]
+    return "\n".join([shown[0], "|" + "---|" * len(lines[0]), *shown[1:]]) + "\n"
+
+
+def source(result: dict) -> str:
+    """Where the figures come from, below the table."""
+    if missing := [name for name in FIELDS if not result.get(name)]:
+        raise ValueError(f"a stored result has no {', '.join(missing)}")
+    commit = f", commit {result['commit'][:7]}" if result.get("commit") else ""
+    command = f"`{result['command']}`" if result["command"] != UNKNOWN else f"command {UNKNOWN}"
+    note = f". {result['note']}" if result.get("note") else ""
+    return f"\n{result['date']}{commit}, {command}{note}.\n"
+
+
+def claims(result: dict) -> str:
+    rows = ((r["row"], r["claim"], r["measured"], r["verdict"]) for r in result["rows"])
+    return markdown(("row", "claim", "measured", "verdict"), rows)
+
+
+def network(result: dict) -> str:
+    def median(values: float | list[float]) -> float:
+        return statistics.median(values) if isinstance(values, list) else values
+
+    def digits(value: float) -> str:
+        return f"{value:#.3g}".rstrip(".")
+
+    columns = ("rate", "schedule", "GEMM, ms", "blocks, ms", "time / longer of the two", "hidden")
+    rows = (
+        (f"{r['gigabits']:g} Gb/s", f"`{r['schedule']}`", digits(r["product_ms"]), digits(r["blocks_ms"]),
+         f"{median(r['ratios']):.2f}", f"{median(r['hidden']):.2f}")
+        for r in result["rows"]
+    )  # fmt: skip
+    return markdown(columns, rows)
+
+
+def plain(result: dict) -> str:
+    """Rows with columns of their own, as stored."""
+    return markdown(result["columns"], result["rows"])
+
+
+def from_results(table: Callable[[dict], str]) -> Callable[[str], str]:
+    def made(text: str) -> str:
+        result = json.loads(text)
+        return table(result) + source(result)
+
+    return made
+
+
+def tolerances(text: str) -> str:
+    rows = re.findall(r"torch\.(\w+): Tolerance\(([^,]+), ([^,]+), [^)]+\)", text)
+    return markdown(("dtype", "rtol", "atol"), rows)
+
+
+KINDS: dict[str, Callable[[str], str]] = {
+    "claims": from_results(claims),
+    "network": from_results(network),
+    "plain": from_results(plain),
+    "tolerances": tolerances,
+}
+
+
+def rendered(text: str, read: Callable[[str], str]) -> str:
+    """The page with every table made anew."""
+
+    def table(found: re.Match[str]) -> str:
+        opening, kind, file, _, closing = found.groups()
+        return opening + KINDS[kind](read(file)) + closing
+
+    return TABLE.sub(table, text)
+
+
+def stored(file: str) -> str:
+    return (ROOT / file).read_text()
+
+
+def pages() -> list[Path]:
+    return sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
+
+
+def outside_tables(text: str) -> list[str]:
+    """Lines of tables that are not generated."""
+    text = re.sub(r"^```.*?^```", "", TABLE.sub("", text), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"^\|.*$", text, re.MULTILINE)
+
+
+def holds_a_figure(line: str) -> bool:
+    """A time, or a cell that is nothing but a number with a point or an exponent."""
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    number = r"[-−–\d.,e\[\] ]*\d(\.\d|e[-−]?\d)[-−–\d.,e\[\] ]*"
+    return any(re.search(r"\d ?(µs|ms|ns|s)\b", c) or re.fullmatch(number, c) for c in cells)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    write = parser.parse_args().write
+    differ = []
+    for page in pages():
+        text = page.read_text()
+        made = rendered(text, stored)
+        if made != text:
+            differ.append(page)
+            if write:
+                page.write_text(made)
+    for page in differ:
+        print(f"{page.relative_to(ROOT)}: {'written' if write else 'differs from its results; run with --write'}")
+    return 1 if differ and not write else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
