@@ -126,6 +126,7 @@ CLASSES = (
     ctest("release", r"KernelsPacking|Checksum|Dispatcher"),
 )
 
+TESTS = ("tests/python", "tests/dist")  # pytest does not look into a folder called dist unless it is named
 FAILURES, SHARED, UCX = "tests/dist/test_failures.py", "tests/dist/test_shared_link.py", "tests/dist/test_ucx.py"
 
 # Rows of the reliability suite: what passes, at full size and with --quick.
@@ -138,7 +139,7 @@ RELIABILITY = (
         (pytest("tests/python/test_every_op.py", "tests/python/test_transforms.py", slow=True),
          pytest("tests/python/test_compile.py", "-k", "own_check or second_derivatives"))),
     Row("3.4", "100,000 fuzzed calls under ASan and UBSan: 0 reports; each succeeds or raises by name",
-        (counted(100_000, "fuzzed calls", "tests", "-k", "fuzzed_calls", quick=1000),)),
+        (counted(100_000, "fuzzed calls", *TESTS, "-k", "fuzzed_calls", quick=1000),)),
     Row("3.5", "200 bad splits: an error or a defined result; tail rows are 0",
         (counted(200, "bad splits", "tests/python", "-k", "bad_splits"),)),
     Row("3.6", "thread sanitizer: 10,000 rounds of signals, ranks as threads; a planted race is found 10 of 10",
@@ -161,8 +162,8 @@ RELIABILITY = (
         (counted(1000, "steps", "tests/dist", "-k", "soak", quick=100),)),
     Row("3.14", "checkpoints round trip bit-equal; 50 kills during saves; 20,000 fuzzed blobs: 0 crashes, nothing run",
         (pytest("tests/python/test_checkpoint.py", "tests/python/test_convert.py", slow=True),
-         counted(50, "kills during", "tests", "-k", "kills_during or killed_while_saving"),
-         counted(20_000, "fuzzed blobs", "tests", "-k", "blobs", quick=200))),
+         counted(50, "kills during", *TESTS, "-k", "kills_during or killed_while_saving"),
+         counted(20_000, "fuzzed blobs", *TESTS, "-k", "blobs", quick=200))),
     Row("3.15", "unmodified megatron-core, TP 1, 2, 2 with sequence parallelism: one rank's loss and norm, <= 1e-5",
         (pytest("tests/dist/test_megatron.py", figure=r"off one rank .*"),)),
 )  # fmt: skip
