@@ -8,16 +8,6 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 
-def pytest_collection_modifyitems(config, items):
-    """Slow tests run when asked for: `-m slow`, or by node id."""
-    if "slow" in config.option.markexpr or any("::" in arg for arg in config.args):
-        return
-    skip = pytest.mark.skip(reason="slow; run with -m slow")
-    for item in items:
-        if "slow" in item.keywords:
-            item.add_marker(skip)
-
-
 @pytest.fixture(autouse=True)
 def same_start():
     """Every test starts from the same seed and leaves torch's defaults as it found them."""

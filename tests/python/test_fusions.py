@@ -598,9 +598,10 @@ def test_rules_may_be_set_aside_for_a_while():
 # ---- tiers -----------------------------------------------------------------------------------------------------------
 
 TIERS = ["amx", "avx512", "avx2", "ref"]
+NIGHTLY = [tier for tier in TIERS if tier not in (_C.machine_tier(), "ref")]
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", [pytest.param(t, marks=pytest.mark.slow) if t in NIGHTLY else t for t in TIERS])
 def test_values_hold_in_every_tier(tier):
     """Each in a fresh process: the tier is chosen once."""
     if "WEFT_TIER" in os.environ:

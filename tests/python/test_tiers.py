@@ -1,10 +1,15 @@
-"""The kernel tests of C++ in fresh processes, one for each tier this machine has: a process reads WEFT_TIER once."""
+"""The kernel tests of C++ in fresh processes, one for each tier this machine has: a process reads WEFT_TIER once.
+
+Tiers between the best and `ref` run nightly.
+"""
 
 import os
 import pathlib
 import subprocess
 
 import pytest
+
+from weft import _C
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 KERNELS = "*Kernels*:*Activation*:*Norm.*"
@@ -17,7 +22,16 @@ def binary():
     return found
 
 
-@pytest.mark.parametrize("tier", ("amx", "avx512", "avx2", "ref"))
+def tiers():
+    """Slow are those that are neither the best here nor `ref`."""
+    best = _C.machine_tier()
+    return [
+        pytest.param(tier, marks=() if tier in (best, "ref") else pytest.mark.slow)
+        for tier in ("amx", "avx512", "avx2", "ref")
+    ]
+
+
+@pytest.mark.parametrize("tier", tiers())
 def test_kernels_of_every_tier(tier):
     done = subprocess.run(
         [binary(), f"--gtest_filter={KERNELS}"],

@@ -1,0 +1,46 @@
+"""Which tests run: slow ones when asked for, serial ones apart; and which may be skipped."""
+
+import pathlib
+import sys
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "tools"))
+
+from skips import ALLOWED, Skip, not_allowed  # noqa: E402
+
+
+def pytest_addoption(parser):
+    parser.addoption("--strict-skips", action="store_true", help=f"fail on a skip that {ALLOWED.name} does not allow")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(config, items):
+    """Tests over ranks are serial. Slow tests run when asked for: `-m slow`, or by node id."""
+    asked = "slow" in config.option.markexpr or any("::" in arg for arg in config.args)
+    skip = pytest.mark.skip(reason="slow; run with -m slow")
+    for item in items:
+        if HERE / "dist" in item.path.parents:
+            item.add_marker(pytest.mark.serial)
+        if "slow" in item.keywords and not asked:
+            item.add_marker(skip)
+
+
+def skips_of(reporter):
+    """Every skipped test, or skipped module, with its reason."""
+    for report in reporter.stats.get("skipped", ()):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        yield Skip(report.nodeid, reason.removeprefix("Skipped: "))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session, exitstatus):
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")  # a worker of pytest-xdist has none
+    if not reporter or not session.config.option.strict_skips:
+        return
+    bad = not_allowed(skips_of(reporter))
+    for skip in bad:
+        reporter.write_line(f"\nskipped and not in {ALLOWED.name}: {skip.test}: {skip.reason}", red=True)
+    if bad and exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
