@@ -193,9 +193,11 @@ def test_trust_judges_scripts_planted_faults_and_ci():
     assert trust.judge_scripts({"a": 0, "b": 0}).verdict is HOLDS
     assert trust.judge_scripts({"a": 0, "b": 1}).verdict is MISSED
     assert trust.judge_scripts({"a": None}).verdict is MISSED
-    assert trust.judge_planted("40 of 40 killed", 0).verdict is HOLDS
-    assert trust.judge_planted("39 of 40 killed", 0).verdict is MISSED
-    assert trust.judge_planted("", 0).verdict is NOT_MEASURED
+    assert trust.judge_planted("40 of 40 killed", 0, quick=False).verdict is HOLDS
+    assert trust.judge_planted("6 of 6 planted faults killed", 0, quick=True).verdict is HOLDS
+    assert trust.judge_planted("6 of 6 planted faults killed", 0, quick=False).verdict is NOT_MEASURED
+    assert trust.judge_planted("39 of 40 killed", 0, quick=False).verdict is MISSED
+    assert trust.judge_planted("", 0, quick=False).verdict is NOT_MEASURED
     run = {"seconds": 2400, "status": "passed", "cold": True}
     assert trust.judge_ci(None).verdict is NOT_MEASURED
     assert trust.judge_ci(run).verdict is HOLDS
@@ -213,6 +215,13 @@ def test_defect_scripts_are_run_and_their_status_counts(tmp_path):
     (tmp_path / "bad.py").write_text("raise SystemExit(3)\n")
     found = trust.defect_scripts(checks.Settings(defects=tmp_path))
     assert found.verdict is MISSED and "bad: status 3" in found.measured
+
+
+def test_a_script_without_a_class_test_is_named():
+    def check(settings):
+        return Outcome("2 passed", HOLDS)
+
+    assert trust.classes_of(["d1_rows", "d1b_dense", "e9_new"], {"d1": check, "d1b": check}) == (["e9"], [check])
 
 
 def test_a_benchmark_that_was_too_noisy_is_run_once_more():

@@ -10,7 +10,8 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 echo "wheel: build"
-"$python" -m pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps -w "$work/dist" .
+# c++ as in every other build of this tree, so that ccache knows the objects; scikit-build-core would take g++.
+CXX=${CXX:-c++} "$python" -m pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps -w "$work/dist" .
 wheel=$(echo "$work"/dist/weft-*.whl)
 names=$("$python" -m zipfile -l "$wheel")
 for name in 'weft/_C\.[^ ]*so' weft/lib/libweft.so weft/lib/cmake/weft/weftConfig.cmake weft/include/weft/ \

@@ -6,14 +6,16 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from checks import ROOT, Check, Row, Settings, ctest, figures, needs_build, pytest, rows_of, script
-from verdict import Figure, Outcome, Verdict, judge_figures, judge_script
+from verdict import Figure, Outcome, Verdict, joined, judge_figures, judge_script
 
 SCRIPT_SECONDS = 600  # until a script counts as hanging
 CI_MINUTES = 45
 SLOWER = 1.02
+FAULTS = 40  # planted, at least
 
 
 def at_least(count: int, what: str, check: Check, quick: int = 1) -> Check:
@@ -33,6 +35,15 @@ def at_least(count: int, what: str, check: Check, quick: int = 1) -> Check:
 def counted(count: int, what: str, *arguments: str, quick: int = 1) -> Check:
     """Tests that print `<count> <what>…`; at full size also the slow ones."""
     return at_least(count, what, pytest(*arguments, slow=True, figure=rf"\d[\d,]* {what}[^\n]*"), quick)
+
+
+def sized(full: tuple[str, ...], quick: tuple[str, ...]) -> Check:
+    """Tests whose name says their size: the slow ones, or with --quick others."""
+
+    def check(settings: Settings) -> Outcome:
+        return pytest(*(quick if settings.quick else full), slow=True)(settings)
+
+    return check
 
 
 def judge_scripts(statuses: dict[str, int | None]) -> Outcome:
@@ -59,12 +70,14 @@ def defect_scripts(settings: Settings) -> Outcome:
     return judge_scripts(statuses)
 
 
-def judge_planted(output: str, status: int) -> Outcome:
-    """Of planted faults all are found, and at least 40 at full size."""
-    outcome = judge_script(output, status, r"\d+ of \d+ killed")
-    found = re.search(r"(\d+) of (\d+) killed", output)
+def judge_planted(output: str, status: int, quick: bool) -> Outcome:
+    """Of planted faults all are found, and there are at least 40 at full size."""
+    outcome = judge_script(output, status, r"\d+ of \d+ (?:planted faults )?killed")
+    found = re.search(r"(\d+) of (\d+) (?:planted faults )?killed", output)
     if found and int(found[1]) < int(found[2]):
         return Outcome(outcome.measured, Verdict.MISSED)
+    if found and not quick and int(found[2]) < FAULTS:
+        return Outcome(f"{outcome.measured}; fewer than {FAULTS} planted", Verdict.NOT_MEASURED)
     return outcome
 
 
@@ -73,7 +86,7 @@ def planted_faults(settings: Settings) -> Outcome:
     if not tool.exists():
         return Outcome(f"skipped: no {tool.relative_to(ROOT)}", Verdict.NOT_MEASURED)
     done = settings.run([sys.executable, str(tool), *(["--quick"] if settings.quick else [])])
-    return judge_planted(done.stdout, done.returncode)
+    return judge_planted(done.stdout, done.returncode, settings.quick)
 
 
 def old_program(old: Path) -> Path:
@@ -120,13 +133,37 @@ def ci_time(settings: Settings) -> Outcome:
     return judge_ci(json.loads(log.read_text()) if log.exists() else None)
 
 
-# Tests of the classes behind the scripts: what each script shows by one case.
-CLASSES = (
-    pytest("tests/python", "-k", "wrong_size or parameter_check or unpacked or version_counter or replaced"),
-    ctest("release", r"KernelsPacking|Checksum|Dispatcher"),
-)
+# For each script of --defects, by the part of its name before the first `_`: the tests of its class, of which it shows
+# one case. A script without an entry leaves its class not measured.
+PACKED = ctest("release", r"^KernelsPack|^PackedWeights")
+CLASS_TESTS: dict[str, Check] = {
+    "d1": PACKED,
+    "d1b": PACKED,
+    "e4": pytest("tests/python/test_state_keys.py"),
+    "e7": pytest("tests/dist/test_main_grad.py"),
+}
+
+
+def classes_of(names: Iterable[str], known: Mapping[str, Check]) -> tuple[list[str], list[Check]]:
+    """Names without an entry, and the checks of the others, each once."""
+    keys = [name.partition("_")[0] for name in names]
+    checks = dict.fromkeys(known[key] for key in keys if key in known)
+    return [key for key in keys if key not in known], list(checks)
+
+
+def class_tests(settings: Settings) -> Outcome:
+    """The tests of every class that a script shows; of all that are known without --defects."""
+    folder = settings.defects
+    names = sorted(path.stem for path in Path(folder).glob("*.py")) if folder else list(CLASS_TESTS)
+    missing, known = classes_of(names, CLASS_TESTS)
+    outcomes = [check(settings) for check in known]
+    if missing or not outcomes:
+        outcomes.append(Outcome(f"no class test named for {', '.join(missing) or 'any'}", Verdict.NOT_MEASURED))
+    return joined(outcomes)
+
 
 TESTS = ("tests/python", "tests/dist")  # pytest does not look into a folder called dist unless it is named
+MISMATCH, UNTRUSTED = "tests/dist/test_mismatch.py", "tests/python/test_convert_untrusted.py"
 FAILURES, SHARED, UCX = "tests/dist/test_failures.py", "tests/dist/test_shared_link.py", "tests/dist/test_ucx.py"
 
 # Rows of the reliability suite: what passes, at full size and with --quick.
@@ -152,7 +189,7 @@ RELIABILITY = (
     Row("3.9", "main_grad after each of them: untouched, or with its whole contribution, as its flag says",
         (pytest(FAILURES, "-k", "survivor or main_grad", slow=True),)),
     Row("3.10", "50 mismatches between ranks, every transport: an exception on every rank, 0 aborts",
-        (counted(50, "mismatches", FAILURES, "-k", "disagree or mismatch"),)),
+        (pytest(FAILURES, "-k", "disagree"), sized(full=(MISMATCH, "-k", "fifty"), quick=(MISMATCH,)))),
     Row("3.11", "100 kills leave no memory and no socket; squatters, other users, wrong descriptors are refused",
         (counted(100, "kills", "tests/dist", "-k", "left"), ctest("release", r"^HostMeeting\."),
          pytest(SHARED, "-k", "another_user"))),
@@ -160,21 +197,23 @@ RELIABILITY = (
         (pytest(SHARED, "-k", "memory or limit"),)),
     Row("3.13", "a soak of 1,000 steps (100), 2 ranks: memory and descriptors constant, equal loss bits twice",
         (counted(1000, "steps", "tests/dist", "-k", "soak", quick=100),)),
-    Row("3.14", "checkpoints round trip bit-equal; 50 kills during saves; 20,000 fuzzed blobs: 0 crashes, nothing run",
+    Row("3.14", "checkpoints round trip bit-equal; 50 kills during saves; 20,000 mutated blobs: 0 crashes, nothing run",
         (pytest("tests/python/test_checkpoint.py", "tests/python/test_convert.py", slow=True),
-         counted(50, "kills during", *TESTS, "-k", "kills_during or killed_while_saving"),
-         counted(20_000, "fuzzed blobs", *TESTS, "-k", "blobs", quick=200))),
+         sized(full=(UNTRUSTED, "-k", "conversion_is_killed and 52"), quick=(UNTRUSTED, "-k", "conversion_is_killed")),
+         sized(full=(UNTRUSTED, "-k", "mutated_files and 7000"), quick=(UNTRUSTED, "-k", "mutated_files")),
+         counted(20_000, "mutated blobs", *TESTS, "-k", "mutated_blobs", quick=200))),
     Row("3.15", "unmodified megatron-core, TP 1, 2, 2 with sequence parallelism: one rank's loss and norm, <= 1e-5",
         (pytest("tests/dist/test_megatron.py", figure=r"off one rank .*"),)),
 )  # fmt: skip
 
 TRUST = (
     Row("1", "every script of --defects ends with status 0, and the tests of their classes pass",
-        (needs_build(defect_scripts), *CLASSES)),
+        (needs_build(defect_scripts), class_tests)),
     Row("2", "planted faults found by a test of their own layer: all of 40", (planted_faults,)),
     *RELIABILITY,
     Row("4", "a local stranger at every socket of a training, 60 s (5): right loss; UCX only if trusted",
-        (pytest("tests/dist", "-k", "stranger", slow=True), pytest("tests/dist", "-k", "trusted", slow=True))),
+        (sized(full=("tests/dist", "-k", "stranger and minute"), quick=("tests/dist", "-k", "stranger")),
+         pytest("tests/dist", "-k", "trusted"), ctest("release", r"^Links.*NotTrusted"))),
     Row("5", "framework cost, new / old <= 1.02; kernel times, lower end of the interval <= 1.02",
         (needs_build(framework_cost), needs_build(kernel_times))),
     Row("6", f".ci/run cold: <= {CI_MINUTES} minutes", (ci_time,)),
