@@ -6,10 +6,12 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "benchmarks")]
 
 import checks  # noqa: E402
 import claims  # noqa: E402
+import network  # noqa: E402
+import old_against_new  # noqa: E402
 import skips  # noqa: E402
 import trust  # noqa: E402
 from verdict import (  # noqa: E402
@@ -229,7 +231,33 @@ def test_a_benchmark_that_was_too_noisy_is_run_once_more():
     runs = iter([[noisy], [quiet]])
     assert checks.measured(lambda: (next(runs), True)).verdict is HOLDS
     assert checks.measured(lambda: ([noisy], True)).verdict is NOT_MEASURED
+    assert checks.measured(lambda: ([noisy], True), attempts=1).verdict is NOT_MEASURED
     assert checks.measured(lambda: ([quiet], False)).verdict is MISSED  # wrong results
+
+
+def test_a_network_without_a_steady_round_is_not_measured():
+    row = {"schedule": "all_gather_gemm", "ratios": [], "hidden": [], "controls": []}
+    assert [figure_from(f).judge().verdict for f in network.figures_of(1.0, row)] == [NOT_MEASURED]
+    row = {**row, "ratios": [1.05] * 9, "hidden": [0.9] * 9, "controls": [1.0] * 9}
+    assert [figure_from(f).judge().verdict for f in network.figures_of(1.0, row)] == [HOLDS, HOLDS]
+    assert [figure_from(f).judge().verdict for f in network.figures_of(1.0, {**row, "hidden": [0.8] * 9})] == [
+        HOLDS,
+        MISSED,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("runs", "verdict"),
+    [
+        ([0.50, 0.505, 0.505, 0.50], HOLDS),  # 1 % slower
+        ([0.50, 0.52, 0.52, 0.50], MISSED),  # 4 %
+        ([0.50, 0.52, 0.52, 0.52], NOT_MEASURED),  # old differs from itself by 4 %
+        ([0.50, None, 0.50, 0.50], NOT_MEASURED),  # no round of one process counted
+    ],
+)
+def test_old_against_new(runs, verdict):
+    rounds = [[{} if ratio is None else {"gemm": ratio} for ratio in runs]] * 9
+    assert figure_from(old_against_new.figure("gemm", rounds)).judge().verdict is verdict
 
 
 def test_only_holds_passes_and_the_summary_counts_each():

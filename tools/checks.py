@@ -27,7 +27,6 @@ from verdict import (
 
 ROOT = Path(__file__).resolve().parent.parent
 TIERS = {"amx": "amx_bf16", "avx512": "avx512dq", "avx2": "avx2", "ref": ""}  # and the CPU's flag for it
-ATTEMPTS = 2  # a benchmark whose rounds or control were not good enough runs once more
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,11 @@ class Settings:
     old: Path | None = None  # the build to compare with
     defects: Path | None = None  # scripts that must end with status 0
     environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def attempts(self) -> int:
+        """How often a benchmark may run until its rounds and its control are good enough."""
+        return 1 if self.quick else 2
 
     def run(self, command: list[str], timeout: float | None = None) -> subprocess.CompletedProcess[str]:
         """Runs a command in the repository; its output is shown only if it fails."""
@@ -144,10 +148,10 @@ def rows_of(settings: Settings, *command: str) -> tuple[list[dict], subprocess.C
         return (content if isinstance(content, list) else content["rows"]), done
 
 
-def measured(once: Callable[[], tuple[list[Figure], bool]], expected: int = 1) -> Outcome:
+def measured(once: Callable[[], tuple[list[Figure], bool]], expected: int = 1, attempts: int = 2) -> Outcome:
     """Figures of a benchmark, which says whether its results were right. Those not measured are measured once more."""
     found: dict[str, Figure] = {}
-    for _ in range(ATTEMPTS):
+    for _ in range(attempts):
         figures, right = once()
         if not right:
             return joined([judge_figures(figures), Outcome("wrong results or a failed run", Verdict.MISSED)])
@@ -167,7 +171,7 @@ def figures(*command: str, if_quick: tuple[str, ...] = ()) -> Check:
             rows, done = rows_of(settings, *command, *(if_quick if settings.quick else ()))
             return [figure_from(f) for row in rows for f in row["figures"]], not done.returncode
 
-        return measured(once)
+        return measured(once, attempts=settings.attempts)
 
     return needs_build(check)
 
@@ -197,7 +201,7 @@ def suite(file: str, quick_only: str, threads: tuple[int, ...] = (1,), command: 
                 found += [replace(f, name=f.name + where) for f in map(suite_figure, rows)]
             return found, right
 
-        return measured(once, expected=len(threads) * problems_of(path, only))
+        return measured(once, len(threads) * problems_of(path, only), settings.attempts)
 
     return needs_build(check)
 
