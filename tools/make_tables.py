@@ -11,7 +11,7 @@ A table stands between two comments, the first of which names how it is made and
 
 A stored result has a date, the commit if it is known, the command that made it, and rows. `tools/claims.py core --json
 benchmarks/results/claims-core.json` stores the rows of a group of claims, `benchmarks/network.py --json` those of a
-network. `tolerances` reads the table of tests/python/tolerances.py.
+network. `tolerances` reads the table of tests/python/tolerances.py; `rows trust` lists the claims of a group.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from claim_rows import CLAIMS  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = re.compile(r"(<!-- table: (\w+) (\S+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
@@ -85,6 +89,11 @@ def tolerances(text: str) -> str:
     return markdown(("dtype", "rtol", "atol"), rows)
 
 
+def rows_of(group: str) -> str:
+    """The claims of a group, without results."""
+    return markdown(("row", "claim"), ((row.number, row.claim) for row in CLAIMS[group]))
+
+
 KINDS: dict[str, Callable[[str], str]] = {
     "claims": from_results(claims),
     "network": from_results(network),
@@ -98,7 +107,7 @@ def rendered(text: str, read: Callable[[str], str]) -> str:
 
     def table(found: re.Match[str]) -> str:
         opening, kind, file, _, closing = found.groups()
-        return opening + KINDS[kind](read(file)) + closing
+        return opening + (rows_of(file) if kind == "rows" else KINDS[kind](read(file))) + closing
 
     return TABLE.sub(table, text)
 
