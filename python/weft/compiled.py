@@ -43,7 +43,8 @@ _program._dynamo_marked_constant = True
 
 def applies(module: torch.nn.Module, x: Any) -> bool:
     """Whether a call goes through the dispatcher: it is compiled, x is fake or a dispatch mode is active; no operation
-    below is written in Python, and no weight gradient bypasses autograd, which a compiler would take for dead code."""
+    below is written in Python, and no weight gradient bypasses autograd, which a compiler would take for dead code.
+    A dispatch mode sees a main_grad as a mutated argument; delayed gradients it would not see."""
     compiling = torch.compiler.is_compiling()
     observed = compiling or _C.dispatch_mode_active()
     if not observed and type(x).__name__ != "FakeTensor":
@@ -52,7 +53,7 @@ def applies(module: torch.nn.Module, x: Any) -> bool:
     for part in module.modules():
         if getattr(part, "_written_in_python", False):
             return False
-        if differentiates and getattr(part, "_own_wgrad", False):
+        if differentiates and getattr(part, "_own_wgrad" if compiling else "_delays_wgrad", False):
             return False
     return True
 
@@ -129,8 +130,15 @@ def _forward_fake(inputs, text):
 def _backward_fake(grads, inputs_and_saved, text):
     return [
         torch.empty_like(t, memory_format=torch.contiguous_format) if wanted else t.new_empty([0])
-        for t, (_, wanted) in zip(inputs_and_saved, _C.gradients(text), strict=False)
+        for t, (_, wanted, _) in zip(inputs_and_saved, _C.gradients(text), strict=False)
     ]
+
+
+@torch.library.register_fake("weft::pipeline_backward_into")
+def _backward_into_fake(grads, inputs_and_saved, main_grads, text):
+    found = _backward_fake(grads, inputs_and_saved, text)
+    described = zip(found, _C.gradients(text), strict=True)
+    return [grad.new_empty([0]) if accumulated else grad for grad, (_, _, accumulated) in described]
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -143,14 +151,26 @@ def _setup_context(ctx, inputs, output) -> None:
 def _backward(ctx, grads):
     needed = ctx.needs_input_grad[0]
     needed = needed if isinstance(needed, (list, tuple)) else [needed] * ctx.num_inputs
-    for (name, planned), need in zip(_C.gradients(ctx.text), needed, strict=True):
+    tensors, described = list(ctx.saved_tensors), _C.gradients(ctx.text)
+    for (name, planned, _), need in zip(described, needed, strict=True):
         if need and not planned:
             raise RuntimeError(
                 f"weft: the gradient of {name} is needed, but the program was exported or compiled without it. Export "
                 "it again with gradients enabled (outside of torch.no_grad()) and with requires_grad set on that tensor"
             )
-    found = torch.ops.weft.pipeline_backward(list(grads[: ctx.num_outputs]), list(ctx.saved_tensors), ctx.text)
-    return [grad if need else None for grad, need in zip(found, needed, strict=True)], None
+    grads = list(grads[: ctx.num_outputs])
+    main_grads = [
+        t.main_grad
+        for t, (_, wanted, accumulated) in zip(tensors, described, strict=False)
+        if wanted and accumulated and getattr(t, "main_grad", None) is not None
+    ]
+    if main_grads:
+        found = torch.ops.weft.pipeline_backward_into(grads, tensors, main_grads, ctx.text)
+    else:
+        found = torch.ops.weft.pipeline_backward(grads, tensors, ctx.text)
+    # An empty tensor stands for a gradient that main_grad has.
+    rows = zip(found, tensors, needed, strict=False)
+    return [grad if need and grad.shape == t.shape else None for grad, t, need in rows], None
 
 
 torch.library.register_autograd("weft::pipeline_forward", _backward, setup_context=_setup_context)
@@ -181,3 +201,8 @@ def _forward_flops(inputs, text, **_: Any) -> int:
 @register_flop_formula(torch.ops.weft.pipeline_backward)
 def _backward_flops(grads, inputs_and_saved, text, **_: Any) -> int:
     return _flops(inputs_and_saved[: len(_C.gradients(text))], text)[1]
+
+
+@register_flop_formula(torch.ops.weft.pipeline_backward_into)
+def _backward_into_flops(grads, inputs_and_saved, main_grads, text, **_: Any) -> int:
+    return _backward_flops(grads, inputs_and_saved, text)

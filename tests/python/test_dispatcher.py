@@ -191,6 +191,30 @@ def test_selective_checkpointing_into_main_grad():
     checkpoint(model, given.requires_grad_(), use_reentrant=False, context_fn=context).square().sum().backward()
     twin(given.detach()).square().sum().backward()
     torch.testing.assert_close(model.weight.main_grad, twin.weight.grad + 1)
+    assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("flag", (None, False))
+def test_main_grad_is_a_mutated_argument(flag):
+    model = ops.Sequential(ops.Linear(32, 64, accumulate_into_main_grad=True), ops.GELU(), ops.Linear(64, 32))
+    given = torch.randn(40, 32)
+    weight = model[0].weight
+    weight.main_grad = torch.ones(64, 32)
+    if flag is not None:
+        weight.grad_added_to_main_grad = flag
+    model(given).square().sum().backward()
+    expected, weight.main_grad = weight.main_grad, torch.ones(64, 32)
+    version = weight.main_grad._version
+    model.zero_grad()
+    with Seen() as seen, FlopCounterMode(display=False) as counter:
+        model(given).square().sum().backward()
+    torch.testing.assert_close(weight.main_grad, expected)
+    assert weight.main_grad._version > version
+    assert seen.calls.count("weft.pipeline_backward_into.default") == 1
+    assert counter.get_total_flops() == 2 * 40 * 32 * 64 * (2 + 3)
+    assert (weight.grad is None) == (flag is None)
+    if flag is not None:
+        assert weight.grad_added_to_main_grad is True
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)

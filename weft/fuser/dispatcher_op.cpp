@@ -6,8 +6,10 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include "weft/fuser/backward_run.h"
 #include "weft/fuser/door.h"
 #include "weft/fuser/functional.h"
+#include "weft/ops/wgrad_record.h"
 
 namespace weft::fuser {
 namespace {
@@ -58,9 +60,30 @@ List pipeline_forward(at::TensorList inputs, c10::string_view text) {
   return results;
 }
 
-/// Gradients in the order of the inputs; an empty tensor where none is wanted.
-List pipeline_backward(const c10::List<std::optional<at::Tensor>>& grads, at::TensorList tensors,
-                       c10::string_view text) {
+/// Parameters among the inputs of a call, whose `main_grad` must be one of the tensors that the op declares to mutate.
+class DeclaredLeaves final : public ops::Leaves {
+ public:
+  DeclaredLeaves(at::TensorList params, at::TensorList main_grads) : params_(params), main_grads_(main_grads) {}
+
+  at::Tensor leaf(int p) const override {
+    const auto& param = params_[p];
+    if (!param.is_leaf()) return {};
+    const auto target = ops::wgrad_resolver(param).resolve(param, /*fetch=*/false).main_grad;
+    const bool declared =
+        std::any_of(main_grads_.begin(), main_grads_.end(), [&](const at::Tensor& t) { return t.is_same(target); });
+    TORCH_CHECK_VALUE(!target.defined() || declared, "weft: parameter ", p,
+                      " accumulates into a main_grad that is not among the main_grads of the call.");
+    return param;
+  }
+  int64_t run() const override { return backward_run(); }
+
+ private:
+  at::TensorList params_, main_grads_;
+};
+
+/// Gradients in the order of the inputs; an empty tensor where none is wanted, or where main_grad has it.
+List differentiate(const c10::List<std::optional<at::Tensor>>& grads, at::TensorList tensors, c10::string_view text,
+                   const at::TensorList* main_grads) {
   const auto p = program(text);
   const size_t count = 1 + p.pipeline->caller_inputs().size() + p.pipeline->params().size();
   const auto inputs = tensors.slice(0, std::min(count, tensors.size()));
@@ -70,19 +93,31 @@ List pipeline_backward(const c10::List<std::optional<at::Tensor>>& grads, at::Te
     const std::optional<at::Tensor> grad = grads.get(k);
     dy.push_back(grad.value_or(at::Tensor()));
   }
-  const auto found = backward(dy, tensors.slice(count), x, params, extras, text);  // of x, parameters, extra inputs
+  const DeclaredLeaves leaves(params, main_grads ? *main_grads : at::TensorList());
+  const auto found = backward(dy, tensors.slice(count), x, params, extras, text,
+                              main_grads ? &leaves : nullptr);  // of x, parameters, extra inputs
   List out, taken = tensors.vec();
   taken.insert(taken.end(), dy.begin(), dy.end());
   for (size_t i = 0; i < count; ++i) {
     const auto from = i == 0 ? 0 : i <= extras.size() ? params.size() + i : i - extras.size();
-    const bool wanted = p.plan->key.trait(static_cast<int>(i)).requires_grad;
+    const bool zero = !main_grads && p.plan->key.trait(static_cast<int>(i)).requires_grad;
     if (found[from].defined())
       out.push_back(own(found[from].to(inputs[i].scalar_type()), taken));
     else
-      out.push_back(wanted ? at::zeros(inputs[i].sizes(), inputs[i].options()) : at::empty({0}, inputs[i].options()));
+      out.push_back(zero ? at::zeros(inputs[i].sizes(), inputs[i].options()) : at::empty({0}, inputs[i].options()));
     taken.push_back(out.back());
   }
   return out;
+}
+
+List pipeline_backward(const c10::List<std::optional<at::Tensor>>& grads, at::TensorList tensors,
+                       c10::string_view text) {
+  return differentiate(grads, tensors, text, nullptr);
+}
+
+List pipeline_backward_into(const c10::List<std::optional<at::Tensor>>& grads, at::TensorList tensors,
+                            at::TensorList main_grads, c10::string_view text) {
+  return differentiate(grads, tensors, text, &main_grads);
 }
 
 }  // namespace
@@ -92,11 +127,16 @@ TORCH_LIBRARY(weft, m) {
         {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
   m.def("pipeline_backward(Tensor?[] grads, Tensor[] inputs_and_saved, str text) -> Tensor[]",
         {at::Tag::pt2_compliant_tag});
+  m.def(
+      "pipeline_backward_into(Tensor?[] grads, Tensor[] inputs_and_saved, Tensor(a!)[] main_grads, str text) -> "
+      "Tensor[]",
+      {at::Tag::pt2_compliant_tag});
 }
 
 TORCH_LIBRARY_IMPL(weft, CompositeExplicitAutograd, m) {
   m.impl("pipeline_forward", &pipeline_forward);
   m.impl("pipeline_backward", &pipeline_backward);
+  m.impl("pipeline_backward_into", &pipeline_backward_into);
 }
 
 }  // namespace weft::fuser

@@ -167,7 +167,8 @@ Forward forward(const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tenso
 }
 
 std::vector<at::Tensor> backward(c10::ArrayRef<at::Tensor> grads, c10::ArrayRef<at::Tensor> saved, const at::Tensor& x,
-                                 ops::Params params, c10::ArrayRef<at::Tensor> extras, std::string_view text) {
+                                 ops::Params params, c10::ArrayRef<at::Tensor> extras, std::string_view text,
+                                 const ops::Leaves* leaves) {
   const auto [name, version, pipeline, plan] = program(text);
   check_described(*pipeline, plan->key, x, params, extras);
   const auto shapes = infer(*pipeline, *plan, x, params, extras);
@@ -187,7 +188,7 @@ std::vector<at::Tensor> backward(c10::ArrayRef<at::Tensor> grads, c10::ArrayRef<
                    .params = held.data(),
                    .more_saved = nullptr,
                    .states = nullptr,
-                   .leaves = nullptr};
+                   .leaves = leaves};
   out[0] = run_backward(*pipeline, *plan, frame, grads[0]);
   for (size_t k = 0; k < inputs.size(); ++k) out[1 + params.size() + k] = std::move(extra_in[inputs[k]]);
   return out;

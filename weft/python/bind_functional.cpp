@@ -41,17 +41,35 @@ py::list infer(const std::string& text, const py::list& inputs) {
   return results;
 }
 
-/// For each input its name in messages and whether the described call computes its gradient.
+bool accumulates(const ops::BasicOp& op) {
+  const auto fields = op.fields();
+  return std::any_of(fields.begin(), fields.end(), [](const FieldValue& field) {
+    return field.name == "accumulate_into_main_grad" && field.value == Value(true);
+  });
+}
+
+/// For each parameter, whether its gradient goes to its main_grad.
+std::vector<bool> into_main_grad(const fuser::Pipeline& pipeline) {
+  std::vector<bool> list;
+  for (int i = 0; i < pipeline.size(); ++i)
+    for (int p = pipeline.param_base(i); p < pipeline.param_base(i + 1); ++p)
+      list.push_back(pipeline.params()[p].sinks && accumulates(pipeline.op(i)));
+  return list;
+}
+
+/// For each input its name in messages, whether the described call computes its gradient, and whether that goes to
+/// main_grad.
 py::list gradients(const std::string& text) {
   const auto program = fuser::program(text);
   const int extras = static_cast<int>(program.pipeline->caller_inputs().size());
   const auto& key = program.plan->key;
+  const auto accumulated = into_main_grad(*program.pipeline);
   py::list list;
   for (int i = 0; i < key.traits(); ++i) {
     const auto name = i == 0        ? std::string("the input")
                       : i <= extras ? "extra input " + std::to_string(i - 1)
                                     : fuser::param_name(*program.pipeline, i - 1 - extras);
-    list.append(py::make_tuple(name, key.trait(i).requires_grad));
+    list.append(py::make_tuple(name, key.trait(i).requires_grad, i > extras && accumulated[i - 1 - extras]));
   }
   return list;
 }
@@ -73,8 +91,9 @@ void bind_functional(py::module_& m) {
       "How many of the results of weft::pipeline_forward are outputs; the rest is saved for backward.");
   m.def("infer", &infer, py::arg("text"), py::arg("inputs"),
         "Sizes and dtypes of what a described call returns; tensors are (sizes, dtype).");
-  m.def("gradients", &gradients, py::arg("text"),
-        "The name of each input of a described call, and whether the call computes its gradient.");
+  m.def(
+      "gradients", &gradients, py::arg("text"),
+      "For each input of a described call: its name, whether the call computes its gradient, whether into main_grad.");
   m.def("flops", &flops, py::arg("text"), py::arg("inputs"),
         "Floating-point operations of the GEMMs in forward and backward.");
   m.def(

@@ -260,8 +260,8 @@ class Runner {
                           TorchDispatchModeTLS::get_mode(c10::impl::TorchDispatchModeKey::PROXY).has_value();
     TORCH_CHECK_NOT_IMPLEMENTED(
         !recorded,
-        "weft: make_fx cannot record a pipeline with operations written in Python, accumulate_into_main_grad, "
-        "delay_wgrad_compute or keyword arguments. Leave them out of what is traced.");
+        "weft: make_fx cannot record a pipeline with operations written in Python, delay_wgrad_compute or keyword "
+        "arguments. Leave them out of what is traced.");
   }
 
   py::object run(PyObject* args, Py_ssize_t first, PyObject* keywords) const {
