@@ -34,9 +34,10 @@ inline int64_t arrived_from_all(comm::Exchange& round, const std::vector<int>& p
 }
 
 /// Blocks of 32 x 32 values hold some beyond the rows and columns that count. The ranks agree on the rows as they are,
-/// and on this number of columns: it leaves room for `values` and differs wherever `columns` does.
+/// and on this number of columns: it leaves room for `values` and differs wherever `columns` does. Without rows there
+/// are no values.
 inline int64_t columns_for(int64_t values, int64_t rows, int64_t columns) {
-  return (values + rows - 1) / rows + columns % 32;
+  return rows == 0 ? columns : (values + rows - 1) / rows + columns % 32;
 }
 
 /// The first values of a block, in another shape.

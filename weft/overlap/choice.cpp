@@ -4,10 +4,11 @@
 #include "weft/overlap/clock.h"
 
 namespace weft::overlap {
+
 std::shared_ptr<comm::Link> Choice::link(const std::string& group, const Shape& shape,
                                          std::optional<bool> asked) const {
   const auto found = comm::link_of(group);
-  Last last{.shape = shape, .how = found.reason, .predicted = {}};
+  Last last{.shape = shape, .how = found.reason, .predicted = {}, .thread = std::this_thread::get_id()};
   if (!found.link) {
     remember(std::move(last));
     return nullptr;
@@ -25,21 +26,22 @@ std::shared_ptr<comm::Link> Choice::link(const std::string& group, const Shape& 
 }
 
 void Choice::remember(Last last) const {
-  const std::lock_guard lock(mutex_);
-  last_ = std::move(last);
+  const std::lock_guard lock(log_->mutex);
+  log_->last = std::move(last);
 }
 
 Choice::Watch::Watch(const Choice& choice) : choice_(choice), start_(now()) {}
 
 Choice::Watch::~Watch() {
-  const std::lock_guard lock(choice_.mutex_);
-  if (choice_.last_) choice_.last_->took = now() - start_;
+  const std::lock_guard lock(choice_.log_->mutex);
+  auto& last = choice_.log_->last;
+  if (last && last->thread == std::this_thread::get_id()) last->took = now() - start_;  // else it is another call's
 }
 
 std::string Choice::last() const {
-  const std::lock_guard lock(mutex_);
-  if (!last_) return {};
-  const auto& [shape, how, overlapped, predicted, took] = *last_;
+  const std::lock_guard lock(log_->mutex);
+  if (!log_->last) return {};
+  const auto& [shape, how, overlapped, predicted, took, thread] = *log_->last;
   auto text = std::to_string(shape.ranks) + " x " + std::to_string(shape.rows) +
               " rows: " + (overlapped ? "overlapped by " + how : "plain, since " + how);
   if (predicted)

@@ -3,6 +3,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 
 #include "weft/overlap/costs.h"
 
@@ -39,11 +40,16 @@ class Choice {
     bool overlapped = false;
     std::optional<Prediction> predicted;
     double took = 0;
+    std::thread::id thread = std::this_thread::get_id();  // that made the call
+  };
+  /// What changes from call to call. It lies outside the choice, which is part of a plan and so never changes.
+  struct Log {
+    std::mutex mutex;
+    std::optional<Last> last;
   };
   void remember(Last last) const;
 
-  mutable std::mutex mutex_;
-  mutable std::optional<Last> last_;
+  const std::unique_ptr<Log> log_ = std::make_unique<Log>();
 };
 
 }  // namespace weft::overlap

@@ -5,6 +5,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
+#include <array>
 #include <ctime>
 #include <map>
 #include <memory>
@@ -86,13 +87,15 @@ void measure_collectives(Costs& out, const comm::Group& group) {
 
 /// The slowest rank's numbers are everybody's.
 Costs agreed(const Costs& mine, const comm::Group& group) {
-  constexpr int64_t kWords = sizeof(Costs) / sizeof(double);
-  static_assert(sizeof(Costs) == kWords * sizeof(double));
-  auto words = at::empty({1, kWords}, at::TensorOptions().dtype(at::kDouble));
-  std::copy_n(&mine.per_flop, kWords, words.mutable_data_ptr<double>());
+  static constexpr std::array kFields{&Costs::per_flop,      &Costs::per_weight,   &Costs::latency,
+                                      &Costs::per_byte,      &Costs::cpu_per_byte, &Costs::plain_latency,
+                                      &Costs::plain_per_byte};
+  static_assert(sizeof(Costs) == kFields.size() * sizeof(double), "a field is missing");
+  const auto words = at::empty({1, static_cast<int64_t>(kFields.size())}, at::TensorOptions().dtype(at::kDouble));
+  for (size_t i = 0; i < kFields.size(); ++i) words.mutable_data_ptr<double>()[i] = mine.*kFields[i];
   const auto all = std::get<0>(group.all_gather(words).wait().max(0)).contiguous();
   Costs out;
-  std::copy_n(all.const_data_ptr<double>(), kWords, &out.per_flop);
+  for (size_t i = 0; i < kFields.size(); ++i) out.*kFields[i] = all.const_data_ptr<double>()[i];
   return out;
 }
 

@@ -3,6 +3,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <set>
+
+#include "weft/overlap/blocks.h"
+
 namespace weft::testing {
 namespace {
 
@@ -52,6 +56,19 @@ TEST(OverlapCosts, InPlaceAnyGainIsTaken) {
   EXPECT_LT(p.overlapped, p.plain);
   EXPECT_EQ(refuse(gather(64), p, true), "");
   EXPECT_THAT(refuse(gather(0), p, true), HasSubstr("no rows"));
+}
+
+TEST(OverlapBlocks, AgreedColumnsLeaveRoomAndTellColumnsApart) {
+  for (const int64_t rows : {1, 31, 32, 33, 100}) {
+    std::set<int64_t> seen;
+    for (int64_t columns = 0; columns < 200; ++columns) {
+      const int64_t values = (rows + 31) / 32 * ((columns + 31) / 32) * 32 * 32;
+      const auto agreed = overlap::columns_for(values, rows, columns);
+      EXPECT_GE(agreed * rows, values);
+      EXPECT_TRUE(seen.insert(agreed).second) << rows << " rows, " << columns << " columns";
+    }
+  }
+  EXPECT_EQ(overlap::columns_for(0, 0, 7), 7);
 }
 
 }  // namespace
