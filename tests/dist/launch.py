@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import pathlib
+import socket
 import subprocess
 import sys
+import time
 from typing import Any
 
 from typing_extensions import Self
@@ -36,6 +38,11 @@ class Ranks:
             process.kill()
             process.wait()
 
+    def wait_for_end_or_stop(self, rank: int) -> float:
+        """When the rank ended or stopped, by a signal of its own."""
+        os.waitid(os.P_PID, self.processes[rank].pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+        return time.time()
+
     def codes(self, seconds: float) -> list[int]:
         return [process.wait(seconds) for process in self.processes]
 
@@ -44,6 +51,14 @@ class Ranks:
 
     def text(self) -> str:
         return "\n".join(f"---- {log.name}\n{text}" for log, text in zip(self.logs, self.texts(), strict=True))
+
+
+def listening(pid: int) -> list[tuple[str, int]]:
+    """Addresses and ports on which the process listens over TCP, IPv4."""
+    links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+    rows = [line.split() for line in pathlib.Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    found = [row[1].split(":") for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links]
+    return [(socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)) for host, port in found]
 
 
 def environment_of(ranks: int, **environment: str) -> dict[str, str]:

@@ -15,6 +15,7 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 
+#include "tests/dist/kill_point.h"
 #include "weft/comm/host_meeting.h"
 #include "weft/comm/shared_link.h"
 
@@ -41,24 +42,32 @@ void expect_filled(const at::Tensor& block, int from, int to, int64_t round) {
 void run_round(SharedLink& link, int64_t round, bool gather, int64_t rows, int64_t columns) {
   const int me = link.rank();
   std::unique_ptr<Exchange> exchange;
+  reached(round, 0);
   if (gather) {
     const auto mine = at::empty({rows, columns}, at::kLong);
     fill(mine, me, 7, round);
     exchange = link.all_gather(mine);
+    reached(round, 1);
+    reached(round, 2);
   } else {
     exchange = link.reduce_scatter(rows, columns, at::kLong);
+    reached(round, 1);
     for (int to = 0; to < link.size(); ++to) {
       if (to == me) continue;
       fill(exchange->outgoing(to), me, to, round);
       exchange->publish(to, rows);
+      reached(round, 2);
     }
   }
   for (int from = 0; from < link.size(); ++from) {
     if (from == me) continue;
     exchange->wait(from, rows);
     expect_filled(exchange->incoming(from), from, gather ? 7 : me, round);
+    reached(round, 3);
   }
+  reached(round, 4);
   exchange->finish();
+  reached(round, 5);
 }
 
 struct Arguments {

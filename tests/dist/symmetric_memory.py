@@ -18,6 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+from torch._C._distributed_c10d import _SymmetricMemory
 
 import weft  # noqa: F401  registers the allocator
 
@@ -45,6 +46,19 @@ def mapped() -> tuple[int, int]:
     """How many pieces of shared memory and descriptors this process has."""
     maps = pathlib.Path("/proc/self/maps").read_text()
     return maps.count("memfd:weft"), len(os.listdir("/proc/self/fd"))
+
+
+def two_groups_on_one_store_do_not_meet_each_other() -> None:
+    store = dist.FileStore(sys.argv[1] + "/groups", WORLD)
+    names = [f"weft_{name}_{WORLD}" for name in ("a", "b")]
+    for name in names:
+        _SymmetricMemory.set_group_info(name, RANK, WORLD, store)
+    tensors = [symm_mem.empty(8, device="cpu").fill_(100 * number + RANK) for number in (0, 1)]
+    handles = [_SymmetricMemory.rendezvous(*pair) for pair in zip(tensors, names, strict=True)]
+    for number, handle in enumerate(handles):
+        handle.barrier(0)
+        for peer in range(WORLD):
+            assert (handle.get_buffer(peer, (8,), torch.float32) == 100 * number + peer).all(), number
 
 
 def every_rank_reads_every_buffer() -> None:
@@ -156,6 +170,7 @@ def a_rank_that_ended_is_noticed_at_once() -> None:
 
 
 SITUATIONS = [
+    two_groups_on_one_store_do_not_meet_each_other,
     every_rank_reads_every_buffer,
     a_rank_writes_into_its_neighbours_memory,
     signals_come_once_and_in_order,

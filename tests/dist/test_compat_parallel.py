@@ -9,4 +9,4 @@ from launch import run_ranks  # noqa: E402
 
 
 def test_modules_over_two_ranks(tmp_path):
-    run_ranks("compat_rank.py", tmp_path, 2, WEFT_TRANSPORT="plain", WEFT_CHECK="always")
+    run_ranks("compat_rank.py", tmp_path, 2, WEFT_TRANSPORT="plain")

@@ -73,17 +73,23 @@ def test_two_jobs_with_the_same_group_and_ranks_do_not_meet(tmp_path):
 
 
 def drill(folder: pathlib.Path, size: int, how: signal.Signals, when: float | str) -> None:
-    """Ends or stops one rank; every other must raise in time, and name it and what it did."""
+    """Ends or stops one rank, after some seconds, during the rendezvous or at a fixed point "round:step"; every other must
+    raise in time, and name it and what it did."""
     seed = random.Random(f"{size}{how}{when}")
-    with Ranks(folder, size, 0) as ranks:
-        if when == "rendezvous":
+    victim = seed.randrange(size)
+    at_point = ":" in str(when)
+    point = {victim: {"env": {**os.environ, "KILL_POINT": f"{when}:{how.value}"}}} if at_point else None
+    with Ranks(folder, size, 0, each=point) as ranks:
+        if at_point:
+            ranks.wait_for_end_or_stop(victim)
+        elif when == "rendezvous":
             ranks.wait_for("started")
             time.sleep(seed.random() * 0.02)
         else:
             ranks.wait_for("ready")
             time.sleep(float(when))
-        victim = seed.randrange(size)
-        ranks.processes[victim].send_signal(how)
+        if not at_point:
+            ranks.processes[victim].send_signal(how)
         survivors = [p for rank, p in enumerate(ranks.processes) if rank != victim]
         codes = [p.wait(TIMEOUT + GRACE + 5) for p in survivors]
         if how == signal.SIGSTOP:
@@ -94,13 +100,17 @@ def drill(folder: pathlib.Path, size: int, how: signal.Signals, when: float | st
     for text in texts[:victim] + texts[victim + 1 :]:
         error = text.split("error ")[1]
         assert int(error.split()[0]) < 1000 * (TIMEOUT + GRACE), error  # by the rank's own clock
+        if "ready" in text:
+            kind = r"needs rank \d \(pid \d+\).*has ended" if how == signal.SIGKILL else r"waited \d+ ms for rank \d"
+            assert re.search(kind.replace(r"rank \d", f"rank {victim}"), error), error
         assert f"rank {victim}" in error.lower(), error
         rendezvous = r"Rank \d of \d(, meeting| at) 'group/\d'"
         assert re.search(rendezvous if "ready" not in text else f"round \\d+, (all|reduce)|{rendezvous}", error), error
     assert left_behind(ranks.processes) == []
 
 
-CASES = [(size, how, when) for when in ("rendezvous", 0.01, 0.1) for size in (2, 4) for how in ("SIGKILL", "SIGSTOP")]
+MOMENTS = ["rendezvous", 0.1, "1:0", "50:2", "51:3", "52:5"]
+CASES = [(size, how, when) for when in MOMENTS for size in (2, 4) for how in ("SIGKILL", "SIGSTOP")]
 
 
 @pytest.mark.parametrize("size, how, when", CASES)
@@ -108,12 +118,33 @@ def test_every_survivor_raises_in_time_and_names_the_rank(tmp_path, size, how, w
     drill(tmp_path, size, signal.Signals[how], when)
 
 
+POINTS = [f"{round}:{step}" for round in (1, 2, 40, 41) for step in (0, 2, 3, 4, 5)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(188))
-def test_many_drills(tmp_path, number):
-    dice = random.Random(number)
-    when = "rendezvous" if number % 4 == 0 else dice.random() * 0.2
-    drill(tmp_path, dice.choice([2, 4]), dice.choice([signal.SIGKILL, signal.SIGSTOP]), when)
+@pytest.mark.parametrize("when", [*POINTS, "rendezvous"])
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_point(tmp_path, size, how, when):
+    drill(tmp_path, size, signal.Signals[how], when)
+
+
+def count_leftovers(folder: pathlib.Path, kills: int) -> None:
+    """Files in shared memory and sockets after so many kills, at fixed points and during the rendezvous."""
+    for number in range(kills):
+        drill(folder / str(number), 2 + number % 2, signal.SIGKILL, [*POINTS, "rendezvous"][number % (len(POINTS) + 1)])
+    names = pathlib.Path("/proc/net/unix").read_text()
+    assert "@weft-" not in names, re.findall(r"@weft-\S+", names)
+    assert not [name for name in os.listdir("/dev/shm") if "weft" in name]
+
+
+def test_kills_leave_nothing(tmp_path):
+    count_leftovers(tmp_path, 5)
+
+
+@pytest.mark.slow
+def test_a_hundred_kills_leave_nothing(tmp_path):
+    count_leftovers(tmp_path, 100)
 
 
 # ---- users and memory ------------------------------------------------------------------------------------------------

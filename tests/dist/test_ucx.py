@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import random
 import re
 import signal
 import subprocess
@@ -29,12 +28,22 @@ if not PROGRAM.exists() or not (BUILD / "libweft_ucx.so").exists():
 
 
 class Ranks(launch.Ranks):
-    def __init__(self, folder: pathlib.Path, size: int, rounds: int, prefixes: list[list[str]] | None = None):
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        size: int,
+        rounds: int,
+        prefixes: list[list[str]] | None = None,
+        trusted: bool = True,
+        point: tuple[int, str] | None = None,
+    ):
         super().__init__(folder)
         env = {k: v for k, v in os.environ.items() if not k.startswith("UCX_")} | {"OMP_NUM_THREADS": "1"}
+        env["WEFT_UCX_TRUSTED"] = "1" if trusted else "0"
         for rank in range(size):
             words = [PROGRAM, rank, size, folder / "store", int(TIMEOUT * 1000), rounds]
-            self.start([*(prefixes[rank] if prefixes else []), *map(str, words)], env=env)
+            ends = {"KILL_POINT": point[1]} if point and point[0] == rank else {}
+            self.start([*(prefixes[rank] if prefixes else []), *map(str, words)], env=env | ends)
 
     def wait_ready(self) -> None:
         end = time.time() + 20
@@ -42,12 +51,12 @@ class Ranks(launch.Ranks):
             assert time.time() < end, self.text()
             time.sleep(0.01)
 
-    def check_raised(self, rank: int, since: float, names: str) -> None:
-        """The rank raised in time and named who is gone and in which operation; it also ended."""
+    def check_raised(self, rank: int, since: float, victim: int, kind: str) -> None:
+        """The rank raised in time and named who is gone, how, and in which operation; it also ended."""
         assert self.processes[rank].wait(TIMEOUT + GRACE + 5) == 3, self.text()
         found = re.search(r"raised at ([\d.]+): (.*)", self.logs[rank].read_text())
         assert found and float(found[1]) - since < TIMEOUT + GRACE, self.text()
-        assert re.search(f"rank ({names})", found[2]) and re.search("all_gather|reduce_scatter", found[2]), self.text()
+        assert re.search(kind + rf" rank {victim}\b.* (all_gather|reduce_scatter) of", found[2]), self.text()
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -56,21 +65,41 @@ def test_processes_exchange_blocks(tmp_path, size):
         assert ranks.codes(30) == [0] * size, ranks.text()
 
 
-@pytest.mark.parametrize(
-    ("size", "how"),
-    [(2, signal.SIGKILL), (4, signal.SIGKILL), (2, signal.SIGSTOP), (4, signal.SIGSTOP)],
-    ids=lambda value: getattr(value, "name", str(value)),
-)
-def test_survivors_name_the_rank_that_is_gone(tmp_path, size, how):
-    chance = random.Random(f"{size}{how}")
-    victim = chance.randrange(size)
-    with Ranks(tmp_path, size, FOREVER) as ranks:
-        ranks.wait_ready()
-        time.sleep(chance.uniform(0, 0.3))
-        since = time.time()
-        ranks.processes[victim].send_signal(how)
+def drill(folder: pathlib.Path, size: int, how: signal.Signals, number: int) -> None:
+    """A rank ends or stops at a fixed point of a round."""
+    victim, step, at = number % size, number % 6, 20 + number % 7
+    with Ranks(folder, size, FOREVER, point=(victim, f"{at}:{step}:{how.value}")) as ranks:
+        since = ranks.wait_for_end_or_stop(victim)
+        kind = "lost its connection to" if how == signal.SIGKILL else "waited 1500 ms for"
         for rank in set(range(size)) - {victim}:
-            ranks.check_raised(rank, since, str(victim))
+            ranks.check_raised(rank, since, victim, kind)
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
+def test_survivors_name_the_rank_that_is_gone(tmp_path, size, how, number):
+    drill(tmp_path, size, how, number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(100))
+def test_survivors_name_the_rank_that_is_gone_a_hundred_times(tmp_path, number):
+    drill(tmp_path, 3 + number % 2, signal.SIGKILL if number % 3 == 0 else signal.SIGSTOP, number // 2)
+
+
+def test_untrusted_ucx_is_refused_by_name(tmp_path):
+    with Ranks(tmp_path, 2, 4, trusted=False) as ranks:
+        assert ranks.codes(30) == [3, 3], ranks.text()
+        assert all("WEFT_UCX_TRUSTED" in text for text in ranks.texts()), ranks.text()
+
+
+def test_a_rank_listens_on_one_interface(tmp_path):
+    with Ranks(tmp_path, 2, FOREVER) as ranks:
+        ranks.wait_ready()
+        for process in ranks.processes:
+            addresses = {address for address, _ in launch.listening(process.pid)}
+            assert len(addresses) == 1 and "0.0.0.0" not in addresses, addresses
 
 
 def test_a_rank_that_dies_before_it_is_met_is_named(tmp_path):
@@ -96,13 +125,26 @@ class TestTwoHosts:
             with Ranks(tmp_path, 2, 4, hosts) as ranks:
                 assert ranks.codes(30) == [0, 0], ranks.text()
 
+    def test_untrusted_hosts_take_the_plain_path_and_say_so(self, tmp_path):
+        shared = launch.environment_of(2, WEFT_TIMEOUT="30")
+        shared.pop("WEFT_UCX_TRUSTED", None)
+        with netns.two_hosts() as hosts, launch.Ranks(tmp_path) as ranks:
+            for rank, host in enumerate(hosts):
+                host[-1] = host[-1].replace("UCX_NET_DEVICES", "GLOO_SOCKET_IFNAME")
+                command = [*host, sys.executable, str(launch.HERE / "untrusted_rank.py"), str(tmp_path)]
+                ranks.start(command, env={**shared, "RANK": str(rank)})
+            assert ranks.codes(60) == [0, 0], ranks.text()
+            for text in ranks.texts():
+                assert re.search("plain, since .*WEFT_UCX_TRUSTED is not 1", text), ranks.text()
+                assert "UCX is not loaded" in text, ranks.text()
+
     def test_a_host_that_dies_is_named(self, tmp_path):
         with netns.two_hosts(gigabits=1) as hosts, Ranks(tmp_path, 2, FOREVER, hosts) as ranks:
             ranks.wait_ready()
             time.sleep(0.1)
             since = time.time()
             ranks.processes[1].kill()
-            ranks.check_raised(0, since, "1")
+            ranks.check_raised(0, since, 1, "lost its connection to")
 
     def test_a_cable_that_is_cut_is_a_timeout(self, tmp_path):
         with netns.two_hosts(gigabits=1) as hosts, Ranks(tmp_path, 2, FOREVER, hosts) as ranks:
@@ -111,4 +153,4 @@ class TestTwoHosts:
             since = time.time()
             subprocess.run(["ip", "-n", host, "link", "set", end, "down"], check=True)
             for rank in (0, 1):
-                ranks.check_raised(rank, since, str(1 - rank))
+                ranks.check_raised(rank, since, 1 - rank, "waited 1500 ms for")

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 
+#include "tests/dist/kill_point.h"
 #include "weft/comm/ucx_plugin.h"
 
 namespace {
@@ -23,26 +24,38 @@ void check(const at::Tensor& got, const at::Tensor& expected) {
 }
 
 void gather(Link& link, int64_t round, int64_t rows) {
+  reached(round, 0);
   const auto exchange = link.all_gather(block(round, link.rank(), rows));
+  reached(round, 1);
+  reached(round, 2);
   for (int from = 0; from < link.size(); ++from) {
     exchange->wait(from, rows);
     check(exchange->incoming(from), block(round, from, rows));
+    reached(round, 3);
   }
+  reached(round, 4);
   exchange->finish();
+  reached(round, 5);
 }
 
 void scatter(Link& link, int64_t round, int64_t rows) {
+  reached(round, 0);
   const auto exchange = link.reduce_scatter(rows, 256, at::kFloat);
+  reached(round, 1);
   for (int to = 0; to < link.size(); ++to) {
     exchange->outgoing(to).copy_(block(round, link.rank() + to, rows));
     for (int64_t done = 0; done < rows; done += 100) exchange->publish(to, std::min(rows, done + 100));
     exchange->advance();
+    reached(round, 2);
   }
   for (int from = 0; from < link.size(); ++from) {
     exchange->wait(from, rows);
     check(exchange->incoming(from), block(round, from + link.rank(), rows));
+    reached(round, 3);
   }
+  reached(round, 4);
   exchange->finish();
+  reached(round, 5);
 }
 
 void run(Link& link, int64_t rounds) {

@@ -8,12 +8,15 @@
 
 #include <array>
 #include <atomic>
+#include <csignal>
 #include <map>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "weft/comm/agreement.h"
 #include "weft/comm/disagreement.h"
+#include "weft/comm/group_failure.h"
+#include "weft/comm/interrupt.h"
 #include "weft/comm/settings.h"
 
 namespace weft::comm {
@@ -69,39 +72,34 @@ Pending::~Pending() {
   if (!finish_) return;
   try {
     finish_();
-  } catch (const std::exception&) {
+  } catch (const c10::Error&) {
     return;  // the group remembers it
+  } catch (...) {
+    std::raise(SIGINT);  // an interrupt, which must not be lost: whoever checks next gets it
   }
 }
 
 // ---- what a group remembers between calls -------------------------------------------------------------------------
 
 struct Group::State {
-  State(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::string group_name)
-      : c10d(group), name(std::move(group_name)), checked(checked_collectives()), timeout(timeout_of(*group)) {}
+  State(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& name)
+      : c10d(group),
+        checked(checked_collectives()),
+        timeout(timeout_of(*group)),
+        failure(std::make_shared<GroupFailure>(name)) {}
 
   /// Raises; from then on the group is refused.
-  [[noreturn]] void fail(const std::string& why) {
-    {
-      const std::lock_guard lock(mutex);
-      if (failure.empty()) failure = why;
-    }
-    C10_THROW_ERROR(DistError, why + " Group '" + name + "' cannot be used any more: destroy it and make a new one.");
-  }
-  void refuse_failed() {
-    const std::lock_guard lock(mutex);
-    if (!failure.empty())
-      C10_THROW_ERROR(
-          DistError, "Group '" + name + "' cannot be used any more: destroy it and make a new one. Before: " + failure);
+  [[noreturn]] void fail(const std::string& why) const {
+    failure->put(why);
+    C10_THROW_ERROR(DistError,
+                    why + " Group '" + failure->group() + "' cannot be used any more: destroy it and make a new one.");
   }
 
   const c10::weak_intrusive_ptr<c10d::ProcessGroup> c10d;
-  const std::string name;
   const int64_t checked;
   const milliseconds timeout;
+  const std::shared_ptr<GroupFailure> failure;
   std::atomic<int64_t> collectives = 0;
-  std::mutex mutex;
-  std::string failure;
 };
 
 Group::Group(const std::string& name) : c10d_(resolve(name)) {
@@ -120,6 +118,15 @@ Group::~Group() = default;
 int Group::rank() const { return c10d_->getRank(); }
 int Group::size() const { return c10d_->getSize(); }
 milliseconds Group::timeout() const { return state_->timeout; }
+const std::shared_ptr<GroupFailure>& Group::failure() const { return state_->failure; }
+
+std::string Group::common_name() const {
+  try {
+    return c10d_->getGroupName();
+  } catch (const c10::Error&) {  // it has no backend to keep one
+    return "";
+  }
+}
 
 // ---- one collective -----------------------------------------------------------------------------------------------
 
@@ -135,6 +142,8 @@ class Group::Round {
   void wait();
 
  private:
+  /// False if the work is not over after a tenth of a second. Raises at the deadline.
+  bool wait_a_while();
   void agree();
   milliseconds left() const {
     return std::max(milliseconds(1), std::chrono::duration_cast<milliseconds>(deadline_ - Clock::now()));
@@ -164,7 +173,7 @@ Group::Round::Round(const Group& group, const Agreement& about, at::Device devic
       said_{group.state_->collectives++, about},
       device_(device),
       deadline_(Clock::now() + group.state_->timeout) {
-  group_.state_->refuse_failed();
+  group_.state_->failure->check();
   if (said_.number < group_.state_->checked) agree();
 }
 
@@ -209,8 +218,33 @@ void Group::Round::exchange(const at::Tensor& out, const at::Tensor& blocks) {
 void Group::Round::wait() {
   if (!work_) return;
   // Other devices go on by themselves, under the timeout that the backend was given.
-  guarded([&] { work_->wait(device_.is_cpu() ? left() : kNoTimeout); });
+  if (!device_.is_cpu()) guarded([&] { work_->wait(kNoTimeout); });
+  while (device_.is_cpu() && !wait_a_while()) {
+    try {
+      check_interrupt();
+    } catch (...) {
+      group_.state_->failure->put(text(said_.about) + " was interrupted.");
+      throw;
+    }
+  }
   work_.reset();
+}
+
+bool Group::Round::wait_a_while() {
+  constexpr milliseconds kWhile(100);
+  bool over = true;
+  guarded([&] {
+    const auto start = Clock::now();
+    if (left() <= kWhile) return void(work_->wait(left()));
+    try {
+      work_->wait(kWhile);
+    } catch (const std::exception&) {
+      if (Clock::now() - start < kWhile) throw;  // no timeout
+      over = work_->isCompleted();
+      if (over) work_->wait(left());  // came just now, or raises why not
+    }
+  });
+  return over;
 }
 
 // ---- the collectives ----------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ class ProcessGroup;
 
 namespace weft::comm {
 
+class GroupFailure;
+
 /// A collective under way, or a tensor that needs none. One that is dropped finishes first, so that the group stays in
 /// step; its error is then kept by the group.
 class Pending {
@@ -35,10 +37,10 @@ class Pending {
 
 /// The ranks of a c10d group, found by the name it is registered under. Blocks lie along the first dimension, rank by
 /// rank. Sums are taken in float32 (float64 of float64) in the order of ranks and rounded once: all ranks get the same
-/// bits. Every rank must run the same collectives in the same order; the first 100 of a group, with WEFT_CHECK=always
-/// all, are preceded by an exchange of what each rank is about to do, and a difference raises DistError on every rank.
-/// A wait ends after WEFT_TIMEOUT seconds, else after the group's own timeout. After an error the group refuses
-/// further use.
+/// bits. Every rank must run the same collectives in the same order; each is preceded by an exchange of what each rank
+/// is about to do, and a difference raises DistError on every rank (WEFT_CHECK=first: only the first 100 of a group
+/// are). A wait ends after WEFT_TIMEOUT seconds, else after the group's own timeout. After an error, here or on its
+/// link, the group refuses further use.
 class Group {
  public:
   /// Raises ValueError if no group has the name.
@@ -51,6 +53,10 @@ class Group {
   int size() const;
   std::chrono::milliseconds timeout() const;
   const c10::intrusive_ptr<c10d::ProcessGroup>& c10d() const { return c10d_; }
+  /// The group's own name, equal on all ranks, which the name it is registered under need not be; may be empty.
+  std::string common_name() const;
+  /// Shared with whatever else uses the group on this rank; outlives it.
+  const std::shared_ptr<GroupFailure>& failure() const;
 
   /// x of all ranks, one after the other.
   Pending all_gather(const at::Tensor& x) const;

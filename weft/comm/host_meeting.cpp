@@ -13,6 +13,7 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "weft/comm/interrupt.h"
 #include "weft/comm/local_socket.h"
 #include "weft/comm/roll_call.h"
 
@@ -23,7 +24,8 @@ using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 using Token = std::array<uint64_t, 2>;
 
-constexpr int kQueue = 1024;  // callers that may wait; strangers can take places too
+constexpr int kQueue = 1024;         // callers that may wait; strangers can take places too
+constexpr int kAcceptedAtOnce = 64;  // between two looks at the deadline, however many strangers call
 
 Token random_token() {
   Token token{};
@@ -138,6 +140,7 @@ void HostMeeting::Gathering::fail(int peer, const std::string& what) const {
 /// Raises if there is no use in waiting for the peer any longer.
 void HostMeeting::Gathering::look_after(int peer, const char* doing) const {
   look_();
+  check_interrupt();
   if (!meeting_.processes_[peer].alive()) fail(peer, "its process has ended");
   if (Clock::now() < deadline_) return;
   const auto refused = strangers_ ? c10::str("; ", strangers_, " connections of strangers were refused") : "";
@@ -163,7 +166,7 @@ void HostMeeting::Gathering::exchange_cards() {
   const auto store = meeting_.options_.store();
   if (!store) fail(rank(), "the group and its Store are gone");
   const RollCall roll{prefix_, rank(), size(), meeting_.timeout(), [&](int peer) { look_after(peer, "card"); }};
-  const auto cards = call_roll(*store, roll, cards_[rank()].text());
+  const auto cards = call_roll(store, roll, cards_[rank()].text());
   for (int peer = 0; peer < size(); ++peer)
     if (peer != rank()) accept_card(peer, cards[peer]);
 }
@@ -217,7 +220,9 @@ void HostMeeting::Gathering::serve() {
     for (const auto& connection : waiting_) events.push_back({connection.get(), POLLIN, 0});
     ::poll(events.data(), events.size(), poll_ms());
     std::erase_if(waiting_, [&](const Descriptor& connection) { return answer(connection); });
-    while (auto connection = accept_one(listener_)) {
+    for (int i = 0; i < kAcceptedAtOnce; ++i) {
+      auto connection = accept_one(listener_);
+      if (!connection) break;
       if (is_known(connection)) {
         waiting_.push_back(std::move(connection));
       } else {

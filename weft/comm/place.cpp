@@ -10,17 +10,21 @@
 namespace weft::comm {
 namespace {
 
+constexpr const char* kUnknown = "unknown";  // equal to nothing, not even to itself
+
 std::string first_word(const char* path) {
   std::string word;
   std::ifstream(path) >> word;
-  return word.empty() ? "unknown" : word;
+  return word.empty() ? kUnknown : word;
 }
 
 std::string target(const char* link) {
   std::error_code none;
   const auto path = std::filesystem::read_symlink(link, none);
-  return none ? "unknown" : path.string();  // "pid:[4026531836]"
+  return none ? kUnknown : path.string();  // "pid:[4026531836]"
 }
+
+bool same(const std::string& a, const std::string& b) { return a == b && a != kUnknown; }
 
 }  // namespace
 
@@ -40,10 +44,11 @@ Place Place::parse(const std::string& text) {
 }
 
 std::string why_apart(const Place& a, const Place& b) {
+  if (a.boot == kUnknown || b.boot == kUnknown) return "another host (a boot id is unknown)";
   if (a.boot != b.boot) return "another host";
   if (a.uid != b.uid) return c10::str("another user (", a.uid, " and ", b.uid, ")");
-  if (a.pid_space != b.pid_space) return "another process id namespace";
-  if (a.net_space != b.net_space) return "another network namespace";
+  if (!same(a.pid_space, b.pid_space)) return "another process id namespace";
+  if (!same(a.net_space, b.net_space)) return "another network namespace";
   return "";
 }
 

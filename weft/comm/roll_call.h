@@ -1,4 +1,6 @@
 #pragma once
+#include <c10/util/intrusive_ptr.h>
+
 #include <chrono>
 #include <functional>
 #include <string>
@@ -20,7 +22,13 @@ struct RollCall {
 };
 
 /// Tells `mine` to all ranks through the Store of their group, and gives what each of them tells. Every rank calls
-/// this. Raises DistError, with the number of the rank that is missing, at the timeout or when the Store fails.
-std::vector<std::string> call_roll(c10d::Store& store, const RollCall& call, const std::string& mine);
+/// this. Raises DistError, with the number of the rank that is missing, at the timeout or when the Store fails. The
+/// timeout holds also if the Store does not answer.
+std::vector<std::string> call_roll(const c10::intrusive_ptr<c10d::Store>& store, const RollCall& call,
+                                   const std::string& mine);
+
+/// How often rank `call.rank` asked for this prefix before, counted in the Store, which may outlive processes and
+/// groups. Equal on all ranks if each asks whenever the others do.
+int64_t next_generation(const c10::intrusive_ptr<c10d::Store>& store, const RollCall& call);
 
 }  // namespace weft::comm

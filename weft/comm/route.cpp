@@ -44,13 +44,7 @@ std::string why_not_all_ucx(const std::vector<Introduction>& ranks) {
   return "";
 }
 
-}  // namespace
-
-std::string own_introduction() { return Introduction{Place::here(), given_transport(), why_no_ucx()}.text(); }
-
-std::pair<Transport, std::string> choose(const Introductions& by_rank) {
-  std::vector<Introduction> ranks;
-  for (const auto& text : by_rank) ranks.push_back(Introduction::parse(text));
+std::pair<Transport, std::string> choose(const std::vector<Introduction>& ranks) {
   const auto& asked = ranks[0].asked;
   for (size_t r = 1; r < ranks.size(); ++r)
     if (ranks[r].asked != asked)
@@ -65,6 +59,24 @@ std::pair<Transport, std::string> choose(const Introductions& by_rank) {
   if (asked == "ucx" && !no_ucx.empty()) C10_THROW_ERROR(DistError, "WEFT_TRANSPORT is ucx, but " + no_ucx + ".");
   if (no_ucx.empty()) return {Transport::ucx, ""};
   return {Transport::plain, no_shm + ", and " + no_ucx};
+}
+
+std::vector<Introduction> parsed(const Introductions& by_rank) {
+  std::vector<Introduction> ranks;
+  for (const auto& text : by_rank) ranks.push_back(Introduction::parse(text));
+  return ranks;
+}
+
+}  // namespace
+
+std::string own_introduction() { return Introduction{Place::here(), given_transport(), why_no_ucx()}.text(); }
+
+std::pair<Transport, std::string> choose(const Introductions& by_rank) { return choose(parsed(by_rank)); }
+
+std::pair<Transport, std::string> choose_loaded(const Introductions& by_rank, const std::vector<std::string>& why_not) {
+  auto ranks = parsed(by_rank);
+  for (size_t r = 0; r < ranks.size(); ++r) ranks[r].no_ucx = why_not[r];
+  return choose(ranks);
 }
 
 }  // namespace weft::comm

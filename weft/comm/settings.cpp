@@ -10,7 +10,7 @@ namespace weft::comm {
 
 int64_t checked_collectives() {
   const char* word = std::getenv("WEFT_CHECK");
-  const std::string_view check = word ? word : "first";
+  const std::string_view check = word ? word : "always";
   TORCH_CHECK_VALUE(check == "first" || check == "always", "WEFT_CHECK is '", check, "', expected first or always.");
   return check == "always" ? std::numeric_limits<int64_t>::max() : 100;
 }
@@ -31,6 +31,14 @@ std::string given_transport() {
   TORCH_CHECK_VALUE(transport.empty() || transport == "shm" || transport == "ucx" || transport == "plain",
                     "WEFT_TRANSPORT is '", transport, "', expected shm, ucx or plain.");
   return std::string(transport);
+}
+
+bool ucx_trusted() {
+  const char* word = std::getenv("WEFT_UCX_TRUSTED");
+  const std::string_view trusted = word ? word : "";
+  TORCH_CHECK_VALUE(trusted.empty() || trusted == "0" || trusted == "1", "WEFT_UCX_TRUSTED is '", trusted,
+                    "', expected 0 or 1.");
+  return trusted == "1";
 }
 
 }  // namespace weft::comm

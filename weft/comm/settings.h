@@ -6,7 +6,7 @@
 
 namespace weft::comm {
 
-/// How many collectives of a group are preceded by an agreement: 100, with WEFT_CHECK=always all.
+/// How many collectives of a group are preceded by an agreement: all, with WEFT_CHECK=first 100.
 int64_t checked_collectives();
 
 /// WEFT_TIMEOUT, in seconds, if it is set.
@@ -14,5 +14,8 @@ std::optional<std::chrono::milliseconds> given_timeout();
 
 /// WEFT_TRANSPORT: "shm", "ucx" or "plain"; empty if it is not set.
 std::string given_transport();
+
+/// WEFT_UCX_TRUSTED=1: only the hosts of this job reach the network that UCX listens on.
+bool ucx_trusted();
 
 }  // namespace weft::comm

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "weft/comm/free_memory.h"
+
 namespace weft::comm {
 namespace {
 
@@ -44,8 +46,11 @@ struct SharedLink::Slots {
 
 class SharedLink::Round final : public Exchange {
  public:
-  Round(std::shared_ptr<Core> core, const Agreement& about)
-      : core_(std::move(core)), about_(about), published_(signals().size()), round_(signals().start(about)) {}
+  Round(std::shared_ptr<Core> core, const Agreement& about, uint64_t free_memory)
+      : core_(std::move(core)),
+        about_(about),
+        published_(signals().size()),
+        round_(signals().start(about, free_memory)) {}
   ~Round() override {
     if (!finished_) signals().abandon(round_);
   }
@@ -175,9 +180,10 @@ int SharedLink::size() const { return core_->signals.size(); }
 std::unique_ptr<SharedLink::Round> SharedLink::start(const Agreement& about) {
   const size_t blocks = about.operation == Operation::all_gather ? 1 : static_cast<size_t>(size()) - 1;
   const size_t needed = blocks * block_bytes(about);
-  auto round = std::make_unique<Round>(core_, about);
+  const bool grows = needed > slots_->bytes || slots_->memories.empty();
+  auto round = std::make_unique<Round>(core_, about, grows ? free_memory() : 0);
   try {
-    if (needed > slots_->bytes || slots_->memories.empty()) grow(round->number(), needed);
+    if (grows) grow(round->number(), needed);
   } catch (const c10::Error& error) {
     core_->signals.abandon(round->number(), error.what_without_backtrace());
     throw;
@@ -186,12 +192,17 @@ std::unique_ptr<SharedLink::Round> SharedLink::start(const Agreement& about) {
   return round;
 }
 
-/// Meets with new memory, now that all are known to do the same round and so to need as much.
+/// Meets with new memory, now that all are known to do the same round and so to need as much. All said how much the
+/// host has left before any of them took some.
 void SharedLink::grow(uint64_t round, size_t slot_bytes) {
   auto& signals = core_->signals;
-  for (int peer = 0; peer < size(); ++peer) signals.meet(round, peer);
+  const uint64_t left = signals.least_free_memory(round);
   auto slots = std::make_shared<Slots>();
   slots->bytes = round_up(std::max({slot_bytes, slots_->bytes / 4 * 5, size_t{1}}), kStep);
+  const auto ranks = static_cast<size_t>(size());
+  if (2 * slots->bytes > left / ranks)
+    C10_THROW_ERROR(OutOfMemoryError, c10::str("No ", 2 * slots->bytes, " bytes of shared memory for each of ", ranks,
+                                               " ranks: they can take ", left, " at most together."));
   auto mine = Memory::make(2 * slots->bytes);
   slots->memories = core_->meeting->meet(mine, [&] { signals.check(); });
   mine->close_file();

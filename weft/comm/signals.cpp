@@ -2,7 +2,9 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <new>
+#include <thread>
 
 namespace weft::comm {
 namespace {
@@ -21,6 +23,7 @@ constexpr auto kPublish = std::memory_order_release;
 struct alignas(kLine) Announcement {
   std::atomic<uint64_t> round;
   uint64_t group;
+  uint64_t free_memory;
   Agreement about;
 };
 
@@ -37,6 +40,8 @@ struct alignas(kLine) Count {
 struct Signals::Pad {
   alignas(kLine) Poison poison;
   alignas(kLine) std::atomic<uint64_t> finished;
+  alignas(kLine) std::atomic<uint64_t> beat;  // grows while this rank waits
+  std::atomic<int32_t> waits_for;             // the rank it waited for when it grew
   std::array<Announcement, 2> announcements;
   // Two counts for each rank follow.
 
@@ -58,7 +63,6 @@ void Signals::check() const {
 void Signals::fail(Reason reason, uint64_t round, int peer, Failure more) {
   check();  // what came first
   more.reason = reason;
-  more.finder = rank();
   more.peer = peer;
   more.pid = options_.peers[peer].process->pid();
   more.round = round;
@@ -77,12 +81,52 @@ void Signals::wait_for(uint64_t round, int peer, int64_t rows, Done&& done) {
         return false;
       },
       [&](Milliseconds waited) {
-        if (!options_.peers[peer].process->alive() && !done()) fail(Reason::ended, round, peer, {.rows = rows});
-        if (waited >= options_.timeout) fail(Reason::timeout, round, peer, {.rows = rows, .waited_ms = waited.count()});
+        beat(peer);
+        if (!options_.peers[peer].process->alive() && !done())
+          fail(Reason::ended, round, peer, {.finder = rank(), .rows = rows});
+        if (waited >= options_.timeout)
+          fail_late(round, peer, {.finder = rank(), .rows = rows, .waited_ms = waited.count()});
       });
 }
 
-uint64_t Signals::start(const Agreement& about) {
+void Signals::beat(int waits_for) {
+  auto& mine = pad(rank());
+  mine.waits_for.store(waits_for, std::memory_order_relaxed);
+  mine.beat.fetch_add(1, std::memory_order_release);
+}
+
+/// A peer that is late may be waiting itself, for one that is gone: that one is named. Whoever waits, beats.
+void Signals::fail_late(uint64_t round, int peer, Failure more) {
+  constexpr Milliseconds kHearing{200};  // a rank that waits beats every 0.1 ms, if it gets a core
+  std::vector<uint64_t> before(size());
+  for (int r = 0; r < size(); ++r) before[r] = pad(r).beat.load(std::memory_order_acquire);
+  const auto waits = [&](int r) { return pad(r).beat.load(std::memory_order_acquire) != before[r]; };
+  int culprit = peer, finder = rank();
+  const auto deadline = std::chrono::steady_clock::now() + kHearing;
+  for (int hops = 0; std::chrono::steady_clock::now() < deadline;) {
+    check();
+    beat(peer);
+    if (!options_.peers[culprit].process->alive()) {
+      more.finder = finder;
+      fail(Reason::ended, round, culprit, more);
+    }
+    const int next = waits(culprit) ? pad(culprit).waits_for.load(std::memory_order_relaxed) : culprit;
+    if (next < 0 || next >= size() || next == rank() || hops >= size()) {  // they wait for each other
+      culprit = peer;
+      finder = rank();
+      break;
+    }
+    if (next != culprit) {
+      finder = std::exchange(culprit, next);
+      ++hops;
+    }
+    std::this_thread::sleep_for(Milliseconds(1));
+  }
+  more.finder = finder;
+  fail(Reason::timeout, round, culprit, more);
+}
+
+uint64_t Signals::start(const Agreement& about, uint64_t free_memory) {
   check();
   const uint64_t round = last_ + 1;
   auto& opened = open(round);
@@ -98,6 +142,7 @@ uint64_t Signals::start(const Agreement& about) {
   for (int to = 0; to < size(); ++to) mine.count(round, to).word.store(Count::mark(round), std::memory_order_relaxed);
   auto& announcement = mine.announcements[round % 2];
   announcement.group = options_.group;
+  announcement.free_memory = free_memory;
   announcement.about = about;
   announcement.round.store(round, std::memory_order_release);
   return round;
@@ -111,14 +156,23 @@ bool Signals::met(uint64_t round, int peer) {
   const uint64_t announced = theirs.round.load(std::memory_order_acquire);
   if (announced < round) return false;
   const Agreement about = theirs.about;
-  if (announced > round || theirs.group != options_.group) fail(Reason::nonsense, round, peer, {});
-  if (about != opened.about) fail(Reason::disagreement, round, peer, {.theirs = about});
+  if (announced > round || theirs.group != options_.group) fail(Reason::nonsense, round, peer, {.finder = rank()});
+  if (about != opened.about) fail(Reason::disagreement, round, peer, {.finder = rank(), .theirs = about});
   opened.met[peer] = 1;
   return true;
 }
 
 void Signals::meet(uint64_t round, int peer) {
   wait_for(round, peer, 0, [&] { return met(round, peer); });
+}
+
+uint64_t Signals::least_free_memory(uint64_t round) {
+  uint64_t least = pad(rank()).announcements[round % 2].free_memory;
+  for (int peer = 0; peer < size(); ++peer) {
+    meet(round, peer);
+    least = std::min(least, pad(peer).announcements[round % 2].free_memory);
+  }
+  return least;
 }
 
 void Signals::publish(uint64_t round, int to, int64_t rows) {
@@ -132,7 +186,7 @@ int64_t Signals::arrived(uint64_t round, int peer, bool common) {
   const uint64_t word = pad(peer).count(round, common ? peer : rank()).word.load(std::memory_order_acquire);
   const auto rows = static_cast<int64_t>(word & kMostRows);
   if (word - static_cast<uint64_t>(rows) != Count::mark(round) || rows > about(round).rows)
-    fail(Reason::nonsense, round, peer, {.rows = rows});
+    fail(Reason::nonsense, round, peer, {.finder = rank(), .rows = rows});
   return rows;
 }
 

@@ -42,9 +42,12 @@ class Signals {
   const Agreement& about(uint64_t round) const { return open(round).about; }
 
   /// Begins the next round: waits until its places are free, then announces it. Two may be open. Returns its number.
-  uint64_t start(const Agreement& about);
+  /// `free_memory`: what this rank could take, for `least_free_memory`.
+  uint64_t start(const Agreement& about, uint64_t free_memory = 0);
   /// Waits until the peer has announced the same.
   void meet(uint64_t round, int peer);
+  /// Meets all peers. The least that any rank announced.
+  uint64_t least_free_memory(uint64_t round);
   /// Rows [0, rows) for rank `to` are final. `to` = rank(): those for everybody.
   void publish(uint64_t round, int to, int64_t rows);
   /// How many rows the peer has published for this rank or, if `common`, for everybody; 0 if it is not there yet.
@@ -72,6 +75,9 @@ class Signals {
   Open& open(uint64_t round) { return open_[round % 2]; }
   const Open& open(uint64_t round) const { return open_[round % 2]; }
   bool met(uint64_t round, int peer);
+  /// Shows that this rank is alive and waits for another.
+  void beat(int waits_for);
+  [[noreturn]] void fail_late(uint64_t round, int peer, Failure more);
   [[noreturn]] void fail(Reason reason, uint64_t round, int peer, Failure more);
   /// `wait_until` with the checks that every wait makes.
   template <class Done>

@@ -151,9 +151,10 @@ bool SharedSymmetricMemoryAllocator::has_allocation(void* ptr) {
 /// Of the ranks of a registered process group, else of those that set_group_info has named.
 std::shared_ptr<Meeting> SharedSymmetricMemoryAllocator::meeting(const std::string& name) {
   HostMeeting::Options options;
-  options.prefix = c10::str("weft/symmetric_memory/", meetings_[name]++);
+  std::string common = name;  // equal on all ranks
   try {
     const Group group(name);
+    common = group.common_name();
     options.store = [store = group.c10d()->getStore()] { return store; };
     options.rank = group.rank();
     options.size = group.size();
@@ -164,7 +165,11 @@ std::shared_ptr<Meeting> SharedSymmetricMemoryAllocator::meeting(const std::stri
     options.rank = info.rank;
     options.size = info.world_size;
     options.timeout = given_timeout().value_or(info.store->getTimeout());
+    TORCH_CHECK_VALUE(options.timeout.count() > 0, "The Store of group '", name, "' has a timeout of ",
+                      options.timeout.count(), " ms, expected more than 0.");
   }
+  // Groups may share a Store.
+  options.prefix = c10::str("weft/symmetric_memory/", common, "/", meetings_[name]++);
   return std::make_shared<HostMeeting>(std::move(options));
 }
 

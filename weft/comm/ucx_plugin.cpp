@@ -3,10 +3,9 @@
 #include <c10/util/Exception.h>
 #include <dlfcn.h>
 
-#include <cstdlib>
 #include <filesystem>
 
-#include "weft/comm/ucx/devices.h"
+#include "weft/comm/settings.h"
 
 namespace weft::comm {
 namespace {
@@ -14,23 +13,6 @@ namespace {
 struct Plugin {
   decltype(&weft_ucx_link_1) make = nullptr;
   std::string why_not;
-};
-
-/// Sets a variable of the environment for a moment, unless it is set. UCX reads these two when it is loaded; by default
-/// it takes over signals, and patches the C library to see memory come and go, of which sockets need nothing.
-class Unless {
- public:
-  Unless(const char* name, const char* value) : name_(std::getenv(name) ? nullptr : name) {
-    if (name_) setenv(name_, value, 0);
-  }
-  Unless(const Unless&) = delete;
-  Unless& operator=(const Unless&) = delete;
-  ~Unless() {
-    if (name_) unsetenv(name_);
-  }
-
- private:
-  const char* name_;
 };
 
 std::filesystem::path beside_this_library() {
@@ -41,9 +23,6 @@ std::filesystem::path beside_this_library() {
 
 Plugin load() {
   const auto path = beside_this_library();
-  if (!std::filesystem::exists(path)) return {nullptr, "weft was built without UCX: there is no " + path.string()};
-  const Unless crashes("UCX_HANDLE_ERRORS", "none");  // they stay with the program's own signal handlers
-  const Unless hooks("UCX_MEM_EVENTS", ucx::has_rdma() ? "y" : "n");
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!library) return {nullptr, dlerror()};  // names the missing one, e.g. libucp.so.0
   auto make = reinterpret_cast<decltype(&weft_ucx_link_1)>(dlsym(library, "weft_ucx_link_1"));
@@ -58,10 +37,24 @@ const Plugin& plugin() {
 
 }  // namespace
 
-const std::string& why_no_ucx() { return plugin().why_not; }
+std::string why_no_ucx() {
+  if (!ucx_trusted())
+    return "WEFT_UCX_TRUSTED is not 1: anyone who reaches UCX's TCP port can end a rank. Set it where only the hosts "
+           "of "
+           "this job do";
+  const auto path = beside_this_library();
+  if (!std::filesystem::exists(path)) return "weft was built without UCX: there is no " + path.string();
+  return "";
+}
+
+std::string load_ucx() {
+  auto why_not = why_no_ucx();
+  return why_not.empty() ? plugin().why_not : why_not;
+}
 
 std::unique_ptr<Link> make_ucx_link(const UcxOptions& options) {
-  TORCH_CHECK_NOT_IMPLEMENTED(plugin().make, "No link over UCX for group '", options.group, "': ", why_no_ucx());
+  const auto why_not = load_ucx();
+  TORCH_CHECK_NOT_IMPLEMENTED(why_not.empty(), "No link over UCX for group '", options.group, "': ", why_not, ".");
   return std::unique_ptr<Link>(plugin().make(options));
 }
 

@@ -17,11 +17,16 @@ struct UcxOptions {
   std::chrono::milliseconds timeout{};  // of each wait; more than 0
 };
 
-/// Empty if links over UCX can be made in this process, else why not.
-const std::string& why_no_ucx();
+/// Empty if UCX may be used in this process, else why not: it is not trusted (WEFT_UCX_TRUSTED), or weft was built
+/// without it. Loads nothing.
+std::string why_no_ucx();
 
-/// A link over UCX, made by libweft_ucx.so, which lies beside this library if UCX was found when weft was built. Every
-/// rank of the group calls this at the same time. Raises if one of them is missing, and what `why_no_ucx` says.
+/// Loads libweft_ucx.so, which lies beside this library if UCX was found when weft was built, and UCX with it. Empty if
+/// links over UCX can then be made, else why not. To be called only where UCX was chosen.
+std::string load_ucx();
+
+/// A link over UCX. Every rank of the group calls this at the same time. Raises if one of them is missing, and what
+/// `load_ucx` says.
 std::unique_ptr<Link> make_ucx_link(const UcxOptions& options);
 
 }  // namespace weft::comm

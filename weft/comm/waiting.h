@@ -4,6 +4,8 @@
 #include <chrono>
 #include <thread>
 
+#include "weft/comm/interrupt.h"
+
 namespace weft::comm {
 
 using Milliseconds = std::chrono::milliseconds;
@@ -44,6 +46,7 @@ void wait_until(Done&& done, Look&& look) {
     }
     const auto waited = Clock::now() - start;
     look(std::chrono::duration_cast<Milliseconds>(waited));
+    check_interrupt();
     if (waited > kAwake) std::this_thread::sleep_for(kSleep);
   }
 }

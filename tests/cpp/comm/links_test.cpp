@@ -8,8 +8,10 @@
 
 #include "tests/cpp/comm/thread_links.h"
 #include "tests/cpp/thread_ranks.h"
+#include "weft/comm/group.h"
 #include "weft/comm/place.h"
 #include "weft/comm/route.h"
+#include "weft/comm/ucx_plugin.h"
 
 namespace weft::testing {
 namespace {
@@ -111,6 +113,96 @@ TEST(Links, ATransportThatWasAskedForIsTakenOrRefused) {
               HasSubstr("rank 1 has no UCX (no)"));
   EXPECT_THAT(error_of([] { choose({says("a", "shm", ""), says("a", "", "")}); }),
               HasSubstr("WEFT_TRANSPORT is 'shm' on rank 0 and '' on rank 1"));
+}
+
+// ---- one failure state, one thread --------------------------------------------------------------------------------
+
+TEST(Links, AFailedLinkStopsTheGroupsCollectives) {
+  const ThreadRanks ranks(2, milliseconds(5000));
+  const auto x = at::full({2, 2}, 1.0);
+  ranks.run([&](int rank, const std::string& name) {
+    const auto link = link_of(name).link;
+    EXPECT_THAT(error_of([&] { link->all_gather(at::full({2 + rank, 2}, 1.0))->finish(); }), HasSubstr("disagree"));
+    const auto error = error_of([&] { comm::Group(name).all_gather(x).wait(); });
+    EXPECT_THAT(error, AllOf(HasSubstr("cannot be used any more"), HasSubstr("disagree")));
+    EXPECT_THAT(error_of([&] { link_of(name); }), HasSubstr("cannot be used any more"));
+  });
+}
+
+TEST(Links, AFailedCollectiveStopsTheLink) {
+  const ThreadRanks ranks(2, milliseconds(5000));
+  ranks.run([&](int rank, const std::string& name) {
+    const auto link = link_of(name).link;
+    gather_numbers(*link, 1);
+    error_of([&] { comm::Group(name).all_gather(at::full({2 + rank, 2}, 1.0)).wait(); });
+    EXPECT_THAT(error_of([&] { link->all_gather(at::full({1, 1}, 1.0)); }), HasSubstr("cannot be used any more"));
+  });
+}
+
+TEST(Links, ARoundThatIsDroppedFailsTheGroup) {
+  const ThreadRanks ranks(2, milliseconds(5000));
+  ranks.run([&](int, const std::string& name) {
+    const auto link = link_of(name).link;
+    link->all_gather(at::full({1, 1}, 1.0));
+    EXPECT_THAT(error_of([&] { comm::Group(name).all_gather(at::full({1}, 1.0)).wait(); }), HasSubstr("given up"));
+  });
+}
+
+TEST(Links, ASecondThreadIsRefusedWhileARoundIsOpen) {
+  const ThreadRanks ranks(2, milliseconds(5000));
+  ranks.run([&](int rank, const std::string& name) {
+    const auto link = link_of(name).link;
+    const auto other = [](const std::function<void()>& act) {
+      std::string error;
+      std::thread([&] { error = error_of(act); }).join();
+      return error;
+    };
+    auto round = link->all_gather(at::full({1, 1}, 1.0));
+    EXPECT_THAT(other([&] { link->all_gather(at::full({1, 1}, 1.0)); }), HasSubstr("in use by another thread"));
+    EXPECT_THAT(other([&] { round->arrived(1 - rank); }), HasSubstr("in use by another thread"));
+    round->wait(1 - rank, 1);
+    round->finish();
+    round.reset();
+    EXPECT_EQ(other([&] { gather_numbers(*link, 1); }), "");  // one after the other is fine
+  });
+}
+
+// ---- hosts and UCX --------------------------------------------------------------------------------------------------
+
+TEST(Links, AHostWithoutIdentityIsEqualToNone) {
+  auto a = comm::Place::here();
+  EXPECT_EQ(comm::why_apart(a, a), "");
+  for (auto field : {&comm::Place::boot, &comm::Place::pid_space, &comm::Place::net_space}) {
+    auto b = a;
+    b.*field = "unknown";
+    EXPECT_NE(comm::why_apart(b, b), "");
+  }
+}
+
+TEST(Links, UcxThatIsNotTrustedIsNotUsed) {
+  const char* before = std::getenv("WEFT_UCX_TRUSTED");
+  const std::string kept = before ? before : "";
+  ::unsetenv("WEFT_UCX_TRUSTED");
+  const auto why = comm::why_no_ucx();
+  EXPECT_THAT(why, HasSubstr("WEFT_UCX_TRUSTED"));
+  EXPECT_THAT(error_of([] { comm::make_ucx_link({nullptr, 0, 1, "tp", milliseconds(100)}); }),
+              HasSubstr("WEFT_UCX_TRUSTED"));
+  const auto [transport, reason] = choose({says("a", "", why.c_str()), says("b", "", why.c_str())});
+  EXPECT_EQ(transport, Transport::plain);
+  EXPECT_THAT(reason, HasSubstr("WEFT_UCX_TRUSTED"));
+  EXPECT_THAT(error_of([&] { choose({says("a", "ucx", why.c_str()), says("b", "ucx", why.c_str())}); }),
+              HasSubstr("WEFT_UCX_TRUSTED"));
+  ::setenv("WEFT_UCX_TRUSTED", "yes", 1);
+  EXPECT_THAT(error_of([] { comm::why_no_ucx(); }), HasSubstr("expected 0 or 1"));
+  kept.empty() ? ::unsetenv("WEFT_UCX_TRUSTED") : ::setenv("WEFT_UCX_TRUSTED", kept.c_str(), 1);
+}
+
+TEST(Links, UcxThatOneRankCannotLoadIsUsedByNone) {
+  const comm::Introductions said{says("a", "", ""), says("b", "", "")};
+  EXPECT_EQ(comm::choose_loaded(said, {"", ""}).first, Transport::ucx);
+  const auto [transport, reason] = comm::choose_loaded(said, {"", "no libucp"});
+  EXPECT_EQ(transport, Transport::plain);
+  EXPECT_THAT(reason, HasSubstr("rank 1 has no UCX (no libucp)"));
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <random>
 
 #include "tests/cpp/comm/thread_links.h"
+#include "weft/comm/free_memory.h"
 
 namespace weft::testing {
 namespace {
@@ -247,6 +248,13 @@ TEST(SharedLink, WrongUseIsToldByName) {
     exchange->finish();
   });
   EXPECT_THAT(errors, Each(""));
+}
+
+TEST(SharedLink, MemoryIsCheckedForAllRanksTogether) {
+  const auto rows = static_cast<int64_t>(comm::free_memory() / 10 * 3);  // two slots of it: one rank could take them
+  const auto errors = run_ranks(2, [&](comm::SharedLink& link) { link.all_gather(rows, 1, at::kByte); });
+  EXPECT_THAT(errors, ::testing::Contains(HasSubstr("for each of 2 ranks")));
+  EXPECT_THAT(errors, Each(HasSubstr("bytes of shared memory")));
 }
 
 }  // namespace

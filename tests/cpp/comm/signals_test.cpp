@@ -108,5 +108,36 @@ TEST(Signals, TheFirstFailureIsToldToEveryRank) {
   EXPECT_THAT(error_of([&] { ranks.signals(1).check(); }), ::testing::AnyOf(errors[0], errors[1], errors[2]));
 }
 
+TEST(Signals, TimeoutNamesTheRankThatIsGoneNotOneThatWaitsForIt) {
+  Ranks ranks(4, milliseconds(400));  // rank 3 never comes
+  const auto errors = run_threads(3, [&](int rank) {
+    std::this_thread::sleep_for(milliseconds(100 * rank));  // the one that waits for a waiting rank times out first
+    auto signals = ranks.signals(rank);
+    const auto round = signals.start(kGather);
+    signals.wait(round, rank + 1, /*common=*/true, 1);
+  });
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("for rank 3"), HasSubstr("Rank 2 waited"))));
+}
+
+TEST(Signals, RanksThatWaitForEachOtherStillTimeOut) {
+  Ranks ranks(2, milliseconds(200));
+  const auto errors = run_threads(2, [&](int rank) {
+    auto signals = ranks.signals(rank);
+    signals.wait(signals.start(kGather), 1 - rank, /*common=*/true, 1);
+  });
+  EXPECT_THAT(errors, Each(HasSubstr("waited")));
+}
+
+TEST(Signals, LeastFreeMemoryIsThatOfAllRanks) {
+  Ranks ranks(3);
+  const auto errors = run_threads(3, [&](int rank) {
+    auto signals = ranks.signals(rank);
+    const auto round = signals.start(kGather, 100 + (rank + 1) % 3);
+    TORCH_CHECK(signals.least_free_memory(round) == 100, "wrong");
+    signals.finish(round);
+  });
+  EXPECT_THAT(errors, Each(""));
+}
+
 }  // namespace
 }  // namespace weft::testing

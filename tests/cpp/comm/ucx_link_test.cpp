@@ -1,10 +1,14 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
+#include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
 #include <chrono>
+#include <csignal>
+#include <cstdlib>
 #include <latch>
 #include <random>
 #include <thread>
@@ -29,7 +33,8 @@ at::Tensor block(int round, int from, int to, int64_t rows, int64_t columns, at:
 class UcxLink : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (!why_no_ucx().empty()) GTEST_SKIP() << why_no_ucx();
+    ::setenv("WEFT_UCX_TRUSTED", "1", 1);
+    if (!load_ucx().empty()) GTEST_SKIP() << load_ucx();
   }
 
   /// Runs `body(link)` on a thread for each rank; returns what each of them raised.
@@ -219,7 +224,7 @@ TEST_F(UcxLink, AMissingRankIsNamedWhenTheLinkIsMade) {
     make_ucx_link({store, 0, 2, "tp", milliseconds(300)});
     FAIL() << "made a link without rank 1";
   } catch (const c10::Error& error) {
-    EXPECT_THAT(error.what(), AllOf(HasSubstr("for rank 1"), HasSubstr("300 ms")));
+    EXPECT_THAT(error.what(), AllOf(HasSubstr("rank 1"), HasSubstr("300 ms")));
   }
 }
 
@@ -249,6 +254,43 @@ TEST_F(UcxLink, RefusesWhatItCannotSend) {
     exchange->finish();
   });
   EXPECT_EQ(errors[0], "");
+}
+
+TEST_F(UcxLink, TimeoutNamesTheRankThatIsGoneNotOneThatWaitsForIt) {
+  std::latch over(3);
+  const auto errors = on_ranks(
+      4,
+      [&](Link& link) {
+        if (link.rank() == 3) return over.wait();                      // is there, takes part in nothing
+        std::this_thread::sleep_for(milliseconds(100 * link.rank()));  // so rank 0 times out first, waiting for rank 1
+        const auto exchange = link.reduce_scatter(8, 16, at::kFloat);
+        try {
+          exchange->wait(link.rank() + 1, 8);
+        } catch (...) {
+          over.count_down();
+          throw;
+        }
+      },
+      milliseconds(600));
+  for (const int rank : {0, 1, 2}) EXPECT_THAT(errors[rank], AllOf(HasSubstr("for rank 3"), HasSubstr("600 ms")));
+}
+
+/// What UCX must leave alone.
+std::string first_bytes_of_munmap() { return {reinterpret_cast<const char*>(&::munmap), 16}; }
+
+TEST_F(UcxLink, LeavesSignalHandlersAndTheCLibraryAsTheyWere) {
+  const auto bytes = first_bytes_of_munmap();
+  const auto errors = on_ranks(2, [](Link& link) { link.all_gather(at::full({8, 16}, 1, at::kFloat))->finish(); });
+  EXPECT_THAT(errors, ::testing::Each(""));
+  EXPECT_EQ(first_bytes_of_munmap(), bytes);
+  for (const int number : {SIGILL, SIGSEGV, SIGBUS, SIGFPE}) {
+    struct sigaction handler = {};
+    ASSERT_EQ(::sigaction(number, nullptr, &handler), 0);
+    Dl_info owner{};
+    const bool known = ::dladdr(reinterpret_cast<void*>(handler.sa_handler), &owner) != 0;
+    EXPECT_FALSE(known && std::string_view(owner.dli_fname).find("libucs") != std::string_view::npos) << number;
+  }
+  EXPECT_EQ(std::getenv("UCX_HANDLE_ERRORS"), nullptr);
 }
 
 }  // namespace

@@ -43,17 +43,38 @@ class Channel {
   struct Peer {
     Notice notice_in{};
     Transfer notice_sent, notice_received;
+    Inquiry question_in{}, answer_in{}, answer_out{};
+    Transfer question_sent, question_received, answer_sent, answer_received;
   };
   Channel(UcxOptions options, std::nullptr_t);  // not connected: if connecting raises, the destructor runs
   Round& begin(const Header& header, const at::Tensor& mine);
+  void expect_messages(int peer);
   void look_for_trouble();
+  /// The failure that a peer has reported, if one has.
+  const Failure* reported() const;
+  /// Answers peers that ask whom this rank waits for.
+  void answer_questions();
   /// Until `done`, which is up to `peer`; `rows` are told at the timeout.
   void wait(const Round& round, int peer, int64_t rows, const std::function<bool()>& done);
+  [[noreturn]] void fail_late(const Round& round, int peer, int64_t rows);
+  [[noreturn]] void fail_lost(const Failure& failure);
   [[noreturn]] void fail(const Failure& failure);
+  /// Who keeps everybody waiting, and who waits for it.
+  struct Blame {
+    int culprit;
+    int finder;
+    bool known;  // false: the culprit has not answered
+  };
+  /// Asks all peers whom they wait for and follows the answers, from `peer` on.
+  Blame find_culprit(int peer);
+  /// By the answers that have come: to a rank that has not answered, is gone, or waits for nobody.
+  Blame follow(int peer) const;
+  /// Moves bytes for so long, until `done`.
+  void progress_for(std::chrono::milliseconds longest, const std::function<bool()>& done);
   /// Notes the failure, tells the peers, and gives all a moment to learn of it.
   void give_up(const Failure& failure);
   [[noreturn]] void refuse() const;
-  /// The peer knows of our failure and we of its, or it is gone.
+  /// The peer knows of our failure and we of its, or it is gone or to blame.
   bool has_heard(int peer) const;
 
   UcxOptions options_;
@@ -61,7 +82,9 @@ class Channel {
   uint64_t epoch_ = 0;
   std::chrono::steady_clock::time_point advanced_;
   std::optional<Failure> failure_;
+  int waits_for_ = Inquiry::kNobody;
   Notice notice_out_{};
+  Inquiry question_out_{};
   std::vector<Peer> peers_;
   std::array<Round, 2> rounds_;
   std::unique_ptr<Worker> worker_;  // last: ends before the memory its messages lie in

@@ -4,6 +4,10 @@
 #include <sys/random.h>
 
 #include <cstring>
+#include <exception>
+
+#include "weft/comm/bounded_call.h"
+#include "weft/comm/roll_call.h"
 
 namespace weft::comm::ucx {
 namespace {
@@ -23,15 +27,12 @@ Token random_token() {
   return token;
 }
 
-std::vector<uint8_t> record(const Head& head, const std::string& text) {
-  std::vector<uint8_t> bytes(sizeof(head) + text.size());
-  std::memcpy(bytes.data(), &head, sizeof(head));
-  std::memcpy(bytes.data() + sizeof(head), text.data(), text.size());
-  return bytes;
+std::string record(const Head& head, const std::string& text) {
+  return std::string(reinterpret_cast<const char*>(&head), sizeof(head)) + text;
 }
 
 /// Puts rank `r`'s record into `all`.
-void read(const UcxOptions& options, int r, const std::vector<uint8_t>& bytes, Introduction& all) {
+void read(const UcxOptions& options, int r, const std::string& bytes, Introduction& all) {
   Head head{};
   const auto expected = head.magic;
   const bool whole = bytes.size() > sizeof(head) && bytes.size() < (1 << 20);
@@ -41,7 +42,7 @@ void read(const UcxOptions& options, int r, const std::vector<uint8_t>& bytes, I
                     c10::str("ucx link of group '", options.group, "': rank ", r,
                              " speaks another format (this rank: ", kFormat, "). Run the same weft everywhere."));
   }
-  std::string text(bytes.begin() + sizeof(head), bytes.end());
+  auto text = bytes.substr(sizeof(head));
   if (!head.has_address)
     C10_THROW_ERROR(DistError, c10::str("ucx link of group '", options.group, "': rank ", r, " failed: ", text));
   all.addresses[r] = std::move(text);
@@ -49,47 +50,34 @@ void read(const UcxOptions& options, int r, const std::vector<uint8_t>& bytes, I
   all.token[1] ^= head.part[1];
 }
 
-/// Waits for the keys of all ranks until the timeout.
-void wait_for(const UcxOptions& options, const std::vector<std::string>& keys) {
-  try {
-    options.store->wait(keys, options.timeout);
-  } catch (const std::exception& error) {
-    std::string missing;
-    for (size_t r = 0; r < keys.size(); ++r) {
-      if (!options.store->check({keys[r]})) missing += c10::str(missing.empty() ? "" : ", ", r);
-    }
-    C10_THROW_ERROR(
-        DistError, c10::str("ucx link of group '", options.group, "': rank ", options.rank, " waited ",
-                            options.timeout.count(), " ms for rank ", missing, " to show its address: ", error.what()));
-  }
-}
-
 }  // namespace
 
 Introduction introduce(const UcxOptions& options, const std::function<std::string()>& address) {
-  // Keys of an earlier link may still be there; every rank counts its links.
-  const auto generation = options.store->add(c10::str("weft/ucx/links/", options.rank), 1);
-  std::vector<std::string> keys;
-  for (int r = 0; r < options.size; ++r) keys.push_back(c10::str("weft/ucx/", generation, "/", r));
-  Introduction all{.addresses = std::vector<std::string>(options.size), .key = keys[options.rank]};
-
-  const auto& mine = keys[options.rank];
+  RollCall roll{"weft/ucx", options.rank, options.size, options.timeout};
+  roll.prefix += c10::str("/", next_generation(options.store, roll));  // keys of an earlier link may still be there
+  Introduction all{.addresses = std::vector<std::string>(options.size),
+                   .key = c10::str(roll.prefix, "/", options.rank)};
+  std::string mine;
+  std::exception_ptr failed;
   try {
-    options.store->set(mine, record({.has_address = 1, .part = random_token()}, address()));
+    mine = record({.has_address = 1, .part = random_token()}, address());
   } catch (const std::exception& error) {
-    options.store->set(mine, record({.has_address = 0}, error.what()));
-    throw;
+    mine = record({.has_address = 0}, error.what());
+    failed = std::current_exception();
   }
-  wait_for(options, keys);
-  for (int r = 0; r < options.size; ++r) read(options, r, options.store->get(keys[r]), all);
+  const auto records = call_roll(options.store, roll, mine);
+  if (failed) std::rethrow_exception(failed);
+  for (int r = 0; r < options.size; ++r) read(options, r, records[r], all);
   return all;
 }
 
 void forget(const UcxOptions& options, const Introduction& introduction) {
-  try {
-    options.store->deleteKey(introduction.key);
-  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): some stores cannot
-  }
+  finish_by(std::chrono::steady_clock::now() + options.timeout, [store = options.store, key = introduction.key] {
+    try {
+      store->deleteKey(key);
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): some stores cannot
+    }
+  });
 }
 
 }  // namespace weft::comm::ucx

@@ -6,7 +6,7 @@ namespace weft::comm::ucx {
 namespace {
 
 // kind 2 bits | sender 14 | segment 24 | epoch 24. Two rounds are open at most, so that an epoch may come round again.
-constexpr uint64_t kHeader = 0, kSegment = 1, kNotice = 2;
+constexpr uint64_t kHeader = 0, kSegment = 1, kNotice = 2, kInquiry = 3;
 constexpr uint64_t k24Bits = (uint64_t{1} << 24) - 1;
 
 uint64_t tag(const Token& token, uint64_t kind, int sender, uint64_t segment, uint64_t epoch) {
@@ -33,6 +33,8 @@ uint64_t segment_tag(const Token& token, uint64_t epoch, int sender, uint64_t se
 }
 
 uint64_t notice_tag(const Token& token, int sender) { return tag(token, kNotice, sender, 0, 0); }
+
+uint64_t inquiry_tag(const Token& token, int sender, bool answer) { return tag(token, kInquiry, sender, answer, 0); }
 
 std::vector<int64_t> segment_ends(int64_t rows, int64_t row_bytes) {
   constexpr int64_t kLeast = 32 << 10, kMost = 512 << 10, kTile = 32;

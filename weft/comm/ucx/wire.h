@@ -7,10 +7,10 @@
 #include "weft/comm/exchange.h"
 #include "weft/comm/failure.h"
 
-// What goes over the wire: two kinds of small messages, the tags of all, and how a block is cut.
+// What goes over the wire: three kinds of small messages, the tags of all, and how a block is cut.
 namespace weft::comm::ucx {
 
-inline constexpr uint32_t kFormat = 1;      // grows with every change of this file
+inline constexpr uint32_t kFormat = 2;      // grows with every change of this file
 inline constexpr int kMostRanks = 1 << 14;  // a tag has room for so many
 
 /// A secret of one group, made anew with each link: it tells a round of this group from any other's.
@@ -39,10 +39,20 @@ struct Notice {
 };
 static_assert(std::is_trivially_copyable_v<Notice>);
 
+/// A rank whose wait has timed out asks each peer whom it waits for itself; the answer says so.
+struct Inquiry {
+  static constexpr int32_t kNobody = -1;
+  Token token{};
+  uint32_t is_answer = 0;
+  int32_t waits_for = kNobody;  // of an answer
+};
+static_assert(sizeof(Inquiry) == 24, "no padding: it is sent as bytes");
+
 /// The tag of a message. Tags are veiled by the token, so that a stranger's messages match no receive.
 uint64_t header_tag(const Token& token, uint64_t epoch, int sender);
 uint64_t segment_tag(const Token& token, uint64_t epoch, int sender, uint64_t segment);
 uint64_t notice_tag(const Token& token, int sender);
+uint64_t inquiry_tag(const Token& token, int sender, bool answer);
 
 /// Where the segments of a block end, in rows: multiples of 32 but for the last. They are small where a rank may be
 /// waiting for them, at the beginning of a block (nothing is on the wire yet) and at its end (nothing is left to

@@ -3,12 +3,12 @@
 #include <c10/util/Exception.h>
 #include <poll.h>
 #include <sched.h>
-#include <ucs/config/global_opts.h>
+#include <ucs/debug/debug.h>
 
-#include <array>
+#include <csignal>
 #include <cstdlib>
+#include <deque>
 #include <memory>
-#include <mutex>
 
 #include "weft/comm/ucx/devices.h"
 
@@ -36,17 +36,29 @@ void prefer(ucp_config_t* config, const char* name, const char* value) {
 }
 
 /// UCX_* of the environment decide. Where they are silent: no shared memory, which would reach around a network
-/// namespace and would leave dead peers unnoticed. Over sockets Gloo's interface, and no rendezvous: with error
-/// handling UCX copies either way, and a block that is sent at once needs no answer from a peer that computes.
-Config configuration() {
+/// namespace and would leave dead peers unnoticed; no listener but on the given devices. Over sockets no rendezvous:
+/// with error handling UCX copies either way, and a block that is sent at once needs no answer from a peer that
+/// computes; and no cache of registered memory, for which UCX would patch the C library.
+Config configuration(const std::string& devices) {
   ucp_config_t* read = nullptr;
   check(ucp_config_read(nullptr, nullptr, &read), "read its configuration");
   Config config(read, ucp_config_release);
   prefer(read, "TLS", "^sm");
-  if (has_rdma()) return config;
+  prefer(read, "NET_DEVICES", devices.c_str());
+  if (!rdma_ports().empty()) return config;
   prefer(read, "RNDV_THRESH", "inf");
-  if (const char* gloo = std::getenv("GLOO_SOCKET_IFNAME"); gloo && *gloo) prefer(read, "NET_DEVICES", gloo);
+  prefer(read, "RCACHE_ENABLE", "n");
   return config;
+}
+
+/// UCX takes over the signals of crashes when it is loaded; they stay with the program's own handlers.
+void give_signals_back() {
+  static const bool once = [] {
+    if (!std::getenv("UCX_HANDLE_ERRORS"))
+      for (const int number : {SIGILL, SIGSEGV, SIGBUS, SIGFPE}) ucs_debug_disable_signal(number);
+    return true;
+  }();
+  static_cast<void>(once);
 }
 
 void settle(Transfer& transfer, ucs_status_t status, size_t bytes) {
@@ -67,8 +79,9 @@ void received(void* request, ucs_status_t status, const ucp_tag_recv_info_t* inf
   ucp_request_free(request);
 }
 
-ucp_context_h make_context(int peers) {
-  const Config config = configuration();
+ucp_context_h make_context(int peers, const std::string& devices) {
+  give_signals_back();
+  const Config config = configuration(devices);
   ucp_params_t params{};
   params.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_ESTIMATED_NUM_EPS;
   params.features = UCP_FEATURE_TAG | UCP_FEATURE_WAKEUP;
@@ -89,8 +102,8 @@ ucp_worker_h make_worker(ucp_context_h context) {
 
 }  // namespace
 
-Worker::Worker(int peers)
-    : context_(make_context(peers), ucp_cleanup),
+Worker::Worker(int peers, const std::string& devices)
+    : context_(make_context(peers, devices), ucp_cleanup),
       worker_(make_worker(context_.get()), ucp_worker_destroy),
       connections_(peers) {
   check(ucp_worker_get_efd(worker_.get(), &event_), "make an event descriptor");
@@ -111,19 +124,19 @@ Worker::~Worker() {
     if (c.endpoint) requests.push_back(ucp_ep_close_nbx(c.endpoint, &force));
   }
   end(requests, kLastMoment);
-  destroy_quietly();
+  drain();
 }
 
-/// UCX warns of messages that nobody received. After a failure that is no news.
-void Worker::destroy_quietly() {
-  static std::mutex mutex;
-  const std::lock_guard lock(mutex);
-  std::array<char, 32> level{"warn"};
-  const bool quiet = !std::getenv("UCX_LOG_LEVEL");
-  ucs_global_opts_get_value("LOG_LEVEL", level.data(), level.size());
-  if (quiet) ucs_global_opts_set_value("LOG_LEVEL", "error");
+void Worker::drain() {
+  std::deque<std::vector<char>> messages;  // kept until the worker is gone: one may be incomplete
+  ucp_tag_recv_info_t info{};
+  while (auto* const message = ucp_tag_probe_nb(worker_.get(), 0, 0, /*remove=*/1, &info)) {
+    auto& bytes = messages.emplace_back(info.length + 1);
+    ucp_request_param_t plain{};
+    auto* const request = ucp_tag_msg_recv_nbx(worker_.get(), bytes.data(), info.length, message, &plain);
+    if (UCS_PTR_IS_PTR(request)) ucp_request_free(request);
+  }
   worker_.reset();
-  if (quiet) ucs_global_opts_set_value("LOG_LEVEL", level.data());
 }
 
 void Worker::end(const std::vector<ucs_status_ptr_t>& requests, milliseconds longest) {
@@ -154,7 +167,9 @@ void Worker::connect(int peer, const std::string& address) {
   params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
   params.err_handler.arg = &connections_[peer];
   params.err_handler.cb = [](void* connection, ucp_ep_h, ucs_status_t status) {
-    static_cast<Connection*>(connection)->status = status;
+    auto& broken = *static_cast<Connection*>(connection);
+    broken.status = status;
+    broken.broke_at = Clock::now();
   };
   check(ucp_ep_create(worker_.get(), &params, &connections_[peer].endpoint), "connect to a peer");
 }
@@ -196,11 +211,6 @@ void Worker::sleep(milliseconds longest) {
   }
   pollfd event{.fd = event_, .events = POLLIN, .revents = 0};
   poll(&event, 1, static_cast<int>(longest.count()));
-}
-
-const char* Worker::broken(int peer) const {
-  const auto status = connections_[peer].status;
-  return status == UCS_OK ? nullptr : ucs_status_string(status);
 }
 
 }  // namespace weft::comm::ucx

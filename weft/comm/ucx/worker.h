@@ -24,8 +24,8 @@ struct Transfer {
 /// calls it; UCX's own thread accepts connections. For one thread at a time.
 class Worker {
  public:
-  /// Raises if UCX finds no network device.
-  explicit Worker(int peers);
+  /// `devices`: UCX_NET_DEVICES, where the environment does not set it. Raises if UCX finds no network device.
+  Worker(int peers, const std::string& devices);
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
   /// Gives messages on their way a moment to leave, then ends all. Takes half a second at most.
@@ -44,15 +44,19 @@ class Worker {
   /// Returns when something may be moved, at the latest after `longest`.
   void sleep(std::chrono::milliseconds longest);
 
-  /// Why the connection to `peer` broke; nullptr if it did not.
-  const char* broken(int peer) const;
+  /// Whether the connection to `peer` broke, and when.
+  bool broken(int peer) const { return connections_[peer].status != UCS_OK; }
+  std::chrono::steady_clock::time_point broke_at(int peer) const { return connections_[peer].broke_at; }
 
  private:
   struct Connection {
     ucp_ep_h endpoint = nullptr;
     ucs_status_t status = UCS_OK;
+    std::chrono::steady_clock::time_point broke_at;
   };
-  void destroy_quietly();
+  /// Takes messages that nobody received, of each of which UCX would warn, though after a failure they are no news, and
+  /// destroys the worker.
+  void drain();
   /// Runs until `requests` are over, at the latest until `longest` has passed, and frees them.
   void end(const std::vector<ucs_status_ptr_t>& requests, std::chrono::milliseconds longest);
 

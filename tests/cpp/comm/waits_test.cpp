@@ -1,0 +1,133 @@
+// Every wait ends: when the program is interrupted, and when a Store does not answer.
+#include <ATen/ops/full.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <future>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include "tests/cpp/comm/thread_links.h"
+#include "tests/cpp/thread_ranks.h"
+#include "weft/comm/bounded_call.h"
+#include "weft/comm/group.h"
+#include "weft/comm/host_meeting.h"
+#include "weft/comm/interrupt.h"
+#include "weft/comm/links.h"
+#include "weft/comm/roll_call.h"
+
+namespace weft::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using Clock = std::chrono::steady_clock;
+
+/// As what the binding raises: an exception that is no error of a transport.
+struct Interrupt : std::exception {
+  const char* what() const noexcept override { return "interrupt"; }
+};
+
+std::atomic<bool> interrupted = false;
+
+class Interrupts : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    interrupted = false;
+    comm::set_interrupt_check([] {
+      if (interrupted) throw Interrupt();
+    });
+  }
+  void TearDown() override { comm::set_interrupt_check(nullptr); }
+
+  /// `wait` must end, by the interrupt itself, within a second of it.
+  static void expect_ended(const std::function<void()>& wait) {
+    auto raised = std::async(std::launch::async, [&] {
+      try {
+        wait();
+      } catch (const Interrupt&) {
+        return std::string("interrupt");
+      } catch (const std::exception& error) {
+        return std::string(error.what());
+      }
+      return std::string("nothing");
+    });
+    std::this_thread::sleep_for(milliseconds(200));
+    EXPECT_NE(raised.wait_for(milliseconds(0)), std::future_status::ready);
+    interrupted = true;
+    const auto start = Clock::now();
+    EXPECT_EQ(raised.get(), "interrupt");
+    EXPECT_LT(Clock::now() - start, milliseconds(1000));
+  }
+};
+
+TEST_F(Interrupts, EndACollectiveAndTheGroup) {
+  const ThreadRanks ranks(2, milliseconds(10000));
+  expect_ended([&] { comm::Group(ranks.name(0)).all_gather(at::full({2}, 1.0)).wait(); });
+  interrupted = false;
+  EXPECT_THAT(error_of([&] { comm::Group(ranks.name(0)).all_gather(at::full({2}, 1.0)).wait(); }),
+              HasSubstr("was interrupted"));
+}
+
+TEST_F(Interrupts, EndAWaitForSharedMemory) {
+  const auto table = std::make_shared<comm::ThreadTable>(2);
+  std::promise<void> over;
+  std::thread other([&] {
+    comm::SharedLink link(std::make_shared<comm::ThreadMeeting>(table, 1, milliseconds(10000)));
+    over.get_future().wait();
+  });
+  comm::SharedLink link(std::make_shared<comm::ThreadMeeting>(table, 0, milliseconds(10000)));
+  expect_ended([&] { link.all_gather(at::full({2, 2}, 1.0))->wait(1, 2); });
+  over.set_value();
+  other.join();
+}
+
+TEST_F(Interrupts, EndARendezvous) {
+  const ThreadRanks ranks(2, milliseconds(10000));
+  expect_ended([&] { comm::link_of(ranks.name(0)); });
+  const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
+  interrupted = false;
+  comm::HostMeeting meeting({[store] { return store; }, "test", 0, 2, milliseconds(10000)});
+  expect_ended([&] { meeting.meet(comm::Memory::make(4096), [] {}); });
+}
+
+/// A Store whose server is stopped.
+struct SilentStore : c10d::HashStore {
+  bool check(const std::vector<std::string>&) override {
+    released.get_future().wait();
+    return false;
+  }
+  std::promise<void> released;
+};
+
+TEST(RollCall, AStoreThatDoesNotAnswerIsATimeout) {
+  const auto store = c10::make_intrusive<SilentStore>();
+  const auto start = Clock::now();
+  const auto error = error_of(
+      [&] { comm::call_roll(store, {.prefix = "p", .rank = 0, .size = 2, .timeout = milliseconds(200)}, "x"); });
+  EXPECT_THAT(error, AllOf(HasSubstr("the Store does not answer"), HasSubstr("200 ms")));
+  EXPECT_LT(Clock::now() - start, milliseconds(1200));
+  store->released.set_value();
+}
+
+TEST(RollCall, AStoreThatFailsIsToldWithTheRank) {
+  struct Broken : c10d::HashStore {
+    bool check(const std::vector<std::string>&) override { TORCH_CHECK(false, "it broke"); }
+  };
+  const auto error = error_of([&] {
+    comm::call_roll(c10::make_intrusive<Broken>(), {.prefix = "p", .rank = 0, .size = 2, .timeout = milliseconds(2000)},
+                    "x");
+  });
+  EXPECT_THAT(error, AllOf(HasSubstr("the Store failed: it broke"), HasSubstr("rank 1")));
+}
+
+TEST(RollCall, GenerationsAreCountedInTheStore) {
+  const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
+  for (int64_t i = 0; i < 3; ++i)
+    for (const int rank : {0, 1})
+      EXPECT_EQ(comm::next_generation(store, {.prefix = "p", .rank = rank, .size = 2, .timeout = milliseconds(500)}),
+                i);
+}
+
+}  // namespace
+}  // namespace weft::testing

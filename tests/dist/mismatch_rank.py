@@ -1,0 +1,67 @@
+"""One rank of test_mismatch.py: after many collectives in step, the ranks do different things, case by case.
+
+    RANK=0 WORLD_SIZE=2 python mismatch_rank.py FOLDER CASE...
+
+A case is "A|B": what rank 0 and what all other ranks do, each "operation:dtype:rows x columns". Each runs in a
+group of its own. Leaves FOLDER/rank<r>.json: for each case the kind of the exception, and what was in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from weft import ops
+
+IN_STEP = 120  # collectives before the mismatch
+
+
+def run(what: str, group: dist.ProcessGroup) -> None:
+    name, dtype, sizes = what.split(":")
+    rows, columns = map(int, sizes.split("x"))
+    operation = {"gather": ops.AllGather, "scatter": ops.ReduceScatter, "sum": ops.AllReduce}[name](group)
+    operation(torch.ones(rows, columns, dtype=getattr(torch, dtype)))
+
+
+def overlapped(what: str, group: dist.ProcessGroup) -> None:
+    name, dtype, sizes = what.split(":")
+    rows, columns = map(int, sizes.split("x"))
+    parallel = {"tensor_parallel_group": group, "sequence_parallel": True, "overlap": True}
+    size = dist.get_world_size(group)
+    mode, given = ("column", columns) if name == "gather" else ("row", columns * size)
+    linear = ops.Linear(given, columns * size, tensor_parallel_mode=mode, dtype=getattr(torch, dtype), **parallel)
+    linear(torch.ones(rows, columns, dtype=getattr(torch, dtype)))
+
+
+def main() -> None:
+    folder, cases = pathlib.Path(sys.argv[1]), sys.argv[2:]
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    act = run if os.environ["WEFT_TRANSPORT"] == "plain" else overlapped
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=5))
+    found = []
+    for case in cases:
+        group = dist.new_group()
+        for _ in range(IN_STEP if act is run else 3):
+            act("gather:float32:4x4", group)
+        try:
+            act(case.split("|")[min(rank, 1)], group)
+            found.append(["none", ""])
+        except Exception as error:
+            found.append([type(error).__name__, str(error)])
+        store.add("done", 1)
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    while store.add("done", 0) < size * len(cases):  # the last one out closes what others may still read
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

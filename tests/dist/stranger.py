@@ -1,0 +1,67 @@
+"""A process that belongs to no job and attacks every socket of some ranks.
+
+    python stranger.py SECONDS SEED HOST:PORT...
+
+It connects to every local socket whose name begins with "weft-" and to the given TCP ports: sends random bytes, the
+beginning of a handshake, or nothing, and holds many connections open. Prints how often it reached each kind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import random
+import re
+import socket
+import sys
+import time
+
+HELD = 200  # connections that are kept open
+
+
+def local_names() -> list[str]:
+    return re.findall(r"@(weft-\S+)", pathlib.Path("/proc/net/unix").read_text())
+
+
+def bytes_to_send(chance: random.Random) -> bytes:
+    hello = b"weftmem1" + bytes(8) + chance.randbytes(16)
+    return chance.choice(
+        [b"", chance.randbytes(chance.choice([1, 13, 32, 4096])), hello[: chance.randrange(32)], hello]
+    )
+
+
+def attack(make, address, chance: random.Random, held: list[socket.socket]) -> int:
+    try:
+        connection = make()
+        connection.setblocking(False)
+        connection.connect(address)
+    except BlockingIOError:
+        pass
+    except OSError:
+        return 0
+    with contextlib.suppress(OSError):
+        connection.send(bytes_to_send(chance))
+    held.append(connection) if chance.random() < 0.5 else connection.close()
+    while len(held) > HELD:
+        held.pop(chance.randrange(len(held))).close()
+    return 1
+
+
+def main() -> None:
+    seconds, chance = float(sys.argv[1]), random.Random(sys.argv[2])
+    listening = [(word.split(":")[0], int(word.split(":")[1])) for word in sys.argv[3:]]
+    held: list[socket.socket] = []
+    local = remote = 0
+    end = time.time() + seconds
+    while time.time() < end:
+        for name in local_names():
+            for _ in range(20):
+                local += attack(lambda: socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), "\0" + name, chance, held)
+        if chance.random() < 0.05:
+            for address in listening:
+                remote += attack(socket.socket, address, chance, held)
+    print(local, remote)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+#include "weft/comm/group_failure.h"
+
+#include <c10/util/Exception.h>
+
+namespace weft::comm {
+
+void GroupFailure::put(const std::string& why) {
+  const std::lock_guard lock(mutex_);
+  if (failed_.load(std::memory_order_relaxed)) return;
+  why_ = why;
+  failed_.store(true, std::memory_order_release);
+}
+
+void GroupFailure::refuse() const {
+  const std::lock_guard lock(mutex_);
+  C10_THROW_ERROR(DistError,
+                  "Group '" + group_ + "' cannot be used any more: destroy it and make a new one. Before: " + why_);
+}
+
+}  // namespace weft::comm
