@@ -16,6 +16,8 @@ inline void reached(int64_t round, int step) {
       if (text && std::sscanf(text, "%lld:%d:%d", &round, &step, &signal) != 3) std::abort();
     }
   };
-  static const Point point;
-  if (point.round == round && point.step == step) std::raise(point.signal);
+  static Point point;
+  if (point.round != round || point.step != step) return;
+  point.round = -1;  // once: a rank that was stopped may go on
+  std::raise(point.signal);
 }

@@ -41,6 +41,6 @@ def test_mismatches_raise_on_every_rank(tmp_path, transport):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("transport", "size"), itertools.product(OPERATIONS, (2, 3)))
+@pytest.mark.parametrize(("transport", "size"), [*itertools.product(OPERATIONS, (2, 3))])
 def test_fifty_mismatches_raise_on_every_rank(tmp_path, transport, size):
     check(tmp_path, transport, size, cases(transport, 50))
