@@ -33,6 +33,15 @@ TEST(OverlapCosts, BytesAreThoseOfThePeersBlocks) {
   EXPECT_EQ((Shape{Operation::reduce_scatter, at::kFloat, 10, 64, 32, 3}).bytes(), 2 * 10 * 64 * 4);
 }
 
+TEST(OverlapCosts, AnAllReduceIsTwoExchanges) {
+  const Shape once{Operation::reduce_scatter, at::kBFloat16, 512, 4096, 1024, 2};
+  Shape twice = once;
+  twice.operation = Operation::all_reduce;
+  const auto one = predict(once, kNetwork, /*in_place=*/true), two = predict(twice, kNetwork, /*in_place=*/true);
+  EXPECT_NEAR(two.plain - one.plain, kNetwork.plain_latency + once.bytes() * kNetwork.plain_per_byte, 1e-9);
+  EXPECT_NEAR(two.overlapped - one.overlapped, kNetwork.latency + once.bytes() * kNetwork.cpu_per_byte, 1e-9);
+}
+
 TEST(OverlapCosts, OverAShortNetworkTheLongerPartIsWhatItTakes) {
   const auto p = predict(gather(1024), kNetwork, /*in_place=*/false);
   const double product = kNetwork.product(2048, 4096, 1024), bytes = 1024 * 1024 * 2;
