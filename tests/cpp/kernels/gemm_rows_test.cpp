@@ -80,6 +80,7 @@ TEST_F(KernelsGemm, AccumulatesInPlace) {
           const auto out = values({m, n}, to, gaps);
           check(a, b, {.scale = 0.5, .add = out, .out = out});
           check(a, b, {.out = out});
+          check(a, b, {.bias = values({n}, dtype), .add = out, .out = out});
         }
 }
 
