@@ -132,9 +132,11 @@ std::string Group::common_name() const {
 
 class Group::Round {
  public:
-  /// Takes the group's next number and agrees with the other ranks if that is due.
-  Round(const Group& group, const Agreement& about, at::Device device);
+  /// Takes the group's next number and agrees with the other ranks if that is due. A small x, contiguous, goes along.
+  Round(const Group& group, const Agreement& about, const at::Tensor& x);
 
+  /// x of each rank, [ranks, values], if it went along; else undefined.
+  const at::Tensor& small() const { return small_; }
   /// Starts to collect the blocks of all ranks.
   void gather(const at::Tensor& out, const at::Tensor& block);
   /// Starts to send block i to rank i, and to collect what the others send.
@@ -144,7 +146,7 @@ class Group::Round {
  private:
   /// False if the work is not over after a tenth of a second. Raises at the deadline.
   bool wait_a_while();
-  void agree();
+  void agree(const at::Tensor& x);
   milliseconds left() const {
     return std::max(milliseconds(1), std::chrono::duration_cast<milliseconds>(deadline_ - Clock::now()));
   }
@@ -166,36 +168,44 @@ class Group::Round {
   at::Device device_;
   Clock::time_point deadline_;
   c10::intrusive_ptr<c10d::Work> work_;
+  at::Tensor small_;
 };
 
-Group::Round::Round(const Group& group, const Agreement& about, at::Device device)
+Group::Round::Round(const Group& group, const Agreement& about, const at::Tensor& x)
     : group_(group),
       said_{group.state_->collectives++, about},
-      device_(device),
+      device_(x.device()),
       deadline_(Clock::now() + group.state_->timeout) {
   group_.state_->failure->check();
-  if (said_.number < group_.state_->checked) agree();
+  if (said_.number < group_.state_->checked) agree(x);
 }
 
-void Group::Round::agree() {
-  constexpr int64_t kWords = 5;
+/// Messages of different sizes could end a process, so this one has the same size whatever the ranks are about to do.
+/// It takes as long with 8 KB as without; so a small x needs no other.
+void Group::Round::agree(const at::Tensor& x) {
+  constexpr int64_t kWords = 5, kHead = kWords * sizeof(int64_t), kSmall = 8 << 10;
   const auto& [operation, dtype, rows, columns] = said_.about;
   const std::array<int64_t, kWords> words{said_.number, static_cast<int64_t>(operation), static_cast<int64_t>(dtype),
                                           rows, columns};
-  const auto mine = at::tensor(at::ArrayRef<int64_t>(words)).to(device_);
-  const auto all = at::empty({group_.size(), kWords}, mine.options());
+  const auto count = static_cast<int64_t>(x.nbytes());
+  const bool fits = count > 0 && count <= kSmall;
+  const auto mine = at::zeros({kHead + kSmall}, x.options().dtype(at::kByte));
+  mine.narrow(0, 0, kHead).copy_(at::tensor(at::ArrayRef<int64_t>(words)).view(at::kByte));
+  if (fits) mine.narrow(0, kHead, count).copy_(bytes(x));
+  const auto all = at::empty({group_.size(), kHead + kSmall}, mine.options());
   gather(all, mine);
   wait();
-  const auto on_cpu = all.cpu();
+  const auto heads = all.narrow(1, 0, kHead).contiguous().view(at::kLong).cpu();
   std::vector<Statement> by_rank;
   for (int r = 0; r < group_.size(); ++r) {
-    const auto* w = on_cpu.const_data_ptr<int64_t>() + r * kWords;
+    const auto* w = heads.const_data_ptr<int64_t>() + r * kWords;
     by_rank.push_back({w[0], {static_cast<Operation>(w[1]), static_cast<at::ScalarType>(w[2]), w[3], w[4]}});
   }
   const auto difference = disagreement(by_rank);
   if (!difference.empty())
     group_.state_->fail("The ranks disagree about a collective: " + difference +
                         ". Every rank must run the same operations in the same order, on equal sizes and dtypes.");
+  if (fits) small_ = all.narrow(1, kHead, count).contiguous().view(x.scalar_type());
 }
 
 void Group::Round::gather(const at::Tensor& out, const at::Tensor& block) {
@@ -251,11 +261,13 @@ bool Group::Round::wait_a_while() {
 
 Pending Group::all_gather(const at::Tensor& x) const {
   if (size() == 1) return x;
-  const auto round = std::make_shared<Round>(*this, about(Operation::all_gather, x), x.device());
+  const auto mine = x.contiguous();
+  const auto round = std::make_shared<Round>(*this, about(Operation::all_gather, x), mine);
   auto sizes = x.sizes().vec();
   sizes[0] *= size();
+  if (round->small().defined()) return round->small().view(sizes);
   auto out = at::empty(sizes, x.options());
-  round->gather(out, x.contiguous());
+  round->gather(out, mine);
   return Pending([round, out] {
     round->wait();
     return out;
@@ -264,14 +276,17 @@ Pending Group::all_gather(const at::Tensor& x) const {
 
 Pending Group::reduce_scatter(const at::Tensor& x) const {
   if (size() == 1) return x;
-  const auto round = std::make_shared<Round>(*this, about(Operation::reduce_scatter, x), x.device());
+  const auto mine = x.contiguous();
+  const auto round = std::make_shared<Round>(*this, about(Operation::reduce_scatter, x), mine);
   // Asked after the agreement: then every rank raises.
   TORCH_CHECK_VALUE(x.size(0) % size() == 0, "reduce_scatter: the first dimension of ", x.sizes(),
                     " does not divide over ", size(), " ranks.");
   auto sizes = x.sizes().vec();
   sizes[0] /= size();
+  if (round->small().defined())
+    return sum_in_order(round->small().view({size(), size(), x.numel() / size()}).select(1, rank())).view(sizes);
   auto parts = at::empty(x.sizes(), x.options());
-  round->exchange(parts, x.contiguous());
+  round->exchange(parts, mine);
   return Pending([round, parts, sizes, ranks = size()] {
     round->wait();
     return sum_in_order(parts.view({ranks, parts.numel() / ranks})).view(sizes);
@@ -280,9 +295,10 @@ Pending Group::reduce_scatter(const at::Tensor& x) const {
 
 Pending Group::all_reduce(const at::Tensor& x) const {
   if (size() == 1) return x;
-  const auto round = std::make_shared<Round>(*this, about(Operation::all_reduce, x), x.device());
-  const auto block = (x.numel() + size() - 1) / size();
   auto mine = x.contiguous().view({x.numel()});
+  const auto round = std::make_shared<Round>(*this, about(Operation::all_reduce, x), mine);
+  if (round->small().defined()) return sum_in_order(round->small()).view(x.sizes());
+  const auto block = (x.numel() + size() - 1) / size();
   if (block * size() != x.numel()) {
     auto padded = at::zeros({block * size()}, x.options());
     padded.narrow(0, 0, x.numel()).copy_(mine);

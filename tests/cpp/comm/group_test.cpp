@@ -45,7 +45,8 @@ TEST(Group, CollectivesAreExactInEveryDtypeAndGroupSize) {
   for (const int p : {1, 2, 3, 4}) {
     const ThreadRanks ranks(p);
     for (const auto dtype : kDtypes) {
-      for (const auto& sizes : {std::vector<int64_t>{2 * p, 5}, {p, 3, 2}, {0, 4}, {p}, {p, 0}}) {
+      for (const auto& sizes :
+           {std::vector<int64_t>{2 * p, 5}, {p, 3, 2}, {0, 4}, {p}, {p, 0}, {2 * p, 4099}, {p, 1 << 12}}) {
         const auto x = random_blocks(p, sizes, dtype);
         ranks.run([&](int rank, const std::string& name) {
           const Group group(name);
@@ -62,7 +63,7 @@ TEST(Group, CollectivesAreExactInEveryDtypeAndGroupSize) {
 
 TEST(Group, AllReduceTakesAnyNumberOfElementsAndLeavesItsInput) {
   const ThreadRanks ranks(3);
-  for (const int64_t n : {1, 2, 3, 7}) {
+  for (const int64_t n : {1, 2, 3, 7, 5001}) {
     const auto x = random_blocks(3, {n}, at::kBFloat16);
     const auto before = at::stack(x);
     ranks.run([&](int rank, const std::string& name) {
@@ -86,7 +87,7 @@ TEST(Group, StridesDoNotMatter) {
 
 TEST(Group, CollectivesUnderWayMayOverlap) {
   const ThreadRanks ranks(4);
-  const auto x = random_blocks(4, {8, 3}, at::kFloat);
+  const auto x = random_blocks(4, {8, 3000}, at::kFloat);  // too large to go along with the agreement
   ranks.run([&](int rank, const std::string& name) {
     const Group group(name);
     auto gathered = group.all_gather(x[rank]);
@@ -100,7 +101,7 @@ TEST(Group, CollectivesUnderWayMayOverlap) {
 
 TEST(Group, ADroppedCollectiveLeavesTheGroupInStep) {
   const ThreadRanks ranks(2);
-  const auto x = random_blocks(2, {2, 3}, at::kFloat);
+  const auto x = random_blocks(2, {2, 3000}, at::kFloat);
   ranks.run([&](int rank, const std::string& name) {
     const Group group(name);
     {
