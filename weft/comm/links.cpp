@@ -43,7 +43,7 @@ RollCall roll_of(const Group& group, const Store& store) {
 /// Which way the ranks take, and why none. UCX is loaded only where it was chosen.
 std::pair<Transport, std::string> agree_on_transport(const Store& store, const RollCall& roll) {
   const Introductions said = call_roll(store, roll, own_introduction());
-  const auto chosen = choose(said);
+  auto chosen = choose(said);
   if (chosen.first != Transport::ucx) return chosen;
   auto loaded = roll;
   loaded.prefix += "/loaded";

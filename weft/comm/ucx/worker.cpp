@@ -38,7 +38,7 @@ void prefer(ucp_config_t* config, const char* name, const char* value) {
 /// UCX_* of the environment decide. Where they are silent: no shared memory, which would reach around a network
 /// namespace and would leave dead peers unnoticed; no listener but on the given devices. Over sockets no rendezvous:
 /// with error handling UCX copies either way, and a block that is sent at once needs no answer from a peer that
-/// computes; and no cache of registered memory, for which UCX would patch the C library.
+/// computes.
 Config configuration(const std::string& devices) {
   ucp_config_t* read = nullptr;
   check(ucp_config_read(nullptr, nullptr, &read), "read its configuration");
@@ -47,7 +47,6 @@ Config configuration(const std::string& devices) {
   prefer(read, "NET_DEVICES", devices.c_str());
   if (!rdma_ports().empty()) return config;
   prefer(read, "RNDV_THRESH", "inf");
-  prefer(read, "RCACHE_ENABLE", "n");
   return config;
 }
 
