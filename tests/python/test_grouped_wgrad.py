@@ -735,3 +735,16 @@ def test_an_option_set_later_counts_from_the_next_backward(kind, single):
     for w, dw in zip(weights(model), gradients(model, given), strict=True):
         assert w.grad is None
         assert_close(w.main_grad, dw, torch.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("delay", (False, True), ids=("now", "delayed"))
+@each_weight
+def test_the_gradient_of_an_only_group_has_the_weights_shape(kind, delay, single):
+    model = build(kind, single, groups=1, delay_wgrad_compute=delay)
+    x, scales, splits = leaf(ROWS, WIDTH), leaf(ROWS), splits_of([ROWS])
+    model(*([x, splits, scales, splits, scales] if kind == "mlp" else [x, splits])).sum().backward()
+    for op in layers(model) if delay else ():
+        op.backward_dw()
+    for weight in weights(model):
+        assert weight.grad.shape == weight.shape

@@ -329,7 +329,11 @@ at::Tensor GroupedLinear::input_product(OpContext& ctx, const at::Tensor& dy, Pa
 void GroupedLinear::weight_gradient(OpContext& ctx, const at::Tensor& dy, const at::Tensor& x) const {
   if (!weight_wanted(ctx)) return;
   ops::weight_gradient(ctx, wgrad(), first_weight(), weights(),
-                       {.dy = dy, .x = rows_without_gaps(x), .splits = ctx.saved(kSplits), .path = path()});
+                       {.dy = dy,
+                        .x = rows_without_gaps(x),
+                        .splits = ctx.saved(kSplits),
+                        .stacked = options_.single_grouped_weight,
+                        .path = path()});
 }
 
 at::Tensor GroupedLinear::differentiate(OpContext& ctx, const at::Tensor& dy, Params params,

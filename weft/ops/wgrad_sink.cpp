@@ -83,7 +83,7 @@ Gradients write_groups(const WgradProduct& product, const Sinks& sinks, bool add
   const auto dy = as_matrix(product.dy), x = as_matrix(product.x);
   const kernels::GroupIndex index(product.splits);
   const auto groups = index.groups(), n = dy.size(1), k = x.size(1);
-  const bool one = sinks.size() == 1, fresh = !sinks[0].out.defined();
+  const bool one = product.stacked, fresh = !sinks[0].out.defined();
   Gradients gradients;
   kernels::GroupedMatrix out;
   if (fresh || one) {

@@ -32,7 +32,8 @@ struct WgradProduct {
   int64_t run = 0;                                 // the backward it belongs to (Leaves::run), if that matters
   const std::function<void()>* between = nullptr;  // as in Epilogue; of a product that is not put off
   at::Tensor tiles = {};                           // of dyᵀ, if somebody has made them
-  at::Tensor splits = {};                          // of a grouped weight: one parameter [G, out, in], or G of them
+  at::Tensor splits = {};                          // of a grouped weight
+  bool stacked = false;                            // a grouped weight is one parameter [G, out, in], not G of them
   kernels::GroupedPath path = kernels::GroupedPath::best;
 };
 

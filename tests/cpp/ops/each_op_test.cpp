@@ -88,6 +88,10 @@ TEST(OpErrors, ExtraInputsAreNotBroadcast) {
                                 "input has shape [3, 8], extra input has shape [8]");
 }
 
+TEST(OpErrors, DropoutNeedsFloatingPointNumbers) {
+  expect_error<c10::Error>([] { run("Dropout", {{"p", 0.5}}, at::empty({2, 8}, at::kLong)); }, "Dropout got Long");
+}
+
 TEST(OpErrors, DropoutNeedsAProbability) {
   expect_error<c10::ValueError>([] { make("Dropout", {{"p", 1.5}}); }, "p is 1.5");
   expect_error<c10::ValueError>([] { make("Dropout", {{"p", -0.1}}); }, "p is -0.1");
