@@ -1,0 +1,151 @@
+"""Split sizes that are wrong or unusual, on every path of the grouped operations: an error by name, or a defined result
+whose rows behind the last group are 0."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from experts import GROUPS, ROWS, SPLITS, compare, layer, leaf, mlp, run, splits_of, truth, unfused
+
+K, N = 12, 10
+LARGEST = 2**63 - 1
+
+PATHS = {
+    "grouped": lambda: layer(K, N),
+    "grouped, one weight": lambda: layer(K, N, single_grouped_weight=True, single_grouped_bias=True),
+    "split": lambda: layer(K, N, split_path=True),
+    "mlp": lambda: mlp(k=K, n=N),
+    "mlp, unfused": lambda: mlp(k=K, n=N),
+}
+
+
+def changed(dice: random.Random, change: Callable[[int], int], dtype=torch.int64) -> torch.Tensor:
+    """The right splits, but for one."""
+    sizes = list(SPLITS)
+    group = dice.randrange(GROUPS)
+    sizes[group] = change(sizes[group])
+    return splits_of(sizes, dtype)
+
+
+def decreasing(dice: random.Random) -> torch.Tensor:
+    """The right sum, but the sum up to some group is smaller than that before it."""
+    sizes = list(SPLITS)
+    low, high = dice.sample(range(GROUPS), 2)
+    most = sizes[low] + 1 + dice.randrange(5)
+    sizes[low], sizes[high] = sizes[low] - most, sizes[high] + most
+    return splits_of(sizes)
+
+
+def wrapping(dice: random.Random) -> torch.Tensor:
+    """The sum is right in 64 bits that wrap around, as far as each fits."""
+    sizes = [2**62] * 4 + [ROWS, 0]
+    dice.shuffle(sizes)
+    return splits_of(sizes)
+
+
+def wrapping_in_32_bits(dice: random.Random) -> torch.Tensor:
+    sizes = [2**31 - 1, 2**31 - 1, 2, ROWS, 0, 0]
+    dice.shuffle(sizes)
+    return splits_of(sizes, torch.int32)
+
+
+def shorter(dice: random.Random) -> torch.Tensor:
+    sizes = [dice.randrange(size + 1) for size in SPLITS]
+    return splits_of(sizes, dice.choice((torch.int32, torch.int64)))
+
+
+WRONG = {
+    "negative": lambda dice: changed(dice, lambda size: -1 - dice.randrange(9)),
+    "negative, int32": lambda dice: changed(dice, lambda size: -1 - dice.randrange(9), torch.int32),
+    "smallest": lambda dice: changed(dice, lambda size: -LARGEST - 1),
+    "one row too many": lambda dice: changed(dice, lambda size: size + 1),
+    "too large": lambda dice: changed(dice, lambda size: dice.choice((ROWS + 1, 2**31, 2**32 + size, 2**40, LARGEST))),
+    "too large, int32": lambda dice: changed(dice, lambda size: 2**31 - 1, torch.int32),
+    "decreasing sums": decreasing,
+    "wrapping": wrapping,
+    "wrapping in 32 bits": wrapping_in_32_bits,
+    "too few": lambda dice: splits_of(SPLITS[: dice.randrange(GROUPS)]),
+    "too many": lambda dice: splits_of((*SPLITS, *[0] * (1 + dice.randrange(3)))),
+    "floating": lambda dice: splits_of().to(dice.choice((torch.float32, torch.float64, torch.bfloat16))),
+    "bool or complex": lambda dice: splits_of().to(dice.choice((torch.bool, torch.complex64))),
+    "on meta": lambda dice: splits_of(dtype=dice.choice((torch.int32, torch.int64))).to("meta"),
+    "no tensor": lambda dice: dice.choice((list(SPLITS), None, 3)),
+}
+DEFINED = {
+    "a tail": shorter,
+    "nothing but a tail": lambda dice: splits_of([0] * GROUPS),
+    "gaps in memory": lambda dice: shorter(dice).repeat_interleave(2)[:: 2],
+    "two dimensions": lambda dice: shorter(dice).view(2, 3).t().contiguous().t(),
+    "narrow integers": lambda dice: shorter(dice).to(dice.choice((torch.int8, torch.int16, torch.uint8))),
+}
+EACH = 2  # of each kind on each path
+CASES = len(PATHS) * (len(WRONG) + len(DEFINED)) * EACH
+
+
+def arguments(model, splits, rows: int = ROWS, last=None) -> list:
+    """x and the extra inputs; `last`: splits of the last layer, if others."""
+    probs = torch.rand(rows).requires_grad_()
+    if model.num_extra_inputs == 1:
+        return [leaf(rows, K), splits]
+    return [leaf(rows, K), splits, probs, splits if last is None else last, leaf(rows)]
+
+
+def check_right(model) -> None:
+    given, dy = arguments(model, splits_of()), leaf(ROWS, N).detach()
+    compare(run(model, dy, *given), truth(model, dy, *given), torch.float32)
+
+
+def check_raises(model, splits, dice: random.Random) -> None:
+    """By name, and without harm to the next call."""
+    given = arguments(model, splits)
+    if len(given) == 5 and dice.random() < 0.5:  # one layer has the right ones
+        given = arguments(model, *dice.choice(((splits, ROWS, splits_of()), (splits_of(), ROWS, splits))))
+    with pytest.raises((ValueError, TypeError, RuntimeError), match="split|integer|extra input|Tensor"):
+        model(*given)
+    check_right(model)
+
+
+def check_defined(model, splits) -> None:
+    """As without the tail, in which NaN and infinity are; there 0."""
+    active = int(splits.sum())
+    given, dy = arguments(model, splits), leaf(ROWS, N).detach()
+    floats = [t for t in (dy, *given) if t.is_floating_point()]
+    for t in floats:
+        t.data[active:] = float("nan") if t is not dy else float("inf")
+    found = run(model, dy, *given)
+    short = [t.detach()[:active].requires_grad_() if t.is_floating_point() else t.reshape(-1).long() for t in given]
+    for name, t in found.items():
+        if t is not None and (name == "y" or name.startswith(("gradient of x", "gradient of extra"))):
+            assert t.shape[0] == ROWS and not t[active:].any(), name
+            found[name] = t[:active]
+    compare(found, truth(model, dy[:active], *short), torch.float32)
+
+
+def check_path(path: str) -> int:
+    model, cases = PATHS[path](), 0
+    for number in range(EACH):
+        for kind, make in (WRONG | DEFINED).items():
+            dice = random.Random(f"{path}{kind}{number}")
+            splits = make(dice)
+            try:
+                check_raises(model, splits, dice) if kind in WRONG else check_defined(model, splits)
+            except BaseException as error:
+                error.add_note(f"{path}, {kind}: {splits}")
+                raise
+            cases += 1
+    return cases
+
+
+def test_bad_splits_raise_or_give_a_defined_result():
+    cases = 0
+    for path in PATHS:
+        if path.endswith("unfused"):
+            with unfused():
+                cases += check_path(path)
+        else:
+            cases += check_path(path)
+    assert cases == CASES >= 200
+    print(f"{cases} bad splits, {len(PATHS)} paths")
