@@ -182,6 +182,9 @@ TESTS = ("tests/python", "tests/dist")  # pytest does not look into a folder cal
 MISMATCH, UNTRUSTED = "tests/dist/test_mismatch.py", "tests/python/test_convert_untrusted.py"
 FAILURES, SHARED, UCX = "tests/dist/test_failures.py", "tests/dist/test_shared_link.py", "tests/dist/test_ucx.py"
 
+FUZZED = script("build/asan/weft_tests", "--gtest_filter=FuzzedCalls.*", figure=r"\d+ fuzzed calls.*",
+                if_quick=("--gtest_filter=FuzzedCalls.*-*Slow*",))  # fmt: skip
+
 # Rows of the reliability suite: what passes, at full size and with --quick.
 RELIABILITY = (
     Row("3.1", "2,000 random pipelines (200) against plain autograd, fp64, fp32, bf16, fusion on and off: 0 wrong",
@@ -192,9 +195,9 @@ RELIABILITY = (
         (pytest("tests/python/test_every_op.py", "tests/python/test_transforms.py", slow=True),
          pytest("tests/python/test_compile.py", "-k", "own_check or second_derivatives"))),
     Row("3.4", "100,000 fuzzed calls under ASan and UBSan: 0 reports; each succeeds or raises by name",
-        (counted(100_000, "fuzzed calls", *TESTS, "-k", "fuzzed_calls", quick=1000),)),
+        (at_least(100_000, "fuzzed calls", needs_build(FUZZED, "asan"), quick=1000),)),
     Row("3.5", "200 bad splits: an error or a defined result; tail rows are 0",
-        (counted(200, "bad splits", "tests/python", "-k", "bad_splits"),)),
+        (counted(200, "bad splits", "tests/python", "-k", "bad_splits", quick=200),)),
     Row("3.6", "thread sanitizer: 10,000 rounds of signals, ranks as threads; a planted race is found 10 of 10",
         (ctest("tsan-comm"), script("bash", "tools/planted_race.sh", figure=r"planted race .*"))),
     Row("3.7", "a rank killed, 200 drills (12): every survivor raises in time and names the rank; 0 hangs",
@@ -207,7 +210,7 @@ RELIABILITY = (
     Row("3.10", "50 mismatches between ranks, every transport: an exception on every rank, 0 aborts",
         (pytest(FAILURES, "-k", "disagree"), sized(full=(MISMATCH, "-k", "fifty"), quick=(MISMATCH,)))),
     Row("3.11", "100 kills leave no memory and no socket; squatters, other users, wrong descriptors are refused",
-        (counted(100, "kills", "tests/dist", "-k", "left"), ctest("release", r"^HostMeeting\."),
+        (counted(100, "kills", SHARED, "-k", "leave_nothing", quick=6), ctest("release", r"^HostMeeting\."),
          pytest(SHARED, "-k", "another_user"))),
     Row("3.12", "full shared memory and memory limits: an error on every rank, 0 SIGBUS",
         (pytest(SHARED, "-k", "memory or limit"),)),

@@ -130,19 +130,30 @@ def test_every_point(tmp_path, size, how, when):
 
 
 def count_leftovers(folder: pathlib.Path, kills: int) -> None:
-    """Files in shared memory and sockets after so many kills, at fixed points and during the rendezvous."""
+    """Files in shared memory, sockets and processes after so many kills, at fixed points and during the rendezvous."""
+    moments = [*POINTS, "rendezvous"]
     for number in range(kills):
-        drill(folder / str(number), 2 + number % 2, signal.SIGKILL, [*POINTS, "rendezvous"][number % (len(POINTS) + 1)])
-    names = pathlib.Path("/proc/net/unix").read_text()
-    assert "@weft-" not in names, re.findall(r"@weft-\S+", names)
-    assert not [name for name in os.listdir("/dev/shm") if "weft" in name]
+        drill(folder / str(number), 2 + number % 2, signal.SIGKILL, moments[number * 8 % len(moments)])
+    names = re.findall(r"@weft-\S+", pathlib.Path("/proc/net/unix").read_text())
+    files = [name for name in os.listdir("/dev/shm") if "weft" in name]
+    running = [path for path in pathlib.Path("/proc").glob("[0-9]*/cmdline") if str(folder) in command_of(path)]
+    assert not names and not files and not running, (names, files, running)
+    print(f"{kills} kills leave no file in shared memory, no socket, no process")
+
+
+def command_of(path: pathlib.Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # it has ended
+        return ""
 
 
 def test_kills_leave_nothing(tmp_path):
-    count_leftovers(tmp_path, 5)
+    count_leftovers(tmp_path, 6)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_hundred_kills_leave_nothing(tmp_path):
     count_leftovers(tmp_path, 100)
 
