@@ -1,10 +1,10 @@
-"""One rank of test_stranger.py: trains the same small model again and again, each time in a new group, until told to end.
+"""One rank of test_stranger.py: trains the same small model again and again, each time in a new group.
 
     RANK=0 WORLD_SIZE=2 python attacked_rank.py FOLDER
 
-A new group is a new rendezvous, and rows that grow make the ranks meet again, so sockets come and go all the time. Leaves
-FOLDER/rank<r>.ready after the first training, ends when FOLDER/end exists, and leaves FOLDER/rank<r>.json: the final loss of
-each training.
+A new group is a new rendezvous, and rows that grow make the ranks meet again, so sockets come and go all the time.
+Leaves FOLDER/rank<r>.ready after the first training, ends when FOLDER/end exists, and leaves FOLDER/rank<r>.json: the
+final loss of each training.
 """
 
 from __future__ import annotations

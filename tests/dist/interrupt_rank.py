@@ -2,8 +2,8 @@
 
     RANK=0 WORLD_SIZE=2 python interrupt_rank.py FOLDER WHERE
 
-WHERE: forward, backward, rendezvous or signal. Leaves FOLDER/rank0.waiting before the wait, and FOLDER/rank0.raised with
-the kind of the exception that ended it.
+WHERE: forward, backward, rendezvous or signal. Leaves FOLDER/rank0.waiting before the wait, and FOLDER/rank0.raised
+with the kind of the exception that ended it.
 """
 
 from __future__ import annotations
