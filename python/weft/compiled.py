@@ -135,7 +135,7 @@ def _backward_fake(grads, inputs_and_saved, text):
 
 
 @torch.library.register_fake("weft::pipeline_backward_into")
-def _backward_into_fake(grads, inputs_and_saved, main_grads, text):
+def _backward_into_fake(grads, inputs_and_saved, params, main_grads, text):
     found = _backward_fake(grads, inputs_and_saved, text)
     described = zip(found, _C.gradients(text), strict=True)
     return [grad.new_empty([0]) if accumulated else grad for grad, (_, _, accumulated) in described]
@@ -144,6 +144,7 @@ def _backward_into_fake(grads, inputs_and_saved, main_grads, text):
 def _setup_context(ctx, inputs, output) -> None:
     tensors, ctx.text = inputs
     ctx.num_inputs, ctx.num_outputs = len(tensors), _C.num_outputs(ctx.text)
+    ctx.num_params = _C.num_params(ctx.text)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output[ctx.num_outputs :])
 
@@ -159,13 +160,12 @@ def _backward(ctx, grads):
                 "it again with gradients enabled (outside of torch.no_grad()) and with requires_grad set on that tensor"
             )
     grads = list(grads[: ctx.num_outputs])
-    main_grads = [
-        t.main_grad
-        for t, (_, wanted, accumulated) in zip(tensors, described, strict=False)
-        if wanted and accumulated and getattr(t, "main_grad", None) is not None
-    ]
-    if main_grads:
-        found = torch.ops.weft.pipeline_backward_into(grads, tensors, main_grads, ctx.text)
+    if any(wanted and accumulated for _, wanted, accumulated in described):
+        leaves = [getattr(node, "variable", t) for t, (node, _) in zip(tensors, ctx.next_functions, strict=False)]
+        main_grads = [getattr(t, "main_grad", None) for t, (*_, into) in zip(leaves, described, strict=True) if into]
+        main_grads = [t for t in main_grads if t is not None]
+        params = leaves[ctx.num_inputs - ctx.num_params :]
+        found = torch.ops.weft.pipeline_backward_into(grads, tensors, params, main_grads, ctx.text)
     else:
         found = torch.ops.weft.pipeline_backward(grads, tensors, ctx.text)
     # An empty tensor stands for a gradient that main_grad has.
@@ -204,5 +204,5 @@ def _backward_flops(grads, inputs_and_saved, text, **_: Any) -> int:
 
 
 @register_flop_formula(torch.ops.weft.pipeline_backward_into)
-def _backward_into_flops(grads, inputs_and_saved, main_grads, text, **_: Any) -> int:
+def _backward_into_flops(grads, inputs_and_saved, params, main_grads, text, **_: Any) -> int:
     return _backward_flops(grads, inputs_and_saved, text)

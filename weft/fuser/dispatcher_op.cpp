@@ -60,7 +60,8 @@ List pipeline_forward(at::TensorList inputs, c10::string_view text) {
   return results;
 }
 
-/// Parameters among the inputs of a call, whose `main_grad` must be one of the tensors that the op declares to mutate.
+/// The Parameters of a call, of which saved tensors may be copies. Their `main_grad` must be one of the tensors that
+/// the op declares to mutate.
 class DeclaredLeaves final : public ops::Leaves {
  public:
   DeclaredLeaves(at::TensorList params, at::TensorList main_grads) : params_(params), main_grads_(main_grads) {}
@@ -76,6 +77,7 @@ class DeclaredLeaves final : public ops::Leaves {
     return param;
   }
   int64_t run() const override { return backward_run(); }
+  size_t size() const { return params_.size(); }
 
  private:
   at::TensorList params_, main_grads_;
@@ -83,7 +85,7 @@ class DeclaredLeaves final : public ops::Leaves {
 
 /// Gradients in the order of the inputs; an empty tensor where none is wanted, or where main_grad has it.
 List differentiate(const c10::List<std::optional<at::Tensor>>& grads, at::TensorList tensors, c10::string_view text,
-                   const at::TensorList* main_grads) {
+                   const DeclaredLeaves* leaves) {
   const auto p = program(text);
   const size_t count = 1 + p.pipeline->caller_inputs().size() + p.pipeline->params().size();
   const auto inputs = tensors.slice(0, std::min(count, tensors.size()));
@@ -93,14 +95,15 @@ List differentiate(const c10::List<std::optional<at::Tensor>>& grads, at::Tensor
     const std::optional<at::Tensor> grad = grads.get(k);
     dy.push_back(grad.value_or(at::Tensor()));
   }
-  const DeclaredLeaves leaves(params, main_grads ? *main_grads : at::TensorList());
-  const auto found = backward(dy, tensors.slice(count), x, params, extras, text,
-                              main_grads ? &leaves : nullptr);  // of x, parameters, extra inputs
+  TORCH_CHECK_VALUE(!leaves || leaves->size() == params.size(), "The pipeline has ", params.size(), " parameters, got ",
+                    leaves ? leaves->size() : 0, " leaves.");
+  const auto found =
+      backward(dy, tensors.slice(count), x, params, extras, text, leaves);  // of x, parameters, extra inputs
   List out, taken = tensors.vec();
   taken.insert(taken.end(), dy.begin(), dy.end());
   for (size_t i = 0; i < count; ++i) {
     const auto from = i == 0 ? 0 : i <= extras.size() ? params.size() + i : i - extras.size();
-    const bool zero = !main_grads && p.plan->key.trait(static_cast<int>(i)).requires_grad;
+    const bool zero = !leaves && p.plan->key.trait(static_cast<int>(i)).requires_grad;
     if (found[from].defined())
       out.push_back(own(found[from].to(inputs[i].scalar_type()), taken));
     else
@@ -116,8 +119,9 @@ List pipeline_backward(const c10::List<std::optional<at::Tensor>>& grads, at::Te
 }
 
 List pipeline_backward_into(const c10::List<std::optional<at::Tensor>>& grads, at::TensorList tensors,
-                            at::TensorList main_grads, c10::string_view text) {
-  return differentiate(grads, tensors, text, &main_grads);
+                            at::TensorList params, at::TensorList main_grads, c10::string_view text) {
+  const DeclaredLeaves leaves(params, main_grads);
+  return differentiate(grads, tensors, text, &leaves);
 }
 
 }  // namespace
@@ -128,8 +132,8 @@ TORCH_LIBRARY(weft, m) {
   m.def("pipeline_backward(Tensor?[] grads, Tensor[] inputs_and_saved, str text) -> Tensor[]",
         {at::Tag::pt2_compliant_tag});
   m.def(
-      "pipeline_backward_into(Tensor?[] grads, Tensor[] inputs_and_saved, Tensor(a!)[] main_grads, str text) -> "
-      "Tensor[]",
+      "pipeline_backward_into(Tensor?[] grads, Tensor[] inputs_and_saved, Tensor[] params, Tensor(a!)[] main_grads, "
+      "str text) -> Tensor[]",
       {at::Tag::pt2_compliant_tag});
 }
 

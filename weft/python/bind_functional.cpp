@@ -89,6 +89,9 @@ void bind_functional(py::module_& m) {
       "num_outputs", [](const std::string& text) { return 1 + fuser::program(text).pipeline->caller_outputs().size(); },
       py::arg("text"),
       "How many of the results of weft::pipeline_forward are outputs; the rest is saved for backward.");
+  m.def(
+      "num_params", [](const std::string& text) { return fuser::program(text).pipeline->params().size(); },
+      py::arg("text"), "How many of the inputs of weft::pipeline_forward are parameters; they come last.");
   m.def("infer", &infer, py::arg("text"), py::arg("inputs"),
         "Sizes and dtypes of what a described call returns; tensors are (sizes, dtype).");
   m.def(

@@ -89,7 +89,7 @@ TEST(OpErrors, ExtraInputsAreNotBroadcast) {
 }
 
 TEST(OpErrors, DropoutNeedsFloatingPointNumbers) {
-  expect_error<c10::Error>([] { run("Dropout", {{"p", 0.5}}, at::empty({2, 8}, at::kLong)); }, "Dropout got Long");
+  expect_error<c10::Error>([] { run("Dropout", {{"p", 0.5}}, at::empty({2, 8}, at::kLong)); }, "Dropout got int64");
 }
 
 TEST(OpErrors, DropoutNeedsAProbability) {
