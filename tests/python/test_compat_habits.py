@@ -31,7 +31,7 @@ MODULES = {
 }
 modules = pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
 # Those that hold Parameters and run a pipeline; a norm is an operation itself.
-HOLDERS = {name: make for name, make in MODULES.items() if "Linear" in name or "MLP" in name}
+HOLDERS = {name: make for name, make in MODULES.items() if "Linear" in name or "MLP" in name or "Norm" in name}
 holders = pytest.mark.parametrize("make", HOLDERS.values(), ids=HOLDERS)
 
 

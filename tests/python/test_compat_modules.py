@@ -205,8 +205,8 @@ def test_permute_and_unpermute_compile_whole(map_type, count, dropped):
         check_compiled(with_probs, x, probs, routing_map, count, map_type)
 
 
-def test_permute_of_as_many_rows_as_are_routed_compiles_where_sizes_may_depend_on_values(monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_permute_of_as_many_rows_as_are_routed_compiles_where_sizes_may_depend_on_values():
     x, routing_map = torch.randn(TOKENS, HIDDEN, requires_grad=True), routing("mask", 3)
 
     def function(x):

@@ -805,9 +805,8 @@ def test_without_gradients_a_model_compiles_whole_and_exports():
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), twin(x))
 
 
-def test_the_dispatcher_op_refuses_what_it_cannot_do():
-    model, _ = model_and_twin(INTO_MAIN_GRAD[0], "linear")
-    x = rows()
+def test_the_dispatcher_op_refuses_delayed_gradients():
+    model, x = ops.Linear(8, 8, delay_wgrad_compute=True), torch.randn(4, 8, requires_grad=True)
     text = model._compiled_groups()[0][0]
     word = "cpu:float32:gc"
     call = f'{text} @call(autocast=none, eval=0, tensors="{word} {word} {word}")'
