@@ -85,7 +85,7 @@ TEST_F(Interrupts, EndAWaitForSharedMemory) {
 TEST_F(Interrupts, EndARendezvous) {
   const ThreadRanks ranks(2, milliseconds(10000));
   expect_ended([&] { comm::link_of(ranks.name(0)); });
-  const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
+  c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
   interrupted = false;
   comm::HostMeeting meeting({[store] { return store; }, "test", 0, 2, milliseconds(10000)});
   expect_ended([&] { meeting.meet(comm::Memory::make(4096), [] {}); });
