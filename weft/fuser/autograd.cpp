@@ -4,13 +4,17 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/alias.h>
 #include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
+#include <c10/util/strides.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
+
+#include <array>
 
 #include "weft/fuser/backward_run.h"
 #include "weft/fuser/below_autograd.h"
@@ -25,6 +29,9 @@ namespace {
 using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
+
+/// Tensors of a call that its caller can write into.
+using Reachable = std::array<c10::ArrayRef<at::Tensor>, 4>;
 
 /// What a saved tensor was before a saved-tensor hook packed it.
 struct SavedMeta {
@@ -50,6 +57,24 @@ struct SavedMeta {
   }
 };
 
+/// Where the values of a saved parameter lay in forward. Backward uses these, also if `param.data` was set since.
+struct ParamMemory {
+  c10::Storage storage;
+  int64_t offset;
+  at::ScalarType dtype;
+  int param;    // its number in the pipeline
+  size_t slot;  // among the saved variables
+
+  void restore(at::Tensor& t, const Pipeline& pipeline) const {
+    const bool same = t.storage().unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
+    if (same && t.storage_offset() == offset) return;
+    const BelowAutograd below;
+    const auto& shape = pipeline.params()[param].shape;
+    t = at::empty({0}, at::TensorOptions().dtype(dtype).device(storage.device()));
+    t.set_(storage, offset, shape, c10::contiguous_strides(shape));
+  }
+};
+
 /// The whole pipeline in the autograd graph. Edges: x, parameters, extra inputs. Inputs of backward: gradients of the
 /// main output and of the extra outputs that went to the caller.
 class PipelineNode final : public Node {
@@ -62,7 +87,7 @@ class PipelineNode final : public Node {
 
   /// Keeps the saved slots, what Python operations saved beyond them, and the parameters that backward reads. Saved
   /// tensors that alias one of `reachable`, tensors that the caller can write into, count versions with it.
-  void keep(const ops::Frame& frame, ops::Params params, const Tensors& outputs, const Tensors& reachable);
+  void keep(const ops::Frame& frame, ops::Params params, const Tensors& outputs, const Reachable& reachable);
 
   variable_list apply(variable_list&& grads) override;
   void will_release_variables() override { last_use_ = true; }
@@ -76,6 +101,7 @@ class PipelineNode final : public Node {
     released_ |= !saved_.empty();
     saved_.clear();
     metas_.clear();
+    memories_.clear();
     states_.clear();
   }
   c10::intrusive_ptr<Node> refuse_twice(const variable_list& grads) const;
@@ -85,44 +111,55 @@ class PipelineNode final : public Node {
   std::shared_ptr<const Pipeline> pipeline_;
   std::shared_ptr<const Plan> plan_;
   std::vector<SavedVariable> saved_;
-  std::vector<SavedMeta> metas_;  // of `saved_`, if hooks pack and unpack them
+  std::vector<SavedMeta> metas_;               // of `saved_`, if hooks pack and unpack them
+  c10::SmallVector<ParamMemory, 4> memories_;  // of saved parameters
   std::vector<std::shared_ptr<void>> states_;
   std::vector<ops::Buffers> buffers_;  // memory to write into, whose contents do not matter: nothing that is saved
   bool last_use_ = false, released_ = false;
 };
 
-/// Lets `t`, a view made below autograd, count versions with the tensor among `reachable` whose memory it shares.
-void share_version(const at::Tensor& t, const Tensors& reachable) {
-  if (!t.defined() || t.is_inference()) return;
+/// Lets `t`, a view made below autograd, count versions with the tensor among `reachable` whose memory it shares. True
+/// if there is one.
+bool share_version(const at::Tensor& t, c10::ArrayRef<at::Tensor> reachable) {
   const auto* storage = t.storage().unsafeGetStorageImpl();
   for (const auto& other : reachable) {
     if (!other.defined() || other.storage().unsafeGetStorageImpl() != storage) continue;
-    if (!other.is_same(t) && !other.is_inference())
+    if (!other.is_same(t) && !other.is_inference() && !t.is_inference())
       t.unsafeGetTensorImpl()->set_version_counter(other.unsafeGetTensorImpl()->version_counter());
-    return;
+    return true;
   }
+  return false;
 }
 
-/// A parameter's present values: those that forward used, even if `param.data` is set before backward. A hook gets a
-/// view, so that it can tell a parameter from an activation.
-at::Tensor snapshot(const at::Tensor& param, bool hooks) {
-  if (!hooks) return at::Tensor(param.tensor_data());
+/// A view of a parameter for a saved-tensor hook, which can tell it from an activation by its base.
+at::Tensor view_for_hooks(const at::Tensor& param) {
   const at::NoGradGuard no_grad;
   return at::alias(param);
 }
 
-void PipelineNode::keep(const ops::Frame& frame, ops::Params params, const Tensors& outputs, const Tensors& reachable) {
+void PipelineNode::keep(const ops::Frame& frame, ops::Params params, const Tensors& outputs,
+                        const Reachable& reachable) {
   const bool hooks = at::SavedTensorDefaultHooks::get_hooks().has_value();
   const auto save = [&](const at::Tensor& t) {
     const bool is_output =
         std::any_of(outputs.begin(), outputs.end(), [&](const at::Tensor& y) { return y.is_same(t); });
-    if (!is_output) share_version(t, reachable);
+    if (!is_output && t.defined())
+      std::any_of(reachable.begin(), reachable.end(), [&](const auto& list) { return share_version(t, list); });
     if (hooks) metas_.push_back(SavedMeta::of(t));
     saved_.emplace_back(t, is_output);
   };
   saved_.reserve(plan_->num_saved + plan_->backward_params.size() + (frame.more_saved ? frame.more_saved->size() : 0));
   for (int slot = 0; slot < plan_->num_saved; ++slot) save(frame.saved[slot]);
-  for (const int p : plan_->backward_params) save(snapshot(params[p], hooks));
+  for (const int p : plan_->backward_params) {
+    if (hooks) {
+      save(view_for_hooks(params[p]));
+    } else if (params[p].is_contiguous()) {
+      memories_.push_back({params[p].storage(), params[p].storage_offset(), params[p].scalar_type(), p, saved_.size()});
+      saved_.emplace_back(params[p], /*is_output=*/false);
+    } else {
+      save(at::Tensor(params[p].tensor_data()));
+    }
+  }
   if (frame.more_saved)
     for (const auto& t : *frame.more_saved) save(t);
   if (frame.states) states_ = std::move(*frame.states);
@@ -165,6 +202,7 @@ variable_list PipelineNode::apply(variable_list&& grads) {
     const auto self = saved_.empty() ? c10::intrusive_ptr<Node>() : getptr();
     for (const auto& variable : saved_) saved.push_back(variable.unpack(self));
     for (size_t k = 0; k < metas_.size(); ++k) saved[k] = metas_[k].restore(saved[k]);
+    for (const auto& memory : memories_) memory.restore(saved[memory.slot], *pipeline_);
     states = states_;
     if (last_use_) release();
   }
@@ -346,10 +384,7 @@ Tensors run(const std::shared_ptr<const Pipeline>& shared, const std::shared_ptr
   for (const int slot : slots) outputs.push_back(std::move(extra_out[slot]));
   settle(outputs, x, extras, wanted, node);
   if (!node) return outputs;
-  Tensors reachable{x};
-  reachable.append(extras.begin(), extras.end());
-  reachable.append(outputs.begin(), outputs.end());
-  reachable.append(params.begin(), params.end());
+  const Reachable reachable{x, extras, outputs, params};
   node->keep(frame, params, outputs, reachable);
   return outputs;
 }
