@@ -21,6 +21,7 @@
 #include "weft/fuser/door.h"
 #include "weft/fuser/executor.h"
 #include "weft/kernels/rows.h"
+#include "weft/ops/rows.h"
 #include "weft/tensor/ownership.h"
 
 namespace weft::fuser {
@@ -48,7 +49,7 @@ struct SavedMeta {
   /// `t` as an unpack hook returned it, in the layout that kernels expect. Raises if it is not what was saved.
   at::Tensor restore(const at::Tensor& t) const {
     if (dtype == at::ScalarType::Undefined || !t.defined()) return t;
-    check_gradients({t});
+    check_gradients({t}, "a saved tensor");
     TORCH_CHECK(t.sizes() == at::IntArrayRef(sizes) && t.scalar_type() == dtype && t.device() == device,
                 "weft: a saved-tensor hook returned ", dtype_name(t.scalar_type()), " of shape ", t.sizes(), " on ",
                 t.device(), " for a saved tensor that is ", dtype_name(dtype), " of shape ", at::IntArrayRef(sizes),
@@ -124,8 +125,7 @@ bool share_version(const at::Tensor& t, c10::ArrayRef<at::Tensor> reachable) {
   const auto* storage = t.storage().unsafeGetStorageImpl();
   for (const auto& other : reachable) {
     if (!other.defined() || other.storage().unsafeGetStorageImpl() != storage) continue;
-    if (!other.is_same(t) && !other.is_inference() && !t.is_inference())
-      t.unsafeGetTensorImpl()->set_version_counter(other.unsafeGetTensorImpl()->version_counter());
+    ops::sharing_version(t, other);
     return true;
   }
   return false;
@@ -143,8 +143,8 @@ void PipelineNode::keep(const ops::Frame& frame, ops::Params params, const Tenso
   const auto save = [&](const at::Tensor& t) {
     const bool is_output =
         std::any_of(outputs.begin(), outputs.end(), [&](const at::Tensor& y) { return y.is_same(t); });
-    if (!is_output && t.defined())
-      std::any_of(reachable.begin(), reachable.end(), [&](const auto& list) { return share_version(t, list); });
+    for (const auto& list : reachable)
+      if (is_output || !t.defined() || share_version(t, list)) break;
     if (hooks) metas_.push_back(SavedMeta::of(t));
     saved_.emplace_back(t, is_output);
   };

@@ -205,12 +205,12 @@ void refuse_tangents(c10::ArrayRef<at::Tensor> tensors) {
   for (const auto& t : tensors) check_tangent("an input", t);
 }
 
-void check_gradients(c10::ArrayRef<at::Tensor> grads) {
+void check_gradients(c10::ArrayRef<at::Tensor> grads, const char* what) {
   const bool tangents = forward_mode();
   for (const auto& grad : grads) {
     if (!grad.defined()) continue;
-    if (!usual(grad)) refuse("an incoming gradient", grad);
-    if (tangents) check_tangent("an incoming gradient", grad);
+    if (!usual(grad)) refuse(what, grad);
+    if (tangents) check_tangent(what, grad);
   }
 }
 

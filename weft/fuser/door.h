@@ -28,7 +28,7 @@ void refuse_tangents(c10::ArrayRef<at::Tensor> tensors);
 /// Raises inside torch.jit.trace and function transforms of torch.func.
 void check_modes();
 
-/// The same check for gradients that come into backward; an undefined one passes.
-void check_gradients(c10::ArrayRef<at::Tensor> grads);
+/// The same check for gradients that come into backward, or other tensors named by `what`; an undefined one passes.
+void check_gradients(c10::ArrayRef<at::Tensor> grads, const char* what = "an incoming gradient");
 
 }  // namespace weft::fuser

@@ -128,7 +128,7 @@ std::vector<at::Tensor> checked_saved(const CallShapes& shapes, c10::ArrayRef<at
     TORCH_CHECK_VALUE(kept[k].defined(), "weft: saved tensor ", k, " is undefined.");
     check_spec("saved tensor", k, kept[k], *slot.spec, x);
   }
-  check_gradients(kept);
+  check_gradients(kept, "a saved tensor");
   return kept;
 }
 

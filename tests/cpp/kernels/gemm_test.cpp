@@ -39,7 +39,7 @@ std::vector<Shape> boundary_shapes() {
 }
 
 /// Sizes around the limits of a block and of a chunk: 448 rows of 1152 values fill the packed block, 224 rows of a
-/// longer reduction; products of more than 1 MB are stored past the caches.
+/// longer reduction; results of more than 1 MB use non-temporal stores.
 std::vector<Shape> block_shapes() {
   return {{447, 64, 1152},  {449, 65, 1152}, {224, 96, 1153}, {225, 31, 2304}, {700, 600, 520},
           {600, 300, 2500}, {1100, 70, 64},  {520, 1056, 96}, {34, 2080, 1160}};
