@@ -131,10 +131,9 @@ class ThreadRanks {
   explicit ThreadRanks(int size, std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
     static std::atomic<int> made = 0;
     const auto board = std::make_shared<Board>(size);
-    const auto store = c10::make_intrusive<c10d::HashStore>();
     const auto common = "threads" + std::to_string(made++);
     for (int rank = 0; rank < size; ++rank) {
-      auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
+      auto group = c10::make_intrusive<c10d::ProcessGroup>(store_, rank, size);
       backends_.push_back(c10::make_intrusive<ThreadBackend>(rank, board, timeout));
       group->setBackend(c10::kCPU, c10d::ProcessGroup::BackendType::CUSTOM, backends_.back());
       group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
@@ -174,6 +173,8 @@ class ThreadRanks {
   }
 
  private:
+  // Outlives the groups: its last reference is dropped here, where the thread sanitizer sees it, not inside torch.
+  c10::intrusive_ptr<c10d::Store> store_ = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::string> names_;
   std::vector<c10::intrusive_ptr<ThreadBackend>> backends_;
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups_;

@@ -84,6 +84,7 @@ class HostMeeting::Gathering {
   int size() const { return meeting_.size(); }
   std::string name(int peer) const;
   [[noreturn]] void fail(int peer, const std::string& what) const;
+  [[noreturn]] void fail_disconnected(int peer, const std::string& what) const;
   void look_after(int peer, const char* doing) const;
   int poll_ms() const;
 
@@ -135,6 +136,16 @@ void HostMeeting::Gathering::fail(int peer, const std::string& what) const {
       others += c10::str("; the process of ", name(other), " has ended");
   C10_THROW_ERROR(DistError, c10::str("Rank ", rank(), " of ", size(), ", meeting '", prefix_, "' with ", name(peer),
                                       ": ", what, others, "."));
+}
+
+/// The peer's connection broke. The kernel closes the sockets of a process that was killed before it reports its end,
+/// so this waits for the end of any process of the group.
+void HostMeeting::Gathering::fail_disconnected(int peer, const std::string& what) const {
+  constexpr int kProcessEndMs = 500;
+  std::vector<pollfd> ends;
+  for (const auto& process : meeting_.processes_) ends.push_back({process.descriptor(), POLLIN, 0});
+  ::poll(ends.data(), ends.size(), kProcessEndMs);
+  fail(peer, meeting_.processes_[peer].alive() ? what : "its process has ended");
 }
 
 /// Raises if there is no use in waiting for the peer any longer.
@@ -189,7 +200,7 @@ void HostMeeting::Gathering::call(int peer) {
   while (!(connection = connect_to(cards_[peer].socket))) {
     const int error = errno;
     look_after(peer, "free place in its queue");
-    if (error != EAGAIN) fail(peer, "no connection: " + c10::utils::str_error(error));
+    if (error != EAGAIN) fail_disconnected(peer, "no connection: " + c10::utils::str_error(error));
     std::this_thread::sleep_for(milliseconds(1));
   }
   const auto caller = caller_of(connection);
@@ -203,7 +214,7 @@ void HostMeeting::Gathering::call(int peer) {
 void HostMeeting::Gathering::greet(const Descriptor& connection, int peer) {
   const Hello hello{.rank = static_cast<uint64_t>(rank()), .token = cards_[rank()].token};
   if (!send_file(connection, &hello, sizeof(hello), memories_[rank()]->file()))
-    fail(peer, "its connection failed: " + c10::utils::str_error(errno));
+    fail_disconnected(peer, "its connection failed: " + c10::utils::str_error(errno));
 }
 
 /// Answers the calls of all higher ranks. Whoever else calls is turned away and holds nobody up.
@@ -268,7 +279,7 @@ void HostMeeting::Gathering::hear(int peer) {
         {{calls_[peer].get(), POLLIN, 0}, {meeting_.processes_[peer].descriptor(), POLLIN, 0}}};
     ::poll(events.data(), events.size(), poll_ms());
   }
-  if (!delivery.wrong.empty()) fail(peer, "no answer: " + delivery.wrong);
+  if (!delivery.wrong.empty()) fail_disconnected(peer, "no answer: " + delivery.wrong);
   if (!is_hello_of(hello, peer)) fail(peer, "its answer has a wrong token");
   take(peer, std::move(delivery.file));
 }

@@ -48,10 +48,11 @@ Spec activation_output(std::string_view name, const kernels::Act& act, const Spe
               ", expected float32, float64, float16 or bfloat16.");
   if (!act.gated()) return x;
   TORCH_CHECK_VALUE(!x.sizes.empty(), name, ": input has no dimensions, expected at least one.");
-  const auto step = 2 * std::max<int64_t>(act.interleave, 1);
-  TORCH_CHECK_VALUE(same_size(x.sizes.back() % step, 0), name, ": input has ", x.sizes.back(),
-                    " columns, expected a multiple of ", step, ".");
-  return x.with_last(x.sizes.back() / 2);
+  const auto columns = x.sizes.back(), half = columns / 2;
+  TORCH_CHECK_VALUE(same_size(columns % 2, 0), name, ": input has ", columns, " columns, expected an even number.");
+  TORCH_CHECK_VALUE(act.interleave == 0 || same_size(half % act.interleave, 0), name, ": half of the input has ", half,
+                    " columns, expected a multiple of glu_interleave_size ", act.interleave, ".");
+  return x.with_last(half);
 }
 
 void check_positive(std::string_view op, std::string_view argument, double value) {

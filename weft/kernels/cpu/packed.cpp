@@ -15,7 +15,6 @@
 #include <unordered_map>
 #include <vector>
 
-#include "weft/kernels/huge_pages.h"
 #include "weft/kernels/packing.h"
 
 namespace weft::kernels {
@@ -244,18 +243,6 @@ class Lender {
 };
 
 }  // namespace
-
-PackedCopy::PackedCopy(int64_t bytes) : bytes_(bytes) {
-  constexpr size_t kPage = 4096;
-  const auto size = static_cast<size_t>(bytes);
-  void* memory = nullptr;
-  const bool failed = posix_memalign(&memory, size < kHugePage ? kPage : kHugePage, std::max<size_t>(size, 64)) != 0;
-  TORCH_CHECK(!failed, "weft: no memory for a packed weight of ", bytes, " bytes. Lower WEFT_PACKED_BYTES.");
-  data_ = static_cast<uint16_t*>(memory);
-  ask_for_huge_pages(memory, size);
-}
-
-PackedCopy::~PackedCopy() { std::free(data_); }
 
 std::shared_ptr<const PackedCopy> frozen_copy(const Packing& packing) {
   auto& weights = FrozenWeights::instance();

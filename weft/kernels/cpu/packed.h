@@ -5,21 +5,20 @@
 #include <functional>
 #include <memory>
 
+#include "weft/kernels/huge_pages.h"
+
 namespace weft::kernels {
 
 /// Memory for a matrix in the kernel's own order.
 class PackedCopy {
  public:
-  explicit PackedCopy(int64_t bytes);
-  ~PackedCopy();
-  PackedCopy(const PackedCopy&) = delete;
-  PackedCopy& operator=(const PackedCopy&) = delete;
+  explicit PackedCopy(int64_t bytes) : memory_(static_cast<size_t>(bytes)), bytes_(bytes) {}
 
-  uint16_t* data() const { return data_; }
+  uint16_t* data() const { return reinterpret_cast<uint16_t*>(memory_.data()); }
   int64_t bytes() const { return bytes_; }
 
  private:
-  uint16_t* data_;
+  HugeMemory memory_;
   int64_t bytes_;
 };
 
