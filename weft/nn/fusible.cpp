@@ -12,21 +12,27 @@
 
 namespace weft::nn {
 
-fuser::Fuser& Fusible::fuser() {
+std::shared_ptr<fuser::Fuser> Fusible::fuser() {
+  const std::lock_guard lock(mutex_);
   if (!fuser_) fuser_ = std::make_shared<fuser::Fuser>(fuser::Pipeline(stages()));
-  return *fuser_;
+  return fuser_;
 }
 
-uint64_t Fusible::eval_mask() {
+void Fusible::restart() {
+  const std::lock_guard lock(mutex_);
+  fuser_.reset();
+}
+
+uint64_t Fusible::eval_mask(const fuser::Pipeline& pipeline) const {
   uint64_t mask = 0;
-  const auto& pipeline = fuser().pipeline();
   for (int i = 0; i < pipeline.size(); ++i)
     if (pipeline.eval_bit(i) >= 0 && !stage_trains(i)) mask |= uint64_t{1} << pipeline.eval_bit(i);
   return mask;
 }
 
 at::Tensor Fusible::forward(const at::Tensor& x) {
-  auto outputs = fuser()(x, operands(), {}, eval_mask());
+  const auto fuser = this->fuser();
+  auto outputs = (*fuser)(x, operands(), {}, eval_mask(fuser->pipeline()));
   TORCH_CHECK_VALUE(outputs.size() == 1, name(), " returns ", outputs.size() - 1,
                     " extra outputs; call forward_extra.");
   return std::move(outputs[0]);
@@ -36,12 +42,14 @@ std::vector<at::Tensor> Fusible::forward_extra(const at::Tensor& x, std::vector<
                                                const std::vector<ops::Buffers>& buffers) {
   fuser::Tensors given(std::make_move_iterator(extras.begin()), std::make_move_iterator(extras.end()));
   extras.clear();
-  auto outputs = fuser()(x, operands(), std::move(given), eval_mask(), buffers);
+  const auto fuser = this->fuser();
+  auto outputs = (*fuser)(x, operands(), std::move(given), eval_mask(fuser->pipeline()), buffers);
   return {std::make_move_iterator(outputs.begin()), std::make_move_iterator(outputs.end())};
 }
 
 fuser::Explanation Fusible::explain(const at::Tensor& x, const std::vector<at::Tensor>& extras) {
-  return fuser::explain(fuser(), x, operands(), extras, eval_mask());
+  const auto fuser = this->fuser();
+  return fuser::explain(*fuser, x, operands(), extras, eval_mask(fuser->pipeline()));
 }
 
 bool Fusible::need_backward_dw() const {

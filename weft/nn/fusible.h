@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -49,13 +50,14 @@ class Fusible : public torch::nn::Module {
 
   /// Whether stage i runs in training mode.
   virtual bool stage_trains(int) const { return is_training(); }
-  /// To be called when `stages()` changed.
-  void restart() { fuser_.reset(); }
+  /// Call it when `stages()` changed.
+  void restart();
 
  private:
-  fuser::Fuser& fuser();
-  uint64_t eval_mask();
+  std::shared_ptr<fuser::Fuser> fuser();
+  uint64_t eval_mask(const fuser::Pipeline& pipeline) const;
 
+  std::mutex mutex_;  // of fuser_: the first calls may come from several threads
   std::shared_ptr<fuser::Fuser> fuser_;
   std::vector<std::function<void()>> wgrad_hooks_;
 };

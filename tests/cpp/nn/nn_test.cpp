@@ -7,7 +7,9 @@
 #include <torch/optim/sgd.h>
 #include <torch/serialize.h>
 
+#include <barrier>
 #include <sstream>
+#include <thread>
 
 #include "weft/nn/sequential.h"
 #include "weft/ops/norm.h"
@@ -77,6 +79,20 @@ TEST(Nn, ResidualByChannel) {
   Sequential model(fork, Linear(4, 4), join);
   const auto x = at::randn({3, 4});
   EXPECT_TRUE(model->forward(x).allclose((*model)[1]->forward(x) + x));
+}
+
+TEST(Nn, FirstCallsMayComeFromTwoThreads) {
+  for (int i = 0; i < 300; ++i) {
+    auto module = op<ops::RMSNorm>({.normalized_shape = {4}});
+    std::barrier start(2);
+    const auto call = [&] {
+      start.arrive_and_wait();
+      module->forward(at::ones({2, 4}));
+    };
+    std::thread other(call);
+    call();
+    other.join();
+  }
 }
 
 TEST(Nn, DtypeFollowsTo) {
