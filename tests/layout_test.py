@@ -1,22 +1,22 @@
-"""Includes go down: nn -> fuser -> fused -> ops -> {overlap, quant} -> {kernels, comm} -> tensor."""
+"""Includes go down: nn -> fuser -> fused -> ops -> {overlap, quant} -> {kernels, comm} -> core."""
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
-# room -> the rooms it may include, besides itself
+# layer -> the layers it may include, besides itself
 MAY_INCLUDE = {
-    "tensor": "",
-    "kernels": "tensor",
-    "comm": "tensor",
-    "quant": "tensor kernels comm",
-    "overlap": "tensor kernels comm",
-    "ops": "tensor kernels comm quant overlap",
-    "fused": "tensor kernels comm quant overlap ops",
-    "fuser": "tensor kernels comm quant overlap ops fused",
-    "nn": "tensor kernels comm quant overlap ops fused fuser",
-    "python": "tensor kernels comm quant overlap ops fused fuser nn",
+    "core": "",
+    "kernels": "core",
+    "comm": "core",
+    "quant": "core kernels comm",
+    "overlap": "core kernels comm",
+    "ops": "core kernels comm quant overlap",
+    "fused": "core kernels comm quant overlap ops",
+    "fuser": "core kernels comm quant overlap ops fused",
+    "nn": "core kernels comm quant overlap ops fused fuser",
+    "python": "core kernels comm quant overlap ops fused fuser nn",
 }
 
 # (include, where it is allowed, why); places are prefixes of paths
@@ -34,15 +34,15 @@ def violations(files):
     found = []
     for path, text in files.items():
         parts = path.split("/")
-        room = parts[1] if len(parts) > 2 else None  # None: weft/pch.h, weft/version.h, ...
-        if room and room not in MAY_INCLUDE:
-            found.append(f"{path}: no room is called {room}")
+        layer = parts[1] if len(parts) > 2 else None  # None: weft/pch.h, weft/version.h, ...
+        if layer and layer not in MAY_INCLUDE:
+            found.append(f"{path}: no layer is called {layer}")
             continue
         for include in INCLUDE.findall(text):
-            if room and include.startswith("weft/") and include.count("/") > 1:
+            if layer and include.startswith("weft/") and include.count("/") > 1:
                 other = include.split("/")[1]
-                if other != room and other not in MAY_INCLUDE[room].split():
-                    found.append(f"{path}: {room} may not include {include}")
+                if other != layer and other not in MAY_INCLUDE[layer].split():
+                    found.append(f"{path}: {layer} may not include {include}")
             for pattern, places, why in ONLY_IN:
                 if re.match(pattern, include) and not path.startswith(places):
                     found.append(f"{path}: {include} is not allowed here: {why}")
@@ -64,9 +64,9 @@ def test_a_straight_tree_is_accepted():
     assert not violations(
         {
             "weft/pch.h": "#include <ATen/ATen.h>",
-            "weft/tensor/format.cpp": '#include "weft/tensor/format.h"\n#include <vector>',
+            "weft/core/format.cpp": '#include "weft/core/format.h"\n#include <vector>',
             "weft/ops/bias.h": '#include "weft/ops/operation.h"\n#include "weft/overlap/bulk.h"',
-            "weft/nn/linear.h": '#include "weft/fuser/fuser.h"\n#include "weft/tensor/format.h"',
+            "weft/nn/linear.h": '#include "weft/fuser/fuser.h"\n#include "weft/core/format.h"',
             "weft/fuser/autograd.cpp": "#include <torch/csrc/autograd/custom_function.h>",
             "weft/kernels/cpu/gemm_amx.cpp": "#include <immintrin.h>",
         }
@@ -75,7 +75,7 @@ def test_a_straight_tree_is_accepted():
 
 def test_a_planted_include_is_caught():
     planted = {
-        "weft/tensor/format.h": '#include "weft/kernels/gemm.h"',
+        "weft/core/format.h": '#include "weft/kernels/gemm.h"',
         "weft/kernels/gemm.cpp": '#include "weft/comm/communicator.h"',
         "weft/overlap/bulk.cpp": '  #  include "weft/quant/recipe.h"',
         "weft/fused/rules.cpp": '// rules\n#include "weft/fuser/plan.h"',

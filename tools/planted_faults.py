@@ -304,19 +304,19 @@ FAULTS = [
     Fault(
         "ops/main-grad-overwritten",
         "weft/ops/wgrad_sink.cpp",
-        "  if (add) epilogue.add = epilogue.out;\n",
+        "  if (accumulate) epilogue.add = epilogue.out;\n",
         "",
     ),
     Fault(
         "ops/second-use-of-a-weight-overwrites",
         "weft/ops/wgrad_sink.cpp",
-        "sinks[0].add || remembered->overwritten_in == product.run;",
-        "sinks[0].add;",
+        "sinks[0].accumulate || state->overwritten_by == gemm.graph_task_id;",
+        "sinks[0].accumulate;",
     ),
     Fault(
         "ops/uncast-weight-in-backward",
         "weft/ops/basic_linear.cpp",
-        "  if (ctx.input_wanted() && !out.w.is_same(weight)) ctx.save(kCastWeight, out.w);\n",
+        "  if (ctx.needs_input_grad() && !out.w.is_same(weight)) ctx.save(kCastWeight, out.w);\n",
         "",
     ),
     Fault(
@@ -342,7 +342,7 @@ FAULTS = [
     Fault(
         "fused/bias-gradient-of-dy-instead-of-dx",
         "weft/fused/backward/activation_bias.cpp",
-        "bias_->set_gradient(bias, std::move(sums));",
+        "bias_->set_gradient(bias, std::move(db));",
         "bias_->set_gradient(bias, dy.sum(0));",
     ),
     Fault(
@@ -405,14 +405,14 @@ FAULTS = [
     Fault(
         "fuser/gradients-of-a-channel-not-added",
         "weft/fuser/executor.cpp",
-        "    sum = at::add(sum, part);",
-        "    sum = part;",
+        "    sum = at::add(sum, grad);",
+        "    sum = grad;",
     ),
     Fault(
         "fuser/gradient-that-others-hold-added-to",
         "weft/fuser/executor.cpp",
-        "sole_owner(sum) && sum.scalar_type() == part.scalar_type()",
-        "sum.scalar_type() == part.scalar_type()",
+        "sole_owner(sum) && sum.scalar_type() == grad.scalar_type()",
+        "sum.scalar_type() == grad.scalar_type()",
     ),
     Fault(
         "fuser/channel-taken-before-its-last-reader",

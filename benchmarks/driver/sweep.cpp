@@ -109,7 +109,7 @@ struct Sample {
   std::shared_ptr<const weft::fused::RuleList> rules;
 
   Plan planned(const weft::fused::RuleList& list) const {
-    return weft::fuser::make_plan(*pipeline, weft::fuser::enter(*pipeline, x, params, extras, 0), list);
+    return weft::fuser::make_plan(*pipeline, weft::fuser::make_plan_key(*pipeline, x, params, extras, 0), list);
   }
   Plan without(const std::string& rule) const {
     auto fewer = *rules;
@@ -117,7 +117,7 @@ struct Sample {
     return planned(fewer);
   }
   weft::fuser::Tensors forward(const Plan& chosen) const {
-    return weft::fuser::run(pipeline, chosen, x, params, {extras.begin(), extras.end()});
+    return weft::fuser::run_plan(pipeline, chosen, x, params, {extras.begin(), extras.end()});
   }
   void pass(const Plan& chosen) const {
     const auto outputs = forward(chosen);

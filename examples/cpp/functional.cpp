@@ -20,7 +20,7 @@ int main() {
   const std::vector<at::Tensor> params{at::randn({8, 8}).requires_grad_(), at::randn({8}).requires_grad_()};
 
   // The text also says which kind of call it is: devices, dtypes and where gradients are wanted.
-  const auto text = fuser::describe(pipeline, fuser::enter(pipeline, x, params, {}, /*eval_mask=*/0));
+  const auto text = fuser::describe(pipeline, fuser::make_plan_key(pipeline, x, params, {}, /*eval_mask=*/0));
   std::cout << text << "\n";
 
   // Without autograd: saved tensors in, gradients out.

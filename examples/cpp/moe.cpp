@@ -21,7 +21,7 @@
 
 using weft::nn::Linear, weft::nn::Sequential, weft::nn::op, weft::ops::GroupedLinear;
 
-static constexpr int64_t kWidth = 16, kHidden = 32, kExperts = 8, kChosen = 2, kTokens = 256;
+static constexpr int64_t kWidth = 16, kHidden = 32, kExperts = 8, kTopK = 2, kTokens = 256;
 
 // y = Σ over the chosen experts of p·expert(x), where expert(x) = W2 swiglu(W1 x)
 struct MixtureOfExperts : torch::nn::Module {
@@ -44,9 +44,9 @@ struct MixtureOfExperts : torch::nn::Module {
   };
   Result forward(const at::Tensor& x) {
     const auto probs = at::softmax(router->forward(x), -1);
-    const auto [weight, expert] = at::topk(probs, kChosen);
+    const auto [weight, expert] = at::topk(probs, kTopK);
     const auto order = at::argsort(expert.flatten(), /*stable=*/true);  // rows, expert by expert
-    const auto token = order.floor_divide(kChosen);
+    const auto token = order.floor_divide(kTopK);
     const auto load = at::bincount(expert.flatten(), {}, kExperts);
     const auto rows =
         experts->forward_extra(x.index_select(0, token), {load, weight.flatten().index_select(0, order), load})[0];
@@ -69,7 +69,7 @@ int main() {
     const auto x = centers.index_select(0, kind) + 0.5 * at::randn({kTokens, kWidth});
     const auto target = at::einsum("tj,tij->ti", {x, maps.index_select(0, kind)});
     const auto result = model.forward(x);
-    const auto share = result.load / static_cast<double>(kTokens * kChosen);
+    const auto share = result.load / static_cast<double>(kTokens * kTopK);
     const auto balance = kExperts * (share * result.probs.mean(0)).sum();  // small if the load is even
     const auto loss = at::mse_loss(result.y, target) + 0.1 * balance;
     optimizer.zero_grad();

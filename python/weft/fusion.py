@@ -50,21 +50,21 @@ def without_rules(*names: str) -> Iterator[None]:
     """Inside the ``with`` statement plans are made without the rules of these names; without any rule if none is given.
     Holds for the whole process, like the rules themselves."""
     rules = _C.rule_ids(_known(names) or [name for name, _ in _C.rules()])
-    _C.suspend_rules(rules)
+    _C.disable_rules(rules)
     try:
         yield
     finally:
-        _C.resume_rules(rules)
+        _C.enable_rules(rules)
 
 
 @contextmanager
 def with_rules(*names: str) -> Iterator[None]:
     """Inside the ``with`` statement the rules of these names are in force, also those that are off by default."""
-    woken = _C.resume_rules(_C.rule_ids(_known(names)))
+    reenabled = _C.enable_rules(_C.rule_ids(_known(names)))
     try:
         yield
     finally:
-        _C.suspend_rules(woken)
+        _C.disable_rules(reenabled)
 
 
 def register_forward_fusion(func: Callable, prepend: bool = False) -> FusionHandle:

@@ -137,7 +137,7 @@ def initialize(
 ) -> None:
     """Initialises the Parameters of `op` that `module` holds, moving them to `device` if given; those on the meta
     device go to the default device."""
-    for name, _, _, init, fan_in, sinks in op.params():
+    for name, _, _, init, fan_in, main_grad in op.params():
         param = module._parameters.get(name)
         if param is None or (only_meta and param.device.type != "meta"):
             continue
@@ -145,7 +145,7 @@ def initialize(
         if param.device != target:
             param = moved(param, target)
         if not param.is_meta:
-            parts = param.detach() if sinks and param.dim() == 3 else [param.detach()]  # a weight for each group
+            parts = param.detach() if main_grad and param.dim() == 3 else [param.detach()]  # a weight for each group
             for part in parts:
                 with tracker().fork() if tracker is not None else nullcontext():
                     _fill(part, init, fan_in)
@@ -189,11 +189,11 @@ def _signature(fields: list[tuple[str, Any, str]], params: list[Any]) -> inspect
         if field in _DERIVED:
             continue
         kind = kinds.KEYWORD_ONLY if given == "keyword" else kinds.POSITIONAL_OR_KEYWORD
-        default = kinds.empty if given == "always" else None if field == "dtype" else default
+        default = kinds.empty if given == "required" else None if field == "dtype" else default
         parameters.append(kinds(field, kind, default=default))
     if params:
         parameters.append(kinds("device", kinds.KEYWORD_ONLY, default=None))
-    if any(sinks for *_, sinks in params) or any(field == "tensor_parallel_mode" for field, *_ in fields):
+    if any(main_grad for *_, main_grad in params) or any(field == "tensor_parallel_mode" for field, *_ in fields):
         parameters.append(kinds("rng_state_tracker_function", kinds.KEYWORD_ONLY, default=None))
     parameters.append(kinds("te_keys", kinds.KEYWORD_ONLY, default=False))
     return inspect.Signature(parameters)

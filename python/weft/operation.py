@@ -56,11 +56,11 @@ class FusibleOperation(StateKeys):
         exchanged = value is not None and self.__dict__.get("_parameters", {}).get(name) is not None
         super().__setattr__(name, value)
         if not exchanged:
-            _C.touch()
+            _C.invalidate_runners()
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
-        _C.touch()
+        _C.invalidate_runners()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
@@ -86,10 +86,10 @@ class FusibleOperation(StateKeys):
 
     def _fresh_runner(self, input: torch.Tensor) -> _C.Runner:
         runner = self.__dict__.get("_runner")
-        epoch = _C.epoch()  # before the look: a change on another thread from here on is seen at the next call
+        epoch = _C.modules_version()  # before the look: later changes by other threads are seen at the next call
         signature = self._signature()
         if runner is not None and runner.belongs_to(self) and self.__dict__.get("_built_from") == signature:
-            runner.renew(epoch)
+            runner.revalidate(epoch)
             return runner
         if isinstance(input, torch.Tensor):
             materialize(self, input)
@@ -100,7 +100,7 @@ class FusibleOperation(StateKeys):
 
     def _compiled_groups(self):
         """What `compiled.run` needs to know of it, as constants."""
-        runner = build_runner(self, self._bound_stages(), _C.epoch())
+        runner = build_runner(self, self._bound_stages(), _C.modules_version())
         return (compiled_group(self, self._bound_stages(), runner.text),)
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any):
@@ -286,7 +286,7 @@ def build_runner(
         owner=owner,
         ops=[op for op, _ in stages],
         params=[slot for op, _ in stages for slot in op._parameter_slots()],
-        epoch=epoch,
+        modules_version=epoch,
         bypassed=list(bypassed),
         expected=None if children is None else list(children),
     )

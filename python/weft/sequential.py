@@ -200,12 +200,12 @@ class Sequential(torch.nn.Module):
 
     def _fresh_groups(self) -> list[_Group]:
         """The groups, built anew if modules, hooks, fields or channels changed since they were built."""
-        epoch = _C.epoch()  # before the look: a change on another thread from here on is seen at the next call
+        epoch = _C.modules_version()  # before the look: later changes by other threads are seen at the next call
         signature = self._signature()
         groups = self.__dict__.get("_groups")
         if groups is not None and self.__dict__.get("_built_from") == signature:
             if self._runner is not None:
-                self._runner.renew(epoch)
+                self._runner.revalidate(epoch)
             return groups
         groups = _wire(_split(self._leaves()))
         flat = all(not isinstance(module, Sequential) for module in self._modules.values())

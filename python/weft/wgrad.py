@@ -72,7 +72,7 @@ class WgradModule(torch.nn.Module):
         return [self._parameters.get(name) for name in self._weight_names()] if accumulates else []
 
     def _weight_names(self) -> list[str]:
-        return [name for name, *_, sinks in self._product()._op.params() if sinks]
+        return [name for name, *_, main_grad in self._product()._op.params() if main_grad]
 
     def _mark(self, weight: Any, delay: bool) -> None:
         if weight is None:

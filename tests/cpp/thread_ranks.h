@@ -20,8 +20,8 @@
 namespace weft::testing {
 
 /// What the ranks of one group have sent, by the number of the collective.
-struct Board {
-  explicit Board(int ranks) : size(ranks) {}
+struct Mailbox {
+  explicit Mailbox(int ranks) : size(ranks) {}
 
   void post(int64_t number, int rank, const at::Tensor& sent) {
     const std::lock_guard lock(mutex);
@@ -56,19 +56,19 @@ struct Board {
 
 class ThreadWork : public c10d::Work {
  public:
-  ThreadWork(std::shared_ptr<Board> board, int64_t number, std::chrono::milliseconds timeout,
+  ThreadWork(std::shared_ptr<Mailbox> mailbox, int64_t number, std::chrono::milliseconds timeout,
              std::function<void(const std::vector<at::Tensor>&)> receive)
-      : board_(std::move(board)), number_(number), timeout_(timeout), receive_(std::move(receive)) {}
+      : mailbox_(std::move(mailbox)), number_(number), timeout_(timeout), receive_(std::move(receive)) {}
 
   bool wait(std::chrono::milliseconds timeout) override {
-    const auto all = board_->take(number_, timeout == kNoTimeout ? timeout_ : std::min(timeout, timeout_));
+    const auto all = mailbox_->take(number_, timeout == kNoTimeout ? timeout_ : std::min(timeout, timeout_));
     for (const auto& sent : all) TORCH_CHECK(sent.nbytes() == all[0].nbytes(), "ranks sent blocks of different sizes");
     receive_(all);
     return true;
   }
 
  private:
-  std::shared_ptr<Board> board_;
+  std::shared_ptr<Mailbox> mailbox_;
   int64_t number_;
   std::chrono::milliseconds timeout_;
   std::function<void(const std::vector<at::Tensor>&)> receive_;
@@ -76,8 +76,8 @@ class ThreadWork : public c10d::Work {
 
 class ThreadBackend : public c10d::Backend {
  public:
-  ThreadBackend(int rank, std::shared_ptr<Board> board, std::chrono::milliseconds timeout)
-      : Backend(rank, board->size), board_(std::move(board)), timeout_(timeout) {}
+  ThreadBackend(int rank, std::shared_ptr<Mailbox> mailbox, std::chrono::milliseconds timeout)
+      : Backend(rank, mailbox->size), mailbox_(std::move(mailbox)), timeout_(timeout) {}
 
   const std::string getBackendName() const override { return "threads"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return c10::make_intrusive<Options>("threads", timeout_); }
@@ -115,12 +115,12 @@ class ThreadBackend : public c10d::Backend {
  private:
   c10::intrusive_ptr<c10d::Work> start(const at::Tensor& in, std::chrono::milliseconds timeout,
                                        std::function<void(const std::vector<at::Tensor>&)> receive) {
-    board_->post(number_, getRank(), in);
-    return c10::make_intrusive<ThreadWork>(board_, number_++, timeout == c10d::kUnsetTimeout ? timeout_ : timeout,
+    mailbox_->post(number_, getRank(), in);
+    return c10::make_intrusive<ThreadWork>(mailbox_, number_++, timeout == c10d::kUnsetTimeout ? timeout_ : timeout,
                                            std::move(receive));
   }
 
-  std::shared_ptr<Board> board_;
+  std::shared_ptr<Mailbox> mailbox_;
   std::chrono::milliseconds timeout_;
   int64_t number_ = 0;
 };
@@ -130,11 +130,11 @@ class ThreadRanks {
  public:
   explicit ThreadRanks(int size, std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
     static std::atomic<int> made = 0;
-    const auto board = std::make_shared<Board>(size);
+    const auto mailbox = std::make_shared<Mailbox>(size);
     const auto common = "threads" + std::to_string(made++);
     for (int rank = 0; rank < size; ++rank) {
       auto group = c10::make_intrusive<c10d::ProcessGroup>(store_, rank, size);
-      backends_.push_back(c10::make_intrusive<ThreadBackend>(rank, board, timeout));
+      backends_.push_back(c10::make_intrusive<ThreadBackend>(rank, mailbox, timeout));
       group->setBackend(c10::kCPU, c10d::ProcessGroup::BackendType::CUSTOM, backends_.back());
       group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
       group->setGroupName(common);

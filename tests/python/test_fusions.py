@@ -279,7 +279,7 @@ def test_a_rule_takes_its_pipeline_as_a_whole(case):
     g = given(seq, case, ROWS)
     with only(case.rule):
         data = seq.explain(*leaves(g, torch.float32)).data[0]
-    assert data["refused"] == []
+    assert data["rejected"] == []
     for name in ("forward", "backward"):
         if BUILTIN[case.rule] in (name, "joint"):
             assert [(step["name"], step["count"]) for step in data[name]] == [(case.rule, len(case.makers))]
@@ -445,7 +445,7 @@ def test_autocast_gives_the_dtypes_and_values_of_the_unfused_plan(case, residual
 
 def test_a_mixed_dtype_is_refused_with_a_reason():
     seq = ops.Sequential(ops.BasicLinear(4, 4, dtype=torch.bfloat16), ops.Bias(4), ops.GELU())
-    refused = seq.explain(torch.randn(2, 4, dtype=torch.bfloat16)).data[0]["refused"]
+    refused = seq.explain(torch.randn(2, 4, dtype=torch.bfloat16)).data[0]["rejected"]
     assert ("linear_bias_activation", "BasicLinear computes in bfloat16 and Bias computes in float32") in [
         (r["rule"], r["reason"]) for r in refused
     ]
@@ -454,7 +454,7 @@ def test_a_mixed_dtype_is_refused_with_a_reason():
 def test_interleaved_gates_are_refused_by_the_gemm_and_right():
     seq = ops.Sequential(ops.Linear(WIDTH, 8), ops.SwiGLU(glu_interleave_size=2), ops.Linear(4, 3))
     data = seq.explain(torch.randn(2, WIDTH)).data[0]
-    assert {r["rule"] for r in data["refused"]} == {"linear_bias_activation", "activation_linear"}
+    assert {r["rule"] for r in data["rejected"]} == {"linear_bias_activation", "activation_linear"}
     assert data["backward"][1]["name"] == "activation_bias"
 
 

@@ -5,47 +5,47 @@
 
 namespace weft::fused {
 
-std::string refuse_mixed_dtypes(const Match& match, const PlanView& view, int first, int last) {
-  const auto dtype = [&](int part) { return view.compute_dtypes[match.first() + part]; };
-  const auto words = [&](int part) {
-    return std::string(match.op(part)->name()) + " computes in " + std::string(dtype_name(dtype(part)));
+std::string reject_mixed_dtypes(const Match& match, const PlanView& view, int first, int last) {
+  const auto dtype = [&](int index) { return view.compute_dtypes[match.first() + index]; };
+  const auto text = [&](int index) {
+    return std::string(match.op(index)->name()) + " computes in " + std::string(dtype_name(dtype(index)));
   };
-  for (int part = first + 1; part <= last; ++part)
-    if (dtype(part) != dtype(first)) return words(first) + " and " + words(part);
+  for (int index = first + 1; index <= last; ++index)
+    if (dtype(index) != dtype(first)) return text(first) + " and " + text(index);
   return {};
 }
 
-std::string refuse_summed_output(const ops::BasicLinear& linear) {
-  return linear.sums_output() ? "the product is summed over ranks before what follows it" : "";
+std::string reject_reduced_output(const ops::BasicLinear& linear) {
+  return linear.reduces_output() ? "the product is summed over ranks before what follows it" : "";
 }
 
-std::string refuse_summed_gradient(const ops::BasicLinear& linear) {
-  return linear.sums_input_gradient() ? "dx is summed over ranks before what comes next" : "";
+std::string reject_reduced_gradient(const ops::BasicLinear& linear) {
+  return linear.reduces_input_gradient() ? "dx is summed over ranks before what comes next" : "";
 }
 
-std::string refuse_parallel(const ops::BasicLinear& linear) {
+std::string reject_parallel(const ops::BasicLinear& linear) {
   return linear.parallel() ? "BasicLinear is split over ranks" : "";
 }
 
-std::string refuse_activation(const ops::ActivationOp& activation, int64_t columns) {
+std::string reject_activation(const ops::ActivationOp& activation, int64_t columns) {
   const auto& act = activation.act();
   if (act.interleave != 0) return "glu_interleave_size is set; a GEMM gates halves only";
   if (act.gated() && columns % 2 != 0) return "a gated activation of " + std::to_string(columns) + " columns";
   return {};
 }
 
-void write_over(kernels::Epilogue& epilogue, const at::Tensor& t, int64_t columns) {
+void reuse_memory(kernels::Epilogue& epilogue, const at::Tensor& t, int64_t columns) {
   const bool same_dtype = epilogue.dtype == at::ScalarType::Undefined || epilogue.dtype == t.scalar_type();
-  const bool ours = t.size(-1) == columns && t.is_contiguous() && sole_owner(t);
-  if (same_dtype && ours && !epilogue.out.defined()) epilogue.out = ops::as_matrix(t);
+  const bool reusable = t.size(-1) == columns && t.is_contiguous() && sole_owner(t);
+  if (same_dtype && reusable && !epilogue.out.defined()) epilogue.out = ops::as_matrix(t);
 }
 
-void add_to(kernels::Epilogue& epilogue, const at::Tensor& g, bool in_place, at::ScalarType dtype) {
+void set_addend(kernels::Epilogue& epilogue, const at::Tensor& g, bool in_place, at::ScalarType dtype) {
   if (!g.defined()) return;
   const auto sum = c10::promoteTypes(dtype, g.scalar_type());
-  const bool ours = in_place && sum == g.scalar_type() && g.is_contiguous() && sole_owner(g);
+  const bool reusable = in_place && sum == g.scalar_type() && g.is_contiguous() && sole_owner(g);
   epilogue.add = ops::as_matrix(g);
-  if (ours) epilogue.out = epilogue.add;
+  if (reusable) epilogue.out = epilogue.add;
   epilogue.dtype = sum;
 }
 
@@ -56,22 +56,22 @@ void add_extra_input(kernels::Epilogue& epilogue, const ops::AddExtraInput& join
   if (!sizes.empty()) sizes.back() = columns;
   TORCH_CHECK_VALUE(e.sizes() == at::IntArrayRef(sizes), "AddExtraInput: input has shape ", at::IntArrayRef(sizes),
                     ", extra input has shape ", e.sizes(), "; they must be equal.");
-  add_to(epilogue, e, join.in_place(), dtype);
+  set_addend(epilogue, e, join.in_place(), dtype);
 }
 
-void hand_over(StepContext& ctx, const kernels::GemmResult& result) {
-  if (result.tiles.defined()) ctx.op(0).frame().tiled = {result.out, result.tiles};
+void forward_packed_grad(StepContext& ctx, const kernels::GemmResult& result) {
+  if (result.tiles.defined()) ctx.op(0).frame().packed_grad = {result.out, result.tiles};
 }
 
-at::Tensor gradients_behind_norm(StepContext& ctx, const Part<ops::BasicLinear>& linear, const Part<ops::NormOp>& norm,
+at::Tensor linear_gradients_after_norm(StepContext& ctx, const MatchedOp<ops::BasicLinear>& linear, const MatchedOp<ops::NormOp>& norm,
                                  const at::Tensor& dp) {
-  auto product = ctx.op(linear.at), before = ctx.op(norm.at);
-  auto n = product.saved(ops::BasicLinear::kInput);
-  if (product.param_wanted(0) && !n.defined()) n = norm->again(before, ctx.params(norm.at));
-  linear->weight_gradient_of(product, dp, n);
+  auto linear_ctx = ctx.op(linear.index), norm_ctx = ctx.op(norm.index);
+  auto n = linear_ctx.saved(ops::BasicLinear::kInput);
+  if (linear_ctx.needs_param_grad(0) && !n.defined()) n = norm->recompute(norm_ctx, ctx.params(norm.index));
+  linear->weight_gradient_of(linear_ctx, dp, n);
   kernels::Epilogue epilogue;
-  if (n.defined()) write_over(epilogue, n, n.size(-1));
-  return linear->input_gradient(product, dp, ctx.params(linear.at), std::move(epilogue)).out;
+  if (n.defined()) reuse_memory(epilogue, n, n.size(-1));
+  return linear->input_gradient(linear_ctx, dp, ctx.params(linear.index), std::move(epilogue)).out;
 }
 
 }  // namespace weft::fused

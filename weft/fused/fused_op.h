@@ -13,10 +13,10 @@ class StepContext {
   StepContext(const ops::OpPlan* plans, ops::Frame& frame, int first, int own_base)
       : plans_(plans), frame_(frame), first_(first), own_base_(own_base) {}
 
-  ops::OpContext op(int part) { return {plans_[first_ + part], frame_, first_ + part}; }
-  ops::Params params(int part) const {
-    const auto& plan = plans_[first_ + part];
-    return {frame_.params + plan.param_base, plan.param_wanted.size()};
+  ops::OpContext op(int index) { return {plans_[first_ + index], frame_, first_ + index}; }
+  ops::Params params(int index) const {
+    const auto& plan = plans_[first_ + index];
+    return {frame_.params + plan.param_base, plan.needs_param_grad.size()};
   }
   void save(int slot, at::Tensor t) { frame_.saved[own_base_ + slot] = std::move(t); }
   const at::Tensor& saved(int slot) const { return frame_.saved[own_base_ + slot]; }
@@ -40,11 +40,11 @@ class FusedOp {
   virtual std::vector<std::string> saved_names() const { return {}; }
   /// Joint only: false for a slot of a part that it leaves empty although the part itself would fill it. `plans` are
   /// those of its parts.
-  virtual bool fills(const ops::OpPlan* /*plans*/, int /*part*/, int /*slot*/) const { return true; }
+  virtual bool fills(const ops::OpPlan* /*plans*/, int /*index*/, int /*slot*/) const { return true; }
   /// Joint only: true if its backward reads a parameter that the part's own backward does not.
-  virtual bool reads(int /*part*/, int /*param*/) const { return false; }
+  virtual bool reads(int /*index*/, int /*param*/) const { return false; }
   /// Which kernels compute it, given those of its parts: the best of them, unless it says otherwise.
-  virtual kernels::Choice kernel(c10::ArrayRef<kernels::Choice> parts) const;
+  virtual kernels::Choice kernel(c10::ArrayRef<kernels::Choice> components) const;
   /// What it decided in the last call that only then could be decided; for `explain()`.
   virtual std::string note() const { return {}; }
   /// True if it routes channels between its own parts itself.

@@ -12,16 +12,16 @@ Element column_linear();
 /// One that is split by its input features and sums its output itself.
 Element row_linear();
 /// One that is not split; the collective behind it makes it the part of a row-parallel linear.
-Element whole_linear();
+Element unsharded_linear();
 /// ReduceScatter or AllReduce over more than one rank.
-Element sum_over_ranks();
-Element scatter_over_ranks();
+Element cross_rank_reduction();
+Element cross_rank_reduce_scatter();
 
 /// A reason if the user, the environment or the device rules overlapping out.
-std::string refuse_overlap(const Match& match, const PlanView& view);
+std::string reject_overlap(const Match& match, const PlanView& view);
 
 /// `matrix` [rows, n] with the leading sizes of `like`, of which the first is multiplied by `ranks`, or divided if that
 /// is negative.
-at::Tensor with_leading(const at::Tensor& matrix, const at::Tensor& like, int ranks);
+at::Tensor with_leading_dims(const at::Tensor& matrix, const at::Tensor& like, int ranks);
 
 }  // namespace weft::fused

@@ -2,12 +2,12 @@
 
 namespace weft::fused {
 
-Trait Trait::unpack(uint32_t word) {
+TensorMeta TensorMeta::unpack(uint32_t word) {
   return {static_cast<at::ScalarType>(word & 0xff), static_cast<c10::DeviceType>(word >> 8 & 0xff),
           (word >> 16 & 1) != 0, (word >> 17 & 1) != 0, (word >> 18 & 1) != 0};
 }
 
-Trait Trait::of(const at::Tensor& t, bool grad_mode) {
+TensorMeta TensorMeta::of(const at::Tensor& t, bool grad_mode) {
   if (!t.defined()) return {.defined = false};
   return {t.scalar_type(), t.device().type(), true, grad_mode && t.requires_grad(), t.is_contiguous()};
 }

@@ -9,7 +9,7 @@
 namespace weft::fused {
 
 /// What a plan may depend on in one tensor.
-struct Trait {
+struct TensorMeta {
   at::ScalarType dtype = at::kFloat;
   c10::DeviceType device = c10::DeviceType::CPU;
   bool defined = true, requires_grad = false, contiguous = true;
@@ -18,8 +18,8 @@ struct Trait {
     return static_cast<uint32_t>(dtype) | static_cast<uint32_t>(device) << 8 | uint32_t{defined} << 16 |
            uint32_t{requires_grad} << 17 | uint32_t{contiguous} << 18;
   }
-  static Trait unpack(uint32_t word);
-  static Trait of(const at::Tensor& t, bool grad_mode);
+  static TensorMeta unpack(uint32_t word);
+  static TensorMeta of(const at::Tensor& t, bool grad_mode);
 };
 
 /// Everything a fusion rule or a plan may look at, packed for one cheap comparison per call. No row counts: a plan
@@ -27,7 +27,7 @@ struct Trait {
 /// parameters.
 class PlanKey {
  public:
-  static constexpr int kFixed = 4;  // words before x
+  static constexpr int kHeaderWords = 4;  // words before x
 
   PlanKey() = default;
   PlanKey(bool grad_mode, at::ScalarType autocast, uint32_t rules_version, uint64_t eval_mask) {
@@ -36,20 +36,20 @@ class PlanKey {
     words_.push_back(static_cast<uint32_t>(eval_mask));
     words_.push_back(static_cast<uint32_t>(eval_mask >> 32));
   }
-  void add(uint32_t trait) { words_.push_back(trait); }
+  void add(uint32_t meta) { words_.push_back(meta); }
   /// As if tensor i did not require a gradient.
   void drop_grad(int i) {
-    auto trait = this->trait(i);
-    trait.requires_grad = false;
-    words_[kFixed + i] = trait.pack();
+    auto meta = this->tensor_meta(i);
+    meta.requires_grad = false;
+    words_[kHeaderWords + i] = meta.pack();
   }
 
   bool grad_mode() const { return (words_[0] & 1) != 0; }
   at::ScalarType autocast() const { return static_cast<at::ScalarType>(words_[0] >> 8 & 0xff); }
   uint32_t rules_version() const { return words_[1]; }
   uint64_t eval_mask() const { return words_[2] | static_cast<uint64_t>(words_[3]) << 32; }
-  Trait trait(int i) const { return Trait::unpack(words_[kFixed + i]); }
-  int traits() const { return static_cast<int>(words_.size()) - kFixed; }
+  TensorMeta tensor_meta(int i) const { return TensorMeta::unpack(words_[kHeaderWords + i]); }
+  int num_tensors() const { return static_cast<int>(words_.size()) - kHeaderWords; }
 
   bool operator==(const PlanKey& other) const { return words_ == other.words_; }
 

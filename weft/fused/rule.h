@@ -24,13 +24,13 @@ Element maybe() {
   return {one<T>().matches, true};
 }
 
-/// An operation of a known type at its place in a match; `at` is -1 if it is not there.
+/// An operation of a known type at its place in a match; `index` is -1 if it is not there.
 template <class T>
-struct Part {
-  int at = -1;
+struct MatchedOp {
+  int index = -1;
   std::shared_ptr<const T> op;
 
-  explicit operator bool() const { return at >= 0; }
+  explicit operator bool() const { return index >= 0; }
   const T* operator->() const { return op.get(); }
 };
 
@@ -48,8 +48,8 @@ class Match {
 
   int first() const { return first_; }  // index in the pipeline
   int size() const { return static_cast<int>(ops_.size()); }
-  const ops::OpPtr& op(int part) const { return ops_[part]; }
-  const Wire& wire(int part) const { return wires_[part]; }
+  const ops::OpPtr& op(int index) const { return ops_[index]; }
+  const Wire& wire(int index) const { return wires_[index]; }
   /// The operation before the first part, if it has type T; else null. Its context is `StepContext::op(-1)`.
   template <class T>
   std::shared_ptr<const T> before() const {
@@ -58,14 +58,14 @@ class Match {
 
   /// The first operation of type T at position `from` or behind.
   template <class T>
-  Part<T> find(int from = 0) const {
+  MatchedOp<T> find(int from = 0) const {
     for (int i = from; i < size(); ++i)
       if (auto op = std::dynamic_pointer_cast<const T>(ops_[i])) return {i, std::move(op)};
     return {};
   }
   template <class T>
   const T& get() const {
-    return dynamic_cast<const T&>(*ops_.at(find<T>().at));
+    return dynamic_cast<const T&>(*ops_.at(find<T>().index));
   }
 
  private:
@@ -91,11 +91,11 @@ struct FusionRule {
   Pass pass = Pass::forward;
   std::vector<Element> pattern;
   /// Empty: fuse. Otherwise the reason, a sentence without its subject, as `explain()` prints it.
-  std::function<std::string(const Match&, const PlanView&)> refuse;
+  std::function<std::string(const Match&, const PlanView&)> reject;
   std::function<FusedPtr(const Match&)> make;
   std::function<std::vector<ops::OpPtr>()> sample;
   int64_t min_rows = 0;
-  bool opt_in = false;  // in force only after `resume_rules`
+  bool opt_in = false;  // in force only after `enable_rules`
   /// Instead of a pattern: rewrites the whole list of steps (fusion functions written in Python).
   std::function<std::vector<Step>(const std::vector<Step>&, const PlanView&)> rewrite;
 };

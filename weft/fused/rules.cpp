@@ -59,21 +59,21 @@ struct Registry {
   std::atomic<uint32_t> version{0};
   int64_t next_id = 0;
   std::shared_ptr<const RuleList> all, list;  // all rules; those in force
-  std::multiset<int64_t> suspended;
+  std::multiset<int64_t> disabled;
 
   Registry() {
     RuleList rules;
     for (auto& rule : builtin()) {
-      if (rule.opt_in) suspended.insert(next_id);
+      if (rule.opt_in) disabled.insert(next_id);
       rules.emplace_back(next_id++, std::move(rule));
     }
-    publish(std::make_shared<const RuleList>(std::move(rules)));
+    set_rules(std::make_shared<const RuleList>(std::move(rules)));
   }
 
-  void publish(std::shared_ptr<const RuleList> rules) {
+  void set_rules(std::shared_ptr<const RuleList> rules) {
     all = std::move(rules);
     auto kept = *all;
-    std::erase_if(kept, [this](const auto& entry) { return suspended.contains(entry.first); });
+    std::erase_if(kept, [this](const auto& entry) { return disabled.contains(entry.first); });
     list = std::make_shared<const RuleList>(std::move(kept));
     ++version;
   }
@@ -105,7 +105,7 @@ int64_t add_rule(FusionRule rule, bool prepend) {
   auto rules = *r.all;
   const auto id = r.next_id++;
   rules.emplace(prepend ? rules.begin() : rules.end(), id, std::move(rule));
-  r.publish(std::make_shared<const RuleList>(std::move(rules)));
+  r.set_rules(std::make_shared<const RuleList>(std::move(rules)));
   return id;
 }
 
@@ -116,7 +116,7 @@ void remove_rule(int64_t id) {
   retired = {r.all, r.list};
   auto rules = *r.all;
   std::erase_if(rules, [id](const auto& entry) { return entry.first == id; });
-  r.publish(std::make_shared<const RuleList>(std::move(rules)));
+  r.set_rules(std::make_shared<const RuleList>(std::move(rules)));
 }
 
 std::shared_ptr<const RuleList> all_rules() {
@@ -125,29 +125,29 @@ std::shared_ptr<const RuleList> all_rules() {
   return r.all;
 }
 
-void suspend_rules(const std::vector<int64_t>& ids) {
+void disable_rules(const std::vector<int64_t>& ids) {
   auto& r = registry();
   Retired retired;
   const std::lock_guard lock(r.mutex);
   retired = {r.all, r.list};
-  r.suspended.insert(ids.begin(), ids.end());
-  r.publish(r.all);
+  r.disabled.insert(ids.begin(), ids.end());
+  r.set_rules(r.all);
 }
 
-std::vector<int64_t> resume_rules(const std::vector<int64_t>& ids) {
+std::vector<int64_t> enable_rules(const std::vector<int64_t>& ids) {
   auto& r = registry();
   Retired retired;
   const std::lock_guard lock(r.mutex);
   retired = {r.all, r.list};
-  std::vector<int64_t> woken;
+  std::vector<int64_t> reenabled;
   for (const auto id : ids) {
-    const auto found = r.suspended.find(id);
-    if (found == r.suspended.end()) continue;
-    r.suspended.erase(found);
-    woken.push_back(id);
+    const auto found = r.disabled.find(id);
+    if (found == r.disabled.end()) continue;
+    r.disabled.erase(found);
+    reenabled.push_back(id);
   }
-  r.publish(r.all);
-  return woken;
+  r.set_rules(r.all);
+  return reenabled;
 }
 
 }  // namespace weft::fused

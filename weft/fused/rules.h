@@ -26,8 +26,8 @@ void remove_rule(int64_t id);
 /// Also those that are set aside.
 std::shared_ptr<const RuleList> all_rules();
 /// Sets rules aside; as often as a rule is set aside it must be resumed.
-void suspend_rules(const std::vector<int64_t>& ids);
+void disable_rules(const std::vector<int64_t>& ids);
 /// Puts rules back in force, and such that are `opt_in`. Returns those that were aside.
-std::vector<int64_t> resume_rules(const std::vector<int64_t>& ids);
+std::vector<int64_t> enable_rules(const std::vector<int64_t>& ids);
 
 }  // namespace weft::fused

@@ -88,7 +88,7 @@ class PipelineNode final : public Node {
 
   /// Keeps the saved slots, what Python operations saved beyond them, and the parameters that backward reads. Saved
   /// tensors that alias one of `reachable`, tensors that the caller can write into, count versions with it.
-  void keep(const ops::Frame& frame, ops::Params params, const Tensors& outputs, const Reachable& reachable);
+  void save_for_backward(const ops::Frame& frame, ops::Params params, const Tensors& outputs, const Reachable& reachable);
 
   variable_list apply(variable_list&& grads) override;
   void will_release_variables() override { last_use_ = true; }
@@ -105,7 +105,7 @@ class PipelineNode final : public Node {
     memories_.clear();
     states_.clear();
   }
-  c10::intrusive_ptr<Node> refuse_twice(const variable_list& grads) const;
+  c10::intrusive_ptr<Node> reject_double_backward(const variable_list& grads) const;
   variable_list differentiate(variable_list&& grads, std::vector<at::Tensor> saved,
                               std::vector<std::shared_ptr<void>> states);
 
@@ -121,11 +121,11 @@ class PipelineNode final : public Node {
 
 /// Lets `t`, a view made below autograd, count versions with the tensor among `reachable` whose memory it shares. True
 /// if there is one.
-bool share_version(const at::Tensor& t, c10::ArrayRef<at::Tensor> reachable) {
+bool share_version_counter_with_alias(const at::Tensor& t, c10::ArrayRef<at::Tensor> reachable) {
   const auto* storage = t.storage().unsafeGetStorageImpl();
   for (const auto& other : reachable) {
     if (!other.defined() || other.storage().unsafeGetStorageImpl() != storage) continue;
-    ops::sharing_version(t, other);
+    ops::share_version_counter(t, other);
     return true;
   }
   return false;
@@ -137,18 +137,18 @@ at::Tensor view_for_hooks(const at::Tensor& param) {
   return at::alias(param);
 }
 
-void PipelineNode::keep(const ops::Frame& frame, ops::Params params, const Tensors& outputs,
+void PipelineNode::save_for_backward(const ops::Frame& frame, ops::Params params, const Tensors& outputs,
                         const Reachable& reachable) {
   const bool hooks = at::SavedTensorDefaultHooks::get_hooks().has_value();
   const auto save = [&](const at::Tensor& t) {
     const bool is_output =
         std::any_of(outputs.begin(), outputs.end(), [&](const at::Tensor& y) { return y.is_same(t); });
     for (const auto& list : reachable)
-      if (is_output || !t.defined() || share_version(t, list)) break;
+      if (is_output || !t.defined() || share_version_counter_with_alias(t, list)) break;
     if (hooks) metas_.push_back(SavedMeta::of(t));
     saved_.emplace_back(t, is_output);
   };
-  saved_.reserve(plan_->num_saved + plan_->backward_params.size() + (frame.more_saved ? frame.more_saved->size() : 0));
+  saved_.reserve(plan_->num_saved + plan_->backward_params.size() + (frame.dynamic_saved ? frame.dynamic_saved->size() : 0));
   for (int slot = 0; slot < plan_->num_saved; ++slot) save(frame.saved[slot]);
   for (const int p : plan_->backward_params) {
     if (hooks) {
@@ -160,8 +160,8 @@ void PipelineNode::keep(const ops::Frame& frame, ops::Params params, const Tenso
       save(at::Tensor(params[p].tensor_data()));
     }
   }
-  if (frame.more_saved)
-    for (const auto& t : *frame.more_saved) save(t);
+  if (frame.dynamic_saved)
+    for (const auto& t : *frame.dynamic_saved) save(t);
   if (frame.states) states_ = std::move(*frame.states);
   buffers_ = frame.buffers.vec();
 }
@@ -178,14 +178,14 @@ std::vector<uint8_t> unused_gradients(const Node& node, int num_params, int num_
 }
 
 /// Parameters by the accumulators that a node's edges lead to: also where saved tensors are copies.
-class EdgeLeaves final : public ops::Leaves {
+class EdgeLeafParams final : public ops::LeafParams {
  public:
-  explicit EdgeLeaves(const Node& node) : node_(node) {}
+  explicit EdgeLeafParams(const Node& node) : node_(node) {}
   at::Tensor leaf(int p) const override {
     const auto* accumulator = dynamic_cast<torch::autograd::AccumulateGrad*>(node_.next_edge(1 + p).function.get());
     return accumulator ? accumulator->variable : at::Tensor();
   }
-  int64_t run() const override { return backward_run(); }
+  int64_t graph_task_id() const override { return outermost_graph_task_id(); }
 
  private:
   const Node& node_;
@@ -207,7 +207,7 @@ variable_list PipelineNode::apply(variable_list&& grads) {
     if (last_use_) release();
   }
   if (!c10::GradMode::is_enabled()) return differentiate(std::move(grads), std::move(saved), std::move(states));
-  auto error = refuse_twice(grads);
+  auto error = reject_double_backward(grads);
   auto out = differentiate(std::move(grads), std::move(saved), std::move(states));
   for (auto& grad : out) {
     if (!grad.defined()) continue;
@@ -218,7 +218,7 @@ variable_list PipelineNode::apply(variable_list&& grads) {
 }
 
 /// A node that raises, with edges to everything the gradients depend on: no path through it goes unnoticed.
-c10::intrusive_ptr<Node> PipelineNode::refuse_twice(const variable_list& grads) const {
+c10::intrusive_ptr<Node> PipelineNode::reject_double_backward(const variable_list& grads) const {
   auto edges = next_edges();
   for (const auto& grad : grads)
     if (grad.defined() && grad.requires_grad()) edges.push_back(torch::autograd::impl::gradient_edge(grad));
@@ -230,12 +230,12 @@ c10::intrusive_ptr<Node> PipelineNode::refuse_twice(const variable_list& grads) 
 
 /// Gradients that were added up in float32, in the dtype that their receivers expect. The engine would see to it too,
 /// by calls that cost more than a small pipeline's kernels.
-void round_sums(const Node& node, variable_list& grads) {
+void cast_to_expected_dtypes(const Node& node, variable_list& grads) {
   for (size_t i = 0; i < grads.size(); ++i) {
     const auto& edge = node.next_edge(i);
     if (!grads[i].defined() || grads[i].scalar_type() != at::kFloat || !edge.is_valid()) continue;
-    const auto wanted = edge.function->input_metadata(edge.input_nr).grad_dtype();
-    if (wanted && at::isReducedFloatingType(*wanted)) grads[i] = kernels::rounded(grads[i], *wanted);
+    const auto expected = edge.function->input_metadata(edge.input_nr).grad_dtype();
+    if (expected && at::isReducedFloatingType(*expected)) grads[i] = kernels::rounded(grads[i], *expected);
   }
 }
 
@@ -250,29 +250,29 @@ variable_list PipelineNode::differentiate(variable_list&& grads, std::vector<at:
   variable_list out(1 + num_params + inputs.size());
   Tensors extra_in(pipeline.num_extra_in()), extra_out(pipeline.num_extra_out());
   c10::SmallVector<at::Tensor, 8> params(num_params);
-  auto at = saved.begin() + plan_->num_saved;
-  for (const int p : plan_->backward_params) params[p] = std::move(*at++);
-  std::vector<at::Tensor> more_saved(std::make_move_iterator(at), std::make_move_iterator(saved.end()));
+  auto next = saved.begin() + plan_->num_saved;
+  for (const int p : plan_->backward_params) params[p] = std::move(*next++);
+  std::vector<at::Tensor> dynamic_saved(std::make_move_iterator(next), std::make_move_iterator(saved.end()));
   for (size_t k = 0; k < outputs.size(); ++k) extra_out[outputs[k]] = std::move(grads[1 + k]);
 
-  const EdgeLeaves leaves(*this);
+  const EdgeLeafParams leaf_params(*this);
   ops::Frame frame{.saved = saved.data(),
                    .extra_in = extra_in.data(),
                    .extra_out = extra_out.data(),
                    .param_grads = out.data() + 1,
                    .params = params.data(),
-                   .more_saved = &more_saved,
+                   .dynamic_saved = &dynamic_saved,
                    .states = &states,
-                   .leaves = &leaves,
-                   .added = {},
+                   .leaf_params = &leaf_params,
+                   .added_to_main_grad = {},
                    .buffers = buffers_};
   auto dy = std::move(grads[0]);
   grads.clear();
   const auto unused = unused_gradients(*this, num_params, static_cast<int>(inputs.size()));
   out[0] = unused.empty() ? run_backward(pipeline, *plan_, frame, std::move(dy))
-                          : run_backward(pipeline, narrow(pipeline, *plan_, unused), frame, std::move(dy));
+                          : run_backward(pipeline, prune(pipeline, *plan_, unused), frame, std::move(dy));
   for (size_t k = 0; k < inputs.size(); ++k) out[1 + num_params + k] = std::move(extra_in[inputs[k]]);
-  round_sums(*this, out);
+  cast_to_expected_dtypes(*this, out);
   return out;
 }
 
@@ -290,7 +290,7 @@ torch::autograd::edge_list edges_of(const at::Tensor& x, ops::Params params, con
 
 /// An operation that may write into extra input k gets it without the caller's handle if nobody else can see it. A leaf
 /// that requires grad is never given away.
-void lend_extras(const Pipeline& pipeline, const Plan& plan, Tensors& extras, Tensors& extra_in) {
+void donate_extras(const Pipeline& pipeline, const Plan& plan, Tensors& extras, Tensors& extra_in) {
   const auto& slots = pipeline.caller_inputs();
   for (size_t k = 0; k < extras.size(); ++k) {
     const bool may_write = plan.in_place && pipeline.op(pipeline.consumer(slots[k])).in_place();
@@ -321,12 +321,12 @@ const at::Tensor* shared_with(const at::Tensor& t, const at::Tensor& x, const Te
 
 /// Turns raw results into what the caller may hold. One that shares memory with an input or another output becomes a
 /// view of it, so that torch sees in-place changes to either.
-void settle(Tensors& outputs, const at::Tensor& x, const Tensors& extras, c10::ArrayRef<uint8_t> wanted,
+void finalize_outputs(Tensors& outputs, const at::Tensor& x, const Tensors& extras, c10::ArrayRef<uint8_t> needs_grad,
             const c10::intrusive_ptr<Node>& node) {
   for (size_t i = 0; i < outputs.size(); ++i) {
     auto& y = outputs[i];
     const auto* source = shared_with(y, x, extras, outputs, i);
-    const bool differentiable = node && wanted[i] && torch::autograd::isDifferentiableType(y.scalar_type());
+    const bool differentiable = node && needs_grad[i] && torch::autograd::isDifferentiableType(y.scalar_type());
     if (source && !(y.is_same(*source) && !differentiable)) {
       const at::NoGradGuard no_grad;
       y = at::as_strided(*source, y.sizes(), y.strides(), y.storage_offset());
@@ -346,46 +346,46 @@ void settle(Tensors& outputs, const at::Tensor& x, const Tensors& extras, c10::A
 
 }  // namespace
 
-Tensors run(const std::shared_ptr<const Pipeline>& shared, const std::shared_ptr<const Plan>& plan, const at::Tensor& x,
+Tensors run_plan(const std::shared_ptr<const Pipeline>& shared, const std::shared_ptr<const Plan>& plan, const at::Tensor& x,
             ops::Params params, Tensors extras, c10::ArrayRef<ops::Buffers> buffers) {
   RECORD_FUNCTION("weft::pipeline", std::vector<c10::IValue>());
-  note_recompute();
+  track_recompute();
   const auto& pipeline = *shared;
   const auto& slots = pipeline.caller_outputs();
-  c10::SmallVector<uint8_t, 4> wanted{plan->output_wanted};
-  bool any = plan->output_wanted;
+  c10::SmallVector<uint8_t, 4> needs_grad{plan->output_requires_grad};
+  bool any = plan->output_requires_grad;
   for (const int slot : slots) {
-    wanted.push_back(plan->extra_out_wanted[slot]);
-    any |= wanted.back() != 0;
+    needs_grad.push_back(plan->extra_out_requires_grad[slot]);
+    any |= needs_grad.back() != 0;
   }
   c10::intrusive_ptr<PipelineNode> node;
   if (any) node = c10::make_intrusive<PipelineNode>(shared, plan, edges_of(x, params, extras));
 
   c10::SmallVector<at::Tensor, 16> saved(plan->num_saved);
   Tensors extra_in(pipeline.num_extra_in()), extra_out(pipeline.num_extra_out());
-  std::vector<at::Tensor> more_saved;
+  std::vector<at::Tensor> dynamic_saved;
   std::vector<std::shared_ptr<void>> states(plan->process_local ? pipeline.size() : 0);
   ops::Frame frame{.saved = saved.data(),
                    .extra_in = extra_in.data(),
                    .extra_out = extra_out.data(),
                    .param_grads = nullptr,
                    .params = params.data(),
-                   .more_saved = &more_saved,
+                   .dynamic_saved = &dynamic_saved,
                    .states = &states,
-                   .leaves = nullptr,
-                   .added = {},
+                   .leaf_params = nullptr,
+                   .added_to_main_grad = {},
                    .buffers = buffers};
-  lend_extras(pipeline, *plan, extras, extra_in);
+  donate_extras(pipeline, *plan, extras, extra_in);
   Tensors outputs;
   {
     const BelowAutograd below;
     outputs.push_back(run_forward(pipeline, *plan, frame, x));
   }
   for (const int slot : slots) outputs.push_back(std::move(extra_out[slot]));
-  settle(outputs, x, extras, wanted, node);
+  finalize_outputs(outputs, x, extras, needs_grad, node);
   if (!node) return outputs;
   const Reachable reachable{x, extras, outputs, params};
-  node->keep(frame, params, outputs, reachable);
+  node->save_for_backward(frame, params, outputs, reachable);
   return outputs;
 }
 

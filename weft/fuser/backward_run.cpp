@@ -30,25 +30,25 @@ int nesting_depth() {
 
 /// An outermost backward that recomputes activations. It holds `alive` in a final callback, so that the reference
 /// expires with the graph task, whether that succeeds or fails.
-struct Outermost {
+struct OuterBackward {
   std::thread::id thread;
   int64_t id;
   std::weak_ptr<void> alive;
 };
 
 std::mutex mutex;
-std::vector<Outermost> running;
+std::vector<OuterBackward> running;
 
-const Outermost* of_this_thread() {
-  std::erase_if(running, [](const Outermost& run) { return run.alive.expired(); });
+const OuterBackward* of_this_thread() {
+  std::erase_if(running, [](const OuterBackward& task) { return task.alive.expired(); });
   const auto found = std::find_if(running.begin(), running.end(),
-                                  [](const Outermost& run) { return run.thread == std::this_thread::get_id(); });
+                                  [](const OuterBackward& task) { return task.thread == std::this_thread::get_id(); });
   return found == running.end() ? nullptr : &*found;
 }
 
 }  // namespace
 
-void note_recompute() {
+void track_recompute() {
   const auto id = torch::autograd::get_current_graph_task_id();
   if (id < 0 || nesting_depth() > 0) return;
   const std::lock_guard lock(mutex);
@@ -58,7 +58,7 @@ void note_recompute() {
   running.push_back({std::this_thread::get_id(), id, alive});
 }
 
-int64_t backward_run() {
+int64_t outermost_graph_task_id() {
   if (nesting_depth() == 0) return torch::autograd::get_current_graph_task_id();
   const std::lock_guard lock(mutex);
   const auto* outermost = of_this_thread();

@@ -23,7 +23,7 @@ bool shares_memory(const at::Tensor& t, at::TensorList others) {
 }
 
 /// `t` in contiguous memory of its own.
-at::Tensor own(const at::Tensor& t, at::TensorList others) {
+at::Tensor own_copy(const at::Tensor& t, at::TensorList others) {
   const auto dense = t.contiguous();
   return shares_memory(dense, others) ? dense.clone() : dense;
 }
@@ -45,16 +45,16 @@ Inputs split(const Pipeline& pipeline, at::TensorList inputs) {
 List pipeline_forward(at::TensorList inputs, c10::string_view text) {
   const auto p = program(text);
   const auto [x, extras, params] = split(*p.pipeline, inputs);
-  refuse_tangents(inputs);
+  reject_tangents(inputs);
   auto out = forward(x, params, extras, text);
   List results, taken = inputs.vec();
   const auto add = [&](const at::Tensor& t) {
-    results.push_back(own(t, taken));
+    results.push_back(own_copy(t, taken));
     taken.push_back(results.back());
   };
   for (const auto& y : out.outputs) add(y);
   for (size_t k = 0; k < out.saved.size(); ++k) {
-    const bool stored = out.saved[k].defined() && out.shapes.saved[k].keeps_value_of != -1;
+    const bool stored = out.saved[k].defined() && out.shapes.saved[k].alias_of != -1;
     add(stored ? out.saved[k] : at::empty({0}, x.options()));
   }
   return results;
@@ -62,9 +62,9 @@ List pipeline_forward(at::TensorList inputs, c10::string_view text) {
 
 /// The Parameters of a call, of which saved tensors may be copies. Their `main_grad` must be one of the tensors that
 /// the op declares to mutate.
-class DeclaredLeaves final : public ops::Leaves {
+class DeclaredLeafParams final : public ops::LeafParams {
  public:
-  DeclaredLeaves(at::TensorList params, at::TensorList main_grads) : params_(params), main_grads_(main_grads) {}
+  DeclaredLeafParams(at::TensorList params, at::TensorList main_grads) : params_(params), main_grads_(main_grads) {}
 
   at::Tensor leaf(int p) const override {
     const auto& param = params_[p];
@@ -76,7 +76,7 @@ class DeclaredLeaves final : public ops::Leaves {
                       " accumulates into a main_grad that is not among the main_grads of the call.");
     return param;
   }
-  int64_t run() const override { return backward_run(); }
+  int64_t graph_task_id() const override { return outermost_graph_task_id(); }
   size_t size() const { return params_.size(); }
 
  private:
@@ -85,7 +85,7 @@ class DeclaredLeaves final : public ops::Leaves {
 
 /// Gradients in the order of the inputs; an empty tensor where none is wanted, or where main_grad has it.
 List differentiate(const c10::List<std::optional<at::Tensor>>& grads, at::TensorList tensors, c10::string_view text,
-                   const DeclaredLeaves* leaves) {
+                   const DeclaredLeafParams* leaf_params) {
   const auto p = program(text);
   const size_t count = 1 + p.pipeline->caller_inputs().size() + p.pipeline->params().size();
   const auto inputs = tensors.slice(0, std::min(count, tensors.size()));
@@ -95,17 +95,17 @@ List differentiate(const c10::List<std::optional<at::Tensor>>& grads, at::Tensor
     const std::optional<at::Tensor> grad = grads.get(k);
     dy.push_back(grad.value_or(at::Tensor()));
   }
-  TORCH_CHECK_VALUE(!leaves || leaves->size() == params.size(), "The pipeline has ", params.size(), " parameters, got ",
-                    leaves ? leaves->size() : 0, " leaves.");
+  TORCH_CHECK_VALUE(!leaf_params || leaf_params->size() == params.size(), "The pipeline has ", params.size(), " parameters, got ",
+                    leaf_params ? leaf_params->size() : 0, " leaves.");
   const auto found =
-      backward(dy, tensors.slice(count), x, params, extras, text, leaves);  // of x, parameters, extra inputs
+      backward(dy, tensors.slice(count), x, params, extras, text, leaf_params);  // of x, parameters, extra inputs
   List out, taken = tensors.vec();
   taken.insert(taken.end(), dy.begin(), dy.end());
   for (size_t i = 0; i < count; ++i) {
     const auto from = i == 0 ? 0 : i <= extras.size() ? params.size() + i : i - extras.size();
-    const bool zero = !leaves && p.plan->key.trait(static_cast<int>(i)).requires_grad;
+    const bool zero = !leaf_params && p.plan->key.tensor_meta(static_cast<int>(i)).requires_grad;
     if (found[from].defined())
-      out.push_back(own(found[from].to(inputs[i].scalar_type()), taken));
+      out.push_back(own_copy(found[from].to(inputs[i].scalar_type()), taken));
     else
       out.push_back(zero ? at::zeros(inputs[i].sizes(), inputs[i].options()) : at::empty({0}, inputs[i].options()));
     taken.push_back(out.back());
@@ -120,8 +120,8 @@ List pipeline_backward(const c10::List<std::optional<at::Tensor>>& grads, at::Te
 
 List pipeline_backward_into(const c10::List<std::optional<at::Tensor>>& grads, at::TensorList tensors,
                             at::TensorList params, at::TensorList main_grads, c10::string_view text) {
-  const DeclaredLeaves leaves(params, main_grads);
-  return differentiate(grads, tensors, text, &leaves);
+  const DeclaredLeafParams leaf_params(params, main_grads);
+  return differentiate(grads, tensors, text, &leaf_params);
 }
 
 }  // namespace

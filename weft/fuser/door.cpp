@@ -19,7 +19,7 @@ constexpr DispatchKeySet kFunctorch({DispatchKey::FuncTorchBatched, DispatchKey:
                                      DispatchKey::BatchedNestedTensor, DispatchKey::FuncTorchVmapMode,
                                      DispatchKey::Batched, DispatchKey::Functionalize});
 
-const char* unusual_layout(const at::Tensor& t) {
+const char* unsupported_layout(const at::Tensor& t) {
   if (t.is_nested()) return "a nested tensor";
   if (t.is_mkldnn()) return "an MKL-DNN tensor";
   if (t.is_quantized()) return "a quantized tensor";
@@ -27,7 +27,7 @@ const char* unusual_layout(const at::Tensor& t) {
   return nullptr;
 }
 
-[[noreturn]] void refuse(const std::string& what, const at::Tensor& t) {
+[[noreturn]] void reject(const std::string& what, const at::Tensor& t) {
   const auto keys = t.key_set();
   if (keys.has_any(kFunctorch))
     TORCH_CHECK_NOT_IMPLEMENTED(
@@ -42,11 +42,11 @@ const char* unusual_layout(const at::Tensor& t) {
         "go through torch.ops.weft.pipeline.");
   TORCH_CHECK(!t.is_complex(), "weft: Unsupported dtype ", dtype_name(t.scalar_type()), " of ", what,
               "; expected real numbers.");
-  TORCH_CHECK_TYPE(false, "weft: ", what, " is ", unusual_layout(t), "; expected a dense strided tensor.");
+  TORCH_CHECK_TYPE(false, "weft: ", what, " is ", unsupported_layout(t), "; expected a dense strided tensor.");
 }
 
-bool usual(const at::Tensor& t) {
-  return !t.key_set().has_any(kPython | kFunctorch) && !unusual_layout(t) && !t.is_complex();
+bool is_supported_tensor(const at::Tensor& t) {
+  return !t.key_set().has_any(kPython | kFunctorch) && !unsupported_layout(t) && !t.is_complex();
 }
 
 void check_tangent(const std::string& what, const at::Tensor& t) {
@@ -67,21 +67,21 @@ void check_tangents(const Pipeline& pipeline, const at::Tensor& x, ops::Params p
 
 constexpr DispatchKeySet kUnsupportedModes({DispatchKey::FuncTorchDynamicLayerFrontMode, DispatchKey::Tracer});
 
-bool is_supported(at::ScalarType dtype) {
+bool is_supported_dtype(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble;
 }
 
-/// The common case in one condition; `refuse_param` says what is wrong with the rest.
+/// The common case in one condition; `reject_param` says what is wrong with the rest.
 bool param_fits(const ops::ParamSpec& spec, const at::Tensor& param, const at::Tensor& x) {
-  return param.defined() && usual(param) && param.device() == x.device() &&
-         (spec.any_shape || (param.sizes() == at::IntArrayRef(spec.shape) && is_supported(param.scalar_type())));
+  return param.defined() && is_supported_tensor(param) && param.device() == x.device() &&
+         (spec.any_shape || (param.sizes() == at::IntArrayRef(spec.shape) && is_supported_dtype(param.scalar_type())));
 }
 
-[[noreturn]] void refuse_param(const Pipeline& pipeline, int p, const at::Tensor& param, const at::Tensor& x) {
+[[noreturn]] void reject_param(const Pipeline& pipeline, int p, const at::Tensor& param, const at::Tensor& x) {
   const auto name = param_name(pipeline, p);
   const auto& spec = pipeline.params()[p];
   TORCH_CHECK_VALUE(param.defined(), "weft: ", name, " is missing.");
-  if (!usual(param)) refuse(name, param);
+  if (!is_supported_tensor(param)) reject(name, param);
   TORCH_CHECK_VALUE(
       param.device() == x.device(), "weft: the input is on ", x.device(), ", ", name, " on ", param.device(), ".",
       param.is_meta() ? " Materialise it first: module.to_empty(device=…), then reset_parameters()." : "");
@@ -92,20 +92,20 @@ bool param_fits(const ops::ParamSpec& spec, const at::Tensor& param, const at::T
 }
 
 void check_param(const Pipeline& pipeline, int p, const at::Tensor& param, const at::Tensor& x) {
-  if (!param_fits(pipeline.params()[p], param, x)) refuse_param(pipeline, p, param, x);
+  if (!param_fits(pipeline.params()[p], param, x)) reject_param(pipeline, p, param, x);
 }
 
 void check_extra(int k, const at::Tensor& extra, const at::Tensor& x) {
   TORCH_CHECK_VALUE(extra.defined(), "weft: extra input ", k, " is an undefined tensor.");
-  if (!usual(extra)) refuse("extra input " + std::to_string(k), extra);
+  if (!is_supported_tensor(extra)) reject("extra input " + std::to_string(k), extra);
   TORCH_CHECK_VALUE(extra.device() == x.device(), "weft: extra input ", k, " is on ", extra.device(),
                     ", the input is on ", x.device(), "; move it there.");
 }
 
-void check_trait(const std::string& what, const at::Tensor& t, const fused::Trait& trait) {
-  TORCH_CHECK_VALUE(t.scalar_type() == trait.dtype && t.device().type() == trait.device, "weft: ", what, " is ",
+void check_tensor_meta(const std::string& what, const at::Tensor& t, const fused::TensorMeta& meta) {
+  TORCH_CHECK_VALUE(t.scalar_type() == meta.dtype && t.device().type() == meta.device, "weft: ", what, " is ",
                     dtype_name(t.scalar_type()), " on ", t.device(), ", the pipeline's text describes ",
-                    dtype_name(trait.dtype), " on ", c10::DeviceTypeName(trait.device, /*lower_case=*/true), ".");
+                    dtype_name(meta.dtype), " on ", c10::DeviceTypeName(meta.device, /*lower_case=*/true), ".");
 }
 
 at::ScalarType autocast_dtype(c10::DeviceType device) {
@@ -145,24 +145,24 @@ void check_counts(const Pipeline& pipeline, size_t params, size_t extras) {
                     " parameters, got ", params, ".");
 }
 
-void check_described(const Pipeline& pipeline, const fused::PlanKey& key, const at::Tensor& x, ops::Params params,
+void check_against_key(const Pipeline& pipeline, const fused::PlanKey& key, const at::Tensor& x, ops::Params params,
                      c10::ArrayRef<at::Tensor> extras) {
   TORCH_CHECK_VALUE(x.defined(), "weft: the input is an undefined tensor.");
   check_counts(pipeline, params.size(), extras.size());
-  if (!usual(x)) refuse("the input", x);
-  check_trait("the input", x, key.trait(0));
+  if (!is_supported_tensor(x)) reject("the input", x);
+  check_tensor_meta("the input", x, key.tensor_meta(0));
   const int num_extras = static_cast<int>(extras.size());
   for (int k = 0; k < num_extras; ++k) {
     check_extra(k, extras[k], x);
-    check_trait("extra input " + std::to_string(k), extras[k], key.trait(1 + k));
+    check_tensor_meta("extra input " + std::to_string(k), extras[k], key.tensor_meta(1 + k));
   }
   for (int p = 0; p < static_cast<int>(params.size()); ++p) {
     check_param(pipeline, p, params[p], x);
-    check_trait(param_name(pipeline, p), params[p], key.trait(1 + num_extras + p));
+    check_tensor_meta(param_name(pipeline, p), params[p], key.tensor_meta(1 + num_extras + p));
   }
 }
 
-fused::PlanKey enter(const Pipeline& pipeline, const at::Tensor& x, ops::Params params,
+fused::PlanKey make_plan_key(const Pipeline& pipeline, const at::Tensor& x, ops::Params params,
                      c10::ArrayRef<at::Tensor> extras, uint64_t eval_mask) {
   TORCH_CHECK_VALUE(x.defined(), "weft: the input is an undefined tensor.");
   check_counts(pipeline, params.size(), extras.size());
@@ -170,16 +170,16 @@ fused::PlanKey enter(const Pipeline& pipeline, const at::Tensor& x, ops::Params 
   const auto device = x.device().type();
   fused::PlanKey key(grad_mode, supports_autocast(device) ? autocast_dtype(device) : at::ScalarType::Undefined,
                      fused::rules_version(), eval_mask);
-  if (!usual(x))
-    refuse("the input of " + std::string(pipeline.size() > 0 ? pipeline.op(0).name() : "an empty pipeline"), x);
-  key.add(fused::Trait::of(x, grad_mode).pack());
+  if (!is_supported_tensor(x))
+    reject("the input of " + std::string(pipeline.size() > 0 ? pipeline.op(0).name() : "an empty pipeline"), x);
+  key.add(fused::TensorMeta::of(x, grad_mode).pack());
   for (size_t k = 0; k < extras.size(); ++k) {
     check_extra(static_cast<int>(k), extras[k], x);
-    key.add(fused::Trait::of(extras[k], grad_mode).pack());
+    key.add(fused::TensorMeta::of(extras[k], grad_mode).pack());
   }
   for (size_t p = 0; p < params.size(); ++p) {
     check_param(pipeline, static_cast<int>(p), params[p], x);
-    key.add(fused::Trait::of(params[p], grad_mode).pack());
+    key.add(fused::TensorMeta::of(params[p], grad_mode).pack());
   }
   if (forward_mode()) check_tangents(pipeline, x, params, extras);
   check_modes();
@@ -193,14 +193,14 @@ void check_buffers(const Pipeline& pipeline, const ops::Buffers& given) {
   TORCH_CHECK_VALUE(op.takes_buffers(), "weft: operation ", given.op, " (", op.name(), ") takes no buffers.");
   for (const auto& [what, t] : {std::pair{"output", &given.output}, std::pair{"grad_input", &given.grad_input}}) {
     if (!t->defined()) continue;
-    if (!usual(*t)) refuse(std::string("the buffer '") + what + "' of " + std::string(op.name()), *t);
+    if (!is_supported_tensor(*t)) reject(std::string("the buffer '") + what + "' of " + std::string(op.name()), *t);
     TORCH_CHECK_VALUE(t->is_contiguous() && !t->requires_grad(), op.name(), ": the buffer '", what, "' has shape ",
                       t->sizes(), ", strides ", t->strides(), t->requires_grad() ? " and requires a gradient" : "",
                       "; expected a contiguous tensor that requires none: pass buffer.detach().");
   }
 }
 
-void refuse_tangents(c10::ArrayRef<at::Tensor> tensors) {
+void reject_tangents(c10::ArrayRef<at::Tensor> tensors) {
   if (!forward_mode()) return;
   for (const auto& t : tensors) check_tangent("an input", t);
 }
@@ -209,7 +209,7 @@ void check_gradients(c10::ArrayRef<at::Tensor> grads, const char* what) {
   const bool tangents = forward_mode();
   for (const auto& grad : grads) {
     if (!grad.defined()) continue;
-    if (!usual(grad)) refuse(what, grad);
+    if (!is_supported_tensor(grad)) reject(what, grad);
     if (tangents) check_tangent(what, grad);
   }
 }

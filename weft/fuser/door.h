@@ -6,7 +6,7 @@ namespace weft::fuser {
 
 /// Checks what a call is given and packs its key. Tensors that weft cannot compute with or differentiate
 /// (Python-dispatch subclasses, functorch wrappers, forward-mode tangents, sparse, nested, quantized) raise by name.
-fused::PlanKey enter(const Pipeline& pipeline, const at::Tensor& x, ops::Params params,
+fused::PlanKey make_plan_key(const Pipeline& pipeline, const at::Tensor& x, ops::Params params,
                      c10::ArrayRef<at::Tensor> extras, uint64_t eval_mask);
 
 /// Raises unless the counts are those that the pipeline takes.
@@ -16,14 +16,14 @@ void check_counts(const Pipeline& pipeline, size_t params, size_t extras);
 std::string param_name(const Pipeline& pipeline, int index);
 
 /// Checks a call that `key` describes: counts, the shapes of parameters, and dtype and device of each tensor.
-void check_described(const Pipeline& pipeline, const fused::PlanKey& key, const at::Tensor& x, ops::Params params,
+void check_against_key(const Pipeline& pipeline, const fused::PlanKey& key, const at::Tensor& x, ops::Params params,
                      c10::ArrayRef<at::Tensor> extras);
 
 /// Raises unless the operation takes buffers and these can be written.
 void check_buffers(const Pipeline& pipeline, const ops::Buffers& given);
 
 /// Raises if a tensor carries a forward-mode tangent.
-void refuse_tangents(c10::ArrayRef<at::Tensor> tensors);
+void reject_tangents(c10::ArrayRef<at::Tensor> tensors);
 
 /// Raises inside torch.jit.trace and function transforms of torch.func.
 void check_modes();

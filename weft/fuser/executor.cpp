@@ -14,7 +14,7 @@ using ops::OpContext;
 using ops::Params;
 
 Params params_of(const ops::OpPlan& plan, const Frame& frame) {
-  return {frame.params + plan.param_base, plan.param_wanted.size()};
+  return {frame.params + plan.param_base, plan.needs_param_grad.size()};
 }
 
 bool enough_rows(const Step& step, const at::Tensor& t) {
@@ -35,7 +35,7 @@ bool any_gradient(const Pipeline& pipeline, const Frame& frame, int op, const at
   return false;
 }
 
-at::Tensor backward_parts(const Pipeline& pipeline, const Plan& plan, Frame& frame, const Step& step, at::Tensor dy) {
+at::Tensor backward_unfused(const Pipeline& pipeline, const Plan& plan, Frame& frame, const Step& step, at::Tensor dy) {
   for (int i = step.first + step.count - 1; i >= step.first; --i) {
     if (!any_gradient(pipeline, frame, i, dy)) continue;
     OpContext ctx(plan.ops[i], frame, i);
@@ -44,14 +44,14 @@ at::Tensor backward_parts(const Pipeline& pipeline, const Plan& plan, Frame& fra
   return dy;
 }
 
-void accumulate(at::Tensor& sum, at::Tensor part) {
-  if (!part.defined()) return;
+void accumulate(at::Tensor& sum, at::Tensor grad) {
+  if (!grad.defined()) return;
   if (!sum.defined()) {
-    sum = std::move(part);
-  } else if (sole_owner(sum) && sum.scalar_type() == part.scalar_type()) {
-    sum.add_(part);
+    sum = std::move(grad);
+  } else if (sole_owner(sum) && sum.scalar_type() == grad.scalar_type()) {
+    sum.add_(grad);
   } else {
-    sum = at::add(sum, part);
+    sum = at::add(sum, grad);
   }
 }
 
@@ -96,12 +96,12 @@ at::Tensor run_forward(const Pipeline& pipeline, const Plan& plan, Frame& frame,
 
 namespace {
 
-at::Tensor run_steps_back(const Pipeline& pipeline, const Plan& plan, Frame& frame, at::Tensor dy) {
+at::Tensor run_backward_steps(const Pipeline& pipeline, const Plan& plan, Frame& frame, at::Tensor dy) {
   for (auto planned = plan.backward.rbegin(); planned != plan.backward.rend(); ++planned) {
     const auto& step = planned->step;
     bool any = dy.defined();
     for (const int slot : planned->grad_slots) any |= frame.extra_out[slot].defined();
-    if (!planned->wanted || !any) {
+    if (!planned->needs_grad || !any) {
       dy.reset();
       continue;
     }
@@ -109,9 +109,9 @@ at::Tensor run_steps_back(const Pipeline& pipeline, const Plan& plan, Frame& fra
       StepContext ctx(plan.ops.data(), frame, step.first, step.own_base);
       dy = step.fused->backward(ctx, dy);
     } else {
-      dy = backward_parts(pipeline, plan, frame, step, std::move(dy));
+      dy = backward_unfused(pipeline, plan, frame, step, std::move(dy));
     }
-    if (!plan.ops[step.first].input_wanted) dy.reset();
+    if (!plan.ops[step.first].needs_input_grad) dy.reset();
     for (const auto& route : planned->routes)
       accumulate(frame.extra_out[route.from], std::move(frame.extra_in[route.to]));
     drop_saved(pipeline, frame, step);
@@ -120,7 +120,7 @@ at::Tensor run_steps_back(const Pipeline& pipeline, const Plan& plan, Frame& fra
 }
 
 /// Which weight gradients a backward run that failed has left in main_grad: whole ones, and of no other operation.
-std::string what_was_added(const std::vector<int>& ops) {
+std::string added_to_main_grad_text(const std::vector<int>& ops) {
   std::string list;
   for (const int op : ops) list += (list.empty() ? "" : ", ") + std::to_string(op);
   return "Before this, the weight gradients of operations " + list + " were added to main_grad; no other one was.";
@@ -130,9 +130,9 @@ std::string what_was_added(const std::vector<int>& ops) {
 
 at::Tensor run_backward(const Pipeline& pipeline, const Plan& plan, Frame& frame, at::Tensor dy) {
   try {
-    return run_steps_back(pipeline, plan, frame, std::move(dy));
+    return run_backward_steps(pipeline, plan, frame, std::move(dy));
   } catch (c10::Error& error) {
-    if (!frame.added.empty()) error.add_context(what_was_added(frame.added));
+    if (!frame.added_to_main_grad.empty()) error.add_context(added_to_main_grad_text(frame.added_to_main_grad));
     throw;
   }
 }

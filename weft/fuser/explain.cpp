@@ -32,18 +32,18 @@ int64_t bytes_of(const Spec& spec) {
 /// The kernels of each step, as its parts or the fused operation name them.
 std::vector<Explanation::StepLine> lines(const Pipeline& pipeline, const std::vector<PlannedStep>& steps,
                                          const fused::PlanView& view, bool backward) {
-  const auto device = view.key.trait(0).device;
+  const auto device = view.key.tensor_meta(0).device;
   std::vector<Explanation::StepLine> list;
-  for (const auto& [step, routes, grads, needed, wanted] : steps) {
+  for (const auto& [step, routes, grads, needed, needs_grad] : steps) {
     const auto name = step.fused ? step.rule : std::string(pipeline.op(step.first).name());
     const bool in_python = step.fused ? step.fused->process_local() : pipeline.op(step.first).process_local();
-    std::vector<kernels::Choice> parts;
+    std::vector<kernels::Choice> components;
     for (int i = step.first; i < step.first + step.count; ++i)
-      parts.push_back(pipeline.op(i).kernel(device, view.compute_dtypes[i], backward));
-    const auto choice = step.fused ? step.fused->kernel(parts) : parts.front();
+      components.push_back(pipeline.op(i).kernel(device, view.compute_dtypes[i], backward));
+    const auto choice = step.fused ? step.fused->kernel(components) : components.front();
     list.push_back({step.first, step.count, name, step.fused != nullptr,
                     in_python ? "python" : std::string(kernels::tier_name(choice.tier)),
-                    in_python ? "" : choice.declined, !backward || wanted, step.min_rows,
+                    in_python ? "" : choice.declined, !backward || needs_grad, step.min_rows,
                     step.fused ? step.fused->note() : ""});
   }
   return list;
@@ -65,9 +65,9 @@ void list_saved(Explanation& out, const Pipeline& pipeline, const Plan& plan, co
   for (const auto& slot : shapes.saved) {
     if (!slot.spec) continue;
     std::string shared;
-    if (slot.keeps_value_of == -1) {
+    if (slot.alias_of == -1) {
       shared = "the caller's input";
-    } else if (slot.keeps_value_of >= 0 && !kept.emplace(slot.keeps_value_of, slot.spec->dtype).second) {
+    } else if (slot.alias_of >= 0 && !kept.emplace(slot.alias_of, slot.spec->dtype).second) {
       shared = "kept already";
     }
     out.saved.push_back({slot.op, slot.name, sizes_text(*slot.spec), std::string(dtype_name(slot.spec->dtype)),
@@ -76,7 +76,7 @@ void list_saved(Explanation& out, const Pipeline& pipeline, const Plan& plan, co
 }
 
 /// Copies of frozen weights that the AMX tier keeps between calls.
-void note_packed(Explanation& out) {
+void add_packed_weights(Explanation& out) {
   for (const auto* steps : {&out.forward, &out.backward})
     for (const auto& step : *steps) out.packs |= step.runs && step.tier == kernels::tier_name(kernels::Tier::amx);
   out.packed_bytes = kernels::packed_bytes();
@@ -95,7 +95,7 @@ std::string other_readers(const Pipeline& pipeline, const Plan& plan, int slot, 
   if (made_by[producer] < 0) return "it is the caller's input";
   for (int i = producer + 1; i < consumer; ++i) {
     if (made_by[i] != made_by[producer]) break;
-    if (plan.ops[i].records && !pipeline.op(i).saved_names().empty())
+    if (plan.ops[i].needs_grad && !pipeline.op(i).saved_names().empty())
       return "operation " + std::to_string(i) + " (" + std::string(pipeline.op(i).name()) + ") keeps it for backward";
   }
   return {};
@@ -119,7 +119,7 @@ std::string pad(const std::string& text, size_t width) {
 
 void print_steps(std::ostream& text, const std::vector<Explanation::StepLine>& steps) {
   for (const auto& step : steps) {
-    text << "  " << pad(range(step.first, step.count), 8) << pad(step.name, 28);
+    text << "  " << pad(format_range(step.first, step.count), 8) << pad(step.name, 28);
     text << (step.runs ? "[" + step.tier + "]" : "skipped: no gradient is wanted");
     if (step.min_rows > 0) text << " from " << step.min_rows << " rows";
     text << "\n";
@@ -128,15 +128,15 @@ void print_steps(std::ostream& text, const std::vector<Explanation::StepLine>& s
 }
 
 /// Each reason once, with the steps it holds for.
-void print_declined(std::ostream& text, const Explanation& e) {
+void print_tier_rejections(std::ostream& text, const Explanation& e) {
   std::map<std::string, std::string> where;
   std::vector<std::string> reasons;
   for (const auto* steps : {&e.forward, &e.backward}) {
     for (const auto& step : *steps) {
-      if (step.declined.empty() || !step.runs) continue;
-      auto& ranges = where[step.declined];
-      if (ranges.empty()) reasons.push_back(step.declined);
-      const auto here = range(step.first, step.count);
+      if (step.tier_rejection.empty() || !step.runs) continue;
+      auto& ranges = where[step.tier_rejection];
+      if (ranges.empty()) reasons.push_back(step.tier_rejection);
+      const auto here = format_range(step.first, step.count);
       if ((", " + ranges + ",").find(", " + here + ",") == std::string::npos)
         ranges += (ranges.empty() ? "" : ", ") + here;
     }
@@ -153,7 +153,7 @@ int64_t Explanation::saved_bytes() const {
   return bytes;
 }
 
-std::string Explanation::saved_text() const { return saved_known ? human(saved_bytes()) : "unknown: " + saved_unknown; }
+std::string Explanation::saved_text() const { return saved_known ? format_bytes(saved_bytes()) : "unknown: " + saved_unknown; }
 
 Explanation explain(Fuser& fuser, const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras,
                     uint64_t eval_mask) {
@@ -167,10 +167,10 @@ Explanation explain(const Pipeline& pipeline, const Plan& plan, const at::Tensor
     out.ops.push_back(stage.op->brief());
     out.op_names.emplace_back(stage.op->name());
   }
-  const auto seen = view(pipeline, plan.key, plan.ops);
-  out.forward = lines(pipeline, plan.forward, seen, false);
-  out.backward = lines(pipeline, plan.backward, seen, true);
-  out.refusals = plan.refusals;
+  const auto plan_view = make_plan_view(pipeline, plan.key, plan.ops);
+  out.forward = lines(pipeline, plan.forward, plan_view, false);
+  out.backward = lines(pipeline, plan.backward, plan_view, true);
+  out.rejections = plan.rejections;
   for (int s = 0; s < pipeline.num_extra_in(); ++s)
     if (const int from = pipeline.source(s); from >= 0)
       out.channels.push_back({pipeline.producer(from), pipeline.consumer(s), pipeline.output(from).channel});
@@ -179,7 +179,7 @@ Explanation explain(const Pipeline& pipeline, const Plan& plan, const at::Tensor
   for (int i = 0; i < pipeline.size(); ++i)
     if (pipeline.op(i).in_place()) out.in_place.push_back({i, in_place_note(pipeline, plan, i)});
   list_saved(out, pipeline, plan, x, params, extras);
-  note_packed(out);
+  add_packed_weights(out);
   return out;
 }
 
@@ -191,7 +191,7 @@ std::string Explanation::text() const {
   print_steps(text, forward);
   text << "backward (from the last line to the first)\n";
   print_steps(text, backward);
-  print_declined(text, *this);
+  print_tier_rejections(text, *this);
   if (!channels.empty()) text << "channels\n";
   for (const auto& c : channels)
     text << "  " << pad(std::to_string(c.from) + " -> " + std::to_string(c.to), 8) << c.name << "\n";
@@ -199,9 +199,9 @@ std::string Explanation::text() const {
   for (const int op : from_caller) text << "  " << pad(std::to_string(op), 8) << op_names[op] << "\n";
   if (!to_caller.empty()) text << "extra outputs to the caller\n";
   for (const int op : to_caller) text << "  " << pad(std::to_string(op), 8) << op_names[op] << "\n";
-  if (!refusals.empty()) text << "refused\n";
-  for (const auto& r : refusals)
-    text << "  " << pad(range(r.first, r.count), 8) << r.rule << " (" << pass_name(r.pass) << "): " << r.reason << "\n";
+  if (!rejections.empty()) text << "rejected\n";
+  for (const auto& r : rejections)
+    text << "  " << pad(format_range(r.first, r.count), 8) << r.rule << " (" << pass_name(r.pass) << "): " << r.reason << "\n";
   if (!in_place.empty()) text << "in place\n";
   for (const auto& note : in_place)
     text << "  " << pad(std::to_string(note.op), 8) << op_names[note.op] << ": " << note.text << "\n";
@@ -209,10 +209,10 @@ std::string Explanation::text() const {
   for (const auto& line : saved) {
     text << "  " << pad(std::to_string(line.op), 8) << pad(op_names[line.op] + " " + line.name, 28) << line.sizes << " "
          << line.dtype << "  ";
-    text << (line.shared.empty() ? human(line.bytes) : "no memory of its own: " + line.shared) << "\n";
+    text << (line.shared.empty() ? format_bytes(line.bytes) : "no memory of its own: " + line.shared) << "\n";
   }
   if (packs && packed_bytes > 0)
-    text << "packed weights: " << human(packed_bytes) << " of at most " << human(packing_limit) << " kept\n";
+    text << "packed weights: " << format_bytes(packed_bytes) << " of at most " << format_bytes(packing_limit) << " kept\n";
   return text.str();
 }
 

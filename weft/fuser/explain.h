@@ -13,7 +13,7 @@ struct Explanation {
     std::string name;  // the fused operation's rule, or the operation
     bool fused;
     std::string tier;      // which kernels compute it
-    std::string declined;  // why no faster ones do
+    std::string tier_rejection;  // why no faster ones do
     bool runs;             // false: nothing it could compute is wanted
     int64_t min_rows;      // below, its parts run one by one
     std::string note;      // what it decided in the last call
@@ -36,7 +36,7 @@ struct Explanation {
   std::vector<std::string> ops;  // their text
   std::vector<std::string> op_names;
   std::vector<StepLine> forward, backward;
-  std::vector<Refusal> refusals;
+  std::vector<Rejection> rejections;
   std::vector<Note> in_place;  // permissions to overwrite, and why a copy is made instead
   std::vector<SavedLine> saved;
   std::vector<Channel> channels;

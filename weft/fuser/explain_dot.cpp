@@ -86,7 +86,7 @@ std::string saved_cell(const Explanation& e, int i) {
   std::string lines;
   for (const auto& line : e.saved) {
     if (line.op != i) continue;
-    const auto size = line.shared.empty() ? human(line.bytes) : "(" + line.shared + ")";
+    const auto size = line.shared.empty() ? format_bytes(line.bytes) : "(" + line.shared + ")";
     lines += small(line.name + " " + line.sizes + " " + size, kInk, 10) + "<BR ALIGN=\"LEFT\"/>";
   }
   return "<TD ALIGN=\"LEFT\">" + (lines.empty() ? " " : lines) + "</TD>";
@@ -95,8 +95,8 @@ std::string saved_cell(const Explanation& e, int i) {
 std::string footer(const Explanation& e) {
   std::string text = "<TR><TD COLSPAN=\"4\" BORDER=\"0\" ALIGN=\"LEFT\">";
   text += small("kept for backward: " + e.saved_text(), kInk, 10);
-  for (const auto& r : e.refusals)
-    text += below("refused " + r.rule + " at " + range(r.first, r.count) + " (" + pass_name(r.pass) + "): " + r.reason,
+  for (const auto& r : e.rejections)
+    text += below("rejected " + r.rule + " at " + format_range(r.first, r.count) + " (" + pass_name(r.pass) + "): " + r.reason,
                   kInk, 120);
   return text + "<BR ALIGN=\"LEFT\"/></TD></TR>";
 }

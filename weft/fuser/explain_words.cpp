@@ -4,11 +4,11 @@
 
 namespace weft::fuser {
 
-std::string range(int first, int count) {
+std::string format_range(int first, int count) {
   return count == 1 ? std::to_string(first) : std::to_string(first) + ".." + std::to_string(first + count - 1);
 }
 
-std::string human(int64_t bytes) {
+std::string format_bytes(int64_t bytes) {
   std::ostringstream text;
   text.precision(3);
   if (bytes < 1024)

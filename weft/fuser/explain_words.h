@@ -7,9 +7,9 @@
 namespace weft::fuser {
 
 /// "3" or "3..5"
-std::string range(int first, int count);
+std::string format_range(int first, int count);
 /// "12 B", "1.5 KiB"
-std::string human(int64_t bytes);
+std::string format_bytes(int64_t bytes);
 const char* pass_name(fused::Pass pass);
 
 }  // namespace weft::fuser

@@ -12,51 +12,51 @@ namespace weft::fuser {
 namespace {
 
 using fused::PlanKey;
-using fused::Trait;
+using fused::TensorMeta;
 using ops::Spec;
 
 /// Also of integers, which extra inputs may be.
-std::string_view trait_dtype(at::ScalarType dtype) {
+std::string_view meta_dtype(at::ScalarType dtype) {
   return dtype == at::kLong ? "int64" : dtype == at::kInt ? "int32" : dtype_name(dtype);
 }
-at::ScalarType trait_dtype(const std::string& name) {
+at::ScalarType meta_dtype(const std::string& name) {
   return name == "int64" ? at::kLong : name == "int32" ? at::kInt : dtype_from_name(name);
 }
 
-std::string trait_text(const Trait& t) {
-  return c10::DeviceTypeName(t.device, /*lower_case=*/true) + ":" + std::string(trait_dtype(t.dtype)) + ":" +
+std::string meta_text(const TensorMeta& t) {
+  return c10::DeviceTypeName(t.device, /*lower_case=*/true) + ":" + std::string(meta_dtype(t.dtype)) + ":" +
          (t.requires_grad ? "g" : "") + (t.contiguous ? "c" : "");
 }
 
-Trait trait_from(const std::string& word) {
+TensorMeta meta_from_text(const std::string& word) {
   const auto first = word.find(':'), second = word.find(':', first + 1);
   TORCH_CHECK_VALUE(first != std::string::npos && second != std::string::npos, "Pipeline text: '", word,
                     "' does not describe a tensor; expected device:dtype:flags, e.g. cpu:float32:gc.");
   const auto flags = word.substr(second + 1);
-  return {trait_dtype(word.substr(first + 1, second - first - 1)), c10::Device(word.substr(0, first)).type(), true,
+  return {meta_dtype(word.substr(first + 1, second - first - 1)), c10::Device(word.substr(0, first)).type(), true,
           flags.find('g') != std::string::npos, flags.find('c') != std::string::npos};
 }
 
-PlanKey key_from(Cursor& text, const Pipeline& pipeline) {
+PlanKey key_from(Parser& text, const Pipeline& pipeline) {
   text.expect("@call(autocast=");
   const auto autocast = text.value();
   text.expect(", eval=");
-  const auto eval = text.bits();
+  const auto eval = text.unsigned_integer();
   text.expect(", tensors=");
   std::istringstream words(text.string());
   text.expect(")");
   const auto* dtype = std::get_if<std::string>(&autocast);
   PlanKey key(true, dtype ? dtype_from_name(*dtype) : at::ScalarType::Undefined, fused::rules_version(), eval);
-  for (std::string word; words >> word;) key.add(trait_from(word).pack());
+  for (std::string word; words >> word;) key.add(meta_from_text(word).pack());
   const auto expected = 1 + pipeline.caller_inputs().size() + pipeline.params().size();
-  TORCH_CHECK_VALUE(static_cast<size_t>(key.traits()) == expected, "Pipeline text: the call describes ", key.traits(),
+  TORCH_CHECK_VALUE(static_cast<size_t>(key.num_tensors()) == expected, "Pipeline text: the call describes ", key.num_tensors(),
                     " tensors, the pipeline takes ", expected, ".");
   return key;
 }
 
 /// The rules that leave no trace in what is saved. The two passes may run in different processes, under different
 /// rules, and a recorded program knows the sizes of the saved tensors: so no joint ones.
-fused::RuleList interchangeable(fused::RuleList rules) {
+fused::RuleList without_joint_rules(fused::RuleList rules) {
   std::erase_if(rules, [](const auto& entry) { return entry.second.pass == fused::Pass::joint; });
   return rules;
 }
@@ -80,8 +80,8 @@ Program program(std::string_view text) {
   TORCH_CHECK_VALUE(call != std::string_view::npos,
                     "Pipeline text: no '@call(…)' at the end; make the text with describe().");
   auto pipeline = std::make_shared<const Pipeline>(Pipeline::parse(text.substr(0, call)));
-  Cursor cursor(text.substr(call));
-  auto plan = make_plan(*pipeline, key_from(cursor, *pipeline), interchangeable(*rules.list));
+  Parser parser(text.substr(call));
+  auto plan = make_plan(*pipeline, key_from(parser, *pipeline), without_joint_rules(*rules.list));
   const std::lock_guard lock(mutex);
   kept.push_front({std::string(text), rules.version, std::move(pipeline), std::move(plan)});
   if (kept.size() > kKept) kept.pop_back();
@@ -92,7 +92,7 @@ std::string describe(const Pipeline& pipeline, const PlanKey& key) {
   TORCH_CHECK_NOT_IMPLEMENTED(!pipeline.process_local(),
                               "The pipeline holds an operation written in Python, which has no text.");
   std::string tensors;
-  for (int i = 0; i < key.traits(); ++i) tensors.append(i ? " " : "").append(trait_text(key.trait(i)));
+  for (int i = 0; i < key.num_tensors(); ++i) tensors.append(i ? " " : "").append(meta_text(key.tensor_meta(i)));
   const auto autocast =
       key.autocast() == at::ScalarType::Undefined ? Value{} : Value(std::string(dtype_name(key.autocast())));
   return pipeline.text() + " @call(autocast=" + to_text(autocast) + ", eval=" + std::to_string(key.eval_mask()) +
@@ -105,7 +105,7 @@ namespace {
 Tensors as_described(const PlanKey& key, int first, c10::ArrayRef<at::Tensor> tensors) {
   Tensors list;
   for (size_t i = 0; i < tensors.size(); ++i)
-    list.push_back(key.trait(first + static_cast<int>(i)).contiguous ? tensors[i].contiguous() : tensors[i]);
+    list.push_back(key.tensor_meta(first + static_cast<int>(i)).contiguous ? tensors[i].contiguous() : tensors[i]);
   return list;
 }
 
@@ -124,7 +124,7 @@ std::vector<at::Tensor> checked_saved(const CallShapes& shapes, c10::ArrayRef<at
   for (size_t k = 0; k < saved.size(); ++k) {
     const auto& slot = shapes.saved[k];
     if (!slot.spec) continue;
-    kept[k] = slot.keeps_value_of == -1 ? x.reshape_symint(slot.spec->sizes) : saved[k];
+    kept[k] = slot.alias_of == -1 ? x.reshape_symint(slot.spec->sizes) : saved[k];
     TORCH_CHECK_VALUE(kept[k].defined(), "weft: saved tensor ", k, " is undefined.");
     check_spec("saved tensor", k, kept[k], *slot.spec, x);
   }
@@ -144,7 +144,7 @@ void check_grads(const CallShapes& shapes, c10::ArrayRef<at::Tensor> grads, cons
 
 Forward forward(const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras, std::string_view text) {
   const auto [name, version, pipeline, plan] = program(text);
-  check_described(*pipeline, plan->key, x, params, extras);
+  check_against_key(*pipeline, plan->key, x, params, extras);
   Forward out;
   out.shapes = infer(*pipeline, *plan, x, params, extras);
   const BelowAutograd below;
@@ -158,9 +158,9 @@ Forward forward(const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tenso
                    .extra_out = extra_out.data(),
                    .param_grads = nullptr,
                    .params = held.data(),
-                   .more_saved = nullptr,
+                   .dynamic_saved = nullptr,
                    .states = nullptr,
-                   .leaves = nullptr};
+                   .leaf_params = nullptr};
   out.outputs.push_back(run_forward(*pipeline, *plan, frame, inputs[0]));
   for (const int slot : pipeline->caller_outputs()) out.outputs.push_back(std::move(extra_out[slot]));
   return out;
@@ -168,9 +168,9 @@ Forward forward(const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tenso
 
 std::vector<at::Tensor> backward(c10::ArrayRef<at::Tensor> grads, c10::ArrayRef<at::Tensor> saved, const at::Tensor& x,
                                  ops::Params params, c10::ArrayRef<at::Tensor> extras, std::string_view text,
-                                 const ops::Leaves* leaves) {
+                                 const ops::LeafParams* leaf_params) {
   const auto [name, version, pipeline, plan] = program(text);
-  check_described(*pipeline, plan->key, x, params, extras);
+  check_against_key(*pipeline, plan->key, x, params, extras);
   const auto shapes = infer(*pipeline, *plan, x, params, extras);
   check_grads(shapes, grads, x);
   const BelowAutograd below;
@@ -186,9 +186,9 @@ std::vector<at::Tensor> backward(c10::ArrayRef<at::Tensor> grads, c10::ArrayRef<
                    .extra_out = extra_out.data(),
                    .param_grads = out.data() + 1,
                    .params = held.data(),
-                   .more_saved = nullptr,
+                   .dynamic_saved = nullptr,
                    .states = nullptr,
-                   .leaves = leaves};
+                   .leaf_params = leaf_params};
   out[0] = run_backward(*pipeline, *plan, frame, grads[0]);
   for (size_t k = 0; k < inputs.size(); ++k) out[1 + params.size() + k] = std::move(extra_in[inputs[k]]);
   return out;

@@ -10,13 +10,13 @@ namespace weft::fuser {
 Tensors Fuser::operator()(const at::Tensor& x, ops::Params params, Tensors extras, uint64_t eval_mask,
                           c10::ArrayRef<ops::Buffers> buffers) {
   for (const auto& given : buffers) check_buffers(*pipeline_, given);
-  const auto plan = find(enter(*pipeline_, x, params, extras, eval_mask));
-  return run(pipeline_, plan, x, params, std::move(extras), buffers);
+  const auto plan = find(make_plan_key(*pipeline_, x, params, extras, eval_mask));
+  return run_plan(pipeline_, plan, x, params, std::move(extras), buffers);
 }
 
 std::shared_ptr<const Plan> Fuser::plan(const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras,
                                         uint64_t eval_mask) {
-  return find(enter(*pipeline_, x, params, extras, eval_mask));
+  return find(make_plan_key(*pipeline_, x, params, extras, eval_mask));
 }
 
 int64_t Fuser::plans_kept() const {

@@ -15,7 +15,7 @@ std::vector<int> value_origins(const Pipeline& pipeline, const Plan& plan) {
 
 /// False if operation i is part of a fused one that leaves this slot empty.
 static bool filled(const Plan& plan, int i, int slot) {
-  for (const auto& [step, routes, grads, needed, wanted] : plan.forward)
+  for (const auto& [step, routes, grads, needed, needs_grad] : plan.forward)
     if (step.fused && i >= step.first && i < step.first + step.count)
       return step.fused->fills(plan.ops.data() + step.first, i - step.first, slot);
   return true;

@@ -13,7 +13,7 @@ struct SavedSlot {
   std::optional<ops::Spec> spec;  // empty: the slot stays empty
   /// If it keeps x as it came to the operation: the operation that made that value, or -1 for the caller's input itself
   /// (or a view of it); -2 if it is memory of its own.
-  int keeps_value_of = -2;
+  int alias_of = -2;
 };
 
 /// Sizes and dtypes of a call, known without tensors. Sizes may be symbolic.

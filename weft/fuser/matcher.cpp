@@ -16,12 +16,12 @@ std::vector<Step> Matcher::apply(fused::Pass pass, std::vector<Step> steps) {
 
 std::vector<Step> Matcher::scan(const FusionRule& rule, const std::vector<Step>& steps) {
   std::vector<Step> out;
-  for (size_t at = 0; at < steps.size();) {
-    const auto found = match(rule, steps, at);
-    const auto reason = found ? refusal(rule, *found) : std::string{};
+  for (size_t begin = 0; begin < steps.size();) {
+    const auto found = match(rule, steps, begin);
+    const auto reason = found ? rejection_reason(rule, *found) : std::string{};
     if (!found || !reason.empty()) {
-      if (found) note({rule.name, rule.pass, found->first(), found->size(), reason});
-      out.push_back(steps[at++]);
+      if (found) add_rejection({rule.name, rule.pass, found->first(), found->size(), reason});
+      out.push_back(steps[begin++]);
       continue;
     }
     out.push_back({.fused = rule.make(*found),
@@ -29,53 +29,53 @@ std::vector<Step> Matcher::scan(const FusionRule& rule, const std::vector<Step>&
                    .count = found->size(),
                    .min_rows = rule.min_rows,
                    .rule = rule.name});
-    at += found->size();
+    begin += found->size();
   }
   return out;
 }
 
 /// A pattern that begins with an optional element is found twice; its shorter form says nothing new.
-void Matcher::note(Refusal refusal) {
-  if (!refusals_.empty()) {
-    const auto& last = refusals_.back();
-    const bool within = refusal.first > last.first && refusal.first + refusal.count <= last.first + last.count;
-    if (within && last.rule == refusal.rule && last.reason == refusal.reason) return;
+void Matcher::add_rejection(Rejection rejection) {
+  if (!rejections_.empty()) {
+    const auto& last = rejections_.back();
+    const bool within = rejection.first > last.first && rejection.first + rejection.count <= last.first + last.count;
+    if (within && last.rule == rejection.rule && last.reason == rejection.reason) return;
   }
-  refusals_.push_back(std::move(refusal));
+  rejections_.push_back(std::move(rejection));
 }
 
-std::optional<Match> Matcher::match(const FusionRule& rule, const std::vector<Step>& steps, size_t at) const {
+std::optional<Match> Matcher::match(const FusionRule& rule, const std::vector<Step>& steps, size_t begin) const {
   std::vector<ops::OpPtr> taken;
   for (const auto& element : rule.pattern) {
-    const size_t next = at + taken.size();
+    const size_t next = begin + taken.size();
     const bool here = next < steps.size() && !steps[next].fused && element.matches(pipeline_.op(steps[next].first));
     if (here) taken.push_back(pipeline_.stages()[steps[next].first].op);
     if (!here && !element.optional) return std::nullopt;
   }
   if (taken.empty()) return std::nullopt;
-  const int first = steps[at].first;
+  const int first = steps[begin].first;
   auto wires = wiring(first, static_cast<int>(taken.size()));
   return Match(first, std::move(taken), std::move(wires), first > 0 ? pipeline_.stages()[first - 1].op : nullptr);
 }
 
 std::vector<Match::Wire> Matcher::wiring(int first, int count) const {
-  const auto part = [&](int op) { return op >= first && op < first + count ? op - first : -1; };
+  const auto index = [&](int op) { return op >= first && op < first + count ? op - first : -1; };
   std::vector<Match::Wire> wires(count);
   for (int i = 0; i < count; ++i) {
     const int in = pipeline_.extra_in_base(first + i), out = pipeline_.extra_out_base(first + i);
     if (pipeline_.op(first + i).extra_inputs() > 0 && pipeline_.source(in) >= 0)
-      wires[i].from = part(pipeline_.producer(pipeline_.source(in)));
+      wires[i].from = index(pipeline_.producer(pipeline_.source(in)));
     if (pipeline_.op(first + i).extra_outputs() == 0) continue;
     wires[i].outside = pipeline_.output(out).to_caller;
     for (int slot = 0; slot < pipeline_.num_extra_in(); ++slot)
-      if (pipeline_.source(slot) == out && part(pipeline_.consumer(slot)) < 0) wires[i].outside = true;
+      if (pipeline_.source(slot) == out && index(pipeline_.consumer(slot)) < 0) wires[i].outside = true;
   }
   return wires;
 }
 
-std::string Matcher::refusal(const FusionRule& rule, const Match& match) const {
-  if (rule.refuse) {
-    if (auto reason = rule.refuse(match, view_); !reason.empty()) return reason;
+std::string Matcher::rejection_reason(const FusionRule& rule, const Match& match) const {
+  if (rule.reject) {
+    if (auto reason = rule.reject(match, view_); !reason.empty()) return reason;
   }
   if (has_inner_channel(match.first(), match.size()) &&
       (rule.min_rows > 0 || !rule.make(match)->routes_inner_channels()))

@@ -11,24 +11,24 @@ namespace weft::fuser {
 class Matcher {
  public:
   Matcher(const Pipeline& pipeline, const fused::PlanView& view, const fused::RuleList& rules,
-          std::vector<Refusal>& refusals)
-      : pipeline_(pipeline), view_(view), rules_(rules), refusals_(refusals) {}
+          std::vector<Rejection>& rejections)
+      : pipeline_(pipeline), view_(view), rules_(rules), rejections_(rejections) {}
 
   std::vector<fused::Step> apply(fused::Pass pass, std::vector<fused::Step> steps);
 
  private:
   std::vector<fused::Step> scan(const fused::FusionRule& rule, const std::vector<fused::Step>& steps);
   std::optional<fused::Match> match(const fused::FusionRule& rule, const std::vector<fused::Step>& steps,
-                                    size_t at) const;
+                                    size_t begin) const;
   std::vector<fused::Match::Wire> wiring(int first, int count) const;
-  void note(Refusal refusal);
-  std::string refusal(const fused::FusionRule& rule, const fused::Match& match) const;
+  void add_rejection(Rejection rejection);
+  std::string rejection_reason(const fused::FusionRule& rule, const fused::Match& match) const;
   bool has_inner_channel(int first, int count) const;
 
   const Pipeline& pipeline_;
   const fused::PlanView& view_;
   const fused::RuleList& rules_;
-  std::vector<Refusal>& refusals_;
+  std::vector<Rejection>& rejections_;
 };
 
 }  // namespace weft::fuser

@@ -12,12 +12,12 @@ int owner(const std::vector<int>& bases, int slot) {
   return static_cast<int>(std::upper_bound(bases.begin(), bases.end(), slot) - bases.begin()) - 1;
 }
 
-Stage parse_stage(Cursor& text) {
-  const auto name = text.word();
+Stage parse_stage(Parser& text) {
+  const auto name = text.identifier();
   ops::Keywords keywords;
   for (text.expect("("); !text.accept(")");) {
     if (!keywords.empty()) text.expect(",");
-    auto key = text.word();
+    auto key = text.identifier();
     text.expect("=");
     keywords.emplace_back(std::move(key), text.value());
   }
@@ -102,11 +102,11 @@ std::string Pipeline::text() const {
 }
 
 Pipeline Pipeline::parse(std::string_view text) {
-  Cursor cursor(text);
+  Parser parser(text);
   std::vector<Stage> stages;
-  while (!cursor.at_end()) {
-    if (!stages.empty()) cursor.expect(";");
-    stages.push_back(parse_stage(cursor));
+  while (!parser.at_end()) {
+    if (!stages.empty()) parser.expect(";");
+    stages.push_back(parse_stage(parser));
   }
   return Pipeline(std::move(stages));
 }

@@ -13,24 +13,24 @@ using fused::PlanKey;
 using fused::Step;
 
 /// Which gradients each operation owes: one for each input that something differentiable flows into.
-std::vector<ops::OpPlan> ask(const Pipeline& pipeline, const PlanKey& key) {
+std::vector<ops::OpPlan> propagate_requires_grad(const Pipeline& pipeline, const PlanKey& key) {
   const int extras = static_cast<int>(pipeline.caller_inputs().size());
   std::vector<uint8_t> flows_in(pipeline.num_extra_in()), flows_out(pipeline.num_extra_out());
-  for (int k = 0; k < extras; ++k) flows_in[pipeline.caller_inputs()[k]] = key.trait(1 + k).requires_grad;
+  for (int k = 0; k < extras; ++k) flows_in[pipeline.caller_inputs()[k]] = key.tensor_meta(1 + k).requires_grad;
 
   std::vector<ops::OpPlan> plans(pipeline.size());
-  bool flows = key.trait(0).requires_grad;
+  bool flows = key.tensor_meta(0).requires_grad;
   for (int i = 0; i < pipeline.size(); ++i) {
     auto& plan = plans[i];
-    plan.input_wanted = flows;
+    plan.needs_input_grad = flows;
     for (int p = pipeline.param_base(i); p < pipeline.param_base(i + 1); ++p)
-      plan.param_wanted.push_back(key.trait(1 + extras + p).requires_grad);
+      plan.needs_param_grad.push_back(key.tensor_meta(1 + extras + p).requires_grad);
     for (int s = pipeline.extra_in_base(i); s < pipeline.extra_in_base(i + 1); ++s)
-      plan.extra_wanted.push_back(pipeline.source(s) < 0 ? flows_in[s] : flows_out[pipeline.source(s)]);
+      plan.needs_extra_grad.push_back(pipeline.source(s) < 0 ? flows_in[s] : flows_out[pipeline.source(s)]);
     const auto any = [](const std::vector<uint8_t>& flags) {
       return std::find(flags.begin(), flags.end(), 1) != flags.end();
     };
-    flows = plan.records = plan.input_wanted || any(plan.param_wanted) || any(plan.extra_wanted);
+    flows = plan.needs_grad = plan.needs_input_grad || any(plan.needs_param_grad) || any(plan.needs_extra_grad);
     std::fill(flows_out.begin() + pipeline.extra_out_base(i), flows_out.begin() + pipeline.extra_out_base(i + 1),
               flows);
 
@@ -48,10 +48,10 @@ std::vector<ops::OpPlan> ask(const Pipeline& pipeline, const PlanKey& key) {
 at::ScalarType other_operand(const Pipeline& pipeline, const PlanKey& key, int i) {
   const auto& inputs = pipeline.caller_inputs();
   const int extras = static_cast<int>(inputs.size());
-  if (pipeline.param_base(i) < pipeline.param_base(i + 1)) return key.trait(1 + extras + pipeline.param_base(i)).dtype;
+  if (pipeline.param_base(i) < pipeline.param_base(i + 1)) return key.tensor_meta(1 + extras + pipeline.param_base(i)).dtype;
   const auto found = std::find(inputs.begin(), inputs.end(), pipeline.extra_in_base(i));
   return found == inputs.end() ? at::ScalarType::Undefined
-                               : key.trait(1 + static_cast<int>(found - inputs.begin())).dtype;
+                               : key.tensor_meta(1 + static_cast<int>(found - inputs.begin())).dtype;
 }
 
 /// The dtype an operation computes in, given that of x; Undefined if that is not known before it runs.
@@ -64,7 +64,7 @@ at::ScalarType compute_dtype(const Pipeline& pipeline, const PlanKey& key, const
       return plan.dtype(other_operand(pipeline, key, i));
     case ops::DtypeRule::promote: {
       const bool autocast = plan.autocast != at::ScalarType::Undefined;
-      if (autocast && !plan.param_wanted.empty()) return x;
+      if (autocast && !plan.needs_param_grad.empty()) return x;
       const auto other = other_operand(pipeline, key, i);
       const bool known = x != at::ScalarType::Undefined && other != at::ScalarType::Undefined;
       return known ? c10::promoteTypes(x, other) : at::ScalarType::Undefined;
@@ -87,7 +87,7 @@ int step_of(const std::vector<Step>& steps, int op) {
 std::vector<PlannedStep> route(const Pipeline& pipeline, const std::vector<Step>& steps) {
   std::vector<PlannedStep> planned;
   for (const auto& step : steps) {
-    PlannedStep p{.step = step, .routes = {}, .grad_slots = {}, .needed_slots = {}, .wanted = false};
+    PlannedStep p{.step = step, .routes = {}, .grad_slots = {}, .needed_slots = {}, .needs_grad = false};
     const int end = step.first + step.count;
     for (int slot = pipeline.extra_out_base(step.first); slot < pipeline.extra_out_base(end); ++slot)
       p.grad_slots.push_back(slot);
@@ -120,7 +120,7 @@ std::vector<PlannedStep> route(const Pipeline& pipeline, const std::vector<Step>
   return planned;
 }
 
-void check_cover(const Pipeline& pipeline, const std::vector<Step>& steps, const char* pass) {
+void check_coverage(const Pipeline& pipeline, const std::vector<Step>& steps, const char* pass) {
   int next = 0;
   for (const auto& step : steps) {
     TORCH_CHECK(step.first == next && step.count > 0, "The ", pass,
@@ -131,23 +131,23 @@ void check_cover(const Pipeline& pipeline, const std::vector<Step>& steps, const
   TORCH_CHECK(next == pipeline.size(), "The ", pass, " plan covers ", next, " of ", pipeline.size(), " operations.");
 }
 
-void mark_wanted(const std::vector<ops::OpPlan>& plans, std::vector<PlannedStep>& steps) {
+void mark_needs_grad(const std::vector<ops::OpPlan>& plans, std::vector<PlannedStep>& steps) {
   for (auto& planned : steps) {
-    planned.wanted = false;
-    for (int i = 0; i < planned.step.count; ++i) planned.wanted |= plans[planned.step.first + i].records;
+    planned.needs_grad = false;
+    for (int i = 0; i < planned.step.count; ++i) planned.needs_grad |= plans[planned.step.first + i].needs_grad;
   }
 }
 
 /// Parameters whose values backward reads: those its operations read, and what a joint step needs beyond.
 std::vector<int> params_for_backward(const Pipeline& pipeline, const Plan& plan) {
   std::vector<int> list;
-  for (const auto& [step, routes, grads, needed, wanted] : plan.backward) {
+  for (const auto& [step, routes, grads, needed, needs_grad] : plan.backward) {
     for (int i = step.first; i < step.first + step.count; ++i) {
       for (int p = pipeline.param_base(i); p < pipeline.param_base(i + 1); ++p) {
-        const auto read = pipeline.params()[p].read;
-        const bool owes = read == ops::Read::always ? plan.ops[i].records : plan.ops[i].input_wanted;
-        const bool joint = wanted && step.fused && step.fused->reads(i - step.first, p - pipeline.param_base(i));
-        if (joint || (read != ops::Read::never && owes)) list.push_back(p);
+        const auto read = pipeline.params()[p].backward_read;
+        const bool needs_value = read == ops::BackwardRead::always ? plan.ops[i].needs_grad : plan.ops[i].needs_input_grad;
+        const bool joint = needs_grad && step.fused && step.fused->reads(i - step.first, p - pipeline.param_base(i));
+        if (joint || (read != ops::BackwardRead::never && needs_value)) list.push_back(p);
       }
     }
   }
@@ -156,9 +156,9 @@ std::vector<int> params_for_backward(const Pipeline& pipeline, const Plan& plan)
 
 }  // namespace
 
-fused::PlanView view(const Pipeline& pipeline, const PlanKey& key, const std::vector<ops::OpPlan>& plans) {
+fused::PlanView make_plan_view(const Pipeline& pipeline, const PlanKey& key, const std::vector<ops::OpPlan>& plans) {
   fused::PlanView view{.key = key, .plans = plans, .input_dtypes = {}, .compute_dtypes = {}};
-  auto dtype = key.trait(0).dtype;
+  auto dtype = key.tensor_meta(0).dtype;
   for (int i = 0; i < pipeline.size(); ++i) {
     view.input_dtypes.push_back(dtype);
     dtype = compute_dtype(pipeline, key, plans[i], i, dtype);
@@ -167,25 +167,25 @@ fused::PlanView view(const Pipeline& pipeline, const PlanKey& key, const std::ve
   return view;
 }
 
-Plan narrow(const Pipeline& pipeline, const Plan& plan, const std::vector<uint8_t>& unused) {
+Plan prune(const Pipeline& pipeline, const Plan& plan, const std::vector<uint8_t>& unused) {
   auto key = plan.key;
   for (size_t i = 0; i < unused.size(); ++i)
     if (unused[i]) key.drop_grad(static_cast<int>(i));
-  Plan narrowed = plan;
-  narrowed.ops = ask(pipeline, key);
-  mark_wanted(narrowed.ops, narrowed.backward);
-  return narrowed;
+  Plan pruned = plan;
+  pruned.ops = propagate_requires_grad(pipeline, key);
+  mark_needs_grad(pruned.ops, pruned.backward);
+  return pruned;
 }
 
 std::shared_ptr<const Plan> make_plan(const Pipeline& pipeline, const PlanKey& key, const fused::RuleList& rules) {
   auto plan = std::make_shared<Plan>();
   plan->key = key;
-  plan->ops = ask(pipeline, key);
-  const auto situation = view(pipeline, key, plan->ops);
+  plan->ops = propagate_requires_grad(pipeline, key);
+  const auto plan_view = make_plan_view(pipeline, key, plan->ops);
 
   std::vector<Step> joint(pipeline.size());
   for (int i = 0; i < pipeline.size(); ++i) joint[i].first = i;
-  Matcher matcher(pipeline, situation, rules, plan->refusals);
+  Matcher matcher(pipeline, plan_view, rules, plan->rejections);
   joint = matcher.apply(Pass::joint, std::move(joint));
   plan->num_saved = pipeline.num_saved();
   for (auto& step : joint) {
@@ -193,20 +193,20 @@ std::shared_ptr<const Plan> make_plan(const Pipeline& pipeline, const PlanKey& k
     if (step.fused) plan->num_saved += static_cast<int>(step.fused->saved_names().size());
   }
   const auto forward = matcher.apply(Pass::forward, joint), backward = matcher.apply(Pass::backward, joint);
-  check_cover(pipeline, forward, "forward");
-  check_cover(pipeline, backward, "backward");
+  check_coverage(pipeline, forward, "forward");
+  check_coverage(pipeline, backward, "backward");
   plan->forward = route(pipeline, forward);
   plan->backward = route(pipeline, backward);
-  mark_wanted(plan->ops, plan->backward);
+  mark_needs_grad(plan->ops, plan->backward);
 
   for (int i = 0; i < pipeline.size(); ++i)
     plan->in_place |= pipeline.op(i).in_place() && pipeline.op(i).extra_inputs() > 0;
   plan->backward_params = params_for_backward(pipeline, *plan);
   for (int slot = 0; slot < pipeline.num_extra_out(); ++slot)
-    plan->extra_out_wanted.push_back(plan->ops[pipeline.producer(slot)].records);
+    plan->extra_out_requires_grad.push_back(plan->ops[pipeline.producer(slot)].needs_grad);
   const auto in_python = [](const PlannedStep& s) { return s.step.fused && s.step.fused->process_local(); };
   plan->process_local = pipeline.process_local() || std::any_of(plan->forward.begin(), plan->forward.end(), in_python);
-  plan->output_wanted = !plan->ops.empty() ? plan->ops.back().records : key.trait(0).requires_grad;
+  plan->output_requires_grad = !plan->ops.empty() ? plan->ops.back().needs_grad : key.tensor_meta(0).requires_grad;
   return plan;
 }
 

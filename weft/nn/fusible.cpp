@@ -18,7 +18,7 @@ std::shared_ptr<fuser::Fuser> Fusible::fuser() {
   return fuser_;
 }
 
-void Fusible::restart() {
+void Fusible::reset_fuser() {
   const std::lock_guard lock(mutex_);
   fuser_.reset();
 }
@@ -26,13 +26,13 @@ void Fusible::restart() {
 uint64_t Fusible::eval_mask(const fuser::Pipeline& pipeline) const {
   uint64_t mask = 0;
   for (int i = 0; i < pipeline.size(); ++i)
-    if (pipeline.eval_bit(i) >= 0 && !stage_trains(i)) mask |= uint64_t{1} << pipeline.eval_bit(i);
+    if (pipeline.eval_bit(i) >= 0 && !stage_is_training(i)) mask |= uint64_t{1} << pipeline.eval_bit(i);
   return mask;
 }
 
 at::Tensor Fusible::forward(const at::Tensor& x) {
   const auto fuser = this->fuser();
-  auto outputs = (*fuser)(x, operands(), {}, eval_mask(fuser->pipeline()));
+  auto outputs = (*fuser)(x, op_parameters(), {}, eval_mask(fuser->pipeline()));
   TORCH_CHECK_VALUE(outputs.size() == 1, name(), " returns ", outputs.size() - 1,
                     " extra outputs; call forward_extra.");
   return std::move(outputs[0]);
@@ -43,13 +43,13 @@ std::vector<at::Tensor> Fusible::forward_extra(const at::Tensor& x, std::vector<
   fuser::Tensors given(std::make_move_iterator(extras.begin()), std::make_move_iterator(extras.end()));
   extras.clear();
   const auto fuser = this->fuser();
-  auto outputs = (*fuser)(x, operands(), std::move(given), eval_mask(fuser->pipeline()), buffers);
+  auto outputs = (*fuser)(x, op_parameters(), std::move(given), eval_mask(fuser->pipeline()), buffers);
   return {std::make_move_iterator(outputs.begin()), std::make_move_iterator(outputs.end())};
 }
 
 fuser::Explanation Fusible::explain(const at::Tensor& x, const std::vector<at::Tensor>& extras) {
   const auto fuser = this->fuser();
-  return fuser::explain(*fuser, x, operands(), extras, eval_mask(fuser->pipeline()));
+  return fuser::explain(*fuser, x, op_parameters(), extras, eval_mask(fuser->pipeline()));
 }
 
 bool Fusible::need_backward_dw() const {
@@ -59,14 +59,14 @@ bool Fusible::need_backward_dw() const {
 
 void Fusible::backward_dw() {
   const auto list = stages();
-  const auto params = operands();
+  const auto params = op_parameters();
   bool ran = false;
-  auto at = params.size();
+  auto offset = params.size();
   for (const auto& stage : std::views::reverse(list)) {
     const auto count = stage.op->params().size();
-    at -= count;
+    offset -= count;
     const fuser::BelowAutograd below;
-    ran |= stage.op->backward_dw({params.data() + at, count});
+    ran |= stage.op->backward_dw({params.data() + offset, count});
   }
   if (!ran) return;
   for (const auto& hook : wgrad_hooks_) hook();
@@ -76,10 +76,10 @@ void Fusible::register_wgrad_accumulation_and_reduce_hooks(std::function<void()>
   wgrad_hooks_.push_back(std::move(hook));
 }
 
-void Fusible::own_parameters(const ops::BasicOp& op) {
+void Fusible::register_op_parameters(const ops::BasicOp& op) {
   for (const auto& spec : op.params()) {
     const auto& param = register_parameter(spec.name, at::empty(spec.shape, at::TensorOptions().dtype(spec.dtype)));
-    if (op.delays_wgrad() && spec.sinks) ops::wgrad_record(param).skip_backward_post_hook = true;
+    if (op.delays_wgrad() && spec.supports_main_grad) ops::wgrad_attrs(param).skip_backward_post_hook = true;
   }
   initialize(op);
 }

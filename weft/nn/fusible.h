@@ -21,7 +21,7 @@ class Fusible : public torch::nn::Module {
   /// Its basic operations with their channels, in order.
   virtual std::vector<fuser::Stage> stages() const = 0;
   /// Their parameters, in the order of the operations.
-  virtual std::vector<at::Tensor> operands() const = 0;
+  virtual std::vector<at::Tensor> op_parameters() const = 0;
   /// Initialises the parameters anew.
   virtual void reset_parameters() = 0;
 
@@ -43,15 +43,15 @@ class Fusible : public torch::nn::Module {
 
  protected:
   /// Registers and initialises what `op` asks for.
-  void own_parameters(const ops::BasicOp& op);
+  void register_op_parameters(const ops::BasicOp& op);
   void initialize(const ops::BasicOp& op);
   /// Takes copies of another module's parameter values; for clone().
   void copy_values(const Fusible& other, const std::optional<at::Device>& device);
 
   /// Whether stage i runs in training mode.
-  virtual bool stage_trains(int) const { return is_training(); }
+  virtual bool stage_is_training(int) const { return is_training(); }
   /// Call it when `stages()` changed.
-  void restart();
+  void reset_fuser();
 
  private:
   std::shared_ptr<fuser::Fuser> fuser();

@@ -9,28 +9,28 @@ namespace weft::nn {
 using ops::ParallelMode;
 
 LinearImpl::LinearImpl(LinearOptions options) : Fusible("Linear"), options_(std::move(options)) {
-  if (options_.tensor_parallel_mode) ranks_ = ops::ranks_of("Linear", options_.tensor_parallel_group, 1);
+  if (options_.tensor_parallel_mode) ranks_ = ops::resolve_group_size("Linear", options_.tensor_parallel_group, 1);
   if (ranks_ == 1) {
     options_.tensor_parallel_mode.reset();
     options_.tensor_parallel_group.reset();
     options_.sequence_parallel = false;
   }
-  for (const auto& stage : stages()) own_parameters(*stage.op);
+  for (const auto& stage : stages()) register_op_parameters(*stage.op);
 }
 
 /// mode none, column:  BasicLinear, Bias
 /// mode row:           BasicLinear of this rank's features, Bias, the sum; a replicated bias comes after the sum
 std::vector<fuser::Stage> LinearImpl::stages() const {
-  std::vector<ops::OpPtr> parts{product()};
-  if (options_.bias) parts.push_back(bias());
+  std::vector<ops::OpPtr> basic_ops{basic_linear()};
+  if (options_.bias) basic_ops.push_back(bias());
   if (options_.tensor_parallel_mode == ParallelMode::row)
-    parts.insert(options_.replicated_bias ? parts.begin() + 1 : parts.end(), sum());
+    basic_ops.insert(options_.replicated_bias ? basic_ops.begin() + 1 : basic_ops.end(), reduction());
   std::vector<fuser::Stage> list;
-  for (auto& part : parts) list.push_back({.op = std::move(part), .in = {}, .out = {}});
+  for (auto& op : basic_ops) list.push_back({.op = std::move(op), .in = {}, .out = {}});
   return list;
 }
 
-ops::OpPtr LinearImpl::product() const {
+ops::OpPtr LinearImpl::basic_linear() const {
   ops::BasicLinear::Options options{.in_features = options_.in_features,
                                     .out_features = options_.out_features,
                                     .dtype = options_.dtype,
@@ -39,7 +39,7 @@ ops::OpPtr LinearImpl::product() const {
                                     .userbuffers_options = options_.userbuffers_options,
                                     .overlap = options_.overlap};
   if (options_.tensor_parallel_mode == ParallelMode::row) {
-    options.in_features = ops::share("Linear", "in_features", options_.in_features, ranks_);
+    options.in_features = ops::divide_evenly("Linear", "in_features", options_.in_features, ranks_);
     options.fan_in = options_.in_features;
   } else {
     options.tensor_parallel_mode = options_.tensor_parallel_mode;
@@ -67,7 +67,7 @@ ops::OpPtr LinearImpl::bias() const {
   return std::make_shared<ops::Bias>(std::move(options));
 }
 
-ops::OpPtr LinearImpl::sum() const {
+ops::OpPtr LinearImpl::reduction() const {
   const auto& group = options_.tensor_parallel_group;
   if (options_.sequence_parallel)
     return std::make_shared<ops::ReduceScatter>(

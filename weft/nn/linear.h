@@ -29,15 +29,15 @@ class LinearImpl : public Fusible {
 
   const LinearOptions& options() const { return options_; }
   std::vector<fuser::Stage> stages() const override;
-  std::vector<at::Tensor> operands() const override { return parameters(/*recurse=*/false); }
+  std::vector<at::Tensor> op_parameters() const override { return parameters(/*recurse=*/false); }
   void reset_parameters() override;
   std::shared_ptr<torch::nn::Module> clone(const std::optional<at::Device>& device = std::nullopt) const override;
   void pretty_print(std::ostream& stream) const override;
 
  private:
-  ops::OpPtr product() const;
+  ops::OpPtr basic_linear() const;
   ops::OpPtr bias() const;
-  ops::OpPtr sum() const;
+  ops::OpPtr reduction() const;
 
   LinearOptions options_;
   int64_t ranks_ = 1;

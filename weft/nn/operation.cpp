@@ -8,21 +8,21 @@ OperationImpl::OperationImpl(ops::OpPtr op)
     : Fusible(std::string(op->name())), stage_{.op = std::move(op), .in = {}, .out = {}} {
   stage_.in.resize(stage_.op->extra_inputs());
   stage_.out.resize(stage_.op->extra_outputs());
-  own_parameters(*stage_.op);
+  register_op_parameters(*stage_.op);
 }
 
 void OperationImpl::set_extra_input_channel(size_t index, const std::string& channel) {
   TORCH_CHECK_INDEX(index < stage_.in.size(), name(), ": extra input ", index, " is out of range, it has ",
                     stage_.in.size(), ".");
   stage_.in[index] = channel;
-  restart();
+  reset_fuser();
 }
 
 void OperationImpl::set_extra_output_channel(size_t index, const std::string& channel, bool output_to_caller) {
   TORCH_CHECK_INDEX(index < stage_.out.size(), name(), ": extra output ", index, " is out of range, it has ",
                     stage_.out.size(), ".");
   stage_.out[index] = {channel, channel.empty() || output_to_caller};
-  restart();
+  reset_fuser();
 }
 
 std::shared_ptr<torch::nn::Module> OperationImpl::clone(const std::optional<at::Device>& device) const {

@@ -19,7 +19,7 @@ class OperationImpl : public Fusible {
 
   const ops::BasicOp& op() const { return *stage_.op; }
   std::vector<fuser::Stage> stages() const override { return {stage_}; }
-  std::vector<at::Tensor> operands() const override { return parameters(/*recurse=*/false); }
+  std::vector<at::Tensor> op_parameters() const override { return parameters(/*recurse=*/false); }
   void reset_parameters() override { initialize(*stage_.op); }
   std::shared_ptr<torch::nn::Module> clone(const std::optional<at::Device>& device = std::nullopt) const override;
   void pretty_print(std::ostream& stream) const override { stream << stage_.op->brief(); }

@@ -7,7 +7,7 @@ namespace weft::nn {
 void SequentialImpl::push_back(std::shared_ptr<Fusible> module) {
   register_module(std::to_string(modules_.size()), module);
   modules_.push_back(std::move(module));
-  restart();
+  reset_fuser();
 }
 
 std::vector<fuser::Stage> SequentialImpl::stages() const {
@@ -17,10 +17,10 @@ std::vector<fuser::Stage> SequentialImpl::stages() const {
   return list;
 }
 
-std::vector<at::Tensor> SequentialImpl::operands() const {
+std::vector<at::Tensor> SequentialImpl::op_parameters() const {
   std::vector<at::Tensor> list;
   for (const auto& module : modules_)
-    for (auto& operand : module->operands()) list.push_back(std::move(operand));
+    for (auto& param : module->op_parameters()) list.push_back(std::move(param));
   return list;
 }
 
@@ -39,7 +39,7 @@ std::shared_ptr<torch::nn::Module> SequentialImpl::clone(const std::optional<at:
   return copy;
 }
 
-bool SequentialImpl::stage_trains(int i) const {
+bool SequentialImpl::stage_is_training(int i) const {
   for (const auto& module : modules_) {
     const int count = static_cast<int>(module->stages().size());
     if (i < count) return module->is_training();

@@ -27,14 +27,14 @@ class SequentialImpl : public Fusible {
   const std::shared_ptr<Fusible>& operator[](size_t i) const { return modules_.at(i); }
 
   std::vector<fuser::Stage> stages() const override;
-  std::vector<at::Tensor> operands() const override;
+  std::vector<at::Tensor> op_parameters() const override;
   void reset_parameters() override;
   /// Of each module, from the last to the first, with its hooks.
   void backward_dw() override;
   std::shared_ptr<torch::nn::Module> clone(const std::optional<at::Device>& device = std::nullopt) const override;
 
  protected:
-  bool stage_trains(int i) const override;
+  bool stage_is_training(int i) const override;
 
  private:
   std::vector<std::shared_ptr<Fusible>> modules_;

@@ -48,24 +48,24 @@ GatedActivation::GatedActivation(Options options)
 std::string_view GatedActivation::name() const { return kind_name(options_.kind); }
 
 template <class Type>
-static Register<Type> add(ActKind kind, std::string doc) {
+static Register<Type> register_activation(ActKind kind, std::string doc) {
   return {std::string(kind_name(kind)), std::move(doc), {.kind = kind}, {.kind = kind}};
 }
 
 static const Register<Activation> unary[] = {
-    add<Activation>(ActKind::gelu, "y = x·(½ + ½·tanh(√(2/π)·(x + 0.044715·x³)))."),
-    add<Activation>(ActKind::qgelu, "y = x·σ(1.702·x)."),
-    add<Activation>(ActKind::relu, "y = max(x, 0)."),
-    add<Activation>(ActKind::srelu, "y = max(x, 0)²."),
-    add<Activation>(ActKind::silu, "y = x·σ(x)."),
+    register_activation<Activation>(ActKind::gelu, "y = x·(½ + ½·tanh(√(2/π)·(x + 0.044715·x³)))."),
+    register_activation<Activation>(ActKind::qgelu, "y = x·σ(1.702·x)."),
+    register_activation<Activation>(ActKind::relu, "y = max(x, 0)."),
+    register_activation<Activation>(ActKind::srelu, "y = max(x, 0)²."),
+    register_activation<Activation>(ActKind::silu, "y = x·σ(x)."),
 };
 static const std::string kHalves = " with a the first and b the second half of the last dimension.";
 static const Register<GatedActivation> gated[] = {
-    add<GatedActivation>(ActKind::glu, "y = σ(a)·b" + kHalves),
-    add<GatedActivation>(ActKind::geglu, "y = GELU(a)·b" + kHalves),
-    add<GatedActivation>(ActKind::qgeglu, "y = a·σ(1.702·a)·b" + kHalves),
-    add<GatedActivation>(ActKind::reglu, "y = max(a, 0)·b" + kHalves),
-    add<GatedActivation>(ActKind::sreglu, "y = max(a, 0)²·b" + kHalves),
+    register_activation<GatedActivation>(ActKind::glu, "y = σ(a)·b" + kHalves),
+    register_activation<GatedActivation>(ActKind::geglu, "y = GELU(a)·b" + kHalves),
+    register_activation<GatedActivation>(ActKind::qgeglu, "y = a·σ(1.702·a)·b" + kHalves),
+    register_activation<GatedActivation>(ActKind::reglu, "y = max(a, 0)·b" + kHalves),
+    register_activation<GatedActivation>(ActKind::sreglu, "y = max(a, 0)²·b" + kHalves),
 };
 
 }  // namespace weft::ops

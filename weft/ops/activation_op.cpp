@@ -15,19 +15,19 @@ Inferred ActivationOp::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Sp
   const auto input = x.as(plan.dtype(x.dtype));
   Inferred out{.y = activation_output(name(), act_, input), .extra_outputs = {}, .saved = {}};
   out.saved.resize(1);
-  if (plan.input_wanted) out.saved[kInput] = input;
+  if (plan.needs_input_grad) out.saved[kInput] = input;
   return out;
 }
 
 at::Tensor ActivationOp::forward(OpContext& ctx, const at::Tensor& x, Params) const {
   auto input = activation_input(name(), act_, x, ctx.dtype(x.scalar_type()));
   auto y = kernels::activation_forward(act_, input);
-  if (ctx.input_wanted()) ctx.save(kInput, std::move(input));
+  if (ctx.needs_input_grad()) ctx.save(kInput, std::move(input));
   return y;
 }
 
 at::Tensor ActivationOp::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
-  return ctx.input_wanted() ? kernels::activation_backward(act_, dy, ctx.saved(kInput)) : at::Tensor{};
+  return ctx.needs_input_grad() ? kernels::activation_backward(act_, dy, ctx.saved(kInput)) : at::Tensor{};
 }
 
 at::Tensor activation_input(std::string_view name, const kernels::Act& act, const at::Tensor& x, at::ScalarType dtype) {

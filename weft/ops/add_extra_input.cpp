@@ -22,8 +22,8 @@ at::Tensor AddExtraInput::forward(OpContext& ctx, const at::Tensor& x, Params) c
 }
 
 at::Tensor AddExtraInput::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
-  if (ctx.extra_wanted(0)) ctx.set_extra_input_grad(0, dy);
-  return ctx.input_wanted() ? dy : at::Tensor{};
+  if (ctx.needs_extra_grad(0)) ctx.set_extra_input_grad(0, dy);
+  return ctx.needs_input_grad() ? dy : at::Tensor{};
 }
 
 static const Register<AddExtraInput> add_extra_input{

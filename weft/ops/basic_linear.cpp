@@ -22,33 +22,33 @@ BasicLinear::BasicLinear(Options options) : options_(std::move(options)) {
   TORCH_CHECK_NOT_IMPLEMENTED(!options_.delay_wgrad_compute || !options_.userbuffers_options,
                               "BasicLinear: delay_wgrad_compute does not go with userbuffers_options; leave one out.");
   auto& ranks = options_.tensor_parallel_size;
-  ranks = parallel() ? ranks_of("BasicLinear", options_.tensor_parallel_group, ranks) : 1;
+  ranks = parallel() ? resolve_group_size("BasicLinear", options_.tensor_parallel_group, ranks) : 1;
   if (ranks == 1) {
     options_.tensor_parallel_mode.reset();
     options_.tensor_parallel_group.reset();
     options_.sequence_parallel = false;
   }
-  if (column()) share("BasicLinear", "out_features", options_.out_features, ranks);
-  if (row()) share("BasicLinear", "in_features", options_.in_features, ranks);
+  if (column()) divide_evenly("BasicLinear", "out_features", options_.out_features, ranks);
+  if (row()) divide_evenly("BasicLinear", "in_features", options_.in_features, ranks);
 }
 
-int64_t BasicLinear::local_in() const { return options_.in_features / (row() ? options_.tensor_parallel_size : 1); }
-int64_t BasicLinear::local_out() const {
+int64_t BasicLinear::local_in_features() const { return options_.in_features / (row() ? options_.tensor_parallel_size : 1); }
+int64_t BasicLinear::local_out_features() const {
   return options_.out_features / (column() ? options_.tensor_parallel_size : 1);
 }
 
 std::vector<ParamSpec> BasicLinear::params() const {
   return {{.name = "weight",
-           .shape = {local_out(), local_in()},
+           .shape = {local_out_features(), local_in_features()},
            .dtype = options_.dtype,
            .init = Init::fan_in_uniform,
-           .read = Read::for_input,
+           .backward_read = BackwardRead::for_input_grad,
            .fan_in = options_.fan_in.value_or(options_.in_features),
-           .sinks = true}};
+           .supports_main_grad = true}};
 }
 
 kernels::Choice BasicLinear::kernel(c10::DeviceType device, at::ScalarType dtype, bool backward) const {
-  const auto n = local_out(), k = local_in();
+  const auto n = local_out_features(), k = local_in_features();
   return backward ? kernels::gemm_choice(device, dtype, k, n) : kernels::gemm_choice(device, dtype, n, k);
 }
 
@@ -63,15 +63,15 @@ Inferred BasicLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spe
   if (gathers_input()) out.y.sizes[0] = x.sizes[0] * options_.tensor_parallel_size;
   if (gathers_output_gradient()) out.y.sizes[0] = x.sizes[0] / options_.tensor_parallel_size;
   out.saved.resize(2);
-  if (plan.param_wanted[0]) out.saved[kInput] = x.as(dtype);
-  if (plan.input_wanted && params[0].dtype != dtype) out.saved[kCastWeight] = params[0].as(dtype);
+  if (plan.needs_param_grad[0]) out.saved[kInput] = x.as(dtype);
+  if (plan.needs_input_grad && params[0].dtype != dtype) out.saved[kCastWeight] = params[0].as(dtype);
   return out;
 }
 
 Flops BasicLinear::flops(const OpPlan& plan, const Spec& x) const {
   const int64_t ranks = gathers_input() ? options_.tensor_parallel_size : 1;
-  const auto gemm = 2 * x.rows() * ranks * local_in() * local_out();
-  return {.forward = gemm, .backward = gemm * (int{plan.input_wanted} + int{plan.param_wanted[0] != 0})};
+  const auto gemm = 2 * x.rows() * ranks * local_in_features() * local_out_features();
+  return {.forward = gemm, .backward = gemm * (int{plan.needs_input_grad} + int{plan.needs_param_grad[0] != 0})};
 }
 
 // ---- between ranks ------------------------------------------------------------------------------------------------
@@ -80,8 +80,8 @@ comm::Pending BasicLinear::gather_input(const at::Tensor& x) const {
   return gathers_input() ? group().all_gather(x) : comm::Pending(x);
 }
 
-comm::Pending BasicLinear::sum_output(const at::Tensor& y) const {
-  if (!sums_output()) return y;
+comm::Pending BasicLinear::reduce_output(const at::Tensor& y) const {
+  if (!reduces_output()) return y;
   return options_.sequence_parallel ? group().reduce_scatter(y) : group().all_reduce(y);
 }
 
@@ -89,13 +89,13 @@ comm::Pending BasicLinear::gather_output_gradient(const at::Tensor& dy) const {
   return gathers_output_gradient() ? group().all_gather(dy) : comm::Pending(dy);
 }
 
-comm::Pending BasicLinear::sum_input_gradient(const at::Tensor& dx) const {
-  if (!sums_input_gradient() || !dx.defined()) return dx;
+comm::Pending BasicLinear::reduce_input_gradient(const at::Tensor& dx) const {
+  if (!reduces_input_gradient() || !dx.defined()) return dx;
   return options_.sequence_parallel ? group().reduce_scatter(dx) : group().all_reduce(dx);
 }
 
 comm::Pending BasicLinear::gather_saved_input(OpContext& ctx) const {
-  return ctx.param_wanted(0) ? gather_input(ctx.saved(kInput)) : comm::Pending(at::Tensor());
+  return ctx.needs_param_grad(0) ? gather_input(ctx.saved(kInput)) : comm::Pending(at::Tensor());
 }
 
 // ---- products -----------------------------------------------------------------------------------------------------
@@ -111,26 +111,26 @@ BasicLinear::Operands BasicLinear::operands(OpContext& ctx, const at::Tensor& x,
   check_input(x, weight);
   const auto dtype = ctx.dtype(weight.scalar_type());
   Operands out{as_dtype(x, dtype), as_dtype(weight, dtype)};
-  if (ctx.param_wanted(0)) ctx.save(kInput, out.x);
-  if (ctx.input_wanted() && !out.w.is_same(weight)) ctx.save(kCastWeight, out.w);
+  if (ctx.needs_param_grad(0)) ctx.save(kInput, out.x);
+  if (ctx.needs_input_grad() && !out.w.is_same(weight)) ctx.save(kCastWeight, out.w);
   return out;
 }
 
-kernels::GemmResult BasicLinear::local_product(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
+kernels::GemmResult BasicLinear::local_gemm(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
                                                kernels::Epilogue epilogue) const {
-  const auto [mine, w] = operands(ctx, x, weight);
-  const auto all = gather_input(mine).wait();
+  const auto [local, w] = operands(ctx, x, weight);
+  const auto all = gather_input(local).wait();
   epilogue.weight = true;
   auto result = kernels::gemm(as_matrix(all), kernels::transposed(w), epilogue);
-  result.out = like_leading(result.out, all);
-  if (result.pre.defined()) result.pre = like_leading(result.pre, all);
+  result.out = restore_leading_dims(result.out, all);
+  if (result.pre.defined()) result.pre = restore_leading_dims(result.pre, all);
   return result;
 }
 
-kernels::GemmResult BasicLinear::product(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
+kernels::GemmResult BasicLinear::forward_gemm(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
                                          kernels::Epilogue epilogue) const {
-  TORCH_CHECK(!sums_output(), "BasicLinear: the product is summed over ranks before an epilogue may see it.");
-  return local_product(ctx, x, weight, std::move(epilogue));
+  TORCH_CHECK(!reduces_output(), "BasicLinear: the product is summed over ranks before an epilogue may see it.");
+  return local_gemm(ctx, x, weight, std::move(epilogue));
 }
 
 const at::Tensor& BasicLinear::backward_weight(const OpContext& ctx, Params params) const {
@@ -140,41 +140,41 @@ const at::Tensor& BasicLinear::backward_weight(const OpContext& ctx, Params para
 
 kernels::GemmResult BasicLinear::local_input_gradient(OpContext& ctx, const at::Tensor& dy, Params params,
                                                       kernels::Epilogue epilogue) const {
-  if (!ctx.input_wanted()) return {};
+  if (!ctx.needs_input_grad()) return {};
   const auto& w = backward_weight(ctx, params);
   epilogue.weight = true;
   auto result = kernels::gemm(as_matrix(as_dtype(dy, w.scalar_type())), w, epilogue);
-  result.out = like_leading(result.out, dy);
-  if (result.again.defined()) result.again = like_leading(result.again, dy);
+  result.out = restore_leading_dims(result.out, dy);
+  if (result.again.defined()) result.again = restore_leading_dims(result.again, dy);
   return result;
 }
 
 kernels::GemmResult BasicLinear::input_gradient(OpContext& ctx, const at::Tensor& dy, Params params,
                                                 kernels::Epilogue epilogue) const {
-  TORCH_CHECK(!sums_input_gradient(), "BasicLinear: dx is summed over ranks before an epilogue may see it.");
+  TORCH_CHECK(!reduces_input_gradient(), "BasicLinear: dx is summed over ranks before an epilogue may see it.");
   return local_input_gradient(ctx, dy, params, std::move(epilogue));
 }
 
-bool BasicLinear::takes_tiles(const OpContext& ctx, const at::Tensor& dy) const {
-  constexpr int64_t kLeastRows = 512;  // below, making them costs as much as it saves
-  return ctx.param_wanted(0) && !options_.delay_wgrad_compute && dy.numel() >= kLeastRows * dy.size(-1);
+bool BasicLinear::takes_packed_grad(const OpContext& ctx, const at::Tensor& dy) const {
+  constexpr int64_t kMinRows = 512;  // below, making them costs as much as it saves
+  return ctx.needs_param_grad(0) && !options_.delay_wgrad_compute && dy.numel() >= kMinRows * dy.size(-1);
 }
 
 void BasicLinear::weight_gradient(OpContext& ctx, const at::Tensor& dy, double scale) const {
-  if (ctx.param_wanted(0)) weight_gradient_of(ctx, dy, gather_saved_input(ctx).wait(), scale);
+  if (ctx.needs_param_grad(0)) weight_gradient_of(ctx, dy, gather_saved_input(ctx).wait(), scale);
 }
 
 void BasicLinear::weight_gradient_of(OpContext& ctx, const at::Tensor& dy, const at::Tensor& x, double scale,
-                                     const std::function<void()>* between) const {
-  if (!ctx.param_wanted(0)) return;
-  const auto how = wgrad_options(options_);
-  WgradProduct product{.dy = as_dtype(dy, x.scalar_type()), .x = x, .scale = scale};
-  if (!how.delay) {
-    product.between = between;
-    const auto tiled = std::exchange(ctx.frame().tiled, {});
-    if (tiled.gradient.is_same(product.dy)) product.tiles = tiled.tiles;
+                                     const std::function<void()>* progress) const {
+  if (!ctx.needs_param_grad(0)) return;
+  const auto wgrad = wgrad_options(options_);
+  WgradGemm gemm{.dy = as_dtype(dy, x.scalar_type()), .x = x, .scale = scale};
+  if (!wgrad.delay) {
+    gemm.progress = progress;
+    const auto packed = std::exchange(ctx.frame().packed_grad, {});
+    if (packed.gradient.is_same(gemm.dy)) gemm.packed_dy = packed.packed;
   }
-  ops::weight_gradient(ctx, how, 0, 1, std::move(product));
+  ops::weight_gradient(ctx, wgrad, 0, 1, std::move(gemm));
 }
 
 bool BasicLinear::backward_dw(Params params) const {
@@ -184,8 +184,8 @@ bool BasicLinear::backward_dw(Params params) const {
 // ---- the two passes -----------------------------------------------------------------------------------------------
 
 at::Tensor BasicLinear::forward(OpContext& ctx, const at::Tensor& x, Params params) const {
-  auto y = local_product(ctx, x, params[0], {}).out;
-  return sums_output() ? sum_output(y).wait() : y;
+  auto y = local_gemm(ctx, x, params[0], {}).out;
+  return reduces_output() ? reduce_output(y).wait() : y;
 }
 
 at::Tensor BasicLinear::backward(OpContext& ctx, const at::Tensor& dy, Params params) const {
@@ -199,9 +199,9 @@ at::Tensor BasicLinear::parallel_backward(OpContext& ctx, const at::Tensor& dy, 
   auto gathering_dy = gather_output_gradient(dy);
   auto gathering_x = gather_saved_input(ctx);
   const auto dy_all = gathering_dy.wait();
-  auto summing_dx = sum_input_gradient(local_input_gradient(ctx, dy_all, params, {}).out);
+  auto reducing_dx = reduce_input_gradient(local_input_gradient(ctx, dy_all, params, {}).out);
   weight_gradient_of(ctx, dy_all, gathering_x.wait());
-  return summing_dx.wait();
+  return reducing_dx.wait();
 }
 
 static const Register<BasicLinear> basic_linear{"BasicLinear", "y = x Wᵀ.", {.in_features = 8, .out_features = 4}};

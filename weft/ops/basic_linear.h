@@ -30,8 +30,8 @@ class BasicLinear final : public Op<BasicLinear> {
     std::optional<bool> overlap = {};                     // communication under the GEMMs; none: where it pays
     std::optional<int64_t> fan_in = {};  // of the whole layer, for the first weights; none: in_features
     static constexpr auto fields() {
-      return std::tuple{Field{"in_features", &Options::in_features, Given::always},
-                        Field{"out_features", &Options::out_features, Given::always},
+      return std::tuple{Field{"in_features", &Options::in_features, ParamKind::required},
+                        Field{"out_features", &Options::out_features, ParamKind::required},
                         Field{"dtype", &Options::dtype},
                         Field{"tensor_parallel_mode", &Options::tensor_parallel_mode},
                         Field{"tensor_parallel_group", &Options::tensor_parallel_group},
@@ -63,19 +63,19 @@ class BasicLinear final : public Op<BasicLinear> {
   bool backward_dw(Params params) const override;
 
   // ---- what this rank holds, and what passes between ranks ----
-  int64_t local_in() const;
-  int64_t local_out() const;
+  int64_t local_in_features() const;
+  int64_t local_out_features() const;
   bool parallel() const { return options_.tensor_parallel_mode.has_value(); }
   bool gathers_input() const { return column() && options_.sequence_parallel; }
-  bool sums_output() const { return row(); }
+  bool reduces_output() const { return row(); }
   bool gathers_output_gradient() const { return row() && options_.sequence_parallel; }
-  bool sums_input_gradient() const { return column(); }
+  bool reduces_input_gradient() const { return column(); }
 
   /// Each returns its argument unless the mode asks for the collective; they start it, and may be waited for later.
   comm::Pending gather_input(const at::Tensor& x) const;
-  comm::Pending sum_output(const at::Tensor& y) const;
+  comm::Pending reduce_output(const at::Tensor& y) const;
   comm::Pending gather_output_gradient(const at::Tensor& dy) const;
-  comm::Pending sum_input_gradient(const at::Tensor& dx) const;
+  comm::Pending reduce_input_gradient(const at::Tensor& dx) const;
   /// The saved input, of all ranks; undefined if the weight's gradient is not wanted.
   comm::Pending gather_saved_input(OpContext& ctx) const;
 
@@ -88,26 +88,26 @@ class BasicLinear final : public Op<BasicLinear> {
   /// The weight in the compute dtype, as backward reads it.
   const at::Tensor& backward_weight(const OpContext& ctx, Params params) const;
   /// epilogue(x Wᵀ), with x of all ranks. Saves what `backward` reads. Not for a product that is summed over ranks.
-  kernels::GemmResult product(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
+  kernels::GemmResult forward_gemm(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
                               kernels::Epilogue epilogue) const;
   /// epilogue(dy W), with dx's leading sizes; undefined unless dx is wanted. dy is that of all ranks. Not for a dx that
   /// is summed over ranks.
   kernels::GemmResult input_gradient(OpContext& ctx, const at::Tensor& dy, Params params,
                                      kernels::Epilogue epilogue) const;
-  /// Whether the weight's gradient is computed sooner if dy comes in tiles too, by `Frame::tiled`.
-  bool takes_tiles(const OpContext& ctx, const at::Tensor& dy) const;
+  /// Whether the weight's gradient is computed sooner if dy comes in tiles too, by `Frame::packed_grad`.
+  bool takes_packed_grad(const OpContext& ctx, const at::Tensor& dy) const;
   /// scale·Σ_rows dyᵀ x to where the weight's gradient goes, if wanted; x is the saved input, dy that of all ranks.
   void weight_gradient(OpContext& ctx, const at::Tensor& dy, double scale = 1) const;
-  /// The same with another x, of all ranks; `between` as in Epilogue.
+  /// The same with another x, of all ranks; `progress` as in Epilogue.
   void weight_gradient_of(OpContext& ctx, const at::Tensor& dy, const at::Tensor& x, double scale = 1,
-                          const std::function<void()>* between = nullptr) const;
+                          const std::function<void()>* progress = nullptr) const;
 
  private:
   bool column() const { return options_.tensor_parallel_mode == ParallelMode::column; }
   bool row() const { return options_.tensor_parallel_mode == ParallelMode::row; }
   comm::Group group() const { return comm::Group(*options_.tensor_parallel_group); }
   void check_input(const at::Tensor& x, const at::Tensor& weight) const;
-  kernels::GemmResult local_product(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
+  kernels::GemmResult local_gemm(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
                                     kernels::Epilogue epilogue) const;
   kernels::GemmResult local_input_gradient(OpContext& ctx, const at::Tensor& dy, Params params,
                                            kernels::Epilogue epilogue) const;
@@ -119,6 +119,6 @@ class BasicLinear final : public Op<BasicLinear> {
 }  // namespace weft::ops
 
 template <>
-struct weft::Words<weft::ops::ParallelMode> {
+struct weft::EnumNames<weft::ops::ParallelMode> {
   static constexpr std::array<const char*, 2> list{"column", "row"};
 };

@@ -16,8 +16,8 @@ Bias::Bias(Options options) : options_(std::move(options)) {
       "Bias: tensor_parallel splits the bias, sequence_parallel has all of it on every rank; choose one.");
   const bool parallel = options_.tensor_parallel || options_.sequence_parallel;
   auto& ranks = options_.tensor_parallel_size;
-  ranks = parallel ? ranks_of("Bias", options_.tensor_parallel_group, ranks) : 1;
-  if (options_.tensor_parallel) share("Bias", "size", options_.size, ranks);
+  ranks = parallel ? resolve_group_size("Bias", options_.tensor_parallel_group, ranks) : 1;
+  if (options_.tensor_parallel) divide_evenly("Bias", "size", options_.size, ranks);
   if (ranks > 1) return;
   options_.tensor_parallel = options_.sequence_parallel = false;
   options_.tensor_parallel_group.reset();
@@ -44,13 +44,13 @@ at::Tensor Bias::forward(OpContext& ctx, const at::Tensor& x, Params params) con
 }
 
 at::Tensor Bias::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
-  if (ctx.param_wanted(0)) set_gradient(ctx, sum_rows(dy));
-  return ctx.input_wanted() ? dy : at::Tensor{};
+  if (ctx.needs_param_grad(0)) set_gradient(ctx, sum_rows(dy));
+  return ctx.needs_input_grad() ? dy : at::Tensor{};
 }
 
-void Bias::set_gradient(OpContext ctx, at::Tensor sums) const {
-  if (options_.sequence_parallel) sums = comm::Group(*options_.tensor_parallel_group).all_reduce(sums).wait();
-  ctx.set_param_grad(0, std::move(sums));
+void Bias::set_gradient(OpContext ctx, at::Tensor local_db) const {
+  if (options_.sequence_parallel) local_db = comm::Group(*options_.tensor_parallel_group).all_reduce(local_db).wait();
+  ctx.set_param_grad(0, std::move(local_db));
 }
 
 static const Register<Bias> bias{"Bias", "y = x + b, with b broadcast over the rows of x.", {.size = 8}};

@@ -16,7 +16,7 @@ class Bias final : public Op<Bias> {
     int64_t tensor_parallel_size = 1;
     bool sequence_parallel = false;
     static constexpr auto fields() {
-      return std::tuple{Field{"size", &Options::size, Given::always},
+      return std::tuple{Field{"size", &Options::size, ParamKind::required},
                         Field{"dtype", &Options::dtype},
                         Field{"tensor_parallel", &Options::tensor_parallel},
                         Field{"tensor_parallel_group", &Options::tensor_parallel_group},
@@ -36,8 +36,8 @@ class Bias final : public Op<Bias> {
   Inferred infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const override;
   at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;
   at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const override;
-  /// Gives db, of which `sums` are this rank's Σ_rows dy.
-  void set_gradient(OpContext ctx, at::Tensor sums) const;
+  /// Gives db, of which `local_db` are this rank's Σ_rows dy.
+  void set_gradient(OpContext ctx, at::Tensor local_db) const;
 
  private:
   Options options_;

@@ -9,9 +9,9 @@ namespace {
 
 /// One rank is no group.
 template <class Options>
-Options settled(std::string_view op, Options options) {
+Options resolve_group(std::string_view op, Options options) {
   auto& ranks = options.process_group_size;
-  if (options.process_group || ranks != 1) ranks = ranks_of(op, options.process_group, ranks);
+  if (options.process_group || ranks != 1) ranks = resolve_group_size(op, options.process_group, ranks);
   if (ranks == 1) options.process_group.reset();
   return options;
 }
@@ -22,57 +22,57 @@ void check_first_dimension(std::string_view op, const Spec& x) {
 
 }  // namespace
 
-AllGather::AllGather(Options options) : options_(settled("AllGather", std::move(options))) {}
+AllGather::AllGather(Options options) : options_(resolve_group("AllGather", std::move(options))) {}
 
 Inferred AllGather::infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
   Inferred out{.y = x, .extra_outputs = {}, .saved = {}};
-  if (alone()) return out;
+  if (single_rank()) return out;
   check_first_dimension(name(), x);
   out.y.sizes[0] = x.sizes[0] * options_.process_group_size;
   return out;
 }
 
 at::Tensor AllGather::forward(OpContext&, const at::Tensor& x, Params) const {
-  return alone() ? x : comm::Group(*options_.process_group).all_gather(x).wait();
+  return single_rank() ? x : comm::Group(*options_.process_group).all_gather(x).wait();
 }
 
 at::Tensor AllGather::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
-  if (!ctx.input_wanted()) return {};
-  return alone() ? dy : comm::Group(*options_.process_group).reduce_scatter(dy).wait();
+  if (!ctx.needs_input_grad()) return {};
+  return single_rank() ? dy : comm::Group(*options_.process_group).reduce_scatter(dy).wait();
 }
 
-ReduceScatter::ReduceScatter(Options options) : options_(settled("ReduceScatter", std::move(options))) {}
+ReduceScatter::ReduceScatter(Options options) : options_(resolve_group("ReduceScatter", std::move(options))) {}
 
 Inferred ReduceScatter::infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
   Inferred out{.y = x, .extra_outputs = {}, .saved = {}};
-  if (alone()) return out;
+  if (single_rank()) return out;
   check_first_dimension(name(), x);
   out.y.sizes[0] = x.sizes[0] / options_.process_group_size;
   return out;
 }
 
 at::Tensor ReduceScatter::forward(OpContext&, const at::Tensor& x, Params) const {
-  return alone() ? x : comm::Group(*options_.process_group).reduce_scatter(x).wait();
+  return single_rank() ? x : comm::Group(*options_.process_group).reduce_scatter(x).wait();
 }
 
 at::Tensor ReduceScatter::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
-  if (!ctx.input_wanted()) return {};
-  return alone() ? dy : comm::Group(*options_.process_group).all_gather(dy).wait();
+  if (!ctx.needs_input_grad()) return {};
+  return single_rank() ? dy : comm::Group(*options_.process_group).all_gather(dy).wait();
 }
 
-AllReduce::AllReduce(Options options) : options_(settled("AllReduce", std::move(options))) {}
+AllReduce::AllReduce(Options options) : options_(resolve_group("AllReduce", std::move(options))) {}
 
 Inferred AllReduce::infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
   return {.y = x, .extra_outputs = {}, .saved = {}};
 }
 
 at::Tensor AllReduce::forward(OpContext&, const at::Tensor& x, Params) const {
-  return alone() ? x : comm::Group(*options_.process_group).all_reduce(x).wait();
+  return single_rank() ? x : comm::Group(*options_.process_group).all_reduce(x).wait();
 }
 
 at::Tensor AllReduce::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
-  if (!ctx.input_wanted()) return {};
-  return alone() || !options_.reduce_in_backward ? dy : comm::Group(*options_.process_group).all_reduce(dy).wait();
+  if (!ctx.needs_input_grad()) return {};
+  return single_rank() || !options_.reduce_in_backward ? dy : comm::Group(*options_.process_group).all_reduce(dy).wait();
 }
 
 static const Register<AllGather> all_gather{

@@ -7,10 +7,10 @@ namespace weft::ops {
 template <class Self>
 class Collective : public Op<Self> {
  public:
-  bool output_is_input(const OpPlan&) const override { return alone(); }
+  bool output_is_input(const OpPlan&) const override { return single_rank(); }
 
  protected:
-  bool alone() const { return static_cast<const Self*>(this)->options().process_group_size == 1; }
+  bool single_rank() const { return static_cast<const Self*>(this)->options().process_group_size == 1; }
 };
 
 /// y is x of all ranks, one after the other in the first dimension; dx is this rank's part of the sum of dy.
@@ -20,7 +20,7 @@ class AllGather final : public Collective<AllGather> {
     std::optional<std::string> process_group = {};
     int64_t process_group_size = 1;
     static constexpr auto fields() {
-      return std::tuple{Field{"process_group", &Options::process_group, Given::position},
+      return std::tuple{Field{"process_group", &Options::process_group, ParamKind::positional},
                         Field{"process_group_size", &Options::process_group_size}};
     }
   };
@@ -61,8 +61,8 @@ class AllReduce final : public Collective<AllReduce> {
     bool reduce_in_backward = true;
     int64_t process_group_size = 1;
     static constexpr auto fields() {
-      return std::tuple{Field{"process_group", &Options::process_group, Given::position},
-                        Field{"reduce_in_backward", &Options::reduce_in_backward, Given::position},
+      return std::tuple{Field{"process_group", &Options::process_group, ParamKind::positional},
+                        Field{"reduce_in_backward", &Options::reduce_in_backward, ParamKind::positional},
                         Field{"process_group_size", &Options::process_group_size}};
     }
   };

@@ -15,7 +15,7 @@ Inferred ConstantScale::infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>,
 at::Tensor ConstantScale::forward(OpContext&, const at::Tensor& x, Params) const { return at::mul(x, options_.scale); }
 
 at::Tensor ConstantScale::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
-  return ctx.input_wanted() ? at::mul(dy, options_.scale) : at::Tensor{};
+  return ctx.needs_input_grad() ? at::mul(dy, options_.scale) : at::Tensor{};
 }
 
 static const Register<ConstantScale> constant_scale{"ConstantScale", "y = x·scale.", {.scale = -2.5}};

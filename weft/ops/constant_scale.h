@@ -8,7 +8,7 @@ class ConstantScale final : public Op<ConstantScale> {
  public:
   struct Options {
     double scale = 1;
-    static constexpr auto fields() { return std::tuple{Field{"scale", &Options::scale, Given::always}}; }
+    static constexpr auto fields() { return std::tuple{Field{"scale", &Options::scale, ParamKind::required}}; }
   };
   explicit ConstantScale(Options options) : options_(options) {}
 

@@ -16,10 +16,10 @@ enum class DtypeRule { autocast, weight, promote, input, unknown };
 
 /// What one call asks of one operation. Follows from the plan key, holds no tensor.
 struct OpPlan {
-  bool input_wanted = false;          // gradient of x
-  std::vector<uint8_t> param_wanted;  // gradient of each parameter
-  std::vector<uint8_t> extra_wanted;  // gradient of each extra input
-  bool records = false;               // any of them: save what backward needs
+  bool needs_input_grad = false;          // gradient of x
+  std::vector<uint8_t> needs_param_grad;  // gradient of each parameter
+  std::vector<uint8_t> needs_extra_grad;  // gradient of each extra input
+  bool needs_grad = false;               // any of them: save what backward needs
   bool training = true;
   at::ScalarType autocast = at::ScalarType::Undefined;                        // Undefined: off
   int param_base = 0, saved_base = 0, extra_in_base = 0, extra_out_base = 0;  // first slot in the call's flat lists
@@ -31,16 +31,16 @@ struct OpPlan {
 };
 
 /// The Parameters behind a backward run, which otherwise sees values only.
-class Leaves {
+class LeafParams {
  public:
-  Leaves() = default;
-  Leaves(const Leaves&) = delete;
-  Leaves& operator=(const Leaves&) = delete;
-  virtual ~Leaves() = default;
+  LeafParams() = default;
+  LeafParams(const LeafParams&) = delete;
+  LeafParams& operator=(const LeafParams&) = delete;
+  virtual ~LeafParams() = default;
   /// The leaf that parameter `p` of the call is, or undefined if it was computed from others.
   virtual at::Tensor leaf(int p) const = 0;
   /// Differs between backward runs of the process.
-  virtual int64_t run() const = 0;
+  virtual int64_t graph_task_id() const = 0;
 };
 
 /// Memory that the caller gives an operation for its results; undefined: fresh.
@@ -50,8 +50,8 @@ struct Buffers {
 };
 
 /// A gradient whose values also lie in the order in which a weight gradient's product takes them (GemmResult::tiles).
-struct TiledGradient {
-  at::Tensor gradient = {}, tiles = {};
+struct PackedGradient {
+  at::Tensor gradient = {}, packed = {};
 };
 
 /// Flat lists of one call. In forward the extra slots hold values, in backward the gradients of those values.
@@ -61,12 +61,12 @@ struct Frame {
   at::Tensor* extra_out = nullptr;
   at::Tensor* param_grads = nullptr;  // backward only
   const at::Tensor* params = nullptr;
-  std::vector<at::Tensor>* more_saved = nullptr;         // of operations that cannot count in advance (Python)
+  std::vector<at::Tensor>* dynamic_saved = nullptr;         // of operations that cannot count in advance (Python)
   std::vector<std::shared_ptr<void>>* states = nullptr;  // one per operation, Python's free attributes
-  const Leaves* leaves = nullptr;                        // backward under an autograd node only
-  std::vector<int> added = {};                           // operations whose weight gradient is in main_grad
+  const LeafParams* leaf_params = nullptr;                        // backward under an autograd node only
+  std::vector<int> added_to_main_grad = {};                           // operations whose weight gradient is in main_grad
   c10::ArrayRef<Buffers> buffers = {};                   // of operations that take them
-  TiledGradient tiled = {};                              // of the step before, for whoever computes with it next
+  PackedGradient packed_grad = {};                              // of the step before, for whoever computes with it next
 };
 
 /// An operation's view of a call. Cheap to make, never kept.
@@ -74,10 +74,10 @@ class OpContext {
  public:
   OpContext(const OpPlan& plan, Frame& frame, int index) : plan_(plan), frame_(frame), index_(index) {}
 
-  bool input_wanted() const { return plan_.input_wanted; }
-  bool param_wanted(int i) const { return plan_.param_wanted[i] != 0; }
-  bool extra_wanted(int i) const { return plan_.extra_wanted[i] != 0; }
-  bool records() const { return plan_.records; }
+  bool needs_input_grad() const { return plan_.needs_input_grad; }
+  bool needs_param_grad(int i) const { return plan_.needs_param_grad[i] != 0; }
+  bool needs_extra_grad(int i) const { return plan_.needs_extra_grad[i] != 0; }
+  bool needs_grad() const { return plan_.needs_grad; }
   bool training() const { return plan_.training; }
   const OpPlan& plan() const { return plan_; }
 
@@ -105,7 +105,7 @@ class OpContext {
   }
 
   /// Backward: the Parameters themselves; nullptr where only values exist (the functional pair).
-  const Leaves* leaves() const { return frame_.leaves; }
+  const LeafParams* leaf_params() const { return frame_.leaf_params; }
 
   Frame& frame() { return frame_; }
   int index() const { return index_; }

@@ -28,14 +28,14 @@ Inferred Dropout::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, 
   if (output_is_input(plan)) return out;
   out.y.dtype = plan.dtype(x.dtype);
   check_dtype(out.y.dtype);
-  if (plan.input_wanted && options_.p < 1) out.saved[kMask] = x.as(at::kBool);
+  if (plan.needs_input_grad && options_.p < 1) out.saved[kMask] = x.as(at::kBool);
   return out;
 }
 
 at::Tensor Dropout::mask(OpContext& ctx, const at::Tensor& x) const {
   check_dtype(ctx.dtype(x.scalar_type()));
   auto m = at::empty(x.sizes(), x.options().dtype(at::kBool)).bernoulli_(1 - options_.p);
-  if (ctx.input_wanted()) ctx.save(kMask, m);
+  if (ctx.needs_input_grad()) ctx.save(kMask, m);
   return m;
 }
 
@@ -48,7 +48,7 @@ at::Tensor Dropout::forward(OpContext& ctx, const at::Tensor& x, Params) const {
 }
 
 at::Tensor Dropout::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
-  if (!ctx.input_wanted()) return {};
+  if (!ctx.needs_input_grad()) return {};
   if (output_is_input(ctx.plan())) return dy;
   if (options_.p == 1) return at::zeros_like(dy);
   return kernels::scaled_mask_add(dy, ctx.saved(kMask), 1 / (1 - options_.p));

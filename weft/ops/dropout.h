@@ -8,7 +8,7 @@ class Dropout final : public Op<Dropout> {
  public:
   struct Options {
     double p = 0;
-    static constexpr auto fields() { return std::tuple{Field{"p", &Options::p, Given::always}}; }
+    static constexpr auto fields() { return std::tuple{Field{"p", &Options::p, ParamKind::required}}; }
   };
   enum Saved { kMask };
 

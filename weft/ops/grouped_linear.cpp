@@ -16,18 +16,18 @@ namespace weft::ops {
 namespace {
 
 /// [..., n] as a matrix whose rows have no gaps.
-at::Tensor rows_without_gaps(const at::Tensor& t) {
+at::Tensor dense_rows(const at::Tensor& t) {
   const auto matrix = as_matrix(t);
   return matrix.stride(1) == 1 || matrix.size(1) <= 1 ? matrix : matrix.contiguous();
 }
 
 /// Whether two tensors share no memory.
-bool apart(const at::Tensor& a, const at::Tensor& b) {
+bool are_disjoint(const at::Tensor& a, const at::Tensor& b) {
   return at::get_overlap_status(a, b) == at::MemOverlapStatus::No;
 }
 
 /// The caller's memory as a matrix that is about to be written; undefined if there is none.
-at::Tensor as_written(const at::Tensor& given, int64_t columns) {
+at::Tensor writable_matrix(const at::Tensor& given, int64_t columns) {
   if (!given.defined()) return {};
   if (!given.is_inference()) given.unsafeGetTensorImpl()->bump_version();
   return given.view({-1, columns});
@@ -35,9 +35,9 @@ at::Tensor as_written(const at::Tensor& given, int64_t columns) {
 
 /// A matrix with the leading sizes of `like`. In the caller's memory it counts versions with the caller's tensor, so
 /// that nobody uses it for backward once that was written again.
-at::Tensor returned(const at::Tensor& matrix, const at::Tensor& like, const at::Tensor& given) {
-  auto t = like_leading(matrix, like);
-  return given.defined() ? sharing_version(std::move(t), given) : t;
+at::Tensor restore_output(const at::Tensor& matrix, const at::Tensor& like, const at::Tensor& given) {
+  auto t = restore_leading_dims(matrix, like);
+  return given.defined() ? share_version_counter(std::move(t), given) : t;
 }
 
 /// Gradients that lie in buffers of callers, by address. Each has a storage of its own, so that it can move to memory
@@ -95,7 +95,7 @@ class GradientsInBuffers {
 };
 
 /// One matrix for each group; copies of those that have gaps.
-kernels::GroupedMatrix without_gaps(Params list, int64_t rows, int64_t columns) {
+kernels::GroupedMatrix contiguous_groups(Params list, int64_t rows, int64_t columns) {
   const auto dense = [](const at::Tensor& t) { return t.is_contiguous(); };
   if (std::all_of(list.begin(), list.end(), dense)) return {list, rows, columns};
   std::vector<at::Tensor> copies;
@@ -122,9 +122,9 @@ GroupedLinear::GroupedLinear(Options options) : options_(options) {
 // ---- parameters ---------------------------------------------------------------------------------------------------
 
 int GroupedLinear::first_weight() const {
-  return options_.single_grouped_weight && !options_.single_grouped_bias ? biases() : 0;
+  return options_.single_grouped_weight && !options_.single_grouped_bias ? num_biases() : 0;
 }
-int GroupedLinear::first_bias() const { return first_weight() == 0 ? weights() : 0; }
+int GroupedLinear::first_bias() const { return first_weight() == 0 ? num_weights() : 0; }
 
 /// All weights, then all biases; but a single weight comes after biases of their own.
 std::vector<ParamSpec> GroupedLinear::params() const {
@@ -144,9 +144,9 @@ std::vector<ParamSpec> GroupedLinear::params() const {
        .shape = {n, k},
        .dtype = options_.dtype,
        .init = Init::fan_in_uniform,
-       .read = Read::for_input,
+       .backward_read = BackwardRead::for_input_grad,
        .fan_in = k,
-       .sinks = true},
+       .supports_main_grad = true},
       options_.single_grouped_weight);
   if (options_.bias)
     add(biases,
@@ -154,7 +154,7 @@ std::vector<ParamSpec> GroupedLinear::params() const {
          .shape = {n},
          .dtype = options_.dtype,
          .init = Init::zeros,
-         .read = options_.scale_bias ? Read::always : Read::never},
+         .backward_read = options_.scale_bias ? BackwardRead::always : BackwardRead::never},
         options_.single_grouped_bias);
   auto& first = first_weight() == 0 ? weights : biases;
   auto& second = first_weight() == 0 ? biases : weights;
@@ -165,7 +165,7 @@ std::vector<ParamSpec> GroupedLinear::params() const {
 /// The parameters of one operation are alike: one grouped product serves them all.
 void GroupedLinear::check_parameters(const OpContext& ctx, const at::Tensor& x, Params params) const {
   const auto& first = params[first_weight()];
-  const bool wanted = ctx.param_wanted(first_weight());
+  const bool needs_grad = ctx.needs_param_grad(first_weight());
   const auto check = [&](const char* what, int begin, int count, at::IntArrayRef shape) {
     for (int i = begin; i < begin + count; ++i) {
       const auto& p = params[i];
@@ -174,26 +174,26 @@ void GroupedLinear::check_parameters(const OpContext& ctx, const at::Tensor& x, 
       TORCH_CHECK(p.scalar_type() == first.scalar_type() && p.device() == first.device(), "GroupedLinear: ", what, " ",
                   i - begin, " is ", p.scalar_type(), " on ", p.device(), ", the first weight is ", first.scalar_type(),
                   " on ", first.device(), "; expected all weights and biases to be alike.");
-      TORCH_CHECK(ctx.param_wanted(i) == wanted, "GroupedLinear: ", what, " ", i - begin,
-                  wanted ? " does not require a gradient" : " requires a gradient", ", the first weight ",
-                  wanted ? "does" : "does not", "; freeze all weights and biases of an operation, or none.");
+      TORCH_CHECK(ctx.needs_param_grad(i) == needs_grad, "GroupedLinear: ", what, " ", i - begin,
+                  needs_grad ? " does not require a gradient" : " requires a gradient", ", the first weight ",
+                  needs_grad ? "does" : "does not", "; freeze all weights and biases of an operation, or none.");
     }
   };
   const auto groups = options_.num_groups, n = options_.out_features, k = options_.in_features;
   const std::array<int64_t, 3> weight{groups, n, k};
   const std::array<int64_t, 2> bias{groups, n};
-  check("weight", first_weight(), weights(), at::IntArrayRef(weight).slice(options_.single_grouped_weight ? 0 : 1));
-  check("bias", first_bias(), biases(), at::IntArrayRef(bias).slice(options_.single_grouped_bias ? 0 : 1));
+  check("weight", first_weight(), num_weights(), at::IntArrayRef(weight).slice(options_.single_grouped_weight ? 0 : 1));
+  check("bias", first_bias(), num_biases(), at::IntArrayRef(bias).slice(options_.single_grouped_bias ? 0 : 1));
   TORCH_CHECK_VALUE(x.device() == first.device(), "GroupedLinear: input is on ", x.device(), ", weights on ",
                     first.device(), ".");
 }
 
 kernels::GroupedMatrix GroupedLinear::biases_of(Params params) const {
   if (!options_.bias) return {};
-  const auto list = params.slice(first_bias(), biases());
+  const auto list = params.slice(first_bias(), num_biases());
   const auto n = options_.out_features;
   if (options_.single_grouped_bias) return kernels::GroupedMatrix(list[0].contiguous().view({-1, 1, n}));
-  return without_gaps(list, 1, n);
+  return contiguous_groups(list, 1, n);
 }
 
 // ---- checks of a call ---------------------------------------------------------------------------------------------
@@ -218,33 +218,33 @@ void GroupedLinear::check_buffer(const OpContext& ctx, const char* what, const a
   TORCH_CHECK_VALUE(buffer.sizes() == sizes && buffer.scalar_type() == dtype && buffer.device() == x.device(),
                     "GroupedLinear: the buffer '", what, "' is ", buffer.scalar_type(), " ", buffer.sizes(), " on ",
                     buffer.device(), ", expected ", dtype, " ", sizes, " on ", x.device(), ".");
-  bool alone = apart(buffer, x);
-  for (const auto& param : params) alone = alone && apart(buffer, param);
-  for (int i = 0; i < extra_inputs(); ++i) alone = alone && apart(buffer, ctx.extra_input(i));
-  TORCH_CHECK_VALUE(alone, "GroupedLinear: the buffer '", what,
+  bool disjoint = are_disjoint(buffer, x);
+  for (const auto& param : params) disjoint = disjoint && are_disjoint(buffer, param);
+  for (int i = 0; i < extra_inputs(); ++i) disjoint = disjoint && are_disjoint(buffer, ctx.extra_input(i));
+  TORCH_CHECK_VALUE(disjoint, "GroupedLinear: the buffer '", what,
                     "' shares memory with an input or a parameter; expected memory of its own.");
 }
 
 // ---- products -----------------------------------------------------------------------------------------------------
 
-bool GroupedLinear::weight_wanted(const OpContext& ctx) const {
-  const auto& wanted = ctx.plan().param_wanted;
-  return std::any_of(wanted.begin() + first_weight(), wanted.begin() + first_weight() + weights(),
+bool GroupedLinear::needs_weight_grad(const OpContext& ctx) const {
+  const auto& needed = ctx.plan().needs_param_grad;
+  return std::any_of(needed.begin() + first_weight(), needed.begin() + first_weight() + num_weights(),
                      [](uint8_t w) { return w != 0; });
 }
 
 /// All weights in `dtype`: themselves, or copies in one block, which is put into `cast`.
 kernels::GroupedMatrix GroupedLinear::weights_of(Params params, at::ScalarType dtype, at::Tensor& cast) const {
-  const auto list = params.slice(first_weight(), weights());
+  const auto list = params.slice(first_weight(), num_weights());
   const auto groups = options_.num_groups, n = options_.out_features, k = options_.in_features;
   const bool single = options_.single_grouped_weight;
   if (list[0].scalar_type() != dtype) {
     cast = at::empty({groups, n, k}, list[0].options().dtype(dtype));
-    for (int g = 0; g < weights(); ++g) (single ? cast : cast.select(0, g)).copy_(list[g]);
+    for (int g = 0; g < num_weights(); ++g) (single ? cast : cast.select(0, g)).copy_(list[g]);
     return kernels::GroupedMatrix(cast);
   }
   if (single) return kernels::GroupedMatrix(list[0].contiguous());
-  return without_gaps(list, n, k);
+  return contiguous_groups(list, n, k);
 }
 
 void GroupedLinear::check_buffers(const OpContext& ctx, const at::Tensor& x, Params params) const {
@@ -258,14 +258,14 @@ void GroupedLinear::check_buffers(const OpContext& ctx, const at::Tensor& x, Par
   check_buffer(ctx, "output", given->output, sizes, dtype, x, params);
 }
 
-GroupedLinear::Product GroupedLinear::product(OpContext& ctx, const at::Tensor& x, Params params) const {
+GroupedLinear::ForwardResult GroupedLinear::forward_gemm(OpContext& ctx, const at::Tensor& x, Params params) const {
   check_input(x);
   check_parameters(ctx, x, params);
   auto splits = ctx.extra_input(kSplitSizes);
   check_splits(splits, x);
   splits = (splits.scalar_type() == at::kInt ? splits : as_dtype(splits, at::kLong)).contiguous();
   auto input = as_dtype(x, ctx.dtype(params[first_weight()].scalar_type()));
-  const auto matrix = rows_without_gaps(input);
+  const auto matrix = dense_rows(input);
   at::Tensor cast, scales;
   if (scales_bias()) {
     scales = ctx.extra_input(kBiasScales);
@@ -275,62 +275,62 @@ GroupedLinear::Product GroupedLinear::product(OpContext& ctx, const at::Tensor& 
   const auto w = weights_of(params, input.scalar_type(), cast);
   check_buffers(ctx, x, params);
   kernels::GroupedEpilogue epilogue{.bias = biases_of(params), .path = path()};
-  if (const auto* given = ctx.buffers()) epilogue.out = as_written(given->output, options_.out_features);
+  if (const auto* given = ctx.buffers()) epilogue.out = writable_matrix(given->output, options_.out_features);
   if (scales.defined()) epilogue.scales = scales.reshape({-1});
   auto y = kernels::grouped_gemm(kernels::GroupIndex(splits), matrix, w, /*transposed=*/true, epilogue);
-  if (ctx.records()) {
+  if (ctx.needs_grad()) {
     ctx.save(kSplits, splits);
     if (scales.defined()) ctx.save(kScales, scales);
-    if (ctx.input_wanted() && cast.defined()) ctx.save(kCastWeight, cast);
+    if (ctx.needs_input_grad() && cast.defined()) ctx.save(kCastWeight, cast);
   }
   return {std::move(y), std::move(input)};
 }
 
-at::Tensor GroupedLinear::output_gradient(const OpContext& ctx, const at::Tensor& dy, Params params) const {
+at::Tensor GroupedLinear::prepare_output_gradient(const OpContext& ctx, const at::Tensor& dy, Params params) const {
   const auto &x = ctx.saved(kInput), &cast = ctx.saved(kCastWeight);
   auto dtype = dy.scalar_type();
   if (x.defined())
     dtype = x.scalar_type();
   else if (cast.defined())
     dtype = cast.scalar_type();
-  else if (ctx.input_wanted())
+  else if (ctx.needs_input_grad())
     dtype = params[first_weight()].scalar_type();
-  auto gradient = rows_without_gaps(as_dtype(dy, dtype));
+  auto gradient = dense_rows(as_dtype(dy, dtype));
   const auto* given = ctx.buffers();
-  return given && given->grad_input.defined() && !apart(given->grad_input, gradient) ? gradient.clone() : gradient;
+  return given && given->grad_input.defined() && !are_disjoint(given->grad_input, gradient) ? gradient.clone() : gradient;
 }
 
 void GroupedLinear::bias_gradient(OpContext& ctx, const at::Tensor& dy, Params params) const {
-  const bool wanted = options_.bias && ctx.param_wanted(first_bias());
-  const bool scales_wanted = scales_bias() && ctx.extra_wanted(kBiasScales);
-  if (!wanted && !scales_wanted) return;
+  const bool needs_bias_grad = options_.bias && ctx.needs_param_grad(first_bias());
+  const bool needs_scales_grad = scales_bias() && ctx.needs_extra_grad(kBiasScales);
+  if (!needs_bias_grad && !needs_scales_grad) return;
   const auto& scales = ctx.saved(kScales);
   const auto [db, ds] = kernels::grouped_bias_gradient(
       kernels::GroupIndex(ctx.saved(kSplits)), dy, scales.defined() ? scales.reshape({-1}) : scales,
-      scales_wanted ? biases_of(params) : kernels::GroupedMatrix(), wanted, scales_wanted);
-  for (int i = 0; wanted && i < biases(); ++i)
+      needs_scales_grad ? biases_of(params) : kernels::GroupedMatrix(), needs_bias_grad, needs_scales_grad);
+  for (int i = 0; needs_bias_grad && i < num_biases(); ++i)
     ctx.set_param_grad(first_bias() + i, options_.single_grouped_bias ? db : db.select(0, i));
   if (ds.defined()) ctx.set_extra_input_grad(kBiasScales, as_dtype(ds, scales.scalar_type()).view(scales.sizes()));
 }
 
-at::Tensor GroupedLinear::input_product(OpContext& ctx, const at::Tensor& dy, Params params) const {
-  if (!ctx.input_wanted()) return {};
+at::Tensor GroupedLinear::input_gradient_gemm(OpContext& ctx, const at::Tensor& dy, Params params) const {
+  if (!ctx.needs_input_grad()) return {};
   auto cast = ctx.saved(kCastWeight);
   const auto w = cast.defined() ? kernels::GroupedMatrix(cast) : weights_of(params, dy.scalar_type(), cast);
   kernels::GroupedEpilogue epilogue{.path = path()};
   const auto* given = ctx.buffers();
   if (given && given->grad_input.defined()) {
     GradientsInBuffers::instance().move_out_of(given->grad_input);
-    epilogue.out = as_written(given->grad_input, options_.in_features);
+    epilogue.out = writable_matrix(given->grad_input, options_.in_features);
   }
   return kernels::grouped_gemm(kernels::GroupIndex(ctx.saved(kSplits)), dy, w, /*transposed=*/false, epilogue);
 }
 
 void GroupedLinear::weight_gradient(OpContext& ctx, const at::Tensor& dy, const at::Tensor& x) const {
-  if (!weight_wanted(ctx)) return;
-  ops::weight_gradient(ctx, wgrad(), first_weight(), weights(),
+  if (!needs_weight_grad(ctx)) return;
+  ops::weight_gradient(ctx, wgrad(), first_weight(), num_weights(),
                        {.dy = dy,
-                        .x = rows_without_gaps(x),
+                        .x = dense_rows(x),
                         .splits = ctx.saved(kSplits),
                         .stacked = options_.single_grouped_weight,
                         .path = path()});
@@ -339,13 +339,13 @@ void GroupedLinear::weight_gradient(OpContext& ctx, const at::Tensor& dy, const 
 at::Tensor GroupedLinear::differentiate(OpContext& ctx, const at::Tensor& dy, Params params,
                                         const at::Tensor& x) const {
   bias_gradient(ctx, dy, params);
-  auto dx = input_product(ctx, dy, params);
+  auto dx = input_gradient_gemm(ctx, dy, params);
   weight_gradient(ctx, dy, x);
   return dx;
 }
 
 bool GroupedLinear::backward_dw(Params params) const {
-  return delays_wgrad() && ops::backward_dw(wgrad(), params.slice(first_weight(), weights()));
+  return delays_wgrad() && ops::backward_dw(wgrad(), params.slice(first_weight(), num_weights()));
 }
 
 // ---- the two passes -----------------------------------------------------------------------------------------------
@@ -369,39 +369,39 @@ Inferred GroupedLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<S
   const auto given = params[first_weight()].dtype, dtype = plan.dtype(given);
   Inferred out{.y = x.with_last(options_.out_features).as(dtype), .extra_outputs = {}, .saved = {}};
   out.saved.resize(4);
-  if (!plan.records) return out;
-  if (plan.param_wanted[first_weight()]) out.saved[kInput] = x.as(dtype);
+  if (!plan.needs_grad) return out;
+  if (plan.needs_param_grad[first_weight()]) out.saved[kInput] = x.as(dtype);
   out.saved[kSplits] = extra[kSplitSizes].as(extra[kSplitSizes].dtype == at::kInt ? at::kInt : at::kLong);
   if (scales_bias()) out.saved[kScales] = extra[kBiasScales];
-  if (plan.input_wanted && given != dtype)
+  if (plan.needs_input_grad && given != dtype)
     out.saved[kCastWeight] = Spec{{options_.num_groups, options_.out_features, options_.in_features}, dtype};
   return out;
 }
 
 Flops GroupedLinear::flops(const OpPlan& plan, const Spec& x) const {
   const auto gemm = 2 * x.rows() * options_.in_features * options_.out_features;
-  return {.forward = gemm, .backward = gemm * (int{plan.input_wanted} + int{plan.param_wanted[first_weight()] != 0})};
+  return {.forward = gemm, .backward = gemm * (int{plan.needs_input_grad} + int{plan.needs_param_grad[first_weight()] != 0})};
 }
 
-at::Tensor GroupedLinear::output(const OpContext& ctx, const at::Tensor& y, const at::Tensor& like) const {
-  return returned(y, like, ctx.buffers() ? ctx.buffers()->output : at::Tensor());
+at::Tensor GroupedLinear::finish_output(const OpContext& ctx, const at::Tensor& y, const at::Tensor& like) const {
+  return restore_output(y, like, ctx.buffers() ? ctx.buffers()->output : at::Tensor());
 }
 
-at::Tensor GroupedLinear::input_gradient(const OpContext& ctx, const at::Tensor& dx, const at::Tensor& like) const {
+at::Tensor GroupedLinear::finish_input_gradient(const OpContext& ctx, const at::Tensor& dx, const at::Tensor& like) const {
   const auto buffer = ctx.buffers() ? ctx.buffers()->grad_input : at::Tensor();
   const bool in_buffer = dx.defined() && buffer.defined() && dx.numel() > 0 && dx.is_alias_of(buffer);
   if (in_buffer) return GradientsInBuffers::instance().add(buffer);
-  return dx.defined() ? like_leading(dx, like) : dx;
+  return dx.defined() ? restore_leading_dims(dx, like) : dx;
 }
 
 at::Tensor GroupedLinear::forward(OpContext& ctx, const at::Tensor& x, Params params) const {
-  auto [y, input] = product(ctx, x, params);
-  if (weight_wanted(ctx)) ctx.save(kInput, input);
-  return output(ctx, y, x);
+  auto [y, input] = forward_gemm(ctx, x, params);
+  if (needs_weight_grad(ctx)) ctx.save(kInput, input);
+  return finish_output(ctx, y, x);
 }
 
 at::Tensor GroupedLinear::backward(OpContext& ctx, const at::Tensor& dy, Params params) const {
-  return input_gradient(ctx, differentiate(ctx, output_gradient(ctx, dy, params), params, ctx.saved(kInput)), dy);
+  return finish_input_gradient(ctx, differentiate(ctx, prepare_output_gradient(ctx, dy, params), params, ctx.saved(kInput)), dy);
 }
 
 static const Register<GroupedLinear> grouped_linear{

@@ -24,9 +24,9 @@ class GroupedLinear final : public Op<GroupedLinear> {
     bool scale_bias = false;
     bool split_path = false;  // one product after the other instead of the grouped kernel: the numerical reference
     static constexpr auto fields() {
-      return std::tuple{Field{"num_groups", &Options::num_groups, Given::always},
-                        Field{"in_features", &Options::in_features, Given::always},
-                        Field{"out_features", &Options::out_features, Given::always},
+      return std::tuple{Field{"num_groups", &Options::num_groups, ParamKind::required},
+                        Field{"in_features", &Options::in_features, ParamKind::required},
+                        Field{"out_features", &Options::out_features, ParamKind::required},
                         Field{"bias", &Options::bias},
                         Field{"dtype", &Options::dtype},
                         Field{"accumulate_into_main_grad", &Options::accumulate_into_main_grad},
@@ -67,25 +67,25 @@ class GroupedLinear final : public Op<GroupedLinear> {
   /// Where weights and biases are among the parameters.
   int first_weight() const;
   int first_bias() const;
-  int weights() const { return options_.single_grouped_weight ? 1 : static_cast<int>(options_.num_groups); }
-  int biases() const {
+  int num_weights() const { return options_.single_grouped_weight ? 1 : static_cast<int>(options_.num_groups); }
+  int num_biases() const {
     return !options_.bias ? 0 : options_.single_grouped_bias ? 1 : static_cast<int>(options_.num_groups);
   }
-  bool weight_wanted(const OpContext& ctx) const;
+  bool needs_weight_grad(const OpContext& ctx) const;
 
   /// W_g x_r + c_r·b_g as a matrix, in memory of the caller's if there is some. Saves all that backward reads but x,
   /// which it returns as it is to be saved.
-  struct Product {
+  struct ForwardResult {
     at::Tensor y, x;
   };
-  Product product(OpContext& ctx, const at::Tensor& x, Params params) const;
-  /// What `product` or `differentiate` returned, with the leading sizes of `like`.
-  at::Tensor output(const OpContext& ctx, const at::Tensor& y, const at::Tensor& like) const;
-  at::Tensor input_gradient(const OpContext& ctx, const at::Tensor& dx, const at::Tensor& like) const;
+  ForwardResult forward_gemm(OpContext& ctx, const at::Tensor& x, Params params) const;
+  /// What `forward_gemm` or `differentiate` returned, with the leading sizes of `like`.
+  at::Tensor finish_output(const OpContext& ctx, const at::Tensor& y, const at::Tensor& like) const;
+  at::Tensor finish_input_gradient(const OpContext& ctx, const at::Tensor& dx, const at::Tensor& like) const;
   /// dy in the compute dtype, as a matrix; a copy if dx is to be written where it lies.
-  at::Tensor output_gradient(const OpContext& ctx, const at::Tensor& dy, Params params) const;
+  at::Tensor prepare_output_gradient(const OpContext& ctx, const at::Tensor& dy, Params params) const;
   /// All gradients that are wanted, x being what multiplied the weights; returns dx as a matrix, in memory of the
-  /// caller's if there is some. dy as `output_gradient` gives it.
+  /// caller's if there is some. dy as `prepare_output_gradient` gives it.
   at::Tensor differentiate(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& x) const;
 
  private:
@@ -98,7 +98,7 @@ class GroupedLinear final : public Op<GroupedLinear> {
   kernels::GroupedMatrix weights_of(Params params, at::ScalarType dtype, at::Tensor& cast) const;
   void check_buffers(const OpContext& ctx, const at::Tensor& x, Params params) const;
   void bias_gradient(OpContext& ctx, const at::Tensor& dy, Params params) const;
-  at::Tensor input_product(OpContext& ctx, const at::Tensor& dy, Params params) const;
+  at::Tensor input_gradient_gemm(OpContext& ctx, const at::Tensor& dy, Params params) const;
   void weight_gradient(OpContext& ctx, const at::Tensor& dy, const at::Tensor& x) const;
   kernels::GroupedPath path() const {
     return options_.split_path ? kernels::GroupedPath::split : kernels::GroupedPath::best;

@@ -10,7 +10,7 @@ Inferred L2Normalization::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef
   TORCH_CHECK_VALUE(!x.sizes.empty(), "L2Normalization: input has no dimensions, expected at least one.");
   Inferred out{.y = x, .extra_outputs = {}, .saved = {}};
   out.saved.resize(2);
-  if (plan.input_wanted) out.saved = {x, x.with_last(1).as(kernels::wide(x.dtype))};
+  if (plan.needs_input_grad) out.saved = {x, x.with_last(1).as(kernels::wide(x.dtype))};
   return out;
 }
 
@@ -19,7 +19,7 @@ at::Tensor L2Normalization::forward(OpContext& ctx, const at::Tensor& x, Params)
   TORCH_CHECK(at::isFloatingType(x.scalar_type()), "Unsupported dtype: L2Normalization got ",
               dtype_name(x.scalar_type()), ", expected float32, float64, float16 or bfloat16.");
   auto out = kernels::l2_norm_forward(x, options_.eps);
-  if (ctx.input_wanted()) {
+  if (ctx.needs_input_grad()) {
     ctx.save(kInput, x);
     ctx.save(kRnorm, std::move(out.rnorm));
   }
@@ -27,7 +27,7 @@ at::Tensor L2Normalization::forward(OpContext& ctx, const at::Tensor& x, Params)
 }
 
 at::Tensor L2Normalization::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
-  return ctx.input_wanted() ? kernels::l2_norm_backward(dy, ctx.saved(kInput), ctx.saved(kRnorm)) : at::Tensor{};
+  return ctx.needs_input_grad() ? kernels::l2_norm_backward(dy, ctx.saved(kInput), ctx.saved(kRnorm)) : at::Tensor{};
 }
 
 static const Register<L2Normalization> l2_normalization{

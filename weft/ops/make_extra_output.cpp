@@ -18,7 +18,7 @@ at::Tensor MakeExtraOutput::forward(OpContext& ctx, const at::Tensor& x, Params)
 
 at::Tensor MakeExtraOutput::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
   auto g = ctx.take_extra_output_grad(0);
-  if (!ctx.input_wanted()) return {};
+  if (!ctx.needs_input_grad()) return {};
   if (!g.defined()) return dy;
   if (!dy.defined()) return g;
   const bool fits = g.scalar_type() == dy.scalar_type() && g.sizes() == dy.sizes();

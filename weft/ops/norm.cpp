@@ -19,7 +19,7 @@ void check_options(std::string_view op, const NormOptions& o) {
 }
 
 ParamSpec weight_spec(const NormOptions& o) {
-  return {"weight", o.normalized_shape, o.dtype, o.zero_centered_gamma ? Init::zeros : Init::ones, Read::always};
+  return {"weight", o.normalized_shape, o.dtype, o.zero_centered_gamma ? Init::zeros : Init::ones, BackwardRead::always};
 }
 
 /// x in the compute dtype.
@@ -53,12 +53,12 @@ Spec statistic_spec(const Spec& input, const Spec& weight) {
 }
 
 /// What a kernel that gives dx in `dtype` can add to it before it rounds, and what is left to add afterwards.
-at::Tensor inside(const at::Tensor& add, at::ScalarType dtype) {
-  return add.defined() && add.scalar_type() == dtype ? add : at::Tensor{};
+at::Tensor fused_addend(const at::Tensor& addend, at::ScalarType dtype) {
+  return addend.defined() && addend.scalar_type() == dtype ? addend : at::Tensor{};
 }
-at::Tensor plus_rest(const at::Tensor& dx, const at::Tensor& add) {
-  const bool rest = dx.defined() && add.defined() && add.scalar_type() != dx.scalar_type();
-  return rest ? at::add(add, dx) : dx;
+at::Tensor add_unfused(const at::Tensor& dx, const at::Tensor& addend) {
+  const bool rest = dx.defined() && addend.defined() && addend.scalar_type() != dx.scalar_type();
+  return rest ? at::add(addend, dx) : dx;
 }
 
 }  // namespace
@@ -75,11 +75,11 @@ Inferred LayerNorm::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>
   Inferred out{.y = input, .extra_outputs = {}, .saved = {}};
   out.saved.resize(3);
   const auto statistic = statistic_spec(input, params[kWeight]);
-  if (plan.records) out.saved = {input, statistic, statistic};
+  if (plan.needs_grad) out.saved = {input, statistic, statistic};
   return out;
 }
 
-static kernels::LayerNormForward run(const NormOptions& o, const at::Tensor& input, Params params, bool keep) {
+static kernels::LayerNormForward run_layer_norm(const NormOptions& o, const at::Tensor& input, Params params, bool keep) {
   const auto dtype = input.scalar_type();
   const auto beta = as_dtype(params[LayerNorm::kBias], kernels::wide(dtype));
   return kernels::layer_norm_forward(input, gamma_of(o, params[LayerNorm::kWeight], dtype), beta, o.eps, keep);
@@ -87,8 +87,8 @@ static kernels::LayerNormForward run(const NormOptions& o, const at::Tensor& inp
 
 at::Tensor LayerNorm::forward(OpContext& ctx, const at::Tensor& x, Params params) const {
   auto input = input_of("LayerNorm", ctx, x, params[kWeight]);
-  auto out = run(options(), input, params, ctx.records());
-  if (ctx.records()) {
+  auto out = run_layer_norm(options(), input, params, ctx.needs_grad());
+  if (ctx.needs_grad()) {
     ctx.save(kInput, std::move(input));
     ctx.save(kMean, std::move(out.mean));
     ctx.save(kRstd, std::move(out.rstd));
@@ -96,20 +96,20 @@ at::Tensor LayerNorm::forward(OpContext& ctx, const at::Tensor& x, Params params
   return out.y;
 }
 
-at::Tensor LayerNorm::gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& add,
+at::Tensor LayerNorm::gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& addend,
                                bool reuse) const {
   const auto& x = ctx.saved(kInput);
   const auto gamma = gamma_of(options(), params[kWeight], x.scalar_type());
   auto out = kernels::layer_norm_backward(dy, x, ctx.saved(kMean), ctx.saved(kRstd), gamma,
-                                          {ctx.input_wanted(), ctx.param_wanted(kWeight), ctx.param_wanted(kBias)},
-                                          inside(add, x.scalar_type()), reuse);
-  if (ctx.param_wanted(kWeight)) ctx.set_param_grad(kWeight, std::move(out.dgamma));
-  if (ctx.param_wanted(kBias)) ctx.set_param_grad(kBias, std::move(out.dbeta));
-  return plus_rest(out.dx, add);
+                                          {ctx.needs_input_grad(), ctx.needs_param_grad(kWeight), ctx.needs_param_grad(kBias)},
+                                          fused_addend(addend, x.scalar_type()), reuse);
+  if (ctx.needs_param_grad(kWeight)) ctx.set_param_grad(kWeight, std::move(out.dgamma));
+  if (ctx.needs_param_grad(kBias)) ctx.set_param_grad(kBias, std::move(out.dbeta));
+  return add_unfused(out.dx, addend);
 }
 
-at::Tensor LayerNorm::again(const OpContext& ctx, Params params) const {
-  return run(options(), ctx.saved(kInput), params, /*keep=*/false).y;
+at::Tensor LayerNorm::recompute(const OpContext& ctx, Params params) const {
+  return run_layer_norm(options(), ctx.saved(kInput), params, /*keep=*/false).y;
 }
 
 std::vector<ParamSpec> RMSNorm::params() const { return {weight_spec(options())}; }
@@ -118,32 +118,32 @@ Inferred RMSNorm::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, 
   const auto input = input_spec("RMSNorm", plan, x, params[kWeight]);
   Inferred out{.y = input, .extra_outputs = {}, .saved = {}};
   out.saved.resize(2);
-  if (plan.records) out.saved = {input, statistic_spec(input, params[kWeight])};
+  if (plan.needs_grad) out.saved = {input, statistic_spec(input, params[kWeight])};
   return out;
 }
 
 at::Tensor RMSNorm::forward(OpContext& ctx, const at::Tensor& x, Params params) const {
   auto input = input_of("RMSNorm", ctx, x, params[kWeight]);
   const auto gamma = gamma_of(options(), params[kWeight], input.scalar_type());
-  auto out = kernels::rms_norm_forward(input, gamma, options().eps, ctx.records());
-  if (ctx.records()) {
+  auto out = kernels::rms_norm_forward(input, gamma, options().eps, ctx.needs_grad());
+  if (ctx.needs_grad()) {
     ctx.save(kInput, std::move(input));
     ctx.save(kRstd, std::move(out.rstd));
   }
   return out.y;
 }
 
-at::Tensor RMSNorm::gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& add,
+at::Tensor RMSNorm::gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& addend,
                              bool reuse) const {
   const auto& x = ctx.saved(kInput);
   const auto gamma = gamma_of(options(), params[kWeight], x.scalar_type());
-  auto out = kernels::rms_norm_backward(dy, x, ctx.saved(kRstd), gamma, {ctx.input_wanted(), ctx.param_wanted(kWeight)},
-                                        inside(add, x.scalar_type()), reuse);
-  if (ctx.param_wanted(kWeight)) ctx.set_param_grad(kWeight, std::move(out.dgamma));
-  return plus_rest(out.dx, add);
+  auto out = kernels::rms_norm_backward(dy, x, ctx.saved(kRstd), gamma, {ctx.needs_input_grad(), ctx.needs_param_grad(kWeight)},
+                                        fused_addend(addend, x.scalar_type()), reuse);
+  if (ctx.needs_param_grad(kWeight)) ctx.set_param_grad(kWeight, std::move(out.dgamma));
+  return add_unfused(out.dx, addend);
 }
 
-at::Tensor RMSNorm::again(const OpContext& ctx, Params params) const {
+at::Tensor RMSNorm::recompute(const OpContext& ctx, Params params) const {
   const auto& x = ctx.saved(kInput);
   const auto gamma = gamma_of(options(), params[kWeight], x.scalar_type());
   return kernels::rms_norm_forward(x, gamma, options().eps, /*keep=*/false).y;

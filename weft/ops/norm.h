@@ -10,7 +10,7 @@ struct NormOptions {
   bool zero_centered_gamma = false;
   int64_t sm_margin = 0;  // processors to leave free; a CPU has none to reserve, so it changes nothing
   static constexpr auto fields() {
-    return std::tuple{Field{"normalized_shape", &NormOptions::normalized_shape, Given::always},
+    return std::tuple{Field{"normalized_shape", &NormOptions::normalized_shape, ParamKind::required},
                       Field{"eps", &NormOptions::eps}, Field{"dtype", &NormOptions::dtype},
                       Field{"zero_centered_gamma", &NormOptions::zero_centered_gamma},
                       Field{"sm_margin", &NormOptions::sm_margin}};
@@ -33,12 +33,12 @@ class NormOp : public BasicOp {
     return gradient(ctx, dy, params, {}, /*reuse=*/false);
   }
 
-  /// As `backward`, with dx + add instead of dx. `add` has the shape of x, or is undefined. With `reuse` the memory of
+  /// As `backward`, with dx + addend instead of dx. `addend` has the shape of x, or is undefined. With `reuse` the memory of
   /// dy may become that of dx.
-  virtual at::Tensor gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& add,
+  virtual at::Tensor gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& addend,
                               bool reuse) const = 0;
   /// y once more, from the saved input.
-  virtual at::Tensor again(const OpContext& ctx, Params params) const = 0;
+  virtual at::Tensor recompute(const OpContext& ctx, Params params) const = 0;
 
  protected:
   NormOp(std::string_view name, Options options);
@@ -60,9 +60,9 @@ class LayerNorm final : public NormOp {
   std::vector<std::string> saved_names() const override { return {"input", "mean", "rstd"}; }
   Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const override;
   at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;
-  at::Tensor gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& add,
+  at::Tensor gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& addend,
                       bool reuse) const override;
-  at::Tensor again(const OpContext& ctx, Params params) const override;
+  at::Tensor recompute(const OpContext& ctx, Params params) const override;
 };
 
 /// y = x·rstd·γ',  rstd = 1/√(mean(x²) + eps) over each row.
@@ -78,9 +78,9 @@ class RMSNorm final : public NormOp {
   std::vector<std::string> saved_names() const override { return {"input", "rstd"}; }
   Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const override;
   at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;
-  at::Tensor gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& add,
+  at::Tensor gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& addend,
                       bool reuse) const override;
-  at::Tensor again(const OpContext& ctx, Params params) const override;
+  at::Tensor recompute(const OpContext& ctx, Params params) const override;
 };
 
 }  // namespace weft::ops

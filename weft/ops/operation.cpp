@@ -52,7 +52,7 @@ std::string BasicOp::text() const {
 std::string BasicOp::brief() const {
   const auto type = op_types().find(std::string(name()));
   return print(*this, [&](const FieldValue& field) {
-    if (type == op_types().end() || field.given == Given::always) return true;
+    if (type == op_types().end() || field.kind == ParamKind::required) return true;
     const auto& defaults = type->second.fields;
     return std::none_of(defaults.begin(), defaults.end(), [&](const FieldValue& other) {
       return other.name == field.name && other.value == field.value;
@@ -67,7 +67,7 @@ static std::map<std::string, OpType>& mutable_types() {
 
 const std::map<std::string, OpType>& op_types() { return mutable_types(); }
 
-void add_op_type(OpType type) {
+void register_op_type(OpType type) {
   auto name = type.name;
   TORCH_CHECK_VALUE(mutable_types().emplace(name, std::move(type)).second, "Operation '", name,
                     "' is registered twice.");

@@ -6,13 +6,13 @@
 
 namespace weft::ops {
 
-int64_t ranks_of(std::string_view op, const std::optional<std::string>& group, int64_t size) {
+int64_t resolve_group_size(std::string_view op, const std::optional<std::string>& group, int64_t size) {
   TORCH_CHECK_VALUE(size >= 1, op, ": the size of the group is ", size, ", expected 1 or more.");
   TORCH_CHECK_VALUE(group, op, ": it is to be shared by ranks, but their group is not named.");
   return size == 1 ? comm::Group(*group).size() : size;
 }
 
-int64_t share(std::string_view op, std::string_view what, int64_t total, int64_t ranks) {
+int64_t divide_evenly(std::string_view op, std::string_view what, int64_t total, int64_t ranks) {
   TORCH_CHECK_VALUE(total % ranks == 0, op, ": ", what, " ", total, " does not divide over ", ranks, " ranks.");
   return total / ranks;
 }

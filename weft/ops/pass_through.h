@@ -13,7 +13,7 @@ class PassThrough : public Op<Self> {
   }
   at::Tensor forward(OpContext&, const at::Tensor& x, Params) const override { return x; }
   at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params) const override {
-    return ctx.input_wanted() ? dy : at::Tensor{};
+    return ctx.needs_input_grad() ? dy : at::Tensor{};
   }
 };
 

@@ -10,8 +10,8 @@ class Quantize final : public PassThrough<Quantize> {
     bool forward = true;    // quantize x
     bool backward = false;  // quantize dy
     static constexpr auto fields() {
-      return std::tuple{Field{"forward", &Options::forward, Given::position},
-                        Field{"backward", &Options::backward, Given::position}};
+      return std::tuple{Field{"forward", &Options::forward, ParamKind::positional},
+                        Field{"backward", &Options::backward, ParamKind::positional}};
     }
   };
   explicit Quantize(Options options) : options_(options) {}

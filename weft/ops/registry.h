@@ -16,7 +16,7 @@ using Keywords = std::vector<std::pair<std::string, Value>>;
 struct OpType {
   std::string name;
   std::string doc;
-  std::vector<FieldValue> fields;  // with defaults; those `Given::always` have none
+  std::vector<FieldValue> fields;  // with defaults; those `ParamKind::required` have none
   std::function<OpPtr(const Keywords&)> make;
   OpPtr sample;  // the instance that the generic tests run
 };
@@ -25,7 +25,7 @@ struct OpType {
 const std::map<std::string, OpType>& op_types();
 /// Raises ValueError, with the closest names, if there is none.
 const OpType& op_type(const std::string& name);
-void add_op_type(OpType type);
+void register_op_type(OpType type);
 
 /// Makes an operation of `Type` known under `name`. `base` holds what its fields do not say (e.g. which activation),
 /// `sample` the fields of the tested instance.
@@ -38,14 +38,14 @@ struct Register {
       Options options = base;
       for (const auto& [key, value] : keywords) set_field(options, name, key, value);
       for (const auto& field : list_fields(options)) {
-        if (field.given != Given::always) continue;
+        if (field.kind != ParamKind::required) continue;
         const bool found =
             std::any_of(keywords.begin(), keywords.end(), [&](const auto& k) { return k.first == field.name; });
         TORCH_CHECK_TYPE(found, name, " needs the argument '", field.name, "'.");
       }
       return std::make_shared<Type>(std::move(options));
     };
-    add_op_type({name, std::move(doc), list_fields(base), make, std::make_shared<Type>(std::move(sample))});
+    register_op_type({name, std::move(doc), list_fields(base), make, std::make_shared<Type>(std::move(sample))});
   }
 };
 

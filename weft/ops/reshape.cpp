@@ -32,17 +32,17 @@ Inferred Reshape::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, 
   Inferred out{.y = {{}, x.dtype}, .extra_outputs = {}, .saved = {}};
   for (const auto size : options_.shape) out.y.sizes.push_back(size == -1 ? values / known : c10::SymInt(size));
   out.saved.resize(1);
-  if (plan.input_wanted) out.saved[kShape] = x;
+  if (plan.needs_input_grad) out.saved[kShape] = x;
   return out;
 }
 
 at::Tensor Reshape::forward(OpContext& ctx, const at::Tensor& x, Params) const {
-  if (ctx.input_wanted()) ctx.save(kShape, at::empty({}, x.options()).expand(x.sizes()));
-  return sharing_version(x.reshape(options_.shape), x);
+  if (ctx.needs_input_grad()) ctx.save(kShape, at::empty({}, x.options()).expand(x.sizes()));
+  return share_version_counter(x.reshape(options_.shape), x);
 }
 
 at::Tensor Reshape::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
-  return ctx.input_wanted() ? sharing_version(dy.reshape(ctx.saved(kShape).sizes()), dy) : at::Tensor{};
+  return ctx.needs_input_grad() ? share_version_counter(dy.reshape(ctx.saved(kShape).sizes()), dy) : at::Tensor{};
 }
 
 static const Register<Reshape> reshape{

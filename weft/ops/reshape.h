@@ -8,7 +8,7 @@ class Reshape final : public Op<Reshape> {
  public:
   struct Options {
     std::vector<int64_t> shape = {};
-    static constexpr auto fields() { return std::tuple{Field{"shape", &Options::shape, Given::always}}; }
+    static constexpr auto fields() { return std::tuple{Field{"shape", &Options::shape, ParamKind::required}}; }
   };
   enum Saved { kShape };
 

@@ -15,7 +15,7 @@ Inferred ScaledActivation::infer(const OpPlan& plan, const Spec& x, c10::ArrayRe
   TORCH_CHECK_VALUE(!x.sizes.empty() && same_size(extra[0].numel(), x.rows()), name(), ": scales have shape ",
                     extra[0].sizes, ", input has shape ", x.sizes, "; expected one value for each row.");
   out.saved.resize(2);
-  if (plan.records) out.saved = {input, extra[0]};
+  if (plan.needs_grad) out.saved = {input, extra[0]};
   return out;
 }
 
@@ -36,7 +36,7 @@ at::Tensor ScaledActivation::forward(OpContext& ctx, const at::Tensor& x, Params
   check_scales(x, scales);
   auto input = activation_input(name(), act_, x, ctx.dtype(x.scalar_type()));
   auto y = kernels::scaled_activation_forward(act_, input, scales);
-  if (ctx.records()) {
+  if (ctx.needs_grad()) {
     ctx.save(kInput, std::move(input));
     ctx.save(kScales, scales);
   }
@@ -45,24 +45,24 @@ at::Tensor ScaledActivation::forward(OpContext& ctx, const at::Tensor& x, Params
 
 at::Tensor ScaledActivation::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
   auto [dx, dscales] = kernels::scaled_activation_backward(act_, dy, ctx.saved(kInput), ctx.saved(kScales),
-                                                           ctx.input_wanted(), ctx.extra_wanted(0));
+                                                           ctx.needs_input_grad(), ctx.needs_extra_grad(0));
   if (dscales.defined()) ctx.set_extra_input_grad(0, std::move(dscales));
   return dx;
 }
 
 /// The fused grouped MLP can recompute SReLU only.
-static void refuse_recompute(std::string_view op, bool recompute) {
+static void reject_recompute(std::string_view op, bool recompute) {
   TORCH_CHECK_VALUE(!recompute, op, ": activation_recompute_in_mlp is true, but ", op,
                     " does not support activation recomputation. Leave it false.");
 }
 
 static Act act_of(const ScaledSwiGLU::Options& o) {
-  refuse_recompute("ScaledSwiGLU", o.activation_recompute_in_mlp);
+  reject_recompute("ScaledSwiGLU", o.activation_recompute_in_mlp);
   return {.kind = ActKind::swiglu, .interleave = interleave_size("ScaledSwiGLU", o.glu_interleave_size)};
 }
 
 static Act act_of(const ScaledSiTUGLU::Options& o) {
-  refuse_recompute("ScaledSiTUGLU", o.activation_recompute_in_mlp);
+  reject_recompute("ScaledSiTUGLU", o.activation_recompute_in_mlp);
   check_positive("ScaledSiTUGLU", "beta1", o.beta1);
   check_positive("ScaledSiTUGLU", "beta2", o.beta2);
   return {.kind = ActKind::situglu,
@@ -72,7 +72,7 @@ static Act act_of(const ScaledSiTUGLU::Options& o) {
 }
 
 static Act act_of(const ScaledClampedQGeGLU::Options& o) {
-  refuse_recompute("ScaledClampedQGeGLU", o.activation_recompute_in_mlp);
+  reject_recompute("ScaledClampedQGeGLU", o.activation_recompute_in_mlp);
   return {.kind = ActKind::clamped_swiglu,
           .limit = o.limit,
           .alpha = o.alpha,

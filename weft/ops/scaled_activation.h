@@ -62,7 +62,7 @@ class ScaledSwiGLU final : public ScaledActivation {
     std::optional<int64_t> glu_interleave_size = {};
     bool activation_recompute_in_mlp = false;
     static constexpr auto fields() {
-      return std::tuple{Field{"glu_interleave_size", &Options::glu_interleave_size, Given::position},
+      return std::tuple{Field{"glu_interleave_size", &Options::glu_interleave_size, ParamKind::positional},
                         Field{"activation_recompute_in_mlp", &Options::activation_recompute_in_mlp}};
     }
   };
@@ -85,7 +85,7 @@ class ScaledSiTUGLU final : public ScaledActivation {
     double beta1 = 4.0;
     double beta2 = 25.0;
     static constexpr auto fields() {
-      return std::tuple{Field{"glu_interleave_size", &Options::glu_interleave_size, Given::position},
+      return std::tuple{Field{"glu_interleave_size", &Options::glu_interleave_size, ParamKind::positional},
                         Field{"activation_recompute_in_mlp", &Options::activation_recompute_in_mlp},
                         Field{"beta1", &Options::beta1}, Field{"beta2", &Options::beta2}};
     }
@@ -110,7 +110,7 @@ class ScaledClampedQGeGLU final : public ScaledActivation {
     double alpha = 1.702;
     double glu_linear_offset = 1.0;
     static constexpr auto fields() {
-      return std::tuple{Field{"glu_interleave_size", &Options::glu_interleave_size, Given::position},
+      return std::tuple{Field{"glu_interleave_size", &Options::glu_interleave_size, ParamKind::positional},
                         Field{"activation_recompute_in_mlp", &Options::activation_recompute_in_mlp},
                         Field{"limit", &Options::limit}, Field{"alpha", &Options::alpha},
                         Field{"glu_linear_offset", &Options::glu_linear_offset}};

@@ -17,7 +17,7 @@ Inferred SoftCap::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, 
   const auto input = x.as(plan.dtype(x.dtype));
   Inferred out{.y = input, .extra_outputs = {}, .saved = {}};
   out.saved.resize(1);
-  if (plan.input_wanted) out.saved[kInput] = input;
+  if (plan.needs_input_grad) out.saved[kInput] = input;
   return out;
 }
 
@@ -27,12 +27,12 @@ at::Tensor SoftCap::forward(OpContext& ctx, const at::Tensor& x, Params) const {
               dtype_name(input.scalar_type()), ", expected float32, float64, float16 or bfloat16.");
   auto y = at::div(kernels::widen(input), options_.cap).tanh_().mul_(options_.cap);
   y = as_dtype(y, input.scalar_type());
-  if (ctx.input_wanted()) ctx.save(kInput, std::move(input));
+  if (ctx.needs_input_grad()) ctx.save(kInput, std::move(input));
   return y;
 }
 
 at::Tensor SoftCap::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
-  if (!ctx.input_wanted()) return {};
+  if (!ctx.needs_input_grad()) return {};
   const auto& input = ctx.saved(kInput);
   const auto tanh = at::div(kernels::widen(input), options_.cap).tanh_();
   const auto dx = at::mul(kernels::widen(dy), at::mul(tanh, tanh).neg_().add_(1));

@@ -8,7 +8,7 @@ class SoftCap final : public Op<SoftCap> {
  public:
   struct Options {
     double cap = 0;
-    static constexpr auto fields() { return std::tuple{Field{"cap", &Options::cap, Given::always}}; }
+    static constexpr auto fields() { return std::tuple{Field{"cap", &Options::cap, ParamKind::required}}; }
   };
   enum Saved { kInput };
 

@@ -12,7 +12,7 @@ namespace weft::ops {
 enum class Init { zeros, ones, fan_in_uniform };
 
 /// When backward needs the values of a parameter again: never, for the gradient of x, for any gradient.
-enum class Read { never, for_input, always };
+enum class BackwardRead { never, for_input_grad, always };
 
 /// A parameter as an operation describes it; the tensor belongs to a module.
 struct ParamSpec {
@@ -20,9 +20,9 @@ struct ParamSpec {
   std::vector<int64_t> shape;
   at::ScalarType dtype = at::kFloat;
   Init init = Init::zeros;
-  Read read = Read::never;  // by backward
+  BackwardRead backward_read = BackwardRead::never;  // by backward
   int64_t fan_in = 0;       // of fan_in_uniform: uniform in ±1/√fan_in
-  bool sinks = false;       // its gradient goes where a WgradSink says, and may wait for backward_dw
+  bool supports_main_grad = false;       // its gradient goes where a WgradSink says, and may wait for backward_dw
   bool any_shape = false;   // of an operation written in Python: `shape` and `dtype` are not known
 };
 

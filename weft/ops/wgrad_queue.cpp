@@ -6,32 +6,32 @@ namespace weft::ops {
 namespace {
 
 /// Grows whenever one of its tensors is written.
-int64_t version(const WgradProduct& product) {
+int64_t version(const WgradGemm& gemm) {
   int64_t sum = 0;
-  for (const auto* t : {&product.dy, &product.x, &product.splits})
+  for (const auto* t : {&gemm.dy, &gemm.x, &gemm.splits})
     if (t->defined() && !t->is_inference()) sum += t->_version();
   return sum;
 }
 
 }  // namespace
 
-void WgradQueue::put(WgradProduct product) {
-  const auto seen = version(product);
+void WgradQueue::push(WgradGemm gemm) {
+  const auto seen = version(gemm);
   const std::lock_guard lock(mutex_);
-  entries_.push_back({.product = std::move(product), .version = seen});
+  entries_.push_back({.gemm = std::move(gemm), .version = seen});
 }
 
-std::vector<WgradProduct> WgradQueue::pop_run() {
-  std::vector<WgradProduct> products;
+std::vector<WgradGemm> WgradQueue::pop_oldest() {
+  std::vector<WgradGemm> gemms;
   bool changed = false;
   {
     const std::lock_guard lock(mutex_);
     TORCH_CHECK(!entries_.empty(), "No weight gradient is pending: call backward_dw() once after each backward.");
-    const auto run = entries_.front().product.run;
+    const auto task = entries_.front().gemm.graph_task_id;
     std::erase_if(entries_, [&](Entry& entry) {
-      if (entry.product.run != run) return false;
-      changed |= version(entry.product) != entry.version;
-      products.push_back(std::move(entry.product));
+      if (entry.gemm.graph_task_id != task) return false;
+      changed |= version(entry.gemm) != entry.version;
+      gemms.push_back(std::move(entry.gemm));
       return true;
     });
   }
@@ -39,18 +39,18 @@ std::vector<WgradProduct> WgradQueue::pop_run() {
       !changed,
       "The input, the output gradient or the splits of a delayed weight gradient was modified in place after backward. "
       "Call backward_dw() before you reuse these tensors.");
-  return products;
+  return gemms;
 }
 
-size_t WgradQueue::runs() const {
+size_t WgradQueue::num_backwards() const {
   const std::lock_guard lock(mutex_);
-  std::set<int64_t> runs;
-  for (const auto& entry : entries_) runs.insert(entry.product.run);
-  return runs.size();
+  std::set<int64_t> tasks;
+  for (const auto& entry : entries_) tasks.insert(entry.gemm.graph_task_id);
+  return tasks.size();
 }
 
 void WgradQueue::assert_empty() const {
-  const auto pending = runs();
+  const auto pending = num_backwards();
   TORCH_CHECK(pending == 0, "The weight gradients of ", pending,
               " backward passes are pending: call backward_dw() once after each backward.");
 }

@@ -10,17 +10,17 @@ namespace weft::ops {
 /// Delayed weight gradients, oldest first. Filled on autograd's threads, emptied on the caller's.
 class WgradQueue {
  public:
-  void put(WgradProduct product);
+  void push(WgradGemm gemm);
   /// All of the oldest backward; raises if there are none, or if their tensors were written since.
-  std::vector<WgradProduct> pop_run();
+  std::vector<WgradGemm> pop_oldest();
   /// How many backwards they belong to.
-  size_t runs() const;
+  size_t num_backwards() const;
   /// Raises if some wait.
   void assert_empty() const;
 
  private:
   struct Entry {
-    WgradProduct product;
+    WgradGemm gemm;
     int64_t version;  // of its tensors
   };
 

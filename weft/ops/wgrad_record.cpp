@@ -7,26 +7,26 @@
 namespace weft::ops {
 namespace {
 
-ByIdentity<WgradRecord>& records() {
-  static auto* table = new ByIdentity<WgradRecord>;  // never destroyed: a parameter may outlive any order of exit
+WeakTensorMap<WgradAttrs>& wgrad_attrs_table() {
+  static auto* table = new WeakTensorMap<WgradAttrs>;  // never destroyed: a parameter may outlive any order of exit
   return *table;
 }
 
 /// Notes in records. A parameter without a record has none.
-class RecordResolver final : public WgradResolver {
+class AttrsResolver final : public WgradResolver {
  public:
-  WgradNotes resolve(const at::Tensor& param, bool fetch) const override {
-    auto* record = find_wgrad_record(param);
-    if (!record) return {};
-    const bool getter = static_cast<bool>(record->get_main_grad);
-    if (getter && fetch) record->main_grad = record->get_main_grad();
-    return {.main_grad = record->main_grad,
+  ResolvedWgradAttrs resolve(const at::Tensor& param, bool fetch) const override {
+    auto* attrs = find_wgrad_attrs(param);
+    if (!attrs) return {};
+    const bool getter = static_cast<bool>(attrs->get_main_grad);
+    if (getter && fetch) attrs->main_grad = attrs->get_main_grad();
+    return {.main_grad = attrs->main_grad,
             .has_getter = getter,
-            .has_flag = record->grad_added_to_main_grad.has_value(),
-            .overwrite = record->overwrite_main_grad,
-            .zero_out = record->zero_out_wgrad};
+            .has_flag = attrs->grad_added_to_main_grad.has_value(),
+            .overwrite = attrs->overwrite_main_grad,
+            .zero_out = attrs->zero_out_wgrad};
   }
-  void set_added(const at::Tensor& param) const override { wgrad_record(param).grad_added_to_main_grad = true; }
+  void mark_grad_added(const at::Tensor& param) const override { wgrad_attrs(param).grad_added_to_main_grad = true; }
 };
 
 std::atomic<const WgradResolver*>& installed() {
@@ -36,13 +36,13 @@ std::atomic<const WgradResolver*>& installed() {
 
 }  // namespace
 
-WgradRecord& wgrad_record(const at::Tensor& param) { return *records().get(param); }
-WgradRecord* find_wgrad_record(const at::Tensor& param) { return records().find(param).get(); }
+WgradAttrs& wgrad_attrs(const at::Tensor& param) { return *wgrad_attrs_table().get(param); }
+WgradAttrs* find_wgrad_attrs(const at::Tensor& param) { return wgrad_attrs_table().find(param).get(); }
 
 const WgradResolver& wgrad_resolver(const at::Tensor& param) {
-  static const RecordResolver own;
+  static const AttrsResolver own;
   const auto* other = installed().load();
-  return other && !find_wgrad_record(param) ? *other : own;
+  return other && !find_wgrad_attrs(param) ? *other : own;
 }
 
 void set_wgrad_resolver(const WgradResolver* resolver) { installed() = resolver; }

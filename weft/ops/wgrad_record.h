@@ -8,7 +8,7 @@ namespace weft::ops {
 
 /// What a framework notes on a parameter about its weight gradient. A Python Parameter has attributes of these names
 /// instead. Read when the gradient is computed.
-struct WgradRecord {
+struct WgradAttrs {
   at::Tensor main_grad = {};                         // contiguous, as many elements as the parameter
   std::function<at::Tensor()> get_main_grad = {};    // if set, called for `main_grad` at each gradient
   std::optional<bool> grad_added_to_main_grad = {};  // present: set to true, and autograd gets a dummy
@@ -18,12 +18,12 @@ struct WgradRecord {
 };
 
 /// The record of a parameter, made if there is none. Lives as long as the parameter.
-WgradRecord& wgrad_record(const at::Tensor& param);
+WgradAttrs& wgrad_attrs(const at::Tensor& param);
 /// nullptr if there is none.
-WgradRecord* find_wgrad_record(const at::Tensor& param);
+WgradAttrs* find_wgrad_attrs(const at::Tensor& param);
 
 /// One reading of a parameter's notes.
-struct WgradNotes {
+struct ResolvedWgradAttrs {
   at::Tensor main_grad = {};
   bool has_getter = false;  // main_grad comes from get_main_grad()
   bool has_flag = false;    // grad_added_to_main_grad is present
@@ -39,9 +39,9 @@ class WgradResolver {
   WgradResolver& operator=(const WgradResolver&) = delete;
   virtual ~WgradResolver() = default;
   /// `fetch`: a framework's get_main_grad() is called; without it only its presence is told.
-  virtual WgradNotes resolve(const at::Tensor& param, bool fetch) const = 0;
+  virtual ResolvedWgradAttrs resolve(const at::Tensor& param, bool fetch) const = 0;
   /// grad_added_to_main_grad = true.
-  virtual void set_added(const at::Tensor& param) const = 0;
+  virtual void mark_grad_added(const at::Tensor& param) const = 0;
 };
 
 /// The one in charge of a parameter: of its record if it has one, else the one that was installed.

@@ -19,13 +19,13 @@ namespace weft::ops {
 namespace {
 
 /// What is remembered of a parameter between backward runs.
-struct Due {
+struct WgradState {
   WgradQueue queue;
-  int64_t overwritten_in = -1;  // the last backward run that overwrote main_grad
+  int64_t overwritten_by = -1;  // the last backward run that overwrote main_grad
 };
 
-ByIdentity<Due>& due() {
-  static auto* table = new ByIdentity<Due>;  // never destroyed, like the records
+WeakTensorMap<WgradState>& wgrad_states() {
+  static auto* table = new WeakTensorMap<WgradState>;  // never destroyed, like the records
   return *table;
 }
 
@@ -48,7 +48,7 @@ void check_main_grad(const WgradOptions& options, const at::Tensor& param, const
               "; expected a contiguous tensor of as many elements.");
 }
 
-void raise_version(const at::Tensor& t) {
+void bump_version(const at::Tensor& t) {
   if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
 }
 
@@ -60,7 +60,7 @@ Sinks resolve_all(const WgradOptions& options, Params params, bool fetch) {
   Sinks sinks;
   for (const auto& param : params) sinks.push_back(resolve(options, param, fetch));
   for (const auto& sink : sinks) {
-    TORCH_CHECK(sink.add == sinks[0].add, options.op,
+    TORCH_CHECK(sink.accumulate == sinks[0].accumulate, options.op,
                 ": overwrite_main_grad differs between the weights of one operation; set it alike on all of them.");
     TORCH_CHECK(!sink.out.defined() || sink.out.scalar_type() == sinks[0].out.scalar_type(), options.op,
                 ": the main_grads of one operation are ", sinks[0].out.scalar_type(), " and ", sink.out.scalar_type(),
@@ -70,24 +70,24 @@ Sinks resolve_all(const WgradOptions& options, Params params, bool fetch) {
 }
 
 /// dW of one weight, to `out` or to fresh memory.
-Gradients write_one(const WgradProduct& product, const at::Tensor& main_grad, bool add) {
-  const auto dy = as_matrix(product.dy), x = as_matrix(product.x);
-  kernels::Epilogue epilogue{.scale = product.scale, .between = product.between};
+Gradients write_one(const WgradGemm& gemm, const at::Tensor& main_grad, bool accumulate) {
+  const auto dy = as_matrix(gemm.dy), x = as_matrix(gemm.x);
+  kernels::Epilogue epilogue{.scale = gemm.scale, .between = gemm.progress};
   if (main_grad.defined()) epilogue.out = main_grad.view({dy.size(1), x.size(1)});
-  if (add) epilogue.add = epilogue.out;
-  return {kernels::gemm(kernels::transposed(dy, product.tiles), x, epilogue).out};
+  if (accumulate) epilogue.add = epilogue.out;
+  return {kernels::gemm(kernels::transposed(dy, gemm.packed_dy), x, epilogue).out};
 }
 
 /// dW of each group, to the sinks or to slices of one fresh block.
-Gradients write_groups(const WgradProduct& product, const Sinks& sinks, bool add) {
-  const auto dy = as_matrix(product.dy), x = as_matrix(product.x);
-  const kernels::GroupIndex index(product.splits);
+Gradients write_groups(const WgradGemm& gemm, const Sinks& sinks, bool accumulate) {
+  const auto dy = as_matrix(gemm.dy), x = as_matrix(gemm.x);
+  const kernels::GroupIndex index(gemm.splits);
   const auto groups = index.groups(), n = dy.size(1), k = x.size(1);
-  const bool one = product.stacked, fresh = !sinks[0].out.defined();
+  const bool one = gemm.stacked, allocate = !sinks[0].out.defined();
   Gradients gradients;
   kernels::GroupedMatrix out;
-  if (fresh || one) {
-    const auto block = fresh ? at::empty({groups, n, k}, x.options()) : sinks[0].out.view({groups, n, k});
+  if (allocate || one) {
+    const auto block = allocate ? at::empty({groups, n, k}, x.options()) : sinks[0].out.view({groups, n, k});
     out = kernels::GroupedMatrix(block);
     for (size_t g = 0; g < sinks.size(); ++g)
       gradients.push_back(one ? block : block.select(0, static_cast<int64_t>(g)));
@@ -95,34 +95,34 @@ Gradients write_groups(const WgradProduct& product, const Sinks& sinks, bool add
     for (const auto& sink : sinks) gradients.push_back(sink.out);
     out = kernels::GroupedMatrix(gradients, n, k);
   }
-  kernels::grouped_weight_gradient(index, dy, x, out, add, product.path);
+  kernels::grouped_weight_gradient(index, dy, x, out, accumulate, gemm.path);
   return gradients;
 }
 
 /// The product into the sinks' memory, or into fresh memory. Of several writes in one backward run (a weight that is
 /// used twice) only the first overwrites.
-Gradients write(const Sinks& sinks, Params params, const WgradProduct& product) {
-  const auto compute = [&](bool add) {
-    return product.splits.defined() ? write_groups(product, sinks, add) : write_one(product, sinks[0].out, add);
+Gradients write(const Sinks& sinks, Params params, const WgradGemm& gemm) {
+  const auto compute = [&](bool accumulate) {
+    return gemm.splits.defined() ? write_groups(gemm, sinks, accumulate) : write_one(gemm, sinks[0].out, accumulate);
   };
   if (!sinks[0].out.defined()) return compute(false);
-  const auto remembered = sinks[0].add ? nullptr : due().get(params[0]);
+  const auto state = sinks[0].accumulate ? nullptr : wgrad_states().get(params[0]);
   const std::lock_guard lock(write_lock(params[0]));
-  const bool add = sinks[0].add || remembered->overwritten_in == product.run;
-  if (remembered) remembered->overwritten_in = product.run;
-  for (const auto& sink : sinks) raise_version(sink.out);
-  return compute(add);
+  const bool accumulate = sinks[0].accumulate || state->overwritten_by == gemm.graph_task_id;
+  if (state) state->overwritten_by = gemm.graph_task_id;
+  for (const auto& sink : sinks) bump_version(sink.out);
+  return compute(accumulate);
 }
 
 /// The Parameters themselves. A gradient that leaves autograd's way needs to know whose it is.
-Gradients leaves_of(const OpContext& ctx, const WgradOptions& options, int first, int count) {
-  TORCH_CHECK_NOT_IMPLEMENTED(ctx.leaves(), options.op,
+Gradients leaf_params_of(const OpContext& ctx, const WgradOptions& options, int first, int count) {
+  TORCH_CHECK_NOT_IMPLEMENTED(ctx.leaf_params(), options.op,
                               ": accumulate_into_main_grad and delay_wgrad_compute need the Parameter, which a "
                               "compiled, exported or functional call does not carry. Run the module eagerly, or turn "
                               "the options off.");
   Gradients leaves;
   for (int i = first; i < first + count; ++i) {
-    leaves.push_back(ctx.leaves()->leaf(ctx.plan().param_base + i));
+    leaves.push_back(ctx.leaf_params()->leaf(ctx.plan().param_base + i));
     TORCH_CHECK(leaves.back().defined(), options.op,
                 ": accumulate_into_main_grad or delay_wgrad_compute is on, but the weight is computed from other "
                 "tensors (a parametrization, a view of a flat parameter), so it has no main_grad or .grad of its own. "
@@ -137,72 +137,72 @@ void add_to_grad(const at::Tensor& param, const at::Tensor& dw) {
     grad = dw.to(param.scalar_type());
   } else {
     grad.add_(dw.to(param.scalar_type()));
-    raise_version(grad);
+    bump_version(grad);
   }
 }
 
 }  // namespace
 
 WgradSink resolve(const WgradOptions& options, const at::Tensor& param, bool fetch) {
-  using Gives = WgradSink::Gives;
-  if (!options.accumulate) return {.gives = options.delay ? Gives::nothing : Gives::gradient};
-  const auto notes = wgrad_resolver(param).resolve(param, fetch);
-  const bool comes_later = notes.has_getter && !fetch;
-  if (!comes_later) check_main_grad(options, param, notes.main_grad);
-  return {.out = comes_later ? at::Tensor{} : notes.main_grad,
-          .add = !notes.overwrite,
-          .gives = notes.has_flag ? Gives::dummy : Gives::nothing,
-          .zero_dummy = notes.zero_out};
+  using Returns = WgradSink::Returns;
+  if (!options.accumulate) return {.returns = options.delay ? Returns::nothing : Returns::gradient};
+  const auto attrs = wgrad_resolver(param).resolve(param, fetch);
+  const bool comes_later = attrs.has_getter && !fetch;
+  if (!comes_later) check_main_grad(options, param, attrs.main_grad);
+  return {.out = comes_later ? at::Tensor{} : attrs.main_grad,
+          .accumulate = !attrs.overwrite,
+          .returns = attrs.has_flag ? Returns::dummy : Returns::nothing,
+          .zero_dummy = attrs.zero_out};
 }
 
-void weight_gradient(OpContext& ctx, const WgradOptions& options, int first, int count, WgradProduct product) {
+void weight_gradient(OpContext& ctx, const WgradOptions& options, int first, int count, WgradGemm gemm) {
   if (!options.accumulate && !options.delay) {
-    auto gradients = write(Sinks(count), {}, product);
+    auto gradients = write(Sinks(count), {}, gemm);
     for (int i = 0; i < count; ++i) ctx.set_param_grad(first + i, std::move(gradients[i]));
     return;
   }
-  const auto params = leaves_of(ctx, options, first, count);
+  const auto params = leaf_params_of(ctx, options, first, count);
   const auto sinks = resolve_all(options, params, /*fetch=*/!options.delay);
-  if (options.delay || !sinks[0].add) product.run = ctx.leaves()->run();
+  if (options.delay || !sinks[0].accumulate) gemm.graph_task_id = ctx.leaf_params()->graph_task_id();
   if (options.delay) {
-    due().get(params[0])->queue.put(std::move(product));
+    wgrad_states().get(params[0])->queue.push(std::move(gemm));
   } else {
-    write(sinks, params, product);
-    ctx.frame().added.push_back(ctx.index());
+    write(sinks, params, gemm);
+    ctx.frame().added_to_main_grad.push_back(ctx.index());
   }
   for (int i = 0; i < count; ++i) {
-    if (sinks[i].gives != WgradSink::Gives::dummy) continue;
-    wgrad_resolver(params[i]).set_added(params[i]);
+    if (sinks[i].returns != WgradSink::Returns::dummy) continue;
+    wgrad_resolver(params[i]).mark_grad_added(params[i]);
     ctx.set_param_grad(first + i, dummy_gradient(params[i], sinks[i].zero_dummy));
   }
 }
 
 bool backward_dw(const WgradOptions& options, Params params) {
-  const auto found = due().find(params[0]);
-  if (!found || found->queue.runs() == 0) return false;
+  const auto found = wgrad_states().find(params[0]);
+  if (!found || found->queue.num_backwards() == 0) return false;
   const auto sinks = resolve_all(options, params, /*fetch=*/true);
-  for (const auto& product : found->queue.pop_run()) {
-    const auto gradients = write(sinks, params, product);
+  for (const auto& gemm : found->queue.pop_oldest()) {
+    const auto gradients = write(sinks, params, gemm);
     for (size_t i = 0; i < params.size() && !options.accumulate; ++i) add_to_grad(params[i], gradients[i]);
   }
   for (size_t i = 0; i < params.size(); ++i)
-    if (sinks[i].gives == WgradSink::Gives::dummy) wgrad_resolver(params[i]).set_added(params[i]);
+    if (sinks[i].returns == WgradSink::Returns::dummy) wgrad_resolver(params[i]).mark_grad_added(params[i]);
   return true;
 }
 
 size_t pending_dw(const at::Tensor& param) {
-  const auto found = due().find(param);
-  return found ? found->queue.runs() : 0;
+  const auto found = wgrad_states().find(param);
+  return found ? found->queue.num_backwards() : 0;
 }
 
 at::Tensor dummy_gradient(const at::Tensor& param, bool zero) {
   using Key = std::tuple<std::vector<int64_t>, std::vector<int64_t>, at::ScalarType, c10::DeviceType, int>;
   static std::mutex mutex;
-  static auto* kept = new std::map<Key, at::Tensor>;
+  static auto* cache = new std::map<Key, at::Tensor>;
   const bool dense = param.is_non_overlapping_and_dense();
   const auto strides = dense ? param.strides().vec() : std::vector<int64_t>{};
   const std::lock_guard lock(mutex);
-  auto& dummy = (*kept)[{param.sizes().vec(), strides, param.scalar_type(), param.device().type(),
+  auto& dummy = (*cache)[{param.sizes().vec(), strides, param.scalar_type(), param.device().type(),
                          static_cast<int>(param.device().index())}];
   if (!dummy.defined()) {
     const auto options = param.options().requires_grad(false);

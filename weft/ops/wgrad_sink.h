@@ -11,10 +11,10 @@ namespace weft::ops {
 
 /// Where a weight gradient goes, how it is written there, and what autograd gets for it.
 struct WgradSink {
-  enum class Gives { gradient, dummy, nothing };
+  enum class Returns { gradient, dummy, nothing };
   at::Tensor out = {};  // the parameter's main_grad; undefined: fresh memory
-  bool add = false;     // out += dW; otherwise out = dW, and out is not read
-  Gives gives = Gives::gradient;
+  bool accumulate = false;  // out += dW; otherwise out = dW, and out is not read
+  Returns returns = Returns::gradient;
   bool zero_dummy = false;
 };
 
@@ -26,12 +26,12 @@ struct WgradOptions {
 };
 
 /// A weight gradient that is due: dW = scale·dyᵀ x; or, with `splits`, one for each group of rows.
-struct WgradProduct {
+struct WgradGemm {
   at::Tensor dy, x;  // [..., out] and [..., in], of one dtype
   double scale = 1;
-  int64_t run = 0;                                 // the backward it belongs to (Leaves::run), if that matters
-  const std::function<void()>* between = nullptr;  // as in Epilogue; of a product that is not put off
-  at::Tensor tiles = {};                           // of dyᵀ, if somebody has made them
+  int64_t graph_task_id = 0;                       // the backward it belongs to (LeafParams::graph_task_id), if that matters
+  const std::function<void()>* progress = nullptr;  // as in Epilogue; of a product that is not put off
+  at::Tensor packed_dy = {};                       // of dyᵀ, if somebody has made them
   at::Tensor splits = {};                          // of a grouped weight
   bool stacked = false;                            // a grouped weight is one parameter [G, out, in], not G of them
   kernels::GroupedPath path = kernels::GroupedPath::best;
@@ -45,7 +45,7 @@ WgradSink resolve(const WgradOptions& options, const at::Tensor& param, bool fet
 /// tells autograd for each of them:
 ///   accumulate: a dummy if the parameter has grad_added_to_main_grad, which is set; else nothing
 ///   otherwise:  dW, or nothing if delayed
-void weight_gradient(OpContext& ctx, const WgradOptions& options, int first, int count, WgradProduct product);
+void weight_gradient(OpContext& ctx, const WgradOptions& options, int first, int count, WgradGemm gemm);
 
 /// Computes the delayed gradients of `params` that the oldest backward left, however often it used them: into
 /// main_grad, or into .grad without accumulation. False if none are pending. To be called below autograd.

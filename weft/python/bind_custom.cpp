@@ -13,7 +13,7 @@ struct Rewriter {
   fused::Pass pass;
 
   std::vector<fused::Step> operator()(const std::vector<fused::Step>& steps, const fused::PlanView& view) const {
-    const auto* modules = scope().ops;
+    const auto* modules = current_call().ops;
     if (!modules) return steps;  // a pipeline made in C++ has no Python objects to show
     const py::gil_scoped_acquire gil;
     py::list before;
@@ -40,25 +40,25 @@ struct Rewriter {
       return step;
     }
     const bool is_fused = item.attr("is_fused_op").cast<bool>();
-    const py::list parts = is_fused ? py::list(item.attr("basic_ops")) : py::list(py::make_tuple(item));
-    std::vector<PyFused::Shape> shapes;
+    const py::list components = is_fused ? py::list(item.attr("basic_ops")) : py::list(py::make_tuple(item));
+    std::vector<PyFused::ComponentInfo> infos;
     fused::Step step{.fused = {},
                      .first = next,
-                     .count = static_cast<int>(parts.size()),
+                     .count = static_cast<int>(components.size()),
                      .min_rows = 0,
                      .rule = name,
                      .own_base = 0};
-    for (const auto part : parts) {
-      TORCH_CHECK(next < static_cast<int>(modules.size()) && modules[next].is(part), "Fusion function '", name,
+    for (const auto component : components) {
+      TORCH_CHECK(next < static_cast<int>(modules.size()) && modules[next].is(component), "Fusion function '", name,
                   "' must return the operations it was given, in order; position ", next, " is another object.");
       const auto& op = modules[next].attr("_description")().cast<const ops::BasicOp&>();
-      shapes.push_back({pass == fused::Pass::joint || op.process_local(), op.extra_outputs(),
+      infos.push_back({pass == fused::Pass::joint || op.process_local(), op.extra_outputs(),
                         static_cast<int>(op.saved_names().size()), op.weight_slot(), view.compute_dtypes[next]});
       ++next;
     }
     if (!is_fused) return {.fused = {}, .first = step.first, .count = 1, .min_rows = 0, .rule = {}, .own_base = 0};
     step.rule = py::type::of(item).attr("__name__").cast<std::string>();
-    step.fused = std::make_shared<PyFused>(py::reinterpret_borrow<py::object>(item), std::move(shapes));
+    step.fused = std::make_shared<PyFused>(py::reinterpret_borrow<py::object>(item), std::move(infos));
     return step;
   }
 };
@@ -69,7 +69,7 @@ int64_t add_function(const std::string& pass, const py::object& function, bool p
                                           : fused::Pass::joint;
   const auto name = py::str(py::getattr(function, "__qualname__", py::repr(function))).cast<std::string>();
   fused::FusionRule rule{
-      .name = name, .pass = which, .pattern = {}, .refuse = {}, .make = {}, .sample = {}, .min_rows = 0, .rewrite = {}};
+      .name = name, .pass = which, .pattern = {}, .reject = {}, .make = {}, .sample = {}, .min_rows = 0, .rewrite = {}};
   const auto rewriter = hold(Rewriter{name, function, which});  // rules are copied and dropped on any thread
   rule.rewrite = [rewriter](const auto& steps, const auto& view) { return (*rewriter)(steps, view); };
   return fused::add_rule(std::move(rule), prepend);
@@ -113,17 +113,17 @@ void bind_custom(py::module_& m) {
       },
       py::arg("names"), "Numbers of the rules of these names.");
   m.def(
-      "suspend_rules",
+      "disable_rules",
       [](const std::vector<int64_t>& ids) {
         const py::gil_scoped_release release;
-        fused::suspend_rules(ids);
+        fused::disable_rules(ids);
       },
       py::arg("ids"), "Sets rules aside.");
   m.def(
-      "resume_rules",
+      "enable_rules",
       [](const std::vector<int64_t>& ids) {
         const py::gil_scoped_release release;
-        return fused::resume_rules(ids);
+        return fused::enable_rules(ids);
       },
       py::arg("ids"), "Puts rules back in force; returns those that were set aside.");
   m.def(

@@ -37,7 +37,7 @@ py::list infer(const std::string& text, const py::list& inputs) {
   py::list results;
   for (const auto& spec : shapes.outputs) results.append(to_python(spec));
   for (const auto& slot : shapes.saved)
-    results.append(slot.spec && slot.keeps_value_of != -1 ? py::object(to_python(*slot.spec)) : py::none());
+    results.append(slot.spec && slot.alias_of != -1 ? py::object(to_python(*slot.spec)) : py::none());
   return results;
 }
 
@@ -53,7 +53,7 @@ std::vector<bool> into_main_grad(const fuser::Pipeline& pipeline) {
   std::vector<bool> list;
   for (int i = 0; i < pipeline.size(); ++i)
     for (int p = pipeline.param_base(i); p < pipeline.param_base(i + 1); ++p)
-      list.push_back(pipeline.params()[p].sinks && accumulates(pipeline.op(i)));
+      list.push_back(pipeline.params()[p].supports_main_grad && accumulates(pipeline.op(i)));
   return list;
 }
 
@@ -65,11 +65,11 @@ py::list gradients(const std::string& text) {
   const auto& key = program.plan->key;
   const auto accumulated = into_main_grad(*program.pipeline);
   py::list list;
-  for (int i = 0; i < key.traits(); ++i) {
+  for (int i = 0; i < key.num_tensors(); ++i) {
     const auto name = i == 0        ? std::string("the input")
                       : i <= extras ? "extra input " + std::to_string(i - 1)
                                     : fuser::param_name(*program.pipeline, i - 1 - extras);
-    list.append(py::make_tuple(name, key.trait(i).requires_grad, i > extras && accumulated[i - 1 - extras]));
+    list.append(py::make_tuple(name, key.tensor_meta(i).requires_grad, i > extras && accumulated[i - 1 - extras]));
   }
   return list;
 }
@@ -103,7 +103,7 @@ void bind_functional(py::module_& m) {
       "check_transforms",
       [](const std::vector<at::Tensor>& tensors) {
         fuser::check_modes();
-        fuser::refuse_tangents(tensors);
+        fuser::reject_tangents(tensors);
       },
       py::arg("tensors"), "Raises inside torch.jit.trace, a function transform, or forward-mode differentiation.");
   m.def(

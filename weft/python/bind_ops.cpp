@@ -29,18 +29,18 @@ py::list params_of(const ops::BasicOp& op) {
   for (const auto& spec : op.params()) {
     auto dtype = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(spec.dtype)));
     list.append(py::make_tuple(spec.name, py::tuple(py::cast(spec.shape)), dtype, kInit[static_cast<int>(spec.init)],
-                               spec.fan_in, spec.sinks));
+                               spec.fan_in, spec.supports_main_grad));
   }
   return list;
 }
 
 py::list types() {
-  static constexpr const char* kGiven[] = {"keyword", "position", "always"};
+  static constexpr const char* kParamKinds[] = {"keyword", "positional", "required"};
   py::list list;
   for (const auto& [name, type] : ops::op_types()) {
     py::list fields;
     for (const auto& field : type.fields)
-      fields.append(py::make_tuple(field.name, to_python(field.value), kGiven[static_cast<int>(field.given)]));
+      fields.append(py::make_tuple(field.name, to_python(field.value), kParamKinds[static_cast<int>(field.kind)]));
     list.append(py::make_tuple(name, type.doc, fields, std::const_pointer_cast<ops::BasicOp>(type.sample)));
   }
   return list;
@@ -72,7 +72,7 @@ void bind_ops(py::module_& m) {
         return std::const_pointer_cast<ops::BasicOp>(make_op(name, keywords));
       },
       py::arg("name"), py::arg("fields"), "Makes a registered operation from its fields.");
-  m.def("op_types", &types, "Registered operations as (name, doc, [(field, default, given)], sample).");
+  m.def("op_types", &types, "Registered operations as (name, doc, [(field, default, kind)], sample).");
 }
 
 }  // namespace weft::python

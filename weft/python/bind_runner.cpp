@@ -14,7 +14,7 @@ namespace weft::python {
 namespace {
 
 /// Changes whenever an attribute of some weft module is set: then runners look again whether they still fit.
-std::atomic<uint64_t> epoch{1};
+std::atomic<uint64_t> modules_version{1};
 
 /// The hook dictionaries that torch.nn.Module.__call__ looks at.
 constexpr const char* kHooks[] = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"};
@@ -99,7 +99,7 @@ class Runner {
   /// parameter. `bypassed`: modules whose own calls are skipped. `expected`: the children `owner` must have, or None.
   Runner(std::shared_ptr<fuser::Fuser> fuser, py::object owner, const py::list& ops, const py::list& params,
          uint64_t seen, const py::list& bypassed, const py::object& expected)
-      : fuser_(std::move(fuser)), epoch_(seen), owner_(std::move(owner)), container_(!expected.is_none()) {
+      : fuser_(std::move(fuser)), seen_version_(seen), owner_(std::move(owner)), container_(!expected.is_none()) {
     for (const auto op : ops) ops_.push_back(py::reinterpret_borrow<py::object>(op));
     for (int i = 0; i < fuser_->pipeline().size(); ++i)
       if (fuser_->pipeline().eval_bit(i) >= 0) modes_.push_back(ops_[i]);
@@ -115,7 +115,7 @@ class Runner {
 
   /// True if hooks, classes or children have changed since construction, or an attribute of some module may have.
   bool stale() const {
-    if (epoch_ != epoch.load(std::memory_order_relaxed)) return true;
+    if (seen_version_ != modules_version.load(std::memory_order_relaxed)) return true;
     for (const auto& module : bypassed_)
       if (!module.unchanged()) return true;
     if (torch_module_)
@@ -125,8 +125,8 @@ class Runner {
   }
 
   /// The Python side looked and found it still fits.
-  void renew(uint64_t seen) {
-    epoch_ = seen;
+  void revalidate(uint64_t seen) {
+    seen_version_ = seen;
     for (auto& module : bypassed_) module.inspected();
   }
   bool belongs_to(const py::object& module) const { return owner_.is(module); }
@@ -148,7 +148,7 @@ class Runner {
     auto [x, extras] = tensors(args.ptr());
     const auto held = gather();
     const auto mask = eval_mask();
-    const ScopeGuard guard({&ops_, nullptr});
+    const PythonCallGuard guard({&ops_, nullptr});
     const py::gil_scoped_release release;
     return fuser_->plan(x, held, extras, mask);
   }
@@ -157,7 +157,7 @@ class Runner {
     auto [x, extras] = tensors(args.ptr());
     const auto held = gather();
     const auto mask = eval_mask();
-    const ScopeGuard guard({&ops_, nullptr});
+    const PythonCallGuard guard({&ops_, nullptr});
     const py::gil_scoped_release release;
     return fuser::explain(*fuser_, x, held, extras, mask);
   }
@@ -216,11 +216,11 @@ class Runner {
     params_.clear();
     bypassed_.clear();
     expected_.clear();
-    epoch_ = 0;
+    seen_version_ = 0;
   }
 
  private:
-  struct Param {
+  struct ParamSlot {
     py::object module;
     py::str name;
   };
@@ -231,9 +231,9 @@ class Runner {
     if (!children || !PyDict_Check(children)) return false;
     if (PyDict_GET_SIZE(children) != static_cast<Py_ssize_t>(expected_.size())) return false;
     PyObject *key = nullptr, *value = nullptr;
-    Py_ssize_t at = 0;
+    Py_ssize_t pos = 0;
     for (const auto& child : expected_)
-      if (!PyDict_Next(children, &at, &key, &value) || value != child.ptr()) return false;
+      if (!PyDict_Next(children, &pos, &key, &value) || value != child.ptr()) return false;
     return true;
   }
 
@@ -272,7 +272,7 @@ class Runner {
     const auto buffers = buffers_of(keywords);
     fuser::Tensors outputs;
     {
-      const ScopeGuard guard({&ops_, keywords});
+      const PythonCallGuard guard({&ops_, keywords});
       const py::gil_scoped_release release;
       outputs = (*fuser_)(x, held, std::move(extras), mask, buffers);
     }
@@ -284,11 +284,11 @@ class Runner {
   }
 
   std::shared_ptr<fuser::Fuser> fuser_;
-  uint64_t epoch_;
+  uint64_t seen_version_;
   py::object owner_;
   bool container_;  // `owner_` holds the operations as children
   std::vector<py::object> ops_, modes_, expected_;
-  std::vector<Param> params_;
+  std::vector<ParamSlot> params_;
   std::vector<Bypassed> bypassed_;
   py::object torch_module_;  // the namespace that holds the global hooks
 };
@@ -360,12 +360,12 @@ void bind_runner(py::module_& m) {
              return std::make_unique<Runner>(std::make_shared<fuser::Fuser>(fuser::Pipeline(std::move(list))),
                                              std::move(owner), ops, params, seen, bypassed, expected);
            }),
-           py::arg("stages"), py::arg("owner"), py::arg("ops"), py::arg("params"), py::arg("epoch"),
+           py::arg("stages"), py::arg("owner"), py::arg("ops"), py::arg("params"), py::arg("modules_version"),
            py::arg("bypassed"), py::arg("expected"))
       .def("call_with", &Runner::call_with, "As a call, with keyword arguments for each operation.")
       .def("explain", &Runner::explain)
       .def("stale", &Runner::stale)
-      .def("renew", &Runner::renew)
+      .def("revalidate", &Runner::revalidate)
       .def("belongs_to", &Runner::belongs_to)
       .def("plan",
            [](const Runner& r, const py::args& args) { return std::const_pointer_cast<fuser::Plan>(r.plan(args)); })
@@ -376,8 +376,8 @@ void bind_runner(py::module_& m) {
                              [](const Runner& r) { return r.fuser()->pipeline().caller_outputs().size(); })
       .def_property_readonly("plans_made", [](const Runner& r) { return r.fuser()->plans_made(); })
       .def_property_readonly("plans_kept", [](const Runner& r) { return r.fuser()->plans_kept(); });
-  m.def("touch", [] { ++epoch; }, "Tells every runner to look again whether it still fits its modules.");
-  m.def("epoch", [] { return epoch.load(); }, "How often runners were told so.");
+  m.def("invalidate_runners", [] { ++modules_version; }, "Tells every runner to look again whether it still fits its modules.");
+  m.def("modules_version", [] { return modules_version.load(); }, "How often runners were told so.");
 }
 
 }  // namespace weft::python

@@ -17,11 +17,11 @@ bool is_true(const py::object& object, const char* name) {
 }
 
 /// A framework's notes as attributes of the Python Parameter. Nothing of them is kept here.
-class Attributes final : public ops::WgradResolver {
+class PyAttrsResolver final : public ops::WgradResolver {
  public:
-  ops::WgradNotes resolve(const at::Tensor& tensor, bool fetch) const override {
+  ops::ResolvedWgradAttrs resolve(const at::Tensor& tensor, bool fetch) const override {
     const py::gil_scoped_acquire gil;
-    const OrdinaryTorch ordinary;
+    const UserCodeGuard user_code;
     const auto param = wrap(tensor);
     const auto getter = py::getattr(param, "get_main_grad", py::none());
     const bool has_getter = py::hasattr(param, "__fsdp_param__") && PyCallable_Check(getter.ptr());
@@ -36,7 +36,7 @@ class Attributes final : public ops::WgradResolver {
             .zero_out = is_true(param, "zero_out_wgrad")};
   }
 
-  void set_added(const at::Tensor& tensor) const override {
+  void mark_grad_added(const at::Tensor& tensor) const override {
     const py::gil_scoped_acquire gil;
     wrap(tensor).attr("grad_added_to_main_grad") = true;
   }
@@ -51,8 +51,8 @@ bool backward_dw(const ops::BasicOp& op, const std::vector<at::Tensor>& params) 
 }  // namespace
 
 void bind_wgrad(py::module_& m) {
-  static const Attributes attributes;
-  ops::set_wgrad_resolver(&attributes);
+  static const PyAttrsResolver resolver;
+  ops::set_wgrad_resolver(&resolver);
   m.def("backward_dw", &backward_dw, py::arg("op"), py::arg("params"),
         "Computes the oldest delayed weight gradients of an operation; False if none wait.");
   m.def("pending_dw", &ops::pending_dw, py::arg("weight"), py::call_guard<py::gil_scoped_release>(),

@@ -4,19 +4,19 @@
 
 namespace weft::python {
 
-Scope& scope() {
-  thread_local Scope current;
+PythonCall& current_call() {
+  thread_local PythonCall current;
   return current;
 }
 
 namespace {
 
 /// Python's own context and operation, kept for backward. Dies under the GIL.
-struct State {
+struct PythonState {
   py::object op, ctx;
   size_t begin = 0, count = 0;  // what it saved, in the frame's open list
 
-  ~State() {
+  ~PythonState() {
     if (!Py_IsInitialized()) {
       op.release();
       ctx.release();
@@ -47,58 +47,58 @@ at::Tensor unwrap(py::handle object) {
   return THPVariable_Unpack(object.ptr());
 }
 
-size_t extra_inputs_of(const ops::OpPlan& plan) { return plan.extra_wanted.size(); }
+size_t extra_inputs_of(const ops::OpPlan& plan) { return plan.needs_extra_grad.size(); }
 
 py::object keywords_of(int index) {
-  if (!scope().keywords) return py::dict();
-  return py::reinterpret_borrow<py::object>(PyList_GET_ITEM(scope().keywords, index));
+  if (!current_call().keywords) return py::dict();
+  return py::reinterpret_borrow<py::object>(PyList_GET_ITEM(current_call().keywords, index));
 }
 
-void stash(Part& part, const py::object& op, const py::object& context) {
-  auto& frame = part.ctx.frame();
+void save_state(ComponentOp& component, const py::object& op, const py::object& context) {
+  auto& frame = component.ctx.frame();
   const auto to_save = py::tuple(context.attr("_take_saved")());
-  if (!part.ctx.records()) return;
-  if (!part.keeps_state) {
-    TORCH_CHECK_VALUE(static_cast<int>(to_save.size()) <= part.slots, "a fused operation saved ", to_save.size(),
-                      " tensors for an operation that has ", part.slots, " slots.");
-    for (size_t k = 0; k < to_save.size(); ++k) part.ctx.save(static_cast<int>(k), unwrap(to_save[k]));
+  if (!component.ctx.needs_grad()) return;
+  if (!component.keeps_state) {
+    TORCH_CHECK_VALUE(static_cast<int>(to_save.size()) <= component.slots, "a fused operation saved ", to_save.size(),
+                      " tensors for an operation that has ", component.slots, " slots.");
+    for (size_t k = 0; k < to_save.size(); ++k) component.ctx.save(static_cast<int>(k), unwrap(to_save[k]));
     return;
   }
-  auto state = std::make_shared<State>();
+  auto state = std::make_shared<PythonState>();
   state->op = op;
   state->ctx = context;
-  state->begin = frame.more_saved->size();
+  state->begin = frame.dynamic_saved->size();
   state->count = to_save.size();
-  for (const auto tensor : to_save) frame.more_saved->push_back(unwrap(tensor));
-  frame.states->at(part.ctx.index()) = std::move(state);
+  for (const auto tensor : to_save) frame.dynamic_saved->push_back(unwrap(tensor));
+  frame.states->at(component.ctx.index()) = std::move(state);
 }
 
 /// What an operation written in C++ saved in a slot; the weight itself where no cast was saved.
-at::Tensor saved_slot(Part& part, int slot) {
-  const auto& saved = part.ctx.saved(slot);
-  const bool weight = slot == part.weight_slot && !saved.defined() && part.ctx.input_wanted();
-  return weight ? part.ctx.frame().params[part.ctx.plan().param_base] : saved;
+at::Tensor saved_slot(ComponentOp& component, int slot) {
+  const auto& saved = component.ctx.saved(slot);
+  const bool weight = slot == component.weight_slot && !saved.defined() && component.ctx.needs_input_grad();
+  return weight ? component.ctx.frame().params[component.ctx.plan().param_base] : saved;
 }
 
 /// The attributes that Transformer Engine's own operations leave in their contexts for a backward fusion.
-void describe(const py::object& context, const Part& part) {
-  if (part.dtype != at::ScalarType::Undefined) context.attr("dtype") = py::cast(part.dtype);
-  context.attr("input_requires_grad") = part.ctx.input_wanted();
-  if (!part.ctx.plan().param_wanted.empty()) context.attr("weight_requires_grad") = part.ctx.param_wanted(0);
+void set_te_attributes(const py::object& context, const ComponentOp& component) {
+  if (component.dtype != at::ScalarType::Undefined) context.attr("dtype") = py::cast(component.dtype);
+  context.attr("input_requires_grad") = component.ctx.needs_input_grad();
+  if (!component.ctx.plan().needs_param_grad.empty()) context.attr("weight_requires_grad") = component.ctx.needs_param_grad(0);
 }
 
-py::object restore(Part& part) {
-  auto& frame = part.ctx.frame();
+py::object restore(ComponentOp& component) {
+  auto& frame = component.ctx.frame();
   py::list saved;
   py::object context;
-  if (part.keeps_state) {
-    const auto state = std::static_pointer_cast<State>(frame.states->at(part.ctx.index()));
+  if (component.keeps_state) {
+    const auto state = std::static_pointer_cast<PythonState>(frame.states->at(component.ctx.index()));
     context = state->ctx;
-    for (size_t k = 0; k < state->count; ++k) saved.append(wrap((*frame.more_saved)[state->begin + k]));
+    for (size_t k = 0; k < state->count; ++k) saved.append(wrap((*frame.dynamic_saved)[state->begin + k]));
   } else {
-    context = bridge().context(part.ctx.records(), part.ctx.training());
-    describe(context, part);
-    for (int k = 0; k < part.slots; ++k) saved.append(wrap(saved_slot(part, k)));
+    context = bridge().context(component.ctx.needs_grad(), component.ctx.training());
+    set_te_attributes(context, component);
+    for (int k = 0; k < component.slots; ++k) saved.append(wrap(saved_slot(component, k)));
   }
   context.attr("saved_tensors") = py::tuple(saved);
   return context;
@@ -110,63 +110,63 @@ void set_bridge(py::object context, py::object forward, py::object backward) {
   bridge() = {std::move(context), std::move(forward), std::move(backward)};
 }
 
-py::object kept_op(ops::OpContext& ctx) {
-  return std::static_pointer_cast<State>(ctx.frame().states->at(ctx.index()))->op;
+py::object saved_op(ops::OpContext& ctx) {
+  return std::static_pointer_cast<PythonState>(ctx.frame().states->at(ctx.index()))->op;
 }
 
 /// An extra input as user code sees it: `requires_grad` says whether its gradient is wanted, also where an operation of
 /// the pipeline made it.
-static at::Tensor differentiable(const at::Tensor& extra, bool wanted) {
-  if (!wanted || !extra.defined() || extra.requires_grad() || !at::isFloatingType(extra.scalar_type())) return extra;
+static at::Tensor differentiable(const at::Tensor& extra, bool needs_grad) {
+  if (!needs_grad || !extra.defined() || extra.requires_grad() || !at::isFloatingType(extra.scalar_type())) return extra;
   return extra.detach().requires_grad_();
 }
 
-at::Tensor call_forward(const py::object& op, const py::list& basic_ops, std::vector<Part> parts, const at::Tensor& x) {
-  const OrdinaryTorch ordinary;
+at::Tensor call_forward(const py::object& op, const py::list& basic_ops, std::vector<ComponentOp> components, const at::Tensor& x) {
+  const UserCodeGuard user_code;
   py::list contexts, extras, keywords;
-  for (auto& part : parts) {
-    contexts.append(bridge().context(part.ctx.records(), part.ctx.training()));
+  for (auto& component : components) {
+    contexts.append(bridge().context(component.ctx.needs_grad(), component.ctx.training()));
     py::list inputs;
-    for (size_t k = 0; k < extra_inputs_of(part.ctx.plan()); ++k) {
+    for (size_t k = 0; k < extra_inputs_of(component.ctx.plan()); ++k) {
       inputs.append(
-          wrap(differentiable(part.ctx.extra_input(static_cast<int>(k)), part.ctx.plan().extra_wanted[k] != 0)));
+          wrap(differentiable(component.ctx.extra_input(static_cast<int>(k)), component.ctx.plan().needs_extra_grad[k] != 0)));
     }
     extras.append(py::tuple(inputs));
-    keywords.append(keywords_of(part.ctx.index()));
+    keywords.append(keywords_of(component.ctx.index()));
   }
   const py::tuple result = bridge().forward(op, contexts, wrap(x), extras, keywords);
   const py::list extra_outputs = result[1];
-  for (size_t i = 0; i < parts.size(); ++i) {
+  for (size_t i = 0; i < components.size(); ++i) {
     const py::sequence outputs = extra_outputs[i];
-    for (int k = 0; k < parts[i].extra_outputs; ++k) parts[i].ctx.set_extra_output(k, unwrap(outputs[k]));
-    stash(parts[i], basic_ops[i], contexts[i]);
+    for (int k = 0; k < components[i].extra_outputs; ++k) components[i].ctx.set_extra_output(k, unwrap(outputs[k]));
+    save_state(components[i], basic_ops[i], contexts[i]);
   }
   TORCH_CHECK_TYPE(!result[0].is_none(), py::str(py::type::of(op).attr("__name__")).cast<std::string>(),
                    " returned None from its forward pass; expected a tensor.");
   return unwrap(result[0]);
 }
 
-at::Tensor call_backward(const py::object& op, std::vector<Part> parts, const at::Tensor& dy) {
-  const OrdinaryTorch ordinary;
+at::Tensor call_backward(const py::object& op, std::vector<ComponentOp> components, const at::Tensor& dy) {
+  const UserCodeGuard user_code;
   py::list contexts, extra_grads, param_counts, extra_counts;
-  for (auto& part : parts) {
-    contexts.append(restore(part));
+  for (auto& component : components) {
+    contexts.append(restore(component));
     py::list grads;
-    for (int k = 0; k < part.extra_outputs; ++k) grads.append(wrap(part.ctx.take_extra_output_grad(k)));
+    for (int k = 0; k < component.extra_outputs; ++k) grads.append(wrap(component.ctx.take_extra_output_grad(k)));
     extra_grads.append(py::tuple(grads));
-    param_counts.append(part.ctx.plan().param_wanted.size());
-    extra_counts.append(extra_inputs_of(part.ctx.plan()));
+    param_counts.append(component.ctx.plan().needs_param_grad.size());
+    extra_counts.append(extra_inputs_of(component.ctx.plan()));
   }
   const py::tuple result = bridge().backward(op, contexts, wrap(dy), extra_grads, param_counts, extra_counts);
   const py::list param_grads = result[1], input_grads = result[2];
-  for (size_t i = 0; i < parts.size(); ++i) {
+  for (size_t i = 0; i < components.size(); ++i) {
     const py::sequence params = param_grads[i], inputs = input_grads[i];
-    const auto& plan = parts[i].ctx.plan();
+    const auto& plan = components[i].ctx.plan();
     for (size_t k = 0; k < params.size(); ++k)
-      if (parts[i].ctx.param_wanted(static_cast<int>(k)))
-        parts[i].ctx.set_param_grad(static_cast<int>(k), unwrap(params[k]));
+      if (components[i].ctx.needs_param_grad(static_cast<int>(k)))
+        components[i].ctx.set_param_grad(static_cast<int>(k), unwrap(params[k]));
     for (size_t k = 0; k < inputs.size(); ++k)
-      if (plan.extra_wanted[k]) parts[i].ctx.set_extra_input_grad(static_cast<int>(k), unwrap(inputs[k]));
+      if (plan.needs_extra_grad[k]) components[i].ctx.set_extra_input_grad(static_cast<int>(k), unwrap(inputs[k]));
   }
   return unwrap(result[0]);
 }

@@ -13,26 +13,26 @@ namespace weft::python {
 
 /// What rules and operations written in Python may ask about the call under way on this thread: the Python objects of
 /// the pipeline's operations, and the keyword arguments of each (nullptr: none).
-struct __attribute__((visibility("hidden"))) Scope {
+struct __attribute__((visibility("hidden"))) PythonCall {
   const std::vector<py::object>* ops = nullptr;
   PyObject* keywords = nullptr;  // list of dicts
 };
-Scope& scope();
+PythonCall& current_call();
 
 /// Sets the scope for one call.
-class __attribute__((visibility("hidden"))) ScopeGuard {
+class __attribute__((visibility("hidden"))) PythonCallGuard {
  public:
-  explicit ScopeGuard(Scope next) : before_(scope()) { scope() = next; }
-  ~ScopeGuard() { scope() = before_; }
-  ScopeGuard(const ScopeGuard&) = delete;
-  ScopeGuard& operator=(const ScopeGuard&) = delete;
+  explicit PythonCallGuard(PythonCall next) : before_(current_call()) { current_call() = next; }
+  ~PythonCallGuard() { current_call() = before_; }
+  PythonCallGuard(const PythonCallGuard&) = delete;
+  PythonCallGuard& operator=(const PythonCallGuard&) = delete;
 
  private:
-  Scope before_;
+  PythonCall before_;
 };
 
 /// User code runs with torch's ordinary dispatch, modes included, but records no graph: the pipeline differentiates.
-struct __attribute__((visibility("hidden"))) OrdinaryTorch {
+struct __attribute__((visibility("hidden"))) UserCodeGuard {
   c10::impl::ForceDispatchKeyGuard keys{c10::impl::tls_local_dispatch_key_set().included_,
                                         c10::impl::tls_local_dispatch_key_set().excluded_ -
                                             c10::autograd_dispatch_keyset_with_ADInplaceOrView - fuser::kPythonModes};
@@ -40,7 +40,7 @@ struct __attribute__((visibility("hidden"))) OrdinaryTorch {
 };
 
 /// One part of a call into Python: a basic operation, or one of those that a fused operation stands for.
-struct Part {
+struct ComponentOp {
   ops::OpContext ctx;
   bool keeps_state;  // its own context survives; otherwise it fills the slots of an operation written in C++
   int extra_outputs;
@@ -62,10 +62,10 @@ std::shared_ptr<Object> hold(Object object) {
 /// Functions of weft.ops that speak the reference's calling convention: make a context, run forward, run backward.
 void set_bridge(py::object context, py::object forward, py::object backward);
 
-/// Runs a pass of `op`, which stands for `parts`. Both need the GIL.
-at::Tensor call_forward(const py::object& op, const py::list& basic_ops, std::vector<Part> parts, const at::Tensor& x);
-at::Tensor call_backward(const py::object& op, std::vector<Part> parts, const at::Tensor& dy);
+/// Runs a pass of `op`, which stands for `components`. Both need the GIL.
+at::Tensor call_forward(const py::object& op, const py::list& basic_ops, std::vector<ComponentOp> components, const at::Tensor& x);
+at::Tensor call_backward(const py::object& op, std::vector<ComponentOp> components, const at::Tensor& dy);
 /// The Python object that ran the forward pass of an operation and left its context for this backward.
-py::object kept_op(ops::OpContext& ctx);
+py::object saved_op(ops::OpContext& ctx);
 
 }  // namespace weft::python

@@ -5,12 +5,12 @@
 namespace weft::python {
 namespace {
 
-std::vector<Part> parts_of(fused::StepContext& ctx, const std::vector<PyFused::Shape>& shapes) {
-  std::vector<Part> list;
-  for (size_t i = 0; i < shapes.size(); ++i) {
-    const auto& shape = shapes[i];
-    list.push_back({ctx.op(static_cast<int>(i)), shape.keeps_state, shape.extra_outputs, shape.slots, shape.weight_slot,
-                    shape.dtype});
+std::vector<ComponentOp> component_ops(fused::StepContext& ctx, const std::vector<PyFused::ComponentInfo>& infos) {
+  std::vector<ComponentOp> list;
+  for (size_t i = 0; i < infos.size(); ++i) {
+    const auto& info = infos[i];
+    list.push_back({ctx.op(static_cast<int>(i)), info.keeps_state, info.extra_outputs, info.slots, info.weight_slot,
+                    info.dtype});
   }
   return list;
 }
@@ -37,19 +37,19 @@ at::Tensor PyOp::forward(ops::OpContext& ctx, const at::Tensor& x, ops::Params) 
 
 at::Tensor PyOp::backward(ops::OpContext& ctx, const at::Tensor& dy, ops::Params) const {
   const py::gil_scoped_acquire gil;
-  return call_backward(kept_op(ctx), {{ctx, true, extra_outputs_, 0}}, dy);
+  return call_backward(saved_op(ctx), {{ctx, true, extra_outputs_, 0}}, dy);
 }
 
-PyFused::PyFused(py::object op, std::vector<Shape> shapes) : op_(hold(std::move(op))), shapes_(std::move(shapes)) {}
+PyFused::PyFused(py::object op, std::vector<ComponentInfo> infos) : op_(hold(std::move(op))), infos_(std::move(infos)) {}
 
 at::Tensor PyFused::forward(fused::StepContext& ctx, const at::Tensor& x) const {
   const py::gil_scoped_acquire gil;
-  return call_forward(*op_, py::list(op_->attr("basic_ops")), parts_of(ctx, shapes_), x);
+  return call_forward(*op_, py::list(op_->attr("basic_ops")), component_ops(ctx, infos_), x);
 }
 
 at::Tensor PyFused::backward(fused::StepContext& ctx, const at::Tensor& dy) const {
   const py::gil_scoped_acquire gil;
-  return call_backward(*op_, parts_of(ctx, shapes_), dy);
+  return call_backward(*op_, component_ops(ctx, infos_), dy);
 }
 
 }  // namespace weft::python

@@ -37,12 +37,12 @@ class __attribute__((visibility("hidden"))) PyOp final : public ops::BasicOp {
 class __attribute__((visibility("hidden"))) PyFused final : public fused::FusedOp {
  public:
   /// What it must know of each part.
-  struct Shape {
+  struct ComponentInfo {
     bool keeps_state;
     int extra_outputs, slots, weight_slot;
     at::ScalarType dtype;
   };
-  PyFused(py::object op, std::vector<Shape> shapes);
+  PyFused(py::object op, std::vector<ComponentInfo> infos);
 
   at::Tensor forward(fused::StepContext& ctx, const at::Tensor& x) const override;
   at::Tensor backward(fused::StepContext& ctx, const at::Tensor& dy) const override;
@@ -51,7 +51,7 @@ class __attribute__((visibility("hidden"))) PyFused final : public fused::FusedO
 
  private:
   std::shared_ptr<py::object> op_;
-  std::vector<Shape> shapes_;
+  std::vector<ComponentInfo> infos_;
 };
 
 }  // namespace weft::python

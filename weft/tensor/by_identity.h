@@ -11,7 +11,7 @@ namespace weft {
 /// One value for each tensor, found by the tensor's identity. Holds tensors weakly: while a key is kept its address is
 /// not used again, and values of tensors that are gone leave when the next value is made.
 template <class Value>
-class ByIdentity {
+class WeakTensorMap {
  public:
   std::shared_ptr<Value> find(const at::Tensor& t) const {
     const std::lock_guard lock(mutex_);

@@ -13,7 +13,7 @@
 namespace weft {
 
 /// How a field is given in a call: by keyword with a default, also by position, or always (and by position).
-enum class Given { keyword, position, always };
+enum class ParamKind { keyword, positional, required };
 
 /// One row of an options struct's field list. The list is the only place that names a field: equality, printing, Python
 /// keywords and the pipeline's text follow from it.
@@ -21,23 +21,23 @@ template <class Options, class T>
 struct Field {
   const char* name;
   T Options::* member;
-  Given given = Given::keyword;
+  ParamKind kind = ParamKind::keyword;
 };
 template <class Options, class T>
 Field(const char*, T Options::*) -> Field<Options, T>;
 template <class Options, class T>
-Field(const char*, T Options::*, Given) -> Field<Options, T>;
+Field(const char*, T Options::*, ParamKind) -> Field<Options, T>;
 
 /// A field as seen from outside: name, value (or default), how it is given.
 struct FieldValue {
   std::string name;
   Value value;
-  Given given = Given::keyword;
+  ParamKind kind = ParamKind::keyword;
 };
 
-/// Words for an enum's values, in order: `template <> inline constexpr std::array words<Mode>{"none", "column"};`
+/// Names of an enum's values, in order; a specialisation has `static constexpr std::array<const char*, N> list`.
 template <class E>
-struct Words;
+struct EnumNames;
 
 namespace detail {
 
@@ -46,7 +46,7 @@ Value to_value(const T& x) {
   if constexpr (std::is_same_v<T, at::ScalarType>) {
     return std::string(dtype_name(x));
   } else if constexpr (std::is_enum_v<T>) {
-    return std::string(Words<T>::list[static_cast<size_t>(x)]);
+    return std::string(EnumNames<T>::list[static_cast<size_t>(x)]);
   } else {
     return Value(x);
   }
@@ -68,8 +68,8 @@ struct Reader<T> {
       return true;
     }
     if constexpr (std::is_same_v<T, double>) {
-      if (const auto* whole = std::get_if<int64_t>(&value)) {
-        out = static_cast<double>(*whole);
+      if (const auto* integral = std::get_if<int64_t>(&value)) {
+        out = static_cast<double>(*integral);
         return true;
       }
     }
@@ -96,8 +96,8 @@ struct Reader<E> {
   static bool read(const Value& value, E& out) {
     const auto* name = std::get_if<std::string>(&value);
     if (!name) return false;
-    for (size_t i = 0; i < Words<E>::list.size(); ++i) {
-      if (*name != Words<E>::list[i]) continue;
+    for (size_t i = 0; i < EnumNames<E>::list.size(); ++i) {
+      if (*name != EnumNames<E>::list[i]) continue;
       out = static_cast<E>(i);
       return true;
     }
@@ -123,7 +123,7 @@ std::vector<FieldValue> list_fields(const Options& options) {
   std::vector<FieldValue> list;
   std::apply(
       [&](const auto&... field) {
-        (list.push_back({field.name, detail::to_value(options.*field.member), field.given}), ...);
+        (list.push_back({field.name, detail::to_value(options.*field.member), field.kind}), ...);
       },
       Options::fields());
   return list;

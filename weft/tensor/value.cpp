@@ -30,9 +30,9 @@ std::string number(double x) {
   return looks_integral ? text + ".0" : text;
 }
 
-std::string quote(const std::string& words) {
+std::string quote(const std::string& content) {
   std::string text = "\"";
-  for (const char c : words) {
+  for (const char c : content) {
     if (c == '"' || c == '\\') text += '\\';
     text += c;
   }
@@ -74,75 +74,75 @@ at::ScalarType dtype_from_name(std::string_view name) {
                     "' is not a dtype weft knows; expected one of float32, float64, float16, bfloat16.");
 }
 
-void Cursor::skip_space() {
-  while (at_ < text_.size() && std::isspace(static_cast<unsigned char>(text_[at_]))) ++at_;
+void Parser::skip_space() {
+  while (pos_ < text_.size() && std::isspace(static_cast<unsigned char>(text_[pos_]))) ++pos_;
 }
 
-bool Cursor::at_end() {
+bool Parser::at_end() {
   skip_space();
-  return at_ == text_.size();
+  return pos_ == text_.size();
 }
 
-bool Cursor::accept(std::string_view token) {
+bool Parser::accept(std::string_view token) {
   skip_space();
-  if (text_.substr(at_, token.size()) != token) return false;
-  at_ += token.size();
+  if (text_.substr(pos_, token.size()) != token) return false;
+  pos_ += token.size();
   return true;
 }
 
-void Cursor::expect(std::string_view token) {
+void Parser::expect(std::string_view token) {
   if (!accept(token)) fail(token);
 }
 
-std::string Cursor::word() {
+std::string Parser::identifier() {
   skip_space();
-  const auto begin = at_;
-  while (at_ < text_.size() && (std::isalnum(static_cast<unsigned char>(text_[at_])) || text_[at_] == '_')) ++at_;
-  if (at_ == begin) fail("a name");
-  return std::string(text_.substr(begin, at_ - begin));
+  const auto begin = pos_;
+  while (pos_ < text_.size() && (std::isalnum(static_cast<unsigned char>(text_[pos_])) || text_[pos_] == '_')) ++pos_;
+  if (pos_ == begin) fail("a name");
+  return std::string(text_.substr(begin, pos_ - begin));
 }
 
 /// The number that ends at the next separator, if all characters up to there belong to it.
 template <class Number>
-std::optional<Number> Cursor::number() {
+std::optional<Number> Parser::number() {
   skip_space();
-  const auto end = std::min(text_.find_first_of(",)]; \n", at_), text_.size());
-  const char *first = text_.data() + at_, *last = text_.data() + end;
+  const auto end = std::min(text_.find_first_of(",)]; \n", pos_), text_.size());
+  const char *first = text_.data() + pos_, *last = text_.data() + end;
   Number parsed = 0;
   const auto read = std::from_chars(first, last, parsed);
   if (read.ec != std::errc{} || read.ptr != last) return std::nullopt;
-  at_ = end;
+  pos_ = end;
   return parsed;
 }
 
-int64_t Cursor::integer() {
+int64_t Parser::integer() {
   const auto parsed = number<int64_t>();
   if (!parsed) fail("an integer");
   return *parsed;
 }
 
-uint64_t Cursor::bits() {
+uint64_t Parser::unsigned_integer() {
   const auto parsed = number<uint64_t>();
   if (!parsed) fail("an unsigned integer");
   return *parsed;
 }
 
-std::string Cursor::string() {
-  std::string words;
-  for (expect("\""); at_ < text_.size() && text_[at_] != '"'; ++at_) {
-    if (text_[at_] == '\\') ++at_;
-    if (at_ < text_.size()) words += text_[at_];
+std::string Parser::string() {
+  std::string content;
+  for (expect("\""); pos_ < text_.size() && text_[pos_] != '"'; ++pos_) {
+    if (text_[pos_] == '\\') ++pos_;
+    if (pos_ < text_.size()) content += text_[pos_];
   }
   expect("\"");
-  return words;
+  return content;
 }
 
-Value Cursor::value() {
+Value Parser::value() {
   skip_space();
   if (accept("none")) return std::monostate{};
   if (accept("true")) return true;
   if (accept("false")) return false;
-  if (at_ < text_.size() && text_[at_] == '"') return string();
+  if (pos_ < text_.size() && text_[pos_] == '"') return string();
   if (accept("[")) {
     std::vector<int64_t> items;
     while (!accept("]")) {
@@ -151,13 +151,13 @@ Value Cursor::value() {
     }
     return items;
   }
-  if (const auto whole = number<int64_t>()) return *whole;
+  if (const auto integral = number<int64_t>()) return *integral;
   if (const auto real = number<double>()) return *real;
   fail("a value");
 }
 
-void Cursor::fail(std::string_view wanted) const {
-  TORCH_CHECK_VALUE(false, "Pipeline text: expected ", wanted, " at position ", at_, ", found '", text_.substr(at_, 20),
+void Parser::fail(std::string_view expected) const {
+  TORCH_CHECK_VALUE(false, "Pipeline text: expected ", expected, " at position ", pos_, ", found '", text_.substr(pos_, 20),
                     "'.");
 }
 

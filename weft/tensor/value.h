@@ -14,7 +14,7 @@ namespace weft {
 /// "bfloat16".
 using Value = std::variant<std::monostate, bool, int64_t, double, std::string, std::vector<int64_t>>;
 
-/// The text of a value; `Cursor::value` reads it back to an equal value.
+/// The text of a value; `Parser::value` reads it back to an equal value.
 /// none | true | false | 12 | 0.5 | "words" | [1, 2]
 std::string to_text(const Value& value);
 
@@ -22,20 +22,20 @@ std::string_view dtype_name(at::ScalarType dtype);
 at::ScalarType dtype_from_name(std::string_view name);
 
 /// Reads descriptions from text. Every mistake raises ValueError with the position.
-class Cursor {
+class Parser {
  public:
-  explicit Cursor(std::string_view text) : text_(text) {}
-  explicit Cursor(std::string&&) = delete;  // it does not keep the text
+  explicit Parser(std::string_view text) : text_(text) {}
+  explicit Parser(std::string&&) = delete;  // it does not keep the text
 
   bool at_end();
   bool accept(std::string_view token);
   void expect(std::string_view token);
-  std::string word();
+  std::string identifier();
   int64_t integer();
-  uint64_t bits();       // an integer without a sign
+  uint64_t unsigned_integer();       // an integer without a sign
   std::string string();  // "in quotes"
   Value value();
-  [[noreturn]] void fail(std::string_view wanted) const;
+  [[noreturn]] void fail(std::string_view expected) const;
 
  private:
   void skip_space();
@@ -43,7 +43,7 @@ class Cursor {
   std::optional<Number> number();
 
   std::string_view text_;
-  size_t at_ = 0;
+  size_t pos_ = 0;
 };
 
 }  // namespace weft

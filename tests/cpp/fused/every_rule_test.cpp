@@ -48,10 +48,10 @@ fuser::Tensors extras_for(const Pipeline& pipeline, int64_t rows) {
 std::vector<at::Tensor> results(const Pipeline& pipeline, const RuleList& rules, const at::Tensor& x,
                                 const std::vector<at::Tensor>& params, const fuser::Tensors& extras,
                                 const std::vector<at::Tensor>& grads) {
-  const auto plan = fuser::make_plan(pipeline, fuser::enter(pipeline, x, params, extras, 0), rules);
+  const auto plan = fuser::make_plan(pipeline, fuser::make_plan_key(pipeline, x, params, extras, 0), rules);
   const auto shared = std::make_shared<const Pipeline>(pipeline);
   at::manual_seed(0);
-  const auto outputs = fuser::run(shared, plan, x, params, extras);
+  const auto outputs = fuser::run_plan(shared, plan, x, params, extras);
   std::vector<at::Tensor> inputs{x}, all(outputs.begin(), outputs.end());
   inputs.insert(inputs.end(), params.begin(), params.end());
   for (const auto& extra : extras)
@@ -71,18 +71,18 @@ class EveryRule : public ::testing::TestWithParam<size_t> {
   std::shared_ptr<const RuleList> list_ = all_rules();
 };
 
-TEST_P(EveryRule, TakesItsWholeSampleInItsPass) {
+TEST_P(EveryRule, FusesItsWholeSample) {
   const auto pipeline = sample(rule());
   const auto params = weft::testing::parameters(pipeline);
   const auto x = leaf({kRows, 8});
   const auto extras = extras_for(pipeline, kRows);
-  const auto plan = fuser::make_plan(pipeline, fuser::enter(pipeline, x, params, extras, 0), only(rule()));
+  const auto plan = fuser::make_plan(pipeline, fuser::make_plan_key(pipeline, x, params, extras, 0), only(rule()));
   const auto& steps = rule().pass == Pass::backward ? plan->backward : plan->forward;
   ASSERT_EQ(steps.size(), 1) << rule().name << " left part of its sample unfused";
-  EXPECT_TRUE(plan->refusals.empty());
+  EXPECT_TRUE(plan->rejections.empty());
 }
 
-TEST_P(EveryRule, GivesTheValuesAndGradientsOfItsParts) {
+TEST_P(EveryRule, MatchesUnfusedValuesAndGradients) {
   const auto pipeline = sample(rule());
   const auto params = weft::testing::parameters(pipeline);
   for (const int64_t rows : {int64_t{3}, kRows}) {
@@ -101,7 +101,7 @@ TEST_P(EveryRule, GivesTheValuesAndGradientsOfItsParts) {
 INSTANTIATE_TEST_SUITE_P(Builtin, EveryRule, ::testing::Range(size_t{0}, all_rules()->size()),
                          [](const auto& info) { return (*all_rules())[info.param].second.name; });
 
-TEST(Rules, TakeEffectAtTheNextCallAndLeaveAgain) {
+TEST(Rules, AddAndRemoveTakeEffectAtNextCall) {
   Fuser fuser(Pipeline::parse("ConstantScale(scale=2.0); ConstantScale(scale=3.0)"));
   const auto x = leaf({2, 2});
   EXPECT_EQ(fuser.plan(x, {}, {})->forward.size(), 2);
@@ -111,7 +111,7 @@ TEST(Rules, TakeEffectAtTheNextCallAndLeaveAgain) {
   FusionRule rule{.name = "six",
                   .pass = Pass::forward,
                   .pattern = {},
-                  .refuse = {},
+                  .reject = {},
                   .make = [](const Match&) { return std::make_shared<Six>(); },
                   .sample = {},
                   .min_rows = 3,

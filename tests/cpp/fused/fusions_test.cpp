@@ -20,17 +20,17 @@ using fuser::Pipeline;
 using weft::testing::expect_close;
 using weft::testing::leaf;
 
-/// Counts allocations of at least `least` bytes in its scope, on this thread.
+/// Counts allocations of at least `min_bytes` bytes in its scope, on this thread.
 class Allocations final : public c10::MemoryReportingInfoBase {
  public:
-  explicit Allocations(int64_t least) : least_(least) {}
-  void reportMemoryUsage(void*, int64_t size, size_t, size_t, c10::Device) override { count += size >= least_; }
+  explicit Allocations(int64_t min_bytes) : min_bytes_(min_bytes) {}
+  void reportMemoryUsage(void*, int64_t size, size_t, size_t, c10::Device) override { count += size >= min_bytes_; }
   bool memoryProfilingEnabled() const override { return true; }
 
   int count = 0;
 
  private:
-  int64_t least_;
+  int64_t min_bytes_;
 };
 
 struct Counted {
@@ -44,7 +44,7 @@ Counted linear_add_backward(bool in_place, at::Tensor g) {
                                         "); BasicLinear(in_features=64, out_features=4)");
   const auto x = at::randn({256, 64}).requires_grad_();
   const std::vector<at::Tensor> params{at::ones({4, 64}).requires_grad_()};
-  const auto plan = fuser::make_plan(pipeline, fuser::enter(pipeline, x, params, {}, 0), *current_rules().list);
+  const auto plan = fuser::make_plan(pipeline, fuser::make_plan_key(pipeline, x, params, {}, 0), *current_rules().list);
   EXPECT_EQ(plan->backward.size(), 1);
   const fuser::BelowAutograd below;
   std::vector<at::Tensor> saved(plan->num_saved), extra_out(1), grads(1);
@@ -62,16 +62,16 @@ Counted linear_add_backward(bool in_place, at::Tensor g) {
   return {counter->count, dx};
 }
 
-TEST(Fusions, LinearAddNeedsNoMemoryOfTheActivationsSize) {
+TEST(Fusions, LinearAddAllocatesNoActivation) {
   auto g = at::ones({256, 64});
-  const auto* at = g.data_ptr();
+  const auto* memory = g.data_ptr();
   const auto [allocations, dx] = linear_add_backward(true, std::move(g));
   EXPECT_EQ(allocations, 0);
-  EXPECT_EQ(dx.data_ptr(), at) << "the residual gradient's buffer is the result";
+  EXPECT_EQ(dx.data_ptr(), memory) << "the residual gradient's buffer is the result";
   EXPECT_TRUE(dx.eq(5).all().item<bool>());
 }
 
-TEST(Fusions, LinearAddLeavesAGradientThatSomebodyElseHoldsOrThatIsNotOffered) {
+TEST(Fusions, LinearAddKeepsSharedOrOutOfPlaceGradient) {
   for (const bool in_place : {true, false}) {
     const auto held = at::ones({256, 64});
     auto only = at::ones({256, 64});
@@ -83,7 +83,7 @@ TEST(Fusions, LinearAddLeavesAGradientThatSomebodyElseHoldsOrThatIsNotOffered) {
   }
 }
 
-TEST(Fusions, AResidualAddWritesIntoAnExtraInputGivenAwayIfPermitted) {
+TEST(Fusions, ResidualAddReusesDonatedExtraInput) {
   for (const std::string middle : {"Bias(size=4); ", "ConstantScale(scale=2.0); ", ""}) {
     for (const bool in_place : {true, false}) {
       Fuser fuser(Pipeline::parse("BasicLinear(in_features=8, out_features=4); " + middle +
@@ -127,14 +127,14 @@ std::vector<std::string> kept_by_block(const char* text, int64_t width) {
   return kept;
 }
 
-TEST(Fusions, TheBlockKeepsTheNormsInputAndThePreActivationUnlessItIsNarrow) {
+TEST(Fusions, WideBlockSavesOnlyNormInputAndPreActivation) {
   EXPECT_EQ(kept_by_block(kWideBlock, 256), (std::vector<std::string>{"1 input", "1 rstd", "4 input"}));
   EXPECT_EQ(kept_by_block(kBlock, 8), (std::vector<std::string>{"1 input", "1 rstd", "2 input", "4 input", "5 input"}));
 }
 
 class Blocks : public ::testing::TestWithParam<std::pair<const char*, int64_t>> {};
 
-TEST_P(Blocks, ServesBothPasses) {
+TEST_P(Blocks, FusesBothPasses) {
   const auto [text, width] = GetParam();
   Fuser fuser(Pipeline::parse(text));
   const auto params = weft::testing::parameters(fuser.pipeline());
@@ -145,15 +145,15 @@ TEST_P(Blocks, ServesBothPasses) {
   EXPECT_EQ(plan->forward[0].step.fused, plan->backward[0].step.fused);
   const auto unfused = fuser::make_plan(fuser.pipeline(), plan->key, {});
   const auto y = fuser(x, params, {})[0];
-  const auto plain = run(fuser.shared_pipeline(), unfused, x, params, {})[0];
+  const auto plain = run_plan(fuser.shared_pipeline(), unfused, x, params, {})[0];
   expect_close(y, plain, "y");
   std::vector<at::Tensor> inputs{x};
   inputs.insert(inputs.end(), params.begin(), params.end());
-  const auto got = weft::testing::grad(y, inputs, dy), wanted = weft::testing::grad(plain, inputs, dy);
-  for (size_t i = 0; i < wanted.size(); ++i) expect_close(got[i], wanted[i], "gradient " + std::to_string(i));
+  const auto got = weft::testing::grad(y, inputs, dy), expected = weft::testing::grad(plain, inputs, dy);
+  for (size_t i = 0; i < expected.size(); ++i) expect_close(got[i], expected[i], "gradient " + std::to_string(i));
 }
 
-TEST_P(Blocks, TakesAnyFrozenSubset) {
+TEST_P(Blocks, SupportsAnyFrozenSubset) {
   const auto [text, width] = GetParam();
   Fuser fuser(Pipeline::parse(text));
   auto params = weft::testing::parameters(fuser.pipeline());
@@ -168,19 +168,19 @@ TEST_P(Blocks, TakesAnyFrozenSubset) {
       params[p].requires_grad_((mask >> (p + 1) & 1U) != 0);
       if (params[p].requires_grad()) inputs.push_back(params[p]);
     }
-    const auto key = fuser::enter(fuser.pipeline(), x, params, {}, 0);
-    const auto plain = run(fuser.shared_pipeline(), fuser::make_plan(fuser.pipeline(), key, {}), x, params, {})[0];
+    const auto key = fuser::make_plan_key(fuser.pipeline(), x, params, {}, 0);
+    const auto plain = run_plan(fuser.shared_pipeline(), fuser::make_plan(fuser.pipeline(), key, {}), x, params, {})[0];
     const auto y = fuser(x, params, {})[0];
     expect_close(y, plain, "y");
-    const auto got = weft::testing::grad(y, inputs, dy), wanted = weft::testing::grad(plain, inputs, dy);
-    for (size_t i = 0; i < wanted.size(); ++i) expect_close(got[i], wanted[i], "mask " + std::to_string(mask));
+    const auto got = weft::testing::grad(y, inputs, dy), expected = weft::testing::grad(plain, inputs, dy);
+    for (size_t i = 0; i < expected.size(); ++i) expect_close(got[i], expected[i], "mask " + std::to_string(mask));
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(Fusions, Blocks, ::testing::Values(std::pair{kBlock, 8L}, std::pair{kWideBlock, 256L}),
                          [](const auto& info) { return info.param.second == 8 ? "narrow" : "wide"; });
 
-TEST(Fusions, RulesCanBeSetAsideAndResumed) {
+TEST(Fusions, RulesCanBeDisabledAndReenabled) {
   Fuser fuser(Pipeline::parse("BasicLinear(in_features=4, out_features=4); Bias(size=4)"));
   const auto params = weft::testing::parameters(fuser.pipeline());
   const auto x = leaf({2, 4});
@@ -188,11 +188,11 @@ TEST(Fusions, RulesCanBeSetAsideAndResumed) {
   std::vector<int64_t> ids;
   for (const auto& [id, rule] : *current_rules().list)
     if (rule.name == "linear_bias") ids.push_back(id);
-  suspend_rules(ids);
+  disable_rules(ids);
   EXPECT_EQ(fuser.plan(x, params, {})->forward.size(), 2);
-  EXPECT_EQ(resume_rules(ids), ids);
+  EXPECT_EQ(enable_rules(ids), ids);
   EXPECT_EQ(fuser.plan(x, params, {})->forward.size(), 1);
-  EXPECT_TRUE(resume_rules(ids).empty()) << "it was in force already";
+  EXPECT_TRUE(enable_rules(ids).empty()) << "it was in force already";
 }
 
 }  // namespace

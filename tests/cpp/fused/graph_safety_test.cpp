@@ -73,8 +73,8 @@ struct Trial {
     const auto options = at::TensorOptions().dtype(dtype).device(device);
     for (const auto& spec : pipeline->pipeline().params()) {
       params.push_back(at::randn(spec.shape, options).requires_grad_());
-      if (c.accumulate && spec.sinks)
-        ops::wgrad_record(params.back()).main_grad = at::zeros(spec.shape, options.dtype(at::kFloat));
+      if (c.accumulate && spec.supports_main_grad)
+        ops::wgrad_attrs(params.back()).main_grad = at::zeros(spec.shape, options.dtype(at::kFloat));
     }
     x = at::randn({kRows, kIn}, options).requires_grad_();
     probs = at::rand({kRows}, at::TensorOptions().device(device)).requires_grad_();
@@ -108,41 +108,41 @@ struct Trial {
     backward_dw();
     for (const auto& p : params) {
       if (p.grad().defined()) results.push_back(p.grad());
-      if (const auto* record = ops::find_wgrad_record(p); record && record->main_grad.defined())
-        results.push_back(record->main_grad);
+      if (const auto* attrs = ops::find_wgrad_attrs(p); attrs && attrs->main_grad.defined())
+        results.push_back(attrs->main_grad);
     }
     return results;
   }
   void backward_dw() {
     const fuser::BelowAutograd below;
-    size_t at = 0;
+    size_t offset = 0;
     for (const auto& stage : stages) {
       const auto count = stage.op->params().size();
-      stage.op->backward_dw({params.data() + at, count});
-      at += count;
+      stage.op->backward_dw({params.data() + offset, count});
+      offset += count;
     }
   }
 };
 
 class GraphSafety : public ::testing::TestWithParam<Case> {};
 
-TEST_P(GraphSafety, RunsOnTheMetaDevice) {
+TEST_P(GraphSafety, RunsOnMetaDevice) {
   Trial trial(GetParam(), at::kBFloat16, at::kMeta);
   for (const auto& t : trial.step(at::empty({kGroups}, at::TensorOptions().dtype(at::kLong).device(at::kMeta))))
     EXPECT_TRUE(t.is_meta());
 }
 
 /// Splits on a page of their own, which can be read only while a kernel runs.
-class ShutPage final : public kernels::LaunchWatcher {
+class ProtectedPage final : public kernels::LaunchWatcher {
  public:
-  explicit ShutPage(const std::vector<int64_t>& splits) {
+  explicit ProtectedPage(const std::vector<int64_t>& splits) {
     page_ = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     std::copy(splits.begin(), splits.end(), static_cast<int64_t*>(page_));
     tensor = at::from_blob(page_, {static_cast<int64_t>(splits.size())}, at::kLong);
     mprotect(page_, kBytes, PROT_NONE);
     before_ = kernels::watch_launches(this);
   }
-  ~ShutPage() override {
+  ~ProtectedPage() override {
     kernels::watch_launches(before_);
     munmap(page_, kBytes);
   }
@@ -160,7 +160,7 @@ class ShutPage final : public kernels::LaunchWatcher {
   kernels::LaunchWatcher* before_;
 };
 
-TEST_P(GraphSafety, NobodyButKernelsReadsTheSplits) {
+TEST_P(GraphSafety, OnlyKernelsReadSplits) {
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     std::vector<at::Tensor> expected, got;
     {
@@ -168,7 +168,7 @@ TEST_P(GraphSafety, NobodyButKernelsReadsTheSplits) {
       expected = plain.step(at::tensor({int64_t{11}, int64_t{0}, int64_t{25}}));
     }
     Trial trial(GetParam(), dtype);
-    ShutPage page({11, 0, 25});
+    ProtectedPage page({11, 0, 25});
     got = trial.step(page.tensor);
     ASSERT_EQ(got.size(), expected.size());
     for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(got[i].equal(expected[i])) << "result " << i;
@@ -176,7 +176,7 @@ TEST_P(GraphSafety, NobodyButKernelsReadsTheSplits) {
 }
 
 /// Records a step, changes splits and x in place, replays; the results that differ from those of a fresh step.
-std::vector<size_t> differences_of_a_replay(const Case& c, at::ScalarType dtype) {
+std::vector<size_t> replay_differences(const Case& c, at::ScalarType dtype) {
   auto splits = at::tensor({int64_t{11}, int64_t{0}, int64_t{25}});
   const auto other = at::tensor({int64_t{3}, int64_t{30}, int64_t{7}});
   Trial trial(c, dtype);
@@ -188,7 +188,7 @@ std::vector<size_t> differences_of_a_replay(const Case& c, at::ScalarType dtype)
   splits.copy_(other);
   trial.x.detach().copy_(x);
   for (const auto& p : trial.params)
-    if (auto* record = ops::find_wgrad_record(p); record && record->main_grad.defined()) record->main_grad.zero_();
+    if (auto* attrs = ops::find_wgrad_attrs(p); attrs && attrs->main_grad.defined()) attrs->main_grad.zero_();
   recording.replay();
 
   Trial fresh(c, dtype);
@@ -200,9 +200,9 @@ std::vector<size_t> differences_of_a_replay(const Case& c, at::ScalarType dtype)
   return different;
 }
 
-TEST_P(GraphSafety, RecordedKernelsServeOtherSplits) {
+TEST_P(GraphSafety, ReplayServesOtherSplits) {
   for (const auto dtype : {at::kFloat, at::kBFloat16})
-    EXPECT_EQ(differences_of_a_replay(GetParam(), dtype), std::vector<size_t>{}) << dtype;
+    EXPECT_EQ(replay_differences(GetParam(), dtype), std::vector<size_t>{}) << dtype;
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -218,24 +218,24 @@ INSTANTIATE_TEST_SUITE_P(
 
 constexpr Case kPeeking{.name = "peeking", .peek = true};
 
-TEST(GraphSafetyProofs, FailOnTheMetaDeviceIfSplitsAreRead) {
+TEST(GraphSafetyProofs, MetaDeviceFailsIfSplitsAreRead) {
   Trial trial(kPeeking, at::kFloat, at::kMeta);
   EXPECT_ANY_THROW(trial.step(at::empty({kGroups}, at::TensorOptions().dtype(at::kLong).device(at::kMeta))));
 }
 
-TEST(GraphSafetyProofsDeathTest, FaultIfSplitsAreRead) {
+TEST(GraphSafetyProofsDeathTest, ProtectedPageFaultsIfSplitsAreRead) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   Trial trial(kPeeking, at::kFloat);
   EXPECT_DEATH(
       {
-        ShutPage page({11, 0, 25});
+        ProtectedPage page({11, 0, 25});
         trial.step(page.tensor);
       },
       "");
 }
 
-TEST(GraphSafetyProofs, FailInReplayIfSplitsWereRead) {
-  EXPECT_NE(differences_of_a_replay(kPeeking, at::kFloat), std::vector<size_t>{});
+TEST(GraphSafetyProofs, ReplayDiffersIfSplitsAreRead) {
+  EXPECT_NE(replay_differences(kPeeking, at::kFloat), std::vector<size_t>{});
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ class ScaledGelu final : public FusedOp {
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
     ++forward_runs;
     const auto scaled = x * scale_;
-    if (ctx.op(0).records()) ctx.save(0, scaled);
+    if (ctx.op(0).needs_grad()) ctx.save(0, scaled);
     return at::gelu(scaled, "tanh");
   }
   at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
@@ -44,7 +44,7 @@ class JointRule : public ::testing::TestWithParam<int64_t> {
     id_ = add_rule({.name = "scaled_gelu",
                     .pass = Pass::joint,
                     .pattern = {one<ops::ConstantScale>(), one<ops::Activation>()},
-                    .refuse = {},
+                    .reject = {},
                     .make = make_fused<ScaledGelu>,
                     .sample = {},
                     .min_rows = GetParam(),
@@ -66,7 +66,7 @@ TEST_P(JointRule, RunsBothPassesOrNeither) {
   EXPECT_EQ(backward_runs, expected);
 }
 
-INSTANTIATE_TEST_SUITE_P(LeastRows, JointRule, ::testing::Values(0, 4, 5));
+INSTANTIATE_TEST_SUITE_P(MinRows, JointRule, ::testing::Values(0, 4, 5));
 
 }  // namespace
 }  // namespace weft::fused

@@ -36,10 +36,10 @@ const std::vector<std::string> kPipelines{
     "LayerNorm(normalized_shape=[IN]); BasicLinear(in_features=IN, out_features=6); Bias(size=6, BY_ROWS); GELU()",
 };
 
-std::string filled(std::string text, const std::vector<std::pair<std::string, std::string>>& words) {
+std::string substitute(std::string text, const std::vector<std::pair<std::string, std::string>>& words) {
   for (const auto& [word, value] : words)
-    for (auto at = text.find(word); at != std::string::npos; at = text.find(word, at + value.size()))
-      text.replace(at, word.size(), value);
+    for (auto pos = text.find(word); pos != std::string::npos; pos = text.find(word, pos + value.size()))
+      text.replace(pos, word.size(), value);
   return text;
 }
 
@@ -50,8 +50,8 @@ struct Results {
 
 Results run(const Pipeline& pipeline, const RuleList& rules, const at::Tensor& x, const std::vector<at::Tensor>& params,
             const fuser::Tensors& extras, std::vector<at::Tensor> grads) {
-  const auto plan = fuser::make_plan(pipeline, fuser::enter(pipeline, x, params, extras, 0), rules);
-  const auto outputs = fuser::run(std::make_shared<const Pipeline>(pipeline), plan, x, params, extras);
+  const auto plan = fuser::make_plan(pipeline, fuser::make_plan_key(pipeline, x, params, extras, 0), rules);
+  const auto outputs = fuser::run_plan(std::make_shared<const Pipeline>(pipeline), plan, x, params, extras);
   std::vector<at::Tensor> inputs{x}, all(outputs.begin(), outputs.end());
   inputs.insert(inputs.end(), params.begin(), params.end());
   inputs.insert(inputs.end(), extras.begin(), extras.end());
@@ -61,7 +61,7 @@ Results run(const Pipeline& pipeline, const RuleList& rules, const at::Tensor& x
   return {all, grads};
 }
 
-TEST(ParallelRules, ChangeNoValueAndNoGradient) {
+TEST(ParallelRules, PreserveValuesAndGradients) {
   const auto rules = all_rules();
   for (const std::string mode : {"column", "row"}) {
     for (const std::string sequence : {"false", "true"}) {
@@ -71,7 +71,7 @@ TEST(ParallelRules, ChangeNoValueAndNoGradient) {
         const ThreadRanks ranks(2);
         ranks.run([&](int, const std::string& group) {
           const auto described =
-              filled(text, {{"LINEAR", "BasicLinear(in_features=12, out_features=8, tensor_parallel_mode=\"" + mode +
+              substitute(text, {{"LINEAR", "BasicLinear(in_features=12, out_features=8, tensor_parallel_mode=\"" + mode +
                                            "\", tensor_parallel_group=\"GROUP\", sequence_parallel=" + sequence +
                                            ", overlap=false)"},
                             {"BY_ROWS", "sequence_parallel=true, tensor_parallel_group=\"GROUP\""},
@@ -94,17 +94,17 @@ TEST(ParallelRules, ChangeNoValueAndNoGradient) {
   }
 }
 
-TEST(ParallelRules, SayWhyTheyRefuse) {
+TEST(ParallelRules, ReportRejectionReasons) {
   const ThreadRanks ranks(2);
   const auto reason = [&](const std::string& mode, const std::string& text) {
     const auto pipeline = Pipeline::parse(
-        filled(text, {{"LINEAR", "BasicLinear(in_features=12, out_features=12, tensor_parallel_mode=\"" + mode +
+        substitute(text, {{"LINEAR", "BasicLinear(in_features=12, out_features=12, tensor_parallel_mode=\"" + mode +
                                      "\", tensor_parallel_group=\"" + ranks.name(0) + "\", overlap=false)"}}));
     const auto params = weft::testing::parameters(pipeline);
     const auto x = leaf({4, mode == "row" ? 6 : 12});
-    const auto plan = fuser::make_plan(pipeline, fuser::enter(pipeline, x, params, {}, 0), *current_rules().list);
+    const auto plan = fuser::make_plan(pipeline, fuser::make_plan_key(pipeline, x, params, {}, 0), *current_rules().list);
     std::string all;
-    for (const auto& refusal : plan->refusals) all += refusal.reason + "\n";
+    for (const auto& rejection : plan->rejections) all += rejection.reason + "\n";
     return all;
   };
   EXPECT_NE(reason("row", "LINEAR; Bias(size=12)").find("summed over ranks before what follows"), std::string::npos);

@@ -15,11 +15,11 @@ constexpr const char* kBlock =
     "Bias(size=8); "
     "SwiGLU(); BasicLinear(in_features=4, out_features=4); AddExtraInput(in_place=true) <\"r\"; AddExtraInput() <-";
 
-TEST(Functional, PassesEqualTheAutogradNode) {
+TEST(Functional, MatchesAutogradNode) {
   Fuser fuser(Pipeline::parse(kBlock));
   const auto p = weft::testing::parameters(fuser.pipeline());
   const auto x = leaf({3, 4}), extra = leaf({3, 4}), dy = at::randn({3, 4}, at::kDouble);
-  const auto text = describe(fuser.pipeline(), enter(fuser.pipeline(), x, p, {extra}, 0));
+  const auto text = describe(fuser.pipeline(), make_plan_key(fuser.pipeline(), x, p, {extra}, 0));
 
   const auto y = fuser(x, p, {extra});
   const auto out = forward(x, p, {extra}, text);
@@ -30,23 +30,23 @@ TEST(Functional, PassesEqualTheAutogradNode) {
   std::vector<at::Tensor> inputs{x};
   inputs.insert(inputs.end(), p.begin(), p.end());
   inputs.push_back(extra);
-  const auto wanted = grad(y[0], inputs, dy);
+  const auto expected = grad(y[0], inputs, dy);
   const auto got = backward({dy, at::Tensor()}, out.saved, x, p, {extra}, text);
-  ASSERT_EQ(got.size(), wanted.size());
-  for (size_t i = 0; i < wanted.size(); ++i) expect_close(got[i], wanted[i], "gradient " + std::to_string(i));
+  ASSERT_EQ(got.size(), expected.size());
+  for (size_t i = 0; i < expected.size(); ++i) expect_close(got[i], expected[i], "gradient " + std::to_string(i));
 }
 
-TEST(Functional, ReturnsOnlyTheGradientsThatTheTextAsksFor) {
+TEST(Functional, ReturnsOnlyRequestedGradients) {
   Fuser fuser(Pipeline::parse("BasicLinear(in_features=4, out_features=2)"));
   auto p = weft::testing::parameters(fuser.pipeline());
   const auto x = at::randn({3, 4}, at::kDouble);
-  const auto text = describe(fuser.pipeline(), enter(fuser.pipeline(), x, p, {}, 0));
+  const auto text = describe(fuser.pipeline(), make_plan_key(fuser.pipeline(), x, p, {}, 0));
   const auto got = backward({at::randn({3, 2}, at::kDouble)}, forward(x, p, {}, text).saved, x, p, {}, text);
   EXPECT_FALSE(got[0].defined());
   EXPECT_TRUE(got[1].defined());
 }
 
-TEST(Functional, RefusesTextWithoutACallAndWrongCounts) {
+TEST(Functional, RejectsMissingCallAndWrongCounts) {
   const auto x = at::randn({3, 4});
   EXPECT_THROW(forward(x, {}, {}, "GELU()"), c10::ValueError);
   EXPECT_THROW(forward(x, {}, {}, "GELU() @call(autocast=none, eval=0, tensors=\"cpu:float32:c cpu:float32:c\")"),

@@ -23,7 +23,7 @@ using weft::testing::parameters;
 
 Fuser make(const std::string& text) { return Fuser(Pipeline::parse(text)); }
 
-TEST(Fuser, TwoLinearsEqualThePlainProducts) {
+TEST(Fuser, TwoLinearsMatchTorch) {
   auto fuser =
       make("BasicLinear(in_features=4, out_features=6); Bias(size=6); BasicLinear(in_features=6, out_features=3)");
   const auto p = parameters(fuser.pipeline());
@@ -31,27 +31,27 @@ TEST(Fuser, TwoLinearsEqualThePlainProducts) {
   const auto y = fuser(x, p, {})[0], plain = at::addmm(p[1], x, p[0].t()).mm(p[2].t());
   expect_close(y, plain, "y");
   const std::vector<at::Tensor> inputs{x, p[0], p[1], p[2]};
-  const auto got = grad(y, inputs, dy), wanted = grad(plain, inputs, dy);
-  for (size_t i = 0; i < inputs.size(); ++i) expect_close(got[i], wanted[i], "gradient " + std::to_string(i));
+  const auto got = grad(y, inputs, dy), expected = grad(plain, inputs, dy);
+  for (size_t i = 0; i < inputs.size(); ++i) expect_close(got[i], expected[i], "gradient " + std::to_string(i));
 }
 
 /// dx is right and dW is not wherever a gradient buffer is added into before the weight gradient has read it.
-TEST(Fuser, AnInPlaceBranchRightAroundALinearKeepsTheWeightGradient) {
+TEST(Fuser, InPlaceBranchPreservesWeightGradient) {
   auto fuser = make(
       "MakeExtraOutput(in_place=true) >>\"r\"; BasicLinear(in_features=4, out_features=4); "
       "AddExtraInput(in_place=true) <\"r\"");
   const auto p = parameters(fuser.pipeline());
   const auto x = leaf({5, 4}), before = x.detach().clone(), dy = at::randn({5, 4}, at::kDouble), dy_before = dy.clone();
   const auto y = fuser(x, p, {})[0], plain = x.mm(p[0].t()) + x;
-  const auto got = grad(y, {x, p[0]}, dy), wanted = grad(plain, {x, p[0]}, dy);
+  const auto got = grad(y, {x, p[0]}, dy), expected = grad(plain, {x, p[0]}, dy);
   expect_close(y, plain, "y");
-  expect_close(got[0], wanted[0], "dx");
-  expect_close(got[1], wanted[1], "dW");
+  expect_close(got[0], expected[0], "dx");
+  expect_close(got[1], expected[1], "dW");
   EXPECT_TRUE(x.equal(before)) << "the caller's input was changed";
   EXPECT_TRUE(dy.equal(dy_before)) << "the caller's gradient was changed";
 }
 
-TEST(Fuser, AChannelThatIsReadTwiceGetsTheSumOfItsGradients) {
+TEST(Fuser, ChannelReadTwiceSumsGradients) {
   for (const std::string in_place : {"false", "true"}) {
     const auto join = "AddExtraInput(in_place=" + in_place + ") <\"r\"";
     auto fuser =
@@ -61,13 +61,13 @@ TEST(Fuser, AChannelThatIsReadTwiceGetsTheSumOfItsGradients) {
     const auto x = leaf({5, 4}), dy = at::randn({5, 4}, at::kDouble), dy_before = dy.clone();
     const auto y = fuser(x, p, {})[0], h = x.mm(p[0].t()) + x, plain = (h * h.sigmoid()).mm(p[1].t()) + x;
     expect_close(y, plain, "y");
-    const auto got = grad(y, {x, p[0], p[1]}, dy), wanted = grad(plain, {x, p[0], p[1]}, dy);
-    for (size_t i = 0; i < wanted.size(); ++i) expect_close(got[i], wanted[i], "gradient " + std::to_string(i));
+    const auto got = grad(y, {x, p[0], p[1]}, dy), expected = grad(plain, {x, p[0], p[1]}, dy);
+    for (size_t i = 0; i < expected.size(); ++i) expect_close(got[i], expected[i], "gradient " + std::to_string(i));
     EXPECT_TRUE(dy.equal(dy_before)) << "the caller's gradient was changed";
   }
 }
 
-TEST(Fuser, AnExtraInputGivenAwayIsReusedAndOneStillHeldIsNot) {
+TEST(Fuser, ReusesOnlyDonatedExtraInput) {
   auto fuser = make("AddExtraInput(in_place=true) <-");
   const auto x = at::ones({3, 4});
   auto given = at::randn({3, 4});
@@ -85,7 +85,7 @@ TEST(Fuser, AnExtraInputGivenAwayIsReusedAndOneStillHeldIsNot) {
   EXPECT_TRUE(held.equal(before));
 }
 
-TEST(Fuser, AViewOfAnExtraInputGivenAwayProtectsIt) {
+TEST(Fuser, LiveViewPreventsReuse) {
   auto fuser = make("AddExtraInput(in_place=true) <-");
   auto given = at::randn({3, 4});
   const auto view = given.narrow(0, 0, 1), before = view.clone();
@@ -95,7 +95,7 @@ TEST(Fuser, AViewOfAnExtraInputGivenAwayProtectsIt) {
   EXPECT_TRUE(view.equal(before));
 }
 
-TEST(Fuser, AnUnchangedCallMakesNoPlanWhateverTheNumberOfRows) {
+TEST(Fuser, RowCountDoesNotReplan) {
   auto fuser = make("BasicLinear(in_features=4, out_features=4); GELU()");
   const auto p = parameters(fuser.pipeline());
   fuser(leaf({1, 4}), p, {});
@@ -103,7 +103,7 @@ TEST(Fuser, AnUnchangedCallMakesNoPlanWhateverTheNumberOfRows) {
   EXPECT_EQ(fuser.plans_made(), 1);
 }
 
-TEST(Fuser, KeepsABoundedNumberOfPlans) {
+TEST(Fuser, BoundsCachedPlans) {
   std::string text = "Dropout(p=0.5)";
   for (int i = 0; i < 5; ++i) text += "; Dropout(p=0.5)";
   auto fuser = make(text);
@@ -118,15 +118,15 @@ TEST(Fuser, ComputesNoGradientForFrozenTensors) {
   p[0].requires_grad_(false);
   const auto x = at::randn({2, 4}, at::kDouble);
   const auto plan = fuser.plan(x, p, {});
-  EXPECT_FALSE(plan->ops[0].records);
-  EXPECT_FALSE(plan->ops[1].input_wanted) << "nothing below the second product wants a gradient";
+  EXPECT_FALSE(plan->ops[0].needs_grad);
+  EXPECT_FALSE(plan->ops[1].needs_input_grad) << "nothing below the second product wants a gradient";
   const auto y = fuser(x, p, {})[0];
   torch::autograd::backward({y}, {at::ones_like(y)});
   EXPECT_FALSE(p[0].grad().defined());
   EXPECT_TRUE(p[1].grad().defined());
 }
 
-TEST(Fuser, MakesNoNodeWhenNothingWantsAGradient) {
+TEST(Fuser, MakesNoNodeWithoutRequiresGrad) {
   auto fuser = make("GELU()");
   EXPECT_FALSE(fuser(at::randn({2, 2}), {}, {})[0].requires_grad());
   const at::NoGradGuard no_grad;
@@ -144,7 +144,7 @@ TEST(Fuser, BackwardTwiceNeedsRetainGraph) {
   EXPECT_ANY_THROW(torch::autograd::backward({y}, {g}));
 }
 
-TEST(Fuser, RaisesWhenASavedTensorWasChangedInBetween) {
+TEST(Fuser, RaisesIfSavedTensorWasModified) {
   auto fuser = make("GELU()");
   const auto x = leaf({2, 2});
   const auto h = x * 1;
@@ -153,7 +153,7 @@ TEST(Fuser, RaisesWhenASavedTensorWasChangedInBetween) {
   EXPECT_ANY_THROW(torch::autograd::backward({y}, {at::ones_like(y)}));
 }
 
-TEST(Fuser, RaisesWhenDifferentiatedTwice) {
+TEST(Fuser, RaisesOnDoubleBackward) {
   auto fuser = make("GELU()");
   const auto x = leaf({2, 2});
   const auto y = fuser(x, {}, {})[0];
@@ -166,11 +166,11 @@ TEST(Fuser, RaisesWhenDifferentiatedTwice) {
   }
 }
 
-TEST(Fuser, ThreadsMayShareOne) {
+TEST(Fuser, IsThreadSafe) {
   auto fuser = make("BasicLinear(in_features=4, out_features=4); GELU(); Dropout(p=0.0)");
   const auto p = parameters(fuser.pipeline());
   const auto x = at::randn({3, 4}, at::kDouble);
-  const auto wanted = fuser(x, p, {})[0].detach();
+  const auto expected = fuser(x, p, {})[0].detach();
   std::atomic<int> wrong{0};
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; ++t)
@@ -178,7 +178,7 @@ TEST(Fuser, ThreadsMayShareOne) {
       for (int i = 0; i < 100; ++i) {
         c10::AutoGradMode mode(t % 2 == 0);
         const auto y = fuser(x, p, {}, i % 2)[0];
-        if (!y.detach().equal(wanted)) ++wrong;
+        if (!y.detach().equal(expected)) ++wrong;
         if (t % 2 == 0) grad(y, {p[0]}, at::ones_like(y));
       }
     });
@@ -186,7 +186,7 @@ TEST(Fuser, ThreadsMayShareOne) {
   EXPECT_EQ(wrong, 0);
 }
 
-TEST(Fuser, NamesWhatItWasGivenWrongly) {
+TEST(Fuser, RejectsInvalidInputs) {
   auto fuser = make("AddExtraInput() <-");
   EXPECT_THROW(fuser(at::ones({2}), {}, {}), c10::ValueError);
   EXPECT_THROW(fuser(at::Tensor(), {}, {at::ones({2})}), c10::ValueError);

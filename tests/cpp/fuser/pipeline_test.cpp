@@ -21,18 +21,18 @@ constexpr const char* kResidual =
     "MakeExtraOutput(in_place=false) >>\"branch\"; BasicLinear(in_features=4, out_features=4); "
     "AddExtraInput(in_place=true) <\"branch\"";
 
-TEST(Pipeline, ReadsBackItsOwnText) {
+TEST(Pipeline, TextRoundTrips) {
   const auto pipeline = Pipeline::parse(kResidual);
   EXPECT_EQ(Pipeline::parse(pipeline.text()).text(), pipeline.text());
   EXPECT_THAT(pipeline.text(), HasSubstr("MakeExtraOutput(in_place=false) >>\"branch\""));
 }
 
-TEST(Pipeline, TextKeepsCallerSlotsAndOddChannelNames) {
+TEST(Pipeline, TextKeepsCallerSlotsAndQuotedChannelNames) {
   const std::string text = "AddExtraInput(in_place=false) <-; MakeExtraOutput(in_place=true) >\"a \\\"b\\\\\"";
   EXPECT_EQ(Pipeline::parse(text).text(), text);
 }
 
-TEST(Pipeline, RoutesAChannelFromItsProducerToItsConsumer) {
+TEST(Pipeline, RoutesChannelFromProducerToConsumer) {
   const auto pipeline = Pipeline::parse(kResidual);
   EXPECT_EQ(pipeline.source(0), 0);
   EXPECT_EQ(pipeline.producer(0), 0);
@@ -41,13 +41,13 @@ TEST(Pipeline, RoutesAChannelFromItsProducerToItsConsumer) {
   EXPECT_TRUE(pipeline.caller_outputs().empty());
 }
 
-TEST(Pipeline, RefusesWiringThatCannotWork) {
+TEST(Pipeline, RejectsInvalidWiring) {
   EXPECT_THAT(error_of("AddExtraInput() <\"r\""), HasSubstr("has no producer"));
   EXPECT_THAT(error_of("AddExtraInput() <\"r\"; MakeExtraOutput() >\"r\""), HasSubstr("has no earlier producer"));
   EXPECT_THAT(error_of("MakeExtraOutput() >\"r\"; MakeExtraOutput() >\"r\""), HasSubstr("multiple producers"));
 }
 
-TEST(Pipeline, SaysWhereItsTextIsWrong) {
+TEST(Pipeline, ParseErrorsNameThePosition) {
   EXPECT_THAT(error_of("NoSuchOp()"), HasSubstr("No operation is called 'NoSuchOp'"));
   EXPECT_THAT(error_of("GELU("), HasSubstr("position"));
   EXPECT_THAT(error_of("GELU() GELU()"), HasSubstr("expected ;"));

@@ -20,12 +20,12 @@ inline std::vector<at::Tensor> parameters(const fuser::Pipeline& pipeline) {
   return list;
 }
 
-inline void expect_close(const at::Tensor& got, const at::Tensor& wanted, const std::string& what) {
-  ASSERT_EQ(got.defined(), wanted.defined()) << what;
-  if (!wanted.defined()) return;
-  ASSERT_EQ(got.sizes(), wanted.sizes()) << what;
-  EXPECT_TRUE(got.allclose(wanted, 1e-10, 1e-10))
-      << what << " differs by " << (got - wanted).abs().max().item<double>();
+inline void expect_close(const at::Tensor& got, const at::Tensor& expected, const std::string& what) {
+  ASSERT_EQ(got.defined(), expected.defined()) << what;
+  if (!expected.defined()) return;
+  ASSERT_EQ(got.sizes(), expected.sizes()) << what;
+  EXPECT_TRUE(got.allclose(expected, 1e-10, 1e-10))
+      << what << " differs by " << (got - expected).abs().max().item<double>();
 }
 
 inline std::vector<at::Tensor> grad(const at::Tensor& y, const std::vector<at::Tensor>& inputs, const at::Tensor& dy) {

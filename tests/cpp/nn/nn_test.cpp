@@ -22,7 +22,7 @@ Sequential mlp() {
   return Sequential(op<ops::RMSNorm>({.normalized_shape = {4}}), Linear(4, 8), op("GELU"), Linear(8, 2));
 }
 
-TEST(Nn, ASequentialIsOnePipelineWithTheParametersOfItsModules) {
+TEST(Nn, SequentialIsOnePipeline) {
   auto model = mlp();
   EXPECT_EQ(model->named_parameters().keys(),
             (std::vector<std::string>{"0.weight", "1.weight", "1.bias", "3.weight", "3.bias"}));
@@ -31,7 +31,7 @@ TEST(Nn, ASequentialIsOnePipelineWithTheParametersOfItsModules) {
   EXPECT_EQ(plan.forward.size(), 1) << plan.text();
 }
 
-TEST(Nn, TrainsWithATorchOptimizer) {
+TEST(Nn, TrainsWithTorchOptimizer) {
   auto model = mlp();
   torch::optim::SGD sgd(model->parameters(), 0.05);
   const auto x = at::randn({32, 4}), target = x.narrow(1, 0, 2) * 2;
@@ -59,12 +59,12 @@ TEST(Nn, SavesLoadsAndClones) {
   EXPECT_FALSE(copy->forward(x).equal(model->forward(x))) << "the clone shares parameters";
 }
 
-TEST(Nn, StandsInATorchSequential) {
+TEST(Nn, WorksInsideTorchSequential) {
   torch::nn::Sequential model(torch::nn::Linear(4, 4), op("SiLU"), Linear(4, 2));
   EXPECT_EQ(model->forward(at::randn({3, 4})).size(1), 2);
 }
 
-TEST(Nn, EvaluationReachesDropout) {
+TEST(Nn, EvalReachesDropout) {
   Sequential model(op("Identity"), Operation(ops::op_type("Dropout").make({{"p", 0.5}})));
   const auto x = at::randn({64, 64});
   EXPECT_FALSE(model->forward(x).equal(x));

@@ -53,12 +53,12 @@ const ThreadRanks& group_of(int ranks) {
 }
 
 /// The whole layer in one process.
-struct Whole {
+struct Unsharded {
   at::Tensor x, w, y, dy;
   std::vector<at::Tensor> biases;  // their sum is the bias
   std::vector<at::Tensor> grads;   // of x, w, bias
 
-  explicit Whole(const Case& c) {
+  explicit Unsharded(const Case& c) {
     auto sizes = c.leading;
     sizes.push_back(kIn);
     x = leaf(sizes);
@@ -76,41 +76,41 @@ struct Whole {
 };
 
 /// This rank's part of tensors of the whole layer.
-struct Cut {
+struct Shard {
   const Case& c;
   int rank;
   bool column() const { return c.mode == ParallelMode::column; }
-  at::Tensor part(const at::Tensor& t, int64_t dim) const { return t.chunk(c.ranks, dim)[t.size(dim) ? rank : 0]; }
-  at::Tensor rows_if_split(const at::Tensor& t) const { return c.sequence_parallel ? part(t, 0) : t; }
+  at::Tensor chunk(const at::Tensor& t, int64_t dim) const { return t.chunk(c.ranks, dim)[t.size(dim) ? rank : 0]; }
+  at::Tensor local_rows(const at::Tensor& t) const { return c.sequence_parallel ? chunk(t, 0) : t; }
 
-  at::Tensor input(const at::Tensor& x) const { return column() ? rows_if_split(x) : part(x, -1); }
-  at::Tensor output(const at::Tensor& y) const { return column() ? part(y, -1) : rows_if_split(y); }
-  at::Tensor weight(const at::Tensor& w) const { return part(w, column() ? 0 : 1); }
+  at::Tensor input(const at::Tensor& x) const { return column() ? local_rows(x) : chunk(x, -1); }
+  at::Tensor output(const at::Tensor& y) const { return column() ? chunk(y, -1) : local_rows(y); }
+  at::Tensor weight(const at::Tensor& w) const { return chunk(w, column() ? 0 : 1); }
   at::Tensor bias_value(const std::vector<at::Tensor>& biases) const {
-    return column() ? part(biases[0], 0) : biases[biases.size() > 1 ? rank : 0];
+    return column() ? chunk(biases[0], 0) : biases[biases.size() > 1 ? rank : 0];
   }
-  at::Tensor bias_gradient(const at::Tensor& db) const { return column() ? part(db, 0) : db; }
+  at::Tensor bias_gradient(const at::Tensor& db) const { return column() ? chunk(db, 0) : db; }
 };
 
-void run_rank(const Case& c, const Whole& whole, int rank, Fusible& layer) {
-  const Cut cut{c, rank};
-  auto params = layer.operands();
-  params[0].set_data(cut.weight(whole.w).detach().clone());
-  if (params.size() > 1) params[1].set_data(cut.bias_value(whole.biases).clone());
-  const auto x = cut.input(whole.x).detach().clone().requires_grad_();
+void run_rank(const Case& c, const Unsharded& unsharded, int rank, Fusible& layer) {
+  const Shard shard{c, rank};
+  auto params = layer.op_parameters();
+  params[0].set_data(shard.weight(unsharded.w).detach().clone());
+  if (params.size() > 1) params[1].set_data(shard.bias_value(unsharded.biases).clone());
+  const auto x = shard.input(unsharded.x).detach().clone().requires_grad_();
   const auto y = layer.forward(x);
-  expect_close(y, cut.output(whole.y), c.text() + ": y");
+  expect_close(y, shard.output(unsharded.y), c.text() + ": y");
   std::vector<at::Tensor> inputs{x, params[0]};
   if (params.size() > 1) inputs.push_back(params[1]);
-  const auto grads = grad(y, inputs, cut.output(whole.dy).clone());
-  expect_close(grads[0], cut.input(whole.grads[0]), c.text() + ": dx");
-  expect_close(grads[1], cut.weight(whole.grads[1]), c.text() + ": dw");
-  if (params.size() > 1) expect_close(grads[2], cut.bias_gradient(whole.grads[2]), c.text() + ": db");
+  const auto grads = grad(y, inputs, shard.output(unsharded.dy).clone());
+  expect_close(grads[0], shard.input(unsharded.grads[0]), c.text() + ": dx");
+  expect_close(grads[1], shard.weight(unsharded.grads[1]), c.text() + ": dw");
+  if (params.size() > 1) expect_close(grads[2], shard.bias_gradient(unsharded.grads[2]), c.text() + ": db");
 }
 
-TEST(ParallelLinear, EqualsOneProcessInEveryModeWithEveryBiasAndGroupSize) {
+TEST(ParallelLinear, MatchesOneProcess) {
   for (const auto& c : cases()) {
-    const Whole whole(c);
+    const Unsharded unsharded(c);
     group_of(c.ranks).run([&](int rank, const std::string& group) {
       Linear layer(LinearOptions{.in_features = kIn,
                                  .out_features = kOut,
@@ -121,7 +121,7 @@ TEST(ParallelLinear, EqualsOneProcessInEveryModeWithEveryBiasAndGroupSize) {
                                  .sequence_parallel = c.sequence_parallel,
                                  .replicated_bias = c.bias == BiasKind::replicated,
                                  .overlap = c.overlap});
-      run_rank(c, whole, rank, *layer);
+      run_rank(c, unsharded, rank, *layer);
     });
   }
 }
@@ -136,26 +136,26 @@ ops::BasicLinear::Options basic(const Case& c, const std::string& group) {
           .overlap = c.overlap};
 }
 
-TEST(ParallelLinear, BasicLinearDoesItsOwnCommunication) {
+TEST(ParallelLinear, BasicLinearCommunicates) {
   for (const auto& c : cases()) {
     if (c.bias != BiasKind::none) continue;
-    const Whole whole(c);
+    const Unsharded unsharded(c);
     group_of(c.ranks).run([&](int rank, const std::string& group) {
       auto layer = op<ops::BasicLinear>(basic(c, group));
-      run_rank(c, whole, rank, *layer);
+      run_rank(c, unsharded, rank, *layer);
     });
   }
 }
 
 /// Collectives that forward and backward of a linear start. These are small: each is one message.
-std::pair<int64_t, int64_t> traffic(const Case& c, bool train_weight, bool input_wants_gradient) {
+std::pair<int64_t, int64_t> count_collectives(const Case& c, bool train_weight, bool input_needs_grad) {
   const ThreadRanks ranks(c.ranks);
-  const Whole whole(c);
+  const Unsharded unsharded(c);
   std::pair<int64_t, int64_t> count;
   ranks.run([&](int rank, const std::string& group) {
     auto layer = op<ops::BasicLinear>(basic(c, group));
     layer->parameters()[0].requires_grad_(train_weight);
-    auto x = Cut{c, rank}.input(whole.x).detach().clone().requires_grad_(input_wants_gradient);
+    auto x = Shard{c, rank}.input(unsharded.x).detach().clone().requires_grad_(input_needs_grad);
     const auto y = layer->forward(x);
     const auto forward = ranks.backend(rank).started();
     y.sum().backward();
@@ -164,18 +164,18 @@ std::pair<int64_t, int64_t> traffic(const Case& c, bool train_weight, bool input
   return count;
 }
 
-TEST(ParallelLinear, CommunicatesOnlyWhatTheWantedGradientsNeed) {
+TEST(ParallelLinear, CommunicatesOnlyForNeededGradients) {
   using Counts = std::pair<int64_t, int64_t>;
   const Case column{ParallelMode::column, true, BiasKind::none, 2, {kRows}};
-  EXPECT_EQ(traffic(column, true, true), Counts(1, 2));   // x again; the sum of dx
-  EXPECT_EQ(traffic(column, false, true), Counts(1, 1));  // a frozen weight needs no x
-  EXPECT_EQ(traffic(column, true, false), Counts(1, 1));  // nobody wants dx
+  EXPECT_EQ(count_collectives(column, true, true), Counts(1, 2));   // x again; the sum of dx
+  EXPECT_EQ(count_collectives(column, false, true), Counts(1, 1));  // a frozen weight needs no x
+  EXPECT_EQ(count_collectives(column, true, false), Counts(1, 1));  // nobody wants dx
   const Case row{ParallelMode::row, true, BiasKind::none, 2, {kRows}};
-  EXPECT_EQ(traffic(row, true, true), Counts(1, 1));  // dy, once for both products
-  EXPECT_EQ(traffic(row, false, true), Counts(1, 1));
+  EXPECT_EQ(count_collectives(row, true, true), Counts(1, 1));  // dy, once for both products
+  EXPECT_EQ(count_collectives(row, false, true), Counts(1, 1));
 }
 
-TEST(ParallelLinear, SavesThisRanksRowsOnly) {
+TEST(ParallelLinear, SavesOnlyLocalRows) {
   const Case c{ParallelMode::column, true, BiasKind::none, 2, {kRows}};
   const ThreadRanks ranks(2);
   ranks.run([&](int, const std::string& group) {
@@ -186,7 +186,7 @@ TEST(ParallelLinear, SavesThisRanksRowsOnly) {
   });
 }
 
-TEST(ParallelLinear, FirstWeightsFollowTheFeaturesOfTheWholeLayer) {
+TEST(ParallelLinear, InitUsesGlobalFanIn) {
   const ThreadRanks ranks(4);
   for (const auto mode : {ParallelMode::column, ParallelMode::row}) {
     ranks.run([&](int, const std::string& group) {
@@ -199,7 +199,7 @@ TEST(ParallelLinear, FirstWeightsFollowTheFeaturesOfTheWholeLayer) {
   }
 }
 
-TEST(ParallelLinear, FeaturesThatDoNotDivideAreRefusedWithTheirNumbers) {
+TEST(ParallelLinear, RejectsIndivisibleFeatures) {
   const ThreadRanks ranks(3);
   const auto& group = ranks.name(0);
   const auto text = [&](LinearOptions options) {
@@ -239,42 +239,42 @@ Sequential block(const std::string& activation, const std::optional<std::string>
                     op(activation), Linear(down), join);
 }
 
-TEST(ParallelLinear, ABlockOfFusedOperationsEqualsOneProcess) {
+TEST(ParallelLinear, FusedBlockMatchesOneProcess) {
   for (const bool sequence : {false, true}) {
     for (const int p : {2, 3}) {
       for (const std::string activation : {"GELU", "SReLU"}) {
-        auto whole = block(activation, {}, false);
-        for (auto& param : whole->parameters()) param.data().uniform_(-1, 1);
-        const auto x = leaf({kRows, kIn}), y = whole->forward(x), dy = at::randn({kRows, kIn}, at::kDouble);
-        auto inputs = whole->operands();  // norm, up, its bias, down, its bias
+        auto unsharded = block(activation, {}, false);
+        for (auto& param : unsharded->parameters()) param.data().uniform_(-1, 1);
+        const auto x = leaf({kRows, kIn}), y = unsharded->forward(x), dy = at::randn({kRows, kIn}, at::kDouble);
+        auto inputs = unsharded->op_parameters();  // norm, up, its bias, down, its bias
         inputs.insert(inputs.begin(), x);
-        const auto wanted = grad(y, inputs, dy);
+        const auto expected = grad(y, inputs, dy);
         std::vector<at::Tensor> norm_grads(p);
         group_of(p).run([&](int rank, const std::string& group) {
-          const auto mine = [&](const at::Tensor& t) { return sequence ? t.chunk(p)[rank] : t; };
-          const auto part = [&](const at::Tensor& t, int64_t dim) { return t.chunk(p, dim)[rank]; };
+          const auto local = [&](const at::Tensor& t) { return sequence ? t.chunk(p)[rank] : t; };
+          const auto chunk = [&](const at::Tensor& t, int64_t dim) { return t.chunk(p, dim)[rank]; };
           auto model = block(activation, group, sequence);
-          auto params = model->operands();
-          const auto values = whole->operands();
+          auto params = model->op_parameters();
+          const auto values = unsharded->op_parameters();
           params[0].set_data(values[0].detach().clone());
-          params[1].set_data(part(values[1].detach(), 0).clone());
-          params[2].set_data(part(values[2].detach(), 0).clone());
-          params[3].set_data(part(values[3].detach(), 1).clone());
+          params[1].set_data(chunk(values[1].detach(), 0).clone());
+          params[2].set_data(chunk(values[2].detach(), 0).clone());
+          params[3].set_data(chunk(values[3].detach(), 1).clone());
           params[4].set_data(values[4].detach().clone());
-          const auto input = mine(x).detach().clone().requires_grad_();
+          const auto input = local(x).detach().clone().requires_grad_();
           const auto out = model->forward(input);
-          expect_close(out, mine(y), "y");
+          expect_close(out, local(y), "y");
           params.insert(params.begin(), input);
-          const auto got = grad(out, params, mine(dy).clone());
-          expect_close(got[0], mine(wanted[0]), "dx");
+          const auto got = grad(out, params, local(dy).clone());
+          expect_close(got[0], local(expected[0]), "dx");
           norm_grads[rank] = got[1];
-          expect_close(got[2], part(wanted[2], 0), "dw up");
-          expect_close(got[3], part(wanted[3], 0), "db up");
-          expect_close(got[4], part(wanted[4], 1), "dw down");
-          expect_close(got[5], wanted[5], "db down");
+          expect_close(got[2], chunk(expected[2], 0), "dw up");
+          expect_close(got[3], chunk(expected[3], 0), "db up");
+          expect_close(got[4], chunk(expected[4], 1), "dw down");
+          expect_close(got[5], expected[5], "db down");
         });
         // The norm saw this rank's rows only: the parts of its gradient are summed by whoever trains.
-        expect_close(sequence ? at::stack(norm_grads).sum(0) : norm_grads[0], wanted[1], "dw norm");
+        expect_close(sequence ? at::stack(norm_grads).sum(0) : norm_grads[0], expected[1], "dw norm");
       }
     }
   }

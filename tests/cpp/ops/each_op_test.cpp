@@ -28,8 +28,8 @@ at::Tensor run(const std::string& name, const Keywords& keywords, const at::Tens
                std::vector<at::Tensor> extra = {}) {
   const auto op = op_type(name).make(keywords);
   OpPlan plan;
-  plan.param_wanted.resize(op->params().size());
-  plan.extra_wanted.resize(extra.size());
+  plan.needs_param_grad.resize(op->params().size());
+  plan.needs_extra_grad.resize(extra.size());
   std::vector<at::Tensor> params;
   for (const auto& spec : op->params()) params.push_back(at::rand(spec.shape));
   Frame frame{.extra_in = extra.data()};
@@ -37,7 +37,7 @@ at::Tensor run(const std::string& name, const Keywords& keywords, const at::Tens
   return op->forward(ctx, x, params);
 }
 
-TEST(OpErrors, GatedInputsMustSplitInHalves) {
+TEST(OpErrors, GatedInputsNeedEvenColumns) {
   for (const std::string name : {"SwiGLU", "SiTUGLU", "ClampedSwiGLU", "GLU", "ReGLU"})
     expect_error<c10::ValueError>([&] { run(name, {}, at::empty({2, 7})); },
                                   name + ": input has 7 columns, expected an even number.");
@@ -52,28 +52,28 @@ TEST(OpErrors, BetaMustBeFiniteAndPositive) {
   expect_error<c10::ValueError>([] { make("ScaledSiTUGLU", {{"beta2", HUGE_VAL}}); }, "beta2 is inf");
 }
 
-TEST(OpErrors, ActivationsRefuseOtherDtypes) {
+TEST(OpErrors, ActivationsRejectOtherDtypes) {
   expect_error<c10::Error>([] { run("GELU", {}, at::empty({2, 8}, at::kLong)); }, "Unsupported dtype");
 }
 
-TEST(OpErrors, QuantizedInputsAreNotThereYet) {
+TEST(OpErrors, QuantizedInputsAreNotSupported) {
   for (const std::string name : {"GELU", "GEGLU", "SwiGLU"})
     expect_error<c10::NotImplementedError>([&] { make(name, {{"cache_quantized_input", true}}); }, name);
 }
 
-TEST(OpErrors, RecomputationNeedsTheFusedMlp) {
+TEST(OpErrors, RecomputeNeedsFusedMlp) {
   const Keywords recompute{{"activation_recompute_in_mlp", true}};
   for (const std::string name : {"ScaledSwiGLU", "ScaledSiTUGLU", "ScaledClampedQGeGLU"})
     expect_error<c10::ValueError>([&] { make(name, recompute); }, "does not support activation recomputation");
   expect_error<c10::Error>([&] { run("ScaledSReLU", recompute, at::empty({2, 8}), {at::empty({2})}); }, "grouped MLP");
 }
 
-TEST(OpErrors, ScalesNeedOneValueForEachRow) {
+TEST(OpErrors, ScalesNeedOneValuePerRow) {
   expect_error<c10::ValueError>([] { run("ScaledSwiGLU", {}, at::empty({2, 3, 8}), {at::empty({5})}); },
                                 "scales have shape [5], input has shape [2, 3, 8], that is 6 rows");
 }
 
-TEST(OpErrors, NormsNeedTheirTrailingDimensions) {
+TEST(OpErrors, NormsCheckTrailingDimensions) {
   const Keywords shape{{"normalized_shape", std::vector<int64_t>{4, 2}}};
   for (const std::string name : {"LayerNorm", "RMSNorm"}) {
     expect_error<c10::ValueError>([&] { run(name, shape, at::empty({3, 8})); },
@@ -88,21 +88,21 @@ TEST(OpErrors, ExtraInputsAreNotBroadcast) {
                                 "input has shape [3, 8], extra input has shape [8]");
 }
 
-TEST(OpErrors, DropoutNeedsFloatingPointNumbers) {
+TEST(OpErrors, DropoutNeedsFloatingPoint) {
   expect_error<c10::Error>([] { run("Dropout", {{"p", 0.5}}, at::empty({2, 8}, at::kLong)); }, "Dropout got int64");
 }
 
-TEST(OpErrors, DropoutNeedsAProbability) {
+TEST(OpErrors, DropoutNeedsProbability) {
   expect_error<c10::ValueError>([] { make("Dropout", {{"p", 1.5}}); }, "p is 1.5");
   expect_error<c10::ValueError>([] { make("Dropout", {{"p", -0.1}}); }, "p is -0.1");
 }
 
-TEST(OpErrors, ReshapeLeavesOneSizeOpen) {
+TEST(OpErrors, ReshapeInfersAtMostOneSize) {
   for (const auto& shape : {std::vector<int64_t>{-1, -1}, {-1, 0}, {-2, 4}})
     expect_error<c10::ValueError>([&] { make("Reshape", {{"shape", shape}}); }, "Reshape: shape is ");
 }
 
-TEST(OpErrors, SeveralRanksNeedTheNameOfTheirGroup) {
+TEST(OpErrors, CollectivesNeedGroupName) {
   for (const std::string name : {"AllGather", "ReduceScatter", "AllReduce"}) {
     expect_error<c10::ValueError>([&] { make(name, {{"process_group_size", int64_t{2}}}); }, name + ": it is to be");
     expect_error<c10::ValueError>([&] { make(name, {{"process_group", std::string("nobody")}}); }, "'nobody'");
@@ -111,19 +111,19 @@ TEST(OpErrors, SeveralRanksNeedTheNameOfTheirGroup) {
   expect_error<c10::ValueError>([&] { make("Bias", {{"size", int64_t{8}}, {"tensor_parallel", true}}); }, "not named");
 }
 
-TEST(OpErrors, ABiasIsSplitOrWhole) {
+TEST(OpErrors, BiasIsShardedOrReplicated) {
   expect_error<c10::ValueError>(
       [&] { make("Bias", {{"size", int64_t{8}}, {"tensor_parallel", true}, {"sequence_parallel", true}}); },
       "choose one");
 }
 
-TEST(Dropout, DropsAllAtOneAndNothingAtZero) {
+TEST(Dropout, HandlesProbabilitiesZeroAndOne) {
   const auto x = at::randn({4, 4}) / 0;
   EXPECT_EQ(run("Dropout", {{"p", 1.0}}, x).ne(0).sum().item<int64_t>(), 0);
   EXPECT_TRUE(run("Dropout", {{"p", 0.0}}, x).is_same(x));
 }
 
-TEST(AddExtraInput, AddsInPlaceOnlyIntoMemoryNobodyElseSees) {
+TEST(AddExtraInput, AddsInPlaceOnlyIntoUnsharedMemory) {
   const auto x = at::randn({4});
   auto kept = at::randn({4});
   EXPECT_FALSE(run("AddExtraInput", {{"in_place", true}}, x, {kept}).is_same(kept));

@@ -29,7 +29,7 @@ using at::Tensor;
 
 constexpr int64_t kRows = 3;
 constexpr at::ScalarType kOff = at::ScalarType::Undefined;
-enum class Want { all, input, rest, nothing };
+enum class NeedsGrad { all, input, rest, nothing };
 
 /// Values of both signs, away from the kinks of relu (0) and of the clamped samples (±0.75).
 Tensor values(at::IntArrayRef sizes) {
@@ -87,13 +87,13 @@ struct Trial {
     return mapped([&](const Tensor& t) { return t.is_floating_point() ? t.to(dtype) : t; });
   }
 
-  OpPlan plan(Want want, bool training = true, at::ScalarType autocast = kOff) const {
-    const uint8_t rest = want == Want::all || want == Want::rest;
+  OpPlan plan(NeedsGrad needs, bool training = true, at::ScalarType autocast = kOff) const {
+    const uint8_t rest = needs == NeedsGrad::all || needs == NeedsGrad::rest;
     OpPlan out;
-    out.input_wanted = want == Want::all || want == Want::input;
-    out.param_wanted.assign(params.size(), rest);
-    out.extra_wanted.assign(extra.size(), rest);
-    out.records = out.input_wanted || (rest && params.size() + extra.size() > 0);
+    out.needs_input_grad = needs == NeedsGrad::all || needs == NeedsGrad::input;
+    out.needs_param_grad.assign(params.size(), rest);
+    out.needs_extra_grad.assign(extra.size(), rest);
+    out.needs_grad = out.needs_input_grad || (rest && params.size() + extra.size() > 0);
     out.training = training;
     out.autocast = autocast;
     return out;
@@ -152,7 +152,7 @@ Outcome run(const Trial& trial, const OpPlan& plan) {
 /// A trial of the sample, with gradients of the sizes of its outputs.
 Trial trial_of(const OpType& type, int64_t rows = kRows) {
   Trial trial(type.sample, rows);
-  const auto out = forward(trial, trial.plan(Want::nothing));
+  const auto out = forward(trial, trial.plan(NeedsGrad::nothing));
   trial.dy = values(out.y.sizes());
   for (const auto& t : out.extra_out) trial.extra_dy.push_back(values(t.sizes()));
   return trial;
@@ -321,22 +321,22 @@ std::map<std::string, Formula> formulas() {
           {"AllReduce", same}};
 }
 
-TEST(EveryOp, ValuesAreThoseOfItsFormula) {
+TEST(EveryOp, ValuesMatchFormula) {
   const auto all = formulas();
   for_each_op([&](const OpType& type, const Trial& trial) {
     const auto formula = all.find(type.name);
     ASSERT_NE(formula, all.end()) << "add its formula to this test";
-    const auto out = forward(trial, trial.plan(Want::nothing));
+    const auto out = forward(trial, trial.plan(NeedsGrad::nothing));
     expect_close(out.y, formula->second(trial), 1e-12, 1e-12, "y");
     for (const auto& t : out.extra_out) expect_close(t, trial.x, 0, 0, "extra output");
   });
 }
 
-TEST(EveryOp, GradientsEqualCentralDifferences) {
+TEST(EveryOp, GradientsMatchCentralDifferences) {
   for_each_op([](const OpType& type, const Trial& trial) {
     for (const bool training : {true, false}) {
       if (!training && !type.sample->depends_on_training()) continue;
-      const auto plan = trial.plan(Want::all, training);
+      const auto plan = trial.plan(NeedsGrad::all, training);
       const auto out = run(trial, plan);
       const auto check = [&](const Tensor& got, const Tensor& t, const char* what) {
         expect_close(got, central_differences(trial, plan, t), 1e-5, 1e-8, what);
@@ -367,25 +367,25 @@ void expect_inferred(const Trial& trial, const OpPlan& plan) {
   }
 }
 
-TEST(EveryOp, InferEqualsWhatARunGives) {
+TEST(EveryOp, InferMatchesForward) {
   for_each_op([](const OpType&, const Trial& trial) {
     for (const auto dtype : {at::kDouble, at::kFloat, at::kBFloat16})
       for (const auto autocast : {kOff, at::kBFloat16, at::kFloat})
-        for (const auto want : {Want::all, Want::input, Want::rest, Want::nothing})
+        for (const auto needs : {NeedsGrad::all, NeedsGrad::input, NeedsGrad::rest, NeedsGrad::nothing})
           for (const bool training : {true, false})
-            expect_inferred(trial.in(dtype), trial.plan(want, training, autocast));
+            expect_inferred(trial.in(dtype), trial.plan(needs, training, autocast));
   });
 }
 
-TEST(EveryOp, SavesNothingAndReturnsNoGradientUnlessWanted) {
+TEST(EveryOp, SavesAndReturnsOnlyWhatIsNeeded) {
   for_each_op([](const OpType&, const Trial& trial) {
-    for (const auto& t : forward(trial, trial.plan(Want::nothing)).saved) EXPECT_FALSE(t.defined());
-    const auto input = run(trial, trial.plan(Want::input));
+    for (const auto& t : forward(trial, trial.plan(NeedsGrad::nothing)).saved) EXPECT_FALSE(t.defined());
+    const auto input = run(trial, trial.plan(NeedsGrad::input));
     EXPECT_TRUE(input.dx.defined());
     for (const auto& t : input.dparams) EXPECT_FALSE(t.defined());
     for (const auto& t : input.dextra) EXPECT_FALSE(t.defined());
     if (trial.params.empty() && trial.extra.empty()) return;
-    const auto rest = run(trial, trial.plan(Want::rest));
+    const auto rest = run(trial, trial.plan(NeedsGrad::rest));
     EXPECT_FALSE(rest.dx.defined());
     for (const auto& t : rest.dparams) EXPECT_TRUE(t.defined());
     for (size_t i = 0; i < rest.dextra.size(); ++i)
@@ -393,7 +393,7 @@ TEST(EveryOp, SavesNothingAndReturnsNoGradientUnlessWanted) {
   });
 }
 
-TEST(EveryOp, EachDtypeFollowsFloat64) {
+TEST(EveryOp, EachDtypeMatchesFloat64) {
   struct Tolerance {
     at::ScalarType dtype;
     double rtol, atol;
@@ -402,7 +402,7 @@ TEST(EveryOp, EachDtypeFollowsFloat64) {
     for (const auto& [dtype, rtol, atol] : {Tolerance{at::kFloat, 1.3e-6, 1e-5}, Tolerance{at::kHalf, 1e-3, 1e-5},
                                             Tolerance{at::kBFloat16, 1.6e-2, 1e-5}}) {
       const auto rounded = trial.in(dtype);
-      const auto plan = trial.plan(Want::all);
+      const auto plan = trial.plan(NeedsGrad::all);
       const auto expected = run(rounded.in(at::kDouble), plan).named();
       for (const auto& [name, got] : run(rounded, plan).named())
         expect_close(got, expected.at(name), rtol, atol, name + " in " + std::string(dtype_name(dtype)));
@@ -413,19 +413,19 @@ TEST(EveryOp, EachDtypeFollowsFloat64) {
 TEST(EveryOp, StridesDoNotMatter) {
   const auto strided = [](const Tensor& t) { return t.transpose(0, -1).contiguous().transpose(0, -1); };
   for_each_op([&](const OpType&, const Trial& trial) {
-    const auto plan = trial.plan(Want::all);
+    const auto plan = trial.plan(NeedsGrad::all);
     const auto expected = run(trial, plan).named();
     for (const auto& [name, got] : run(trial.mapped(strided), plan).named())
       expect_close(got, expected.at(name), 1e-12, 1e-12, name);
   });
 }
 
-TEST(EveryOp, ZeroRowsRun) {
+TEST(EveryOp, RunsOnZeroRows) {
   for (const auto& [name, type] : op_types()) {
     SCOPED_TRACE(name);
     const auto trial = trial_of(type, 0);
     for (const auto dtype : {at::kDouble, at::kFloat, at::kBFloat16}) {
-      const auto out = run(trial.in(dtype), trial.plan(Want::all));
+      const auto out = run(trial.in(dtype), trial.plan(NeedsGrad::all));
       EXPECT_EQ(out.dx.sizes(), trial.x.sizes());
       EXPECT_EQ(out.y.sizes(), trial.dy.sizes());
       for (const auto& grad : out.dparams) EXPECT_EQ(grad.sum().item<double>(), 0.0);
@@ -433,12 +433,12 @@ TEST(EveryOp, ZeroRowsRun) {
   }
 }
 
-TEST(EveryOp, MetaTensorsGiveTheSameSizes) {
+TEST(EveryOp, MetaTensorsGiveSameSizes) {
   const auto meta = [](const Tensor& t) { return t.to(at::kMeta); };
   for_each_op([&](const OpType&, const Trial& trial) {
     for (const auto dtype : {at::kDouble, at::kBFloat16}) {
       const auto real = trial.in(dtype);
-      const auto plan = trial.plan(Want::all);
+      const auto plan = trial.plan(NeedsGrad::all);
       const auto expected = run(real, plan), got = run(real.mapped(meta), plan);
       const auto names = got.named();
       for (const auto& [name, t] : expected.named()) {
@@ -452,20 +452,20 @@ TEST(EveryOp, MetaTensorsGiveTheSameSizes) {
   });
 }
 
-TEST(EveryOp, ItsTextReadsBackToAnEqualOp) {
+TEST(EveryOp, TextRoundTrips) {
   for (const auto& [name, type] : op_types()) {
     const auto text = type.sample->text();
-    Cursor cursor(text);
-    ASSERT_EQ(cursor.word(), name);
+    Parser parser(text);
+    ASSERT_EQ(parser.identifier(), name);
     Keywords keywords;
-    cursor.expect("(");
-    while (!cursor.accept(")")) {
-      if (!keywords.empty()) cursor.expect(",");
-      auto key = cursor.word();
-      cursor.expect("=");
-      keywords.emplace_back(std::move(key), cursor.value());
+    parser.expect("(");
+    while (!parser.accept(")")) {
+      if (!keywords.empty()) parser.expect(",");
+      auto key = parser.identifier();
+      parser.expect("=");
+      keywords.emplace_back(std::move(key), parser.value());
     }
-    EXPECT_TRUE(cursor.at_end());
+    EXPECT_TRUE(parser.at_end());
     EXPECT_EQ(op_type(name).make(keywords)->text(), text);
   }
 }

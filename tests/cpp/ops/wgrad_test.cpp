@@ -95,21 +95,21 @@ class WgradRow : public ::testing::TestWithParam<Case> {
     for (size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i]);
     for (const auto& w : weights(tested_)) {
       if (!c.row.accumulate) continue;
-      auto& record = wgrad_record(w);
-      record.main_grad = at::full(w.sizes(), c.row.overwrite ? NAN : kFill, c.main_grad);
-      record.overwrite_main_grad = c.row.overwrite;
-      if (c.row.flag) record.grad_added_to_main_grad = false;
+      auto& attrs = wgrad_attrs(w);
+      attrs.main_grad = at::full(w.sizes(), c.row.overwrite ? NAN : kFill, c.main_grad);
+      attrs.overwrite_main_grad = c.row.overwrite;
+      if (c.row.flag) attrs.grad_added_to_main_grad = false;
     }
   }
 
   void expect_gradients() {
     const auto& c = GetParam();
-    const auto wanted = weights(twin_), got = weights(tested_);
+    const auto twin = weights(twin_), got = weights(tested_);
     const double tolerance = c.weight == at::kBFloat16 ? 0.03 : 1e-5;
     for (size_t i = 0; i < got.size(); ++i) {
-      auto expected = wanted[i].grad().to(at::kDouble);
+      auto expected = twin[i].grad().to(at::kDouble);
       if (c.row.accumulate && !c.row.overwrite) expected = expected + kFill;
-      const auto& place = c.row.accumulate ? wgrad_record(got[i]).main_grad : got[i].grad();
+      const auto& place = c.row.accumulate ? wgrad_attrs(got[i]).main_grad : got[i].grad();
       EXPECT_TRUE(place.to(at::kDouble).allclose(expected, tolerance, tolerance * expected.abs().max().item<double>()));
       EXPECT_FALSE(shares(got[i].grad(), place) && c.row.accumulate);
     }
@@ -119,29 +119,29 @@ class WgradRow : public ::testing::TestWithParam<Case> {
   nn::Sequential twin_{nullptr}, tested_{nullptr};
 };
 
-TEST_P(WgradRow, GoesWhereTheRuleSays) {
+TEST_P(WgradRow, WritesGradientToItsSink) {
   const auto& row = GetParam().row;
   std::vector<at::Tensor> before;
   for (const auto& w : weights(tested_))
-    if (row.accumulate) before.push_back(wgrad_record(w).main_grad.clone());
+    if (row.accumulate) before.push_back(wgrad_attrs(w).main_grad.clone());
   run_backward(twin_, x_);
   run_backward(tested_, x_);
 
   for (size_t i = 0; i < weights(tested_).size(); ++i) {
     const auto w = weights(tested_)[i];
-    const bool wants_grad = row.accumulate ? row.flag : !row.delay;
-    EXPECT_EQ(w.grad().defined(), wants_grad);
+    const bool gets_grad = row.accumulate ? row.flag : !row.delay;
+    EXPECT_EQ(w.grad().defined(), gets_grad);
     EXPECT_EQ(pending_dw(w), row.delay ? 1 : 0);
     if (row.accumulate && row.flag) {
-      EXPECT_EQ(wgrad_record(w).grad_added_to_main_grad, std::optional(true));
+      EXPECT_EQ(wgrad_attrs(w).grad_added_to_main_grad, std::optional(true));
       EXPECT_EQ(w.grad().data_ptr(), dummy_gradient(w, false).data_ptr());
     }
     if (row.accumulate && row.delay) {
-      EXPECT_TRUE(wgrad_record(w).main_grad.equal(before[i]) || row.overwrite);
-      EXPECT_EQ(wgrad_record(w).main_grad.isnan().all().item<bool>(), row.overwrite);
+      EXPECT_TRUE(wgrad_attrs(w).main_grad.equal(before[i]) || row.overwrite);
+      EXPECT_EQ(wgrad_attrs(w).main_grad.isnan().all().item<bool>(), row.overwrite);
     }
     if (row.accumulate && !row.flag) {
-      EXPECT_FALSE(wgrad_record(w).grad_added_to_main_grad.has_value());
+      EXPECT_FALSE(wgrad_attrs(w).grad_added_to_main_grad.has_value());
     }
   }
   int hooks = 0;
@@ -155,19 +155,19 @@ TEST_P(WgradRow, GoesWhereTheRuleSays) {
   expect_gradients();
 }
 
-TEST_P(WgradRow, WithoutAWantedGradientNothingIsNeeded) {
+TEST_P(WgradRow, FrozenWeightNeedsNoMainGrad) {
   for (auto& w : weights(tested_)) {
     w.set_requires_grad(false);
-    if (find_wgrad_record(w)) wgrad_record(w).main_grad.reset();
+    if (find_wgrad_attrs(w)) wgrad_attrs(w).main_grad.reset();
   }
   run_backward(tested_, x_);
   EXPECT_TRUE(x_.grad().defined());
   for (const auto& w : weights(tested_)) {
     EXPECT_FALSE(w.grad().defined());
     EXPECT_EQ(pending_dw(w), 0);
-    const auto* record = find_wgrad_record(w);
-    if (record && record->grad_added_to_main_grad) {
-      EXPECT_FALSE(*record->grad_added_to_main_grad);
+    const auto* attrs = find_wgrad_attrs(w);
+    if (attrs && attrs->grad_added_to_main_grad) {
+      EXPECT_FALSE(*attrs->grad_added_to_main_grad);
     }
   }
   tested_->backward_dw();
@@ -204,18 +204,18 @@ nn::Linear accumulating(bool delay = false) {
                                     .bias = false,
                                     .accumulate_into_main_grad = true,
                                     .delay_wgrad_compute = delay});
-  wgrad_record(made->parameters()[0]).main_grad = at::full({3, 4}, kFill);
+  wgrad_attrs(made->parameters()[0]).main_grad = at::full({3, 4}, kFill);
   return made;
 }
 
-TEST(Wgrad, ABufferIsFetchedWhenTheGradientIsComputed) {
+TEST(Wgrad, MainGradIsFetchedWhenGradientIsComputed) {
   for (const bool delay : {false, true}) {
     auto module = accumulating(delay);
     const auto weight = module->parameters()[0];
-    auto& record = wgrad_record(weight);
+    auto& attrs = wgrad_attrs(weight);
     std::vector<at::Tensor> buckets;
-    record.main_grad.reset();
-    record.get_main_grad = [&] { return buckets.emplace_back(at::full({3, 4}, kFill)); };
+    attrs.main_grad.reset();
+    attrs.get_main_grad = [&] { return buckets.emplace_back(at::full({3, 4}, kFill)); };
     for (size_t step = 0; step < 2; ++step) {
       const auto y = module->forward(at::ones({2, 4}));
       EXPECT_EQ(buckets.size(), step);
@@ -224,42 +224,42 @@ TEST(Wgrad, ABufferIsFetchedWhenTheGradientIsComputed) {
       module->backward_dw();
       EXPECT_EQ(buckets.size(), step + 1);
       EXPECT_TRUE(buckets.back().equal(at::full({3, 4}, kFill + 2)));
-      EXPECT_TRUE(record.main_grad.is_same(buckets.back()));
+      EXPECT_TRUE(attrs.main_grad.is_same(buckets.back()));
     }
   }
 }
 
-TEST(Wgrad, AMainGradThatCannotBeWrittenRaisesAndChangesNothing) {
+TEST(Wgrad, InvalidMainGradRaisesAndChangesNothing) {
   auto module = accumulating();
-  auto& record = wgrad_record(module->parameters()[0]);
-  record.grad_added_to_main_grad = false;
+  auto& attrs = wgrad_attrs(module->parameters()[0]);
+  attrs.grad_added_to_main_grad = false;
   const std::vector<at::Tensor> bad = {{},
                                        at::full({4, 3}, kFill).t(),
                                        at::full({3, 8}, kFill).narrow(1, 0, 4),
                                        at::full({3, 5}, kFill),
                                        at::full({3, 4}, 1, at::kInt)};
   for (const auto& main_grad : bad) {
-    record.main_grad = main_grad;
+    attrs.main_grad = main_grad;
     const auto before = main_grad.defined() ? main_grad.clone() : at::Tensor();
     EXPECT_THROW(module->forward(at::ones({2, 4})).sum().backward(), c10::Error);
-    EXPECT_EQ(record.grad_added_to_main_grad, std::optional(false));
+    EXPECT_EQ(attrs.grad_added_to_main_grad, std::optional(false));
     if (before.defined()) {
       EXPECT_TRUE(main_grad.equal(before));
     }
   }
 }
 
-TEST(Wgrad, AWeightUsedTwiceInOneBackwardIsOverwrittenOnce) {
+TEST(Wgrad, WeightUsedTwiceIsOverwrittenOnce) {
   auto shared = nn::Linear(
       nn::LinearOptions{.in_features = 4, .out_features = 4, .bias = false, .accumulate_into_main_grad = true});
-  auto& record = wgrad_record(shared->parameters()[0]);
-  record.main_grad = at::full({4, 4}, NAN);
-  record.overwrite_main_grad = true;
+  auto& attrs = wgrad_attrs(shared->parameters()[0]);
+  attrs.main_grad = at::full({4, 4}, NAN);
+  attrs.overwrite_main_grad = true;
   const auto x = at::randn({2, 4});
   shared->forward(shared->forward(x)).sum().backward();
   auto plain = at::Tensor(shared->parameters()[0].detach().clone()).requires_grad_();
   x.matmul(plain.t()).matmul(plain.t()).sum().backward();
-  EXPECT_TRUE(record.main_grad.allclose(plain.grad(), 1e-5, 1e-5));
+  EXPECT_TRUE(attrs.main_grad.allclose(plain.grad(), 1e-5, 1e-5));
 }
 
 TEST(Wgrad, TwoThreadsLoseNoGradient) {
@@ -271,43 +271,43 @@ TEST(Wgrad, TwoThreadsLoseNoGradient) {
   std::thread first(work), second(work);
   first.join();
   second.join();
-  EXPECT_TRUE(wgrad_record(module->parameters()[0]).main_grad.equal(at::full({3, 4}, kFill + 2 * kRounds)));
+  EXPECT_TRUE(wgrad_attrs(module->parameters()[0]).main_grad.equal(at::full({3, 4}, kFill + 2 * kRounds)));
 }
 
-TEST(Wgrad, QueuePopsTheOldestBackwardWholeAndDetectsWrites) {
+TEST(Wgrad, QueuePopsOldestBackwardAndDetectsWrites) {
   WgradQueue queue;
   EXPECT_NO_THROW(queue.assert_empty());
-  EXPECT_THROW(queue.pop_run(), c10::Error);
-  for (const int run : {7, 9, 7})
-    queue.put({.dy = at::ones({1, 1}), .x = at::ones({1, 1}), .scale = 1.0 * run, .run = run});
+  EXPECT_THROW(queue.pop_oldest(), c10::Error);
+  for (const int task : {7, 9, 7})
+    queue.push({.dy = at::ones({1, 1}), .x = at::ones({1, 1}), .scale = 1.0 * task, .graph_task_id = task});
   EXPECT_THROW(queue.assert_empty(), c10::Error);
-  EXPECT_EQ(queue.runs(), 2);
-  const auto oldest = queue.pop_run();
+  EXPECT_EQ(queue.num_backwards(), 2);
+  const auto oldest = queue.pop_oldest();
   ASSERT_EQ(oldest.size(), 2);
   EXPECT_EQ(oldest[0].scale + oldest[1].scale, 14);
-  EXPECT_EQ(queue.pop_run().at(0).scale, 9);
+  EXPECT_EQ(queue.pop_oldest().at(0).scale, 9);
   const auto x = at::ones({1, 1});
-  queue.put({.dy = at::ones({1, 1}), .x = x});
+  queue.push({.dy = at::ones({1, 1}), .x = x});
   x.fill_(3);
-  EXPECT_THROW(queue.pop_run(), c10::Error);
+  EXPECT_THROW(queue.pop_oldest(), c10::Error);
 }
 
-TEST(Wgrad, ARecordBelongsToOneParameterAndGoesWithIt) {
+TEST(Wgrad, AttrsFollowTheirParameter) {
   std::weak_ptr<int> gone;
   {
     const auto first = at::ones({2}), second = at::ones({2});
     auto value = std::make_shared<int>(1);
     gone = value;
-    wgrad_record(first).get_main_grad = [value] { return at::Tensor(); };
-    EXPECT_EQ(find_wgrad_record(second), nullptr);
-    EXPECT_EQ(find_wgrad_record(first.detach()), nullptr);
-    EXPECT_NE(find_wgrad_record(first), nullptr);
+    wgrad_attrs(first).get_main_grad = [value] { return at::Tensor(); };
+    EXPECT_EQ(find_wgrad_attrs(second), nullptr);
+    EXPECT_EQ(find_wgrad_attrs(first.detach()), nullptr);
+    EXPECT_NE(find_wgrad_attrs(first), nullptr);
   }
   EXPECT_FALSE(gone.expired());
   for (int i = 0; i < 100; ++i) {
     const auto other = at::ones({2});
-    EXPECT_EQ(find_wgrad_record(other), nullptr) << "a reused address";
-    wgrad_record(other);
+    EXPECT_EQ(find_wgrad_attrs(other), nullptr) << "a reused address";
+    wgrad_attrs(other);
   }
   EXPECT_TRUE(gone.expired());
 }

@@ -10,7 +10,7 @@ namespace weft {
 
 enum class Colour { red, green };
 template <>
-struct Words<Colour> {
+struct EnumNames<Colour> {
   static constexpr std::array<const char*, 2> list{"red", "green"};
 };
 
@@ -25,7 +25,7 @@ struct Options {
   std::optional<Colour> colour = {};
   at::ScalarType dtype = at::kBFloat16;
   static constexpr auto fields() {
-    return std::tuple{Field{"count", &Options::count, Given::always},
+    return std::tuple{Field{"count", &Options::count, ParamKind::required},
                       Field{"rate", &Options::rate},
                       Field{"on", &Options::on},
                       Field{"name", &Options::name},
@@ -35,12 +35,12 @@ struct Options {
   }
 };
 
-TEST(Fields, ReadBackWhatTheyPrint) {
+TEST(Fields, TextRoundTrips) {
   Options options{.count = -7, .rate = 1.0 / 3, .on = true, .colour = Colour::green};
   Options other;
   for (const auto& field : list_fields(options)) {
     const auto printed = to_text(field.value);
-    Cursor text(printed);
+    Parser text(printed);
     set_field(other, "Options", field.name, text.value());
     EXPECT_TRUE(text.at_end()) << field.name;
   }
@@ -53,7 +53,7 @@ TEST(Fields, ReadBackWhatTheyPrint) {
   EXPECT_EQ(other.dtype, at::kBFloat16);
 }
 
-TEST(Fields, AWholeNumberStandsForARealOneAndForAShapeOfOneDimension) {
+TEST(Fields, IntegerConvertsToDoubleAndToShape) {
   Options options;
   set_field(options, "Options", "rate", int64_t{2});
   set_field(options, "Options", "shape", int64_t{5});
@@ -61,18 +61,18 @@ TEST(Fields, AWholeNumberStandsForARealOneAndForAShapeOfOneDimension) {
   EXPECT_EQ(options.shape, std::vector<int64_t>{5});
 }
 
-TEST(Fields, SayWhatCannotBe) {
+TEST(Fields, RejectInvalidValues) {
   Options options;
   EXPECT_THROW(set_field(options, "Options", "colour", std::string("blue")), c10::ValueError);
   EXPECT_THROW(set_field(options, "Options", "count", 0.5), c10::ValueError);
   EXPECT_THROW(set_field(options, "Options", "weight", 0.5), c10::TypeError);
 }
 
-TEST(Values, RealNumbersKeepTheirKindInText) {
+TEST(Values, DoublesStayDoublesInText) {
   for (const double x : {1.0, -0.0, 1e300, 5e-324, std::numeric_limits<double>::infinity()}) {
     const auto text = to_text(x);
-    Cursor cursor(text);
-    const auto value = cursor.value();
+    Parser parser(text);
+    const auto value = parser.value();
     ASSERT_TRUE(std::holds_alternative<double>(value)) << text;
     EXPECT_EQ(std::get<double>(value), x);
   }

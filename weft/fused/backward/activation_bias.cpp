@@ -13,17 +13,17 @@ class ActivationBias final : public FusedOp {
 
   at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
     auto bias = ctx.op(0), activation = ctx.op(1);
-    if (!activation.input_wanted()) return {};
+    if (!activation.needs_input_grad()) return {};
     const auto& x = activation.saved(ops::ActivationOp::kInput);
-    if (!bias.param_wanted(0)) return kernels::activation_backward(activation_->act(), dy, x);
-    auto [dx, sums] = kernels::activation_backward_sums(activation_->act(), dy, x);
-    bias_->set_gradient(bias, std::move(sums));
-    return bias.input_wanted() ? dx : at::Tensor{};
+    if (!bias.needs_param_grad(0)) return kernels::activation_backward(activation_->act(), dy, x);
+    auto [dx, db] = kernels::activation_backward_sums(activation_->act(), dy, x);
+    bias_->set_gradient(bias, std::move(db));
+    return bias.needs_input_grad() ? dx : at::Tensor{};
   }
 
  private:
-  Part<ops::Bias> bias_;
-  Part<ops::ActivationOp> activation_;
+  MatchedOp<ops::Bias> bias_;
+  MatchedOp<ops::ActivationOp> activation_;
 };
 
 }  // namespace
@@ -32,8 +32,8 @@ FusionRule backward_activation_bias() {
   return {.name = "activation_bias",
           .pass = Pass::backward,
           .pattern = {one<ops::Bias>(), one<ops::ActivationOp>()},
-          .refuse = [](const Match& m, const PlanView& view) -> std::string {
-            return view.plans[m.first()].param_wanted[0] ? "" : "no gradient of the bias is wanted";
+          .reject = [](const Match& m, const PlanView& view) -> std::string {
+            return view.plans[m.first()].needs_param_grad[0] ? "" : "no gradient of the bias is wanted";
           },
           .make = make_fused<ActivationBias>,
           .sample = []() -> std::vector<ops::OpPtr> {

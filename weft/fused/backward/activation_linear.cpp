@@ -17,36 +17,36 @@ class ActivationLinear final : public FusedOp {
         before_(match.before<ops::BasicLinear>()) {}
 
   at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
-    auto activation = ctx.op(activation_.at), linear = ctx.op(linear_.at);
+    auto activation = ctx.op(activation_.index), linear = ctx.op(linear_.index);
     const auto dy_all = linear_->gather_output_gradient(dy).wait();
     linear_->weight_gradient(linear, dy_all);
-    if (!activation.input_wanted()) return {};
-    const bool sums = bias_ && ctx.op(bias_.at).param_wanted(0);
-    auto result = linear_->input_gradient(linear, dy_all, ctx.params(linear_.at),
+    if (!activation.needs_input_grad()) return {};
+    const bool needs_db = bias_ && ctx.op(bias_.index).needs_param_grad(0);
+    auto result = linear_->input_gradient(linear, dy_all, ctx.params(linear_.index),
                                           {.slope = activation_->act(),
                                            .at = ops::as_matrix(activation.saved(ops::ActivationOp::kInput)),
-                                           .keep_sums = sums,
-                                           .keep_tiles = before_ && before_->takes_tiles(ctx.op(-1), dy_all)});
-    if (sums) bias_->set_gradient(ctx.op(bias_.at), std::move(result.sums));
-    if (!ctx.op(0).input_wanted()) return {};
-    hand_over(ctx, result);
+                                           .keep_sums = needs_db,
+                                           .keep_tiles = before_ && before_->takes_packed_grad(ctx.op(-1), dy_all)});
+    if (needs_db) bias_->set_gradient(ctx.op(bias_.index), std::move(result.sums));
+    if (!ctx.op(0).needs_input_grad()) return {};
+    forward_packed_grad(ctx, result);
     return result.out;
   }
 
  private:
-  Part<ops::Bias> bias_;
-  Part<ops::ActivationOp> activation_;
-  Part<ops::BasicLinear> linear_;
+  MatchedOp<ops::Bias> bias_;
+  MatchedOp<ops::ActivationOp> activation_;
+  MatchedOp<ops::BasicLinear> linear_;
   std::shared_ptr<const ops::BasicLinear> before_;  // whose weight gradient takes dx next
 };
 
-std::string refuse(const Match& m, const PlanView& view) {
+std::string reject(const Match& m, const PlanView& view) {
   const auto activation = m.find<ops::ActivationOp>();
-  if (!view.plans[m.first() + activation.at].input_wanted) return "nothing before the activation wants a gradient";
+  if (!view.plans[m.first() + activation.index].needs_input_grad) return "nothing before the activation wants a gradient";
   const auto& linear = m.get<ops::BasicLinear>();
-  if (auto reason = refuse_summed_gradient(linear); !reason.empty()) return reason;
-  auto reason = refuse_activation(*activation.op, 2 * linear.local_in());
-  return reason.empty() ? refuse_mixed_dtypes(m, view, activation.at, activation.at + 1) : reason;
+  if (auto reason = reject_reduced_gradient(linear); !reason.empty()) return reason;
+  auto reason = reject_activation(*activation.op, 2 * linear.local_in_features());
+  return reason.empty() ? reject_mixed_dtypes(m, view, activation.index, activation.index + 1) : reason;
 }
 
 }  // namespace
@@ -55,7 +55,7 @@ FusionRule backward_activation_linear() {
   return {.name = "activation_linear",
           .pass = Pass::backward,
           .pattern = {maybe<ops::Bias>(), one<ops::ActivationOp>(), one<ops::BasicLinear>()},
-          .refuse = refuse,
+          .reject = reject,
           .make = make_fused<ActivationLinear>,
           .sample = []() -> std::vector<ops::OpPtr> {
             return {

@@ -17,7 +17,7 @@ class AddNorm final : public FusedOp {
   }
 
  private:
-  Part<ops::NormOp> norm_;
+  MatchedOp<ops::NormOp> norm_;
 };
 
 template <class Norm>
@@ -25,8 +25,8 @@ FusionRule rule(const std::string& name) {
   return {.name = name,
           .pass = Pass::backward,
           .pattern = {one<ops::MakeExtraOutput>(), one<Norm>()},
-          .refuse = [](const Match& m, const PlanView& view) -> std::string {
-            return view.plans[m.first()].input_wanted ? "" : "no gradient of the input is wanted";
+          .reject = [](const Match& m, const PlanView& view) -> std::string {
+            return view.plans[m.first()].needs_input_grad ? "" : "no gradient of the input is wanted";
           },
           .make = make_fused<AddNorm>,
           .sample = []() -> std::vector<ops::OpPtr> {

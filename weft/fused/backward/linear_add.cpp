@@ -6,9 +6,9 @@ namespace {
 
 /// dx = dy W + g in one GEMM, g being the gradient of the extra output; into g itself if MakeExtraOutput permits it and
 /// nobody else can see it.
-class LinearAdd final : public FusedOp {
+class LinearAddBackward final : public FusedOp {
  public:
-  explicit LinearAdd(const Match& match)
+  explicit LinearAddBackward(const Match& match)
       : fork_(match.find<ops::MakeExtraOutput>()), linear_(match.find<ops::BasicLinear>()) {}
 
   at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
@@ -17,15 +17,15 @@ class LinearAdd final : public FusedOp {
     if (!dy.defined()) return g;
     const auto dy_all = linear_->gather_output_gradient(dy).wait();
     linear_->weight_gradient(linear, dy_all);
-    if (!linear.input_wanted()) return {};
+    if (!linear.needs_input_grad()) return {};
     kernels::Epilogue epilogue;
-    add_to(epilogue, g, fork_->in_place(), linear.dtype(ctx.params(1)[0].scalar_type()));
+    set_addend(epilogue, g, fork_->in_place(), linear.dtype(ctx.params(1)[0].scalar_type()));
     return linear_->input_gradient(linear, dy_all, ctx.params(1), std::move(epilogue)).out;
   }
 
  private:
-  Part<ops::MakeExtraOutput> fork_;
-  Part<ops::BasicLinear> linear_;
+  MatchedOp<ops::MakeExtraOutput> fork_;
+  MatchedOp<ops::BasicLinear> linear_;
 };
 
 }  // namespace
@@ -34,11 +34,11 @@ FusionRule backward_linear_add() {
   return {.name = "linear_add",
           .pass = Pass::backward,
           .pattern = {one<ops::MakeExtraOutput>(), one<ops::BasicLinear>()},
-          .refuse = [](const Match& m, const PlanView& view) -> std::string {
-            if (!view.plans[m.first()].input_wanted) return "no gradient of the input is wanted";
-            return refuse_summed_gradient(m.get<ops::BasicLinear>());
+          .reject = [](const Match& m, const PlanView& view) -> std::string {
+            if (!view.plans[m.first()].needs_input_grad) return "no gradient of the input is wanted";
+            return reject_reduced_gradient(m.get<ops::BasicLinear>());
           },
-          .make = make_fused<LinearAdd>,
+          .make = make_fused<LinearAddBackward>,
           .sample = []() -> std::vector<ops::OpPtr> {
             return {std::make_shared<ops::MakeExtraOutput>(ops::MakeExtraOutput::Options{.in_place = true}),
                     std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 8, .out_features = 4})};

@@ -19,7 +19,7 @@ class LinearScale final : public FusedOp {
   }
 
  private:
-  Part<ops::BasicLinear> linear_;
+  MatchedOp<ops::BasicLinear> linear_;
   double scale_;
 };
 
@@ -29,7 +29,7 @@ FusionRule backward_linear_scale() {
   return {.name = "linear_scale",
           .pass = Pass::backward,
           .pattern = {one<ops::BasicLinear>(), one<ops::ConstantScale>()},
-          .refuse = [](const Match& m, const PlanView&) { return refuse_summed_gradient(m.get<ops::BasicLinear>()); },
+          .reject = [](const Match& m, const PlanView&) { return reject_reduced_gradient(m.get<ops::BasicLinear>()); },
           .make = make_fused<LinearScale>,
           .sample = []() -> std::vector<ops::OpPtr> {
             return {std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 8, .out_features = 4}),

@@ -27,11 +27,11 @@ class DropoutAdd final : public FusedOp {
   }
 
  private:
-  Part<ops::Dropout> dropout_;
-  Part<ops::AddExtraInput> join_;
+  MatchedOp<ops::Dropout> dropout_;
+  MatchedOp<ops::AddExtraInput> join_;
 };
 
-std::string refuse(const Match& m, const PlanView& view) {
+std::string reject(const Match& m, const PlanView& view) {
   const auto& dropout = m.get<ops::Dropout>();
   if (dropout.output_is_input(view.plans[m.first()])) return "nothing is dropped";
   if (dropout.options().p == 1) return "everything is dropped";
@@ -44,7 +44,7 @@ FusionRule forward_dropout_add() {
   return {.name = "dropout_add",
           .pass = Pass::forward,
           .pattern = {one<ops::Dropout>(), one<ops::AddExtraInput>()},
-          .refuse = refuse,
+          .reject = reject,
           .make = make_fused<DropoutAdd>,
           .sample = []() -> std::vector<ops::OpPtr> {
             return {std::make_shared<ops::Dropout>(ops::Dropout::Options{.p = 0.25}),

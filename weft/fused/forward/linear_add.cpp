@@ -15,34 +15,34 @@ class LinearAdd final : public FusedOp {
         join_(match.find<ops::AddExtraInput>()) {}
 
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
-    auto linear = ctx.op(0), join = ctx.op(join_.at);
+    auto linear = ctx.op(0), join = ctx.op(join_.index);
     const auto& weight = ctx.params(0)[0];
     kernels::Epilogue epilogue{.bias = bias_of(ctx, bias_)};
     if (scale_) epilogue.scale = scale_->options().scale;
     add_extra_input(epilogue, *join_.op, join, x, weight.size(0), linear.dtype(weight.scalar_type()));
-    return linear_->product(linear, x, weight, std::move(epilogue)).out;
+    return linear_->forward_gemm(linear, x, weight, std::move(epilogue)).out;
   }
 
  private:
-  Part<ops::BasicLinear> linear_;
-  Part<ops::Bias> bias_;
-  Part<ops::ConstantScale> scale_;
-  Part<ops::AddExtraInput> join_;
+  MatchedOp<ops::BasicLinear> linear_;
+  MatchedOp<ops::Bias> bias_;
+  MatchedOp<ops::ConstantScale> scale_;
+  MatchedOp<ops::AddExtraInput> join_;
 };
 
-std::string refuse(const Match& m, const PlanView& view) {
+std::string reject(const Match& m, const PlanView& view) {
   const auto& linear = m.get<ops::BasicLinear>();
-  if (auto reason = refuse_summed_output(linear); !reason.empty()) return reason;
+  if (auto reason = reject_reduced_output(linear); !reason.empty()) return reason;
   if (linear.gathers_input()) return "x has this rank's rows only, the extra input those of all ranks";
-  return refuse_mixed_dtypes(m, view, 0, m.size() - 2);
+  return reject_mixed_dtypes(m, view, 0, m.size() - 2);
 }
 
-/// BasicLinear, the operations `between`, AddExtraInput.
-FusionRule rule(std::string name, Element between, const ops::OpPtr& sample) {
+/// BasicLinear, the operations `middle`, AddExtraInput.
+FusionRule rule(std::string name, Element middle, const ops::OpPtr& sample) {
   return {.name = std::move(name),
           .pass = Pass::forward,
-          .pattern = {one<ops::BasicLinear>(), std::move(between), one<ops::AddExtraInput>()},
-          .refuse = refuse,
+          .pattern = {one<ops::BasicLinear>(), std::move(middle), one<ops::AddExtraInput>()},
+          .reject = reject,
           .make = make_fused<LinearAdd>,
           .sample = [sample]() -> std::vector<ops::OpPtr> {
             return {std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 8, .out_features = 4}),

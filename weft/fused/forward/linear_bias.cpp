@@ -11,11 +11,11 @@ class LinearBias final : public FusedOp {
 
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
     auto linear = ctx.op(0);
-    return linear_->product(linear, x, ctx.params(0)[0], {.bias = ctx.params(1)[0]}).out;
+    return linear_->forward_gemm(linear, x, ctx.params(0)[0], {.bias = ctx.params(1)[0]}).out;
   }
 
  private:
-  Part<ops::BasicLinear> linear_;
+  MatchedOp<ops::BasicLinear> linear_;
 };
 
 }  // namespace
@@ -24,9 +24,9 @@ FusionRule forward_linear_bias() {
   return {.name = "linear_bias",
           .pass = Pass::forward,
           .pattern = {one<ops::BasicLinear>(), one<ops::Bias>()},
-          .refuse = [](const Match& m, const PlanView& view) -> std::string {
-            auto reason = refuse_summed_output(m.get<ops::BasicLinear>());
-            return reason.empty() ? refuse_mixed_dtypes(m, view, 0, 1) : reason;
+          .reject = [](const Match& m, const PlanView& view) -> std::string {
+            auto reason = reject_reduced_output(m.get<ops::BasicLinear>());
+            return reason.empty() ? reject_mixed_dtypes(m, view, 0, 1) : reason;
           },
           .make = make_fused<LinearBias>,
           .sample = []() -> std::vector<ops::OpPtr> {

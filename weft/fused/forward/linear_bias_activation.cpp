@@ -14,25 +14,25 @@ class LinearBiasActivation final : public FusedOp {
         activation_(match.find<ops::ActivationOp>()) {}
 
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
-    auto linear = ctx.op(0), activation = ctx.op(activation_.at);
+    auto linear = ctx.op(0), activation = ctx.op(activation_.index);
     kernels::Epilogue epilogue{
-        .bias = bias_of(ctx, bias_), .act = activation_->act(), .keep_pre = activation.input_wanted()};
-    auto result = linear_->product(linear, x, ctx.params(0)[0], std::move(epilogue));
-    if (activation.input_wanted()) activation.save(ops::ActivationOp::kInput, std::move(result.pre));
+        .bias = bias_of(ctx, bias_), .act = activation_->act(), .keep_pre = activation.needs_input_grad()};
+    auto result = linear_->forward_gemm(linear, x, ctx.params(0)[0], std::move(epilogue));
+    if (activation.needs_input_grad()) activation.save(ops::ActivationOp::kInput, std::move(result.pre));
     return result.out;
   }
 
  private:
-  Part<ops::BasicLinear> linear_;
-  Part<ops::Bias> bias_;
-  Part<ops::ActivationOp> activation_;
+  MatchedOp<ops::BasicLinear> linear_;
+  MatchedOp<ops::Bias> bias_;
+  MatchedOp<ops::ActivationOp> activation_;
 };
 
-std::string refuse(const Match& m, const PlanView& view) {
+std::string reject(const Match& m, const PlanView& view) {
   const auto& linear = m.get<ops::BasicLinear>();
-  if (auto reason = refuse_summed_output(linear); !reason.empty()) return reason;
-  auto reason = refuse_activation(m.get<ops::ActivationOp>(), linear.local_out());
-  return reason.empty() ? refuse_mixed_dtypes(m, view, 0, m.size() - 1) : reason;
+  if (auto reason = reject_reduced_output(linear); !reason.empty()) return reason;
+  auto reason = reject_activation(m.get<ops::ActivationOp>(), linear.local_out_features());
+  return reason.empty() ? reject_mixed_dtypes(m, view, 0, m.size() - 1) : reason;
 }
 
 }  // namespace
@@ -41,7 +41,7 @@ FusionRule forward_linear_bias_activation() {
   return {.name = "linear_bias_activation",
           .pass = Pass::forward,
           .pattern = {one<ops::BasicLinear>(), maybe<ops::Bias>(), one<ops::ActivationOp>()},
-          .refuse = refuse,
+          .reject = reject,
           .make = make_fused<LinearBiasActivation>,
           .sample = []() -> std::vector<ops::OpPtr> {
             return {

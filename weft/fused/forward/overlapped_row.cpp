@@ -11,56 +11,56 @@ class OverlappedRow final : public FusedOp {
   explicit OverlappedRow(const Match& match)
       : linear_(match.find<ops::BasicLinear>()),
         bias_(match.find<ops::Bias>()),
-        scatter_(match.find<ops::ReduceScatter>()),
-        sum_(match.find<ops::AllReduce>()) {}
+        reduce_scatter_(match.find<ops::ReduceScatter>()),
+        all_reduce_(match.find<ops::AllReduce>()) {}
 
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
     const overlap::Choice::Watch watch(choice_);
     auto linear = ctx.op(0);
     const auto ranks = this->ranks();
-    const auto [mine, w] = linear_->operands(linear, x, ctx.params(0)[0]);
-    const auto rows = ops::as_matrix(mine);
-    if (scatters() && x.size(0) % ranks != 0) return plain(ctx, x);  // which says what is wrong
+    const auto [local, w] = linear_->operands(linear, x, ctx.params(0)[0]);
+    const auto rows = ops::as_matrix(local);
+    if (scatters() && x.size(0) % ranks != 0) return without_overlap(ctx, x);  // which says what is wrong
     const overlap::Shape shape{scatters() ? comm::Operation::reduce_scatter : comm::Operation::all_reduce,
-                               mine.scalar_type(),
+                               local.scalar_type(),
                                (rows.size(0) + ranks - 1) / ranks,
                                w.size(0),
                                w.size(1),
                                ranks};
     const auto link = choice_.link(group(), shape, linear_->options().overlap);
-    if (!link) return plain(ctx, x);
+    if (!link) return without_overlap(ctx, x);
     const kernels::Epilogue epilogue{.bias = bias_of(ctx, bias_), .weight = true};
     if (!scatters())
-      return ops::like_leading(overlap::gemm_all_reduce(*link, rows, kernels::transposed(w), epilogue), x);
-    return with_leading(overlap::gemm_reduce_scatter(*link, rows, kernels::transposed(w), epilogue), x, -ranks);
+      return ops::restore_leading_dims(overlap::gemm_all_reduce(*link, rows, kernels::transposed(w), epilogue), x);
+    return with_leading_dims(overlap::gemm_reduce_scatter(*link, rows, kernels::transposed(w), epilogue), x, -ranks);
   }
 
   std::string note() const override { return choice_.last(); }
 
  private:
-  bool scatters() const { return linear_->parallel() ? linear_->options().sequence_parallel : bool(scatter_); }
+  bool scatters() const { return linear_->parallel() ? linear_->options().sequence_parallel : bool(reduce_scatter_); }
   const std::string& group() const {
     if (linear_->parallel()) return *linear_->options().tensor_parallel_group;
-    return scatter_ ? *scatter_->options().process_group : *sum_->options().process_group;
+    return reduce_scatter_ ? *reduce_scatter_->options().process_group : *all_reduce_->options().process_group;
   }
   int ranks() const {
     if (linear_->parallel()) return static_cast<int>(linear_->options().tensor_parallel_size);
-    return static_cast<int>(scatter_ ? scatter_->options().process_group_size : sum_->options().process_group_size);
+    return static_cast<int>(reduce_scatter_ ? reduce_scatter_->options().process_group_size : all_reduce_->options().process_group_size);
   }
 
-  at::Tensor plain(StepContext& ctx, const at::Tensor& x) const {
+  at::Tensor without_overlap(StepContext& ctx, const at::Tensor& x) const {
     auto linear = ctx.op(0);
     if (linear_->parallel()) return linear_->forward(linear, x, ctx.params(0));
-    const auto y = linear_->product(linear, x, ctx.params(0)[0], {.bias = bias_of(ctx, bias_)}).out;
-    const int last = scatter_ ? scatter_.at : sum_.at;
-    auto sum = ctx.op(last);
-    return scatter_ ? scatter_->forward(sum, y, {}) : sum_->forward(sum, y, {});
+    const auto y = linear_->forward_gemm(linear, x, ctx.params(0)[0], {.bias = bias_of(ctx, bias_)}).out;
+    const int last = reduce_scatter_ ? reduce_scatter_.index : all_reduce_.index;
+    auto reduction = ctx.op(last);
+    return reduce_scatter_ ? reduce_scatter_->forward(reduction, y, {}) : all_reduce_->forward(reduction, y, {});
   }
 
-  Part<ops::BasicLinear> linear_;
-  Part<ops::Bias> bias_;
-  Part<ops::ReduceScatter> scatter_;
-  Part<ops::AllReduce> sum_;
+  MatchedOp<ops::BasicLinear> linear_;
+  MatchedOp<ops::Bias> bias_;
+  MatchedOp<ops::ReduceScatter> reduce_scatter_;
+  MatchedOp<ops::AllReduce> all_reduce_;
   overlap::Choice choice_;
 };
 
@@ -68,11 +68,11 @@ FusionRule rule(std::string name, std::vector<Element> pattern) {
   return {.name = std::move(name),
           .pass = Pass::forward,
           .pattern = std::move(pattern),
-          .refuse =
+          .reject =
               [](const Match& m, const PlanView& view) {
-                auto reason = refuse_overlap(m, view);
+                auto reason = reject_overlap(m, view);
                 const int last = m.find<ops::Bias>() ? 1 : 0;
-                return reason.empty() ? refuse_mixed_dtypes(m, view, 0, last) : reason;
+                return reason.empty() ? reject_mixed_dtypes(m, view, 0, last) : reason;
               },
           .make = make_fused<OverlappedRow>,
           .sample = {},
@@ -82,7 +82,7 @@ FusionRule rule(std::string name, std::vector<Element> pattern) {
 }  // namespace
 
 FusionRule forward_overlapped_row() {
-  return rule("overlapped_row", {whole_linear(), maybe<ops::Bias>(), sum_over_ranks()});
+  return rule("overlapped_row", {unsharded_linear(), maybe<ops::Bias>(), cross_rank_reduction()});
 }
 FusionRule forward_overlapped_row_inside() { return rule("overlapped_row_inside", {row_linear()}); }
 

@@ -23,65 +23,65 @@ class NormLinear final : public FusedOp {
         bias_(m.find<ops::Bias>()),
         activation_(m.find<ActivationOp>()) {}
 
-  bool reads(int part, int) const override { return part == norm_.at; }
-  bool fills(const ops::OpPlan* plans, int part, int slot) const override {
-    return part != linear_.at || slot != BasicLinear::kInput || !plans[norm_.at].records;
+  bool reads(int index, int) const override { return index == norm_.index; }
+  bool fills(const ops::OpPlan* plans, int index, int slot) const override {
+    return index != linear_.index || slot != BasicLinear::kInput || !plans[norm_.index].needs_grad;
   }
 
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
-    auto norm = ctx.op(norm_.at), linear = ctx.op(linear_.at);
-    if (fork_) ctx.op(fork_.at).set_extra_output(0, x);
+    auto norm = ctx.op(norm_.index), linear = ctx.op(linear_.index);
+    if (fork_) ctx.op(fork_.index).set_extra_output(0, x);
     kernels::Epilogue epilogue{.bias = bias_of(ctx, bias_)};
     if (activation_) {
       epilogue.act = activation_->act();
-      epilogue.keep_pre = ctx.op(activation_.at).input_wanted();
+      epilogue.keep_pre = ctx.op(activation_.index).needs_input_grad();
     }
-    const auto n = norm_->forward(norm, x, ctx.params(norm_.at));
-    auto result = linear_->product(linear, n, ctx.params(linear_.at)[0], std::move(epilogue));
-    if (norm.records()) linear.save(BasicLinear::kInput, {});
-    if (result.pre.defined()) ctx.op(activation_.at).save(ActivationOp::kInput, std::move(result.pre));
+    const auto n = norm_->forward(norm, x, ctx.params(norm_.index));
+    auto result = linear_->forward_gemm(linear, n, ctx.params(linear_.index)[0], std::move(epilogue));
+    if (norm.needs_grad()) linear.save(BasicLinear::kInput, {});
+    if (result.pre.defined()) ctx.op(activation_.index).save(ActivationOp::kInput, std::move(result.pre));
     return result.out;
   }
 
   at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
-    const auto g = fork_ ? ctx.op(fork_.at).take_extra_output_grad(0) : at::Tensor{};
+    const auto g = fork_ ? ctx.op(fork_.index).take_extra_output_grad(0) : at::Tensor{};
     if (!dy.defined()) return g;
-    auto norm = ctx.op(norm_.at);
+    auto norm = ctx.op(norm_.index);
     const auto dp = through_activation(ctx, dy);
     if (!dp.defined()) return {};
-    const auto dn = gradients_behind_norm(ctx, linear_, norm_, dp);
-    return dn.defined() ? norm_->gradient(norm, dn, ctx.params(norm_.at), g, sole_owner(dn)) : dn;
+    const auto dn = linear_gradients_after_norm(ctx, linear_, norm_, dp);
+    return dn.defined() ? norm_->gradient(norm, dn, ctx.params(norm_.index), g, sole_owner(dn)) : dn;
   }
 
  private:
   /// dp = dy·act'(p), or dy itself, and db = Σ_rows dp.
   at::Tensor through_activation(StepContext& ctx, const at::Tensor& dy) const {
-    const bool sums = bias_ && ctx.op(bias_.at).param_wanted(0);
+    const bool needs_db = bias_ && ctx.op(bias_.index).needs_param_grad(0);
     if (!activation_) {
-      if (sums) bias_->set_gradient(ctx.op(bias_.at), ops::sum_rows(dy));
+      if (needs_db) bias_->set_gradient(ctx.op(bias_.index), ops::sum_rows(dy));
       return dy;
     }
-    auto activation = ctx.op(activation_.at);
-    if (!activation.input_wanted()) return {};
+    auto activation = ctx.op(activation_.index);
+    if (!activation.needs_input_grad()) return {};
     const auto& p = activation.saved(ActivationOp::kInput);
-    if (!sums) return kernels::activation_backward(activation_->act(), dy, p);
+    if (!needs_db) return kernels::activation_backward(activation_->act(), dy, p);
     auto [dp, db] = kernels::activation_backward_sums(activation_->act(), dy, p);
-    bias_->set_gradient(ctx.op(bias_.at), std::move(db));
+    bias_->set_gradient(ctx.op(bias_.index), std::move(db));
     return dp;
   }
 
-  Part<ops::MakeExtraOutput> fork_;
-  Part<ops::NormOp> norm_;
-  Part<BasicLinear> linear_;
-  Part<ops::Bias> bias_;
-  Part<ActivationOp> activation_;
+  MatchedOp<ops::MakeExtraOutput> fork_;
+  MatchedOp<ops::NormOp> norm_;
+  MatchedOp<BasicLinear> linear_;
+  MatchedOp<ops::Bias> bias_;
+  MatchedOp<ActivationOp> activation_;
 };
 
-std::string refuse(const Match& m, const PlanView& view) {
-  auto reason = refuse_parallel(m.get<BasicLinear>());
+std::string reject(const Match& m, const PlanView& view) {
+  auto reason = reject_parallel(m.get<BasicLinear>());
   if (const auto activation = m.find<ActivationOp>(); activation && reason.empty())
-    reason = refuse_activation(*activation.op, m.get<BasicLinear>().options().out_features);
-  return reason.empty() ? refuse_mixed_dtypes(m, view, m.find<ops::NormOp>().at, m.size() - 1) : reason;
+    reason = reject_activation(*activation.op, m.get<BasicLinear>().options().out_features);
+  return reason.empty() ? reject_mixed_dtypes(m, view, m.find<ops::NormOp>().index, m.size() - 1) : reason;
 }
 
 }  // namespace
@@ -91,7 +91,7 @@ FusionRule joint_norm_linear() {
           .pass = Pass::joint,
           .pattern = {maybe<ops::MakeExtraOutput>(), one<ops::NormOp>(), one<BasicLinear>(), maybe<ops::Bias>(),
                       maybe<ActivationOp>()},
-          .refuse = refuse,
+          .reject = reject,
           .make = make_fused<NormLinear>,
           .sample = []() -> std::vector<ops::OpPtr> {
             return {std::make_shared<ops::LayerNorm>(ops::NormOptions{.normalized_shape = {8}}),
