@@ -27,13 +27,13 @@ PASSES = 200  # kPasses of benchmarks/driver/main.cpp
 ALLOWED_GROWTH = 1.01
 
 
-def instructions(driver: Path, problem: str, way: str, library: Path | None) -> float:
+def instructions(driver: Path, problem: str, side: str, library: Path | None) -> float:
     """Instructions of one forward and backward pass; `library` stands in for the libweft.so of the driver."""
     environment = {**os.environ, **({"LD_PRELOAD": str(library)} if library else {})}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "callgrind"
         command = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}"]
-        command += [str(driver), "framework", problem, way]
+        command += [str(driver), "framework", problem, side]
         run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if run.returncode:
             sys.exit(f"{' '.join(run.args)} failed:\n{run.stdout}{run.stderr}")
@@ -42,7 +42,7 @@ def instructions(driver: Path, problem: str, way: str, library: Path | None) -> 
 
 
 def measure(driver: Path, problem: str, library: Path | None) -> dict[str, object]:
-    weft, bare = (instructions(driver, problem, way, library) for way in ("weft", "bare"))
+    weft, bare = (instructions(driver, problem, side, library) for side in ("weft", "bare"))
     return {"problem": problem, "weft": round(weft), "bare": round(bare), "ratio": round(weft / bare, 4)}
 
 

@@ -53,8 +53,8 @@ class Build:
                 text=True,
             )
             if done.returncode:
-                said = done.stdout[-2000:] + done.stderr[-2000:]
-                raise SystemExit(f"{self.program} with {self.library} failed:\n{said}")
+                output = done.stdout[-2000:] + done.stderr[-2000:]
+                raise SystemExit(f"{self.program} with {self.library} failed:\n{output}")
             rows = json.loads(out.read_text())["rows"]
         return {row["problem"]: row["versus"][0]["ratio"] for row in rows if row["kept"]}
 
@@ -71,8 +71,8 @@ def problems_of(only: str) -> list[str]:
 
 def interval(values: list[float]) -> tuple[float, float]:
     """Bootstrap interval (95 %) of the median."""
-    chance = random.Random(0)
-    medians = sorted(statistics.median(chance.choices(values, k=len(values))) for _ in range(1000))
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(1000))
     return medians[25], medians[-26]
 
 
@@ -104,17 +104,17 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--quick", action="store_true", help=f"problems with {QUICK}, 9 rounds")
     parser.add_argument("--json", type=Path, help="write the rows there")
-    asked = parser.parse_args()
-    old, new = Build(asked.old), Build(asked.new)
-    problems = problems_of(asked.only or (QUICK if asked.quick else ""))
+    args = parser.parse_args()
+    old, new = Build(args.old), Build(args.new)
+    problems = problems_of(args.only or (QUICK if args.quick else ""))
     rounds = [
-        [build.ratios(problems) for build in (old, new, new, old)] for _ in range(9 if asked.quick else asked.rounds)
+        [build.ratios(problems) for build in (old, new, new, old)] for _ in range(9 if args.quick else args.rounds)
     ]
     figures = [figure(problem, rounds) for problem in problems]
     for found in figures:
         show(found)
-    if asked.json:
-        asked.json.write_text(json.dumps([{"figures": figures}], indent=1) + "\n")
+    if args.json:
+        args.json.write_text(json.dumps([{"figures": figures}], indent=1) + "\n")
 
 
 if __name__ == "__main__":

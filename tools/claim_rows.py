@@ -63,7 +63,7 @@ CLAIMS = {
             (ctest("release", r"Parallel|^Group"), pytest("tests/dist/test_tensor_parallel.py"))),
         Row("2", "overlapped equals plain: both transports, every kind of linear, rows that change every step",
             (pytest("tests/dist/test_overlap.py", figure=r"\d+ tensors compared [^\n]*"),
-             ctest("release", r"Overlap|Pieces|Schedule"))),
+             ctest("release", r"Overlap|RowChunks|Schedule"))),
         Row("3", "two blocks with TP 2 and sequence parallelism train 300 steps (20 in CI) as one process does",
             (pytest("tests/dist/test_training.py", slow=True),)),
         Row("4", "shared memory, schedule / product alone: gather <= 1.02, scatter <= 1.03 (1.10 at 128 rows)",

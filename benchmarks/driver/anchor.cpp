@@ -18,13 +18,13 @@ constexpr int kTileSteps = 70'000, kPlainSteps = 400'000;
 
 /// Values in [1, 2) with random mantissas, as bfloat16 bits. Zeros would draw less power and run faster.
 std::vector<uint16_t> random_tile() {
-  std::minstd_rand chance(1);  // NOLINT(bugprone-random-generator-seed): the same load in each run
+  std::minstd_rand rng(1);  // NOLINT(bugprone-random-generator-seed): the same load in each run
   std::vector<uint16_t> bits(512);
-  for (auto& value : bits) value = static_cast<uint16_t>(0x3f80 | (chance() & 0x7f) | ((chance() & 1) << 15));
+  for (auto& value : bits) value = static_cast<uint16_t>(0x3f80 | (rng() & 0x7f) | ((rng() & 1) << 15));
   return bits;
 }
 
-struct alignas(64) TileConfig {
+struct alignas(64) TileConfigData {
   uint8_t palette = 1, start_row = 0;
   std::array<uint8_t, 14> reserved{};
   std::array<uint16_t, 16> bytes{64, 64, 64, 64, 64, 64, 64, 64};
@@ -32,7 +32,7 @@ struct alignas(64) TileConfig {
 };
 
 __attribute__((target("amx-tile,amx-bf16"))) void tile_products() {
-  static const TileConfig config;
+  static const TileConfigData config;
   static const auto data = random_tile();
   _tile_loadconfig(&config);
   _tile_zero(0);

@@ -59,7 +59,7 @@ std::vector<Tensor> with_gradients(const Forward& forward, const Tensor& x, cons
 }
 
 /// The six products of both passes and nothing else, into memory that exists.
-std::function<void()> six_products(const Sizes& s, at::ScalarType dtype) {
+std::function<void()> six_gemms(const Sizes& s, at::ScalarType dtype) {
   const auto random = [&](int64_t rows, int64_t columns) { return at::randn({rows, columns}).to(dtype); };
   const auto x = random(s.m, s.h), a = random(s.m, s.f), dy = random(s.m, s.h), du = random(s.m, s.up());
   const auto w1 = random(s.up(), s.h), w2 = random(s.h, s.f);
@@ -92,17 +92,17 @@ Case block(const Line& line) {
     return with_gradients([&](const Tensor& input) { return plain_block(input, twins, s); },
                           x.detach().to(t).requires_grad_(), twins, dy.to(t));
   };
-  const auto products = 6.0 * static_cast<double>(s.m) * static_cast<double>(s.h) * static_cast<double>(s.f + s.up());
+  const auto flop = 6.0 * static_cast<double>(s.m) * static_cast<double>(s.h) * static_cast<double>(s.f + s.up());
   return {
       .sides = {{"weft", [=] { ours(); }},
-                {"six mm_out", six_products(s, dtype)},
+                {"six mm_out", six_gemms(s, dtype)},
                 {"eager",
                  [=] { with_gradients([&](const Tensor& t) { return plain_block(t, params, s); }, x, params, dy); }}},
       .results = {"y", "dx", "dgamma", "dw1", "db1", "dw2", "db2"},
       .ours = ours,
       .plain = plain,
       .dtype = dtype,
-      .flop = products};
+      .flop = flop};
 }
 
 }  // namespace

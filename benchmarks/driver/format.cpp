@@ -5,14 +5,14 @@
 
 namespace bench {
 
-std::string format(const char* form, ...) {
+std::string format(const char* pattern, ...) {
   va_list values;
-  va_start(values, form);
-  va_list again;
-  va_copy(again, values);
-  std::string out(static_cast<size_t>(std::vsnprintf(nullptr, 0, form, values)), ' ');
-  std::vsnprintf(out.data(), out.size() + 1, form, again);
-  va_end(again);
+  va_start(values, pattern);
+  va_list copy;
+  va_copy(copy, values);
+  std::string out(static_cast<size_t>(std::vsnprintf(nullptr, 0, pattern, values)), ' ');
+  std::vsnprintf(out.data(), out.size() + 1, pattern, copy);
+  va_end(copy);
   va_end(values);
   return out;
 }

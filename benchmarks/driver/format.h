@@ -4,6 +4,6 @@
 namespace bench {
 
 /// printf into a string.
-[[gnu::format(printf, 1, 2)]] std::string format(const char* form, ...);
+[[gnu::format(printf, 1, 2)]] std::string format(const char* pattern, ...);
 
 }  // namespace bench

@@ -162,8 +162,8 @@ std::string sixteen() {
 
 }  // namespace
 
-const std::vector<Problem>& framework_problems() {
-  static const std::vector<Problem> problems{
+const std::vector<FrameworkProblem>& framework_problems() {
+  static const std::vector<FrameworkProblem> problems{
       {"five", [] { return through_weft(kFive, five_params()); },
        []() -> std::function<void()> {
          return [p = five_params(), x = leaf(), g = at::randn({kSize, kSize})] {

@@ -59,8 +59,8 @@ struct Groups {
     w = random({groups, n, k}, dtype, 1 / std::sqrt(k));
   }
   /// run(g, rows of group g).
-  template <class Run>
-  void each(const Run& run) const {
+  template <class Fn>
+  void each(const Fn& run) const {
     int64_t row = 0;
     for (size_t g = 0; g < splits.size(); row += splits[g++])
       if (splits[g] > 0)
@@ -130,10 +130,10 @@ Case gradient_case(const Groups& p, const Tensor& start) {
 Case grouped(const Line& line) {
   const auto groups = line.size("groups"), rows = line.size("rows"), n = line.size("n"), k = line.size("k");
   const auto form = line.word("form", "forward", {"forward", "dgrad", "wgrad"});
-  const auto kept = line.dtype("grad", "fp32");
+  const auto grad_dtype = line.dtype("grad", "fp32");
   const Groups p(line, groups, rows, n, k);
   const auto dtype = p.x.scalar_type();
-  auto out = form == "wgrad" ? gradient_case(p, random({groups, n, k}, kept))
+  auto out = form == "wgrad" ? gradient_case(p, random({groups, n, k}, grad_dtype))
                              : rows_case(p, form == "dgrad", at::empty({rows, form == "dgrad" ? k : n}, dtype));
   out.results = {form == "forward" ? "y" : form == "dgrad" ? "dx" : "main_grad"};
   out.dtype = dtype;

@@ -18,17 +18,17 @@ Line::Line(const std::string& text) : text_(text) {
 }
 
 const std::string* Line::find(const std::string& field) const {
-  asked_.insert(field);
+  read_fields_.insert(field);
   const auto found = fields_.find(field);
   return found == fields_.end() ? nullptr : &found->second;
 }
 
 bool Line::has(const std::string& field) const { return find(field) != nullptr; }
 
-std::string Line::word(const std::string& field, const std::string& otherwise,
+std::string Line::word(const std::string& field, const std::string& fallback,
                        const std::vector<std::string>& known) const {
   const auto* found = find(field);
-  const auto& value = found ? *found : otherwise;
+  const auto& value = found ? *found : fallback;
   TORCH_CHECK_VALUE(known.empty() || std::find(known.begin(), known.end(), value) != known.end(), text_, ": ", field,
                     " is ", value, ", which ", kind_, " does not know.");
   return value;
@@ -40,19 +40,19 @@ int64_t Line::size(const std::string& field) const {
   return std::stoll(*found);
 }
 
-double Line::number(const std::string& field, double otherwise) const {
+double Line::number(const std::string& field, double fallback) const {
   const auto* found = find(field);
-  return found ? std::stod(*found) : otherwise;
+  return found ? std::stod(*found) : fallback;
 }
 
-at::ScalarType Line::dtype(const std::string& field, const std::string& otherwise) const {
-  const auto name = word(field, otherwise, {"bf16", "fp16", "fp32"});
+at::ScalarType Line::dtype(const std::string& field, const std::string& fallback) const {
+  const auto name = word(field, fallback, {"bf16", "fp16", "fp32"});
   return name == "bf16" ? at::kBFloat16 : name == "fp16" ? at::kHalf : at::kFloat;
 }
 
 void Line::finish() const {
   for (const auto& [field, value] : fields_)
-    TORCH_CHECK_VALUE(asked_.contains(field), text_, ": ", kind_, " has no field ", field, ".");
+    TORCH_CHECK_VALUE(read_fields_.contains(field), text_, ": ", kind_, " has no field ", field, ".");
 }
 
 }  // namespace bench

@@ -19,11 +19,11 @@ class Line {
   const std::string& kind() const { return kind_; }
   bool has(const std::string& field) const;
   /// A word; one of `known` if any are given.
-  std::string word(const std::string& field, const std::string& otherwise,
+  std::string word(const std::string& field, const std::string& fallback,
                    const std::vector<std::string>& known = {}) const;
   int64_t size(const std::string& field) const;
-  double number(const std::string& field, double otherwise) const;
-  at::ScalarType dtype(const std::string& field = "dtype", const std::string& otherwise = "bf16") const;
+  double number(const std::string& field, double fallback) const;
+  at::ScalarType dtype(const std::string& field = "dtype", const std::string& fallback = "bf16") const;
   /// Raises if a field was never asked for.
   void finish() const;
 
@@ -32,7 +32,7 @@ class Line {
 
   std::string text_, kind_;
   std::map<std::string, std::string> fields_;
-  mutable std::set<std::string> asked_;
+  mutable std::set<std::string> read_fields_;
 };
 
 }  // namespace bench

@@ -11,28 +11,28 @@
 namespace bench {
 namespace {
 
-constexpr double kGate = 0.85, kReference = 0.90;
-constexpr double kPatience = 0.25;  // seconds to wait for a quiet moment, for each round to keep
-constexpr double kLong = 50e-3;     // seconds of a pass that does not feel what ran before it
+constexpr double kMinAnchorRatio = 0.85, kReferenceQuantile = 0.90;
+constexpr double kQuietWait = 0.25;  // seconds to wait for a quiet moment, for each round to keep
+constexpr double kLongPass = 50e-3;     // seconds of a pass that does not feel what ran before it
 
 /// The value below which the given part of all values lies.
 double quantile(std::vector<double> values, double part) {
-  const auto at = values.begin() + static_cast<std::ptrdiff_t>(part * static_cast<double>(values.size() - 1));
-  std::nth_element(values.begin(), at, values.end());
-  return *at;
+  const auto nth = values.begin() + static_cast<std::ptrdiff_t>(part * static_cast<double>(values.size() - 1));
+  std::nth_element(values.begin(), nth, values.end());
+  return *nth;
 }
 
 double median(const std::vector<double>& values) { return quantile(values, 0.5); }
 
 /// CPU time of all processors since boot, and the part of it that went to other guests.
-struct Stolen {
+struct CpuTimes {
   double all = 0, steal = 0;
 };
-Stolen stolen() {
+CpuTimes read_cpu_times() {
   std::ifstream stat("/proc/stat");
   std::string word;
   stat >> word;
-  Stolen out;
+  CpuTimes out;
   double ticks = 0;
   for (int i = 0; i < 8 && stat >> ticks; ++i) {  // user nice system idle iowait irq softirq steal
     out.all += ticks;
@@ -42,7 +42,7 @@ Stolen stolen() {
 }
 
 /// Seconds a pass.
-double spend(const Side& side, int passes, int threads) {
+double seconds_per_pass(const Side& side, int passes, int threads) {
   const auto start = now(threads);
   for (int i = 0; i < passes; ++i) side.run();
   return (now(threads) - start) / passes;
@@ -50,13 +50,13 @@ double spend(const Side& side, int passes, int threads) {
 
 }  // namespace
 
-Spread bootstrap(const std::vector<double>& values) {
+MedianInterval bootstrap(const std::vector<double>& values) {
   constexpr int kResamples = 1000;
-  std::minstd_rand chance(1);  // NOLINT(bugprone-random-generator-seed): the same interval for the same values
+  std::minstd_rand rng(1);  // NOLINT(bugprone-random-generator-seed): the same interval for the same values
   std::uniform_int_distribution<size_t> pick(0, values.size() - 1);
   std::vector<double> medians, drawn(values.size());
   for (int i = 0; i < kResamples; ++i) {
-    for (auto& value : drawn) value = values[pick(chance)];
+    for (auto& value : drawn) value = values[pick(rng)];
     medians.push_back(median(drawn));
   }
   return {median(values), quantile(medians, 0.025), quantile(medians, 0.975)};
@@ -65,7 +65,7 @@ Spread bootstrap(const std::vector<double>& values) {
 void Meter::wait(double until) {
   while (now(/*threads=*/0) < until && compute_.size() > 20) {
     compute_.push_back(compute_rate());
-    if (compute_.back() >= kGate * quantile(compute_, kReference)) return;
+    if (compute_.back() >= kMinAnchorRatio * quantile(compute_, kReferenceQuantile)) return;
   }
 }
 
@@ -78,7 +78,7 @@ Meter::Round Meter::round(const std::vector<Side>& sides, const std::vector<Pass
   const auto sample = [&](size_t i) {
     const auto [count, lead_in] = passes[which(i)];
     if (lead_in) sides[which(i)].run();
-    return spend(sides[which(i)], count, threads);
+    return seconds_per_pass(sides[which(i)], count, threads);
   };
   for (size_t i = 0; i < order; ++i) out.spent[i] += sample(i);
   for (size_t i = order; i-- > 0;) out.spent[i] += sample(i);
@@ -90,7 +90,7 @@ Meter::Round Meter::round(const std::vector<Side>& sides, const std::vector<Pass
 }
 
 std::vector<const Meter::Round*> Meter::kept(const std::vector<Round>& rounds) const {
-  const double compute = kGate * quantile(compute_, kReference), copy = kGate * quantile(copy_, kReference);
+  const double compute = kMinAnchorRatio * quantile(compute_, kReferenceQuantile), copy = kMinAnchorRatio * quantile(copy_, kReferenceQuantile);
   std::vector<const Round*> out;
   for (const auto& round : rounds)
     if (round.compute >= compute && round.copy >= copy) out.push_back(&round);
@@ -117,19 +117,19 @@ Measured Meter::summary(const std::vector<Side>& sides, const std::vector<const 
 Measured Meter::measure(const std::vector<Side>& sides, const Method& method) {
   std::vector<Passes> passes;
   for (const auto& side : sides) {
-    spend(side, 2, method.threads);
-    const auto one = spend(side, 1, method.threads);
-    passes.push_back({std::max(1, static_cast<int>(std::lround(method.sample / one))), one < kLong});
+    seconds_per_pass(side, 2, method.threads);
+    const auto one = seconds_per_pass(side, 1, method.threads);
+    passes.push_back({std::max(1, static_cast<int>(std::lround(method.sample_seconds / one))), one < kLongPass});
   }
-  const auto before = stolen();
-  const auto until = now(/*threads=*/0) + kPatience * method.rounds;
+  const auto before = read_cpu_times();
+  const auto until = now(/*threads=*/0) + kQuietWait * method.rounds;
   std::vector<Round> rounds;
   const auto enough = [&](size_t count) { return static_cast<int>(count) >= method.rounds; };
-  while (static_cast<int>(rounds.size()) < method.most && !(enough(rounds.size()) && enough(kept(rounds).size()))) {
+  while (static_cast<int>(rounds.size()) < method.max_rounds && !(enough(rounds.size()) && enough(kept(rounds).size()))) {
     wait(until);
     rounds.push_back(round(sides, passes, method.threads));
   }
-  const auto after = stolen();
+  const auto after = read_cpu_times();
   auto used = kept(rounds);
   const auto count = static_cast<int>(used.size());
   if (used.empty())  // never a quiet moment: all rounds, and "kept 0" says so

@@ -29,8 +29,8 @@ struct Measured {
 struct Method {
   int threads = 1;
   int rounds = 21;        // to keep
-  int most = 84;          // to run
-  double sample = 10e-3;  // seconds; a sample repeats a short pass
+  int max_rounds = 84;    // to run
+  double sample_seconds = 10e-3;  // a sample repeats a short pass
 };
 
 /// Compares sides on a machine whose speed changes. A round runs both anchors, each side in order, the second side once
@@ -66,9 +66,9 @@ class Meter {
 };
 
 /// The median, and the middle 95 % of the medians of resampled values.
-struct Spread {
+struct MedianInterval {
   double median, low, high;
 };
-Spread bootstrap(const std::vector<double>& values);
+MedianInterval bootstrap(const std::vector<double>& values);
 
 }  // namespace bench

@@ -73,7 +73,7 @@ Arguments parse(const std::vector<std::string>& words) {
   return out;
 }
 
-void stay_on(int core) {
+void pin_to_core(int core) {
   cpu_set_t set;
   CPU_ZERO(&set);
   CPU_SET(core, &set);
@@ -95,7 +95,7 @@ std::vector<double> exchange(SharedLink& link, double mine) {
 }
 
 /// Seconds a pass of all ranks together, the slower one's.
-double together(SharedLink& link, const std::function<void()>& run, int passes) {
+double slowest_rank_seconds(SharedLink& link, const std::function<void()>& run, int passes) {
   exchange(link, 0);
   const double start = now(/*threads=*/0);
   for (int i = 0; i < passes; ++i) run();
@@ -104,8 +104,8 @@ double together(SharedLink& link, const std::function<void()>& run, int passes) 
 }
 
 /// What a line asks for: the schedule, the product alone, and the error of the schedule.
-struct Problem {
-  std::function<void()> schedule, product;
+struct OverlapProblem {
+  std::function<void()> schedule, gemm;
   double error = 0;
 };
 
@@ -116,46 +116,46 @@ double error_of(const Tensor& got, const Tensor& want) {
 Tensor random(at::IntArrayRef sizes, double scale = 1) { return (at::randn(sizes) * scale).to(at::kBFloat16); }
 
 /// y = all_gather(x) Wᵀ.
-Problem all_gather(SharedLink& link, const Line& line) {
+OverlapProblem all_gather(SharedLink& link, const Line& line) {
   const auto t = line.size("t"), k = line.size("k"), n = line.size("n");
   at::manual_seed(0);
   const auto x = random({t, k}), w = random({n, k}, 1 / std::sqrt(k));
   const auto mine = x.narrow(0, link.rank() * t / kRanks, t / kRanks).clone();
   const auto y = at::empty({t, n}, x.options()), alone = at::empty_like(y);
   const auto run = [=, &link] {
-    weft::overlap::all_gather_gemm(link, mine, Matrix(w, true), {.out = y, .weight = true});
+    weft::overlap::all_gather_gemm(link, mine, Matrix(w, true), {.out = y, .b_is_weight = true});
   };
   run();
-  return {run, [=] { weft::kernels::gemm(x, Matrix(w, true), {.out = alone, .weight = true}); },
+  return {run, [=] { weft::kernels::gemm(x, Matrix(w, true), {.out = alone, .b_is_weight = true}); },
           error_of(y, at::mm(x.to(at::kFloat), w.to(at::kFloat).t()))};
 }
 
 /// y_r = Σ_ranks (x Wᵀ)_r.
-Problem reduce_scatter(SharedLink& link, const Line& line) {
+OverlapProblem reduce_scatter(SharedLink& link, const Line& line) {
   const auto t = line.size("t"), k = line.size("k"), n = line.size("n");
   at::manual_seed(0);
   const auto x = random({t, k * kRanks}), w = random({n, k * kRanks}, 1 / std::sqrt(k));
   const auto xr = x.narrow(1, link.rank() * k, k).contiguous(), wr = w.narrow(1, link.rank() * k, k).contiguous();
   const auto alone = at::empty({t, n}, x.options()), y = at::empty({t / kRanks, n}, x.options());
   const auto run = [=, &link] {
-    return weft::overlap::gemm_reduce_scatter(link, xr, Matrix(wr, true), {.out = y, .weight = true});
+    return weft::overlap::gemm_reduce_scatter(link, xr, Matrix(wr, true), {.out = y, .b_is_weight = true});
   };
   const auto want = at::mm(x.narrow(0, link.rank() * t / kRanks, t / kRanks).to(at::kFloat), w.to(at::kFloat).t());
-  return {[=] { run(); }, [=] { weft::kernels::gemm(xr, Matrix(wr, true), {.out = alone, .weight = true}); },
+  return {[=] { run(); }, [=] { weft::kernels::gemm(xr, Matrix(wr, true), {.out = alone, .b_is_weight = true}); },
           error_of(run(), want)};
 }
 
 /// Rounds of product, schedule, product; those whose products differ do not count.
-Measured measure(SharedLink& link, const Problem& problem, int rounds) {
-  together(link, problem.schedule, 3);
-  together(link, problem.product, 3);
-  const int passes = std::max(1, static_cast<int>(std::lround(kSample / together(link, problem.product, 2))));
+Measured measure(SharedLink& link, const OverlapProblem& problem, int rounds) {
+  slowest_rank_seconds(link, problem.schedule, 3);
+  slowest_rank_seconds(link, problem.gemm, 3);
+  const int passes = std::max(1, static_cast<int>(std::lround(kSample / slowest_rank_seconds(link, problem.gemm, 2))));
   std::vector<double> ratios, controls, schedules, products;
   Measured out;
   for (out.rounds = 0; out.rounds < 8 * rounds && static_cast<int>(ratios.size()) < rounds; ++out.rounds) {
-    const double before = together(link, problem.product, passes);
-    const double schedule = together(link, problem.schedule, passes);
-    const double after = together(link, problem.product, passes);
+    const double before = slowest_rank_seconds(link, problem.gemm, passes);
+    const double schedule = slowest_rank_seconds(link, problem.schedule, passes);
+    const double after = slowest_rank_seconds(link, problem.gemm, passes);
     if (std::max(before, after) > kSteady * std::min(before, after)) continue;
     ratios.push_back(2 * schedule / (before + after));
     controls.push_back(after / before);
@@ -184,7 +184,7 @@ std::vector<Line> lines_of(const Arguments& arguments) {
 }
 
 bool run_rank(const Arguments& arguments) {
-  stay_on(arguments.rank);
+  pin_to_core(arguments.rank);
   auto store = c10::make_intrusive<c10d::FileStore>(arguments.store, kRanks);
   SharedLink link(std::make_shared<weft::comm::HostMeeting>(weft::comm::HostMeeting::Options{
       [&store] { return store; }, "bench", arguments.rank, kRanks, std::chrono::seconds(60)}));

@@ -12,7 +12,7 @@ namespace {
 constexpr double kLargeFlop = 30e9;
 
 std::vector<Kind> kinds() {
-  auto all = product_kinds();
+  auto all = gemm_kinds();
   for (auto& kind : block_kinds()) all.push_back(std::move(kind));
   for (auto& kind : grouped_kinds()) all.push_back(std::move(kind));
   return all;
@@ -25,7 +25,7 @@ double distance(const at::Tensor& got, const at::Tensor& exact) {
   return norm(at::sub(got.detach().to(at::kDouble), exact.detach())) / norm(exact.detach());
 }
 
-double allowed(at::ScalarType dtype) {
+double tolerance(at::ScalarType dtype) {
   if (dtype == at::kBFloat16) return 1e-2;
   return dtype == at::kHalf ? 1.5e-3 : 1e-5;
 }
@@ -57,9 +57,9 @@ std::vector<Error> errors(const Case& problem) {
   return out;
 }
 
-bool right(const Case& problem, const std::vector<Error>& errors) {
+bool within_tolerance(const Case& problem, const std::vector<Error>& errors) {
   return std::all_of(errors.begin(), errors.end(), [&](const auto& error) {
-    return error.ours <= std::max(allowed(problem.dtype), 1.1 * error.eager);  // false for NaN
+    return error.ours <= std::max(tolerance(problem.dtype), 1.1 * error.eager);  // false for NaN
   });
 }
 

@@ -27,7 +27,7 @@ struct Kind {
 };
 
 /// linear_gelu, gemm, wgrad.
-std::vector<Kind> product_kinds();
+std::vector<Kind> gemm_kinds();
 /// block.
 std::vector<Kind> block_kinds();
 /// grouped.
@@ -43,6 +43,6 @@ struct Error {
 };
 std::vector<Error> errors(const Case& problem);
 /// Whether each is as small as its dtype allows.
-bool right(const Case& problem, const std::vector<Error>& errors);
+bool within_tolerance(const Case& problem, const std::vector<Error>& errors);
 
 }  // namespace bench

@@ -14,7 +14,7 @@
 #include "benchmarks/driver/problem.h"
 #include "weft/kernels/gemm.h"
 #include "weft/kernels/packing.h"
-#include "weft/kernels/pieces.h"
+#include "weft/kernels/row_chunks.h"
 
 namespace bench {
 namespace {
@@ -30,7 +30,7 @@ Tensor random(at::IntArrayRef sizes, at::ScalarType dtype, double scale = 1) {
 }
 
 /// weights=frozen: the packed copy is kept between calls.
-void freeze_if_asked(const Line& line, const Tensor& w) {
+void freeze_if_requested(const Line& line, const Tensor& w) {
   if (line.word("weights", "packed", {"packed", "frozen"}) == "frozen") weft::kernels::freeze(w);
 }
 
@@ -45,9 +45,9 @@ Case linear_gelu(const Line& line) {
   const bool pre = line.word("pre", "0", {"0", "1"}) == "1";
   const auto x = random({m, k}, dtype), w = random({n, k}, dtype, 1 / std::sqrt(k)), b = random({n}, dtype);
   auto y = at::empty({m, n}, dtype);
-  freeze_if_asked(line, w);
+  freeze_if_requested(line, w);
   const auto run = [=] {
-    return gemm(x, w.t(), {.bias = b, .act = Act{ActKind::gelu}, .keep_pre = pre, .weight = true});
+    return gemm(x, w.t(), {.bias = b, .act = Act{ActKind::gelu}, .keep_pre_act = pre, .b_is_weight = true});
   };
   const auto plain = [=](at::ScalarType t) {
     const auto v = at::linear(x.to(t), w.to(t), b.to(t));
@@ -62,7 +62,7 @@ Case linear_gelu(const Line& line) {
           .ours =
               [=] {
                 auto r = run();
-                return pre ? std::vector{r.out, r.pre} : std::vector{r.out};
+                return pre ? std::vector{r.out, r.pre_act} : std::vector{r.out};
               },
           .plain = plain,
           .dtype = dtype,
@@ -70,7 +70,7 @@ Case linear_gelu(const Line& line) {
 }
 
 /// forward: y = x Wᵀ with W [n, k]. dgrad: y = x W with W [k, n].
-Case bare_gemm(const Line& line) {
+Case plain_gemm(const Line& line) {
   const auto m = line.size("m"), k = line.size("k"), n = line.size("n");
   const auto dtype = line.dtype();
   const bool forward = line.word("form", "forward", {"forward", "dgrad"}) == "forward";
@@ -79,8 +79,8 @@ Case bare_gemm(const Line& line) {
   const auto b = forward ? w.t() : w;
   const auto ours = at::empty({m, n}, dtype);
   auto theirs = at::empty({m, n}, dtype);
-  freeze_if_asked(line, w);
-  const auto run = [=] { return gemm(x, b, {.out = ours, .weight = true}).out; };
+  freeze_if_requested(line, w);
+  const auto run = [=] { return gemm(x, b, {.out = ours, .b_is_weight = true}).out; };
   return {.sides = {{"weft", [=] { run(); }}, {"mm", [=]() mutable { at::mm_out(theirs, x, b); }}},
           .results = {"y"},
           .ours =
@@ -97,16 +97,16 @@ Case bare_gemm(const Line& line) {
 Case wgrad(const Line& line) {
   const auto m = line.size("m"), n = line.size("n"), k = line.size("k");
   const bool packed = line.word("packed", "0", {"0", "1"}) == "1";
-  const auto dtype = line.dtype(), kept = line.dtype("grad", "fp32");
+  const auto dtype = line.dtype(), grad_dtype = line.dtype("grad", "fp32");
   const auto dy = random({m, n}, dtype, 1 / std::sqrt(m)), x = random({m, k}, dtype);
-  const auto start = random({n, k}, kept), ours = start.clone(), eager = start.clone();
+  const auto start = random({n, k}, grad_dtype), ours = start.clone(), eager = start.clone();
   auto product = at::empty({n, k}, dtype);
-  Tensor tiles;
+  Tensor packed_dy;
   if (packed) {
-    tiles = at::empty({(n + 31) / 32, 2 * ((m + 31) / 32), 16, 32}, dtype);
-    weft::kernels::pack_rows(dy.t().contiguous(), tiles);
+    packed_dy = at::empty({(n + 31) / 32, 2 * ((m + 31) / 32), 16, 32}, dtype);
+    weft::kernels::pack_rows(dy.t().contiguous(), packed_dy);
   }
-  const auto into = [=](const Tensor& g) { return gemm(transposed(dy, tiles), x, {.add = g, .out = g}).out; };
+  const auto into = [=](const Tensor& g) { return gemm(transposed(dy, packed_dy), x, {.addend = g, .out = g}).out; };
   return {.sides = {{"weft", [=] { into(ours); }},
                     {"mm+add_",
                      [=]() mutable {
@@ -121,23 +121,23 @@ Case wgrad(const Line& line) {
               },
           .plain =
               [=](at::ScalarType t) {
-                const auto wide = t == dtype ? kept : t;
-                return std::vector{at::add(start.to(wide), at::mm(dy.t().to(t), x.to(t)))};
+                const auto sum_dtype = t == dtype ? grad_dtype : t;
+                return std::vector{at::add(start.to(sum_dtype), at::mm(dy.t().to(t), x.to(t)))};
               },
           .dtype = dtype,
           .flop = flop(m, k, n)};
 }
 
 /// dp = (dy W)·gelu'(p), then G += dpᵀ x, with dy [m, h], W [h, f], x [m, k]: dp handed over in tiles, or not.
-Case handover(const Line& line) {
+Case packed_forwarding(const Line& line) {
   const auto m = line.size("m"), h = line.size("h"), f = line.size("f"), k = line.size("k");
   const auto dy = random({m, h}, at::kBFloat16, 1 / std::sqrt(m)), w = random({h, f}, at::kBFloat16, 1 / std::sqrt(h));
   const auto p = random({m, f}, at::kBFloat16), x = random({m, k}, at::kBFloat16);
   const auto start = random({f, k}, at::kFloat), ours = start.clone();
-  const auto run = [=](const Tensor& g, bool tiles) {
+  const auto run = [=](const Tensor& g, bool forward_packed) {
     const auto dp =
-        gemm(dy, w, {.slope = Act{ActKind::gelu}, .at = p, .keep_sums = true, .keep_tiles = tiles, .weight = true});
-    gemm(transposed(dp.out, dp.tiles), x, {.add = g, .out = g});
+        gemm(dy, w, {.act_grad = Act{ActKind::gelu}, .act_input = p, .keep_column_sums = true, .keep_packed_transpose = forward_packed, .b_is_weight = true});
+    gemm(transposed(dp.out, dp.packed_transpose), x, {.addend = g, .out = g});
     return dp;
   };
   return {.sides = {{"weft", [=] { run(ours, true); }}, {"without tiles", [=] { run(ours, false); }}},
@@ -146,7 +146,7 @@ Case handover(const Line& line) {
               [=] {
                 const auto g = start.clone();
                 const auto dp = run(g, true);
-                return std::vector{dp.out, dp.sums, g};
+                return std::vector{dp.out, dp.column_sums, g};
               },
           .plain =
               [=](at::ScalarType t) {
@@ -159,11 +159,11 @@ Case handover(const Line& line) {
 
 }  // namespace
 
-std::vector<Kind> product_kinds() {
+std::vector<Kind> gemm_kinds() {
   return {{"linear_gelu", "m= k= n= dtype=bf16|fp16|fp32 pre=0|1 weights=packed|frozen", linear_gelu},
-          {"gemm", "m= k= n= dtype= form=forward|dgrad weights=packed|frozen", bare_gemm},
+          {"gemm", "m= k= n= dtype= form=forward|dgrad weights=packed|frozen", plain_gemm},
           {"wgrad", "m= n= k= dtype= grad=fp32|bf16|fp16 packed=0|1", wgrad},
-          {"handover", "m= h= f= k=", handover}};
+          {"packed_forwarding", "m= h= f= k=", packed_forwarding}};
 }
 
 }  // namespace bench

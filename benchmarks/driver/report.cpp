@@ -38,9 +38,9 @@ std::string today() {
   return format("%04d-%02d-%02d", parts.tm_year + 1900, parts.tm_mon + 1, parts.tm_mday);
 }
 
-std::string joined(const std::vector<std::string>& parts, const char* between) {
+std::string join(const std::vector<std::string>& parts, const char* separator) {
   std::string out;
-  for (const auto& part : parts) out += (out.empty() ? "" : between) + part;
+  for (const auto& part : parts) out += (out.empty() ? "" : separator) + part;
   return out;
 }
 
@@ -95,19 +95,19 @@ std::string Report::json(const Line& line, const Target& target, const Measured&
     found.push_back(format(R"({"result": "%s", "ours": %.3e, "eager": %.3e})", e.what.c_str(), e.ours, e.eager));
   const auto bound = target.at_most() ? format("%.4f", *target.at_most()) : "null";
   return format(R"({"problem": "%s", "threads": %d, "ms": %.4f, "versus": [%s],)", line.text().c_str(), method_.threads,
-                m.ms, joined(sides, ", ").c_str()) +
+                m.ms, join(sides, ", ").c_str()) +
          format(R"( "target": {"against": "%s", "at_most": %s, "inverse": %s, "holds": %s},)",
                 target.ratio(m).against.c_str(), bound.c_str(), target.inverse() ? "true" : "false",
                 target.missed(m) ? "false" : "true") +
          format(R"( "control": %.4f, "kept": %d, "rounds": %d, "steal": %.4f, "errors": [%s]})", m.control, m.kept,
-                m.rounds, m.steal, joined(found, ", ").c_str());
+                m.rounds, m.steal, join(found, ", ").c_str());
 }
 
 void Report::write(const std::string& name) const {
   std::ofstream file(name);
   file << R"({"date": ")" << today() << R"(", "commit": ")" << commit() << R"(", "cpu": ")" << cpu()
        << R"(", "tier": ")" << weft::kernels::tier_name(weft::kernels::machine_tier()) << R"(", "rows": [)"
-       << "\n " << joined(rows_, ",\n ") << "\n]}\n";
+       << "\n " << join(rows_, ",\n ") << "\n]}\n";
   TORCH_CHECK(file, "cannot write ", name);
 }
 

@@ -77,7 +77,7 @@ void rounds(SharedLink& link) {
 }
 
 /// Ranks in turn on the cores, so that no sample depends on where the scheduler puts them.
-void stay_on_core_of(int rank) {
+void pin_to_core(int rank) {
   cpu_set_t set;
   CPU_ZERO(&set);
   CPU_SET(rank % static_cast<int>(std::thread::hardware_concurrency()), &set);
@@ -85,7 +85,7 @@ void stay_on_core_of(int rank) {
 }
 
 int run_rank(int rank, int size, const std::string& store) {
-  stay_on_core_of(rank);
+  pin_to_core(rank);
   c10::intrusive_ptr<c10d::Store> found = c10::make_intrusive<c10d::FileStore>(store, size);
   SharedLink link(std::make_shared<weft::comm::HostMeeting>(weft::comm::HostMeeting::Options{
       [&] { return found; }, "signals", rank, size, std::chrono::milliseconds(60000)}));

@@ -38,7 +38,7 @@ std::optional<Arguments> parse(const std::vector<std::string>& words) {
       out.method.threads = std::stoi(value());
     } else if (words[i] == "--rounds") {
       out.method.rounds = std::stoi(value());
-      out.method.most = 4 * out.method.rounds;
+      out.method.max_rounds = 4 * out.method.rounds;
     } else if (words[i] == "--only") {
       out.only = value();
     } else if (words[i] == "--json") {
@@ -89,7 +89,7 @@ int run_suite(const std::vector<std::string>& words) {
     const Target target(line);
     const auto problem = make_case(line);
     const auto found = errors(problem);
-    const bool correct = right(problem, found);
+    const bool correct = within_tolerance(problem, found);
     fine = fine && correct;
     if (arguments->check || !correct) print_errors(line, found, correct);
     if (arguments->check || !correct) continue;

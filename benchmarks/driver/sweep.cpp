@@ -63,13 +63,13 @@ struct Shape {
 };
 
 /// `text` with numbers for H, F and 2F, which stand behind `=` or `[`.
-std::string filled(std::string text, const Shape& shape) {
+std::string substitute(std::string text, const Shape& shape) {
   const std::vector<std::pair<std::string, int64_t>> sizes{
       {"=2F", 2 * shape.f}, {"=F", shape.f}, {"=H", shape.h}, {"[H", shape.h}};
   for (const auto& [name, size] : sizes) {
     const auto digits = std::to_string(size);
-    for (size_t at = 0; (at = text.find(name, at)) != std::string::npos; ++at)
-      text.replace(at + 1, name.size() - 1, digits);
+    for (size_t pos = 0; (pos = text.find(name, pos)) != std::string::npos; ++pos)
+      text.replace(pos + 1, name.size() - 1, digits);
   }
   return text;
 }
@@ -77,27 +77,27 @@ std::string filled(std::string text, const Shape& shape) {
 /// Sizes spread evenly over orders of magnitude, half of them multiples of 32.
 class Shapes {
  public:
-  Shapes(uint32_t seed, double most_flop) : chance_(seed), most_flop_(most_flop) {}
+  Shapes(uint32_t seed, double max_flop) : rng_(seed), max_flop_(max_flop) {}
 
   Shape next() {
     while (true) {
       const Shape shape{size(1), size(16), size(16)};
       const auto flop =
           12.0 * static_cast<double>(shape.m) * static_cast<double>(shape.h) * static_cast<double>(shape.f);
-      if (flop <= most_flop_) return shape;
+      if (flop <= max_flop_) return shape;
     }
   }
-  size_t below(size_t count) { return std::uniform_int_distribution<size_t>(0, count - 1)(chance_); }
+  size_t random_index(size_t count) { return std::uniform_int_distribution<size_t>(0, count - 1)(rng_); }
 
  private:
   int64_t size(double least) {
-    const auto value = std::exp(std::uniform_real_distribution(std::log(least), std::log(4096.5))(chance_));
+    const auto value = std::exp(std::uniform_real_distribution(std::log(least), std::log(4096.5))(rng_));
     const auto whole = static_cast<int64_t>(value);
-    return whole >= 32 && below(2) == 0 ? whole / 32 * 32 : whole;
+    return whole >= 32 && random_index(2) == 0 ? whole / 32 * 32 : whole;
   }
 
-  std::mt19937 chance_;
-  double most_flop_;
+  std::mt19937 rng_;
+  double max_flop_;
 };
 
 /// A pipeline with tensors, and its plan by all rules.
@@ -141,7 +141,7 @@ Sample make_sample(const Template& row, const Shape& shape, at::ScalarType dtype
     return at::randn(sizes).mul_(scale).to(dtype).requires_grad_();
   };
   Sample out;
-  out.pipeline = std::make_shared<const Pipeline>(Pipeline::parse(filled(row.text, shape)));
+  out.pipeline = std::make_shared<const Pipeline>(Pipeline::parse(substitute(row.text, shape)));
   out.x = leaf({shape.m, shape.h}, 1);
   for (const auto& spec : out.pipeline->params())
     out.params.push_back(leaf(spec.shape, 1 / std::sqrt(static_cast<double>(spec.shape.back()))));
@@ -153,7 +153,7 @@ Sample make_sample(const Template& row, const Shape& shape, at::ScalarType dtype
   return out;
 }
 
-struct Found {
+struct Comparison {
   std::string rule, pipeline;
   Shape shape;
   Measured measured;
@@ -161,14 +161,14 @@ struct Found {
   const Ratio& ratio() const { return measured.ratios[0]; }
 };
 
-std::string row_of(const Found& f) {
+std::string row_of(const Comparison& f) {
   return format("%s m=%ld h=%ld f=%ld: fused / without %.3f [%.3f, %.3f]%s", f.rule.c_str(), f.shape.m, f.shape.h,
                 f.shape.f, f.ratio().median, f.ratio().low, f.ratio().high, f.slower ? "  SLOWER" : "");
 }
 
-Found compare(const Sample& sample, const Template& row, const Shape& shape, const std::string& rule, Meter& meter) {
-  const auto twin = sample.without(rule);
-  const std::vector<Side> sides{{"fused", [&] { sample.pass(sample.plan); }}, {"without", [&] { sample.pass(twin); }}};
+Comparison compare(const Sample& sample, const Template& row, const Shape& shape, const std::string& rule, Meter& meter) {
+  const auto unfused = sample.without(rule);
+  const std::vector<Side> sides{{"fused", [&] { sample.pass(sample.plan); }}, {"without", [&] { sample.pass(unfused); }}};
   auto found = meter.measure(sides);
   // Slower only if it is so twice, the second time with rounds enough to say so.
   const auto slower = [&] { return found.ratios[0].low > kSlower; };
@@ -192,7 +192,7 @@ int compare_one(const Shape& shape, const std::string& rule, at::ScalarType dtyp
   return slower == 0 ? 0 : 1;
 }
 
-void write(const std::string& name, const std::vector<Found>& rows) {
+void write(const std::string& name, const std::vector<Comparison>& rows) {
   std::ofstream file(name);
   file << "[";
   for (size_t i = 0; i < rows.size(); ++i) {
@@ -207,9 +207,9 @@ void write(const std::string& name, const std::vector<Found>& rows) {
 }
 
 /// How often each rule was compared; 0 if no pipeline used it.
-void print_rules(std::map<std::string, int> met) {
+void print_rules(std::map<std::string, int> times_compared) {
   for (const auto& [id, rule] : *weft::fused::current_rules().list)
-    std::cout << "  " << rule.name << ": " << met[rule.name] << " shapes\n";
+    std::cout << "  " << rule.name << ": " << times_compared[rule.name] << " shapes\n";
 }
 
 /// Two plans of one library are compared: malloc is not to give memory back after one of them and fetch it again for
@@ -237,24 +237,24 @@ int run_sweep(const std::vector<std::string>& words) {
   keep_freed_memory();
   at::set_num_threads(1);
   at::manual_seed(0);
-  Meter meter({.threads = 1, .rounds = 11, .most = 22, .sample = 3e-3});
+  Meter meter({.threads = 1, .rounds = 11, .max_rounds = 22, .sample_seconds = 3e-3});
   if (!only.empty()) return compare_one(one, only, dtype, meter);
-  std::map<std::string, int> met;
-  std::vector<Found> rows;
+  std::map<std::string, int> times_compared;
+  std::vector<Comparison> rows;
   int slower = 0;
   for (size_t drawn = 0; rows.size() < shapes && drawn < 20 * shapes; ++drawn) {
-    const auto& row = templates()[draw.below(templates().size())];
+    const auto& row = templates()[draw.random_index(templates().size())];
     const auto shape = draw.next();
     const auto sample = make_sample(row, shape, dtype);
     const auto used = sample.used();
     if (used.empty()) continue;
-    const auto rule = *std::min_element(used.begin(), used.end(), [&](auto& a, auto& b) { return met[a] < met[b]; });
-    ++met[rule];
+    const auto rule = *std::min_element(used.begin(), used.end(), [&](auto& a, auto& b) { return times_compared[a] < times_compared[b]; });
+    ++times_compared[rule];
     rows.push_back(compare(sample, row, shape, rule, meter));
     slower += rows.back().slower;
     std::cout << row_of(rows.back()) << "\n" << std::flush;
   }
-  print_rules(met);
+  print_rules(times_compared);
   std::cout << rows.size() << " shapes, " << slower << " slower\n";
   if (!json.empty()) write(json, rows);
   return slower == 0 && rows.size() == shapes ? 0 : 1;

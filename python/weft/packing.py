@@ -40,7 +40,7 @@ def prepack(module: torch.nn.Module, frozen: bool = True) -> torch.nn.Module:
         if frozen:
             _C.freeze(weight.detach(), name)
         else:
-            _C.thaw(weight.detach())
+            _C.unfreeze(weight.detach())
     return module
 
 

@@ -44,8 +44,8 @@ void set_addend(kernels::Epilogue& epilogue, const at::Tensor& g, bool in_place,
   if (!g.defined()) return;
   const auto sum = c10::promoteTypes(dtype, g.scalar_type());
   const bool reusable = in_place && sum == g.scalar_type() && g.is_contiguous() && sole_owner(g);
-  epilogue.add = ops::as_matrix(g);
-  if (reusable) epilogue.out = epilogue.add;
+  epilogue.addend = ops::as_matrix(g);
+  if (reusable) epilogue.out = epilogue.addend;
   epilogue.dtype = sum;
 }
 
@@ -60,7 +60,7 @@ void add_extra_input(kernels::Epilogue& epilogue, const ops::AddExtraInput& join
 }
 
 void forward_packed_grad(StepContext& ctx, const kernels::GemmResult& result) {
-  if (result.tiles.defined()) ctx.op(0).frame().packed_grad = {result.out, result.tiles};
+  if (result.packed_transpose.defined()) ctx.op(0).frame().packed_grad = {result.out, result.packed_transpose};
 }
 
 at::Tensor linear_gradients_after_norm(StepContext& ctx, const MatchedOp<ops::BasicLinear>& linear, const MatchedOp<ops::NormOp>& norm,

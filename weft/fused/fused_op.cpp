@@ -12,10 +12,10 @@ at::Tensor FusedOp::backward(StepContext&, const at::Tensor&) const {
   TORCH_CHECK_NOT_IMPLEMENTED(false, typeid(*this).name(), " has no backward pass.");
 }
 
-kernels::Choice FusedOp::kernel(c10::ArrayRef<kernels::Choice> components) const {
-  kernels::Choice best;
+kernels::TierChoice FusedOp::kernel(c10::ArrayRef<kernels::TierChoice> components) const {
+  kernels::TierChoice best;
   for (const auto& part : components)
-    if (part.tier < best.tier || (part.tier == best.tier && part.declined.size() > best.declined.size())) best = part;
+    if (part.tier < best.tier || (part.tier == best.tier && part.rejection_reason.size() > best.rejection_reason.size())) best = part;
   return best;
 }
 

@@ -44,7 +44,7 @@ class FusedOp {
   /// Joint only: true if its backward reads a parameter that the part's own backward does not.
   virtual bool reads(int /*index*/, int /*param*/) const { return false; }
   /// Which kernels compute it, given those of its parts: the best of them, unless it says otherwise.
-  virtual kernels::Choice kernel(c10::ArrayRef<kernels::Choice> components) const;
+  virtual kernels::TierChoice kernel(c10::ArrayRef<kernels::TierChoice> components) const;
   /// What it decided in the last call that only then could be decided; for `explain()`.
   virtual std::string note() const { return {}; }
   /// True if it routes channels between its own parts itself.

@@ -37,13 +37,13 @@ std::vector<Explanation::StepLine> lines(const Pipeline& pipeline, const std::ve
   for (const auto& [step, routes, grads, needed, needs_grad] : steps) {
     const auto name = step.fused ? step.rule : std::string(pipeline.op(step.first).name());
     const bool in_python = step.fused ? step.fused->process_local() : pipeline.op(step.first).process_local();
-    std::vector<kernels::Choice> components;
+    std::vector<kernels::TierChoice> components;
     for (int i = step.first; i < step.first + step.count; ++i)
       components.push_back(pipeline.op(i).kernel(device, view.compute_dtypes[i], backward));
     const auto choice = step.fused ? step.fused->kernel(components) : components.front();
     list.push_back({step.first, step.count, name, step.fused != nullptr,
                     in_python ? "python" : std::string(kernels::tier_name(choice.tier)),
-                    in_python ? "" : choice.declined, !backward || needs_grad, step.min_rows,
+                    in_python ? "" : choice.rejection_reason, !backward || needs_grad, step.min_rows,
                     step.fused ? step.fused->note() : ""});
   }
   return list;

@@ -8,7 +8,7 @@
 #include "weft/kernels/cpu/loops.h"
 #include "weft/kernels/launch.h"
 #include "weft/kernels/operand.h"
-#include "weft/kernels/precision.h"
+#include "weft/kernels/opmath.h"
 #include "weft/kernels/tiers.h"
 
 namespace weft::kernels {
@@ -18,19 +18,19 @@ using Loop = void (*)(const ActCall& call, int64_t begin, int64_t end);
 
 /// Fresh memory for act(x).
 at::Tensor output(const Act& act, const at::Tensor& x) {
-  if (!act.gated()) return fresh(x.sizes(), x.scalar_type());
+  if (!act.gated()) return empty_cpu(x.sizes(), x.scalar_type());
   c10::SmallVector<int64_t, 5> sizes(x.sizes().begin(), x.sizes().end());
   sizes.back() /= 2;
-  return fresh(sizes, x.scalar_type());
+  return empty_cpu(sizes, x.scalar_type());
 }
 
 /// One call of a loop, and memory that it can read.
-struct Problem {
+struct PreparedActivation {
   at::Tensor x, dy;     // contiguous
   int64_t rows, width;  // width: values in a row of x
   ActCall call;
 
-  Problem(const Act& act, const at::Tensor& input) : x(contiguous(input)) {
+  PreparedActivation(const Act& act, const at::Tensor& input) : x(contiguous(input)) {
     width = x.dim() == 0 ? 1 : x.sizes().back();
     rows = width == 0 ? 0 : x.numel() / width;
     const auto columns = act.gated() ? width / 2 : width;
@@ -47,26 +47,26 @@ struct Problem {
   }
   void run(Loop loop) const {
     if (!call.act.gated() && !call.scales && !call.ds) return run_flat(loop);
-    in_rows(rows, width, [&](int64_t begin, int64_t end) { loop(call, begin, end); });
+    parallel_rows(rows, width, [&](int64_t begin, int64_t end) { loop(call, begin, end); });
   }
-  /// dx and its column sums, `together` rows as one long row, as far as they go; returns how many rows that were.
-  int64_t sum_backward(Tier tier, int64_t together, float* sums) const {
-    const auto length = together * width;
+  /// dx and its column sums, `group_rows` rows as one long row, as far as they go; returns how many rows that were.
+  int64_t sum_backward(Tier tier, int64_t group_rows, float* sums) const {
+    const auto length = group_rows * width;
     ActCall longer = call;
     longer.columns = length;
     std::vector<float> all(static_cast<size_t>(length));
-    sum_in_rows(rows / together, length, all.data(), [&](int64_t begin, int64_t end, float* partial) {
+    parallel_reduce_rows(rows / group_rows, length, all.data(), [&](int64_t begin, int64_t end, float* partial) {
       ActCall part = longer;
-      part.sums = partial;
+      part.column_sums = partial;
       act_loops(tier).backward(part, begin, end);
     });
     for (const float* row = all.data(); row < all.data() + length; row += width)
       for (int64_t i = 0; i < width; ++i) sums[i] += row[i];
-    return rows / together * together;
+    return rows / group_rows * group_rows;
   }
   /// With nothing per row, all values are one row.
   void run_flat(Loop loop) const {
-    in_rows(x.numel(), 1, [&](int64_t begin, int64_t end) {
+    parallel_rows(x.numel(), 1, [&](int64_t begin, int64_t end) {
       const auto size = static_cast<int64_t>(c10::elementSize(call.dtype));
       ActCall part = call;
       part.columns = end - begin;
@@ -79,9 +79,9 @@ struct Problem {
 };
 
 /// How many short rows make one of whole vectors: each alone would leave many lanes of its last vector empty.
-int64_t whole_vectors(const Act& act, int64_t width) {
-  constexpr int64_t kLanes = 16, kShort = 128;
-  return act.gated() || width >= kShort || width == 0 ? 1 : kLanes / std::gcd(kLanes, width);
+int64_t rows_to_fill_vectors(const Act& act, int64_t width) {
+  constexpr int64_t kLanes = 16, kShortRow = 128;
+  return act.gated() || width >= kShortRow || width == 0 ? 1 : kLanes / std::gcd(kLanes, width);
 }
 
 /// The scales as float32 values one after the other.
@@ -92,37 +92,37 @@ at::Tensor plain_scales(const at::Tensor& scales) { return contiguous(as_dtype(s
 at::Tensor activation_forward(const Act& act, const at::Tensor& x) {
   const auto tier = vector_tier(x);
   if (tier == Tier::ref) return ref::activation_forward(act, x);
-  Problem problem(act, x);
+  PreparedActivation prepared(act, x);
   auto y = output(act, x);
-  problem.call.out = y.mutable_data_ptr();
-  problem.run(act_loops(tier).forward);
+  prepared.call.out = y.mutable_data_ptr();
+  prepared.run(act_loops(tier).forward);
   return y;
 }
 
 at::Tensor activation_backward(const Act& act, const at::Tensor& dy, const at::Tensor& x) {
   const auto tier = vector_tier(x, dy);
   if (tier == Tier::ref) return ref::activation_backward(act, dy, x);
-  Problem problem(act, x);
-  problem.set_dy(dy);
-  auto dx = fresh(x.sizes(), x.scalar_type());
-  problem.call.out = dx.mutable_data_ptr();
-  problem.run(act_loops(tier).backward);
+  PreparedActivation prepared(act, x);
+  prepared.set_dy(dy);
+  auto dx = empty_cpu(x.sizes(), x.scalar_type());
+  prepared.call.out = dx.mutable_data_ptr();
+  prepared.run(act_loops(tier).backward);
   return dx;
 }
 
-ActivationSums activation_backward_sums(const Act& act, const at::Tensor& dy, const at::Tensor& x) {
+ActivationColumnSums activation_backward_column_sums(const Act& act, const at::Tensor& dy, const at::Tensor& x) {
   const auto tier = vector_tier(x, dy);
-  if (tier == Tier::ref) return ref::activation_backward_sums(act, dy, x);
-  Problem problem(act, x);
-  problem.set_dy(dy);
-  ActivationSums out{fresh(x.sizes(), x.scalar_type()), fresh_zeros(problem.width)};
-  problem.call.out = out.dx.mutable_data_ptr();
-  auto* sums = out.sums.mutable_data_ptr<float>();
-  const auto rows_together = whole_vectors(act, problem.width);
-  const auto taken = rows_together > 1 ? problem.sum_backward(tier, rows_together, sums) : 0;
-  sum_in_rows(problem.rows - taken, problem.width, sums, [&](int64_t begin, int64_t end, float* partial) {
-    ActCall part = problem.call;
-    part.sums = partial;
+  if (tier == Tier::ref) return ref::activation_backward_column_sums(act, dy, x);
+  PreparedActivation prepared(act, x);
+  prepared.set_dy(dy);
+  ActivationColumnSums out{empty_cpu(x.sizes(), x.scalar_type()), zeros_f32(prepared.width)};
+  prepared.call.out = out.dx.mutable_data_ptr();
+  auto* sums = out.column_sums.mutable_data_ptr<float>();
+  const auto group_rows = rows_to_fill_vectors(act, prepared.width);
+  const auto taken = group_rows > 1 ? prepared.sum_backward(tier, group_rows, sums) : 0;
+  parallel_reduce_rows(prepared.rows - taken, prepared.width, sums, [&](int64_t begin, int64_t end, float* partial) {
+    ActCall part = prepared.call;
+    part.column_sums = partial;
     act_loops(tier).backward(part, taken + begin, taken + end);
   });
   return out;
@@ -130,7 +130,7 @@ ActivationSums activation_backward_sums(const Act& act, const at::Tensor& dy, co
 
 /// The tier for scaled activations.
 static Tier scaled_tier(const at::Tensor& scales, const at::Tensor& x, const at::Tensor& dy = {}) {
-  return scales.is_cpu() && is_bare(scales) ? vector_tier(x, dy) : Tier::ref;
+  return scales.is_cpu() && is_plain_strided(scales) ? vector_tier(x, dy) : Tier::ref;
 }
 
 at::Tensor scaled_activation_forward(const Act& act, const at::Tensor& x, const at::Tensor& scales) {
@@ -138,41 +138,41 @@ at::Tensor scaled_activation_forward(const Act& act, const at::Tensor& x, const 
   if (tier == Tier::ref) return launch_aten([=] { return ref::scaled_activation_forward(act, x, scales); });
   auto y = output(act, x);
   launch([=] {
-    Problem problem(act, x);
+    PreparedActivation prepared(act, x);
     const auto s = plain_scales(scales);
-    problem.call.scales = s.const_data_ptr<float>();
-    problem.call.out = y.mutable_data_ptr();
-    problem.run(act_loops(tier).forward);
+    prepared.call.scales = s.const_data_ptr<float>();
+    prepared.call.out = y.mutable_data_ptr();
+    prepared.run(act_loops(tier).forward);
   });
   return y;
 }
 
 std::pair<at::Tensor, at::Tensor> scaled_activation_backward(const Act& act, const at::Tensor& dy, const at::Tensor& x,
-                                                             const at::Tensor& scales, bool dx_wanted, bool ds_wanted) {
-  if (!dx_wanted && !ds_wanted) return {};
+                                                             const at::Tensor& scales, bool needs_dx, bool needs_ds) {
+  if (!needs_dx && !needs_ds) return {};
   const auto tier = scaled_tier(scales, x, dy);
   if (tier == Tier::ref) {
     const auto both = [=](bool dx, bool ds) { return ref::scaled_activation_backward(act, dy, x, scales, dx, ds); };
-    if (!launch_watcher()) return both(dx_wanted, ds_wanted);
-    return {launch_aten([=] { return both(dx_wanted, false).first; }),
-            launch_aten([=] { return both(false, ds_wanted).second; })};
+    if (!launch_hook()) return both(needs_dx, needs_ds);
+    return {launch_aten([=] { return both(needs_dx, false).first; }),
+            launch_aten([=] { return both(false, needs_ds).second; })};
   }
   at::Tensor dx, ds;
-  if (dx_wanted) dx = fresh(x.sizes(), x.scalar_type());
-  if (ds_wanted) ds = fresh(scales.sizes(), scales.scalar_type());
+  if (needs_dx) dx = empty_cpu(x.sizes(), x.scalar_type());
+  if (needs_ds) ds = empty_cpu(scales.sizes(), scales.scalar_type());
   launch([=] {
-    Problem problem(act, x);
-    problem.set_dy(dy);
+    PreparedActivation prepared(act, x);
+    prepared.set_dy(dy);
     const auto s = plain_scales(scales);
-    problem.call.scales = s.const_data_ptr<float>();
-    if (dx.defined()) problem.call.out = dx.mutable_data_ptr();
+    prepared.call.scales = s.const_data_ptr<float>();
+    if (dx.defined()) prepared.call.out = dx.mutable_data_ptr();
     at::Tensor sums;  // where rows of no values leave 0
     if (ds.defined()) {
-      const bool direct = ds.scalar_type() == at::kFloat && problem.rows > 0;
+      const bool direct = ds.scalar_type() == at::kFloat && prepared.rows > 0;
       sums = direct ? ds : at::zeros(ds.sizes(), at::kFloat);
-      problem.call.ds = sums.mutable_data_ptr<float>();
+      prepared.call.ds = sums.mutable_data_ptr<float>();
     }
-    problem.run(act_loops(tier).backward);
+    prepared.run(act_loops(tier).backward);
     if (ds.defined() && !sums.is_same(ds)) ds.copy_(sums);
   });
   return {dx, ds};

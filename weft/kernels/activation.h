@@ -42,17 +42,17 @@ at::Tensor activation_forward(const Act& act, const at::Tensor& x);
 /// dx in x's dtype, whatever the dtype of dy.
 at::Tensor activation_backward(const Act& act, const at::Tensor& dy, const at::Tensor& x);
 
-struct ActivationSums {
-  at::Tensor dx, sums;
+struct ActivationColumnSums {
+  at::Tensor dx, column_sums;
 };
 /// dx, and the float32 (float64 for float64) sums of its columns before they are rounded, in one sweep. In the
 /// vector tiers the sums are the same for any number of threads.
-ActivationSums activation_backward_sums(const Act& act, const at::Tensor& dy, const at::Tensor& x);
+ActivationColumnSums activation_backward_column_sums(const Act& act, const at::Tensor& dy, const at::Tensor& x);
 
 /// y[row] = s[row]·act(x[row]), rounded once to x's dtype; s has one value for each row of x and any dtype.
 at::Tensor scaled_activation_forward(const Act& act, const at::Tensor& x, const at::Tensor& scales);
 /// dx (of dy·s) and ds[row] = Σ_columns dy·act(x), in the dtypes and shapes of x and s; undefined unless wanted.
 std::pair<at::Tensor, at::Tensor> scaled_activation_backward(const Act& act, const at::Tensor& dy, const at::Tensor& x,
-                                                             const at::Tensor& scales, bool dx_wanted, bool ds_wanted);
+                                                             const at::Tensor& scales, bool needs_dx, bool needs_ds);
 
 }  // namespace weft::kernels

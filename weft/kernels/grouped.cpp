@@ -9,15 +9,15 @@
 #include "weft/kernels/cpu/loops.h"
 #include "weft/kernels/launch.h"
 #include "weft/kernels/operand.h"
-#include "weft/kernels/precision.h"
+#include "weft/kernels/opmath.h"
 #include "weft/kernels/tiers.h"
 
 namespace weft::kernels {
 
-GroupedMatrix::GroupedMatrix(const at::Tensor& packed) : list_{packed} {
-  TORCH_CHECK_VALUE(packed.dim() == 3 && packed.is_contiguous(), "GroupedMatrix: got a tensor of shape ",
-                    packed.sizes(), ", expected [groups, rows, columns] without gaps.");
-  groups_ = packed.sizes()[0], rows_ = packed.sizes()[1], columns_ = packed.sizes()[2];
+GroupedMatrix::GroupedMatrix(const at::Tensor& stacked) : list_{stacked} {
+  TORCH_CHECK_VALUE(stacked.dim() == 3 && stacked.is_contiguous(), "GroupedMatrix: got a tensor of shape ",
+                    stacked.sizes(), ", expected [groups, rows, columns] without gaps.");
+  groups_ = stacked.sizes()[0], rows_ = stacked.sizes()[1], columns_ = stacked.sizes()[2];
 }
 
 GroupedMatrix::GroupedMatrix(c10::ArrayRef<at::Tensor> list, int64_t rows, int64_t columns)
@@ -41,37 +41,37 @@ at::Tensor GroupedMatrix::matrix(int64_t g) const {
 namespace {
 
 /// Whether loops can read and write all of these; undefined ones do not count.
-bool bare(const at::Tensor& t) { return !t.defined() || vector_tier(t) != Tier::ref; }
-bool bare(const GroupedMatrix& m) {
-  return std::all_of(m.tensors().begin(), m.tensors().end(), [](const at::Tensor& t) { return bare(t); });
+bool vector_accessible(const at::Tensor& t) { return !t.defined() || vector_tier(t) != Tier::ref; }
+bool vector_accessible(const GroupedMatrix& m) {
+  return std::all_of(m.tensors().begin(), m.tensors().end(), [](const at::Tensor& t) { return vector_accessible(t); });
 }
 
 /// Whether the values of a row follow each other.
-bool gapless(const at::Tensor& t) { return t.strides()[1] == 1 || t.sizes()[1] <= 1; }
+bool has_contiguous_rows(const at::Tensor& t) { return t.strides()[1] == 1 || t.sizes()[1] <= 1; }
 
 /// Whether groups are multiplied in tiles: matrices of few values are multiplied sooner than laid out.
-bool in_tiles(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64_t k) {
-  return n * k >= 1024 && has_tiles(device, dtype, n, k);
+bool grouped_on_amx(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64_t k) {
+  return n * k >= 1024 && amx_supports(device, dtype, n, k);
 }
 
-enum class Way { split, rows, tiles };
+enum class GroupedKernel { split, vector, amx };
 
 /// How a product of matrices [rows, columns] of x's dtype is computed, if `fits`.
-Way way_of(GroupedPath path, const at::Tensor& x, bool fits, const GroupedMatrix& m) {
-  if (path == GroupedPath::split || !fits || vector_tier(x) == Tier::ref) return Way::split;
-  return in_tiles(x.device().type(), x.scalar_type(), m.rows(), m.columns()) ? Way::tiles : Way::rows;
+GroupedKernel choose_kernel(GroupedPath path, const at::Tensor& x, bool fits, const GroupedMatrix& m) {
+  if (path == GroupedPath::split || !fits || vector_tier(x) == Tier::ref) return GroupedKernel::split;
+  return grouped_on_amx(x.device().type(), x.scalar_type(), m.rows(), m.columns()) ? GroupedKernel::amx : GroupedKernel::vector;
 }
 
 bool on_meta(const at::Tensor& t) { return t.device().type() == c10::DeviceType::Meta; }
 
 at::Tensor empty(const at::Tensor& like, at::IntArrayRef sizes, at::ScalarType dtype) {
-  return bare(like) ? fresh(sizes, dtype) : at::empty(sizes, like.options().dtype(dtype));
+  return vector_accessible(like) ? empty_cpu(sizes, dtype) : at::empty(sizes, like.options().dtype(dtype));
 }
 
 /// Rows of no group are 0.
-void clear_tail(const OpenIndex& index, const at::Tensor& t) {
-  const auto rows = t.size(0) - index.active();
-  if (rows > 0) t.narrow(0, index.active(), rows).zero_();
+void zero_tail(const GroupOffsets& offsets, const at::Tensor& t) {
+  const auto rows = t.size(0) - offsets.total_rows();
+  if (rows > 0) t.narrow(0, offsets.total_rows(), rows).zero_();
 }
 
 void check(const GroupIndex& index, const at::Tensor& x, const GroupedMatrix& m, int64_t columns) {
@@ -83,9 +83,9 @@ void check(const GroupIndex& index, const at::Tensor& x, const GroupedMatrix& m,
 
 }  // namespace
 
-Choice grouped_choice(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64_t k) {
-  auto choice = gemm_choice(device, dtype, n, k);
-  if (choice.tier != Tier::amx || in_tiles(device, dtype, n, k)) return choice;
+TierChoice choose_grouped_tier(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64_t k) {
+  auto choice = choose_gemm_tier(device, dtype, n, k);
+  if (choice.tier != Tier::amx || grouped_on_amx(device, dtype, n, k)) return choice;
   return {vector_tier(device, dtype),
           "amx declined: matrices of few values are multiplied sooner than laid out in tiles"};
 }
@@ -97,40 +97,40 @@ at::Tensor grouped_gemm(const GroupIndex& index, const at::Tensor& x, const Grou
   const bool clear = !e.out.defined();
   const auto out = clear ? empty(x, {x.sizes()[0], columns}, x.scalar_type()) : e.out;
   if (on_meta(x)) return out;
-  const bool fits = bare(w) && bare(e.bias) && bare(e.scales) && bare(out) && gapless(x);
-  const auto way = way_of(e.path, x, fits, w);
-  const GroupedProduct call{x, w, transposed, e.bias, e.scales, out};
+  const bool fits = vector_accessible(w) && vector_accessible(e.bias) && vector_accessible(e.scales) && vector_accessible(out) && has_contiguous_rows(x);
+  const auto kernel = choose_kernel(e.path, x, fits, w);
+  const GroupedGemmCall call{x, w, transposed, e.bias, e.scales, out};
   launch([=] {
-    const OpenIndex open(index, call.x.sizes()[0]);
-    if (clear) clear_tail(open, call.out);
-    if (way == Way::tiles) return amx::grouped_gemm(open, call);
-    if (way == Way::rows) return grouped_rows(vector_tier(call.x), open, call);
-    for (int64_t g = 0; g < open.groups(); ++g) split_gemm(open, call, g);
+    const GroupOffsets offsets(index, call.x.sizes()[0]);
+    if (clear) zero_tail(offsets, call.out);
+    if (kernel == GroupedKernel::amx) return amx::grouped_gemm(offsets, call);
+    if (kernel == GroupedKernel::vector) return vector_grouped_gemm(vector_tier(call.x), offsets, call);
+    for (int64_t g = 0; g < offsets.groups(); ++g) split_gemm(offsets, call, g);
   });
   return out;
 }
 
 void grouped_weight_gradient(const GroupIndex& index, const at::Tensor& dy, const at::Tensor& x,
-                             const GroupedMatrix& out, bool add, GroupedPath path) {
+                             const GroupedMatrix& out, bool accumulate, GroupedPath path) {
   check(index, dy, out, out.rows());
   check(index, x, out, out.columns());
   if (on_meta(x)) return;
-  const auto way = way_of(path, x, bare(dy) && bare(out) && gapless(dy) && gapless(x), out);
-  const GroupedGradient call{dy, x, out, add};
+  const auto kernel = choose_kernel(path, x, vector_accessible(dy) && vector_accessible(out) && has_contiguous_rows(dy) && has_contiguous_rows(x), out);
+  const GroupedWgradCall call{dy, x, out, accumulate};
   launch([=] {
-    const OpenIndex open(index, call.x.sizes()[0]);
-    if (way == Way::tiles) return amx::grouped_weight_gradient(open, call);
-    if (way == Way::rows) return grouped_rows(vector_tier(call.x), open, call);
-    for (int64_t g = 0; g < open.groups(); ++g) split_weight_gradient(open, call, g);
+    const GroupOffsets offsets(index, call.x.sizes()[0]);
+    if (kernel == GroupedKernel::amx) return amx::grouped_weight_gradient(offsets, call);
+    if (kernel == GroupedKernel::vector) return vector_grouped_wgrad(vector_tier(call.x), offsets, call);
+    for (int64_t g = 0; g < offsets.groups(); ++g) split_wgrad(offsets, call, g);
   });
 }
 
 namespace {
 
-void split_bias_sums(const OpenIndex& index, const GroupedBiasSums& call) {
-  for (int64_t g = 0; g < index.groups(); ++g) {
-    const auto part = [&](const at::Tensor& t) { return t.narrow(0, index.begin(g), index.rows(g)); };
-    const auto dy = widen(part(call.dy));
+void split_bias_grad(const GroupOffsets& offsets, const GroupedBiasGradCall& call) {
+  for (int64_t g = 0; g < offsets.groups(); ++g) {
+    const auto part = [&](const at::Tensor& t) { return t.narrow(0, offsets.begin(g), offsets.rows(g)); };
+    const auto dy = to_opmath(part(call.dy));
     if (call.db.defined()) {
       const auto scaled = call.scales.defined() ? at::mul(dy, part(call.scales).unsqueeze(1)) : dy;
       call.db.select(0, g).copy_(at::sum(scaled, 0));
@@ -142,18 +142,18 @@ void split_bias_sums(const OpenIndex& index, const GroupedBiasSums& call) {
 }  // namespace
 
 GroupedBiasGradient grouped_bias_gradient(const GroupIndex& index, const at::Tensor& dy, const at::Tensor& scales,
-                                          const GroupedMatrix& bias, bool db_wanted, bool ds_wanted) {
+                                          const GroupedMatrix& bias, bool needs_db, bool needs_ds) {
   const auto rows = dy.sizes()[0], columns = dy.sizes()[1];
   GroupedBiasGradient out;
-  if (db_wanted) out.db = empty(dy, {index.groups(), columns}, dy.scalar_type());
-  if (ds_wanted) out.ds = empty(dy, {rows}, wide(dy.scalar_type()));
+  if (needs_db) out.db = empty(dy, {index.groups(), columns}, dy.scalar_type());
+  if (needs_ds) out.ds = empty(dy, {rows}, opmath_dtype(dy.scalar_type()));
   if (on_meta(dy)) return out;
-  const GroupedBiasSums call{dy, scales, bias, out.db, out.ds};
-  const bool fits = bare(dy) && bare(scales) && bare(bias) && gapless(dy);
+  const GroupedBiasGradCall call{dy, scales, bias, out.db, out.ds};
+  const bool fits = vector_accessible(dy) && vector_accessible(scales) && vector_accessible(bias) && has_contiguous_rows(dy);
   launch([=] {
-    const OpenIndex open(index, call.dy.sizes()[0]);
-    if (call.ds.defined()) clear_tail(open, call.ds);
-    fits ? grouped_rows(vector_tier(call.dy), open, call) : split_bias_sums(open, call);
+    const GroupOffsets offsets(index, call.dy.sizes()[0]);
+    if (call.ds.defined()) zero_tail(offsets, call.ds);
+    fits ? vector_grouped_bias_grad(vector_tier(call.dy), offsets, call) : split_bias_grad(offsets, call);
   });
   return out;
 }

@@ -16,7 +16,7 @@ class GroupIndex {
   int64_t groups() const { return splits_.numel(); }
 
  private:
-  friend class OpenIndex;  // kernels/open_index.h
+  friend class GroupOffsets;  // kernels/group_offsets.h
   at::Tensor splits_;
 };
 
@@ -26,7 +26,7 @@ class GroupedMatrix {
  public:
   GroupedMatrix() = default;
   /// [G, rows, columns], contiguous.
-  explicit GroupedMatrix(const at::Tensor& packed);
+  explicit GroupedMatrix(const at::Tensor& stacked);
   /// One tensor of rows·columns values for each group, contiguous; all have one dtype.
   GroupedMatrix(c10::ArrayRef<at::Tensor> list, int64_t rows, int64_t columns);
 
@@ -36,7 +36,7 @@ class GroupedMatrix {
   int64_t columns() const { return columns_; }
   at::ScalarType dtype() const { return first().scalar_type(); }
   const at::Tensor& first() const { return list_.front(); }
-  /// One packed tensor, or one for each group.
+  /// One stacked tensor, or one for each group.
   c10::ArrayRef<at::Tensor> tensors() const { return list_; }
   /// The matrix of group g as memory, and as a tensor.
   void* data(int64_t g) const;
@@ -67,10 +67,10 @@ struct GroupedEpilogue {
 at::Tensor grouped_gemm(const GroupIndex& index, const at::Tensor& x, const GroupedMatrix& w, bool transposed,
                         const GroupedEpilogue& epilogue = {});
 
-/// out_g = Σ_{r∈g} dY_rᵀ X_r, or with `add` out_g += …; out_g [N, K] of any dtype. Without rows: 0, or nothing is
+/// out_g = Σ_{r∈g} dY_rᵀ X_r, or with `accumulate` out_g += …; out_g [N, K] of any dtype. Without rows: 0, or nothing is
 /// written.
 void grouped_weight_gradient(const GroupIndex& index, const at::Tensor& dy, const at::Tensor& x,
-                             const GroupedMatrix& out, bool add, GroupedPath path = GroupedPath::best);
+                             const GroupedMatrix& out, bool accumulate, GroupedPath path = GroupedPath::best);
 
 struct GroupedBiasGradient {
   at::Tensor db;  // [G, N], in the dtype of dy
@@ -79,9 +79,9 @@ struct GroupedBiasGradient {
 /// db_g = Σ_{r∈g} s_r·dY_r and ds_r = Σ_j dY_rj·b_gj, each undefined unless wanted; s_r = 1 without `scales`. Added up
 /// in an order that depends on the sizes alone.
 GroupedBiasGradient grouped_bias_gradient(const GroupIndex& index, const at::Tensor& dy, const at::Tensor& scales,
-                                          const GroupedMatrix& bias, bool db_wanted, bool ds_wanted);
+                                          const GroupedMatrix& bias, bool needs_db, bool needs_ds);
 
 /// Which tier multiplies groups of matrices of `dtype` on `device`, K long, N wide.
-Choice grouped_choice(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64_t k);
+TierChoice choose_grouped_tier(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64_t k);
 
 }  // namespace weft::kernels

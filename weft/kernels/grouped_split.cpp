@@ -1,6 +1,6 @@
 #include <ATen/ops/mul.h>
 
-#include "weft/kernels/precision.h"
+#include "weft/kernels/opmath.h"
 #include "weft/kernels/tiers.h"
 
 // Groups one after the other, each by one `gemm` on views.
@@ -8,33 +8,33 @@
 namespace weft::kernels {
 namespace {
 
-at::Tensor rows_of(const at::Tensor& t, const OpenIndex& index, int64_t g) {
-  return t.narrow(0, index.begin(g), index.rows(g));
+at::Tensor rows_of(const at::Tensor& t, const GroupOffsets& offsets, int64_t g) {
+  return t.narrow(0, offsets.begin(g), offsets.rows(g));
 }
 
 }  // namespace
 
-void split_gemm(const OpenIndex& index, const GroupedProduct& call, int64_t g) {
-  if (index.rows(g) == 0) return;
-  const auto x = rows_of(call.x, index, g), w = call.w.matrix(g), out = rows_of(call.out, index, g);
+void split_gemm(const GroupOffsets& offsets, const GroupedGemmCall& call, int64_t g) {
+  if (offsets.rows(g) == 0) return;
+  const auto x = rows_of(call.x, offsets, g), w = call.w.matrix(g), out = rows_of(call.out, offsets, g);
   const Matrix b(w, call.transposed);
   if (!call.bias.defined()) return static_cast<void>(gemm(x, b, {.out = out}));
   const auto bias = call.bias.matrix(g);
   if (!call.scales.defined()) return static_cast<void>(gemm(x, b, {.bias = bias.view({-1}), .out = out}));
   // s·b first and the product onto it, so that both are rounded together.
-  const auto scales = rows_of(call.scales, index, g).reshape({-1, 1}).to(wide(x.scalar_type()));
-  const auto sum = at::mul(scales, widen(bias));
-  gemm(x, b, {.add = sum, .out = sum});
+  const auto scales = rows_of(call.scales, offsets, g).reshape({-1, 1}).to(opmath_dtype(x.scalar_type()));
+  const auto sum = at::mul(scales, to_opmath(bias));
+  gemm(x, b, {.addend = sum, .out = sum});
   out.copy_(sum);
 }
 
-void split_weight_gradient(const OpenIndex& index, const GroupedGradient& call, int64_t g) {
+void split_wgrad(const GroupOffsets& offsets, const GroupedWgradCall& call, int64_t g) {
   const auto out = call.out.matrix(g);
-  if (index.rows(g) == 0) return call.add ? void() : static_cast<void>(out.zero_());
-  const auto dy = rows_of(call.dy, index, g);
+  if (offsets.rows(g) == 0) return call.accumulate ? void() : static_cast<void>(out.zero_());
+  const auto dy = rows_of(call.dy, offsets, g);
   Epilogue e{.out = out};
-  if (call.add) e.add = out;
-  gemm(transposed(dy), rows_of(call.x, index, g), e);
+  if (call.accumulate) e.addend = out;
+  gemm(transposed(dy), rows_of(call.x, offsets, g), e);
 }
 
 }  // namespace weft::kernels

@@ -4,24 +4,24 @@
 
 namespace weft::kernels {
 
-static std::atomic<LaunchWatcher*> current{nullptr};
+static std::atomic<LaunchHook*> current{nullptr};
 
-LaunchWatcher* watch_launches(LaunchWatcher* watcher) { return current.exchange(watcher); }
-LaunchWatcher* launch_watcher() { return current.load(std::memory_order_relaxed); }
+LaunchHook* set_launch_hook(LaunchHook* hook) { return current.exchange(hook); }
+LaunchHook* launch_hook() { return current.load(std::memory_order_relaxed); }
 
-void Recording::run(Launch step) {
-  steps_.push_back(std::move(step));
-  const auto& kept = steps_.back();
-  before_ ? before_->run(kept) : kept();
+void LaunchRecording::run(Launch kernel) {
+  launches_.push_back(std::move(kernel));
+  const auto& kept = launches_.back();
+  previous_ ? previous_->run(kept) : kept();
 }
 
-void Recording::stop() {
-  if (live_) watch_launches(before_);
-  live_ = false;
+void LaunchRecording::stop() {
+  if (active_) set_launch_hook(previous_);
+  active_ = false;
 }
 
-void Recording::replay() const {
-  for (const auto& step : steps_) before_ ? before_->run(step) : step();
+void LaunchRecording::replay() const {
+  for (const auto& kernel : launches_) previous_ ? previous_->run(kernel) : kernel();
 }
 
 }  // namespace weft::kernels

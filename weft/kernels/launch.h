@@ -12,63 +12,63 @@ namespace weft::kernels {
 using Launch = std::function<void()>;
 
 /// Stands between a launch and its run.
-class LaunchWatcher {
+class LaunchHook {
  public:
-  LaunchWatcher() = default;
-  LaunchWatcher(const LaunchWatcher&) = delete;
-  LaunchWatcher& operator=(const LaunchWatcher&) = delete;
-  virtual ~LaunchWatcher() = default;
-  /// Runs `step`.
-  virtual void run(Launch step) = 0;
+  LaunchHook() = default;
+  LaunchHook(const LaunchHook&) = delete;
+  LaunchHook& operator=(const LaunchHook&) = delete;
+  virtual ~LaunchHook() = default;
+  /// Runs `kernel`.
+  virtual void run(Launch kernel) = 0;
 };
 
 /// Installs a watcher of all launches of the process, or none; returns the one before. It must outlive its time.
-LaunchWatcher* watch_launches(LaunchWatcher* watcher);
-LaunchWatcher* launch_watcher();
+LaunchHook* set_launch_hook(LaunchHook* hook);
+LaunchHook* launch_hook();
 
 /// Torch's autograd and autocast are off while it lives: in a launch, also where that runs again.
-struct Plainly {
+struct BelowAutogradGuard {
   c10::impl::ExcludeDispatchKeyGuard guard{c10::autograd_dispatch_keyset_with_ADInplaceOrView |
                                            c10::autocast_dispatch_keyset};
 };
 
-/// Runs `step`. It owns its buffers, reads their contents only now, and decides nothing by what it read that was
+/// Runs `kernel`. It owns its buffers, reads their contents only now, and decides nothing by what it read that was
 /// decided before: sizes and addresses are those it was made with.
-template <class Step>
-void launch(Step step) {
-  auto plain = [step = std::move(step)] {
-    const Plainly plainly;
-    step();
+template <class Kernel>
+void launch(Kernel kernel) {
+  auto guarded = [kernel = std::move(kernel)] {
+    const BelowAutogradGuard below_autograd;
+    kernel();
   };
-  if (auto* watcher = launch_watcher()) return watcher->run(Launch(std::move(plain)));
-  plain();
+  if (auto* hook = launch_hook()) return hook->run(Launch(std::move(guarded)));
+  guarded();
 }
 
 /// What `compute()` returns, a tensor; if launches are watched, in memory that is written again when it runs again.
 template <class Compute>
 at::Tensor launch_aten(const Compute& compute) {
   auto result = compute();
-  if (launch_watcher() && result.defined()) launch([=] { result.copy_(compute()); });
+  if (launch_hook() && result.defined()) launch([=] { result.copy_(compute()); });
   return result;
 }
 
 /// Keeps the launches that run while it lives, and runs them again.
-class Recording final : public LaunchWatcher {
+class LaunchRecording final : public LaunchHook {
  public:
-  Recording() : before_(watch_launches(this)) {}
-  ~Recording() override { stop(); }
+  LaunchRecording() : previous_(set_launch_hook(this)) {}
+  ~LaunchRecording() override { stop(); }
   /// Later launches are not kept.
   void stop();
   /// All that was kept, in order, on the same buffers.
   void replay() const;
-  size_t size() const { return steps_.size(); }
+  size_t size() const { return launches_.size(); }
 
-  void run(Launch step) override;
+  void run(Launch kernel) override;
 
  private:
-  LaunchWatcher* before_;
-  bool live_ = true;
-  std::vector<Launch> steps_;
+  LaunchHook* previous_;
+  bool active_ = true;
+  std::vector<Launch> launches_;
 };
 
 }  // namespace weft::kernels

@@ -2,7 +2,7 @@
 
 #include "weft/kernels/cpu/loops.h"
 #include "weft/kernels/operand.h"
-#include "weft/kernels/precision.h"
+#include "weft/kernels/opmath.h"
 #include "weft/kernels/tiers.h"
 
 namespace weft::kernels {
@@ -18,13 +18,13 @@ Sizes statistic_sizes(const at::Tensor& x, int64_t row_dims) {
 }
 
 /// One call of a loop, and memory that it can read.
-struct Problem {
-  at::Tensor x, gamma, beta, mean, rstd, dy, add;
+struct PreparedNorm {
+  at::Tensor x, gamma, beta, mean, rstd, dy, addend;
   int64_t rows = 1, row_dims;
   NormCall call;
 
   /// The row is the last `row_dims` dimensions of x.
-  Problem(const at::Tensor& input, int64_t row_dims) : x(contiguous(input)), row_dims(row_dims) {
+  PreparedNorm(const at::Tensor& input, int64_t row_dims) : x(contiguous(input)), row_dims(row_dims) {
     call.columns = 1;
     const auto leading = x.dim() - row_dims;
     for (int64_t i = 0; i < x.dim(); ++i) (i < leading ? rows : call.columns) *= x.sizes()[i];
@@ -38,16 +38,16 @@ struct Problem {
     if (b.defined()) beta = contiguous(b), call.beta = beta.const_data_ptr<float>();
   }
   /// y; the statistics are left in `mean` and `rstd` if they are to be kept.
-  at::Tensor forward(Tier tier, bool centred, double eps, bool keep) {
-    auto y = fresh(x.sizes(), call.dtype);
+  at::Tensor forward(Tier tier, bool centered, double eps, bool keep) {
+    auto y = empty_cpu(x.sizes(), call.dtype);
     call.out = y.mutable_data_ptr();
-    call.centred = centred, call.eps = eps;
+    call.centered = centered, call.eps = eps;
     if (keep) {
       const auto sizes = statistic_sizes(x, row_dims);
-      rstd = fresh(sizes, at::kFloat), call.rstd = rstd.mutable_data_ptr<float>();
-      if (centred) mean = fresh(sizes, at::kFloat), call.mean = mean.mutable_data_ptr<float>();
+      rstd = empty_cpu(sizes, at::kFloat), call.rstd = rstd.mutable_data_ptr<float>();
+      if (centered) mean = empty_cpu(sizes, at::kFloat), call.mean = mean.mutable_data_ptr<float>();
     }
-    in_rows(rows, call.columns, [&](int64_t begin, int64_t end) { norm_loops(tier).forward(call, begin, end); });
+    parallel_rows(rows, call.columns, [&](int64_t begin, int64_t end) { norm_loops(tier).forward(call, begin, end); });
     return y;
   }
   void set_grad(const at::Tensor& grad, const at::Tensor& inverse, const at::Tensor& residual) {
@@ -55,44 +55,44 @@ struct Problem {
     call.dy = dy.const_data_ptr(), call.dy_dtype = dy.scalar_type();
     call.rstd = const_cast<float*>(rstd.const_data_ptr<float>());  // backward only reads it
     if (!residual.defined()) return;
-    add = contiguous(residual);
-    call.add = add.const_data_ptr(), call.add_dtype = add.scalar_type();
+    addend = contiguous(residual);
+    call.addend = addend.const_data_ptr(), call.addend_dtype = addend.scalar_type();
   }
   void set_mean(const at::Tensor& m) {
     mean = contiguous(m);
-    call.centred = true;
+    call.centered = true;
     call.mean = const_cast<float*>(mean.const_data_ptr<float>());
   }
-  NormGrads backward(Tier tier, std::array<bool, 3> wanted, bool reuse) {
+  NormGrads backward(Tier tier, std::array<bool, 3> output_mask, bool reuse) {
     NormGrads out;
-    if (wanted[0]) {
+    if (output_mask[0]) {
       // A short row would be read while the one before it is still being stored.
-      constexpr int64_t kLong = 64;
-      const bool over = reuse && call.dy_dtype == call.dtype && call.columns >= kLong;
-      out.dx = over ? dy : fresh(x.sizes(), call.dtype);
+      constexpr int64_t kMinInPlaceColumns = 64;
+      const bool in_place = reuse && call.dy_dtype == call.dtype && call.columns >= kMinInPlaceColumns;
+      out.dx = in_place ? dy : empty_cpu(x.sizes(), call.dtype);
       call.out = out.dx.mutable_data_ptr();
     }
-    if (!wanted[1] && !wanted[2]) {
-      if (wanted[0])
-        in_rows(rows, call.columns, [&](int64_t begin, int64_t end) { norm_loops(tier).backward(call, begin, end); });
+    if (!output_mask[1] && !output_mask[2]) {
+      if (output_mask[0])
+        parallel_rows(rows, call.columns, [&](int64_t begin, int64_t end) { norm_loops(tier).backward(call, begin, end); });
       return out;
     }
     // dγ and dβ are one row of sums after the other, or one of them alone.
-    const auto n = call.columns, both = static_cast<int64_t>(wanted[1]) + static_cast<int64_t>(wanted[2]);
+    const auto n = call.columns, both = static_cast<int64_t>(output_mask[1]) + static_cast<int64_t>(output_mask[2]);
     c10::SmallVector<float, 256> sums(static_cast<size_t>(both * n), 0.F);
-    sum_in_rows(rows, both * n, sums.data(), [&](int64_t begin, int64_t end, float* partial) {
+    parallel_reduce_rows(rows, both * n, sums.data(), [&](int64_t begin, int64_t end, float* partial) {
       NormCall part = call;
-      if (wanted[1]) part.dgamma = partial;
-      if (wanted[2]) part.dbeta = partial + (both - 1) * n;
+      if (output_mask[1]) part.dgamma = partial;
+      if (output_mask[2]) part.dbeta = partial + (both - 1) * n;
       norm_loops(tier).backward(part, begin, end);
     });
     const auto stored = [&](int64_t first) {
-      auto t = fresh(gamma.sizes(), at::kFloat);
+      auto t = empty_cpu(gamma.sizes(), at::kFloat);
       std::copy_n(sums.data() + first, n, t.mutable_data_ptr<float>());
       return t;
     };
-    if (wanted[1]) out.dgamma = stored(0);
-    if (wanted[2]) out.dbeta = stored((both - 1) * n);
+    if (output_mask[1]) out.dgamma = stored(0);
+    if (output_mask[2]) out.dbeta = stored((both - 1) * n);
     return out;
   }
 };
@@ -107,58 +107,58 @@ LayerNormForward layer_norm_forward(const at::Tensor& x, const at::Tensor& gamma
                                     bool keep) {
   const auto tier = are_float(gamma, beta) ? vector_tier(x, gamma, beta) : Tier::ref;
   if (tier == Tier::ref) return ref::layer_norm_forward(x, gamma, beta, eps);
-  Problem problem(x, gamma.dim());
-  problem.set_params(gamma, beta);
-  auto y = problem.forward(tier, /*centred=*/true, eps, keep);
-  return {std::move(y), std::move(problem.mean), std::move(problem.rstd)};
+  PreparedNorm prepared(x, gamma.dim());
+  prepared.set_params(gamma, beta);
+  auto y = prepared.forward(tier, /*centered=*/true, eps, keep);
+  return {std::move(y), std::move(prepared.mean), std::move(prepared.rstd)};
 }
 
 NormGrads layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& mean, const at::Tensor& rstd,
-                              const at::Tensor& gamma, std::array<bool, 3> wanted, const at::Tensor& add, bool reuse) {
-  const auto tier = are_float(gamma, rstd) ? vector_tier(x, dy, gamma, mean, rstd, add) : Tier::ref;
-  if (tier == Tier::ref) return ref::layer_norm_backward(dy, x, mean, rstd, gamma, wanted, add);
-  Problem problem(x, gamma.dim());
-  problem.set_params(gamma, {});
-  problem.set_grad(dy, rstd, add);
-  problem.set_mean(mean);
-  return problem.backward(tier, wanted, reuse);
+                              const at::Tensor& gamma, std::array<bool, 3> output_mask, const at::Tensor& addend, bool reuse) {
+  const auto tier = are_float(gamma, rstd) ? vector_tier(x, dy, gamma, mean, rstd, addend) : Tier::ref;
+  if (tier == Tier::ref) return ref::layer_norm_backward(dy, x, mean, rstd, gamma, output_mask, addend);
+  PreparedNorm prepared(x, gamma.dim());
+  prepared.set_params(gamma, {});
+  prepared.set_grad(dy, rstd, addend);
+  prepared.set_mean(mean);
+  return prepared.backward(tier, output_mask, reuse);
 }
 
 RmsNormForward rms_norm_forward(const at::Tensor& x, const at::Tensor& gamma, double eps, bool keep) {
   const auto tier = are_float(gamma, gamma) ? vector_tier(x, gamma) : Tier::ref;
   if (tier == Tier::ref) return ref::rms_norm_forward(x, gamma, eps);
-  Problem problem(x, gamma.dim());
-  problem.set_params(gamma, {});
-  auto y = problem.forward(tier, /*centred=*/false, eps, keep);
-  return {std::move(y), std::move(problem.rstd)};
+  PreparedNorm prepared(x, gamma.dim());
+  prepared.set_params(gamma, {});
+  auto y = prepared.forward(tier, /*centered=*/false, eps, keep);
+  return {std::move(y), std::move(prepared.rstd)};
 }
 
 NormGrads rms_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rstd, const at::Tensor& gamma,
-                            std::array<bool, 2> wanted, const at::Tensor& add, bool reuse) {
-  const auto tier = are_float(gamma, rstd) ? vector_tier(x, dy, gamma, rstd, add) : Tier::ref;
-  if (tier == Tier::ref) return ref::rms_norm_backward(dy, x, rstd, gamma, wanted, add);
-  Problem problem(x, gamma.dim());
-  problem.set_params(gamma, {});
-  problem.set_grad(dy, rstd, add);
-  return problem.backward(tier, {wanted[0], wanted[1], false}, reuse);
+                            std::array<bool, 2> output_mask, const at::Tensor& addend, bool reuse) {
+  const auto tier = are_float(gamma, rstd) ? vector_tier(x, dy, gamma, rstd, addend) : Tier::ref;
+  if (tier == Tier::ref) return ref::rms_norm_backward(dy, x, rstd, gamma, output_mask, addend);
+  PreparedNorm prepared(x, gamma.dim());
+  prepared.set_params(gamma, {});
+  prepared.set_grad(dy, rstd, addend);
+  return prepared.backward(tier, {output_mask[0], output_mask[1], false}, reuse);
 }
 
 L2NormForward l2_norm_forward(const at::Tensor& x, double eps) {
   const auto tier = x.dim() > 0 ? vector_tier(x) : Tier::ref;
   if (tier == Tier::ref) return ref::l2_norm_forward(x, eps);
-  Problem problem(x, 1);
-  problem.call.divisor = 1;
-  auto y = problem.forward(tier, /*centred=*/false, eps, /*keep=*/true);
-  return {std::move(y), std::move(problem.rstd)};
+  PreparedNorm prepared(x, 1);
+  prepared.call.divisor = 1;
+  auto y = prepared.forward(tier, /*centered=*/false, eps, /*keep=*/true);
+  return {std::move(y), std::move(prepared.rstd)};
 }
 
-at::Tensor l2_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rnorm, const at::Tensor& add) {
-  const auto tier = x.dim() > 0 ? vector_tier(x, dy, rnorm, add) : Tier::ref;
-  if (tier == Tier::ref) return ref::l2_norm_backward(dy, x, rnorm, add);
-  Problem problem(x, 1);
-  problem.call.divisor = 1;
-  problem.set_grad(dy, rnorm, add);
-  return problem.backward(tier, {true, false, false}, /*reuse=*/false).dx;
+at::Tensor l2_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rnorm, const at::Tensor& addend) {
+  const auto tier = x.dim() > 0 ? vector_tier(x, dy, rnorm, addend) : Tier::ref;
+  if (tier == Tier::ref) return ref::l2_norm_backward(dy, x, rnorm, addend);
+  PreparedNorm prepared(x, 1);
+  prepared.call.divisor = 1;
+  prepared.set_grad(dy, rnorm, addend);
+  return prepared.backward(tier, {true, false, false}, /*reuse=*/false).dx;
 }
 
 }  // namespace weft::kernels

@@ -20,10 +20,10 @@ struct NormGrads {
   at::Tensor dx, dgamma, dbeta;
 };
 /// x̂ = (x - mean)·rstd, g = dy·γ:  dx = rstd·(g - mean(g) - x̂·mean(g·x̂));  dγ = Σ_rows dy·x̂;  dβ = Σ_rows dy.
-/// `wanted`: dx, dγ, dβ. `add` has the shape of x and is added to dx before it is rounded. With `reuse` the memory of
+/// `output_mask`: dx, dγ, dβ. `addend` has the shape of x and is added to dx before it is rounded. With `reuse` the memory of
 /// dy may become that of dx. So below.
 NormGrads layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& mean, const at::Tensor& rstd,
-                              const at::Tensor& gamma, std::array<bool, 3> wanted, const at::Tensor& add = {},
+                              const at::Tensor& gamma, std::array<bool, 3> output_mask, const at::Tensor& addend = {},
                               bool reuse = false);
 
 struct RmsNormForward {
@@ -31,9 +31,9 @@ struct RmsNormForward {
 };
 /// y = x·rstd·γ,  rstd = 1/√(mean(x²) + eps).
 RmsNormForward rms_norm_forward(const at::Tensor& x, const at::Tensor& gamma, double eps, bool keep = true);
-/// dx = rstd·γ·dy - x·rstd³·Σ_row(dy·γ·x)/N;  dγ = Σ_rows dy·x·rstd.  `wanted`: dx, dγ.
+/// dx = rstd·γ·dy - x·rstd³·Σ_row(dy·γ·x)/N;  dγ = Σ_rows dy·x·rstd.  `output_mask`: dx, dγ.
 NormGrads rms_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rstd, const at::Tensor& gamma,
-                            std::array<bool, 2> wanted, const at::Tensor& add = {}, bool reuse = false);
+                            std::array<bool, 2> output_mask, const at::Tensor& addend = {}, bool reuse = false);
 
 struct L2NormForward {
   at::Tensor y, rnorm;
@@ -42,6 +42,6 @@ struct L2NormForward {
 L2NormForward l2_norm_forward(const at::Tensor& x, double eps);
 /// dx = q·dy - x·q³·Σ(x·dy).
 at::Tensor l2_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rnorm,
-                            const at::Tensor& add = {});
+                            const at::Tensor& addend = {});
 
 }  // namespace weft::kernels

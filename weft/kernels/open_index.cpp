@@ -1,4 +1,4 @@
-#include "weft/kernels/open_index.h"
+#include "weft/kernels/group_offsets.h"
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
@@ -8,7 +8,7 @@ namespace {
 
 /// offsets[g + 1] = offsets[g] + splits[g], each split checked.
 template <class T>
-void add_up(const T* splits, int64_t rows, c10::SmallVectorImpl<int64_t>& offsets) {
+void prefix_sum(const T* splits, int64_t rows, c10::SmallVectorImpl<int64_t>& offsets) {
   int64_t sum = 0;
   const auto groups = static_cast<int64_t>(offsets.size()) - 1;
   for (int64_t g = 0; g < groups; ++g) {
@@ -23,7 +23,7 @@ void add_up(const T* splits, int64_t rows, c10::SmallVectorImpl<int64_t>& offset
 
 }  // namespace
 
-OpenIndex::OpenIndex(const GroupIndex& index, int64_t rows) {
+GroupOffsets::GroupOffsets(const GroupIndex& index, int64_t rows) {
   auto splits = index.splits_;
   if (!splits.device().is_cpu()) splits = splits.to(at::kCPU);
   if (!splits.is_contiguous()) splits = splits.contiguous();
@@ -32,9 +32,9 @@ OpenIndex::OpenIndex(const GroupIndex& index, int64_t rows) {
                    ", expected int32 or int64.");
   offsets_.resize(static_cast<size_t>(splits.numel()) + 1, 0);
   if (dtype == at::kInt)
-    add_up(splits.const_data_ptr<int32_t>(), rows, offsets_);
+    prefix_sum(splits.const_data_ptr<int32_t>(), rows, offsets_);
   else
-    add_up(splits.const_data_ptr<int64_t>(), rows, offsets_);
+    prefix_sum(splits.const_data_ptr<int64_t>(), rows, offsets_);
 }
 
 }  // namespace weft::kernels

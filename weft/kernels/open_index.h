@@ -8,16 +8,16 @@
 namespace weft::kernels {
 
 /// The splits of an index, read now and checked against the number of rows.
-class OpenIndex {
+class GroupOffsets {
  public:
-  OpenIndex(const GroupIndex& index, int64_t rows);
+  GroupOffsets(const GroupIndex& index, int64_t rows);
 
   int64_t groups() const { return static_cast<int64_t>(offsets_.size()) - 1; }
   int64_t begin(int64_t g) const { return offsets_[g]; }
   int64_t end(int64_t g) const { return offsets_[g + 1]; }
   int64_t rows(int64_t g) const { return end(g) - begin(g); }
   /// Of all groups; rows behind them belong to none.
-  int64_t active() const { return offsets_.back(); }
+  int64_t total_rows() const { return offsets_.back(); }
 
  private:
   c10::SmallVector<int64_t, 65> offsets_;

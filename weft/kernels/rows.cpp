@@ -12,9 +12,9 @@ at::Tensor sum_rows(const at::Tensor& matrix) {
   const auto m = contiguous(matrix);
   const auto rows = m.sizes()[0], columns = m.sizes()[1];
   const auto dtype = m.scalar_type();
-  auto sums = fresh_zeros(columns);
+  auto sums = zeros_f32(columns);
   auto* values = sums.mutable_data_ptr<float>();
-  sum_in_rows(rows, columns, values, [&](int64_t begin, int64_t end, float* partial) {
+  parallel_reduce_rows(rows, columns, values, [&](int64_t begin, int64_t end, float* partial) {
     row_loops(tier).add_rows(dtype, m.const_data_ptr(), columns, partial, begin, end);
   });
   return rounded(sums, dtype);
@@ -25,40 +25,40 @@ at::Tensor rounded(const at::Tensor& t, at::ScalarType dtype) {
   if (from == dtype) return t;
   const auto tier = from == at::kFloat && at::isReducedFloatingType(dtype) ? vector_tier(t) : Tier::ref;
   if (tier == Tier::ref || !t.is_contiguous()) return t.to(dtype);
-  auto out = fresh(t.sizes(), dtype);
+  auto out = empty_cpu(t.sizes(), dtype);
   row_loops(tier).round(dtype, t.const_data_ptr<float>(), out.mutable_data_ptr(), t.numel());
   return out;
 }
 
-at::Tensor scaled_mask_add(const at::Tensor& x, const at::Tensor& mask, double scale, const at::Tensor& add) {
-  const auto tier = is_bare(mask) && mask.scalar_type() == at::kBool ? vector_tier(x, add) : Tier::ref;
-  if (tier == Tier::ref) return ref::scaled_mask_add(x, mask, scale, add);
+at::Tensor scaled_mask_add(const at::Tensor& x, const at::Tensor& mask, double scale, const at::Tensor& addend) {
+  const auto tier = is_plain_strided(mask) && mask.scalar_type() == at::kBool ? vector_tier(x, addend) : Tier::ref;
+  if (tier == Tier::ref) return ref::scaled_mask_add(x, mask, scale, addend);
   const auto values = contiguous(x), keep = contiguous(mask);
-  const auto other = add.defined() ? contiguous(add) : add;
-  auto out = fresh(x.sizes(), x.scalar_type());
+  const auto other = addend.defined() ? contiguous(addend) : addend;
+  auto out = empty_cpu(x.sizes(), x.scalar_type());
   const MaskCall call{.dtype = x.scalar_type(),
-                      .add_dtype = other.defined() ? other.scalar_type() : at::kFloat,
+                      .addend_dtype = other.defined() ? other.scalar_type() : at::kFloat,
                       .x = values.const_data_ptr(),
-                      .add = bytes(other),
+                      .addend = data_or_null(other),
                       .mask = keep.const_data_ptr<bool>(),
                       .out = out.mutable_data_ptr(),
                       .scale = static_cast<float>(scale)};
-  in_rows(x.numel(), 1, [&](int64_t begin, int64_t end) { row_loops(tier).scaled_mask_add(call, begin, end); });
+  parallel_rows(x.numel(), 1, [&](int64_t begin, int64_t end) { row_loops(tier).scaled_mask_add(call, begin, end); });
   return out;
 }
 
-void add_up(const std::vector<at::Tensor>& terms, const at::Tensor& out) {
+void sum_terms(const std::vector<at::Tensor>& terms, const at::Tensor& out) {
   const auto fits = [](const at::Tensor& t) {
     return vector_tier(t) != Tier::ref && (t.sizes()[1] <= 1 || t.strides()[1] == 1);
   };
-  if (!fits(out) || !std::all_of(terms.begin(), terms.end(), fits)) return ref::add_up(terms, out);
+  if (!fits(out) || !std::all_of(terms.begin(), terms.end(), fits)) return ref::sum_terms(terms, out);
   const auto rows_of = [](const at::Tensor& t) {
-    return Rows{const_cast<void*>(t.const_data_ptr()), t.strides()[0], t.scalar_type()};
+    return RowMajorView{const_cast<void*>(t.const_data_ptr()), t.strides()[0], t.scalar_type()};
   };
   SumCall call{.columns = out.sizes()[1], .out = rows_of(out)};
   for (const auto& t : terms) call.terms.push_back(rows_of(t));
-  in_rows(out.sizes()[0], call.columns,
-          [&](int64_t begin, int64_t end) { row_loops(vector_tier(out)).add_up(call, begin, end); });
+  parallel_rows(out.sizes()[0], call.columns,
+          [&](int64_t begin, int64_t end) { row_loops(vector_tier(out)).sum_terms(call, begin, end); });
 }
 
 }  // namespace weft::kernels

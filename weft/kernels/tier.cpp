@@ -12,9 +12,9 @@
 namespace weft::kernels {
 namespace {
 
-constexpr std::array<std::string_view, 4> kNames{"amx", "avx512", "avx2", "ref"};
+constexpr std::array<std::string_view, 4> kTierNames{"amx", "avx512", "avx2", "ref"};
 
-Tier detect() {
+Tier detect_tier() {
   const bool avx2 = cpu_has("avx2") && cpu_has("fma3") && cpu_has("f16c");
   const bool avx512 =
       avx2 && cpu_has("avx512_f") && cpu_has("avx512_bw") && cpu_has("avx512_vl") && cpu_has("avx512_dq");
@@ -24,14 +24,14 @@ Tier detect() {
   return avx2 ? Tier::avx2 : Tier::ref;
 }
 
-Tier read() {
-  const auto best = detect();
+Tier tier_from_environment() {
+  const auto best = detect_tier();
   const char* word = std::getenv("WEFT_TIER");
   if (!word || !*word) return best;
-  for (size_t i = 0; i < kNames.size(); ++i) {
-    if (kNames[i] != word) continue;
+  for (size_t i = 0; i < kTierNames.size(); ++i) {
+    if (kTierNames[i] != word) continue;
     TORCH_CHECK_VALUE(static_cast<Tier>(i) >= best, "WEFT_TIER is ", word, ", but the best this CPU has is ",
-                      kNames[static_cast<size_t>(best)], ". Name that one or a plainer one.");
+                      kTierNames[static_cast<size_t>(best)], ". Name that one or a plainer one.");
     return static_cast<Tier>(i);
   }
   TORCH_CHECK_VALUE(false, "WEFT_TIER is '", word, "', expected amx, avx512, avx2 or ref.");
@@ -46,11 +46,11 @@ bool cpu_has(const char* feature) {
 }
 
 Tier machine_tier() {
-  static const Tier tier = read();
+  static const Tier tier = tier_from_environment();
   return tier;
 }
 
-std::string_view tier_name(Tier tier) { return kNames[static_cast<size_t>(tier)]; }
+std::string_view tier_name(Tier tier) { return kTierNames[static_cast<size_t>(tier)]; }
 
 Tier vector_tier(c10::DeviceType device, at::ScalarType dtype) {
   const bool known = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
@@ -58,10 +58,10 @@ Tier vector_tier(c10::DeviceType device, at::ScalarType dtype) {
   return machine_tier() == Tier::amx ? Tier::avx512 : machine_tier();
 }
 
-Choice vector_choice(c10::DeviceType device, at::ScalarType dtype) {
-  Choice out{vector_tier(device, dtype)};
+TierChoice choose_vector_tier(c10::DeviceType device, at::ScalarType dtype) {
+  TierChoice out{vector_tier(device, dtype)};
   if (machine_tier() == Tier::ref || out.tier != Tier::ref) return out;
-  out.declined = device != c10::DeviceType::CPU ? "vector kernels run on the CPU only"
+  out.rejection_reason = device != c10::DeviceType::CPU ? "vector kernels run on the CPU only"
                                                 : std::string("no vector kernel for ") + c10::toString(dtype);
   return out;
 }

@@ -16,13 +16,13 @@ Tier machine_tier();
 std::string_view tier_name(Tier tier);
 
 /// The tier that serves a problem, and, one clause per tier, why each better one of this machine does not.
-struct Choice {
+struct TierChoice {
   Tier tier = Tier::ref;
-  std::string declined = {};
+  std::string rejection_reason = {};
 };
 
 /// Element-wise and row-wise kernels: vector tiers take float32, bfloat16 and float16 on the CPU.
-Choice vector_choice(c10::DeviceType device, at::ScalarType dtype);
+TierChoice choose_vector_tier(c10::DeviceType device, at::ScalarType dtype);
 /// Only the tier, for the call path.
 Tier vector_tier(c10::DeviceType device, at::ScalarType dtype);
 

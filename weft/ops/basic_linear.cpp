@@ -47,9 +47,9 @@ std::vector<ParamSpec> BasicLinear::params() const {
            .supports_main_grad = true}};
 }
 
-kernels::Choice BasicLinear::kernel(c10::DeviceType device, at::ScalarType dtype, bool backward) const {
+kernels::TierChoice BasicLinear::kernel(c10::DeviceType device, at::ScalarType dtype, bool backward) const {
   const auto n = local_out_features(), k = local_in_features();
-  return backward ? kernels::gemm_choice(device, dtype, k, n) : kernels::gemm_choice(device, dtype, n, k);
+  return backward ? kernels::choose_gemm_tier(device, dtype, k, n) : kernels::choose_gemm_tier(device, dtype, n, k);
 }
 
 Inferred BasicLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const {
@@ -120,10 +120,10 @@ kernels::GemmResult BasicLinear::local_gemm(OpContext& ctx, const at::Tensor& x,
                                                kernels::Epilogue epilogue) const {
   const auto [local, w] = operands(ctx, x, weight);
   const auto all = gather_input(local).wait();
-  epilogue.weight = true;
+  epilogue.b_is_weight = true;
   auto result = kernels::gemm(as_matrix(all), kernels::transposed(w), epilogue);
   result.out = restore_leading_dims(result.out, all);
-  if (result.pre.defined()) result.pre = restore_leading_dims(result.pre, all);
+  if (result.pre_act.defined()) result.pre_act = restore_leading_dims(result.pre_act, all);
   return result;
 }
 
@@ -142,10 +142,10 @@ kernels::GemmResult BasicLinear::local_input_gradient(OpContext& ctx, const at::
                                                       kernels::Epilogue epilogue) const {
   if (!ctx.needs_input_grad()) return {};
   const auto& w = backward_weight(ctx, params);
-  epilogue.weight = true;
+  epilogue.b_is_weight = true;
   auto result = kernels::gemm(as_matrix(as_dtype(dy, w.scalar_type())), w, epilogue);
   result.out = restore_leading_dims(result.out, dy);
-  if (result.again.defined()) result.again = restore_leading_dims(result.again, dy);
+  if (result.act_output.defined()) result.act_output = restore_leading_dims(result.act_output, dy);
   return result;
 }
 

@@ -54,7 +54,7 @@ class BasicLinear final : public Op<BasicLinear> {
   std::vector<std::string> saved_names() const override { return {"input", "weight in compute dtype"}; }
   int weight_slot() const override { return kCastWeight; }
   DtypeRule dtype_rule() const override { return DtypeRule::weight; }
-  kernels::Choice kernel(c10::DeviceType device, at::ScalarType dtype, bool backward) const override;
+  kernels::TierChoice kernel(c10::DeviceType device, at::ScalarType dtype, bool backward) const override;
   Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const override;
   Flops flops(const OpPlan& plan, const Spec& x) const override;
   at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;

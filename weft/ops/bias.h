@@ -30,8 +30,8 @@ class Bias final : public Op<Bias> {
   std::string_view name() const override { return "Bias"; }
   std::vector<ParamSpec> params() const override;
   DtypeRule dtype_rule() const override { return DtypeRule::promote; }
-  kernels::Choice kernel(c10::DeviceType device, at::ScalarType dtype, bool backward) const override {
-    return backward ? kernels::vector_choice(device, dtype) : kernels::Choice{};
+  kernels::TierChoice kernel(c10::DeviceType device, at::ScalarType dtype, bool backward) const override {
+    return backward ? kernels::choose_vector_tier(device, dtype) : kernels::TierChoice{};
   }
   Inferred infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const override;
   at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;

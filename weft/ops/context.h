@@ -49,7 +49,7 @@ struct Buffers {
   at::Tensor output = {}, grad_input = {};
 };
 
-/// A gradient whose values also lie in the order in which a weight gradient's product takes them (GemmResult::tiles).
+/// A gradient whose values also lie in the order in which a weight gradient's product takes them (GemmResult::packed_transpose).
 struct PackedGradient {
   at::Tensor gradient = {}, packed = {};
 };

@@ -350,11 +350,11 @@ bool GroupedLinear::backward_dw(Params params) const {
 
 // ---- the two passes -----------------------------------------------------------------------------------------------
 
-kernels::Choice GroupedLinear::kernel(c10::DeviceType device, at::ScalarType dtype, bool backward) const {
+kernels::TierChoice GroupedLinear::kernel(c10::DeviceType device, at::ScalarType dtype, bool backward) const {
   const auto n = options_.out_features, k = options_.in_features;
   if (options_.split_path)
-    return backward ? kernels::gemm_choice(device, dtype, k, n) : kernels::gemm_choice(device, dtype, n, k);
-  return backward ? kernels::grouped_choice(device, dtype, k, n) : kernels::grouped_choice(device, dtype, n, k);
+    return backward ? kernels::choose_gemm_tier(device, dtype, k, n) : kernels::choose_gemm_tier(device, dtype, n, k);
+  return backward ? kernels::choose_grouped_tier(device, dtype, k, n) : kernels::choose_grouped_tier(device, dtype, n, k);
 }
 
 Inferred GroupedLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra,

@@ -53,7 +53,7 @@ class GroupedLinear final : public Op<GroupedLinear> {
     return {"input", "splits", "scales", "weights in compute dtype"};
   }
   DtypeRule dtype_rule() const override { return DtypeRule::weight; }
-  kernels::Choice kernel(c10::DeviceType device, at::ScalarType dtype, bool backward) const override;
+  kernels::TierChoice kernel(c10::DeviceType device, at::ScalarType dtype, bool backward) const override;
   Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra,
                  c10::ArrayRef<Spec> params) const override;
   Flops flops(const OpPlan& plan, const Spec& x) const override;

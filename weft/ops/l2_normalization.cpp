@@ -1,7 +1,7 @@
 #include "weft/ops/l2_normalization.h"
 
 #include "weft/kernels/norm.h"
-#include "weft/kernels/precision.h"
+#include "weft/kernels/opmath.h"
 #include "weft/ops/registry.h"
 
 namespace weft::ops {
@@ -10,7 +10,7 @@ Inferred L2Normalization::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef
   TORCH_CHECK_VALUE(!x.sizes.empty(), "L2Normalization: input has no dimensions, expected at least one.");
   Inferred out{.y = x, .extra_outputs = {}, .saved = {}};
   out.saved.resize(2);
-  if (plan.needs_input_grad) out.saved = {x, x.with_last(1).as(kernels::wide(x.dtype))};
+  if (plan.needs_input_grad) out.saved = {x, x.with_last(1).as(kernels::opmath_dtype(x.dtype))};
   return out;
 }
 

@@ -26,8 +26,8 @@ class NormOp : public BasicOp {
   const Options& options() const { return options_; }
   std::vector<FieldValue> fields() const override { return list_fields(options_); }
   DtypeRule dtype_rule() const override { return DtypeRule::weight; }
-  kernels::Choice kernel(c10::DeviceType device, at::ScalarType dtype, bool) const override {
-    return kernels::vector_choice(device, dtype);
+  kernels::TierChoice kernel(c10::DeviceType device, at::ScalarType dtype, bool) const override {
+    return kernels::choose_vector_tier(device, dtype);
   }
   at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const override {
     return gradient(ctx, dy, params, {}, /*reuse=*/false);

@@ -42,7 +42,7 @@ class BasicOp {
   virtual bool process_local() const { return false; }
 
   /// Which kernels compute it in `dtype` on `device`, and why no faster ones. For `explain()`.
-  virtual kernels::Choice kernel(c10::DeviceType, at::ScalarType /*dtype*/, bool /*backward*/) const { return {}; }
+  virtual kernels::TierChoice kernel(c10::DeviceType, at::ScalarType /*dtype*/, bool /*backward*/) const { return {}; }
 
   /// Sizes and dtypes of what `forward` makes. Raises ValueError for sizes that either pass could not compute with:
   /// backward runs after this check alone. `params` have the shapes of `params()`.

@@ -1,5 +1,5 @@
 #pragma once
-#include "weft/kernels/precision.h"
+#include "weft/kernels/opmath.h"
 
 namespace weft::ops {
 

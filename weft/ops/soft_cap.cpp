@@ -3,7 +3,7 @@
 #include <ATen/ops/div.h>
 #include <ATen/ops/mul.h>
 
-#include "weft/kernels/precision.h"
+#include "weft/kernels/opmath.h"
 #include "weft/ops/registry.h"
 #include "weft/ops/rows.h"
 
@@ -25,7 +25,7 @@ at::Tensor SoftCap::forward(OpContext& ctx, const at::Tensor& x, Params) const {
   auto input = as_dtype(x, ctx.dtype(x.scalar_type()));
   TORCH_CHECK(at::isFloatingType(input.scalar_type()), "Unsupported dtype: SoftCap got ",
               dtype_name(input.scalar_type()), ", expected float32, float64, float16 or bfloat16.");
-  auto y = at::div(kernels::widen(input), options_.cap).tanh_().mul_(options_.cap);
+  auto y = at::div(kernels::to_opmath(input), options_.cap).tanh_().mul_(options_.cap);
   y = as_dtype(y, input.scalar_type());
   if (ctx.needs_input_grad()) ctx.save(kInput, std::move(input));
   return y;
@@ -34,8 +34,8 @@ at::Tensor SoftCap::forward(OpContext& ctx, const at::Tensor& x, Params) const {
 at::Tensor SoftCap::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
   if (!ctx.needs_input_grad()) return {};
   const auto& input = ctx.saved(kInput);
-  const auto tanh = at::div(kernels::widen(input), options_.cap).tanh_();
-  const auto dx = at::mul(kernels::widen(dy), at::mul(tanh, tanh).neg_().add_(1));
+  const auto tanh = at::div(kernels::to_opmath(input), options_.cap).tanh_();
+  const auto dx = at::mul(kernels::to_opmath(dy), at::mul(tanh, tanh).neg_().add_(1));
   return as_dtype(dx, input.scalar_type());
 }
 

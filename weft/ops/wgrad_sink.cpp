@@ -72,9 +72,9 @@ Sinks resolve_all(const WgradOptions& options, Params params, bool fetch) {
 /// dW of one weight, to `out` or to fresh memory.
 Gradients write_one(const WgradGemm& gemm, const at::Tensor& main_grad, bool accumulate) {
   const auto dy = as_matrix(gemm.dy), x = as_matrix(gemm.x);
-  kernels::Epilogue epilogue{.scale = gemm.scale, .between = gemm.progress};
+  kernels::Epilogue epilogue{.scale = gemm.scale, .progress = gemm.progress};
   if (main_grad.defined()) epilogue.out = main_grad.view({dy.size(1), x.size(1)});
-  if (accumulate) epilogue.add = epilogue.out;
+  if (accumulate) epilogue.addend = epilogue.out;
   return {kernels::gemm(kernels::transposed(dy, gemm.packed_dy), x, epilogue).out};
 }
 

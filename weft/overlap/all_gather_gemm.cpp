@@ -1,6 +1,6 @@
 #include <ATen/ops/empty.h>
 
-#include "weft/kernels/pieces.h"
+#include "weft/kernels/row_chunks.h"
 #include "weft/overlap/blocks.h"
 #include "weft/overlap/schedules.h"
 
@@ -16,7 +16,7 @@ class Gather {
   }
 
   kernels::GemmResult run(at::Tensor* gathered) {
-    if (!gathered && rows_ > 0 && link_.in_place() && kernels::in_squares(x_.scalar_type(), w_.columns(), w_.rows())) {
+    if (!gathered && rows_ > 0 && link_.in_place() && kernels::supports_blocked_layout(x_.scalar_type(), w_.columns(), w_.rows())) {
       const auto columns = columns_for(c10::multiply_integers(tiles()), rows_, x_.size(1));
       if (const auto round = link_.all_gather(rows_, columns, x_.scalar_type())) return in_tiles(*round);
     }
@@ -28,37 +28,37 @@ class Gather {
   }
 
  private:
-  /// Sizes of a block in tiles (kernels/pieces.h).
+  /// Sizes of a block in tiles (kernels/row_chunks.h).
   std::vector<int64_t> tiles() const { return {(rows_ + 31) / 32, (x_.size(1) + 31) / 32 * 2, 16, 32}; }
 
   kernels::GemmResult in_rows(comm::Exchange& round) const {
-    kernels::Pieces pieces{.rows = rows_ * link_.size()};
+    kernels::RowChunks chunks{.rows = rows_ * link_.size()};
     for (const int rank : owner_)
-      pieces.list.push_back({.a = rank == link_.rank() ? x_ : round.incoming(rank), .row = rank * rows_});
-    pieces.ready = [&](int piece, int64_t from) {
-      return piece == 0 ? rows_ : arrived_from_all(round, {owner_[piece]}, from, rows_);
+      chunks.list.push_back({.a = rank == link_.rank() ? x_ : round.incoming(rank), .row = rank * rows_});
+    chunks.ready = [&](int chunk, int64_t from) {
+      return chunk == 0 ? rows_ : arrived_from_all(round, {owner_[chunk]}, from, rows_);
     };
     if (link_.in_place())
-      pieces.least = pieces.rows;  // they come soon: better to wait than to read the weight once more
+      chunks.min_block_rows = chunks.rows;  // they come soon: better to wait than to read the weight once more
     else
-      pieces.between = [&] { round.advance(); };
-    return kernels::gemm(pieces, w_, e_);
+      chunks.progress = [&] { round.advance(); };
+    return kernels::gemm(chunks, w_, e_);
   }
 
   /// Own rows are packed into tiles for the product as ever, and on the way into memory that the peers read: nobody
   /// copies them, or packs them once more.
   kernels::GemmResult in_tiles(comm::Exchange& round) const {
-    kernels::Pieces pieces{.rows = rows_ * link_.size(), .least = rows_ * link_.size()};
+    kernels::RowChunks chunks{.rows = rows_ * link_.size(), .min_block_rows = rows_ * link_.size()};
     const int me = link_.rank();
-    pieces.list.push_back({.a = x_, .row = me * rows_, .tiles = reshaped(round.outgoing(me), tiles())});
+    chunks.list.push_back({.a = x_, .row = me * rows_, .pack_dst = reshaped(round.outgoing(me), tiles())});
     for (size_t i = 1; i < owner_.size(); ++i)
-      pieces.list.push_back(
+      chunks.list.push_back(
           {.a = reshaped(round.incoming(owner_[i]), tiles()), .row = owner_[i] * rows_, .packed_rows = rows_});
-    pieces.packed = [&](int, int64_t to) { round.publish(me, std::min(to, rows_)); };
-    pieces.ready = [&](int piece, int64_t from) {
-      return piece == 0 ? rows_ : arrived_from_all(round, {owner_[piece]}, from, rows_);
+    chunks.on_packed = [&](int, int64_t to) { round.publish(me, std::min(to, rows_)); };
+    chunks.ready = [&](int chunk, int64_t from) {
+      return chunk == 0 ? rows_ : arrived_from_all(round, {owner_[chunk]}, from, rows_);
     };
-    auto result = kernels::gemm(pieces, w_, e_);
+    auto result = kernels::gemm(chunks, w_, e_);
     round.finish();
     return result;
   }

@@ -45,7 +45,7 @@ inline at::Tensor reshaped(const at::Tensor& block, at::IntArrayRef sizes) {
   return block.view({block.numel()}).narrow(0, 0, c10::multiply_integers(sizes)).view(sizes);
 }
 
-/// A round of blocks [rows, columns] that are summed. They travel as rows or as squares of 32 x 32 (kernels/pieces.h).
+/// A round of blocks [rows, columns] that are summed. They travel as rows or as squares of 32 x 32 (kernels/row_chunks.h).
 class SumRound {
  public:
   SumRound(comm::Link& link, int64_t rows, int64_t columns, at::ScalarType dtype, bool squares)

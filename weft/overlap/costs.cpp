@@ -46,7 +46,7 @@ void measure_products(Costs& out, at::ScalarType dtype) {
   const auto w = at::zeros({kWidth, kWidth}, options);
   const auto time = [&](int64_t rows) {
     const auto x = at::zeros({rows, kWidth}, options);
-    return quickest(5, [&] { kernels::gemm(x, kernels::transposed(w), {.weight = true}); });
+    return quickest(5, [&] { kernels::gemm(x, kernels::transposed(w), {.b_is_weight = true}); });
   };
   const double few = time(kFew), many = time(kMany);
   const double per_row = std::max(many - few, 0.2 * many) / static_cast<double>(kMany - kFew);

@@ -1,6 +1,6 @@
 #include <ATen/ops/empty.h>
 
-#include "weft/kernels/pieces.h"
+#include "weft/kernels/row_chunks.h"
 #include "weft/kernels/rows.h"
 #include "weft/overlap/blocks.h"
 #include "weft/overlap/schedules.h"
@@ -30,7 +30,7 @@ class Scatter {
   at::Tensor run() {
     const bool few = x_.size(0) <= kFewRows;
     const bool squares = !few && link_.in_place() && dtype_ == at::kBFloat16 &&
-                         kernels::in_squares(x_.scalar_type(), w_.columns(), w_.rows());
+                         kernels::supports_blocked_layout(x_.scalar_type(), w_.columns(), w_.rows());
     SumRound round(link_, rows_, w_.columns(), dtype_, squares);
     few ? together(round) : in_turn(round);
     round.finish();
@@ -39,38 +39,38 @@ class Scatter {
 
  private:
   /// The product of all blocks, peers' first; their results go to the round, this rank's to y.
-  kernels::Pieces pieces(SumRound& round) const {
-    kernels::Pieces out{.rows = x_.size(0)};
+  kernels::RowChunks make_chunks(SumRound& round) const {
+    kernels::RowChunks out{.rows = x_.size(0)};
     const auto block = [&](int rank) { return x_.narrow(0, rank * rows_, rows_); };
     for (const int peer : peers_)
       out.list.push_back({.a = block(peer), .out = round.outgoing(peer), .row = peer * rows_});
     out.list.push_back({.a = block(link_.rank()), .out = y_, .row = link_.rank() * rows_});
-    out.done = [&](int piece, int64_t to) {
-      if (piece + 1 < link_.size()) round.publish(peers_[piece], to);
+    out.on_done = [&](int chunk, int64_t to) {
+      if (chunk + 1 < link_.size()) round.publish(peers_[chunk], to);
     };
-    if (!link_.in_place()) out.between = [&] { round.advance(); };
+    if (!link_.in_place()) out.progress = [&] { round.advance(); };
     return out;
   }
 
   /// Own rows wait for those of the peers and add them as they are stored.
   void in_turn(SumRound& round) const {
-    auto product = pieces(round);
-    for (const int peer : peers_) product.list.back().add.push_back(round.incoming(peer));
-    product.ready = [&](int piece, int64_t from) {
-      return piece + 1 == link_.size() ? round.arrived_from_all(peers_, from) : rows_;
+    auto product = make_chunks(round);
+    for (const int peer : peers_) product.list.back().addends.push_back(round.incoming(peer));
+    product.ready = [&](int chunk, int64_t from) {
+      return chunk + 1 == link_.size() ? round.arrived_from_all(peers_, from) : rows_;
     };
     kernels::gemm(product, w_, e_);
   }
 
   /// All rows meet the weight once, then what the peers have is added.
   void together(SumRound& round) const {
-    kernels::gemm(pieces(round), w_, e_);
+    kernels::gemm(make_chunks(round), w_, e_);
     std::vector<at::Tensor> parts{y_};
     for (const int peer : peers_) {
       round.wait(peer);
       parts.push_back(round.incoming(peer));
     }
-    kernels::add_up(parts, y_);
+    kernels::sum_terms(parts, y_);
   }
 
   comm::Link& link_;

@@ -1,6 +1,6 @@
 #include <ATen/ops/empty.h>
 
-#include "weft/kernels/pieces.h"
+#include "weft/kernels/row_chunks.h"
 #include "weft/kernels/rows.h"
 #include "weft/overlap/blocks.h"
 #include "weft/overlap/schedules.h"
@@ -16,19 +16,19 @@ ReduceUnder::ReduceUnder(comm::Link& link, const at::Tensor& given, const kernel
   round_ = link.reduce_scatter(rows, columns, dtype_);
   mine_ = at::empty({rows, columns}, dy.options().dtype(dtype_ == at::kDouble ? at::kDouble : at::kFloat));
   const auto block = [&](int rank) { return dy.narrow(0, rank * rows, rows); };
-  kernels::Pieces pieces{.rows = dy.size(0)};
+  kernels::RowChunks chunks{.rows = dy.size(0)};
   for (const int peer : others)
-    pieces.list.push_back({.a = block(peer), .out = round_->outgoing(peer), .row = peer * rows});
-  pieces.list.push_back({.a = block(link.rank()), .out = mine_, .row = link.rank() * rows});
-  pieces.done = [&](int piece, int64_t to) {
-    if (piece + 1 < link.size()) round_->publish(others[piece], to);
+    chunks.list.push_back({.a = block(peer), .out = round_->outgoing(peer), .row = peer * rows});
+  chunks.list.push_back({.a = block(link.rank()), .out = mine_, .row = link.rank() * rows});
+  chunks.on_done = [&](int chunk, int64_t to) {
+    if (chunk + 1 < link.size()) round_->publish(others[chunk], to);
   };
   if (!link.in_place())
-    pieces.between = [&] {
+    chunks.progress = [&] {
       round_->advance();
       if (between) between();
     };
-  kernels::gemm(pieces, w, epilogue);
+  kernels::gemm(chunks, w, epilogue);
 }
 
 void ReduceUnder::advance() noexcept {
@@ -45,7 +45,7 @@ at::Tensor ReduceUnder::wait() {
     parts.push_back(round_->incoming(peer));
   }
   auto dx = at::empty(mine_.sizes(), mine_.options().dtype(dtype_));
-  kernels::add_up(parts, dx);
+  kernels::sum_terms(parts, dx);
   round_->finish();
   return dx;
 }

@@ -133,17 +133,17 @@ TEST_P(GraphSafety, RunsOnMetaDevice) {
 }
 
 /// Splits on a page of their own, which can be read only while a kernel runs.
-class ProtectedPage final : public kernels::LaunchWatcher {
+class ProtectedPage final : public kernels::LaunchHook {
  public:
   explicit ProtectedPage(const std::vector<int64_t>& splits) {
     page_ = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     std::copy(splits.begin(), splits.end(), static_cast<int64_t*>(page_));
     tensor = at::from_blob(page_, {static_cast<int64_t>(splits.size())}, at::kLong);
     mprotect(page_, kBytes, PROT_NONE);
-    before_ = kernels::watch_launches(this);
+    before_ = kernels::set_launch_hook(this);
   }
   ~ProtectedPage() override {
-    kernels::watch_launches(before_);
+    kernels::set_launch_hook(before_);
     munmap(page_, kBytes);
   }
   void run(kernels::Launch step) override {
@@ -157,7 +157,7 @@ class ProtectedPage final : public kernels::LaunchWatcher {
  private:
   static constexpr size_t kBytes = 4096;
   void* page_;
-  kernels::LaunchWatcher* before_;
+  kernels::LaunchHook* before_;
 };
 
 TEST_P(GraphSafety, OnlyKernelsReadSplits) {
@@ -182,7 +182,7 @@ std::vector<size_t> replay_differences(const Case& c, at::ScalarType dtype) {
   Trial trial(c, dtype);
   const auto x = at::randn({kRows, kIn}, trial.x.options().requires_grad(false));
   std::vector<at::Tensor> results;
-  kernels::Recording recording;
+  kernels::LaunchRecording recording;
   results = trial.step(splits);
   recording.stop();
   splits.copy_(other);

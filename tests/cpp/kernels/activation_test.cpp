@@ -25,12 +25,12 @@ double srelu(double x) { return relu(x) * relu(x); }
 double silu(double x) { return x * sigma(x); }
 double same(double x) { return x; }
 
-struct Case {
+struct FormulaCase {
   Act act;
   Scalar f, h;  // y = f(x), or f(a)·h(b)
 };
 
-std::vector<Case> cases() {
+std::vector<FormulaCase> cases() {
   return {{{ActKind::gelu}, gelu, {}},
           {{ActKind::qgelu}, qgelu, {}},
           {{ActKind::relu}, relu, {}},
@@ -56,7 +56,7 @@ Tensor map(const Tensor& x, const Scalar& f) {
   return y;
 }
 
-TEST(Activation, EqualsItsFormula) {
+TEST(Activation, MatchesFormula) {
   const auto x = at::randn({5, 12}, at::kDouble) * 2;
   for (const auto& [act, f, h] : cases()) {
     SCOPED_TRACE(static_cast<int>(act.kind));
@@ -66,7 +66,7 @@ TEST(Activation, EqualsItsFormula) {
   }
 }
 
-TEST(Activation, InterleavedEqualsHalvesInAnotherOrder) {
+TEST(Activation, InterleavedMatchesReorderedHalves) {
   const auto a = at::randn({2, 3, 12}, at::kDouble), b = at::randn({2, 3, 12}, at::kDouble);
   const auto dy = at::randn({2, 3, 12}, at::kDouble);
   const auto blocks = [](const Tensor& t) { return t.view({2, 3, 3, 4}); };
@@ -90,7 +90,7 @@ void expect_one_rounding(const Tensor& got, const Tensor& wide) {
   EXPECT_LE(wrong, got.numel() / 500);
 }
 
-TEST(Activation, LowPrecisionIsRoundedOnce) {
+TEST(Activation, RoundsLowPrecisionOnce) {
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     const auto x = at::randn({64, 64}).to(dtype), scales = at::randn({64});
     const auto wide = x.to(at::kFloat);
@@ -105,7 +105,7 @@ TEST(Activation, LowPrecisionIsRoundedOnce) {
   }
 }
 
-TEST(Activation, ClampedGradientsIncludeTheirBounds) {
+TEST(Activation, ClampGradientIncludesBounds) {
   const Act act{.kind = ActKind::clamped_swiglu, .limit = 0.75};
   const auto a = at::tensor({0.75, 0.7500001, -9.0, 0.1}, at::kDouble),
              b = at::tensor({0.75, 0.8, -0.75, -0.76}, at::kDouble);
@@ -113,7 +113,7 @@ TEST(Activation, ClampedGradientsIncludeTheirBounds) {
   EXPECT_TRUE(at::equal(dx.ne(0), at::tensor({1, 0, 1, 1, 1, 0, 1, 0}).to(at::kBool))) << dx;
 }
 
-TEST(ScaledActivation, ScalesKeepTheirDtypeAndShape) {
+TEST(ScaledActivation, ScaleGradientKeepsDtypeAndShape) {
   const auto x = at::randn({2, 3, 8}).to(at::kBFloat16), dy = at::randn({2, 3, 4}).to(at::kBFloat16);
   const Act act{.kind = ActKind::swiglu};
   for (const auto& scales : {at::randn({2, 3}), at::randn({6}, at::kDouble)}) {

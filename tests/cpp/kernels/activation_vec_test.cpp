@@ -81,21 +81,21 @@ void check(const Act& act, const at::Tensor& x) {
   const auto dy = values(y.sizes(), x.scalar_type());
   if (x.numel() == 0) {
     EXPECT_EQ(activation_backward(act, dy, x).sizes(), x.sizes());
-    EXPECT_EQ(activation_backward_sums(act, dy, x).sums.abs().sum().item<double>(), 0);
+    EXPECT_EQ(activation_backward_column_sums(act, dy, x).column_sums.abs().sum().item<double>(), 0);
     return;
   }
   expect_near(y, formula(act, exact(x)), 5);
   const auto dx = by_autograd(act, dy, x);
   expect_near(activation_backward(act, dy, x), dx, 10);
   expect_near(activation_backward(act, dy.to(at::kFloat), x), dx, 10);
-  const auto [both_dx, sums] = activation_backward_sums(act, dy, x);
+  const auto [both_dx, sums] = activation_backward_column_sums(act, dy, x);
   EXPECT_TRUE(at::equal(both_dx, activation_backward(act, dy, x)));
   EXPECT_LE((exact(sums) - column_sums(dx)).abs().max().item<double>(), 0.05 * tolerance(x.scalar_type()) * 2000);
 }
 
-TEST(KernelsActivation, EveryKindDtypeAndSizeIsRight) {
+TEST(KernelsActivation, MatchesFormulaForEveryKindDtypeAndSize) {
   for (const auto& act : every_act())
-    for (const auto dtype : kLowAndSingle)
+    for (const auto dtype : kVectorDtypes)
       for (const auto width : kOddSizes) {
         SCOPED_TRACE(testing::Message() << static_cast<int>(act.kind) << " " << dtype << " " << width);
         for (const int64_t rows : {0, 1, 5, 50}) check(act, values({rows, act.gated() ? 2 * width : width}, dtype));
@@ -103,19 +103,19 @@ TEST(KernelsActivation, EveryKindDtypeAndSizeIsRight) {
       }
 }
 
-TEST(KernelsActivation, InterleavedBlocksOfAnySize) {
+TEST(KernelsActivation, SupportsAnyInterleaveSize) {
   for (auto act : every_act()) {
     if (!act.gated()) continue;
     for (const int64_t size : {1, 3, 8, 16, 24}) {
       act.interleave = size;
-      for (const auto dtype : kLowAndSingle) check(act, values({3, 4 * size}, dtype));
+      for (const auto dtype : kVectorDtypes) check(act, values({3, 4 * size}, dtype));
     }
   }
 }
 
-TEST(KernelsActivation, ScaledRowsAndTheirGradients) {
+TEST(KernelsActivation, ScaledRowsMatchFloat64) {
   for (auto act : every_act())
-    for (const auto dtype : kLowAndSingle)
+    for (const auto dtype : kVectorDtypes)
       for (const int64_t interleave : {0, 7}) {
         if (interleave && !act.gated()) continue;
         act.interleave = interleave;
@@ -154,9 +154,9 @@ void check_edges(const Act& act, const at::Tensor& x) {
   expect_near(activation_backward(act, dy, x), exact(by_autograd(act, dy, x).to(x.scalar_type())));
 }
 
-TEST(KernelsActivation, EdgeValuesAreThoseOfTheFormulaInEveryTier) {
+TEST(KernelsActivation, EdgeValuesMatchFormula) {
   for (const auto& act : every_act())
-    for (const auto dtype : kLowAndSingle) {
+    for (const auto dtype : kVectorDtypes) {
       SCOPED_TRACE(testing::Message() << static_cast<int>(act.kind) << " " << dtype);
       const auto edges = edge_values(dtype);
       if (!act.gated()) {
@@ -170,16 +170,16 @@ TEST(KernelsActivation, EdgeValuesAreThoseOfTheFormulaInEveryTier) {
     }
 }
 
-TEST(KernelsActivation, ZerosKeepTheirSign) {
+TEST(KernelsActivation, KeepsSignOfZero) {
   for (const auto kind : {ActKind::gelu, ActKind::qgelu, ActKind::silu})
-    for (const auto dtype : kLowAndSingle) {
+    for (const auto dtype : kVectorDtypes) {
       const auto y = activation_forward({.kind = kind}, at::tensor({0.F, -0.F}).to(dtype)).to(at::kFloat);
       EXPECT_FALSE(std::signbit(y[0].item<float>()));
       EXPECT_TRUE(std::signbit(y[1].item<float>()));
     }
 }
 
-TEST(KernelsActivation, SlopesOfLargeFloat64ArgumentsAreTheirLimits) {
+TEST(KernelsActivation, GradientOfLargeFloat64IsItsLimit) {
   const auto x = at::tensor({-1e308, 1e308, -double{kInf}, double{kInf}}, at::kDouble);
   for (const auto kind : {ActKind::gelu, ActKind::qgelu, ActKind::silu}) {
     const auto dx = activation_backward({.kind = kind}, at::ones_like(x), x);
@@ -195,13 +195,13 @@ TEST(KernelsActivation, Float16OverflowsToInfinity) {
   EXPECT_TRUE(at::equal(y, at::tensor({kInf, 0.F, 10000.F, kInf}))) << y;
 }
 
-TEST(KernelsActivation, SumsDoNotDependOnThreads) {
+TEST(KernelsActivation, ColumnSumsDoNotDependOnThreads) {
   if (vector_tier(c10::DeviceType::CPU, at::kFloat) == Tier::ref) GTEST_SKIP() << "ATen's sums do";
   const auto x = values({700, 1000}, at::kBFloat16), dy = values({700, 1000}, at::kBFloat16);
   const auto threads = at::get_num_threads();
-  const auto several = activation_backward_sums({}, dy, x).sums;
+  const auto several = activation_backward_column_sums({}, dy, x).column_sums;
   at::set_num_threads(1);
-  const auto one = activation_backward_sums({}, dy, x).sums;
+  const auto one = activation_backward_column_sums({}, dy, x).column_sums;
   at::set_num_threads(threads);
   EXPECT_TRUE(at::equal(one, several));
 }

@@ -14,7 +14,7 @@
 
 namespace weft::kernels {
 
-inline const std::vector<at::ScalarType> kLowAndSingle{at::kFloat, at::kBFloat16, at::kHalf};
+inline const std::vector<at::ScalarType> kVectorDtypes{at::kFloat, at::kBFloat16, at::kHalf};
 inline const std::vector<int64_t> kOddSizes{0, 1, 7, 17, 33, 100};
 
 inline std::vector<Act> every_act() {

@@ -11,7 +11,7 @@
 #include <string>
 
 #include "weft/kernels/gemm.h"
-#include "weft/kernels/precision.h"
+#include "weft/kernels/opmath.h"
 #include "weft/kernels/tiers.h"
 
 // The contract of a GEMM as a bound on each element: float32 accumulation, the error of the epilogue, one rounding at
@@ -42,13 +42,13 @@ inline double underflow(at::ScalarType dtype) {
 /// probability 2·e⁻³² (Higham and Mary 2019, λ = 8).
 inline double summation(int64_t terms, at::ScalarType dtype) {
   const auto n = static_cast<double>(terms);
-  return roundoff(wide(dtype)) * (1 + std::min(n, 8 * std::sqrt(n)));
+  return roundoff(opmath_dtype(dtype)) * (1 + std::min(n, 8 * std::sqrt(n)));
 }
 
 inline at::Tensor in_float64(const at::Tensor& t) { return t.defined() ? t.to(at::kDouble) : t; }
 
 /// A B.
-inline Bounded bounded_product(const at::Tensor& a, const at::Tensor& b) {
+inline Bounded bounded_gemm(const at::Tensor& a, const at::Tensor& b) {
   const auto x = in_float64(a), y = in_float64(b);
   return {at::mm(x, y), at::mm(x.abs(), y.abs()) * summation(a.size(1), a.scalar_type())};
 }
@@ -58,7 +58,7 @@ inline Bounded rounded(const Bounded& x, at::ScalarType dtype) {
 }
 /// scale·x + t, each operation rounded to the accumulation dtype of `dtype`.
 inline Bounded scaled_sum(const Bounded& x, double scale, const at::Tensor& t, at::ScalarType dtype) {
-  const auto u = roundoff(wide(dtype));
+  const auto u = roundoff(opmath_dtype(dtype));
   auto value = x.value * scale;
   auto error = x.error * std::abs(scale) + value.abs() * u;
   if (t.defined()) {
@@ -69,7 +69,7 @@ inline Bounded scaled_sum(const Bounded& x, double scale, const at::Tensor& t, a
   return {value, error};
 }
 /// Σ_rows x.
-inline Bounded column_sums(const Bounded& x, at::ScalarType dtype) {
+inline Bounded bounded_column_sums(const Bounded& x, at::ScalarType dtype) {
   return {x.value.sum(0), x.error.sum(0) + x.value.abs().sum(0) * summation(x.value.size(0), dtype)};
 }
 
@@ -112,10 +112,10 @@ inline Bounded activated(const Act& act, const Bounded& x, const ActError& own) 
   return {y, error + moved * 1.01};
 }
 
-/// v·act'(at). The terms of a slope may cancel, so its own error is relative to the larger of them, which is below 1.2
+/// v·act'(act_input). The terms of a slope may cancel, so its own error is relative to the larger of them, which is below 1.2
 /// times h(b) of a gated kind.
-inline Bounded times_slope(const Act& act, const Bounded& v, const at::Tensor& at, const ActError& own) {
-  const auto x = in_float64(at);
+inline Bounded times_act_grad(const Act& act, const Bounded& v, const at::Tensor& act_input, const ActError& own) {
+  const auto x = in_float64(act_input);
   const auto value = activation_backward(act, v.value, x);
   auto error = activation_backward(act, v.error, x).abs() + value.abs() * (own.relative + own.absolute);
   const auto size = v.value.abs() * (1.2 * (own.relative + own.absolute));
@@ -139,36 +139,36 @@ struct Roundings {
 inline Roundings roundings(Tier tier, const Matrix& a, const Matrix& b, const Epilogue& e) {
   if (tier == Tier::amx || !at::isReducedFloatingType(a.t.scalar_type())) return {};
   if (tier != Tier::ref && gemm_is_small(a.rows(), b.columns(), b.rows())) return {};
-  const bool plain = !e.act && !e.slope && !e.keep_pre && !e.keep_sums && !e.bias.defined();
-  const bool accumulates = !e.add.defined() || e.add.is_same(e.out);
+  const bool plain = !e.act && !e.act_grad && !e.keep_pre_act && !e.keep_column_sums && !e.bias.defined();
+  const bool accumulates = !e.addend.defined() || e.addend.is_same(e.out);
   if (plain && accumulates && e.out.defined() && e.out.scalar_type() == at::kFloat) return {};
   return {true, tier == Tier::ref};
 }
 
-/// What gemm() of `tier` may give; tensors that it does not give are undefined. `e.add` is read here, so call this
+/// What gemm() of `tier` may give; tensors that it does not give are undefined. `e.addend` is read here, so call this
 /// before gemm() overwrites it.
 struct BoundedGemm {
-  Bounded out, pre, again, sums;
+  Bounded out, pre_act, act_output, column_sums;
 
   BoundedGemm(Tier tier, const Matrix& a, const Matrix& b, const Epilogue& e) {
     const auto dtype = a.t.scalar_type();
     const auto [product, steps] = roundings(tier, a, b, e);
     const auto own = act_error(tier, dtype);
     const auto step = [&, steps = steps](const Bounded& x) { return steps ? rounded(x, dtype) : x; };
-    auto v = scaled_sum(bounded_product(a.tensor(), b.tensor()), e.scale, e.bias, dtype);
+    auto v = scaled_sum(bounded_gemm(a.tensor(), b.tensor()), e.scale, e.bias, dtype);
     if (product) {
       v = rounded(v, dtype);
       if (e.bias.defined()) v.error = v.error + in_float64(e.bias).abs() * roundoff(dtype);
     }
-    if (e.keep_pre) pre = v;
+    if (e.keep_pre_act) pre_act = v;
     if (e.act) v = step(activated(*e.act, v, own));
-    if (e.slope) {
-      const Bounded x{in_float64(e.at), at::zeros_like(in_float64(e.at))};
-      if (e.keep_again) again = activated(*e.slope, x, own);
-      v = step(times_slope(*e.slope, v, e.at, own));
+    if (e.act_grad) {
+      const Bounded x{in_float64(e.act_input), at::zeros_like(in_float64(e.act_input))};
+      if (e.keep_act_output) act_output = activated(*e.act_grad, x, own);
+      v = step(times_act_grad(*e.act_grad, v, e.act_input, own));
     }
-    if (e.keep_sums) sums = column_sums(v, dtype);
-    if (e.add.defined()) v = step(scaled_sum(v, 1, e.add, dtype));
+    if (e.keep_column_sums) column_sums = bounded_column_sums(v, dtype);
+    if (e.addend.defined()) v = step(scaled_sum(v, 1, e.addend, dtype));
     out = v;
   }
 };
@@ -186,9 +186,9 @@ inline std::string mismatch(const at::Tensor& got, const Bounded& want) {
   if (count == 0) return {};
   const auto first = wrong.to(at::kInt).argmax().item<int64_t>();
   const auto columns = std::max<int64_t>(1, got.size(-1));
-  const auto at = [&](const at::Tensor& t) { return t.reshape({-1})[first].item<double>(); };
+  const auto value_at = [&](const at::Tensor& t) { return t.reshape({-1})[first].item<double>(); };
   return c10::str(count, " of ", got.numel(), " elements are wrong, the first in row ", first / columns, ", column ",
-                  first % columns, ": ", at(got), " instead of ", at(want.value), ", bound ", at(bound));
+                  first % columns, ": ", value_at(got), " instead of ", value_at(want.value), ", bound ", value_at(bound));
 }
 
 inline void expect_within(const at::Tensor& got, const Bounded& want, const std::string& what) {
@@ -199,9 +199,9 @@ inline void expect_within(const at::Tensor& got, const Bounded& want, const std:
 /// All results of a GEMM.
 inline void expect_within(const GemmResult& got, const BoundedGemm& want, const std::string& what) {
   expect_within(got.out, want.out, what + ", out");
-  expect_within(got.pre, want.pre, what + ", pre");
-  expect_within(got.again, want.again, what + ", again");
-  expect_within(got.sums, want.sums, what + ", sums");
+  expect_within(got.pre_act, want.pre_act, what + ", pre_act");
+  expect_within(got.act_output, want.act_output, what + ", act_output");
+  expect_within(got.column_sums, want.column_sums, what + ", column_sums");
 }
 
 }  // namespace weft::kernels

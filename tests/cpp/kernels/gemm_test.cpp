@@ -9,7 +9,7 @@
 
 #include "tests/cpp/kernels/gemm_bound.h"
 #include "weft/kernels/grouped.h"
-#include "weft/kernels/pieces.h"
+#include "weft/kernels/row_chunks.h"
 
 namespace weft::kernels {
 namespace {
@@ -57,39 +57,39 @@ void check(const Matrix& a, const Matrix& b, const Epilogue& e, const std::strin
 }
 
 /// A matrix inside a larger one, from an odd element on and with rows of odd length; what surrounds it must stay.
-class Island {
+class PaddedMatrix {
  public:
-  Island(int64_t rows, int64_t columns, at::ScalarType dtype)
-      : sea_(random({rows + 2, columns + 3 + columns % 2}, dtype)),
-        matrix_(sea_.narrow(0, 1, rows).narrow(1, 1, columns)),
-        before_(sea_.clone()) {}
+  PaddedMatrix(int64_t rows, int64_t columns, at::ScalarType dtype)
+      : storage_(random({rows + 2, columns + 3 + columns % 2}, dtype)),
+        matrix_(storage_.narrow(0, 1, rows).narrow(1, 1, columns)),
+        before_(storage_.clone()) {}
   const Tensor& matrix() const { return matrix_; }
-  void expect_untouched_around() const {
+  void expect_padding_untouched() const {
     before_.narrow(0, 1, matrix_.size(0)).narrow(1, 1, matrix_.size(1)).copy_(matrix_);
-    EXPECT_TRUE(at::equal(sea_, before_));
+    EXPECT_TRUE(at::equal(storage_, before_));
   }
 
  private:
-  Tensor sea_, matrix_, before_;
+  Tensor storage_, matrix_, before_;
 };
 
-class KernelsProduct : public testing::TestWithParam<at::ScalarType> {
+class KernelsGemm : public testing::TestWithParam<at::ScalarType> {
  protected:
   void SetUp() override { at::manual_seed(7); }
 };
 
-TEST_P(KernelsProduct, EverySizeAroundTilesAndPanels) {
+TEST_P(KernelsGemm, MatchesFloat64AroundTileAndPanelSizes) {
   for (const auto& shape : boundary_shapes()) {
     const auto& [m, n, k] = shape;
     check(random({m, k}, GetParam()), random({k, n}, GetParam()), {.bias = random({n}, GetParam())}, text(shape));
     const auto dy = random({k, m}, GetParam()), x = random({k, n}, GetParam());
     const auto main_grad = random({m, n}, at::kFloat);
-    check(transposed(dy), x, {.add = main_grad, .out = main_grad}, text(shape) + " weight gradient");
+    check(transposed(dy), x, {.addend = main_grad, .out = main_grad}, text(shape) + " weight gradient");
     check(transposed(dy), transposed(random({n, k}, GetParam())), {}, text(shape) + " both transposed");
   }
 }
 
-TEST_P(KernelsProduct, AnyShapeAndStride) {
+TEST_P(KernelsGemm, SupportsAnyShapeAndStride) {
   for (const auto& shape : shapes()) {
     const auto& [m, n, k] = shape;
     const auto what = text(shape);
@@ -103,23 +103,23 @@ TEST_P(KernelsProduct, AnyShapeAndStride) {
   }
 }
 
-TEST_P(KernelsProduct, BiasScaleAddAndDestination) {
+TEST_P(KernelsGemm, SupportsBiasScaleAddendAndOut) {
   for (const auto& shape : shapes()) {
     const auto& [m, n, k] = shape;
     const auto what = text(shape);
     const auto a = random({m, k}, GetParam()), b = random({k, n}, GetParam());
     for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble}) {
-      check(a, b, {.scale = 0.5, .bias = random({n}, dtype), .add = random({m, n}, dtype)}, what + " bias, add");
+      check(a, b, {.scale = 0.5, .bias = random({n}, dtype), .addend = random({m, n}, dtype)}, what + " bias, add");
       check(a, b, {.out = random({m, n}, dtype)}, what + " out");
       check(a, b, {.out = random({n, m}, dtype).t()}, what + " out transposed");
-      check(a, b, {.scale = -2, .keep_sums = true, .dtype = at::kFloat}, what + " sums");
+      check(a, b, {.scale = -2, .keep_column_sums = true, .dtype = at::kFloat}, what + " sums");
     }
   }
 }
 
 /// A weight gradient: added to or written over main_grad of any dtype. Nothing is rounded to the dtype of the factors
 /// on the way to a float32 main_grad.
-TEST_P(KernelsProduct, MainGradOfEveryDtypeAddedAndOverwritten) {
+TEST_P(KernelsGemm, AccumulatesOrOverwritesMainGradOfAnyDtype) {
   auto all = shapes();
   for (const auto& shape : block_shapes()) all.push_back(shape);
   for (const auto& shape : all)
@@ -129,16 +129,16 @@ TEST_P(KernelsProduct, MainGradOfEveryDtypeAddedAndOverwritten) {
       for (const double scale : {1., 0.5}) {
         const auto what = text(shape) + " into " + c10::toString(dtype) + ", scale " + std::to_string(scale);
         const auto main_grad = random({m, n}, dtype);
-        check(transposed(dy), x, {.scale = scale, .add = main_grad, .out = main_grad}, what + ", added");
+        check(transposed(dy), x, {.scale = scale, .addend = main_grad, .out = main_grad}, what + ", added");
         check(transposed(dy), x, {.scale = scale, .out = main_grad}, what + ", overwritten");
       }
-      Island island(m, n, dtype);
-      check(transposed(dy), x, {.add = island.matrix(), .out = island.matrix()}, text(shape) + ", island");
-      island.expect_untouched_around();
+      PaddedMatrix padded(m, n, dtype);
+      check(transposed(dy), x, {.addend = padded.matrix(), .out = padded.matrix()}, text(shape) + ", island");
+      padded.expect_padding_untouched();
     }
 }
 
-TEST_P(KernelsProduct, OddAlignmentsOfEverything) {
+TEST_P(KernelsGemm, SupportsUnalignedTensors) {
   auto all = shapes();
   all.push_back({520, 1056, 96});
   for (const auto& shape : all) {
@@ -147,20 +147,20 @@ TEST_P(KernelsProduct, OddAlignmentsOfEverything) {
     for (const auto kind : {ActKind::gelu, ActKind::swiglu, ActKind::qgelu}) {
       const Act act{.kind = kind};
       const auto columns = act.gated() ? n / 2 : n, twice = act.gated() ? 2 * n : n;
-      const Island a(m, k, GetParam()), b(k, n, GetParam()), bias(1, n, GetParam());
-      const Island out(m, columns, GetParam()), add(m, columns, GetParam());
+      const PaddedMatrix a(m, k, GetParam()), b(k, n, GetParam()), bias(1, n, GetParam());
+      const PaddedMatrix out(m, columns, GetParam()), addend(m, columns, GetParam());
       const auto what = text(shape) + " kind " + std::to_string(int(kind));
       check(a.matrix(), b.matrix(),
-            {.bias = bias.matrix()[0], .act = act, .keep_pre = true, .add = add.matrix(), .out = out.matrix()}, what);
-      const Island slope(m, twice, GetParam()), at(m, twice, GetParam());
-      const Epilogue e{.slope = act, .at = at.matrix(), .keep_again = true, .keep_sums = true, .out = slope.matrix()};
+            {.bias = bias.matrix()[0], .act = act, .keep_pre_act = true, .addend = addend.matrix(), .out = out.matrix()}, what);
+      const PaddedMatrix grad(m, twice, GetParam()), act_input(m, twice, GetParam());
+      const Epilogue e{.act_grad = act, .act_input = act_input.matrix(), .keep_act_output = true, .keep_column_sums = true, .out = grad.matrix()};
       check(a.matrix(), b.matrix(), e, what + " slope");
-      for (const auto* island : {&a, &b, &bias, &out, &add, &slope, &at}) island->expect_untouched_around();
+      for (const auto* padded : {&a, &b, &bias, &out, &addend, &grad, &act_input}) padded->expect_padding_untouched();
     }
   }
 }
 
-TEST_P(KernelsProduct, EveryActivation) {
+TEST_P(KernelsGemm, SupportsEveryActivation) {
   for (int kind = 0; kind <= static_cast<int>(ActKind::clamped_swiglu); ++kind) {
     const Act act{.kind = static_cast<ActKind>(kind)};
     for (const auto& shape : shapes()) {
@@ -170,43 +170,43 @@ TEST_P(KernelsProduct, EveryActivation) {
       const auto columns = act.gated() ? n / 2 : n;
       if (!act.gated() || n % 2 == 0) {
         const auto bias = random({n}, GetParam());
-        check(a, b, {.bias = bias, .act = act, .keep_pre = true}, what + " value");
-        check(a, b, {.scale = 0.5, .bias = bias, .act = act, .add = random({m, columns}, GetParam())}, what + " add");
+        check(a, b, {.bias = bias, .act = act, .keep_pre_act = true}, what + " value");
+        check(a, b, {.scale = 0.5, .bias = bias, .act = act, .addend = random({m, columns}, GetParam())}, what + " add");
       }
-      const auto at = random({m, act.gated() ? 2 * n : n}, GetParam());
-      check(a, b, {.slope = act, .at = at, .keep_again = true, .keep_sums = true}, what + " slope");
-      check(a, b, {.scale = -2, .slope = act, .at = at}, what + " scaled slope");
+      const auto act_input = random({m, act.gated() ? 2 * n : n}, GetParam());
+      check(a, b, {.act_grad = act, .act_input = act_input, .keep_act_output = true, .keep_column_sums = true}, what + " slope");
+      check(a, b, {.scale = -2, .act_grad = act, .act_input = act_input}, what + " scaled slope");
     }
   }
 }
 
-TEST_P(KernelsProduct, ManyBlocks) {
+TEST_P(KernelsGemm, SpansManyBlocks) {
   for (const auto& shape : block_shapes()) {
     const auto& [m, n, k] = shape;
     const auto what = text(shape);
     const auto a = random({m, k}, GetParam()), b = (random({k, n}, at::kFloat) / std::sqrt(double(k))).to(GetParam());
     const auto bt = b.t().contiguous().t();
     const auto bias = random({n}, GetParam());
-    check(a, bt, {.bias = bias, .act = Act{}, .keep_pre = true, .weight = true}, what + " forward");
+    check(a, bt, {.bias = bias, .act = Act{}, .keep_pre_act = true, .b_is_weight = true}, what + " forward");
     if (n % 2 == 0)
-      check(a, bt, {.bias = bias, .act = Act{.kind = ActKind::swiglu}, .keep_pre = true}, what + " gated");
-    check(a, b, {.weight = true}, what + " input gradient");
-    check(a, b, {.add = random({m, n}, GetParam())}, what + " addend");
-    const Epilogue slope{.slope = Act{}, .at = random({m, n}, GetParam()), .keep_again = true, .keep_sums = true};
-    check(a, b, slope, what + " slope");
+      check(a, bt, {.bias = bias, .act = Act{.kind = ActKind::swiglu}, .keep_pre_act = true}, what + " gated");
+    check(a, b, {.b_is_weight = true}, what + " input gradient");
+    check(a, b, {.addend = random({m, n}, GetParam())}, what + " addend");
+    const Epilogue grad{.act_grad = Act{}, .act_input = random({m, n}, GetParam()), .keep_act_output = true, .keep_column_sums = true};
+    check(a, b, grad, what + " slope");
   }
 }
 
 /// Large results leave in whole lines; the second half of these begins in the middle of one.
-TEST_P(KernelsProduct, GatedHalvesThatBeginWithinALine) {
+TEST_P(KernelsGemm, GatedHalvesMayStartMidCacheLine) {
   const int64_t m = 544, n = 1008, k = 64;
   for (const auto kind : {ActKind::swiglu, ActKind::reglu}) {
     const Act act{.kind = kind};
     const auto a = random({m, k}, GetParam()), b = (random({k, 2 * n}, at::kFloat) / 8).to(GetParam());
-    check(a, b, {.bias = random({2 * n}, GetParam()), .act = act, .keep_pre = true}, "value");
-    check(a.t().contiguous().t(), b, {.act = act, .keep_pre = true}, "value, A transposed");
-    const Epilogue slope{.slope = act, .at = random({m, 2 * n}, GetParam()), .keep_again = true, .keep_sums = true};
-    check(a, b.narrow(1, 0, n), slope, "slope");
+    check(a, b, {.bias = random({2 * n}, GetParam()), .act = act, .keep_pre_act = true}, "value");
+    check(a.t().contiguous().t(), b, {.act = act, .keep_pre_act = true}, "value, A transposed");
+    const Epilogue grad{.act_grad = act, .act_input = random({m, 2 * n}, GetParam()), .keep_act_output = true, .keep_column_sums = true};
+    check(a, b.narrow(1, 0, n), grad, "slope");
   }
 }
 /// All 65,536 values of bfloat16.
@@ -214,7 +214,7 @@ Tensor every_bfloat16() { return at::arange(-32768, 32768, at::kShort).view(at::
 
 /// Within a unit of bfloat16, or of the largest slope's where two terms cancel, and mostly the same; NaN and ±inf
 /// alike.
-void expect_a_unit_apart(const Tensor& got, const Tensor& want) {
+void expect_within_one_ulp(const Tensor& got, const Tensor& want) {
   EXPECT_TRUE(at::allclose(got.to(at::kDouble), want.to(at::kDouble), 0x1p-7, 0x1p-12, /*equal_nan=*/true));
   const auto differs = at::ne(got, want) & at::gt(want.abs(), 1e-30);  // what is smaller stands for the limit 0
   EXPECT_LE(differs.to(at::kDouble).mean().item<double>(), 0.01);
@@ -222,7 +222,7 @@ void expect_a_unit_apart(const Tensor& got, const Tensor& want) {
 
 /// What an epilogue makes of any argument is what the activation makes of it alone, though it is computed in less
 /// digits.
-TEST(KernelsProductOfZero, GivesTheActivationOfEveryValue) {
+TEST(KernelsGemmActivation, MatchesActivationForEveryBfloat16) {
   const auto x = every_bfloat16(), one = at::ones_like(x);
   const auto n = x.numel();
   const auto zeros = at::zeros({32, 32}, at::kBFloat16);
@@ -231,20 +231,20 @@ TEST(KernelsProductOfZero, GivesTheActivationOfEveryValue) {
     const Act act{.kind = static_cast<ActKind>(kind)};
     const auto bias = act.gated() ? at::cat({x, one}) : x;
     const auto got = gemm(zeros, at::zeros({32, bias.numel()}, at::kBFloat16), {.bias = bias, .act = act});
-    expect_a_unit_apart(got.out[31], activation_forward(act, bias.view({1, -1})).view(-1));
+    expect_within_one_ulp(got.out[31], activation_forward(act, bias.view({1, -1})).view(-1));
 
     const auto dy = at::ones({32, 1}, at::kBFloat16), w = at::ones({1, n}, at::kBFloat16);
-    const auto slope = gemm(dy, w, {.slope = act, .at = bias.expand({32, -1}).contiguous(), .keep_again = true});
-    expect_a_unit_apart(slope.out[31], activation_backward(act, one.view({1, -1}), bias.view({1, -1})).view(-1));
-    expect_a_unit_apart(slope.again[31], got.out[31]);
+    const auto grad = gemm(dy, w, {.act_grad = act, .act_input = bias.expand({32, -1}).contiguous(), .keep_act_output = true});
+    expect_within_one_ulp(grad.out[31], activation_backward(act, one.view({1, -1}), bias.view({1, -1})).view(-1));
+    expect_within_one_ulp(grad.act_output[31], got.out[31]);
   }
 }
 
 /// Hands out memory that begins in the middle of a cache line.
 class OffsetAllocator final : public c10::Allocator {
  public:
-  OffsetAllocator() : usual_(c10::GetCPUAllocator()) { c10::SetCPUAllocator(this); }
-  ~OffsetAllocator() override { c10::SetCPUAllocator(usual_); }
+  OffsetAllocator() : default_allocator_(c10::GetCPUAllocator()) { c10::SetCPUAllocator(this); }
+  ~OffsetAllocator() override { c10::SetCPUAllocator(default_allocator_); }
   OffsetAllocator(const OffsetAllocator&) = delete;
   OffsetAllocator& operator=(const OffsetAllocator&) = delete;
 
@@ -258,22 +258,22 @@ class OffsetAllocator final : public c10::Allocator {
  private:
   static constexpr int64_t kOffset = 32;
   static void free_offset(void* p) { std::free(static_cast<char*>(p) - kOffset); }
-  c10::Allocator* usual_;
+  c10::Allocator* default_allocator_;
 };
 
 /// Streaming stores need aligned addresses of every result, not of the first one alone.
-TEST(KernelsStreamedResults, MayLieNextToOnesThatAreNotAligned) {
+TEST(KernelsNonTemporalStores, AllowUnalignedNeighborOutputs) {
   const int64_t m = 544, n = 1024, k = 64;
   const auto a = random({m, k}, at::kBFloat16), b = random({k, n}, at::kBFloat16);
   for (const auto kind : {ActKind::gelu, ActKind::swiglu}) {
     const Act act{.kind = kind};
     const auto columns = act.gated() ? n / 2 : n, twice = act.gated() ? 2 * n : n;
-    const Epilogue value{.act = act, .keep_pre = true, .out = at::empty({2 * m, columns}, a.options()).narrow(0, 0, m)};
-    const Epilogue slope{.slope = act,
-                         .at = random({m, twice}, at::kBFloat16),
-                         .keep_again = true,
+    const Epilogue value{.act = act, .keep_pre_act = true, .out = at::empty({2 * m, columns}, a.options()).narrow(0, 0, m)};
+    const Epilogue grad{.act_grad = act,
+                         .act_input = random({m, twice}, at::kBFloat16),
+                         .keep_act_output = true,
                          .out = at::empty({m, twice}, a.options())};
-    for (const auto& e : {value, slope}) {
+    for (const auto& e : {value, grad}) {
       const auto want = gemm(a, b, e);
       const auto out = want.out.clone();
       const auto got = [&] {
@@ -281,7 +281,7 @@ TEST(KernelsStreamedResults, MayLieNextToOnesThatAreNotAligned) {
         return gemm(a, b, e);
       }();
       EXPECT_TRUE(at::equal(got.out, out));
-      for (const auto part : {&GemmResult::pre, &GemmResult::again}) {
+      for (const auto part : {&GemmResult::pre_act, &GemmResult::act_output}) {
         if (!(want.*part).defined()) continue;
         EXPECT_NE(reinterpret_cast<uintptr_t>((got.*part).data_ptr()) % 64, 0U);
         EXPECT_TRUE(at::equal(got.*part, want.*part));
@@ -291,7 +291,7 @@ TEST(KernelsStreamedResults, MayLieNextToOnesThatAreNotAligned) {
 }
 
 /// A progress callback finds tiles released and scratch of its own: it may multiply, by weft or by ATen.
-TEST(KernelsProgressCallback, MayMultiplyItself) {
+TEST(KernelsProgressCallback, MayCallGemm) {
   at::manual_seed(7);
   const auto x = random({70, 1300}, at::kBFloat16), y = random({1300, 90}, at::kBFloat16);
   const auto w = random({3, 64, 96}, at::kBFloat16), rows = random({100, 96}, at::kBFloat16);
@@ -302,19 +302,19 @@ TEST(KernelsProgressCallback, MayMultiplyItself) {
   };
   const auto want_inner = inner();
   const auto a = random({500, 1200}, at::kBFloat16), b = random({1200, 640}, at::kBFloat16);
-  for (Epilogue e : {Epilogue{}, Epilogue{.act = Act{}, .keep_pre = true},
-                     Epilogue{.act = Act{.kind = ActKind::swiglu}, .keep_pre = true}}) {
+  for (Epilogue e : {Epilogue{}, Epilogue{.act = Act{}, .keep_pre_act = true},
+                     Epilogue{.act = Act{.kind = ActKind::swiglu}, .keep_pre_act = true}}) {
     const auto want = gemm(a, b, e);
     int calls = 0;
-    const std::function<void()> between = [&] {
+    const std::function<void()> progress = [&] {
       if (++calls % 16 != 1) return;
       const auto got = inner();
       for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(at::equal(got[i], want_inner[i])) << i;
     };
-    e.between = &between;
+    e.progress = &progress;
     const auto got = gemm(a, b, e);
     EXPECT_TRUE(at::equal(got.out, want.out));
-    EXPECT_TRUE(!got.pre.defined() || at::equal(got.pre, want.pre));
+    EXPECT_TRUE(!got.pre_act.defined() || at::equal(got.pre_act, want.pre_act));
     if (machine_tier() == Tier::amx) {
       EXPECT_GT(calls, 10);
     }
@@ -323,47 +323,47 @@ TEST(KernelsProgressCallback, MayMultiplyItself) {
 
 /// A gradient made in tiles, too: they are those of its transpose, and a product that takes them is the same to the
 /// bit.
-TEST(KernelsTiles, AreThoseOfTheTransposeAndGiveTheSameProduct) {
+TEST(KernelsOperandForwarding, PackedTransposeGivesSameGemm) {
   for (const auto kind : {ActKind::gelu, ActKind::silu, ActKind::relu, ActKind::srelu, ActKind::swiglu, ActKind::geglu})
     for (const auto& [m, n, k] : {Shape{32, 32, 64}, Shape{96, 64, 1500}, Shape{544, 320, 96}}) {
       const Act act{.kind = kind};
       const auto columns = act.gated() ? 2 * n : n;
       const auto dy = random({m, k}, at::kBFloat16), w = random({k, n}, at::kBFloat16);
-      Epilogue e{.slope = act, .at = random({m, columns}, at::kBFloat16), .keep_again = true, .keep_sums = true};
+      Epilogue e{.act_grad = act, .act_input = random({m, columns}, at::kBFloat16), .keep_act_output = true, .keep_column_sums = true};
       const auto want = gemm(dy, w, e);
-      e.keep_tiles = true;
+      e.keep_packed_transpose = true;
       const auto got = gemm(dy, w, e);
-      ASSERT_EQ(got.tiles.defined(), machine_tier() == Tier::amx);
-      for (const auto part : {&GemmResult::out, &GemmResult::again, &GemmResult::sums})
+      ASSERT_EQ(got.packed_transpose.defined(), machine_tier() == Tier::amx);
+      for (const auto part : {&GemmResult::out, &GemmResult::act_output, &GemmResult::column_sums})
         EXPECT_TRUE(at::equal(got.*part, want.*part));
-      if (!got.tiles.defined()) return;
-      const auto tiles = at::empty_like(got.tiles);
-      pack_rows(want.out.t().contiguous(), tiles);
-      EXPECT_TRUE(at::equal(got.tiles, tiles));
+      if (!got.packed_transpose.defined()) return;
+      const auto want_packed = at::empty_like(got.packed_transpose);
+      pack_rows(want.out.t().contiguous(), want_packed);
+      EXPECT_TRUE(at::equal(got.packed_transpose, want_packed));
 
       const auto x = random({m, 70}, at::kBFloat16);
-      const auto before = random({columns, 70}, at::kFloat), sum = before.clone(), with_tiles = before.clone();
-      gemm(transposed(got.out), x, {.add = sum, .out = sum});
-      gemm(transposed(got.out, got.tiles), x, {.add = with_tiles, .out = with_tiles});
-      EXPECT_TRUE(at::equal(sum, with_tiles));
+      const auto before = random({columns, 70}, at::kFloat), sum = before.clone(), with_packed = before.clone();
+      gemm(transposed(got.out), x, {.addend = sum, .out = sum});
+      gemm(transposed(got.out, got.packed_transpose), x, {.addend = with_packed, .out = with_packed});
+      EXPECT_TRUE(at::equal(sum, with_packed));
     }
 }
 
-TEST(KernelsTiles, AreLeftOutWhereTheResultIsNotMadeInWholeOnes) {
+TEST(KernelsOperandForwarding, SkippedForPartialBlocks) {
   for (const auto& [m, n, k] : {Shape{33, 32, 64}, Shape{64, 40, 64}}) {
-    const auto e = Epilogue{.slope = Act{}, .at = random({m, n}, at::kBFloat16), .keep_tiles = true};
-    EXPECT_FALSE(gemm(random({m, k}, at::kBFloat16), random({k, n}, at::kBFloat16), e).tiles.defined());
+    const auto e = Epilogue{.act_grad = Act{}, .act_input = random({m, n}, at::kBFloat16), .keep_packed_transpose = true};
+    EXPECT_FALSE(gemm(random({m, k}, at::kBFloat16), random({k, n}, at::kBFloat16), e).packed_transpose.defined());
   }
   const auto a = random({64, 64}, at::kBFloat16), b = random({64, 64}, at::kBFloat16);
-  const auto rare = Epilogue{.slope = Act{.kind = ActKind::qgelu}, .at = a, .keep_tiles = true};
-  EXPECT_FALSE(gemm(a, b, rare).tiles.defined());
-  EXPECT_FALSE(gemm(a, b, {.keep_tiles = true}).tiles.defined());
+  const auto rare = Epilogue{.act_grad = Act{.kind = ActKind::qgelu}, .act_input = a, .keep_packed_transpose = true};
+  EXPECT_FALSE(gemm(a, b, rare).packed_transpose.defined());
+  EXPECT_FALSE(gemm(a, b, {.keep_packed_transpose = true}).packed_transpose.defined());
   if (machine_tier() == Tier::amx) {
     EXPECT_THROW(gemm(transposed(a, b), b), c10::ValueError);
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Dtypes, KernelsProduct, testing::Values(at::kFloat, at::kBFloat16, at::kHalf),
+INSTANTIATE_TEST_SUITE_P(Dtypes, KernelsGemm, testing::Values(at::kFloat, at::kBFloat16, at::kHalf),
                          [](const auto& info) { return std::string(c10::toString(info.param)); });
 
 }  // namespace

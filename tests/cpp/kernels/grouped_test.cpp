@@ -30,13 +30,13 @@ using Splits = std::vector<int64_t>;
 const double kNan = std::numeric_limits<double>::quiet_NaN();
 
 /// Random values of every layout that a call takes, and the truth in float64.
-struct Problem {
+struct GroupedCase {
   int64_t n, k, rows, active;
   Splits splits;
   at::ScalarType dtype;
   Tensor index, x, dy, w, bias, scales;  // w [G, n, k], bias [G, n], scales [rows]
 
-  Problem(Splits given, int64_t n, int64_t k, at::ScalarType dtype, int64_t tail = 0)
+  GroupedCase(Splits given, int64_t n, int64_t k, at::ScalarType dtype, int64_t tail = 0)
       : n(n), k(k), splits(std::move(given)), dtype(dtype) {
     active = std::accumulate(splits.begin(), splits.end(), int64_t{0});
     rows = active + tail;
@@ -56,8 +56,8 @@ struct Problem {
   }
 
   GroupIndex opaque() const { return GroupIndex(index); }
-  GroupedMatrix packed() const { return GroupedMatrix(w); }
-  GroupedMatrix packed_bias() const { return GroupedMatrix(bias.unsqueeze(1)); }
+  GroupedMatrix stacked() const { return GroupedMatrix(w); }
+  GroupedMatrix stacked_bias() const { return GroupedMatrix(bias.unsqueeze(1)); }
   int64_t groups() const { return static_cast<int64_t>(splits.size()); }
 
   /// run(g, rows of group g) in order.
@@ -80,7 +80,7 @@ struct Problem {
   }
   Bounded forward(bool with_bias, bool with_scales) const {
     return by_rows(n, [&](int64_t g, const auto& part) {
-      auto v = bounded_product(part(x), w[g].t());
+      auto v = bounded_gemm(part(x), w[g].t());
       auto b = in_float64(bias[g]).unsqueeze(0);
       if (with_scales) b = in_float64(part(scales)).unsqueeze(1) * b;
       if (with_bias) v = scaled_sum(v, 1, b, dtype);
@@ -88,13 +88,13 @@ struct Problem {
     });
   }
   Bounded data_gradient() const {
-    return by_rows(k, [&](int64_t g, const auto& part) { return bounded_product(part(dy), w[g]); });
+    return by_rows(k, [&](int64_t g, const auto& part) { return bounded_gemm(part(dy), w[g]); });
   }
   /// added to `before`.
   Bounded weight_gradient(const Tensor& before) const {
     Bounded dw{before.clone(), at::zeros_like(before)};
     each([&](int64_t g, const auto& part) {
-      const auto one = scaled_sum(bounded_product(part(dy).t(), part(x)), 1, before[g], dtype);
+      const auto one = scaled_sum(bounded_gemm(part(dy).t(), part(x)), 1, before[g], dtype);
       dw.value[g].copy_(one.value);
       dw.error[g].copy_(one.error);
     });
@@ -102,26 +102,26 @@ struct Problem {
   }
 };
 
-const std::vector<at::ScalarType> kAll{at::kBFloat16, at::kFloat, at::kHalf, at::kDouble};
+const std::vector<at::ScalarType> kAllDtypes{at::kBFloat16, at::kFloat, at::kHalf, at::kDouble};
 const std::vector<GroupedPath> kPaths{GroupedPath::best, GroupedPath::split};
 
 /// ATen rounds a product to the dtype of its factors before it is added to a gradient of that or another low precision.
-Bounded as_stored(const Bounded& x, const Problem& p, at::ScalarType to) {
+Bounded as_stored(const Bounded& x, const GroupedCase& p, at::ScalarType to) {
   const bool by_aten = machine_tier() != Tier::amx || p.dtype != at::kBFloat16;
   return by_aten && at::isReducedFloatingType(p.dtype) && at::isReducedFloatingType(to) ? rounded(x, p.dtype) : x;
 }
 
 /// Forward, plain and with both kinds of bias, and both gradients, by each path, against float64.
-void check(const Problem& p) {
+void check(const GroupedCase& p) {
   const auto plain = p.forward(false, false), biased = p.forward(true, false), scaled = p.forward(true, true);
   const auto dx = p.data_gradient();
   for (const auto path : kPaths) {
     const std::string by = path == GroupedPath::best ? "best: " : "split: ";
-    const auto run = [&](const GroupedEpilogue& e) { return grouped_gemm(p.opaque(), p.x, p.packed(), true, e); };
+    const auto run = [&](const GroupedEpilogue& e) { return grouped_gemm(p.opaque(), p.x, p.stacked(), true, e); };
     expect_within(run({.path = path}), plain, by + "y");
-    expect_within(run({.bias = p.packed_bias(), .path = path}), biased, by + "y with bias");
-    expect_within(run({.bias = p.packed_bias(), .scales = p.scales, .path = path}), scaled, by + "y with s·b");
-    expect_within(grouped_gemm(p.opaque(), p.dy, p.packed(), false, {.path = path}), dx, by + "dx");
+    expect_within(run({.bias = p.stacked_bias(), .path = path}), biased, by + "y with bias");
+    expect_within(run({.bias = p.stacked_bias(), .scales = p.scales, .path = path}), scaled, by + "y with s·b");
+    expect_within(grouped_gemm(p.opaque(), p.dy, p.stacked(), false, {.path = path}), dx, by + "dx");
     for (const auto to : {p.dtype, p.dtype == at::kDouble ? at::kDouble : at::kFloat}) {
       auto out = at::full({p.groups(), p.n, p.k}, kNan, to);
       grouped_weight_gradient(p.opaque(), p.dy, p.x, GroupedMatrix(out), false, path);
@@ -134,9 +134,9 @@ void check(const Problem& p) {
   }
 }
 
-Splits some_splits(int64_t groups, int64_t most, std::mt19937& chance) {
+Splits random_splits(int64_t groups, int64_t max_rows, std::mt19937& rng) {
   Splits out(groups);
-  for (auto& s : out) s = chance() % 3 == 0 ? 0 : static_cast<int64_t>(chance() % (most + 1));
+  for (auto& s : out) s = rng() % 3 == 0 ? 0 : static_cast<int64_t>(rng() % (max_rows + 1));
   return out;
 }
 
@@ -147,72 +147,72 @@ class KernelsGrouped : public testing::Test {
     at::set_num_threads(1);
   }
   void TearDown() override { at::set_num_threads(1); }
-  std::mt19937 chance_{7};
+  std::mt19937 rng_{7};
 };
 
-TEST_F(KernelsGrouped, EveryDtypeAndOddSize) {
+TEST_F(KernelsGrouped, MatchesFloat64ForEveryDtypeAndSize) {
   const std::vector<int64_t> sizes{1, 7, 16, 31, 32, 33, 64, 96, 100};
-  for (const auto dtype : kAll)
+  for (const auto dtype : kAllDtypes)
     for (const auto n : sizes)
       for (const auto k : sizes) {
-        const auto splits = some_splits(5, 40, chance_);
+        const auto splits = random_splits(5, 40, rng_);
         SCOPED_TRACE(testing::Message() << dtype << " n " << n << " k " << k << " splits " << at::IntArrayRef(splits));
-        check(Problem(splits, n, k, dtype, (n + k) % 3));
+        check(GroupedCase(splits, n, k, dtype, (n + k) % 3));
       }
 }
 
-TEST_F(KernelsGrouped, AnySplits) {
+TEST_F(KernelsGrouped, SupportsAnySplits) {
   const std::vector<Splits> all{{},         {0},         {5},          {0, 0, 0},       {0, 0, 77},
                                 {77, 0, 0}, {0, 300, 0}, {16, 32, 48}, {17, 33, 1, 15}, {600, 1, 0, 40},
                                 {1100}};
-  for (const auto dtype : kAll)
+  for (const auto dtype : kAllDtypes)
     for (const auto& splits : all)
       for (const int64_t tail : {0, 3}) {
         SCOPED_TRACE(testing::Message() << dtype << " splits " << at::IntArrayRef(splits) << " tail " << tail);
-        check(Problem(splits, 48, 96, dtype, tail));
+        check(GroupedCase(splits, 48, 96, dtype, tail));
       }
   for (int64_t groups = 1; groups <= 70; groups += 23)
-    check(Problem(some_splits(groups, 12, chance_), 40, 72, at::kBFloat16));
+    check(GroupedCase(random_splits(groups, 12, rng_), 40, 72, at::kBFloat16));
 }
 
-TEST_F(KernelsGrouped, LongReductionsAndManyRows) {
-  check(Problem({40, 3, 0, 129}, 70, 2500, at::kBFloat16));
-  check(Problem({40, 3}, 2500, 70, at::kBFloat16));
-  check(Problem({2100, 7}, 64, 70, at::kBFloat16));
-  check(Problem({9}, 33, 17000, at::kBFloat16));
+TEST_F(KernelsGrouped, SupportsLongReductionsAndManyRows) {
+  check(GroupedCase({40, 3, 0, 129}, 70, 2500, at::kBFloat16));
+  check(GroupedCase({40, 3}, 2500, 70, at::kBFloat16));
+  check(GroupedCase({2100, 7}, 64, 70, at::kBFloat16));
+  check(GroupedCase({9}, 33, 17000, at::kBFloat16));
 }
 
-TEST_F(KernelsGrouped, RandomSweep) {
+TEST_F(KernelsGrouped, MatchesFloat64ForRandomShapes) {
   for (int i = 0; i < 100; ++i) {
-    const auto dtype = kAll[chance_() % 3];
-    const auto n = 1 + static_cast<int64_t>(chance_() % 150), k = 1 + static_cast<int64_t>(chance_() % 150);
+    const auto dtype = kAllDtypes[rng_() % 3];
+    const auto n = 1 + static_cast<int64_t>(rng_() % 150), k = 1 + static_cast<int64_t>(rng_() % 150);
     const auto splits =
-        some_splits(static_cast<int64_t>(chance_() % 20), 1 + static_cast<int64_t>(chance_() % 90), chance_);
+        random_splits(static_cast<int64_t>(rng_() % 20), 1 + static_cast<int64_t>(rng_() % 90), rng_);
     at::set_num_threads(1 + i % 3);
     SCOPED_TRACE(testing::Message() << dtype << " n " << n << " k " << k << " splits " << at::IntArrayRef(splits));
-    check(Problem(splits, n, k, dtype, i % 4));
+    check(GroupedCase(splits, n, k, dtype, i % 4));
   }
 }
 
-TEST_F(KernelsGrouped, RowsOfNoGroupAreZeroInFreshMemoryAndStayInTheCallers) {
-  for (const auto dtype : kAll)
+TEST_F(KernelsGrouped, ZeroesUngroupedRowsOnlyInNewOutput) {
+  for (const auto dtype : kAllDtypes)
     for (const auto path : kPaths) {
-      const Problem p({3, 0, 20}, 32, 64, dtype, 5);
-      const auto y = grouped_gemm(p.opaque(), p.x, p.packed(), true, {.path = path});
+      const GroupedCase p({3, 0, 20}, 32, 64, dtype, 5);
+      const auto y = grouped_gemm(p.opaque(), p.x, p.stacked(), true, {.path = path});
       EXPECT_TRUE(at::equal(y.narrow(0, 23, 5), at::zeros({5, 32}, dtype)));
       const auto out = at::full({28, 32}, 7, dtype);
       out.narrow(0, 0, 23).fill_(kNan);
-      const auto same = grouped_gemm(p.opaque(), p.x, p.packed(), true, {.out = out, .path = path});
+      const auto same = grouped_gemm(p.opaque(), p.x, p.stacked(), true, {.out = out, .path = path});
       EXPECT_TRUE(same.is_same(out));
       EXPECT_TRUE(at::equal(out.narrow(0, 0, 23), y.narrow(0, 0, 23)));
       EXPECT_TRUE(at::equal(out.narrow(0, 23, 5), at::full({5, 32}, 7, dtype)));
     }
 }
 
-TEST_F(KernelsGrouped, ListsAndNarrowSplitsEqualPackedOnes) {
-  for (const auto dtype : kAll)
+TEST_F(KernelsGrouped, TensorListsAndInt32SplitsMatchStacked) {
+  for (const auto dtype : kAllDtypes)
     for (const auto path : kPaths) {
-      const Problem p({3, 0, 20, 40}, 48, 32, dtype, 2);
+      const GroupedCase p({3, 0, 20, 40}, 48, 32, dtype, 2);
       std::vector<Tensor> w, b, dw;
       for (int64_t g = 0; g < 4; ++g) {
         w.push_back(p.w[g].clone());
@@ -221,52 +221,52 @@ TEST_F(KernelsGrouped, ListsAndNarrowSplitsEqualPackedOnes) {
       }
       const GroupIndex narrow(p.index.to(at::kInt));
       const GroupedMatrix ws(w, 48, 32), bs(b, 1, 48);
-      const auto want = grouped_gemm(p.opaque(), p.x, p.packed(), true, {.bias = p.packed_bias(), .path = path});
+      const auto want = grouped_gemm(p.opaque(), p.x, p.stacked(), true, {.bias = p.stacked_bias(), .path = path});
       EXPECT_TRUE(at::equal(want, grouped_gemm(narrow, p.x, ws, true, {.bias = bs, .path = path})));
-      const auto packed = at::empty({4, 48, 32}, dtype);
-      grouped_weight_gradient(p.opaque(), p.dy, p.x, GroupedMatrix(packed), false, path);
+      const auto stacked = at::empty({4, 48, 32}, dtype);
+      grouped_weight_gradient(p.opaque(), p.dy, p.x, GroupedMatrix(stacked), false, path);
       grouped_weight_gradient(narrow, p.dy, p.x, GroupedMatrix(dw, 48, 32), false, path);
-      EXPECT_TRUE(at::equal(packed, at::stack(dw)));
+      EXPECT_TRUE(at::equal(stacked, at::stack(dw)));
     }
 }
 
-TEST_F(KernelsGrouped, InputsMayHaveGapsBetweenRows) {
-  for (const auto dtype : kAll) {
-    Problem p({3, 0, 20, 40}, 48, 40, dtype);
-    const auto apart = [](const Tensor& t) {
-      const auto wide = at::full({t.size(0), t.size(1) + 24}, kNan, t.scalar_type()).narrow(1, 8, t.size(1));
-      return wide.copy_(t);
+TEST_F(KernelsGrouped, SupportsRowStrides) {
+  for (const auto dtype : kAllDtypes) {
+    GroupedCase p({3, 0, 20, 40}, 48, 40, dtype);
+    const auto with_row_gaps = [](const Tensor& t) {
+      const auto strided = at::full({t.size(0), t.size(1) + 24}, kNan, t.scalar_type()).narrow(1, 8, t.size(1));
+      return strided.copy_(t);
     };
-    p.x = apart(p.x), p.dy = apart(p.dy);
+    p.x = with_row_gaps(p.x), p.dy = with_row_gaps(p.dy);
     check(p);
   }
 }
 
-TEST_F(KernelsGrouped, ScalesOfAnyDtype) {
-  for (const auto dtype : kAll)
-    for (const auto of : kAll) {
-      Problem p({3, 0, 20, 40}, 48, 40, dtype, 2);
+TEST_F(KernelsGrouped, SupportsScalesOfAnyDtype) {
+  for (const auto dtype : kAllDtypes)
+    for (const auto of : kAllDtypes) {
+      GroupedCase p({3, 0, 20, 40}, 48, 40, dtype, 2);
       p.scales = p.scales.to(of);
       check(p);
     }
 }
 
-TEST_F(KernelsGrouped, TheSameBitsOnAnyNumberOfThreads) {
+TEST_F(KernelsGrouped, IsBitwiseEqualForAnyThreadCount) {
   for (const auto dtype : {at::kBFloat16, at::kFloat, at::kHalf})
     for (const auto& splits :
          std::vector<Splits>{{900}, {0, 64, 3, 500}, {8, 8, 8, 8, 8, 8, 8, 8, 8}, {130, 1, 600, 2}}) {
-      const bool tiles = machine_tier() == Tier::amx && dtype == at::kBFloat16;
-      if (!tiles && splits[0] != 8) continue;  // larger products are the engine's
-      const Problem p(splits, tiles ? 160 : 40, tiles ? 96 : 80, dtype, 1);
+      const bool on_amx = machine_tier() == Tier::amx && dtype == at::kBFloat16;
+      if (!on_amx && splits[0] != 8) continue;  // larger products are the engine's
+      const GroupedCase p(splits, on_amx ? 160 : 40, on_amx ? 96 : 80, dtype, 1);
       const auto run = [&](int threads) {
         at::set_num_threads(threads);
         auto dw = at::zeros({p.groups(), p.n, p.k}, at::kFloat);
         grouped_weight_gradient(p.opaque(), p.dy, p.x, GroupedMatrix(dw), true);
-        const auto sums = grouped_bias_gradient(p.opaque(), p.dy, p.scales, p.packed_bias(), true, true);
+        const auto sums = grouped_bias_gradient(p.opaque(), p.dy, p.scales, p.stacked_bias(), true, true);
         return std::vector{
-            grouped_gemm(p.opaque(), p.x, p.packed(), true, {.bias = p.packed_bias(), .scales = p.scales}),
-            grouped_gemm(p.opaque(), p.x, p.packed(), true, {.bias = p.packed_bias()}),
-            grouped_gemm(p.opaque(), p.dy, p.packed(), false),
+            grouped_gemm(p.opaque(), p.x, p.stacked(), true, {.bias = p.stacked_bias(), .scales = p.scales}),
+            grouped_gemm(p.opaque(), p.x, p.stacked(), true, {.bias = p.stacked_bias()}),
+            grouped_gemm(p.opaque(), p.dy, p.stacked(), false),
             dw,
             sums.db,
             sums.ds};
@@ -280,13 +280,13 @@ TEST_F(KernelsGrouped, TheSameBitsOnAnyNumberOfThreads) {
     }
 }
 
-TEST_F(KernelsGrouped, BiasGradients) {
-  for (const auto dtype : kAll)
+TEST_F(KernelsGrouped, BiasGradientsMatchFloat64) {
+  for (const auto dtype : kAllDtypes)
     for (const int64_t n : {1, 7, 16, 33, 100, 520})
       for (const auto& splits : std::vector<Splits>{{}, {0}, {5}, {3, 0, 20, 400, 0}})
         for (const bool scaled : {false, true}) {
           SCOPED_TRACE(testing::Message() << dtype << " n " << n << " splits " << at::IntArrayRef(splits));
-          const Problem p(splits, n, 8, dtype, 3);
+          const GroupedCase p(splits, n, 8, dtype, 3);
           const auto zeros = [](at::IntArrayRef sizes) { return at::zeros(sizes, at::kDouble); };
           Bounded db{zeros({p.groups(), n}), zeros({p.groups(), n})}, ds{zeros({p.rows}), zeros({p.rows})};
           p.each([&](int64_t g, const auto& part) {
@@ -297,8 +297,8 @@ TEST_F(KernelsGrouped, BiasGradients) {
             part(ds.value).copy_(dots.sum(1));
             part(ds.error).copy_(dots.abs().sum(1) * summation(n + 1, dtype));
           });
-          const auto got = grouped_bias_gradient(p.opaque(), p.dy, scaled ? p.scales : Tensor{}, p.packed_bias(), true,
-                                                 /*ds_wanted=*/scaled);
+          const auto got = grouped_bias_gradient(p.opaque(), p.dy, scaled ? p.scales : Tensor{}, p.stacked_bias(), true,
+                                                 /*needs_ds=*/scaled);
           EXPECT_EQ(got.db.scalar_type(), dtype);
           expect_within(got.db, db, "db");
           EXPECT_EQ(got.ds.defined(), scaled);
@@ -330,7 +330,7 @@ TEST_F(KernelsGrouped, BadSplitsRaise) {
   }
 }
 
-TEST_F(KernelsGrouped, MetaTensorsGiveSizes) {
+TEST_F(KernelsGrouped, InfersShapesOnMeta) {
   const auto meta = [](at::IntArrayRef sizes, at::ScalarType type = at::kBFloat16) {
     return at::empty(sizes, at::TensorOptions(at::kMeta).dtype(type));
   };
@@ -346,21 +346,21 @@ TEST_F(KernelsGrouped, MetaTensorsGiveSizes) {
   EXPECT_EQ(sums.ds.sizes(), at::IntArrayRef({9}));
 }
 
-TEST_F(KernelsGrouped, ARecordingServesOtherSplits) {
-  for (const auto dtype : kAll)
+TEST_F(KernelsGrouped, RecordingReplaysOtherSplits) {
+  for (const auto dtype : kAllDtypes)
     for (const auto path : kPaths) {
-      const Problem p({3, 0, 20, 40}, 48, 40, dtype);
+      const GroupedCase p({3, 0, 20, 40}, 48, 40, dtype);
       const auto dw = at::empty({4, 48, 40}, at::kFloat);
       const auto run = [&](const Tensor& index, const Tensor& gradient) {
         const GroupIndex opaque(index);
         grouped_weight_gradient(opaque, p.dy, p.x, GroupedMatrix(gradient), false, path);
-        const auto sums = grouped_bias_gradient(opaque, p.dy, p.scales, p.packed_bias(), true, true);
+        const auto sums = grouped_bias_gradient(opaque, p.dy, p.scales, p.stacked_bias(), true, true);
         return std::vector{
-            grouped_gemm(opaque, p.x, p.packed(), true, {.bias = p.packed_bias(), .scales = p.scales, .path = path}),
-            grouped_gemm(opaque, p.dy, p.packed(), false, {.path = path}), sums.db, sums.ds};
+            grouped_gemm(opaque, p.x, p.stacked(), true, {.bias = p.stacked_bias(), .scales = p.scales, .path = path}),
+            grouped_gemm(opaque, p.dy, p.stacked(), false, {.path = path}), sums.db, sums.ds};
       };
       const auto index = p.index.clone();
-      Recording recording;
+      LaunchRecording recording;
       const auto got = run(index, dw);
       recording.stop();
       EXPECT_EQ(recording.size(), 4U);
@@ -375,12 +375,12 @@ TEST_F(KernelsGrouped, ARecordingServesOtherSplits) {
     }
 }
 
-TEST_F(KernelsGrouped, WeightsThatRequireGradAreNoConcern) {
-  for (const auto dtype : kAll)
+TEST_F(KernelsGrouped, IgnoresRequiresGradOfWeights) {
+  for (const auto dtype : kAllDtypes)
     for (const auto path : kPaths) {
-      const Problem p({3, 0, 20}, 32, 64, dtype);
+      const GroupedCase p({3, 0, 20}, 32, 64, dtype);
       p.w.requires_grad_();
-      EXPECT_FALSE(grouped_gemm(p.opaque(), p.x, p.packed(), true, {.path = path}).requires_grad());
+      EXPECT_FALSE(grouped_gemm(p.opaque(), p.x, p.stacked(), true, {.path = path}).requires_grad());
     }
 }
 

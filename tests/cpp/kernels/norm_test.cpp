@@ -11,26 +11,26 @@
 namespace weft::kernels {
 namespace {
 
-TEST(LayerNorm, EqualsItsFormula) {
+TEST(LayerNorm, MatchesFormula) {
   const auto x = at::randn({5, 2, 6}, at::kDouble), gamma = at::randn({2, 6}, at::kDouble),
              beta = at::randn({2, 6}, at::kDouble);
-  const auto centred = x - x.mean({1, 2}, true);
-  const auto expected = centred / at::sqrt((centred * centred).mean({1, 2}, true) + 0.3) * gamma + beta;
+  const auto centered = x - x.mean({1, 2}, true);
+  const auto expected = centered / at::sqrt((centered * centered).mean({1, 2}, true) + 0.3) * gamma + beta;
   EXPECT_TRUE(at::allclose(layer_norm_forward(x, gamma, beta, 0.3).y, expected, 1e-12, 1e-12));
 }
 
-TEST(RmsNorm, EqualsItsFormula) {
+TEST(RmsNorm, MatchesFormula) {
   const auto x = at::randn({5, 2, 6}, at::kDouble), gamma = at::randn({2, 6}, at::kDouble);
   const auto expected = x / at::sqrt((x * x).mean({1, 2}, true) + 0.3) * gamma;
   EXPECT_TRUE(at::allclose(rms_norm_forward(x, gamma, 0.3).y, expected, 1e-12, 1e-12));
 }
 
-TEST(L2Norm, EqualsItsFormula) {
+TEST(L2Norm, MatchesFormula) {
   const auto x = at::randn({5, 6}, at::kDouble);
   EXPECT_TRUE(at::allclose(l2_norm_forward(x, 0.3).y, x / at::sqrt((x * x).sum(-1, true) + 0.3), 1e-12, 1e-12));
 }
 
-TEST(Norm, LowPrecisionIsRoundedOnce) {
+TEST(Norm, RoundsLowPrecisionOnce) {
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     const auto x = at::randn({64, 64}).to(dtype), gamma = at::randn({64}), beta = at::randn({64});
     const auto wide = x.to(at::kFloat);
@@ -44,13 +44,13 @@ TEST(Norm, LowPrecisionIsRoundedOnce) {
   }
 }
 
-TEST(Norm, StatisticsOfLongRowsAreExact) {
+TEST(Norm, StatisticsOfLongRowsAreAccurate) {
   const auto x = at::rand({4, 16384}), one = at::ones({16384});
   const auto got = rms_norm_forward(x, one, 0).rstd.to(at::kDouble);
   EXPECT_TRUE(at::allclose(got, rms_norm_forward(x.to(at::kDouble), one.to(at::kDouble), 0).rstd, 1.3e-6, 0));
 }
 
-TEST(Norm, RowsWithoutValuesRun) {
+TEST(Norm, SupportsEmptyRows) {
   const auto x = at::rand({3, 0}), gamma = at::rand({0});
   const auto layer = layer_norm_forward(x, gamma, gamma, 1e-5);
   EXPECT_EQ(layer_norm_backward(x, x, layer.mean, layer.rstd, gamma, {true, true, true}).dx.sizes(), x.sizes());
@@ -59,7 +59,7 @@ TEST(Norm, RowsWithoutValuesRun) {
   EXPECT_EQ(l2_norm_backward(x, x, l2_norm_forward(x, 1e-6).rnorm).sizes(), x.sizes());
 }
 
-TEST(RmsNorm, TinyValuesWithoutEpsKeepFiniteGradients) {
+TEST(RmsNorm, TinyInputsWithoutEpsGiveFiniteGradients) {
   const auto x = at::randn({4, 8}) * 1e-15, gamma = at::ones({8}), dy = at::randn({4, 8});
   const auto out = rms_norm_backward(dy, x, rms_norm_forward(x, gamma, 0).rstd, gamma, {true, true});
   EXPECT_TRUE(out.dx.isfinite().all().item<bool>()) << out.dx;

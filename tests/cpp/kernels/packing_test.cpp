@@ -26,8 +26,8 @@ class KernelsPacking : public testing::Test {
   Tensor weight(int64_t rows = kSize, int64_t columns = kSize) const {
     return at::randn({rows, columns}).to(at::kBFloat16);
   }
-  Tensor product(const Tensor& w) const { return gemm(x_.narrow(1, 0, w.size(1)), w.t(), {.weight = true}).out; }
-  void expect_right(const Tensor& w) const { EXPECT_TRUE(product(w).equal(product(w.clone()))); }
+  Tensor product(const Tensor& w) const { return gemm(x_.narrow(1, 0, w.size(1)), w.t(), {.b_is_weight = true}).out; }
+  void expect_matches_unfrozen(const Tensor& w) const { EXPECT_TRUE(product(w).equal(product(w.clone()))); }
   int64_t packed() const { return packing_counts().packed - before_.packed; }
   int64_t reused() const { return packing_counts().reused - before_.reused; }
 
@@ -38,33 +38,33 @@ class KernelsPacking : public testing::Test {
   PackingCounts before_;
 };
 
-TEST_F(KernelsPacking, OnlyFrozenWeightsKeepACopy) {
+TEST_F(KernelsPacking, OnlyFrozenWeightsAreCached) {
   const auto w = weight();
   for (int i = 0; i < 3; ++i) product(w);
   EXPECT_EQ(packed_bytes(), 0);
   freeze(w);
-  for (int i = 0; i < 3; ++i) expect_right(w);
+  for (int i = 0; i < 3; ++i) expect_matches_unfrozen(w);
   EXPECT_EQ(packed_bytes(), kBytes);
   EXPECT_EQ(packed(), 1);
   EXPECT_EQ(reused(), 2);
-  thaw(w);
+  unfreeze(w);
   EXPECT_EQ(packed_bytes(), 0);
 }
 
-TEST_F(KernelsPacking, DirectionsAndGatedOrderHaveTheirOwnCopies) {
+TEST_F(KernelsPacking, EachLayoutHasItsOwnCopy) {
   const auto w = weight();
   const auto x = x_.narrow(1, 0, kSize);
-  const Epilogue gated{.act = Act{.kind = ActKind::swiglu}, .weight = true};
+  const Epilogue gated{.act = Act{.kind = ActKind::swiglu}, .b_is_weight = true};
   freeze(w);
   for (int i = 0; i < 3; ++i) {
-    expect_right(w);
-    EXPECT_TRUE(gemm(x, w, {.weight = true}).out.equal(gemm(x, w.clone(), {.weight = true}).out));
+    expect_matches_unfrozen(w);
+    EXPECT_TRUE(gemm(x, w, {.b_is_weight = true}).out.equal(gemm(x, w.clone(), {.b_is_weight = true}).out));
     EXPECT_TRUE(gemm(x, w.t(), gated).out.equal(gemm(x, w.clone().t(), gated).out));
   }
   EXPECT_EQ(packed(), 3);
 }
 
-TEST_F(KernelsPacking, RecordedChangeOfAFrozenWeightRaisesByName) {
+TEST_F(KernelsPacking, ChangedFrozenWeightRaisesByName) {
   for (const auto& w : {weight(), weight(45, 39)}) {
     freeze(w, "up.weight");
     product(w);
@@ -73,46 +73,46 @@ TEST_F(KernelsPacking, RecordedChangeOfAFrozenWeightRaisesByName) {
       EXPECT_THAT([&] { product(w); },
                   testing::ThrowsMessage<c10::Error>(testing::HasSubstr("up.weight was changed in place")));
     freeze(w);
-    expect_right(w);
-    thaw(w);
+    expect_matches_unfrozen(w);
+    unfreeze(w);
     w.neg_();
-    expect_right(w);
+    expect_matches_unfrozen(w);
   }
 }
 
-TEST_F(KernelsPacking, VersionThatMovedWithoutAChangeOfTheWeightDoesNotRaise) {
+TEST_F(KernelsPacking, VersionBumpWithoutChangeDoesNotRaise) {
   const auto both = at::stack({weight(45, 39), weight(45, 39)});
   const auto w = both[0], other = both[1];  // share a version counter
   freeze(w);
   for (int i = 0; i < 3; ++i) {
-    expect_right(w);
+    expect_matches_unfrozen(w);
     other.neg_();
-    expect_right(other);
+    expect_matches_unfrozen(other);
   }
   EXPECT_EQ(packed(), 1);
 }
 
-TEST_F(KernelsPacking, FreezingAPartDropsCopiesOfTheWhole) {
+TEST_F(KernelsPacking, FreezingAViewDropsCopiesOfTheBase) {
   const auto w = weight();
   const auto data = w.variable_data();  // a version counter of its own
   freeze(w);
   product(w);
   data.neg_();
   freeze(w.narrow(0, 0, 8));
-  expect_right(w);
+  expect_matches_unfrozen(w);
 }
 
-TEST_F(KernelsPacking, LimitHoldsAndCopiesDieWithTheirWeights) {
+TEST_F(KernelsPacking, CacheRespectsLimitAndDropsDeadWeights) {
   set_packing_limit(2 * kBytes);
   std::vector<Tensor> weights;
   for (int i = 0; i < 4; ++i) {
     freeze(weights.emplace_back(weight()));
-    for (int use = 0; use < 2; ++use) expect_right(weights.back());
+    for (int use = 0; use < 2; ++use) expect_matches_unfrozen(weights.back());
     EXPECT_EQ(packed_bytes(), std::min(i + 1, 2) * kBytes);
   }
   weights.erase(weights.begin());
   EXPECT_EQ(packed_bytes(), kBytes);
-  expect_right(weights.back());
+  expect_matches_unfrozen(weights.back());
   EXPECT_EQ(packed_bytes(), 2 * kBytes);
   set_packing_limit(kBytes);
   EXPECT_EQ(packed_bytes(), kBytes);

@@ -38,7 +38,7 @@ class Schedules : public ::testing::TestWithParam<Case> {
     Bounded sum;
     for (size_t r = 0; r < xs.size(); ++r) {
       const auto dtype = xs[r].scalar_type();
-      const auto part = kernels::rounded(kernels::bounded_product(xs[r], ws[r]), dtype);
+      const auto part = kernels::rounded(kernels::bounded_gemm(xs[r], ws[r]), dtype);
       if (!sum.defined()) {
         sum = part;
         continue;
@@ -74,8 +74,8 @@ TEST_P(Schedules, AGatherGivesTheProductOfAllRowsAndTheRows) {
                             Tensor all;
                             const auto mine = block(x, link.rank(), ranks()).clone();
                             const auto y = overlap::all_gather_gemm(link, mine, kernels::transposed(w),
-                                                                    {.bias = b, .weight = true}, &all);
-                            const auto product = kernels::bounded_product(x, w.t());
+                                                                    {.bias = b, .b_is_weight = true}, &all);
+                            const auto product = kernels::bounded_gemm(x, w.t());
                             const auto want = kernels::scaled_sum(product, 1, b, x.scalar_type());
                             expect_within(y.out, want);
                             const auto alone =
@@ -101,10 +101,10 @@ TEST_P(Schedules, AScatterGivesTheSumOfAllRanks) {
                             const auto sum = summed(x, transposed(ws));
                             const auto& w = ws[link.rank()];
                             const auto mine = overlap::gemm_reduce_scatter(link, x[link.rank()], kernels::transposed(w),
-                                                                           {.weight = true});
+                                                                           {.b_is_weight = true});
                             expect_within(mine, block(sum, link.rank(), ranks()));
                             const auto all = overlap::gemm_all_reduce(link, x[link.rank()].narrow(0, 0, x[0].size(0)),
-                                                                      kernels::transposed(w), {.weight = true});
+                                                                      kernels::transposed(w), {.b_is_weight = true});
                             expect_within(all, sum);
                           }
                         }),
@@ -136,7 +136,7 @@ TEST_P(Schedules, AGatherAndAScatterGoUnderOtherProducts) {
                           for (int round = 0; round < 5; ++round) {
                             const auto mine = block(x, link.rank(), ranks()).clone();
                             overlap::GatherUnder gather(link, mine);
-                            overlap::ReduceUnder reduce(link, dys[link.rank()], ws[link.rank()], {.weight = true},
+                            overlap::ReduceUnder reduce(link, dys[link.rank()], ws[link.rank()], {.b_is_weight = true},
                                                         [&] { gather.advance(); });
                             if (!gather.wait().equal(x)) C10_THROW_ERROR(Error, "other rows were gathered");
                             reduce.advance();
@@ -151,7 +151,7 @@ TEST_P(Schedules, OneValueInAllPlacesIsAGradientToo) {
   const auto ones = random(1, 1).fill_(1).expand({8 * ranks(), kK});
   EXPECT_THAT(run_ranks(ranks(),
                         [&](SharedLink& link) {
-                          const auto truth = kernels::bounded_product(ones, w.t());
+                          const auto truth = kernels::bounded_gemm(ones, w.t());
                           const auto mine = block(ones, link.rank(), ranks());
                           expect_within(overlap::all_gather_gemm(link, mine, kernels::transposed(w), {}).out, truth);
                           const std::vector<Tensor> xs(ranks(), ones), ws(ranks(), w.t());

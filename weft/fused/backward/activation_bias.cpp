@@ -16,7 +16,7 @@ class ActivationBias final : public FusedOp {
     if (!activation.needs_input_grad()) return {};
     const auto& x = activation.saved(ops::ActivationOp::kInput);
     if (!bias.needs_param_grad(0)) return kernels::activation_backward(activation_->act(), dy, x);
-    auto [dx, db] = kernels::activation_backward_sums(activation_->act(), dy, x);
+    auto [dx, db] = kernels::activation_backward_column_sums(activation_->act(), dy, x);
     bias_->set_gradient(bias, std::move(db));
     return bias.needs_input_grad() ? dx : at::Tensor{};
   }

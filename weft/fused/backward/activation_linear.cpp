@@ -23,11 +23,11 @@ class ActivationLinear final : public FusedOp {
     if (!activation.needs_input_grad()) return {};
     const bool needs_db = bias_ && ctx.op(bias_.index).needs_param_grad(0);
     auto result = linear_->input_gradient(linear, dy_all, ctx.params(linear_.index),
-                                          {.slope = activation_->act(),
-                                           .at = ops::as_matrix(activation.saved(ops::ActivationOp::kInput)),
-                                           .keep_sums = needs_db,
-                                           .keep_tiles = before_ && before_->takes_packed_grad(ctx.op(-1), dy_all)});
-    if (needs_db) bias_->set_gradient(ctx.op(bias_.index), std::move(result.sums));
+                                          {.act_grad = activation_->act(),
+                                           .act_input = ops::as_matrix(activation.saved(ops::ActivationOp::kInput)),
+                                           .keep_column_sums = needs_db,
+                                           .keep_packed_transpose = before_ && before_->takes_packed_grad(ctx.op(-1), dy_all)});
+    if (needs_db) bias_->set_gradient(ctx.op(bias_.index), std::move(result.column_sums));
     if (!ctx.op(0).needs_input_grad()) return {};
     forward_packed_grad(ctx, result);
     return result.out;

@@ -36,7 +36,7 @@ class OverlappedColumnBackward final : public FusedOp {
   at::Tensor backward_reduce_scatter(StepContext& ctx, comm::Link& link, const at::Tensor& dy, const at::Tensor& rows,
                        const at::Tensor& w) const {
     auto linear = ctx.op(0);
-    const kernels::Epilogue epilogue{.weight = true};
+    const kernels::Epilogue epilogue{.b_is_weight = true};
     if (!linear.needs_param_grad(0))
       return with_leading_dims(overlap::gemm_reduce_scatter(link, rows, w, epilogue), dy, -link.size());
     const auto& x = linear.saved(ops::BasicLinear::kInput);
@@ -51,7 +51,7 @@ class OverlappedColumnBackward final : public FusedOp {
   at::Tensor backward_all_reduce(StepContext& ctx, comm::Link& link, const at::Tensor& dy, const at::Tensor& rows,
                     const at::Tensor& w) const {
     auto linear = ctx.op(0);
-    const auto dx = overlap::gemm_all_reduce(link, rows, w, {.weight = true});
+    const auto dx = overlap::gemm_all_reduce(link, rows, w, {.b_is_weight = true});
     linear_->weight_gradient(linear, dy);
     return ops::restore_leading_dims(dx, dy);
   }

@@ -31,7 +31,7 @@ class OverlappedRowBackward final : public FusedOp {
     const bool needs_all_dy = linear.needs_param_grad(0) || needs_bias_grad(ctx);
     auto result = overlap::all_gather_gemm(*link, local, w, epilogue(ctx), needs_all_dy ? &all : nullptr);
     if (needs_all_dy) all = with_leading_dims(all, dy, ranks());
-    set_gradients(ctx, all, std::move(result.sums));
+    set_gradients(ctx, all, std::move(result.column_sums));
     return ctx.op(0).needs_input_grad() ? with_leading_dims(result.out, dy, ranks()) : at::Tensor{};
   }
 
@@ -49,10 +49,10 @@ class OverlappedRowBackward final : public FusedOp {
   bool needs_input_bias_grad(StepContext& ctx) const { return input_bias_ && ctx.op(input_bias_.index).needs_param_grad(0); }
 
   kernels::Epilogue epilogue(StepContext& ctx) const {
-    kernels::Epilogue e{.keep_sums = needs_input_bias_grad(ctx), .weight = true};
+    kernels::Epilogue e{.keep_column_sums = needs_input_bias_grad(ctx), .b_is_weight = true};
     if (!activation_) return e;
-    e.slope = activation_->act();
-    e.at = ops::as_matrix(ctx.op(activation_.index).saved(ops::ActivationOp::kInput));
+    e.act_grad = activation_->act();
+    e.act_input = ops::as_matrix(ctx.op(activation_.index).saved(ops::ActivationOp::kInput));
     return e;
   }
 
@@ -74,7 +74,7 @@ class OverlappedRowBackward final : public FusedOp {
       all = linear_->gather_output_gradient(dy).wait();
     }
     auto result = linear_->input_gradient(linear, all, ctx.params(linear_.index), epilogue(ctx));
-    set_gradients(ctx, all, std::move(result.sums));
+    set_gradients(ctx, all, std::move(result.column_sums));
     return ctx.op(0).needs_input_grad() ? result.out : at::Tensor{};
   }
 

@@ -16,9 +16,9 @@ class LinearBiasActivation final : public FusedOp {
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
     auto linear = ctx.op(0), activation = ctx.op(activation_.index);
     kernels::Epilogue epilogue{
-        .bias = bias_of(ctx, bias_), .act = activation_->act(), .keep_pre = activation.needs_input_grad()};
+        .bias = bias_of(ctx, bias_), .act = activation_->act(), .keep_pre_act = activation.needs_input_grad()};
     auto result = linear_->forward_gemm(linear, x, ctx.params(0)[0], std::move(epilogue));
-    if (activation.needs_input_grad()) activation.save(ops::ActivationOp::kInput, std::move(result.pre));
+    if (activation.needs_input_grad()) activation.save(ops::ActivationOp::kInput, std::move(result.pre_act));
     return result.out;
   }
 

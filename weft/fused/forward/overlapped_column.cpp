@@ -15,11 +15,11 @@ class OverlappedColumn final : public FusedOp {
 
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
     const overlap::Choice::Watch watch(choice_);
-    const bool keep_pre = activation_ && ctx.op(activation_.index).needs_input_grad();
-    kernels::Epilogue epilogue{.bias = bias_of(ctx, bias_), .keep_pre = keep_pre};
+    const bool keep_pre_act = activation_ && ctx.op(activation_.index).needs_input_grad();
+    kernels::Epilogue epilogue{.bias = bias_of(ctx, bias_), .keep_pre_act = keep_pre_act};
     if (activation_) epilogue.act = activation_->act();
     auto result = forward_gemm(ctx, x, std::move(epilogue));
-    if (keep_pre) ctx.op(activation_.index).save(ops::ActivationOp::kInput, std::move(result.pre));
+    if (keep_pre_act) ctx.op(activation_.index).save(ops::ActivationOp::kInput, std::move(result.pre_act));
     return result.out;
   }
 
@@ -37,10 +37,10 @@ class OverlappedColumn final : public FusedOp {
         comm::Operation::all_gather, local.scalar_type(), rows.size(0), w.size(0), w.size(1), ranks};
     const auto link = choice_.link(*options.tensor_parallel_group, shape, options.overlap);
     if (!link) return linear_->forward_gemm(linear, x, weight, std::move(epilogue));
-    epilogue.weight = true;
+    epilogue.b_is_weight = true;
     auto result = overlap::all_gather_gemm(*link, rows, kernels::transposed(w), epilogue);
     result.out = with_leading_dims(result.out, x, ranks);
-    if (result.pre.defined()) result.pre = with_leading_dims(result.pre, x, ranks);
+    if (result.pre_act.defined()) result.pre_act = with_leading_dims(result.pre_act, x, ranks);
     return result;
   }
 

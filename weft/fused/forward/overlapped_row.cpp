@@ -29,7 +29,7 @@ class OverlappedRow final : public FusedOp {
                                ranks};
     const auto link = choice_.link(group(), shape, linear_->options().overlap);
     if (!link) return without_overlap(ctx, x);
-    const kernels::Epilogue epilogue{.bias = bias_of(ctx, bias_), .weight = true};
+    const kernels::Epilogue epilogue{.bias = bias_of(ctx, bias_), .b_is_weight = true};
     if (!scatters())
       return ops::restore_leading_dims(overlap::gemm_all_reduce(*link, rows, kernels::transposed(w), epilogue), x);
     return with_leading_dims(overlap::gemm_reduce_scatter(*link, rows, kernels::transposed(w), epilogue), x, -ranks);

@@ -52,9 +52,9 @@ class MlpBlock final : public FusedOp {
     const auto n = norm_->forward(norm, x, ctx.params(norm_.index));
     auto middle = up_->forward_gemm(
         up, n, ctx.params(up_.index)[0],
-        {.bias = bias_of(ctx, up_bias_), .act = activation_->act(), .keep_pre = activation.needs_input_grad()});
+        {.bias = bias_of(ctx, up_bias_), .act = activation_->act(), .keep_pre_act = activation.needs_input_grad()});
     if (norm.needs_grad() && !narrow_) up.save(BasicLinear::kInput, {});
-    if (activation.needs_input_grad()) activation.save(ActivationOp::kInput, std::move(middle.pre));
+    if (activation.needs_input_grad()) activation.save(ActivationOp::kInput, std::move(middle.pre_act));
 
     kernels::Epilogue epilogue{.bias = bias_of(ctx, down_bias_)};
     const auto& weight = ctx.params(down_.index)[0];
@@ -96,14 +96,14 @@ class MlpBlock final : public FusedOp {
     kernels::GemmResult result;
     if (down.needs_input_grad())
       result = down_->input_gradient(down, dy, ctx.params(down_.index),
-                                     {.slope = activation_->act(),
-                                      .at = ops::as_matrix(p),
-                                      .keep_again = recompute_h,
-                                      .keep_sums = needs_db,
-                                      .keep_tiles = up_->takes_packed_grad(ctx.op(up_.index), dy)});
-    if (recompute_h) h = result.again.defined() ? result.again : kernels::activation_forward(activation_->act(), p);
+                                     {.act_grad = activation_->act(),
+                                      .act_input = ops::as_matrix(p),
+                                      .keep_act_output = recompute_h,
+                                      .keep_column_sums = needs_db,
+                                      .keep_packed_transpose = up_->takes_packed_grad(ctx.op(up_.index), dy)});
+    if (recompute_h) h = result.act_output.defined() ? result.act_output : kernels::activation_forward(activation_->act(), p);
     down_->weight_gradient_of(down, dy, h);
-    if (needs_db) up_bias_->set_gradient(ctx.op(up_bias_.index), std::move(result.sums));
+    if (needs_db) up_bias_->set_gradient(ctx.op(up_bias_.index), std::move(result.column_sums));
     forward_packed_grad(ctx, result);
     return result.out;
   }

@@ -34,12 +34,12 @@ class NormLinear final : public FusedOp {
     kernels::Epilogue epilogue{.bias = bias_of(ctx, bias_)};
     if (activation_) {
       epilogue.act = activation_->act();
-      epilogue.keep_pre = ctx.op(activation_.index).needs_input_grad();
+      epilogue.keep_pre_act = ctx.op(activation_.index).needs_input_grad();
     }
     const auto n = norm_->forward(norm, x, ctx.params(norm_.index));
     auto result = linear_->forward_gemm(linear, n, ctx.params(linear_.index)[0], std::move(epilogue));
     if (norm.needs_grad()) linear.save(BasicLinear::kInput, {});
-    if (result.pre.defined()) ctx.op(activation_.index).save(ActivationOp::kInput, std::move(result.pre));
+    if (result.pre_act.defined()) ctx.op(activation_.index).save(ActivationOp::kInput, std::move(result.pre_act));
     return result.out;
   }
 
@@ -65,7 +65,7 @@ class NormLinear final : public FusedOp {
     if (!activation.needs_input_grad()) return {};
     const auto& p = activation.saved(ActivationOp::kInput);
     if (!needs_db) return kernels::activation_backward(activation_->act(), dy, p);
-    auto [dp, db] = kernels::activation_backward_sums(activation_->act(), dy, p);
+    auto [dp, db] = kernels::activation_backward_column_sums(activation_->act(), dy, p);
     bias_->set_gradient(ctx.op(bias_.index), std::move(db));
     return dp;
   }

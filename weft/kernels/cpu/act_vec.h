@@ -13,7 +13,7 @@
 namespace weft::kernels::CPU_CAPABILITY {
 
 /// How exactly an activation is computed.
-enum class Digits {
+enum class ActPrecision {
   float32,   // about two units in the last place
   bfloat16,  // 2^-13, a sixteenth of its half unit: under tile products each instruction counts. AVX-512 only
 };
@@ -30,9 +30,9 @@ inline Vec fraction(const Vec& t) {
 }
 
 /// 2^f for 0 ≤ f ≤ 1: the least relative error of its degree, 2.6e-6 for bfloat16.
-template <Digits kDigits>
+template <ActPrecision kPrecision>
 Vec exp2_fraction(const Vec& f) {
-  if constexpr (kDigits == Digits::bfloat16) {
+  if constexpr (kPrecision == ActPrecision::bfloat16) {
     Vec p = fma(Vec(1.3534168e-2F), f, Vec(5.2011464e-2F));
     p = fma(p, f, Vec(2.4144275e-1F));
     p = fma(p, f, Vec(6.9300383e-1F));
@@ -47,9 +47,9 @@ Vec exp2_fraction(const Vec& f) {
 }
 
 /// 2^(floor(t) + f) for |t| ≤ 126, with AVX-512 for any t; f is the fraction of t, perhaps with a correction.
-template <Digits kDigits>
+template <ActPrecision kPrecision>
 Vec exp2(const Vec& t, const Vec& f) {
-  const Vec p = exp2_fraction<kDigits>(f);
+  const Vec p = exp2_fraction<kPrecision>(f);
 #ifdef CPU_CAPABILITY_AVX512
   return _mm512_scalef_ps(p, t);  // p·2^floor(t)
 #else
@@ -58,26 +58,26 @@ Vec exp2(const Vec& t, const Vec& f) {
 #endif
 }
 
-/// e^(-x) for |x| ≤ kMost; for bfloat16 any x.
-inline constexpr float kMost = 87;
-template <Digits kDigits>
-Vec exp_minus(const Vec& x) {
-  if constexpr (kDigits == Digits::bfloat16) {
+/// e^(-x) for |x| ≤ kExpBound; for bfloat16 any x.
+inline constexpr float kExpBound = 87;
+template <ActPrecision kPrecision>
+Vec exp_neg(const Vec& x) {
+  if constexpr (kPrecision == ActPrecision::bfloat16) {
     const Vec t = x * Vec(-1.44269504F);
-    return exp2<kDigits>(t, fraction(t));
+    return exp2<kPrecision>(t, fraction(t));
   }
   const Vec high(-1.44269502162933349609375F), low(-1.92596299112661746887e-8F);  // their sum is -log2(e)
   const Vec t = x * high;
   const Vec lost = fma(x, low, at::vec::fmsub(x, high, t));
-  return exp2<kDigits>(t, fraction(t) + lost);
+  return exp2<kPrecision>(t, fraction(t) + lost);
 }
 
 /// 1/d for 1 ≤ d ≤ 2^126; for bfloat16 up to inf.
-template <Digits kDigits>
+template <ActPrecision kPrecision>
 Vec reciprocal(const Vec& d) {
 #ifdef CPU_CAPABILITY_AVX512
   const __m512 r = _mm512_rcp14_ps(d);  // 14 bits; one Newton step makes them 28
-  if constexpr (kDigits == Digits::bfloat16) return r;
+  if constexpr (kPrecision == ActPrecision::bfloat16) return r;
   return _mm512_fmadd_ps(r, _mm512_fnmadd_ps(d, r, _mm512_set1_ps(1)), r);
 #else
   return _mm256_div_ps(_mm256_set1_ps(1), d);
@@ -85,31 +85,31 @@ Vec reciprocal(const Vec& d) {
 }
 
 /// s = σ(x) and c = 1 - σ(x), both to full relative precision, from e = e^(-x).
-template <Digits kDigits>
-struct Sigma {
+template <ActPrecision kPrecision>
+struct Sigmoid {
   Vec s, c;
-  explicit Sigma(const Vec& e) : s(reciprocal<kDigits>(Vec(1.F) + e)), c(e * s) {}
+  explicit Sigmoid(const Vec& e) : s(reciprocal<kPrecision>(Vec(1.F) + e)), c(e * s) {}
 };
 
-inline Vec above(const Vec& x, float least) { return at::vec::clamp_min(x, Vec(least)); }
-inline Vec below(const Vec& x, float most) { return at::vec::clamp_max(x, Vec(most)); }
+inline Vec clamp_low(const Vec& x, float low) { return at::vec::clamp_min(x, Vec(low)); }
+inline Vec clamp_high(const Vec& x, float high) { return at::vec::clamp_max(x, Vec(high)); }
 /// `v` where `test` holds, else 0.
-inline Vec where(const Vec& test, const Vec& v) { return test & v; }
+inline Vec keep_where(const Vec& test, const Vec& v) { return test & v; }
 
 /// v, or NaN where x is infinite or NaN.
 inline Vec nan_at_inf(const Vec& x, const Vec& v) { return fma(x, Vec(0.F), v); }
 /// v, or NaN where x is -inf or NaN.
-inline Vec nan_at_minus_inf(const Vec& x, const Vec& v) { return nan_at_inf(below(x, 0), v); }
+inline Vec nan_at_minus_inf(const Vec& x, const Vec& v) { return nan_at_inf(clamp_high(x, 0), v); }
 
 /// A function and its derivative at the same point.
-struct Both {
-  Vec value, slope;
+struct ValueAndGrad {
+  Vec value, grad;
 };
 
 /// tanh. With e = e^(-2|z|): tanh = ±(1 - e)/(1 + e), tanh' = 4e/(1 + e)²; near 0 an odd polynomial.
-inline Both tanh(const Vec& z) {
+inline ValueAndGrad tanh(const Vec& z) {
   const Vec sign = z & Vec(-0.F), size = z.abs();
-  const Vec e = exp_minus<Digits::float32>(below(size + size, 40.F)), r = reciprocal<Digits::float32>(Vec(1.F) + e);
+  const Vec e = exp_neg<ActPrecision::float32>(clamp_high(size + size, 40.F)), r = reciprocal<ActPrecision::float32>(Vec(1.F) + e);
   const Vec z2 = z * z;
   Vec p = fma(Vec(-5.70498872745e-3F), z2, Vec(2.06390887954e-2F));
   p = fma(p, z2, Vec(-5.37397155531e-2F));
@@ -138,89 +138,89 @@ constexpr bool is_gated(ActKind kind) { return kind >= ActKind::glu; }
 
 /// Whether σ is computed at any argument, unclamped: e^(-x) is then 0 or inf, and x·σ(x) is right everywhere. A slope
 /// multiplies by both: not there.
-template <Digits kDigits, bool kSlope>
-constexpr bool kUnbounded = kDigits == Digits::bfloat16 && !kSlope;
+template <ActPrecision kPrecision, bool kWithGrad>
+constexpr bool kUnbounded = kPrecision == ActPrecision::bfloat16 && !kWithGrad;
 
 /// x·σ(kx) = x·s, with the slope s·(1 + kx·c).
-template <Digits kDigits, bool kSlope>
-Both swish(const Vec& x, float k) {
+template <ActPrecision kPrecision, bool kWithGrad>
+ValueAndGrad swish(const Vec& x, float k) {
   const Vec z = k == 1 ? x : x * Vec(k);
-  const Vec bounded = kUnbounded<kDigits, kSlope> ? z : below(above(z, -kMost), kMost);
-  const Sigma<kDigits> sigma(exp_minus<kDigits>(bounded));
-  if constexpr (kUnbounded<kDigits, kSlope>) return {x * sigma.s, Vec()};
-  const Vec value = nan_at_minus_inf(x, above(x, -1e4F) * sigma.s);  // the clamped σ is not quite 0
-  return {value, kSlope ? fma(bounded * sigma.c, sigma.s, nan_at_inf(x, sigma.s)) : Vec()};
+  const Vec bounded = kUnbounded<kPrecision, kWithGrad> ? z : clamp_high(clamp_low(z, -kExpBound), kExpBound);
+  const Sigmoid<kPrecision> sigma(exp_neg<kPrecision>(bounded));
+  if constexpr (kUnbounded<kPrecision, kWithGrad>) return {x * sigma.s, Vec()};
+  const Vec value = nan_at_minus_inf(x, clamp_low(x, -1e4F) * sigma.s);  // the clamped σ is not quite 0
+  return {value, kWithGrad ? fma(bounded * sigma.c, sigma.s, nan_at_inf(x, sigma.s)) : Vec()};
 }
 
 /// x·σ(2u) with 2u = x·(q + r·x²), which is x·(½ + ½·tanh(u)); the slope is s + x·s·c·(q + 3r·x²).
-template <Digits kDigits, bool kSlope>
-Both gelu(const Vec& x) {
+template <ActPrecision kPrecision, bool kWithGrad>
+ValueAndGrad gelu(const Vec& x) {
   constexpr float kBound = 10;  // 2^(±126)
   constexpr double kLog2e = 1.4426950408889634, q = 1.5957691216057308, r = 0.07135481627260025;
-  const Vec least = above(x, -kBound), bounded = kUnbounded<kDigits, kSlope> ? x : below(least, kBound);
+  const Vec least = clamp_low(x, -kBound), bounded = kUnbounded<kPrecision, kWithGrad> ? x : clamp_high(least, kBound);
   const Vec x2 = bounded * bounded;
   const Vec t = bounded * fma(Vec(static_cast<float>(-kLog2e * r)), x2, Vec(static_cast<float>(-kLog2e * q)));
-  const Sigma<kDigits> sigma(exp2<kDigits>(t, fraction(t)));
-  if constexpr (kUnbounded<kDigits, kSlope>) return {x * sigma.s, Vec()};
+  const Sigmoid<kPrecision> sigma(exp2<kPrecision>(t, fraction(t)));
+  if constexpr (kUnbounded<kPrecision, kWithGrad>) return {x * sigma.s, Vec()};
   const Vec value = nan_at_minus_inf(x, least * sigma.s);
-  if constexpr (!kSlope) return {value, Vec()};
+  if constexpr (!kWithGrad) return {value, Vec()};
   const Vec du = fma(Vec(static_cast<float>(3 * r)), x2, Vec(static_cast<float>(q)));
   return {value, fma(bounded * sigma.c * du, sigma.s, nan_at_inf(x, sigma.s))};
 }
 
-inline Both squared_relu(const Vec& x) {
-  const Vec y = above(x, 0);
+inline ValueAndGrad squared_relu(const Vec& x) {
+  const Vec y = clamp_low(x, 0);
   return {y * y, y + y};
 }
 
 /// σ, and exactly 0 or 1 where float32 has nothing between.
-template <Digits kDigits>
-Both logistic(const Vec& x) {
-  const Sigma<kDigits> sigma(exp_minus<kDigits>(below(above(x, -kMost), kMost)));
-  const Vec s = Vec::blendv(sigma.s, Vec(0.F), x < Vec(-kMost)), c = Vec::blendv(sigma.c, Vec(0.F), x > Vec(kMost));
+template <ActPrecision kPrecision>
+ValueAndGrad logistic(const Vec& x) {
+  const Sigmoid<kPrecision> sigma(exp_neg<kPrecision>(clamp_high(clamp_low(x, -kExpBound), kExpBound)));
+  const Vec s = Vec::blendv(sigma.s, Vec(0.F), x < Vec(-kExpBound)), c = Vec::blendv(sigma.c, Vec(0.F), x > Vec(kExpBound));
   return {s, s * c};
 }
 
 /// β1·tanh(a/β1)·σ(a).
-inline Both situ(const Vec& a, const ActParams& p) {
+inline ValueAndGrad situ(const Vec& a, const ActParams& p) {
   const auto [t, dt] = tanh(a * Vec(p.per_beta1));
-  const auto [s, ds] = logistic<Digits::float32>(a);
+  const auto [s, ds] = logistic<ActPrecision::float32>(a);
   const Vec bt = Vec(p.beta1) * t;
   return {bt * s, fma(dt, s, bt * ds)};
 }
 
-/// f(x), the whole of a unary kind or the gate of a gated one. The slope is only right if kSlope; that of
+/// f(x), the whole of a unary kind or the gate of a gated one. The slope is only right if kWithGrad; that of
 /// clamped_swiglu is the slope at the clamped argument.
-template <ActKind kKind, Digits kDigits, bool kSlope>
-Both f_of(const Vec& x, const ActParams& p) {
+template <ActKind kKind, ActPrecision kPrecision, bool kWithGrad>
+ValueAndGrad f_of(const Vec& x, const ActParams& p) {
   using enum ActKind;
   if constexpr (kKind == gelu || kKind == geglu) {
-    return CPU_CAPABILITY::gelu<kDigits, kSlope>(x);
+    return CPU_CAPABILITY::gelu<kPrecision, kWithGrad>(x);
   } else if constexpr (kKind == qgelu || kKind == qgeglu) {
-    return swish<kDigits, kSlope>(x, 1.702F);
+    return swish<kPrecision, kWithGrad>(x, 1.702F);
   } else if constexpr (kKind == silu || kKind == swiglu) {
-    return swish<kDigits, kSlope>(x, 1);
+    return swish<kPrecision, kWithGrad>(x, 1);
   } else if constexpr (kKind == relu || kKind == reglu) {
-    return {above(x, 0), Vec::blendv(Vec(1.F), Vec(0.F), x <= Vec(0.F))};
+    return {clamp_low(x, 0), Vec::blendv(Vec(1.F), Vec(0.F), x <= Vec(0.F))};
   } else if constexpr (kKind == srelu || kKind == sreglu) {
     return squared_relu(x);
   } else if constexpr (kKind == glu) {
-    return logistic<kDigits>(x);
+    return logistic<kPrecision>(x);
   } else if constexpr (kKind == situglu) {
     return situ(x, p);
   } else {
-    return swish<kDigits, kSlope>(below(x, p.limit), p.alpha);
+    return swish<kPrecision, kWithGrad>(clamp_high(x, p.limit), p.alpha);
   }
 }
 
 /// h(b) of a gated kind. The slope of clamped_swiglu is a mask.
 template <ActKind kKind>
-Both h_of(const Vec& b, const ActParams& p) {
+ValueAndGrad h_of(const Vec& b, const ActParams& p) {
   if constexpr (kKind == ActKind::situglu) {
     const auto [t, dt] = tanh(b * Vec(p.per_beta2));
     return {Vec(p.beta2) * t, dt};
   } else if constexpr (kKind == ActKind::clamped_swiglu) {
-    const Vec inside = below(above(b, -p.limit), p.limit);
+    const Vec inside = clamp_high(clamp_low(b, -p.limit), p.limit);
     return {inside + Vec(p.offset), inside == b};
   } else {
     return {b, Vec(1.F)};
@@ -230,65 +230,65 @@ Both h_of(const Vec& b, const ActParams& p) {
 // ---- What kernels call -------------------------------------------------------------------------------------------
 
 /// f(x) of a unary kind.
-template <ActKind kKind, Digits kDigits = Digits::float32>
+template <ActKind kKind, ActPrecision kPrecision = ActPrecision::float32>
 Vec act_value(const Vec& x, const ActParams& p) {
-  return f_of<kKind, kDigits, false>(x, p).value;
+  return f_of<kKind, kPrecision, false>(x, p).value;
 }
 /// f(x) and f'(x) of a unary kind.
-template <ActKind kKind, Digits kDigits = Digits::float32>
-Both act_both(const Vec& x, const ActParams& p) {
-  return f_of<kKind, kDigits, true>(x, p);
+template <ActKind kKind, ActPrecision kPrecision = ActPrecision::float32>
+ValueAndGrad act_value_and_grad(const Vec& x, const ActParams& p) {
+  return f_of<kKind, kPrecision, true>(x, p);
 }
 /// f(a)·h(b) of a gated kind.
-template <ActKind kKind, Digits kDigits = Digits::float32>
+template <ActKind kKind, ActPrecision kPrecision = ActPrecision::float32>
 Vec gated_value(const Vec& a, const Vec& b, const ActParams& p) {
-  return f_of<kKind, kDigits, false>(a, p).value * h_of<kKind>(b, p).value;
+  return f_of<kKind, kPrecision, false>(a, p).value * h_of<kKind>(b, p).value;
 }
 /// f(a)·h(b), da = dy·f'(a)·h(b) and db = dy·f(a)·h'(b) of a gated kind.
-struct Gated {
+struct GatedGrads {
   Vec value, da, db;
 };
-template <ActKind kKind, Digits kDigits = Digits::float32>
-Gated gated_both(const Vec& dy, const Vec& a, const Vec& b, const ActParams& p) {
-  const auto f = f_of<kKind, kDigits, true>(a, p), h = h_of<kKind>(b, p);
+template <ActKind kKind, ActPrecision kPrecision = ActPrecision::float32>
+GatedGrads gated_value_and_grads(const Vec& dy, const Vec& a, const Vec& b, const ActParams& p) {
+  const auto f = f_of<kKind, kPrecision, true>(a, p), h = h_of<kKind>(b, p);
   if constexpr (kKind == ActKind::clamped_swiglu)  // a clamp stops any gradient, NaN too
-    return {f.value * h.value, where(a <= Vec(p.limit), dy * h.value * f.slope), where(h.slope, dy * f.value)};
+    return {f.value * h.value, keep_where(a <= Vec(p.limit), dy * h.value * f.grad), keep_where(h.grad, dy * f.value)};
   constexpr bool kPlain = kKind != ActKind::situglu;  // h' = 1
-  return {f.value * h.value, dy * h.value * f.slope, kPlain ? dy * f.value : dy * f.value * h.slope};
+  return {f.value * h.value, dy * h.value * f.grad, kPlain ? dy * f.value : dy * f.value * h.grad};
 }
 
 /// Calls run(std::integral_constant<ActKind, kind>{}): a kind known at run time becomes a template argument.
 template <class F>
 void with_kind(ActKind kind, F&& run) {
-  const auto at = [&]<ActKind kKind>() { run(std::integral_constant<ActKind, kKind>{}); };
+  const auto dispatch = [&]<ActKind kKind>() { run(std::integral_constant<ActKind, kKind>{}); };
   using enum ActKind;
   switch (kind) {
     case gelu:
-      return at.template operator()<gelu>();
+      return dispatch.template operator()<gelu>();
     case qgelu:
-      return at.template operator()<qgelu>();
+      return dispatch.template operator()<qgelu>();
     case relu:
-      return at.template operator()<relu>();
+      return dispatch.template operator()<relu>();
     case srelu:
-      return at.template operator()<srelu>();
+      return dispatch.template operator()<srelu>();
     case silu:
-      return at.template operator()<silu>();
+      return dispatch.template operator()<silu>();
     case glu:
-      return at.template operator()<glu>();
+      return dispatch.template operator()<glu>();
     case geglu:
-      return at.template operator()<geglu>();
+      return dispatch.template operator()<geglu>();
     case qgeglu:
-      return at.template operator()<qgeglu>();
+      return dispatch.template operator()<qgeglu>();
     case reglu:
-      return at.template operator()<reglu>();
+      return dispatch.template operator()<reglu>();
     case sreglu:
-      return at.template operator()<sreglu>();
+      return dispatch.template operator()<sreglu>();
     case swiglu:
-      return at.template operator()<swiglu>();
+      return dispatch.template operator()<swiglu>();
     case situglu:
-      return at.template operator()<situglu>();
+      return dispatch.template operator()<situglu>();
     case clamped_swiglu:
-      return at.template operator()<clamped_swiglu>();
+      return dispatch.template operator()<clamped_swiglu>();
   }
 }
 

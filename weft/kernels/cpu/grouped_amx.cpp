@@ -9,34 +9,34 @@ const Bf16* bf16(const void* p) { return static_cast<const Bf16*>(p); }
 const Bf16* from_row(const at::Tensor& t, int64_t row) { return bf16(t.const_data_ptr()) + row * t.strides()[0]; }
 
 /// Rows of a group, in a matrix of all rows.
-Place rows_of(const at::Tensor& t, int64_t row) {
+MatrixView rows_of(const at::Tensor& t, int64_t row) {
   if (!t.defined()) return {};
-  Place p{static_cast<char*>(t.data_ptr()), t.sizes().size() > 1 ? t.strides()[0] : 1, t.scalar_type()};
+  MatrixView p{static_cast<char*>(t.data_ptr()), t.sizes().size() > 1 ? t.strides()[0] : 1, t.scalar_type()};
   p.data = p.at(row, 0);
   return p;
 }
-Place matrix_of(const GroupedMatrix& m, int64_t g) {
+MatrixView matrix_of(const GroupedMatrix& m, int64_t g) {
   if (!m.defined()) return {};
   return {static_cast<char*>(m.data(g)), m.columns(), m.dtype()};
 }
 
-int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /// The panels of all groups, laid out in a row by cost and cut into equal parts for the threads: run(g, begin, end) for
 /// those that start within the part of thread t. `cost(g)` is that of each of a group's `panels` panels; 0: no work.
-template <class Cost, class Run>
-void share(const OpenIndex& index, int64_t panels, int t, int threads, const Cost& cost, const Run& run) {
+template <class Cost, class Fn>
+void partition_by_cost(const GroupOffsets& offsets, int64_t panels, int t, int threads, const Cost& cost, const Fn& run) {
   int64_t total = 0;
-  for (int64_t g = 0; g < index.groups(); ++g) total += cost(g) * panels;
+  for (int64_t g = 0; g < offsets.groups(); ++g) total += cost(g) * panels;
   const auto from = total / threads * t + total % threads * t / threads;
   const auto to = total / threads * (t + 1) + total % threads * (t + 1) / threads;
-  int64_t at = 0;
-  for (int64_t g = 0; g < index.groups() && at < to; ++g) {
-    const auto each = cost(g), start = at;
+  int64_t cost_so_far = 0;
+  for (int64_t g = 0; g < offsets.groups() && cost_so_far < to; ++g) {
+    const auto each = cost(g), start = cost_so_far;
     if (each == 0) continue;
-    at += each * panels;
-    const auto panel = [&](int64_t place) {
-      return std::clamp<int64_t>(up(std::max<int64_t>(place - start, 0), each), 0, panels);
+    cost_so_far += each * panels;
+    const auto panel = [&](int64_t position) {
+      return std::clamp<int64_t>(ceil_div(std::max<int64_t>(position - start, 0), each), 0, panels);
     };
     if (const auto begin = panel(from), end = panel(to); begin < end) run(g, begin, end);
   }
@@ -45,70 +45,70 @@ void share(const OpenIndex& index, int64_t panels, int t, int threads, const Cos
 int thread_count() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
 
 /// The block of this thread; its lists keep their memory.
-FarBlock& far_block(const Blocking& cut) {
-  static thread_local FarBlock block(cut);
-  block.restart(cut);
+ResidentPanels& resident_panels(const Blocking& blocking) {
+  static thread_local ResidentPanels block(blocking);
+  block.restart(blocking);
   return block;
 }
 
-/// Near panels `begin` to `end` of one group against all of `far`.
-void multiply_panels(const Operand& near, const Operand& far, const Work& work, int64_t begin, int64_t end) {
+/// Near panels `begin` to `end` of one group against all of `resident`.
+void multiply_panels(const Operand& streamed, const Operand& resident, const EpilogueArgs& args, int64_t begin, int64_t end) {
   static const Epilogue none;
-  const auto form = form_of(work, {}, {});
-  const auto blocking = cut(end - begin, far.panels(), near.k);
-  for (int64_t f = 0; f < far.panels(); f += blocking.far) {
-    auto& block = far_block(blocking);
-    block.add(far, work, f * kPanel, std::min(blocking.far, far.panels() - f));
-    multiply_block({near, begin, end}, block, blocking, form, none);
+  const auto variant = select_variant(args, {}, {});
+  const auto blocking = choose_blocking(end - begin, resident.panels(), streamed.k);
+  for (int64_t f = 0; f < resident.panels(); f += blocking.resident) {
+    auto& block = resident_panels(blocking);
+    block.append(resident, args, f * kBlockDim, std::min(blocking.resident, resident.panels() - f));
+    gemm_macrokernel({streamed, begin, end}, block, blocking, variant, none);
   }
 }
 
-Work plain_work(int64_t rows, int64_t columns, const Place& out) {
-  Work w;
+EpilogueArgs plain_args(int64_t rows, int64_t columns, const MatrixView& out) {
+  EpilogueArgs w;
   w.rows = rows;
-  w.columns = w.reach = columns;
+  w.columns = w.full_panel_limit = columns;
   w.out = out;
   w.row = row_function({}, {});
   return w;
 }
 
 /// Y = X Wᵀ or X W for the groups of a call.
-class GroupedRun {
+class GroupedGemm {
  public:
-  GroupedRun(const OpenIndex& index, const GroupedProduct& call)
-      : index_(index), call_(call), n_(call.transposed ? call.w.rows() : call.w.columns()), k_(call.x.sizes()[1]) {}
+  GroupedGemm(const GroupOffsets& offsets, const GroupedGemmCall& call)
+      : offsets_(offsets), call_(call), n_(call.transposed ? call.w.rows() : call.w.columns()), k_(call.x.sizes()[1]) {}
 
   /// Rows of the bias that are scaled need sums over all of k at once.
-  static bool takes(const GroupedProduct& call) { return !call.scales.defined() || call.x.sizes()[1] <= kMostLeft; }
+  static bool supports(const GroupedGemmCall& call) { return !call.scales.defined() || call.x.sizes()[1] <= kMaxUnpackedK; }
 
   void run() const {
     const int threads = thread_count();
     on_threads(threads, [&](int t) {
-      LeftMultiplier left;
-      share(
-          index_, up(n_, kPanel), t, threads, [&](int64_t g) { return cost(g); },
-          [&](int64_t g, int64_t begin, int64_t end) { group(left, g, begin, end); });
+      UnpackedWeightMultiplier multiplier;
+      partition_by_cost(
+          offsets_, ceil_div(n_, kBlockDim), t, threads, [&](int64_t g) { return cost(g); },
+          [&](int64_t g, int64_t begin, int64_t end) { group(multiplier, g, begin, end); });
     });
   }
 
  private:
   /// In squares, with the way of W from memory as three of them.
-  int64_t cost(int64_t g) const { return index_.rows(g) == 0 ? 0 : up(index_.rows(g), kPanel) + 3; }
+  int64_t cost(int64_t g) const { return offsets_.rows(g) == 0 ? 0 : ceil_div(offsets_.rows(g), kBlockDim) + 3; }
 
   /// Panels of W of one group.
-  void group(LeftMultiplier& by_left, int64_t g, int64_t begin, int64_t end) const {
-    const bool left = call_.transposed && k_ <= kMostLeft && (index_.rows(g) <= kFewRows || call_.scales.defined());
-    if (!left) return by_panels(g, begin, end);
-    const auto p = left_product(g);
-    by_left.run(p, begin * 2, std::min(end * 2, p.tiles()));
+  void group(UnpackedWeightMultiplier& multiplier, int64_t g, int64_t begin, int64_t end) const {
+    const bool unpacked = call_.transposed && k_ <= kMaxUnpackedK && (offsets_.rows(g) <= kMaxUnpackedRows || call_.scales.defined());
+    if (!unpacked) return multiply_packed(g, begin, end);
+    const auto p = unpacked_gemm(g);
+    multiplier.run(p, begin * 2, std::min(end * 2, p.tiles()));
   }
 
-  LeftProduct left_product(int64_t g) const {
-    const auto row = index_.begin(g);
-    LeftProduct p;
+  UnpackedWeightGemm unpacked_gemm(int64_t g) const {
+    const auto row = offsets_.begin(g);
+    UnpackedWeightGemm p;
     p.x = from_row(call_.x, row);
     p.ldx = call_.x.strides()[0];
-    p.rows = index_.rows(g);
+    p.rows = offsets_.rows(g);
     p.w = bf16(call_.w.data(g));
     p.n = n_;
     p.k = k_;
@@ -118,57 +118,57 @@ class GroupedRun {
     return p;
   }
 
-  void by_panels(int64_t g, int64_t begin, int64_t end) const {
-    const auto row = index_.begin(g);
+  void multiply_packed(int64_t g, int64_t begin, int64_t end) const {
+    const auto row = offsets_.begin(g);
     Operand x, w;
     x.data = from_row(call_.x, row);
     x.ld = call_.x.strides()[0];
-    x.extent = index_.rows(g);
+    x.extent = offsets_.rows(g);
     x.k = w.k = k_;
     w.data = bf16(call_.w.data(g));
     w.ld = call_.w.columns();
     w.extent = n_;
     w.left = false;
     w.k_contiguous = call_.transposed;
-    auto work = plain_work(x.extent, n_, rows_of(call_.out, row));
-    work.ahead_rows = kPanel;
-    work.bias = bias(g);
-    multiply_panels(w, x, work, begin, end);
+    auto args = plain_args(x.extent, n_, rows_of(call_.out, row));
+    args.prefetch_rows = kBlockDim;
+    args.bias = bias(g);
+    multiply_panels(w, x, args, begin, end);
   }
 
   /// As float32 with room for reading beyond its end.
   const float* bias(int64_t g) const {
     if (!call_.bias.defined()) return nullptr;
     static thread_local std::vector<float> values;
-    values.resize(n_ + kPanel);
+    values.resize(n_ + kBlockDim);
     const auto from = matrix_of(call_.bias, g);
     for (int64_t i = 0; i < n_; i += 16) {
-      const auto mask = first(n_ - i);
+      const auto mask = lane_mask(n_ - i);
       _mm512_mask_storeu_ps(values.data() + i, mask, load16(from, 0, i, mask));
     }
     return values.data();
   }
 
-  static constexpr int64_t kFewRows = 512, kMostLeft = 16384;
-  static_assert(kMostLeft / kStep * 2 * kTile * 2 <= Scratch::kFarSize, "a packed panel of X");
-  static_assert(kMostLeft / kStep * kTile * 2 <= Scratch::kNearSize, "a copied tile row of W");
+  static constexpr int64_t kMaxUnpackedRows = 512, kMaxUnpackedK = 16384;
+  static_assert(kMaxUnpackedK / kKStep * 2 * kTileElems * 2 <= Scratch::kResidentSize, "a packed panel of X");
+  static_assert(kMaxUnpackedK / kKStep * kTileElems * 2 <= Scratch::kStreamedSize, "a copied tile row of W");
 
-  const OpenIndex& index_;
-  const GroupedProduct& call_;
+  const GroupOffsets& offsets_;
+  const GroupedGemmCall& call_;
   int64_t n_, k_;
 };
 
 /// dW = dYᵀ X for the groups of a call.
-class GradientRun {
+class GroupedWgrad {
  public:
-  GradientRun(const OpenIndex& index, const GroupedGradient& call)
-      : index_(index), call_(call), n_(call.out.rows()), k_(call.out.columns()) {}
+  GroupedWgrad(const GroupOffsets& offsets, const GroupedWgradCall& call)
+      : offsets_(offsets), call_(call), n_(call.out.rows()), k_(call.out.columns()) {}
 
   void run() const {
     const int threads = thread_count();
     on_threads(threads, [&](int t) {
-      share(
-          index_, up(n_, kPanel), t, threads, [&](int64_t g) { return cost(g); },
+      partition_by_cost(
+          offsets_, ceil_div(n_, kBlockDim), t, threads, [&](int64_t g) { return cost(g); },
           [&](int64_t g, int64_t begin, int64_t end) { group(g, begin, end); });
     });
   }
@@ -176,16 +176,16 @@ class GradientRun {
  private:
   /// In steps, with the way of dW to memory as four of them.
   int64_t cost(int64_t g) const {
-    if (index_.rows(g) == 0) return call_.add ? 0 : 2;
-    return up(index_.rows(g), kStep) + 4;
+    if (offsets_.rows(g) == 0) return call_.accumulate ? 0 : 2;
+    return ceil_div(offsets_.rows(g), kKStep) + 4;
   }
 
   void group(int64_t g, int64_t begin, int64_t end) const {
-    const auto row = index_.begin(g), rows = index_.rows(g);
+    const auto row = offsets_.begin(g), rows = offsets_.rows(g);
     const auto out = matrix_of(call_.out, g);
     if (rows == 0) {
-      const auto last = std::min(n_, end * kPanel);
-      std::memset(out.at(begin * kPanel, 0), 0, (last - begin * kPanel) * k_ * out.bytes());
+      const auto last = std::min(n_, end * kBlockDim);
+      std::memset(out.at(begin * kBlockDim, 0), 0, (last - begin * kBlockDim) * k_ * out.element_size());
       return;
     }
     Operand dy, x;
@@ -198,14 +198,14 @@ class GradientRun {
     x.left = false;
     dy.k = x.k = rows;
     dy.k_contiguous = x.k_contiguous = false;
-    auto work = plain_work(n_, k_, out);
-    if (call_.add) work.add[work.adds++] = out;
-    work.ahead_rows = kPanel;
-    multiply_panels(dy, x, work, begin, end);
+    auto args = plain_args(n_, k_, out);
+    if (call_.accumulate) args.addends[args.num_addends++] = out;
+    args.prefetch_rows = kBlockDim;
+    multiply_panels(dy, x, args, begin, end);
   }
 
-  const OpenIndex& index_;
-  const GroupedGradient& call_;
+  const GroupOffsets& offsets_;
+  const GroupedWgradCall& call_;
   int64_t n_, k_;
 };
 
@@ -214,14 +214,14 @@ class GradientRun {
 
 namespace weft::kernels::amx {
 
-void grouped_gemm(const OpenIndex& index, const GroupedProduct& call) {
-  using CPU_CAPABILITY::GroupedRun;
-  if (GroupedRun::takes(call)) return GroupedRun(index, call).run();
-  for (int64_t g = 0; g < index.groups(); ++g) split_gemm(index, call, g);
+void grouped_gemm(const GroupOffsets& offsets, const GroupedGemmCall& call) {
+  using CPU_CAPABILITY::GroupedGemm;
+  if (GroupedGemm::supports(call)) return GroupedGemm(offsets, call).run();
+  for (int64_t g = 0; g < offsets.groups(); ++g) split_gemm(offsets, call, g);
 }
 
-void grouped_weight_gradient(const OpenIndex& index, const GroupedGradient& call) {
-  CPU_CAPABILITY::GradientRun(index, call).run();
+void grouped_weight_gradient(const GroupOffsets& offsets, const GroupedWgradCall& call) {
+  CPU_CAPABILITY::GroupedWgrad(offsets, call).run();
 }
 
 }  // namespace weft::kernels::amx

@@ -14,11 +14,11 @@
 namespace weft::kernels::CPU_CAPABILITY {
 
 using Vec = at::vec::Vectorized<float>;
-inline constexpr int64_t kWidth = Vec::size();
+inline constexpr int64_t kVecSize = Vec::size();
 
 #ifdef CPU_CAPABILITY_AVX512
 using Reg = __m512;
-using Half16 = __m256i;  // kWidth values of 16 bits
+using Half16 = __m256i;  // kVecSize values of 16 bits
 inline Half16 load16(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline void store16(void* p, Half16 v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
 inline __mmask16 first_lanes(int64_t count) { return static_cast<__mmask16>((1U << count) - 1); }
@@ -68,10 +68,10 @@ void write(T* p, const Vec& v) {
   }
 }
 
-/// The first `count` (1 to kWidth) values; the others read as 0 and are not touched in memory.
+/// The first `count` (1 to kVecSize) values; the others read as 0 and are not touched in memory.
 template <class T>
 Vec read(const T* p, int64_t count) {
-  if (count == kWidth) return read(p);
+  if (count == kVecSize) return read(p);
   if constexpr (std::is_same_v<T, float>) {
     return Vec::loadu(p, count);
   } else {
@@ -87,7 +87,7 @@ Vec read(const T* p, int64_t count) {
 
 template <class T>
 void write(T* p, const Vec& v, int64_t count) {
-  if (count == kWidth) return write(p, v);
+  if (count == kVecSize) return write(p, v);
   if constexpr (std::is_same_v<T, float>) {
     v.store(p, static_cast<int>(count));
   } else {
@@ -141,9 +141,9 @@ void with_dtype(at::ScalarType dtype, F&& run) {
 /// run(i, count) for values i to i + count - 1 of 0 to n - 1. The count is a constant but at the end. Inlined, so that
 /// what `run` holds by reference can stay in registers.
 template <class F>
-[[gnu::always_inline]] inline void each_vector(int64_t n, F&& run) {
+[[gnu::always_inline]] inline void for_each_vector(int64_t n, F&& run) {
   int64_t i = 0;
-  for (; i + kWidth <= n; i += kWidth) run(i, std::integral_constant<int64_t, kWidth>{});
+  for (; i + kVecSize <= n; i += kVecSize) run(i, std::integral_constant<int64_t, kVecSize>{});
   if (i < n) run(i, n - i);
 }
 

@@ -25,26 +25,26 @@ struct ActCall {
   const void* dy = nullptr;
   const float* scales = nullptr;  // a factor for each row: of act(x), or of dy
   float* ds = nullptr;            // Σ_columns dy·act(x), for each row
-  float* sums = nullptr;          // Σ_rows dx is added, for each column of x
+  float* column_sums = nullptr;          // Σ_rows dx is added, for each column of x
 };
 struct ActLoops {
   void (*forward)(const ActCall& call, int64_t begin, int64_t end);
   void (*backward)(const ActCall& call, int64_t begin, int64_t end);
 };
 
-/// One row is `columns` values. With `centred` a layer norm, else the mean is 0: an RMS norm, or without gamma and with
+/// One row is `columns` values. With `centered` a layer norm, else the mean is 0: an RMS norm, or without gamma and with
 /// divisor 1 an L2 norm.
 struct NormCall {
   int64_t columns = 0;
   double divisor = 1, eps = 0;  // rstd = 1/√(Σ(x - mean)²/divisor + eps)
-  bool centred = false;
+  bool centered = false;
   at::ScalarType dtype = at::kFloat;  // of x and out
   const void* x = nullptr;
   void* out = nullptr;  // y or dx; dx may lie where dy does
   const float *gamma = nullptr, *beta = nullptr;
   float *mean = nullptr, *rstd = nullptr;  // written by forward if there, read by backward
-  at::ScalarType dy_dtype = at::kFloat, add_dtype = at::kFloat;
-  const void *dy = nullptr, *add = nullptr;   // dx = … + add
+  at::ScalarType dy_dtype = at::kFloat, addend_dtype = at::kFloat;
+  const void *dy = nullptr, *addend = nullptr;  // dx = … + addend
   float *dgamma = nullptr, *dbeta = nullptr;  // sums over rows are added
 };
 struct NormLoops {
@@ -52,16 +52,16 @@ struct NormLoops {
   void (*backward)(const NormCall& call, int64_t begin, int64_t end);
 };
 
-/// out = x·mask·scale + add, for values `begin` to `end`.
+/// out = x·mask·scale + addend, for values `begin` to `end`.
 struct MaskCall {
-  at::ScalarType dtype = at::kFloat, add_dtype = at::kFloat;
-  const void *x = nullptr, *add = nullptr;
+  at::ScalarType dtype = at::kFloat, addend_dtype = at::kFloat;
+  const void *x = nullptr, *addend = nullptr;
   const bool* mask = nullptr;
   void* out = nullptr;
   float scale = 1;
 };
 /// Rows of values at data, ld values apart.
-struct Rows {
+struct RowMajorView {
   void* data = nullptr;
   int64_t ld = 0;
   at::ScalarType dtype = at::kFloat;
@@ -72,8 +72,8 @@ struct Rows {
 /// out = Σ terms; `out` may be one of them.
 struct SumCall {
   int64_t columns = 0;
-  c10::SmallVector<Rows, 8> terms = {};
-  Rows out = {};
+  c10::SmallVector<RowMajorView, 8> terms = {};
+  RowMajorView out = {};
 };
 struct RowLoops {
   /// sums[j] += Σ x[i, j] over rows `begin` to `end`.
@@ -81,50 +81,50 @@ struct RowLoops {
   /// out[i] = values[i] in another dtype.
   void (*round)(at::ScalarType dtype, const float* values, void* out, int64_t count);
   void (*scaled_mask_add)(const MaskCall& call, int64_t begin, int64_t end);
-  void (*add_up)(const SumCall& call, int64_t begin, int64_t end);
+  void (*sum_terms)(const SumCall& call, int64_t begin, int64_t end);
 };
 
-/// What an `Epilogue` (kernels/gemm.h) asks for a block of rows of the product; `product` may lie where `pre` or `out`
+/// What an `Epilogue` (kernels/gemm.h) asks for a block of rows of the product; `product` may lie where `pre_act` or `out`
 /// is to be written.
-struct RowBlock {
+struct EpilogueCall {
   int64_t columns = 0;  // of the product
-  Rows product;
+  RowMajorView product;
   float scale = 1;
-  Rows bias;  // one row
-  Rows pre;
-  std::optional<Act> act = {}, slope = {};
-  Rows at, again;
-  float* sums = nullptr;  // Σ_rows is added
-  Rows add, out;
+  RowMajorView bias;  // one row
+  RowMajorView pre_act;
+  std::optional<Act> act = {}, act_grad = {};
+  RowMajorView act_input, act_output;
+  float* column_sums = nullptr;  // Σ_rows is added
+  RowMajorView addend, out;
 };
 
 /// A matrix of any strides.
-struct Strided {
+struct StridedMatrix {
   const void* data;
   int64_t rows, columns, row_stride, column_stride;
 };
 
 struct EpilogueLoops {
-  void (*apply)(const RowBlock& block, int64_t begin, int64_t end);
+  void (*apply)(const EpilogueCall& call, int64_t begin, int64_t end);
   /// p = A B for few values: p is float32 [A.rows, B.columns], `scratch` as large as B.
-  void (*small_product)(at::ScalarType dtype, const Strided& a, const Strided& b, float* scratch, const Rows& p);
+  void (*small_gemm)(at::ScalarType dtype, const StridedMatrix& a, const StridedMatrix& b, float* scratch, const RowMajorView& p);
 };
 
 /// Some rows of a group (kernels/grouped.h): a bias, one row, and a factor for each row, `scales.ld` values apart.
 struct GroupRows {
   int64_t rows = 0, columns = 0;
-  Rows x, bias, scales;
+  RowMajorView x, bias, scales;
 };
-/// Where the product of a group goes: out_ij = p_ij + s_i·b_j, or with `add` out_ij += …
-struct GroupPlace {
-  Rows out, bias, scales;
-  bool add = false;
+/// Where the product of a group goes: out_ij = p_ij + s_i·b_j, or with `accumulate` out_ij += …
+struct GroupOutput {
+  RowMajorView out, bias, scales;
+  bool accumulate = false;
 };
 struct GroupLoops {
   /// A B for few values; `scratch` is as large as B.
-  void (*product)(at::ScalarType dtype, const Strided& a, const Strided& b, float* scratch, const GroupPlace& to);
+  void (*gemm)(at::ScalarType dtype, const StridedMatrix& a, const StridedMatrix& b, float* scratch, const GroupOutput& to);
   /// out_j = Σ_i s_i·x_ij, for columns `begin` to `end`.
-  void (*sum_rows)(const GroupRows& group, const Rows& out, int64_t begin, int64_t end);
+  void (*sum_rows)(const GroupRows& group, const RowMajorView& out, int64_t begin, int64_t end);
   /// out_i = Σ_j x_ij·b_j, for rows `begin` to `end`.
   void (*dot_bias)(const GroupRows& group, float* out, int64_t begin, int64_t end);
 };

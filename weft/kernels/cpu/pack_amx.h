@@ -21,21 +21,21 @@ struct Operand {
   bool k_contiguous = true;
   int64_t half = 0;              // right, gated: panels come in pairs, 32 columns of a and the same 32 of b
   const Bf16* packed = nullptr;  // all of it in tiles already, panel behind panel
-  Bf16* also = nullptr;          // where tiles go in the same order as they are packed, past the caches
+  Bf16* second_dst = nullptr;          // where tiles go in the same order as they are packed, past the caches
 
-  int64_t panels() const { return half ? (half + kPanel - 1) / kPanel * 2 : (extent + kPanel - 1) / kPanel; }
+  int64_t panels() const { return half ? (half + kBlockDim - 1) / kBlockDim * 2 : (extent + kBlockDim - 1) / kBlockDim; }
   /// Panels that one thread has to multiply.
-  int64_t together() const { return half ? 2 : 1; }
+  int64_t panels_per_unit() const { return half ? 2 : 1; }
   /// From the start of the packed operand to a panel, at k0.
   int64_t packed_offset(int64_t panel, int64_t k0) const {
-    return (panel * ((k + kStep - 1) / kStep) + k0 / kStep) * 2 * kTile;
+    return (panel * ((k + kKStep - 1) / kKStep) + k0 / kKStep) * 2 * kTileElems;
   }
   const Bf16* packed_panel(int64_t panel, int64_t k0) const { return packed + packed_offset(panel, k0); }
 
   const Bf16* at(int64_t p, int64_t k0) const { return data + (k_contiguous ? p * ld + k0 : k0 * ld + p); }
 };
 
-constexpr int64_t kStrip = 8;  // panels that are packed together if memory runs along them
+constexpr int64_t kStripPanels = 8;  // panels that are packed together if memory runs along them
 
 /// 16 x 16 dwords, rows to columns.
 [[gnu::always_inline]] inline void transpose16(__m512i* r) {
@@ -75,18 +75,18 @@ inline __m512i interleave(__m256i x, __m256i y) {
 
 /// Loads the rows of a tile whose memory runs along k (16 rows of 32), with zeros beyond `rows` and `ks`.
 [[gnu::always_inline]] inline void load_along_k(const Bf16* src, int64_t ld, int rows, int ks, __m512i* r) {
-  if (rows == 16 && ks == kStep) {
+  if (rows == 16 && ks == kKStep) {
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(src + i * ld);
     return;
   }
-  const __mmask32 mask = ks >= kStep ? ~__mmask32{0} : (__mmask32{1} << ks) - 1;
+  const __mmask32 mask = ks >= kKStep ? ~__mmask32{0} : (__mmask32{1} << ks) - 1;
   for (int i = 0; i < 16; ++i) r[i] = i < rows ? _mm512_maskz_loadu_epi16(mask, src + i * ld) : _mm512_setzero_si512();
 }
 
 /// Loads a tile whose memory runs along the rows (32 k of 16) as 16 pairs of k.
 [[gnu::always_inline]] inline void load_pairs(const Bf16* src, int64_t ld, int rows, int ks, __m512i* r) {
-  if (rows == 16 && ks == kStep) {
+  if (rows == 16 && ks == kKStep) {
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i)
       r[i] = interleave(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + 2 * i * ld)),
@@ -100,9 +100,9 @@ inline __m512i interleave(__m256i x, __m256i y) {
   for (int i = 0; i < 16; ++i) r[i] = interleave(row(2 * i), row(2 * i + 1));
 }
 
-/// Packs one tile; whole ones take the branch-free path. `also` may be null.
+/// Packs one tile; whole ones take the branch-free path. second_dst may be null.
 template <bool kLeft, bool kAlongK>
-inline void pack_tile(const Bf16* src, int64_t ld, int rows, int ks, Bf16* dst, Bf16* also) {
+inline void pack_tile(const Bf16* src, int64_t ld, int rows, int ks, Bf16* dst, Bf16* second_dst) {
   __m512i r[16];
   if constexpr (kAlongK)
     load_along_k(src, ld, rows, ks, r);
@@ -110,21 +110,21 @@ inline void pack_tile(const Bf16* src, int64_t ld, int rows, int ks, Bf16* dst, 
     load_pairs(src, ld, rows, ks, r);
   if constexpr (kLeft != kAlongK) transpose16(r);
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) _mm512_store_si512(dst + i * kStep, r[i]);
-  if (!also) return;
+  for (int i = 0; i < 16; ++i) _mm512_store_si512(dst + i * kKStep, r[i]);
+  if (!second_dst) return;
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) _mm512_stream_si512(reinterpret_cast<__m512i*>(also + i * kStep), r[i]);
+  for (int i = 0; i < 16; ++i) _mm512_stream_si512(reinterpret_cast<__m512i*>(second_dst + i * kKStep), r[i]);
 }
 
 /// First row (column) of tile `h` of the panel at p.
 inline int64_t tile_start(const Operand& m, int64_t p, int h) {
   if (m.half == 0) return p + 16 * h;
-  const int64_t panel = p / kPanel;
-  return panel / 2 * kPanel + panel % 2 * m.half + 16 * h;
+  const int64_t panel = p / kBlockDim;
+  return panel / 2 * kBlockDim + panel % 2 * m.half + 16 * h;
 }
 
 /// Both tiles of a whole step whose memory runs along the panel: 32 k of 32 values. Left ones may go past the caches.
-template <bool kLeft, bool kPast = false>
+template <bool kLeft, bool kNonTemporal = false>
 inline void pack_pair(const Bf16* src, int64_t ld, Bf16* dst) {
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
                                        5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
@@ -136,20 +136,20 @@ inline void pack_pair(const Bf16* src, int64_t ld, Bf16* dst) {
     r[i] = _mm512_permutex2var_epi16(x, low, y);
     t[i] = _mm512_permutex2var_epi16(x, high, y);
     if constexpr (!kLeft) {
-      _mm512_store_si512(dst + i * kStep, r[i]);
-      _mm512_store_si512(dst + kTile + i * kStep, t[i]);
+      _mm512_store_si512(dst + i * kKStep, r[i]);
+      _mm512_store_si512(dst + kTileElems + i * kKStep, t[i]);
     }
   }
   if constexpr (!kLeft) return;
-  const auto put = [](Bf16* to, __m512i v) {
-    kPast ? _mm512_stream_si512(reinterpret_cast<__m512i*>(to), v) : _mm512_store_si512(to, v);
+  const auto store_row = [](Bf16* to, __m512i v) {
+    kNonTemporal ? _mm512_stream_si512(reinterpret_cast<__m512i*>(to), v) : _mm512_store_si512(to, v);
   };
   transpose16(r);
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) put(dst + i * kStep, r[i]);
+  for (int i = 0; i < 16; ++i) store_row(dst + i * kKStep, r[i]);
   transpose16(t);
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) put(dst + kTile + i * kStep, t[i]);
+  for (int i = 0; i < 16; ++i) store_row(dst + kTileElems + i * kKStep, t[i]);
 }
 
 /// The panel at p.
@@ -159,46 +159,46 @@ void pack_panel(const Operand& m, int64_t p, int64_t k0, int steps, Bf16* dst) {
     const int64_t start = tile_start(m, p, h);
     const int rows = static_cast<int>(std::clamp<int64_t>(m.extent - start, 0, 16));
     const Bf16* src = m.at(start, k0);
-    const int64_t next = kStep * (kAlongK ? 1 : m.ld);
-    Bf16* also = m.also ? m.also + m.packed_offset(p / kPanel, k0) : nullptr;
+    const int64_t next = kKStep * (kAlongK ? 1 : m.ld);
+    Bf16* second_dst = m.second_dst ? m.second_dst + m.packed_offset(p / kBlockDim, k0) : nullptr;
     const auto tile = [&](int s, int count, int ks) {
-      const int at = (2 * s + h) * kTile;
-      pack_tile<kLeft, kAlongK>(src + s * next, m.ld, count, ks, dst + at, also ? also + at : nullptr);
+      const int offset = (2 * s + h) * kTileElems;
+      pack_tile<kLeft, kAlongK>(src + s * next, m.ld, count, ks, dst + offset, second_dst ? second_dst + offset : nullptr);
     };
     int s = 0;
     if (rows == 16)
-      for (; s < steps && k0 + (s + 1) * kStep <= m.k; ++s) tile(s, 16, kStep);
-    for (; s < steps; ++s) tile(s, rows, static_cast<int>(std::clamp<int64_t>(m.k - k0 - s * kStep, 0, kStep)));
+      for (; s < steps && k0 + (s + 1) * kKStep <= m.k; ++s) tile(s, 16, kKStep);
+    for (; s < steps; ++s) tile(s, rows, static_cast<int>(std::clamp<int64_t>(m.k - k0 - s * kKStep, 0, kKStep)));
   }
 }
 
 /// Memory along the panels is read in rows that are as long as possible: every row is another page.
 template <bool kLeft>
 void pack_strips(const Operand& m, int64_t p, int64_t panels, int64_t k0, int steps, Bf16* dst) {
-  const int64_t whole = m.half ? 0 : std::min(panels, (m.extent - p) / kPanel);
-  const int full = static_cast<int>(std::min<int64_t>(steps, (m.k - k0) / kStep));
-  for (int64_t first = 0; first < whole; first += kStrip)
-    for (int s = 0; s < full; ++s)
-      for (int64_t i = first; i < std::min(whole, first + kStrip); ++i)
-        pack_pair<kLeft>(m.at(p + i * kPanel, k0 + s * kStep), m.ld, dst + (i * steps + s) * 2 * kTile);
+  const int64_t full_panels = m.half ? 0 : std::min(panels, (m.extent - p) / kBlockDim);
+  const int full_steps = static_cast<int>(std::min<int64_t>(steps, (m.k - k0) / kKStep));
+  for (int64_t first = 0; first < full_panels; first += kStripPanels)
+    for (int s = 0; s < full_steps; ++s)
+      for (int64_t i = first; i < std::min(full_panels, first + kStripPanels); ++i)
+        pack_pair<kLeft>(m.at(p + i * kBlockDim, k0 + s * kKStep), m.ld, dst + (i * steps + s) * 2 * kTileElems);
   for (int64_t i = 0; i < panels; ++i) {
-    const int done = i < whole ? full : 0;
+    const int done = i < full_panels ? full_steps : 0;
     if (done < steps)
-      pack_panel<kLeft, false>(m, p + i * kPanel, k0 + done * kStep, steps - done,
-                               dst + (i * steps + done) * 2 * kTile);
+      pack_panel<kLeft, false>(m, p + i * kBlockDim, k0 + done * kKStep, steps - done,
+                               dst + (i * steps + done) * 2 * kTileElems);
   }
 }
 
 /// Packs `panels` panels from p, `steps` steps from k0, one behind the other; or copies them if they are packed.
 inline void pack_panels(const Operand& m, int64_t p, int64_t panels, int64_t k0, int steps, Bf16* dst) {
   if (m.packed) {
-    for (int64_t i = 0; i < panels; ++i, dst += 2 * kTile * steps)
-      std::memcpy(dst, m.packed_panel(p / kPanel + i, k0), sizeof(Bf16) * 2 * kTile * steps);
+    for (int64_t i = 0; i < panels; ++i, dst += 2 * kTileElems * steps)
+      std::memcpy(dst, m.packed_panel(p / kBlockDim + i, k0), sizeof(Bf16) * 2 * kTileElems * steps);
     return;
   }
   if (!m.k_contiguous)
     return m.left ? pack_strips<true>(m, p, panels, k0, steps, dst) : pack_strips<false>(m, p, panels, k0, steps, dst);
-  for (int64_t i = 0; i < panels; ++i, p += kPanel, dst += 2 * kTile * steps)
+  for (int64_t i = 0; i < panels; ++i, p += kBlockDim, dst += 2 * kTileElems * steps)
     m.left ? pack_panel<true, true>(m, p, k0, steps, dst) : pack_panel<false, true>(m, p, k0, steps, dst);
 }
 

@@ -8,242 +8,242 @@ namespace weft::kernels::CPU_CAPABILITY {
 namespace {
 
 /// A piece that has rows, as the loops see it.
-struct Part {
-  int index;  // among the pieces
+struct ActiveChunk {
+  int index;  // among the chunks
   Operand rows;
-  Bf16* tiles;    // where they are to be packed to, or null
-  int64_t there;  // rows that are known to be ready
+  Bf16* pack_dst;  // where they are to be packed to, or null
+  int64_t ready;   // rows that are known to be ready
 };
 
 /// Panels of one part, in a block.
-struct Run {
-  size_t part;
+struct ChunkRange {
+  size_t chunk;
   int64_t first, panels;  // first: a row
 };
 
 /// One call: A B with its epilogue, A in pieces. B is near; rows of A make up the far blocks.
-class PieceProduct {
+class ChunkedGemm {
  public:
-  PieceProduct(const Pieces& pieces, at::Tensor b, const Epilogue& e)
-      : pieces_(pieces),
+  ChunkedGemm(const RowChunks& input, at::Tensor b, const Epilogue& e)
+      : input_(input),
         b_(std::move(b)),
         e_(e),
         right_(operand(b_, false)),
         threads_(at::in_parallel_region() ? 1 : at::get_num_threads()),
-        results_(e, pieces.rows, right_.extent, needs_out(pieces)),
-        sums_(results_.column_sums(threads_)),
-        works_(threads_) {
-    if (results_.gated()) right_.half = right_.extent / 2;
+        outputs_(e, input.rows, right_.extent, needs_out(input)),
+        column_sums_(outputs_.allocate_column_sums(threads_)),
+        args_(threads_) {
+    if (outputs_.gated()) right_.half = right_.extent / 2;
     for (int t = 0; t < threads_; ++t)
-      for (const auto& piece : pieces.list) {
-        works_[t].push_back(work_of(piece));
-        works_[t].back().sums = e.keep_sums ? sums_[t].data() : nullptr;
+      for (const auto& chunk : input.list) {
+        args_[t].push_back(args_of(chunk));
+        args_[t].back().column_sums = e.keep_column_sums ? column_sums_[t].data() : nullptr;
       }
-    for (size_t i = 0; i < pieces.list.size(); ++i) {
-      const auto rows = rows_in(pieces.list[i]);
+    for (size_t i = 0; i < input.list.size(); ++i) {
+      const auto rows = row_count(input.list[i]);
       if (rows == 0) continue;
-      const auto& tiles = pieces.list[i].tiles;
-      parts_.push_back({.index = static_cast<int>(i),
-                        .rows = rows_of(pieces.list[i], right_.k),
-                        .tiles = tiles.defined() ? reinterpret_cast<Bf16*>(tiles.data_ptr()) : nullptr,
-                        .there = pieces.ready ? 0 : rows});
-      panels_ += parts_.back().rows.panels();
+      const auto& pack_dst = input.list[i].pack_dst;
+      chunks_.push_back({.index = static_cast<int>(i),
+                        .rows = rows_of(input.list[i], right_.k),
+                        .pack_dst = pack_dst.defined() ? reinterpret_cast<Bf16*>(pack_dst.data_ptr()) : nullptr,
+                        .ready = input.ready ? 0 : rows});
+      panels_ += chunks_.back().rows.panels();
     }
-    cut_ = cut(right_.panels(), panels_, right_.k, results_.most_far(results_.work()));
-    limit_ = cut_.far * threads_;
-    if (pieces.most > 0) limit_ = std::min(limit_, (pieces.most + kPanel - 1) / kPanel);
-    if (panels_ > 0) limit_ = shared_evenly(panels_, limit_);
+    blocking_ = choose_blocking(right_.panels(), panels_, right_.k, outputs_.max_resident_panels(outputs_.epilogue_args()));
+    max_block_panels_ = blocking_.resident * threads_;
+    if (input.max_block_rows > 0) max_block_panels_ = std::min(max_block_panels_, (input.max_block_rows + kBlockDim - 1) / kBlockDim);
+    if (panels_ > 0) max_block_panels_ = balanced_block_size(panels_, max_block_panels_);
   }
 
   GemmResult run() {
-    together_ = one_block();
+    single_block_ = fits_one_block();
     const auto packed = packed_right();
     right_.packed = packed ? packed->data() : nullptr;
-    if (threads_ > 1 || (!cut_.whole && together_)) pack_first();
+    if (threads_ > 1 || (!blocking_.full_k && single_block_)) pack_first();
     multiply();
-    results_.sum_up(sums_);
-    return results_.finish();
+    outputs_.reduce_column_sums(column_sums_);
+    return outputs_.finish();
   }
 
  private:
-  static bool needs_out(const Pieces& pieces) {
-    return std::any_of(pieces.list.begin(), pieces.list.end(), [](const Piece& p) { return !p.out.defined(); });
+  static bool needs_out(const RowChunks& input) {
+    return std::any_of(input.list.begin(), input.list.end(), [](const RowChunk& p) { return !p.out.defined(); });
   }
-  static Operand rows_of(const Piece& piece, int64_t k) {
+  static Operand rows_of(const RowChunk& chunk, int64_t k) {
     Operand m;
-    (is_packed(piece) ? m.packed : m.data) = reinterpret_cast<const Bf16*>(piece.a.const_data_ptr());
-    m.ld = piece.a.stride(0);
-    m.extent = rows_in(piece);
+    (is_packed(chunk) ? m.packed : m.data) = reinterpret_cast<const Bf16*>(chunk.a.const_data_ptr());
+    m.ld = chunk.a.stride(0);
+    m.extent = row_count(chunk);
     m.k = k;
     return m;
   }
 
   /// A frozen weight's copy, or packed for this call if several blocks meet it; else null.
   std::shared_ptr<const PackedCopy> packed_right() const {
-    std::shared_ptr<const PackedCopy> kept;
-    if (e_.weight) kept = packed_if_frozen(b_, right_);
-    return kept || together_ ? kept : packed_once(right_);
+    std::shared_ptr<const PackedCopy> cached;
+    if (e_.b_is_weight) cached = packed_if_frozen(b_, right_);
+    return cached || single_block_ ? cached : pack_temporary(right_);
   }
 
   /// The epilogue of a piece, which counts its own rows.
-  Work work_of(const Piece& piece) const {
-    Work w = results_.work();
-    w.rows = rows_in(piece);
-    const auto move = [&](Place& place) {
-      if (place.data) place.data = place.at(piece.row, 0);
+  EpilogueArgs args_of(const RowChunk& chunk) const {
+    EpilogueArgs w = outputs_.epilogue_args();
+    w.rows = row_count(chunk);
+    const auto move = [&](MatrixView& view) {
+      if (view.data) view.data = view.at(chunk.row, 0);
     };
-    for (auto* place : {&w.out, &w.pre, &w.again, &w.at}) move(*place);
-    for (int i = 0; i < w.adds; ++i) move(w.add[i]);
-    if (piece.out.defined()) {
-      w.out = place(piece.out);
-      w.out.store = results_.store_of(piece.out, pieces_.rows * results_.columns() * 2);
+    for (auto* view : {&w.out, &w.pre_act, &w.act_output, &w.act_input}) move(*view);
+    for (int i = 0; i < w.num_addends; ++i) move(w.addends[i]);
+    if (chunk.out.defined()) {
+      w.out = view_of(chunk.out);
+      w.out.store = outputs_.store_kind(chunk.out, input_.rows * outputs_.columns() * 2);
     }
-    for (const auto& t : piece.add) w.add[w.adds++] = place(t);
-    for (int i = 0; i < w.adds; ++i)
-      if (w.add[i].data == w.out.data) w.out.store = Store::keep;
+    for (const auto& t : chunk.addends) w.addends[w.num_addends++] = view_of(t);
+    for (int i = 0; i < w.num_addends; ++i)
+      if (w.addends[i].data == w.out.data) w.out.store = Store::cached;
     return w;
   }
-  Form form(const Run& run) const { return form(parts_[run.part]); }
-  Form form(const Part& part) const { return form_of(works_[0][part.index], e_.act, e_.slope); }
+  KernelVariant variant(const ChunkRange& range) const { return variant(chunks_[range.chunk]); }
+  KernelVariant variant(const ActiveChunk& chunk) const { return select_variant(args_[0][chunk.index], e_.act, e_.act_grad); }
 
   /// Whether all rows will be multiplied together.
-  bool one_block() const {
-    const auto same = [&](const Part& p) { return form(p) == form(parts_[0]); };
-    return panels_ <= limit_ && (!pieces_.ready || pieces_.least >= pieces_.rows) &&
-           std::all_of(parts_.begin(), parts_.end(), same);
+  bool fits_one_block() const {
+    const auto same = [&](const ActiveChunk& p) { return variant(p) == variant(chunks_[0]); };
+    return panels_ <= max_block_panels_ && (!input_.ready || input_.min_block_rows >= input_.rows) &&
+           std::all_of(chunks_.begin(), chunks_.end(), same);
   }
 
   /// All blocks in turn.
   void multiply() {
-    while (part_ < parts_.size()) {
-      FarBlock mine(cut_);
-      const auto runs = take_block(mine);
-      const int64_t panels = std::transform_reduce(runs.begin(), runs.end(), int64_t{0}, std::plus<>(),
-                                                   [](const Run& r) { return r.panels; });
-      multiply_block_of(runs, panels, mine);
-      for (const auto& run : runs) tell_packed(run);
-      if (pieces_.done)
-        for (const auto& run : runs) pieces_.done(parts_[run.part].index, end_of(run));
+    while (next_chunk_ < chunks_.size()) {
+      ResidentPanels resident(blocking_);
+      const auto ranges = next_block(resident);
+      const int64_t panels = std::transform_reduce(ranges.begin(), ranges.end(), int64_t{0}, std::plus<>(),
+                                                   [](const ChunkRange& r) { return r.panels; });
+      multiply_ranges(ranges, panels, resident);
+      for (const auto& range : ranges) report_packed(range);
+      if (input_.on_done)
+        for (const auto& range : ranges) input_.on_done(chunks_[range.chunk].index, end_of(range));
     }
   }
 
-  /// The next rows: as many as fit and are there, all of one form. A single thread packs them into `mine` as they come.
-  std::vector<Run> take_block(FarBlock& mine) {
-    std::vector<Run> runs;
+  /// The next rows: as many as fit and are there, all of one form. A single thread packs them into `resident` as they come.
+  std::vector<ChunkRange> next_block(ResidentPanels& resident) {
+    std::vector<ChunkRange> ranges;
     int64_t panels = 0;
-    while (part_ < parts_.size() && panels < limit_) {
-      auto& part = parts_[part_];
-      if (!runs.empty() && (form(part) != form(runs[0]) || parts_[runs[0].part].tiles)) break;
-      const auto there = panels_there(part, /*wait=*/panels * kPanel < pieces_.least);
-      if (there == 0) break;
-      const Run run{part_, row_, std::min(there, limit_ - panels)};
-      runs.push_back(run);
+    while (next_chunk_ < chunks_.size() && panels < max_block_panels_) {
+      auto& chunk = chunks_[next_chunk_];
+      if (!ranges.empty() && (variant(chunk) != variant(ranges[0]) || chunks_[ranges[0].chunk].pack_dst)) break;
+      const auto ready = ready_panels(chunk, /*wait=*/panels * kBlockDim < input_.min_block_rows);
+      if (ready == 0) break;
+      const ChunkRange range{next_chunk_, next_row_, std::min(ready, max_block_panels_ - panels)};
+      ranges.push_back(range);
       if (threads_ == 1) {
-        auto rows = part.rows;
-        rows.also = part.tiles;
-        mine.add(rows, works_[0][part.index], run.first, run.panels);
-        if (cut_.whole) tell_packed(run);
+        auto rows = chunk.rows;
+        rows.second_dst = chunk.pack_dst;
+        resident.append(rows, args_[0][chunk.index], range.first, range.panels);
+        if (blocking_.full_k) report_packed(range);
       }
-      panels += run.panels;
-      row_ += run.panels * kPanel;
-      if (row_ < part.rows.extent) continue;
-      ++part_;
-      row_ = 0;
+      panels += range.panels;
+      next_row_ += range.panels * kBlockDim;
+      if (next_row_ < chunk.rows.extent) continue;
+      ++next_chunk_;
+      next_row_ = 0;
     }
-    return runs;
+    return ranges;
   }
 
-  int64_t end_of(const Run& run) const {
-    return std::min(parts_[run.part].rows.extent, run.first + run.panels * kPanel);
+  int64_t end_of(const ChunkRange& range) const {
+    return std::min(chunks_[range.chunk].rows.extent, range.first + range.panels * kBlockDim);
   }
   /// Packs what others wait for before the product starts: if that would pack it too late, or on several threads.
   void pack_first() {
-    for (size_t i = 0; i < parts_.size(); ++i) {
-      const auto& rows = parts_[i].rows;
-      if (parts_[i].tiles) pack_whole(rows, parts_[i].tiles);
-      tell_packed({i, 0, rows.panels()});
+    for (size_t i = 0; i < chunks_.size(); ++i) {
+      const auto& rows = chunks_[i].rows;
+      if (chunks_[i].pack_dst) pack_operand(rows, chunks_[i].pack_dst);
+      report_packed({i, 0, rows.panels()});
     }
   }
   /// Says that the rows of a run are where they were to be packed to.
-  void tell_packed(const Run& run) {
-    auto& part = parts_[run.part];
-    if (!part.tiles) return;
+  void report_packed(const ChunkRange& range) {
+    auto& chunk = chunks_[range.chunk];
+    if (!chunk.pack_dst) return;
     _mm_sfence();
-    if (pieces_.packed) pieces_.packed(part.index, end_of(run));
-    if (end_of(run) == part.rows.extent) part.tiles = nullptr;  // not twice
+    if (input_.on_packed) input_.on_packed(chunk.index, end_of(range));
+    if (end_of(range) == chunk.rows.extent) chunk.pack_dst = nullptr;  // not twice
   }
 
-  /// Panels from `row_` on that are there; waits for one if asked to.
-  int64_t panels_there(Part& part, bool wait) {
-    const auto rows = part.rows.extent;
+  /// Panels from `next_row_` on that are there; waits for one if asked to.
+  int64_t ready_panels(ActiveChunk& chunk, bool wait) {
+    const auto rows = chunk.rows.extent;
     const auto panels = [&] {
-      return part.there == rows ? (rows - row_ + kPanel - 1) / kPanel : (part.there - row_) / kPanel;
+      return chunk.ready == rows ? (rows - next_row_ + kBlockDim - 1) / kBlockDim : (chunk.ready - next_row_) / kBlockDim;
     };
     while (panels() == 0 && wait) {
-      const auto there = pieces_.ready(part.index, part.there);
-      TORCH_CHECK(there > part.there && there <= rows, "gemm: piece ", part.index, " has ", rows, " rows, of which ",
-                  part.there, " were there; ready() said ", there, ".");
-      part.there = there;
+      const auto ready = input_.ready(chunk.index, chunk.ready);
+      TORCH_CHECK(ready > chunk.ready && ready <= rows, "gemm: piece ", chunk.index, " has ", rows, " rows, of which ",
+                  chunk.ready, " were there; ready() said ", ready, ".");
+      chunk.ready = ready;
     }
     return panels();
   }
 
   /// Shares the rows of the block out over the threads, or the columns if rows are few.
-  void multiply_block_of(const std::vector<Run>& runs, int64_t panels, FarBlock& mine) {
-    const auto block_form = form(runs[0]);
-    const auto* between = pieces_.between ? &pieces_.between : nullptr;
-    const int64_t unit = right_.together(), nears = right_.panels() / unit;
-    if (threads_ == 1) return multiply_block({right_, 0, nears * unit}, mine, cut_, block_form, e_, between);
+  void multiply_ranges(const std::vector<ChunkRange>& ranges, int64_t panels, ResidentPanels& resident) {
+    const auto block_variant = variant(ranges[0]);
+    const auto* progress = input_.progress ? &input_.progress : nullptr;
+    const int64_t unit = right_.panels_per_unit(), streamed_units = right_.panels() / unit;
+    if (threads_ == 1) return gemm_macrokernel({right_, 0, streamed_units * unit}, resident, blocking_, block_variant, e_, progress);
     const auto caller = std::this_thread::get_id();
-    const bool by_columns = panels < threads_ && panels <= cut_.far;
+    const bool by_columns = panels < threads_ && panels <= blocking_.resident;
     on_threads(threads_, [&](int t) {
-      const auto part = [&](int64_t all, bool split, int i) { return split ? all * (t + i) / threads_ : all * i; };
-      FarBlock block(cut_);
-      add_panels(block, runs, works_[t], part(panels, !by_columns, 0), part(panels, !by_columns, 1));
-      multiply_block({right_, part(nears, by_columns, 0) * unit, part(nears, by_columns, 1) * unit}, block, cut_,
-                     block_form, e_, std::this_thread::get_id() == caller ? between : nullptr);
+      const auto split_point = [&](int64_t all, bool split, int i) { return split ? all * (t + i) / threads_ : all * i; };
+      ResidentPanels block(blocking_);
+      add_panels(block, ranges, args_[t], split_point(panels, !by_columns, 0), split_point(panels, !by_columns, 1));
+      gemm_macrokernel({right_, split_point(streamed_units, by_columns, 0) * unit, split_point(streamed_units, by_columns, 1) * unit}, block, blocking_,
+                     block_variant, e_, std::this_thread::get_id() == caller ? progress : nullptr);
     });
   }
 
   /// Adds panels [begin, end) of the runs to a block.
-  void add_panels(FarBlock& block, const std::vector<Run>& runs, const std::vector<Work>& works, int64_t begin,
+  void add_panels(ResidentPanels& block, const std::vector<ChunkRange>& ranges, const std::vector<EpilogueArgs>& args, int64_t begin,
                   int64_t end) const {
-    for (const auto& [index, first, panels] : runs) {
-      const auto& part = parts_[index];
+    for (const auto& [index, first, panels] : ranges) {
+      const auto& chunk = chunks_[index];
       const auto from = std::clamp<int64_t>(begin, 0, panels), to = std::clamp<int64_t>(end, 0, panels);
-      if (from < to) block.add(part.rows, works[part.index], first + from * kPanel, to - from);
+      if (from < to) block.append(chunk.rows, args[chunk.index], first + from * kBlockDim, to - from);
       begin -= panels;
       end -= panels;
     }
   }
 
-  const Pieces& pieces_;
+  const RowChunks& input_;
   at::Tensor b_;
   const Epilogue& e_;
   Operand right_;
   int threads_;
-  Results results_;
-  std::vector<ColumnSums> sums_;          // of each thread
-  std::vector<std::vector<Work>> works_;  // of each thread, for each piece
-  std::vector<Part> parts_;
+  GemmOutputs outputs_;
+  std::vector<ColumnSums> column_sums_;          // of each thread
+  std::vector<std::vector<EpilogueArgs>> args_;  // of each thread, for each piece
+  std::vector<ActiveChunk> chunks_;
   int64_t panels_ = 0;  // of all parts
-  Blocking cut_{};
-  int64_t limit_ = 0;      // panels of a block
-  bool together_ = false;  // all in one block
-  size_t part_ = 0;        // what comes next
-  int64_t row_ = 0;
+  Blocking blocking_{};
+  int64_t max_block_panels_ = 0;      // panels of a block
+  bool single_block_ = false;  // all in one block
+  size_t next_chunk_ = 0;        // what comes next
+  int64_t next_row_ = 0;
 };
 
 }  // namespace
 }  // namespace weft::kernels::CPU_CAPABILITY
 
 namespace weft::kernels::amx {
-GemmResult gemm(const Pieces& a, const at::Tensor& b, const Epilogue& epilogue) {
-  return CPU_CAPABILITY::PieceProduct(a, b, epilogue).run();
+GemmResult gemm(const RowChunks& a, const at::Tensor& b, const Epilogue& epilogue) {
+  return CPU_CAPABILITY::ChunkedGemm(a, b, epilogue).run();
 }
-int most_adds() { return CPU_CAPABILITY::kMostAdds; }
+int max_addends() { return CPU_CAPABILITY::kMaxAddends; }
 void pack_rows(at::Tensor a, const at::Tensor& to) {
   using CPU_CAPABILITY::Bf16;
-  CPU_CAPABILITY::pack_whole(CPU_CAPABILITY::operand(a, true), reinterpret_cast<Bf16*>(to.data_ptr()));
+  CPU_CAPABILITY::pack_operand(CPU_CAPABILITY::operand(a, true), reinterpret_cast<Bf16*>(to.data_ptr()));
 }
 }  // namespace weft::kernels::amx

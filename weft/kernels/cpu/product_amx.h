@@ -29,57 +29,57 @@ inline Operand operand(at::Tensor& t, bool left) {
   return out;
 }
 
-inline int steps_of(const Operand& m) { return static_cast<int>((m.k + kStep - 1) / kStep); }
+inline int k_steps_of(const Operand& m) { return static_cast<int>((m.k + kKStep - 1) / kKStep); }
 
 /// Packs all of `m`, on all threads.
-inline void pack_whole(const Operand& m, Bf16* to) {
-  const int steps = steps_of(m);
-  at::parallel_for(0, m.panels(), kStrip, [&](int64_t begin, int64_t end) {
-    pack_panels(m, begin * kPanel, end - begin, 0, steps, to + begin * steps * 2 * kTile);
+inline void pack_operand(const Operand& m, Bf16* to) {
+  const int steps = k_steps_of(m);
+  at::parallel_for(0, m.panels(), kStripPanels, [&](int64_t begin, int64_t end) {
+    pack_panels(m, begin * kBlockDim, end - begin, 0, steps, to + begin * steps * 2 * kTileElems);
   });
 }
-inline int64_t packed_size(const Operand& m) { return m.panels() * steps_of(m) * 2 * kTile * 2; }
+inline int64_t packed_size(const Operand& m) { return m.panels() * k_steps_of(m) * 2 * kTileElems * 2; }
 
 /// The packed copy of `weight`, which is operand `m`, if it is frozen; else null.
 inline std::shared_ptr<const PackedCopy> packed_if_frozen(const at::Tensor& weight, const Operand& m) {
-  return frozen_copy(
-      {.source = weight, .half = m.half, .bytes = packed_size(m), .pack = [&m](uint16_t* to) { pack_whole(m, to); }});
+  return packed_frozen_weight(
+      {.source = weight, .half = m.half, .bytes = packed_size(m), .pack = [&m](uint16_t* to) { pack_operand(m, to); }});
 }
 
 /// Tiles of a matrix with `panels` panels, `steps` steps long.
-inline at::Tensor borrow_tiles(int64_t panels, int64_t steps) {
-  auto copy = borrow(panels * steps * 2 * kTile * 2);
-  return at::from_blob(copy->data(), {panels, 2 * steps, 16, kStep}, [copy](void*) {}, at::kBFloat16);
+inline at::Tensor acquire_packed_tensor(int64_t panels, int64_t steps) {
+  auto copy = acquire_buffer(panels * steps * 2 * kTileElems * 2);
+  return at::from_blob(copy->data(), {panels, 2 * steps, 16, kKStep}, [copy](void*) {}, at::kBFloat16);
 }
 
 /// All of `m` in tiles, for this call only.
-inline std::shared_ptr<const PackedCopy> packed_once(const Operand& m) {
-  auto copy = borrow(packed_size(m));
-  pack_whole(m, copy->data());
+inline std::shared_ptr<const PackedCopy> pack_temporary(const Operand& m) {
+  auto copy = acquire_buffer(packed_size(m));
+  pack_operand(m, copy->data());
   return copy;
 }
 
 /// A matrix, or squares of 32 x 32 as a tensor of four dimensions.
-inline Place place(const at::Tensor& t) {
+inline MatrixView view_of(const at::Tensor& t) {
   if (!t.defined()) return {};
-  Place p{static_cast<char*>(t.data_ptr()), t.stride(0), t.scalar_type()};
+  MatrixView p{static_cast<char*>(t.data_ptr()), t.stride(0), t.scalar_type()};
   if (t.dim() == 2) return p;
-  p.ld = kPanel;
-  p.squares = t.size(1);  // [columns of squares, rows of squares, 32, 32]
+  p.ld = kBlockDim;
+  p.blocks_per_column = t.size(1);  // [columns of squares, rows of squares, 32, 32]
   return p;
 }
 
 /// Whether stores to `t` may go past the caches: whole aligned lines, of a result of so many bytes that half of L2
 /// would not hold it.
-inline bool streams(const at::Tensor& t, int64_t bytes) {
+inline bool allows_non_temporal(const at::Tensor& t, int64_t bytes) {
   const auto address = reinterpret_cast<uintptr_t>(t.data_ptr());
-  return t.scalar_type() == at::kBFloat16 && address % 64 == 0 && t.stride(0) % kPanel == 0 && bytes >= (1 << 20);
+  return t.scalar_type() == at::kBFloat16 && address % 64 == 0 && t.stride(0) % kBlockDim == 0 && bytes >= (1 << 20);
 }
 
 /// A matrix that rows can be stored to; `given` if it can, else fresh.
 inline at::Tensor writable(const at::Tensor& given, int64_t rows, int64_t columns, at::ScalarType dtype) {
   if (given.defined() && given.stride(1) == 1) return given;
-  return fresh({rows, columns}, dtype);
+  return empty_cpu({rows, columns}, dtype);
 }
 
 inline at::Tensor readable(const at::Tensor& t) { return !t.defined() || t.stride(1) == 1 ? t : t.contiguous(); }
@@ -87,12 +87,12 @@ inline at::Tensor readable(const at::Tensor& t) { return !t.defined() || t.strid
 /// `t` as float32 with room for reading beyond its end.
 inline std::vector<float> padded(const at::Tensor& t) {
   if (!t.defined()) return {};
-  const auto line = t.stride(0) == 1 ? t : t.contiguous();
+  const auto dense = t.stride(0) == 1 ? t : t.contiguous();
   const auto count = t.numel();
-  std::vector<float> out(count + kPanel);
-  const Place from{static_cast<char*>(line.data_ptr()), 0, t.scalar_type()};
+  std::vector<float> out(count + kBlockDim);
+  const MatrixView from{static_cast<char*>(dense.data_ptr()), 0, t.scalar_type()};
   for (int64_t i = 0; i < count; i += 16) {
-    const auto mask = first(count - i);
+    const auto mask = lane_mask(count - i);
     _mm512_mask_storeu_ps(out.data() + i, mask, load16(from, 0, i, mask));
   }
   return out;
@@ -101,86 +101,86 @@ inline std::vector<float> padded(const at::Tensor& t) {
 using ColumnSums = std::vector<float>;
 
 /// The results of a product with N columns, and what its epilogue reads, in memory that rows can be read from.
-class Results {
+class GemmOutputs {
  public:
-  Results(const Epilogue& e, int64_t rows, int64_t n, bool with_out)
-      : e_(e), rows_(rows), n_(n), bias_(padded(e.bias)), at_(readable(e.at)) {
+  GemmOutputs(const Epilogue& e, int64_t rows, int64_t n, bool with_out)
+      : e_(e), rows_(rows), n_(n), bias_(padded(e.bias)), act_input_(readable(e.act_input)) {
     const auto dtype = e.dtype == at::ScalarType::Undefined ? at::kBFloat16 : e.dtype;
     if (with_out) r_.out = writable(e.out, rows, columns(), e.out.defined() ? e.out.scalar_type() : dtype);
-    if (e.keep_pre) r_.pre = writable({}, rows, n, at::kBFloat16);
-    if (e.keep_again) r_.again = writable({}, rows, n, at::kBFloat16);
-    if (e.keep_sums) r_.sums = fresh({columns()}, at::kFloat);
-    add_ = e.add.is_same(e.out) && r_.out.is_same(e.out) ? r_.out : readable(e.add);
+    if (e.keep_pre_act) r_.pre_act = writable({}, rows, n, at::kBFloat16);
+    if (e.keep_act_output) r_.act_output = writable({}, rows, n, at::kBFloat16);
+    if (e.keep_column_sums) r_.column_sums = empty_cpu({columns()}, at::kFloat);
+    addend_ = e.addend.is_same(e.out) && r_.out.is_same(e.out) ? r_.out : readable(e.addend);
   }
 
   bool gated() const { return e_.act && e_.act->gated(); }
   /// Of the result.
-  int64_t columns() const { return gated() ? n_ / 2 : e_.slope && e_.slope->gated() ? 2 * n_ : n_; }
+  int64_t columns() const { return gated() ? n_ / 2 : e_.act_grad && e_.act_grad->gated() ? 2 * n_ : n_; }
 
   /// How `t`, all or part of a bfloat16 result of so many bytes, is stored. The second half of a gated one has to begin
   /// with a line, too.
-  Store store_of(const at::Tensor& t, int64_t bytes) const {
-    const bool slope = e_.slope && e_.slope->gated();
-    const bool lines = (!gated() || n_ / 2 % kPanel == 0) && (!slope || n_ % kPanel == 0);
-    return lines && streams(t, bytes) ? Store::stream : Store::keep;
+  Store store_kind(const at::Tensor& t, int64_t bytes) const {
+    const bool gated_grad = e_.act_grad && e_.act_grad->gated();
+    const bool line_aligned = (!gated() || n_ / 2 % kBlockDim == 0) && (!gated_grad || n_ % kBlockDim == 0);
+    return line_aligned && allows_non_temporal(t, bytes) ? Store::non_temporal : Store::cached;
   }
 
   /// The epilogue of all rows.
-  Work work() const {
-    Work w;
+  EpilogueArgs epilogue_args() const {
+    EpilogueArgs w;
     w.rows = rows_;
     w.columns = n_;
     w.half = n_ / 2;
-    w.reach = gated() ? n_ / 2 : n_;
+    w.full_panel_limit = gated() ? n_ / 2 : n_;
     w.scale = static_cast<float>(e_.scale);
     w.bias = bias_.empty() ? nullptr : bias_.data();
-    w.out = place(r_.out);
-    w.pre = place(r_.pre);
-    w.again = place(r_.again);
-    w.at = place(at_);
-    if (add_.defined()) w.add[w.adds++] = place(add_);
+    w.out = view_of(r_.out);
+    w.pre_act = view_of(r_.pre_act);
+    w.act_output = view_of(r_.act_output);
+    w.act_input = view_of(act_input_);
+    if (addend_.defined()) w.addends[w.num_addends++] = view_of(addend_);
     const auto bytes = rows_ * columns() * 2;  // of `out`: the others are stored as it is, if they are aligned
-    if (r_.out.defined() && !add_.is_same(r_.out)) w.out.store = store_of(r_.out, bytes);
-    if (r_.pre.defined()) w.pre.store = store_of(r_.pre, bytes);
-    if (r_.again.defined()) w.again.store = store_of(r_.again, bytes);
-    w.ahead_rows = kPanel;
-    if (const auto& act = e_.act ? e_.act : e_.slope) w.act = ActParams(*act);
-    w.row = row_function(e_.act, e_.slope);
+    if (r_.out.defined() && !addend_.is_same(r_.out)) w.out.store = store_kind(r_.out, bytes);
+    if (r_.pre_act.defined()) w.pre_act.store = store_kind(r_.pre_act, bytes);
+    if (r_.act_output.defined()) w.act_output.store = store_kind(r_.act_output, bytes);
+    w.prefetch_rows = kBlockDim;
+    if (const auto& act = e_.act ? e_.act : e_.act_grad) w.act = ActParams(*act);
+    w.row = row_function(e_.act, e_.act_grad);
     return w;
   }
 
   /// Far panels in a block: so many that the pages of all matrices a square touches are still in the address cache when
   /// the next columns of the same rows come. Rows of a wide matrix lie on a page each, and a store that has to look its
   /// page up waits.
-  int64_t most_far(const Work& w) const {
-    constexpr int64_t kPage = 4096, kReach = 1152 * kPage;
-    const bool slope = e_.slope && e_.slope->gated();
-    const auto bytes = [](const Place& p, bool halves) {
-      return p.data ? std::min(p.ld * p.bytes(), halves ? 2 * kPage : kPage) : 0;
+  int64_t max_resident_panels(const EpilogueArgs& w) const {
+    constexpr int64_t kPage = 4096, kTlbReach = 1152 * kPage;
+    const bool gated_grad = e_.act_grad && e_.act_grad->gated();
+    const auto bytes = [](const MatrixView& p, bool halves) {
+      return p.data ? std::min(p.ld * p.element_size(), halves ? 2 * kPage : kPage) : 0;
     };
-    int64_t all = bytes(w.out, slope) + bytes(w.at, slope) + bytes(w.pre, gated()) + bytes(w.again, false);
-    for (int i = 0; i < w.adds; ++i)
-      if (w.add[i].data != w.out.data) all += bytes(w.add[i], false);
-    return std::min(kReach / std::max<int64_t>(all, 1) / kPanel, gated() ? kMostPairs : INT64_MAX);
+    int64_t all = bytes(w.out, gated_grad) + bytes(w.act_input, gated_grad) + bytes(w.pre_act, gated()) + bytes(w.act_output, false);
+    for (int i = 0; i < w.num_addends; ++i)
+      if (w.addends[i].data != w.out.data) all += bytes(w.addends[i], false);
+    return std::min(kTlbReach / std::max<int64_t>(all, 1) / kBlockDim, gated() ? kMaxGatedPairs : INT64_MAX);
   }
 
   /// Memory for the transpose in tiles, if every square of the result is whole and finished under the products.
-  Bf16* add_tiles() {
-    const bool whole = rows_ % kPanel == 0 && n_ % kPanel == 0;
-    if (!whole || !e_.slope || !is_frequent(e_.slope->kind)) return nullptr;
-    if (form_of(work(), {}, e_.slope).rows != Form::activation) return nullptr;
-    r_.tiles = borrow_tiles(columns() / kPanel, rows_ / kPanel);
-    return reinterpret_cast<Bf16*>(r_.tiles.data_ptr());
+  Bf16* allocate_packed_transpose() {
+    const bool full_blocks = rows_ % kBlockDim == 0 && n_ % kBlockDim == 0;
+    if (!full_blocks || !e_.act_grad || !has_fast_path(e_.act_grad->kind)) return nullptr;
+    if (select_variant(epilogue_args(), {}, e_.act_grad).kind != KernelVariant::activation) return nullptr;
+    r_.packed_transpose = acquire_packed_tensor(columns() / kBlockDim, rows_ / kBlockDim);
+    return reinterpret_cast<Bf16*>(r_.packed_transpose.data_ptr());
   }
 
   /// Room for column sums, one for each thread.
-  std::vector<ColumnSums> column_sums(int threads) const {
-    return std::vector<ColumnSums>(threads, ColumnSums(e_.keep_sums ? columns() + kPanel : 0));
+  std::vector<ColumnSums> allocate_column_sums(int threads) const {
+    return std::vector<ColumnSums>(threads, ColumnSums(e_.keep_column_sums ? columns() + kBlockDim : 0));
   }
   /// Adds up the column sums of all threads.
-  void sum_up(const std::vector<ColumnSums>& parts) {
-    if (!e_.keep_sums) return;
-    auto* sums = r_.sums.mutable_data_ptr<float>();
+  void reduce_column_sums(const std::vector<ColumnSums>& parts) {
+    if (!e_.keep_column_sums) return;
+    auto* sums = r_.column_sums.mutable_data_ptr<float>();
     std::fill_n(sums, columns(), 0.F);
     for (const auto& part : parts)
       for (int64_t i = 0; i < columns(); ++i) sums[i] += part[i];
@@ -195,7 +195,7 @@ class Results {
   const Epilogue& e_;
   int64_t rows_, n_;
   std::vector<float> bias_;
-  at::Tensor at_, add_;
+  at::Tensor act_input_, addend_;
   GemmResult r_;
 };
 

@@ -8,10 +8,10 @@
 
 namespace weft::kernels::CPU_CAPABILITY {
 
-/// to[k][j] = from[j][k] for kWidth j and k, with rows `stride` and `ld` apart.
+/// to[k][j] = from[j][k] for kVecSize j and k, with rows `stride` and `ld` apart.
 template <class T>
 void transpose_block(const T* from, int64_t stride, float* to, int64_t ld) {
-  constexpr int kSize = kWidth;
+  constexpr int kSize = kVecSize;
   alignas(64) float rows[kSize * kSize];
   if constexpr (std::is_same_v<T, float>) return at::vec::transpose_mxn<float, kSize, kSize>(from, stride, to, ld);
   for (int64_t j = 0; j < kSize; ++j) write(rows + j * kSize, read(from + j * stride));
@@ -20,25 +20,25 @@ void transpose_block(const T* from, int64_t stride, float* to, int64_t ld) {
 
 /// B as float32 with rows one after the other: B itself, or a copy in `scratch`.
 template <class T>
-Rows small_factor(const Strided& b, float* scratch) {
+RowMajorView small_factor(const StridedMatrix& b, float* scratch) {
   const T* data = static_cast<const T*>(b.data);
   if (std::is_same_v<T, float> && b.column_stride == 1)
     return {const_cast<void*>(b.data), b.row_stride, at::kFloat};  // only read
-  const Rows out{scratch, b.columns, at::kFloat};
+  const RowMajorView out{scratch, b.columns, at::kFloat};
   if (b.column_stride == 1) {
     for (int64_t k = 0; k < b.rows; ++k)
-      each_vector(b.columns, [&](int64_t j, auto count) {
+      for_each_vector(b.columns, [&](int64_t j, auto count) {
         write(scratch + k * b.columns + j, read(data + k * b.row_stride + j, count), count);
       });
     return out;
   }
   const bool blocks = b.row_stride == 1;
-  const int64_t whole_rows = blocks ? b.rows / kWidth * kWidth : 0, whole_columns = b.columns / kWidth * kWidth;
-  for (int64_t k = 0; k < whole_rows; k += kWidth)
-    for (int64_t j = 0; j < whole_columns; j += kWidth)
+  const int64_t full_rows = blocks ? b.rows / kVecSize * kVecSize : 0, full_columns = b.columns / kVecSize * kVecSize;
+  for (int64_t k = 0; k < full_rows; k += kVecSize)
+    for (int64_t j = 0; j < full_columns; j += kVecSize)
       transpose_block(data + j * b.column_stride + k, b.column_stride, scratch + k * b.columns + j, b.columns);
   for (int64_t k = 0; k < b.rows; ++k) {
-    int64_t j = k < whole_rows ? whole_columns : 0;
+    int64_t j = k < full_rows ? full_columns : 0;
     const T* from = data + k * b.row_stride + j * b.column_stride;
     for (; j < b.columns; ++j, from += b.column_stride) scratch[k * b.columns + j] = static_cast<float>(*from);
   }
@@ -47,8 +47,8 @@ Rows small_factor(const Strided& b, float* scratch) {
 
 /// put(row, column, values, count) for kRows rows of A B from row i on, as sums of the rows of B.
 template <int kRows, class T, class Put>
-void small_rows(const Strided& a, const Rows& b, int64_t n, int64_t i, const Put& put) {
-  each_vector(n, [&](int64_t j, auto count) {
+void small_rows(const StridedMatrix& a, const RowMajorView& b, int64_t n, int64_t i, const Put& put) {
+  for_each_vector(n, [&](int64_t j, auto count) {
     const T* value = static_cast<const T*>(a.data) + i * a.row_stride;
     const float* row = static_cast<const float*>(b.data) + j;
     std::array<Vec, kRows> sums;
@@ -63,7 +63,7 @@ void small_rows(const Strided& a, const Rows& b, int64_t n, int64_t i, const Put
 
 /// put(row, column, values, count) for all of A B; `scratch` is as large as B.
 template <class T, class Put>
-void each_small(const Strided& a, const Strided& b, float* scratch, const Put& put) {
+void for_each_small_row(const StridedMatrix& a, const StridedMatrix& b, float* scratch, const Put& put) {
   const auto factor = small_factor<T>(b, scratch);
   int64_t i = 0;
   for (; i + 4 <= a.rows; i += 4) small_rows<4, T>(a, factor, b.columns, i, put);

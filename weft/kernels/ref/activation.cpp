@@ -21,32 +21,32 @@
 
 #include <algorithm>
 
-#include "weft/kernels/precision.h"
+#include "weft/kernels/opmath.h"
 #include "weft/kernels/tiers.h"
 
 namespace weft::kernels::ref {
 namespace {
 
-constexpr double kQuick = 1.702;
+constexpr double kQuickGelu = 1.702;
 
 at::Tensor relu(const at::Tensor& x) { return at::clamp_min(x, 0); }  // at::relu has no meta kernel
 
 /// x within ±10⁴, where every slope has reached its limit, and NaN where x is infinite: ATen's slopes of larger finite
 /// arguments overflow on the way and give NaN.
-at::Tensor within_reach(const at::Tensor& x) { return at::clamp(x, -1e4, 1e4).add_(at::mul(x, 0)); }
+at::Tensor clamp_for_grad(const at::Tensor& x) { return at::clamp(x, -1e4, 1e4).add_(at::mul(x, 0)); }
 
 /// x·σ(k·x), whose derivative is silu'(k·x).
-at::Tensor quick(const at::Tensor& x, double k) { return at::mul(x, k).sigmoid_().mul_(x); }
+at::Tensor swish(const at::Tensor& x, double k) { return at::mul(x, k).sigmoid_().mul_(x); }
 
 /// f(x) of a unary kind, or of the gate of a gated one. The result is always new memory.
-at::Tensor value(ActKind kind, const at::Tensor& x) {
+at::Tensor unary_forward(ActKind kind, const at::Tensor& x) {
   switch (kind) {
     case ActKind::gelu:
     case ActKind::geglu:
       return at::gelu(x, "tanh");
     case ActKind::qgelu:
     case ActKind::qgeglu:
-      return quick(x, kQuick);
+      return swish(x, kQuickGelu);
     case ActKind::relu:
     case ActKind::reglu:
       return relu(x);
@@ -63,12 +63,12 @@ at::Tensor value(ActKind kind, const at::Tensor& x) {
 }
 
 /// dy·f'(x) of a unary kind.
-at::Tensor slope(ActKind kind, const at::Tensor& dy, const at::Tensor& x) {
+at::Tensor unary_backward(ActKind kind, const at::Tensor& dy, const at::Tensor& x) {
   switch (kind) {
     case ActKind::gelu:
-      return at::gelu_backward(dy, within_reach(x), "tanh");
+      return at::gelu_backward(dy, clamp_for_grad(x), "tanh");
     case ActKind::qgelu:
-      return at::silu_backward(dy, within_reach(widen(x)).mul_(kQuick));
+      return at::silu_backward(dy, clamp_for_grad(to_opmath(x)).mul_(kQuickGelu));
     case ActKind::relu:
       return at::threshold_backward(dy, x, 0);
     case ActKind::silu:
@@ -105,23 +105,23 @@ struct Situ {  // t = tanh(a/β1), s = σ(a), u = tanh(b/β2)
 
 at::Tensor gated_value(const Act& act, const at::Tensor& x) {
   const Halves in(act, x);
-  const auto a = widen(in.a);
+  const auto a = to_opmath(in.a);
   at::Tensor y;
   if (act.kind == ActKind::situglu) {
-    const Situ f(act, a, widen(in.b));
+    const Situ f(act, a, to_opmath(in.b));
     y = at::mul(f.t, f.s).mul_(f.u).mul_(act.beta1 * act.beta2);
   } else if (act.kind == ActKind::clamped_swiglu) {
-    const auto h = at::clamp(widen(in.b), -act.limit, act.limit).add_(act.offset);
-    y = quick(at::clamp_max(a, act.limit), act.alpha).mul_(h);
+    const auto h = at::clamp(to_opmath(in.b), -act.limit, act.limit).add_(act.offset);
+    y = swish(at::clamp_max(a, act.limit), act.alpha).mul_(h);
   } else {
-    y = value(act.kind, a).mul_(in.b);
+    y = unary_forward(act.kind, a).mul_(in.b);
   }
   return act.interleave == 0 ? y : y.flatten(-2);
 }
 
 /// da = tanh'(g·s) + σ'(β1·g·t) with g = dy·β2·u;  db = tanh'(dy·β1·t·s).
 void situ_backward(const Act& act, const at::Tensor& dy, const Halves& x, Halves& dx) {
-  const Situ f(act, widen(x.a), widen(x.b));
+  const Situ f(act, to_opmath(x.a), to_opmath(x.b));
   const auto g = at::mul(f.u, act.beta2).mul_(dy);
   const auto through_tanh = at::tanh_backward(at::mul(g, f.s), f.t);
   at::add_out(dx.a, through_tanh, at::sigmoid_backward(at::mul(g, f.t).mul_(act.beta1), f.s));
@@ -130,28 +130,28 @@ void situ_backward(const Act& act, const at::Tensor& dy, const Halves& x, Halves
 
 /// da = dy·b̄·silu'(alpha·ā) where a ≤ limit;  db = dy·ā·σ(alpha·ā) where |b| ≤ limit;  else 0.
 void clamped_backward(const Act& act, const at::Tensor& dy, const Halves& x, Halves& dx) {
-  const auto a = widen(x.a), b = widen(x.b);
+  const auto a = to_opmath(x.a), b = to_opmath(x.b);
   const auto gate = at::clamp_max(a, act.limit), linear = at::clamp(b, -act.limit, act.limit);
-  at::silu_backward_out(dx.a, at::add(linear, act.offset).mul_(dy), within_reach(gate).mul_(act.alpha));
+  at::silu_backward_out(dx.a, at::add(linear, act.offset).mul_(dy), clamp_for_grad(gate).mul_(act.alpha));
   dx.a.masked_fill_(at::ne(gate, a), 0);
-  at::mul_out(dx.b, quick(gate, act.alpha), dy);
+  at::mul_out(dx.b, swish(gate, act.alpha), dy);
   dx.b.masked_fill_(at::ne(linear, b), 0);
 }
 
 /// da = dy·b·f'(a);  db = dy·f(a).
 void gate_backward(ActKind kind, const at::Tensor& dy, const Halves& x, Halves& dx) {
-  const auto a = widen(x.a);
-  auto g = at::mul(widen(dy), x.b);
-  auto f = value(kind == ActKind::sreglu ? ActKind::relu : kind, a);
+  const auto a = to_opmath(x.a);
+  auto g = at::mul(to_opmath(dy), x.b);
+  auto f = unary_forward(kind == ActKind::sreglu ? ActKind::relu : kind, a);
   switch (kind) {
     case ActKind::glu:
       at::sigmoid_backward_out(dx.a, g, f);
       break;
     case ActKind::geglu:
-      at::gelu_backward_out(dx.a, g, within_reach(a), "tanh");
+      at::gelu_backward_out(dx.a, g, clamp_for_grad(a), "tanh");
       break;
     case ActKind::qgeglu:
-      at::silu_backward_out(dx.a, g, within_reach(a).mul_(kQuick));
+      at::silu_backward_out(dx.a, g, clamp_for_grad(a).mul_(kQuickGelu));
       break;
     case ActKind::reglu:
       at::threshold_backward_out(dx.a, g, a, 0);
@@ -168,7 +168,7 @@ void gate_backward(ActKind kind, const at::Tensor& dy, const Halves& x, Halves& 
 
 /// f(x) of any kind without the final rounding.
 at::Tensor unrounded(const Act& act, const at::Tensor& x) {
-  return act.gated() ? gated_value(act, x) : value(act.kind, widen(x));
+  return act.gated() ? gated_value(act, x) : unary_forward(act.kind, to_opmath(x));
 }
 
 at::Tensor as_column(const at::Tensor& scales, const at::Tensor& x) {
@@ -181,11 +181,11 @@ at::Tensor as_column(const at::Tensor& scales, const at::Tensor& x) {
 
 at::Tensor activation_forward(const Act& act, const at::Tensor& x) {
   if (act.gated() || act.kind == ActKind::qgelu) return as_dtype(unrounded(act, x), x.scalar_type());
-  return value(act.kind, x);  // ATen's kernels for these round once
+  return unary_forward(act.kind, x);  // ATen's kernels for these round once
 }
 
 at::Tensor activation_backward(const Act& act, const at::Tensor& dy, const at::Tensor& x) {
-  if (!act.gated()) return as_dtype(slope(act.kind, dy, x), x.scalar_type());
+  if (!act.gated()) return as_dtype(unary_backward(act.kind, dy, x), x.scalar_type());
   auto dx = at::empty_like(x);
   const Halves in(act, x);
   Halves out(act, dx);
@@ -200,11 +200,11 @@ at::Tensor activation_backward(const Act& act, const at::Tensor& dy, const at::T
   return dx;
 }
 
-ActivationSums activation_backward_sums(const Act& act, const at::Tensor& dy, const at::Tensor& x) {
+ActivationColumnSums activation_backward_column_sums(const Act& act, const at::Tensor& dy, const at::Tensor& x) {
   auto dx = ref::activation_backward(act, dy, x);
   const auto width = dx.dim() == 0 ? 1 : dx.size(-1);
   const auto matrix = dx.reshape({dx.numel() / std::max<int64_t>(width, 1), width});
-  auto sums = at::sum(matrix, 0, /*keepdim=*/false, wide(dx.scalar_type()));
+  auto sums = at::sum(matrix, 0, /*keepdim=*/false, opmath_dtype(dx.scalar_type()));
   return {std::move(dx), std::move(sums)};
 }
 
@@ -213,10 +213,10 @@ at::Tensor scaled_activation_forward(const Act& act, const at::Tensor& x, const 
 }
 
 std::pair<at::Tensor, at::Tensor> scaled_activation_backward(const Act& act, const at::Tensor& dy, const at::Tensor& x,
-                                                             const at::Tensor& scales, bool dx_wanted, bool ds_wanted) {
+                                                             const at::Tensor& scales, bool needs_dx, bool needs_ds) {
   at::Tensor dx, ds;
-  if (dx_wanted) dx = ref::activation_backward(act, at::mul(widen(dy), as_column(scales, x)), x);
-  if (ds_wanted) {
+  if (needs_dx) dx = ref::activation_backward(act, at::mul(to_opmath(dy), as_column(scales, x)), x);
+  if (needs_ds) {
     ds = at::sum(unrounded(act, x).mul_(dy), -1);
     ds = as_dtype(ds, scales.scalar_type()).reshape(scales.sizes());
   }

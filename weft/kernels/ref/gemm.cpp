@@ -9,14 +9,14 @@
 
 #include <algorithm>
 
-#include "weft/kernels/precision.h"
+#include "weft/kernels/opmath.h"
 #include "weft/kernels/tiers.h"
 
 namespace weft::kernels::ref {
 namespace {
 
 /// scale·A B + bias in the dtype of A.
-at::Tensor product(const at::Tensor& a, const at::Tensor& b, double scale, const at::Tensor& bias) {
+at::Tensor scaled_gemm(const at::Tensor& a, const at::Tensor& b, double scale, const at::Tensor& bias) {
   if (bias.defined()) return at::addmm(as_dtype(bias, a.scalar_type()), a, b, 1, scale);
   auto p = at::mm(a, b);
   return scale == 1 ? p : p.mul_(scale);
@@ -24,29 +24,29 @@ at::Tensor product(const at::Tensor& a, const at::Tensor& b, double scale, const
 
 /// out = add + scale·A B row block by row block: a temporary of the size of `out` would double its memory.
 void accumulate(const at::Tensor& a, const at::Tensor& b, const Epilogue& e, const at::Tensor& out) {
-  constexpr int64_t kRows = 64;
-  for (int64_t m = 0; m < a.size(0); m += kRows) {
-    const auto rows = std::min(kRows, a.size(0) - m);
-    const auto p = product(a.narrow(0, m, rows), b, e.scale, e.bias);
+  constexpr int64_t kAccumulateRows = 64;
+  for (int64_t m = 0; m < a.size(0); m += kAccumulateRows) {
+    const auto rows = std::min(kAccumulateRows, a.size(0) - m);
+    const auto p = scaled_gemm(a.narrow(0, m, rows), b, e.scale, e.bias);
     auto block = out.narrow(0, m, rows);
-    if (!e.add.defined()) {
+    if (!e.addend.defined()) {
       block.copy_(p);
-    } else if (e.add.is_same(out)) {
+    } else if (e.addend.is_same(out)) {
       block.add_(p);
     } else {
-      at::add_out(block, e.add.narrow(0, m, rows), p);
+      at::add_out(block, e.addend.narrow(0, m, rows), p);
     }
   }
 }
 
 /// out = scale·A B, or out += scale·A B, with `out` wider than A and B. They are widened block by block along K:
 /// nothing is rounded on the way, and no temporary has the size of `out`.
-void accumulate_wide(const at::Tensor& a, const at::Tensor& b, double scale, bool add, const at::Tensor& out) {
+void accumulate_opmath(const at::Tensor& a, const at::Tensor& b, double scale, bool add, const at::Tensor& out) {
   constexpr int64_t kDepth = 256;
   if (a.size(1) == 0 && !add) out.zero_();
   for (int64_t k = 0; k < a.size(1); k += kDepth) {
     const auto depth = std::min(kDepth, a.size(1) - k);
-    out.addmm_(widen(a.narrow(1, k, depth)), widen(b.narrow(0, k, depth)), add || k > 0 ? 1 : 0, scale);
+    out.addmm_(to_opmath(a.narrow(1, k, depth)), to_opmath(b.narrow(0, k, depth)), add || k > 0 ? 1 : 0, scale);
   }
 }
 
@@ -62,36 +62,36 @@ GemmResult gemm(const at::Tensor& a, const at::Tensor& b, Epilogue e) {
                      : e.dtype == at::ScalarType::Undefined ? a.scalar_type()
                                                             : e.dtype;
   GemmResult r;
-  const bool plain = !e.act && !e.slope && !e.keep_sums;
-  if (plain && !e.keep_pre && e.out.defined()) {
-    const bool same = dtype == a.scalar_type(), in_place = e.add.is_same(e.out);
-    const bool direct = !e.bias.defined() && (in_place || !e.add.defined());
+  const bool plain = !e.act && !e.act_grad && !e.keep_column_sums;
+  if (plain && !e.keep_pre_act && e.out.defined()) {
+    const bool same = dtype == a.scalar_type(), in_place = e.addend.is_same(e.out);
+    const bool direct = !e.bias.defined() && (in_place || !e.addend.defined());
     if (direct && same && !in_place && e.scale == 1) {
       at::mm_out(e.out, a, b);
     } else if (direct && same) {
       e.out.addmm_(a, b, in_place ? 1 : 0, e.scale);
-    } else if (direct && dtype == wide(a.scalar_type())) {
-      accumulate_wide(a, b, e.scale, in_place, e.out);
+    } else if (direct && dtype == opmath_dtype(a.scalar_type())) {
+      accumulate_opmath(a, b, e.scale, in_place, e.out);
     } else {
       accumulate(a, b, e, e.out);
     }
     r.out = e.out;
     return r;
   }
-  if (plain && !e.keep_pre && !e.bias.defined() && e.add.defined() && e.add.scalar_type() == a.scalar_type() &&
+  if (plain && !e.keep_pre_act && !e.bias.defined() && e.addend.defined() && e.addend.scalar_type() == a.scalar_type() &&
       dtype == a.scalar_type()) {
-    r.out = at::addmm(e.add, a, b, 1, e.scale);
+    r.out = at::addmm(e.addend, a, b, 1, e.scale);
     return r;
   }
-  auto v = product(a, b, e.scale, e.bias);
-  if (e.keep_pre) r.pre = v;
+  auto v = scaled_gemm(a, b, e.scale, e.bias);
+  if (e.keep_pre_act) r.pre_act = v;
   if (e.act) v = ref::activation_forward(*e.act, v);
-  if (e.slope) {
-    if (e.keep_again) r.again = ref::activation_forward(*e.slope, e.at);
-    v = ref::activation_backward(*e.slope, v, e.at);
+  if (e.act_grad) {
+    if (e.keep_act_output) r.act_output = ref::activation_forward(*e.act_grad, e.act_input);
+    v = ref::activation_backward(*e.act_grad, v, e.act_input);
   }
-  if (e.keep_sums) r.sums = at::sum(v, 0, /*keepdim=*/false, wide(v.scalar_type()));
-  if (e.add.defined()) v = at::add(v, e.add);
+  if (e.keep_column_sums) r.column_sums = at::sum(v, 0, /*keepdim=*/false, opmath_dtype(v.scalar_type()));
+  if (e.addend.defined()) v = at::add(v, e.addend);
   r.out = stored(v, e, dtype);
   return r;
 }

@@ -12,7 +12,7 @@
 
 #include <algorithm>
 
-#include "weft/kernels/precision.h"
+#include "weft/kernels/opmath.h"
 #include "weft/kernels/tiers.h"
 
 namespace weft::kernels::ref {
@@ -21,7 +21,7 @@ namespace {
 at::Tensor meta_statistic(const at::Tensor& x, const at::Tensor& gamma) {
   auto sizes = x.sizes().vec();
   std::fill(sizes.end() - gamma.dim(), sizes.end(), 1);
-  return at::empty(sizes, x.options().dtype(wide(x.scalar_type())));
+  return at::empty(sizes, x.options().dtype(opmath_dtype(x.scalar_type())));
 }
 
 /// [..., row] as [rows, N], also if either is 0.
@@ -31,9 +31,9 @@ at::Tensor as_rows(const at::Tensor& t, const at::Tensor& gamma) {
   return t.reshape({rows, gamma.numel()});
 }
 
-/// dx + add in the dtype of x; `dx` is ours.
-at::Tensor finish(at::Tensor dx, const at::Tensor& add, const at::Tensor& x) {
-  if (add.defined()) dx.add_(add);
+/// dx + addend in the dtype of x; `dx` is ours.
+at::Tensor finish(at::Tensor dx, const at::Tensor& addend, const at::Tensor& x) {
+  if (addend.defined()) dx.add_(addend);
   return as_dtype(dx, x.scalar_type());
 }
 
@@ -46,20 +46,20 @@ LayerNormForward layer_norm_forward(const at::Tensor& x, const at::Tensor& gamma
 }
 
 NormGrads layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& mean, const at::Tensor& rstd,
-                              const at::Tensor& gamma, std::array<bool, 3> wanted, const at::Tensor& add) {
+                              const at::Tensor& gamma, std::array<bool, 3> output_mask, const at::Tensor& addend) {
   if (x.is_meta()) {
     const auto like = [](const at::Tensor& t, bool given) { return given ? at::empty_like(t) : at::Tensor{}; };
-    return {like(x, wanted[0]), like(gamma, wanted[1]), like(gamma, wanted[2])};
+    return {like(x, output_mask[0]), like(gamma, output_mask[1]), like(gamma, output_mask[2])};
   }
   // ATen adds up dγ and dβ in the dtype of its inputs. Of β it only asks whether there is one.
-  const auto dtype = wanted[1] || wanted[2] || add.defined() ? gamma.scalar_type() : x.scalar_type();
+  const auto dtype = output_mask[1] || output_mask[2] || addend.defined() ? gamma.scalar_type() : x.scalar_type();
   auto [dx, dgamma, dbeta] = at::native_layer_norm_backward(as_dtype(dy, dtype), as_dtype(x, dtype), gamma.sizes(),
-                                                            mean, rstd, gamma, gamma, wanted);
-  return {dx.defined() ? finish(std::move(dx), add, x) : dx, std::move(dgamma), std::move(dbeta)};
+                                                            mean, rstd, gamma, gamma, output_mask);
+  return {dx.defined() ? finish(std::move(dx), addend, x) : dx, std::move(dgamma), std::move(dbeta)};
 }
 
 RmsNormForward rms_norm_forward(const at::Tensor& x, const at::Tensor& gamma, double eps) {
-  const auto values = widen(x);
+  const auto values = to_opmath(x);
   std::vector<int64_t> row(gamma.dim());
   for (int64_t i = 0; i < gamma.dim(); ++i) row[i] = i - gamma.dim();
   const auto n = static_cast<double>(std::max<int64_t>(gamma.numel(), 1));
@@ -70,31 +70,31 @@ RmsNormForward rms_norm_forward(const at::Tensor& x, const at::Tensor& gamma, do
 }
 
 NormGrads rms_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rstd, const at::Tensor& gamma,
-                            std::array<bool, 2> wanted, const at::Tensor& add) {
-  const auto values = as_rows(widen(x), gamma), grad = as_rows(as_dtype(dy, gamma.scalar_type()), gamma);
+                            std::array<bool, 2> output_mask, const at::Tensor& addend) {
+  const auto values = as_rows(to_opmath(x), gamma), grad = as_rows(as_dtype(dy, gamma.scalar_type()), gamma);
   const auto g = gamma.reshape(-1), r = rstd.reshape(-1);
   const auto product = at::mul(grad, values);
   NormGrads out;
-  if (wanted[1]) out.dgamma = at::mv(product.t(), r).view(gamma.sizes());
-  if (!wanted[0]) return out;
-  const auto pull = at::mv(product, g).mul_(r).mul_(r).mul_(r).unsqueeze_(1);  // not rstd³ first: it may overflow
+  if (output_mask[1]) out.dgamma = at::mv(product.t(), r).view(gamma.sizes());
+  if (!output_mask[0]) return out;
+  const auto projection = at::mv(product, g).mul_(r).mul_(r).mul_(r).unsqueeze_(1);  // not rstd³ first: it may overflow
   const auto n = static_cast<double>(std::max<int64_t>(gamma.numel(), 1));
-  auto dx = at::mul(grad, g).mul_(r.unsqueeze(1)).addcmul_(values, pull, -1 / n);
-  out.dx = finish(dx.view(x.sizes()), add, x);
+  auto dx = at::mul(grad, g).mul_(r.unsqueeze(1)).addcmul_(values, projection, -1 / n);
+  out.dx = finish(dx.view(x.sizes()), addend, x);
   return out;
 }
 
 L2NormForward l2_norm_forward(const at::Tensor& x, double eps) {
-  const auto values = widen(x);
+  const auto values = to_opmath(x);
   auto rnorm = at::linalg_vector_norm(values, 2, at::IntArrayRef{-1}, /*keepdim=*/true);
   rnorm.mul_(rnorm).add_(eps).rsqrt_();
   return {as_dtype(at::mul(values, rnorm), x.scalar_type()), std::move(rnorm)};
 }
 
-at::Tensor l2_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rnorm, const at::Tensor& add) {
-  const auto values = widen(x), grad = as_dtype(dy, rnorm.scalar_type());
-  const auto pull = at::sum(at::mul(values, grad), -1, /*keepdim=*/true).mul_(rnorm).mul_(rnorm).mul_(rnorm);
-  return finish(at::mul(grad, rnorm).addcmul_(values, pull, -1), add, x);
+at::Tensor l2_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rnorm, const at::Tensor& addend) {
+  const auto values = to_opmath(x), grad = as_dtype(dy, rnorm.scalar_type());
+  const auto projection = at::sum(at::mul(values, grad), -1, /*keepdim=*/true).mul_(rnorm).mul_(rnorm).mul_(rnorm);
+  return finish(at::mul(grad, rnorm).addcmul_(values, projection, -1), addend, x);
 }
 
 }  // namespace weft::kernels::ref
