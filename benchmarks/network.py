@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--program", type=pathlib.Path, default=ROOT / "build/release/network_rank")
     parser.add_argument("--json", type=pathlib.Path)
     asked = parser.parse_args()
-    if why := netns.why_not():
+    if why := netns.unavailable_reason():
         print(f"skipped: {why}")
         results = {"link": [], "rows": [{"figures": [{"name": "two namespaces", "skipped": why}]}]}
         store(asked.json, results)

@@ -80,7 +80,7 @@ CLAIMS = {
              pytest("tests/dist/test_shared_link.py", "-k", "survivor or every_point", slow=True),
              pytest("tests/dist/test_ucx.py", "-k", "survivors or dies"))),
         Row("9", "ranks that disagree, full memory, other users and jobs: an error on every rank, no abort",
-            (pytest("tests/dist/test_failures.py", "-k", "disagree"),
+            (pytest("tests/dist/test_failures.py", "-k", "mismatch"),
              pytest("tests/dist/test_shared_link.py", "-k", "not survivor and not every_point"),
              figures("benchmarks/python/parallel.py", "--check-cost"))),
         Row("10", "ranks as threads under the thread sanitizer: clean, and a planted race found 10 of 10",

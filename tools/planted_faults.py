@@ -373,8 +373,8 @@ FAULTS = [
     Fault(
         "overlap/blocks-of-ranks-swapped",
         "weft/overlap/all_gather_gemm.cpp",
-        ".a = rank == link_.rank() ? x_ : round.incoming(rank), .row = rank * rows_}",
-        ".a = rank == link_.rank() ? x_ : round.incoming(rank), .row = (link_.size() - 1 - rank) * rows_}",
+        ".a = rank == transport_.rank() ? x_ : collective.incoming(rank), .row = rank * rows_}",
+        ".a = rank == transport_.rank() ? x_ : collective.incoming(rank), .row = (transport_.size() - 1 - rank) * rows_}",
     ),
     Fault(
         "overlap/tiles-of-ranks-swapped",
@@ -385,20 +385,20 @@ FAULTS = [
     Fault(
         "overlap/addends-of-peers-dropped",
         "weft/overlap/gemm_reduce_scatter.cpp",
-        "    for (const int peer : peers_) product.list.back().addends.push_back(round.incoming(peer));\n",
+        "    for (const int peer : peers_) chunks.list.back().addends.push_back(collective.incoming(peer));\n",
         "",
     ),
     Fault(
         "overlap/own-rows-not-gathered",
         "weft/overlap/gather_under.cpp",
-        "  place(link_.rank()).copy_(x_);\n",
+        "  rows_of(transport_.rank()).copy_(x_);\n",
         "",
     ),
     Fault(
         "overlap/latency-counted-once-for-two-exchanges",
         "weft/overlap/costs.cpp",
-        "out.plain = product + (twice ? 2 : 1) * costs.plain_latency",
-        "out.plain = product + costs.plain_latency",
+        "out.plain = gemm + (twice ? 2 : 1) * costs.plain_latency",
+        "out.plain = gemm + costs.plain_latency",
         "OverlapCosts",
     ),
     # ---- fuser ------------------------------------------------------------------------------------------------------

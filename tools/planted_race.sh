@@ -10,7 +10,7 @@ cmake --preset tsan-race -DPython3_EXECUTABLE="$python" >/dev/null
 cmake --build --preset tsan-race -j "${JOBS:-2}" >/dev/null
 found=0
 for ((i = 0; i < times; ++i)); do
-  report=$(TSAN_OPTIONS=halt_on_error=1 build/tsan-race/weft_tests --gtest_filter='SharedLink.EveryRankReads*' 2>&1) ||
+  report=$(TSAN_OPTIONS=halt_on_error=1 build/tsan-race/weft_tests --gtest_filter='ShmTransport.EveryRankReads*' 2>&1) ||
     { grep -q 'ThreadSanitizer: data race' <<<"$report" && found=$((found + 1)); }
 done
 echo "planted race found $found of $times"

@@ -33,7 +33,7 @@ const char* const kOverlapUsage = "weft_bench overlap [--rounds N] [--only TEXT]
 namespace {
 
 using at::Tensor;
-using weft::comm::SharedLink;
+using weft::comm::ShmTransport;
 using weft::kernels::Epilogue;
 using weft::kernels::Matrix;
 
@@ -81,25 +81,25 @@ void pin_to_core(int core) {
 }
 
 /// A number of every rank, on every rank.
-std::vector<double> exchange(SharedLink& link, double mine) {
-  const auto block = at::empty({1, 1}, at::kDouble).fill_(mine);
-  const auto round = link.all_gather(block);
-  std::vector<double> all(kRanks, mine);
+std::vector<double> exchange(ShmTransport& transport, double local) {
+  const auto block = at::empty({1, 1}, at::kDouble).fill_(local);
+  const auto collective = transport.all_gather(block);
+  std::vector<double> all(kRanks, local);
   for (int r = 0; r < kRanks; ++r) {
-    if (r == link.rank()) continue;
-    round->wait(r, 1);
-    all[r] = round->incoming(r).item<double>();
+    if (r == transport.rank()) continue;
+    collective->wait(r, 1);
+    all[r] = collective->incoming(r).item<double>();
   }
-  round->finish();
+  collective->finish();
   return all;
 }
 
 /// Seconds a pass of all ranks together, the slower one's.
-double slowest_rank_seconds(SharedLink& link, const std::function<void()>& run, int passes) {
-  exchange(link, 0);
+double slowest_rank_seconds(ShmTransport& transport, const std::function<void()>& run, int passes) {
+  exchange(transport, 0);
   const double start = now(/*threads=*/0);
   for (int i = 0; i < passes; ++i) run();
-  const auto all = exchange(link, now(/*threads=*/0) - start);
+  const auto all = exchange(transport, now(/*threads=*/0) - start);
   return *std::max_element(all.begin(), all.end()) / passes;
 }
 
@@ -116,14 +116,14 @@ double error_of(const Tensor& got, const Tensor& want) {
 Tensor random(at::IntArrayRef sizes, double scale = 1) { return (at::randn(sizes) * scale).to(at::kBFloat16); }
 
 /// y = all_gather(x) Wᵀ.
-OverlapProblem all_gather(SharedLink& link, const Line& line) {
+OverlapProblem all_gather(ShmTransport& transport, const Line& line) {
   const auto t = line.size("t"), k = line.size("k"), n = line.size("n");
   at::manual_seed(0);
   const auto x = random({t, k}), w = random({n, k}, 1 / std::sqrt(k));
-  const auto mine = x.narrow(0, link.rank() * t / kRanks, t / kRanks).clone();
+  const auto local = x.narrow(0, transport.rank() * t / kRanks, t / kRanks).clone();
   const auto y = at::empty({t, n}, x.options()), alone = at::empty_like(y);
-  const auto run = [=, &link] {
-    weft::overlap::all_gather_gemm(link, mine, Matrix(w, true), {.out = y, .b_is_weight = true});
+  const auto run = [=, &transport] {
+    weft::overlap::all_gather_gemm(transport, local, Matrix(w, true), {.out = y, .b_is_weight = true});
   };
   run();
   return {run, [=] { weft::kernels::gemm(x, Matrix(w, true), {.out = alone, .b_is_weight = true}); },
@@ -131,31 +131,31 @@ OverlapProblem all_gather(SharedLink& link, const Line& line) {
 }
 
 /// y_r = Σ_ranks (x Wᵀ)_r.
-OverlapProblem reduce_scatter(SharedLink& link, const Line& line) {
+OverlapProblem reduce_scatter(ShmTransport& transport, const Line& line) {
   const auto t = line.size("t"), k = line.size("k"), n = line.size("n");
   at::manual_seed(0);
   const auto x = random({t, k * kRanks}), w = random({n, k * kRanks}, 1 / std::sqrt(k));
-  const auto xr = x.narrow(1, link.rank() * k, k).contiguous(), wr = w.narrow(1, link.rank() * k, k).contiguous();
+  const auto xr = x.narrow(1, transport.rank() * k, k).contiguous(), wr = w.narrow(1, transport.rank() * k, k).contiguous();
   const auto alone = at::empty({t, n}, x.options()), y = at::empty({t / kRanks, n}, x.options());
-  const auto run = [=, &link] {
-    return weft::overlap::gemm_reduce_scatter(link, xr, Matrix(wr, true), {.out = y, .b_is_weight = true});
+  const auto run = [=, &transport] {
+    return weft::overlap::gemm_reduce_scatter(transport, xr, Matrix(wr, true), {.out = y, .b_is_weight = true});
   };
-  const auto want = at::mm(x.narrow(0, link.rank() * t / kRanks, t / kRanks).to(at::kFloat), w.to(at::kFloat).t());
+  const auto want = at::mm(x.narrow(0, transport.rank() * t / kRanks, t / kRanks).to(at::kFloat), w.to(at::kFloat).t());
   return {[=] { run(); }, [=] { weft::kernels::gemm(xr, Matrix(wr, true), {.out = alone, .b_is_weight = true}); },
           error_of(run(), want)};
 }
 
 /// Rounds of product, schedule, product; those whose products differ do not count.
-Measured measure(SharedLink& link, const OverlapProblem& problem, int rounds) {
-  slowest_rank_seconds(link, problem.schedule, 3);
-  slowest_rank_seconds(link, problem.gemm, 3);
-  const int passes = std::max(1, static_cast<int>(std::lround(kSample / slowest_rank_seconds(link, problem.gemm, 2))));
+Measured measure(ShmTransport& transport, const OverlapProblem& problem, int rounds) {
+  slowest_rank_seconds(transport, problem.schedule, 3);
+  slowest_rank_seconds(transport, problem.gemm, 3);
+  const int passes = std::max(1, static_cast<int>(std::lround(kSample / slowest_rank_seconds(transport, problem.gemm, 2))));
   std::vector<double> ratios, controls, schedules, products;
   Measured out;
   for (out.rounds = 0; out.rounds < 8 * rounds && static_cast<int>(ratios.size()) < rounds; ++out.rounds) {
-    const double before = slowest_rank_seconds(link, problem.gemm, passes);
-    const double schedule = slowest_rank_seconds(link, problem.schedule, passes);
-    const double after = slowest_rank_seconds(link, problem.gemm, passes);
+    const double before = slowest_rank_seconds(transport, problem.gemm, passes);
+    const double schedule = slowest_rank_seconds(transport, problem.schedule, passes);
+    const double after = slowest_rank_seconds(transport, problem.gemm, passes);
     if (std::max(before, after) > kSteady * std::min(before, after)) continue;
     ratios.push_back(2 * schedule / (before + after));
     controls.push_back(after / before);
@@ -186,18 +186,18 @@ std::vector<Line> lines_of(const Arguments& arguments) {
 bool run_rank(const Arguments& arguments) {
   pin_to_core(arguments.rank);
   auto store = c10::make_intrusive<c10d::FileStore>(arguments.store, kRanks);
-  SharedLink link(std::make_shared<weft::comm::HostMeeting>(weft::comm::HostMeeting::Options{
+  ShmTransport transport(std::make_shared<weft::comm::HostRendezvous>(weft::comm::HostRendezvous::Options{
       [&store] { return store; }, "bench", arguments.rank, kRanks, std::chrono::seconds(60)}));
   Report report(Method{});
   bool fine = true;
   for (const auto& line : lines_of(arguments)) {
     const Target target(line);
     const auto make = line.kind() == "all_gather" ? all_gather : reduce_scatter;
-    const auto problem = make(link, line);
+    const auto problem = make(transport, line);
     line.finish();
-    auto measured = measure(link, problem, arguments.rounds);
-    const auto missed = [&] { return exchange(link, measured.kept == 0 || target.missed(measured) ? 1 : 0)[0] != 0; };
-    if (missed()) measured = measure(link, problem, arguments.rounds);  // over the bound only if it is so twice
+    auto measured = measure(transport, problem, arguments.rounds);
+    const auto missed = [&] { return exchange(transport, measured.kept == 0 || target.missed(measured) ? 1 : 0)[0] != 0; };
+    if (missed()) measured = measure(transport, problem, arguments.rounds);  // over the bound only if it is so twice
     const bool steady = measured.kept > 0;
     fine = fine && steady && !target.missed(measured) && problem.error < 1e-2;
     if (arguments.rank == 0 && problem.error >= 1e-2) std::cout << line.text() << ": WRONG\n";

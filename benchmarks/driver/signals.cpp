@@ -22,13 +22,13 @@ const char* const kSignalsUsage = "weft_bench signals [ranks…]\n";
 
 namespace {
 
-using weft::comm::SharedLink;
+using weft::comm::ShmTransport;
 using Clock = std::chrono::steady_clock;
 
 constexpr int kSamples = 41, kSignals = 1000;
 
 /// µs of one of the signals that `pass` sends, over some samples: the middle one and the best.
-void report(SharedLink& link, const char* what, double signals, const std::function<void()>& pass) {
+void report(ShmTransport& transport, const char* what, double signals, const std::function<void()>& pass) {
   std::vector<double> samples;
   for (int i = 0; i < kSamples; ++i) {
     const auto start = Clock::now();
@@ -36,43 +36,43 @@ void report(SharedLink& link, const char* what, double signals, const std::funct
     samples.push_back(std::chrono::duration<double, std::micro>(Clock::now() - start).count() / signals);
   }
   std::sort(samples.begin(), samples.end());
-  if (link.rank() == 0)
-    std::cout << "ranks " << link.size() << "  cores " << std::thread::hardware_concurrency() << "  " << what << "  us "
+  if (transport.rank() == 0)
+    std::cout << "ranks " << transport.size() << "  cores " << std::thread::hardware_concurrency() << "  " << what << "  us "
               << samples[kSamples / 2] << "  best " << samples[0] << std::endl;
 }
 
 /// Rank 0 and rank 1 answer each other.
-void one_way(SharedLink& link) {
-  const auto round = link.reduce_scatter(kSignals, 1, at::kByte);
-  const int peer = 1 - link.rank();
+void one_way(ShmTransport& transport) {
+  const auto collective = transport.reduce_scatter(kSignals, 1, at::kByte);
+  const int peer = 1 - transport.rank();
   for (int i = 1; i <= kSignals; ++i) {
-    if (link.rank() == 0) round->publish(peer, i);
-    round->wait(peer, i);
-    if (link.rank() == 1) round->publish(peer, i);
+    if (transport.rank() == 0) collective->mark_ready(peer, i);
+    collective->wait(peer, i);
+    if (transport.rank() == 1) collective->mark_ready(peer, i);
   }
-  round->finish();
+  collective->finish();
 }
 
 /// Every rank tells every other, and hears from every other, before it goes on.
-void all_ranks(SharedLink& link) {
-  const auto round = link.reduce_scatter(kSignals, 1, at::kByte);
+void all_ranks(ShmTransport& transport) {
+  const auto collective = transport.reduce_scatter(kSignals, 1, at::kByte);
   for (int i = 1; i <= kSignals; ++i) {
-    for (int peer = 0; peer < link.size(); ++peer)
-      if (peer != link.rank()) round->publish(peer, i);
-    for (int peer = 0; peer < link.size(); ++peer)
-      if (peer != link.rank()) round->wait(peer, i);
+    for (int peer = 0; peer < transport.size(); ++peer)
+      if (peer != transport.rank()) collective->mark_ready(peer, i);
+    for (int peer = 0; peer < transport.size(); ++peer)
+      if (peer != transport.rank()) collective->wait(peer, i);
   }
-  round->finish();
+  collective->finish();
 }
 
 /// Whole rounds: announced, agreed on, a block of one byte for everybody, finished.
-void rounds(SharedLink& link) {
-  const auto mine = at::zeros({1, 1}, at::kByte);
+void rounds(ShmTransport& transport) {
+  const auto local = at::zeros({1, 1}, at::kByte);
   for (int i = 0; i < kSignals; ++i) {
-    const auto round = link.all_gather(mine);
-    for (int peer = 0; peer < link.size(); ++peer)
-      if (peer != link.rank()) round->wait(peer, 1);
-    round->finish();
+    const auto collective = transport.all_gather(local);
+    for (int peer = 0; peer < transport.size(); ++peer)
+      if (peer != transport.rank()) collective->wait(peer, 1);
+    collective->finish();
   }
 }
 
@@ -87,11 +87,11 @@ void pin_to_core(int rank) {
 int run_rank(int rank, int size, const std::string& store) {
   pin_to_core(rank);
   c10::intrusive_ptr<c10d::Store> found = c10::make_intrusive<c10d::FileStore>(store, size);
-  SharedLink link(std::make_shared<weft::comm::HostMeeting>(weft::comm::HostMeeting::Options{
+  ShmTransport transport(std::make_shared<weft::comm::HostRendezvous>(weft::comm::HostRendezvous::Options{
       [&] { return found; }, "signals", rank, size, std::chrono::milliseconds(60000)}));
-  if (size == 2) report(link, "one way", 2 * kSignals, [&] { one_way(link); });
-  report(link, "to and from all", kSignals, [&] { all_ranks(link); });
-  report(link, "all-gather of a byte", kSignals, [&] { rounds(link); });
+  if (size == 2) report(transport, "one way", 2 * kSignals, [&] { one_way(transport); });
+  report(transport, "to and from all", kSignals, [&] { all_ranks(transport); });
+  report(transport, "all-gather of a byte", kSignals, [&] { rounds(transport); });
   return 0;
 }
 

@@ -225,7 +225,7 @@ def main() -> None:
     if asked.mode == "planner":
         rates = list(asked.rates or ((None, 1.0) if asked.quick else RATES))
     rows: list[dict] = []
-    why = netns.why_not() if any(rates) else ""
+    why = netns.unavailable_reason() if any(rates) else ""
     for rate in rates:
         if rate and why:
             print(f"{rate} Gb/s skipped: {why}")

@@ -1,4 +1,4 @@
-"""One rank of test_stranger.py: trains the same small model again and again, each time in a new group.
+"""One rank of test_attacker.py: trains the same small model again and again, each time in a new group.
 
     RANK=0 WORLD_SIZE=2 python attacked_rank.py FOLDER
 

@@ -39,7 +39,7 @@ MAKERS = {
 }
 
 
-def part(value: torch.Tensor, like: torch.nn.Parameter) -> torch.Tensor:
+def shard(value: torch.Tensor, like: torch.nn.Parameter) -> torch.Tensor:
     """This rank's part of a whole Parameter or of its gradient, by the marks on it."""
     if not getattr(like, "tensor_model_parallel", False):
         return value
@@ -58,23 +58,23 @@ def check(make, sequence: bool, fused: bool) -> None:
     with torch.no_grad():
         for name, p in whole.named_parameters():
             p.copy_(torch.randn_like(p) * 0.5)
-            mine.get_parameter(name).copy_(part(p, mine.get_parameter(name)))
+            mine.get_parameter(name).copy_(shard(p, mine.get_parameter(name)))
     for p in mine.parameters() if fused else ():
         p.main_grad, p.grad_added_to_main_grad = torch.full_like(p, float("nan")), False
     x, dy = torch.randn(2, ROWS, BATCH, HIDDEN, dtype=torch.float64)
-    wanted_x, mine_x = x.clone().requires_grad_(), rows(x, sequence).clone().requires_grad_()
-    wanted, got = whole(wanted_x), mine(mine_x, is_first_microbatch=True)
-    wanted.backward(dy)
+    expected_x, mine_x = x.clone().requires_grad_(), rows(x, sequence).clone().requires_grad_()
+    expected, got = whole(expected_x), mine(mine_x, is_first_microbatch=True)
+    expected.backward(dy)
     got.backward(rows(dy, sequence))
-    torch.testing.assert_close(got, rows(wanted, sequence))
-    torch.testing.assert_close(mine_x.grad, rows(wanted_x.grad, sequence))
+    torch.testing.assert_close(got, rows(expected, sequence))
+    torch.testing.assert_close(mine_x.grad, rows(expected_x.grad, sequence))
     for name, p in mine.named_parameters():
         grad = p.main_grad if getattr(p, "grad_added_to_main_grad", False) else p.grad
         if getattr(p, "sequence_parallel", False):  # as Megatron does after backward
             dist.all_reduce(grad)
         assert getattr(p, "sequence_parallel", False) is sequence or hasattr(p, "partition_dim"), name
         torch.testing.assert_close(
-            grad, part(whole.get_parameter(name).grad, p), msg=lambda text, n=name: f"{n}: {text}"
+            grad, shard(whole.get_parameter(name).grad, p), msg=lambda text, n=name: f"{n}: {text}"
         )
 
 

@@ -57,7 +57,7 @@ def step(model: torch.nn.Module, rank: int, rows: int = ROWS, dtype: torch.dtype
     y.backward(torch.ones_like(y))
 
 
-def disagree(fault: str, model: torch.nn.Module, rank: int, group: dist.ProcessGroup) -> None:
+def run_mismatch(fault: str, model: torch.nn.Module, rank: int, group: dist.ProcessGroup) -> None:
     """One round in which this rank does something else than the others."""
     match fault:
         case "rows":
@@ -77,7 +77,7 @@ def disagree(fault: str, model: torch.nn.Module, rank: int, group: dist.ProcessG
             raise ValueError(fault)
 
 
-def whole(model: torch.nn.Module, complete: list[torch.Tensor]) -> list[str]:
+def main_grad_errors(model: torch.nn.Module, complete: list[torch.Tensor]) -> list[str]:
     """What is wrong with the main_grads."""
     wrong = []
     for i, (weight, after) in enumerate(zip(weights(model), complete, strict=True)):
@@ -110,14 +110,14 @@ def main() -> None:
         for number in range(1_000_000):
             start(model)
             if arguments.fault and number == 3:
-                disagree(arguments.fault, model, rank, dist.group.WORLD)
+                run_mismatch(arguments.fault, model, rank, dist.group.WORLD)
             else:
                 step(model, rank)
         result = {"error": "", "kind": "none"}
     except Exception as error:
         result = {"error": str(error), "kind": type(error).__name__}
     result["time"] = time.time()
-    result["wrong"] = whole(model, complete) if complete else []
+    result["wrong"] = main_grad_errors(model, complete) if complete else []
     try:  # after a failure a group refuses further use, at once
         before = time.time()
         if complete:

@@ -7,7 +7,7 @@
 
 /// Steps of a round: 0 before it starts, 1 it has started, 2 the first rows are published, 3 the first block is here,
 /// 4 all are, 5 it is finished.
-inline void reached(int64_t round, int step) {
+inline void kill_point(int64_t round, int step) {
   struct Point {
     long long round = -1;
     int step = 0, signal = 0;

@@ -1,10 +1,10 @@
-// One rank of test_shared_link.py: a link through shared memory, found by way of a FileStore.
+// One rank of test_shm_transport.py: a link through shared memory, found by way of a FileStore.
 //
-//   link_rank RANK SIZE STORE TIMEOUT_MS ROUNDS [GROUP [ASK_BYTES]]
+//   shm_rank RANK SIZE STORE TIMEOUT_MS ROUNDS [GROUP [REQUEST_BYTES]]
 //
 // Prints "started" when all ranks run, makes the link, prints "ready", runs rounds of random kind and size, checks
 // every value, and prints "done". ROUNDS 0 is for ever. What goes wrong is printed as "error MS TEXT", MS milliseconds
-// after the call that raised it began. ASK_BYTES asks for a block of so many bytes.
+// after the call that raised it began. REQUEST_BYTES asks for a block of so many bytes.
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
@@ -21,8 +21,8 @@
 
 namespace {
 
-using weft::comm::Exchange;
-using weft::comm::SharedLink;
+using weft::comm::InFlightCollective;
+using weft::comm::ShmTransport;
 using Clock = std::chrono::steady_clock;
 
 int64_t value(int from, int to, int64_t round, int64_t i) { return ((round * 8 + from) * 8 + to) * 1000003 + i; }
@@ -39,35 +39,35 @@ void expect_filled(const at::Tensor& block, int from, int to, int64_t round) {
 }
 
 /// One round of the given kind; `to` of a gathered block is 7.
-void run_round(SharedLink& link, int64_t round, bool gather, int64_t rows, int64_t columns) {
-  const int me = link.rank();
-  std::unique_ptr<Exchange> exchange;
-  reached(round, 0);
+void run_round(ShmTransport& transport, int64_t round, bool gather, int64_t rows, int64_t columns) {
+  const int me = transport.rank();
+  std::unique_ptr<InFlightCollective> collective;
+  kill_point(round, 0);
   if (gather) {
-    const auto mine = at::empty({rows, columns}, at::kLong);
-    fill(mine, me, 7, round);
-    exchange = link.all_gather(mine);
-    reached(round, 1);
-    reached(round, 2);
+    const auto local = at::empty({rows, columns}, at::kLong);
+    fill(local, me, 7, round);
+    collective = transport.all_gather(local);
+    kill_point(round, 1);
+    kill_point(round, 2);
   } else {
-    exchange = link.reduce_scatter(rows, columns, at::kLong);
-    reached(round, 1);
-    for (int to = 0; to < link.size(); ++to) {
+    collective = transport.reduce_scatter(rows, columns, at::kLong);
+    kill_point(round, 1);
+    for (int to = 0; to < transport.size(); ++to) {
       if (to == me) continue;
-      fill(exchange->outgoing(to), me, to, round);
-      exchange->publish(to, rows);
-      reached(round, 2);
+      fill(collective->outgoing(to), me, to, round);
+      collective->mark_ready(to, rows);
+      kill_point(round, 2);
     }
   }
-  for (int from = 0; from < link.size(); ++from) {
+  for (int from = 0; from < transport.size(); ++from) {
     if (from == me) continue;
-    exchange->wait(from, rows);
-    expect_filled(exchange->incoming(from), from, gather ? 7 : me, round);
-    reached(round, 3);
+    collective->wait(from, rows);
+    expect_filled(collective->incoming(from), from, gather ? 7 : me, round);
+    kill_point(round, 3);
   }
-  reached(round, 4);
-  exchange->finish();
-  reached(round, 5);
+  kill_point(round, 4);
+  collective->finish();
+  kill_point(round, 5);
 }
 
 struct Arguments {
@@ -76,7 +76,7 @@ struct Arguments {
   std::chrono::milliseconds timeout;
   int64_t rounds;
   std::string group;
-  int64_t ask_bytes;
+  int64_t request_bytes;
 };
 
 Clock::time_point call_began;
@@ -87,18 +87,18 @@ void run(const Arguments& a) {
   while (store->add("started", 0) < a.size) std::this_thread::sleep_for(std::chrono::milliseconds(2));
   std::cout << "started" << std::endl;
   call_began = Clock::now();
-  SharedLink link(std::make_shared<weft::comm::HostMeeting>(
-      weft::comm::HostMeeting::Options{[&] { return store; }, a.group, a.rank, a.size, a.timeout}));
+  ShmTransport transport(std::make_shared<weft::comm::HostRendezvous>(
+      weft::comm::HostRendezvous::Options{[&] { return store; }, a.group, a.rank, a.size, a.timeout}));
   std::cout << "ready" << std::endl;
   std::mt19937 random(11);  // the same sizes on all ranks
   for (int64_t round = 1; a.rounds == 0 || round <= a.rounds; ++round) {
-    const int64_t most = random() % 50 == 0 ? 3000 : 40;
-    const int64_t rows = random() % (most + 1), columns = 1 + random() % 60;
+    const int64_t max_rows = random() % 50 == 0 ? 3000 : 40;
+    const int64_t rows = random() % (max_rows + 1), columns = 1 + random() % 60;
     call_began = Clock::now();
-    run_round(link, round, random() % 2 == 0, rows, columns);
+    run_round(transport, round, random() % 2 == 0, rows, columns);
   }
   call_began = Clock::now();
-  if (a.ask_bytes) link.reduce_scatter(a.ask_bytes / 8, 1, at::kLong);
+  if (a.request_bytes) transport.reduce_scatter(a.request_bytes / 8, 1, at::kLong);
   std::cout << "done" << std::endl;
 }
 

@@ -95,9 +95,9 @@ def main() -> None:
                 run(situation)
             except RuntimeError as raised:  # on both ranks
                 error = str(raised)
-        said = [(str(w.message), w.filename) for w in seen if w.category is weft.MainGradNotReducedWarning]
+        messages = [(str(w.message), w.filename) for w in seen if w.category is weft.MainGradNotReducedWarning]
         if rank == 0:
-            torch.save({"said": said, "error": error}, pathlib.Path(folder) / f"{situation}.pt")
+            torch.save({"messages": messages, "error": error}, pathlib.Path(folder) / f"{situation}.pt")
         dist.barrier()
     dist.destroy_process_group()
 

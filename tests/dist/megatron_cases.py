@@ -66,7 +66,7 @@ def config(sequence: bool, accumulate: bool, layers: int = 1, **more) -> Transfo
 # ---- parts of whole Parameters ------------------------------------------------------------------------------------
 
 
-def part(whole: torch.Tensor, like: torch.nn.Parameter, name: str, gated: bool) -> torch.Tensor:
+def shard(whole: torch.Tensor, like: torch.nn.Parameter, name: str, gated: bool) -> torch.Tensor:
     """This rank's part of a whole Parameter or of its gradient, by Megatron's marks. A gated fc1 is two matrices."""
     if not getattr(like, "tensor_model_parallel", False):
         return whole
@@ -83,11 +83,11 @@ def fill(model: torch.nn.Module, gated: bool, whole: dict[str, torch.Tensor]) ->
                 whole[name] = torch.randn_like(p) * (0.3 if p.dim() > 1 else 0.1) + (
                     1.0 if "norm_weight" in name else 0.0
                 )
-            p.copy_(part(whole[name], p, name, gated))
+            p.copy_(shard(whole[name], p, name, gated))
 
 
-def near(got: torch.Tensor, wanted: torch.Tensor, scale: float, what: str) -> None:
-    error = (got - wanted).norm().item()
+def near(got: torch.Tensor, expected: torch.Tensor, scale: float, what: str) -> None:
+    error = (got - expected).norm().item()
     assert error <= TOLERANCE * scale, f"{what}: off by {error:.3g} of {scale:.3g}"
 
 
@@ -134,22 +134,22 @@ def check_layers(known: dict) -> None:
         for sequence, fuser, accumulate in itertools.product((False,) if one else (False, True), *[(False, True)] * 2):
             got = layer_step(options, fuser, sequence, accumulate, whole)
             # the op fuser's GELU is the one by tanh, Megatron's own is not: each has its own one rank
-            wanted = known.setdefault((kind, fuser), {key: got[key] for key in ("loss", "norm", "gradients")})
+            expected = known.setdefault((kind, fuser), {key: got[key] for key in ("loss", "norm", "gradients")})
             what = f"layer {kind} fuser={fuser} sequence={sequence} accumulate={accumulate}"
-            compare(got, wanted, what)
+            compare(got, expected, what)
             for name, p in got["parameters"].items():
                 near(
                     got["gradients"][name],
-                    part(wanted["gradients"][name], p, name, kind == "gated"),
-                    wanted["norm"],
+                    shard(expected["gradients"][name], p, name, kind == "gated"),
+                    expected["norm"],
                     f"{what} {name}",
                 )
 
 
-def compare(got: dict, wanted: dict, what: str) -> None:
-    off = {key: abs(got[key] / wanted[key] - 1) for key in ("loss", "norm")}
+def compare(got: dict, expected: dict, what: str) -> None:
+    off = {key: abs(got[key] / expected[key] - 1) for key in ("loss", "norm")}
     print(f"{what}: loss off by {off['loss']:.1e}, norm by {off['norm']:.1e}", flush=True)
-    assert max(off.values()) <= TOLERANCE, (got["loss"], wanted["loss"], got["norm"], wanted["norm"])
+    assert max(off.values()) <= TOLERANCE, (got["loss"], expected["loss"], got["norm"], expected["norm"])
 
 
 # ---- a GPT model ----------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class Trainer:
 
 
 # what changes how it is computed and not what
-WAYS = {
+VARIANTS = {
     "full recomputation": {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
@@ -233,7 +233,7 @@ def check_models(known: dict) -> None:
         loss, norm = Trainer(sequence, fuser, accumulate, whole).step(0)
         got = {"loss": loss, "norm": norm}
         compare(got, known.setdefault("model", got), f"model fuser={fuser} sequence={sequence} accumulate={accumulate}")
-    for what, options in WAYS.items():
+    for what, options in VARIANTS.items():
         loss, norm = Trainer(not one, True, True, whole, **options).step(0)
         compare({"loss": loss, "norm": norm}, known["model"], what)
 
@@ -269,10 +269,10 @@ def resume(folder: Path) -> None:
     loaded = dist_checkpointing.load(trainer.state(loading=True), str(folder / "checkpoint"))
     trainer.model.module.load_state_dict(loaded["model"])
     trainer.optimizer.load_state_dict(loaded["optimizer"])
-    for number, wanted in list(enumerate(torch.load(folder / "losses.pt")))[SAVED_AFTER:]:
+    for number, expected in list(enumerate(torch.load(folder / "losses.pt")))[SAVED_AFTER:]:
         loss, _ = trainer.step(number)
-        print(f"step {number}: loss {loss:.6f}, uninterrupted {wanted:.6f}, off by {abs(loss / wanted - 1):.1e}")
-        assert abs(loss / wanted - 1) <= 10 * TOLERANCE
+        print(f"step {number}: loss {loss:.6f}, uninterrupted {expected:.6f}, off by {abs(loss / expected - 1):.1e}")
+        assert abs(loss / expected - 1) <= 10 * TOLERANCE
 
 
 @contextmanager
@@ -323,9 +323,9 @@ def limits(folder: Path) -> None:
     assert "CUDA" in str(got)
     megatron.install()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    stops("token_dispatcher.py", 445, num_moe_experts=2, moe_token_dispatcher_type="alltoall")
-    stops("transformer_block.py", 733, fp8="e4m3")
-    stops("cuda_graphs.py", 1406, cuda_graph_impl="local")
+    raises_at("token_dispatcher.py", 445, num_moe_experts=2, moe_token_dispatcher_type="alltoall")
+    raises_at("transformer_block.py", 733, fp8="e4m3")
+    raises_at("cuda_graphs.py", 1406, cuda_graph_impl="local")
     loss_of(num_moe_experts=4, moe_router_topk=2)
     loss_of(bf16=True, params_dtype=torch.bfloat16)
     loss_of(hidden_dropout=0.1, attention_dropout=0.1)
@@ -345,7 +345,7 @@ def loss_of(**options) -> torch.Tensor:
     return losses
 
 
-def stops(file: str, line: int, **options) -> None:
+def raises_at(file: str, line: int, **options) -> None:
     """A model with `options` raises at this line of megatron-core."""
     try:
         loss_of(**options)

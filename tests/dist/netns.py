@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 
 
-def why_not() -> str:
+def unavailable_reason() -> str:
     """Why namespaces cannot be made here; empty if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"

@@ -1,6 +1,6 @@
 """One rank of test_overlap.py: every case overlapped and by the plain path, on the same values.
 
-    RANK=0 WORLD_SIZE=2 WEFT_TRANSPORT=shm python overlapping.py FOLDER
+    RANK=0 WORLD_SIZE=2 WEFT_TRANSPORT=shm python overlap_rank.py FOLDER
 
 Leaves FOLDER/rank<r>.json: how many comparisons were made, and what differed.
 """
@@ -40,7 +40,7 @@ def mlp(overlap: bool, width: int, hidden: int, **options) -> ops.Sequential:
     )
 
 
-def twins(make, seed: int, frozen: bool, **options) -> tuple[ops.Sequential, ops.Sequential]:
+def module_pair(make, seed: int, frozen: bool, **options) -> tuple[ops.Sequential, ops.Sequential]:
     """The overlapped module and the plain one, with equal values."""
     pair = []
     for overlap in (True, False):
@@ -99,16 +99,16 @@ def cases():
 
 def run(transport: str) -> dict:
     rank, size = dist.get_rank(), dist.get_world_size()
-    chance = random.Random(11)  # the same sizes on every rank
+    rng = random.Random(11)  # the same sizes on every rank
     compared, wrong = 0, []
     for number, (kind, more, make, sequence, bias, frozen, dtype) in enumerate(cases()):
-        width, hidden = chance.choice([(32 * size, 64 * size), (8 * size, 24 * size), (256 * size, 96 * size)])
-        main_grad = dtype != torch.float64 and chance.random() < 0.5
+        width, hidden = rng.choice([(32 * size, 64 * size), (8 * size, 24 * size), (256 * size, 96 * size)])
+        main_grad = dtype != torch.float64 and rng.random() < 0.5
         options = {**more, "width": width, "hidden": hidden, "bias": bias, "dtype": dtype}
         options |= {"sequence_parallel": sequence, "accumulate_into_main_grad": main_grad}
-        overlapped, plain = twins(make, number, frozen, **options)
+        overlapped, plain = module_pair(make, number, frozen, **options)
         for step in range(STEPS):
-            tokens = chance.choice([1, 3, 40, 97, 200, 333]) * size
+            tokens = rng.choice([1, 3, 40, 97, 200, 333]) * size
             label = f"{kind} sp={sequence} bias={bias} frozen={frozen} {dtype} {width}x{hidden} {tokens} tokens"
             local = tokens // size if sequence and kind != "row" else tokens
             features = hidden // size if kind == "row" else width
@@ -122,7 +122,7 @@ def run(transport: str) -> dict:
                 torch.manual_seed(seed + (0 if same else rank))
                 return torch.randn(y.shape, dtype=torch.float64).to(y.dtype)
 
-            needs_input = chance.random() < 0.8 or frozen
+            needs_input = rng.random() < 0.8 or frozen
             mine, theirs = (results(m, x, dy_of, needs_input) for m in (overlapped, plain))
             wrong += differences(label, mine, theirs, dtype)
             compared += len(mine)

@@ -1,6 +1,6 @@
 """A process that belongs to no job and attacks every socket of some ranks.
 
-    python stranger.py SECONDS SEED HOST:PORT...
+    python attacker.py SECONDS SEED HOST:PORT...
 
 It connects to every local socket whose name begins with "weft-" and to the given TCP ports: sends random bytes, the
 beginning of a handshake, or nothing, and holds many connections open. Prints how often it reached each kind.
@@ -23,14 +23,14 @@ def local_names() -> list[str]:
     return re.findall(r"@(weft-\S+)", pathlib.Path("/proc/net/unix").read_text())
 
 
-def bytes_to_send(chance: random.Random) -> bytes:
-    hello = b"weftmem1" + bytes(8) + chance.randbytes(16)
-    return chance.choice(
-        [b"", chance.randbytes(chance.choice([1, 13, 32, 4096])), hello[: chance.randrange(32)], hello]
+def bytes_to_send(rng: random.Random) -> bytes:
+    hello = b"weftmem1" + bytes(8) + rng.randbytes(16)
+    return rng.choice(
+        [b"", rng.randbytes(rng.choice([1, 13, 32, 4096])), hello[: rng.randrange(32)], hello]
     )
 
 
-def attack(make, address, chance: random.Random, held: list[socket.socket]) -> int:
+def attack(make, address, rng: random.Random, held: list[socket.socket]) -> int:
     try:
         connection = make()
         connection.setblocking(False)
@@ -40,15 +40,15 @@ def attack(make, address, chance: random.Random, held: list[socket.socket]) -> i
     except OSError:
         return 0
     with contextlib.suppress(OSError):
-        connection.send(bytes_to_send(chance))
-    held.append(connection) if chance.random() < 0.5 else connection.close()
+        connection.send(bytes_to_send(rng))
+    held.append(connection) if rng.random() < 0.5 else connection.close()
     while len(held) > HELD:
-        held.pop(chance.randrange(len(held))).close()
+        held.pop(rng.randrange(len(held))).close()
     return 1
 
 
 def main() -> None:
-    seconds, chance = float(sys.argv[1]), random.Random(sys.argv[2])
+    seconds, rng = float(sys.argv[1]), random.Random(sys.argv[2])
     listening = [(word.split(":")[0], int(word.split(":")[1])) for word in sys.argv[3:]]
     held: list[socket.socket] = []
     local = remote = 0
@@ -56,10 +56,10 @@ def main() -> None:
     while time.time() < end:
         for name in local_names():
             for _ in range(20):
-                local += attack(lambda: socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), "\0" + name, chance, held)
-        if chance.random() < 0.05:
+                local += attack(lambda: socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), "\0" + name, rng, held)
+        if rng.random() < 0.05:
             for address in listening:
-                remote += attack(socket.socket, address, chance, held)
+                remote += attack(socket.socket, address, rng, held)
     print(local, remote)
 
 

@@ -48,7 +48,7 @@ def mapped() -> tuple[int, int]:
     return maps.count("memfd:weft"), len(os.listdir("/proc/self/fd"))
 
 
-def two_groups_on_one_store_do_not_meet_each_other() -> None:
+def groups_on_one_store_stay_apart() -> None:
     store = dist.FileStore(sys.argv[1] + "/groups", WORLD)
     names = [f"weft_{name}_{WORLD}" for name in ("a", "b")]
     for name in names:
@@ -76,7 +76,7 @@ def every_rank_reads_every_buffer() -> None:
     handle.barrier()
 
 
-def a_rank_writes_into_its_neighbours_memory() -> None:
+def rank_writes_memory_of_peers() -> None:
     tensor, handle = make(WORLD, 3)
     for step in range(200):
         for peer in range(WORLD):
@@ -86,7 +86,7 @@ def a_rank_writes_into_its_neighbours_memory() -> None:
         handle.barrier(channel=step % 3)
 
 
-def signals_come_once_and_in_order() -> None:
+def signals_arrive_once_and_in_order() -> None:
     tensor, handle = make(1)
     right, left = (RANK + 1) % WORLD, (RANK - 1) % WORLD
     for step in range(200):
@@ -98,7 +98,7 @@ def signals_come_once_and_in_order() -> None:
     assert handle.get_signal_pad(RANK).view(torch.int32).sum() == 0
 
 
-def a_group_of_some_ranks_has_its_own() -> None:
+def subgroup_has_its_own_memory() -> None:
     group = dist.new_group([0, WORLD - 1], timeout=timedelta(seconds=TIMEOUT))
     if RANK not in (0, WORLD - 1):
         return
@@ -110,7 +110,7 @@ def a_group_of_some_ranks_has_its_own() -> None:
     handle.barrier()
 
 
-def memory_and_descriptors_go_with_the_tensor() -> None:
+def tensor_releases_memory_and_descriptors() -> None:
     before = mapped()
     for _ in range(5):
         tensor, handle = make(1000)
@@ -120,11 +120,11 @@ def memory_and_descriptors_go_with_the_tensor() -> None:
     assert mapped() == before, (mapped(), before)
 
 
-def different_sizes_are_refused_by_every_rank() -> None:
+def size_mismatch_raises_on_every_rank() -> None:
     raised(lambda: make(4096 if RANK == 1 else 64), "it brings ", " bytes, this rank ")
 
 
-def a_wrong_channel_rank_or_tensor_is_refused() -> None:
+def invalid_channel_rank_or_tensor_raises() -> None:
     tensor, handle = make(4)
     raised(lambda: handle.put_signal(0, channel=10**6), "Channel 1000000")
     raised(lambda: handle.wait_signal(WORLD), f"Rank {WORLD} ")
@@ -134,7 +134,7 @@ def a_wrong_channel_rank_or_tensor_is_refused() -> None:
     handle.barrier()
 
 
-def a_wait_ends_at_its_timeout_and_tells_all() -> None:
+def timeout_fails_every_rank() -> None:
     _, handle = make(4)
     began = time.monotonic()
     if RANK == 0:
@@ -148,7 +148,7 @@ def a_wait_ends_at_its_timeout_and_tells_all() -> None:
     raised(lambda: handle.put_signal(0), "Rank 0 waited 3")  # it refuses further use
 
 
-def no_timeout_is_the_groups_timeout() -> None:
+def default_timeout_is_that_of_the_group() -> None:
     _, handle = make(4)
     began = time.monotonic()
     if RANK == 0:
@@ -159,7 +159,7 @@ def no_timeout_is_the_groups_timeout() -> None:
     dist.barrier()
 
 
-def a_rank_that_ended_is_noticed_at_once() -> None:
+def exited_rank_is_noticed_at_once() -> None:
     """The last one: rank 1 is gone afterwards."""
     _, handle = make(4)
     if RANK == 1:
@@ -170,17 +170,17 @@ def a_rank_that_ended_is_noticed_at_once() -> None:
 
 
 SITUATIONS = [
-    two_groups_on_one_store_do_not_meet_each_other,
+    groups_on_one_store_stay_apart,
     every_rank_reads_every_buffer,
-    a_rank_writes_into_its_neighbours_memory,
-    signals_come_once_and_in_order,
-    a_group_of_some_ranks_has_its_own,
-    memory_and_descriptors_go_with_the_tensor,
-    different_sizes_are_refused_by_every_rank,
-    a_wrong_channel_rank_or_tensor_is_refused,
-    a_wait_ends_at_its_timeout_and_tells_all,
-    no_timeout_is_the_groups_timeout,
-    a_rank_that_ended_is_noticed_at_once,
+    rank_writes_memory_of_peers,
+    signals_arrive_once_and_in_order,
+    subgroup_has_its_own_memory,
+    tensor_releases_memory_and_descriptors,
+    size_mismatch_raises_on_every_rank,
+    invalid_channel_rank_or_tensor_raises,
+    timeout_fails_every_rank,
+    default_timeout_is_that_of_the_group,
+    exited_rank_is_noticed_at_once,
 ]
 
 
@@ -196,7 +196,7 @@ def main() -> None:
     )
     results = {}
     for situation in SITUATIONS:
-        if situation is a_rank_that_ended_is_noticed_at_once and RANK == 1:
+        if situation is exited_rank_is_noticed_at_once and RANK == 1:
             results[situation.__name__] = "ok"
             (folder / f"rank{RANK}.json").write_text(json.dumps(results))
         try:

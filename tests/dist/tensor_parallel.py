@@ -32,9 +32,9 @@ IN, OUT, ROWS = 24, 12, 12
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
 
 
-def close(got: torch.Tensor | None, wanted: torch.Tensor, what: str, **tolerance: float) -> None:
+def close(got: torch.Tensor | None, expected: torch.Tensor, what: str, **tolerance: float) -> None:
     assert got is not None, f"{what} is missing"
-    torch.testing.assert_close(got, wanted, **(tolerance or TOLERANCE), msg=lambda text: f"{what}: {text}")
+    torch.testing.assert_close(got, expected, **(tolerance or TOLERANCE), msg=lambda text: f"{what}: {text}")
 
 
 def draw(*sizes: int) -> torch.Tensor:
@@ -56,15 +56,15 @@ def check_linear(group: dist.ProcessGroup, mode: str, sequence: bool, bias: str,
     dy = torch.randn_like(y)
     y.backward(dy)
 
-    def part(t, dim):
+    def shard(t, dim):
         return t.chunk(ranks, dim)[rank] if t.shape[dim] else t
 
     def rows(t):
-        return part(t, 0) if sequence else t
+        return shard(t, 0) if sequence else t
 
     column = mode == "column"
-    cut_x = (lambda t: rows(t)) if column else (lambda t: part(t, -1))
-    cut_y = (lambda t: part(t, -1)) if column else (lambda t: rows(t))
+    cut_x = (lambda t: rows(t)) if column else (lambda t: shard(t, -1))
+    cut_y = (lambda t: shard(t, -1)) if column else (lambda t: rows(t))
     linear = ops.Linear(
         IN,
         OUT,
@@ -76,17 +76,17 @@ def check_linear(group: dist.ProcessGroup, mode: str, sequence: bool, bias: str,
         replicated_bias=bias == "replicated",
     )
     with torch.no_grad():
-        linear.weight.copy_(part(w, 0 if column else 1))
+        linear.weight.copy_(shard(w, 0 if column else 1))
         if bias != "none":
-            linear.bias.copy_(part(b, 0) if column else biases[rank] if bias == "own" else b)
+            linear.bias.copy_(shard(b, 0) if column else biases[rank] if bias == "own" else b)
     local = cut_x(x).detach().clone().requires_grad_()
     out = linear(local)
     close(out, cut_y(y), "y")
     out.backward(cut_y(dy).clone())
     close(local.grad, cut_x(x.grad), "dx")
-    close(linear.weight.grad, part(w.grad, 0 if column else 1), "dw")
+    close(linear.weight.grad, shard(w.grad, 0 if column else 1), "dw")
     if bias != "none":
-        close(linear.bias.grad, part(b.grad, 0) if column else b.grad, "db")
+        close(linear.bias.grad, shard(b.grad, 0) if column else b.grad, "db")
 
 
 def check_every_mode(group: dist.ProcessGroup, shapes=((ROWS,), (ROWS, 2), (0,))) -> None:
@@ -102,7 +102,7 @@ def every_mode() -> None:
     check_every_mode(dist.group.WORLD)
 
 
-def ranks_that_are_not_neighbours() -> None:
+def non_adjacent_ranks() -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     for members in ([0, 2], [0, world - 1], [world - 1, 0, 1]):
         group = dist.new_group(sorted(set(members)))
@@ -110,7 +110,7 @@ def ranks_that_are_not_neighbours() -> None:
             check_every_mode(group, shapes=((ROWS,),))
 
 
-def one_rank_is_no_group() -> None:
+def single_rank_group() -> None:
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     group = groups[dist.get_rank()]
     linear = ops.Linear(8, 4, tensor_parallel_mode="row", tensor_parallel_group=group, sequence_parallel=True)
@@ -207,8 +207,8 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def check_gradients(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    for name, value in wanted.items():
+def check_gradients(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, value in expected.items():
         close(got[name], value, f"gradient of {name}")
 
 
@@ -222,10 +222,10 @@ def fused_block() -> None:
         x, dy = draw(ROWS, 3, 24), draw(ROWS, 3, 24)
         mine = (lambda t: t.chunk(ranks)[rank]) if sequence else (lambda t: t)
         whole_x, local_x = x.clone().requires_grad_(), mine(x).clone().requires_grad_()
-        wanted, got = truth(whole_x), model(local_x)
-        wanted.backward(dy)
+        expected, got = truth(whole_x), model(local_x)
+        expected.backward(dy)
         got.backward(mine(dy).clone())
-        close(got, mine(wanted), "y")
+        close(got, mine(expected), "y")
         close(local_x.grad, mine(whole_x.grad), "dx")
         if sequence:
             sum_norm_gradients(model, group)
@@ -295,10 +295,10 @@ def check_data_parallel(wrap, groups) -> None:
             grads[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
         if sequence:
             dist.all_reduce(grads["1.weight"], group=tp)
-        wanted = weft.checkpoint.shard_state_dict(gradients(truth), block(tp, sequence))
-        assert grads.keys() == wanted.keys()
+        expected = weft.checkpoint.shard_state_dict(gradients(truth), block(tp, sequence))
+        assert grads.keys() == expected.keys()
         for name, grad in grads.items():
-            close(grad, wanted[name], f"gradient of {name}, sequence_parallel={sequence}")
+            close(grad, expected[name], f"gradient of {name}, sequence_parallel={sequence}")
 
 
 def mesh_groups() -> None:
@@ -336,7 +336,7 @@ def raised(act) -> str:
     raise AssertionError("nothing was raised")
 
 
-def disagreements() -> None:
+def mismatches() -> None:
     """Each is an error on every rank, the same on all. Plain Gloo would end the process."""
     world = dist.get_world_size()
     last = dist.get_rank() == world - 1
@@ -366,14 +366,14 @@ def disagreements() -> None:
     for name, act in cases.items():
         group = dist.new_group()
         text = raised(lambda act=act, group=group: act(group))
-        said = [None] * world
-        dist.all_gather_object(said, text)
-        assert said == [text] * world, f"{name}: {said}"
+        texts = [None] * world
+        dist.all_gather_object(texts, text)
+        assert texts == [text] * world, f"{name}: {texts}"
         assert "rank 0: " in text and f"rank {world - 1}: " in text, f"{name}: {text}"
         assert "cannot be used any more" in raised(lambda group=group: ops.AllReduce(group)(x)), name
 
 
-def a_missing_rank() -> None:
+def missing_rank() -> None:
     """The others raise at the timeout."""
     os.environ["WEFT_TIMEOUT"] = "1"
     group = dist.new_group()
@@ -389,7 +389,7 @@ def a_missing_rank() -> None:
 # ---- weights ------------------------------------------------------------------------------------------------------
 
 
-def first_weights() -> None:
+def initial_weights() -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     features = 120 * world
     tracker = weft.RNGStatesTracker()
@@ -426,7 +426,7 @@ def checkpoints() -> None:
             assert torch.equal(mine[name], cut[name]), name
 
 
-def refusals() -> None:
+def invalid_arguments() -> None:
     world = dist.get_world_size()
     for mode, sizes, text in (
         ("column", (4, world + 1), f"out_features {world + 1} does not divide over {world} ranks"),

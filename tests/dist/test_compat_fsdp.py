@@ -46,7 +46,7 @@ def on_one_process(situation: str) -> dict:
 
 
 @pytest.mark.parametrize("situation", EXACT)
-def test_two_ranks_train_as_one_process_does(two_ranks, situation):
+def test_two_ranks_match_one_process(two_ranks, situation):
     two, one = on_ranks(two_ranks, situation), on_one_process(situation)
     assert two["dtypes"] == {"torch.float32"}
     assert two["params"].keys() == one["params"].keys()
@@ -54,7 +54,7 @@ def test_two_ranks_train_as_one_process_does(two_ranks, situation):
     torch.testing.assert_close(trained(two), trained(one))
 
 
-def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_parameters(two_ranks):
+def test_mixed_precision_keeps_float32_parameters(two_ranks):
     two, one = on_ranks(two_ranks, "layer-bf16"), on_one_process("layer-bf16")
     assert two["dtypes"] == {"torch.bfloat16"}
     assert {p.dtype for p in two["params"].values()} == {torch.float32}

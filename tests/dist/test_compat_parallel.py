@@ -8,5 +8,5 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from launch import run_ranks  # noqa: E402
 
 
-def test_modules_over_two_ranks(tmp_path):
+def test_modules_on_two_ranks_match_one_process(tmp_path):
     run_ranks("compat_rank.py", tmp_path, 2, WEFT_TRANSPORT="plain")

@@ -12,7 +12,7 @@ from functools import partial
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 
-def emptied(cases):
+def nan_model(cases):
     """A small GPTModel that computes nothing but NaN until something is loaded."""
     model = cases.Trainer(sequence=False, fuser=True, accumulate=True).model.module
     for parameter in model.parameters():
@@ -22,7 +22,7 @@ def emptied(cases):
 
 def loaded(cases, folder: pathlib.Path):
     """The model of a distributed checkpoint."""
-    model = emptied(cases)
+    model = nan_model(cases)
     found = cases.dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder))
     assert found["iteration"] == 3
     model.load_state_dict(found["model"], strict=True)
@@ -49,7 +49,7 @@ def save(cases, folder: pathlib.Path) -> None:
         convert(folder / "te.pt", folder / "from_te", to="torch_dist")
         assert compare(folder / "original", folder / "back")[1] == []
     cases.dist.barrier()
-    model = emptied(cases)
+    model = nan_model(cases)
     file = folder / "parts" / f"mp_rank_{cases.dist.get_rank():02}" / "model_optim_rng.pt"
     model.load_state_dict(cases.torch.load(file, weights_only=True)["model"], strict=True)
     assert same(cases, model, trainer.model.module)
@@ -64,9 +64,9 @@ def load(cases, folder: pathlib.Path) -> None:
     assert losses.isfinite().all()
 
 
-def load_of_te(cases, folder: pathlib.Path) -> None:
+def load_te(cases, folder: pathlib.Path) -> None:
     """The layout of Transformer Engine has no iteration in a .pt file, and one state for both products of an MLP."""
-    model = emptied(cases)
+    model = nan_model(cases)
     found = cases.dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder / "from_te"))
     model.load_state_dict(found["model"], strict=True)
     assert same(cases, model, loaded(cases, folder / "original"))
@@ -104,7 +104,7 @@ def main() -> None:
     cases.parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
     cases.tensor_parallel.model_parallel_cuda_manual_seed(1)
     each, grouped = partial(experts, grouped=False), partial(experts, grouped=True)
-    for step in {"save": [save], "load": [load, load_of_te, each, grouped]}[sys.argv[2]]:
+    for step in {"save": [save], "load": [load, load_te, each, grouped]}[sys.argv[2]]:
         step(cases, folder)
     cases.dist.barrier()
 
@@ -117,7 +117,7 @@ else:
 
     @needs("megatron.core")
     @needs("psutil")
-    def test_megatron_loads_a_converted_checkpoint_at_another_size(tmp_path):
+    def test_megatron_loads_converted_checkpoint_at_another_size(tmp_path):
         """Two ranks save; one loads what went to safetensors, .pt files or Transformer Engine's names and came back."""
         run_ranks(pathlib.Path(__file__).name, tmp_path, 2, "save")
         run_ranks(pathlib.Path(__file__).name, tmp_path, 1, "load")

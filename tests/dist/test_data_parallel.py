@@ -38,7 +38,7 @@ def on_one_process(situation: str) -> dict:
 
 
 @pytest.mark.parametrize("situation", EXACT)
-def test_two_ranks_train_as_one_process_does(two_ranks, situation):
+def test_two_ranks_match_one_process(two_ranks, situation):
     two, one = on_ranks(two_ranks, situation), on_one_process(situation)
     assert two["dtypes"] == {"torch.float32"}
     assert two["state"].keys() == two["params"].keys()
@@ -47,7 +47,7 @@ def test_two_ranks_train_as_one_process_does(two_ranks, situation):
         torch.testing.assert_close(two[what], one[what])
 
 
-def test_mixed_precision_of_fsdp_computes_in_bfloat16_and_keeps_float32_parameters(two_ranks):
+def test_fsdp_mixed_precision_keeps_float32_parameters(two_ranks):
     two, one = on_ranks(two_ranks, "fsdp-bf16"), on_one_process("fsdp-bf16")
     assert two["dtypes"] == {"torch.bfloat16"}
     assert {p.dtype for p in two["params"].values()} == {torch.float32}

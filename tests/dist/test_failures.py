@@ -36,8 +36,8 @@ class Ranks(launch.Ranks):
 
     def wait_for(self, suffix: str, seconds: float, ranks: list[int] | None = None) -> None:
         end = time.time() + seconds
-        wanted = [self.folder / f"rank{rank}.{suffix}" for rank in (range(self.size) if ranks is None else ranks)]
-        while not all(path.exists() for path in wanted):
+        paths = [self.folder / f"rank{rank}.{suffix}" for rank in (range(self.size) if ranks is None else ranks)]
+        while not all(path.exists() for path in paths):
             assert time.time() < end, f"no {suffix} within {seconds} s\n{self.text()}"
             time.sleep(0.01)
 
@@ -65,14 +65,14 @@ def expected(transport: str, how: signal.Signals, phase: str, victim: int) -> st
     return rf"(needs|lost its connection to) rank {victim}\b.*process has ended"
 
 
-def drill(
-    folder: pathlib.Path, transport: str, size: int, how: signal.Signals, phase: str, chance: random.Random
+def inject_fault(
+    folder: pathlib.Path, transport: str, size: int, how: signal.Signals, phase: str, rng: random.Random
 ) -> None:
-    victim = chance.randrange(size)
+    victim = rng.randrange(size)
     survivors = [rank for rank in range(size) if rank != victim]
     with Ranks(folder, size, transport) as ranks:
         ranks.wait_for("started" if phase == "rendezvous" else "ready", 60)
-        time.sleep(chance.uniform(0, 0.4 if phase == "rendezvous" else 0.1))
+        time.sleep(rng.uniform(0, 0.4 if phase == "rendezvous" else 0.1))
         since = time.time()
         ranks.processes[victim].send_signal(how)
         ranks.wait_for("json", TIMEOUT + GRACE + 15, survivors)
@@ -95,25 +95,25 @@ QUICK = [
 
 @pytest.mark.parametrize(("transport", "size", "how", "phase"), QUICK, ids=lambda v: getattr(v, "name", str(v)))
 def test_every_survivor_raises_in_time(tmp_path, transport, size, how, phase):
-    drill(tmp_path, transport, size, how, phase, random.Random(f"{transport}{size}{how}{phase}"))
+    inject_fault(tmp_path, transport, size, how, phase, random.Random(f"{transport}{size}{how}{phase}"))
 
 
 @pytest.mark.slow
 def test_two_hundred_failures(tmp_path):
-    chance = random.Random(5)
+    rng = random.Random(5)
     for number in range(200):
         folder = tmp_path / str(number)
         folder.mkdir()
-        transport = chance.choice(["shm", "ucx"])
-        how = chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
-        drill(
-            folder, transport, chance.choice([2, 4]), how, chance.choice(["training", "training", "rendezvous"]), chance
+        transport = rng.choice(["shm", "ucx"])
+        how = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
+        inject_fault(
+            folder, transport, rng.choice([2, 4]), how, rng.choice(["training", "training", "rendezvous"]), rng
         )
 
 
 @pytest.mark.parametrize("fault", ["rows", "dtype", "order", "width"])
 @pytest.mark.parametrize("transport", ["shm", "ucx", "plain"])
-def test_ranks_that_disagree_all_get_an_error(tmp_path, transport, fault):
+def test_mismatch_raises_on_every_rank(tmp_path, transport, fault):
     with Ranks(tmp_path, 2, transport, {1: fault}) as ranks:
         ranks.wait_for("json", 90)
         for rank, process in enumerate(ranks.processes):
@@ -122,8 +122,8 @@ def test_ranks_that_disagree_all_get_an_error(tmp_path, transport, fault):
             check_survivor(ranks.found(rank), ranks.found(0)["time"] - TIMEOUT, "disagree")
 
 
-def test_nothing_is_left_in_shared_memory(tmp_path):
+def test_no_shared_memory_is_left(tmp_path):
     before = set(os.listdir("/dev/shm"))
-    chance = random.Random(1)
-    drill(tmp_path, "shm", 2, signal.SIGKILL, "training", chance)
+    rng = random.Random(1)
+    inject_fault(tmp_path, "shm", 2, signal.SIGKILL, "training", rng)
     assert set(os.listdir("/dev/shm")) <= before

@@ -22,7 +22,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("transport", "where"), CASES)
-def test_interrupt_ends_a_wait(tmp_path, transport, where):
+def test_interrupt_ends_wait(tmp_path, transport, where):
     shared = launch.environment_of(2, WEFT_TRANSPORT=transport, WEFT_UCX_TRUSTED="1")
     with launch.Ranks(tmp_path) as ranks:
         for rank in range(2):

@@ -20,19 +20,19 @@ def two_ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("situation", WARNED)
-def test_ddp_names_the_weights_whose_main_grad_it_does_not_reduce(two_ranks, situation):
+def test_ddp_warns_of_unreduced_main_grad(two_ranks, situation):
     found = two_ranks(situation)
-    (text, file), names = found["said"][0], WARNED[situation][1]
-    assert found["error"] == "" and len(found["said"]) == 1
+    (text, file), names = found["messages"][0], WARNED[situation][1]
+    assert found["error"] == "" and len(found["messages"]) == 1
     assert text.startswith(f"DistributedDataParallel reduces .grad, but the gradients of {', '.join(names)} go to main_grad")
     assert pathlib.Path(file).name == "main_grad.py", "the warning names the line that wraps the module"
 
 
 @pytest.mark.parametrize("situation", SILENT)
-def test_ddp_is_silent_where_no_main_grad_is_left_unreduced(two_ranks, situation):
-    assert two_ranks(situation) == {"said": [], "error": ""}
+def test_ddp_does_not_warn_without_unreduced_main_grad(two_ranks, situation):
+    assert two_ranks(situation) == {"messages": [], "error": ""}
 
 
-def test_a_sharded_weight_without_main_grad_raises(two_ranks):
+def test_sharded_weight_without_main_grad_raises(two_ranks):
     found = two_ranks("fsdp")
-    assert "has no main_grad" in found["error"] and not found["said"]
+    assert "has no main_grad" in found["error"] and not found["messages"]

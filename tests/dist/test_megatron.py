@@ -48,7 +48,7 @@ def test_same_loss_and_gradients_as_one_rank(tmp_path):
 
 
 @needs("psutil")
-def test_checkpoint_of_two_ranks_goes_on_at_one(tmp_path):
+def test_checkpoint_of_two_ranks_resumes_on_one(tmp_path):
     """50 steps at tensor parallel 2 with sequence parallelism; then on one rank with the losses of going on at two."""
     run_ranks("megatron_rank.py", tmp_path, 2, "train")
     run_ranks("megatron_rank.py", tmp_path, 1, "resume")
@@ -56,6 +56,6 @@ def test_checkpoint_of_two_ranks_goes_on_at_one(tmp_path):
 
 
 @needs("psutil")
-def test_redirections_are_needed_and_limits_stand(tmp_path):
+def test_redirections_are_needed_and_limits_hold(tmp_path):
     """Fails when megatron-core does without a redirection, or runs what docs/compat.md says it cannot."""
     run_ranks("megatron_rank.py", tmp_path, 1, "limits")

@@ -26,13 +26,13 @@ def alone(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("moe"), 1)[0]
 
 
-def test_the_loss_falls(alone):
+def test_loss_falls(alone):
     assert alone["losses"][-1] < 0.2 * alone["losses"][0]
     assert (alone["loads"].sum(1) == alone["loads"][0].sum()).all(), "every token goes to as many experts"
 
 
 @pytest.mark.parametrize("ranks", (2, 4))
-def test_ranks_train_as_one_process_does(alone, ranks, tmp_path):
+def test_ranks_match_one_process(alone, ranks, tmp_path):
     found = trained(tmp_path, ranks)
     for one in found:
         assert max(abs(a - b) for a, b in zip(one["losses"], alone["losses"], strict=True)) < 1e-5
@@ -43,5 +43,5 @@ def test_ranks_train_as_one_process_does(alone, ranks, tmp_path):
         torch.testing.assert_close(whole, alone[name], rtol=1e-4, atol=1e-4)
 
 
-def test_experts_inside_torchs_wrappers_get_the_gradients_of_one_process(tmp_path):
+def test_experts_in_ddp_and_fsdp_match_one_process(tmp_path):
     run_ranks("experts_rank.py", tmp_path, 2)

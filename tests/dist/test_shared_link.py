@@ -19,16 +19,16 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import launch  # noqa: E402
 
 BUILD = pathlib.Path(os.environ.get("WEFT_BUILD", pathlib.Path(__file__).parents[2] / "build" / "release"))
-PROGRAM = BUILD / "link_rank"
+PROGRAM = BUILD / "shm_rank"
 TIMEOUT = 1.0  # seconds, of every wait
 GRACE = 1.0
 
 if not PROGRAM.exists():
-    pytest.skip(f"no link_rank in {BUILD}", allow_module_level=True)
+    pytest.skip(f"no shm_rank in {BUILD}", allow_module_level=True)
 
 
 class Ranks(launch.Ranks):
-    """Processes of link_rank; `extra` are their last arguments, `each` what Popen gets for a rank."""
+    """Processes of shm_rank; `extra` are their last arguments, `each` what Popen gets for a rank."""
 
     def __init__(self, folder: pathlib.Path, size: int, rounds: int, *extra: str, timeout=TIMEOUT, each=None):
         folder.mkdir(exist_ok=True)
@@ -47,7 +47,7 @@ class Ranks(launch.Ranks):
         return super().codes(seconds)
 
 
-def left_behind(processes: list[subprocess.Popen]) -> list[str]:
+def leftovers(processes: list[subprocess.Popen]) -> list[str]:
     """Files in shared memory, and sockets, that these have left."""
     files = [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if "weft" in name]
     sockets = pathlib.Path("/proc/net/unix").read_text()
@@ -55,13 +55,13 @@ def left_behind(processes: list[subprocess.Popen]) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_rounds_of_random_kind_and_size_carry_every_value(tmp_path, size):
+def test_random_collectives_carry_every_value(tmp_path, size):
     with Ranks(tmp_path, size, 1500, timeout=20) as ranks:
         assert ranks.codes() == [0] * size, ranks.texts()
         assert all(text.split() == ["started", "ready", "done"] for text in ranks.texts())
 
 
-def test_two_jobs_with_the_same_group_and_ranks_do_not_meet(tmp_path):
+def test_jobs_with_equal_group_names_stay_apart(tmp_path):
     with (
         Ranks(tmp_path / "a", 2, 1500, "group", timeout=20) as a,
         Ranks(tmp_path / "b", 2, 1500, "group", timeout=20) as b,
@@ -72,11 +72,11 @@ def test_two_jobs_with_the_same_group_and_ranks_do_not_meet(tmp_path):
 # ---- ends and stops of ranks -----------------------------------------------------------------------------------------
 
 
-def drill(folder: pathlib.Path, size: int, how: signal.Signals, when: float | str) -> None:
+def inject_fault(folder: pathlib.Path, size: int, how: signal.Signals, when: float | str) -> None:
     """Ends or stops one rank, after some seconds, during the rendezvous or at a fixed point "round:step"; every other
     must raise in time, and name it and what it did."""
-    seed = random.Random(f"{size}{how}{when}")
-    victim = seed.randrange(size)
+    rng = random.Random(f"{size}{how}{when}")
+    victim = rng.randrange(size)
     at_point = ":" in str(when)
     point = {victim: {"env": {**os.environ, "KILL_POINT": f"{when}:{how.value}"}}} if at_point else None
     with Ranks(folder, size, 0, each=point) as ranks:
@@ -84,7 +84,7 @@ def drill(folder: pathlib.Path, size: int, how: signal.Signals, when: float | st
             ranks.wait_for_end_or_stop(victim)
         elif when == "rendezvous":
             ranks.wait_for("started")
-            time.sleep(seed.random() * 0.02)
+            time.sleep(rng.random() * 0.02)
         else:
             ranks.wait_for("ready")
             time.sleep(float(when))
@@ -107,7 +107,7 @@ def drill(folder: pathlib.Path, size: int, how: signal.Signals, when: float | st
         assert f"rank {victim}" in error.lower(), error
         rendezvous = r"Rank \d of \d(, meeting| at) 'group/\d'"
         assert re.search(rendezvous if "ready" not in text else f"round \\d+, (all|reduce)|{rendezvous}", error), error
-    assert left_behind(ranks.processes) == []
+    assert leftovers(ranks.processes) == []
 
 
 MOMENTS = ["rendezvous", 0.1, "1:0", "50:2", "51:3", "52:5"]
@@ -115,8 +115,8 @@ CASES = [(size, how, when) for when in MOMENTS for size in (2, 4) for how in ("S
 
 
 @pytest.mark.parametrize("size, how, when", CASES)
-def test_every_survivor_raises_in_time_and_names_the_rank(tmp_path, size, how, when):
-    drill(tmp_path, size, signal.Signals[how], when)
+def test_every_survivor_names_the_rank_in_time(tmp_path, size, how, when):
+    inject_fault(tmp_path, size, signal.Signals[how], when)
 
 
 POINTS = [f"{round}:{step}" for round in (1, 2, 40, 41) for step in (0, 2, 3, 4, 5)]
@@ -126,15 +126,15 @@ POINTS = [f"{round}:{step}" for round in (1, 2, 40, 41) for step in (0, 2, 3, 4,
 @pytest.mark.parametrize("when", [*POINTS, "rendezvous"])
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_point(tmp_path, size, how, when):
-    drill(tmp_path, size, signal.Signals[how], when)
+def test_every_fault_point(tmp_path, size, how, when):
+    inject_fault(tmp_path, size, signal.Signals[how], when)
 
 
 def count_leftovers(folder: pathlib.Path, kills: int) -> None:
     """Files in shared memory, sockets and processes after so many kills, at fixed points and during the rendezvous."""
     moments = [*POINTS, "rendezvous"]
     for number in range(kills):
-        drill(folder / str(number), 2 + number % 2, signal.SIGKILL, moments[number * 8 % len(moments)])
+        inject_fault(folder / str(number), 2 + number % 2, signal.SIGKILL, moments[number * 8 % len(moments)])
     names = re.findall(r"@weft-\S+", pathlib.Path("/proc/net/unix").read_text())
     files = [name for name in os.listdir("/dev/shm") if "weft" in name]
     running = [path for path in pathlib.Path("/proc").glob("[0-9]*/cmdline") if str(folder) in command_of(path)]
@@ -155,7 +155,7 @@ def test_kills_leave_nothing(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_hundred_kills_leave_nothing(tmp_path):
+def test_hundred_kills_leave_nothing(tmp_path):
     count_leftovers(tmp_path, 100)
 
 
@@ -163,7 +163,7 @@ def test_a_hundred_kills_leave_nothing(tmp_path):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
-def test_a_rank_of_another_user_is_refused_by_both(tmp_path):
+def test_rank_of_another_user_is_rejected_by_both(tmp_path):
     tmp_path.chmod(0o777)
     for folder in tmp_path.parents:
         if folder.owner() == "root" and folder != pathlib.Path("/"):
@@ -175,13 +175,13 @@ def test_a_rank_of_another_user_is_refused_by_both(tmp_path):
         assert all("another user (" in text for text in ranks.texts()), ranks.texts()
 
 
-def test_memory_that_does_not_fit_is_an_error_on_every_rank(tmp_path):
+def test_oversized_memory_raises_on_every_rank(tmp_path):
     with Ranks(tmp_path, 2, 20, "group", str(10**12)) as ranks:
         assert ranks.codes() == [1, 1], ranks.texts()
     assert all("bytes of shared memory" in text for text in ranks.texts()), ranks.texts()
 
 
-def test_a_limit_on_the_address_space_of_one_rank_is_an_error_on_every_rank(tmp_path):
+def test_address_space_limit_of_one_rank_raises_on_every_rank(tmp_path):
     def limit():
         resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 
@@ -205,7 +205,7 @@ def memory_group() -> pathlib.Path | None:
     return None
 
 
-def test_a_limit_of_the_control_group_is_an_error_and_kills_nobody(tmp_path):
+def test_cgroup_memory_limit_raises_and_kills_no_rank(tmp_path):
     group = memory_group()
     if group is None:
         pytest.skip("no control group can be made here")

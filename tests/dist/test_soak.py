@@ -24,7 +24,7 @@ def train(folder: pathlib.Path, steps: int, transport: str) -> list[dict]:
 @pytest.mark.timeout(2600)
 @pytest.mark.parametrize("transport", ["shm", "plain"])
 @pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.slow)])
-def test_a_soak_keeps_memory_descriptors_and_loss_bits(tmp_path, steps, transport):
+def test_soak_keeps_memory_descriptors_and_loss_bits(tmp_path, steps, transport):
     first, second = (train(tmp_path / name, steps, transport) for name in ("first", "second"))
     losses = first[0]["losses"]
     assert len(losses) == steps

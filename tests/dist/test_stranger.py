@@ -16,7 +16,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import launch  # noqa: E402
 
 
-def attacked(folder: pathlib.Path, seconds: float) -> None:
+def run_under_attack(folder: pathlib.Path, seconds: float) -> None:
     shared = launch.environment_of(2, WEFT_TRANSPORT="shm", WEFT_TIMEOUT="30")
     other = {"user": 65534, "group": 65534, "extra_groups": []} if os.getuid() == 0 else {}
     with launch.Ranks(folder) as ranks:
@@ -28,14 +28,14 @@ def attacked(folder: pathlib.Path, seconds: float) -> None:
             assert time.time() < end, ranks.text()
             time.sleep(0.01)
         ports = [f"{host}:{port}" for process in ranks.processes for host, port in launch.listening(process.pid)]
-        script = (launch.HERE / "stranger.py").read_text()  # another user may not be able to read the file
-        strangers = [
+        script = (launch.HERE / "attacker.py").read_text()  # another user may not be able to read the file
+        attackers = [
             subprocess.Popen(
                 ["python3", "-c", script, str(seconds), str(n), *ports], stdout=subprocess.PIPE, cwd="/", **other
             )
             for n in range(2)
         ]
-        reached = [int(stranger.communicate()[0].split()[0]) for stranger in strangers]
+        reached = [int(attacker.communicate()[0].split()[0]) for attacker in attackers]
         (folder / "end").touch()
         assert ranks.codes(90) == [0, 0], ranks.text()
     for rank in range(2):
@@ -44,10 +44,10 @@ def attacked(folder: pathlib.Path, seconds: float) -> None:
     assert min(reached) > 0, "no socket was found"
 
 
-def test_a_stranger_does_not_disturb_training(tmp_path):
-    attacked(tmp_path, 5)
+def test_attacker_does_not_disturb_training(tmp_path):
+    run_under_attack(tmp_path, 5)
 
 
 @pytest.mark.slow
-def test_a_stranger_does_not_disturb_training_for_a_minute(tmp_path):
-    attacked(tmp_path, 60)
+def test_attacker_does_not_disturb_training_for_a_minute(tmp_path):
+    run_under_attack(tmp_path, 60)

@@ -65,7 +65,7 @@ def test_processes_exchange_blocks(tmp_path, size):
         assert ranks.codes(30) == [0] * size, ranks.text()
 
 
-def drill(folder: pathlib.Path, size: int, how: signal.Signals, number: int) -> None:
+def inject_fault(folder: pathlib.Path, size: int, how: signal.Signals, number: int) -> None:
     """A rank ends or stops at a fixed point of a round."""
     victim, step, at = number % size, number % 6, 20 + number % 7
     with Ranks(folder, size, FOREVER, point=(victim, f"{at}:{step}:{how.value}")) as ranks:
@@ -78,23 +78,23 @@ def drill(folder: pathlib.Path, size: int, how: signal.Signals, number: int) -> 
 @pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
-def test_survivors_name_the_rank_that_is_gone(tmp_path, size, how, number):
-    drill(tmp_path, size, how, number)
+def test_survivors_name_the_missing_rank(tmp_path, size, how, number):
+    inject_fault(tmp_path, size, how, number)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(100))
-def test_survivors_name_the_rank_that_is_gone_a_hundred_times(tmp_path, number):
-    drill(tmp_path, 3 + number % 2, signal.SIGKILL if number % 3 == 0 else signal.SIGSTOP, number // 2)
+def test_survivors_name_the_missing_rank_a_hundred_times(tmp_path, number):
+    inject_fault(tmp_path, 3 + number % 2, signal.SIGKILL if number % 3 == 0 else signal.SIGSTOP, number // 2)
 
 
-def test_untrusted_ucx_is_refused_by_name(tmp_path):
+def test_untrusted_ucx_is_rejected_by_name(tmp_path):
     with Ranks(tmp_path, 2, 4, trusted=False) as ranks:
         assert ranks.codes(30) == [3, 3], ranks.text()
         assert all("WEFT_UCX_TRUSTED" in text for text in ranks.texts()), ranks.text()
 
 
-def test_a_rank_listens_on_one_interface(tmp_path):
+def test_rank_listens_on_one_interface(tmp_path):
     with Ranks(tmp_path, 2, FOREVER) as ranks:
         ranks.wait_ready()
         for process in ranks.processes:
@@ -102,7 +102,7 @@ def test_a_rank_listens_on_one_interface(tmp_path):
             assert len(addresses) == 1 and "0.0.0.0" not in addresses, addresses
 
 
-def test_a_rank_that_dies_before_it_is_met_is_named(tmp_path):
+def test_rank_that_dies_before_rendezvous_is_named(tmp_path):
     with Ranks(tmp_path, 3, FOREVER) as ranks:
         ranks.processes[1].kill()
         start = time.time()
@@ -112,20 +112,20 @@ def test_a_rank_that_dies_before_it_is_met_is_named(tmp_path):
         assert time.time() - start < TIMEOUT + GRACE + 2  # and the start of a process
 
 
-@pytest.mark.skipif(bool(netns.why_not()), reason=netns.why_not() or "-")
+@pytest.mark.skipif(bool(netns.unavailable_reason()), reason=netns.unavailable_reason() or "-")
 class TestTwoHosts:
     def test_hosts_exchange_blocks(self, tmp_path):
         with netns.two_hosts(gigabits=3) as hosts, Ranks(tmp_path, 2, 40, hosts) as ranks:
             assert ranks.codes(30) == [0, 0], ranks.text()
 
-    def test_gloo_s_interface_is_taken_where_ucx_is_told_none(self, tmp_path):
+    def test_gloo_interface_is_the_default_for_ucx(self, tmp_path):
         with netns.two_hosts() as hosts:
             for host in hosts:
                 host[-1] = host[-1].replace("UCX_NET_DEVICES", "GLOO_SOCKET_IFNAME")
             with Ranks(tmp_path, 2, 4, hosts) as ranks:
                 assert ranks.codes(30) == [0, 0], ranks.text()
 
-    def test_untrusted_hosts_take_the_plain_path_and_say_so(self, tmp_path):
+    def test_untrusted_hosts_fall_back_to_plain(self, tmp_path):
         shared = launch.environment_of(2, WEFT_TIMEOUT="30")
         shared.pop("WEFT_UCX_TRUSTED", None)
         with netns.two_hosts() as hosts, launch.Ranks(tmp_path) as ranks:
@@ -138,7 +138,7 @@ class TestTwoHosts:
                 assert re.search("plain, since .*WEFT_UCX_TRUSTED is not 1", text), ranks.text()
                 assert "UCX is not loaded" in text, ranks.text()
 
-    def test_a_host_that_dies_is_named(self, tmp_path):
+    def test_host_that_dies_is_named(self, tmp_path):
         with netns.two_hosts(gigabits=1) as hosts, Ranks(tmp_path, 2, FOREVER, hosts) as ranks:
             ranks.wait_ready()
             time.sleep(0.1)
@@ -146,7 +146,7 @@ class TestTwoHosts:
             ranks.processes[1].kill()
             ranks.check_raised(0, since, 1, "lost its connection to")
 
-    def test_a_cable_that_is_cut_is_a_timeout(self, tmp_path):
+    def test_cut_cable_times_out(self, tmp_path):
         with netns.two_hosts(gigabits=1) as hosts, Ranks(tmp_path, 2, FOREVER, hosts) as ranks:
             ranks.wait_ready()
             host, end = hosts[0][3], hosts[0][-1].split("=")[1]

@@ -13,7 +13,7 @@
 
 namespace {
 
-using weft::comm::Link;
+using weft::comm::Transport;
 
 at::Tensor block(int64_t round, int from, int64_t rows) {
   return at::arange(round + from, round + from + rows * 256, at::kFloat).view({rows, 256});
@@ -23,50 +23,50 @@ void check(const at::Tensor& got, const at::Tensor& expected) {
   TORCH_CHECK(at::equal(got, expected), "a block arrived changed");
 }
 
-void gather(Link& link, int64_t round, int64_t rows) {
-  reached(round, 0);
-  const auto exchange = link.all_gather(block(round, link.rank(), rows));
-  reached(round, 1);
-  reached(round, 2);
-  for (int from = 0; from < link.size(); ++from) {
-    exchange->wait(from, rows);
-    check(exchange->incoming(from), block(round, from, rows));
-    reached(round, 3);
+void gather(Transport& transport, int64_t round, int64_t rows) {
+  kill_point(round, 0);
+  const auto collective = transport.all_gather(block(round, transport.rank(), rows));
+  kill_point(round, 1);
+  kill_point(round, 2);
+  for (int from = 0; from < transport.size(); ++from) {
+    collective->wait(from, rows);
+    check(collective->incoming(from), block(round, from, rows));
+    kill_point(round, 3);
   }
-  reached(round, 4);
-  exchange->finish();
-  reached(round, 5);
+  kill_point(round, 4);
+  collective->finish();
+  kill_point(round, 5);
 }
 
-void scatter(Link& link, int64_t round, int64_t rows) {
-  reached(round, 0);
-  const auto exchange = link.reduce_scatter(rows, 256, at::kFloat);
-  reached(round, 1);
-  for (int to = 0; to < link.size(); ++to) {
-    exchange->outgoing(to).copy_(block(round, link.rank() + to, rows));
-    for (int64_t done = 0; done < rows; done += 100) exchange->publish(to, std::min(rows, done + 100));
-    exchange->advance();
-    reached(round, 2);
+void scatter(Transport& transport, int64_t round, int64_t rows) {
+  kill_point(round, 0);
+  const auto collective = transport.reduce_scatter(rows, 256, at::kFloat);
+  kill_point(round, 1);
+  for (int to = 0; to < transport.size(); ++to) {
+    collective->outgoing(to).copy_(block(round, transport.rank() + to, rows));
+    for (int64_t done = 0; done < rows; done += 100) collective->mark_ready(to, std::min(rows, done + 100));
+    collective->progress();
+    kill_point(round, 2);
   }
-  for (int from = 0; from < link.size(); ++from) {
-    exchange->wait(from, rows);
-    check(exchange->incoming(from), block(round, from + link.rank(), rows));
-    reached(round, 3);
+  for (int from = 0; from < transport.size(); ++from) {
+    collective->wait(from, rows);
+    check(collective->incoming(from), block(round, from + transport.rank(), rows));
+    kill_point(round, 3);
   }
-  reached(round, 4);
-  exchange->finish();
-  reached(round, 5);
+  kill_point(round, 4);
+  collective->finish();
+  kill_point(round, 5);
 }
 
-void run(Link& link, int64_t rounds) {
+void run(Transport& transport, int64_t rounds) {
   std::puts("ready");
   std::fflush(stdout);
   for (int64_t round = 0; round < rounds; ++round) {
     const int64_t rows = 1 + round * 37 % 900;
     if (round % 2) {
-      gather(link, round, rows);
+      gather(transport, round, rows);
     } else {
-      scatter(link, round, rows);
+      scatter(transport, round, rows);
     }
   }
 }
@@ -75,11 +75,11 @@ void run(Link& link, int64_t rounds) {
 
 int main(int, char** argv) {
   const int rank = std::atoi(argv[1]), size = std::atoi(argv[2]);
-  std::unique_ptr<Link> link;
+  std::unique_ptr<Transport> transport;
   try {
-    link = weft::comm::make_ucx_link({c10::make_intrusive<c10d::FileStore>(argv[3], size), rank, size, "tp",
+    transport = weft::comm::make_ucx_transport({c10::make_intrusive<c10d::FileStore>(argv[3], size), rank, size, "tp",
                                       std::chrono::milliseconds(std::atoi(argv[4]))});
-    run(*link, std::atoll(argv[5]));
+    run(*transport, std::atoll(argv[5]));
     std::puts("ok");
     return 0;
   } catch (const c10::Error& error) {

@@ -7,15 +7,15 @@
 
 namespace weft::comm {
 
-std::string_view name(Operation operation) {
-  static constexpr std::array<std::string_view, 8> kNames{
+std::string_view name(CommOp op) {
+  static constexpr std::array<std::string_view, 8> kOpNames{
       "no operation", "all_gather", "reduce_scatter", "all_reduce", "grow", "barrier", "put_signal", "wait_signal"};
-  const auto i = static_cast<size_t>(operation);
-  return i < kNames.size() ? kNames[i] : "an unknown operation";
+  const auto i = static_cast<size_t>(op);
+  return i < kOpNames.size() ? kOpNames[i] : "an unknown operation";
 }
 
-std::string text(const Agreement& about) {
-  return c10::str(name(about.operation), " of [", about.rows, ", ", about.columns, "] ", c10::toString(about.dtype));
+std::string text(const CollectiveFingerprint& fingerprint) {
+  return c10::str(name(fingerprint.op), " of [", fingerprint.rows, ", ", fingerprint.columns, "] ", c10::toString(fingerprint.dtype));
 }
 
 }  // namespace weft::comm

@@ -7,8 +7,8 @@
 namespace weft::comm {
 
 /// "all_gather"; any number may be given.
-std::string_view name(Operation operation);
+std::string_view name(CommOp op);
 /// "all_gather of [128, 512] BFloat16"
-std::string text(const Agreement& about);
+std::string text(const CollectiveFingerprint& fingerprint);
 
 }  // namespace weft::comm

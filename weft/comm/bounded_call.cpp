@@ -11,42 +11,42 @@
 namespace weft::comm {
 namespace {
 
-struct Outcome {
+struct CallResult {
   std::mutex mutex;
   std::condition_variable changed;
-  bool over = false;
+  bool done = false;
   std::exception_ptr error;
 };
 
-void run(const std::shared_ptr<Outcome>& outcome, const std::function<void()>& act) {
+void run(const std::shared_ptr<CallResult>& result, const std::function<void()>& fn) {
   std::exception_ptr error;
   try {
-    act();
+    fn();
   } catch (...) {
     error = std::current_exception();
   }
-  const std::lock_guard lock(outcome->mutex);
-  outcome->over = true;
-  outcome->error = std::move(error);
-  outcome->changed.notify_all();
+  const std::lock_guard lock(result->mutex);
+  result->done = true;
+  result->error = std::move(error);
+  result->changed.notify_all();
 }
 
 }  // namespace
 
-bool finish_by(std::chrono::steady_clock::time_point deadline, std::function<void()> act,
-               const std::function<void()>& look) {
-  constexpr auto kLook = std::chrono::milliseconds(10);
-  const auto outcome = std::make_shared<Outcome>();
-  std::thread([outcome, act = std::move(act)] { run(outcome, act); }).detach();
-  std::unique_lock lock(outcome->mutex);
-  while (!outcome->changed.wait_for(lock, kLook, [&] { return outcome->over; })) {
+bool run_with_deadline(std::chrono::steady_clock::time_point deadline, std::function<void()> fn,
+               const std::function<void()>& poll) {
+  constexpr auto kPollInterval = std::chrono::milliseconds(10);
+  const auto result = std::make_shared<CallResult>();
+  std::thread([result, fn = std::move(fn)] { run(result, fn); }).detach();
+  std::unique_lock lock(result->mutex);
+  while (!result->changed.wait_for(lock, kPollInterval, [&] { return result->done; })) {
     lock.unlock();
-    look();
+    poll();
     check_interrupt();
     if (std::chrono::steady_clock::now() >= deadline) return false;
     lock.lock();
   }
-  if (outcome->error) std::rethrow_exception(outcome->error);
+  if (result->error) std::rethrow_exception(result->error);
   return true;
 }
 

@@ -4,11 +4,11 @@
 
 namespace weft::comm {
 
-/// Runs `act` on a thread of its own and waits for it until `deadline`; raises what it raises. Meanwhile calls `look`
-/// every 10 ms, which may raise, and checks for interrupts. False at the deadline: `act` then goes on by itself, so it
+/// Runs `fn` on a thread of its own and waits for it until `deadline`; raises what it raises. Meanwhile calls `poll`
+/// every 10 ms, which may raise, and checks for interrupts. False at the deadline: `fn` then goes on by itself, so it
 /// must own what it uses. For calls of a c10d Store: they block without limit while its server is stopped.
-bool finish_by(
-    std::chrono::steady_clock::time_point deadline, std::function<void()> act,
-    const std::function<void()>& look = [] {});
+bool run_with_deadline(
+    std::chrono::steady_clock::time_point deadline, std::function<void()> fn,
+    const std::function<void()>& poll = [] {});
 
 }  // namespace weft::comm

@@ -6,19 +6,19 @@
 
 namespace weft::comm {
 
-std::string disagreement(c10::ArrayRef<Statement> by_rank) {
-  constexpr size_t kShown = 8;
-  std::vector<Statement> kinds;
+std::string describe_mismatch(c10::ArrayRef<SequencedFingerprint> by_rank) {
+  constexpr size_t kMaxShown = 8;
+  std::vector<SequencedFingerprint> distinct;
   std::string list;
   for (size_t rank = 0; rank < by_rank.size(); ++rank) {
-    const auto& said = by_rank[rank];
-    if (std::find(kinds.begin(), kinds.end(), said) != kinds.end()) continue;
-    kinds.push_back(said);
-    if (kinds.size() > kShown) continue;
-    list += (list.empty() ? "rank " : "; rank ") + std::to_string(rank) + ": " + text(said.about) +
-            " (its collective " + std::to_string(said.number) + ")";
+    const auto& entry = by_rank[rank];
+    if (std::find(distinct.begin(), distinct.end(), entry) != distinct.end()) continue;
+    distinct.push_back(entry);
+    if (distinct.size() > kMaxShown) continue;
+    list += (list.empty() ? "rank " : "; rank ") + std::to_string(rank) + ": " + text(entry.fingerprint) +
+            " (its collective " + std::to_string(entry.seq) + ")";
   }
-  return kinds.size() > 1 ? list : std::string();
+  return distinct.size() > 1 ? list : std::string();
 }
 
 }  // namespace weft::comm

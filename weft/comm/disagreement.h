@@ -8,13 +8,13 @@
 namespace weft::comm {
 
 /// What one rank is about to do, and the how many-th collective of the group that is to it.
-struct Statement {
-  int64_t number = 0;
-  Agreement about;
-  bool operator==(const Statement&) const = default;
+struct SequencedFingerprint {
+  int64_t seq = 0;
+  CollectiveFingerprint fingerprint;
+  bool operator==(const SequencedFingerprint&) const = default;
 };
 
 /// Who says what, if not all ranks say the same; else empty. Equal on every rank.
-std::string disagreement(c10::ArrayRef<Statement> by_rank);
+std::string describe_mismatch(c10::ArrayRef<SequencedFingerprint> by_rank);
 
 }  // namespace weft::comm

@@ -14,32 +14,32 @@ namespace fs = std::filesystem;
 constexpr size_t kNoLimit = std::numeric_limits<size_t>::max();
 
 /// The number in a file of one number; nothing or a word ("max") is no limit.
-size_t number_in(const fs::path& path) {
+size_t read_number(const fs::path& path) {
   size_t value = 0;
   return std::ifstream(path) >> value ? value : kNoLimit;
 }
 
 /// The sum of the numbers after the given words, in a file of words and numbers.
-size_t numbers_after(const fs::path& path, std::string_view first, std::string_view second) {
+size_t sum_fields(const fs::path& path, std::string_view first, std::string_view second) {
   std::ifstream file(path);
-  std::string word;
+  std::string field;
   size_t value = 0, sum = 0;
-  while (file >> word >> value)
-    if (word == first || word == second) sum += value;
+  while (file >> field >> value)
+    if (field == first || field == second) sum += value;
   return sum;
 }
 
 /// What one control group leaves: its limit less its use, of which pages of files can be taken back.
-size_t left_in(const fs::path& group, const char* limit, const char* use) {
-  const size_t most = number_in(group / limit), used = number_in(group / use);
-  if (most == kNoLimit || used == kNoLimit) return kNoLimit;
-  const size_t files = numbers_after(group / "memory.stat", "inactive_file", "active_file");
+size_t cgroup_available(const fs::path& group, const char* limit, const char* use) {
+  const size_t limit_bytes = read_number(group / limit), used = read_number(group / use);
+  if (limit_bytes == kNoLimit || used == kNoLimit) return kNoLimit;
+  const size_t files = sum_fields(group / "memory.stat", "inactive_file", "active_file");
   const size_t fixed = used - std::min(used, files);
-  return most - std::min(most, fixed);
+  return limit_bytes - std::min(limit_bytes, fixed);
 }
 
 /// The least that a control group or one above it leaves.
-size_t left_in_groups() {
+size_t min_cgroup_available() {
   std::ifstream file("/proc/self/cgroup");
   size_t least = kNoLimit;
   for (std::string line; std::getline(file, line);) {  // "4:memory:/path" or, in version 2, "0::/path"
@@ -51,8 +51,8 @@ size_t left_in_groups() {
     const fs::path root = unified ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory";
     for (fs::path path = line.substr(second + 1); !path.empty(); path = path.parent_path()) {
       const fs::path group = root / path.relative_path();
-      least = std::min(least, unified ? left_in(group, "memory.max", "memory.current")
-                                      : left_in(group, "memory.limit_in_bytes", "memory.usage_in_bytes"));
+      least = std::min(least, unified ? cgroup_available(group, "memory.max", "memory.current")
+                                      : cgroup_available(group, "memory.limit_in_bytes", "memory.usage_in_bytes"));
       if (!path.has_relative_path()) break;
     }
   }
@@ -60,7 +60,7 @@ size_t left_in_groups() {
 }
 
 /// The kernel's own estimate, without pages that it would have to swap out.
-size_t left_in_machine() {
+size_t system_available() {
   std::ifstream file("/proc/meminfo");
   for (std::string line; std::getline(file, line);)
     if (line.starts_with("MemAvailable:")) return std::stoull(line.substr(13)) * 1024;
@@ -69,6 +69,6 @@ size_t left_in_machine() {
 
 }  // namespace
 
-size_t free_memory() { return std::min(left_in_machine(), left_in_groups()); }
+size_t free_memory() { return std::min(system_available(), min_cgroup_available()); }
 
 }  // namespace weft::comm

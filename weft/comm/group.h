@@ -17,15 +17,15 @@ class GroupFailure;
 
 /// A collective under way, or a tensor that needs none. One that is dropped finishes first, so that the group stays in
 /// step; its error is then kept by the group.
-class Pending {
+class Work {
  public:
-  Pending(at::Tensor ready) : ready_(std::move(ready)) {}  // NOLINT(google-explicit-constructor)
-  explicit Pending(std::function<at::Tensor()> finish) : finish_(std::move(finish)) {}
-  Pending(Pending&& other) noexcept : ready_(std::move(other.ready_)), finish_(std::exchange(other.finish_, nullptr)) {}
-  Pending& operator=(Pending&&) = delete;
-  Pending(const Pending&) = delete;
-  Pending& operator=(const Pending&) = delete;
-  ~Pending();
+  Work(at::Tensor ready) : ready_(std::move(ready)) {}  // NOLINT(google-explicit-constructor)
+  explicit Work(std::function<at::Tensor()> finish) : finish_(std::move(finish)) {}
+  Work(Work&& other) noexcept : ready_(std::move(other.ready_)), finish_(std::exchange(other.finish_, nullptr)) {}
+  Work& operator=(Work&&) = delete;
+  Work(const Work&) = delete;
+  Work& operator=(const Work&) = delete;
+  ~Work();
 
   /// The result. To be called once.
   at::Tensor wait();
@@ -59,15 +59,15 @@ class Group {
   const std::shared_ptr<GroupFailure>& failure() const;
 
   /// x of all ranks, one after the other.
-  Pending all_gather(const at::Tensor& x) const;
+  Work all_gather(const at::Tensor& x) const;
   /// This rank's block of the sum of x over all ranks.
-  Pending reduce_scatter(const at::Tensor& x) const;
+  Work reduce_scatter(const at::Tensor& x) const;
   /// The sum of x over all ranks. x is not changed.
-  Pending all_reduce(const at::Tensor& x) const;
+  Work all_reduce(const at::Tensor& x) const;
 
  private:
   struct State;  // what outlives a call
-  class Round;   // one collective of it
+  class CheckedCollective;   // one collective of it
 
   c10::intrusive_ptr<c10d::ProcessGroup> c10d_;
   std::shared_ptr<State> state_;

@@ -4,17 +4,17 @@
 
 namespace weft::comm {
 
-void GroupFailure::put(const std::string& why) {
+void GroupFailure::put(const std::string& reason) {
   const std::lock_guard lock(mutex_);
   if (failed_.load(std::memory_order_relaxed)) return;
-  why_ = why;
+  reason_ = reason;
   failed_.store(true, std::memory_order_release);
 }
 
-void GroupFailure::refuse() const {
+void GroupFailure::throw_failed() const {
   const std::lock_guard lock(mutex_);
   C10_THROW_ERROR(DistError,
-                  "Group '" + group_ + "' cannot be used any more: destroy it and make a new one. Before: " + why_);
+                  "Group '" + group_ + "' cannot be used any more: destroy it and make a new one. Before: " + reason_);
 }
 
 }  // namespace weft::comm

@@ -13,19 +13,19 @@ class GroupFailure {
 
   const std::string& group() const { return group_; }
   /// The first one stays.
-  void put(const std::string& why);
+  void put(const std::string& reason);
   /// Raises DistError if the group has failed.
   void check() const {
-    if (failed_.load(std::memory_order_acquire)) refuse();
+    if (failed_.load(std::memory_order_acquire)) throw_failed();
   }
 
  private:
-  [[noreturn]] void refuse() const;
+  [[noreturn]] void throw_failed() const;
 
   const std::string group_;
   std::atomic<bool> failed_ = false;
   mutable std::mutex mutex_;
-  std::string why_;
+  std::string reason_;
 };
 
 }  // namespace weft::comm

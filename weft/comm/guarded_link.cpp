@@ -7,16 +7,16 @@
 
 namespace weft::comm {
 
-class GuardedLink::Use {
+class GuardedTransport::ThreadGuard {
  public:
-  explicit Use(std::shared_ptr<GroupFailure> failure) : failure_(std::move(failure)) {}
+  explicit ThreadGuard(std::shared_ptr<GroupFailure> failure) : failure_(std::move(failure)) {}
 
   /// Before a round starts: this thread takes the link, or has it.
-  void take() {
+  void acquire() {
     failure_->check();
     std::thread::id other;
     const auto me = std::this_thread::get_id();
-    if (!owner_.compare_exchange_strong(other, me) && other != me) refuse();
+    if (!owner_.compare_exchange_strong(other, me) && other != me) throw_wrong_thread();
     ++open_;
   }
   /// A round is over, or did not start.
@@ -24,11 +24,11 @@ class GuardedLink::Use {
     if (--open_ == 0) owner_ = std::thread::id();
   }
   /// Runs a call of an open round.
-  template <class Act>
-  auto run(Act&& act) {
-    if (owner_.load(std::memory_order_relaxed) != std::this_thread::get_id()) refuse();
+  template <class Fn>
+  auto run(Fn&& fn) {
+    if (owner_.load(std::memory_order_relaxed) != std::this_thread::get_id()) throw_wrong_thread();
     try {
-      return act();
+      return fn();
     } catch (const c10::DistError& error) {
       fail(error.what_without_backtrace());
       throw;
@@ -37,10 +37,10 @@ class GuardedLink::Use {
       throw;
     }
   }
-  void fail(const std::string& why) { failure_->put(why); }
+  void fail(const std::string& reason) { failure_->put(reason); }
 
  private:
-  [[noreturn]] void refuse() const {
+  [[noreturn]] void throw_wrong_thread() const {
     TORCH_CHECK(false, "The link of group '", failure_->group(),
                 "' is in use by another thread. Run the collectives of a group on one thread, or give each thread a "
                 "group of its own.");
@@ -51,73 +51,73 @@ class GuardedLink::Use {
   int open_ = 0;  // rounds; for the owner alone
 };
 
-class GuardedLink::Round final : public Exchange {
+class GuardedTransport::GuardedCollective final : public InFlightCollective {
  public:
-  Round(std::shared_ptr<Use> use, std::unique_ptr<Exchange> exchange)
-      : use_(std::move(use)), exchange_(std::move(exchange)) {}
-  ~Round() override {
-    if (!finished_) use_->fail("A round on its link was given up before it was finished.");
-    exchange_.reset();
-    use_->release();
+  GuardedCollective(std::shared_ptr<ThreadGuard> guard, std::unique_ptr<InFlightCollective> collective)
+      : guard_(std::move(guard)), collective_(std::move(collective)) {}
+  ~GuardedCollective() override {
+    if (!finished_) guard_->fail("A round on its link was given up before it was finished.");
+    collective_.reset();
+    guard_->release();
   }
 
   at::Tensor outgoing(int to) override {
-    return use_->run([&] { return exchange_->outgoing(to); });
+    return guard_->run([&] { return collective_->outgoing(to); });
   }
-  void publish(int to, int64_t rows) override {
-    use_->run([&] { exchange_->publish(to, rows); });
+  void mark_ready(int to, int64_t rows) override {
+    guard_->run([&] { collective_->mark_ready(to, rows); });
   }
   at::Tensor incoming(int from) override {
-    return use_->run([&] { return exchange_->incoming(from); });
+    return guard_->run([&] { return collective_->incoming(from); });
   }
   int64_t arrived(int from) override {
-    return use_->run([&] { return exchange_->arrived(from); });
+    return guard_->run([&] { return collective_->arrived(from); });
   }
   void wait(int from, int64_t rows) override {
-    use_->run([&] { exchange_->wait(from, rows); });
+    guard_->run([&] { collective_->wait(from, rows); });
   }
-  void advance() override {
-    use_->run([&] { exchange_->advance(); });
+  void progress() override {
+    guard_->run([&] { collective_->progress(); });
   }
   void finish() override {
-    use_->run([&] { exchange_->finish(); });
+    guard_->run([&] { collective_->finish(); });
     finished_ = true;
   }
 
  private:
-  std::shared_ptr<Use> use_;
-  std::unique_ptr<Exchange> exchange_;
+  std::shared_ptr<ThreadGuard> guard_;
+  std::unique_ptr<InFlightCollective> collective_;
   bool finished_ = false;
 };
 
-GuardedLink::GuardedLink(std::shared_ptr<GroupFailure> failure, std::unique_ptr<Link> link)
-    : link_(std::move(link)), use_(std::make_shared<Use>(std::move(failure))) {}
+GuardedTransport::GuardedTransport(std::shared_ptr<GroupFailure> failure, std::unique_ptr<Transport> transport)
+    : transport_(std::move(transport)), guard_(std::make_shared<ThreadGuard>(std::move(failure))) {}
 
-GuardedLink::~GuardedLink() = default;
+GuardedTransport::~GuardedTransport() = default;
 
 template <class Start>
-std::unique_ptr<Exchange> GuardedLink::start(Start&& start) {
-  use_->take();
+std::unique_ptr<InFlightCollective> GuardedTransport::start(Start&& start) {
+  guard_->acquire();
   try {
-    if (auto exchange = use_->run(start)) return std::make_unique<Round>(use_, std::move(exchange));
+    if (auto collective = guard_->run(start)) return std::make_unique<GuardedCollective>(guard_, std::move(collective));
   } catch (...) {
-    use_->release();
+    guard_->release();
     throw;
   }
-  use_->release();
+  guard_->release();
   return nullptr;
 }
 
-std::unique_ptr<Exchange> GuardedLink::all_gather(const at::Tensor& mine) {
-  return start([&] { return link_->all_gather(mine); });
+std::unique_ptr<InFlightCollective> GuardedTransport::all_gather(const at::Tensor& local) {
+  return start([&] { return transport_->all_gather(local); });
 }
 
-std::unique_ptr<Exchange> GuardedLink::all_gather(int64_t rows, int64_t columns, at::ScalarType dtype) {
-  return start([&] { return link_->all_gather(rows, columns, dtype); });
+std::unique_ptr<InFlightCollective> GuardedTransport::all_gather(int64_t rows, int64_t columns, at::ScalarType dtype) {
+  return start([&] { return transport_->all_gather(rows, columns, dtype); });
 }
 
-std::unique_ptr<Exchange> GuardedLink::reduce_scatter(int64_t rows, int64_t columns, at::ScalarType dtype) {
-  return start([&] { return link_->reduce_scatter(rows, columns, dtype); });
+std::unique_ptr<InFlightCollective> GuardedTransport::reduce_scatter(int64_t rows, int64_t columns, at::ScalarType dtype) {
+  return start([&] { return transport_->reduce_scatter(rows, columns, dtype); });
 }
 
 }  // namespace weft::comm

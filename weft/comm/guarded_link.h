@@ -10,29 +10,29 @@ namespace weft::comm {
 /// belongs to one thread at a time: to the one that started a round, until all rounds are finished or dropped. Any
 /// other thread gets an error that names the group; waiting instead would leave the order of rounds to chance, and it
 /// must be the same on all ranks.
-class GuardedLink final : public Link {
+class GuardedTransport final : public Transport {
  public:
-  GuardedLink(std::shared_ptr<GroupFailure> failure, std::unique_ptr<Link> link);
-  ~GuardedLink() override;
+  GuardedTransport(std::shared_ptr<GroupFailure> failure, std::unique_ptr<Transport> transport);
+  ~GuardedTransport() override;
 
-  int rank() const override { return link_->rank(); }
-  int size() const override { return link_->size(); }
-  std::string_view name() const override { return link_->name(); }
-  bool in_place() const override { return link_->in_place(); }
+  int rank() const override { return transport_->rank(); }
+  int size() const override { return transport_->size(); }
+  std::string_view name() const override { return transport_->name(); }
+  bool zero_copy() const override { return transport_->zero_copy(); }
 
-  std::unique_ptr<Exchange> all_gather(const at::Tensor& mine) override;
-  std::unique_ptr<Exchange> all_gather(int64_t rows, int64_t columns, at::ScalarType dtype) override;
-  std::unique_ptr<Exchange> reduce_scatter(int64_t rows, int64_t columns, at::ScalarType dtype) override;
+  std::unique_ptr<InFlightCollective> all_gather(const at::Tensor& local) override;
+  std::unique_ptr<InFlightCollective> all_gather(int64_t rows, int64_t columns, at::ScalarType dtype) override;
+  std::unique_ptr<InFlightCollective> reduce_scatter(int64_t rows, int64_t columns, at::ScalarType dtype) override;
 
  private:
-  class Use;    // who uses the link
-  class Round;  // an exchange of it
+  class ThreadGuard;    // who uses the link
+  class GuardedCollective;  // an exchange of it
 
   template <class Start>
-  std::unique_ptr<Exchange> start(Start&& start);
+  std::unique_ptr<InFlightCollective> start(Start&& start);
 
-  std::unique_ptr<Link> link_;
-  std::shared_ptr<Use> use_;
+  std::unique_ptr<Transport> transport_;
+  std::shared_ptr<ThreadGuard> guard_;
 };
 
 }  // namespace weft::comm

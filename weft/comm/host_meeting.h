@@ -16,7 +16,7 @@ namespace weft::comm {
 /// name and tells the name, its process and a random token through the Store. Peers connect, both sides check the user
 /// and the process behind the connection and the token, and pass the descriptors of their memory. The sockets then
 /// close.
-class HostMeeting final : public Meeting {
+class HostRendezvous final : public Rendezvous {
  public:
   struct Options {
     std::function<c10::intrusive_ptr<c10d::Store>()> store;  // of the group; asked at each meeting
@@ -26,21 +26,21 @@ class HostMeeting final : public Meeting {
     std::chrono::milliseconds timeout{};
   };
 
-  explicit HostMeeting(Options options) : options_(std::move(options)), processes_(options_.size) {}
+  explicit HostRendezvous(Options options) : options_(std::move(options)), processes_(options_.size) {}
 
   int rank() const override { return options_.rank; }
   int size() const override { return options_.size; }
   std::chrono::milliseconds timeout() const override { return options_.timeout; }
-  Memories meet(std::shared_ptr<Memory> mine, const std::function<void()>& look) override;
-  uint64_t group() const override { return group_; }
+  SharedMemories exchange_memory(std::shared_ptr<SharedMemory> local, const std::function<void()>& poll) override;
+  uint64_t group_id() const override { return group_id_; }
   const Process& process(int rank) const override { return processes_[rank]; }
 
  private:
-  class Gathering;  // one meeting
+  class Handshake;  // one meeting
 
   Options options_;
   int64_t generation_ = 0;  // of the next meeting
-  uint64_t group_ = 0;
+  uint64_t group_id_ = 0;
   std::vector<Process> processes_;
 };
 

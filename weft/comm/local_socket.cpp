@@ -15,16 +15,16 @@ struct Address {
   socklen_t bytes = 0;
 
   /// A leading zero keeps the name out of the file system.
-  explicit Address(const std::string& word) {
+  explicit Address(const std::string& abstract_name) {
     name.sun_family = AF_UNIX;
-    const size_t length = std::min(word.size(), sizeof(name.sun_path) - 1);
-    std::memcpy(name.sun_path + 1, word.data(), length);
+    const size_t length = std::min(abstract_name.size(), sizeof(name.sun_path) - 1);
+    std::memcpy(name.sun_path + 1, abstract_name.data(), length);
     bytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + length);
   }
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&name); }
 };
 
-Descriptor make_socket() { return Descriptor(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)); }
+UniqueFd make_socket() { return UniqueFd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)); }
 
 /// Room for the control message of one descriptor.
 struct Control {
@@ -33,7 +33,7 @@ struct Control {
 
 }  // namespace
 
-Descriptor listen_at(const std::string& name, int backlog) {
+UniqueFd listen_at(const std::string& name, int backlog) {
   auto socket = make_socket();
   const Address address(name);
   if (socket && ::bind(socket.get(), address.get(), address.bytes) == 0 && ::listen(socket.get(), backlog) == 0)
@@ -41,29 +41,29 @@ Descriptor listen_at(const std::string& name, int backlog) {
   return {};
 }
 
-Descriptor connect_to(const std::string& name) {
+UniqueFd connect_to(const std::string& name) {
   auto socket = make_socket();
   const Address address(name);
   if (socket && ::connect(socket.get(), address.get(), address.bytes) == 0) return socket;
   return {};
 }
 
-Descriptor accept_one(const Descriptor& listener) {
-  return Descriptor(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+UniqueFd accept_one(const UniqueFd& listener) {
+  return UniqueFd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
 }
 
-std::optional<Caller> caller_of(const Descriptor& socket) {
-  ucred found = {};
-  socklen_t bytes = sizeof(found);
-  if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &found, &bytes) != 0 || bytes != sizeof(found)) return {};
-  return Caller{found.pid, found.uid};
+std::optional<PeerCredentials> peer_credentials(const UniqueFd& socket) {
+  ucred credentials = {};
+  socklen_t bytes = sizeof(credentials);
+  if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &credentials, &bytes) != 0 || bytes != sizeof(credentials)) return {};
+  return PeerCredentials{credentials.pid, credentials.uid};
 }
 
-bool send_file(const Descriptor& socket, const void* message, size_t bytes, const Descriptor& file) {
-  iovec part{const_cast<void*>(message), bytes};
+bool send_fd(const UniqueFd& socket, const void* message, size_t bytes, const UniqueFd& file) {
+  iovec iov{const_cast<void*>(message), bytes};
   Control control;
   msghdr header = {};
-  header.msg_iov = &part;
+  header.msg_iov = &iov;
   header.msg_iovlen = 1;
   header.msg_control = control.bytes;
   header.msg_controllen = sizeof(control.bytes);
@@ -76,24 +76,24 @@ bool send_file(const Descriptor& socket, const void* message, size_t bytes, cons
   return ::sendmsg(socket.get(), &header, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes);
 }
 
-Delivery receive_file(const Descriptor& socket, void* message, size_t bytes) {
-  iovec part{message, bytes};
+ReceivedFd receive_fd(const UniqueFd& socket, void* message, size_t bytes) {
+  iovec iov{message, bytes};
   Control control;
   msghdr header = {};
-  header.msg_iov = &part;
+  header.msg_iov = &iov;
   header.msg_iovlen = 1;
   header.msg_control = control.bytes;
   header.msg_controllen = CMSG_LEN(sizeof(int));  // the padding behind would take a second descriptor
   const auto got = ::recvmsg(socket.get(), &header, MSG_CMSG_CLOEXEC);
   if (got < 0 && (errno == EAGAIN || errno == EINTR)) return {};
   if (got < 0) return {true, c10::utils::str_error(errno), {}};
-  Descriptor file;
+  UniqueFd file;
   const cmsghdr* rights = CMSG_FIRSTHDR(&header);
   if (rights && rights->cmsg_level == SOL_SOCKET && rights->cmsg_type == SCM_RIGHTS &&
       rights->cmsg_len == CMSG_LEN(sizeof(int))) {
     int fd = -1;
     std::memcpy(&fd, CMSG_DATA(rights), sizeof(fd));
-    file = Descriptor(fd);
+    file = UniqueFd(fd);
   }
   if (got == 0) return {true, "it closed the connection", {}};
   if (got != static_cast<ssize_t>(bytes) || (header.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0 || !file)

@@ -9,29 +9,29 @@ namespace weft::comm {
 
 /// Memory that other processes can map. It has no name in any file system, so nothing is left when its users die; it is
 /// there in full from the start, so that no access can fail; and nobody can change its size.
-class Memory {
+class SharedMemory {
  public:
   /// Zeroed memory for others to map. Raises OutOfMemoryError if there is not enough.
-  static std::shared_ptr<Memory> make(size_t bytes);
-  /// Maps what a peer, called `whose` in errors, has sent. Raises DistError unless it is of the given size and sealed.
-  static std::shared_ptr<Memory> map(Descriptor file, size_t bytes, const std::string& whose);
+  static std::shared_ptr<SharedMemory> make(size_t bytes);
+  /// Maps what a peer, called `owner` in errors, has sent. Raises DistError unless it is of the given size and sealed.
+  static std::shared_ptr<SharedMemory> map(UniqueFd file, size_t bytes, const std::string& owner);
 
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
-  ~Memory();
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+  ~SharedMemory();
 
   std::byte* data() const { return data_; }
   size_t bytes() const { return bytes_; }
   /// To be sent to a peer.
-  const Descriptor& file() const { return file_; }
+  const UniqueFd& file() const { return file_; }
   /// Once every peer has it. The memory stays.
-  void close_file() { file_ = Descriptor(); }
+  void close_file() { file_ = UniqueFd(); }
 
  private:
-  Memory(Descriptor file, size_t bytes) : file_(std::move(file)), bytes_(bytes) {}
-  bool map_whole();
+  SharedMemory(UniqueFd file, size_t bytes) : file_(std::move(file)), bytes_(bytes) {}
+  bool map_file();
 
-  Descriptor file_;
+  UniqueFd file_;
   std::byte* data_ = nullptr;
   size_t bytes_;
 };

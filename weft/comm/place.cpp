@@ -12,10 +12,10 @@ namespace {
 
 constexpr const char* kUnknown = "unknown";  // equal to nothing, not even to itself
 
-std::string first_word(const char* path) {
-  std::string word;
-  std::ifstream(path) >> word;
-  return word.empty() ? kUnknown : word;
+std::string first_token(const char* path) {
+  std::string token;
+  std::ifstream(path) >> token;
+  return token.empty() ? kUnknown : token;
 }
 
 std::string target(const char* link) {
@@ -28,27 +28,27 @@ bool same(const std::string& a, const std::string& b) { return a == b && a != kU
 
 }  // namespace
 
-Place Place::here() {
-  return {first_word("/proc/sys/kernel/random/boot_id"), target("/proc/self/ns/pid"), target("/proc/self/ns/net"),
+HostIdentity HostIdentity::local() {
+  return {first_token("/proc/sys/kernel/random/boot_id"), target("/proc/self/ns/pid"), target("/proc/self/ns/net"),
           ::getuid(), ::getpid()};
 }
 
-std::string Place::text() const { return c10::str(boot, " ", pid_space, " ", net_space, " ", uid, " ", pid); }
+std::string HostIdentity::text() const { return c10::str(boot_id, " ", pid_namespace, " ", net_namespace, " ", uid, " ", pid); }
 
-Place Place::parse(const std::string& text) {
-  Place place;
+HostIdentity HostIdentity::parse(const std::string& text) {
+  HostIdentity host;
   std::istringstream in(text);
-  in >> place.boot >> place.pid_space >> place.net_space >> place.uid >> place.pid;
-  TORCH_CHECK_VALUE(!in.fail() && (in >> std::ws).eof() && place.pid > 0, "'", text, "' is not the place of a rank.");
-  return place;
+  in >> host.boot_id >> host.pid_namespace >> host.net_namespace >> host.uid >> host.pid;
+  TORCH_CHECK_VALUE(!in.fail() && (in >> std::ws).eof() && host.pid > 0, "'", text, "' is not the place of a rank.");
+  return host;
 }
 
-std::string why_apart(const Place& a, const Place& b) {
-  if (a.boot == kUnknown || b.boot == kUnknown) return "another host (a boot id is unknown)";
-  if (a.boot != b.boot) return "another host";
+std::string not_colocated_reason(const HostIdentity& a, const HostIdentity& b) {
+  if (a.boot_id == kUnknown || b.boot_id == kUnknown) return "another host (a boot id is unknown)";
+  if (a.boot_id != b.boot_id) return "another host";
   if (a.uid != b.uid) return c10::str("another user (", a.uid, " and ", b.uid, ")");
-  if (!same(a.pid_space, b.pid_space)) return "another process id namespace";
-  if (!same(a.net_space, b.net_space)) return "another network namespace";
+  if (!same(a.pid_namespace, b.pid_namespace)) return "another process id namespace";
+  if (!same(a.net_namespace, b.net_namespace)) return "another network namespace";
   return "";
 }
 

@@ -8,14 +8,14 @@
 
 namespace weft::comm {
 
-Process::Process(pid_t pid) : pid_(pid), watch_(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0))) {
-  gone_ = !watch_ && errno == ESRCH;
+Process::Process(pid_t pid) : pid_(pid), pidfd_(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0))) {
+  exited_ = !pidfd_ && errno == ESRCH;
 }
 
 bool Process::alive() const {
-  if (!watch_) return !gone_;
-  pollfd ended{watch_.get(), POLLIN, 0};
-  return ::poll(&ended, 1, 0) != 1;
+  if (!pidfd_) return !exited_;
+  pollfd exited{pidfd_.get(), POLLIN, 0};
+  return ::poll(&exited, 1, 0) != 1;
 }
 
 }  // namespace weft::comm

@@ -16,12 +16,12 @@ class Process {
   /// False once it has ended. One that cannot be watched counts as there; waits for it still end.
   bool alive() const;
   /// Readable once it has ended; -1 if it cannot be watched.
-  int descriptor() const { return watch_.get(); }
+  int pidfd() const { return pidfd_.get(); }
 
  private:
   pid_t pid_ = 0;
-  bool gone_ = false;
-  Descriptor watch_;
+  bool exited_ = false;
+  UniqueFd pidfd_;
 };
 
 }  // namespace weft::comm

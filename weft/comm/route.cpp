@@ -11,72 +11,72 @@
 namespace weft::comm {
 namespace {
 
-struct Introduction {
-  Place place;
-  std::string asked;  // empty: nothing
-  std::string no_ucx;
+struct PeerInfo {
+  HostIdentity host;
+  std::string requested;  // empty: nothing
+  std::string no_ucx_reason;
 
-  std::string text() const { return place.text() + "\n" + asked + "\n" + no_ucx; }
-  static Introduction parse(const std::string& text) {
+  std::string text() const { return host.text() + "\n" + requested + "\n" + no_ucx_reason; }
+  static PeerInfo parse(const std::string& text) {
     std::istringstream in(text);
-    std::string place;
-    Introduction said;
-    std::getline(in, place);
-    std::getline(in, said.asked);
-    std::getline(in, said.no_ucx, '\0');
-    said.place = Place::parse(place);
-    return said;
+    std::string host;
+    PeerInfo info;
+    std::getline(in, host);
+    std::getline(in, info.requested);
+    std::getline(in, info.no_ucx_reason, '\0');
+    info.host = HostIdentity::parse(host);
+    return info;
   }
 };
 
 /// "rank 2 is on another host", or empty.
-std::string why_no_shm(const std::vector<Introduction>& ranks) {
+std::string shm_unavailable_reason(const std::vector<PeerInfo>& ranks) {
   for (size_t r = 1; r < ranks.size(); ++r) {
-    const auto why = why_apart(ranks[0].place, ranks[r].place);
-    if (!why.empty()) return c10::str("rank ", r, " is on ", why, " than rank 0");
+    const auto reason = not_colocated_reason(ranks[0].host, ranks[r].host);
+    if (!reason.empty()) return c10::str("rank ", r, " is on ", reason, " than rank 0");
   }
   return "";
 }
 
-std::string why_not_all_ucx(const std::vector<Introduction>& ranks) {
+std::string missing_ucx_reason(const std::vector<PeerInfo>& ranks) {
   for (size_t r = 0; r < ranks.size(); ++r)
-    if (!ranks[r].no_ucx.empty()) return c10::str("rank ", r, " has no UCX (", ranks[r].no_ucx, ")");
+    if (!ranks[r].no_ucx_reason.empty()) return c10::str("rank ", r, " has no UCX (", ranks[r].no_ucx_reason, ")");
   return "";
 }
 
-std::pair<Transport, std::string> choose(const std::vector<Introduction>& ranks) {
-  const auto& asked = ranks[0].asked;
+std::pair<TransportKind, std::string> select_transport(const std::vector<PeerInfo>& ranks) {
+  const auto& requested = ranks[0].requested;
   for (size_t r = 1; r < ranks.size(); ++r)
-    if (ranks[r].asked != asked)
-      C10_THROW_ERROR(DistError, c10::str("WEFT_TRANSPORT is '", asked, "' on rank 0 and '", ranks[r].asked,
+    if (ranks[r].requested != requested)
+      C10_THROW_ERROR(DistError, c10::str("WEFT_TRANSPORT is '", requested, "' on rank 0 and '", ranks[r].requested,
                                           "' on rank ", r, ". Set the same on all ranks, or none."));
-  if (asked == "plain") return {Transport::plain, "WEFT_TRANSPORT is plain"};
-  const auto no_shm = why_no_shm(ranks), no_ucx = why_not_all_ucx(ranks);
-  if (asked == "shm" || (asked.empty() && no_shm.empty())) {
-    if (!no_shm.empty()) C10_THROW_ERROR(DistError, "WEFT_TRANSPORT is shm, but " + no_shm + ".");
-    return {Transport::shm, ""};
+  if (requested == "plain") return {TransportKind::plain, "WEFT_TRANSPORT is plain"};
+  const auto no_shm_reason = shm_unavailable_reason(ranks), no_ucx_reason = missing_ucx_reason(ranks);
+  if (requested == "shm" || (requested.empty() && no_shm_reason.empty())) {
+    if (!no_shm_reason.empty()) C10_THROW_ERROR(DistError, "WEFT_TRANSPORT is shm, but " + no_shm_reason + ".");
+    return {TransportKind::shm, ""};
   }
-  if (asked == "ucx" && !no_ucx.empty()) C10_THROW_ERROR(DistError, "WEFT_TRANSPORT is ucx, but " + no_ucx + ".");
-  if (no_ucx.empty()) return {Transport::ucx, ""};
-  return {Transport::plain, no_shm + ", and " + no_ucx};
+  if (requested == "ucx" && !no_ucx_reason.empty()) C10_THROW_ERROR(DistError, "WEFT_TRANSPORT is ucx, but " + no_ucx_reason + ".");
+  if (no_ucx_reason.empty()) return {TransportKind::ucx, ""};
+  return {TransportKind::plain, no_shm_reason + ", and " + no_ucx_reason};
 }
 
-std::vector<Introduction> parsed(const Introductions& by_rank) {
-  std::vector<Introduction> ranks;
-  for (const auto& text : by_rank) ranks.push_back(Introduction::parse(text));
+std::vector<PeerInfo> parse_all(const PeerInfoTexts& by_rank) {
+  std::vector<PeerInfo> ranks;
+  for (const auto& text : by_rank) ranks.push_back(PeerInfo::parse(text));
   return ranks;
 }
 
 }  // namespace
 
-std::string own_introduction() { return Introduction{Place::here(), given_transport(), why_no_ucx()}.text(); }
+std::string local_peer_info() { return PeerInfo{HostIdentity::local(), transport_from_env(), ucx_unavailable_reason()}.text(); }
 
-std::pair<Transport, std::string> choose(const Introductions& by_rank) { return choose(parsed(by_rank)); }
+std::pair<TransportKind, std::string> select_transport(const PeerInfoTexts& by_rank) { return select_transport(parse_all(by_rank)); }
 
-std::pair<Transport, std::string> choose_loaded(const Introductions& by_rank, const std::vector<std::string>& why_not) {
-  auto ranks = parsed(by_rank);
-  for (size_t r = 0; r < ranks.size(); ++r) ranks[r].no_ucx = why_not[r];
-  return choose(ranks);
+std::pair<TransportKind, std::string> select_loaded_transport(const PeerInfoTexts& by_rank, const std::vector<std::string>& load_errors) {
+  auto ranks = parse_all(by_rank);
+  for (size_t r = 0; r < ranks.size(); ++r) ranks[r].no_ucx_reason = load_errors[r];
+  return select_transport(ranks);
 }
 
 }  // namespace weft::comm

@@ -5,18 +5,18 @@
 
 namespace weft::comm {
 
-enum class Transport { shm, ucx, plain };
+enum class TransportKind { shm, ucx, plain };
 
 /// What every rank says of itself before a link is made: where it is, what WEFT_TRANSPORT asks for, why it may not use
 /// UCX.
-using Introductions = std::vector<std::string>;
-std::string own_introduction();
+using PeerInfoTexts = std::vector<std::string>;
+std::string local_peer_info();
 
 /// How the ranks that said this are linked, and why not, if they are not. All come to the same result. Raises DistError
 /// if the transport that was asked for cannot link them, or if they asked for different ones.
-std::pair<Transport, std::string> choose(const Introductions& by_rank);
+std::pair<TransportKind, std::string> select_transport(const PeerInfoTexts& by_rank);
 
 /// Once UCX was chosen and loaded: the same, with why each rank could not load it (empty: it could).
-std::pair<Transport, std::string> choose_loaded(const Introductions& by_rank, const std::vector<std::string>& why_not);
+std::pair<TransportKind, std::string> select_loaded_transport(const PeerInfoTexts& by_rank, const std::vector<std::string>& load_errors);
 
 }  // namespace weft::comm

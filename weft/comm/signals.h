@@ -23,70 +23,70 @@ namespace weft::comm {
 class Signals {
  public:
   struct Peer {
-    std::byte* pad = nullptr;          // `pad_bytes` bytes, zeroed before the first rank starts
+    std::byte* control_block = nullptr;          // `control_block_bytes` bytes, zeroed before the first rank starts
     const Process* process = nullptr;  // outlives this
   };
   struct Options {
     int rank = 0;
     std::vector<Peer> peers;  // all ranks, this one included
-    uint64_t group = 0;       // the same number on all ranks, another in other groups
+    uint64_t group_id = 0;       // the same number on all ranks, another in other groups
     Milliseconds timeout{};   // of every wait
   };
 
-  static size_t pad_bytes(int size);
+  static size_t control_block_bytes(int size);
 
   explicit Signals(Options options);
 
   int rank() const { return options_.rank; }
   int size() const { return static_cast<int>(options_.peers.size()); }
-  const Agreement& about(uint64_t round) const { return open(round).about; }
+  const CollectiveFingerprint& fingerprint(uint64_t seq) const { return open(seq).fingerprint; }
 
   /// Begins the next round: waits until its places are free, then announces it. Two may be open. Returns its number.
-  /// `free_memory`: what this rank could take, for `least_free_memory`.
-  uint64_t start(const Agreement& about, uint64_t free_memory = 0);
+  /// `free_memory`: what this rank could take, for `min_free_memory`.
+  uint64_t start(const CollectiveFingerprint& fingerprint, uint64_t free_memory = 0);
   /// Waits until the peer has announced the same.
-  void meet(uint64_t round, int peer);
+  void wait_for_match(uint64_t seq, int peer);
   /// Meets all peers. The least that any rank announced.
-  uint64_t least_free_memory(uint64_t round);
+  uint64_t min_free_memory(uint64_t seq);
   /// Rows [0, rows) for rank `to` are final. `to` = rank(): those for everybody.
-  void publish(uint64_t round, int to, int64_t rows);
-  /// How many rows the peer has published for this rank or, if `common`, for everybody; 0 if it is not there yet.
-  int64_t arrived(uint64_t round, int peer, bool common);
+  void mark_ready(uint64_t seq, int to, int64_t rows);
+  /// How many rows the peer has published for this rank or, if `broadcast`, for everybody; 0 if it is not there yet.
+  int64_t arrived(uint64_t seq, int peer, bool broadcast);
   /// Returns when these are at least `rows`.
-  int64_t wait(uint64_t round, int peer, bool common, int64_t rows);
+  int64_t wait(uint64_t seq, int peer, bool broadcast, int64_t rows);
   /// This rank reads no more of the round.
-  void finish(uint64_t round);
+  void finish(uint64_t seq);
   /// This rank cannot go on, for the reason given if it is known: no other shall wait for it.
-  void abandon(uint64_t round, std::string_view why = "") noexcept;
+  void abandon(uint64_t seq, std::string_view reason = "") noexcept;
 
   /// Raises what any rank has reported.
   void check() const;
 
  private:
-  struct Pad;
-  struct Open {
-    uint64_t round = 0;
-    Agreement about;
-    std::vector<char> met;
+  struct ControlBlock;
+  struct OpenCollective {
+    uint64_t seq = 0;
+    CollectiveFingerprint fingerprint;
+    std::vector<char> matched;
     bool finished = true;
   };
 
-  Pad& pad(int rank) const { return *reinterpret_cast<Pad*>(options_.peers[rank].pad); }
-  Open& open(uint64_t round) { return open_[round % 2]; }
-  const Open& open(uint64_t round) const { return open_[round % 2]; }
-  bool met(uint64_t round, int peer);
+  ControlBlock& control_block(int rank) const { return *reinterpret_cast<ControlBlock*>(options_.peers[rank].control_block); }
+  OpenCollective& open(uint64_t seq) { return open_[seq % 2]; }
+  const OpenCollective& open(uint64_t seq) const { return open_[seq % 2]; }
+  bool is_matched(uint64_t seq, int peer);
   /// Shows that this rank is alive and waits for another.
-  void beat(int waits_for);
-  [[noreturn]] void fail_late(uint64_t round, int peer, Failure more);
-  [[noreturn]] void fail(Reason reason, uint64_t round, int peer, Failure more);
+  void heartbeat(int waits_for);
+  [[noreturn]] void fail_timeout(uint64_t seq, int peer, Failure failure);
+  [[noreturn]] void fail(FailureReason reason, uint64_t seq, int peer, Failure failure);
   /// `wait_until` with the checks that every wait makes.
   template <class Done>
-  void wait_for(uint64_t round, int peer, int64_t rows, Done&& done);
+  void wait_for(uint64_t seq, int peer, int64_t rows, Done&& done);
 
   Options options_;
   uint64_t last_ = 0;      // round that was started
   uint64_t finished_ = 0;  // all rounds up to it
-  std::array<Open, 2> open_;
+  std::array<OpenCollective, 2> open_;
 };
 
 }  // namespace weft::comm

@@ -19,13 +19,13 @@ class SharedSymmetricMemory final : public c10d::symmetric_memory::SymmetricMemo
  public:
   struct Layout {
     size_t buffer = 0, signals = 0;  // bytes
-    size_t signals_at() const;
-    size_t poison_at() const;
+    size_t signals_offset() const;
+    size_t sticky_error_offset() const;
     size_t bytes() const;
   };
 
-  /// `meeting` is where the memories came from.
-  SharedSymmetricMemory(std::shared_ptr<Meeting> meeting, Memories memories, const Layout& layout);
+  /// `rendezvous` is where the memories came from.
+  SharedSymmetricMemory(std::shared_ptr<Rendezvous> rendezvous, SharedMemories memories, const Layout& layout);
 
   std::vector<void*> get_buffer_ptrs() override { return buffers_; }
   std::vector<void*> get_signal_pad_ptrs() override { return signals_; }
@@ -36,8 +36,8 @@ class SharedSymmetricMemory final : public c10d::symmetric_memory::SymmetricMemo
   bool has_multicast_support() override { return false; }
   void* get_multicast_ptr() override { return nullptr; }
   bool world_within_direct_access() override { return true; }
-  int get_rank() override { return meeting_->rank(); }
-  int get_world_size() override { return meeting_->size(); }
+  int get_rank() override { return rendezvous_->rank(); }
+  int get_world_size() override { return rendezvous_->size(); }
   c10::Device get_device() override { return c10::kCPU; }
 
   void barrier(int channel, size_t timeout_ms) override;
@@ -45,16 +45,16 @@ class SharedSymmetricMemory final : public c10d::symmetric_memory::SymmetricMemo
   void wait_signal(int src_rank, int channel, size_t timeout_ms) override;
 
  private:
-  struct Call;  // what is waited for
-  std::atomic<uint32_t>& word(int owner, int sender, int channel) const;
-  void put(const Call& call);
-  void wait(const Call& call);
-  void exchange(const Call& call, std::atomic<uint32_t>& word, uint32_t from, uint32_t to);
+  struct SignalRequest;  // what is waited for
+  std::atomic<uint32_t>& signal_word(int owner, int sender, int channel) const;
+  void put(const SignalRequest& request);
+  void wait(const SignalRequest& request);
+  void wait_compare_exchange(const SignalRequest& request, std::atomic<uint32_t>& word, uint32_t from, uint32_t to);
   void check() const;
-  Poison& poison(int rank) const;
+  StickyError& sticky_error(int rank) const;
 
-  std::shared_ptr<Meeting> meeting_;
-  Memories memories_;
+  std::shared_ptr<Rendezvous> rendezvous_;
+  SharedMemories memories_;
   Layout layout_;
   std::vector<void*> buffers_, signals_;
 };
@@ -72,18 +72,18 @@ class SharedSymmetricMemoryAllocator final : public c10d::symmetric_memory::Symm
   bool has_allocation(void* ptr) override;
 
  private:
-  struct Block {
-    std::shared_ptr<Memory> memory;
+  struct Allocation {
+    std::shared_ptr<SharedMemory> memory;
     SharedSymmetricMemory::Layout layout;
     std::optional<std::string> group;
-    std::map<std::string, c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory>> met;
+    std::map<std::string, c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory>> handles;
   };
-  Block& block(void* ptr);
-  std::shared_ptr<Meeting> meeting(const std::string& group);
+  Allocation& allocation(void* ptr);
+  std::shared_ptr<Rendezvous> make_rendezvous(const std::string& group);
 
   std::mutex mutex_;
-  std::map<void*, Block> blocks_;
-  std::map<std::string, int64_t> meetings_;  // how many a group has had
+  std::map<void*, Allocation> allocations_;
+  std::map<std::string, int64_t> rendezvous_counts_;  // how many a group has had
 };
 
 }  // namespace weft::comm

@@ -19,7 +19,7 @@ struct UcxOptions {
 
 /// Empty if UCX may be used in this process, else why not: it is not trusted (WEFT_UCX_TRUSTED), or weft was built
 /// without it. Loads nothing.
-std::string why_no_ucx();
+std::string ucx_unavailable_reason();
 
 /// Loads libweft_ucx.so, which lies beside this library if UCX was found when weft was built, and UCX with it. Empty if
 /// links over UCX can then be made, else why not. To be called only where UCX was chosen.
@@ -27,9 +27,9 @@ std::string load_ucx();
 
 /// A link over UCX. Every rank of the group calls this at the same time. Raises if one of them is missing, and what
 /// `load_ucx` says.
-std::unique_ptr<Link> make_ucx_link(const UcxOptions& options);
+std::unique_ptr<Transport> make_ucx_transport(const UcxOptions& options);
 
 }  // namespace weft::comm
 
-/// What libweft_ucx.so exports. The number grows with each change of `UcxOptions`, `Link` or `Exchange`.
-extern "C" weft::comm::Link* weft_ucx_link_1(const weft::comm::UcxOptions& options);
+/// What libweft_ucx.so exports. The number grows with each change of `UcxOptions`, `Transport` or `InFlightCollective`.
+extern "C" weft::comm::Transport* weft_ucx_transport_1(const weft::comm::UcxOptions& options);

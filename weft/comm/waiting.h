@@ -11,7 +11,7 @@ namespace weft::comm {
 using Milliseconds = std::chrono::milliseconds;
 
 /// Tells the core that this is a spin.
-inline void pause_core() {
+inline void cpu_pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -20,34 +20,34 @@ inline void pause_core() {
 }
 
 /// Stores that bypass the cache become visible before the next one.
-inline void flush_stores() {
+inline void store_fence() {
 #if defined(__x86_64__)
   __builtin_ia32_sfence();
 #endif
 }
 
 /// Returns when `done()` is true. First spins, for a peer on another core; then gives way, for a peer on this one;
-/// after a while sleeps between looks. `look(waited)` is called now and then: it raises if there is no use in waiting.
-template <class Done, class Look>
-void wait_until(Done&& done, Look&& look) {
+/// after a while sleeps between looks. `poll(waited)` is called now and then: it raises if there is no use in waiting.
+template <class Done, class Poll>
+void wait_until(Done&& done, Poll&& poll) {
   using Clock = std::chrono::steady_clock;
-  constexpr int kSpins = 30, kTurns = 16;
-  constexpr auto kAwake = Milliseconds(20);
+  constexpr int kSpins = 30, kYields = 16;
+  constexpr auto kSleepAfter = Milliseconds(20);
   constexpr auto kSleep = std::chrono::microseconds(100);
   for (int spin = 0; spin < kSpins; ++spin) {
     if (done()) return;
-    pause_core();
+    cpu_pause();
   }
   const auto start = Clock::now();
   while (!done()) {
-    for (int turn = 0; turn < kTurns; ++turn) {
+    for (int i = 0; i < kYields; ++i) {
       ::sched_yield();
       if (done()) return;
     }
     const auto waited = Clock::now() - start;
-    look(std::chrono::duration_cast<Milliseconds>(waited));
+    poll(std::chrono::duration_cast<Milliseconds>(waited));
     check_interrupt();
-    if (waited > kAwake) std::this_thread::sleep_for(kSleep);
+    if (waited > kSleepAfter) std::this_thread::sleep_for(kSleep);
   }
 }
 

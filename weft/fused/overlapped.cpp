@@ -37,7 +37,7 @@ Element cross_rank_reduce_scatter() { return {spans_ranks<ops::ReduceScatter>}; 
 std::string reject_overlap(const Match& match, const PlanView& view) {
   const auto linear = match.find<ops::BasicLinear>();
   if (!linear->options().overlap.value_or(true)) return "overlap=False";
-  if (comm::given_transport() == "plain") return "WEFT_TRANSPORT=plain";
+  if (comm::transport_from_env() == "plain") return "WEFT_TRANSPORT=plain";
   const auto device = view.key.tensor_meta(0).device;
   if (device != c10::DeviceType::CPU) return "x is on " + c10::DeviceTypeName(device, /*lower_case=*/true);
   return {};

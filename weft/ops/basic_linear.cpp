@@ -76,26 +76,26 @@ Flops BasicLinear::flops(const OpPlan& plan, const Spec& x) const {
 
 // ---- between ranks ------------------------------------------------------------------------------------------------
 
-comm::Pending BasicLinear::gather_input(const at::Tensor& x) const {
-  return gathers_input() ? group().all_gather(x) : comm::Pending(x);
+comm::Work BasicLinear::gather_input(const at::Tensor& x) const {
+  return gathers_input() ? group().all_gather(x) : comm::Work(x);
 }
 
-comm::Pending BasicLinear::reduce_output(const at::Tensor& y) const {
+comm::Work BasicLinear::reduce_output(const at::Tensor& y) const {
   if (!reduces_output()) return y;
   return options_.sequence_parallel ? group().reduce_scatter(y) : group().all_reduce(y);
 }
 
-comm::Pending BasicLinear::gather_output_gradient(const at::Tensor& dy) const {
-  return gathers_output_gradient() ? group().all_gather(dy) : comm::Pending(dy);
+comm::Work BasicLinear::gather_output_gradient(const at::Tensor& dy) const {
+  return gathers_output_gradient() ? group().all_gather(dy) : comm::Work(dy);
 }
 
-comm::Pending BasicLinear::reduce_input_gradient(const at::Tensor& dx) const {
+comm::Work BasicLinear::reduce_input_gradient(const at::Tensor& dx) const {
   if (!reduces_input_gradient() || !dx.defined()) return dx;
   return options_.sequence_parallel ? group().reduce_scatter(dx) : group().all_reduce(dx);
 }
 
-comm::Pending BasicLinear::gather_saved_input(OpContext& ctx) const {
-  return ctx.needs_param_grad(0) ? gather_input(ctx.saved(kInput)) : comm::Pending(at::Tensor());
+comm::Work BasicLinear::gather_saved_input(OpContext& ctx) const {
+  return ctx.needs_param_grad(0) ? gather_input(ctx.saved(kInput)) : comm::Work(at::Tensor());
 }
 
 // ---- products -----------------------------------------------------------------------------------------------------

@@ -72,12 +72,12 @@ class BasicLinear final : public Op<BasicLinear> {
   bool reduces_input_gradient() const { return column(); }
 
   /// Each returns its argument unless the mode asks for the collective; they start it, and may be waited for later.
-  comm::Pending gather_input(const at::Tensor& x) const;
-  comm::Pending reduce_output(const at::Tensor& y) const;
-  comm::Pending gather_output_gradient(const at::Tensor& dy) const;
-  comm::Pending reduce_input_gradient(const at::Tensor& dx) const;
+  comm::Work gather_input(const at::Tensor& x) const;
+  comm::Work reduce_output(const at::Tensor& y) const;
+  comm::Work gather_output_gradient(const at::Tensor& dy) const;
+  comm::Work reduce_input_gradient(const at::Tensor& dx) const;
   /// The saved input, of all ranks; undefined if the weight's gradient is not wanted.
-  comm::Pending gather_saved_input(OpContext& ctx) const;
+  comm::Work gather_saved_input(OpContext& ctx) const;
 
   // ---- the parts of forward and backward, for fused operations ----
   /// x and W in the compute dtype; saves what backward reads.

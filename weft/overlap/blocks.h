@@ -10,25 +10,25 @@
 namespace weft::overlap {
 
 /// The other ranks, the next one first.
-inline std::vector<int> peers(const comm::Link& link) {
+inline std::vector<int> peers(const comm::Transport& transport) {
   std::vector<int> list;
-  for (int i = 1; i < link.size(); ++i) list.push_back((link.rank() + i) % link.size());
+  for (int i = 1; i < transport.size(); ++i) list.push_back((transport.rank() + i) % transport.size());
   return list;
 }
 
 /// x with rows that have no gaps.
-inline at::Tensor whole_rows(const at::Tensor& x) { return x.stride(1) == 1 || x.size(1) <= 1 ? x : x.contiguous(); }
+inline at::Tensor with_contiguous_rows(const at::Tensor& x) { return x.stride(1) == 1 || x.size(1) <= 1 ? x : x.contiguous(); }
 
 /// How many rows of every peer's block are there; waits for row `from` if it is not.
-inline int64_t arrived_from_all(comm::Exchange& round, const std::vector<int>& peers, int64_t from, int64_t rows) {
+inline int64_t arrived_from_all(comm::InFlightCollective& collective, const std::vector<int>& peers, int64_t from, int64_t rows) {
   int64_t least = rows;
   for (const int peer : peers) {
-    auto there = round.arrived(peer);
-    if (there <= from) {
-      round.wait(peer, from + 1);
-      there = std::max(from + 1, round.arrived(peer));
+    auto ready = collective.arrived(peer);
+    if (ready <= from) {
+      collective.wait(peer, from + 1);
+      ready = std::max(from + 1, collective.arrived(peer));
     }
-    least = std::min(least, there);
+    least = std::min(least, ready);
   }
   return least;
 }
@@ -36,7 +36,7 @@ inline int64_t arrived_from_all(comm::Exchange& round, const std::vector<int>& p
 /// Blocks of 32 x 32 values hold some beyond the rows and columns that count. The ranks agree on the rows as they are,
 /// and on this number of columns: it leaves room for `values` and differs wherever `columns` does. Without rows there
 /// are no values.
-inline int64_t columns_for(int64_t values, int64_t rows, int64_t columns) {
+inline int64_t wire_columns(int64_t values, int64_t rows, int64_t columns) {
   return rows == 0 ? columns : (values + rows - 1) / rows + columns % 32;
 }
 
@@ -46,34 +46,34 @@ inline at::Tensor reshaped(const at::Tensor& block, at::IntArrayRef sizes) {
 }
 
 /// A round of blocks [rows, columns] that are summed. They travel as rows or as squares of 32 x 32 (kernels/row_chunks.h).
-class SumRound {
+class BlockedReduceScatter {
  public:
-  SumRound(comm::Link& link, int64_t rows, int64_t columns, at::ScalarType dtype, bool squares)
+  BlockedReduceScatter(comm::Transport& transport, int64_t rows, int64_t columns, at::ScalarType dtype, bool blocked)
       : rows_(rows),
-        squares_(squares ? std::vector<int64_t>{(columns + 31) / 32, (rows + 31) / 32, 32, 32}
+        block_sizes_(blocked ? std::vector<int64_t>{(columns + 31) / 32, (rows + 31) / 32, 32, 32}
                          : std::vector<int64_t>{}) {
-    const auto agreed = squares ? columns_for(c10::multiply_integers(squares_), rows, columns) : columns;
-    round_ = link.reduce_scatter(rows, agreed, dtype);
+    const auto sent_columns = blocked ? wire_columns(c10::multiply_integers(block_sizes_), rows, columns) : columns;
+    collective_ = transport.reduce_scatter(rows, sent_columns, dtype);
   }
 
-  at::Tensor outgoing(int to) { return shaped(round_->outgoing(to)); }
-  at::Tensor incoming(int from) { return shaped(round_->incoming(from)); }
+  at::Tensor outgoing(int to) { return shaped(collective_->outgoing(to)); }
+  at::Tensor incoming(int from) { return shaped(collective_->incoming(from)); }
   /// Rows [0, rows) of the block for `to` are final.
-  void publish(int to, int64_t rows) { round_->publish(to, rows); }
+  void mark_ready(int to, int64_t rows) { collective_->mark_ready(to, rows); }
   /// How many rows of every peer's block are there; waits for row `from` if it is not.
   int64_t arrived_from_all(const std::vector<int>& peers, int64_t from) {
-    return overlap::arrived_from_all(*round_, peers, from, rows_);
+    return overlap::arrived_from_all(*collective_, peers, from, rows_);
   }
-  void wait(int from) { round_->wait(from, rows_); }
-  void advance() { round_->advance(); }
-  void finish() { round_->finish(); }
+  void wait(int from) { collective_->wait(from, rows_); }
+  void progress() { collective_->progress(); }
+  void finish() { collective_->finish(); }
 
  private:
-  at::Tensor shaped(const at::Tensor& block) const { return squares_.empty() ? block : reshaped(block, squares_); }
+  at::Tensor shaped(const at::Tensor& block) const { return block_sizes_.empty() ? block : reshaped(block, block_sizes_); }
 
   int64_t rows_;                  // of a block
-  std::vector<int64_t> squares_;  // sizes; empty: rows
-  std::unique_ptr<comm::Exchange> round_;
+  std::vector<int64_t> block_sizes_;  // sizes; empty: rows
+  std::unique_ptr<comm::InFlightCollective> collective_;
 };
 
 }  // namespace weft::overlap

@@ -5,49 +5,49 @@
 
 namespace weft::overlap {
 
-std::shared_ptr<comm::Link> Choice::link(const std::string& group, const Shape& shape,
-                                         std::optional<bool> asked) const {
-  const auto found = comm::link_of(group);
-  Last last{.shape = shape, .how = found.reason, .predicted = {}, .thread = std::this_thread::get_id()};
-  if (!found.link) {
-    remember(std::move(last));
+std::shared_ptr<comm::Transport> OverlapPolicy::select(const std::string& group, const OverlapShape& shape,
+                                         std::optional<bool> requested) const {
+  const auto found = comm::get_transport(group);
+  Decision decision{.shape = shape, .detail = found.reason, .predicted = {}, .thread = std::this_thread::get_id()};
+  if (!found.transport) {
+    record(std::move(decision));
     return nullptr;
   }
-  if (!asked.value_or(false)) {
-    const auto known = costs(found.link, comm::Group(group), group, shape.dtype);
-    last.predicted = predict(shape, known, found.link->in_place());
-    last.how = refuse(shape, *last.predicted, found.link->in_place());
+  if (!requested.value_or(false)) {
+    const auto measured = costs(found.transport, comm::Group(group), group, shape.dtype);
+    decision.predicted = predict(shape, measured, found.transport->zero_copy());
+    decision.detail = rejection_reason(shape, *decision.predicted, found.transport->zero_copy());
   }
-  last.overlapped = last.how.empty();
-  if (last.overlapped) last.how = found.link->name();
-  const bool overlapped = last.overlapped;
-  remember(std::move(last));
-  return overlapped ? found.link : nullptr;
+  decision.overlapped = decision.detail.empty();
+  if (decision.overlapped) decision.detail = found.transport->name();
+  const bool overlapped = decision.overlapped;
+  record(std::move(decision));
+  return overlapped ? found.transport : nullptr;
 }
 
-void Choice::remember(Last last) const {
+void OverlapPolicy::record(Decision decision) const {
   const std::lock_guard lock(log_->mutex);
-  log_->last = std::move(last);
+  log_->decision = std::move(decision);
 }
 
-Choice::Watch::Watch(const Choice& choice) : choice_(choice), start_(now()) {}
+OverlapPolicy::ScopedTimer::ScopedTimer(const OverlapPolicy& policy) : policy_(policy), start_(now()) {}
 
-Choice::Watch::~Watch() {
-  const std::lock_guard lock(choice_.log_->mutex);
-  auto& last = choice_.log_->last;
-  if (last && last->thread == std::this_thread::get_id()) last->took = now() - start_;  // else it is another call's
+OverlapPolicy::ScopedTimer::~ScopedTimer() {
+  const std::lock_guard lock(policy_.log_->mutex);
+  auto& decision = policy_.log_->decision;
+  if (decision && decision->thread == std::this_thread::get_id()) decision->elapsed = now() - start_;  // else it is another call's
 }
 
-std::string Choice::last() const {
+std::string OverlapPolicy::last_decision() const {
   const std::lock_guard lock(log_->mutex);
-  if (!log_->last) return {};
-  const auto& [shape, how, overlapped, predicted, took, thread] = *log_->last;
+  if (!log_->decision) return {};
+  const auto& [shape, detail, overlapped, predicted, elapsed, thread] = *log_->decision;
   auto text = std::to_string(shape.ranks) + " x " + std::to_string(shape.rows) +
-              " rows: " + (overlapped ? "overlapped by " + how : "plain, since " + how);
+              " rows: " + (overlapped ? "overlapped by " + detail : "plain, since " + detail);
   if (predicted)
-    text += "; predicted " + milliseconds(overlapped ? predicted->overlapped : predicted->plain) +
-            (overlapped ? " (plain " + milliseconds(predicted->plain) + ")" : "");
-  return text + "; took " + milliseconds(took);
+    text += "; predicted " + format_ms(overlapped ? predicted->overlapped : predicted->plain) +
+            (overlapped ? " (plain " + format_ms(predicted->plain) + ")" : "");
+  return text + "; took " + format_ms(elapsed);
 }
 
 }  // namespace weft::overlap

@@ -10,7 +10,7 @@ inline double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-inline std::string milliseconds(double seconds) {
+inline std::string format_ms(double seconds) {
   char text[32];
   std::snprintf(text, sizeof text, "%.3f ms", 1e3 * seconds);
   return text;

@@ -18,12 +18,12 @@ struct Costs {
   double plain_per_byte = 0;  // the same two of a collective of c10d
 
   /// Of `rows` rows, k long, by a weight of n columns.
-  double product(int64_t rows, int64_t n, int64_t k) const;
+  double gemm(int64_t rows, int64_t n, int64_t k) const;
 };
 
 /// The communication of one linear and the product it belongs to.
-struct Shape {
-  comm::Operation operation = comm::Operation::all_gather;
+struct OverlapShape {
+  comm::CommOp op = comm::CommOp::all_gather;
   at::ScalarType dtype = at::kFloat;
   int64_t rows = 0;  // of one rank's block
   int64_t n = 0, k = 0;
@@ -42,15 +42,15 @@ struct Prediction {
 /// in place    T = product + latency + V·cpu            (what arrives is read where it lies)
 /// network     T = max(product + V·cpu, V/rate + product of the last block), each block of rows meeting the weight anew
 /// An all-reduce moves V twice.
-Prediction predict(const Shape& shape, const Costs& costs, bool in_place);
+Prediction predict(const OverlapShape& shape, const Costs& costs, bool zero_copy);
 
 /// Empty if overlapping pays: a network must gain 15 %, memory anything. Otherwise why not.
-std::string refuse(const Shape& shape, const Prediction& predicted, bool in_place);
+std::string rejection_reason(const OverlapShape& shape, const Prediction& predicted, bool zero_copy);
 
-/// Measured once for each group and dtype, by all its ranks together, and kept; or as `give_costs` said.
-Costs costs(const std::shared_ptr<comm::Link>& link, const comm::Group& group, const std::string& name,
+/// Measured once for each group and dtype, by all its ranks together, and kept; or as `set_costs` said.
+Costs costs(const std::shared_ptr<comm::Transport>& transport, const comm::Group& group, const std::string& name,
             at::ScalarType dtype);
 /// For a group, by name, from now on. To be called with the same numbers on every rank.
-void give_costs(const std::string& group, const Costs& costs);
+void set_costs(const std::string& group, const Costs& costs);
 
 }  // namespace weft::overlap

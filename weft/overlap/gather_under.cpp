@@ -5,18 +5,18 @@
 
 namespace weft::overlap {
 
-GatherUnder::GatherUnder(comm::Link& link, const at::Tensor& x) : link_(link), x_(x), round_(link.all_gather(x)) {}
+OverlappedAllGather::OverlappedAllGather(comm::Transport& transport, const at::Tensor& x) : transport_(transport), x_(x), collective_(transport.all_gather(x)) {}
 
-at::Tensor GatherUnder::wait() {
+at::Tensor OverlappedAllGather::wait() {
   const int64_t rows = x_.size(0);
-  auto all = at::empty({rows * link_.size(), x_.size(1)}, x_.options());
-  const auto place = [&](int rank) { return all.narrow(0, rank * rows, rows); };
-  place(link_.rank()).copy_(x_);
-  for (const int peer : peers(link_)) {
-    round_->wait(peer, rows);
-    place(peer).copy_(round_->incoming(peer));
+  auto all = at::empty({rows * transport_.size(), x_.size(1)}, x_.options());
+  const auto rows_of = [&](int rank) { return all.narrow(0, rank * rows, rows); };
+  rows_of(transport_.rank()).copy_(x_);
+  for (const int peer : peers(transport_)) {
+    collective_->wait(peer, rows);
+    rows_of(peer).copy_(collective_->incoming(peer));
   }
-  round_->finish();
+  collective_->finish();
   return all;
 }
 

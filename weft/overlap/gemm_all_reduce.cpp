@@ -4,12 +4,12 @@
 
 namespace weft::overlap {
 
-at::Tensor gemm_all_reduce(comm::Link& link, const at::Tensor& x, const kernels::Matrix& w,
+at::Tensor gemm_all_reduce(comm::Transport& transport, const at::Tensor& x, const kernels::Matrix& w,
                            const kernels::Epilogue& epilogue) {
-  const int64_t rows = x.size(0), block = (rows + link.size() - 1) / link.size(), all = block * link.size();
-  const auto even = all == rows ? x : at::constant_pad_nd(x, {0, 0, 0, all - rows});
-  const auto mine = gemm_reduce_scatter(link, even, w, epilogue);
-  return GatherUnder(link, mine).wait().narrow(0, 0, rows);
+  const int64_t rows = x.size(0), block = (rows + transport.size() - 1) / transport.size(), all = block * transport.size();
+  const auto padded = all == rows ? x : at::constant_pad_nd(x, {0, 0, 0, all - rows});
+  const auto local = gemm_reduce_scatter(transport, padded, w, epilogue);
+  return OverlappedAllGather(transport, local).wait().narrow(0, 0, rows);
 }
 
 }  // namespace weft::overlap

@@ -11,17 +11,17 @@ namespace {
 constexpr int64_t kFewRows = 255;  // of all ranks: cut, they would meet the weight twice for little
 
 /// Rows of one product, those for each peer and last this rank's own.
-class Scatter {
+class GemmReduceScatter {
  public:
-  Scatter(comm::Link& link, const at::Tensor& x, const kernels::Matrix& w, const kernels::Epilogue& e)
-      : link_(link),
-        x_(whole_rows(x)),
+  GemmReduceScatter(comm::Transport& transport, const at::Tensor& x, const kernels::Matrix& w, const kernels::Epilogue& e)
+      : transport_(transport),
+        x_(with_contiguous_rows(x)),
         w_(w),
-        rows_(x.size(0) / link.size()),
+        rows_(x.size(0) / transport.size()),
         dtype_(e.out.defined()                        ? e.out.scalar_type()
                : e.dtype == at::ScalarType::Undefined ? x.scalar_type()
                                                       : e.dtype),
-        peers_(peers(link)),
+        peers_(peers(transport)),
         y_(e.out.defined() ? e.out : at::empty({rows_, w.columns()}, x.options().dtype(dtype_))),
         e_(e) {
     e_.out.reset();
@@ -29,51 +29,51 @@ class Scatter {
 
   at::Tensor run() {
     const bool few = x_.size(0) <= kFewRows;
-    const bool squares = !few && link_.in_place() && dtype_ == at::kBFloat16 &&
+    const bool blocked = !few && transport_.zero_copy() && dtype_ == at::kBFloat16 &&
                          kernels::supports_blocked_layout(x_.scalar_type(), w_.columns(), w_.rows());
-    SumRound round(link_, rows_, w_.columns(), dtype_, squares);
-    few ? together(round) : in_turn(round);
-    round.finish();
+    BlockedReduceScatter collective(transport_, rows_, w_.columns(), dtype_, blocked);
+    few ? run_single_pass(collective) : run_pipelined(collective);
+    collective.finish();
     return y_;
   }
 
  private:
   /// The product of all blocks, peers' first; their results go to the round, this rank's to y.
-  kernels::RowChunks make_chunks(SumRound& round) const {
+  kernels::RowChunks make_chunks(BlockedReduceScatter& collective) const {
     kernels::RowChunks out{.rows = x_.size(0)};
     const auto block = [&](int rank) { return x_.narrow(0, rank * rows_, rows_); };
     for (const int peer : peers_)
-      out.list.push_back({.a = block(peer), .out = round.outgoing(peer), .row = peer * rows_});
-    out.list.push_back({.a = block(link_.rank()), .out = y_, .row = link_.rank() * rows_});
+      out.list.push_back({.a = block(peer), .out = collective.outgoing(peer), .row = peer * rows_});
+    out.list.push_back({.a = block(transport_.rank()), .out = y_, .row = transport_.rank() * rows_});
     out.on_done = [&](int chunk, int64_t to) {
-      if (chunk + 1 < link_.size()) round.publish(peers_[chunk], to);
+      if (chunk + 1 < transport_.size()) collective.mark_ready(peers_[chunk], to);
     };
-    if (!link_.in_place()) out.progress = [&] { round.advance(); };
+    if (!transport_.zero_copy()) out.progress = [&] { collective.progress(); };
     return out;
   }
 
   /// Own rows wait for those of the peers and add them as they are stored.
-  void in_turn(SumRound& round) const {
-    auto product = make_chunks(round);
-    for (const int peer : peers_) product.list.back().addends.push_back(round.incoming(peer));
-    product.ready = [&](int chunk, int64_t from) {
-      return chunk + 1 == link_.size() ? round.arrived_from_all(peers_, from) : rows_;
+  void run_pipelined(BlockedReduceScatter& collective) const {
+    auto chunks = make_chunks(collective);
+    for (const int peer : peers_) chunks.list.back().addends.push_back(collective.incoming(peer));
+    chunks.ready = [&](int chunk, int64_t from) {
+      return chunk + 1 == transport_.size() ? collective.arrived_from_all(peers_, from) : rows_;
     };
-    kernels::gemm(product, w_, e_);
+    kernels::gemm(chunks, w_, e_);
   }
 
   /// All rows meet the weight once, then what the peers have is added.
-  void together(SumRound& round) const {
-    kernels::gemm(make_chunks(round), w_, e_);
+  void run_single_pass(BlockedReduceScatter& collective) const {
+    kernels::gemm(make_chunks(collective), w_, e_);
     std::vector<at::Tensor> parts{y_};
     for (const int peer : peers_) {
-      round.wait(peer);
-      parts.push_back(round.incoming(peer));
+      collective.wait(peer);
+      parts.push_back(collective.incoming(peer));
     }
     kernels::sum_terms(parts, y_);
   }
 
-  comm::Link& link_;
+  comm::Transport& transport_;
   at::Tensor x_;
   const kernels::Matrix& w_;
   int64_t rows_;  // of a block
@@ -85,9 +85,9 @@ class Scatter {
 
 }  // namespace
 
-at::Tensor gemm_reduce_scatter(comm::Link& link, const at::Tensor& x, const kernels::Matrix& w,
+at::Tensor gemm_reduce_scatter(comm::Transport& transport, const at::Tensor& x, const kernels::Matrix& w,
                                const kernels::Epilogue& epilogue) {
-  return Scatter(link, x, w, epilogue).run();
+  return GemmReduceScatter(transport, x, w, epilogue).run();
 }
 
 }  // namespace weft::overlap

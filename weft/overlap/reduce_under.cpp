@@ -7,46 +7,46 @@
 
 namespace weft::overlap {
 
-ReduceUnder::ReduceUnder(comm::Link& link, const at::Tensor& given, const kernels::Matrix& w,
-                         const kernels::Epilogue& epilogue, const std::function<void()>& between)
-    : link_(link), dtype_(epilogue.dtype == at::ScalarType::Undefined ? given.scalar_type() : epilogue.dtype) {
-  const auto dy = whole_rows(given);
-  const int64_t rows = dy.size(0) / link.size(), columns = w.columns();
-  const auto others = peers(link);
-  round_ = link.reduce_scatter(rows, columns, dtype_);
-  mine_ = at::empty({rows, columns}, dy.options().dtype(dtype_ == at::kDouble ? at::kDouble : at::kFloat));
+OverlappedReduceScatter::OverlappedReduceScatter(comm::Transport& transport, const at::Tensor& grad_output, const kernels::Matrix& w,
+                         const kernels::Epilogue& epilogue, const std::function<void()>& on_progress)
+    : transport_(transport), dtype_(epilogue.dtype == at::ScalarType::Undefined ? grad_output.scalar_type() : epilogue.dtype) {
+  const auto dy = with_contiguous_rows(grad_output);
+  const int64_t rows = dy.size(0) / transport.size(), columns = w.columns();
+  const auto others = peers(transport);
+  collective_ = transport.reduce_scatter(rows, columns, dtype_);
+  local_ = at::empty({rows, columns}, dy.options().dtype(dtype_ == at::kDouble ? at::kDouble : at::kFloat));
   const auto block = [&](int rank) { return dy.narrow(0, rank * rows, rows); };
   kernels::RowChunks chunks{.rows = dy.size(0)};
   for (const int peer : others)
-    chunks.list.push_back({.a = block(peer), .out = round_->outgoing(peer), .row = peer * rows});
-  chunks.list.push_back({.a = block(link.rank()), .out = mine_, .row = link.rank() * rows});
+    chunks.list.push_back({.a = block(peer), .out = collective_->outgoing(peer), .row = peer * rows});
+  chunks.list.push_back({.a = block(transport.rank()), .out = local_, .row = transport.rank() * rows});
   chunks.on_done = [&](int chunk, int64_t to) {
-    if (chunk + 1 < link.size()) round_->publish(others[chunk], to);
+    if (chunk + 1 < transport.size()) collective_->mark_ready(others[chunk], to);
   };
-  if (!link.in_place())
+  if (!transport.zero_copy())
     chunks.progress = [&] {
-      round_->advance();
-      if (between) between();
+      collective_->progress();
+      if (on_progress) on_progress();
     };
   kernels::gemm(chunks, w, epilogue);
 }
 
-void ReduceUnder::advance() noexcept {
+void OverlappedReduceScatter::progress() noexcept {
   try {
-    round_->advance();
+    collective_->progress();
   } catch (const std::exception&) {  // `wait` meets it again
   }
 }
 
-at::Tensor ReduceUnder::wait() {
-  std::vector<at::Tensor> parts{mine_};
-  for (const int peer : peers(link_)) {
-    round_->wait(peer, mine_.size(0));
-    parts.push_back(round_->incoming(peer));
+at::Tensor OverlappedReduceScatter::wait() {
+  std::vector<at::Tensor> parts{local_};
+  for (const int peer : peers(transport_)) {
+    collective_->wait(peer, local_.size(0));
+    parts.push_back(collective_->incoming(peer));
   }
-  auto dx = at::empty(mine_.sizes(), mine_.options().dtype(dtype_));
+  auto dx = at::empty(local_.sizes(), local_.options().dtype(dtype_));
   kernels::sum_terms(parts, dx);
-  round_->finish();
+  collective_->finish();
   return dx;
 }
 

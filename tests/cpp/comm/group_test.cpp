@@ -19,10 +19,10 @@ namespace {
 using testing::ThreadRanks;
 
 /// Sets a variable of the environment for one test.
-struct Setting {
+struct ScopedEnv {
   const char* name;
-  Setting(const char* variable, const char* value) : name(variable) { setenv(variable, value, 1); }
-  ~Setting() { unsetenv(name); }
+  ScopedEnv(const char* variable, const char* value) : name(variable) { setenv(variable, value, 1); }
+  ~ScopedEnv() { unsetenv(name); }
 };
 
 std::vector<at::Tensor> random_blocks(int ranks, at::IntArrayRef sizes, at::ScalarType dtype) {
@@ -33,15 +33,15 @@ std::vector<at::Tensor> random_blocks(int ranks, at::IntArrayRef sizes, at::Scal
 
 /// The sum in the order of ranks, rounded once.
 at::Tensor sum(const std::vector<at::Tensor>& blocks) {
-  const auto wide = blocks[0].scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  auto total = blocks[0].to(wide);
-  for (size_t r = 1; r < blocks.size(); ++r) total = total + blocks[r].to(wide);
+  const auto opmath_dtype = blocks[0].scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  auto total = blocks[0].to(opmath_dtype);
+  for (size_t r = 1; r < blocks.size(); ++r) total = total + blocks[r].to(opmath_dtype);
   return total.to(blocks[0].scalar_type());
 }
 
 constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16};
 
-TEST(Group, CollectivesAreExactInEveryDtypeAndGroupSize) {
+TEST(Group, CollectivesAreExact) {
   for (const int p : {1, 2, 3, 4}) {
     const ThreadRanks ranks(p);
     for (const auto dtype : kDtypes) {
@@ -61,7 +61,7 @@ TEST(Group, CollectivesAreExactInEveryDtypeAndGroupSize) {
   }
 }
 
-TEST(Group, AllReduceTakesAnyNumberOfElementsAndLeavesItsInput) {
+TEST(Group, AllReduceKeepsInputForAnyElementCount) {
   const ThreadRanks ranks(3);
   for (const int64_t n : {1, 2, 3, 7, 5001}) {
     const auto x = random_blocks(3, {n}, at::kBFloat16);
@@ -73,19 +73,19 @@ TEST(Group, AllReduceTakesAnyNumberOfElementsAndLeavesItsInput) {
   }
 }
 
-TEST(Group, StridesDoNotMatter) {
+TEST(Group, AcceptsStridedInput) {
   const ThreadRanks ranks(2);
   const auto x = random_blocks(2, {4, 6}, at::kFloat);
   ranks.run([&](int rank, const std::string& name) {
     const Group group(name);
-    const auto turned = x[rank].t();
-    EXPECT_TRUE(at::equal(group.all_gather(turned).wait(), at::cat({x[0].t(), x[1].t()})));
-    EXPECT_TRUE(at::equal(group.all_reduce(turned).wait(), sum(x).t()));
-    EXPECT_TRUE(at::equal(group.reduce_scatter(turned).wait(), sum(x).t().chunk(2)[rank]));
+    const auto transposed = x[rank].t();
+    EXPECT_TRUE(at::equal(group.all_gather(transposed).wait(), at::cat({x[0].t(), x[1].t()})));
+    EXPECT_TRUE(at::equal(group.all_reduce(transposed).wait(), sum(x).t()));
+    EXPECT_TRUE(at::equal(group.reduce_scatter(transposed).wait(), sum(x).t().chunk(2)[rank]));
   });
 }
 
-TEST(Group, CollectivesUnderWayMayOverlap) {
+TEST(Group, InFlightCollectivesMayOverlap) {
   const ThreadRanks ranks(4);
   const auto x = random_blocks(4, {8, 3000}, at::kFloat);  // too large to go along with the agreement
   ranks.run([&](int rank, const std::string& name) {
@@ -99,7 +99,7 @@ TEST(Group, CollectivesUnderWayMayOverlap) {
   });
 }
 
-TEST(Group, ADroppedCollectiveLeavesTheGroupInStep) {
+TEST(Group, DroppedWorkKeepsRanksInStep) {
   const ThreadRanks ranks(2);
   const auto x = random_blocks(2, {2, 3000}, at::kFloat);
   ranks.run([&](int rank, const std::string& name) {
@@ -111,14 +111,14 @@ TEST(Group, ADroppedCollectiveLeavesTheGroupInStep) {
   });
 }
 
-/// What rank r raises in `act(group, r)`.
-template <class Act>
-std::vector<std::string> errors(const ThreadRanks& ranks, Act&& act) {
+/// What rank r raises in `fn(group, r)`.
+template <class Fn>
+std::vector<std::string> errors(const ThreadRanks& ranks, Fn&& fn) {
   std::vector<std::string> texts(ranks.size());
   ranks.run([&](int rank, const std::string& name) {
     const Group group(name);
     try {
-      act(group, rank);
+      fn(group, rank);
     } catch (const c10::DistError& error) {
       texts[rank] = error.what_without_backtrace();
     }
@@ -126,19 +126,19 @@ std::vector<std::string> errors(const ThreadRanks& ranks, Act&& act) {
   return texts;
 }
 
-TEST(Group, ADisagreementRaisesTheSameErrorOnEveryRankAndTheGroupIsRefusedAfterwards) {
+TEST(Group, MismatchFailsEveryRankAndTheGroup) {
   const at::Tensor wide = at::empty({2, 4}), narrow = at::empty({2, 3}), other = at::empty({2, 4}, at::kBFloat16);
-  const std::vector<std::function<void(const Group&)>> acts{
+  const std::vector<std::function<void(const Group&)>> fns{
       [&](const Group& group) { group.all_gather(wide).wait(); },
       [&](const Group& group) { group.all_gather(narrow).wait(); },
       [&](const Group& group) { group.all_gather(other).wait(); },
       [&](const Group& group) { group.reduce_scatter(wide).wait(); },
       [&](const Group& group) { group.all_reduce(wide).wait(); },
   };
-  for (size_t i = 1; i < acts.size(); ++i) {
+  for (size_t i = 1; i < fns.size(); ++i) {
     const ThreadRanks ranks(3);
-    const auto act = [&](const Group& group, int rank) { acts[rank == 1 ? i : 0](group); };
-    const auto texts = errors(ranks, act);
+    const auto fn = [&](const Group& group, int rank) { fns[rank == 1 ? i : 0](group); };
+    const auto texts = errors(ranks, fn);
     EXPECT_NE(texts[0].find("rank 0: all_gather of [2, 4] Float"), std::string::npos) << texts[0];
     // Each thread's group has its own name, which the texts end with.
     const auto same = [](const std::string& text) { return text.substr(0, text.find(" Group '")); };
@@ -149,8 +149,8 @@ TEST(Group, ADisagreementRaisesTheSameErrorOnEveryRankAndTheGroupIsRefusedAfterw
   }
 }
 
-TEST(Group, AMissingRankRaisesAtTheTimeoutNamingTheOperation) {
-  const Setting seconds("WEFT_TIMEOUT", "0.2");
+TEST(Group, MissingRankTimesOutWithOperationName) {
+  const ScopedEnv seconds("WEFT_TIMEOUT", "0.2");
   const ThreadRanks ranks(2);
   const auto begin = std::chrono::steady_clock::now();
   const auto texts = errors(ranks, [&](const Group& group, int rank) {
@@ -161,7 +161,7 @@ TEST(Group, AMissingRankRaisesAtTheTimeoutNamingTheOperation) {
       << texts[0];
 }
 
-TEST(Group, EveryCollectiveIsCheckedUnlessOnlyTheFirstShallBe) {
+TEST(Group, WeftCheckFirstLimitsFingerprintChecks) {
   for (const bool always : {false, true}) {
     if (!always) ::setenv("WEFT_CHECK", "first", 1);
     const ThreadRanks ranks(2);
@@ -179,17 +179,17 @@ TEST(Group, EveryCollectiveIsCheckedUnlessOnlyTheFirstShallBe) {
   }
 }
 
-TEST(Group, SettingsThatMeanNothingAreRefused) {
+TEST(Group, RejectsInvalidSettings) {
   const ThreadRanks ranks(2);
   for (const auto& [name, value] :
        {std::pair{"WEFT_CHECK", "sometimes"}, {"WEFT_TIMEOUT", "0"}, {"WEFT_TIMEOUT", "x"}}) {
-    const Setting setting(name, value);
+    const ScopedEnv setting(name, value);
     EXPECT_THROW(Group{ranks.name(0)}, c10::ValueError) << name;
   }
   EXPECT_THROW(Group{"nobody"}, c10::ValueError);
 }
 
-TEST(Group, ReduceScatterNeedsRowsThatDivide) {
+TEST(Group, ReduceScatterRejectsUnevenRows) {
   const ThreadRanks ranks(2);
   ranks.run([&](int, const std::string& name) {
     EXPECT_THROW(Group(name).reduce_scatter(at::empty({3, 2})), c10::ValueError);
@@ -197,8 +197,8 @@ TEST(Group, ReduceScatterNeedsRowsThatDivide) {
   });
 }
 
-TEST(Group, AGroupThatGotTheNameOfAnotherStartsAnew) {
-  const Setting seconds("WEFT_TIMEOUT", "0.1");
+TEST(Group, ReusedGroupNameStartsFresh) {
+  const ScopedEnv seconds("WEFT_TIMEOUT", "0.1");
   const ThreadRanks first(2);
   errors(first, [&](const Group& group, int rank) { group.all_gather(at::empty({2 + rank})).wait(); });
   c10d::unregister_process_group(first.name(0));

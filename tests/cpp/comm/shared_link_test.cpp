@@ -14,8 +14,8 @@
 namespace weft::testing {
 namespace {
 
-using comm::Exchange;
-using comm::SharedLink;
+using comm::InFlightCollective;
+using comm::ShmTransport;
 using ::testing::AllOf;
 using ::testing::Each;
 using ::testing::HasSubstr;
@@ -37,63 +37,63 @@ void expect_filled(const at::Tensor& block, int from, int to, int64_t round) {
     if (data[i] != value(from, to, round, i)) C10_THROW_ERROR(Error, c10::str("round ", round, " of rank ", from));
 }
 
-struct Dice {
+struct RandomSource {
   std::mt19937 random;
   int64_t up_to(int64_t n) { return static_cast<int64_t>(random() % (n + 1)); }
-  void dawdle() {
+  void random_delay() {
     if (up_to(3) == 0) std::this_thread::sleep_for(std::chrono::microseconds(up_to(200)));
   }
 };
 
 constexpr int kAll = 9;  // `to` of a block for everybody
 
-std::unique_ptr<Exchange> start_gather(SharedLink& link, int64_t rows, int64_t columns, int64_t round) {
-  auto mine = at::empty({rows, columns});
-  fill(mine, link.rank(), kAll, round, 0, rows);
-  return link.all_gather(mine);
+std::unique_ptr<InFlightCollective> start_gather(ShmTransport& transport, int64_t rows, int64_t columns, int64_t round) {
+  auto local = at::empty({rows, columns});
+  fill(local, transport.rank(), kAll, round, 0, rows);
+  return transport.all_gather(local);
 }
 
-void end_gather(SharedLink& link, Exchange& exchange, int64_t rows, int64_t round) {
-  for (int step = 1; step < link.size(); ++step) {
-    const int from = (link.rank() + step) % link.size();
-    exchange.wait(from, rows);
-    expect_filled(exchange.incoming(from), from, kAll, round);
+void end_gather(ShmTransport& transport, InFlightCollective& collective, int64_t rows, int64_t round) {
+  for (int step = 1; step < transport.size(); ++step) {
+    const int from = (transport.rank() + step) % transport.size();
+    collective.wait(from, rows);
+    expect_filled(collective.incoming(from), from, kAll, round);
   }
-  exchange.finish();
+  collective.finish();
 }
 
-void scatter(SharedLink& link, int64_t rows, int64_t columns, int64_t round, Dice& dice) {
-  const auto exchange = link.reduce_scatter(rows, columns, at::kFloat);
-  for (int step = 1; step < link.size(); ++step) {
-    const int to = (link.rank() + step) % link.size();
-    const auto block = exchange->outgoing(to);
+void scatter(ShmTransport& transport, int64_t rows, int64_t columns, int64_t round, RandomSource& random) {
+  const auto collective = transport.reduce_scatter(rows, columns, at::kFloat);
+  for (int step = 1; step < transport.size(); ++step) {
+    const int to = (transport.rank() + step) % transport.size();
+    const auto block = collective->outgoing(to);
     for (int64_t from = 0; from < rows;) {
-      const int64_t end = std::min(rows, from + 1 + dice.up_to(rows));
-      fill(block, link.rank(), to, round, from, end);
-      exchange->publish(to, end);
+      const int64_t end = std::min(rows, from + 1 + random.up_to(rows));
+      fill(block, transport.rank(), to, round, from, end);
+      collective->mark_ready(to, end);
       from = end;
     }
   }
-  for (int step = 1; step < link.size(); ++step) {
-    const int from = (link.rank() + step) % link.size();
-    exchange->wait(from, rows);
-    expect_filled(exchange->incoming(from), from, link.rank(), round);
-    dice.dawdle();
+  for (int step = 1; step < transport.size(); ++step) {
+    const int from = (transport.rank() + step) % transport.size();
+    collective->wait(from, rows);
+    expect_filled(collective->incoming(from), from, transport.rank(), round);
+    random.random_delay();
   }
-  exchange->finish();
+  collective->finish();
 }
 
-TEST(SharedLink, EveryRankReadsWhatTheOthersWroteInEveryRound) {
+TEST(ShmTransport, EveryRankReadsBlocksOfItsPeers) {
   for (const int size : {1, 2, 3, 4}) {
-    const auto errors = run_ranks(size, [](SharedLink& link) {
-      Dice sizes{std::mt19937(5)}, own{std::mt19937(link.rank())};  // sizes are the same on all ranks
+    const auto errors = run_ranks(size, [](ShmTransport& transport) {
+      RandomSource sizes{std::mt19937(5)}, own{std::mt19937(transport.rank())};  // sizes are the same on all ranks
       for (int64_t round = 0; round < 300; ++round) {
         const int64_t rows = sizes.up_to(12), columns = 1 + sizes.up_to(30);
-        own.dawdle();
+        own.random_delay();
         if (sizes.up_to(1)) {
-          end_gather(link, *start_gather(link, rows, columns, round), rows, round);
+          end_gather(transport, *start_gather(transport, rows, columns, round), rows, round);
         } else {
-          scatter(link, rows, columns, round, own);
+          scatter(transport, rows, columns, round, own);
         }
       }
     });
@@ -101,109 +101,109 @@ TEST(SharedLink, EveryRankReadsWhatTheOthersWroteInEveryRound) {
   }
 }
 
-TEST(SharedLink, TwoRoundsMayBeOpenAndEndInAnyOrder) {
-  const auto errors = run_ranks(3, [](SharedLink& link) {
-    Dice own{std::mt19937(link.rank())};
+TEST(ShmTransport, TwoOpenCollectivesFinishInAnyOrder) {
+  const auto errors = run_ranks(3, [](ShmTransport& transport) {
+    RandomSource own{std::mt19937(transport.rank())};
     for (int64_t round = 0; round < 200; round += 2) {
-      const auto first = start_gather(link, 3, 5, round), second = start_gather(link, 4, 6, round + 1);
-      own.dawdle();
+      const auto first = start_gather(transport, 3, 5, round), second = start_gather(transport, 4, 6, round + 1);
+      own.random_delay();
       if (own.up_to(1)) {
-        end_gather(link, *first, 3, round);
-        end_gather(link, *second, 4, round + 1);
+        end_gather(transport, *first, 3, round);
+        end_gather(transport, *second, 4, round + 1);
       } else {
-        end_gather(link, *second, 4, round + 1);
-        end_gather(link, *first, 3, round);
+        end_gather(transport, *second, 4, round + 1);
+        end_gather(transport, *first, 3, round);
       }
     }
   });
   EXPECT_THAT(errors, Each(""));
 }
 
-TEST(SharedLink, AThirdOpenRoundIsRefused) {
-  const auto errors = run_ranks(1, [](SharedLink& link) {
-    const auto first = start_gather(link, 1, 1, 0), second = start_gather(link, 1, 1, 1);
-    start_gather(link, 1, 1, 2);
+TEST(ShmTransport, RejectsThirdOpenCollective) {
+  const auto errors = run_ranks(1, [](ShmTransport& transport) {
+    const auto first = start_gather(transport, 1, 1, 0), second = start_gather(transport, 1, 1, 1);
+    start_gather(transport, 1, 1, 2);
   });
   EXPECT_THAT(errors[0], HasSubstr("two may be open"));
 }
 
-TEST(SharedLink, MemoryGrowsWhileABlockOfTheOldOneIsStillRead) {
-  const auto errors = run_ranks(3, [](SharedLink& link) {
-    Dice own{std::mt19937(link.rank())};
+TEST(ShmTransport, SlotsGrowWhileOldBlocksAreRead) {
+  const auto errors = run_ranks(3, [](ShmTransport& transport) {
+    RandomSource own{std::mt19937(transport.rank())};
     int64_t rows = 8;
     for (int64_t round = 0; round < 8; round += 2, rows *= 4) {
-      const auto small = start_gather(link, rows, 100, round);
-      own.dawdle();
-      scatter(link, 4 * rows, 100, round + 1, own);
-      end_gather(link, *small, rows, round);
+      const auto small = start_gather(transport, rows, 100, round);
+      own.random_delay();
+      scatter(transport, 4 * rows, 100, round + 1, own);
+      end_gather(transport, *small, rows, round);
     }
   });
   EXPECT_THAT(errors, Each(""));
 }
 
-TEST(SharedLink, ABlockWrittenInPlaceIsNotCopied) {
-  const auto errors = run_ranks(2, [](SharedLink& link) {
+TEST(ShmTransport, PreparedBlockIsNotCopied) {
+  const auto errors = run_ranks(2, [](ShmTransport& transport) {
     for (int64_t round = 0; round < 20; round += 2) {
-      const auto mine = link.place(6, 7, at::kFloat);
-      end_gather(link, *start_gather(link, 2, 2, round), 2, round);  // another round may come between
-      fill(mine, link.rank(), kAll, round + 1, 0, 6);
-      const auto exchange = link.all_gather(mine);
-      end_gather(link, *exchange, 6, round + 1);
+      const auto local = transport.prepare_all_gather(6, 7, at::kFloat);
+      end_gather(transport, *start_gather(transport, 2, 2, round), 2, round);  // another round may come between
+      fill(local, transport.rank(), kAll, round + 1, 0, 6);
+      const auto collective = transport.all_gather(local);
+      end_gather(transport, *collective, 6, round + 1);
     }
   });
   EXPECT_THAT(errors, Each(""));
 }
 
-TEST(SharedLink, AStridedBlockOfAnyDtypeArrivesAsItIs) {
-  const auto errors = run_ranks(2, [](SharedLink& link) {
+TEST(ShmTransport, SendsStridedBlocksOfAnyDtype) {
+  const auto errors = run_ranks(2, [](ShmTransport& transport) {
     for (const auto dtype : {at::kBFloat16, at::kDouble, at::kByte, at::kLong}) {
-      const auto mine = at::full({5, 4}, link.rank() + 3, at::dtype(dtype)).t();
-      const auto exchange = link.all_gather(mine);
-      const int peer = 1 - link.rank();
-      exchange->wait(peer, 4);
-      if (!at::equal(exchange->incoming(peer), at::full({4, 5}, peer + 3, at::dtype(dtype))))
+      const auto local = at::full({5, 4}, transport.rank() + 3, at::dtype(dtype)).t();
+      const auto collective = transport.all_gather(local);
+      const int peer = 1 - transport.rank();
+      collective->wait(peer, 4);
+      if (!at::equal(collective->incoming(peer), at::full({4, 5}, peer + 3, at::dtype(dtype))))
         C10_THROW_ERROR(Error, "wrong values");
-      exchange->finish();
+      collective->finish();
     }
   });
   EXPECT_THAT(errors, Each(""));
 }
 
-TEST(SharedLink, RanksThatDisagreeAllRaiseWithBothSides) {
-  const auto disagree = [](auto odd_one) {
-    return run_ranks(3, [&](SharedLink& link) {
-      end_gather(link, *start_gather(link, 4, 6, 0), 4, 0);
-      if (link.rank() == 1) {
-        odd_one(link)->finish();
+TEST(ShmTransport, MismatchNamesBothFingerprintsOnEveryRank) {
+  const auto run_mismatch = [](auto divergent_call) {
+    return run_ranks(3, [&](ShmTransport& transport) {
+      end_gather(transport, *start_gather(transport, 4, 6, 0), 4, 0);
+      if (transport.rank() == 1) {
+        divergent_call(transport)->finish();
       } else {
-        end_gather(link, *start_gather(link, 4, 6, 1), 4, 1);
+        end_gather(transport, *start_gather(transport, 4, 6, 1), 4, 1);
       }
     });
   };
-  const auto told = [](const char* theirs) {
-    return Each(AllOf(HasSubstr("disagree in round 2"), HasSubstr("all_gather of [4, 6] Float"), HasSubstr(theirs)));
+  const auto mismatch_error = [](const char* remote) {
+    return Each(AllOf(HasSubstr("disagree in round 2"), HasSubstr("all_gather of [4, 6] Float"), HasSubstr(remote)));
   };
-  EXPECT_THAT(disagree([](SharedLink& l) { return l.all_gather(at::empty({5, 6})); }), told("[5, 6] Float"));
-  EXPECT_THAT(disagree([](SharedLink& l) { return l.all_gather(at::empty({4, 7})); }), told("[4, 7] Float"));
-  EXPECT_THAT(disagree([](SharedLink& l) { return l.all_gather(at::empty({4, 6}, at::kHalf)); }), told("[4, 6] Half"));
-  EXPECT_THAT(disagree([](SharedLink& l) { return l.all_gather(at::empty({400000, 60})); }), told("[400000, 60]"));
-  EXPECT_THAT(disagree([](SharedLink& l) {
-                auto exchange = l.reduce_scatter(4, 6, at::kFloat);
-                exchange->publish(0, 4);
-                exchange->publish(2, 4);
-                return exchange;
+  EXPECT_THAT(run_mismatch([](ShmTransport& l) { return l.all_gather(at::empty({5, 6})); }), mismatch_error("[5, 6] Float"));
+  EXPECT_THAT(run_mismatch([](ShmTransport& l) { return l.all_gather(at::empty({4, 7})); }), mismatch_error("[4, 7] Float"));
+  EXPECT_THAT(run_mismatch([](ShmTransport& l) { return l.all_gather(at::empty({4, 6}, at::kHalf)); }), mismatch_error("[4, 6] Half"));
+  EXPECT_THAT(run_mismatch([](ShmTransport& l) { return l.all_gather(at::empty({400000, 60})); }), mismatch_error("[400000, 60]"));
+  EXPECT_THAT(run_mismatch([](ShmTransport& l) {
+                auto collective = l.reduce_scatter(4, 6, at::kFloat);
+                collective->mark_ready(0, 4);
+                collective->mark_ready(2, 4);
+                return collective;
               }),
-              told("reduce_scatter of [4, 6] Float"));
+              mismatch_error("reduce_scatter of [4, 6] Float"));
 }
 
-TEST(SharedLink, ARankThatThrowsIsNoticedAtOnceByAll) {
+TEST(ShmTransport, ThrowingRankFailsPeersAtOnce) {
   const auto start = std::chrono::steady_clock::now();
-  const auto errors = run_ranks(3, [](SharedLink& link) {
-    const auto exchange = link.reduce_scatter(4, 6, at::kFloat);
+  const auto errors = run_ranks(3, [](ShmTransport& transport) {
+    const auto collective = transport.reduce_scatter(4, 6, at::kFloat);
     for (int to = 0; to < 3; ++to)
-      if (to != link.rank()) exchange->publish(to, 2);
-    TORCH_CHECK(link.rank() != 1, "an error of the caller");
-    exchange->wait(1, 4);
+      if (to != transport.rank()) collective->mark_ready(to, 2);
+    TORCH_CHECK(transport.rank() != 1, "an error of the caller");
+    collective->wait(1, 4);
   });
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
   EXPECT_THAT(errors[1], HasSubstr("an error of the caller"));
@@ -212,12 +212,12 @@ TEST(SharedLink, ARankThatThrowsIsNoticedAtOnceByAll) {
                 AllOf(HasSubstr("Rank 1 gave up in round 1"), HasSubstr("reduce_scatter of [4, 6] Float")));
 }
 
-TEST(SharedLink, ARankThatStaysAwayIsNamedAtTheTimeout) {
+TEST(ShmTransport, AbsentRankTimesOutByName) {
   const auto errors = run_ranks(
       3,
-      [](SharedLink& link) {
-        if (link.rank() == 2) return;
-        end_gather(link, *start_gather(link, 4, 6, 0), 4, 0);
+      [](ShmTransport& transport) {
+        if (transport.rank() == 2) return;
+        end_gather(transport, *start_gather(transport, 4, 6, 0), 4, 0);
       },
       milliseconds(300));
   EXPECT_EQ(errors[2], "");
@@ -225,34 +225,34 @@ TEST(SharedLink, ARankThatStaysAwayIsNamedAtTheTimeout) {
     EXPECT_THAT(errors[rank], AllOf(HasSubstr(" ms for rank 2"), HasSubstr("all_gather of [4, 6] Float")));
 }
 
-TEST(SharedLink, AfterAFailureTheLinkRefusesFurtherUse) {
+TEST(ShmTransport, ErrorIsSticky) {
   const auto errors = run_ranks(
       2,
-      [](SharedLink& link) {
-        if (link.rank() == 1) std::this_thread::sleep_for(milliseconds(400));
-        const auto first = error_of([&] { end_gather(link, *start_gather(link, 1, 1, 0), 1, 0); });
-        const auto second = error_of([&] { start_gather(link, 1, 1, 1); });
+      [](ShmTransport& transport) {
+        if (transport.rank() == 1) std::this_thread::sleep_for(milliseconds(400));
+        const auto first = error_of([&] { end_gather(transport, *start_gather(transport, 1, 1, 0), 1, 0); });
+        const auto second = error_of([&] { start_gather(transport, 1, 1, 1); });
         if (first.empty() || first != second) C10_THROW_ERROR(Error, "'" + first + "' and '" + second + "'");
       },
       milliseconds(100));
   EXPECT_THAT(errors, Each(""));
 }
 
-TEST(SharedLink, WrongUseIsToldByName) {
-  const auto errors = run_ranks(1, [](SharedLink& link) {
-    EXPECT_THAT(error_of([&] { link.all_gather(at::empty({3})); }), HasSubstr("expected a dense matrix"));
-    EXPECT_THAT(error_of([&] { link.reduce_scatter(1LL << 40, 4, at::kFloat); }), HasSubstr("was given"));
-    EXPECT_THAT(error_of([&] { link.reduce_scatter(1LL << 39, 1LL << 30, at::kFloat); }), HasSubstr("too large"));
-    const auto exchange = link.all_gather(at::empty({3, 3}));
-    EXPECT_THAT(error_of([&] { exchange->incoming(0); }), HasSubstr("Rank 0 is no peer of rank 0"));
-    exchange->finish();
+TEST(ShmTransport, RejectsInvalidArguments) {
+  const auto errors = run_ranks(1, [](ShmTransport& transport) {
+    EXPECT_THAT(error_of([&] { transport.all_gather(at::empty({3})); }), HasSubstr("expected a dense matrix"));
+    EXPECT_THAT(error_of([&] { transport.reduce_scatter(1LL << 40, 4, at::kFloat); }), HasSubstr("was given"));
+    EXPECT_THAT(error_of([&] { transport.reduce_scatter(1LL << 39, 1LL << 30, at::kFloat); }), HasSubstr("too large"));
+    const auto collective = transport.all_gather(at::empty({3, 3}));
+    EXPECT_THAT(error_of([&] { collective->incoming(0); }), HasSubstr("Rank 0 is no peer of rank 0"));
+    collective->finish();
   });
   EXPECT_THAT(errors, Each(""));
 }
 
-TEST(SharedLink, MemoryIsCheckedForAllRanksTogether) {
+TEST(ShmTransport, ChecksMemoryOfAllRanksTogether) {
   const auto rows = static_cast<int64_t>(comm::free_memory() / 10 * 3);  // two slots of it: one rank could take them
-  const auto errors = run_ranks(2, [&](comm::SharedLink& link) { link.all_gather(rows, 1, at::kByte); });
+  const auto errors = run_ranks(2, [&](comm::ShmTransport& transport) { transport.all_gather(rows, 1, at::kByte); });
   EXPECT_THAT(errors, ::testing::Contains(HasSubstr("for each of 2 ranks")));
   EXPECT_THAT(errors, Each(HasSubstr("bytes of shared memory")));
 }

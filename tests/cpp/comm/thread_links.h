@@ -1,6 +1,6 @@
 #pragma once
 // Ranks as threads of the test, linked through one mapping of shared memory:
-//   const auto errors = run_ranks(4, [](comm::SharedLink& link) { auto round = link.all_gather(x); … });
+//   const auto errors = run_ranks(4, [](comm::ShmTransport& transport) { auto collective = transport.all_gather(x); … });
 // gives what each rank raised, "" for one that came to its end.
 #include <c10/util/Exception.h>
 
@@ -15,9 +15,9 @@ namespace weft::testing {
 
 using std::chrono::milliseconds;
 
-inline std::string error_of(const std::function<void()>& act) {
+inline std::string error_of(const std::function<void()>& fn) {
   try {
-    act();
+    fn();
     return "";
   } catch (const c10::Error& error) {
     return error.what_without_backtrace();
@@ -39,10 +39,10 @@ std::vector<std::string> run_threads(int size, Body body) {
 
 template <class Body>
 std::vector<std::string> run_ranks(int size, Body body, milliseconds timeout = milliseconds(20000)) {
-  const auto table = std::make_shared<comm::ThreadTable>(size);
+  const auto state = std::make_shared<comm::ThreadRendezvousState>(size);
   return run_threads(size, [&](int rank) {
-    comm::SharedLink link(std::make_shared<comm::ThreadMeeting>(table, rank, timeout));
-    body(link);
+    comm::ShmTransport transport(std::make_shared<comm::ThreadRendezvous>(state, rank, timeout));
+    body(transport);
   });
 }
 

@@ -61,7 +61,7 @@ class Interrupts : public ::testing::Test {
   }
 };
 
-TEST_F(Interrupts, EndACollectiveAndTheGroup) {
+TEST_F(Interrupts, EndCollectiveAndFailGroup) {
   const ThreadRanks ranks(2, milliseconds(10000));
   expect_ended([&] { comm::Group(ranks.name(0)).all_gather(at::full({2}, 1.0)).wait(); });
   interrupted = false;
@@ -69,26 +69,26 @@ TEST_F(Interrupts, EndACollectiveAndTheGroup) {
               HasSubstr("was interrupted"));
 }
 
-TEST_F(Interrupts, EndAWaitForSharedMemory) {
-  const auto table = std::make_shared<comm::ThreadTable>(2);
-  std::promise<void> over;
+TEST_F(Interrupts, EndSharedMemoryWait) {
+  const auto state = std::make_shared<comm::ThreadRendezvousState>(2);
+  std::promise<void> done;
   std::thread other([&] {
-    comm::SharedLink link(std::make_shared<comm::ThreadMeeting>(table, 1, milliseconds(10000)));
-    over.get_future().wait();
+    comm::ShmTransport transport(std::make_shared<comm::ThreadRendezvous>(state, 1, milliseconds(10000)));
+    done.get_future().wait();
   });
-  comm::SharedLink link(std::make_shared<comm::ThreadMeeting>(table, 0, milliseconds(10000)));
-  expect_ended([&] { link.all_gather(at::full({2, 2}, 1.0))->wait(1, 2); });
-  over.set_value();
+  comm::ShmTransport transport(std::make_shared<comm::ThreadRendezvous>(state, 0, milliseconds(10000)));
+  expect_ended([&] { transport.all_gather(at::full({2, 2}, 1.0))->wait(1, 2); });
+  done.set_value();
   other.join();
 }
 
-TEST_F(Interrupts, EndARendezvous) {
+TEST_F(Interrupts, EndRendezvous) {
   const ThreadRanks ranks(2, milliseconds(10000));
-  expect_ended([&] { comm::link_of(ranks.name(0)); });
+  expect_ended([&] { comm::get_transport(ranks.name(0)); });
   c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
   interrupted = false;
-  comm::HostMeeting meeting({[store] { return store; }, "test", 0, 2, milliseconds(10000)});
-  expect_ended([&] { meeting.meet(comm::Memory::make(4096), [] {}); });
+  comm::HostRendezvous rendezvous({[store] { return store; }, "test", 0, 2, milliseconds(10000)});
+  expect_ended([&] { rendezvous.exchange_memory(comm::SharedMemory::make(4096), [] {}); });
 }
 
 /// A Store whose server is stopped.
@@ -100,28 +100,28 @@ struct SilentStore : c10d::HashStore {
   std::promise<void> released;
 };
 
-TEST(RollCall, AStoreThatDoesNotAnswerIsATimeout) {
+TEST(StoreExchange, UnresponsiveStoreTimesOut) {
   const auto store = c10::make_intrusive<SilentStore>();
   const auto start = Clock::now();
   const auto error = error_of(
-      [&] { comm::call_roll(store, {.prefix = "p", .rank = 0, .size = 2, .timeout = milliseconds(200)}, "x"); });
+      [&] { comm::exchange_through_store(store, {.prefix = "p", .rank = 0, .size = 2, .timeout = milliseconds(200)}, "x"); });
   EXPECT_THAT(error, AllOf(HasSubstr("the Store does not answer"), HasSubstr("200 ms")));
   EXPECT_LT(Clock::now() - start, milliseconds(1200));
   store->released.set_value();
 }
 
-TEST(RollCall, AStoreThatFailsIsToldWithTheRank) {
+TEST(StoreExchange, StoreErrorNamesRank) {
   struct Broken : c10d::HashStore {
     bool check(const std::vector<std::string>&) override { TORCH_CHECK(false, "it broke"); }
   };
   const auto error = error_of([&] {
-    comm::call_roll(c10::make_intrusive<Broken>(), {.prefix = "p", .rank = 0, .size = 2, .timeout = milliseconds(2000)},
+    comm::exchange_through_store(c10::make_intrusive<Broken>(), {.prefix = "p", .rank = 0, .size = 2, .timeout = milliseconds(2000)},
                     "x");
   });
   EXPECT_THAT(error, AllOf(HasSubstr("the Store failed: it broke"), HasSubstr("rank 1")));
 }
 
-TEST(RollCall, GenerationsAreCountedInTheStore) {
+TEST(StoreExchange, StoreCountsGenerations) {
   const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
   for (int64_t i = 0; i < 3; ++i)
     for (const int rank : {0, 1})

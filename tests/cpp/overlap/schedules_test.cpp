@@ -14,7 +14,7 @@ namespace weft::testing {
 namespace {
 
 using at::Tensor;
-using comm::SharedLink;
+using comm::ShmTransport;
 using kernels::Bounded;
 using ::testing::Each;
 using ::testing::HasSubstr;
@@ -33,7 +33,7 @@ class Schedules : public ::testing::TestWithParam<Case> {
   static void expect_within(const Tensor& got, const Bounded& want) {
     if (const auto text = kernels::mismatch(got, want); !text.empty()) C10_THROW_ERROR(Error, text);
   }
-  /// The sum of one product of each rank; it may be stored in the dtype before it is sent.
+  /// The sum of one gemm of each rank; it may be stored in the dtype before it is sent.
   static Bounded summed(const std::vector<Tensor>& xs, const std::vector<Tensor>& ws) {
     Bounded sum;
     for (size_t r = 0; r < xs.size(); ++r) {
@@ -63,23 +63,23 @@ class Schedules : public ::testing::TestWithParam<Case> {
 constexpr int64_t kK = 96, kN = 64;
 constexpr int64_t kRows[] = {1, 40, 7, 150, 33, 3};  // of one rank, another in each round
 
-TEST_P(Schedules, AGatherGivesTheProductOfAllRowsAndTheRows) {
+TEST_P(Schedules, AllGatherGemmMatchesFullGemm) {
   std::vector<Tensor> xs;
   for (const auto rows : kRows) xs.push_back(random(rows * ranks(), kK));
   const auto w = random(kN, kK);
   const auto b = random(1, kN)[0];
   EXPECT_THAT(run_ranks(ranks(),
-                        [&](SharedLink& link) {
+                        [&](ShmTransport& transport) {
                           for (const auto& x : xs) {
                             Tensor all;
-                            const auto mine = block(x, link.rank(), ranks()).clone();
-                            const auto y = overlap::all_gather_gemm(link, mine, kernels::transposed(w),
+                            const auto local = block(x, transport.rank(), ranks()).clone();
+                            const auto y = overlap::all_gather_gemm(transport, local, kernels::transposed(w),
                                                                     {.bias = b, .b_is_weight = true}, &all);
-                            const auto product = kernels::bounded_gemm(x, w.t());
-                            const auto want = kernels::scaled_sum(product, 1, b, x.scalar_type());
+                            const auto gemm = kernels::bounded_gemm(x, w.t());
+                            const auto want = kernels::scaled_sum(gemm, 1, b, x.scalar_type());
                             expect_within(y.out, want);
                             const auto alone =
-                                overlap::all_gather_gemm(link, mine, kernels::transposed(w), {.bias = b}, nullptr);
+                                overlap::all_gather_gemm(transport, local, kernels::transposed(w), {.bias = b}, nullptr);
                             expect_within(alone.out, want);  // the rows may travel in tiles
                             if (!all.equal(x)) C10_THROW_ERROR(Error, "other rows were gathered");
                           }
@@ -87,7 +87,7 @@ TEST_P(Schedules, AGatherGivesTheProductOfAllRowsAndTheRows) {
               Each(""));
 }
 
-TEST_P(Schedules, AScatterGivesTheSumOfAllRanks) {
+TEST_P(Schedules, GemmReduceScatterMatchesSumOverRanks) {
   std::vector<std::vector<Tensor>> xs;  // by round, by rank
   std::vector<Tensor> ws;
   for (int r = 0; r < ranks(); ++r) ws.push_back(random(kN, kK));
@@ -96,14 +96,14 @@ TEST_P(Schedules, AScatterGivesTheSumOfAllRanks) {
     for (int r = 0; r < ranks(); ++r) xs.back().push_back(random(rows * ranks(), kK));
   }
   EXPECT_THAT(run_ranks(ranks(),
-                        [&](SharedLink& link) {
+                        [&](ShmTransport& transport) {
                           for (const auto& x : xs) {
                             const auto sum = summed(x, transposed(ws));
-                            const auto& w = ws[link.rank()];
-                            const auto mine = overlap::gemm_reduce_scatter(link, x[link.rank()], kernels::transposed(w),
+                            const auto& w = ws[transport.rank()];
+                            const auto local = overlap::gemm_reduce_scatter(transport, x[transport.rank()], kernels::transposed(w),
                                                                            {.b_is_weight = true});
-                            expect_within(mine, block(sum, link.rank(), ranks()));
-                            const auto all = overlap::gemm_all_reduce(link, x[link.rank()].narrow(0, 0, x[0].size(0)),
+                            expect_within(local, block(sum, transport.rank(), ranks()));
+                            const auto all = overlap::gemm_all_reduce(transport, x[transport.rank()].narrow(0, 0, x[0].size(0)),
                                                                       kernels::transposed(w), {.b_is_weight = true});
                             expect_within(all, sum);
                           }
@@ -111,72 +111,72 @@ TEST_P(Schedules, AScatterGivesTheSumOfAllRanks) {
               Each(""));
 }
 
-TEST_P(Schedules, AnAllReduceTakesAnyNumberOfRows) {
+TEST_P(Schedules, GemmAllReduceTakesAnyRowCount) {
   std::vector<Tensor> xs, ws;
   for (int r = 0; r < ranks(); ++r) xs.push_back(random(13, kK)), ws.push_back(random(kN, kK));
   EXPECT_THAT(run_ranks(ranks(),
-                        [&](SharedLink& link) {
+                        [&](ShmTransport& transport) {
                           for (int64_t rows = 0; rows <= 13; ++rows) {
                             std::vector<Tensor> parts;
                             for (const auto& x : xs) parts.push_back(x.narrow(0, 0, rows));
-                            expect_within(overlap::gemm_all_reduce(link, parts[link.rank()],
-                                                                   kernels::transposed(ws[link.rank()]), {}),
+                            expect_within(overlap::gemm_all_reduce(transport, parts[transport.rank()],
+                                                                   kernels::transposed(ws[transport.rank()]), {}),
                                           summed(parts, transposed(ws)));
                           }
                         }),
               Each(""));
 }
 
-TEST_P(Schedules, AGatherAndAScatterGoUnderOtherProducts) {
+TEST_P(Schedules, OverlappedCollectivesMatchReference) {
   const auto x = random(20 * ranks(), kK);
   std::vector<Tensor> dys, ws;
   for (int r = 0; r < ranks(); ++r) dys.push_back(random(20 * ranks(), kN)), ws.push_back(random(kN, kK));
   EXPECT_THAT(run_ranks(ranks(),
-                        [&](SharedLink& link) {
+                        [&](ShmTransport& transport) {
                           for (int round = 0; round < 5; ++round) {
-                            const auto mine = block(x, link.rank(), ranks()).clone();
-                            overlap::GatherUnder gather(link, mine);
-                            overlap::ReduceUnder reduce(link, dys[link.rank()], ws[link.rank()], {.b_is_weight = true},
-                                                        [&] { gather.advance(); });
+                            const auto local = block(x, transport.rank(), ranks()).clone();
+                            overlap::OverlappedAllGather gather(transport, local);
+                            overlap::OverlappedReduceScatter reduce(transport, dys[transport.rank()], ws[transport.rank()], {.b_is_weight = true},
+                                                        [&] { gather.progress(); });
                             if (!gather.wait().equal(x)) C10_THROW_ERROR(Error, "other rows were gathered");
-                            reduce.advance();
-                            expect_within(reduce.wait(), block(summed(dys, ws), link.rank(), ranks()));
+                            reduce.progress();
+                            expect_within(reduce.wait(), block(summed(dys, ws), transport.rank(), ranks()));
                           }
                         }),
               Each(""));
 }
 
-TEST_P(Schedules, OneValueInAllPlacesIsAGradientToo) {
+TEST_P(Schedules, AcceptsExpandedInput) {
   const auto w = random(kN, kK);
   const auto ones = random(1, 1).fill_(1).expand({8 * ranks(), kK});
   EXPECT_THAT(run_ranks(ranks(),
-                        [&](SharedLink& link) {
+                        [&](ShmTransport& transport) {
                           const auto truth = kernels::bounded_gemm(ones, w.t());
-                          const auto mine = block(ones, link.rank(), ranks());
-                          expect_within(overlap::all_gather_gemm(link, mine, kernels::transposed(w), {}).out, truth);
+                          const auto local = block(ones, transport.rank(), ranks());
+                          expect_within(overlap::all_gather_gemm(transport, local, kernels::transposed(w), {}).out, truth);
                           const std::vector<Tensor> xs(ranks(), ones), ws(ranks(), w.t());
-                          expect_within(overlap::gemm_reduce_scatter(link, ones, kernels::transposed(w), {}),
-                                        block(summed(xs, ws), link.rank(), ranks()));
+                          expect_within(overlap::gemm_reduce_scatter(transport, ones, kernels::transposed(w), {}),
+                                        block(summed(xs, ws), transport.rank(), ranks()));
                         }),
               Each(""));
 }
 
-TEST_P(Schedules, RanksWhoseSizesDifferByOneAllGetAnError) {
+TEST_P(Schedules, SizeMismatchFailsEveryRank) {
   if (ranks() == 1) GTEST_SKIP() << "one rank agrees with itself";
   const int64_t rows = 260;
   for (const bool wider : {false, true}) {
     const auto sizes = [&](int rank) { return std::pair{rows + (rank == 1 && !wider), kN + (rank == 1 && wider)}; };
     EXPECT_THAT(run_ranks(ranks(),
-                          [&](SharedLink& link) {
-                            const auto [mine, n] = sizes(link.rank());
-                            overlap::gemm_reduce_scatter(link, random(mine * ranks(), kK),
+                          [&](ShmTransport& transport) {
+                            const auto [local, n] = sizes(transport.rank());
+                            overlap::gemm_reduce_scatter(transport, random(local * ranks(), kK),
                                                          kernels::transposed(random(n, kK)), {});
                           }),
                 Each(HasSubstr(wider ? "reduce_scatter" : "261")));
     EXPECT_THAT(run_ranks(ranks(),
-                          [&](SharedLink& link) {
-                            const auto [mine, k] = sizes(link.rank());
-                            overlap::all_gather_gemm(link, random(mine, k), kernels::transposed(random(kN, k)), {});
+                          [&](ShmTransport& transport) {
+                            const auto [local, k] = sizes(transport.rank());
+                            overlap::all_gather_gemm(transport, random(local, k), kernels::transposed(random(kN, k)), {});
                           }),
                 Each(HasSubstr(wider ? "all_gather" : "261")));
   }

@@ -49,9 +49,9 @@ std::string interface_with(const sockaddr* address) {
   ifaddrs* all = nullptr;
   if (getifaddrs(&all) != 0) return "";
   const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> list(all, freeifaddrs);
-  const auto wanted = bytes_of(address);
-  for (const auto* i = all; i && !wanted.empty(); i = i->ifa_next)
-    if (bytes_of(i->ifa_addr) == wanted) return i->ifa_name;
+  const auto target = bytes_of(address);
+  for (const auto* i = all; i && !target.empty(); i = i->ifa_next)
+    if (bytes_of(i->ifa_addr) == target) return i->ifa_name;
   return "";
 }
 
@@ -59,7 +59,7 @@ std::string interface_with(const sockaddr* address) {
 std::string interface_to(const std::string& host) {
   const auto addresses = resolve(host);
   for (const auto* a = addresses.get(); a; a = a->ai_next) {
-    const Descriptor socket(::socket(a->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    const UniqueFd socket(::socket(a->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
     sockaddr_storage to{}, from{};
     std::memcpy(&to, a->ai_addr, a->ai_addrlen);
     (to.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(to).sin6_port

@@ -13,9 +13,9 @@ namespace weft::comm::ucx {
 namespace {
 
 /// The head of a rank's record; its address follows, or the reason why it has none.
-struct Head {
+struct RecordHeader {
   std::array<char, 8> magic{'w', 'e', 'f', 't', '-', 'u', 'c', 'x'};
-  uint32_t format = kFormat;
+  uint32_t version = kWireVersion;
   uint32_t has_address = 0;
   Token part{};
 };
@@ -27,20 +27,20 @@ Token random_token() {
   return token;
 }
 
-std::string record(const Head& head, const std::string& text) {
+std::string make_record(const RecordHeader& head, const std::string& text) {
   return std::string(reinterpret_cast<const char*>(&head), sizeof(head)) + text;
 }
 
 /// Puts rank `r`'s record into `all`.
-void read(const UcxOptions& options, int r, const std::string& bytes, Introduction& all) {
-  Head head{};
+void read_record(const UcxOptions& options, int r, const std::string& bytes, PeerAddresses& all) {
+  RecordHeader head{};
   const auto expected = head.magic;
-  const bool whole = bytes.size() > sizeof(head) && bytes.size() < (1 << 20);
-  if (whole) std::memcpy(&head, bytes.data(), sizeof(head));
-  if (!whole || head.magic != expected || head.format != kFormat) {
+  const bool complete = bytes.size() > sizeof(head) && bytes.size() < (1 << 20);
+  if (complete) std::memcpy(&head, bytes.data(), sizeof(head));
+  if (!complete || head.magic != expected || head.version != kWireVersion) {
     C10_THROW_ERROR(DistError,
                     c10::str("ucx link of group '", options.group, "': rank ", r,
-                             " speaks another format (this rank: ", kFormat, "). Run the same weft everywhere."));
+                             " speaks another format (this rank: ", kWireVersion, "). Run the same weft everywhere."));
   }
   auto text = bytes.substr(sizeof(head));
   if (!head.has_address)
@@ -52,27 +52,27 @@ void read(const UcxOptions& options, int r, const std::string& bytes, Introducti
 
 }  // namespace
 
-Introduction introduce(const UcxOptions& options, const std::function<std::string()>& address) {
-  RollCall roll{"weft/ucx", options.rank, options.size, options.timeout};
-  roll.prefix += c10::str("/", next_generation(options.store, roll));  // keys of an earlier link may still be there
-  Introduction all{.addresses = std::vector<std::string>(options.size),
-                   .key = c10::str(roll.prefix, "/", options.rank)};
-  std::string mine;
+PeerAddresses exchange_addresses(const UcxOptions& options, const std::function<std::string()>& address) {
+  StoreExchangeOptions exchange{"weft/ucx", options.rank, options.size, options.timeout};
+  exchange.prefix += c10::str("/", next_generation(options.store, exchange));  // keys of an earlier link may still be there
+  PeerAddresses all{.addresses = std::vector<std::string>(options.size),
+                   .key = c10::str(exchange.prefix, "/", options.rank)};
+  std::string local;
   std::exception_ptr failed;
   try {
-    mine = record({.has_address = 1, .part = random_token()}, address());
+    local = make_record({.has_address = 1, .part = random_token()}, address());
   } catch (const std::exception& error) {
-    mine = record({.has_address = 0}, error.what());
+    local = make_record({.has_address = 0}, error.what());
     failed = std::current_exception();
   }
-  const auto records = call_roll(options.store, roll, mine);
+  const auto records = exchange_through_store(options.store, exchange, local);
   if (failed) std::rethrow_exception(failed);
-  for (int r = 0; r < options.size; ++r) read(options, r, records[r], all);
+  for (int r = 0; r < options.size; ++r) read_record(options, r, records[r], all);
   return all;
 }
 
-void forget(const UcxOptions& options, const Introduction& introduction) {
-  finish_by(std::chrono::steady_clock::now() + options.timeout, [store = options.store, key = introduction.key] {
+void remove_record(const UcxOptions& options, const PeerAddresses& peer_addresses) {
+  run_with_deadline(std::chrono::steady_clock::now() + options.timeout, [store = options.store, key = peer_addresses.key] {
     try {
       store->deleteKey(key);
     } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): some stores cannot

@@ -7,78 +7,78 @@
 namespace weft::comm::ucx {
 namespace {
 
-class UcxExchange final : public Exchange {
+class UcxCollective final : public InFlightCollective {
  public:
-  UcxExchange(std::shared_ptr<Channel> channel, Round& round) : channel_(std::move(channel)), round_(round) {}
-  ~UcxExchange() override {
-    if (!finished_) channel_->abandon(round_);
+  UcxCollective(std::shared_ptr<Communicator> communicator, CollectiveState& state) : communicator_(std::move(communicator)), state_(state) {}
+  ~UcxCollective() override {
+    if (!finished_) communicator_->abandon(state_);
   }
 
-  at::Tensor outgoing(int to) override { return round_.outgoing(checked(to)); }
+  at::Tensor outgoing(int to) override { return state_.outgoing(check_rank(to)); }
 
-  void publish(int to, int64_t rows) override {
-    const auto before = round_.published(checked(to)), all = round_.header().rows;
+  void mark_ready(int to, int64_t rows) override {
+    const auto before = state_.ready_rows(check_rank(to)), all = state_.header().rows;
     TORCH_CHECK_VALUE(before <= rows && rows <= all, "publish: ", rows, " rows for rank ", to, ", expected ", before,
                       " (already published) to ", all, ".");
-    round_.publish(to, rows);
+    state_.mark_ready(to, rows);
   }
 
-  at::Tensor incoming(int from) override { return round_.incoming(checked(from)); }
+  at::Tensor incoming(int from) override { return state_.incoming(check_rank(from)); }
 
   int64_t arrived(int from) override {
-    channel_->advance();
-    return round_.arrived(checked(from));
+    communicator_->progress();
+    return state_.arrived(check_rank(from));
   }
 
   void wait(int from, int64_t rows) override {
-    TORCH_CHECK_VALUE(rows <= round_.header().rows, "wait: ", rows, " rows, the block has ", round_.header().rows, ".");
-    channel_->wait_rows(round_, checked(from), rows);
+    TORCH_CHECK_VALUE(rows <= state_.header().rows, "wait: ", rows, " rows, the block has ", state_.header().rows, ".");
+    communicator_->wait_rows(state_, check_rank(from), rows);
   }
 
-  void advance() override { channel_->advance_now_and_then(); }
+  void progress() override { communicator_->progress_throttled(); }
 
   void finish() override {
-    for (int r = 0; r < channel_->size(); ++r) {
-      TORCH_CHECK(r == channel_->rank() || round_.published(r) == round_.header().rows, "finish: ", round_.published(r),
-                  " of ", round_.header().rows, " rows were published for rank ", r, ".");
+    for (int r = 0; r < communicator_->size(); ++r) {
+      TORCH_CHECK(r == communicator_->rank() || state_.ready_rows(r) == state_.header().rows, "finish: ", state_.ready_rows(r),
+                  " of ", state_.header().rows, " rows were published for rank ", r, ".");
     }
-    channel_->finish(round_);
+    communicator_->finish(state_);
     finished_ = true;
   }
 
  private:
-  int checked(int rank) const {
-    TORCH_CHECK_INDEX(0 <= rank && rank < channel_->size(), "rank ", rank, " of a group of ", channel_->size());
+  int check_rank(int rank) const {
+    TORCH_CHECK_INDEX(0 <= rank && rank < communicator_->size(), "rank ", rank, " of a group of ", communicator_->size());
     return rank;
   }
 
-  std::shared_ptr<Channel> channel_;
-  Round& round_;
+  std::shared_ptr<Communicator> communicator_;
+  CollectiveState& state_;
   bool finished_ = false;
 };
 
 }  // namespace
 
-UcxLink::UcxLink(const UcxOptions& options) : channel_(std::make_shared<Channel>(options)) {}
+UcxTransport::UcxTransport(const UcxOptions& options) : communicator_(std::make_shared<Communicator>(options)) {}
 
-std::unique_ptr<Exchange> UcxLink::all_gather(const at::Tensor& given) {
-  TORCH_CHECK_VALUE(given.dim() == 2 && given.device().is_cpu(), "all_gather over UCX: a block of ", given.sizes(),
-                    " on ", given.device(), ", expected a matrix in CPU memory.");
-  const auto mine = given.contiguous();
-  auto& round = channel_->start({Operation::all_gather, mine.scalar_type(), mine.size(0), mine.size(1)}, mine);
-  auto exchange = std::make_unique<UcxExchange>(channel_, round);
-  for (int step = 0; step < size(); ++step) exchange->publish((rank() + step) % size(), mine.size(0));
-  return exchange;
+std::unique_ptr<InFlightCollective> UcxTransport::all_gather(const at::Tensor& block) {
+  TORCH_CHECK_VALUE(block.dim() == 2 && block.device().is_cpu(), "all_gather over UCX: a block of ", block.sizes(),
+                    " on ", block.device(), ", expected a matrix in CPU memory.");
+  const auto local = block.contiguous();
+  auto& state = communicator_->start({CommOp::all_gather, local.scalar_type(), local.size(0), local.size(1)}, local);
+  auto collective = std::make_unique<UcxCollective>(communicator_, state);
+  for (int step = 0; step < size(); ++step) collective->mark_ready((rank() + step) % size(), local.size(0));
+  return collective;
 }
 
-std::unique_ptr<Exchange> UcxLink::reduce_scatter(int64_t rows, int64_t columns, at::ScalarType dtype) {
+std::unique_ptr<InFlightCollective> UcxTransport::reduce_scatter(int64_t rows, int64_t columns, at::ScalarType dtype) {
   TORCH_CHECK_VALUE(rows >= 0 && columns >= 0, "reduce_scatter over UCX: blocks of [", rows, ", ", columns, "].");
-  auto& round = channel_->start({Operation::reduce_scatter, dtype, rows, columns}, {});
-  return std::make_unique<UcxExchange>(channel_, round);
+  auto& state = communicator_->start({CommOp::reduce_scatter, dtype, rows, columns}, {});
+  return std::make_unique<UcxCollective>(communicator_, state);
 }
 
 }  // namespace weft::comm::ucx
 
-weft::comm::Link* weft_ucx_link_1(const weft::comm::UcxOptions& options) {
-  return new weft::comm::ucx::UcxLink(options);
+weft::comm::Transport* weft_ucx_transport_1(const weft::comm::UcxOptions& options) {
+  return new weft::comm::ucx::UcxTransport(options);
 }

@@ -9,19 +9,19 @@ namespace weft::comm::ucx {
 
 /// Between ranks that may be on different hosts. Each block is received into this rank's memory.
 ///   bytes: each block once over the network; a header of 48 bytes to each peer and round
-class UcxLink final : public Link {
+class UcxTransport final : public Transport {
  public:
-  explicit UcxLink(const UcxOptions& options);
+  explicit UcxTransport(const UcxOptions& options);
 
-  int rank() const override { return channel_->rank(); }
-  int size() const override { return channel_->size(); }
+  int rank() const override { return communicator_->rank(); }
+  int size() const override { return communicator_->size(); }
   std::string_view name() const override { return "ucx"; }
-  bool in_place() const override { return false; }
-  std::unique_ptr<Exchange> all_gather(const at::Tensor& mine) override;
-  std::unique_ptr<Exchange> reduce_scatter(int64_t rows, int64_t columns, at::ScalarType dtype) override;
+  bool zero_copy() const override { return false; }
+  std::unique_ptr<InFlightCollective> all_gather(const at::Tensor& local) override;
+  std::unique_ptr<InFlightCollective> reduce_scatter(int64_t rows, int64_t columns, at::ScalarType dtype) override;
 
  private:
-  std::shared_ptr<Channel> channel_;  // also of the open exchanges
+  std::shared_ptr<Communicator> communicator_;  // also of the open exchanges
 };
 
 }  // namespace weft::comm::ucx

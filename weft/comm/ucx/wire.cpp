@@ -5,45 +5,45 @@
 namespace weft::comm::ucx {
 namespace {
 
-// kind 2 bits | sender 14 | segment 24 | epoch 24. Two rounds are open at most, so that an epoch may come round again.
-constexpr uint64_t kHeader = 0, kSegment = 1, kNotice = 2, kInquiry = 3;
+// kind 2 bits | sender 14 | segment 24 | seq 24. Two rounds are open at most, so that a seq may come round again.
+constexpr uint64_t kHeader = 0, kSegment = 1, kNotice = 2, kWaitQuery = 3;
 constexpr uint64_t k24Bits = (uint64_t{1} << 24) - 1;
 
-uint64_t tag(const Token& token, uint64_t kind, int sender, uint64_t segment, uint64_t epoch) {
-  const uint64_t plain = kind << 62 | uint64_t(sender) << 48 | segment << 24 | (epoch & k24Bits);
-  return plain ^ token[0];
+uint64_t tag(const Token& token, uint64_t kind, int sender, uint64_t segment, uint64_t seq) {
+  const uint64_t unmasked = kind << 62 | uint64_t(sender) << 48 | segment << 24 | (seq & k24Bits);
+  return unmasked ^ token[0];
 }
 
 }  // namespace
 
-Header header(const Token& token, uint64_t epoch, const Agreement& a) {
-  return {token, epoch, static_cast<uint32_t>(a.operation), static_cast<int32_t>(a.dtype), a.rows, a.columns};
+Header header(const Token& token, uint64_t seq, const CollectiveFingerprint& a) {
+  return {token, seq, static_cast<uint32_t>(a.op), static_cast<int32_t>(a.dtype), a.rows, a.columns};
 }
 
-Agreement agreement(const Header& h) {
+CollectiveFingerprint fingerprint(const Header& h) {
   const bool known = h.dtype >= 0 && h.dtype < static_cast<int32_t>(at::ScalarType::NumOptions);
   const auto dtype = known ? static_cast<at::ScalarType>(h.dtype) : at::ScalarType::Undefined;
-  return {static_cast<Operation>(h.operation), dtype, h.rows, h.columns};
+  return {static_cast<CommOp>(h.op), dtype, h.rows, h.columns};
 }
 
-uint64_t header_tag(const Token& token, uint64_t epoch, int sender) { return tag(token, kHeader, sender, 0, epoch); }
+uint64_t header_tag(const Token& token, uint64_t seq, int sender) { return tag(token, kHeader, sender, 0, seq); }
 
-uint64_t segment_tag(const Token& token, uint64_t epoch, int sender, uint64_t segment) {
-  return tag(token, kSegment, sender, segment, epoch);
+uint64_t segment_tag(const Token& token, uint64_t seq, int sender, uint64_t segment) {
+  return tag(token, kSegment, sender, segment, seq);
 }
 
 uint64_t notice_tag(const Token& token, int sender) { return tag(token, kNotice, sender, 0, 0); }
 
-uint64_t inquiry_tag(const Token& token, int sender, bool answer) { return tag(token, kInquiry, sender, answer, 0); }
+uint64_t wait_query_tag(const Token& token, int sender, bool reply) { return tag(token, kWaitQuery, sender, reply, 0); }
 
 std::vector<int64_t> segment_ends(int64_t rows, int64_t row_bytes) {
-  constexpr int64_t kLeast = 32 << 10, kMost = 512 << 10, kTile = 32;
+  constexpr int64_t kMinBytes = 32 << 10, kMaxBytes = 512 << 10, kRowMultiple = 32;
   std::vector<int64_t> ends;
   if (row_bytes == 0) return ends;
-  for (int64_t at = 0; at < rows; ends.push_back(at)) {
-    const int64_t bytes = std::clamp(std::min(at, rows - at) * row_bytes / 4, kLeast, kMost);
-    const int64_t tiles = std::max<int64_t>(bytes / (row_bytes * kTile), 1);
-    at = std::min(rows, at + tiles * kTile);
+  for (int64_t row = 0; row < rows; ends.push_back(row)) {
+    const int64_t bytes = std::clamp(std::min(row, rows - row) * row_bytes / 4, kMinBytes, kMaxBytes);
+    const int64_t multiples = std::max<int64_t>(bytes / (row_bytes * kRowMultiple), 1);
+    row = std::min(rows, row + multiples * kRowMultiple);
   }
   return ends;
 }

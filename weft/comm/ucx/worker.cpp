@@ -18,7 +18,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kLastMoment{200};  // for messages to leave, and for connections to close
+constexpr milliseconds kShutdownTimeout{200};  // for messages to leave, and for connections to close
 
 void check(ucs_status_t status, const char* what) {
   if (status == UCS_OK) return;
@@ -29,7 +29,7 @@ void check(ucs_status_t status, const char* what) {
 using Config = std::unique_ptr<ucp_config_t, decltype(&ucp_config_release)>;
 
 /// Sets an option unless the environment does.
-void prefer(ucp_config_t* config, const char* name, const char* value) {
+void set_default(ucp_config_t* config, const char* name, const char* value) {
   if (std::getenv((std::string("UCX_") + name).c_str())) return;
   const auto what = c10::str("take UCX_", name, "=", value);
   check(ucp_config_modify(config, name, value), what.c_str());
@@ -43,15 +43,15 @@ Config configuration(const std::string& devices) {
   ucp_config_t* read = nullptr;
   check(ucp_config_read(nullptr, nullptr, &read), "read its configuration");
   Config config(read, ucp_config_release);
-  prefer(read, "TLS", "^sm");
-  prefer(read, "NET_DEVICES", devices.c_str());
+  set_default(read, "TLS", "^sm");
+  set_default(read, "NET_DEVICES", devices.c_str());
   if (!rdma_ports().empty()) return config;
-  prefer(read, "RNDV_THRESH", "inf");
+  set_default(read, "RNDV_THRESH", "inf");
   return config;
 }
 
 /// UCX takes over the signals of crashes when it is loaded; they stay with the program's own handlers.
-void give_signals_back() {
+void restore_signal_handlers() {
   static const bool once = [] {
     if (!std::getenv("UCX_HANDLE_ERRORS"))
       for (const int number : {SIGILL, SIGSEGV, SIGBUS, SIGFPE}) ucs_debug_disable_signal(number);
@@ -60,26 +60,26 @@ void give_signals_back() {
   static_cast<void>(once);
 }
 
-void settle(Transfer& transfer, ucs_status_t status, size_t bytes) {
+void complete_transfer(Transfer& transfer, ucs_status_t status, size_t bytes) {
   transfer.request = nullptr;
   if (status == UCS_OK && bytes != transfer.bytes) status = UCS_ERR_MESSAGE_TRUNCATED;
   transfer.status = status;
   transfer.state = status == UCS_OK ? Transfer::State::done : Transfer::State::failed;
 }
 
-void sent(void* request, ucs_status_t status, void* transfer) {
+void on_sent(void* request, ucs_status_t status, void* transfer) {
   auto& done = *static_cast<Transfer*>(transfer);
-  settle(done, status, done.bytes);
+  complete_transfer(done, status, done.bytes);
   ucp_request_free(request);
 }
 
-void received(void* request, ucs_status_t status, const ucp_tag_recv_info_t* info, void* transfer) {
-  settle(*static_cast<Transfer*>(transfer), status, info->length);
+void on_received(void* request, ucs_status_t status, const ucp_tag_recv_info_t* info, void* transfer) {
+  complete_transfer(*static_cast<Transfer*>(transfer), status, info->length);
   ucp_request_free(request);
 }
 
 ucp_context_h make_context(int peers, const std::string& devices) {
-  give_signals_back();
+  restore_signal_handlers();
   const Config config = configuration(devices);
   ucp_params_t params{};
   params.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_ESTIMATED_NUM_EPS;
@@ -110,11 +110,11 @@ Worker::Worker(int peers, const std::string& devices)
 
 Worker::~Worker() {
   std::vector<ucs_status_ptr_t> requests;
-  ucp_request_param_t plain{};
+  ucp_request_param_t default_params{};
   for (const auto& c : connections_) {
-    if (c.endpoint && c.status == UCS_OK) requests.push_back(ucp_ep_flush_nbx(c.endpoint, &plain));
+    if (c.endpoint && c.status == UCS_OK) requests.push_back(ucp_ep_flush_nbx(c.endpoint, &default_params));
   }
-  end(requests, kLastMoment);
+  finish_requests(requests, kShutdownTimeout);
   ucp_request_param_t force{};
   force.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
   force.flags = UCP_EP_CLOSE_FLAG_FORCE;
@@ -122,7 +122,7 @@ Worker::~Worker() {
   for (const auto& c : connections_) {
     if (c.endpoint) requests.push_back(ucp_ep_close_nbx(c.endpoint, &force));
   }
-  end(requests, kLastMoment);
+  finish_requests(requests, kShutdownTimeout);
   drain();
 }
 
@@ -131,15 +131,15 @@ void Worker::drain() {
   ucp_tag_recv_info_t info{};
   while (auto* const message = ucp_tag_probe_nb(worker_.get(), 0, 0, /*remove=*/1, &info)) {
     auto& bytes = messages.emplace_back(info.length + 1);
-    ucp_request_param_t plain{};
-    auto* const request = ucp_tag_msg_recv_nbx(worker_.get(), bytes.data(), info.length, message, &plain);
+    ucp_request_param_t default_params{};
+    auto* const request = ucp_tag_msg_recv_nbx(worker_.get(), bytes.data(), info.length, message, &default_params);
     if (UCS_PTR_IS_PTR(request)) ucp_request_free(request);
   }
   worker_.reset();
 }
 
-void Worker::end(const std::vector<ucs_status_ptr_t>& requests, milliseconds longest) {
-  const auto deadline = Clock::now() + longest;
+void Worker::finish_requests(const std::vector<ucs_status_ptr_t>& requests, milliseconds max_wait) {
+  const auto deadline = Clock::now() + max_wait;
   for (auto* request : requests) {
     if (!UCS_PTR_IS_PTR(request)) continue;  // was over at once
     while (ucp_request_check_status(request) == UCS_INPROGRESS && Clock::now() < deadline) {
@@ -177,24 +177,24 @@ void Worker::send(int peer, uint64_t tag, const void* data, size_t bytes, Transf
   transfer = {.state = Transfer::State::pending, .bytes = bytes};
   ucp_request_param_t params{};
   params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
-  params.cb.send = sent;
+  params.cb.send = on_sent;
   params.user_data = &transfer;
   params.memory_type = UCS_MEMORY_TYPE_HOST;
   auto* const request = ucp_tag_send_nbx(connections_[peer].endpoint, data, bytes, tag, &params);
-  if (!UCS_PTR_IS_PTR(request)) settle(transfer, UCS_PTR_STATUS(request), bytes);  // over, and `sent` is not called
+  if (!UCS_PTR_IS_PTR(request)) complete_transfer(transfer, UCS_PTR_STATUS(request), bytes);  // over, and `on_sent` is not called
 }
 
 void Worker::receive(uint64_t tag, void* data, size_t bytes, Transfer& transfer) {
   transfer = {.state = Transfer::State::pending, .bytes = bytes};
   ucp_request_param_t params{};
-  // `received` is called for every message, since nothing else tells its length.
+  // `on_received` is called for every message, since nothing else tells its length.
   params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE |
                         UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
-  params.cb.recv = received;
+  params.cb.recv = on_received;
   params.user_data = &transfer;
   params.memory_type = UCS_MEMORY_TYPE_HOST;
   auto* const request = ucp_tag_recv_nbx(worker_.get(), data, bytes, tag, ~uint64_t{0}, &params);
-  if (UCS_PTR_IS_ERR(request)) settle(transfer, UCS_PTR_STATUS(request), bytes);
+  if (UCS_PTR_IS_ERR(request)) complete_transfer(transfer, UCS_PTR_STATUS(request), bytes);
   if (transfer.state == Transfer::State::pending) transfer.request = request;
 }
 
@@ -203,13 +203,13 @@ void Worker::cancel_receive(Transfer& transfer) {
     ucp_request_cancel(worker_.get(), transfer.request);
 }
 
-void Worker::sleep(milliseconds longest) {
+void Worker::sleep(milliseconds max_wait) {
   if (ucp_worker_arm(worker_.get()) != UCS_OK) {  // something has come meanwhile, or UCX's own thread is at it
     sched_yield();
     return;
   }
   pollfd event{.fd = event_, .events = POLLIN, .revents = 0};
-  poll(&event, 1, static_cast<int>(longest.count()));
+  poll(&event, 1, static_cast<int>(max_wait.count()));
 }
 
 }  // namespace weft::comm::ucx

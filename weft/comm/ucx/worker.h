@@ -41,8 +41,8 @@ class Worker {
 
   /// Moves what can be moved; false if nothing was.
   bool progress() { return ucp_worker_progress(worker_.get()) != 0; }
-  /// Returns when something may be moved, at the latest after `longest`.
-  void sleep(std::chrono::milliseconds longest);
+  /// Returns when something may be moved, at the latest after `max_wait`.
+  void sleep(std::chrono::milliseconds max_wait);
 
   /// Whether the connection to `peer` broke, and when.
   bool broken(int peer) const { return connections_[peer].status != UCS_OK; }
@@ -57,8 +57,8 @@ class Worker {
   /// Takes messages that nobody received, of each of which UCX would warn, though after a failure they are no news, and
   /// destroys the worker.
   void drain();
-  /// Runs until `requests` are over, at the latest until `longest` has passed, and frees them.
-  void end(const std::vector<ucs_status_ptr_t>& requests, std::chrono::milliseconds longest);
+  /// Runs until `requests` are over, at the latest until `max_wait` has passed, and frees them.
+  void finish_requests(const std::vector<ucs_status_ptr_t>& requests, std::chrono::milliseconds max_wait);
 
   std::unique_ptr<ucp_context, decltype(&ucp_cleanup)> context_;
   std::unique_ptr<ucp_worker, decltype(&ucp_worker_destroy)> worker_;

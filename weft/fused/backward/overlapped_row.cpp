@@ -18,24 +18,24 @@ class OverlappedRowBackward final : public FusedOp {
   }
 
   at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
-    const overlap::Choice::Watch watch(choice_);
+    const overlap::OverlapPolicy::ScopedTimer timer(policy_);
     auto linear = ctx.op(linear_.index);
     if (!linear.needs_input_grad()) return without_overlap(ctx, dy);  // no product to go under
     const auto& w = linear_->backward_weight(linear, ctx.params(linear_.index));
     const auto local = ops::as_matrix(ops::as_dtype(dy, w.scalar_type()));
-    const overlap::Shape shape{
-        comm::Operation::all_gather, w.scalar_type(), local.size(0), w.size(1), w.size(0), ranks()};
-    const auto link = choice_.link(group(), shape, linear_->options().overlap);
-    if (!link) return without_overlap(ctx, dy);
+    const overlap::OverlapShape shape{
+        comm::CommOp::all_gather, w.scalar_type(), local.size(0), w.size(1), w.size(0), ranks()};
+    const auto transport = policy_.select(group(), shape, linear_->options().overlap);
+    if (!transport) return without_overlap(ctx, dy);
     at::Tensor all;
     const bool needs_all_dy = linear.needs_param_grad(0) || needs_bias_grad(ctx);
-    auto result = overlap::all_gather_gemm(*link, local, w, epilogue(ctx), needs_all_dy ? &all : nullptr);
+    auto result = overlap::all_gather_gemm(*transport, local, w, epilogue(ctx), needs_all_dy ? &all : nullptr);
     if (needs_all_dy) all = with_leading_dims(all, dy, ranks());
     set_gradients(ctx, all, std::move(result.column_sums));
     return ctx.op(0).needs_input_grad() ? with_leading_dims(result.out, dy, ranks()) : at::Tensor{};
   }
 
-  std::string note() const override { return choice_.last(); }
+  std::string note() const override { return policy_.last_decision(); }
 
  private:
   int ranks() const {
@@ -83,7 +83,7 @@ class OverlappedRowBackward final : public FusedOp {
   MatchedOp<ops::BasicLinear> linear_;
   MatchedOp<ops::Bias> bias_;
   MatchedOp<ops::ReduceScatter> reduce_scatter_;
-  overlap::Choice choice_;
+  overlap::OverlapPolicy policy_;
 };
 
 std::string reject(const Match& m, const PlanView& view) {

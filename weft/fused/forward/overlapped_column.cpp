@@ -14,7 +14,7 @@ class OverlappedColumn final : public FusedOp {
         activation_(match.find<ops::ActivationOp>()) {}
 
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
-    const overlap::Choice::Watch watch(choice_);
+    const overlap::OverlapPolicy::ScopedTimer timer(policy_);
     const bool keep_pre_act = activation_ && ctx.op(activation_.index).needs_input_grad();
     kernels::Epilogue epilogue{.bias = bias_of(ctx, bias_), .keep_pre_act = keep_pre_act};
     if (activation_) epilogue.act = activation_->act();
@@ -23,7 +23,7 @@ class OverlappedColumn final : public FusedOp {
     return result.out;
   }
 
-  std::string note() const override { return choice_.last(); }
+  std::string note() const override { return policy_.last_decision(); }
 
  private:
   kernels::GemmResult forward_gemm(StepContext& ctx, const at::Tensor& x, kernels::Epilogue epilogue) const {
@@ -33,12 +33,12 @@ class OverlappedColumn final : public FusedOp {
     const auto rows = ops::as_matrix(local);
     const auto& options = linear_->options();
     const auto ranks = static_cast<int>(options.tensor_parallel_size);
-    const overlap::Shape shape{
-        comm::Operation::all_gather, local.scalar_type(), rows.size(0), w.size(0), w.size(1), ranks};
-    const auto link = choice_.link(*options.tensor_parallel_group, shape, options.overlap);
-    if (!link) return linear_->forward_gemm(linear, x, weight, std::move(epilogue));
+    const overlap::OverlapShape shape{
+        comm::CommOp::all_gather, local.scalar_type(), rows.size(0), w.size(0), w.size(1), ranks};
+    const auto transport = policy_.select(*options.tensor_parallel_group, shape, options.overlap);
+    if (!transport) return linear_->forward_gemm(linear, x, weight, std::move(epilogue));
     epilogue.b_is_weight = true;
-    auto result = overlap::all_gather_gemm(*link, rows, kernels::transposed(w), epilogue);
+    auto result = overlap::all_gather_gemm(*transport, rows, kernels::transposed(w), epilogue);
     result.out = with_leading_dims(result.out, x, ranks);
     if (result.pre_act.defined()) result.pre_act = with_leading_dims(result.pre_act, x, ranks);
     return result;
@@ -47,7 +47,7 @@ class OverlappedColumn final : public FusedOp {
   MatchedOp<ops::BasicLinear> linear_;
   MatchedOp<ops::Bias> bias_;
   MatchedOp<ops::ActivationOp> activation_;
-  overlap::Choice choice_;
+  overlap::OverlapPolicy policy_;
 };
 
 std::string reject(const Match& m, const PlanView& view) {

@@ -15,27 +15,27 @@ class OverlappedRow final : public FusedOp {
         all_reduce_(match.find<ops::AllReduce>()) {}
 
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
-    const overlap::Choice::Watch watch(choice_);
+    const overlap::OverlapPolicy::ScopedTimer timer(policy_);
     auto linear = ctx.op(0);
     const auto ranks = this->ranks();
     const auto [local, w] = linear_->operands(linear, x, ctx.params(0)[0]);
     const auto rows = ops::as_matrix(local);
     if (scatters() && x.size(0) % ranks != 0) return without_overlap(ctx, x);  // which says what is wrong
-    const overlap::Shape shape{scatters() ? comm::Operation::reduce_scatter : comm::Operation::all_reduce,
+    const overlap::OverlapShape shape{scatters() ? comm::CommOp::reduce_scatter : comm::CommOp::all_reduce,
                                local.scalar_type(),
                                (rows.size(0) + ranks - 1) / ranks,
                                w.size(0),
                                w.size(1),
                                ranks};
-    const auto link = choice_.link(group(), shape, linear_->options().overlap);
-    if (!link) return without_overlap(ctx, x);
+    const auto transport = policy_.select(group(), shape, linear_->options().overlap);
+    if (!transport) return without_overlap(ctx, x);
     const kernels::Epilogue epilogue{.bias = bias_of(ctx, bias_), .b_is_weight = true};
     if (!scatters())
-      return ops::restore_leading_dims(overlap::gemm_all_reduce(*link, rows, kernels::transposed(w), epilogue), x);
-    return with_leading_dims(overlap::gemm_reduce_scatter(*link, rows, kernels::transposed(w), epilogue), x, -ranks);
+      return ops::restore_leading_dims(overlap::gemm_all_reduce(*transport, rows, kernels::transposed(w), epilogue), x);
+    return with_leading_dims(overlap::gemm_reduce_scatter(*transport, rows, kernels::transposed(w), epilogue), x, -ranks);
   }
 
-  std::string note() const override { return choice_.last(); }
+  std::string note() const override { return policy_.last_decision(); }
 
  private:
   bool scatters() const { return linear_->parallel() ? linear_->options().sequence_parallel : bool(reduce_scatter_); }
@@ -61,7 +61,7 @@ class OverlappedRow final : public FusedOp {
   MatchedOp<ops::Bias> bias_;
   MatchedOp<ops::ReduceScatter> reduce_scatter_;
   MatchedOp<ops::AllReduce> all_reduce_;
-  overlap::Choice choice_;
+  overlap::OverlapPolicy policy_;
 };
 
 FusionRule rule(std::string name, std::vector<Element> pattern) {
