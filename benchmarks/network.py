@@ -54,8 +54,8 @@ def ranks(program: pathlib.Path, gigabits: float | None, *arguments: str) -> lis
 
 def interval(values: list[float]) -> tuple[float, float]:
     """Bootstrap interval (95 %) of the median."""
-    chance = random.Random(0)
-    medians = sorted(statistics.median(chance.choices(values, k=len(values))) for _ in range(1000))
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(1000))
     return medians[25], medians[-26]
 
 
@@ -88,23 +88,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--program", type=pathlib.Path, default=ROOT / "build/release/network_rank")
     parser.add_argument("--json", type=pathlib.Path)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     if why := netns.unavailable_reason():
         print(f"skipped: {why}")
         results = {"link": [], "rows": [{"figures": [{"name": "two namespaces", "skipped": why}]}]}
-        store(asked.json, results)
+        store(args.json, results)
         return
-    results = {"link": ranks(asked.program, None, "link"), "rows": []}
+    results = {"link": ranks(args.program, None, "link"), "rows": []}
     for row in results["link"]:
         print(f"unlimited  {row['bytes']:9} bytes  {row['us']:9.1f} µs  {row['MB/s']:8.1f} MB/s", flush=True)
-    for rate in asked.rates:
-        for found in ranks(asked.program, rate, "balance", str(asked.megabytes), str(asked.rounds)):
+    for rate in args.rates:
+        for found in ranks(args.program, rate, "balance", str(args.megabytes), str(args.rounds)):
             figures = figures_of(rate, found)
             results["rows"].append({"gigabits": rate, **found, "figures": figures})
             parts = f"product {found['product_ms']:7.2f} ms  blocks {found['blocks_ms']:7.2f} ms"
             words = "  ".join(f"{f['value']:.3f}" if "value" in f else f["skipped"] for f in figures)
             print(f"{rate:4} Gb/s  {found['schedule']:20} {found['shape']:20} {parts}  {words}", flush=True)
-    store(asked.json, results)
+    store(args.json, results)
 
 
 if __name__ == "__main__":

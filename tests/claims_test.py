@@ -15,12 +15,12 @@ import old_against_new  # noqa: E402
 import skips  # noqa: E402
 import trust  # noqa: E402
 from verdict import (  # noqa: E402
-    ENOUGH,
+    MIN_ROUNDS,
     Figure,
     Outcome,
     Verdict,
     figure_from,
-    joined,
+    join_outcomes,
     judge_ctest,
     judge_figures,
     judge_pytest,
@@ -37,7 +37,7 @@ TIMED = {"name": "gemm", "value": 0.78, "interval": (0.76, 0.79), "control": 1.0
     ("changed", "verdict"),
     [
         ({}, HOLDS),
-        ({"kept": ENOUGH}, HOLDS),
+        ({"kept": MIN_ROUNDS}, HOLDS),
         ({"control": 1.019}, HOLDS),
         ({"at_most": None}, HOLDS),  # reported only
         ({"interval": (0.76, 0.81)}, MISSED),  # the median is within the bound, the upper end is not
@@ -45,7 +45,7 @@ TIMED = {"name": "gemm", "value": 0.78, "interval": (0.76, 0.79), "control": 1.0
         ({"at_most": None, "at_least": 0.76}, HOLDS),
         ({"at_most": None, "at_least": 0.77}, MISSED),  # the lower end is what counts
         ({"kept": 0}, NOT_MEASURED),
-        ({"kept": ENOUGH - 1}, NOT_MEASURED),
+        ({"kept": MIN_ROUNDS - 1}, NOT_MEASURED),
         ({"kept": None}, NOT_MEASURED),
         ({"control": 1.03}, NOT_MEASURED),
         ({"control": 0.97}, NOT_MEASURED),
@@ -77,7 +77,7 @@ def test_missing_figures_are_not_measured():
     assert judge_figures([held, held], expected=2).verdict is HOLDS
 
 
-def test_a_miss_outweighs_what_was_not_measured():
+def test_missed_outweighs_not_measured():
     assert overall([HOLDS, NOT_MEASURED, MISSED]) is MISSED
     assert overall([HOLDS, NOT_MEASURED]) is NOT_MEASURED
     assert overall([]) is NOT_MEASURED
@@ -88,7 +88,7 @@ def suite_row(bound, inverse, versus, kept=21, control=1.0):
     return {"problem": "gemm m=512 at_least=1.6", "versus": versus, "target": target, "control": control, "kept": kept}
 
 
-def test_suite_rows_are_judged_by_their_interval_not_by_the_programs_word():
+def test_suite_rows_are_judged_by_interval():
     peer = {"against": "mm_out", "ratio": 0.79, "interval": [0.78, 0.81], "ms": 1.0}
     assert suite_figure(suite_row(0.80, False, [peer])).judge().verdict is MISSED
     assert suite_figure(suite_row(0.82, False, [peer])).judge().verdict is HOLDS
@@ -100,7 +100,7 @@ def test_suite_rows_are_judged_by_their_interval_not_by_the_programs_word():
     assert inverse.judge().verdict is MISSED
 
 
-def test_figures_are_read_from_json_with_other_fields():
+def test_figures_ignore_other_json_fields():
     row = {**TIMED, "interval": [0.76, 0.79], "ms": 3.0, "steal": 0.0}
     assert figure_from(row) == Figure(**TIMED)
 
@@ -131,7 +131,7 @@ def test_pytest_output(output, status, verdict):
     assert judge_pytest(output, status).verdict is verdict
 
 
-def test_pytest_without_its_figure_is_not_measured():
+def test_pytest_without_figure_is_not_measured():
     output = "2000 pipelines, 0 wrong\n5 passed in 1.2s"
     assert judge_pytest(output, 0, r"\d+ pipelines").verdict is HOLDS
     assert judge_pytest(output, 0, r"\d+ fuzzed calls").verdict is NOT_MEASURED
@@ -184,7 +184,7 @@ def test_script_output(output, status, verdict):
         (Outcome("1 failed; 1000 fuzzed calls", MISSED), MISSED),
     ],
 )
-def test_a_smaller_count_than_claimed_is_not_measured(outcome, verdict):
+def test_smaller_count_than_claimed_is_not_measured(outcome, verdict):
     check = trust.at_least(100_000, "fuzzed calls", lambda settings: outcome, quick=1000)
     assert check(checks.Settings()).verdict is verdict
     assert check(checks.Settings(quick=True)).verdict in (HOLDS, MISSED)
@@ -208,7 +208,7 @@ def test_trust_judges_scripts_planted_faults_and_ci():
     assert trust.judge_ci({**run, "status": "failed in pytest"}).verdict is NOT_MEASURED
 
 
-def test_defect_scripts_are_run_and_their_status_counts(tmp_path):
+def test_defect_scripts_are_run_and_judged_by_status(tmp_path):
     settings = checks.Settings(defects=tmp_path / "absent")
     assert trust.defect_scripts(checks.Settings()).verdict is NOT_MEASURED
     assert trust.defect_scripts(settings).verdict is NOT_MEASURED
@@ -219,14 +219,14 @@ def test_defect_scripts_are_run_and_their_status_counts(tmp_path):
     assert found.verdict is MISSED and "bad: status 3" in found.measured
 
 
-def test_a_script_without_a_class_test_is_named():
+def test_script_without_class_test_is_named():
     def check(settings):
         return Outcome("2 passed", HOLDS)
 
     assert trust.classes_of(["d1_rows", "d1b_dense", "e9_new"], {"d1": check, "d1b": check}) == (["e9"], [check])
 
 
-def test_a_benchmark_that_was_too_noisy_is_run_once_more():
+def test_noisy_benchmark_is_repeated():
     noisy, quiet = Figure(**{**TIMED, "control": 1.05}), Figure(**TIMED)
     runs = iter([[noisy], [quiet]])
     assert checks.measured(lambda: (next(runs), True)).verdict is HOLDS
@@ -235,7 +235,7 @@ def test_a_benchmark_that_was_too_noisy_is_run_once_more():
     assert checks.measured(lambda: ([quiet], False)).verdict is MISSED  # wrong results
 
 
-def test_a_network_without_a_steady_round_is_not_measured():
+def test_network_without_steady_round_is_not_measured():
     row = {"schedule": "all_gather_gemm", "ratios": [], "hidden": [], "controls": []}
     assert [figure_from(f).judge().verdict for f in network.figures_of(1.0, row)] == [NOT_MEASURED]
     row = {**row, "ratios": [1.05] * 9, "hidden": [0.9] * 9, "controls": [1.0] * 9}
@@ -260,7 +260,7 @@ def test_old_against_new(runs, verdict):
     assert figure_from(old_against_new.figure("gemm", rounds)).judge().verdict is verdict
 
 
-def test_only_holds_passes_and_the_summary_counts_each():
+def test_only_holds_passes_and_summary_counts_each():
     def result(verdict):
         return claims.Result("1", "claim", "measured", verdict, 0)
 
@@ -270,32 +270,32 @@ def test_only_holds_passes_and_the_summary_counts_each():
     assert claims.summary([result(HOLDS), result(MISSED), result(HOLDS)]) == "2 holds, 1 missed, 0 not measured"
 
 
-def test_rows_are_chosen_by_number_and_by_part():
+def test_rows_are_selected_by_number_and_prefix():
     rows = claims.CLAIMS["trust"]
-    assert [row.number for row in claims.chosen(rows, ["3.1"])] == ["3.1"]
-    assert len(claims.chosen(rows, ["3"])) == 15 and len(claims.chosen(rows, [])) == len(rows)
+    assert [row.number for row in claims.select_rows(rows, ["3.1"])] == ["3.1"]
+    assert len(claims.select_rows(rows, ["3"])) == 15 and len(claims.select_rows(rows, [])) == len(rows)
     with pytest.raises(ValueError, match="no row 9"):
-        claims.chosen(rows, ["9"])
+        claims.select_rows(rows, ["9"])
 
 
-def test_every_problem_of_a_quick_run_is_expected():
+def test_quick_filter_matches_problems():
     """A bound of a suite that --quick selects by a text must match at least one problem."""
     assert checks.problems_of("benchmarks/problems/gemm.txt", "m=512") > 0
     assert checks.problems_of("benchmarks/problems/gemm.txt", "m=7777") == 0
 
 
 def test_outcomes_are_joined():
-    found = joined([Outcome("a", HOLDS), Outcome("b", NOT_MEASURED)])
+    found = join_outcomes([Outcome("a", HOLDS), Outcome("b", NOT_MEASURED)])
     assert found == Outcome("a; b", NOT_MEASURED)
 
 
-def test_skips_of_gtest_are_read_with_their_reason():
+def test_gtest_skips_are_parsed_with_reason():
     assert skips.gtest_skips(gtest_log("two\nlines")) == [skips.Skip("A.B", "two lines")]
     assert skips.gtest_skips("[  SKIPPED ] C.D (1 ms)\n") == [skips.Skip("C.D", "")]
     assert skips.not_allowed(skips.gtest_skips(gtest_log("one rank agrees with itself"))) == []
     assert skips.not_allowed(skips.gtest_skips(gtest_log("")))
 
 
-def test_an_unknown_kind_in_the_list_is_an_error():
+def test_unknown_skip_kind_raises():
     with pytest.raises(ValueError, match="unknown kinds"):
         skips.rules("sometimes: the moon is full")

@@ -23,7 +23,7 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_the_first_example_of_the_readme_prints_what_is_shown():
+def test_first_readme_example_prints_shown_output():
     """With WEFT_TIER=ref, as the page says: the kernels named would otherwise be those of this machine."""
     done = subprocess.run(
         [sys.executable, "-c", blocks("README.md", "python")[0]],
@@ -36,12 +36,12 @@ def test_the_first_example_of_the_readme_prints_what_is_shown():
     assert done.stdout.rstrip() == blocks("README.md", "text")[0].rstrip()
 
 
-def test_the_readme_shows_an_example_that_is_built_with_the_library():
+def test_readme_cpp_example_equals_built_example():
     assert files("README.md")["train_mlp.cpp"] == (ROOT / "examples/cpp/train_mlp.cpp").read_text()
 
 
 @pytest.mark.parametrize("page", PROJECTS)
-def test_a_documented_project_is_whole(page):
+def test_documented_project_is_complete(page):
     """What tests/wheel_test.sh builds: every C++ and CMake block of the page is a file of it, and CMake knows each."""
     found = files(page)
     assert sorted(found.values()) == sorted(blocks(page, "cpp") + blocks(page, "cmake"))
@@ -53,7 +53,7 @@ def test_a_documented_project_is_whole(page):
 
 
 @pytest.mark.parametrize("page", PROJECTS)
-def test_a_documented_project_uses_public_headers_and_names_of_its_own(page):
+def test_documented_project_uses_public_headers_and_own_names(page):
     found = files(page)
     for content in found.values():
         included = set(re.findall(r'#include "([^"]+)"', content)) - found.keys()
@@ -64,7 +64,7 @@ def test_a_documented_project_uses_public_headers_and_names_of_its_own(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
+def test_links_resolve(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", text)
     missing = [t for t in targets if not re.match(r"\w+:", t) and not (page.parent / t).exists()]
@@ -72,23 +72,23 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", make_tables.pages(), ids=lambda page: page.name)
-def test_tables_of_figures_are_generated_from_stored_results(page):
+def test_figure_tables_are_generated_from_stored_results(page):
     text = page.read_text()
-    assert make_tables.rendered(text, make_tables.stored) == text, "run tools/make_tables.py --write"
-    by_hand = [line for line in make_tables.outside_tables(text) if make_tables.holds_a_figure(line)]
+    assert make_tables.render_tables(text, make_tables.stored) == text, "run tools/make_tables.py --write"
+    by_hand = [line for line in make_tables.outside_tables(text) if make_tables.contains_figure(line)]
     assert not by_hand, "figures in a table that tools/make_tables.py does not write"
 
 
-def test_a_changed_figure_and_a_result_without_its_command_are_noticed():
+def test_changed_figure_and_missing_command_are_detected():
     page = "<!-- table: plain r.json -->\n<!-- end of table -->\n"
     result = {"date": "2026-11-15", "command": "x", "columns": ["a"], "rows": [["1.5"]]}
-    made = make_tables.rendered(page, lambda file: json.dumps(result))
-    assert "| 1.5 |" in made and make_tables.rendered(made, lambda file: json.dumps(result)) == made
-    assert make_tables.rendered(made.replace("1.5", "1.4"), lambda file: json.dumps(result)) == made
+    made = make_tables.render_tables(page, lambda file: json.dumps(result))
+    assert "| 1.5 |" in made and make_tables.render_tables(made, lambda file: json.dumps(result)) == made
+    assert make_tables.render_tables(made.replace("1.5", "1.4"), lambda file: json.dumps(result)) == made
     with pytest.raises(ValueError, match="no command"):
-        make_tables.rendered(page, lambda file: json.dumps({**result, "command": ""}))
-    assert all(map(make_tables.holds_a_figure, ("| a | 1.06 |", "| 0.19 µs |", "| 5–8 µs | |", "| 0.8 [0.7, 0.9] |")))
-    assert not any(map(make_tables.holds_a_figure, ("| 3 | torch 2.13 |", "| [O/p, I] |", "| `x=0.5` |", "|---|")))
+        make_tables.render_tables(page, lambda file: json.dumps({**result, "command": ""}))
+    assert all(map(make_tables.contains_figure, ("| a | 1.06 |", "| 0.19 µs |", "| 5–8 µs | |", "| 0.8 [0.7, 0.9] |")))
+    assert not any(map(make_tables.contains_figure, ("| 3 | torch 2.13 |", "| [O/p, I] |", "| `x=0.5` |", "|---|")))
 
 
 def test_examples_are_short():

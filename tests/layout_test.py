@@ -54,13 +54,13 @@ def sources():
     return {p.relative_to(ROOT).as_posix(): p.read_text() for p in paths}
 
 
-def test_includes_go_down():
+def test_includes_follow_layers():
     files = sources()
     assert files
     assert violations(files) == []
 
 
-def test_a_straight_tree_is_accepted():
+def test_valid_tree_is_accepted():
     assert not violations(
         {
             "weft/pch.h": "#include <ATen/ATen.h>",
@@ -73,7 +73,7 @@ def test_a_straight_tree_is_accepted():
     )
 
 
-def test_a_planted_include_is_caught():
+def test_invalid_include_is_detected():
     planted = {
         "weft/core/format.h": '#include "weft/kernels/gemm.h"',
         "weft/kernels/gemm.cpp": '#include "weft/comm/communicator.h"',

@@ -34,7 +34,7 @@ MODULE = "pytest.skip('the moon is full', allow_module_level=True)"
 
 
 @pytest.mark.parametrize("workers", ([], ["-n", "2"]), ids=("one", "two"))
-def test_a_skip_that_is_not_listed_fails_a_strict_run(project, workers):
+def test_unlisted_skip_fails_strict_run(project, workers):
     if workers:
         pytest.importorskip("xdist")
     assert run(project, ALLOWED, "--strict-skips", *workers).returncode == 0
@@ -45,7 +45,7 @@ def test_a_skip_that_is_not_listed_fails_a_strict_run(project, workers):
     assert run(project, OTHER, *workers).returncode == 0
 
 
-def test_ranks_are_serial_and_slow_tests_wait_to_be_asked_for(project):
+def test_rank_tests_are_serial_and_slow_tests_are_opt_in(project):
     (project / "tests/dist").mkdir()
     (project / "tests/dist/test_two.py").write_text("def test_ranks(): pass\n")
     body = "@pytest.mark.slow\ndef test_slow(): pass\n\ndef test_quick(): pass"

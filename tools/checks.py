@@ -17,7 +17,7 @@ from verdict import (
     Outcome,
     Verdict,
     figure_from,
-    joined,
+    join_outcomes,
     judge_ctest,
     judge_figures,
     judge_pytest,
@@ -125,7 +125,7 @@ def every_tier(check: Check) -> Check:
                 continue
             found = check(replace(settings, environment={**settings.environment, "WEFT_TIER": tier}))
             outcomes.append(replace(found, measured=f"{tier}: {found.measured}"))
-        return joined(outcomes)
+        return join_outcomes(outcomes)
 
     return checked
 
@@ -154,11 +154,11 @@ def measured(once: Callable[[], tuple[list[Figure], bool]], expected: int = 1, a
     for _ in range(attempts):
         figures, right = once()
         if not right:
-            return joined([judge_figures(figures), Outcome("wrong results or a failed run", Verdict.MISSED)])
+            return join_outcomes([judge_figures(figures), Outcome("wrong results or a failed run", Verdict.MISSED)])
         for figure in figures:
-            if figure.name not in found or found[figure.name].why_not_measured():
+            if figure.name not in found or found[figure.name].not_measured_reason():
                 found[figure.name] = figure
-        if len(found) >= expected and not any(figure.why_not_measured() for figure in found.values()):
+        if len(found) >= expected and not any(figure.not_measured_reason() for figure in found.values()):
             break
     return judge_figures(found.values(), expected)
 
@@ -234,7 +234,7 @@ def instructions(at_most: dict[str, float], count: str = "ratio", gate: bool = F
         found = [Figure(r["problem"], r[count], at_most=at_most[r["problem"]], exact=True) for r in rows]
         outcome = judge_figures(found, expected=len(at_most))
         if done.returncode and rows:
-            return joined([outcome, Outcome("over the stored ratio", Verdict.MISSED)])
+            return join_outcomes([outcome, Outcome("over the stored ratio", Verdict.MISSED)])
         return outcome
 
     return needs_build(check)

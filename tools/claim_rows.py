@@ -5,7 +5,7 @@ from __future__ import annotations
 from checks import Row, ctest, every_tier, figures, files_of, instructions, program, pytest, script, suite, sweep
 from trust import TRUST
 
-HABITS = "checkpointing or saved_tensor or save_on_cpu or assigned"
+SAVED = "checkpointing or saved_tensor or save_on_cpu or assigned"
 
 CLAIMS = {
     "core": (
@@ -24,7 +24,7 @@ CLAIMS = {
         Row("7", "resident size after 1,000 steps is that after 100, within 1 %",
             (pytest("tests/python/test_memory.py", figure=r"resident [^\n]*"),)),
         Row("8", "FSDP2, DDP, checkpointing, offload hooks, assigned state: gradients equal the plain ones",
-            (pytest("tests/dist/test_data_parallel.py"), pytest("tests/python/test_habits.py", "-k", HABITS))),
+            (pytest("tests/dist/test_data_parallel.py"), pytest("tests/python/test_habits.py", "-k", SAVED))),
         Row("9", "an outside C++ project trains; a fresh environment runs the README",
             (script("bash", "tests/wheel_test.sh", figure=r"outside: [^\n]*|wheel: all passed"),)),
         Row("10", "clean under ASan and UBSan; unsupported transforms raise or are right",

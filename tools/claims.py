@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from checks import ROOT, Row, Settings  # noqa: E402
 from claim_rows import CLAIMS  # noqa: E402
-from verdict import Verdict, joined  # noqa: E402
+from verdict import Verdict, join_outcomes  # noqa: E402
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Result:
 
 def measure(row: Row, settings: Settings) -> Result:
     start = time.monotonic()
-    outcome = joined(check(settings) for check in row.checks)
+    outcome = join_outcomes(check(settings) for check in row.checks)
     return Result(row.number, row.claim, outcome.measured, outcome.verdict, round(time.monotonic() - start))
 
 
@@ -62,12 +62,12 @@ def status(results: list[Result]) -> int:
     return 0 if results and all(result.verdict is Verdict.HOLDS for result in results) else 1
 
 
-def chosen(rows: tuple[Row, ...], wanted: list[str]) -> list[Row]:
+def select_rows(rows: tuple[Row, ...], numbers: list[str]) -> list[Row]:
     """Rows of these numbers, and of their parts; all if none is named."""
-    for number in wanted:
+    for number in numbers:
         if not any(row.is_part_of(number) for row in rows):
             raise ValueError(f"no row {number}; there are {', '.join(row.number for row in rows)}")
-    return [row for row in rows if not wanted or any(row.is_part_of(number) for number in wanted)]
+    return [row for row in rows if not numbers or any(row.is_part_of(number) for number in numbers)]
 
 
 def provenance() -> dict[str, str]:
@@ -97,7 +97,7 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
 def main() -> None:
     parser, arguments = parse()
     try:
-        rows = chosen(CLAIMS[arguments.name], arguments.row)
+        rows = select_rows(CLAIMS[arguments.name], arguments.row)
     except ValueError as error:
         parser.error(f"{arguments.name}: {error}")
     settings = Settings(arguments.quick, arguments.old, arguments.defects)

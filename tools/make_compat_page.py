@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes docs/compat.md from the tables in weft.compat.names. With --check it only compares."""
+"""Writes docs/compat.md from the tables in weft.compat._namespace. With --check it only compares."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ STOPS = (
 )
 
 
-def two_columns(left: str, right: str, rows: Iterable[tuple[str, str]]) -> str:
+def two_column_table(left: str, right: str, rows: Iterable[tuple[str, str]]) -> str:
     return "\n".join([f"\n| {left} | {right} |\n|---|---|", *(f"| {name} | {text} |" for name, text in rows)])
 
 
@@ -125,9 +125,9 @@ def megatron_section() -> str:
     return "\n".join(
         [
             MEGATRON.replace("HOW_TO_INSTALL", f"`{command}`;{imports}"),
-            two_columns("how well", "what runs", RUNS).lstrip(),
-            two_columns("what does not run", "which line stops it", STOPS),
-            two_columns("what is redirected", "which lines need it", lines),
+            two_column_table("how well", "what runs", RUNS).lstrip(),
+            two_column_table("what does not run", "which line stops it", STOPS),
+            two_column_table("what is redirected", "which lines need it", lines),
         ]
     )
 
@@ -146,13 +146,13 @@ def rows(present: dict[str, str], absent: dict[str, str]) -> list[tuple[str, str
 
 
 def page() -> str:
-    from weft.compat import names
+    from weft.compat import _namespace
 
-    namespace = rows({name: note for name, (_, note) in names.PRESENT.items()}, names.ABSENT)
-    operations = rows({name: names.OPS_DIFFER.get(name, "same") for name in names.REFERENCE_OPS}, names.OPS_ABSENT)
+    namespace = rows({name: note for name, (_, note) in _namespace.SUPPORTED.items()}, _namespace.UNSUPPORTED)
+    operations = rows({name: _namespace.OPS_DIFFERENCES.get(name, "same") for name in _namespace.TE_OPS}, _namespace.UNSUPPORTED_OPS)
     others = [
         (module, ", ".join(f"`{name}`" for name in sorted(held)))
-        for module, held in names.MODULES.items()
+        for module, held in _namespace.MODULES.items()
         if held and module not in ("transformer_engine.pytorch", "transformer_engine.pytorch.ops")
     ]
     return "\n".join(

@@ -143,8 +143,8 @@ def ops_stub(weft: Any) -> str:
         "from torch.distributed import ProcessGroup",
         "from torch.distributed.device_mesh import DeviceMesh\n",
         *(f"from .{module} import {name} as {name}" for module, name in imports),
-        "from .native import NativeOperation",
-        "from .wgrad import WgradModule\n",
+        "from ._native import NativeOperation",
+        "from ._wgrad import WgradModule\n",
         "__all__: list[str]",
     ]
     parts = ["\n".join(head)]

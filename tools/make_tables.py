@@ -102,7 +102,7 @@ KINDS: dict[str, Callable[[str], str]] = {
 }
 
 
-def rendered(text: str, read: Callable[[str], str]) -> str:
+def render_tables(text: str, read: Callable[[str], str]) -> str:
     """The page with every table made anew."""
 
     def table(found: re.Match[str]) -> str:
@@ -126,7 +126,7 @@ def outside_tables(text: str) -> list[str]:
     return re.findall(r"^\|.*$", text, re.MULTILINE)
 
 
-def holds_a_figure(line: str) -> bool:
+def contains_figure(line: str) -> bool:
     """A time, or a cell that is nothing but a number with a point or an exponent."""
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     number = r"[-−–\d.,e\[\] ]*\d(\.\d|e[-−]?\d)[-−–\d.,e\[\] ]*"
@@ -140,7 +140,7 @@ def main() -> int:
     differ = []
     for page in pages():
         text = page.read_text()
-        made = rendered(text, stored)
+        made = render_tables(text, stored)
         if made != text:
             differ.append(page)
             if write:

@@ -55,7 +55,7 @@ FAULTS = [
         "KernelsGemm",
     ),
     Fault(
-        "kernels/sums-of-earlier-k-blocks-dropped",
+        "kernels/partial-sums-of-earlier-k-blocks-dropped",
         "weft/kernels/cpu/multiply_amx.cpp",
         "k_block > 0,",
         "false,",
@@ -119,7 +119,7 @@ FAULTS = [
         "KernelsGemm",
     ),
     Fault(
-        "kernels/addend-overwritten-by-the-product",
+        "kernels/addend-overwritten-by-the-gemm",
         "weft/kernels/cpu/gemm_rows.cpp",
         "    const bool free = !read_later(addend) && !read_later(act_input);",
         "    const bool free = true;",
@@ -148,21 +148,21 @@ FAULTS = [
         tier="ref",
     ),
     Fault(
-        "kernels/addend-of-a-chunk-replaces-the-epilogues",
+        "kernels/addend-of-a-row-chunk-replaces-the-epilogues",
         "weft/kernels/pieces.cpp",
         "      e.addend = e.addend.defined() ? sum_of(e.addend, chunk_addend) : chunk_addend;",
         "      e.addend = chunk_addend;",
         "KernelsRowChunks",
     ),
     Fault(
-        "kernels/rows-of-a-chunk-misplaced",
+        "kernels/rows-of-a-row-chunk-misplaced",
         "weft/kernels/pieces.cpp",
         "    auto dst = all.narrow(0, row, rows.size(0));",
         "    auto dst = all.narrow(0, 0, rows.size(0));",
         "KernelsRowChunks",
     ),
     Fault(
-        "kernels/addend-of-a-chunk-from-row-0",
+        "kernels/addend-of-a-row-chunk-from-row-0",
         "weft/kernels/cpu/pieces_amx.cpp",
         "    for (int i = 0; i < w.num_addends; ++i) move(w.addends[i]);\n",
         "",
@@ -242,7 +242,7 @@ FAULTS = [
         "Activation",
     ),
     Fault(
-        "kernels/slope-at-the-gradient-instead-of-the-input",
+        "kernels/activation-gradient-at-dy-instead-of-x",
         "weft/kernels/ref/activation.cpp",
         "      return at::silu_backward(dy, x);\n",
         "      return at::silu_backward(dy, dy);\n",
@@ -250,7 +250,7 @@ FAULTS = [
         tier="ref",
     ),
     Fault(
-        "kernels/slope-of-large-arguments-is-nan",
+        "kernels/activation-gradient-of-large-inputs-is-nan",
         "weft/kernels/ref/activation.cpp",
         "{ return at::clamp(x, -1e4, 1e4).add_(at::mul(x, 0)); }",
         "{ return at::mul(x, 1); }",
@@ -346,7 +346,7 @@ FAULTS = [
         "bias_->set_gradient(bias, dy.sum(0));",
     ),
     Fault(
-        "fused/slope-of-another-activation",
+        "fused/gradient-of-another-activation",
         "weft/fused/backward/activation_linear.cpp",
         "{.act_grad = activation_->act(),",
         "{.act_grad = kernels::Act{.kind = kernels::ActKind::swiglu},",

@@ -20,22 +20,22 @@ class Skip(NamedTuple):
     reason: str
 
 
-class Rule(NamedTuple):
+class SkipRule(NamedTuple):
     kind: str  # "does not apply" or "machine"
     reason: re.Pattern[str]
 
 
-def rules(text: str) -> list[Rule]:
+def rules(text: str) -> list[SkipRule]:
     """Lines of `kind: pattern`. The pattern matches the whole reason."""
     lines = (line.strip() for line in text.splitlines())
     parts = [line.split(": ", 1) for line in lines if line and not line.startswith("#")]
-    found = [Rule(kind, re.compile(pattern)) for kind, pattern in parts]
+    found = [SkipRule(kind, re.compile(pattern)) for kind, pattern in parts]
     if unknown := {rule.kind for rule in found} - {"does not apply", "machine"}:
         raise ValueError(f"{ALLOWED.name}: unknown kinds {sorted(unknown)}")
     return found
 
 
-def rule_for(skip: Skip) -> Rule | None:
+def rule_for(skip: Skip) -> SkipRule | None:
     return next((r for r in rules(ALLOWED.read_text()) if r.reason.fullmatch(skip.reason.strip())), None)
 
 

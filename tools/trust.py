@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from checks import ROOT, Check, Row, Settings, ctest, figures, needs_build, pytest, rows_of, script
-from verdict import Figure, Outcome, Verdict, joined, judge_figures, judge_script
+from verdict import Figure, Outcome, Verdict, join_outcomes, judge_figures, judge_script
 
 SCRIPT_SECONDS = 600  # until a script counts as hanging
 CI_MINUTES = 45
-SLOWER = 1.02
+MAX_SLOWDOWN = 1.02
 FAULTS = 40  # planted, at least
 
 
@@ -24,9 +24,9 @@ def at_least(count: int, what: str, check: Check, quick: int = 1) -> Check:
     def checked(settings: Settings) -> Outcome:
         found = check(settings)
         counts = [int(n.replace(",", "")) for n in re.findall(rf"(\d[\d,]*) {what}", found.measured)]
-        wanted = quick if settings.quick else count
-        if found.verdict is Verdict.HOLDS and sum(counts) < wanted:
-            return Outcome(f"{found.measured}; {sum(counts)} of {wanted} {what}", Verdict.NOT_MEASURED)
+        required = quick if settings.quick else count
+        if found.verdict is Verdict.HOLDS and sum(counts) < required:
+            return Outcome(f"{found.measured}; {sum(counts)} of {required} {what}", Verdict.NOT_MEASURED)
         return found
 
     return checked
@@ -108,7 +108,7 @@ def framework_cost(settings: Settings) -> Outcome:
     before = {row["problem"]: row["weft"] for row in rows_of(settings, "benchmarks/framework_cost.py", *words)[0]}
     after = {row["problem"]: row["weft"] for row in rows_of(settings, "benchmarks/framework_cost.py")[0]}
     found = [
-        Figure(f"{name} new / old", round(after[name] / before[name], 4), at_most=SLOWER, exact=True)
+        Figure(f"{name} new / old", round(after[name] / before[name], 4), at_most=MAX_SLOWDOWN, exact=True)
         for name in after
         if name in before
     ]
@@ -140,12 +140,12 @@ def ci_time(settings: Settings) -> Outcome:
 # For each script of --defects, by the part of its name before the first `_`: the tests of its class, of which it shows
 # one case. A script without an entry leaves its class not measured.
 PACKED = ctest("release", r"^KernelsPack|^PackedWeights")
-HABITS = pytest("tests/python/test_right_or_raises.py")
+CHANGES = pytest("tests/python/test_right_or_raises.py")
 DISPATCHER = pytest("tests/python/test_dispatcher.py")
 COMPAT = pytest("tests/python/test_compat_modules.py", "tests/python/test_compat_habits.py")
 CLASS_TESTS: dict[str, Check] = {
     **dict.fromkeys(("d1", "d1b"), PACKED),
-    **dict.fromkeys(("u1", "d2", "d2b", "d2c", "d3", "d3b", "d3c", "d4", "d4b", "d5", "d6", "d7", "d8", "t1"), HABITS),
+    **dict.fromkeys(("u1", "d2", "d2b", "d2c", "d3", "d3b", "d3c", "d4", "d4b", "d5", "d6", "d7", "d8", "t1"), CHANGES),
     **dict.fromkeys(("e1", "e2", "e3", "e5", "e6", "r1"), DISPATCHER),
     **dict.fromkeys(("t2", "t3", "t4", "t5"), COMPAT),
     "e4": pytest("tests/python/test_state_keys.py"),
@@ -175,7 +175,7 @@ def class_tests(settings: Settings) -> Outcome:
     outcomes = [check(settings) for check in known]
     if missing or not outcomes:
         outcomes.append(Outcome(f"no class test named for {', '.join(missing) or 'any'}", Verdict.NOT_MEASURED))
-    return joined(outcomes)
+    return join_outcomes(outcomes)
 
 
 STATES = "tests/python/test_extra_state.py"  # 10,000 for each of two kinds of modules
@@ -193,7 +193,7 @@ RELIABILITY = (
         (ctest("release", r"EveryRule|^Fusions"), pytest("tests/python/test_fusions.py"))),
     Row("3.3", "gradcheck and opcheck for every operation; double backward and jvp raise",
         (pytest("tests/python/test_every_op.py", "tests/python/test_transforms.py", slow=True),
-         pytest("tests/python/test_compile.py", "-k", "own_check or second_derivatives"))),
+         pytest("tests/python/test_compile.py", "-k", "opcheck or second_derivatives"))),
     Row("3.4", "100,000 fuzzed calls under ASan and UBSan: 0 reports; each succeeds or raises by name",
         (at_least(100_000, "fuzzed calls", needs_build(FUZZED, "asan"), quick=1000),)),
     Row("3.5", "200 bad splits: an error or a defined result; tail rows are 0",

@@ -16,8 +16,8 @@ from enum import Enum
 
 from skips import Skip, applies, gtest_skips, pytest_skips
 
-CONTROL = 0.02  # how far the A/A control may be from 1
-ENOUGH = 9  # rounds kept: fewer than 6 give no 95 % interval of a median at all, 9 leave out the extremes
+MAX_CONTROL_ERROR = 0.02  # how far the A/A control may be from 1
+MIN_ROUNDS = 9  # rounds kept: fewer than 6 give no 95 % interval of a median at all, 9 leave out the extremes
 
 
 class Verdict(str, Enum):
@@ -41,7 +41,7 @@ def overall(verdicts: Iterable[Verdict]) -> Verdict:
     return Verdict.NOT_MEASURED
 
 
-def joined(outcomes: Iterable[Outcome], separator: str = "; ") -> Outcome:
+def join_outcomes(outcomes: Iterable[Outcome], separator: str = "; ") -> Outcome:
     found = list(outcomes)
     return Outcome(separator.join(o.measured for o in found), overall(o.verdict for o in found))
 
@@ -64,17 +64,17 @@ class Figure:
     end: str = "unfavourable"  # of the interval, which must be within the bound; or "favourable"
     skipped: str = ""  # why it was not measured
 
-    def why_not_measured(self) -> str:
+    def not_measured_reason(self) -> str:
         numbers = [self.value] if self.exact else [self.value, *(self.interval or (None,)), self.control]
         if self.skipped:
             return self.skipped
-        if not self.exact and self.kept is not None and self.kept < ENOUGH:
-            return f"kept {self.kept} rounds of at least {ENOUGH}"
+        if not self.exact and self.kept is not None and self.kept < MIN_ROUNDS:
+            return f"kept {self.kept} rounds of at least {MIN_ROUNDS}"
         if any(number is None or not math.isfinite(number) for number in numbers):
             return "no figure" if self.value is None else "no interval or control"
         if not self.exact and self.kept is None:
             return "rounds not counted"
-        if not self.exact and abs(self.control - 1) > CONTROL:
+        if not self.exact and abs(self.control - 1) > MAX_CONTROL_ERROR:
             return f"control {self.control:.3f}"
         return ""
 
@@ -85,7 +85,7 @@ class Figure:
         return (self.at_most is None or high <= self.at_most) and (self.at_least is None or low >= self.at_least)
 
     def judge(self) -> Outcome:
-        if why := self.why_not_measured():
+        if why := self.not_measured_reason():
             return Outcome(f"{self.text()} ({why})", Verdict.NOT_MEASURED)
         return Outcome(self.text(), Verdict.HOLDS) if self.within() else Outcome(f"{self.text()} (!)", Verdict.MISSED)
 
@@ -124,7 +124,7 @@ def judge_figures(figures: Iterable[Figure], expected: int = 1) -> Outcome:
     outcomes = [figure.judge() for figure in figures]
     if len(outcomes) < expected:
         outcomes.append(Outcome(f"{len(outcomes)} of {expected} figures", Verdict.NOT_MEASURED))
-    return joined(outcomes, ", ")
+    return join_outcomes(outcomes, ", ")
 
 
 # ---- tests and scripts ----------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def judge_pytest(output: str, status: int, figure: str | None = None) -> Outcome
         return Outcome(f"{words}, exit status {status}", Verdict.MISSED)
     if not counts.get("passed") or (figure and not found):
         measured = Outcome(measured.measured + ("" if found or not figure else "; no figure"), Verdict.NOT_MEASURED)
-    return joined([measured, *judge_skips(pytest_skips(output))])
+    return join_outcomes([measured, *judge_skips(pytest_skips(output))])
 
 
 def judge_ctest(output: str, status: int, log: str) -> Outcome:
@@ -163,7 +163,7 @@ def judge_ctest(output: str, status: int, log: str) -> Outcome:
     if failed or status:
         return Outcome(measured, Verdict.MISSED)
     ran = Verdict.HOLDS if total > left_out else Verdict.NOT_MEASURED
-    return joined([Outcome(measured, ran), *judge_skips(gtest_skips(log))])
+    return join_outcomes([Outcome(measured, ran), *judge_skips(gtest_skips(log))])
 
 
 def judge_script(output: str, status: int, figure: str) -> Outcome:

@@ -101,20 +101,20 @@ def modules(p: Problem) -> tuple[torch.nn.Module, torch.nn.Module]:
 def training_pass(p: Problem, module: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Callable[[], None]:
     """Forward and backward. Gradients are fresh each time; with main_grad those of weights end there."""
     held = [x, *module.parameters()]
-    sinks = [w for w in module.parameters() if p.main_grad and w.dim() == 2]
+    main_grad_weights = [w for w in module.parameters() if p.main_grad and w.dim() == 2]
 
     def run() -> None:
         for t in held:
             t.grad = None
         module(x).backward(dy)
-        for w in sinks:
+        for w in main_grad_weights:
             if not w.grad_added_to_main_grad:
                 w.main_grad.add_(w.grad)
 
     return run
 
 
-def six_products(p: Problem) -> Callable[[], None]:
+def six_gemms(p: Problem) -> Callable[[], None]:
     def random(rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns).to(p.dtype)
 
@@ -153,7 +153,7 @@ def time_problem(p: Problem, meter: Meter, compiled: bool) -> dict[str, object]:
     error = 0.0 if p.main_grad else worst_error(p, ours, eager, x, dy)
     if not error <= 16:
         sys.exit(f"{p}: weft and eager differ by {error:.1f} roundings; nothing was timed")
-    sides = {"weft": training_pass(p, ours, x, dy), "six mm_out": six_products(p)}
+    sides = {"weft": training_pass(p, ours, x, dy), "six mm_out": six_gemms(p)}
     sides["eager"] = training_pass(p, eager, x, dy)
     if compiled:
         torch._dynamo.reset()
@@ -163,7 +163,7 @@ def time_problem(p: Problem, meter: Meter, compiled: bool) -> dict[str, object]:
     return {"problem": str(p), "threads": meter.threads, **asdict(found), "roundings": error, "figures": figures}
 
 
-def weigh_problem(p: Problem) -> dict[str, object]:
+def measure_memory(p: Problem) -> dict[str, object]:
     ours, eager = modules(p)
     x, dy = torch.randn(p.tokens, p.hidden).to(p.dtype).requires_grad_(), torch.randn(p.tokens, p.hidden).to(p.dtype)
     row: dict[str, object] = {"problem": str(p)}
@@ -206,7 +206,7 @@ def main() -> None:
 
     meter, rows = Meter(a.threads, a.rounds, 3 * a.rounds), []
     for p in problems:
-        rows.append(weigh_problem(p) if a.memory else time_problem(p, meter, not a.no_compile))
+        rows.append(measure_memory(p) if a.memory else time_problem(p, meter, not a.no_compile))
         (show_memory if a.memory else show_times)(rows[-1])
     if a.json:
         with open(a.json, "w") as file:

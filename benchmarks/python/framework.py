@@ -45,13 +45,13 @@ PROBLEMS: dict[str, Callable[[], tuple[torch.nn.Module, torch.nn.Module]]] = {
 def runner(module: torch.nn.Module) -> Callable[[], float]:
     x, g = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8)
 
-    def spend() -> float:
+    def time_passes() -> float:
         start = time.thread_time()
         for _ in range(PASSES):
             module(x).backward(g)
         return time.thread_time() - start
 
-    return spend
+    return time_passes
 
 
 def ratios(a: Callable[[], float], b: Callable[[], float]) -> list[float]:
@@ -65,8 +65,8 @@ def ratios(a: Callable[[], float], b: Callable[[], float]) -> list[float]:
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    chance = random.Random(0)
-    medians = sorted(statistics.median(chance.choices(values, k=len(values))) for _ in range(500))
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(500))
     return medians[12], medians[-13]
 
 

@@ -30,10 +30,10 @@ from memory import peak_bytes
 
 from weft import ops
 
-SPEEDUP = 3.0  # the eager loop's time over weft's, at least
-PEAK = 0.6  # weft's peak memory over the eager loop's, at most
-HOST = 100  # µs of a step of tiny experts, at most
-BARE = 1.15  # such a step with many Parameters over a bare node with as many, at most
+MIN_SPEEDUP = 3.0  # the eager loop's time over weft's, at least
+MAX_PEAK_RATIO = 0.6  # weft's peak memory over the eager loop's, at most
+MAX_HOST_MICROSECONDS = 100  # µs of a step of tiny experts, at most
+MAX_BARE_NODE_RATIO = 1.15  # such a step with many Parameters over a bare node with as many, at most
 
 
 class Problem(NamedTuple):
@@ -178,7 +178,7 @@ def time_problem(p: Problem, meter: Meter) -> dict[str, object]:
     for name, r in found.versus.items():
         print(f"{p}: weft {found.ms:.2f} ms, {name} / weft {1 / r.ratio:.2f}", end="")
         print(f" [{1 / r.interval[1]:.2f}, {1 / r.interval[0]:.2f}]  kept {found.kept} of {found.rounds}", flush=True)
-    figures = [found.inverse(f"{p}: {name} / weft", name, SPEEDUP) for name in found.versus]
+    figures = [found.inverse(f"{p}: {name} / weft", name, MIN_SPEEDUP) for name in found.versus]
     return {"problem": str(p), "threads": meter.threads, **asdict(found), "figures": figures}
 
 
@@ -192,7 +192,7 @@ def allocations(run: Callable[[], object]) -> int:
     return sum(e.nbytes() > 0 for e in memory)
 
 
-def weigh_problem(p: Problem) -> dict[str, object]:
+def measure_memory(p: Problem) -> dict[str, object]:
     runs = sides(p, Weights(p))
     peaks = {name: peak_bytes(run) for name, run in runs.items()}
     few = Problem(p.name, [p.rows // 4] * 4, p.hidden, p.inner)
@@ -201,26 +201,26 @@ def weigh_problem(p: Problem) -> dict[str, object]:
     print(f"{p}: peak {peaks['weft'] / 2**20:.1f} MiB, loop {peaks['loop'] / 2**20:.1f} MiB, ratio {ratio:.2f}")
     print(f"{p}: allocations in a step {counts[1]}, with 4 experts {counts[0]}", flush=True)
     figures = [
-        {"name": f"{p}: peak / loop", "value": ratio, "at_most": PEAK, "exact": True},
+        {"name": f"{p}: peak / loop", "value": ratio, "at_most": MAX_PEAK_RATIO, "exact": True},
         {"name": f"{p}: allocations", "value": counts[1], "at_most": counts[0], "exact": True},
     ]
     return {"problem": str(p), "peak": ratio, "allocations": counts, "figures": figures}
 
 
-def beside_a_bare_node() -> dict[str, object]:
+def overhead_over_bare_node() -> dict[str, object]:
     """A step with 128 separate Parameters over an autograd node with as many leaves that computes nothing, in C++. A
     round is bare, weft, weft, bare; the control is the bare node's second time over its first."""
     driver = Path(__file__).parents[2] / "build/release/weft_bench"
 
-    def spend(way: str) -> float:
-        done = subprocess.run([driver, "framework", "experts", way], capture_output=True, text=True, check=True)
+    def time_per_pass(variant: str) -> float:
+        done = subprocess.run([driver, "framework", "experts", variant], capture_output=True, text=True, check=True)
         return float(done.stdout.split()[-1])
 
-    rounds = [[spend(way) for way in ("bare", "weft", "weft", "bare")] for _ in range(11)]
+    rounds = [[time_per_pass(variant) for variant in ("bare", "weft", "weft", "bare")] for _ in range(11)]
     ratios = [(a + b) / (first + last) for first, a, b, last in rounds]
     found = {"value": statistics.median(ratios), "interval": bootstrap(ratios)}
     control = statistics.median(last / first for first, _, _, last in rounds)
-    figure = {"name": "128 Parameters / bare node", **found, "control": control, "kept": len(rounds), "at_most": BARE}
+    figure = {"name": "128 Parameters / bare node", **found, "control": control, "kept": len(rounds), "at_most": MAX_BARE_NODE_RATIO}
     print(f"{figure['name']} {figure['value']:.2f}, control {control:.3f}", flush=True)
     return figure
 
@@ -228,11 +228,11 @@ def beside_a_bare_node() -> dict[str, object]:
 def microseconds(p: Problem, dtype: torch.dtype, meter: Meter) -> dict[str, object]:
     """A step of weft. The control is the second half of the samples over the first."""
     run = sides(p, Weights(p, dtype))["weft"]
-    meter.spend(run, 200)
-    samples = [meter.spend(run, 200) * 1e6 for _ in range(22)]
+    meter.time_per_pass(run, 200)
+    samples = [meter.time_per_pass(run, 200) * 1e6 for _ in range(22)]
     control = statistics.median(samples[11:]) / statistics.median(samples[:11])
     found = {"value": statistics.median(samples), "interval": bootstrap(samples), "control": control}
-    figure = {"name": f"{p} {str(dtype)[6:]} µs", **found, "kept": len(samples), "at_most": HOST}
+    figure = {"name": f"{p} {str(dtype)[6:]} µs", **found, "kept": len(samples), "at_most": MAX_HOST_MICROSECONDS}
     print(f"{figure['name']} {figure['value']:.0f} forward and backward, control {control:.3f}", flush=True)
     return figure
 
@@ -240,7 +240,7 @@ def microseconds(p: Problem, dtype: torch.dtype, meter: Meter) -> dict[str, obje
 def host_cost(meter: Meter) -> dict[str, object]:
     p = Problem("tiny", [2] * 64, 16, 16)
     steps = [microseconds(p, dtype, meter) for dtype in (torch.float32, torch.bfloat16)]
-    return {"problem": str(p), "figures": [*steps, beside_a_bare_node()]}
+    return {"problem": str(p), "figures": [*steps, overhead_over_bare_node()]}
 
 
 def main() -> None:
@@ -257,7 +257,7 @@ def main() -> None:
         rows = [host_cost(meter)]
     else:
         problems = PROBLEMS[:1] if a.quick else PROBLEMS
-        rows = [weigh_problem(p) if a.memory else time_problem(p, meter) for p in problems]
+        rows = [measure_memory(p) if a.memory else time_problem(p, meter) for p in problems]
     if a.json:
         with open(a.json, "w") as file:
             json.dump(rows, file, indent=1)

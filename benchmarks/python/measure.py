@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 GATE, REFERENCE = 0.85, 0.90
-PATIENCE = 0.25  # seconds to wait for a quiet moment, for each round to keep
+MAX_WAIT = 0.25  # seconds to wait for a quiet moment, for each round to keep
 LONG = 50e-3  # seconds of a pass that does not feel what ran before it
 Side = Callable[[], object]
 
@@ -58,8 +58,8 @@ def quantile(values: list[float], part: float) -> float:
 
 
 def bootstrap(values: list[float], resamples: int = 500) -> tuple[float, float]:
-    chance = random.Random(0)
-    medians = [statistics.median(chance.choices(values, k=len(values))) for _ in range(resamples)]
+    rng = random.Random(0)
+    medians = [statistics.median(rng.choices(values, k=len(values))) for _ in range(resamples)]
     return quantile(medians, 0.025), quantile(medians, 0.975)
 
 
@@ -67,7 +67,7 @@ def bootstrap(values: list[float], resamples: int = 500) -> tuple[float, float]:
 class Meter:
     threads: int = 1
     rounds: int = 21  # to keep
-    most: int = 63  # to run
+    max_rounds: int = 63  # to run
     sample: float = 10e-3  # seconds; a sample repeats a short pass
     compute: list[float] = field(default_factory=list)
     copy: list[float] = field(default_factory=list)
@@ -80,15 +80,15 @@ class Meter:
     def now(self) -> float:
         return time.thread_time() if self.threads == 1 else time.perf_counter()
 
-    def spend(self, side: Side, passes: int = 1) -> float:
+    def time_per_pass(self, side: Side, passes: int = 1) -> float:
         start = self.now()
         for _ in range(passes):
             side()
         return (self.now() - start) / passes
 
     def anchors(self) -> tuple[float, float]:
-        compute = 1 / self.spend(lambda: torch.mm(self._a, self._b), 40)
-        copy = 1 / self.spend(lambda: self._to.copy_(self._from))
+        compute = 1 / self.time_per_pass(lambda: torch.mm(self._a, self._b), 40)
+        copy = 1 / self.time_per_pass(lambda: self._to.copy_(self._from))
         self.compute.append(compute)
         self.copy.append(copy)
         return compute, copy
@@ -102,7 +102,7 @@ class Meter:
     def sampled(self, side: Side, passes: int, lead_in: bool) -> float:
         if lead_in:
             side()
-        return self.spend(side, passes)
+        return self.time_per_pass(side, passes)
 
     def round(self, sides: list[Side], passes: list[tuple[int, bool]]) -> tuple[float, float, list[float]]:
         before = self.anchors()
@@ -121,12 +121,12 @@ class Meter:
         runs = [*sides.values(), sides[control]]
         passes = []
         for run in runs:
-            self.spend(run, 2)
-            one = self.spend(run)
+            self.time_per_pass(run, 2)
+            one = self.time_per_pass(run)
             passes.append((max(1, round(self.sample / one)), one < LONG))
         rounds: list[tuple[float, float, list[float]]] = []
-        until = time.monotonic() + PATIENCE * self.rounds
-        while len(rounds) < self.most and (len(rounds) < self.rounds or len(self.kept(rounds)) < self.rounds):
+        until = time.monotonic() + MAX_WAIT * self.rounds
+        while len(rounds) < self.max_rounds and (len(rounds) < self.rounds or len(self.kept(rounds)) < self.rounds):
             self.wait(until)
             rounds.append(self.round(runs, passes))
         kept = self.kept(rounds)

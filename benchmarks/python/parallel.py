@@ -75,7 +75,7 @@ def training_pass(module: torch.nn.Module, rows: int, hidden: int) -> Callable[[
     return run
 
 
-def spend(side: Callable[[], object], passes: int) -> float:
+def time_per_pass(side: Callable[[], object], passes: int) -> float:
     """Seconds of one pass on the slowest rank; all ranks start together."""
     dist.barrier()
     start = time.perf_counter()
@@ -115,16 +115,16 @@ def time_shape(mode: str, tokens: int, hidden: int, rounds: int) -> dict[str, ob
     sides = sides_of(mode, tokens, hidden)
     passes = {}
     for name, side in sides.items():
-        spend(side, 3)
-        passes[name] = max(1, round(0.02 / spend(side, 1)))
+        time_per_pass(side, 3)
+        passes[name] = max(1, round(0.02 / time_per_pass(side, 1)))
     kept: list[dict[str, float]] = []
     controls: list[float] = []
     for _ in range(4 * rounds):
-        before = spend(lambda: torch.mm(a, b), 40)
-        spent = {name: spend(side, passes[name]) for name, side in sides.items()}
+        before = time_per_pass(lambda: torch.mm(a, b), 40)
+        spent = {name: time_per_pass(side, passes[name]) for name, side in sides.items()}
         for name in reversed(sides):
-            spent[name] = (spent[name] + spend(sides[name], passes[name])) / 2
-        after = spend(lambda: torch.mm(a, b), 40)
+            spent[name] = (spent[name] + time_per_pass(sides[name], passes[name])) / 2
+        after = time_per_pass(lambda: torch.mm(a, b), 40)
         if steady(before, after):
             kept.append(spent)
             controls.append(after / before)
@@ -142,14 +142,14 @@ def time_shape(mode: str, tokens: int, hidden: int, rounds: int) -> dict[str, ob
     return row
 
 
-def be_a_rank(asked: argparse.Namespace) -> None:
+def run_rank(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), asked.ranks
+    rank, size = int(os.environ["RANK"]), args.ranks
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     store = dist.FileStore(os.environ["STORE"], size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    rows = [time_shape(asked.mode, tokens, asked.hidden, asked.rounds) for tokens in asked.tokens]
+    rows = [time_shape(args.mode, tokens, args.hidden, args.rounds) for tokens in args.tokens]
     if rank == 0:
         Path(os.environ["RESULT"]).write_text(json.dumps(rows))
     dist.destroy_process_group()
@@ -166,13 +166,13 @@ def hosts(rate: float | None, ranks: int) -> Iterator[list[list[str]]]:
         yield [[*host, f"GLOO_SOCKET_IFNAME={host[-1].partition('=')[2]}", *settings] for host in found]
 
 
-def start_ranks(asked: argparse.Namespace, rate: float | None) -> list[dict]:
-    with tempfile.TemporaryDirectory() as folder, hosts(rate, asked.ranks) as starts:
+def start_ranks(args: argparse.Namespace, rate: float | None) -> list[dict]:
+    with tempfile.TemporaryDirectory() as folder, hosts(rate, args.ranks) as starts:
         shared = {**os.environ, "STORE": f"{folder}/store", "RESULT": f"{folder}/rows.json", "OMP_NUM_THREADS": "1"}
-        if asked.mode == "planner":
+        if args.mode == "planner":
             shared["WEFT_CHECK"] = "always"  # as the links do
-        command = [sys.executable, __file__, "--ranks", str(asked.ranks), "--hidden", str(asked.hidden)]
-        command += ["--mode", asked.mode, "--rounds", str(asked.rounds), "--tokens", *map(str, asked.tokens)]
+        command = [sys.executable, __file__, "--ranks", str(args.ranks), "--hidden", str(args.hidden)]
+        command += ["--mode", args.mode, "--rounds", str(args.rounds), "--tokens", *map(str, args.tokens)]
         ranks = [subprocess.Popen([*s, *command], env={**shared, "RANK": str(r)}) for r, s in enumerate(starts)]
         if any(rank.wait() for rank in ranks):
             sys.exit("a rank failed")
@@ -215,15 +215,15 @@ def main() -> None:
     parser.add_argument("--mode", help=argparse.SUPPRESS)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    if asked.quick:
-        asked.tokens, asked.hidden, asked.rounds = asked.tokens or QUICK_TOKENS, 512, 9
-    asked.tokens = asked.tokens or {"planner": FEW_AND_MANY, "check": (256,)}.get(asked.mode, TOKENS)
+    args = parser.parse_args()
+    if args.quick:
+        args.tokens, args.hidden, args.rounds = args.tokens or QUICK_TOKENS, 512, 9
+    args.tokens = args.tokens or {"planner": FEW_AND_MANY, "check": (256,)}.get(args.mode, TOKENS)
     if "RANK" in os.environ and "RESULT" in os.environ:
-        return be_a_rank(asked)
+        return run_rank(args)
     rates: list[float | None] = [None]
-    if asked.mode == "planner":
-        rates = list(asked.rates or ((None, 1.0) if asked.quick else RATES))
+    if args.mode == "planner":
+        rates = list(args.rates or ((None, 1.0) if args.quick else RATES))
     rows: list[dict] = []
     why = netns.unavailable_reason() if any(rates) else ""
     for rate in rates:
@@ -231,12 +231,12 @@ def main() -> None:
             print(f"{rate} Gb/s skipped: {why}")
             rows.append({"rate": rate, "figures": [{"name": f"{rate} Gb/s", "skipped": why}]})
             continue
-        for row in start_ranks(asked, rate):
-            row["figures"] = figures_of(row, asked.mode)
+        for row in start_ranks(args, rate):
+            row["figures"] = figures_of(row, args.mode)
             show(row)
             rows.append(row)
-    if asked.json:
-        asked.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

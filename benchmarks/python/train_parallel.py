@@ -69,7 +69,7 @@ class Model(torch.nn.Module):
         # Whole on every rank, but each rank's gradient comes from its own tokens.
         self.stacked = {f"blocks.{i}.qkv.1": 3 for i in range(LAYERS)}
 
-    def of_own_tokens(self) -> list[torch.nn.Parameter]:
+    def sequence_parallel_parameters(self) -> list[torch.nn.Parameter]:
         norms = [module.weight for module in self.blocks.modules() if isinstance(module, ops.RMSNorm)]
         return [*self.embedding.parameters(), *self.head.parameters(), *norms]
 
@@ -95,14 +95,14 @@ def train(model: Model, steps: int, group: dist.ProcessGroup | None) -> list[flo
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)  # gradients that are only noise stay so
     losses = []
     for step in range(steps):
-        tokens, wanted = (t.chunk(ranks)[rank] for t in batch(step))
+        tokens, targets = (t.chunk(ranks)[rank] for t in batch(step))
         optimizer.zero_grad()
         logits = model(tokens)
-        loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum") / (TOKENS * BATCH)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / (TOKENS * BATCH)
         loss.backward()
         total = loss.detach().clone()
         if group is not None:
-            for param in model.of_own_tokens():
+            for param in model.sequence_parallel_parameters():
                 dist.all_reduce(param.grad, group=group)
             dist.all_reduce(total, group=group)
         optimizer.step()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import weft
 from weft import ops
 
-WIDTH, HIDDEN, EXPERTS, CHOSEN, TOKENS = 16, 32, 8, 2, 256
+WIDTH, HIDDEN, EXPERTS, TOP_K, TOKENS = 16, 32, 8, 2, 256
 
 
 def experts(count: int) -> weft.Sequential:
@@ -23,19 +23,19 @@ def experts(count: int) -> weft.Sequential:
     )
 
 
-class Exchange(torch.autograd.Function):
-    """Sends `sent[r]` rows to rank r and gets `got[r]` from it; gradients travel back the same way."""
+class AllToAll(torch.autograd.Function):
+    """Sends `send_counts[r]` rows to rank r and gets `recv_counts[r]` from it; gradients travel back the same way."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], got: list[int]) -> torch.Tensor:
-        ctx.back = got, sent
-        arrived = rows.new_empty(sum(got), *rows.shape[1:])
-        dist.all_to_all_single(arrived, rows.contiguous(), got, sent)
-        return arrived
+    def forward(ctx: Any, rows: torch.Tensor, send_counts: list[int], recv_counts: list[int]) -> torch.Tensor:
+        ctx.backward_counts = recv_counts, send_counts
+        received = rows.new_empty(sum(recv_counts), *rows.shape[1:])
+        dist.all_to_all_single(received, rows.contiguous(), recv_counts, send_counts)
+        return received
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return Exchange.apply(grad, *ctx.back), None, None
+        return AllToAll.apply(grad, *ctx.backward_counts), None, None
 
 
 class MixtureOfExperts(torch.nn.Module):
@@ -43,30 +43,30 @@ class MixtureOfExperts(torch.nn.Module):
         super().__init__()
         self.ranks = dist.get_world_size()
         self.router = ops.Linear(WIDTH, EXPERTS, bias=False)
-        everyone = experts(EXPERTS)  # drawn on each rank, which keeps its own: any number of ranks starts alike
+        all_experts = experts(EXPERTS)  # drawn on each rank, which keeps its own: any number of ranks starts alike
         self.experts = experts(EXPERTS // self.ranks)
         with torch.no_grad():
-            for mine, all_of_them in zip(self.experts.parameters(), everyone.parameters(), strict=True):
-                mine.copy_(all_of_them.chunk(self.ranks)[dist.get_rank()])
+            for local, full in zip(self.experts.parameters(), all_experts.parameters(), strict=True):
+                local.copy_(full.chunk(self.ranks)[dist.get_rank()])
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The output, the probabilities [tokens, experts], and how many tokens went to each expert."""
         probs = self.router(x).softmax(-1)
-        weight, expert = (t.flatten() for t in probs.topk(CHOSEN))
+        weight, expert = (t.flatten() for t in probs.topk(TOP_K))
         order = expert.argsort(stable=True)
-        token = order // CHOSEN
+        token = order // TOP_K
         load = expert.bincount(minlength=EXPERTS)
         # First how many rows leave for each expert and how many come, then the rows and their weights.
-        leaving = load.view(self.ranks, -1)
-        coming = torch.empty_like(leaving)
-        dist.all_to_all_single(coming, leaving)
-        sent, got = leaving.sum(1).tolist(), coming.sum(1).tolist()
-        rows, weight = Exchange.apply(x[token], sent, got), Exchange.apply(weight[order], sent, got)
+        sent_per_expert = load.view(self.ranks, -1)
+        received_per_expert = torch.empty_like(sent_per_expert)
+        dist.all_to_all_single(received_per_expert, sent_per_expert)
+        send_counts, recv_counts = sent_per_expert.sum(1).tolist(), received_per_expert.sum(1).tolist()
+        rows, weight = AllToAll.apply(x[token], send_counts, recv_counts), AllToAll.apply(weight[order], send_counts, recv_counts)
         # They came rank by rank and are wanted expert by expert.
-        expert = torch.arange(coming.shape[1]).repeat(self.ranks).repeat_interleave(coming.flatten())
-        by_expert, splits = expert.argsort(stable=True), coming.sum(0)
+        expert = torch.arange(received_per_expert.shape[1]).repeat(self.ranks).repeat_interleave(received_per_expert.flatten())
+        by_expert, splits = expert.argsort(stable=True), received_per_expert.sum(0)
         y = self.experts(rows[by_expert], splits, weight[by_expert], splits)
-        y = Exchange.apply(y[by_expert.argsort()], got, sent)
+        y = AllToAll.apply(y[by_expert.argsort()], recv_counts, send_counts)
         return torch.zeros_like(x).index_add(0, token, y), probs, load
 
 
@@ -113,7 +113,7 @@ if __name__ == "__main__":
 
         plt.bar(range(EXPERTS), loads[0], width=-0.4, align="edge", label="first step")
         plt.bar(range(EXPERTS), loads[-1], width=0.4, align="edge", label="last step")
-        plt.axhline(TOKENS * CHOSEN / EXPERTS, color="gray", linestyle="--", label="even")
+        plt.axhline(TOKENS * TOP_K / EXPERTS, color="gray", linestyle="--", label="even")
         plt.legend(title="tokens of each expert", ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
         plt.savefig(options.plot)
     dist.destroy_process_group()

@@ -14,12 +14,12 @@ NEAR_LOSS = 1e-2 if train.CUDA else 1e-5
 SCRIPT = str(Path(train.__file__))
 
 
-def test_the_loss_falls():
+def test_loss_falls():
     losses = train.main(["--steps", "40"])
     assert losses[-1] < losses[0] / 2
 
 
-def test_a_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path):
+def test_resumed_run_matches_uninterrupted_run(tmp_path):
     whole = train.main(["--steps", "6"])
     before = train.main(["--steps", "3", "--checkpoint", str(tmp_path)])
     after = train.main(["--steps", "6", "--checkpoint", str(tmp_path)])
@@ -45,19 +45,19 @@ def plain_gpt(p, tokens):
     return F.linear(F.rms_norm(x, [train.WIDTH], p["head.0.weight"], 1e-5), p["head.1.weight"])
 
 
-def test_values_and_gradients_are_those_of_plain_torch():
+def test_values_and_gradients_match_plain_torch():
     model, tokens = train.make_model(DEVICE), train.batch(0, DEVICE)[:, :-1]
     parameters = dict(model.named_parameters())
-    got, wanted = model(tokens), plain_gpt(parameters, tokens)
-    torch.testing.assert_close(got, wanted, **NEAR)
-    by = torch.randn_like(wanted)  # gradients of about ten: 1e-5 is the rounding of float32
-    mine = torch.autograd.grad(got, parameters.values(), by)
-    plain = torch.autograd.grad(wanted, parameters.values(), by)
+    output, plain_output = model(tokens), plain_gpt(parameters, tokens)
+    torch.testing.assert_close(output, plain_output, **NEAR)
+    by = torch.randn_like(plain_output)  # gradients of about ten: 1e-5 is the rounding of float32
+    mine = torch.autograd.grad(output, parameters.values(), by)
+    plain = torch.autograd.grad(plain_output, parameters.values(), by)
     for name, gradient, expected in zip(parameters, mine, plain, strict=True):
         torch.testing.assert_close(gradient, expected, **NEAR, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_gradients_of_micro_batches_add_up_in_main_grad():
+def test_micro_batch_gradients_accumulate_in_main_grad():
     fused = train.main(["--steps", "5", "--microbatches", "4", "--fuse-wgrad"])
     assert fused == pytest.approx(train.main(["--steps", "5"]), rel=NEAR_LOSS)
 
@@ -79,14 +79,14 @@ CHECKPOINT = {
 }
 
 
-def test_names_and_shapes_in_a_checkpoint_stay():
+def test_checkpoint_names_and_shapes_are_stable():
     """Or yesterday's checkpoints do not load. `_extra_state` is what FP8 remembers."""
     state = train.make_model(DEVICE).state_dict()
     found = {name: tuple(value.shape) for name, value in state.items() if not name.endswith("_extra_state")}
     assert found == CHECKPOINT
 
 
-def test_two_ranks_train_as_one(torchrun):
+def test_two_ranks_match_one(torchrun):
     lines = torchrun(SCRIPT, "--steps", "5").splitlines()
     two = [float(line.split()[-1]) for line in lines if line.startswith("step")]
     assert two == pytest.approx(train.main(["--steps", "5"]), rel=NEAR_LOSS)
@@ -98,6 +98,6 @@ def test_fp8_trains(fp8_runs):
 
 
 @pytest.mark.skipif(te.is_fp8_available(), reason="this GPU has FP8")
-def test_fp8_is_refused_where_there_is_none():
+def test_fp8_is_rejected_without_support():
     with pytest.raises((NotImplementedError, AssertionError, RuntimeError), match="(?i)fp8|quantized"):
         train.main(["--steps", "1", "--fp8"])

@@ -64,7 +64,7 @@ class GPT(torch.nn.Module):
         return self.head(x)
 
 
-def own_part(name, whole, like):
+def local_shard(name, whole, like):
     """This rank's part of a Parameter of the whole model."""
     if not getattr(like, "tensor_model_parallel", False):
         return whole
@@ -82,7 +82,7 @@ def make_model(device, fuse_wgrad=False):
     model = GPT(device, fuse_wgrad, dist.group.WORLD)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(own_part(name, whole.get_parameter(name), p))
+            p.copy_(local_shard(name, whole.get_parameter(name), p))
     return model
 
 
@@ -135,24 +135,24 @@ def main(arguments=None):
     parser.add_argument("--fuse-wgrad", action="store_true", help="add weight gradients to main_grad")
     parser.add_argument("--fp8", action="store_true", help="compute linears in FP8")
     parser.add_argument("--checkpoint", type=Path, help="folder; resumed if it is there, saved at the end")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if ranks > 1:
-        if given.device == "cuda":
+        if args.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if given.device == "cuda" else "gloo")
-    model = make_model(given.device, given.fuse_wgrad)
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    model = make_model(args.device, args.fuse_wgrad)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    file = given.checkpoint and given.checkpoint / f"rank{rank}.pt"
+    file = args.checkpoint and args.checkpoint / f"rank{rank}.pt"
     first = load(file, model, optimizer) if file and file.exists() else 0
     losses = []
-    for step in range(first, given.steps):
-        tokens = batch(step, given.device)
-        losses.append(train_step(model, optimizer, tokens, given.microbatches, given.fuse_wgrad, given.fp8))
+    for step in range(first, args.steps):
+        tokens = batch(step, args.device)
+        losses.append(train_step(model, optimizer, tokens, args.microbatches, args.fuse_wgrad, args.fp8))
         if rank == 0:
             print(f"step {step} loss {losses[-1]:.6f}", flush=True)
     if file:
-        save(file, model, optimizer, given.steps)
+        save(file, model, optimizer, args.steps)
     if ranks > 1:
         dist.destroy_process_group()
     return losses

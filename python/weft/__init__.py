@@ -10,14 +10,14 @@ if not torch.__version__.startswith("2.13."):
         "Install the matching one: pip install 'torch==2.13.*'"
     )
 
-from . import _C, checkpoint, ops
-from .ddp import MainGradNotReducedWarning
-from .explain import explain
-from .grouped import deinterleave_glu, interleave_glu
+from . import _C, checkpoint, fusion, ops
+from ._ddp import MainGradNotReducedWarning
+from ._explain import explain
+from ._grouped_parameters import deinterleave_glu, interleave_glu
 from .ops import Sequential
-from .packing import packed_bytes, packing_limit, prepack, set_packing_limit
-from .rng import RNGStatesTracker
-from .userbuffers import destroy_ub, initialize_ub
+from ._packing import packed_bytes, packing_limit, prepack, set_packing_limit
+from ._rng import RNGStatesTracker
+from ._userbuffers import destroy_ub, initialize_ub
 
 __all__ = [
     "MainGradNotReducedWarning",
@@ -27,6 +27,7 @@ __all__ = [
     "deinterleave_glu",
     "destroy_ub",
     "explain",
+    "fusion",
     "initialize_ub",
     "interleave_glu",
     "ops",

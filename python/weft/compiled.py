@@ -20,25 +20,25 @@ _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.in
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPES}
 
 # Modules by number: a compiler takes a number for a constant where it would not take a module.
-_numbers = itertools.count()
-_modules: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()
+_module_ids = itertools.count()
+_modules_by_id: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()
 
 
-def enroll(module: torch.nn.Module) -> None:
+def register_module(module: torch.nn.Module) -> None:
     """Gives a module the number under which a compiler finds what it consists of."""
-    number = next(_numbers)
-    object.__setattr__(module, "_number", number)
-    _modules[number] = module
+    module_id = next(_module_ids)
+    object.__setattr__(module, "_module_id", module_id)
+    _modules_by_id[module_id] = module
 
 
-def _program(number: int, edition: int):
-    """The groups of a module as constants: text or None, paths and names of parameters, paths of the operations that
-    differ in evaluation, sources, targets. `edition` changes with them, so that the compiler asks again."""
-    return _modules[number]._compiled_groups()
+def _segments_as_constants(module_id: int, version: int):
+    """The segments of a module as constants: text or None, paths and names of parameters, paths of the operations that
+    differ in evaluation, sources, targets. `version` changes with them, so that the compiler asks again."""
+    return _modules_by_id[module_id]._traced_segments()
 
 
-# torch.compiler.assume_constant_result(_program), without importing the compiler, which takes a second.
-_program._dynamo_marked_constant = True
+# torch.compiler.assume_constant_result(_segments_as_constants), without importing the compiler, which takes a second.
+_segments_as_constants._dynamo_marked_constant = True
 
 
 def applies(module: torch.nn.Module, x: Any) -> bool:
@@ -50,10 +50,10 @@ def applies(module: torch.nn.Module, x: Any) -> bool:
     if not observed and type(x).__name__ != "FakeTensor":
         return False
     differentiates = observed and torch.is_grad_enabled() and not torch.compiler.is_exporting()
-    for part in module.modules():
-        if getattr(part, "_written_in_python", False):
+    for child in module.modules():
+        if getattr(child, "_written_in_python", False):
             return False
-        if differentiates and getattr(part, "_own_wgrad" if compiling else "_delays_wgrad", False):
+        if differentiates and getattr(child, "_wgrad_bypasses_autograd" if compiling else "_delays_wgrad", False):
             return False
     return True
 
@@ -62,16 +62,16 @@ def run(module: torch.nn.Module, x: torch.Tensor, extra_inputs: tuple[torch.Tens
     """Calls a module through the dispatcher. Traced by the compiler, so it stays with what one can trace."""
     channels: dict[str, torch.Tensor] = {}
     returned: list[torch.Tensor] = []
-    given = 0
-    edition = 0
-    for part in module.modules():
-        edition += getattr(part, "_edition", 0)
-    for text, slots, modes, sources, targets in _program(module._number, edition):
+    next_extra = 0
+    version = 0
+    for child in module.modules():
+        version += getattr(child, "_description_version", 0)
+    for text, slots, modes, sources, targets in _segments_as_constants(module._module_id, version):
         inputs = []
         for source in sources:
             if source is None:
-                inputs.append(extra_inputs[given])
-                given += 1
+                inputs.append(extra_inputs[next_extra])
+                next_extra += 1
             else:
                 inputs.append(channels[source])
         if text is None:
@@ -79,8 +79,8 @@ def run(module: torch.nn.Module, x: torch.Tensor, extra_inputs: tuple[torch.Tens
             outputs = list(result) if targets else [result]
         else:
             params = [getattr(module.get_submodule(path), name) for path, name in slots]
-            evaluating = sum(1 << bit for bit, path in enumerate(modes) if not module.get_submodule(path).training)
-            outputs = _call(x, params, inputs, text, evaluating)[: 1 + len(targets)]
+            eval_mask = sum(1 << bit for bit, path in enumerate(modes) if not module.get_submodule(path).training)
+            outputs = _call(x, params, inputs, text, eval_mask)[: 1 + len(targets)]
         x = outputs[0]
         for (channel, to_caller), tensor in zip(targets, outputs[1:], strict=True):
             if to_caller:
@@ -90,7 +90,7 @@ def run(module: torch.nn.Module, x: torch.Tensor, extra_inputs: tuple[torch.Tens
     return (x, *returned) if returned else x
 
 
-def _call(x: torch.Tensor, params: list[torch.Tensor], extras: list[torch.Tensor], text: str, evaluating: int):
+def _call(x: torch.Tensor, params: list[torch.Tensor], extras: list[torch.Tensor], text: str, eval_mask: int):
     device = x.device.type
     autocast = "none"
     if torch.is_autocast_enabled(device):
@@ -99,12 +99,12 @@ def _call(x: torch.Tensor, params: list[torch.Tensor], extras: list[torch.Tensor
     inputs = [x, *extras, *params]
     if not torch.compiler.is_compiling():
         _C.check_transforms(inputs)
-    words = [_word(t, grad) for t in inputs]
-    call = f'{text} @call(autocast={autocast}, eval={evaluating}, tensors="{" ".join(words)}")'
+    metas = [_tensor_meta(t, grad) for t in inputs]
+    call = f'{text} @call(autocast={autocast}, eval={eval_mask}, tensors="{" ".join(metas)}")'
     return torch.ops.weft.pipeline_forward(inputs, call)
 
 
-def _word(t: torch.Tensor, grad: bool) -> str:
+def _tensor_meta(t: torch.Tensor, grad: bool) -> str:
     flags = ("g" if grad and t.requires_grad else "") + ("c" if t.is_contiguous() else "")
     return f"{t.device.type}:{_NAMES[t.dtype]}:{flags}"
 
@@ -129,16 +129,16 @@ def _forward_fake(inputs, text):
 @torch.library.register_fake("weft::pipeline_backward")
 def _backward_fake(grads, inputs_and_saved, text):
     return [
-        torch.empty_like(t, memory_format=torch.contiguous_format) if wanted else t.new_empty([0])
-        for t, (_, wanted, _) in zip(inputs_and_saved, _C.gradients(text), strict=False)
+        torch.empty_like(t, memory_format=torch.contiguous_format) if needs_grad else t.new_empty([0])
+        for t, (_, needs_grad, _) in zip(inputs_and_saved, _C.gradients(text), strict=False)
     ]
 
 
 @torch.library.register_fake("weft::pipeline_backward_into")
 def _backward_into_fake(grads, inputs_and_saved, params, main_grads, text):
     found = _backward_fake(grads, inputs_and_saved, text)
-    described = zip(found, _C.gradients(text), strict=True)
-    return [grad.new_empty([0]) if accumulated else grad for grad, (_, _, accumulated) in described]
+    gradient_info = zip(found, _C.gradients(text), strict=True)
+    return [grad.new_empty([0]) if accumulated else grad for grad, (_, _, accumulated) in gradient_info]
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -152,17 +152,17 @@ def _setup_context(ctx, inputs, output) -> None:
 def _backward(ctx, grads):
     needed = ctx.needs_input_grad[0]
     needed = needed if isinstance(needed, (list, tuple)) else [needed] * ctx.num_inputs
-    tensors, described = list(ctx.saved_tensors), _C.gradients(ctx.text)
-    for (name, planned, _), need in zip(described, needed, strict=True):
+    tensors, gradient_info = list(ctx.saved_tensors), _C.gradients(ctx.text)
+    for (name, planned, _), need in zip(gradient_info, needed, strict=True):
         if need and not planned:
             raise RuntimeError(
                 f"weft: the gradient of {name} is needed, but the program was exported or compiled without it. Export "
                 "it again with gradients enabled (outside of torch.no_grad()) and with requires_grad set on that tensor"
             )
     grads = list(grads[: ctx.num_outputs])
-    if any(wanted and accumulated for _, wanted, accumulated in described):
+    if any(needs_grad and accumulated for _, needs_grad, accumulated in gradient_info):
         leaves = [getattr(node, "variable", t) for t, (node, _) in zip(tensors, ctx.next_functions, strict=False)]
-        main_grads = [getattr(t, "main_grad", None) for t, (*_, into) in zip(leaves, described, strict=True) if into]
+        main_grads = [getattr(t, "main_grad", None) for t, (*_, into) in zip(leaves, gradient_info, strict=True) if into]
         main_grads = [t for t in main_grads if t is not None]
         params = leaves[ctx.num_inputs - ctx.num_params :]
         found = torch.ops.weft.pipeline_backward_into(grads, tensors, params, main_grads, ctx.text)
@@ -176,14 +176,14 @@ def _backward(ctx, grads):
 torch.library.register_autograd("weft::pipeline_forward", _backward, setup_context=_setup_context)
 
 
-def _refuse_twice(ctx, grads):
+def _reject_double_backward(ctx, grads):
     raise RuntimeError(
         "weft: differentiating twice through a pipeline is not supported. Use plain torch operations where you need "
         "second derivatives."
     )
 
 
-torch.library.register_autograd("weft::pipeline_backward", _refuse_twice)
+torch.library.register_autograd("weft::pipeline_backward", _reject_double_backward)
 
 
 # ---- FLOP counts of the GEMMs, as torch.utils.flop_counter counts torch's own --------------------------------------

@@ -10,26 +10,26 @@ from typing import Any
 import torch
 
 from . import _C
-from .operation import FusibleOperation
-from .sequential import Sequential
+from ._operation import FusibleOperation
+from ._sequential import Sequential
 
 
 class Explanation:
     """The plan of one call. Print it, take its ``data``, or draw it with :meth:`save`."""
 
-    def __init__(self, parts: list[tuple[str, _C.Explanation | None]]) -> None:
-        self._parts = parts
+    def __init__(self, sections: list[tuple[str, _C.Explanation | None]]) -> None:
+        self._sections = sections
 
     @property
     def data(self) -> list[dict[str, Any]]:
         """One dictionary per pipeline or separate module, in order."""
-        return [{"module": title} if part is None else {"pipeline": title, **part.data} for title, part in self._parts]
+        return [{"module": title} if section is None else {"pipeline": title, **section.data} for title, section in self._sections]
 
     @property
     def text(self) -> str:
-        if len(self._parts) == 1 and self._parts[0][1] is not None:
-            return self._parts[0][1].text.rstrip()
-        return "\n".join(f"== {title}\n{'' if part is None else part.text}" for title, part in self._parts)
+        if len(self._sections) == 1 and self._sections[0][1] is not None:
+            return self._sections[0][1].text.rstrip()
+        return "\n".join(f"== {title}\n{'' if section is None else section.text}" for title, section in self._sections)
 
     def __str__(self) -> str:
         return self.text
@@ -39,14 +39,14 @@ class Explanation:
     def dot(self) -> str:
         """Graphviz source of the picture."""
         nodes, names = [], []
-        for i, (title, part) in enumerate(self._parts):
-            names.append(f"part{i}")
-            if part is None:
+        for i, (title, section) in enumerate(self._sections):
+            names.append(f"section{i}")
+            if section is None:
                 label = title.replace('"', "'")
-                nodes.append(f'  part{i} [label="{label}", shape=box, style=rounded, margin=0.15];')
+                nodes.append(f'  section{i} [label="{label}", shape=box, style=rounded, margin=0.15];')
             else:
-                body = part.dot
-                nodes.append(body[body.index("  plan [") : body.rindex("}")].replace("  plan [", f"  part{i} [", 1))
+                body = section.dot
+                nodes.append(body[body.index("  plan [") : body.rindex("}")].replace("  plan [", f"  section{i} [", 1))
         edges = "" if len(names) < 2 else "  " + " -> ".join(names) + ' [color="#7a8793"];\n'
         style = "  graph [bgcolor=white, pad=0.3];\n  node [fontname=Helvetica, fontsize=11, shape=plain];\n"
         return "digraph weft {\n" + style + "\n".join(nodes) + "\n" + edges + "}\n"
@@ -75,27 +75,27 @@ def explain(module: torch.nn.Module, *inputs: torch.Tensor) -> Explanation:
     if not inputs:
         raise TypeError("explain() needs the inputs of a call, e.g. explain(module, x): the plan depends on them")
     if isinstance(module, Sequential):
-        return Explanation(_explain_groups(module, *inputs))
+        return Explanation(_explain_segments(module, *inputs))
     if isinstance(module, FusibleOperation):
-        return Explanation([(type(module).__name__, module._fresh_runner(inputs[0]).explain(*inputs))])
+        return Explanation([(type(module).__name__, module._current_runner(inputs[0]).explain(*inputs))])
     raise TypeError(f"explain() takes a weft operation or Sequential, got {type(module).__name__}")
 
 
-def _explain_groups(module: Sequential, input: torch.Tensor, *extra_inputs: torch.Tensor):
-    from .sequential import run_groups
+def _explain_segments(module: Sequential, input: torch.Tensor, *extra_inputs: torch.Tensor):
+    from ._sequential import run_segments
 
-    parts: list[tuple[str, _C.Explanation | None]] = []
+    sections: list[tuple[str, _C.Explanation | None]] = []
 
-    def look(group, x, inputs):
-        if group.runner is None:
-            parts.append((f"{type(group.modules[0]).__name__}, called on its own: {group.reason}", None))
+    def record_plan(segment, x, inputs):
+        if segment.runner is None:
+            sections.append((f"{type(segment.modules[0]).__name__}, called on its own: {segment.reason}", None))
         else:
-            title = ", ".join(type(m).__name__ for m in group.modules)
-            parts.append((title, group.runner.explain(x, *inputs)))
+            title = ", ".join(type(m).__name__ for m in segment.modules)
+            sections.append((title, segment.runner.explain(x, *inputs)))
 
-    groups = module._fresh_groups()
-    if len(groups) == 1:
-        look(groups[0], input, list(extra_inputs))
+    segments = module._current_segments()
+    if len(segments) == 1:
+        record_plan(segments[0], input, list(extra_inputs))
     else:
-        run_groups(groups, input, list(extra_inputs), {}, before=look)
-    return parts
+        run_segments(segments, input, list(extra_inputs), {}, before=record_plan)
+    return sections

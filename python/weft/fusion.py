@@ -8,6 +8,15 @@ from contextlib import contextmanager
 
 from . import _C
 
+__all__ = [
+    "FusionHandle",
+    "register_backward_fusion",
+    "register_forward_backward_fusion",
+    "register_forward_fusion",
+    "with_rules",
+    "without_rules",
+]
+
 _registered: set[int] = set()
 
 
@@ -38,7 +47,7 @@ class FusionHandle:
         self.remove()
 
 
-def _known(names: tuple[str, ...]) -> list[str]:
+def _checked_names(names: tuple[str, ...]) -> list[str]:
     known = [name for name, _ in _C.all_rules()]
     if unknown := set(names) - set(known):
         raise ValueError(f"No rule is called {sorted(unknown)}; there are {known}.")
@@ -49,7 +58,7 @@ def _known(names: tuple[str, ...]) -> list[str]:
 def without_rules(*names: str) -> Iterator[None]:
     """Inside the ``with`` statement plans are made without the rules of these names; without any rule if none is given.
     Holds for the whole process, like the rules themselves."""
-    rules = _C.rule_ids(_known(names) or [name for name, _ in _C.rules()])
+    rules = _C.rule_ids(_checked_names(names) or [name for name, _ in _C.rules()])
     _C.disable_rules(rules)
     try:
         yield
@@ -60,7 +69,7 @@ def without_rules(*names: str) -> Iterator[None]:
 @contextmanager
 def with_rules(*names: str) -> Iterator[None]:
     """Inside the ``with`` statement the rules of these names are in force, also those that are off by default."""
-    reenabled = _C.enable_rules(_C.rule_ids(_known(names)))
+    reenabled = _C.enable_rules(_C.rule_ids(_checked_names(names)))
     try:
         yield
     finally:

@@ -20,23 +20,23 @@ class GroupedParameters(torch.nn.Module):
     def _make_parameters(self, device: torch.device | str | None) -> None:
         specs = self._op.params()
         groups = self._op.fields()["num_groups"]
-        made: dict[str, torch.nn.Parameter | None] = {}
+        parameters: dict[str, torch.nn.Parameter | None] = {}
         for kind in ("weight", "bias"):
             members = [spec for spec in specs if spec[0] != kind and spec[0].startswith(kind)]
             if members:
                 _, shape, dtype, *_ = members[0]
                 block = torch.empty((groups, *shape), dtype=dtype, device=device)
-                made |= {name: torch.nn.Parameter(slice) for (name, *_), slice in zip(members, block, strict=True)}
+                parameters |= {name: torch.nn.Parameter(member) for (name, *_), member in zip(members, block, strict=True)}
             else:
-                made |= {f"{kind}{i}": None for i in range(groups)}
+                parameters |= {f"{kind}{i}": None for i in range(groups)}
         for name, shape, dtype, *_ in specs:
             if name in ("weight", "bias"):
-                made[name] = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+                parameters[name] = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         for kind in ("weight", "bias"):
-            made.setdefault(kind, None)
-        for name, parameter in made.items():  # past the checks, which would look at all of them for each
+            parameters.setdefault(kind, None)
+        for name, parameter in parameters.items():  # past the checks, which would look at all of them for each
             torch.nn.Module.register_parameter(self, name, parameter)
-        if not any(parameter is not None and parameter.is_meta for parameter in made.values()):
+        if not any(parameter is not None and parameter.is_meta for parameter in parameters.values()):
             self.reset_parameters()
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -19,7 +19,7 @@ def named_group(name: str | None) -> Any:
     return distributed_c10d._resolve_process_group(name)
 
 
-def group_of(owner: str, group: Any) -> tuple[str | None, int]:
+def group_name_and_size(owner: str, group: Any) -> tuple[str | None, int]:
     """Name and size of a ProcessGroup, of a DeviceMesh of one dimension, or of the world (None). A group of one rank
     has no name: it is no parallelism."""
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,26 +44,26 @@ def group_of(owner: str, group: Any) -> tuple[str | None, int]:
     return (group.group_name if size > 1 else None), size
 
 
-def resolve_parallel(owner: str, given: dict[str, Any]) -> None:
+def resolve_parallel(owner: str, arguments: dict[str, Any]) -> None:
     """Checks the parallel arguments of an operation: groups become names, and their sizes are filled in."""
-    mode = given.get("tensor_parallel_mode")
+    mode = arguments.get("tensor_parallel_mode")
     if mode not in (None, "column", "row"):
         raise ValueError(f"{owner}: tensor_parallel_mode is {mode!r}, expected None, 'column' or 'row'")
-    if "process_group" in given:
-        field, asked = "process_group", given["process_group"] is not None or _initialised()
-    elif "tensor_parallel_mode" in given:
-        field, asked = "tensor_parallel_group", mode is not None
-    elif "tensor_parallel" in given:
-        field, asked = "tensor_parallel_group", given["tensor_parallel"] or given["sequence_parallel"]
+    if "process_group" in arguments:
+        field, needed = "process_group", arguments["process_group"] is not None or _is_initialized()
+    elif "tensor_parallel_mode" in arguments:
+        field, needed = "tensor_parallel_group", mode is not None
+    elif "tensor_parallel" in arguments:
+        field, needed = "tensor_parallel_group", arguments["tensor_parallel"] or arguments["sequence_parallel"]
     else:
         return
-    name, size = group_of(owner, given[field]) if asked else (None, 1)
-    given[field], given[GROUP_FIELDS[field]] = name, size
+    name, size = group_name_and_size(owner, arguments[field]) if needed else (None, 1)
+    arguments[field], arguments[GROUP_FIELDS[field]] = name, size
     if size == 1:
         for flag, off in (("tensor_parallel_mode", None), ("tensor_parallel", False), ("sequence_parallel", False)):
-            if flag in given:
-                given[flag] = off
+            if flag in arguments:
+                arguments[flag] = off
 
 
-def _initialised() -> bool:
+def _is_initialized() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -7,64 +7,64 @@ from typing import Any
 import torch
 
 from . import _C
-from .groups import named_group, resolve_parallel
-from .native import NativeOperation, initialize, native_classes, on_meta
-from .operation import FusedOperation, FusibleOperation
-from .wgrad import WgradModule
+from ._process_groups import named_group, resolve_parallel
+from ._native import NativeOperation, initialize, native_classes, on_meta
+from ._operation import FusedOperation, FusibleOperation
+from ._wgrad import WgradModule
 
 
-def _product_field(name: str) -> property:
+def _gemm_field(name: str) -> property:
     def get(self: Linear) -> Any:
-        return self._part_specs[0][1][name]
+        return self._component_specs[0][1][name]
 
     def set(self: Linear, value: Any) -> None:
-        self._part_specs[0][1][name] = value
-        self.__dict__.pop("_parts", None)
-        self._edition += 1
+        self._component_specs[0][1][name] = value
+        self.__dict__.pop("_components", None)
+        self._description_version += 1
 
     return property(get, set)
 
 
-def _whole_field(name: str) -> property:
+def _full_field(name: str) -> property:
     def get(self: Linear) -> Any:
-        return self._whole[name]
+        return self._full_fields[name]
 
     return property(get)
 
 
-def _share(what: str, total: int, ranks: int) -> int:
+def _divide_evenly(what: str, total: int, ranks: int) -> int:
     if total % ranks:
         raise ValueError(f"Linear: {what} {total} does not divide over {ranks} ranks")
     return total // ranks
 
 
-def _parts(product: dict[str, Any], bias: bool, replicated_bias: bool) -> list[tuple[str, dict[str, Any]]]:
+def _component_specs_of(gemm: dict[str, Any], bias: bool, replicated_bias: bool) -> list[tuple[str, dict[str, Any]]]:
     """The operations that a Linear consists of, from the fields of the whole product:
 
     mode None, column   BasicLinear, Bias
     mode row            BasicLinear of this rank's features, Bias, the sum over ranks; a replicated bias after the sum
     """
-    group, ranks = product["tensor_parallel_group"], product["tensor_parallel_size"]
-    row, scattered = product["tensor_parallel_mode"] == "row", product["sequence_parallel"]
-    fields = {"size": product["out_features"], "dtype": product["dtype"]}
+    group, ranks = gemm["tensor_parallel_group"], gemm["tensor_parallel_size"]
+    row, scattered = gemm["tensor_parallel_mode"] == "row", gemm["sequence_parallel"]
+    fields = {"size": gemm["out_features"], "dtype": gemm["dtype"]}
     fields |= {"tensor_parallel_group": group, "tensor_parallel_size": ranks}
     if not row:
-        parts = [("BasicLinear", product), ("Bias", fields | {"tensor_parallel": ranks > 1})]
-        return parts if bias else parts[:1]
+        specs = [("BasicLinear", gemm), ("Bias", fields | {"tensor_parallel": ranks > 1})]
+        return specs if bias else specs[:1]
 
-    features = product["in_features"]
-    product = product | {"in_features": _share("in_features", features, ranks), "fan_in": features}
-    product |= {"tensor_parallel_mode": None, "tensor_parallel_group": None, "sequence_parallel": False}
-    total: tuple[str, dict[str, Any]]
-    total = ("AllReduce", {"process_group": group, "process_group_size": ranks, "reduce_in_backward": False})
+    features = gemm["in_features"]
+    gemm = gemm | {"in_features": _divide_evenly("in_features", features, ranks), "fan_in": features}
+    gemm |= {"tensor_parallel_mode": None, "tensor_parallel_group": None, "sequence_parallel": False}
+    reduction: tuple[str, dict[str, Any]]
+    reduction = ("AllReduce", {"process_group": group, "process_group_size": ranks, "reduce_in_backward": False})
     if scattered:
-        total = ("ReduceScatter", {"process_group": group, "process_group_size": ranks})
+        reduction = ("ReduceScatter", {"process_group": group, "process_group_size": ranks})
     if not bias:
-        return [("BasicLinear", product), total]
+        return [("BasicLinear", gemm), reduction]
     if replicated_bias:
-        return [("BasicLinear", product), total, ("Bias", fields | {"sequence_parallel": scattered})]
-    own = fields | {"size": ranks * product["out_features"], "tensor_parallel": True}
-    return [("BasicLinear", product), ("Bias", own), total]
+        return [("BasicLinear", gemm), reduction, ("Bias", fields | {"sequence_parallel": scattered})]
+    own = fields | {"size": ranks * gemm["out_features"], "tensor_parallel": True}
+    return [("BasicLinear", gemm), ("Bias", own), reduction]
 
 
 class Linear(WgradModule, FusedOperation):
@@ -108,7 +108,7 @@ class Linear(WgradModule, FusedOperation):
     ) -> None:
         FusibleOperation.__init__(self)
         self.te_keys = te_keys
-        product: dict[str, Any] = {
+        gemm: dict[str, Any] = {
             "in_features": in_features,
             "out_features": out_features,
             "dtype": dtype or torch.get_default_dtype(),
@@ -120,15 +120,15 @@ class Linear(WgradModule, FusedOperation):
             "overlap": overlap,
             "userbuffers_options": None if userbuffers_options is None else userbuffers_options.get("comm_name", ""),
         }
-        resolve_parallel("Linear", product)
-        parts = [_C.make_op(*part) for part in _parts(product, bias, replicated_bias)]
-        object.__setattr__(self, "_part_specs", [(part.name, part.fields()) for part in parts])
+        resolve_parallel("Linear", gemm)
+        components = [_C.make_op(*spec) for spec in _component_specs_of(gemm, bias, replicated_bias)]
+        object.__setattr__(self, "_component_specs", [(op.name, op.fields()) for op in components])
         object.__setattr__(self, "_tracker", rng_state_tracker_function)
-        object.__setattr__(self, "_whole", product | {"replicated_bias": replicated_bias})
+        object.__setattr__(self, "_full_fields", gemm | {"replicated_bias": replicated_bias})
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
-        for part in parts:
-            for name, shape, dtype_, *_ in part.params():
+        for op in components:
+            for name, shape, dtype_, *_ in op.params():
                 self._parameters[name] = torch.nn.Parameter(torch.empty(shape, dtype=dtype_, device=device))
         if on_meta(self):
             self._mark_weight()
@@ -136,44 +136,44 @@ class Linear(WgradModule, FusedOperation):
             self.reset_parameters()
 
     # Of the whole layer; each rank holds its part.
-    in_features = _whole_field("in_features")
-    out_features = _whole_field("out_features")
-    tensor_parallel_mode = _whole_field("tensor_parallel_mode")
-    tensor_parallel_size = _whole_field("tensor_parallel_size")
-    sequence_parallel = _whole_field("sequence_parallel")
-    replicated_bias = _whole_field("replicated_bias")
+    in_features = _full_field("in_features")
+    out_features = _full_field("out_features")
+    tensor_parallel_mode = _full_field("tensor_parallel_mode")
+    tensor_parallel_size = _full_field("tensor_parallel_size")
+    sequence_parallel = _full_field("sequence_parallel")
+    replicated_bias = _full_field("replicated_bias")
 
     @property
     def tensor_parallel_group(self) -> Any:
         """The ProcessGroup of the ranks that share it; None if it is alone."""
-        return named_group(self._whole["tensor_parallel_group"])
+        return named_group(self._full_fields["tensor_parallel_group"])
 
     @property
     def basic_ops(self) -> torch.nn.ModuleList:
-        parts = self.__dict__.get("_parts")
-        if parts is None or parts[0]._owner is not self or parts[0]._parameters is not self._parameters:
-            parts = torch.nn.ModuleList([self._part(name, fields) for name, fields in self._part_specs])
-            object.__setattr__(self, "_parts", parts)
-        return parts
+        components = self.__dict__.get("_components")
+        if components is None or components[0]._owner is not self or components[0]._parameters is not self._parameters:
+            components = torch.nn.ModuleList([self._make_component(name, fields) for name, fields in self._component_specs])
+            object.__setattr__(self, "_components", components)
+        return components
 
-    def _part(self, name: str, fields: dict[str, Any]) -> NativeOperation:
+    def _make_component(self, name: str, fields: dict[str, Any]) -> NativeOperation:
         cls = native_classes[name]
-        part = cls.__new__(cls)
-        torch.nn.Module.__init__(part)
+        component = cls.__new__(cls)
+        torch.nn.Module.__init__(component)
         for key, value in (
             ("_op", _C.make_op(name, fields)),
             ("_tracker", self._tracker),
             ("_owner", self),
         ):
-            object.__setattr__(part, key, value)
-        part.__dict__["_parameters"] = self._parameters
-        return part
+            object.__setattr__(component, key, value)
+        component.__dict__["_parameters"] = self._parameters
+        return component
 
-    accumulate_into_main_grad = _product_field("accumulate_into_main_grad")
-    delay_wgrad_compute = _product_field("delay_wgrad_compute")
-    overlap = _product_field("overlap")
+    accumulate_into_main_grad = _gemm_field("accumulate_into_main_grad")
+    delay_wgrad_compute = _gemm_field("delay_wgrad_compute")
+    overlap = _gemm_field("overlap")
 
-    def _product(self) -> NativeOperation:
+    def _wgrad_op(self) -> NativeOperation:
         return self.basic_ops[0]
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -187,16 +187,16 @@ class Linear(WgradModule, FusedOperation):
         super().__setattr__(name, value)
 
     def _has_bias(self) -> bool:
-        return any(name == "Bias" for name, _ in self._part_specs)
+        return any(name == "Bias" for name, _ in self._component_specs)
 
     def reset_parameters(self, device: torch.device | str | None = None) -> None:
-        for part in self.basic_ops:
-            initialize(self, part._op, device, self._tracker)
+        for component in self.basic_ops:
+            initialize(self, component._op, device, self._tracker)
         self._mark_weight()
 
     def _materialize(self, device: torch.device) -> None:
-        for part in self.basic_ops:
-            initialize(self, part._op, device, self._tracker, only_meta=True)
+        for component in self.basic_ops:
+            initialize(self, component._op, device, self._tracker, only_meta=True)
 
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self._has_bias()}"
@@ -211,5 +211,5 @@ class Linear(WgradModule, FusedOperation):
         # A bias has the key of a linear on one rank.
         return {"weight": "basic_ops.0.weight"} | ({"bias": "basic_ops.1.bias"} if self._has_bias() else {})
 
-    def _te_parts(self) -> list[str]:
-        return [f"basic_ops.{i}." for i in range(len(self._part_specs))]
+    def _te_op_prefixes(self) -> list[str]:
+        return [f"basic_ops.{i}." for i in range(len(self._component_specs))]

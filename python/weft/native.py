@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from . import _C
-from .grouped import GroupedParameters
-from .groups import GROUP_FIELDS, group_of, named_group, resolve_parallel
-from .operation import BasicOperation
-from .wgrad import WgradModule
+from ._grouped_parameters import GroupedParameters
+from ._process_groups import GROUP_FIELDS, group_name_and_size, named_group, resolve_parallel
+from ._operation import BasicOperation
+from ._wgrad import WgradModule
 
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float64, torch.float16, torch.bfloat16)}
 # Fields that the class fills itself; users never pass them.
@@ -43,17 +43,17 @@ class NativeOperation(BasicOperation):
         super().__init__()
         bound = self.__signature__.bind(*args, **kwargs)
         bound.apply_defaults()
-        given = dict(bound.arguments)
-        device = given.pop("device", None)
-        tracker = given.pop("rng_state_tracker_function", None)
-        object.__setattr__(self, "te_keys", given.pop("te_keys"))
-        if "dtype" in given:
-            given["dtype"] = given["dtype"] or torch.get_default_dtype()
-        if isinstance(given.get("sm_margin"), dict):  # by stage; a CPU has no multiprocessors to leave free
-            given["sm_margin"] = max(given["sm_margin"].values(), default=0)
-        resolve_parallel(type(self).__name__, given)
+        arguments = dict(bound.arguments)
+        device = arguments.pop("device", None)
+        tracker = arguments.pop("rng_state_tracker_function", None)
+        object.__setattr__(self, "te_keys", arguments.pop("te_keys"))
+        if "dtype" in arguments:
+            arguments["dtype"] = arguments["dtype"] or torch.get_default_dtype()
+        if isinstance(arguments.get("sm_margin"), dict):  # by stage; a CPU has no multiprocessors to leave free
+            arguments["sm_margin"] = max(arguments["sm_margin"].values(), default=0)
+        resolve_parallel(type(self).__name__, arguments)
         object.__setattr__(self, "_tracker", tracker)
-        object.__setattr__(self, "_op", _C.make_op(self._type, {k: _plain(v) for k, v in given.items()}))
+        object.__setattr__(self, "_op", _C.make_op(self._type, {k: _to_cpp_value(v) for k, v in arguments.items()}))
         self._make_parameters(device)
 
     @property
@@ -121,7 +121,7 @@ def default_device(param: torch.Tensor) -> torch.device:
     return torch.get_default_device() if param.is_meta and type(param).__name__ != "DTensor" else param.device
 
 
-def moved(param: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
+def empty_parameter_on(param: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
     """A Parameter without values on `device`, with the attributes of `param`."""
     other = torch.nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
     other.__dict__.update(param.__dict__)
@@ -143,24 +143,24 @@ def initialize(
             continue
         target = default_device(param) if device is None else torch.device(device)
         if param.device != target:
-            param = moved(param, target)
+            param = empty_parameter_on(param, target)
         if not param.is_meta:
-            parts = param.detach() if main_grad and param.dim() == 3 else [param.detach()]  # a weight for each group
-            for part in parts:
+            weights = param.detach() if main_grad and param.dim() == 3 else [param.detach()]  # a weight for each group
+            for weight in weights:
                 with tracker().fork() if tracker is not None else nullcontext():
-                    _fill(part, init, fan_in)
+                    _fill(weight, init, fan_in)
         module._parameters[name] = param  # a new one takes its place when it has values: other threads may look
 
 
-def _fill(part: torch.Tensor, init: str, fan_in: int) -> None:
+def _fill(weight: torch.Tensor, init: str, fan_in: int) -> None:
     if init == "fan_in_uniform":
         bound = 1 / math.sqrt(fan_in) if fan_in else 0.0
-        part.uniform_(-bound, bound)
+        weight.uniform_(-bound, bound)
     else:
-        part.fill_(1.0 if init == "ones" else 0.0)
+        weight.fill_(1.0 if init == "ones" else 0.0)
 
 
-def _plain(value: Any) -> Any:
+def _to_cpp_value(value: Any) -> Any:
     """A keyword as the C++ side reads it: userbuffers options by their communication."""
     return value.get("comm_name", "") if isinstance(value, dict) else value
 
@@ -173,11 +173,11 @@ def _field_property(name: str) -> property:
         return _DTYPES.get(value, value) if name == "dtype" else value
 
     def set(self: NativeOperation, value: Any) -> None:
-        fields = {**self._op.fields(), name: _plain(value)}
+        fields = {**self._op.fields(), name: _to_cpp_value(value)}
         if name in GROUP_FIELDS:
-            fields[name], fields[GROUP_FIELDS[name]] = group_of(type(self).__name__, value)
+            fields[name], fields[GROUP_FIELDS[name]] = group_name_and_size(type(self).__name__, value)
         object.__setattr__(self, "_op", _C.make_op(self._type, fields))
-        self._edition += 1  # also tells every runner to look again
+        self._description_version += 1  # also tells every runner to look again
 
     return property(get, set)
 
@@ -185,11 +185,11 @@ def _field_property(name: str) -> property:
 def _signature(fields: list[tuple[str, Any, str]], params: list[Any]) -> inspect.Signature:
     kinds = inspect.Parameter
     parameters = []
-    for field, default, given in fields:
+    for field, default, param_kind in fields:
         if field in _DERIVED:
             continue
-        kind = kinds.KEYWORD_ONLY if given == "keyword" else kinds.POSITIONAL_OR_KEYWORD
-        default = kinds.empty if given == "required" else None if field == "dtype" else default
+        kind = kinds.KEYWORD_ONLY if param_kind == "keyword" else kinds.POSITIONAL_OR_KEYWORD
+        default = kinds.empty if param_kind == "required" else None if field == "dtype" else default
         parameters.append(kinds(field, kind, default=default))
     if params:
         parameters.append(kinds("device", kinds.KEYWORD_ONLY, default=None))
@@ -201,11 +201,11 @@ def _signature(fields: list[tuple[str, Any, str]], params: list[Any]) -> inspect
 
 def make_class(name: str, doc: str, fields: list[tuple[str, Any, str]], sample: _C.Op) -> type[NativeOperation]:
     # A field called like a method of torch.nn.Module (Quantize's `forward`) or like a Parameter is a keyword only.
-    taken = {param.rstrip("0123456789") for param, *_ in sample.params()}
+    parameter_names = {param.rstrip("0123456789") for param, *_ in sample.params()}
     members: dict[str, Any] = {
         field: _field_property(field)
         for field, *_ in fields
-        if not hasattr(NativeOperation, field) and field not in taken
+        if not hasattr(NativeOperation, field) and field not in parameter_names
     }
     members |= {
         "__doc__": doc,

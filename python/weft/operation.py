@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from . import _C, compiled
-from .state_keys import StateKeys
+from . import _C, _dispatcher
+from ._state_keys import StateKeys
 
-_MATERIALIZING = Lock()  # threads that call a new module at the same time initialise it once
+_MATERIALIZE_LOCK = Lock()  # threads that call a new module at the same time initialise it once
 # What an operation remembers of its own pipeline; a copy builds its own.
-_NOT_COPIED = {"_runner", "_built_from", "_custom", "_parts", "_number", "_wgrad_hooks"}
+_NOT_COPIED = {"_runner", "_built_signature", "_custom", "_components", "_module_id", "_wgrad_hooks"}
 
 
 class OperationContext:
@@ -40,22 +40,22 @@ class FusibleOperation(StateKeys):
     """Anything a pipeline can take in. Calling it alone runs a pipeline of its own, kept between calls."""
 
     _runner: _C.Runner | None = None
-    _edition = 0  # counts changes of its description and channels, for compilers to guard on
+    _description_version = 0  # counts changes of its description and channels, for compilers to guard on
     is_fused_op = False
 
     def __init__(self) -> None:
         super().__init__()
-        compiled.enroll(self)
+        _dispatcher.register_module(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        compiled.enroll(self)
+        _dispatcher.register_module(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Parameters are read in each call: exchanging one (as FSDP does all the time) changes nothing else.
-        exchanged = value is not None and self.__dict__.get("_parameters", {}).get(name) is not None
+        replaces_parameter = value is not None and self.__dict__.get("_parameters", {}).get(name) is not None
         super().__setattr__(name, value)
-        if not exchanged:
+        if not replaces_parameter:
             _C.invalidate_runners()
 
     def __delattr__(self, name: str) -> None:
@@ -77,49 +77,49 @@ class FusibleOperation(StateKeys):
         extra tensors are arguments and results."""
         stages = self._stages()
         if len(stages) == 1:
-            return [(stages[0], unbound(stages[0]))]
+            return [(stages[0], caller_bindings(stages[0]))]
         return [(op, op._bindings()) for op in stages]
 
     def _signature(self) -> Any:
         """What its pipeline was built from; compared when some attribute changed."""
         return [(op._description(), bindings) for op, bindings in self._bound_stages()]
 
-    def _fresh_runner(self, input: torch.Tensor) -> _C.Runner:
+    def _current_runner(self, input: torch.Tensor) -> _C.Runner:
         runner = self.__dict__.get("_runner")
-        epoch = _C.modules_version()  # before the look: later changes by other threads are seen at the next call
+        version = _C.modules_version()  # before the look: later changes by other threads are seen at the next call
         signature = self._signature()
-        if runner is not None and runner.belongs_to(self) and self.__dict__.get("_built_from") == signature:
-            runner.revalidate(epoch)
+        if runner is not None and runner.belongs_to(self) and self.__dict__.get("_built_signature") == signature:
+            runner.revalidate(version)
             return runner
         if isinstance(input, torch.Tensor):
             materialize(self, input)
-        runner = build_runner(self, self._bound_stages(), epoch)
+        runner = build_runner(self, self._bound_stages(), version)
         object.__setattr__(self, "_runner", runner)
-        object.__setattr__(self, "_built_from", signature)
+        object.__setattr__(self, "_built_signature", signature)
         return runner
 
-    def _compiled_groups(self):
-        """What `compiled.run` needs to know of it, as constants."""
+    def _traced_segments(self):
+        """What `_dispatcher.run` needs to know of it, as constants."""
         runner = build_runner(self, self._bound_stages(), _C.modules_version())
-        return (compiled_group(self, self._bound_stages(), runner.text),)
+        return (traced_segment(self, self._bound_stages(), runner.text),)
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any):
-        if torch.compiler.is_compiling() and not kwargs and compiled.applies(self, input):
-            return compiled.run(self, input, extra_inputs)
+        if torch.compiler.is_compiling() and not kwargs and _dispatcher.applies(self, input):
+            return _dispatcher.run(self, input, extra_inputs)
         runner = self._runner
         if runner is not None and not kwargs:
             output = runner(self, input, *extra_inputs)
             if output is not NotImplemented:
                 return output
-        if not kwargs and compiled.applies(self, input):
-            return compiled.run(self, input, extra_inputs)
-        runner = self._fresh_runner(input)
+        if not kwargs and _dispatcher.applies(self, input):
+            return _dispatcher.run(self, input, extra_inputs)
+        runner = self._current_runner(input)
         keywords = check_keywords(self._stages(), [kwargs] + [{}] * (len(self._stages()) - 1))
         return runner.call_with(keywords, input, *extra_inputs)
 
     def explain(self, *inputs: torch.Tensor):
         """The plan for a call with these inputs; see :func:`weft.explain`."""
-        from .explain import explain
+        from ._explain import explain
 
         return explain(self, *inputs)
 
@@ -139,7 +139,7 @@ class BasicOperation(FusibleOperation):
     def _stages(self) -> list[BasicOperation]:
         return [self]
 
-    def _te_parts(self) -> list[str]:
+    def _te_op_prefixes(self) -> list[str]:
         return [""]
 
     # ---- channels -------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class BasicOperation(FusibleOperation):
         bindings = dict(self.__dict__.get(table, {}))
         bindings[index] = binding
         setattr(self, table, bindings)
-        self._edition += 1
+        self._description_version += 1
 
     def _bindings(self):
         """(channel of each extra input, (channel, to caller) of each extra output)"""
@@ -182,12 +182,12 @@ class BasicOperation(FusibleOperation):
 
     def _description(self) -> _C.Op:
         names = [name for name, _ in self.named_parameters()]
-        made = self.__dict__.get("_custom")
-        if made is None or made[0] != names:
+        cached = self.__dict__.get("_custom")
+        if cached is None or cached[0] != names:
             op = _C.make_custom_op(self, names, self.num_extra_inputs, self.num_extra_outputs)
-            made = (names, op)
-            object.__setattr__(self, "_custom", made)
-        return made[1]
+            cached = (names, op)
+            object.__setattr__(self, "_custom", cached)
+        return cached[1]
 
     def _parameter_slots(self) -> list[tuple[torch.nn.Module, str]]:
         slots = []
@@ -267,7 +267,7 @@ class FusedOperation(FusibleOperation):
 # ---- building and calling pipelines -------------------------------------------------------------------------------
 
 
-def unbound(op: BasicOperation):
+def caller_bindings(op: BasicOperation):
     """Bindings of an operation whose extra tensors all come from and go to the caller."""
     return [None] * op.num_extra_inputs, [(None, True)] * op.num_extra_outputs
 
@@ -275,25 +275,25 @@ def unbound(op: BasicOperation):
 def build_runner(
     owner: torch.nn.Module,
     stages: Sequence[tuple[BasicOperation, Any]],
-    epoch: int,
+    version: int,
     bypassed: Sequence[torch.nn.Module] = (),
     children: Sequence[torch.nn.Module] | None = None,
 ) -> _C.Runner:
     """A pipeline of operations with their channel bindings, bound to the modules that hold the parameters, as they were
-    seen at `epoch`. `owner` calls it, instead of the modules `bypassed`; it must hold `children`, if given."""
+    seen at `version`. `owner` calls it, instead of the modules `bypassed`; it must hold `children`, if given."""
     return _C.Runner(
         stages=[(op._description(), list(inputs), list(outputs)) for op, (inputs, outputs) in stages],
         owner=owner,
         ops=[op for op, _ in stages],
         params=[slot for op, _ in stages for slot in op._parameter_slots()],
-        modules_version=epoch,
+        modules_version=version,
         bypassed=list(bypassed),
         expected=None if children is None else list(children),
     )
 
 
-def compiled_group(root: torch.nn.Module, stages: Sequence[tuple[BasicOperation, Any]], text: str):
-    """One pipeline for `compiled.run`: its text, where its parameters and modes are found below `root`, and how many
+def traced_segment(root: torch.nn.Module, stages: Sequence[tuple[BasicOperation, Any]], text: str):
+    """One pipeline for `_dispatcher.run`: its text, where its parameters and modes are found below `root`, and how many
     extra tensors it takes and returns."""
     paths = {id(module): path for path, module in root.named_modules()}
     slots = tuple((paths[id(module)], name) for op, _ in stages for module, name in op._parameter_slots())
@@ -304,10 +304,10 @@ def compiled_group(root: torch.nn.Module, stages: Sequence[tuple[BasicOperation,
 
 
 def check_keywords(stages: Sequence[BasicOperation], keywords: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    for op, given in zip(stages, keywords, strict=True):
+    for op, kwargs in zip(stages, keywords, strict=True):
         native = getattr(op, "_native", False)
         allowed = ("output", "grad_input") if native and op._description().takes_buffers else ()
-        for name in given if native else ():
+        for name in kwargs if native else ():
             if name not in allowed:
                 raise TypeError(f"{type(op).__name__}.forward() got an unexpected keyword argument {name!r}")
     return keywords
@@ -316,7 +316,7 @@ def check_keywords(stages: Sequence[BasicOperation], keywords: list[dict[str, An
 def materialize(module: torch.nn.Module, input: torch.Tensor) -> None:
     """Makes weft's Parameters that were constructed on the meta device real, where the input is."""
     if input.device.type != "meta":
-        with _MATERIALIZING:
+        with _MATERIALIZE_LOCK:
             for child in module.modules():
                 if isinstance(child, FusibleOperation):
                     child._materialize(input.device)
@@ -331,17 +331,17 @@ def _run_forward(op, ctxs, input_, extra_inputs, keywords):
         next_op_input_quantizer=None,
         basic_op_kwargs=keywords,
     )
-    parts = op._stages()
-    extra_outputs = [tuple(outputs or ()) for outputs in (extra_outputs or [()] * len(parts))]
-    if len(extra_outputs) != len(parts):
+    basic_ops = op._stages()
+    extra_outputs = [tuple(outputs or ()) for outputs in (extra_outputs or [()] * len(basic_ops))]
+    if len(extra_outputs) != len(basic_ops):
         raise RuntimeError(
-            f"{type(op).__name__} returned extra outputs for {len(extra_outputs)} of {len(parts)} operations"
+            f"{type(op).__name__} returned extra outputs for {len(extra_outputs)} of {len(basic_ops)} operations"
         )
-    for part, outputs in zip(parts, extra_outputs, strict=True):
-        if len(outputs) != part.num_extra_outputs:
+    for basic_op, outputs in zip(basic_ops, extra_outputs, strict=True):
+        if len(outputs) != basic_op.num_extra_outputs:
             raise RuntimeError(
-                f"{type(op).__name__} returned {len(outputs)} extra outputs for {type(part).__name__}, "
-                f"which has {part.num_extra_outputs}"
+                f"{type(op).__name__} returned {len(outputs)} extra outputs for {type(basic_op).__name__}, "
+                f"which has {basic_op.num_extra_outputs}"
             )
     return output, extra_outputs
 
@@ -351,7 +351,7 @@ def _run_backward(op, ctxs, grad_output, grad_extra_outputs, param_counts, extra
         ctxs, grad_output, basic_op_grad_extra_outputs=grad_extra_outputs
     )
 
-    def complete(kind, rows, counts):
+    def fill_missing(kind, rows, counts):
         rows = [tuple(row or ()) for row in (rows or [()] * len(counts))]
         for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
             if row and len(row) != count:
@@ -362,8 +362,8 @@ def _run_backward(op, ctxs, grad_output, grad_extra_outputs, param_counts, extra
 
     return (
         grad_input,
-        complete("parameter", grad_params, param_counts),
-        complete("extra input", grad_extra_inputs, extra_counts),
+        fill_missing("parameter", grad_params, param_counts),
+        fill_missing("extra input", grad_extra_inputs, extra_counts),
     )
 
 

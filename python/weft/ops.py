@@ -6,10 +6,10 @@ from .fusion import (
     register_forward_backward_fusion,
     register_forward_fusion,
 )
-from .linear import Linear
-from .native import native_classes
-from .operation import BasicOperation, FusedOperation, FusibleOperation, OperationContext
-from .sequential import Sequential
+from ._linear import Linear
+from ._native import native_classes
+from ._operation import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from ._sequential import Sequential
 
 globals().update(native_classes)
 

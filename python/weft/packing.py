@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from . import _C
-from .grouped import GroupedParameters
-from .wgrad import WgradModule
+from ._grouped_parameters import GroupedParameters
+from ._wgrad import WgradModule
 
 
 def _weights(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -39,13 +39,13 @@ class RNGStatesTracker:
         """Draws from the named state inside; afterwards the generator goes on from where it was."""
         if name not in self._states:
             raise KeyError(f"no state is called {name!r}; add() it first")
-        outside = torch.get_rng_state()
+        saved_state = torch.get_rng_state()
         torch.set_rng_state(self._states[name])
         try:
             yield
         finally:
             self._states[name] = torch.get_rng_state()
-            torch.set_rng_state(outside)
+            torch.set_rng_state(saved_state)
 
     def get_states(self) -> dict[str, torch.Tensor]:
         return {name: state.clone() for name, state in self._states.items()}

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
-from . import _C, compiled
-from .operation import BasicOperation, FusibleOperation, build_runner, check_keywords, compiled_group, materialize
+from . import _C, _dispatcher
+from ._operation import BasicOperation, FusibleOperation, build_runner, check_keywords, traced_segment, materialize
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -25,12 +25,12 @@ def boundary_reason(module: torch.nn.Module) -> str | None:
         return "global module hooks are registered, which only calls of modules run"
     if "forward" in module.__dict__ or type(module).forward is not FusibleOperation.forward:
         return "it has a forward of its own"
-    if _own_call(module):
+    if _overrides_call(module):
         return "its class has a __call__ of its own"
     return None
 
 
-def _own_call(module: torch.nn.Module) -> bool:
+def _overrides_call(module: torch.nn.Module) -> bool:
     """Whether calling the module does more than what torch.nn.Module does by itself."""
     plain, cls = torch.nn.Module, type(module)
     if module.__dict__.get("_compiled_call_impl") is not None:  # module.compile()
@@ -40,9 +40,9 @@ def _own_call(module: torch.nn.Module) -> bool:
     return cls.__call__ is not call or cls._call_impl is not plain._call_impl
 
 
-def _joins(module: torch.nn.Module) -> bool:
+def _is_inlinable(module: torch.nn.Module) -> bool:
     """Whether a nested Sequential does nothing but run its modules, so that these may join an outer pipeline."""
-    plain = isinstance(module, Sequential) and type(module).forward is Sequential.forward and not _own_call(module)
+    plain = isinstance(module, Sequential) and type(module).forward is Sequential.forward and not _overrides_call(module)
     return plain and "forward" not in module.__dict__ and not any(getattr(module, hooks) for hooks in _HOOKS)
 
 
@@ -55,18 +55,18 @@ def _scoped(scope: str, bindings: Any) -> Any:
     )
 
 
-class _Same:
+class _IdentityKey:
     """Equal only for the very same object, which it keeps alive."""
 
     def __init__(self, object: Any) -> None:
         self.object = object
 
     def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _Same) and self.object is other.object
+        return isinstance(other, _IdentityKey) and self.object is other.object
 
 
 @dataclass
-class _Group:
+class _Segment:
     """A pipeline (`runner`) or one module that is called; and where its extra tensors come from and go to."""
 
     modules: list[torch.nn.Module]
@@ -89,7 +89,7 @@ class Sequential(torch.nn.Module):
 
     def __init__(self, *modules: torch.nn.Module | dict[str, torch.nn.Module], fuse_nested: bool = False) -> None:
         super().__init__()
-        compiled.enroll(self)
+        _dispatcher.register_module(self)
         self.fuse_nested = fuse_nested
         if len(modules) == 1 and isinstance(modules[0], dict):
             for name, module in modules[0].items():
@@ -113,10 +113,10 @@ class Sequential(torch.nn.Module):
 
     def __getitem__(self, index: int | slice):
         if isinstance(index, slice):
-            chosen = Sequential(fuse_nested=self.fuse_nested)
+            selected = Sequential(fuse_nested=self.fuse_nested)
             for key in list(self._modules)[index]:
-                chosen.add_module(key, self._modules[key])
-            return chosen
+                selected.add_module(key, self._modules[key])
+            return selected
         return self._modules[self._key(index)]
 
     def __setitem__(self, index: int | slice, module: torch.nn.Module | Iterable[torch.nn.Module]) -> None:
@@ -125,13 +125,13 @@ class Sequential(torch.nn.Module):
             return
         modules = list(self)
         modules[index] = module
-        self._refill(modules)
+        self._assign_modules(modules)
 
     def __delitem__(self, index: int | slice) -> None:
         for key in list(self._modules)[index] if isinstance(index, slice) else [self._key(index)]:
             del self._modules[key]
 
-    def _refill(self, modules: list[torch.nn.Module]) -> None:
+    def _assign_modules(self, modules: list[torch.nn.Module]) -> None:
         """Puts modules under the existing keys in order, with new keys behind them."""
         keys = list(self._modules)
         for key in keys[len(modules) :]:
@@ -153,7 +153,7 @@ class Sequential(torch.nn.Module):
     def insert(self, index: int, module: torch.nn.Module) -> Sequential:
         modules = list(self)
         modules.insert(index, module)
-        self._refill(modules)
+        self._assign_modules(modules)
         return self
 
     def pop(self, index: int | slice = -1) -> torch.nn.Module:
@@ -171,141 +171,141 @@ class Sequential(torch.nn.Module):
         return {
             k: v
             for k, v in self.__dict__.items()
-            if k not in ("_runner", "_single", "_groups", "_built_from", "_real", "_number")
+            if k not in ("_runner", "_single_runner", "_segments", "_built_signature", "_materialized", "_module_id")
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        compiled.enroll(self)
+        _dispatcher.register_module(self)
 
-    # ---- groups ---------------------------------------------------------------------------------------------------
+    # ---- segments -------------------------------------------------------------------------------------------------
 
-    def _leaves(self, scope: str = "") -> list[tuple[torch.nn.Module, str]]:
+    def _flat_modules(self, scope: str = "") -> list[tuple[torch.nn.Module, str]]:
         """The modules to run, with the scope of their channel names."""
-        leaves: list[tuple[torch.nn.Module, str]] = []
+        flat_modules: list[tuple[torch.nn.Module, str]] = []
         for key, module in self._modules.items():
-            join = self.fuse_nested and _joins(module)
-            leaves.extend(module._leaves(f"{scope}{key}/") if join else [(module, scope)])
-        return leaves
+            inline = self.fuse_nested and _is_inlinable(module)
+            flat_modules.extend(module._flat_modules(f"{scope}{key}/") if inline else [(module, scope)])
+        return flat_modules
 
     def _signature(self) -> Any:
-        described: list[Any] = []
-        for module, scope in self._leaves():
+        entries: list[Any] = []
+        for module, scope in self._flat_modules():
             stages = module._stages() if isinstance(module, FusibleOperation) else []
             extras = (module.num_extra_inputs, module.num_extra_outputs) if isinstance(module, Sequential) else None
             # Setting a field makes a new description; the signature keeps the old one alive, so that identity tells.
-            operations = [(_Same(op._description()), op._bindings()) for op in stages]
-            described.append((_Same(module), scope, boundary_reason(module), extras, operations))
-        return described
+            operations = [(_IdentityKey(op._description()), op._bindings()) for op in stages]
+            entries.append((_IdentityKey(module), scope, boundary_reason(module), extras, operations))
+        return entries
 
-    def _fresh_groups(self) -> list[_Group]:
-        """The groups, built anew if modules, hooks, fields or channels changed since they were built."""
-        epoch = _C.modules_version()  # before the look: later changes by other threads are seen at the next call
+    def _current_segments(self) -> list[_Segment]:
+        """The segments, built anew if modules, hooks, fields or channels changed since they were built."""
+        version = _C.modules_version()  # before the look: later changes by other threads are seen at the next call
         signature = self._signature()
-        groups = self.__dict__.get("_groups")
-        if groups is not None and self.__dict__.get("_built_from") == signature:
+        segments = self.__dict__.get("_segments")
+        if segments is not None and self.__dict__.get("_built_signature") == signature:
             if self._runner is not None:
-                self._runner.revalidate(epoch)
-            return groups
-        groups = _wire(_split(self._leaves()))
+                self._runner.revalidate(version)
+            return segments
+        segments = _connect_channels(_partition(self._flat_modules()))
         flat = all(not isinstance(module, Sequential) for module in self._modules.values())
-        single = len(groups) == 1 and groups[0].reason is None and flat
-        for group in groups:
-            if group.reason is None:
-                whole = {"bypassed": group.modules, "children": self._modules.values()} if single else {}
-                group.runner = build_runner(self, group.stages, epoch, **whole)
-        object.__setattr__(self, "_real", False)
+        single = len(segments) == 1 and segments[0].reason is None and flat
+        for segment in segments:
+            if segment.reason is None:
+                single_options = {"bypassed": segment.modules, "children": self._modules.values()} if single else {}
+                segment.runner = build_runner(self, segment.stages, version, **single_options)
+        object.__setattr__(self, "_materialized", False)
         # The way past this check opens at the first call, when Parameters on the meta device have become real.
         object.__setattr__(self, "_runner", None)
-        object.__setattr__(self, "_single", groups[0].runner if single else None)
-        object.__setattr__(self, "_groups", groups)
-        object.__setattr__(self, "_built_from", signature)  # last: another thread that finds it takes the rest
-        return groups
+        object.__setattr__(self, "_single_runner", segments[0].runner if single else None)
+        object.__setattr__(self, "_segments", segments)
+        object.__setattr__(self, "_built_signature", signature)  # last: another thread that finds it takes the rest
+        return segments
 
     @property
     def num_extra_inputs(self) -> int:
-        return sum(source is None for group in self._fresh_groups() for source in group.sources)
+        return sum(source is None for segment in self._current_segments() for source in segment.sources)
 
     @property
     def num_extra_outputs(self) -> int:
-        return sum(to_caller for group in self._fresh_groups() for _, to_caller in group.targets)
+        return sum(to_caller for segment in self._current_segments() for _, to_caller in segment.targets)
 
-    def _compiled_groups(self):
-        """What `compiled.run` needs to know of it, as constants."""
+    def _traced_segments(self):
+        """What `_dispatcher.run` needs to know of it, as constants."""
         paths = {id(module): path for path, module in self.named_modules()}
-        groups = []
-        for group in self._fresh_groups():
-            wires = tuple(group.sources), tuple(group.targets)
-            if group.runner is None:
-                groups.append((None, ((paths[id(group.modules[0])], ""),), (), *wires))
+        segments = []
+        for segment in self._current_segments():
+            connections = tuple(segment.sources), tuple(segment.targets)
+            if segment.runner is None:
+                segments.append((None, ((paths[id(segment.modules[0])], ""),), (), *connections))
             else:
-                groups.append((*compiled_group(self, group.stages, group.runner.text)[:3], *wires))
-        return tuple(groups)
+                segments.append((*traced_segment(self, segment.stages, segment.runner.text)[:3], *connections))
+        return tuple(segments)
 
     # ---- the call -------------------------------------------------------------------------------------------------
 
     def forward(
         self, input: torch.Tensor, *extra_inputs: torch.Tensor, op_kwargs: dict[Any, dict[str, Any]] | None = None
     ):
-        if torch.compiler.is_compiling() and op_kwargs is None and compiled.applies(self, input):
-            return compiled.run(self, input, extra_inputs)
+        if torch.compiler.is_compiling() and op_kwargs is None and _dispatcher.applies(self, input):
+            return _dispatcher.run(self, input, extra_inputs)
         runner = self._runner
         if runner is not None and op_kwargs is None:
             output = runner(self, input, *extra_inputs)
             if output is not NotImplemented:
                 return output
-        if op_kwargs is None and compiled.applies(self, input):
-            return compiled.run(self, input, extra_inputs)
-        groups = self._fresh_groups()
-        if not self.__dict__.get("_real") and isinstance(input, torch.Tensor):
+        if op_kwargs is None and _dispatcher.applies(self, input):
+            return _dispatcher.run(self, input, extra_inputs)
+        segments = self._current_segments()
+        if not self.__dict__.get("_materialized") and isinstance(input, torch.Tensor):
             materialize(self, input)
-            object.__setattr__(self, "_real", True)
-            object.__setattr__(self, "_runner", self._single)
+            object.__setattr__(self, "_materialized", True)
+            object.__setattr__(self, "_runner", self._single_runner)
         keywords = self._keywords_by_module(op_kwargs)
-        expected = sum(source is None for group in groups for source in group.sources)
+        expected = sum(source is None for segment in segments for source in segment.sources)
         if len(extra_inputs) != expected:
             raise ValueError(f"Sequential takes {expected} extra inputs, got {len(extra_inputs)}")
-        return run_groups(groups, input, list(extra_inputs), keywords)
+        return run_segments(segments, input, list(extra_inputs), keywords)
 
     def _keywords_by_module(self, op_kwargs: dict[Any, dict[str, Any]] | None) -> dict[int, dict[str, Any]]:
         keywords: dict[int, dict[str, Any]] = {}
-        leaves = self._leaves()
-        for target, given in (op_kwargs or {}).items():
+        flat_modules = self._flat_modules()
+        for target, kwargs in (op_kwargs or {}).items():
             module = self[target] if isinstance(target, int) else target
-            if not any(module is leaf for leaf, _ in leaves):
+            if not any(module is contained for contained, _ in flat_modules):
                 raise ValueError(f"op_kwargs names {target!r}, which is not in this Sequential")
             if not isinstance(module, FusibleOperation):
                 raise ValueError(f"op_kwargs names {type(module).__name__}, which is not a weft operation")
-            keywords[id(module)] = given
+            keywords[id(module)] = kwargs
         return keywords
 
     def explain(self, *inputs: torch.Tensor):
         """The plan for a call with these inputs; see :func:`weft.explain`."""
-        from .explain import explain
+        from ._explain import explain
 
         return explain(self, *inputs)
 
 
-def _split(leaves: list[tuple[torch.nn.Module, str]]) -> list[_Group]:
+def _partition(flat_modules: list[tuple[torch.nn.Module, str]]) -> list[_Segment]:
     """Runs of operations that a pipeline may take in, and single modules between them."""
-    groups: list[_Group] = []
-    for module, scope in leaves:
+    segments: list[_Segment] = []
+    for module, scope in flat_modules:
         reason = boundary_reason(module)
         operations = module._stages() if isinstance(module, FusibleOperation) else []
         stages = [(op, _scoped(scope, op._bindings())) for op in operations]
-        if reason is None and groups and groups[-1].reason is None:
-            groups[-1].modules.append(module)
-            groups[-1].stages.extend(stages)
+        if reason is None and segments and segments[-1].reason is None:
+            segments[-1].modules.append(module)
+            segments[-1].stages.extend(stages)
         else:
-            groups.append(_Group([module], stages=stages, reason=reason))
-    return groups
+            segments.append(_Segment([module], stages=stages, reason=reason))
+    return segments
 
 
-def _producers(groups: list[_Group]) -> dict[str, int]:
-    """The group in which each channel is made."""
+def _producers(segments: list[_Segment]) -> dict[str, int]:
+    """The segment in which each channel is made."""
     producers: dict[str, int] = {}
-    for g, group in enumerate(groups):
-        for _, (_, outputs) in group.stages:
+    for g, segment in enumerate(segments):
+        for _, (_, outputs) in segment.stages:
             for channel in (channel for channel, _ in outputs if channel is not None):
                 if channel in producers:
                     raise ValueError(f"Channel '{channel}' has multiple producers.")
@@ -313,68 +313,68 @@ def _producers(groups: list[_Group]) -> dict[str, int]:
     return producers
 
 
-def _comes_from_outside(channel: str | None, g: int, group: _Group, producers: dict[str, int]) -> bool:
-    """Whether group g must be given an extra input; if not, its own pipeline routes the channel."""
+def _is_external(channel: str | None, g: int, segment: _Segment, producers: dict[str, int]) -> bool:
+    """Whether segment g must be given an extra input; if not, its own pipeline routes the channel."""
     if channel is None:
         return True
     if channel not in producers:
         raise ValueError(f"Channel '{channel}' has no producer.")
-    if producers[channel] == g and group.reason is None:
+    if producers[channel] == g and segment.reason is None:
         return False
     if producers[channel] >= g:
         raise ValueError(f"Channel '{channel}' has no earlier producer.")
     return True
 
 
-def _wire(groups: list[_Group]) -> list[_Group]:
-    """Channels inside a group stay with its pipeline; those between groups become its extra inputs and outputs."""
-    producers = _producers(groups)
-    read_by = [(channel, g) for g, group in enumerate(groups) for _, (inputs, _) in group.stages for channel in inputs]
+def _connect_channels(segments: list[_Segment]) -> list[_Segment]:
+    """Channels inside a segment stay with its pipeline; those between segments become its extra inputs and outputs."""
+    producers = _producers(segments)
+    read_by = [(channel, g) for g, segment in enumerate(segments) for _, (inputs, _) in segment.stages for channel in inputs]
     crossing = {channel for channel, g in read_by if producers.get(channel, g) != g}
-    for g, group in enumerate(groups):
-        first = group.modules[0]
+    for g, segment in enumerate(segments):
+        first = segment.modules[0]
         if isinstance(first, Sequential):
-            group.sources = [None] * first.num_extra_inputs
-            group.targets = [(None, True)] * first.num_extra_outputs
-        alone = group.reason is not None  # a module called on its own returns all it has
+            segment.sources = [None] * first.num_extra_inputs
+            segment.targets = [(None, True)] * first.num_extra_outputs
+        alone = segment.reason is not None  # a module called on its own returns all it has
         stages = []
-        for op, (inputs, outputs) in group.stages:
-            outside = [_comes_from_outside(channel, g, group, producers) for channel in inputs]
-            group.sources += [channel for channel, given in zip(inputs, outside, strict=True) if given]
-            group.targets += [out for out in outputs if alone or out[1] or out[0] in crossing]
-            bound = [None if given else channel for channel, given in zip(inputs, outside, strict=True)]
+        for op, (inputs, outputs) in segment.stages:
+            external = [_is_external(channel, g, segment, producers) for channel in inputs]
+            segment.sources += [channel for channel, is_external in zip(inputs, external, strict=True) if is_external]
+            segment.targets += [out for out in outputs if alone or out[1] or out[0] in crossing]
+            bound = [None if is_external else channel for channel, is_external in zip(inputs, external, strict=True)]
             named = [(channel, to_caller or channel in crossing) for channel, to_caller in outputs]
             stages.append((op, (bound, named)))
-        group.stages = stages
-    return groups
+        segment.stages = stages
+    return segments
 
 
-def run_groups(
-    groups: list[_Group],
+def run_segments(
+    segments: list[_Segment],
     x: torch.Tensor,
     extras: list[torch.Tensor],
     keywords: dict[int, dict[str, Any]],
-    before: Callable[[_Group, torch.Tensor, list[torch.Tensor]], None] | None = None,
+    before: Callable[[_Segment, torch.Tensor, list[torch.Tensor]], None] | None = None,
 ):
-    """Calls the groups one after the other, `before` each of them if given."""
+    """Calls the segments one after the other, `before` each of them if given."""
     channels: dict[str, torch.Tensor] = {}
     returned: list[torch.Tensor] = []
     extras.reverse()
-    for group in groups:
-        inputs = [extras.pop() if source is None else channels[source] for source in group.sources]
+    for segment in segments:
+        inputs = [extras.pop() if source is None else channels[source] for source in segment.sources]
         if before is not None:
-            before(group, x, inputs)
-        if group.runner is not None:
-            given = [keywords.get(id(m), {}) if i == 0 else {} for m in group.modules for i in range(len(m._stages()))]
-            stages = [op for op, _ in group.stages]
-            result = group.runner.call_with(check_keywords(stages, given), x, *inputs)
+            before(segment, x, inputs)
+        if segment.runner is not None:
+            kwargs = [keywords.get(id(m), {}) if i == 0 else {} for m in segment.modules for i in range(len(m._stages()))]
+            stages = [op for op, _ in segment.stages]
+            result = segment.runner.call_with(check_keywords(stages, kwargs), x, *inputs)
         else:
-            result = group.modules[0](x, *inputs, **keywords.get(id(group.modules[0]), {}))
-        if not group.targets:
+            result = segment.modules[0](x, *inputs, **keywords.get(id(segment.modules[0]), {}))
+        if not segment.targets:
             x = result
             continue
         x, *outputs = result
-        for (channel, to_caller), tensor in zip(group.targets, outputs, strict=True):
+        for (channel, to_caller), tensor in zip(segment.targets, outputs, strict=True):
             if to_caller:
                 returned.append(tensor)
             if channel is not None:

@@ -24,7 +24,7 @@ class StateKeys(torch.nn.Module):
         """Name of a Parameter → its key in Transformer Engine, where they differ."""
         return {}
 
-    def _te_parts(self) -> list[str]:
+    def _te_op_prefixes(self) -> list[str]:
         """Prefixes of the operations that have an `_extra_state` in Transformer Engine."""
         return []
 
@@ -35,8 +35,8 @@ class StateKeys(torch.nn.Module):
         for name, key in self._te_names().items():
             if prefix + name in destination:
                 destination[prefix + key] = destination.pop(prefix + name)
-        for part in self._te_parts():
-            destination.setdefault(f"{prefix}{part}_extra_state", torch.empty(0, dtype=torch.uint8))
+        for op_prefix in self._te_op_prefixes():
+            destination.setdefault(f"{prefix}{op_prefix}_extra_state", torch.empty(0, dtype=torch.uint8))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         has_own = type(self).set_extra_state is not torch.nn.Module.set_extra_state

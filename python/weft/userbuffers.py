@@ -51,10 +51,10 @@ def initialize_ub(
         raise ValueError(f"initialize_ub: shape is {list(shape)}, expected [tokens, hidden size]")
     if tp_size < 1:
         raise ValueError(f"initialize_ub: tp_size is {tp_size}, expected 1 or more")
-    given = [ub_cfgs] if isinstance(ub_cfgs, dict) else list(ub_cfgs or ())
-    for configuration in given:
+    configurations = [ub_cfgs] if isinstance(ub_cfgs, dict) else list(ub_cfgs or ())
+    for configuration in configurations:
         _check(configuration)
-    _configuration = {"shape": list(shape), "tp_size": tp_size, "dtype": dtype, "ub_cfgs": given}
+    _configuration = {"shape": list(shape), "tp_size": tp_size, "dtype": dtype, "ub_cfgs": configurations}
 
 
 def _check(configuration: dict[str, dict[str, Any]]) -> None:

@@ -10,7 +10,7 @@ import torch
 from . import _C
 
 if TYPE_CHECKING:
-    from .native import NativeOperation
+    from ._native import NativeOperation
 
 
 class WgradModule(torch.nn.Module):
@@ -23,27 +23,27 @@ class WgradModule(torch.nn.Module):
     :meth:`backward_dw`.
     """
 
-    _own_wgrad = False  # the weight gradient does something that a compiler would not see
+    _wgrad_bypasses_autograd = False  # the weight gradient does something that a compiler would not see
     _delays_wgrad = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._mark_weight()
 
-    def _product(self) -> NativeOperation:
+    def _wgrad_op(self) -> NativeOperation:
         """The operation that has the fields."""
         return self
 
     def need_backward_dw(self) -> bool:
         """Whether weight gradients wait for :meth:`backward_dw`."""
-        return self._product()._op.fields()["delay_wgrad_compute"]
+        return self._wgrad_op()._op.fields()["delay_wgrad_compute"]
 
     def backward_dw(self) -> None:
         """Computes the weight gradients that the oldest backward delayed, then runs the hooks; does nothing if none are
         pending. Call it once after each backward, however often the module was used in it."""
-        product = self._product()
-        params = [getattr(owner, name) for owner, name in product._parameter_slots()]
-        if self.need_backward_dw() and _C.backward_dw(product._op, params):
+        op = self._wgrad_op()
+        params = [getattr(owner, name) for owner, name in op._parameter_slots()]
+        if self.need_backward_dw() and _C.backward_dw(op._op, params):
             for hook in self.__dict__.get("_wgrad_hooks", ()):
                 hook()
 
@@ -59,20 +59,20 @@ class WgradModule(torch.nn.Module):
     # ---- frameworks find on the weight whose turn its hook is -----------------------------------------------------
 
     def _mark_weight(self) -> None:
-        fields = self._product()._op.fields()
+        fields = self._wgrad_op()._op.fields()
         delay, before = fields["delay_wgrad_compute"], self._delays_wgrad
-        object.__setattr__(self, "_own_wgrad", delay or fields["accumulate_into_main_grad"])
+        object.__setattr__(self, "_wgrad_bypasses_autograd", delay or fields["accumulate_into_main_grad"])
         object.__setattr__(self, "_delays_wgrad", delay)
         for name in self._weight_names() if delay or before else ():
             self._mark(self._parameters.get(name), delay)
 
     def _main_grad_parameters(self) -> list[torch.nn.Parameter | None]:
         """The Parameters whose gradients go to ``main_grad``."""
-        accumulates = self._product()._op.fields()["accumulate_into_main_grad"]
+        accumulates = self._wgrad_op()._op.fields()["accumulate_into_main_grad"]
         return [self._parameters.get(name) for name in self._weight_names()] if accumulates else []
 
     def _weight_names(self) -> list[str]:
-        return [name for name, *_, main_grad in self._product()._op.params() if main_grad]
+        return [name for name, *_, main_grad in self._wgrad_op()._op.params() if main_grad]
 
     def _mark(self, weight: Any, delay: bool) -> None:
         if weight is None:
@@ -86,7 +86,7 @@ class WgradModule(torch.nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == "_edition" or (self._delays_wgrad and name in self._weight_names()):  # a field or the weight was set
+        if name == "_description_version" or (self._delays_wgrad and name in self._weight_names()):  # a field or the weight was set
             self._mark_weight()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

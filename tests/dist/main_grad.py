@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from weft import ops
-from weft.compat.linear import Linear
-from weft.compat.mlp import LayerNormMLP
+from weft.compat._linear import Linear
+from weft.compat._layernorm_mlp import LayerNormMLP
 
 WIDTH = 8
 

@@ -311,7 +311,7 @@ def outcome(folder: Path) -> object:
 def limits(folder: Path) -> None:
     """Each redirection is needed; what megatron-core still cannot do on the CPU stops where docs/compat.md says."""
     good = attempt(folder / "good")
-    for number, (module, name, original) in enumerate(megatron._displaced):
+    for number, (module, name, original) in enumerate(megatron._replaced_attributes):
         with without(module, name, original):
             got = outcome(folder / f"without{number}")
         print(f"without {module.__name__}.{name}: {got}", flush=True)

@@ -9,7 +9,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)
-def same_start():
+def fixed_seed():
     """Every test starts from the same seed and leaves torch's defaults as it found them."""
     torch.manual_seed(1234)
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()

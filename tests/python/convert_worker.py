@@ -43,11 +43,11 @@ def limit_memory() -> None:
 def outcome(path: Path, check: bool, write: bool) -> str:
     """"fine", or the error: its type and text."""
 
-    def late(*_: object) -> None:
+    def raise_timeout(*_: object) -> None:
         raise TimeoutError
 
     STARTED.clear()
-    signal.signal(signal.SIGALRM, late)
+    signal.signal(signal.SIGALRM, raise_timeout)
     signal.alarm(SECONDS)
     target = Path(tempfile.mkdtemp())
     try:
@@ -69,78 +69,78 @@ def outcome(path: Path, check: bool, write: bool) -> str:
 
 # ---- mutations ------------------------------------------------------------------------------------------------------
 
-EVIL = b"cposix\nsystem\nX\x04\x00\x00\x00true\x85R"
-ODD = (b"\x00", b"\xff" * 4, b"\xff" * 8, b"\x7f\xff\xff\xff", b"(", b"}", b"]", b"t", b"u", b"b", b"R", b"h\x00", EVIL)
+MALICIOUS_OPCODES = b"cposix\nsystem\nX\x04\x00\x00\x00true\x85R"
+ODD_BYTES = (b"\x00", b"\xff" * 4, b"\xff" * 8, b"\x7f\xff\xff\xff", b"(", b"}", b"]", b"t", b"u", b"b", b"R", b"h\x00", MALICIOUS_OPCODES)
 
 
-def mutated(content: bytes, draw: random.Random) -> bytes:
+def mutated(content: bytes, rng: random.Random) -> bytes:
     """One to four changes: bits, odd bytes, cut, doubled or moved parts, an end that is missing."""
     found = bytearray(content)
-    for _ in range(draw.randint(1, 4)):
-        at, length = draw.randrange(len(found) + 1), draw.choice((1, 2, 4, 8, 40, 200))
-        kind = draw.randrange(6)
+    for _ in range(rng.randint(1, 4)):
+        at, length = rng.randrange(len(found) + 1), rng.choice((1, 2, 4, 8, 40, 200))
+        kind = rng.randrange(6)
         if kind == 0 and at < len(found):
-            found[at] ^= 1 << draw.randrange(8)
+            found[at] ^= 1 << rng.randrange(8)
         elif kind == 1:
-            odd = draw.choice(ODD)
+            odd = rng.choice(ODD_BYTES)
             found[at : at + len(odd)] = odd
         elif kind == 2:
-            found[at:at] = draw.choice(ODD)
+            found[at:at] = rng.choice(ODD_BYTES)
         elif kind == 3:
             del found[at : at + length]
         elif kind == 4:
-            start = draw.randrange(len(found) + 1)
+            start = rng.randrange(len(found) + 1)
             found[at:at] = found[start : start + length]
-        elif draw.random() < 0.3:
+        elif rng.random() < 0.3:
             del found[at:]
         if not found:
             return b"\x00"
     return bytes(found)
 
 
-def mutate_zip(file: Path, draw: random.Random) -> None:
+def mutate_zip(file: Path, rng: random.Random) -> None:
     """The pickle within it, with a checksum that is right; or the file as it lies."""
-    if draw.random() < 0.3:
-        file.write_bytes(mutated(file.read_bytes(), draw))
+    if rng.random() < 0.3:
+        file.write_bytes(mutated(file.read_bytes(), rng))
         return
     with zipfile.ZipFile(file) as archive:
         records = {info.filename: archive.read(info) for info in archive.infolist()}
     with zipfile.ZipFile(file, "w") as archive:
         for name, content in records.items():
-            archive.writestr(name, mutated(content, draw) if name.endswith("data.pkl") else content)
+            archive.writestr(name, mutated(content, rng) if name.endswith("data.pkl") else content)
 
 
-def mutate_safetensors(file: Path, draw: random.Random) -> None:
+def mutate_safetensors(file: Path, rng: random.Random) -> None:
     """Its header, with a length that is right; or the file as it lies."""
     content = file.read_bytes()
-    if draw.random() < 0.3:
-        file.write_bytes(mutated(content, draw))
+    if rng.random() < 0.3:
+        file.write_bytes(mutated(content, rng))
         return
     (length,) = struct.unpack("<Q", content[:8])
-    header = mutated(content[8 : 8 + length], draw)
+    header = mutated(content[8 : 8 + length], rng)
     file.write_bytes(struct.pack("<Q", len(header)) + header + content[8 + length :])
 
 
-def mutate(path: Path, draw: random.Random) -> None:
+def mutate(path: Path, rng: random.Random) -> None:
     if path.is_dir():  # a torch_dist checkpoint
-        file = draw.choice([path / ".metadata"] * 4 + [path / "common.pt"] + sorted(path.glob("*.distcp")))
-        return mutate_zip(file, draw) if file.suffix == ".pt" else file.write_bytes(mutated(file.read_bytes(), draw))
-    return mutate_zip(path, draw) if path.suffix == ".pt" else mutate_safetensors(path, draw)
+        file = rng.choice([path / ".metadata"] * 4 + [path / "common.pt"] + sorted(path.glob("*.distcp")))
+        return mutate_zip(file, rng) if file.suffix == ".pt" else file.write_bytes(mutated(file.read_bytes(), rng))
+    return mutate_zip(path, rng) if path.suffix == ".pt" else mutate_safetensors(path, rng)
 
 
 def fuzz(folder: Path, count: int, seed: int) -> dict[str, dict[str, int]]:
     """How often a mutation of each checkpoint was read, refused, or ended otherwise, with its number."""
     found: dict[str, dict[str, int]] = {}
     for source in sorted(folder.iterdir()):
-        answers = found.setdefault(source.name, {"fine": 0, "refused": 0})
+        answers = found.setdefault(source.name, {"fine": 0, "rejected": 0})
         for number in range(count):
-            draw, place = random.Random(f"{source.name} {seed} {number}"), Path(tempfile.mkdtemp())
+            rng, place = random.Random(f"{source.name} {seed} {number}"), Path(tempfile.mkdtemp())
             copy = place / source.name
             shutil.copytree(source, copy) if source.is_dir() else shutil.copy(source, copy)
-            mutate(copy, draw)
-            answer = outcome(copy, check=draw.random() < 0.5, write=number % 8 == 0)
+            mutate(copy, rng)
+            answer = outcome(copy, check=rng.random() < 0.5, write=number % 8 == 0)
             shutil.rmtree(place)
-            kind = {"fine": "fine", "Conv": "refused"}.get(answer[:4], f"number {number}: {answer}")
+            kind = {"fine": "fine", "Conv": "rejected"}.get(answer[:4], f"number {number}: {answer}")
             answers[kind] = answers.get(kind, 0) + 1
     return found
 

@@ -61,12 +61,12 @@ def run(module, dy: torch.Tensor, x: torch.Tensor, *extras: torch.Tensor) -> dic
 
 
 def collect(module, y, dy, x, *extras) -> dict[str, torch.Tensor | None]:
-    wanted = {"x": x, **{f"extra {i}": t for i, t in enumerate(extras)}, **dict(module.named_parameters())}
-    for t in wanted.values():
+    named_leaves = {"x": x, **{f"extra {i}": t for i, t in enumerate(extras)}, **dict(module.named_parameters())}
+    for t in named_leaves.values():
         t.grad = None
     if y.requires_grad:
         y.backward(dy.to(y.dtype))
-    return {"y": y.detach(), **{f"gradient of {name}": t.grad for name, t in wanted.items()}}
+    return {"y": y.detach(), **{f"gradient of {name}": t.grad for name, t in named_leaves.items()}}
 
 
 def truth(module, dy, x, *extras) -> dict[str, torch.Tensor | None]:

@@ -1,7 +1,7 @@
 """Random pipelines, run by weft and by plain PyTorch autograd, and compared.
 
 A seed gives a `Program`: one or two Sequentials of all kinds of operations, the tensors they are given, and a loss. It
-is run three times: by weft, in float64 by plain.py (the truth), and in weft's dtype by plain.py (eager). `complaints`
+is run three times: by weft, in float64 by plain.py (the truth), and in weft's dtype by plain.py (eager). `find_errors`
 says where weft is wrong; `describe` says what the pipeline was.
 """
 
@@ -39,7 +39,7 @@ class Node:
 
 
 @dataclass
-class Given:
+class CallerTensor:
     """A tensor of the caller: a leaf, and the view of it that is passed."""
 
     values: torch.Tensor
@@ -68,7 +68,7 @@ class Program:
     seed: int
     dtype: torch.dtype
     parts: list[list[Node]]
-    given: dict[str, Given]
+    caller_tensors: dict[str, CallerTensor]
     second_input: str = "first"  # of the second Sequential: "first", the output of the first one, or "x"
     fuse_nested: bool = False
     by_hand: bool = False  # call every module alone instead of the Sequential
@@ -100,7 +100,7 @@ class Generator:
         torch.manual_seed(seed)
         self.dtype = self.rng.choice(DTYPES)
         self.nodes: list[Node] = []
-        self.given: dict[str, Given] = {}
+        self.caller_tensors: dict[str, CallerTensor] = {}
         self.channels: dict[str, tuple[int, ...]] = {}
         self.outputs: dict[str, tuple[int, ...]] = {}  # public ones of the first Sequential
         self.squares = 0
@@ -109,10 +109,10 @@ class Generator:
     def chance(self, p: float) -> bool:
         return self.rng.random() < p
 
-    def new_given(self, name: str, shape: tuple[int, ...]) -> str:
+    def new_caller_tensor(self, name: str, shape: tuple[int, ...]) -> str:
         layouts = list(LAYOUTS) if shape else ["contiguous", "computed"]
         layout = self.rng.choice(layouts) if self.chance(0.5) else "contiguous"
-        self.given[name] = Given(torch.rand(shape, dtype=torch.float64) * 2 - 1, layout, self.chance(0.7))
+        self.caller_tensors[name] = CallerTensor(torch.rand(shape, dtype=torch.float64) * 2 - 1, layout, self.chance(0.7))
         return name
 
     # -- one operation
@@ -241,11 +241,11 @@ class Generator:
         others = [name for name, s in self.outputs.items() if s == shape]
         if others and self.chance(0.8):
             return self.rng.choice(others)
-        others = [name for name, g in self.given.items() if g.values.shape == shape and g.values.is_floating_point()]
+        others = [name for name, g in self.caller_tensors.items() if g.values.shape == shape and g.values.is_floating_point()]
         if others and self.chance(0.3):
             return self.rng.choice(others)  # a tensor that is used elsewhere too, perhaps x itself
         self.names += 1
-        return self.new_given(f"e{self.names}", shape)
+        return self.new_caller_tensor(f"e{self.names}", shape)
 
     def splits(self, groups: int, rows: int) -> str:
         """Split sizes, some of them 0, whose sum may be less than the rows."""
@@ -255,12 +255,12 @@ class Generator:
         sizes = [b - a for a, b in zip([0, *cuts[:-1]], cuts, strict=True)]
         self.names += 1
         name = f"splits{self.names}"
-        self.given[name] = Given(
+        self.caller_tensors[name] = CallerTensor(
             torch.tensor(sizes, dtype=self.rng.choice([torch.int32, torch.int64])), "contiguous", False
         )
         return name
 
-    def share(self, module) -> str:
+    def tie_parameter(self, module) -> str:
         """Lets a new module use a Parameter of an older one."""
         if isinstance(module, ops.GroupedLinear):
             return ""  # whose parameters are all frozen, or none
@@ -284,7 +284,7 @@ class Generator:
                 for p in module.parameters():
                     if p.dim() == 1:
                         p.add_(torch.rand_like(p) - 0.5)
-            node.note = self.share(module)
+            node.note = self.tie_parameter(module)
             if self.chance(0.05):
                 module.register_forward_hook(lambda *_: None)
                 node.note += " hooked"
@@ -330,7 +330,7 @@ class Generator:
     def program(self, seed: int) -> Program:
         rng = self.rng
         shape = (*rng.choices(LEADS, LEAD_WEIGHTS)[0], rng.choice([4, 8, 8]))
-        self.new_given("x", shape)
+        self.new_caller_tensor("x", shape)
         count, first_shape = rng.randint(3, 12), shape
         parts, second_input = [], "first"
         first, shape = self.part(shape, count if self.chance(0.6) or count < 6 else count // 2)
@@ -342,7 +342,7 @@ class Generator:
             if self.chance(0.3):
                 second_input, shape = "x", first_shape
             parts.append(self.part(shape, count - count // 2)[0])
-        program = Program(seed, self.dtype, parts, self.given, second_input)
+        program = Program(seed, self.dtype, parts, self.caller_tensors, second_input)
         for p in program.parameters():
             p.requires_grad_(self.chance(0.8))
         for module in program.modules():
@@ -408,8 +408,8 @@ def by_plain(of: plain.Of) -> Callable:
     def call(node, x, extras):
         if isinstance(node.module, ops.FusibleOperation):
             return plain.apply(node.module, x, *extras, of=of)
-        twins = {name: of(p) for name, p in node.module.named_parameters()}
-        return torch.func.functional_call(node.module, twins, (x,)), ()
+        param_copies = {name: of(p) for name, p in node.module.named_parameters()}
+        return torch.func.functional_call(node.module, param_copies, (x,)), ()
 
     return lambda nodes, x, env: one_by_one(nodes, x, env, call)
 
@@ -432,7 +432,7 @@ def one_by_one(nodes, x, env, call):
 def forward(program: Program, run: Callable, leaves: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """[output, extra outputs…, output of the first Sequential if there are two]"""
     torch.manual_seed(program.seed)
-    env = {name: given.view(leaves[name]) for name, given in program.given.items()}
+    env = {name: given.view(leaves[name]) for name, given in program.caller_tensors.items()}
     y, outputs = run(program.parts[0], env["x"], env)
     if len(program.parts) == 1:
         return [y, *outputs]
@@ -477,21 +477,21 @@ def execute(
     neighbour: int | None = None,
 ) -> Outcome:
     """Runs the program, by weft or by plain.py, on values of the program's dtype computed with in `dtype`."""
-    given = {name: g.leaf(nearby(g.values, program.dtype, neighbour)) for name, g in program.given.items()}
+    given = {name: g.leaf(nearby(g.values, program.dtype, neighbour)) for name, g in program.caller_tensors.items()}
     leaves = {
-        name: (t.to(dtype) if t.is_floating_point() else t).requires_grad_(program.given[name].requires_grad)
+        name: (t.to(dtype) if t.is_floating_point() else t).requires_grad_(program.caller_tensors[name].requires_grad)
         for name, t in given.items()
     }
     params = program.parameters()
     if weft_runs:
-        twins = {id(p): p for p in params}
+        param_copies = {id(p): p for p in params}
         run = by_weft(program)
     else:
-        twins = {id(p): nearby(p, program.dtype, neighbour).to(dtype, copy=True) for p in params}
+        param_copies = {id(p): nearby(p, program.dtype, neighbour).to(dtype, copy=True) for p in params}
         for p in params:
-            twins[id(p)].requires_grad_(p.requires_grad)
-        run = by_plain(lambda p: twins[id(p)])
-    held = {**leaves, **{f"parameter {i}": twins[id(p)] for i, p in enumerate(params)}}
+            param_copies[id(p)].requires_grad_(p.requires_grad)
+        run = by_plain(lambda p: param_copies[id(p)])
+    held = {**leaves, **{f"parameter {i}": param_copies[id(p)] for i, p in enumerate(params)}}
     for t in held.values():
         t.grad = None
     count = 0 if incoming is None else 1 + program.twice
@@ -537,7 +537,7 @@ def incoming_gradients(program: Program, outputs: list[torch.Tensor]) -> list[to
     return [g.transpose(0, -1).contiguous().transpose(0, -1) if strided and g.dim() > 1 else g for g in grads]
 
 
-def complaints(program: Program) -> list[str]:
+def find_errors(program: Program) -> list[str]:
     """What weft does wrong in this program; empty if nothing."""
     shapes = execute(program, torch.float64, None).outputs
     incoming = None if program.no_grad else incoming_gradients(program, shapes)
@@ -562,7 +562,7 @@ def complaints(program: Program) -> list[str]:
     for what, a, b in ((w, t, eager.tensors()[w]) for w, t in mine.tensors().items() if w in eager.tensors()):
         if a.dtype != b.dtype or a.shape != b.shape:
             return [*found, f"{what} is {a.dtype} {tuple(a.shape)}, in torch {b.dtype} {tuple(b.shape)}"]
-    return found + too_far(program, incoming, errors(mine, exact), max(errors(eager, exact).values(), default=0.0))
+    return found + tolerance_errors(program, incoming, errors(mine, exact), max(errors(eager, exact).values(), default=0.0))
 
 
 def errors(outcome: Outcome, exact: Outcome) -> dict[str, float]:
@@ -581,7 +581,7 @@ def top(t: torch.Tensor) -> float:
     return t.detach().abs().max().item() if t.numel() else 0.0
 
 
-def too_far(program: Program, incoming, mine: dict[str, float], eager: float) -> list[str]:
+def tolerance_errors(program: Program, incoming, mine: dict[str, float], eager: float) -> list[str]:
     """Eager may be lucky with these very values. Before weft is called wrong, eager is also measured on neighbours,
     where each given value differs by a rounding."""
     if max(mine.values(), default=0.0) <= allowed_in_a_pipeline(program.dtype, eager):
@@ -598,11 +598,11 @@ def too_far(program: Program, incoming, mine: dict[str, float], eager: float) ->
 
 
 def describe(program: Program) -> str:
-    """The program in words, to reproduce a failure: `pipelines.complaints(pipelines.generate(seed))`."""
+    """The program in words, to reproduce a failure: `pipelines.find_errors(pipelines.generate(seed))`."""
     flags = [f for f in ("fuse_nested", "by_hand", "no_grad", "warm_up", "twice") if getattr(program, f)]
     frozen = {id(p) for p in program.parameters() if not p.requires_grad}
     lines = [f"seed {program.seed}: {program.dtype} {' '.join(flags)}; loss: {program.loss} of outputs {program.used}"]
-    for name, g in program.given.items():
+    for name, g in program.caller_tensors.items():
         lines.append(f"  {name}: {tuple(g.values.shape)} {g.layout}{' requires grad' if g.requires_grad else ''}")
 
     def show(nodes, indent):

@@ -64,7 +64,7 @@ def activation(name: str, op, x: torch.Tensor) -> torch.Tensor:
     raise NotImplementedError(name)
 
 
-def itself(op, x: torch.Tensor, *extras: torch.Tensor, of: Of) -> tuple[torch.Tensor, tuple]:
+def reference_is_op(op, x: torch.Tensor, *extras: torch.Tensor, of: Of) -> tuple[torch.Tensor, tuple]:
     """An operation that is not written out here is its own truth in float64, where finite differences check it."""
     out = torch.func.functional_call(op, {name: of(p) for name, p in op.named_parameters()}, (x, *extras))
     return (out[0], out[1:]) if isinstance(out, tuple) else (out, ())
@@ -118,7 +118,7 @@ def apply(op, x: torch.Tensor, *extras: torch.Tensor, of: Of = lambda p: p) -> t
         return F.linear(x, of(op.weight), None if op.bias is None else of(op.bias)), ()
     name = type(op).__name__
     if name not in WRITTEN_OUT:
-        return itself(op, x, *extras, of=of)
+        return reference_is_op(op, x, *extras, of=of)
     if name == "BasicLinear":
         return F.linear(x, of(op.weight)), ()
     if name == "GroupedLinear":

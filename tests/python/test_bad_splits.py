@@ -22,64 +22,64 @@ PATHS = {
 }
 
 
-def changed(dice: random.Random, change: Callable[[int], int], dtype=torch.int64) -> torch.Tensor:
+def changed(rng: random.Random, change: Callable[[int], int], dtype=torch.int64) -> torch.Tensor:
     """The right splits, but for one."""
     sizes = list(SPLITS)
-    group = dice.randrange(GROUPS)
+    group = rng.randrange(GROUPS)
     sizes[group] = change(sizes[group])
     return splits_of(sizes, dtype)
 
 
-def decreasing(dice: random.Random) -> torch.Tensor:
+def decreasing(rng: random.Random) -> torch.Tensor:
     """The right sum, but the sum up to some group is smaller than that before it."""
     sizes = list(SPLITS)
-    low, high = dice.sample(range(GROUPS), 2)
-    most = sizes[low] + 1 + dice.randrange(5)
+    low, high = rng.sample(range(GROUPS), 2)
+    most = sizes[low] + 1 + rng.randrange(5)
     sizes[low], sizes[high] = sizes[low] - most, sizes[high] + most
     return splits_of(sizes)
 
 
-def wrapping(dice: random.Random) -> torch.Tensor:
+def wrapping(rng: random.Random) -> torch.Tensor:
     """The sum is right in 64 bits that wrap around, as far as each fits."""
     sizes = [2**62] * 4 + [ROWS, 0]
-    dice.shuffle(sizes)
+    rng.shuffle(sizes)
     return splits_of(sizes)
 
 
-def wrapping_in_32_bits(dice: random.Random) -> torch.Tensor:
+def wrapping_in_32_bits(rng: random.Random) -> torch.Tensor:
     sizes = [2**31 - 1, 2**31 - 1, 2, ROWS, 0, 0]
-    dice.shuffle(sizes)
+    rng.shuffle(sizes)
     return splits_of(sizes, torch.int32)
 
 
-def shorter(dice: random.Random) -> torch.Tensor:
-    sizes = [dice.randrange(size + 1) for size in SPLITS]
-    return splits_of(sizes, dice.choice((torch.int32, torch.int64)))
+def shorter(rng: random.Random) -> torch.Tensor:
+    sizes = [rng.randrange(size + 1) for size in SPLITS]
+    return splits_of(sizes, rng.choice((torch.int32, torch.int64)))
 
 
 WRONG = {
-    "negative": lambda dice: changed(dice, lambda size: -1 - dice.randrange(9)),
-    "negative, int32": lambda dice: changed(dice, lambda size: -1 - dice.randrange(9), torch.int32),
-    "smallest": lambda dice: changed(dice, lambda size: -LARGEST - 1),
-    "one row too many": lambda dice: changed(dice, lambda size: size + 1),
-    "too large": lambda dice: changed(dice, lambda size: dice.choice((ROWS + 1, 2**31, 2**32 + size, 2**40, LARGEST))),
-    "too large, int32": lambda dice: changed(dice, lambda size: 2**31 - 1, torch.int32),
+    "negative": lambda rng: changed(rng, lambda size: -1 - rng.randrange(9)),
+    "negative, int32": lambda rng: changed(rng, lambda size: -1 - rng.randrange(9), torch.int32),
+    "smallest": lambda rng: changed(rng, lambda size: -LARGEST - 1),
+    "one row too many": lambda rng: changed(rng, lambda size: size + 1),
+    "too large": lambda rng: changed(rng, lambda size: rng.choice((ROWS + 1, 2**31, 2**32 + size, 2**40, LARGEST))),
+    "too large, int32": lambda rng: changed(rng, lambda size: 2**31 - 1, torch.int32),
     "decreasing sums": decreasing,
     "wrapping": wrapping,
     "wrapping in 32 bits": wrapping_in_32_bits,
-    "too few": lambda dice: splits_of(SPLITS[: dice.randrange(GROUPS)]),
-    "too many": lambda dice: splits_of((*SPLITS, *[0] * (1 + dice.randrange(3)))),
-    "floating": lambda dice: splits_of().to(dice.choice((torch.float32, torch.float64, torch.bfloat16))),
-    "bool or complex": lambda dice: splits_of().to(dice.choice((torch.bool, torch.complex64))),
-    "on meta": lambda dice: splits_of(dtype=dice.choice((torch.int32, torch.int64))).to("meta"),
-    "no tensor": lambda dice: dice.choice((list(SPLITS), None, 3)),
+    "too few": lambda rng: splits_of(SPLITS[: rng.randrange(GROUPS)]),
+    "too many": lambda rng: splits_of((*SPLITS, *[0] * (1 + rng.randrange(3)))),
+    "floating": lambda rng: splits_of().to(rng.choice((torch.float32, torch.float64, torch.bfloat16))),
+    "bool or complex": lambda rng: splits_of().to(rng.choice((torch.bool, torch.complex64))),
+    "on meta": lambda rng: splits_of(dtype=rng.choice((torch.int32, torch.int64))).to("meta"),
+    "no tensor": lambda rng: rng.choice((list(SPLITS), None, 3)),
 }
 DEFINED = {
     "a tail": shorter,
-    "nothing but a tail": lambda dice: splits_of([0] * GROUPS),
-    "gaps in memory": lambda dice: shorter(dice).repeat_interleave(2)[:: 2],
-    "two dimensions": lambda dice: shorter(dice).view(2, 3).t().contiguous().t(),
-    "narrow integers": lambda dice: shorter(dice).to(dice.choice((torch.int8, torch.int16, torch.uint8))),
+    "nothing but a tail": lambda rng: splits_of([0] * GROUPS),
+    "gaps in memory": lambda rng: shorter(rng).repeat_interleave(2)[:: 2],
+    "two dimensions": lambda rng: shorter(rng).view(2, 3).t().contiguous().t(),
+    "narrow integers": lambda rng: shorter(rng).to(rng.choice((torch.int8, torch.int16, torch.uint8))),
 }
 EACH = 2  # of each kind on each path
 CASES = len(PATHS) * (len(WRONG) + len(DEFINED)) * EACH
@@ -98,11 +98,11 @@ def check_right(model) -> None:
     compare(run(model, dy, *given), truth(model, dy, *given), torch.float32)
 
 
-def check_raises(model, splits, dice: random.Random) -> None:
+def check_raises(model, splits, rng: random.Random) -> None:
     """By name, and without harm to the next call."""
     given = arguments(model, splits)
-    if len(given) == 5 and dice.random() < 0.5:  # one layer has the right ones
-        given = arguments(model, *dice.choice(((splits, ROWS, splits_of()), (splits_of(), ROWS, splits))))
+    if len(given) == 5 and rng.random() < 0.5:  # one layer has the right ones
+        given = arguments(model, *rng.choice(((splits, ROWS, splits_of()), (splits_of(), ROWS, splits))))
     with pytest.raises((ValueError, TypeError, RuntimeError), match="split|integer|extra input|Tensor"):
         model(*given)
     check_right(model)
@@ -128,10 +128,10 @@ def check_path(path: str) -> int:
     model, cases = PATHS[path](), 0
     for number in range(EACH):
         for kind, make in (WRONG | DEFINED).items():
-            dice = random.Random(f"{path}{kind}{number}")
-            splits = make(dice)
+            rng = random.Random(f"{path}{kind}{number}")
+            splits = make(rng)
             try:
-                check_raises(model, splits, dice) if kind in WRONG else check_defined(model, splits)
+                check_raises(model, splits, rng) if kind in WRONG else check_defined(model, splits)
             except BaseException as error:
                 error.add_note(f"{path}, {kind}: {splits}")
                 raise
@@ -139,7 +139,7 @@ def check_path(path: str) -> int:
     return cases
 
 
-def test_bad_splits_raise_or_give_a_defined_result():
+def test_bad_splits_raise_or_give_defined_result():
     cases = 0
     for path in PATHS:
         if path.endswith("unfused"):

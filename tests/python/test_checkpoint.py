@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from weft.checkpoint import Spread, layout_of, merge, split
+from weft.checkpoint import Placement, layout_of, merge, split
 
 import weft
 from weft import ops
@@ -27,7 +27,7 @@ def random_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("keys", (lambda module: module, te_keys), ids=("own keys", "te_keys"))
 @pytest.mark.parametrize("replicated_bias", (False, True))
-def test_one_two_and_four_ranks_hold_the_same_whole(replicated_bias, keys):
+def test_any_number_of_ranks_merges_to_same_state_dict(replicated_bias, keys):
     module = keys(model(replicated_bias))
     layout, whole = layout_of(module, modes=MODES, stacked={"1": 2}), random_state(module)
     two = split(whole, layout, 2)
@@ -40,7 +40,7 @@ def test_one_two_and_four_ranks_hold_the_same_whole(replicated_bias, keys):
     module.load_state_dict(again)
 
 
-def test_each_rank_gets_its_rows_columns_and_part_of_the_bias():
+def test_split_gives_each_rank_its_shards():
     module = model()
     whole = random_state(module)
     first, second = split(whole, layout_of(module, modes=MODES), 2)
@@ -52,14 +52,14 @@ def test_each_rank_gets_its_rows_columns_and_part_of_the_bias():
     assert second["0.weight"] is whole["0.weight"]
 
 
-def test_a_replicated_bias_is_equal_on_all_ranks():
+def test_replicated_bias_is_equal_on_all_ranks():
     module = model(replicated_bias=True)
     whole = random_state(module)
     for shard in split(whole, layout_of(module, modes=MODES), 4):
         assert torch.equal(shard["3.bias"], whole["3.bias"])
 
 
-def test_biases_of_a_row_linear_are_summed():
+def test_row_parallel_biases_are_summed():
     module = model()
     layout = layout_of(module, modes=MODES)
     parts = split(random_state(module), layout, 2)
@@ -68,14 +68,14 @@ def test_biases_of_a_row_linear_are_summed():
     assert torch.equal(merge(parts, layout)["3.bias"], torch.full((8,), 3.0))
 
 
-def test_stacked_features_are_split_each_on_their_own():
+def test_stacked_features_are_split_separately():
     gate, up = torch.arange(4), torch.arange(4) + 10
-    parts = Spread(0, stacked=2).split("w", torch.cat([gate, up]), 2)
+    parts = Placement(0, stacked=2).split("w", torch.cat([gate, up]), 2)
     assert parts[0].tolist() == [0, 1, 10, 11] and parts[1].tolist() == [2, 3, 12, 13]
-    assert Spread(0, stacked=2).merge(parts).tolist() == [*gate.tolist(), *up.tolist()]
+    assert Placement(0, stacked=2).merge(parts).tolist() == [*gate.tolist(), *up.tolist()]
 
 
-def test_what_cannot_be_is_named():
+def test_impossible_layouts_raise():
     module = model()
     layout = layout_of(module, modes=MODES)
     with pytest.raises(ValueError, match=r"1\.weight: dimension 0 of \(24, 8\).*over 5 ranks"):
@@ -91,7 +91,7 @@ def test_what_cannot_be_is_named():
 # ---- random states ------------------------------------------------------------------------------------------------
 
 
-def test_a_fork_draws_from_its_own_state_and_leaves_the_usual_one():
+def test_fork_draws_from_its_own_state():
     tracker = weft.RNGStatesTracker()
     tracker.add("model-parallel-rng", 5)
     torch.manual_seed(1)
@@ -106,7 +106,7 @@ def test_a_fork_draws_from_its_own_state_and_leaves_the_usual_one():
     assert torch.equal(first, torch.rand(3)) and torch.equal(second, torch.rand(3))
 
 
-def test_a_linear_draws_its_weights_from_the_tracker():
+def test_linear_draws_weights_from_tracker():
     tracker = weft.RNGStatesTracker()
     tracker.add("model-parallel-rng", 5)
     weights = []
@@ -117,7 +117,7 @@ def test_a_linear_draws_its_weights_from_the_tracker():
     assert torch.equal(*weights)
 
 
-def test_states_are_saved_and_put_back():
+def test_tracker_states_are_saved_and_restored():
     tracker = weft.RNGStatesTracker()
     tracker.add("a", 1)
     states = tracker.get_states()
@@ -128,7 +128,7 @@ def test_states_are_saved_and_put_back():
         assert torch.equal(torch.rand(2), drawn)
 
 
-def test_a_tracker_refuses_repetitions_and_unknown_names():
+def test_tracker_rejects_duplicates_and_unknown_names():
     tracker = weft.RNGStatesTracker()
     tracker.add("a", 1)
     with pytest.raises(RuntimeError, match="seed 1"):

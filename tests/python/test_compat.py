@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.compat import names, recipes
-from weft.compat import transformer_engine as face
+from weft.compat import _namespace, _recipes
+from weft.compat import transformer_engine as te_compat
 
 import weft
 from weft import ops
@@ -24,9 +24,9 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.fixture
 def te():
     """transformer_engine.pytorch as weft, for one test."""
-    face.install()
+    te_compat.install()
     yield importlib.import_module("transformer_engine.pytorch")
-    face.uninstall()
+    te_compat.uninstall()
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def real(tmp_path, monkeypatch):
     (folder / "pytorch.py").write_text("raise OSError('libcuda.so.1 is missing')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield folder
-    face.uninstall()
+    te_compat.uninstall()
     for name in [n for n in sys.modules if n.partition(".")[0] == "transformer_engine"]:
         del sys.modules[name]
 
@@ -53,69 +53,69 @@ def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
 # ---- install ------------------------------------------------------------------------------------------------------
 
 
-def test_install_is_never_active_by_itself():
+def test_install_is_never_implicit():
     done = run("-c", "import weft, weft.ops, sys; print('weft.compat' in sys.modules); import transformer_engine")
     assert done.stdout.strip() == "False" and "No module named 'transformer_engine'" in done.stderr
 
 
 def test_install_twice_and_uninstall():
     before = list(sys.meta_path)
-    face.install()
-    face.install()
+    te_compat.install()
+    te_compat.install()
     import transformer_engine
 
-    assert len(sys.meta_path) == len(before) + 1 and face.installed()
+    assert len(sys.meta_path) == len(before) + 1 and te_compat.installed()
     assert transformer_engine.pytorch.ops.Linear is ops.Linear
     assert tuple(int(part) for part in transformer_engine.__version__.split("+")[0].split(".")) >= (2, 9)
-    face.uninstall()
-    face.uninstall()
-    assert sys.meta_path == before and not face.installed()
+    te_compat.uninstall()
+    te_compat.uninstall()
+    assert sys.meta_path == before and not te_compat.installed()
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("transformer_engine")
 
 
-def test_install_refuses_where_the_real_package_is(real):
+def test_install_rejects_real_package(real):
     with pytest.raises(ImportError, match=r"transformer_engine is installed, in .*replace=True"):
-        face.install()
+        te_compat.install()
     assert importlib.import_module("transformer_engine").real
     with pytest.raises(ImportError, match=r"was imported already, from .*replace=True"):
-        face.install(recipes="high_precision")
-    assert not face.installed() and recipes._policy == "raise"
+        te_compat.install(recipes="high_precision")
+    assert not te_compat.installed() and _recipes._policy == "raise"
 
 
-def test_install_with_replace_takes_over_and_gives_back(real):
+def test_install_with_replace_is_undone_by_uninstall(real):
     mine = importlib.import_module("transformer_engine")
-    face.install(replace=True)
+    te_compat.install(replace=True)
     assert importlib.import_module("transformer_engine.pytorch").ops.Linear is ops.Linear
     assert not hasattr(sys.modules["transformer_engine"], "real")
-    face.uninstall()
+    te_compat.uninstall()
     assert importlib.import_module("transformer_engine") is mine
 
 
-def test_install_after_a_failed_import(real):
+def test_install_after_failed_import(real):
     with pytest.raises(OSError, match="libcuda"):
         importlib.import_module("transformer_engine.pytorch")
     with pytest.raises(ImportError, match="replace=True"):
-        face.install()
-    face.install(replace=True)
+        te_compat.install()
+    te_compat.install(replace=True)
     assert importlib.import_module("transformer_engine.pytorch").Linear
 
 
-def test_install_after_the_package_was_not_found():
+def test_install_after_failed_lookup():
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("transformer_engine.pytorch")
-    face.install()
+    te_compat.install()
     assert importlib.import_module("transformer_engine.pytorch").Linear
-    face.uninstall()
+    te_compat.uninstall()
 
 
-def test_install_refuses_a_blocked_import(monkeypatch):
+def test_install_rejects_blocked_import(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     with pytest.raises(ImportError, match="blocked"):
-        face.install()
+        te_compat.install()
 
 
-def test_install_in_a_subprocess_is_that_processs_own():
+def test_install_is_per_process():
     script = (
         "import subprocess, sys\nfrom weft.compat import transformer_engine\ntransformer_engine.install()\n"
         "import transformer_engine.pytorch as te\nprint(te.Linear(2, 2).weight.shape)\n"
@@ -126,7 +126,7 @@ def test_install_in_a_subprocess_is_that_processs_own():
     assert done.stdout.split("\n")[:2] == ["torch.Size([2, 2])", "1"], done.stderr
 
 
-def test_install_under_pytest_of_its_own(tmp_path):
+def test_install_in_conftest(tmp_path):
     (tmp_path / "conftest.py").write_text("from weft.compat import transformer_engine\ntransformer_engine.install()\n")
     (tmp_path / "test_it.py").write_text(
         "import transformer_engine.pytorch as te\n\ndef test_it():\n    assert te.Linear(2, 3).weight.shape == (3, 2)\n"
@@ -152,7 +152,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_script_runs_as_it_is(folder):
+def test_script_runs_unmodified(folder):
     done = run("-m", "weft.compat", str(folder / "script.py"), "a", "--b")
     assert done.stdout.strip() == "__main__ ['a', '--b'] 3", done.stderr
 
@@ -168,11 +168,11 @@ def compat_main(monkeypatch):
         main()
 
     yield call
-    face.uninstall()
+    te_compat.uninstall()
     sys.modules.pop("beside", None)
 
 
-def test_a_script_with_a_quantized_region(folder, compat_main, capsys, monkeypatch):
+def test_script_with_quantized_region(folder, compat_main, capsys, monkeypatch):
     with pytest.raises(NotImplementedError, match="high_precision"):
         compat_main(folder / "script.py", "fp8")
     monkeypatch.chdir(folder)
@@ -181,7 +181,7 @@ def test_a_script_with_a_quantized_region(folder, compat_main, capsys, monkeypat
     assert capsys.readouterr().out.strip() == "__main__ ['fp8'] 3"
 
 
-def test_a_script_beside_the_real_package(real, folder, compat_main, capsys):
+def test_script_next_to_real_package(real, folder, compat_main, capsys):
     with pytest.raises(SystemExit, match="transformer_engine is installed.*--replace"):
         compat_main(folder / "script.py")
     compat_main("--replace", folder / "script.py")
@@ -192,20 +192,20 @@ def test_a_script_beside_the_real_package(real, folder, compat_main, capsys):
 
 
 def test_every_name_resolves(te):
-    for module, held in names.MODULES.items():
+    for module, held in _namespace.MODULES.items():
         imported = importlib.import_module(module)
         for name, value in held.items():
             assert getattr(imported, name) is value
         assert importlib.reload(imported) is imported
-    for name in names.PRESENT:
+    for name in _namespace.SUPPORTED:
         assert hasattr(te, name), name
-    for name in set(names.REFERENCE_OPS) - {"AllReduce"}:
+    for name in set(_namespace.TE_OPS) - {"AllReduce"}:
         assert getattr(te.ops, name) is getattr(ops, name)
     assert issubclass(te.ops.AllReduce, ops.AllReduce) and not te.ops.AllReduce(None, True).reduce_in_backward
-    assert not set(names.PRESENT) & set(names.ABSENT) and not set(names.REFERENCE_OPS) & set(names.OPS_ABSENT)
+    assert not set(_namespace.SUPPORTED) & set(_namespace.UNSUPPORTED) and not set(_namespace.TE_OPS) & set(_namespace.UNSUPPORTED_OPS)
 
 
-def test_an_absent_name_says_why(te):
+def test_unsupported_name_gives_reason(te):
     with pytest.raises(AttributeError, match=r"pytorch\.make_graphed_callables is absent: .*CUDA graphs"):
         te.make_graphed_callables  # noqa: B018
     with pytest.raises(AttributeError, match="nothing by that name"):
@@ -214,11 +214,11 @@ def test_an_absent_name_says_why(te):
         from transformer_engine.pytorch import parallel_cross_entropy  # noqa: F401
     with pytest.raises(ModuleNotFoundError, match="weft stands in"):
         importlib.import_module("transformer_engine.jax")
-    for name in names.ABSENT:
+    for name in _namespace.UNSUPPORTED:
         assert not hasattr(te, name)
 
 
-def test_what_megatron_imports(te):
+def test_megatron_imports_resolve(te):
     from transformer_engine.common.recipe import DelayedScaling  # noqa: F401
     from transformer_engine.pytorch.distributed import CudaRNGStatesTracker, activation_recompute_forward  # noqa: F401
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast  # noqa: F401
@@ -234,14 +234,14 @@ def test_what_megatron_imports(te):
     assert CudaRNGStatesTracker is weft.RNGStatesTracker
 
 
-def test_the_page_is_up_to_date(monkeypatch):
+def test_page_is_up_to_date(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     import make_compat_page
 
     assert make_compat_page.PAGE.read_text() == make_compat_page.page(), "run tools/make_compat_page.py"
 
 
-def test_the_example_of_the_readme_runs(tmp_path):
+def test_readme_example_runs(tmp_path):
     text = (ROOT / "README.md").read_text().partition("## Code written for Transformer Engine")[2]
     (tmp_path / "example.py").write_text(text.partition("```python\n")[2].partition("```")[0])
     done = run("example.py", cwd=tmp_path)
@@ -252,7 +252,7 @@ def test_the_example_of_the_readme_runs(tmp_path):
 # ---- recipes ------------------------------------------------------------------------------------------------------
 
 
-def test_recipes_can_be_made_and_raise_when_entered(te):
+def test_recipes_raise_when_entered(te):
     from transformer_engine.common import recipe
 
     made = recipe.DelayedScaling(fp8_format=recipe.Format.HYBRID, amax_history_len=16)
@@ -274,9 +274,9 @@ def test_recipes_can_be_made_and_raise_when_entered(te):
 
 def test_high_precision_warns_once(te):
     with pytest.raises(ValueError, match="expected 'raise' or 'high_precision'"):
-        face.install(recipes="fp8")
-    face.install(recipes="high_precision")
-    face.install()  # leaves it so
+        te_compat.install(recipes="fp8")
+    te_compat.install(recipes="high_precision")
+    te_compat.install()  # leaves it so
     linear, x = te.Linear(4, 3), torch.randn(2, 4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -334,7 +334,7 @@ def test_module_parameters_and_keys(te, case):
     assert all(torch.equal(p, state[name]) for name, p in other.named_parameters())
 
 
-def test_module_keys_of_a_layer(te):
+def test_module_state_dict_keys_of_transformer_layer(te):
     def keys(**options):
         return {key for key in te.TransformerLayer(16, 32, 4, **options).state_dict() if "_extra_state" not in key}
 
@@ -353,7 +353,7 @@ def test_module_keys_of_a_layer(te):
     assert keys(fuse_qkv_params=False, layer_type="decoder") - keys() == cross
 
 
-def test_module_marks_on_parameters(te, monkeypatch):
+def test_module_sets_parameter_attributes(te, monkeypatch):
     row = te.Linear(8, 12, tp_size=2, parallel_mode="row", sequence_parallel=True)
     assert row.bias.sequence_parallel is True and row.weight.partition_dim == 1 and row.weight.tensor_model_parallel
     normed = te.LayerNormLinear(8, 12, tp_size=2, parallel_mode="column", sequence_parallel=True)
@@ -370,7 +370,7 @@ def test_module_marks_on_parameters(te, monkeypatch):
     te.Linear(8, 12, ub_overlap_rs=True, ub_name="proj", symmetric_ar_type=None)
 
 
-def test_module_first_weights_and_meta(te):
+def test_module_initialization_and_meta_device(te):
     linear = te.Linear(200, 100, init_method=lambda w: torch.nn.init.constant_(w, 3.0))
     assert (linear.weight == 3).all() and (linear.bias == 0).all()
     assert abs(te.Linear(200, 300).weight.std().item() - 0.023) < 1e-3
@@ -392,8 +392,8 @@ def test_module_first_weights_and_meta(te):
 # ---- modules: values and gradients --------------------------------------------------------------------------------
 
 
-def same(got, wanted, what=""):
-    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-11, msg=lambda text: f"{what}: {text}")
+def same(got, expected, what=""):
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11, msg=lambda text: f"{what}: {text}")
 
 
 def randomize(module):
@@ -405,7 +405,7 @@ def randomize(module):
     return module
 
 
-class Given:
+class WithArguments:
     """A module with arguments filled in."""
 
     def __init__(self, module, *arguments, **keywords):
@@ -421,15 +421,15 @@ def check(module, plain, *inputs):
     mine = [x.clone().requires_grad_() if x.is_floating_point() else x for x in inputs]
     theirs = [x.clone().requires_grad_() if x.is_floating_point() else x for x in inputs]
     params = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
-    got, wanted = module(*mine), plain(params, *theirs)
-    got, wanted = (r if isinstance(r, tuple) else (r,) for r in (got, wanted))
-    loss_got = loss_wanted = 0
-    for one, other in zip(got, wanted, strict=True):
+    got, expected = module(*mine), plain(params, *theirs)
+    got, expected = (r if isinstance(r, tuple) else (r,) for r in (got, expected))
+    loss_got = expected_loss = 0
+    for one, other in zip(got, expected, strict=True):
         same(one, other, "output")
         dy = torch.randn_like(other)
-        loss_got, loss_wanted = loss_got + (one * dy).sum(), loss_wanted + (other * dy).sum()
+        loss_got, expected_loss = loss_got + (one * dy).sum(), expected_loss + (other * dy).sum()
     loss_got.backward()
-    loss_wanted.backward()
+    expected_loss.backward()
     for one, other in zip(mine, theirs, strict=True):
         if one.is_floating_point():
             same(one.grad, other.grad, "gradient of an input")
@@ -541,7 +541,7 @@ def test_module_grouped_linear(te):
     module = randomize(te.GroupedLinear(3, 8, 6))
     for given in (splits, torch.tensor(splits), torch.tensor(splits, dtype=torch.int32)):
         module.zero_grad()
-        check(Given(module, given), plain, x)
+        check(WithArguments(module, given), plain, x)
     output, biases = te.GroupedLinear(3, 8, 6, return_bias=True)(x.float(), splits)
     assert output.shape == (9, 6) and [tuple(b.shape) for b in biases] == [(6,)] * 3
 
@@ -554,7 +554,7 @@ def test_module_norms(te):
     assert isinstance(layer, ops.LayerNorm)
 
 
-def test_modules_copy_pickle_and_take_new_parameters(te):
+def test_modules_copy_pickle_and_replace_parameters(te):
     x = torch.randn(4, 8)
     module = te.LayerNormMLP(8, 16)
     y = module(x)
@@ -613,11 +613,11 @@ def test_module_main_grad_handshake(te, case, flag, delay):
         fused.backward_dw()  # nothing waits any more
     assert called == [1] * delay and fused.need_backward_dw() is delay
     for name, p in fused.named_parameters():
-        wanted = dict(plain.named_parameters())[name].grad
+        expected = dict(plain.named_parameters())[name].grad
         if name not in weights_of(fused):
-            torch.testing.assert_close(p.grad, wanted)
+            torch.testing.assert_close(p.grad, expected)
             continue
-        torch.testing.assert_close(p.main_grad - 0.5, wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(p.main_grad - 0.5, expected, rtol=1e-4, atol=1e-5)
         assert (p.grad is not None) is flag and getattr(p, "grad_added_to_main_grad", None) is (True if flag else None)
         assert p.grad is None or p.grad.data_ptr() != p.main_grad.data_ptr()
 
@@ -641,12 +641,12 @@ def test_module_first_microbatch_overwrites(te, case, delay):
         assert not hasattr(p, "overwrite_main_grad")
 
 
-def test_module_main_grad_missing_is_said(te):
+def test_module_reports_missing_main_grad(te):
     with pytest.raises(RuntimeError, match="main_grad"):
         te.Linear(4, 4, fuse_wgrad_accumulation=True)(torch.ones(2, 4)).sum().backward()
 
 
-def test_module_overwrites_no_more_after_a_backward_that_raised(te):
+def test_module_stops_overwriting_after_failed_backward(te):
     linear = te.Linear(4, 4, fuse_wgrad_accumulation=True)
     with pytest.raises(RuntimeError, match="main_grad"):
         linear(torch.ones(2, 4), is_first_microbatch=True).sum().backward()
@@ -655,7 +655,7 @@ def test_module_overwrites_no_more_after_a_backward_that_raised(te):
     assert (linear.weight.main_grad == 3).all()
 
 
-def test_module_first_microbatch_recomputed(te):
+def test_module_first_microbatch_with_recomputation(te):
     mlp = te.LayerNormMLP(8, 16, fuse_wgrad_accumulation=True)
     x = torch.randn(5, 8, requires_grad=True)
     for p in weights_of(mlp).values():
@@ -705,11 +705,11 @@ def test_attention(te, layout, groups):
         mine, theirs = ([t.clone().requires_grad_() for t in (q, k, v)] for _ in range(2))
         turn = (lambda t: t.transpose(0, 1)) if layout == "sbhd" else (lambda t: t)
         got = turn(module(*[turn(t) for t in mine], **options))
-        wanted = plain_attention(*theirs, hidden, bias=extra)
-        same(got, wanted, str(options))
-        dy = torch.randn_like(wanted)
+        expected = plain_attention(*theirs, hidden, bias=extra)
+        same(got, expected, str(options))
+        dy = torch.randn_like(expected)
         got.backward(dy)
-        wanted.backward(dy)
+        expected.backward(dy)
         for one, other in zip(mine, theirs, strict=True):
             same(one.grad, other.grad, str(options))
 
@@ -724,9 +724,9 @@ def test_attention_options(te):
     same(module(q, k, k, attn_mask_type="causal_bottom_right"), plain_attention(q, k, k, first.triu(3), 0.3))
     module.train()
     assert not torch.equal(module(q, k, k), module(q, k, k))
-    for refused in ({"qkv_format": "thd"}, {"alibi_slopes": torch.ones(2)}, {"core_attention_bias_type": "alibi"}):
+    for options in ({"qkv_format": "thd"}, {"alibi_slopes": torch.ones(2)}, {"core_attention_bias_type": "alibi"}):
         with pytest.raises(NotImplementedError, match="DotProductAttention"):
-            module(q, k, k, **refused)
+            module(q, k, k, **options)
     with pytest.raises(ValueError, match="attention_mask is not given"):
         module(q, k, k, attn_mask_type="padding")
 
@@ -796,10 +796,10 @@ def test_attention_with_normed_queries_and_keys(te, kind, before):
         hidden = torch.ones(5, 5, dtype=torch.bool).triu(1)
         return F.linear(plain_attention(q, k, v, hidden), p["proj.weight"], p["proj.bias"])
 
-    check(Given(randomize(module), rotary_pos_emb=angles), plain, torch.randn(2, 5, 8, dtype=torch.float64))
+    check(WithArguments(randomize(module), rotary_pos_emb=angles), plain, torch.randn(2, 5, 8, dtype=torch.float64))
 
 
-def test_attention_across(te):
+def test_cross_attention(te):
     module = te.MultiheadAttention(8, 2, attention_type="cross", attn_mask_type="no_mask", attention_dropout=0.0)
     y = module(torch.randn(4, 2, 8), encoder_output=torch.randn(7, 2, 8))
     assert y.shape == (4, 2, 8) and {n for n, _ in module.named_children()} == {
@@ -875,7 +875,7 @@ def test_layer_trains(te, options):
 
 
 @pytest.mark.parametrize("layout", ["sbhd", "bshd"])
-def test_layer_drops_paths_of_whole_samples(te, layout):
+def test_layer_drop_path_drops_whole_samples(te, layout):
     path = te.TransformerLayer(8, 16, 2, drop_path_rate=0.5, attn_input_format=layout).drop_path
     batch = layout.index("b")
     kept = path(torch.ones(40, 40, 8)).movedim(batch, 0).flatten(1)
@@ -886,7 +886,7 @@ def test_layer_drops_paths_of_whole_samples(te, layout):
 # ---- recomputation, permutation, router ---------------------------------------------------------------------------
 
 
-def test_checkpoint_draws_the_same_numbers_again(te):
+def test_checkpoint_recomputes_with_same_random_numbers(te):
     tracker = te.CudaRNGStatesTracker()
     tracker.add("model-parallel-rng", 3)
     calls = []
@@ -909,7 +909,7 @@ def test_checkpoint_draws_the_same_numbers_again(te):
 
 
 @pytest.mark.parametrize("map_type", ["mask", "index"])
-def test_permute_there_and_back(te, map_type):
+def test_permute_round_trip(te, map_type):
     x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
     chosen = torch.stack([torch.randperm(5)[:2] for _ in range(6)])
     mask = torch.zeros(6, 5, dtype=torch.bool).scatter(1, chosen, True)
@@ -923,9 +923,9 @@ def test_permute_there_and_back(te, map_type):
     same(te.moe_unpermute(permuted, row_ids, map_type=map_type), 2 * x)
     dy = torch.randn_like(y)
     dx, dp = torch.autograd.grad(y, (x, probs), dy, retain_graph=True)
-    wanted = torch.autograd.grad(x * weight[:, None], (x, probs), dy)
-    same(dx, wanted[0])
-    same(dp, wanted[1])
+    expected = torch.autograd.grad(x * weight[:, None], (x, probs), dy)
+    same(dx, expected[0])
+    same(dp, expected[1])
 
 
 def test_permute_with_probs_drops_and_pads(te):
@@ -983,12 +983,12 @@ def test_router(te):
 # ---- megatron-core ------------------------------------------------------------------------------------------------
 
 
-def test_megatron_that_is_absent_leaves_nothing_installed(monkeypatch):
+def test_missing_megatron_leaves_nothing_installed(monkeypatch):
     from weft.compat import megatron
 
     monkeypatch.setitem(sys.modules, "megatron.core.tensor_parallel.random", None)
     before = torch.cuda.synchronize
     with pytest.raises(ImportError, match="pip install --no-deps megatron-core"):
         megatron.install()
-    assert not megatron.installed() and not face.installed() and torch.cuda.synchronize is before
+    assert not megatron.installed() and not te_compat.installed() and torch.cuda.synchronize is before
     megatron.uninstall()

@@ -9,23 +9,30 @@ import pytest
 import torch
 from torch.func import functional_call
 from torch.nn.utils import parametrize
-from weft.compat import grouped, layer, linear, mlp, multihead, norm
+from weft.compat import (
+    _grouped_linear,
+    _layernorm_mlp,
+    _linear,
+    _multihead_attention,
+    _norm,
+    _transformer_layer,
+)
 
 from weft import ops
 
 ROWS, WIDTH, THREADS = 6, 8, 8
 
 MODULES = {
-    "Linear": lambda **o: linear.Linear(WIDTH, WIDTH, **o),
-    "Linear in parts": lambda **o: linear.Linear(WIDTH, WIDTH, parameters_split=("q", "k"), **o),
-    "LayerNormLinear": lambda **o: linear.LayerNormLinear(WIDTH, WIDTH, **o),
-    "LayerNormLinear in parts": lambda **o: linear.LayerNormLinear(WIDTH, WIDTH, parameters_split=("q", "k"), **o),
-    "LayerNormMLP": lambda **o: mlp.LayerNormMLP(WIDTH, 16, **o),
-    "checkpointed LayerNormMLP": lambda **o: mlp.LayerNormMLP(WIDTH, 16, checkpoint=True, **o),
-    "GroupedLinear": lambda **o: grouped.GroupedLinear(2, WIDTH, WIDTH, **o),
-    "LayerNorm": lambda **o: norm.LayerNorm(WIDTH, **o),
-    "MultiheadAttention": lambda **o: multihead.MultiheadAttention(WIDTH, 2, attention_dropout=0.0, **o),
-    "TransformerLayer": lambda **o: layer.TransformerLayer(
+    "Linear": lambda **o: _linear.Linear(WIDTH, WIDTH, **o),
+    "Linear in parts": lambda **o: _linear.Linear(WIDTH, WIDTH, parameters_split=("q", "k"), **o),
+    "LayerNormLinear": lambda **o: _linear.LayerNormLinear(WIDTH, WIDTH, **o),
+    "LayerNormLinear in parts": lambda **o: _linear.LayerNormLinear(WIDTH, WIDTH, parameters_split=("q", "k"), **o),
+    "LayerNormMLP": lambda **o: _layernorm_mlp.LayerNormMLP(WIDTH, 16, **o),
+    "checkpointed LayerNormMLP": lambda **o: _layernorm_mlp.LayerNormMLP(WIDTH, 16, checkpoint=True, **o),
+    "GroupedLinear": lambda **o: _grouped_linear.GroupedLinear(2, WIDTH, WIDTH, **o),
+    "LayerNorm": lambda **o: _norm.LayerNorm(WIDTH, **o),
+    "MultiheadAttention": lambda **o: _multihead_attention.MultiheadAttention(WIDTH, 2, attention_dropout=0.0, **o),
+    "TransformerLayer": lambda **o: _transformer_layer.TransformerLayer(
         WIDTH, 16, 2, hidden_dropout=0.0, attention_dropout=0.0, **o
     ),
 }
@@ -36,7 +43,7 @@ holders = pytest.mark.parametrize("make", HOLDERS.values(), ids=HOLDERS)
 
 
 def call(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return module(x, *([[4, 2]] if isinstance(module, grouped.GroupedLinear) else []))
+    return module(x, *([[4, 2]] if isinstance(module, _grouped_linear.GroupedLinear) else []))
 
 
 def rows(seed: int = 0) -> torch.Tensor:
@@ -55,7 +62,7 @@ def with_values(make, values: dict[str, torch.Tensor], x: torch.Tensor):
     return y, torch.autograd.grad(y.sum(), list(module.parameters()))
 
 
-def at_once(functions):
+def run_in_threads(functions):
     """What each function returns, called by a thread of its own at the same moment."""
     barrier, interval = Barrier(len(functions)), sys.getswitchinterval()
 
@@ -82,27 +89,27 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("make", (MODULES | OPERATIONS).values(), ids=MODULES | OPERATIONS)
 @pytest.mark.parametrize("device", (None, "meta"))
-def test_threads_that_call_a_new_module_build_it_once(make, device):
+def test_concurrent_first_calls_build_module_once(make, device):
     for _ in range(10):
         module = make(device=device)
         inputs = [rows(i) for i in range(THREADS)]
-        found = at_once([partial(call, module, x) for x in inputs])
+        found = run_in_threads([partial(call, module, x) for x in inputs])
         for x, y in zip(inputs, found, strict=True):
             torch.testing.assert_close(y, call(module, x), rtol=0, atol=0)
 
 
 @holders
-def test_threads_with_replicas_use_each_its_own_parameters(make):
+def test_replicas_in_threads_use_their_own_parameters(make):
     """Replicas as torch.nn.DataParallel makes them: the same attributes, other Parameters."""
     module, x = make(), rows()
     call(module, x)
-    replicas, wanted = [], []
+    replicas, expected = [], []
     for _ in range(THREADS):
         replica = module._replicate_for_data_parallel()
         values = other_values(module)
         replica._parameters.update({name: torch.nn.Parameter(value) for name, value in values.items()})
         replicas.append(replica)
-        wanted.append(with_values(make, values, x))
+        expected.append(with_values(make, values, x))
 
     def work(replica):
         found = []
@@ -111,7 +118,7 @@ def test_threads_with_replicas_use_each_its_own_parameters(make):
             found.append((y, torch.autograd.grad(y.sum(), list(replica._parameters.values()), allow_unused=True)))
         return found
 
-    for found, (y, grads) in zip(at_once([partial(work, r) for r in replicas]), wanted, strict=True):
+    for found, (y, grads) in zip(run_in_threads([partial(work, r) for r in replicas]), expected, strict=True):
         for each, each_grads in found:
             torch.testing.assert_close(each, y, rtol=0, atol=0)
             torch.testing.assert_close(each_grads, grads, rtol=0, atol=0)
@@ -122,7 +129,7 @@ def test_threads_with_replicas_use_each_its_own_parameters(make):
 
 @holders
 @pytest.mark.parametrize("called", (False, True))
-def test_an_exchanged_dictionary_of_parameters_counts(make, called):
+def test_replaced_parameter_dict_is_used(make, called):
     module, x = make(), rows()
     if called:
         call(module, x)
@@ -139,11 +146,11 @@ def test_an_exchanged_dictionary_of_parameters_counts(make, called):
 
 
 @modules
-def test_functional_call_uses_what_it_is_given(make):
+def test_functional_call_uses_given_parameters(make):
     module, x = make(), rows()
     before = call(module, x)
     values = {name: value.requires_grad_() for name, value in other_values(module).items()}
-    extra = ([4, 2],) if isinstance(module, grouped.GroupedLinear) else ()
+    extra = ([4, 2],) if isinstance(module, _grouped_linear.GroupedLinear) else ()
     found = functional_call(module, values, (x, *extra))
     y, grads = with_values(make, {name: value.detach() for name, value in values.items()}, x)
     torch.testing.assert_close(found, y, rtol=0, atol=0)
@@ -153,12 +160,12 @@ def test_functional_call_uses_what_it_is_given(make):
 
 
 @modules
-def test_a_patched_forward_is_called(make):
+def test_patched_forward_is_called(make):
     module, x = make(), rows()
     y, forward = call(module, x), module.forward
     module.forward = lambda *args: 2 * forward(*args)
     torch.testing.assert_close(call(module, x), 2 * y, rtol=0, atol=0)
-    if not isinstance(module, grouped.GroupedLinear):
+    if not isinstance(module, _grouped_linear.GroupedLinear):
         torch.testing.assert_close(torch.nn.Sequential(module)(x), 2 * y, rtol=0, atol=0)
     del module.forward
     torch.testing.assert_close(call(module, x), y, rtol=0, atol=0)
@@ -170,7 +177,7 @@ class Doubled(torch.nn.Module):
 
 
 @holders
-def test_a_computed_parameter_is_the_one_used(make):
+def test_parametrized_parameter_is_used(make):
     module, x = make(), rows()
     call(module, x)
     name, param = next(iter(module.named_parameters()))

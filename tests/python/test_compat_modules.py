@@ -4,7 +4,15 @@ import inspect
 
 import pytest
 import torch
-from weft.compat import grouped, layer, linear, mlp, multihead, norm, permute
+from weft.compat import (
+    _grouped_linear,
+    _layernorm_mlp,
+    _linear,
+    _multihead_attention,
+    _norm,
+    _permutation,
+    _transformer_layer,
+)
 
 from weft import _C, ops
 
@@ -15,7 +23,7 @@ from weft import _C, ops
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float64))
 @pytest.mark.parametrize("before", (False, True))
 def test_query_and_key_norms_follow_params_dtype(kind, dtype, before):
-    module = multihead.MultiheadAttention(
+    module = _multihead_attention.MultiheadAttention(
         16, 4, params_dtype=dtype, qk_norm_type=kind, qk_norm_before_rope=before, attention_dropout=0.0
     )
     assert {param.dtype for param in module.parameters()} == {dtype}
@@ -42,8 +50,8 @@ LAYERS = {
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("training", (True, False))
-def test_a_layer_under_autocast_returns_the_dtype_of_autocast(options, dtype, training):
-    module = layer.TransformerLayer(16, 32, 4, **options).train(training)
+def test_layer_returns_autocast_dtype(options, dtype, training):
+    module = _transformer_layer.TransformerLayer(16, 32, 4, **options).train(training)
     x = torch.randn(8, 2, 16, requires_grad=True)
     given = {"encoder_output": torch.randn(8, 2, 16)} if options.get("layer_type") else {}
     with torch.autocast("cpu", dtype):
@@ -55,8 +63,8 @@ def test_a_layer_under_autocast_returns_the_dtype_of_autocast(options, dtype, tr
     assert module(x, **given).dtype == torch.float32, "nothing is cast without autocast"
 
 
-def test_a_layer_under_autocast_is_that_of_a_cast_input():
-    module = layer.TransformerLayer(16, 32, 4, hidden_dropout=0.0, attention_dropout=0.0)
+def test_layer_under_autocast_equals_cast_input():
+    module = _transformer_layer.TransformerLayer(16, 32, 4, hidden_dropout=0.0, attention_dropout=0.0)
     x = torch.randn(8, 2, 16)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(module(x), module(x.bfloat16()))
@@ -65,15 +73,15 @@ def test_a_layer_under_autocast_is_that_of_a_cast_input():
 # ---- the meta device ----
 
 SHELLS = {
-    "compat.Linear": lambda **o: linear.Linear(8, 8, **o),
-    "compat.Linear in parts": lambda **o: linear.Linear(8, 8, parameters_split=("q", "k"), **o),
-    "compat.LayerNormLinear": lambda **o: linear.LayerNormLinear(8, 8, **o),
-    "compat.LayerNormMLP": lambda **o: mlp.LayerNormMLP(8, 32, **o),
-    "compat.GroupedLinear": lambda **o: grouped.GroupedLinear(2, 8, 8, **o),
-    "compat.LayerNorm": lambda **o: norm.LayerNorm(8, **o),
-    "compat.RMSNorm": lambda **o: norm.RMSNorm(8, **o),
-    "compat.MultiheadAttention": lambda **o: multihead.MultiheadAttention(16, 4, qk_norm_type="RMSNorm", **o),
-    "compat.TransformerLayer": lambda **o: layer.TransformerLayer(16, 32, 4, output_layernorm=True, **o),
+    "compat.Linear": lambda **o: _linear.Linear(8, 8, **o),
+    "compat.Linear in parts": lambda **o: _linear.Linear(8, 8, parameters_split=("q", "k"), **o),
+    "compat.LayerNormLinear": lambda **o: _linear.LayerNormLinear(8, 8, **o),
+    "compat.LayerNormMLP": lambda **o: _layernorm_mlp.LayerNormMLP(8, 32, **o),
+    "compat.GroupedLinear": lambda **o: _grouped_linear.GroupedLinear(2, 8, 8, **o),
+    "compat.LayerNorm": lambda **o: _norm.LayerNorm(8, **o),
+    "compat.RMSNorm": lambda **o: _norm.RMSNorm(8, **o),
+    "compat.MultiheadAttention": lambda **o: _multihead_attention.MultiheadAttention(16, 4, qk_norm_type="RMSNorm", **o),
+    "compat.TransformerLayer": lambda **o: _transformer_layer.TransformerLayer(16, 32, 4, output_layernorm=True, **o),
     "ops.Linear": lambda **o: ops.Linear(8, 8, **o),
     "ops.GroupedLinear": lambda **o: ops.GroupedLinear(2, 8, 8, **o),
     "single ops.GroupedLinear": lambda **o: ops.GroupedLinear(2, 8, 8, single_grouped_weight=True, **o),
@@ -103,7 +111,7 @@ def values(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @shells
 @pytest.mark.parametrize("by_context", (False, True))
-def test_reset_parameters_makes_a_meta_module_real(make, by_context):
+def test_reset_parameters_materializes_meta_module(make, by_context):
     if by_context:
         with torch.device("meta"):
             module = make()
@@ -124,7 +132,7 @@ def test_reset_parameters_makes_a_meta_module_real(make, by_context):
 
 
 @shells
-def test_reset_parameters_stays_on_the_default_device(make):
+def test_reset_parameters_uses_default_device(make):
     module = make(device="meta")
     with torch.device("meta"):
         reset(module)
@@ -135,8 +143,8 @@ def test_reset_parameters_stays_on_the_default_device(make):
     assert {name: id(param) for name, param in real.named_parameters()} == before, "real Parameters stay themselves"
 
 
-def test_defer_init_leaves_a_meta_module():
-    for module in (linear.Linear(8, 8, device="meta"), norm.LayerNorm(8, device="meta")):
+def test_defer_init_keeps_meta_device():
+    for module in (_linear.Linear(8, 8, device="meta"), _norm.LayerNorm(8, device="meta")):
         module.reset_parameters(defer_init=True)
         assert all(param.is_meta for param in module.parameters())
 
@@ -169,13 +177,13 @@ def plain_permute(x: torch.Tensor, routing_map: torch.Tensor, map_type: str, cou
 
 
 def there_and_back(x, probs, routing_map, count, map_type):
-    permuted, rows = permute.moe_permute(x, routing_map, num_out_tokens=count, map_type=map_type)
-    return permuted, permute.moe_unpermute(permuted.sin(), rows, merging_probs=probs, restore_shape=x.shape)
+    permuted, rows = _permutation.moe_permute(x, routing_map, num_out_tokens=count, map_type=map_type)
+    return permuted, _permutation.moe_unpermute(permuted.sin(), rows, merging_probs=probs, restore_shape=x.shape)
 
 
 def with_probs(x, probs, routing_map, count, map_type):
-    permuted, chosen, rows = permute.moe_permute_with_probs(x, probs, routing_map, num_out_tokens=count)
-    return permuted, chosen, permute.moe_unpermute(permuted * chosen.unsqueeze(-1), rows)
+    permuted, chosen, rows = _permutation.moe_permute_with_probs(x, probs, routing_map, num_out_tokens=count)
+    return permuted, chosen, _permutation.moe_unpermute(permuted * chosen.unsqueeze(-1), rows)
 
 
 def check_compiled(function, *arguments, backend: str = "aot_eager"):
@@ -183,19 +191,19 @@ def check_compiled(function, *arguments, backend: str = "aot_eager"):
     inputs = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
     torch.compiler.reset()
     found = torch.compile(function, fullgraph=True, backend=backend)(*arguments)
-    wanted = function(*arguments)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-    grads = [torch.randn_like(w) for w in wanted]
+    expected = function(*arguments)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    grads = [torch.randn_like(w) for w in expected]
     torch.testing.assert_close(
-        torch.autograd.grad(found, inputs, grads), torch.autograd.grad(wanted, inputs, grads)
+        torch.autograd.grad(found, inputs, grads), torch.autograd.grad(expected, inputs, grads)
     )
-    return wanted
+    return expected
 
 
 @pytest.mark.parametrize("map_type", ("mask", "index"))
 @pytest.mark.parametrize("count", (TOKENS * TOPK, 11, 40))
 @pytest.mark.parametrize("dropped", (0, 3))
-def test_permute_and_unpermute_compile_whole(map_type, count, dropped):
+def test_permute_and_unpermute_compile_fullgraph(map_type, count, dropped):
     x = torch.randn(TOKENS, HIDDEN, dtype=torch.float64, requires_grad=True)
     routing_map = routing(map_type, dropped)
     probs = torch.rand(routing_map.shape, dtype=torch.float64, requires_grad=True)
@@ -206,11 +214,11 @@ def test_permute_and_unpermute_compile_whole(map_type, count, dropped):
 
 
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
-def test_permute_of_as_many_rows_as_are_routed_compiles_where_sizes_may_depend_on_values():
+def test_permute_without_count_compiles_with_scalar_outputs():
     x, routing_map = torch.randn(TOKENS, HIDDEN, requires_grad=True), routing("mask", 3)
 
     def function(x):
-        return (permute.moe_permute(x, routing_map)[0],)
+        return (_permutation.moe_permute(x, routing_map)[0],)
 
     check_compiled(function, x)
     assert torch.equal(function(x)[0], plain_permute(x, routing_map, "mask", (TOKENS - 3) * TOPK))
@@ -218,14 +226,14 @@ def test_permute_of_as_many_rows_as_are_routed_compiles_where_sizes_may_depend_o
 
 @pytest.mark.parametrize("as_tensor", (False, True))
 @pytest.mark.parametrize("sizes, order", [([1, 3, 0, 2], [2, 0, 3, 1]), ([6], [0]), ([2, 2, 2], [2, 1, 0])])
-def test_sorting_chunks_compiles_whole(sizes, order, as_tensor):
+def test_sorting_chunks_compiles_fullgraph(sizes, order, as_tensor):
     x = torch.randn(6, HIDDEN, requires_grad=True)
     probs = torch.rand(6, requires_grad=True)
     given = (torch.tensor(sizes), torch.tensor(order)) if as_tensor else (sizes, order)
 
     def function(x, probs):
-        y, q = permute.moe_sort_chunks_by_index_with_probs(x, probs, *given)
-        return y, q, permute.moe_sort_chunks_by_index(x, *given)
+        y, q = _permutation.moe_sort_chunks_by_index_with_probs(x, probs, *given)
+        return y, q, _permutation.moe_sort_chunks_by_index(x, *given)
 
     y, q, again = check_compiled(function, x, probs)
     chunks = x.split(sizes)
@@ -233,21 +241,21 @@ def test_sorting_chunks_compiles_whole(sizes, order, as_tensor):
     assert torch.equal(q, torch.cat([probs.split(sizes)[i] for i in order]))
 
 
-def test_maps_that_do_not_fit_raise():
+def test_mismatched_row_id_maps_raise():
     x = torch.randn(6, HIDDEN)
     for sizes, order in (([1, 2], [1, 0]), ([3, 3], [0, 0]), ([6], [0, 1])):
         with pytest.raises(ValueError, match="each chunk once and 6 rows"):
-            permute.moe_sort_chunks_by_index(x, sizes, order)
-    permuted, rows = permute.moe_permute(x, torch.ones(6, 2, dtype=torch.bool), num_out_tokens=12)
+            _permutation.moe_sort_chunks_by_index(x, sizes, order)
+    permuted, rows = _permutation.moe_permute(x, torch.ones(6, 2, dtype=torch.bool), num_out_tokens=12)
     with pytest.raises(ValueError, match="has row 11, inp has 9 rows"):
-        permute.moe_unpermute(permuted[:9], rows)
+        _permutation.moe_unpermute(permuted[:9], rows)
 
 
-def test_values_in_empty_rows_reach_nothing():
+def test_empty_rows_do_not_affect_results():
     x = torch.full((2, 3), float("nan")).index_fill(0, torch.tensor([1]), 1.0).requires_grad_()
-    permuted, rows = permute.moe_permute(x, torch.tensor([[0], [1]]), num_out_tokens=3)
+    permuted, rows = _permutation.moe_permute(x, torch.tensor([[0], [1]]), num_out_tokens=3)
     assert torch.equal(permuted, torch.tensor([[1.0] * 3, [0.0] * 3, [0.0] * 3]))
     permuted.sum().backward()
     assert torch.equal(x.grad, torch.tensor([[0.0] * 3, [1.0] * 3]))
-    back = permute.moe_unpermute(permuted.detach().index_fill(0, torch.tensor([1, 2]), float("nan")), rows)
+    back = _permutation.moe_unpermute(permuted.detach().index_fill(0, torch.tensor([1, 2]), float("nan")), rows)
     assert torch.equal(back, torch.tensor([[0.0] * 3, [1.0] * 3]))

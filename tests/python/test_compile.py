@@ -58,14 +58,14 @@ def fresh_compiler():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_compiled_model_without_graph_breaks_gives_the_same_values_and_gradients(name):
+def test_fullgraph_compile_matches_eager(name):
     model = MODELS[name]()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     x = torch.randn(4, 16)
     torch.testing.assert_close(results(compiled, model, x), results(model, model, x), rtol=0, atol=0)
 
 
-def test_one_graph_serves_any_number_of_rows():
+def test_one_graph_handles_any_number_of_rows():
     model = block()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
@@ -75,7 +75,7 @@ def test_one_graph_serves_any_number_of_rows():
     assert counter.frame_count == 1
 
 
-def test_training_mode_autocast_and_frozen_weights_are_seen():
+def test_compiled_model_guards_on_mode_autocast_and_frozen_weights():
     model = ops.Sequential(ops.Linear(16, 16), ops.Dropout(0.5))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     x = torch.randn(64, 16)
@@ -89,7 +89,7 @@ def test_training_mode_autocast_and_frozen_weights_are_seen():
     assert model[0].weight.grad is None and model[0].bias.grad is not None
 
 
-def test_an_exported_program_runs_for_other_numbers_of_rows():
+def test_exported_program_handles_other_numbers_of_rows():
     model = block().eval()
     rows = torch.export.Dim("rows", min=2)
     program = torch.export.export(model, (torch.randn(4, 16),), dynamic_shapes=({0: rows},))
@@ -98,7 +98,7 @@ def test_an_exported_program_runs_for_other_numbers_of_rows():
 
 
 @pytest.mark.slow
-def test_inductor_gives_the_same_values_and_gradients():
+def test_inductor_matches_eager():
     model = block()
     compiled = torch.compile(model, fullgraph=True)
     x = torch.randn(4, 16)
@@ -113,7 +113,7 @@ class Doubled(ops.BasicOperation):
         return 2 * grad_output, ()
 
 
-def test_an_operation_written_in_python_breaks_the_graph_and_is_right():
+def test_python_op_breaks_graph_and_is_correct():
     model = ops.Sequential(ops.Linear(16, 16), Doubled(), ops.GELU())
     x = torch.randn(4, 16)
     compiled = torch.compile(model, backend="aot_eager")
@@ -121,7 +121,7 @@ def test_an_operation_written_in_python_breaks_the_graph_and_is_right():
 
 
 @pytest.mark.parametrize("name", ["block", "one operation"])
-def test_fake_tensors_give_the_sizes(name):
+def test_fake_tensors_have_right_sizes(name):
     with FakeTensorMode():
         model = MODELS[name]()
         assert model(torch.randn(5, 16)).shape == (5, 16)
@@ -137,11 +137,11 @@ def arguments():
     return [torch.randn(3, 4, requires_grad=True), torch.randn(2, 4, requires_grad=True)], CALL
 
 
-def test_the_dispatcher_op_passes_torchs_own_check():
+def test_dispatcher_op_passes_opcheck():
     torch.library.opcheck(torch.ops.weft.pipeline_forward, arguments())
 
 
-def test_the_dispatcher_op_refuses_second_derivatives_and_tangents():
+def test_dispatcher_op_rejects_second_derivatives_and_tangents():
     (x, weight), call = arguments()
     (dx,) = torch.autograd.grad(torch.ops.weft.pipeline_forward([x, weight], call)[0].sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="twice"):

@@ -19,12 +19,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from weft.checkpoint import Spread
+from weft.checkpoint import Placement
 from weft.convert import ConversionError, compare, convert, inspect, verify
-from weft.convert import lazy as lazies
+from weft.convert import _lazy_tensor
 from weft.convert.__main__ import main
-from weft.convert.names import LAYOUTS, RULES, Names
-from weft.convert.progress import Progress
+from weft.convert._name_table import LAYOUTS, RULES, NameTable
+from weft.convert._progress import Progress
 
 import weft
 from weft import convert as weft_convert
@@ -108,7 +108,7 @@ def megatron(tmp_path) -> Path:
     return save_dcp(tmp_path / "megatron", model | optimizer | objects, common)
 
 
-def no_remains(folder: Path, *expected: str) -> None:
+def assert_no_leftovers(folder: Path, *expected: str) -> None:
     assert sorted(child.name for child in folder.iterdir()) == sorted(expected)
 
 
@@ -127,9 +127,9 @@ def every_dtype() -> dict[str, torch.Tensor]:
     return found | shapes | {"strided": view, "part": torch.randn(10)[3:5], "broadcast": torch.randn(3, 1).expand(3, 4)}
 
 
-def assert_bits(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
+def assert_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
         flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in (found[name], tensor)]
         assert torch.equal(*flat), name
@@ -151,7 +151,7 @@ def test_every_dtype_and_shape_survives_every_format(tmp_path):
         assert verify(tmp_path / target) == []
 
 
-def test_the_safetensors_package_and_torch_read_what_is_written(tmp_path):
+def test_safetensors_package_and_torch_read_output(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     tensors = {name: tensor.contiguous() for name, tensor in every_dtype().items()}
     safetensors.save_file(tensors, tmp_path / "a.safetensors")
@@ -166,7 +166,7 @@ def test_the_safetensors_package_and_torch_read_what_is_written(tmp_path):
     assert_bits({name: files[file][name] for name, file in index["weight_map"].items()}, tensors)
 
 
-def test_any_box_of_any_strided_tensor_is_read(tmp_path, monkeypatch):
+def test_any_slice_of_strided_tensor_is_read(tmp_path, monkeypatch):
     """Also when a slab holds a few bytes only."""
     draw, whole = random.Random(7), torch.arange(4 * 512, dtype=torch.int32)
     views = []
@@ -174,21 +174,21 @@ def test_any_box_of_any_strided_tensor_is_read(tmp_path, monkeypatch):
         shape = [draw.randint(1, 7) for _ in range(draw.randint(1, 3))]
         views.append(whole.as_strided(shape, [draw.randint(0, 40) for _ in shape], draw.randint(0, 9)))
     torch.save(dict(enumerate(views)), tmp_path / "a.pt")
-    found = weft_convert.formats.open_stored(tmp_path / "a.pt").ranks[0].tensors
+    found = weft_convert._formats.open_checkpoint(tmp_path / "a.pt").ranks[0].tensors
     for number, view in enumerate(views):
-        monkeypatch.setattr(lazies, "SLAB", draw.choice([4, 64, 1 << 20]))
-        box = tuple(tuple(sorted((draw.randint(0, size), draw.randint(0, size)))) for size in view.shape)
-        assert torch.equal(found[str(number)].read(box), view[tuple(slice(*bounds) for bounds in box)])
+        monkeypatch.setattr(_lazy_tensor, "MAX_READ_BYTES", draw.choice([4, 64, 1 << 20]))
+        bounds = tuple(tuple(sorted((draw.randint(0, size), draw.randint(0, size)))) for size in view.shape)
+        assert torch.equal(found[str(number)].read(bounds), view[tuple(slice(start, stop) for start, stop in bounds)])
 
 
-def test_states_and_values_come_back_bit_equal(megatron, tmp_path):
+def test_states_and_values_round_trip_bitwise(megatron, tmp_path):
     """torch_dist to safetensors and back; what is no tensor is carried as well, unopened where it is an object."""
     convert(megatron, tmp_path / "plain", to="safetensors")
     assert "layers.1.self_attention.qkv.weight" in inspect(tmp_path / "plain")["tensors"]
     report = convert(tmp_path / "plain", tmp_path / "back", to="torch_dist")
     assert report["unknown"] == [] and report["skipped"] == {}
     assert compare(megatron, tmp_path / "back") == (3 + 2 * 9 + 2 * 4 + 1, [])
-    before, after = (weft_convert.formats.open_stored(path).ranks[0] for path in (megatron, tmp_path / "back"))
+    before, after = (weft_convert._formats.open_checkpoint(path).ranks[0] for path in (megatron, tmp_path / "back"))
     assert {name for name in before.tensors} == {name for name in after.tensors}
     assert_bits({n: x.tensor() for n, x in before.raw.items()}, {n: x.tensor() for n, x in after.raw.items()})
     common = torch.load(tmp_path / "back" / "common.pt", weights_only=False)
@@ -196,7 +196,7 @@ def test_states_and_values_come_back_bit_equal(megatron, tmp_path):
     assert "optimizer" not in common
 
 
-def test_layers_by_number_stay_so(tmp_path):
+def test_numbered_layers_stay_numbered(tmp_path):
     """As Megatron's non_homogeneous_layers."""
     name = "decoder.layers.{}.mlp.linear_fc2.weight"
     source = save_dcp(tmp_path / "a", {name.format(i): torch.randn(4, 4) for i in range(2)}, {"iteration": 1})
@@ -210,7 +210,7 @@ def test_layers_by_number_stay_so(tmp_path):
     assert name.format(0) in inspect(tmp_path / "f")["tensors"]
 
 
-def test_optimizer_state_is_left_out_and_said_so(megatron, tmp_path):
+def test_optimizer_state_is_skipped_and_reported(megatron, tmp_path):
     report = convert(megatron, tmp_path / "plain", to="safetensors")
     assert "start the optimizer anew" in report["skipped"]["optimizer.state.exp_avg.output_layer.weight"]
 
@@ -219,9 +219,9 @@ def test_optimizer_state_is_left_out_and_said_so(megatron, tmp_path):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_name_of_the_table_leads_back(layout):
+def test_every_name_in_table_round_trips(layout):
     """A rule's own name becomes torch's, and that one it again where the tensors are that the rule needs."""
-    names, at = Names(), "layers.3."
+    names, at = NameTable(), "layers.3."
     for rule in RULES:
         name = getattr(rule, layout)
         if name is None:
@@ -230,31 +230,31 @@ def test_every_name_of_the_table_leads_back(layout):
         for kind in ("weight", "bias") if "{kind}" in name else ("",):
             path = {"native": "layers.3.", "te": "layers.3.", "megatron": "decoder.layers.3."}[layout]
             given = name.format(at=path, kind=kind)
-            known = names.known(given, layout)
+            known = names.match(given, layout)
             assert known.native == rule.native.format(at=at, kind=kind)
-            written = names.written(known.native, layout, present)
+            written = names.target_name(known.native, layout, present)
             assert (
                 written == given or rule.native == "{at}cross_attention.q.{kind}"
             )  # joined or not, it is written as one
 
 
-def test_parts_of_ranks_are_those_of_the_whole_and_merge_again(megatron, tmp_path):
+def test_shards_match_full_tensors_and_merge(megatron, tmp_path):
     whole = {name: x for name, x in megatron_from(megatron).items()}
     convert(megatron, tmp_path / "ranks", to="pt", tensor_parallel=2)
     parts = [torch.load(tmp_path / f"ranks/mp_rank_0{i}/model_optim_rng.pt", weights_only=False) for i in range(2)]
     assert parts[0]["iteration"] == 7 and parts[0]["args"].num_attention_heads == HEADS
-    spreads = {
-        "embedding.word_embeddings.weight": Spread(0),
-        "decoder.layers.1.self_attention.linear_qkv.weight": Spread(0),
-        "decoder.layers.1.self_attention.linear_qkv.bias": Spread(0),
-        "decoder.layers.1.self_attention.linear_proj.weight": Spread(1),
-        "decoder.layers.1.mlp.linear_fc1.weight": Spread(0, stacked=2),
-        "decoder.layers.1.mlp.linear_fc1.bias": Spread(0, stacked=2),
-        "decoder.layers.1.mlp.linear_fc2.weight": Spread(1),
+    placements = {
+        "embedding.word_embeddings.weight": Placement(0),
+        "decoder.layers.1.self_attention.linear_qkv.weight": Placement(0),
+        "decoder.layers.1.self_attention.linear_qkv.bias": Placement(0),
+        "decoder.layers.1.self_attention.linear_proj.weight": Placement(1),
+        "decoder.layers.1.mlp.linear_fc1.weight": Placement(0, stacked=2),
+        "decoder.layers.1.mlp.linear_fc1.bias": Placement(0, stacked=2),
+        "decoder.layers.1.mlp.linear_fc2.weight": Placement(1),
     }
-    for name, spread in spreads.items():
-        for part, wanted in zip(parts, spread.split(name, whole[name], 2), strict=True):
-            assert torch.equal(part["model"][name], wanted), name
+    for name, placement in placements.items():
+        for part, expected in zip(parts, placement.split(name, whole[name], 2), strict=True):
+            assert torch.equal(part["model"][name], expected), name
     for name in ("decoder.layers.0.self_attention.linear_proj.bias", "decoder.final_layernorm.weight"):
         assert all(torch.equal(part["model"][name], whole[name]) for part in parts)
     convert(tmp_path / "ranks", tmp_path / "merged", to="torch_dist")
@@ -264,11 +264,11 @@ def test_parts_of_ranks_are_those_of_the_whole_and_merge_again(megatron, tmp_pat
 
 def megatron_from(folder: Path) -> dict[str, torch.Tensor]:
     """Layer by layer, under Megatron's names."""
-    content = weft_convert.torch_dist.unstack(weft_convert.torch_dist.read(folder, True), ["decoder.layers."])
+    content = weft_convert._torch_dist.unstack_layers(weft_convert._torch_dist.read(folder, True), ["decoder.layers."])
     return {name: lazy.tensor() for name, lazy in content.tensors.items()}
 
 
-def test_an_ungated_fc1_is_split_as_one_matrix(tmp_path):
+def test_ungated_fc1_is_split_as_one_matrix(tmp_path):
     source = save_dcp(tmp_path / "a", megatron_layers(gated=False), {})
     whole = megatron_from(source)["decoder.layers.0.mlp.linear_fc1.weight"]
     convert(source, tmp_path / "ranks", to="pt", tensor_parallel=2)
@@ -278,14 +278,14 @@ def test_an_ungated_fc1_is_split_as_one_matrix(tmp_path):
         convert(source, tmp_path / "five", to="pt", tensor_parallel=5)
 
 
-def test_query_key_and_value_are_split_group_by_group_and_joined_again(megatron, tmp_path):
+def test_qkv_is_split_by_group_and_joined(megatron, tmp_path):
     joined = megatron_from(megatron)["decoder.layers.1.self_attention.linear_qkv.weight"]
     convert(megatron, tmp_path / "split.pt", to="pt", layout="native", split=True)  # heads from Megatron's arguments
     found = torch.load(tmp_path / "split.pt", weights_only=True)
     per_group = joined.view(GROUPS, HEADS // GROUPS + 2, HIDDEN // HEADS, HIDDEN)
     q, k, v = per_group.split([HEADS // GROUPS, 1, 1], 1)
-    for letter, wanted in zip("qkv", (q, k, v), strict=True):
-        assert torch.equal(found[f"layers.1.self_attention.{letter}.weight"], wanted.flatten(0, 2))
+    for letter, expected in zip("qkv", (q, k, v), strict=True):
+        assert torch.equal(found[f"layers.1.self_attention.{letter}.weight"], expected.flatten(0, 2))
     with pytest.raises(ConversionError, match="--heads"):
         convert(tmp_path / "split.pt", tmp_path / "joined", to="torch_dist")
     convert(tmp_path / "split.pt", tmp_path / "joined", to="torch_dist", heads=HEADS, groups=GROUPS)
@@ -293,8 +293,8 @@ def test_query_key_and_value_are_split_group_by_group_and_joined_again(megatron,
 
 
 @pytest.mark.parametrize("option", ["plain", "fuse_qkv_params", "output_layernorm"])
-def test_layers_of_transformer_engine_move_to_torch_names_and_back(tmp_path, option):
-    from weft.compat.layer import TransformerLayer
+def test_transformer_engine_layer_names_round_trip(tmp_path, option):
+    from weft.compat._transformer_layer import TransformerLayer
 
     def layers() -> torch.nn.Module:
         options = {"num_gqa_groups": GROUPS, "activation": "swiglu"} | ({option: True} if option != "plain" else {})
@@ -315,7 +315,7 @@ def test_layers_of_transformer_engine_move_to_torch_names_and_back(tmp_path, opt
         assert torch.equal(one(x), two(x))
 
 
-def test_names_without_a_rule_are_kept_told_and_refused_if_strict(tmp_path):
+def test_unknown_names_are_kept_reported_and_rejected_if_strict(tmp_path):
     tensors = {"decoder.layers.0.mlp.router.weight": torch.randn(4, HIDDEN), "odd": torch.randn(2)}
     tensors["decoder.layers.0.mlp.linear_fc2.weight"] = torch.randn(HIDDEN, FFN)
     torch.save({"model": tensors}, tmp_path / "a.pt")
@@ -326,7 +326,7 @@ def test_names_without_a_rule_are_kept_told_and_refused_if_strict(tmp_path):
         convert(tmp_path / "a.pt", tmp_path / "c", to="safetensors", strict=True)
 
 
-def test_rules_of_a_user_come_first(tmp_path):
+def test_user_rules_take_precedence(tmp_path):
     rules = {
         "rules": [{"native": "{at}gate.{kind}", "megatron": "{at}mlp.router.{kind}", "ranks": "rows"}],
         "paths": [{"native": "h.{layer}.", "megatron": "decoder.layers.{layer}."}],
@@ -349,7 +349,7 @@ def test_rules_of_a_user_come_first(tmp_path):
         convert(tmp_path / "a.pt", tmp_path / "d", to="safetensors", **given)
 
 
-def test_a_tensor_that_differs_between_ranks_needs_a_rule(tmp_path):
+def test_tensor_that_differs_between_ranks_needs_rule(tmp_path):
     for rank in range(2):
         folder = tmp_path / f"a/mp_rank_0{rank}"
         folder.mkdir(parents=True)
@@ -364,7 +364,7 @@ def test_a_tensor_that_differs_between_ranks_needs_a_rule(tmp_path):
 # ---- files that are not to be trusted -------------------------------------------------------------------------------
 
 
-class Evil:
+class MaliciousPickle:
     """Makes a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
@@ -374,22 +374,22 @@ class Evil:
         return os.system, (f"touch {self.mark}",)
 
 
-def test_nothing_that_a_file_holds_is_run(megatron, tmp_path):
+def test_file_contents_are_never_executed(megatron, tmp_path):
     mark = tmp_path / "ran"
-    torch.save({"model": {"a": torch.ones(1)}, "args": Evil(mark)}, tmp_path / "evil.pt")
+    torch.save({"model": {"a": torch.ones(1)}, "args": MaliciousPickle(mark)}, tmp_path / "evil.pt")
     with pytest.raises(ConversionError, match=r"posix\.system"):
         convert(tmp_path / "evil.pt", tmp_path / "b", to="safetensors")
-    torch.save({"iteration": Evil(mark)}, megatron / "common.pt")
+    torch.save({"iteration": MaliciousPickle(mark)}, megatron / "common.pt")
     convert(megatron, tmp_path / "c", to="safetensors")  # carried as bytes
     convert(tmp_path / "c", tmp_path / "d", to="torch_dist")
     assert (tmp_path / "d" / "common.pt").read_bytes() == (megatron / "common.pt").read_bytes()
-    (megatron / ".metadata").write_bytes(pickle.dumps(Evil(mark)))
+    (megatron / ".metadata").write_bytes(pickle.dumps(MaliciousPickle(mark)))
     with pytest.raises(ConversionError, match=r"\.metadata.*posix\.system.*nothing of it was run"):
         convert(megatron, tmp_path / "e", to="safetensors")
     assert not mark.exists()
 
 
-def test_a_pickle_cannot_change_the_classes_it_names(megatron, tmp_path):
+def test_pickle_cannot_change_classes(megatron, tmp_path):
     for name in ("argparse Namespace", "torch.distributed.checkpoint.metadata Metadata"):
         module, kind = name.split()
         content = b"\x80\x02c%b\n%b\nN}X\x04\x00\x00\x00evilK\x01s\x86b." % (module.encode(), kind.encode())
@@ -399,7 +399,7 @@ def test_a_pickle_cannot_change_the_classes_it_names(megatron, tmp_path):
         assert not hasattr(getattr(sys.modules[module], kind), "evil")
 
 
-def test_an_object_of_megatron_is_not_made_but_told(tmp_path):
+def test_megatron_object_is_reported_not_instantiated(tmp_path):
     enums = type(sys)("megatron.core.enums")
     kind = type("Kind", (), {"__module__": "megatron.core.enums", "__reduce__": lambda self: (kind, ())})
     enums.Kind = kind
@@ -414,7 +414,7 @@ def test_an_object_of_megatron_is_not_made_but_told(tmp_path):
     assert found == {"kind": "megatron.core.enums.Kind()", "num_layers": 2, "exit_signal": "signal.Signals(15)"}
 
 
-def test_states_in_streams_become_bytes_and_bad_values_are_refused(tmp_path):
+def test_bytesio_states_become_bytes_and_bad_values_are_rejected(tmp_path):
     """Older versions of Transformer Engine keep `_extra_state` as io.BytesIO."""
     name = "layers.0.self_attention.layernorm_qkv."
     torch.save({name + "weight": torch.ones(3, 1), name + "_extra_state": io.BytesIO(b"state")}, tmp_path / "te.pt")
@@ -422,15 +422,15 @@ def test_states_in_streams_become_bytes_and_bad_values_are_refused(tmp_path):
     convert(tmp_path / "a.safetensors", tmp_path / "b.pt", to="te", layout="te")
     found = torch.load(tmp_path / "b.pt", weights_only=True)
     assert bytes(found["layers.0.self_attention.qkv._extra_state"].tolist()) == b"state"
-    content = weft_convert.formats.Content(
-        {"a": lazies.Held(torch.ones(1))}, common={"x": {"()": "dtype", "of": "hub"}}
+    content = weft_convert._formats.Content(
+        {"a": _lazy_tensor.InMemoryTensor(torch.ones(1))}, common={"x": {"()": "dtype", "of": "hub"}}
     )
-    weft_convert.safetensors.write_file(tmp_path / "c.safetensors", content, lambda *_: None)
+    weft_convert._safetensors.write_file(tmp_path / "c.safetensors", content, lambda *_: None)
     with pytest.raises(ConversionError, match="values beside the model are damaged.*hub"):
         convert(tmp_path / "c.safetensors", tmp_path / "d", to="torch_dist")
 
 
-def test_a_damaged_source_is_refused_by_the_tensors_name(megatron, tmp_path):
+def test_damaged_source_error_names_tensor(megatron, tmp_path):
     convert(megatron, tmp_path / "a.safetensors", to="safetensors")
     convert(megatron, tmp_path / "a.pt", to="pt")
     before = sorted(child.name for child in tmp_path.iterdir())
@@ -450,18 +450,18 @@ def test_a_damaged_source_is_refused_by_the_tensors_name(megatron, tmp_path):
         (tmp_path / file).write_bytes(content[:-700])
         with pytest.raises(ConversionError, match="truncated"):
             convert(tmp_path / file, tmp_path / "b", to="torch_dist")
-    no_remains(tmp_path, *before)
+    assert_no_leftovers(tmp_path, *before)
 
 
 def megatron_bytes(content: bytes) -> bytes:
     """The first bytes of the embedding, which were drawn first."""
     torch.manual_seed(1234)
-    wanted = bytes(torch.randn(24, HIDDEN).view(torch.uint8).reshape(-1)[:64].tolist())
-    assert wanted in content
-    return wanted
+    expected = bytes(torch.randn(24, HIDDEN).view(torch.uint8).reshape(-1)[:64].tolist())
+    assert expected in content
+    return expected
 
 
-def test_verify_finds_a_changed_byte(megatron, tmp_path, shell):
+def test_verify_finds_changed_byte(megatron, tmp_path, shell):
     convert(megatron, tmp_path / "a.safetensors", to="safetensors")
     content = bytearray((tmp_path / "a.safetensors").read_bytes())
     content[-1] ^= 1
@@ -479,7 +479,7 @@ def test_verify_finds_a_changed_byte(megatron, tmp_path, shell):
 # ---- targets --------------------------------------------------------------------------------------------------------
 
 
-def test_an_existing_target_is_kept_unless_told_and_while_it_fails(megatron, tmp_path):
+def test_existing_target_is_kept_without_overwrite_or_on_failure(megatron, tmp_path):
     torch.save({"old": torch.ones(2)}, tmp_path / "old.pt")
     convert(tmp_path / "old.pt", tmp_path / "b", to="safetensors")
     with pytest.raises(ConversionError, match="exists.*--overwrite"):
@@ -492,21 +492,21 @@ def test_an_existing_target_is_kept_unless_told_and_while_it_fails(megatron, tmp
     (tmp_path / "b").rename(tmp_path / "b.replaced")  # as if it had ended between the two renames
     with pytest.raises(ConversionError, match="exists"):
         convert(megatron, tmp_path / "b", to="safetensors")
-    no_remains(tmp_path, "megatron", "old.pt", "b")
+    assert_no_leftovers(tmp_path, "megatron", "old.pt", "b")
 
 
-def test_a_full_disk_says_what_to_do_and_leaves_nothing(megatron, tmp_path):
-    def little_room() -> None:
+def test_full_disk_error_gives_advice_and_leaves_nothing(megatron, tmp_path):
+    def limit_file_size() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
-    done = command(megatron, tmp_path / "b", "--to", "torch_dist", preexec_fn=little_room)
+    done = command(megatron, tmp_path / "b", "--to", "torch_dist", preexec_fn=limit_file_size)
     assert done.returncode == 1 and "could not be written" in done.stderr and "make room" in done.stderr
     assert "Traceback" not in done.stderr
-    no_remains(tmp_path, "megatron")
+    assert_no_leftovers(tmp_path, "megatron")
 
 
-def test_mistakes_at_the_shell_are_answered(megatron, tmp_path, shell):
+def test_command_line_mistakes_give_errors(megatron, tmp_path, shell):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text").write_text("no checkpoint at all")
     mistakes = {
@@ -526,10 +526,10 @@ def test_mistakes_at_the_shell_are_answered(megatron, tmp_path, shell):
         assert status and answer in said, said
     assert "--tensor-parallel" in shell("--help")[1]
     assert json.loads(shell("names")[1])["rules"][0]["native"] == "{at}input_norm.{kind}"
-    no_remains(tmp_path, "megatron", "empty", "text")
+    assert_no_leftovers(tmp_path, "megatron", "empty", "text")
 
 
-def test_every_command_of_the_page_works(megatron, tmp_path, shell, monkeypatch):
+def test_every_documented_command_works(megatron, tmp_path, shell, monkeypatch):
     page = (ROOT.parent / "docs" / "convert.md").read_text()
     (tmp_path / "checkpoint").mkdir()
     megatron.rename(tmp_path / "checkpoint" / "iter_0000100")
@@ -549,7 +549,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_is_one_line_on_a_terminal_and_few_elsewhere():
+def test_progress_redraws_on_terminal_only():
     for stream, lines in ((Terminal(), 1), (io.StringIO(), 2)):
         progress = Progress(3_000_000, "a -> b", stream=stream)
         for _ in range(3):
@@ -598,7 +598,7 @@ print("above", high_water() - imported)
 """
 
 
-def above_imports(*commands: list[object]) -> int:
+def peak_memory_above_imports(*commands: list[object]) -> int:
     """By how many MB commands of weft.convert raise the most that a process ever held, after its imports."""
     words = json.dumps([[str(word) for word in command] for command in commands])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -608,7 +608,7 @@ def above_imports(*commands: list[object]) -> int:
     return int(done.stdout.split("above")[1]) // 1024
 
 
-def killed_half_way(source: Path, target: Path) -> None:
+def convert_and_kill_halfway(source: Path, target: Path) -> None:
     """Converts, and is killed when about half is written; again if that was seen too late."""
     partial, half = target.with_name(target.name + ".partial"), sum(f.stat().st_size for f in source.iterdir()) // 2
     run = [sys.executable, "-m", "weft.convert", str(source), str(target), "--to", "safetensors", "--overwrite"]
@@ -626,13 +626,13 @@ def killed_half_way(source: Path, target: Path) -> None:
 
 
 @pytest.mark.parametrize("megabytes", [100, pytest.param(2000, marks=pytest.mark.slow)])
-def test_large_checkpoint_killed_half_way_and_repeated(tmp_path, megabytes):
+def test_large_checkpoint_survives_kill_and_repeat(tmp_path, megabytes):
     """To safetensors, killed, again, and back; and to the parts of two ranks and back. Little is held at any time."""
     source = synthetic(tmp_path / "source", megabytes)
     size = sum(file.stat().st_size for file in source.iterdir())
     plain, back, ranks, merged = (tmp_path / name for name in ("plain", "back", "ranks", "merged"))
-    killed_half_way(source, plain)
-    above = above_imports(
+    convert_and_kill_halfway(source, plain)
+    above = peak_memory_above_imports(
         [source, plain, "--to", "safetensors"],
         [plain, back, "--to", "torch_dist"],
         [plain, ranks, "--to", "pt", "--tensor-parallel", 2],

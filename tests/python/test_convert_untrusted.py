@@ -21,10 +21,10 @@ import torch
 from test_convert import ROOT, megatron_layers, save_dcp, states
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from weft.convert import ConversionError, compare, convert, inspect, place, verify
-from weft.convert.coverage import fault
-from weft.convert.pickled import METADATA, PLAIN
-from weft.convert.unpickle import load
+from weft.convert import ConversionError, _atomic_write, compare, convert, inspect, verify
+from weft.convert._coverage import coverage_error
+from weft.convert._pickle_globals import DCP_GLOBALS, PLAIN_GLOBALS
+from weft.convert._unpickler import load
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 HERE = Path(__file__).parent
@@ -319,71 +319,71 @@ EXPECTED |= {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_file_made_by_hand_is_refused_by_its_fault(answers, name):
+def test_crafted_file_error_names_its_fault(answers, name):
     assert re.search(EXPECTED[name], answers[name]), answers[name]
     assert answers[name] == "fine" or answers[name].startswith("ConversionError: ") and name in answers[name]
 
 
-def test_every_piece_must_be_covered_once():
+def test_every_element_must_be_covered_once():
     """Against a count of every element, for boxes drawn at random."""
     draw, kinds = random.Random(3), set()
     for _ in range(3000):
         shape = [draw.randint(1, 4) for _ in range(draw.randint(1, 3))]
-        boxes = []
+        slices = []
         for cut in [[draw.randint(0, size) for size in shape]] * draw.randint(1, 2):
             for corner in range(2 ** len(shape)):
                 edges = enumerate(zip(cut, shape, strict=True))
                 if draw.random() < 0.95:
-                    boxes.append(tuple((0, at) if corner >> d & 1 else (at, size) for d, (at, size) in edges))
+                    slices.append(tuple((0, at) if corner >> d & 1 else (at, size) for d, (at, size) in edges))
         seen = torch.zeros(shape)
-        for box in boxes:
-            seen[tuple(slice(*edges) for edges in box)] += 1
-        reason = fault(shape, boxes)
+        for bounds in slices:
+            seen[tuple(slice(start, stop) for start, stop in bounds)] += 1
+        reason = coverage_error(shape, slices)
         kind = "overlap" if (seen > 1).any() else "no piece" if (seen == 0).any() else None
         kinds.add(kind)
-        assert (reason is None) == (kind is None) and (kind is None or kind in reason), (shape, boxes, reason)
+        assert (reason is None) == (kind is None) and (kind is None or kind in reason), (shape, slices, reason)
         if kind == "no piece":
             inside = eval(f"seen{reason.split('covers ')[1].split(' of its')[0]}", {"seen": seen})
             assert inside.numel() and not inside.any()
     assert kinds == {"overlap", "no piece", None}
-    assert "outside" in fault([4], [((2, 6),)])
+    assert "outside" in coverage_error([4], [((2, 6),)])
 
 
 # ---- what a pickle can reach ----------------------------------------------------------------------------------------
 
-SHARED = [(module, name) for table in (PLAIN, METADATA) for module, name in table]
+SHARED = [(module, name) for table in (PLAIN_GLOBALS, DCP_GLOBALS) for module, name in table]
 
 
 @pytest.mark.parametrize("opcodes", [b"}%ssb", b"N}%ss\x86b", b"}%s\x8ds", b"(%su", b"%ss", b"%sa"])
-def test_nothing_that_a_pickle_names_can_be_changed(opcodes):
+def test_pickle_cannot_change_globals(opcodes):
     """Each global, and each object that two pickles would share, is offered a state and items."""
-    before = {key: repr(vars(value)) if hasattr(value, "__dict__") else repr(value) for key, value in METADATA.items()}
+    before = {key: repr(vars(value)) if hasattr(value, "__dict__") else repr(value) for key, value in DCP_GLOBALS.items()}
     change = opcodes.replace(b"%s", text("evil") + b"K\x01")
     for module, name in dict.fromkeys(SHARED):
         whole = f"c{module}\n{name}\n".encode()
         for named in (whole, whole + b"K\x00\x85R", whole + text("cpu") + b"\x85R", whole + b")R"):
             content = b"\x80\x02" + named + change + b"."
             try:
-                load(content, "a pickle", METADATA)
+                load(content, "a pickle", DCP_GLOBALS)
             except ConversionError:
                 continue
-    assert before == {key: repr(vars(v)) if hasattr(v, "__dict__") else repr(v) for key, v in METADATA.items()}
+    assert before == {key: repr(vars(v)) if hasattr(v, "__dict__") else repr(v) for key, v in DCP_GLOBALS.items()}
     for kind in (argparse.Namespace, metadata.Metadata, metadata._MEM_FORMAT_ENCODING, torch.Size):
         assert not hasattr(kind, "evil")
     assert not any(hasattr(member, "evil") for member in metadata._MEM_FORMAT_ENCODING)
 
 
-def test_what_a_pickle_makes_is_plain():
+def test_pickle_makes_only_plain_data():
     """An enum's member and a class are names, whatever the pickle does with them."""
-    found = load(pickle.dumps(described([4], [([0], [4])])), "a pickle", METADATA)
+    found = load(pickle.dumps(described([4], [([0], [4])])), "a pickle", DCP_GLOBALS)
     seen, path = set(), [found]
     while path:
         item = path.pop()
         seen.add(type(item).__name__)
         assert not isinstance(item, (type, enum.Enum)) and not callable(item)
         path += item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else ()
-        path += [item.given, item.state] if type(item).__name__ == "Record" else []
-    assert seen <= {"Record", "dict", "list", "tuple", "str", "int", "bool", "NoneType", "dtype"}
+        path += [item.args, item.state] if type(item).__name__ == "DcpObject" else []
+    assert seen <= {"DcpObject", "dict", "list", "tuple", "str", "int", "bool", "NoneType", "dtype"}
 
 
 # ---- fuzzing --------------------------------------------------------------------------------------------------------
@@ -406,20 +406,20 @@ def seeds(folder: Path) -> Path:
 @pytest.mark.parametrize(
     "count, seed", [(100, 1), pytest.param(7000, 2, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 )
-def test_mutated_files_are_read_or_refused(tmp_path, count, seed):
+def test_mutated_files_are_read_or_rejected(tmp_path, count, seed):
     """Bits, lengths, opcodes and parts of valid files of each format; 20,000 of them by the slow size."""
     found = worker("fuzz", seeds(tmp_path), count, seed)
     print(found)
     assert found.keys() == {"plain.pt", "plain.safetensors", "torch_dist"}
     for name, answers in found.items():
-        assert answers.keys() == {"fine", "refused"}, (name, answers)
-        assert answers["refused"] > count / 4 and answers["fine"] > count / 50, (name, answers)
+        assert answers.keys() == {"fine", "rejected"}, (name, answers)
+        assert answers["rejected"] > count / 4 and answers["fine"] > count / 50, (name, answers)
 
 
 # ---- reports and targets --------------------------------------------------------------------------------------------
 
 
-def test_the_report_is_never_written_through_a_link(tmp_path):
+def test_report_is_never_written_through_link(tmp_path):
     torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
     (tmp_path / "precious").write_text("kept")
     for suffix in (".conversion.json", ".conversion.json.partial", ".partial"):
@@ -434,7 +434,7 @@ def test_the_report_is_never_written_through_a_link(tmp_path):
     assert (tmp_path / "c" / "precious").read_text() == "kept" and not (tmp_path / "d").is_symlink()
 
 
-def test_the_report_is_written_after_its_target(tmp_path, monkeypatch):
+def test_report_is_written_after_target(tmp_path, monkeypatch):
     """A conversion that fails at the rename leaves the old target with no report of another one."""
     torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
     torch.save({"a": torch.zeros(2)}, tmp_path / "b.pt")
@@ -445,7 +445,7 @@ def test_the_report_is_written_after_its_target(tmp_path, monkeypatch):
         raise OSError("no rename today")
 
     with monkeypatch.context() as patch:
-        patch.setattr(place, "move", fails)
+        patch.setattr(_atomic_write, "replace_target", fails)
         with pytest.raises(ConversionError, match="could not be written"):
             convert(tmp_path / "b.pt", target, to="safetensors", overwrite=True)
     assert compare(target, tmp_path / "a.pt") == (1, [])
@@ -457,12 +457,12 @@ def test_the_report_is_written_after_its_target(tmp_path, monkeypatch):
     assert compare(target, tmp_path / "a.pt") == (1, [])
 
 
-def test_a_folder_is_replaced_where_names_cannot_be_exchanged(tmp_path, monkeypatch):
+def test_folder_is_replaced_without_rename_exchange(tmp_path, monkeypatch):
     """By two renames; between them the old target lies beside its place, which the error and the next run know."""
     torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
     torch.save({"a": torch.zeros(2)}, tmp_path / "b.pt")
     convert(tmp_path / "a.pt", tmp_path / "c", to="safetensors")
-    monkeypatch.setattr(place.ctypes, "CDLL", lambda _: argparse.Namespace(renameat2=lambda *_: -1))
+    monkeypatch.setattr(_atomic_write.ctypes, "CDLL", lambda _: argparse.Namespace(renameat2=lambda *_: -1))
     convert(tmp_path / "b.pt", tmp_path / "c", to="safetensors", overwrite=True)
     assert compare(tmp_path / "b.pt", tmp_path / "c") == (1, []) and verify(tmp_path / "c") == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "b.pt", "c"]
@@ -471,7 +471,7 @@ def test_a_folder_is_replaced_where_names_cannot_be_exchanged(tmp_path, monkeypa
         inspect(tmp_path / "c")
 
 
-def test_an_empty_iteration_file_is_no_iteration(tmp_path):
+def test_empty_iteration_file_is_rejected(tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("")
     with pytest.raises(ConversionError, match="names no iteration"):
         inspect(tmp_path)
@@ -497,7 +497,7 @@ for line in sys.stdin:
 
 
 @pytest.mark.parametrize("kills", [8, pytest.param(52, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
-def test_a_target_is_whole_whenever_its_conversion_is_killed(tmp_path, kills):
+def test_target_is_complete_whenever_conversion_is_killed(tmp_path, kills):
     """SIGKILL at random moments of conversions that replace a target again and again."""
     sources = [tmp_path / "one.pt", tmp_path / "other.pt"]
     for number, source in enumerate(sources):

@@ -83,19 +83,19 @@ def check_against(result: torch.Tensor, expected: torch.Tensor, inputs: list[tor
     )
 
 
-def test_an_operation_in_python_runs_alone():
+def test_python_op_runs_alone():
     x = rows(requires_grad=True)
     check_against(Square()(x), x.square(), [x])
 
 
-def test_an_operation_in_python_runs_between_native_ones():
+def test_python_op_runs_between_native_ops():
     seq, x = ops.Sequential(ops.Linear(WIDTH, WIDTH), Square(), Gain(), ops.GELU()), rows(requires_grad=True)
     inner = seq[2].plain(apply(seq[0], x)[0].square())
     check_against(seq(x), apply(seq[3], inner)[0], [x, *seq.parameters()])
     assert seq(x).grad_fn.next_functions[0][0].name() == "torch::autograd::AccumulateGrad", "one node in all"
 
 
-def test_parameters_of_an_operation_in_python_are_ordinary_parameters():
+def test_python_op_has_ordinary_parameters():
     op = Gain()
     assert [name for name, _ in op.named_parameters()] == ["gain", "inner.shift"]
     other = Gain()
@@ -109,7 +109,7 @@ def test_parameters_of_an_operation_in_python_are_ordinary_parameters():
     torch.testing.assert_close(op(x), op.inner.shift.expand_as(x))
 
 
-def test_an_operation_in_python_learns_whether_a_gradient_is_wanted():
+def test_python_op_sees_requires_grad():
     seen = []
 
     class Watch(Square):
@@ -125,7 +125,7 @@ def test_an_operation_in_python_learns_whether_a_gradient_is_wanted():
     assert seen == [True, False, False]
 
 
-def test_extra_tensors_of_an_operation_in_python():
+def test_python_op_extra_tensors():
     seq = ops.Sequential(ops.ConstantScale(2.0), MultiplyAndTap(), ops.ConstantScale(3.0))
     x, e = rows(requires_grad=True), rows(requires_grad=True)
     y, tap = seq(x, e)
@@ -137,7 +137,7 @@ def test_extra_tensors_of_an_operation_in_python():
     torch.testing.assert_close(got, expected)
 
 
-def test_extra_tensors_of_an_operation_in_python_by_channel():
+def test_python_op_extra_tensors_by_channel():
     op = MultiplyAndTap().set_extra_input_channel(0, "in").set_extra_output_channel(0, "out", output_to_caller=False)
     start = ops.MakeExtraOutput().set_extra_output_channel(0, "in", output_to_caller=False)
     seq = ops.Sequential(start, ops.ConstantScale(2.0), op, ops.AddExtraInput().set_extra_input_channel(0, "out"))
@@ -145,18 +145,18 @@ def test_extra_tensors_of_an_operation_in_python_by_channel():
     check_against(seq(x), 2 * x * x + 2 * x, [x])
 
 
-def test_keywords_reach_an_operation_with_extra_tensors():
+def test_keywords_reach_op_with_extra_tensors():
     op, x = MultiplyAndTap(), rows()
     _, tap = op(x, x, shift=5.0)
     torch.testing.assert_close(tap, x + 5)
 
 
-def test_a_keyword_that_the_operation_does_not_take_is_its_own_type_error():
+def test_unexpected_keyword_is_python_type_error():
     with pytest.raises(TypeError, match="speed"):
         Square()(rows(), speed=3)
 
 
-def test_user_code_may_call_torch_and_weft_inside():
+def test_python_op_may_call_torch_and_weft():
     class Inner(ops.BasicOperation):
         """Differentiates with torch, and calls a weft pipeline in forward."""
 
@@ -178,7 +178,7 @@ def test_user_code_may_call_torch_and_weft_inside():
     check_against(seq(x), 5 * (6 * x).square(), [x])
 
 
-def test_a_retained_graph_runs_operations_in_python_again():
+def test_retained_graph_reruns_python_ops():
     seq, x = ops.Sequential(Square(), Gain(), MultiplyAndTap()), rows(requires_grad=True)
     y, _ = seq(x, x.detach())
     inputs = [x, *seq.parameters()]
@@ -187,7 +187,7 @@ def test_a_retained_graph_runs_operations_in_python_again():
     torch.testing.assert_close(torch.autograd.grad(y.sum(), inputs), first, rtol=0, atol=0)
 
 
-def test_two_calls_keep_their_contexts_apart():
+def test_calls_have_separate_contexts():
     op = Square()
     x, z = rows(requires_grad=True), rows(requires_grad=True)
     first, second = op(x), op(z)
@@ -195,7 +195,7 @@ def test_two_calls_keep_their_contexts_apart():
     torch.testing.assert_close(torch.autograd.grad(second.sum(), z)[0], 2 * z)
 
 
-def test_training_mode_reaches_the_operation():
+def test_training_mode_reaches_python_op():
     class Mode(ops.BasicOperation):
         def op_forward(self, ctx, input_, **_):
             return input_ * (1.0 if self.training else 0.0)
@@ -208,7 +208,7 @@ def test_training_mode_reaches_the_operation():
     torch.testing.assert_close(seq.eval()(x), 0 * x)
 
 
-def test_autocast_is_visible_inside_an_operation_in_python_as_outside():
+def test_python_op_sees_autocast():
     class Product(ops.BasicOperation):
         def op_forward(self, ctx, input_, **_):
             return input_ @ torch.eye(WIDTH)
@@ -256,7 +256,7 @@ class Fails(ops.BasicOperation):
     [lambda op: op, lambda op: ops.Sequential(ops.Linear(WIDTH, WIDTH), op, ops.GELU())],
     ids=["alone", "in the middle"],
 )
-def test_an_exception_keeps_its_type_value_and_traceback(where, around):
+def test_exception_keeps_type_value_and_traceback(where, around):
     module = around(Fails(where))
     with pytest.raises(Oops, match="from user code") as caught:
         module(rows(requires_grad=True)).sum().backward()
@@ -265,7 +265,7 @@ def test_an_exception_keeps_its_type_value_and_traceback(where, around):
     assert f"op_{where}" in names and names[-1] == "deep_inside"
 
 
-def test_a_module_works_again_after_an_exception():
+def test_module_works_after_exception():
     op = Fails("backward")
     seq, x = ops.Sequential(ops.Linear(WIDTH, WIDTH), op, ops.GELU()), rows(requires_grad=True)
     for where in ("forward", "backward"):
@@ -277,7 +277,7 @@ def test_a_module_works_again_after_an_exception():
     assert x.grad is not None
 
 
-def test_keyboard_interrupt_passes_through():
+def test_keyboard_interrupt_propagates():
     class Interrupted(Square):
         def op_backward(self, ctx, grad_output):
             raise KeyboardInterrupt
@@ -335,7 +335,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_wrong_operation_is_told_what_is_wrong(kind):
+def test_faulty_python_op_gives_clear_error(kind):
     make, error, message = WRONG[kind]
     op = make()
     inputs = [rows(requires_grad=True)] + [rows()] * op.num_extra_inputs
@@ -343,14 +343,14 @@ def test_a_wrong_operation_is_told_what_is_wrong(kind):
         ops.Sequential(ops.Identity(), op)(*inputs).sum().backward()
 
 
-def test_a_gradient_of_the_wrong_shape_is_refused():
+def test_gradient_of_wrong_shape_is_rejected():
     op = returns(backward=lambda dy: (dy[:, :1].expand(-1, 7), [()], [()]))
     with pytest.raises(RuntimeError, match="shape"):
         op(rows(requires_grad=True)).sum().backward()
 
 
 @pytest.mark.parametrize("method", ["op_forward", "fuser_forward", "op_backward", "fuser_backward"])
-def test_a_python_pass_cannot_be_put_over_a_native_operation(method):
+def test_native_op_passes_cannot_be_overridden(method):
     """In the reference an operation is changed by overriding its passes; such an override must never be ignored."""
     with pytest.raises(TypeError, match=f"Changed.*{method}"):
         type("Changed", (ops.GELU,), {method: lambda self, *args, **kwargs: None})
@@ -401,7 +401,7 @@ REGISTER = {
 
 
 @pytest.mark.parametrize("kind", REGISTER)
-def test_a_fusion_replaces_its_operations_in_its_pass(kind):
+def test_fusion_replaces_its_ops_in_its_pass(kind):
     register, runs, lengths = REGISTER[kind]
     made = []
     fused_type = type("Joined", (Joined,), {})
@@ -417,7 +417,7 @@ def test_a_fusion_replaces_its_operations_in_its_pass(kind):
     assert plan_lengths(seq, x) == (3, 3)
 
 
-def test_a_handle_removes_its_function_once_and_only_its_own():
+def test_handle_removes_only_its_function():
     first, second = [], []
     one = ops.register_forward_fusion(join_scales(first))
     two = ops.register_forward_fusion(lambda ops_, *, recipe: second.append(1) or ops_)
@@ -433,7 +433,7 @@ def test_a_handle_removes_its_function_once_and_only_its_own():
         two.remove()
 
 
-def test_functions_run_in_order_of_registration_and_prepended_ones_first():
+def test_fusions_run_in_registration_order_prepended_first():
     order = []
 
     def named(name):
@@ -448,7 +448,7 @@ def test_functions_run_in_order_of_registration_and_prepended_ones_first():
     assert order == ["first", "second", "third"]
 
 
-def test_an_operation_taken_by_one_fusion_is_not_seen_by_the_next():
+def test_fused_op_is_hidden_from_later_fusions():
     taken, left = [], []
 
     def watch(ops_, *, recipe):
@@ -462,7 +462,7 @@ def test_an_operation_taken_by_one_fusion_is_not_seen_by_the_next():
     assert len(taken) == 1 and left == ["GELU"]
 
 
-def test_a_fusion_over_operations_in_python_may_leave_their_contexts_to_them():
+def test_forward_fusion_fills_contexts_of_python_ops():
     """Forward is fused, backward is not: the fused forward fills what each part's own backward reads."""
 
     class SquareThenGain(ops.FusedOperation):
@@ -484,7 +484,7 @@ def test_a_fusion_over_operations_in_python_may_leave_their_contexts_to_them():
         check_against(y, seq[1].plain(x.square()), [x, *seq.parameters()])
 
 
-def test_a_joint_fusion_over_native_operations_keeps_its_own_tensors_and_attributes():
+def test_joint_fusion_over_native_ops_keeps_own_state():
     class LinearSquare(ops.FusedOperation):
         """(x Wᵀ)², saving the product instead of what the parts save."""
 
@@ -514,7 +514,7 @@ def test_a_joint_fusion_over_native_operations_keeps_its_own_tensors_and_attribu
         torch.testing.assert_close(torch.autograd.grad(y.sum(), x), first)
 
 
-def test_keywords_reach_the_parts_of_a_fusion():
+def test_keywords_reach_fused_ops():
     seen = []
 
     class TwoTaps(ops.FusedOperation):
@@ -576,7 +576,7 @@ def fuse_first_three(fused_type):
 @pytest.mark.parametrize("kind", REGISTER)
 @pytest.mark.parametrize("to_caller", [True, False], ids=["public", "hidden"])
 @pytest.mark.parametrize("residual_grad", [True, False])
-def test_a_fusion_wires_channels_between_its_own_parts(kind, to_caller, residual_grad):
+def test_fusion_connects_channels_between_its_ops(kind, to_caller, residual_grad):
     register, runs, _ = REGISTER[kind]
     fused_type = TapBiasAdd if to_caller else TapBiasAddSilent
     seq, x, dy, dres = residual_bias(to_caller), rows(requires_grad=True), rows(), rows()
@@ -592,7 +592,7 @@ def test_a_fusion_wires_channels_between_its_own_parts(kind, to_caller, residual
 
 
 @pytest.mark.parametrize("kind", REGISTER)
-def test_a_channel_read_inside_and_outside_of_a_fusion(kind):
+def test_channel_read_inside_and_outside_fusion(kind):
     seq, x = residual_bias(False, extra_reader=True), rows(requires_grad=True)
     with REGISTER[kind][0](fuse_first_three(TapBiasAdd)):
         check_against(seq(x), 3 * x + seq[1].bias, [x, seq[1].bias])
@@ -600,7 +600,7 @@ def test_a_channel_read_inside_and_outside_of_a_fusion(kind):
 
 @pytest.mark.parametrize("kind", ["forward", "joint"])
 @pytest.mark.parametrize("to_caller, message", [(True, "is public"), (False, "outside its forward fusion")])
-def test_a_fusion_must_return_what_others_read(kind, to_caller, message):
+def test_fusion_must_return_outputs_that_others_read(kind, to_caller, message):
     seq = residual_bias(to_caller, extra_reader=not to_caller)
     with REGISTER[kind][0](fuse_first_three(TapBiasAddSilent)), pytest.raises(RuntimeError, match=message) as caught:
         seq(rows())
@@ -623,7 +623,7 @@ WRONG_LISTS = {
 
 @pytest.mark.parametrize("kind", WRONG_LISTS)
 @pytest.mark.parametrize("which", REGISTER)
-def test_a_function_must_return_the_same_operations_in_order(kind, which):
+def test_fusion_function_must_keep_ops_and_order(kind, which):
     def spoils(ops_, *, recipe):
         return WRONG_LISTS[kind](ops_)
 
@@ -633,7 +633,7 @@ def test_a_function_must_return_the_same_operations_in_order(kind, which):
     torch.testing.assert_close(seq(x), 6 * x)
 
 
-def test_an_exception_in_a_fusion_function_keeps_its_type():
+def test_exception_in_fusion_function_keeps_type():
     def broken(ops_, *, recipe):
         raise Oops(7, "in the function")
 
@@ -642,7 +642,7 @@ def test_an_exception_in_a_fusion_function_keeps_its_type():
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_exception_in_a_fused_pass_keeps_its_type(where):
+def test_exception_in_fused_pass_keeps_type(where):
     class Broken(ops.FusedOperation):
         def fuser_forward(self, basic_op_ctxs, input_, **_):
             if where == "forward":
@@ -660,7 +660,7 @@ def test_an_exception_in_a_fused_pass_keeps_its_type(where):
 
 
 @pytest.mark.parametrize("kind", ["forward", "backward"])
-def test_a_fused_operation_without_the_pass_it_stands_for_is_named(kind):
+def test_fused_op_without_required_pass_is_named(kind):
     class Lacks(ops.FusedOperation):
         pass
 
@@ -671,7 +671,7 @@ def test_a_fused_operation_without_the_pass_it_stands_for_is_named(kind):
         ops.Sequential(ops.GELU())(rows(requires_grad=True)).sum().backward()
 
 
-def test_a_fused_operation_needs_parts():
+def test_fused_op_needs_basic_ops():
     with pytest.raises(ValueError, match="FusedOperation"):
         ops.FusedOperation([])
 
@@ -679,7 +679,7 @@ def test_a_fused_operation_needs_parts():
 # ---- a user's fused operation as a module ----
 
 
-def test_a_users_fused_operation_runs_its_parts_and_shows_their_parameters():
+def test_user_fused_op_runs_basic_ops_and_exposes_parameters():
     pair = ops.FusedOperation([ops.BasicLinear(WIDTH, WIDTH), ops.Bias(WIDTH)])
     x = rows(requires_grad=True)
     expected = x @ pair.basic_ops[0].weight.t() + pair.basic_ops[1].bias
@@ -712,14 +712,14 @@ class AddIfDifferentiable(ops.BasicOperation):
 
     def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **_):
         extra = basic_op_extra_inputs[0][0]
-        basic_op_ctxs[0].wanted = extra.requires_grad
+        basic_op_ctxs[0].needs_grad = extra.requires_grad
         return input_ + extra.detach(), [()]
 
     def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
-        return grad_output, [()], [(grad_output if basic_op_ctxs[0].wanted else None,)]
+        return grad_output, [()], [(grad_output if basic_op_ctxs[0].needs_grad else None,)]
 
 
-def test_channel_made_inside_the_pipeline_requires_grad():
+def test_internal_channel_requires_grad():
     fork = Split().set_extra_output_channel(0, "c", output_to_caller=False)
     join = AddIfDifferentiable().set_extra_input_channel(0, "c")
     x = torch.randn(4, 8, requires_grad=True)
@@ -731,7 +731,7 @@ def test_channel_made_inside_the_pipeline_requires_grad():
 
 
 @pytest.mark.parametrize("autocast", (False, True))
-def test_backward_fusion_over_a_linear_sees_weight_and_dtype(autocast):
+def test_backward_fusion_sees_weight_and_dtype(autocast):
     seen = {}
 
     class Product(ops.FusedOperation):

@@ -39,7 +39,7 @@ def x(*shape: int) -> torch.Tensor:
 
 # ---- arguments that do not fit ----
 
-REFUSED = {
+REJECTED_CALLS = {
     "no tensors": lambda: forward([], GELU),
     "too few parameters": lambda: forward([x()], LINEAR),
     "too many parameters": lambda: forward([x(), x(8, 8), x(8, 8)], LINEAR),
@@ -89,13 +89,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_call_that_does_not_fit_its_text_raises(case):
+@pytest.mark.parametrize("case", REJECTED_CALLS)
+def test_call_that_contradicts_its_text_raises(case):
     with pytest.raises((ValueError, RuntimeError)):
-        REFUSED[case]()
+        REJECTED_CALLS[case]()
 
 
-def test_tensors_that_are_not_contiguous_are_made_so():
+def test_noncontiguous_tensors_are_made_contiguous():
     wide, weight = x(64, 128)[:, ::2], x(64, 64).t()
     text = described("BasicLinear(in_features=64, out_features=64); Bias(size=64); GELU()", 3)
     got = forward([wide, weight, x(64) * 0], text)[0]
@@ -130,7 +130,7 @@ def gradients(model, given):
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_dispatch_mode_sees_one_call_and_gets_the_same_numbers(dtype):
+def test_dispatch_mode_sees_one_call_with_same_results(dtype):
     model, given = block(dtype=dtype), torch.randn(40, 32, dtype=dtype)
     want = gradients(model, given)
     with Seen() as seen:
@@ -165,7 +165,7 @@ SELECTIVE = {
 
 
 @pytest.mark.parametrize("name", SELECTIVE)
-def test_selective_checkpointing_gives_the_same_gradients(name):
+def test_selective_checkpointing_keeps_gradients(name):
     model, given = SELECTIVE[name](), torch.randn(40, 32)
     want = gradients(model, given)
     context = functools.partial(create_selective_checkpoint_contexts, save_products)
@@ -195,7 +195,7 @@ def test_selective_checkpointing_into_main_grad():
 
 
 @pytest.mark.parametrize("flag", (None, False))
-def test_main_grad_is_a_mutated_argument(flag):
+def test_main_grad_is_mutated_argument(flag):
     model = ops.Sequential(ops.Linear(32, 64, accumulate_into_main_grad=True), ops.GELU(), ops.Linear(64, 32))
     given = torch.randn(40, 32)
     weight = model[0].weight
@@ -240,7 +240,7 @@ def test_flops_are_counted_as_for_torch(dtype):
 # ---- tracers and exporters ----
 
 
-def test_make_fx_records_the_pipeline():
+def test_make_fx_records_pipeline():
     model, given = block(), torch.randn(40, 32)
     traced = make_fx(lambda t: model(t))(given)
     other = torch.randn(40, 32)
@@ -250,7 +250,7 @@ def test_make_fx_records_the_pipeline():
 
 
 @pytest.mark.parametrize("model", (lambda: ops.Linear(32, 32), block), ids=("linear", "block"))
-def test_jit_trace_is_refused_by_name(model):
+def test_jit_trace_is_rejected(model):
     with pytest.raises(NotImplementedError, match="torch.jit.trace"):
         torch.jit.trace(model().requires_grad_(False), (torch.randn(4, 32),))
 
@@ -264,7 +264,7 @@ class Net(torch.nn.Module):
         return self.b(self.a(t))
 
 
-def test_program_exported_without_gradients_refuses_to_train():
+def test_program_exported_without_gradients_rejects_training():
     net, given = Net(), torch.randn(8, 32)
     with torch.no_grad():
         exported = torch.export.export(net, (given,)).module()
@@ -286,7 +286,7 @@ def test_program_exported_with_gradients_trains_and_is_one_call():
         torch.testing.assert_close(p.grad, grad)
 
 
-def test_frozen_parameter_made_trainable_after_export_is_named():
+def test_parameter_unfrozen_after_export_is_named():
     net, given = Net().requires_grad_(False), torch.randn(8, 32)
     exported = torch.export.export(net, (given,)).module()
     next(iter(exported.b.get_submodule("1").parameters())).requires_grad_(True)
@@ -294,7 +294,7 @@ def test_frozen_parameter_made_trainable_after_export_is_named():
         exported(given).square().mean().backward()
 
 
-def test_packaged_program_runs_in_python_and_in_cpp(tmp_path):
+def test_packaged_program_runs_in_python_and_cpp(tmp_path):
     model, given = block().requires_grad_(False).eval(), torch.linspace(-1, 1, 40 * 32).view(40, 32)
     with torch.no_grad():
         exported = torch.export.export(model, (given,))

@@ -31,14 +31,14 @@ def run(f, x, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", EAGER)
-def test_values_and_gradients_are_those_of_eager_torch(name, dtype):
+def test_edge_values_match_eager_torch(name, dtype):
     x = edges(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    want_y, want_dx = (t.to(dtype) for t in run(EAGER[name], x, wide))
-    overflows = x.isfinite() & want_dx.isnan()  # on the way, in eager; weft gives the limit
+    expected_y, expected_dx = (t.to(dtype) for t in run(EAGER[name], x, wide))
+    overflows = x.isfinite() & expected_dx.isnan()  # on the way, in eager; weft gives the limit
     assert (x[overflows].abs() > 1e15).all()
-    want_dx[overflows] = (x[overflows] > 0).to(dtype)
+    expected_dx[overflows] = (x[overflows] > 0).to(dtype)
     y, dx = run(getattr(ops, name)(), x, dtype)
     tolerance = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 1e-6, "equal_nan": True}
-    torch.testing.assert_close(y, want_y, **tolerance)
-    torch.testing.assert_close(dx, want_dx, **tolerance)
+    torch.testing.assert_close(y, expected_y, **tolerance)
+    torch.testing.assert_close(dx, expected_dx, **tolerance)

@@ -159,8 +159,8 @@ def compare_with_plain(op, inputs: list[torch.Tensor]) -> None:
     outputs = call(op, inputs)
     grads_in = [values(tuple(y.shape), 40 + i).to(y.dtype) for i, y in enumerate(outputs)]
     held_grads = [g.clone() for g in grads_in]
-    wanted = (*floats(inputs), *params)
-    grads = torch.autograd.grad(outputs, wanted, grads_in, allow_unused=True)
+    grad_inputs = (*floats(inputs), *params)
+    grads = torch.autograd.grad(outputs, grad_inputs, grads_in, allow_unused=True)
 
     def truth(dtype):
         leaves = [rounded(t, dtype) for t in (*inputs, *params)]
@@ -174,7 +174,7 @@ def compare_with_plain(op, inputs: list[torch.Tensor]) -> None:
     for i, (y, exact, eager) in enumerate(zip(outputs, exact_outputs, eager_outputs, strict=True)):
         assert y.dtype == inputs[0].dtype
         assert_close(y, exact, eager, f"output {i}")
-    for name, t, g, exact, eager in zip(names, wanted, grads, exact_grads, eager_grads, strict=True):
+    for name, t, g, exact, eager in zip(names, grad_inputs, grads, exact_grads, eager_grads, strict=True):
         assert g is not None, f"no gradient of {name}"
         assert g.dtype == t.dtype
         assert_close(g, exact, eager, f"gradient of {name}")
@@ -203,7 +203,7 @@ LEADS = {"1-D": (), "3-D": (2, 3), "4-D": (2, 1, 3), "no-rows": (0,), "no-rows-3
 
 @pytest.mark.parametrize("lead", LEADS.values(), ids=LEADS)
 @every_case
-def test_any_number_of_leading_dimensions_and_rows_works(case, lead):
+def test_any_leading_dimensions_work(case, lead):
     compare_with_plain(case.build(torch.float64), case.inputs(lead, torch.float64))
 
 
@@ -221,27 +221,27 @@ def from_the_middle(t: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", (transposed, every_other_column, from_the_middle))
 @every_case
-def test_strides_of_the_inputs_do_not_matter(case, layout):
+def test_input_strides_do_not_matter(case, layout):
     inputs = [leaf(layout(t)) for t in case.inputs((3, 4), torch.float64)]
     compare_with_plain(case.build(torch.float64), inputs)
 
 
 @every_case
-def test_strides_of_the_incoming_gradient_do_not_matter(case):
+def test_output_gradient_strides_do_not_matter(case):
     op, inputs = case.build(torch.float64), case.inputs((3, 4), torch.float64)
     outputs = call(op, inputs)
-    wanted = (*floats(inputs), *op.parameters())
+    grad_inputs = (*floats(inputs), *op.parameters())
     dense = [values(tuple(y.shape), 3) for y in outputs]
-    expected = torch.autograd.grad(outputs, wanted, dense, retain_graph=True)
-    strided = torch.autograd.grad(outputs, wanted, [transposed(g) for g in dense], retain_graph=True)
+    expected = torch.autograd.grad(outputs, grad_inputs, dense, retain_graph=True)
+    strided = torch.autograd.grad(outputs, grad_inputs, [transposed(g) for g in dense], retain_graph=True)
     assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(strided, expected, strict=True))
-    of_sum = torch.autograd.grad(sum(y.sum() for y in outputs), wanted, retain_graph=True)
-    ones = torch.autograd.grad(outputs, wanted, [torch.ones_like(y) for y in outputs])
+    of_sum = torch.autograd.grad(sum(y.sum() for y in outputs), grad_inputs, retain_graph=True)
+    ones = torch.autograd.grad(outputs, grad_inputs, [torch.ones_like(y) for y in outputs])
     assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(of_sum, ones, strict=True))
 
 
 @every_case
-def test_without_gradients_the_values_are_the_same(case):
+def test_values_are_same_without_grad(case):
     op, inputs = case.build(torch.float32), case.inputs((3,), torch.float32)
     expected = call(op, inputs)
     for mode in (torch.no_grad, torch.inference_mode):
@@ -253,7 +253,7 @@ def test_without_gradients_the_values_are_the_same(case):
 
 
 @every_case
-def test_frozen_parameters_and_inputs_get_no_gradient_and_change_no_other(case):
+def test_frozen_tensors_get_no_grad_and_change_no_other(case):
     op, inputs = case.build(torch.float64), case.inputs((3,), torch.float64)
     tensors = (*floats(inputs), *op.parameters())
     if len(tensors) == 1:
@@ -267,10 +267,10 @@ def test_frozen_parameters_and_inputs_get_no_gradient_and_change_no_other(case):
             t.requires_grad_(False)
         y = call(op, inputs)[0]
         y.backward(dy)
-        for t, wanted in zip(tensors, expected, strict=True):
+        for t, expected_grad in zip(tensors, expected, strict=True):
             assert (t.grad is None) == (id(t) in frozen)
             if id(t) not in frozen:
-                torch.testing.assert_close(t.grad, wanted, rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(t.grad, expected_grad, rtol=1e-12, atol=1e-12)
             t.grad = None
         for t in part:
             t.requires_grad_()
@@ -312,7 +312,7 @@ def expected_dtype(case: Case, x: torch.dtype, param: torch.dtype, autocast: tor
 @pytest.mark.parametrize("param", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @every_case
-def test_output_dtype_follows_the_rule_of_its_family_and_gradients_keep_their_own(case, dtype, param, autocast):
+def test_output_and_gradient_dtypes(case, dtype, param, autocast):
     op, inputs = case.build(param), case.inputs((4,), dtype)
     with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
         outputs = call(op, inputs)
@@ -324,7 +324,7 @@ def test_output_dtype_follows_the_rule_of_its_family_and_gradients_keep_their_ow
 
 
 @every_case
-def test_autocast_computes_what_the_low_precision_operation_computes(case):
+def test_autocast_equals_low_precision_op(case):
     op, inputs = case.build(torch.float32), case.inputs((4,), torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         outputs = call(op, inputs)
@@ -336,7 +336,7 @@ def test_autocast_computes_what_the_low_precision_operation_computes(case):
         torch.testing.assert_close(y, expected, rtol=1.6e-2, atol=1e-2)
 
 
-def test_a_dtype_is_inferred_from_the_default():
+def test_dtype_defaults_to_torch_default():
     torch.set_default_dtype(torch.float64)
     assert ops.Linear(2, 3).weight.dtype == torch.float64
     assert ops.LayerNorm(2).bias.dtype == torch.float64
@@ -348,7 +348,7 @@ def test_a_dtype_is_inferred_from_the_default():
 @pytest.mark.parametrize("dtype", (torch.float32, *LOW))
 @pytest.mark.parametrize("shape", ((101,), (2, 4, 16), (128, 128)), ids=str)
 @pytest.mark.parametrize("p", (1 / 16, 0.3, 0.5, 0.75))
-def test_dropout_drops_a_share_p_and_scales_the_rest(p, shape, dtype):
+def test_dropout_drops_fraction_p_and_scales_rest(p, shape, dtype):
     x = (torch.rand(shape) + 0.5).to(dtype).requires_grad_()
     y = ops.Dropout(p)(x)
     mask = (y != 0).double() / (1 - p)
@@ -360,7 +360,7 @@ def test_dropout_drops_a_share_p_and_scales_the_rest(p, shape, dtype):
     assert abs(dropped - n * p) < 4 * math.sqrt(n * p * (1 - p))
 
 
-def test_dropout_does_nothing_in_evaluation():
+def test_dropout_does_nothing_in_eval_mode():
     x = torch.rand(4, 16, requires_grad=True)
     y = ops.Dropout(0.5).eval()(x)
     assert torch.equal(y, x)
@@ -368,7 +368,7 @@ def test_dropout_does_nothing_in_evaluation():
     assert torch.equal(x.grad, torch.full_like(x, 3))
 
 
-def test_dropout_follows_torch_generator():
+def test_dropout_uses_torch_generator():
     x, op = torch.rand(64, 64), ops.Dropout(0.5)
     torch.manual_seed(3)
     first = op(x)
@@ -383,7 +383,7 @@ def test_dropout_follows_torch_generator():
 GATED = ("GLU", "GEGLU", "QGEGLU", "ReGLU", "SReGLU", "SwiGLU", "SiTUGLU", "ClampedSwiGLU")
 SCALED_GLU = ("ScaledSwiGLU", "ScaledSiTUGLU", "ScaledClampedQGeGLU")
 
-REFUSED_AT_CONSTRUCTION = [
+REJECTED_AT_CONSTRUCTION = [
     (lambda: ops.SiTUGLU(beta1=0.0), ValueError, "beta1"),
     (lambda: ops.SiTUGLU(beta2=float("inf")), ValueError, "beta2"),
     (lambda: ops.SiTUGLU(beta1=float("nan")), ValueError, "beta1"),
@@ -415,15 +415,15 @@ REFUSED_AT_CONSTRUCTION = [
 
 
 @pytest.mark.parametrize(
-    "build, error, fragment", REFUSED_AT_CONSTRUCTION, ids=lambda v: v if isinstance(v, str) else ""
+    "build, error, fragment", REJECTED_AT_CONSTRUCTION, ids=lambda v: v if isinstance(v, str) else ""
 )
-def test_impossible_options_are_refused_at_construction(build, error, fragment):
+def test_invalid_options_are_rejected_at_construction(build, error, fragment):
     with pytest.raises(error, match=fragment):
         build()
 
 
 X = torch.rand(2, 8)
-REFUSED_AT_CALL = [
+REJECTED_AT_CALL = [
     (lambda: ops.Linear(6, 4)(X), ValueError, r"\[2, 8\].*6"),
     (lambda: ops.Linear(6, 4)(torch.tensor(1.0)), ValueError, "Linear"),
     (lambda: ops.BasicLinear(1, 4)(torch.tensor(1.0)), ValueError, "Linear"),
@@ -459,13 +459,13 @@ REFUSED_AT_CALL = [
 ]
 
 
-@pytest.mark.parametrize("run, error, fragment", REFUSED_AT_CALL, ids=lambda v: v if isinstance(v, str) else "")
-def test_impossible_calls_are_refused_with_what_was_given_and_expected(run, error, fragment):
+@pytest.mark.parametrize("run, error, fragment", REJECTED_AT_CALL, ids=lambda v: v if isinstance(v, str) else "")
+def test_invalid_calls_report_given_and_expected(run, error, fragment):
     with pytest.raises(error, match=fragment):
         run()
 
 
-def test_scales_may_have_any_shape_with_one_value_for_each_row():
+def test_scales_may_have_any_shape_with_one_value_per_row():
     x, scales = values((2, 3, 8), 0), values((2, 3), 1)
     expected = ops.ScaledSwiGLU()(x, scales)
     for shape in ((6,), (2, 3, 1), (3, 2)):
@@ -477,7 +477,7 @@ def test_scales_may_have_any_shape_with_one_value_for_each_row():
         given = given.detach()
 
 
-def test_fields_can_be_read_and_set_and_take_effect_at_the_next_call():
+def test_set_field_takes_effect_at_next_call():
     op = ops.ConstantScale(2.0)
     x = torch.ones(3)
     assert op.scale == 2.0

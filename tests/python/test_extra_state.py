@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from weft.compat import attention, grouped, layer, linear, mlp, norm
+from weft.compat import _attention, _grouped_linear, _layernorm_mlp, _linear, _norm, _transformer_layer
 
 import weft
 from weft import ops
@@ -22,18 +22,18 @@ def operations() -> torch.nn.Module:
 def module_classes() -> torch.nn.Module:
     return torch.nn.ModuleList(
         [
-            linear.Linear(WIDTH, WIDTH),
-            linear.LayerNormLinear(WIDTH, WIDTH),
-            mlp.LayerNormMLP(WIDTH, WIDTH),
-            grouped.GroupedLinear(2, WIDTH, WIDTH),
-            norm.LayerNorm(WIDTH),
-            attention.DotProductAttention(2, 2),
-            layer.TransformerLayer(WIDTH, WIDTH, 2, qk_norm_type="L2Normalization"),
+            _linear.Linear(WIDTH, WIDTH),
+            _linear.LayerNormLinear(WIDTH, WIDTH),
+            _layernorm_mlp.LayerNormMLP(WIDTH, WIDTH),
+            _grouped_linear.GroupedLinear(2, WIDTH, WIDTH),
+            _norm.LayerNorm(WIDTH),
+            _attention.DotProductAttention(2, 2),
+            _transformer_layer.TransformerLayer(WIDTH, WIDTH, 2, qk_norm_type="L2Normalization"),
         ]
     )
 
 
-class Evil:
+class MaliciousPickle:
     """Writes a file when it is unpickled."""
 
     def __init__(self, path):
@@ -43,49 +43,49 @@ class Evil:
         return open, (str(self.path), "w")
 
 
-def blobs(draw: random.Random, mark):
+def blobs(rng: random.Random, mark):
     """States as Transformer Engine's versions write them (tensors of bytes, bytes, BytesIO, pickles), mutated."""
     state = {"recipe": "DelayedScaling", "scale_fwd": torch.ones(3), "amax_history_fwd": torch.zeros(1024, 3)}
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    seeds = [buffer.getvalue(), pickle.dumps(state), pickle.dumps(Evil(mark)), b"", b"\x80\x04."]
+    seeds = [buffer.getvalue(), pickle.dumps(state), pickle.dumps(MaliciousPickle(mark)), b"", b"\x80\x04."]
     while True:
-        raw = bytearray(draw.choice(seeds))
-        for _ in range(draw.randrange(8) if raw else 0):
-            at = draw.randrange(len(raw))
-            raw[at : at + draw.randrange(3)] = draw.randbytes(draw.randrange(4))
+        raw = bytearray(rng.choice(seeds))
+        for _ in range(rng.randrange(8) if raw else 0):
+            at = rng.randrange(len(raw))
+            raw[at : at + rng.randrange(3)] = rng.randbytes(rng.randrange(4))
             raw = raw or bytearray(b"\0")
-        raw = raw[: draw.choice((len(raw), draw.randrange(len(raw) + 1)))]
+        raw = raw[: rng.choice((len(raw), rng.randrange(len(raw) + 1)))]
         forms = (
             lambda raw=raw: torch.tensor(list(raw[:4096]), dtype=torch.uint8),
             lambda raw=raw: bytes(raw),
             lambda raw=raw: io.BytesIO(bytes(raw)),
             lambda raw=raw: {"state": bytes(raw), 3: None},
             lambda raw=raw: [torch.tensor(list(raw[:16]), dtype=torch.uint8), object()],
-            lambda: draw.choice((None, 7, float("nan"), "text", torch.empty(0), torch.empty(3, device="meta"))),
+            lambda: rng.choice((None, 7, float("nan"), "text", torch.empty(0), torch.empty(3, device="meta"))),
             lambda: torch.sparse_coo_tensor([[0]], [1.0], (3,)),
         )
-        yield draw.choice(forms)()
+        yield rng.choice(forms)()
 
 
 def load_mutated(make, count: int, mark) -> None:
-    module, draw = make(), random.Random(5)
-    wanted = {name: torch.randn_like(param) for name, param in module.named_parameters()}
-    module.load_state_dict(wanted)
+    module, rng = make(), random.Random(5)
+    expected = {name: torch.randn_like(param) for name, param in module.named_parameters()}
+    module.load_state_dict(expected)
     state = module.state_dict()
     keys = [key for key in state if key.endswith("_extra_state")]
-    source = blobs(draw, mark)
+    source = blobs(rng, mark)
     for number in range(count):
-        key = draw.choice(keys)
+        key = rng.choice(keys)
         mutated = {**state, key: next(source)}
-        if ".basic_ops." in key and draw.random() < 0.3:  # as many parts as another number of ranks has
-            mutated[key.replace("basic_ops.0", f"basic_ops.{draw.randrange(10**9)}")] = next(source)
+        if ".basic_ops." in key and rng.random() < 0.3:  # as many parts as another number of ranks has
+            mutated[key.replace("basic_ops.0", f"basic_ops.{rng.randrange(10**9)}")] = next(source)
         assert module.load_state_dict(mutated, strict=True) == ([], []), number
     for child in (child for child in module.modules() if hasattr(type(child), "set_extra_state")):
         if type(child).set_extra_state is not torch.nn.Module.set_extra_state:
             child.set_extra_state(next(source))
     for name, param in module.named_parameters():
-        assert torch.equal(param, wanted[name]), name
+        assert torch.equal(param, expected[name]), name
     assert not mark.exists(), "a pickle was run"
 
 
@@ -99,11 +99,11 @@ def test_mutated_extra_state_is_ignored(make, tmp_path):
 
 @makers
 @pytest.mark.slow
-def test_mutated_extra_state_is_ignored_10_000_times(make, tmp_path):
+def test_mutated_extra_state_is_ignored_10000_times(make, tmp_path):
     load_mutated(make, 10_000, tmp_path / "mark")
 
 
-def test_a_key_that_only_resembles_extra_state_is_unexpected():
+def test_key_that_resembles_extra_state_is_unexpected():
     for key in ("_extra_stat", "x._extra_state", "basic_ops.0._extra_state.x", "basic_ops.-1._extra_state"):
         with pytest.raises(RuntimeError, match="Unexpected key"):
             ops.Linear(WIDTH, WIDTH).load_state_dict(ops.Linear(WIDTH, WIDTH).state_dict() | {key: torch.zeros(1)})

@@ -152,7 +152,7 @@ def only(*names: str):
 
 
 @dataclass
-class Given:
+class CallInputs:
     """Tensors of a call in float64: x, extra inputs, gradients of the outputs."""
 
     x: torch.Tensor
@@ -174,7 +174,7 @@ def by_plain_torch(seq: ops.Sequential, x, extras, of=lambda p: p) -> list[torch
     return [x, *returned]
 
 
-def given(seq: ops.Sequential, case: Case, lead: tuple[int, ...]) -> Given:
+def make_inputs(seq: ops.Sequential, case: Case, lead: tuple[int, ...]) -> CallInputs:
     def uniform(*sizes: int) -> torch.Tensor:
         return torch.rand(sizes, dtype=torch.float64) * 2 - 1
 
@@ -190,10 +190,10 @@ def given(seq: ops.Sequential, case: Case, lead: tuple[int, ...]) -> Given:
     probe = by_plain_torch(seq, x, extras, of=lambda p: p.detach().double())
     waits = any(isinstance(m, ops.AddExtraInput) for m in seq)
     extras = [uniform(*probe[0].shape) for _ in extras] if waits else extras
-    return Given(x, extras, [uniform(*y.shape) for y in probe])
+    return CallInputs(x, extras, [uniform(*y.shape) for y in probe])
 
 
-def leaves(g: Given, dtype: torch.dtype) -> list[torch.Tensor]:
+def leaves(g: CallInputs, dtype: torch.dtype) -> list[torch.Tensor]:
     return [t.to(dtype, copy=True).requires_grad_() if t.is_floating_point() else t for t in (g.x, *g.extras)]
 
 
@@ -202,7 +202,7 @@ def floats(tensors) -> list[torch.Tensor]:
     return [t for t in tensors if t.is_floating_point()]
 
 
-def results(seq: ops.Sequential, g: Given, dtype: torch.dtype, call=None) -> list[torch.Tensor]:
+def results(seq: ops.Sequential, g: CallInputs, dtype: torch.dtype, call=None) -> list[torch.Tensor]:
     """Outputs and the gradients of x, extra inputs and parameters."""
     x, *extras = leaves(g, dtype)
     torch.manual_seed(5)
@@ -212,7 +212,7 @@ def results(seq: ops.Sequential, g: Given, dtype: torch.dtype, call=None) -> lis
     return [*outputs, *torch.autograd.grad(outputs, inputs, [d.to(dtype) for d in g.grads])]
 
 
-def truth(seq: ops.Sequential, g: Given, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+def truth(seq: ops.Sequential, g: CallInputs, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
     """The same by plain torch, in float64 or rounded as eager torch does."""
     params = {p: p.detach().to(dtype).requires_grad_() for p in seq.parameters()}
     x, *extras = leaves(g, dtype)
@@ -222,7 +222,7 @@ def truth(seq: ops.Sequential, g: Given, dtype: torch.dtype = torch.float64) -> 
     return [*outputs, *torch.autograd.grad(outputs, inputs, [d.to(dtype) for d in g.grads])]
 
 
-def scales(seq: ops.Sequential, g: Given) -> list[float]:
+def scales(seq: ops.Sequential, g: CallInputs) -> list[float]:
     """What the error of each result is measured by: its largest value. A gradient of a parameter is a sum over rows,
     whose terms may cancel while their roundings do not: those are independent and add up in squares. So an element of
     such a sum counts as no smaller than √(Σ_rows term²), which for a single row is the element itself."""
@@ -241,7 +241,7 @@ def scales(seq: ops.Sequential, g: Given) -> list[float]:
     ]
 
 
-def check(seq: ops.Sequential, g: Given, actual: list, dtype: torch.dtype, peer: list | None = None) -> None:
+def check(seq: ops.Sequential, g: CallInputs, actual: list, dtype: torch.dtype, peer: list | None = None) -> None:
     """Results against float64. In low precision they may lie twice as far from it as those of `peer`, eager torch in
     the same dtype unless given, whose dtypes they must have."""
     exact, peer = truth(seq, g), peer or truth(seq, g, dtype)
@@ -256,27 +256,27 @@ def check(seq: ops.Sequential, g: Given, actual: list, dtype: torch.dtype, peer:
         assert error(k, actual) <= allowed, f"result {k}: {error(k, actual)} > {allowed}"
 
 
-def rounded(g: Given, dtype: torch.dtype) -> Given:
+def rounded(g: CallInputs, dtype: torch.dtype) -> CallInputs:
     """Values that `dtype` can hold, so that only the computation differs."""
 
     def to(t: torch.Tensor) -> torch.Tensor:
         return t.to(dtype).double() if t.is_floating_point() else t
 
-    return Given(to(g.x), [to(t) for t in g.extras], [to(t) for t in g.grads])
+    return CallInputs(to(g.x), [to(t) for t in g.extras], [to(t) for t in g.grads])
 
 
 # ---- what it takes ---------------------------------------------------------------------------------------------------
 
 
-def test_every_rule_has_a_case():
+def test_every_rule_has_case():
     over_ranks = {name for name in BUILTIN if name.startswith("overlapped_")}  # tests/dist/test_overlap.py
     assert {case.rule for case in CASES} == set(BUILTIN) - over_ranks
 
 
 @each_case
-def test_a_rule_takes_its_pipeline_as_a_whole(case):
+def test_rule_fuses_its_whole_pipeline(case):
     seq = case.build(torch.float32)
-    g = given(seq, case, ROWS)
+    g = make_inputs(seq, case, ROWS)
     with only(case.rule):
         data = seq.explain(*leaves(g, torch.float32)).data[0]
     assert data["rejected"] == []
@@ -293,15 +293,15 @@ def test_a_rule_takes_its_pipeline_as_a_whole(case):
 def test_values_and_gradients_agree_with_plain_torch(case, dtype):
     seq = case.build(dtype)
     for lead in LEADS:
-        g = rounded(given(seq, case, lead), dtype)
+        g = rounded(make_inputs(seq, case, lead), dtype)
         with only(case.rule):
             check(seq, g, results(seq, g, dtype), dtype)
 
 
 @each_case
-def test_values_and_gradients_agree_with_the_unfused_plan(case):
+def test_values_and_gradients_agree_with_unfused_plan(case):
     seq = case.build(torch.float64)
-    g = given(seq, case, (4, 5))
+    g = make_inputs(seq, case, (4, 5))
     with fusion.without_rules():
         unfused = results(seq, g, torch.float64)
     with only(case.rule):
@@ -309,17 +309,17 @@ def test_values_and_gradients_agree_with_the_unfused_plan(case):
 
 
 @one_of_each
-def test_a_rule_leaves_few_rows_to_its_parts(case):
+def test_rule_runs_unfused_below_min_rows(case):
     """Below `min_rows` the bits are those of the unfused plan; from there on one rounding is saved somewhere."""
     seq = case.build(torch.bfloat16)
-    x, *extras = leaves(given(seq, case, ROWS), torch.bfloat16)
+    x, *extras = leaves(make_inputs(seq, case, ROWS), torch.bfloat16)
     with only(case.rule):
         data = seq.explain(x, *extras).data[0]
     least = max(step["min_rows"] for step in (*data["forward"], *data["backward"]))
     if least == 0:
         pytest.skip("takes any number of rows")
     for count, parts in ((least - 1, True), (least, False)):
-        g = given(seq, case, (count,))
+        g = make_inputs(seq, case, (count,))
         with fusion.without_rules():
             unfused = results(seq, g, torch.bfloat16)
         with only(case.rule):
@@ -337,10 +337,10 @@ PASSES = {
 
 @pytest.mark.parametrize("passes", PASSES)
 @each_case
-def test_any_backward_plan_follows_any_forward_plan(case, passes):
+def test_any_backward_plan_fits_any_forward_plan(case, passes):
     """A forward rule leaves what the parts' own backward reads, and a backward rule reads what the parts left."""
     seq = case.build(torch.float64)
-    g = given(seq, case, ROWS)
+    g = make_inputs(seq, case, ROWS)
     with only(*(name for name, of in BUILTIN.items() if of in PASSES[passes])):
         check(seq, g, results(seq, g, torch.float64), torch.float64)
 
@@ -352,13 +352,13 @@ def subsets(count: int) -> list[list[bool]]:
 
 
 @one_of_each
-def test_frozen_tensors_get_no_gradient_and_change_no_other(case):
+def test_frozen_tensors_get_no_grad_and_change_no_other(case):
     seq = case.build(torch.float64)
-    g = given(seq, case, ROWS)
+    g = make_inputs(seq, case, ROWS)
     exact = truth(seq, g)
     x, *extras = leaves(g, torch.float64)
     inputs = [x, *floats(extras), *seq.parameters()]
-    wanted = exact[len(g.grads) :]
+    expected_grads = exact[len(g.grads) :]
     with only(case.rule):
         for flags in subsets(len(inputs)):
             if not any(flags):
@@ -371,14 +371,14 @@ def test_frozen_tensors_get_no_gradient_and_change_no_other(case):
             kept = [(y, d) for y, d in zip(outputs, g.grads, strict=True) if y.requires_grad]
             some = [t for t, flag in zip(inputs, flags, strict=True) if flag]
             grads = torch.autograd.grad([y for y, _ in kept], some, [d for _, d in kept])
-            expected = [t for t, flag in zip(wanted, flags, strict=True) if flag]
+            expected = [t for t, flag in zip(expected_grads, flags, strict=True) if flag]
             torch.testing.assert_close(list(grads), expected, rtol=1e-9, atol=1e-9)
 
 
 @one_of_each
-def test_gradients_asked_for_one_by_one_are_right(case):
+def test_gradients_requested_one_by_one_are_correct(case):
     seq = case.build(torch.float64)
-    g = given(seq, case, ROWS)
+    g = make_inputs(seq, case, ROWS)
     exact = truth(seq, g)[len(g.grads) :]
     x, *extras = leaves(g, torch.float64)
     with only(case.rule):
@@ -391,9 +391,9 @@ def test_gradients_asked_for_one_by_one_are_right(case):
 
 
 @one_of_each
-def test_the_gradient_of_one_output_alone_is_right(case):
+def test_gradient_of_one_output_is_correct(case):
     seq = case.build(torch.float64)
-    g = given(seq, case, ROWS)
+    g = make_inputs(seq, case, ROWS)
     x, *extras = leaves(g, torch.float64)
     y, *more = by_plain_torch(seq, x, extras)
     if not more:
@@ -411,9 +411,9 @@ def test_the_gradient_of_one_output_alone_is_right(case):
 
 
 @one_of_each
-def test_without_gradients_the_values_are_the_same(case):
+def test_values_are_same_without_grad(case):
     seq = case.build(torch.float32)
-    g = given(seq, case, ROWS)
+    g = make_inputs(seq, case, ROWS)
     x, *extras = (t.detach() for t in leaves(g, torch.float32))
     with only(case.rule):
         torch.manual_seed(5)
@@ -425,9 +425,9 @@ def test_without_gradients_the_values_are_the_same(case):
 
 @pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16])
 @one_of_each
-def test_autocast_gives_the_dtypes_and_values_of_the_unfused_plan(case, residual):
+def test_autocast_matches_unfused_plan(case, residual):
     seq = case.build(torch.float32)
-    g = rounded(given(seq, case, ROWS), torch.bfloat16)
+    g = rounded(make_inputs(seq, case, ROWS), torch.bfloat16)
 
     def call():
         x, *extras = leaves(g, residual)
@@ -443,15 +443,15 @@ def test_autocast_gives_the_dtypes_and_values_of_the_unfused_plan(case, residual
     check(seq, g, call(), torch.bfloat16, peer=unfused)
 
 
-def test_a_mixed_dtype_is_refused_with_a_reason():
+def test_mixed_dtypes_are_rejected_with_reason():
     seq = ops.Sequential(ops.BasicLinear(4, 4, dtype=torch.bfloat16), ops.Bias(4), ops.GELU())
-    refused = seq.explain(torch.randn(2, 4, dtype=torch.bfloat16)).data[0]["rejected"]
+    rejected = seq.explain(torch.randn(2, 4, dtype=torch.bfloat16)).data[0]["rejected"]
     assert ("linear_bias_activation", "BasicLinear computes in bfloat16 and Bias computes in float32") in [
-        (r["rule"], r["reason"]) for r in refused
+        (r["rule"], r["reason"]) for r in rejected
     ]
 
 
-def test_interleaved_gates_are_refused_by_the_gemm_and_right():
+def test_interleaved_glu_is_not_fused_into_gemm():
     seq = ops.Sequential(ops.Linear(WIDTH, 8), ops.SwiGLU(glu_interleave_size=2), ops.Linear(4, 3))
     data = seq.explain(torch.randn(2, WIDTH)).data[0]
     assert {r["rule"] for r in data["rejected"]} == {"linear_bias_activation", "activation_linear"}
@@ -462,9 +462,9 @@ def test_interleaved_gates_are_refused_by_the_gemm_and_right():
 
 
 @each_case
-def test_nothing_that_the_caller_holds_changes(case):
+def test_caller_tensors_are_not_changed(case):
     seq = case.build(torch.float64)
-    g = given(seq, case, ROWS)
+    g = make_inputs(seq, case, ROWS)
     x, *extras = leaves(g, torch.float64)
     held = [x, *extras, *g.grads, *seq.parameters()]
     copies = [t.detach().clone() for t in held]
@@ -485,7 +485,7 @@ def large_allocations(call: Callable, size: int) -> int:
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_linear_add_accumulates_into_the_residual_gradient_if_permitted(in_place):
+def test_linear_add_accumulates_into_residual_gradient_if_permitted(in_place):
     seq = ops.Sequential(ops.MakeExtraOutput(in_place=in_place), ops.BasicLinear(64, 4))
     x = torch.randn(256, 64, requires_grad=True)
     y, residual = seq(x)
@@ -498,7 +498,7 @@ def test_linear_add_accumulates_into_the_residual_gradient_if_permitted(in_place
 @pytest.mark.parametrize("delayed", (False, True))
 @pytest.mark.parametrize("front", ("plain", "fork", "norm"))
 @pytest.mark.parametrize("activation", ("GELU", "SwiGLU", "QGELU"))
-def test_a_gradient_that_was_handed_over_in_tiles_gives_the_same_weight_gradient(activation, front, delayed):
+def test_forwarded_packed_gradient_gives_same_weight_gradient(activation, front, delayed):
     """From 512 rows on the activation's backward lays its gradient out for the weight gradient before it."""
     h, f, rows = 64, 96, 544
     up = 2 * f if activation == "SwiGLU" else f
@@ -530,7 +530,7 @@ def test_a_gradient_that_was_handed_over_in_tiles_gives_the_same_weight_gradient
         assert (a - b).double().norm() < 0.01 * b.double().norm()
 
 
-def test_linear_add_leaves_a_residual_gradient_that_somebody_else_reads():
+def test_linear_add_keeps_residual_gradient_with_other_readers():
     seq = ops.Sequential(ops.MakeExtraOutput(in_place=True), ops.BasicLinear(8, 4))
     x = torch.randn(16, 8, requires_grad=True)
     y, residual = seq(x)
@@ -542,7 +542,7 @@ def test_linear_add_leaves_a_residual_gradient_that_somebody_else_reads():
 
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
 @pytest.mark.parametrize("width", (WIDTH, 256))
-def test_the_block_keeps_the_norms_input_its_statistics_and_the_pre_activation(kind, width):
+def test_block_saves_norm_input_statistics_and_pre_activation(kind, width):
     """A narrow one also what its products take, since computing that again would take longer than the products."""
     wide = width == 256
     seq = ops.Sequential(
@@ -569,7 +569,7 @@ def test_the_block_keeps_the_norms_input_its_statistics_and_the_pre_activation(k
 # ---- rules by name ---------------------------------------------------------------------------------------------------
 
 
-def test_a_rule_that_is_off_by_default_may_be_switched_on():
+def test_rule_off_by_default_can_be_enabled():
     seq, x = ops.Sequential(ops.RMSNorm(4), ops.Linear(4, 4)), torch.randn(2, 4)
     assert len(seq.explain(x).data[0]["saved"]) == 3
     with fusion.with_rules("norm_linear"):
@@ -578,7 +578,7 @@ def test_a_rule_that_is_off_by_default_may_be_switched_on():
     assert "norm_linear" not in dict(_C.rules()) and len(seq.explain(x).data[0]["saved"]) == 3
 
 
-def test_rules_may_be_set_aside_for_a_while():
+def test_rules_can_be_disabled_temporarily():
     seq, x = ops.Sequential(ops.Linear(4, 4), ops.GELU()), torch.randn(2, 4)
 
     def forward() -> list[str]:
@@ -608,9 +608,9 @@ def test_values_hold_in_every_tier(tier):
         pytest.skip("this process has its tier already")
     if TIERS.index(tier) < TIERS.index(_C.machine_tier()):
         pytest.skip(f"the best this CPU has is {_C.machine_tier()}")
-    wanted = "agree_with_plain_torch and not float64"
+    selected = "agree_with_plain_torch and not float64"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", wanted, __file__],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", selected, __file__],
         env={**os.environ, "WEFT_TIER": tier, "PYTHONPATH": str(pathlib.Path(weft.__file__).parent.parent)},
         capture_output=True,
         text=True,

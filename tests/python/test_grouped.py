@@ -57,25 +57,25 @@ def extras_of(op, splits, rows: int = ROWS, dtype=torch.float32) -> list[torch.T
 @each_bias
 @each_layout
 @each_path
-def test_values_and_gradients_are_those_of_a_loop(dtype, bias, layout, split_path):
+def test_values_and_gradients_match_loop(dtype, bias, layout, split_path):
     op = layer(K, N, dtype=dtype, split_path=split_path, **bias, **layout)
     x, dy = leaf(ROWS, K, dtype=dtype), uniform(ROWS, N, dtype=dtype)
     given = (x, *extras_of(op, splits_of(), dtype=dtype))
     compare(run(op, dy, *given), truth(op, dy, *given), dtype)
 
 
-@pytest.mark.parametrize("input_wanted", (True, False), ids=("input", "no input"))
-@pytest.mark.parametrize("weight_wanted", (True, False), ids=("weights", "frozen"))
+@pytest.mark.parametrize("input_needs_grad", (True, False), ids=("input", "no input"))
+@pytest.mark.parametrize("weight_needs_grad", (True, False), ids=("weights", "frozen"))
 @pytest.mark.parametrize("delay", (True, False), ids=("delayed", "now"))
 @each_path
 @each_weight
-def test_gradients_are_there_only_where_wanted(input_wanted, weight_wanted, delay, split_path, single):
+def test_gradients_exist_only_where_required(input_needs_grad, weight_needs_grad, delay, split_path, single):
     op = layer(K, N, scale_bias=True, split_path=split_path, single_grouped_weight=single, delay_wgrad_compute=delay)
-    op.requires_grad_(weight_wanted)
-    x, dy = leaf(ROWS, K).requires_grad_(input_wanted), uniform(ROWS, N, dtype=torch.float32)
+    op.requires_grad_(weight_needs_grad)
+    x, dy = leaf(ROWS, K).requires_grad_(input_needs_grad), uniform(ROWS, N, dtype=torch.float32)
     given = (x, *extras_of(op, splits_of()))
     found, expected = run(op, dy, *given), truth(op, dy, *given)
-    if delay and weight_wanted:
+    if delay and weight_needs_grad:
         assert all(found[f"gradient of {name}"] is None for name, _ in op.named_parameters() if "weight" in name)
         assert op.pending_backward_dw == 1
         op.backward_dw()
@@ -86,7 +86,7 @@ def test_gradients_are_there_only_where_wanted(input_wanted, weight_wanted, dela
 
 @pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
 @each_path
-def test_splits_in_any_order_and_of_either_width(dtype, split_path):
+def test_splits_in_any_order_and_integer_dtype(dtype, split_path):
     op = layer(K, N, groups=4, split_path=split_path)
     sizes = [0, 9, 18, 27]
     for seed in range(4):
@@ -96,7 +96,7 @@ def test_splits_in_any_order_and_of_either_width(dtype, split_path):
 
 
 @each_path
-def test_splits_with_gaps_in_memory_or_more_dimensions_are_read_right(split_path):
+def test_strided_and_multidimensional_splits_are_read(split_path):
     op = layer(K, N, split_path=split_path)
     x = uniform(ROWS, K, dtype=torch.float32)
     expected = op(x, splits_of())
@@ -122,7 +122,7 @@ def test_any_number_of_groups(groups):
 @each_path
 @each_weight
 @pytest.mark.parametrize("shape", ((2, 3, 4), (1, 24), (24,), (4, 6)), ids=str)
-def test_leading_dimensions_are_rows(shape, split_path, single):
+def test_leading_dimensions_count_as_rows(shape, split_path, single):
     op = layer(K, N, scale_bias=True, split_path=split_path, single_grouped_weight=single)
     x, dy, scales = leaf(*shape, K), uniform(*shape, N), leaf(*shape)
     found = run(op, dy, x, splits_of(), scales)
@@ -145,7 +145,7 @@ def test_no_rows_at_all(split_path, bias, dtype):
 @each_path
 @each_dtype
 @each_weight
-def test_a_padded_tail_counts_nowhere(split_path, dtype, single):
+def test_padded_tail_is_ignored(split_path, dtype, single):
     """Rows behind the last group may hold anything, NaN too."""
     op = layer(K, N, dtype=dtype, scale_bias=True, split_path=split_path, single_grouped_weight=single)
     x, dy, scales = (uniform(ROWS + 9, *s, dtype=dtype) for s in ((K,), (N,), ()))
@@ -162,7 +162,7 @@ def test_a_padded_tail_counts_nowhere(split_path, dtype, single):
 
 
 @each_path
-def test_a_tail_that_hides_infinities_leaves_delayed_gradients_right(split_path):
+def test_tail_with_infinities_keeps_delayed_gradients_correct(split_path):
     op = layer(K, N, bias=False, split_path=split_path, delay_wgrad_compute=True)
     x = uniform(ROWS + 5, K, dtype=torch.float32)
     x[ROWS:] = float("inf")
@@ -178,7 +178,7 @@ def test_a_tail_that_hides_infinities_leaves_delayed_gradients_right(split_path)
 @each_dtype
 @pytest.mark.parametrize("value", (float("nan"), float("inf")))
 @pytest.mark.parametrize("width", (20, 64))
-def test_what_one_group_holds_reaches_no_other(split_path, dtype, value, width):
+def test_groups_do_not_affect_each_other(split_path, dtype, value, width):
     """Kernels take rows in blocks, which end where a group ends."""
     op = layer(width, width, groups=4, dtype=dtype, scale_bias=True, split_path=split_path)
     x, dy, scales = (uniform(60, *s, dtype=dtype) for s in ((width,), (width,), ()))
@@ -197,7 +197,7 @@ def test_what_one_group_holds_reaches_no_other(split_path, dtype, value, width):
         assert_near(got, exact, dtype, name)
 
 
-def test_strides_of_x_and_of_the_gradient_do_not_matter():
+def test_strides_of_x_and_dy_do_not_matter():
     op = layer(K, N, scale_bias=True)
     x, dy, scales = uniform(ROWS, K), uniform(ROWS, N), uniform(ROWS)
     expected = truth(op, dy, x.requires_grad_(), splits_of(), scales.requires_grad_())
@@ -216,7 +216,7 @@ def test_strides_of_x_and_of_the_gradient_do_not_matter():
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("scale_dtype", (torch.float32, torch.bfloat16, torch.float64))
 @each_path
-def test_scales_of_another_dtype_keep_their_bits(dtype, scale_dtype, split_path):
+def test_scales_of_another_dtype_keep_precision(dtype, scale_dtype, split_path):
     """Without a product the result is s·b, rounded once."""
     op = layer(K, N, dtype=dtype, scale_bias=True, split_path=split_path)
     x, scales = torch.zeros(ROWS, K, dtype=dtype), leaf(ROWS, dtype=scale_dtype)
@@ -238,7 +238,7 @@ def test_both_paths_agree(dtype):
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_the_split_path_computes_what_separate_linears_compute(dtype):
+def test_split_path_matches_separate_linears(dtype):
     op = layer(K, N, dtype=dtype, split_path=True)
     x, dy = leaf(ROWS, K, dtype=dtype), uniform(ROWS, N, dtype=dtype)
     found = run(op, dy, x, splits_of())
@@ -258,7 +258,7 @@ def test_the_split_path_computes_what_separate_linears_compute(dtype):
 
 @each_dtype
 @each_path
-def test_layouts_agree_to_the_bit_and_runs_repeat_to_the_bit(dtype, split_path):
+def test_layouts_and_runs_agree_bitwise(dtype, split_path):
     source = layer(K, N, dtype=dtype, scale_bias=True)
     x, dy, scales = leaf(ROWS, K, dtype=dtype), uniform(ROWS, N, dtype=dtype), leaf(ROWS)
     results = []
@@ -273,7 +273,7 @@ def test_layouts_agree_to_the_bit_and_runs_repeat_to_the_bit(dtype, split_path):
         assert all(map(torch.equal, other, results[0]))
 
 
-def test_parameters_elsewhere_in_memory_serve_too():
+def test_parameters_may_be_anywhere_in_memory():
     """Users exchange parameters: nothing relies on their first layout."""
     op = layer(K, N)
     for g in range(GROUPS):
@@ -287,7 +287,7 @@ def test_parameters_elsewhere_in_memory_serve_too():
     compare(run(single, dy, x, splits_of()), truth(single, dy, x, splits_of()), torch.float32)
 
 
-def test_one_parameter_for_two_groups_gets_both_gradients():
+def test_parameter_shared_by_two_groups_gets_both_gradients():
     op = layer(K, N)
     op.weight3 = op.weight0
     x, dy = leaf(ROWS, K), uniform(ROWS, N)
@@ -295,7 +295,7 @@ def test_one_parameter_for_two_groups_gets_both_gradients():
 
 
 @each_weight
-def test_one_operation_in_two_places(single):
+def test_one_op_used_twice(single):
     op = layer(K, K, scale_bias=True, single_grouped_weight=single)
     both = weft.Sequential(op, ops.GELU(), op)
     x, dy, scales = leaf(ROWS, K), uniform(ROWS, K), leaf(ROWS)
@@ -309,7 +309,7 @@ def test_one_operation_in_two_places(single):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @each_path
 @each_weight
-def test_autocast_computes_in_its_dtype_and_gradients_keep_theirs(dtype, split_path, single):
+def test_autocast_dtype_and_gradient_dtypes(dtype, split_path, single):
     op = layer(K, N, scale_bias=True, split_path=split_path, single_grouped_weight=single)
     x, dy, scales = leaf(ROWS, K), uniform(ROWS, N), leaf(ROWS)
     with torch.autocast("cpu", dtype=dtype):
@@ -327,7 +327,7 @@ def test_autocast_computes_in_its_dtype_and_gradients_keep_theirs(dtype, split_p
 
 
 @each_path
-def test_nothing_is_kept_that_no_gradient_reads(split_path):
+def test_nothing_is_saved_that_no_gradient_reads(split_path):
     op = layer(K, N, split_path=split_path)
     x = leaf(ROWS, K)
 
@@ -356,7 +356,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_order_and_shapes_of_parameters(name):
+def test_parameter_names_order_and_shapes(name):
     op = ops.GroupedLinear(2, K, N, **LAYOUTS[name])
     assert [n for n, _ in op.named_parameters()] == NAMES[name]
     shapes = {"weight": (2, N, K), "bias": (2, N)} | {f"weight{g}": (N, K) for g in (0, 1)}
@@ -383,7 +383,7 @@ def test_empty_slots_are_none(layout):
 
 
 @each_weight
-def test_weights_start_within_one_over_the_root_of_their_inputs_and_biases_at_zero(single):
+def test_initial_weights_are_bounded_and_biases_zero(single):
     op = ops.GroupedLinear(3, 16, 400, single_grouped_weight=single, single_grouped_bias=single)
     weights = list(op.weight) if single else [op.weight0, op.weight1, op.weight2]
     for w in weights:
@@ -394,7 +394,7 @@ def test_weights_start_within_one_over_the_root_of_their_inputs_and_biases_at_ze
 
 
 @each_weight
-def test_the_tracker_of_random_states_is_entered_once_for_each_expert(single):
+def test_rng_tracker_is_forked_once_per_expert(single):
     forks = []
 
     class Tracker:
@@ -408,7 +408,7 @@ def test_the_tracker_of_random_states_is_entered_once_for_each_expert(single):
 
 
 @pytest.mark.parametrize("single", (False, True), ids=("discrete", "single"))
-def test_one_seed_gives_one_set_of_weights_in_every_layout(single):
+def test_one_seed_gives_same_weights_in_every_layout(single):
     torch.manual_seed(3)
     op = ops.GroupedLinear(3, K, N, single_grouped_weight=single)
     torch.manual_seed(3)
@@ -417,7 +417,7 @@ def test_one_seed_gives_one_set_of_weights_in_every_layout(single):
     assert torch.equal(found, torch.stack(blocks))
 
 
-def test_members_lie_one_behind_the_other_at_first():
+def test_members_are_contiguous_at_first():
     op = ops.GroupedLinear(3, K, N)
     for kind, size in (("weight", N * K), ("bias", N)):
         members = [op.get_parameter(f"{kind}{g}") for g in range(3)]
@@ -425,7 +425,7 @@ def test_members_lie_one_behind_the_other_at_first():
         assert [p.data_ptr() - members[0].data_ptr() for p in members] == [4 * size * g for g in range(3)]
 
 
-def test_a_single_parameter_is_the_one_computed_with():
+def test_single_parameter_is_used():
     op = layer(K, N, single_grouped_weight=True, single_grouped_bias=True)
     x = uniform(ROWS, K, dtype=torch.float32)
     with torch.no_grad():
@@ -436,7 +436,7 @@ def test_a_single_parameter_is_the_one_computed_with():
 
 
 @each_layout
-def test_copies_and_pickles_compute_the_same(layout):
+def test_copies_and_pickles_give_same_results(layout):
     op = layer(K, N, scale_bias=True, **layout)
     x, scales = uniform(ROWS, K, dtype=torch.float32), uniform(ROWS, dtype=torch.float32)
     buffer = io.BytesIO()
@@ -453,7 +453,7 @@ def test_copies_and_pickles_compute_the_same(layout):
 
 
 @pytest.mark.parametrize("single", (False, True), ids=("discrete", "single"))
-def test_a_meta_shell_takes_parameters_that_exist_and_never_resets_them(single):
+def test_meta_module_adopts_existing_parameters(single):
     shell = ops.GroupedLinear(
         GROUPS, K, N, bias=False, single_grouped_weight=single, delay_wgrad_compute=True, device="meta"
     )
@@ -468,7 +468,7 @@ def test_a_meta_shell_takes_parameters_that_exist_and_never_resets_them(single):
 
 
 @each_layout
-def test_a_module_made_on_meta_becomes_real_at_its_first_call(layout):
+def test_meta_module_materializes_at_first_call(layout):
     op = ops.GroupedLinear(GROUPS, K, N, device="meta", **layout)
     assert all(p.is_meta for p in op.parameters())
     y = op(uniform(ROWS, K, dtype=torch.float32), splits_of())
@@ -477,7 +477,7 @@ def test_a_module_made_on_meta_becomes_real_at_its_first_call(layout):
     assert all(p.grad is not None for p in op.parameters())
 
 
-def test_delayed_weights_are_marked_wherever_they_come_from():
+def test_delayed_weights_are_always_marked():
     op = ops.GroupedLinear(2, K, N, delay_wgrad_compute=True)
     assert op.weight0.skip_backward_post_hook and op.weight1.skip_backward_post_hook
     assert not hasattr(op.bias0, "skip_backward_post_hook")
@@ -498,7 +498,7 @@ def same(a: ops.GroupedLinear, b: ops.GroupedLinear) -> bool:
 @pytest.mark.parametrize("nested", (False, True), ids=("alone", "in a Sequential"))
 @pytest.mark.parametrize("target", LAYOUTS.values(), ids=LAYOUTS)
 @each_layout
-def test_a_checkpoint_of_one_layout_loads_into_any_other(layout, target, nested):
+def test_checkpoint_of_one_layout_loads_into_any_other(layout, target, nested):
     source, other = (layer(K, N, scale_bias=True, **options) for options in (layout, target))
     if nested:
         models = [weft.Sequential(ops.Identity(), torch.nn.Sequential(op)) for op in (source, other)]
@@ -516,7 +516,7 @@ def test_a_checkpoint_of_one_layout_loads_into_any_other(layout, target, nested)
         assert torch.equal(a, b)
 
 
-def test_a_packed_bias_may_have_a_middle_dimension_of_one():
+def test_packed_bias_may_have_middle_dimension_of_one():
     source = layer(K, N, scale_bias=True, single_grouped_bias=True)
     state = source.state_dict()
     state["bias"] = state["bias"].unsqueeze(1)
@@ -526,7 +526,7 @@ def test_a_packed_bias_may_have_a_middle_dimension_of_one():
         assert same(source, other)
 
 
-def test_both_layouts_in_one_checkpoint_are_no_surplus():
+def test_both_layouts_in_one_checkpoint_load():
     single, discrete = layer(K, N, bias=False, single_grouped_weight=True), layer(K, N, bias=False)
     state = {**single.state_dict(), **discrete.state_dict()}
     for source in (single, discrete):
@@ -535,7 +535,7 @@ def test_both_layouts_in_one_checkpoint_are_no_surplus():
         assert all(map(torch.equal, other.parameters(), source.parameters()))
 
 
-def test_an_incomplete_set_of_members_is_reported():
+def test_incomplete_members_are_reported():
     state = layer(K, N).state_dict()
     del state["weight3"]
     with pytest.raises(RuntimeError, match=r'Missing key.*"weight3"'):
@@ -546,7 +546,7 @@ def test_an_incomplete_set_of_members_is_reported():
     assert result.missing_keys == ["weight"] and "weight0" in result.unexpected_keys
 
 
-def test_a_checkpoint_of_another_number_of_groups_is_refused():
+def test_checkpoint_of_other_group_count_is_rejected():
     for source_single in (False, True):
         for target_single in (False, True):
             source = layer(K, N, groups=3, single_grouped_weight=source_single)
@@ -571,7 +571,7 @@ SENTINEL = 7.0
 
 @each_path
 @each_dtype
-def test_results_are_written_where_the_caller_says(split_path, dtype):
+def test_results_are_written_into_given_tensors(split_path, dtype):
     op = layer(K, N, dtype=dtype, split_path=split_path)
     x, dy, splits = leaf(ROWS + 5, K, dtype=dtype), uniform(ROWS + 5, N, dtype=dtype), splits_of()
     plain_y = op(x, splits)
@@ -600,7 +600,7 @@ def test_buffers_keep_leading_dimensions():
     assert y.data_ptr() == output.data_ptr() and dx.data_ptr() == grad_input.data_ptr()
 
 
-def test_a_sequential_hands_buffers_to_the_operations_that_are_named():
+def test_sequential_passes_buffers_to_named_ops():
     first, last = layer(K, 8), layer(8, N)
     model = weft.Sequential(first, ops.GELU(), last)
     x, dy = leaf(ROWS, K), uniform(ROWS, N, dtype=torch.float32)
@@ -634,7 +634,7 @@ BAD_BUFFERS = {
 
 @pytest.mark.parametrize("what", ("output", "grad_input"))
 @pytest.mark.parametrize("case", BAD_BUFFERS)
-def test_a_buffer_that_does_not_fit_is_refused_with_both_values(case, what):
+def test_mismatched_buffer_is_rejected_with_both_values(case, what):
     op = layer(K, N)
     make, message = BAD_BUFFERS[case]
     with pytest.raises(ValueError, match=message) as caught:
@@ -642,7 +642,7 @@ def test_a_buffer_that_does_not_fit_is_refused_with_both_values(case, what):
     assert what in str(caught.value) and "GroupedLinear" in str(caught.value)
 
 
-def test_a_buffer_that_shares_memory_with_an_operand_is_refused():
+def test_buffer_aliasing_operand_is_rejected():
     op = layer(K, K)
     x = leaf(ROWS, K)
     memory = torch.empty(2 * ROWS, K)
@@ -658,14 +658,14 @@ def test_a_buffer_that_shares_memory_with_an_operand_is_refused():
         wide(leaf(4, 4), splits_of([4]), output=wide.weight0.detach())
 
 
-def test_one_memory_for_scales_or_splits_and_a_result_is_refused():
+def test_result_in_memory_of_scales_or_splits_is_rejected():
     op = layer(K, N, groups=1, scale_bias=True)
     memory = torch.zeros(ROWS * N)
     with pytest.raises(ValueError, match="shares memory"):
         op(leaf(ROWS, K), splits_of([ROWS]), memory[:ROWS], output=memory.view(ROWS, N))
 
 
-def test_buffers_of_an_operation_that_takes_none_are_refused():
+def test_buffers_for_op_without_buffers_are_rejected():
     with pytest.raises(TypeError, match="output"):
         ops.Linear(4, 4)(torch.ones(2, 4), output=torch.ones(2, 4))
     with pytest.raises(TypeError, match="'out'"):
@@ -674,7 +674,7 @@ def test_buffers_of_an_operation_that_takes_none_are_refused():
         layer(K, N)(leaf(ROWS, K), splits_of(), output=[1.0])
 
 
-def test_a_change_of_the_output_buffer_raises_its_version():
+def test_writing_output_buffer_bumps_version():
     op = layer(K, N)
     output = torch.zeros(ROWS, N)
     saved = (output * leaf(ROWS, N)).sum()  # keeps the buffer for its gradient
@@ -685,7 +685,7 @@ def test_a_change_of_the_output_buffer_raises_its_version():
 
 @each_path
 @pytest.mark.parametrize("delay", (False, True), ids=("now", "delayed"))
-def test_a_gradient_in_the_memory_for_the_inputs_gradient_is_right_or_refused(split_path, delay):
+def test_dy_in_memory_of_dx_is_correct_or_rejected(split_path, delay):
     """A framework may have one buffer for both."""
     op = layer(K, K, split_path=split_path, delay_wgrad_compute=delay)
     x, memory = leaf(ROWS, K), uniform(ROWS, K, dtype=torch.float32)
@@ -693,14 +693,14 @@ def test_a_gradient_in_the_memory_for_the_inputs_gradient_is_right_or_refused(sp
     try:
         found = collect(op, op(x, splits_of(), grad_input=memory.detach()), memory, x, splits_of())
         op.backward_dw()
-    except (RuntimeError, ValueError) as refusal:
-        assert "grad_input" in str(refusal) or "in place" in str(refusal)
+    except (RuntimeError, ValueError) as error:
+        assert "grad_input" in str(error) or "in place" in str(error)
         return
     found |= {f"gradient of {name}": p.grad for name, p in op.named_parameters()}
     compare(found, expected, torch.float32)
 
 
-def test_a_buffer_used_again_too_early_is_noticed():
+def test_buffer_reused_too_early_is_detected():
     """Autograd, and a weight gradient that waits, see that what they kept was overwritten."""
     first, last = layer(K, K), layer(K, K, delay_wgrad_compute=True)
     x, output = uniform(ROWS, K, dtype=torch.float32), torch.empty(ROWS, K)
@@ -716,7 +716,7 @@ def test_a_buffer_used_again_too_early_is_noticed():
         last.backward_dw()
 
 
-def test_a_gradient_that_waits_notices_that_its_memory_was_written_again():
+def test_delayed_gradient_detects_overwritten_memory():
     first, last = layer(K, K, delay_wgrad_compute=True), layer(K, K)
     grad_input = torch.empty(ROWS, K)
     for _ in range(2):
@@ -739,7 +739,7 @@ def test_sizes_must_be_positive(sizes, value):
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-def test_the_number_of_groups_stays(groups):
+def test_num_groups_cannot_change(groups):
     op = ops.GroupedLinear(2, 4, 4)
     with pytest.raises(ValueError, match=f"num_groups is 2 and cannot become {groups}.*new GroupedLinear"):
         op.num_groups = groups
@@ -747,7 +747,7 @@ def test_the_number_of_groups_stays(groups):
     assert op.num_groups == 2 and op(torch.ones(3, 4), torch.tensor([1, 2])).shape == (3, 4)
 
 
-def test_the_dtype_must_be_a_floating_one():
+def test_dtype_must_be_floating_point():
     for dtype in (torch.int32, torch.complex64, torch.bool):
         with pytest.raises(ValueError, match=str(dtype).removeprefix("torch.")):
             ops.GroupedLinear(2, 4, 4, dtype=dtype)
@@ -778,13 +778,13 @@ INCONSISTENT = {
 
 
 @pytest.mark.parametrize("case", INCONSISTENT)
-def test_parameters_that_are_not_alike_are_refused_by_number(case):
+def test_inconsistent_parameters_are_rejected_by_index(case):
     change, message = INCONSISTENT[case]
     with pytest.raises(RuntimeError, match=message):
         broken(change)(leaf(ROWS, K), splits_of())
 
 
-def test_a_missing_parameter_is_named():
+def test_missing_parameter_is_named():
     for name in ("bias1", "weight3"):
         with pytest.raises((RuntimeError, TypeError, ValueError), match=name):
             broken(set_parameter(name, None))(leaf(ROWS, K), splits_of())
@@ -801,7 +801,7 @@ def test_a_missing_parameter_is_named():
         ({}, f"weight{GROUPS}"),
     ],
 )
-def test_a_parameter_that_would_not_be_used_is_refused(options, name):
+def test_unused_parameter_is_rejected(options, name):
     op = layer(K, N, **options)
     with pytest.raises(ValueError, match=f"GroupedLinear has no parameter '{name}'"):
         setattr(op, name, torch.nn.Parameter(torch.zeros(N)))
@@ -809,7 +809,7 @@ def test_a_parameter_that_would_not_be_used_is_refused(options, name):
     op(leaf(ROWS, K), splits_of()).sum().backward()
 
 
-def test_a_parameter_of_another_shape_is_refused():
+def test_parameter_of_wrong_shape_is_rejected():
     for name, value in (("weight1", torch.zeros(K, N)), ("weight1", torch.zeros(N, K + 1)), ("bias0", torch.zeros(1))):
         with pytest.raises((RuntimeError, ValueError), match=r"shape|values"):
             broken(set_parameter(name, value))(leaf(ROWS, K), splits_of())
@@ -840,7 +840,7 @@ BAD_SPLITS = {
 @each_path
 @each_weight
 @pytest.mark.parametrize("case", BAD_SPLITS)
-def test_bad_splits_raise_and_harm_nothing(case, split_path, single):
+def test_bad_splits_raise_without_side_effects(case, split_path, single):
     splits, error, message = BAD_SPLITS[case]
     op = layer(K, N, split_path=split_path, single_grouped_weight=single)
     x, output = leaf(ROWS, K), torch.full((ROWS, N), SENTINEL)
@@ -853,7 +853,7 @@ def test_bad_splits_raise_and_harm_nothing(case, split_path, single):
 
 
 @each_path
-def test_splits_that_become_bad_before_backward_raise_there(split_path):
+def test_splits_made_bad_before_backward_raise(split_path):
     op = layer(K, N, split_path=split_path, bias=False)
     splits = splits_of()
     y = op(leaf(ROWS, K), splits)
@@ -862,7 +862,7 @@ def test_splits_that_become_bad_before_backward_raise_there(split_path):
         y.sum().backward()
 
 
-def test_other_wrong_arguments_are_named():
+def test_other_invalid_arguments_are_named():
     op = layer(K, N, scale_bias=True)
     x = leaf(ROWS, K)
     with pytest.raises(ValueError, match=r"\[24, 19\].*20 features"):
@@ -885,7 +885,7 @@ def test_other_wrong_arguments_are_named():
 @each_weight
 @each_bias
 @each_path
-def test_meta_tensors_give_sizes_forward_and_backward(single, bias, split_path):
+def test_meta_tensors_have_right_sizes(single, bias, split_path):
     op = ops.GroupedLinear(4, K, N, single_grouped_weight=single, device="meta", split_path=split_path, **bias)
     x = torch.empty(2, 9, K, device="meta", requires_grad=True)
     scales = [torch.empty(2, 9, device="meta", requires_grad=True)] if op.num_extra_inputs == 2 else []
@@ -898,7 +898,7 @@ def test_meta_tensors_give_sizes_forward_and_backward(single, bias, split_path):
 
 
 @each_weight
-def test_a_compiled_layer_gives_the_same(single):
+def test_compiled_grouped_linear_matches_eager(single):
     torch._dynamo.reset()
     op = layer(K, N, scale_bias=True, single_grouped_weight=single)
     x, dy, scales = leaf(ROWS, K), uniform(ROWS, N, dtype=torch.float32), leaf(ROWS)
@@ -933,7 +933,7 @@ def test_gradients_match_finite_differences():
     assert torch.autograd.gradcheck(lambda *_: op(x, splits, scales), (x, scales, *op.parameters()))
 
 
-def test_prepacked_weights_serve():
+def test_prepacked_weights_work():
     for single in (False, True):
         op = layer(64, 64, dtype=torch.bfloat16, single_grouped_weight=single)
         x = uniform(ROWS, 64, dtype=torch.bfloat16)
@@ -943,7 +943,7 @@ def test_prepacked_weights_serve():
         weft.prepack(op, frozen=False)
 
 
-def test_threads_may_share_a_layer():
+def test_threads_may_share_module():
     op = layer(K, N)
     x = uniform(ROWS, K, dtype=torch.float32)
     expected, wrong = op(x, splits_of()), []
@@ -961,7 +961,7 @@ def test_threads_may_share_a_layer():
     assert not wrong
 
 
-def test_explain_names_the_operation_and_its_options():
+def test_explain_names_op_and_options():
     op = layer(K, N, split_path=True)
     text = weft.explain(op, leaf(ROWS, K), splits_of()).text
     assert "GroupedLinear" in text and "split_path=true" in text

@@ -70,7 +70,7 @@ def check(model, given, dtype, rows: int = ROWS) -> dict:
 @with_bias
 @each_weight
 @pytest.mark.parametrize("interleave", (None, 32))
-def test_values_and_gradients_are_those_of_a_loop(dtype, activation, bias, single, interleave):
+def test_values_and_gradients_match_loop(dtype, activation, bias, single, interleave):
     if interleave and activation == "ScaledSReLU":
         pytest.skip("has no halves")
     model = mlp(activation, K, HIDDEN, N, interleave=interleave, dtype=dtype, bias=bias, single_grouped_weight=single)
@@ -94,7 +94,7 @@ def test_fused_and_unfused_agree(dtype, activation, bias):
 
 @each_activation
 @each_dtype
-def test_layouts_agree_to_the_bit_and_runs_repeat_to_the_bit(activation, dtype):
+def test_layouts_and_runs_agree_bitwise(activation, dtype):
     models = [
         mlp(activation, K, HIDDEN, N, dtype=dtype, single_grouped_weight=s, single_grouped_bias=s)
         for s in (False, True)
@@ -122,7 +122,7 @@ def test_layouts_agree_to_the_bit_and_runs_repeat_to_the_bit(activation, dtype):
     ],
 )
 @pytest.mark.parametrize("groups", (1, 3))
-def test_constants_of_the_activation_count(activation, options, groups):
+def test_activation_constants_take_effect(activation, options, groups):
     model = mlp(activation, K, HIDDEN, N, groups=groups, act_options=options)
     given = inputs(model)
     given[1] = given[3] = splits_of([ROWS, 0, 0][:groups])
@@ -134,12 +134,12 @@ def test_constants_of_the_activation_count(activation, options, groups):
 
 @pytest.mark.parametrize("interleave", (None, 32))
 @pytest.mark.parametrize("shape", ((71, 192), (5, 7, 128)), ids=str)
-@pytest.mark.parametrize("x_wanted, p_wanted", ((True, True), (True, False), (False, True)))
+@pytest.mark.parametrize("x_needs_grad, p_needs_grad", ((True, True), (True, False), (False, True)))
 @each_activation
-def test_scaled_activations_alone(activation, shape, interleave, x_wanted, p_wanted):
+def test_scaled_activations_run_alone(activation, shape, interleave, x_needs_grad, p_needs_grad):
     gated = activation != "ScaledSReLU"
     op = getattr(ops, activation)(**({"glu_interleave_size": interleave} if gated else {}))
-    x, probs = leaf(*shape).requires_grad_(x_wanted), leaf(*shape[:-1]).requires_grad_(p_wanted)
+    x, probs = leaf(*shape).requires_grad_(x_needs_grad), leaf(*shape[:-1]).requires_grad_(p_needs_grad)
     dy = uniform(*shape[:-1], shape[-1] // (2 if gated else 1), dtype=torch.float32)
     compare(run(op, dy, x, probs), truth(op, dy, x, probs), torch.float32)
 
@@ -165,7 +165,7 @@ def test_any_widths_are_fused(widths):
     compare(run(model, dy, *given), shared_gradients(truth(model, dy, *given), given), torch.float32)
 
 
-def test_one_group_is_an_ordinary_mlp():
+def test_one_group_equals_plain_mlp():
     model = mlp(k=K, n=N, groups=1)
     given = inputs(model)
     given[1] = given[3] = splits_of([ROWS])
@@ -173,7 +173,7 @@ def test_one_group_is_an_ordinary_mlp():
 
 
 @each_dtype
-def test_a_padded_tail_with_nan_counts_nowhere(dtype):
+def test_padded_tail_with_nan_is_ignored(dtype):
     model = mlp(k=K, n=N, dtype=dtype)
     x, dy = (uniform(ROWS + 7, w, dtype=dtype) for w in (K, N))
     probs = torch.rand(ROWS + 7).to(dtype)
@@ -191,7 +191,7 @@ def test_a_padded_tail_with_nan_counts_nowhere(dtype):
     compare(found, shared_gradients(truth(model, dy[:ROWS], *given), given), dtype)
 
 
-def test_leading_dimensions_are_rows():
+def test_leading_dimensions_count_as_rows():
     model = mlp(k=K, n=N)
     splits, probs = splits_of(), torch.rand(2, 12, requires_grad=True)
     given = [leaf(2, 12, K), splits, probs, splits, probs]
@@ -215,7 +215,7 @@ def test_probabilities_of_another_dtype(dtype, probs_dtype, activation):
 
 
 @pytest.mark.parametrize("fused", (True, False), ids=("fused", "unfused"))
-def test_wide_probabilities_lose_no_bits_in_a_narrow_model(fused):
+def test_float32_probabilities_keep_precision_in_low_precision_model(fused):
     """All products here are exact: x picks a column of W1, W2 is the identity. What remains is p·f(h), rounded once; a
     probability rounded to bfloat16 first would be off by twice as much."""
     width = 16
@@ -271,7 +271,7 @@ def test_layers_may_have_different_splits(fused):
             check(model, given, torch.float32)
 
 
-def test_only_some_of_the_scales_want_a_gradient():
+def test_only_some_scales_require_grad():
     model = mlp(k=K, n=N)
     for first, last in ((True, False), (False, True), (False, False)):
         given = [
@@ -284,18 +284,18 @@ def test_only_some_of_the_scales_want_a_gradient():
 
 
 @pytest.mark.parametrize("frozen", ((0,), (2,), (0, 2)), ids=str)
-@pytest.mark.parametrize("x_wanted", (True, False), ids=("x", "no x"))
-@pytest.mark.parametrize("p_wanted", (True, False), ids=("probs", "no probs"))
+@pytest.mark.parametrize("x_needs_grad", (True, False), ids=("x", "no x"))
+@pytest.mark.parametrize("p_needs_grad", (True, False), ids=("probs", "no probs"))
 @each_weight
 @with_bias
-def test_each_layer_may_be_frozen(frozen, x_wanted, p_wanted, single, bias):
+def test_each_layer_may_be_frozen(frozen, x_needs_grad, p_needs_grad, single, bias):
     model = mlp(k=K, n=N, single_grouped_weight=single, bias=bias)
     for i in frozen:
         model[i].requires_grad_(False)
     given = inputs(model)
-    given[0].requires_grad_(x_wanted)
-    given[2].requires_grad_(p_wanted)
-    if not (x_wanted or p_wanted or len(frozen) == 1):
+    given[0].requires_grad_(x_needs_grad)
+    given[2].requires_grad_(p_needs_grad)
+    if not (x_needs_grad or p_needs_grad or len(frozen) == 1):
         assert not model(*given).requires_grad
         return
     assert names_of_steps(model, given)[0] == ["grouped_mlp"]
@@ -305,7 +305,7 @@ def test_each_layer_may_be_frozen(frozen, x_wanted, p_wanted, single, bias):
 @pytest.mark.parametrize("frozen", (0, 2))
 @pytest.mark.parametrize("delay", (False, True), ids=("now", "delayed"))
 @each_weight
-def test_a_frozen_layer_needs_no_main_grad_and_its_is_left_alone(frozen, delay, single):
+def test_frozen_layer_leaves_main_grad_alone(frozen, delay, single):
     for there in (False, True):
         model = mlp(k=K, n=N, accumulate_into_main_grad=True, delay_wgrad_compute=delay, single_grouped_weight=single)
         trained = 2 - frozen
@@ -339,7 +339,7 @@ def kept_bytes(model, given) -> int:
     return sum(t.nbytes for pointer, t in kept.items() if pointer not in own)
 
 
-def test_only_the_pre_activation_is_kept():
+def test_only_pre_activation_is_saved():
     model = mlp(k=K, hidden=HIDDEN, n=N)
     given = inputs(model)
     assert kept_bytes(model, given) == ROWS * 2 * HIDDEN * 4
@@ -347,7 +347,7 @@ def test_only_the_pre_activation_is_kept():
         assert kept_bytes(model, given) == ROWS * 3 * HIDDEN * 4
 
 
-def test_without_gradients_nothing_is_kept():
+def test_nothing_is_saved_without_grad():
     model = mlp(k=K, n=N)
     given = inputs(model)
     with torch.no_grad():
@@ -358,7 +358,7 @@ def test_without_gradients_nothing_is_kept():
     torch.testing.assert_close(model(*quiet), model(*given), rtol=0, atol=0)
 
 
-def test_frozen_layers_keep_less():
+def test_frozen_layers_save_less():
     model = mlp(k=K, n=N)
     given = inputs(model)
     x = given[0].data_ptr()
@@ -382,20 +382,20 @@ def test_frozen_layers_keep_less():
     ],
     ids=("groups", "width", "dtype"),
 )
-def test_what_is_not_fused_is_explained(last, reason):
+def test_unfused_cases_are_explained(last, reason):
     model = weft.Sequential(layer(K, 2 * HIDDEN), ops.ScaledSwiGLU(), last())
     text = weft.explain(model, leaf(ROWS, K), splits_of(), leaf(ROWS), splits_of()).text
     assert "grouped_mlp" in text and reason in text
 
 
-def test_mixed_dtypes_are_right_unfused():
+def test_mixed_dtypes_run_unfused_and_correct():
     model = weft.Sequential(layer(K, 2 * HIDDEN), ops.ScaledSwiGLU(), layer(HIDDEN, N, dtype=torch.bfloat16))
     given = [leaf(ROWS, K), splits_of(), leaf(ROWS), splits_of()]
     dy = uniform(ROWS, N, dtype=torch.bfloat16)
     compare(run(model, dy, *given), truth(model, dy, *given), torch.bfloat16)
 
 
-def test_the_plan_shows_one_step_for_both_passes():
+def test_plan_has_one_step_for_both_passes():
     model = mlp(k=K, n=N)
     data = weft.explain(model, *inputs(model)).data[0]
     for name in ("forward", "backward"):
@@ -403,7 +403,7 @@ def test_the_plan_shows_one_step_for_both_passes():
     assert "grouped_mlp" in weft.explain(model, *inputs(model)).text
 
 
-def test_other_operations_around_it_stay():
+def test_surrounding_ops_are_kept():
     model = weft.Sequential(ops.RMSNorm(K), *mlp(k=K, n=K), ops.GELU())
     given = inputs(mlp(k=K, n=K))
     assert "grouped_mlp" in names_of_steps(model, given)[0]
@@ -411,7 +411,7 @@ def test_other_operations_around_it_stay():
     compare(run(model, dy, *given), shared_gradients(truth(model, dy, *given), given), torch.float32)
 
 
-def test_autocast_is_fused_and_right():
+def test_autocast_is_fused_and_correct():
     model = mlp(k=K, n=N)
     given, dy = inputs(model), uniform(ROWS, N)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -427,7 +427,7 @@ def test_autocast_is_fused_and_right():
 
 
 @pytest.mark.parametrize("fused", (True, False), ids=("fused", "unfused"))
-def test_results_are_written_where_the_caller_says(fused):
+def test_results_are_written_into_given_tensors(fused):
     model = mlp(k=K, n=N)
     given, dy = inputs(model, ROWS + 3), uniform(ROWS + 3, N, dtype=torch.float32)
 
@@ -448,7 +448,7 @@ def test_results_are_written_where_the_caller_says(fused):
             check_buffers()
 
 
-def test_buffers_inside_a_fused_mlp_are_refused_with_advice():
+def test_buffers_inside_fused_mlp_are_rejected_with_advice():
     model = mlp(k=K, n=N)
     given = inputs(model)
     with pytest.raises(ValueError, match="'output'.*first.*last"):
@@ -482,7 +482,7 @@ def test_bad_splits_and_scales_raise():
 # ---- recomputed activation ------------------------------------------------------------------------------------------
 
 
-def test_an_activation_that_is_recomputed_runs_fused_only():
+def test_recomputed_activation_runs_fused_only():
     model = mlp("ScaledSReLU", K, HIDDEN, N, act_options={"activation_recompute_in_mlp": True})
     given = inputs(model)
     assert names_of_steps(model, given)[0] == ["grouped_mlp"]
@@ -494,7 +494,7 @@ def test_an_activation_that_is_recomputed_runs_fused_only():
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS[:3])
-def test_gated_activations_refuse_recomputation(activation):
+def test_gated_activations_reject_recomputation(activation):
     with pytest.raises(ValueError, match="recomputation"):
         getattr(ops, activation)(activation_recompute_in_mlp=True)
 
@@ -503,7 +503,7 @@ def test_gated_activations_refuse_recomputation(activation):
 
 
 @pytest.mark.parametrize("size", (1, 2, 32))
-def test_interleaving_has_an_inverse(size):
+def test_deinterleave_inverts_interleave(size):
     for rows in (torch.randn(64 * 2, 5), torch.arange(128)):
         there = weft.interleave_glu(rows, size)
         assert there.shape == rows.shape
@@ -514,7 +514,7 @@ def test_interleaving_has_an_inverse(size):
 
 
 @pytest.mark.parametrize("size", (0, -1, 3, 128))
-def test_blocks_that_do_not_fill_the_rows_are_refused(size):
+def test_interleave_size_must_divide_rows(size):
     for change in (weft.interleave_glu, weft.deinterleave_glu):
         with pytest.raises(ValueError, match=str(size)):
             change(torch.zeros(128, 4), size)
@@ -523,7 +523,7 @@ def test_blocks_that_do_not_fill_the_rows_are_refused(size):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS[:3])
-def test_interleaved_weights_with_an_interleaved_activation_give_the_same(activation):
+def test_interleaved_weights_and_activation_give_same_result(activation):
     plain_model = mlp(activation, K, 64, N)
     blocks = mlp(activation, K, 64, N, interleave=32)
     state = plain_model.state_dict()
@@ -544,7 +544,7 @@ def test_interleaved_weights_with_an_interleaved_activation_give_the_same(activa
 
 @each_activation
 @each_weight
-def test_meta_tensors_give_sizes_forward_and_backward(activation, single):
+def test_meta_tensors_have_right_sizes(activation, single):
     model = mlp(activation, K, HIDDEN, N, single_grouped_weight=single, device="meta")
     x = torch.empty(2, 9, K, device="meta", requires_grad=True)
     splits = torch.empty(GROUPS, dtype=torch.int32, device="meta")
@@ -557,7 +557,7 @@ def test_meta_tensors_give_sizes_forward_and_backward(activation, single):
 
 
 @each_weight
-def test_a_compiled_mlp_gives_the_same(single):
+def test_compiled_grouped_mlp_matches_eager(single):
     torch._dynamo.reset()
     model = mlp(k=K, n=N, single_grouped_weight=single)
     given, dy = inputs(model), uniform(ROWS, N, dtype=torch.float32)
@@ -567,7 +567,7 @@ def test_a_compiled_mlp_gives_the_same(single):
     compare(found, {name: t if t is None else t.double() for name, t in expected.items()}, torch.float32)
 
 
-def test_one_graph_serves_any_number_of_rows():
+def test_one_graph_handles_any_number_of_rows():
     torch._dynamo.reset()
     model = mlp(k=K, n=N, groups=3)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -578,7 +578,7 @@ def test_one_graph_serves_any_number_of_rows():
     assert counter.frame_count == 1
 
 
-def test_export_and_fake_tensors_know_the_sizes():
+def test_export_and_fake_tensors_have_right_sizes():
     model = mlp(k=K, n=N).eval()
     given = tuple(t.detach() for t in inputs(model))
     torch.testing.assert_close(torch.export.export(model, given).module()(*given), model(*given))
@@ -588,12 +588,12 @@ def test_export_and_fake_tensors_know_the_sizes():
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float64))
-def test_a_model_may_be_moved_to_another_dtype(dtype):
+def test_model_can_be_cast(dtype):
     model = mlp(k=K, n=N).to(dtype)
     check(model, inputs(model, dtype=dtype), dtype)
 
 
-def test_an_optimizer_may_step_inside_backward():
+def test_optimizer_may_step_inside_backward():
     """Weights of one operation lie in one memory at first; a step of one is no change of the others."""
     model = mlp(k=K, n=N)
     given, dy = inputs(model), uniform(ROWS, N, dtype=torch.float32)
@@ -612,7 +612,7 @@ def test_an_optimizer_may_step_inside_backward():
         assert_near(before[name] - p.detach(), expected[f"gradient of {name}"], torch.float32, name, floor=1.0)
 
 
-def test_a_graph_may_be_kept_and_run_again():
+def test_retained_graph_runs_twice():
     model = mlp(k=K, n=N)
     given, dy = inputs(model), uniform(ROWS, N, dtype=torch.float32)
     y = model(*given)
@@ -623,7 +623,7 @@ def test_a_graph_may_be_kept_and_run_again():
         assert torch.equal(p.grad, 2 * once[name])
 
 
-def test_changed_splits_are_noticed_in_backward():
+def test_changed_splits_are_detected_in_backward():
     model = mlp(k=K, n=N)
     given = inputs(model)
     y = model(*given)
@@ -640,7 +640,7 @@ def test_gradients_match_finite_differences():
     assert torch.autograd.gradcheck(lambda *_: model(x, splits, probs, splits, scales), inputs)
 
 
-def test_checkpoints_of_whole_models_load_across_layouts():
+def test_model_checkpoints_load_across_layouts():
     models = [
         weft.Sequential(ops.RMSNorm(K), mlp(k=K, n=N, single_grouped_weight=s, single_grouped_bias=s))
         for s in (False, True)

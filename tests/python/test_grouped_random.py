@@ -135,21 +135,21 @@ def failures(seeds) -> list[str]:
 
 
 @pytest.mark.parametrize("first", range(0, FAST, CHUNK), ids=lambda first: f"{first}-{first + CHUNK - 1}")
-def test_random_splits_compute_what_a_loop_computes(first):
+def test_random_splits_match_loop(first):
     reports = failures(range(first, first + CHUNK))
     assert not reports, "\n".join(["", *reports])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_five_thousand_random_splits_compute_what_a_loop_computes(capsys):
+def test_five_thousand_random_splits_match_loop(capsys):
     reports = failures(range(SLOW))
     with capsys.disabled():
         print(f"\n{SLOW} cases, {len(reports)} wrong")
     assert not reports, "\n".join(["", *reports])
 
 
-def test_the_series_covers_every_kind_of_case():
+def test_generator_covers_every_kind_of_case():
     cases = [case(seed) for seed in range(FAST)]
     assert {c.skew for c in cases} == set(SKEWS)
     assert {c.dtype for c in cases} == set(DTYPES)
@@ -158,7 +158,7 @@ def test_the_series_covers_every_kind_of_case():
     assert any(c.tail for c in cases) and any(0 in c.sizes for c in cases)
 
 
-def test_a_wrong_result_is_found():
+def test_wrong_result_is_found():
     c = case(3)
     c.sizes, c.tail, c.k, c.n, c.dtype = [3, 4], 0, 5, 6, torch.float32
     assert not wrong(c)

@@ -15,7 +15,7 @@ from test_wgrad import (
     Row,
     each_main_grad_row,
     each_row,
-    passes_over,
+    ops_touching_weight_memory,
     peak_bytes,
     prepare,
     share_memory,
@@ -95,7 +95,7 @@ def gradients(model, *micro_batches) -> list[torch.Tensor]:
     return total
 
 
-def place(weight, row: Row) -> torch.Tensor:
+def grad_target(weight, row: Row) -> torch.Tensor:
     return weight.main_grad if row.accumulate else weight.grad
 
 
@@ -114,7 +114,7 @@ def same_bits(a, b) -> bool:
 @pytest.mark.parametrize("kind", (*KINDS, "srelu"))
 @each_weight
 @each_dtypes
-def test_every_row_of_the_rule(row, kind, single, dtypes):
+def test_every_row_of_wgrad_contract(row, kind, single, dtypes):
     model = model_for(row, kind, single, dtypes)
     given = inputs(model, dtypes[0])
     expected = gradients(model, given)
@@ -139,7 +139,7 @@ def test_every_row_of_the_rule(row, kind, single, dtypes):
     assert len(seen) == (len(layers(model)) if row.delay else 0), "hooks run once for each layer"
     assert all((g is not None) == (row.flag or not row.accumulate) for grads in seen for g in grads)
     for weight, dw in zip(weights(model), expected, strict=True):
-        assert_close(place(weight, row), dw + start(row), dtypes[0])
+        assert_close(grad_target(weight, row), dw + start(row), dtypes[0])
         assert not row.accumulate or not share_memory(weight.grad, weight.main_grad)
     assert all(p.grad is not None for name, p in model.named_parameters() if "bias" in name)
 
@@ -148,7 +148,7 @@ def test_every_row_of_the_rule(row, kind, single, dtypes):
 @each_kind
 @each_weight
 @each_dtypes
-def test_an_empty_group_leaves_or_clears_its_part(row, kind, single, dtypes):
+def test_empty_group_keeps_or_zeroes_main_grad(row, kind, single, dtypes):
     model = model_for(row, kind, single, dtypes)
     backward(model, inputs(model, dtypes[0]))
     pop(model)
@@ -164,7 +164,7 @@ def test_an_empty_group_leaves_or_clears_its_part(row, kind, single, dtypes):
 @each_main_grad_row
 @each_kind
 @each_weight
-def test_no_rows_leave_or_clear_all(row, kind, single):
+def test_zero_rows_keep_or_zero_main_grad(row, kind, single):
     model = model_for(row, kind, single)
     backward(model, inputs(model, rows=0))
     pop(model)
@@ -175,7 +175,7 @@ def test_no_rows_leave_or_clear_all(row, kind, single):
 @each_weight
 @pytest.mark.parametrize("delay", (False, True), ids=("now", "delayed"))
 @pytest.mark.parametrize("there", (False, True), ids=("no main_grad", "main_grad"))
-def test_frozen_weights_need_nothing_and_change_nothing(kind, single, delay, there):
+def test_frozen_weights_need_no_main_grad(kind, single, delay, there):
     model = build(kind, single, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
     model.requires_grad_(False)
     hooks = []
@@ -206,7 +206,7 @@ def test_frozen_weights_need_nothing_and_change_nothing(kind, single, delay, the
 @each_weight
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("delay", (False, True), ids=("now", "delayed"))
-def test_overwriting_gives_the_bits_that_autograd_would_have_got(kind, single, dtype, delay):
+def test_overwrite_equals_autograd_bitwise(kind, single, dtype, delay):
     model = model_for(Row(6, True, delay, True, True), kind, single, (dtype, dtype))
     twin = build(kind, single, dtype)
     twin.load_state_dict(model.state_dict())
@@ -220,7 +220,7 @@ def test_overwriting_gives_the_bits_that_autograd_would_have_got(kind, single, d
 
 @each_kind
 @each_weight
-def test_a_wide_main_grad_gets_the_product_unrounded(kind, single):
+def test_float32_main_grad_gets_unrounded_gemm(kind, single):
     if kind == "mlp":
         pytest.skip("what comes between the layers is rounded")
     model = model_for(ROW5, kind, single, DTYPES[0])
@@ -240,7 +240,7 @@ def test_a_wide_main_grad_gets_the_product_unrounded(kind, single):
 @each_weight
 @pytest.mark.parametrize("delay", (False, True), ids=("now", "delayed"))
 @pytest.mark.parametrize("sharded", (True, False), ids=("sharded", "unsharded"))
-def test_a_bucket_is_fetched_when_the_gradient_is_computed(kind, single, delay, sharded):
+def test_bucket_is_fetched_when_gradient_is_computed(kind, single, delay, sharded):
     """It may be another one in each step."""
     model = build(kind, single, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
     fetched, forward = [], [True]
@@ -281,7 +281,7 @@ def test_a_bucket_is_fetched_when_the_gradient_is_computed(kind, single, delay, 
 
 @each_kind
 @each_weight
-def test_equal_weights_share_one_dummy_that_may_be_zeroed(kind, single):
+def test_equal_weights_share_one_dummy_grad(kind, single):
     model = model_for(ROW5, kind, single, zero_out=True)
     backward(model, inputs(model))
     by_shape = {}
@@ -294,7 +294,7 @@ def test_equal_weights_share_one_dummy_that_may_be_zeroed(kind, single):
 @each_kind
 @each_weight
 @pytest.mark.parametrize("delay", (False, True), ids=("now", "delayed"))
-def test_a_weight_shared_with_a_plain_operation_gets_both_gradients(kind, single, delay):
+def test_weight_shared_with_plain_op_gets_both_gradients(kind, single, delay):
     model = model_for(Row(5, True, delay, True, False), kind, single, zero_out=True)
     given = inputs(model)
     shared = weights(model)[0]
@@ -308,7 +308,7 @@ def test_a_weight_shared_with_a_plain_operation_gets_both_gradients(kind, single
 
 @each_kind
 @pytest.mark.parametrize("delay", (False, True), ids=("now", "delayed"))
-def test_each_expert_has_its_own_flag(kind, delay):
+def test_each_expert_has_own_flag(kind, delay):
     model = model_for(Row(3, True, delay, False, False), kind, single=False)
     for op in layers(model):
         for g, w in enumerate(weights_of(op)):
@@ -330,7 +330,7 @@ def test_each_expert_has_its_own_flag(kind, delay):
 
 @each_kind
 @pytest.mark.parametrize("delay", (False, True), ids=("now", "delayed"))
-def test_experts_that_disagree_about_overwriting_are_refused(kind, delay):
+def test_inconsistent_overwrite_flags_are_rejected(kind, delay):
     model = model_for(Row(5, True, delay, True, False), kind, single=False)
     for op in layers(model):
         weights_of(op)[2].overwrite_main_grad = True
@@ -361,7 +361,7 @@ def bad_main_grads(shape) -> dict[str, torch.Tensor | None]:
 @pytest.mark.parametrize("delay", (False, True), ids=("now", "delayed"))
 @pytest.mark.parametrize("case", bad_main_grads((2, 3, 4)))
 @pytest.mark.parametrize("which", (0, -1), ids=("first", "last"))
-def test_a_main_grad_that_cannot_be_written_raises_and_changes_nothing(kind, single, delay, case, which):
+def test_invalid_main_grad_raises_without_side_effects(kind, single, delay, case, which):
     model = model_for(Row(5, True, delay, True, False), kind, single)
     op = layers(model)[which]
     bad = weights_of(op)[which]
@@ -381,7 +381,7 @@ def test_a_main_grad_that_cannot_be_written_raises_and_changes_nothing(kind, sin
 
 @each_kind
 @each_weight
-def test_a_missing_main_grad_is_seen_in_backward_not_in_forward(kind, single):
+def test_missing_main_grad_raises_in_backward(kind, single):
     for delay in (False, True):
         model = model_for(Row(5, True, delay, True, False), kind, single)
         for w in weights(model):
@@ -396,7 +396,7 @@ def test_a_missing_main_grad_is_seen_in_backward_not_in_forward(kind, single):
 
 
 @each_kind
-def test_a_flat_main_grad_of_as_many_elements_serves_a_packed_weight(kind):
+def test_flat_main_grad_works_for_packed_weight(kind):
     model = model_for(ROW5, kind, single=True)
     for w in weights(model):
         w.main_grad = torch.zeros(w.numel() + 3)[3:]
@@ -406,14 +406,14 @@ def test_a_flat_main_grad_of_as_many_elements_serves_a_packed_weight(kind):
         assert_close(w.main_grad.view(w.shape), dw, torch.float32)
 
 
-def test_main_grads_of_different_dtypes_are_refused():
+def test_main_grads_of_different_dtypes_are_rejected():
     model = model_for(ROW5, "grouped", single=False)
     model.weight4.main_grad = model.weight4.main_grad.double()
     with pytest.raises(RuntimeError, match="main_grads of one operation"):
         backward(model, inputs(model))
 
 
-def test_two_experts_with_one_main_grad():
+def test_experts_share_one_main_grad_bucket():
     """Views of one bucket that overlap would lose a gradient; views side by side are what frameworks use."""
     model = model_for(ROW5, "grouped", single=False)
     bucket = torch.zeros(len(weights(model)) * WIDTH * WIDTH)
@@ -432,21 +432,21 @@ def test_two_experts_with_one_main_grad():
 @each_row
 @each_kind
 @each_weight
-def test_micro_batches_add_up_also_if_nobody_clears_grad(row, kind, single):
+def test_micro_batches_accumulate_without_clearing_grad(row, kind, single):
     model = model_for(row, kind, single)
     batches = [inputs(model) for _ in range(3)]
     for given in batches:
         backward(model, given)
         pop(model)
     for w, dw in zip(weights(model), gradients(model, *(batches[-1:] if row.overwrite else batches)), strict=True):
-        assert_close(place(w, row), dw + start(row), torch.float32)
+        assert_close(grad_target(w, row), dw + start(row), torch.float32)
 
 
 @each_kind
 @each_weight
 @pytest.mark.parametrize("row", (ROW2, ROW7, ROW9), ids=lambda row: f"row{row.number}")
 @pytest.mark.parametrize("order", ("ffpp", "ffpfpp"))
-def test_backwards_and_pops_may_interleave(kind, single, row, order):
+def test_backward_and_backward_dw_may_interleave(kind, single, row, order):
     model = model_for(row, kind, single)
     batches = [inputs(model) for _ in range(order.count("f"))]
     waiting = iter(batches)
@@ -456,12 +456,12 @@ def test_backwards_and_pops_may_interleave(kind, single, row, order):
         else:
             pop(model)
     for w, dw in zip(weights(model), gradients(model, *batches), strict=True):
-        assert_close(place(w, row), dw + start(row), torch.float32)
+        assert_close(grad_target(w, row), dw + start(row), torch.float32)
 
 
 @each_kind
 @each_weight
-def test_the_oldest_micro_batch_is_computed_first(kind, single):
+def test_oldest_micro_batch_is_computed_first(kind, single):
     model = model_for(ROW8, kind, single)
     batches = [inputs(model), inputs(model)]
     backward(model, *batches)
@@ -474,7 +474,7 @@ def test_the_oldest_micro_batch_is_computed_first(kind, single):
 
 @each_kind
 @each_weight
-def test_a_delayed_gradient_adds_to_the_grad_that_is_there(kind, single):
+def test_delayed_gradient_adds_to_existing_grad(kind, single):
     model = model_for(ROW2, kind, single)
     for w in weights(model):
         w.grad = torch.full_like(w, 2)
@@ -487,7 +487,7 @@ def test_a_delayed_gradient_adds_to_the_grad_that_is_there(kind, single):
 
 
 @each_weight
-def test_delayed_gradients_of_experts_do_not_depend_on_each_other(single):
+def test_delayed_gradients_of_experts_are_independent(single):
     """Each has .grad of its own: clearing or scaling one leaves the others."""
     model = model_for(ROW2, "grouped", single)
     given = inputs(model)
@@ -499,7 +499,7 @@ def test_delayed_gradients_of_experts_do_not_depend_on_each_other(single):
         assert_close(w.grad, dw * (3 if i == 0 else 1), torch.float32)
 
 
-def test_a_waiting_gradient_holds_x_and_dy_until_it_is_computed():
+def test_delayed_gradient_holds_x_and_dy_until_computed():
     model = layer(WIDTH, WIDTH, delay_wgrad_compute=True, bias=False)
     x = uniform(ROWS, WIDTH, dtype=torch.float32)
     hidden, dy = x * 2, uniform(ROWS, WIDTH, dtype=torch.float32)
@@ -515,7 +515,7 @@ def test_a_waiting_gradient_holds_x_and_dy_until_it_is_computed():
 
 
 @pytest.mark.parametrize("what", ("x", "dy", "splits"))
-def test_a_change_of_what_waits_raises(what):
+def test_changing_delayed_tensors_raises(what):
     model = layer(WIDTH, WIDTH, delay_wgrad_compute=True)
     given = {"x": uniform(ROWS, WIDTH, dtype=torch.float32), "splits": splits_of()}
     given["dy"] = uniform(ROWS, WIDTH, dtype=torch.float32)
@@ -528,7 +528,7 @@ def test_a_change_of_what_waits_raises(what):
 @each_kind
 @each_weight
 @each_main_grad_row
-def test_a_weight_used_twice_gets_both_gradients(kind, single, row):
+def test_weight_used_twice_gets_both_gradients(kind, single, row):
     model = model_for(row, kind, single)
     batches = [inputs(model), inputs(model)]
     sum(model(*given).sum() for given in batches).backward()
@@ -545,7 +545,7 @@ def test_a_weight_used_twice_gets_both_gradients(kind, single, row):
 @each_kind
 @each_weight
 @pytest.mark.parametrize("dtypes", DTYPES[:2], ids=("bfloat16-float32", "float32-float32"))
-def test_nothing_but_the_product_touches_memory_of_the_weights_size(row, kind, single, dtypes):
+def test_only_gemm_touches_weight_sized_memory(row, kind, single, dtypes):
     model = model_for(row, kind, single, dtypes)
     given = inputs(model, dtypes[0])
     backward(model, given)  # dummies exist
@@ -561,14 +561,14 @@ def test_nothing_but_the_product_touches_memory_of_the_weights_size(row, kind, s
         pop(model)
 
     cleared = ["zero_"] * splits_of().tolist().count(0) if row.overwrite else []  # of groups without rows
-    assert passes_over(weights(model)[0], work) in ([], cleared)
+    assert ops_touching_weight_memory(weights(model)[0], work) in ([], cleared)
     assert [w.main_grad._version for w in weights(model)] == [v + 1 for v in versions]
 
 
 @each_weight
 @pytest.mark.parametrize("row", (TABLE[0], ROW5, ROW6, ROW9), ids=lambda row: f"row{row.number}")
 @pytest.mark.parametrize("kind", ("grouped", "split"))
-def test_backward_needs_no_memory_of_the_weights_size(row, kind, single):
+def test_backward_allocates_no_weight_sized_memory(row, kind, single):
     width = 256
     model = model_for(row, kind, single, width=width)
     given = inputs(model, width=width)
@@ -590,7 +590,7 @@ def test_backward_needs_no_memory_of_the_weights_size(row, kind, single):
 
 @each_weight
 @pytest.mark.parametrize("row", (ROW2, ROW7, ROW9), ids=lambda row: f"row{row.number}")
-def test_a_waiting_gradient_needs_no_memory_of_the_weights_size(row, single):
+def test_delayed_gradient_allocates_no_weight_sized_memory(row, single):
     width = 256
     model = model_for(row, "grouped", single, width=width)
     given = inputs(model, width=width)
@@ -609,7 +609,7 @@ def test_a_waiting_gradient_needs_no_memory_of_the_weights_size(row, single):
 
 @each_weight
 @pytest.mark.parametrize("flag", (False, True), ids=("no flag", "flag"))
-def test_hooks_on_accumulators_fire_once_with_a_gradient_only_if_a_framework_looks(single, flag):
+def test_accumulator_hooks_fire_once_and_get_grad_only_with_flag(single, flag):
     model = model_for(Row(0, True, False, flag, False), "grouped", single)
     seen, kept = [], []
     for w in weights(model):
@@ -663,7 +663,7 @@ def test_data_parallel_buckets_get_every_micro_batch_once(kind, single, delay):
 
 
 @each_weight
-def test_two_threads_lose_no_gradient(single):
+def test_concurrent_backwards_lose_no_gradient(single):
     model = layer(4, 4, groups=2, bias=False, accumulate_into_main_grad=True, single_grouped_weight=single)
     for w in weights(model):
         w.main_grad = torch.zeros_like(w)
@@ -683,7 +683,7 @@ def test_two_threads_lose_no_gradient(single):
 
 @each_kind
 @each_weight
-def test_asking_for_the_inputs_gradient_alone_leaves_main_grad(kind, single):
+def test_requesting_only_dx_leaves_main_grad(kind, single):
     model = model_for(ROW5, kind, single)
     given = inputs(model)
     torch.autograd.grad(model(*given).sum(), given[0])
@@ -701,7 +701,7 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize("first, last", DIFFERENT)
-def test_the_layers_of_a_fused_mlp_may_differ_in_their_options(first, last):
+def test_layers_of_fused_mlp_may_have_different_options(first, last):
     model = weft.Sequential(layer(WIDTH, 2 * WIDTH, **first), ops.ScaledSwiGLU(), layer(WIDTH, WIDTH, **last))
     x, splits, probs, *_ = inputs(model)
     given = [x, splits, probs, splits, *[leaf(ROWS)] * (model[2].num_extra_inputs - 1)]
@@ -723,7 +723,7 @@ def test_the_layers_of_a_fused_mlp_may_differ_in_their_options(first, last):
 
 @each_kind
 @each_weight
-def test_an_option_set_later_counts_from_the_next_backward(kind, single):
+def test_option_set_later_applies_to_next_backward(kind, single):
     model = build(kind, single)
     given = inputs(model)
     backward(model, given)
@@ -740,7 +740,7 @@ def test_an_option_set_later_counts_from_the_next_backward(kind, single):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("delay", (False, True), ids=("now", "delayed"))
 @each_weight
-def test_the_gradient_of_an_only_group_has_the_weights_shape(kind, delay, single):
+def test_gradient_of_single_group_has_weight_shape(kind, delay, single):
     model = build(kind, single, groups=1, delay_wgrad_compute=delay)
     x, scales, splits = leaf(ROWS, WIDTH), leaf(ROWS), splits_of([ROWS])
     model(*([x, splits, scales, splits, scales] if kind == "mlp" else [x, splits])).sum().backward()

@@ -68,7 +68,7 @@ models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 
 
 @models
-def test_a_state_dict_makes_another_module_the_same(make):
+def test_state_dict_round_trip(make):
     source, target = make(), make()
     for param in source.parameters():
         torch.nn.init.normal_(param, std=0.3)
@@ -80,7 +80,7 @@ def test_a_state_dict_makes_another_module_the_same(make):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("assign", [True, False])
-def test_linear_loads_what_torch_nn_linear_saved(bias, assign):
+def test_linear_loads_torch_nn_linear_state(bias, assign):
     theirs = torch.nn.Linear(WIDTH, WIDTH, bias=bias)
     ours = ops.Linear(WIDTH, WIDTH, bias=bias)
     x = rows()
@@ -89,7 +89,7 @@ def test_linear_loads_what_torch_nn_linear_saved(bias, assign):
     torch.testing.assert_close(ours(x), theirs(x))
 
 
-def test_a_sequential_of_linears_loads_what_torch_nn_sequential_saved():
+def test_sequential_loads_torch_nn_sequential_state():
     theirs = torch.nn.Sequential(
         torch.nn.Linear(WIDTH, 16), torch.nn.GELU(approximate="tanh"), torch.nn.Linear(16, WIDTH)
     )
@@ -98,7 +98,7 @@ def test_a_sequential_of_linears_loads_what_torch_nn_sequential_saved():
     torch.testing.assert_close(ours(x), theirs(x))
 
 
-def test_missing_and_unexpected_keys_are_reported_by_name():
+def test_missing_and_unexpected_keys_are_reported():
     seq = ops.Sequential(ops.Linear(WIDTH, WIDTH), ops.RMSNorm(WIDTH))
     state = seq.state_dict()
     del state["0.weight"]
@@ -112,20 +112,20 @@ def test_missing_and_unexpected_keys_are_reported_by_name():
     assert all(key in str(caught.value) for key in [*missing, *unexpected])
 
 
-def test_a_bias_for_a_linear_without_one_is_unexpected():
+def test_bias_key_without_bias_is_unexpected():
     ours = ops.Linear(WIDTH, WIDTH, bias=False)
     with pytest.raises(RuntimeError, match="[Uu]nexpected.*bias"):
         ours.load_state_dict(torch.nn.Linear(WIDTH, WIDTH).state_dict())
 
 
-def test_a_wrong_shape_is_reported_with_the_name_and_both_shapes():
+def test_wrong_shape_is_reported_with_both_shapes():
     ours = ops.Linear(WIDTH, WIDTH)
     with pytest.raises(RuntimeError, match="size mismatch for .*weight"):
         ours.load_state_dict(ops.Linear(WIDTH, 2 * WIDTH).state_dict())
 
 
 @models
-def test_parameters_assigned_from_a_state_dict_are_the_ones_used_and_trained(make):
+def test_parameters_assigned_from_state_dict_are_used_and_trained(make):
     target = make()
     target(rows())
     target.load_state_dict(make().state_dict(), assign=True)
@@ -141,7 +141,7 @@ def test_parameters_assigned_from_a_state_dict_are_the_ones_used_and_trained(mak
     torch.testing.assert_close(twin(x), target(x), rtol=0, atol=0)
 
 
-def test_every_parameter_is_registered_once_and_under_torchs_names():
+def test_parameters_are_registered_once_under_torch_names():
     linear = ops.Linear(WIDTH, WIDTH)
     assert [name for name, _ in linear.named_parameters(remove_duplicate=False)] == ["weight", "bias"]
     assert linear.basic_ops[0].weight is linear.weight and linear.basic_ops[1].bias is linear.bias
@@ -150,13 +150,13 @@ def test_every_parameter_is_registered_once_and_under_torchs_names():
     assert ops.Linear(WIDTH, WIDTH, bias=False).bias is None
 
 
-def test_a_bias_cannot_be_given_to_a_linear_made_without():
+def test_bias_cannot_be_added_to_linear_without_bias():
     linear = ops.Linear(WIDTH, WIDTH, bias=False)
     with pytest.raises(ValueError, match="bias"):
         linear.bias = torch.nn.Parameter(torch.zeros(WIDTH))
 
 
-def test_tied_weights_collect_both_gradients():
+def test_tied_weights_get_both_gradients():
     seq = ops.Sequential(ops.Linear(WIDTH, WIDTH), ops.GELU(), ops.Linear(WIDTH, WIDTH))
     seq[2].weight = seq[0].weight
     assert len(list(seq.parameters())) == 3
@@ -180,7 +180,7 @@ def through_torch_save(module):
 @models
 @pytest.mark.parametrize("called", [False, True], ids=["fresh", "called"])
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_torch_save])
-def test_a_copy_is_equal_and_trains_on_its_own(make, called, copied):
+def test_copy_is_equal_and_independent(make, called, copied):
     module, x = make(), rows()
     if called:
         module(x).sum().backward()
@@ -198,7 +198,7 @@ def test_a_copy_is_equal_and_trains_on_its_own(make, called, copied):
     assert_trains_like_torch(other)
 
 
-def test_a_copy_keeps_options_mode_hooks_and_channels():
+def test_copy_keeps_options_mode_hooks_and_channels():
     module, seen = block(), []
     module[1].zero_centered_gamma = True
     module.append(ops.Dropout(0.25))
@@ -212,7 +212,7 @@ def test_a_copy_keeps_options_mode_hooks_and_channels():
     assert seen == [1]
 
 
-def test_a_state_dict_survives_torch_load_with_weights_only():
+def test_state_dict_loads_with_weights_only():
     file, module, other = io.BytesIO(), block(), block()
     torch.save(module.state_dict(), file)
     file.seek(0)
@@ -223,7 +223,7 @@ def test_a_state_dict_survives_torch_load_with_weights_only():
 
 @models
 @pytest.mark.parametrize("cast", [lambda m: m.to(torch.float64), lambda m: m.double(), lambda m: m.bfloat16().double()])
-def test_a_cast_module_computes_and_trains_in_its_new_dtype(make, cast):
+def test_cast_module_computes_and_trains_in_new_dtype(make, cast):
     module = make()
     module(rows())
     module = cast(module)
@@ -231,7 +231,7 @@ def test_a_cast_module_computes_and_trains_in_its_new_dtype(make, cast):
     assert_trains_like_torch(module)
 
 
-def test_half_and_back():
+def test_cast_to_half_and_back():
     module = mlp().half()
     x = rows(dtype=torch.float16, requires_grad=True)
     y = module(x)
@@ -241,7 +241,7 @@ def test_half_and_back():
     assert module.float()(rows()).dtype == torch.float32
 
 
-def test_the_default_device_and_dtype_are_torchs():
+def test_default_device_and_dtype_are_torch_defaults():
     with torch.device("meta"):
         assert {p.device.type for p in block().parameters()} == {"meta"}
     torch.set_default_dtype(torch.float64)
@@ -252,13 +252,13 @@ def test_the_default_device_and_dtype_are_torchs():
 
 
 @models
-def test_a_module_made_on_meta_runs_on_meta(make):
+def test_meta_module_runs_on_meta(make):
     y = make(device="meta")(rows(device="meta"))
     assert y.device.type == "meta" and y.shape == (4, WIDTH)
 
 
 @models
-def test_to_empty_and_reset_parameters_make_a_meta_module_real(make):
+def test_to_empty_and_reset_parameters_materialize_meta_module(make):
     module = make(device="meta").to_empty(device="cpu")
     for child in module.modules():
         if hasattr(child, "reset_parameters"):
@@ -267,7 +267,7 @@ def test_to_empty_and_reset_parameters_make_a_meta_module_real(make):
 
 
 @models
-def test_the_first_call_materialises_a_meta_module_and_it_trains(make):
+def test_first_call_materializes_meta_module(make):
     module = make(device="meta")
     module(rows()).sum().backward()
     assert all(p.device.type == "cpu" and p.grad is not None for p in module.parameters())
@@ -280,7 +280,7 @@ def test_the_first_call_materialises_a_meta_module_and_it_trains(make):
     assert not torch.equal(module(x), before)
 
 
-def test_a_meta_module_is_initialised_as_a_real_one_is():
+def test_meta_module_is_initialized_like_real_module():
     x, late = rows(), ops.Linear(WIDTH, WIDTH, device="meta")
     torch.manual_seed(5)
     real = ops.Linear(WIDTH, WIDTH)
@@ -289,7 +289,7 @@ def test_a_meta_module_is_initialised_as_a_real_one_is():
     torch.testing.assert_close(late.weight, real.weight, rtol=0, atol=0)
 
 
-def test_asking_a_meta_module_about_its_extra_tensors_does_not_keep_it_from_materialising():
+def test_num_extra_inputs_does_not_block_materialization():
     module = block(device="meta")
     assert (module.num_extra_inputs, module.num_extra_outputs) == (0, 0)
     module(rows()).sum().backward()
@@ -297,7 +297,7 @@ def test_asking_a_meta_module_about_its_extra_tensors_does_not_keep_it_from_mate
 
 
 @models
-def test_a_state_dict_assigned_to_a_meta_module_makes_it_real(make):
+def test_state_dict_assigned_to_meta_module_materializes_it(make):
     source, target = make(), make(device="meta")
     target.load_state_dict(source.state_dict(), assign=True)
     x = rows()
@@ -305,7 +305,7 @@ def test_a_state_dict_assigned_to_a_meta_module_makes_it_real(make):
     assert_trains_like_torch(target)
 
 
-def test_a_parameter_already_given_survives_the_materialisation_of_the_others():
+def test_existing_parameter_survives_materialization():
     norm = ops.LayerNorm(WIDTH, device="meta")
     given = norm.weight = torch.nn.Parameter(torch.full((WIDTH,), 3.0))
     norm(rows())
@@ -314,7 +314,7 @@ def test_a_parameter_already_given_survives_the_materialisation_of_the_others():
     torch.testing.assert_close(norm.bias.detach(), torch.zeros(WIDTH))
 
 
-def test_a_plain_meta_module_in_a_sequential_fails_as_it_would_alone():
+def test_plain_meta_module_in_sequential_fails_as_alone():
     seq = ops.Sequential(ops.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH, device="meta"))
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         seq(rows())
@@ -338,7 +338,7 @@ parametrized = pytest.mark.parametrize("make", PARAMETRIZED.values(), ids=PARAME
 
 @parametrized
 @pytest.mark.parametrize("in_sequential", [False, True], ids=["alone", "in a Sequential"])
-def test_a_parametrized_weight_is_computed_and_its_original_trained(make, in_sequential):
+def test_parametrized_weight_is_used_and_original_trained(make, in_sequential):
     op, x = make(), rows()
     module = ops.Sequential(ops.Identity(), op) if in_sequential else op
     module(x)
@@ -356,7 +356,7 @@ def test_a_parametrized_weight_is_computed_and_its_original_trained(make, in_seq
 
 
 @parametrized
-def test_a_parametrized_operation_can_be_saved_and_loaded(make):
+def test_parametrized_op_can_be_saved_and_loaded(make):
     source, target, x = make(), make(), rows()
     for op in (source, target):
         torch.nn.utils.parametrize.register_parametrization(op, "weight", Doubled())
@@ -390,7 +390,7 @@ def test_weight_norm_works_on_linear(normalize):
 
 
 @models
-def test_functional_call_computes_with_the_given_parameters(make):
+def test_functional_call_computes_with_given_parameters(make):
     module, x = make(), rows()
     module(x)
     given = {name: (0.3 * torch.randn_like(param)).requires_grad_() for name, param in module.named_parameters()}
@@ -437,7 +437,7 @@ def test_hooks_on_parameters_see_and_change_gradients():
     assert sorted(seen) == sorted(id(p) for p in params)
 
 
-def test_outputs_keep_their_gradient_and_run_their_hooks():
+def test_outputs_retain_grad_and_run_hooks():
     module, x, seen = block(), rows(), []
     y = module(x)
     y.retain_grad()
@@ -447,7 +447,7 @@ def test_outputs_keep_their_gradient_and_run_their_hooks():
     assert len(seen) == 1
 
 
-def test_gradients_of_some_inputs_equal_those_of_all():
+def test_gradients_of_subset_equal_gradients_of_all():
     module, x = block(), rows(requires_grad=True)
     every = gradients(plain(module, x), module, x)
     inputs = [x, *module.parameters()]
@@ -460,7 +460,7 @@ def test_gradients_of_some_inputs_equal_those_of_all():
     assert all(t.grad is None for i, t in enumerate(inputs) if i != 2)
 
 
-def test_an_unused_extra_output_counts_as_zero_gradient():
+def test_unused_extra_output_has_zero_gradient():
     seq, x = ops.Sequential(ops.Linear(WIDTH, WIDTH), ops.MakeExtraOutput(), ops.GELU()), rows(requires_grad=True)
     main, extra = seq(x)
     expected = plain(seq, x)
@@ -471,7 +471,7 @@ def test_an_unused_extra_output_counts_as_zero_gradient():
         )
 
 
-def test_a_retained_graph_gives_the_same_gradients_again():
+def test_retained_graph_gives_same_gradients_again():
     module, x = block(), rows(requires_grad=True)
     y = module(x).square().sum()
     inputs = [x, *module.parameters()]
@@ -482,7 +482,7 @@ def test_a_retained_graph_gives_the_same_gradients_again():
 
 
 @models
-def test_backward_twice_without_retaining_raises_as_in_torch(make):
+def test_second_backward_without_retain_graph_raises(make):
     y = make()(rows())
     weights = torch.ones_like(y)
     y.backward(weights)
@@ -491,7 +491,7 @@ def test_backward_twice_without_retaining_raises_as_in_torch(make):
 
 
 @pytest.mark.parametrize("which", ["input", "weight"])
-def test_changing_a_saved_tensor_in_place_before_backward_raises(which):
+def test_changing_saved_tensor_in_place_raises(which):
     module = mlp()
     scale = torch.ones((), requires_grad=True)
     x = rows() * scale
@@ -502,7 +502,7 @@ def test_changing_a_saved_tensor_in_place_before_backward_raises(which):
         y.sum().backward()
 
 
-def test_changing_a_tensor_that_backward_does_not_need_is_fine():
+def test_changing_tensor_not_needed_by_backward_is_allowed():
     module, x = ops.Sequential(ops.ConstantScale(2.0), ops.Bias(WIDTH)), rows(requires_grad=True)
     inner = x * 1
     y = module(inner)
@@ -525,7 +525,7 @@ ALIASING = {
 
 @pytest.mark.parametrize("kind", ALIASING)
 @pytest.mark.parametrize("leaf", [True, False])
-def test_writing_into_an_output_is_right_or_raises(kind, leaf):
+def test_writing_into_output_is_correct_or_raises(kind, leaf):
     op = ALIASING[kind]()
     source = rows(requires_grad=True)
     x = source if leaf else source * 1
@@ -544,7 +544,7 @@ def test_writing_into_an_output_is_right_or_raises(kind, leaf):
     torch.testing.assert_close(source.grad, torch.autograd.grad(expected, source)[0])
 
 
-def test_writing_into_an_extra_output_that_is_the_input_is_right_or_raises():
+def test_writing_into_extra_output_aliasing_input_is_correct_or_raises():
     seq = ops.Sequential(ops.MakeExtraOutput(), ops.Linear(WIDTH, WIDTH))
     source = rows(requires_grad=True)
     main, extra = seq(source * 1)
@@ -559,7 +559,7 @@ def test_writing_into_an_extra_output_that_is_the_input_is_right_or_raises():
 
 
 @pytest.mark.parametrize("kind", ALIASING)
-def test_writing_into_an_output_without_gradients_does_what_a_view_does(kind):
+def test_writing_into_output_without_grad_acts_as_view(kind):
     op, x = ALIASING[kind](), rows()
     with torch.no_grad():
         y = op(x)
@@ -571,7 +571,7 @@ def test_writing_into_an_output_without_gradients_does_what_a_view_does(kind):
 # ---- torch's own tools ----
 
 
-def test_anomaly_mode_names_the_pipeline_that_made_nan():
+def test_anomaly_mode_names_pipeline_with_nan():
     module = mlp()
     with torch.no_grad():
         module[0].weight.fill_(float("inf"))
@@ -590,7 +590,7 @@ def test_anomaly_mode_changes_no_gradient():
     torch.testing.assert_close(got, gradients(plain(module, x), module, x))
 
 
-def test_the_profiler_shows_pipelines_and_their_backward():
+def test_profiler_shows_pipelines_and_backward():
     module = block()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         module(rows(requires_grad=True)).sum().backward()
@@ -600,7 +600,7 @@ def test_the_profiler_shows_pipelines_and_their_backward():
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing_gives_the_same_values_and_gradients(use_reentrant):
+def test_activation_checkpointing_gives_same_results(use_reentrant):
     module, x = block().append(ops.Dropout(0.5)), rows(16, requires_grad=True)
     torch.manual_seed(3)
     expected = module(x)
@@ -637,7 +637,7 @@ class Remembers(ops.BasicOperation):
 
 
 @pytest.mark.parametrize("python_op", [False, True], ids=["native", "with an operation in Python"])
-def test_saved_tensor_hooks_see_every_tensor_that_backward_uses(python_op):
+def test_saved_tensor_hooks_see_every_saved_tensor(python_op):
     """Backward computes with what unpack returns; zeros would not reach a tensor that was kept beside the hooks."""
     module = mlp()
     if python_op:
@@ -662,7 +662,7 @@ def test_save_on_cpu_changes_no_gradient():
 
 
 @pytest.mark.parametrize("when", ["pack", "unpack"])
-def test_an_exception_in_a_saved_tensor_hook_keeps_its_type(when):
+def test_exception_in_saved_tensor_hook_keeps_type(when):
     class DiskFull(Exception):
         pass
 
@@ -678,13 +678,13 @@ def test_an_exception_in_a_saved_tensor_hook_keeps_its_type(when):
     module(rows()).sum().backward()
 
 
-def test_saved_tensors_disabled_by_context_are_refused():
+def test_disabled_saved_tensors_raise():
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"), pytest.raises(RuntimeError, match="not here"):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             mlp()(rows())
 
 
-def test_inference_mode_computes_the_same_and_records_nothing():
+def test_inference_mode_gives_same_values_without_graph():
     module, x = block(), rows()
     expected = plain(module, x)
     with torch.inference_mode():
@@ -698,7 +698,7 @@ def test_inference_mode_computes_the_same_and_records_nothing():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_casts_products_and_leaves_gradients_in_their_own_dtype(dtype):
+def test_autocast_casts_gemms_and_keeps_gradient_dtypes(dtype):
     module, x = mlp(bias=False), rows(requires_grad=True)
     with torch.autocast("cpu", dtype=dtype):
         y = module(x)
@@ -716,7 +716,7 @@ def test_linear_with_bias_returns_the_autocast_dtype():
         assert ops.Linear(WIDTH, WIDTH)(rows()).dtype == torch.bfloat16
 
 
-def test_backward_outside_of_autocast_uses_the_dtypes_of_forward():
+def test_backward_outside_autocast_uses_forward_dtypes():
     module, x = mlp(), rows(requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = torch.autograd.grad(module(x).float().sum(), [x, *module.parameters()])
@@ -734,7 +734,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_an_optimizer_trains_it_as_it_trains_torch(kind):
+def test_optimizer_trains_weft_like_torch(kind):
     module = block()
     other, x, target = copy.deepcopy(module), rows(16), rows(16)
     for model, call in ((module, module), (other, lambda x: plain(other, x))):
@@ -746,7 +746,7 @@ def test_an_optimizer_trains_it_as_it_trains_torch(kind):
     torch.testing.assert_close(list(module.parameters()), list(other.parameters()), rtol=1e-4, atol=1e-5)
 
 
-def test_optimizer_in_backward_frees_gradients_as_they_come():
+def test_optimizer_in_backward_frees_gradients():
     module, x = block(), rows()
     before = [p.detach().clone() for p in module.parameters()]
     for param in module.parameters():
@@ -772,19 +772,19 @@ def test_swa_and_parameter_vectors_work():
     torch.testing.assert_close(module(x), x)
 
 
-def test_apply_and_named_modules_reach_every_operation():
+def test_apply_and_named_modules_reach_every_op():
     module, seen = block(), []
     module.apply(lambda m: seen.append(type(m).__name__))
     assert seen == ["MakeExtraOutput", "RMSNorm", "Linear", "GELU", "Linear", "AddExtraInput", "Sequential"]
     assert [name for name, _ in module.named_modules()] == ["", "0", "1", "2", "3", "4", "5"]
 
 
-def test_printing_shows_the_options():
+def test_repr_shows_options():
     assert repr(ops.Linear(3, 4, bias=False)) == "Linear(in_features=3, out_features=4, bias=False)"
     assert "eps=0.5" in repr(ops.RMSNorm(4, eps=0.5))
 
 
-def test_importing_weft_costs_little_beyond_torch():
+def test_import_is_cheap():
     """The compiler, which takes a second to import, comes with the first compilation."""
     code = "import sys, weft; print('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -68,13 +68,13 @@ MODELS = {
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_thousand_training_steps_hold_the_memory_of_the_first_hundred(model):
+def test_1000_training_steps_do_not_grow_memory(model):
     at_100, at_1000 = in_fresh_process(TRAINING.format(model=MODELS[model]))
     print(f"resident {at_100 / 2**20:.1f} MiB after 100 steps, {at_1000 / 2**20:.1f} MiB after 1,000")
     assert abs(at_1000 - at_100) <= 0.01 * at_100
 
 
-def test_a_thousand_token_counts_hold_the_memory_of_the_largest():
+def test_1000_token_counts_do_not_grow_memory():
     before, after = in_fresh_process("""
         model = ops.Sequential(ops.RMSNorm(64), ops.Linear(64, 128), ops.GELU(), ops.Linear(128, 64))
         x = torch.randn(1100, 64)
@@ -89,7 +89,7 @@ def test_a_thousand_token_counts_hold_the_memory_of_the_largest():
     assert after - before <= 0.01 * before
 
 
-def test_making_and_dropping_modules_holds_memory():
+def test_creating_and_dropping_modules_does_not_grow_memory():
     before, after = in_fresh_process("""
         x = torch.randn(4, 64)
         def use():
@@ -139,7 +139,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("kind", MODULES)
-def test_a_dropped_module_is_freed(kind):
+def test_dropped_module_is_freed(kind):
     module = MODULES[kind]()
     module(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
     with torch.no_grad():
@@ -150,7 +150,7 @@ def test_a_dropped_module_is_freed(kind):
     assert [ref() for ref in watched if ref() is not None] == []
 
 
-def test_a_removed_operation_is_freed_after_the_next_call():
+def test_removed_op_is_freed_after_next_call():
     seq = ops.Sequential(ops.Identity(), ops.Linear(WIDTH, WIDTH))
     seq(torch.randn(2, WIDTH))
     removed = weakref.ref(seq[1])
@@ -160,7 +160,7 @@ def test_a_removed_operation_is_freed_after_the_next_call():
     assert removed() is None
 
 
-def test_a_removed_fusion_function_and_its_operations_are_freed():
+def test_removed_fusion_function_is_freed():
     class Fused(ops.FusedOperation):
         def fuser_forward(self, basic_op_ctxs, input_, **_):
             return input_, [()]
@@ -207,7 +207,7 @@ def test_saved_tensors_are_released_by_backward(python_op):
 
 
 @pytest.mark.parametrize("kind", ["Linear", "Sequential", "operation in Python"])
-def test_an_input_lives_until_backward_and_not_longer(kind):
+def test_input_is_freed_after_backward(kind):
     module = MODULES[kind]()
     x = torch.randn(2, WIDTH)
     scale = torch.ones((), requires_grad=True)
@@ -221,7 +221,7 @@ def test_an_input_lives_until_backward_and_not_longer(kind):
     assert watched() is None
 
 
-def test_a_call_without_gradients_keeps_nothing():
+def test_call_without_grad_saves_nothing():
     module = MODULES["Sequential with an operation in Python"]()
     x = torch.randn(2, WIDTH)
     watched = weakref.ref(x)
@@ -232,7 +232,7 @@ def test_a_call_without_gradients_keeps_nothing():
     assert watched() is None and y.grad_fn is None
 
 
-def test_dropping_the_output_without_backward_frees_the_graph():
+def test_dropping_output_frees_graph():
     module = ops.Sequential(ops.Linear(WIDTH, WIDTH), Doubled(), ops.GELU())
     x = torch.randn(2, WIDTH)
     watched = weakref.ref(x)
@@ -242,7 +242,7 @@ def test_dropping_the_output_without_backward_frees_the_graph():
     assert watched() is None
 
 
-def test_an_operation_that_keeps_its_own_output_is_freed_with_it():
+def test_op_that_keeps_its_output_is_freed():
     """The output's graph holds the operation's context, and the operation holds the output."""
 
     class Keeps(Doubled):

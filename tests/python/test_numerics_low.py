@@ -104,12 +104,12 @@ def check(make: Callable[[], list[torch.nn.Module]], m: int, h: int, dtype: torc
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_fusion_is_as_exact_as_eager(name, dtype):
+def test_fusion_is_as_accurate_as_eager(name, dtype):
     check(SAMPLES[name], M, H, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gated", [False, True], ids=["gelu", "swiglu"])
 @pytest.mark.parametrize("m, h, f", BLOCKS)
-def test_a_block_is_as_exact_as_eager(m, h, f, gated, dtype):
+def test_block_is_as_accurate_as_eager(m, h, f, gated, dtype):
     check(lambda: block(h, f, gated), m, h, dtype)

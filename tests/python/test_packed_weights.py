@@ -173,7 +173,7 @@ CHANGES = RECORDED | UNRECORDED | REPLACED
 
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("change", CHANGES)
-def test_changed_weight_counts_at_the_next_use(change, module):
+def test_changed_weight_is_used_at_next_call(change, module):
     module, x = MODULES[module](), batch()
     for _ in range(3):
         results(module, x)
@@ -186,7 +186,7 @@ def test_changed_weight_counts_at_the_next_use(change, module):
 
 
 @torch.no_grad()
-def test_structured_changes_count():
+def test_structured_changes_are_used():
     """Changes that sums over a weight do not see."""
     identity = torch.eye(SIZE, dtype=BF16)
     dense = torch.randn(SIZE, SIZE).to(BF16)
@@ -206,7 +206,7 @@ def test_structured_changes_count():
             assert torch.equal(module(x), copy.deepcopy(module)(x))
 
 
-def test_weights_that_are_not_frozen_keep_nothing():
+def test_unfrozen_weights_keep_no_packed_copy():
     module, x = linear(), batch()
     assert [counted(module, x) for _ in range(4)] == [set()] * 4
     assert weft.packed_bytes() == 0
@@ -215,7 +215,7 @@ def test_weights_that_are_not_frozen_keep_nothing():
 # ---- Frozen weights --------------------------------------------------------------------------------------------------
 
 
-def test_frozen_weight_is_packed_once_whatever_the_number_of_rows():
+def test_frozen_weight_is_packed_once():
     module = weft.prepack(linear())
     assert [counted(module, batch(rows)) for rows in (ROWS, 33, 1024, 64)] == [{"packed"}, *[{"reused"}] * 3]
     assert is_right(module, batch()) and is_right(module, batch(40))
@@ -225,7 +225,7 @@ def test_frozen_weight_is_packed_once_whatever_the_number_of_rows():
 
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("change", RECORDED)
-def test_recorded_change_of_a_frozen_weight_raises(change, module):
+def test_recorded_change_of_frozen_weight_raises(change, module):
     module, x = weft.prepack(MODULES[module]()), batch()
     for _ in range(2):
         results(module, x)
@@ -237,7 +237,7 @@ def test_recorded_change_of_a_frozen_weight_raises(change, module):
         assert is_right(module, x)
 
 
-def test_error_names_the_weight():
+def test_error_names_weight():
     model = torch.nn.ModuleDict({"mlp": MODULES["pair"]()})
     weft.prepack(model)
     with torch.no_grad():
@@ -248,7 +248,7 @@ def test_error_names_the_weight():
 
 
 @pytest.mark.parametrize("change", UNRECORDED)
-def test_unrecorded_change_of_a_frozen_weight_counts_after_prepack(change):
+def test_unrecorded_change_takes_effect_after_prepack(change):
     module, x = weft.prepack(linear()), batch()
     before = results(module, x)[0]
     CHANGES[change](module)
@@ -267,7 +267,7 @@ def test_replaced_weight_is_not_frozen(change):
         by_numpy(module)
 
 
-def test_change_after_thawing_counts():
+def test_change_after_unfreezing_takes_effect():
     module, x = weft.prepack(linear()), batch()
     results(module, x)
     weft.prepack(module, frozen=False)
@@ -275,7 +275,7 @@ def test_change_after_thawing_counts():
     assert is_right(module, x)
 
 
-def test_other_weights_in_the_storage_may_change():
+def test_other_weights_in_same_storage_may_change():
     both, x = torch.randn(2, SIZE, SIZE, dtype=BF16), batch()
     teacher, student = linear(), linear()
     teacher.weight, student.weight = (torch.nn.Parameter(w) for w in both)
@@ -285,7 +285,7 @@ def test_other_weights_in_the_storage_may_change():
         both[1] *= 2  # moves the version counter of all three
 
 
-def test_weight_with_gaps_between_its_rows_can_be_frozen():
+def test_weight_with_row_stride_can_be_frozen():
     module, x = linear(), batch()
     wide = torch.randn(SIZE, SIZE + 24, dtype=BF16)
     module.weight = torch.nn.Parameter(wide[:, 8 : 8 + SIZE])
@@ -299,7 +299,7 @@ def test_weight_with_gaps_between_its_rows_can_be_frozen():
 
 
 @pytest.mark.parametrize("copied", (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))))
-def test_copy_of_a_frozen_module_is_not_frozen(copied):
+def test_copy_of_frozen_module_is_not_frozen(copied):
     module, x = weft.prepack(MODULES["pair"]()), batch()
     results(module, x)
     other = copied(module)
@@ -307,7 +307,7 @@ def test_copy_of_a_frozen_module_is_not_frozen(copied):
     assert is_right(other, x) and is_right(module, x)
 
 
-def test_weight_in_memory_of_one_that_is_gone_is_another_weight():
+def test_reused_weight_memory_is_not_frozen():
     x, module, reused = batch(), linear(), 0
     for _ in range(20):
         module.weight = torch.nn.Parameter(torch.randn(SIZE, SIZE).to(BF16))
@@ -322,7 +322,7 @@ def test_weight_in_memory_of_one_that_is_gone_is_another_weight():
     assert reused > 0
 
 
-def test_weight_of_inference_mode_can_be_frozen():
+def test_inference_mode_weight_can_be_frozen():
     with torch.inference_mode():
         module, x = weft.prepack(linear()), batch()
         assert [counted(module, x) for _ in range(2)] == [{"packed"}, {"reused"}]
@@ -330,12 +330,12 @@ def test_weight_of_inference_mode_can_be_frozen():
         assert torch.equal(reused, weft.prepack(module, frozen=False)(x))
 
 
-def test_weight_without_values_cannot_be_frozen():
+def test_meta_weight_cannot_be_frozen():
     with pytest.raises(ValueError, match="Give it values first"):
         weft.prepack(linear(device="meta"))
 
 
-def test_prepack_says_what_it_takes():
+def test_prepack_rejects_non_modules():
     with pytest.raises(TypeError, match="expected a torch.nn.Module"):
         weft.prepack(torch.zeros(2))
 
@@ -377,7 +377,7 @@ def test_threads_share_frozen_weights_and_train_their_own():
     in_threads(use, use)
 
 
-def test_storages_that_only_python_holds_block_nobody():
+def test_python_only_storage_does_not_deadlock():
     """Such a storage cannot be touched without the GIL, which another thread may hold while it asks for counts."""
     x = batch()
     old = [weft.prepack(linear()) for _ in range(4)]
@@ -421,7 +421,7 @@ for line in sys.stdin:
 """
 
 
-def test_processes_freeze_one_weight_in_shared_memory_each_for_itself(tmp_path):
+def test_processes_freeze_shared_weight_independently(tmp_path):
     file = str(tmp_path / "weight")
     weight = torch.from_file(file, shared=True, size=64 * 64, dtype=BF16).fill_(1)
     ranks = [
@@ -482,7 +482,7 @@ def test_frozen_model_beyond_the_limit_keeps_what_fits():
     assert [counted(module, x) for module in modules] == [{"reused"}, {"reused"}, {"packed"}, set()]
 
 
-def test_smaller_limit_takes_effect_at_once():
+def test_smaller_limit_takes_effect_immediately():
     modules, x = [weft.prepack(linear()) for _ in range(3)], batch()
     for module in modules:
         counted(module, x)
@@ -493,7 +493,7 @@ def test_smaller_limit_takes_effect_at_once():
     assert counted(modules[0], x) == set()
 
 
-def test_copies_die_with_their_weights():
+def test_packed_copies_are_freed_with_weights():
     module, x = weft.prepack(MODULES["block"]()), batch()
     results(module, x)
     assert weft.packed_bytes() > 0
@@ -510,7 +510,7 @@ def test_negative_limit_is_rejected():
 @pytest.mark.parametrize(
     "word, printed", (("0", "0"), ("12345", "12345"), ("1G", "expected a number"), ("-1", "0 or more"))
 )
-def test_limit_is_read_from_the_environment(word, printed):
+def test_limit_is_read_from_environment(word, printed):
     done = subprocess.run(
         [sys.executable, "-c", "import weft; print(weft.packing_limit())"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "WEFT_PACKED_BYTES": word},
@@ -521,7 +521,7 @@ def test_limit_is_read_from_the_environment(word, printed):
     assert (done.returncode == 0) == word.isdigit()
 
 
-def test_explain_tells_how_much_is_kept():
+def test_explain_reports_packed_bytes():
     module, x = linear(), batch()
     assert "packed weights" not in module.explain(x).text
     results(weft.prepack(module), x)

@@ -60,7 +60,7 @@ class Recorder(ops.BasicOperation):
 
 
 @pytest.mark.parametrize("make", [mlp, lambda: ops.Linear(WIDTH, WIDTH), ops.GELU, lambda: ops.RMSNorm(WIDTH)])
-def test_a_hundred_unchanged_training_steps_make_no_plan(make):
+def test_unchanged_training_steps_make_no_plan(make):
     module = make()
     module(rows(requires_grad=True)).sum().backward()
     made = PlansMade(module)
@@ -72,7 +72,7 @@ def test_a_hundred_unchanged_training_steps_make_no_plan(make):
     assert made() == 0
 
 
-def test_a_thousand_token_counts_share_one_plan():
+def test_1000_token_counts_share_one_plan():
     module = mlp()
     x = torch.randn(1000, WIDTH)
     module(x[:1])
@@ -83,7 +83,7 @@ def test_a_thousand_token_counts_share_one_plan():
     torch.testing.assert_close(module(x[:777]), plain_mlp(module, x[:777]))
 
 
-def test_setting_attributes_of_other_modules_makes_no_plan():
+def test_attributes_of_other_modules_make_no_plan():
     module, other = mlp(), ops.ConstantScale(1.0)
     module(rows())
     made = PlansMade(module)
@@ -94,17 +94,17 @@ def test_setting_attributes_of_other_modules_makes_no_plan():
     assert made() == 0
 
 
-def test_a_sequential_of_several_pipelines_keeps_each_of_them():
+def test_sequential_keeps_each_pipeline():
     module = ops.Sequential(ops.Linear(WIDTH, WIDTH), torch.nn.Tanh(), ops.Linear(WIDTH, WIDTH))
     module(rows())
-    before = [group.runner for group in module._groups]
+    before = [segment.runner for segment in module._segments]
     for _ in range(20):
         module(rows())
-    assert [group.runner for group in module._groups] == before
+    assert [segment.runner for segment in module._segments] == before
     assert [runner.plans_made for runner in before if runner is not None] == [1, 1]
 
 
-def test_a_global_module_hook_does_not_make_single_operations_plan_every_call():
+def test_global_hook_does_not_replan_single_ops():
     op, seen = ops.GELU(), []
     op(rows())
     handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
@@ -118,7 +118,7 @@ def test_a_global_module_hook_does_not_make_single_operations_plan_every_call():
     assert seen == [op, op]
 
 
-def test_switching_between_training_and_inference_keeps_both_plans():
+def test_training_and_inference_plans_are_both_kept():
     module = mlp()
     module(rows())
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_switching_between_training_and_inference_keeps_both_plans():
     assert module._runner.plans_kept == 2
 
 
-def test_the_number_of_kept_plans_is_bounded():
+def test_number_of_kept_plans_is_bounded():
     module = ops.Sequential(*[ops.RMSNorm(WIDTH) for _ in range(5)])
     for frozen in itertools.product([False, True], repeat=5):
         for op, flag in zip(module, frozen, strict=True):
@@ -156,7 +156,7 @@ def test_the_number_of_kept_plans_is_bounded():
     ],
     ids=["attribute", "register_parameter", "_parameters", "attribute of the part", "load_state_dict(assign)"],
 )
-def test_a_replaced_parameter_is_used_and_trained_from_the_next_call(replace):
+def test_replaced_parameter_is_used_and_trained(replace):
     module = mlp()
     module(rows()).sum().backward()
     old = module[0].weight
@@ -174,7 +174,7 @@ def test_a_replaced_parameter_is_used_and_trained_from_the_next_call(replace):
     torch.testing.assert_close(old.grad, old_grad)
 
 
-def test_data_written_into_a_parameter_is_used():
+def test_data_written_into_parameter_is_used():
     module, x = mlp(), rows()
     module(x)
     made = PlansMade(module)
@@ -186,7 +186,7 @@ def test_data_written_into_a_parameter_is_used():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_casting_a_module_changes_the_next_call(dtype):
+def test_casting_module_changes_next_call(dtype):
     module, x = mlp(), rows()
     assert module(x).dtype == torch.float32
     module.to(dtype)
@@ -196,7 +196,7 @@ def test_casting_a_module_changes_the_next_call(dtype):
     assert {p.grad.dtype for p in module.parameters()} == {dtype}
 
 
-def test_a_frozen_weight_gets_no_gradient_and_saves_nothing():
+def test_frozen_weight_gets_no_grad():
     module = ops.Sequential(ops.Linear(WIDTH, WIDTH))
     saved = []
 
@@ -215,7 +215,7 @@ def test_a_frozen_weight_gets_no_gradient_and_saves_nothing():
     assert saves() > 0 and module[0].weight.grad is not None
 
 
-def test_no_gradient_is_propagated_below_the_last_tensor_that_needs_one():
+def test_no_gradient_below_last_tensor_that_requires_grad():
     below, between = Recorder(), Recorder()
     module = ops.Sequential(below, ops.Linear(WIDTH, WIDTH), between, ops.Linear(WIDTH, WIDTH))
     x = rows()
@@ -233,7 +233,7 @@ def test_no_gradient_is_propagated_below_the_last_tensor_that_needs_one():
     assert x.grad is not None
 
 
-def test_a_gradient_for_one_parameter_does_not_run_what_lies_below_it():
+def test_gradient_of_one_parameter_skips_ops_below():
     below = Recorder()
     module = ops.Sequential(ops.Linear(WIDTH, WIDTH), below, ops.Linear(WIDTH, WIDTH))
     y = module(rows(requires_grad=True))
@@ -243,7 +243,7 @@ def test_a_gradient_for_one_parameter_does_not_run_what_lies_below_it():
     assert below.backwards == 1
 
 
-def test_autocast_takes_effect_and_ends_with_its_block():
+def test_autocast_applies_inside_its_block_only():
     module, x = mlp(bias=False), rows()
     assert module(x).dtype == torch.float32
     for dtype in (torch.bfloat16, torch.float16):
@@ -265,7 +265,7 @@ HOOKS = {
 
 @pytest.mark.parametrize("kind", HOOKS)
 @pytest.mark.parametrize("index", [0, 1, 2])
-def test_a_new_hook_fires_at_the_next_call_and_its_removal_merges_again(kind, index):
+def test_new_hook_fires_and_removal_restores_fusion(kind, index):
     register, needs_backward = HOOKS[kind]
     module, x, seen = mlp(), rows(requires_grad=True), []
     module(x)
@@ -284,7 +284,7 @@ def test_a_new_hook_fires_at_the_next_call_and_its_removal_merges_again(kind, in
 
 
 @pytest.mark.parametrize("which", ["register_module_forward_hook", "register_module_forward_pre_hook"])
-def test_a_global_hook_sees_every_contained_operation_while_it_is_registered(which):
+def test_global_hook_sees_every_contained_op(which):
     module, seen = mlp(), []
     module(rows())
     handle = getattr(torch.nn.modules.module, which)(lambda m, *_: seen.append(m))
@@ -298,7 +298,7 @@ def test_a_global_hook_sees_every_contained_operation_while_it_is_registered(whi
     assert not seen
 
 
-def test_a_forward_hook_may_replace_the_output_of_a_contained_operation():
+def test_forward_hook_may_replace_output_of_contained_op():
     module, x = mlp(), rows()
     module(x)
     with_zeros = module[1].register_forward_hook(lambda op, args, output: torch.zeros_like(output))
@@ -322,7 +322,7 @@ def square_scales(functions_seen):
     return function
 
 
-def test_a_rule_registered_or_removed_takes_effect_at_the_next_call():
+def test_registering_or_removing_rule_takes_effect_at_next_call():
     module, x, seen = ops.Sequential(ops.ConstantScale(3.0), ops.Identity()), rows(), []
     torch.testing.assert_close(module(x), 3 * x)
     handle = ops.register_forward_fusion(square_scales(seen))
@@ -335,7 +335,7 @@ def test_a_rule_registered_or_removed_takes_effect_at_the_next_call():
     torch.testing.assert_close(module(x), 3 * x)
 
 
-def test_plans_made_under_older_rules_are_not_kept():
+def test_plans_of_old_rules_are_dropped():
     module, x = mlp(), rows()
     for _ in range(5):
         with ops.register_forward_fusion(lambda ops_, *, recipe: ops_):
@@ -366,7 +366,7 @@ def test_train_and_eval_switch_dropout():
     assert module._runner.plans_made == 2
 
 
-def test_dropout_probability_may_change():
+def test_dropout_probability_can_change():
     module, x = ops.Sequential(ops.Dropout(0.5)), torch.ones(8, 8)
     module(x)
     module[0].p = 0.0
@@ -395,7 +395,7 @@ STRUCTURE = {
 
 
 @pytest.mark.parametrize("edit", STRUCTURE)
-def test_an_edit_of_the_container_takes_effect_at_the_next_call(edit):
+def test_container_edit_takes_effect_at_next_call(edit):
     change, factor = STRUCTURE[edit]
     seq, x = ops.Sequential(ops.ConstantScale(2.0), ops.Identity()), rows()
     torch.testing.assert_close(seq(x), 2 * x)
@@ -405,14 +405,14 @@ def test_an_edit_of_the_container_takes_effect_at_the_next_call(edit):
     torch.testing.assert_close(seq(x), expected)
 
 
-def test_exchanging_two_operations_takes_effect():
+def test_swapping_two_ops_takes_effect():
     seq, x = ops.Sequential(ops.ConstantScale(-1.0), ops.ReLU()), rows()
     torch.testing.assert_close(seq(x), (-x).relu())
     seq[0], seq[1] = seq[1], seq[0]
     torch.testing.assert_close(seq(x), -(x.relu()))
 
 
-def test_a_method_put_over_an_operations_forward_is_called():
+def test_overridden_forward_of_op_is_called():
     seq, x = ops.Sequential(ops.Identity(), ops.ConstantScale(2.0)), rows()
     seq(x)
     seq[1].forward = lambda input_: input_ + 1
@@ -436,7 +436,7 @@ def in_threads(work, count: int = 2) -> list:
         return list(pool.map(start, range(count)))
 
 
-def test_two_threads_may_call_one_module_that_was_never_called_before():
+def test_concurrent_first_calls_work():
     for _ in range(20):
         module, x = mlp(), rows()
         expected = plain_mlp(module, x)
@@ -464,7 +464,7 @@ def test_threads_train_and_infer_with_one_module_at_once(python_op):
     assert module._runner.plans_kept <= 2
 
 
-def test_threads_may_call_while_rules_come_and_go():
+def test_threads_may_call_while_rules_change():
     module, x = mlp(), rows()
     expected = plain_mlp(module, x)
     done = threading.Event()
@@ -481,14 +481,14 @@ def test_threads_may_call_while_rules_come_and_go():
     in_threads(work, 3)
 
 
-def test_gradients_of_one_graph_may_be_taken_in_another_thread():
+def test_backward_may_run_in_another_thread():
     module, x = mlp(), rows(requires_grad=True)
     y = module(x)
     (grad,) = in_threads(lambda _: torch.autograd.grad(y.sum(), x)[0], 1)
     torch.testing.assert_close(grad, torch.autograd.grad(plain_mlp(module, x).sum(), x)[0])
 
 
-def test_threads_may_take_gradients_of_one_retained_graph_at_once():
+def test_threads_may_share_retained_graph():
     module, x = mlp().append(Recorder()), rows(16, requires_grad=True)
     y = module(x).sum()
     expected = torch.autograd.grad(y, x, retain_graph=True)

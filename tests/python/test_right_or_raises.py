@@ -42,7 +42,7 @@ WRONG_SIZES = {
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64), ids=str)
 @pytest.mark.parametrize("case", WRONG_SIZES)
-def test_parameter_of_the_wrong_size_raises(case, dtype):
+def test_parameter_of_wrong_size_raises(case, dtype):
     make, name, shape = WRONG_SIZES[case]
     module, x = make().to(dtype), torch.randn(300, 16, dtype=dtype)
     nested = ops.Sequential(module, ops.GELU())
@@ -70,7 +70,7 @@ def test_parameter_that_is_not_floating_point_raises():
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_strided_parameters_give_the_same_numbers(dtype):
+def test_strided_parameters_give_same_results(dtype):
     module, x = ops.Sequential(ops.LayerNorm(64), ops.Linear(64, 48)).to(dtype), torch.randn(300, 64).to(dtype)
     with torch.no_grad():
         for p in module.parameters():
@@ -78,9 +78,9 @@ def test_strided_parameters_give_the_same_numbers(dtype):
     want = module(x)
     for m in module:
         for name, p in list(m.named_parameters()):
-            spread = torch.empty(*p.shape, 2, dtype=dtype)
-            spread[..., 0] = p.detach()
-            setattr(m, name, Parameter(spread[..., 0]))
+            padded = torch.empty(*p.shape, 2, dtype=dtype)
+            padded[..., 0] = p.detach()
+            setattr(m, name, Parameter(padded[..., 0]))
     assert torch.equal(module(x), want)
 
 
@@ -95,7 +95,7 @@ RESHAPED = {
 
 
 @pytest.mark.parametrize("model", RESHAPED)
-def test_input_written_behind_a_reshape_is_detected(model):
+def test_input_written_through_reshape_is_detected(model):
     x = torch.randn(4, 2, 8, requires_grad=True) * 1
     y = RESHAPED[model]()(x)
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_input_written_behind_a_reshape_is_detected(model):
         y.sum().backward()
 
 
-def test_extra_output_written_behind_a_reshape_is_detected():
+def test_extra_output_written_through_reshape_is_detected():
     x = torch.randn(4, 8, requires_grad=True)
     y, e = ops.Sequential(ops.Linear(8, 8), ops.MakeExtraOutput(), ops.Reshape((-1, 4)), ops.SiLU())(x)
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_extra_output_written_behind_a_reshape_is_detected():
         y.sum().backward()
 
 
-def test_input_of_a_delayed_gradient_behind_a_reshape_is_watched():
+def test_delayed_gradient_detects_change_of_reshaped_input():
     linear, x = ops.Linear(8, 8, bias=False, delay_wgrad_compute=True), torch.ones(4, 8)
     ops.Sequential(ops.Reshape((4, 8)), linear)(x).sum().backward()
     x.mul_(100)
@@ -121,7 +121,7 @@ def test_input_of_a_delayed_gradient_behind_a_reshape_is_watched():
         linear.backward_dw()
 
 
-def test_output_gradient_of_a_delayed_gradient_behind_a_reshape_is_watched():
+def test_delayed_gradient_detects_change_of_reshaped_dy():
     linear, grad = ops.Linear(8, 8, bias=False, delay_wgrad_compute=True), torch.ones(2, 2, 8)
     ops.Sequential(linear, ops.Reshape((2, 2, 8)))(torch.ones(4, 8)).backward(grad)
     grad.mul_(100)
@@ -129,7 +129,7 @@ def test_output_gradient_of_a_delayed_gradient_behind_a_reshape_is_watched():
         linear.backward_dw()
 
 
-def test_grouped_input_of_a_delayed_gradient_is_watched():
+def test_delayed_gradient_detects_change_of_grouped_input():
     linear = ops.GroupedLinear(2, 8, 8, bias=False, delay_wgrad_compute=True)
     x = torch.ones(2, 2, 8)
     linear(x, torch.tensor([2, 2])).sum().backward()
@@ -141,7 +141,7 @@ def test_grouped_input_of_a_delayed_gradient_is_watched():
 # ---- what Python may exchange ----
 
 
-def test_exchanged_parameter_dictionary_is_used():
+def test_replaced_parameter_dict_is_used():
     for module in (ops.RMSNorm(8), ops.Linear(8, 8), ops.Sequential(ops.RMSNorm(8))):
         x = torch.randn(4, 8)
         module(x)
@@ -153,7 +153,7 @@ def test_exchanged_parameter_dictionary_is_used():
         assert module(x).abs().sum() == 0
 
 
-def test_exchanged_hook_dictionaries_keep_working():
+def test_replaced_hook_dicts_work():
     seq, x, ran = ops.Sequential(ops.GELU(), ops.ReLU()), torch.randn(4, 8), []
     seq(x)
     seq[0]._forward_hooks = OrderedDict()
@@ -163,7 +163,7 @@ def test_exchanged_hook_dictionaries_keep_working():
     assert ran
 
 
-def test_exchanged_children_run():
+def test_replaced_children_run():
     seq, x = ops.Sequential(ops.GELU()), torch.randn(4, 8)
     seq(x)
     seq._modules = {"0": ops.ReLU()}
@@ -184,7 +184,7 @@ def test_patched_forward_runs(monkeypatch):
     assert torch.allclose(seq(x), torch.nn.functional.gelu(x, approximate="tanh").relu())
 
 
-def test_call_of_a_subclass_runs():
+def test_subclass_call_runs():
     class Doubled(ops.GELU):
         def __call__(self, x):
             return 2 * super().__call__(x)
@@ -195,7 +195,7 @@ def test_call_of_a_subclass_runs():
     assert "__call__" in str(seq.explain(x))
 
 
-def test_patched_call_of_all_modules_runs(monkeypatch):
+def test_patched_module_call_runs(monkeypatch):
     x, seq, seen = torch.randn(4, 8), ops.Sequential(ops.GELU(), ops.ReLU()), []
     want = seq(x)
     original = torch.nn.Module.__call__
@@ -209,7 +209,7 @@ def test_patched_call_of_all_modules_runs(monkeypatch):
     assert seen == ["Sequential", "GELU", "ReLU"]
 
 
-def test_changed_class_of_a_child_is_noticed():
+def test_changed_class_of_child_is_detected():
     class Doubled(ops.GELU):
         def __call__(self, x):
             return 2 * super().__call__(x)
@@ -221,7 +221,7 @@ def test_changed_class_of_a_child_is_noticed():
 
 
 @pytest.mark.parametrize("make", (lambda: ops.Linear(8, 8), lambda: ops.RMSNorm(8), lambda: block()[0:1]))
-def test_copied_dictionary_does_not_share_the_pipeline(make):
+def test_copied_dict_does_not_share_pipeline(make):
     x = torch.randn(4, 8 if not isinstance(make(), ops.Sequential) else 32)
     module = make()
     module(x)
@@ -246,7 +246,7 @@ BAD_HOOKS = {
 
 @pytest.mark.parametrize("bad", BAD_HOOKS)
 @pytest.mark.parametrize("model", ("block", "linear", "norm", "dropout"))
-def test_hook_that_unpacks_something_else_raises(model, bad):
+def test_hook_that_unpacks_wrong_tensor_raises(model, bad):
     module = {
         "block": block,
         "linear": lambda: ops.Linear(32, 32),
@@ -260,7 +260,7 @@ def test_hook_that_unpacks_something_else_raises(model, bad):
         y.square().sum().backward()
 
 
-def test_hook_may_change_strides_and_move_to_another_place():
+def test_hook_may_change_strides_and_storage():
     module, x = block(), torch.randn(40, 32, requires_grad=True)
     (want,) = torch.autograd.grad(module(x).square().sum(), x)
 
@@ -283,7 +283,7 @@ def test_hook_sees_parameters_as_parameters():
 # ---- weights ----
 
 
-def test_backward_uses_the_weight_of_forward_after_data_is_set():
+def test_backward_uses_forward_weight_after_data_is_set():
     x = torch.randn(4, 32, requires_grad=True)
     module = block()
     (want,) = torch.autograd.grad(module(x).sum(), x)
@@ -293,7 +293,7 @@ def test_backward_uses_the_weight_of_forward_after_data_is_set():
     assert torch.equal(torch.autograd.grad(y, x)[0], want)
 
 
-def test_weight_written_in_place_between_the_passes_is_detected():
+def test_weight_written_between_passes_is_detected():
     linear, x = ops.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
     y = linear(x).sum()
     with torch.no_grad():
@@ -321,7 +321,7 @@ def test_overwritten_once_under_nested_backwards(depth, reentrant):
         assert torch.equal(linear.weight.main_grad, torch.full((8, 8), 12.0))
 
 
-def test_failed_backward_does_not_count_as_the_outer_one():
+def test_failed_backward_is_not_outer_backward():
     linear = ops.Linear(8, 8, bias=False, accumulate_into_main_grad=True)
     linear.weight.main_grad, linear.weight.overwrite_main_grad = torch.zeros(8, 8), True
     x = torch.ones(4, 8, requires_grad=True)
@@ -359,7 +359,7 @@ def test_nested_backward_of_unknown_outer_raises():
         Starts.apply(torch.ones(1, requires_grad=True)).sum().backward()
 
 
-def test_backward_dw_once_per_backward_however_often_the_module_ran():
+def test_backward_dw_runs_once_per_backward():
     linear, x = ops.Linear(8, 8, bias=False, delay_wgrad_compute=True), torch.ones(4, 8)
     (linear(x).sum() + linear(2 * x).sum()).backward()
     linear(x).sum().backward()
@@ -372,7 +372,7 @@ def test_backward_dw_once_per_backward_however_often_the_module_ran():
     assert torch.equal(linear.weight.grad, torch.full((8, 8), 16.0))
 
 
-def test_delayed_gradients_under_a_reentrant_checkpoint_are_one_backward():
+def test_reentrant_checkpoint_counts_as_one_delayed_backward():
     linear = ops.Linear(8, 8, bias=False, delay_wgrad_compute=True)
     x = torch.ones(4, 8, requires_grad=True)
     sum(checkpoint(linear, x * k, use_reentrant=True).sum() for k in (1, 2)).backward()
@@ -412,12 +412,12 @@ def kept_by_a_hook(f, x):
 
 
 @pytest.mark.parametrize("use", (accumulated, used_twice, kept_by_a_hook))
-def test_gradient_buffer_never_spoils_an_earlier_gradient(use):
+def test_gradient_buffer_keeps_earlier_gradients(use):
     buffer = torch.zeros(4, 8)
     assert torch.equal(grouped_gradient(use, grad_input=buffer), grouped_gradient(use))
 
 
-def test_gradient_buffer_is_passed_on_without_a_copy():
+def test_gradient_buffer_is_passed_on_without_copy():
     linear, buffer = ops.GroupedLinear(2, 8, 8, bias=False), torch.zeros(4, 8)
     seen = []
     for _ in range(3):
@@ -460,7 +460,7 @@ def test_process_exits_cleanly(case):
     assert done.returncode == 0, done.stderr
 
 
-def test_two_threads_exchange_parameters_of_their_own_modules():
+def test_threads_may_replace_parameters_of_their_modules():
     wrong = []
 
     def work(fill: float) -> None:

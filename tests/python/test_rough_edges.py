@@ -2,46 +2,46 @@
 (issue 3, row 3). Where each is tested:
 
 fuser.md §17
-   1  test_in_place_branch_before_a_linear_whose_output_is_added_keeps_the_weight_gradient, and across two Sequentials
-   2  test_in_place_add_on_a_channel_keeps_the_weight_gradient_and_the_input, and across two Sequentials
-   3  test_replaced_parameter_is_used_and_gets_the_gradient, test_parameters_made_on_meta_…
+   1  test_in_place_branch_keeps_weight_gradient, and across two Sequentials
+   2  test_in_place_channel_add_keeps_weight_gradient_and_input, and across two Sequentials
+   3  test_replaced_parameter_is_used_and_gets_gradient, test_meta_parameters_…
    4  quantization
-   5  test_cast_after_the_first_call_takes_effect (the rest is quantization)
-   6  test_compute_dtype_decides_whether_the_bias_joins_the_product
-   7  test_no_input_gradient_is_computed_below_the_last_one_that_is_wanted
+   5  test_cast_after_first_call_takes_effect (the rest is quantization)
+   6  test_compute_dtype_decides_bias_fusion
+   7  test_no_input_gradient_below_last_required_one
    8  a wish for more fusions; claims of speed, not of behaviour
-   9  test_subclass_of_an_operation_runs_like_its_base
-  10  test_extra_input_of_another_dtype_is_promoted_in_every_fusion, test_gradient_of_a_branch_keeps_its_dtype_…
-  11  test_extra_output_that_nobody_differentiates_adds_nothing
+   9  test_subclass_of_op_runs_like_base
+  10  test_extra_input_dtype_is_promoted_in_every_fusion, test_branch_gradient_keeps_dtype_…
+  11  test_undifferentiated_extra_output_adds_nothing
   12  userbuffers: tensor parallel
-  13  test_unknown_keyword_is_refused_for_every_part_of_a_linear
+  13  test_unknown_keyword_is_rejected_for_every_component
   14  the tests of the section "Sequential"
-  15  test_channels_can_be_bound_anew_at_any_time
-  16  test_fusion_function_takes_effect_at_the_next_call_and_can_be_removed
+  15  test_channels_can_be_rebound
+  16  test_fusion_function_takes_effect_and_can_be_removed
   17  test_checkpoint_holds_tensors_only (the rest is quantization)
-  18  test_second_backward_works_with_a_retained_graph_and_says_why_without; double backward: not here
-  19  test_call_leaves_no_marks_on_tensors
+  18  test_second_backward_needs_retained_graph; double backward: not here
+  19  test_call_sets_no_attributes_on_tensors
   20  test_operation_called_alone_plans_once
   21, 22  quantization      23  CUDA graphs      24  torch.compile is later work; recompute: ops.md §11.17 below
 
 ops.md §11
-   1  test_linear_loads_its_own_state_dict_strictly
+   1  test_linear_loads_own_state_dict_strictly
    2  as fuser.md §17.3
-   3  test_missing_weight_is_reported_not_raised, test_state_dict_of_a_torch_linear_loads
-   4  as fuser.md §17.7, and test_no_gradient_is_computed_for_a_frozen_parameter
+   3  test_missing_weight_is_reported_not_raised, test_torch_linear_state_dict_loads
+   4  as fuser.md §17.7, and test_frozen_parameter_gradient_is_not_computed
    5  test_fresh_linear_has_bounded_weights_and_no_bias (rows and columns: tensor parallel)
    6  quantization
-   7  test_collectives_of_one_rank_leave_their_input_alone
-   8  test_dropout_keeps_the_mean_for_every_p, …_draws_the_same_mask_in_every_dtype, …_of_everything_is_zero
-   9  test_scales_keep_their_precision
-  10  test_autocast_of_the_tensors_own_device_counts
-  11  test_parameters_can_be_reset_again_where_they_are
-  12  test_main_grad_is_accumulated_and_asked_for
-  13  test_option_that_needs_quantized_tensors_is_refused_by_name (interleaving: one test of speed elsewhere)
-  14  test_sm_margin_may_be_a_number_or_stages_and_no_environment_variable_counts
+   7  test_single_rank_collectives_keep_input
+   8  test_dropout_keeps_mean_for_every_p, …_draws_same_mask_in_every_dtype, …_with_p_one_is_zero
+   9  test_scales_keep_precision
+  10  test_autocast_of_tensor_device_applies
+  11  test_parameters_can_be_reset_in_place
+  12  test_main_grad_is_required_and_accumulated
+  13  test_quantization_option_is_rejected (interleaving: one test of speed elsewhere)
+  14  test_sm_margin_forms_and_no_environment_variable
   15  test_every_op.py, LayerNorm and RMSNorm with several trailing dimensions (there is no ONNX path)
-  16  test_documented_formulas_are_the_computed_ones
-  17  test_recomputed_activations_give_the_same_gradients_with_dropout (the rest is quantization)
+  16  test_documented_formulas_match_results
+  17  test_recomputation_with_dropout_gives_same_gradients (the rest is quantization)
   18, 19  test_every_op.py: every operation runs on the CPU, and in float64
   20  tensor parallel with quantization
 """
@@ -81,16 +81,16 @@ def clones(tensors):
     return [t.detach().clone() for t in tensors]
 
 
-def check(y: torch.Tensor, expected: torch.Tensor, wanted, unchanged=()) -> None:
-    """Values, all gradients in `wanted`, and that neither `unchanged` nor the incoming gradient is written to."""
+def check(y: torch.Tensor, expected: torch.Tensor, grad_inputs, unchanged=()) -> None:
+    """Values, all gradients in `grad_inputs`, and that neither `unchanged` nor the incoming gradient is written to."""
     torch.testing.assert_close(y, expected)
     dy = rows(*y.shape, requires_grad=False)
-    held = clones([dy, *wanted, *unchanged])
-    grads = torch.autograd.grad(y, wanted, dy, retain_graph=True)
-    torch.testing.assert_close(grads, torch.autograd.grad(expected, wanted, dy))
-    for before, after in zip(held, [dy, *wanted, *unchanged], strict=True):
+    held = clones([dy, *grad_inputs, *unchanged])
+    grads = torch.autograd.grad(y, grad_inputs, dy, retain_graph=True)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, grad_inputs, dy))
+    for before, after in zip(held, [dy, *grad_inputs, *unchanged], strict=True):
         assert torch.equal(before, after)
-    torch.testing.assert_close(grads, torch.autograd.grad(y, wanted, dy))  # and nothing that backward reads
+    torch.testing.assert_close(grads, torch.autograd.grad(y, grad_inputs, dy))  # and nothing that backward reads
 
 
 def count_calls(run, *names: str) -> int:
@@ -103,7 +103,7 @@ def count_calls(run, *names: str) -> int:
 
 
 @both
-def test_in_place_branch_before_a_linear_whose_output_is_added_keeps_the_weight_gradient(in_place):
+def test_in_place_branch_keeps_weight_gradient(in_place):
     linear, x = ops.Linear(WIDTH, WIDTH, **F64), rows()
     seq = weft.Sequential(fork("residual"), linear, join("residual", in_place))
     held = x.detach().clone()
@@ -113,7 +113,7 @@ def test_in_place_branch_before_a_linear_whose_output_is_added_keeps_the_weight_
 
 
 @both
-def test_in_place_branch_before_a_linear_whose_output_is_added_keeps_the_weight_gradient_across_two_sequentials(
+def test_in_place_branch_keeps_weight_gradient_across_sequentials(
     in_place,
 ):
     linear, x = ops.Linear(WIDTH, WIDTH, **F64), rows()
@@ -129,7 +129,7 @@ def test_in_place_branch_before_a_linear_whose_output_is_added_keeps_the_weight_
 
 
 @both
-def test_branch_keeps_the_weight_gradient_if_its_gradient_is_also_given_to_the_linear(in_place):
+def test_branch_keeps_weight_gradient_with_shared_dy(in_place):
     """One gradient tensor arrives at both outputs, as from a sum outside."""
     linear, x = ops.BasicLinear(WIDTH, WIDTH, **F64), rows()
     y, residual = weft.Sequential(ops.MakeExtraOutput(in_place=in_place), linear)(x)
@@ -143,7 +143,7 @@ def test_branch_keeps_the_weight_gradient_if_its_gradient_is_also_given_to_the_l
 
 
 @both
-def test_in_place_add_on_a_channel_keeps_the_weight_gradient_and_the_input(in_place):
+def test_in_place_channel_add_keeps_weight_gradient_and_input(in_place):
     linear, x = ops.Linear(WIDTH, WIDTH, **F64), rows()
     seq = weft.Sequential(fork("residual", in_place), linear, join("residual"))
     held = x.detach().clone()
@@ -153,7 +153,7 @@ def test_in_place_add_on_a_channel_keeps_the_weight_gradient_and_the_input(in_pl
 
 
 @both
-def test_in_place_add_on_a_channel_keeps_the_saved_input_of_a_linear_inside(in_place):
+def test_in_place_channel_add_keeps_saved_input(in_place):
     """The branch is no caller's tensor here, but the second linear keeps it for its weight gradient."""
     first, second, x = ops.Linear(WIDTH, WIDTH, **F64), ops.Linear(WIDTH, WIDTH, **F64), rows()
     y = weft.Sequential(first, fork("residual", in_place), second, join("residual"), ops.GELU())(x)
@@ -163,7 +163,7 @@ def test_in_place_add_on_a_channel_keeps_the_saved_input_of_a_linear_inside(in_p
 
 
 @both
-def test_in_place_add_keeps_the_weight_gradient_and_the_input_across_two_sequentials(in_place):
+def test_in_place_add_keeps_weight_gradient_and_input_across_sequentials(in_place):
     linear, x = ops.Linear(WIDTH, WIDTH, **F64), rows()
     held = x.detach().clone()
     middle, residual = weft.Sequential(ops.MakeExtraOutput(in_place=in_place), linear)(x)
@@ -172,13 +172,13 @@ def test_in_place_add_keeps_the_weight_gradient_and_the_input_across_two_sequent
     check(y, F.linear(x, linear.weight, linear.bias) + x, [x, linear.weight, linear.bias], [middle, residual])
 
 
-def test_in_place_add_with_fan_out_gives_every_reader_the_same_values():
+def test_in_place_add_with_fan_out_gives_same_values():
     x = rows()
     y = weft.Sequential(fork("r"), ops.SiLU(), join("r"), ops.ConstantScale(2.0), join("r"), join("r"))(x)
     check(y, 2 * (F.silu(x) + x) + 2 * x, [x])
 
 
-def test_in_place_add_leaves_an_extra_input_that_the_caller_only_views_alone():
+def test_in_place_add_keeps_viewed_extra_input():
     base, x = rows(10, WIDTH, requires_grad=False), rows()
     held = base.clone()
     weft.Sequential(ops.Linear(WIDTH, WIDTH, **F64), ops.AddExtraInput(in_place=True))(x, base[5:])
@@ -190,7 +190,7 @@ def test_in_place_add_leaves_an_extra_input_that_the_caller_only_views_alone():
 
 
 @pytest.mark.parametrize("build", (lambda op: op, lambda op: weft.Sequential(op)), ids=("alone", "Sequential"))
-def test_replaced_parameter_is_used_and_gets_the_gradient(build):
+def test_replaced_parameter_is_used_and_gets_gradient(build):
     linear, x = ops.Linear(WIDTH, WIDTH, **F64), rows()
     module = build(linear)
     module(x)
@@ -218,7 +218,7 @@ def test_replaced_parameter_is_used_and_gets_the_gradient(build):
     ),
     ids=("Linear", "BasicLinear", "LayerNorm", "pipeline", "two pipelines"),
 )
-def test_parameters_made_on_meta_become_real_at_the_first_call_and_train(build):
+def test_meta_parameters_materialize_at_first_call(build):
     module, x = build("meta"), rows(dtype=torch.float32)
     assert all(p.is_meta for p in module.parameters())
     torch.manual_seed(4)
@@ -230,7 +230,7 @@ def test_parameters_made_on_meta_become_real_at_the_first_call_and_train(build):
     torch.testing.assert_close(y, build("cpu")(x))
 
 
-def test_parameters_made_on_meta_can_be_made_real_by_hand_and_loaded():
+def test_meta_parameters_can_be_materialized_and_loaded():
     source, linear = ops.Linear(WIDTH, 3), ops.Linear(WIDTH, 3, device="meta")
     linear.to_empty(device="cpu").load_state_dict(source.state_dict())
     x = rows(dtype=torch.float32)
@@ -240,7 +240,7 @@ def test_parameters_made_on_meta_can_be_made_real_by_hand_and_loaded():
     torch.testing.assert_close(assigned(x), source(x))
 
 
-def test_cast_after_the_first_call_takes_effect():
+def test_cast_after_first_call_takes_effect():
     seq, x = weft.Sequential(ops.Linear(WIDTH, WIDTH), ops.LayerNorm(WIDTH)), rows(dtype=torch.float32)
     assert seq(x).dtype == torch.float32
     seq.bfloat16()
@@ -263,7 +263,7 @@ def test_cast_after_the_first_call_takes_effect():
         (torch.bfloat16, torch.float16),
     ),
 )
-def test_compute_dtype_decides_whether_the_bias_joins_the_product(weight, autocast):
+def test_compute_dtype_decides_bias_fusion(weight, autocast):
     linear, x = ops.Linear(WIDTH, WIDTH, dtype=weight), rows(dtype=torch.float32)
     with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
         y = linear(x)
@@ -272,7 +272,7 @@ def test_compute_dtype_decides_whether_the_bias_joins_the_product(weight, autoca
     assert plan.forward_rules == ["linear_bias"]
 
 
-def test_no_input_gradient_is_computed_below_the_last_one_that_is_wanted():
+def test_no_input_gradient_below_last_required_one():
     seq = weft.Sequential(
         ops.Linear(WIDTH, WIDTH, **F64),
         ops.GELU(),
@@ -295,7 +295,7 @@ def test_no_input_gradient_is_computed_below_the_last_one_that_is_wanted():
     assert products(x) == 4  # all the way down again, with one weight
 
 
-def test_no_gradient_is_computed_for_a_frozen_parameter():
+def test_frozen_parameter_gradient_is_not_computed():
     linear, norm, x = ops.Linear(WIDTH, WIDTH, **F64), ops.RMSNorm(WIDTH, **F64), rows()  # float64: plain ATen calls
 
     def sums(module):
@@ -314,7 +314,7 @@ def test_no_gradient_is_computed_for_a_frozen_parameter():
     assert linear.bias.grad is None
 
 
-def test_subclass_of_an_operation_runs_like_its_base():
+def test_subclass_of_op_runs_like_base():
     class Loud(ops.GELU):
         """Named by its user."""
 
@@ -332,7 +332,7 @@ def test_subclass_of_an_operation_runs_like_its_base():
     "middle", (ops.Identity(), ops.ConstantScale(-1.5), ops.Bias(WIDTH, dtype=torch.bfloat16)), ids=repr
 )
 @pytest.mark.parametrize("extra", (torch.float32, torch.bfloat16, torch.float64))
-def test_extra_input_of_another_dtype_is_promoted_in_every_fusion(extra, middle, in_place):
+def test_extra_input_dtype_is_promoted_in_every_fusion(extra, middle, in_place):
     linear = ops.BasicLinear(WIDTH, WIDTH, dtype=torch.bfloat16)
     x, e = rows(dtype=torch.bfloat16), rows(dtype=extra)
     held = e.detach().clone()
@@ -349,7 +349,7 @@ def test_extra_input_of_another_dtype_is_promoted_in_every_fusion(extra, middle,
 
 
 @both
-def test_gradient_of_a_branch_keeps_its_dtype_under_autocast(in_place):
+def test_branch_gradient_keeps_dtype_under_autocast(in_place):
     linear, x = ops.Linear(WIDTH, WIDTH), rows(dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y, residual = weft.Sequential(ops.MakeExtraOutput(in_place=in_place), linear)(x)
@@ -364,7 +364,7 @@ def test_gradient_of_a_branch_keeps_its_dtype_under_autocast(in_place):
 
 @both
 @pytest.mark.parametrize("then", (ops.RMSNorm(WIDTH, **F64), ops.Linear(WIDTH, WIDTH, **F64), ops.GELU()), ids=repr)
-def test_extra_output_that_nobody_differentiates_adds_nothing(then, in_place):
+def test_undifferentiated_extra_output_adds_nothing(then, in_place):
     x = rows()
     y, extra = weft.Sequential(ops.MakeExtraOutput(in_place=in_place), then)(x)
     assert torch.equal(extra, x)
@@ -372,7 +372,7 @@ def test_extra_output_that_nobody_differentiates_adds_nothing(then, in_place):
 
 
 @both
-def test_main_output_that_nobody_differentiates_adds_nothing(in_place):
+def test_undifferentiated_main_output_adds_nothing(in_place):
     x, linear = rows(), ops.Linear(WIDTH, WIDTH, **F64)
     _, extra = weft.Sequential(ops.MakeExtraOutput(in_place=in_place), linear)(x)
     extra.backward(torch.full_like(extra, 2))
@@ -380,7 +380,7 @@ def test_main_output_that_nobody_differentiates_adds_nothing(in_place):
     assert linear.weight.grad is None or not linear.weight.grad.any()
 
 
-def test_second_backward_works_with_a_retained_graph_and_says_why_without():
+def test_second_backward_needs_retained_graph():
     seq, x = weft.Sequential(ops.Linear(WIDTH, WIDTH, **F64), ops.GELU(), ops.Linear(WIDTH, 2, **F64)), rows()
     y = seq(x).sum()
     first = torch.autograd.grad(y, [x, *seq.parameters()], retain_graph=True)
@@ -390,7 +390,7 @@ def test_second_backward_works_with_a_retained_graph_and_says_why_without():
         y.backward()
 
 
-def test_call_leaves_no_marks_on_tensors():
+def test_call_sets_no_attributes_on_tensors():
     seq, x, e = weft.Sequential(ops.Linear(WIDTH, WIDTH, **F64), ops.AddExtraInput(in_place=True)), rows(), rows()
     y = seq(x, e)
     y.sum().backward()
@@ -408,7 +408,7 @@ def test_operation_called_alone_plans_once():
     assert runner.plans_made == 1
 
 
-def test_fusion_function_takes_effect_at_the_next_call_and_can_be_removed():
+def test_fusion_function_takes_effect_and_can_be_removed():
     seen = []
 
     def watch(ops_, *, recipe):
@@ -430,7 +430,7 @@ def test_fusion_function_takes_effect_at_the_next_call_and_can_be_removed():
 
 @pytest.mark.parametrize("given", (0, 2))
 @pytest.mark.parametrize("split", (False, True), ids=("one pipeline", "two pipelines"))
-def test_missing_and_surplus_extra_inputs_are_refused(given, split):
+def test_wrong_number_of_extra_inputs_is_rejected(given, split):
     middle = [torch.nn.Tanh()] if split else []
     seq = weft.Sequential(ops.GELU(), *middle, ops.AddExtraInput())
     with pytest.raises(ValueError, match=f"1 extra inputs, got {given}"):
@@ -438,7 +438,7 @@ def test_missing_and_surplus_extra_inputs_are_refused(given, split):
 
 
 @pytest.mark.parametrize("fuse_nested", (False, True))
-def test_nested_sequential_takes_and_returns_extra_tensors(fuse_nested):
+def test_nested_sequential_passes_extra_tensors(fuse_nested):
     x, e = rows(), rows()
     inner = weft.Sequential(ops.AddExtraInput(), ops.MakeExtraOutput(), ops.SiLU())
     y, extra = weft.Sequential(ops.ConstantScale(2.0), inner, ops.ConstantScale(3.0), fuse_nested=fuse_nested)(x, e)
@@ -458,7 +458,7 @@ def test_nested_sequential_takes_and_returns_extra_tensors(fuse_nested):
     ),
     ids=("attribute", "new attribute", "add_module", "slice", "delete", "dictionary"),
 )
-def test_every_way_to_exchange_a_module_takes_effect(change, expected):
+def test_every_module_replacement_takes_effect(change, expected):
     seq, x = weft.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0)), torch.ones(2)
     assert torch.equal(seq(x), 6 * x)
     change(seq)
@@ -478,13 +478,13 @@ def test_hooks_of_contained_operations_fire():
 
 
 @pytest.mark.parametrize("target", (0, 1))
-def test_unknown_keyword_is_refused_for_every_part_of_a_linear(target):
+def test_unknown_keyword_is_rejected_for_every_component(target):
     seq = weft.Sequential(ops.Linear(WIDTH, WIDTH, **F64), ops.Bias(WIDTH, **F64))
     with pytest.raises(TypeError, match="unexpected keyword argument 'gain'"):
         seq(rows(), op_kwargs={target: {"gain": 2}})
 
 
-def test_channels_can_be_bound_anew_at_any_time():
+def test_channels_can_be_rebound():
     source, sink, x = fork("a"), join("a"), rows()
     seq = weft.Sequential(source, ops.ConstantScale(2.0), sink)
     torch.testing.assert_close(seq(x), 3 * x)
@@ -500,14 +500,14 @@ def test_channels_can_be_bound_anew_at_any_time():
         torch.testing.assert_close(each(x), 3 * x)
 
 
-def test_channel_is_read_before_and_behind_a_plain_module():
+def test_channel_is_read_around_plain_module():
     x = rows()
     y = weft.Sequential(fork("r"), ops.SiLU(), join("r"), torch.nn.Tanh(), join("r"))(x)
     check(y, torch.tanh(F.silu(x) + x) + x, [x])
 
 
 @pytest.mark.parametrize("hooked", (False, True))
-def test_hidden_output_that_nobody_reads_is_dropped(hooked):
+def test_unread_hidden_output_is_dropped(hooked):
     x, op = rows(), fork("unread")
     if hooked:
         op.register_forward_hook(lambda *_: None)
@@ -520,7 +520,7 @@ def test_hidden_output_that_nobody_reads_is_dropped(hooked):
 
 @pytest.mark.parametrize("bias", (True, False))
 @pytest.mark.parametrize("wrap", (lambda m: m, lambda m: weft.Sequential(ops.GELU(), m)), ids=("alone", "Sequential"))
-def test_linear_loads_its_own_state_dict_strictly(wrap, bias):
+def test_linear_loads_own_state_dict_strictly(wrap, bias):
     source, target = (wrap(ops.Linear(WIDTH, 3, bias=bias)) for _ in range(2))
     target.load_state_dict(source.state_dict(), strict=True)
     x = rows(dtype=torch.float32)
@@ -539,7 +539,7 @@ def test_missing_weight_is_reported_not_raised():
 
 
 @pytest.mark.parametrize("bias", (True, False))
-def test_state_dict_of_a_torch_linear_loads(bias):
+def test_torch_linear_state_dict_loads(bias):
     source, target = torch.nn.Linear(WIDTH, 3, bias=bias), ops.Linear(WIDTH, 3, bias=bias)
     target.load_state_dict(source.state_dict(), strict=True)
     x = rows(dtype=torch.float32)
@@ -572,7 +572,7 @@ def test_fresh_linear_has_bounded_weights_and_no_bias():
 
 
 @pytest.mark.parametrize("name", ("AllReduce", "AllGather", "ReduceScatter"))
-def test_collectives_of_one_rank_leave_their_input_alone(name):
+def test_single_rank_collectives_keep_input(name):
     x = rows()
     held = x.detach().clone()
     check(weft.Sequential(getattr(ops, name)(), ops.ConstantScale(2.0))(x), 2 * x, [x])
@@ -581,7 +581,7 @@ def test_collectives_of_one_rank_leave_their_input_alone(name):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("p", (0.001, 1 / 300, 0.1, 0.7))
-def test_dropout_keeps_the_mean_for_every_p(p, dtype):
+def test_dropout_keeps_mean_for_every_p(p, dtype):
     n = 512 * 512
     y = ops.Dropout(p)(torch.ones(512, 512, dtype=dtype))
     dropped = (y == 0).sum().item()
@@ -591,7 +591,7 @@ def test_dropout_keeps_the_mean_for_every_p(p, dtype):
 
 
 @pytest.mark.parametrize("shape", ((4, 16), (7, 3)), ids=str)
-def test_dropout_draws_the_same_mask_in_every_dtype(shape):
+def test_dropout_draws_same_mask_in_every_dtype(shape):
     masks = []
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         torch.manual_seed(9)
@@ -599,7 +599,7 @@ def test_dropout_draws_the_same_mask_in_every_dtype(shape):
     assert all(torch.equal(mask, masks[0]) for mask in masks)
 
 
-def test_dropout_of_everything_is_zero():
+def test_dropout_with_p_one_is_zero():
     x = rows()
     y = ops.Dropout(1.0)(x)
     assert torch.equal(y, torch.zeros_like(x))
@@ -608,7 +608,7 @@ def test_dropout_of_everything_is_zero():
 
 
 @pytest.mark.parametrize("name", plain.SCALED)
-def test_scales_keep_their_precision(name):
+def test_scales_keep_precision(name):
     """Router probabilities in float32 beside bfloat16 activations: the product is rounded once, ds is float32."""
     op = getattr(ops, name)()
     x, scales = rows(64, 32, dtype=torch.bfloat16), rows(64, dtype=torch.float32)
@@ -624,7 +624,7 @@ def test_scales_keep_their_precision(name):
     torch.testing.assert_close(scales.grad.double(), exact_scales.grad, rtol=1e-5, atol=1e-5)
 
 
-def test_autocast_of_the_tensors_own_device_counts():
+def test_autocast_of_tensor_device_applies():
     seq, x = weft.Sequential(ops.LayerNorm(WIDTH), ops.Linear(WIDTH, WIDTH), ops.SwiGLU()), rows(dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = seq(x)
@@ -637,18 +637,18 @@ def test_autocast_of_the_tensors_own_device_counts():
     assert seq(x).dtype == torch.float32
 
 
-def test_backward_under_autocast_computes_as_outside():
+def test_backward_ignores_autocast():
     seq, x = weft.Sequential(ops.Linear(WIDTH, WIDTH, **F64), ops.GELU()), rows()
-    wanted = [x, *seq.parameters()]
-    expected = torch.autograd.grad(seq(x).sum(), wanted)
+    grad_inputs = [x, *seq.parameters()]
+    expected = torch.autograd.grad(seq(x).sum(), grad_inputs)
     y = seq(x).sum()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        grads = torch.autograd.grad(y, wanted)
+        grads = torch.autograd.grad(y, grad_inputs)
     torch.testing.assert_close(grads, expected)
 
 
 @pytest.mark.parametrize("build", (lambda: ops.Bias(WIDTH), lambda: ops.Linear(WIDTH, 3), lambda: ops.LayerNorm(WIDTH)))
-def test_parameters_can_be_reset_again_where_they_are(build):
+def test_parameters_can_be_reset_in_place(build):
     op = build()
     op(rows(dtype=torch.float32)).sum().backward()
     params = list(op.parameters())
@@ -661,7 +661,7 @@ def test_parameters_can_be_reset_again_where_they_are(build):
 
 
 @pytest.mark.parametrize("name", ("Linear", "BasicLinear"))
-def test_main_grad_is_accumulated_and_asked_for(name):
+def test_main_grad_is_required_and_accumulated(name):
     x = rows(dtype=torch.float32)
     op = getattr(ops, name)(WIDTH, 3, accumulate_into_main_grad=True)
     op.weight.main_grad = torch.full((3, WIDTH), 0.5)
@@ -674,13 +674,13 @@ def test_main_grad_is_accumulated_and_asked_for(name):
 
 
 @pytest.mark.parametrize("name", (*plain.UNARY, *plain.GATES, "SiTUGLU", "ClampedSwiGLU"))
-def test_option_that_needs_quantized_tensors_is_refused_by_name(name):
+def test_quantization_option_is_rejected(name):
     with pytest.raises(NotImplementedError, match=f"{name}: cache_quantized_input"):
         getattr(ops, name)(cache_quantized_input=True)
 
 
 @pytest.mark.parametrize("name", ("LayerNorm", "RMSNorm"))
-def test_sm_margin_may_be_a_number_or_stages_and_no_environment_variable_counts(name, monkeypatch):
+def test_sm_margin_forms_and_no_environment_variable(name, monkeypatch):
     for stage in ("FWD", "BWD", "INF"):
         monkeypatch.setenv(f"NVTE_{stage}_LAYERNORM_SM_MARGIN", "99")
     x = rows(dtype=torch.float32)
@@ -691,7 +691,7 @@ def test_sm_margin_may_be_a_number_or_stages_and_no_environment_variable_counts(
     assert torch.equal(norm(x), expected)
 
 
-def test_documented_formulas_are_the_computed_ones():
+def test_documented_formulas_match_results():
     x = torch.tensor([-2.0, 3.0])
     assert torch.equal(ops.SReLU()(x), torch.tensor([0.0, 9.0]))
     assert "max(x, 0)²" in ops.SReLU.__doc__
@@ -700,18 +700,18 @@ def test_documented_formulas_are_the_computed_ones():
     assert "mean(x²)" in ops.RMSNorm.__doc__
 
 
-def test_recomputed_activations_give_the_same_gradients_with_dropout():
+def test_recomputation_with_dropout_gives_same_gradients():
     seq, x = (
         weft.Sequential(ops.Linear(WIDTH, WIDTH, **F64), ops.Dropout(0.5), ops.GELU(), ops.Linear(WIDTH, 2, **F64)),
         rows(),
     )
-    wanted = [x, *seq.parameters()]
+    grad_inputs = [x, *seq.parameters()]
     torch.manual_seed(6)
-    expected = torch.autograd.grad(seq(x).sum(), wanted)
+    expected = torch.autograd.grad(seq(x).sum(), grad_inputs)
     for use_reentrant in (False, True):
         torch.manual_seed(6)
         y = torch.utils.checkpoint.checkpoint(seq, x, use_reentrant=use_reentrant)
         y.sum().backward()
-        for t, grad in zip(wanted, expected, strict=True):
+        for t, grad in zip(grad_inputs, expected, strict=True):
             torch.testing.assert_close(t.grad, grad)
             t.grad = None

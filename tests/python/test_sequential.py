@@ -25,14 +25,14 @@ def add_input(channel: str | None = None, **options) -> ops.AddExtraInput:
     return ops.AddExtraInput(**options).set_extra_input_channel(0, channel)
 
 
-def group_kinds(seq: ops.Sequential) -> list[list[str]]:
-    return [[type(module).__name__ for module in group.modules] for group in seq._groups]
+def segment_kinds(seq: ops.Sequential) -> list[list[str]]:
+    return [[type(module).__name__ for module in segment.modules] for segment in seq._segments]
 
 
 # ---- a list of modules ----
 
 
-def test_it_edits_like_a_list():
+def test_sequential_edits_like_list():
     a, b, c, d, e = modules = scales(1, 2, 3, 4, 5)
     seq, mirror = ops.Sequential(*modules), list(modules)
 
@@ -90,12 +90,12 @@ def test_it_edits_like_a_list():
         lambda seq: seq.pop(2),
     ],
 )
-def test_an_index_out_of_range_is_an_index_error(use):
+def test_index_out_of_range_raises_index_error(use):
     with pytest.raises(IndexError, match="out of range"):
         use(ops.Sequential(*scales(1, 2)))
 
 
-def test_what_is_not_a_module_is_a_type_error():
+def test_non_module_raises_type_error():
     seq = ops.Sequential()
     for edit in (lambda: seq.append(3), lambda: ops.Sequential("GELU"), lambda: seq.extend([lambda x: x])):
         with pytest.raises(TypeError):
@@ -103,14 +103,14 @@ def test_what_is_not_a_module_is_a_type_error():
     assert len(seq) == 0
 
 
-def test_a_dict_gives_names():
+def test_dict_gives_names():
     first, last = scales(2, 3)
     seq = ops.Sequential({"first": first, "last": last})
     assert list(seq._modules) == ["first", "last"] and seq.first is first and seq[1] is last
     torch.testing.assert_close(seq(torch.ones(1)), torch.full((1,), 6.0))
 
 
-def test_new_keys_follow_the_largest_number_and_deletion_renumbers_nothing():
+def test_new_keys_follow_largest_and_deletion_keeps_keys():
     seq = ops.Sequential(*scales(1, 2, 3))
     del seq[1]
     assert list(seq._modules) == ["0", "2"]
@@ -120,14 +120,14 @@ def test_new_keys_follow_the_largest_number_and_deletion_renumbers_nothing():
     assert list(seq._modules) == ["0", "2", "3", "tail", "4"]
 
 
-def test_insert_shifts_modules_through_the_keys():
+def test_insert_shifts_modules():
     one, two, new = scales(1, 2, 3)
     seq = ops.Sequential(one, two)
     seq.insert(0, new)
     assert seq._modules == {"0": new, "1": one, "2": two}
 
 
-def test_a_slice_shares_its_modules():
+def test_slice_shares_modules():
     seq = ops.Sequential(ops.Linear(WIDTH, WIDTH), ops.GELU())
     part = seq[:1]
     assert isinstance(part, ops.Sequential) and part[0] is seq[0]
@@ -135,7 +135,7 @@ def test_a_slice_shares_its_modules():
     assert seq[0].weight.grad is not None
 
 
-def test_an_empty_container_returns_its_input():
+def test_empty_sequential_returns_input():
     x = rows()
     assert ops.Sequential()(x) is x
 
@@ -143,12 +143,12 @@ def test_an_empty_container_returns_its_input():
 # ---- groups ----
 
 
-def test_each_run_of_operations_is_one_group():
+def test_consecutive_ops_are_one_segment():
     seq = ops.Sequential(
         *scales(1, 2), torch.nn.Tanh(), ops.Identity(), torch.nn.Identity(), torch.nn.ReLU(), *scales(3, 4), ops.GELU()
     )
     seq(rows())
-    assert group_kinds(seq) == [
+    assert segment_kinds(seq) == [
         ["ConstantScale", "ConstantScale"],
         ["Tanh"],
         ["Identity"],
@@ -158,7 +158,7 @@ def test_each_run_of_operations_is_one_group():
     ]
 
 
-def test_a_run_of_operations_is_one_node_of_the_graph():
+def test_consecutive_ops_are_one_autograd_node():
     seq = ops.Sequential(ops.Linear(WIDTH, WIDTH), ops.GELU(), ops.RMSNorm(WIDTH))
     x = rows(requires_grad=True)
     node = seq(x).grad_fn
@@ -166,7 +166,7 @@ def test_a_run_of_operations_is_one_node_of_the_graph():
     assert "Weft" in node.name() and parents == {"AccumulateGrad"}
 
 
-def test_mixed_modules_compute_what_they_compute_one_by_one():
+def test_mixed_modules_match_one_by_one_calls():
     seq = ops.Sequential(ops.Linear(WIDTH, 6), torch.nn.Tanh(), ops.LayerNorm(6), ops.GELU(), torch.nn.Linear(6, WIDTH))
     x = rows(requires_grad=True)
     y = seq(x)
@@ -180,7 +180,7 @@ def test_mixed_modules_compute_what_they_compute_one_by_one():
 # ---- extra tensors by position ----
 
 
-def test_extra_tensors_go_in_and_come_out_in_the_order_of_operations():
+def test_extra_tensors_follow_op_order():
     seq = ops.Sequential(
         ops.AddExtraInput(),
         ops.MakeExtraOutput(),
@@ -197,7 +197,7 @@ def test_extra_tensors_go_in_and_come_out_in_the_order_of_operations():
     assert (seq.num_extra_inputs, seq.num_extra_outputs) == (2, 2)
 
 
-def test_a_bias_shared_by_two_groups_collects_both_gradients():
+def test_bias_shared_by_two_segments_gets_both_gradients():
     bias = ops.Bias(WIDTH)
     torch.nn.init.normal_(bias.bias)
     seq = ops.Sequential(bias, ops.MakeExtraOutput(), torch.nn.Tanh(), ops.AddExtraInput(in_place=True), bias)
@@ -211,7 +211,7 @@ def test_a_bias_shared_by_two_groups_collects_both_gradients():
     torch.testing.assert_close(got, torch.autograd.grad(expected.square().sum() + 3 * before.sum(), inputs))
 
 
-def test_callers_tensors_are_not_changed_by_in_place_operations():
+def test_in_place_ops_keep_caller_tensors():
     seq = ops.Sequential(ops.MakeExtraOutput(in_place=True), ops.Linear(WIDTH, WIDTH), ops.AddExtraInput(in_place=True))
     x, extra = rows(requires_grad=True), rows()
     kept = x.detach().clone(), extra.clone()
@@ -225,7 +225,7 @@ def test_callers_tensors_are_not_changed_by_in_place_operations():
 
 @pytest.mark.parametrize("given", [0, 1, 3])
 @pytest.mark.parametrize("split", [False, True], ids=["one group", "two groups"])
-def test_missing_and_surplus_extra_inputs_are_counted_in_the_error(given, split):
+def test_wrong_number_of_extra_inputs_is_reported(given, split):
     middle = [torch.nn.Identity()] if split else []
     seq = ops.Sequential(ops.AddExtraInput(), *middle, ops.AddExtraInput())
     for _ in range(2):  # the first call builds, the second does not
@@ -234,13 +234,13 @@ def test_missing_and_surplus_extra_inputs_are_counted_in_the_error(given, split)
         seq(rows(), rows(), rows())
 
 
-def test_an_extra_input_of_another_shape_is_named_with_both_shapes():
+def test_extra_input_of_wrong_shape_is_reported():
     with pytest.raises(ValueError, match=r"AddExtraInput.*\[3, 4\].*\[2, 4\]"):
         ops.Sequential(ops.AddExtraInput())(rows(3), rows(2))
 
 
 @pytest.mark.parametrize("wrong", [None, 3, "x", [1.0]])
-def test_what_is_not_a_tensor_is_a_type_error(wrong):
+def test_non_tensor_raises_type_error(wrong):
     with pytest.raises(TypeError, match=f"Tensor.*{type(wrong).__name__}"):
         ops.Sequential(ops.GELU())(wrong)
     with pytest.raises(TypeError, match=f"Tensor.*{type(wrong).__name__}"):
@@ -252,7 +252,7 @@ def test_what_is_not_a_tensor_is_a_type_error(wrong):
 
 @pytest.mark.parametrize("residual_grad", [True, False], ids=["residual used", "residual unused"])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_residual_connection_by_channel(residual_grad, in_place):
+def test_residual_connection_by_channel(residual_grad, in_place):
     bias = ops.Bias(WIDTH)
     torch.nn.init.normal_(bias.bias)
     seq = ops.Sequential(make_output("r", in_place=in_place), bias, add_input("r", in_place=in_place))
@@ -266,7 +266,7 @@ def test_a_residual_connection_by_channel(residual_grad, in_place):
 
 
 @pytest.mark.parametrize("to_caller", [True, False], ids=["public", "hidden"])
-def test_a_channel_that_nobody_reads(to_caller):
+def test_unread_channel(to_caller):
     seq, x = ops.Sequential(make_output("unused", to_caller), ops.ConstantScale(3.0)), rows(requires_grad=True)
     out = seq(x)
     assert isinstance(out, tuple) == to_caller
@@ -288,7 +288,7 @@ def test_one_channel_feeds_many_inputs(to_caller, boundary):
     torch.testing.assert_close(x.grad, 3 * dy + (dres if to_caller else 0))
 
 
-def test_channels_and_positions_mix():
+def test_channels_and_positional_extras_mix():
     """Public and hidden outputs, inputs by channel and by position: each keeps its place in the order of operations."""
     seq = ops.Sequential(
         make_output("hidden", False),
@@ -312,7 +312,7 @@ def test_channels_and_positions_mix():
     torch.testing.assert_close(grads(outputs), grads(expected))
 
 
-def test_channels_work_when_nothing_needs_a_gradient():
+def test_channels_work_without_grad():
     seq, x = ops.Sequential(make_output("r", False), ops.ConstantScale(2.0), add_input("r")), rows()
     y = seq(x)
     torch.testing.assert_close(y, 3 * x)
@@ -321,7 +321,7 @@ def test_channels_work_when_nothing_needs_a_gradient():
         torch.testing.assert_close(seq(x), 3 * x)
 
 
-def test_a_channel_from_a_fresh_tensor_carries_gradients():
+def test_channel_from_new_tensor_carries_gradients():
     seq = ops.Sequential(ops.Linear(WIDTH, WIDTH), make_output("r", False), ops.GELU(), add_input("r"))
     x = rows()
     (weight,) = torch.autograd.grad(seq(x).square().sum(), seq[0].weight)
@@ -330,7 +330,7 @@ def test_a_channel_from_a_fresh_tensor_carries_gradients():
     torch.testing.assert_close(weight, torch.autograd.grad(expected.square().sum(), seq[0].weight)[0])
 
 
-def test_channels_cross_a_plain_module_and_a_hooked_operation():
+def test_channels_cross_plain_modules_and_hooked_ops():
     seq = ops.Sequential(
         make_output("r", False), ops.ConstantScale(2.0), torch.nn.Tanh(), ops.ConstantScale(5.0), add_input("r")
     )
@@ -356,7 +356,7 @@ WIRING_ERRORS = {
 
 @pytest.mark.parametrize("kind", WIRING_ERRORS)
 @pytest.mark.parametrize("split", [False, True], ids=["one group", "split"])
-def test_a_channel_that_cannot_be_wired_is_an_error_at_the_call(kind, split):
+def test_unconnected_channel_raises_at_call(kind, split):
     modules, message = WIRING_ERRORS[kind]
     if split:
         modules = [piece for module in modules for piece in (module, torch.nn.Identity())]
@@ -377,13 +377,13 @@ class TwoOutputs(ops.BasicOperation):
         return sum(grads, grad_output), [()], [()]
 
 
-def test_two_slots_of_one_operation_cannot_share_a_channel():
+def test_two_outputs_of_one_op_cannot_share_channel():
     op = TwoOutputs().set_extra_output_channel(0, "r").set_extra_output_channel(1, "r")
     with pytest.raises(ValueError, match="multiple producers"):
         ops.Sequential(op, add_input("r"))(rows())
 
 
-def test_slots_of_one_operation_are_told_apart():
+def test_outputs_of_one_op_are_distinct():
     op = TwoOutputs().set_extra_output_channel(1, "second", output_to_caller=False)
     seq, x = ops.Sequential(op, add_input("second")), rows(requires_grad=True)
     y, first = seq(x)
@@ -409,12 +409,12 @@ def test_slots_of_one_operation_are_told_apart():
         (lambda: ops.MakeExtraOutput().set_extra_output_channel(0, "", output_to_caller=1), ValueError, "non-empty"),
     ],
 )
-def test_a_binding_checks_index_name_and_flag_in_this_order(bind, error, message):
+def test_binding_checks_index_name_and_flag_in_order(bind, error, message):
     with pytest.raises(error, match=message):
         bind()
 
 
-def test_the_last_binding_of_a_slot_counts_and_none_unbinds():
+def test_last_binding_wins_and_none_unbinds():
     seq = ops.Sequential(make_output("a"), ops.ConstantScale(2.0), make_output("b"), add_input("a"))
     x = rows()
     torch.testing.assert_close(seq(x)[0], 3 * x)
@@ -428,7 +428,7 @@ def test_the_last_binding_of_a_slot_counts_and_none_unbinds():
     assert len(seq(x, x)) == 3
 
 
-def test_an_operation_called_alone_takes_and_returns_its_extra_tensors_and_stays_free():
+def test_op_called_alone_ignores_its_channels():
     add, out = add_input("r"), make_output("r", False)
     x, e = rows(), rows()
     torch.testing.assert_close(add(x, e), x + e)
@@ -446,12 +446,12 @@ def residual_block(seed: int = 0) -> ops.Sequential:
     )
 
 
-def test_a_nested_sequential_is_one_module_with_its_own_node():
+def test_nested_sequential_has_own_node():
     seq = ops.Sequential(ops.ConstantScale(2.0), ops.Sequential(*scales(3, 5)), ops.ConstantScale(7.0))
     x = rows(requires_grad=True)
     y = seq(x)
     torch.testing.assert_close(y, 210 * x)
-    assert group_kinds(seq) == [["ConstantScale"], ["Sequential"], ["ConstantScale"]]
+    assert segment_kinds(seq) == [["ConstantScale"], ["Sequential"], ["ConstantScale"]]
     nodes, node = 0, y.grad_fn
     while "Weft" in node.name():
         nodes, node = nodes + 1, node.next_functions[0][0]
@@ -471,7 +471,7 @@ def with_extras(fuse_nested: bool) -> ops.Sequential:
 
 
 @pytest.mark.parametrize("fuse_nested", [False, True])
-def test_a_nested_sequential_takes_and_returns_extra_tensors_in_order(fuse_nested):
+def test_nested_sequential_keeps_extra_tensor_order(fuse_nested):
     seq = with_extras(fuse_nested)
     x, a, b, c = [rows(requires_grad=True) for _ in range(4)]
     inner = 3 * (x + a + b)
@@ -488,7 +488,7 @@ def test_a_nested_sequential_takes_and_returns_extra_tensors_in_order(fuse_neste
 
 
 @pytest.mark.parametrize("fuse_nested", [False, True])
-def test_an_edit_of_the_nested_sequential_takes_effect(fuse_nested):
+def test_edit_of_nested_sequential_takes_effect(fuse_nested):
     inner = ops.Sequential(ops.ConstantScale(2.0))
     seq, x = ops.Sequential(ops.Identity(), inner, fuse_nested=fuse_nested), rows()
     torch.testing.assert_close(seq(x), 2 * x)
@@ -500,26 +500,26 @@ def test_an_edit_of_the_nested_sequential_takes_effect(fuse_nested):
     torch.testing.assert_close(seq(x, x), 16 * x)
 
 
-def test_fusing_nested_sequentials_merges_them_into_one_pipeline():
+def test_fuse_nested_gives_one_pipeline():
     seq = ops.Sequential(ops.Linear(WIDTH, WIDTH), ops.Sequential(ops.GELU(), ops.Sequential(ops.Linear(WIDTH, WIDTH))))
     x = rows(requires_grad=True)
     expected = seq(x)
     inputs = [x, *seq.parameters()]
     grads = torch.autograd.grad(expected.sum(), inputs)
-    assert len(seq._groups) == 2
+    assert len(seq._segments) == 2
     seq.fuse_nested = True
     for each in seq.modules():
         if isinstance(each, ops.Sequential):
             each.fuse_nested = True
     y = seq(x)
-    assert len(seq._groups) == 1
+    assert len(seq._segments) == 1
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), inputs), grads)
     assert [name for name, _ in seq.named_parameters()] == ["0.weight", "0.bias", "1.1.0.weight", "1.1.0.bias"]
 
 
 @pytest.mark.parametrize("fuse_nested", [False, True])
-def test_blocks_may_use_the_same_channel_names(fuse_nested):
+def test_blocks_may_use_same_channel_names(fuse_nested):
     blocks = [residual_block(1), residual_block(2)]
     seq, x = ops.Sequential(*blocks, fuse_nested=fuse_nested), rows(requires_grad=True)
     expected = blocks[1](blocks[0](x))
@@ -527,10 +527,10 @@ def test_blocks_may_use_the_same_channel_names(fuse_nested):
     y = seq(x)
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), inputs), torch.autograd.grad(expected.sum(), inputs))
-    assert len(seq._groups) == (1 if fuse_nested else 2)
+    assert len(seq._segments) == (1 if fuse_nested else 2)
 
 
-def test_one_block_used_twice_is_right():
+def test_block_used_twice_is_correct():
     block = residual_block()
     for fuse_nested in (False, True):
         seq, x = ops.Sequential(block, block, fuse_nested=fuse_nested), rows(requires_grad=True)
@@ -540,21 +540,21 @@ def test_one_block_used_twice_is_right():
         torch.testing.assert_close(torch.autograd.grad(y.sum(), inputs), torch.autograd.grad(expected.sum(), inputs))
 
 
-def test_a_nested_sequential_with_a_hook_is_not_merged_and_its_hook_fires():
+def test_nested_sequential_with_hook_is_not_inlined():
     inner, seen = ops.Sequential(ops.ConstantScale(3.0)), []
     seq, x = ops.Sequential(ops.ConstantScale(2.0), inner, fuse_nested=True), rows()
     seq(x)
-    assert len(seq._groups) == 1
+    assert len(seq._segments) == 1
     handle = inner.register_forward_hook(lambda *_: seen.append(1))
     torch.testing.assert_close(seq(x), 6 * x)
-    assert seen == [1] and len(seq._groups) == 2
+    assert seen == [1] and len(seq._segments) == 2
     handle.remove()
     seq(x)
-    assert seen == [1] and len(seq._groups) == 1
+    assert seen == [1] and len(seq._segments) == 1
 
 
 @pytest.mark.parametrize("fuse_nested", [False, True])
-def test_a_subclass_of_sequential_with_its_own_forward_is_called(fuse_nested):
+def test_sequential_subclass_forward_is_called(fuse_nested):
     class Residual(ops.Sequential):
         def forward(self, x):
             return x + super().forward(x)
@@ -563,7 +563,7 @@ def test_a_subclass_of_sequential_with_its_own_forward_is_called(fuse_nested):
     torch.testing.assert_close(seq(x), 8 * x)
 
 
-def test_a_subclass_of_an_operation_with_its_own_forward_is_called():
+def test_op_subclass_forward_is_called():
     class Shifted(ops.ConstantScale):
         def forward(self, x):
             return super().forward(x) + 1
@@ -576,7 +576,7 @@ def test_a_subclass_of_an_operation_with_its_own_forward_is_called():
 # ---- hooks and keywords ----
 
 
-def test_hooks_on_the_sequential_and_on_plain_modules_fire():
+def test_hooks_on_sequential_and_plain_modules_fire():
     seq, seen = ops.Sequential(ops.ConstantScale(2.0), torch.nn.Tanh(), ops.ConstantScale(3.0)), []
     seq.register_forward_pre_hook(lambda *_: seen.append("before"))
     seq[1].register_forward_hook(lambda *_: seen.append("tanh"))
@@ -607,7 +607,7 @@ class Power(ops.BasicOperation):
 
 
 @pytest.mark.parametrize("by", ["index", "negative index", "module"])
-def test_keywords_reach_the_operation_they_name(by):
+def test_keywords_reach_named_op(by):
     power, other = Power(), Power()
     seq, x = ops.Sequential(ops.ConstantScale(2.0), other, power), rows(requires_grad=True)
     target = {"index": 2, "negative index": -1, "module": power}[by]
@@ -617,14 +617,14 @@ def test_keywords_reach_the_operation_they_name(by):
     torch.testing.assert_close(seq(x), 2 * x)
 
 
-def test_keywords_reach_operations_in_several_groups_and_behind_hooks():
+def test_keywords_reach_ops_in_several_segments():
     first, last = Power(), Power()
     last.register_forward_hook(lambda *_: None)
     seq, x = ops.Sequential(first, torch.nn.Identity(), last), rows()
     torch.testing.assert_close(seq(x, op_kwargs={0: {"exponent": 2}, last: {"exponent": 3}}), x**6)
 
 
-def test_an_operation_called_alone_takes_keywords():
+def test_op_called_alone_takes_keywords():
     x = rows()
     torch.testing.assert_close(Power()(x, exponent=2), x**2)
 
@@ -634,14 +634,14 @@ def test_an_operation_called_alone_takes_keywords():
     [(lambda seq: Power(), ValueError), (lambda seq: seq[1], ValueError), (lambda seq: 7, IndexError)],
     ids=["another operation", "plain module", "index out of range"],
 )
-def test_keywords_for_what_cannot_take_them_are_an_error(target, error):
+def test_keywords_for_invalid_target_raise(target, error):
     seq = ops.Sequential(Power(), torch.nn.Tanh())
     with pytest.raises(error):
         seq(rows(), op_kwargs={target(seq): {"exponent": 2}})
 
 
 @pytest.mark.parametrize("make", [ops.GELU, lambda: ops.Linear(WIDTH, WIDTH)], ids=["GELU", "Linear"])
-def test_a_keyword_that_an_operation_does_not_know_is_a_type_error(make):
+def test_unknown_keyword_raises_type_error(make):
     op = make()
     with pytest.raises(TypeError, match="exponent"):
         ops.Sequential(ops.Identity(), op)(rows(), op_kwargs={op: {"exponent": 2}})

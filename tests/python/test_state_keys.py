@@ -78,7 +78,7 @@ def assert_same_parameters(one: torch.nn.Module, other: torch.nn.Module) -> None
 
 
 @pytest.mark.parametrize("name", [name for name, *_ in _C.op_types()])
-def test_every_op_writes_exactly_the_names_of_its_parameters(name):
+def test_every_op_saves_its_parameter_names(name):
     sample = next(row[-1] for row in _C.op_types() if row[0] == name)
     cls = ops.native_classes[name]
     known = inspect.signature(cls).parameters
@@ -90,7 +90,7 @@ def test_every_op_writes_exactly_the_names_of_its_parameters(name):
 
 
 @models
-def test_state_dict_has_the_names_of_parameters(make):
+def test_state_dict_has_parameter_names(make):
     module = make()
     assert list(module.state_dict()) == [name for name, _ in module.named_parameters()]
 
@@ -107,7 +107,7 @@ def test_either_kind_of_keys_loads(make, te_keys):
     assert_same_parameters(source, target)
 
 
-def test_state_that_transformer_engine_remembers_is_ignored():
+def test_transformer_engine_extra_state_is_ignored():
     target = nested()
     state = weft.checkpoint.set_te_keys(nested()).state_dict()
     for key in [key for key in state if key.endswith("_extra_state")]:
@@ -115,7 +115,7 @@ def test_state_that_transformer_engine_remembers_is_ignored():
     assert target.load_state_dict(state, strict=True) == ([], [])
 
 
-def test_keys_of_no_operation_are_unexpected():
+def test_unknown_keys_are_unexpected():
     linear = ops.Linear(WIDTH, WIDTH)
     state = linear.state_dict() | {
         "basic_ops.0.weight": torch.zeros(WIDTH, WIDTH),  # the weight is there already
@@ -137,17 +137,17 @@ def linear_keys(prefix: str, bias: bool = True) -> set[str]:
     return {prefix + key for key in keys}
 
 
-def test_te_keys_is_a_choice_of_each_module():
+def test_te_keys_is_set_per_module():
     seq = ops.Sequential(
         ops.Linear(2, 2, te_keys=True), ops.Linear(2, 2), ops.RMSNorm(2, te_keys=True), ops.GELU(te_keys=True)
     )
-    wanted = {*linear_keys("0."), "1.weight", "1.bias", "2.weight", "2._extra_state", "3._extra_state"}
-    assert set(seq.state_dict()) == wanted
+    expected = {*linear_keys("0."), "1.weight", "1.bias", "2.weight", "2._extra_state", "3._extra_state"}
+    assert set(seq.state_dict()) == expected
     seq[0].te_keys = False
-    assert set(seq.state_dict()) == (wanted - linear_keys("0.")) | {"0.weight", "0.bias"}
+    assert set(seq.state_dict()) == (expected - linear_keys("0.")) | {"0.weight", "0.bias"}
 
 
-def test_set_te_keys_reaches_everything_below_and_is_taken_back():
+def test_set_te_keys_is_recursive_and_reversible():
     module = nested()
     own = list(module.state_dict())
     assert weft.checkpoint.set_te_keys(module) is module
@@ -160,7 +160,7 @@ def test_set_te_keys_reaches_everything_below_and_is_taken_back():
 
 
 @pytest.mark.parametrize("make_copy", (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))), ids=("copy", "pickle"))
-def test_a_copy_keeps_the_choice(make_copy):
+def test_copy_keeps_te_keys(make_copy):
     module = weft.checkpoint.set_te_keys(nested())
     assert set(make_copy(module).state_dict()) == set(module.state_dict())
 
@@ -178,7 +178,7 @@ class Counting(ops.RMSNorm):
 
 
 @pytest.mark.parametrize("te_keys", (False, True))
-def test_a_subclass_saves_its_own_extra_state(te_keys):
+def test_subclass_saves_own_extra_state(te_keys):
     source, target = Counting(WIDTH, te_keys=te_keys), Counting(WIDTH)
     source.count = 3
     target.load_state_dict(source.state_dict())
@@ -191,7 +191,7 @@ def test_a_subclass_saves_its_own_extra_state(te_keys):
 
 
 @models
-def test_an_average_kept_by_parameter_names_loads(make):
+def test_averaged_parameters_load(make):
     module, average = make(), {}
     for name, param in module.named_parameters():
         average[name] = 0.5 * param.detach()
@@ -199,7 +199,7 @@ def test_an_average_kept_by_parameter_names_loads(make):
 
 
 @callable_models
-def test_swa_utils_average_a_model(make):
+def test_swa_utils_average_model(make):
     module = make()
     averaged = AveragedModel(module, use_buffers=True)
     averaged.update_parameters(module)
@@ -220,7 +220,7 @@ def trained(module: torch.nn.Module) -> torch.optim.Optimizer:
 
 @models
 @pytest.mark.parametrize("full", (False, True))
-def test_helpers_of_distributed_checkpoint_work(make, full):
+def test_distributed_checkpoint_helpers_work(make, full):
     options = StateDictOptions(full_state_dict=full)
     source, target = randomized(make()), make()
     names = [name for name, _ in source.named_parameters()]
@@ -251,14 +251,14 @@ def test_distributed_checkpoint_saves_and_loads_files(tmp_path):
 
 @models
 @pytest.mark.parametrize("te_keys", (False, True))
-def test_safetensors_hold_a_state_dict(make, te_keys, tmp_path):
+def test_safetensors_round_trip(make, te_keys, tmp_path):
     source, target = weft.checkpoint.set_te_keys(randomized(make()), te_keys), make()
     save_file({key: value.contiguous() for key, value in source.state_dict().items()}, tmp_path / "model.safetensors")
     target.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
     assert_same_parameters(source, target)
 
 
-def test_the_pipelining_tracer_splits_a_model():
+def test_pipelining_tracer_splits_model():
     first = torch.nn.Sequential(ops.Linear(WIDTH, WIDTH), ops.GELU())
     model = torch.nn.Sequential(first, ops.Sequential(ops.RMSNorm(WIDTH), ops.Linear(WIDTH, WIDTH)))
     x = torch.randn(4, WIDTH)

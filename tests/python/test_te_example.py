@@ -44,7 +44,7 @@ def losses(done: subprocess.CompletedProcess) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in lines}
 
 
-def test_the_command_of_the_workflow_passes_in_a_folder_of_its_own(folder):
+def test_workflow_command_passes_in_copied_folder(folder):
     command = re.findall(r"- run: python (.*)", (folder / "ci.yml").read_text())
     assert command == ["-m pytest"]
     done = run(folder, *command[0].split(), "-p", "no:cacheprovider")
@@ -52,7 +52,7 @@ def test_the_command_of_the_workflow_passes_in_a_folder_of_its_own(folder):
     assert done.returncode == 0 and f"{shown} passed" in done.stdout, done.stdout + done.stderr
 
 
-def test_the_script_runs_and_resumes_by_the_command_line(folder):
+def test_script_runs_and_resumes(folder):
     quantized = ["--fp8", "--steps", "2", "--checkpoint", "run"]
     done = run(folder, "-m", "weft.compat", "--high-precision", "train.py", *quantized)
     assert list(losses(done)) == [0, 1] and done.stderr.count("runs unquantized") == 1
@@ -63,11 +63,11 @@ def test_the_script_runs_and_resumes_by_the_command_line(folder):
     assert "NotImplementedError: fp8_autocast with DelayedScaling: weft computes in" in done.stderr
 
 
-def test_the_script_knows_nothing_of_weft():
+def test_script_does_not_mention_weft():
     assert "weft" not in (EXAMPLE / "train.py").read_text()
 
 
-def test_where_the_real_package_is_weft_is_not_imported(folder):
+def test_weft_is_not_imported_with_real_package(folder):
     """Its place is taken by a package that says who asked for it."""
     real = folder / "site/transformer_engine"
     real.mkdir(parents=True)
@@ -78,12 +78,12 @@ def test_where_the_real_package_is_weft_is_not_imported(folder):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_page_shows_the_whole_file(name):
+def test_page_shows_complete_file(name):
     language = {".py": "python", ".yml": "yaml"}[Path(name).suffix]
     assert f"`{name}`\n\n```{language}\n{(EXAMPLE / name).read_text()}```\n" in PAGE.read_text()
 
 
-def test_the_first_lines_of_the_page_are_enough(tmp_path):
+def test_quick_start_of_page_works(tmp_path):
     (tmp_path / "conftest.py").write_text(re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1])
     (tmp_path / "test_layer.py").write_text(
         "import torch, transformer_engine.pytorch as te\n\n"

@@ -45,7 +45,7 @@ def test_kernels_of_every_tier(tier):
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
 
 
-def test_unknown_tier_is_refused():
+def test_unknown_tier_is_rejected():
     done = subprocess.run(
         [binary(), "--gtest_filter=KernelsRows*"],
         env={**os.environ, "WEFT_TIER": "sse"},

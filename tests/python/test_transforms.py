@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from weft import ops
 
 WIDTH = 4
-REFUSALS = (NotImplementedError, RuntimeError, TypeError, ValueError)
+REJECTIONS = (NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
 def rows(count: int = 3, **options) -> torch.Tensor:
@@ -39,11 +39,11 @@ MODULES = {
 modules = pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
 
 
-def right_or_refused(call, reference, naming: str = "weft") -> bool:
+def correct_or_rejected(call, reference, naming: str = "weft") -> bool:
     """Runs `call`. It may raise an error that names weft or the operation; otherwise it must equal `reference`."""
     try:
         result = call()
-    except REFUSALS as error:
+    except REJECTIONS as error:
         assert naming in str(error), f"refused without saying who: {error}"
         return False
     torch.testing.assert_close(result, reference())
@@ -54,7 +54,7 @@ def right_or_refused(call, reference, naming: str = "weft") -> bool:
 
 
 @modules
-def test_differentiating_twice_raises_for_the_input(make):
+def test_double_backward_raises_for_input(make):
     module, x = make(), rows(requires_grad=True)
     (dx,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
     (expected,) = torch.autograd.grad(plain(module, x).square().sum(), x)
@@ -64,7 +64,7 @@ def test_differentiating_twice_raises_for_the_input(make):
 
 
 @pytest.mark.parametrize("which", ["weight of the first", "weight of the last"])
-def test_differentiating_twice_raises_for_parameters(which):
+def test_double_backward_raises_for_parameters(which):
     module = mlp()
     param = module[0 if "first" in which else 2].weight
     (dw,) = torch.autograd.grad(module(rows()).square().sum(), param, create_graph=True)
@@ -72,7 +72,7 @@ def test_differentiating_twice_raises_for_parameters(which):
         dw.square().sum().backward()
 
 
-def test_a_gradient_penalty_raises_instead_of_missing_a_term():
+def test_gradient_penalty_raises():
     module, x = mlp(), rows(requires_grad=True)
     y = module(x).sum() + x.pow(3).sum()
     (dx,) = torch.autograd.grad(y, x, create_graph=True)
@@ -80,7 +80,7 @@ def test_a_gradient_penalty_raises_instead_of_missing_a_term():
         (y + dx.norm()).backward()
 
 
-def test_the_gradient_with_respect_to_the_incoming_gradient_raises():
+def test_gradient_with_respect_to_dy_raises():
     module, x = mlp(), rows(requires_grad=True)
     weights = rows(requires_grad=True)
     (dx,) = torch.autograd.grad(module(x), x, weights, create_graph=True)
@@ -149,22 +149,22 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 @modules
-def test_a_transform_is_right_or_refused_by_name(name, make):
+def test_transform_is_correct_or_rejected(name, make):
     module, x = make(), rows()
     transform = TRANSFORMS[name]
-    right_or_refused(lambda: transform(module, x), lambda: transform(lambda t: plain(module, t), x))
+    correct_or_rejected(lambda: transform(module, x), lambda: transform(lambda t: plain(module, t), x))
     torch.testing.assert_close(module(x), plain(module, x))
 
 
 @pytest.mark.parametrize("name", ["grad", "vjp", "jvp", "vmap", "jacrev", "functionalize"])
-def test_function_transforms_of_torch_func_are_refused(name):
+def test_torch_func_transforms_are_rejected(name):
     """None of these is implemented; should one become so, move it to the supported."""
     module, x = mlp(), rows()
-    assert not right_or_refused(lambda: TRANSFORMS[name](module, x), lambda: pytest.fail(f"{name} returned"))
+    assert not correct_or_rejected(lambda: TRANSFORMS[name](module, x), lambda: pytest.fail(f"{name} returned"))
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.jacfwd])
-def test_transforms_with_respect_to_parameters_are_right_or_refused(transform):
+def test_parameter_transforms_are_correct_or_rejected(transform):
     module, x = ops.Linear(WIDTH, WIDTH), rows()
     params = dict(module.named_parameters())
 
@@ -174,39 +174,39 @@ def test_transforms_with_respect_to_parameters_are_right_or_refused(transform):
     def theirs(p):
         return torch.nn.functional.linear(x, p["weight"], p["bias"]).square().sum()
 
-    right_or_refused(lambda: transform(ours)(params), lambda: transform(theirs)(params))
+    correct_or_rejected(lambda: transform(ours)(params), lambda: transform(theirs)(params))
     torch.testing.assert_close(module(x), plain(module, x))
 
 
 @pytest.mark.parametrize("name", ["grad", "jvp", "vmap", "functionalize"])
-def test_weft_on_plain_tensors_inside_of_a_transform_is_right_or_refused(name):
+def test_plain_tensors_inside_transform_are_correct_or_rejected(name):
     module, x, y = mlp(), rows(), rows()
     transform = TRANSFORMS[name]
-    right_or_refused(
+    correct_or_rejected(
         lambda: transform(lambda t: t * module(y)[0].detach(), x),
         lambda: transform(lambda t: t * plain(module, y)[0].detach(), x),
     )
 
 
-def test_dropout_inside_vmap_is_refused_or_draws_as_vmap_says():
+def test_dropout_inside_vmap_is_correct_or_rejected():
     op, x = ops.Dropout(0.5), torch.ones(3, 64)
-    with pytest.raises(REFUSALS):
+    with pytest.raises(REJECTIONS):
         torch.vmap(op)(x)
-    with pytest.raises(REFUSALS, match="weft|random"):
+    with pytest.raises(REJECTIONS, match="weft|random"):
         torch.vmap(lambda t: t + op(torch.ones(64)))(x)
 
 
-def test_batched_incoming_gradients_are_right_or_refused():
+def test_batched_dy_is_correct_or_rejected():
     module, x = mlp(), rows(requires_grad=True)
     weights = torch.randn(5, *x.shape)
 
     def grads(y):
         return torch.autograd.grad(y, [x, module[0].weight], weights, is_grads_batched=True)
 
-    right_or_refused(lambda: grads(module(x)), lambda: grads(plain(module, x)))
+    correct_or_rejected(lambda: grads(module(x)), lambda: grads(plain(module, x)))
 
 
-def test_per_sample_gradients_by_vmap_are_right_or_refused():
+def test_per_sample_gradients_are_correct_or_rejected():
     module, x = ops.Linear(WIDTH, WIDTH), rows()
     params = dict(module.named_parameters())
 
@@ -222,14 +222,14 @@ def test_per_sample_gradients_by_vmap_are_right_or_refused():
     def per_sample(call):
         return torch.vmap(torch.func.grad(each(call)), in_dims=(None, 0))(params, x)
 
-    right_or_refused(lambda: per_sample(ours), lambda: per_sample(theirs))
+    correct_or_rejected(lambda: per_sample(ours), lambda: per_sample(theirs))
 
 
 # ---- forward mode ----
 
 
 @modules
-def test_a_dual_input_is_refused(make):
+def test_dual_input_is_rejected(make):
     module = make()
     with (
         forward_ad.dual_level(),
@@ -239,7 +239,7 @@ def test_a_dual_input_is_refused(make):
 
 
 @pytest.mark.parametrize("grad_mode", [True, False])
-def test_a_dual_parameter_or_extra_input_is_refused(grad_mode):
+def test_dual_parameter_or_extra_input_is_rejected(grad_mode):
     module = ops.Sequential(ops.Linear(WIDTH, WIDTH), ops.AddExtraInput())
     with forward_ad.dual_level(), torch.set_grad_enabled(grad_mode):
         with pytest.raises(NotImplementedError, match="weft: extra input 0 carries"):
@@ -250,7 +250,7 @@ def test_a_dual_parameter_or_extra_input_is_refused(grad_mode):
         module(rows(), rows())
 
 
-def test_a_dual_incoming_gradient_is_right_or_refused():
+def test_dual_dy_is_correct_or_rejected():
     """jvp of a vjp: the tangent of the incoming gradient must not be dropped."""
     module, x = mlp(), rows(requires_grad=True)
     primal, tangent = rows(), rows()
@@ -260,7 +260,7 @@ def test_a_dual_incoming_gradient_is_right_or_refused():
             (dx,) = torch.autograd.grad(call(x), x, forward_ad.make_dual(primal, tangent))
             return forward_ad.unpack_dual(dx)
 
-    right_or_refused(lambda: tuple(tangent_of_dx(module)), lambda: tuple(tangent_of_dx(lambda t: plain(module, t))))
+    correct_or_rejected(lambda: tuple(tangent_of_dx(module)), lambda: tuple(tangent_of_dx(lambda t: plain(module, t))))
 
 
 # ---- kinds of tensors ----
@@ -280,7 +280,7 @@ UNUSUAL = {
 @pytest.mark.parametrize(
     "make", [ops.GELU, mlp, ops.Identity, lambda: ops.Bias(WIDTH)], ids=["GELU", "mlp", "Id", "Bias"]
 )
-def test_an_unusual_input_is_refused_by_name(kind, make):
+def test_unusual_input_is_rejected(kind, make):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         x = UNUSUAL[kind]()
@@ -289,7 +289,7 @@ def test_an_unusual_input_is_refused_by_name(kind, make):
 
 
 @pytest.mark.parametrize("kind", UNUSUAL)
-def test_an_unusual_extra_input_or_parameter_is_refused_by_name(kind):
+def test_unusual_extra_input_or_parameter_is_rejected(kind):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         unusual = UNUSUAL[kind]()
@@ -297,33 +297,33 @@ def test_an_unusual_extra_input_or_parameter_is_refused_by_name(kind):
             ops.AddExtraInput()(rows(), unusual)
 
 
-def test_a_sparse_parameter_is_refused_by_name():
+def test_sparse_parameter_is_rejected():
     op = ops.BasicLinear(WIDTH, WIDTH)
     op.weight = torch.nn.Parameter(torch.eye(WIDTH).to_sparse())
     with pytest.raises((TypeError, NotImplementedError), match="weft: parameter 'weight'.*sparse"):
         op(rows())
 
 
-def test_a_sparse_incoming_gradient_is_right_or_refused():
+def test_sparse_dy_is_correct_or_rejected():
     module, x = mlp(), rows(requires_grad=True)
     index = torch.tensor([[0], [2], [1]])
 
     def grads(y):
         return torch.autograd.grad(torch.gather(y, 1, index, sparse_grad=True).square().sum(), [x, module[0].weight])
 
-    right_or_refused(lambda: grads(module(x)), lambda: grads(plain(module, x)))
+    correct_or_rejected(lambda: grads(module(x)), lambda: grads(plain(module, x)))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool])
 @pytest.mark.parametrize("name", ["Linear", "GELU", "RMSNorm", "Sequential"])
-def test_integer_inputs_are_cast_to_the_parameters_or_refused_by_name(dtype, name):
+def test_integer_inputs_are_cast_or_rejected(dtype, name):
     module, x = MODULES[name](), torch.randint(0, 2, (3, WIDTH)).to(dtype)
-    right_or_refused(lambda: module(x), lambda: plain(module, x.float()), naming=name if name == "GELU" else "weft")
+    correct_or_rejected(lambda: module(x), lambda: plain(module, x.float()), naming=name if name == "GELU" else "weft")
 
 
 @pytest.mark.parametrize("name", ["Linear", "GELU", "RMSNorm", "Sequential"])
-def test_complex_inputs_are_refused_by_name(name):
-    with pytest.raises(REFUSALS, match="(?i)complex"):
+def test_complex_inputs_are_rejected(name):
+    with pytest.raises(REJECTIONS, match="(?i)complex"):
         MODULES[name]()(torch.ones(3, WIDTH, dtype=torch.complex64))
 
 
@@ -333,24 +333,24 @@ def test_complex_inputs_are_refused_by_name(name):
     [ops.Identity, lambda: ops.Reshape((-1,)), lambda: ops.ConstantScale(2.0), lambda: ops.Bias(WIDTH)],
     ids=["Identity", "Reshape", "ConstantScale", "Bias"],
 )
-def test_operations_that_torch_defines_for_any_dtype_are_right_or_refused(dtype, make):
+def test_dtype_generic_ops_are_correct_or_rejected(dtype, make):
     module, x = make(), torch.ones(3, WIDTH).to(dtype)
-    right_or_refused(lambda: module(x), lambda: plain(module, x))
+    correct_or_rejected(lambda: module(x), lambda: plain(module, x))
 
 
-def test_complex_conjugate_and_negative_views_are_right_or_refused():
+def test_conj_and_neg_views_are_correct_or_rejected():
     x = torch.randn(3, WIDTH, dtype=torch.complex64)
     for op in (ops.Identity(), ops.ConstantScale(2.0)):
-        right_or_refused(lambda op=op: op(x.conj()), lambda op=op: plain(op, x.conj()))
+        correct_or_rejected(lambda op=op: op(x.conj()), lambda op=op: plain(op, x.conj()))
     negative = x.conj().imag
     assert negative.is_neg()
     module = mlp()
-    right_or_refused(lambda: module(negative), lambda: plain(module, negative))
+    correct_or_rejected(lambda: module(negative), lambda: plain(module, negative))
 
 
 @pytest.mark.parametrize("device", ["meta"])
-def test_a_meta_input_gives_sizes_or_is_refused_when_parameters_are_real(device):
-    with pytest.raises(REFUSALS, match="meta"):
+def test_meta_input_with_real_parameters_is_rejected(device):
+    with pytest.raises(REJECTIONS, match="meta"):
         mlp()(rows(device=device))
 
 
@@ -371,7 +371,7 @@ class Logged(torch.Tensor):
         return cls(result) if isinstance(result, torch.Tensor) else result
 
 
-def test_a_tensor_subclass_with_its_own_dispatch_is_refused_by_name():
+def test_tensor_subclass_with_dispatch_is_rejected():
     x = rows()
     with pytest.raises(NotImplementedError, match="weft.*Logged"):
         mlp()(Logged(x))
@@ -383,7 +383,7 @@ def test_a_tensor_subclass_with_its_own_dispatch_is_refused_by_name():
         op(x)
 
 
-def test_a_tensor_subclass_without_its_own_dispatch_is_a_tensor():
+def test_tensor_subclass_without_dispatch_is_accepted():
     class Named(torch.Tensor):
         pass
 
@@ -392,7 +392,7 @@ def test_a_tensor_subclass_without_its_own_dispatch_is_a_tensor():
     torch.testing.assert_close(torch.Tensor(module(x.as_subclass(Named))), plain(module, x))
 
 
-def test_torch_function_modes_do_not_break_a_call():
+def test_torch_function_modes_work():
     class Counting(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
@@ -403,7 +403,7 @@ def test_torch_function_modes_do_not_break_a_call():
     torch.testing.assert_close(y, plain(module, x))
 
 
-def test_a_dispatch_mode_sees_the_call_or_it_is_refused():
+def test_dispatch_mode_sees_call_or_it_is_rejected():
     from torch.utils._python_dispatch import TorchDispatchMode
 
     seen = []
@@ -415,12 +415,12 @@ def test_a_dispatch_mode_sees_the_call_or_it_is_refused():
 
     module, x = mlp(), rows()
     with Logging():
-        ran = right_or_refused(lambda: module(x), lambda: plain(module, x))
+        ran = correct_or_rejected(lambda: module(x), lambda: plain(module, x))
     assert not ran or seen
 
 
 @pytest.mark.parametrize("real_parameters", [True, False])
-def test_fake_tensors_give_the_right_sizes_or_are_refused_by_name(real_parameters):
+def test_fake_tensors_have_right_sizes_or_are_rejected(real_parameters):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     module = ops.Sequential(ops.Linear(WIDTH, 6), ops.GELU())
@@ -430,7 +430,7 @@ def test_fake_tensors_give_the_right_sizes_or_are_refused_by_name(real_parameter
             module = ops.Sequential(ops.Linear(WIDTH, 6), ops.GELU())
         try:
             y = module(fake)
-        except REFUSALS as error:
+        except REJECTIONS as error:
             assert "weft" in str(error)
         else:
             assert y.shape == (3, 6) and isinstance(y, torch._subclasses.FakeTensor)
@@ -445,29 +445,29 @@ def one_rank():
     torch.distributed.destroy_process_group()
 
 
-def test_a_dtensor_is_refused_by_name_or_right(one_rank):
+def test_dtensor_is_correct_or_rejected(one_rank):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     mesh = init_device_mesh("cpu", (1,))
     module, x = mlp(), rows()
-    spread = distribute_tensor(x, mesh, [Replicate()])
+    replicated = distribute_tensor(x, mesh, [Replicate()])
 
     def local(y):
         return y.to_local() if isinstance(y, DTensor) else y
 
-    right_or_refused(lambda: local(module(spread)), lambda: plain(module, x))
+    correct_or_rejected(lambda: local(module(replicated)), lambda: plain(module, x))
     op = ops.BasicLinear(WIDTH, WIDTH)
     expected = plain(op, x)
     op.weight = torch.nn.Parameter(distribute_tensor(op.weight.detach(), mesh, [Replicate()]))
-    right_or_refused(lambda: local(op(x)), lambda: expected)
+    correct_or_rejected(lambda: local(op(x)), lambda: expected)
 
 
 # ---- tracing and compiling ----
 
 
 @modules
-def test_a_trace_is_right_for_other_inputs_or_refused(make):
+def test_trace_is_correct_or_rejected(make):
     module, x, other = make(), rows(), rows(5)
 
     def traced():
@@ -475,10 +475,10 @@ def test_a_trace_is_right_for_other_inputs_or_refused(make):
             warnings.simplefilter("ignore")
             return torch.jit.trace(module, x, check_trace=False)(other)
 
-    right_or_refused(traced, lambda: plain(module, other), naming="")
+    correct_or_rejected(traced, lambda: plain(module, other), naming="")
 
 
-def test_scripting_is_refused():
+def test_scripting_is_rejected():
     with warnings.catch_warnings(), pytest.raises(Exception, match="."):
         warnings.simplefilter("ignore")
         torch.jit.script(mlp())
@@ -510,7 +510,7 @@ def fresh_compiler():
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_compiled_model_with_a_sequential_inside_computes_and_trains_right(backend):
+def test_compiled_model_with_sequential_trains_correctly(backend):
     model = Model()
     with fresh_compiler():
         compiled = torch.compile(model, backend=backend)
@@ -524,7 +524,7 @@ def test_a_compiled_model_with_a_sequential_inside_computes_and_trains_right(bac
             )
 
 
-def test_a_compiled_sequential_sees_changes():
+def test_compiled_sequential_sees_changes():
     seq, x = ops.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0)), rows()
     with fresh_compiler():
         compiled = torch.compile(seq, backend="eager")
@@ -535,7 +535,7 @@ def test_a_compiled_sequential_sees_changes():
         torch.testing.assert_close(compiled(x), 30 * x)
 
 
-def test_fullgraph_compilation_is_right_or_refused():
+def test_fullgraph_compile_is_correct_or_rejected():
     seq, x = mlp(), rows()
     with fresh_compiler():
         try:

@@ -13,7 +13,7 @@ def clean():
     weft.destroy_ub()
 
 
-def test_known_keys_and_methods_are_taken():
+def test_known_keys_and_methods_are_accepted():
     weft.initialize_ub(
         [2048, 1024],
         2,
@@ -23,7 +23,7 @@ def test_known_keys_and_methods_are_taken():
     )
 
 
-def test_a_second_call_needs_destroy():
+def test_second_call_needs_destroy():
     weft.initialize_ub([16, 8], 1)
     with pytest.raises(RuntimeError, match="destroy_ub"):
         weft.initialize_ub([16, 8], 1)
@@ -35,17 +35,17 @@ def test_a_second_call_needs_destroy():
     ("configuration", "words"),
     [({"qkv": {}}, "no communication is called 'qkv'"), ({"qkv_fprop": {"method": "pipeline"}}, "ring_exchange")],
 )
-def test_a_wrong_configuration_says_what_is_known(configuration, words):
+def test_invalid_configuration_lists_known_values(configuration, words):
     with pytest.raises(ValueError, match=words):
         weft.initialize_ub([16, 8], 2, ub_cfgs=configuration)
 
 
-def test_fp8_is_refused():
+def test_fp8_is_rejected():
     with pytest.raises(NotImplementedError, match="FP8"):
         weft.initialize_ub([16, 8], 2, use_fp8=True)
 
 
-def test_userbuffers_options_name_a_communication_on_both_linears():
+def test_userbuffers_options_store_comm_name():
     options = {"comm_name": "fc1"}
     assert ops.BasicLinear(8, 4, userbuffers_options=options).userbuffers_options == "fc1"
     linear = ops.Linear(8, 4, userbuffers_options=options)

@@ -134,7 +134,7 @@ def share_memory(a, b) -> bool:
 @each_row
 @each_pipeline
 @each_dtypes
-def test_every_row_of_the_rule(row, pipeline, dtypes):
+def test_every_row_of_wgrad_contract(row, pipeline, dtypes):
     model, twin = model_and_twin(row, pipeline, dtypes)
     x = rows(dtypes[0])
     expected = gradients(twin, x)
@@ -163,8 +163,8 @@ def test_every_row_of_the_rule(row, pipeline, dtypes):
     assert len(seen) == (len(expected) if row.delay else 0)
     assert all((grad is not None) == (row.flag or not row.accumulate) for grad in seen)
     for weight, dw in zip(weights(model), expected, strict=True):
-        place = weight.main_grad if row.accumulate else weight.grad
-        assert_near(place, dw + FILL if row.accumulate and not row.overwrite else dw, dtypes[0])
+        grad_target = weight.main_grad if row.accumulate else weight.grad
+        assert_near(grad_target, dw + FILL if row.accumulate and not row.overwrite else dw, dtypes[0])
         assert not row.accumulate or not share_memory(weight.grad, weight.main_grad)
     torch.testing.assert_close(
         [p.grad for n, p in model.named_parameters() if "bias" in n],
@@ -175,7 +175,7 @@ def test_every_row_of_the_rule(row, pipeline, dtypes):
 @each_pipeline
 @pytest.mark.parametrize("delay", (False, True), ids=("now", "delayed"))
 @pytest.mark.parametrize("there", (False, True), ids=("no_main_grad", "main_grad"))
-def test_a_frozen_weight_needs_nothing_and_changes_nothing(pipeline, delay, there):
+def test_frozen_weight_needs_no_main_grad(pipeline, delay, there):
     model = build(pipeline, torch.float32, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
     twin = build(pipeline, torch.float32)
     twin.load_state_dict(model.state_dict())
@@ -204,7 +204,7 @@ def test_a_frozen_weight_needs_nothing_and_changes_nothing(pipeline, delay, ther
     assert not hooks
 
 
-def test_without_the_options_main_grad_and_marks_are_left_alone():
+def test_main_grad_is_ignored_without_options():
     model, twin = model_and_twin(ROWS[0], "linear")
     prepare(model.weight, Row(5, True, False, True, False))
     x = rows()
@@ -216,7 +216,7 @@ def test_without_the_options_main_grad_and_marks_are_left_alone():
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("delay", (False, True), ids=("now", "delayed"))
-def test_overwriting_gives_the_bits_that_autograd_would_have_got(dtype, delay):
+def test_overwrite_equals_autograd_bitwise(dtype, delay):
     model, twin = model_and_twin(Row(6, True, delay, True, True), "linear", (dtype, dtype))
     x = rows(dtype)
     gradients(twin, x)
@@ -225,7 +225,7 @@ def test_overwriting_gives_the_bits_that_autograd_would_have_got(dtype, delay):
 
 
 @pytest.mark.parametrize("tokens", (1, 300, 1000))
-def test_a_wide_main_grad_gets_the_product_unrounded(tokens):
+def test_float32_main_grad_gets_unrounded_gemm(tokens):
     model, _ = model_and_twin(INTO_MAIN_GRAD[0], "linear", DTYPES[0])
     x, dy = rows(torch.bfloat16, tokens=tokens), rows(torch.bfloat16, tokens=tokens).detach()
     model(x).backward(dy)
@@ -233,7 +233,7 @@ def test_a_wide_main_grad_gets_the_product_unrounded(tokens):
     assert (model.weight.main_grad.double() - exact).abs().max() <= 2e-6 * exact.abs().max()
 
 
-def test_no_rows_leave_or_clear_main_grad():
+def test_zero_rows_keep_or_zero_main_grad():
     for row in (r for r in INTO_MAIN_GRAD if not r.delay):
         for dtypes in DTYPES:
             model, _ = model_and_twin(row, "linear", dtypes)
@@ -245,7 +245,7 @@ def test_no_rows_leave_or_clear_main_grad():
 # ---- dummies --------------------------------------------------------------------------------------------------------
 
 
-def test_equal_weights_share_one_dummy_of_their_own_layout():
+def test_equal_weights_share_one_dummy_of_same_layout():
     grads = []
     for zero_out in (False, True):
         model, _ = model_and_twin(INTO_MAIN_GRAD[2], "block", zero_out=zero_out)
@@ -263,7 +263,7 @@ def test_equal_weights_share_one_dummy_of_their_own_layout():
 
 
 @pytest.mark.parametrize("delay", (False, True), ids=("now", "delayed"))
-def test_a_weight_shared_with_a_plain_operation_gets_both_gradients(delay):
+def test_weight_shared_with_plain_op_gets_both_gradients(delay):
     model, _ = model_and_twin(Row(5, True, delay, True, False), "linear", zero_out=True)
     x, plain = rows(), model.weight.detach().clone().requires_grad_()
     loss = model(x).square().sum() + (x @ model.weight).sum()
@@ -279,7 +279,7 @@ def test_a_weight_shared_with_a_plain_operation_gets_both_gradients(delay):
 PASSES = {"aten::" + name for name in ("add_", "add", "copy_", "clone", "_to_copy", "zero_", "fill_")}
 
 
-def passes_over(weight, work) -> list[str]:
+def ops_touching_weight_memory(weight, work) -> list[str]:
     """Names of the operations that touched memory of the weight's size."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
         work()
@@ -294,7 +294,7 @@ def passes_over(weight, work) -> list[str]:
 @each_main_grad_row
 @each_pipeline
 @each_dtypes
-def test_nothing_but_the_gemm_touches_memory_of_the_weights_size(row, pipeline, dtypes):
+def test_only_gemm_touches_weight_sized_memory(row, pipeline, dtypes):
     model, _ = model_and_twin(row, pipeline, dtypes)
     x = rows(dtypes[0])
     step(model, x)  # dummies exist
@@ -309,26 +309,26 @@ def test_nothing_but_the_gemm_touches_memory_of_the_weights_size(row, pipeline, 
         for linear in linears(model):
             linear.backward_dw()
 
-    assert passes_over(weights(model)[0], work) == []
+    assert ops_touching_weight_memory(weights(model)[0], work) == []
     assert [w.main_grad._version for w in weights(model)] == [v + 1 for v in versions]
 
 
 @each_main_grad_row
-def test_a_gradient_nobody_cleared_costs_an_addition_of_dummies_and_changes_nothing_else(row):
+def test_uncleared_grad_only_adds_dummies(row):
     model, _ = model_and_twin(row, "linear")
     start = torch.full_like(model.weight, 2)
     model.weight.grad = start.clone()
     loss = loss_of(model, rows())
-    found = passes_over(model.weight, loss.backward)
+    found = ops_touching_weight_memory(model.weight, loss.backward)
     assert found == (["add_"] if row.flag else [])
     assert row.flag or torch.equal(model.weight.grad, start)
 
 
-def test_a_zeroed_dummy_costs_one_fill():
+def test_zeroed_dummy_costs_one_fill():
     model, _ = model_and_twin(INTO_MAIN_GRAD[2], "linear", zero_out=True)
     step(model, rows())
     model.weight.grad = None
-    assert set(passes_over(model.weight, loss_of(model, rows()).backward)) == {"fill_"}
+    assert set(ops_touching_weight_memory(model.weight, loss_of(model, rows()).backward)) == {"fill_"}
 
 
 def peak_bytes(work) -> int:
@@ -361,7 +361,7 @@ def peak_bytes(work) -> int:
     [("linear", torch.bfloat16), ("linear_scale", torch.bfloat16)]
     + [(pipeline, torch.float32) for pipeline in ("linear", "linear_add", "linear_scale")],
 )
-def test_backward_needs_no_memory_of_the_weights_size(row, pipeline, dtype):
+def test_backward_allocates_no_weight_sized_memory(row, pipeline, dtype):
     width, tokens = 512, 16
     model, _ = model_and_twin(row, pipeline, (dtype, torch.float32), width)
     x = rows(dtype, width, tokens)
@@ -387,17 +387,17 @@ def test_backward_needs_no_memory_of_the_weights_size(row, pipeline, dtype):
 @each_row
 @each_pipeline
 @pytest.mark.parametrize("tokens", (3, TOKENS))
-def test_micro_batches_add_up_also_if_nobody_clears_grad(row, pipeline, tokens):
+def test_micro_batches_accumulate_without_clearing_grad(row, pipeline, tokens):
     model, twin = model_and_twin(row, pipeline)
     inputs = [rows(tokens=tokens) for _ in range(3)]
     step(model, *inputs)
     expected = gradients(twin, *(inputs[-1:] if row.overwrite else inputs))
     for weight, dw in zip(weights(model), expected, strict=True):
-        place = weight.main_grad if row.accumulate else weight.grad
-        assert_near(place, dw + FILL if row.accumulate and not row.overwrite else dw, torch.float32)
+        grad_target = weight.main_grad if row.accumulate else weight.grad
+        assert_near(grad_target, dw + FILL if row.accumulate and not row.overwrite else dw, torch.float32)
 
 
-def test_a_live_view_would_count_twice_but_a_dummy_does_not():
+def test_dummy_grad_is_not_counted_twice():
     model, twin = model_and_twin(INTO_MAIN_GRAD[2], "linear")
     x = rows()
     model.weight.main_grad.zero_()
@@ -408,7 +408,7 @@ def test_a_live_view_would_count_twice_but_a_dummy_does_not():
 
 @pytest.mark.parametrize("order", ("ffpp", "fpfp", "ffpfpp"))
 @pytest.mark.parametrize("row", (ROWS[1], INTO_MAIN_GRAD[4], INTO_MAIN_GRAD[6]), ids=lambda row: f"row{row.number}")
-def test_backwards_and_pops_may_interleave(row, order):
+def test_backward_and_backward_dw_may_interleave(row, order):
     model, twin = model_and_twin(row, "linear")
     inputs = [rows() for _ in range(order.count("f"))]
     given = iter(inputs)
@@ -421,7 +421,7 @@ def test_backwards_and_pops_may_interleave(row, order):
     assert_near(model.weight.main_grad if row.accumulate else model.weight.grad, dw + FILL * row.accumulate, dw.dtype)
 
 
-def test_the_oldest_gradient_is_computed_first():
+def test_oldest_gradient_is_computed_first():
     model, twin = model_and_twin(INTO_MAIN_GRAD[5], "linear")
     first, second = rows(), rows()
     loss_of(model, first).backward()
@@ -434,7 +434,7 @@ def test_the_oldest_gradient_is_computed_first():
         assert torch.equal(model.weight.main_grad.double(), dw)
 
 
-def test_a_delayed_gradient_adds_to_the_grad_that_is_there():
+def test_delayed_gradient_adds_to_existing_grad():
     model, twin = model_and_twin(ROWS[1], "linear")
     model.weight.grad = torch.full_like(model.weight, 2)
     x = rows()
@@ -445,7 +445,7 @@ def test_a_delayed_gradient_adds_to_the_grad_that_is_there():
     assert_near(model.weight.grad, dw + 2, torch.float32)
 
 
-def test_a_delayed_gradient_is_computed_as_in_backward_whatever_autocast_says_then():
+def test_delayed_gradient_ignores_later_autocast():
     model, twin = model_and_twin(ROWS[1], "linear")
     x = rows()
     with torch.autocast("cpu", torch.bfloat16):
@@ -458,7 +458,7 @@ def test_a_delayed_gradient_is_computed_as_in_backward_whatever_autocast_says_th
     assert model.weight.grad.dtype == torch.float32 and torch.equal(model.weight.grad, twin.weight.grad)
 
 
-def test_a_waiting_gradient_holds_x_and_dy_until_it_is_computed():
+def test_delayed_gradient_holds_x_and_dy_until_computed():
     model = ops.Linear(WIDTH, WIDTH, delay_wgrad_compute=True)
     x = rows().detach()
     hidden = x * 2
@@ -477,7 +477,7 @@ def test_a_waiting_gradient_holds_x_and_dy_until_it_is_computed():
         torch.UntypedStorage._free_weak_ref(reference)
 
 
-def test_a_waiting_gradient_needs_no_memory_of_the_weights_size():
+def test_delayed_gradient_allocates_no_weight_sized_memory():
     width = 512
     for row in (ROWS[1], *(r for r in INTO_MAIN_GRAD if r.delay)):
         model, _ = model_and_twin(row, "linear", width=width)
@@ -489,7 +489,7 @@ def test_a_waiting_gradient_needs_no_memory_of_the_weights_size():
 
 @pytest.mark.parametrize("in_place", (False, True))
 @pytest.mark.parametrize("shape", ((TOKENS, WIDTH), (2, TOKENS, WIDTH)), ids=("2-D", "3-D"))
-def test_a_waiting_gradient_survives_what_else_happens_to_its_tensors(shape, in_place):
+def test_delayed_gradient_survives_other_uses_of_its_tensors(shape, in_place):
     """Other leaves get the same dy, and the engine adds to their .grad in place."""
     grads = []
     for delay in (True, False):
@@ -507,7 +507,7 @@ def test_a_waiting_gradient_survives_what_else_happens_to_its_tensors(shape, in_
     torch.testing.assert_close(grads[0], grads[1])
 
 
-def test_a_change_of_the_input_before_the_delayed_gradient_raises():
+def test_changing_input_before_delayed_gradient_raises():
     model = ops.Linear(WIDTH, WIDTH, delay_wgrad_compute=True)
     x = torch.randn(2, TOKENS, WIDTH)
     model(x).sum().backward()
@@ -569,7 +569,7 @@ def test_data_parallel_buckets_get_every_micro_batch_once(pipeline, dtypes, dela
 @each_pipeline
 @pytest.mark.parametrize("sharded", (True, False), ids=("sharded", "unsharded"))
 @pytest.mark.parametrize("delay", (False, True), ids=("now", "delayed"))
-def test_sharded_data_parallel_fetches_its_bucket_when_the_gradient_is_computed(pipeline, sharded, delay):
+def test_sharded_data_parallel_fetches_bucket_when_gradient_is_computed(pipeline, sharded, delay):
     model, twin = model_and_twin(Row(0, True, delay, True, False), pipeline)
     reduced, fetched, forward = {}, [], [True]
 
@@ -617,7 +617,7 @@ def test_sharded_data_parallel_fetches_its_bucket_when_the_gradient_is_computed(
 
 
 @pytest.mark.parametrize("flag", (False, True), ids=("no_flag", "flag"))
-def test_a_hook_on_the_accumulator_fires_once_with_a_gradient_only_if_a_framework_looks(flag):
+def test_accumulator_hook_fires_once_and_gets_grad_only_with_flag(flag):
     model, _ = model_and_twin(Row(0, True, False, flag, False), "linear")
     seen = []
     accumulator = model.weight.expand_as(model.weight).grad_fn.next_functions[0][0]
@@ -626,7 +626,7 @@ def test_a_hook_on_the_accumulator_fires_once_with_a_gradient_only_if_a_framewor
     assert seen == [flag]
 
 
-def test_a_main_grad_that_cannot_be_written_raises_and_changes_nothing():
+def test_invalid_main_grad_raises_without_side_effects():
     model, _ = model_and_twin(INTO_MAIN_GRAD[2], "linear")
     flat = torch.full((WIDTH, 2 * WIDTH), FILL)
     bad = (flat[:, :WIDTH].t(), flat[:, ::2], flat, flat[:WIDTH, :WIDTH].int(), torch.full((WIDTH,), FILL), None)
@@ -647,7 +647,7 @@ def test_a_main_grad_that_cannot_be_written_raises_and_changes_nothing():
         step(model, rows())
 
 
-def test_a_delayed_gradient_checks_for_main_grad_in_backward():
+def test_delayed_gradient_checks_main_grad_in_backward():
     model, _ = model_and_twin(INTO_MAIN_GRAD[6], "linear")
     del model.weight.main_grad
     with pytest.raises(RuntimeError, match="no main_grad"):
@@ -658,7 +658,7 @@ def test_a_delayed_gradient_checks_for_main_grad_in_backward():
     assert model.weight.main_grad.any()
 
 
-def test_an_error_of_the_framework_keeps_its_type():
+def test_framework_error_keeps_type():
     model, _ = model_and_twin(INTO_MAIN_GRAD[2], "linear")
 
     def get():
@@ -669,7 +669,7 @@ def test_an_error_of_the_framework_keeps_its_type():
         step(model, rows())
 
 
-def test_a_flat_main_grad_of_as_many_elements_serves():
+def test_flat_main_grad_works():
     model, twin = model_and_twin(INTO_MAIN_GRAD[0], "linear")
     model.weight.main_grad = torch.zeros(WIDTH * WIDTH)
     x = rows()
@@ -683,7 +683,7 @@ def test_a_flat_main_grad_of_as_many_elements_serves():
 
 @pytest.mark.parametrize("reentrant", (False, True))
 @each_main_grad_row
-def test_checkpointing_computes_a_gradient_once(row, reentrant):
+def test_checkpointing_computes_gradient_once(row, reentrant):
     model, twin = model_and_twin(row, "block")
     x = rows()
     y = checkpoint(model, x, use_reentrant=reentrant)
@@ -694,7 +694,7 @@ def test_checkpointing_computes_a_gradient_once(row, reentrant):
         assert_near(weight.main_grad, dw if row.overwrite else dw + FILL, torch.float32)
 
 
-def test_copies_of_saved_tensors_do_not_hide_the_parameter():
+def test_copied_saved_tensors_keep_parameter_identity():
     model, twin = model_and_twin(INTO_MAIN_GRAD[2], "block")
     x = rows()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
@@ -706,7 +706,7 @@ def test_copies_of_saved_tensors_do_not_hide_the_parameter():
 
 @each_main_grad_row
 @pytest.mark.parametrize("how", ("one_pipeline", "two_calls"))
-def test_a_weight_used_twice_gets_both_gradients(row, how):
+def test_weight_used_twice_gets_both_gradients(row, how):
     model, twin = model_and_twin(row, "linear")
     if how == "one_pipeline":
         calls = [ops.Sequential(module, ops.GELU(), module) for module in (model, twin)]
@@ -721,7 +721,7 @@ def test_a_weight_used_twice_gets_both_gradients(row, how):
 
 
 @each_row
-def test_a_graph_may_be_kept_and_run_again(row):
+def test_retained_graph_runs_twice(row):
     model, twin = model_and_twin(row, "block")
     x = rows()
     for module in (model, twin):
@@ -735,13 +735,13 @@ def test_a_graph_may_be_kept_and_run_again(row):
         for linear in reversed(linears(module)):
             linear.backward_dw()
     for weight, other in zip(weights(model), weights(twin), strict=True):
-        place = weight.main_grad if row.accumulate else weight.grad
+        grad_target = weight.main_grad if row.accumulate else weight.grad
         init = FILL if row.accumulate and not row.overwrite else 0
-        assert_near(place, other.grad.double() + init, torch.float32)
+        assert_near(grad_target, other.grad.double() + init, torch.float32)
 
 
 @each_main_grad_row
-def test_asking_for_the_inputs_gradient_alone_leaves_main_grad(row):
+def test_requesting_only_dx_leaves_main_grad(row):
     model, _ = model_and_twin(row, "block")
     x = rows()
     start = [weight.main_grad.clone() for weight in weights(model)]
@@ -752,7 +752,7 @@ def test_asking_for_the_inputs_gradient_alone_leaves_main_grad(row):
     assert all(linear.pending_backward_dw == 0 for linear in linears(model))
 
 
-def test_a_computed_weight_raises_with_advice():
+def test_computed_weight_raises_with_advice():
     for options in ({"accumulate_into_main_grad": True}, {"delay_wgrad_compute": True}):
         model = ops.BasicLinear(WIDTH, WIDTH, **options)
         torch.nn.utils.parametrizations.weight_norm(model)
@@ -760,7 +760,7 @@ def test_a_computed_weight_raises_with_advice():
             model(rows()).sum().backward()
 
 
-def test_two_threads_lose_no_gradient():
+def test_concurrent_backwards_lose_no_gradient():
     model, _ = model_and_twin(INTO_MAIN_GRAD[2], "linear")
     x = torch.ones(1, WIDTH)
 
@@ -781,7 +781,7 @@ def test_two_threads_lose_no_gradient():
     [(ROWS[1], "linear"), (INTO_MAIN_GRAD[2], "linear_add"), (INTO_MAIN_GRAD[6], "block")],
     ids=("row2", "row5", "row9"),
 )
-def test_a_compiled_model_loses_no_gradient(row, pipeline):
+def test_compiled_model_loses_no_gradient(row, pipeline):
     torch._dynamo.reset()
     model, twin = model_and_twin(row, pipeline)
     compiled = torch.compile(model, backend="aot_eager")
@@ -792,11 +792,11 @@ def test_a_compiled_model_loses_no_gradient(row, pipeline):
     for linear in reversed(linears(model)):
         linear.backward_dw()
     for weight, dw in zip(weights(model), gradients(twin, x), strict=True):
-        place = weight.main_grad if row.accumulate else weight.grad
-        assert_near(place, dw + FILL * row.accumulate, torch.float32)
+        grad_target = weight.main_grad if row.accumulate else weight.grad
+        assert_near(grad_target, dw + FILL * row.accumulate, torch.float32)
 
 
-def test_without_gradients_a_model_compiles_whole_and_exports():
+def test_model_without_grad_compiles_fullgraph_and_exports():
     torch._dynamo.reset()
     model, twin = model_and_twin(INTO_MAIN_GRAD[2], "block")
     x = rows().detach()
@@ -805,9 +805,9 @@ def test_without_gradients_a_model_compiles_whole_and_exports():
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), twin(x))
 
 
-def test_the_dispatcher_op_refuses_delayed_gradients():
+def test_dispatcher_op_rejects_delayed_gradients():
     model, x = ops.Linear(8, 8, delay_wgrad_compute=True), torch.randn(4, 8, requires_grad=True)
-    text = model._compiled_groups()[0][0]
+    text = model._traced_segments()[0][0]
     word = "cpu:float32:gc"
     call = f'{text} @call(autocast=none, eval=0, tensors="{word} {word} {word}")'
     outputs = torch.ops.weft.pipeline_forward([x, model.weight, model.bias], call)
@@ -819,7 +819,7 @@ def test_the_dispatcher_op_refuses_delayed_gradients():
 
 
 @pytest.mark.parametrize("make", (ops.Linear, ops.BasicLinear))
-def test_a_delayed_weight_is_marked_wherever_it_comes_from(make):
+def test_delayed_weight_is_always_marked(make):
     def marked(module):
         return getattr(module.weight, "skip_backward_post_hook", None)
 
@@ -845,7 +845,7 @@ def test_a_delayed_weight_is_marked_wherever_it_comes_from(make):
 
 
 @pytest.mark.parametrize("make", (ops.Linear, ops.BasicLinear))
-def test_options_may_be_set_later(make):
+def test_options_can_be_set_later(make):
     module = make(4, 3)
     x = torch.ones(2, 4)
     module(x).sum().backward()
@@ -861,7 +861,7 @@ def test_options_may_be_set_later(make):
     assert torch.equal(module.weight.main_grad, torch.full((3, 4), 4.0))
 
 
-def test_a_copy_has_no_hooks_and_nothing_that_waits():
+def test_copy_has_no_hooks_and_no_delayed_gradients():
     module = ops.Linear(4, 3, delay_wgrad_compute=True)
     ran = []
     module.register_wgrad_accumulation_and_reduce_hooks(lambda: ran.append(1))
@@ -875,7 +875,7 @@ def test_a_copy_has_no_hooks_and_nothing_that_waits():
     assert ran == [1]
 
 
-def test_hooks_run_in_the_order_of_their_registration():
+def test_hooks_run_in_registration_order():
     module = ops.Linear(4, 3, delay_wgrad_compute=True)
     ran = []
     for name in "abc":
@@ -885,12 +885,12 @@ def test_hooks_run_in_the_order_of_their_registration():
     assert ran == list("abc")
 
 
-def test_delay_is_refused_where_it_cannot_work():
+def test_unsupported_delay_is_rejected():
     with pytest.raises(NotImplementedError, match="userbuffers_options"):
         ops.BasicLinear(4, 3, delay_wgrad_compute=True, userbuffers_options={"comm_name": "qkv"})
 
 
-def test_explain_names_the_options():
+def test_explain_names_options():
     module = ops.Linear(4, 3, accumulate_into_main_grad=True, delay_wgrad_compute=True)
     text = weft.explain(module, torch.ones(2, 4)).text
     assert "accumulate_into_main_grad=true" in text and "delay_wgrad_compute=true" in text

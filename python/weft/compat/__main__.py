@@ -19,19 +19,19 @@ def main() -> None:
     parser.add_argument("-m", dest="module", action="store_true", help="what follows is a module, not a file")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    given = parser.parse_args()
-    sys.argv = [given.script, *given.arguments]
-    sys.path[0] = os.getcwd() if given.module else os.path.dirname(os.path.abspath(given.script))
-    recipes = "high_precision" if given.high_precision else None
+    args = parser.parse_args()
+    sys.argv = [args.script, *args.arguments]
+    sys.path[0] = os.getcwd() if args.module else os.path.dirname(os.path.abspath(args.script))
+    recipes = "high_precision" if args.high_precision else None
     try:
-        (megatron if given.megatron else transformer_engine).install(recipes=recipes, replace=given.replace)
+        (megatron if args.megatron else transformer_engine).install(recipes=recipes, replace=args.replace)
     except ImportError as error:
-        here = " Here that is --replace." if "replace=True" in str(error) else ""
-        sys.exit(f"python -m weft.compat: {error}{here}")
-    if given.module:
-        runpy.run_module(given.script, run_name="__main__", alter_sys=True)
+        hint = " Here that is --replace." if "replace=True" in str(error) else ""
+        sys.exit(f"python -m weft.compat: {error}{hint}")
+    if args.module:
+        runpy.run_module(args.script, run_name="__main__", alter_sys=True)
     else:
-        runpy.run_path(given.script, run_name="__main__")
+        runpy.run_path(args.script, run_name="__main__")
 
 
 if __name__ == "__main__":

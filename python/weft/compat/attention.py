@@ -10,13 +10,13 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from .module import EmptyExtraState
+from ._module import EmptyExtraState
 
 _MASKS = ("no_mask", "padding", "causal", "padding_causal", "arbitrary", "causal_bottom_right",
           "padding_causal_bottom_right")  # fmt: skip
 
 
-def _band(rows: int, columns: int, kind: str, window: tuple[int, int] | None, device: Any) -> torch.Tensor | None:
+def _position_mask(rows: int, columns: int, kind: str, window: tuple[int, int] | None, device: Any) -> torch.Tensor | None:
     """Which keys [rows, columns] a query may see by position: causal from the first or to the last key, and a window of
     `left` keys before and `right` after; -1 is no limit. None: all of them."""
     left, right = window if window is not None else (-1, -1)
@@ -25,13 +25,13 @@ def _band(rows: int, columns: int, kind: str, window: tuple[int, int] | None, de
     if left < 0 and right < 0:
         return None
     first = columns - rows if "bottom_right" in kind or "causal" not in kind else 0
-    ahead = torch.arange(columns, device=device) - torch.arange(rows, device=device).unsqueeze(1) - first
-    seen = torch.ones_like(ahead, dtype=torch.bool)
+    distance = torch.arange(columns, device=device) - torch.arange(rows, device=device).unsqueeze(1) - first
+    visible = torch.ones_like(distance, dtype=torch.bool)
     if left >= 0:
-        seen &= ahead >= -left
+        visible &= distance >= -left
     if right >= 0:
-        seen &= ahead <= right
-    return seen
+        visible &= distance <= right
+    return visible
 
 
 class DotProductAttention(EmptyExtraState):
@@ -122,17 +122,17 @@ class DotProductAttention(EmptyExtraState):
         if others.get("alibi_slopes") is not None or others.get("inference_params") is not None:
             raise NotImplementedError("DotProductAttention: alibi_slopes and inference_params are not there")
 
-    def _mask(self, q, k, kind: str, window, given, bias) -> torch.Tensor | None:
+    def _mask(self, q, k, kind: str, window, attention_mask, bias) -> torch.Tensor | None:
         """What scaled_dot_product_attention takes: True is seen, or a number to add."""
-        seen = _band(q.size(2), k.size(2), kind, window, q.device)
-        if given is not None and ("padding" in kind or kind == "arbitrary"):
-            hidden = given[1] if isinstance(given, tuple) else given  # of queries and of keys: those of keys count
-            seen = ~hidden if seen is None else seen & ~hidden
+        visible = _position_mask(q.size(2), k.size(2), kind, window, q.device)
+        if attention_mask is not None and ("padding" in kind or kind == "arbitrary"):
+            masked = attention_mask[1] if isinstance(attention_mask, tuple) else attention_mask  # of queries and of keys: those of keys count
+            visible = ~masked if visible is None else visible & ~masked
         elif "padding" in kind:
             raise ValueError(f"DotProductAttention: attn_mask_type is {kind!r}, but attention_mask is not given")
         if bias is None:
-            return seen
-        return bias if seen is None else bias.masked_fill(~seen, float("-inf"))
+            return visible
+        return bias if visible is None else bias.masked_fill(~visible, float("-inf"))
 
     def _attend(self, q, k, v, mask: torch.Tensor | None) -> torch.Tensor:
         p = self.attention_dropout if self.training else 0.0
@@ -173,7 +173,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
         return both[:, None, None, :]
 
 
-def _turned(t: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def _rotate_half(t: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """(-b, a) of each pair (a, b)"""
     if interleaved:
         pairs = t.unflatten(-1, (-1, 2))
@@ -190,12 +190,12 @@ def apply_rotary_pos_emb(
     fused: bool = False,
     **others: Any,
 ) -> torch.Tensor:
-    """t·cos + turned(t)·sin on the first channels, as many as there are angles; the others stay."""
+    """t·cos + rotate_half(t)·sin on the first channels, as many as there are angles; the others stay."""
     if tensor_format not in ("sbhd", "bshd"):
         raise NotImplementedError(f"apply_rotary_pos_emb: tensor_format is {tensor_format!r}; there are sbhd and bshd")
     angles = freqs[: t.size(0 if tensor_format == "sbhd" else 1)]
     if tensor_format == "bshd":
         angles = angles.transpose(0, 1)
-    front, rest = t.split([angles.size(-1), t.size(-1) - angles.size(-1)], -1)
+    rotary, rest = t.split([angles.size(-1), t.size(-1) - angles.size(-1)], -1)
     cos, sin = angles.cos().to(t.dtype), angles.sin().to(t.dtype)
-    return torch.cat([front * cos + _turned(front, interleaved) * sin, rest], -1)
+    return torch.cat([rotary * cos + _rotate_half(rotary, interleaved) * sin, rest], -1)

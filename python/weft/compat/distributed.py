@@ -10,20 +10,20 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .. import ops
-from ..rng import RNGStatesTracker as CudaRNGStatesTracker
+from .._rng import RNGStatesTracker as CudaRNGStatesTracker
 
 __all__ = ["CudaRNGStatesTracker", "activation_recompute_forward", "checkpoint", "is_fp8_activation_recompute_enabled"]
 
 
 @contextmanager
-def _states(tracker: Any, states: Any) -> Iterator[None]:
+def _tracker_states(tracker: Any, states: Any) -> Iterator[None]:
     """The tracker draws from `states` inside and goes on from where it was."""
-    outside = tracker.get_states()
+    saved_states = tracker.get_states()
     tracker.set_states(states)
     try:
         yield
     finally:
-        tracker.set_states(outside)
+        tracker.set_states(saved_states)
 
 
 def checkpoint(
@@ -42,7 +42,7 @@ def checkpoint(
 
     def contexts():
         tracker = get_rng_state_tracker() if get_rng_state_tracker is not None else None
-        return nullcontext(), nullcontext() if tracker is None else _states(tracker, tracker.get_states())
+        return nullcontext(), nullcontext() if tracker is None else _tracker_states(tracker, tracker.get_states())
 
     return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 

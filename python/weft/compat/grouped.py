@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..native import on_meta
-from .module import Module, Pipeline, share
+from .._native import on_meta
+from ._module import CompatModule, BoundSequential, divide_evenly
 
 
-class GroupedLinear(Module):
+class GroupedLinear(CompatModule):
     """y[rows of group g] = x[rows of group g] W_gᵀ + b_g, with Parameters `weight0`, `bias0`, `weight1`, … Over ranks
     only the sizes are divided; who calls it communicates."""
 
@@ -56,8 +56,8 @@ class GroupedLinear(Module):
         if self.tp_size > 1 and bias:
             raise RuntimeError("GroupedLinear: a bias is not there with tp_size > 1; make it with bias=False")
         self.num_gemms, self.parallel_mode = num_gemms, parallel_mode
-        self.in_features = share(self, in_features, self.tp_size) if parallel_mode == "row" else in_features
-        self.out_features = share(self, out_features, self.tp_size) if parallel_mode == "column" else out_features
+        self.in_features = divide_evenly(self, in_features, self.tp_size) if parallel_mode == "row" else in_features
+        self.out_features = divide_evenly(self, out_features, self.tp_size) if parallel_mode == "column" else out_features
         self.use_bias, self.return_bias = bias, return_bias
         self.weight_names = [f"weight{g}" for g in range(num_gemms)]
         self.bias_names = [f"bias{g}" for g in range(num_gemms)]
@@ -67,23 +67,23 @@ class GroupedLinear(Module):
             self._declare_bias(name, self.out_features, parallel_mode, bias)
         self.reset_parameters(defer_init=on_meta(self))
 
-    def _build(self) -> Pipeline:
-        added = self.use_bias and not self.return_bias
+    def _build(self) -> BoundSequential:
+        adds_bias = self.use_bias and not self.return_bias
         op = ops.GroupedLinear(
             self.num_gemms,
             self.in_features,
             self.out_features,
-            bias=added,
+            bias=adds_bias,
             device="meta",
             dtype=self.params_dtype,
             accumulate_into_main_grad=self.fuse_wgrad_accumulation,
             delay_wgrad_compute=self.delay_wgrad_compute,
         )
-        self._products.append(op)
-        names = self.weight_names + (self.bias_names if added else [])
-        made = Pipeline(self)
-        made.add(op, **{name: name for name in names})
-        return made
+        self._wgrad_ops.append(op)
+        names = self.weight_names + (self.bias_names if adds_bias else [])
+        pipeline = BoundSequential(self)
+        pipeline.add(op, **{name: name for name in names})
+        return pipeline
 
     def forward(
         self,
@@ -94,8 +94,8 @@ class GroupedLinear(Module):
         splits = torch.as_tensor(m_splits)
         if splits.dtype not in (torch.int32, torch.int64):
             splits = splits.to(torch.int64)
-        pipeline = self._pipelines(inp)
-        output = pipeline.run(inp.reshape(-1, inp.size(-1)), splits)
+        pipeline = self._get_pipelines(inp)
+        output = pipeline.sequential(inp.reshape(-1, inp.size(-1)), splits)
         self._first_microbatch(output, is_first_microbatch)
         output = output.reshape(*inp.shape[:-1], self.out_features)
         return (output, [getattr(self, name) for name in self.bias_names]) if self.return_bias else output

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from .distributed import dropout
-from .mlp import LayerNormMLP
-from .module import check_unused
-from .multihead import MultiheadAttention
-from .norm import LayerNorm, RMSNorm
+from ._distributed import dropout
+from ._layernorm_mlp import LayerNormMLP
+from ._module import reject_unknown_arguments
+from ._multihead_attention import MultiheadAttention
+from ._norm import LayerNorm, RMSNorm
 
 
 class DropPath(torch.nn.Module):
@@ -29,7 +29,7 @@ class DropPath(torch.nn.Module):
         return branch * kept.to(branch.dtype) / (1 - self.drop_prob)
 
 
-def _autocast(x: torch.Tensor) -> torch.Tensor:
+def _to_autocast_dtype(x: torch.Tensor) -> torch.Tensor:
     """x in the dtype of autocast, in which the residual goes on; x itself without autocast."""
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
@@ -89,7 +89,7 @@ class TransformerLayer(torch.nn.Module):
         softmax_type: str = "vanilla",
         **unused: Any,
     ) -> None:
-        check_unused(self, unused)
+        reject_unknown_arguments(self, unused)
         super().__init__()
         if layer_type not in ("encoder", "decoder"):
             raise ValueError(f"TransformerLayer: layer_type is {layer_type!r}, expected 'encoder' or 'decoder'")
@@ -132,14 +132,14 @@ class TransformerLayer(torch.nn.Module):
             "softmax_type": softmax_type,
         }
         mlp = common | {"eps": layernorm_epsilon, "activation": activation, "activation_params": activation_params}
-        self._make_parts(attention, mlp | {"hidden_size": hidden_size, "ffn_hidden_size": ffn_hidden_size})
+        self._make_submodules(attention, mlp | {"hidden_size": hidden_size, "ffn_hidden_size": ffn_hidden_size})
         self.drop_path = DropPath(drop_path_rate, attn_input_format.index("b")) if drop_path_rate > 0 else None
         if output_layernorm:
             norm = LayerNorm if normalization == "LayerNorm" else RMSNorm
-            marks = {"sequence_parallel": sequence_parallel, "zero_centered_gamma": zero_centered_gamma}
-            self.layernorm = norm(hidden_size, eps=layernorm_epsilon, params_dtype=params_dtype, device=device, **marks)
+            norm_options = {"sequence_parallel": sequence_parallel, "zero_centered_gamma": zero_centered_gamma}
+            self.layernorm = norm(hidden_size, eps=layernorm_epsilon, params_dtype=params_dtype, device=device, **norm_options)
 
-    def _make_parts(self, attention: dict[str, Any], mlp: dict[str, Any]) -> None:
+    def _make_submodules(self, attention: dict[str, Any], mlp: dict[str, Any]) -> None:
         self.self_attention = MultiheadAttention(
             attn_mask_type=self.self_attn_mask_type,
             window_size=self.window_size,
@@ -159,7 +159,7 @@ class TransformerLayer(torch.nn.Module):
             if hasattr(child, "set_tensor_parallel_group"):
                 child.set_tensor_parallel_group(tp_group)
 
-    def _residual(self, result: Any, residual: torch.Tensor) -> torch.Tensor:
+    def _add_residual(self, result: Any, residual: torch.Tensor) -> torch.Tensor:
         """residual + dropout(branch); a branch that comes with what its norm gave has that as its residual."""
         branch, residual = result if isinstance(result, tuple) else (result, residual)
         branch = dropout(branch, self.hidden_dropout, self.training, self.get_rng_state_tracker)
@@ -185,8 +185,8 @@ class TransformerLayer(torch.nn.Module):
         alibi_slopes: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        hidden_states = _autocast(hidden_states)
-        attended = self.self_attention(
+        hidden_states = _to_autocast_dtype(hidden_states)
+        attention_output = self.self_attention(
             hidden_states,
             attention_mask,
             attn_mask_type=self_attn_mask_type or self.self_attn_mask_type,
@@ -200,10 +200,10 @@ class TransformerLayer(torch.nn.Module):
             alibi_slopes=alibi_slopes,
         )
         if self.parallel_attention_mlp:
-            return self._finish(self._both(attended, hidden_states, is_first_microbatch))
-        x = self._residual(attended, hidden_states)
+            return self._apply_output_norm(self._parallel_branches(attention_output, hidden_states, is_first_microbatch))
+        x = self._add_residual(attention_output, hidden_states)
         if self.layer_type == "decoder":
-            crossed = self.inter_attention(
+            cross_attention_output = self.inter_attention(
                 x,
                 enc_dec_attn_mask,
                 encoder_output=encoder_output,
@@ -212,14 +212,14 @@ class TransformerLayer(torch.nn.Module):
                 is_first_microbatch=is_first_microbatch,
                 checkpoint_core_attention=checkpoint_core_attention,
             )
-            x = self._residual(crossed, x)
-        return self._finish(self._residual(self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch), x))
+            x = self._add_residual(cross_attention_output, x)
+        return self._apply_output_norm(self._add_residual(self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch), x))
 
-    def _both(self, attended: Any, x: torch.Tensor, first: bool | None) -> torch.Tensor:
+    def _parallel_branches(self, attention_output: Any, x: torch.Tensor, first: bool | None) -> torch.Tensor:
         """Attention and MLP side by side, from the same input."""
-        attended = attended[0] if isinstance(attended, tuple) else attended
+        attention_output = attention_output[0] if isinstance(attention_output, tuple) else attention_output
         mlp = self.layernorm_mlp(x, is_first_microbatch=first)
-        return self._residual(attended + (mlp[0] if isinstance(mlp, tuple) else mlp), x)
+        return self._add_residual(attention_output + (mlp[0] if isinstance(mlp, tuple) else mlp), x)
 
-    def _finish(self, x: torch.Tensor) -> torch.Tensor:
+    def _apply_output_norm(self, x: torch.Tensor) -> torch.Tensor:
         return self.layernorm(x) if self.output_layernorm else x

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..native import on_meta
-from .module import Module, Pipeline, refuse_gathered, refuse_quantized, share
+from .._native import on_meta
+from ._module import CompatModule, BoundSequential, reject_gathered_output, reject_quantized, divide_evenly
 
 
-class _WithParts(Module):
+class _SplitLinear(CompatModule):
     """A linear whose output features may be several Parameters one after the other (`parameters_split`)."""
 
-    def _declare_parts(
+    def _declare_splits(
         self,
         in_features: int,
         out_features: int,
@@ -28,35 +28,35 @@ class _WithParts(Module):
             raise ValueError(f"{type(self).__name__}: parallel_mode is {mode!r}, expected None, 'column' or 'row'")
         self.in_features, self.out_features, self.parallel_mode = in_features, out_features, mode
         self.use_bias, self.parameters_split = bias, split
-        sizes = _sizes(type(self).__name__, split, out_features)
+        sizes = _split_sizes(type(self).__name__, split, out_features)
         ranks = self.tp_size
-        local_in = share(self, in_features, ranks) if mode == "row" else in_features
-        self._parts = [(f"{name}weight", f"{name}bias", size) for name, size in sizes.items()]
-        self.weight_names = [weight for weight, *_ in self._parts]
-        self.bias_names = [bias for _, bias, _ in self._parts]
-        for weight, _, size in self._parts:
-            self._declare_weight(weight, (share(self, size, ranks) if mode == "column" else size, local_in), init, mode)
-        for _, name, size in self._parts:
-            self._declare_bias(name, share(self, size, ranks) if mode == "column" else size, mode, bias)
+        local_in = divide_evenly(self, in_features, ranks) if mode == "row" else in_features
+        self._splits = [(f"{name}weight", f"{name}bias", size) for name, size in sizes.items()]
+        self.weight_names = [weight for weight, *_ in self._splits]
+        self.bias_names = [bias for _, bias, _ in self._splits]
+        for weight, _, size in self._splits:
+            self._declare_weight(weight, (divide_evenly(self, size, ranks) if mode == "column" else size, local_in), init, mode)
+        for _, name, size in self._splits:
+            self._declare_bias(name, divide_evenly(self, size, ranks) if mode == "column" else size, mode, bias)
 
     def _needs_group(self) -> bool:
         return self.parallel_mode is not None
 
-    def _build_parts(self) -> list[Pipeline]:
+    def _build_splits(self) -> list[BoundSequential]:
         """For each part y = x Wᵀ [+ b]; a row linear's bias is one of all ranks and added after their sum."""
-        made = []
-        for weight, bias, size in self._parts:
-            pipeline = Pipeline(self)
-            pipeline.add(self._product(self.in_features, size, self.parallel_mode), weight=weight)
+        pipelines = []
+        for weight, bias, size in self._splits:
+            pipeline = BoundSequential(self)
+            pipeline.add(self._basic_linear(self.in_features, size, self.parallel_mode), weight=weight)
             if self.use_bias and not self.return_bias:
                 pipeline.add(
                     ops.Bias(self._parameters[bias].numel(), device="meta", dtype=self.params_dtype), bias=bias
                 )
-            made.append(pipeline)
-        return made
+            pipelines.append(pipeline)
+        return pipelines
 
-    def _run_parts(self, parts: list[Pipeline], x: torch.Tensor, first: bool | None) -> torch.Tensor:
-        outputs = [part.run(x) for part in parts]
+    def _run_splits(self, pipelines: list[BoundSequential], x: torch.Tensor, first: bool | None) -> torch.Tensor:
+        outputs = [pipeline.sequential(x) for pipeline in pipelines]
         for output in outputs[:1] if self.delay_wgrad_compute else outputs:  # backward_dw() computes all parts at once
             self._first_microbatch(output, first)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
@@ -70,7 +70,7 @@ class _WithParts(Module):
         return text if self.tp_size == 1 else f"{text}, parallel_mode={self.parallel_mode}, tp_size={self.tp_size}"
 
 
-def _sizes(owner: str, split: dict[str, int] | Sequence[str] | None, out_features: int) -> dict[str, int]:
+def _split_sizes(owner: str, split: dict[str, int] | Sequence[str] | None, out_features: int) -> dict[str, int]:
     """Prefix of the names of each part -> its output features."""
     if not split:
         return {"": out_features}
@@ -81,7 +81,7 @@ def _sizes(owner: str, split: dict[str, int] | Sequence[str] | None, out_feature
     return {name.rstrip("_") + "_": size for name, size in split.items()}
 
 
-class Linear(_WithParts):
+class Linear(_SplitLinear):
     """y = x Wᵀ + b, with Parameters `weight` and `bias`, or `<name>_weight` and `<name>_bias` of each part."""
 
     def __init__(
@@ -115,11 +115,11 @@ class Linear(_WithParts):
             unused=unused,
         )
         self.return_bias = return_bias
-        self._declare_parts(in_features, out_features, parameters_split, bias, parallel_mode, init_method)
+        self._declare_splits(in_features, out_features, parameters_split, bias, parallel_mode, init_method)
         self.reset_parameters(defer_init=on_meta(self))
 
-    def _build(self) -> list[Pipeline]:
-        return self._build_parts()
+    def _build(self) -> list[BoundSequential]:
+        return self._build_splits()
 
     def forward(
         self,
@@ -128,12 +128,12 @@ class Linear(_WithParts):
         fp8_output: bool = False,
         fp8_grad: bool = False,
     ) -> Any:
-        refuse_quantized(self, fp8_output=fp8_output, fp8_grad=fp8_grad)
-        output = self._run_parts(self._pipelines(inp), inp, is_first_microbatch)
+        reject_quantized(self, fp8_output=fp8_output, fp8_grad=fp8_grad)
+        output = self._run_splits(self._get_pipelines(inp), inp, is_first_microbatch)
         return (output, self._all_biases()) if self.return_bias else output
 
 
-class LayerNormLinear(_WithParts):
+class LayerNormLinear(_SplitLinear):
     """y = norm(x) Wᵀ + b; the norm's Parameters are `layer_norm_weight` and `layer_norm_bias`."""
 
     def __init__(
@@ -173,26 +173,26 @@ class LayerNormLinear(_WithParts):
         )
         self.normalization, self.eps, self.zero_centered_gamma = normalization, eps, zero_centered_gamma
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
-        refuse_gathered(self, return_layernorm_output_gathered)
+        reject_gathered_output(self, return_layernorm_output_gathered)
         self._declare_norm(normalization, in_features, zero_centered_gamma)
-        self._declare_parts(in_features, out_features, parameters_split, bias, parallel_mode, init_method)
+        self._declare_splits(in_features, out_features, parameters_split, bias, parallel_mode, init_method)
         self.reset_parameters(defer_init=on_meta(self))
 
-    def _build(self) -> tuple[Pipeline | None, list[Pipeline]]:
+    def _build(self) -> tuple[BoundSequential | None, list[BoundSequential]]:
         """(the norm, the linears behind it); one linear takes the norm into its pipeline, and returns what the norm
         gave as an extra output if asked."""
-        parts = self._build_parts()
+        pipelines = self._build_splits()
         norm, names = self._norm()
-        if len(parts) > 1:
-            head = Pipeline(self)
-            head.add(norm, **names)
-            return head, parts
-        whole = Pipeline(self)
-        whole.add(norm, **names)
+        if len(pipelines) > 1:
+            norm_pipeline = BoundSequential(self)
+            norm_pipeline.add(norm, **names)
+            return norm_pipeline, pipelines
+        pipeline = BoundSequential(self)
+        pipeline.add(norm, **names)
         if self.return_layernorm_output:
-            whole.add(ops.MakeExtraOutput())
-        whole.extend(parts[0])
-        return None, [whole]
+            pipeline.add(ops.MakeExtraOutput())
+        pipeline.extend(pipelines[0])
+        return None, [pipeline]
 
     def forward(
         self,
@@ -201,13 +201,13 @@ class LayerNormLinear(_WithParts):
         fp8_grad: bool = False,
         fp8_output: bool = False,
     ) -> Any:
-        refuse_quantized(self, fp8_output=fp8_output, fp8_grad=fp8_grad)
-        head, parts = self._pipelines(inp)
-        if head is not None:
-            normed = head.run(inp)
-            output = self._run_parts(parts, normed, is_first_microbatch)
+        reject_quantized(self, fp8_output=fp8_output, fp8_grad=fp8_grad)
+        norm_pipeline, pipelines = self._get_pipelines(inp)
+        if norm_pipeline is not None:
+            normed = norm_pipeline.sequential(inp)
+            output = self._run_splits(pipelines, normed, is_first_microbatch)
         else:
-            output = parts[0].run(inp)
+            output = pipelines[0].sequential(inp)
             output, normed = output if self.return_layernorm_output else (output, None)
             self._first_microbatch(output, is_first_microbatch)
         results = (output,)

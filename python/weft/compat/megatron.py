@@ -49,7 +49,7 @@ def _add_weight_gradient(x: torch.Tensor, dy: torch.Tensor, main_grad: torch.Ten
     main_grad.addmm_(dy.t().to(main_grad.dtype), x.to(main_grad.dtype))
 
 
-_WEIGHT_GRADIENT = SimpleNamespace(
+_APEX_WGRAD = SimpleNamespace(
     wgrad_gemm_accum_fp32=_add_weight_gradient, wgrad_gemm_accum_fp16=_add_weight_gradient
 )
 
@@ -84,7 +84,7 @@ REDIRECTIONS = (
     Redirection(
         _LAYERS,
         "fused_weight_gradient_mlp_cuda",
-        _WEIGHT_GRADIENT,
+        _APEX_WGRAD,
         "gradient_accumulation_fusion of the output layer is an extension of Apex: tensor_parallel/layers.py:569",
     ),
     Redirection(_LAYERS, "_grad_accum_fusion_available", True, "asks for it: tensor_parallel/layers.py:924"),
@@ -98,7 +98,7 @@ MODE_WHY = {
 }
 
 
-class _CudaIsCpu(TorchFunctionMode):
+class _CudaToCpuMode(TorchFunctionMode):
     """What is made on "cuda" is made on the CPU; the type of a tensor reads as if it were on a GPU."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,14 +111,14 @@ class _CudaIsCpu(TorchFunctionMode):
         return result
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_relevant(record: logging.LogRecord) -> bool:
     """tensor_parallel/random.py:265 warns whenever numbers are drawn on the CPU; here they all are."""
     return "CPU RNG state changed" not in record.getMessage()
 
 
 _MISSING = object()
-_mode: _CudaIsCpu | None = None
-_displaced: list[tuple[Any, str, Any]] = []
+_mode: _CudaToCpuMode | None = None
+_replaced_attributes: list[tuple[Any, str, Any]] = []
 
 
 def install(recipes: str | None = None, replace: bool = False) -> None:
@@ -131,22 +131,22 @@ def install(recipes: str | None = None, replace: bool = False) -> None:
     global _mode
     if torch.cuda.is_available():
         raise RuntimeError("weft.compat.megatron: torch has CUDA here; megatron-core would be kept from using it")
-    was_there = transformer_engine.installed()
+    was_installed = transformer_engine.installed()
     transformer_engine.install(recipes=recipes, replace=replace)
     if installed():
         return
     try:
         modules = [_import(redirection.module) for redirection in REDIRECTIONS]
-        _refuse_if_too_late()
+        _check_install_order()
     except ImportError:
-        if not was_there:
+        if not was_installed:
             transformer_engine.uninstall()
         raise
     for module, (_, name, value, _) in zip(modules, REDIRECTIONS, strict=True):
-        _displaced.append((module, name, getattr(module, name, _MISSING)))
+        _replaced_attributes.append((module, name, getattr(module, name, _MISSING)))
         setattr(module, name, value)
-    logging.getLogger(_RANDOM).addFilter(_is_news)
-    _mode = _CudaIsCpu()
+    logging.getLogger(_RANDOM).addFilter(_is_relevant)
+    _mode = _CudaToCpuMode()
     _mode.__enter__()
 
 
@@ -157,9 +157,9 @@ def uninstall() -> None:
         return
     _mode.__exit__(None, None, None)
     _mode = None
-    logging.getLogger(_RANDOM).removeFilter(_is_news)
-    while _displaced:
-        module, name, value = _displaced.pop()
+    logging.getLogger(_RANDOM).removeFilter(_is_relevant)
+    while _replaced_attributes:
+        module, name, value = _replaced_attributes.pop()
         if value is _MISSING:
             delattr(module, name)
         else:
@@ -188,7 +188,7 @@ def _import(name: str) -> Any:
         raise ImportError(f"weft.compat.megatron: {name} does not import ({error}). {HOW_TO_INSTALL}") from error
 
 
-def _refuse_if_too_late() -> None:
+def _check_install_order() -> None:
     if not _import("megatron.core.extensions.transformer_engine").HAVE_TE:
         raise ImportError(
             "megatron.core was imported before weft.compat.megatron.install() and has no Transformer Engine; "

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..native import on_meta
-from .module import Module, Pipeline, refuse_gathered, share
+from .._native import on_meta
+from ._module import CompatModule, BoundSequential, reject_gathered_output, divide_evenly
 
 # name -> (operation, how many times the features of FC2 come out of FC1)
 ACTIVATIONS: dict[str, tuple[type, int]] = {
@@ -28,7 +28,7 @@ ACTIVATIONS: dict[str, tuple[type, int]] = {
 }
 
 
-class LayerNormMLP(Module):
+class LayerNormMLP(CompatModule):
     """y = f(norm(x) W1ᵀ + b1) W2ᵀ + b2, with Parameters `layer_norm_weight`, `layer_norm_bias`, `fc1_weight`,
     `fc1_bias`, `fc2_weight`, `fc2_bias`."""
 
@@ -79,51 +79,51 @@ class LayerNormMLP(Module):
         self.activation, self.activation_params = activation, activation_params or {}
         self.use_bias, self.return_bias, self.checkpoint = bias, return_bias, checkpoint
         self.return_layernorm_output, self.set_parallel_mode = return_layernorm_output, set_parallel_mode
-        refuse_gathered(self, return_layernorm_output_gathered)
+        reject_gathered_output(self, return_layernorm_output_gathered)
         self._declare_all(init_method, output_layer_init_method)
         self.reset_parameters(defer_init=on_meta(self))
 
     def _declare_all(self, init: Any, output_init: Any) -> None:
         self._declare_norm(self.normalization, self.hidden_size, self.zero_centered_gamma)
         column, row = ("column", "row") if self.set_parallel_mode else (None, None)
-        inner = share(self, self.ffn_hidden_size, self.tp_size)
-        wide = inner * ACTIVATIONS[self.activation][1]
-        self._declare_weight("fc1_weight", (wide, self.hidden_size), init, column)
-        self._declare_bias("fc1_bias", wide, column, self.use_bias)
-        self._declare_weight("fc2_weight", (self.hidden_size, inner), output_init, row)
+        fc2_features = divide_evenly(self, self.ffn_hidden_size, self.tp_size)
+        fc1_features = fc2_features * ACTIVATIONS[self.activation][1]
+        self._declare_weight("fc1_weight", (fc1_features, self.hidden_size), init, column)
+        self._declare_bias("fc1_bias", fc1_features, column, self.use_bias)
+        self._declare_weight("fc2_weight", (self.hidden_size, fc2_features), output_init, row)
         self._declare_bias("fc2_bias", self.hidden_size, row, self.use_bias)
 
     def _needs_group(self) -> bool:
         return self.set_parallel_mode
 
-    def _build(self) -> Pipeline:
+    def _build(self) -> BoundSequential:
         activation, times = ACTIVATIONS[self.activation]
         norm, names = self._norm()
-        made = Pipeline(self)
-        made.add(norm, **names)
+        pipeline = BoundSequential(self)
+        pipeline.add(norm, **names)
         if self.return_layernorm_output:
-            made.add(ops.MakeExtraOutput())
+            pipeline.add(ops.MakeExtraOutput())
         column, row = ("column", "row") if self.set_parallel_mode else (None, None)
-        made.add(self._product(self.hidden_size, times * self.ffn_hidden_size, column), weight="fc1_weight")
+        pipeline.add(self._basic_linear(self.hidden_size, times * self.ffn_hidden_size, column), weight="fc1_weight")
         if self.use_bias:
-            made.add(self._bias("fc1_bias"), bias="fc1_bias")
-        made.add(activation(**self.activation_params))
-        made.add(self._product(self.ffn_hidden_size, self.hidden_size, row), weight="fc2_weight")
+            pipeline.add(self._bias("fc1_bias"), bias="fc1_bias")
+        pipeline.add(activation(**self.activation_params))
+        pipeline.add(self._basic_linear(self.ffn_hidden_size, self.hidden_size, row), weight="fc2_weight")
         if self.use_bias and not self.return_bias:
-            made.add(self._bias("fc2_bias"), bias="fc2_bias")
-        return made
+            pipeline.add(self._bias("fc2_bias"), bias="fc2_bias")
+        return pipeline
 
     def _bias(self, name: str) -> torch.nn.Module:
         return ops.Bias(self._parameters[name].numel(), device="meta", dtype=self.params_dtype)
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
-        pipeline = self._pipelines(inp)
+        pipeline = self._get_pipelines(inp)
         if self.checkpoint and torch.is_grad_enabled():
-            from .distributed import checkpoint
+            from ._distributed import checkpoint
 
-            output = checkpoint(pipeline.run, inp)
+            output = checkpoint(pipeline.sequential, inp)
         else:
-            output = pipeline.run(inp)
+            output = pipeline.sequential(inp)
         output, normed = output if self.return_layernorm_output else (output, None)
         self._first_microbatch(output, is_first_microbatch)
         results = (output,)

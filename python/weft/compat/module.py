@@ -13,26 +13,26 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..native import default_device, moved, on_meta
-from . import recipes
+from .._native import default_device, empty_parameter_on, on_meta
+from . import _recipes
 
 # Arguments about names and about the GPU's buffers and kernels: taken, and without effect on the result.
-_UNUSED = {
+_IGNORED_ARGUMENTS = {
     "bias_dropout_fusion", "micro_batch_size", "name", "rng_tracker_name", "save_original_input", "seq_length",
     "symmetric_ar_type", "ub_atomic_gemm_ag", "ub_atomic_gemm_rs", "ub_bulk_dgrad", "ub_bulk_wgrad", "ub_name",
     "ub_overlap_ag", "ub_overlap_ag_dgrad", "ub_overlap_ag_fprop", "ub_overlap_rs", "ub_overlap_rs_dgrad",
     "ub_overlap_rs_fprop", "ub_tp_comm_overlap", "use_grouped_tensor",
 }  # fmt: skip
 
-_FIRST_CALL = Lock()  # threads that call a new module at the same time build it once
+_BUILD_LOCK = Lock()  # threads that call a new module at the same time build it once
 
 NORMS = {"LayerNorm": ops.LayerNorm, "RMSNorm": ops.RMSNorm}
 
 
-def check_unused(owner: Any, given: dict[str, Any]) -> None:
+def reject_unknown_arguments(owner: Any, arguments: dict[str, Any]) -> None:
     """A TypeError for an argument that is not one of the reference's."""
-    for name in given:
-        if name not in _UNUSED:
+    for name in arguments:
+        if name not in _IGNORED_ARGUMENTS:
             raise TypeError(f"{type(owner).__name__}.__init__() got an unexpected keyword argument {name!r}")
 
 
@@ -57,36 +57,36 @@ class EmptyExtraState(torch.nn.Module):
 
 
 @cache
-def _borrowing(cls: type[torch.nn.Module], names: tuple[tuple[str, str], ...]) -> type[torch.nn.Module]:
-    """A subclass whose Parameters are those of another module, its `_lender`: (own name, the lender's name)."""
+def _with_parameters_of_owner(cls: type[torch.nn.Module], names: tuple[tuple[str, str], ...]) -> type[torch.nn.Module]:
+    """A subclass whose Parameters are those of another module, its `_parameter_owner`: (own name, the owner's name)."""
 
-    def lent(name: str) -> property:
-        return property(lambda self: getattr(self._lender, name))
+    def parameter_of_owner(name: str) -> property:
+        return property(lambda self: getattr(self._parameter_owner, name))
 
-    return type(cls.__name__, (cls,), {"__module__": cls.__module__} | {own: lent(name) for own, name in names})
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__} | {own: parameter_of_owner(name) for own, name in names})
 
 
-class Pipeline:
+class BoundSequential:
     """Operations in order that read the Parameters of a module in each call. They hold none: nothing is written in a
     call, so any number of threads may run it."""
 
     def __init__(self, owner: torch.nn.Module) -> None:
         self.owner = owner
-        self.run = ops.Sequential()
+        self.sequential = ops.Sequential()
 
     def add(self, op: torch.nn.Module, **parameters: str) -> None:
         """`parameters`: names of the operation's Parameters → the module's."""
         if parameters:
-            op.__class__ = _borrowing(type(op), tuple(parameters.items()))
-            op.__dict__["_lender"] = self.owner
+            op.__class__ = _with_parameters_of_owner(type(op), tuple(parameters.items()))
+            op.__dict__["_parameter_owner"] = self.owner
             op._parameters.clear()
-        self.run.append(op)
+        self.sequential.append(op)
 
-    def extend(self, other: Pipeline) -> None:
-        self.run.extend(other.run)
+    def extend(self, other: BoundSequential) -> None:
+        self.sequential.extend(other.sequential)
 
 
-class Module(EmptyExtraState):
+class CompatModule(EmptyExtraState):
     """A module class of the reference. Subclasses name their Parameters in `_declare` and their operations in `_build`.
 
     The pipelines are no submodules: they hold no Parameters of their own, so that ``state_dict``, ``.to()``, FSDP and
@@ -113,7 +113,7 @@ class Module(EmptyExtraState):
         delay_wgrad_compute: bool,
         unused: dict[str, Any],
     ) -> None:
-        check_unused(self, unused)
+        reject_unknown_arguments(self, unused)
         torch.nn.Module.__init__(self)
         self.tp_group = tp_group
         self.tp_size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
@@ -126,47 +126,47 @@ class Module(EmptyExtraState):
         self.params_dtype = params_dtype or torch.get_default_dtype()
         self.device = device
         self._inits: dict[str, Callable[[torch.Tensor], Any]] = {}
-        self._marks: dict[str, dict[str, Any]] = {}
+        self._parameter_attributes: dict[str, dict[str, Any]] = {}
         self._weights: list[str] = []
         self._wgrad_hooks: list[Callable[[], Any]] = []
-        self._overwrites: deque[bool] = deque()  # of the backward runs whose weight gradients wait
-        self._overwriting: list[tuple[torch.Tensor, Any]] = []  # weights that are told to, and what they had before
+        self._delayed_overwrites: deque[bool] = deque()  # of the backward runs whose weight gradients wait
+        self._saved_overwrite_flags: list[tuple[torch.Tensor, Any]] = []  # weights that are told to, and what they had before
 
     # ---- parameters -----------------------------------------------------------------------------------------------
 
-    def _declare(self, name: str, shape: tuple[int, ...], init: Callable[[torch.Tensor], Any], **marks: Any) -> None:
+    def _declare(self, name: str, shape: tuple[int, ...], init: Callable[[torch.Tensor], Any], **attributes: Any) -> None:
         """A Parameter, how it starts, and attributes that frameworks look for on it."""
         self.register_parameter(
             name, torch.nn.Parameter(torch.empty(shape, dtype=self.params_dtype, device=self.device))
         )
-        self._inits[name], self._marks[name] = init, marks
+        self._inits[name], self._parameter_attributes[name] = init, attributes
 
     def _declare_weight(
         self, name: str, shape: tuple[int, int], init: Callable[[torch.Tensor], Any] | None, mode: str | None
     ) -> None:
-        marks: dict[str, Any] = {}
+        attributes: dict[str, Any] = {}
         if mode is not None:
-            marks = {"tensor_model_parallel": True, "partition_dim": 1 if mode == "row" else 0, "partition_stride": 1}
+            attributes = {"tensor_model_parallel": True, "partition_dim": 1 if mode == "row" else 0, "partition_stride": 1}
         if self.delay_wgrad_compute:
-            marks["skip_backward_post_hook"] = True
-        self._declare(name, shape, init or normal_init, **marks)
+            attributes["skip_backward_post_hook"] = True
+        self._declare(name, shape, init or normal_init, **attributes)
         self._weights.append(name)
 
-    def _declare_bias(self, name: str, size: int, mode: str | None, wanted: bool = True) -> None:
-        """A bias of zeros; where none is wanted the attribute is an empty tensor."""
-        if not wanted:
+    def _declare_bias(self, name: str, size: int, mode: str | None, enabled: bool = True) -> None:
+        """A bias of zeros; where it is not enabled the attribute is an empty tensor."""
+        if not enabled:
             setattr(self, name, torch.empty(0, dtype=self.params_dtype))
             return
-        marks: dict[str, Any] = {"sequence_parallel": self.sequence_parallel} if mode == "row" else {}
+        attributes: dict[str, Any] = {"sequence_parallel": self.sequence_parallel} if mode == "row" else {}
         if mode == "column":
-            marks = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
-        self._declare(name, (size,), torch.nn.init.zeros_, **marks)
+            attributes = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
+        self._declare(name, (size,), torch.nn.init.zeros_, **attributes)
 
     def _declare_norm(self, kind: str, size: int, zero_centered_gamma: bool) -> None:
         if kind not in NORMS:
             raise ValueError(f"{type(self).__name__}: normalization is {kind!r}, expected {' or '.join(NORMS)}")
-        start = torch.nn.init.zeros_ if zero_centered_gamma else torch.nn.init.ones_
-        self._declare("layer_norm_weight", (size,), start, sequence_parallel=self.sequence_parallel)
+        gamma_init = torch.nn.init.zeros_ if zero_centered_gamma else torch.nn.init.ones_
+        self._declare("layer_norm_weight", (size,), gamma_init, sequence_parallel=self.sequence_parallel)
         if kind == "LayerNorm":
             self._declare("layer_norm_bias", (size,), torch.nn.init.zeros_, sequence_parallel=self.sequence_parallel)
         else:
@@ -181,24 +181,24 @@ class Module(EmptyExtraState):
         for name, init in self._inits.items():
             param = self._parameters[name]
             if not defer_init:
-                param = self._start(name, default_device(param), init)
-            for mark, value in self._marks[name].items():
-                setattr(param, mark, value)
+                param = self._initialize_parameter(name, default_device(param), init)
+            for attribute, value in self._parameter_attributes[name].items():
+                setattr(param, attribute, value)
 
     def _materialize(self, device: torch.device) -> None:
         """Makes Parameters that are still on the meta device real, with their first values."""
         if not on_meta(self):
             return
-        with _FIRST_CALL:
+        with _BUILD_LOCK:
             for name, param in self._parameters.items():
                 if param is not None and param.is_meta:
-                    self._start(name, device, self._inits[name])
+                    self._initialize_parameter(name, device, self._inits[name])
 
-    def _start(self, name: str, device: torch.device, init: Callable[[torch.Tensor], Any]) -> torch.nn.Parameter:
+    def _initialize_parameter(self, name: str, device: torch.device, init: Callable[[torch.Tensor], Any]) -> torch.nn.Parameter:
         """The Parameter on `device` with its first values; a new one takes its place when it has them."""
         param = self._parameters[name]
         if param.device != device:
-            param = moved(param, device)
+            param = empty_parameter_on(param, device)
         if not param.is_meta:
             tracker = self.get_rng_state_tracker if name in self._weights else None
             states = () if self.rng_tracker_name is None else (self.rng_tracker_name,)
@@ -213,22 +213,22 @@ class Module(EmptyExtraState):
         """The pipelines that forward runs."""
         raise NotImplementedError
 
-    def _pipelines(self, input: torch.Tensor) -> Any:
+    def _get_pipelines(self, input: torch.Tensor) -> Any:
         if input.device.type != "meta":
             self._materialize(input.device)
-        if self._overwriting and torch._C._current_graph_task_id() == -1:  # inside backward it is a recomputation
+        if self._saved_overwrite_flags and torch._C._current_graph_task_id() == -1:  # inside backward it is a recomputation
             self._end_overwrite()
         if self.__dict__.get("_built_for") != id(self):  # a replica has the attributes of the module it was made from
-            self._construct()
+            self._build_once()
         return self._built
 
     @torch.compiler.disable
-    def _construct(self) -> None:
+    def _build_once(self) -> None:
         self._check_group()
-        with _FIRST_CALL:
+        with _BUILD_LOCK:
             if self.__dict__.get("_built_for") == id(self):
                 return
-            self._products: list[Any] = []
+            self._wgrad_ops: list[Any] = []
             object.__setattr__(self, "_built", self._build())
             object.__setattr__(self, "_built_for", id(self))
 
@@ -253,13 +253,13 @@ class Module(EmptyExtraState):
         names = {"weight": "layer_norm_weight", "bias": "layer_norm_bias"}
         return norm, {name: own for name, own in names.items() if name in norm._parameters}
 
-    def _product(self, in_features: int, out_features: int, mode: str | None) -> Any:
+    def _basic_linear(self, in_features: int, out_features: int, mode: str | None) -> Any:
         """y = x Wᵀ over the ranks, and its gradient into main_grad or later as asked."""
         parallel = {}
         if mode is not None and self.tp_size > 1:
             parallel = {"tensor_parallel_mode": mode, "tensor_parallel_group": self.tp_group}
             parallel["sequence_parallel"] = self.sequence_parallel
-        product = ops.BasicLinear(
+        linear = ops.BasicLinear(
             in_features,
             out_features,
             device="meta",
@@ -268,15 +268,15 @@ class Module(EmptyExtraState):
             delay_wgrad_compute=self.delay_wgrad_compute,
             **parallel,
         )
-        self._products.append(product)
-        return product
+        self._wgrad_ops.append(linear)
+        return linear
 
     def __getstate__(self) -> dict[str, Any]:
-        built = ("_built", "_built_for", "_products")
+        built = ("_built", "_built_for", "_wgrad_ops")
         return {name: value for name, value in self.__dict__.items() if name not in built} | {
             "_wgrad_hooks": [],
-            "_overwrites": deque(),
-            "_overwriting": [],
+            "_delayed_overwrites": deque(),
+            "_saved_overwrite_flags": [],
         }  # a copy has no backward behind it
 
     # ---- weight gradients -----------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ class Module(EmptyExtraState):
         if not any(getattr(self, name).requires_grad for name in self._weights):
             return
         if self.delay_wgrad_compute:
-            node.register_prehook(lambda grads: self._overwrites.append(bool(first)))
+            node.register_prehook(lambda grads: self._delayed_overwrites.append(bool(first)))
         elif first:
             node.register_prehook(lambda grads: self._begin_overwrite())
             node.register_hook(lambda *grads: self._end_overwrite())
@@ -301,13 +301,13 @@ class Module(EmptyExtraState):
     def _begin_overwrite(self) -> None:
         self._end_overwrite()
         for param in (self._parameters[name] for name in self._weights):
-            self._overwriting.append((param, getattr(param, "overwrite_main_grad", None)))
+            self._saved_overwrite_flags.append((param, getattr(param, "overwrite_main_grad", None)))
             param.overwrite_main_grad = True
 
     def _end_overwrite(self) -> None:
         """Gives the weights back what they had. Also called by the next forward: a backward that raised did not."""
-        while self._overwriting:
-            param, before = self._overwriting.pop()
+        while self._saved_overwrite_flags:
+            param, before = self._saved_overwrite_flags.pop()
             if before is None:
                 del param.overwrite_main_grad
             else:
@@ -320,15 +320,15 @@ class Module(EmptyExtraState):
     def backward_dw(self) -> None:
         """Computes the weight gradients that the oldest backward left waiting, the last layer's first, then runs the
         hooks; nothing if none wait."""
-        products = [p for p in reversed(self.__dict__.get("_products", ())) if p.pending_backward_dw]
-        if not self.delay_wgrad_compute or not products:
+        pending = [op for op in reversed(self.__dict__.get("_wgrad_ops", ())) if op.pending_backward_dw]
+        if not self.delay_wgrad_compute or not pending:
             return
-        overwrite = self._overwrites.popleft() if self._overwrites else False
+        overwrite = self._delayed_overwrites.popleft() if self._delayed_overwrites else False
         if overwrite:
             self._begin_overwrite()
         try:
-            for product in products:
-                product.backward_dw()
+            for op in pending:
+                op.backward_dw()
         finally:
             self._end_overwrite()
         for hook in self._wgrad_hooks:
@@ -339,14 +339,14 @@ class Module(EmptyExtraState):
         self._wgrad_hooks.append(hook)
 
 
-def share(owner: Any, total: int, ranks: int) -> int:
+def divide_evenly(owner: Any, total: int, ranks: int) -> int:
     """This rank's part of `total` features."""
     if total % ranks:
         raise ValueError(f"{type(owner).__name__}: {total} features do not divide over {ranks} ranks")
     return total // ranks
 
 
-def refuse_gathered(owner: Any, gathered: bool) -> None:
+def reject_gathered_output(owner: Any, gathered: bool) -> None:
     """The norm's output comes as this rank's rows."""
     if gathered and owner.sequence_parallel:
         raise NotImplementedError(
@@ -355,8 +355,8 @@ def refuse_gathered(owner: Any, gathered: bool) -> None:
         )
 
 
-def refuse_quantized(owner: Any, **flags: Any) -> None:
+def reject_quantized(owner: Any, **flags: Any) -> None:
     """fp8_output and its kin ask for quantized tensors."""
     for name, value in flags.items():
         if value:
-            recipes.enter_quantized(f"{type(owner).__name__}: {name}=True")
+            _recipes.enter_quantized(f"{type(owner).__name__}: {name}=True")

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from .. import ops
-from .attention import DotProductAttention, apply_rotary_pos_emb
-from .linear import LayerNormLinear, Linear
-from .module import check_unused
-from .norm import LayerNorm, RMSNorm
+from ._attention import DotProductAttention, apply_rotary_pos_emb
+from ._linear import LayerNormLinear, Linear
+from ._module import reject_unknown_arguments
+from ._norm import LayerNorm, RMSNorm
 
 
 class MultiheadAttention(torch.nn.Module):
@@ -60,7 +60,7 @@ class MultiheadAttention(torch.nn.Module):
         softmax_type: str = "vanilla",
         **unused: Any,
     ) -> None:
-        check_unused(self, unused)
+        reject_unknown_arguments(self, unused)
         super().__init__()
         self.attention_type, self.input_layernorm, self.qkv_format = attention_type, input_layernorm, qkv_format
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output

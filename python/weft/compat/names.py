@@ -1,7 +1,7 @@
 """Every name of the face: which module holds which object, and what the reference has and weft has not.
 
-`PRESENT` and `ABSENT` are the reference's `pytorch` namespace, `REFERENCE_OPS` and `OPS_ABSENT` its `pytorch.ops`; each
-name with "same", how it differs, or why it is absent. docs/compat.md is written from them.
+`SUPPORTED` and `UNSUPPORTED` are the reference's `pytorch` namespace, `TE_OPS` and `UNSUPPORTED_OPS` its `pytorch.ops`;
+each name with "same", how it differs, or why it is absent. docs/compat.md is written from them.
 """
 
 from __future__ import annotations
@@ -9,9 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 from .. import ops
-from ..grouped import deinterleave_glu, interleave_glu
-from ..userbuffers import destroy_ub, initialize_ub
-from . import attention, distributed, grouped, layer, linear, mlp, multihead, norm, permute, recipes, router
+from .._grouped_parameters import deinterleave_glu, interleave_glu
+from .._userbuffers import destroy_ub, initialize_ub
+from . import (
+    _attention,
+    _distributed,
+    _grouped_linear,
+    _layernorm_mlp,
+    _linear,
+    _multihead_attention,
+    _norm,
+    _permutation,
+    _recipes,
+    _router,
+    _transformer_layer,
+)
 
 VERSION = "2.9.0+weft"  # the release whose names it has; frameworks compare it
 
@@ -29,80 +41,80 @@ def interleave_glu_tensor(tensor: Any, interleave_size: int) -> Any:
 SAME = "same"
 _CUDA = "it steers the GPU"
 _QUANTIZED = "it makes or handles quantized tensors, which weft has not"
-_PARTS = "a composition of weft's operations; arguments about GPU buffers are taken and unused"
+_COMPOSED = "a composition of weft's operations; arguments about GPU buffers are taken and unused"
 _REGION = "enabled=True raises, or with install(recipes='high_precision') runs unquantized with one warning"
 _FALSE = "always False, with the reason"
 
 # name: (object, SAME or how it differs)
-PRESENT: dict[str, tuple[Any, str]] = {
+SUPPORTED: dict[str, tuple[Any, str]] = {
     "ops": (None, "weft's operations; see below"),
-    "Linear": (linear.Linear, _PARTS),
+    "Linear": (_linear.Linear, _COMPOSED),
     "LayerNormLinear": (
-        linear.LayerNormLinear,
-        _PARTS + "; `return_layernorm_output_gathered` raises under sequence parallelism",
+        _linear.LayerNormLinear,
+        _COMPOSED + "; `return_layernorm_output_gathered` raises under sequence parallelism",
     ),
     "LayerNormMLP": (
-        mlp.LayerNormMLP,
-        _PARTS + "; `return_layernorm_output_gathered` raises under sequence parallelism",
+        _layernorm_mlp.LayerNormMLP,
+        _COMPOSED + "; `return_layernorm_output_gathered` raises under sequence parallelism",
     ),
     "GroupedLinear": (
-        grouped.GroupedLinear,
-        _PARTS
+        _grouped_linear.GroupedLinear,
+        _COMPOSED
         + "; one Parameter of all groups only as `ops.GroupedLinear`; delayed weight gradients mark weights alone",
     ),
-    "LayerNorm": (norm.LayerNorm, SAME),
-    "RMSNorm": (norm.RMSNorm, SAME),
+    "LayerNorm": (_norm.LayerNorm, SAME),
+    "RMSNorm": (_norm.RMSNorm, SAME),
     "DotProductAttention": (
-        attention.DotProductAttention,
+        _attention.DotProductAttention,
         "torch's scaled_dot_product_attention; layouts sbhd and bshd; of a padding mask the keys' part counts; "
         "no packed sequences (thd), ALiBi, context parallelism or KV cache",
     ),
-    "MultiheadAttention": (multihead.MultiheadAttention, "as DotProductAttention"),
+    "MultiheadAttention": (_multihead_attention.MultiheadAttention, "as DotProductAttention"),
     "TransformerLayer": (
-        layer.TransformerLayer,
+        _transformer_layer.TransformerLayer,
         "as MultiheadAttention; `drop_path_rate` leaves out samples in either layout; `fuse_wgrad_accumulation` goes "
         "without `fuse_qkv_params`, `parallel_attention_mlp` with any layer type, norm and residual",
     ),
     "RotaryPositionEmbedding": (
-        attention.RotaryPositionEmbedding,
+        _attention.RotaryPositionEmbedding,
         "`pretrained_max_position_embeddings` raises",
     ),
     "checkpoint": (
-        distributed.checkpoint,
+        _distributed.checkpoint,
         "torch's non-reentrant checkpoint whatever `use_reentrant` says; `distribute_saved_activations` raises",
     ),
     "CudaRNGStatesTracker": (
-        distributed.CudaRNGStatesTracker,
+        _distributed.CudaRNGStatesTracker,
         "states of the CPU's generator: `weft.RNGStatesTracker`",
     ),
-    "moe_permute": (permute.moe_permute, "the row id map has its own layout: [tokens, experts or choices]"),
-    "moe_permute_with_probs": (permute.moe_permute_with_probs, "the row id map has its own layout"),
-    "moe_unpermute": (permute.moe_unpermute, "takes the row id map of `moe_permute` here"),
-    "moe_sort_chunks_by_index": (permute.moe_sort_chunks_by_index, SAME),
-    "moe_sort_chunks_by_index_with_probs": (permute.moe_sort_chunks_by_index_with_probs, SAME),
-    "autocast": (recipes.autocast, _REGION),
-    "fp8_autocast": (recipes.fp8_autocast, _REGION),
-    "quantized_model_init": (recipes.quantized_model_init, _REGION),
-    "fp8_model_init": (recipes.fp8_model_init, _REGION),
-    "is_fp8_available": (recipes.is_fp8_available, _FALSE),
-    "is_mxfp8_available": (recipes.is_mxfp8_available, _FALSE),
-    "is_fp8_block_scaling_available": (recipes.is_fp8_block_scaling_available, _FALSE),
-    "is_nvfp4_available": (recipes.is_nvfp4_available, _FALSE),
-    "is_bf16_available": (recipes.is_bf16_available, "always True"),
-    "get_default_recipe": (recipes.get_default_recipe, "always `DelayedScaling()`"),
+    "moe_permute": (_permutation.moe_permute, "the row id map has its own layout: [tokens, experts or choices]"),
+    "moe_permute_with_probs": (_permutation.moe_permute_with_probs, "the row id map has its own layout"),
+    "moe_unpermute": (_permutation.moe_unpermute, "takes the row id map of `moe_permute` here"),
+    "moe_sort_chunks_by_index": (_permutation.moe_sort_chunks_by_index, SAME),
+    "moe_sort_chunks_by_index_with_probs": (_permutation.moe_sort_chunks_by_index_with_probs, SAME),
+    "autocast": (_recipes.autocast, _REGION),
+    "fp8_autocast": (_recipes.fp8_autocast, _REGION),
+    "quantized_model_init": (_recipes.quantized_model_init, _REGION),
+    "fp8_model_init": (_recipes.fp8_model_init, _REGION),
+    "is_fp8_available": (_recipes.is_fp8_available, _FALSE),
+    "is_mxfp8_available": (_recipes.is_mxfp8_available, _FALSE),
+    "is_fp8_block_scaling_available": (_recipes.is_fp8_block_scaling_available, _FALSE),
+    "is_nvfp4_available": (_recipes.is_nvfp4_available, _FALSE),
+    "is_bf16_available": (_recipes.is_bf16_available, "always True"),
+    "get_default_recipe": (_recipes.get_default_recipe, "always `DelayedScaling()`"),
     "initialize_ub": (initialize_ub, "checks its arguments; communication under the products needs no set-up here"),
     "destroy_ub": (destroy_ub, SAME),
     "interleave_glu_tensor": (interleave_glu_tensor, SAME),
     "deinterleave_glu_tensor": (deinterleave_glu_tensor, SAME),
-    "QuantizedTensor": (recipes.QuantizedTensor, "for isinstance(): no tensor is one"),
-    "Float8Tensor": (recipes.Float8Tensor, "for isinstance(): no tensor is one"),
-    "MXFP8Tensor": (recipes.MXFP8Tensor, "for isinstance(): no tensor is one"),
-    "Float8BlockwiseQTensor": (recipes.Float8BlockwiseQTensor, "for isinstance(): no tensor is one"),
-    "NVFP4Tensor": (recipes.NVFP4Tensor, "for isinstance(): no tensor is one"),
+    "QuantizedTensor": (_recipes.QuantizedTensor, "for isinstance(): no tensor is one"),
+    "Float8Tensor": (_recipes.Float8Tensor, "for isinstance(): no tensor is one"),
+    "MXFP8Tensor": (_recipes.MXFP8Tensor, "for isinstance(): no tensor is one"),
+    "Float8BlockwiseQTensor": (_recipes.Float8BlockwiseQTensor, "for isinstance(): no tensor is one"),
+    "NVFP4Tensor": (_recipes.NVFP4Tensor, "for isinstance(): no tensor is one"),
 }
 
 # name: why it is absent
-ABSENT: dict[str, str] = {
+UNSUPPORTED: dict[str, str] = {
     "make_graphed_callables": f"{_CUDA}: CUDA graphs",
     "get_cpu_offload_context": f"{_CUDA}: activations are on the CPU already",
     "mark_not_offload": f"{_CUDA}: activations are on the CPU already",
@@ -138,7 +150,7 @@ ABSENT: dict[str, str] = {
 }
 
 # The same for `pytorch.ops`; what differs in all of them is in the README.
-OPS_DIFFER: dict[str, str] = {
+OPS_DIFFERENCES: dict[str, str] = {
     "Quantize": "returns its input; no recipe is ever active",
     "AllReduce": "dx = dy whatever `reduce_in_backward` says, as in the reference; `weft.ops.AllReduce` obeys it",
     "Dropout": "torch's generator, every p exactly",
@@ -148,13 +160,13 @@ OPS_DIFFER: dict[str, str] = {
     "register_forward_fusion": "returns a handle with `remove()`",
     "register_backward_fusion": "returns a handle with `remove()`",
 }
-OPS_ABSENT: dict[str, str] = {
+UNSUPPORTED_OPS: dict[str, str] = {
     "AdaptiveLayerNorm": "newer than weft's operations",
     "ScaledTanhSReLU": "newer than weft's operations",
     "is_op_fuser_grouped_tensor_path_supported": f"{_CUDA}: which kernels it has",
 }
-OPS: dict[str, Any] = {name: getattr(ops, name) for name in ops.__all__} | {"AllReduce": distributed.AllReduce}
-REFERENCE_OPS = (
+OPS: dict[str, Any] = {name: getattr(ops, name) for name in ops.__all__} | {"AllReduce": _distributed.AllReduce}
+TE_OPS = (
     "AddExtraInput AllGather AllReduce BasicLinear BasicOperation Bias ClampedSwiGLU ConstantScale Dropout "
     "FusedOperation FusibleOperation GEGLU GELU GLU GroupedLinear Identity L2Normalization LayerNorm Linear "
     "MakeExtraOutput QGEGLU QGELU Quantize RMSNorm ReGLU ReLU ReduceScatter Reshape SReGLU SReLU "
@@ -165,16 +177,16 @@ REFERENCE_OPS = (
 
 # ---- the modules ----------------------------------------------------------------------------------------------------
 
-_PYTORCH = {name: value for name, (value, _) in PRESENT.items() if value is not None}
+_PYTORCH = {name: value for name, (value, _) in SUPPORTED.items() if value is not None}
 _RECIPES = {
-    name: getattr(recipes, name)
+    name: getattr(_recipes, name)
     for name in (
         "Format MMParams QParams Recipe DelayedScaling Float8CurrentScaling Float8BlockScaling MXFP8BlockScaling "
         "NVFP4BlockScaling CustomRecipe"
     ).split()
 }
 _QUANTIZATION = {
-    name: getattr(recipes, name)
+    name: getattr(_recipes, name)
     for name in (
         "FP8GlobalStateManager autocast fp8_autocast fp8_model_init quantized_model_init get_default_recipe "
         "get_default_fp8_recipe is_bf16_available is_fp8_available is_mxfp8_available is_fp8_block_scaling_available "
@@ -184,7 +196,7 @@ _QUANTIZATION = {
 _TENSORS = {name: value for name, value in _PYTORCH.items() if name.endswith("Tensor")}
 _MODULES = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "LayerNorm", "RMSNorm")
 _ATTENTION = ("DotProductAttention", "MultiheadAttention", "RotaryPositionEmbedding")
-_ROTARY = {name: getattr(attention, name) for name in ("RotaryPositionEmbedding", "apply_rotary_pos_emb")}
+_ROTARY = {name: getattr(_attention, name) for name in ("RotaryPositionEmbedding", "apply_rotary_pos_emb")}
 
 MODULES: dict[str, dict[str, Any]] = {
     "transformer_engine": {"__version__": VERSION},
@@ -196,26 +208,26 @@ MODULES: dict[str, dict[str, Any]] = {
     "transformer_engine.pytorch.attention": {name: _PYTORCH[name] for name in _ATTENTION} | _ROTARY,
     "transformer_engine.pytorch.attention.rope": _ROTARY,
     "transformer_engine.pytorch.transformer": {
-        "TransformerLayer": layer.TransformerLayer,
-        "DropPath": layer.DropPath,
+        "TransformerLayer": _transformer_layer.TransformerLayer,
+        "DropPath": _transformer_layer.DropPath,
     },
-    "transformer_engine.pytorch.distributed": {name: getattr(distributed, name) for name in distributed.__all__},
+    "transformer_engine.pytorch.distributed": {name: getattr(_distributed, name) for name in _distributed.__all__},
     "transformer_engine.pytorch.fp8": _QUANTIZATION,
     "transformer_engine.pytorch.quantization": _QUANTIZATION,
     "transformer_engine.pytorch.tensor": _TENSORS,
-    "transformer_engine.pytorch.quantized_tensor": {"QuantizedTensor": recipes.QuantizedTensor},
-    "transformer_engine.pytorch.float8_tensor": {"Float8Tensor": recipes.Float8Tensor},
+    "transformer_engine.pytorch.quantized_tensor": {"QuantizedTensor": _recipes.QuantizedTensor},
+    "transformer_engine.pytorch.float8_tensor": {"Float8Tensor": _recipes.Float8Tensor},
     "transformer_engine.pytorch.permutation": {k: v for k, v in _PYTORCH.items() if k.startswith("moe_")},
-    "transformer_engine.pytorch.router": {k: v for k, v in vars(router).items() if k.startswith("fused_")},
+    "transformer_engine.pytorch.router": {k: v for k, v in vars(_router).items() if k.startswith("fused_")},
 }
 
 
-def why_absent(module: str, name: str) -> str:
+def unsupported_reason(module: str, name: str) -> str:
     """Why `module` has no `name`."""
-    if module == "transformer_engine.pytorch.ops" and name in OPS_ABSENT:
-        return OPS_ABSENT[name]
-    if module.startswith("transformer_engine.pytorch") and name in ABSENT:
-        return ABSENT[name]
+    if module == "transformer_engine.pytorch.ops" and name in UNSUPPORTED_OPS:
+        return UNSUPPORTED_OPS[name]
+    if module.startswith("transformer_engine.pytorch") and name in UNSUPPORTED:
+        return UNSUPPORTED[name]
     if module == "transformer_engine":
         return "of the frameworks there is pytorch"
     return "weft has nothing by that name; docs/compat.md lists what it has"

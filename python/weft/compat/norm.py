@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import ops
-from .module import EmptyExtraState
+from ._module import EmptyExtraState
 
 
 class _Norm(EmptyExtraState):

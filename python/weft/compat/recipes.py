@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-WHY = "weft computes in float64, float32, bfloat16 and float16, without quantized tensors"
+UNQUANTIZED_REASON = "weft computes in float64, float32, bfloat16 and float16, without quantized tensors"
 _POLICIES = ("raise", "high_precision")
 _policy = "raise"
 _warned = False
@@ -32,12 +32,12 @@ def enter_quantized(what: str) -> None:
     global _warned
     if _policy == "raise":
         raise NotImplementedError(
-            f"{what}: {WHY}. Leave quantization out, or run such regions unquantized: "
+            f"{what}: {UNQUANTIZED_REASON}. Leave quantization out, or run such regions unquantized: "
             "weft.compat.transformer_engine.install(recipes='high_precision')"
         )
     if not _warned:
         _warned = True
-        warnings.warn(f"{what}: runs unquantized; {WHY}", UserWarning, stacklevel=4)
+        warnings.warn(f"{what}: runs unquantized; {UNQUANTIZED_REASON}", UserWarning, stacklevel=4)
 
 
 # ---- recipes ------------------------------------------------------------------------------------------------------
@@ -100,19 +100,19 @@ class Recipe:
         return self._is("CustomRecipe")
 
 
-def _overlooks_unknown(recipe: Any) -> Any:
+def _ignores_unknown_fields(recipe: Any) -> Any:
     """Keywords that are no fields are left out, as in the reference: Megatron gives its own and those of the past."""
-    init, known = recipe.__init__, {made.name for made in fields(recipe)}
+    init, known = recipe.__init__, {known_field.name for known_field in fields(recipe)}
 
     @functools.wraps(init)
-    def knowing(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init_known_fields(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **{name: value for name, value in kwargs.items() if name in known})
 
-    recipe.__init__ = knowing
+    recipe.__init__ = init_known_fields
     return recipe
 
 
-@_overlooks_unknown
+@_ignores_unknown_fields
 @dataclass
 class DelayedScaling(Recipe):
     margin: int = 0
@@ -246,14 +246,14 @@ def fp8_model_init(
 
 
 def _unavailable(return_reason: bool = False) -> Any:
-    return (False, WHY) if return_reason else False
+    return (False, UNQUANTIZED_REASON) if return_reason else False
 
 
 is_fp8_available = is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp4_available = _unavailable
 
 
 def check_fp8_support() -> tuple[bool, str]:
-    return False, WHY
+    return False, UNQUANTIZED_REASON
 
 
 check_mxfp8_support = check_fp8_block_scaling_support = check_nvfp4_support = check_fp8_support
@@ -282,15 +282,15 @@ class FP8GlobalStateManager:
     is_nvfp4_available = staticmethod(check_fp8_support)
 
 
-class _NoTensor(torch.Tensor):
+class _UnsupportedTensor(torch.Tensor):
     """For isinstance(): no tensor is one."""
 
     @staticmethod
     def __new__(cls, *args: Any, **kwargs: Any):
-        raise NotImplementedError(f"{cls.__name__}: {WHY}")
+        raise NotImplementedError(f"{cls.__name__}: {UNQUANTIZED_REASON}")
 
 
-class QuantizedTensor(_NoTensor):
+class QuantizedTensor(_UnsupportedTensor):
     pass
 
 

@@ -14,11 +14,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from . import names, recipes
+from . import _namespace, _recipes
 
 _ROOT = "transformer_engine"
 _finder: _Finder | None = None
-_displaced: dict[str, ModuleType | None] = {}  # modules of the real package, for uninstall()
+_replaced_modules: dict[str, ModuleType | None] = {}  # modules of the real package, for uninstall()
 
 
 def install(recipes: str | None = None, replace: bool = False) -> None:
@@ -33,9 +33,9 @@ def install(recipes: str | None = None, replace: bool = False) -> None:
         _set_recipes(recipes)
         return
     if not replace:
-        _refuse_if_real()
+        _reject_real_package()
     _set_recipes(recipes)
-    _displaced.update({name: sys.modules.pop(name) for name in _loaded()})
+    _replaced_modules.update({name: sys.modules.pop(name) for name in _loaded()})
     _finder = _Finder()
     sys.meta_path.insert(0, _finder)
 
@@ -50,9 +50,9 @@ def uninstall() -> None:
     _finder = None
     for name in _loaded():
         del sys.modules[name]
-    sys.modules.update(_displaced)  # type: ignore[arg-type]
-    _displaced.clear()
-    recipes.set_policy("raise")
+    sys.modules.update(_replaced_modules)  # type: ignore[arg-type]
+    _replaced_modules.clear()
+    _recipes.set_policy("raise")
 
 
 def installed() -> bool:
@@ -62,14 +62,14 @@ def installed() -> bool:
 
 def _set_recipes(policy: str | None) -> None:
     if policy is not None:
-        recipes.set_policy(policy)
+        _recipes.set_policy(policy)
 
 
 def _loaded() -> list[str]:
     return [name for name in sys.modules if name == _ROOT or name.startswith(_ROOT + ".")]
 
 
-def _refuse_if_real() -> None:
+def _reject_real_package() -> None:
     """An ImportError if the real package is in this process or could be imported."""
     hint = "weft would shadow it; if that is meant, call install(replace=True)."
     if _ROOT in sys.modules:
@@ -81,17 +81,17 @@ def _refuse_if_real() -> None:
         find = getattr(finder, "find_spec", None)
         spec = find(_ROOT, None) if find is not None else None
         if spec is not None:
-            places = spec.origin or ", ".join(spec.submodule_search_locations or ())
-            raise ImportError(f"{_ROOT} is installed, in {places}; {hint}")
+            locations = spec.origin or ", ".join(spec.submodule_search_locations or ())
+            raise ImportError(f"{_ROOT} is installed, in {locations}; {hint}")
 
 
 class _Finder:
-    """Finds `transformer_engine` and its modules in the tables of `names`."""
+    """Finds `transformer_engine` and its modules in the tables of `_namespace`."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname != _ROOT and not fullname.startswith(_ROOT + "."):
             return None
-        if fullname not in names.MODULES:
+        if fullname not in _namespace.MODULES:
             raise ModuleNotFoundError(
                 f"{fullname} is absent: weft stands in for {_ROOT}; docs/compat.md lists what it has", name=fullname
             )
@@ -101,15 +101,15 @@ class _Finder:
         return ModuleType(spec.name, f"{spec.name}, as far as weft has it.")
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__dict__.update(names.MODULES[module.__name__])
-        module.__dict__["__all__"] = [name for name in names.MODULES[module.__name__] if not name.startswith("_")]
+        module.__dict__.update(_namespace.MODULES[module.__name__])
+        module.__dict__["__all__"] = [name for name in _namespace.MODULES[module.__name__] if not name.startswith("_")]
 
-        def absent(name: str) -> Any:
-            if f"{module.__name__}.{name}" in names.MODULES:  # a module that nobody imported yet
+        def missing_attribute(name: str) -> Any:
+            if f"{module.__name__}.{name}" in _namespace.MODULES:  # a module that nobody imported yet
                 return importlib.import_module(f"{module.__name__}.{name}")
             if name.startswith("__"):
                 raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-            why = names.why_absent(module.__name__, name)
-            raise AttributeError(f"{module.__name__}.{name} is absent: {why} (weft stands in for {_ROOT})")
+            reason = _namespace.unsupported_reason(module.__name__, name)
+            raise AttributeError(f"{module.__name__}.{name} is absent: {reason} (weft stands in for {_ROOT})")
 
-        module.__dict__["__getattr__"] = absent
+        module.__dict__["__getattr__"] = missing_attribute

@@ -4,8 +4,8 @@
 read and written in pieces; nothing that a file holds is run. docs/convert.md tells more.
 """
 
-from .check import compare, inspect, verify
-from .lazy import ConversionError
-from .run import convert
+from ._check import compare, inspect, verify
+from ._lazy_tensor import ConversionError
+from ._convert import convert
 
 __all__ = ["ConversionError", "compare", "convert", "inspect", "verify"]

@@ -21,20 +21,20 @@ import re
 import sys
 
 from . import ConversionError, compare, convert, inspect, verify
-from .names import LAYOUTS, read_names
-from .run import TARGETS
+from ._name_table import LAYOUTS, read_names
+from ._convert import TARGETS
 
 PROGRAM = "python -m weft.convert"
 
 
-def size_of(text: str) -> int:
+def parse_size(text: str) -> int:
     found = re.fullmatch(r"(\d+)\s*([KMGT]?)B?", text, re.IGNORECASE)
     if not found or not int(found[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 4GB")
     return int(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " ")
 
 
-def parser_of_convert() -> argparse.ArgumentParser:
+def convert_parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__, formatter_class=form)
     parser.add_argument("source", metavar="SOURCE", help="a file, a folder, or a folder with iterations")
@@ -50,20 +50,20 @@ def parser_of_convert() -> argparse.ArgumentParser:
     parser.add_argument("--strict", action="store_true", help="refuse names that no rule knows; else they are kept")
     parser.add_argument("--overwrite", action="store_true", help="replace TARGET, at the end")
     parser.add_argument(
-        "--shard-size", type=size_of, default=4 << 30, metavar="SIZE", help="of files in a folder (4GB)"
+        "--shard-size", type=parse_size, default=4 << 30, metavar="SIZE", help="of files in a folder (4GB)"
     )
     parser.add_argument("--no-check", action="store_true", help="do not compare the checksums within torch's files")
     parser.add_argument("--quiet", action="store_true", help="no progress and no summary")
     return parser
 
 
-def run_convert(words: list[str]) -> None:
-    given = vars(parser_of_convert().parse_args(words))
-    given |= {"split": given.pop("split_qkv"), "check": not given.pop("no_check")}
-    report = convert(**given)
-    if given["quiet"]:
+def run_convert(argv: list[str]) -> None:
+    args = vars(convert_parser().parse_args(argv))
+    args |= {"split": args.pop("split_qkv"), "check": not args.pop("no_check")}
+    report = convert(**args)
+    if args["quiet"]:
         return
-    print(f"{given['target']}: {report['tensors']} tensors, {report['bytes'] / 1e6:.1f} MB")
+    print(f"{args['target']}: {report['tensors']} tensors, {report['bytes'] / 1e6:.1f} MB")
     reasons: dict[str, list[str]] = {}
     for name, reason in report["skipped"].items():
         reasons.setdefault(reason, []).append(name)
@@ -71,14 +71,14 @@ def run_convert(words: list[str]) -> None:
         print(f"skipped {names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {reason}")
     if report["unknown"]:
         more = f" and {len(report['unknown']) - 3} more" if report["unknown"][3:] else ""
-        whole = ", whole on each rank" if given["tensor_parallel"] > 1 else ""
+        whole = ", whole on each rank" if args["tensor_parallel"] > 1 else ""
         print(f"kept as they are{whole}, known by no rule: {', '.join(report['unknown'][:3])}{more}")
 
 
-def run_inspect(words: list[str]) -> None:
+def run_inspect(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog=f"{PROGRAM} inspect")
     parser.add_argument("source", metavar="SOURCE")
-    found = inspect(parser.parse_args(words).source)
+    found = inspect(parser.parse_args(argv).source)
     size = f"{len(found['tensors'])} tensors, {found['bytes'] / 1e6:.1f} MB"
     print(f"{found['format']} with {found['layout']} names: {size}")
     for name, (dtype, shape) in found["tensors"].items():
@@ -91,31 +91,31 @@ def run_inspect(words: list[str]) -> None:
         print(f"  {sum(r == reason for r in found['skipped'].values())} entries: {reason}")
 
 
-def run_verify(words: list[str]) -> None:
+def run_verify(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog=f"{PROGRAM} verify")
     parser.add_argument("target", metavar="TARGET")
     parser.add_argument("other", metavar="OTHER", nargs="?")
     parser.add_argument("--names", metavar="FILE")
     parser.add_argument("--quiet", action="store_true")
-    given = parser.parse_args(words)
-    if given.other is None:
-        wrong, told = verify(given.target, quiet=given.quiet), "as its report says"
+    args = parser.parse_args(argv)
+    if args.other is None:
+        differences, summary = verify(args.target, quiet=args.quiet), "as its report says"
     else:
-        count, wrong = compare(given.target, given.other, given.names, quiet=given.quiet)
-        told = f"{count} tensors, all equal"
-    print("\n".join(wrong) if wrong else f"{given.target}: {told}")
-    sys.exit(1 if wrong else 0)
+        count, differences = compare(args.target, args.other, args.names, quiet=args.quiet)
+        summary = f"{count} tensors, all equal"
+    print("\n".join(differences) if differences else f"{args.target}: {summary}")
+    sys.exit(1 if differences else 0)
 
 
 def main() -> None:
-    words = sys.argv[1:]
+    argv = sys.argv[1:]
     sys.stdout.reconfigure(errors="backslashreplace")  # names may hold what a terminal cannot show
     commands = {"inspect": run_inspect, "verify": run_verify, "names": lambda _: print(read_names(None).as_json())}
     try:
-        if words and words[0] in commands:
-            commands[words[0]](words[1:])
+        if argv and argv[0] in commands:
+            commands[argv[0]](argv[1:])
         else:
-            run_convert(words)
+            run_convert(argv)
     except BrokenPipeError:  # whoever reads has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ConversionError, OSError) as error:

@@ -6,20 +6,20 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from .content import parsed
-from .formats import open_stored
-from .lazy import ConversionError, raw_bytes, same
-from .model import layers_of, read_model
-from .names import read_names
-from .progress import Progress
-from .report import Named, report_of
+from ._content import parse_json
+from ._formats import open_checkpoint
+from ._lazy_tensor import ConversionError, raw_bytes, bitwise_equal
+from ._model import unstacked_layers, read_model
+from ._name_table import read_names
+from ._progress import Progress
+from ._report import NamedTensor, report_path
 
 
 def inspect(source: Path | str, names: Path | str | None = None) -> dict[str, Any]:
     """Format, layout, and dtype and shape of every tensor, under the names that stand there."""
-    stored = open_stored(source)
+    stored = open_checkpoint(source)
     first, table = stored.ranks[0], read_names(names)
-    layout = table.layout_of(layers_of(stored, table)[0].tensors)
+    layout = table.layout_of(unstacked_layers(stored, table)[0].tensors)
     rows = {name: (str(lazy.dtype).removeprefix("torch."), list(lazy.shape)) for name, lazy in first.tensors.items()}
     return {
         "format": stored.format,
@@ -35,9 +35,9 @@ def inspect(source: Path | str, names: Path | str | None = None) -> dict[str, An
 def verify(target: Path | str, quiet: bool = True) -> list[str]:
     """What differs between a converted checkpoint and its report; nothing, if all is well."""
     target = Path(target)
-    file = report_of(target, target.is_file())
+    file = report_path(target, target.is_file())
     try:
-        report = parsed(file.read_bytes(), str(file))
+        report = parse_json(file.read_bytes(), str(file))
         total, rows = report["bytes"], [(row.get("rank", 0), row["name"], row["sha256"]) for row in report["entries"]]
         if any([type(one) for one in row] != [int, str, str] or row[0] < 0 for row in [(total, "", ""), *rows]):
             raise ValueError("its entries are not numbers and names")
@@ -45,21 +45,21 @@ def verify(target: Path | str, quiet: bool = True) -> list[str]:
         raise ConversionError(
             f"{file} cannot be read: {error}. It is written with a conversion; give two checkpoints"
         ) from error
-    ranks = [content.tensors | content.raw for content in open_stored(target).ranks]
-    progress, wrong = Progress(total, "verify", quiet), []
-    for rank, name, wanted in rows:
+    ranks = [content.tensors | content.raw for content in open_checkpoint(target).ranks]
+    progress, differences = Progress(total, "verify", quiet), []
+    for rank, name, expected in rows:
         lazy = ranks[rank].get(name) if rank < len(ranks) else None
         if lazy is None:
-            wrong.append(f"{name} is missing")
+            differences.append(f"{name} is missing")
             continue
         found = hashlib.sha256()
-        for _, piece in Named(name, lazy, []).pieces():
-            found.update(raw_bytes(piece))
-            progress.add(piece.nbytes)
-        if found.hexdigest() != wanted:
-            wrong.append(f"{name} has other bytes than were written")
+        for _, block in NamedTensor(name, lazy, []).blocks():
+            found.update(raw_bytes(block))
+            progress.add(block.nbytes)
+        if found.hexdigest() != expected:
+            differences.append(f"{name} has other bytes than were written")
     progress.finish()
-    return wrong
+    return differences
 
 
 def compare(
@@ -70,19 +70,19 @@ def compare(
     An empty `_extra_state` equals none.
     """
     table = read_names(names)
-    models = [read_model(open_stored(path), table) for path in (one, other)]
+    models = [read_model(open_checkpoint(path), table) for path in (one, other)]
     everything = [{name: entry.lazy for name, entry in model.entries.items()} | model.raw for model in models]
     left, right = (
         {name: lazy for name, lazy in found.items() if lazy.nbytes or not name.endswith("_extra_state")}
         for found in everything
     )
-    wrong = [f"{name} is only in {one}" for name in left if name not in right]
-    wrong += [f"{name} is only in {other}" for name in right if name not in left]
+    differences = [f"{name} is only in {one}" for name in left if name not in right]
+    differences += [f"{name} is only in {other}" for name in right if name not in left]
     shared = [name for name in left if name in right]
     progress = Progress(sum(left[name].nbytes for name in shared), "verify", quiet)
     for name in shared:
-        if not same(Named(name, left[name], []), Named(name, right[name], [])):
-            wrong.append(f"{name} differs")
+        if not bitwise_equal(NamedTensor(name, left[name], []), NamedTensor(name, right[name], [])):
+            differences.append(f"{name} differs")
         progress.add(left[name].nbytes)
     progress.finish()
-    return len(shared), wrong
+    return len(shared), differences

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .lazy import PIECE, ConversionError, Held, Lazy, raw_bytes, whole_numbers
-from .pickled import DTYPES, Bytes, Foreign
+from ._lazy_tensor import MAX_BLOCK_BYTES, ConversionError, InMemoryTensor, LazyTensor, raw_bytes, nonnegative_ints
+from ._pickle_globals import DTYPES, BytesIOContent, OpaqueObject
 
 
 @dataclass
@@ -22,8 +22,8 @@ class Content:
     `stacked`: a distributed checkpoint of it has one tensor for all layers, not one for each.
     """
 
-    tensors: dict[str, Lazy] = field(default_factory=dict)
-    raw: dict[str, Lazy] = field(default_factory=dict)
+    tensors: dict[str, LazyTensor] = field(default_factory=dict)
+    raw: dict[str, LazyTensor] = field(default_factory=dict)
     common: dict[str, Any] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     stacked: bool = True
@@ -34,26 +34,26 @@ def is_optimizer(name: str) -> bool:
     return re.match(r"(chained_\d+\.|optimizer(\.|$)|optim(\.|$)|opt_param_scheduler)", name) is not None
 
 
-OPTIMIZER = "optimizer state is not converted: start the optimizer anew"
+OPTIMIZER_SKIPPED = "optimizer state is not converted: start the optimizer anew"
 
 
-def held_bytes(content: bytes) -> Lazy:
-    return Held(
+def bytes_tensor(content: bytes) -> LazyTensor:
+    return InMemoryTensor(
         torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
     )
 
 
-def parsed(text: str | bytes, where: str) -> dict[str, Any]:
+def parse_json(text: str | bytes, where: str) -> dict[str, Any]:
     """A JSON object of a file, in which no name stands twice."""
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
             raise ValueError("a name stands in it twice")
         return found
 
     try:
-        found = json.loads(text, object_pairs_hook=once)
+        found = json.loads(text, object_pairs_hook=reject_duplicates)
     except (ValueError, RecursionError) as error:
         raise ConversionError(f"{where} is damaged: {error}. Copy the checkpoint anew") from error
     if not isinstance(found, dict):
@@ -77,10 +77,10 @@ def as_json(value: Any) -> Any:
         return {"()": "Namespace", "of": as_json(vars(value))}
     if isinstance(value, (torch.dtype, torch.device)):
         return {"()": type(value).__name__, "of": str(value).removeprefix("torch.")}
-    if isinstance(value, (bytes, Bytes)):
+    if isinstance(value, (bytes, BytesIOContent)):
         content = value if isinstance(value, bytes) else value.content
         return {"()": "bytes", "of": base64.b64encode(content).decode()}
-    if isinstance(value, Lazy):
+    if isinstance(value, LazyTensor):
         content = bytes(raw_bytes(value.tensor()))
         kind = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
         return {"()": "tensor", **kind, "of": base64.b64encode(content).decode()}
@@ -111,10 +111,10 @@ def from_json(value: Any) -> Any:
     if kind == "bytes":
         return content
     flat = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-    return flat.view(DTYPES[value["dtype"]]).reshape(whole_numbers(value["shape"], "a shape"))
+    return flat.view(DTYPES[value["dtype"]]).reshape(nonnegative_ints(value["shape"], "a shape"))
 
 
-def values_of(common: dict[str, Any]) -> dict[str, Any]:
+def decode_values(common: dict[str, Any]) -> dict[str, Any]:
     """The values that stand beside a model, made of their JSON."""
     try:
         return {key: from_json(item) for key, item in common.items()}
@@ -124,23 +124,23 @@ def values_of(common: dict[str, Any]) -> dict[str, Any]:
         ) from error
 
 
-def without_foreign(value: Any) -> Any:
+def replace_opaque(value: Any) -> Any:
     """Values with objects of classes that are not read, in dicts and namespaces, as text."""
-    if isinstance(value, Foreign):
+    if isinstance(value, OpaqueObject):
         return repr(value)
     if isinstance(value, dict):
-        return {key: without_foreign(item) for key, item in value.items()}
+        return {key: replace_opaque(item) for key, item in value.items()}
     if isinstance(value, argparse.Namespace):
         found = argparse.Namespace()
-        vars(found).update(without_foreign(vars(value)))
+        vars(found).update(replace_opaque(vars(value)))
         return found
     if isinstance(value, (list, tuple, set)):
-        return type(value)(without_foreign(item) for item in value)
+        return type(value)(replace_opaque(item) for item in value)
     return value
 
 
 def tensor_bytes(value: Any) -> int:
-    if isinstance(value, Lazy):
+    if isinstance(value, LazyTensor):
         return value.nbytes
     if isinstance(value, argparse.Namespace):
         value = vars(value)
@@ -149,20 +149,20 @@ def tensor_bytes(value: Any) -> int:
     return sum(map(tensor_bytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
-def common_of(values: dict[Any, Any], content: Content) -> None:
-    """Fills `content.common` from what stands beside a model; of tensors there, at most PIECE bytes are held."""
-    room = PIECE
+def collect_common(values: dict[Any, Any], content: Content) -> None:
+    """Fills `content.common` from what stands beside a model; of tensors there, at most MAX_BLOCK_BYTES are held."""
+    budget = MAX_BLOCK_BYTES
     for key, value in values.items():
         size = tensor_bytes(value)
         if is_optimizer(str(key)):
-            content.skipped[str(key)] = OPTIMIZER
+            content.skipped[str(key)] = OPTIMIZER_SKIPPED
         elif "rng" in str(key):
             content.skipped[str(key)] = "random number states belong to the ranks that saved them"
-        elif size > room:
+        elif size > budget:
             content.skipped[str(key)] = f"holds tensors of {size} bytes beside the model, which is too much for a value"
         else:
-            room -= size
+            budget -= size
             try:
-                content.common[str(key)] = as_json(without_foreign(value))
+                content.common[str(key)] = as_json(replace_opaque(value))
             except TypeError as error:
                 content.skipped[str(key)] = f"holds {error}, which is not converted"

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from . import place, safetensors, torch_dist, torch_zip
-from .content import OPTIMIZER, Content, common_of, held_bytes, is_optimizer
-from .lazy import ConversionError, Lazy
-from .pickled import Bytes
+from . import _atomic_write, _safetensors, _torch_dist, _torch_zip
+from ._content import OPTIMIZER_SKIPPED, Content, collect_common, bytes_tensor, is_optimizer
+from ._lazy_tensor import ConversionError, LazyTensor
+from ._pickle_globals import BytesIOContent
 
 RANK = re.compile(r"[mt]p_rank_(\d+)(_\d+)?")
 LATEST = "latest_checkpointed_iteration.txt"
@@ -20,7 +20,7 @@ RAW = "weft.raw"  # what is carried unopened, in a .pt file
 
 
 @dataclass
-class Stored:
+class StoredCheckpoint:
     """A checkpoint as it lies there: its format, and the content of each tensor-parallel rank."""
 
     path: Path
@@ -28,17 +28,17 @@ class Stored:
     ranks: list[Content]
 
 
-def open_stored(path: Path | str, check: bool = True) -> Stored:
+def open_checkpoint(path: Path | str, check: bool = True) -> StoredCheckpoint:
     path = Path(path)
     try:
         if (path / LATEST).exists():
-            path = path / latest(path / LATEST)
+            path = path / latest_iteration(path / LATEST)
         return _open(path, check)
     except OSError as error:
         raise ConversionError(f"{path} cannot be read: {error}") from error
 
 
-def latest(file: Path) -> str:
+def latest_iteration(file: Path) -> str:
     """The folder of the iteration that Megatron saved last."""
     with file.open("rb") as opened:
         name = opened.read(256).decode("utf-8", "replace").strip()
@@ -49,16 +49,16 @@ def latest(file: Path) -> str:
     return name
 
 
-def _open(path: Path, check: bool) -> Stored:
+def _open(path: Path, check: bool) -> StoredCheckpoint:
     if not path.exists():
-        old = place.beside(path, ".replaced")
+        old = _atomic_write.sibling(path, ".replaced")
         raise ConversionError(
             f"{path} does not exist" + (f"; a conversion that was interrupted left {old}" if old.exists() else "")
         )
     folders = sorted(child for child in path.iterdir() if RANK.fullmatch(child.name)) if path.is_dir() else []
     if not folders:
         format = format_of(path)
-        return Stored(path, format, [read(path, format, check)])
+        return StoredCheckpoint(path, format, [read(path, format, check)])
     if staged := [folder.name for folder in folders if RANK.fullmatch(folder.name)[2]]:
         raise ConversionError(
             f"{path / staged[0]} is a pipeline stage, which .pt files cannot be merged from; save as torch_dist"
@@ -69,14 +69,14 @@ def _open(path: Path, check: bool) -> Stored:
     format = format_of(folders[0])
     if other := [folder for folder in folders if format_of(folder) != format]:
         raise ConversionError(f"{other[0]} is {format_of(other[0])} and {folders[0]} is {format}: expected one format")
-    return Stored(path, f"{format}, {len(folders)} ranks", [read(folder, format, check) for folder in folders])
+    return StoredCheckpoint(path, f"{format}, {len(folders)} ranks", [read(folder, format, check) for folder in folders])
 
 
 def format_of(path: Path) -> str:
     if path.is_dir():
         if (path / ".metadata").exists():
             return "torch_dist"
-        if list(path.glob("*.safetensors")) or (path / safetensors.INDEX).exists():
+        if list(path.glob("*.safetensors")) or (path / _safetensors.INDEX).exists():
             return "safetensors"
         if len(list(path.glob("*.pt"))) == 1:
             return "pt"
@@ -103,22 +103,22 @@ def format_of(path: Path) -> str:
 
 def read(path: Path, format: str, check: bool) -> Content:
     if format == "torch_dist":
-        return torch_dist.read(path, check)
+        return _torch_dist.read(path, check)
     if format == "safetensors":
-        return safetensors.read(path)
+        return _safetensors.read(path)
     return read_pt(path if path.is_file() else next(path.glob("*.pt")), check)
 
 
 def read_pt(file: Path, check: bool) -> Content:
     """A state dict, or one under "model" or "state_dict" with other things beside it."""
-    value = torch_zip.Reader(file, check=check).load()
+    value = _torch_zip.Reader(file, check=check).load()
     if not isinstance(value, dict):
         raise ConversionError(f"{file} holds a {type(value).__name__}, expected a dict of tensors")
     if "model0" in value:
         raise ConversionError(f"{file} holds model0, model1, … of interleaved pipeline stages; save it as torch_dist")
     content, model = Content(), next((key for key in ("model", "state_dict") if isinstance(value.get(key), dict)), None)
-    beside = {} if model is None else {key: item for key, item in value.items() if key not in (model, RAW)}
-    common_of(beside, content)
+    extra_values = {} if model is None else {key: item for key, item in value.items() if key not in (model, RAW)}
+    collect_common(extra_values, content)
     content.raw = _raw(value.get(RAW, {}), file)
     try:
         _flatten(value if model is None else value[model], "", content)
@@ -127,10 +127,10 @@ def read_pt(file: Path, check: bool) -> Content:
     return content
 
 
-def _raw(value: Any, file: Path) -> dict[str, Lazy]:
+def _raw(value: Any, file: Path) -> dict[str, LazyTensor]:
     """What `weft.convert` wrote as bytes."""
     if not isinstance(value, dict) or not all(
-        isinstance(name, str) and isinstance(lazy, Lazy) and lazy.dtype == torch.uint8 and len(lazy.shape) == 1
+        isinstance(name, str) and isinstance(lazy, LazyTensor) and lazy.dtype == torch.uint8 and len(lazy.shape) == 1
         for name, lazy in value.items()
     ):
         raise ConversionError(f"{file} holds {RAW} that is not bytes by name. Copy the checkpoint anew")
@@ -141,11 +141,11 @@ def _flatten(value: Any, name: str, content: Content) -> None:
     if name in content.tensors:
         raise ConversionError(f"two of its tensors are called {name}")
     if is_optimizer(name):
-        content.skipped[name] = OPTIMIZER
-    elif isinstance(value, Lazy):
+        content.skipped[name] = OPTIMIZER_SKIPPED
+    elif isinstance(value, LazyTensor):
         content.tensors[name] = value
-    elif isinstance(value, (bytes, Bytes)):
-        content.tensors[name] = held_bytes(value if isinstance(value, bytes) else value.content)
+    elif isinstance(value, (bytes, BytesIOContent)):
+        content.tensors[name] = bytes_tensor(value if isinstance(value, bytes) else value.content)
     elif isinstance(value, dict):
         for key, item in value.items():
             _flatten(item, f"{name}.{key}" if name else str(key), content)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .lazy import ConversionError, whole_numbers
+from ._lazy_tensor import ConversionError, nonnegative_ints
 
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 STORAGES = {
@@ -29,13 +29,13 @@ STORAGES = {
 
 
 @dataclass(frozen=True)
-class Call:
+class AllowedCall:
     """A global that a pickle may call; `make` checks its arguments and returns plain data."""
 
     make: Callable[..., Any]
 
 
-class Bytes:
+class BytesIOContent:
     """Stands for an io.BytesIO, of which it keeps the content."""
 
     def __init__(self, content: Any = b"") -> None:
@@ -47,27 +47,27 @@ class Bytes:
         self.content = state[0]
 
 
-class Foreign:
-    """Stands for a class of FOREIGN or an object of it: its name and arguments, neither imported nor made."""
+class OpaqueObject:
+    """Stands for a class of OPAQUE_MODULES or an object of it: its name and arguments, neither imported nor made."""
 
-    def __init__(self, name: str, given: tuple | None = None) -> None:
-        self.name, self.given = name, given
+    def __init__(self, name: str, args: tuple | None = None) -> None:
+        self.name, self.args = name, args
 
-    def make(self, *given: Any) -> Foreign:
-        return Foreign(self.name, given)
+    def make(self, *args: Any) -> OpaqueObject:
+        return OpaqueObject(self.name, args)
 
     def __repr__(self) -> str:
-        return self.name if self.given is None else f"{self.name}({', '.join(map(repr, self.given))})"
+        return self.name if self.args is None else f"{self.name}({', '.join(map(repr, self.args))})"
 
 
-FOREIGN = ("megatron.", "numpy", "signal")  # first words of their modules
+OPAQUE_MODULES = ("megatron.", "numpy", "signal")  # first words of their modules
 
 
-class Record:
+class DcpObject:
     """Stands for an object of torch.distributed.checkpoint: the name of its class, and its state."""
 
-    def __init__(self, kind: str, given: tuple = ()) -> None:
-        self.kind, self.given, self.state = kind, given, None
+    def __init__(self, kind: str, args: tuple = ()) -> None:
+        self.kind, self.args, self.state = kind, args, None
 
     def field(self, name: str, *default: Any) -> Any:
         """An attribute of the object; ConversionError if it has none and there is no `default`."""
@@ -84,7 +84,7 @@ class Record:
 def make_set(items: Any = ()) -> set:
     if not isinstance(items, (list, tuple)):
         raise ValueError("a set is not made of a list")
-    return set(keys(items))
+    return set(checked_keys(items))
 
 
 def make_path(*parts: Any) -> str:
@@ -103,43 +103,43 @@ def make_bytes(text: Any, encoding: Any) -> bytes:
 def make_device(kind: Any, *index: Any) -> torch.device:
     if not isinstance(kind, str) or len(kind) > 64:
         raise ValueError("the name of a device is not text")
-    return torch.device(kind, *whole_numbers(index, "a device's index"))
+    return torch.device(kind, *nonnegative_ints(index, "a device's index"))
 
 
-ATOMS = {str, int, bool, float, bytes, type(None)}
+ATOMIC_TYPES = {str, int, bool, float, bytes, type(None)}
 
 
-def keys(items: Sequence[Any]) -> Sequence[Any]:
+def checked_keys(items: Sequence[Any]) -> Sequence[Any]:
     """`items`, each of which a dict or set may hold: its hash is cheap and cannot recurse."""
     for item in items:
-        plain = type(item) in ATOMS or isinstance(item, (torch.dtype, Record))
-        if not plain and not (type(item) is tuple and len(item) <= 64 and ATOMS.issuperset(map(type, item))):
+        plain = type(item) in ATOMIC_TYPES or isinstance(item, (torch.dtype, DcpObject))
+        if not plain and not (type(item) is tuple and len(item) <= 64 and ATOMIC_TYPES.issuperset(map(type, item))):
             raise ValueError(f"a {type(item).__name__} in it is a key, or in a set, and is not a plain value")
     return items
 
 
-PLAIN: dict[tuple[str, str], Any] = {
-    ("argparse", "Namespace"): Call(lambda: argparse.Namespace()),
-    ("collections", "OrderedDict"): Call(lambda: {}),
-    ("builtins", "set"): Call(make_set),
-    ("__builtin__", "set"): Call(make_set),
-    ("_io", "BytesIO"): Call(Bytes),
-    ("torch", "Size"): Call(lambda sizes=(): whole_numbers(sizes, "a size")),
-    ("torch", "device"): Call(make_device),
-    ("torch.serialization", "_get_layout"): Call(lambda name: "strided"),
-    ("pathlib", "PosixPath"): Call(make_path),
-    ("_codecs", "encode"): Call(make_bytes),
+PLAIN_GLOBALS: dict[tuple[str, str], Any] = {
+    ("argparse", "Namespace"): AllowedCall(lambda: argparse.Namespace()),
+    ("collections", "OrderedDict"): AllowedCall(lambda: {}),
+    ("builtins", "set"): AllowedCall(make_set),
+    ("__builtin__", "set"): AllowedCall(make_set),
+    ("_io", "BytesIO"): AllowedCall(BytesIOContent),
+    ("torch", "Size"): AllowedCall(lambda sizes=(): nonnegative_ints(sizes, "a size")),
+    ("torch", "device"): AllowedCall(make_device),
+    ("torch.serialization", "_get_layout"): AllowedCall(lambda name: "strided"),
+    ("pathlib", "PosixPath"): AllowedCall(make_path),
+    ("_codecs", "encode"): AllowedCall(make_bytes),
     **{("torch", name): dtype for name, dtype in DTYPES.items()},
 }
 DCP = "torch.distributed.checkpoint."
-RECORDS = {
+DCP_CLASSES = {
     "metadata": "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
     "MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
     "filesystem": "_StorageInfo",
     "planner": "SavePlan WriteItem TensorWriteData WriteItemType",
 }
-METADATA = PLAIN | {
-    (DCP + module, kind): Call(lambda *given, kind=kind: Record(kind, given))
-    for module, kinds in RECORDS.items()
+DCP_GLOBALS = PLAIN_GLOBALS | {
+    (DCP + module, kind): AllowedCall(lambda *args, kind=kind: DcpObject(kind, args))
+    for module, kinds in DCP_CLASSES.items()
     for kind in kinds.split()
 }

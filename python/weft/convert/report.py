@@ -7,35 +7,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import place
-from .content import Content
-from .lazy import Box, ConversionError, Lazy
-from .model import Model
+from . import _atomic_write
+from ._content import Content
+from ._lazy_tensor import SliceBounds, ConversionError, LazyTensor
+from ._model import Model
 
 REPORT = "conversion.json"
 
 
-def report_of(target: Path, single: bool) -> Path:
+def report_path(target: Path, single: bool) -> Path:
     """Where the report lies: in a folder, or beside a file."""
-    return place.beside(target, "." + REPORT) if single else target / REPORT
+    return _atomic_write.sibling(target, "." + REPORT) if single else target / REPORT
 
 
-class Named(Lazy):
+class NamedTensor(LazyTensor):
     """A tensor under the name it is written, with the sum of what was written."""
 
-    def __init__(self, name: str, lazy: Lazy, sources: Sequence[str]) -> None:
-        self.name, self.lazy, self.sources, self.sum = name, lazy, list(sources), hashlib.sha256()
+    def __init__(self, name: str, lazy: LazyTensor, sources: Sequence[str]) -> None:
+        self.name, self.lazy, self.sources, self.sha256 = name, lazy, list(sources), hashlib.sha256()
         self.shape, self.dtype = lazy.shape, lazy.dtype
 
-    def read(self, box: Box):
+    def read(self, bounds: SliceBounds):
         try:
-            return self.lazy.read(box)
+            return self.lazy.read(bounds)
         except (ConversionError, OSError) as error:
             raise ConversionError(f"{self.name}: {error}") from error
 
     def row(self) -> dict[str, Any]:
         kind = {"dtype": str(self.dtype).removeprefix("torch."), "shape": list(self.shape)}
-        return {"name": self.name, **kind, "source": self.sources, "sha256": self.sum.hexdigest()}
+        return {"name": self.name, **kind, "source": self.sources, "sha256": self.sha256.hexdigest()}
 
 
 def make_report(model: Model, to: str, layout: str, ranks: list[Content]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .content import Content, parsed, values_of
-from .lazy import ConversionError, InFile, Lazy, pread, raw_bytes, whole_numbers
+from ._content import Content, parse_json, decode_values
+from ._lazy_tensor import ConversionError, FileTensor, LazyTensor, pread, raw_bytes, nonnegative_ints
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -37,7 +37,7 @@ DTYPES = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
-OWN = "weft.checkpoint"  # the key of what is no tensor, in a file's metadata
+METADATA_KEY = "weft.checkpoint"  # the key of what is no tensor, in a file's metadata
 
 
 def files_of(path: Path) -> list[Path]:
@@ -46,16 +46,16 @@ def files_of(path: Path) -> list[Path]:
         return [path]
     if not (path / INDEX).exists():
         return sorted(path.glob("*.safetensors"))
-    places = parsed((path / INDEX).read_bytes(), str(path / INDEX)).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+    files_by_name = parse_json((path / INDEX).read_bytes(), str(path / INDEX)).get("weight_map")
+    if not isinstance(files_by_name, dict) or not all(isinstance(name, str) for name in files_by_name.values()):
         raise ConversionError(f"{path / INDEX} has no weight_map of names and files. Copy the checkpoint anew")
-    names = sorted(set(places.values()))
+    names = sorted(set(files_by_name.values()))
     if missing := [name for name in names if Path(name).name != name or not (path / name).is_file()]:
         raise ConversionError(f"{path} lacks {missing[0]}, which its index names. Copy the checkpoint anew")
     return [path / name for name in names]
 
 
-def header_of(file: Path) -> tuple[dict[str, Any], int]:
+def read_header(file: Path) -> tuple[dict[str, Any], int]:
     """(header, where the bytes begin)"""
     with file.open("rb", buffering=0) as opened:
         (length,) = struct.unpack("<Q", pread(opened.fileno(), file, 0, 8))
@@ -63,51 +63,51 @@ def header_of(file: Path) -> tuple[dict[str, Any], int]:
             raise ConversionError(
                 f"{file} is truncated or not a safetensors file: its header would have {length} bytes"
             )
-        return parsed(bytes(pread(opened.fileno(), file, 8, length)), f"the header of {file}"), 8 + length
+        return parse_json(bytes(pread(opened.fileno(), file, 8, length)), f"the header of {file}"), 8 + length
 
 
 def read(path: Path) -> Content:
     content, found = Content(), {}
     for file in files_of(path):
-        header, begin = header_of(file)
-        own = _own(header.pop("__metadata__", {}), file)
-        content.common |= own["common"]
-        content.stacked = bool(own["stacked"])
-        tensors = _tensors(file, begin, header)
+        header, data_start = read_header(file)
+        weft_metadata = _weft_metadata(header.pop("__metadata__", {}), file)
+        content.common |= weft_metadata["common"]
+        content.stacked = bool(weft_metadata["stacked"])
+        tensors = _tensors(file, data_start, header)
         if twice := found.keys() & tensors.keys():
             name = min(twice)
             raise ConversionError(f"{name} is in {found[name].path.name} and in {file.name} of {path}: give one file")
         found |= tensors
         for name, lazy in tensors.items():
-            (content.raw if name in own["raw"] else content.tensors)[name] = lazy
+            (content.raw if name in weft_metadata["raw"] else content.tensors)[name] = lazy
     return content
 
 
-def _own(metadata: Any, file: Path) -> dict[str, Any]:
+def _weft_metadata(metadata: Any, file: Path) -> dict[str, Any]:
     """What `weft.convert` wrote beside the tensors."""
-    text = metadata.get(OWN, "{}") if isinstance(metadata, dict) else None
+    text = metadata.get(METADATA_KEY, "{}") if isinstance(metadata, dict) else None
     if not isinstance(text, str):
         raise ConversionError(f"the header of {file} is damaged: its metadata is not text by name. Copy it anew")
-    own = {"common": {}, "raw": [], "stacked": True} | parsed(text, f"{OWN} in the header of {file}")
-    if not isinstance(own["common"], dict) or not isinstance(own["raw"], list):
-        raise ConversionError(f"{OWN} in the header of {file} is damaged. Copy the checkpoint anew")
+    weft_metadata = {"common": {}, "raw": [], "stacked": True} | parse_json(text, f"{METADATA_KEY} in the header of {file}")
+    if not isinstance(weft_metadata["common"], dict) or not isinstance(weft_metadata["raw"], list):
+        raise ConversionError(f"{METADATA_KEY} in the header of {file} is damaged. Copy the checkpoint anew")
     try:
-        values_of(own["common"])
+        decode_values(weft_metadata["common"])
     except ConversionError as error:
         raise ConversionError(f"{file}: {error}") from error
-    own["raw"] = {name for name in own["raw"] if isinstance(name, str)}
-    return own
+    weft_metadata["raw"] = {name for name in weft_metadata["raw"] if isinstance(name, str)}
+    return weft_metadata
 
 
-def _tensors(file: Path, begin: int, header: dict[str, Any]) -> dict[str, InFile]:
+def _tensors(file: Path, data_start: int, header: dict[str, Any]) -> dict[str, FileTensor]:
     """The tensors of a file, of which no two share a byte."""
     found = {}
     for name, row in header.items():
         try:
-            found[name] = _tensor(file, begin, row)
+            found[name] = _tensor(file, data_start, row)
         except ConversionError as error:
             raise ConversionError(f"{name} in {file}: {error}") from error
-    at, before = begin, ""
+    at, before = data_start, ""
     for name, lazy in sorted(found.items(), key=lambda item: (item[1].offset, item[1].stop)):
         if lazy.offset < at and lazy.nbytes:
             raise ConversionError(f"{before} and {name} in {file} share bytes. Copy the checkpoint anew")
@@ -116,16 +116,16 @@ def _tensors(file: Path, begin: int, header: dict[str, Any]) -> dict[str, InFile
     return found
 
 
-def _tensor(file: Path, begin: int, row: Any) -> InFile:
+def _tensor(file: Path, data_start: int, row: Any) -> FileTensor:
     if not isinstance(row, dict) or not isinstance(row.get("dtype"), str) or row["dtype"] not in DTYPES:
         raise ConversionError(f"its dtype is not one of {', '.join(DTYPES)}")
-    place = whole_numbers(row.get("data_offsets"), "data_offsets")
-    if len(place) != 2:
-        raise ConversionError(f"data_offsets has {len(place)} numbers, expected 2")
-    lazy = InFile(file, begin + place[0], DTYPES[row["dtype"]], row.get("shape"))
-    if place[1] - place[0] != lazy.nbytes:
-        raise ConversionError(f"it has {place[1] - place[0]} bytes for {row['dtype']} {list(lazy.shape)}")
-    if begin + place[1] > file.stat().st_size:
+    offsets = nonnegative_ints(row.get("data_offsets"), "data_offsets")
+    if len(offsets) != 2:
+        raise ConversionError(f"data_offsets has {len(offsets)} numbers, expected 2")
+    lazy = FileTensor(file, data_start + offsets[0], DTYPES[row["dtype"]], row.get("shape"))
+    if offsets[1] - offsets[0] != lazy.nbytes:
+        raise ConversionError(f"it has {offsets[1] - offsets[0]} bytes for {row['dtype']} {list(lazy.shape)}")
+    if data_start + offsets[1] > file.stat().st_size:
         raise ConversionError("it ends behind the file, which is truncated. Copy the checkpoint anew")
     return lazy
 
@@ -133,57 +133,57 @@ def _tensor(file: Path, begin: int, row: Any) -> InFile:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def shards(tensors: dict[str, Lazy], size: int) -> list[dict[str, Lazy]]:
+def shards(tensors: dict[str, LazyTensor], size: int) -> list[dict[str, LazyTensor]]:
     """The tensors in order, in files of at most `size` bytes; a larger tensor has one for itself."""
-    found: list[dict[str, Lazy]] = [{}]
-    held = 0
+    found: list[dict[str, LazyTensor]] = [{}]
+    shard_bytes = 0
     for name, lazy in tensors.items():
         if lazy.dtype not in CODES:
             raise ConversionError(
                 f"{name} is {lazy.dtype}, which safetensors files cannot hold; use --to pt or torch_dist"
             )
-        if found[-1] and held + lazy.nbytes > size:
+        if found[-1] and shard_bytes + lazy.nbytes > size:
             found.append({})
-            held = 0
+            shard_bytes = 0
         found[-1][name] = lazy
-        held += lazy.nbytes
+        shard_bytes += lazy.nbytes
     return found
 
 
-def write(folder: Path, content: Content, size: int, written: Callable[[Lazy, memoryview], None]) -> None:
+def write(folder: Path, content: Content, size: int, on_write: Callable[[LazyTensor, memoryview], None]) -> None:
     """Files in a folder; several have the index that Hugging Face reads."""
     tensors = content.tensors | content.raw
     parts = shards(tensors, size)
     names = [f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)]
     names = ["model.safetensors"] if len(parts) == 1 else names
     for name, part in zip(names, parts, strict=True):
-        _write_file(folder / name, part, content, written)
+        _write_file(folder / name, part, content, on_write)
     if len(parts) > 1:
-        places = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
-        index = {"metadata": {"total_size": sum(lazy.nbytes for lazy in tensors.values())}, "weight_map": places}
+        files_by_name = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
+        index = {"metadata": {"total_size": sum(lazy.nbytes for lazy in tensors.values())}, "weight_map": files_by_name}
         (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
 
 
-def write_file(file: Path, content: Content, written: Callable[[Lazy, memoryview], None]) -> None:
+def write_file(file: Path, content: Content, on_write: Callable[[LazyTensor, memoryview], None]) -> None:
     """One file of all."""
     (tensors,) = shards(content.tensors | content.raw, sys.maxsize)
-    _write_file(file, tensors, content, written)
+    _write_file(file, tensors, content, on_write)
 
 
-def _write_file(file: Path, tensors: dict[str, Lazy], content: Content, written: Callable) -> None:
-    own = json.dumps({"common": content.common, "raw": list(content.raw), "stacked": content.stacked})
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", OWN: own}}
+def _write_file(file: Path, tensors: dict[str, LazyTensor], content: Content, on_write: Callable) -> None:
+    weft_metadata = json.dumps({"common": content.common, "raw": list(content.raw), "stacked": content.stacked})
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", METADATA_KEY: weft_metadata}}
     at = 0
     for name, lazy in tensors.items():
-        place = [at, at + lazy.nbytes]
-        header[name] = {"dtype": CODES[lazy.dtype], "shape": list(lazy.shape), "data_offsets": place}
+        offsets = [at, at + lazy.nbytes]
+        header[name] = {"dtype": CODES[lazy.dtype], "shape": list(lazy.shape), "data_offsets": offsets}
         at += lazy.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with file.open("wb") as out:
         out.write(struct.pack("<Q", len(text)) + text)
         for lazy in tensors.values():
-            for _, piece in lazy.pieces():
-                view = raw_bytes(piece)
+            for _, block in lazy.blocks():
+                view = raw_bytes(block)
                 out.write(view)
-                written(lazy, view)
+                on_write(lazy, view)

@@ -1,9 +1,9 @@
 """An interpreter for pickles that reads them as data.
 
-A global is an entry of a table (`pickled.py`); calling it runs that entry on checked arguments; only objects that this
-pickle made take items or a state. So a pickle reaches nothing but its own plain data and immutable values. Memory is
-bounded by the pickle's bytes (BUDGET). The result, counted as a tree, has bounded size and depth, so code that walks it
-needs no further checks.
+A global is an entry of a table (`_pickle_globals.py`); calling it runs that entry on checked arguments; only objects
+that this pickle made take items or a state. So a pickle reaches nothing but its own plain data and immutable values.
+Memory is bounded by the pickle's bytes (BUDGET). The result, counted as a tree, has bounded size and depth, so
+code that walks it needs no further checks.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from .lazy import ConversionError, Lazy
-from .pickled import ATOMS, FOREIGN, Bytes, Call, Foreign, Record, keys
+from ._lazy_tensor import ConversionError, LazyTensor
+from ._pickle_globals import ATOMIC_TYPES, OPAQUE_MODULES, BytesIOContent, AllowedCall, OpaqueObject, DcpObject, checked_keys
 
 BUDGET = 64  # bytes of containers, and nodes of the tree, for each byte of a pickle
-DEPTH = 64  # levels of nesting
-INT = 255  # bytes of an integer
+MAX_DEPTH = 64  # levels of nesting
+MAX_INT_BYTES = 255  # bytes of an integer
 
 
-class UnknownClass(ConversionError):
+class UnknownClassError(ConversionError):
     """A pickle with an object of a class that is not read."""
 
 
@@ -32,7 +32,7 @@ class Unpickler:
 
     def __init__(self, content: bytes, where: str, known: dict, storage: Callable[[Any], Any] | None = None) -> None:
         self.content, self.where, self.known, self.storage = content, where, known, storage
-        self.at, self.left = 0, 4096 + BUDGET * len(content)
+        self.position, self.budget = 0, 4096 + BUDGET * len(content)
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
@@ -40,7 +40,7 @@ class Unpickler:
     def load(self) -> Any:
         while (opcode := self.byte()) != pickle.STOP[0]:
             if opcode not in OPCODES:
-                raise ValueError(f"opcode {bytes([opcode])} at byte {self.at - 1} is not one that torch writes")
+                raise ValueError(f"opcode {bytes([opcode])} at byte {self.position - 1} is not one that torch writes")
             OPCODES[opcode](self)
         value = self.pop()
         check_tree(value, 4096 + BUDGET * len(self.content))
@@ -49,16 +49,16 @@ class Unpickler:
     # ---- bytes ----
 
     def take(self, count: int) -> bytes:
-        if count > len(self.content) - self.at:
+        if count > len(self.content) - self.position:
             raise ValueError(f"it ends at byte {len(self.content)}, within an object")
-        self.at += count
-        return self.content[self.at - count : self.at]
+        self.position += count
+        return self.content[self.position - count : self.position]
 
     def byte(self) -> int:
-        if self.at == len(self.content):
-            raise ValueError(f"it ends at byte {self.at}, within an object")
-        self.at += 1
-        return self.content[self.at - 1]
+        if self.position == len(self.content):
+            raise ValueError(f"it ends at byte {self.position}, within an object")
+        self.position += 1
+        return self.content[self.position - 1]
 
     def number(self, form: struct.Struct) -> Any:
         return form.unpack(self.take(form.size))[0]
@@ -67,21 +67,21 @@ class Unpickler:
         self.push(self.take(count).decode("utf-8", "surrogatepass"))
 
     def line(self) -> str:
-        end = self.content.find(b"\n", self.at)
+        end = self.content.find(b"\n", self.position)
         if end < 0:
             raise ValueError("a name in it does not end")
-        return self.take(end + 1 - self.at)[:-1].decode()
+        return self.take(end + 1 - self.position)[:-1].decode()
 
     def integer(self, count: int) -> int:
-        if not 0 <= count <= INT:
+        if not 0 <= count <= MAX_INT_BYTES:
             raise ValueError(f"an integer of {count} bytes is in it")
         return int.from_bytes(self.take(count), "little", signed=True)
 
     # ---- stack ----
 
     def push(self, value: Any, size: int = 0) -> None:
-        self.left -= size
-        if self.left < 0:
+        self.budget -= size
+        if self.budget < 0:
             raise ValueError(f"its objects take more than {BUDGET} times its bytes")
         self.stack.append(value)
 
@@ -118,25 +118,25 @@ class Unpickler:
             raise ValueError(f"it repeats object {index}, which it does not have")
         self.push(self.memo[index])
 
-    def find(self, module: Any, name: Any) -> Any:
+    def find_global(self, module: Any, name: Any) -> Any:
         if not isinstance(module, str) or not isinstance(name, str):
             raise ValueError("the name of a class is not text")
         if (module, name) in self.known:
             return self.known[module, name]
-        if self.storage and module.startswith(FOREIGN):
-            return Foreign(f"{module}.{name}")
-        raise UnknownClass(
+        if self.storage and module.startswith(OPAQUE_MODULES):
+            return OpaqueObject(f"{module}.{name}")
+        raise UnknownClassError(
             f"{self.where} holds an object of {module}.{name}, which is not a class that weft.convert reads; "
             "nothing of it was run. Save the checkpoint without that object, or do not trust the file"
         )
 
     def call(self) -> None:
-        function, given = self.pop_many(2)
-        if not isinstance(function, (Call, Foreign)) or type(given) is not tuple:
+        function, args = self.pop_many(2)
+        if not isinstance(function, (AllowedCall, OpaqueObject)) or type(args) is not tuple:
             raise ValueError(f"it calls a {type(function).__name__}")
-        made = function.make(*given)
+        made = function.make(*args)
         length = len(made) if isinstance(made, (str, bytes, tuple, set)) else 0
-        self.push(made, 1024 if isinstance(made, Lazy) else 256 + 8 * length)
+        self.push(made, 1024 if isinstance(made, LazyTensor) else 256 + 8 * length)
 
     def persistent(self) -> None:
         if self.storage is None:
@@ -149,27 +149,27 @@ class Unpickler:
         self.top(list).extend(items)
 
     def set_items(self, items: Sequence[Any]) -> None:
-        self.top(dict).update(zip(keys(items[::2]), items[1::2], strict=True))
+        self.top(dict).update(zip(checked_keys(items[::2]), items[1::2], strict=True))
 
     def add_items(self, items: list[Any]) -> None:
-        self.top(set).update(keys(items))
+        self.top(set).update(checked_keys(items))
 
     def build(self) -> None:
         state = self.pop()
-        target = self.top(argparse.Namespace, Record, Bytes, Foreign, dict)
+        target = self.top(argparse.Namespace, DcpObject, BytesIOContent, OpaqueObject, dict)
         if isinstance(target, argparse.Namespace):
             if type(state) is not dict or not all(type(key) is str for key in state):
                 raise ValueError("the attributes of a Namespace are not names and values")
             target.__dict__ = state
-        elif isinstance(target, Record):
+        elif isinstance(target, DcpObject):
             target.state = state
-        elif isinstance(target, Bytes):
+        elif isinstance(target, BytesIOContent):
             target.set_state(state)
         # attributes of state dicts and of foreign objects are not read
 
 
 U2, I4, U4, U8, F8 = map(struct.Struct, ("<H", "<i", "<I", "<Q", ">d"))
-NAMED: dict[bytes, Callable[[Unpickler], Any]] = {
+OPCODE_HANDLERS: dict[bytes, Callable[[Unpickler], Any]] = {
     pickle.PROTO: lambda self: self.take(1),
     pickle.FRAME: lambda self: self.take(8),
     pickle.MARK: lambda self: self.marks.append(len(self.stack)),
@@ -198,7 +198,7 @@ NAMED: dict[bytes, Callable[[Unpickler], Any]] = {
     pickle.TUPLE2: lambda self: self.push(self.pop_many(2), 56),
     pickle.TUPLE3: lambda self: self.push(self.pop_many(3), 64),
     pickle.TUPLE: lambda self: self.push(tuple(self.pop_mark()), 48),
-    pickle.FROZENSET: lambda self: self.push(frozenset(keys(self.pop_mark())), 224),
+    pickle.FROZENSET: lambda self: self.push(frozenset(checked_keys(self.pop_mark())), 224),
     pickle.APPEND: lambda self: self.append([self.pop()]),
     pickle.APPENDS: lambda self: self.append(self.pop_mark()),
     pickle.SETITEM: lambda self: self.set_items(self.pop_many(2)),
@@ -209,17 +209,17 @@ NAMED: dict[bytes, Callable[[Unpickler], Any]] = {
     pickle.MEMOIZE: lambda self: self.put(len(self.memo)),
     pickle.BINGET: lambda self: self.get(self.byte()),
     pickle.LONG_BINGET: lambda self: self.get(self.number(U4)),
-    pickle.GLOBAL: lambda self: self.push(self.find(self.line(), self.line())),
-    pickle.STACK_GLOBAL: lambda self: self.push(self.find(*self.pop_many(2))),
+    pickle.GLOBAL: lambda self: self.push(self.find_global(self.line(), self.line())),
+    pickle.STACK_GLOBAL: lambda self: self.push(self.find_global(*self.pop_many(2))),
     pickle.REDUCE: Unpickler.call,
     pickle.NEWOBJ: Unpickler.call,
     pickle.BUILD: Unpickler.build,
     pickle.BINPERSID: Unpickler.persistent,
 }
-OPCODES = {code[0]: run for code, run in NAMED.items()}
+OPCODES = {code[0]: run for code, run in OPCODE_HANDLERS.items()}
 
 
-def parts(value: Any) -> Iterable[Any] | None:
+def children(value: Any) -> Iterable[Any] | None:
     """What an object of a pickle holds; None for one that holds nothing."""
     if isinstance(value, dict):
         return itertools.chain(value, value.values())
@@ -227,28 +227,28 @@ def parts(value: Any) -> Iterable[Any] | None:
         return value
     if isinstance(value, argparse.Namespace):
         return vars(value).values()
-    if isinstance(value, Record):
-        return (value.given, value.state)
-    if isinstance(value, Foreign):
-        return value.given or ()
-    return (value.content,) if isinstance(value, Bytes) else None
+    if isinstance(value, DcpObject):
+        return (value.args, value.state)
+    if isinstance(value, OpaqueObject):
+        return value.args or ()
+    return (value.content,) if isinstance(value, BytesIOContent) else None
 
 
 def check_tree(value: Any, limit: int) -> None:
     """Raises for a value that contains itself, is nested too deep, or repeats parts until it is larger than `limit`."""
-    weight, path = 0, [iter((value,))]
+    size, path = 0, [iter((value,))]
     while path:
         for item in path[-1]:
-            weight += 1 + (len(item) if type(item) in (str, bytes) else 0)
-            if weight > limit:
+            size += 1 + (len(item) if type(item) in (str, bytes) else 0)
+            if size > limit:
                 raise ValueError(f"its objects repeat each other until they are {BUDGET} times its bytes")
-            if type(item) not in ATOMS and (inner := parts(item)) is not None:
+            if type(item) not in ATOMIC_TYPES and (inner := children(item)) is not None:
                 path.append(iter(inner))
                 break
         else:
             path.pop()
-        if len(path) > DEPTH:
-            raise ValueError(f"an object in it contains itself, or {DEPTH} levels of others")
+        if len(path) > MAX_DEPTH:
+            raise ValueError(f"an object in it contains itself, or {MAX_DEPTH} levels of others")
 
 
 def load(content: bytes, where: str, known: dict, storage: Callable[[Any], Any] | None = None) -> Any:
