@@ -149,7 +149,9 @@ def page() -> str:
     from weft.compat import _namespace
 
     namespace = rows({name: note for name, (_, note) in _namespace.SUPPORTED.items()}, _namespace.UNSUPPORTED)
-    operations = rows({name: _namespace.OPS_DIFFERENCES.get(name, "same") for name in _namespace.TE_OPS}, _namespace.UNSUPPORTED_OPS)
+    operations = rows(
+        {name: _namespace.OPS_DIFFERENCES.get(name, "same") for name in _namespace.TE_OPS}, _namespace.UNSUPPORTED_OPS
+    )
     others = [
         (module, ", ".join(f"`{name}`" for name in sorted(held)))
         for module, held in _namespace.MODULES.items()

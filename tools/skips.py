@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Skipped tests and the list of those allowed, tests/allowed_skips.txt.
 
-    tools/skips.py FILE…    logs of ctest (LastTest.log); exits 1 and names every skip that the list does not allow
+tools/skips.py FILE…    logs of ctest (LastTest.log); exits 1 and names every skip that the list does not allow
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def ci_time(settings: Settings) -> Outcome:
 PACKED = ctest("release", r"^KernelsPack|^PackedWeights")
 CHANGES = pytest("tests/python/test_right_or_raises.py")
 DISPATCHER = pytest("tests/python/test_dispatcher.py")
-COMPAT = pytest("tests/python/test_compat_modules.py", "tests/python/test_compat_habits.py")
+COMPAT = pytest("tests/python/test_compat_modules.py", "tests/python/test_compat_nn_module.py")
 CLASS_TESTS: dict[str, Check] = {
     **dict.fromkeys(("d1", "d1b"), PACKED),
     **dict.fromkeys(("u1", "d2", "d2b", "d2c", "d3", "d3b", "d3c", "d4", "d4b", "d5", "d6", "d7", "d8", "t1"), CHANGES),
@@ -180,7 +180,7 @@ def class_tests(settings: Settings) -> Outcome:
 
 STATES = "tests/python/test_extra_state.py"  # 10,000 for each of two kinds of modules
 MISMATCH, UNTRUSTED = "tests/dist/test_mismatch.py", "tests/python/test_convert_untrusted.py"
-FAILURES, SHARED, UCX = "tests/dist/test_failures.py", "tests/dist/test_shared_link.py", "tests/dist/test_ucx.py"
+FAILURES, SHARED, UCX = "tests/dist/test_failures.py", "tests/dist/test_shm_transport.py", "tests/dist/test_ucx.py"
 
 FUZZED = script("build/asan/weft_tests", "--gtest_filter=FuzzedCalls.*", figure=r"\d+ fuzzed calls.*",
                 if_quick=("--gtest_filter=FuzzedCalls.*-*Slow*",))  # fmt: skip

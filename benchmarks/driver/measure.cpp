@@ -13,7 +13,7 @@ namespace {
 
 constexpr double kMinAnchorRatio = 0.85, kReferenceQuantile = 0.90;
 constexpr double kQuietWait = 0.25;  // seconds to wait for a quiet moment, for each round to keep
-constexpr double kLongPass = 50e-3;     // seconds of a pass that does not feel what ran before it
+constexpr double kLongPass = 50e-3;  // seconds of a pass that does not feel what ran before it
 
 /// The value below which the given part of all values lies.
 double quantile(std::vector<double> values, double part) {
@@ -90,7 +90,8 @@ Meter::Round Meter::round(const std::vector<Side>& sides, const std::vector<Pass
 }
 
 std::vector<const Meter::Round*> Meter::kept(const std::vector<Round>& rounds) const {
-  const double compute = kMinAnchorRatio * quantile(compute_, kReferenceQuantile), copy = kMinAnchorRatio * quantile(copy_, kReferenceQuantile);
+  const double compute = kMinAnchorRatio * quantile(compute_, kReferenceQuantile),
+               copy = kMinAnchorRatio * quantile(copy_, kReferenceQuantile);
   std::vector<const Round*> out;
   for (const auto& round : rounds)
     if (round.compute >= compute && round.copy >= copy) out.push_back(&round);
@@ -125,7 +126,8 @@ Measured Meter::measure(const std::vector<Side>& sides, const Method& method) {
   const auto until = now(/*threads=*/0) + kQuietWait * method.rounds;
   std::vector<Round> rounds;
   const auto enough = [&](size_t count) { return static_cast<int>(count) >= method.rounds; };
-  while (static_cast<int>(rounds.size()) < method.max_rounds && !(enough(rounds.size()) && enough(kept(rounds).size()))) {
+  while (static_cast<int>(rounds.size()) < method.max_rounds &&
+         !(enough(rounds.size()) && enough(kept(rounds).size()))) {
     wait(until);
     rounds.push_back(round(sides, passes, method.threads));
   }

@@ -28,8 +28,8 @@ struct Measured {
 
 struct Method {
   int threads = 1;
-  int rounds = 21;        // to keep
-  int max_rounds = 84;    // to run
+  int rounds = 21;                // to keep
+  int max_rounds = 84;            // to run
   double sample_seconds = 10e-3;  // a sample repeats a short pass
 };
 

@@ -21,8 +21,8 @@
 #include "benchmarks/driver/clock.h"
 #include "benchmarks/driver/ranks.h"
 #include "benchmarks/driver/report.h"
-#include "weft/comm/host_meeting.h"
-#include "weft/comm/shared_link.h"
+#include "weft/comm/host_rendezvous.h"
+#include "weft/comm/shm_transport.h"
 #include "weft/kernels/rows.h"
 #include "weft/overlap/schedules.h"
 
@@ -135,7 +135,8 @@ OverlapProblem reduce_scatter(ShmTransport& transport, const Line& line) {
   const auto t = line.size("t"), k = line.size("k"), n = line.size("n");
   at::manual_seed(0);
   const auto x = random({t, k * kRanks}), w = random({n, k * kRanks}, 1 / std::sqrt(k));
-  const auto xr = x.narrow(1, transport.rank() * k, k).contiguous(), wr = w.narrow(1, transport.rank() * k, k).contiguous();
+  const auto xr = x.narrow(1, transport.rank() * k, k).contiguous(),
+             wr = w.narrow(1, transport.rank() * k, k).contiguous();
   const auto alone = at::empty({t, n}, x.options()), y = at::empty({t / kRanks, n}, x.options());
   const auto run = [=, &transport] {
     return weft::overlap::gemm_reduce_scatter(transport, xr, Matrix(wr, true), {.out = y, .b_is_weight = true});
@@ -149,7 +150,8 @@ OverlapProblem reduce_scatter(ShmTransport& transport, const Line& line) {
 Measured measure(ShmTransport& transport, const OverlapProblem& problem, int rounds) {
   slowest_rank_seconds(transport, problem.schedule, 3);
   slowest_rank_seconds(transport, problem.gemm, 3);
-  const int passes = std::max(1, static_cast<int>(std::lround(kSample / slowest_rank_seconds(transport, problem.gemm, 2))));
+  const int passes =
+      std::max(1, static_cast<int>(std::lround(kSample / slowest_rank_seconds(transport, problem.gemm, 2))));
   std::vector<double> ratios, controls, schedules, products;
   Measured out;
   for (out.rounds = 0; out.rounds < 8 * rounds && static_cast<int>(ratios.size()) < rounds; ++out.rounds) {
@@ -196,7 +198,9 @@ bool run_rank(const Arguments& arguments) {
     const auto problem = make(transport, line);
     line.finish();
     auto measured = measure(transport, problem, arguments.rounds);
-    const auto missed = [&] { return exchange(transport, measured.kept == 0 || target.missed(measured) ? 1 : 0)[0] != 0; };
+    const auto missed = [&] {
+      return exchange(transport, measured.kept == 0 || target.missed(measured) ? 1 : 0)[0] != 0;
+    };
     if (missed()) measured = measure(transport, problem, arguments.rounds);  // over the bound only if it is so twice
     const bool steady = measured.kept > 0;
     fine = fine && steady && !target.missed(measured) && problem.error < 1e-2;

@@ -13,8 +13,8 @@
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 
 #include "benchmarks/driver/ranks.h"
-#include "weft/comm/host_meeting.h"
-#include "weft/comm/shared_link.h"
+#include "weft/comm/host_rendezvous.h"
+#include "weft/comm/shm_transport.h"
 
 namespace bench {
 
@@ -37,8 +37,8 @@ void report(ShmTransport& transport, const char* what, double signals, const std
   }
   std::sort(samples.begin(), samples.end());
   if (transport.rank() == 0)
-    std::cout << "ranks " << transport.size() << "  cores " << std::thread::hardware_concurrency() << "  " << what << "  us "
-              << samples[kSamples / 2] << "  best " << samples[0] << std::endl;
+    std::cout << "ranks " << transport.size() << "  cores " << std::thread::hardware_concurrency() << "  " << what
+              << "  us " << samples[kSamples / 2] << "  best " << samples[0] << std::endl;
 }
 
 /// Rank 0 and rank 1 answer each other.

@@ -19,7 +19,7 @@
 #include "benchmarks/driver/line.h"
 #include "benchmarks/driver/measure.h"
 #include "weft/fuser/autograd.h"
-#include "weft/fuser/door.h"
+#include "weft/fuser/call_validation.h"
 
 namespace bench {
 namespace {
@@ -166,9 +166,11 @@ std::string row_of(const Comparison& f) {
                 f.shape.f, f.ratio().median, f.ratio().low, f.ratio().high, f.slower ? "  SLOWER" : "");
 }
 
-Comparison compare(const Sample& sample, const Template& row, const Shape& shape, const std::string& rule, Meter& meter) {
+Comparison compare(const Sample& sample, const Template& row, const Shape& shape, const std::string& rule,
+                   Meter& meter) {
   const auto unfused = sample.without(rule);
-  const std::vector<Side> sides{{"fused", [&] { sample.pass(sample.plan); }}, {"without", [&] { sample.pass(unfused); }}};
+  const std::vector<Side> sides{{"fused", [&] { sample.pass(sample.plan); }},
+                                {"without", [&] { sample.pass(unfused); }}};
   auto found = meter.measure(sides);
   // Slower only if it is so twice, the second time with rounds enough to say so.
   const auto slower = [&] { return found.ratios[0].low > kSlower; };
@@ -248,7 +250,8 @@ int run_sweep(const std::vector<std::string>& words) {
     const auto sample = make_sample(row, shape, dtype);
     const auto used = sample.used();
     if (used.empty()) continue;
-    const auto rule = *std::min_element(used.begin(), used.end(), [&](auto& a, auto& b) { return times_compared[a] < times_compared[b]; });
+    const auto rule = *std::min_element(used.begin(), used.end(),
+                                        [&](auto& a, auto& b) { return times_compared[a] < times_compared[b]; });
     ++times_compared[rule];
     rows.push_back(compare(sample, row, shape, rule, meter));
     slower += rows.back().slower;

@@ -220,7 +220,13 @@ def overhead_over_bare_node() -> dict[str, object]:
     ratios = [(a + b) / (first + last) for first, a, b, last in rounds]
     found = {"value": statistics.median(ratios), "interval": bootstrap(ratios)}
     control = statistics.median(last / first for first, _, _, last in rounds)
-    figure = {"name": "128 Parameters / bare node", **found, "control": control, "kept": len(rounds), "at_most": MAX_BARE_NODE_RATIO}
+    figure = {
+        "name": "128 Parameters / bare node",
+        **found,
+        "control": control,
+        "kept": len(rounds),
+        "at_most": MAX_BARE_NODE_RATIO,
+    }
     print(f"{figure['name']} {figure['value']:.2f}, control {control:.3f}", flush=True)
     return figure
 

@@ -100,7 +100,9 @@ Problem all_gather(Transport& transport, int64_t rows, int64_t n) {
   const auto y = at::empty({2 * rows, n}, x.options());
   const auto local = x.narrow(0, 0, rows);
   return {"all_gather_gemm", c10::str("S=", 2 * rows, " K=", kWidth, " N=", n),
-          [=, &transport] { weft::overlap::all_gather_gemm(transport, local, Matrix(w, true), {.out = y, .weight = true}); },
+          [=, &transport] {
+            weft::overlap::all_gather_gemm(transport, local, Matrix(w, true), {.out = y, .weight = true});
+          },
           [=] { weft::kernels::gemm(x, Matrix(w, true), {.out = y, .weight = true}); },
           [=, &transport] { swap(transport, local); }};
 }

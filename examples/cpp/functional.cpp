@@ -5,7 +5,7 @@
 
 #include <iostream>
 
-#include "weft/fuser/door.h"
+#include "weft/fuser/call_validation.h"
 #include "weft/fuser/functional.h"
 
 using namespace weft;

@@ -61,9 +61,16 @@ class MixtureOfExperts(torch.nn.Module):
         received_per_expert = torch.empty_like(sent_per_expert)
         dist.all_to_all_single(received_per_expert, sent_per_expert)
         send_counts, recv_counts = sent_per_expert.sum(1).tolist(), received_per_expert.sum(1).tolist()
-        rows, weight = AllToAll.apply(x[token], send_counts, recv_counts), AllToAll.apply(weight[order], send_counts, recv_counts)
+        rows, weight = (
+            AllToAll.apply(x[token], send_counts, recv_counts),
+            AllToAll.apply(weight[order], send_counts, recv_counts),
+        )
         # They came rank by rank and are wanted expert by expert.
-        expert = torch.arange(received_per_expert.shape[1]).repeat(self.ranks).repeat_interleave(received_per_expert.flatten())
+        expert = (
+            torch.arange(received_per_expert.shape[1])
+            .repeat(self.ranks)
+            .repeat_interleave(received_per_expert.flatten())
+        )
         by_expert, splits = expert.argsort(stable=True), received_per_expert.sum(0)
         y = self.experts(rows[by_expert], splits, weight[by_expert], splits)
         y = AllToAll.apply(y[by_expert.argsort()], recv_counts, send_counts)

@@ -14,10 +14,10 @@ from . import _C, checkpoint, fusion, ops
 from ._ddp import MainGradNotReducedWarning
 from ._explain import explain
 from ._grouped_parameters import deinterleave_glu, interleave_glu
-from .ops import Sequential
 from ._packing import packed_bytes, packing_limit, prepack, set_packing_limit
 from ._rng import RNGStatesTracker
 from ._userbuffers import destroy_ub, initialize_ub
+from .ops import Sequential
 
 __all__ = [
     "MainGradNotReducedWarning",

@@ -78,7 +78,7 @@ int main(int, char** argv) {
   std::unique_ptr<Transport> transport;
   try {
     transport = weft::comm::make_ucx_transport({c10::make_intrusive<c10d::FileStore>(argv[3], size), rank, size, "tp",
-                                      std::chrono::milliseconds(std::atoi(argv[4]))});
+                                                std::chrono::milliseconds(std::atoi(argv[4]))});
     run(*transport, std::atoll(argv[5]));
     std::puts("ok");
     return 0;

@@ -41,7 +41,7 @@ def limit_memory() -> None:
 
 
 def outcome(path: Path, check: bool, write: bool) -> str:
-    """"fine", or the error: its type and text."""
+    """ "fine", or the error: its type and text."""
 
     def raise_timeout(*_: object) -> None:
         raise TimeoutError
@@ -70,7 +70,21 @@ def outcome(path: Path, check: bool, write: bool) -> str:
 # ---- mutations ------------------------------------------------------------------------------------------------------
 
 MALICIOUS_OPCODES = b"cposix\nsystem\nX\x04\x00\x00\x00true\x85R"
-ODD_BYTES = (b"\x00", b"\xff" * 4, b"\xff" * 8, b"\x7f\xff\xff\xff", b"(", b"}", b"]", b"t", b"u", b"b", b"R", b"h\x00", MALICIOUS_OPCODES)
+ODD_BYTES = (
+    b"\x00",
+    b"\xff" * 4,
+    b"\xff" * 8,
+    b"\x7f\xff\xff\xff",
+    b"(",
+    b"}",
+    b"]",
+    b"t",
+    b"u",
+    b"b",
+    b"R",
+    b"h\x00",
+    MALICIOUS_OPCODES,
+)
 
 
 def mutated(content: bytes, rng: random.Random) -> bytes:

@@ -112,7 +112,9 @@ class Generator:
     def new_caller_tensor(self, name: str, shape: tuple[int, ...]) -> str:
         layouts = list(LAYOUTS) if shape else ["contiguous", "computed"]
         layout = self.rng.choice(layouts) if self.chance(0.5) else "contiguous"
-        self.caller_tensors[name] = CallerTensor(torch.rand(shape, dtype=torch.float64) * 2 - 1, layout, self.chance(0.7))
+        self.caller_tensors[name] = CallerTensor(
+            torch.rand(shape, dtype=torch.float64) * 2 - 1, layout, self.chance(0.7)
+        )
         return name
 
     # -- one operation
@@ -241,7 +243,9 @@ class Generator:
         others = [name for name, s in self.outputs.items() if s == shape]
         if others and self.chance(0.8):
             return self.rng.choice(others)
-        others = [name for name, g in self.caller_tensors.items() if g.values.shape == shape and g.values.is_floating_point()]
+        others = [
+            name for name, g in self.caller_tensors.items() if g.values.shape == shape and g.values.is_floating_point()
+        ]
         if others and self.chance(0.3):
             return self.rng.choice(others)  # a tensor that is used elsewhere too, perhaps x itself
         self.names += 1
@@ -562,7 +566,9 @@ def find_errors(program: Program) -> list[str]:
     for what, a, b in ((w, t, eager.tensors()[w]) for w, t in mine.tensors().items() if w in eager.tensors()):
         if a.dtype != b.dtype or a.shape != b.shape:
             return [*found, f"{what} is {a.dtype} {tuple(a.shape)}, in torch {b.dtype} {tuple(b.shape)}"]
-    return found + tolerance_errors(program, incoming, errors(mine, exact), max(errors(eager, exact).values(), default=0.0))
+    return found + tolerance_errors(
+        program, incoming, errors(mine, exact), max(errors(eager, exact).values(), default=0.0)
+    )
 
 
 def errors(outcome: Outcome, exact: Outcome) -> dict[str, float]:

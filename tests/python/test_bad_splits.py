@@ -77,7 +77,7 @@ WRONG = {
 DEFINED = {
     "a tail": shorter,
     "nothing but a tail": lambda rng: splits_of([0] * GROUPS),
-    "gaps in memory": lambda rng: shorter(rng).repeat_interleave(2)[:: 2],
+    "gaps in memory": lambda rng: shorter(rng).repeat_interleave(2)[::2],
     "two dimensions": lambda rng: shorter(rng).view(2, 3).t().contiguous().t(),
     "narrow integers": lambda rng: shorter(rng).to(rng.choice((torch.int8, torch.int16, torch.uint8))),
 }

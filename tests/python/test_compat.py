@@ -202,7 +202,9 @@ def test_every_name_resolves(te):
     for name in set(_namespace.TE_OPS) - {"AllReduce"}:
         assert getattr(te.ops, name) is getattr(ops, name)
     assert issubclass(te.ops.AllReduce, ops.AllReduce) and not te.ops.AllReduce(None, True).reduce_in_backward
-    assert not set(_namespace.SUPPORTED) & set(_namespace.UNSUPPORTED) and not set(_namespace.TE_OPS) & set(_namespace.UNSUPPORTED_OPS)
+    assert not set(_namespace.SUPPORTED) & set(_namespace.UNSUPPORTED) and not set(_namespace.TE_OPS) & set(
+        _namespace.UNSUPPORTED_OPS
+    )
 
 
 def test_unsupported_name_gives_reason(te):

@@ -80,7 +80,9 @@ SHELLS = {
     "compat.GroupedLinear": lambda **o: _grouped_linear.GroupedLinear(2, 8, 8, **o),
     "compat.LayerNorm": lambda **o: _norm.LayerNorm(8, **o),
     "compat.RMSNorm": lambda **o: _norm.RMSNorm(8, **o),
-    "compat.MultiheadAttention": lambda **o: _multihead_attention.MultiheadAttention(16, 4, qk_norm_type="RMSNorm", **o),
+    "compat.MultiheadAttention": lambda **o: _multihead_attention.MultiheadAttention(
+        16, 4, qk_norm_type="RMSNorm", **o
+    ),
     "compat.TransformerLayer": lambda **o: _transformer_layer.TransformerLayer(16, 32, 4, output_layernorm=True, **o),
     "ops.Linear": lambda **o: ops.Linear(8, 8, **o),
     "ops.GroupedLinear": lambda **o: ops.GroupedLinear(2, 8, 8, **o),
@@ -194,9 +196,7 @@ def check_compiled(function, *arguments, backend: str = "aot_eager"):
     expected = function(*arguments)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     grads = [torch.randn_like(w) for w in expected]
-    torch.testing.assert_close(
-        torch.autograd.grad(found, inputs, grads), torch.autograd.grad(expected, inputs, grads)
-    )
+    torch.testing.assert_close(torch.autograd.grad(found, inputs, grads), torch.autograd.grad(expected, inputs, grads))
     return expected
 
 

@@ -20,8 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from weft.checkpoint import Placement
-from weft.convert import ConversionError, compare, convert, inspect, verify
-from weft.convert import _lazy_tensor
+from weft.convert import ConversionError, _lazy_tensor, compare, convert, inspect, verify
 from weft.convert.__main__ import main
 from weft.convert._name_table import LAYOUTS, RULES, NameTable
 from weft.convert._progress import Progress

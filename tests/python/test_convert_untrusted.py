@@ -357,7 +357,9 @@ SHARED = [(module, name) for table in (PLAIN_GLOBALS, DCP_GLOBALS) for module, n
 @pytest.mark.parametrize("opcodes", [b"}%ssb", b"N}%ss\x86b", b"}%s\x8ds", b"(%su", b"%ss", b"%sa"])
 def test_pickle_cannot_change_globals(opcodes):
     """Each global, and each object that two pickles would share, is offered a state and items."""
-    before = {key: repr(vars(value)) if hasattr(value, "__dict__") else repr(value) for key, value in DCP_GLOBALS.items()}
+    before = {
+        key: repr(vars(value)) if hasattr(value, "__dict__") else repr(value) for key, value in DCP_GLOBALS.items()
+    }
     change = opcodes.replace(b"%s", text("evil") + b"K\x01")
     for module, name in dict.fromkeys(SHARED):
         whole = f"c{module}\n{name}\n".encode()

@@ -83,9 +83,7 @@ REJECTED_CALLS = {
     "channel that is a number": lambda: _C.normalize_text("AddExtraInput() <5"),
     "call that is a number": lambda: forward([x()], "GELU() @call(autocast=none, eval=0, tensors=5)"),
     "negative mask": lambda: forward([x()], GELU.replace("eval=0", "eval=-1")),
-    "too many groups": lambda: _C.normalize_text(
-        "GroupedLinear(num_groups=2000000000, in_features=8, out_features=8)"
-    ),
+    "too many groups": lambda: _C.normalize_text("GroupedLinear(num_groups=2000000000, in_features=8, out_features=8)"),
 }
 
 

@@ -5,14 +5,12 @@
 #include <cstring>
 #include <thread>
 
-#include "weft/comm/agreement.h"
+#include "weft/comm/collective_fingerprint.h"
 
 namespace weft::comm {
 namespace {
 
-bool is_signal(CommOp op) {
-  return op == CommOp::barrier || op == CommOp::put_signal || op == CommOp::wait_signal;
-}
+bool is_signal(CommOp op) { return op == CommOp::barrier || op == CommOp::put_signal || op == CommOp::wait_signal; }
 
 std::string awaited(const Failure& f) {
   if (is_signal(f.local.op)) return "";
@@ -24,15 +22,16 @@ std::string awaited(const Failure& f) {
 std::string text(const Failure& f) {
   const auto peer = f.pid ? c10::str("rank ", f.peer, " (pid ", f.pid, ")") : c10::str("rank ", f.peer);
   const auto where = is_signal(f.local.op) ? c10::str(" in ", name(f.local.op), ", channel ", f.seq)
-                                                 : c10::str(" in round ", f.seq, ", ", text(f.local));
+                                           : c10::str(" in round ", f.seq, ", ", text(f.local));
   switch (f.reason) {
     case FailureReason::timeout:
       return c10::str("Rank ", f.reporter, " waited ", f.waited_ms, " ms for ", peer, where, awaited(f), ".");
     case FailureReason::peer_exited:
       return c10::str("Rank ", f.reporter, " needs ", peer, where, ", but its process has ended.");
     case FailureReason::mismatch:
-      return c10::str("Ranks disagree in round ", f.seq, ": rank ", f.reporter, " does ", text(f.local), ", ", peer, " ",
-                      text(f.remote), ". Every rank must start the same operations with the same sizes and dtypes.");
+      return c10::str("Ranks disagree in round ", f.seq, ": rank ", f.reporter, " does ", text(f.local), ", ", peer,
+                      " ", text(f.remote),
+                      ". Every rank must start the same operations with the same sizes and dtypes.");
     case FailureReason::protocol_error:
       return c10::str("Rank ", f.reporter, " read words of ", peer, " that make no sense", where, ".");
     case FailureReason::abandoned:

@@ -13,10 +13,10 @@
 #include <mutex>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
-#include "weft/comm/agreement.h"
-#include "weft/comm/disagreement.h"
+#include "weft/comm/collective_fingerprint.h"
 #include "weft/comm/group_failure.h"
 #include "weft/comm/interrupt.h"
+#include "weft/comm/mismatch.h"
 #include "weft/comm/settings.h"
 
 namespace weft::comm {
@@ -91,8 +91,8 @@ struct Group::State {
   /// Raises; from then on the group is refused.
   [[noreturn]] void fail(const std::string& reason) const {
     failure->put(reason);
-    C10_THROW_ERROR(DistError,
-                    reason + " Group '" + failure->group() + "' cannot be used any more: destroy it and make a new one.");
+    C10_THROW_ERROR(DistError, reason + " Group '" + failure->group() +
+                                   "' cannot be used any more: destroy it and make a new one.");
   }
 
   const c10::weak_intrusive_ptr<c10d::ProcessGroup> c10d;
@@ -171,7 +171,8 @@ class Group::CheckedCollective {
   at::Tensor inlined_;
 };
 
-Group::CheckedCollective::CheckedCollective(const Group& group, const CollectiveFingerprint& fingerprint, const at::Tensor& x)
+Group::CheckedCollective::CheckedCollective(const Group& group, const CollectiveFingerprint& fingerprint,
+                                            const at::Tensor& x)
     : group_(group),
       local_{group.state_->collectives++, fingerprint},
       device_(x.device()),
@@ -185,8 +186,8 @@ Group::CheckedCollective::CheckedCollective(const Group& group, const Collective
 void Group::CheckedCollective::check_fingerprints(const at::Tensor& x) {
   constexpr int64_t kWords = 5, kHeaderBytes = kWords * sizeof(int64_t), kMaxInlineBytes = 8 << 10;
   const auto& [op, dtype, rows, columns] = local_.fingerprint;
-  const std::array<int64_t, kWords> words{local_.seq, static_cast<int64_t>(op), static_cast<int64_t>(dtype),
-                                          rows, columns};
+  const std::array<int64_t, kWords> words{local_.seq, static_cast<int64_t>(op), static_cast<int64_t>(dtype), rows,
+                                          columns};
   const auto count = static_cast<int64_t>(x.nbytes());
   const bool fits = count > 0 && count <= kMaxInlineBytes;
   const auto local = at::zeros({kHeaderBytes + kMaxInlineBytes}, x.options().dtype(at::kByte));

@@ -66,8 +66,8 @@ class Group {
   Work all_reduce(const at::Tensor& x) const;
 
  private:
-  struct State;  // what outlives a call
-  class CheckedCollective;   // one collective of it
+  struct State;             // what outlives a call
+  class CheckedCollective;  // one collective of it
 
   c10::intrusive_ptr<c10d::ProcessGroup> c10d_;
   std::shared_ptr<State> state_;

@@ -55,7 +55,8 @@ UniqueFd accept_one(const UniqueFd& listener) {
 std::optional<PeerCredentials> peer_credentials(const UniqueFd& socket) {
   ucred credentials = {};
   socklen_t bytes = sizeof(credentials);
-  if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &credentials, &bytes) != 0 || bytes != sizeof(credentials)) return {};
+  if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &credentials, &bytes) != 0 || bytes != sizeof(credentials))
+    return {};
   return PeerCredentials{credentials.pid, credentials.uid};
 }
 

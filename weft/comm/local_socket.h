@@ -5,7 +5,7 @@
 #include <optional>
 #include <string>
 
-#include "weft/comm/descriptor.h"
+#include "weft/comm/unique_fd.h"
 
 namespace weft::comm {
 
@@ -18,7 +18,7 @@ struct PeerCredentials {
 /// What one receive brings: a message of the expected length with exactly one descriptor, or nothing.
 struct ReceivedFd {
   bool arrived = false;  // something came, or the other end closed
-  std::string error;  // empty if it was as expected
+  std::string error;     // empty if it was as expected
   UniqueFd file;
 };
 

@@ -1,7 +1,7 @@
 #pragma once
 #include <sys/types.h>
 
-#include "weft/comm/descriptor.h"
+#include "weft/comm/unique_fd.h"
 
 namespace weft::comm {
 

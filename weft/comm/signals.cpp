@@ -41,14 +41,16 @@ struct Signals::ControlBlock {
   alignas(kCacheLine) StickyError sticky_error;
   alignas(kCacheLine) std::atomic<uint64_t> finished;
   alignas(kCacheLine) std::atomic<uint64_t> heartbeat;  // grows while this rank waits
-  std::atomic<int32_t> waits_for;             // the rank it waited for when it grew
+  std::atomic<int32_t> waits_for;                       // the rank it waited for when it grew
   std::array<Announcement, 2> announcements;
   // Two counts for each rank follow.
 
   Count& count(uint64_t seq, int to) { return reinterpret_cast<Count*>(this + 1)[2 * to + seq % 2]; }
 };
 
-size_t Signals::control_block_bytes(int size) { return sizeof(ControlBlock) + 2 * sizeof(Count) * static_cast<size_t>(size); }
+size_t Signals::control_block_bytes(int size) {
+  return sizeof(ControlBlock) + 2 * sizeof(Count) * static_cast<size_t>(size);
+}
 
 Signals::Signals(Options options) : options_(std::move(options)) {
   static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
@@ -132,8 +134,8 @@ uint64_t Signals::start(const CollectiveFingerprint& fingerprint, uint64_t free_
   auto& opened = open(seq);
   TORCH_CHECK(opened.finished, "Round ", opened.seq, " must be finished before round ", seq,
               " starts: two may be open.");
-  TORCH_CHECK_VALUE(fingerprint.rows >= 0 && fingerprint.rows <= kMaxRows && fingerprint.columns >= 0, "A block of [", fingerprint.rows, ", ",
-                    fingerprint.columns, "] was given.");
+  TORCH_CHECK_VALUE(fingerprint.rows >= 0 && fingerprint.rows <= kMaxRows && fingerprint.columns >= 0, "A block of [",
+                    fingerprint.rows, ", ", fingerprint.columns, "] was given.");
   last_ = seq;
   opened = {.seq = seq, .fingerprint = fingerprint, .matched = std::vector<char>(size()), .finished = false};
   for (int peer = 0; peer < size(); ++peer)
@@ -156,8 +158,10 @@ bool Signals::is_matched(uint64_t seq, int peer) {
   const uint64_t announced = remote.seq.load(std::memory_order_acquire);
   if (announced < seq) return false;
   const CollectiveFingerprint fingerprint = remote.fingerprint;
-  if (announced > seq || remote.group_id != options_.group_id) fail(FailureReason::protocol_error, seq, peer, {.reporter = rank()});
-  if (fingerprint != opened.fingerprint) fail(FailureReason::mismatch, seq, peer, {.reporter = rank(), .remote = fingerprint});
+  if (announced > seq || remote.group_id != options_.group_id)
+    fail(FailureReason::protocol_error, seq, peer, {.reporter = rank()});
+  if (fingerprint != opened.fingerprint)
+    fail(FailureReason::mismatch, seq, peer, {.reporter = rank(), .remote = fingerprint});
   opened.matched[peer] = 1;
   return true;
 }
@@ -203,7 +207,8 @@ void Signals::finish(uint64_t seq) {
 }
 
 void Signals::abandon(uint64_t seq, std::string_view reason) noexcept {
-  Failure failure{.reason = FailureReason::abandoned, .reporter = rank(), .peer = rank(), .seq = seq, .local = fingerprint(seq)};
+  Failure failure{
+      .reason = FailureReason::abandoned, .reporter = rank(), .peer = rank(), .seq = seq, .local = fingerprint(seq)};
   failure.set_note(reason);
   for (int r = 0; r < size(); ++r) control_block(r).sticky_error.put(failure);
 }

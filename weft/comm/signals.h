@@ -2,9 +2,9 @@
 #include <array>
 #include <vector>
 
-#include "weft/comm/exchange.h"
 #include "weft/comm/failure.h"
 #include "weft/comm/process.h"
+#include "weft/comm/transport.h"
 #include "weft/comm/waiting.h"
 
 namespace weft::comm {
@@ -23,13 +23,13 @@ namespace weft::comm {
 class Signals {
  public:
   struct Peer {
-    std::byte* control_block = nullptr;          // `control_block_bytes` bytes, zeroed before the first rank starts
-    const Process* process = nullptr;  // outlives this
+    std::byte* control_block = nullptr;  // `control_block_bytes` bytes, zeroed before the first rank starts
+    const Process* process = nullptr;    // outlives this
   };
   struct Options {
     int rank = 0;
     std::vector<Peer> peers;  // all ranks, this one included
-    uint64_t group_id = 0;       // the same number on all ranks, another in other groups
+    uint64_t group_id = 0;    // the same number on all ranks, another in other groups
     Milliseconds timeout{};   // of every wait
   };
 
@@ -71,7 +71,9 @@ class Signals {
     bool finished = true;
   };
 
-  ControlBlock& control_block(int rank) const { return *reinterpret_cast<ControlBlock*>(options_.peers[rank].control_block); }
+  ControlBlock& control_block(int rank) const {
+    return *reinterpret_cast<ControlBlock*>(options_.peers[rank].control_block);
+  }
   OpenCollective& open(uint64_t seq) { return open_[seq % 2]; }
   const OpenCollective& open(uint64_t seq) const { return open_[seq % 2]; }
   bool is_matched(uint64_t seq, int peer);

@@ -3,7 +3,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "weft/comm/group.h"
-#include "weft/comm/host_meeting.h"
+#include "weft/comm/host_rendezvous.h"
 #include "weft/comm/settings.h"
 
 namespace weft::comm {
@@ -28,7 +28,8 @@ struct SharedSymmetricMemory::SignalRequest {
   Milliseconds timeout;
 };
 
-SharedSymmetricMemory::SharedSymmetricMemory(std::shared_ptr<Rendezvous> rendezvous, SharedMemories memories, const Layout& layout)
+SharedSymmetricMemory::SharedSymmetricMemory(std::shared_ptr<Rendezvous> rendezvous, SharedMemories memories,
+                                             const Layout& layout)
     : rendezvous_(std::move(rendezvous)), memories_(std::move(memories)), layout_(layout) {
   for (const auto& memory : memories_) {
     buffers_.push_back(memory->data());
@@ -56,7 +57,8 @@ std::atomic<uint32_t>& SharedSymmetricMemory::signal_word(int owner, int sender,
 }
 
 /// Waits until the word is `from`, and makes it `to`.
-void SharedSymmetricMemory::wait_compare_exchange(const SignalRequest& request, std::atomic<uint32_t>& word, uint32_t from, uint32_t to) {
+void SharedSymmetricMemory::wait_compare_exchange(const SignalRequest& request, std::atomic<uint32_t>& word,
+                                                  uint32_t from, uint32_t to) {
   check();
   store_fence();
   const auto swapped = [&] {
@@ -79,7 +81,8 @@ void SharedSymmetricMemory::wait_compare_exchange(const SignalRequest& request, 
         return false;
       },
       [&](Milliseconds waited) {
-        if (!rendezvous_->process(request.peer).alive() && word.load() != from) fail(FailureReason::peer_exited, waited);
+        if (!rendezvous_->process(request.peer).alive() && word.load() != from)
+          fail(FailureReason::peer_exited, waited);
         if (waited >= request.timeout) fail(FailureReason::timeout, waited);
       });
 }
@@ -134,7 +137,8 @@ void SharedSymmetricMemoryAllocator::free(void* ptr) {
 
 SharedSymmetricMemoryAllocator::Allocation& SharedSymmetricMemoryAllocator::allocation(void* ptr) {
   const auto found = allocations_.find(ptr);
-  TORCH_CHECK_VALUE(found != allocations_.end(), "The tensor was not made by torch.distributed._symmetric_memory.empty.");
+  TORCH_CHECK_VALUE(found != allocations_.end(),
+                    "The tensor was not made by torch.distributed._symmetric_memory.empty.");
   return found->second;
 }
 
@@ -182,7 +186,8 @@ c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> SharedSymmetricMemor
   const auto [memory, layout] = std::pair(local.memory, local.layout);
   const auto rendezvous = make_rendezvous(name);
   lock.unlock();  // peers may be threads of this process
-  const auto handle = c10::make_intrusive<SharedSymmetricMemory>(rendezvous, rendezvous->exchange_memory(memory, [] {}), layout);
+  const auto handle =
+      c10::make_intrusive<SharedSymmetricMemory>(rendezvous, rendezvous->exchange_memory(memory, [] {}), layout);
   lock.lock();
   allocation(ptr).handles[name] = handle;
   return handle;

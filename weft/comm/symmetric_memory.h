@@ -4,7 +4,7 @@
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
 #include "weft/comm/failure.h"
-#include "weft/comm/meeting.h"
+#include "weft/comm/rendezvous.h"
 #include "weft/comm/waiting.h"
 
 // torch.distributed._symmetric_memory for CPU tensors: memory that every rank of a group on one host can read and

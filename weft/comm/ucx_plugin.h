@@ -4,7 +4,7 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "weft/comm/exchange.h"
+#include "weft/comm/transport.h"
 
 namespace weft::comm {
 

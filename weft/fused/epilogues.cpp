@@ -1,7 +1,7 @@
 #include "weft/fused/epilogues.h"
 
-#include "weft/ops/rows.h"
-#include "weft/tensor/ownership.h"
+#include "weft/core/ownership.h"
+#include "weft/ops/leading_dims.h"
 
 namespace weft::fused {
 
@@ -63,8 +63,8 @@ void forward_packed_grad(StepContext& ctx, const kernels::GemmResult& result) {
   if (result.packed_transpose.defined()) ctx.op(0).frame().packed_grad = {result.out, result.packed_transpose};
 }
 
-at::Tensor linear_gradients_after_norm(StepContext& ctx, const MatchedOp<ops::BasicLinear>& linear, const MatchedOp<ops::NormOp>& norm,
-                                 const at::Tensor& dp) {
+at::Tensor linear_gradients_after_norm(StepContext& ctx, const MatchedOp<ops::BasicLinear>& linear,
+                                       const MatchedOp<ops::NormOp>& norm, const at::Tensor& dp) {
   auto linear_ctx = ctx.op(linear.index), norm_ctx = ctx.op(norm.index);
   auto n = linear_ctx.saved(ops::BasicLinear::kInput);
   if (linear_ctx.needs_param_grad(0) && !n.defined()) n = norm->recompute(norm_ctx, ctx.params(norm.index));

@@ -38,8 +38,8 @@ void add_extra_input(kernels::Epilogue& epilogue, const ops::AddExtraInput& join
                      const at::Tensor& x, int64_t columns, at::ScalarType dtype);
 
 /// dn = dp W, and dW = dpᵀ n with n from `linear`'s slot, or computed again by the norm before it if that was not kept.
-at::Tensor linear_gradients_after_norm(StepContext& ctx, const MatchedOp<ops::BasicLinear>& linear, const MatchedOp<ops::NormOp>& norm,
-                                 const at::Tensor& dp);
+at::Tensor linear_gradients_after_norm(StepContext& ctx, const MatchedOp<ops::BasicLinear>& linear,
+                                       const MatchedOp<ops::NormOp>& norm, const at::Tensor& dp);
 
 /// Leaves the gradient `result.out` to the step that computes with it next, in tiles too if it was made so.
 void forward_packed_grad(StepContext& ctx, const kernels::GemmResult& result);

@@ -15,7 +15,9 @@ at::Tensor FusedOp::backward(StepContext&, const at::Tensor&) const {
 kernels::TierChoice FusedOp::kernel(c10::ArrayRef<kernels::TierChoice> components) const {
   kernels::TierChoice best;
   for (const auto& part : components)
-    if (part.tier < best.tier || (part.tier == best.tier && part.rejection_reason.size() > best.rejection_reason.size())) best = part;
+    if (part.tier < best.tier ||
+        (part.tier == best.tier && part.rejection_reason.size() > best.rejection_reason.size()))
+      best = part;
   return best;
 }
 

@@ -30,7 +30,8 @@ Element unsharded_linear() {
   return linear_matching([](const ops::BasicLinear& linear) { return !linear.parallel(); });
 }
 Element cross_rank_reduction() {
-  return {[](const ops::BasicOp& op) { return spans_ranks<ops::ReduceScatter>(op) || spans_ranks<ops::AllReduce>(op); }};
+  return {
+      [](const ops::BasicOp& op) { return spans_ranks<ops::ReduceScatter>(op) || spans_ranks<ops::AllReduce>(op); }};
 }
 Element cross_rank_reduce_scatter() { return {spans_ranks<ops::ReduceScatter>}; }
 

@@ -1,7 +1,7 @@
 #pragma once
 #include "weft/fused/epilogues.h"
 #include "weft/ops/collectives.h"
-#include "weft/overlap/choice.h"
+#include "weft/overlap/overlap_policy.h"
 
 // Linears whose communication can go under their products: what the forward and the backward rules share.
 

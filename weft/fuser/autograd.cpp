@@ -16,13 +16,13 @@
 
 #include <array>
 
-#include "weft/fuser/backward_run.h"
+#include "weft/core/ownership.h"
 #include "weft/fuser/below_autograd.h"
-#include "weft/fuser/door.h"
+#include "weft/fuser/call_validation.h"
 #include "weft/fuser/executor.h"
+#include "weft/fuser/graph_task.h"
 #include "weft/kernels/rows.h"
-#include "weft/ops/rows.h"
-#include "weft/tensor/ownership.h"
+#include "weft/ops/leading_dims.h"
 
 namespace weft::fuser {
 namespace {
@@ -88,7 +88,8 @@ class PipelineNode final : public Node {
 
   /// Keeps the saved slots, what Python operations saved beyond them, and the parameters that backward reads. Saved
   /// tensors that alias one of `reachable`, tensors that the caller can write into, count versions with it.
-  void save_for_backward(const ops::Frame& frame, ops::Params params, const Tensors& outputs, const Reachable& reachable);
+  void save_for_backward(const ops::Frame& frame, ops::Params params, const Tensors& outputs,
+                         const Reachable& reachable);
 
   variable_list apply(variable_list&& grads) override;
   void will_release_variables() override { last_use_ = true; }
@@ -138,7 +139,7 @@ at::Tensor view_for_hooks(const at::Tensor& param) {
 }
 
 void PipelineNode::save_for_backward(const ops::Frame& frame, ops::Params params, const Tensors& outputs,
-                        const Reachable& reachable) {
+                                     const Reachable& reachable) {
   const bool hooks = at::SavedTensorDefaultHooks::get_hooks().has_value();
   const auto save = [&](const at::Tensor& t) {
     const bool is_output =
@@ -148,7 +149,8 @@ void PipelineNode::save_for_backward(const ops::Frame& frame, ops::Params params
     if (hooks) metas_.push_back(SavedMeta::of(t));
     saved_.emplace_back(t, is_output);
   };
-  saved_.reserve(plan_->num_saved + plan_->backward_params.size() + (frame.dynamic_saved ? frame.dynamic_saved->size() : 0));
+  saved_.reserve(plan_->num_saved + plan_->backward_params.size() +
+                 (frame.dynamic_saved ? frame.dynamic_saved->size() : 0));
   for (int slot = 0; slot < plan_->num_saved; ++slot) save(frame.saved[slot]);
   for (const int p : plan_->backward_params) {
     if (hooks) {
@@ -322,7 +324,7 @@ const at::Tensor* shared_with(const at::Tensor& t, const at::Tensor& x, const Te
 /// Turns raw results into what the caller may hold. One that shares memory with an input or another output becomes a
 /// view of it, so that torch sees in-place changes to either.
 void finalize_outputs(Tensors& outputs, const at::Tensor& x, const Tensors& extras, c10::ArrayRef<uint8_t> needs_grad,
-            const c10::intrusive_ptr<Node>& node) {
+                      const c10::intrusive_ptr<Node>& node) {
   for (size_t i = 0; i < outputs.size(); ++i) {
     auto& y = outputs[i];
     const auto* source = shared_with(y, x, extras, outputs, i);
@@ -346,8 +348,8 @@ void finalize_outputs(Tensors& outputs, const at::Tensor& x, const Tensors& extr
 
 }  // namespace
 
-Tensors run_plan(const std::shared_ptr<const Pipeline>& shared, const std::shared_ptr<const Plan>& plan, const at::Tensor& x,
-            ops::Params params, Tensors extras, c10::ArrayRef<ops::Buffers> buffers) {
+Tensors run_plan(const std::shared_ptr<const Pipeline>& shared, const std::shared_ptr<const Plan>& plan,
+                 const at::Tensor& x, ops::Params params, Tensors extras, c10::ArrayRef<ops::Buffers> buffers) {
   RECORD_FUNCTION("weft::pipeline", std::vector<c10::IValue>());
   track_recompute();
   const auto& pipeline = *shared;

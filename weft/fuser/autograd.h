@@ -5,6 +5,6 @@ namespace weft::fuser {
 
 /// Runs a plan as one autograd node, or without one if nothing wants a gradient.
 Tensors run_plan(const std::shared_ptr<const Pipeline>& pipeline, const std::shared_ptr<const Plan>& plan,
-            const at::Tensor& x, ops::Params params, Tensors extras, c10::ArrayRef<ops::Buffers> buffers = {});
+                 const at::Tensor& x, ops::Params params, Tensors extras, c10::ArrayRef<ops::Buffers> buffers = {});
 
 }  // namespace weft::fuser

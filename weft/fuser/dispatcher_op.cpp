@@ -6,10 +6,10 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#include "weft/fuser/backward_run.h"
-#include "weft/fuser/door.h"
+#include "weft/fuser/call_validation.h"
 #include "weft/fuser/functional.h"
-#include "weft/ops/wgrad_record.h"
+#include "weft/fuser/graph_task.h"
+#include "weft/ops/wgrad_attrs.h"
 
 namespace weft::fuser {
 namespace {
@@ -95,8 +95,8 @@ List differentiate(const c10::List<std::optional<at::Tensor>>& grads, at::Tensor
     const std::optional<at::Tensor> grad = grads.get(k);
     dy.push_back(grad.value_or(at::Tensor()));
   }
-  TORCH_CHECK_VALUE(!leaf_params || leaf_params->size() == params.size(), "The pipeline has ", params.size(), " parameters, got ",
-                    leaf_params ? leaf_params->size() : 0, " leaves.");
+  TORCH_CHECK_VALUE(!leaf_params || leaf_params->size() == params.size(), "The pipeline has ", params.size(),
+                    " parameters, got ", leaf_params ? leaf_params->size() : 0, " leaves.");
   const auto found =
       backward(dy, tensors.slice(count), x, params, extras, text, leaf_params);  // of x, parameters, extra inputs
   List out, taken = tensors.vec();

@@ -2,7 +2,7 @@
 
 #include <ATen/ops/add.h>
 
-#include "weft/tensor/ownership.h"
+#include "weft/core/ownership.h"
 
 namespace weft::fuser {
 namespace {

@@ -6,7 +6,7 @@
 #include <set>
 #include <sstream>
 
-#include "weft/fuser/explain_words.h"
+#include "weft/fuser/explain_format.h"
 #include "weft/fuser/infer.h"
 #include "weft/kernels/packing.h"
 
@@ -153,7 +153,9 @@ int64_t Explanation::saved_bytes() const {
   return bytes;
 }
 
-std::string Explanation::saved_text() const { return saved_known ? format_bytes(saved_bytes()) : "unknown: " + saved_unknown; }
+std::string Explanation::saved_text() const {
+  return saved_known ? format_bytes(saved_bytes()) : "unknown: " + saved_unknown;
+}
 
 Explanation explain(Fuser& fuser, const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras,
                     uint64_t eval_mask) {
@@ -201,7 +203,8 @@ std::string Explanation::text() const {
   for (const int op : to_caller) text << "  " << pad(std::to_string(op), 8) << op_names[op] << "\n";
   if (!rejections.empty()) text << "rejected\n";
   for (const auto& r : rejections)
-    text << "  " << pad(format_range(r.first, r.count), 8) << r.rule << " (" << pass_name(r.pass) << "): " << r.reason << "\n";
+    text << "  " << pad(format_range(r.first, r.count), 8) << r.rule << " (" << pass_name(r.pass) << "): " << r.reason
+         << "\n";
   if (!in_place.empty()) text << "in place\n";
   for (const auto& note : in_place)
     text << "  " << pad(std::to_string(note.op), 8) << op_names[note.op] << ": " << note.text << "\n";
@@ -212,7 +215,8 @@ std::string Explanation::text() const {
     text << (line.shared.empty() ? format_bytes(line.bytes) : "no memory of its own: " + line.shared) << "\n";
   }
   if (packs && packed_bytes > 0)
-    text << "packed weights: " << format_bytes(packed_bytes) << " of at most " << format_bytes(packing_limit) << " kept\n";
+    text << "packed weights: " << format_bytes(packed_bytes) << " of at most " << format_bytes(packing_limit)
+         << " kept\n";
   return text.str();
 }
 

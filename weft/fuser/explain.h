@@ -12,11 +12,11 @@ struct Explanation {
     int first, count;
     std::string name;  // the fused operation's rule, or the operation
     bool fused;
-    std::string tier;      // which kernels compute it
+    std::string tier;            // which kernels compute it
     std::string tier_rejection;  // why no faster ones do
-    bool runs;             // false: nothing it could compute is wanted
-    int64_t min_rows;      // below, its parts run one by one
-    std::string note;      // what it decided in the last call
+    bool runs;                   // false: nothing it could compute is wanted
+    int64_t min_rows;            // below, its parts run one by one
+    std::string note;            // what it decided in the last call
   };
   struct SavedLine {
     int op;

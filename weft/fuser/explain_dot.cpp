@@ -3,7 +3,7 @@
 #include <sstream>
 
 #include "weft/fuser/explain.h"
-#include "weft/fuser/explain_words.h"
+#include "weft/fuser/explain_format.h"
 
 namespace weft::fuser {
 namespace {
@@ -96,8 +96,9 @@ std::string footer(const Explanation& e) {
   std::string text = "<TR><TD COLSPAN=\"4\" BORDER=\"0\" ALIGN=\"LEFT\">";
   text += small("kept for backward: " + e.saved_text(), kInk, 10);
   for (const auto& r : e.rejections)
-    text += below("rejected " + r.rule + " at " + format_range(r.first, r.count) + " (" + pass_name(r.pass) + "): " + r.reason,
-                  kInk, 120);
+    text += below(
+        "rejected " + r.rule + " at " + format_range(r.first, r.count) + " (" + pass_name(r.pass) + "): " + r.reason,
+        kInk, 120);
   return text + "<BR ALIGN=\"LEFT\"/></TD></TR>";
 }
 

@@ -5,7 +5,7 @@
 #include <sstream>
 
 #include "weft/fuser/below_autograd.h"
-#include "weft/fuser/door.h"
+#include "weft/fuser/call_validation.h"
 #include "weft/fuser/executor.h"
 
 namespace weft::fuser {
@@ -49,8 +49,8 @@ PlanKey key_from(Parser& text, const Pipeline& pipeline) {
   PlanKey key(true, dtype ? dtype_from_name(*dtype) : at::ScalarType::Undefined, fused::rules_version(), eval);
   for (std::string word; words >> word;) key.add(meta_from_text(word).pack());
   const auto expected = 1 + pipeline.caller_inputs().size() + pipeline.params().size();
-  TORCH_CHECK_VALUE(static_cast<size_t>(key.num_tensors()) == expected, "Pipeline text: the call describes ", key.num_tensors(),
-                    " tensors, the pipeline takes ", expected, ".");
+  TORCH_CHECK_VALUE(static_cast<size_t>(key.num_tensors()) == expected, "Pipeline text: the call describes ",
+                    key.num_tensors(), " tensors, the pipeline takes ", expected, ".");
   return key;
 }
 

@@ -35,8 +35,8 @@ Forward forward(const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tenso
 
 /// Gradients of x, parameters and extra inputs, in this order; undefined where none was wanted. `grads` belong to
 /// `outputs`, an undefined one is zero; `x`, `params` and `extras` are those of the forward call. A slot of `saved`
-/// that keeps x itself is not read: x stands in for it. `leaf_params` are the Parameters whose `main_grad` may be written;
-/// without them an operation that accumulates there raises.
+/// that keeps x itself is not read: x stands in for it. `leaf_params` are the Parameters whose `main_grad` may be
+/// written; without them an operation that accumulates there raises.
 std::vector<at::Tensor> backward(c10::ArrayRef<at::Tensor> grads, c10::ArrayRef<at::Tensor> saved, const at::Tensor& x,
                                  ops::Params params, c10::ArrayRef<at::Tensor> extras, std::string_view text,
                                  const ops::LeafParams* leaf_params = nullptr);

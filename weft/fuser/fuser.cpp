@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "weft/fuser/autograd.h"
-#include "weft/fuser/door.h"
+#include "weft/fuser/call_validation.h"
 
 namespace weft::fuser {
 

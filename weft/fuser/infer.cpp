@@ -1,6 +1,6 @@
 #include "weft/fuser/infer.h"
 
-#include "weft/fuser/door.h"
+#include "weft/fuser/call_validation.h"
 
 namespace weft::fuser {
 

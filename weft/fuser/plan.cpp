@@ -48,7 +48,8 @@ std::vector<ops::OpPlan> propagate_requires_grad(const Pipeline& pipeline, const
 at::ScalarType other_operand(const Pipeline& pipeline, const PlanKey& key, int i) {
   const auto& inputs = pipeline.caller_inputs();
   const int extras = static_cast<int>(inputs.size());
-  if (pipeline.param_base(i) < pipeline.param_base(i + 1)) return key.tensor_meta(1 + extras + pipeline.param_base(i)).dtype;
+  if (pipeline.param_base(i) < pipeline.param_base(i + 1))
+    return key.tensor_meta(1 + extras + pipeline.param_base(i)).dtype;
   const auto found = std::find(inputs.begin(), inputs.end(), pipeline.extra_in_base(i));
   return found == inputs.end() ? at::ScalarType::Undefined
                                : key.tensor_meta(1 + static_cast<int>(found - inputs.begin())).dtype;
@@ -145,7 +146,8 @@ std::vector<int> params_for_backward(const Pipeline& pipeline, const Plan& plan)
     for (int i = step.first; i < step.first + step.count; ++i) {
       for (int p = pipeline.param_base(i); p < pipeline.param_base(i + 1); ++p) {
         const auto read = pipeline.params()[p].backward_read;
-        const bool needs_value = read == ops::BackwardRead::always ? plan.ops[i].needs_grad : plan.ops[i].needs_input_grad;
+        const bool needs_value =
+            read == ops::BackwardRead::always ? plan.ops[i].needs_grad : plan.ops[i].needs_input_grad;
         const bool joint = needs_grad && step.fused && step.fused->reads(i - step.first, p - pipeline.param_base(i));
         if (joint || (read != ops::BackwardRead::never && needs_value)) list.push_back(p);
       }

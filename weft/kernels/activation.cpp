@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "weft/kernels/cpu/loops.h"
+#include "weft/kernels/cpu_tensors.h"
 #include "weft/kernels/launch.h"
-#include "weft/kernels/operand.h"
 #include "weft/kernels/opmath.h"
 #include "weft/kernels/tiers.h"
 

@@ -1,6 +1,6 @@
 #include "weft/kernels/gemm.h"
 
-#include "weft/kernels/operand.h"
+#include "weft/kernels/cpu_tensors.h"
 #include "weft/kernels/tiers.h"
 
 namespace weft::kernels {
@@ -44,7 +44,8 @@ TierChoice choose_gemm_tier(c10::DeviceType device, at::ScalarType dtype, int64_
   if (machine_tier() != Tier::amx) return choose_vector_tier(device, dtype);
   if (amx_supports(device, dtype, n, k)) return {Tier::amx};
   auto next = choose_vector_tier(device, dtype);
-  next.rejection_reason = "amx declined: " + amx_rejection(device, dtype) + (next.rejection_reason.empty() ? "" : "; " + next.rejection_reason);
+  next.rejection_reason = "amx declined: " + amx_rejection(device, dtype) +
+                          (next.rejection_reason.empty() ? "" : "; " + next.rejection_reason);
   return next;
 }
 

@@ -14,7 +14,8 @@ namespace weft::kernels {
 struct Matrix {
   const at::Tensor& t;
   bool transposed = false;
-  const at::Tensor* packed = nullptr;  // of the left factor: the same values as `GemmResult::packed_transpose`, if defined
+  const at::Tensor* packed =
+      nullptr;  // of the left factor: the same values as `GemmResult::packed_transpose`, if defined
 
   Matrix(const at::Tensor& t, bool transposed = false) : t(t), transposed(transposed) {}
   int64_t rows() const { return t.sizes()[transposed ? 1 : 0]; }
@@ -32,8 +33,8 @@ inline Matrix transposed(const at::Tensor& t, const at::Tensor& packed) {
 /// What happens to the product P = A B, A [M, K], B [K, N], before it is stored, in this order:
 ///   v = scale·P + bias            pre_act = v, if kept
 ///   v = act(v)                    gated: the columns of P are a, then b, and v has N/2 columns
-///   v = v·act'(act_input)         `act_grad` instead of `act`, in backward; gated: `act_input` has 2N columns and so has v (da, then
-///   db);
+///   v = v·act'(act_input)         `act_grad` instead of `act`, in backward; gated: `act_input` has 2N columns and so
+///   has v (da, then db);
 ///                                 act_output = act(act_input), if kept: the value that forward did not save
 ///   column_sums = Σ_rows v, if kept
 ///   v = v + addend
@@ -48,9 +49,9 @@ struct Epilogue {
   bool keep_act_output = false;
   bool keep_column_sums = false;
   bool keep_packed_transpose = false;  // a later product takes the transpose of the result as its left factor
-  at::Tensor addend = {};   // like the result; may be `out` itself: then the product is accumulated
-  at::Tensor out = {};      // where to write; fresh memory if undefined
-  bool b_is_weight = false;  // B is a weight: if it is frozen, its packed copy is used
+  at::Tensor addend = {};              // like the result; may be `out` itself: then the product is accumulated
+  at::Tensor out = {};                 // where to write; fresh memory if undefined
+  bool b_is_weight = false;            // B is a weight: if it is frozen, its packed copy is used
   at::ScalarType dtype = at::ScalarType::Undefined;  // of fresh memory; that of A if undefined
   /// Called by the calling thread about every ten microseconds, if the tier is AMX's; must not raise.
   const std::function<void()>* progress = nullptr;

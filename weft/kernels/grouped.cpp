@@ -7,8 +7,8 @@
 #include <algorithm>
 
 #include "weft/kernels/cpu/loops.h"
+#include "weft/kernels/cpu_tensors.h"
 #include "weft/kernels/launch.h"
-#include "weft/kernels/operand.h"
 #include "weft/kernels/opmath.h"
 #include "weft/kernels/tiers.h"
 
@@ -59,7 +59,8 @@ enum class GroupedKernel { split, vector, amx };
 /// How a product of matrices [rows, columns] of x's dtype is computed, if `fits`.
 GroupedKernel choose_kernel(GroupedPath path, const at::Tensor& x, bool fits, const GroupedMatrix& m) {
   if (path == GroupedPath::split || !fits || vector_tier(x) == Tier::ref) return GroupedKernel::split;
-  return grouped_on_amx(x.device().type(), x.scalar_type(), m.rows(), m.columns()) ? GroupedKernel::amx : GroupedKernel::vector;
+  return grouped_on_amx(x.device().type(), x.scalar_type(), m.rows(), m.columns()) ? GroupedKernel::amx
+                                                                                   : GroupedKernel::vector;
 }
 
 bool on_meta(const at::Tensor& t) { return t.device().type() == c10::DeviceType::Meta; }
@@ -97,7 +98,8 @@ at::Tensor grouped_gemm(const GroupIndex& index, const at::Tensor& x, const Grou
   const bool clear = !e.out.defined();
   const auto out = clear ? empty(x, {x.sizes()[0], columns}, x.scalar_type()) : e.out;
   if (on_meta(x)) return out;
-  const bool fits = vector_accessible(w) && vector_accessible(e.bias) && vector_accessible(e.scales) && vector_accessible(out) && has_contiguous_rows(x);
+  const bool fits = vector_accessible(w) && vector_accessible(e.bias) && vector_accessible(e.scales) &&
+                    vector_accessible(out) && has_contiguous_rows(x);
   const auto kernel = choose_kernel(e.path, x, fits, w);
   const GroupedGemmCall call{x, w, transposed, e.bias, e.scales, out};
   launch([=] {
@@ -115,7 +117,9 @@ void grouped_weight_gradient(const GroupIndex& index, const at::Tensor& dy, cons
   check(index, dy, out, out.rows());
   check(index, x, out, out.columns());
   if (on_meta(x)) return;
-  const auto kernel = choose_kernel(path, x, vector_accessible(dy) && vector_accessible(out) && has_contiguous_rows(dy) && has_contiguous_rows(x), out);
+  const auto kernel = choose_kernel(
+      path, x, vector_accessible(dy) && vector_accessible(out) && has_contiguous_rows(dy) && has_contiguous_rows(x),
+      out);
   const GroupedWgradCall call{dy, x, out, accumulate};
   launch([=] {
     const GroupOffsets offsets(index, call.x.sizes()[0]);
@@ -149,7 +153,8 @@ GroupedBiasGradient grouped_bias_gradient(const GroupIndex& index, const at::Ten
   if (needs_ds) out.ds = empty(dy, {rows}, opmath_dtype(dy.scalar_type()));
   if (on_meta(dy)) return out;
   const GroupedBiasGradCall call{dy, scales, bias, out.db, out.ds};
-  const bool fits = vector_accessible(dy) && vector_accessible(scales) && vector_accessible(bias) && has_contiguous_rows(dy);
+  const bool fits =
+      vector_accessible(dy) && vector_accessible(scales) && vector_accessible(bias) && has_contiguous_rows(dy);
   launch([=] {
     const GroupOffsets offsets(index, call.dy.sizes()[0]);
     if (call.ds.defined()) zero_tail(offsets, call.ds);

@@ -67,8 +67,8 @@ struct GroupedEpilogue {
 at::Tensor grouped_gemm(const GroupIndex& index, const at::Tensor& x, const GroupedMatrix& w, bool transposed,
                         const GroupedEpilogue& epilogue = {});
 
-/// out_g = Σ_{r∈g} dY_rᵀ X_r, or with `accumulate` out_g += …; out_g [N, K] of any dtype. Without rows: 0, or nothing is
-/// written.
+/// out_g = Σ_{r∈g} dY_rᵀ X_r, or with `accumulate` out_g += …; out_g [N, K] of any dtype. Without rows: 0, or nothing
+/// is written.
 void grouped_weight_gradient(const GroupIndex& index, const at::Tensor& dy, const at::Tensor& x,
                              const GroupedMatrix& out, bool accumulate, GroupedPath path = GroupedPath::best);
 

@@ -1,7 +1,7 @@
 #include "weft/kernels/norm.h"
 
 #include "weft/kernels/cpu/loops.h"
-#include "weft/kernels/operand.h"
+#include "weft/kernels/cpu_tensors.h"
 #include "weft/kernels/opmath.h"
 #include "weft/kernels/tiers.h"
 
@@ -74,7 +74,8 @@ struct PreparedNorm {
     }
     if (!output_mask[1] && !output_mask[2]) {
       if (output_mask[0])
-        parallel_rows(rows, call.columns, [&](int64_t begin, int64_t end) { norm_loops(tier).backward(call, begin, end); });
+        parallel_rows(rows, call.columns,
+                      [&](int64_t begin, int64_t end) { norm_loops(tier).backward(call, begin, end); });
       return out;
     }
     // dγ and dβ are one row of sums after the other, or one of them alone.
@@ -114,7 +115,8 @@ LayerNormForward layer_norm_forward(const at::Tensor& x, const at::Tensor& gamma
 }
 
 NormGrads layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& mean, const at::Tensor& rstd,
-                              const at::Tensor& gamma, std::array<bool, 3> output_mask, const at::Tensor& addend, bool reuse) {
+                              const at::Tensor& gamma, std::array<bool, 3> output_mask, const at::Tensor& addend,
+                              bool reuse) {
   const auto tier = are_float(gamma, rstd) ? vector_tier(x, dy, gamma, mean, rstd, addend) : Tier::ref;
   if (tier == Tier::ref) return ref::layer_norm_backward(dy, x, mean, rstd, gamma, output_mask, addend);
   PreparedNorm prepared(x, gamma.dim());
@@ -152,7 +154,8 @@ L2NormForward l2_norm_forward(const at::Tensor& x, double eps) {
   return {std::move(y), std::move(prepared.rstd)};
 }
 
-at::Tensor l2_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rnorm, const at::Tensor& addend) {
+at::Tensor l2_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rnorm,
+                            const at::Tensor& addend) {
   const auto tier = x.dim() > 0 ? vector_tier(x, dy, rnorm, addend) : Tier::ref;
   if (tier == Tier::ref) return ref::l2_norm_backward(dy, x, rnorm, addend);
   PreparedNorm prepared(x, 1);

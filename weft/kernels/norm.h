@@ -20,8 +20,8 @@ struct NormGrads {
   at::Tensor dx, dgamma, dbeta;
 };
 /// x̂ = (x - mean)·rstd, g = dy·γ:  dx = rstd·(g - mean(g) - x̂·mean(g·x̂));  dγ = Σ_rows dy·x̂;  dβ = Σ_rows dy.
-/// `output_mask`: dx, dγ, dβ. `addend` has the shape of x and is added to dx before it is rounded. With `reuse` the memory of
-/// dy may become that of dx. So below.
+/// `output_mask`: dx, dγ, dβ. `addend` has the shape of x and is added to dx before it is rounded. With `reuse` the
+/// memory of dy may become that of dx. So below.
 NormGrads layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& mean, const at::Tensor& rstd,
                               const at::Tensor& gamma, std::array<bool, 3> output_mask, const at::Tensor& addend = {},
                               bool reuse = false);

@@ -9,8 +9,8 @@ namespace weft::kernels {
 // The AMX tier multiplies by weights in an order of its own and packs them into it in each call. Of frozen weights it
 // keeps the packed copies between calls, at most `packing_limit()` bytes of them.
 
-/// Freezes `weight`: the caller guarantees that its values do not change until `unfreeze`; other tensors in its storage may
-/// change. After a change freeze again: this drops copies of the old values. Until then a change that the version
+/// Freezes `weight`: the caller guarantees that its values do not change until `unfreeze`; other tensors in its storage
+/// may change. After a change freeze again: this drops copies of the old values. Until then a change that the version
 /// counter records makes the next GEMM raise, which names the weight; any other change (fused optimizers, `.data`,
 /// numpy, memory shared with another process) goes unnoticed, and results are those of the old values.
 void freeze(const at::Tensor& weight, std::string name = "weight");

@@ -1,7 +1,7 @@
 #include "weft/kernels/rows.h"
 
 #include "weft/kernels/cpu/loops.h"
-#include "weft/kernels/operand.h"
+#include "weft/kernels/cpu_tensors.h"
 #include "weft/kernels/tiers.h"
 
 namespace weft::kernels {
@@ -58,7 +58,7 @@ void sum_terms(const std::vector<at::Tensor>& terms, const at::Tensor& out) {
   SumCall call{.columns = out.sizes()[1], .out = rows_of(out)};
   for (const auto& t : terms) call.terms.push_back(rows_of(t));
   parallel_rows(out.sizes()[0], call.columns,
-          [&](int64_t begin, int64_t end) { row_loops(vector_tier(out)).sum_terms(call, begin, end); });
+                [&](int64_t begin, int64_t end) { row_loops(vector_tier(out)).sum_terms(call, begin, end); });
 }
 
 }  // namespace weft::kernels

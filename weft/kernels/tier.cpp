@@ -62,7 +62,7 @@ TierChoice choose_vector_tier(c10::DeviceType device, at::ScalarType dtype) {
   TierChoice out{vector_tier(device, dtype)};
   if (machine_tier() == Tier::ref || out.tier != Tier::ref) return out;
   out.rejection_reason = device != c10::DeviceType::CPU ? "vector kernels run on the CPU only"
-                                                : std::string("no vector kernel for ") + c10::toString(dtype);
+                                                        : std::string("no vector kernel for ") + c10::toString(dtype);
   return out;
 }
 

@@ -1,8 +1,8 @@
 #pragma once
 #include "weft/kernels/gemm.h"
+#include "weft/kernels/group_offsets.h"
 #include "weft/kernels/grouped.h"
 #include "weft/kernels/norm.h"
-#include "weft/kernels/group_offsets.h"
 #include "weft/kernels/row_chunks.h"
 #include "weft/kernels/rows.h"
 
@@ -64,7 +64,8 @@ RmsNormForward rms_norm_forward(const at::Tensor& x, const at::Tensor& gamma, do
 NormGrads rms_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rstd, const at::Tensor& gamma,
                             std::array<bool, 2> output_mask, const at::Tensor& addend);
 L2NormForward l2_norm_forward(const at::Tensor& x, double eps);
-at::Tensor l2_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rnorm, const at::Tensor& addend);
+at::Tensor l2_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rnorm,
+                            const at::Tensor& addend);
 
 at::Tensor sum_rows(const at::Tensor& matrix);
 at::Tensor scaled_mask_add(const at::Tensor& x, const at::Tensor& mask, double scale, const at::Tensor& addend);

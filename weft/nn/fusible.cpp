@@ -8,7 +8,7 @@
 #include <ranges>
 
 #include "weft/fuser/below_autograd.h"
-#include "weft/ops/wgrad_record.h"
+#include "weft/ops/wgrad_attrs.h"
 
 namespace weft::nn {
 

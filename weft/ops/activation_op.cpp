@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include "weft/ops/rows.h"
+#include "weft/ops/leading_dims.h"
 
 namespace weft::ops {
 

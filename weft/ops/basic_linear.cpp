@@ -1,8 +1,8 @@
 #include "weft/ops/basic_linear.h"
 
+#include "weft/ops/leading_dims.h"
 #include "weft/ops/parallel.h"
 #include "weft/ops/registry.h"
-#include "weft/ops/rows.h"
 #include "weft/ops/wgrad_sink.h"
 
 namespace weft::ops {
@@ -32,7 +32,9 @@ BasicLinear::BasicLinear(Options options) : options_(std::move(options)) {
   if (row()) divide_evenly("BasicLinear", "in_features", options_.in_features, ranks);
 }
 
-int64_t BasicLinear::local_in_features() const { return options_.in_features / (row() ? options_.tensor_parallel_size : 1); }
+int64_t BasicLinear::local_in_features() const {
+  return options_.in_features / (row() ? options_.tensor_parallel_size : 1);
+}
 int64_t BasicLinear::local_out_features() const {
   return options_.out_features / (column() ? options_.tensor_parallel_size : 1);
 }
@@ -117,7 +119,7 @@ BasicLinear::Operands BasicLinear::operands(OpContext& ctx, const at::Tensor& x,
 }
 
 kernels::GemmResult BasicLinear::local_gemm(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
-                                               kernels::Epilogue epilogue) const {
+                                            kernels::Epilogue epilogue) const {
   const auto [local, w] = operands(ctx, x, weight);
   const auto all = gather_input(local).wait();
   epilogue.b_is_weight = true;
@@ -128,7 +130,7 @@ kernels::GemmResult BasicLinear::local_gemm(OpContext& ctx, const at::Tensor& x,
 }
 
 kernels::GemmResult BasicLinear::forward_gemm(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
-                                         kernels::Epilogue epilogue) const {
+                                              kernels::Epilogue epilogue) const {
   TORCH_CHECK(!reduces_output(), "BasicLinear: the product is summed over ranks before an epilogue may see it.");
   return local_gemm(ctx, x, weight, std::move(epilogue));
 }

@@ -89,7 +89,7 @@ class BasicLinear final : public Op<BasicLinear> {
   const at::Tensor& backward_weight(const OpContext& ctx, Params params) const;
   /// epilogue(x Wᵀ), with x of all ranks. Saves what `backward` reads. Not for a product that is summed over ranks.
   kernels::GemmResult forward_gemm(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
-                              kernels::Epilogue epilogue) const;
+                                   kernels::Epilogue epilogue) const;
   /// epilogue(dy W), with dx's leading sizes; undefined unless dx is wanted. dy is that of all ranks. Not for a dx that
   /// is summed over ranks.
   kernels::GemmResult input_gradient(OpContext& ctx, const at::Tensor& dy, Params params,
@@ -108,7 +108,7 @@ class BasicLinear final : public Op<BasicLinear> {
   comm::Group group() const { return comm::Group(*options_.tensor_parallel_group); }
   void check_input(const at::Tensor& x, const at::Tensor& weight) const;
   kernels::GemmResult local_gemm(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
-                                    kernels::Epilogue epilogue) const;
+                                 kernels::Epilogue epilogue) const;
   kernels::GemmResult local_input_gradient(OpContext& ctx, const at::Tensor& dy, Params params,
                                            kernels::Epilogue epilogue) const;
   at::Tensor parallel_backward(OpContext& ctx, const at::Tensor& dy, Params params) const;

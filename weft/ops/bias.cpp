@@ -3,9 +3,9 @@
 #include <ATen/ops/add.h>
 
 #include "weft/comm/group.h"
+#include "weft/ops/leading_dims.h"
 #include "weft/ops/parallel.h"
 #include "weft/ops/registry.h"
-#include "weft/ops/rows.h"
 
 namespace weft::ops {
 

@@ -72,7 +72,8 @@ at::Tensor AllReduce::forward(OpContext&, const at::Tensor& x, Params) const {
 
 at::Tensor AllReduce::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
   if (!ctx.needs_input_grad()) return {};
-  return single_rank() || !options_.reduce_in_backward ? dy : comm::Group(*options_.process_group).all_reduce(dy).wait();
+  return single_rank() || !options_.reduce_in_backward ? dy
+                                                       : comm::Group(*options_.process_group).all_reduce(dy).wait();
 }
 
 static const Register<AllGather> all_gather{

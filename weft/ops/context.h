@@ -19,7 +19,7 @@ struct OpPlan {
   bool needs_input_grad = false;          // gradient of x
   std::vector<uint8_t> needs_param_grad;  // gradient of each parameter
   std::vector<uint8_t> needs_extra_grad;  // gradient of each extra input
-  bool needs_grad = false;               // any of them: save what backward needs
+  bool needs_grad = false;                // any of them: save what backward needs
   bool training = true;
   at::ScalarType autocast = at::ScalarType::Undefined;                        // Undefined: off
   int param_base = 0, saved_base = 0, extra_in_base = 0, extra_out_base = 0;  // first slot in the call's flat lists
@@ -49,7 +49,8 @@ struct Buffers {
   at::Tensor output = {}, grad_input = {};
 };
 
-/// A gradient whose values also lie in the order in which a weight gradient's product takes them (GemmResult::packed_transpose).
+/// A gradient whose values also lie in the order in which a weight gradient's product takes them
+/// (GemmResult::packed_transpose).
 struct PackedGradient {
   at::Tensor gradient = {}, packed = {};
 };
@@ -61,12 +62,12 @@ struct Frame {
   at::Tensor* extra_out = nullptr;
   at::Tensor* param_grads = nullptr;  // backward only
   const at::Tensor* params = nullptr;
-  std::vector<at::Tensor>* dynamic_saved = nullptr;         // of operations that cannot count in advance (Python)
+  std::vector<at::Tensor>* dynamic_saved = nullptr;      // of operations that cannot count in advance (Python)
   std::vector<std::shared_ptr<void>>* states = nullptr;  // one per operation, Python's free attributes
-  const LeafParams* leaf_params = nullptr;                        // backward under an autograd node only
-  std::vector<int> added_to_main_grad = {};                           // operations whose weight gradient is in main_grad
+  const LeafParams* leaf_params = nullptr;               // backward under an autograd node only
+  std::vector<int> added_to_main_grad = {};              // operations whose weight gradient is in main_grad
   c10::ArrayRef<Buffers> buffers = {};                   // of operations that take them
-  PackedGradient packed_grad = {};                              // of the step before, for whoever computes with it next
+  PackedGradient packed_grad = {};                       // of the step before, for whoever computes with it next
 };
 
 /// An operation's view of a call. Cheap to make, never kept.

@@ -4,8 +4,8 @@
 #include <ATen/ops/zeros_like.h>
 
 #include "weft/kernels/rows.h"
+#include "weft/ops/leading_dims.h"
 #include "weft/ops/registry.h"
-#include "weft/ops/rows.h"
 
 namespace weft::ops {
 

@@ -9,8 +9,8 @@
 #include <mutex>
 
 #include "weft/kernels/gemm.h"
+#include "weft/ops/leading_dims.h"
 #include "weft/ops/registry.h"
-#include "weft/ops/rows.h"
 
 namespace weft::ops {
 namespace {
@@ -297,7 +297,8 @@ at::Tensor GroupedLinear::prepare_output_gradient(const OpContext& ctx, const at
     dtype = params[first_weight()].scalar_type();
   auto gradient = dense_rows(as_dtype(dy, dtype));
   const auto* given = ctx.buffers();
-  return given && given->grad_input.defined() && !are_disjoint(given->grad_input, gradient) ? gradient.clone() : gradient;
+  return given && given->grad_input.defined() && !are_disjoint(given->grad_input, gradient) ? gradient.clone()
+                                                                                            : gradient;
 }
 
 void GroupedLinear::bias_gradient(OpContext& ctx, const at::Tensor& dy, Params params) const {
@@ -354,7 +355,8 @@ kernels::TierChoice GroupedLinear::kernel(c10::DeviceType device, at::ScalarType
   const auto n = options_.out_features, k = options_.in_features;
   if (options_.split_path)
     return backward ? kernels::choose_gemm_tier(device, dtype, k, n) : kernels::choose_gemm_tier(device, dtype, n, k);
-  return backward ? kernels::choose_grouped_tier(device, dtype, k, n) : kernels::choose_grouped_tier(device, dtype, n, k);
+  return backward ? kernels::choose_grouped_tier(device, dtype, k, n)
+                  : kernels::choose_grouped_tier(device, dtype, n, k);
 }
 
 Inferred GroupedLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra,
@@ -380,14 +382,16 @@ Inferred GroupedLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<S
 
 Flops GroupedLinear::flops(const OpPlan& plan, const Spec& x) const {
   const auto gemm = 2 * x.rows() * options_.in_features * options_.out_features;
-  return {.forward = gemm, .backward = gemm * (int{plan.needs_input_grad} + int{plan.needs_param_grad[first_weight()] != 0})};
+  return {.forward = gemm,
+          .backward = gemm * (int{plan.needs_input_grad} + int{plan.needs_param_grad[first_weight()] != 0})};
 }
 
 at::Tensor GroupedLinear::finish_output(const OpContext& ctx, const at::Tensor& y, const at::Tensor& like) const {
   return restore_output(y, like, ctx.buffers() ? ctx.buffers()->output : at::Tensor());
 }
 
-at::Tensor GroupedLinear::finish_input_gradient(const OpContext& ctx, const at::Tensor& dx, const at::Tensor& like) const {
+at::Tensor GroupedLinear::finish_input_gradient(const OpContext& ctx, const at::Tensor& dx,
+                                                const at::Tensor& like) const {
   const auto buffer = ctx.buffers() ? ctx.buffers()->grad_input : at::Tensor();
   const bool in_buffer = dx.defined() && buffer.defined() && dx.numel() > 0 && dx.is_alias_of(buffer);
   if (in_buffer) return GradientsInBuffers::instance().add(buffer);
@@ -401,7 +405,8 @@ at::Tensor GroupedLinear::forward(OpContext& ctx, const at::Tensor& x, Params pa
 }
 
 at::Tensor GroupedLinear::backward(OpContext& ctx, const at::Tensor& dy, Params params) const {
-  return finish_input_gradient(ctx, differentiate(ctx, prepare_output_gradient(ctx, dy, params), params, ctx.saved(kInput)), dy);
+  return finish_input_gradient(
+      ctx, differentiate(ctx, prepare_output_gradient(ctx, dy, params), params, ctx.saved(kInput)), dy);
 }
 
 static const Register<GroupedLinear> grouped_linear{

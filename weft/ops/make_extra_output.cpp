@@ -2,8 +2,8 @@
 
 #include <ATen/ops/add.h>
 
+#include "weft/core/ownership.h"
 #include "weft/ops/registry.h"
-#include "weft/tensor/ownership.h"
 
 namespace weft::ops {
 

@@ -4,8 +4,8 @@
 
 #include "weft/kernels/norm.h"
 #include "weft/kernels/opmath.h"
+#include "weft/ops/leading_dims.h"
 #include "weft/ops/registry.h"
-#include "weft/ops/rows.h"
 
 namespace weft::ops {
 namespace {
@@ -19,7 +19,8 @@ void check_options(std::string_view op, const NormOptions& o) {
 }
 
 ParamSpec weight_spec(const NormOptions& o) {
-  return {"weight", o.normalized_shape, o.dtype, o.zero_centered_gamma ? Init::zeros : Init::ones, BackwardRead::always};
+  return {"weight", o.normalized_shape, o.dtype, o.zero_centered_gamma ? Init::zeros : Init::ones,
+          BackwardRead::always};
 }
 
 /// x in the compute dtype.
@@ -79,7 +80,8 @@ Inferred LayerNorm::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>
   return out;
 }
 
-static kernels::LayerNormForward run_layer_norm(const NormOptions& o, const at::Tensor& input, Params params, bool keep) {
+static kernels::LayerNormForward run_layer_norm(const NormOptions& o, const at::Tensor& input, Params params,
+                                                bool keep) {
   const auto dtype = input.scalar_type();
   const auto beta = as_dtype(params[LayerNorm::kBias], kernels::opmath_dtype(dtype));
   return kernels::layer_norm_forward(input, gamma_of(o, params[LayerNorm::kWeight], dtype), beta, o.eps, keep);
@@ -100,9 +102,10 @@ at::Tensor LayerNorm::gradient(OpContext& ctx, const at::Tensor& dy, Params para
                                bool reuse) const {
   const auto& x = ctx.saved(kInput);
   const auto gamma = gamma_of(options(), params[kWeight], x.scalar_type());
-  auto out = kernels::layer_norm_backward(dy, x, ctx.saved(kMean), ctx.saved(kRstd), gamma,
-                                          {ctx.needs_input_grad(), ctx.needs_param_grad(kWeight), ctx.needs_param_grad(kBias)},
-                                          fused_addend(addend, x.scalar_type()), reuse);
+  auto out =
+      kernels::layer_norm_backward(dy, x, ctx.saved(kMean), ctx.saved(kRstd), gamma,
+                                   {ctx.needs_input_grad(), ctx.needs_param_grad(kWeight), ctx.needs_param_grad(kBias)},
+                                   fused_addend(addend, x.scalar_type()), reuse);
   if (ctx.needs_param_grad(kWeight)) ctx.set_param_grad(kWeight, std::move(out.dgamma));
   if (ctx.needs_param_grad(kBias)) ctx.set_param_grad(kBias, std::move(out.dbeta));
   return add_unfused(out.dx, addend);
@@ -137,7 +140,8 @@ at::Tensor RMSNorm::gradient(OpContext& ctx, const at::Tensor& dy, Params params
                              bool reuse) const {
   const auto& x = ctx.saved(kInput);
   const auto gamma = gamma_of(options(), params[kWeight], x.scalar_type());
-  auto out = kernels::rms_norm_backward(dy, x, ctx.saved(kRstd), gamma, {ctx.needs_input_grad(), ctx.needs_param_grad(kWeight)},
+  auto out = kernels::rms_norm_backward(dy, x, ctx.saved(kRstd), gamma,
+                                        {ctx.needs_input_grad(), ctx.needs_param_grad(kWeight)},
                                         fused_addend(addend, x.scalar_type()), reuse);
   if (ctx.needs_param_grad(kWeight)) ctx.set_param_grad(kWeight, std::move(out.dgamma));
   return add_unfused(out.dx, addend);

@@ -33,8 +33,8 @@ class NormOp : public BasicOp {
     return gradient(ctx, dy, params, {}, /*reuse=*/false);
   }
 
-  /// As `backward`, with dx + addend instead of dx. `addend` has the shape of x, or is undefined. With `reuse` the memory of
-  /// dy may become that of dx.
+  /// As `backward`, with dx + addend instead of dx. `addend` has the shape of x, or is undefined. With `reuse` the
+  /// memory of dy may become that of dx.
   virtual at::Tensor gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& addend,
                               bool reuse) const = 0;
   /// y once more, from the saved input.

@@ -4,10 +4,10 @@
 #include <string_view>
 #include <vector>
 
+#include "weft/core/fields.h"
 #include "weft/kernels/tier.h"
 #include "weft/ops/context.h"
 #include "weft/ops/spec.h"
-#include "weft/tensor/fields.h"
 
 namespace weft::ops {
 

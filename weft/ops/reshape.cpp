@@ -5,8 +5,8 @@
 
 #include <algorithm>
 
+#include "weft/ops/leading_dims.h"
 #include "weft/ops/registry.h"
-#include "weft/ops/rows.h"
 
 namespace weft::ops {
 

@@ -4,8 +4,8 @@
 #include <ATen/ops/mul.h>
 
 #include "weft/kernels/opmath.h"
+#include "weft/ops/leading_dims.h"
 #include "weft/ops/registry.h"
-#include "weft/ops/rows.h"
 
 namespace weft::ops {
 

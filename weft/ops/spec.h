@@ -21,9 +21,9 @@ struct ParamSpec {
   at::ScalarType dtype = at::kFloat;
   Init init = Init::zeros;
   BackwardRead backward_read = BackwardRead::never;  // by backward
-  int64_t fan_in = 0;       // of fan_in_uniform: uniform in ±1/√fan_in
-  bool supports_main_grad = false;       // its gradient goes where a WgradSink says, and may wait for backward_dw
-  bool any_shape = false;   // of an operation written in Python: `shape` and `dtype` are not known
+  int64_t fan_in = 0;                                // of fan_in_uniform: uniform in ±1/√fan_in
+  bool supports_main_grad = false;  // its gradient goes where a WgradSink says, and may wait for backward_dw
+  bool any_shape = false;           // of an operation written in Python: `shape` and `dtype` are not known
 };
 
 /// Sizes (maybe symbolic) and dtype of a tensor that need not exist.

@@ -9,11 +9,11 @@
 #include <mutex>
 #include <vector>
 
+#include "weft/core/weak_tensor_map.h"
 #include "weft/kernels/gemm.h"
-#include "weft/ops/rows.h"
+#include "weft/ops/leading_dims.h"
+#include "weft/ops/wgrad_attrs.h"
 #include "weft/ops/wgrad_queue.h"
-#include "weft/ops/wgrad_record.h"
-#include "weft/tensor/by_identity.h"
 
 namespace weft::ops {
 namespace {
@@ -203,7 +203,7 @@ at::Tensor dummy_gradient(const at::Tensor& param, bool zero) {
   const auto strides = dense ? param.strides().vec() : std::vector<int64_t>{};
   const std::lock_guard lock(mutex);
   auto& dummy = (*cache)[{param.sizes().vec(), strides, param.scalar_type(), param.device().type(),
-                         static_cast<int>(param.device().index())}];
+                          static_cast<int>(param.device().index())}];
   if (!dummy.defined()) {
     const auto options = param.options().requires_grad(false);
     dummy = dense ? at::empty_strided(param.sizes(), strides, options).zero_() : at::zeros(param.sizes(), options);

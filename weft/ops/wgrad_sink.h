@@ -12,7 +12,7 @@ namespace weft::ops {
 /// Where a weight gradient goes, how it is written there, and what autograd gets for it.
 struct WgradSink {
   enum class Returns { gradient, dummy, nothing };
-  at::Tensor out = {};  // the parameter's main_grad; undefined: fresh memory
+  at::Tensor out = {};      // the parameter's main_grad; undefined: fresh memory
   bool accumulate = false;  // out += dW; otherwise out = dW, and out is not read
   Returns returns = Returns::gradient;
   bool zero_dummy = false;
@@ -29,11 +29,11 @@ struct WgradOptions {
 struct WgradGemm {
   at::Tensor dy, x;  // [..., out] and [..., in], of one dtype
   double scale = 1;
-  int64_t graph_task_id = 0;                       // the backward it belongs to (LeafParams::graph_task_id), if that matters
+  int64_t graph_task_id = 0;  // the backward it belongs to (LeafParams::graph_task_id), if that matters
   const std::function<void()>* progress = nullptr;  // as in Epilogue; of a product that is not put off
-  at::Tensor packed_dy = {};                       // of dyᵀ, if somebody has made them
-  at::Tensor splits = {};                          // of a grouped weight
-  bool stacked = false;                            // a grouped weight is one parameter [G, out, in], not G of them
+  at::Tensor packed_dy = {};                        // of dyᵀ, if somebody has made them
+  at::Tensor splits = {};                           // of a grouped weight
+  bool stacked = false;                             // a grouped weight is one parameter [G, out, in], not G of them
   kernels::GroupedPath path = kernels::GroupedPath::best;
 };
 

@@ -16,9 +16,11 @@ class AllGatherGemm {
   }
 
   kernels::GemmResult run(at::Tensor* gathered) {
-    if (!gathered && rows_ > 0 && transport_.zero_copy() && kernels::supports_blocked_layout(x_.scalar_type(), w_.columns(), w_.rows())) {
+    if (!gathered && rows_ > 0 && transport_.zero_copy() &&
+        kernels::supports_blocked_layout(x_.scalar_type(), w_.columns(), w_.rows())) {
       const auto columns = wire_columns(c10::multiply_integers(tiles()), rows_, x_.size(1));
-      if (const auto collective = transport_.all_gather(rows_, columns, x_.scalar_type())) return run_on_tiles(*collective);
+      if (const auto collective = transport_.all_gather(rows_, columns, x_.scalar_type()))
+        return run_on_tiles(*collective);
     }
     const auto collective = transport_.all_gather(x_);
     auto result = run_on_rows(*collective);

@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "weft/comm/exchange.h"
+#include "weft/comm/transport.h"
 
 namespace weft::overlap {
 
@@ -17,10 +17,13 @@ inline std::vector<int> peers(const comm::Transport& transport) {
 }
 
 /// x with rows that have no gaps.
-inline at::Tensor with_contiguous_rows(const at::Tensor& x) { return x.stride(1) == 1 || x.size(1) <= 1 ? x : x.contiguous(); }
+inline at::Tensor with_contiguous_rows(const at::Tensor& x) {
+  return x.stride(1) == 1 || x.size(1) <= 1 ? x : x.contiguous();
+}
 
 /// How many rows of every peer's block are there; waits for row `from` if it is not.
-inline int64_t arrived_from_all(comm::InFlightCollective& collective, const std::vector<int>& peers, int64_t from, int64_t rows) {
+inline int64_t arrived_from_all(comm::InFlightCollective& collective, const std::vector<int>& peers, int64_t from,
+                                int64_t rows) {
   int64_t least = rows;
   for (const int peer : peers) {
     auto ready = collective.arrived(peer);
@@ -45,13 +48,14 @@ inline at::Tensor reshaped(const at::Tensor& block, at::IntArrayRef sizes) {
   return block.view({block.numel()}).narrow(0, 0, c10::multiply_integers(sizes)).view(sizes);
 }
 
-/// A round of blocks [rows, columns] that are summed. They travel as rows or as squares of 32 x 32 (kernels/row_chunks.h).
+/// A round of blocks [rows, columns] that are summed. They travel as rows or as squares of 32 x 32
+/// (kernels/row_chunks.h).
 class BlockedReduceScatter {
  public:
   BlockedReduceScatter(comm::Transport& transport, int64_t rows, int64_t columns, at::ScalarType dtype, bool blocked)
       : rows_(rows),
         block_sizes_(blocked ? std::vector<int64_t>{(columns + 31) / 32, (rows + 31) / 32, 32, 32}
-                         : std::vector<int64_t>{}) {
+                             : std::vector<int64_t>{}) {
     const auto sent_columns = blocked ? wire_columns(c10::multiply_integers(block_sizes_), rows, columns) : columns;
     collective_ = transport.reduce_scatter(rows, sent_columns, dtype);
   }
@@ -69,9 +73,11 @@ class BlockedReduceScatter {
   void finish() { collective_->finish(); }
 
  private:
-  at::Tensor shaped(const at::Tensor& block) const { return block_sizes_.empty() ? block : reshaped(block, block_sizes_); }
+  at::Tensor shaped(const at::Tensor& block) const {
+    return block_sizes_.empty() ? block : reshaped(block, block_sizes_);
+  }
 
-  int64_t rows_;                  // of a block
+  int64_t rows_;                      // of a block
   std::vector<int64_t> block_sizes_;  // sizes; empty: rows
   std::unique_ptr<comm::InFlightCollective> collective_;
 };

@@ -18,8 +18,8 @@ namespace weft::overlap {
 namespace {
 
 constexpr double kMaxNetworkRatio = 0.85;  // overlapped / plain, at most
-constexpr int kArrivalBlocks = 4;             // in which rows arrive over a network, each half of what is left
-constexpr int64_t kLastBlockRows = 64;      // of the smallest block
+constexpr int kArrivalBlocks = 4;          // in which rows arrive over a network, each half of what is left
+constexpr int64_t kLastBlockRows = 64;     // of the smallest block
 
 double cpu_now() {
   timespec t{};

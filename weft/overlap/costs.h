@@ -1,8 +1,8 @@
 #pragma once
 #include <string>
 
-#include "weft/comm/exchange.h"
 #include "weft/comm/group.h"
+#include "weft/comm/transport.h"
 
 namespace weft::overlap {
 

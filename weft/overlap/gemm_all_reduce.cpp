@@ -6,7 +6,8 @@ namespace weft::overlap {
 
 at::Tensor gemm_all_reduce(comm::Transport& transport, const at::Tensor& x, const kernels::Matrix& w,
                            const kernels::Epilogue& epilogue) {
-  const int64_t rows = x.size(0), block = (rows + transport.size() - 1) / transport.size(), all = block * transport.size();
+  const int64_t rows = x.size(0), block = (rows + transport.size() - 1) / transport.size(),
+                all = block * transport.size();
   const auto padded = all == rows ? x : at::constant_pad_nd(x, {0, 0, 0, all - rows});
   const auto local = gemm_reduce_scatter(transport, padded, w, epilogue);
   return OverlappedAllGather(transport, local).wait().narrow(0, 0, rows);

@@ -13,7 +13,8 @@ constexpr int64_t kFewRows = 255;  // of all ranks: cut, they would meet the wei
 /// Rows of one product, those for each peer and last this rank's own.
 class GemmReduceScatter {
  public:
-  GemmReduceScatter(comm::Transport& transport, const at::Tensor& x, const kernels::Matrix& w, const kernels::Epilogue& e)
+  GemmReduceScatter(comm::Transport& transport, const at::Tensor& x, const kernels::Matrix& w,
+                    const kernels::Epilogue& e)
       : transport_(transport),
         x_(with_contiguous_rows(x)),
         w_(w),

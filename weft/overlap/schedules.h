@@ -2,7 +2,7 @@
 #include <functional>
 #include <memory>
 
-#include "weft/comm/exchange.h"
+#include "weft/comm/transport.h"
 #include "weft/kernels/gemm.h"
 
 // In what order pieces of a product and blocks between ranks go. p ranks; S rows over all ranks, rank r owning block r;
@@ -48,8 +48,8 @@ class OverlappedAllGather {
 /// The constructor multiplies; `on_progress` is called meanwhile.
 class OverlappedReduceScatter {
  public:
-  OverlappedReduceScatter(comm::Transport& transport, const at::Tensor& dy, const kernels::Matrix& w, const kernels::Epilogue& epilogue,
-              const std::function<void()>& on_progress);
+  OverlappedReduceScatter(comm::Transport& transport, const at::Tensor& dy, const kernels::Matrix& w,
+                          const kernels::Epilogue& epilogue, const std::function<void()>& on_progress);
   /// Never raises, so that the product it is called from is whole: what went wrong is raised by `wait`.
   void progress() noexcept;
   at::Tensor wait();

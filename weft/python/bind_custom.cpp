@@ -53,7 +53,7 @@ struct Rewriter {
                   "' must return the operations it was given, in order; position ", next, " is another object.");
       const auto& op = modules[next].attr("_description")().cast<const ops::BasicOp&>();
       infos.push_back({pass == fused::Pass::joint || op.process_local(), op.extra_outputs(),
-                        static_cast<int>(op.saved_names().size()), op.weight_slot(), view.compute_dtypes[next]});
+                       static_cast<int>(op.saved_names().size()), op.weight_slot(), view.compute_dtypes[next]});
       ++next;
     }
     if (!is_fused) return {.fused = {}, .first = step.first, .count = 1, .min_rows = 0, .rule = {}, .own_base = 0};

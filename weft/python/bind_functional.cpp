@@ -1,6 +1,6 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include "weft/fuser/door.h"
+#include "weft/fuser/call_validation.h"
 #include "weft/fuser/functional.h"
 #include "weft/python/module.h"
 

@@ -376,7 +376,9 @@ void bind_runner(py::module_& m) {
                              [](const Runner& r) { return r.fuser()->pipeline().caller_outputs().size(); })
       .def_property_readonly("plans_made", [](const Runner& r) { return r.fuser()->plans_made(); })
       .def_property_readonly("plans_kept", [](const Runner& r) { return r.fuser()->plans_kept(); });
-  m.def("invalidate_runners", [] { ++modules_version; }, "Tells every runner to look again whether it still fits its modules.");
+  m.def(
+      "invalidate_runners", [] { ++modules_version; },
+      "Tells every runner to look again whether it still fits its modules.");
   m.def("modules_version", [] { return modules_version.load(); }, "How often runners were told so.");
 }
 

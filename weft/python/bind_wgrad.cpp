@@ -2,7 +2,7 @@
 
 #include "weft/fuser/below_autograd.h"
 #include "weft/ops/operation.h"
-#include "weft/ops/wgrad_record.h"
+#include "weft/ops/wgrad_attrs.h"
 #include "weft/ops/wgrad_sink.h"
 #include "weft/python/bridge.h"
 #include "weft/python/module.h"

@@ -84,7 +84,8 @@ at::Tensor saved_slot(ComponentOp& component, int slot) {
 void set_te_attributes(const py::object& context, const ComponentOp& component) {
   if (component.dtype != at::ScalarType::Undefined) context.attr("dtype") = py::cast(component.dtype);
   context.attr("input_requires_grad") = component.ctx.needs_input_grad();
-  if (!component.ctx.plan().needs_param_grad.empty()) context.attr("weight_requires_grad") = component.ctx.needs_param_grad(0);
+  if (!component.ctx.plan().needs_param_grad.empty())
+    context.attr("weight_requires_grad") = component.ctx.needs_param_grad(0);
 }
 
 py::object restore(ComponentOp& component) {
@@ -117,19 +118,21 @@ py::object saved_op(ops::OpContext& ctx) {
 /// An extra input as user code sees it: `requires_grad` says whether its gradient is wanted, also where an operation of
 /// the pipeline made it.
 static at::Tensor differentiable(const at::Tensor& extra, bool needs_grad) {
-  if (!needs_grad || !extra.defined() || extra.requires_grad() || !at::isFloatingType(extra.scalar_type())) return extra;
+  if (!needs_grad || !extra.defined() || extra.requires_grad() || !at::isFloatingType(extra.scalar_type()))
+    return extra;
   return extra.detach().requires_grad_();
 }
 
-at::Tensor call_forward(const py::object& op, const py::list& basic_ops, std::vector<ComponentOp> components, const at::Tensor& x) {
+at::Tensor call_forward(const py::object& op, const py::list& basic_ops, std::vector<ComponentOp> components,
+                        const at::Tensor& x) {
   const UserCodeGuard user_code;
   py::list contexts, extras, keywords;
   for (auto& component : components) {
     contexts.append(bridge().context(component.ctx.needs_grad(), component.ctx.training()));
     py::list inputs;
     for (size_t k = 0; k < extra_inputs_of(component.ctx.plan()); ++k) {
-      inputs.append(
-          wrap(differentiable(component.ctx.extra_input(static_cast<int>(k)), component.ctx.plan().needs_extra_grad[k] != 0)));
+      inputs.append(wrap(differentiable(component.ctx.extra_input(static_cast<int>(k)),
+                                        component.ctx.plan().needs_extra_grad[k] != 0)));
     }
     extras.append(py::tuple(inputs));
     keywords.append(keywords_of(component.ctx.index()));

@@ -63,7 +63,8 @@ std::shared_ptr<Object> hold(Object object) {
 void set_bridge(py::object context, py::object forward, py::object backward);
 
 /// Runs a pass of `op`, which stands for `components`. Both need the GIL.
-at::Tensor call_forward(const py::object& op, const py::list& basic_ops, std::vector<ComponentOp> components, const at::Tensor& x);
+at::Tensor call_forward(const py::object& op, const py::list& basic_ops, std::vector<ComponentOp> components,
+                        const at::Tensor& x);
 at::Tensor call_backward(const py::object& op, std::vector<ComponentOp> components, const at::Tensor& dy);
 /// The Python object that ran the forward pass of an operation and left its context for this backward.
 py::object saved_op(ops::OpContext& ctx);

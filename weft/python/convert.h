@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "weft/tensor/value.h"
+#include "weft/core/value.h"
 
 namespace weft::python {
 

@@ -9,8 +9,8 @@ std::vector<ComponentOp> component_ops(fused::StepContext& ctx, const std::vecto
   std::vector<ComponentOp> list;
   for (size_t i = 0; i < infos.size(); ++i) {
     const auto& info = infos[i];
-    list.push_back({ctx.op(static_cast<int>(i)), info.keeps_state, info.extra_outputs, info.slots, info.weight_slot,
-                    info.dtype});
+    list.push_back(
+        {ctx.op(static_cast<int>(i)), info.keeps_state, info.extra_outputs, info.slots, info.weight_slot, info.dtype});
   }
   return list;
 }
@@ -40,7 +40,8 @@ at::Tensor PyOp::backward(ops::OpContext& ctx, const at::Tensor& dy, ops::Params
   return call_backward(saved_op(ctx), {{ctx, true, extra_outputs_, 0}}, dy);
 }
 
-PyFused::PyFused(py::object op, std::vector<ComponentInfo> infos) : op_(hold(std::move(op))), infos_(std::move(infos)) {}
+PyFused::PyFused(py::object op, std::vector<ComponentInfo> infos)
+    : op_(hold(std::move(op))), infos_(std::move(infos)) {}
 
 at::Tensor PyFused::forward(fused::StepContext& ctx, const at::Tensor& x) const {
   const py::gil_scoped_acquire gil;

@@ -49,9 +49,7 @@ def _add_weight_gradient(x: torch.Tensor, dy: torch.Tensor, main_grad: torch.Ten
     main_grad.addmm_(dy.t().to(main_grad.dtype), x.to(main_grad.dtype))
 
 
-_APEX_WGRAD = SimpleNamespace(
-    wgrad_gemm_accum_fp32=_add_weight_gradient, wgrad_gemm_accum_fp16=_add_weight_gradient
-)
+_APEX_WGRAD = SimpleNamespace(wgrad_gemm_accum_fp32=_add_weight_gradient, wgrad_gemm_accum_fp16=_add_weight_gradient)
 
 REDIRECTIONS = (
     Redirection(

@@ -5,7 +5,7 @@ read and written in pieces; nothing that a file holds is run. docs/convert.md te
 """
 
 from ._check import compare, inspect, verify
-from ._lazy_tensor import ConversionError
 from ._convert import convert
+from ._lazy_tensor import ConversionError
 
 __all__ = ["ConversionError", "compare", "convert", "inspect", "verify"]

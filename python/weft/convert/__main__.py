@@ -21,8 +21,8 @@ import re
 import sys
 
 from . import ConversionError, compare, convert, inspect, verify
-from ._name_table import LAYOUTS, read_names
 from ._convert import TARGETS
+from ._name_table import LAYOUTS, read_names
 
 PROGRAM = "python -m weft.convert"
 

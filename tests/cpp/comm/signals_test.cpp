@@ -6,7 +6,7 @@
 #include <cstring>
 #include <random>
 
-#include "tests/cpp/comm/thread_links.h"
+#include "tests/cpp/comm/thread_transports.h"
 
 namespace weft::testing {
 namespace {
@@ -21,7 +21,8 @@ using ::testing::HasSubstr;
 /// Pads and two data slots for each rank, all in this process.
 struct Ranks {
   explicit Ranks(int size, milliseconds time = milliseconds(20000)) : slots(size), timeout(time) {
-    for (int r = 0; r < size; ++r) control_blocks.push_back(comm::SharedMemory::make(Signals::control_block_bytes(size)));
+    for (int r = 0; r < size; ++r)
+      control_blocks.push_back(comm::SharedMemory::make(Signals::control_block_bytes(size)));
   }
   Signals signals(int rank) const {
     Signals::Options options{rank, {}, 77, timeout};
@@ -58,7 +59,8 @@ void run_counter_rounds(Ranks& ranks, int rank, int64_t rounds) {
 TEST(Signals, TenThousandCollectivesNeedNoBarrier) {
   for (const int size : {2, 3, 4}) {
     Ranks ranks(size);
-    EXPECT_THAT(run_threads(size, [&](int rank) { run_counter_rounds(ranks, rank, 10000); }), Each("")) << size << " ranks";
+    EXPECT_THAT(run_threads(size, [&](int rank) { run_counter_rounds(ranks, rank, 10000); }), Each(""))
+        << size << " ranks";
   }
 }
 
@@ -89,7 +91,8 @@ TEST(Signals, WrongGroupIdIsProtocolError) {
   Ranks ranks(2, milliseconds(500));
   auto signals = ranks.signals(0);
   Signals::Options other{1, {}, 78, milliseconds(500)};
-  for (const auto& control_block : ranks.control_blocks) other.peers.push_back({control_block->data(), &ranks.no_process});
+  for (const auto& control_block : ranks.control_blocks)
+    other.peers.push_back({control_block->data(), &ranks.no_process});
   Signals intruder(other);
   const auto seq = signals.start(kGather);
   intruder.start(kGather);

@@ -7,14 +7,14 @@
 #include <future>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
-#include "tests/cpp/comm/thread_links.h"
+#include "tests/cpp/comm/thread_transports.h"
 #include "tests/cpp/thread_ranks.h"
-#include "weft/comm/bounded_call.h"
 #include "weft/comm/group.h"
-#include "weft/comm/host_meeting.h"
+#include "weft/comm/host_rendezvous.h"
 #include "weft/comm/interrupt.h"
-#include "weft/comm/links.h"
-#include "weft/comm/roll_call.h"
+#include "weft/comm/run_with_deadline.h"
+#include "weft/comm/store_exchange.h"
+#include "weft/comm/transports.h"
 
 namespace weft::testing {
 namespace {
@@ -103,8 +103,9 @@ struct SilentStore : c10d::HashStore {
 TEST(StoreExchange, UnresponsiveStoreTimesOut) {
   const auto store = c10::make_intrusive<SilentStore>();
   const auto start = Clock::now();
-  const auto error = error_of(
-      [&] { comm::exchange_through_store(store, {.prefix = "p", .rank = 0, .size = 2, .timeout = milliseconds(200)}, "x"); });
+  const auto error = error_of([&] {
+    comm::exchange_through_store(store, {.prefix = "p", .rank = 0, .size = 2, .timeout = milliseconds(200)}, "x");
+  });
   EXPECT_THAT(error, AllOf(HasSubstr("the Store does not answer"), HasSubstr("200 ms")));
   EXPECT_LT(Clock::now() - start, milliseconds(1200));
   store->released.set_value();
@@ -115,8 +116,8 @@ TEST(StoreExchange, StoreErrorNamesRank) {
     bool check(const std::vector<std::string>&) override { TORCH_CHECK(false, "it broke"); }
   };
   const auto error = error_of([&] {
-    comm::exchange_through_store(c10::make_intrusive<Broken>(), {.prefix = "p", .rank = 0, .size = 2, .timeout = milliseconds(2000)},
-                    "x");
+    comm::exchange_through_store(c10::make_intrusive<Broken>(),
+                                 {.prefix = "p", .rank = 0, .size = 2, .timeout = milliseconds(2000)}, "x");
   });
   EXPECT_THAT(error, AllOf(HasSubstr("the Store failed: it broke"), HasSubstr("rank 1")));
 }

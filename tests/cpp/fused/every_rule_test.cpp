@@ -5,10 +5,10 @@
 #include <ATen/ops/randn_like.h>
 #include <ATen/ops/tensor.h>
 
-#include "tests/cpp/fuser/plain.h"
+#include "tests/cpp/fuser/testing.h"
 #include "weft/fused/rules.h"
 #include "weft/fuser/autograd.h"
-#include "weft/fuser/door.h"
+#include "weft/fuser/call_validation.h"
 
 namespace weft::fused {
 namespace {

@@ -4,11 +4,11 @@
 #include <ATen/ops/randn.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
-#include "tests/cpp/fuser/plain.h"
+#include "tests/cpp/fuser/testing.h"
 #include "weft/fused/rules.h"
 #include "weft/fuser/autograd.h"
 #include "weft/fuser/below_autograd.h"
-#include "weft/fuser/door.h"
+#include "weft/fuser/call_validation.h"
 #include "weft/fuser/executor.h"
 #include "weft/fuser/infer.h"
 

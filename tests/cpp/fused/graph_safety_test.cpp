@@ -13,7 +13,7 @@
 #include "weft/kernels/launch.h"
 #include "weft/ops/grouped_linear.h"
 #include "weft/ops/scaled_activation.h"
-#include "weft/ops/wgrad_record.h"
+#include "weft/ops/wgrad_attrs.h"
 
 namespace weft {
 namespace {

@@ -2,7 +2,7 @@
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
 
-#include "tests/cpp/fuser/plain.h"
+#include "tests/cpp/fuser/testing.h"
 #include "weft/fused/rules.h"
 #include "weft/ops/activation.h"
 #include "weft/ops/constant_scale.h"

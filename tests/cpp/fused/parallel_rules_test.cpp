@@ -1,11 +1,11 @@
 // Fusions around a linear that is split over ranks: they refuse, or are right.
 #include <ATen/ops/randn_like.h>
 
-#include "tests/cpp/fuser/plain.h"
+#include "tests/cpp/fuser/testing.h"
 #include "tests/cpp/thread_ranks.h"
 #include "weft/fused/rules.h"
 #include "weft/fuser/autograd.h"
-#include "weft/fuser/door.h"
+#include "weft/fuser/call_validation.h"
 
 namespace weft::fused {
 namespace {
@@ -70,14 +70,14 @@ TEST(ParallelRules, PreserveValuesAndGradients) {
       for (const auto& text : kPipelines) {
         const ThreadRanks ranks(2);
         ranks.run([&](int, const std::string& group) {
-          const auto described =
-              substitute(text, {{"LINEAR", "BasicLinear(in_features=12, out_features=8, tensor_parallel_mode=\"" + mode +
-                                           "\", tensor_parallel_group=\"GROUP\", sequence_parallel=" + sequence +
-                                           ", overlap=false)"},
-                            {"BY_ROWS", "sequence_parallel=true, tensor_parallel_group=\"GROUP\""},
-                            {"GROUP", group},
-                            {"IN", std::to_string(in)},
-                            {"OUT", std::to_string(out)}});
+          const auto described = substitute(
+              text, {{"LINEAR", "BasicLinear(in_features=12, out_features=8, tensor_parallel_mode=\"" + mode +
+                                    "\", tensor_parallel_group=\"GROUP\", sequence_parallel=" + sequence +
+                                    ", overlap=false)"},
+                     {"BY_ROWS", "sequence_parallel=true, tensor_parallel_group=\"GROUP\""},
+                     {"GROUP", group},
+                     {"IN", std::to_string(in)},
+                     {"OUT", std::to_string(out)}});
           const auto pipeline = Pipeline::parse(described);
           const auto params = weft::testing::parameters(pipeline);
           const auto x = leaf({32, in});  // dy of a row linear has half: enough for every rule
@@ -99,10 +99,11 @@ TEST(ParallelRules, ReportRejectionReasons) {
   const auto reason = [&](const std::string& mode, const std::string& text) {
     const auto pipeline = Pipeline::parse(
         substitute(text, {{"LINEAR", "BasicLinear(in_features=12, out_features=12, tensor_parallel_mode=\"" + mode +
-                                     "\", tensor_parallel_group=\"" + ranks.name(0) + "\", overlap=false)"}}));
+                                         "\", tensor_parallel_group=\"" + ranks.name(0) + "\", overlap=false)"}}));
     const auto params = weft::testing::parameters(pipeline);
     const auto x = leaf({4, mode == "row" ? 6 : 12});
-    const auto plan = fuser::make_plan(pipeline, fuser::make_plan_key(pipeline, x, params, {}, 0), *current_rules().list);
+    const auto plan =
+        fuser::make_plan(pipeline, fuser::make_plan_key(pipeline, x, params, {}, 0), *current_rules().list);
     std::string all;
     for (const auto& rejection : plan->rejections) all += rejection.reason + "\n";
     return all;

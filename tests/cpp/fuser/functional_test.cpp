@@ -1,7 +1,7 @@
 #include "weft/fuser/functional.h"
 
-#include "tests/cpp/fuser/plain.h"
-#include "weft/fuser/door.h"
+#include "tests/cpp/fuser/testing.h"
+#include "weft/fuser/call_validation.h"
 
 namespace weft::fuser {
 namespace {

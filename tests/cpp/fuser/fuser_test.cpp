@@ -10,8 +10,8 @@
 
 #include <thread>
 
-#include "tests/cpp/fuser/plain.h"
-#include "weft/tensor/ownership.h"
+#include "tests/cpp/fuser/testing.h"
+#include "weft/core/ownership.h"
 
 namespace weft::fuser {
 namespace {

@@ -15,7 +15,7 @@
 #include <optional>
 #include <random>
 
-#include "weft/fuser/door.h"
+#include "weft/fuser/call_validation.h"
 #include "weft/fuser/functional.h"
 #include "weft/ops/registry.h"
 
@@ -157,8 +157,8 @@ Value fitting_value(Rng& rng, const std::string& name, const Value& value, const
 OpPtr make_op(Rng& rng, const ops::OpType& type, const Rows& rows) {
   ops::Keywords keywords;
   for (const auto& field : type.sample->fields())
-    keywords.emplace_back(field.name,
-                          rng.one_in(60) ? unexpected_value(rng, field.value) : fitting_value(rng, field.name, field.value, rows));
+    keywords.emplace_back(field.name, rng.one_in(60) ? unexpected_value(rng, field.value)
+                                                     : fitting_value(rng, field.name, field.value, rows));
   return type.make(keywords);
 }
 

@@ -112,8 +112,8 @@ inline Bounded activated(const Act& act, const Bounded& x, const ActError& own) 
   return {y, error + moved * 1.01};
 }
 
-/// v·act'(act_input). The terms of a slope may cancel, so its own error is relative to the larger of them, which is below 1.2
-/// times h(b) of a gated kind.
+/// v·act'(act_input). The terms of a slope may cancel, so its own error is relative to the larger of them, which is
+/// below 1.2 times h(b) of a gated kind.
 inline Bounded times_act_grad(const Act& act, const Bounded& v, const at::Tensor& act_input, const ActError& own) {
   const auto x = in_float64(act_input);
   const auto value = activation_backward(act, v.value, x);
@@ -188,7 +188,8 @@ inline std::string mismatch(const at::Tensor& got, const Bounded& want) {
   const auto columns = std::max<int64_t>(1, got.size(-1));
   const auto value_at = [&](const at::Tensor& t) { return t.reshape({-1})[first].item<double>(); };
   return c10::str(count, " of ", got.numel(), " elements are wrong, the first in row ", first / columns, ", column ",
-                  first % columns, ": ", value_at(got), " instead of ", value_at(want.value), ", bound ", value_at(bound));
+                  first % columns, ": ", value_at(got), " instead of ", value_at(want.value), ", bound ",
+                  value_at(bound));
 }
 
 inline void expect_within(const at::Tensor& got, const Bounded& want, const std::string& what) {

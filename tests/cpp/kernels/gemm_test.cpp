@@ -150,10 +150,16 @@ TEST_P(KernelsGemm, SupportsUnalignedTensors) {
       const PaddedMatrix a(m, k, GetParam()), b(k, n, GetParam()), bias(1, n, GetParam());
       const PaddedMatrix out(m, columns, GetParam()), addend(m, columns, GetParam());
       const auto what = text(shape) + " kind " + std::to_string(int(kind));
-      check(a.matrix(), b.matrix(),
-            {.bias = bias.matrix()[0], .act = act, .keep_pre_act = true, .addend = addend.matrix(), .out = out.matrix()}, what);
+      check(
+          a.matrix(), b.matrix(),
+          {.bias = bias.matrix()[0], .act = act, .keep_pre_act = true, .addend = addend.matrix(), .out = out.matrix()},
+          what);
       const PaddedMatrix grad(m, twice, GetParam()), act_input(m, twice, GetParam());
-      const Epilogue e{.act_grad = act, .act_input = act_input.matrix(), .keep_act_output = true, .keep_column_sums = true, .out = grad.matrix()};
+      const Epilogue e{.act_grad = act,
+                       .act_input = act_input.matrix(),
+                       .keep_act_output = true,
+                       .keep_column_sums = true,
+                       .out = grad.matrix()};
       check(a.matrix(), b.matrix(), e, what + " slope");
       for (const auto* padded : {&a, &b, &bias, &out, &addend, &grad, &act_input}) padded->expect_padding_untouched();
     }
@@ -171,10 +177,12 @@ TEST_P(KernelsGemm, SupportsEveryActivation) {
       if (!act.gated() || n % 2 == 0) {
         const auto bias = random({n}, GetParam());
         check(a, b, {.bias = bias, .act = act, .keep_pre_act = true}, what + " value");
-        check(a, b, {.scale = 0.5, .bias = bias, .act = act, .addend = random({m, columns}, GetParam())}, what + " add");
+        check(a, b, {.scale = 0.5, .bias = bias, .act = act, .addend = random({m, columns}, GetParam())},
+              what + " add");
       }
       const auto act_input = random({m, act.gated() ? 2 * n : n}, GetParam());
-      check(a, b, {.act_grad = act, .act_input = act_input, .keep_act_output = true, .keep_column_sums = true}, what + " slope");
+      check(a, b, {.act_grad = act, .act_input = act_input, .keep_act_output = true, .keep_column_sums = true},
+            what + " slope");
       check(a, b, {.scale = -2, .act_grad = act, .act_input = act_input}, what + " scaled slope");
     }
   }
@@ -192,7 +200,8 @@ TEST_P(KernelsGemm, SpansManyBlocks) {
       check(a, bt, {.bias = bias, .act = Act{.kind = ActKind::swiglu}, .keep_pre_act = true}, what + " gated");
     check(a, b, {.b_is_weight = true}, what + " input gradient");
     check(a, b, {.addend = random({m, n}, GetParam())}, what + " addend");
-    const Epilogue grad{.act_grad = Act{}, .act_input = random({m, n}, GetParam()), .keep_act_output = true, .keep_column_sums = true};
+    const Epilogue grad{
+        .act_grad = Act{}, .act_input = random({m, n}, GetParam()), .keep_act_output = true, .keep_column_sums = true};
     check(a, b, grad, what + " slope");
   }
 }
@@ -205,7 +214,10 @@ TEST_P(KernelsGemm, GatedHalvesMayStartMidCacheLine) {
     const auto a = random({m, k}, GetParam()), b = (random({k, 2 * n}, at::kFloat) / 8).to(GetParam());
     check(a, b, {.bias = random({2 * n}, GetParam()), .act = act, .keep_pre_act = true}, "value");
     check(a.t().contiguous().t(), b, {.act = act, .keep_pre_act = true}, "value, A transposed");
-    const Epilogue grad{.act_grad = act, .act_input = random({m, 2 * n}, GetParam()), .keep_act_output = true, .keep_column_sums = true};
+    const Epilogue grad{.act_grad = act,
+                        .act_input = random({m, 2 * n}, GetParam()),
+                        .keep_act_output = true,
+                        .keep_column_sums = true};
     check(a, b.narrow(1, 0, n), grad, "slope");
   }
 }
@@ -234,7 +246,8 @@ TEST(KernelsGemmActivation, MatchesActivationForEveryBfloat16) {
     expect_within_one_ulp(got.out[31], activation_forward(act, bias.view({1, -1})).view(-1));
 
     const auto dy = at::ones({32, 1}, at::kBFloat16), w = at::ones({1, n}, at::kBFloat16);
-    const auto grad = gemm(dy, w, {.act_grad = act, .act_input = bias.expand({32, -1}).contiguous(), .keep_act_output = true});
+    const auto grad =
+        gemm(dy, w, {.act_grad = act, .act_input = bias.expand({32, -1}).contiguous(), .keep_act_output = true});
     expect_within_one_ulp(grad.out[31], activation_backward(act, one.view({1, -1}), bias.view({1, -1})).view(-1));
     expect_within_one_ulp(grad.act_output[31], got.out[31]);
   }
@@ -268,11 +281,12 @@ TEST(KernelsNonTemporalStores, AllowUnalignedNeighborOutputs) {
   for (const auto kind : {ActKind::gelu, ActKind::swiglu}) {
     const Act act{.kind = kind};
     const auto columns = act.gated() ? n / 2 : n, twice = act.gated() ? 2 * n : n;
-    const Epilogue value{.act = act, .keep_pre_act = true, .out = at::empty({2 * m, columns}, a.options()).narrow(0, 0, m)};
+    const Epilogue value{
+        .act = act, .keep_pre_act = true, .out = at::empty({2 * m, columns}, a.options()).narrow(0, 0, m)};
     const Epilogue grad{.act_grad = act,
-                         .act_input = random({m, twice}, at::kBFloat16),
-                         .keep_act_output = true,
-                         .out = at::empty({m, twice}, a.options())};
+                        .act_input = random({m, twice}, at::kBFloat16),
+                        .keep_act_output = true,
+                        .out = at::empty({m, twice}, a.options())};
     for (const auto& e : {value, grad}) {
       const auto want = gemm(a, b, e);
       const auto out = want.out.clone();
@@ -329,7 +343,10 @@ TEST(KernelsOperandForwarding, PackedTransposeGivesSameGemm) {
       const Act act{.kind = kind};
       const auto columns = act.gated() ? 2 * n : n;
       const auto dy = random({m, k}, at::kBFloat16), w = random({k, n}, at::kBFloat16);
-      Epilogue e{.act_grad = act, .act_input = random({m, columns}, at::kBFloat16), .keep_act_output = true, .keep_column_sums = true};
+      Epilogue e{.act_grad = act,
+                 .act_input = random({m, columns}, at::kBFloat16),
+                 .keep_act_output = true,
+                 .keep_column_sums = true};
       const auto want = gemm(dy, w, e);
       e.keep_packed_transpose = true;
       const auto got = gemm(dy, w, e);
@@ -351,7 +368,8 @@ TEST(KernelsOperandForwarding, PackedTransposeGivesSameGemm) {
 
 TEST(KernelsOperandForwarding, SkippedForPartialBlocks) {
   for (const auto& [m, n, k] : {Shape{33, 32, 64}, Shape{64, 40, 64}}) {
-    const auto e = Epilogue{.act_grad = Act{}, .act_input = random({m, n}, at::kBFloat16), .keep_packed_transpose = true};
+    const auto e =
+        Epilogue{.act_grad = Act{}, .act_input = random({m, n}, at::kBFloat16), .keep_packed_transpose = true};
     EXPECT_FALSE(gemm(random({m, k}, at::kBFloat16), random({k, n}, at::kBFloat16), e).packed_transpose.defined());
   }
   const auto a = random({64, 64}, at::kBFloat16), b = random({64, 64}, at::kBFloat16);

@@ -186,8 +186,7 @@ TEST_F(KernelsGrouped, MatchesFloat64ForRandomShapes) {
   for (int i = 0; i < 100; ++i) {
     const auto dtype = kAllDtypes[rng_() % 3];
     const auto n = 1 + static_cast<int64_t>(rng_() % 150), k = 1 + static_cast<int64_t>(rng_() % 150);
-    const auto splits =
-        random_splits(static_cast<int64_t>(rng_() % 20), 1 + static_cast<int64_t>(rng_() % 90), rng_);
+    const auto splits = random_splits(static_cast<int64_t>(rng_() % 20), 1 + static_cast<int64_t>(rng_() % 90), rng_);
     at::set_num_threads(1 + i % 3);
     SCOPED_TRACE(testing::Message() << dtype << " n " << n << " k " << k << " splits " << at::IntArrayRef(splits));
     check(GroupedCase(splits, n, k, dtype, i % 4));

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "weft/kernels/operand.h"
+#include "weft/kernels/cpu_tensors.h"
 
 namespace weft::kernels {
 namespace {

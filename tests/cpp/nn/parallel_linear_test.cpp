@@ -1,7 +1,7 @@
 // Linears over several ranks, which are threads here, against one process in float64: values and all gradients.
 #include <ATen/ops/linear.h>
 
-#include "tests/cpp/fuser/plain.h"
+#include "tests/cpp/fuser/testing.h"
 #include "tests/cpp/thread_ranks.h"
 #include "weft/nn/sequential.h"
 #include "weft/ops/norm.h"

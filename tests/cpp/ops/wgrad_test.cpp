@@ -7,15 +7,15 @@
 
 #include <thread>
 
+#include "weft/core/weak_tensor_map.h"
 #include "weft/nn/sequential.h"
 #include "weft/ops/basic_linear.h"
 #include "weft/ops/constant_scale.h"
 #include "weft/ops/make_extra_output.h"
 #include "weft/ops/norm.h"
+#include "weft/ops/wgrad_attrs.h"
 #include "weft/ops/wgrad_queue.h"
-#include "weft/ops/wgrad_record.h"
 #include "weft/ops/wgrad_sink.h"
-#include "weft/tensor/by_identity.h"
 
 namespace weft::ops {
 namespace {

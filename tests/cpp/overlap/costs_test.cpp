@@ -12,9 +12,9 @@ namespace {
 
 using comm::CommOp;
 using overlap::Costs;
+using overlap::OverlapShape;
 using overlap::predict;
 using overlap::rejection_reason;
-using overlap::OverlapShape;
 using ::testing::HasSubstr;
 
 /// A core of 1 TFLOP/s, and a network of 1 Gb/s that takes a twentieth of the core's time.

@@ -7,7 +7,7 @@
 
 #include <random>
 
-#include "tests/cpp/comm/thread_links.h"
+#include "tests/cpp/comm/thread_transports.h"
 #include "tests/cpp/kernels/gemm_bound.h"
 
 namespace weft::testing {
@@ -78,8 +78,8 @@ TEST_P(Schedules, AllGatherGemmMatchesFullGemm) {
                             const auto gemm = kernels::bounded_gemm(x, w.t());
                             const auto want = kernels::scaled_sum(gemm, 1, b, x.scalar_type());
                             expect_within(y.out, want);
-                            const auto alone =
-                                overlap::all_gather_gemm(transport, local, kernels::transposed(w), {.bias = b}, nullptr);
+                            const auto alone = overlap::all_gather_gemm(transport, local, kernels::transposed(w),
+                                                                        {.bias = b}, nullptr);
                             expect_within(alone.out, want);  // the rows may travel in tiles
                             if (!all.equal(x)) C10_THROW_ERROR(Error, "other rows were gathered");
                           }
@@ -100,11 +100,12 @@ TEST_P(Schedules, GemmReduceScatterMatchesSumOverRanks) {
                           for (const auto& x : xs) {
                             const auto sum = summed(x, transposed(ws));
                             const auto& w = ws[transport.rank()];
-                            const auto local = overlap::gemm_reduce_scatter(transport, x[transport.rank()], kernels::transposed(w),
-                                                                           {.b_is_weight = true});
+                            const auto local = overlap::gemm_reduce_scatter(
+                                transport, x[transport.rank()], kernels::transposed(w), {.b_is_weight = true});
                             expect_within(local, block(sum, transport.rank(), ranks()));
-                            const auto all = overlap::gemm_all_reduce(transport, x[transport.rank()].narrow(0, 0, x[0].size(0)),
-                                                                      kernels::transposed(w), {.b_is_weight = true});
+                            const auto all =
+                                overlap::gemm_all_reduce(transport, x[transport.rank()].narrow(0, 0, x[0].size(0)),
+                                                         kernels::transposed(w), {.b_is_weight = true});
                             expect_within(all, sum);
                           }
                         }),
@@ -136,8 +137,9 @@ TEST_P(Schedules, OverlappedCollectivesMatchReference) {
                           for (int round = 0; round < 5; ++round) {
                             const auto local = block(x, transport.rank(), ranks()).clone();
                             overlap::OverlappedAllGather gather(transport, local);
-                            overlap::OverlappedReduceScatter reduce(transport, dys[transport.rank()], ws[transport.rank()], {.b_is_weight = true},
-                                                        [&] { gather.progress(); });
+                            overlap::OverlappedReduceScatter reduce(transport, dys[transport.rank()],
+                                                                    ws[transport.rank()], {.b_is_weight = true},
+                                                                    [&] { gather.progress(); });
                             if (!gather.wait().equal(x)) C10_THROW_ERROR(Error, "other rows were gathered");
                             reduce.progress();
                             expect_within(reduce.wait(), block(summed(dys, ws), transport.rank(), ranks()));
@@ -153,7 +155,8 @@ TEST_P(Schedules, AcceptsExpandedInput) {
                         [&](ShmTransport& transport) {
                           const auto truth = kernels::bounded_gemm(ones, w.t());
                           const auto local = block(ones, transport.rank(), ranks());
-                          expect_within(overlap::all_gather_gemm(transport, local, kernels::transposed(w), {}).out, truth);
+                          expect_within(overlap::all_gather_gemm(transport, local, kernels::transposed(w), {}).out,
+                                        truth);
                           const std::vector<Tensor> xs(ranks(), ones), ws(ranks(), w.t());
                           expect_within(overlap::gemm_reduce_scatter(transport, ones, kernels::transposed(w), {}),
                                         block(summed(xs, ws), transport.rank(), ranks()));
@@ -176,7 +179,8 @@ TEST_P(Schedules, SizeMismatchFailsEveryRank) {
     EXPECT_THAT(run_ranks(ranks(),
                           [&](ShmTransport& transport) {
                             const auto [local, k] = sizes(transport.rank());
-                            overlap::all_gather_gemm(transport, random(local, k), kernels::transposed(random(kN, k)), {});
+                            overlap::all_gather_gemm(transport, random(local, k), kernels::transposed(random(kN, k)),
+                                                     {});
                           }),
                 Each(HasSubstr(wider ? "all_gather" : "261")));
   }

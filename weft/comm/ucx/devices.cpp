@@ -16,7 +16,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <vector>
 
-#include "weft/comm/descriptor.h"
+#include "weft/comm/unique_fd.h"
 
 namespace weft::comm::ucx {
 namespace {

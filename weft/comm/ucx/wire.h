@@ -4,14 +4,14 @@
 #include <type_traits>
 #include <vector>
 
-#include "weft/comm/exchange.h"
 #include "weft/comm/failure.h"
+#include "weft/comm/transport.h"
 
 // What goes over the wire: three kinds of small messages, the tags of all, and how a block is cut.
 namespace weft::comm::ucx {
 
-inline constexpr uint32_t kWireVersion = 2;      // grows with every change of this file
-inline constexpr int kMaxRanks = 1 << 14;  // a tag has room for so many
+inline constexpr uint32_t kWireVersion = 2;  // grows with every change of this file
+inline constexpr int kMaxRanks = 1 << 14;    // a tag has room for so many
 
 /// A secret of one group, made anew with each link: it tells a round of this group from any other's.
 using Token = std::array<uint64_t, 2>;

@@ -181,7 +181,8 @@ void Worker::send(int peer, uint64_t tag, const void* data, size_t bytes, Transf
   params.user_data = &transfer;
   params.memory_type = UCS_MEMORY_TYPE_HOST;
   auto* const request = ucp_tag_send_nbx(connections_[peer].endpoint, data, bytes, tag, &params);
-  if (!UCS_PTR_IS_PTR(request)) complete_transfer(transfer, UCS_PTR_STATUS(request), bytes);  // over, and `on_sent` is not called
+  if (!UCS_PTR_IS_PTR(request))
+    complete_transfer(transfer, UCS_PTR_STATUS(request), bytes);  // over, and `on_sent` is not called
 }
 
 void Worker::receive(uint64_t tag, void* data, size_t bytes, Transfer& transfer) {

@@ -1,7 +1,7 @@
 #include "weft/fused/epilogues.h"
 #include "weft/ops/activation.h"
 #include "weft/ops/bias.h"
-#include "weft/ops/rows.h"
+#include "weft/ops/leading_dims.h"
 
 namespace weft::fused {
 namespace {
@@ -22,11 +22,12 @@ class ActivationLinear final : public FusedOp {
     linear_->weight_gradient(linear, dy_all);
     if (!activation.needs_input_grad()) return {};
     const bool needs_db = bias_ && ctx.op(bias_.index).needs_param_grad(0);
-    auto result = linear_->input_gradient(linear, dy_all, ctx.params(linear_.index),
-                                          {.act_grad = activation_->act(),
-                                           .act_input = ops::as_matrix(activation.saved(ops::ActivationOp::kInput)),
-                                           .keep_column_sums = needs_db,
-                                           .keep_packed_transpose = before_ && before_->takes_packed_grad(ctx.op(-1), dy_all)});
+    auto result =
+        linear_->input_gradient(linear, dy_all, ctx.params(linear_.index),
+                                {.act_grad = activation_->act(),
+                                 .act_input = ops::as_matrix(activation.saved(ops::ActivationOp::kInput)),
+                                 .keep_column_sums = needs_db,
+                                 .keep_packed_transpose = before_ && before_->takes_packed_grad(ctx.op(-1), dy_all)});
     if (needs_db) bias_->set_gradient(ctx.op(bias_.index), std::move(result.column_sums));
     if (!ctx.op(0).needs_input_grad()) return {};
     forward_packed_grad(ctx, result);
@@ -42,7 +43,8 @@ class ActivationLinear final : public FusedOp {
 
 std::string reject(const Match& m, const PlanView& view) {
   const auto activation = m.find<ops::ActivationOp>();
-  if (!view.plans[m.first() + activation.index].needs_input_grad) return "nothing before the activation wants a gradient";
+  if (!view.plans[m.first() + activation.index].needs_input_grad)
+    return "nothing before the activation wants a gradient";
   const auto& linear = m.get<ops::BasicLinear>();
   if (auto reason = reject_reduced_gradient(linear); !reason.empty()) return reason;
   auto reason = reject_activation(*activation.op, 2 * linear.local_in_features());

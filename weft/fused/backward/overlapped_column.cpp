@@ -1,5 +1,5 @@
 #include "weft/fused/overlapped.h"
-#include "weft/ops/rows.h"
+#include "weft/ops/leading_dims.h"
 #include "weft/overlap/schedules.h"
 
 namespace weft::fused {
@@ -20,21 +20,22 @@ class OverlappedColumnBackward final : public FusedOp {
     const auto ranks = static_cast<int>(options.tensor_parallel_size);
     const bool scatters = options.sequence_parallel;
     const overlap::OverlapShape shape{scatters ? comm::CommOp::reduce_scatter : comm::CommOp::all_reduce,
-                               w.scalar_type(),
-                               (rows.size(0) + ranks - 1) / ranks,
-                               w.size(1),
-                               w.size(0),
-                               ranks};
+                                      w.scalar_type(),
+                                      (rows.size(0) + ranks - 1) / ranks,
+                                      w.size(1),
+                                      w.size(0),
+                                      ranks};
     const auto transport = policy_.select(*options.tensor_parallel_group, shape, options.overlap);
     if (!transport) return linear_->backward(linear, dy, ctx.params(0));
-    return scatters ? backward_reduce_scatter(ctx, *transport, dy, rows, w) : backward_all_reduce(ctx, *transport, dy, rows, w);
+    return scatters ? backward_reduce_scatter(ctx, *transport, dy, rows, w)
+                    : backward_all_reduce(ctx, *transport, dy, rows, w);
   }
 
   std::string note() const override { return policy_.last_decision(); }
 
  private:
-  at::Tensor backward_reduce_scatter(StepContext& ctx, comm::Transport& transport, const at::Tensor& dy, const at::Tensor& rows,
-                       const at::Tensor& w) const {
+  at::Tensor backward_reduce_scatter(StepContext& ctx, comm::Transport& transport, const at::Tensor& dy,
+                                     const at::Tensor& rows, const at::Tensor& w) const {
     auto linear = ctx.op(0);
     const kernels::Epilogue epilogue{.b_is_weight = true};
     if (!linear.needs_param_grad(0))
@@ -48,8 +49,8 @@ class OverlappedColumnBackward final : public FusedOp {
     return with_leading_dims(reduce.wait(), dy, -transport.size());
   }
 
-  at::Tensor backward_all_reduce(StepContext& ctx, comm::Transport& transport, const at::Tensor& dy, const at::Tensor& rows,
-                    const at::Tensor& w) const {
+  at::Tensor backward_all_reduce(StepContext& ctx, comm::Transport& transport, const at::Tensor& dy,
+                                 const at::Tensor& rows, const at::Tensor& w) const {
     auto linear = ctx.op(0);
     const auto dx = overlap::gemm_all_reduce(transport, rows, w, {.b_is_weight = true});
     linear_->weight_gradient(linear, dy);

@@ -1,5 +1,5 @@
 #include "weft/fused/overlapped.h"
-#include "weft/ops/rows.h"
+#include "weft/ops/leading_dims.h"
 #include "weft/overlap/schedules.h"
 
 namespace weft::fused {
@@ -40,13 +40,15 @@ class OverlappedRowBackward final : public FusedOp {
  private:
   int ranks() const {
     return static_cast<int>(reduce_scatter_ ? reduce_scatter_->options().process_group_size
-                                     : linear_->options().tensor_parallel_size);
+                                            : linear_->options().tensor_parallel_size);
   }
   const std::string& group() const {
     return reduce_scatter_ ? *reduce_scatter_->options().process_group : *linear_->options().tensor_parallel_group;
   }
   bool needs_bias_grad(StepContext& ctx) const { return bias_ && ctx.op(bias_.index).needs_param_grad(0); }
-  bool needs_input_bias_grad(StepContext& ctx) const { return input_bias_ && ctx.op(input_bias_.index).needs_param_grad(0); }
+  bool needs_input_bias_grad(StepContext& ctx) const {
+    return input_bias_ && ctx.op(input_bias_.index).needs_param_grad(0);
+  }
 
   kernels::Epilogue epilogue(StepContext& ctx) const {
     kernels::Epilogue e{.keep_column_sums = needs_input_bias_grad(ctx), .b_is_weight = true};

@@ -1,8 +1,8 @@
+#include "weft/core/ownership.h"
 #include "weft/fused/rule.h"
 #include "weft/kernels/rows.h"
 #include "weft/ops/add_extra_input.h"
 #include "weft/ops/dropout.h"
-#include "weft/tensor/ownership.h"
 
 namespace weft::fused {
 namespace {

@@ -1,5 +1,5 @@
 #include "weft/fused/overlapped.h"
-#include "weft/ops/rows.h"
+#include "weft/ops/leading_dims.h"
 #include "weft/overlap/schedules.h"
 
 namespace weft::fused {

@@ -1,5 +1,5 @@
 #include "weft/fused/overlapped.h"
-#include "weft/ops/rows.h"
+#include "weft/ops/leading_dims.h"
 #include "weft/overlap/schedules.h"
 
 namespace weft::fused {
@@ -22,17 +22,18 @@ class OverlappedRow final : public FusedOp {
     const auto rows = ops::as_matrix(local);
     if (scatters() && x.size(0) % ranks != 0) return without_overlap(ctx, x);  // which says what is wrong
     const overlap::OverlapShape shape{scatters() ? comm::CommOp::reduce_scatter : comm::CommOp::all_reduce,
-                               local.scalar_type(),
-                               (rows.size(0) + ranks - 1) / ranks,
-                               w.size(0),
-                               w.size(1),
-                               ranks};
+                                      local.scalar_type(),
+                                      (rows.size(0) + ranks - 1) / ranks,
+                                      w.size(0),
+                                      w.size(1),
+                                      ranks};
     const auto transport = policy_.select(group(), shape, linear_->options().overlap);
     if (!transport) return without_overlap(ctx, x);
     const kernels::Epilogue epilogue{.bias = bias_of(ctx, bias_), .b_is_weight = true};
     if (!scatters())
       return ops::restore_leading_dims(overlap::gemm_all_reduce(*transport, rows, kernels::transposed(w), epilogue), x);
-    return with_leading_dims(overlap::gemm_reduce_scatter(*transport, rows, kernels::transposed(w), epilogue), x, -ranks);
+    return with_leading_dims(overlap::gemm_reduce_scatter(*transport, rows, kernels::transposed(w), epilogue), x,
+                             -ranks);
   }
 
   std::string note() const override { return policy_.last_decision(); }
@@ -45,7 +46,8 @@ class OverlappedRow final : public FusedOp {
   }
   int ranks() const {
     if (linear_->parallel()) return static_cast<int>(linear_->options().tensor_parallel_size);
-    return static_cast<int>(reduce_scatter_ ? reduce_scatter_->options().process_group_size : all_reduce_->options().process_group_size);
+    return static_cast<int>(reduce_scatter_ ? reduce_scatter_->options().process_group_size
+                                            : all_reduce_->options().process_group_size);
   }
 
   at::Tensor without_overlap(StepContext& ctx, const at::Tensor& x) const {

@@ -44,12 +44,12 @@ class GroupedMlp final : public FusedOp {
     auto z = down.saved(GroupedLinear::kInput);
     if (!z.defined() && down_->needs_weight_grad(down))
       z = kernels::scaled_activation_forward(activation_->act(), h, scales);
-    const auto dz =
-        down_->differentiate(down, down_->prepare_output_gradient(down, dy, ctx.params(down_.index)), ctx.params(down_.index), z);
+    const auto dz = down_->differentiate(down, down_->prepare_output_gradient(down, dy, ctx.params(down_.index)),
+                                         ctx.params(down_.index), z);
     z.reset();
     if (!dz.defined()) return {};
-    auto [dh, ds] = kernels::scaled_activation_backward(activation_->act(), dz, h, scales, activation.needs_input_grad(),
-                                                        activation.needs_extra_grad(0));
+    auto [dh, ds] = kernels::scaled_activation_backward(activation_->act(), dz, h, scales,
+                                                        activation.needs_input_grad(), activation.needs_extra_grad(0));
     if (ds.defined()) activation.set_extra_input_grad(0, std::move(ds));
     if (!dh.defined()) return {};
     const auto dx = up_->differentiate(up, dh, ctx.params(up_.index), up.saved(GroupedLinear::kInput));

@@ -1,12 +1,12 @@
 #include <ATen/ops/add.h>
 
+#include "weft/core/ownership.h"
 #include "weft/fused/epilogues.h"
 #include "weft/ops/activation.h"
 #include "weft/ops/bias.h"
+#include "weft/ops/leading_dims.h"
 #include "weft/ops/make_extra_output.h"
 #include "weft/ops/norm.h"
-#include "weft/ops/rows.h"
-#include "weft/tensor/ownership.h"
 
 namespace weft::fused {
 namespace {
@@ -41,12 +41,14 @@ class MlpBlock final : public FusedOp {
   bool reads(int index, int) const override { return index == norm_.index; }
   bool fills(const ops::OpPlan* plans, int index, int slot) const override {
     if (index == up_.index && slot == BasicLinear::kInput) return narrow_ || !plans[norm_.index].needs_grad;
-    if (index == down_.index && slot == BasicLinear::kInput) return narrow_ || !plans[activation_.index].needs_input_grad;
+    if (index == down_.index && slot == BasicLinear::kInput)
+      return narrow_ || !plans[activation_.index].needs_input_grad;
     return true;
   }
 
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
-    auto norm = ctx.op(norm_.index), up = ctx.op(up_.index), activation = ctx.op(activation_.index), down = ctx.op(down_.index);
+    auto norm = ctx.op(norm_.index), up = ctx.op(up_.index), activation = ctx.op(activation_.index),
+         down = ctx.op(down_.index);
     if (fork_read_outside_) ctx.op(fork_.index).set_extra_output(0, x);
 
     const auto n = norm_->forward(norm, x, ctx.params(norm_.index));
@@ -101,7 +103,8 @@ class MlpBlock final : public FusedOp {
                                       .keep_act_output = recompute_h,
                                       .keep_column_sums = needs_db,
                                       .keep_packed_transpose = up_->takes_packed_grad(ctx.op(up_.index), dy)});
-    if (recompute_h) h = result.act_output.defined() ? result.act_output : kernels::activation_forward(activation_->act(), p);
+    if (recompute_h)
+      h = result.act_output.defined() ? result.act_output : kernels::activation_forward(activation_->act(), p);
     down_->weight_gradient_of(down, dy, h);
     if (needs_db) up_bias_->set_gradient(ctx.op(up_bias_.index), std::move(result.column_sums));
     forward_packed_grad(ctx, result);

@@ -1,10 +1,10 @@
+#include "weft/core/ownership.h"
 #include "weft/fused/epilogues.h"
 #include "weft/ops/activation.h"
 #include "weft/ops/bias.h"
+#include "weft/ops/leading_dims.h"
 #include "weft/ops/make_extra_output.h"
 #include "weft/ops/norm.h"
-#include "weft/ops/rows.h"
-#include "weft/tensor/ownership.h"
 
 namespace weft::fused {
 namespace {

@@ -109,7 +109,8 @@ struct ValueAndGrad {
 /// tanh. With e = e^(-2|z|): tanh = ±(1 - e)/(1 + e), tanh' = 4e/(1 + e)²; near 0 an odd polynomial.
 inline ValueAndGrad tanh(const Vec& z) {
   const Vec sign = z & Vec(-0.F), size = z.abs();
-  const Vec e = exp_neg<ActPrecision::float32>(clamp_high(size + size, 40.F)), r = reciprocal<ActPrecision::float32>(Vec(1.F) + e);
+  const Vec e = exp_neg<ActPrecision::float32>(clamp_high(size + size, 40.F)),
+            r = reciprocal<ActPrecision::float32>(Vec(1.F) + e);
   const Vec z2 = z * z;
   Vec p = fma(Vec(-5.70498872745e-3F), z2, Vec(2.06390887954e-2F));
   p = fma(p, z2, Vec(-5.37397155531e-2F));
@@ -177,7 +178,8 @@ inline ValueAndGrad squared_relu(const Vec& x) {
 template <ActPrecision kPrecision>
 ValueAndGrad logistic(const Vec& x) {
   const Sigmoid<kPrecision> sigma(exp_neg<kPrecision>(clamp_high(clamp_low(x, -kExpBound), kExpBound)));
-  const Vec s = Vec::blendv(sigma.s, Vec(0.F), x < Vec(-kExpBound)), c = Vec::blendv(sigma.c, Vec(0.F), x > Vec(kExpBound));
+  const Vec s = Vec::blendv(sigma.s, Vec(0.F), x < Vec(-kExpBound)),
+            c = Vec::blendv(sigma.c, Vec(0.F), x > Vec(kExpBound));
   return {s, s * c};
 }
 

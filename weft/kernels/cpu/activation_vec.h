@@ -75,7 +75,9 @@ void act_backward_column_sums(const ActCall& c, const ActParams& params, int64_t
   constexpr int64_t kParts = is_gated(kKind) ? 2 : 1;
   const T* x = static_cast<const T*>(c.x) + row * c.columns * kParts;
   T* dx = static_cast<T*>(c.out) + row * c.columns * kParts;
-  const auto add = [&](int64_t i, const Vec& v, auto count) { write(c.column_sums + i, read(c.column_sums + i, count) + v, count); };
+  const auto add = [&](int64_t i, const Vec& v, auto count) {
+    write(c.column_sums + i, read(c.column_sums + i, count) + v, count);
+  };
   for_each_vector(c.columns, [&](int64_t i, auto count) {
     Vec sum_a(0.F), sum_b(0.F);
 #pragma GCC unroll 4

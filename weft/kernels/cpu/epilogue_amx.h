@@ -82,15 +82,15 @@ constexpr int kMaxAddends = 3;
 struct EpilogueArgs {
   int64_t rows = 0, columns = 0;  // of the product
   int64_t half = 0;               // gated: columns of a and of b
-  int64_t full_panel_limit = 0;              // panels beyond this column are not whole
+  int64_t full_panel_limit = 0;   // panels beyond this column are not whole
   float scale = 1;
   const float* bias = nullptr;  // padded with 32 values
   MatrixView out, pre_act, act_input, act_output;
   std::array<MatrixView, kMaxAddends> addends;  // the first `num_addends` of them
   int num_addends = 0;
-  float* column_sums = nullptr;                      // of this thread; padded likewise
-  Bf16* packed_transpose = nullptr;                      // outᵀ in tiles; all squares are whole then
-  Bf16* transpose_scratch = nullptr;                       // two squares of this thread, where rows wait for it
+  float* column_sums = nullptr;                     // of this thread; padded likewise
+  Bf16* packed_transpose = nullptr;                 // outᵀ in tiles; all squares are whole then
+  Bf16* transpose_scratch = nullptr;                // two squares of this thread, where rows wait for it
   int64_t prefetch_rows = 0, prefetch_columns = 0;  // from a square to the one after it
   ActParams act{Act{}};
   RowFunction row = nullptr;
@@ -164,7 +164,8 @@ template <ActKind kKind>
 void act_grad_row(const EpilogueArgs& w, const float* c, int64_t row, int64_t column) {
   const __m512 scale = _mm512_set1_ps(w.scale);
   const int64_t left = w.columns - column;
-  const __m512 x0 = load16(w.act_input, row, column, lane_mask(left)), x1 = load16(w.act_input, row, column + 16, lane_mask(left - 16));
+  const __m512 x0 = load16(w.act_input, row, column, lane_mask(left)),
+               x1 = load16(w.act_input, row, column + 16, lane_mask(left - 16));
   prefetch_ahead(w, w.act_input, row, column, kBlockDim);
   const auto [f0, s0] = act_value_and_grad<kKind>(x0, w.act);
   const auto [f1, s1] = act_value_and_grad<kKind>(x1, w.act);
@@ -232,7 +233,8 @@ template <Store kStore>
     _mm512_storeu_si512(p, v);
 }
 
-/// v = act(scale·P + bias) + addends. `pre_act` has the layout of `out`; addends are squares, or have rows of one length.
+/// v = act(scale·P + bias) + addends. `pre_act` has the layout of `out`; addends are squares, or have rows of one
+/// length.
 template <int kKind, bool kKeepPreAct, int kNumAddends, Store kStore, bool kBlockedAddends = false>
 class ValueRows {
  public:
@@ -301,7 +303,7 @@ class GatedRows {
       a_.p += a_.step;
     }
     store_line<kStore>(out_.p, pack_bf16(gated_value<kKind, ActPrecision::bfloat16>(a0, b0, *act_),
-                                  gated_value<kKind, ActPrecision::bfloat16>(a1, b1, *act_)));
+                                         gated_value<kKind, ActPrecision::bfloat16>(a1, b1, *act_)));
     out_.p += out_.step;
   }
   void end(const EpilogueArgs&, int64_t, int64_t) {}
@@ -319,12 +321,17 @@ inline void store_transposed_tiles(const EpilogueArgs& w, const Bf16* rows, int6
   pack_pair<true, true>(rows, kBlockDim, w.packed_transpose + block * 2 * kTileElems);
 }
 
-/// v = P·act'(act_input), with act(act_input) and the sums of the columns beside it. All matrices have rows of one length.
+/// v = P·act'(act_input), with act(act_input) and the sums of the columns beside it. All matrices have rows of one
+/// length.
 template <ActKind kKind, bool kKeepActOutput, Store kStore>
 class ActGradRows {
  public:
   ActGradRows(const EpilogueArgs& w, int64_t row, int64_t column)
-      : out_(w.out.at(row, column)), x_(w.act_input.at(row, column)), transpose_scratch_(w.transpose_scratch), step_(w.out.ld * 2), act_(&w.act) {
+      : out_(w.out.at(row, column)),
+        x_(w.act_input.at(row, column)),
+        transpose_scratch_(w.transpose_scratch),
+        step_(w.out.ld * 2),
+        act_(&w.act) {
     if constexpr (kKeepActOutput) act_output_ = w.act_output.at(row, column);
     prefetch_offset_ = (w.prefetch_rows * w.act_input.ld + w.prefetch_columns) * 2;
   }
@@ -372,10 +379,10 @@ class GatedActGradRows {
     prefetch_offset_ = (w.prefetch_rows * w.act_input.ld + w.prefetch_columns) * w.act_input.element_size();
   }
   [[gnu::always_inline]] void row(const float* c) {
-    const auto g0 =
-        gated_value_and_grads<kKind, ActPrecision::bfloat16>(_mm512_load_ps(c), load_bf16(act_input_.p), load_bf16(act_input_.p + input_b_offset_), *act_);
-    const auto g1 = gated_value_and_grads<kKind, ActPrecision::bfloat16>(_mm512_load_ps(c + 256), load_bf16(act_input_.p + 32),
-                                                        load_bf16(act_input_.p + input_b_offset_ + 32), *act_);
+    const auto g0 = gated_value_and_grads<kKind, ActPrecision::bfloat16>(
+        _mm512_load_ps(c), load_bf16(act_input_.p), load_bf16(act_input_.p + input_b_offset_), *act_);
+    const auto g1 = gated_value_and_grads<kKind, ActPrecision::bfloat16>(
+        _mm512_load_ps(c + 256), load_bf16(act_input_.p + 32), load_bf16(act_input_.p + input_b_offset_ + 32), *act_);
     _mm_prefetch(act_input_.p + prefetch_offset_, _MM_HINT_T0);
     _mm_prefetch(act_input_.p + prefetch_offset_ + input_b_offset_, _MM_HINT_T0);
     act_input_.p += act_input_.step;
@@ -417,7 +424,8 @@ class GatedActGradRows {
 template <bool kAccumulate>
 class WgradRows {
  public:
-  WgradRows(const EpilogueArgs& w, int64_t row, int64_t column) : out_(w.out, row, column), scale_(_mm512_set1_ps(w.scale)) {
+  WgradRows(const EpilogueArgs& w, int64_t row, int64_t column)
+      : out_(w.out, row, column), scale_(_mm512_set1_ps(w.scale)) {
     prefetch_offset_ = (w.prefetch_rows * w.out.ld + w.prefetch_columns) * 4;
   }
   [[gnu::always_inline]] void row(const float* c) {
@@ -504,9 +512,11 @@ struct KernelVariant {
   bool operator==(const KernelVariant&) const = default;
 };
 
-inline KernelVariant select_variant(const EpilogueArgs& w, const std::optional<Act>& act, const std::optional<Act>& act_grad) {
+inline KernelVariant select_variant(const EpilogueArgs& w, const std::optional<Act>& act,
+                                    const std::optional<Act>& act_grad) {
   const bool plain = !act && !act_grad && !w.pre_act.data && !w.column_sums;
-  if (plain && w.out.dtype == at::kFloat && !w.bias && (w.num_addends == 0 || (w.num_addends == 1 && w.addends[0].data == w.out.data)))
+  if (plain && w.out.dtype == at::kFloat && !w.bias &&
+      (w.num_addends == 0 || (w.num_addends == 1 && w.addends[0].data == w.out.data)))
     return {.kind = KernelVariant::wgrad, .num_addends = w.num_addends};
   const bool gated = (act && act->gated()) || (act_grad && act_grad->gated());
   bool unmasked = w.scale == 1 || !(gated || act_grad);
@@ -516,9 +526,14 @@ inline KernelVariant select_variant(const EpilogueArgs& w, const std::optional<A
   for (const auto* p : {&w.out, &w.pre_act, &w.act_output, &w.act_input}) check_view(*p);
   const bool blocked_addends = w.num_addends > 0 && w.addends[0].blocks_per_column > 0;
   for (int i = 0; i < w.num_addends; ++i)
-    unmasked = unmasked && w.addends[i].dtype == at::kBFloat16 && w.addends[i].ld == w.addends[0].ld && (w.addends[i].blocks_per_column > 0) == blocked_addends;
+    unmasked = unmasked && w.addends[i].dtype == at::kBFloat16 && w.addends[i].ld == w.addends[0].ld &&
+               (w.addends[i].blocks_per_column > 0) == blocked_addends;
   if (!unmasked) return {};
-  if (plain) return {.kind = KernelVariant::value, .num_addends = w.num_addends, .blocked_addends = blocked_addends, .store = w.out.store};
+  if (plain)
+    return {.kind = KernelVariant::value,
+            .num_addends = w.num_addends,
+            .blocked_addends = blocked_addends,
+            .store = w.out.store};
   if ((!act && !act_grad) || w.num_addends > 0 || (act_grad && w.bias) || (act && w.column_sums)) return {};
   // All results of a row are stored alike, so each of them has to be aligned.
   const auto non_temporal = [](const MatrixView& p) { return !p.data || p.store == Store::non_temporal; };
@@ -534,18 +549,19 @@ constexpr bool has_fast_path(ActKind kind) {
 
 /// Calls run with the rows of an activation, or of its slope.
 template <class Fn>
-void with_activation(const KernelVariant& variant, const EpilogueArgs& w, const std::optional<Act>& act, bool act_grad, Fn&& run) {
+void with_activation(const KernelVariant& variant, const EpilogueArgs& w, const std::optional<Act>& act, bool act_grad,
+                     Fn&& run) {
   const auto value = [&]<ActKind kKind, Store kStore>() {
     constexpr int k = static_cast<int>(kKind);
     if (act_grad)
       return w.act_output.data ? run.template operator()<ActGradRows<kKind, true, kStore>>()
-                          : run.template operator()<ActGradRows<kKind, false, kStore>>();
+                               : run.template operator()<ActGradRows<kKind, false, kStore>>();
     w.pre_act.data ? run.template operator()<ValueRows<k, true, 0, kStore>>()
-               : run.template operator()<ValueRows<k, false, 0, kStore>>();
+                   : run.template operator()<ValueRows<k, false, 0, kStore>>();
   };
   const auto gated = [&]<ActKind kKind, Store kStore>() {
     act_grad ? run.template operator()<GatedActGradRows<kKind, kStore>>()
-          : run.template operator()<GatedRows<kKind, kStore>>();
+             : run.template operator()<GatedRows<kKind, kStore>>();
   };
   const auto any = [&]<ActKind kKind, Store kStore>() {
     if constexpr (is_gated(kKind))
@@ -557,17 +573,18 @@ void with_activation(const KernelVariant& variant, const EpilogueArgs& w, const 
   with_kind(act->kind, [&](auto kind) {
     if constexpr (has_fast_path(kind))
       variant.store == Store::non_temporal ? any.template operator()<kind, Store::non_temporal>()
-                                  : any.template operator()<kind, Store::cached>();
+                                           : any.template operator()<kind, Store::cached>();
   });
 }
 
 /// Calls run with the class of rows of a form; `kFewVariants` leaves out the activations and more than one addend.
 template <bool kFewVariants, class Fn>
-void with_row_kernel(const KernelVariant& variant, const EpilogueArgs& w, const std::optional<Act>& act, const std::optional<Act>& act_grad,
-               Fn&& run) {
+void with_row_kernel(const KernelVariant& variant, const EpilogueArgs& w, const std::optional<Act>& act,
+                     const std::optional<Act>& act_grad, Fn&& run) {
   const auto with_layout = [&]<int kNumAddends, bool kBlockedAddends>() {
-    variant.store == Store::non_temporal ? run.template operator()<ValueRows<-1, false, kNumAddends, Store::non_temporal, kBlockedAddends>>()
-                                : run.template operator()<ValueRows<-1, false, kNumAddends, Store::cached, kBlockedAddends>>();
+    variant.store == Store::non_temporal
+        ? run.template operator()<ValueRows<-1, false, kNumAddends, Store::non_temporal, kBlockedAddends>>()
+        : run.template operator()<ValueRows<-1, false, kNumAddends, Store::cached, kBlockedAddends>>();
   };
   const auto value = [&]<int kNumAddends>() {
     if constexpr (!kFewVariants && kNumAddends > 0)
@@ -575,13 +592,15 @@ void with_row_kernel(const KernelVariant& variant, const EpilogueArgs& w, const 
     with_layout.template operator()<kNumAddends, false>();
   };
   if (variant.kind == KernelVariant::wgrad)
-    return variant.num_addends ? run.template operator()<WgradRows<true>>() : run.template operator()<WgradRows<false>>();
+    return variant.num_addends ? run.template operator()<WgradRows<true>>()
+                               : run.template operator()<WgradRows<false>>();
   if (variant.kind == KernelVariant::value && variant.num_addends == 0) return value.template operator()<0>();
   if (variant.kind == KernelVariant::value && variant.num_addends == 1) return value.template operator()<1>();
   if constexpr (!kFewVariants) {
     if (variant.kind == KernelVariant::value && variant.num_addends == 2) return value.template operator()<2>();
     if (variant.kind == KernelVariant::value && variant.num_addends == 3) return value.template operator()<3>();
-    if (variant.kind == KernelVariant::activation) return with_activation(variant, w, act ? act : act_grad, act_grad.has_value(), run);
+    if (variant.kind == KernelVariant::activation)
+      return with_activation(variant, w, act ? act : act_grad, act_grad.has_value(), run);
   }
   run.template operator()<GenericRows>();
 }

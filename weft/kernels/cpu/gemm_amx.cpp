@@ -1,6 +1,6 @@
 #include <thread>
 
-#include "weft/kernels/cpu/product_amx.h"
+#include "weft/kernels/cpu/gemm_tensors_amx.h"
 #include "weft/kernels/tiers.h"
 
 namespace weft::kernels::CPU_CAPABILITY {
@@ -9,8 +9,9 @@ namespace {
 /// The memory of tiles that somebody else has made of `m`.
 const Bf16* checked_packed_data(const at::Tensor& packed_a, const Operand& m) {
   const std::array<int64_t, 4> sizes{m.panels(), 2 * k_steps_of(m), 16, kKStep};
-  TORCH_CHECK_VALUE(packed_a.sizes() == at::IntArrayRef(sizes) && packed_a.is_contiguous(), "gemm: the left factor has ",
-                    m.extent, " rows of ", m.k, " values, its tiles have shape ", packed_a.sizes(), ".");
+  TORCH_CHECK_VALUE(packed_a.sizes() == at::IntArrayRef(sizes) && packed_a.is_contiguous(),
+                    "gemm: the left factor has ", m.extent, " rows of ", m.k, " values, its tiles have shape ",
+                    packed_a.sizes(), ".");
   return reinterpret_cast<const Bf16*>(packed_a.const_data_ptr());
 }
 
@@ -54,7 +55,9 @@ class AmxGemm {
     if (e_.b_is_weight && !streamed_is_a_) cached = packed_if_frozen(b_, right_);
     if (cached) return cached;
     const auto resident_panels = resident().panels();
-    const bool several = choose_blocking(streamed().panels(), resident_panels, streamed().k, max_resident_panels_).resident * threads_ < resident_panels;
+    const bool several =
+        choose_blocking(streamed().panels(), resident_panels, streamed().k, max_resident_panels_).resident * threads_ <
+        resident_panels;
     return several ? pack_temporary(streamed()) : nullptr;
   }
 
@@ -73,11 +76,14 @@ class AmxGemm {
     args.column_sums = e_.keep_column_sums ? sums : nullptr;
     if (args.packed_transpose) args.transpose_scratch = Scratch::current().transpose_scratch;
     const auto variant = select_variant(args, e_.act, e_.act_grad);
-    const int64_t resident_panels = resident().panels(), unit = streamed().panels_per_unit(), streamed_units = streamed().panels() / unit;
+    const int64_t resident_panels = resident().panels(), unit = streamed().panels_per_unit(),
+                  streamed_units = streamed().panels() / unit;
     const bool split_resident = resident_panels >= threads_;
     const auto split_point = [&](int64_t all, bool split, int i) { return split ? all * (t + i) / threads_ : all * i; };
-    const int64_t n0 = split_point(streamed_units, !split_resident, 0) * unit, n1 = split_point(streamed_units, !split_resident, 1) * unit;
-    const int64_t f0 = split_point(resident_panels, split_resident, 0), f1 = split_point(resident_panels, split_resident, 1);
+    const int64_t n0 = split_point(streamed_units, !split_resident, 0) * unit,
+                  n1 = split_point(streamed_units, !split_resident, 1) * unit;
+    const int64_t f0 = split_point(resident_panels, split_resident, 0),
+                  f1 = split_point(resident_panels, split_resident, 1);
     const auto blocking = choose_blocking(n1 - n0, f1 - f0, streamed().k, max_resident_panels_);
     for (int64_t f = f0; f < f1; f += blocking.resident) {
       ResidentPanels block(blocking);

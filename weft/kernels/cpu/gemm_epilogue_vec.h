@@ -52,8 +52,9 @@ void act_row(const EpilogueRow& r, const ActParams& params) {
       r.finish(y, gated_value<kKind>(r.pre_activation(a, count), r.pre_activation(b, count), params), count);
     });
   } else {
-    for_each_vector(r.call.columns,
-                [&](int64_t i, auto count) { r.finish(i, act_value<kKind>(r.pre_activation(i, count), params), count); });
+    for_each_vector(r.call.columns, [&](int64_t i, auto count) {
+      r.finish(i, act_value<kKind>(r.pre_activation(i, count), params), count);
+    });
   }
 }
 
@@ -62,8 +63,8 @@ void act_grad_row(const EpilogueRow& r, const ActParams& params) {
   const auto& call = r.call;
   if constexpr (is_gated(kKind)) {
     for_each_gated(*call.act_grad, call.columns, [&](int64_t a, int64_t b, int64_t y, auto count) {
-      const auto g =
-          gated_value_and_grads<kKind>(r.pre_activation(y, count), r.get(call.act_input, a, count), r.get(call.act_input, b, count), params);
+      const auto g = gated_value_and_grads<kKind>(r.pre_activation(y, count), r.get(call.act_input, a, count),
+                                                  r.get(call.act_input, b, count), params);
       if (call.act_output) r.put(call.act_output, y, g.value, count);
       r.finish(a, g.da, count);
       r.finish(b, g.db, count);
@@ -95,7 +96,8 @@ static void apply_epilogue(const EpilogueCall& call, int64_t begin, int64_t end)
   });
 }
 
-static void small_gemm(at::ScalarType dtype, const StridedMatrix& a, const StridedMatrix& b, float* scratch, const RowMajorView& p) {
+static void small_gemm(at::ScalarType dtype, const StridedMatrix& a, const StridedMatrix& b, float* scratch,
+                       const RowMajorView& p) {
   with_dtype(dtype, [&](auto t) {
     for_each_small_row<decltype(t)>(a, b, scratch, [&](int64_t i, int64_t j, const Vec& sum, auto count) {
       write(static_cast<float*>(p.data) + i * p.ld + j, sum, count);

@@ -1,5 +1,5 @@
-#include "weft/kernels/cpu/grouped_left_amx.h"
-#include "weft/kernels/cpu/product_amx.h"
+#include "weft/kernels/cpu/gemm_tensors_amx.h"
+#include "weft/kernels/cpu/unpacked_weight_amx.h"
 #include "weft/kernels/tiers.h"
 
 namespace weft::kernels::CPU_CAPABILITY {
@@ -25,7 +25,8 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 /// The panels of all groups, laid out in a row by cost and cut into equal parts for the threads: run(g, begin, end) for
 /// those that start within the part of thread t. `cost(g)` is that of each of a group's `panels` panels; 0: no work.
 template <class Cost, class Fn>
-void partition_by_cost(const GroupOffsets& offsets, int64_t panels, int t, int threads, const Cost& cost, const Fn& run) {
+void partition_by_cost(const GroupOffsets& offsets, int64_t panels, int t, int threads, const Cost& cost,
+                       const Fn& run) {
   int64_t total = 0;
   for (int64_t g = 0; g < offsets.groups(); ++g) total += cost(g) * panels;
   const auto from = total / threads * t + total % threads * t / threads;
@@ -52,7 +53,8 @@ ResidentPanels& resident_panels(const Blocking& blocking) {
 }
 
 /// Near panels `begin` to `end` of one group against all of `resident`.
-void multiply_panels(const Operand& streamed, const Operand& resident, const EpilogueArgs& args, int64_t begin, int64_t end) {
+void multiply_panels(const Operand& streamed, const Operand& resident, const EpilogueArgs& args, int64_t begin,
+                     int64_t end) {
   static const Epilogue none;
   const auto variant = select_variant(args, {}, {});
   const auto blocking = choose_blocking(end - begin, resident.panels(), streamed.k);
@@ -79,7 +81,9 @@ class GroupedGemm {
       : offsets_(offsets), call_(call), n_(call.transposed ? call.w.rows() : call.w.columns()), k_(call.x.sizes()[1]) {}
 
   /// Rows of the bias that are scaled need sums over all of k at once.
-  static bool supports(const GroupedGemmCall& call) { return !call.scales.defined() || call.x.sizes()[1] <= kMaxUnpackedK; }
+  static bool supports(const GroupedGemmCall& call) {
+    return !call.scales.defined() || call.x.sizes()[1] <= kMaxUnpackedK;
+  }
 
   void run() const {
     const int threads = thread_count();
@@ -97,7 +101,8 @@ class GroupedGemm {
 
   /// Panels of W of one group.
   void group(UnpackedWeightMultiplier& multiplier, int64_t g, int64_t begin, int64_t end) const {
-    const bool unpacked = call_.transposed && k_ <= kMaxUnpackedK && (offsets_.rows(g) <= kMaxUnpackedRows || call_.scales.defined());
+    const bool unpacked =
+        call_.transposed && k_ <= kMaxUnpackedK && (offsets_.rows(g) <= kMaxUnpackedRows || call_.scales.defined());
     if (!unpacked) return multiply_packed(g, begin, end);
     const auto p = unpacked_gemm(g);
     multiplier.run(p, begin * 2, std::min(end * 2, p.tiles()));

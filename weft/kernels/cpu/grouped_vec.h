@@ -28,7 +28,8 @@ void group_gemm_typed(const StridedMatrix& a, const StridedMatrix& b, float* scr
   });
 }
 
-static void group_gemm(at::ScalarType dtype, const StridedMatrix& a, const StridedMatrix& b, float* scratch, const GroupOutput& to) {
+static void group_gemm(at::ScalarType dtype, const StridedMatrix& a, const StridedMatrix& b, float* scratch,
+                       const GroupOutput& to) {
   with_dtype(dtype, [&](auto t) {
     with_dtype(to.out.dtype, [&](auto o) { group_gemm_typed<decltype(t), decltype(o)>(a, b, scratch, to); });
   });

@@ -25,15 +25,15 @@ struct ActCall {
   const void* dy = nullptr;
   const float* scales = nullptr;  // a factor for each row: of act(x), or of dy
   float* ds = nullptr;            // Σ_columns dy·act(x), for each row
-  float* column_sums = nullptr;          // Σ_rows dx is added, for each column of x
+  float* column_sums = nullptr;   // Σ_rows dx is added, for each column of x
 };
 struct ActLoops {
   void (*forward)(const ActCall& call, int64_t begin, int64_t end);
   void (*backward)(const ActCall& call, int64_t begin, int64_t end);
 };
 
-/// One row is `columns` values. With `centered` a layer norm, else the mean is 0: an RMS norm, or without gamma and with
-/// divisor 1 an L2 norm.
+/// One row is `columns` values. With `centered` a layer norm, else the mean is 0: an RMS norm, or without gamma and
+/// with divisor 1 an L2 norm.
 struct NormCall {
   int64_t columns = 0;
   double divisor = 1, eps = 0;  // rstd = 1/√(Σ(x - mean)²/divisor + eps)
@@ -45,7 +45,7 @@ struct NormCall {
   float *mean = nullptr, *rstd = nullptr;  // written by forward if there, read by backward
   at::ScalarType dy_dtype = at::kFloat, addend_dtype = at::kFloat;
   const void *dy = nullptr, *addend = nullptr;  // dx = … + addend
-  float *dgamma = nullptr, *dbeta = nullptr;  // sums over rows are added
+  float *dgamma = nullptr, *dbeta = nullptr;    // sums over rows are added
 };
 struct NormLoops {
   void (*forward)(const NormCall& call, int64_t begin, int64_t end);
@@ -84,8 +84,8 @@ struct RowLoops {
   void (*sum_terms)(const SumCall& call, int64_t begin, int64_t end);
 };
 
-/// What an `Epilogue` (kernels/gemm.h) asks for a block of rows of the product; `product` may lie where `pre_act` or `out`
-/// is to be written.
+/// What an `Epilogue` (kernels/gemm.h) asks for a block of rows of the product; `product` may lie where `pre_act` or
+/// `out` is to be written.
 struct EpilogueCall {
   int64_t columns = 0;  // of the product
   RowMajorView product;
@@ -107,7 +107,8 @@ struct StridedMatrix {
 struct EpilogueLoops {
   void (*apply)(const EpilogueCall& call, int64_t begin, int64_t end);
   /// p = A B for few values: p is float32 [A.rows, B.columns], `scratch` as large as B.
-  void (*small_gemm)(at::ScalarType dtype, const StridedMatrix& a, const StridedMatrix& b, float* scratch, const RowMajorView& p);
+  void (*small_gemm)(at::ScalarType dtype, const StridedMatrix& a, const StridedMatrix& b, float* scratch,
+                     const RowMajorView& p);
 };
 
 /// Some rows of a group (kernels/grouped.h): a bias, one row, and a factor for each row, `scales.ld` values apart.
@@ -122,7 +123,8 @@ struct GroupOutput {
 };
 struct GroupLoops {
   /// A B for few values; `scratch` is as large as B.
-  void (*gemm)(at::ScalarType dtype, const StridedMatrix& a, const StridedMatrix& b, float* scratch, const GroupOutput& to);
+  void (*gemm)(at::ScalarType dtype, const StridedMatrix& a, const StridedMatrix& b, float* scratch,
+               const GroupOutput& to);
   /// out_j = Σ_i s_i·x_ij, for columns `begin` to `end`.
   void (*sum_rows)(const GroupRows& group, const RowMajorView& out, int64_t begin, int64_t end);
   /// out_i = Σ_j x_ij·b_j, for rows `begin` to `end`.

@@ -21,9 +21,11 @@ struct Operand {
   bool k_contiguous = true;
   int64_t half = 0;              // right, gated: panels come in pairs, 32 columns of a and the same 32 of b
   const Bf16* packed = nullptr;  // all of it in tiles already, panel behind panel
-  Bf16* second_dst = nullptr;          // where tiles go in the same order as they are packed, past the caches
+  Bf16* second_dst = nullptr;    // where tiles go in the same order as they are packed, past the caches
 
-  int64_t panels() const { return half ? (half + kBlockDim - 1) / kBlockDim * 2 : (extent + kBlockDim - 1) / kBlockDim; }
+  int64_t panels() const {
+    return half ? (half + kBlockDim - 1) / kBlockDim * 2 : (extent + kBlockDim - 1) / kBlockDim;
+  }
   /// Panels that one thread has to multiply.
   int64_t panels_per_unit() const { return half ? 2 : 1; }
   /// From the start of the packed operand to a panel, at k0.
@@ -163,7 +165,8 @@ void pack_panel(const Operand& m, int64_t p, int64_t k0, int steps, Bf16* dst) {
     Bf16* second_dst = m.second_dst ? m.second_dst + m.packed_offset(p / kBlockDim, k0) : nullptr;
     const auto tile = [&](int s, int count, int ks) {
       const int offset = (2 * s + h) * kTileElems;
-      pack_tile<kLeft, kAlongK>(src + s * next, m.ld, count, ks, dst + offset, second_dst ? second_dst + offset : nullptr);
+      pack_tile<kLeft, kAlongK>(src + s * next, m.ld, count, ks, dst + offset,
+                                second_dst ? second_dst + offset : nullptr);
     };
     int s = 0;
     if (rows == 16)

@@ -21,7 +21,7 @@ void add_rows_typed(const T* x, int64_t columns, float* sums, int64_t begin, int
   for (; row < end; ++row) {
     const T* p = x + row * columns;
     for_each_vector(columns,
-                [&](int64_t i, auto count) { write(sums + i, read(sums + i, count) + read(p + i, count), count); });
+                    [&](int64_t i, auto count) { write(sums + i, read(sums + i, count) + read(p + i, count), count); });
   }
 }
 

@@ -9,9 +9,9 @@ namespace weft::kernels::CPU_CAPABILITY {
 
 using Bf16 = uint16_t;
 
-constexpr int kTileElems = 512;     // bfloat16 values in a tile: 16 rows of 32
-constexpr int kKStep = 32;      // what one tile product takes off the reduction
-constexpr int kBlockDim = 32;     // rows or columns of the product that two tiles cover
+constexpr int kTileElems = 512;    // bfloat16 values in a tile: 16 rows of 32
+constexpr int kKStep = 32;         // what one tile product takes off the reduction
+constexpr int kBlockDim = 32;      // rows or columns of the product that two tiles cover
 constexpr int kBlockElems = 1024;  // float32 values of a 32 x 32 square of the product: four tiles of 16 x 16
 
 /// All eight tiles at full size while it lives; one per thread. Smaller operands are padded with zeros.
@@ -74,10 +74,11 @@ template <bool kKeepA, bool kKeepB>
 }
 
 /// C (+)= A B for one 32 x 32 square over `steps` steps. A and B are panels of packed tiles, two tiles a step. The
-/// operand that the caller walks along (`kStreamedIsA`: A) is used again at once, so its first `kL1Steps` steps stay in L1;
-/// everything else is loaded past it. `per_step(step)` runs under the products of each step.
+/// operand that the caller walks along (`kStreamedIsA`: A) is used again at once, so its first `kL1Steps` steps stay in
+/// L1; everything else is loaded past it. `per_step(step)` runs under the products of each step.
 template <bool kStreamedIsA, class PerStep>
-[[gnu::always_inline]] inline void gemm_microkernel(const Bf16* a, const Bf16* b, int steps, float* c, bool accumulate, PerStep&& per_step) {
+[[gnu::always_inline]] inline void gemm_microkernel(const Bf16* a, const Bf16* b, int steps, float* c, bool accumulate,
+                                                    PerStep&& per_step) {
   constexpr int kL1Steps = 18;
   if (accumulate) {
     _tile_stream_loadd(0, c, 64);
@@ -91,7 +92,8 @@ template <bool kStreamedIsA, class PerStep>
     _tile_zero(3);
   }
   int i = 0;
-  for (const int l1_steps = steps < kL1Steps ? steps : kL1Steps; i < l1_steps; ++i, a += 2 * kTileElems, b += 2 * kTileElems) {
+  for (const int l1_steps = steps < kL1Steps ? steps : kL1Steps; i < l1_steps;
+       ++i, a += 2 * kTileElems, b += 2 * kTileElems) {
     microkernel_step<kStreamedIsA, !kStreamedIsA>(a, b);
     per_step(i);
   }

@@ -78,8 +78,8 @@ GemmResult gemm(const at::Tensor& a, const at::Tensor& b, Epilogue e) {
     r.out = e.out;
     return r;
   }
-  if (plain && !e.keep_pre_act && !e.bias.defined() && e.addend.defined() && e.addend.scalar_type() == a.scalar_type() &&
-      dtype == a.scalar_type()) {
+  if (plain && !e.keep_pre_act && !e.bias.defined() && e.addend.defined() &&
+      e.addend.scalar_type() == a.scalar_type() && dtype == a.scalar_type()) {
     r.out = at::addmm(e.addend, a, b, 1, e.scale);
     return r;
   }

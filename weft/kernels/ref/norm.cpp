@@ -91,7 +91,8 @@ L2NormForward l2_norm_forward(const at::Tensor& x, double eps) {
   return {as_dtype(at::mul(values, rnorm), x.scalar_type()), std::move(rnorm)};
 }
 
-at::Tensor l2_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rnorm, const at::Tensor& addend) {
+at::Tensor l2_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rnorm,
+                            const at::Tensor& addend) {
   const auto values = to_opmath(x), grad = as_dtype(dy, rnorm.scalar_type());
   const auto projection = at::sum(at::mul(values, grad), -1, /*keepdim=*/true).mul_(rnorm).mul_(rnorm).mul_(rnorm);
   return finish(at::mul(grad, rnorm).addcmul_(values, projection, -1), addend, x);

@@ -1,0 +1,210 @@
+"""Calls through the dispatcher, for torch.compile, torch.export, fake tensors and dispatch modes.
+
+In eager mode a module passes its pipeline to C++ directly. Under a compiler or a ``TorchDispatchMode`` (selective
+checkpointing, FLOP counting, make_fx) the same pipeline is one call of ``weft::pipeline_forward`` with the pipeline's
+text, which can be recorded; its gradient is ``weft::pipeline_backward``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from . import _C
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
+_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPES}
+
+# Modules by number: a compiler takes a number for a constant where it would not take a module.
+_module_ids = itertools.count()
+_modules_by_id: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()
+
+
+def register_module(module: torch.nn.Module) -> None:
+    """Gives a module the number under which a compiler finds what it consists of."""
+    module_id = next(_module_ids)
+    object.__setattr__(module, "_module_id", module_id)
+    _modules_by_id[module_id] = module
+
+
+def _segments_as_constants(module_id: int, version: int):
+    """The segments of a module as constants: text or None, paths and names of parameters, paths of the operations that
+    differ in evaluation, sources, targets. `version` changes with them, so that the compiler asks again."""
+    return _modules_by_id[module_id]._traced_segments()
+
+
+# torch.compiler.assume_constant_result(_segments_as_constants), without importing the compiler, which takes a second.
+_segments_as_constants._dynamo_marked_constant = True
+
+
+def applies(module: torch.nn.Module, x: Any) -> bool:
+    """Whether a call goes through the dispatcher: it is compiled, x is fake or a dispatch mode is active; no operation
+    below is written in Python, and no weight gradient bypasses autograd, which a compiler would take for dead code.
+    A dispatch mode sees a main_grad as a mutated argument; delayed gradients it would not see."""
+    compiling = torch.compiler.is_compiling()
+    observed = compiling or _C.dispatch_mode_active()
+    if not observed and type(x).__name__ != "FakeTensor":
+        return False
+    differentiates = observed and torch.is_grad_enabled() and not torch.compiler.is_exporting()
+    for child in module.modules():
+        if getattr(child, "_written_in_python", False):
+            return False
+        if differentiates and getattr(child, "_wgrad_bypasses_autograd" if compiling else "_delays_wgrad", False):
+            return False
+    return True
+
+
+def run(module: torch.nn.Module, x: torch.Tensor, extra_inputs: tuple[torch.Tensor, ...]):
+    """Calls a module through the dispatcher. Traced by the compiler, so it stays with what one can trace."""
+    channels: dict[str, torch.Tensor] = {}
+    returned: list[torch.Tensor] = []
+    next_extra = 0
+    version = 0
+    for child in module.modules():
+        version += getattr(child, "_description_version", 0)
+    for text, slots, modes, sources, targets in _segments_as_constants(module._module_id, version):
+        inputs = []
+        for source in sources:
+            if source is None:
+                inputs.append(extra_inputs[next_extra])
+                next_extra += 1
+            else:
+                inputs.append(channels[source])
+        if text is None:
+            result = module.get_submodule(slots[0][0])(x, *inputs)
+            outputs = list(result) if targets else [result]
+        else:
+            params = [getattr(module.get_submodule(path), name) for path, name in slots]
+            eval_mask = sum(1 << bit for bit, path in enumerate(modes) if not module.get_submodule(path).training)
+            outputs = _call(x, params, inputs, text, eval_mask)[: 1 + len(targets)]
+        x = outputs[0]
+        for (channel, to_caller), tensor in zip(targets, outputs[1:], strict=True):
+            if to_caller:
+                returned.append(tensor)
+            if channel is not None:
+                channels[channel] = tensor
+    return (x, *returned) if returned else x
+
+
+def _call(x: torch.Tensor, params: list[torch.Tensor], extras: list[torch.Tensor], text: str, eval_mask: int):
+    device = x.device.type
+    autocast = "none"
+    if torch.is_autocast_enabled(device):
+        autocast = f'"{_NAMES[torch.get_autocast_dtype(device)]}"'
+    grad = torch.is_grad_enabled()
+    inputs = [x, *extras, *params]
+    if not torch.compiler.is_compiling():
+        _C.check_transforms(inputs)
+    metas = [_tensor_meta(t, grad) for t in inputs]
+    call = f'{text} @call(autocast={autocast}, eval={eval_mask}, tensors="{" ".join(metas)}")'
+    return torch.ops.weft.pipeline_forward(inputs, call)
+
+
+def _tensor_meta(t: torch.Tensor, grad: bool) -> str:
+    flags = ("g" if grad and t.requires_grad else "") + ("c" if t.is_contiguous() else "")
+    return f"{t.device.type}:{_NAMES[t.dtype]}:{flags}"
+
+
+# ---- what the dispatcher needs to know about the ops ------------------------------------------------------
+
+
+def _spec(t: torch.Tensor) -> tuple[Any, torch.dtype]:
+    return tuple(t.shape), t.dtype
+
+
+@torch.library.register_fake("weft::pipeline_forward")
+def _forward_fake(inputs, text):
+    x = inputs[0]
+
+    def make(spec):
+        return x.new_empty([0]) if spec is None else x.new_empty(spec[0], dtype=spec[1])
+
+    return [make(spec) for spec in _C.infer(text, [_spec(t) for t in inputs])]
+
+
+@torch.library.register_fake("weft::pipeline_backward")
+def _backward_fake(grads, inputs_and_saved, text):
+    return [
+        torch.empty_like(t, memory_format=torch.contiguous_format) if needs_grad else t.new_empty([0])
+        for t, (_, needs_grad, _) in zip(inputs_and_saved, _C.gradients(text), strict=False)
+    ]
+
+
+@torch.library.register_fake("weft::pipeline_backward_into")
+def _backward_into_fake(grads, inputs_and_saved, params, main_grads, text):
+    found = _backward_fake(grads, inputs_and_saved, text)
+    gradient_info = zip(found, _C.gradients(text), strict=True)
+    return [grad.new_empty([0]) if accumulated else grad for grad, (_, _, accumulated) in gradient_info]
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    tensors, ctx.text = inputs
+    ctx.num_inputs, ctx.num_outputs = len(tensors), _C.num_outputs(ctx.text)
+    ctx.num_params = _C.num_params(ctx.text)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *output[ctx.num_outputs :])
+
+
+def _backward(ctx, grads):
+    needed = ctx.needs_input_grad[0]
+    needed = needed if isinstance(needed, (list, tuple)) else [needed] * ctx.num_inputs
+    tensors, gradient_info = list(ctx.saved_tensors), _C.gradients(ctx.text)
+    for (name, planned, _), need in zip(gradient_info, needed, strict=True):
+        if need and not planned:
+            raise RuntimeError(
+                f"weft: the gradient of {name} is needed, but the program was exported or compiled without it. Export "
+                "it again with gradients enabled (outside of torch.no_grad()) and with requires_grad set on that tensor"
+            )
+    grads = list(grads[: ctx.num_outputs])
+    if any(needs_grad and accumulated for _, needs_grad, accumulated in gradient_info):
+        leaves = [getattr(node, "variable", t) for t, (node, _) in zip(tensors, ctx.next_functions, strict=False)]
+        main_grads = [
+            getattr(t, "main_grad", None) for t, (*_, into) in zip(leaves, gradient_info, strict=True) if into
+        ]
+        main_grads = [t for t in main_grads if t is not None]
+        params = leaves[ctx.num_inputs - ctx.num_params :]
+        found = torch.ops.weft.pipeline_backward_into(grads, tensors, params, main_grads, ctx.text)
+    else:
+        found = torch.ops.weft.pipeline_backward(grads, tensors, ctx.text)
+    # An empty tensor stands for a gradient that main_grad has.
+    rows = zip(found, tensors, needed, strict=False)
+    return [grad if need and grad.shape == t.shape else None for grad, t, need in rows], None
+
+
+torch.library.register_autograd("weft::pipeline_forward", _backward, setup_context=_setup_context)
+
+
+def _reject_double_backward(ctx, grads):
+    raise RuntimeError(
+        "weft: differentiating twice through a pipeline is not supported. Use plain torch operations where you need "
+        "second derivatives."
+    )
+
+
+torch.library.register_autograd("weft::pipeline_backward", _reject_double_backward)
+
+
+# ---- FLOP counts of the GEMMs, as torch.utils.flop_counter counts torch's own --------------------------------------
+
+
+def _flops(shapes: list[Any], text: str) -> tuple[int, int]:
+    return _C.flops(text, [(tuple(shape), torch.float32) for shape in shapes])
+
+
+@register_flop_formula(torch.ops.weft.pipeline_forward)
+def _forward_flops(inputs, text, **_: Any) -> int:
+    return _flops(inputs, text)[0]
+
+
+@register_flop_formula(torch.ops.weft.pipeline_backward)
+def _backward_flops(grads, inputs_and_saved, text, **_: Any) -> int:
+    return _flops(inputs_and_saved[: len(_C.gradients(text))], text)[1]
+
+
+@register_flop_formula(torch.ops.weft.pipeline_backward_into)
+def _backward_into_flops(grads, inputs_and_saved, params, main_grads, text, **_: Any) -> int:
+    return _backward_flops(grads, inputs_and_saved, text)

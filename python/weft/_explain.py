@@ -1,0 +1,104 @@
+"""Which fusion ran, why another did not, what is kept for backward."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import _C
+from ._operation import FusibleOperation
+from ._sequential import Sequential
+
+
+class Explanation:
+    """The plan of one call. Print it, take its ``data``, or draw it with :meth:`save`."""
+
+    def __init__(self, sections: list[tuple[str, _C.Explanation | None]]) -> None:
+        self._sections = sections
+
+    @property
+    def data(self) -> list[dict[str, Any]]:
+        """One dictionary per pipeline or separate module, in order."""
+        return [
+            {"module": title} if section is None else {"pipeline": title, **section.data}
+            for title, section in self._sections
+        ]
+
+    @property
+    def text(self) -> str:
+        if len(self._sections) == 1 and self._sections[0][1] is not None:
+            return self._sections[0][1].text.rstrip()
+        return "\n".join(f"== {title}\n{'' if section is None else section.text}" for title, section in self._sections)
+
+    def __str__(self) -> str:
+        return self.text
+
+    __repr__ = __str__
+
+    def dot(self) -> str:
+        """Graphviz source of the picture."""
+        nodes, names = [], []
+        for i, (title, section) in enumerate(self._sections):
+            names.append(f"section{i}")
+            if section is None:
+                label = title.replace('"', "'")
+                nodes.append(f'  section{i} [label="{label}", shape=box, style=rounded, margin=0.15];')
+            else:
+                body = section.dot
+                nodes.append(body[body.index("  plan [") : body.rindex("}")].replace("  plan [", f"  section{i} [", 1))
+        edges = "" if len(names) < 2 else "  " + " -> ".join(names) + ' [color="#7a8793"];\n'
+        style = "  graph [bgcolor=white, pad=0.3];\n  node [fontname=Helvetica, fontsize=11, shape=plain];\n"
+        return "digraph weft {\n" + style + "\n".join(nodes) + "\n" + edges + "}\n"
+
+    def save(self, path: str | Path) -> Path:
+        """Draws the plan; the suffix chooses the form: .svg, .png, .pdf, or .dot for the source."""
+        path = Path(path)
+        if path.suffix == ".dot":
+            path.write_text(self.dot())
+            return path
+        if shutil.which("dot") is None:
+            raise RuntimeError("Drawing needs Graphviz's 'dot' (apt-get install graphviz), or save to a .dot file")
+        subprocess.run(
+            ["dot", f"-T{path.suffix[1:]}", "-Gdpi=110", "-o", str(path)], input=self.dot(), text=True, check=True
+        )
+        return path
+
+
+def explain(module: torch.nn.Module, *inputs: torch.Tensor) -> Explanation:
+    """Explains a call ``module(*inputs)`` of an operation or a Sequential.
+
+    It shows the forward and the backward plan, refused fusions with their reasons, copies made because of aliasing, and
+    what is kept for backward with its bytes. A Sequential of several pipelines is run once, forward, to learn what
+    reaches each of them.
+    """
+    if not inputs:
+        raise TypeError("explain() needs the inputs of a call, e.g. explain(module, x): the plan depends on them")
+    if isinstance(module, Sequential):
+        return Explanation(_explain_segments(module, *inputs))
+    if isinstance(module, FusibleOperation):
+        return Explanation([(type(module).__name__, module._current_runner(inputs[0]).explain(*inputs))])
+    raise TypeError(f"explain() takes a weft operation or Sequential, got {type(module).__name__}")
+
+
+def _explain_segments(module: Sequential, input: torch.Tensor, *extra_inputs: torch.Tensor):
+    from ._sequential import run_segments
+
+    sections: list[tuple[str, _C.Explanation | None]] = []
+
+    def record_plan(segment, x, inputs):
+        if segment.runner is None:
+            sections.append((f"{type(segment.modules[0]).__name__}, called on its own: {segment.reason}", None))
+        else:
+            title = ", ".join(type(m).__name__ for m in segment.modules)
+            sections.append((title, segment.runner.explain(x, *inputs)))
+
+    segments = module._current_segments()
+    if len(segments) == 1:
+        record_plan(segments[0], input, list(extra_inputs))
+    else:
+        run_segments(segments, input, list(extra_inputs), {}, before=record_plan)
+    return sections

@@ -1,0 +1,221 @@
+"""Python classes for the operations that are registered in C++. A class here is a row of the registry: its keywords are
+the fields of the operation, its Parameters are what the operation asks for."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from . import _C
+from ._grouped_parameters import GroupedParameters
+from ._operation import BasicOperation
+from ._process_groups import GROUP_FIELDS, group_name_and_size, named_group, resolve_parallel
+from ._wgrad import WgradModule
+
+_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float64, torch.float16, torch.bfloat16)}
+# Fields that the class fills itself; users never pass them.
+_DERIVED = {"tensor_parallel_size", "process_group_size", "fan_in"}
+
+
+class NativeOperation(BasicOperation):
+    """An operation computed in C++. Holds its description and its Parameters, nothing else."""
+
+    _native = True
+    _written_in_python = False
+    _type: str
+    __signature__: inspect.Signature
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in ("op_forward", "op_backward", "fuser_forward", "fuser_backward"):
+            if name in cls.__dict__:
+                raise TypeError(
+                    f"{cls.__name__}.{name} would never run: {cls.__mro__[1].__name__} is computed in C++. "
+                    "Derive from weft.ops.BasicOperation to write an operation in Python"
+                )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        bound = self.__signature__.bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = dict(bound.arguments)
+        device = arguments.pop("device", None)
+        tracker = arguments.pop("rng_state_tracker_function", None)
+        object.__setattr__(self, "te_keys", arguments.pop("te_keys"))
+        if "dtype" in arguments:
+            arguments["dtype"] = arguments["dtype"] or torch.get_default_dtype()
+        if isinstance(arguments.get("sm_margin"), dict):  # by stage; a CPU has no multiprocessors to leave free
+            arguments["sm_margin"] = max(arguments["sm_margin"].values(), default=0)
+        resolve_parallel(type(self).__name__, arguments)
+        object.__setattr__(self, "_tracker", tracker)
+        object.__setattr__(self, "_op", _C.make_op(self._type, {k: _to_cpp_value(v) for k, v in arguments.items()}))
+        self._make_parameters(device)
+
+    @property
+    def num_extra_inputs(self) -> int:
+        return self._op.extra_inputs
+
+    @property
+    def num_extra_outputs(self) -> int:
+        return self._op.extra_outputs
+
+    def _description(self) -> _C.Op:
+        return self._op
+
+    def _parameter_slots(self) -> list[tuple[torch.nn.Module, str]]:
+        owner = self.__dict__.get("_owner", self)  # a part of Linear reads Linear's
+        return [(owner, name) for name, *_ in self._op.params()]
+
+    def _make_parameters(self, device: torch.device | str | None) -> None:
+        for name, shape, dtype, *_ in self._op.params():
+            self.register_parameter(name, torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
+        if not on_meta(self):
+            self.reset_parameters()
+
+    def reset_parameters(self, device: torch.device | str | None = None) -> None:
+        """Initialises the Parameters, on ``device`` if given. Those on the meta device become real there, or on torch's
+        default device."""
+        initialize(self, self._op, device, self._tracker)
+
+    def _materialize(self, device: torch.device) -> None:
+        initialize(self, self._op, device, self._tracker, only_meta=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state["_op"] = self._op.fields()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        fields = state.pop("_op")
+        super().__setstate__(state)
+        object.__setattr__(self, "_op", _C.make_op(self._type, fields))
+
+    def __deepcopy__(self, memo: dict[int, Any]):
+        import copy
+
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        state = self.__getstate__()
+        keep = {key: state.pop(key) for key in ("_op", "_tracker") if key in state}
+        other.__setstate__({**copy.deepcopy(state, memo), **keep})
+        return other
+
+    def extra_repr(self) -> str:
+        return repr(self._op).partition("(")[2][:-1]
+
+
+def on_meta(module: torch.nn.Module) -> bool:
+    """Whether Parameters of `module` itself are on the meta device, where there is nothing to initialise."""
+    return any(param is not None and param.is_meta for param in module._parameters.values())
+
+
+def default_device(param: torch.Tensor) -> torch.device:
+    """Where a Parameter is initialised by default: where it is, or from the meta device on torch's default device. A
+    shard stays on the meta device until ``to_empty``, which FSDP2 asks for."""
+    return torch.get_default_device() if param.is_meta and type(param).__name__ != "DTensor" else param.device
+
+
+def empty_parameter_on(param: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
+    """A Parameter without values on `device`, with the attributes of `param`."""
+    other = torch.nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+    other.__dict__.update(param.__dict__)
+    return other
+
+
+def initialize(
+    module: torch.nn.Module,
+    op: _C.Op,
+    device: torch.device | str | None,
+    tracker: Callable[[], Any] | None,
+    only_meta: bool = False,
+) -> None:
+    """Initialises the Parameters of `op` that `module` holds, moving them to `device` if given; those on the meta
+    device go to the default device."""
+    for name, _, _, init, fan_in, main_grad in op.params():
+        param = module._parameters.get(name)
+        if param is None or (only_meta and param.device.type != "meta"):
+            continue
+        target = default_device(param) if device is None else torch.device(device)
+        if param.device != target:
+            param = empty_parameter_on(param, target)
+        if not param.is_meta:
+            weights = param.detach() if main_grad and param.dim() == 3 else [param.detach()]  # a weight for each group
+            for weight in weights:
+                with tracker().fork() if tracker is not None else nullcontext():
+                    _fill(weight, init, fan_in)
+        module._parameters[name] = param  # a new one takes its place when it has values: other threads may look
+
+
+def _fill(weight: torch.Tensor, init: str, fan_in: int) -> None:
+    if init == "fan_in_uniform":
+        bound = 1 / math.sqrt(fan_in) if fan_in else 0.0
+        weight.uniform_(-bound, bound)
+    else:
+        weight.fill_(1.0 if init == "ones" else 0.0)
+
+
+def _to_cpp_value(value: Any) -> Any:
+    """A keyword as the C++ side reads it: userbuffers options by their communication."""
+    return value.get("comm_name", "") if isinstance(value, dict) else value
+
+
+def _field_property(name: str) -> property:
+    def get(self: NativeOperation) -> Any:
+        value = self._op.fields()[name]
+        if name in GROUP_FIELDS:
+            return named_group(value)
+        return _DTYPES.get(value, value) if name == "dtype" else value
+
+    def set(self: NativeOperation, value: Any) -> None:
+        fields = {**self._op.fields(), name: _to_cpp_value(value)}
+        if name in GROUP_FIELDS:
+            fields[name], fields[GROUP_FIELDS[name]] = group_name_and_size(type(self).__name__, value)
+        object.__setattr__(self, "_op", _C.make_op(self._type, fields))
+        self._description_version += 1  # also tells every runner to look again
+
+    return property(get, set)
+
+
+def _signature(fields: list[tuple[str, Any, str]], params: list[Any]) -> inspect.Signature:
+    kinds = inspect.Parameter
+    parameters = []
+    for field, default, param_kind in fields:
+        if field in _DERIVED:
+            continue
+        kind = kinds.KEYWORD_ONLY if param_kind == "keyword" else kinds.POSITIONAL_OR_KEYWORD
+        default = kinds.empty if param_kind == "required" else None if field == "dtype" else default
+        parameters.append(kinds(field, kind, default=default))
+    if params:
+        parameters.append(kinds("device", kinds.KEYWORD_ONLY, default=None))
+    if any(main_grad for *_, main_grad in params) or any(field == "tensor_parallel_mode" for field, *_ in fields):
+        parameters.append(kinds("rng_state_tracker_function", kinds.KEYWORD_ONLY, default=None))
+    parameters.append(kinds("te_keys", kinds.KEYWORD_ONLY, default=False))
+    return inspect.Signature(parameters)
+
+
+def make_class(name: str, doc: str, fields: list[tuple[str, Any, str]], sample: _C.Op) -> type[NativeOperation]:
+    # A field called like a method of torch.nn.Module (Quantize's `forward`) or like a Parameter is a keyword only.
+    parameter_names = {param.rstrip("0123456789") for param, *_ in sample.params()}
+    members: dict[str, Any] = {
+        field: _field_property(field)
+        for field, *_ in fields
+        if not hasattr(NativeOperation, field) and field not in parameter_names
+    }
+    members |= {
+        "__doc__": doc,
+        "__module__": "weft.ops",
+        "__signature__": _signature(fields, sample.params()),
+        "_type": name,
+    }
+    mixins = {"num_groups": GroupedParameters, "delay_wgrad_compute": WgradModule}
+    bases = tuple(mixin for key, mixin in mixins.items() if any(field == key for field, *_ in fields))
+    return type(name, (*bases, NativeOperation), members)
+
+
+native_classes: dict[str, type[NativeOperation]] = {name: make_class(name, *row) for name, *row in _C.op_types()}

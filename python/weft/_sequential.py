@@ -1,0 +1,388 @@
+"""Sequential: runs of operations become pipelines, other modules are called as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+
+from . import _C, _dispatcher
+from ._operation import BasicOperation, FusibleOperation, build_runner, check_keywords, materialize, traced_segment
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def boundary_reason(module: torch.nn.Module) -> str | None:
+    """Why a module must be called through ``__call__`` as a node of its own; None if a pipeline may take it in."""
+    if not isinstance(module, FusibleOperation):
+        return "a nested Sequential keeps its own node" if isinstance(module, Sequential) else "not a weft operation"
+    if any(getattr(module, hooks) for hooks in _HOOKS):
+        return "it has hooks, which only a call of its own runs"
+    if any(getattr(torch_module, "_global" + hooks) for hooks in _HOOKS):
+        return "global module hooks are registered, which only calls of modules run"
+    if "forward" in module.__dict__ or type(module).forward is not FusibleOperation.forward:
+        return "it has a forward of its own"
+    if _overrides_call(module):
+        return "its class has a __call__ of its own"
+    return None
+
+
+def _overrides_call(module: torch.nn.Module) -> bool:
+    """Whether calling the module does more than what torch.nn.Module does by itself."""
+    plain, cls = torch.nn.Module, type(module)
+    if module.__dict__.get("_compiled_call_impl") is not None:  # module.compile()
+        return True
+    # torch.export patches torch.nn.Module.__call__ to follow the module stack; other patches are to run.
+    call = plain.__call__ if torch.compiler.is_compiling() else plain._wrapped_call_impl
+    return cls.__call__ is not call or cls._call_impl is not plain._call_impl
+
+
+def _is_inlinable(module: torch.nn.Module) -> bool:
+    """Whether a nested Sequential does nothing but run its modules, so that these may join an outer pipeline."""
+    plain = (
+        isinstance(module, Sequential) and type(module).forward is Sequential.forward and not _overrides_call(module)
+    )
+    return plain and "forward" not in module.__dict__ and not any(getattr(module, hooks) for hooks in _HOOKS)
+
+
+def _scoped(scope: str, bindings: Any) -> Any:
+    """Channel names belong to the Sequential they are used in."""
+    inputs, outputs = bindings
+    return (
+        [channel and scope + channel for channel in inputs],
+        [(channel and scope + channel, to_caller) for channel, to_caller in outputs],
+    )
+
+
+class _IdentityKey:
+    """Equal only for the very same object, which it keeps alive."""
+
+    def __init__(self, object: Any) -> None:
+        self.object = object
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _IdentityKey) and self.object is other.object
+
+
+@dataclass
+class _Segment:
+    """A pipeline (`runner`) or one module that is called; and where its extra tensors come from and go to."""
+
+    modules: list[torch.nn.Module]
+    runner: _C.Runner | None = None
+    stages: list[tuple[BasicOperation, Any]] = field(default_factory=list)
+    sources: list[str | None] = field(default_factory=list)  # per extra input: a channel, or None: the caller
+    targets: list[tuple[str | None, bool]] = field(default_factory=list)  # per extra output: channel, to the caller?
+    reason: str | None = None
+
+
+class Sequential(torch.nn.Module):
+    """Runs modules one after the other; each run of consecutive weft operations is one pipeline with one autograd node.
+
+    Operations may take extra inputs and return extra outputs: the call takes and returns them after the main tensor, in
+    the order of operations. A nested Sequential keeps its own node; with ``fuse_nested=True`` its operations join this
+    one's pipelines.
+    """
+
+    _runner: _C.Runner | None = None
+
+    def __init__(self, *modules: torch.nn.Module | dict[str, torch.nn.Module], fuse_nested: bool = False) -> None:
+        super().__init__()
+        _dispatcher.register_module(self)
+        self.fuse_nested = fuse_nested
+        if len(modules) == 1 and isinstance(modules[0], dict):
+            for name, module in modules[0].items():
+                self.add_module(name, module)
+        else:
+            self.extend(modules)
+
+    # ---- a list of modules ----------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[torch.nn.Module]:
+        return iter(self._modules.values())
+
+    def _key(self, index: int) -> str:
+        keys = list(self._modules)
+        if not -len(keys) <= index < len(keys):
+            raise IndexError(f"index {index} is out of range for a Sequential of {len(keys)} modules")
+        return keys[index]
+
+    def __getitem__(self, index: int | slice):
+        if isinstance(index, slice):
+            selected = Sequential(fuse_nested=self.fuse_nested)
+            for key in list(self._modules)[index]:
+                selected.add_module(key, self._modules[key])
+            return selected
+        return self._modules[self._key(index)]
+
+    def __setitem__(self, index: int | slice, module: torch.nn.Module | Iterable[torch.nn.Module]) -> None:
+        if not isinstance(index, slice):
+            self.add_module(self._key(index), module)
+            return
+        modules = list(self)
+        modules[index] = module
+        self._assign_modules(modules)
+
+    def __delitem__(self, index: int | slice) -> None:
+        for key in list(self._modules)[index] if isinstance(index, slice) else [self._key(index)]:
+            del self._modules[key]
+
+    def _assign_modules(self, modules: list[torch.nn.Module]) -> None:
+        """Puts modules under the existing keys in order, with new keys behind them."""
+        keys = list(self._modules)
+        for key in keys[len(modules) :]:
+            del self._modules[key]
+        for key, module in zip(keys, modules, strict=False):
+            self.add_module(key, module)
+        self.extend(modules[len(keys) :])
+
+    def append(self, module: torch.nn.Module) -> Sequential:
+        numbers = [int(key) for key in self._modules if key.isdigit()]
+        self.add_module(str(max(numbers, default=-1) + 1), module)
+        return self
+
+    def extend(self, modules: Iterable[torch.nn.Module]) -> Sequential:
+        for module in modules:
+            self.append(module)
+        return self
+
+    def insert(self, index: int, module: torch.nn.Module) -> Sequential:
+        modules = list(self)
+        modules.insert(index, module)
+        self._assign_modules(modules)
+        return self
+
+    def pop(self, index: int | slice = -1) -> torch.nn.Module:
+        module = self[index]
+        del self[index]
+        return module
+
+    def __iadd__(self, modules: Iterable[torch.nn.Module]) -> Sequential:
+        return self.extend(modules)
+
+    def __add__(self, modules: Iterable[torch.nn.Module]) -> Sequential:
+        return self[:].extend(modules)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            k: v
+            for k, v in self.__dict__.items()
+            if k not in ("_runner", "_single_runner", "_segments", "_built_signature", "_materialized", "_module_id")
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _dispatcher.register_module(self)
+
+    # ---- segments -------------------------------------------------------------------------------------------------
+
+    def _flat_modules(self, scope: str = "") -> list[tuple[torch.nn.Module, str]]:
+        """The modules to run, with the scope of their channel names."""
+        flat_modules: list[tuple[torch.nn.Module, str]] = []
+        for key, module in self._modules.items():
+            inline = self.fuse_nested and _is_inlinable(module)
+            flat_modules.extend(module._flat_modules(f"{scope}{key}/") if inline else [(module, scope)])
+        return flat_modules
+
+    def _signature(self) -> Any:
+        entries: list[Any] = []
+        for module, scope in self._flat_modules():
+            stages = module._stages() if isinstance(module, FusibleOperation) else []
+            extras = (module.num_extra_inputs, module.num_extra_outputs) if isinstance(module, Sequential) else None
+            # Setting a field makes a new description; the signature keeps the old one alive, so that identity tells.
+            operations = [(_IdentityKey(op._description()), op._bindings()) for op in stages]
+            entries.append((_IdentityKey(module), scope, boundary_reason(module), extras, operations))
+        return entries
+
+    def _current_segments(self) -> list[_Segment]:
+        """The segments, built anew if modules, hooks, fields or channels changed since they were built."""
+        version = _C.modules_version()  # before the look: later changes by other threads are seen at the next call
+        signature = self._signature()
+        segments = self.__dict__.get("_segments")
+        if segments is not None and self.__dict__.get("_built_signature") == signature:
+            if self._runner is not None:
+                self._runner.revalidate(version)
+            return segments
+        segments = _connect_channels(_partition(self._flat_modules()))
+        flat = all(not isinstance(module, Sequential) for module in self._modules.values())
+        single = len(segments) == 1 and segments[0].reason is None and flat
+        for segment in segments:
+            if segment.reason is None:
+                single_options = {"bypassed": segment.modules, "children": self._modules.values()} if single else {}
+                segment.runner = build_runner(self, segment.stages, version, **single_options)
+        object.__setattr__(self, "_materialized", False)
+        # The way past this check opens at the first call, when Parameters on the meta device have become real.
+        object.__setattr__(self, "_runner", None)
+        object.__setattr__(self, "_single_runner", segments[0].runner if single else None)
+        object.__setattr__(self, "_segments", segments)
+        object.__setattr__(self, "_built_signature", signature)  # last: another thread that finds it takes the rest
+        return segments
+
+    @property
+    def num_extra_inputs(self) -> int:
+        return sum(source is None for segment in self._current_segments() for source in segment.sources)
+
+    @property
+    def num_extra_outputs(self) -> int:
+        return sum(to_caller for segment in self._current_segments() for _, to_caller in segment.targets)
+
+    def _traced_segments(self):
+        """What `_dispatcher.run` needs to know of it, as constants."""
+        paths = {id(module): path for path, module in self.named_modules()}
+        segments = []
+        for segment in self._current_segments():
+            connections = tuple(segment.sources), tuple(segment.targets)
+            if segment.runner is None:
+                segments.append((None, ((paths[id(segment.modules[0])], ""),), (), *connections))
+            else:
+                segments.append((*traced_segment(self, segment.stages, segment.runner.text)[:3], *connections))
+        return tuple(segments)
+
+    # ---- the call -------------------------------------------------------------------------------------------------
+
+    def forward(
+        self, input: torch.Tensor, *extra_inputs: torch.Tensor, op_kwargs: dict[Any, dict[str, Any]] | None = None
+    ):
+        if torch.compiler.is_compiling() and op_kwargs is None and _dispatcher.applies(self, input):
+            return _dispatcher.run(self, input, extra_inputs)
+        runner = self._runner
+        if runner is not None and op_kwargs is None:
+            output = runner(self, input, *extra_inputs)
+            if output is not NotImplemented:
+                return output
+        if op_kwargs is None and _dispatcher.applies(self, input):
+            return _dispatcher.run(self, input, extra_inputs)
+        segments = self._current_segments()
+        if not self.__dict__.get("_materialized") and isinstance(input, torch.Tensor):
+            materialize(self, input)
+            object.__setattr__(self, "_materialized", True)
+            object.__setattr__(self, "_runner", self._single_runner)
+        keywords = self._keywords_by_module(op_kwargs)
+        expected = sum(source is None for segment in segments for source in segment.sources)
+        if len(extra_inputs) != expected:
+            raise ValueError(f"Sequential takes {expected} extra inputs, got {len(extra_inputs)}")
+        return run_segments(segments, input, list(extra_inputs), keywords)
+
+    def _keywords_by_module(self, op_kwargs: dict[Any, dict[str, Any]] | None) -> dict[int, dict[str, Any]]:
+        keywords: dict[int, dict[str, Any]] = {}
+        flat_modules = self._flat_modules()
+        for target, kwargs in (op_kwargs or {}).items():
+            module = self[target] if isinstance(target, int) else target
+            if not any(module is contained for contained, _ in flat_modules):
+                raise ValueError(f"op_kwargs names {target!r}, which is not in this Sequential")
+            if not isinstance(module, FusibleOperation):
+                raise ValueError(f"op_kwargs names {type(module).__name__}, which is not a weft operation")
+            keywords[id(module)] = kwargs
+        return keywords
+
+    def explain(self, *inputs: torch.Tensor):
+        """The plan for a call with these inputs; see :func:`weft.explain`."""
+        from ._explain import explain
+
+        return explain(self, *inputs)
+
+
+def _partition(flat_modules: list[tuple[torch.nn.Module, str]]) -> list[_Segment]:
+    """Runs of operations that a pipeline may take in, and single modules between them."""
+    segments: list[_Segment] = []
+    for module, scope in flat_modules:
+        reason = boundary_reason(module)
+        operations = module._stages() if isinstance(module, FusibleOperation) else []
+        stages = [(op, _scoped(scope, op._bindings())) for op in operations]
+        if reason is None and segments and segments[-1].reason is None:
+            segments[-1].modules.append(module)
+            segments[-1].stages.extend(stages)
+        else:
+            segments.append(_Segment([module], stages=stages, reason=reason))
+    return segments
+
+
+def _producers(segments: list[_Segment]) -> dict[str, int]:
+    """The segment in which each channel is made."""
+    producers: dict[str, int] = {}
+    for g, segment in enumerate(segments):
+        for _, (_, outputs) in segment.stages:
+            for channel in (channel for channel, _ in outputs if channel is not None):
+                if channel in producers:
+                    raise ValueError(f"Channel '{channel}' has multiple producers.")
+                producers[channel] = g
+    return producers
+
+
+def _is_external(channel: str | None, g: int, segment: _Segment, producers: dict[str, int]) -> bool:
+    """Whether segment g must be given an extra input; if not, its own pipeline routes the channel."""
+    if channel is None:
+        return True
+    if channel not in producers:
+        raise ValueError(f"Channel '{channel}' has no producer.")
+    if producers[channel] == g and segment.reason is None:
+        return False
+    if producers[channel] >= g:
+        raise ValueError(f"Channel '{channel}' has no earlier producer.")
+    return True
+
+
+def _connect_channels(segments: list[_Segment]) -> list[_Segment]:
+    """Channels inside a segment stay with its pipeline; those between segments become its extra inputs and outputs."""
+    producers = _producers(segments)
+    read_by = [
+        (channel, g) for g, segment in enumerate(segments) for _, (inputs, _) in segment.stages for channel in inputs
+    ]
+    crossing = {channel for channel, g in read_by if producers.get(channel, g) != g}
+    for g, segment in enumerate(segments):
+        first = segment.modules[0]
+        if isinstance(first, Sequential):
+            segment.sources = [None] * first.num_extra_inputs
+            segment.targets = [(None, True)] * first.num_extra_outputs
+        alone = segment.reason is not None  # a module called on its own returns all it has
+        stages = []
+        for op, (inputs, outputs) in segment.stages:
+            external = [_is_external(channel, g, segment, producers) for channel in inputs]
+            segment.sources += [channel for channel, is_external in zip(inputs, external, strict=True) if is_external]
+            segment.targets += [out for out in outputs if alone or out[1] or out[0] in crossing]
+            bound = [None if is_external else channel for channel, is_external in zip(inputs, external, strict=True)]
+            named = [(channel, to_caller or channel in crossing) for channel, to_caller in outputs]
+            stages.append((op, (bound, named)))
+        segment.stages = stages
+    return segments
+
+
+def run_segments(
+    segments: list[_Segment],
+    x: torch.Tensor,
+    extras: list[torch.Tensor],
+    keywords: dict[int, dict[str, Any]],
+    before: Callable[[_Segment, torch.Tensor, list[torch.Tensor]], None] | None = None,
+):
+    """Calls the segments one after the other, `before` each of them if given."""
+    channels: dict[str, torch.Tensor] = {}
+    returned: list[torch.Tensor] = []
+    extras.reverse()
+    for segment in segments:
+        inputs = [extras.pop() if source is None else channels[source] for source in segment.sources]
+        if before is not None:
+            before(segment, x, inputs)
+        if segment.runner is not None:
+            kwargs = [
+                keywords.get(id(m), {}) if i == 0 else {} for m in segment.modules for i in range(len(m._stages()))
+            ]
+            stages = [op for op, _ in segment.stages]
+            result = segment.runner.call_with(check_keywords(stages, kwargs), x, *inputs)
+        else:
+            result = segment.modules[0](x, *inputs, **keywords.get(id(segment.modules[0]), {}))
+        if not segment.targets:
+            x = result
+            continue
+        x, *outputs = result
+        for (channel, to_caller), tensor in zip(segment.targets, outputs, strict=True):
+            if to_caller:
+                returned.append(tensor)
+            if channel is not None:
+                channels[channel] = tensor
+    return (x, *returned) if returned else x

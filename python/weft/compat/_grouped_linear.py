@@ -1,0 +1,103 @@
+"""GroupedLinear: a linear for each group of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import ops
+from .._native import on_meta
+from ._module import BoundSequential, CompatModule, divide_evenly
+
+
+class GroupedLinear(CompatModule):
+    """y[rows of group g] = x[rows of group g] W_gᵀ + b_g, with Parameters `weight0`, `bias0`, `weight1`, … Over ranks
+    only the sizes are divided; who calls it communicates."""
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: torch.device | str | None = None,
+        delay_wgrad_compute: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        **unused: Any,
+    ) -> None:
+        self._setup(
+            sequence_parallel=sequence_parallel,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            get_rng_state_tracker=get_rng_state_tracker,
+            params_dtype=params_dtype,
+            device=device,
+            delay_wgrad_compute=delay_wgrad_compute,
+            unused=unused | ({} if rng_tracker_name is None else {"rng_tracker_name": rng_tracker_name}),
+        )
+        if single_grouped_weight or single_grouped_bias:
+            raise NotImplementedError(
+                "GroupedLinear: one Parameter of all groups is there as pytorch.ops.GroupedLinear"
+            )
+        if self.tp_size > 1 and bias:
+            raise RuntimeError("GroupedLinear: a bias is not there with tp_size > 1; make it with bias=False")
+        self.num_gemms, self.parallel_mode = num_gemms, parallel_mode
+        self.in_features = divide_evenly(self, in_features, self.tp_size) if parallel_mode == "row" else in_features
+        self.out_features = (
+            divide_evenly(self, out_features, self.tp_size) if parallel_mode == "column" else out_features
+        )
+        self.use_bias, self.return_bias = bias, return_bias
+        self.weight_names = [f"weight{g}" for g in range(num_gemms)]
+        self.bias_names = [f"bias{g}" for g in range(num_gemms)]
+        for name in self.weight_names:
+            self._declare_weight(name, (self.out_features, self.in_features), init_method, parallel_mode)
+        for name in self.bias_names:
+            self._declare_bias(name, self.out_features, parallel_mode, bias)
+        self.reset_parameters(defer_init=on_meta(self))
+
+    def _build(self) -> BoundSequential:
+        adds_bias = self.use_bias and not self.return_bias
+        op = ops.GroupedLinear(
+            self.num_gemms,
+            self.in_features,
+            self.out_features,
+            bias=adds_bias,
+            device="meta",
+            dtype=self.params_dtype,
+            accumulate_into_main_grad=self.fuse_wgrad_accumulation,
+            delay_wgrad_compute=self.delay_wgrad_compute,
+        )
+        self._wgrad_ops.append(op)
+        names = self.weight_names + (self.bias_names if adds_bias else [])
+        pipeline = BoundSequential(self)
+        pipeline.add(op, **{name: name for name in names})
+        return pipeline
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        m_splits: torch.Tensor | Sequence[int],
+        is_first_microbatch: bool | None = None,
+    ) -> Any:
+        splits = torch.as_tensor(m_splits)
+        if splits.dtype not in (torch.int32, torch.int64):
+            splits = splits.to(torch.int64)
+        pipeline = self._get_pipelines(inp)
+        output = pipeline.sequential(inp.reshape(-1, inp.size(-1)), splits)
+        self._first_microbatch(output, is_first_microbatch)
+        output = output.reshape(*inp.shape[:-1], self.out_features)
+        return (output, [getattr(self, name) for name in self.bias_names]) if self.return_bias else output

@@ -1,0 +1,220 @@
+"""Linear and LayerNormLinear: a product with its bias, maybe a norm before, as one pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import ops
+from .._native import on_meta
+from ._module import BoundSequential, CompatModule, divide_evenly, reject_gathered_output, reject_quantized
+
+
+class _SplitLinear(CompatModule):
+    """A linear whose output features may be several Parameters one after the other (`parameters_split`)."""
+
+    def _declare_splits(
+        self,
+        in_features: int,
+        out_features: int,
+        split: dict[str, int] | Sequence[str] | None,
+        bias: bool,
+        mode: str | None,
+        init: Callable[[torch.Tensor], Any] | None,
+    ) -> None:
+        if mode not in (None, "column", "row"):
+            raise ValueError(f"{type(self).__name__}: parallel_mode is {mode!r}, expected None, 'column' or 'row'")
+        self.in_features, self.out_features, self.parallel_mode = in_features, out_features, mode
+        self.use_bias, self.parameters_split = bias, split
+        sizes = _split_sizes(type(self).__name__, split, out_features)
+        ranks = self.tp_size
+        local_in = divide_evenly(self, in_features, ranks) if mode == "row" else in_features
+        self._splits = [(f"{name}weight", f"{name}bias", size) for name, size in sizes.items()]
+        self.weight_names = [weight for weight, *_ in self._splits]
+        self.bias_names = [bias for _, bias, _ in self._splits]
+        for weight, _, size in self._splits:
+            self._declare_weight(
+                weight, (divide_evenly(self, size, ranks) if mode == "column" else size, local_in), init, mode
+            )
+        for _, name, size in self._splits:
+            self._declare_bias(name, divide_evenly(self, size, ranks) if mode == "column" else size, mode, bias)
+
+    def _needs_group(self) -> bool:
+        return self.parallel_mode is not None
+
+    def _build_splits(self) -> list[BoundSequential]:
+        """For each part y = x Wᵀ [+ b]; a row linear's bias is one of all ranks and added after their sum."""
+        pipelines = []
+        for weight, bias, size in self._splits:
+            pipeline = BoundSequential(self)
+            pipeline.add(self._basic_linear(self.in_features, size, self.parallel_mode), weight=weight)
+            if self.use_bias and not self.return_bias:
+                pipeline.add(
+                    ops.Bias(self._parameters[bias].numel(), device="meta", dtype=self.params_dtype), bias=bias
+                )
+            pipelines.append(pipeline)
+        return pipelines
+
+    def _run_splits(self, pipelines: list[BoundSequential], x: torch.Tensor, first: bool | None) -> torch.Tensor:
+        outputs = [pipeline.sequential(x) for pipeline in pipelines]
+        for output in outputs[:1] if self.delay_wgrad_compute else outputs:  # backward_dw() computes all parts at once
+            self._first_microbatch(output, first)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+
+    def _all_biases(self) -> torch.Tensor:
+        biases = [getattr(self, name) for name in self.bias_names]
+        return biases[0] if len(biases) == 1 else torch.cat(biases)
+
+    def extra_repr(self) -> str:
+        text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
+        return text if self.tp_size == 1 else f"{text}, parallel_mode={self.parallel_mode}, tp_size={self.tp_size}"
+
+
+def _split_sizes(owner: str, split: dict[str, int] | Sequence[str] | None, out_features: int) -> dict[str, int]:
+    """Prefix of the names of each part -> its output features."""
+    if not split:
+        return {"": out_features}
+    if not isinstance(split, dict):
+        split = {name: out_features // len(split) for name in split}
+    if sum(split.values()) != out_features:
+        raise ValueError(f"{owner}: parameters_split is {split}, which does not add up to {out_features} features")
+    return {name.rstrip("_") + "_": size for name, size in split.items()}
+
+
+class Linear(_SplitLinear):
+    """y = x Wᵀ + b, with Parameters `weight` and `bias`, or `<name>_weight` and `<name>_bias` of each part."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        parameters_split: dict[str, int] | Sequence[str] | None = None,
+        device: torch.device | str | None = None,
+        delay_wgrad_compute: bool = False,
+        **unused: Any,
+    ) -> None:
+        self._setup(
+            sequence_parallel=sequence_parallel,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            get_rng_state_tracker=get_rng_state_tracker,
+            params_dtype=params_dtype,
+            device=device,
+            delay_wgrad_compute=delay_wgrad_compute,
+            unused=unused,
+        )
+        self.return_bias = return_bias
+        self._declare_splits(in_features, out_features, parameters_split, bias, parallel_mode, init_method)
+        self.reset_parameters(defer_init=on_meta(self))
+
+    def _build(self) -> list[BoundSequential]:
+        return self._build_splits()
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
+        reject_quantized(self, fp8_output=fp8_output, fp8_grad=fp8_grad)
+        output = self._run_splits(self._get_pipelines(inp), inp, is_first_microbatch)
+        return (output, self._all_biases()) if self.return_bias else output
+
+
+class LayerNormLinear(_SplitLinear):
+    """y = norm(x) Wᵀ + b; the norm's Parameters are `layer_norm_weight` and `layer_norm_bias`."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parameters_split: dict[str, int] | Sequence[str] | None = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        delay_wgrad_compute: bool = False,
+        **unused: Any,
+    ) -> None:
+        self._setup(
+            sequence_parallel=sequence_parallel,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            get_rng_state_tracker=get_rng_state_tracker,
+            params_dtype=params_dtype,
+            device=device,
+            delay_wgrad_compute=delay_wgrad_compute,
+            unused=unused,
+        )
+        self.normalization, self.eps, self.zero_centered_gamma = normalization, eps, zero_centered_gamma
+        self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
+        reject_gathered_output(self, return_layernorm_output_gathered)
+        self._declare_norm(normalization, in_features, zero_centered_gamma)
+        self._declare_splits(in_features, out_features, parameters_split, bias, parallel_mode, init_method)
+        self.reset_parameters(defer_init=on_meta(self))
+
+    def _build(self) -> tuple[BoundSequential | None, list[BoundSequential]]:
+        """(the norm, the linears behind it); one linear takes the norm into its pipeline, and returns what the norm
+        gave as an extra output if asked."""
+        pipelines = self._build_splits()
+        norm, names = self._norm()
+        if len(pipelines) > 1:
+            norm_pipeline = BoundSequential(self)
+            norm_pipeline.add(norm, **names)
+            return norm_pipeline, pipelines
+        pipeline = BoundSequential(self)
+        pipeline.add(norm, **names)
+        if self.return_layernorm_output:
+            pipeline.add(ops.MakeExtraOutput())
+        pipeline.extend(pipelines[0])
+        return None, [pipeline]
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_grad: bool = False,
+        fp8_output: bool = False,
+    ) -> Any:
+        reject_quantized(self, fp8_output=fp8_output, fp8_grad=fp8_grad)
+        norm_pipeline, pipelines = self._get_pipelines(inp)
+        if norm_pipeline is not None:
+            normed = norm_pipeline.sequential(inp)
+            output = self._run_splits(pipelines, normed, is_first_microbatch)
+        else:
+            output = pipelines[0].sequential(inp)
+            output, normed = output if self.return_layernorm_output else (output, None)
+            self._first_microbatch(output, is_first_microbatch)
+        results = (output,)
+        if self.return_bias:
+            results += (self._all_biases(),)
+        if self.return_layernorm_output:
+            results += (normed,)
+        return results if len(results) > 1 else output

@@ -1,0 +1,376 @@
+"""What the module classes share: Parameters under the reference's names, read by pipelines of weft's operations."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import cache
+from threading import Lock
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from .. import ops
+from .._native import default_device, empty_parameter_on, on_meta
+from . import _recipes
+
+# Arguments about names and about the GPU's buffers and kernels: taken, and without effect on the result.
+_IGNORED_ARGUMENTS = {
+    "bias_dropout_fusion", "micro_batch_size", "name", "rng_tracker_name", "save_original_input", "seq_length",
+    "symmetric_ar_type", "ub_atomic_gemm_ag", "ub_atomic_gemm_rs", "ub_bulk_dgrad", "ub_bulk_wgrad", "ub_name",
+    "ub_overlap_ag", "ub_overlap_ag_dgrad", "ub_overlap_ag_fprop", "ub_overlap_rs", "ub_overlap_rs_dgrad",
+    "ub_overlap_rs_fprop", "ub_tp_comm_overlap", "use_grouped_tensor",
+}  # fmt: skip
+
+_BUILD_LOCK = Lock()  # threads that call a new module at the same time build it once
+
+NORMS = {"LayerNorm": ops.LayerNorm, "RMSNorm": ops.RMSNorm}
+
+
+def reject_unknown_arguments(owner: Any, arguments: dict[str, Any]) -> None:
+    """A TypeError for an argument that is not one of the reference's."""
+    for name in arguments:
+        if name not in _IGNORED_ARGUMENTS:
+            raise TypeError(f"{type(owner).__name__}.__init__() got an unexpected keyword argument {name!r}")
+
+
+def normal_init(weight: torch.Tensor) -> torch.Tensor:
+    """The reference's first weights: normal, standard deviation 0.023."""
+    return torch.nn.init.normal_(weight, mean=0.0, std=0.023)
+
+
+class EmptyExtraState(torch.nn.Module):
+    """A module whose state dict has the key `_extra_state`, an empty tensor, and which loads without it."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, *rest) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
+        if prefix + "_extra_state" in missing_keys:
+            missing_keys.remove(prefix + "_extra_state")
+
+
+@cache
+def _with_parameters_of_owner(cls: type[torch.nn.Module], names: tuple[tuple[str, str], ...]) -> type[torch.nn.Module]:
+    """A subclass whose Parameters are those of another module, its `_parameter_owner`: (own name, the owner's name)."""
+
+    def parameter_of_owner(name: str) -> property:
+        return property(lambda self: getattr(self._parameter_owner, name))
+
+    return type(
+        cls.__name__, (cls,), {"__module__": cls.__module__} | {own: parameter_of_owner(name) for own, name in names}
+    )
+
+
+class BoundSequential:
+    """Operations in order that read the Parameters of a module in each call. They hold none: nothing is written in a
+    call, so any number of threads may run it."""
+
+    def __init__(self, owner: torch.nn.Module) -> None:
+        self.owner = owner
+        self.sequential = ops.Sequential()
+
+    def add(self, op: torch.nn.Module, **parameters: str) -> None:
+        """`parameters`: names of the operation's Parameters → the module's."""
+        if parameters:
+            op.__class__ = _with_parameters_of_owner(type(op), tuple(parameters.items()))
+            op.__dict__["_parameter_owner"] = self.owner
+            op._parameters.clear()
+        self.sequential.append(op)
+
+    def extend(self, other: BoundSequential) -> None:
+        self.sequential.extend(other.sequential)
+
+
+class CompatModule(EmptyExtraState):
+    """A module class of the reference. Subclasses name their Parameters in `_declare` and their operations in `_build`.
+
+    The pipelines are no submodules: they hold no Parameters of their own, so that ``state_dict``, ``.to()``, FSDP and
+    replaced Parameters concern this module alone.
+    """
+
+    # What frameworks ask before they write or read a checkpoint: nothing is quantized.
+    fp8 = fp8_calibration = False
+    fp8_meta: Mapping[str, Any] = MappingProxyType({"fp8_checkpoint": False})
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        pass
+
+    def _setup(
+        self,
+        *,
+        sequence_parallel: bool,
+        fuse_wgrad_accumulation: bool,
+        tp_group: Any,
+        tp_size: int,
+        get_rng_state_tracker: Callable[[], Any] | None,
+        params_dtype: torch.dtype | None,
+        device: Any,
+        delay_wgrad_compute: bool,
+        unused: dict[str, Any],
+    ) -> None:
+        reject_unknown_arguments(self, unused)
+        torch.nn.Module.__init__(self)
+        self.tp_group = tp_group
+        self.tp_size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
+        self.sequence_parallel = sequence_parallel and self.tp_size > 1
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self.get_rng_state_tracker = get_rng_state_tracker
+        self.rng_tracker_name = unused.get("rng_tracker_name")
+        self.ub_name = unused.get("ub_name")
+        self.params_dtype = params_dtype or torch.get_default_dtype()
+        self.device = device
+        self._inits: dict[str, Callable[[torch.Tensor], Any]] = {}
+        self._parameter_attributes: dict[str, dict[str, Any]] = {}
+        self._weights: list[str] = []
+        self._wgrad_hooks: list[Callable[[], Any]] = []
+        self._delayed_overwrites: deque[bool] = deque()  # of the backward runs whose weight gradients wait
+        self._saved_overwrite_flags: list[
+            tuple[torch.Tensor, Any]
+        ] = []  # weights that are told to, and what they had before
+
+    # ---- parameters -----------------------------------------------------------------------------------------------
+
+    def _declare(
+        self, name: str, shape: tuple[int, ...], init: Callable[[torch.Tensor], Any], **attributes: Any
+    ) -> None:
+        """A Parameter, how it starts, and attributes that frameworks look for on it."""
+        self.register_parameter(
+            name, torch.nn.Parameter(torch.empty(shape, dtype=self.params_dtype, device=self.device))
+        )
+        self._inits[name], self._parameter_attributes[name] = init, attributes
+
+    def _declare_weight(
+        self, name: str, shape: tuple[int, int], init: Callable[[torch.Tensor], Any] | None, mode: str | None
+    ) -> None:
+        attributes: dict[str, Any] = {}
+        if mode is not None:
+            attributes = {
+                "tensor_model_parallel": True,
+                "partition_dim": 1 if mode == "row" else 0,
+                "partition_stride": 1,
+            }
+        if self.delay_wgrad_compute:
+            attributes["skip_backward_post_hook"] = True
+        self._declare(name, shape, init or normal_init, **attributes)
+        self._weights.append(name)
+
+    def _declare_bias(self, name: str, size: int, mode: str | None, enabled: bool = True) -> None:
+        """A bias of zeros; where it is not enabled the attribute is an empty tensor."""
+        if not enabled:
+            setattr(self, name, torch.empty(0, dtype=self.params_dtype))
+            return
+        attributes: dict[str, Any] = {"sequence_parallel": self.sequence_parallel} if mode == "row" else {}
+        if mode == "column":
+            attributes = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
+        self._declare(name, (size,), torch.nn.init.zeros_, **attributes)
+
+    def _declare_norm(self, kind: str, size: int, zero_centered_gamma: bool) -> None:
+        if kind not in NORMS:
+            raise ValueError(f"{type(self).__name__}: normalization is {kind!r}, expected {' or '.join(NORMS)}")
+        gamma_init = torch.nn.init.zeros_ if zero_centered_gamma else torch.nn.init.ones_
+        self._declare("layer_norm_weight", (size,), gamma_init, sequence_parallel=self.sequence_parallel)
+        if kind == "LayerNorm":
+            self._declare("layer_norm_bias", (size,), torch.nn.init.zeros_, sequence_parallel=self.sequence_parallel)
+        else:
+            self.register_parameter("layer_norm_bias", None)
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Gives the Parameters their first values; those on the meta device become real on torch's default device.
+
+        Args:
+            defer_init: leave the values, and Parameters on the meta device, as they are.
+        """
+        for name, init in self._inits.items():
+            param = self._parameters[name]
+            if not defer_init:
+                param = self._initialize_parameter(name, default_device(param), init)
+            for attribute, value in self._parameter_attributes[name].items():
+                setattr(param, attribute, value)
+
+    def _materialize(self, device: torch.device) -> None:
+        """Makes Parameters that are still on the meta device real, with their first values."""
+        if not on_meta(self):
+            return
+        with _BUILD_LOCK:
+            for name, param in self._parameters.items():
+                if param is not None and param.is_meta:
+                    self._initialize_parameter(name, device, self._inits[name])
+
+    def _initialize_parameter(
+        self, name: str, device: torch.device, init: Callable[[torch.Tensor], Any]
+    ) -> torch.nn.Parameter:
+        """The Parameter on `device` with its first values; a new one takes its place when it has them."""
+        param = self._parameters[name]
+        if param.device != device:
+            param = empty_parameter_on(param, device)
+        if not param.is_meta:
+            tracker = self.get_rng_state_tracker if name in self._weights else None
+            states = () if self.rng_tracker_name is None else (self.rng_tracker_name,)
+            with tracker().fork(*states) if tracker is not None else nullcontext(), torch.no_grad():
+                init(param.detach())
+        self._parameters[name] = param
+        return param
+
+    # ---- pipelines ------------------------------------------------------------------------------------------------
+
+    def _build(self) -> Any:
+        """The pipelines that forward runs."""
+        raise NotImplementedError
+
+    def _get_pipelines(self, input: torch.Tensor) -> Any:
+        if input.device.type != "meta":
+            self._materialize(input.device)
+        if (
+            self._saved_overwrite_flags and torch._C._current_graph_task_id() == -1
+        ):  # inside backward it is a recomputation
+            self._end_overwrite()
+        if self.__dict__.get("_built_for") != id(self):  # a replica has the attributes of the module it was made from
+            self._build_once()
+        return self._built
+
+    @torch.compiler.disable
+    def _build_once(self) -> None:
+        self._check_group()
+        with _BUILD_LOCK:
+            if self.__dict__.get("_built_for") == id(self):
+                return
+            self._wgrad_ops: list[Any] = []
+            object.__setattr__(self, "_built", self._build())
+            object.__setattr__(self, "_built_for", id(self))
+
+    def _check_group(self) -> None:
+        if self.tp_size > 1 and self.tp_group is None and self._needs_group():
+            raise RuntimeError(
+                f"{type(self).__name__} was made for {self.tp_size} ranks without a group; "
+                "call set_tensor_parallel_group(group) before forward"
+            )
+
+    def _needs_group(self) -> bool:
+        return False
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """The ranks that share this layer."""
+        self.tp_group = tp_group
+        self.__dict__.pop("_built_for", None)
+
+    def _norm(self) -> tuple[torch.nn.Module, dict[str, str]]:
+        fields = {"eps": self.eps, "zero_centered_gamma": self.zero_centered_gamma, "dtype": self.params_dtype}
+        norm = NORMS[self.normalization](self.layer_norm_weight.shape, device="meta", **fields)
+        names = {"weight": "layer_norm_weight", "bias": "layer_norm_bias"}
+        return norm, {name: own for name, own in names.items() if name in norm._parameters}
+
+    def _basic_linear(self, in_features: int, out_features: int, mode: str | None) -> Any:
+        """y = x Wᵀ over the ranks, and its gradient into main_grad or later as asked."""
+        parallel = {}
+        if mode is not None and self.tp_size > 1:
+            parallel = {"tensor_parallel_mode": mode, "tensor_parallel_group": self.tp_group}
+            parallel["sequence_parallel"] = self.sequence_parallel
+        linear = ops.BasicLinear(
+            in_features,
+            out_features,
+            device="meta",
+            dtype=self.params_dtype,
+            accumulate_into_main_grad=self.fuse_wgrad_accumulation,
+            delay_wgrad_compute=self.delay_wgrad_compute,
+            **parallel,
+        )
+        self._wgrad_ops.append(linear)
+        return linear
+
+    def __getstate__(self) -> dict[str, Any]:
+        built = ("_built", "_built_for", "_wgrad_ops")
+        return {name: value for name, value in self.__dict__.items() if name not in built} | {
+            "_wgrad_hooks": [],
+            "_delayed_overwrites": deque(),
+            "_saved_overwrite_flags": [],
+        }  # a copy has no backward behind it
+
+    # ---- weight gradients -----------------------------------------------------------------------------------------
+
+    def _main_grad_parameters(self) -> list[torch.nn.Parameter | None]:
+        """The Parameters whose gradients go to ``main_grad``."""
+        return [self._parameters.get(name) for name in self._weights] if self.fuse_wgrad_accumulation else []
+
+    def _first_microbatch(self, output: torch.Tensor, first: bool | None) -> None:
+        """The weight gradients of this call overwrite main_grad if it is the first micro-batch."""
+        node = output.grad_fn
+        if node is None or not self.fuse_wgrad_accumulation:
+            return
+        if not any(getattr(self, name).requires_grad for name in self._weights):
+            return
+        if self.delay_wgrad_compute:
+            node.register_prehook(lambda grads: self._delayed_overwrites.append(bool(first)))
+        elif first:
+            node.register_prehook(lambda grads: self._begin_overwrite())
+            node.register_hook(lambda *grads: self._end_overwrite())
+
+    def _begin_overwrite(self) -> None:
+        self._end_overwrite()
+        for param in (self._parameters[name] for name in self._weights):
+            self._saved_overwrite_flags.append((param, getattr(param, "overwrite_main_grad", None)))
+            param.overwrite_main_grad = True
+
+    def _end_overwrite(self) -> None:
+        """Gives the weights back what they had. Also called by the next forward: a backward that raised did not."""
+        while self._saved_overwrite_flags:
+            param, before = self._saved_overwrite_flags.pop()
+            if before is None:
+                del param.overwrite_main_grad
+            else:
+                param.overwrite_main_grad = before
+
+    def need_backward_dw(self) -> bool:
+        """Whether weight gradients wait for :meth:`backward_dw`."""
+        return self.delay_wgrad_compute
+
+    def backward_dw(self) -> None:
+        """Computes the weight gradients that the oldest backward left waiting, the last layer's first, then runs the
+        hooks; nothing if none wait."""
+        pending = [op for op in reversed(self.__dict__.get("_wgrad_ops", ())) if op.pending_backward_dw]
+        if not self.delay_wgrad_compute or not pending:
+            return
+        overwrite = self._delayed_overwrites.popleft() if self._delayed_overwrites else False
+        if overwrite:
+            self._begin_overwrite()
+        try:
+            for op in pending:
+                op.backward_dw()
+        finally:
+            self._end_overwrite()
+        for hook in self._wgrad_hooks:
+            hook()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
+        """``hook`` runs after each :meth:`backward_dw` that computed something."""
+        self._wgrad_hooks.append(hook)
+
+
+def divide_evenly(owner: Any, total: int, ranks: int) -> int:
+    """This rank's part of `total` features."""
+    if total % ranks:
+        raise ValueError(f"{type(owner).__name__}: {total} features do not divide over {ranks} ranks")
+    return total // ranks
+
+
+def reject_gathered_output(owner: Any, gathered: bool) -> None:
+    """The norm's output comes as this rank's rows."""
+    if gathered and owner.sequence_parallel:
+        raise NotImplementedError(
+            f"{type(owner).__name__}: return_layernorm_output_gathered=True is not there under sequence parallelism; "
+            "take this rank's rows (return_layernorm_output=True) and gather them"
+        )
+
+
+def reject_quantized(owner: Any, **flags: Any) -> None:
+    """fp8_output and its kin ask for quantized tensors."""
+    for name, value in flags.items():
+        if value:
+            _recipes.enter_quantized(f"{type(owner).__name__}: {name}=True")

@@ -1,0 +1,88 @@
+"""Checkpoints read again: what is in one, whether it is still as it was written, whether two hold the same."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from ._content import parse_json
+from ._formats import open_checkpoint
+from ._lazy_tensor import ConversionError, bitwise_equal, raw_bytes
+from ._model import read_model, unstacked_layers
+from ._name_table import read_names
+from ._progress import Progress
+from ._report import NamedTensor, report_path
+
+
+def inspect(source: Path | str, names: Path | str | None = None) -> dict[str, Any]:
+    """Format, layout, and dtype and shape of every tensor, under the names that stand there."""
+    stored = open_checkpoint(source)
+    first, table = stored.ranks[0], read_names(names)
+    layout = table.layout_of(unstacked_layers(stored, table)[0].tensors)
+    rows = {name: (str(lazy.dtype).removeprefix("torch."), list(lazy.shape)) for name, lazy in first.tensors.items()}
+    return {
+        "format": stored.format,
+        "layout": layout,
+        "bytes": sum(lazy.nbytes for content in stored.ranks for lazy in content.tensors.values()),
+        "tensors": rows,
+        "raw": {name: lazy.nbytes for name, lazy in first.raw.items()},
+        "common": first.common,
+        "skipped": first.skipped,
+    }
+
+
+def verify(target: Path | str, quiet: bool = True) -> list[str]:
+    """What differs between a converted checkpoint and its report; nothing, if all is well."""
+    target = Path(target)
+    file = report_path(target, target.is_file())
+    try:
+        report = parse_json(file.read_bytes(), str(file))
+        total, rows = report["bytes"], [(row.get("rank", 0), row["name"], row["sha256"]) for row in report["entries"]]
+        if any([type(one) for one in row] != [int, str, str] or row[0] < 0 for row in [(total, "", ""), *rows]):
+            raise ValueError("its entries are not numbers and names")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConversionError(
+            f"{file} cannot be read: {error}. It is written with a conversion; give two checkpoints"
+        ) from error
+    ranks = [content.tensors | content.raw for content in open_checkpoint(target).ranks]
+    progress, differences = Progress(total, "verify", quiet), []
+    for rank, name, expected in rows:
+        lazy = ranks[rank].get(name) if rank < len(ranks) else None
+        if lazy is None:
+            differences.append(f"{name} is missing")
+            continue
+        found = hashlib.sha256()
+        for _, block in NamedTensor(name, lazy, []).blocks():
+            found.update(raw_bytes(block))
+            progress.add(block.nbytes)
+        if found.hexdigest() != expected:
+            differences.append(f"{name} has other bytes than were written")
+    progress.finish()
+    return differences
+
+
+def compare(
+    one: Path | str, other: Path | str, names: Path | str | None = None, quiet: bool = True
+) -> tuple[int, list[str]]:
+    """(tensors compared, what differs) between two checkpoints, whatever their formats and layouts.
+
+    An empty `_extra_state` equals none.
+    """
+    table = read_names(names)
+    models = [read_model(open_checkpoint(path), table) for path in (one, other)]
+    everything = [{name: entry.lazy for name, entry in model.entries.items()} | model.raw for model in models]
+    left, right = (
+        {name: lazy for name, lazy in found.items() if lazy.nbytes or not name.endswith("_extra_state")}
+        for found in everything
+    )
+    differences = [f"{name} is only in {one}" for name in left if name not in right]
+    differences += [f"{name} is only in {other}" for name in right if name not in left]
+    shared = [name for name in left if name in right]
+    progress = Progress(sum(left[name].nbytes for name in shared), "verify", quiet)
+    for name in shared:
+        if not bitwise_equal(NamedTensor(name, left[name], []), NamedTensor(name, right[name], [])):
+            differences.append(f"{name} differs")
+        progress.add(left[name].nbytes)
+    progress.finish()
+    return len(shared), differences

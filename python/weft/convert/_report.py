@@ -1,0 +1,54 @@
+"""What lies with a converted checkpoint: every tensor's name, dtype, shape, source and sha256, and what was skipped."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import _atomic_write
+from ._content import Content
+from ._lazy_tensor import ConversionError, LazyTensor, SliceBounds
+from ._model import Model
+
+REPORT = "conversion.json"
+
+
+def report_path(target: Path, single: bool) -> Path:
+    """Where the report lies: in a folder, or beside a file."""
+    return _atomic_write.sibling(target, "." + REPORT) if single else target / REPORT
+
+
+class NamedTensor(LazyTensor):
+    """A tensor under the name it is written, with the sum of what was written."""
+
+    def __init__(self, name: str, lazy: LazyTensor, sources: Sequence[str]) -> None:
+        self.name, self.lazy, self.sources, self.sha256 = name, lazy, list(sources), hashlib.sha256()
+        self.shape, self.dtype = lazy.shape, lazy.dtype
+
+    def read(self, bounds: SliceBounds):
+        try:
+            return self.lazy.read(bounds)
+        except (ConversionError, OSError) as error:
+            raise ConversionError(f"{self.name}: {error}") from error
+
+    def row(self) -> dict[str, Any]:
+        kind = {"dtype": str(self.dtype).removeprefix("torch."), "shape": list(self.shape)}
+        return {"name": self.name, **kind, "source": self.sources, "sha256": self.sha256.hexdigest()}
+
+
+def make_report(model: Model, to: str, layout: str, ranks: list[Content]) -> dict[str, Any]:
+    rows = []
+    for rank, content in enumerate(ranks):
+        number = {"rank": rank} if len(ranks) > 1 else {}
+        rows += [number | entry.row() for entry in (content.tensors | content.raw).values()]
+    return {
+        "from": {"format": model.format, "layout": model.layout},
+        "to": {"format": to, "layout": layout, "tensor_parallel": len(ranks)},
+        "tensors": len(rows),
+        "bytes": sum(entry.nbytes for content in ranks for entry in (content.tensors | content.raw).values()),
+        "unknown": model.unknown,
+        "skipped": model.skipped,
+        "entries": rows,
+    }

@@ -1,0 +1,191 @@
+"""The safetensors format: 8 bytes of length, a JSON header, the tensors' bytes."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ._content import Content, decode_values, parse_json
+from ._lazy_tensor import ConversionError, FileTensor, LazyTensor, nonnegative_ints, pread, raw_bytes
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+INDEX = "model.safetensors.index.json"
+METADATA_KEY = "weft.checkpoint"  # the key of what is no tensor, in a file's metadata
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of a checkpoint: itself, those of its index, or all of a folder."""
+    if path.is_file():
+        return [path]
+    if not (path / INDEX).exists():
+        return sorted(path.glob("*.safetensors"))
+    files_by_name = parse_json((path / INDEX).read_bytes(), str(path / INDEX)).get("weight_map")
+    if not isinstance(files_by_name, dict) or not all(isinstance(name, str) for name in files_by_name.values()):
+        raise ConversionError(f"{path / INDEX} has no weight_map of names and files. Copy the checkpoint anew")
+    names = sorted(set(files_by_name.values()))
+    if missing := [name for name in names if Path(name).name != name or not (path / name).is_file()]:
+        raise ConversionError(f"{path} lacks {missing[0]}, which its index names. Copy the checkpoint anew")
+    return [path / name for name in names]
+
+
+def read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """(header, where the bytes begin)"""
+    with file.open("rb", buffering=0) as opened:
+        (length,) = struct.unpack("<Q", pread(opened.fileno(), file, 0, 8))
+        if length > min(100 << 20, file.stat().st_size - 8):
+            raise ConversionError(
+                f"{file} is truncated or not a safetensors file: its header would have {length} bytes"
+            )
+        return parse_json(bytes(pread(opened.fileno(), file, 8, length)), f"the header of {file}"), 8 + length
+
+
+def read(path: Path) -> Content:
+    content, found = Content(), {}
+    for file in files_of(path):
+        header, data_start = read_header(file)
+        weft_metadata = _weft_metadata(header.pop("__metadata__", {}), file)
+        content.common |= weft_metadata["common"]
+        content.stacked = bool(weft_metadata["stacked"])
+        tensors = _tensors(file, data_start, header)
+        if twice := found.keys() & tensors.keys():
+            name = min(twice)
+            raise ConversionError(f"{name} is in {found[name].path.name} and in {file.name} of {path}: give one file")
+        found |= tensors
+        for name, lazy in tensors.items():
+            (content.raw if name in weft_metadata["raw"] else content.tensors)[name] = lazy
+    return content
+
+
+def _weft_metadata(metadata: Any, file: Path) -> dict[str, Any]:
+    """What `weft.convert` wrote beside the tensors."""
+    text = metadata.get(METADATA_KEY, "{}") if isinstance(metadata, dict) else None
+    if not isinstance(text, str):
+        raise ConversionError(f"the header of {file} is damaged: its metadata is not text by name. Copy it anew")
+    weft_metadata = {"common": {}, "raw": [], "stacked": True} | parse_json(
+        text, f"{METADATA_KEY} in the header of {file}"
+    )
+    if not isinstance(weft_metadata["common"], dict) or not isinstance(weft_metadata["raw"], list):
+        raise ConversionError(f"{METADATA_KEY} in the header of {file} is damaged. Copy the checkpoint anew")
+    try:
+        decode_values(weft_metadata["common"])
+    except ConversionError as error:
+        raise ConversionError(f"{file}: {error}") from error
+    weft_metadata["raw"] = {name for name in weft_metadata["raw"] if isinstance(name, str)}
+    return weft_metadata
+
+
+def _tensors(file: Path, data_start: int, header: dict[str, Any]) -> dict[str, FileTensor]:
+    """The tensors of a file, of which no two share a byte."""
+    found = {}
+    for name, row in header.items():
+        try:
+            found[name] = _tensor(file, data_start, row)
+        except ConversionError as error:
+            raise ConversionError(f"{name} in {file}: {error}") from error
+    at, before = data_start, ""
+    for name, lazy in sorted(found.items(), key=lambda item: (item[1].offset, item[1].stop)):
+        if lazy.offset < at and lazy.nbytes:
+            raise ConversionError(f"{before} and {name} in {file} share bytes. Copy the checkpoint anew")
+        if lazy.nbytes:
+            at, before = lazy.stop, name
+    return found
+
+
+def _tensor(file: Path, data_start: int, row: Any) -> FileTensor:
+    if not isinstance(row, dict) or not isinstance(row.get("dtype"), str) or row["dtype"] not in DTYPES:
+        raise ConversionError(f"its dtype is not one of {', '.join(DTYPES)}")
+    offsets = nonnegative_ints(row.get("data_offsets"), "data_offsets")
+    if len(offsets) != 2:
+        raise ConversionError(f"data_offsets has {len(offsets)} numbers, expected 2")
+    lazy = FileTensor(file, data_start + offsets[0], DTYPES[row["dtype"]], row.get("shape"))
+    if offsets[1] - offsets[0] != lazy.nbytes:
+        raise ConversionError(f"it has {offsets[1] - offsets[0]} bytes for {row['dtype']} {list(lazy.shape)}")
+    if data_start + offsets[1] > file.stat().st_size:
+        raise ConversionError("it ends behind the file, which is truncated. Copy the checkpoint anew")
+    return lazy
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+def shards(tensors: dict[str, LazyTensor], size: int) -> list[dict[str, LazyTensor]]:
+    """The tensors in order, in files of at most `size` bytes; a larger tensor has one for itself."""
+    found: list[dict[str, LazyTensor]] = [{}]
+    shard_bytes = 0
+    for name, lazy in tensors.items():
+        if lazy.dtype not in CODES:
+            raise ConversionError(
+                f"{name} is {lazy.dtype}, which safetensors files cannot hold; use --to pt or torch_dist"
+            )
+        if found[-1] and shard_bytes + lazy.nbytes > size:
+            found.append({})
+            shard_bytes = 0
+        found[-1][name] = lazy
+        shard_bytes += lazy.nbytes
+    return found
+
+
+def write(folder: Path, content: Content, size: int, on_write: Callable[[LazyTensor, memoryview], None]) -> None:
+    """Files in a folder; several have the index that Hugging Face reads."""
+    tensors = content.tensors | content.raw
+    parts = shards(tensors, size)
+    names = [f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)]
+    names = ["model.safetensors"] if len(parts) == 1 else names
+    for name, part in zip(names, parts, strict=True):
+        _write_file(folder / name, part, content, on_write)
+    if len(parts) > 1:
+        files_by_name = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
+        index = {"metadata": {"total_size": sum(lazy.nbytes for lazy in tensors.values())}, "weight_map": files_by_name}
+        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+
+
+def write_file(file: Path, content: Content, on_write: Callable[[LazyTensor, memoryview], None]) -> None:
+    """One file of all."""
+    (tensors,) = shards(content.tensors | content.raw, sys.maxsize)
+    _write_file(file, tensors, content, on_write)
+
+
+def _write_file(file: Path, tensors: dict[str, LazyTensor], content: Content, on_write: Callable) -> None:
+    weft_metadata = json.dumps({"common": content.common, "raw": list(content.raw), "stacked": content.stacked})
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", METADATA_KEY: weft_metadata}}
+    at = 0
+    for name, lazy in tensors.items():
+        offsets = [at, at + lazy.nbytes]
+        header[name] = {"dtype": CODES[lazy.dtype], "shape": list(lazy.shape), "data_offsets": offsets}
+        at += lazy.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        for lazy in tensors.values():
+            for _, block in lazy.blocks():
+                view = raw_bytes(block)
+                out.write(view)
+                on_write(lazy, view)

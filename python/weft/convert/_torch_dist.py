@@ -1,0 +1,359 @@
+"""Checkpoints of torch.distributed: `.metadata`, `*.distcp`, and what Megatron adds (`common.pt`, `metadata.json`).
+
+Megatron stacks what all layers have in a first dimension and keeps objects as ``name/shard_<i>_<of>``.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import pickle
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from . import _torch_zip
+from ._content import OPTIMIZER_SKIPPED, Content, as_json, collect_common, decode_values, is_optimizer
+from ._lazy_tensor import (
+    ConcatenatedTensor,
+    ConversionError,
+    FileTensor,
+    LazyTensor,
+    SelectedTensor,
+    SliceBounds,
+    checked_shape,
+    nonnegative_ints,
+    raw_bytes,
+    stack,
+)
+from ._pickle_globals import DCP_GLOBALS, DcpObject
+from ._unpickler import UnknownClassError, load
+
+BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+BACKEND |= {"common_backend": "torch", "common_backend_version": 1}
+SHARD = re.compile(r"(.*)/shard_([0-9]{1,9})_([0-9]{1,9})")
+
+
+@dataclass(frozen=True)
+class ByteRange:
+    """Bytes of a file that hold one item."""
+
+    file: Path
+    offset: int
+    length: int
+
+
+class DcpChunk(LazyTensor):
+    """A tensor of one item of a `.distcp` file, which is opened when it is read."""
+
+    def __init__(self, byte_range: ByteRange, dtype: torch.dtype, shape: Any, check: bool) -> None:
+        self.byte_range, self.dtype, self.shape, self.check = byte_range, dtype, checked_shape(shape, dtype), check
+        self.loaded: LazyTensor | None = None
+        if self.nbytes > byte_range.length:
+            raise ConversionError(
+                f"a piece {list(self.shape)} of {dtype} has {self.nbytes} bytes, its place in {byte_range.file} has "
+                f"{byte_range.length}. Copy the checkpoint anew"
+            )
+
+    def read(self, bounds: SliceBounds) -> torch.Tensor:
+        if self.loaded is None:
+            found = _reader(self.byte_range, self.check).load()
+            if not isinstance(found, LazyTensor) or (found.dtype, found.shape) != (self.dtype, self.shape):
+                raise ConversionError(
+                    f"{self.byte_range.file} does not hold at {self.byte_range.offset} what its metadata says"
+                )
+            self.loaded = found
+        return self.loaded.read(bounds)
+
+
+def _reader(byte_range: ByteRange, check: bool) -> _torch_zip.Reader:
+    return _torch_zip.Reader(byte_range.file, byte_range.offset, byte_range.offset + byte_range.length, check)
+
+
+def read(path: Path, check: bool) -> Content:
+    """Under the names that stand there; optimizer state is left out."""
+    file = path / ".metadata"
+    found, content = load(file.read_bytes(), str(file), DCP_GLOBALS), Content()
+    try:
+        byte_ranges = _byte_ranges(path, _expect_class(found, "Metadata").field("storage_data"))
+        entries = found.field("state_dict_metadata")
+        if not isinstance(entries, dict):
+            raise ConversionError("its state_dict_metadata is not a dict")
+    except ConversionError as error:
+        raise ConversionError(f"{file} is damaged: {error}. Copy the checkpoint anew") from error
+    if (path / "common.pt").exists():
+        _read_common(path / "common.pt", content)
+    for name, kind in entries.items():
+        try:
+            if not isinstance(name, str):
+                raise ConversionError("an entry of the metadata has no name")
+            if is_optimizer(name):
+                content.skipped[name] = OPTIMIZER_SKIPPED
+            else:
+                _read_entry(name, kind, byte_ranges.get(name, {}), content, check)
+        except ConversionError as error:
+            raise ConversionError(f"{name} in {path}: {error}") from error
+    return content
+
+
+def _expect_class(value: Any, kind: str) -> DcpObject:
+    if not isinstance(value, DcpObject) or value.kind != kind:
+        found = value.kind if isinstance(value, DcpObject) else type(value).__name__
+        raise ConversionError(f"it holds a {found}, expected a {kind} of a DCP checkpoint")
+    return value
+
+
+def _byte_ranges(path: Path, storage: Any) -> dict[str, dict[tuple | None, ByteRange | str]]:
+    """Where each piece lies, by name and offset: a place in a file that no other piece has, or why there is none."""
+    if not isinstance(storage, (dict, type(None))):
+        raise ConversionError("its storage_data is not a dict")
+    byte_ranges: dict[str, dict[tuple | None, ByteRange | str]] = defaultdict(dict)
+    for index, info in (storage or {}).items():
+        index, info = _expect_class(index, "MetadataIndex"), _expect_class(info, "_StorageInfo")
+        name, offset = index.field("fqn"), index.field("offset", None)
+        if not isinstance(name, str):
+            raise ConversionError("a MetadataIndex has no name")
+        offset = None if offset is None else nonnegative_ints(offset, f"the offset of a piece of {name}")
+        byte_ranges[name][offset] = _byte_range(path, info)
+    whole = [
+        byte_range for of in byte_ranges.values() for byte_range in of.values() if isinstance(byte_range, ByteRange)
+    ]
+    whole.sort(key=lambda byte_range: (byte_range.file, byte_range.offset, byte_range.length))
+    for one, other in itertools.pairwise(whole):
+        if one.file == other.file and one.offset + one.length > other.offset:
+            raise ConversionError(f"two pieces share byte {other.offset} of {one.file.name}")
+    return byte_ranges
+
+
+def _byte_range(path: Path, info: DcpObject) -> ByteRange | str:
+    name = info.field("relative_path")
+    numbers = nonnegative_ints((info.field("offset"), info.field("length")), "a place in a file")
+    if not isinstance(name, str) or Path(name).name != name or not (path / name).is_file():
+        return f"its file {name if isinstance(name, str) else ''} is not in {path}. Copy the checkpoint anew"
+    size = (path / name).stat().st_size
+    if sum(numbers) > size:
+        return f"{path / name} has only {size} bytes: it is truncated. Copy it anew"
+    if info.field("transform_descriptors", None):
+        return "it is stored with transformations of its bytes; save it without them"
+    return ByteRange(path / name, *numbers)
+
+
+def _read_entry(name: str, kind: Any, byte_ranges: dict, content: Content, check: bool) -> None:
+    if wrong := [byte_range for byte_range in byte_ranges.values() if isinstance(byte_range, str)]:
+        raise ConversionError(wrong[0])
+    if isinstance(kind, DcpObject) and kind.kind == "TensorStorageMetadata":
+        content.tensors[name] = _tensor(kind, byte_ranges, check)
+        return
+    _expect_class(kind, "BytesStorageMetadata")
+    if None not in byte_ranges:
+        raise ConversionError("it is in no file. Copy the checkpoint anew")
+    _read_object(name, byte_ranges[None], content, check)
+
+
+def _read_common(file: Path, content: Content) -> None:
+    """As values; the bytes of the file are carried, too, where one of them is of a class that is not read."""
+    try:
+        values = _torch_zip.Reader(file).load()
+        if not isinstance(values, dict):
+            raise TypeError
+        collect_common(values, content)
+        as_json({key: values[key] for key in values if str(key) not in content.skipped})
+    except (UnknownClassError, TypeError):
+        content.raw["common.pt"] = FileTensor(file, 0, torch.uint8, [file.stat().st_size])
+
+
+def _tensor(kind: DcpObject, byte_ranges: dict, check: bool) -> LazyTensor:
+    properties, chunks = _expect_class(kind.field("properties"), "TensorProperties"), kind.field("chunks")
+    dtype = properties.state[0] if isinstance(properties.state, tuple) and properties.state else None
+    if not isinstance(chunks, list):
+        raise ConversionError("its chunks are not a list")
+    tensors = []
+    for chunk in chunks:
+        at = nonnegative_ints(_expect_class(chunk, "ChunkStorageMetadata").field("offsets"), "the offset of a piece")
+        if at not in byte_ranges:
+            raise ConversionError(f"the piece at {list(at)} is in no file. Copy the checkpoint anew")
+        tensors.append((at, DcpChunk(byte_ranges[at], dtype, chunk.field("sizes"), check)))
+    return ConcatenatedTensor(kind.field("size"), dtype, tensors)
+
+
+def _read_object(name: str, byte_range: ByteRange, content: Content, check: bool) -> None:
+    """An `_extra_state` of bytes becomes a tensor; any other object is carried as it lies there."""
+    state = _extra_state_tensor(_reader(byte_range, check)) if "_extra_state" in name else None
+    if state is None:
+        content.raw[name] = FileTensor(byte_range.file, byte_range.offset, torch.uint8, [byte_range.length])
+    else:
+        content.tensors[name] = state
+
+
+def _extra_state_tensor(reader: _torch_zip.Reader) -> LazyTensor | None:
+    """An `_extra_state` that is bytes as Megatron keeps it, a list of one tensor; None if it is anything else."""
+    try:
+        value = reader.load()
+    except UnknownClassError:
+        return None
+    plain = isinstance(value, list) and len(value) == 1 and isinstance(value[0], LazyTensor)
+    return value[0] if plain and value[0].dtype == torch.uint8 and len(value[0].shape) == 1 else None
+
+
+# ---- layers that are stacked ----------------------------------------------------------------------------------------
+
+
+def unstack_layers(content: Content, stacks: list[str]) -> Content:
+    """The same with an entry for each layer, ``decoder.layers.3.…`` for ``decoder.layers.…``, and whole states."""
+    tensors: dict[str, LazyTensor] = {}
+    max_layers = 4096 + sum(lazy.nbytes for lazy in content.tensors.values()) // 64  # layers that its bytes can be
+    for name, lazy in content.tensors.items():
+        shard = SHARD.fullmatch(name)
+        start = next((stack for stack in stacks if name.startswith(stack) and not is_numbered(name, stack)), None)
+        found = {name: lazy}  # also of experts, which have shards of another form
+        if shard and start:
+            found = {f"{start}{shard[2]}.{shard[1][len(start) :]}": lazy}
+        elif shard and shard[3] == "1":
+            found = {shard[1]: lazy}
+        elif start and "/shard_" not in name and lazy.shape:
+            max_layers -= lazy.shape[0]
+            if max_layers < 0:
+                raise ConversionError(f"{name}: a shape {list(lazy.shape)} for {lazy.shape[0]} layers is not plausible")
+            found = {f"{start}{i}.{name[len(start) :]}": SelectedTensor(lazy, i) for i in range(lazy.shape[0])}
+        if twice := tensors.keys() & found.keys():
+            raise ConversionError(f"{name} and another tensor are both {min(twice)}")
+        tensors |= found
+    return replace(content, tensors=tensors)
+
+
+def is_stacked(content: Content, stacks: list[str]) -> bool:
+    """Whether a distributed checkpoint has no layers by number."""
+    return not any(is_numbered(name, stack) for name in content.tensors for stack in stacks)
+
+
+def is_numbered(name: str, stack: str) -> bool:
+    """Whether the path of a name has the number of a layer."""
+    return re.match(re.escape(stack) + "[0-9]", name) is not None
+
+
+def stack_layers(tensors: dict[str, LazyTensor], stacks: list[str]) -> dict[str, tuple[LazyTensor, list[str]]]:
+    """The inverse, where all layers have the same: name -> (tensor, names it was made of)."""
+    layers: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+    count: dict[str, int] = defaultdict(int)
+    for name in tensors:
+        for start in stacks:
+            if found := re.fullmatch(re.escape(start) + r"([0-9]{1,9})\.(.*)", name, re.DOTALL):
+                layers[start, found[2]][int(found[1])] = name
+                count[start] = max(count[start], int(found[1]) + 1)
+    nonuniform = {start for (start, rest), of in layers.items() if not _is_uniform(tensors, of, count[start], rest)}
+    result: dict[str, tuple[LazyTensor, list[str]]] = {}
+    for name, lazy in tensors.items():
+        state = name.endswith("_extra_state")
+        start = next(
+            (s for s in stacks if re.match(re.escape(s) + r"[0-9]{1,9}\.", name) and s not in nonuniform), None
+        )
+        if start is None:
+            result[f"{name}/shard_0_1" if state else name] = lazy, [name]
+            continue
+        number, rest = name[len(start) :].split(".", 1)
+        of = [layers[start, rest][i] for i in sorted(layers[start, rest])]
+        if state:
+            result[f"{start}{rest}/shard_{number}_{count[start]}"] = lazy, [name]
+        elif name == of[0]:
+            result[start + rest] = stack([tensors[other] for other in of]), of
+    return result
+
+
+def _is_uniform(tensors: dict[str, LazyTensor], of: dict[int, str], count: int, rest: str) -> bool:
+    if rest.endswith("_extra_state"):
+        return True
+    return len(of) == count and len({(tensors[name].dtype, tensors[name].shape) for name in of.values()}) == 1
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+class _DistcpWriter:
+    """Files that are filled with items up to `size` bytes, and where each item lies."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self.folder, self.size, self.number, self.byte_ranges = folder, size, 0, {}
+        self.file = (folder / "__0_0.distcp").open("wb")
+
+    def add(self, index: MetadataIndex, save: Callable[[io.BufferedWriter], object]) -> None:
+        if self.file.tell() >= self.size:
+            self.file.close()
+            self.number += 1
+            self.file = (self.folder / f"__0_{self.number}.distcp").open("wb")
+        start = self.file.tell()
+        save(self.file)
+        location = f"__0_{self.number}.distcp", start, self.file.tell() - start
+        self.byte_ranges[index] = _StorageInfo(*location)
+
+
+def write(
+    folder: Path, content: Content, size: int, megatron: bool, on_write: Callable[[LazyTensor, memoryview], None]
+) -> None:
+    """`megatron`: with `common.pt` and `metadata.json`, and `_extra_state` as objects."""
+    items, entries = _DistcpWriter(folder, size), {}
+    for name, lazy in content.raw.items():
+        if name == "common.pt":
+            with (folder / name).open("wb") as file:
+                _copy(lazy, file, on_write)
+        else:
+            entries[name] = BytesStorageMetadata()
+            items.add(MetadataIndex(name), lambda file, lazy=lazy: _copy(lazy, file, on_write))
+    for name, lazy in content.tensors.items():
+        if megatron and "_extra_state/shard_" in name:
+            state = lazy.tensor().clone()
+            on_write(lazy, raw_bytes(state))
+            entries[name] = BytesStorageMetadata()
+            items.add(MetadataIndex(name), lambda file, state=state: torch.save([state], file))
+        else:
+            entries[name] = _write_tensor(name, lazy, items, on_write)
+    items.file.close()
+    _write_metadata(folder, entries, items.byte_ranges, megatron)
+    if megatron:
+        (folder / "metadata.json").write_text(json.dumps(BACKEND))
+    if megatron and "common.pt" not in content.raw:
+        torch.save(decode_values(content.common), folder / "common.pt")
+
+
+def _copy(lazy: LazyTensor, file: io.BufferedWriter, on_write: Callable) -> None:
+    for _, block in lazy.blocks():
+        view = raw_bytes(block)
+        file.write(view)
+        on_write(lazy, view)
+
+
+def _write_tensor(name: str, lazy: LazyTensor, items: _DistcpWriter, on_write: Callable) -> TensorStorageMetadata:
+    chunks = []
+    for bounds, block in lazy.blocks():
+        offset = torch.Size(start for start, _ in bounds)
+        chunks.append(ChunkStorageMetadata(offset, torch.Size(block.shape)))
+        own_storage = block if block.untyped_storage().nbytes() == block.nbytes else block.clone()  # not its neighbours
+        items.add(
+            MetadataIndex(name, offset),
+            lambda file, own_storage=own_storage: torch.save(own_storage.view(lazy.dtype), file),
+        )
+        on_write(lazy, raw_bytes(block))
+    properties = TensorProperties(dtype=lazy.dtype)
+    return TensorStorageMetadata(properties, torch.Size(lazy.shape), chunks)
+
+
+def _write_metadata(folder: Path, entries: dict, byte_ranges: dict, megatron: bool) -> None:
+    planned = None if megatron else {name: (name,) for name in entries}
+    found = Metadata(entries, planned, byte_ranges, StorageMeta(), "1.0.0")
+    with (folder / ".metadata").open("wb") as file:
+        pickle.dump(found, file)

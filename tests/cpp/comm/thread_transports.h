@@ -1,0 +1,50 @@
+#pragma once
+// Ranks as threads of the test, linked through one mapping of shared memory:
+//   const auto errors = run_ranks(4, [](comm::ShmTransport& transport) { auto collective = transport.all_gather(x); …
+//   });
+// gives what each rank raised, "" for one that came to its end.
+#include <c10/util/Exception.h>
+
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "weft/comm/shm_transport.h"
+#include "weft/comm/thread_rendezvous.h"
+
+namespace weft::testing {
+
+using std::chrono::milliseconds;
+
+inline std::string error_of(const std::function<void()>& fn) {
+  try {
+    fn();
+    return "";
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+/// Runs `body(rank)` in a thread for each rank.
+template <class Body>
+std::vector<std::string> run_threads(int size, Body body) {
+  std::vector<std::string> errors(size);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank)
+    threads.emplace_back([&, rank] { errors[rank] = error_of([&] { body(rank); }); });
+  for (auto& thread : threads) thread.join();
+  return errors;
+}
+
+template <class Body>
+std::vector<std::string> run_ranks(int size, Body body, milliseconds timeout = milliseconds(20000)) {
+  const auto state = std::make_shared<comm::ThreadRendezvousState>(size);
+  return run_threads(size, [&](int rank) {
+    comm::ShmTransport transport(std::make_shared<comm::ThreadRendezvous>(state, rank, timeout));
+    body(transport);
+  });
+}
+
+}  // namespace weft::testing

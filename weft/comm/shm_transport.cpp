@@ -1,0 +1,242 @@
+#include "weft/comm/shm_transport.h"
+
+#include <ATen/ops/from_blob.h>
+#include <c10/util/Exception.h>
+#include <c10/util/safe_numerics.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "weft/comm/free_memory.h"
+
+namespace weft::comm {
+namespace {
+
+constexpr size_t kBlockAlign = 128;                   // of a block
+constexpr size_t kSlotGranularity = size_t{1} << 20;  // slots are multiples of it
+constexpr int64_t kCopyChunkBytes = 256 << 10;        // published at a time
+
+size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+size_t row_bytes(const CollectiveFingerprint& fingerprint) {
+  return static_cast<size_t>(fingerprint.columns) * c10::elementSize(fingerprint.dtype);
+}
+
+/// Bytes between two blocks of a slot.
+size_t block_bytes(const CollectiveFingerprint& fingerprint) {
+  uint64_t row = 0, block = 0;
+  const bool too_large = c10::mul_overflows<uint64_t>(fingerprint.columns, c10::elementSize(fingerprint.dtype), &row) ||
+                         c10::mul_overflows<uint64_t>(fingerprint.rows, row, &block) || block > (uint64_t{1} << 48);
+  TORCH_CHECK_VALUE(!too_large, "A block of [", fingerprint.rows, ", ", fingerprint.columns, "] ", fingerprint.dtype,
+                    " is too large.");
+  return round_up(block, kBlockAlign);
+}
+
+}  // namespace
+
+struct ShmTransport::SharedState {
+  std::shared_ptr<Rendezvous> rendezvous;
+  SharedMemories control_blocks;
+  Signals signals;
+};
+
+struct ShmTransport::Slots {
+  SharedMemories memories;
+  size_t bytes = 0;  // of one of the two slots of a rank
+};
+
+// ---- one round ----------------------------------------------------------------------------------------------------
+
+class ShmTransport::ShmCollective final : public InFlightCollective {
+ public:
+  ShmCollective(std::shared_ptr<SharedState> shared, const CollectiveFingerprint& fingerprint, uint64_t free_memory)
+      : shared_(std::move(shared)),
+        fingerprint_(fingerprint),
+        ready_rows_(signals().size()),
+        seq_(signals().start(fingerprint, free_memory)) {}
+  ~ShmCollective() override {
+    if (!finished_) signals().abandon(seq_);
+  }
+
+  uint64_t seq() const { return seq_; }
+  const CollectiveFingerprint& fingerprint() const { return fingerprint_; }
+  void set_slots(std::shared_ptr<const Slots> slots) { slots_ = std::move(slots); }
+
+  at::Tensor outgoing(int to) override {
+    if (broadcast() && to == rank()) return own_block();
+    check_peer(to);
+    TORCH_CHECK(!broadcast(), "An all-gather has no outgoing blocks: its block was given.");
+    return block(rank(), to);
+  }
+  void mark_ready(int to, int64_t rows) override {
+    if (broadcast() && to == rank()) return mark_rows_ready(to, rows);
+    check_peer(to);
+    TORCH_CHECK(!broadcast(), "An all-gather publishes its block by itself.");
+    mark_rows_ready(to, rows);
+  }
+  at::Tensor incoming(int from) override {
+    check_peer(from);
+    return block(from, rank());
+  }
+  int64_t arrived(int from) override {
+    check_peer(from);
+    return signals().arrived(seq_, from, broadcast());
+  }
+  void wait(int from, int64_t rows) override {
+    check_peer(from);
+    TORCH_CHECK_VALUE(rows <= fingerprint_.rows, "Row ", rows, " of a block of ", fingerprint_.rows, " was asked for.");
+    signals().wait(seq_, from, broadcast(), rows);
+  }
+  void progress() override { signals().check(); }
+  void finish() override;
+
+  /// This rank's block of an all-gather.
+  at::Tensor own_block() const { return block(rank(), rank()); }
+  /// Copies `local` there, unless it is there, and publishes it.
+  void write_own_block(const at::Tensor& local);
+
+ private:
+  Signals& signals() const { return shared_->signals; }
+  int rank() const { return signals().rank(); }
+  bool broadcast() const { return fingerprint_.op == CommOp::all_gather; }
+  void check_peer(int peer) const {
+    TORCH_CHECK_INDEX(peer >= 0 && peer < signals().size() && peer != rank(), "Rank ", peer, " is no peer of rank ",
+                      rank(), " among ", signals().size(), ".");
+  }
+  void mark_rows_ready(int to, int64_t rows) {
+    TORCH_CHECK_VALUE(rows >= ready_rows_[to] && rows <= fingerprint_.rows, rows, " rows were published for rank ", to,
+                      " after ", ready_rows_[to], " of ", fingerprint_.rows, ".");
+    ready_rows_[to] = rows;
+    signals().mark_ready(seq_, to, rows);
+  }
+  at::Tensor block(int from, int to) const;
+
+  std::shared_ptr<SharedState> shared_;
+  CollectiveFingerprint fingerprint_;
+  std::vector<int64_t> ready_rows_;  // for each rank; in an all-gather, for everybody at this rank's place
+  uint64_t seq_;
+  std::shared_ptr<const Slots> slots_;
+  bool finished_ = false;
+};
+
+/// Block of rank `from` for rank `to`: the only one of an all-gather, else one of those for its peers, in their order.
+at::Tensor ShmTransport::ShmCollective::block(int from, int to) const {
+  const size_t index = broadcast() ? 0 : static_cast<size_t>(to < from ? to : to - 1);
+  const auto& memory = slots_->memories[from];
+  auto* data = memory->data() + seq_ % 2 * slots_->bytes + index * block_bytes(fingerprint_);
+  return at::from_blob(
+      data, {fingerprint_.rows, fingerprint_.columns}, [memory](void*) {}, at::dtype(fingerprint_.dtype));
+}
+
+void ShmTransport::ShmCollective::write_own_block(const at::Tensor& local) {
+  const auto slot = own_block();
+  const auto row = static_cast<int64_t>(row_bytes(fingerprint_));
+  if (local.data_ptr() == slot.data_ptr() && local.is_contiguous()) return mark_rows_ready(rank(), fingerprint_.rows);
+  const int64_t chunk_rows = std::max<int64_t>(1, kCopyChunkBytes / std::max<int64_t>(1, row));
+  for (int64_t from = 0; from < fingerprint_.rows; from += chunk_rows) {
+    const int64_t rows = std::min(chunk_rows, fingerprint_.rows - from);
+    if (local.is_contiguous()) {
+      std::memcpy(static_cast<char*>(slot.data_ptr()) + from * row,
+                  static_cast<const char*>(local.data_ptr()) + from * row, static_cast<size_t>(rows * row));
+    } else {
+      slot.narrow(0, from, rows).copy_(local.narrow(0, from, rows));
+    }
+    mark_rows_ready(rank(), from + rows);
+  }
+}
+
+void ShmTransport::ShmCollective::finish() {
+  for (int peer = 0; peer < signals().size(); ++peer) {
+    const int target = broadcast() ? rank() : peer;
+    if (peer == rank()) continue;
+    TORCH_CHECK(ready_rows_[target] == fingerprint_.rows, "Round ", seq_, " cannot be finished: of the block for rank ",
+                peer, " ", ready_rows_[target], " of ", fingerprint_.rows, " rows are published.");
+    signals().wait_for_match(seq_, peer);
+  }
+  signals().finish(seq_);
+  finished_ = true;
+}
+
+// ---- the link -----------------------------------------------------------------------------------------------------
+
+namespace {
+
+Signals::Options signal_options(const Rendezvous& rendezvous, const SharedMemories& control_blocks) {
+  Signals::Options options{rendezvous.rank(), {}, rendezvous.group_id(), rendezvous.timeout()};
+  for (int r = 0; r < rendezvous.size(); ++r)
+    options.peers.push_back({control_blocks[r]->data(), &rendezvous.process(r)});
+  return options;
+}
+
+}  // namespace
+
+ShmTransport::ShmTransport(std::shared_ptr<Rendezvous> rendezvous) : slots_(std::make_shared<Slots>()) {
+  auto local = SharedMemory::make(Signals::control_block_bytes(rendezvous->size()));
+  auto control_blocks = rendezvous->exchange_memory(local, [] {});
+  local->close_file();
+  const auto options = signal_options(*rendezvous, control_blocks);
+  shared_ = std::make_shared<SharedState>(std::move(rendezvous), std::move(control_blocks), Signals(options));
+}
+
+ShmTransport::~ShmTransport() = default;
+int ShmTransport::rank() const { return shared_->signals.rank(); }
+int ShmTransport::size() const { return shared_->signals.size(); }
+
+std::unique_ptr<ShmTransport::ShmCollective> ShmTransport::start(const CollectiveFingerprint& fingerprint) {
+  const size_t blocks = fingerprint.op == CommOp::all_gather ? 1 : static_cast<size_t>(size()) - 1;
+  const size_t needed = blocks * block_bytes(fingerprint);
+  const bool must_grow = needed > slots_->bytes || slots_->memories.empty();
+  auto collective = std::make_unique<ShmCollective>(shared_, fingerprint, must_grow ? free_memory() : 0);
+  try {
+    if (must_grow) grow(collective->seq(), needed);
+  } catch (const c10::Error& error) {
+    shared_->signals.abandon(collective->seq(), error.what_without_backtrace());
+    throw;
+  }
+  collective->set_slots(slots_);
+  return collective;
+}
+
+/// Meets with new memory, now that all are known to do the same round and so to need as much. All said how much the
+/// host has left before any of them took some.
+void ShmTransport::grow(uint64_t seq, size_t slot_bytes) {
+  auto& signals = shared_->signals;
+  const uint64_t available = signals.min_free_memory(seq);
+  auto slots = std::make_shared<Slots>();
+  slots->bytes = round_up(std::max({slot_bytes, slots_->bytes / 4 * 5, size_t{1}}), kSlotGranularity);
+  const auto ranks = static_cast<size_t>(size());
+  if (2 * slots->bytes > available / ranks)
+    C10_THROW_ERROR(OutOfMemoryError, c10::str("No ", 2 * slots->bytes, " bytes of shared memory for each of ", ranks,
+                                               " ranks: they can take ", available, " at most together."));
+  auto local = SharedMemory::make(2 * slots->bytes);
+  slots->memories = shared_->rendezvous->exchange_memory(local, [&] { signals.check(); });
+  local->close_file();
+  slots_ = std::move(slots);
+}
+
+std::unique_ptr<InFlightCollective> ShmTransport::all_gather(const at::Tensor& local) {
+  TORCH_CHECK_VALUE(local.dim() == 2 && local.device().is_cpu() && local.layout() == at::kStrided,
+                    "all_gather: expected a dense matrix on the CPU, got ", local.toString(), " ", local.sizes(), ".");
+  const CollectiveFingerprint fingerprint{CommOp::all_gather, local.scalar_type(), local.size(0), local.size(1)};
+  const bool already_in_slot = prepared_ && prepared_->fingerprint() == fingerprint &&
+                               prepared_->own_block().data_ptr() == local.data_ptr() && local.is_contiguous();
+  auto collective = already_in_slot ? std::move(prepared_) : start(fingerprint);
+  collective->write_own_block(local);
+  return collective;
+}
+
+std::unique_ptr<InFlightCollective> ShmTransport::all_gather(int64_t rows, int64_t columns, at::ScalarType dtype) {
+  return start({CommOp::all_gather, dtype, rows, columns});
+}
+
+std::unique_ptr<InFlightCollective> ShmTransport::reduce_scatter(int64_t rows, int64_t columns, at::ScalarType dtype) {
+  return start({CommOp::reduce_scatter, dtype, rows, columns});
+}
+
+at::Tensor ShmTransport::prepare_all_gather(int64_t rows, int64_t columns, at::ScalarType dtype) {
+  TORCH_CHECK(!prepared_, "The block given before is not gathered yet.");
+  prepared_ = start({CommOp::all_gather, dtype, rows, columns});
+  return prepared_->own_block();
+}
+
+}  // namespace weft::comm

@@ -1,0 +1,106 @@
+#include "weft/comm/store_exchange.h"
+
+#include <c10/util/Exception.h>
+
+#include <atomic>
+#include <memory>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "weft/comm/run_with_deadline.h"
+
+namespace weft::comm {
+namespace {
+
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+using Store = c10::intrusive_ptr<c10d::Store>;
+
+[[noreturn]] void fail(const StoreExchangeOptions& options, int peer, const std::string& what) {
+  C10_THROW_ERROR(DistError, c10::str("Rank ", options.rank, " of ", options.size, " at '", options.prefix, "', rank ",
+                                      peer, ": ", what, "."));
+}
+
+/// What the thread that talks to the Store and the thread that waits for it share.
+struct StoreSession {
+  Store store;
+  std::atomic<int> peer = 0;                // whose word is awaited
+  std::atomic<bool> awaiting_reply = true;  // the Store has not answered yet
+  std::atomic<bool> stopped = false;
+  std::vector<std::string> values = {};  // of each rank; for the waiting thread once the talk is over
+  int64_t count = 0;                     // likewise
+
+  template <class Query>
+  auto request(Query&& query) {
+    awaiting_reply = true;
+    auto reply = query();
+    awaiting_reply = false;
+    return reply;
+  }
+  void read(int from, const std::string& key);
+};
+
+/// Looks again and again: a wait inside the Store would see no failure that is told elsewhere.
+void StoreSession::read(int from, const std::string& key) {
+  peer = from;
+  for (auto pause = milliseconds(1); !request([&] { return store->check({key}); });
+       pause = std::min(2 * pause, milliseconds(20))) {
+    if (stopped) return;
+    std::this_thread::sleep_for(pause);
+  }
+  values[from] = request([&] { return store->get_to_str(key); });
+}
+
+/// Runs `fn(session)` until the timeout; errors get the number of the rank they concern.
+template <class Fn>
+std::shared_ptr<StoreSession> run_session(const Store& store, const StoreExchangeOptions& options, Fn&& fn) {
+  const std::shared_ptr<StoreSession> session(new StoreSession{.store = store, .peer = options.rank});
+  const auto failure = std::make_shared<std::string>();
+  const auto guarded = [session, failure, fn = std::forward<Fn>(fn)] {
+    try {
+      fn(*session);
+    } catch (const c10::Error& error) {
+      *failure = error.what_without_backtrace();
+    } catch (const std::exception& error) {
+      *failure = error.what();
+    }
+  };
+  struct Stop {  // also if `poll` raises
+    StoreSession& session;
+    ~Stop() { session.stopped = true; }
+  } const stop{*session};
+  const auto poll = [&] {
+    if (const int peer = session->peer; peer != options.rank) options.poll(peer);
+  };
+  if (!run_with_deadline(Clock::now() + options.timeout, guarded, poll))
+    fail(options, session->peer,
+         c10::str(session->awaiting_reply ? "the Store does not answer" : "no word in the Store", " within ",
+                  options.timeout.count(), " ms"));
+  if (!failure->empty()) fail(options, session->peer, "the Store failed: " + *failure);
+  return session;
+}
+
+}  // namespace
+
+std::vector<std::string> exchange_through_store(const Store& store, const StoreExchangeOptions& options,
+                                                const std::string& local) {
+  const auto session =
+      run_session(store, options,
+                  [local, prefix = options.prefix, rank = options.rank, size = options.size](StoreSession& session) {
+                    session.values.resize(size);
+                    session.values[rank] = local;
+                    session.store->set(c10::str(prefix, "/", rank), local);
+                    for (int peer = 0; peer < size && !session.stopped; ++peer)
+                      if (peer != rank) session.read(peer, c10::str(prefix, "/", peer));
+                  });
+  return std::move(session->values);
+}
+
+int64_t next_generation(const Store& store, const StoreExchangeOptions& options) {
+  const auto key = c10::str(options.prefix, "/generation/", options.rank);
+  return run_session(store, options, [key](StoreSession& session) { session.count = session.store->add(key, 1); })
+             ->count -
+         1;
+}
+
+}  // namespace weft::comm

@@ -1,0 +1,85 @@
+#include "weft/comm/ucx/address_exchange.h"
+
+#include <c10/util/Exception.h>
+#include <sys/random.h>
+
+#include <cstring>
+#include <exception>
+
+#include "weft/comm/run_with_deadline.h"
+#include "weft/comm/store_exchange.h"
+
+namespace weft::comm::ucx {
+namespace {
+
+/// The head of a rank's record; its address follows, or the reason why it has none.
+struct RecordHeader {
+  std::array<char, 8> magic{'w', 'e', 'f', 't', '-', 'u', 'c', 'x'};
+  uint32_t version = kWireVersion;
+  uint32_t has_address = 0;
+  Token part{};
+};
+
+Token random_token() {
+  Token token{};
+  const auto got = getrandom(token.data(), sizeof(token), 0);
+  if (got != sizeof(token)) C10_THROW_ERROR(DistError, "No random bytes for the token of a network link.");
+  return token;
+}
+
+std::string make_record(const RecordHeader& head, const std::string& text) {
+  return std::string(reinterpret_cast<const char*>(&head), sizeof(head)) + text;
+}
+
+/// Puts rank `r`'s record into `all`.
+void read_record(const UcxOptions& options, int r, const std::string& bytes, PeerAddresses& all) {
+  RecordHeader head{};
+  const auto expected = head.magic;
+  const bool complete = bytes.size() > sizeof(head) && bytes.size() < (1 << 20);
+  if (complete) std::memcpy(&head, bytes.data(), sizeof(head));
+  if (!complete || head.magic != expected || head.version != kWireVersion) {
+    C10_THROW_ERROR(DistError,
+                    c10::str("ucx link of group '", options.group, "': rank ", r,
+                             " speaks another format (this rank: ", kWireVersion, "). Run the same weft everywhere."));
+  }
+  auto text = bytes.substr(sizeof(head));
+  if (!head.has_address)
+    C10_THROW_ERROR(DistError, c10::str("ucx link of group '", options.group, "': rank ", r, " failed: ", text));
+  all.addresses[r] = std::move(text);
+  all.token[0] ^= head.part[0];
+  all.token[1] ^= head.part[1];
+}
+
+}  // namespace
+
+PeerAddresses exchange_addresses(const UcxOptions& options, const std::function<std::string()>& address) {
+  StoreExchangeOptions exchange{"weft/ucx", options.rank, options.size, options.timeout};
+  exchange.prefix +=
+      c10::str("/", next_generation(options.store, exchange));  // keys of an earlier link may still be there
+  PeerAddresses all{.addresses = std::vector<std::string>(options.size),
+                    .key = c10::str(exchange.prefix, "/", options.rank)};
+  std::string local;
+  std::exception_ptr failed;
+  try {
+    local = make_record({.has_address = 1, .part = random_token()}, address());
+  } catch (const std::exception& error) {
+    local = make_record({.has_address = 0}, error.what());
+    failed = std::current_exception();
+  }
+  const auto records = exchange_through_store(options.store, exchange, local);
+  if (failed) std::rethrow_exception(failed);
+  for (int r = 0; r < options.size; ++r) read_record(options, r, records[r], all);
+  return all;
+}
+
+void remove_record(const UcxOptions& options, const PeerAddresses& peer_addresses) {
+  run_with_deadline(std::chrono::steady_clock::now() + options.timeout,
+                    [store = options.store, key = peer_addresses.key] {
+                      try {
+                        store->deleteKey(key);
+                      } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): some stores cannot
+                      }
+                    });
+}
+
+}  // namespace weft::comm::ucx

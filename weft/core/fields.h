@@ -1,0 +1,147 @@
+#pragma once
+#include <c10/util/Exception.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "weft/core/value.h"
+
+namespace weft {
+
+/// How a field is given in a call: by keyword with a default, also by position, or always (and by position).
+enum class ParamKind { keyword, positional, required };
+
+/// One row of an options struct's field list. The list is the only place that names a field: equality, printing, Python
+/// keywords and the pipeline's text follow from it.
+template <class Options, class T>
+struct Field {
+  const char* name;
+  T Options::* member;
+  ParamKind kind = ParamKind::keyword;
+};
+template <class Options, class T>
+Field(const char*, T Options::*) -> Field<Options, T>;
+template <class Options, class T>
+Field(const char*, T Options::*, ParamKind) -> Field<Options, T>;
+
+/// A field as seen from outside: name, value (or default), how it is given.
+struct FieldValue {
+  std::string name;
+  Value value;
+  ParamKind kind = ParamKind::keyword;
+};
+
+/// Names of an enum's values, in order; a specialisation has `static constexpr std::array<const char*, N> list`.
+template <class E>
+struct EnumNames;
+
+namespace detail {
+
+template <class T>
+Value to_value(const T& x) {
+  if constexpr (std::is_same_v<T, at::ScalarType>) {
+    return std::string(dtype_name(x));
+  } else if constexpr (std::is_enum_v<T>) {
+    return std::string(EnumNames<T>::list[static_cast<size_t>(x)]);
+  } else {
+    return Value(x);
+  }
+}
+template <class T>
+Value to_value(const std::optional<T>& x) {
+  return x ? to_value(*x) : Value{};
+}
+
+template <class T>
+struct Reader;
+
+template <class T>
+  requires(!std::is_enum_v<T>)
+struct Reader<T> {
+  static bool read(const Value& value, T& out) {
+    if (const auto* exact = std::get_if<T>(&value)) {
+      out = *exact;
+      return true;
+    }
+    if constexpr (std::is_same_v<T, double>) {
+      if (const auto* integral = std::get_if<int64_t>(&value)) {
+        out = static_cast<double>(*integral);
+        return true;
+      }
+    }
+    if constexpr (std::is_same_v<T, std::vector<int64_t>>) {  // one number is a shape of one dimension
+      if (const auto* one = std::get_if<int64_t>(&value)) {
+        out = {*one};
+        return true;
+      }
+    }
+    return false;
+  }
+};
+template <>
+struct Reader<at::ScalarType> {
+  static bool read(const Value& value, at::ScalarType& out) {
+    const auto* name = std::get_if<std::string>(&value);
+    if (name) out = dtype_from_name(*name);
+    return name != nullptr;
+  }
+};
+template <class E>
+  requires(std::is_enum_v<E> && !std::is_same_v<E, at::ScalarType>)
+struct Reader<E> {
+  static bool read(const Value& value, E& out) {
+    const auto* name = std::get_if<std::string>(&value);
+    if (!name) return false;
+    for (size_t i = 0; i < EnumNames<E>::list.size(); ++i) {
+      if (*name != EnumNames<E>::list[i]) continue;
+      out = static_cast<E>(i);
+      return true;
+    }
+    return false;
+  }
+};
+template <class T>
+struct Reader<std::optional<T>> {
+  static bool read(const Value& value, std::optional<T>& out) {
+    if (std::holds_alternative<std::monostate>(value)) {
+      out.reset();
+      return true;
+    }
+    return Reader<T>::read(value, out.emplace());
+  }
+};
+
+}  // namespace detail
+
+/// All fields of `options` in order.
+template <class Options>
+std::vector<FieldValue> list_fields(const Options& options) {
+  std::vector<FieldValue> list;
+  std::apply(
+      [&](const auto&... field) {
+        (list.push_back({field.name, detail::to_value(options.*field.member), field.kind}), ...);
+      },
+      Options::fields());
+  return list;
+}
+
+/// Sets one field by name. `owner` opens the error text.
+template <class Options>
+void set_field(Options& options, const std::string& owner, const std::string& name, const Value& value) {
+  bool known = false;
+  const auto one = [&](const auto& field) {
+    if (name != field.name) return;
+    known = true;
+    using T = std::decay_t<decltype(options.*field.member)>;
+    TORCH_CHECK_VALUE(detail::Reader<T>::read(value, options.*field.member), owner, ": ", name, " cannot be ",
+                      to_text(value), ".");
+  };
+  std::apply([&](const auto&... field) { (one(field), ...); }, Options::fields());
+  TORCH_CHECK_TYPE(known, owner, " got an unexpected keyword argument '", name, "'.");
+}
+
+}  // namespace weft

@@ -1,0 +1,203 @@
+#pragma once
+#include <ATen/ops/from_blob.h>
+
+#include <array>
+#include <memory>
+#include <vector>
+
+#include "weft/kernels/cpu/macrokernel_amx.h"
+#include "weft/kernels/cpu/packed_weight_cache.h"
+#include "weft/kernels/cpu_tensors.h"
+
+// What all products of tiles share: tensors as operands and as places for results, and packed copies. Included by
+// *_amx.cpp only.
+
+namespace weft::kernels::CPU_CAPABILITY {
+
+/// A [M, K] or B [K, N] as an operand; copied if neither direction is contiguous.
+inline Operand operand(at::Tensor& t, bool left) {
+  const int across = left ? 0 : 1, along = 1 - across;
+  if (t.stride(along) != 1 && t.stride(across) != 1) t = t.contiguous();
+  const bool along_k = t.stride(along) == 1 && (t.stride(across) != 1 || t.size(across) == 1 || !left);
+  Operand out;
+  out.data = reinterpret_cast<const Bf16*>(t.const_data_ptr());
+  out.k_contiguous = along_k;
+  out.ld = along_k ? t.stride(across) : t.stride(along);
+  out.extent = t.size(across);
+  out.k = t.size(along);
+  out.left = left;
+  return out;
+}
+
+inline int k_steps_of(const Operand& m) { return static_cast<int>((m.k + kKStep - 1) / kKStep); }
+
+/// Packs all of `m`, on all threads.
+inline void pack_operand(const Operand& m, Bf16* to) {
+  const int steps = k_steps_of(m);
+  at::parallel_for(0, m.panels(), kStripPanels, [&](int64_t begin, int64_t end) {
+    pack_panels(m, begin * kBlockDim, end - begin, 0, steps, to + begin * steps * 2 * kTileElems);
+  });
+}
+inline int64_t packed_size(const Operand& m) { return m.panels() * k_steps_of(m) * 2 * kTileElems * 2; }
+
+/// The packed copy of `weight`, which is operand `m`, if it is frozen; else null.
+inline std::shared_ptr<const PackedCopy> packed_if_frozen(const at::Tensor& weight, const Operand& m) {
+  return packed_frozen_weight(
+      {.source = weight, .half = m.half, .bytes = packed_size(m), .pack = [&m](uint16_t* to) { pack_operand(m, to); }});
+}
+
+/// Tiles of a matrix with `panels` panels, `steps` steps long.
+inline at::Tensor acquire_packed_tensor(int64_t panels, int64_t steps) {
+  auto copy = acquire_buffer(panels * steps * 2 * kTileElems * 2);
+  return at::from_blob(copy->data(), {panels, 2 * steps, 16, kKStep}, [copy](void*) {}, at::kBFloat16);
+}
+
+/// All of `m` in tiles, for this call only.
+inline std::shared_ptr<const PackedCopy> pack_temporary(const Operand& m) {
+  auto copy = acquire_buffer(packed_size(m));
+  pack_operand(m, copy->data());
+  return copy;
+}
+
+/// A matrix, or squares of 32 x 32 as a tensor of four dimensions.
+inline MatrixView view_of(const at::Tensor& t) {
+  if (!t.defined()) return {};
+  MatrixView p{static_cast<char*>(t.data_ptr()), t.stride(0), t.scalar_type()};
+  if (t.dim() == 2) return p;
+  p.ld = kBlockDim;
+  p.blocks_per_column = t.size(1);  // [columns of squares, rows of squares, 32, 32]
+  return p;
+}
+
+/// Whether stores to `t` may go past the caches: whole aligned lines, of a result of so many bytes that half of L2
+/// would not hold it.
+inline bool allows_non_temporal(const at::Tensor& t, int64_t bytes) {
+  const auto address = reinterpret_cast<uintptr_t>(t.data_ptr());
+  return t.scalar_type() == at::kBFloat16 && address % 64 == 0 && t.stride(0) % kBlockDim == 0 && bytes >= (1 << 20);
+}
+
+/// A matrix that rows can be stored to; `given` if it can, else fresh.
+inline at::Tensor writable(const at::Tensor& given, int64_t rows, int64_t columns, at::ScalarType dtype) {
+  if (given.defined() && given.stride(1) == 1) return given;
+  return empty_cpu({rows, columns}, dtype);
+}
+
+inline at::Tensor readable(const at::Tensor& t) { return !t.defined() || t.stride(1) == 1 ? t : t.contiguous(); }
+
+/// `t` as float32 with room for reading beyond its end.
+inline std::vector<float> padded(const at::Tensor& t) {
+  if (!t.defined()) return {};
+  const auto dense = t.stride(0) == 1 ? t : t.contiguous();
+  const auto count = t.numel();
+  std::vector<float> out(count + kBlockDim);
+  const MatrixView from{static_cast<char*>(dense.data_ptr()), 0, t.scalar_type()};
+  for (int64_t i = 0; i < count; i += 16) {
+    const auto mask = lane_mask(count - i);
+    _mm512_mask_storeu_ps(out.data() + i, mask, load16(from, 0, i, mask));
+  }
+  return out;
+}
+
+using ColumnSums = std::vector<float>;
+
+/// The results of a product with N columns, and what its epilogue reads, in memory that rows can be read from.
+class GemmOutputs {
+ public:
+  GemmOutputs(const Epilogue& e, int64_t rows, int64_t n, bool with_out)
+      : e_(e), rows_(rows), n_(n), bias_(padded(e.bias)), act_input_(readable(e.act_input)) {
+    const auto dtype = e.dtype == at::ScalarType::Undefined ? at::kBFloat16 : e.dtype;
+    if (with_out) r_.out = writable(e.out, rows, columns(), e.out.defined() ? e.out.scalar_type() : dtype);
+    if (e.keep_pre_act) r_.pre_act = writable({}, rows, n, at::kBFloat16);
+    if (e.keep_act_output) r_.act_output = writable({}, rows, n, at::kBFloat16);
+    if (e.keep_column_sums) r_.column_sums = empty_cpu({columns()}, at::kFloat);
+    addend_ = e.addend.is_same(e.out) && r_.out.is_same(e.out) ? r_.out : readable(e.addend);
+  }
+
+  bool gated() const { return e_.act && e_.act->gated(); }
+  /// Of the result.
+  int64_t columns() const { return gated() ? n_ / 2 : e_.act_grad && e_.act_grad->gated() ? 2 * n_ : n_; }
+
+  /// How `t`, all or part of a bfloat16 result of so many bytes, is stored. The second half of a gated one has to begin
+  /// with a line, too.
+  Store store_kind(const at::Tensor& t, int64_t bytes) const {
+    const bool gated_grad = e_.act_grad && e_.act_grad->gated();
+    const bool line_aligned = (!gated() || n_ / 2 % kBlockDim == 0) && (!gated_grad || n_ % kBlockDim == 0);
+    return line_aligned && allows_non_temporal(t, bytes) ? Store::non_temporal : Store::cached;
+  }
+
+  /// The epilogue of all rows.
+  EpilogueArgs epilogue_args() const {
+    EpilogueArgs w;
+    w.rows = rows_;
+    w.columns = n_;
+    w.half = n_ / 2;
+    w.full_panel_limit = gated() ? n_ / 2 : n_;
+    w.scale = static_cast<float>(e_.scale);
+    w.bias = bias_.empty() ? nullptr : bias_.data();
+    w.out = view_of(r_.out);
+    w.pre_act = view_of(r_.pre_act);
+    w.act_output = view_of(r_.act_output);
+    w.act_input = view_of(act_input_);
+    if (addend_.defined()) w.addends[w.num_addends++] = view_of(addend_);
+    const auto bytes = rows_ * columns() * 2;  // of `out`: the others are stored as it is, if they are aligned
+    if (r_.out.defined() && !addend_.is_same(r_.out)) w.out.store = store_kind(r_.out, bytes);
+    if (r_.pre_act.defined()) w.pre_act.store = store_kind(r_.pre_act, bytes);
+    if (r_.act_output.defined()) w.act_output.store = store_kind(r_.act_output, bytes);
+    w.prefetch_rows = kBlockDim;
+    if (const auto& act = e_.act ? e_.act : e_.act_grad) w.act = ActParams(*act);
+    w.row = row_function(e_.act, e_.act_grad);
+    return w;
+  }
+
+  /// Far panels in a block: so many that the pages of all matrices a square touches are still in the address cache when
+  /// the next columns of the same rows come. Rows of a wide matrix lie on a page each, and a store that has to look its
+  /// page up waits.
+  int64_t max_resident_panels(const EpilogueArgs& w) const {
+    constexpr int64_t kPage = 4096, kTlbReach = 1152 * kPage;
+    const bool gated_grad = e_.act_grad && e_.act_grad->gated();
+    const auto bytes = [](const MatrixView& p, bool halves) {
+      return p.data ? std::min(p.ld * p.element_size(), halves ? 2 * kPage : kPage) : 0;
+    };
+    int64_t all = bytes(w.out, gated_grad) + bytes(w.act_input, gated_grad) + bytes(w.pre_act, gated()) +
+                  bytes(w.act_output, false);
+    for (int i = 0; i < w.num_addends; ++i)
+      if (w.addends[i].data != w.out.data) all += bytes(w.addends[i], false);
+    return std::min(kTlbReach / std::max<int64_t>(all, 1) / kBlockDim, gated() ? kMaxGatedPairs : INT64_MAX);
+  }
+
+  /// Memory for the transpose in tiles, if every square of the result is whole and finished under the products.
+  Bf16* allocate_packed_transpose() {
+    const bool full_blocks = rows_ % kBlockDim == 0 && n_ % kBlockDim == 0;
+    if (!full_blocks || !e_.act_grad || !has_fast_path(e_.act_grad->kind)) return nullptr;
+    if (select_variant(epilogue_args(), {}, e_.act_grad).kind != KernelVariant::activation) return nullptr;
+    r_.packed_transpose = acquire_packed_tensor(columns() / kBlockDim, rows_ / kBlockDim);
+    return reinterpret_cast<Bf16*>(r_.packed_transpose.data_ptr());
+  }
+
+  /// Room for column sums, one for each thread.
+  std::vector<ColumnSums> allocate_column_sums(int threads) const {
+    return std::vector<ColumnSums>(threads, ColumnSums(e_.keep_column_sums ? columns() + kBlockDim : 0));
+  }
+  /// Adds up the column sums of all threads.
+  void reduce_column_sums(const std::vector<ColumnSums>& parts) {
+    if (!e_.keep_column_sums) return;
+    auto* sums = r_.column_sums.mutable_data_ptr<float>();
+    std::fill_n(sums, columns(), 0.F);
+    for (const auto& part : parts)
+      for (int64_t i = 0; i < columns(); ++i) sums[i] += part[i];
+  }
+
+  GemmResult finish() {
+    if (r_.out.defined() && e_.out.defined() && !r_.out.is_same(e_.out)) r_.out = e_.out.copy_(r_.out);
+    return std::move(r_);
+  }
+
+ private:
+  const Epilogue& e_;
+  int64_t rows_, n_;
+  std::vector<float> bias_;
+  at::Tensor act_input_, addend_;
+  GemmResult r_;
+};
+
+}  // namespace weft::kernels::CPU_CAPABILITY

@@ -1,0 +1,208 @@
+#include "weft/kernels/cpu/macrokernel_amx.h"
+
+#include <utility>
+
+namespace weft::kernels::CPU_CAPABILITY {
+namespace {
+
+/// Brings the next near panel of a packed operand to L2, a few lines under each step.
+class PanelPrefetcher {
+ public:
+  PanelPrefetcher(const Operand& m, int64_t panel, int64_t k0, int64_t resident) {
+    if (!m.packed || panel >= m.panels()) return;
+    next_ = reinterpret_cast<const char*>(m.packed_panel(panel, k0));
+    per_step_ = static_cast<int>((kBlockDim + resident - 1) / resident);
+  }
+  [[gnu::always_inline]] void step() {
+    for (int i = 0; i < per_step_; ++i, next_ += 64) _mm_prefetch(next_, _MM_HINT_T1);
+  }
+
+ private:
+  const char* next_ = nullptr;
+  int per_step_ = 0;
+};
+
+/// Calls somebody now and then, between panels, when no tile holds anything. The callback may use AMX itself, call a
+/// GEMM or run into oneDNN, so it finds tiles released and scratch set aside.
+class ProgressHook {
+ public:
+  explicit ProgressHook(const std::function<void()>* call) : call_(call) {}
+  void after(int64_t steps) {
+    constexpr int64_t kStepsPerCall = 320;  // steps in ten microseconds
+    steps_ += steps;
+    if (!call_ || steps_ < kStepsPerCall) return;
+    steps_ = 0;
+    const Scratch::NestedScope scratch;
+    _tile_release();
+    (*call_)();
+    TileConfig::load();
+  }
+
+ private:
+  const std::function<void()>* call_;
+  int64_t steps_ = 0;
+};
+
+/// Near panels against one block of far panels.
+template <bool kStreamedIsA, class RowKernel>
+class MacroKernel {
+ public:
+  MacroKernel(const Operand& streamed, ResidentPanels& resident, const Blocking& blocking, ProgressHook progress_hook)
+      : streamed_(streamed),
+        resident_(resident),
+        blocking_(blocking),
+        progress_hook_(progress_hook),
+        scratch_(Scratch::current()) {}
+
+  void run(int64_t begin, int64_t end) {
+    const TileConfig config;
+    for (int64_t n = begin; n < end; n += blocking_.streamed)
+      multiply_k_blocks(n, std::min(end, n + blocking_.streamed));
+    _mm_sfence();
+  }
+
+ private:
+  void multiply_k_blocks(int64_t begin, int64_t end) {
+    for (int k_block = 0; k_block < blocking_.k_blocks; ++k_block) {
+      const int64_t k0 = static_cast<int64_t>(k_block) * blocking_.kc_steps * kKStep;
+      const int steps =
+          static_cast<int>(std::min<int64_t>(blocking_.kc_steps, (streamed_.k - k0 + kKStep - 1) / kKStep));
+      resident_.pack(k_block, steps);
+      const int64_t strip_panels = streamed_.k_contiguous ? 1 : kStripPanels;
+      for (int64_t n = begin; n < end; ++n) {
+        const int64_t in_strip = (n - begin) % strip_panels;
+        if (!streamed_.packed && in_strip == 0)
+          pack_panels(streamed_, n * kBlockDim, std::min(strip_panels, end - n), k0, steps, scratch_.streamed);
+        tile_fence();
+        panel(streamed_.packed ? streamed_.packed_panel(n, k0) : scratch_.streamed + in_strip * steps * 2 * kTileElems,
+              n, n - begin, steps, k_block);
+        tile_fence();
+        progress_hook_.after(resident_.size() * steps);
+      }
+      finish_deferred();
+    }
+  }
+
+  /// The sums of a near panel and far panel f. Those of b lie behind those of a.
+  float* accumulator(int64_t n, int64_t slot, int64_t f) {
+    if (!streamed_.half && blocking_.k_blocks == 1) return scratch_.block[block_parity_ ^= 1];
+    if (!streamed_.half) return scratch_.partial_sums + (slot * resident_.size() + f) * kBlockElems;
+    const int64_t pair = (blocking_.k_blocks == 1 ? 0 : slot / 2 * resident_.size()) + f;
+    return scratch_.partial_sums + (2 * pair + n % 2) * kBlockElems;
+  }
+
+  /// One near panel against the block.
+  [[gnu::flatten]] void panel(const Bf16* streamed, int64_t n, int64_t slot, int steps, int k_block) {
+    const int64_t resident = resident_.size();
+    PanelPrefetcher prefetcher(streamed_, n + 1, static_cast<int64_t>(k_block) * blocking_.kc_steps * kKStep, resident);
+    const bool gate = streamed_.half && n % 2 == 0;  // waits for its other half
+    const bool last = k_block + 1 == blocking_.k_blocks && !gate;
+    const int64_t streamed_start = (streamed_.half ? n / 2 : n) * kBlockDim;
+    const int rows = (kBlockDim + steps - 1) / std::max(steps, 1);  // of the square before, under each step
+    const EpilogueArgs* args = deferred_.c ? deferred_.args : resident_.panel(0).args;
+    DeferredEpilogue<RowKernel> epilogue(*args, deferred_.c, deferred_.row, deferred_.column);
+    if (deferred_.c) epilogue.start(*args);
+    deferred_ = {};
+    for (int64_t f = 0; f < resident; ++f) {
+      float* c = accumulator(n, slot, f);
+      const Bf16* other = resident_.packed(f);
+      const char* next_partial_sums =
+          reinterpret_cast<const char*>(c + streamed_.panels_per_unit() * kBlockElems);  // that wait and are next
+      gemm_microkernel<kStreamedIsA>(kStreamedIsA ? streamed : other, kStreamedIsA ? other : streamed, steps, c,
+                                     k_block > 0, [&](int i) {
+                                       for (int r = 0; r < rows; ++r) epilogue.step();
+                                       prefetcher.step();
+                                       if (k_block > 0) {
+                                         _mm_prefetch(next_partial_sums + 128 * i, _MM_HINT_T0);
+                                         _mm_prefetch(next_partial_sums + 128 * i + 64, _MM_HINT_T0);
+                                       }
+                                     });
+      if (!last) continue;
+      epilogue.finish(*args);
+      args = resident_.panel(f).args;
+      const int64_t start = resident_.panel(f).start, row = kStreamedIsA ? streamed_start : start,
+                    column = kStreamedIsA ? start : streamed_start;
+      const bool defer = f + 1 == resident && steps > 0;
+      if (defer) deferred_ = {args, c, row, column};
+      epilogue = DeferredEpilogue<RowKernel>(*args, defer ? nullptr : c, row, column);
+      if (!defer) epilogue.start(*args);
+    }
+    epilogue.finish(*args);
+  }
+
+  /// The last square of a panel is finished under the first one of the next panel, or here.
+  void finish_deferred() {
+    if (!deferred_.c) return;
+    DeferredEpilogue<RowKernel> epilogue(*deferred_.args, deferred_.c, deferred_.row, deferred_.column);
+    epilogue.start(*deferred_.args);
+    epilogue.finish(*deferred_.args);
+    deferred_ = {};
+  }
+
+  const Operand& streamed_;
+  ResidentPanels& resident_;
+  const Blocking& blocking_;
+  ProgressHook progress_hook_;
+  Scratch& scratch_;
+  int block_parity_ = 0;  // of the two squares
+  struct {
+    const EpilogueArgs* args = nullptr;
+    const float* c = nullptr;
+    int64_t row = 0, column = 0;
+  } deferred_;  // square that waits for its epilogue
+};
+
+}  // namespace
+
+namespace {
+
+/// Scratch of this thread, one for each callback that it is inside of and one more.
+struct ScratchStack {
+  std::vector<std::unique_ptr<Scratch>> all;
+  size_t depth = 0;
+
+  static ScratchStack& current() {
+    static thread_local ScratchStack stack;
+    return stack;
+  }
+};
+
+}  // namespace
+
+Scratch& Scratch::current() {
+  auto& [all, depth] = ScratchStack::current();
+  while (all.size() <= depth) all.push_back(std::make_unique<Scratch>());
+  return *all[depth];
+}
+
+Scratch::NestedScope::NestedScope() { ++ScratchStack::current().depth; }
+Scratch::NestedScope::~NestedScope() { --ScratchStack::current().depth; }
+
+Scratch::Scratch() : memory_(kTotalSize) {
+  char* p = memory_.data();
+  const auto take = [&](int64_t bytes) { return std::exchange(p, p + bytes); };
+  for (auto& s : block) s = reinterpret_cast<float*>(take(kBlockElems * 4));
+  transpose_scratch = reinterpret_cast<Bf16*>(take(kTransposeSize));
+  streamed = reinterpret_cast<Bf16*>(take(kStreamedSize));
+  resident = reinterpret_cast<Bf16*>(take(kResidentSize));
+  partial_sums = reinterpret_cast<float*>(take(kPartialSumsSize));
+}
+
+void gemm_macrokernel(const StreamedPanels& streamed, ResidentPanels& resident, const Blocking& blocking,
+                      const KernelVariant& variant, const Epilogue& e, const std::function<void()>* progress) {
+  if (resident.size() == 0 || streamed.begin == streamed.end) return;
+  const EpilogueArgs& args = *resident.panel(0).args;
+  const ProgressHook progress_hook(progress);
+  const auto run = [&]<bool kStreamedIsA, class RowKernel>() {
+    MacroKernel<kStreamedIsA, RowKernel>(streamed.m, resident, blocking, progress_hook)
+        .run(streamed.begin, streamed.end);
+  };
+  if (streamed.m.left)
+    with_row_kernel<true>(variant, args, e.act, e.act_grad,
+                          [&]<class RowKernel>() { run.template operator()<true, RowKernel>(); });
+  else
+    with_row_kernel<false>(variant, args, e.act, e.act_grad,
+                           [&]<class RowKernel>() { run.template operator()<false, RowKernel>(); });
+}
+
+}  // namespace weft::kernels::CPU_CAPABILITY

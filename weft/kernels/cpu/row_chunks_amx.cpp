@@ -1,0 +1,259 @@
+#include <numeric>
+#include <thread>
+
+#include "weft/kernels/cpu/gemm_tensors_amx.h"
+#include "weft/kernels/tiers.h"
+
+namespace weft::kernels::CPU_CAPABILITY {
+namespace {
+
+/// A piece that has rows, as the loops see it.
+struct ActiveChunk {
+  int index;  // among the chunks
+  Operand rows;
+  Bf16* pack_dst;  // where they are to be packed to, or null
+  int64_t ready;   // rows that are known to be ready
+};
+
+/// Panels of one part, in a block.
+struct ChunkRange {
+  size_t chunk;
+  int64_t first, panels;  // first: a row
+};
+
+/// One call: A B with its epilogue, A in pieces. B is near; rows of A make up the far blocks.
+class ChunkedGemm {
+ public:
+  ChunkedGemm(const RowChunks& input, at::Tensor b, const Epilogue& e)
+      : input_(input),
+        b_(std::move(b)),
+        e_(e),
+        right_(operand(b_, false)),
+        threads_(at::in_parallel_region() ? 1 : at::get_num_threads()),
+        outputs_(e, input.rows, right_.extent, needs_out(input)),
+        column_sums_(outputs_.allocate_column_sums(threads_)),
+        args_(threads_) {
+    if (outputs_.gated()) right_.half = right_.extent / 2;
+    for (int t = 0; t < threads_; ++t)
+      for (const auto& chunk : input.list) {
+        args_[t].push_back(args_of(chunk));
+        args_[t].back().column_sums = e.keep_column_sums ? column_sums_[t].data() : nullptr;
+      }
+    for (size_t i = 0; i < input.list.size(); ++i) {
+      const auto rows = row_count(input.list[i]);
+      if (rows == 0) continue;
+      const auto& pack_dst = input.list[i].pack_dst;
+      chunks_.push_back({.index = static_cast<int>(i),
+                         .rows = rows_of(input.list[i], right_.k),
+                         .pack_dst = pack_dst.defined() ? reinterpret_cast<Bf16*>(pack_dst.data_ptr()) : nullptr,
+                         .ready = input.ready ? 0 : rows});
+      panels_ += chunks_.back().rows.panels();
+    }
+    blocking_ =
+        choose_blocking(right_.panels(), panels_, right_.k, outputs_.max_resident_panels(outputs_.epilogue_args()));
+    max_block_panels_ = blocking_.resident * threads_;
+    if (input.max_block_rows > 0)
+      max_block_panels_ = std::min(max_block_panels_, (input.max_block_rows + kBlockDim - 1) / kBlockDim);
+    if (panels_ > 0) max_block_panels_ = balanced_block_size(panels_, max_block_panels_);
+  }
+
+  GemmResult run() {
+    single_block_ = fits_one_block();
+    const auto packed = packed_right();
+    right_.packed = packed ? packed->data() : nullptr;
+    if (threads_ > 1 || (!blocking_.full_k && single_block_)) pack_first();
+    multiply();
+    outputs_.reduce_column_sums(column_sums_);
+    return outputs_.finish();
+  }
+
+ private:
+  static bool needs_out(const RowChunks& input) {
+    return std::any_of(input.list.begin(), input.list.end(), [](const RowChunk& p) { return !p.out.defined(); });
+  }
+  static Operand rows_of(const RowChunk& chunk, int64_t k) {
+    Operand m;
+    (is_packed(chunk) ? m.packed : m.data) = reinterpret_cast<const Bf16*>(chunk.a.const_data_ptr());
+    m.ld = chunk.a.stride(0);
+    m.extent = row_count(chunk);
+    m.k = k;
+    return m;
+  }
+
+  /// A frozen weight's copy, or packed for this call if several blocks meet it; else null.
+  std::shared_ptr<const PackedCopy> packed_right() const {
+    std::shared_ptr<const PackedCopy> cached;
+    if (e_.b_is_weight) cached = packed_if_frozen(b_, right_);
+    return cached || single_block_ ? cached : pack_temporary(right_);
+  }
+
+  /// The epilogue of a piece, which counts its own rows.
+  EpilogueArgs args_of(const RowChunk& chunk) const {
+    EpilogueArgs w = outputs_.epilogue_args();
+    w.rows = row_count(chunk);
+    const auto move = [&](MatrixView& view) {
+      if (view.data) view.data = view.at(chunk.row, 0);
+    };
+    for (auto* view : {&w.out, &w.pre_act, &w.act_output, &w.act_input}) move(*view);
+    for (int i = 0; i < w.num_addends; ++i) move(w.addends[i]);
+    if (chunk.out.defined()) {
+      w.out = view_of(chunk.out);
+      w.out.store = outputs_.store_kind(chunk.out, input_.rows * outputs_.columns() * 2);
+    }
+    for (const auto& t : chunk.addends) w.addends[w.num_addends++] = view_of(t);
+    for (int i = 0; i < w.num_addends; ++i)
+      if (w.addends[i].data == w.out.data) w.out.store = Store::cached;
+    return w;
+  }
+  KernelVariant variant(const ChunkRange& range) const { return variant(chunks_[range.chunk]); }
+  KernelVariant variant(const ActiveChunk& chunk) const {
+    return select_variant(args_[0][chunk.index], e_.act, e_.act_grad);
+  }
+
+  /// Whether all rows will be multiplied together.
+  bool fits_one_block() const {
+    const auto same = [&](const ActiveChunk& p) { return variant(p) == variant(chunks_[0]); };
+    return panels_ <= max_block_panels_ && (!input_.ready || input_.min_block_rows >= input_.rows) &&
+           std::all_of(chunks_.begin(), chunks_.end(), same);
+  }
+
+  /// All blocks in turn.
+  void multiply() {
+    while (next_chunk_ < chunks_.size()) {
+      ResidentPanels resident(blocking_);
+      const auto ranges = next_block(resident);
+      const int64_t panels = std::transform_reduce(ranges.begin(), ranges.end(), int64_t{0}, std::plus<>(),
+                                                   [](const ChunkRange& r) { return r.panels; });
+      multiply_ranges(ranges, panels, resident);
+      for (const auto& range : ranges) report_packed(range);
+      if (input_.on_done)
+        for (const auto& range : ranges) input_.on_done(chunks_[range.chunk].index, end_of(range));
+    }
+  }
+
+  /// The next rows: as many as fit and are there, all of one form. A single thread packs them into `resident` as they
+  /// come.
+  std::vector<ChunkRange> next_block(ResidentPanels& resident) {
+    std::vector<ChunkRange> ranges;
+    int64_t panels = 0;
+    while (next_chunk_ < chunks_.size() && panels < max_block_panels_) {
+      auto& chunk = chunks_[next_chunk_];
+      if (!ranges.empty() && (variant(chunk) != variant(ranges[0]) || chunks_[ranges[0].chunk].pack_dst)) break;
+      const auto ready = ready_panels(chunk, /*wait=*/panels * kBlockDim < input_.min_block_rows);
+      if (ready == 0) break;
+      const ChunkRange range{next_chunk_, next_row_, std::min(ready, max_block_panels_ - panels)};
+      ranges.push_back(range);
+      if (threads_ == 1) {
+        auto rows = chunk.rows;
+        rows.second_dst = chunk.pack_dst;
+        resident.append(rows, args_[0][chunk.index], range.first, range.panels);
+        if (blocking_.full_k) report_packed(range);
+      }
+      panels += range.panels;
+      next_row_ += range.panels * kBlockDim;
+      if (next_row_ < chunk.rows.extent) continue;
+      ++next_chunk_;
+      next_row_ = 0;
+    }
+    return ranges;
+  }
+
+  int64_t end_of(const ChunkRange& range) const {
+    return std::min(chunks_[range.chunk].rows.extent, range.first + range.panels * kBlockDim);
+  }
+  /// Packs what others wait for before the product starts: if that would pack it too late, or on several threads.
+  void pack_first() {
+    for (size_t i = 0; i < chunks_.size(); ++i) {
+      const auto& rows = chunks_[i].rows;
+      if (chunks_[i].pack_dst) pack_operand(rows, chunks_[i].pack_dst);
+      report_packed({i, 0, rows.panels()});
+    }
+  }
+  /// Says that the rows of a run are where they were to be packed to.
+  void report_packed(const ChunkRange& range) {
+    auto& chunk = chunks_[range.chunk];
+    if (!chunk.pack_dst) return;
+    _mm_sfence();
+    if (input_.on_packed) input_.on_packed(chunk.index, end_of(range));
+    if (end_of(range) == chunk.rows.extent) chunk.pack_dst = nullptr;  // not twice
+  }
+
+  /// Panels from `next_row_` on that are there; waits for one if asked to.
+  int64_t ready_panels(ActiveChunk& chunk, bool wait) {
+    const auto rows = chunk.rows.extent;
+    const auto panels = [&] {
+      return chunk.ready == rows ? (rows - next_row_ + kBlockDim - 1) / kBlockDim
+                                 : (chunk.ready - next_row_) / kBlockDim;
+    };
+    while (panels() == 0 && wait) {
+      const auto ready = input_.ready(chunk.index, chunk.ready);
+      TORCH_CHECK(ready > chunk.ready && ready <= rows, "gemm: piece ", chunk.index, " has ", rows, " rows, of which ",
+                  chunk.ready, " were there; ready() said ", ready, ".");
+      chunk.ready = ready;
+    }
+    return panels();
+  }
+
+  /// Shares the rows of the block out over the threads, or the columns if rows are few.
+  void multiply_ranges(const std::vector<ChunkRange>& ranges, int64_t panels, ResidentPanels& resident) {
+    const auto block_variant = variant(ranges[0]);
+    const auto* progress = input_.progress ? &input_.progress : nullptr;
+    const int64_t unit = right_.panels_per_unit(), streamed_units = right_.panels() / unit;
+    if (threads_ == 1)
+      return gemm_macrokernel({right_, 0, streamed_units * unit}, resident, blocking_, block_variant, e_, progress);
+    const auto caller = std::this_thread::get_id();
+    const bool by_columns = panels < threads_ && panels <= blocking_.resident;
+    on_threads(threads_, [&](int t) {
+      const auto split_point = [&](int64_t all, bool split, int i) {
+        return split ? all * (t + i) / threads_ : all * i;
+      };
+      ResidentPanels block(blocking_);
+      add_panels(block, ranges, args_[t], split_point(panels, !by_columns, 0), split_point(panels, !by_columns, 1));
+      gemm_macrokernel({right_, split_point(streamed_units, by_columns, 0) * unit,
+                        split_point(streamed_units, by_columns, 1) * unit},
+                       block, blocking_, block_variant, e_, std::this_thread::get_id() == caller ? progress : nullptr);
+    });
+  }
+
+  /// Adds panels [begin, end) of the runs to a block.
+  void add_panels(ResidentPanels& block, const std::vector<ChunkRange>& ranges, const std::vector<EpilogueArgs>& args,
+                  int64_t begin, int64_t end) const {
+    for (const auto& [index, first, panels] : ranges) {
+      const auto& chunk = chunks_[index];
+      const auto from = std::clamp<int64_t>(begin, 0, panels), to = std::clamp<int64_t>(end, 0, panels);
+      if (from < to) block.append(chunk.rows, args[chunk.index], first + from * kBlockDim, to - from);
+      begin -= panels;
+      end -= panels;
+    }
+  }
+
+  const RowChunks& input_;
+  at::Tensor b_;
+  const Epilogue& e_;
+  Operand right_;
+  int threads_;
+  GemmOutputs outputs_;
+  std::vector<ColumnSums> column_sums_;          // of each thread
+  std::vector<std::vector<EpilogueArgs>> args_;  // of each thread, for each piece
+  std::vector<ActiveChunk> chunks_;
+  int64_t panels_ = 0;  // of all parts
+  Blocking blocking_{};
+  int64_t max_block_panels_ = 0;  // panels of a block
+  bool single_block_ = false;     // all in one block
+  size_t next_chunk_ = 0;         // what comes next
+  int64_t next_row_ = 0;
+};
+
+}  // namespace
+}  // namespace weft::kernels::CPU_CAPABILITY
+
+namespace weft::kernels::amx {
+GemmResult gemm(const RowChunks& a, const at::Tensor& b, const Epilogue& epilogue) {
+  return CPU_CAPABILITY::ChunkedGemm(a, b, epilogue).run();
+}
+int max_addends() { return CPU_CAPABILITY::kMaxAddends; }
+void pack_rows(at::Tensor a, const at::Tensor& to) {
+  using CPU_CAPABILITY::Bf16;
+  CPU_CAPABILITY::pack_operand(CPU_CAPABILITY::operand(a, true), reinterpret_cast<Bf16*>(to.data_ptr()));
+}
+}  // namespace weft::kernels::amx

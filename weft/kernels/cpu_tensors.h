@@ -1,0 +1,80 @@
+#pragma once
+#include <ATen/EmptyTensor.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "weft/kernels/huge_pages.h"
+#include "weft/kernels/tier.h"
+
+// What the files that choose a tier share: which tensors bare loops may read, memory for results, and threads.
+
+namespace weft::kernels {
+
+/// Whether a loop may read this memory: no wrapper (Python subclass, transform) and no value pending (negative bit).
+inline bool is_plain_strided(const at::Tensor& t) {
+  constexpr c10::DispatchKeySet kNotPlain({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
+                                           c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
+                                           c10::DispatchKey::BatchedNestedTensor, c10::DispatchKey::Batched,
+                                           c10::DispatchKey::VmapMode, c10::DispatchKey::Negative,
+                                           c10::DispatchKey::Conjugate, c10::DispatchKey::ZeroTensor});
+  return t.layout() == c10::kStrided && !t.key_set().has_any(kNotPlain);
+}
+
+/// The tier for t and whatever else is read with it; undefined tensors do not count.
+inline Tier vector_tier(const at::Tensor& t) {
+  return is_plain_strided(t) ? vector_tier(t.device().type(), t.scalar_type()) : Tier::ref;
+}
+template <class... Others>
+Tier vector_tier(const at::Tensor& t, const Others&... others) {
+  const auto fits = [](const at::Tensor& other) { return !other.defined() || vector_tier(other) != Tier::ref; };
+  return (fits(others) && ...) ? vector_tier(t) : Tier::ref;
+}
+
+/// Fresh memory on the CPU, made without the dispatcher, which costs more than a small kernel. Above 32 MB malloc maps
+/// it anew each time: page by page, its faults would cost as much as a product that fills it.
+inline at::Tensor empty_cpu(at::IntArrayRef sizes, at::ScalarType dtype) {
+  constexpr size_t kMmapThreshold = 32 << 20;
+  at::Tensor t = at::detail::empty_cpu(sizes, dtype);
+  if (t.nbytes() > kMmapThreshold) advise_huge_pages(t.mutable_data_ptr(), t.nbytes());
+  return t;
+}
+
+inline at::Tensor zeros_f32(int64_t count) {
+  auto t = empty_cpu({count}, at::kFloat);
+  std::fill_n(t.mutable_data_ptr<float>(), count, 0.F);
+  return t;
+}
+
+inline at::Tensor contiguous(const at::Tensor& t) { return t.is_contiguous() ? t : t.contiguous(); }
+inline const void* data_or_null(const at::Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
+
+constexpr int64_t kGrain = 32768;  // values for which a second thread pays
+
+/// run(begin, end) over 0 to `rows`, on several threads if that pays.
+template <class F>
+void parallel_rows(int64_t rows, int64_t columns, const F& run) {
+  const auto width = std::max<int64_t>(columns, 1);
+  if (rows <= 0) return;
+  if (rows * width <= kGrain) return run(0, rows);
+  at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / width), run);
+}
+
+/// Sums over rows: run(begin, end, partial) adds its rows to the `width` values of `partial`, which end in `sums`. The
+/// cut of the rows depends on their number alone and partial sums are added in order, so the result is the same for any
+/// number of threads.
+template <class F>
+void parallel_reduce_rows(int64_t rows, int64_t width, float* sums, const F& run) {
+  const auto parts = std::clamp<int64_t>(rows * width / (8 * kGrain), 1, 16);
+  if (parts == 1) return run(0, rows, sums);
+  std::vector<float> partial(static_cast<size_t>(parts * width));
+  at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
+    for (auto i = first; i < last; ++i) run(rows * i / parts, rows * (i + 1) / parts, partial.data() + i * width);
+  });
+  for (int64_t i = 0; i < parts; ++i)
+    for (int64_t j = 0; j < width; ++j) sums[j] += partial[static_cast<size_t>(i * width + j)];
+}
+
+}  // namespace weft::kernels

@@ -1,0 +1,34 @@
+#include "weft/ops/leading_dims.h"
+
+#include "weft/kernels/rows.h"
+
+namespace weft::ops {
+
+at::Tensor share_version_counter(at::Tensor view, const at::Tensor& t) {
+  const bool alias = view.storage().unsafeGetStorageImpl() == t.storage().unsafeGetStorageImpl();
+  if (alias && !view.is_same(t) && !view.is_inference() && !t.is_inference())
+    view.unsafeGetTensorImpl()->set_version_counter(t.unsafeGetTensorImpl()->version_counter());
+  return view;
+}
+
+at::Tensor as_matrix(const at::Tensor& t) {
+  if (t.dim() == 2) return t;
+  const auto n = t.size(-1);
+  int64_t rows = 1;
+  for (const auto size : t.sizes().slice(0, t.dim() - 1)) rows *= size;
+  return share_version_counter(t.reshape({rows, n}), t);
+}
+
+at::Tensor restore_leading_dims(const at::Tensor& matrix, const at::Tensor& like) {
+  if (like.dim() == 2) return matrix;
+  c10::SmallVector<int64_t, 5> sizes(like.sizes().begin(), like.sizes().end());
+  sizes.back() = matrix.size(1);
+  return share_version_counter(matrix.view(sizes), matrix);
+}
+
+at::Tensor sum_rows(const at::Tensor& t) {
+  if (t.dim() == 1) return t;
+  return kernels::sum_rows(as_matrix(t));
+}
+
+}  // namespace weft::ops
