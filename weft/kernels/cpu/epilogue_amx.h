@@ -7,25 +7,25 @@
 #include "weft/kernels/cpu/act_vec.h"
 #include "weft/kernels/cpu/pack_amx.h"
 
-// The epilogue of a 32 x 32 square of the product, one row at a time, so that it can run under the next square's tile
-// products.
+// The epilogue of a 32 × 32 accumulator block, one row at a time, so that it can overlap with the tile multiplications
+// of the next block.
 
 namespace weft::kernels::CPU_CAPABILITY {
 
 /// How results are stored.
 enum class Store {
   cached,
-  non_temporal,  // past the caches: whole aligned lines, and nobody reads them soon
+  non_temporal,  // bypasses the caches: full aligned cache lines that are not read soon
 };
 
-/// A matrix of float32, bfloat16 or float16: row-major, or squares of 32 x 32, one column of squares behind the other,
-/// which is the order in which a product makes them.
+/// A float32, bfloat16 or float16 matrix, row-major or blocked: 32 × 32 blocks in column-major order, which is the
+/// order in which a GEMM computes them.
 struct MatrixView {
   char* data = nullptr;
-  int64_t ld = 0;  // in values, from a row to the next
+  int64_t ld = 0;  // row stride in elements
   at::ScalarType dtype = at::kFloat;
   Store store = Store::cached;
-  int64_t blocks_per_column = 0;  // in a column of squares; 0: row-major
+  int64_t blocks_per_column = 0;  // blocked layout: blocks in a column of blocks; 0: row-major
 
   int64_t element_size() const { return dtype == at::kFloat ? 4 : 2; }
   char* at(int64_t row, int64_t column) const {
@@ -61,7 +61,7 @@ inline void store16(const MatrixView& to, int64_t row, int64_t column, __m512 v,
   }
 }
 
-/// 32 neighbours; `left` of them exist.
+/// Stores the first min(left, 32) of 32 adjacent elements.
 inline void store32(const MatrixView& to, int64_t row, int64_t column, __m512 v0, __m512 v1, int64_t left) {
   if (left >= kBlockDim && to.dtype == at::kBFloat16) {
     const auto pairs = pack_bf16(v0, v1);
@@ -78,20 +78,20 @@ using RowFunction = void (*)(const EpilogueArgs&, const float* block, int64_t ro
 
 constexpr int kMaxAddends = 3;
 
-/// The `Epilogue` of a call as raw memory; made once.
+/// The `Epilogue` of a call as raw pointers, built once.
 struct EpilogueArgs {
-  int64_t rows = 0, columns = 0;  // of the product
-  int64_t half = 0;               // gated: columns of a and of b
-  int64_t full_panel_limit = 0;   // panels beyond this column are not whole
+  int64_t rows = 0, columns = 0;  // of the GEMM
+  int64_t half = 0;               // gated: columns of a, and of b
+  int64_t full_panel_limit = 0;   // panels that end at or before this column are full
   float scale = 1;
-  const float* bias = nullptr;  // padded with 32 values
+  const float* bias = nullptr;  // padded by 32 elements
   MatrixView out, pre_act, act_input, act_output;
   std::array<MatrixView, kMaxAddends> addends;  // the first `num_addends` of them
   int num_addends = 0;
-  float* column_sums = nullptr;                     // of this thread; padded likewise
-  Bf16* packed_transpose = nullptr;                 // outᵀ in tiles; all squares are whole then
-  Bf16* transpose_scratch = nullptr;                // two squares of this thread, where rows wait for it
-  int64_t prefetch_rows = 0, prefetch_columns = 0;  // from a square to the one after it
+  float* column_sums = nullptr;                     // of this thread; padded by 32 elements
+  Bf16* packed_transpose = nullptr;                 // outᵀ packed; only if all blocks are full
+  Bf16* transpose_scratch = nullptr;                // two blocks of this thread, to be transposed
+  int64_t prefetch_rows = 0, prefetch_columns = 0;  // offset from a block to the next one
   ActParams act{Act{}};
   RowFunction row = nullptr;
 };
@@ -117,7 +117,7 @@ inline void finish32(const EpilogueArgs& w, int64_t row, int64_t column, __m512 
   store32(w.out, row, column, v0, v1, left);
 }
 
-/// v = act(scale·P + bias) + addends, 32 columns.
+/// v = act(scale·P + bias) + addends, for 32 columns of one row.
 template <int kKind>
 void value_row(const EpilogueArgs& w, const float* c, int64_t row, int64_t column) {
   const __m512 scale = _mm512_set1_ps(w.scale);
@@ -135,7 +135,7 @@ void value_row(const EpilogueArgs& w, const float* c, int64_t row, int64_t colum
   finish32(w, row, column, v0, v1, left);
 }
 
-/// Gated: the square holds columns of b, the one before it in memory those of a.
+/// Gated: the block holds columns of b; the preceding block in memory holds those of a.
 template <ActKind kKind>
 void gated_row(const EpilogueArgs& w, const float* c, int64_t row, int64_t column) {
   const __m512 scale = _mm512_set1_ps(w.scale);
@@ -210,13 +210,14 @@ inline RowFunction row_function(const std::optional<Act>& act, const std::option
   return row;
 }
 
-// ---- Whole rows, the common case ----------------------------------------------------------------------------------
-// Everything bfloat16, or a float32 gradient; no masks and no choices. Such rows run inside the loop over
-// tile products, so their state has to stay in registers: a store and a load of it per step cost more than the row.
+// ---- Unmasked fast path -------------------------------------------------------------------------------------------
+// For full rows where every matrix is bfloat16, or the result is a float32 weight gradient: no masks and no branches on
+// dtype. These rows run inside the loop over tile multiplications, so their state must stay in registers: spilling it
+// at each k-step costs more than the row itself.
 
 inline __m512 load_bf16(const char* p) { return widen_bf16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 
-/// A matrix that a row is read from or written to, stepping down.
+/// A pointer into a matrix that advances by one row.
 struct RowCursor {
   char* p;
   int64_t step;
@@ -233,8 +234,8 @@ template <Store kStore>
     _mm512_storeu_si512(p, v);
 }
 
-/// v = act(scale·P + bias) + addends. `pre_act` has the layout of `out`; addends are squares, or have rows of one
-/// length.
+/// v = act(scale·P + bias) + addends. `pre_act` has the layout of `out`; the addends are blocked, or share one row
+/// stride.
 template <int kKind, bool kKeepPreAct, int kNumAddends, Store kStore, bool kBlockedAddends = false>
 class ValueRows {
  public:
@@ -278,7 +279,7 @@ class ValueRows {
   const ActParams* act_;
 };
 
-/// Gated: the square holds columns of b, the one before it in memory those of a.
+/// Gated: the block holds columns of b; the preceding block in memory holds those of a.
 template <ActKind kKind, Store kStore>
 class GatedRows {
  public:
@@ -315,14 +316,13 @@ class GatedRows {
   const ActParams* act_;
 };
 
-/// A square of the result, whose rows lie in `rows`, into its two tiles of the transpose.
+/// Packs the transpose of a block of the result, given as contiguous `rows`, into its two tiles.
 inline void store_transposed_tiles(const EpilogueArgs& w, const Bf16* rows, int64_t row, int64_t column) {
   const int64_t block = column / kBlockDim * (w.rows / kBlockDim) + row / kBlockDim;
   pack_pair<true, true>(rows, kBlockDim, w.packed_transpose + block * 2 * kTileElems);
 }
 
-/// v = P·act'(act_input), with act(act_input) and the sums of the columns beside it. All matrices have rows of one
-/// length.
+/// v = P·act'(act_input), with act(act_input) and column sums. All matrices share one row stride.
 template <ActKind kKind, bool kKeepActOutput, Store kStore>
 class ActGradRows {
  public:
@@ -420,7 +420,7 @@ class GatedActGradRows {
   const ActParams* act_;
 };
 
-/// out = scale·P, or out += scale·P, in float32: a weight gradient.
+/// Weight gradient: out = scale·P, or out += scale·P, in float32.
 template <bool kAccumulate>
 class WgradRows {
  public:
@@ -451,7 +451,7 @@ class WgradRows {
   __m512 scale_;
 };
 
-/// Any epilogue: nothing runs inside the loop, each square is finished behind it.
+/// Any epilogue. Nothing runs inside the loop; `DeferredEpilogue::start` finishes each block at once.
 class GenericRows {
  public:
   GenericRows(const EpilogueArgs&, int64_t, int64_t) {}
@@ -459,7 +459,8 @@ class GenericRows {
   void end(const EpilogueArgs&, int64_t, int64_t) {}
 };
 
-/// A square whose rows are still to be finished: inside the next square's loop if it is whole and has a lean form.
+/// The epilogue of a block, deferred into the loop of the next block if the block is full and has an unmasked fast
+/// path.
 template <class RowKernel>
 class DeferredEpilogue {
  public:
@@ -468,7 +469,7 @@ class DeferredEpilogue {
   DeferredEpilogue(const EpilogueArgs& w, const float* block, int64_t row, int64_t column)
       : kernel_(w, row, column), c_(block), row_(row), column_(column) {}
 
-  /// One row, if one is left.
+  /// Finishes one row, if any is left.
   [[gnu::always_inline]] void step() {
     if (rows_left_ == 0) return;
     kernel_.row(c_);
@@ -479,7 +480,7 @@ class DeferredEpilogue {
     while (rows_left_ > 0) step();
     if (full_block_) kernel_.end(w, row_, column_);
   }
-  /// Starts, or finishes at once what has no lean form.
+  /// Defers a full block with a fast path; finishes any other block at once.
   void start(const EpilogueArgs& w) {
     const int64_t rows = std::min<int64_t>(kBlockDim, w.rows - row_);
     const bool unmasked = kHasFastPath && column_ + kBlockDim <= w.full_panel_limit;
@@ -503,11 +504,11 @@ class DeferredEpilogue {
   bool full_block_ = false;
 };
 
-/// Which class of rows serves an epilogue. Rows of one form can be worked on together.
+/// Selects the row kernel of an epilogue. Row chunks of the same variant can share a block.
 struct KernelVariant {
   enum Kind { generic, wgrad, value, activation } kind = generic;
   int num_addends = 0;
-  bool blocked_addends = false;  // of the addends
+  bool blocked_addends = false;
   Store store = Store::cached;
   bool operator==(const KernelVariant&) const = default;
 };
@@ -535,19 +536,19 @@ inline KernelVariant select_variant(const EpilogueArgs& w, const std::optional<A
             .blocked_addends = blocked_addends,
             .store = w.out.store};
   if ((!act && !act_grad) || w.num_addends > 0 || (act_grad && w.bias) || (act && w.column_sums)) return {};
-  // All results of a row are stored alike, so each of them has to be aligned.
+  // One store kind serves all outputs of a row, so non-temporal stores need every output to allow them.
   const auto non_temporal = [](const MatrixView& p) { return !p.data || p.store == Store::non_temporal; };
   const bool all = non_temporal(w.out) && non_temporal(w.pre_act) && non_temporal(w.act_output);
   return {.kind = KernelVariant::activation, .store = all ? Store::non_temporal : Store::cached};
 }
 
-/// Activations whose rows run under the products; those of rarer ones behind them.
+/// Activations with an unmasked fast path; the others use GenericRows.
 constexpr bool has_fast_path(ActKind kind) {
   return kind == ActKind::gelu || kind == ActKind::silu || kind == ActKind::relu || kind == ActKind::srelu ||
          kind == ActKind::swiglu || kind == ActKind::geglu;
 }
 
-/// Calls run with the rows of an activation, or of its slope.
+/// Calls run<RowKernel>() with the row kernel of an activation, or of its gradient if `act_grad`.
 template <class Fn>
 void with_activation(const KernelVariant& variant, const EpilogueArgs& w, const std::optional<Act>& act, bool act_grad,
                      Fn&& run) {
@@ -577,7 +578,8 @@ void with_activation(const KernelVariant& variant, const EpilogueArgs& w, const 
   });
 }
 
-/// Calls run with the class of rows of a form; `kFewVariants` leaves out the activations and more than one addend.
+/// Calls run<RowKernel>() with the row kernel of a variant. `kFewVariants` falls back to GenericRows for activations
+/// and for more than one addend, to instantiate less code.
 template <bool kFewVariants, class Fn>
 void with_row_kernel(const KernelVariant& variant, const EpilogueArgs& w, const std::optional<Act>& act,
                      const std::optional<Act>& act_grad, Fn&& run) {

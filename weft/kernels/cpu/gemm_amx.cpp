@@ -6,16 +6,16 @@
 namespace weft::kernels::CPU_CAPABILITY {
 namespace {
 
-/// The memory of tiles that somebody else has made of `m`.
+/// The data of `packed_a`, which the caller packed from `m`; checks its shape.
 const Bf16* checked_packed_data(const at::Tensor& packed_a, const Operand& m) {
   const std::array<int64_t, 4> sizes{m.panels(), 2 * k_steps_of(m), 16, kKStep};
-  TORCH_CHECK_VALUE(packed_a.sizes() == at::IntArrayRef(sizes) && packed_a.is_contiguous(),
-                    "gemm: the left factor has ", m.extent, " rows of ", m.k, " values, its tiles have shape ",
-                    packed_a.sizes(), ".");
+  TORCH_CHECK_VALUE(packed_a.sizes() == at::IntArrayRef(sizes) && packed_a.is_contiguous(), "gemm: A has ", m.extent,
+                    " rows of ", m.k, " elements, its packed copy has shape ", packed_a.sizes(),
+                    ", expected a contiguous tensor of shape ", at::IntArrayRef(sizes), ".");
   return reinterpret_cast<const Bf16*>(packed_a.const_data_ptr());
 }
 
-/// One call: A B with its epilogue.
+/// One GEMM: A B with its epilogue.
 class AmxGemm {
  public:
   AmxGemm(at::Tensor a, at::Tensor b, const Epilogue& e, const at::Tensor& packed_a)
@@ -24,7 +24,7 @@ class AmxGemm {
         e_(e),
         left_(operand(a_, true)),
         right_(operand(b_, false)),
-        // Walk along a transposed A, which is a weight gradient's, so that its squares lie side by side in memory.
+        // Stream a transposed A, as in a weight gradient, so that consecutive blocks are adjacent in the result.
         streamed_is_a_(!left_.k_contiguous && !(e.act && e.act->gated())),
         threads_(at::in_parallel_region() ? 1 : at::get_num_threads()),
         outputs_(e, left_.extent, right_.extent, /*with_out=*/true),
@@ -47,8 +47,8 @@ class AmxGemm {
   Operand& streamed() { return streamed_is_a_ ? left_ : right_; }
   const Operand& resident() const { return streamed_is_a_ ? right_ : left_; }
 
-  /// The near operand in tiles: a frozen weight's copy, or packed for this call if several far blocks meet it. Null if
-  /// it is in tiles already, or packed panel by panel.
+  /// The streamed operand packed: the copy of a frozen weight, or a temporary if several resident blocks use it. Null
+  /// if it is packed already, or if the macrokernel packs it panel by panel.
   std::shared_ptr<const PackedCopy> packed_streamed() {
     if (streamed().packed) return nullptr;
     std::shared_ptr<const PackedCopy> cached;
@@ -70,7 +70,8 @@ class AmxGemm {
     outputs_.reduce_column_sums(sums);
   }
 
-  /// A thread's share of the far panels, or of the near ones if those are too few.
+  /// Runs thread t's share of the resident panels, or of the streamed panels if there are fewer resident panels than
+  /// threads.
   void multiply_slice(int t, float* sums, const std::function<void()>* progress) {
     EpilogueArgs args = args_;
     args.column_sums = e_.keep_column_sums ? sums : nullptr;

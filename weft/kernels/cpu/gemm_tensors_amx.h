@@ -9,12 +9,11 @@
 #include "weft/kernels/cpu/packed_weight_cache.h"
 #include "weft/kernels/cpu_tensors.h"
 
-// What all products of tiles share: tensors as operands and as places for results, and packed copies. Included by
-// *_amx.cpp only.
+// Shared by the AMX GEMMs: tensors as operands and outputs, and packed copies. Included by *_amx.cpp only.
 
 namespace weft::kernels::CPU_CAPABILITY {
 
-/// A [M, K] or B [K, N] as an operand; copied if neither direction is contiguous.
+/// A [M, K] or B [K, N] as an operand. Replaces `t` by a contiguous copy if neither dimension is contiguous.
 inline Operand operand(at::Tensor& t, bool left) {
   const int across = left ? 0 : 1, along = 1 - across;
   if (t.stride(along) != 1 && t.stride(across) != 1) t = t.contiguous();
@@ -31,7 +30,7 @@ inline Operand operand(at::Tensor& t, bool left) {
 
 inline int k_steps_of(const Operand& m) { return static_cast<int>((m.k + kKStep - 1) / kKStep); }
 
-/// Packs all of `m`, on all threads.
+/// Packs all of `m`, in parallel.
 inline void pack_operand(const Operand& m, Bf16* to) {
   const int steps = k_steps_of(m);
   at::parallel_for(0, m.panels(), kStripPanels, [&](int64_t begin, int64_t end) {
@@ -40,43 +39,43 @@ inline void pack_operand(const Operand& m, Bf16* to) {
 }
 inline int64_t packed_size(const Operand& m) { return m.panels() * k_steps_of(m) * 2 * kTileElems * 2; }
 
-/// The packed copy of `weight`, which is operand `m`, if it is frozen; else null.
+/// The packed copy of `weight`, which is operand `m`; null if the weight is not frozen.
 inline std::shared_ptr<const PackedCopy> packed_if_frozen(const at::Tensor& weight, const Operand& m) {
   return packed_frozen_weight(
       {.source = weight, .half = m.half, .bytes = packed_size(m), .pack = [&m](uint16_t* to) { pack_operand(m, to); }});
 }
 
-/// Tiles of a matrix with `panels` panels, `steps` steps long.
+/// An uninitialized tensor for a packed matrix of `panels` panels and `steps` k-steps.
 inline at::Tensor acquire_packed_tensor(int64_t panels, int64_t steps) {
   auto copy = acquire_buffer(panels * steps * 2 * kTileElems * 2);
   return at::from_blob(copy->data(), {panels, 2 * steps, 16, kKStep}, [copy](void*) {}, at::kBFloat16);
 }
 
-/// All of `m` in tiles, for this call only.
+/// Packs all of `m` into a temporary buffer.
 inline std::shared_ptr<const PackedCopy> pack_temporary(const Operand& m) {
   auto copy = acquire_buffer(packed_size(m));
   pack_operand(m, copy->data());
   return copy;
 }
 
-/// A matrix, or squares of 32 x 32 as a tensor of four dimensions.
+/// A view of a matrix, or of a 4-D tensor in the blocked layout.
 inline MatrixView view_of(const at::Tensor& t) {
   if (!t.defined()) return {};
   MatrixView p{static_cast<char*>(t.data_ptr()), t.stride(0), t.scalar_type()};
   if (t.dim() == 2) return p;
   p.ld = kBlockDim;
-  p.blocks_per_column = t.size(1);  // [columns of squares, rows of squares, 32, 32]
+  p.blocks_per_column = t.size(1);  // [block columns, block rows, 32, 32]
   return p;
 }
 
-/// Whether stores to `t` may go past the caches: whole aligned lines, of a result of so many bytes that half of L2
-/// would not hold it.
+/// Whether to use non-temporal stores for `t`, part of a result of `bytes` bytes: full aligned cache lines, and a
+/// result larger than half of L2.
 inline bool allows_non_temporal(const at::Tensor& t, int64_t bytes) {
   const auto address = reinterpret_cast<uintptr_t>(t.data_ptr());
   return t.scalar_type() == at::kBFloat16 && address % 64 == 0 && t.stride(0) % kBlockDim == 0 && bytes >= (1 << 20);
 }
 
-/// A matrix that rows can be stored to; `given` if it can, else fresh.
+/// `given` if its rows are contiguous, otherwise a new tensor.
 inline at::Tensor writable(const at::Tensor& given, int64_t rows, int64_t columns, at::ScalarType dtype) {
   if (given.defined() && given.stride(1) == 1) return given;
   return empty_cpu({rows, columns}, dtype);
@@ -84,7 +83,7 @@ inline at::Tensor writable(const at::Tensor& given, int64_t rows, int64_t column
 
 inline at::Tensor readable(const at::Tensor& t) { return !t.defined() || t.stride(1) == 1 ? t : t.contiguous(); }
 
-/// `t` as float32 with room for reading beyond its end.
+/// `t` as float32, padded so that full vectors can be read at its end.
 inline std::vector<float> padded(const at::Tensor& t) {
   if (!t.defined()) return {};
   const auto dense = t.stride(0) == 1 ? t : t.contiguous();
@@ -100,7 +99,7 @@ inline std::vector<float> padded(const at::Tensor& t) {
 
 using ColumnSums = std::vector<float>;
 
-/// The results of a product with N columns, and what its epilogue reads, in memory that rows can be read from.
+/// The outputs of a GEMM with N columns and the inputs of its epilogue, all with contiguous rows.
 class GemmOutputs {
  public:
   GemmOutputs(const Epilogue& e, int64_t rows, int64_t n, bool with_out)
@@ -114,11 +113,11 @@ class GemmOutputs {
   }
 
   bool gated() const { return e_.act && e_.act->gated(); }
-  /// Of the result.
+  /// Columns of the result.
   int64_t columns() const { return gated() ? n_ / 2 : e_.act_grad && e_.act_grad->gated() ? 2 * n_ : n_; }
 
-  /// How `t`, all or part of a bfloat16 result of so many bytes, is stored. The second half of a gated one has to begin
-  /// with a line, too.
+  /// How to store `t`, part of a result of `bytes` bytes. The second half of a gated result must start on a cache line,
+  /// too, to allow non-temporal stores.
   Store store_kind(const at::Tensor& t, int64_t bytes) const {
     const bool gated_grad = e_.act_grad && e_.act_grad->gated();
     const bool line_aligned = (!gated() || n_ / 2 % kBlockDim == 0) && (!gated_grad || n_ % kBlockDim == 0);
@@ -139,7 +138,7 @@ class GemmOutputs {
     w.act_output = view_of(r_.act_output);
     w.act_input = view_of(act_input_);
     if (addend_.defined()) w.addends[w.num_addends++] = view_of(addend_);
-    const auto bytes = rows_ * columns() * 2;  // of `out`: the others are stored as it is, if they are aligned
+    const auto bytes = rows_ * columns() * 2;  // of `out`; the other outputs follow its choice if they are aligned
     if (r_.out.defined() && !addend_.is_same(r_.out)) w.out.store = store_kind(r_.out, bytes);
     if (r_.pre_act.defined()) w.pre_act.store = store_kind(r_.pre_act, bytes);
     if (r_.act_output.defined()) w.act_output.store = store_kind(r_.act_output, bytes);
@@ -149,9 +148,9 @@ class GemmOutputs {
     return w;
   }
 
-  /// Far panels in a block: so many that the pages of all matrices a square touches are still in the address cache when
-  /// the next columns of the same rows come. Rows of a wide matrix lie on a page each, and a store that has to look its
-  /// page up waits.
+  /// Maximum number of resident panels in a block: the pages of all matrices that its epilogue touches must stay in the
+  /// TLB until the next columns of the same rows. Each row of a wide matrix lies on its own page, and a store that
+  /// misses the TLB stalls.
   int64_t max_resident_panels(const EpilogueArgs& w) const {
     constexpr int64_t kPage = 4096, kTlbReach = 1152 * kPage;
     const bool gated_grad = e_.act_grad && e_.act_grad->gated();
@@ -165,7 +164,7 @@ class GemmOutputs {
     return std::min(kTlbReach / std::max<int64_t>(all, 1) / kBlockDim, gated() ? kMaxGatedPairs : INT64_MAX);
   }
 
-  /// Memory for the transpose in tiles, if every square of the result is whole and finished under the products.
+  /// Allocates the packed transpose if every block of the result is full and takes the unmasked fast path; else null.
   Bf16* allocate_packed_transpose() {
     const bool full_blocks = rows_ % kBlockDim == 0 && n_ % kBlockDim == 0;
     if (!full_blocks || !e_.act_grad || !has_fast_path(e_.act_grad->kind)) return nullptr;
@@ -174,7 +173,7 @@ class GemmOutputs {
     return reinterpret_cast<Bf16*>(r_.packed_transpose.data_ptr());
   }
 
-  /// Room for column sums, one for each thread.
+  /// Column sums of each thread.
   std::vector<ColumnSums> allocate_column_sums(int threads) const {
     return std::vector<ColumnSums>(threads, ColumnSums(e_.keep_column_sums ? columns() + kBlockDim : 0));
   }

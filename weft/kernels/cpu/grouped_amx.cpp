@@ -8,7 +8,7 @@ namespace {
 const Bf16* bf16(const void* p) { return static_cast<const Bf16*>(p); }
 const Bf16* from_row(const at::Tensor& t, int64_t row) { return bf16(t.const_data_ptr()) + row * t.strides()[0]; }
 
-/// Rows of a group, in a matrix of all rows.
+/// A view of `t` from `row` on.
 MatrixView rows_of(const at::Tensor& t, int64_t row) {
   if (!t.defined()) return {};
   MatrixView p{static_cast<char*>(t.data_ptr()), t.sizes().size() > 1 ? t.strides()[0] : 1, t.scalar_type()};
@@ -22,8 +22,8 @@ MatrixView matrix_of(const GroupedMatrix& m, int64_t g) {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/// The panels of all groups, laid out in a row by cost and cut into equal parts for the threads: run(g, begin, end) for
-/// those that start within the part of thread t. `cost(g)` is that of each of a group's `panels` panels; 0: no work.
+/// Splits the panels of all groups over the threads by cost and calls run(g, begin, end) for the panels of thread t.
+/// Each group has `panels` panels, and each panel of group g costs cost(g); 0 means no work.
 template <class Cost, class Fn>
 void partition_by_cost(const GroupOffsets& offsets, int64_t panels, int t, int threads, const Cost& cost,
                        const Fn& run) {
@@ -45,14 +45,14 @@ void partition_by_cost(const GroupOffsets& offsets, int64_t panels, int t, int t
 
 int thread_count() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
 
-/// The block of this thread; its lists keep their memory.
+/// The resident block of this thread, empty; it keeps its allocations.
 ResidentPanels& resident_panels(const Blocking& blocking) {
   static thread_local ResidentPanels block(blocking);
   block.restart(blocking);
   return block;
 }
 
-/// Near panels `begin` to `end` of one group against all of `resident`.
+/// Multiplies the streamed panels [begin, end) of one group by all of `resident`.
 void multiply_panels(const Operand& streamed, const Operand& resident, const EpilogueArgs& args, int64_t begin,
                      int64_t end) {
   static const Epilogue none;
@@ -80,7 +80,7 @@ class GroupedGemm {
   GroupedGemm(const GroupOffsets& offsets, const GroupedGemmCall& call)
       : offsets_(offsets), call_(call), n_(call.transposed ? call.w.rows() : call.w.columns()), k_(call.x.sizes()[1]) {}
 
-  /// Rows of the bias that are scaled need sums over all of k at once.
+  /// A scaled bias needs the unpacked-weight kernel, which holds all of k in scratch.
   static bool supports(const GroupedGemmCall& call) {
     return !call.scales.defined() || call.x.sizes()[1] <= kMaxUnpackedK;
   }
@@ -96,10 +96,10 @@ class GroupedGemm {
   }
 
  private:
-  /// In squares, with the way of W from memory as three of them.
+  /// Cost of a panel in accumulator blocks; reading W from memory counts as three.
   int64_t cost(int64_t g) const { return offsets_.rows(g) == 0 ? 0 : ceil_div(offsets_.rows(g), kBlockDim) + 3; }
 
-  /// Panels of W of one group.
+  /// Multiplies panels [begin, end) of W of group g.
   void group(UnpackedWeightMultiplier& multiplier, int64_t g, int64_t begin, int64_t end) const {
     const bool unpacked =
         call_.transposed && k_ <= kMaxUnpackedK && (offsets_.rows(g) <= kMaxUnpackedRows || call_.scales.defined());
@@ -141,7 +141,7 @@ class GroupedGemm {
     multiply_panels(w, x, args, begin, end);
   }
 
-  /// As float32 with room for reading beyond its end.
+  /// The bias of group g as float32, padded so that full vectors can be read at its end.
   const float* bias(int64_t g) const {
     if (!call_.bias.defined()) return nullptr;
     static thread_local std::vector<float> values;
@@ -179,7 +179,7 @@ class GroupedWgrad {
   }
 
  private:
-  /// In steps, with the way of dW to memory as four of them.
+  /// Cost of a panel in k-steps; writing dW to memory counts as four.
   int64_t cost(int64_t g) const {
     if (offsets_.rows(g) == 0) return call_.accumulate ? 0 : 2;
     return ceil_div(offsets_.rows(g), kKStep) + 4;

@@ -5,7 +5,7 @@
 namespace weft::kernels::CPU_CAPABILITY {
 namespace {
 
-/// Brings the next near panel of a packed operand to L2, a few lines under each step.
+/// Prefetches the next streamed panel of a packed operand to L2, a few cache lines per k-step.
 class PanelPrefetcher {
  public:
   PanelPrefetcher(const Operand& m, int64_t panel, int64_t k0, int64_t resident) {
@@ -22,13 +22,13 @@ class PanelPrefetcher {
   int per_step_ = 0;
 };
 
-/// Calls somebody now and then, between panels, when no tile holds anything. The callback may use AMX itself, call a
-/// GEMM or run into oneDNN, so it finds tiles released and scratch set aside.
+/// Calls the progress callback between panels, when no tile is live. The callback may use AMX (a GEMM of weft or
+/// oneDNN), so the tiles are released and it gets its own scratch.
 class ProgressHook {
  public:
   explicit ProgressHook(const std::function<void()>* call) : call_(call) {}
   void after(int64_t steps) {
-    constexpr int64_t kStepsPerCall = 320;  // steps in ten microseconds
+    constexpr int64_t kStepsPerCall = 320;  // about 10 µs
     steps_ += steps;
     if (!call_ || steps_ < kStepsPerCall) return;
     steps_ = 0;
@@ -43,7 +43,7 @@ class ProgressHook {
   int64_t steps_ = 0;
 };
 
-/// Near panels against one block of far panels.
+/// Multiplies streamed panels by one resident block.
 template <bool kStreamedIsA, class RowKernel>
 class MacroKernel {
  public:
@@ -83,7 +83,7 @@ class MacroKernel {
     }
   }
 
-  /// The sums of a near panel and far panel f. Those of b lie behind those of a.
+  /// The accumulator block of a streamed panel and resident panel f. Gated: the block of b follows that of a.
   float* accumulator(int64_t n, int64_t slot, int64_t f) {
     if (!streamed_.half && blocking_.k_blocks == 1) return scratch_.block[block_parity_ ^= 1];
     if (!streamed_.half) return scratch_.partial_sums + (slot * resident_.size() + f) * kBlockElems;
@@ -91,14 +91,15 @@ class MacroKernel {
     return scratch_.partial_sums + (2 * pair + n % 2) * kBlockElems;
   }
 
-  /// One near panel against the block.
+  /// Multiplies one streamed panel by the resident block. The epilogue of each accumulator block overlaps with the tile
+  /// multiplications of the next one.
   [[gnu::flatten]] void panel(const Bf16* streamed, int64_t n, int64_t slot, int steps, int k_block) {
     const int64_t resident = resident_.size();
     PanelPrefetcher prefetcher(streamed_, n + 1, static_cast<int64_t>(k_block) * blocking_.kc_steps * kKStep, resident);
-    const bool gate = streamed_.half && n % 2 == 0;  // waits for its other half
+    const bool gate = streamed_.half && n % 2 == 0;  // finished together with panel n + 1
     const bool last = k_block + 1 == blocking_.k_blocks && !gate;
     const int64_t streamed_start = (streamed_.half ? n / 2 : n) * kBlockDim;
-    const int rows = (kBlockDim + steps - 1) / std::max(steps, 1);  // of the square before, under each step
+    const int rows = (kBlockDim + steps - 1) / std::max(steps, 1);  // epilogue rows of the previous block per k-step
     const EpilogueArgs* args = deferred_.c ? deferred_.args : resident_.panel(0).args;
     DeferredEpilogue<RowKernel> epilogue(*args, deferred_.c, deferred_.row, deferred_.column);
     if (deferred_.c) epilogue.start(*args);
@@ -107,7 +108,7 @@ class MacroKernel {
       float* c = accumulator(n, slot, f);
       const Bf16* other = resident_.packed(f);
       const char* next_partial_sums =
-          reinterpret_cast<const char*>(c + streamed_.panels_per_unit() * kBlockElems);  // that wait and are next
+          reinterpret_cast<const char*>(c + streamed_.panels_per_unit() * kBlockElems);  // prefetched below
       gemm_microkernel<kStreamedIsA>(kStreamedIsA ? streamed : other, kStreamedIsA ? other : streamed, steps, c,
                                      k_block > 0, [&](int i) {
                                        for (int r = 0; r < rows; ++r) epilogue.step();
@@ -130,7 +131,7 @@ class MacroKernel {
     epilogue.finish(*args);
   }
 
-  /// The last square of a panel is finished under the first one of the next panel, or here.
+  /// Finishes the last block of a panel, if no next panel has overlapped it.
   void finish_deferred() {
     if (!deferred_.c) return;
     DeferredEpilogue<RowKernel> epilogue(*deferred_.args, deferred_.c, deferred_.row, deferred_.column);
@@ -144,19 +145,19 @@ class MacroKernel {
   const Blocking& blocking_;
   ProgressHook progress_hook_;
   Scratch& scratch_;
-  int block_parity_ = 0;  // of the two squares
+  int block_parity_ = 0;  // which of the two accumulator blocks is in use
   struct {
     const EpilogueArgs* args = nullptr;
     const float* c = nullptr;
     int64_t row = 0, column = 0;
-  } deferred_;  // square that waits for its epilogue
+  } deferred_;  // block whose epilogue is pending
 };
 
 }  // namespace
 
 namespace {
 
-/// Scratch of this thread, one for each callback that it is inside of and one more.
+/// The scratch memory of this thread, one per nesting level of progress callbacks.
 struct ScratchStack {
   std::vector<std::unique_ptr<Scratch>> all;
   size_t depth = 0;

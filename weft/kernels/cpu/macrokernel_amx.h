@@ -10,36 +10,36 @@
 #include "weft/kernels/gemm.h"
 #include "weft/kernels/huge_pages.h"
 
-// The product of two operands: how it is cut, and one block of it. Included by *_amx.cpp only.
+// Blocking of the AMX GEMM, and its macrokernel: streamed panels times one resident block. Included by *_amx.cpp only.
 
 namespace weft::kernels::CPU_CAPABILITY {
 
-/// How a product is cut. One operand is "near": its panels are walked one by one, packed while the panel before is
-/// multiplied, and the start of a panel stays in L1. Of the other one, "far", a block of panels lies packed in L2 and
-/// every near panel meets all of it. A reduction longer than `kc_steps` is cut into K-blocks, whose sums wait in
+/// The blocking of a GEMM. The streamed operand is read one panel at a time; the head of the panel stays in L1. The
+/// resident operand is packed into blocks of panels that stay in L2, and each streamed panel is multiplied by the whole
+/// block. A reduction longer than `kc_steps` is split into K-blocks, whose partial sums are kept in
 /// `Scratch::partial_sums`.
 struct Blocking {
-  int kc_steps;  // of one K-block
-  int k_blocks;
-  int k_steps;
-  int64_t resident;  // panels in a block
-  int64_t streamed;  // panels whose sums wait while the K-blocks go by: an even number, unless all
-  bool full_k;       // a block is packed over all K-blocks at once: if it fits, and would be packed several times else
+  int kc_steps;      // k-steps of a K-block
+  int k_blocks;      // K-blocks of the reduction
+  int k_steps;       // k-steps of the reduction
+  int64_t resident;  // panels in a resident block
+  int64_t streamed;  // panels whose partial sums are kept across K-blocks: even, unless it is all panels
+  bool full_k;       // pack a resident block over all of K at once: if it fits and would else be packed several times
 };
 
 constexpr int64_t kResidentBytes = 1 << 20;     // half of L2
-constexpr int64_t kPartialSumsBytes = 1 << 20;  // the other half, if sums have to wait
-constexpr int kMaxKcSteps = 36;                 // of one chunk: 1152 values
-/// Of squares that wait there, a and b of a gated product.
+constexpr int64_t kPartialSumsBytes = 1 << 20;  // the other half, with several K-blocks
+constexpr int kMaxKcSteps = 36;                 // k-steps of a K-block: 1152 elements
+/// Pairs of accumulator blocks (a and b of a gated GEMM) that fit there.
 constexpr int64_t kMaxGatedPairs = kPartialSumsBytes / (2 * kBlockElems * 4);
 
-/// The least size of a block with which `all` panels need no more blocks than with `cap`.
+/// The smallest block size that splits `all` panels into no more blocks than `cap` does.
 inline int64_t balanced_block_size(int64_t all, int64_t cap) {
   const int64_t blocks = (all + cap - 1) / cap;
   return (all + blocks - 1) / blocks;
 }
 
-/// `cap`: of far panels in a block, for the sake of something else than L2.
+/// `cap`: maximum number of resident panels in a block, besides the limit that L2 sets.
 inline Blocking choose_blocking(int64_t streamed, int64_t resident, int64_t k, int64_t cap = INT64_MAX) {
   const int64_t steps = (k + kKStep - 1) / kKStep;
   Blocking b{};
@@ -56,8 +56,8 @@ inline Blocking choose_blocking(int64_t streamed, int64_t resident, int64_t k, i
   return b;
 }
 
-/// Memory of one thread, kept between calls: a far block, a strip of near panels, two squares of results that wait to
-/// be transposed, waiting sums or pairs of squares, two squares of sums.
+/// Per-thread scratch memory, reused across calls: a resident block, a strip of streamed panels, two blocks of results
+/// to transpose, partial sums (or gated pairs), and two accumulator blocks.
 struct Scratch {
   static constexpr int64_t kPanelBytes = int64_t{kMaxKcSteps} * 2 * kTileElems * 2;
   static constexpr int64_t kStreamedSize = kStripPanels * kPanelBytes;
@@ -70,10 +70,10 @@ struct Scratch {
   Bf16 *resident = nullptr, *streamed = nullptr, *transpose_scratch = nullptr;
   float *partial_sums = nullptr, *block[2] = {nullptr, nullptr};
 
-  /// That of this thread, or another while one is set aside.
+  /// The scratch of this thread at the current nesting depth.
   static Scratch& current();
 
-  /// While it lives, GEMMs of this thread use other memory: a progress callback may call them.
+  /// In its scope, GEMMs of this thread use another Scratch, because a progress callback may call GEMMs.
   class NestedScope {
    public:
     NestedScope();
@@ -88,17 +88,17 @@ struct Scratch {
   HugePageBuffer memory_;
 };
 
-/// A block of far panels, packed side by side in the scratch of this thread.
+/// A block of resident panels, packed one after the other in the scratch of this thread.
 class ResidentPanels {
  public:
-  /// What becomes of a panel: its work, and its first row (column) in the numbers of that work.
+  /// The epilogue of a panel, and the panel's first row (column) as that epilogue counts them.
   struct Panel {
     const EpilogueArgs* args;
     int64_t start;
   };
 
   explicit ResidentPanels(const Blocking& blocking) : blocking_(blocking), memory_(Scratch::current().resident) {}
-  /// All over again; what it has allocated it keeps.
+  /// Empties the block, keeping its allocations.
   void restart(const Blocking& blocking) {
     blocking_ = blocking;
     memory_ = Scratch::current().resident;
@@ -108,14 +108,14 @@ class ResidentPanels {
 
   int64_t size() const { return static_cast<int64_t>(panels_.size()); }
   const Panel& panel(int64_t f) const { return panels_[f]; }
-  /// Appends the panels of `m` from row (column) `first` on, which `args` counts alike; the work must stay.
+  /// Appends panels of `m` from row (column) `first` on. `args` counts rows (columns) as `m` does and must stay alive.
   void append(const Operand& m, const EpilogueArgs& args, int64_t first, int64_t panels) {
     if (blocking_.full_k)
       pack_panels(m, first, panels, 0, blocking_.k_steps, memory_ + size() * blocking_.k_steps * 2 * kTileElems);
     ranges_.push_back({m, first, panels});
     for (int64_t i = 0; i < panels; ++i) panels_.push_back({&args, first + i * kBlockDim});
   }
-  /// Packs the steps of a chunk, unless that was done before.
+  /// Packs K-block `k_block`, unless the block is packed over all of K.
   void pack(int k_block, int steps) {
     start_ = blocking_.full_k ? memory_ + static_cast<int64_t>(k_block) * blocking_.kc_steps * 2 * kTileElems : memory_;
     stride_ = static_cast<int64_t>(blocking_.full_k ? blocking_.k_steps : steps) * 2 * kTileElems;
@@ -124,11 +124,11 @@ class ResidentPanels {
     for (auto& range : ranges_) {
       pack_panels(range.m, range.first, range.panels, static_cast<int64_t>(k_block) * blocking_.kc_steps * kKStep,
                   steps, to);
-      if (k_block + 1 == blocking_.k_blocks) range.m.second_dst = nullptr;  // once is enough
+      if (k_block + 1 == blocking_.k_blocks) range.m.second_dst = nullptr;  // written once
       to += range.panels * stride_;
     }
   }
-  /// The chunk that was packed last.
+  /// Panel f of the K-block that `pack` selected last.
   const Bf16* packed(int64_t f) const { return start_ + f * stride_; }
 
  private:
@@ -143,18 +143,18 @@ class ResidentPanels {
   std::vector<Panel> panels_;
 };
 
-/// Some panels of the near operand.
+/// A range of panels of the streamed operand.
 struct StreamedPanels {
   const Operand& m;
   int64_t begin, end;
 };
 
-/// Multiplies near panels by a block of far ones; A is near if `streamed.m.left`, and never if B is gated. All works of
-/// the block have the variant `variant`. `progress`, if not null, is called about every ten microseconds.
+/// Multiplies streamed panels by a resident block. A is streamed if `streamed.m.left`, which a gated B does not allow.
+/// Every epilogue of the block has the variant `variant`. `progress`, if not null, is called about every 10 µs.
 void gemm_macrokernel(const StreamedPanels& streamed, ResidentPanels& resident, const Blocking& blocking,
                       const KernelVariant& variant, const Epilogue& e, const std::function<void()>* progress = nullptr);
 
-/// run(t) on each of `threads` threads.
+/// Calls run(t) for t in [0, threads) in parallel.
 template <class Fn>
 void on_threads(int threads, const Fn& run) {
   if (threads == 1) return run(0);

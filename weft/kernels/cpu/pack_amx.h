@@ -4,31 +4,31 @@
 
 #include "weft/kernels/cpu/tiles_amx.h"
 
-// Packing: a matrix into tiles, one 1 KB tile at a time, so that a caller can spread the work over other work.
-//   left operand   tile = 16 rows x 32 k                  [row][k]
-//   right operand  tile = 32 k x 16 columns, k in pairs   [k/2][column][k%2]
+// Packs matrices into 1 KB tiles:
+//   left operand   tile = 16 rows × 32 k                  [row][k]
+//   right operand  tile = 32 k × 16 columns, k in pairs   [k/2][column][k%2]
 // A panel is 32 rows (columns) wide: [k/32][2][tile].
 
 namespace weft::kernels::CPU_CAPABILITY {
 
-/// One side of a product as it lies in memory: `extent` rows (left) or columns (right), `k` long, one of the two
-/// directions contiguous and the other `ld` apart.
+/// A GEMM operand in memory: `extent` rows (left) or columns (right) of length `k`. One dimension is contiguous, the
+/// other has stride `ld`.
 struct Operand {
   const Bf16* data = nullptr;
   int64_t ld = 0;
   int64_t extent = 0, k = 0;
   bool left = true;
   bool k_contiguous = true;
-  int64_t half = 0;              // right, gated: panels come in pairs, 32 columns of a and the same 32 of b
-  const Bf16* packed = nullptr;  // all of it in tiles already, panel behind panel
-  Bf16* second_dst = nullptr;    // where tiles go in the same order as they are packed, past the caches
+  int64_t half = 0;              // right, gated: columns of a; panels alternate between 32 columns of a and of b
+  const Bf16* packed = nullptr;  // the whole operand packed, panel after panel; null: not packed
+  Bf16* second_dst = nullptr;    // also receives the packed tiles, in the same order, by non-temporal stores
 
   int64_t panels() const {
     return half ? (half + kBlockDim - 1) / kBlockDim * 2 : (extent + kBlockDim - 1) / kBlockDim;
   }
-  /// Panels that one thread has to multiply.
+  /// Panels that one thread must multiply together: a gated pair, or one.
   int64_t panels_per_unit() const { return half ? 2 : 1; }
-  /// From the start of the packed operand to a panel, at k0.
+  /// Offset of a panel at k0 in the packed operand.
   int64_t packed_offset(int64_t panel, int64_t k0) const {
     return (panel * ((k + kKStep - 1) / kKStep) + k0 / kKStep) * 2 * kTileElems;
   }
@@ -37,9 +37,9 @@ struct Operand {
   const Bf16* at(int64_t p, int64_t k0) const { return data + (k_contiguous ? p * ld + k0 : k0 * ld + p); }
 };
 
-constexpr int64_t kStripPanels = 8;  // panels that are packed together if memory runs along them
+constexpr int64_t kStripPanels = 8;  // panels packed together if K is not the contiguous dimension
 
-/// 16 x 16 dwords, rows to columns.
+/// Transposes 16 × 16 dwords.
 [[gnu::always_inline]] inline void transpose16(__m512i* r) {
   __m512i t[16];
 #pragma GCC unroll 8
@@ -68,14 +68,14 @@ constexpr int64_t kStripPanels = 8;  // panels that are packed together if memor
   }
 }
 
-/// Rows k and k + 1 of 16 values each as pairs: x0 y0 x1 y1 …
+/// Interleaves rows k and k + 1 of 16 elements each: x0 y0 x1 y1 …
 inline __m512i interleave(__m256i x, __m256i y) {
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return _mm512_permutexvar_epi16(order, _mm512_inserti64x4(_mm512_castsi256_si512(x), y, 1));
 }
 
-/// Loads the rows of a tile whose memory runs along k (16 rows of 32), with zeros beyond `rows` and `ks`.
+/// Loads a tile that is contiguous along k (16 rows of 32), with zeros beyond `rows` and `ks`.
 [[gnu::always_inline]] inline void load_along_k(const Bf16* src, int64_t ld, int rows, int ks, __m512i* r) {
   if (rows == 16 && ks == kKStep) {
 #pragma GCC unroll 16
@@ -86,7 +86,7 @@ inline __m512i interleave(__m256i x, __m256i y) {
   for (int i = 0; i < 16; ++i) r[i] = i < rows ? _mm512_maskz_loadu_epi16(mask, src + i * ld) : _mm512_setzero_si512();
 }
 
-/// Loads a tile whose memory runs along the rows (32 k of 16) as 16 pairs of k.
+/// Loads a tile that is contiguous across k (32 rows k of 16) as 16 interleaved pairs of k.
 [[gnu::always_inline]] inline void load_pairs(const Bf16* src, int64_t ld, int rows, int ks, __m512i* r) {
   if (rows == 16 && ks == kKStep) {
 #pragma GCC unroll 16
@@ -102,7 +102,7 @@ inline __m512i interleave(__m256i x, __m256i y) {
   for (int i = 0; i < 16; ++i) r[i] = interleave(row(2 * i), row(2 * i + 1));
 }
 
-/// Packs one tile; whole ones take the branch-free path. second_dst may be null.
+/// Packs one tile; full tiles take the branch-free path. `second_dst` may be null.
 template <bool kLeft, bool kAlongK>
 inline void pack_tile(const Bf16* src, int64_t ld, int rows, int ks, Bf16* dst, Bf16* second_dst) {
   __m512i r[16];
@@ -125,7 +125,8 @@ inline int64_t tile_start(const Operand& m, int64_t p, int h) {
   return panel / 2 * kBlockDim + panel % 2 * m.half + 16 * h;
 }
 
-/// Both tiles of a whole step whose memory runs along the panel: 32 k of 32 values. Left ones may go past the caches.
+/// Packs both tiles of a full k-step that is contiguous along the panel: 32 rows k of 32 elements. `kNonTemporal` needs
+/// `kLeft`.
 template <bool kLeft, bool kNonTemporal = false>
 inline void pack_pair(const Bf16* src, int64_t ld, Bf16* dst) {
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
@@ -154,7 +155,7 @@ inline void pack_pair(const Bf16* src, int64_t ld, Bf16* dst) {
   for (int i = 0; i < 16; ++i) store_row(dst + kTileElems + i * kKStep, t[i]);
 }
 
-/// The panel at p.
+/// Packs the panel at p.
 template <bool kLeft, bool kAlongK>
 void pack_panel(const Operand& m, int64_t p, int64_t k0, int steps, Bf16* dst) {
   for (int h = 0; h < 2; ++h) {
@@ -175,7 +176,8 @@ void pack_panel(const Operand& m, int64_t p, int64_t k0, int steps, Bf16* dst) {
   }
 }
 
-/// Memory along the panels is read in rows that are as long as possible: every row is another page.
+/// Packs panels of an operand that is contiguous along the panels, `kStripPanels` at a time: each row k is another
+/// page, so reading long rows saves TLB misses.
 template <bool kLeft>
 void pack_strips(const Operand& m, int64_t p, int64_t panels, int64_t k0, int steps, Bf16* dst) {
   const int64_t full_panels = m.half ? 0 : std::min(panels, (m.extent - p) / kBlockDim);
@@ -192,7 +194,7 @@ void pack_strips(const Operand& m, int64_t p, int64_t panels, int64_t k0, int st
   }
 }
 
-/// Packs `panels` panels from p, `steps` steps from k0, one behind the other; or copies them if they are packed.
+/// Packs `panels` consecutive panels from p, `steps` k-steps from k0; copies them if the operand is packed.
 inline void pack_panels(const Operand& m, int64_t p, int64_t panels, int64_t k0, int steps, Bf16* dst) {
   if (m.packed) {
     for (int64_t i = 0; i < panels; ++i, dst += 2 * kTileElems * steps)

@@ -7,21 +7,21 @@
 namespace weft::kernels::CPU_CAPABILITY {
 namespace {
 
-/// A piece that has rows, as the loops see it.
+/// A non-empty row chunk.
 struct ActiveChunk {
-  int index;  // among the chunks
+  int index;  // in RowChunks::list
   Operand rows;
-  Bf16* pack_dst;  // where they are to be packed to, or null
-  int64_t ready;   // rows that are known to be ready
+  Bf16* pack_dst;  // second pack destination; null: none, or already written
+  int64_t ready;   // rows known to be ready
 };
 
-/// Panels of one part, in a block.
+/// Panels of one chunk within a block.
 struct ChunkRange {
   size_t chunk;
   int64_t first, panels;  // first: a row
 };
 
-/// One call: A B with its epilogue, A in pieces. B is near; rows of A make up the far blocks.
+/// One GEMM with A in row chunks. B is streamed; rows of A form the resident blocks.
 class ChunkedGemm {
  public:
   ChunkedGemm(const RowChunks& input, at::Tensor b, const Epilogue& e)
@@ -80,14 +80,15 @@ class ChunkedGemm {
     return m;
   }
 
-  /// A frozen weight's copy, or packed for this call if several blocks meet it; else null.
+  /// B packed: the copy of a frozen weight, or a temporary if several blocks use it. Null if the macrokernel packs it
+  /// panel by panel.
   std::shared_ptr<const PackedCopy> packed_right() const {
     std::shared_ptr<const PackedCopy> cached;
     if (e_.b_is_weight) cached = packed_if_frozen(b_, right_);
     return cached || single_block_ ? cached : pack_temporary(right_);
   }
 
-  /// The epilogue of a piece, which counts its own rows.
+  /// The epilogue of a chunk. Row 0 is the first row of the chunk.
   EpilogueArgs args_of(const RowChunk& chunk) const {
     EpilogueArgs w = outputs_.epilogue_args();
     w.rows = row_count(chunk);
@@ -110,14 +111,13 @@ class ChunkedGemm {
     return select_variant(args_[0][chunk.index], e_.act, e_.act_grad);
   }
 
-  /// Whether all rows will be multiplied together.
+  /// Whether all rows are multiplied in one block.
   bool fits_one_block() const {
     const auto same = [&](const ActiveChunk& p) { return variant(p) == variant(chunks_[0]); };
     return panels_ <= max_block_panels_ && (!input_.ready || input_.min_block_rows >= input_.rows) &&
            std::all_of(chunks_.begin(), chunks_.end(), same);
   }
 
-  /// All blocks in turn.
   void multiply() {
     while (next_chunk_ < chunks_.size()) {
       ResidentPanels resident(blocking_);
@@ -131,8 +131,8 @@ class ChunkedGemm {
     }
   }
 
-  /// The next rows: as many as fit and are there, all of one form. A single thread packs them into `resident` as they
-  /// come.
+  /// The next block: as many rows as fit and are ready, all of the same kernel variant. With one thread, packs them
+  /// into `resident` as they become ready.
   std::vector<ChunkRange> next_block(ResidentPanels& resident) {
     std::vector<ChunkRange> ranges;
     int64_t panels = 0;
@@ -161,7 +161,7 @@ class ChunkedGemm {
   int64_t end_of(const ChunkRange& range) const {
     return std::min(chunks_[range.chunk].rows.extent, range.first + range.panels * kBlockDim);
   }
-  /// Packs what others wait for before the product starts: if that would pack it too late, or on several threads.
+  /// Fills every `pack_dst` before the GEMM starts: with several threads, or if the GEMM would fill it too late.
   void pack_first() {
     for (size_t i = 0; i < chunks_.size(); ++i) {
       const auto& rows = chunks_[i].rows;
@@ -169,16 +169,16 @@ class ChunkedGemm {
       report_packed({i, 0, rows.panels()});
     }
   }
-  /// Says that the rows of a run are where they were to be packed to.
+  /// Reports that the rows of `range` are in `pack_dst`.
   void report_packed(const ChunkRange& range) {
     auto& chunk = chunks_[range.chunk];
     if (!chunk.pack_dst) return;
     _mm_sfence();
     if (input_.on_packed) input_.on_packed(chunk.index, end_of(range));
-    if (end_of(range) == chunk.rows.extent) chunk.pack_dst = nullptr;  // not twice
+    if (end_of(range) == chunk.rows.extent) chunk.pack_dst = nullptr;  // complete
   }
 
-  /// Panels from `next_row_` on that are there; waits for one if asked to.
+  /// Number of ready panels from `next_row_` on. With `wait`, blocks until there is one.
   int64_t ready_panels(ActiveChunk& chunk, bool wait) {
     const auto rows = chunk.rows.extent;
     const auto panels = [&] {
@@ -187,14 +187,14 @@ class ChunkedGemm {
     };
     while (panels() == 0 && wait) {
       const auto ready = input_.ready(chunk.index, chunk.ready);
-      TORCH_CHECK(ready > chunk.ready && ready <= rows, "gemm: piece ", chunk.index, " has ", rows, " rows, of which ",
-                  chunk.ready, " were there; ready() said ", ready, ".");
+      TORCH_CHECK(ready > chunk.ready && ready <= rows, "gemm: ready() returned ", ready, " for row chunk ",
+                  chunk.index, ", expected more than the ", chunk.ready, " rows ready so far and at most ", rows, ".");
       chunk.ready = ready;
     }
     return panels();
   }
 
-  /// Shares the rows of the block out over the threads, or the columns if rows are few.
+  /// Splits the rows of the block over the threads, or the columns if there are fewer panels than threads.
   void multiply_ranges(const std::vector<ChunkRange>& ranges, int64_t panels, ResidentPanels& resident) {
     const auto block_variant = variant(ranges[0]);
     const auto* progress = input_.progress ? &input_.progress : nullptr;
@@ -215,7 +215,7 @@ class ChunkedGemm {
     });
   }
 
-  /// Adds panels [begin, end) of the runs to a block.
+  /// Appends panels [begin, end) of `ranges` to a block.
   void add_panels(ResidentPanels& block, const std::vector<ChunkRange>& ranges, const std::vector<EpilogueArgs>& args,
                   int64_t begin, int64_t end) const {
     for (const auto& [index, first, panels] : ranges) {
@@ -233,14 +233,14 @@ class ChunkedGemm {
   Operand right_;
   int threads_;
   GemmOutputs outputs_;
-  std::vector<ColumnSums> column_sums_;          // of each thread
-  std::vector<std::vector<EpilogueArgs>> args_;  // of each thread, for each piece
+  std::vector<ColumnSums> column_sums_;          // per thread
+  std::vector<std::vector<EpilogueArgs>> args_;  // per thread and chunk
   std::vector<ActiveChunk> chunks_;
-  int64_t panels_ = 0;  // of all parts
+  int64_t panels_ = 0;  // of all chunks
   Blocking blocking_{};
-  int64_t max_block_panels_ = 0;  // panels of a block
-  bool single_block_ = false;     // all in one block
-  size_t next_chunk_ = 0;         // what comes next
+  int64_t max_block_panels_ = 0;
+  bool single_block_ = false;
+  size_t next_chunk_ = 0;  // start of the next block
   int64_t next_row_ = 0;
 };
 

@@ -3,18 +3,18 @@
 
 #include <cstdint>
 
-// AMX tiles: eight registers of 16 rows x 64 bytes. Included by *_amx.cpp only.
+// AMX tiles: eight registers of 16 rows × 64 bytes. Included by *_amx.cpp only.
 
 namespace weft::kernels::CPU_CAPABILITY {
 
 using Bf16 = uint16_t;
 
-constexpr int kTileElems = 512;    // bfloat16 values in a tile: 16 rows of 32
-constexpr int kKStep = 32;         // what one tile product takes off the reduction
-constexpr int kBlockDim = 32;      // rows or columns of the product that two tiles cover
-constexpr int kBlockElems = 1024;  // float32 values of a 32 x 32 square of the product: four tiles of 16 x 16
+constexpr int kTileElems = 512;    // bfloat16 elements of a tile: 16 rows of 32
+constexpr int kKStep = 32;         // elements of K that one tile multiplication reduces
+constexpr int kBlockDim = 32;      // rows and columns of an accumulator block: two tiles each way
+constexpr int kBlockElems = 1024;  // float32 elements of an accumulator block: four 16 × 16 tiles
 
-/// All eight tiles at full size while it lives; one per thread. Smaller operands are padded with zeros.
+/// Configures all eight tiles at full size for this thread in its scope. Smaller operands are padded with zeros.
 class TileConfig {
  public:
   TileConfig() { load(); }
@@ -22,7 +22,7 @@ class TileConfig {
   TileConfig(const TileConfig&) = delete;
   TileConfig& operator=(const TileConfig&) = delete;
 
-  /// Once more, after somebody else has used tiles.
+  /// Restores the configuration after other code has used AMX.
   static void load() {
     static const Data data = [] {
       Data full{};
@@ -45,10 +45,10 @@ class TileConfig {
   };
 };
 
-/// Keeps the compiler from moving plain loads and stores across tile instructions, which it does not see as such.
+/// Keeps the compiler from moving loads and stores across tile intrinsics, whose memory accesses it does not see.
 inline void tile_fence() { asm volatile("" ::: "memory"); }
 
-/// Tiles 0 to 3 += A B for one step; an operand that is not to stay in L1 is loaded past it.
+/// Tiles 0 to 3 += A B for one k-step. Loads an operand that should not stay in L1 with the T1 hint.
 template <bool kKeepA, bool kKeepB>
 [[gnu::always_inline]] inline void microkernel_step(const Bf16* a, const Bf16* b) {
   if constexpr (kKeepB)
@@ -73,9 +73,9 @@ template <bool kKeepA, bool kKeepB>
   _tile_dpbf16ps(3, 5, 7);
 }
 
-/// C (+)= A B for one 32 x 32 square over `steps` steps. A and B are panels of packed tiles, two tiles a step. The
-/// operand that the caller walks along (`kStreamedIsA`: A) is used again at once, so its first `kL1Steps` steps stay in
-/// L1; everything else is loaded past it. `per_step(step)` runs under the products of each step.
+/// C (+)= A B for one accumulator block over `steps` k-steps. A and B are packed panels, two tiles per k-step. The next
+/// call reads the same streamed panel (A if `kStreamedIsA`), so its first `kL1Steps` k-steps stay in L1; other loads
+/// use the T1 hint. `per_step(step)` overlaps with the tile multiplications of each k-step.
 template <bool kStreamedIsA, class PerStep>
 [[gnu::always_inline]] inline void gemm_microkernel(const Bf16* a, const Bf16* b, int steps, float* c, bool accumulate,
                                                     PerStep&& per_step) {

@@ -3,8 +3,8 @@
 #include "weft/kernels/cpu/macrokernel_amx.h"
 #include "weft/kernels/cpu/pack_amx.h"
 
-// Few rows by a weight that is read once: Yᵀ = W Xᵀ with W [N, K] in place as left operand, whose tiles are rows of it,
-// and only X packed. Sums come out transposed. Included by *_amx.cpp only.
+// GEMM of few rows with a weight that is read only once: Yᵀ = W Xᵀ. W [N, K] is the left operand and its tiles are
+// loaded in place, without packing; only X is packed. Accumulators hold Yᵀ. Included by *_amx.cpp only.
 
 namespace weft::kernels::CPU_CAPABILITY {
 
@@ -14,29 +14,29 @@ struct UnpackedWeightGemm {
   int64_t ldx = 0, rows = 0;
   const Bf16* w = nullptr;  // [n, k]
   int64_t n = 0, k = 0;
-  MatrixView bias, scales, out;  // [1, n]; [rows, 1]; [rows, n]; no data: none
+  MatrixView bias, scales, out;  // [1, n], [rows, 1], [rows, n]; bias and scales are optional (null data)
 
   int steps() const { return static_cast<int>((k + kKStep - 1) / kKStep); }
-  /// Tiles of 16 rows of W. The last one reaches up if it has fewer.
+  /// Tiles of 16 rows of W. If n % 16 ≠ 0, the last tile starts at n - 16 and overlaps the one before.
   int64_t tiles() const { return (n + 15) / 16; }
   int64_t start(int64_t tile) const { return std::max<int64_t>(0, std::min(16 * tile, n - 16)); }
 };
 
-constexpr int kMaxTiles = 4;  // of W that are multiplied together
+constexpr int kMaxTiles = 4;  // tiles of W that are multiplied together
 
-/// Some tiles of W as a product reads them: in place, but for the last values of a k that ends within a step.
+/// Tiles of W to multiply: loaded in place, except for a partial last k-step, which is copied.
 struct WeightTiles {
-  int64_t first = 0;            // tile
-  int count = 0;                // of tiles; those behind repeat the last
+  int64_t first = 0;            // index of the first tile
+  int count = 0;                // number of tiles; entries beyond it repeat the last tile
   const Bf16* tile[kMaxTiles];  // at k = 0
-  int64_t stride = 0;           // bytes from a row of a tile to the next
-  int64_t step = 0;             // values from a step to the next
-  int full = 0;                 // steps in place
-  const Bf16* tail = nullptr;   // one step of each tile, packed; null: none
+  int64_t stride = 0;           // bytes between rows of a tile
+  int64_t step = 0;             // elements between k-steps
+  int full = 0;                 // full k-steps
+  const Bf16* tail = nullptr;   // the partial last k-step of each tile, packed; null: none
   alignas(64) float bias[16 * kMaxTiles];
 };
 
-/// Sums of a tile: c[i][j] for its column i of the result and row j.
+/// An accumulator tile: c[i][j] belongs to column i of the tile and row `row` + j of Y.
 struct OutputTile {
   const WeightTiles* tiles;
   int tile;  // of `tiles`
@@ -44,7 +44,7 @@ struct OutputTile {
   const float* c;
 };
 
-/// The factors of 16 rows; 1 without any.
+/// The scales of 16 rows; 1 if there are none.
 inline __m512 row_scales(const UnpackedWeightGemm& p, int64_t row) {
   if (!p.scales.data) return _mm512_set1_ps(1);
   if (p.scales.ld == 1) return load16(p.scales, row, 0, lane_mask(p.rows - row));
@@ -54,7 +54,7 @@ inline __m512 row_scales(const UnpackedWeightGemm& p, int64_t row) {
   return _mm512_load_ps(values);
 }
 
-/// Any block, with masks.
+/// Adds the bias and stores a tile of any size and dtype, with masks.
 inline void store_tile_masked(const UnpackedWeightGemm& p, const OutputTile& b) {
   const __m512 scales = row_scales(p, b.row);
   const float* bias = b.tiles->bias + 16 * b.tile;
@@ -72,8 +72,8 @@ inline void store_tile_masked(const UnpackedWeightGemm& p, const OutputTile& b) 
     store16(p.out, b.row + j, column, _mm512_castsi512_ps(rows[j]), mask);
 }
 
-/// A block of 16 whole columns in bfloat16, rounded in pairs of columns and then transposed, to rows `next` bytes
-/// apart.
+/// Adds the bias and stores a tile of 16 full columns as bfloat16, in rows `next` bytes apart. Rounds pairs of columns,
+/// then transposes.
 [[gnu::always_inline]] inline void store_tile_bf16(const UnpackedWeightGemm& p, const OutputTile& b, char* to,
                                                    int64_t next) {
   const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
@@ -92,7 +92,7 @@ inline void store_tile_masked(const UnpackedWeightGemm& p, const OutputTile& b) 
     t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
     t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
   }
-  // v[j]: the first four pairs of row 4·lane + j, v[4 + j]: the others.
+  // v[j]: the first four pairs of row 4·lane + j; v[4 + j]: the last four.
 #pragma GCC unroll 2
   for (int i = 0; i < 8; i += 4) {
     v[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
@@ -125,7 +125,8 @@ inline void store_tile_masked(const UnpackedWeightGemm& p, const OutputTile& b) 
   for (int64_t j = 0; j < rows; ++j) _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + j * next), all[j]);
 }
 
-/// Tiles 0 to 3 += two tiles of W by 32 rows, for one step; W or X stays in L1, the other is loaded past it.
+/// Tiles 0 to 3 += two tiles of W times 32 rows of X, for one k-step. Keeps W (`kKeepW`) or X in L1; loads the other
+/// with the T1 hint.
 template <bool kKeepW>
 [[gnu::always_inline]] inline void unpacked_weight_step(const Bf16* low, const Bf16* high, int64_t stride,
                                                         const Bf16* x) {
@@ -148,15 +149,17 @@ template <bool kKeepW>
   _tile_dpbf16ps(3, 5, 7);
 }
 
-/// Brings a weight from memory, some way ahead of where it is used; other weights mostly lie behind it.
+/// Prefetches a weight `kPrefetchDistance` bytes ahead of its use. Reading past its end is useful, too: the next weight
+/// usually follows in memory.
 class WeightPrefetcher {
  public:
-  /// W is used from `from` on.
+  /// Starts at `from`, the first element to be used.
   void start(const Bf16* from) {
     used_ = reinterpret_cast<const char*>(from);
     if (next_ < used_ || next_ > used_ + 2 * kPrefetchDistance) next_ = used_;
   }
-  /// W is used up to `to` within so many steps. With `sparse` the hardware fills in the lines between.
+  /// Spreads the prefetches of W up to `to` over `steps` k-steps. With `sparse`, touches every eighth cache line and
+  /// leaves the others to the hardware prefetcher.
   void set_pace(const Bf16* to, int64_t steps, bool sparse) {
     const auto* end = reinterpret_cast<const char*>(to) + kPrefetchDistance;
     line_stride_ = sparse ? 512 : 64;
@@ -174,12 +177,12 @@ class WeightPrefetcher {
   int64_t line_stride_ = 64;
 };
 
-/// Multiplies tiles of W by packed rows. One for each thread.
+/// Multiplies tiles of W by packed rows of X. One per thread.
 class UnpackedWeightMultiplier {
  public:
   UnpackedWeightMultiplier() : scratch_(Scratch::current()) {}
 
-  /// Tiles `begin` to `end` of W, all rows.
+  /// Multiplies tiles [begin, end) of W by all rows.
   void run(const UnpackedWeightGemm& p, int64_t begin, int64_t end) {
     p_ = p;
     steps_ = p.steps();
@@ -193,7 +196,7 @@ class UnpackedWeightMultiplier {
       prefetcher_.set_pace(p_.w + p_.start(begin) * p_.k, (rows + kBlockDim - 1) / kBlockDim * steps_,
                            rows <= kBlockDim);
       pack(row, rows);
-      const int64_t tiles_together = rows > 16 ? 2 : kMaxTiles;  // two stay in L1 while the rows go by
+      const int64_t tiles_together = rows > 16 ? 2 : kMaxTiles;  // two tiles stay in L1 for all rows
       for (int64_t t = begin; t < end; t += tiles_together)
         multiply_rows(t, static_cast<int>(std::min(tiles_together, end - t)), row, rows);
     }
@@ -201,7 +204,7 @@ class UnpackedWeightMultiplier {
   }
 
  private:
-  /// Whole panels of 32 rows, then what is left: 16 columns of the product if it is no more.
+  /// Packs panels of 32 rows; a remainder of at most 16 rows becomes a panel of 16.
   void pack(int64_t row, int64_t rows) {
     Operand x;
     x.data = p_.x + row * p_.ldx;
@@ -222,10 +225,10 @@ class UnpackedWeightMultiplier {
       prefetcher_.step();
     }
   }
-  /// How much of k a step has.
+  /// Elements of k in a k-step.
   int depth(int step) const { return static_cast<int>(std::min<int64_t>(kKStep, p_.k - step * kKStep)); }
 
-  /// Tiles from t on, by the packed rows.
+  /// Multiplies `count` tiles from t on by the packed rows.
   void multiply_rows(int64_t t, int count, int64_t row, int64_t rows) {
     const auto& w = load_weight_tiles(t, count);
     prefetcher_.set_pace(p_.w + p_.start(t + count) * p_.k, (rows + kBlockDim - 1) / kBlockDim * w.full,
@@ -237,7 +240,7 @@ class UnpackedWeightMultiplier {
     if (r < rows) multiply_16_rows(w, x, row + r);
   }
 
-  /// Copies the last step of k, or everything if W has less than a tile's rows.
+  /// Copies a partial last k-step, or all of W if it has fewer than 16 rows.
   const WeightTiles& load_weight_tiles(int64_t t, int count) {
     auto& out = tiles_[weight_parity_ ^= 1];
     const int rows = static_cast<int>(std::min<int64_t>(16, p_.n)), ks = static_cast<int>(p_.k % kKStep);
@@ -267,7 +270,7 @@ class UnpackedWeightMultiplier {
     return out;
   }
 
-  /// Two tiles by 32 rows. What is used again at once stays in L1: W if other rows follow, else X.
+  /// Two tiles times 32 rows. The operand that is reused next stays in L1: W if more rows follow, otherwise X.
   template <bool kKeepW>
   [[gnu::flatten]] void multiply_32_rows(const WeightTiles& w, const Bf16* x, int64_t row) {
     zero_accumulators();
@@ -283,7 +286,7 @@ class UnpackedWeightMultiplier {
     tiles_left_ = 2 * w.count;
   }
 
-  /// All tiles by 16 rows.
+  /// Up to four tiles times 16 rows.
   [[gnu::flatten]] void multiply_16_rows(const WeightTiles& w, const Bf16* x, int64_t row) {
     zero_accumulators();
     const Bf16 *a = w.tile[0], *b = w.tile[1], *c = w.tile[2], *d = w.tile[3];
@@ -318,7 +321,7 @@ class UnpackedWeightMultiplier {
     _tile_zero(3);
   }
 
-  /// Some of the work of the square before, and of the way of the next tiles, under the products of a step.
+  /// Runs in each k-step: prefetches W and stores a tile of the previous accumulator block from time to time.
   [[gnu::always_inline]] void per_step() {
     prefetcher_.step();
     if (tiles_left_ > 0 && --steps_until_store_ <= 0) {
@@ -327,7 +330,7 @@ class UnpackedWeightMultiplier {
     }
   }
 
-  /// Stores the four tiles of sums.
+  /// Spills the four accumulator tiles to scratch.
   const float* store_accumulators() {
     finish();
     block_parity_ ^= 1;
@@ -351,7 +354,7 @@ class UnpackedWeightMultiplier {
   UnpackedWeightGemm p_;
   int steps_ = 0, steps_per_store_ = 1, steps_until_store_ = 0;
   Scratch& scratch_;
-  WeightTiles tiles_[2];  // those at work, and those whose sums still wait
+  WeightTiles tiles_[2];  // current tiles, and the tiles of the accumulators not yet stored
   OutputTile deferred_[4];
   int tiles_left_ = 0, weight_parity_ = 0, block_parity_ = 0;
   WeightPrefetcher prefetcher_;
