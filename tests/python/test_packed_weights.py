@@ -461,7 +461,7 @@ def one_rank():
 
 
 def test_sharded_weight_cannot_be_frozen(one_rank):
-    with pytest.raises(ValueError, match="leave prepack out for sharded modules"):
+    with pytest.raises(ValueError, match="Do not prepack sharded modules"):
         weft.prepack(fully_shard(linear()))
 
 

@@ -22,7 +22,7 @@ namespace {
 
 using Copy = std::shared_ptr<const PackedCopy>;
 
-/// The memory of a tensor, from its first value to its last.
+/// The memory of a tensor, from its first element to its last.
 struct MemoryRange {
   const c10::StorageImpl* storage;
   const char *begin, *end;
@@ -42,7 +42,7 @@ struct MemoryRangeHash {
   size_t operator()(const MemoryRange& r) const { return c10::get_hash(r.storage, r.begin, r.end); }
 };
 
-/// How the values lie in that memory, and in which order they are packed.
+/// The sizes and strides of the source, and the packing order.
 struct PackLayout {
   at::DimVector sizes, strides;
   int64_t half;
@@ -51,16 +51,16 @@ struct PackLayout {
   bool operator==(const PackLayout& l) const { return half == l.half && sizes == l.sizes && strides == l.strides; }
 };
 
-using Version = std::optional<uint32_t>;  // none: the tensor has no counter, as in inference mode
+using Version = std::optional<uint32_t>;  // empty: the tensor has no version counter, as in inference mode
 
 struct CacheEntry {
   PackLayout layout;
   Copy copy;
-  Version version;  // of the weight, read before it was packed
+  Version version;  // of the weight, read before packing
 };
 
-/// A weight that was frozen. Its storage is held weakly, so that no other storage gets its address, and never locked:
-/// that may ask for the GIL. The version counter is that of the caller's tensor: views made below autograd have others.
+/// A frozen weight. The weak reference keeps the StorageImpl address from being reused; it is never locked, because
+/// locking may acquire the GIL. The version counter is the caller's: views created below autograd have their own.
 struct FrozenWeight {
   FrozenWeight(const at::Tensor& weight, std::string n, int64_t i)
       : storage(weight.storage().getWeakStorageImpl()),
@@ -71,7 +71,7 @@ struct FrozenWeight {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   c10::VariableVersion counter;
   std::string name;
-  int64_t id;  // another one after each `freeze`
+  int64_t id;  // new for each `freeze`
   std::vector<CacheEntry> copies = {};
 
   Version version() const { return counter.enabled() ? Version(counter.current_version()) : std::nullopt; }
@@ -85,12 +85,12 @@ struct FrozenWeight {
   }
 };
 
-/// What a GEMM finds.
+/// The result of a cache lookup.
 struct Lookup {
   int64_t id;
-  Version version;     // now
-  Copy copy = {};      // null: none yet
-  bool valid = false;  // no change of the weight was recorded since the copy was made
+  Version version;     // current
+  Copy copy = {};      // null: not packed yet
+  bool valid = false;  // the version counter has not moved since the copy was made
   std::string name = {};
 };
 
@@ -100,22 +100,22 @@ int64_t limit_from_environment() {
   const std::string_view text(word);
   int64_t bytes = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), bytes);
-  TORCH_CHECK_VALUE(error == std::errc() && end == text.data() + text.size() && bytes >= 0, "WEFT_PACKED_BYTES is '",
+  TORCH_CHECK_VALUE(error == std::errc() && end == text.data() + text.size() && bytes >= 0, "WEFT_PACKED_BYTES: got '",
                     text, "', expected a number of bytes, 0 or more.");
   return bytes;
 }
 
-/// All frozen weights with their copies. The lock is held for looking only, not while a weight is read.
+/// All frozen weights and their packed copies. The lock is held for lookups, not while a weight is packed.
 class PackedWeightCache {
  public:
   static PackedWeightCache& instance() {
-    static auto* cache = new PackedWeightCache;  // never destroyed: a thread may multiply while the process exits
+    static auto* cache = new PackedWeightCache;  // never destroyed: a thread may run a GEMM while the process exits
     return *cache;
   }
 
   bool empty() const { return count_.load(std::memory_order_relaxed) == 0; }
 
-  /// Nothing if no copy is to be kept.
+  /// Empty if the weight is not frozen or the copy would exceed the limit.
   std::optional<Lookup> look_up(const MemoryRange& range, const PackLayout& layout, int64_t bytes) {
     const std::lock_guard lock(mutex_);
     if (++uses_ % kUsesBetweenPurges == 0) purge_expired();
@@ -135,7 +135,7 @@ class PackedWeightCache {
     return found;
   }
 
-  /// Keeps a copy, unless there is one, or the weight was frozen again or thawed meanwhile.
+  /// Caches a copy, unless there is one, the limit is reached, or the weight was frozen again or unfrozen meanwhile.
   void insert(const MemoryRange& range, const PackLayout& layout, const Lookup& found, const Copy& copy) {
     const std::lock_guard lock(mutex_);
     const auto w = weights_.find(range);
@@ -146,7 +146,7 @@ class PackedWeightCache {
     ++counts_.packed;
   }
 
-  /// A copy still has the weight's values although its version counter moved.
+  /// Records that the copy still has the weight's values although the version counter moved.
   void mark_valid(const MemoryRange& range, const PackLayout& layout, const Lookup& found) {
     const std::lock_guard lock(mutex_);
     const auto w = weights_.find(range);
@@ -196,7 +196,7 @@ class PackedWeightCache {
  private:
   static constexpr int64_t kUsesBetweenPurges = 64;
 
-  /// Forgets weights that are gone.
+  /// Drops weights whose storage has been freed.
   void purge_expired() {
     std::erase_if(weights_, [](const auto& w) { return w.second.storage.expired(); });
     total_bytes_ = 0;
@@ -206,14 +206,14 @@ class PackedWeightCache {
 
   std::mutex mutex_;
   std::unordered_map<MemoryRange, FrozenWeight, MemoryRangeHash> weights_;
-  std::atomic<size_t> count_ = 0;  // of weights: a process that freezes none takes no lock
+  std::atomic<size_t> count_ = 0;  // of frozen weights; without any, lookups skip the lock
   int64_t limit_ = limit_from_environment();
-  int64_t total_bytes_ = 0;  // bytes of all copies
+  int64_t total_bytes_ = 0;  // of all copies
   int64_t uses_ = 0, ids_ = 0;
   PackingCounts counts_;
 };
 
-/// Memory that `acquire_buffer` lends. Never destroyed: tensors may give theirs back while the process exits.
+/// The pool behind `acquire_buffer`. Never destroyed: tensors may release buffers while the process exits.
 class BufferPool {
  public:
   static BufferPool& instance() {
@@ -227,7 +227,7 @@ class BufferPool {
       if (copy && copy->bytes() >= bytes) return std::move(copy);
     return nullptr;
   }
-  /// Takes the place of nothing, or of the smaller piece.
+  /// Pools the buffer in an empty slot, or in place of the smaller pooled buffer.
   void release(std::unique_ptr<PackedCopy> copy) {
     constexpr int64_t kMaxPooledBytes = 64 << 20;
     if (copy->bytes() > kMaxPooledBytes) return;
@@ -259,8 +259,8 @@ std::shared_ptr<const PackedCopy> packed_frozen_weight(const PackRequest& reques
     return copy;
   }
   const bool same = std::memcmp(copy->data(), found->copy->data(), static_cast<size_t>(request.bytes)) == 0;
-  TORCH_CHECK(same, "prepack: ", found->name, " was changed in place while it was frozen. Call prepack again after a ",
-              "change, or prepack(module, frozen=False) before it.");
+  TORCH_CHECK(same, "prepack: ", found->name, " was changed in place while it was frozen. Call prepack(module) again ",
+              "after changing a weight, or prepack(module, frozen=False) before changing it.");
   cache.mark_valid(range, layout, *found);
   return found->copy;
 }
@@ -275,8 +275,8 @@ std::shared_ptr<PackedCopy> acquire_buffer(int64_t bytes) {
 void freeze(const at::Tensor& weight, std::string name) {
   if (weight.numel() == 0) return;
   TORCH_CHECK_VALUE(weight.storage().data(), "prepack: ", name,
-                    " has no memory of its own: it is on the meta device, or sharded as by FSDP2. Give "
-                    "it values first; leave prepack out for sharded modules, whose memory comes and goes.");
+                    " has no storage: it is on the meta device, or sharded (e.g. by FSDP2). Materialize it before "
+                    "prepack. Do not prepack sharded modules: their storage is freed and reallocated.");
   PackedWeightCache::instance().freeze(weight, std::move(name));
 }
 

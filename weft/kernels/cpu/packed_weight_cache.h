@@ -9,7 +9,7 @@
 
 namespace weft::kernels {
 
-/// Memory for a matrix in the kernel's own order.
+/// Memory of a packed matrix.
 class PackedCopy {
  public:
   explicit PackedCopy(int64_t bytes) : memory_(static_cast<size_t>(bytes)), bytes_(bytes) {}
@@ -24,19 +24,19 @@ class PackedCopy {
 
 /// How to make a packed copy.
 struct PackRequest {
-  at::Tensor source;  // a matrix; its memory is what the copy stands for
-  int64_t half = 0;   // gated order
+  at::Tensor source;  // the matrix; its memory identifies the weight
+  int64_t half = 0;   // as Operand::half
   int64_t bytes = 0;
   std::function<void(uint16_t*)> pack;
 };
 
-/// The packed copy of a frozen weight, made at its first use; whoever uses it holds it. Null if `request.source` is not
-/// the memory of a frozen weight, or there is no room for the copy. Raises if the weight's version counter moved and
-/// its values are no longer those of the copy. Any number of threads may call.
+/// The packed copy of a frozen weight, made at its first use. Null if `request.source` is not the memory of a frozen
+/// weight, or if the copy would exceed the limit. Throws if the weight's version counter moved and its values differ
+/// from the copy. Thread-safe.
 std::shared_ptr<const PackedCopy> packed_frozen_weight(const PackRequest& request);
 
-/// Memory for at least `bytes` bytes that belongs to the caller alone until the last reference to it is gone. The last
-/// two pieces up to 64 MB are kept for the next caller, since fresh pages cost as much as packing.
+/// A buffer of at least `bytes` bytes, exclusive to the caller until the last reference is released. Up to two released
+/// buffers of at most 64 MB are pooled, because page faults of a new buffer cost as much as packing. Thread-safe.
 std::shared_ptr<PackedCopy> acquire_buffer(int64_t bytes);
 
 }  // namespace weft::kernels
