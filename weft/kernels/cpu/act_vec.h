@@ -6,16 +6,16 @@
 #include "weft/kernels/activation.h"
 #include "weft/kernels/cpu/io_vec.h"
 
-// The activations of kernels/activation.h on vectors of float32. A finite argument of any size gives the limit of the
-// function to within 1e-33. Infinite arguments give what the formula gives, as in eager torch: x·σ(x) is NaN at -inf,
-// and its slope is NaN at ±inf. NaN gives NaN.
+// The activations of kernels/activation.h on float32 vectors. Large finite arguments give the limit of the function to
+// within 1e-33. Infinite arguments give what the formula gives, as in eager PyTorch: x·σ(x) is NaN at -inf, and its
+// derivative is NaN at ±inf. NaN gives NaN.
 
 namespace weft::kernels::CPU_CAPABILITY {
 
-/// How exactly an activation is computed.
+/// The precision of an activation.
 enum class ActPrecision {
-  float32,   // about two units in the last place
-  bfloat16,  // 2^-13, a sixteenth of its half unit: under tile products each instruction counts. AVX-512 only
+  float32,   // about 2 ulp
+  bfloat16,  // relative error 2^-13, 1/16 of half a bfloat16 ulp. For results stored as bfloat16; AVX-512 only
 };
 
 // ---- Elementary functions ----------------------------------------------------------------------------------------
@@ -29,7 +29,7 @@ inline Vec fraction(const Vec& t) {
 #endif
 }
 
-/// 2^f for 0 ≤ f ≤ 1: the least relative error of its degree, 2.6e-6 for bfloat16.
+/// 2^f for 0 ≤ f ≤ 1: minimax polynomial in relative error, 2.6e-6 for bfloat16.
 template <ActPrecision kPrecision>
 Vec exp2_fraction(const Vec& f) {
   if constexpr (kPrecision == ActPrecision::bfloat16) {
@@ -46,7 +46,7 @@ Vec exp2_fraction(const Vec& f) {
   return fma(p, f, Vec(1.F));
 }
 
-/// 2^(floor(t) + f) for |t| ≤ 126, with AVX-512 for any t; f is the fraction of t, perhaps with a correction.
+/// 2^(floor(t) + f) for |t| ≤ 126, on AVX-512 for any t; f is the fraction of t, optionally corrected.
 template <ActPrecision kPrecision>
 Vec exp2(const Vec& t, const Vec& f) {
   const Vec p = exp2_fraction<kPrecision>(f);
@@ -76,7 +76,7 @@ Vec exp_neg(const Vec& x) {
 template <ActPrecision kPrecision>
 Vec reciprocal(const Vec& d) {
 #ifdef CPU_CAPABILITY_AVX512
-  const __m512 r = _mm512_rcp14_ps(d);  // 14 bits; one Newton step makes them 28
+  const __m512 r = _mm512_rcp14_ps(d);  // 14 bits; one Newton step gives 28
   if constexpr (kPrecision == ActPrecision::bfloat16) return r;
   return _mm512_fmadd_ps(r, _mm512_fnmadd_ps(d, r, _mm512_set1_ps(1)), r);
 #else
@@ -122,7 +122,7 @@ inline ValueAndGrad tanh(const Vec& z) {
 
 // ---- f and h of each kind ----------------------------------------------------------------------------------------
 
-/// The numbers of an Act.
+/// The parameters of an Act in float32.
 struct ActParams {
   float limit, alpha, offset, beta1, beta2, per_beta1, per_beta2;
   explicit ActParams(const Act& act)
@@ -137,12 +137,12 @@ struct ActParams {
 
 constexpr bool is_gated(ActKind kind) { return kind >= ActKind::glu; }
 
-/// Whether σ is computed at any argument, unclamped: e^(-x) is then 0 or inf, and x·σ(x) is right everywhere. A slope
-/// multiplies by both: not there.
+/// Whether σ takes unclamped arguments. e^(-x) may then be 0 or inf, and x·σ(x) is still correct; the derivative, which
+/// multiplies σ by 1 - σ, would not be.
 template <ActPrecision kPrecision, bool kWithGrad>
 constexpr bool kUnbounded = kPrecision == ActPrecision::bfloat16 && !kWithGrad;
 
-/// x·σ(kx) = x·s, with the slope s·(1 + kx·c).
+/// x·σ(kx) = x·s; the derivative is s·(1 + kx·c).
 template <ActPrecision kPrecision, bool kWithGrad>
 ValueAndGrad swish(const Vec& x, float k) {
   const Vec z = k == 1 ? x : x * Vec(k);
@@ -153,7 +153,7 @@ ValueAndGrad swish(const Vec& x, float k) {
   return {value, kWithGrad ? fma(bounded * sigma.c, sigma.s, nan_at_inf(x, sigma.s)) : Vec()};
 }
 
-/// x·σ(2u) with 2u = x·(q + r·x²), which is x·(½ + ½·tanh(u)); the slope is s + x·s·c·(q + 3r·x²).
+/// x·σ(2u) with 2u = x·(q + r·x²), which is x·(½ + ½·tanh(u)); the derivative is s + x·s·c·(q + 3r·x²).
 template <ActPrecision kPrecision, bool kWithGrad>
 ValueAndGrad gelu(const Vec& x) {
   constexpr float kBound = 10;  // 2^(±126)
@@ -174,7 +174,7 @@ inline ValueAndGrad squared_relu(const Vec& x) {
   return {y * y, y + y};
 }
 
-/// σ, and exactly 0 or 1 where float32 has nothing between.
+/// σ(x); exactly 0 or 1 beyond ±kExpBound.
 template <ActPrecision kPrecision>
 ValueAndGrad logistic(const Vec& x) {
   const Sigmoid<kPrecision> sigma(exp_neg<kPrecision>(clamp_high(clamp_low(x, -kExpBound), kExpBound)));
@@ -191,8 +191,8 @@ inline ValueAndGrad situ(const Vec& a, const ActParams& p) {
   return {bt * s, fma(dt, s, bt * ds)};
 }
 
-/// f(x), the whole of a unary kind or the gate of a gated one. The slope is only right if kWithGrad; that of
-/// clamped_swiglu is the slope at the clamped argument.
+/// f(x) of a unary kind, or of the gate of a gated kind. `grad` is valid only if kWithGrad; for clamped_swiglu it is
+/// the derivative at the clamped argument.
 template <ActKind kKind, ActPrecision kPrecision, bool kWithGrad>
 ValueAndGrad f_of(const Vec& x, const ActParams& p) {
   using enum ActKind;
@@ -215,7 +215,7 @@ ValueAndGrad f_of(const Vec& x, const ActParams& p) {
   }
 }
 
-/// h(b) of a gated kind. The slope of clamped_swiglu is a mask.
+/// h(b) of a gated kind. For clamped_swiglu `grad` is a lane mask.
 template <ActKind kKind>
 ValueAndGrad h_of(const Vec& b, const ActParams& p) {
   if constexpr (kKind == ActKind::situglu) {
@@ -253,13 +253,13 @@ struct GatedGrads {
 template <ActKind kKind, ActPrecision kPrecision = ActPrecision::float32>
 GatedGrads gated_value_and_grads(const Vec& dy, const Vec& a, const Vec& b, const ActParams& p) {
   const auto f = f_of<kKind, kPrecision, true>(a, p), h = h_of<kKind>(b, p);
-  if constexpr (kKind == ActKind::clamped_swiglu)  // a clamp stops any gradient, NaN too
+  if constexpr (kKind == ActKind::clamped_swiglu)  // a clamp stops every gradient, including NaN
     return {f.value * h.value, keep_where(a <= Vec(p.limit), dy * h.value * f.grad), keep_where(h.grad, dy * f.value)};
   constexpr bool kPlain = kKind != ActKind::situglu;  // h' = 1
   return {f.value * h.value, dy * h.value * f.grad, kPlain ? dy * f.value : dy * f.value * h.grad};
 }
 
-/// Calls run(std::integral_constant<ActKind, kind>{}): a kind known at run time becomes a template argument.
+/// Calls run(std::integral_constant<ActKind, kind>{}), turning a run-time kind into a template argument.
 template <class F>
 void with_kind(ActKind kind, F&& run) {
   const auto dispatch = [&]<ActKind kKind>() { run(std::integral_constant<ActKind, kKind>{}); };

@@ -68,8 +68,8 @@ void act_backward_rows(const ActCall& c, int64_t begin, int64_t end) {
   }
 }
 
-/// The same where only dx and its column sums are wanted, for kRows rows from `row` on together, so that each sum is
-/// read and written once for all of them.
+/// dx and its column sums only, for kRows rows from `row` on, so that each sum is loaded and stored once for all of
+/// them.
 template <ActKind kKind, class T, int kRows>
 void act_backward_column_sums(const ActCall& c, const ActParams& params, int64_t row) {
   constexpr int64_t kParts = is_gated(kKind) ? 2 : 1;

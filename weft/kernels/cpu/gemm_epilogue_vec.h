@@ -6,7 +6,7 @@
 
 namespace weft::kernels::CPU_CAPABILITY {
 
-/// One row of a block: what is read before the activation and written after it.
+/// One row of the epilogue: the reads before the activation and the writes after it.
 struct EpilogueRow {
   const EpilogueCall& call;
   int64_t row;
@@ -20,7 +20,7 @@ struct EpilogueRow {
   void put(const RowMajorView& rows, int64_t j, const Vec& v, Count count) const {
     write(rows.dtype, rows.data, row * rows.ld + j, v, count);
   }
-  /// scale·P + bias, kept as `pre_act`.
+  /// scale·P + bias; stored to `pre_act` if that is kept.
   template <class Count>
   Vec pre_activation(int64_t j, Count count) const {
     Vec v = scale * get(call.product, j, count);
@@ -28,7 +28,7 @@ struct EpilogueRow {
     if (call.pre_act) put(call.pre_act, j, v, count);
     return v;
   }
-  /// Sums, residual, store.
+  /// Adds to the column sums, adds the addend, stores.
   template <class Count>
   void finish(int64_t j, Vec v, Count count) const {
     if (call.column_sums) write(call.column_sums + j, read(call.column_sums + j, count) + v, count);
@@ -37,7 +37,7 @@ struct EpilogueRow {
   }
 };
 
-/// run(a, b, y, count): the columns of a, b and y = f(a)·h(b) that belong together; `columns` of y.
+/// Calls run(a, b, y, count) with the matching columns of a, b and y = f(a)·h(b); y has `columns` columns.
 template <class F>
 void for_each_gated(const Act& act, int64_t columns, const F& run) {
   const auto size = act.interleave > 0 ? act.interleave : columns;

@@ -7,7 +7,7 @@
 
 namespace weft::kernels::CPU_CAPABILITY {
 
-/// The factor of row i in all lanes; 1 without factors.
+/// The scale of row i in all lanes; 1 without scales.
 inline Vec row_scale(const RowMajorView& scales, int64_t i) {
   float scale = 1;
   if (scales)
@@ -17,7 +17,7 @@ inline Vec row_scale(const RowMajorView& scales, int64_t i) {
   return scale;
 }
 
-/// A B of T's in an out of O's.
+/// A B with inputs of type T and output of type O.
 template <class T, class O>
 void group_gemm_typed(const StridedMatrix& a, const StridedMatrix& b, float* scratch, const GroupOutput& to) {
   for_each_small_row<T>(a, b, scratch, [&](int64_t i, int64_t j, Vec v, auto count) {
@@ -35,7 +35,7 @@ static void group_gemm(at::ScalarType dtype, const StridedMatrix& a, const Strid
   });
 }
 
-/// kVectors vectors of columns from j on; `count` values of the last.
+/// Sums kVectors vectors of columns from j on, with `count` elements in each.
 template <int kVectors, class T, class Count>
 void sum_columns(const GroupRows& g, const RowMajorView& out, int64_t j, Count count) {
   std::array<Vec, kVectors> sums;
@@ -59,7 +59,7 @@ static void sum_group(const GroupRows& g, const RowMajorView& out, int64_t begin
   });
 }
 
-/// Dots of kRows rows from row i on.
+/// Dot products of the bias with kRows rows from row i on.
 template <int kRows, class T>
 void dot_rows(const GroupRows& g, float* out, int64_t i) {
   const T* x = static_cast<const T*>(g.x.data) + i * g.x.ld;

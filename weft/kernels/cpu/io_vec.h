@@ -8,8 +8,8 @@
 #include <cstring>
 #include <type_traits>
 
-// Values of any of the three dtypes as a vector of floats, and back. Only for files that have an instruction set in
-// their name: everything here is in the namespace of that set.
+// Loads and stores of float32, bfloat16 and float16 as vectors of float. Included only by files compiled for one
+// instruction set: everything here is in the namespace of that set.
 
 namespace weft::kernels::CPU_CAPABILITY {
 
@@ -18,7 +18,7 @@ inline constexpr int64_t kVecSize = Vec::size();
 
 #ifdef CPU_CAPABILITY_AVX512
 using Reg = __m512;
-using Half16 = __m256i;  // kVecSize values of 16 bits
+using Half16 = __m256i;  // kVecSize elements of 16 bits
 inline Half16 load16(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline void store16(void* p, Half16 v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
 inline __mmask16 first_lanes(int64_t count) { return static_cast<__mmask16>((1U << count) - 1); }
@@ -68,7 +68,7 @@ void write(T* p, const Vec& v) {
   }
 }
 
-/// The first `count` (1 to kVecSize) values; the others read as 0 and are not touched in memory.
+/// Reads the first `count` (1 to kVecSize) elements; the other lanes are 0, and their memory is not accessed.
 template <class T>
 Vec read(const T* p, int64_t count) {
   if (count == kVecSize) return read(p);
@@ -100,7 +100,7 @@ void write(T* p, const Vec& v, int64_t count) {
   }
 }
 
-/// Value i and the `count` - 1 that follow, of a dtype known at run time only.
+/// Reads `count` elements from index i on, of a dtype known at run time.
 template <class Count>
 Vec read(at::ScalarType dtype, const void* p, int64_t i, Count count) {
   switch (dtype) {
@@ -138,8 +138,8 @@ void with_dtype(at::ScalarType dtype, F&& run) {
   }
 }
 
-/// run(i, count) for values i to i + count - 1 of 0 to n - 1. The count is a constant but at the end. Inlined, so that
-/// what `run` holds by reference can stay in registers.
+/// Calls run(i, count) for consecutive ranges of [0, n). `count` is a compile-time kVecSize except for the tail.
+/// Inlined, so that what `run` captures by reference can stay in registers.
 template <class F>
 [[gnu::always_inline]] inline void for_each_vector(int64_t n, F&& run) {
   int64_t i = 0;
@@ -150,7 +150,7 @@ template <class F>
 /// a·b + c, rounded once.
 inline Vec fma(const Vec& a, const Vec& b, const Vec& c) { return at::vec::fmadd(a, b, c); }
 
-/// The sum of all lanes, always in the same order.
+/// The sum of all lanes, in a fixed order.
 inline float sum_lanes(const Vec& v) {
 #ifdef CPU_CAPABILITY_AVX512
   const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));

@@ -8,13 +8,13 @@
 #include "weft/kernels/activation.h"
 #include "weft/kernels/tier.h"
 
-// The loops that exist once per instruction set, on bare memory. Rows are contiguous; dtypes are float32, bfloat16 and
-// float16; a pointer that is not needed is null. Each call takes the rows from `begin` to `end`, so that threads can
-// share the work.
+// Loops that are compiled once per instruction set and take raw pointers. Rows are contiguous; dtypes are float32,
+// bfloat16 and float16; pointers that are not needed are null. Each call handles rows [begin, end), so that threads can
+// split the work.
 
 namespace weft::kernels {
 
-/// A row of x is `blocks` times `columns` values, for a gated kind `blocks` times `columns` of a, then `columns` of b.
+/// A row of x has `blocks` blocks of `columns` elements; of a gated kind, each block is `columns` of a, then of b.
 struct ActCall {
   Act act = {};
   int64_t blocks = 1, columns = 0;
@@ -23,26 +23,26 @@ struct ActCall {
   void* out = nullptr;  // act(x) or dx
   at::ScalarType dy_dtype = at::kFloat;
   const void* dy = nullptr;
-  const float* scales = nullptr;  // a factor for each row: of act(x), or of dy
-  float* ds = nullptr;            // Σ_columns dy·act(x), for each row
-  float* column_sums = nullptr;   // Σ_rows dx is added, for each column of x
+  const float* scales = nullptr;  // per row: factor of act(x), or of dy
+  float* ds = nullptr;            // per row: Σ_columns dy·act(x)
+  float* column_sums = nullptr;   // per column of x: Σ_rows dx is added
 };
 struct ActLoops {
   void (*forward)(const ActCall& call, int64_t begin, int64_t end);
   void (*backward)(const ActCall& call, int64_t begin, int64_t end);
 };
 
-/// One row is `columns` values. With `centered` a layer norm, else the mean is 0: an RMS norm, or without gamma and
-/// with divisor 1 an L2 norm.
+/// A row has `columns` elements. `centered`: layer norm. Otherwise the mean is 0: RMS norm, or L2 norm without gamma
+/// and with divisor 1.
 struct NormCall {
   int64_t columns = 0;
   double divisor = 1, eps = 0;  // rstd = 1/√(Σ(x - mean)²/divisor + eps)
   bool centered = false;
   at::ScalarType dtype = at::kFloat;  // of x and out
   const void* x = nullptr;
-  void* out = nullptr;  // y or dx; dx may lie where dy does
+  void* out = nullptr;  // y or dx; dx may alias dy
   const float *gamma = nullptr, *beta = nullptr;
-  float *mean = nullptr, *rstd = nullptr;  // written by forward if there, read by backward
+  float *mean = nullptr, *rstd = nullptr;  // written by forward if not null, read by backward
   at::ScalarType dy_dtype = at::kFloat, addend_dtype = at::kFloat;
   const void *dy = nullptr, *addend = nullptr;  // dx = … + addend
   float *dgamma = nullptr, *dbeta = nullptr;    // sums over rows are added
@@ -52,7 +52,7 @@ struct NormLoops {
   void (*backward)(const NormCall& call, int64_t begin, int64_t end);
 };
 
-/// out = x·mask·scale + addend, for values `begin` to `end`.
+/// out = x·mask·scale + addend, for elements [begin, end).
 struct MaskCall {
   at::ScalarType dtype = at::kFloat, addend_dtype = at::kFloat;
   const void *x = nullptr, *addend = nullptr;
@@ -60,7 +60,7 @@ struct MaskCall {
   void* out = nullptr;
   float scale = 1;
 };
-/// Rows of values at data, ld values apart.
+/// A row-major matrix with row stride `ld` in elements.
 struct RowMajorView {
   void* data = nullptr;
   int64_t ld = 0;
@@ -76,18 +76,17 @@ struct SumCall {
   RowMajorView out = {};
 };
 struct RowLoops {
-  /// sums[j] += Σ x[i, j] over rows `begin` to `end`.
+  /// sums[j] += Σ x[i, j] over rows [begin, end).
   void (*add_rows)(at::ScalarType dtype, const void* x, int64_t columns, float* sums, int64_t begin, int64_t end);
-  /// out[i] = values[i] in another dtype.
+  /// out[i] = values[i], rounded to `dtype`.
   void (*round)(at::ScalarType dtype, const float* values, void* out, int64_t count);
   void (*scaled_mask_add)(const MaskCall& call, int64_t begin, int64_t end);
   void (*sum_terms)(const SumCall& call, int64_t begin, int64_t end);
 };
 
-/// What an `Epilogue` (kernels/gemm.h) asks for a block of rows of the product; `product` may lie where `pre_act` or
-/// `out` is to be written.
+/// An `Epilogue` (kernels/gemm.h) for a block of rows of P. `product` may alias `pre_act` or `out`.
 struct EpilogueCall {
-  int64_t columns = 0;  // of the product
+  int64_t columns = 0;  // of P
   RowMajorView product;
   float scale = 1;
   RowMajorView bias;  // one row
@@ -98,7 +97,7 @@ struct EpilogueCall {
   RowMajorView addend, out;
 };
 
-/// A matrix of any strides.
+/// A matrix with any strides.
 struct StridedMatrix {
   const void* data;
   int64_t rows, columns, row_stride, column_stride;
@@ -106,28 +105,29 @@ struct StridedMatrix {
 
 struct EpilogueLoops {
   void (*apply)(const EpilogueCall& call, int64_t begin, int64_t end);
-  /// p = A B for few values: p is float32 [A.rows, B.columns], `scratch` as large as B.
+  /// p = A B for small matrices; p is float32 [A.rows, B.columns], `scratch` has the size of B.
   void (*small_gemm)(at::ScalarType dtype, const StridedMatrix& a, const StridedMatrix& b, float* scratch,
                      const RowMajorView& p);
 };
 
-/// Some rows of a group (kernels/grouped.h): a bias, one row, and a factor for each row, `scales.ld` values apart.
+/// Rows of one group (kernels/grouped.h), with the group's bias (one row) and one scale per row, `scales.ld` elements
+/// apart.
 struct GroupRows {
   int64_t rows = 0, columns = 0;
   RowMajorView x, bias, scales;
 };
-/// Where the product of a group goes: out_ij = p_ij + s_i·b_j, or with `accumulate` out_ij += …
+/// The output of a group's GEMM: out_ij = p_ij + s_i·b_j, or out_ij += … with `accumulate`.
 struct GroupOutput {
   RowMajorView out, bias, scales;
   bool accumulate = false;
 };
 struct GroupLoops {
-  /// A B for few values; `scratch` is as large as B.
+  /// A B for small matrices; `scratch` has the size of B.
   void (*gemm)(at::ScalarType dtype, const StridedMatrix& a, const StridedMatrix& b, float* scratch,
                const GroupOutput& to);
-  /// out_j = Σ_i s_i·x_ij, for columns `begin` to `end`.
+  /// out_j = Σ_i s_i·x_ij, for columns [begin, end).
   void (*sum_rows)(const GroupRows& group, const RowMajorView& out, int64_t begin, int64_t end);
-  /// out_i = Σ_j x_ij·b_j, for rows `begin` to `end`.
+  /// out_i = Σ_j x_ij·b_j, for rows [begin, end).
   void (*dot_bias)(const GroupRows& group, float* out, int64_t begin, int64_t end);
 };
 

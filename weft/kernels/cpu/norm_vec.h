@@ -7,7 +7,7 @@
 
 namespace weft::kernels::CPU_CAPABILITY {
 
-/// Σ term(i, count) over the vectors of a row, in four chains that do not wait for each other.
+/// Σ term(i, count) over the vectors of a row, in four independent dependency chains.
 template <class F>
 [[gnu::always_inline]] inline float sum_row(int64_t n, const F& term) {
   constexpr std::integral_constant<int64_t, kVecSize> kFull;
@@ -56,11 +56,11 @@ void norm_forward_rows(const NormCall& c, int64_t begin, int64_t end) {
   }
 }
 
-/// Reads of one row in backward: x̂ = (x - mean)·rstd, dy, and g = dy·γ.
+/// One row in backward: x̂ = (x - mean)·rstd, dy, and g = dy·γ.
 template <class T>
 struct NormRow {
   const NormCall& c;
-  int64_t offset;  // its first value
+  int64_t offset;  // of its first element
   Vec mean, rstd;
 
   NormRow(const NormCall& c, int64_t row)
@@ -79,12 +79,12 @@ struct NormRow {
   }
 };
 
-/// mean_g = Σg/n, 0 without a mean, and mean_gx = Σ(g·x̂)/n.
+/// mean_g = Σg/n, or 0 if not centered, and mean_gx = Σ(g·x̂)/n.
 struct RowMeans {
   Vec mean_g{0.F}, mean_gx{0.F};
   template <class T>
   explicit RowMeans(const NormRow<T>& row) {
-    Vec sum(0.F), dot(0.F), other_sum(0.F), other_dot(0.F);  // two chains each, so that neither waits
+    Vec sum(0.F), dot(0.F), other_sum(0.F), other_dot(0.F);  // two independent chains each
     for_each_vector(row.c.columns, [&](int64_t i, auto count) {
       const Vec g = row.times_gamma(row.dy(i, count), i, count);
       sum = sum + g;

@@ -6,7 +6,7 @@
 
 namespace weft::kernels::CPU_CAPABILITY {
 
-/// Four rows at a time, so that each sum is read and written once for four values.
+/// Adds four rows at a time, so that each sum is loaded and stored once per four rows.
 template <class T>
 void add_rows_typed(const T* x, int64_t columns, float* sums, int64_t begin, int64_t end) {
   int64_t row = begin;
@@ -33,7 +33,7 @@ static void round(at::ScalarType dtype, const float* values, void* out, int64_t 
   for_each_vector(count, [&](int64_t i, auto n) { write(dtype, out, i, read(values + i, n), n); });
 }
 
-/// kVecSize truth values as 0 and 1.
+/// Reads `count` booleans as 0 and 1.
 template <class Count>
 Vec read_mask(const bool* mask, Count count) {
   alignas(16) int8_t bytes[16] = {};
@@ -62,7 +62,7 @@ static void scaled_mask_add(const MaskCall& c, int64_t begin, int64_t end) {
   with_dtype(c.dtype, [&](auto t) { scaled_mask_add_typed<decltype(t)>(c, begin, end); });
 }
 
-/// All terms and the sum in one dtype.
+/// All terms and `out` have type T.
 template <class T>
 void sum_terms_typed(const SumCall& c, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {

@@ -4,11 +4,11 @@
 #include "weft/kernels/cpu/io_vec.h"
 #include "weft/kernels/cpu/loops.h"
 
-// Products of few values.
+// GEMMs of small matrices, see gemm_is_small.
 
 namespace weft::kernels::CPU_CAPABILITY {
 
-/// to[k][j] = from[j][k] for kVecSize j and k, with rows `stride` and `ld` apart.
+/// to[k][j] = from[j][k] for a kVecSize × kVecSize block with row strides `ld` (to) and `stride` (from).
 template <class T>
 void transpose_block(const T* from, int64_t stride, float* to, int64_t ld) {
   constexpr int kSize = kVecSize;
@@ -18,7 +18,7 @@ void transpose_block(const T* from, int64_t stride, float* to, int64_t ld) {
   at::vec::transpose_mxn<float, kSize, kSize>(rows, kSize, to, ld);
 }
 
-/// B as float32 with rows one after the other: B itself, or a copy in `scratch`.
+/// B as row-major float32: B itself, or a copy in `scratch`.
 template <class T>
 RowMajorView small_factor(const StridedMatrix& b, float* scratch) {
   const T* data = static_cast<const T*>(b.data);
@@ -45,7 +45,7 @@ RowMajorView small_factor(const StridedMatrix& b, float* scratch) {
   return out;
 }
 
-/// put(row, column, values, count) for kRows rows of A B from row i on, as sums of the rows of B.
+/// Calls put(row, column, values, count) for kRows rows of A B from row i on.
 template <int kRows, class T, class Put>
 void small_rows(const StridedMatrix& a, const RowMajorView& b, int64_t n, int64_t i, const Put& put) {
   for_each_vector(n, [&](int64_t j, auto count) {
@@ -61,7 +61,7 @@ void small_rows(const StridedMatrix& a, const RowMajorView& b, int64_t n, int64_
   });
 }
 
-/// put(row, column, values, count) for all of A B; `scratch` is as large as B.
+/// Calls put(row, column, values, count) for all of A B. `scratch` has the size of B.
 template <class T, class Put>
 void for_each_small_row(const StridedMatrix& a, const StridedMatrix& b, float* scratch, const Put& put) {
   const auto factor = small_factor<T>(b, scratch);

@@ -8,7 +8,7 @@
 #include "weft/kernels/opmath.h"
 #include "weft/kernels/tiers.h"
 
-// MKL, which LibTorch carries and exports: C = alpha·op(A) op(B) + beta·C with a float32 C.
+// MKL, which LibTorch contains and exports: C = alpha·op(A) op(B) + beta·C with float32 C.
 extern "C" {
 void cblas_gemm_bf16bf16f32(int layout, int trans_a, int trans_b, int m, int n, int k, float alpha, const void* a,
                             int lda, const void* b, int ldb, float beta, float* c, int ldc);
@@ -19,17 +19,17 @@ void cblas_gemm_f16f16f32(int layout, int trans_a, int trans_b, int m, int n, in
 namespace weft::kernels {
 namespace {
 
-constexpr int64_t kRowsPerBlock =
-    1024;  // of a block. The engine packs B in each call: with 64 rows it runs at a third.
+// MKL and oneDNN pack B in each call: with blocks of 64 rows they run at a third of the speed.
+constexpr int64_t kRowsPerBlock = 1024;
 
-/// Whether the engine multiplies matrices of this dtype with instructions of their own. If not, it is several times
-/// slower than MKL, which converts to float32.
+/// Whether ATen's GEMM of this dtype uses native instructions. If not, it is several times slower than MKL's, which
+/// converts to float32.
 bool aten_gemm_is_native(at::ScalarType dtype) {
   static const bool bf16 = cpu_has("avx512_bf16"), fp16 = cpu_has("avx512_fp16") || cpu_has("amx_fp16");
   return dtype == at::kFloat || (dtype == at::kBFloat16 ? bf16 : fp16);
 }
 
-/// A matrix as MKL wants it: rows or columns without gaps.
+/// A matrix with contiguous rows or columns, as BLAS requires; copied if it has neither.
 struct BlasMatrix {
   at::Tensor t;
   int trans, ld;
@@ -52,7 +52,7 @@ bool fits_blas(const at::Tensor& t) {
   return t.size(0) < kIntMax && t.size(1) < kIntMax && t.stride(0) < kIntMax && t.stride(1) < kIntMax;
 }
 
-/// c = alpha·A B + beta·c in float32, from low precision.
+/// c = alpha·A B + beta·c with bfloat16 or float16 A and B and float32 c.
 void mkl_gemm_f32(const at::Tensor& a, const at::Tensor& b, double alpha, double beta, const at::Tensor& c) {
   if (c.numel() == 0) return;
   if (a.size(1) == 0) return static_cast<void>(beta == 0 ? c.zero_() : c.mul_(beta));
@@ -65,9 +65,9 @@ void mkl_gemm_f32(const at::Tensor& a, const at::Tensor& b, double alpha, double
 
 bool row_contiguous(const at::Tensor& t) { return t.stride(1) == 1 || t.size(1) <= 1; }
 
-/// A matrix whose rows have no gaps, as memory for the loops.
+/// A view for the loops of a matrix with contiguous rows.
 RowMajorView rows_of(const at::Tensor& t) {
-  return {const_cast<void*>(t.const_data_ptr()), t.stride(0), t.scalar_type()};  // they write only what is theirs
+  return {const_cast<void*>(t.const_data_ptr()), t.stride(0), t.scalar_type()};  // the loops write only to outputs
 }
 RowMajorView from_row(const RowMajorView& rows, int64_t row) {
   if (!rows) return rows;
@@ -85,14 +85,14 @@ StridedMatrix strided_matrix(const Matrix& m) {
   return {m.t.const_data_ptr(), m.rows(), m.columns(), strides[m.transposed ? 1 : 0], strides[m.transposed ? 0 : 1]};
 }
 
-/// A product with its epilogue: the results, and the same as memory for the loops.
+/// One GEMM with its epilogue: the results, and views of them for the loops.
 struct VectorGemm {
   Tier tier;
   const Matrix &a, &b;
   const Epilogue& e;
   at::ScalarType dtype;
   int64_t m, n, columns;               // columns: of the result
-  at::Tensor bias, act_input, addend;  // of the epilogue, as the loops can read them
+  at::Tensor bias, act_input, addend;  // of the epilogue, with contiguous rows
   GemmResult result;
   EpilogueCall call;
 
@@ -105,7 +105,7 @@ struct VectorGemm {
                  : row_contiguous(e.out) ? e.out
                                          : empty_cpu({m, columns}, e.out.scalar_type());
   }
-  /// Memory for everything that is kept or read besides the product.
+  /// Fills `call` and allocates the outputs that the epilogue keeps.
   void prepare() {
     call.columns = n, call.scale = static_cast<float>(e.scale), call.act = e.act, call.act_grad = e.act_grad;
     call.out = rows_of(result.out);
@@ -129,7 +129,7 @@ struct VectorGemm {
       call.column_sums = result.column_sums.mutable_data_ptr<float>();
     }
   }
-  /// The epilogue of `rows` rows.
+  /// Applies the epilogue to `rows` rows.
   void apply(const EpilogueCall& part, int64_t rows) const {
     const auto& loops = epilogue_loops(tier);
     if (!part.column_sums) {
@@ -146,7 +146,7 @@ struct VectorGemm {
     return std::move(result);
   }
 
-  /// scale·P + add and nothing else.
+  /// Whether the epilogue is scale·P + addend and nothing else.
   bool plain_epilogue() const {
     return !e.act && !e.act_grad && !e.keep_column_sums && !e.keep_pre_act && !e.bias.defined();
   }
@@ -170,7 +170,7 @@ struct VectorGemm {
     if (!try_single_call(left, right)) multiply_in_blocks(left, right);
   }
 
-  /// Where the engine or MKL can do all of it.
+  /// Runs the GEMM as one call of ATen or MKL, if that covers the epilogue; returns whether it did.
   bool try_single_call(const at::Tensor& left, const at::Tensor& right) const {
     if (!plain_epilogue()) return false;
     const auto to = result.out.scalar_type();
@@ -190,8 +190,8 @@ struct VectorGemm {
     return true;
   }
 
-  /// Where a block of the product may lie: where the result will be, if that has its shape and dtype and nothing there
-  /// is still to be read.
+  /// An output that can hold P of dtype `p` before the epilogue: it has the shape and dtype of P, and no input of the
+  /// epilogue aliases it. Undefined if there is none.
   at::Tensor product_storage(at::ScalarType p) const {
     if (e.keep_pre_act && p == dtype) return result.pre_act;
     const auto read_later = [&](const at::Tensor& t) {
@@ -217,7 +217,8 @@ struct VectorGemm {
       apply(part, rows);
     }
   }
-  /// p = A B for a block. A low-precision p takes scale and bias with it, so that they are rounded once.
+  /// p = A B for a block of rows. For a low-precision p the GEMM applies scale and bias, so that the sum is rounded
+  /// once.
   void multiply(const at::Tensor& rows, const at::Tensor& right, at::Tensor& p, bool native, EpilogueCall& part) const {
     if (!native) return mkl_gemm_f32(rows, right, 1, 0, p);
     if (p.scalar_type() == at::kFloat || !e.bias.defined()) return static_cast<void>(at::mm_out(p, rows, right));

@@ -9,13 +9,13 @@
 namespace weft::kernels {
 namespace {
 
-constexpr size_t kMaxSmallElems = 4096;                 // values of a small factor
-constexpr int64_t kMultiplicationsPerThread = 1 << 19;  // multiplications for which a second thread pays
+constexpr size_t kMaxSmallElems = 4096;                 // elements of B in a small GEMM, see gemm_is_small
+constexpr int64_t kMultiplicationsPerThread = 1 << 19;  // work per thread from which a second thread pays
 
 char* element_ptr(void* data, int64_t value, at::ScalarType dtype) {
   return static_cast<char*>(data) + value * static_cast<int64_t>(c10::elementSize(dtype));
 }
-/// From a row of `t` on.
+/// A view of `t` from `row` on.
 RowMajorView rows_from(const at::Tensor& t, int64_t row) {
   if (!t.defined()) return {};
   const auto ld = t.strides()[0];
@@ -26,7 +26,7 @@ RowMajorView rows_of(const GroupedMatrix& m, int64_t g) {
   return {m.data(g), m.columns(), m.dtype()};
 }
 
-/// run(g) for groups that are small, on several threads if that pays, then other(g) for the others, one by one.
+/// Calls run(g) for small groups, in parallel if there is enough work, then other(g) for each remaining group.
 template <class Small, class Fn, class Other>
 void for_each_group(int64_t groups, int64_t multiplications, const Small& small, const Fn& run, const Other& other) {
   const auto some = [&](int64_t begin, int64_t end) {
@@ -41,7 +41,7 @@ void for_each_group(int64_t groups, int64_t multiplications, const Small& small,
     if (!small(g)) other(g);
 }
 
-/// Y = X Wᵀ or X W of a group of few values.
+/// Y = X Wᵀ or X W for a small group.
 void small_group(Tier tier, const GroupOffsets& offsets, const GroupedGemmCall& call, int64_t g) {
   const auto row = offsets.begin(g), k = call.x.sizes()[1], n = call.out.sizes()[1];
   const auto x = rows_from(call.x, row);
@@ -52,7 +52,7 @@ void small_group(Tier tier, const GroupOffsets& offsets, const GroupedGemmCall& 
                          {rows_from(call.out, row), rows_of(call.bias, g), rows_from(call.scales, row)});
 }
 
-/// dW (+)= dYᵀ X of a group of few values.
+/// dW (+)= dYᵀ X for a small group.
 void small_group(Tier tier, const GroupOffsets& offsets, const GroupedWgradCall& call, int64_t g) {
   const auto row = offsets.begin(g), rows = offsets.rows(g);
   const auto dy = rows_from(call.dy, row), x = rows_from(call.x, row);

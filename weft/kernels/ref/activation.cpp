@@ -31,14 +31,14 @@ constexpr double kQuickGelu = 1.702;
 
 at::Tensor relu(const at::Tensor& x) { return at::clamp_min(x, 0); }  // at::relu has no meta kernel
 
-/// x within ±10⁴, where every slope has reached its limit, and NaN where x is infinite: ATen's slopes of larger finite
-/// arguments overflow on the way and give NaN.
+/// Clamps finite x to ±10⁴, where every derivative has reached its limit, and maps infinite x to NaN. For larger finite
+/// arguments ATen's derivatives overflow and give NaN.
 at::Tensor clamp_for_grad(const at::Tensor& x) { return at::clamp(x, -1e4, 1e4).add_(at::mul(x, 0)); }
 
 /// x·σ(k·x), whose derivative is silu'(k·x).
 at::Tensor swish(const at::Tensor& x, double k) { return at::mul(x, k).sigmoid_().mul_(x); }
 
-/// f(x) of a unary kind, or of the gate of a gated one. The result is always new memory.
+/// f(x) of a unary kind, or of the gate of a gated kind. Never aliases x.
 at::Tensor unary_forward(ActKind kind, const at::Tensor& x) {
   switch (kind) {
     case ActKind::gelu:
@@ -92,7 +92,7 @@ struct Halves {
   }
 };
 
-/// [..., H] in the shape of a half.
+/// Reshapes y [..., H] to the shape of a half.
 at::Tensor as_half(const Act& act, const at::Tensor& y) {
   return act.interleave == 0 ? y : y.unflatten(-1, {y.size(-1) / act.interleave, act.interleave});
 }

@@ -22,7 +22,7 @@ at::Tensor scaled_gemm(const at::Tensor& a, const at::Tensor& b, double scale, c
   return scale == 1 ? p : p.mul_(scale);
 }
 
-/// out = add + scale·A B row block by row block: a temporary of the size of `out` would double its memory.
+/// out = addend + scale·A B + bias, one row block at a time: a temporary of the size of `out` would double its memory.
 void accumulate(const at::Tensor& a, const at::Tensor& b, const Epilogue& e, const at::Tensor& out) {
   constexpr int64_t kAccumulateRows = 64;
   for (int64_t m = 0; m < a.size(0); m += kAccumulateRows) {
@@ -39,8 +39,8 @@ void accumulate(const at::Tensor& a, const at::Tensor& b, const Epilogue& e, con
   }
 }
 
-/// out = scale·A B, or out += scale·A B, with `out` wider than A and B. They are widened block by block along K:
-/// nothing is rounded on the way, and no temporary has the size of `out`.
+/// out = scale·A B, or out += scale·A B with `add`, where `out` has the opmath dtype of A and B. Converts A and B one
+/// K-block at a time, so that nothing is rounded in between and no temporary has the size of `out`.
 void accumulate_opmath(const at::Tensor& a, const at::Tensor& b, double scale, bool add, const at::Tensor& out) {
   constexpr int64_t kDepth = 256;
   if (a.size(1) == 0 && !add) out.zero_();
@@ -50,7 +50,7 @@ void accumulate_opmath(const at::Tensor& a, const at::Tensor& b, double scale, b
   }
 }
 
-/// `value` in `dtype`, in `out` if that is given.
+/// Copies `value` to `e.out` if it is defined, otherwise converts it to `dtype`.
 at::Tensor stored(const at::Tensor& value, const Epilogue& e, at::ScalarType dtype) {
   return e.out.defined() ? e.out.copy_(value) : as_dtype(value, dtype);
 }

@@ -24,14 +24,14 @@ at::Tensor meta_statistic(const at::Tensor& x, const at::Tensor& gamma) {
   return at::empty(sizes, x.options().dtype(opmath_dtype(x.scalar_type())));
 }
 
-/// [..., row] as [rows, N], also if either is 0.
+/// Reshapes [..., row] to [rows, N]; either may be 0.
 at::Tensor as_rows(const at::Tensor& t, const at::Tensor& gamma) {
   int64_t rows = 1;
   for (const auto size : t.sizes().slice(0, t.dim() - gamma.dim())) rows *= size;
   return t.reshape({rows, gamma.numel()});
 }
 
-/// dx + addend in the dtype of x; `dx` is ours.
+/// dx + addend in the dtype of x. Modifies `dx` in place.
 at::Tensor finish(at::Tensor dx, const at::Tensor& addend, const at::Tensor& x) {
   if (addend.defined()) dx.add_(addend);
   return as_dtype(dx, x.scalar_type());
@@ -51,7 +51,7 @@ NormGrads layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const a
     const auto like = [](const at::Tensor& t, bool given) { return given ? at::empty_like(t) : at::Tensor{}; };
     return {like(x, output_mask[0]), like(gamma, output_mask[1]), like(gamma, output_mask[2])};
   }
-  // ATen adds up dγ and dβ in the dtype of its inputs. Of β it only asks whether there is one.
+  // ATen sums dγ and dβ in the dtype of its inputs. It only checks whether β is defined, so γ stands in for it.
   const auto dtype = output_mask[1] || output_mask[2] || addend.defined() ? gamma.scalar_type() : x.scalar_type();
   auto [dx, dgamma, dbeta] = at::native_layer_norm_backward(as_dtype(dy, dtype), as_dtype(x, dtype), gamma.sizes(),
                                                             mean, rstd, gamma, gamma, output_mask);
@@ -77,7 +77,7 @@ NormGrads rms_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at:
   NormGrads out;
   if (output_mask[1]) out.dgamma = at::mv(product.t(), r).view(gamma.sizes());
   if (!output_mask[0]) return out;
-  const auto projection = at::mv(product, g).mul_(r).mul_(r).mul_(r).unsqueeze_(1);  // not rstd³ first: it may overflow
+  const auto projection = at::mv(product, g).mul_(r).mul_(r).mul_(r).unsqueeze_(1);  // rstd³ alone may overflow
   const auto n = static_cast<double>(std::max<int64_t>(gamma.numel(), 1));
   auto dx = at::mul(grad, g).mul_(r.unsqueeze(1)).addcmul_(values, projection, -1 / n);
   out.dx = finish(dx.view(x.sizes()), addend, x);
