@@ -1,5 +1,8 @@
 #include "weft/kernels/gemm.h"
 
+#include <c10/util/StringUtil.h>
+
+#include "weft/core/value.h"
 #include "weft/kernels/cpu_tensors.h"
 #include "weft/kernels/tiers.h"
 
@@ -11,11 +14,14 @@ bool amx_supports(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64
 
 namespace {
 
-/// Of a machine that has some.
-std::string amx_rejection(c10::DeviceType device, at::ScalarType dtype) {
-  if (device != c10::DeviceType::CPU) return "it runs on the CPU only";
-  if (dtype != at::kBFloat16) return std::string("no tiles for ") + c10::toString(dtype);
-  return "the weight is smaller than a tile";
+/// Why a machine with AMX does not use it.
+std::string amx_rejection(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64_t k) {
+  if (device != c10::DeviceType::CPU)
+    return c10::str("amx: not used on ", c10::DeviceTypeName(device, /*lower_case=*/true), " (AMX runs on the CPU).");
+  if (dtype != at::kBFloat16)
+    return c10::str("amx: not used for ", dtype_name(dtype),
+                    " (AMX tiles take bfloat16). Convert the block with .to(torch.bfloat16) to use it.");
+  return c10::str("amx: not used for a weight of ", n * k, " elements (AMX needs at least 256).");
 }
 
 bool interleaved(const std::optional<Act>& act) { return act && act->interleave != 0; }
@@ -44,8 +50,8 @@ TierChoice choose_gemm_tier(c10::DeviceType device, at::ScalarType dtype, int64_
   if (machine_tier() != Tier::amx) return choose_vector_tier(device, dtype);
   if (amx_supports(device, dtype, n, k)) return {Tier::amx};
   auto next = choose_vector_tier(device, dtype);
-  next.rejection_reason = "amx declined: " + amx_rejection(device, dtype) +
-                          (next.rejection_reason.empty() ? "" : "; " + next.rejection_reason);
+  next.rejection_reason =
+      amx_rejection(device, dtype, n, k) + (next.rejection_reason.empty() ? "" : " " + next.rejection_reason);
   return next;
 }
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "weft/core/value.h"
 #include "weft/kernels/cpu/loops.h"
 #include "weft/kernels/cpu_tensors.h"
 #include "weft/kernels/launch.h"
@@ -16,7 +17,8 @@ namespace weft::kernels {
 
 GroupedMatrix::GroupedMatrix(const at::Tensor& stacked) : list_{stacked} {
   TORCH_CHECK_VALUE(stacked.dim() == 3 && stacked.is_contiguous(), "GroupedMatrix: got a tensor of shape ",
-                    stacked.sizes(), ", expected [groups, rows, columns] without gaps.");
+                    stacked.sizes(), " and strides ", stacked.strides(),
+                    ", expected a contiguous tensor of shape [groups, rows, columns].");
   groups_ = stacked.sizes()[0], rows_ = stacked.sizes()[1], columns_ = stacked.sizes()[2];
 }
 
@@ -24,8 +26,9 @@ GroupedMatrix::GroupedMatrix(c10::ArrayRef<at::Tensor> list, int64_t rows, int64
     : list_(list.begin(), list.end()), groups_(static_cast<int64_t>(list.size())), rows_(rows), columns_(columns) {
   for (const auto& t : list)
     TORCH_CHECK_VALUE(t.numel() == rows * columns && t.is_contiguous() && t.scalar_type() == list[0].scalar_type(),
-                      "GroupedMatrix: got a tensor of shape ", t.sizes(), " and dtype ", t.scalar_type(), ", expected ",
-                      rows, " x ", columns, " values of ", list[0].scalar_type(), " without gaps.");
+                      "GroupedMatrix: got a tensor of shape ", t.sizes(), ", strides ", t.strides(), " and dtype ",
+                      dtype_name(t.scalar_type()), ", expected a contiguous tensor of ", rows, " x ", columns, " ",
+                      dtype_name(list[0].scalar_type()), " elements.");
 }
 
 void* GroupedMatrix::data(int64_t g) const {
@@ -40,23 +43,22 @@ at::Tensor GroupedMatrix::matrix(int64_t g) const {
 
 namespace {
 
-/// Whether loops can read and write all of these; undefined ones do not count.
+/// Whether the vector loops can read and write the tensors. Undefined ones are ignored.
 bool vector_accessible(const at::Tensor& t) { return !t.defined() || vector_tier(t) != Tier::ref; }
 bool vector_accessible(const GroupedMatrix& m) {
   return std::all_of(m.tensors().begin(), m.tensors().end(), [](const at::Tensor& t) { return vector_accessible(t); });
 }
 
-/// Whether the values of a row follow each other.
 bool has_contiguous_rows(const at::Tensor& t) { return t.strides()[1] == 1 || t.sizes()[1] <= 1; }
 
-/// Whether groups are multiplied in tiles: matrices of few values are multiplied sooner than laid out.
+/// Whether the grouped GEMM uses AMX: for small matrices packing costs more than it saves.
 bool grouped_on_amx(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64_t k) {
   return n * k >= 1024 && amx_supports(device, dtype, n, k);
 }
 
 enum class GroupedKernel { split, vector, amx };
 
-/// How a product of matrices [rows, columns] of x's dtype is computed, if `fits`.
+/// The kernel for x and the matrices m; `fits`: the loops can read and write every other tensor.
 GroupedKernel choose_kernel(GroupedPath path, const at::Tensor& x, bool fits, const GroupedMatrix& m) {
   if (path == GroupedPath::split || !fits || vector_tier(x) == Tier::ref) return GroupedKernel::split;
   return grouped_on_amx(x.device().type(), x.scalar_type(), m.rows(), m.columns()) ? GroupedKernel::amx
@@ -69,15 +71,15 @@ at::Tensor empty(const at::Tensor& like, at::IntArrayRef sizes, at::ScalarType d
   return vector_accessible(like) ? empty_cpu(sizes, dtype) : at::empty(sizes, like.options().dtype(dtype));
 }
 
-/// Rows of no group are 0.
+/// Zeroes the rows after the last group.
 void zero_tail(const GroupOffsets& offsets, const at::Tensor& t) {
   const auto rows = t.size(0) - offsets.total_rows();
   if (rows > 0) t.narrow(0, offsets.total_rows(), rows).zero_();
 }
 
 void check(const GroupIndex& index, const at::Tensor& x, const GroupedMatrix& m, int64_t columns) {
-  TORCH_CHECK_VALUE(m.groups() == index.groups(), "grouped: ", m.groups(), " matrices for ", index.groups(),
-                    " splits, expected one for each.");
+  TORCH_CHECK_VALUE(m.groups() == index.groups(), "grouped: got ", m.groups(), " matrices and ", index.groups(),
+                    " splits, expected one split per matrix.");
   TORCH_CHECK_VALUE(x.dim() == 2 && (m.groups() == 0 || x.sizes()[1] == columns), "grouped: input has shape ",
                     x.sizes(), ", expected [rows, ", columns, "].");
 }
@@ -88,7 +90,7 @@ TierChoice choose_grouped_tier(c10::DeviceType device, at::ScalarType dtype, int
   auto choice = choose_gemm_tier(device, dtype, n, k);
   if (choice.tier != Tier::amx || grouped_on_amx(device, dtype, n, k)) return choice;
   return {vector_tier(device, dtype),
-          "amx declined: matrices of few values are multiplied sooner than laid out in tiles"};
+          c10::str("amx: not used for grouped weights of ", n * k, " elements (packing pays from 1024 on).")};
 }
 
 at::Tensor grouped_gemm(const GroupIndex& index, const at::Tensor& x, const GroupedMatrix& w, bool transposed,

@@ -7,6 +7,7 @@
 #include <array>
 #include <cstdlib>
 
+#include "weft/core/value.h"
 #include "weft/kernels/tiers.h"
 
 namespace weft::kernels {
@@ -30,11 +31,11 @@ Tier tier_from_environment() {
   if (!word || !*word) return best;
   for (size_t i = 0; i < kTierNames.size(); ++i) {
     if (kTierNames[i] != word) continue;
-    TORCH_CHECK_VALUE(static_cast<Tier>(i) >= best, "WEFT_TIER is ", word, ", but the best this CPU has is ",
-                      kTierNames[static_cast<size_t>(best)], ". Name that one or a plainer one.");
+    TORCH_CHECK_VALUE(static_cast<Tier>(i) >= best, "WEFT_TIER: got ", word, ", but the best this CPU has is ",
+                      kTierNames[static_cast<size_t>(best)], ". Set it to that tier or a lower one, or unset it.");
     return static_cast<Tier>(i);
   }
-  TORCH_CHECK_VALUE(false, "WEFT_TIER is '", word, "', expected amx, avx512, avx2 or ref.");
+  TORCH_CHECK_VALUE(false, "WEFT_TIER: got '", word, "', expected amx, avx512, avx2 or ref.");
 }
 
 }  // namespace
@@ -61,8 +62,14 @@ Tier vector_tier(c10::DeviceType device, at::ScalarType dtype) {
 TierChoice choose_vector_tier(c10::DeviceType device, at::ScalarType dtype) {
   TierChoice out{vector_tier(device, dtype)};
   if (machine_tier() == Tier::ref || out.tier != Tier::ref) return out;
-  out.rejection_reason = device != c10::DeviceType::CPU ? "vector kernels run on the CPU only"
-                                                        : std::string("no vector kernel for ") + c10::toString(dtype);
+  const auto best = tier_name(vector_tier(c10::DeviceType::CPU, at::kFloat));
+  if (device != c10::DeviceType::CPU)
+    out.rejection_reason = c10::str(best, ": not used on ", c10::DeviceTypeName(device, /*lower_case=*/true),
+                                    " (vector kernels run on the CPU).");
+  else
+    out.rejection_reason =
+        c10::str(best, ": not used for ", dtype_name(dtype),
+                 " (vector kernels take float32, bfloat16 and float16). Convert the block to one of them to use it.");
   return out;
 }
 

@@ -7,23 +7,24 @@
 
 namespace weft::kernels {
 
-/// Who computes: our own AMX tiles, vector code for AVX-512 or AVX2 around the engine's GEMM, or plain ATen calls.
+/// The implementation: weft's AMX kernels; AVX-512 or AVX2 vector code around the GEMM of MKL or oneDNN; or ATen calls.
 enum class Tier { amx, avx512, avx2, ref };
 
-/// The best tier of this machine: what the CPU has, or less if the environment variable WEFT_TIER names one
-/// (amx, avx512, avx2, ref). Read once per process; an unknown word raises.
+/// The best tier that the CPU supports, or the lower one named by the environment variable WEFT_TIER (amx, avx512,
+/// avx2, ref). Read once per process. Raises ValueError for an unknown name or a tier that the CPU does not support.
 Tier machine_tier();
 std::string_view tier_name(Tier tier);
 
-/// The tier that serves a problem, and, one clause per tier, why each better one of this machine does not.
+/// The tier that runs a problem and, for each better tier of this machine, one or two sentences that say why it does
+/// not.
 struct TierChoice {
   Tier tier = Tier::ref;
   std::string rejection_reason = {};
 };
 
-/// Element-wise and row-wise kernels: vector tiers take float32, bfloat16 and float16 on the CPU.
+/// The tier of element-wise and row-wise kernels. The vector tiers take float32, bfloat16 and float16 on the CPU.
 TierChoice choose_vector_tier(c10::DeviceType device, at::ScalarType dtype);
-/// Only the tier, for the call path.
+/// The same without the reason: it allocates nothing, so kernels may call it each time.
 Tier vector_tier(c10::DeviceType device, at::ScalarType dtype);
 
 }  // namespace weft::kernels
