@@ -16,7 +16,7 @@ namespace {
 
 using Loop = void (*)(const ActCall& call, int64_t begin, int64_t end);
 
-/// Fresh memory for act(x).
+/// An uninitialized tensor with the shape of act(x).
 at::Tensor output(const Act& act, const at::Tensor& x) {
   if (!act.gated()) return empty_cpu(x.sizes(), x.scalar_type());
   c10::SmallVector<int64_t, 5> sizes(x.sizes().begin(), x.sizes().end());
@@ -24,10 +24,10 @@ at::Tensor output(const Act& act, const at::Tensor& x) {
   return empty_cpu(sizes, x.scalar_type());
 }
 
-/// One call of a loop, and memory that it can read.
+/// The arguments of a loop, with contiguous inputs.
 struct PreparedActivation {
   at::Tensor x, dy;     // contiguous
-  int64_t rows, width;  // width: values in a row of x
+  int64_t rows, width;  // width: elements in a row of x
   ActCall call;
 
   PreparedActivation(const Act& act, const at::Tensor& input) : x(contiguous(input)) {
@@ -49,7 +49,8 @@ struct PreparedActivation {
     if (!call.act.gated() && !call.scales && !call.ds) return run_flat(loop);
     parallel_rows(rows, width, [&](int64_t begin, int64_t end) { loop(call, begin, end); });
   }
-  /// dx and its column sums, `group_rows` rows as one long row, as far as they go; returns how many rows that were.
+  /// Computes dx and adds its column sums to `sums`, taking `group_rows` rows as one long row. Skips the remainder and
+  /// returns the number of rows processed.
   int64_t sum_backward(Tier tier, int64_t group_rows, float* sums) const {
     const auto length = group_rows * width;
     ActCall longer = call;
@@ -64,7 +65,7 @@ struct PreparedActivation {
       for (int64_t i = 0; i < width; ++i) sums[i] += row[i];
     return rows / group_rows * group_rows;
   }
-  /// With nothing per row, all values are one row.
+  /// Without per-row arguments, x is one row.
   void run_flat(Loop loop) const {
     parallel_rows(x.numel(), 1, [&](int64_t begin, int64_t end) {
       const auto size = static_cast<int64_t>(c10::elementSize(call.dtype));
@@ -78,13 +79,14 @@ struct PreparedActivation {
   }
 };
 
-/// How many short rows make one of whole vectors: each alone would leave many lanes of its last vector empty.
+/// How many short rows to join into one row of full vectors; on its own, each would leave lanes of its last vector
+/// idle.
 int64_t rows_to_fill_vectors(const Act& act, int64_t width) {
   constexpr int64_t kLanes = 16, kShortRow = 128;
   return act.gated() || width >= kShortRow || width == 0 ? 1 : kLanes / std::gcd(kLanes, width);
 }
 
-/// The scales as float32 values one after the other.
+/// The scales as contiguous float32.
 at::Tensor plain_scales(const at::Tensor& scales) { return contiguous(as_dtype(scales, at::kFloat)); }
 
 }  // namespace
@@ -166,7 +168,7 @@ std::pair<at::Tensor, at::Tensor> scaled_activation_backward(const Act& act, con
     const auto s = plain_scales(scales);
     prepared.call.scales = s.const_data_ptr<float>();
     if (dx.defined()) prepared.call.out = dx.mutable_data_ptr();
-    at::Tensor sums;  // where rows of no values leave 0
+    at::Tensor sums;  // starts at 0 if x has empty rows, for which the loop writes nothing
     if (ds.defined()) {
       const bool direct = ds.scalar_type() == at::kFloat && prepared.rows > 0;
       sums = direct ? ds : at::zeros(ds.sizes(), at::kFloat);

@@ -9,11 +9,12 @@
 #include "weft/kernels/huge_pages.h"
 #include "weft/kernels/tier.h"
 
-// What the files that choose a tier share: which tensors bare loops may read, memory for results, and threads.
+// Shared by the files that choose a tier: which tensors the loops can read, output allocation, and threading.
 
 namespace weft::kernels {
 
-/// Whether a loop may read this memory: no wrapper (Python subclass, transform) and no value pending (negative bit).
+/// Whether a loop can read the tensor's memory: strided, no wrapper (Python subclass, functorch transform), and no
+/// pending negation or conjugation.
 inline bool is_plain_strided(const at::Tensor& t) {
   constexpr c10::DispatchKeySet kNotPlain({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
                                            c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
@@ -23,7 +24,7 @@ inline bool is_plain_strided(const at::Tensor& t) {
   return t.layout() == c10::kStrided && !t.key_set().has_any(kNotPlain);
 }
 
-/// The tier for t and whatever else is read with it; undefined tensors do not count.
+/// The tier for t: `ref` if the loops cannot read t or one of the others. Undefined tensors are ignored.
 inline Tier vector_tier(const at::Tensor& t) {
   return is_plain_strided(t) ? vector_tier(t.device().type(), t.scalar_type()) : Tier::ref;
 }
@@ -33,8 +34,8 @@ Tier vector_tier(const at::Tensor& t, const Others&... others) {
   return (fits(others) && ...) ? vector_tier(t) : Tier::ref;
 }
 
-/// Fresh memory on the CPU, made without the dispatcher, which costs more than a small kernel. Above 32 MB malloc maps
-/// it anew each time: page by page, its faults would cost as much as a product that fills it.
+/// An uninitialized CPU tensor. Bypasses the dispatcher, which costs more than a small kernel. malloc maps blocks above
+/// 32 MB anew each time; huge pages avoid page faults that would cost as much as the GEMM that fills the tensor.
 inline at::Tensor empty_cpu(at::IntArrayRef sizes, at::ScalarType dtype) {
   constexpr size_t kMmapThreshold = 32 << 20;
   at::Tensor t = at::detail::empty_cpu(sizes, dtype);
@@ -51,9 +52,9 @@ inline at::Tensor zeros_f32(int64_t count) {
 inline at::Tensor contiguous(const at::Tensor& t) { return t.is_contiguous() ? t : t.contiguous(); }
 inline const void* data_or_null(const at::Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
 
-constexpr int64_t kGrain = 32768;  // values for which a second thread pays
+constexpr int64_t kGrain = 32768;  // elements per thread from which a second thread pays
 
-/// run(begin, end) over 0 to `rows`, on several threads if that pays.
+/// Calls run(begin, end) on ranges that cover [0, rows), in parallel if there is enough work.
 template <class F>
 void parallel_rows(int64_t rows, int64_t columns, const F& run) {
   const auto width = std::max<int64_t>(columns, 1);
@@ -62,9 +63,9 @@ void parallel_rows(int64_t rows, int64_t columns, const F& run) {
   at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / width), run);
 }
 
-/// Sums over rows: run(begin, end, partial) adds its rows to the `width` values of `partial`, which end in `sums`. The
-/// cut of the rows depends on their number alone and partial sums are added in order, so the result is the same for any
-/// number of threads.
+/// Reduces over rows: run(begin, end, partial) adds its rows to `partial`, which has `width` elements; all partial sums
+/// are added to `sums`. The ranges depend on the sizes alone and partial sums are added in order, so the result is
+/// bitwise the same for any number of threads.
 template <class F>
 void parallel_reduce_rows(int64_t rows, int64_t width, float* sums, const F& run) {
   const auto parts = std::clamp<int64_t>(rows * width / (8 * kGrain), 1, 16);

@@ -9,13 +9,12 @@
 
 namespace weft::kernels {
 
-/// A factor of a product: a tensor of two dimensions, or its transpose, without making a view, which costs more than a
-/// small product. Refers to the tensors.
+/// A GEMM operand: a 2-D tensor or its transpose. Holds references and creates no view, which would cost more than a
+/// small GEMM.
 struct Matrix {
   const at::Tensor& t;
   bool transposed = false;
-  const at::Tensor* packed =
-      nullptr;  // of the left factor: the same values as `GemmResult::packed_transpose`, if defined
+  const at::Tensor* packed = nullptr;  // left operand only: this matrix as packed by `pack_rows`; may be undefined
 
   Matrix(const at::Tensor& t, bool transposed = false) : t(t), transposed(transposed) {}
   int64_t rows() const { return t.sizes()[transposed ? 1 : 0]; }
@@ -23,19 +22,19 @@ struct Matrix {
   at::Tensor tensor() const { return transposed ? t.t() : t; }
 };
 inline Matrix transposed(const at::Tensor& t) { return {t, true}; }
-/// `packed`: tᵀ as `pack_rows` lays it out, or undefined.
+/// `packed`: tᵀ as packed by `pack_rows`, or undefined.
 inline Matrix transposed(const at::Tensor& t, const at::Tensor& packed) {
   Matrix m(t, true);
   m.packed = &packed;
   return m;
 }
 
-/// What happens to the product P = A B, A [M, K], B [K, N], before it is stored, in this order:
+/// The epilogue of P = A B, A [M, K], B [K, N]. It is applied before the store, in this order:
 ///   v = scale·P + bias            pre_act = v, if kept
-///   v = act(v)                    gated: the columns of P are a, then b, and v has N/2 columns
-///   v = v·act'(act_input)         `act_grad` instead of `act`, in backward; gated: `act_input` has 2N columns and so
-///   has v (da, then db);
-///                                 act_output = act(act_input), if kept: the value that forward did not save
+///   v = act(v)                    gated: the columns of P are a, then b; v has N/2 columns
+///   v = v·act'(act_input)         backward: `act_grad` instead of `act`
+///                                 gated: act_input and v have 2N columns (a, then b; da, then db)
+///                                 act_output = act(act_input), if kept: the activation that forward did not save
 ///   column_sums = Σ_rows v, if kept
 ///   v = v + addend
 /// Computed in float32 (float64 for float64) and rounded once, at the store; the `ref` tier rounds between its calls.
@@ -48,25 +47,26 @@ struct Epilogue {
   at::Tensor act_input = {};
   bool keep_act_output = false;
   bool keep_column_sums = false;
-  bool keep_packed_transpose = false;  // a later product takes the transpose of the result as its left factor
-  at::Tensor addend = {};              // like the result; may be `out` itself: then the product is accumulated
-  at::Tensor out = {};                 // where to write; fresh memory if undefined
-  bool b_is_weight = false;            // B is a weight: if it is frozen, its packed copy is used
-  at::ScalarType dtype = at::ScalarType::Undefined;  // of fresh memory; that of A if undefined
-  /// Called by the calling thread about every ten microseconds, if the tier is AMX's; must not raise.
+  bool keep_packed_transpose = false;  // a later GEMM reads the transpose of the result as its left operand
+  at::Tensor addend = {};              // shape of the result; pass `out` itself to accumulate into it
+  at::Tensor out = {};                 // destination; allocated if undefined
+  bool b_is_weight = false;            // B is a weight: use its packed copy if it is frozen
+  at::ScalarType dtype = at::ScalarType::Undefined;  // of an allocated result; dtype of A if undefined
+  /// AMX tier only: called on the calling thread about every 10 µs. Must not throw.
   const std::function<void()>* progress = nullptr;
 };
 
 struct GemmResult {
   at::Tensor out, pre_act, act_output;
   at::Tensor column_sums;       // float32 (float64 for float64)
-  at::Tensor packed_transpose;  // outᵀ in the order of `pack_rows`; undefined where out is not made in whole tiles
+  at::Tensor packed_transpose;  // outᵀ as packed by `pack_rows`; undefined unless out consists of full blocks
 };
 
-/// A B with its epilogue. Any strides, any sizes including 0. A and B have one dtype; `out`, `addend`, `bias` any.
+/// Computes A B and applies the epilogue. Any strides and sizes, including 0. A and B have the same dtype; `out`,
+/// `addend` and `bias` may have another.
 GemmResult gemm(const Matrix& a, const Matrix& b, const Epilogue& epilogue = {});
 
-/// Which tier takes a product of matrices of `dtype` on `device`, K long, N wide (before gating).
+/// The tier for a GEMM with B [K, N] of `dtype` on `device`; N counts the columns before gating.
 TierChoice choose_gemm_tier(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64_t k);
 
 }  // namespace weft::kernels

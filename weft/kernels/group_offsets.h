@@ -3,11 +3,11 @@
 
 #include "weft/kernels/grouped.h"
 
-// Included by kernels only: what a group index holds is read while a kernel runs, and nowhere else.
+// Included by kernels only: the splits are read while a kernel runs and nowhere else.
 
 namespace weft::kernels {
 
-/// The splits of an index, read now and checked against the number of rows.
+/// Row offsets of the groups. The constructor reads the splits and checks them against the number of rows.
 class GroupOffsets {
  public:
   GroupOffsets(const GroupIndex& index, int64_t rows);
@@ -16,7 +16,7 @@ class GroupOffsets {
   int64_t begin(int64_t g) const { return offsets_[g]; }
   int64_t end(int64_t g) const { return offsets_[g + 1]; }
   int64_t rows(int64_t g) const { return end(g) - begin(g); }
-  /// Of all groups; rows behind them belong to none.
+  /// Rows of all groups; the rows after them belong to none.
   int64_t total_rows() const { return offsets_.back(); }
 
  private:

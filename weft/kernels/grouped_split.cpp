@@ -3,7 +3,7 @@
 #include "weft/kernels/opmath.h"
 #include "weft/kernels/tiers.h"
 
-// Groups one after the other, each by one `gemm` on views.
+// The split path: one `gemm` per group, on views.
 
 namespace weft::kernels {
 namespace {
@@ -21,7 +21,7 @@ void split_gemm(const GroupOffsets& offsets, const GroupedGemmCall& call, int64_
   if (!call.bias.defined()) return static_cast<void>(gemm(x, b, {.out = out}));
   const auto bias = call.bias.matrix(g);
   if (!call.scales.defined()) return static_cast<void>(gemm(x, b, {.bias = bias.view({-1}), .out = out}));
-  // s·b first and the product onto it, so that both are rounded together.
+  // Accumulate the GEMM onto s·b, so that the sum is rounded once.
   const auto scales = rows_of(call.scales, offsets, g).reshape({-1, 1}).to(opmath_dtype(x.scalar_type()));
   const auto sum = at::mul(scales, to_opmath(bias));
   gemm(x, b, {.addend = sum, .out = sum});

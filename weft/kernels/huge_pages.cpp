@@ -8,7 +8,7 @@
 namespace weft::kernels {
 namespace {
 
-/// Bytes from `memory` up to the next huge page.
+/// Bytes from `memory` to the next huge page boundary.
 size_t bytes_to_huge_page(const void* memory) { return -reinterpret_cast<uintptr_t>(memory) % kHugePageSize; }
 
 size_t round_up_to_pages(size_t bytes) {
@@ -22,14 +22,14 @@ void advise_huge_pages(void* memory, size_t bytes) {
   const size_t before = bytes_to_huge_page(memory);
   if (bytes < before + kHugePageSize) return;
   const size_t length = (bytes - before) / kHugePageSize * kHugePageSize;
-  madvise(static_cast<char*>(memory) + before, length, MADV_HUGEPAGE);  // the system may decline
+  madvise(static_cast<char*>(memory) + before, length, MADV_HUGEPAGE);  // a hint: failure is harmless
 }
 
 HugePageBuffer::HugePageBuffer(size_t bytes) : size_(round_up_to_pages(bytes)) {
   if (size_ == 0) return;
-  const size_t mapped = size_ + kHugePageSize;  // so much that an aligned part fits; the rest is unmapped again
+  const size_t mapped = size_ + kHugePageSize;  // enough for an aligned range; the rest is unmapped below
   void* memory = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  TORCH_CHECK(memory != MAP_FAILED, "weft: no memory for a buffer of ", bytes, " bytes.");
+  TORCH_CHECK(memory != MAP_FAILED, "weft: could not map a buffer of ", bytes, " bytes: out of memory.");
   const size_t before = bytes_to_huge_page(memory), behind = mapped - before - size_;
   data_ = static_cast<char*>(memory) + before;
   if (before > 0) munmap(memory, before);

@@ -5,13 +5,13 @@ namespace weft::kernels {
 
 constexpr size_t kHugePageSize = 2 << 20;
 
-/// Asks the system to back memory with huge pages, as far as it covers whole ones. The first touch of 2 MB is then one
-/// fault instead of 512, and rows that lie far apart share entries of the TLB. The advice stays with the addresses
-/// until they are unmapped: give it for a mapping, not for memory that an allocator will hand to somebody else.
+/// Asks the kernel to back the whole huge pages within `memory` with huge pages: the first touch of 2 MB is then one
+/// page fault instead of 512, and distant rows share TLB entries. The advice holds until the addresses are unmapped, so
+/// use it for mappings, not for memory that the allocator may reuse.
 void advise_huge_pages(void* memory, size_t bytes);
 
-/// Memory in a mapping of its own, all zeros, aligned to a huge page and backed by huge pages if the system grants
-/// them. Raises if there is none.
+/// A private, zeroed mapping, aligned to a huge page and backed by huge pages if the kernel grants them. Throws if the
+/// mapping fails.
 class HugePageBuffer {
  public:
   explicit HugePageBuffer(size_t bytes);

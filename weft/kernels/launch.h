@@ -8,10 +8,10 @@
 
 namespace weft::kernels {
 
-/// What a kernel does once its buffers are fixed: a closure over them, which may run again.
+/// The work of a kernel as a closure over its buffers. It may run more than once.
 using Launch = std::function<void()>;
 
-/// Stands between a launch and its run.
+/// Intercepts every launch, e.g. to record it.
 class LaunchHook {
  public:
   LaunchHook() = default;
@@ -22,18 +22,19 @@ class LaunchHook {
   virtual void run(Launch kernel) = 0;
 };
 
-/// Installs a watcher of all launches of the process, or none; returns the one before. It must outlive its time.
+/// Installs the launch hook of the process (null: none) and returns the previous one. The hook must stay alive while it
+/// is installed.
 LaunchHook* set_launch_hook(LaunchHook* hook);
 LaunchHook* launch_hook();
 
-/// Torch's autograd and autocast are off while it lives: in a launch, also where that runs again.
+/// Disables autograd and autocast in its scope. Every launch runs under it, replays included.
 struct BelowAutogradGuard {
   c10::impl::ExcludeDispatchKeyGuard guard{c10::autograd_dispatch_keyset_with_ADInplaceOrView |
                                            c10::autocast_dispatch_keyset};
 };
 
-/// Runs `kernel`. It owns its buffers, reads their contents only now, and decides nothing by what it read that was
-/// decided before: sizes and addresses are those it was made with.
+/// Runs `kernel`, a closure that owns its buffers. Sizes and addresses are fixed when it is created; it may read the
+/// contents of tensors only when it runs, because a replay reads new contents.
 template <class Kernel>
 void launch(Kernel kernel) {
   auto guarded = [kernel = std::move(kernel)] {
@@ -44,7 +45,8 @@ void launch(Kernel kernel) {
   guarded();
 }
 
-/// What `compute()` returns, a tensor; if launches are watched, in memory that is written again when it runs again.
+/// Returns the tensor that `compute()` returns. With a launch hook installed, a replay computes it again into the same
+/// memory.
 template <class Compute>
 at::Tensor launch_aten(const Compute& compute) {
   auto result = compute();
@@ -52,14 +54,14 @@ at::Tensor launch_aten(const Compute& compute) {
   return result;
 }
 
-/// Keeps the launches that run while it lives, and runs them again.
+/// Records the launches between its construction and `stop`, for replay.
 class LaunchRecording final : public LaunchHook {
  public:
   LaunchRecording() : previous_(set_launch_hook(this)) {}
   ~LaunchRecording() override { stop(); }
-  /// Later launches are not kept.
+  /// Ends the recording.
   void stop();
-  /// All that was kept, in order, on the same buffers.
+  /// Runs the recorded launches in order, on the same buffers.
   void replay() const;
   size_t size() const { return launches_.size(); }
 

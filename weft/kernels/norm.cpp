@@ -10,14 +10,14 @@ namespace {
 
 using Sizes = c10::SmallVector<int64_t, 5>;
 
-/// The sizes of x, those of the row replaced by 1.
+/// The sizes of x with those of the row replaced by 1.
 Sizes statistic_sizes(const at::Tensor& x, int64_t row_dims) {
   Sizes sizes(x.sizes().begin(), x.sizes().end());
   std::fill(sizes.end() - row_dims, sizes.end(), 1);
   return sizes;
 }
 
-/// One call of a loop, and memory that it can read.
+/// The arguments of a loop, with contiguous inputs.
 struct PreparedNorm {
   at::Tensor x, gamma, beta, mean, rstd, dy, addend;
   int64_t rows = 1, row_dims;
@@ -37,7 +37,7 @@ struct PreparedNorm {
     call.gamma = gamma.const_data_ptr<float>();
     if (b.defined()) beta = contiguous(b), call.beta = beta.const_data_ptr<float>();
   }
-  /// y; the statistics are left in `mean` and `rstd` if they are to be kept.
+  /// Returns y. With `keep`, stores the statistics in `mean` and `rstd`.
   at::Tensor forward(Tier tier, bool centered, double eps, bool keep) {
     auto y = empty_cpu(x.sizes(), call.dtype);
     call.out = y.mutable_data_ptr();
@@ -66,7 +66,7 @@ struct PreparedNorm {
   NormGrads backward(Tier tier, std::array<bool, 3> output_mask, bool reuse) {
     NormGrads out;
     if (output_mask[0]) {
-      // A short row would be read while the one before it is still being stored.
+      // With short rows, loads of a row would wait for the stores of the row before it.
       constexpr int64_t kMinInPlaceColumns = 64;
       const bool in_place = reuse && call.dy_dtype == call.dtype && call.columns >= kMinInPlaceColumns;
       out.dx = in_place ? dy : empty_cpu(x.sizes(), call.dtype);
@@ -78,7 +78,7 @@ struct PreparedNorm {
                       [&](int64_t begin, int64_t end) { norm_loops(tier).backward(call, begin, end); });
       return out;
     }
-    // dγ and dβ are one row of sums after the other, or one of them alone.
+    // Sums of dγ, then of dβ; or of the only one that is needed.
     const auto n = call.columns, both = static_cast<int64_t>(output_mask[1]) + static_cast<int64_t>(output_mask[2]);
     c10::SmallVector<float, 256> sums(static_cast<size_t>(both * n), 0.F);
     parallel_reduce_rows(rows, both * n, sums.data(), [&](int64_t begin, int64_t end, float* partial) {

@@ -5,14 +5,15 @@
 
 namespace weft::kernels {
 
-// A row is the N values in as many trailing dimensions as `gamma` has. Statistics are computed and kept in float32
-// (float64 for float64) with the sizes of x, those of the row replaced by 1; y and dx are rounded once to x's dtype.
-// `gamma` and `beta` come in the statistics' dtype, and so do their gradients. Gradients not wanted stay undefined.
+// A row is the N elements of the trailing gamma.dim() dimensions. Statistics are float32 (float64 for float64) and have
+// the sizes of x with those of the row replaced by 1. y and dx are rounded once, to the dtype of x. gamma, beta and
+// their gradients have the dtype of the statistics. Gradients that are not needed stay undefined.
 
 struct LayerNormForward {
   at::Tensor y, mean, rstd;
 };
-/// y = (x - mean)·rstd·γ + β,  rstd = 1/√(var(x) + eps).  Without `keep` the statistics may stay undefined; so below.
+/// y = (x - mean)·rstd·γ + β,  rstd = 1/√(var(x) + eps).  Without `keep` the statistics may stay undefined, here and in
+/// rms_norm_forward.
 LayerNormForward layer_norm_forward(const at::Tensor& x, const at::Tensor& gamma, const at::Tensor& beta, double eps,
                                     bool keep = true);
 
@@ -20,8 +21,8 @@ struct NormGrads {
   at::Tensor dx, dgamma, dbeta;
 };
 /// x̂ = (x - mean)·rstd, g = dy·γ:  dx = rstd·(g - mean(g) - x̂·mean(g·x̂));  dγ = Σ_rows dy·x̂;  dβ = Σ_rows dy.
-/// `output_mask`: dx, dγ, dβ. `addend` has the shape of x and is added to dx before it is rounded. With `reuse` the
-/// memory of dy may become that of dx. So below.
+/// `output_mask`: dx, dγ, dβ. `addend` has the shape of x and is added to dx before rounding. With `reuse`, dx may
+/// overwrite dy. The same holds for rms_norm_backward.
 NormGrads layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& mean, const at::Tensor& rstd,
                               const at::Tensor& gamma, std::array<bool, 3> output_mask, const at::Tensor& addend = {},
                               bool reuse = false);

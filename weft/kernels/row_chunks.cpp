@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "weft/core/value.h"
 #include "weft/kernels/cpu_tensors.h"
 #include "weft/kernels/opmath.h"
 #include "weft/kernels/rows.h"
@@ -17,8 +18,7 @@ constexpr int64_t kBlockDim = 32;
 
 bool is_blocked(const at::Tensor& t) { return t.defined() && t.dim() == 4; }
 
-/// RowChunks whose addends are added up in float32 (float64 for float64) as they become ready, so that at most one is
-/// left for each.
+/// Row chunks whose addends are summed into one, in float32 (float64 for float64), as they become ready.
 class PresummedAddends {
  public:
   explicit PresummedAddends(const RowChunks& given) : chunks_(given), given_(given), done_(given.list.size()) {
@@ -55,12 +55,12 @@ class PresummedAddends {
 
   RowChunks chunks_;
   const RowChunks& given_;
-  std::vector<int64_t> done_;  // rows that are added up
+  std::vector<int64_t> done_;  // rows summed so far, per chunk
 };
 
 int64_t panels_for(int64_t values) { return (values + kBlockDim - 1) / kBlockDim; }
 
-/// Rows of `k` values without gaps, or packed where tiles take them.
+/// Whether `a` has contiguous rows of length k, or on AMX is packed.
 bool fits_a(const RowChunk& chunk, int64_t k, bool on_amx) {
   const auto& a = chunk.a;
   if (a.dim() == 2) return a.size(1) == k && (a.stride(1) == 1 || k <= 1);
@@ -68,7 +68,7 @@ bool fits_a(const RowChunk& chunk, int64_t k, bool on_amx) {
          a.sizes() == at::IntArrayRef({panels_for(chunk.packed_rows), 2 * panels_for(k), kBlockDim / 2, kBlockDim});
 }
 
-/// Rows without gaps, or squares where tiles make them.
+/// Whether `t` has contiguous rows, or on AMX the blocked layout.
 bool fits_result(const at::Tensor& t, int64_t rows, int64_t n, bool on_amx) {
   if (t.dim() == 2) return t.size(0) == rows && (t.stride(1) == 1 || t.size(1) <= 1);
   return on_amx && t.is_contiguous() &&
@@ -78,24 +78,24 @@ bool fits_result(const at::Tensor& t, int64_t rows, int64_t n, bool on_amx) {
 void check(const RowChunks& a, const Matrix& b, const Epilogue& e, bool on_amx) {
   for (size_t i = 0; i < a.list.size(); ++i) {
     const auto& chunk = a.list[i];
-    TORCH_CHECK_VALUE(fits_a(chunk, b.rows(), on_amx), "gemm: piece ", i, " of A has sizes ", chunk.a.sizes(),
-                      " and strides ", chunk.a.strides(), ", expected rows of ", b.rows(), " values without gaps",
-                      on_amx ? ", or packed ones." : ".");
+    TORCH_CHECK_VALUE(fits_a(chunk, b.rows(), on_amx), "gemm: A of row chunk ", i, " has shape ", chunk.a.sizes(),
+                      " and strides ", chunk.a.strides(), ", expected contiguous rows of ", b.rows(), " elements",
+                      on_amx ? ", or rows packed by pack_rows." : ".");
     const auto rows = row_count(chunk);
-    TORCH_CHECK_VALUE(chunk.row >= 0 && chunk.row + rows <= a.rows, "gemm: piece ", i, " has rows ", chunk.row, " to ",
-                      chunk.row + rows, " of a product of ", a.rows, ".");
+    TORCH_CHECK_VALUE(chunk.row >= 0 && chunk.row + rows <= a.rows, "gemm: row chunk ", i, " has rows ", chunk.row,
+                      " to ", chunk.row + rows, ", expected rows within 0 to ", a.rows, ".");
     const auto check_result = [&](const at::Tensor& t, const char* what) {
-      TORCH_CHECK_VALUE(fits_result(t, rows, b.columns(), on_amx), "gemm: ", what, " piece ", i, " have sizes ",
-                        t.sizes(), ", expected ", rows, " rows without gaps", on_amx ? ", or squares." : ".");
+      TORCH_CHECK_VALUE(fits_result(t, rows, b.columns(), on_amx), "gemm: ", what, " of row chunk ", i, " has shape ",
+                        t.sizes(), ", expected ", rows, " contiguous rows", on_amx ? ", or the blocked layout." : ".");
     };
-    if (chunk.out.defined()) check_result(chunk.out, "the results of");
-    for (const auto& t : chunk.addends) check_result(t, "addends of");
+    if (chunk.out.defined()) check_result(chunk.out, "`out`");
+    for (const auto& t : chunk.addends) check_result(t, "an addend");
   }
-  TORCH_CHECK_VALUE(!e.out.defined() || e.out.size(0) == a.rows, "gemm: `out` has ", e.out.size(0),
-                    " rows, the product ", a.rows, ".");
+  TORCH_CHECK_VALUE(!e.out.defined() || e.out.size(0) == a.rows, "gemm: `out` has ", e.out.size(0), " rows, expected ",
+                    a.rows, ".");
 }
 
-/// Whether all tensors are fit for tiles.
+/// Whether the AMX tier can read and write every tensor.
 bool amx_supports(const RowChunks& a, const Matrix& b, const Epilogue& e) {
   const auto fits = [](const at::Tensor& t) { return !t.defined() || vector_tier(t) != Tier::ref; };
   return a.rows > 0 && std::all_of(a.list.begin(), a.list.end(), [&](const RowChunk& chunk) {
@@ -105,7 +105,7 @@ bool amx_supports(const RowChunks& a, const Matrix& b, const Epilogue& e) {
          });
 }
 
-/// The results of all rows, filled piece by piece by plain products.
+/// Runs one `gemm` per ready range of rows and collects the results.
 class SequentialGemm {
  public:
   SequentialGemm(const RowChunks& a, const Matrix& b, const Epilogue& e) : a_(a), b_(b), e_(e), out_(e.out) {}
@@ -127,7 +127,8 @@ class SequentialGemm {
   }
 
  private:
-  /// How far rows from `from` on are there, at least `min_block_rows` of them if so many are left.
+  /// Returns the end of the ready rows after waiting for `min_block_rows` rows from `from` on, or for all that are
+  /// left.
   int64_t wait(int chunk, int64_t from, int64_t rows) const {
     const auto target_rows = std::min(rows, from + std::max<int64_t>(a_.min_block_rows, 1));
     int64_t to = a_.ready ? from : rows;
@@ -158,7 +159,7 @@ class SequentialGemm {
     sum_terms({x, y}, sum);
     return sum;
   }
-  /// Some rows of a result to their place among all.
+  /// Copies `rows` to rows `row` and up of `all`, allocating `all` on first use.
   void store_rows(const at::Tensor& rows, at::Tensor& all, int64_t row) const {
     if (!rows.defined()) return;
     if (!all.defined()) all = at::empty({a_.rows, rows.size(1)}, rows.options());
@@ -183,8 +184,10 @@ void pack_rows(const at::Tensor& a, const at::Tensor& to) {
   TORCH_CHECK_VALUE(machine_tier() == Tier::amx && a.dim() == 2 && a.scalar_type() == at::kBFloat16 &&
                         to.scalar_type() == at::kBFloat16 &&
                         fits_a({.a = to, .packed_rows = a.size(0)}, a.size(1), true),
-                    "pack_rows: got ", a.toString(), " ", a.sizes(), " for ", to.toString(), " ", to.sizes(),
-                    ", expected a matrix of bfloat16 on the AMX tier, and whole tiles.");
+                    "pack_rows: got ", dtype_name(a.scalar_type()), " ", a.sizes(), " to pack into ",
+                    dtype_name(to.scalar_type()), " ", to.sizes(), " in the ", tier_name(machine_tier()),
+                    " tier, expected bfloat16 [rows, K], a contiguous bfloat16 destination "
+                    "[ceil(rows/32), 2*ceil(K/32), 16, 32] and the amx tier.");
   if (a.numel() > 0) amx::pack_rows(a, to);
 }
 

@@ -5,19 +5,19 @@
 
 namespace weft::kernels {
 
-/// Σ_rows of a matrix [rows, n], added up in float32 (float64 for float64) and rounded once to its dtype. In the
-/// vector tiers the same for any number of threads.
+/// Sums a matrix [rows, n] over its rows in float32 (float64 for float64) and rounds once to its dtype. In the vector
+/// tiers the result is bitwise the same for any number of threads.
 at::Tensor sum_rows(const at::Tensor& matrix);
 
-/// `t`, of any shape, rounded to `dtype`; t itself if it has it.
+/// `t` rounded to `dtype`; `t` itself if it already has that dtype.
 at::Tensor rounded(const at::Tensor& t, at::ScalarType dtype);
 
-/// x·mask·scale + addend, rounded once to x's dtype. `mask` is boolean and has the shape of x; so has `addend`, which
+/// x·mask·scale + addend, rounded once to x's dtype. `mask` is boolean; mask and addend have the shape of x. `addend`
 /// may be undefined.
 at::Tensor scaled_mask_add(const at::Tensor& x, const at::Tensor& mask, double scale, const at::Tensor& addend = {});
 
-/// out = Σ terms of matrices of one shape, added up in their order in float32 (float64 for float64) and rounded once.
-/// `out` may be one of the terms.
+/// out = Σ terms, matrices of the same shape, added in order in float32 (float64 for float64) and rounded once. `out`
+/// may be one of the terms.
 void sum_terms(const std::vector<at::Tensor>& terms, const at::Tensor& out);
 
 }  // namespace weft::kernels

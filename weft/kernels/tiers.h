@@ -6,13 +6,13 @@
 #include "weft/kernels/row_chunks.h"
 #include "weft/kernels/rows.h"
 
-// The tiers of each kernel, for the file that chooses between them. Not installed.
+// The implementations of each kernel, for the files that choose a tier. Not installed.
 
 namespace weft::kernels {
-/// Whether the CPU has an instruction set, by the engine's name for it.
+/// Whether the CPU has `feature`, a key of at::cpu::get_cpu_capabilities().
 bool cpu_has(const char* feature);
 
-/// A call of `grouped_gemm` with memory for its result. Owns what it reads and writes.
+/// The arguments of `grouped_gemm`, with its output allocated. Owns every tensor that it reads and writes.
 struct GroupedGemmCall {
   at::Tensor x;
   GroupedMatrix w;
@@ -20,13 +20,13 @@ struct GroupedGemmCall {
   GroupedMatrix bias;
   at::Tensor scales, out;
 };
-/// A call of `grouped_weight_gradient`.
+/// The arguments of `grouped_weight_gradient`.
 struct GroupedWgradCall {
   at::Tensor dy, x;
   GroupedMatrix out;
   bool accumulate;
 };
-/// A call of `grouped_bias_gradient`; what is not wanted is undefined.
+/// The arguments of `grouped_bias_gradient`, with its outputs allocated; undefined outputs are not computed.
 struct GroupedBiasGradCall {
   at::Tensor dy, scales;
   GroupedMatrix bias;
@@ -35,15 +35,16 @@ struct GroupedBiasGradCall {
 }  // namespace weft::kernels
 
 namespace weft::kernels::amx {
-/// bfloat16 on the CPU, whole matrices of at least one value. `packed_a`: a as `pack_rows` lays it out, or undefined.
+/// Takes bfloat16 on the CPU, with at least one element in A and in B. `packed_a`: A as packed by `pack_rows`, or
+/// undefined.
 GemmResult gemm(const at::Tensor& a, const at::Tensor& b, const Epilogue& epilogue, const at::Tensor& packed_a);
-/// RowChunks as `gemm_tier` wants them, with at most `max_addends` addends each, that of the epilogue included.
+/// Takes chunks for which `gemm_tier` returns amx, each with at most `max_addends` addends including the epilogue's.
 GemmResult gemm(const RowChunks& a, const at::Tensor& b, const Epilogue& epilogue);
 int max_addends();
-/// bfloat16 x, dy and w; all others of a dtype that vectors know.
+/// x, dy and w are bfloat16; the other tensors are float32, bfloat16 or float16.
 void grouped_gemm(const GroupOffsets& offsets, const GroupedGemmCall& call);
 void grouped_weight_gradient(const GroupOffsets& offsets, const GroupedWgradCall& call);
-/// `a` has at least one value.
+/// `a` must have at least one element.
 void pack_rows(at::Tensor a, const at::Tensor& to);
 }  // namespace weft::kernels::amx
 
@@ -73,20 +74,20 @@ void sum_terms(const std::vector<at::Tensor>& terms, const at::Tensor& out);
 }  // namespace weft::kernels::ref
 
 namespace weft::kernels {
-/// Whether the AMX tier takes products of matrices of `dtype` on `device`, K long, N wide.
+/// Whether the AMX tier runs a GEMM with B [K, N] of `dtype` on `device`.
 bool amx_supports(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64_t k);
-/// The tier that takes a product. Every tensor must be one that its loops can read and write.
+/// The tier of a GEMM: `ref` unless the loops can read and write every tensor.
 Tier gemm_tier(const Matrix& a, const Matrix& b, const Epilogue& epilogue);
 
-/// The AVX-512 and AVX2 tiers: the engine's product, then one vector pass for the epilogue.
+/// The AVX-512 and AVX2 tiers: a GEMM of MKL or oneDNN, then one vector pass for the epilogue.
 GemmResult vector_gemm(Tier tier, const Matrix& a, const Matrix& b, const Epilogue& epilogue);
-/// Whether vector_gemm computes the product by itself: so few values that the engine's call would cost more.
+/// Whether vector_gemm uses its own loop: for a small GEMM, the library call costs more than the work.
 bool gemm_is_small(int64_t m, int64_t n, int64_t k);
 
-/// One group of a call by `gemm`, of any dtype on any device.
+/// Runs group g by one call of `gemm`, for any dtype and device.
 void split_gemm(const GroupOffsets& offsets, const GroupedGemmCall& call, int64_t g);
 void split_wgrad(const GroupOffsets& offsets, const GroupedWgradCall& call, int64_t g);
-/// The AVX-512 and AVX2 tiers: groups of few values on bare memory, others by `gemm`.
+/// The AVX-512 and AVX2 tiers: small groups run in weft's loops, the others by `gemm`.
 void vector_grouped_gemm(Tier tier, const GroupOffsets& offsets, const GroupedGemmCall& call);
 void vector_grouped_wgrad(Tier tier, const GroupOffsets& offsets, const GroupedWgradCall& call);
 void vector_grouped_bias_grad(Tier tier, const GroupOffsets& offsets, const GroupedBiasGradCall& call);
