@@ -24,7 +24,7 @@ namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity(), kNan = std::numeric_limits<float>::quiet_NaN();
 
-/// f, the gate or the whole, in operations that torch differentiates.
+/// f in differentiable ATen operations.
 at::Tensor f(const Act& act, const at::Tensor& x) {
   using enum ActKind;
   switch (act.kind) {
@@ -66,7 +66,7 @@ at::Tensor formula(const Act& act, const at::Tensor& x) {
   return (f(act, blocks.select(-2, 0)) * h(act, blocks.select(-2, 1))).flatten(-2);
 }
 
-/// dx of Σ dy·act(x), by torch's autograd in float64.
+/// dx of Σ dy·act(x), by autograd in float64.
 at::Tensor by_autograd(const Act& act, const at::Tensor& dy, const at::Tensor& x) {
   const auto leaf = exact(x).detach().requires_grad_(true);
   formula(act, leaf).backward(exact(dy));
@@ -75,7 +75,7 @@ at::Tensor by_autograd(const Act& act, const at::Tensor& dy, const at::Tensor& x
 
 at::Tensor column_sums(const at::Tensor& t) { return t.reshape({-1, t.size(-1)}).sum(0); }
 
-/// y, dx and the sums of one kind on one input.
+/// Checks y, dx and the column sums of one kind on one input.
 void check(const Act& act, const at::Tensor& x) {
   const auto y = activation_forward(act, x);
   const auto dy = values(y.sizes(), x.scalar_type());
@@ -134,7 +134,7 @@ TEST(KernelsActivation, ScaledRowsMatchFloat64) {
       }
 }
 
-/// Infinities, NaN, the largest and smallest values of a dtype, both zeros, and where exp and tanh run out of digits.
+/// Infinities, NaN, the largest and smallest values of a dtype, both zeros, and points where exp and tanh saturate.
 at::Tensor edge_values(at::ScalarType dtype) {
   const double most = dtype == at::kHalf ? 65504 : dtype == at::kFloat ? 0x1.fffffep127 : 0x1.fep127;
   const double normal = dtype == at::kHalf ? 0x1p-14 : 0x1p-126;
@@ -145,8 +145,8 @@ at::Tensor edge_values(at::ScalarType dtype) {
   return at::tensor(values, at::kDouble).to(dtype);
 }
 
-/// The formula in float64 says what every tier gives: limits for finite arguments, which do not overflow there, and
-/// NaN where inf meets 0.
+/// The expected values are the formula in float64: limits for finite arguments, which do not overflow there, and NaN
+/// for inf·0.
 void check_edges(const Act& act, const at::Tensor& x) {
   const auto y = activation_forward(act, x);
   const auto dy = at::ones(y.sizes(), x.scalar_type());
@@ -196,7 +196,8 @@ TEST(KernelsActivation, Float16OverflowsToInfinity) {
 }
 
 TEST(KernelsActivation, ColumnSumsDoNotDependOnThreads) {
-  if (vector_tier(c10::DeviceType::CPU, at::kFloat) == Tier::ref) GTEST_SKIP() << "ATen's sums do";
+  if (vector_tier(c10::DeviceType::CPU, at::kFloat) == Tier::ref)
+    GTEST_SKIP() << "ATen's column sums depend on the number of threads";
   const auto x = values({700, 1000}, at::kBFloat16), dy = values({700, 1000}, at::kBFloat16);
   const auto threads = at::get_num_threads();
   const auto several = activation_backward_column_sums({}, dy, x).column_sums;

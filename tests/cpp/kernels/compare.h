@@ -10,7 +10,7 @@
 #include "weft/kernels/activation.h"
 #include "weft/kernels/tier.h"
 
-// What the tests of the vector kernels share: every dtype, odd sizes, float64 as the truth.
+// Shared by the tests of the vector kernels: dtypes, odd sizes, and comparison with float64.
 
 namespace weft::kernels {
 
@@ -24,15 +24,15 @@ inline std::vector<Act> every_act() {
   return acts;
 }
 
-/// ATen rounds in between, and loses what is left of GELU at -5.
+/// ATen rounds intermediate results, and its GELU cancels at -5.
 inline double slack() { return vector_tier(c10::DeviceType::CPU, at::kFloat) == Tier::ref ? 4 : 1; }
 
-/// One unit in the last place, and for float32 the error of a few operations.
+/// One ulp; for float32 the error of a few operations.
 inline double tolerance(at::ScalarType dtype) {
   return slack() * (dtype == at::kFloat ? 2e-6 : dtype == at::kBFloat16 ? 0x1p-8 + 1e-5 : 0x1p-11 + 1e-5);
 }
 
-/// `got` is `truth` (float64), correctly rounded or nearly so; `scale` is the size of the terms that were added up.
+/// Expects `got` to be `truth` (float64) within about one rounding; `scale` is the magnitude of the summed terms.
 inline void expect_near(const at::Tensor& got, const at::Tensor& truth, double scale = 1) {
   ASSERT_EQ(got.sizes(), truth.sizes());
   const auto rtol = tolerance(got.scalar_type());
@@ -42,7 +42,7 @@ inline void expect_near(const at::Tensor& got, const at::Tensor& truth, double s
                                         << got << truth;
 }
 
-/// Random values of a dtype, in memory with gaps if asked for.
+/// Random values of a dtype; with `gaps`, the last dimension has stride 2.
 inline at::Tensor values(at::IntArrayRef sizes, at::ScalarType dtype, bool gaps = false) {
   auto wider = sizes.vec();
   if (gaps) wider.back() = 2 * wider.back() + 1;

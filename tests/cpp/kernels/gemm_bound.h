@@ -14,13 +14,12 @@
 #include "weft/kernels/opmath.h"
 #include "weft/kernels/tiers.h"
 
-// The contract of a GEMM as a bound on each element: float32 accumulation, the error of the epilogue, one rounding at
-// the store. Values and bounds are computed side by side in float64. A norm over a whole matrix would let a few wrong
-// elements pass.
+// The contract of a GEMM as an error bound for each element: float32 accumulation, the error of the epilogue, one
+// rounding at the store. Values and bounds are computed in float64. A matrix norm would let a few wrong elements pass.
 
 namespace weft::kernels {
 
-/// A float64 value, and how far a result may be from it before it is stored.
+/// A float64 value and its error bound, before the rounding of the store.
 struct Bounded {
   at::Tensor value, error;
   bool defined() const { return value.defined(); }
@@ -32,14 +31,14 @@ inline double roundoff(at::ScalarType dtype) {
   if (dtype == at::kFloat) return 0x1p-24;
   return dtype == at::kHalf ? 0x1p-11 : 0x1p-8;
 }
-/// What a store may lose of a value close to 0: subnormal results may be flushed, those of float16 are rounded.
+/// Absolute error of a store near 0: subnormal results may be flushed; float16 subnormals are rounded.
 inline double underflow(at::ScalarType dtype) {
   return dtype == at::kDouble ? 0 : dtype == at::kHalf ? 0x1p-25 : 0x1p-126;
 }
 
-/// Error of a sum of `terms` terms relative to the sum of their magnitudes, added up in the accumulation dtype of
-/// `dtype` in any order: γ = terms·u, or from 64 terms on 8·√terms·u, which independent rounding errors exceed with
-/// probability 2·e⁻³² (Higham and Mary 2019, λ = 8).
+/// Error of a sum of `terms` terms relative to the sum of their magnitudes, accumulated in the opmath dtype of `dtype`
+/// in any order: γ = terms·u, or 8·√terms·u from 64 terms on, which independent rounding errors exceed with probability
+/// 2·e⁻³² (Higham and Mary 2019, λ = 8).
 inline double summation(int64_t terms, at::ScalarType dtype) {
   const auto n = static_cast<double>(terms);
   return roundoff(opmath_dtype(dtype)) * (1 + std::min(n, 8 * std::sqrt(n)));
@@ -47,7 +46,6 @@ inline double summation(int64_t terms, at::ScalarType dtype) {
 
 inline at::Tensor in_float64(const at::Tensor& t) { return t.defined() ? t.to(at::kDouble) : t; }
 
-/// A B.
 inline Bounded bounded_gemm(const at::Tensor& a, const at::Tensor& b) {
   const auto x = in_float64(a), y = in_float64(b);
   return {at::mm(x, y), at::mm(x.abs(), y.abs()) * summation(a.size(1), a.scalar_type())};
@@ -56,7 +54,7 @@ inline Bounded bounded_gemm(const at::Tensor& a, const at::Tensor& b) {
 inline Bounded rounded(const Bounded& x, at::ScalarType dtype) {
   return {x.value, x.error + (x.value.abs() + x.error) * roundoff(dtype) + underflow(dtype)};
 }
-/// scale·x + t, each operation rounded to the accumulation dtype of `dtype`.
+/// scale·x + t, each operation rounded to the opmath dtype of `dtype`.
 inline Bounded scaled_sum(const Bounded& x, double scale, const at::Tensor& t, at::ScalarType dtype) {
   const auto u = roundoff(opmath_dtype(dtype));
   auto value = x.value * scale;
@@ -73,32 +71,31 @@ inline Bounded bounded_column_sums(const Bounded& x, at::ScalarType dtype) {
   return {x.value.sum(0), x.error.sum(0) + x.value.abs().sum(0) * summation(x.value.size(0), dtype)};
 }
 
-/// Error of an activation itself: relative to its value, and to the size of its argument.
+/// Error of an activation: relative to its value, and relative to the magnitude of its argument.
 struct ActError {
   double relative, absolute;
 };
-/// 2⁻¹³ under AMX tiles, 2e-6 elsewhere. The tails of GELU have fewer digits: ATen's cancel in 1 + tanh, in float64
-/// too.
+/// 2⁻¹³ in the AMX tier, 2e-6 elsewhere. The tails of ATen's GELU are less accurate: 1 + tanh cancels, in float64 too.
 inline ActError act_error(Tier tier, at::ScalarType dtype) {
   if (dtype == at::kDouble) return {1e-13, 1e-13};
   if (tier == Tier::amx) return {0x1p-13, 1e-10};
   return {2e-6, tier == Tier::ref ? 1e-6 : 1e-10};
 }
 
-/// x in the order [blocks, 2, size] of the columns of a and of b.
+/// A view of x as [..., blocks, 2, size], which separates the columns of a and of b.
 inline at::Tensor split_halves(const Act& act, const at::Tensor& x) {
   const auto half = x.size(-1) / 2, size = act.interleave > 0 ? act.interleave : half;
   return x.unflatten(-1, {size == 0 ? 1 : half / size, 2, size});
 }
 
-/// 1 + |x|, of a gated kind (1 + |a|)·(1 + |b|): the size of what an activation is computed from.
+/// The magnitude of the argument: 1 + |x|, or (1 + |a|)·(1 + |b|) for a gated kind.
 inline at::Tensor argument_size(const Act& act, const at::Tensor& x) {
   if (!act.gated()) return x.abs() + 1;
   const auto halves = split_halves(act, x.abs() + 1);
   return (halves.select(-2, 0) * halves.select(-2, 1)).flatten(-2);
 }
 
-/// act(x): what the error of x becomes at the corners of the box around it, and the error of the activation.
+/// act(x): propagates the error of x, evaluated at the corners of the box around x, and adds that of the activation.
 inline Bounded activated(const Act& act, const Bounded& x, const ActError& own) {
   const auto y = activation_forward(act, x.value);
   const auto error = y.abs() * own.relative + argument_size(act, x.value) * own.absolute;
@@ -112,8 +109,8 @@ inline Bounded activated(const Act& act, const Bounded& x, const ActError& own) 
   return {y, error + moved * 1.01};
 }
 
-/// v·act'(act_input). The terms of a slope may cancel, so its own error is relative to the larger of them, which is
-/// below 1.2 times h(b) of a gated kind.
+/// v·act'(act_input). The terms of a derivative may cancel, so its error is relative to the larger term, which is below
+/// 1.2, times h(b) for a gated kind.
 inline Bounded times_act_grad(const Act& act, const Bounded& v, const at::Tensor& act_input, const ActError& own) {
   const auto x = in_float64(act_input);
   const auto value = activation_backward(act, v.value, x);
@@ -131,11 +128,11 @@ inline Bounded times_act_grad(const Act& act, const Bounded& v, const at::Tensor
 
 /// Where a tier rounds to the dtype of A before the store.
 struct Roundings {
-  bool product = false;  // the product, with scale and bias
+  bool product = false;  // scale·P + bias
   bool steps = false;    // after each step of the epilogue
 };
-/// The AMX tier, tiny products, and float32 results that are written or accumulated without another epilogue round
-/// nothing. Elsewhere ATen multiplies; the `ref` tier is one ATen call after the other.
+/// The AMX tier, small GEMMs, and float32 results that are written or accumulated with a plain epilogue have no
+/// intermediate rounding. Otherwise ATen rounds the GEMM, and the `ref` tier rounds after each step.
 inline Roundings roundings(Tier tier, const Matrix& a, const Matrix& b, const Epilogue& e) {
   if (tier == Tier::amx || !at::isReducedFloatingType(a.t.scalar_type())) return {};
   if (tier != Tier::ref && gemm_is_small(a.rows(), b.columns(), b.rows())) return {};
@@ -145,8 +142,8 @@ inline Roundings roundings(Tier tier, const Matrix& a, const Matrix& b, const Ep
   return {true, tier == Tier::ref};
 }
 
-/// What gemm() of `tier` may give; tensors that it does not give are undefined. `e.addend` is read here, so call this
-/// before gemm() overwrites it.
+/// The expected results of gemm() in `tier`; results that it does not return are undefined. Construct it before gemm()
+/// overwrites `e.addend`.
 struct BoundedGemm {
   Bounded out, pre_act, act_output, column_sums;
 
@@ -173,11 +170,11 @@ struct BoundedGemm {
   }
 };
 
-/// Empty if every element of `got` is within the bound, with the rounding of its own dtype; else what is wrong.
+/// Empty if every element of `got` is within the bound plus one rounding to its dtype; otherwise says what is wrong.
 inline std::string mismatch(const at::Tensor& got, const Bounded& want) {
   if (got.defined() != want.defined()) return want.defined() ? "is missing" : "is not expected";
   if (!got.defined()) return {};
-  if (got.sizes() != want.value.sizes()) return c10::str("has sizes ", got.sizes(), " for ", want.value.sizes());
+  if (got.sizes() != want.value.sizes()) return c10::str("has shape ", got.sizes(), ", expected ", want.value.sizes());
   if (got.numel() == 0) return {};
   const auto bound = rounded(want, got.scalar_type()).error.reshape({-1});
   const auto off = (in_float64(got) - want.value).abs().reshape({-1});
@@ -188,7 +185,7 @@ inline std::string mismatch(const at::Tensor& got, const Bounded& want) {
   const auto columns = std::max<int64_t>(1, got.size(-1));
   const auto value_at = [&](const at::Tensor& t) { return t.reshape({-1})[first].item<double>(); };
   return c10::str(count, " of ", got.numel(), " elements are wrong, the first in row ", first / columns, ", column ",
-                  first % columns, ": ", value_at(got), " instead of ", value_at(want.value), ", bound ",
+                  first % columns, ": got ", value_at(got), ", expected ", value_at(want.value), " within ",
                   value_at(bound));
 }
 

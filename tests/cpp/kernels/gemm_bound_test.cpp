@@ -1,4 +1,4 @@
-// The bound of the GEMM tests holds for a correct result and for nothing that a faulty kernel would store.
+// The error bound of the GEMM tests accepts a correct result and rejects what a faulty kernel would store.
 #include "tests/cpp/kernels/gemm_bound.h"
 
 #include <ATen/ops/randn.h>

@@ -1,4 +1,4 @@
-// Every epilogue of the GEMM, on the active tier, against float64, element by element.
+// Every GEMM epilogue in the active tier against float64, element by element.
 #include "weft/kernels/gemm.h"
 
 #include <ATen/ATen.h>
@@ -21,7 +21,7 @@ struct Shape {
 };
 std::string text(const Shape& s) { return std::to_string(s.m) + "x" + std::to_string(s.n) + "x" + std::to_string(s.k); }
 
-/// Empty ones, tails of tiles and panels in each direction, several panels, reductions of one chunk and of more.
+/// Empty matrices, partial tiles and panels in each dimension, several panels, one K-block and several.
 std::vector<Shape> shapes() {
   return {{1, 1, 1},     {0, 8, 8},     {8, 0, 8},     {8, 8, 0},      {1, 64, 32},    {7, 33, 65},    {16, 16, 16},
           {31, 62, 31},  {32, 32, 32},  {33, 34, 33},  {17, 64, 63},   {64, 66, 64},   {65, 128, 96},  {100, 130, 70},
@@ -38,8 +38,8 @@ std::vector<Shape> boundary_shapes() {
   return all;
 }
 
-/// Sizes around the limits of a block and of a chunk: 448 rows of 1152 values fill the packed block, 224 rows of a
-/// longer reduction; results of more than 1 MB use non-temporal stores.
+/// Sizes around the limits of the resident block and of a K-block: 448 rows with K = 1152 fill the resident block, 224
+/// rows with a larger K; results of more than 1 MB use non-temporal stores.
 std::vector<Shape> block_shapes() {
   return {{447, 64, 1152},  {449, 65, 1152}, {224, 96, 1153}, {225, 31, 2304}, {700, 600, 520},
           {600, 300, 2500}, {1100, 70, 64},  {520, 1056, 96}, {34, 2080, 1160}};
@@ -56,7 +56,7 @@ void check(const Matrix& a, const Matrix& b, const Epilogue& e, const std::strin
   }
 }
 
-/// A matrix inside a larger one, from an odd element on and with rows of odd length; what surrounds it must stay.
+/// A matrix inside a larger one, at an odd offset and with an odd row stride. The elements around it must not change.
 class PaddedMatrix {
  public:
   PaddedMatrix(int64_t rows, int64_t columns, at::ScalarType dtype)
@@ -99,7 +99,7 @@ TEST_P(KernelsGemm, SupportsAnyShapeAndStride) {
     check(a, b.t().contiguous().t(), {}, what + " B transposed");
     check(random({m, 2 * k + 1}, GetParam()).narrow(1, 1, k), random({k, 2 * n}, GetParam()).narrow(1, n, n), {},
           what + " slices");
-    check(random({2 * m, 2 * k}, GetParam()).slice(0, 0, 2 * m, 2).slice(1, 0, 2 * k, 2), b, {}, what + " steps");
+    check(random({2 * m, 2 * k}, GetParam()).slice(0, 0, 2 * m, 2).slice(1, 0, 2 * k, 2), b, {}, what + " strided");
   }
 }
 
@@ -109,16 +109,16 @@ TEST_P(KernelsGemm, SupportsBiasScaleAddendAndOut) {
     const auto what = text(shape);
     const auto a = random({m, k}, GetParam()), b = random({k, n}, GetParam());
     for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble}) {
-      check(a, b, {.scale = 0.5, .bias = random({n}, dtype), .addend = random({m, n}, dtype)}, what + " bias, add");
+      check(a, b, {.scale = 0.5, .bias = random({n}, dtype), .addend = random({m, n}, dtype)}, what + " bias, addend");
       check(a, b, {.out = random({m, n}, dtype)}, what + " out");
       check(a, b, {.out = random({n, m}, dtype).t()}, what + " out transposed");
-      check(a, b, {.scale = -2, .keep_column_sums = true, .dtype = at::kFloat}, what + " sums");
+      check(a, b, {.scale = -2, .keep_column_sums = true, .dtype = at::kFloat}, what + " column sums");
     }
   }
 }
 
-/// A weight gradient: added to or written over main_grad of any dtype. Nothing is rounded to the dtype of the factors
-/// on the way to a float32 main_grad.
+/// A weight gradient accumulates into or overwrites main_grad of any dtype. With a float32 main_grad nothing is rounded
+/// to the dtype of the operands.
 TEST_P(KernelsGemm, AccumulatesOrOverwritesMainGradOfAnyDtype) {
   auto all = shapes();
   for (const auto& shape : block_shapes()) all.push_back(shape);
@@ -129,11 +129,11 @@ TEST_P(KernelsGemm, AccumulatesOrOverwritesMainGradOfAnyDtype) {
       for (const double scale : {1., 0.5}) {
         const auto what = text(shape) + " into " + c10::toString(dtype) + ", scale " + std::to_string(scale);
         const auto main_grad = random({m, n}, dtype);
-        check(transposed(dy), x, {.scale = scale, .addend = main_grad, .out = main_grad}, what + ", added");
+        check(transposed(dy), x, {.scale = scale, .addend = main_grad, .out = main_grad}, what + ", accumulated");
         check(transposed(dy), x, {.scale = scale, .out = main_grad}, what + ", overwritten");
       }
       PaddedMatrix padded(m, n, dtype);
-      check(transposed(dy), x, {.addend = padded.matrix(), .out = padded.matrix()}, text(shape) + ", island");
+      check(transposed(dy), x, {.addend = padded.matrix(), .out = padded.matrix()}, text(shape) + ", padded");
       padded.expect_padding_untouched();
     }
 }
@@ -160,7 +160,7 @@ TEST_P(KernelsGemm, SupportsUnalignedTensors) {
                        .keep_act_output = true,
                        .keep_column_sums = true,
                        .out = grad.matrix()};
-      check(a.matrix(), b.matrix(), e, what + " slope");
+      check(a.matrix(), b.matrix(), e, what + " act_grad");
       for (const auto* padded : {&a, &b, &bias, &out, &addend, &grad, &act_input}) padded->expect_padding_untouched();
     }
   }
@@ -178,12 +178,12 @@ TEST_P(KernelsGemm, SupportsEveryActivation) {
         const auto bias = random({n}, GetParam());
         check(a, b, {.bias = bias, .act = act, .keep_pre_act = true}, what + " value");
         check(a, b, {.scale = 0.5, .bias = bias, .act = act, .addend = random({m, columns}, GetParam())},
-              what + " add");
+              what + " addend");
       }
       const auto act_input = random({m, act.gated() ? 2 * n : n}, GetParam());
       check(a, b, {.act_grad = act, .act_input = act_input, .keep_act_output = true, .keep_column_sums = true},
-            what + " slope");
-      check(a, b, {.scale = -2, .act_grad = act, .act_input = act_input}, what + " scaled slope");
+            what + " act_grad");
+      check(a, b, {.scale = -2, .act_grad = act, .act_input = act_input}, what + " scaled act_grad");
     }
   }
 }
@@ -202,11 +202,11 @@ TEST_P(KernelsGemm, SpansManyBlocks) {
     check(a, b, {.addend = random({m, n}, GetParam())}, what + " addend");
     const Epilogue grad{
         .act_grad = Act{}, .act_input = random({m, n}, GetParam()), .keep_act_output = true, .keep_column_sums = true};
-    check(a, b, grad, what + " slope");
+    check(a, b, grad, what + " act_grad");
   }
 }
 
-/// Large results leave in whole lines; the second half of these begins in the middle of one.
+/// Large results use non-temporal stores of full cache lines; the second half of these starts within a cache line.
 TEST_P(KernelsGemm, GatedHalvesMayStartMidCacheLine) {
   const int64_t m = 544, n = 1008, k = 64;
   for (const auto kind : {ActKind::swiglu, ActKind::reglu}) {
@@ -218,22 +218,22 @@ TEST_P(KernelsGemm, GatedHalvesMayStartMidCacheLine) {
                         .act_input = random({m, 2 * n}, GetParam()),
                         .keep_act_output = true,
                         .keep_column_sums = true};
-    check(a, b.narrow(1, 0, n), grad, "slope");
+    check(a, b.narrow(1, 0, n), grad, "act_grad");
   }
 }
+
 /// All 65,536 values of bfloat16.
 Tensor every_bfloat16() { return at::arange(-32768, 32768, at::kShort).view(at::kBFloat16); }
 
-/// Within a unit of bfloat16, or of the largest slope's where two terms cancel, and mostly the same; NaN and ±inf
-/// alike.
+/// Within one bfloat16 ulp (of the largest derivative where two terms cancel), at least 99 % of them equal, and NaN and
+/// ±inf in the same places.
 void expect_within_one_ulp(const Tensor& got, const Tensor& want) {
   EXPECT_TRUE(at::allclose(got.to(at::kDouble), want.to(at::kDouble), 0x1p-7, 0x1p-12, /*equal_nan=*/true));
-  const auto differs = at::ne(got, want) & at::gt(want.abs(), 1e-30);  // what is smaller stands for the limit 0
+  const auto differs = at::ne(got, want) & at::gt(want.abs(), 1e-30);  // smaller values stand for the limit 0
   EXPECT_LE(differs.to(at::kDouble).mean().item<double>(), 0.01);
 }
 
-/// What an epilogue makes of any argument is what the activation makes of it alone, though it is computed in less
-/// digits.
+/// The activation in an epilogue, computed with lower precision, matches the standalone activation for every argument.
 TEST(KernelsGemmActivation, MatchesActivationForEveryBfloat16) {
   const auto x = every_bfloat16(), one = at::ones_like(x);
   const auto n = x.numel();
@@ -253,7 +253,7 @@ TEST(KernelsGemmActivation, MatchesActivationForEveryBfloat16) {
   }
 }
 
-/// Hands out memory that begins in the middle of a cache line.
+/// Allocates memory that starts in the middle of a cache line.
 class OffsetAllocator final : public c10::Allocator {
  public:
   OffsetAllocator() : default_allocator_(c10::GetCPUAllocator()) { c10::SetCPUAllocator(this); }
@@ -274,7 +274,7 @@ class OffsetAllocator final : public c10::Allocator {
   c10::Allocator* default_allocator_;
 };
 
-/// Streaming stores need aligned addresses of every result, not of the first one alone.
+/// Non-temporal stores need every output to be aligned, not only the first.
 TEST(KernelsNonTemporalStores, AllowUnalignedNeighborOutputs) {
   const int64_t m = 544, n = 1024, k = 64;
   const auto a = random({m, k}, at::kBFloat16), b = random({k, n}, at::kBFloat16);
@@ -304,7 +304,7 @@ TEST(KernelsNonTemporalStores, AllowUnalignedNeighborOutputs) {
   }
 }
 
-/// A progress callback finds tiles released and scratch of its own: it may multiply, by weft or by ATen.
+/// A progress callback runs with tiles released and with its own scratch, so it may call a GEMM of weft or of ATen.
 TEST(KernelsProgressCallback, MayCallGemm) {
   at::manual_seed(7);
   const auto x = random({70, 1300}, at::kBFloat16), y = random({1300, 90}, at::kBFloat16);
@@ -335,8 +335,7 @@ TEST(KernelsProgressCallback, MayCallGemm) {
   }
 }
 
-/// A gradient made in tiles, too: they are those of its transpose, and a product that takes them is the same to the
-/// bit.
+/// The packed transpose equals the transpose packed separately, and a GEMM that reads it gives bitwise the same result.
 TEST(KernelsOperandForwarding, PackedTransposeGivesSameGemm) {
   for (const auto kind : {ActKind::gelu, ActKind::silu, ActKind::relu, ActKind::srelu, ActKind::swiglu, ActKind::geglu})
     for (const auto& [m, n, k] : {Shape{32, 32, 64}, Shape{96, 64, 1500}, Shape{544, 320, 96}}) {

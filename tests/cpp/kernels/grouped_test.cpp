@@ -29,7 +29,7 @@ using Splits = std::vector<int64_t>;
 
 const double kNan = std::numeric_limits<double>::quiet_NaN();
 
-/// Random values of every layout that a call takes, and the truth in float64.
+/// Random inputs of a grouped GEMM, and its expected results in float64.
 struct GroupedCase {
   int64_t n, k, rows, active;
   Splits splits;
@@ -60,14 +60,14 @@ struct GroupedCase {
   GroupedMatrix stacked_bias() const { return GroupedMatrix(bias.unsqueeze(1)); }
   int64_t groups() const { return static_cast<int64_t>(splits.size()); }
 
-  /// run(g, rows of group g) in order.
+  /// Calls run(g, part) for each group; part(t) is a view of the group's rows of t.
   template <class F>
   void each(const F& run) const {
     int64_t row = 0;
     for (int64_t g = 0; g < groups(); row += splits[g++])
       run(g, [row, count = splits[g]](const Tensor& t) { return t.narrow(0, row, count); });
   }
-  /// A B of each group in its rows of a [rows, columns] result.
+  /// A [rows, columns] result with product(g, part) in the rows of each group.
   template <class F>
   Bounded by_rows(int64_t columns, const F& product) const {
     Bounded all{at::zeros({rows, columns}, at::kDouble), at::zeros({rows, columns}, at::kDouble)};
@@ -90,7 +90,7 @@ struct GroupedCase {
   Bounded data_gradient() const {
     return by_rows(k, [&](int64_t g, const auto& part) { return bounded_gemm(part(dy), w[g]); });
   }
-  /// added to `before`.
+  /// `before` + dYᵀ X of each group.
   Bounded weight_gradient(const Tensor& before) const {
     Bounded dw{before.clone(), at::zeros_like(before)};
     each([&](int64_t g, const auto& part) {
@@ -105,13 +105,13 @@ struct GroupedCase {
 const std::vector<at::ScalarType> kAllDtypes{at::kBFloat16, at::kFloat, at::kHalf, at::kDouble};
 const std::vector<GroupedPath> kPaths{GroupedPath::best, GroupedPath::split};
 
-/// ATen rounds a product to the dtype of its factors before it is added to a gradient of that or another low precision.
+/// ATen rounds a GEMM to the dtype of its operands before it is added to a low-precision gradient.
 Bounded as_stored(const Bounded& x, const GroupedCase& p, at::ScalarType to) {
   const bool by_aten = machine_tier() != Tier::amx || p.dtype != at::kBFloat16;
   return by_aten && at::isReducedFloatingType(p.dtype) && at::isReducedFloatingType(to) ? rounded(x, p.dtype) : x;
 }
 
-/// Forward, plain and with both kinds of bias, and both gradients, by each path, against float64.
+/// Checks forward (without bias, with bias, with scaled bias) and both gradients against float64, on each path.
 void check(const GroupedCase& p) {
   const auto plain = p.forward(false, false), biased = p.forward(true, false), scaled = p.forward(true, true);
   const auto dx = p.data_gradient();
@@ -129,7 +129,7 @@ void check(const GroupedCase& p) {
       out.copy_(at::randn({p.groups(), p.n, p.k}));
       const auto want = as_stored(p.weight_gradient(exact(out)), p, to);
       grouped_weight_gradient(p.opaque(), p.dy, p.x, GroupedMatrix(out), true, path);
-      expect_within(out, want, by + "dw added");
+      expect_within(out, want, by + "dw accumulated");
     }
   }
 }
@@ -255,7 +255,7 @@ TEST_F(KernelsGrouped, IsBitwiseEqualForAnyThreadCount) {
     for (const auto& splits :
          std::vector<Splits>{{900}, {0, 64, 3, 500}, {8, 8, 8, 8, 8, 8, 8, 8, 8}, {130, 1, 600, 2}}) {
       const bool on_amx = machine_tier() == Tier::amx && dtype == at::kBFloat16;
-      if (!on_amx && splits[0] != 8) continue;  // larger products are the engine's
+      if (!on_amx && splits[0] != 8) continue;  // ATen computes larger GEMMs
       const GroupedCase p(splits, on_amx ? 160 : 40, on_amx ? 96 : 80, dtype, 1);
       const auto run = [&](int threads) {
         at::set_num_threads(threads);

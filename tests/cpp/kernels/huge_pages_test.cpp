@@ -1,4 +1,4 @@
-// Huge pages are a hint: it changes no value, whatever part of the memory it is given for.
+// Huge page advice is a hint: it changes no contents, for any range of memory.
 #include "weft/kernels/huge_pages.h"
 
 #include <gtest/gtest.h>

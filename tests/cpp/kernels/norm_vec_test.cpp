@@ -11,7 +11,7 @@
 namespace weft::kernels {
 namespace {
 
-/// A norm in float64 written with torch, for autograd.
+/// A norm in differentiable ATen operations.
 at::Tensor plain(const at::Tensor& x, const at::Tensor& gamma, const at::Tensor& beta, bool centered) {
   const auto centered_x = centered ? x - x.mean(-1, true) : x;
   auto y = centered_x * at::rsqrt((centered_x * centered_x).mean(-1, true) + 0.3) * gamma;

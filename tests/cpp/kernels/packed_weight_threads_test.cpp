@@ -1,5 +1,5 @@
-// Packed copies and borrowed memory, used by several threads at once. Needs no AMX; the build with ThreadSanitizer runs
-// it, which leaves out suites named Kernels*.
+// Packed copies and pooled buffers under concurrent use. Needs no AMX. The ThreadSanitizer build runs it, and skips
+// suites named Kernels*.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -61,10 +61,10 @@ TEST(PackedWeightsInThreads, SharedWeightSurvivesConcurrentFreezeAndUnfreeze) {
   set_packing_limit(limit);
 }
 
-/// What another thread may do while a weight is packed.
+/// Another thread may change and freeze a weight while it is being packed.
 TEST(PackedWeightsInThreads, RefreezeDropsCopyOfOldValues) {
   const auto w = filled(1);
-  const auto data = w.variable_data();  // writes that the version counter of `w` does not record
+  const auto data = w.variable_data();  // the version counter of `w` does not record writes to it
   freeze(w);
   auto request = request_for(w);
   request.pack = [&, pack = request.pack](uint16_t* to) {
@@ -77,7 +77,7 @@ TEST(PackedWeightsInThreads, RefreezeDropsCopyOfOldValues) {
   unfreeze(w);
 }
 
-/// The last reference is dropped by a thread that nobody waits for before the memory is borrowed again.
+/// A reader thread drops the last reference, and the buffer may be acquired again before that thread is joined.
 TEST(PackedWeightsInThreads, BufferIsExclusiveUntilReleased) {
   std::atomic<int> wrong = 0;
   std::vector<std::thread> readers;
@@ -94,7 +94,7 @@ TEST(PackedWeightsInThreads, BufferIsExclusiveUntilReleased) {
 }
 
 TEST(PackedWeightsInThreads, ReleasedBufferIsReused) {
-  constexpr int64_t kBytes = 48 << 20;  // more than other tests gave back
+  constexpr int64_t kBytes = 48 << 20;  // larger than any buffer that other tests released
   const auto* first = acquire_buffer(kBytes)->data();
   const auto second = acquire_buffer(kBytes - 1);
   EXPECT_EQ(second->data(), first);

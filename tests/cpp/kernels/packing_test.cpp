@@ -1,4 +1,4 @@
-// Packed copies of frozen weights: kept between GEMMs until the weight thaws, dies or is frozen again.
+// Packed copies of frozen weights are cached between GEMMs until the weight is unfrozen, freed or frozen again.
 #include "weft/kernels/packing.h"
 
 #include <ATen/ATen.h>
@@ -94,7 +94,7 @@ TEST_F(KernelsPacking, VersionBumpWithoutChangeDoesNotRaise) {
 
 TEST_F(KernelsPacking, FreezingAViewDropsCopiesOfTheBase) {
   const auto w = weight();
-  const auto data = w.variable_data();  // a version counter of its own
+  const auto data = w.variable_data();  // has its own version counter
   freeze(w);
   product(w);
   data.neg_();

@@ -1,4 +1,4 @@
-// A product in pieces: the same values as the whole product, whatever its cut, its order and the pace of its rows.
+// A GEMM in row chunks equals the unsplit GEMM for any chunk sizes, order and arrival of rows.
 #include "weft/kernels/row_chunks.h"
 
 #include <ATen/ATen.h>
@@ -18,17 +18,17 @@ using at::Tensor;
 
 Tensor random(at::IntArrayRef sizes, at::ScalarType dtype) { return at::randn(sizes).to(dtype); }
 
-/// Rows with gaps between them.
+/// A matrix whose row stride is larger than its row length.
 Tensor with_row_gaps(int64_t rows, int64_t columns, at::ScalarType dtype) {
   return random({rows, columns + 48}, dtype).narrow(1, 16, columns);
 }
 
-/// A [rows, K] that lies in `count` chunks, and what has happened to it.
+/// A [rows, K] in `count` chunks, with a record of the callbacks.
 struct ChunkedInput {
   RowChunks chunks;
   Tensor a;                    // all rows
-  std::vector<int64_t> ready;  // rows that were said to be ready
-  std::vector<int64_t> done;   // rows that were said to be final
+  std::vector<int64_t> ready;  // per chunk: rows that `ready` returned
+  std::vector<int64_t> done;   // per chunk: rows that `on_done` reported
 
   ChunkedInput(int64_t rows, int64_t count, int64_t k, at::ScalarType dtype, std::mt19937& rng) {
     std::vector<int64_t> order(count);
@@ -46,7 +46,7 @@ struct ChunkedInput {
     ready.resize(count);
     done.resize(count);
   }
-  /// Rows come a few at a time.
+  /// Rows become ready a few at a time.
   void arrive_slowly(std::mt19937& rng) {
     chunks.ready = [this, &rng](int chunk, int64_t from) {
       EXPECT_LE(from, ready[chunk]);
@@ -90,7 +90,7 @@ TEST_P(KernelsRowChunks, MatchUnsplitGemmForEveryEpilogue) {
   int round = 0;
   for (const int64_t k : {31, 64, 1024, 4096})
     for (const int64_t m : {1, 70, 333}) {
-      if (GetParam() != at::kBFloat16 && k * m > 70 * 1024) continue;  // nothing new there
+      if (GetParam() != at::kBFloat16 && k * m > 70 * 1024) continue;  // no other code path, only time
       const int64_t n = k > 1000 ? 96 : 258;
       const auto b = random({n, k}, GetParam()).t();
       for (const auto& e : epilogues(m, n, GetParam())) {
@@ -102,18 +102,19 @@ TEST_P(KernelsRowChunks, MatchUnsplitGemmForEveryEpilogue) {
         if (round % 5 == 1) chunked.chunks.max_block_rows = 50;
         at::set_num_threads(1 + round++ % 2);
         const BoundedGemm want(gemm_tier(chunked.a, b, e), chunked.a, b, e);
-        expect_within(gemm(chunked.chunks, b, e), want,
-                      "k " + std::to_string(k) + ", m " + std::to_string(m) + ", " + std::to_string(count) + " pieces");
+        expect_within(
+            gemm(chunked.chunks, b, e), want,
+            "k " + std::to_string(k) + ", m " + std::to_string(m) + ", " + std::to_string(count) + " row chunks");
         chunked.expect_all_done();
       }
     }
 }
 
-/// The rows of a piece.
+/// The rows of a chunk.
 Bounded rows_of(const Bounded& all, const RowChunk& chunk) {
   return {all.value.narrow(0, chunk.row, chunk.a.size(0)), all.error.narrow(0, chunk.row, chunk.a.size(0))};
 }
-/// More addends; where ATen adds them it rounds after each.
+/// Adds `addends`; the `ref` tier rounds after each.
 Bounded with_addends(Bounded sum, const std::vector<Tensor>& addends) {
   for (const auto& t : addends) {
     sum = scaled_sum(sum, 1, t, t.scalar_type());
@@ -137,7 +138,7 @@ TEST_P(KernelsRowChunks, WriteTheirOutputsAndAddAddends) {
         for (size_t i = 0; i < chunked.chunks.list.size(); ++i) {
           auto& chunk = chunked.chunks.list[i];
           const auto here = chunk.a.size(0);
-          if (i == 1) continue;  // one stays with the result
+          if (i == 1) continue;  // this chunk writes to the common result
           chunk.out = i == 0 ? with_row_gaps(here, n, GetParam()) : random({here, n}, GetParam());
           for (int64_t j = 0; j < num_addends; ++j) chunk.addends.push_back(random({here, n}, GetParam()));
         }
@@ -152,7 +153,7 @@ TEST_P(KernelsRowChunks, WriteTheirOutputsAndAddAddends) {
       }
 }
 
-/// A matrix as squares of 32 x 32; what lies beyond it is not a number.
+/// A matrix in the blocked layout, padded with NaN.
 Tensor to_blocked(const Tensor& m) {
   const auto rows = (m.size(0) + 31) / 32, columns = (m.size(1) + 31) / 32;
   const auto padded = at::full({rows * 32, columns * 32}, std::nan(""), m.options());
@@ -167,7 +168,7 @@ TEST_P(KernelsRowChunks, SupportBlockedLayout) {
   for (const int64_t n : {160, 70})
     for (const int64_t k : {48, 1300})
       for (const int64_t num_addends : {0, 1, 3, 4}) {
-        if (!supports_blocked_layout(GetParam(), n, k)) GTEST_SKIP() << "only tiles make squares";
+        if (!supports_blocked_layout(GetParam(), n, k)) GTEST_SKIP() << "only the amx tier supports the blocked layout";
         const auto b = random({k, n}, GetParam());
         const int64_t m = 270;
         ChunkedInput chunked(m, 2, k, GetParam(), rng_);
@@ -196,7 +197,7 @@ TEST_P(KernelsRowChunks, AcceptPackedRows) {
   for (const int64_t k : {48, 1024, 2500})
     for (const int64_t m : {5, 270, 700}) {
       const int64_t n = k == 2500 ? 3000 : 70;
-      if (!supports_blocked_layout(GetParam(), n, k)) GTEST_SKIP() << "only tiles take packed rows";
+      if (!supports_blocked_layout(GetParam(), n, k)) GTEST_SKIP() << "only the amx tier takes packed rows";
       const auto b = random({n, k}, GetParam()).t();
       ChunkedInput chunked(m, 2, k, GetParam(), rng_);
       if (m == 270) chunked.arrive_slowly(rng_);

@@ -21,7 +21,7 @@ void check(const at::Tensor& a, const at::Tensor& b, const Epilogue& e) {
   }
 }
 
-/// Sizes on both sides of the direct small path, and an empty one of each.
+/// Sizes below and above the limits of gemm_is_small, and each dimension empty.
 const std::vector<std::array<int64_t, 3>> kShapes{{0, 4, 4},   {3, 0, 4},    {3, 4, 0},     {1, 1, 1},    {8, 8, 8},
                                                   {5, 34, 7},  {70, 130, 9}, {33, 100, 50}, {1, 64, 700}, {64, 64, 8},
                                                   {64, 66, 8}, {65, 64, 8},  {33, 34, 1200}};
