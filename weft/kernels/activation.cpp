@@ -79,8 +79,7 @@ struct PreparedActivation {
   }
 };
 
-/// How many short rows to join into one row of full vectors; on its own, each would leave lanes of its last vector
-/// idle.
+/// How many short rows to join into one row of full vectors; a single short row would leave lanes of its vectors idle.
 int64_t rows_to_fill_vectors(const Act& act, int64_t width) {
   constexpr int64_t kLanes = 16, kShortRow = 128;
   return act.gated() || width >= kShortRow || width == 0 ? 1 : kLanes / std::gcd(kLanes, width);

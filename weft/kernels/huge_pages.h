@@ -5,12 +5,12 @@ namespace weft::kernels {
 
 constexpr size_t kHugePageSize = 2 << 20;
 
-/// Asks the kernel to back the whole huge pages within `memory` with huge pages: the first touch of 2 MB is then one
-/// page fault instead of 512, and distant rows share TLB entries. The advice holds until the addresses are unmapped, so
-/// use it for mappings, not for memory that the allocator may reuse.
+/// Asks Linux to use huge pages where `memory` covers them fully: the first touch of 2 MB is then one page fault
+/// instead of 512, and distant rows share TLB entries. The advice holds until the addresses are unmapped, so use it for
+/// mappings, not for memory that the allocator may reuse.
 void advise_huge_pages(void* memory, size_t bytes);
 
-/// A private, zeroed mapping, aligned to a huge page and backed by huge pages if the kernel grants them. Throws if the
+/// A private, zeroed mapping, aligned to a huge page and backed by huge pages if Linux grants them. Throws if the
 /// mapping fails.
 class HugePageBuffer {
  public:

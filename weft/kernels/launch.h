@@ -45,8 +45,7 @@ void launch(Kernel kernel) {
   guarded();
 }
 
-/// Returns the tensor that `compute()` returns. With a launch hook installed, a replay computes it again into the same
-/// memory.
+/// Returns the tensor that `compute()` returns. With a launch hook, a replay computes it again into the same memory.
 template <class Compute>
 at::Tensor launch_aten(const Compute& compute) {
   auto result = compute();

@@ -11,9 +11,8 @@ namespace weft::kernels {
 
 /// Freezes `weight`: the caller guarantees that its values do not change until `unfreeze`. Other tensors in its storage
 /// may change. After changing the weight, freeze it again to drop the copies of its old values. Otherwise the next GEMM
-/// raises an error that names the weight if the version counter recorded the change; any other change (fused
-/// optimizers,
-/// `.data`, numpy, memory shared with another process) goes unnoticed, and GEMMs use the old values.
+/// raises an error that names the weight if the version counter recorded the change. Any other change (fused
+/// optimizers, `.data`, numpy, memory shared with another process) goes unnoticed, and GEMMs use the old values.
 void freeze(const at::Tensor& weight, std::string name = "weight");
 void unfreeze(const at::Tensor& weight);
 

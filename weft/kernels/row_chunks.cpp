@@ -127,8 +127,7 @@ class SequentialGemm {
   }
 
  private:
-  /// Returns the end of the ready rows after waiting for `min_block_rows` rows from `from` on, or for all that are
-  /// left.
+  /// Waits for `min_block_rows` rows from `from` on, or for all that are left. Returns the end of the ready rows.
   int64_t wait(int chunk, int64_t from, int64_t rows) const {
     const auto target_rows = std::min(rows, from + std::max<int64_t>(a_.min_block_rows, 1));
     int64_t to = a_.ready ? from : rows;

@@ -68,8 +68,7 @@ void act_backward_rows(const ActCall& c, int64_t begin, int64_t end) {
   }
 }
 
-/// dx and its column sums only, for kRows rows from `row` on, so that each sum is loaded and stored once for all of
-/// them.
+/// Only dx and its column sums, for kRows rows from `row` on: each sum is loaded and stored once for all these rows.
 template <ActKind kKind, class T, int kRows>
 void act_backward_column_sums(const ActCall& c, const ActParams& params, int64_t row) {
   constexpr int64_t kParts = is_gated(kKind) ? 2 : 1;

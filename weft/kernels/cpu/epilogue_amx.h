@@ -234,8 +234,7 @@ template <Store kStore>
     _mm512_storeu_si512(p, v);
 }
 
-/// v = act(scale·P + bias) + addends. `pre_act` has the layout of `out`; the addends are blocked, or share one row
-/// stride.
+/// v = act(scale·P + bias) + addends. `pre_act` has the layout of `out`; addends are blocked or share one row stride.
 template <int kKind, bool kKeepPreAct, int kNumAddends, Store kStore, bool kBlockedAddends = false>
 class ValueRows {
  public:
@@ -459,8 +458,7 @@ class GenericRows {
   void end(const EpilogueArgs&, int64_t, int64_t) {}
 };
 
-/// The epilogue of a block, deferred into the loop of the next block if the block is full and has an unmasked fast
-/// path.
+/// The epilogue of a block. It is deferred into the loop of the next block if the block is full and has a fast path.
 template <class RowKernel>
 class DeferredEpilogue {
  public:

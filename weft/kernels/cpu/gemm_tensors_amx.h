@@ -39,7 +39,7 @@ inline void pack_operand(const Operand& m, Bf16* to) {
 }
 inline int64_t packed_size(const Operand& m) { return m.panels() * k_steps_of(m) * 2 * kTileElems * 2; }
 
-/// The packed copy of `weight`, which is operand `m`; null if the weight is not frozen.
+/// The packed copy of `weight`, which is operand `m`; null if it is not frozen or its copy exceeds the limit.
 inline std::shared_ptr<const PackedCopy> packed_if_frozen(const at::Tensor& weight, const Operand& m) {
   return packed_frozen_weight(
       {.source = weight, .half = m.half, .bytes = packed_size(m), .pack = [&m](uint16_t* to) { pack_operand(m, to); }});

@@ -24,7 +24,7 @@ struct Blocking {
   int k_steps;       // k-steps of the reduction
   int64_t resident;  // panels in a resident block
   int64_t streamed;  // panels whose partial sums are kept across K-blocks: even, unless it is all panels
-  bool full_k;       // pack a resident block over all of K at once: if it fits and would else be packed several times
+  bool full_k;       // pack a resident block over all of K at once, if it fits and is needed several times
 };
 
 constexpr int64_t kResidentBytes = 1 << 20;     // half of L2

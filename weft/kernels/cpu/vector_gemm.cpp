@@ -217,8 +217,7 @@ struct VectorGemm {
       apply(part, rows);
     }
   }
-  /// p = A B for a block of rows. For a low-precision p the GEMM applies scale and bias, so that the sum is rounded
-  /// once.
+  /// p = A B for a block of rows. For a low-precision p the GEMM applies scale and bias: the sum is rounded once.
   void multiply(const at::Tensor& rows, const at::Tensor& right, at::Tensor& p, bool native, EpilogueCall& part) const {
     if (!native) return mkl_gemm_f32(rows, right, 1, 0, p);
     if (p.scalar_type() == at::kFloat || !e.bias.defined()) return static_cast<void>(at::mm_out(p, rows, right));
