@@ -1,4 +1,4 @@
-// A pipeline as text, and its two passes as plain functions: no object lives between forward and backward.
+// A pipeline as text, with forward and backward as pure functions: no object lives between the two calls.
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/randn.h>
 #include <torch/utils.h>
@@ -19,7 +19,7 @@ int main() {
   const auto x = at::randn({4, 8}).requires_grad_();
   const std::vector<at::Tensor> params{at::randn({8, 8}).requires_grad_(), at::randn({8}).requires_grad_()};
 
-  // The text also says which kind of call it is: devices, dtypes and where gradients are wanted.
+  // The text also describes the call: devices, dtypes and which tensors require grad.
   const auto text = fuser::describe(pipeline, fuser::make_plan_key(pipeline, x, params, {}, /*eval_mask=*/0));
   std::cout << text << "\n";
 
@@ -28,13 +28,13 @@ int main() {
   const auto dy = at::randn({4, 8});
   const auto grads = fuser::backward({dy}, out.saved, x, params, {}, text);
 
-  // The same pipeline as a node of torch's graph.
+  // The same pipeline as a node of the autograd graph.
   fuser::Fuser run(pipeline);
   const auto y = run(x, params, {})[0];
   y.backward(dy);
 
   bool same = at::allclose(y, out.outputs[0]) && at::allclose(x.grad(), grads[0]);
   for (size_t i = 0; i < params.size(); ++i) same &= at::allclose(params[i].grad(), grads[1 + i]);
-  std::cout << (same ? "both ways agree" : "the two ways differ") << "\n";
+  std::cout << (same ? "both results agree" : "the results differ") << "\n";
   return same ? 0 : 1;
 }

@@ -23,7 +23,7 @@ using weft::nn::Linear, weft::nn::Sequential, weft::nn::op, weft::ops::GroupedLi
 
 static constexpr int64_t kWidth = 16, kHidden = 32, kExperts = 8, kTopK = 2, kTokens = 256;
 
-// y = Σ over the chosen experts of p·expert(x), where expert(x) = W2 swiglu(W1 x)
+// y = Σ_experts p·expert(x) over the selected experts, expert(x) = W2 swiglu(W1 x)
 struct MixtureOfExperts : torch::nn::Module {
   Linear router{weft::nn::LinearOptions{.in_features = kWidth, .out_features = kExperts, .bias = false}};
   Sequential experts{layer(kWidth, 2 * kHidden), op("ScaledSwiGLU"), layer(kHidden, kWidth)};
@@ -33,7 +33,7 @@ struct MixtureOfExperts : torch::nn::Module {
     register_module("experts", experts);
   }
 
-  // One packed weight [experts, out, in].
+  // One grouped weight [experts, out, in].
   static weft::nn::Operation layer(int64_t in, int64_t out) {
     return op<GroupedLinear>(
         {.num_groups = kExperts, .in_features = in, .out_features = out, .bias = false, .single_grouped_weight = true});
@@ -45,7 +45,7 @@ struct MixtureOfExperts : torch::nn::Module {
   Result forward(const at::Tensor& x) {
     const auto probs = at::softmax(router->forward(x), -1);
     const auto [weight, expert] = at::topk(probs, kTopK);
-    const auto order = at::argsort(expert.flatten(), /*stable=*/true);  // rows, expert by expert
+    const auto order = at::argsort(expert.flatten(), /*stable=*/true);  // rows sorted by expert
     const auto token = order.floor_divide(kTopK);
     const auto load = at::bincount(expert.flatten(), {}, kExperts);
     const auto rows =
@@ -56,7 +56,7 @@ struct MixtureOfExperts : torch::nn::Module {
 
 int main() {
   torch::manual_seed(0);
-  // Tokens of eight kinds, each with a linear map of its own to learn.
+  // Tokens of eight kinds, each with a separate linear map to learn.
   const auto centers = 2 * at::randn({8, kWidth});
   const auto maps = at::randn({8, kWidth, kWidth}) / std::sqrt(static_cast<double>(kWidth));
   MixtureOfExperts model;

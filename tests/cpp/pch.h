@@ -1,5 +1,5 @@
 #pragma once
-// Precompiled for the tests: the headers of torch and GoogleTest that take longest to parse.
+// Precompiled header of the tests: the torch and GoogleTest headers that take longest to parse.
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

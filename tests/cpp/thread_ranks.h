@@ -1,7 +1,7 @@
 #pragma once
-// Ranks as threads of one process: each has a c10d group of its own, registered under a name of its own, over a backend
-// that copies between threads. What a rank sends is copied when it starts a collective; what it gets is written when it
-// waits, so that a result read too early shows.
+// Ranks as threads of one process. Each rank has a separate c10d group, registered under a separate name, whose backend
+// copies between threads. A collective copies its input when it starts and writes its output in wait(), so that reading
+// a result too early is detected.
 #include <ATen/Parallel.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros_like.h>
@@ -19,7 +19,7 @@
 
 namespace weft::testing {
 
-/// What the ranks of one group have sent, by the number of the collective.
+/// The tensors sent by the ranks of one group, by collective sequence number.
 struct Mailbox {
   explicit Mailbox(int ranks) : size(ranks) {}
 
@@ -32,7 +32,7 @@ struct Mailbox {
     changed.notify_all();
   }
 
-  /// What each rank sent; a slot goes when all have taken it.
+  /// Returns what each rank sent; erases the slot after all ranks have taken it.
   std::vector<at::Tensor> take(int64_t number, std::chrono::milliseconds timeout) {
     std::unique_lock lock(mutex);
     auto& slot = slots[number];
@@ -109,7 +109,7 @@ class ThreadBackend : public c10d::Backend {
     return start(at::empty({1}), options.timeout, [](const auto&) {});
   }
 
-  /// How many collectives this rank started.
+  /// The number of collectives that this rank started.
   int64_t started() const { return number_; }
 
  private:
@@ -125,7 +125,7 @@ class ThreadBackend : public c10d::Backend {
   int64_t number_ = 0;
 };
 
-/// Groups of `size` ranks for as many threads.
+/// The groups of `size` ranks, one per thread.
 class ThreadRanks {
  public:
   explicit ThreadRanks(int size, std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
@@ -153,7 +153,7 @@ class ThreadRanks {
   const std::string& name(int rank) const { return names_[rank]; }
   const ThreadBackend& backend(int rank) const { return *backends_[rank]; }
 
-  /// Runs `body(rank, name of its group)` on a thread for each rank; the first error, by rank, is raised here.
+  /// Runs `body(rank, group name)` on one thread per rank, then rethrows the error of the lowest rank that failed.
   template <class Body>
   void run(Body&& body) const {
     std::vector<std::exception_ptr> errors(size());
@@ -173,7 +173,7 @@ class ThreadRanks {
   }
 
  private:
-  // Outlives the groups: its last reference is dropped here, where the thread sanitizer sees it, not inside torch.
+  // Outlives the groups, so that the last reference is released in instrumented code, not inside torch (TSan).
   c10::intrusive_ptr<c10d::Store> store_ = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::string> names_;
   std::vector<c10::intrusive_ptr<ThreadBackend>> backends_;

@@ -599,7 +599,7 @@ def test_channel_read_inside_and_outside_fusion(kind):
 
 
 @pytest.mark.parametrize("kind", ["forward", "joint"])
-@pytest.mark.parametrize("to_caller, message", [(True, "is public"), (False, "outside its forward fusion")])
+@pytest.mark.parametrize("to_caller, message", [(True, "returned to the caller"), (False, "outside the fusion")])
 def test_fusion_must_return_outputs_that_others_read(kind, to_caller, message):
     seq = residual_bias(to_caller, extra_reader=not to_caller)
     with REGISTER[kind][0](fuse_first_three(TapBiasAddSilent)), pytest.raises(RuntimeError, match=message) as caught:

@@ -439,7 +439,7 @@ REJECTED_AT_CALL = [
     (lambda: ops.SwiGLU()(torch.ones(2, 8, dtype=torch.complex64)), RuntimeError, "Unsupported dtype complex64"),
     (lambda: ops.AddExtraInput()(X, torch.rand(2, 7)), ValueError, r"\[2, 7\]"),
     (lambda: ops.AddExtraInput()(X, torch.rand(8)), ValueError, r"\[8\]"),
-    (lambda: ops.AddExtraInput()(X), ValueError, "1 extra inputs, got 0"),
+    (lambda: ops.AddExtraInput()(X), ValueError, r"1 extra input \(AddExtraInput at index 0\), got 0"),
     (lambda: ops.GELU()(X, X), ValueError, "0 extra inputs, got 1"),
     (lambda: ops.GELU()(X, gain=2), TypeError, "unexpected keyword argument 'gain'"),
     (lambda: ops.Linear(8, 4)(X, gain=2), TypeError, "unexpected keyword argument 'gain'"),

@@ -625,7 +625,7 @@ BAD_BUFFERS = {
     "rows": (lambda n: torch.empty(ROWS + 1, n), r"\[24, .*\[25|\[25, .*\[24"),
     "columns": (lambda n: torch.empty(ROWS, n + 1), "expected"),
     "dimensions": (lambda n: torch.empty(ROWS * n), "expected"),
-    "dtype": (lambda n: torch.empty(ROWS, n, dtype=torch.bfloat16), "BFloat16.*expected.*Float"),
+    "dtype": (lambda n: torch.empty(ROWS, n, dtype=torch.bfloat16), "bfloat16.*expected.*float32"),
     "device": (lambda n: torch.empty(ROWS, n, device="meta"), "meta"),
     "strides": (lambda n: torch.empty(n, ROWS).t(), "contiguous"),
     "requires grad": (lambda n: torch.empty(ROWS, n, requires_grad=True), "requires"),
@@ -765,7 +765,7 @@ def set_parameter(name: str, value):
 
 
 INCONSISTENT = {
-    "dtype of a weight": (set_parameter("weight2", torch.zeros(N, K).bfloat16()), "weight 2.*BFloat16.*Float"),
+    "dtype of a weight": (set_parameter("weight2", torch.zeros(N, K).bfloat16()), "weight 2.*bfloat16.*float32"),
     "a frozen weight": (lambda op: op.weight4.requires_grad_(False), "weight 4 does not require"),
     "the first weight frozen": (lambda op: op.weight0.requires_grad_(False), "weight 1 requires a gradient"),
     "a frozen bias": (lambda op: op.bias3.requires_grad_(False), "bias 3 does not require"),
@@ -773,7 +773,7 @@ INCONSISTENT = {
         lambda op: [op.get_parameter(f"weight{g}").requires_grad_(False) for g in range(GROUPS)],
         "bias 0 requires a gradient",
     ),
-    "dtype of a bias": (set_parameter("bias5", torch.zeros(N).double()), "bias 5.*Double.*Float"),
+    "dtype of a bias": (set_parameter("bias5", torch.zeros(N).double()), "bias 5.*float64.*float32"),
 }
 
 
@@ -827,8 +827,8 @@ BAD_SPLITS = {
     "negative": (torch.tensor([7, -1, 12, 1, 0, 4]), ValueError, "split 1 of 6 is -1"),
     "negative int32": (torch.tensor([7, 0, 12, 1, 0, -4], dtype=torch.int32), ValueError, "split 5 of 6 is -4"),
     "too large a sum": (torch.tensor([7, 0, 12, 1, 1, 4]), ValueError, "has 24"),
-    "float": (torch.tensor(SPLITS).float(), TypeError, "Float.*expected integers"),
-    "bool": (torch.ones(GROUPS, dtype=torch.bool), TypeError, "Bool.*expected integers"),
+    "float": (torch.tensor(SPLITS).float(), TypeError, "float32.*expected integers"),
+    "bool": (torch.ones(GROUPS, dtype=torch.bool), TypeError, "bool.*expected integers"),
     "on meta": (torch.tensor(SPLITS, device="meta"), ValueError, "meta.*cpu"),
     "past 2^31": (torch.tensor([2**40, 0, 0, 0, 0, 0]), ValueError, str(2**40)),
     "largest": (torch.tensor([2**63 - 1] * 6), ValueError, str(2**63 - 1)),
@@ -869,9 +869,9 @@ def test_other_invalid_arguments_are_named():
         op(x[:, 1:], splits_of(), leaf(ROWS))
     with pytest.raises(ValueError, match=r"\[23\].*24 rows"):
         op(x, splits_of(), leaf(ROWS - 1))
-    with pytest.raises(ValueError, match="2 extra inputs, got 1"):
+    with pytest.raises(ValueError, match="2 extra inputs .*, got 1"):
         op(x, splits_of())
-    with pytest.raises(ValueError, match="1 extra inputs, got 2"):
+    with pytest.raises(ValueError, match="1 extra input .*, got 2"):
         layer(K, N)(x, splits_of(), leaf(ROWS))
     with pytest.raises(TypeError):
         layer(K, N)(x, list(SPLITS))

@@ -525,5 +525,5 @@ def test_explain_reports_packed_bytes():
     module, x = linear(), batch()
     assert "packed weights" not in module.explain(x).text
     results(weft.prepack(module), x)
-    assert module.explain(x).text.count("packed weights: 1 MiB of at most 1 GiB kept") == 1
+    assert module.explain(x).text.count("packed weights: 1 MiB cached (limit 1 GiB)") == 1
     assert module.explain(x).data[0]["packed_bytes"] == 2 * BYTES

@@ -12,11 +12,11 @@
 
 namespace weft {
 
-/// How a field is given in a call: by keyword with a default, also by position, or always (and by position).
+/// How a field is passed: keyword-only with a default, positional with a default, or required (also positional).
 enum class ParamKind { keyword, positional, required };
 
-/// One row of an options struct's field list. The list is the only place that names a field: equality, printing, Python
-/// keywords and the pipeline's text follow from it.
+/// One row of an options struct's field list. The list is the single source of field names: equality, printing, Python
+/// keywords and the pipeline text are derived from it.
 template <class Options, class T>
 struct Field {
   const char* name;
@@ -28,14 +28,14 @@ Field(const char*, T Options::*) -> Field<Options, T>;
 template <class Options, class T>
 Field(const char*, T Options::*, ParamKind) -> Field<Options, T>;
 
-/// A field as seen from outside: name, value (or default), how it is given.
+/// A field with its type erased: name, value (or default), kind.
 struct FieldValue {
   std::string name;
   Value value;
   ParamKind kind = ParamKind::keyword;
 };
 
-/// Names of an enum's values, in order; a specialisation has `static constexpr std::array<const char*, N> list`.
+/// Names of an enum's values, in order. A specialization defines `static constexpr std::array<const char*, N> list`.
 template <class E>
 struct EnumNames;
 
@@ -73,7 +73,7 @@ struct Reader<T> {
         return true;
       }
     }
-    if constexpr (std::is_same_v<T, std::vector<int64_t>>) {  // one number is a shape of one dimension
+    if constexpr (std::is_same_v<T, std::vector<int64_t>>) {  // an integer is a one-dimensional shape
       if (const auto* one = std::get_if<int64_t>(&value)) {
         out = {*one};
         return true;
@@ -117,7 +117,7 @@ struct Reader<std::optional<T>> {
 
 }  // namespace detail
 
-/// All fields of `options` in order.
+/// All fields of `options`, in order.
 template <class Options>
 std::vector<FieldValue> list_fields(const Options& options) {
   std::vector<FieldValue> list;
@@ -129,7 +129,7 @@ std::vector<FieldValue> list_fields(const Options& options) {
   return list;
 }
 
-/// Sets one field by name. `owner` opens the error text.
+/// Sets one field by name. `owner` prefixes error messages.
 template <class Options>
 void set_field(Options& options, const std::string& owner, const std::string& name, const Value& value) {
   bool known = false;
@@ -137,8 +137,8 @@ void set_field(Options& options, const std::string& owner, const std::string& na
     if (name != field.name) return;
     known = true;
     using T = std::decay_t<decltype(options.*field.member)>;
-    TORCH_CHECK_VALUE(detail::Reader<T>::read(value, options.*field.member), owner, ": ", name, " cannot be ",
-                      to_text(value), ".");
+    TORCH_CHECK_VALUE(detail::Reader<T>::read(value, options.*field.member), owner, ": invalid value ", to_text(value),
+                      " for '", name, "'.");
   };
   std::apply([&](const auto&... field) { (one(field), ...); }, Options::fields());
   TORCH_CHECK_TYPE(known, owner, " got an unexpected keyword argument '", name, "'.");

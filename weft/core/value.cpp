@@ -70,8 +70,7 @@ std::string_view dtype_name(at::ScalarType dtype) {
 at::ScalarType dtype_from_name(std::string_view name) {
   for (const auto& [type, known] : kDtypes)
     if (known == name) return type;
-  TORCH_CHECK_VALUE(false, "'", name,
-                    "' is not a dtype weft knows; expected one of float32, float64, float16, bfloat16.");
+  TORCH_CHECK_VALUE(false, "weft: unknown dtype '", name, "'; expected float32, float64, float16 or bfloat16.");
 }
 
 void Parser::skip_space() {
@@ -102,7 +101,7 @@ std::string Parser::identifier() {
   return std::string(text_.substr(begin, pos_ - begin));
 }
 
-/// The number that ends at the next separator, if all characters up to there belong to it.
+/// The number up to the next separator; nullopt if other characters precede the separator.
 template <class Number>
 std::optional<Number> Parser::number() {
   skip_space();

@@ -10,30 +10,28 @@
 
 namespace weft {
 
-/// One value of a description as text, Python keywords and checkpoints see it. Dtypes and enums are words, e.g.
-/// "bfloat16".
+/// A field value as it appears in text, Python keywords and checkpoints. Dtypes and enums are strings, e.g. "bfloat16".
 using Value = std::variant<std::monostate, bool, int64_t, double, std::string, std::vector<int64_t>>;
 
-/// The text of a value; `Parser::value` reads it back to an equal value.
-/// none | true | false | 12 | 0.5 | "words" | [1, 2]
+/// The text of a value: none | true | false | 12 | 0.5 | "string" | [1, 2]. `Parser::value` is the inverse.
 std::string to_text(const Value& value);
 
 std::string_view dtype_name(at::ScalarType dtype);
 at::ScalarType dtype_from_name(std::string_view name);
 
-/// Reads descriptions from text. Every mistake raises ValueError with the position.
+/// Parses pipeline text. Syntax errors raise ValueError with the position.
 class Parser {
  public:
   explicit Parser(std::string_view text) : text_(text) {}
-  explicit Parser(std::string&&) = delete;  // it does not keep the text
+  explicit Parser(std::string&&) = delete;  // Parser does not own the text
 
   bool at_end();
   bool accept(std::string_view token);
   void expect(std::string_view token);
   std::string identifier();
   int64_t integer();
-  uint64_t unsigned_integer();  // an integer without a sign
-  std::string string();         // "in quotes"
+  uint64_t unsigned_integer();
+  std::string string();  // in double quotes
   Value value();
   [[noreturn]] void fail(std::string_view expected) const;
 

@@ -8,8 +8,8 @@
 
 namespace weft {
 
-/// One value for each tensor, found by the tensor's identity. Holds tensors weakly: while a key is kept its address is
-/// not used again, and values of tensors that are gone leave when the next value is made.
+/// Maps tensors, by identity, to values. Keys are weak references: a key's address is not reused while its entry
+/// exists. Entries of destroyed tensors are erased when the next value is inserted.
 template <class Value>
 class WeakTensorMap {
  public:
@@ -19,9 +19,9 @@ class WeakTensorMap {
     return found == entries_.end() ? nullptr : found->second.value;
   }
 
-  /// The value of `t`, made if there is none.
+  /// The value of `t`; inserts a default-constructed one if there is none.
   std::shared_ptr<Value> get(const at::Tensor& t) {
-    std::vector<Entry> gone;  // dies after the lock: a value may need the GIL for that
+    std::vector<Entry> gone;  // destroyed after the lock is released: a value's destructor may acquire the GIL
     const std::lock_guard lock(mutex_);
     const auto found = entries_.find(t.unsafeGetTensorImpl());
     if (found != entries_.end()) return found->second.value;

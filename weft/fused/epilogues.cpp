@@ -16,21 +16,22 @@ std::string reject_mixed_dtypes(const Match& match, const PlanView& view, int fi
 }
 
 std::string reject_reduced_output(const ops::BasicLinear& linear) {
-  return linear.reduces_output() ? "the product is summed over ranks before what follows it" : "";
+  return linear.reduces_output() ? "the output of BasicLinear is reduced over ranks before the next operation" : "";
 }
 
 std::string reject_reduced_gradient(const ops::BasicLinear& linear) {
-  return linear.reduces_input_gradient() ? "dx is summed over ranks before what comes next" : "";
+  return linear.reduces_input_gradient() ? "dx of BasicLinear is reduced over ranks before the next backward step" : "";
 }
 
 std::string reject_parallel(const ops::BasicLinear& linear) {
-  return linear.parallel() ? "BasicLinear is split over ranks" : "";
+  return linear.parallel() ? "BasicLinear is sharded over ranks" : "";
 }
 
 std::string reject_activation(const ops::ActivationOp& activation, int64_t columns) {
   const auto& act = activation.act();
-  if (act.interleave != 0) return "glu_interleave_size is set; a GEMM gates halves only";
-  if (act.gated() && columns % 2 != 0) return "a gated activation of " + std::to_string(columns) + " columns";
+  if (act.interleave != 0) return "glu_interleave_size is set; a GEMM epilogue gates contiguous halves only";
+  if (act.gated() && columns % 2 != 0)
+    return "the gated activation has an odd number of columns (" + std::to_string(columns) + ")";
   return {};
 }
 
@@ -55,7 +56,7 @@ void add_extra_input(kernels::Epilogue& epilogue, const ops::AddExtraInput& join
   c10::SmallVector<int64_t, 5> sizes(x.sizes().begin(), x.sizes().end());
   if (!sizes.empty()) sizes.back() = columns;
   TORCH_CHECK_VALUE(e.sizes() == at::IntArrayRef(sizes), "AddExtraInput: input has shape ", at::IntArrayRef(sizes),
-                    ", extra input has shape ", e.sizes(), "; they must be equal.");
+                    ", extra input has shape ", e.sizes(), "; expected equal shapes.");
   set_addend(epilogue, e, join.in_place(), dtype);
 }
 

@@ -7,44 +7,45 @@
 #include "weft/ops/bias.h"
 #include "weft/ops/norm.h"
 
-// What the fused linears share: reasons to refuse, and the parts of an epilogue.
+// Shared by the fused linears: rejection reasons and helpers that fill an epilogue.
 
 namespace weft::fused {
 
-/// A reason unless parts `first` to `last` compute in one dtype.
+// The reject_* functions return a rejection reason, or an empty string if the fusion applies.
+
+/// Rejects unless matched operations `first` to `last` compute in one dtype.
 std::string reject_mixed_dtypes(const Match& match, const PlanView& view, int first, int last);
 
-/// Linears over several ranks, where a GEMM's epilogue sees too little:
-/// a reason if the product is summed over ranks before what follows,
+/// Rejects a linear whose output is reduced over ranks before the next operation.
 std::string reject_reduced_output(const ops::BasicLinear& linear);
-/// a reason if dx is summed over ranks before what comes next in backward,
+/// Rejects a linear whose dx is reduced over ranks before the next backward step.
 std::string reject_reduced_gradient(const ops::BasicLinear& linear);
-/// a reason if anything passes between ranks.
+/// Rejects a linear that is sharded over ranks.
 std::string reject_parallel(const ops::BasicLinear& linear);
 
-/// A reason unless a GEMM's epilogue can compute the activation on `columns` columns before it, or its slope.
+/// Rejects unless a GEMM epilogue can compute the activation, or its gradient, on an input of `columns` columns.
 std::string reject_activation(const ops::ActivationOp& activation, int64_t columns);
 
-/// Lets a result of `columns` columns and the dtype of t be written where t lies, if nobody else can see t, whose rows
-/// are as many. The product itself must not read t.
+/// Writes a result of `columns` columns and the dtype and row count of t into the memory of t, if t is not referenced
+/// elsewhere. The GEMM must not read t.
 void reuse_memory(kernels::Epilogue& epilogue, const at::Tensor& t, int64_t columns);
 
-/// Lets the epilogue add g to a result of `dtype`. Written into g itself if that is permitted, nobody else can see it
-/// and its dtype holds the sum. An undefined g changes nothing.
+/// Adds g to a result of `dtype` in the epilogue. The sum is written into g if `in_place`, g is not referenced
+/// elsewhere and has the promoted dtype. An undefined g has no effect.
 void set_addend(kernels::Epilogue& epilogue, const at::Tensor& g, bool in_place, at::ScalarType dtype);
 
-/// The same for the extra input of `join`, whose sizes must be the leading ones of x and `columns`.
+/// The same for the extra input of `join`, which must have the leading sizes of x and `columns` columns.
 void add_extra_input(kernels::Epilogue& epilogue, const ops::AddExtraInput& join, ops::OpContext& ctx,
                      const at::Tensor& x, int64_t columns, at::ScalarType dtype);
 
-/// dn = dp W, and dW = dpᵀ n with n from `linear`'s slot, or computed again by the norm before it if that was not kept.
+/// dn = dp W and dW = dpᵀ n, where n is the saved input of `linear`, recomputed by the norm if it was not saved.
 at::Tensor linear_gradients_after_norm(StepContext& ctx, const MatchedOp<ops::BasicLinear>& linear,
                                        const MatchedOp<ops::NormOp>& norm, const at::Tensor& dp);
 
-/// Leaves the gradient `result.out` to the step that computes with it next, in tiles too if it was made so.
+/// Forwards the packed transpose of the gradient `result.out`, if there is one, to the next backward step.
 void forward_packed_grad(StepContext& ctx, const kernels::GemmResult& result);
 
-/// The bias of an optional part, or an undefined tensor.
+/// The bias of an optional Bias operation, or an undefined tensor.
 inline at::Tensor bias_of(const StepContext& ctx, const MatchedOp<ops::Bias>& bias) {
   return bias ? ctx.params(bias.index)[0] : at::Tensor{};
 }

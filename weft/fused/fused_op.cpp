@@ -5,11 +5,11 @@
 namespace weft::fused {
 
 at::Tensor FusedOp::forward(StepContext&, const at::Tensor&) const {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, typeid(*this).name(), " has no forward pass.");
+  TORCH_CHECK_NOT_IMPLEMENTED(false, typeid(*this).name(), " does not implement forward.");
 }
 
 at::Tensor FusedOp::backward(StepContext&, const at::Tensor&) const {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, typeid(*this).name(), " has no backward pass.");
+  TORCH_CHECK_NOT_IMPLEMENTED(false, typeid(*this).name(), " does not implement backward.");
 }
 
 kernels::TierChoice FusedOp::kernel(c10::ArrayRef<kernels::TierChoice> components) const {

@@ -7,7 +7,8 @@
 
 namespace weft::fused {
 
-/// A fused operation's view of a call: one context and the parameters of each of its parts, and its own saved slots.
+/// A fused operation's view of a call: the context and parameters of each basic operation it replaces, by index, and
+/// the slots that it saves itself.
 class StepContext {
  public:
   StepContext(const ops::OpPlan* plans, ops::Frame& frame, int first, int own_base)
@@ -28,28 +29,28 @@ class StepContext {
   int first_, own_base_;
 };
 
-/// Stands for a run of basic operations. A forward-only or backward-only one is interchangeable with its parts in that
-/// pass: forward fills each part's slots as the part itself would. A joint one serves both passes and may save other
-/// things, in slots of its own.
+/// Replaces a run of basic operations. A forward-only or backward-only fused operation is interchangeable with them in
+/// that pass: forward saves exactly what they would save. A joint one implements both passes and may leave their slots
+/// empty or save into additional slots.
 class FusedOp {
  public:
   virtual ~FusedOp() = default;
   virtual at::Tensor forward(StepContext& ctx, const at::Tensor& x) const;
   virtual at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const;
-  /// Joint only: names of its own slots, the first of which is filled whenever its forward recorded.
+  /// Joint only: names of its additional slots. Forward must fill the first one whenever it saves for backward.
   virtual std::vector<std::string> saved_names() const { return {}; }
-  /// Joint only: false for a slot of a part that it leaves empty although the part itself would fill it. `plans` are
-  /// those of its parts.
+  /// Joint only: false for a slot of operation `index` that it leaves empty although the operation itself would fill
+  /// it. `plans` belong to the operations it replaces.
   virtual bool fills(const ops::OpPlan* /*plans*/, int /*index*/, int /*slot*/) const { return true; }
-  /// Joint only: true if its backward reads a parameter that the part's own backward does not.
+  /// Joint only: true if its backward reads a parameter that the operation's own backward does not read.
   virtual bool reads(int /*index*/, int /*param*/) const { return false; }
-  /// Which kernels compute it, given those of its parts: the best of them, unless it says otherwise.
+  /// The kernel tier, given those of the operations it replaces. Default: the best of them.
   virtual kernels::TierChoice kernel(c10::ArrayRef<kernels::TierChoice> components) const;
-  /// What it decided in the last call that only then could be decided; for `explain()`.
+  /// The run-time decision of the last call, for `explain()`.
   virtual std::string note() const { return {}; }
-  /// True if it routes channels between its own parts itself.
+  /// True if it routes the channels between the operations it replaces itself.
   virtual bool routes_inner_channels() const { return false; }
-  /// True for one written in Python: it may keep free attributes for backward.
+  /// True for a fused operation written in Python: it may keep arbitrary state for backward.
   virtual bool process_local() const { return false; }
 };
 

@@ -40,7 +40,8 @@ std::string reject_overlap(const Match& match, const PlanView& view) {
   if (!linear->options().overlap.value_or(true)) return "overlap=False";
   if (comm::transport_from_env() == "plain") return "WEFT_TRANSPORT=plain";
   const auto device = view.key.tensor_meta(0).device;
-  if (device != c10::DeviceType::CPU) return "x is on " + c10::DeviceTypeName(device, /*lower_case=*/true);
+  if (device != c10::DeviceType::CPU)
+    return "x is on " + c10::DeviceTypeName(device, /*lower_case=*/true) + "; overlap runs on the CPU only";
   return {};
 }
 

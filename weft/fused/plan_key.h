@@ -8,7 +8,7 @@
 
 namespace weft::fused {
 
-/// What a plan may depend on in one tensor.
+/// The properties of one tensor that a plan may depend on.
 struct TensorMeta {
   at::ScalarType dtype = at::kFloat;
   c10::DeviceType device = c10::DeviceType::CPU;
@@ -22,9 +22,9 @@ struct TensorMeta {
   static TensorMeta of(const at::Tensor& t, bool grad_mode);
 };
 
-/// Everything a fusion rule or a plan may look at, packed for one cheap comparison per call. No row counts: a plan
-/// serves any number of rows. Order of the words: flags, version of the rules, evaluation mask, x, extra inputs,
-/// parameters.
+/// Everything that a fusion rule or a plan may depend on, packed into words for one cheap comparison per call. It has
+/// no row counts: a plan serves any number of rows. Words: flags, version of the rules, evaluation mask (2), x, extra
+/// inputs, parameters.
 class PlanKey {
  public:
   static constexpr int kHeaderWords = 4;  // words before x
@@ -37,7 +37,7 @@ class PlanKey {
     words_.push_back(static_cast<uint32_t>(eval_mask >> 32));
   }
   void add(uint32_t meta) { words_.push_back(meta); }
-  /// As if tensor i did not require a gradient.
+  /// Clears requires_grad of tensor i.
   void drop_grad(int i) {
     auto meta = this->tensor_meta(i);
     meta.requires_grad = false;
@@ -57,12 +57,12 @@ class PlanKey {
   c10::SmallVector<uint32_t, 28> words_;
 };
 
-/// A key seen from the pipeline: what each operation was asked for and which dtype reaches it.
+/// The key applied to a pipeline: the required gradients, input dtype and compute dtype of each operation.
 struct PlanView {
   const PlanKey& key;
   const std::vector<ops::OpPlan>& plans;
-  std::vector<at::ScalarType> input_dtypes;    // of x at each operation; Undefined after one that cannot tell
-  std::vector<at::ScalarType> compute_dtypes;  // by each operation's rule
+  std::vector<at::ScalarType> input_dtypes;    // of x at each operation; Undefined after DtypeRule::unknown
+  std::vector<at::ScalarType> compute_dtypes;  // by each operation's DtypeRule
 };
 
 }  // namespace weft::fused

@@ -10,7 +10,7 @@ namespace weft::fused {
 
 enum class Pass { joint, forward, backward };
 
-/// One place of a pattern.
+/// One element of a pattern; matches one operation.
 struct Element {
   std::function<bool(const ops::BasicOp&)> matches;
   bool optional = false;
@@ -24,7 +24,7 @@ Element maybe() {
   return {one<T>().matches, true};
 }
 
-/// An operation of a known type at its place in a match; `index` is -1 if it is not there.
+/// An operation of a known type and its index in the match; -1 if the match has none.
 template <class T>
 struct MatchedOp {
   int index = -1;
@@ -34,13 +34,13 @@ struct MatchedOp {
   const T* operator->() const { return op.get(); }
 };
 
-/// The operations a pattern found, in order.
+/// The operations that a pattern matched, in order.
 class Match {
  public:
-  /// How the first extra tensor of a part is wired.
+  /// How the first extra tensor of a matched operation is connected.
   struct Wire {
-    int from = -1;         // extra input: the part that feeds it, or -1: somebody outside the match
-    bool outside = false;  // extra output: somebody outside the match reads it
+    int from = -1;         // extra input: index of the matched operation that produces it; -1: produced outside
+    bool outside = false;  // extra output: read outside the match
   };
 
   Match(int first, std::vector<ops::OpPtr> ops, std::vector<Wire> wires, ops::OpPtr before)
@@ -50,13 +50,13 @@ class Match {
   int size() const { return static_cast<int>(ops_.size()); }
   const ops::OpPtr& op(int index) const { return ops_[index]; }
   const Wire& wire(int index) const { return wires_[index]; }
-  /// The operation before the first part, if it has type T; else null. Its context is `StepContext::op(-1)`.
+  /// The operation before the match if it has type T, else null. Its context is `StepContext::op(-1)`.
   template <class T>
   std::shared_ptr<const T> before() const {
     return std::dynamic_pointer_cast<const T>(before_);
   }
 
-  /// The first operation of type T at position `from` or behind.
+  /// The first operation of type T at index `from` or later.
   template <class T>
   MatchedOp<T> find(int from = 0) const {
     for (int i = from; i < size(); ++i)
@@ -75,28 +75,28 @@ class Match {
   ops::OpPtr before_;
 };
 
-/// A stretch of the pipeline in a plan: one basic operation (`fused` empty) or a fused one. With fewer rows than
-/// `min_rows` the parts run one by one.
+/// A step of a plan: one basic operation (`fused` is null), or a fused operation for a run of them. With fewer rows
+/// than `min_rows` the basic operations run instead.
 struct Step {
   FusedPtr fused;
   int first = 0, count = 1;
   int64_t min_rows = 0;
-  std::string rule;  // name of the rule that made it
-  int own_base = 0;  // first own saved slot of a joint operation
+  std::string rule;  // name of the rule that created it
+  int own_base = 0;  // first additional saved slot of a joint operation
 };
 
-/// A fusion as a row: what it looks for, when it declines and why, what it makes, and a pipeline that shows it.
+/// A fusion rule: its pattern, when it is rejected and why, the fused operation it creates, and a sample for tests.
 struct FusionRule {
   std::string name;
   Pass pass = Pass::forward;
   std::vector<Element> pattern;
-  /// Empty: fuse. Otherwise the reason, a sentence without its subject, as `explain()` prints it.
+  /// Returns the rejection reason that `explain()` prints, or an empty string to fuse.
   std::function<std::string(const Match&, const PlanView&)> reject;
   std::function<FusedPtr(const Match&)> make;
   std::function<std::vector<ops::OpPtr>()> sample;
   int64_t min_rows = 0;
-  bool opt_in = false;  // in force only after `enable_rules`
-  /// Instead of a pattern: rewrites the whole list of steps (fusion functions written in Python).
+  bool opt_in = false;  // disabled until `enable_rules`
+  /// Used instead of a pattern: rewrites the whole list of steps (fusion functions written in Python).
   std::function<std::vector<Step>(const std::vector<Step>&, const PlanView&)> rewrite;
 };
 

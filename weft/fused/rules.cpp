@@ -7,7 +7,7 @@
 
 namespace weft::fused {
 
-// Built-in rules. Order is meaning: within a pass the first rule that takes an operation keeps it.
+// Built-in rules. The order matters: within a pass, the first rule that fuses an operation keeps it.
 FusionRule joint_grouped_mlp();
 FusionRule joint_mlp_block();
 FusionRule joint_norm_linear();
@@ -58,7 +58,7 @@ struct Registry {
   std::mutex mutex;
   std::atomic<uint32_t> version{0};
   int64_t next_id = 0;
-  std::shared_ptr<const RuleList> all, list;  // all rules; those in force
+  std::shared_ptr<const RuleList> all, list;  // all rules; the enabled ones
   std::multiset<int64_t> disabled;
 
   Registry() {
@@ -84,7 +84,7 @@ Registry& registry() {
   return instance;
 }
 
-/// Lists that die after the lock: a rule written in Python takes the GIL to die.
+/// Old rule lists, released after the lock: destroying a Python rule acquires the GIL.
 using Retired = std::array<std::shared_ptr<const RuleList>, 2>;
 
 }  // namespace

@@ -31,10 +31,10 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-/// Tensors of a call that its caller can write into.
+/// Tensors of a call that the caller can write into.
 using Reachable = std::array<c10::ArrayRef<at::Tensor>, 4>;
 
-/// What a saved tensor was before a saved-tensor hook packed it.
+/// Properties of a saved tensor before a saved-tensor hook packed it.
 struct SavedMeta {
   c10::SmallVector<int64_t, 5> sizes;
   at::ScalarType dtype = at::ScalarType::Undefined;  // Undefined: an empty slot
@@ -46,7 +46,7 @@ struct SavedMeta {
     return {{t.sizes().begin(), t.sizes().end()}, t.scalar_type(), t.device(), t.is_contiguous()};
   }
 
-  /// `t` as an unpack hook returned it, in the layout that kernels expect. Raises if it is not what was saved.
+  /// `t`, as returned by an unpack hook, in the layout that kernels expect. Raises if its properties differ.
   at::Tensor restore(const at::Tensor& t) const {
     if (dtype == at::ScalarType::Undefined || !t.defined()) return t;
     check_gradients({t}, "a saved tensor");
@@ -58,13 +58,13 @@ struct SavedMeta {
   }
 };
 
-/// Where the values of a saved parameter lay in forward. Backward uses these, also if `param.data` was set since.
+/// The memory of a saved parameter in forward. Backward reads this memory even if `param.data` was set since.
 struct ParamMemory {
   c10::Storage storage;
   int64_t offset;
   at::ScalarType dtype;
-  int param;    // its number in the pipeline
-  size_t slot;  // among the saved variables
+  int param;    // index among the pipeline's parameters
+  size_t slot;  // index among the saved variables
 
   void restore(at::Tensor& t, const Pipeline& pipeline) const {
     const bool same = t.storage().unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
@@ -76,8 +76,8 @@ struct ParamMemory {
   }
 };
 
-/// The whole pipeline in the autograd graph. Edges: x, parameters, extra inputs. Inputs of backward: gradients of the
-/// main output and of the extra outputs that went to the caller.
+/// The autograd node of a whole pipeline. Edges: x, parameters, extra inputs. Inputs: the gradients of the main output
+/// and of the extra outputs returned to the caller.
 class PipelineNode final : public Node {
  public:
   PipelineNode(std::shared_ptr<const Pipeline> pipeline, std::shared_ptr<const Plan> plan,
@@ -86,8 +86,8 @@ class PipelineNode final : public Node {
 
   std::string name() const override { return "WeftPipelineBackward"; }
 
-  /// Keeps the saved slots, what Python operations saved beyond them, and the parameters that backward reads. Saved
-  /// tensors that alias one of `reachable`, tensors that the caller can write into, count versions with it.
+  /// Saves the slots, the additional tensors of Python operations, and the parameters that backward reads. A saved
+  /// tensor that aliases one of `reachable` shares its version counter.
   void save_for_backward(const ops::Frame& frame, ops::Params params, const Tensors& outputs,
                          const Reachable& reachable);
 
@@ -113,15 +113,15 @@ class PipelineNode final : public Node {
   std::shared_ptr<const Pipeline> pipeline_;
   std::shared_ptr<const Plan> plan_;
   std::vector<SavedVariable> saved_;
-  std::vector<SavedMeta> metas_;               // of `saved_`, if hooks pack and unpack them
+  std::vector<SavedMeta> metas_;               // of `saved_`; empty without saved-tensor hooks
   c10::SmallVector<ParamMemory, 4> memories_;  // of saved parameters
   std::vector<std::shared_ptr<void>> states_;
-  std::vector<ops::Buffers> buffers_;  // memory to write into, whose contents do not matter: nothing that is saved
+  std::vector<ops::Buffers> buffers_;  // only written, so not saved variables
   bool last_use_ = false, released_ = false;
 };
 
-/// Lets `t`, a view made below autograd, count versions with the tensor among `reachable` whose memory it shares. True
-/// if there is one.
+/// Makes `t`, a view created below autograd, share the version counter of the tensor in `reachable` that has the same
+/// storage. Returns whether there is one.
 bool share_version_counter_with_alias(const at::Tensor& t, c10::ArrayRef<at::Tensor> reachable) {
   const auto* storage = t.storage().unsafeGetStorageImpl();
   for (const auto& other : reachable) {
@@ -132,7 +132,7 @@ bool share_version_counter_with_alias(const at::Tensor& t, c10::ArrayRef<at::Ten
   return false;
 }
 
-/// A view of a parameter for a saved-tensor hook, which can tell it from an activation by its base.
+/// A view of a parameter for saved-tensor hooks, which can recognize a parameter by the view's base.
 at::Tensor view_for_hooks(const at::Tensor& param) {
   const at::NoGradGuard no_grad;
   return at::alias(param);
@@ -168,8 +168,8 @@ void PipelineNode::save_for_backward(const ops::Frame& frame, ops::Params params
   buffers_ = frame.buffers.vec();
 }
 
-/// Flags, in the order of the plan key, the gradients that the engine will not use in this run (`torch.autograd.grad`
-/// for some inputs only); empty if it uses all.
+/// Flags, in the order of the plan key, the gradients that autograd does not use in this call (`torch.autograd.grad`
+/// for some of the inputs); empty if it uses all.
 std::vector<uint8_t> unused_gradients(const Node& node, int num_params, int num_extras) {
   const auto* info = torch::autograd::get_current_graph_task_exec_info();
   if (!info || info->empty()) return {};
@@ -179,7 +179,7 @@ std::vector<uint8_t> unused_gradients(const Node& node, int num_params, int num_
   return unused;
 }
 
-/// Parameters by the accumulators that a node's edges lead to: also where saved tensors are copies.
+/// Finds Parameters through the AccumulateGrad nodes that the edges lead to; saved tensors may be copies.
 class EdgeLeafParams final : public ops::LeafParams {
  public:
   explicit EdgeLeafParams(const Node& node) : node_(node) {}
@@ -219,19 +219,19 @@ variable_list PipelineNode::apply(variable_list&& grads) {
   return out;
 }
 
-/// A node that raises, with edges to everything the gradients depend on: no path through it goes unnoticed.
+/// An error node with edges to everything that the gradients depend on, so that every second-order path raises.
 c10::intrusive_ptr<Node> PipelineNode::reject_double_backward(const variable_list& grads) const {
   auto edges = next_edges();
   for (const auto& grad : grads)
     if (grad.defined() && grad.requires_grad()) edges.push_back(torch::autograd::impl::gradient_edge(grad));
   return c10::make_intrusive<torch::autograd::Error>(
-      "weft: differentiating twice through a pipeline is not supported. Use plain torch operations where you need "
-      "second derivatives.",
+      "weft: differentiating twice through a pipeline is not supported. Use torch operations where you need second "
+      "derivatives.",
       std::move(edges));
 }
 
-/// Gradients that were added up in float32, in the dtype that their receivers expect. The engine would see to it too,
-/// by calls that cost more than a small pipeline's kernels.
+/// Casts gradients accumulated in float32 to the dtype that the next node expects. Autograd would do it too, but its
+/// dispatcher calls cost more than the kernels of a small pipeline.
 void cast_to_expected_dtypes(const Node& node, variable_list& grads) {
   for (size_t i = 0; i < grads.size(); ++i) {
     const auto& edge = node.next_edge(i);
@@ -290,8 +290,8 @@ torch::autograd::edge_list edges_of(const at::Tensor& x, ops::Params params, con
   return edges;
 }
 
-/// An operation that may write into extra input k gets it without the caller's handle if nobody else can see it. A leaf
-/// that requires grad is never given away.
+/// Moves each extra input that its operation may overwrite and that is not referenced elsewhere into `extra_in`, so
+/// that the operation becomes its sole owner. A leaf that requires grad is never donated.
 void donate_extras(const Pipeline& pipeline, const Plan& plan, Tensors& extras, Tensors& extra_in) {
   const auto& slots = pipeline.caller_inputs();
   for (size_t k = 0; k < extras.size(); ++k) {
@@ -307,7 +307,7 @@ void donate_extras(const Pipeline& pipeline, const Plan& plan, Tensors& extras, 
   }
 }
 
-/// The tensor among the call's inputs and earlier outputs whose memory `t` shares, or nullptr.
+/// The tensor among the inputs and the outputs before `index` that shares the storage of `t`, or nullptr.
 const at::Tensor* shared_with(const at::Tensor& t, const at::Tensor& x, const Tensors& extras, const Tensors& outputs,
                               size_t index) {
   const auto same = [storage = t.storage().unsafeGetStorageImpl()](const at::Tensor& other) {
@@ -321,8 +321,8 @@ const at::Tensor* shared_with(const at::Tensor& t, const at::Tensor& x, const Te
   return nullptr;
 }
 
-/// Turns raw results into what the caller may hold. One that shares memory with an input or another output becomes a
-/// view of it, so that torch sees in-place changes to either.
+/// Attaches the node to the outputs. An output that shares memory with an input or another output becomes a view of it,
+/// so that autograd detects in-place changes to either.
 void finalize_outputs(Tensors& outputs, const at::Tensor& x, const Tensors& extras, c10::ArrayRef<uint8_t> needs_grad,
                       const c10::intrusive_ptr<Node>& node) {
   for (size_t i = 0; i < outputs.size(); ++i) {

@@ -3,11 +3,10 @@
 
 namespace weft::fuser {
 
-/// Dispatch modes of Python. They see a pipeline as one call, not the calls inside, which write into buffers of weft's.
+/// Python dispatch modes. They see a pipeline as one call, not the inner calls, which write into internal buffers.
 constexpr c10::DispatchKeySet kPythonModes({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
 
-/// Inside a pipeline torch's autograd and autocast are off, since weft differentiates and casts itself, and dispatch
-/// modes are hidden.
+/// Disables torch's autograd, autocast and dispatch modes inside a pipeline: weft differentiates and casts itself.
 struct BelowAutograd {
   c10::impl::ExcludeDispatchKeyGuard guard{c10::autograd_dispatch_keyset_with_ADInplaceOrView |
                                            c10::autocast_dispatch_keyset | kPythonModes};

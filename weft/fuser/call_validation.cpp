@@ -32,16 +32,16 @@ const char* unsupported_layout(const at::Tensor& t) {
   if (keys.has_any(kFunctorch))
     TORCH_CHECK_NOT_IMPLEMENTED(
         false, "weft: ", what,
-        " is a functorch wrapper (vmap, grad, jvp, functionalize). weft's operations do not "
-        "support function transforms; call them outside of the transform, or use torch.autograd.");
+        " is a functorch wrapper (vmap, grad, jvp, functionalize). weft operations do not support function "
+        "transforms; call them outside the transform, or use torch.autograd.");
   if (keys.has_any(kPython))
     TORCH_CHECK_NOT_IMPLEMENTED(
-        false, "weft: ", what, " is a tensor subclass with its own dispatch in Python (",
-        "DTensor, FakeTensor or the like), which has no memory weft could read. With FSDP2, call the module "
-        "that fully_shard wrapped, so that its parameters are gathered; under torch.compile or FakeTensorMode, "
-        "go through torch.ops.weft.pipeline.");
+        false, "weft: ", what,
+        " is a tensor subclass with Python dispatch (such as DTensor or FakeTensor); expected a dense tensor with "
+        "storage. With FSDP2, call the module that fully_shard wrapped, so that its parameters are gathered; under "
+        "torch.compile or FakeTensorMode, use torch.ops.weft.pipeline_forward.");
   TORCH_CHECK(!t.is_complex(), "weft: Unsupported dtype ", dtype_name(t.scalar_type()), " of ", what,
-              "; expected real numbers.");
+              "; expected a real dtype.");
   TORCH_CHECK_TYPE(false, "weft: ", what, " is ", unsupported_layout(t), "; expected a dense strided tensor.");
 }
 
@@ -52,8 +52,8 @@ bool is_supported_tensor(const at::Tensor& t) {
 void check_tangent(const std::string& what, const at::Tensor& t) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !t.defined() || !t._fw_grad(0).defined(), "weft: ", what,
-      " carries a forward-mode tangent; weft's operations have no jvp. Use reverse mode, or compute the "
-      "tangent with plain torch operations.");
+      " carries a forward-mode tangent; weft operations do not implement jvp. Use reverse mode, or compute the "
+      "tangent with torch operations.");
 }
 
 bool forward_mode() { return torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr; }
@@ -71,7 +71,7 @@ bool is_supported_dtype(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble;
 }
 
-/// The common case in one condition; `reject_param` says what is wrong with the rest.
+/// The fast check; `reject_param` raises the specific error.
 bool param_fits(const ops::ParamSpec& spec, const at::Tensor& param, const at::Tensor& x) {
   return param.defined() && is_supported_tensor(param) && param.device() == x.device() &&
          (spec.any_shape || (param.sizes() == at::IntArrayRef(spec.shape) && is_supported_dtype(param.scalar_type())));
@@ -80,13 +80,14 @@ bool param_fits(const ops::ParamSpec& spec, const at::Tensor& param, const at::T
 [[noreturn]] void reject_param(const Pipeline& pipeline, int p, const at::Tensor& param, const at::Tensor& x) {
   const auto name = param_name(pipeline, p);
   const auto& spec = pipeline.params()[p];
-  TORCH_CHECK_VALUE(param.defined(), "weft: ", name, " is missing.");
+  TORCH_CHECK_VALUE(param.defined(), "weft: ", name, " is an undefined tensor.");
   if (!is_supported_tensor(param)) reject(name, param);
   TORCH_CHECK_VALUE(
-      param.device() == x.device(), "weft: the input is on ", x.device(), ", ", name, " on ", param.device(), ".",
-      param.is_meta() ? " Materialise it first: module.to_empty(device=…), then reset_parameters()." : "");
+      param.device() == x.device(), "weft: the input is on ", x.device(), ", ", name, " is on ", param.device(),
+      "; expected the same device.",
+      param.is_meta() ? " Materialize it first: module.to_empty(device=…), then reset_parameters()." : "");
   TORCH_CHECK_VALUE(param.sizes() == at::IntArrayRef(spec.shape), "weft: ", name, " has shape ", param.sizes(),
-                    ", expected ", at::IntArrayRef(spec.shape), ". Make a new module to change its sizes.");
+                    ", expected ", at::IntArrayRef(spec.shape), ". To change the sizes, create a new module.");
   TORCH_CHECK_TYPE(false, "weft: ", name, " is ", dtype_name(param.scalar_type()),
                    "; expected float32, float64, float16 or bfloat16.");
 }
@@ -99,12 +100,12 @@ void check_extra(int k, const at::Tensor& extra, const at::Tensor& x) {
   TORCH_CHECK_VALUE(extra.defined(), "weft: extra input ", k, " is an undefined tensor.");
   if (!is_supported_tensor(extra)) reject("extra input " + std::to_string(k), extra);
   TORCH_CHECK_VALUE(extra.device() == x.device(), "weft: extra input ", k, " is on ", extra.device(),
-                    ", the input is on ", x.device(), "; move it there.");
+                    ", the input is on ", x.device(), "; expected the same device.");
 }
 
 void check_tensor_meta(const std::string& what, const at::Tensor& t, const fused::TensorMeta& meta) {
   TORCH_CHECK_VALUE(t.scalar_type() == meta.dtype && t.device().type() == meta.device, "weft: ", what, " is ",
-                    dtype_name(t.scalar_type()), " on ", t.device(), ", the pipeline's text describes ",
+                    dtype_name(t.scalar_type()), " on ", t.device(), ", the pipeline text expects ",
                     dtype_name(meta.dtype), " on ", c10::DeviceTypeName(meta.device, /*lower_case=*/true), ".");
 }
 
@@ -114,6 +115,18 @@ at::ScalarType autocast_dtype(c10::DeviceType device) {
 }
 
 bool supports_autocast(c10::DeviceType device) { return device != c10::DeviceType::Meta; }
+
+/// "0 extra inputs", "1 extra input (AddExtraInput at index 5)"
+std::string extra_inputs_text(const Pipeline& pipeline) {
+  std::string list;
+  for (const int slot : pipeline.caller_inputs()) {
+    const int i = pipeline.consumer(slot);
+    list += (list.empty() ? "" : ", ") + std::string(pipeline.op(i).name()) + " at index " + std::to_string(i);
+  }
+  const auto count = pipeline.caller_inputs().size();
+  return std::to_string(count) + (count == 1 ? " extra input" : " extra inputs") +
+         (list.empty() ? "" : " (" + list + ")");
+}
 
 }  // namespace
 
@@ -130,18 +143,18 @@ void check_modes() {
   if (!included.has_any(kUnsupportedModes)) return;
   TORCH_CHECK_NOT_IMPLEMENTED(
       !included.has(DispatchKey::Tracer),
-      "weft: torch.jit.trace cannot record weft's operations: it would store their results as constants. Use "
+      "weft: torch.jit.trace is not supported: it would record the results of weft operations as constants. Use "
       "torch.export.export or torch.compile, and for ONNX torch.onnx.export(..., dynamo=True).");
   TORCH_CHECK_NOT_IMPLEMENTED(
       false,
-      "weft: called inside a function transform of torch.func (grad, vmap, jvp …), which weft's operations do "
-      "not support; call them outside of it, or use torch.autograd.");
+      "weft: called inside a torch.func transform (grad, vmap, jvp …), which weft operations do not support. Call "
+      "them outside the transform, or use torch.autograd.");
 }
 
 void check_counts(const Pipeline& pipeline, size_t params, size_t extras) {
-  TORCH_CHECK_VALUE(extras == pipeline.caller_inputs().size(), "The pipeline takes ", pipeline.caller_inputs().size(),
-                    " extra inputs, got ", extras, ".");
-  TORCH_CHECK_VALUE(params == pipeline.params().size(), "The pipeline has ", pipeline.params().size(),
+  TORCH_CHECK_VALUE(extras == pipeline.caller_inputs().size(), "Pipeline: expected ", extra_inputs_text(pipeline),
+                    ", got ", extras, ". Pass extra inputs after x, in this order.");
+  TORCH_CHECK_VALUE(params == pipeline.params().size(), "Pipeline: expected ", pipeline.params().size(),
                     " parameters, got ", params, ".");
 }
 
@@ -171,7 +184,9 @@ fused::PlanKey make_plan_key(const Pipeline& pipeline, const at::Tensor& x, ops:
   fused::PlanKey key(grad_mode, supports_autocast(device) ? autocast_dtype(device) : at::ScalarType::Undefined,
                      fused::rules_version(), eval_mask);
   if (!is_supported_tensor(x))
-    reject("the input of " + std::string(pipeline.size() > 0 ? pipeline.op(0).name() : "an empty pipeline"), x);
+    reject(pipeline.size() > 0 ? "the input of operation 0 (" + std::string(pipeline.op(0).name()) + ")"
+                               : std::string("the input of an empty pipeline"),
+           x);
   key.add(fused::TensorMeta::of(x, grad_mode).pack());
   for (size_t k = 0; k < extras.size(); ++k) {
     check_extra(static_cast<int>(k), extras[k], x);
@@ -187,16 +202,20 @@ fused::PlanKey make_plan_key(const Pipeline& pipeline, const at::Tensor& x, ops:
 }
 
 void check_buffers(const Pipeline& pipeline, const ops::Buffers& given) {
-  TORCH_CHECK_INDEX(given.op >= 0 && given.op < pipeline.size(), "weft: buffers for operation ", given.op,
-                    ", the pipeline has ", pipeline.size(), ".");
+  TORCH_CHECK_INDEX(given.op >= 0 && given.op < pipeline.size(), "weft: buffers were passed for operation ", given.op,
+                    ", but the pipeline has ", pipeline.size(), " operations.");
   const auto& op = pipeline.op(given.op);
-  TORCH_CHECK_VALUE(op.takes_buffers(), "weft: operation ", given.op, " (", op.name(), ") takes no buffers.");
+  TORCH_CHECK_VALUE(op.takes_buffers(), "weft: operation ", given.op, " (", op.name(), ") does not take buffers.");
   for (const auto& [what, t] : {std::pair{"output", &given.output}, std::pair{"grad_input", &given.grad_input}}) {
     if (!t->defined()) continue;
-    if (!is_supported_tensor(*t)) reject(std::string("the buffer '") + what + "' of " + std::string(op.name()), *t);
-    TORCH_CHECK_VALUE(t->is_contiguous() && !t->requires_grad(), op.name(), ": the buffer '", what, "' has shape ",
-                      t->sizes(), ", strides ", t->strides(), t->requires_grad() ? " and requires a gradient" : "",
-                      "; expected a contiguous tensor that requires none: pass buffer.detach().");
+    if (!is_supported_tensor(*t))
+      reject(std::string("buffer '") + what + "' of operation " + std::to_string(given.op) + " (" +
+                 std::string(op.name()) + ")",
+             *t);
+    TORCH_CHECK_VALUE(t->is_contiguous() && !t->requires_grad(), op.name(), ": buffer '", what, "' of operation ",
+                      given.op, " has shape ", t->sizes(), ", strides ", t->strides(),
+                      t->requires_grad() ? " and requires grad" : "",
+                      "; expected a contiguous tensor that does not require grad. Pass buffer.detach().");
   }
 }
 

@@ -1,7 +1,7 @@
 // The functional pair as dispatcher ops, for torch.compile, torch.export, AOTInductor and dispatch modes. `inputs` are
-// x, the extra inputs and the parameters, in the order of the pipeline's text. No list is ever empty: AOTInductor would
-// pass None for it. Outputs own their memory, so results that alias an input are copied, and a saved slot that keeps x
-// itself is an empty tensor: backward has x among its inputs.
+// x, the extra inputs and the parameters, in the order of the pipeline text. Lists are never empty, because AOTInductor
+// passes None for an empty list. Results never alias inputs: aliases are copied, and a saved slot that holds x itself
+// is an empty tensor, since backward receives x as an input.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -22,7 +22,7 @@ bool shares_memory(const at::Tensor& t, at::TensorList others) {
   return false;
 }
 
-/// `t` in contiguous memory of its own.
+/// `t` as a contiguous tensor that shares no memory with `others`.
 at::Tensor own_copy(const at::Tensor& t, at::TensorList others) {
   const auto dense = t.contiguous();
   return shares_memory(dense, others) ? dense.clone() : dense;
@@ -36,7 +36,7 @@ struct Inputs {
 
 Inputs split(const Pipeline& pipeline, at::TensorList inputs) {
   const auto extras = pipeline.caller_inputs().size(), params = pipeline.params().size();
-  TORCH_CHECK_VALUE(inputs.size() == 1 + extras + params, "The pipeline takes ", 1 + extras + params,
+  TORCH_CHECK_VALUE(inputs.size() == 1 + extras + params, "Pipeline: expected ", 1 + extras + params,
                     " tensors (the input, ", extras, " extra inputs, ", params, " parameters), got ", inputs.size(),
                     ".");
   return {inputs[0], inputs.slice(1, extras), inputs.slice(1 + extras, params)};
@@ -60,8 +60,7 @@ List pipeline_forward(at::TensorList inputs, c10::string_view text) {
   return results;
 }
 
-/// The Parameters of a call, of which saved tensors may be copies. Their `main_grad` must be one of the tensors that
-/// the op declares to mutate.
+/// The Parameters of a call. The `main_grad` of each must be among `main_grads`, which the op declares as mutated.
 class DeclaredLeafParams final : public ops::LeafParams {
  public:
   DeclaredLeafParams(at::TensorList params, at::TensorList main_grads) : params_(params), main_grads_(main_grads) {}
@@ -73,7 +72,7 @@ class DeclaredLeafParams final : public ops::LeafParams {
     const bool declared =
         std::any_of(main_grads_.begin(), main_grads_.end(), [&](const at::Tensor& t) { return t.is_same(target); });
     TORCH_CHECK_VALUE(!target.defined() || declared, "weft: parameter ", p,
-                      " accumulates into a main_grad that is not among the main_grads of the call.");
+                      " accumulates into a main_grad that is missing in the main_grads argument of the call.");
     return param;
   }
   int64_t graph_task_id() const override { return outermost_graph_task_id(); }
@@ -83,7 +82,7 @@ class DeclaredLeafParams final : public ops::LeafParams {
   at::TensorList params_, main_grads_;
 };
 
-/// Gradients in the order of the inputs; an empty tensor where none is wanted, or where main_grad has it.
+/// Gradients in the order of the inputs; an empty tensor if none is needed or if it was written to main_grad.
 List differentiate(const c10::List<std::optional<at::Tensor>>& grads, at::TensorList tensors, c10::string_view text,
                    const DeclaredLeafParams* leaf_params) {
   const auto p = program(text);
@@ -95,10 +94,10 @@ List differentiate(const c10::List<std::optional<at::Tensor>>& grads, at::Tensor
     const std::optional<at::Tensor> grad = grads.get(k);
     dy.push_back(grad.value_or(at::Tensor()));
   }
-  TORCH_CHECK_VALUE(!leaf_params || leaf_params->size() == params.size(), "The pipeline has ", params.size(),
-                    " parameters, got ", leaf_params ? leaf_params->size() : 0, " leaves.");
+  TORCH_CHECK_VALUE(!leaf_params || leaf_params->size() == params.size(), "Pipeline: expected ", params.size(),
+                    " leaf parameters, got ", leaf_params ? leaf_params->size() : 0, ".");
   const auto found =
-      backward(dy, tensors.slice(count), x, params, extras, text, leaf_params);  // of x, parameters, extra inputs
+      backward(dy, tensors.slice(count), x, params, extras, text, leaf_params);  // x, parameters, extra inputs
   List out, taken = tensors.vec();
   taken.insert(taken.end(), dy.begin(), dy.end());
   for (size_t i = 0; i < count; ++i) {

@@ -21,7 +21,8 @@ bool enough_rows(const Step& step, const at::Tensor& t) {
   return step.min_rows == 0 || t.dim() == 0 || t.numel() >= step.min_rows * t.size(-1);
 }
 
-/// Below `min_rows` the parts run instead. A joint operation left its mark in its first own slot.
+/// Whether the fused operation runs in backward. Below `min_rows` the basic operations run instead; a joint operation
+/// ran in forward if its first additional slot is filled.
 bool fused_backward(const Step& step, const Frame& frame, const at::Tensor& dy) {
   if (!step.fused) return false;
   if (!step.fused->saved_names().empty() && step.min_rows > 0) return frame.saved[step.own_base].defined();
@@ -59,11 +60,11 @@ void check_delivered(const Pipeline& pipeline, const Frame& frame, const Planned
   for (const int slot : planned.needed_slots) {
     if (frame.extra_out[slot].defined()) continue;
     const auto& out = pipeline.output(slot);
-    TORCH_CHECK(!out.to_caller, "Fused operation '", planned.step.rule,
-                "' did not return an extra output of operation ", pipeline.producer(slot),
-                " that is public: the caller gets it.");
-    TORCH_CHECK(false, "Fused operation '", planned.step.rule, "' did not return channel '", out.channel,
-                "', which is read outside its forward fusion.");
+    const int op = pipeline.producer(slot);
+    TORCH_CHECK(!out.to_caller, "Fused operation '", planned.step.rule, "' did not set an extra output of operation ",
+                op, " (", pipeline.op(op).name(), ") that is returned to the caller.");
+    TORCH_CHECK(false, "Fused operation '", planned.step.rule, "' did not set channel '", out.channel,
+                "' of operation ", op, " (", pipeline.op(op).name(), "), which is read outside the fusion.");
   }
 }
 
@@ -119,11 +120,11 @@ at::Tensor run_backward_steps(const Pipeline& pipeline, const Plan& plan, Frame&
   return dy;
 }
 
-/// Which weight gradients a backward run that failed has left in main_grad: whole ones, and of no other operation.
+/// Error context that lists the weight gradients already added to main_grad when backward failed.
 std::string added_to_main_grad_text(const std::vector<int>& ops) {
   std::string list;
   for (const int op : ops) list += (list.empty() ? "" : ", ") + std::to_string(op);
-  return "Before this, the weight gradients of operations " + list + " were added to main_grad; no other one was.";
+  return "The weight gradients of operations " + list + " were already added to main_grad; no others were.";
 }
 
 }  // namespace

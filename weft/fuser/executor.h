@@ -3,11 +3,12 @@
 
 namespace weft::fuser {
 
-/// Runs the forward plan. Extra inputs from the caller are in `frame.extra_in`; extra outputs end in `frame.extra_out`.
+/// Runs the forward plan. Reads the caller's extra inputs from `frame.extra_in` and leaves extra outputs in
+/// `frame.extra_out`.
 at::Tensor run_forward(const Pipeline& pipeline, const Plan& plan, ops::Frame& frame, at::Tensor x);
 
-/// Runs the backward plan in reverse. Gradients of extra outputs are in `frame.extra_out`, an undefined one is zero;
-/// those of extra inputs end in `frame.extra_in`. Drops saved tensors from the frame as soon as they were used.
+/// Runs the backward plan from the last step to the first. Reads the gradients of extra outputs from `frame.extra_out`
+/// (undefined: zero) and leaves those of extra inputs in `frame.extra_in`. Releases saved tensors after their last use.
 at::Tensor run_backward(const Pipeline& pipeline, const Plan& plan, ops::Frame& frame, at::Tensor dy);
 
 }  // namespace weft::fuser

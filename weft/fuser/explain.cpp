@@ -29,7 +29,7 @@ int64_t bytes_of(const Spec& spec) {
   return bytes;
 }
 
-/// The kernels of each step, as its parts or the fused operation name them.
+/// One line per step, with the kernel tier reported by the operation or the fused operation.
 std::vector<Explanation::StepLine> lines(const Pipeline& pipeline, const std::vector<PlannedStep>& steps,
                                          const fused::PlanView& view, bool backward) {
   const auto device = view.key.tensor_meta(0).device;
@@ -68,14 +68,14 @@ void list_saved(Explanation& out, const Pipeline& pipeline, const Plan& plan, co
     if (slot.alias_of == -1) {
       shared = "the caller's input";
     } else if (slot.alias_of >= 0 && !kept.emplace(slot.alias_of, slot.spec->dtype).second) {
-      shared = "kept already";
+      shared = "a tensor listed above";
     }
     out.saved.push_back({slot.op, slot.name, sizes_text(*slot.spec), std::string(dtype_name(slot.spec->dtype)),
                          shared.empty() ? bytes_of(*slot.spec) : 0, shared});
   }
 }
 
-/// Copies of frozen weights that the AMX tier keeps between calls.
+/// The packed copies of frozen weights that the AMX tier caches between calls.
 void add_packed_weights(Explanation& out) {
   for (const auto* steps : {&out.forward, &out.backward})
     for (const auto& step : *steps) out.packs |= step.runs && step.tier == kernels::tier_name(kernels::Tier::amx);
@@ -83,31 +83,32 @@ void add_packed_weights(Explanation& out) {
   out.packing_limit = kernels::packing_limit();
 }
 
-/// Who else can see the value behind an extra-output slot, so that nobody may overwrite it; empty if nobody.
+/// Why `consumer` cannot overwrite the value of an extra-output slot (another reference to it); empty if it can.
 std::string other_readers(const Pipeline& pipeline, const Plan& plan, int slot, int consumer) {
   const int producer = pipeline.producer(slot);
   const auto made_by = value_origins(pipeline, plan);
-  if (pipeline.output(slot).to_caller) return "the caller gets that tensor too";
+  if (pipeline.output(slot).to_caller) return "it is also returned to the caller";
   for (int s = 0; s < pipeline.num_extra_in(); ++s)
     if (pipeline.source(s) == slot && pipeline.consumer(s) != consumer)
-      return "operation " + std::to_string(pipeline.consumer(s)) + " reads it as well";
+      return "operation " + std::to_string(pipeline.consumer(s)) + " (" +
+             std::string(pipeline.op(pipeline.consumer(s)).name()) + ") also reads it";
   if (!pipeline.op(producer).output_is_input(plan.ops[producer])) return {};
-  if (made_by[producer] < 0) return "it is the caller's input";
+  if (made_by[producer] < 0) return "it aliases the caller's input";
   for (int i = producer + 1; i < consumer; ++i) {
     if (made_by[i] != made_by[producer]) break;
     if (plan.ops[i].needs_grad && !pipeline.op(i).saved_names().empty())
-      return "operation " + std::to_string(i) + " (" + std::string(pipeline.op(i).name()) + ") keeps it for backward";
+      return "operation " + std::to_string(i) + " (" + std::string(pipeline.op(i).name()) + ") saves it for backward";
   }
   return {};
 }
 
-/// What an operation that may overwrite its extra tensor does with it.
+/// Whether an in-place operation writes into its extra tensor or copies it, and why.
 std::string in_place_note(const Pipeline& pipeline, const Plan& plan, int i) {
   const auto& op = pipeline.op(i);
   if (op.extra_outputs() > 0)
-    return "backward adds into the gradient of the extra output if nobody else holds it, else copies";
+    return "backward adds into the gradient of the extra output if it is not referenced elsewhere, otherwise copies";
   const int from = pipeline.source(pipeline.extra_in_base(i));
-  if (from < 0) return "writes into the extra input if the caller gave it away, else copies";
+  if (from < 0) return "writes into the extra input if the caller holds no reference to it, otherwise copies";
   const auto reason = other_readers(pipeline, plan, from, i);
   const auto channel = "channel '" + pipeline.output(from).channel + "'";
   return reason.empty() ? "writes into " + channel : "copies " + channel + ": " + reason;
@@ -120,14 +121,14 @@ std::string pad(const std::string& text, size_t width) {
 void print_steps(std::ostream& text, const std::vector<Explanation::StepLine>& steps) {
   for (const auto& step : steps) {
     text << "  " << pad(format_range(step.first, step.count), 8) << pad(step.name, 28);
-    text << (step.runs ? "[" + step.tier + "]" : "skipped: no gradient is wanted");
-    if (step.min_rows > 0) text << " from " << step.min_rows << " rows";
+    text << (step.runs ? "[" + step.tier + "]" : "skipped: no gradient needed");
+    if (step.min_rows > 0) text << " for " << step.min_rows << " rows or more";
     text << "\n";
     if (!step.note.empty()) text << "          " << step.note << "\n";
   }
 }
 
-/// Each reason once, with the steps it holds for.
+/// Each reason once, with the steps it applies to.
 void print_tier_rejections(std::ostream& text, const Explanation& e) {
   std::map<std::string, std::string> where;
   std::vector<std::string> reasons;
@@ -141,7 +142,7 @@ void print_tier_rejections(std::ostream& text, const Explanation& e) {
         ranges += (ranges.empty() ? "" : ", ") + here;
     }
   }
-  if (!reasons.empty()) text << "faster kernels\n";
+  if (!reasons.empty()) text << "faster kernels not used\n";
   for (const auto& reason : reasons) text << "  " << where[reason] << ": " << reason << "\n";
 }
 
@@ -212,11 +213,11 @@ std::string Explanation::text() const {
   for (const auto& line : saved) {
     text << "  " << pad(std::to_string(line.op), 8) << pad(op_names[line.op] + " " + line.name, 28) << line.sizes << " "
          << line.dtype << "  ";
-    text << (line.shared.empty() ? format_bytes(line.bytes) : "no memory of its own: " + line.shared) << "\n";
+    text << (line.shared.empty() ? format_bytes(line.bytes) : "aliases " + line.shared) << "\n";
   }
   if (packs && packed_bytes > 0)
-    text << "packed weights: " << format_bytes(packed_bytes) << " of at most " << format_bytes(packing_limit)
-         << " kept\n";
+    text << "packed weights: " << format_bytes(packed_bytes) << " cached (limit " << format_bytes(packing_limit)
+         << ")\n";
   return text.str();
 }
 

@@ -1,5 +1,5 @@
-// The picture: one table, a row per operation; forward and backward steps are cells that span the operations they stand
-// for.
+// The Graphviz source: one table with a row per operation. A forward or backward step is a cell that spans the
+// operations it covers.
 #include <sstream>
 
 #include "weft/fuser/explain.h"
@@ -33,7 +33,7 @@ std::string small(const std::string& text, const char* colour, int size = 9) {
   return "<FONT POINT-SIZE=\"" + std::to_string(size) + "\" COLOR=\"" + colour + "\">" + html(text) + "</FONT>";
 }
 
-/// A line of its own below what stands in a cell, broken at about `width` characters.
+/// Text on new lines of a cell, wrapped at about `width` characters.
 std::string below(const std::string& text, const char* colour, size_t width = 52) {
   std::string lines, line;
   std::istringstream words(text);
@@ -86,7 +86,7 @@ std::string saved_cell(const Explanation& e, int i) {
   std::string lines;
   for (const auto& line : e.saved) {
     if (line.op != i) continue;
-    const auto size = line.shared.empty() ? format_bytes(line.bytes) : "(" + line.shared + ")";
+    const auto size = line.shared.empty() ? format_bytes(line.bytes) : "(aliases " + line.shared + ")";
     lines += small(line.name + " " + line.sizes + " " + size, kInk, 10) + "<BR ALIGN=\"LEFT\"/>";
   }
   return "<TD ALIGN=\"LEFT\">" + (lines.empty() ? " " : lines) + "</TD>";
@@ -94,7 +94,7 @@ std::string saved_cell(const Explanation& e, int i) {
 
 std::string footer(const Explanation& e) {
   std::string text = "<TR><TD COLSPAN=\"4\" BORDER=\"0\" ALIGN=\"LEFT\">";
-  text += small("kept for backward: " + e.saved_text(), kInk, 10);
+  text += small("saved for backward: " + e.saved_text(), kInk, 10);
   for (const auto& r : e.rejections)
     text += below(
         "rejected " + r.rule + " at " + format_range(r.first, r.count) + " (" + pass_name(r.pass) + "): " + r.reason,
@@ -110,7 +110,7 @@ std::string Explanation::dot() const {
          "shape=plain];\n"
       << "  plan [label=<<TABLE BORDER=\"0\" CELLBORDER=\"1\" CELLSPACING=\"0\" CELLPADDING=\"7\" COLOR=\"#c9d1d9\">\n"
       << "  <TR>" << heading("forward ↓") << heading("operation") << heading("backward ↑")
-      << heading("kept for backward") << "</TR>\n";
+      << heading("saved for backward") << "</TR>\n";
   for (int i = 0; i < static_cast<int>(ops.size()); ++i)
     dot << "  <TR>" << step_cell(forward, i, kForward) << op_cell(*this, i) << step_cell(backward, i, kBackward)
         << saved_cell(*this, i) << "</TR>\n";

@@ -15,7 +15,7 @@ using fused::PlanKey;
 using fused::TensorMeta;
 using ops::Spec;
 
-/// Also of integers, which extra inputs may be.
+/// As dtype_name and dtype_from_name, including integer dtypes of extra inputs.
 std::string_view meta_dtype(at::ScalarType dtype) {
   return dtype == at::kLong ? "int64" : dtype == at::kInt ? "int32" : dtype_name(dtype);
 }
@@ -50,12 +50,12 @@ PlanKey key_from(Parser& text, const Pipeline& pipeline) {
   for (std::string word; words >> word;) key.add(meta_from_text(word).pack());
   const auto expected = 1 + pipeline.caller_inputs().size() + pipeline.params().size();
   TORCH_CHECK_VALUE(static_cast<size_t>(key.num_tensors()) == expected, "Pipeline text: the call describes ",
-                    key.num_tensors(), " tensors, the pipeline takes ", expected, ".");
+                    key.num_tensors(), " tensors, expected ", expected, ".");
   return key;
 }
 
-/// The rules that leave no trace in what is saved. The two passes may run in different processes, under different
-/// rules, and a recorded program knows the sizes of the saved tensors: so no joint ones.
+/// Removes joint rules, which change what is saved. The two passes may run in different processes with different rules,
+/// and an exported program has fixed the sizes of the saved tensors.
 fused::RuleList without_joint_rules(fused::RuleList rules) {
   std::erase_if(rules, [](const auto& entry) { return entry.second.pass == fused::Pass::joint; });
   return rules;
@@ -78,7 +78,7 @@ Program program(std::string_view text) {
   }
   const auto call = text.rfind("@call(");
   TORCH_CHECK_VALUE(call != std::string_view::npos,
-                    "Pipeline text: no '@call(…)' at the end; make the text with describe().");
+                    "Pipeline text: expected '@call(…)' at the end. Create the text with describe().");
   auto pipeline = std::make_shared<const Pipeline>(Pipeline::parse(text.substr(0, call)));
   Parser parser(text.substr(call));
   auto plan = make_plan(*pipeline, key_from(parser, *pipeline), without_joint_rules(*rules.list));
@@ -90,7 +90,7 @@ Program program(std::string_view text) {
 
 std::string describe(const Pipeline& pipeline, const PlanKey& key) {
   TORCH_CHECK_NOT_IMPLEMENTED(!pipeline.process_local(),
-                              "The pipeline holds an operation written in Python, which has no text.");
+                              "Pipeline: an operation written in Python has no text, so the call cannot be described.");
   std::string tensors;
   for (int i = 0; i < key.num_tensors(); ++i) tensors.append(i ? " " : "").append(meta_text(key.tensor_meta(i)));
   const auto autocast =
@@ -101,7 +101,7 @@ std::string describe(const Pipeline& pipeline, const PlanKey& key) {
 
 namespace {
 
-/// The tensors of a call, contiguous where the text says so: fused operations were chosen for that.
+/// Makes tensors contiguous where the text says so, since the plan relies on it.
 Tensors as_described(const PlanKey& key, int first, c10::ArrayRef<at::Tensor> tensors) {
   Tensors list;
   for (size_t i = 0; i < tensors.size(); ++i)
@@ -116,16 +116,17 @@ void check_spec(const char* what, size_t index, const at::Tensor& t, const Spec&
                     spec.sizes, " on ", x.device(), ".");
 }
 
-/// What forward saved, checked against `infer`; empty slots are undefined.
+/// The saved tensors, checked against `infer`; undefined for empty slots.
 std::vector<at::Tensor> checked_saved(const CallShapes& shapes, c10::ArrayRef<at::Tensor> saved, const at::Tensor& x) {
-  TORCH_CHECK_VALUE(saved.size() == shapes.saved.size(), "The pipeline saves ", shapes.saved.size(), " tensors, got ",
-                    saved.size(), ".");
+  TORCH_CHECK_VALUE(saved.size() == shapes.saved.size(), "Pipeline: expected ", shapes.saved.size(),
+                    " saved tensors, got ", saved.size(), ".");
   std::vector<at::Tensor> kept(saved.size());
   for (size_t k = 0; k < saved.size(); ++k) {
     const auto& slot = shapes.saved[k];
     if (!slot.spec) continue;
     kept[k] = slot.alias_of == -1 ? x.reshape_symint(slot.spec->sizes) : saved[k];
-    TORCH_CHECK_VALUE(kept[k].defined(), "weft: saved tensor ", k, " is undefined.");
+    TORCH_CHECK_VALUE(kept[k].defined(), "weft: saved tensor ", k, " ('", slot.name, "' of operation ", slot.op,
+                      ") is undefined.");
     check_spec("saved tensor", k, kept[k], *slot.spec, x);
   }
   check_gradients(kept, "a saved tensor");
@@ -133,8 +134,8 @@ std::vector<at::Tensor> checked_saved(const CallShapes& shapes, c10::ArrayRef<at
 }
 
 void check_grads(const CallShapes& shapes, c10::ArrayRef<at::Tensor> grads, const at::Tensor& x) {
-  TORCH_CHECK_VALUE(grads.size() == shapes.outputs.size(), "The pipeline has ", shapes.outputs.size(), " outputs, got ",
-                    grads.size(), " gradients.");
+  TORCH_CHECK_VALUE(grads.size() == shapes.outputs.size(), "Pipeline: expected ", shapes.outputs.size(),
+                    " gradients, one per output, got ", grads.size(), ".");
   for (size_t k = 0; k < grads.size(); ++k)
     if (grads[k].defined()) check_spec("the gradient of output", k, grads[k], shapes.outputs[k], x);
   check_gradients(grads);

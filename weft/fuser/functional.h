@@ -8,15 +8,15 @@
 
 namespace weft::fuser {
 
-/// The two passes of a pipeline as plain functions of tensors and text: no object lives between them, so a dispatcher
-/// op, an exported program or another process can call them.
-///
-/// `text` is what `describe` returns: the pipeline and the kind of call, e.g.
+// The functional pair: forward and backward of a pipeline as pure functions of tensors and text. No object lives
+// between the two calls, so a dispatcher op, an exported program or another process can make them.
+
+/// The text of a pipeline and the properties of a call, e.g.
 ///   GELU(cache_quantized_input=false) @call(autocast=none, eval=0, tensors="cpu:float32:gc")
-/// with one word per tensor (x, extra inputs, parameters): device, dtype, g: a gradient is wanted, c: contiguous.
+/// with one word per tensor (x, extra inputs, parameters): device, dtype, flags g (requires grad) and c (contiguous).
 std::string describe(const Pipeline& pipeline, const fused::PlanKey& key);
 
-/// A described pipeline, read; the last few are kept.
+/// A parsed text. The most recently used ones are cached.
 struct Program {
   std::string text;
   uint32_t rules_version;
@@ -25,18 +25,18 @@ struct Program {
 };
 Program program(std::string_view text);
 
-/// Every count, size, dtype and device is checked against `text` before it is used; a mismatch raises ValueError.
+/// Both functions check every count, size, dtype and device against `text` and raise ValueError on a mismatch.
 struct Forward {
-  std::vector<at::Tensor> outputs;  // the main one, then the extra ones
-  std::vector<at::Tensor> saved;    // for `backward`; undefined where a slot stays empty
+  std::vector<at::Tensor> outputs;  // the main output, then the extra outputs
+  std::vector<at::Tensor> saved;    // for `backward`; undefined for an empty slot
   CallShapes shapes;
 };
 Forward forward(const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras, std::string_view text);
 
-/// Gradients of x, parameters and extra inputs, in this order; undefined where none was wanted. `grads` belong to
-/// `outputs`, an undefined one is zero; `x`, `params` and `extras` are those of the forward call. A slot of `saved`
-/// that keeps x itself is not read: x stands in for it. `leaf_params` are the Parameters whose `main_grad` may be
-/// written; without them an operation that accumulates there raises.
+/// Returns the gradients of x, parameters and extra inputs, in this order; undefined if not needed. `grads` belong to
+/// `outputs` (undefined: zero); `x`, `params` and `extras` are those of the forward call. A slot of `saved` that holds
+/// x itself is not read; x is used instead. `leaf_params` are the Parameters whose `main_grad` may be written; without
+/// them an operation that accumulates into main_grad raises.
 std::vector<at::Tensor> backward(c10::ArrayRef<at::Tensor> grads, c10::ArrayRef<at::Tensor> saved, const at::Tensor& x,
                                  ops::Params params, c10::ArrayRef<at::Tensor> extras, std::string_view text,
                                  const ops::LeafParams* leaf_params = nullptr);

@@ -34,7 +34,7 @@ std::shared_ptr<const Plan> Fuser::find(const fused::PlanKey& key) {
       return plans_.front();
     }
   }
-  // Rules written in Python take the GIL, so plans are made without the lock; of two equal ones the later is kept.
+  // The lock is not held here, because rules written in Python acquire the GIL. Of two equal plans the later is kept.
   const auto rules = fused::current_rules();
   auto made = make_plan(*pipeline_, key, *rules.list);
   ++plans_made_;

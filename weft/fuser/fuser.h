@@ -13,25 +13,25 @@ namespace weft::fuser {
 
 using Tensors = c10::SmallVector<at::Tensor, 4>;
 
-/// A pipeline with its plans. Callable from any number of threads.
+/// A pipeline with its cached plans. Thread-safe.
 class Fuser {
  public:
   explicit Fuser(Pipeline pipeline) : pipeline_(std::make_shared<const Pipeline>(std::move(pipeline))) {}
 
-  /// The main output, then the extra outputs that go to the caller. `params` in the order of `Pipeline::params()`;
-  /// `extras` are consumed, so that an operation with `in_place` may reuse one that nobody else holds; bit
-  /// `Pipeline::eval_bit(i)` of `eval_mask` puts operation i into evaluation mode; `buffers` are for operations that
-  /// take them.
+  /// Returns the main output, then the extra outputs for the caller. `params` are in the order of `Pipeline::params()`.
+  /// `extras` are consumed, so that an in-place operation may overwrite one that is not referenced elsewhere. Bit
+  /// `Pipeline::eval_bit(i)` of `eval_mask` puts operation i into evaluation mode. `buffers` are for operations with
+  /// takes_buffers().
   Tensors operator()(const at::Tensor& x, ops::Params params, Tensors extras, uint64_t eval_mask = 0,
                      c10::ArrayRef<ops::Buffers> buffers = {});
 
-  /// The plan such a call uses; made if it does not exist.
+  /// The plan for such a call, created if it is not cached.
   std::shared_ptr<const Plan> plan(const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras,
                                    uint64_t eval_mask = 0);
 
   const Pipeline& pipeline() const { return *pipeline_; }
   std::shared_ptr<const Pipeline> shared_pipeline() const { return pipeline_; }
-  /// Plans made since construction, and plans kept now.
+  /// The number of plans created since construction, and of plans cached now.
   int64_t plans_made() const { return plans_made_; }
   int64_t plans_kept() const;
 

@@ -16,8 +16,8 @@ namespace {
 
 using torch::autograd::GraphTask;
 
-/// How many backwards enclose the current one. Autograd tells the id of the current graph task, not the task itself;
-/// what it does give is the address of one of its members.
+/// The number of backwards that enclose the current one. Autograd does not expose the current GraphTask, but it exposes
+/// the address of its member `exec_info_`.
 int nesting_depth() {
   const auto* info = torch::autograd::get_current_graph_task_exec_info();
   if (!info) return 0;
@@ -28,8 +28,8 @@ int nesting_depth() {
   return reinterpret_cast<const GraphTask*>(task)->reentrant_depth_;
 }
 
-/// An outermost backward that recomputes activations. It holds `alive` in a final callback, so that the reference
-/// expires with the graph task, whether that succeeds or fails.
+/// An outermost backward that recomputes activations. Its final callback holds `alive`, so the reference expires with
+/// the graph task, whether that succeeds or fails.
 struct OuterBackward {
   std::thread::id thread;
   int64_t id;
@@ -64,9 +64,9 @@ int64_t outermost_graph_task_id() {
   const auto* outermost = of_this_thread();
   TORCH_CHECK(
       outermost,
-      "weft: overwrite_main_grad and delay_wgrad_compute do not work in a backward that was started inside "
-      "another one, unless that one recomputes the forward pass, as torch.utils.checkpoint does. Call the inner "
-      "backward outside, or turn the options off.");
+      "weft: overwrite_main_grad and delay_wgrad_compute are not supported in a backward started inside another one, "
+      "unless the outer one recomputes the forward pass, as torch.utils.checkpoint does. Run the inner backward "
+      "outside the outer one, or turn the options off.");
   return outermost->id;
 }
 

@@ -13,7 +13,7 @@ std::vector<int> value_origins(const Pipeline& pipeline, const Plan& plan) {
   return made_by;
 }
 
-/// False if operation i is part of a fused one that leaves this slot empty.
+/// False if operation i is fused into an operation that leaves this slot empty.
 static bool filled(const Plan& plan, int i, int slot) {
   for (const auto& [step, routes, grads, needed, needs_grad] : plan.forward)
     if (step.fused && i >= step.first && i < step.first + step.count)
@@ -23,7 +23,8 @@ static bool filled(const Plan& plan, int i, int slot) {
 
 CallShapes infer(const Pipeline& pipeline, const Plan& plan, Spec x, const std::vector<Spec>& params,
                  const std::vector<Spec>& extras) {
-  TORCH_CHECK_NOT_IMPLEMENTED(plan.num_saved == pipeline.num_saved(), "A joint fused operation cannot tell its sizes.");
+  TORCH_CHECK_NOT_IMPLEMENTED(plan.num_saved == pipeline.num_saved(),
+                              "Pipeline: cannot infer the sizes that a joint fused operation saves.");
   check_counts(pipeline, params.size(), extras.size());
   for (size_t p = 0; p < params.size(); ++p) {
     const auto& shape = pipeline.params()[p].shape;

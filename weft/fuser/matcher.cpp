@@ -34,7 +34,7 @@ std::vector<Step> Matcher::scan(const FusionRule& rule, const std::vector<Step>&
   return out;
 }
 
-/// A pattern that begins with an optional element is found twice; its shorter form says nothing new.
+/// A pattern that begins with an optional element also matches without it; drops the repeated rejection.
 void Matcher::add_rejection(Rejection rejection) {
   if (!rejections_.empty()) {
     const auto& last = rejections_.back();
@@ -79,7 +79,7 @@ std::string Matcher::rejection_reason(const FusionRule& rule, const Match& match
   }
   if (has_inner_channel(match.first(), match.size()) &&
       (rule.min_rows > 0 || !rule.make(match)->routes_inner_channels()))
-    return "a channel connects two of its parts";
+    return "a channel connects two of the matched operations";
   return {};
 }
 

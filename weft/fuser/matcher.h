@@ -6,8 +6,8 @@
 
 namespace weft::fuser {
 
-/// Tries rules on a list of steps. Only steps that are still basic operations can be taken; within a pass the first
-/// rule that takes one keeps it.
+/// Applies rules to a list of steps. A rule matches only basic operations; within a pass, the first rule that fuses an
+/// operation keeps it.
 class Matcher {
  public:
   Matcher(const Pipeline& pipeline, const fused::PlanView& view, const fused::RuleList& rules,

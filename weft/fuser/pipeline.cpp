@@ -48,8 +48,8 @@ Pipeline::Pipeline(std::vector<Stage> stages) : stages_(std::move(stages)) {
     eval_bits_.push_back(op.depends_on_training() ? eval_bits++ : -1);
   }
   TORCH_CHECK_VALUE(eval_bits <= 64,
-                    "A pipeline takes at most 64 operations that differ in training and evaluation, this one has ",
-                    eval_bits, "; split it.");
+                    "Pipeline: expected at most 64 operations that depend on training mode (such as Dropout), got ",
+                    eval_bits, ". Split the pipeline.");
   wire();
 }
 
@@ -61,8 +61,10 @@ void Pipeline::wire() {
       const int slot = extra_out_base(i) + k;
       if (out.to_caller) caller_outputs_.push_back(slot);
       if (out.channel.empty()) continue;
-      TORCH_CHECK_VALUE(producers.emplace(out.channel, slot).second, "Channel '", out.channel,
-                        "' has multiple producers.");
+      const auto [first, inserted] = producers.emplace(out.channel, slot);
+      TORCH_CHECK_VALUE(inserted, "Channel '", out.channel, "' has multiple producers: operation ",
+                        producer(first->second), " (", op(producer(first->second)).name(), ") and operation ", i, " (",
+                        op(i).name(), ").");
     }
   }
   for (int i = 0; i < size(); ++i) {
@@ -75,9 +77,10 @@ void Pipeline::wire() {
       }
       const auto found = producers.find(channel);
       TORCH_CHECK_VALUE(found != producers.end(), "Channel '", channel, "' has no producer; extra input ", k,
-                        " of operation ", i, " (", op(i).name(), ") waits for it.");
+                        " of operation ", i, " (", op(i).name(), ") reads it.");
       TORCH_CHECK_VALUE(producer(found->second) < i, "Channel '", channel, "' has no earlier producer: operation ", i,
-                        " (", op(i).name(), ") comes before or is its producer.");
+                        " (", op(i).name(), ") reads it, operation ", producer(found->second), " (",
+                        op(producer(found->second)).name(), ") produces it. Put the producer first.");
       sources_.back() = found->second;
     }
   }

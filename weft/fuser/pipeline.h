@@ -7,19 +7,19 @@
 
 namespace weft::fuser {
 
-/// An operation at its place in a pipeline, with the names its extra tensors are known by there.
+/// An operation in a pipeline, with the channels of its extra tensors.
 struct Stage {
   struct Out {
-    std::string channel;    // empty: not named
-    bool to_caller = true;  // false: not returned, only routed
+    std::string channel;    // empty: no channel
+    bool to_caller = true;  // false: only routed, not returned to the caller
   };
   ops::OpPtr op;
-  std::vector<std::string> in;  // channel of each extra input; empty or missing: given by the caller
-  std::vector<Out> out;         // of each extra output
+  std::vector<std::string> in;  // channel of each extra input; empty or missing: passed by the caller
+  std::vector<Out> out;         // for each extra output
 };
 
-/// A sequence of basic operations with its wiring. Holds no tensor; immutable. Extra tensors live in flat slots, in the
-/// order of operations and then of their indices.
+/// A sequence of basic operations and the channels between them. Immutable; holds no tensor. Extra tensors are in flat
+/// slots, ordered by operation and index.
 class Pipeline {
  public:
   explicit Pipeline(std::vector<Stage> stages);
@@ -28,7 +28,7 @@ class Pipeline {
   int size() const { return static_cast<int>(stages_.size()); }
   const ops::BasicOp& op(int i) const { return *stages_[i].op; }
 
-  /// First slot of operation i, and behind the last one the total.
+  /// The first slot of operation i; for i = size(), the total.
   int param_base(int i) const { return param_base_[i]; }
   int saved_base(int i) const { return saved_base_[i]; }
   int extra_in_base(int i) const { return extra_in_base_[i]; }
@@ -38,25 +38,25 @@ class Pipeline {
   int num_extra_in() const { return extra_in_base_.back(); }
   int num_extra_out() const { return extra_out_base_.back(); }
 
-  /// Slots that the caller fills, and slots that are returned, in order.
+  /// Extra-input slots passed by the caller and extra-output slots returned to it, in order.
   const std::vector<int>& caller_inputs() const { return caller_inputs_; }
   const std::vector<int>& caller_outputs() const { return caller_outputs_; }
-  /// The extra-output slot that feeds an extra-input slot, or -1 if the caller does.
+  /// The extra-output slot that feeds an extra-input slot, or -1 if the caller passes it.
   int source(int extra_in_slot) const { return sources_[extra_in_slot]; }
-  /// Operation of a slot.
+  /// The operation of a slot.
   int consumer(int extra_in_slot) const;
   int producer(int extra_out_slot) const;
   const Stage::Out& output(int extra_out_slot) const;
 
-  /// Which bit of the evaluation mask belongs to operation i, or -1.
+  /// The bit of operation i in the evaluation mask, or -1 if training and evaluation do not differ.
   int eval_bit(int i) const { return eval_bits_[i]; }
 
   const std::vector<ops::ParamSpec>& params() const { return params_; }
-  /// True if some operation is written in Python.
+  /// True if any operation is written in Python.
   bool process_local() const { return process_local_; }
 
-  /// `Name(field=value, …)` per operation, separated by "; ", with ` <"channel"` for a bound extra input (`<-` where
-  /// the caller gives it), ` >"channel"` for a named extra output and ` >>"channel"` for one that is not returned.
+  /// `Name(field=value, …)` per operation, separated by "; ". Then ` <"channel"` for each extra input from a channel
+  /// (`<-`: from the caller), ` >"channel"` for each extra output, ` >>"channel"` if it is not returned to the caller.
   std::string text() const;
   static Pipeline parse(std::string_view text);
 

@@ -12,7 +12,7 @@ using fused::Pass;
 using fused::PlanKey;
 using fused::Step;
 
-/// Which gradients each operation owes: one for each input that something differentiable flows into.
+/// The gradients that each operation must compute: those of its inputs that depend on a tensor with requires_grad.
 std::vector<ops::OpPlan> propagate_requires_grad(const Pipeline& pipeline, const PlanKey& key) {
   const int extras = static_cast<int>(pipeline.caller_inputs().size());
   std::vector<uint8_t> flows_in(pipeline.num_extra_in()), flows_out(pipeline.num_extra_out());
@@ -44,7 +44,8 @@ std::vector<ops::OpPlan> propagate_requires_grad(const Pipeline& pipeline, const
   return plans;
 }
 
-/// What a promoting operation adds to x: its parameter, or the extra input if the caller's is seen here.
+/// The dtype of the operand that a promoting operation combines with x: its first parameter, or an extra input from the
+/// caller; Undefined for one from a channel.
 at::ScalarType other_operand(const Pipeline& pipeline, const PlanKey& key, int i) {
   const auto& inputs = pipeline.caller_inputs();
   const int extras = static_cast<int>(inputs.size());
@@ -55,7 +56,7 @@ at::ScalarType other_operand(const Pipeline& pipeline, const PlanKey& key, int i
                                : key.tensor_meta(1 + static_cast<int>(found - inputs.begin())).dtype;
 }
 
-/// The dtype an operation computes in, given that of x; Undefined if that is not known before it runs.
+/// The compute dtype of an operation, given the dtype of x; Undefined if it is not known before the operation runs.
 at::ScalarType compute_dtype(const Pipeline& pipeline, const PlanKey& key, const ops::OpPlan& plan, int i,
                              at::ScalarType x) {
   switch (pipeline.op(i).dtype_rule()) {
@@ -84,7 +85,7 @@ int step_of(const std::vector<Step>& steps, int op) {
   return -1;
 }
 
-/// Adds to each step how extra tensors reach it. Channels inside one fused step are its own business.
+/// Adds to each step the routes of extra tensors. A fused step handles channels between its own operations itself.
 std::vector<PlannedStep> route(const Pipeline& pipeline, const std::vector<Step>& steps) {
   std::vector<PlannedStep> planned;
   for (const auto& step : steps) {
@@ -125,8 +126,8 @@ void check_coverage(const Pipeline& pipeline, const std::vector<Step>& steps, co
   int next = 0;
   for (const auto& step : steps) {
     TORCH_CHECK(step.first == next && step.count > 0, "The ", pass,
-                " plan does not cover every operation once and in order: step '", step.rule, "' starts at ", step.first,
-                ", expected ", next, ".");
+                " plan does not cover every operation once and in order: step '", step.rule, "' starts at operation ",
+                step.first, ", expected ", next, ".");
     next += step.count;
   }
   TORCH_CHECK(next == pipeline.size(), "The ", pass, " plan covers ", next, " of ", pipeline.size(), " operations.");
@@ -139,7 +140,7 @@ void mark_needs_grad(const std::vector<ops::OpPlan>& plans, std::vector<PlannedS
   }
 }
 
-/// Parameters whose values backward reads: those its operations read, and what a joint step needs beyond.
+/// Parameters whose values backward reads: by its operations, and in addition by joint steps.
 std::vector<int> params_for_backward(const Pipeline& pipeline, const Plan& plan) {
   std::vector<int> list;
   for (const auto& [step, routes, grads, needed, needs_grad] : plan.backward) {

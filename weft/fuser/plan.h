@@ -8,7 +8,7 @@
 
 namespace weft::fuser {
 
-/// A rule whose pattern was found and that declined.
+/// A rule whose pattern matched but that was rejected.
 struct Rejection {
   std::string rule;
   fused::Pass pass;
@@ -16,7 +16,7 @@ struct Rejection {
   std::string reason;
 };
 
-/// A tensor handed from an extra output to an extra input before a step runs; `last` if nobody needs it afterwards.
+/// Moves an extra output to an extra input before a step runs; `last` if no later step reads it.
 struct Route {
   int from, to;
   bool last;
@@ -24,36 +24,35 @@ struct Route {
 
 struct PlannedStep {
   fused::Step step;
-  std::vector<Route> routes;    // forward: into this step. backward: gradients out of it, `from` and `to` as in forward
-  std::vector<int> grad_slots;  // extra-output slots whose gradients reach it
-  std::vector<int> needed_slots;  // extra outputs that a fused step must deliver, since somebody outside reads them
-  bool needs_grad = false;        // any gradient of any part
+  std::vector<Route> routes;    // forward: into this step; backward: gradients out of it, `from` and `to` as in forward
+  std::vector<int> grad_slots;  // extra-output slots whose gradients this step reads
+  std::vector<int> needed_slots;  // extra outputs that a fused step must set, because they are read outside it
+  bool needs_grad = false;        // any operation of the step needs a gradient
 };
 
-/// How a pipeline runs for one key: forward and backward cut independently. Holds no tensor; immutable, so any number
-/// of threads may run it.
+/// How a pipeline runs for one key. Forward and backward are divided into steps independently. Immutable and without
+/// tensors, so any number of threads may run it.
 struct Plan {
   fused::PlanKey key;
   std::vector<ops::OpPlan> ops;
   std::vector<PlannedStep> forward, backward;    // both in forward order
-  std::vector<int> backward_params;              // parameters whose values backward reads, as flat indices
-  std::vector<uint8_t> extra_out_requires_grad;  // does a gradient flow through this extra output
-  bool output_requires_grad = false;             // … through the main output
-  int num_saved = 0;                             // slots of operations and joint steps
-  bool in_place = false;                         // some operation may overwrite an extra input
-  bool process_local = false;                    // some operation, basic or fused, is written in Python
+  std::vector<int> backward_params;              // flat indices of the parameters whose values backward reads
+  std::vector<uint8_t> extra_out_requires_grad;  // per extra-output slot
+  bool output_requires_grad = false;             // of the main output
+  int num_saved = 0;                             // slots of operations and additional slots of joint steps
+  bool in_place = false;                         // an operation may overwrite an extra input
+  bool process_local = false;                    // a basic or fused operation is written in Python
   std::vector<Rejection> rejections;
 };
 
 std::shared_ptr<const Plan> make_plan(const Pipeline& pipeline, const fused::PlanKey& key,
                                       const fused::RuleList& rules);
 
-/// A key seen from the pipeline, following the dtypes through it by each operation's rule.
+/// Applies a key to the pipeline, propagating dtypes by each operation's DtypeRule.
 fused::PlanView make_plan_view(const Pipeline& pipeline, const fused::PlanKey& key,
                                const std::vector<ops::OpPlan>& plans);
 
-/// The backward plan when some gradients will not be used; `unused` flags x, extra inputs and parameters as the key
-/// orders them.
+/// The plan without the gradients that are not used; `unused` flags x, extra inputs and parameters in key order.
 Plan prune(const Pipeline& pipeline, const Plan& plan, const std::vector<uint8_t>& unused);
 
 }  // namespace weft::fuser

@@ -33,8 +33,8 @@ uint64_t Fusible::eval_mask(const fuser::Pipeline& pipeline) const {
 at::Tensor Fusible::forward(const at::Tensor& x) {
   const auto fuser = this->fuser();
   auto outputs = (*fuser)(x, op_parameters(), {}, eval_mask(fuser->pipeline()));
-  TORCH_CHECK_VALUE(outputs.size() == 1, name(), " returns ", outputs.size() - 1,
-                    " extra outputs; call forward_extra.");
+  TORCH_CHECK_VALUE(outputs.size() == 1, name(), ": forward returns 1 output, but the pipeline also returns ",
+                    outputs.size() - 1, " extra outputs. Call forward_extra.");
   return std::move(outputs[0]);
 }
 

@@ -18,8 +18,8 @@ LinearImpl::LinearImpl(LinearOptions options) : Fusible("Linear"), options_(std:
   for (const auto& stage : stages()) register_op_parameters(*stage.op);
 }
 
-/// mode none, column:  BasicLinear, Bias
-/// mode row:           BasicLinear of this rank's features, Bias, the sum; a replicated bias comes after the sum
+/// no mode, or column:  BasicLinear, Bias
+/// row:                 BasicLinear on this rank's features, Bias, reduction; a replicated bias follows the reduction
 std::vector<fuser::Stage> LinearImpl::stages() const {
   std::vector<ops::OpPtr> basic_ops{basic_linear()};
   if (options_.bias) basic_ops.push_back(bias());

@@ -7,21 +7,21 @@
 namespace weft::nn {
 
 struct LinearOptions {
-  int64_t in_features = 0, out_features = 0;  // over all ranks
+  int64_t in_features = 0, out_features = 0;  // of the unsharded layer
   bool bias = true;
   at::ScalarType dtype = at::kFloat;
   bool accumulate_into_main_grad = false;
   bool delay_wgrad_compute = false;
   std::optional<ops::ParallelMode> tensor_parallel_mode = {};
-  std::optional<std::string> tensor_parallel_group = {};  // the name it is registered under in c10d
+  std::optional<std::string> tensor_parallel_group = {};  // its name in the c10d group registry
   bool sequence_parallel = false;
-  bool replicated_bias = false;  // row: one bias, equal on all ranks, added after the sum; else each rank adds its own
+  bool replicated_bias = false;  // mode row: one replicated bias, added after the reduction; else one bias per rank
   std::optional<std::string> userbuffers_options = {};
   std::optional<bool> overlap = {};
 };
 
-/// y = x Wᵀ + b, made of BasicLinear, Bias and, in mode row, the operation that sums over ranks. Parameters: `weight`,
-/// and `bias` if there is one; of several ranks each holds its part.
+/// y = x Wᵀ + b, composed of BasicLinear, Bias and, in mode row, the reduction over ranks. Parameters: `weight` and, if
+/// there is one, `bias`; each rank holds its shard.
 class LinearImpl : public Fusible {
  public:
   explicit LinearImpl(LinearOptions options);

@@ -12,15 +12,15 @@ OperationImpl::OperationImpl(ops::OpPtr op)
 }
 
 void OperationImpl::set_extra_input_channel(size_t index, const std::string& channel) {
-  TORCH_CHECK_INDEX(index < stage_.in.size(), name(), ": extra input ", index, " is out of range, it has ",
-                    stage_.in.size(), ".");
+  TORCH_CHECK_INDEX(index < stage_.in.size(), name(), ": extra input ", index, " is out of range, the operation has ",
+                    stage_.in.size(), " extra inputs.");
   stage_.in[index] = channel;
   reset_fuser();
 }
 
 void OperationImpl::set_extra_output_channel(size_t index, const std::string& channel, bool output_to_caller) {
-  TORCH_CHECK_INDEX(index < stage_.out.size(), name(), ": extra output ", index, " is out of range, it has ",
-                    stage_.out.size(), ".");
+  TORCH_CHECK_INDEX(index < stage_.out.size(), name(), ": extra output ", index, " is out of range, the operation has ",
+                    stage_.out.size(), " extra outputs.");
   stage_.out[index] = {channel, channel.empty() || output_to_caller};
   reset_fuser();
 }

@@ -7,14 +7,14 @@
 
 namespace weft::nn {
 
-/// One basic operation with its parameters.
+/// A module of one basic operation.
 class OperationImpl : public Fusible {
  public:
   explicit OperationImpl(ops::OpPtr op);
 
-  /// Feeds extra input `index` from a channel of the pipeline; an empty name: from the caller again.
+  /// Reads extra input `index` from a channel of the pipeline; with an empty name, from the caller.
   void set_extra_input_channel(size_t index, const std::string& channel);
-  /// Names extra output `index`; with `output_to_caller` false it is routed but not returned.
+  /// Writes extra output `index` to a channel. Without `output_to_caller` it is not returned to the caller.
   void set_extra_output_channel(size_t index, const std::string& channel, bool output_to_caller = true);
 
   const ops::BasicOp& op() const { return *stage_.op; }
@@ -29,12 +29,12 @@ class OperationImpl : public Fusible {
 };
 TORCH_MODULE(Operation);
 
-/// An operation by its type: `nn::op<ops::RMSNorm>({.normalized_shape = {64}})`.
+/// Creates an operation by type: `nn::op<ops::RMSNorm>({.normalized_shape = {64}})`.
 template <class Type>
 Operation op(typename Type::Options options = {}) {
   return Operation(std::make_shared<const Type>(std::move(options)));
 }
-/// An operation by its registered name: `nn::op("GELU")`.
+/// Creates an operation by registered name: `nn::op("GELU")`.
 Operation op(const std::string& name);
 
 }  // namespace weft::nn

@@ -7,7 +7,7 @@
 
 namespace weft::nn {
 
-/// Runs weft modules one after the other as one pipeline with one autograd node.
+/// Runs weft modules in sequence, as one pipeline with one autograd node.
 class SequentialImpl : public Fusible {
  public:
   SequentialImpl() : Fusible("Sequential") {}
@@ -29,7 +29,7 @@ class SequentialImpl : public Fusible {
   std::vector<fuser::Stage> stages() const override;
   std::vector<at::Tensor> op_parameters() const override;
   void reset_parameters() override;
-  /// Of each module, from the last to the first, with its hooks.
+  /// Calls `backward_dw` of each module, last first.
   void backward_dw() override;
   std::shared_ptr<torch::nn::Module> clone(const std::optional<at::Device>& device = std::nullopt) const override;
 

@@ -29,20 +29,20 @@ static std::string_view kind_name(ActKind kind) {
     case ActKind::sreglu:
       return "SReGLU";
     default:
-      TORCH_CHECK_VALUE(false, "Activation: this kind has its own operation, with more fields.");
+      TORCH_CHECK_VALUE(false, "Activation: use SwiGLU, SiTUGLU or ClampedSwiGLU for this kind.");
   }
 }
 
 Activation::Activation(Options options)
     : ActivationOp(kind_name(options.kind), {.kind = options.kind}, options.cache_quantized_input), options_(options) {
-  TORCH_CHECK_VALUE(!act().gated(), "Activation: ", name(), " is gated.");
+  TORCH_CHECK_VALUE(!act().gated(), "Activation: ", name(), " is gated; use GatedActivation.");
 }
 
 std::string_view Activation::name() const { return kind_name(options_.kind); }
 
 GatedActivation::GatedActivation(Options options)
     : ActivationOp(kind_name(options.kind), {.kind = options.kind}, options.cache_quantized_input), options_(options) {
-  TORCH_CHECK_VALUE(act().gated(), "GatedActivation: ", name(), " is not gated.");
+  TORCH_CHECK_VALUE(act().gated(), "GatedActivation: ", name(), " is not gated; use Activation.");
 }
 
 std::string_view GatedActivation::name() const { return kind_name(options_.kind); }
@@ -59,7 +59,7 @@ static const Register<Activation> unary[] = {
     register_activation<Activation>(ActKind::srelu, "y = max(x, 0)²."),
     register_activation<Activation>(ActKind::silu, "y = x·σ(x)."),
 };
-static const std::string kHalves = " with a the first and b the second half of the last dimension.";
+static const std::string kHalves = ", where a is the first and b the second half of the last dimension.";
 static const Register<GatedActivation> gated[] = {
     register_activation<GatedActivation>(ActKind::glu, "y = σ(a)·b" + kHalves),
     register_activation<GatedActivation>(ActKind::geglu, "y = GELU(a)·b" + kHalves),

@@ -7,7 +7,7 @@ namespace weft::ops {
 class Activation final : public ActivationOp {
  public:
   struct Options {
-    kernels::ActKind kind = kernels::ActKind::gelu;  // said by the name, not by a field
+    kernels::ActKind kind = kernels::ActKind::gelu;  // part of the operation's name, not a field
     bool cache_quantized_input = false;
     static constexpr auto fields() {
       return std::tuple{Field{"cache_quantized_input", &Options::cache_quantized_input}};
@@ -23,7 +23,8 @@ class Activation final : public ActivationOp {
   Options options_;
 };
 
-/// y = f(a)·b with a the first and b the second half of the last dimension: GLU (f = σ), GEGLU, QGEGLU, ReGLU, SReGLU.
+/// y = f(a)·b, where a is the first and b the second half of the last dimension: GLU (f = σ), GEGLU, QGEGLU, ReGLU,
+/// SReGLU.
 class GatedActivation final : public ActivationOp {
  public:
   using Options = Activation::Options;

@@ -7,8 +7,9 @@
 namespace weft::ops {
 
 ActivationOp::ActivationOp(std::string_view name, kernels::Act act, bool cache_quantized_input) : act_(act) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!cache_quantized_input, name, ": cache_quantized_input is true, but this version has no ",
-                              "quantized tensors yet. Leave it false; the input is then kept as it is.");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !cache_quantized_input, name,
+      ": cache_quantized_input is not supported (quantized tensors are not supported). Leave it false.");
 }
 
 Inferred ActivationOp::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
@@ -35,7 +36,7 @@ at::Tensor activation_input(std::string_view name, const kernels::Act& act, cons
   TORCH_CHECK(known, "Unsupported dtype: ", name, " got ", dtype_name(dtype),
               ", expected float32, float64, float16 or bfloat16.");
   if (act.gated()) {
-    TORCH_CHECK_VALUE(x.dim() > 0, name, ": input has no dimensions, expected at least one.");
+    TORCH_CHECK_VALUE(x.dim() > 0, name, ": input is a scalar, expected at least 1 dimension.");
     TORCH_CHECK_VALUE(x.size(-1) % 2 == 0, name, ": input has ", x.size(-1), " columns, expected an even number.");
     TORCH_CHECK_VALUE(act.interleave == 0 || x.size(-1) / 2 % act.interleave == 0, name, ": half of the input has ",
                       x.size(-1) / 2, " columns, expected a multiple of glu_interleave_size ", act.interleave, ".");
@@ -47,7 +48,7 @@ Spec activation_output(std::string_view name, const kernels::Act& act, const Spe
   TORCH_CHECK(at::isFloatingType(x.dtype), "Unsupported dtype: ", name, " got ", dtype_name(x.dtype),
               ", expected float32, float64, float16 or bfloat16.");
   if (!act.gated()) return x;
-  TORCH_CHECK_VALUE(!x.sizes.empty(), name, ": input has no dimensions, expected at least one.");
+  TORCH_CHECK_VALUE(!x.sizes.empty(), name, ": input is a scalar, expected at least 1 dimension.");
   const auto columns = x.sizes.back(), half = columns / 2;
   TORCH_CHECK_VALUE(same_size(columns % 2, 0), name, ": input has ", columns, " columns, expected an even number.");
   TORCH_CHECK_VALUE(act.interleave == 0 || same_size(half % act.interleave, 0), name, ": half of the input has ", half,
@@ -57,12 +58,12 @@ Spec activation_output(std::string_view name, const kernels::Act& act, const Spe
 
 void check_positive(std::string_view op, std::string_view argument, double value) {
   TORCH_CHECK_VALUE(std::isfinite(value) && value > 0, op, ": ", argument, " is ", value,
-                    ", expected a finite number above 0.");
+                    ", expected a finite positive number.");
 }
 
 int64_t interleave_size(std::string_view op, std::optional<int64_t> given) {
   TORCH_CHECK_VALUE(!given || *given > 0, op, ": glu_interleave_size is ", *given,
-                    ", expected none or a positive number.");
+                    ", expected a positive integer or none.");
   return given.value_or(0);
 }
 

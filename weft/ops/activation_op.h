@@ -4,8 +4,8 @@
 
 namespace weft::ops {
 
-/// y = act(x), in autocast's dtype, else in x's. Base of all activations without extra tensors; they differ in their
-/// fields and in what these say about `act`.
+/// y = act(x), in the autocast dtype, else that of x. Base of the activations without extra tensors; subclasses map
+/// their fields to `act`.
 class ActivationOp : public BasicOp {
  public:
   enum Saved { kInput };
@@ -28,13 +28,14 @@ class ActivationOp : public BasicOp {
   kernels::Act act_;
 };
 
-/// `x` in `dtype`. Raises RuntimeError if activations do not know it, ValueError if `x` does not split as `act` says.
+/// `x` cast to `dtype`. Raises RuntimeError for an unsupported dtype, ValueError if the columns of `x` cannot be split
+/// as `act` requires.
 at::Tensor activation_input(std::string_view name, const kernels::Act& act, const at::Tensor& x, at::ScalarType dtype);
 /// Sizes and dtype of act(x).
 Spec activation_output(std::string_view name, const kernels::Act& act, const Spec& x);
-/// Raises ValueError, naming the argument, unless `value` is finite and more than 0.
+/// Raises ValueError unless `value` is finite and positive.
 void check_positive(std::string_view op, std::string_view argument, double value);
-/// The `glu_interleave_size` of a call as `Act` has it: 0 if not given, ValueError if not positive.
+/// Converts `glu_interleave_size` to `Act::interleave`: 0 if not given. Raises ValueError if not positive.
 int64_t interleave_size(std::string_view op, std::optional<int64_t> given);
 
 }  // namespace weft::ops

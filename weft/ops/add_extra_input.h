@@ -3,11 +3,11 @@
 
 namespace weft::ops {
 
-/// y = e + x with e an extra input of x's shape.  dx = de = dy.
+/// y = e + x, where e is an extra input of the same shape as x.  dx = de = dy.
 class AddExtraInput final : public Op<AddExtraInput> {
  public:
   struct Options {
-    bool in_place = false;  // add into e if nobody else can see it
+    bool in_place = false;  // write y into e if e is not referenced elsewhere
     static constexpr auto fields() { return std::tuple{Field{"in_place", &Options::in_place}}; }
   };
   explicit AddExtraInput(Options options) : options_(options) {}

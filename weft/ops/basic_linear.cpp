@@ -16,11 +16,12 @@ WgradOptions wgrad_options(const BasicLinear::Options& options) {
 
 BasicLinear::BasicLinear(Options options) : options_(std::move(options)) {
   TORCH_CHECK_VALUE(options_.in_features >= 0 && options_.out_features >= 0, "BasicLinear: in_features ",
-                    options_.in_features, " and out_features ", options_.out_features, " must be 0 or more.");
+                    options_.in_features, " and out_features ", options_.out_features, ", expected 0 or more.");
   TORCH_CHECK_VALUE(at::isFloatingType(options_.dtype), "BasicLinear: dtype is ", dtype_name(options_.dtype),
                     ", expected float32, float64, float16 or bfloat16.");
-  TORCH_CHECK_NOT_IMPLEMENTED(!options_.delay_wgrad_compute || !options_.userbuffers_options,
-                              "BasicLinear: delay_wgrad_compute does not go with userbuffers_options; leave one out.");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !options_.delay_wgrad_compute || !options_.userbuffers_options,
+      "BasicLinear: delay_wgrad_compute and userbuffers_options cannot be combined. Set only one of them.");
   auto& ranks = options_.tensor_parallel_size;
   ranks = parallel() ? resolve_group_size("BasicLinear", options_.tensor_parallel_group, ranks) : 1;
   if (ranks == 1) {
@@ -56,10 +57,10 @@ kernels::TierChoice BasicLinear::kernel(c10::DeviceType device, at::ScalarType d
 
 Inferred BasicLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const {
   const bool fits = !x.sizes.empty() && same_size(x.sizes.back(), params[0].sizes[1]);
-  TORCH_CHECK_VALUE(fits, "Linear: input has shape ", x.sizes, ", the weight takes ", params[0].sizes[1],
-                    " features; the last dimension must equal them.");
+  TORCH_CHECK_VALUE(fits, "Linear: input has shape ", x.sizes, ", expected ", params[0].sizes[1],
+                    " features in the last dimension.");
   TORCH_CHECK_VALUE(!options_.sequence_parallel || x.sizes.size() > 1, "Linear: input has shape ", x.sizes,
-                    "; sequence_parallel splits the first dimension, expected one before the features.");
+                    ", expected at least 2 dimensions: sequence_parallel shards the first one.");
   const auto dtype = plan.dtype(params[0].dtype);
   Inferred out{.y = x.with_last(params[0].sizes[0]).as(dtype), .extra_outputs = {}, .saved = {}};
   if (gathers_input()) out.y.sizes[0] = x.sizes[0] * options_.tensor_parallel_size;
@@ -76,7 +77,7 @@ Flops BasicLinear::flops(const OpPlan& plan, const Spec& x) const {
   return {.forward = gemm, .backward = gemm * (int{plan.needs_input_grad} + int{plan.needs_param_grad[0] != 0})};
 }
 
-// ---- between ranks ------------------------------------------------------------------------------------------------
+// ---- communication ------------------------------------------------------------------------------------------------
 
 comm::Work BasicLinear::gather_input(const at::Tensor& x) const {
   return gathers_input() ? group().all_gather(x) : comm::Work(x);
@@ -100,13 +101,13 @@ comm::Work BasicLinear::gather_saved_input(OpContext& ctx) const {
   return ctx.needs_param_grad(0) ? gather_input(ctx.saved(kInput)) : comm::Work(at::Tensor());
 }
 
-// ---- products -----------------------------------------------------------------------------------------------------
+// ---- GEMMs --------------------------------------------------------------------------------------------------------
 
 void BasicLinear::check_input(const at::Tensor& x, const at::Tensor& weight) const {
-  TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == weight.size(1), "Linear: input has shape ", x.sizes(),
-                    ", the weight takes ", weight.size(1), " features; the last dimension must equal them.");
+  TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == weight.size(1), "Linear: input has shape ", x.sizes(), ", expected ",
+                    weight.size(1), " features in the last dimension.");
   TORCH_CHECK_VALUE(!options_.sequence_parallel || x.dim() > 1, "Linear: input has shape ", x.sizes(),
-                    "; sequence_parallel splits the first dimension, expected one before the features.");
+                    ", expected at least 2 dimensions: sequence_parallel shards the first one.");
 }
 
 BasicLinear::Operands BasicLinear::operands(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight) const {
@@ -131,7 +132,7 @@ kernels::GemmResult BasicLinear::local_gemm(OpContext& ctx, const at::Tensor& x,
 
 kernels::GemmResult BasicLinear::forward_gemm(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
                                               kernels::Epilogue epilogue) const {
-  TORCH_CHECK(!reduces_output(), "BasicLinear: the product is summed over ranks before an epilogue may see it.");
+  TORCH_CHECK(!reduces_output(), "BasicLinear: y is reduced over ranks, so the GEMM cannot apply an epilogue to it.");
   return local_gemm(ctx, x, weight, std::move(epilogue));
 }
 
@@ -153,12 +154,13 @@ kernels::GemmResult BasicLinear::local_input_gradient(OpContext& ctx, const at::
 
 kernels::GemmResult BasicLinear::input_gradient(OpContext& ctx, const at::Tensor& dy, Params params,
                                                 kernels::Epilogue epilogue) const {
-  TORCH_CHECK(!reduces_input_gradient(), "BasicLinear: dx is summed over ranks before an epilogue may see it.");
+  TORCH_CHECK(!reduces_input_gradient(),
+              "BasicLinear: dx is reduced over ranks, so the GEMM cannot apply an epilogue to it.");
   return local_input_gradient(ctx, dy, params, std::move(epilogue));
 }
 
 bool BasicLinear::takes_packed_grad(const OpContext& ctx, const at::Tensor& dy) const {
-  constexpr int64_t kMinRows = 512;  // below, making them costs as much as it saves
+  constexpr int64_t kMinRows = 512;  // with fewer rows, packing costs as much as it saves
   return ctx.needs_param_grad(0) && !options_.delay_wgrad_compute && dy.numel() >= kMinRows * dy.size(-1);
 }
 
@@ -183,7 +185,7 @@ bool BasicLinear::backward_dw(Params params) const {
   return delays_wgrad() && ops::backward_dw(wgrad_options(options_), params);
 }
 
-// ---- the two passes -----------------------------------------------------------------------------------------------
+// ---- forward and backward -----------------------------------------------------------------------------------------
 
 at::Tensor BasicLinear::forward(OpContext& ctx, const at::Tensor& x, Params params) const {
   auto y = local_gemm(ctx, x, params[0], {}).out;
@@ -196,7 +198,7 @@ at::Tensor BasicLinear::backward(OpContext& ctx, const at::Tensor& dy, Params pa
   return local_input_gradient(ctx, dy, params, {}).out;
 }
 
-/// x comes while dx is computed, and dx is summed while dW is.
+/// Overlaps the all-gather of x with the dx GEMM, and the reduction of dx with the dW GEMM.
 at::Tensor BasicLinear::parallel_backward(OpContext& ctx, const at::Tensor& dy, Params params) const {
   auto gathering_dy = gather_output_gradient(dy);
   auto gathering_x = gather_saved_input(ctx);

@@ -9,11 +9,12 @@ namespace weft::ops {
 
 enum class ParallelMode { column, row };
 
-/// y = x Wᵀ;  dx = dy W;  dW = Σ_rows dyᵀ x. Over p ranks, each with its part of W:
-///   column: W is split by rows,    y = x Wᵀ has its part of the columns,  dx is summed over ranks
-///   row:    W is split by columns, as x is,  y is summed over ranks
-/// With sequence_parallel what is whole on every rank is split by its first dimension: column gathers x and scatters
-/// the sum dx, row scatters the sum y and gathers dy.
+/// y = x Wᵀ;  dx = dy W;  dW = Σ_rows dyᵀ x. With tensor parallelism each rank holds a shard of W:
+///   column: W is sharded by rows, y by columns; dx is all-reduced
+///   row:    W and x are sharded by columns; y is all-reduced
+/// With sequence_parallel the replicated tensors are sharded along dimension 0 instead:
+///   column: x is all-gathered, dx is reduce-scattered
+///   row:    y is reduce-scattered, dy is all-gathered
 class BasicLinear final : public Op<BasicLinear> {
  public:
   struct Options {
@@ -26,9 +27,9 @@ class BasicLinear final : public Op<BasicLinear> {
     bool sequence_parallel = false;
     bool accumulate_into_main_grad = false;
     bool delay_wgrad_compute = false;
-    std::optional<std::string> userbuffers_options = {};  // the communication's name
-    std::optional<bool> overlap = {};                     // communication under the GEMMs; none: where it pays
-    std::optional<int64_t> fan_in = {};  // of the whole layer, for the first weights; none: in_features
+    std::optional<std::string> userbuffers_options = {};  // name of the communication, as in Transformer Engine
+    std::optional<bool> overlap = {};    // overlap communication with the GEMMs; none: if predicted to be faster
+    std::optional<int64_t> fan_in = {};  // of the unsharded layer, for initialization; none: in_features
     static constexpr auto fields() {
       return std::tuple{Field{"in_features", &Options::in_features, ParamKind::required},
                         Field{"out_features", &Options::out_features, ParamKind::required},
@@ -62,7 +63,7 @@ class BasicLinear final : public Op<BasicLinear> {
   bool delays_wgrad() const override { return options_.delay_wgrad_compute; }
   bool backward_dw(Params params) const override;
 
-  // ---- what this rank holds, and what passes between ranks ----
+  // ---- sharding and communication ----
   int64_t local_in_features() const;
   int64_t local_out_features() const;
   bool parallel() const { return options_.tensor_parallel_mode.has_value(); }
@@ -71,34 +72,34 @@ class BasicLinear final : public Op<BasicLinear> {
   bool gathers_output_gradient() const { return row() && options_.sequence_parallel; }
   bool reduces_input_gradient() const { return column(); }
 
-  /// Each returns its argument unless the mode asks for the collective; they start it, and may be waited for later.
+  /// Start the collective that the mode requires, to be waited for later; otherwise return the argument.
   comm::Work gather_input(const at::Tensor& x) const;
   comm::Work reduce_output(const at::Tensor& y) const;
   comm::Work gather_output_gradient(const at::Tensor& dy) const;
   comm::Work reduce_input_gradient(const at::Tensor& dx) const;
-  /// The saved input, of all ranks; undefined if the weight's gradient is not wanted.
+  /// The saved input of all ranks; undefined if dW is not needed.
   comm::Work gather_saved_input(OpContext& ctx) const;
 
-  // ---- the parts of forward and backward, for fused operations ----
-  /// x and W in the compute dtype; saves what backward reads.
+  // ---- building blocks of forward and backward, for fused operations ----
+  /// x and W in the compute dtype. Saves what backward reads.
   struct Operands {
     at::Tensor x, w;
   };
   Operands operands(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight) const;
   /// The weight in the compute dtype, as backward reads it.
   const at::Tensor& backward_weight(const OpContext& ctx, Params params) const;
-  /// epilogue(x Wᵀ), with x of all ranks. Saves what `backward` reads. Not for a product that is summed over ranks.
+  /// epilogue(x Wᵀ), with x gathered. Saves what `backward` reads. Raises if y is reduced over ranks.
   kernels::GemmResult forward_gemm(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
                                    kernels::Epilogue epilogue) const;
-  /// epilogue(dy W), with dx's leading sizes; undefined unless dx is wanted. dy is that of all ranks. Not for a dx that
-  /// is summed over ranks.
+  /// epilogue(dy W) with the leading sizes of dx, from the gathered dy; undefined if dx is not needed. Raises if dx is
+  /// reduced over ranks.
   kernels::GemmResult input_gradient(OpContext& ctx, const at::Tensor& dy, Params params,
                                      kernels::Epilogue epilogue) const;
-  /// Whether the weight's gradient is computed sooner if dy comes in tiles too, by `Frame::packed_grad`.
+  /// Whether a packed dy (`Frame::packed_grad`) makes the wgrad GEMM faster.
   bool takes_packed_grad(const OpContext& ctx, const at::Tensor& dy) const;
-  /// scale·Σ_rows dyᵀ x to where the weight's gradient goes, if wanted; x is the saved input, dy that of all ranks.
+  /// dW = scale·Σ_rows dyᵀ x, written to its WgradSink if needed; x is the saved input, dy is gathered.
   void weight_gradient(OpContext& ctx, const at::Tensor& dy, double scale = 1) const;
-  /// The same with another x, of all ranks; `progress` as in Epilogue.
+  /// The same for another x, already gathered; `progress` as in Epilogue.
   void weight_gradient_of(OpContext& ctx, const at::Tensor& dy, const at::Tensor& x, double scale = 1,
                           const std::function<void()>* progress = nullptr) const;
 

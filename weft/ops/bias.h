@@ -3,9 +3,9 @@
 
 namespace weft::ops {
 
-/// y = x + b, with b broadcast over the rows of x. Under autocast b follows the dtype of x, else torch's promotion
-/// holds. tensor_parallel: this rank holds its part of `size` values. sequence_parallel: x is this rank's part of the
-/// rows, b is the same on all ranks, and db is summed over them.
+/// y = x + b, with b broadcast over the rows of x. Under autocast b is cast to the dtype of x; otherwise torch's type
+/// promotion applies. tensor_parallel: b is sharded, `size` is the total. sequence_parallel: x holds this rank's rows,
+/// b is replicated, and db is all-reduced.
 class Bias final : public Op<Bias> {
  public:
   struct Options {
@@ -36,7 +36,7 @@ class Bias final : public Op<Bias> {
   Inferred infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const override;
   at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;
   at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const override;
-  /// Gives db, of which `local_db` are this rank's Σ_rows dy.
+  /// Sets db from this rank's Σ_rows dy, reduced over ranks if sequence_parallel.
   void set_gradient(OpContext ctx, at::Tensor local_db) const;
 
  private:

@@ -7,7 +7,7 @@
 namespace weft::ops {
 namespace {
 
-/// One rank is no group.
+/// Resolves the group size and drops the group if it has one rank.
 template <class Options>
 Options resolve_group(std::string_view op, Options options) {
   auto& ranks = options.process_group_size;
@@ -17,7 +17,7 @@ Options resolve_group(std::string_view op, Options options) {
 }
 
 void check_first_dimension(std::string_view op, const Spec& x) {
-  TORCH_CHECK_VALUE(!x.sizes.empty(), op, ": the input is a scalar, expected a tensor with a first dimension.");
+  TORCH_CHECK_VALUE(!x.sizes.empty(), op, ": input is a scalar, expected at least 1 dimension.");
 }
 
 }  // namespace
@@ -76,11 +76,10 @@ at::Tensor AllReduce::backward(OpContext& ctx, const at::Tensor& dy, Params) con
                                                        : comm::Group(*options_.process_group).all_reduce(dy).wait();
 }
 
-static const Register<AllGather> all_gather{
-    "AllGather", "y is x of all ranks, one after the other in the first dimension.", {}};
+static const Register<AllGather> all_gather{"AllGather", "y is x of all ranks, concatenated along dimension 0.", {}};
 static const Register<ReduceScatter> reduce_scatter{
-    "ReduceScatter", "y is this rank's part, in the first dimension, of the sum of x over all ranks.", {}};
+    "ReduceScatter", "y is this rank's shard, along dimension 0, of the sum of x over all ranks.", {}};
 static const Register<AllReduce> all_reduce{
-    "AllReduce", "y is the sum of x over all ranks. With reduce_in_backward dx is the sum of dy, else dy itself.", {}};
+    "AllReduce", "y is the sum of x over all ranks. dx is the sum of dy with reduce_in_backward, else dy.", {}};
 
 }  // namespace weft::ops

@@ -3,7 +3,7 @@
 
 namespace weft::ops {
 
-/// Base of the operations between ranks. With one rank they return x itself, and dy as its gradient.
+/// Base of the collective operations. With one rank, y is x itself and dx is dy.
 template <class Self>
 class Collective : public Op<Self> {
  public:
@@ -13,7 +13,7 @@ class Collective : public Op<Self> {
   bool single_rank() const { return static_cast<const Self*>(this)->options().process_group_size == 1; }
 };
 
-/// y is x of all ranks, one after the other in the first dimension; dx is this rank's part of the sum of dy.
+/// y is x of all ranks, concatenated along dimension 0; dx is dy, reduce-scattered.
 class AllGather final : public Collective<AllGather> {
  public:
   struct Options {
@@ -36,7 +36,7 @@ class AllGather final : public Collective<AllGather> {
   Options options_;
 };
 
-/// y is this rank's part, in the first dimension, of the sum of x over all ranks; dx is dy of all ranks.
+/// y is this rank's shard, along dimension 0, of the sum of x over all ranks; dx is dy, all-gathered.
 class ReduceScatter final : public Collective<ReduceScatter> {
  public:
   using Options = AllGather::Options;
@@ -52,8 +52,8 @@ class ReduceScatter final : public Collective<ReduceScatter> {
   Options options_;
 };
 
-/// y is the sum of x over all ranks. dx is the sum of dy if each rank does something of its own with y; where all do
-/// the same, dy is already the whole gradient, and reduce_in_backward must be off.
+/// y is the sum of x over all ranks. With reduce_in_backward dx is the sum of dy, as needed if ranks use y differently.
+/// If all ranks compute the same from y, dy is already the full gradient and reduce_in_backward must be false.
 class AllReduce final : public Collective<AllReduce> {
  public:
   struct Options {

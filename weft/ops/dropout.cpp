@@ -55,6 +55,6 @@ at::Tensor Dropout::backward(OpContext& ctx, const at::Tensor& dy, Params) const
 }
 
 static const Register<Dropout> dropout{
-    "Dropout", "Training: y = x·m/(1-p), each m 0 with probability p. Else y = x.", {.p = 0.5}};
+    "Dropout", "Training: y = x·m/(1-p), with each m 0 with probability p. Evaluation: y = x.", {.p = 0.5}};
 
 }  // namespace weft::ops

@@ -3,7 +3,8 @@
 
 namespace weft::ops {
 
-/// Training: y = x·m/(1-p), each m 0 with probability p, else 1, drawn from torch's generator. Else y is x itself.
+/// Training: y = x·m/(1-p), with each m 0 with probability p and 1 otherwise, drawn from torch's generator. Evaluation:
+/// y is x itself.
 class Dropout final : public Op<Dropout> {
  public:
   struct Options {
@@ -15,7 +16,7 @@ class Dropout final : public Op<Dropout> {
   explicit Dropout(Options options);
 
   const Options& options() const { return options_; }
-  /// m for x, kept for backward if needed.
+  /// Draws m for x and saves it for backward if needed.
   at::Tensor mask(OpContext& ctx, const at::Tensor& x) const;
 
   std::string_view name() const override { return "Dropout"; }

@@ -15,41 +15,40 @@
 namespace weft::ops {
 namespace {
 
-/// [..., n] as a matrix whose rows have no gaps.
+/// [..., n] as a matrix with contiguous rows.
 at::Tensor dense_rows(const at::Tensor& t) {
   const auto matrix = as_matrix(t);
   return matrix.stride(1) == 1 || matrix.size(1) <= 1 ? matrix : matrix.contiguous();
 }
 
-/// Whether two tensors share no memory.
 bool are_disjoint(const at::Tensor& a, const at::Tensor& b) {
   return at::get_overlap_status(a, b) == at::MemOverlapStatus::No;
 }
 
-/// The caller's memory as a matrix that is about to be written; undefined if there is none.
+/// The caller's buffer as a matrix, with its version bumped for the coming write; undefined if there is none.
 at::Tensor writable_matrix(const at::Tensor& given, int64_t columns) {
   if (!given.defined()) return {};
   if (!given.is_inference()) given.unsafeGetTensorImpl()->bump_version();
   return given.view({-1, columns});
 }
 
-/// A matrix with the leading sizes of `like`. In the caller's memory it counts versions with the caller's tensor, so
-/// that nobody uses it for backward once that was written again.
+/// The matrix reshaped to the leading sizes of `like`. In the caller's buffer it shares the buffer's version counter,
+/// so that autograd detects a later write.
 at::Tensor restore_output(const at::Tensor& matrix, const at::Tensor& like, const at::Tensor& given) {
   auto t = restore_leading_dims(matrix, like);
   return given.defined() ? share_version_counter(std::move(t), given) : t;
 }
 
-/// Gradients that lie in buffers of callers, by address. Each has a storage of its own, so that it can move to memory
-/// of its own when the buffer is written again while some alias of it is still in use.
+/// Gradients in callers' buffers, by address. Each has a separate storage, so that it can be moved to new memory when
+/// the buffer is about to be overwritten while an alias is still in use.
 class GradientsInBuffers {
  public:
   static GradientsInBuffers& instance() {
-    static auto* table = new GradientsInBuffers;  // never destroyed: a tensor may outlive any order of exit
+    static auto* table = new GradientsInBuffers;  // never destroyed: tensors may outlive static destructors
     return *table;
   }
 
-  /// The gradient in `buffer`, with the sizes of the buffer.
+  /// A tensor over the memory of `buffer`, registered here.
   at::Tensor add(const at::Tensor& buffer) {
     auto gradient = at::from_blob(buffer.data_ptr(), buffer.sizes(), [buffer](void*) {}, buffer.options());
     if (!gradient.is_inference() && !buffer.is_inference())
@@ -59,7 +58,7 @@ class GradientsInBuffers {
     return gradient;
   }
 
-  /// Moves gradients out of `buffer`, which is about to be written.
+  /// Moves the gradients in `buffer` to new memory, before `buffer` is written.
   void move_out_of(const at::Tensor& buffer) {
     std::vector<c10::intrusive_ptr<c10::StorageImpl>> in_use;
     const auto [begin, end] = range(buffer);
@@ -94,7 +93,7 @@ class GradientsInBuffers {
   std::vector<Entry> entries_;
 };
 
-/// One matrix for each group; copies of those that have gaps.
+/// One matrix per group; matrices that are not contiguous are copied.
 kernels::GroupedMatrix contiguous_groups(Params list, int64_t rows, int64_t columns) {
   const auto dense = [](const at::Tensor& t) { return t.is_contiguous(); };
   if (std::all_of(list.begin(), list.end(), dense)) return {list, rows, columns};
@@ -126,7 +125,7 @@ int GroupedLinear::first_weight() const {
 }
 int GroupedLinear::first_bias() const { return first_weight() == 0 ? num_weights() : 0; }
 
-/// All weights, then all biases; but a single weight comes after biases of their own.
+/// All weights, then all biases, except that a single grouped weight follows per-group biases.
 std::vector<ParamSpec> GroupedLinear::params() const {
   const auto groups = options_.num_groups, n = options_.out_features, k = options_.in_features;
   std::vector<ParamSpec> weights, biases;
@@ -162,7 +161,7 @@ std::vector<ParamSpec> GroupedLinear::params() const {
   return first;
 }
 
-/// The parameters of one operation are alike: one grouped product serves them all.
+/// Raises unless all parameters have the same dtype, device and requires_grad: one grouped GEMM serves them all.
 void GroupedLinear::check_parameters(const OpContext& ctx, const at::Tensor& x, Params params) const {
   const auto& first = params[first_weight()];
   const bool needs_grad = ctx.needs_param_grad(first_weight());
@@ -172,11 +171,12 @@ void GroupedLinear::check_parameters(const OpContext& ctx, const at::Tensor& x, 
       TORCH_CHECK_VALUE(p.sizes() == shape, "GroupedLinear: ", what, " ", i - begin, " has shape ", p.sizes(),
                         ", expected ", shape, ".");
       TORCH_CHECK(p.scalar_type() == first.scalar_type() && p.device() == first.device(), "GroupedLinear: ", what, " ",
-                  i - begin, " is ", p.scalar_type(), " on ", p.device(), ", the first weight is ", first.scalar_type(),
-                  " on ", first.device(), "; expected all weights and biases to be alike.");
+                  i - begin, " is ", dtype_name(p.scalar_type()), " on ", p.device(), ", the first weight is ",
+                  dtype_name(first.scalar_type()), " on ", first.device(),
+                  "; expected the same dtype and device for all weights and biases.");
       TORCH_CHECK(ctx.needs_param_grad(i) == needs_grad, "GroupedLinear: ", what, " ", i - begin,
                   needs_grad ? " does not require a gradient" : " requires a gradient", ", the first weight ",
-                  needs_grad ? "does" : "does not", "; freeze all weights and biases of an operation, or none.");
+                  needs_grad ? "does" : "does not", "; freeze all weights and biases of the operation or none.");
     }
   };
   const auto groups = options_.num_groups, n = options_.out_features, k = options_.in_features;
@@ -184,8 +184,8 @@ void GroupedLinear::check_parameters(const OpContext& ctx, const at::Tensor& x, 
   const std::array<int64_t, 2> bias{groups, n};
   check("weight", first_weight(), num_weights(), at::IntArrayRef(weight).slice(options_.single_grouped_weight ? 0 : 1));
   check("bias", first_bias(), num_biases(), at::IntArrayRef(bias).slice(options_.single_grouped_bias ? 0 : 1));
-  TORCH_CHECK_VALUE(x.device() == first.device(), "GroupedLinear: input is on ", x.device(), ", weights on ",
-                    first.device(), ".");
+  TORCH_CHECK_VALUE(x.device() == first.device(), "GroupedLinear: input is on ", x.device(), ", weights are on ",
+                    first.device(), "; expected the same device.");
 }
 
 kernels::GroupedMatrix GroupedLinear::biases_of(Params params) const {
@@ -196,7 +196,7 @@ kernels::GroupedMatrix GroupedLinear::biases_of(Params params) const {
   return contiguous_groups(list, 1, n);
 }
 
-// ---- checks of a call ---------------------------------------------------------------------------------------------
+// ---- argument checks ----------------------------------------------------------------------------------------------
 
 void GroupedLinear::check_input(const at::Tensor& x) const {
   TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == options_.in_features, "GroupedLinear: input has shape ", x.sizes(),
@@ -205,27 +205,28 @@ void GroupedLinear::check_input(const at::Tensor& x) const {
 
 void GroupedLinear::check_splits(const at::Tensor& splits, const at::Tensor& x) const {
   TORCH_CHECK_TYPE(at::isIntegralType(splits.scalar_type(), /*includeBool=*/false), "GroupedLinear: split sizes are ",
-                   splits.scalar_type(), ", expected integers (int32 or int64).");
+                   dtype_name(splits.scalar_type()), ", expected integers (int32 or int64).");
   TORCH_CHECK_VALUE(splits.numel() == options_.num_groups, "GroupedLinear: expected ", options_.num_groups,
-                    " split sizes, one for each group, got ", splits.numel(), ".");
+                    " split sizes, one per group, got ", splits.numel(), ".");
   TORCH_CHECK_VALUE(splits.device() == x.device(), "GroupedLinear: split sizes are on ", splits.device(),
-                    ", the input is on ", x.device(), "; move them there.");
+                    ", the input is on ", x.device(), "; expected the same device.");
 }
 
 void GroupedLinear::check_buffer(const OpContext& ctx, const char* what, const at::Tensor& buffer,
                                  at::IntArrayRef sizes, at::ScalarType dtype, const at::Tensor& x,
                                  Params params) const {
   TORCH_CHECK_VALUE(buffer.sizes() == sizes && buffer.scalar_type() == dtype && buffer.device() == x.device(),
-                    "GroupedLinear: the buffer '", what, "' is ", buffer.scalar_type(), " ", buffer.sizes(), " on ",
-                    buffer.device(), ", expected ", dtype, " ", sizes, " on ", x.device(), ".");
+                    "GroupedLinear: buffer '", what, "' is ", dtype_name(buffer.scalar_type()), " of shape ",
+                    buffer.sizes(), " on ", buffer.device(), ", expected ", dtype_name(dtype), " of shape ", sizes,
+                    " on ", x.device(), ".");
   bool disjoint = are_disjoint(buffer, x);
   for (const auto& param : params) disjoint = disjoint && are_disjoint(buffer, param);
   for (int i = 0; i < extra_inputs(); ++i) disjoint = disjoint && are_disjoint(buffer, ctx.extra_input(i));
-  TORCH_CHECK_VALUE(disjoint, "GroupedLinear: the buffer '", what,
-                    "' shares memory with an input or a parameter; expected memory of its own.");
+  TORCH_CHECK_VALUE(disjoint, "GroupedLinear: buffer '", what,
+                    "' shares memory with an input or a parameter; pass a separate buffer.");
 }
 
-// ---- products -----------------------------------------------------------------------------------------------------
+// ---- GEMMs --------------------------------------------------------------------------------------------------------
 
 bool GroupedLinear::needs_weight_grad(const OpContext& ctx) const {
   const auto& needed = ctx.plan().needs_param_grad;
@@ -233,7 +234,7 @@ bool GroupedLinear::needs_weight_grad(const OpContext& ctx) const {
                      [](uint8_t w) { return w != 0; });
 }
 
-/// All weights in `dtype`: themselves, or copies in one block, which is put into `cast`.
+/// All weights in `dtype`. If they need a cast, the copies are in one block, returned in `cast`.
 kernels::GroupedMatrix GroupedLinear::weights_of(Params params, at::ScalarType dtype, at::Tensor& cast) const {
   const auto list = params.slice(first_weight(), num_weights());
   const auto groups = options_.num_groups, n = options_.out_features, k = options_.in_features;
@@ -270,7 +271,7 @@ GroupedLinear::ForwardResult GroupedLinear::forward_gemm(OpContext& ctx, const a
   if (scales_bias()) {
     scales = ctx.extra_input(kBiasScales);
     TORCH_CHECK_VALUE(scales.numel() == matrix.size(0), "GroupedLinear: bias scales have shape ", scales.sizes(),
-                      ", the input has ", matrix.size(0), " rows; expected one value for each.");
+                      ", the input has ", matrix.size(0), " rows; expected one value per row.");
   }
   const auto w = weights_of(params, input.scalar_type(), cast);
   check_buffers(ctx, x, params);
@@ -349,7 +350,7 @@ bool GroupedLinear::backward_dw(Params params) const {
   return delays_wgrad() && ops::backward_dw(wgrad(), params.slice(first_weight(), num_weights()));
 }
 
-// ---- the two passes -----------------------------------------------------------------------------------------------
+// ---- forward and backward -----------------------------------------------------------------------------------------
 
 kernels::TierChoice GroupedLinear::kernel(c10::DeviceType device, at::ScalarType dtype, bool backward) const {
   const auto n = options_.out_features, k = options_.in_features;
@@ -365,9 +366,10 @@ Inferred GroupedLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<S
                     "GroupedLinear: input has shape ", x.sizes, ", expected ", options_.in_features,
                     " features in the last dimension.");
   TORCH_CHECK_VALUE(same_size(extra[kSplitSizes].numel(), options_.num_groups), "GroupedLinear: expected ",
-                    options_.num_groups, " split sizes, one for each group, got ", extra[kSplitSizes].numel(), ".");
+                    options_.num_groups, " split sizes, one per group, got ", extra[kSplitSizes].numel(), ".");
   TORCH_CHECK_VALUE(!scales_bias() || same_size(extra[kBiasScales].numel(), x.rows()),
-                    "GroupedLinear: the bias scales must hold one value for each of the ", x.rows(), " rows.");
+                    "GroupedLinear: bias scales have shape ", extra[kBiasScales].sizes, ", the input has ", x.rows(),
+                    " rows; expected one value per row.");
   const auto given = params[first_weight()].dtype, dtype = plan.dtype(given);
   Inferred out{.y = x.with_last(options_.out_features).as(dtype), .extra_outputs = {}, .saved = {}};
   out.saved.resize(4);
@@ -413,7 +415,7 @@ static const Register<GroupedLinear> grouped_linear{
     "GroupedLinear",
     "y[rows of group g] = x[rows of group g] W_gᵀ + b_g. Extra inputs: "
     "the number of rows of each group (int32 or int64); "
-    "with scale_bias a factor of the bias for each row.",
+    "with scale_bias, a factor for the bias of each row.",
     {.num_groups = 3, .in_features = 8, .out_features = 4, .scale_bias = true}};
 
 }  // namespace weft::ops

@@ -5,10 +5,10 @@
 
 namespace weft::ops {
 
-/// Rows in groups, each with a weight of its own: for the rows r of group g
+/// Grouped GEMM: a separate weight for each group of rows. For the rows r of group g
 ///   y_r = W_g x_r + c_r·b_g;  dx_r = dy_r W_g;  dW_g = Σ_{r∈g} dy_rᵀ x_r;  db_g = Σ_{r∈g} c_r·dy_r;  dc_r = dy_r·b_g
-/// with c_r = 1, or with scale_bias c_r from the second extra input. The first extra input says how many rows each
-/// group has; only kernels read it. Rows behind the last group belong to none: they are 0 in y and dx, and ignored.
+/// where c_r is 1, or with scale_bias the second extra input. The first extra input holds the row count of each group
+/// (split sizes); only kernels read it. Rows after the last group are ignored and are 0 in y and dx.
 class GroupedLinear final : public Op<GroupedLinear> {
  public:
   struct Options {
@@ -22,7 +22,7 @@ class GroupedLinear final : public Op<GroupedLinear> {
     bool single_grouped_bias = false;    // one parameter `bias` [G, out] instead of bias0, bias1, …
     bool delay_wgrad_compute = false;
     bool scale_bias = false;
-    bool split_path = false;  // one product after the other instead of the grouped kernel: the numerical reference
+    bool split_path = false;  // one GEMM per group instead of the grouped kernel: the numerical reference
     static constexpr auto fields() {
       return std::tuple{Field{"num_groups", &Options::num_groups, ParamKind::required},
                         Field{"in_features", &Options::in_features, ParamKind::required},
@@ -62,9 +62,9 @@ class GroupedLinear final : public Op<GroupedLinear> {
   bool delays_wgrad() const override { return options_.delay_wgrad_compute; }
   bool backward_dw(Params params) const override;
 
-  // ---- the parts of forward and backward, for fused operations ----
+  // ---- building blocks of forward and backward, for fused operations ----
   bool scales_bias() const { return options_.bias && options_.scale_bias; }
-  /// Where weights and biases are among the parameters.
+  /// Index of the first weight and of the first bias in `params()`.
   int first_weight() const;
   int first_bias() const;
   int num_weights() const { return options_.single_grouped_weight ? 1 : static_cast<int>(options_.num_groups); }
@@ -73,19 +73,19 @@ class GroupedLinear final : public Op<GroupedLinear> {
   }
   bool needs_weight_grad(const OpContext& ctx) const;
 
-  /// W_g x_r + c_r·b_g as a matrix, in memory of the caller's if there is some. Saves all that backward reads but x,
-  /// which it returns as it is to be saved.
+  /// y = W_g x_r + c_r·b_g as a matrix, in the caller's buffer if there is one, and x as backward reads it. Saves
+  /// everything that backward reads except x.
   struct ForwardResult {
     at::Tensor y, x;
   };
   ForwardResult forward_gemm(OpContext& ctx, const at::Tensor& x, Params params) const;
-  /// What `forward_gemm` or `differentiate` returned, with the leading sizes of `like`.
+  /// The result of `forward_gemm` or `differentiate`, reshaped to the leading sizes of `like`.
   at::Tensor finish_output(const OpContext& ctx, const at::Tensor& y, const at::Tensor& like) const;
   at::Tensor finish_input_gradient(const OpContext& ctx, const at::Tensor& dx, const at::Tensor& like) const;
-  /// dy in the compute dtype, as a matrix; a copy if dx is to be written where it lies.
+  /// dy as a matrix in the compute dtype; a copy if it overlaps the caller's buffer for dx.
   at::Tensor prepare_output_gradient(const OpContext& ctx, const at::Tensor& dy, Params params) const;
-  /// All gradients that are wanted, x being what multiplied the weights; returns dx as a matrix, in memory of the
-  /// caller's if there is some. dy as `prepare_output_gradient` gives it.
+  /// Computes all needed gradients from dy (see `prepare_output_gradient`) and the input x of the GEMM. Returns dx as a
+  /// matrix, in the caller's buffer if there is one.
   at::Tensor differentiate(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& x) const;
 
  private:

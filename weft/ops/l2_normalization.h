@@ -9,8 +9,8 @@ class L2Normalization final : public Op<L2Normalization> {
  public:
   struct Options {
     double eps = 1e-6;
-    std::optional<int64_t> seq_length = {};        // both only say which kernels a GPU should warm up;
-    std::optional<int64_t> micro_batch_size = {};  // they change nothing here
+    std::optional<int64_t> seq_length = {};        // these two select kernels to warm up on a GPU
+    std::optional<int64_t> micro_batch_size = {};  // and have no effect on a CPU
     static constexpr auto fields() {
       return std::tuple{Field{"eps", &Options::eps}, Field{"seq_length", &Options::seq_length},
                         Field{"micro_batch_size", &Options::micro_batch_size}};

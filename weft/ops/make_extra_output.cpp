@@ -26,6 +26,6 @@ at::Tensor MakeExtraOutput::backward(OpContext& ctx, const at::Tensor& dy, Param
 }
 
 static const Register<MakeExtraOutput> make_extra_output{
-    "MakeExtraOutput", "Returns x itself, and once more as an extra output.", {}};
+    "MakeExtraOutput", "y and the extra output are both x itself.", {}};
 
 }  // namespace weft::ops

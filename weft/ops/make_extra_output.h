@@ -3,11 +3,11 @@
 
 namespace weft::ops {
 
-/// Returns x itself, and once more as an extra output.  dx = dy + gradient of the extra output.
+/// y and the extra output are both x itself.  dx = dy + gradient of the extra output.
 class MakeExtraOutput final : public Op<MakeExtraOutput> {
  public:
   struct Options {
-    bool in_place = false;  // add into the extra output's gradient if nobody else can see it
+    bool in_place = false;  // write dx into the gradient of the extra output if that is not referenced elsewhere
     static constexpr auto fields() { return std::tuple{Field{"in_place", &Options::in_place}}; }
   };
   explicit MakeExtraOutput(Options options) : options_(options) {}

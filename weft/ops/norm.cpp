@@ -28,11 +28,11 @@ at::Tensor input_of(std::string_view op, const OpContext& ctx, const at::Tensor&
   const auto row = static_cast<size_t>(weight.dim());
   const bool ends_in_row = x.sizes().size() >= row && x.sizes().slice(x.dim() - row) == weight.sizes();
   TORCH_CHECK_VALUE(ends_in_row, op, ": input has shape ", x.sizes(), ", normalized_shape is ", weight.sizes(),
-                    "; the trailing dimensions must equal it.");
+                    "; expected the trailing dimensions to equal it.");
   return as_dtype(x, ctx.dtype(weight.scalar_type()));
 }
 
-/// γ' in the dtype of the statistics of an input of `dtype`.
+/// γ' in the opmath dtype of `dtype`.
 at::Tensor gamma_of(const NormOptions& o, const at::Tensor& weight, at::ScalarType dtype) {
   const auto gamma = as_dtype(weight, kernels::opmath_dtype(dtype));
   return o.zero_centered_gamma ? at::add(gamma, 1) : gamma;
@@ -42,18 +42,19 @@ Spec input_spec(std::string_view op, const OpPlan& plan, const Spec& x, const Sp
   const c10::SymIntArrayRef sizes(x.sizes), row(weight.sizes);
   const bool ends_in_row = sizes.size() >= row.size() && same_sizes(sizes.slice(sizes.size() - row.size()), row);
   TORCH_CHECK_VALUE(ends_in_row, op, ": input has shape ", sizes, ", normalized_shape is ", row,
-                    "; the trailing dimensions must equal it.");
+                    "; expected the trailing dimensions to equal it.");
   return x.as(plan.dtype(weight.dtype));
 }
 
-/// The sizes of x, those of the row replaced by 1.
+/// The sizes of x with those of the row replaced by 1.
 Spec statistic_spec(const Spec& input, const Spec& weight) {
   auto spec = input.as(kernels::opmath_dtype(input.dtype));
   std::fill(spec.sizes.end() - weight.sizes.size(), spec.sizes.end(), c10::SymInt(1));
   return spec;
 }
 
-/// What a kernel that gives dx in `dtype` can add to it before it rounds, and what is left to add afterwards.
+/// The kernel adds `addend` before rounding if it has the dtype of dx (`fused_addend`); otherwise `add_unfused` adds it
+/// afterwards.
 at::Tensor fused_addend(const at::Tensor& addend, at::ScalarType dtype) {
   return addend.defined() && addend.scalar_type() == dtype ? addend : at::Tensor{};
 }

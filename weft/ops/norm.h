@@ -8,7 +8,7 @@ struct NormOptions {
   double eps = 1e-5;
   at::ScalarType dtype = at::kFloat;
   bool zero_centered_gamma = false;
-  int64_t sm_margin = 0;  // processors to leave free; a CPU has none to reserve, so it changes nothing
+  int64_t sm_margin = 0;  // GPU multiprocessors to leave free; no effect on a CPU
   static constexpr auto fields() {
     return std::tuple{Field{"normalized_shape", &NormOptions::normalized_shape, ParamKind::required},
                       Field{"eps", &NormOptions::eps}, Field{"dtype", &NormOptions::dtype},
@@ -17,8 +17,8 @@ struct NormOptions {
   }
 };
 
-/// Base of both norms. A row is the trailing dimensions `normalized_shape` of x, and γ' = γ, or 1 + γ if zero-centred.
-/// Statistics are float32 (float64 for float64).
+/// Base of both norms. A row spans the trailing dimensions `normalized_shape` of x. γ' is γ, or 1 + γ if zero-centered.
+/// Statistics are float32 (float64 for float64 inputs).
 class NormOp : public BasicOp {
  public:
   using Options = NormOptions;
@@ -33,11 +33,11 @@ class NormOp : public BasicOp {
     return gradient(ctx, dy, params, {}, /*reuse=*/false);
   }
 
-  /// As `backward`, with dx + addend instead of dx. `addend` has the shape of x, or is undefined. With `reuse` the
-  /// memory of dy may become that of dx.
+  /// As `backward`, but returns dx + addend. `addend` has the shape of x or is undefined. With `reuse` the result may
+  /// be written into the memory of dy.
   virtual at::Tensor gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& addend,
                               bool reuse) const = 0;
-  /// y once more, from the saved input.
+  /// Recomputes y from the saved input.
   virtual at::Tensor recompute(const OpContext& ctx, Params params) const = 0;
 
  protected:

@@ -10,7 +10,7 @@ Spec Spec::of(const at::Tensor& t) {
 }
 
 Spec Spec::with_last(c10::SymInt size) const {
-  TORCH_CHECK_VALUE(!sizes.empty(), "weft: the input has no dimensions, expected at least one.");
+  TORCH_CHECK_VALUE(!sizes.empty(), "weft: the input is a scalar, expected at least 1 dimension.");
   Spec other = *this;
   other.sizes.back() = std::move(size);
   return other;
@@ -70,7 +70,7 @@ const std::map<std::string, OpType>& op_types() { return mutable_types(); }
 void register_op_type(OpType type) {
   auto name = type.name;
   TORCH_CHECK_VALUE(mutable_types().emplace(name, std::move(type)).second, "Operation '", name,
-                    "' is registered twice.");
+                    "' is already registered.");
 }
 
 const OpType& op_type(const std::string& name) {
@@ -78,7 +78,7 @@ const OpType& op_type(const std::string& name) {
   if (found != op_types().end()) return found->second;
   std::string known;
   for (const auto& [other, type] : op_types()) known += (known.empty() ? "" : ", ") + other;
-  TORCH_CHECK_VALUE(false, "No operation is called '", name, "'; registered are ", known, ".");
+  TORCH_CHECK_VALUE(false, "Unknown operation '", name, "'. Registered: ", known, ".");
 }
 
 }  // namespace weft::ops

@@ -7,8 +7,8 @@
 namespace weft::ops {
 
 int64_t resolve_group_size(std::string_view op, const std::optional<std::string>& group, int64_t size) {
-  TORCH_CHECK_VALUE(size >= 1, op, ": the size of the group is ", size, ", expected 1 or more.");
-  TORCH_CHECK_VALUE(group, op, ": it is to be shared by ranks, but their group is not named.");
+  TORCH_CHECK_VALUE(size >= 1, op, ": process group size is ", size, ", expected 1 or more.");
+  TORCH_CHECK_VALUE(group, op, ": expected a process group (tensor_parallel_group or process_group), got none.");
   return size == 1 ? comm::Group(*group).size() : size;
 }
 

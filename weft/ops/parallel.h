@@ -6,11 +6,11 @@
 
 namespace weft::ops {
 
-/// How many ranks share an operation: `size` if that is more than 1, else as many as the group has, which must be
-/// named.
+/// The number of ranks of an operation: `size` if more than 1, else the size of the group. Raises ValueError if no
+/// group is given.
 int64_t resolve_group_size(std::string_view op, const std::optional<std::string>& group, int64_t size);
 
-/// total / ranks, which must come out even.
+/// total / ranks. Raises ValueError if there is a remainder.
 int64_t divide_evenly(std::string_view op, std::string_view what, int64_t total, int64_t ranks);
 
 }  // namespace weft::ops

@@ -3,7 +3,7 @@
 
 namespace weft::ops {
 
-/// Base of operations that return x itself, and dy as its gradient.
+/// Base of operations for which y is x itself and dx is dy.
 template <class Self>
 class PassThrough : public Op<Self> {
  public:

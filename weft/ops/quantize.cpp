@@ -5,6 +5,6 @@
 namespace weft::ops {
 
 static const Register<Quantize> quantize{
-    "Quantize", "Where values may be quantized; without a recipe y is x itself.", {}};
+    "Quantize", "Marks where tensors may be quantized. Recipes are not supported, so y is x itself.", {}};
 
 }  // namespace weft::ops

@@ -3,7 +3,7 @@
 
 namespace weft::ops {
 
-/// Outside a quantization recipe, and this version has none yet, y is x itself and dx is dy.
+/// Marks where tensors may be quantized. Quantization recipes are not supported, so y is x itself and dx is dy.
 class Quantize final : public PassThrough<Quantize> {
  public:
   struct Options {

@@ -12,23 +12,23 @@ namespace weft::ops {
 
 using Keywords = std::vector<std::pair<std::string, Value>>;
 
-/// A registered operation: how it is called and made.
+/// A registered operation: its signature and factory.
 struct OpType {
   std::string name;
   std::string doc;
-  std::vector<FieldValue> fields;  // with defaults; those `ParamKind::required` have none
+  std::vector<FieldValue> fields;  // with defaults; a `ParamKind::required` field has none
   std::function<OpPtr(const Keywords&)> make;
-  OpPtr sample;  // the instance that the generic tests run
+  OpPtr sample;  // the instance used by the generic tests
 };
 
 /// All registered operations by name.
 const std::map<std::string, OpType>& op_types();
-/// Raises ValueError, with the closest names, if there is none.
+/// Raises ValueError with the registered names if `name` is unknown.
 const OpType& op_type(const std::string& name);
 void register_op_type(OpType type);
 
-/// Makes an operation of `Type` known under `name`. `base` holds what its fields do not say (e.g. which activation),
-/// `sample` the fields of the tested instance.
+/// Registers `Type` under `name`. `base` sets options that are not fields (e.g. the activation kind); `sample` are the
+/// options of the instance used by the generic tests.
 template <class Type>
 struct Register {
   using Options = typename Type::Options;
@@ -41,7 +41,7 @@ struct Register {
         if (field.kind != ParamKind::required) continue;
         const bool found =
             std::any_of(keywords.begin(), keywords.end(), [&](const auto& k) { return k.first == field.name; });
-        TORCH_CHECK_TYPE(found, name, " needs the argument '", field.name, "'.");
+        TORCH_CHECK_TYPE(found, name, ": missing required argument '", field.name, "'.");
       }
       return std::make_shared<Type>(std::move(options));
     };

@@ -17,7 +17,7 @@ Reshape::Reshape(Options options) : options_(std::move(options)) {
   const auto open = std::count(shape.begin(), shape.end(), -1);
   const bool empty = std::count(shape.begin(), shape.end(), 0) > 0;
   TORCH_CHECK_VALUE(open == 0 || (open == 1 && !empty), "Reshape: shape is ", shape,
-                    ", expected at most one -1, and none beside a 0.");
+                    ", expected at most one -1, and no -1 together with a 0.");
 }
 
 Inferred Reshape::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
@@ -27,8 +27,7 @@ Inferred Reshape::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, 
   for (const auto size : options_.shape) fits &= size == -1 || !c10::mul_overflows(known, size, &known);
   const bool open = std::count(options_.shape.begin(), options_.shape.end(), -1) > 0;
   fits = fits && (open ? known > 0 && same_size(values % known, 0) : same_size(values, known));
-  TORCH_CHECK_VALUE(fits, "Reshape: the input has shape ", x.sizes, ", which cannot be viewed as ", options_.shape,
-                    ".");
+  TORCH_CHECK_VALUE(fits, "Reshape: cannot reshape input of shape ", x.sizes, " to ", options_.shape, ".");
   Inferred out{.y = {{}, x.dtype}, .extra_outputs = {}, .saved = {}};
   for (const auto size : options_.shape) out.y.sizes.push_back(size == -1 ? values / known : c10::SymInt(size));
   out.saved.resize(1);
@@ -46,6 +45,6 @@ at::Tensor Reshape::backward(OpContext& ctx, const at::Tensor& dy, Params) const
 }
 
 static const Register<Reshape> reshape{
-    "Reshape", "The values of x in the sizes `shape`, of which one may be -1.", {.shape = {4, -1, 3}}};
+    "Reshape", "y is x reshaped to `shape`; one size may be -1 and is inferred.", {.shape = {4, -1, 3}}};
 
 }  // namespace weft::ops

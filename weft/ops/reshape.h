@@ -3,7 +3,7 @@
 
 namespace weft::ops {
 
-/// y has the values of x and the sizes `shape`, of which one may be -1: whatever is left.
+/// y is x reshaped to `shape`; one size may be -1 and is inferred.
 class Reshape final : public Op<Reshape> {
  public:
   struct Options {

@@ -13,25 +13,25 @@ Inferred ScaledActivation::infer(const OpPlan& plan, const Spec& x, c10::ArrayRe
   const auto input = x.as(plan.dtype(x.dtype));
   Inferred out{.y = activation_output(name(), act_, input), .extra_outputs = {}, .saved = {}};
   TORCH_CHECK_VALUE(!x.sizes.empty() && same_size(extra[0].numel(), x.rows()), name(), ": scales have shape ",
-                    extra[0].sizes, ", input has shape ", x.sizes, "; expected one value for each row.");
+                    extra[0].sizes, ", input has shape ", x.sizes, "; expected one value per row.");
   out.saved.resize(2);
   if (plan.needs_grad) out.saved = {input, extra[0]};
   return out;
 }
 
 void ScaledActivation::check_scales(const at::Tensor& x, const at::Tensor& scales) const {
-  TORCH_CHECK_VALUE(x.dim() > 0, name(), ": input has no dimensions, expected at least one.");
+  TORCH_CHECK_VALUE(x.dim() > 0, name(), ": input is a scalar, expected at least 1 dimension.");
   int64_t rows = 1;
   for (const auto size : x.sizes().slice(0, x.dim() - 1)) rows *= size;
   TORCH_CHECK_VALUE(scales.numel() == rows, name(), ": scales have shape ", scales.sizes(), ", input has shape ",
-                    x.sizes(), ", that is ", rows, " rows; expected one value for each.");
+                    x.sizes(), ", that is ", rows, " rows; expected one value per row.");
 }
 
 at::Tensor ScaledActivation::forward(OpContext& ctx, const at::Tensor& x, Params) const {
   TORCH_CHECK(
-      !fused_only(), name(), ": activation_recompute_in_mlp is true, so it runs only inside a fused grouped ",
-      "MLP: between two GroupedLinear whose sizes and dtypes fit. Set it to false, or see explain() for the reason ",
-      "why they were not fused.");
+      !fused_only(), name(), ": activation_recompute_in_mlp is true, so it runs only inside a fused grouped MLP, ",
+      "between two GroupedLinear operations of matching sizes and dtypes. Set it to false, or call explain() to see ",
+      "why the fusion was rejected.");
   const auto& scales = ctx.extra_input(0);
   check_scales(x, scales);
   auto input = activation_input(name(), act_, x, ctx.dtype(x.scalar_type()));
@@ -50,7 +50,7 @@ at::Tensor ScaledActivation::backward(OpContext& ctx, const at::Tensor& dy, Para
   return dx;
 }
 
-/// The fused grouped MLP can recompute SReLU only.
+/// The fused grouped MLP recomputes SReLU only.
 static void reject_recompute(std::string_view op, bool recompute) {
   TORCH_CHECK_VALUE(!recompute, op, ": activation_recompute_in_mlp is true, but ", op,
                     " does not support activation recomputation. Leave it false.");

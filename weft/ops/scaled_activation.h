@@ -4,8 +4,8 @@
 
 namespace weft::ops {
 
-/// y[row] = s[row]·act(x[row]) with s an extra input: the middle of a mixture of experts. s may have any shape with one
-/// value for each row of x, and keeps its own dtype: the product is rounded once.
+/// y[row] = s[row]·act(x[row]), where the extra input s holds one value per row of x, in any shape (the routing
+/// probabilities of a mixture of experts). s is not cast to the compute dtype: the product is rounded once.
 class ScaledActivation : public BasicOp {
  public:
   enum Saved { kInput, kScales };
@@ -21,14 +21,14 @@ class ScaledActivation : public BasicOp {
   at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;
   at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const override;
 
-  /// Raises unless there is one scale for each row of x.
+  /// Raises ValueError unless there is one scale per row of x.
   void check_scales(const at::Tensor& x, const at::Tensor& scales) const;
 
  protected:
   explicit ScaledActivation(kernels::Act act) : act_(act) {}
 
  private:
-  /// True if it only describes a part of a fused grouped MLP, which does not keep the activation's output.
+  /// True if the operation runs only inside a fused grouped MLP, which recomputes the activation in backward.
   virtual bool fused_only() const { return false; }
 
   kernels::Act act_;

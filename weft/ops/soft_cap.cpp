@@ -10,7 +10,7 @@
 namespace weft::ops {
 
 SoftCap::SoftCap(Options options) : options_(options) {
-  TORCH_CHECK_VALUE(options_.cap > 0, "SoftCap: cap is ", options_.cap, ", expected a number above 0.");
+  TORCH_CHECK_VALUE(options_.cap > 0, "SoftCap: cap is ", options_.cap, ", expected a positive number.");
 }
 
 Inferred SoftCap::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {

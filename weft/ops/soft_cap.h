@@ -3,7 +3,7 @@
 
 namespace weft::ops {
 
-/// y = cap·tanh(x / cap), in autocast's dtype, else in x's.  dx = dy·(1 - tanh²(x / cap)).
+/// y = cap·tanh(x / cap), in the autocast dtype, else that of x.  dx = dy·(1 - tanh²(x / cap)).
 class SoftCap final : public Op<SoftCap> {
  public:
   struct Options {

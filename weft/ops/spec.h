@@ -11,28 +11,28 @@ namespace weft::ops {
 
 enum class Init { zeros, ones, fan_in_uniform };
 
-/// When backward needs the values of a parameter again: never, for the gradient of x, for any gradient.
+/// When backward reads the values of a parameter: never, for dx, or for any gradient.
 enum class BackwardRead { never, for_input_grad, always };
 
-/// A parameter as an operation describes it; the tensor belongs to a module.
+/// An operation's description of a parameter. The tensor is owned by a module.
 struct ParamSpec {
   std::string name;
   std::vector<int64_t> shape;
   at::ScalarType dtype = at::kFloat;
   Init init = Init::zeros;
-  BackwardRead backward_read = BackwardRead::never;  // by backward
-  int64_t fan_in = 0;                                // of fan_in_uniform: uniform in ±1/√fan_in
-  bool supports_main_grad = false;  // its gradient goes where a WgradSink says, and may wait for backward_dw
-  bool any_shape = false;           // of an operation written in Python: `shape` and `dtype` are not known
+  BackwardRead backward_read = BackwardRead::never;
+  int64_t fan_in = 0;               // for fan_in_uniform: uniform in ±1/√fan_in
+  bool supports_main_grad = false;  // its gradient goes to a WgradSink and may be delayed until backward_dw
+  bool any_shape = false;           // operations written in Python: `shape` and `dtype` are unknown
 };
 
-/// Sizes (maybe symbolic) and dtype of a tensor that need not exist.
+/// Sizes (possibly symbolic) and dtype of a tensor that need not exist.
 struct Spec {
   c10::SmallVector<c10::SymInt, 4> sizes;
   at::ScalarType dtype = at::kFloat;
 
   static Spec of(const at::Tensor& t);
-  /// The same sizes with the last one replaced. Raises ValueError for a scalar.
+  /// A copy with the last size replaced. Raises ValueError for a scalar.
   Spec with_last(c10::SymInt size) const;
   Spec as(at::ScalarType other) const { return {sizes, other}; }
   c10::SymInt numel() const;
@@ -40,16 +40,16 @@ struct Spec {
   c10::SymInt rows() const;
 };
 
-/// Whether two sizes are equal; for symbolic ones the compiler records that they are.
+/// Whether two sizes are equal. For symbolic sizes the tracer records the equality.
 bool same_size(const c10::SymInt& a, const c10::SymInt& b);
 bool same_sizes(c10::SymIntArrayRef a, c10::SymIntArrayRef b);
 
-/// Floating-point operations of the GEMMs in the two passes, counted as torch.utils.flop_counter does.
+/// Floating-point operations of the GEMMs in each pass, counted as torch.utils.flop_counter does.
 struct Flops {
   c10::SymInt forward = 0, backward = 0;
 };
 
-/// What one operation makes of its inputs. An empty entry of `saved` is a slot that stays empty.
+/// Specs of what one operation returns and saves. An empty entry of `saved` is a slot that stays empty.
 struct Inferred {
   Spec y;
   std::vector<Spec> extra_outputs;

@@ -37,13 +37,13 @@ SiTUGLU::SiTUGLU(Options options)
 ClampedSwiGLU::ClampedSwiGLU(Options options)
     : ActivationOp("ClampedSwiGLU", act_of(options), options.cache_quantized_input), options_(options) {}
 
-static const std::string kHalves = " with a the first and b the second half of the last dimension.";
+static const std::string kHalves = ", where a is the first and b the second half of the last dimension.";
 static const Register<SwiGLU> swiglu{"SwiGLU", "y = a·σ(a)·b" + kHalves, {.glu_interleave_size = 2}};
 static const Register<SiTUGLU> situglu{
     "SiTUGLU", "y = β1·tanh(a/β1)·σ(a) · β2·tanh(b/β2)" + kHalves, {.beta1 = 3.0, .beta2 = 12.0}};
 static const Register<ClampedSwiGLU> clamped{
     "ClampedSwiGLU",
-    "y = ā·σ(alpha·ā)·b̄, ā = min(a, limit), b̄ = clamp(b, ±limit) + glu_linear_offset," + kHalves,
+    "y = ā·σ(alpha·ā)·b̄, ā = min(a, limit), b̄ = clamp(b, ±limit) + glu_linear_offset" + kHalves,
     {.limit = 0.75}};
 
 }  // namespace weft::ops

@@ -3,8 +3,8 @@
 
 namespace weft::ops {
 
-// In all three a is the first and b the second half of the last dimension, or, with glu_interleave_size S, blocks of S
-// values of a and S values of b alternate. The output is not interleaved.
+// In all three, a is the first and b the second half of the last dimension. With glu_interleave_size S, blocks of S
+// values of a and S values of b alternate instead. The output is not interleaved.
 
 /// y = a·σ(a)·b.
 class SwiGLU final : public ActivationOp {

@@ -8,11 +8,11 @@ namespace weft::ops {
 namespace {
 
 WeakTensorMap<WgradAttrs>& wgrad_attrs_table() {
-  static auto* table = new WeakTensorMap<WgradAttrs>;  // never destroyed: a parameter may outlive any order of exit
+  static auto* table = new WeakTensorMap<WgradAttrs>;  // never destroyed: parameters may outlive static destructors
   return *table;
 }
 
-/// Notes in records. A parameter without a record has none.
+/// Resolves attributes stored as WgradAttrs.
 class AttrsResolver final : public WgradResolver {
  public:
   ResolvedWgradAttrs resolve(const at::Tensor& param, bool fetch) const override {

@@ -5,7 +5,7 @@
 namespace weft::ops {
 namespace {
 
-/// Grows whenever one of its tensors is written.
+/// Sum of the version counters; grows with each in-place write to a tensor of `gemm`.
 int64_t version(const WgradGemm& gemm) {
   int64_t sum = 0;
   for (const auto* t : {&gemm.dy, &gemm.x, &gemm.splits})
@@ -26,7 +26,7 @@ std::vector<WgradGemm> WgradQueue::pop_oldest() {
   bool changed = false;
   {
     const std::lock_guard lock(mutex_);
-    TORCH_CHECK(!entries_.empty(), "No weight gradient is pending: call backward_dw() once after each backward.");
+    TORCH_CHECK(!entries_.empty(), "No weight gradient is pending. Call backward_dw() once after each backward.");
     const auto task = entries_.front().gemm.graph_task_id;
     std::erase_if(entries_, [&](Entry& entry) {
       if (entry.gemm.graph_task_id != task) return false;
@@ -52,7 +52,7 @@ size_t WgradQueue::num_backwards() const {
 void WgradQueue::assert_empty() const {
   const auto pending = num_backwards();
   TORCH_CHECK(pending == 0, "The weight gradients of ", pending,
-              " backward passes are pending: call backward_dw() once after each backward.");
+              " backward calls are pending. Call backward_dw() once after each backward.");
 }
 
 }  // namespace weft::ops

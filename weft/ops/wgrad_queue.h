@@ -7,21 +7,21 @@
 
 namespace weft::ops {
 
-/// Delayed weight gradients, oldest first. Filled on autograd's threads, emptied on the caller's.
+/// Delayed weight gradients, oldest first. Pushed on autograd's threads, popped on the caller's thread.
 class WgradQueue {
  public:
   void push(WgradGemm gemm);
-  /// All of the oldest backward; raises if there are none, or if their tensors were written since.
+  /// All gradients of the oldest backward. Raises if there are none, or if their tensors were modified since.
   std::vector<WgradGemm> pop_oldest();
-  /// How many backwards they belong to.
+  /// The number of backward calls they belong to.
   size_t num_backwards() const;
-  /// Raises if some wait.
+  /// Raises if any are pending.
   void assert_empty() const;
 
  private:
   struct Entry {
     WgradGemm gemm;
-    int64_t version;  // of its tensors
+    int64_t version;  // sum of the version counters of its tensors
   };
 
   mutable std::mutex mutex_;

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <vector>
 
+#include "weft/core/value.h"
 #include "weft/core/weak_tensor_map.h"
 #include "weft/kernels/gemm.h"
 #include "weft/ops/leading_dims.h"
@@ -18,18 +19,18 @@
 namespace weft::ops {
 namespace {
 
-/// What is remembered of a parameter between backward runs.
+/// State of a parameter that persists between backward calls.
 struct WgradState {
   WgradQueue queue;
-  int64_t overwritten_by = -1;  // the last backward run that overwrote main_grad
+  int64_t overwritten_by = -1;  // graph_task_id of the last backward that overwrote main_grad
 };
 
 WeakTensorMap<WgradState>& wgrad_states() {
-  static auto* table = new WeakTensorMap<WgradState>;  // never destroyed, like the records
+  static auto* table = new WeakTensorMap<WgradState>;  // never destroyed: parameters may outlive static destructors
   return *table;
 }
 
-/// Backward runs on several threads may write one main_grad; autograd would take the accumulator's lock.
+/// Guards main_grad, which backward calls on several threads may write. (For .grad, AccumulateGrad holds a lock.)
 std::mutex& write_lock(const at::Tensor& param) {
   static std::array<std::mutex, 64> locks;
   return locks[std::hash<const void*>{}(param.unsafeGetTensorImpl()) / alignof(std::max_align_t) % locks.size()];
@@ -39,13 +40,13 @@ void check_main_grad(const WgradOptions& options, const at::Tensor& param, const
   TORCH_CHECK(main_grad.defined(), options.op, ": accumulate_into_main_grad is on, but the weight of shape ",
               param.sizes(), " has no main_grad. Set weight.main_grad before backward, or turn the option off.");
   TORCH_CHECK(main_grad.layout() == at::kStrided && !main_grad.key_set().has(c10::DispatchKey::Python), options.op,
-              ": main_grad must be a plain dense tensor, no DTensor or other subclass.");
+              ": main_grad must be a dense torch.Tensor, not a DTensor or another subclass.");
   TORCH_CHECK(main_grad.device() == param.device() && at::isFloatingType(main_grad.scalar_type()), options.op,
-              ": main_grad is ", main_grad.scalar_type(), " on ", main_grad.device(), ", the weight is on ",
-              param.device(), "; expected real floating-point numbers on the weight's device.");
+              ": main_grad is ", dtype_name(main_grad.scalar_type()), " on ", main_grad.device(), ", the weight is on ",
+              param.device(), "; expected a real floating-point tensor on the weight's device.");
   TORCH_CHECK(main_grad.numel() == param.numel() && main_grad.is_contiguous(), options.op, ": main_grad has shape ",
               main_grad.sizes(), " and strides ", main_grad.strides(), ", the weight has shape ", param.sizes(),
-              "; expected a contiguous tensor of as many elements.");
+              "; expected a contiguous tensor with the same number of elements.");
 }
 
 void bump_version(const at::Tensor& t) {
@@ -55,21 +56,21 @@ void bump_version(const at::Tensor& t) {
 using Sinks = c10::SmallVector<WgradSink, 1>;
 using Gradients = c10::SmallVector<at::Tensor, 1>;
 
-/// The sinks of all parameters that one product serves.
+/// The sinks of all parameters of one wgrad GEMM.
 Sinks resolve_all(const WgradOptions& options, Params params, bool fetch) {
   Sinks sinks;
   for (const auto& param : params) sinks.push_back(resolve(options, param, fetch));
   for (const auto& sink : sinks) {
     TORCH_CHECK(sink.accumulate == sinks[0].accumulate, options.op,
-                ": overwrite_main_grad differs between the weights of one operation; set it alike on all of them.");
+                ": overwrite_main_grad differs between the weights of one operation; set the same value on all.");
     TORCH_CHECK(!sink.out.defined() || sink.out.scalar_type() == sinks[0].out.scalar_type(), options.op,
-                ": the main_grads of one operation are ", sinks[0].out.scalar_type(), " and ", sink.out.scalar_type(),
-                "; expected one dtype.");
+                ": the main_grads of one operation are ", dtype_name(sinks[0].out.scalar_type()), " and ",
+                dtype_name(sink.out.scalar_type()), "; expected one dtype.");
   }
   return sinks;
 }
 
-/// dW of one weight, to `out` or to fresh memory.
+/// dW of one weight, written to `main_grad` if defined, else to new memory.
 Gradients write_one(const WgradGemm& gemm, const at::Tensor& main_grad, bool accumulate) {
   const auto dy = as_matrix(gemm.dy), x = as_matrix(gemm.x);
   kernels::Epilogue epilogue{.scale = gemm.scale, .progress = gemm.progress};
@@ -78,7 +79,7 @@ Gradients write_one(const WgradGemm& gemm, const at::Tensor& main_grad, bool acc
   return {kernels::gemm(kernels::transposed(dy, gemm.packed_dy), x, epilogue).out};
 }
 
-/// dW of each group, to the sinks or to slices of one fresh block.
+/// dW of each group, written to the sinks, or to slices of one new block.
 Gradients write_groups(const WgradGemm& gemm, const Sinks& sinks, bool accumulate) {
   const auto dy = as_matrix(gemm.dy), x = as_matrix(gemm.x);
   const kernels::GroupIndex index(gemm.splits);
@@ -99,8 +100,8 @@ Gradients write_groups(const WgradGemm& gemm, const Sinks& sinks, bool accumulat
   return gradients;
 }
 
-/// The product into the sinks' memory, or into fresh memory. Of several writes in one backward run (a weight that is
-/// used twice) only the first overwrites.
+/// Runs the wgrad GEMM into the sinks, or into new memory. If a weight is used several times in one backward, only the
+/// first write overwrites main_grad; the others add to it.
 Gradients write(const Sinks& sinks, Params params, const WgradGemm& gemm) {
   const auto compute = [&](bool accumulate) {
     return gemm.splits.defined() ? write_groups(gemm, sinks, accumulate) : write_one(gemm, sinks[0].out, accumulate);
@@ -114,19 +115,19 @@ Gradients write(const Sinks& sinks, Params params, const WgradGemm& gemm) {
   return compute(accumulate);
 }
 
-/// The Parameters themselves. A gradient that leaves autograd's way needs to know whose it is.
+/// The Parameters, which a gradient that bypasses autograd needs.
 Gradients leaf_params_of(const OpContext& ctx, const WgradOptions& options, int first, int count) {
   TORCH_CHECK_NOT_IMPLEMENTED(ctx.leaf_params(), options.op,
-                              ": accumulate_into_main_grad and delay_wgrad_compute need the Parameter, which a "
-                              "compiled, exported or functional call does not carry. Run the module eagerly, or turn "
-                              "the options off.");
+                              ": accumulate_into_main_grad and delay_wgrad_compute need the Parameter object, which is "
+                              "not available in a compiled, exported or functional call. Run the module eagerly, or "
+                              "turn the options off.");
   Gradients leaves;
   for (int i = first; i < first + count; ++i) {
     leaves.push_back(ctx.leaf_params()->leaf(ctx.plan().param_base + i));
     TORCH_CHECK(leaves.back().defined(), options.op,
                 ": accumulate_into_main_grad or delay_wgrad_compute is on, but the weight is computed from other "
-                "tensors (a parametrization, a view of a flat parameter), so it has no main_grad or .grad of its own. "
-                "Use a weight that is a Parameter, or turn the options off.");
+                "tensors (a parametrization, a view of a flat parameter) and has no main_grad or .grad. Use a weight "
+                "that is a Parameter, or turn the options off.");
   }
   return leaves;
 }

@@ -6,7 +6,8 @@
 namespace weft::python {
 namespace {
 
-/// Steps as Python sees them: a basic operation's module, or the fused operation a function made earlier.
+/// A fusion function written in Python, as a rule. It receives and returns a list of steps: the module of a basic
+/// operation, a FusedOperation, or an Opaque step that an earlier rule created.
 struct Rewriter {
   std::string name;
   py::object function;
@@ -14,7 +15,7 @@ struct Rewriter {
 
   std::vector<fused::Step> operator()(const std::vector<fused::Step>& steps, const fused::PlanView& view) const {
     const auto* modules = current_call().ops;
-    if (!modules) return steps;  // a pipeline made in C++ has no Python objects to show
+    if (!modules) return steps;  // a pipeline created in C++ has no Python objects
     const py::gil_scoped_acquire gil;
     py::list before;
     for (const auto& step : steps) before.append(step.fused ? py::cast(Opaque{step}) : (*modules)[step.first]);
@@ -23,7 +24,7 @@ struct Rewriter {
     int next = 0;
     for (const auto item : after) out.push_back(step_from(item, *modules, view, next));
     TORCH_CHECK(next == static_cast<int>(modules->size()), "Fusion function '", name, "' returned a list that covers ",
-                next, " of ", modules->size(), " operations.");
+                next, " of ", modules->size(), " operations; expected all of them.");
     return out;
   }
 
@@ -35,7 +36,8 @@ struct Rewriter {
                         int& next) const {
     if (py::isinstance<Opaque>(item)) {
       const auto step = item.cast<Opaque>().step;
-      TORCH_CHECK(step.first == next, "Fusion function '", name, "' changed the order of operations.");
+      TORCH_CHECK(step.first == next, "Fusion function '", name,
+                  "' changed the order of operations: expected operation ", next, ", got operation ", step.first, ".");
       next += step.count;
       return step;
     }
@@ -50,7 +52,7 @@ struct Rewriter {
                      .own_base = 0};
     for (const auto component : components) {
       TORCH_CHECK(next < static_cast<int>(modules.size()) && modules[next].is(component), "Fusion function '", name,
-                  "' must return the operations it was given, in order; position ", next, " is another object.");
+                  "' must return the operations it was given, in order; index ", next, " is another object.");
       const auto& op = modules[next].attr("_description")().cast<const ops::BasicOp&>();
       infos.push_back({pass == fused::Pass::joint || op.process_local(), op.extra_outputs(),
                        static_cast<int>(op.saved_names().size()), op.weight_slot(), view.compute_dtypes[next]});
@@ -70,7 +72,7 @@ int64_t add_function(const std::string& pass, const py::object& function, bool p
   const auto name = py::str(py::getattr(function, "__qualname__", py::repr(function))).cast<std::string>();
   fused::FusionRule rule{
       .name = name, .pass = which, .pattern = {}, .reject = {}, .make = {}, .sample = {}, .min_rows = 0, .rewrite = {}};
-  const auto rewriter = hold(Rewriter{name, function, which});  // rules are copied and dropped on any thread
+  const auto rewriter = hold(Rewriter{name, function, which});  // rules are copied and destroyed on any thread
   rule.rewrite = [rewriter](const auto& steps, const auto& view) { return (*rewriter)(steps, view); };
   return fused::add_rule(std::move(rule), prepend);
 }
@@ -92,7 +94,7 @@ py::list names_of(const fused::RuleList& rules) {
 }  // namespace
 
 void bind_custom(py::module_& m) {
-  py::class_<Rewriter::Opaque>(m, "FusedStep", "A run of operations that an earlier rule has taken.")
+  py::class_<Rewriter::Opaque>(m, "FusedStep", "A run of operations that an earlier rule fused.")
       .def_property_readonly("is_fused_op", [](const Rewriter::Opaque&) { return true; })
       .def_property_readonly("rule", [](const Rewriter::Opaque& o) { return o.step.rule; });
   m.def("set_bridge", &set_bridge, py::arg("context"), py::arg("forward"), py::arg("backward"));
@@ -111,25 +113,25 @@ void bind_custom(py::module_& m) {
           if (std::find(names.begin(), names.end(), rule.name) != names.end()) ids.push_back(id);
         return ids;
       },
-      py::arg("names"), "Numbers of the rules of these names.");
+      py::arg("names"), "Ids of the rules with these names.");
   m.def(
       "disable_rules",
       [](const std::vector<int64_t>& ids) {
         const py::gil_scoped_release release;
         fused::disable_rules(ids);
       },
-      py::arg("ids"), "Sets rules aside.");
+      py::arg("ids"), "Disables rules; calls are counted.");
   m.def(
       "enable_rules",
       [](const std::vector<int64_t>& ids) {
         const py::gil_scoped_release release;
         return fused::enable_rules(ids);
       },
-      py::arg("ids"), "Puts rules back in force; returns those that were set aside.");
+      py::arg("ids"), "Enables rules; returns the ids that were disabled.");
   m.def(
       "rules", [] { return names_of(*fused::current_rules().list); },
-      "Name and pass of each rule in force, in the order they are tried.");
-  m.def("all_rules", [] { return names_of(*fused::all_rules()); }, "The same with those that are off or set aside.");
+      "Name and pass of each enabled rule, in the order in which they are tried.");
+  m.def("all_rules", [] { return names_of(*fused::all_rules()); }, "Name and pass of each rule, enabled or not.");
 }
 
 }  // namespace weft::python

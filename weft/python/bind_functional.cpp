@@ -20,18 +20,18 @@ py::tuple to_python(const ops::Spec& spec) {
   return py::make_tuple(sizes, py::cast(spec.dtype));
 }
 
-/// What `infer` says about a described call of `inputs`: x, extra inputs, parameters.
+/// Runs `infer` for a call with `inputs`: x, extra inputs, parameters.
 fuser::CallShapes shapes_of(const fuser::Program& program, const py::list& inputs) {
   const auto extras = program.pipeline->caller_inputs().size();
-  TORCH_CHECK_VALUE(inputs.size() >= 1 + extras, "The pipeline takes at least ", 1 + extras, " tensors, got ",
-                    inputs.size(), ".");
+  TORCH_CHECK_VALUE(inputs.size() >= 1 + extras, "Pipeline: expected at least ", 1 + extras, " tensors (the input, ",
+                    extras, " extra inputs), got ", inputs.size(), ".");
   std::vector<ops::Spec> specs;
   for (const auto item : inputs) specs.push_back(spec_from(item.cast<py::tuple>()));
   const auto begin = specs.begin() + 1, end = begin + static_cast<int64_t>(extras);
   return fuser::infer(*program.pipeline, *program.plan, specs[0], {end, specs.end()}, {begin, end});
 }
 
-/// Specs of what weft::pipeline_forward returns: outputs, then saved slots; None for a slot that is empty there.
+/// Specs of the results of weft::pipeline_forward: outputs, then saved slots; None for a slot that is an empty tensor.
 py::list infer(const std::string& text, const py::list& inputs) {
   const auto shapes = shapes_of(fuser::program(text), inputs);
   py::list results;
@@ -48,7 +48,7 @@ bool accumulates(const ops::BasicOp& op) {
   });
 }
 
-/// For each parameter, whether its gradient goes to its main_grad.
+/// For each parameter, whether its gradient is accumulated into main_grad.
 std::vector<bool> into_main_grad(const fuser::Pipeline& pipeline) {
   std::vector<bool> list;
   for (int i = 0; i < pipeline.size(); ++i)
@@ -57,8 +57,8 @@ std::vector<bool> into_main_grad(const fuser::Pipeline& pipeline) {
   return list;
 }
 
-/// For each input its name in messages, whether the described call computes its gradient, and whether that goes to
-/// main_grad.
+/// For each input: its name in error messages, whether the call computes its gradient, and whether that is accumulated
+/// into main_grad.
 py::list gradients(const std::string& text) {
   const auto program = fuser::program(text);
   const int extras = static_cast<int>(program.pipeline->caller_inputs().size());
@@ -84,19 +84,18 @@ py::tuple flops(const std::string& text, const py::list& inputs) {
 void bind_functional(py::module_& m) {
   m.def(
       "normalize_text", [](const std::string& text) { return fuser::Pipeline::parse(text).text(); }, py::arg("text"),
-      "The text of a pipeline, read and written again.");
+      "Parses the text of a pipeline and returns it in canonical form.");
   m.def(
       "num_outputs", [](const std::string& text) { return 1 + fuser::program(text).pipeline->caller_outputs().size(); },
       py::arg("text"),
-      "How many of the results of weft::pipeline_forward are outputs; the rest is saved for backward.");
+      "The number of outputs among the results of weft::pipeline_forward; the rest are saved for backward.");
   m.def(
       "num_params", [](const std::string& text) { return fuser::program(text).pipeline->params().size(); },
-      py::arg("text"), "How many of the inputs of weft::pipeline_forward are parameters; they come last.");
+      py::arg("text"), "The number of parameters among the inputs of weft::pipeline_forward; they come last.");
   m.def("infer", &infer, py::arg("text"), py::arg("inputs"),
-        "Sizes and dtypes of what a described call returns; tensors are (sizes, dtype).");
-  m.def(
-      "gradients", &gradients, py::arg("text"),
-      "For each input of a described call: its name, whether the call computes its gradient, whether into main_grad.");
+        "Specs of the results of a call; a tensor is given as (sizes, dtype).");
+  m.def("gradients", &gradients, py::arg("text"),
+        "For each input of a call: its name, whether the call computes its gradient, whether into main_grad.");
   m.def("flops", &flops, py::arg("text"), py::arg("inputs"),
         "Floating-point operations of the GEMMs in forward and backward.");
   m.def(
@@ -105,10 +104,10 @@ void bind_functional(py::module_& m) {
         fuser::check_modes();
         fuser::reject_tangents(tensors);
       },
-      py::arg("tensors"), "Raises inside torch.jit.trace, a function transform, or forward-mode differentiation.");
+      py::arg("tensors"), "Raises inside torch.jit.trace or a torch.func transform, or for a forward-mode tangent.");
   m.def(
       "dispatch_mode_active", [] { return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Python); },
-      "Whether a TorchDispatchMode sees the calls of this thread.");
+      "Whether a TorchDispatchMode is active on this thread.");
 }
 
 }  // namespace weft::python

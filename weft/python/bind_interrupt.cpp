@@ -6,8 +6,8 @@ namespace {
 
 unsigned long main_thread = 0;
 
-/// Runs the handlers of signals that came, as Python does between two bytecodes; they may raise KeyboardInterrupt.
-/// Python runs them on its main thread only, so other threads need not take the GIL.
+/// Runs pending signal handlers, as Python does between bytecodes; they may raise KeyboardInterrupt. Python runs
+/// handlers on its main thread only, so other threads return without the GIL.
 void run_signal_handlers() {
   if (PyThread_get_thread_ident() != main_thread || !Py_IsInitialized()) return;
   const py::gil_scoped_acquire gil;

@@ -56,13 +56,11 @@ void bind_ops(py::module_& m) {
       .def_property_readonly("extra_outputs", &ops::BasicOp::extra_outputs)
       .def_property_readonly("depends_on_training", &ops::BasicOp::depends_on_training)
       .def_property_readonly("takes_buffers", &ops::BasicOp::takes_buffers)
-      .def("is_index", &ops::BasicOp::is_index, py::arg("extra_input"), "Whether an extra input is a list of integers.")
+      .def("is_index", &ops::BasicOp::is_index, py::arg("extra_input"), "Whether an extra input holds split sizes.")
       .def("fields", &fields_of, "Field names and values.")
-      .def("params", &params_of,
-           "Parameters as (name, shape, dtype, init, fan_in, whether its gradient may go to main_grad or wait).")
+      .def("params", &params_of, "Parameters as (name, shape, dtype, init, fan_in, supports_main_grad).")
       .def("__repr__", &ops::BasicOp::brief)
-      .def_property_readonly("text", &ops::BasicOp::text,
-                             "The description with every field, as a pipeline's text has it.")
+      .def_property_readonly("text", &ops::BasicOp::text, "The description with every field, as in the pipeline text.")
       .def(
           "__eq__", [](const ops::BasicOp& a, const ops::BasicOp& b) { return a == b; }, py::is_operator())
       .def("__hash__", [](const ops::BasicOp& op) { return std::hash<std::string>{}(op.text()); });
@@ -71,7 +69,7 @@ void bind_ops(py::module_& m) {
       [](const std::string& name, const py::dict& keywords) {
         return std::const_pointer_cast<ops::BasicOp>(make_op(name, keywords));
       },
-      py::arg("name"), py::arg("fields"), "Makes a registered operation from its fields.");
+      py::arg("name"), py::arg("fields"), "Creates a registered operation from its fields.");
   m.def("op_types", &types, "Registered operations as (name, doc, [(field, default, kind)], sample).");
 }
 

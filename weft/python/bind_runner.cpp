@@ -13,27 +13,27 @@
 namespace weft::python {
 namespace {
 
-/// Changes whenever an attribute of some weft module is set: then runners look again whether they still fit.
+/// Incremented whenever an attribute of any weft module is set; runners then revalidate themselves.
 std::atomic<uint64_t> modules_version{1};
 
-/// The hook dictionaries that torch.nn.Module.__call__ looks at.
+/// The hook dictionaries that torch.nn.Module.__call__ reads.
 constexpr const char* kHooks[] = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"};
 constexpr const char* kGlobalHooks[] = {"_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
                                         "_global_backward_pre_hooks"};
 
-/// Whether the call must go through the dispatcher, which Python does: x is a FakeTensor, or a dispatch mode is active.
+/// Whether the call must go through the dispatcher (done in Python): x is a FakeTensor, or a dispatch mode is active.
 bool is_observed(PyObject* x) {
   if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Python)) return true;
   return !THPVariable_CheckExact(x) && std::string_view(Py_TYPE(x)->tp_name) == "FakeTensor";
 }
 
-/// Interned names: dictionaries find them by pointer.
+/// Interned names, which dictionary lookups compare by pointer.
 struct Names {
   py::str parameters = intern("_parameters"), modules = intern("_modules"), forward = intern("forward");
   std::array<py::str, 4> hooks = all(kHooks), global_hooks = all(kGlobalHooks);
 
   static const Names& get() {
-    static const auto* names = new Names;  // never destroyed: the interpreter may be gone by then
+    static const auto* names = new Names;  // never destroyed: the interpreter may be finalized first
     return *names;
   }
 
@@ -44,14 +44,14 @@ struct Names {
   }
 };
 
-/// An object's `__dict__` at this moment; user code may exchange it.
+/// An object's current `__dict__`; user code may replace it.
 py::object dict_of(const py::object& object) {
   auto* dict = PyObject_GenericGetDict(object.ptr(), nullptr);
   if (!dict) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(dict);
 }
 
-/// Borrowed, nullptr if there is none.
+/// A borrowed reference, or nullptr if there is no such item.
 PyObject* item(const py::object& dict, const py::str& name) {
   auto* found = PyDict_GetItemWithError(dict.ptr(), name.ptr());
   if (!found && PyErr_Occurred()) throw py::error_already_set();
@@ -60,16 +60,16 @@ PyObject* item(const py::object& dict, const py::str& name) {
 
 bool is_empty_dict(PyObject* object) { return object && PyDict_Check(object) && PyDict_GET_SIZE(object) == 0; }
 
-/// A module whose own call is skipped by the pipeline that takes it in: it must have no hooks, no `forward` of its own,
-/// and its class must be the one that was inspected, unchanged.
+/// A module whose `__call__` the pipeline bypasses. It must have no hooks and no instance attribute `forward`, and its
+/// class must be unchanged since it was inspected.
 class Bypassed {
  public:
   explicit Bypassed(py::object module) : module_(std::move(module)) { inspected(); }
 
-  /// Python has just looked at the class: remembers its version, which changes with each attribute set on it or a base.
+  /// Records the class and its version tag, which changes with each attribute set on the class or a base.
   void inspected() {
     type_ = Py_TYPE(module_.ptr());
-    (void)py::getattr(module_, "forward");  // a lookup gives the class a version if it has none
+    (void)py::getattr(module_, "forward");  // a lookup assigns a version tag if the class has none
     version_ = type_->tp_version_tag;
   }
 
@@ -90,13 +90,14 @@ class Bypassed {
   unsigned int version_ = 0;
 };
 
-/// A pipeline as a Python module calls it: reads the parameters that the modules hold at this moment and runs. Knows
-/// when the modules have changed in a way that needs another pipeline (`stale`). Whatever Python may exchange
-/// (dictionaries, classes, hooks) is read in each call.
+/// A pipeline bound to Python modules. Reads the modules' current parameters in each call and runs the pipeline.
+/// Detects module changes that need another pipeline (`stale`). Everything that Python code may replace (dictionaries,
+/// classes, hooks) is read in each call.
 class Runner {
  public:
   /// `owner`: the module that calls it. `ops`: the Python object of each stage. `params`: (module, name) of each
-  /// parameter. `bypassed`: modules whose own calls are skipped. `expected`: the children `owner` must have, or None.
+  /// parameter. `bypassed`: modules whose `__call__` is bypassed. `expected`: the required children of `owner`, or
+  /// None.
   Runner(std::shared_ptr<fuser::Fuser> fuser, py::object owner, const py::list& ops, const py::list& params,
          uint64_t seen, const py::list& bypassed, const py::object& expected)
       : fuser_(std::move(fuser)), seen_version_(seen), owner_(std::move(owner)), container_(!expected.is_none()) {
@@ -113,7 +114,7 @@ class Runner {
     if (!bypassed_.empty()) torch_module_ = py::module_::import("torch.nn.modules.module").attr("__dict__");
   }
 
-  /// True if hooks, classes or children have changed since construction, or an attribute of some module may have.
+  /// True if hooks, classes or children changed since construction, or if an attribute of any module was set.
   bool stale() const {
     if (seen_version_ != modules_version.load(std::memory_order_relaxed)) return true;
     for (const auto& module : bypassed_)
@@ -124,17 +125,17 @@ class Runner {
     return container_ && !same_children();
   }
 
-  /// The Python side looked and found it still fits.
+  /// Called after Python code verified that the runner still matches its modules.
   void revalidate(uint64_t seen) {
     seen_version_ = seen;
     for (auto& module : bypassed_) module.inspected();
   }
   bool belongs_to(const py::object& module) const { return owner_.is(module); }
 
-  /// Called with the module that calls it and the tensors. The outputs, or NotImplemented if it no longer fits, if it
-  /// is another module's (a copied `__dict__`), or if the call must go through the dispatcher.
+  /// Arguments: the calling module, then the tensors. Returns the outputs, or NotImplemented if the runner is stale,
+  /// belongs to another module (a copied `__dict__`), or the call must go through the dispatcher.
   py::object call(PyObject* args) const {
-    TORCH_CHECK_TYPE(PyTuple_GET_SIZE(args) > 1, "weft: the call needs an input tensor.");
+    TORCH_CHECK_TYPE(PyTuple_GET_SIZE(args) > 1, "weft: expected an input tensor, got no arguments.");
     if (PyTuple_GET_ITEM(args, 0) != owner_.ptr() || is_observed(PyTuple_GET_ITEM(args, 1)) || stale())
       return py::reinterpret_borrow<py::object>(Py_NotImplemented);
     return run(args, /*first=*/1, nullptr);
@@ -175,13 +176,13 @@ class Runner {
       }
       PyObject* found = parameters && PyDict_Check(parameters.ptr()) ? item(parameters, name) : nullptr;
       py::object other;
-      if (!found || found == Py_None) {  // parametrizations and the like compute it
+      if (!found || found == Py_None) {  // computed by an attribute, e.g. a parametrization
         other = py::getattr(module, name);
         found = other.ptr();
       }
       if (found == Py_None)
-        TORCH_CHECK_TYPE(false, "weft: ", Py_TYPE(module.ptr())->tp_name, " has no parameter '",
-                         name.cast<std::string>(), "': it is None. Set it, or make the module without it.");
+        TORCH_CHECK_TYPE(false, "weft: parameter '", name.cast<std::string>(), "' of ", Py_TYPE(module.ptr())->tp_name,
+                         " is None, expected a tensor. Set it, or create the module without it.");
       held.push_back(to_tensor(found, "a parameter"));
     }
     return held;
@@ -192,10 +193,10 @@ class Runner {
       if (!modes_[bit].attr("training").cast<bool>()) mask |= uint64_t{1} << bit;
     return mask;
   }
-  /// The input at `first` and the extra inputs behind it.
+  /// The input at index `first`, and the extra inputs after it.
   static std::pair<at::Tensor, fuser::Tensors> tensors(PyObject* args, Py_ssize_t first = 0) {
     const auto count = PyTuple_GET_SIZE(args);
-    TORCH_CHECK_TYPE(count > first, "weft: the call needs an input tensor.");
+    TORCH_CHECK_TYPE(count > first, "weft: expected an input tensor, got no arguments.");
     fuser::Tensors extras;
     for (auto k = first + 1; k < count; ++k) extras.push_back(to_tensor(PyTuple_GET_ITEM(args, k), "an extra input"));
     return {to_tensor(PyTuple_GET_ITEM(args, first), "the input"), std::move(extras)};
@@ -237,7 +238,7 @@ class Runner {
     return true;
   }
 
-  /// Of the keyword arguments, those of operations that take memory for their results.
+  /// The buffers among the keyword arguments, for operations with takes_buffers().
   std::vector<ops::Buffers> buffers_of(PyObject* keywords) const {
     std::vector<ops::Buffers> list;
     if (!keywords) return list;
@@ -253,15 +254,15 @@ class Runner {
     return list;
   }
 
-  /// A recorder of torch calls would store the results of what it cannot see as constants.
+  /// Raises under make_fx, which would record the results of this call as constants.
   void check_not_recorded() const {
     using c10::impl::TorchDispatchModeTLS;
     const bool recorded = c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Python) &&
                           TorchDispatchModeTLS::get_mode(c10::impl::TorchDispatchModeKey::PROXY).has_value();
     TORCH_CHECK_NOT_IMPLEMENTED(
         !recorded,
-        "weft: make_fx cannot record a pipeline with operations written in Python, delay_wgrad_compute or keyword "
-        "arguments. Leave them out of what is traced.");
+        "weft: make_fx cannot trace a pipeline with operations written in Python, delay_wgrad_compute or keyword "
+        "arguments. Exclude it from the traced function.");
   }
 
   py::object run(PyObject* args, Py_ssize_t first, PyObject* keywords) const {
@@ -290,14 +291,14 @@ class Runner {
   std::vector<py::object> ops_, modes_, expected_;
   std::vector<ParamSlot> params_;
   std::vector<Bypassed> bypassed_;
-  py::object torch_module_;  // the namespace that holds the global hooks
+  py::object torch_module_;  // __dict__ of torch.nn.modules.module, which holds the global hooks
 };
 
 Runner& runner_of(PyObject* self) {
   return *reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder().value_ptr<Runner>();
 }
 
-/// Called thousands of times a second: without pybind11's search for an overload.
+/// tp_call; avoids the overhead of pybind11's overload resolution.
 PyObject* call_runner(PyObject* self, PyObject* args, PyObject* keywords) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(!keywords || PyDict_GET_SIZE(keywords) == 0, "weft: a runner takes no keyword arguments.");
@@ -305,7 +306,7 @@ PyObject* call_runner(PyObject* self, PyObject* args, PyObject* keywords) {
   END_HANDLE_TH_ERRORS
 }
 
-/// Runner and modules point at each other: Python's collector must see it.
+/// Sets tp_call and supports garbage collection, since runners and modules form reference cycles.
 void set_up_type(PyHeapTypeObject* heap) {
   auto* type = &heap->ht_type;
   type->tp_call = call_runner;
@@ -362,7 +363,7 @@ void bind_runner(py::module_& m) {
            }),
            py::arg("stages"), py::arg("owner"), py::arg("ops"), py::arg("params"), py::arg("modules_version"),
            py::arg("bypassed"), py::arg("expected"))
-      .def("call_with", &Runner::call_with, "As a call, with keyword arguments for each operation.")
+      .def("call_with", &Runner::call_with, "Runs the pipeline with a dictionary of keyword arguments per operation.")
       .def("explain", &Runner::explain)
       .def("stale", &Runner::stale)
       .def("revalidate", &Runner::revalidate)
@@ -378,8 +379,8 @@ void bind_runner(py::module_& m) {
       .def_property_readonly("plans_kept", [](const Runner& r) { return r.fuser()->plans_kept(); });
   m.def(
       "invalidate_runners", [] { ++modules_version; },
-      "Tells every runner to look again whether it still fits its modules.");
-  m.def("modules_version", [] { return modules_version.load(); }, "How often runners were told so.");
+      "Makes every runner check whether it still matches its modules.");
+  m.def("modules_version", [] { return modules_version.load(); }, "The number of invalidations so far.");
 }
 
 }  // namespace weft::python

@@ -16,7 +16,7 @@ bool is_true(const py::object& object, const char* name) {
   return py::bool_(py::getattr(object, name, py::bool_(false)));
 }
 
-/// A framework's notes as attributes of the Python Parameter. Nothing of them is kept here.
+/// Reads and sets the attributes of Python Parameters; caches nothing.
 class PyAttrsResolver final : public ops::WgradResolver {
  public:
   ops::ResolvedWgradAttrs resolve(const at::Tensor& tensor, bool fetch) const override {
@@ -54,9 +54,9 @@ void bind_wgrad(py::module_& m) {
   static const PyAttrsResolver resolver;
   ops::set_wgrad_resolver(&resolver);
   m.def("backward_dw", &backward_dw, py::arg("op"), py::arg("params"),
-        "Computes the oldest delayed weight gradients of an operation; False if none wait.");
+        "Computes the oldest delayed weight gradients of an operation; False if none are pending.");
   m.def("pending_dw", &ops::pending_dw, py::arg("weight"), py::call_guard<py::gil_scoped_release>(),
-        "How many delayed gradients of a weight wait.");
+        "The number of pending backward_dw() calls of a weight.");
 }
 
 }  // namespace weft::python

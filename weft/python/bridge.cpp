@@ -11,10 +11,10 @@ PythonCall& current_call() {
 
 namespace {
 
-/// Python's own context and operation, kept for backward. Dies under the GIL.
+/// The Python context and operation, kept for backward. Destroyed under the GIL.
 struct PythonState {
   py::object op, ctx;
-  size_t begin = 0, count = 0;  // what it saved, in the frame's open list
+  size_t begin = 0, count = 0;  // its tensors in Frame::dynamic_saved
 
   ~PythonState() {
     if (!Py_IsInitialized()) {
@@ -32,7 +32,7 @@ struct Bridge {
   py::object context, forward, backward;
 };
 Bridge& bridge() {
-  static auto* instance = new Bridge;  // never destroyed: the interpreter may be gone by then
+  static auto* instance = new Bridge;  // never destroyed: the interpreter may be finalized first
   return *instance;
 }
 
@@ -42,8 +42,8 @@ py::object wrap(const at::Tensor& t) {
 
 at::Tensor unwrap(py::handle object) {
   if (object.is_none()) return {};
-  TORCH_CHECK_TYPE(THPVariable_Check(object.ptr()), "an operation written in Python returned ",
-                   Py_TYPE(object.ptr())->tp_name, " where a tensor or None was expected.");
+  TORCH_CHECK_TYPE(THPVariable_Check(object.ptr()), "weft: an operation written in Python returned ",
+                   Py_TYPE(object.ptr())->tp_name, ", expected a tensor or None.");
   return THPVariable_Unpack(object.ptr());
 }
 
@@ -59,8 +59,10 @@ void save_state(ComponentOp& component, const py::object& op, const py::object& 
   const auto to_save = py::tuple(context.attr("_take_saved")());
   if (!component.ctx.needs_grad()) return;
   if (!component.keeps_state) {
-    TORCH_CHECK_VALUE(static_cast<int>(to_save.size()) <= component.slots, "a fused operation saved ", to_save.size(),
-                      " tensors for an operation that has ", component.slots, " slots.");
+    TORCH_CHECK_VALUE(static_cast<int>(to_save.size()) <= component.slots, "weft: a fused operation saved ",
+                      to_save.size(), " tensors for operation ", component.ctx.index(), " (",
+                      py::str(py::type::of(op).attr("__name__")).cast<std::string>(), "), expected at most ",
+                      component.slots, ".");
     for (size_t k = 0; k < to_save.size(); ++k) component.ctx.save(static_cast<int>(k), unwrap(to_save[k]));
     return;
   }
@@ -73,14 +75,14 @@ void save_state(ComponentOp& component, const py::object& op, const py::object& 
   frame.states->at(component.ctx.index()) = std::move(state);
 }
 
-/// What an operation written in C++ saved in a slot; the weight itself where no cast was saved.
+/// What a C++ operation saved in a slot; for the weight slot, the weight itself if no cast was saved.
 at::Tensor saved_slot(ComponentOp& component, int slot) {
   const auto& saved = component.ctx.saved(slot);
   const bool weight = slot == component.weight_slot && !saved.defined() && component.ctx.needs_input_grad();
   return weight ? component.ctx.frame().params[component.ctx.plan().param_base] : saved;
 }
 
-/// The attributes that Transformer Engine's own operations leave in their contexts for a backward fusion.
+/// Sets the context attributes that Transformer Engine's operations provide to a backward fusion.
 void set_te_attributes(const py::object& context, const ComponentOp& component) {
   if (component.dtype != at::ScalarType::Undefined) context.attr("dtype") = py::cast(component.dtype);
   context.attr("input_requires_grad") = component.ctx.needs_input_grad();
@@ -115,8 +117,8 @@ py::object saved_op(ops::OpContext& ctx) {
   return std::static_pointer_cast<PythonState>(ctx.frame().states->at(ctx.index()))->op;
 }
 
-/// An extra input as user code sees it: `requires_grad` says whether its gradient is wanted, also where an operation of
-/// the pipeline made it.
+/// An extra input for user code: its `requires_grad` tells whether its gradient is needed, even if another operation of
+/// the pipeline produced it.
 static at::Tensor differentiable(const at::Tensor& extra, bool needs_grad) {
   if (!needs_grad || !extra.defined() || extra.requires_grad() || !at::isFloatingType(extra.scalar_type()))
     return extra;
@@ -145,7 +147,7 @@ at::Tensor call_forward(const py::object& op, const py::list& basic_ops, std::ve
     save_state(components[i], basic_ops[i], contexts[i]);
   }
   TORCH_CHECK_TYPE(!result[0].is_none(), py::str(py::type::of(op).attr("__name__")).cast<std::string>(),
-                   " returned None from its forward pass; expected a tensor.");
+                   ": forward returned None, expected a tensor.");
   return unwrap(result[0]);
 }
 

@@ -11,15 +11,15 @@
 
 namespace weft::python {
 
-/// What rules and operations written in Python may ask about the call under way on this thread: the Python objects of
-/// the pipeline's operations, and the keyword arguments of each (nullptr: none).
+/// The current call on this thread, for rules and operations written in Python: the Python objects of the pipeline's
+/// operations, and the keyword arguments of each (nullptr: none).
 struct __attribute__((visibility("hidden"))) PythonCall {
   const std::vector<py::object>* ops = nullptr;
   PyObject* keywords = nullptr;  // list of dicts
 };
 PythonCall& current_call();
 
-/// Sets the scope for one call.
+/// Sets the current call for its scope.
 class __attribute__((visibility("hidden"))) PythonCallGuard {
  public:
   explicit PythonCallGuard(PythonCall next) : before_(current_call()) { current_call() = next; }
@@ -31,7 +31,7 @@ class __attribute__((visibility("hidden"))) PythonCallGuard {
   PythonCall before_;
 };
 
-/// User code runs with torch's ordinary dispatch, modes included, but records no graph: the pipeline differentiates.
+/// Runs user code with torch's normal dispatch, including modes, but without grad mode: the pipeline differentiates.
 struct __attribute__((visibility("hidden"))) UserCodeGuard {
   c10::impl::ForceDispatchKeyGuard keys{c10::impl::tls_local_dispatch_key_set().included_,
                                         c10::impl::tls_local_dispatch_key_set().excluded_ -
@@ -39,17 +39,17 @@ struct __attribute__((visibility("hidden"))) UserCodeGuard {
   at::NoGradGuard no_grad;
 };
 
-/// One part of a call into Python: a basic operation, or one of those that a fused operation stands for.
+/// One basic operation of a call into Python: the called operation, or one of those that a fused operation replaces.
 struct ComponentOp {
   ops::OpContext ctx;
-  bool keeps_state;  // its own context survives; otherwise it fills the slots of an operation written in C++
+  bool keeps_state;  // keeps its Python context for backward; otherwise fills the slots of a C++ operation
   int extra_outputs;
   int slots;
   int weight_slot = -1;                              // BasicOp::weight_slot
-  at::ScalarType dtype = at::ScalarType::Undefined;  // it computes in, if known
+  at::ScalarType dtype = at::ScalarType::Undefined;  // compute dtype, if known
 };
 
-/// A Python object held from C++: destroyed under the GIL, on whichever thread; leaked once the interpreter is gone.
+/// Owns a Python object from C++: destroys it under the GIL, on any thread; leaks it after interpreter finalization.
 template <class Object>
 std::shared_ptr<Object> hold(Object object) {
   return {new Object(std::move(object)), [](Object* held) {
@@ -59,14 +59,15 @@ std::shared_ptr<Object> hold(Object object) {
           }};
 }
 
-/// Functions of weft.ops that speak the reference's calling convention: make a context, run forward, run backward.
+/// Sets the Python functions that implement Transformer Engine's calling convention: create a context, run forward, run
+/// backward.
 void set_bridge(py::object context, py::object forward, py::object backward);
 
-/// Runs a pass of `op`, which stands for `components`. Both need the GIL.
+/// Runs a pass of `op`, which implements or replaces `components`. Both require the GIL.
 at::Tensor call_forward(const py::object& op, const py::list& basic_ops, std::vector<ComponentOp> components,
                         const at::Tensor& x);
 at::Tensor call_backward(const py::object& op, std::vector<ComponentOp> components, const at::Tensor& dy);
-/// The Python object that ran the forward pass of an operation and left its context for this backward.
+/// The Python object that ran forward of an operation and kept its context for this backward.
 py::object saved_op(ops::OpContext& ctx);
 
 }  // namespace weft::python

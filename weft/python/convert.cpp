@@ -11,7 +11,7 @@ bool is_integer(py::handle object) { return PyIndex_Check(object.ptr()) && !PyBo
 std::vector<int64_t> integers(const std::string& what, py::handle object) {
   std::vector<int64_t> list;
   for (const auto item : object) {
-    TORCH_CHECK_TYPE(is_integer(item), what, " must hold integers, got ", std::string(py::repr(item)), ".");
+    TORCH_CHECK_TYPE(is_integer(item), what, " must contain integers, got ", std::string(py::repr(item)), ".");
     list.push_back(py::reinterpret_steal<py::int_>(PyNumber_Index(item.ptr())).cast<int64_t>());
   }
   return list;
@@ -29,7 +29,8 @@ Value to_value(const std::string& what, py::handle object) {
   if (PyIndex_Check(o)) return py::reinterpret_steal<py::int_>(PyNumber_Index(o)).cast<int64_t>();
   if (py::isinstance<py::iterable>(object)) return integers(what, object);
   if (PyNumber_Check(o)) return py::float_(py::reinterpret_borrow<py::object>(object)).cast<double>();
-  TORCH_CHECK_TYPE(false, what, " cannot be of type ", Py_TYPE(o)->tp_name, ".");
+  TORCH_CHECK_TYPE(false, what, " is a ", Py_TYPE(o)->tp_name,
+                   ", expected None, bool, int, float, str, torch.dtype or a sequence of int.");
 }
 
 py::object to_python(const Value& value) {
@@ -51,8 +52,8 @@ const at::Tensor& to_tensor(PyObject* object, const char* what) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       THPVariable_CheckExact(object) || !tensor.key_set().has(c10::DispatchKey::Python), "weft: ", what, " is a ",
       Py_TYPE(object)->tp_name,
-      ", a tensor subclass with its own dispatch, which has no memory weft could read. If it is a DTensor of "
-      "FSDP2, call the module that fully_shard wrapped, so that its parameters are gathered first.");
+      ", a tensor subclass with Python dispatch; expected a dense tensor with storage. If it is a DTensor of FSDP2, "
+      "call the module that fully_shard wrapped, so that its parameters are gathered first.");
   return tensor;
 }
 

@@ -7,11 +7,12 @@
 
 namespace weft::python {
 
-/// Python's None, bool, int, float, str, torch.dtype, sequence of int as a value and back. `what` opens the error text.
+/// Converts None, bool, int, float, str, torch.dtype or a sequence of int to a Value, and back. `what` prefixes errors.
 Value to_value(const std::string& what, py::handle object);
 py::object to_python(const Value& value);
 
-/// A tensor argument, or TypeError naming it. Subclasses with their own dispatch (DTensor, FakeTensor …) raise by name.
+/// Unpacks a tensor argument. Raises TypeError for other objects and NotImplementedError for tensor subclasses with
+/// Python dispatch (DTensor, FakeTensor …).
 const at::Tensor& to_tensor(PyObject* object, const char* what);
 
 }  // namespace weft::python

@@ -26,7 +26,7 @@ PyOp::PyOp(const py::object& module, std::vector<ops::ParamSpec> params, int ext
 
 ops::Inferred PyOp::infer(const ops::OpPlan&, const ops::Spec&, c10::ArrayRef<ops::Spec>,
                           c10::ArrayRef<ops::Spec>) const {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, name_, " is written in Python and cannot tell its sizes before it ran.");
+  TORCH_CHECK_NOT_IMPLEMENTED(false, name_, ": cannot infer sizes before the call, because it is written in Python.");
 }
 
 at::Tensor PyOp::forward(ops::OpContext& ctx, const at::Tensor& x, ops::Params) const {

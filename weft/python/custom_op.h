@@ -27,7 +27,7 @@ class __attribute__((visibility("hidden"))) PyOp final : public ops::BasicOp {
   at::Tensor backward(ops::OpContext& ctx, const at::Tensor& dy, ops::Params params) const override;
 
  private:
-  std::shared_ptr<py::weakref> module_;  // weak: the module owns the pipeline that holds this
+  std::shared_ptr<py::weakref> module_;  // weak: the module owns the pipeline that owns this operation
   std::string name_;
   std::vector<ops::ParamSpec> params_;
   int extra_inputs_, extra_outputs_;
@@ -36,7 +36,7 @@ class __attribute__((visibility("hidden"))) PyOp final : public ops::BasicOp {
 /// A fused operation written in Python: a subclass of weft.ops.FusedOperation.
 class __attribute__((visibility("hidden"))) PyFused final : public fused::FusedOp {
  public:
-  /// What it must know of each part.
+  /// Properties of each basic operation it replaces.
   struct ComponentInfo {
     bool keeps_state;
     int extra_outputs, slots, weight_slot;

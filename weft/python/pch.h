@@ -1,5 +1,5 @@
 #pragma once
-// Precompiled for the Python extension.
+// Precompiled header of the Python extension.
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 

@@ -45,7 +45,7 @@ TEST(Fields, TextRoundTrips) {
     EXPECT_TRUE(text.at_end()) << field.name;
   }
   EXPECT_EQ(other.count, -7);
-  EXPECT_EQ(other.rate, 1.0 / 3) << "a number loses no bit in text";
+  EXPECT_EQ(other.rate, 1.0 / 3) << "a double must survive the text exactly";
   EXPECT_TRUE(other.on);
   EXPECT_EQ(other.name, "a\"b");
   EXPECT_EQ(other.shape, (std::vector<int64_t>{2, 3}));

@@ -24,9 +24,9 @@ Pipeline sample(const FusionRule& rule) {
   return Pipeline(std::move(stages));
 }
 
-constexpr int64_t kRows = 17;  // enough for every rule
+constexpr int64_t kRows = 17;  // at least min_rows of every rule
 
-/// Extra inputs of a sample: as wide as its last product, or as x.
+/// Extra inputs of a sample: as many columns as the output of its last GEMM, or as x.
 fuser::Tensors extras_for(const Pipeline& pipeline, int64_t rows) {
   int64_t width = 8;
   for (const auto& spec : pipeline.params())
@@ -44,7 +44,7 @@ fuser::Tensors extras_for(const Pipeline& pipeline, int64_t rows) {
   return extras;
 }
 
-/// Outputs and all gradients of a pipeline planned with a list of rules.
+/// Outputs and all gradients of a pipeline planned with `rules`.
 std::vector<at::Tensor> results(const Pipeline& pipeline, const RuleList& rules, const at::Tensor& x,
                                 const std::vector<at::Tensor>& params, const fuser::Tensors& extras,
                                 const std::vector<at::Tensor>& grads) {
@@ -120,7 +120,7 @@ TEST(Rules, AddAndRemoveTakeEffectAtNextCall) {
   rule.pattern = {{any}, {any}};
   const auto id = add_rule(rule);
   EXPECT_EQ(fuser.plan(x, {}, {})->forward.size(), 1);
-  expect_close(fuser(x, {}, {})[0], x * 6, "below min_rows the parts run");
+  expect_close(fuser(x, {}, {})[0], x * 6, "below min_rows the basic operations run");
   expect_close(fuser(at::ones({5, 2}, at::kDouble), {}, {})[0], at::full({5, 2}, 6, at::kDouble), "six");
   remove_rule(id);
   EXPECT_EQ(fuser.plan(x, {}, {})->forward.size(), 2);

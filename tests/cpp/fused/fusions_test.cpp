@@ -1,4 +1,4 @@
-// What fusions promise beyond values: which memory they use, and what they keep.
+// Memory behaviour of fusions: which buffers they reuse, and what they save for backward.
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/randn.h>
@@ -20,7 +20,7 @@ using fuser::Pipeline;
 using weft::testing::expect_close;
 using weft::testing::leaf;
 
-/// Counts allocations of at least `min_bytes` bytes in its scope, on this thread.
+/// Counts allocations of at least `min_bytes` bytes on this thread.
 class Allocations final : public c10::MemoryReportingInfoBase {
  public:
   explicit Allocations(int64_t min_bytes) : min_bytes_(min_bytes) {}
@@ -38,7 +38,7 @@ struct Counted {
   at::Tensor dx;
 };
 
-/// Backward of MakeExtraOutput, BasicLinear [256, 64] -> [256, 4] with dy = 1 and the residual gradient `g`.
+/// Backward of MakeExtraOutput and BasicLinear, [256, 64] -> [256, 4], with dy = 1 and the residual gradient `g`.
 Counted linear_add_backward(bool in_place, at::Tensor g) {
   const auto pipeline = Pipeline::parse(std::string("MakeExtraOutput(in_place=") + (in_place ? "true" : "false") +
                                         "); BasicLinear(in_features=64, out_features=4)");
@@ -67,7 +67,7 @@ TEST(Fusions, LinearAddAllocatesNoActivation) {
   const auto* memory = g.data_ptr();
   const auto [allocations, dx] = linear_add_backward(true, std::move(g));
   EXPECT_EQ(allocations, 0);
-  EXPECT_EQ(dx.data_ptr(), memory) << "the residual gradient's buffer is the result";
+  EXPECT_EQ(dx.data_ptr(), memory) << "dx is not in the buffer of the residual gradient";
   EXPECT_TRUE(dx.eq(5).all().item<bool>());
 }
 
@@ -77,7 +77,7 @@ TEST(Fusions, LinearAddKeepsSharedOrOutOfPlaceGradient) {
     auto only = at::ones({256, 64});
     const auto [allocations, dx] =
         in_place ? linear_add_backward(true, held) : linear_add_backward(false, std::move(only));
-    EXPECT_EQ(allocations, 1) << "the result itself";
+    EXPECT_EQ(allocations, 1) << "expected one allocation, for dx";
     EXPECT_TRUE(held.eq(1).all().item<bool>());
     EXPECT_TRUE(dx.eq(5).all().item<bool>());
   }
@@ -192,7 +192,7 @@ TEST(Fusions, RulesCanBeDisabledAndReenabled) {
   EXPECT_EQ(fuser.plan(x, params, {})->forward.size(), 2);
   EXPECT_EQ(enable_rules(ids), ids);
   EXPECT_EQ(fuser.plan(x, params, {})->forward.size(), 1);
-  EXPECT_TRUE(enable_rules(ids).empty()) << "it was in force already";
+  EXPECT_TRUE(enable_rules(ids).empty()) << "the rule was already enabled";
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// Grouped operations never read split sizes outside of a kernel, in forward, backward and backward_dw: proved on the
-// meta device, with splits on a page that only kernels can read, and by running the recorded kernels again on other
-// splits. Each proof is shown to fail for an operation that does read them.
+// Grouped operations read split sizes only inside kernels, in forward, backward and backward_dw. Checked in three ways:
+// on the meta device, with splits on a page that is readable only while a kernel runs, and by replaying recorded
+// kernels on other splits. Each check must fail for an operation that reads the splits on the host.
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/from_blob.h>
@@ -20,7 +20,7 @@ namespace {
 
 using ops::GroupedLinear;
 
-/// A grouped linear that looks at its splits first.
+/// A grouped linear that reads its splits on the host.
 class Peeking final : public ops::BasicOp {
  public:
   explicit Peeking(GroupedLinear::Options options) : inner_(options) {}
@@ -53,7 +53,7 @@ void PrintTo(const Case& c, std::ostream* stream) { *stream << c.name; }
 
 constexpr int64_t kGroups = 3, kRows = 40, kIn = 16, kOut = 24;
 
-/// A pipeline, its tensors and the results of one step on them.
+/// A pipeline and its tensors; `step` runs forward, backward and backward_dw.
 struct Trial {
   const Case& c;
   std::vector<fuser::Stage> stages;
@@ -94,7 +94,7 @@ struct Trial {
     stages.push_back({.op = std::move(op), .in = {""}, .out = {}});
   }
 
-  /// y, all gradients, and main_grads.
+  /// Returns y, all gradients and the main_grads.
   std::vector<at::Tensor> step(const at::Tensor& splits) {
     fuser::Tensors extras{splits};
     if (c.mlp) extras = {splits, probs, splits};
@@ -102,7 +102,7 @@ struct Trial {
     std::vector<at::Tensor> inputs{x}, results{y.detach()};
     if (c.mlp) inputs.push_back(probs);
     inputs.insert(inputs.end(), params.begin(), params.end());
-    // As the kernels made them: .grad would be a copy, since a recording holds on to its buffers.
+    // autograd::grad returns the kernels' own buffers; .grad would be a copy, since a recording references them.
     for (auto& g : torch::autograd::grad({y}, inputs, {dy}, std::nullopt, false, /*allow_unused=*/true))
       if (g.defined()) results.push_back(std::move(g));
     backward_dw();
@@ -132,7 +132,7 @@ TEST_P(GraphSafety, RunsOnMetaDevice) {
     EXPECT_TRUE(t.is_meta());
 }
 
-/// Splits on a page of their own, which can be read only while a kernel runs.
+/// Splits on a separate page that is readable only while a kernel runs.
 class ProtectedPage final : public kernels::LaunchHook {
  public:
   explicit ProtectedPage(const std::vector<int64_t>& splits) {
@@ -175,7 +175,8 @@ TEST_P(GraphSafety, OnlyKernelsReadSplits) {
   }
 }
 
-/// Records a step, changes splits and x in place, replays; the results that differ from those of a fresh step.
+/// Records a step, changes splits and x in place and replays it. Returns the indices of the results that differ from
+/// those of a new step.
 std::vector<size_t> replay_differences(const Case& c, at::ScalarType dtype) {
   auto splits = at::tensor({int64_t{11}, int64_t{0}, int64_t{25}});
   const auto other = at::tensor({int64_t{3}, int64_t{30}, int64_t{7}});

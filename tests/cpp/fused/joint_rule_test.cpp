@@ -1,4 +1,4 @@
-// A joint fusion saves what it likes in slots of its own; with too few rows its parts run, in both passes.
+// A joint fusion may save into additional slots; below min_rows the basic operations run in both passes.
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
 
@@ -16,7 +16,7 @@ using weft::testing::leaf;
 
 int forward_runs = 0, backward_runs = 0;
 
-/// y = gelu(s·x), keeping s·x under its own name.
+/// y = gelu(s·x); saves s·x in an additional slot.
 class ScaledGelu final : public FusedOp {
  public:
   explicit ScaledGelu(const Match& match) : scale_(match.get<ops::ConstantScale>().options().scale) {}

@@ -1,4 +1,4 @@
-// Fusions around a linear that is split over ranks: they refuse, or are right.
+// Fusions around a linear that is sharded over ranks: each is rejected or gives correct results.
 #include <ATen/ops/randn_like.h>
 
 #include "tests/cpp/fuser/testing.h"
@@ -15,8 +15,8 @@ using weft::testing::expect_close;
 using weft::testing::leaf;
 using weft::testing::ThreadRanks;
 
-/// Around LINEAR, which takes 12 features and gives 8 (column, of which each of two ranks has 4), or takes 6 of 12 and
-/// gives 8 (row): what some rule wants. BY_ROWS makes a bias one whose gradient is summed over ranks.
+/// Pipelines that some rule matches. LINEAR maps 12 features to 8; on each of two ranks, column maps 12 to 4 and row
+/// maps 6 to 8. BY_ROWS gives a bias whose gradient is reduced over ranks.
 const std::vector<std::string> kPipelines{
     "LINEAR; Bias(size=OUT)",
     "LINEAR; Bias(size=OUT); GELU()",
@@ -80,7 +80,7 @@ TEST(ParallelRules, PreserveValuesAndGradients) {
                      {"OUT", std::to_string(out)}});
           const auto pipeline = Pipeline::parse(described);
           const auto params = weft::testing::parameters(pipeline);
-          const auto x = leaf({32, in});  // dy of a row linear has half: enough for every rule
+          const auto x = leaf({32, in});  // dy of a row linear then has 16 rows: min_rows of every rule
           fuser::Tensors extras;
           const int64_t rows = sequence == "false" ? 32 : column ? 64 : 16;
           if (!pipeline.caller_inputs().empty()) extras.push_back(leaf({rows, out}));
@@ -108,12 +108,14 @@ TEST(ParallelRules, ReportRejectionReasons) {
     for (const auto& rejection : plan->rejections) all += rejection.reason + "\n";
     return all;
   };
-  EXPECT_NE(reason("row", "LINEAR; Bias(size=12)").find("summed over ranks before what follows"), std::string::npos);
-  EXPECT_NE(reason("column", "LINEAR; ConstantScale(scale=2.0)").find("dx is summed over ranks"), std::string::npos);
+  EXPECT_NE(reason("row", "LINEAR; Bias(size=12)").find("reduced over ranks before the next operation"),
+            std::string::npos);
+  EXPECT_NE(reason("column", "LINEAR; ConstantScale(scale=2.0)").find("dx of BasicLinear is reduced over ranks"),
+            std::string::npos);
   EXPECT_NE(reason("column",
                    "RMSNorm(normalized_shape=[12]); LINEAR; GELU(); BasicLinear(in_features=6, "
                    "out_features=12)")
-                .find("split over ranks"),
+                .find("sharded over ranks"),
             std::string::npos);
 }
 

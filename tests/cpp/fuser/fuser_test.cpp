@@ -35,7 +35,7 @@ TEST(Fuser, TwoLinearsMatchTorch) {
   for (size_t i = 0; i < inputs.size(); ++i) expect_close(got[i], expected[i], "gradient " + std::to_string(i));
 }
 
-/// dx is right and dW is not wherever a gradient buffer is added into before the weight gradient has read it.
+/// If a gradient buffer is overwritten before the wgrad GEMM has read it, dx is right but dW is wrong.
 TEST(Fuser, InPlaceBranchPreservesWeightGradient) {
   auto fuser = make(
       "MakeExtraOutput(in_place=true) >>\"r\"; BasicLinear(in_features=4, out_features=4); "
@@ -119,7 +119,7 @@ TEST(Fuser, ComputesNoGradientForFrozenTensors) {
   const auto x = at::randn({2, 4}, at::kDouble);
   const auto plan = fuser.plan(x, p, {});
   EXPECT_FALSE(plan->ops[0].needs_grad);
-  EXPECT_FALSE(plan->ops[1].needs_input_grad) << "nothing below the second product wants a gradient";
+  EXPECT_FALSE(plan->ops[1].needs_input_grad) << "nothing before the second linear needs a gradient";
   const auto y = fuser(x, p, {})[0];
   torch::autograd::backward({y}, {at::ones_like(y)});
   EXPECT_FALSE(p[0].grad().defined());

@@ -1,4 +1,4 @@
-// Random calls of random pipelines: each returns what `infer` says, or raises an error that names what is wrong.
+// Random calls of random pipelines: each returns what `infer` predicts, or raises an error that names the cause.
 #include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/autocast_mode.h>
@@ -50,7 +50,7 @@ int64_t count(const Sizes& sizes) {
 
 Tensor values(const Sizes& sizes, at::ScalarType dtype) { return at::randn(sizes, at::kFloat).to(dtype); }
 
-/// Values of these sizes with random strides.
+/// Random values of these sizes, with random strides.
 Tensor strided(Rng& rng, const Sizes& sizes, at::ScalarType dtype) {
   const auto last = static_cast<int64_t>(sizes.size()) - 1;
   if (last < 0) return values(sizes, dtype);
@@ -62,17 +62,17 @@ Tensor strided(Rng& rng, const Sizes& sizes, at::ScalarType dtype) {
     case 1:  // every second column
       larger.back() *= 2;
       return values(larger, dtype).slice(last, 0, larger.back(), 2);
-    case 2:  // the same rows everywhere
+    case 2:  // expanded
       larger.front() = 1;
       return values(larger, dtype).expand(sizes);
-    case 3:  // begins anywhere
+    case 3:  // with a storage offset
       return values({count(sizes) + 1}, dtype).narrow(0, 1, count(sizes)).view(sizes);
     default:
       return values(sizes, dtype);
   }
 }
 
-/// A tensor that does not belong there.
+/// A tensor that differs from `t` in dtype, device, shape or being defined.
 Tensor invalid_tensor(Rng& rng, const Tensor& t) {
   Sizes sizes = t.sizes().vec();
   switch (rng.below(7)) {
@@ -103,7 +103,7 @@ Tensor leaf(Rng& rng, const Tensor& t) {
   return t.detach().requires_grad_(rng.one_in(2));
 }
 
-/// How rows fall into groups: a tail may be left, and now and then they are wrong.
+/// Split sizes that may leave a tail of rows, and are occasionally invalid.
 Tensor splits(Rng& rng, int64_t groups, int64_t rows) {
   Sizes sizes;
   for (int64_t g = 0, left = rows; g < groups; left -= sizes.back(), ++g) sizes.push_back(rng.below(left + 1));
@@ -115,7 +115,7 @@ Tensor splits(Rng& rng, int64_t groups, int64_t rows) {
 
 // ---- pipelines ------------------------------------------------------------------------------------------------------
 
-/// A value that the field hardly expects.
+/// An unusual or invalid value for the field.
 Value unexpected_value(Rng& rng, const Value& value) {
   constexpr auto kMax = std::numeric_limits<int64_t>::max();
   constexpr auto kInfinity = std::numeric_limits<double>::infinity();
@@ -129,7 +129,7 @@ Value unexpected_value(Rng& rng, const Value& value) {
   return rng.of<Value>({Value{}, "", "?", "bfloat16", "float64", "column", "row", int64_t{1}, 0.5, true});
 }
 
-/// The rows that a pipeline has reached.
+/// The sizes of x at the current stage of a pipeline.
 struct Rows {
   Sizes lead;
   int64_t width;
@@ -141,7 +141,7 @@ struct Rows {
   }
 };
 
-/// A value that fits `rows`, as far as the field's name tells.
+/// A value that fits `rows`, judging by the field's name.
 Value fitting_value(Rng& rng, const std::string& name, const Value& value, const Rows& rows) {
   if (name == "in_features" || name == "size") return rows.width;
   if (name == "out_features") return rng.of<int64_t>({1, 2, 4, 6, 8, 16, 31, 32, 64, 96});
@@ -178,7 +178,7 @@ struct Call {
   uint64_t eval_mask = 0;
   at::ScalarType dtype = at::kFloat;
 
-  /// Names of operations; enough to find the call again with its number.
+  /// The operations; together with the number, they identify the call.
   std::string names() const {
     std::string text;
     for (const auto& stage : stages) text += stage.op->text() + "; ";
@@ -254,7 +254,7 @@ Call make_call(Rng& rng) {
   return call;
 }
 
-// ---- what a call must do --------------------------------------------------------------------------------------------
+// ---- checks ---------------------------------------------------------------------------------------------------------
 
 void expect_spec(const Tensor& t, const ops::Spec& spec, const char* what) {
   ASSERT_TRUE(t.defined()) << what;
@@ -262,7 +262,7 @@ void expect_spec(const Tensor& t, const ops::Spec& spec, const char* what) {
   EXPECT_EQ(t.scalar_type(), spec.dtype) << what;
 }
 
-/// Undefined is zero.
+/// An undefined gradient is zero.
 void expect_gradient(const Tensor& grad, const Tensor& of, const char* what) {
   if (!grad.defined()) return;
   EXPECT_EQ(grad.sizes(), of.sizes()) << what;
@@ -277,7 +277,7 @@ std::vector<Tensor> gradients(Rng& rng, c10::ArrayRef<Tensor> outputs) {
   return list;
 }
 
-/// Through the autograd node.
+/// Calls the pipeline through the autograd node.
 void run_fuser(Rng& rng, const Call& call, const Pipeline& pipeline) {
   Fuser fuser{Pipeline(pipeline.stages())};
   const auto plan = fuser.plan(call.x, call.params, call.extras, call.eval_mask);
@@ -294,7 +294,7 @@ void run_fuser(Rng& rng, const Call& call, const Pipeline& pipeline) {
   for (const auto& t : call.params) expect_gradient(t.grad(), t, "the gradient of a parameter");
 }
 
-/// Through the functional pair, whose backward takes anything.
+/// Calls the functional pair, whose backward must check all its arguments.
 void run_functional(Rng& rng, Call call, const Pipeline& pipeline) {
   const auto text = describe(pipeline, make_plan_key(pipeline, call.x, call.params, call.extras, call.eval_mask));
   auto out = forward(call.x, call.params, call.extras, text);
@@ -315,18 +315,18 @@ void run_functional(Rng& rng, Call call, const Pipeline& pipeline) {
   for (size_t p = 0; p < call.params.size(); ++p) expect_gradient(got[1 + p], call.params[p], "dparam");
 }
 
-/// An error that helps: it speaks of weft, a pipeline, an operation or autograd's own rules for gradients.
+/// Whether an error message is specific: it names weft, a pipeline, an operation, or autograd's rules for gradients.
 bool names_something(const std::string& message) {
   if (message.empty() || message.find("INTERNAL ASSERT") != std::string::npos) return false;
   for (const auto* word : {"weft", "ipeline", "process group", "Linear", "split"})
     if (message.find(word) != std::string::npos) return true;
   for (const auto& [name, type] : ops::op_types())
     if (message.find(name) != std::string::npos) return true;
-  // torch's own words for a gradient that does not belong to an output
+  // torch's messages about a gradient that does not match its output
   return message.find("grad") != std::string::npos || message.find("meta tensor") != std::string::npos;
 }
 
-/// Autocast to bfloat16 while it lives.
+/// Enables autocast to bfloat16 for its lifetime.
 class Autocast {
  public:
   Autocast() {
@@ -338,7 +338,7 @@ class Autocast {
   ~Autocast() { at::autocast::set_autocast_enabled(at::kCPU, false); }
 };
 
-/// True if it succeeded.
+/// Returns whether the call succeeded.
 bool run_call(uint64_t number) {
   Rng rng(number);
   at::manual_seed(number);
@@ -355,7 +355,7 @@ bool run_call(uint64_t number) {
     const std::string message = error.what_without_backtrace();
     EXPECT_TRUE(names_something(message)) << "call " << number << ": " << call.names() << "\n" << message;
   } catch (const std::exception& error) {
-    ADD_FAILURE() << "call " << number << ": " << call.names() << "\nraised what torch does not: " << error.what();
+    ADD_FAILURE() << "call " << number << ": " << call.names() << "\nraised a non-torch exception: " << error.what();
   }
   return false;
 }
@@ -364,8 +364,8 @@ void run_calls(uint64_t calls) {
   uint64_t succeeded = 0;
   for (uint64_t number = 0; number < calls && !::testing::Test::HasFailure(); ++number) succeeded += run_call(number);
   std::cout << calls << " fuzzed calls, of which " << succeeded << " succeed" << std::endl;
-  EXPECT_GT(succeeded, calls / 4) << "too few calls get past the checks";
-  EXPECT_LT(succeeded, calls * 3 / 4) << "too few calls are wrong";
+  EXPECT_GT(succeeded, calls / 4) << "too few calls pass the argument checks";
+  EXPECT_LT(succeeded, calls * 3 / 4) << "too few calls are invalid";
 }
 
 TEST(FuzzedCalls, MatchInferredShapesOrRaise) { run_calls(2000); }

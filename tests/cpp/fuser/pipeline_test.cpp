@@ -48,10 +48,10 @@ TEST(Pipeline, RejectsInvalidWiring) {
 }
 
 TEST(Pipeline, ParseErrorsNameThePosition) {
-  EXPECT_THAT(error_of("NoSuchOp()"), HasSubstr("No operation is called 'NoSuchOp'"));
+  EXPECT_THAT(error_of("NoSuchOp()"), HasSubstr("Unknown operation 'NoSuchOp'"));
   EXPECT_THAT(error_of("GELU("), HasSubstr("position"));
   EXPECT_THAT(error_of("GELU() GELU()"), HasSubstr("expected ;"));
-  EXPECT_THAT(error_of("ConstantScale(scale=\"much\")"), HasSubstr("scale cannot be \"much\""));
+  EXPECT_THAT(error_of("ConstantScale(scale=\"much\")"), HasSubstr("invalid value \"much\" for 'scale'"));
 }
 
 }  // namespace

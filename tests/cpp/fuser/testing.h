@@ -13,7 +13,7 @@ namespace weft::testing {
 
 inline at::Tensor leaf(at::IntArrayRef sizes) { return at::randn(sizes, at::kDouble).requires_grad_(); }
 
-/// One parameter tensor for each that the pipeline asks for.
+/// Random tensors for the pipeline's parameters.
 inline std::vector<at::Tensor> parameters(const fuser::Pipeline& pipeline) {
   std::vector<at::Tensor> list;
   for (const auto& spec : pipeline.params()) list.push_back(leaf(spec.shape));

@@ -56,7 +56,7 @@ TEST(Nn, SavesLoadsAndClones) {
   const auto copy = std::dynamic_pointer_cast<SequentialImpl>(model.ptr()->clone());
   EXPECT_TRUE(copy->forward(x).equal(model->forward(x)));
   copy->parameters()[1].data().fill_(0);
-  EXPECT_FALSE(copy->forward(x).equal(model->forward(x))) << "the clone shares parameters";
+  EXPECT_FALSE(copy->forward(x).equal(model->forward(x))) << "the clone shares parameters with the model";
 }
 
 TEST(Nn, WorksInsideTorchSequential) {

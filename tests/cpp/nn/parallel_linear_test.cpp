@@ -1,4 +1,4 @@
-// Linears over several ranks, which are threads here, against one process in float64: values and all gradients.
+// Tensor-parallel linears, with threads as ranks, against one process in float64: values and all gradients.
 #include <ATen/ops/linear.h>
 
 #include "tests/cpp/fuser/testing.h"
@@ -46,13 +46,13 @@ std::vector<Case> cases() {
   return list;
 }
 
-/// Groups are made once for each size: their links measure themselves.
+/// One group per size, created once, because transports measure their costs when they are created.
 const ThreadRanks& group_of(int ranks) {
   static std::map<int, ThreadRanks> groups;
   return groups.try_emplace(ranks, ranks).first->second;
 }
 
-/// The whole layer in one process.
+/// The unsharded layer in one process.
 struct Unsharded {
   at::Tensor x, w, y, dy;
   std::vector<at::Tensor> biases;  // their sum is the bias
@@ -75,7 +75,7 @@ struct Unsharded {
   }
 };
 
-/// This rank's part of tensors of the whole layer.
+/// This rank's shards of the tensors of the unsharded layer.
 struct Shard {
   const Case& c;
   int rank;
@@ -147,7 +147,7 @@ TEST(ParallelLinear, BasicLinearCommunicates) {
   }
 }
 
-/// Collectives that forward and backward of a linear start. These are small: each is one message.
+/// The number of collectives that forward and backward of a linear start. The tensors are small: one message each.
 std::pair<int64_t, int64_t> count_collectives(const Case& c, bool train_weight, bool input_needs_grad) {
   const ThreadRanks ranks(c.ranks);
   const Unsharded unsharded(c);
@@ -167,11 +167,11 @@ std::pair<int64_t, int64_t> count_collectives(const Case& c, bool train_weight, 
 TEST(ParallelLinear, CommunicatesOnlyForNeededGradients) {
   using Counts = std::pair<int64_t, int64_t>;
   const Case column{ParallelMode::column, true, BiasKind::none, 2, {kRows}};
-  EXPECT_EQ(count_collectives(column, true, true), Counts(1, 2));   // x again; the sum of dx
-  EXPECT_EQ(count_collectives(column, false, true), Counts(1, 1));  // a frozen weight needs no x
-  EXPECT_EQ(count_collectives(column, true, false), Counts(1, 1));  // nobody wants dx
+  EXPECT_EQ(count_collectives(column, true, true), Counts(1, 2));   // all-gather of x, reduce-scatter of dx
+  EXPECT_EQ(count_collectives(column, false, true), Counts(1, 1));  // the weight is frozen: x is not gathered
+  EXPECT_EQ(count_collectives(column, true, false), Counts(1, 1));  // dx is not needed
   const Case row{ParallelMode::row, true, BiasKind::none, 2, {kRows}};
-  EXPECT_EQ(count_collectives(row, true, true), Counts(1, 1));  // dy, once for both products
+  EXPECT_EQ(count_collectives(row, true, true), Counts(1, 1));  // one all-gather of dy for both GEMMs
   EXPECT_EQ(count_collectives(row, false, true), Counts(1, 1));
 }
 
@@ -218,10 +218,10 @@ TEST(ParallelLinear, RejectsIndivisibleFeatures) {
                 .find("in_features 8 does not divide over 3 ranks"),
             std::string::npos);
   EXPECT_THROW(op<ops::BasicLinear>({.in_features = 6, .out_features = 6, .tensor_parallel_mode = ParallelMode::row}),
-               c10::ValueError);  // no group is named
+               c10::ValueError);  // no process group
 }
 
-/// norm, column, activation, row, and the residual.
+/// Norm, column linear, activation, row linear, and the residual.
 Sequential block(const std::string& activation, const std::optional<std::string>& group, bool sequence_parallel) {
   LinearOptions up{.in_features = kIn, .out_features = kOut, .dtype = at::kDouble};
   LinearOptions down{.in_features = kOut, .out_features = kIn, .dtype = at::kDouble};
@@ -246,7 +246,7 @@ TEST(ParallelLinear, FusedBlockMatchesOneProcess) {
         auto unsharded = block(activation, {}, false);
         for (auto& param : unsharded->parameters()) param.data().uniform_(-1, 1);
         const auto x = leaf({kRows, kIn}), y = unsharded->forward(x), dy = at::randn({kRows, kIn}, at::kDouble);
-        auto inputs = unsharded->op_parameters();  // norm, up, its bias, down, its bias
+        auto inputs = unsharded->op_parameters();  // weights: norm, up, up bias, down, down bias
         inputs.insert(inputs.begin(), x);
         const auto expected = grad(y, inputs, dy);
         std::vector<at::Tensor> norm_grads(p);
@@ -273,7 +273,7 @@ TEST(ParallelLinear, FusedBlockMatchesOneProcess) {
           expect_close(got[4], chunk(expected[4], 1), "dw down");
           expect_close(got[5], expected[5], "db down");
         });
-        // The norm saw this rank's rows only: the parts of its gradient are summed by whoever trains.
+        // With sequence parallelism each rank's norm gradient covers its own rows; the training loop reduces them.
         expect_close(sequence ? at::stack(norm_grads).sum(0) : norm_grads[0], expected[1], "dw norm");
       }
     }

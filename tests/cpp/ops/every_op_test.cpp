@@ -1,4 +1,4 @@
-// What holds for every registered operation, tried on its sample. An operation that registers is tested here.
+// Properties of every registered operation, checked on its sample. Registering an operation adds it to these tests.
 #include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/allclose.h>
@@ -38,7 +38,7 @@ Tensor values(at::IntArrayRef sizes) {
   return at::where(at::rand(sizes, at::kDouble).lt(0.5), magnitude, -magnitude);
 }
 
-/// The sizes of a row of the input that `op` takes.
+/// The trailing sizes of the input that `op` takes.
 std::vector<int64_t> row_of(const BasicOp& op) {
   for (const auto& field : op.fields()) {
     if (field.name == "in_features" || field.name == "size") return {std::get<int64_t>(field.value)};
@@ -47,7 +47,7 @@ std::vector<int64_t> row_of(const BasicOp& op) {
   return {8};
 }
 
-/// How `rows` rows fall into the groups of `op`: all but one into the first, none into the last.
+/// Split sizes of `rows` rows for `op`: all but one in the first group, none in the last.
 Tensor splits(const BasicOp& op, int64_t rows) {
   int64_t groups = 0;
   for (const auto& field : op.fields())
@@ -58,7 +58,7 @@ Tensor splits(const BasicOp& op, int64_t rows) {
   return sizes;
 }
 
-/// An operation and the tensors it runs on: what it takes, and the gradients that come back.
+/// An operation with its inputs and output gradients.
 struct Trial {
   OpPtr op;
   Tensor x, dy;
@@ -104,7 +104,7 @@ struct Outcome {
   Tensor y, dx;
   std::vector<Tensor> extra_out, saved, dparams, dextra;
 
-  /// All values and gradients by name; those not computed are undefined.
+  /// All outputs and gradients by name; undefined if not computed.
   std::map<std::string, Tensor> named() const {
     std::map<std::string, Tensor> all{{"y", y}, {"dx", dx}};
     const auto add = [&](const std::string& name, const std::vector<Tensor>& list) {
@@ -117,7 +117,7 @@ struct Outcome {
   }
 };
 
-/// Forward of `trial`; the same seed gives the same dropout mask.
+/// Forward of `trial`, with a fixed seed so that dropout draws the same mask.
 Outcome forward(const Trial& trial, const OpPlan& plan) {
   at::manual_seed(99);
   Outcome out;
@@ -133,7 +133,7 @@ Outcome forward(const Trial& trial, const OpPlan& plan) {
   return out;
 }
 
-/// Forward, then backward of the gradients `trial` holds.
+/// Forward, then backward with the gradients of `trial`.
 Outcome run(const Trial& trial, const OpPlan& plan) {
   auto out = forward(trial, plan);
   auto extra_dy = trial.extra_dy;
@@ -149,7 +149,7 @@ Outcome run(const Trial& trial, const OpPlan& plan) {
   return out;
 }
 
-/// A trial of the sample, with gradients of the sizes of its outputs.
+/// A trial of the sample, with output gradients.
 Trial trial_of(const OpType& type, int64_t rows = kRows) {
   Trial trial(type.sample, rows);
   const auto out = forward(trial, trial.plan(NeedsGrad::nothing));
@@ -205,7 +205,7 @@ void expect_spec(const Tensor& t, const Spec& spec, const std::string& what) {
   EXPECT_EQ(t.scalar_type(), spec.dtype) << what;
 }
 
-// ---- What each operation computes, in plain ATen ------------------------------------------------------------------
+// ---- Reference formulas in ATen -----------------------------------------------------------------------------------
 
 double number(const BasicOp& op, const std::string& name) {
   for (const auto& field : op.fields())
@@ -220,7 +220,7 @@ Tensor gelu(const Tensor& x) { return x * 0.5 * (at::tanh((x + x.pow(3) * 0.0447
 Tensor squared_relu(const Tensor& x) { return at::relu(x).pow(2); }
 Tensor situ(const Tensor& x, double beta) { return at::tanh(x / beta) * beta; }
 
-/// f(a, b) of the halves of x, or of blocks of `block` values each.
+/// f(a, b), where a and b are the halves of x, or alternating blocks of `block` values.
 Tensor gated(const Tensor& x, const std::function<Tensor(const Tensor&, const Tensor&)>& f, int64_t block = 0) {
   const auto half = x.size(-1) / 2, size = block > 0 ? block : half;
   const auto parts = x.unflatten(-1, {half / size, 2, size});
@@ -240,12 +240,12 @@ Tensor clamped_swiglu(const Trial& t) {
 Tensor swiglu(const Trial& t) {
   return gated(t.x, [](const auto& a, const auto& b) { return swish(a) * b; }, /*block=*/2);
 }
-/// With one value of the first extra input for each row.
+/// f scaled by the first extra input, one value per row.
 Formula scaled(Formula f) {
   return [f = std::move(f)](const Trial& t) { return f(t) * t.extra[0].unsqueeze(1); };
 }
 
-/// γ' = 1 + γ in the sample of RMSNorm; LayerNorm's row has two dimensions.
+/// The sample of RMSNorm has γ' = 1 + γ; the row of LayerNorm's sample has two dimensions.
 Tensor rms_norm(const Trial& t) {
   return t.x * at::rsqrt(t.x.pow(2).mean({-1}, /*keepdim=*/true) + number(*t.op, "eps")) * (t.params[0] + 1);
 }
@@ -258,7 +258,7 @@ Tensor l2_norm(const Trial& t) {
   return t.x * at::rsqrt(t.x.pow(2).sum({-1}, /*keepdim=*/true) + number(*t.op, "eps"));
 }
 Tensor dropout(const Trial& t) {
-  at::manual_seed(99);  // as `forward`
+  at::manual_seed(99);  // as in `forward`
   const auto p = number(*t.op, "p");
   return t.x * at::empty(t.x.sizes(), at::kBool).bernoulli_(1 - p) / (1 - p);
 }
@@ -316,7 +316,7 @@ std::map<std::string, Formula> formulas() {
           {"MakeExtraOutput", same},
           {"Identity", same},
           {"Quantize", same},
-          {"AllGather", same},  // of one rank
+          {"AllGather", same},  // one rank
           {"ReduceScatter", same},
           {"AllReduce", same}};
 }
@@ -325,7 +325,7 @@ TEST(EveryOp, ValuesMatchFormula) {
   const auto all = formulas();
   for_each_op([&](const OpType& type, const Trial& trial) {
     const auto formula = all.find(type.name);
-    ASSERT_NE(formula, all.end()) << "add its formula to this test";
+    ASSERT_NE(formula, all.end()) << "add the operation's formula to this test";
     const auto out = forward(trial, trial.plan(NeedsGrad::nothing));
     expect_close(out.y, formula->second(trial), 1e-12, 1e-12, "y");
     for (const auto& t : out.extra_out) expect_close(t, trial.x, 0, 0, "extra output");

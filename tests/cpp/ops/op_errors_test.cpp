@@ -1,4 +1,4 @@
-// What single operations promise, and what they refuse: the exception Python sees, with the values in its text.
+// Argument checks of single operations: the exception type that Python sees, and the values in the message.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/rand.h>
@@ -104,17 +104,18 @@ TEST(OpErrors, ReshapeInfersAtMostOneSize) {
 
 TEST(OpErrors, CollectivesNeedGroupName) {
   for (const std::string name : {"AllGather", "ReduceScatter", "AllReduce"}) {
-    expect_error<c10::ValueError>([&] { make(name, {{"process_group_size", int64_t{2}}}); }, name + ": it is to be");
+    expect_error<c10::ValueError>([&] { make(name, {{"process_group_size", int64_t{2}}}); },
+                                  name + ": expected a process group");
     expect_error<c10::ValueError>([&] { make(name, {{"process_group", std::string("nobody")}}); }, "'nobody'");
-    expect_error<c10::ValueError>([&] { make(name, {{"process_group_size", int64_t{0}}}); }, "group is 0");
+    expect_error<c10::ValueError>([&] { make(name, {{"process_group_size", int64_t{0}}}); }, "group size is 0");
   }
-  expect_error<c10::ValueError>([&] { make("Bias", {{"size", int64_t{8}}, {"tensor_parallel", true}}); }, "not named");
+  expect_error<c10::ValueError>([&] { make("Bias", {{"size", int64_t{8}}, {"tensor_parallel", true}}); }, "got none");
 }
 
 TEST(OpErrors, BiasIsShardedOrReplicated) {
   expect_error<c10::ValueError>(
       [&] { make("Bias", {{"size", int64_t{8}}, {"tensor_parallel", true}, {"sequence_parallel", true}}); },
-      "choose one");
+      "set only one");
 }
 
 TEST(Dropout, HandlesProbabilitiesZeroAndOne) {

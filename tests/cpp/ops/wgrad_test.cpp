@@ -21,9 +21,9 @@ namespace weft::ops {
 namespace {
 
 constexpr double kFill = 0.5;
-constexpr int64_t kWidth = 12, kRows = 18;  // rows: enough for every rule
+constexpr int64_t kWidth = 12, kRows = 18;  // kRows: at least min_rows of every rule
 
-/// A row of the rule: which of its conditions hold.
+/// A row of the decision table in weft/ops/wgrad_sink.h: which conditions hold.
 struct Row {
   int number;
   bool accumulate, delay, flag, overwrite;
@@ -84,7 +84,7 @@ bool shares(const at::Tensor& a, const at::Tensor& b) {
 
 class WgradRow : public ::testing::TestWithParam<Case> {
  protected:
-  /// The model, and its twin without options whose .grad says what is right.
+  /// The tested model, and a twin without the options, whose .grad is the expected result.
   void SetUp() override {
     const auto& c = GetParam();
     x_ = at::randn({kRows, kWidth}).to(c.weight).requires_grad_();
@@ -151,7 +151,7 @@ TEST_P(WgradRow, WritesGradientToItsSink) {
   tested_->backward_dw();
   EXPECT_EQ(hooks, row.delay ? weights(tested_).size() : 0);
   tested_->backward_dw();
-  EXPECT_EQ(hooks, row.delay ? weights(tested_).size() : 0) << "nothing waits any more";
+  EXPECT_EQ(hooks, row.delay ? weights(tested_).size() : 0) << "no gradient is pending any more";
   expect_gradients();
 }
 
@@ -197,7 +197,7 @@ std::string case_name(const ::testing::TestParamInfo<Case>& info) {
 
 INSTANTIATE_TEST_SUITE_P(Wgrad, WgradRow, ::testing::ValuesIn(cases()), case_name);
 
-/// A linear that accumulates, with its record.
+/// A linear that accumulates into main_grad, with its attributes set.
 nn::Linear accumulating(bool delay = false) {
   nn::Linear made(nn::LinearOptions{.in_features = 4,
                                     .out_features = 3,

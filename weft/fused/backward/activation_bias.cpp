@@ -5,7 +5,7 @@
 namespace weft::fused {
 namespace {
 
-/// dx = dy·act'(x) and db = Σ_rows dx in one sweep.
+/// dx = dy·act'(x) and db = Σ_rows dx in one pass.
 class ActivationBias final : public FusedOp {
  public:
   explicit ActivationBias(const Match& match)
@@ -33,7 +33,7 @@ FusionRule backward_activation_bias() {
           .pass = Pass::backward,
           .pattern = {one<ops::Bias>(), one<ops::ActivationOp>()},
           .reject = [](const Match& m, const PlanView& view) -> std::string {
-            return view.plans[m.first()].needs_param_grad[0] ? "" : "no gradient of the bias is wanted";
+            return view.plans[m.first()].needs_param_grad[0] ? "" : "the bias needs no gradient";
           },
           .make = make_fused<ActivationBias>,
           .sample = []() -> std::vector<ops::OpPtr> {

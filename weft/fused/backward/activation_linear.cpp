@@ -6,8 +6,8 @@
 namespace weft::fused {
 namespace {
 
-/// With h = act(p), p = x + b and y = h Wᵀ:  dx = (dy W)·act'(p) and db = Σ_rows dx, both inside the GEMM, which also
-/// lays dx out in tiles if a linear comes before.
+/// For y = h Wᵀ, h = act(p), p = x + b:  dx = (dy W)·act'(p) and db = Σ_rows dx in the GEMM epilogue, which also packs
+/// dx for the wgrad GEMM of a preceding linear.
 class ActivationLinear final : public FusedOp {
  public:
   explicit ActivationLinear(const Match& match)
@@ -38,13 +38,13 @@ class ActivationLinear final : public FusedOp {
   MatchedOp<ops::Bias> bias_;
   MatchedOp<ops::ActivationOp> activation_;
   MatchedOp<ops::BasicLinear> linear_;
-  std::shared_ptr<const ops::BasicLinear> before_;  // whose weight gradient takes dx next
+  std::shared_ptr<const ops::BasicLinear> before_;  // its wgrad GEMM reads dx next
 };
 
 std::string reject(const Match& m, const PlanView& view) {
   const auto activation = m.find<ops::ActivationOp>();
   if (!view.plans[m.first() + activation.index].needs_input_grad)
-    return "nothing before the activation wants a gradient";
+    return "the input of the activation needs no gradient";
   const auto& linear = m.get<ops::BasicLinear>();
   if (auto reason = reject_reduced_gradient(linear); !reason.empty()) return reason;
   auto reason = reject_activation(*activation.op, 2 * linear.local_in_features());

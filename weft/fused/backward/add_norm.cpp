@@ -5,7 +5,7 @@
 namespace weft::fused {
 namespace {
 
-/// dx = (gradient of the norm at dy) + g, g being the gradient of the extra output, in one kernel.
+/// dx = norm_backward(dy) + g in one kernel, where g is the gradient of the extra output.
 class AddNorm final : public FusedOp {
  public:
   explicit AddNorm(const Match& match) : norm_(match.find<ops::NormOp>()) {}
@@ -26,7 +26,7 @@ FusionRule rule(const std::string& name) {
           .pass = Pass::backward,
           .pattern = {one<ops::MakeExtraOutput>(), one<Norm>()},
           .reject = [](const Match& m, const PlanView& view) -> std::string {
-            return view.plans[m.first()].needs_input_grad ? "" : "no gradient of the input is wanted";
+            return view.plans[m.first()].needs_input_grad ? "" : "the input needs no gradient";
           },
           .make = make_fused<AddNorm>,
           .sample = []() -> std::vector<ops::OpPtr> {

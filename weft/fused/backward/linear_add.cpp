@@ -4,8 +4,8 @@
 namespace weft::fused {
 namespace {
 
-/// dx = dy W + g in one GEMM, g being the gradient of the extra output; into g itself if MakeExtraOutput permits it and
-/// nobody else can see it.
+/// dx = dy W + g in one GEMM, where g is the gradient of the extra output. Written into g if MakeExtraOutput is
+/// in_place and g is not referenced elsewhere.
 class LinearAddBackward final : public FusedOp {
  public:
   explicit LinearAddBackward(const Match& match)
@@ -35,7 +35,7 @@ FusionRule backward_linear_add() {
           .pass = Pass::backward,
           .pattern = {one<ops::MakeExtraOutput>(), one<ops::BasicLinear>()},
           .reject = [](const Match& m, const PlanView& view) -> std::string {
-            if (!view.plans[m.first()].needs_input_grad) return "no gradient of the input is wanted";
+            if (!view.plans[m.first()].needs_input_grad) return "the input needs no gradient";
             return reject_reduced_gradient(m.get<ops::BasicLinear>());
           },
           .make = make_fused<LinearAddBackward>,

@@ -5,7 +5,7 @@
 namespace weft::fused {
 namespace {
 
-/// dx = s·dy W and dW = s·dyᵀ x: the scale goes into the GEMMs, dy stays as it is.
+/// dx = s·dy W and dW = s·dyᵀ x, with the scale applied in the GEMMs instead of to dy.
 class LinearScale final : public FusedOp {
  public:
   explicit LinearScale(const Match& match)

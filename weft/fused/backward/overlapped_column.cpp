@@ -5,7 +5,8 @@
 namespace weft::fused {
 namespace {
 
-/// dx = Σ_ranks dy W and dW = dyᵀ x, x of all ranks: x is gathered under the first product, dx summed under both.
+/// dx = Σ_ranks dy W and dW = dyᵀ all_gather(x). Overlaps the all-gather of x with the dx GEMM, and the reduction of dx
+/// with both GEMMs.
 class OverlappedColumnBackward final : public FusedOp {
  public:
   explicit OverlappedColumnBackward(const Match& match) : linear_(match.find<ops::BasicLinear>()) {}
@@ -13,7 +14,7 @@ class OverlappedColumnBackward final : public FusedOp {
   at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
     const overlap::OverlapPolicy::ScopedTimer timer(policy_);
     auto linear = ctx.op(0);
-    if (!linear.needs_input_grad()) return linear_->backward(linear, dy, ctx.params(0));  // no product to go under
+    if (!linear.needs_input_grad()) return linear_->backward(linear, dy, ctx.params(0));  // no GEMM to overlap with
     const auto& options = linear_->options();
     const auto& w = linear_->backward_weight(linear, ctx.params(0));
     const auto rows = ops::as_matrix(ops::as_dtype(dy, w.scalar_type()));

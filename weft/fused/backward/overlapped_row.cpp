@@ -5,8 +5,9 @@
 namespace weft::fused {
 namespace {
 
-/// With h = act(p), p = u + c and y_r = Σ_ranks (h Wᵀ + b)_r, dy of all ranks used as it arrives:
+/// For y = reduce_scatter(h Wᵀ + b), h = act(p), p = u + c:
 ///   dp = (all_gather(dy) W)·act'(p), dc = Σ_rows dp;  dW = all_gather(dy)ᵀ h;  db = Σ_rows all_gather(dy)
+/// The GEMM multiplies the rows of other ranks as they arrive.
 class OverlappedRowBackward final : public FusedOp {
  public:
   explicit OverlappedRowBackward(const Match& match)
@@ -20,7 +21,7 @@ class OverlappedRowBackward final : public FusedOp {
   at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
     const overlap::OverlapPolicy::ScopedTimer timer(policy_);
     auto linear = ctx.op(linear_.index);
-    if (!linear.needs_input_grad()) return without_overlap(ctx, dy);  // no product to go under
+    if (!linear.needs_input_grad()) return without_overlap(ctx, dy);  // no GEMM to overlap with
     const auto& w = linear_->backward_weight(linear, ctx.params(linear_.index));
     const auto local = ops::as_matrix(ops::as_dtype(dy, w.scalar_type()));
     const overlap::OverlapShape shape{
@@ -58,7 +59,7 @@ class OverlappedRowBackward final : public FusedOp {
     return e;
   }
 
-  /// Of the weight and the biases, from dy of all ranks and Σ_rows dp.
+  /// Sets the gradients of the weight and the biases from the gathered dy and Σ_rows dp.
   void set_gradients(StepContext& ctx, const at::Tensor& dy, at::Tensor input_bias_grad) const {
     auto linear = ctx.op(linear_.index);
     if (needs_bias_grad(ctx)) bias_->set_gradient(ctx.op(bias_.index), ops::sum_rows(dy));
@@ -92,9 +93,9 @@ std::string reject(const Match& m, const PlanView& view) {
   const auto linear = m.find<ops::BasicLinear>();
   const auto activation = m.find<ops::ActivationOp>();
   if (linear->parallel() && !linear->gathers_output_gradient())
-    return "without sequence_parallel nothing passes between ranks in backward";
+    return "no communication in backward without sequence_parallel";
   if (auto reason = reject_overlap(m, view); !reason.empty()) return reason;
-  if (!activation) return linear.index > 0 ? "a bias before the linear, and no activation between" : "";
+  if (!activation) return linear.index > 0 ? "a bias precedes the linear without an activation in between" : "";
   if (auto reason = reject_activation(*activation.op, 2 * linear->local_in_features()); !reason.empty()) return reason;
   return reject_mixed_dtypes(m, view, activation.index, linear.index);
 }

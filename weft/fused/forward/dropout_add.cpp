@@ -7,7 +7,7 @@
 namespace weft::fused {
 namespace {
 
-/// y = e + x·m/(1-p) in one sweep.
+/// y = e + x·m/(1-p) in one pass.
 class DropoutAdd final : public FusedOp {
  public:
   explicit DropoutAdd(const Match& match)
@@ -33,8 +33,8 @@ class DropoutAdd final : public FusedOp {
 
 std::string reject(const Match& m, const PlanView& view) {
   const auto& dropout = m.get<ops::Dropout>();
-  if (dropout.output_is_input(view.plans[m.first()])) return "nothing is dropped";
-  if (dropout.options().p == 1) return "everything is dropped";
+  if (dropout.output_is_input(view.plans[m.first()])) return "Dropout is the identity (evaluation mode, or p is 0)";
+  if (dropout.options().p == 1) return "p is 1, so every value is dropped";
   return {};
 }
 

@@ -5,7 +5,8 @@
 namespace weft::fused {
 namespace {
 
-/// y = e + (x Wᵀ + b), or y = e + s·x Wᵀ, in one GEMM; into e itself if AddExtraInput may.
+/// y = e + (x Wᵀ + b), or y = e + s·x Wᵀ, in one GEMM. Written into e if AddExtraInput is in_place and e is not
+/// referenced elsewhere.
 class LinearAdd final : public FusedOp {
  public:
   explicit LinearAdd(const Match& match)
@@ -33,11 +34,11 @@ class LinearAdd final : public FusedOp {
 std::string reject(const Match& m, const PlanView& view) {
   const auto& linear = m.get<ops::BasicLinear>();
   if (auto reason = reject_reduced_output(linear); !reason.empty()) return reason;
-  if (linear.gathers_input()) return "x has this rank's rows only, the extra input those of all ranks";
+  if (linear.gathers_input()) return "x holds only this rank's rows, the extra input the rows of all ranks";
   return reject_mixed_dtypes(m, view, 0, m.size() - 2);
 }
 
-/// BasicLinear, the operations `middle`, AddExtraInput.
+/// The rule for BasicLinear, `middle`, AddExtraInput.
 FusionRule rule(std::string name, Element middle, const ops::OpPtr& sample) {
   return {.name = std::move(name),
           .pass = Pass::forward,

@@ -5,7 +5,7 @@
 namespace weft::fused {
 namespace {
 
-/// y = act(x Wᵀ + b) in one GEMM, which also keeps x Wᵀ + b if backward needs it.
+/// y = act(x Wᵀ + b) in one GEMM, which also stores the pre-activation if backward needs it.
 class LinearBiasActivation final : public FusedOp {
  public:
   explicit LinearBiasActivation(const Match& match)

@@ -5,7 +5,7 @@
 namespace weft::fused {
 namespace {
 
-/// y = act(all_gather(x) Wᵀ + b), rows of other ranks multiplied as they arrive.
+/// y = act(all_gather(x) Wᵀ + b). The GEMM multiplies the rows of other ranks as they arrive.
 class OverlappedColumn final : public FusedOp {
  public:
   explicit OverlappedColumn(const Match& match)
@@ -52,7 +52,7 @@ class OverlappedColumn final : public FusedOp {
 
 std::string reject(const Match& m, const PlanView& view) {
   const auto& linear = m.get<ops::BasicLinear>();
-  if (!linear.gathers_input()) return "without sequence_parallel nothing passes between ranks in forward";
+  if (!linear.gathers_input()) return "no communication in forward without sequence_parallel";
   if (auto reason = reject_overlap(m, view); !reason.empty()) return reason;
   if (const auto activation = m.find<ops::ActivationOp>())
     if (auto reason = reject_activation(*activation.op, linear.local_out_features()); !reason.empty()) return reason;

@@ -5,7 +5,7 @@
 namespace weft::fused {
 namespace {
 
-/// y = Σ_ranks (x Wᵀ + b), this rank's rows of it or all, other ranks' rows sent as they are multiplied.
+/// y = reduce_scatter(x Wᵀ + b) or all_reduce(x Wᵀ + b). The rows of other ranks are sent as soon as they are computed.
 class OverlappedRow final : public FusedOp {
  public:
   explicit OverlappedRow(const Match& match)
@@ -20,7 +20,7 @@ class OverlappedRow final : public FusedOp {
     const auto ranks = this->ranks();
     const auto [local, w] = linear_->operands(linear, x, ctx.params(0)[0]);
     const auto rows = ops::as_matrix(local);
-    if (scatters() && x.size(0) % ranks != 0) return without_overlap(ctx, x);  // which says what is wrong
+    if (scatters() && x.size(0) % ranks != 0) return without_overlap(ctx, x);  // raises the error
     const overlap::OverlapShape shape{scatters() ? comm::CommOp::reduce_scatter : comm::CommOp::all_reduce,
                                       local.scalar_type(),
                                       (rows.size(0) + ranks - 1) / ranks,

@@ -8,8 +8,8 @@ namespace {
 using ops::GroupedLinear;
 using ops::ScaledActivation;
 
-/// y = W2 z + b2,  z = s·act(h),  h = W1 x + b1, each row by the weights of its group. Keeps x, h and s; backward
-/// computes z again. If nothing before the last linear wants a gradient z is kept instead of h.
+/// y = W2 z + b2,  z = s·act(h),  h = W1 x + b1, each row with the weights of its group. Saves x, h and s; backward
+/// recomputes z. Saves z instead of h if nothing before the last linear needs a gradient.
 class GroupedMlp final : public FusedOp {
  public:
   explicit GroupedMlp(const Match& m)
@@ -57,14 +57,14 @@ class GroupedMlp final : public FusedOp {
   }
 
  private:
-  /// What lies between the two linears has no memory of the caller's.
+  /// Raises if a buffer is passed for a tensor between the two linears.
   static void reject_buffers(const ops::OpContext& up, const ops::OpContext& down) {
     TORCH_CHECK_VALUE(!up.buffers() || !up.buffers()->output.defined(),
-                      "GroupedLinear: the buffer 'output' was given to the first linear of a fused grouped MLP, which "
-                      "returns nothing; it belongs to the last one.");
+                      "GroupedLinear: buffer 'output' was passed for the first linear of a fused grouped MLP, whose "
+                      "output is internal. Pass it for the last linear.");
     TORCH_CHECK_VALUE(!down.buffers() || !down.buffers()->grad_input.defined(),
-                      "GroupedLinear: the buffer 'grad_input' was given to the last linear of a fused grouped MLP, "
-                      "whose input is inside it; it belongs to the first one.");
+                      "GroupedLinear: buffer 'grad_input' was passed for the last linear of a fused grouped MLP, whose "
+                      "input is internal. Pass it for the first linear.");
   }
 
   MatchedOp<GroupedLinear> up_;
@@ -76,9 +76,13 @@ std::string reject(const Match& m, const PlanView& view) {
   const auto& up = m.find<GroupedLinear>()->options();
   const auto& down = m.find<GroupedLinear>(1)->options();
   const auto& act = m.get<ScaledActivation>().act();
-  if (up.num_groups != down.num_groups) return "the two linears have different numbers of groups";
-  if (up.out_features != down.in_features * (act.gated() ? 2 : 1))
-    return "the last linear does not take what the activation returns";
+  if (up.num_groups != down.num_groups)
+    return "num_groups of the linears differ: " + std::to_string(up.num_groups) + " and " +
+           std::to_string(down.num_groups);
+  const auto expected = down.in_features * (act.gated() ? 2 : 1);
+  if (up.out_features != expected)
+    return "out_features of the first linear is " + std::to_string(up.out_features) + ", the last linear needs " +
+           std::to_string(expected);
   return reject_mixed_dtypes(m, view, 0, m.size() - 1);
 }
 

@@ -14,10 +14,10 @@ namespace {
 using ops::ActivationOp;
 using ops::BasicLinear;
 
-/// y = e + W2 h + b2,  h = act(p),  p = W1 n + b1,  n = norm(x), with e = x if a channel leads from the fork to the
-/// join. Keeps x, the statistics of its rows and p. Backward computes h again inside the GEMM that gives dp, and n by
-/// the norm's kernel. What nothing before it wants a gradient for is kept instead: n if the norm owes none, h if p is
-/// not needed. Narrow blocks keep both: their GEMMs are too short for anything to be computed again beside them.
+/// y = e + W2 h + b2,  h = act(p),  p = W1 n + b1,  n = norm(x), with e = x if a channel connects the fork to the join.
+/// Saves x, its row statistics and p. Backward recomputes h in the epilogue of the dp GEMM, and n with the norm kernel.
+/// Saves n instead of x if the norm needs no gradient, and h instead of p if p needs none. Narrow blocks save n and h
+/// in addition: their GEMMs are too short to hide the recomputation.
 class MlpBlock final : public FusedOp {
   static constexpr int64_t kNarrow = 256;
 
@@ -88,7 +88,7 @@ class MlpBlock final : public FusedOp {
   }
 
  private:
-  /// dp = (dy W2)·act'(p), in tiles too for dW1; dW2 = dyᵀ h, db1 = Σ_rows dp.
+  /// dp = (dy W2)·act'(p), also packed for the dW1 GEMM;  dW2 = dyᵀ h,  db1 = Σ_rows dp.
   at::Tensor through_activation(StepContext& ctx, const at::Tensor& dy) const {
     auto activation = ctx.op(activation_.index), down = ctx.op(down_.index);
     const auto& p = activation.saved(ActivationOp::kInput);

@@ -12,8 +12,8 @@ namespace {
 using ops::ActivationOp;
 using ops::BasicLinear;
 
-/// y = act(W n + b),  n = norm(x). Keeps x and the statistics of its rows, not n: backward computes n again, unless the
-/// norm owes no gradient and x is not kept.
+/// y = act(W n + b),  n = norm(x). Saves x and its row statistics instead of n, which backward recomputes. Saves n if
+/// the norm needs no gradient.
 class NormLinear final : public FusedOp {
  public:
   explicit NormLinear(const Match& m)
@@ -54,7 +54,7 @@ class NormLinear final : public FusedOp {
   }
 
  private:
-  /// dp = dy·act'(p), or dy itself, and db = Σ_rows dp.
+  /// dp = dy·act'(p), or dy without an activation;  db = Σ_rows dp.
   at::Tensor through_activation(StepContext& ctx, const at::Tensor& dy) const {
     const bool needs_db = bias_ && ctx.op(bias_.index).needs_param_grad(0);
     if (!activation_) {
@@ -98,7 +98,7 @@ FusionRule joint_norm_linear() {
                     std::make_shared<BasicLinear>(BasicLinear::Options{.in_features = 8, .out_features = 4}),
                     std::make_shared<ops::Bias>(ops::Bias::Options{.size = 4})};
           },
-          .opt_in = true,  // memory for time: the norm runs once more
+          .opt_in = true,  // saves memory at the cost of time: backward recomputes the norm
           .rewrite = {}};
 }
 
