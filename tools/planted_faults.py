@@ -374,7 +374,8 @@ FAULTS = [
         "overlap/blocks-of-ranks-swapped",
         "weft/overlap/all_gather_gemm.cpp",
         ".a = rank == transport_.rank() ? x_ : collective.incoming(rank), .row = rank * rows_}",
-        ".a = rank == transport_.rank() ? x_ : collective.incoming(rank), .row = (transport_.size() - 1 - rank) * rows_}",
+        ".a = rank == transport_.rank() ? x_ : collective.incoming(rank), "
+        ".row = (transport_.size() - 1 - rank) * rows_}",
     ),
     Fault(
         "overlap/tiles-of-ranks-swapped",

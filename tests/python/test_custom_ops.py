@@ -322,12 +322,20 @@ WRONG = {
         (TypeError, RuntimeError, ValueError),
         "Returns|tensor",
     ),
-    "too many extra outputs": (lambda: returns(lambda x: (x, [(x,)])), RuntimeError, "Returns.*1 extra output.*has 0"),
-    "extra outputs of another operation": (lambda: returns(lambda x: (x, [(), ()])), RuntimeError, "Returns.*2 of 1"),
+    "too many extra outputs": (
+        lambda: returns(lambda x: (x, [(x,)])),
+        RuntimeError,
+        "Returns.*1 extra output.*expected 0",
+    ),
+    "extra outputs of another operation": (
+        lambda: returns(lambda x: (x, [(), ()])),
+        RuntimeError,
+        "Returns.*2 operations, expected 1",
+    ),
     "too many parameter gradients": (
         lambda: returns(backward=lambda dy: (dy, [(dy,)], [()])),
         RuntimeError,
-        "Returns.*1 parameter gradient.*has 0",
+        "Returns.*1 parameter gradient.*expected 0",
     ),
     "gradient is not a tensor": (lambda: returns(backward=lambda dy: (3.0, [()], [()])), TypeError, "float"),
     "not a pair": (lambda: returns(lambda x: x[0, 0]), Exception, "."),
