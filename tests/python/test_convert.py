@@ -211,7 +211,7 @@ def test_numbered_layers_stay_numbered(tmp_path):
 
 def test_optimizer_state_is_skipped_and_reported(megatron, tmp_path):
     report = convert(megatron, tmp_path / "plain", to="safetensors")
-    assert "start the optimizer anew" in report["skipped"]["optimizer.state.exp_avg.output_layer.weight"]
+    assert "restart the optimizer" in report["skipped"]["optimizer.state.exp_avg.output_layer.weight"]
 
 
 # ---- names and ranks ------------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def test_ungated_fc1_is_split_as_one_matrix(tmp_path):
     convert(source, tmp_path / "ranks", to="pt", tensor_parallel=2)
     part = torch.load(tmp_path / "ranks/mp_rank_01/model_optim_rng.pt", weights_only=True)["model"]
     assert torch.equal(part["decoder.layers.0.mlp.linear_fc1.weight"], whole.chunk(2)[1])
-    with pytest.raises(ConversionError, match=r"word_embeddings.*\[24, 16\] does not divide by 5 ranks"):
+    with pytest.raises(ConversionError, match=r"word_embeddings.*\[24, 16\] does not divide over 5 ranks"):
         convert(source, tmp_path / "five", to="pt", tensor_parallel=5)
 
 
@@ -344,7 +344,7 @@ def test_user_rules_take_precedence(tmp_path):
     convert(tmp_path / "b", tmp_path / "c.pt", to="pt", layout="native", **given)
     assert torch.equal(torch.load(tmp_path / "c.pt", weights_only=True)["h.0.gate.weight"], router)
     (tmp_path / "rules.json").write_text('{"rules": [{"native": "{wrong}"}]}')
-    with pytest.raises(ConversionError, match="wrong.*known are"):
+    with pytest.raises(ConversionError, match="wrong.*expected"):
         convert(tmp_path / "a.pt", tmp_path / "d", to="safetensors", **given)
 
 
@@ -383,7 +383,7 @@ def test_file_contents_are_never_executed(megatron, tmp_path):
     convert(tmp_path / "c", tmp_path / "d", to="torch_dist")
     assert (tmp_path / "d" / "common.pt").read_bytes() == (megatron / "common.pt").read_bytes()
     (megatron / ".metadata").write_bytes(pickle.dumps(MaliciousPickle(mark)))
-    with pytest.raises(ConversionError, match=r"\.metadata.*posix\.system.*nothing of it was run"):
+    with pytest.raises(ConversionError, match=r"\.metadata.*posix\.system.*nothing was executed"):
         convert(megatron, tmp_path / "e", to="safetensors")
     assert not mark.exists()
 
@@ -466,13 +466,13 @@ def test_verify_finds_changed_byte(megatron, tmp_path, shell):
     content[-1] ^= 1
     (tmp_path / "a.safetensors").write_bytes(content)
     (wrong,) = verify(tmp_path / "a.safetensors")
-    assert "other bytes" in wrong
+    assert "has changed" in wrong
     (wrong,) = compare(megatron, tmp_path / "a.safetensors")[1]
     assert "differ" in wrong
     with pytest.raises(ConversionError, match="rng_state.*corrupt"):  # the last bytes of the file
         convert(tmp_path / "a.safetensors", tmp_path / "b", to="torch_dist")
     status, said = shell("verify", tmp_path / "a.safetensors")
-    assert status == 1 and "other bytes" in said
+    assert status == 1 and "has changed" in said
 
 
 # ---- targets --------------------------------------------------------------------------------------------------------
@@ -500,7 +500,7 @@ def test_full_disk_error_gives_advice_and_leaves_nothing(megatron, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
     done = command(megatron, tmp_path / "b", "--to", "torch_dist", preexec_fn=limit_file_size)
-    assert done.returncode == 1 and "could not be written" in done.stderr and "make room" in done.stderr
+    assert done.returncode == 1 and "could not be written" in done.stderr and "Free disk space" in done.stderr
     assert "Traceback" not in done.stderr
     assert_no_leftovers(tmp_path, "megatron")
 
@@ -510,14 +510,14 @@ def test_command_line_mistakes_give_errors(megatron, tmp_path, shell):
     (tmp_path / "text").write_text("no checkpoint at all")
     mistakes = {
         (tmp_path / "none", tmp_path / "b", "--to", "te"): "does not exist",
-        (tmp_path / "empty", tmp_path / "b", "--to", "te"): "holds nothing",
+        (tmp_path / "empty", tmp_path / "b", "--to", "te"): "contains nothing",
         (tmp_path / "text", tmp_path / "b", "--to", "te"): "neither a safetensors file nor a zip",
         (megatron, tmp_path / "b", "--to", "torch_dist", "--tensor-parallel", 2): "any number of ranks",
         (megatron, tmp_path / "b.pt", "--to", "pt", "--tensor-parallel", 2): "to a folder",
         (megatron, tmp_path / "b", "--to", "te", "--shard-size", "much"): "not a size",
         (megatron, tmp_path / "b.safetensors", "--to", "pt"): "another ending",
-        (megatron / "__0_0.distcp", tmp_path / "b", "--to", "te"): "give its folder",
-        (megatron / "common.pt", tmp_path / "b", "--to", "te"): "holds no tensors",
+        (megatron / "__0_0.distcp", tmp_path / "b", "--to", "te"): "Pass its folder",
+        (megatron / "common.pt", tmp_path / "b", "--to", "te"): "contains no tensors",
         ("verify", megatron): "conversion.json cannot be read",
     }
     for words, answer in mistakes.items():

@@ -142,22 +142,22 @@ PICKLES = {
     "stride_below_0": (dict_of(a=tensor(tuple_of(b"K\x02"), tuple_of(integer(-1)))), "strides has -1"),
     "strides_that_are_missing": (dict_of(a=tensor(tuple_of(b"K\x02"), b")")), "0 strides"),
     "begin_below_0": (dict_of(a=tensor(tuple_of(b"K\x02"), tuple_of(b"K\x01"), integer(-8))), "offset .* has -8"),
-    "larger_than_its_storage": (dict_of(a=sized(5)), "leaves its 16 bytes"),
+    "larger_than_its_storage": (dict_of(a=sized(5)), "storage of 16 bytes"),
     "expanded_to_4_TB": (dict_of(a=tensor(tuple_of(integer(1 << 40)), tuple_of(b"K\x00"))), "expanded"),
     "many_empty_layers": (dict_of(**{"decoder.layers.a": sized(1 << 40, 0)}), "not plausible"),
     "storage_that_is_not_one": (dict_of(a=tensor(b")", b")", storage=tuple_of(b"K\x00", b"K\x04"))), "without data"),
     "storage_without_a_name": (dict_of(a=tensor(b")", b")", storage=doubled(b"K\x01", b"", b"\x86") + b"Q")), "data"),
     "tensor_of_a_call_of_itself": (
         dict_of(a=b"ctorch._tensor\n_rebuild_from_type_v2\n" + put(0) + tuple_of(get(0), b"N", b")", b"N") + b"R"),
-        "a class that is not read",
+        "unsupported class",
     ),
     "namespace_of_numbers": (beside(b"cargparse\nNamespace\n)\x81}K\x01K\x02sb"), "attributes of a Namespace"),
     "parameter_of_text": (dict_of(a=b"ctorch._utils\n_rebuild_parameter\n" + tuple_of(text("x")) + b"R"), "Parameter"),
     "raw_bytes_that_are_a_list": (dict_of(model=dict_of(a=GOOD), **{"weft.raw": b"]"}), "weft.raw"),
     "two_tensors_of_one_name": (b"}(K\x01" + GOOD + text("1") + GOOD + b"u", "called 1"),
-    "nothing_on_the_stack": (b"0", "not there"),
+    "nothing_on_the_stack": (b"0", "empty stack"),
     "opcode_of_protocol_0": (beside(b"I1\n"), "opcode b'I'"),
-    "end_of_a_list_that_has_not_begun": (b"t", "has not begun"),
+    "end_of_a_list_that_has_not_begun": (b"t", "was not started"),
 }
 
 
@@ -196,7 +196,7 @@ HEADERS = {
     "dtype_that_is_a_list": (rows(a=row([4], dtype=[])), "dtype"),
     "two_of_the_same_bytes": (rows(a=row([4]), b=row([2], 8)), "a and b in .* share bytes"),
     "a_name_twice": (b'{"a": %s, "a": %s}' % ((json.dumps(row([4])).encode(),) * 2), "twice"),
-    "metadata_that_is_a_list": (rows(a=row([4])) | {"__metadata__": []}, "metadata is not text"),
+    "metadata_that_is_a_list": (rows(a=row([4])) | {"__metadata__": []}, "metadata is not a dict"),
     "values_that_are_a_list": (rows(a=row([4])) | {"__metadata__": {OWN: '{"common": [[1, 2]]}'}}, "damaged"),
     "values_that_are_damaged": (
         rows(a=row([4])) | {"__metadata__": {OWN: '{"common": {"args": {"()": "Namespace", "of": [1]}}}'}},
@@ -234,14 +234,17 @@ def changed(**fields: object) -> metadata.Metadata:
 
 
 METADATA_FILES = {
-    "hole": (described([8, 4], [([0, 0], [2, 4]), ([4, 0], [4, 4])]), r"a in .*: no piece covers \[2:4, 0:4\] of"),
-    "hole_behind": (described([8], [([0], [4])]), r"no piece covers \[4:8\]"),
+    "hole": (described([8, 4], [([0, 0], [2, 4]), ([4, 0], [4, 4])]), r"a in .*: no chunk covers \[2:4, 0:4\] of"),
+    "hole_behind": (described([8], [([0], [4])]), r"no chunk covers \[4:8\]"),
     "overlap": (described([8], [([0], [5]), ([4], [4])]), r"\[0:5\] and \[4:8\] overlap"),
     "overlap_as_large_as_a_hole": (described([8], [([0], [4]), ([2], [4])]), r"\[0:4\] and \[2:6\] overlap"),
-    "outside": (described([8], [([0], [4]), ([6], [4])]), r"\[6:10\] lies outside"),
-    "no_piece": (described([8], []), r"no piece covers \[0:8\]"),
+    "outside": (described([8], [([0], [4]), ([6], [4])]), r"\[6:10\] is outside"),
+    "no_piece": (described([8], []), r"no chunk covers \[0:8\]"),
     "other_dimensions": (described([8], [([0, 0], [2, 4])]), "another number of dimensions"),
-    "piece_larger_than_its_place": (described([1 << 40], [([0], [1 << 40])]), "4398046511104 bytes, its place"),
+    "piece_larger_than_its_place": (
+        described([1 << 40], [([0], [1 << 40])]),
+        "4398046511104 bytes, but its byte range",
+    ),
     "pieces_of_one_place": (
         described([8], [([0], [4]), ([4], [4])], [("a.distcp", 0, 900), ("a.distcp", 0, 900)]),
         "share byte 0 of a.distcp",
@@ -256,11 +259,11 @@ METADATA_FILES = {
     "shape_of_2_to_the_70": (described([1 << 70], [([0], [4])]), "shape has 118"),
     "no_names": (changed(state_dict_metadata=[1]), "not a dict"),
     "name_that_is_a_number": (changed(state_dict_metadata={1: 2}), "has no name"),
-    "entry_that_is_a_number": (changed(state_dict_metadata={"a": 2}), "holds a int, expected a BytesStorage"),
+    "entry_that_is_a_number": (changed(state_dict_metadata={"a": 2}), "contains a int, expected a BytesStorage"),
     "no_places": (changed(storage_data=None), "in no file"),
     "places_that_are_a_list": (changed(storage_data=[1]), "storage_data is not a dict"),
-    "places_of_numbers": (changed(storage_data={1: 2}), "holds a int, expected a MetadataIndex"),
-    "no_metadata": ({"a": 1}, "holds a dict, expected a Metadata"),
+    "places_of_numbers": (changed(storage_data={1: 2}), "contains a int, expected a MetadataIndex"),
+    "no_metadata": ({"a": 1}, "contains a dict, expected a Metadata"),
     "an_empty_file": (b"", "damaged"),
 }
 few = metadata.ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
@@ -310,7 +313,7 @@ EXPECTED |= {f"iteration_{number}": answer for number, answer in enumerate(ITERA
 EXPECTED |= {
     "large_deflated.pt": "compressed",
     "large_layers.pt": "not plausible",
-    "large_of_one_storage.pt": "many of the same memory",
+    "large_of_one_storage.pt": "share storages",
     "large_record.pt": "truncated",
     f"large_header_{100 << 20}.safetensors": "truncated",
     f"large_header_{1 << 63}.safetensors": "truncated",
@@ -339,13 +342,13 @@ def test_every_element_must_be_covered_once():
         for bounds in slices:
             seen[tuple(slice(start, stop) for start, stop in bounds)] += 1
         reason = coverage_error(shape, slices)
-        kind = "overlap" if (seen > 1).any() else "no piece" if (seen == 0).any() else None
+        kind = "overlap" if (seen > 1).any() else "no chunk" if (seen == 0).any() else None
         kinds.add(kind)
         assert (reason is None) == (kind is None) and (kind is None or kind in reason), (shape, slices, reason)
-        if kind == "no piece":
+        if kind == "no chunk":
             inside = eval(f"seen{reason.split('covers ')[1].split(' of its')[0]}", {"seen": seen})
             assert inside.numel() and not inside.any()
-    assert kinds == {"overlap", "no piece", None}
+    assert kinds == {"overlap", "no chunk", None}
     assert "outside" in coverage_error([4], [((2, 6),)])
 
 
