@@ -14,7 +14,7 @@ from ._wgrad import WgradModule
 
 def _weights(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     modules = ((name, m) for name, m in module.named_modules() if isinstance(m, WgradModule))
-    # Grouped weights are not packed.
+    # Packed copies of grouped weights are not kept.
     return {f"{name}.weight".lstrip("."): m.weight for name, m in modules if not isinstance(m, GroupedParameters)}
 
 

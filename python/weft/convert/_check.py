@@ -60,8 +60,8 @@ def verify(target: Path | str, quiet: bool = True) -> list[str]:
             raise ValueError("its entries have the wrong types")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConversionError(
-            f"{file} cannot be read: {error}. Only converted checkpoints have a report. To compare two checkpoints, pass "
-            "both"
+            f"{file} cannot be read: {error}. Only converted checkpoints have a report. To compare two checkpoints, "
+            "pass both"
         ) from error
     ranks = [content.tensors | content.raw for content in open_checkpoint(target).ranks]
     progress, differences = Progress(total, "verify", quiet), []
