@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged or made to do harm: read, or refused by ConversionError, within little memory."""
+"""Damaged and malicious checkpoints: read, or rejected with ConversionError, in bounded memory."""
 
 import argparse
 import enum
@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 
 
 def worker(*words: object) -> dict:
-    """Answers of convert_worker.py; a process that ended by itself is the failure."""
+    """Returns the answers of convert_worker.py; fails if the process crashes."""
     run = [sys.executable, HERE / "convert_worker.py", *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
@@ -39,7 +39,7 @@ def worker(*words: object) -> dict:
     return json.loads(done.stdout)
 
 
-# ---- pickles by hand ------------------------------------------------------------------------------------------------
+# ---- crafted pickles ------------------------------------------------------------------------------------------------
 
 
 def text(value: str) -> bytes:
@@ -84,12 +84,12 @@ def dict_of(**items: bytes) -> bytes:
 
 
 def beside(value: bytes) -> bytes:
-    """A model, and a value that stands beside it."""
+    """A model, and a value beside it."""
     return dict_of(model=dict_of(a=GOOD), args=value)
 
 
 def doubled(start: bytes, before: bytes, after: bytes, times: int = 60) -> bytes:
-    """`start`, and again and again what opcodes make of the last object, given twice."""
+    """Starts with `start` and repeatedly builds a new object from the last one, used twice."""
     found = start + put(0)
     for number in range(times):
         found += b"0" + before + get(number) * 2 + after + put(number + 1)
@@ -97,7 +97,7 @@ def doubled(start: bytes, before: bytes, after: bytes, times: int = 60) -> bytes
 
 
 def pt(file: Path, content: bytes, data: bytes = bytes(16), compressed: bool = False) -> None:
-    """What torch.save would write of a pickle and one storage."""
+    """Writes a file as torch.save does, from a pickle and one storage."""
     kind = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
     with zipfile.ZipFile(file, "w", kind) as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02" + content + b".")
@@ -161,7 +161,7 @@ PICKLES = {
 }
 
 
-# ---- files by hand --------------------------------------------------------------------------------------------------
+# ---- crafted files --------------------------------------------------------------------------------------------------
 
 
 def rows(**tensors: dict) -> dict:
@@ -217,7 +217,7 @@ def dcp(folder: Path, found: object, size: int = 200) -> None:
 
 
 def described(shape, chunks, places=None, dtype=torch.float32) -> metadata.Metadata:
-    """One tensor, and pieces of it that lie one behind the other."""
+    """One tensor with adjacent chunks."""
     pieces = [metadata.ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for at, sizes in chunks]
     kind = metadata.TensorStorageMetadata(metadata.TensorProperties(dtype=dtype), shape, pieces)
     places = places or [("a.distcp", 0 if not i else 4096 * i, 1000) for i in range(len(chunks))]
@@ -239,13 +239,13 @@ METADATA_FILES = {
     "overlap": (described([8], [([0], [5]), ([4], [4])]), r"\[0:5\] and \[4:8\] overlap"),
     "overlap_as_large_as_a_hole": (described([8], [([0], [4]), ([2], [4])]), r"\[0:4\] and \[2:6\] overlap"),
     "outside": (described([8], [([0], [4]), ([6], [4])]), r"\[6:10\] is outside"),
-    "no_piece": (described([8], []), r"no chunk covers \[0:8\]"),
+    "no_chunk": (described([8], []), r"no chunk covers \[0:8\]"),
     "other_dimensions": (described([8], [([0, 0], [2, 4])]), "another number of dimensions"),
-    "piece_larger_than_its_place": (
+    "chunk_larger_than_its_byte_range": (
         described([1 << 40], [([0], [1 << 40])]),
         "4398046511104 bytes, but its byte range",
     ),
-    "pieces_of_one_place": (
+    "chunks_of_one_byte_range": (
         described([8], [([0], [4]), ([4], [4])], [("a.distcp", 0, 900), ("a.distcp", 0, 900)]),
         "share byte 0 of a.distcp",
     ),
@@ -276,7 +276,7 @@ ITERATIONS |= {b"7": "does not exist", "²".encode(): "does not exist"}
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory) -> dict[str, str]:
-    """What comes of each file that was made by hand, all read in one process with 256 MB to spare."""
+    """The outcome of each crafted file, all read in one process limited to 256 MB above its imports."""
     folder = tmp_path_factory.mktemp("made")
     for name, (content, _) in PICKLES.items():
         pt(folder / f"pickle_{name}.pt", content)
@@ -292,13 +292,13 @@ def answers(tmp_path_factory) -> dict[str, str]:
 
 
 def make_large(folder: Path) -> None:
-    """Files whose few bytes say that there are many."""
+    """Small files that claim large sizes."""
     pt(folder / "large_deflated.pt", beside(text("x" * 300_000_000)), compressed=True)
     pt(folder / "large_layers.pt", dict_of(**{"decoder.layers." + "a" * 500: sized(500_000)}), bytes(2_000_000))
     pt(folder / "large_of_one_storage.pt", dict_of(**{f"a{i}": sized(250_000) for i in range(20)}), bytes(1_000_000))
     pt(folder / "large_record.pt", dict_of(a=sized(4)))
     content = (folder / "large_record.pt").read_bytes()
-    at = content.rindex(b"PK\1\2")  # the last entry of the directory: sizes at 20 and 24
+    at = content.rindex(b"PK\1\2")  # the last entry of the directory; its sizes are at 20 and 24
     (folder / "large_record.pt").write_bytes(content[: at + 20] + b"\xfe\xff\xff\xff" * 2 + content[at + 28 :])
     for length in (100 << 20, 1 << 63):
         (folder / f"large_header_{length}.safetensors").write_bytes(struct.pack("<Q", length) + b"{}")
@@ -328,7 +328,7 @@ def test_crafted_file_error_names_its_fault(answers, name):
 
 
 def test_every_element_must_be_covered_once():
-    """Against a count of every element, for boxes drawn at random."""
+    """Compares with a count of every element, for random slices."""
     draw, kinds = random.Random(3), set()
     for _ in range(3000):
         shape = [draw.randint(1, 4) for _ in range(draw.randint(1, 3))]
@@ -359,7 +359,7 @@ SHARED = [(module, name) for table in (PLAIN_GLOBALS, DCP_GLOBALS) for module, n
 
 @pytest.mark.parametrize("opcodes", [b"}%ssb", b"N}%ss\x86b", b"}%s\x8ds", b"(%su", b"%ss", b"%sa"])
 def test_pickle_cannot_change_globals(opcodes):
-    """Each global, and each object that two pickles would share, is offered a state and items."""
+    """Tries to set a state and items on each global and on each object shared between pickles."""
     before = {
         key: repr(vars(value)) if hasattr(value, "__dict__") else repr(value) for key, value in DCP_GLOBALS.items()
     }
@@ -379,7 +379,7 @@ def test_pickle_cannot_change_globals(opcodes):
 
 
 def test_pickle_makes_only_plain_data():
-    """An enum's member and a class are names, whatever the pickle does with them."""
+    """Enum members and classes become names, whatever the pickle does with them."""
     found = load(pickle.dumps(described([4], [([0], [4])])), "a pickle", DCP_GLOBALS)
     seen, path = set(), [found]
     while path:
@@ -412,7 +412,7 @@ def seeds(folder: Path) -> Path:
     "count, seed", [(100, 1), pytest.param(7000, 2, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 )
 def test_mutated_files_are_read_or_rejected(tmp_path, count, seed):
-    """Bits, lengths, opcodes and parts of valid files of each format; 20,000 of them by the slow size."""
+    """Mutates bits, lengths, opcodes and sections of valid files of each format; 20,000 mutations in the slow size."""
     found = worker("fuzz", seeds(tmp_path), count, seed)
     print(found)
     assert found.keys() == {"plain.pt", "plain.safetensors", "torch_dist"}
@@ -440,7 +440,7 @@ def test_report_is_never_written_through_link(tmp_path):
 
 
 def test_report_is_written_after_target(tmp_path, monkeypatch):
-    """A conversion that fails at the rename leaves the old target with no report of another one."""
+    """A conversion that fails at the rename leaves the old target without the report of the new one."""
     torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
     torch.save({"a": torch.zeros(2)}, tmp_path / "b.pt")
     target = tmp_path / "c.safetensors"
@@ -456,14 +456,14 @@ def test_report_is_written_after_target(tmp_path, monkeypatch):
     assert compare(target, tmp_path / "a.pt") == (1, [])
     assert not (tmp_path / "c.safetensors.conversion.json").exists() or verify(target) == []
     (tmp_path / "c.safetensors.conversion.json").unlink(missing_ok=True)
-    (tmp_path / "c.safetensors.conversion.json").mkdir()  # a report cannot be put here: nothing is changed
+    (tmp_path / "c.safetensors.conversion.json").mkdir()  # the report cannot be written: nothing changes
     with pytest.raises(ConversionError, match="could not be written"):
         convert(tmp_path / "b.pt", target, to="safetensors", overwrite=True)
     assert compare(target, tmp_path / "a.pt") == (1, [])
 
 
 def test_folder_is_replaced_without_rename_exchange(tmp_path, monkeypatch):
-    """By two renames; between them the old target lies beside its place, which the error and the next run know."""
+    """Uses two renames. Between them the old target has another name, which the error and the next run know."""
     torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
     torch.save({"a": torch.zeros(2)}, tmp_path / "b.pt")
     convert(tmp_path / "a.pt", tmp_path / "c", to="safetensors")
@@ -503,7 +503,7 @@ for line in sys.stdin:
 
 @pytest.mark.parametrize("kills", [8, pytest.param(52, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_target_is_complete_whenever_conversion_is_killed(tmp_path, kills):
-    """SIGKILL at random moments of conversions that replace a target again and again."""
+    """SIGKILL at random moments of conversions that repeatedly replace a target."""
     sources = [tmp_path / "one.pt", tmp_path / "other.pt"]
     for number, source in enumerate(sources):
         tensors = {f"layers.{i}.mlp.fc2.weight": torch.full((500, 500), float(i + 9 * number)) for i in range(8)}
@@ -531,6 +531,6 @@ def test_target_is_complete_whenever_conversion_is_killed(tmp_path, kills):
                 assert verify(folder / name) == [], (number, name)
         converter.stdin.close()
     assert seen, "no conversion was killed while it wrote"
-    for to, name in kinds:  # and what was left beside them is gone with the next one
+    for to, name in kinds:  # the next conversion removes the leftovers
         convert(sources[1], folder / name, to=to, overwrite=True)
     assert not list(folder.glob("*.partial")) and not list(folder.glob("*.replaced"))

@@ -1,4 +1,4 @@
-"""The set-up calls of code that comes from Transformer Engine are taken, and wrong ones say what is wrong."""
+"""Setup calls of code written for Transformer Engine are accepted; wrong arguments raise."""
 
 import pytest
 import torch
