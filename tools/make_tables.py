@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Writes the tables of figures in README.md and docs from stored results.
+"""Generates the tables of figures in README.md and docs from stored results.
 
-    tools/make_tables.py            says which tables differ from their results; exits 1 if one does
-    tools/make_tables.py --write    writes them
+    tools/make_tables.py            lists the pages whose tables differ from the results; exits with 1 if there are any
+    tools/make_tables.py --write    updates the tables
 
-A table stands between two comments, the first of which names how it is made and from what:
+A table is enclosed in two comments; the first one names its kind and its source:
 
     <!-- table: claims benchmarks/results/claims-core.json -->
     <!-- end of table -->
 
-A stored result has a date, the commit if it is known, the command that made it, and rows. `tools/claims.py core --json
-benchmarks/results/claims-core.json` stores the rows of a group of claims, `benchmarks/network.py --json` those of a
-network. `tolerances` reads the table of tests/python/tolerances.py; `rows trust` lists the claims of a group.
+A stored result has a date, the commit if known, the command that produced it, and rows. `tools/claims.py core --json
+benchmarks/results/claims-core.json` stores the rows of a group of claims, `benchmarks/network.py --json` those of the
+network benchmark. `tolerances` reads the table in tests/python/tolerances.py; `rows trust` lists the claims of a group.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from claim_rows import CLAIMS  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = re.compile(r"(<!-- table: (\w+) (\S+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
-FIELDS = ("date", "command")  # that every stored result has
-UNKNOWN = "not recorded"  # a command of figures that are older than this tool
+FIELDS = ("date", "command")  # required in every stored result
+UNKNOWN = "not recorded"  # the command of results that predate this tool
 
 
 def markdown(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
@@ -41,7 +41,7 @@ def markdown(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
 
 
 def source(result: dict) -> str:
-    """Where the figures come from, below the table."""
+    """Returns the line below a table that says where its figures come from."""
     if missing := [name for name in FIELDS if not result.get(name)]:
         raise ValueError(f"a stored result has no {', '.join(missing)}")
     commit = f", commit {result['commit'][:7]}" if result.get("commit") else ""
@@ -72,7 +72,7 @@ def network(result: dict) -> str:
 
 
 def plain(result: dict) -> str:
-    """Rows with columns of their own, as stored."""
+    """A table with the stored columns and rows."""
     return markdown(result["columns"], result["rows"])
 
 
@@ -90,7 +90,7 @@ def tolerances(text: str) -> str:
 
 
 def rows_of(group: str) -> str:
-    """The claims of a group, without results."""
+    """Lists the claims of a group, without results."""
     return markdown(("row", "claim"), ((row.number, row.claim) for row in CLAIMS[group]))
 
 
@@ -103,7 +103,7 @@ KINDS: dict[str, Callable[[str], str]] = {
 
 
 def render_tables(text: str, read: Callable[[str], str]) -> str:
-    """The page with every table made anew."""
+    """Returns the page with every table regenerated."""
 
     def table(found: re.Match[str]) -> str:
         opening, kind, file, _, closing = found.groups()
@@ -121,13 +121,13 @@ def pages() -> list[Path]:
 
 
 def outside_tables(text: str) -> list[str]:
-    """Lines of tables that are not generated."""
+    """Returns the lines of tables that are not generated."""
     text = re.sub(r"^```.*?^```", "", TABLE.sub("", text), flags=re.DOTALL | re.MULTILINE)
     return re.findall(r"^\|.*$", text, re.MULTILINE)
 
 
 def contains_figure(line: str) -> bool:
-    """A time, or a cell that is nothing but a number with a point or an exponent."""
+    """Whether a line has a time, or a cell that is only a number with a decimal point or an exponent."""
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     number = r"[-−–\d.,e\[\] ]*\d(\.\d|e[-−]?\d)[-−–\d.,e\[\] ]*"
     return any(re.search(r"\d ?(µs|ms|ns|s)\b", c) or re.fullmatch(number, c) for c in cells)
