@@ -1,4 +1,4 @@
-"""Documentation is up to date: code blocks equal files, shown output equals a run, links resolve."""
+"""Documents show what is there: code blocks equal files, output equals a run, links lead somewhere."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def test_first_readme_example_prints_shown_output():
-    """With WEFT_TIER=ref, as the page says: otherwise the output names the kernels of this machine."""
+    """With WEFT_TIER=ref, as the page says: the kernels named would otherwise be those of this machine."""
     done = subprocess.run(
         [sys.executable, "-c", blocks("README.md", "python")[0]],
         env={**os.environ, "PYTHONPATH": str(ROOT / "python"), "WEFT_TIER": "ref"},
@@ -42,7 +42,7 @@ def test_readme_cpp_example_equals_built_example():
 
 @pytest.mark.parametrize("page", PROJECTS)
 def test_documented_project_is_complete(page):
-    """tests/wheel_test.sh builds it: every C++ and CMake block of the page is a file, and CMake lists each source."""
+    """What tests/wheel_test.sh builds: every C++ and CMake block of the page is a file of it, and CMake knows each."""
     found = files(page)
     assert sorted(found.values()) == sorted(blocks(page, "cpp") + blocks(page, "cmake"))
     sources = re.findall(r"\w+\.cpp", found["CMakeLists.txt"])

@@ -1,9 +1,9 @@
-"""Builds and runs the C++ projects shown in the README and the tutorials.
+"""The C++ projects that the README and the tutorials show, built and run as their text says.
 
 python tests/documented_projects.py FOLDER   writes each project into FOLDER and runs its commands there
 
-A file of a project is a code block under a line that ends with the file's name; its commands are the shell block that
-starts with `cmake -S`. They find weft through the `python` in PATH, as a reader's commands would.
+A file of a project is a code block under a line that ends with the file's name; its commands are the block of shell
+that begins with `cmake -S`. They find weft through the `python` in PATH, as a reader's would.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ COMMANDS = re.compile(r"^```sh\n(cmake -S .*?)^```", re.DOTALL | re.MULTILINE)
 
 
 def files(page: str) -> dict[str, str]:
-    """Returns name and text of each file of a page's project."""
+    """Name and text of each file of a page's project."""
     return dict(FILE.findall((ROOT / page).read_text()))
 
 
 def commands(page: str) -> str:
-    """Returns the commands that build and run it."""
+    """What a reader types to build and run it."""
     (found,) = COMMANDS.findall((ROOT / page).read_text())
     return found
 

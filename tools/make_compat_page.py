@@ -167,8 +167,7 @@ def page() -> str:
             table(namespace),
             "\n## `transformer_engine.pytorch.ops`\n",
             table(operations),
-            "\nThe module also has weft's own operations. The [README](../README.md) lists the differences that apply "
-            "to all operations.\n",
+            "\nWeft's own operations are there too. What differs in all of them is in the [README](../README.md).\n",
             "## Other modules\n",
             "| module | names |\n|---|---|",
             *(f"| `{module}` | {held} |" for module, held in others),

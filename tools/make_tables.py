@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Generates the tables of figures in README.md and docs from stored results.
+"""Writes the tables of figures in README.md and docs from stored results.
 
-    tools/make_tables.py            lists the pages whose tables differ from the results; exits with 1 if there are any
-    tools/make_tables.py --write    updates the tables
+    tools/make_tables.py            says which tables differ from their results; exits 1 if one does
+    tools/make_tables.py --write    writes them
 
-A table is enclosed in two comments; the first one names its kind and its source:
+A table stands between two comments, the first of which names how it is made and from what:
 
     <!-- table: claims benchmarks/results/claims-core.json -->
     <!-- end of table -->
 
-A stored result has a date, the commit if known, the command that produced it, and rows. `tools/claims.py core --json
-benchmarks/results/claims-core.json` stores the rows of a group of claims, `benchmarks/network.py --json` those of the
-network benchmark. `tolerances` reads the table in tests/python/tolerances.py; `rows trust` lists the claims of a group.
+A stored result has a date, the commit if it is known, the command that made it, and rows. `tools/claims.py core --json
+benchmarks/results/claims-core.json` stores the rows of a group of claims, `benchmarks/network.py --json` those of a
+network. `tolerances` reads the table of tests/python/tolerances.py; `rows trust` lists the claims of a group.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def markdown(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
 
 
 def source(result: dict) -> str:
-    """Returns the line below a table that says where its figures come from."""
+    """Where the figures come from, below the table."""
     if missing := [name for name in FIELDS if not result.get(name)]:
         raise ValueError(f"a stored result has no {', '.join(missing)}")
     commit = f", commit {result['commit'][:7]}" if result.get("commit") else ""
@@ -103,7 +103,7 @@ KINDS: dict[str, Callable[[str], str]] = {
 
 
 def render_tables(text: str, read: Callable[[str], str]) -> str:
-    """Returns the page with every table regenerated."""
+    """The page with every table made anew."""
 
     def table(found: re.Match[str]) -> str:
         opening, kind, file, _, closing = found.groups()

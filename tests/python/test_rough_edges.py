@@ -392,7 +392,7 @@ def test_fusion_function_takes_effect_and_can_be_removed():
 def test_wrong_number_of_extra_inputs_is_rejected(given, split):
     middle = [torch.nn.Tanh()] if split else []
     seq = weft.Sequential(ops.GELU(), *middle, ops.AddExtraInput())
-    with pytest.raises(ValueError, match=f"1 extra inputs?.*got {given}"):
+    with pytest.raises(ValueError, match=rf"1 extra inputs?\b.*, got {given}"):
         seq(rows(), *[rows() for _ in range(given)])
 
 

@@ -228,8 +228,8 @@ def test_in_place_ops_keep_caller_tensors():
 def test_wrong_number_of_extra_inputs_is_reported(given, split):
     middle = [torch.nn.Identity()] if split else []
     seq = ops.Sequential(ops.AddExtraInput(), *middle, ops.AddExtraInput())
-    for _ in range(2):  # the first call builds the runner, the second does not
-        with pytest.raises(ValueError, match=rf"2 extra inputs?.*got {given}"):
+    for _ in range(2):  # the first call builds, the second does not
+        with pytest.raises(ValueError, match=rf"2 extra inputs.*, got {given}"):
             seq(rows(), *[rows()] * given)
         seq(rows(), rows(), rows())
 
@@ -483,7 +483,7 @@ def test_nested_sequential_keeps_extra_tensor_order(fuse_nested):
     torch.testing.assert_close(
         torch.autograd.grad(outputs, [x, a, b, c], weights), torch.autograd.grad(expected, [x, a, b, c], weights)
     )
-    with pytest.raises(ValueError, match="3 extra inputs?.*got 2"):
+    with pytest.raises(ValueError, match="3 extra inputs.*, got 2"):
         seq(x, a, b)
 
 
