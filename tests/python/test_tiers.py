@@ -23,7 +23,7 @@ def binary():
 
 
 def tiers():
-    """Yields the tiers; those other than the machine's best and `ref` are marked slow."""
+    """Returns the tiers; those other than the machine's best and `ref` are marked slow."""
     best = _C.machine_tier()
     return [
         pytest.param(tier, marks=() if tier in (best, "ref") else pytest.mark.slow)
