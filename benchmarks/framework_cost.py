@@ -1,12 +1,13 @@
-"""Framework cost in C++: callgrind instructions of a pipeline over those of the same ATen calls written by hand.
+"""Framework cost in C++: callgrind instructions of a pipeline relative to the same ATen calls written by hand.
 
-    python benchmarks/framework_cost.py                  table
+    python benchmarks/framework_cost.py                  prints a table
     python benchmarks/framework_cost.py --json F         also as JSON
-    python benchmarks/framework_cost.py --gate           fails if a ratio grew by more than 1 % over the stored one
+    python benchmarks/framework_cost.py --gate           fails if a ratio is more than 1 % above the stored one
     python benchmarks/framework_cost.py --store          stores the ratios of this run
 
-Forward and backward of the problems in benchmarks/driver/framework.cpp, 8x8 fp32, one thread. Instruction counts repeat
-to a few parts in a million; the stored figure is a ratio within one run, so that another torch build does not shift it.
+Forward and backward of the problems in benchmarks/driver/framework.cpp, 8x8 fp32, one thread. Instruction counts are
+reproducible to a few parts in a million; the stored figure is a ratio within one run, so it does not depend on the
+torch build.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ALLOWED_GROWTH = 1.01
 
 
 def instructions(driver: Path, problem: str, side: str, library: Path | None) -> float:
-    """Instructions of one forward and backward pass; `library` stands in for the libweft.so of the driver."""
+    """Returns the instructions of one forward and backward pass; `library` replaces the libweft.so of the driver."""
     environment = {**os.environ, **({"LD_PRELOAD": str(library)} if library else {})}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "callgrind"
@@ -49,11 +50,11 @@ def measure(driver: Path, problem: str, library: Path | None) -> dict[str, objec
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--driver", type=Path, default=ROOT / "build/release/weft_bench")
-    parser.add_argument("--library", type=Path, help="libweft.so to run the driver with, instead of its own")
-    parser.add_argument("--json", type=Path, help="write the rows there")
+    parser.add_argument("--library", type=Path, help="libweft.so to run the driver with instead of its own")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--gate", action="store_true", help="compare with the stored ratios")
     parser.add_argument("--store", action="store_true", help="store the ratios")
-    parser.add_argument("problems", nargs="*", help=f"of {', '.join(PROBLEMS)}; all if none is named")
+    parser.add_argument("problems", nargs="*", help=f"any of {', '.join(PROBLEMS)}; default: all")
     arguments = parser.parse_args()
 
     rows = [measure(arguments.driver, problem, arguments.library) for problem in arguments.problems or PROBLEMS]
@@ -68,7 +69,7 @@ def main() -> None:
         stored = {row["problem"]: row["ratio"] for row in json.loads(STORED.read_text())}
         grown = [row for row in rows if row["ratio"] > stored[row["problem"]] * ALLOWED_GROWTH]
         for row in grown:
-            print(f"{row['problem']}: ratio {row['ratio']:.4f} is over the stored {stored[row['problem']]:.4f} + 1 %")
+            print(f"{row['problem']}: ratio {row['ratio']:.4f} exceeds the stored {stored[row['problem']]:.4f} + 1 %")
         sys.exit(1 if grown else 0)
 
 

@@ -1,14 +1,14 @@
-"""Links over UCX between two network namespaces, and schedules whose product takes as long as what they send.
+"""The UCX transport between two network namespaces, and overlap schedules whose GEMM takes as long as their transfer.
 
     python benchmarks/network.py                       0.3, 1 and 3 Gb/s
     python benchmarks/network.py --rates 1 --rounds 5  one rate, fewer rounds
     python benchmarks/network.py --json FILE           also as JSON
 
-Needs root, for the namespaces; two cores, one for each rank. The rate is that of a token bucket at both ends of a veth
-pair (`tc tbf`); its burst of 256 kB lets whole segments pass, as a network card would. A ratio is the schedule's time
-over the longer of its two parts, product and blocks, timed in the same round; `hidden` is the part of the blocks' time
-that the schedule does not take beside its product. The control is the second product of a round over its first.
-tools/claims.py compares with the bounds.
+Requires root for the namespaces, and two cores, one per rank. The rate is that of a token bucket at both ends of a veth
+pair (`tc tbf`); its burst of 256 kB lets whole segments pass, as a network card does. A ratio is the schedule's time
+over the longer of its two parts, GEMM and blocks, timed in the same round; `hidden` is the fraction of the blocks' time
+that is overlapped with the GEMM. The control is the second GEMM of a round over the first. tools/claims.py compares
+with the bounds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HIDDEN = {1.0: 0.88}
 
 
 def ranks(program: pathlib.Path, gigabits: float | None, *arguments: str) -> list[dict]:
-    """What rank 0 of two ranks in two namespaces printed."""
+    """Runs two ranks in two namespaces and returns what rank 0 printed."""
     with netns.two_hosts(gigabits, burst="256kb") as hosts, tempfile.TemporaryDirectory() as folder:
         started = [
             subprocess.Popen(
@@ -53,14 +53,14 @@ def ranks(program: pathlib.Path, gigabits: float | None, *arguments: str) -> lis
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Bootstrap interval (95 %) of the median."""
+    """Returns the bootstrap interval (95 %) of the median."""
     rng = random.Random(0)
     medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(1000))
     return medians[25], medians[-26]
 
 
 def figures_of(rate: float, found: dict) -> list[dict]:
-    """The ratio and the hidden part of one schedule, each with its bound; or that no round was steady."""
+    """Returns the ratio and the hidden fraction of one schedule with their bounds, or that no round was steady."""
     what = f"{rate} Gb/s {found['schedule']}"
     if not found["ratios"]:
         return [{"name": what, "kept": 0, "skipped": "no round was steady"}]
@@ -75,7 +75,7 @@ def figures_of(rate: float, found: dict) -> list[dict]:
 
 
 def store(file: pathlib.Path | None, results: dict) -> None:
-    """With the date and the command, as tools/make_tables.py wants it."""
+    """Writes the results with the date and the command, as tools/make_tables.py requires."""
     made = {"date": datetime.date.today().isoformat(), "command": " ".join(["benchmarks/network.py", *sys.argv[1:]])}
     if file:
         file.write_text(json.dumps({**made, **results}, indent=1) + "\n")
@@ -84,7 +84,7 @@ def store(file: pathlib.Path | None, results: dict) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rates", type=float, nargs="*", default=[0.3, 1.0, 3.0], help="Gb/s")
-    parser.add_argument("--megabytes", type=float, default=4.0, help="that a rank gets in a round")
+    parser.add_argument("--megabytes", type=float, default=4.0, help="that a rank receives in a round")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--program", type=pathlib.Path, default=ROOT / "build/release/network_rank")
     parser.add_argument("--json", type=pathlib.Path)
@@ -101,7 +101,7 @@ def main() -> None:
         for found in ranks(args.program, rate, "balance", str(args.megabytes), str(args.rounds)):
             figures = figures_of(rate, found)
             results["rows"].append({"gigabits": rate, **found, "figures": figures})
-            parts = f"product {found['product_ms']:7.2f} ms  blocks {found['blocks_ms']:7.2f} ms"
+            parts = f"GEMM {found['product_ms']:7.2f} ms  blocks {found['blocks_ms']:7.2f} ms"
             words = "  ".join(f"{f['value']:.3f}" if "value" in f else f["skipped"] for f in figures)
             print(f"{rate:4} Gb/s  {found['schedule']:20} {found['shape']:20} {parts}  {words}", flush=True)
     store(args.json, results)

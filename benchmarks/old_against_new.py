@@ -1,15 +1,15 @@
-"""Kernel times of this build over those of an earlier one, the two programs in turns.
+"""Kernel times of this build relative to an earlier one, measured alternately.
 
     python benchmarks/old_against_new.py --old FOLDER         an earlier build folder, with weft_bench and libweft.so
-    python benchmarks/old_against_new.py --old libweft.so     an earlier library, under the weft_bench of this build
+    python benchmarks/old_against_new.py --old libweft.so     an earlier library, with the weft_bench of this build
     python benchmarks/old_against_new.py --old … --quick      few problems
     python benchmarks/old_against_new.py --old … --only TEXT  problems that contain the text
     python benchmarks/old_against_new.py --old … --json FILE  also as JSON
 
-A round runs old, new, new, old, each in a process of its own, over all problems. A process times weft against ATen's
-product, in turns (benchmarks/driver/measure.h), so that the machine's speed at that moment cancels out; a round's
-figure is new's ratio over old's. Reported is the median over rounds with its bootstrap interval. The control is the
-second time of old over its first.
+A round runs old, new, new, old, each in its own process, over all problems. A process times weft alternately with
+ATen's GEMM (benchmarks/driver/measure.h), so that the machine's speed at that moment cancels out; a round's figure is
+the ratio of new over that of old. The result is the median over rounds with its bootstrap interval. The control is the
+second time of old over the first.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES, QUICK = ("gemm", "linear_gelu", "wgrad", "block", "grouped"), "m=512"
-SAMPLES = 5  # rounds of weft_bench in one process
+SAMPLES = 5  # rounds of weft_bench per process
 AT_MOST = 1.02
 
 
 class Build:
-    """weft_bench with the libweft.so of a folder, or with a given one."""
+    """weft_bench with the libweft.so of a folder, or with a given libweft.so."""
 
     def __init__(self, path: Path) -> None:
         self.program = path / "weft_bench" if path.is_dir() else ROOT / "build/release/weft_bench"
         self.library = (path / "libweft.so" if path.is_dir() else path).resolve()
         for file in (self.program, self.library):
             if not file.exists():
-                raise SystemExit(f"no {file}")
+                raise SystemExit(f"{file} does not exist")
 
     def ratios(self, problems: list[str]) -> dict[str, float]:
-        """weft's time over the first peer's, for each problem of which a round counted."""
+        """Returns weft's time over the first peer's, for each problem with a kept round."""
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "rows.json"
             done = subprocess.run(
@@ -60,7 +60,7 @@ class Build:
 
 
 def problems_of(only: str) -> list[str]:
-    """Problems without their bounds: a program measures twice what it finds over a bound."""
+    """Returns the problems without their bounds: weft_bench repeats problems that exceed a bound."""
     lines = []
     for name in FILES:
         for line in (ROOT / f"benchmarks/problems/{name}.txt").read_text().splitlines():
@@ -70,7 +70,7 @@ def problems_of(only: str) -> list[str]:
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Bootstrap interval (95 %) of the median."""
+    """Returns the bootstrap interval (95 %) of the median."""
     rng = random.Random(0)
     medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(1000))
     return medians[25], medians[-26]
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", default="")
     parser.add_argument("--quick", action="store_true", help=f"problems with {QUICK}, 9 rounds")
-    parser.add_argument("--json", type=Path, help="write the rows there")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
     args = parser.parse_args()
     old, new = Build(args.old), Build(args.new)
     problems = problems_of(args.only or (QUICK if args.quick else ""))

@@ -1,8 +1,8 @@
-"""Draws the results of benchmarks as bars: time over a peer's, with intervals, a line at 1 and the bound.
+"""Plots benchmark results as bars: time relative to a peer, with intervals, a line at 1 and the bound.
 
     python benchmarks/plots.py benchmarks/results/suite.json ... [--out docs/images]
 
-Takes the JSON of `weft_bench suite --time` and of `benchmarks/python/block.py`; FILE.json becomes FILE.svg. Needs
+Reads the JSON of `weft_bench suite --time` and of `benchmarks/python/block.py`; FILE.json becomes FILE.svg. Requires
 matplotlib (`pip install 'weft[plot]'`).
 """
 
@@ -17,11 +17,11 @@ import matplotlib
 
 matplotlib.use("svg")
 matplotlib.rcParams["svg.fonttype"] = "none"
-matplotlib.rcParams["svg.hashsalt"] = "weft"  # the same picture for the same numbers
+matplotlib.rcParams["svg.hashsalt"] = "weft"  # equal figures give equal files
 import matplotlib.pyplot as plt  # noqa: E402
 
 COLOURS = {"eager": "#d98c3f", "compile": "#8c6bb1"}
-FIRST_COLOUR = "#3f7fbf"  # bare products
+FIRST_COLOUR = "#3f7fbf"  # GEMMs alone
 BLOCK_BOUND = 0.70
 
 
@@ -68,7 +68,7 @@ def draw(bars: list[Bar], title: str, out: Path) -> None:
     if any(bar.bound is not None for bar in bars):
         axes.plot([], [], color="#c02020", linewidth=2, label="bound")
     axes.set_yticks([y for y, _ in ticks], [label for _, label in ticks], fontsize=8)
-    axes.set_xlabel("time / the peer's time in the same rounds (less is faster)")
+    axes.set_xlabel("time / the peer's time in the same rounds (lower is faster)")
     axes.set_title(title, fontsize=10)
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
     figure.tight_layout()

@@ -1,4 +1,4 @@
-"""Verdicts of claims from fabricated outputs: only what was measured and is within its bound holds."""
+"""Verdicts of claims, from fabricated outputs: a claim holds only if it was measured and is within its bound."""
 
 import pathlib
 import sys
@@ -43,7 +43,7 @@ TIMED = {"name": "gemm", "value": 0.78, "interval": (0.76, 0.79), "control": 1.0
         ({"interval": (0.76, 0.81)}, MISSED),  # the median is within the bound, the upper end is not
         ({"value": 0.9, "interval": (0.85, 0.95)}, MISSED),
         ({"at_most": None, "at_least": 0.76}, HOLDS),
-        ({"at_most": None, "at_least": 0.77}, MISSED),  # the lower end is what counts
+        ({"at_most": None, "at_least": 0.77}, MISSED),  # the lower end counts
         ({"kept": 0}, NOT_MEASURED),
         ({"kept": MIN_ROUNDS - 1}, NOT_MEASURED),
         ({"kept": None}, NOT_MEASURED),
@@ -55,7 +55,7 @@ TIMED = {"name": "gemm", "value": 0.78, "interval": (0.76, 0.79), "control": 1.0
         ({"interval": (float("nan"), float("nan"))}, NOT_MEASURED),
         ({"value": None}, NOT_MEASURED),
         ({"skipped": "network namespaces need root"}, NOT_MEASURED),
-        ({"control": 1.03, "interval": (0.9, 0.95)}, NOT_MEASURED),  # a noisy miss tells nothing either
+        ({"control": 1.03, "interval": (0.9, 0.95)}, NOT_MEASURED),  # a noisy miss is not measured either
         ({"interval": (0.79, 0.85), "end": "favourable"}, HOLDS),
         ({"interval": (0.81, 0.85), "end": "favourable"}, MISSED),
     ],
@@ -252,7 +252,7 @@ def test_network_without_steady_round_is_not_measured():
         ([0.50, 0.505, 0.505, 0.50], HOLDS),  # 1 % slower
         ([0.50, 0.52, 0.52, 0.50], MISSED),  # 4 %
         ([0.50, 0.52, 0.52, 0.52], NOT_MEASURED),  # old differs from itself by 4 %
-        ([0.50, None, 0.50, 0.50], NOT_MEASURED),  # no round of one process counted
+        ([0.50, None, 0.50, 0.50], NOT_MEASURED),  # one process kept no round
     ],
 )
 def test_old_against_new(runs, verdict):
@@ -279,7 +279,7 @@ def test_rows_are_selected_by_number_and_prefix():
 
 
 def test_quick_filter_matches_problems():
-    """A bound of a suite that --quick selects by a text must match at least one problem."""
+    """The text by which --quick selects problems of a suite must match at least one."""
     assert checks.problems_of("benchmarks/problems/gemm.txt", "m=512") > 0
     assert checks.problems_of("benchmarks/problems/gemm.txt", "m=7777") == 0
 

@@ -1,4 +1,4 @@
-"""Which tests run: slow ones when asked for, serial ones apart; and which may be skipped."""
+"""Markers: slow tests run only on request, tests over ranks are serial. --strict-skips fails on unlisted skips."""
 
 import pathlib
 import sys
@@ -17,7 +17,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config, items):
-    """Tests over ranks are serial. Slow tests run when asked for: `-m slow`, or by node id."""
+    """Marks tests over ranks as serial. Slow tests run on request: with `-m slow`, or by node id."""
     asked = "slow" in config.option.markexpr or any("::" in arg for arg in config.args)
     skip = pytest.mark.skip(reason="slow; run with -m slow")
     for item in items:
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def skips_of(reporter):
-    """Every skipped test, or skipped module, with its reason."""
+    """Yields every skipped test or module with its reason."""
     for report in reporter.stats.get("skipped", ()):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         yield Skip(report.nodeid, reason.removeprefix("Skipped: "))
@@ -36,7 +36,7 @@ def skips_of(reporter):
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session, exitstatus):
-    reporter = session.config.pluginmanager.get_plugin("terminalreporter")  # a worker of pytest-xdist has none
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")  # None in a worker of pytest-xdist
     if not reporter or not session.config.option.strict_skips:
         return
     bad = not_allowed(skips_of(reporter))

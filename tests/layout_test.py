@@ -1,4 +1,4 @@
-"""Includes go down: nn -> fuser -> fused -> ops -> {overlap, quant} -> {kernels, comm} -> core."""
+"""A layer includes only lower layers: nn -> fuser -> fused -> ops -> {overlap, quant} -> {kernels, comm} -> core."""
 
 import re
 from pathlib import Path
@@ -19,24 +19,24 @@ MAY_INCLUDE = {
     "python": "core kernels comm quant overlap ops fused fuser nn",
 }
 
-# (include, where it is allowed, why); places are prefixes of paths
+# (include, path prefixes where it is allowed, reason)
 ONLY_IN = [
-    (r"torch/csrc/autograd/", ("weft/fuser/", "weft/python/"), "gradients leave by weft/fuser"),
-    (r"torch/torch\.h", (), "it costs 17 s a file; include the narrow header"),
-    (r"\w*mmintrin\.h|x86intrin\.h", ("weft/kernels/cpu/",), "instruction sets belong to weft/kernels/cpu"),
+    (r"torch/csrc/autograd/", ("weft/fuser/", "weft/python/"), "only weft/fuser and the bindings use autograd"),
+    (r"torch/torch\.h", (), "it takes 17 s to compile; include narrower headers"),
+    (r"\w*mmintrin\.h|x86intrin\.h", ("weft/kernels/cpu/",), "intrinsics are allowed in weft/kernels/cpu only"),
 ]
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*["<]([^">]+)[">]', re.MULTILINE)
 
 
 def violations(files):
-    """What is wrong with `files`, a dict from path to text, one line for each bad include."""
+    """Returns one line for each invalid include in `files`, a dict from path to text."""
     found = []
     for path, text in files.items():
         parts = path.split("/")
         layer = parts[1] if len(parts) > 2 else None  # None: weft/pch.h, weft/version.h, ...
         if layer and layer not in MAY_INCLUDE:
-            found.append(f"{path}: no layer is called {layer}")
+            found.append(f"{path}: unknown layer {layer}")
             continue
         for include in INCLUDE.findall(text):
             if layer and include.startswith("weft/") and include.count("/") > 1:

@@ -1,4 +1,4 @@
-"""--strict-skips: a run with a skip that the list does not allow fails."""
+"""--strict-skips: a run fails if a test is skipped for a reason that is not in the list."""
 
 import pathlib
 import shutil
@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 @pytest.fixture
 def project(tmp_path):
-    """A project of its own with this one's conftest, list and tools."""
+    """A separate project with this project's conftest, skip list and tools."""
     (tmp_path / "tests").mkdir()
     for name in ("tests/conftest.py", "tests/allowed_skips.txt"):
         shutil.copy(ROOT / name, tmp_path / name)

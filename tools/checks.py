@@ -1,4 +1,4 @@
-"""Checks that claims are made of: each runs commands and returns an Outcome."""
+"""Checks behind the claims: each runs commands and returns an Outcome."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from verdict import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-TIERS = {"amx": "amx_bf16", "avx512": "avx512dq", "avx2": "avx2", "ref": ""}  # and the CPU's flag for it
+TIERS = {"amx": "amx_bf16", "avx512": "avx512dq", "avx2": "avx2", "ref": ""}  # tier: CPU flag
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a run of the claims was asked for."""
+    """Command-line options of a run."""
 
     quick: bool = False
     old: Path | None = None  # the build to compare with
-    defects: Path | None = None  # scripts that must end with status 0
+    defects: Path | None = None  # scripts that must exit with status 0
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def attempts(self) -> int:
-        """How often a benchmark may run until its rounds and its control are good enough."""
+        """How often a benchmark may run until it keeps enough rounds and its control is within the limit."""
         return 1 if self.quick else 2
 
     def run(self, command: list[str], timeout: float | None = None) -> subprocess.CompletedProcess[str]:
-        """Runs a command in the repository; its output is shown only if it fails."""
+        """Runs a command in the repository; prints its output only if it fails."""
         environment = {**os.environ, "PYTHONPATH": "python", "PYTHON": sys.executable, **self.environment}
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": timeout}
         done = subprocess.run(command, cwd=ROOT, env=environment, check=False, **options)
@@ -67,8 +67,8 @@ class Row:
 
 
 def build(settings: Settings, preset: str) -> bool:
-    """Brings build/<preset> up to date."""
-    configure = ["cmake", "--preset", preset, "-DWEFT_TEST_SHARES=OFF"]  # tests are asked for by name
+    """Builds build/<preset>; returns whether it succeeded."""
+    configure = ["cmake", "--preset", preset, "-DWEFT_TEST_SHARDS=OFF"]  # tests are selected by name
     if not (ROOT / "build" / preset / "CMakeCache.txt").exists():
         configure.append(f"-DPython3_EXECUTABLE={sys.executable}")
     command = ["cmake", "--build", "--preset", preset, "-j", str(os.cpu_count())]
@@ -88,7 +88,8 @@ def needs_build(check: Check, preset: str = "release") -> Check:
 
 
 def pytest(*arguments: str, slow: bool = False, figure: str | None = None) -> Check:
-    """Tests by path and -k; with `slow` also those marked so, unless --quick. `figure` is a pattern in their output."""
+    """Runs tests by path and -k; with `slow` also those marked slow, unless --quick. `figure` is a pattern that must
+    occur in their output."""
 
     def check(settings: Settings) -> Outcome:
         marks = "slow or not slow" if slow and not settings.quick else "not slow"
@@ -99,7 +100,7 @@ def pytest(*arguments: str, slow: bool = False, figure: str | None = None) -> Ch
 
 
 def ctest(preset: str, pattern: str = ".") -> Check:
-    """C++ tests whose name matches."""
+    """Runs the C++ tests whose name matches."""
 
     def check(settings: Settings) -> Outcome:
         labels = ["-LE", "slow"] if settings.quick else []
@@ -113,7 +114,7 @@ def ctest(preset: str, pattern: str = ".") -> Check:
 
 
 def every_tier(check: Check) -> Check:
-    """The same check with each tier of kernels forced; with --quick the best that the CPU has, and the plainest."""
+    """Runs a check with each kernel tier forced; with --quick only with the CPU's best tier and with ref."""
 
     def checked(settings: Settings) -> Outcome:
         flags = Path("/proc/cpuinfo").read_text().split()
@@ -140,7 +141,7 @@ def json_file() -> Iterator[Path]:
 
 
 def rows_of(settings: Settings, *command: str) -> tuple[list[dict], subprocess.CompletedProcess[str]]:
-    """The rows that a benchmark, a script or a program, writes with --json."""
+    """Returns the rows that a benchmark (a script or a program) writes with --json."""
     with json_file() as out:
         runner = [sys.executable] if command[0].endswith(".py") else []
         done = settings.run([*runner, *command, "--json", str(out)])
@@ -149,7 +150,8 @@ def rows_of(settings: Settings, *command: str) -> tuple[list[dict], subprocess.C
 
 
 def measured(once: Callable[[], tuple[list[Figure], bool]], expected: int = 1, attempts: int = 2) -> Outcome:
-    """Figures of a benchmark, which says whether its results were right. Those not measured are measured once more."""
+    """Judges the figures of a benchmark, which also reports whether its results were correct. Repeats it for figures
+    that were not measured."""
     found: dict[str, Figure] = {}
     for _ in range(attempts):
         figures, right = once()
@@ -164,7 +166,7 @@ def measured(once: Callable[[], tuple[list[Figure], bool]], expected: int = 1, a
 
 
 def figures(*command: str, if_quick: tuple[str, ...] = ()) -> Check:
-    """A benchmark in Python. Each of its rows has `figures`; a status other than 0 means wrong results."""
+    """Runs a benchmark in Python. Each of its rows has `figures`; an exit status other than 0 means wrong results."""
 
     def check(settings: Settings) -> Outcome:
         def once() -> tuple[list[Figure], bool]:
@@ -177,14 +179,14 @@ def figures(*command: str, if_quick: tuple[str, ...] = ()) -> Check:
 
 
 def problems_of(file: str, only: str) -> int:
-    """How many problems of a file weft_bench takes."""
+    """Returns how many problems of a file weft_bench runs."""
     lines = (line.partition("#")[0].rstrip() for line in (ROOT / file).read_text().splitlines())
     return sum(bool(line) and only in line for line in lines)
 
 
 def suite(file: str, quick_only: str, threads: tuple[int, ...] = (1,), command: str = "suite") -> Check:
-    """The problems of a file, timed by weft_bench and held to the bound in each line. With --quick only lines that
-    contain `quick_only`."""
+    """Times the problems of a file with weft_bench and compares each with the bound in its line. With --quick only
+    lines that contain `quick_only`."""
     path = f"benchmarks/problems/{file}.txt"
 
     def check(settings: Settings) -> Outcome:
@@ -207,8 +209,8 @@ def suite(file: str, quick_only: str, threads: tuple[int, ...] = (1,), command: 
 
 
 def sweep(shapes: int, quick_shapes: int) -> Check:
-    """Random shapes by `weft_bench sweep`; with --quick fewer and smaller ones. A shape is slower if the whole interval
-    is over 1.02."""
+    """Times random shapes with `weft_bench sweep`; with --quick fewer and smaller ones. A shape counts as slower if the
+    whole interval is above 1.02."""
 
     def check(settings: Settings) -> Outcome:
         count = quick_shapes if settings.quick else shapes
@@ -226,7 +228,7 @@ def sweep(shapes: int, quick_shapes: int) -> Check:
 
 
 def instructions(at_most: dict[str, float], count: str = "ratio", gate: bool = False) -> Check:
-    """Callgrind's counts of benchmarks/framework_cost.py: the ratio to code by hand, or weft's own instructions."""
+    """Compares callgrind counts of benchmarks/framework_cost.py: the ratio to hand-written code, or weft's count."""
 
     def check(settings: Settings) -> Outcome:
         words = [*at_most, *(["--gate"] if gate else [])]
@@ -240,11 +242,12 @@ def instructions(at_most: dict[str, float], count: str = "ratio", gate: bool = F
     return needs_build(check)
 
 
-# ---- others ---------------------------------------------------------------------------------------------------------
+# ---- scripts and files ----------------------------------------------------------------------------------------------
 
 
 def script(*command: str, figure: str, if_quick: tuple[str, ...] = ()) -> Check:
-    """A command that must end with status 0; `figure` is a pattern in its output. `if_quick`: more words if --quick."""
+    """Runs a command that must exit with status 0. `figure` is a pattern that must occur in its output; `if_quick` are
+    additional arguments for --quick."""
 
     def check(settings: Settings) -> Outcome:
         done = settings.run([*command, *(if_quick if settings.quick else ())])
@@ -254,12 +257,12 @@ def script(*command: str, figure: str, if_quick: tuple[str, ...] = ()) -> Check:
 
 
 def program(*arguments: str, figure: str, if_quick: tuple[str, ...] = ()) -> Check:
-    """A subcommand of weft_bench that must end with status 0."""
+    """Runs a subcommand of weft_bench that must exit with status 0."""
     return needs_build(script("build/release/weft_bench", *arguments, figure=figure, if_quick=if_quick))
 
 
 def files_of(word: str, folder: str, count: int) -> Check:
-    """Code, build and generic tests know this word in `count` files of a folder and nowhere else."""
+    """Checks that code, build files and generic tests contain a word in `count` files of a folder and nowhere else."""
 
     def check(settings: Settings) -> Outcome:
         places = ["weft", "python", "tests/cpp", "tests/python", "CMakeLists.txt", "pyproject.toml"]

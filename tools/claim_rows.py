@@ -1,4 +1,4 @@
-"""The claims: for each group its rows, and the checks that show each."""
+"""The claims by group, and the checks that verify each."""
 
 from __future__ import annotations
 

@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
-"""Measures what weft claims, anew, and says which claims hold.
+"""Measures weft's claims and reports which of them hold.
 
-    tools/claims.py core                 every row of the core; exits 0 only if all hold
-    tools/claims.py core --row 5 --row 6 these rows; `--row 3` also takes 3.1, 3.2, …
+    tools/claims.py core                 every row of the core; exits with 0 only if all hold
+    tools/claims.py core --row 5 --row 6 these rows; `--row 3` also selects 3.1, 3.2, …
     tools/claims.py core --quick         CI size: minutes
-    tools/claims.py core --json FILE     also as JSON, from which tools/make_tables.py makes the tables of the documents
-    tools/claims.py kernels              the same for the kernels and fusions
-    tools/claims.py parallel             the same for linears over ranks and their communication
-    tools/claims.py grouped              the same for groups of rows
-    tools/claims.py compat               the same for code written for Transformer Engine
-    tools/claims.py trust                the same for docs/reliability.md; see --defects and --old
+    tools/claims.py core --json FILE     also as JSON, from which tools/make_tables.py generates the tables in the docs
+    tools/claims.py kernels              kernels and fusions
+    tools/claims.py parallel             tensor-parallel linears and their communication
+    tools/claims.py grouped              grouped GEMM
+    tools/claims.py compat               code written for Transformer Engine
+    tools/claims.py trust                docs/reliability.md; see --defects and --old
 
-A row is a claim and the checks that show it (tools/claim_rows.py): tests, a benchmark with a bound, or a script. Its
-verdict is `holds`, `missed` or `not measured` (tools/verdict.py). Only `holds` passes: whatever was skipped, matched no
-test or was too noisy to tell is not measured, and the exit status is 1. Needs the Python of the environment that has
-torch; builds what is missing.
+A row is a claim and the checks that verify it (tools/claim_rows.py): tests, a benchmark with a bound, or a script. Its
+verdict is `holds`, `missed` or `not measured` (tools/verdict.py). Only `holds` passes: a row whose tests were skipped
+or not found, or whose timing was too noisy, is not measured, and the exit status is 1. Requires the Python environment
+that has torch; builds what is missing.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def status(results: list[Result]) -> int:
 
 
 def select_rows(rows: tuple[Row, ...], numbers: list[str]) -> list[Row]:
-    """Rows of these numbers, and of their parts; all if none is named."""
+    """Returns the rows with these numbers, and their subrows; all if none is given."""
     for number in numbers:
         if not any(row.is_part_of(number) for row in rows):
-            raise ValueError(f"no row {number}; there are {', '.join(row.number for row in rows)}")
+            raise ValueError(f"no row {number}; known: {', '.join(row.number for row in rows)}")
     return [row for row in rows if not numbers or any(row.is_part_of(number) for number in numbers)]
 
 
@@ -84,12 +84,12 @@ def provenance() -> dict[str, str]:
 def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=CLAIMS)
-    parser.add_argument("--row", action="append", default=[], help="only this row; may be repeated")
+    parser.add_argument("--row", action="append", default=[], help="run only this row; may be repeated")
     parser.add_argument("--quick", action="store_true", help="CI size")
-    parser.add_argument("--json", type=Path, help="write the results there")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     old = "trust: an earlier build folder or libweft.so to compare with ($WEFT_OLD_BUILD)"
     parser.add_argument("--old", type=Path, default=os.environ.get("WEFT_OLD_BUILD"), help=old)
-    defects = "trust: a folder of scripts that must end with status 0 ($WEFT_DEFECTS)"
+    defects = "trust: a folder of scripts that must exit with status 0 ($WEFT_DEFECTS)"
     parser.add_argument("--defects", type=Path, default=os.environ.get("WEFT_DEFECTS"), help=defects)
     return parser, parser.parse_args()
 

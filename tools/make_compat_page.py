@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes docs/compat.md from the tables in weft.compat._namespace. With --check it only compares."""
+"""Generates docs/compat.md from the tables in weft.compat._namespace. With --check it only compares."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEAD = """# Code written for Transformer Engine
 
 <!-- written by tools/make_compat_page.py -->
 
-Code that imports `transformer_engine` runs on weft, on a machine without a GPU, when it is told to:
+Code that imports `transformer_engine` runs on weft, on a machine without a GPU, after one call:
 
 ```python
 from weft.compat import transformer_engine
@@ -24,65 +24,67 @@ transformer_engine.install()
 import transformer_engine.pytorch as te
 ```
 
-or, with the script left as it is, `python -m weft.compat script.py arguments`. Nothing happens by itself: `import weft`
-leaves the name alone. [te_in_ci.md](te_in_ci.md) is a whole example: a training script, its tests, and the workflow
-that runs them.
+To run a script unchanged, use `python -m weft.compat script.py arguments`. `import weft` alone does not change what
+`import transformer_engine` finds. [te_in_ci.md](te_in_ci.md) is a complete example: a training script, its tests, and
+the workflow that runs them.
 
 | call | what it does |
 |---|---|
-| `install()` | `import transformer_engine` is weft in this process; ImportError where the real one is |
-| `install(replace=True)` | the same even then; what was imported of the real package is put aside |
+| `install()` | `import transformer_engine` resolves to weft in this process. ImportError if the real package exists |
+| `install(replace=True)` | does not raise; modules of the real package that were already imported are replaced |
 | `install(recipes="high_precision")` | quantized regions run unquantized, with one warning. By default they raise |
-| a second `install()` | changes nothing, but `recipes` if it is given |
-| after an import that failed | the same: a package that is installed but does not import is installed |
-| in a subprocess | it is active where it was called only; a child that is started anew calls it again |
-| `uninstall()` | the name is free again; what was put aside comes back |
+| a second `install()` | only sets `recipes`, if given |
+| `install()` after a failed import | raises if the real package is installed, even though it cannot be imported |
+| `install()` and subprocesses | affects only the process that calls it; a child process must call it again |
+| `uninstall()` | undoes `install()` and restores the replaced modules |
 | `python -m weft.compat` | `--replace` and `--high-precision` as above; `-m package.module` runs a module |
 
-The real one counts as present where it is installed or was imported. A name that is absent raises AttributeError
-(ImportError from `from … import`) with the reason given here, so that code which asks first goes on without it.
+The real package exists if it is installed or was imported. A name that is not supported raises AttributeError
+(ImportError from `from … import`) with the reason listed here, so code that tests for a name with `hasattr` or `try`
+falls back as usual.
 
 ## How module classes behave
 
-- Parameters, `state_dict` keys and arguments are the reference's: `weight`, `bias`, `layer_norm_weight`,
+- Parameters, `state_dict` keys and arguments are Transformer Engine's: `weight`, `bias`, `layer_norm_weight`,
   `layer_norm_bias`, `fc1_weight`, `fc1_bias`, `fc2_weight`, `fc2_bias`, `weight0`, `bias0`, `query_weight`, …, and
   `_extra_state`, which is empty. A checkpoint without `_extra_state` loads.
 - The default device is torch's, not CUDA.
-- The bias of a row linear is one of all ranks, added after the sum. Under sequence parallelism it and the norms'
-  Parameters carry `.sequence_parallel = True` and hold the gradient of this rank's rows; who trains sums them over the
-  ranks, as Megatron does. (`weft.ops.Linear(replicated_bias=True)` sums by itself.)
+- The bias of a row linear is replicated and added after the reduction. Under sequence parallelism this bias and the
+  Parameters of norms have `.sequence_parallel = True`, and their gradients cover this rank's rows only: the training
+  loop must all-reduce them, as Megatron does. (`weft.ops.Linear(replicated_bias=True)` reduces them itself.)
 - `fuse_wgrad_accumulation` adds weight gradients to `main_grad`; `is_first_microbatch=True` overwrites it in that call.
-- `delay_wgrad_compute` leaves weight gradients to `backward_dw()`; biases get theirs in backward.
-- `return_bias=True` hands out the Parameter itself, as the reference does; under FSDP2 its memory goes when the sharded
-  module's forward ends, so shard a module that also adds it.
-- Replaced Parameters count from the next call; `.to()`, `deepcopy` and FSDP see this module's Parameters only.
+- `delay_wgrad_compute` defers weight gradients to `backward_dw()`; bias gradients are computed in backward.
+- `return_bias=True` returns the Parameter itself, as Transformer Engine does. Under FSDP2 its memory is freed when the
+  sharded module's forward ends, so apply `fully_shard` to a module that also adds the bias.
+- Replaced Parameters take effect at the next call. `.to()`, `deepcopy` and FSDP see this module's Parameters only.
 """
 
 MEGATRON = """
 ## Megatron-core
 
-megatron-core 0.16.1, as it is in the registry, runs on the CPU:
+megatron-core 0.16.1, unmodified from PyPI, runs on the CPU:
 
 ```python
 from weft.compat import megatron
 
-megatron.install()  # before megatron.core is imported; transformer_engine is weft from here on, too
+megatron.install()  # before megatron.core is imported; also makes transformer_engine resolve to weft
 from megatron.core.models.gpt import GPTModel
 ```
 
-or `python -m weft.compat --megatron script.py arguments`. `megatron.on_cpu()` is the same for a block, `uninstall()`
-undoes it. It raises ImportError where megatron-core is not there, and RuntimeError where torch has CUDA. Groups are
-Gloo's. To install: HOW_TO_INSTALL. `tests/dist/test_megatron.py` looks for it in the folder `$WEFT_MEGATRON`, too.
+or `python -m weft.compat --megatron script.py arguments`. `megatron.on_cpu()` is a context manager that does the same;
+`uninstall()` undoes it. `install()` raises ImportError if megatron-core is not installed, and RuntimeError if torch has
+CUDA. Use the Gloo backend for process groups. To install: HOW_TO_INSTALL. `tests/dist/test_megatron.py` also searches
+the folder `$WEFT_MEGATRON`.
 
-`F.gelu` is not the same with the op fuser: there it is the tanh form, in Megatron's own MLP it is not.
+With the op fuser `F.gelu` is the tanh approximation; in Megatron's own MLP it is exact.
 """
 
 RUNS = (
     (
         "loss and gradient norm within 1e-5 of one rank",
-        "transformer layer (LayerNorm, GELU and biases; RMSNorm, SwiGLU and grouped queries); `GPTModel` in Megatron's "
-        "DDP with `forward_backward_func` and Megatron's optimizer, clipped; tensor parallel 1, 2, and 2 with sequence "
-        "parallelism; op fuser (`TEFusedMLP`) and `gradient_accumulation_fusion` on and off",
+        "transformer layer (LayerNorm, GELU and biases; RMSNorm, SwiGLU and grouped-query attention); `GPTModel` in "
+        "Megatron's DDP with `forward_backward_func` and Megatron's optimizer with clipping; tensor parallel 1, 2, and "
+        "2 with sequence parallelism; op fuser (`TEFusedMLP`) and `gradient_accumulation_fusion` on and off",
     ),
     (
         "the same",
@@ -96,7 +98,7 @@ RUNS = (
     ),
     (
         "runs; not compared",
-        "dropout, bfloat16, mixtures of experts by the allgather dispatcher, `fp8` with "
+        "dropout, bfloat16, mixtures of experts with the allgather dispatcher, `fp8` with "
         '`install(recipes="high_precision")`',
     ),
 )
@@ -104,11 +106,11 @@ RUNS = (
 STOPS = (
     (
         '`moe_token_dispatcher_type="alltoall"`',
-        "transformer/moe/token_dispatcher.py:445 makes a `torch.cuda.Stream`; with `moe_permute_fusion` line 405 makes "
-        'a tensor on `torch.device("cuda")` before that',
+        "transformer/moe/token_dispatcher.py:445 creates a `torch.cuda.Stream`; with `moe_permute_fusion` line 405 "
+        'creates a tensor on `torch.device("cuda")` before that',
     ),
     ("`fp8`", "transformer/transformer_block.py:733 enters `fp8_autocast`, which raises: weft computes unquantized"),
-    ("`cuda_graph_impl`", "transformer/cuda_graphs.py:1406 wants a random number tracker of CUDA graphs"),
+    ("`cuda_graph_impl`", "transformer/cuda_graphs.py:1406 requires a random number tracker for CUDA graphs"),
 )
 
 
@@ -125,24 +127,25 @@ def megatron_section() -> str:
     return "\n".join(
         [
             MEGATRON.replace("HOW_TO_INSTALL", f"`{command}`;{imports}"),
-            two_column_table("how well", "what runs", RUNS).lstrip(),
-            two_column_table("what does not run", "which line stops it", STOPS),
-            two_column_table("what is redirected", "which lines need it", lines),
+            two_column_table("tested accuracy", "configuration", RUNS).lstrip(),
+            two_column_table("not supported", "because of", STOPS),
+            two_column_table("redirected to the CPU", "needed by", lines),
         ]
     )
 
 
 def table(rows: list[tuple[str, str, str]]) -> str:
-    lines = ["| name | | |", "|---|---|---|"]
+    lines = ["| name | status | difference or reason |", "|---|---|---|"]
     return "\n".join([*lines, *(f"| `{name}` | {verdict} | {note} |" for name, verdict, note in rows)])
 
 
-def rows(present: dict[str, str], absent: dict[str, str]) -> list[tuple[str, str, str]]:
+def rows(supported: dict[str, str], unsupported: dict[str, str]) -> list[tuple[str, str, str]]:
     found = [
         (name, "same" if note == "same" else "differs", "" if note == "same" else note)
-        for name, note in present.items()
+        for name, note in supported.items()
     ]
-    return sorted([*found, *((name, "absent", why) for name, why in absent.items())], key=lambda row: row[0].lower())
+    missing = ((name, "not supported", why) for name, why in unsupported.items())
+    return sorted([*found, *missing], key=lambda row: row[0].lower())
 
 
 def page() -> str:
@@ -177,7 +180,8 @@ def page() -> str:
 def main() -> None:
     text = page()
     if "--check" in sys.argv[1:]:
-        sys.exit(0 if PAGE.read_text() == text else f"{PAGE.relative_to(ROOT)} is old: run tools/make_compat_page.py")
+        stale = f"{PAGE.relative_to(ROOT)} is out of date: run tools/make_compat_page.py"
+        sys.exit(0 if PAGE.read_text() == text else stale)
     PAGE.write_text(text)
 
 

@@ -30,8 +30,8 @@ from claim_rows import CLAIMS  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = re.compile(r"(<!-- table: (\w+) (\S+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
-FIELDS = ("date", "command")  # that every stored result has
-UNKNOWN = "not recorded"  # a command of figures that are older than this tool
+FIELDS = ("date", "command")  # required in every stored result
+UNKNOWN = "not recorded"  # the command of results that predate this tool
 
 
 def markdown(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
@@ -72,7 +72,7 @@ def network(result: dict) -> str:
 
 
 def plain(result: dict) -> str:
-    """Rows with columns of their own, as stored."""
+    """A table with the stored columns and rows."""
     return markdown(result["columns"], result["rows"])
 
 
@@ -90,7 +90,7 @@ def tolerances(text: str) -> str:
 
 
 def rows_of(group: str) -> str:
-    """The claims of a group, without results."""
+    """Lists the claims of a group, without results."""
     return markdown(("row", "claim"), ((row.number, row.claim) for row in CLAIMS[group]))
 
 
@@ -121,13 +121,13 @@ def pages() -> list[Path]:
 
 
 def outside_tables(text: str) -> list[str]:
-    """Lines of tables that are not generated."""
+    """Returns the lines of tables that are not generated."""
     text = re.sub(r"^```.*?^```", "", TABLE.sub("", text), flags=re.DOTALL | re.MULTILINE)
     return re.findall(r"^\|.*$", text, re.MULTILINE)
 
 
 def contains_figure(line: str) -> bool:
-    """A time, or a cell that is nothing but a number with a point or an exponent."""
+    """Whether a line has a time, or a cell that is only a number with a decimal point or an exponent."""
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     number = r"[-−–\d.,e\[\] ]*\d(\.\d|e[-−]?\d)[-−–\d.,e\[\] ]*"
     return any(re.search(r"\d ?(µs|ms|ns|s)\b", c) or re.fullmatch(number, c) for c in cells)

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Plants one fault after the other in the source and checks that the unit tests of its own layer find it.
+"""Mutation testing: plants faults in the source one by one and checks that the unit tests of the same layer find each.
 
-    tools/planted_faults.py                 every fault; exits 0 only if each is killed
+    tools/planted_faults.py                 every fault; exits with 0 only if each is killed
     tools/planted_faults.py --quick         one fault of each layer
-    tools/planted_faults.py --only NAME ... these; a NAME may be a prefix
-    tools/planted_faults.py --list          names, layers and files; also checks that every text is found
+    tools/planted_faults.py --only NAME ... these faults; a NAME may be a prefix
+    tools/planted_faults.py --list          lists names, layers and files; also checks that every text is found
     tools/planted_faults.py --json FILE     also as JSON
 
-A fault is killed if the tests of its layer (tests/cpp/<layer>) fail, crash or hang; those of other layers do not count.
-The tree must be clean. Each file is restored as soon as its fault is tried, also if this program is stopped. Only
-objects that depend on the file are compiled. Builds in build/release, which must be configured.
+A fault is killed if the tests of its layer (tests/cpp/<layer>) fail, crash or hang; tests of other layers do not count.
+The working tree must be clean. Each file is restored after its fault was tried, also if this program is stopped. Only
+objects that depend on the file are recompiled. Builds in build/release, which must be configured.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ TIMEOUT = 300  # seconds for the tests of one fault
 
 @dataclass(frozen=True)
 class Fault:
-    name: str  # <layer>/<what is wrong>
+    name: str  # <layer>/<fault>
     file: str
     before: str  # found exactly once in the file
     after: str
-    tests: str = ""  # part of the names of the suites that are run; empty: all of the layer
+    tests: str = ""  # substring of the names of the suites to run; empty: all suites of the layer
     tier: str = ""  # WEFT_TIER; empty: the machine's best
 
     @property
@@ -168,7 +168,7 @@ FAULTS = [
         "",
         "KernelsRowChunks",
     ),
-    # ---- kernels: groups --------------------------------------------------------------------------------------------
+    # ---- kernels: grouped GEMM --------------------------------------------------------------------------------------
     Fault(
         "kernels/group-offset-off-by-one",
         "weft/kernels/cpu/grouped_amx.cpp",
@@ -374,7 +374,8 @@ FAULTS = [
         "overlap/blocks-of-ranks-swapped",
         "weft/overlap/all_gather_gemm.cpp",
         ".a = rank == transport_.rank() ? x_ : collective.incoming(rank), .row = rank * rows_}",
-        ".a = rank == transport_.rank() ? x_ : collective.incoming(rank), .row = (transport_.size() - 1 - rank) * rows_}",
+        ".a = rank == transport_.rank() ? x_ : collective.incoming(rank), "
+        ".row = (transport_.size() - 1 - rank) * rows_}",
     ),
     Fault(
         "overlap/tiles-of-ranks-swapped",
@@ -430,7 +431,7 @@ FAULTS = [
 
 
 def suites(layer: str) -> list[str]:
-    """The test suites that the files of a layer define."""
+    """Returns the test suites of a layer."""
     found: set[str] = set()
     for path in (ROOT / "tests/cpp" / layer).glob("*_test.cpp"):
         found.update(re.findall(r"^TEST(?:_F|_P)?\((\w+),", path.read_text(), re.MULTILINE))
@@ -440,19 +441,19 @@ def suites(layer: str) -> list[str]:
 def test_filter(fault: Fault) -> str:
     chosen = [suite for suite in suites(fault.layer) if fault.tests in suite]
     if not chosen:
-        sys.exit(f"{fault.name}: no suite of tests/cpp/{fault.layer} is called {fault.tests}")
+        sys.exit(f"{fault.name}: no test suite in tests/cpp/{fault.layer} matches {fault.tests}")
     return ":".join(f"{suite}.*:*/{suite}.*" for suite in chosen) + "-*Slow*"
 
 
 def original(fault: Fault) -> str:
     text = (ROOT / fault.file).read_text()
     if text.count(fault.before) != 1:
-        sys.exit(f"{fault.name}: its text is found {text.count(fault.before)} times in {fault.file}, expected once")
+        sys.exit(f"{fault.name}: its text occurs {text.count(fault.before)} times in {fault.file}, expected once")
     return text
 
 
 def build() -> str:
-    """Builds the tests; returns the compiler's messages if that fails."""
+    """Builds the tests; returns the compiler's messages on failure."""
     command = ["cmake", "--build", str(BUILD), "--target", "weft_tests", "-j", str(os.cpu_count())]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return (done.stdout + done.stderr)[-3000:] if done.returncode else ""
@@ -460,7 +461,7 @@ def build() -> str:
 
 @functools.cache
 def passes(filter_: str, tier: str, state: str) -> tuple[bool, str]:
-    """Whether tests pass, and what the first failure says; `state` tells runs on different sources apart."""
+    """Returns whether tests pass, and the first failure. `state` distinguishes cached runs on different sources."""
     environment = {**os.environ, **({"WEFT_TIER": tier} if tier else {})}
     command = [str(BUILD / "weft_tests"), f"--gtest_filter={filter_}", "--gtest_brief=1", "--gtest_fail_fast"]
     try:
@@ -476,7 +477,7 @@ def passes(filter_: str, tier: str, state: str) -> tuple[bool, str]:
 
 
 def attempt(fault: Fault) -> tuple[str, str]:
-    """Plants a fault and restores the file. Returns the verdict and what found it."""
+    """Plants a fault, runs the tests and restores the file. Returns the verdict and the test that found it."""
     text, path = original(fault), ROOT / fault.file
     filter_ = test_filter(fault)
     try:
@@ -490,7 +491,7 @@ def attempt(fault: Fault) -> tuple[str, str]:
 
 
 def check_baseline(faults: list[Fault]) -> None:
-    """A test that fails without a fault would kill every one of them."""
+    """Exits if a test fails without a fault: it would kill every fault."""
     if messages := build():
         sys.exit(f"The tree does not build:\n{messages}")
     for fault in faults:
@@ -503,7 +504,7 @@ def select(arguments: argparse.Namespace) -> list[Fault]:
     if arguments.only:
         chosen = [f for f in FAULTS if any(f.name.startswith(name) for name in arguments.only)]
         if not chosen:
-            sys.exit(f"No fault is called {' or '.join(arguments.only)}; see --list.")
+            sys.exit(f"Unknown fault {' or '.join(arguments.only)}; see --list.")
         return chosen
     if not arguments.quick:
         return FAULTS
@@ -529,7 +530,7 @@ def main() -> int:
         ["git", "status", "--porcelain", "--untracked-files=no"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     if status.stdout:
-        sys.exit(f"The tree has changes; commit or stash them first:\n{status.stdout}")
+        sys.exit(f"The working tree has changes; commit or stash them first:\n{status.stdout}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that `finally` restores the file
     check_baseline(faults)
     verdicts = []

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Builds the ranks-as-threads tests with a planted race (a count of rows published without release) and runs one of them
-# ten times under the thread sanitizer, which must find it each time.
+# Builds the tests that run ranks as threads with a planted data race (a row count stored without release ordering) and
+# runs one of them ten times under ThreadSanitizer, which must report the race each time.
 #   tools/planted_race.sh [times]
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Skipped tests and the list of those allowed, tests/allowed_skips.txt.
+"""Compares skipped tests with the list of allowed skip reasons, tests/allowed_skips.txt.
 
-tools/skips.py FILE…    logs of ctest (LastTest.log); exits 1 and names every skip that the list does not allow
+tools/skips.py FILE…    reads logs of ctest (LastTest.log); exits with 1 and prints every skip that is not allowed
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SkipRule(NamedTuple):
 
 
 def rules(text: str) -> list[SkipRule]:
-    """Lines of `kind: pattern`. The pattern matches the whole reason."""
+    """Parses lines of `kind: pattern`. The pattern must match the whole reason."""
     lines = (line.strip() for line in text.splitlines())
     parts = [line.split(": ", 1) for line in lines if line and not line.startswith("#")]
     found = [SkipRule(kind, re.compile(pattern)) for kind, pattern in parts]
@@ -40,7 +40,7 @@ def rule_for(skip: Skip) -> SkipRule | None:
 
 
 def applies(skip: Skip) -> bool:
-    """Whether the skipped test would have shown something on another machine or in another build."""
+    """Whether the skipped test could run on another machine or in another build."""
     rule = rule_for(skip)
     return rule is None or rule.kind != "does not apply"
 
@@ -50,13 +50,13 @@ def not_allowed(skips: Iterable[Skip]) -> list[Skip]:
 
 
 def pytest_skips(output: str) -> list[Skip]:
-    """From the summary of `pytest -rs`."""
+    """Parses the summary of `pytest -rs`."""
     lines = re.findall(r"^SKIPPED \[\d+\] ([^\n]*?:\d+|[^:\n]*): ([^\n]*)$", output, re.MULTILINE)
     return [Skip(where, reason.removeprefix("Skipped: ").strip()) for where, reason in lines]
 
 
 def gtest_skips(log: str) -> list[Skip]:
-    """From what GoogleTest prints: the place, the reason, and after that the test's name."""
+    """Parses the output of GoogleTest: file and line, the reason, then the name of the test."""
     parts = re.findall(
         r"^\S+:\d+: Skipped\n(.*?)^\[  SKIPPED \] (\S+)", log.replace("\r", ""), re.DOTALL | re.MULTILINE
     )

@@ -1,4 +1,4 @@
-"""The claims of docs/reliability.md: right or an error, no endless wait, no abort, and checks that can fail."""
+"""The claims of docs/reliability.md: correct results or errors, bounded waits, no aborts, and checks that can fail."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from checks import ROOT, Check, Row, Settings, ctest, figures, needs_build, pytest, rows_of, script
 from verdict import Figure, Outcome, Verdict, join_outcomes, judge_figures, judge_script
 
-SCRIPT_SECONDS = 600  # until a script counts as hanging
+SCRIPT_SECONDS = 600  # timeout of a script
 CI_MINUTES = 45
 MAX_SLOWDOWN = 1.02
-FAULTS = 40  # planted, at least
+FAULTS = 40  # minimum number of planted faults
 
 
 def at_least(count: int, what: str, check: Check, quick: int = 1) -> Check:
-    """The check's output names `what` with a count, such as `100000 fuzzed calls`; fewer are not measured."""
+    """Requires a count of `what` in the check's output, such as `100000 fuzzed calls`; fewer are not measured."""
 
     def checked(settings: Settings) -> Outcome:
         found = check(settings)
@@ -33,12 +33,12 @@ def at_least(count: int, what: str, check: Check, quick: int = 1) -> Check:
 
 
 def counted(count: int, what: str, *arguments: str, quick: int = 1) -> Check:
-    """Tests that print `<count> <what>…`; at full size also the slow ones."""
+    """Runs tests that print `<count> <what>…`; at full size also the slow ones."""
     return at_least(count, what, pytest(*arguments, slow=True, figure=rf"\d[\d,]* {what}[^\n]*"), quick)
 
 
 def sized(full: tuple[str, ...], quick: tuple[str, ...]) -> Check:
-    """Tests whose name says their size: the slow ones, or with --quick others."""
+    """Runs the tests `full`, or with --quick the tests `quick`."""
 
     def check(settings: Settings) -> Outcome:
         return pytest(*(quick if settings.quick else full), slow=True)(settings)
@@ -47,7 +47,7 @@ def sized(full: tuple[str, ...], quick: tuple[str, ...]) -> Check:
 
 
 def judge_scripts(statuses: dict[str, int | None]) -> Outcome:
-    """Exit statuses by script; None: it did not end."""
+    """Judges the exit statuses by script; None: it timed out."""
     if not statuses:
         return Outcome("no scripts", Verdict.NOT_MEASURED)
     bad = [f"{name}: {'did not end' if s is None else f'status {s}'}" for name, s in statuses.items() if s != 0]
@@ -56,7 +56,7 @@ def judge_scripts(statuses: dict[str, int | None]) -> Outcome:
 
 
 def defect_scripts(settings: Settings) -> Outcome:
-    """Every script of the folder that --defects names."""
+    """Runs every script in the folder given by --defects."""
     folder = settings.defects
     if folder is None or not Path(folder).is_dir():
         why = "--defects not given" if folder is None else f"no folder {folder}"
@@ -75,7 +75,7 @@ def defect_scripts(settings: Settings) -> Outcome:
 
 
 def judge_planted(output: str, status: int, quick: bool) -> Outcome:
-    """Of planted faults all are found, and there are at least 40 at full size."""
+    """All planted faults must be found; at full size there must be at least FAULTS."""
     outcome = judge_script(output, status, r"\d+ of \d+ (?:planted faults )?killed")
     found = re.search(r"(\d+) of (\d+) (?:planted faults )?killed", output)
     if found and int(found[1]) < int(found[2]):
@@ -94,12 +94,12 @@ def planted_faults(settings: Settings) -> Outcome:
 
 
 def old_program(old: Path) -> Path:
-    """weft_bench of the build to compare with."""
+    """Returns weft_bench of the build to compare with."""
     return old / "weft_bench" if old.is_dir() else ROOT / "build/release/weft_bench"
 
 
 def framework_cost(settings: Settings) -> Outcome:
-    """Instructions of weft's pipelines, this build's over the old one's."""
+    """Compares the instructions of weft's pipelines in this build with those of the old one."""
     if settings.old is None:
         return Outcome("framework cost skipped: --old not given", Verdict.NOT_MEASURED)
     old = Path(settings.old).resolve()
@@ -123,7 +123,7 @@ def kernel_times(settings: Settings) -> Outcome:
 
 
 def judge_ci(last: dict | None) -> Outcome:
-    """What .ci/run wrote about its last run."""
+    """Judges the record of the last .ci/run."""
     if last is None:
         return Outcome("skipped: .ci/run has not run here", Verdict.NOT_MEASURED)
     words = f"{last['seconds'] / 60:.1f} minutes, {last['status']}, {'cold' if last['cold'] else 'not cold'}"
@@ -137,8 +137,8 @@ def ci_time(settings: Settings) -> Outcome:
     return judge_ci(json.loads(log.read_text()) if log.exists() else None)
 
 
-# For each script of --defects, by the part of its name before the first `_`: the tests of its class, of which it shows
-# one case. A script without an entry leaves its class not measured.
+# For each script of --defects, by the part of its name before the first `_`: the tests of its class of defects. The
+# class of a script without an entry is not measured.
 PACKED = ctest("release", r"^KernelsPack|^PackedWeights")
 CHANGES = pytest("tests/python/test_right_or_raises.py")
 DISPATCHER = pytest("tests/python/test_dispatcher.py")
@@ -152,7 +152,7 @@ CLASS_TESTS: dict[str, Check] = {
     "e7": pytest("tests/dist/test_main_grad.py"),
 }
 
-# Scripts whose right outcome is an error, as in torch: the words it must contain.
+# Scripts for which an error is correct, as in torch: the words that it must contain.
 RIGHT_ERRORS = {
     "d2": "ok: raises",
     "d2b": "ok: raises",
@@ -161,14 +161,14 @@ RIGHT_ERRORS = {
 
 
 def classes_of(names: Iterable[str], known: Mapping[str, Check]) -> tuple[list[str], list[Check]]:
-    """Names without an entry, and the checks of the others, each once."""
+    """Returns the names without an entry, and the checks of the others, each once."""
     keys = [name.partition("_")[0] for name in names]
     checks = dict.fromkeys(known[key] for key in keys if key in known)
     return [key for key in keys if key not in known], list(checks)
 
 
 def class_tests(settings: Settings) -> Outcome:
-    """The tests of every class that a script shows; of all that are known without --defects."""
+    """Runs the tests of the class of each script; without --defects those of all classes."""
     folder = settings.defects
     names = sorted(path.stem for path in Path(folder).glob("*.py")) if folder else list(CLASS_TESTS)
     missing, known = classes_of(names, CLASS_TESTS)
@@ -185,7 +185,7 @@ FAILURES, SHARED, UCX = "tests/dist/test_failures.py", "tests/dist/test_shm_tran
 FUZZED = script("build/asan/weft_tests", "--gtest_filter=FuzzedCalls.*", figure=r"\d+ fuzzed calls.*",
                 if_quick=("--gtest_filter=FuzzedCalls.*-*Slow*",))  # fmt: skip
 
-# Rows of the reliability suite: what passes, at full size and with --quick.
+# Rows of the reliability suite. Numbers in parentheses apply to --quick.
 RELIABILITY = (
     Row("3.1", "2,000 random pipelines (200) against plain autograd, fp64, fp32, bf16, fusion on and off: 0 wrong",
         (counted(2000, "pipelines", "tests/python/test_random_pipelines.py", quick=200),)),

@@ -1,9 +1,9 @@
-"""Verdicts of claims: *holds*, *missed* or *not measured*. Nothing here runs a command.
+"""Verdicts of claims: *holds*, *missed* or *not measured*. This module runs no commands.
 
 A timed ratio holds if the unfavourable end of its interval is within the bound, provided that it was measured: enough
 rounds were kept and the A/A control is within 2 % of 1. Tests hold if at least one ran, all that ran passed, and every
-skip is listed as "does not apply" in tests/allowed_skips.txt. Whatever was skipped, matched nothing or kept no round is
-not measured.
+skip is listed as "does not apply" in tests/allowed_skips.txt. A check that was skipped, matched nothing or kept no
+round is not measured.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from enum import Enum
 
 from skips import Skip, applies, gtest_skips, pytest_skips
 
-MAX_CONTROL_ERROR = 0.02  # how far the A/A control may be from 1
-MIN_ROUNDS = 9  # rounds kept: fewer than 6 give no 95 % interval of a median at all, 9 leave out the extremes
+MAX_CONTROL_ERROR = 0.02  # maximum distance of the A/A control from 1
+MIN_ROUNDS = 9  # fewer than 6 rounds give no 95 % interval of a median; 9 exclude the extremes
 
 
 class Verdict(str, Enum):
@@ -33,7 +33,7 @@ class Outcome:
 
 
 def overall(verdicts: Iterable[Verdict]) -> Verdict:
-    """A miss is a miss whatever else was not measured; nothing at all is not measured."""
+    """Missed if any is missed, else not measured if any is not measured or there are none, else holds."""
     found = set(verdicts)
     for verdict in (Verdict.MISSED, Verdict.NOT_MEASURED, Verdict.HOLDS):
         if verdict in found:
@@ -51,7 +51,7 @@ def join_outcomes(outcomes: Iterable[Outcome], separator: str = "; ") -> Outcome
 
 @dataclass(frozen=True)
 class Figure:
-    """What a benchmark writes for each of its figures. Without a bound a figure is only reported."""
+    """A figure of a benchmark. Without a bound it is only reported."""
 
     name: str
     value: float | None = None
@@ -61,7 +61,7 @@ class Figure:
     at_most: float | None = None
     at_least: float | None = None
     exact: bool = False  # counted, not timed: bytes, instructions, allocations
-    end: str = "unfavourable"  # of the interval, which must be within the bound; or "favourable"
+    end: str = "unfavourable"  # end of the interval that must be within the bound, or "favourable"
     skipped: str = ""  # why it was not measured
 
     def not_measured_reason(self) -> str:
@@ -97,7 +97,7 @@ class Figure:
 
 
 def figure_from(row: dict) -> Figure:
-    """A figure as JSON. What the benchmark wrote besides is its own business."""
+    """Reads a figure from JSON; ignores other fields."""
     known = {key: row[key] for key in Figure.__dataclass_fields__ if key in row}
     if known.get("interval"):
         known["interval"] = tuple(known["interval"])
@@ -105,7 +105,7 @@ def figure_from(row: dict) -> Figure:
 
 
 def suite_figure(row: dict) -> Figure:
-    """The figure that the bound in a line of weft_bench's problems is about."""
+    """Returns the figure that the bound in a problem line of weft_bench applies to."""
     target = row["target"]
     peer = next((p for p in row["versus"] if p["against"] == target["against"]), None)
     name = " ".join(word for word in row["problem"].split() if not word.startswith(("at_", "against=")))
@@ -115,12 +115,12 @@ def suite_figure(row: dict) -> Figure:
     bound, ratio, (low, high) = target["at_most"], peer["ratio"], peer["interval"]
     if not target["inverse"]:
         return Figure(**measured, value=ratio, interval=(low, high), at_most=bound)
-    # Bounds are written with four digits; 1 / 0.6250 is 1.6 and not 1.6000001.
+    # Bounds are printed with four digits: round, so that 1 / 0.6250 is 1.6 and not 1.6000001.
     return Figure(**measured, value=1 / ratio, interval=(1 / high, 1 / low), at_least=round(1 / bound, 3))
 
 
 def judge_figures(figures: Iterable[Figure], expected: int = 1) -> Outcome:
-    """All figures; fewer than expected are not measured."""
+    """Judges all figures; fewer than expected are not measured."""
     outcomes = [figure.judge() for figure in figures]
     if len(outcomes) < expected:
         outcomes.append(Outcome(f"{len(outcomes)} of {expected} figures", Verdict.NOT_MEASURED))
@@ -131,13 +131,13 @@ def judge_figures(figures: Iterable[Figure], expected: int = 1) -> Outcome:
 
 
 def judge_skips(skips: Iterable[Skip]) -> list[Outcome]:
-    """Skips that leave something unmeasured; a case that does not apply leaves nothing."""
+    """Returns an outcome for each skip reason that leaves something unmeasured; "does not apply" does not."""
     reasons = sorted({skip.reason for skip in skips if applies(skip)})
     return [Outcome(f"skipped: {reason}", Verdict.NOT_MEASURED) for reason in reasons]
 
 
 def judge_pytest(output: str, status: int, figure: str | None = None) -> Outcome:
-    """The output of `pytest -q -rsP`. `figure` is a pattern that must occur in it."""
+    """Judges the output of `pytest -q -rsP`. `figure` is a pattern that must occur in it."""
     last = output.rstrip().rpartition("\n")[2]
     counts = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|errors?|xfailed|xpassed)\b", last)}
     words = ", ".join(f"{count} {word}" for word, count in counts.items()) or "no test ran"
@@ -153,7 +153,7 @@ def judge_pytest(output: str, status: int, figure: str | None = None) -> Outcome
 
 
 def judge_ctest(output: str, status: int, log: str) -> Outcome:
-    """The output of ctest, and the log that holds what the tests printed."""
+    """Judges the output of ctest. `log` is its log with the output of the tests."""
     summary = re.search(r"(\d+) tests failed out of (\d+)", output)
     if not summary:
         return Outcome("no test ran", Verdict.MISSED if status < 0 else Verdict.NOT_MEASURED)
@@ -167,7 +167,7 @@ def judge_ctest(output: str, status: int, log: str) -> Outcome:
 
 
 def judge_script(output: str, status: int, figure: str) -> Outcome:
-    """A command that ends with status 0 if its claim holds, and prints what it measured."""
+    """Judges a command that exits with status 0 if its claim holds and prints what it measured."""
     found = [" ".join(filter(None, f)) if isinstance(f, tuple) else f for f in re.findall(figure, output)]
     skipped = re.findall(r"(?m)\bskipped\b.*$|no round was steady", output)
     words = "; ".join([*found, *skipped])

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kTileSteps = 70'000, kPlainSteps = 400'000;
 
-/// Values in [1, 2) with random mantissas, as bfloat16 bits. Zeros would draw less power and run faster.
+/// Values of magnitude [1, 2) with random mantissas, as bfloat16 bits. Zeros would draw less power and run faster.
 std::vector<uint16_t> random_tile() {
   std::minstd_rand rng(1);  // NOLINT(bugprone-random-generator-seed): the same load in each run
   std::vector<uint16_t> bits(512);

@@ -2,12 +2,13 @@
 
 namespace bench {
 
-/// Two fixed loads that tell in which state the machine is. Each returns its rate, of no meaning but by comparison.
+/// Anchors: two fixed workloads that show the current speed of the machine. Each returns a rate that is meaningful only
+/// in comparison.
 
-/// About 2 ms of tile products on random data in registers, on the tiles if the machine has them, else of
-/// multiply-adds. Does not see memory.
+/// About 2 ms of AMX tile multiplications on random data in registers, or of multiply-adds without AMX. Does not access
+/// memory.
 double compute_rate();
-/// A copy of 8 MiB: more than the second cache holds.
+/// A copy of 8 MiB: larger than L2.
 double copy_rate();
 
 }  // namespace bench

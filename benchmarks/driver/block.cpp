@@ -23,7 +23,7 @@ using weft::nn::Sequential;
 struct Sizes {
   int64_t m, h, f;
   bool gated;
-  int64_t up() const { return gated ? 2 * f : f; }  // columns of the first product
+  int64_t up() const { return gated ? 2 * f : f; }  // output columns of the first linear
 };
 
 Sequential make_block(const Sizes& s) {
@@ -47,7 +47,7 @@ Tensor plain_block(const Tensor& x, const std::vector<Tensor>& p, const Sizes& s
   return x + at::linear(a, p[3], p[4]);
 }
 
-/// y and the gradients of x and the parameters.
+/// Returns y and the gradients of x and the parameters.
 template <class Forward>
 std::vector<Tensor> with_gradients(const Forward& forward, const Tensor& x, const std::vector<Tensor>& params,
                                    const Tensor& dy) {
@@ -58,7 +58,7 @@ std::vector<Tensor> with_gradients(const Forward& forward, const Tensor& x, cons
   return all;
 }
 
-/// The six products of both passes and nothing else, into memory that exists.
+/// Only the six GEMMs of forward and backward, into preallocated memory.
 std::function<void()> six_gemms(const Sizes& s, at::ScalarType dtype) {
   const auto random = [&](int64_t rows, int64_t columns) { return at::randn({rows, columns}).to(dtype); };
   const auto x = random(s.m, s.h), a = random(s.m, s.f), dy = random(s.m, s.h), du = random(s.m, s.up());

@@ -3,7 +3,7 @@
 
 namespace bench {
 
-/// Seconds: the CPU time of this thread if the work runs on it alone (threads = 1), else the wall clock.
+/// Seconds: CPU time of this thread if it does all the work (threads = 1), otherwise wall-clock time.
 inline double now(int threads) {
   timespec time{};
   clock_gettime(threads == 1 ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC, &time);

@@ -31,7 +31,7 @@ constexpr double kEps = 1e-5, kScale = 0.99;
 
 Tensor leaf() { return at::randn({kSize, kSize}).requires_grad_(); }
 
-/// y = gelu(rms_norm(x) W1ᵀ + b) W2ᵀ and its gradients, by hand.
+/// y = gelu(rms_norm(x) W1ᵀ + b) W2ᵀ and its gradients, written by hand.
 struct FiveByHand : torch::autograd::Function<FiveByHand> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& g, const Tensor& w1, const Tensor& b,
                         const Tensor& w2) {
@@ -73,11 +73,11 @@ struct SixteenByHand : torch::autograd::Function<SixteenByHand> {
   }
 };
 
-// ---- 64 tiny experts: what a grouped MLP costs besides arithmetic ---------------------------------------------------
+// ---- 64 tiny experts: overhead of a grouped MLP ---------------------------------------------------------------------
 
 constexpr int64_t kExperts = 64, kFeatures = 16, kExpertRows = 2 * kExperts;
 
-/// A node with as many leaves that keeps as much, returns as many gradients, and computes nothing.
+/// An autograd node with as many leaves, saved tensors and gradients, which computes nothing.
 struct ManyLeaves : torch::autograd::Function<ManyLeaves> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& probs, at::TensorList weights) {
     const at::AutoDispatchBelowADInplaceOrView below;

@@ -1,4 +1,4 @@
-// Single products: linear with bias and activation, bare GEMMs, weight gradients.
+// Single GEMMs: linear with bias and activation, plain GEMMs, weight gradients.
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/gelu.h>
@@ -38,7 +38,7 @@ double flop(int64_t m, int64_t k, int64_t n) {
   return 2.0 * static_cast<double>(m) * static_cast<double>(k) * static_cast<double>(n);
 }
 
-/// y = gelu(x Wᵀ + b); with pre=1 the argument of gelu is stored too.
+/// y = gelu(x Wᵀ + b); with pre=1 the pre-activation is stored too.
 Case linear_gelu(const Line& line) {
   const auto m = line.size("m"), k = line.size("k"), n = line.size("n");
   const auto dtype = line.dtype();
@@ -85,7 +85,7 @@ Case plain_gemm(const Line& line) {
           .results = {"y"},
           .ours =
               [=] {
-                ours.fill_(std::nan(""));  // the call that is timed must write every value
+                ours.fill_(std::nan(""));  // the timed call must write every value
                 return std::vector{run().clone()};
               },
           .plain = [=](at::ScalarType t) { return std::vector{at::mm(x.to(t), b.to(t))}; },
@@ -93,7 +93,7 @@ Case plain_gemm(const Line& line) {
           .flop = flop(m, k, n)};
 }
 
-/// G += dyᵀ x with dy [m, n], x [m, k], in the dtype of G. packed=1: who made dy has laid it out in tiles.
+/// G += dyᵀ x with dy [m, n], x [m, k], in the dtype of G. packed=1: dy is already packed.
 Case wgrad(const Line& line) {
   const auto m = line.size("m"), n = line.size("n"), k = line.size("k");
   const bool packed = line.word("packed", "0", {"0", "1"}) == "1";
@@ -128,7 +128,7 @@ Case wgrad(const Line& line) {
           .flop = flop(m, k, n)};
 }
 
-/// dp = (dy W)·gelu'(p), then G += dpᵀ x, with dy [m, h], W [h, f], x [m, k]: dp handed over in tiles, or not.
+/// dp = (dy W)·gelu'(p), then G += dpᵀ x, with dy [m, h], W [h, f], x [m, k]; dp is forwarded packed, or not.
 Case packed_forwarding(const Line& line) {
   const auto m = line.size("m"), h = line.size("h"), f = line.size("f"), k = line.size("k");
   const auto dy = random({m, h}, at::kBFloat16, 1 / std::sqrt(m)), w = random({h, f}, at::kBFloat16, 1 / std::sqrt(h));

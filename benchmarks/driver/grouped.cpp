@@ -1,4 +1,4 @@
-// Products of groups: one weight for each group of rows.
+// Grouped GEMMs: one weight per group of rows.
 #include <ATen/ops/_grouped_mm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -26,8 +26,7 @@ Tensor random(at::IntArrayRef sizes, at::ScalarType dtype, double scale = 1) {
   return at::randn(sizes).mul_(scale).to(dtype);
 }
 
-/// How many of `rows` rows each group has. even: as many as the others. zipf: in proportion to 1/rank. one: the first
-/// has all.
+/// Splits `rows` over the groups. even: equally. zipf: in proportion to 1/(g + 1). one: all in the first group.
 std::vector<int64_t> split(const std::string& kind, int64_t groups, int64_t rows) {
   std::vector<double> share(groups);
   for (int64_t g = 0; g < groups; ++g)
@@ -44,7 +43,7 @@ std::vector<int64_t> split(const std::string& kind, int64_t groups, int64_t rows
   return out;
 }
 
-/// Tensors of a problem, and the parts of each group.
+/// Tensors of a problem, and access to the rows of each group.
 struct Groups {
   std::vector<int64_t> splits;
   Tensor index, offsets, x, dy, w;
@@ -58,7 +57,7 @@ struct Groups {
     dy = random({rows, n}, dtype);
     w = random({groups, n, k}, dtype, 1 / std::sqrt(k));
   }
-  /// run(g, rows of group g).
+  /// Calls run(g, function that selects the rows of group g) for each group that has rows.
   template <class Fn>
   void each(const Fn& run) const {
     int64_t row = 0;
@@ -68,7 +67,7 @@ struct Groups {
   }
 };
 
-/// The sides of a product of rows: y = x Wᵀ, or with `data` dx = dy W.
+/// The sides of y = x Wᵀ, or with `data` of dx = dy W.
 Case rows_case(const Groups& p, bool data, const Tensor& ours) {
   const auto& x = data ? p.dy : p.x;
   const auto factor = data ? p.w : p.w.transpose(1, 2);
@@ -87,7 +86,7 @@ Case rows_case(const Groups& p, bool data, const Tensor& ours) {
                {"loop", [=] { by_loop(loop, x.scalar_type()); }},
                {"grouped_mm", [=] { at::_grouped_mm(x, factor, p.offsets); }}};
   out.ours = [=] {
-    ours.fill_(std::nan(""));  // the call that is timed must write every value
+    ours.fill_(std::nan(""));  // the timed call must write every value
     run();
     return std::vector{ours.clone()};
   };

@@ -30,7 +30,7 @@ std::string Line::word(const std::string& field, const std::string& fallback,
   const auto* found = find(field);
   const auto& value = found ? *found : fallback;
   TORCH_CHECK_VALUE(known.empty() || std::find(known.begin(), known.end(), value) != known.end(), text_, ": ", field,
-                    " is ", value, ", which ", kind_, " does not know.");
+                    " is ", value, ", which is not a valid value for ", kind_, ".");
   return value;
 }
 

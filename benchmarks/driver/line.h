@@ -9,8 +9,8 @@
 
 namespace bench {
 
-/// A problem as a line of text: a kind and fields, `gemm m=512 k=1024 n=4096 form=dgrad`. A field that no one asks for
-/// is an error, so that a misspelt one is not passed over.
+/// A problem as a line of text: a kind and fields, `gemm m=512 k=1024 n=4096 form=dgrad`. A field that is never read is
+/// an error, so that misspelled fields are not ignored.
 class Line {
  public:
   explicit Line(const std::string& text);
@@ -18,13 +18,13 @@ class Line {
   const std::string& text() const { return text_; }
   const std::string& kind() const { return kind_; }
   bool has(const std::string& field) const;
-  /// A word; one of `known` if any are given.
+  /// A word; must be one of `known`, if given.
   std::string word(const std::string& field, const std::string& fallback,
                    const std::vector<std::string>& known = {}) const;
   int64_t size(const std::string& field) const;
   double number(const std::string& field, double fallback) const;
   at::ScalarType dtype(const std::string& field = "dtype", const std::string& fallback = "bf16") const;
-  /// Raises if a field was never asked for.
+  /// Raises if a field was never read.
   void finish() const;
 
  private:

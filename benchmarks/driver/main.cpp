@@ -1,9 +1,8 @@
-// weft_bench framework <problem> <weft|bare>   runs passes of one problem; under callgrind only those after warm-up
-//                                              count
-// weft_bench suite --check|--time …            problems as lines: values and gradients, or times
+// weft_bench framework <problem> <weft|bare>   runs passes of one problem; callgrind counts those after warm-up
+// weft_bench suite --check|--time …            problems as lines: checks values and gradients, or times them
 // weft_bench sweep …                           random shapes, with and without one fusion rule
-// weft_bench overlap …                         schedules between two processes, against the product alone
-// weft_bench signals [ranks…]                  how long a signal between ranks of one host takes
+// weft_bench overlap …                         overlap schedules between two processes, compared with the GEMM alone
+// weft_bench signals [ranks…]                  latency of signals between ranks on one host
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
 #include <valgrind/callgrind.h>
@@ -36,7 +35,7 @@ int run_framework(const std::string& name, bool bare) {
     std::cout << "passes " << kPasses << " us_per_pass " << spent.count() / kPasses << "\n";
     return 0;
   }
-  std::cerr << "no problem is called '" << name << "'\n";
+  std::cerr << "unknown problem '" << name << "'\n";
   return 2;
 }
 

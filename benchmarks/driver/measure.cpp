@@ -12,10 +12,9 @@ namespace bench {
 namespace {
 
 constexpr double kMinAnchorRatio = 0.85, kReferenceQuantile = 0.90;
-constexpr double kQuietWait = 0.25;  // seconds to wait for a quiet moment, for each round to keep
-constexpr double kLongPass = 50e-3;  // seconds of a pass that does not feel what ran before it
+constexpr double kQuietWait = 0.25;  // seconds to wait for a fast anchor, per round to keep
+constexpr double kLongPass = 50e-3;  // seconds; longer passes do not depend on what ran before
 
-/// The value below which the given part of all values lies.
 double quantile(std::vector<double> values, double part) {
   const auto nth = values.begin() + static_cast<std::ptrdiff_t>(part * static_cast<double>(values.size() - 1));
   std::nth_element(values.begin(), nth, values.end());
@@ -24,7 +23,7 @@ double quantile(std::vector<double> values, double part) {
 
 double median(const std::vector<double>& values) { return quantile(values, 0.5); }
 
-/// CPU time of all processors since boot, and the part of it that went to other guests.
+/// CPU time of all processors since boot, and the part that the hypervisor gave to other guests.
 struct CpuTimes {
   double all = 0, steal = 0;
 };
@@ -41,7 +40,6 @@ CpuTimes read_cpu_times() {
   return out;
 }
 
-/// Seconds a pass.
 double seconds_per_pass(const Side& side, int passes, int threads) {
   const auto start = now(threads);
   for (int i = 0; i < passes; ++i) side.run();
@@ -134,7 +132,7 @@ Measured Meter::measure(const std::vector<Side>& sides, const Method& method) {
   const auto after = read_cpu_times();
   auto used = kept(rounds);
   const auto count = static_cast<int>(used.size());
-  if (used.empty())  // never a quiet moment: all rounds, and "kept 0" says so
+  if (used.empty())  // no round counted: use all rounds and report 0 kept
     for (const auto& each : rounds) used.push_back(&each);
   auto out = summary(sides, used);
   out.kept = count;

@@ -5,14 +5,14 @@
 
 namespace bench {
 
-/// One of the things compared: a name and one pass of it.
+/// One of the alternatives that are compared: a name, and a function that runs one pass.
 struct Side {
   std::string name;
   std::function<void()> run;
 };
 
-/// The time of the first side over that of another: the median over rounds and the bootstrap interval (95 %) of that
-/// median. `ms` is the other side's own time.
+/// The time of the first side over that of another: median over rounds and its bootstrap interval (95 %). `ms` is the
+/// time of the other side.
 struct Ratio {
   std::string against;
   double median, low, high, ms;
@@ -23,36 +23,37 @@ struct Measured {
   std::vector<Ratio> ratios;
   double control = 1;        // the second side against itself
   int kept = 0, rounds = 0;  // rounds used, rounds run
-  double steal = 0;          // part of the CPU time that the host took away meanwhile
+  double steal = 0;          // fraction of CPU time that the hypervisor took
 };
 
 struct Method {
   int threads = 1;
-  int rounds = 21;                // to keep
-  int max_rounds = 84;            // to run
-  double sample_seconds = 10e-3;  // a sample repeats a short pass
+  int rounds = 21;                // rounds to keep
+  int max_rounds = 84;            // rounds to run
+  double sample_seconds = 10e-3;  // duration of a sample; a short pass is repeated
 };
 
-/// Compares sides on a machine whose speed changes. A round runs both anchors, each side in order, the second side once
-/// more as a control, all of that in reverse, and both anchors: with two sides A, B, B, A. A short pass is run once
-/// before it is timed, so that no side meets the caches and clocks another left. A round waits a while for a quick
-/// anchor, and counts only if each of its anchors reached 85 % of the 90th percentile of all anchors so far.
+/// Compares sides on a machine of varying speed. A round runs both anchors, each side in order, the second side again
+/// as a control, all of that in reverse, and both anchors: with two sides A, B, B, A. A short pass runs once untimed
+/// before it is timed, so that the state of caches and clocks left by another side does not matter. A round waits for a
+/// fast anchor for a limited time, and counts only if each of its anchors reached 85 % of the 90th percentile of all
+/// anchors so far.
 class Meter {
  public:
   explicit Meter(Method method) : method_(method) {}
 
   Measured measure(const std::vector<Side>& sides) { return measure(sides, method_); }
-  /// By another method; anchors are judged by the whole run all the same.
+  /// With another method. Anchors are still compared with those of the whole run.
   Measured measure(const std::vector<Side>& sides, const Method& method);
 
  private:
   struct Round {
-    double compute, copy;       // the lower rate of the two before and after
-    std::vector<double> spent;  // by each side in both samples, then by the control; seconds a pass
+    double compute, copy;       // lower of the rates before and after
+    std::vector<double> spent;  // seconds per pass of each side, summed over both samples; the control is last
   };
-  /// Runs the first anchor until it is quick enough for a round to count, or the wall clock shows `until`.
+  /// Runs the first anchor until it is fast enough for a round to count, or until the wall-clock time `until`.
   void wait(double until);
-  /// How often a sample runs its side, and whether one pass before it is not timed.
+  /// Passes per sample, and whether an untimed pass runs before it.
   struct Passes {
     int count;
     bool lead_in;
@@ -65,7 +66,7 @@ class Meter {
   std::vector<double> compute_, copy_;  // of the whole run
 };
 
-/// The median, and the middle 95 % of the medians of resampled values.
+/// The median, and its 95 % bootstrap interval.
 struct MedianInterval {
   double median, low, high;
 };

@@ -38,8 +38,8 @@ using weft::kernels::Epilogue;
 using weft::kernels::Matrix;
 
 constexpr int kRanks = 2;
-constexpr double kSample = 10e-3;  // seconds; a sample repeats a short pass
-constexpr double kSteady = 1.10;   // the two products around a schedule may differ by so much
+constexpr double kSample = 10e-3;  // seconds per sample; a short pass is repeated
+constexpr double kSteady = 1.10;   // maximum ratio of the GEMM times before and after a schedule
 
 struct Arguments {
   int rank = 0, rounds = 21;
@@ -77,10 +77,10 @@ void pin_to_core(int core) {
   cpu_set_t set;
   CPU_ZERO(&set);
   CPU_SET(core, &set);
-  TORCH_CHECK(sched_setaffinity(0, sizeof set, &set) == 0, "no core ", core);
+  TORCH_CHECK(sched_setaffinity(0, sizeof set, &set) == 0, "cannot pin the process to core ", core);
 }
 
-/// A number of every rank, on every rank.
+/// All-gathers one number per rank.
 std::vector<double> exchange(ShmTransport& transport, double local) {
   const auto block = at::empty({1, 1}, at::kDouble).fill_(local);
   const auto collective = transport.all_gather(block);
@@ -94,7 +94,7 @@ std::vector<double> exchange(ShmTransport& transport, double local) {
   return all;
 }
 
-/// Seconds a pass of all ranks together, the slower one's.
+/// Seconds per pass of the slowest rank; all ranks start together.
 double slowest_rank_seconds(ShmTransport& transport, const std::function<void()>& run, int passes) {
   exchange(transport, 0);
   const double start = now(/*threads=*/0);
@@ -103,7 +103,7 @@ double slowest_rank_seconds(ShmTransport& transport, const std::function<void()>
   return *std::max_element(all.begin(), all.end()) / passes;
 }
 
-/// What a line asks for: the schedule, the product alone, and the error of the schedule.
+/// A problem of a line: the schedule, the GEMM alone, and the error of the schedule.
 struct OverlapProblem {
   std::function<void()> schedule, gemm;
   double error = 0;
@@ -146,7 +146,7 @@ OverlapProblem reduce_scatter(ShmTransport& transport, const Line& line) {
           error_of(run(), want)};
 }
 
-/// Rounds of product, schedule, product; those whose products differ do not count.
+/// Runs rounds of GEMM, schedule, GEMM; rounds whose GEMM times differ do not count.
 Measured measure(ShmTransport& transport, const OverlapProblem& problem, int rounds) {
   slowest_rank_seconds(transport, problem.schedule, 3);
   slowest_rank_seconds(transport, problem.gemm, 3);
@@ -177,7 +177,7 @@ std::vector<Line> lines_of(const Arguments& arguments) {
   std::vector<Line> lines;
   for (const auto& name : arguments.files) {
     std::ifstream file(name);
-    TORCH_CHECK(file, "no file ", name);
+    TORCH_CHECK(file, "cannot open ", name);
     for (std::string text; std::getline(file, text);)
       if (text = text.substr(0, text.find('#')); text.find_first_not_of(' ') != std::string::npos)
         if (text.find(arguments.only) != std::string::npos) lines.emplace_back(text);
@@ -201,7 +201,7 @@ bool run_rank(const Arguments& arguments) {
     const auto missed = [&] {
       return exchange(transport, measured.kept == 0 || target.missed(measured) ? 1 : 0)[0] != 0;
     };
-    if (missed()) measured = measure(transport, problem, arguments.rounds);  // over the bound only if it is so twice
+    if (missed()) measured = measure(transport, problem, arguments.rounds);  // missed only if over the bound twice
     const bool steady = measured.kept > 0;
     fine = fine && steady && !target.missed(measured) && problem.error < 1e-2;
     if (arguments.rank == 0 && problem.error >= 1e-2) std::cout << line.text() << ": WRONG\n";
@@ -219,7 +219,7 @@ int run_overlap(const std::vector<std::string>& words) {
   at::set_num_threads(1);
   if (arguments.rank > 0) return run_rank(arguments) ? 0 : 1;
   char name[] = "/tmp/weft_bench_XXXXXX";
-  TORCH_CHECK(mkdtemp(name), "no folder in /tmp");
+  TORCH_CHECK(mkdtemp(name), "cannot create a folder in /tmp");
   arguments.store = std::string(name) + "/store";
   auto peer = words;
   peer.insert(peer.begin(), "overlap");

@@ -45,7 +45,7 @@ Case make_case(const Line& line) {
     line.finish();
     return made;
   }
-  TORCH_CHECK_VALUE(false, line.text(), ": no problem is called ", line.kind(), ". Known are\n", known_kinds());
+  TORCH_CHECK_VALUE(false, line.text(), ": unknown problem kind ", line.kind(), ". Known kinds:\n", known_kinds());
 }
 
 std::vector<Error> errors(const Case& problem) {

@@ -8,7 +8,7 @@
 
 namespace bench {
 
-/// This program once more, as another rank: weft_bench WORDS…
+/// Starts this program again as another rank: weft_bench WORDS…
 inline pid_t start_rank(std::vector<std::string> words) {
   words.insert(words.begin(), "weft_bench");
   std::vector<char*> argv;

@@ -56,14 +56,14 @@ const Ratio& Target::ratio(const Measured& measured) const {
   if (against_.empty()) return measured.ratios.front();
   const auto found = std::find_if(measured.ratios.begin(), measured.ratios.end(),
                                   [&](const auto& ratio) { return ratio.against == against_; });
-  TORCH_CHECK_VALUE(found != measured.ratios.end(), "no peer is called ", against_);
+  TORCH_CHECK_VALUE(found != measured.ratios.end(), "against=", against_, ": unknown peer");
   return *found;
 }
 
 bool Target::missed(const Measured& measured) const { return at_most_ && ratio(measured).low > *at_most_; }
 
 void print_errors(const Line& line, const std::vector<Error>& errors, bool correct) {
-  std::cout << line.text() << ": " << (correct ? "right" : "WRONG") << "\n";
+  std::cout << line.text() << ": " << (correct ? "correct" : "WRONG") << "\n";
   for (const auto& error : errors)
     std::cout << format("  %-10s error %.3e   eager's %.3e\n", error.what.c_str(), error.ours, error.eager);
 }

@@ -7,13 +7,13 @@
 
 namespace bench {
 
-/// The bound a line states: `at_most=0.8`, weft's time over that of a peer, or `at_least=1.6`, the inverse. The peer is
-/// the first, or the one that `against=` names.
+/// The bound in a line: `at_most=0.8`, weft's time over that of a peer, or `at_least=1.6`, the inverse. The peer is the
+/// first, or the one given by `against=`.
 class Target {
  public:
   explicit Target(const Line& line);
 
-  /// The lower end of the interval is over the bound.
+  /// Whether the lower end of the interval exceeds the bound.
   bool missed(const Measured& measured) const;
   const Ratio& ratio(const Measured& measured) const;
   const std::optional<double>& at_most() const { return at_most_; }
@@ -27,12 +27,12 @@ class Target {
 
 void print_errors(const Line& line, const std::vector<Error>& errors, bool correct);
 
-/// Prints a row as it comes and keeps it for a file.
+/// Prints each row when it is added and keeps it for a file.
 class Report {
  public:
   explicit Report(const Method& method) : method_(method) {}
   void add(const Line& line, const Target& target, const Measured& measured, const std::vector<Error>& errors);
-  /// JSON: the machine, the method and the rows.
+  /// Writes the machine, the method and the rows as JSON.
   void write(const std::string& file) const;
 
  private:

@@ -27,7 +27,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int kSamples = 41, kSignals = 1000;
 
-/// µs of one of the signals that `pass` sends, over some samples: the middle one and the best.
+/// Prints the median and the best latency in µs of one of the signals that `pass` sends.
 void report(ShmTransport& transport, const char* what, double signals, const std::function<void()>& pass) {
   std::vector<double> samples;
   for (int i = 0; i < kSamples; ++i) {
@@ -41,7 +41,7 @@ void report(ShmTransport& transport, const char* what, double signals, const std
               << "  us " << samples[kSamples / 2] << "  best " << samples[0] << std::endl;
 }
 
-/// Rank 0 and rank 1 answer each other.
+/// Ping-pong between rank 0 and rank 1.
 void one_way(ShmTransport& transport) {
   const auto collective = transport.reduce_scatter(kSignals, 1, at::kByte);
   const int peer = 1 - transport.rank();
@@ -53,7 +53,7 @@ void one_way(ShmTransport& transport) {
   collective->finish();
 }
 
-/// Every rank tells every other, and hears from every other, before it goes on.
+/// Every rank signals every other rank and waits for all of them.
 void all_ranks(ShmTransport& transport) {
   const auto collective = transport.reduce_scatter(kSignals, 1, at::kByte);
   for (int i = 1; i <= kSignals; ++i) {
@@ -65,7 +65,7 @@ void all_ranks(ShmTransport& transport) {
   collective->finish();
 }
 
-/// Whole rounds: announced, agreed on, a block of one byte for everybody, finished.
+/// Complete collectives: fingerprint check, all-gather of one byte, finish.
 void rounds(ShmTransport& transport) {
   const auto local = at::zeros({1, 1}, at::kByte);
   for (int i = 0; i < kSignals; ++i) {
@@ -76,12 +76,12 @@ void rounds(ShmTransport& transport) {
   }
 }
 
-/// Ranks in turn on the cores, so that no sample depends on where the scheduler puts them.
+/// Pins ranks to cores round-robin, so that samples do not depend on the scheduler.
 void pin_to_core(int rank) {
   cpu_set_t set;
   CPU_ZERO(&set);
   CPU_SET(rank % static_cast<int>(std::thread::hardware_concurrency()), &set);
-  TORCH_CHECK(::sched_setaffinity(0, sizeof(set), &set) == 0, "rank ", rank, " gets no core");
+  TORCH_CHECK(::sched_setaffinity(0, sizeof(set), &set) == 0, "cannot pin rank ", rank, " to a core");
 }
 
 int run_rank(int rank, int size, const std::string& store) {

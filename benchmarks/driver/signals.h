@@ -4,7 +4,7 @@
 
 namespace bench {
 
-/// weft_bench signals …: how long a signal between ranks on one host takes, in µs. Returns the exit status.
+/// weft_bench signals …: latency of a signal between ranks on one host, in µs. Returns the exit status.
 int run_signals(const std::vector<std::string>& arguments);
 extern const char* const kSignalsUsage;
 

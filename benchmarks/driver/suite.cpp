@@ -15,7 +15,7 @@ namespace bench {
 
 const char* const kSuiteUsage =
     "weft_bench suite --check|--time [--threads N] [--rounds N] [--only TEXT] [--json FILE] [problem files]\n"
-    "  problems are lines of the files, or of the standard input:\n";
+    "  problems are lines of the files or of standard input:\n";
 
 namespace {
 
@@ -53,7 +53,7 @@ std::optional<Arguments> parse(const std::vector<std::string>& words) {
   return out;
 }
 
-/// The lines of the files that contain `only`, without comments.
+/// Returns the lines of the files that contain `only`, without comments.
 std::vector<Line> lines_of(const Arguments& arguments) {
   std::vector<Line> lines;
   const auto read = [&](std::istream& file) {
@@ -66,7 +66,7 @@ std::vector<Line> lines_of(const Arguments& arguments) {
   if (arguments.files.empty()) read(std::cin);
   for (const auto& name : arguments.files) {
     std::ifstream file(name);
-    TORCH_CHECK(file, "no file ", name);
+    TORCH_CHECK(file, "cannot open ", name);
     read(file);
   }
   return lines;
@@ -94,10 +94,10 @@ int run_suite(const std::vector<std::string>& words) {
     if (arguments->check || !correct) print_errors(line, found, correct);
     if (arguments->check || !correct) continue;
     auto measured = meter.measure(problem.sides);
-    if (target.missed(measured)) measured = meter.measure(problem.sides);  // over the bound only if it is so twice
+    if (target.missed(measured)) measured = meter.measure(problem.sides);  // missed only if over the bound twice
     fine = fine && !target.missed(measured);
     report.add(line, target, measured, found);
-    if (!arguments->json.empty()) report.write(arguments->json);  // what is measured stays, should the run be cut short
+    if (!arguments->json.empty()) report.write(arguments->json);  // after each row, in case the run is interrupted
   }
   return fine ? 0 : 1;
 }

@@ -30,7 +30,7 @@ using Plan = std::shared_ptr<const weft::fuser::Plan>;
 
 constexpr double kSlower = 1.02;
 
-/// Pipelines as text, with H columns going in; `out` columns come out and go into an extra input.
+/// A pipeline as text with H input columns. `out` is the number of columns of the output and of an extra input.
 struct Template {
   const char *text, *out;
 };
@@ -62,7 +62,7 @@ struct Shape {
   int64_t m, h, f;
 };
 
-/// `text` with numbers for H, F and 2F, which stand behind `=` or `[`.
+/// Replaces H, F and 2F after `=` or `[` by numbers.
 std::string substitute(std::string text, const Shape& shape) {
   const std::vector<std::pair<std::string, int64_t>> sizes{
       {"=2F", 2 * shape.f}, {"=F", shape.f}, {"=H", shape.h}, {"[H", shape.h}};
@@ -74,7 +74,7 @@ std::string substitute(std::string text, const Shape& shape) {
   return text;
 }
 
-/// Sizes spread evenly over orders of magnitude, half of them multiples of 32.
+/// Log-uniform sizes, half of them multiples of 32.
 class Shapes {
  public:
   Shapes(uint32_t seed, double max_flop) : rng_(seed), max_flop_(max_flop) {}
@@ -100,7 +100,7 @@ class Shapes {
   double max_flop_;
 };
 
-/// A pipeline with tensors, and its plan by all rules.
+/// A pipeline with tensors, and its plan with all rules.
 struct Sample {
   std::shared_ptr<const Pipeline> pipeline;
   Tensor x;
@@ -126,7 +126,7 @@ struct Sample {
     inputs.insert(inputs.end(), extras.begin(), extras.end());
     torch::autograd::grad({outputs.begin(), outputs.end()}, inputs, grads, {}, false, /*allow_unused=*/true);
   }
-  /// Names of the rules that this many rows really use.
+  /// Names of the rules used for this number of rows.
   std::vector<std::string> used() const {
     std::set<std::string> names;
     for (const auto* steps : {&plan->forward, &plan->backward})
@@ -172,7 +172,7 @@ Comparison compare(const Sample& sample, const Template& row, const Shape& shape
   const std::vector<Side> sides{{"fused", [&] { sample.pass(sample.plan); }},
                                 {"without", [&] { sample.pass(unfused); }}};
   auto found = meter.measure(sides);
-  // Slower only if it is so twice, the second time with rounds enough to say so.
+  // Slower only if measured so twice, the second time with enough rounds.
   const auto slower = [&] { return found.ratios[0].low > kSlower; };
   if (slower()) found = meter.measure(sides, Method{});
   for (int again = 0; again < 3 && slower() && found.kept < Method{}.rounds; ++again)
@@ -180,7 +180,7 @@ Comparison compare(const Sample& sample, const Template& row, const Shape& shape
   return {rule, row.text, shape, found, slower()};
 }
 
-/// One shape, by every pipeline that uses `rule`.
+/// Compares one shape for every pipeline that uses `rule`.
 int compare_one(const Shape& shape, const std::string& rule, at::ScalarType dtype, Meter& meter) {
   int slower = 0;
   for (const auto& row : templates()) {
@@ -208,14 +208,14 @@ void write(const std::string& name, const std::vector<Comparison>& rows) {
   file << "\n]\n";
 }
 
-/// How often each rule was compared; 0 if no pipeline used it.
+/// Prints how often each rule was compared; 0 if no pipeline used it.
 void print_rules(std::map<std::string, int> times_compared) {
   for (const auto& [id, rule] : *weft::fused::current_rules().list)
     std::cout << "  " << rule.name << ": " << times_compared[rule.name] << " shapes\n";
 }
 
-/// Two plans of one library are compared: malloc is not to give memory back after one of them and fetch it again for
-/// the other, which takes as long as many of these shapes.
+/// Keeps malloc from returning freed memory to the kernel after one plan and requesting it again for the other, which
+/// takes as long as many of these shapes.
 void keep_freed_memory() {
   mallopt(M_MMAP_THRESHOLD, 1 << 30);
   mallopt(M_TRIM_THRESHOLD, 1 << 30);

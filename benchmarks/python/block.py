@@ -1,12 +1,12 @@
-"""Norm, MLP and residual add, forward and backward: weft, eager torch.nn, torch.compile and the six bare products.
+"""Norm, MLP and residual add, forward and backward: weft, eager torch.nn, torch.compile and the six GEMMs alone.
 
     python benchmarks/python/block.py                     times at all shapes, bf16, gelu and swiglu
     python benchmarks/python/block.py --quick             two small shapes
     python benchmarks/python/block.py --memory            bytes saved for backward and peak memory instead
     python benchmarks/python/block.py --json FILE         also as JSON
 
-All sides run in one process, interleaved (measure.py); tools/claims.py compares with the bounds. Exits with 1 if
-results are wrong. y = x + W2 act(W1 rms_norm(x) + b1) + b2, f = 4h; SwiGLU has 2f columns in between.
+All sides run interleaved in one process (measure.py); tools/claims.py compares with the bounds. Exits with 1 if results
+are wrong. y = x + W2 act(W1 rms_norm(x) + b1) + b2, f = 4h; with SwiGLU the first linear has 2f columns.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Problem(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Of the first product."""
+        """Output columns of the first linear."""
         return 2 * self.inner if self.activation == "swiglu" else self.inner
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ def by_weft(p: Problem) -> ops.Sequential:
 
 
 def modules(p: Problem) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """weft's block and eager's, with equal values."""
+    """Returns weft's block and eager's with equal parameters."""
     torch.manual_seed(0)
     ours, eager = by_weft(p).to(p.dtype), Eager(p).to(p.dtype)
     with torch.no_grad():
@@ -99,7 +99,8 @@ def modules(p: Problem) -> tuple[torch.nn.Module, torch.nn.Module]:
 
 
 def training_pass(p: Problem, module: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Callable[[], None]:
-    """Forward and backward. Gradients are fresh each time; with main_grad those of weights end there."""
+    """Returns a function that runs forward and backward. Gradients are reset each time; with main_grad weight gradients
+    are added to main_grad."""
     held = [x, *module.parameters()]
     main_grad_weights = [w for w in module.parameters() if p.main_grad and w.dim() == 2]
 
@@ -136,7 +137,8 @@ def six_gemms(p: Problem) -> Callable[[], None]:
 
 
 def worst_error(p: Problem, ours: torch.nn.Module, eager: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> float:
-    """Largest relative Frobenius error of y and all gradients between the two, in units of eager's dtype's epsilon."""
+    """Returns the largest relative Frobenius error of y and all gradients between the two, in units of the dtype's
+    epsilon."""
     results = []
     for module in (ours, eager):
         leaf = x.detach().clone().requires_grad_()
@@ -152,7 +154,7 @@ def time_problem(p: Problem, meter: Meter, compiled: bool) -> dict[str, object]:
     x, dy = torch.randn(p.tokens, p.hidden).to(p.dtype).requires_grad_(), torch.randn(p.tokens, p.hidden).to(p.dtype)
     error = 0.0 if p.main_grad else worst_error(p, ours, eager, x, dy)
     if not error <= 16:
-        sys.exit(f"{p}: weft and eager differ by {error:.1f} roundings; nothing was timed")
+        sys.exit(f"{p}: weft and eager differ by {error:.1f} epsilon; nothing was timed")
     sides = {"weft": training_pass(p, ours, x, dy), "six mm_out": six_gemms(p)}
     sides["eager"] = training_pass(p, eager, x, dy)
     if compiled:
@@ -194,11 +196,11 @@ def main() -> None:
     parser.add_argument("--shape", action="append", help="tokens x hidden, e.g. 1024x1024; may be repeated")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--activation", choices=("gelu", "swiglu"))
-    parser.add_argument("--main-grad", action="store_true", help="weight gradients are added to float32 main_grad")
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--main-grad", action="store_true", help="add weight gradients to float32 main_grad")
+    parser.add_argument("--no-compile", action="store_true", help="omit torch.compile")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--json", help="write the rows there")
+    parser.add_argument("--json", help="write the rows to this file")
     a = parser.parse_args()
     shapes = [tuple(map(int, s.split("x"))) for s in a.shape or ()] or (QUICK if a.quick else SHAPES)
     activations = [a.activation] if a.activation else ["gelu"] if a.quick else ["gelu", "swiglu"]

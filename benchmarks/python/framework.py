@@ -1,10 +1,10 @@
-"""Forward and backward of tiny modules from Python: weft against eager torch.nn, interleaved in one run.
+"""Forward and backward of tiny modules from Python: weft and eager torch.nn, interleaved in one process.
 
-    python benchmarks/python/framework.py            table
+    python benchmarks/python/framework.py            prints a table
     python benchmarks/python/framework.py --json F   also as JSON
 
-8x8 fp32, one thread, thread CPU time. A round runs A, B, B, A; the ratio of a round is (A + A) / (B + B); reported is
-the median over rounds with a bootstrap interval, beside a control of eager against itself, which must come out at 1.
+8x8 fp32, one thread, thread CPU time. A round runs A, B, B, A; the ratio of a round is (A + A) / (B + B). The result is
+the median over rounds with a bootstrap interval, and a control of eager against itself, which must be 1.
 tools/claims.py compares with the bounds.
 """
 
@@ -22,7 +22,7 @@ import torch
 import weft.ops as ops
 
 ROUNDS, PASSES = 41, 60
-AT_MOST = {"Linear-GELU-Linear": 0.70}  # of eager's time
+AT_MOST = {"Linear-GELU-Linear": 0.70}  # relative to eager
 AT_MOST_ALONE = 1.05
 
 
@@ -81,7 +81,7 @@ def measure(name: str) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", help="write the rows there")
+    parser.add_argument("--json", help="write the rows to this file")
     parser.add_argument("problems", nargs="*", default=list(PROBLEMS))
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,14 +1,14 @@
-"""A mixture of experts' SwiGLU MLP, forward and backward into float32 main_grad: weft, a loop over experts in eager
+"""SwiGLU MLP of a mixture of experts, forward and backward into float32 main_grad: weft, a loop over experts in eager
 torch, and torch._grouped_mm.
 
     python benchmarks/python/grouped.py                times of 32 experts, several splits, bf16
     python benchmarks/python/grouped.py --quick        one of them
     python benchmarks/python/grouped.py --memory       peak memory and allocations of a step instead
-    python benchmarks/python/grouped.py --host         64 tiny experts: what a step costs besides arithmetic
+    python benchmarks/python/grouped.py --host         64 tiny experts: overhead of a step
     python benchmarks/python/grouped.py --json FILE    also as JSON
 
-All sides run in one process, interleaved (measure.py); tools/claims.py compares with the bounds. Exits with 1 if
-results are wrong.
+All sides run interleaved in one process (measure.py); tools/claims.py compares with the bounds. Exits with 1 if results
+are wrong.
 y_r = W2 (p_r·silu(a)·b), (a, b) = W1 x_r, with the weights of row r's expert.
 """
 
@@ -30,10 +30,10 @@ from memory import peak_bytes
 
 from weft import ops
 
-MIN_SPEEDUP = 3.0  # the eager loop's time over weft's, at least
-MAX_PEAK_RATIO = 0.6  # weft's peak memory over the eager loop's, at most
-MAX_HOST_MICROSECONDS = 100  # µs of a step of tiny experts, at most
-MAX_BARE_NODE_RATIO = 1.15  # such a step with many Parameters over a bare node with as many, at most
+MIN_SPEEDUP = 3.0  # time of the eager loop / weft
+MAX_PEAK_RATIO = 0.6  # peak memory of weft / the eager loop
+MAX_HOST_MICROSECONDS = 100  # time of a step of tiny experts
+MAX_BARE_NODE_RATIO = 1.15  # time of such a step with many Parameters / an empty autograd node with as many
 
 
 class Problem(NamedTuple):
@@ -69,7 +69,7 @@ PROBLEMS = [
 
 
 class Weights:
-    """W1 and W2 of all experts with their main_grad, as one tensor each and as Parameters of their slices."""
+    """W1 and W2 of all experts with main_grad, each as one stacked Parameter and as one Parameter per expert."""
 
     def __init__(self, p: Problem, dtype: torch.dtype = torch.bfloat16) -> None:
         torch.manual_seed(0)
@@ -142,7 +142,7 @@ def add_to_main_grad(weights: list[torch.nn.Parameter]) -> None:
 
 
 def sides(p: Problem, weights: Weights) -> dict[str, Callable[[], torch.Tensor]]:
-    """A training step by each side; gradients of x and of the probabilities are fresh each time."""
+    """Returns a training step of each side. Gradients of x and of the probabilities are reset each time."""
     x = torch.randn(p.rows, p.hidden).to(weights.packed[0].dtype).requires_grad_()
     probs, dy = torch.rand(p.rows).requires_grad_(), torch.randn(p.rows, p.hidden).to(x.dtype)
 
@@ -183,7 +183,7 @@ def time_problem(p: Problem, meter: Meter) -> dict[str, object]:
 
 
 def allocations(run: Callable[[], object]) -> int:
-    """How often a step allocates, after it has run a few times."""
+    """Returns the number of allocations in a step, after a few warm-up steps."""
     for _ in range(3):
         run()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
@@ -208,8 +208,8 @@ def measure_memory(p: Problem) -> dict[str, object]:
 
 
 def overhead_over_bare_node() -> dict[str, object]:
-    """A step with 128 separate Parameters over an autograd node with as many leaves that computes nothing, in C++. A
-    round is bare, weft, weft, bare; the control is the bare node's second time over its first."""
+    """Returns the time of a step with 128 separate Parameters over that of an empty autograd node with as many leaves,
+    in C++. A round is bare, weft, weft, bare; the control is the second time of the empty node over the first."""
     driver = Path(__file__).parents[2] / "build/release/weft_bench"
 
     def time_per_pass(variant: str) -> float:
@@ -232,7 +232,7 @@ def overhead_over_bare_node() -> dict[str, object]:
 
 
 def microseconds(p: Problem, dtype: torch.dtype, meter: Meter) -> dict[str, object]:
-    """A step of weft. The control is the second half of the samples over the first."""
+    """Returns the time of a step of weft. The control is the second half of the samples over the first."""
     run = sides(p, Weights(p, dtype))["weft"]
     meter.time_per_pass(run, 200)
     samples = [meter.time_per_pass(run, 200) * 1e6 for _ in range(22)]
@@ -256,7 +256,7 @@ def main() -> None:
     parser.add_argument("--host", action="store_true", help="64 tiny experts")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", help="write the rows there")
+    parser.add_argument("--json", help="write the rows to this file")
     a = parser.parse_args()
     meter = Meter(a.threads, a.rounds, 3 * a.rounds)
     if a.host:

@@ -1,9 +1,9 @@
-"""Compares sides on a machine whose speed changes; the method of benchmarks/driver/measure.h, from Python.
+"""Compares functions ("sides") on a machine of varying speed, with the method of benchmarks/driver/measure.h.
 
-A round runs two anchors (products of random matrices that stay in cache; a copy that does not), each side once, one
-peer again as a control, all of that in reverse, and the anchors: with two sides A, B, B, A. It counts only if each of
-its anchors reached 85 % of the 90th percentile of all anchors so far. A short pass is run once before it is timed, so
-that no side meets the caches and clocks another left.
+A round runs two anchors (GEMMs of random matrices that fit in cache; a copy that does not), each side once, one peer
+again as a control, all of that in reverse, and the anchors: with two sides A, B, B, A. It counts only if each of its
+anchors reached 85 % of the 90th percentile of all anchors so far. A short pass runs once untimed before it is timed, so
+that the state of caches and clocks left by another side does not matter.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 import torch
 
 GATE, REFERENCE = 0.85, 0.90
-MAX_WAIT = 0.25  # seconds to wait for a quiet moment, for each round to keep
-LONG = 50e-3  # seconds of a pass that does not feel what ran before it
+MAX_WAIT = 0.25  # seconds to wait for an idle machine, per round to keep
+LONG = 50e-3  # seconds; longer passes do not depend on what ran before
 Side = Callable[[], object]
 
 
 @dataclass
 class Ratio:
-    """The first side's time over another's: median over rounds, and the bootstrap interval of that median."""
+    """The first side's time over another's: median over rounds and its bootstrap interval."""
 
     ratio: float
     interval: tuple[float, float]
@@ -40,13 +40,13 @@ class Measured:
     rounds: int
 
     def figure(self, name: str, against: str, at_most: float | None = None) -> dict[str, object]:
-        """The ratio to a peer, with what tools/verdict.py needs to judge it."""
+        """Returns the ratio to a peer in the form that tools/verdict.py judges."""
         found = self.versus[against]
         taken = {"value": found.ratio, "interval": found.interval, "control": self.control, "kept": self.kept}
         return {"name": name, **taken, "at_most": at_most}
 
     def inverse(self, name: str, against: str, at_least: float | None = None) -> dict[str, object]:
-        """The same upside down: the peer's time over the first side's."""
+        """Returns the inverse: the peer's time over the first side's."""
         found = self.versus[against]
         ends = (1 / found.interval[1], 1 / found.interval[0])
         taken = {"value": 1 / found.ratio, "interval": ends, "control": self.control, "kept": self.kept}
@@ -66,9 +66,9 @@ def bootstrap(values: list[float], resamples: int = 500) -> tuple[float, float]:
 @dataclass
 class Meter:
     threads: int = 1
-    rounds: int = 21  # to keep
-    max_rounds: int = 63  # to run
-    sample: float = 10e-3  # seconds; a sample repeats a short pass
+    rounds: int = 21  # rounds to keep
+    max_rounds: int = 63  # rounds to run
+    sample: float = 10e-3  # seconds per sample; a short pass is repeated
     compute: list[float] = field(default_factory=list)
     copy: list[float] = field(default_factory=list)
 
@@ -94,7 +94,7 @@ class Meter:
         return compute, copy
 
     def wait(self, until: float) -> None:
-        """Runs the anchors until the first is quick enough for a round to count."""
+        """Runs the anchors until the first is fast enough for a round to count."""
         while time.monotonic() < until and len(self.compute) > 20:
             if self.anchors()[0] >= GATE * quantile(self.compute, REFERENCE):
                 return
@@ -117,7 +117,7 @@ class Meter:
         return [spent for c, m, spent in rounds if c >= compute and m >= copy]
 
     def measure(self, sides: dict[str, Side], control: str) -> Measured:
-        """The first side against each other one; `control` names the side that is compared with itself."""
+        """Compares the first side with each other one; `control` names the side that is compared with itself."""
         runs = [*sides.values(), sides[control]]
         passes = []
         for run in runs:
@@ -130,7 +130,7 @@ class Meter:
             self.wait(until)
             rounds.append(self.round(runs, passes))
         kept = self.kept(rounds)
-        used = kept or [spent for _, _, spent in rounds]  # never a quiet moment: all, and "kept 0" says so
+        used = kept or [spent for _, _, spent in rounds]  # no round counted: use all and report 0 kept
 
         def versus(i: int, j: int) -> Ratio:
             found = [spent[i] / spent[j] for spent in used]

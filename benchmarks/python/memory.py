@@ -1,4 +1,4 @@
-"""Bytes that a module keeps for backward, and the peak of what a pass allocates."""
+"""Bytes that a module saves for backward, and the peak memory of a pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def saved_bytes(module: torch.nn.Module, x: torch.Tensor) -> int:
-    """Memory that lives on after forward only for backward: each storage once, without parameters and x itself."""
+    """Returns the bytes saved for backward: each storage once, without parameters and x."""
     held = {t.untyped_storage().data_ptr() for t in (x, *module.parameters())}
     kept: dict[int, int] = {}
 
@@ -24,13 +24,13 @@ def saved_bytes(module: torch.nn.Module, x: torch.Tensor) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = module(x)
-    del y  # alive until here, so that no two storages had the same address
+    del y  # alive until here, so that no two storages have the same address
     return sum(kept.values())
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """Most bytes allocated at once during a pass, above the least; a pass first drops the gradients of the one before,
-    so its own count."""
+    """Returns the largest minus the smallest number of allocated bytes during a pass. A pass starts by freeing the
+    gradients of the previous one, so its own gradients count."""
     run()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()

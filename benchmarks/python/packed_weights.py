@@ -1,9 +1,9 @@
-"""What `weft.prepack` saves: GEMMs whose weight is packed in each call against those by a frozen weight's kept copy.
+"""Speedup of `weft.prepack`: GEMMs that pack the weight in each call, against GEMMs with a frozen, packed weight.
 
     python benchmarks/python/packed_weights.py                           one thread and two
     python benchmarks/python/packed_weights.py --rows 1024 --threads 1   one number of rows
 
-Both sides run in one process, interleaved (measure.py). More than 1 is a gain.
+Both sides run interleaved in one process (measure.py). A ratio above 1 is a speedup.
 """
 
 from __future__ import annotations

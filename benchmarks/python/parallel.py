@@ -1,17 +1,17 @@
-"""A transformer block's MLP half under tensor and sequence parallelism, forward and backward, on ranks of this machine.
+"""The MLP of a transformer block with tensor and sequence parallelism, forward and backward, on ranks of this machine.
 
-    python benchmarks/python/parallel.py                   overlapped where it pays, by plain collectives, and the same
-                                                           local work without communication; 128 to 2048 tokens
-    python benchmarks/python/parallel.py --planner         few rows and many, this host and networks of 0.3 to 3 Gb/s:
-                                                           overlap=None, which is to stay within 1.02 of plain
+    python benchmarks/python/parallel.py                   overlapped where predicted to be faster, plain collectives,
+                                                           and the local work without communication; 128 to 2048 tokens
+    python benchmarks/python/parallel.py --planner         few and many rows, this host and networks of 0.3 to 3 Gb/s:
+                                                           overlap=None, which must stay within 1.02 of plain
     python benchmarks/python/parallel.py --check-cost      plain collectives with WEFT_CHECK=always and without checks
     python benchmarks/python/parallel.py --quick           one small shape
     python benchmarks/python/parallel.py --json FILE       also as JSON
 
-Each rank is a process with one thread; networks are namespaces on this host, and need root. A round runs every side
-once and then again in reverse; a side's time is that of its slowest rank. A round counts only if the bare product that
-opens and closes it took equally long, within 10 %. Ratios are medians over rounds, with a bootstrap interval; the
-control is the closing product over the opening one. tools/claims.py compares with the bounds.
+Each rank is a process with one thread; networks are namespaces on this host and require root. A round runs every side
+once and then again in reverse; a side's time is that of its slowest rank. A round counts only if the GEMMs at its start
+and end took equally long, within 10 %. Ratios are medians over rounds with a bootstrap interval; the control is the
+time of the last GEMM over the first. tools/claims.py compares with the bounds.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from weft import ops
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "dist"))
 import netns  # noqa: E402
 
-SAME = 0.10  # how much the anchors of a counted round may differ
+SAME = 0.10  # maximum relative difference of the anchors of a counted round
 TOKENS, FEW_AND_MANY, QUICK_TOKENS = (128, 512, 1024, 2048), (16, 64, 128, 256, 512), (256,)
 RATES = (None, 0.3, 1.0, 3.0)  # Gb/s; None: this host
-BOUND = 1.02  # of the planner
+BOUND = 1.02  # for --planner
 
 
 def block(hidden: int, group: dist.ProcessGroup | None, overlap: bool | None) -> ops.Sequential:
-    """y = x + W2 gelu(W1 rms_norm(x)). Without a group: this rank's part of the products, and nothing sent."""
+    """y = x + W2 gelu(W1 rms_norm(x)). Without a group: this rank's share of the GEMMs, without communication."""
     torch.manual_seed(0)
     size = dist.get_world_size()
     inner = 4 * hidden if group else 4 * hidden // size
@@ -76,7 +76,7 @@ def training_pass(module: torch.nn.Module, rows: int, hidden: int) -> Callable[[
 
 
 def time_per_pass(side: Callable[[], object], passes: int) -> float:
-    """Seconds of one pass on the slowest rank; all ranks start together."""
+    """Returns the seconds of one pass on the slowest rank; all ranks start together."""
     dist.barrier()
     start = time.perf_counter()
     for _ in range(passes):
@@ -91,7 +91,7 @@ def steady(before: float, after: float) -> bool:
 
 
 def sides_of(mode: str, tokens: int, hidden: int) -> dict[str, Callable[[], None]]:
-    """The first is compared with the others."""
+    """Returns the sides; the first is compared with the others."""
     rows, world = tokens // dist.get_world_size(), dist.group.WORLD
     if mode == "check":
         sides = {}
@@ -157,12 +157,15 @@ def run_rank(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def hosts(rate: float | None, ranks: int) -> Iterator[list[list[str]]]:
-    """For each rank the beginning of its command."""
+    """Yields the start of each rank's command."""
     if rate is None:
         yield [[] for _ in range(ranks)]
         return
     with netns.two_hosts(rate) as found:
-        settings = ["WEFT_TRANSPORT=ucx", "WEFT_UCX_TRUSTED=1"]  # only the ranks reach the namespaces' network
+        settings = [
+            "WEFT_TRANSPORT=ucx",
+            "WEFT_UCX_TRUSTED=1",
+        ]  # only the ranks can reach the network of the namespaces
         yield [[*host, f"GLOO_SOCKET_IFNAME={host[-1].partition('=')[2]}", *settings] for host in found]
 
 
@@ -170,7 +173,7 @@ def start_ranks(args: argparse.Namespace, rate: float | None) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder, hosts(rate, args.ranks) as starts:
         shared = {**os.environ, "STORE": f"{folder}/store", "RESULT": f"{folder}/rows.json", "OMP_NUM_THREADS": "1"}
         if args.mode == "planner":
-            shared["WEFT_CHECK"] = "always"  # as the links do
+            shared["WEFT_CHECK"] = "always"  # as the transports do
         command = [sys.executable, __file__, "--ranks", str(args.ranks), "--hidden", str(args.hidden)]
         command += ["--mode", args.mode, "--rounds", str(args.rounds), "--tokens", *map(str, args.tokens)]
         ranks = [subprocess.Popen([*s, *command], env={**shared, "RANK": str(r)}) for r, s in enumerate(starts)]
@@ -180,7 +183,7 @@ def start_ranks(args: argparse.Namespace, rate: float | None) -> list[dict]:
 
 
 def figures_of(row: dict, mode: str) -> list[dict[str, object]]:
-    """The row's ratios, or what is missing; only the planner's has a bound."""
+    """Returns the ratios of a row, or why there are none; only those of --planner have a bound."""
     where = "this host" if row["rate"] is None else f"{row['rate']} Gb/s"
     what = f"{row['tokens']} tokens x {row['hidden']}, {row['ranks']} ranks, {where}"
     if not row["kept"]:
@@ -205,11 +208,11 @@ def show(row: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", help="of all ranks together")
+    parser.add_argument("--tokens", type=int, nargs="+", help="tokens of all ranks together")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--rates", type=float, nargs="+", help="Gb/s, of --planner; else this host")
+    parser.add_argument("--rates", type=float, nargs="+", help="network rates of --planner in Gb/s")
     parser.add_argument("--planner", dest="mode", action="store_const", const="planner", default="block")
     parser.add_argument("--check-cost", dest="mode", action="store_const", const="check")
     parser.add_argument("--mode", help=argparse.SUPPRESS)

@@ -1,12 +1,12 @@
-"""Trains two transformer blocks with tensor and sequence parallelism beside one process, from the same checkpoint.
+"""Trains two transformer blocks with tensor and sequence parallelism, and on one process, from the same checkpoint.
 
     python benchmarks/python/train_parallel.py                      300 steps on two ranks
     python benchmarks/python/train_parallel.py --quick              20 steps
     python benchmarks/python/train_parallel.py --plot FILE --json FILE
 
-Ranks are processes of this machine. Attention is torch's between a column-parallel qkv and a row-parallel projection;
-norms, linears, activation and residuals are weft's. Exits with 1 unless the loss curves, and the weights at the end,
-are equal within the tolerance of the dtype.
+Ranks are processes on this machine. Attention is torch's, between a column-parallel qkv and a row-parallel projection;
+norms, linears, activation and residuals are weft's. Exits with 1 unless the loss curves and the final weights are equal
+within the tolerance of the dtype.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import weft
 from weft import ops
 
 VOCABULARY, WIDTH, HEADS, LAYERS, TOKENS, BATCH = 32, 64, 4, 2, 32, 4
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # of losses, and of weights over their largest
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # of losses, and of weights relative to the largest
 
 
 def linear(inputs: int, outputs: int, mode: str, group: Any) -> ops.Linear:
@@ -54,7 +54,7 @@ class Block(torch.nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [tokens of this rank, batch, width]. Attention sees all tokens, for this rank's heads."""
+        """x is [tokens of this rank, batch, width]. Attention covers all tokens for this rank's heads."""
         q, k, v = (t.unflatten(-1, (-1, WIDTH // HEADS)).permute(1, 2, 0, 3) for t in self.qkv(x).chunk(3, -1))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.mlp(self.projection(attended.permute(2, 0, 1, 3).flatten(2), x))
@@ -66,10 +66,10 @@ class Model(torch.nn.Module):
         self.embedding = torch.nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = torch.nn.Sequential(*[Block(group) for _ in range(LAYERS)])
         self.head = ops.Sequential(ops.RMSNorm(WIDTH), ops.Linear(WIDTH, VOCABULARY))
-        # Whole on every rank, but each rank's gradient comes from its own tokens.
         self.stacked = {f"blocks.{i}.qkv.1": 3 for i in range(LAYERS)}
 
     def sequence_parallel_parameters(self) -> list[torch.nn.Parameter]:
+        """Returns the replicated parameters whose gradients cover only this rank's tokens."""
         norms = [module.weight for module in self.blocks.modules() if isinstance(module, ops.RMSNorm)]
         return [*self.embedding.parameters(), *self.head.parameters(), *norms]
 
@@ -78,7 +78,7 @@ class Model(torch.nn.Module):
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[tokens, batch] of walks in which each token has two successors, one likelier, and what comes next."""
+    """Returns random walks [tokens, batch] in which each token has two successors, one more likely, and the targets."""
     successors = torch.randperm(2 * VOCABULARY, generator=torch.Generator().manual_seed(0)).view(VOCABULARY, 2) // 2
     generator = torch.Generator().manual_seed(1 + step)
     walk = [torch.randint(VOCABULARY, (BATCH,), generator=generator)]
@@ -90,9 +90,11 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(model: Model, steps: int, group: dist.ProcessGroup | None) -> list[float]:
-    """The loss of each step."""
+    """Trains the model; returns the loss of each step."""
     ranks, rank = (group.size(), group.rank()) if group is not None else (1, 0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)  # gradients that are only noise stay so
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, eps=1e-5
+    )  # a large eps keeps gradients that are only noise small
     losses = []
     for step in range(steps):
         tokens, targets = (t.chunk(ranks)[rank] for t in batch(step))
@@ -117,9 +119,9 @@ def train_on_rank(folder: Path, steps: int) -> None:
     model = Model(dist.group.WORLD)
     model.load_state_dict(weft.checkpoint.shard_state_dict(torch.load(folder / "start.pt"), model, model.stacked))
     losses = train(model, steps, dist.group.WORLD)
-    whole = weft.checkpoint.gather_state_dict(model, model.stacked)
+    full = weft.checkpoint.gather_state_dict(model, model.stacked)
     if rank == 0:
-        torch.save({"losses": losses, "state": whole}, folder / "parallel.pt")
+        torch.save({"losses": losses, "state": full}, folder / "parallel.pt")
     dist.destroy_process_group()
 
 
@@ -133,7 +135,7 @@ def train_in_parallel(folder: Path, arguments: argparse.Namespace) -> dict[str, 
                 subprocess.Popen([*command, "--dtype", arguments.dtype], env={**os.environ, **words}, text=True)
             )
         if any(rank.wait(timeout=1200) for rank in ranks):
-            raise RuntimeError("a rank failed; see above")
+            raise RuntimeError("a rank failed; see its output above")
     finally:
         for rank in ranks:
             rank.kill()
@@ -175,7 +177,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--quick", action="store_true", help="20 steps")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draws the curves as SVG")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the curves as SVG")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,7 +1,7 @@
-// One of two ranks of benchmarks/network.py, over UCX:
-//   network_rank RANK STORE link                      how long a block takes
-//   network_rank RANK STORE balance MEGABYTES ROUNDS  schedules whose product takes as long as their blocks
-// Rank 0 prints a line of JSON for each figure.
+// One of the two ranks of benchmarks/network.py, over UCX:
+//   network_rank RANK STORE link                      latency and bandwidth of a block
+//   network_rank RANK STORE balance MEGABYTES ROUNDS  schedules whose GEMM takes as long as their blocks
+// Rank 0 prints a line of JSON per result.
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
@@ -29,7 +29,7 @@ using weft::kernels::Matrix;
 using Run = std::function<void()>;
 using Clock = std::chrono::steady_clock;
 
-constexpr double kSteady = 1.10;  // the two products of a round may differ by so much
+constexpr double kSteady = 1.10;  // maximum ratio of the two GEMM times of a round
 
 double median(std::vector<double> values) {
   if (values.empty()) return 0;
@@ -37,7 +37,7 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-/// A list in JSON.
+/// Formats a list as JSON.
 std::string list(const std::vector<double>& values) {
   std::string out;
   for (const double value : values) out += (out.empty() ? "" : ", ") + std::to_string(value);
@@ -46,7 +46,7 @@ std::string list(const std::vector<double>& values) {
 
 Tensor random(int64_t rows, int64_t columns) { return at::randn({rows, columns}).to(at::kBFloat16); }
 
-/// The larger of both ranks' numbers, on both.
+/// Max all-reduce of one number over both ranks.
 double larger(Transport& transport, double local) {
   const auto collective = transport.all_gather(at::empty({1, 1}, at::kDouble).fill_(local));
   collective->wait(1 - transport.rank(), 1);
@@ -55,7 +55,7 @@ double larger(Transport& transport, double local) {
   return std::max(local, remote);
 }
 
-/// Seconds of the slower rank; both start together.
+/// Seconds of the slower rank; both ranks start together.
 double seconds(Transport& transport, const Run& run) {
   larger(transport, 0);
   const auto start = Clock::now();
@@ -63,7 +63,7 @@ double seconds(Transport& transport, const Run& run) {
   return larger(transport, std::chrono::duration<double>(Clock::now() - start).count());
 }
 
-/// Both ranks give a block and get one.
+/// Both ranks send a block and receive one.
 void swap(Transport& transport, const Tensor& local) {
   const auto collective = transport.all_gather(local);
   collective->wait(1 - transport.rank(), local.size(0));
@@ -87,13 +87,13 @@ void print_transport(Transport& transport) {
   }
 }
 
-/// A schedule and its two parts alone: the product, and the blocks that travel.
+/// A schedule, and its two parts alone: the GEMM, and the transfer of the blocks.
 struct Problem {
   std::string name, shape;
   Run schedule, product, blocks;
 };
 
-constexpr int64_t kWidth = 1024;  // columns of what travels
+constexpr int64_t kWidth = 1024;  // columns of the transferred blocks
 
 Problem all_gather(Transport& transport, int64_t rows, int64_t n) {
   const auto x = random(2 * rows, kWidth), w = random(n, kWidth) / std::sqrt(kWidth);
@@ -101,9 +101,9 @@ Problem all_gather(Transport& transport, int64_t rows, int64_t n) {
   const auto local = x.narrow(0, 0, rows);
   return {"all_gather_gemm", c10::str("S=", 2 * rows, " K=", kWidth, " N=", n),
           [=, &transport] {
-            weft::overlap::all_gather_gemm(transport, local, Matrix(w, true), {.out = y, .weight = true});
+            weft::overlap::all_gather_gemm(transport, local, Matrix(w, true), {.out = y, .b_is_weight = true});
           },
-          [=] { weft::kernels::gemm(x, Matrix(w, true), {.out = y, .weight = true}); },
+          [=] { weft::kernels::gemm(x, Matrix(w, true), {.out = y, .b_is_weight = true}); },
           [=, &transport] { swap(transport, local); }};
 }
 
@@ -111,14 +111,14 @@ Problem reduce_scatter(Transport& transport, int64_t rows, int64_t k) {
   const auto x = random(2 * rows, k), w = random(kWidth, k) / std::sqrt(k), local = random(rows, kWidth);
   const auto y = at::empty({2 * rows, kWidth}, x.options());
   return {"gemm_reduce_scatter", c10::str("S=", 2 * rows, " K=", k, " N=", kWidth),
-          [=, &transport] { weft::overlap::gemm_reduce_scatter(transport, x, Matrix(w, true), {.weight = true}); },
-          [=] { weft::kernels::gemm(x, Matrix(w, true), {.out = y, .weight = true}); },
+          [=, &transport] { weft::overlap::gemm_reduce_scatter(transport, x, Matrix(w, true), {.b_is_weight = true}); },
+          [=] { weft::kernels::gemm(x, Matrix(w, true), {.out = y, .b_is_weight = true}); },
           [=, &transport] { swap(transport, local); }};
 }
 
 using Make = std::function<Problem(Transport&, int64_t rows, int64_t length)>;
 
-/// The problem whose product takes as long as its blocks.
+/// Returns the problem whose GEMM takes as long as its blocks.
 Problem at_balance(Transport& transport, const Make& make, int64_t rows) {
   const auto typical = [&](const Run& run) {
     std::vector<double> times;
@@ -134,7 +134,7 @@ Problem at_balance(Transport& transport, const Make& make, int64_t rows) {
   return make(transport, rows, length);
 }
 
-/// Rounds of blocks, product, schedule, product; those whose products differ do not count.
+/// Runs rounds of blocks, GEMM, schedule, GEMM; rounds whose GEMM times differ do not count.
 void print_balance(Transport& transport, const Problem& problem, int rounds) {
   std::vector<double> products, blocks, schedules, ratios, hidden, controls;
   for (int i = 0; i < 4 * rounds && static_cast<int>(ratios.size()) < rounds; ++i) {
@@ -168,7 +168,7 @@ void stay_on(int core) {
 
 int main(int argc, char** argv) {
   at::set_num_threads(1);
-  ::setenv("WEFT_UCX_TRUSTED", "1", 1);  // the namespaces hold nobody else
+  ::setenv("WEFT_UCX_TRUSTED", "1", 1);  // no other process is in the namespaces
   const int rank = std::atoi(argv[1]);
   stay_on(rank);
   const auto transport = weft::comm::make_ucx_transport(

@@ -1,4 +1,4 @@
-"""An operation and a fusion written in Python: softsign, y = x / (1 + |x|), fused with the ConstantScale behind it."""
+"""An operation and a fusion written in Python: softsign, y = x / (1 + |x|), fused with the ConstantScale after it."""
 
 import torch
 
@@ -18,7 +18,7 @@ class Softsign(ops.BasicOperation):
 
 
 class SoftsignScale(ops.FusedOperation):
-    """The forward pass of both. It leaves for backward what its parts would leave, so theirs can follow."""
+    """The forward of both operations. It saves what they would save, so their unfused backward can run."""
 
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
         divisor = 1 + input_.abs()
@@ -27,10 +27,10 @@ class SoftsignScale(ops.FusedOperation):
         return self.basic_ops[1].scale * input_ / divisor, [(), ()]  # the output; no extra outputs
 
 
-def fuse(given, *, recipe=None):
-    """Gets the operations of a pipeline in order, returns them with pairs replaced."""
+def fuse(pipeline, *, recipe=None):
+    """Gets the operations of a pipeline in order and returns them with pairs replaced."""
     out = []
-    for op in given:
+    for op in pipeline:
         if out and isinstance(out[-1], Softsign) and isinstance(op, ops.ConstantScale):
             out[-1] = SoftsignScale([out[-1], op])
         else:
@@ -48,4 +48,4 @@ with ops.register_forward_fusion(fuse):
     assert "SoftsignScale" in str(module.explain(x))
     torch.testing.assert_close(module(x), expected)
     assert torch.autograd.gradcheck(module, (x,))
-assert "SoftsignScale" not in str(module.explain(x))  # the fusion ended with its block
+assert "SoftsignScale" not in str(module.explain(x))  # the with block removed the fusion

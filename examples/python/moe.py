@@ -1,6 +1,6 @@
-"""A mixture of experts that live on different ranks: a router sends each token to two of them. As one process, or as
-`torchrun --nproc-per-node 4 moe.py`, where each rank has a quarter of the experts and of the tokens: with equal losses.
-With `--plot load.png` the load of the experts is drawn."""
+"""A mixture of experts distributed over ranks: a router sends each token to two experts. Run it as one process, or as
+`torchrun --nproc-per-node 4 moe.py`, where each rank has a quarter of the experts and of the tokens, with equal losses.
+`--plot load.png` draws the load of the experts."""
 
 import argparse
 from typing import Any
@@ -15,7 +15,7 @@ WIDTH, HIDDEN, EXPERTS, TOP_K, TOKENS = 16, 32, 8, 2, 256
 
 
 def experts(count: int) -> weft.Sequential:
-    """y = W2 (p·swiglu(W1 x)), each row by the weights of its expert; one packed Parameter for each layer."""
+    """y = W2 (p·swiglu(W1 x)), each row with the weights of its expert; one stacked Parameter per layer."""
     return weft.Sequential(
         ops.GroupedLinear(count, WIDTH, 2 * HIDDEN, bias=False, single_grouped_weight=True),
         ops.ScaledSwiGLU(),
@@ -24,7 +24,7 @@ def experts(count: int) -> weft.Sequential:
 
 
 class AllToAll(torch.autograd.Function):
-    """Sends `send_counts[r]` rows to rank r and gets `recv_counts[r]` from it; gradients travel back the same way."""
+    """Sends `send_counts[r]` rows to rank r and receives `recv_counts[r]` from it; gradients take the reverse path."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, send_counts: list[int], recv_counts: list[int]) -> torch.Tensor:
@@ -43,46 +43,39 @@ class MixtureOfExperts(torch.nn.Module):
         super().__init__()
         self.ranks = dist.get_world_size()
         self.router = ops.Linear(WIDTH, EXPERTS, bias=False)
-        all_experts = experts(EXPERTS)  # drawn on each rank, which keeps its own: any number of ranks starts alike
+        all_experts = experts(EXPERTS)  # drawn in full on each rank, so that any number of ranks starts equal
         self.experts = experts(EXPERTS // self.ranks)
         with torch.no_grad():
             for local, full in zip(self.experts.parameters(), all_experts.parameters(), strict=True):
                 local.copy_(full.chunk(self.ranks)[dist.get_rank()])
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The output, the probabilities [tokens, experts], and how many tokens went to each expert."""
+        """Returns the output, the probabilities [tokens, experts], and the number of tokens of each expert."""
         probs = self.router(x).softmax(-1)
         weight, expert = (t.flatten() for t in probs.topk(TOP_K))
         order = expert.argsort(stable=True)
         token = order // TOP_K
         load = expert.bincount(minlength=EXPERTS)
-        # First how many rows leave for each expert and how many come, then the rows and their weights.
-        sent_per_expert = load.view(self.ranks, -1)
-        received_per_expert = torch.empty_like(sent_per_expert)
-        dist.all_to_all_single(received_per_expert, sent_per_expert)
-        send_counts, recv_counts = sent_per_expert.sum(1).tolist(), received_per_expert.sum(1).tolist()
-        rows, weight = (
-            AllToAll.apply(x[token], send_counts, recv_counts),
-            AllToAll.apply(weight[order], send_counts, recv_counts),
-        )
-        # They came rank by rank and are wanted expert by expert.
-        expert = (
-            torch.arange(received_per_expert.shape[1])
-            .repeat(self.ranks)
-            .repeat_interleave(received_per_expert.flatten())
-        )
-        by_expert, splits = expert.argsort(stable=True), received_per_expert.sum(0)
+        # Exchange the row counts per rank and expert first, then the rows and their weights.
+        sent = load.view(self.ranks, -1)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent)
+        send_counts, recv_counts = sent.sum(1).tolist(), received.sum(1).tolist()
+        rows, weight = (AllToAll.apply(t, send_counts, recv_counts) for t in (x[token], weight[order]))
+        # The received rows are ordered by rank; sort them by expert.
+        expert = torch.arange(received.shape[1]).repeat(self.ranks).repeat_interleave(received.flatten())
+        by_expert, splits = expert.argsort(stable=True), received.sum(0)
         y = self.experts(rows[by_expert], splits, weight[by_expert], splits)
         y = AllToAll.apply(y[by_expert.argsort()], recv_counts, send_counts)
         return torch.zeros_like(x).index_add(0, token, y), probs, load
 
 
 def train(steps: int) -> tuple[MixtureOfExperts, list[float], list[torch.Tensor]]:
-    """A trained model, and the loss and the load of the experts in each step."""
+    """Returns the trained model, and the loss and the load of the experts in each step."""
     torch.manual_seed(0)
     model, losses, loads = MixtureOfExperts(), [], []
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    torch.manual_seed(1)  # tokens are of eight kinds, each kind has a linear map of its own to learn
+    torch.manual_seed(1)  # eight kinds of tokens; each kind has its own linear map to learn
     centers, maps = 2 * torch.randn(8, WIDTH), torch.randn(8, WIDTH, WIDTH) / WIDTH**0.5
     for _ in range(steps):
         kind = torch.randint(8, (TOKENS,))
@@ -91,14 +84,14 @@ def train(steps: int) -> tuple[MixtureOfExperts, list[float], list[torch.Tensor]
         x, target = (t.chunk(model.ranks)[dist.get_rank()] for t in (tokens, targets))
         y, probs, load = model(x)
         dist.all_reduce(load)
-        balance = EXPERTS * (load / load.sum() * probs.sum(0) / TOKENS).sum()  # 1 if the load is even, else more
+        balance = EXPERTS * (load / load.sum() * probs.sum(0) / TOKENS).sum()  # 1 if the load is even, otherwise larger
         loss = (y - target).square().sum() / (TOKENS * WIDTH) + 0.1 * balance
         optimizer.zero_grad()
         loss.backward()
-        dist.all_reduce(model.router.weight.grad)  # every rank has the router; an expert saw all of its tokens already
+        dist.all_reduce(model.router.weight.grad)  # the router is replicated; an expert already saw all its tokens
         optimizer.step()
-        dist.all_reduce(whole := loss.detach())
-        losses.append(whole.item())
+        dist.all_reduce(total := loss.detach())
+        losses.append(total.item())
         loads.append(load)
     return model, losses, loads
 

@@ -1,4 +1,4 @@
-"""A norm-MLP block whose residual branch is a named channel, its plan, and the same math in plain torch."""
+"""A norm-MLP block with its residual in a named channel, its plan, and the same computation in plain torch."""
 
 import torch
 
@@ -44,4 +44,4 @@ eager = [x.grad, *(p.grad for p in module.parameters())]
 for one, other in zip(ours, eager, strict=True):
     assert one is not None and other is not None
     torch.testing.assert_close(one, other)
-print("all gradients equal those of plain torch")
+print("all gradients match plain torch")

@@ -1,4 +1,4 @@
-"""Two ranks share a block, each with half of its weights and half of the rows, and train it as one process would."""
+"""Tensor and sequence parallelism: two ranks with half of the weights and rows each train a block like one process."""
 
 import tempfile
 
@@ -43,11 +43,11 @@ def run(rank: int, folder: str) -> None:
     x, target = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
     train(alone, x, target)
     train(model, x.chunk(RANKS)[rank], target.chunk(RANKS)[rank])
-    whole = weft.checkpoint.gather_state_dict(model)
+    full = weft.checkpoint.gather_state_dict(model)
     for name, value in alone.state_dict().items():
-        torch.testing.assert_close(whole[name], value)
+        torch.testing.assert_close(full[name], value)
     if rank == 0:
-        print("weight on one rank", list(model[1].weight.shape), "of", list(whole["1.weight"].shape))
+        print("weight on one rank", list(model[1].weight.shape), "of", list(full["1.weight"].shape))
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Trains a small MLP with a torch optimizer, in bfloat16 autocast, and loads it into a second one."""
+"""Trains a small MLP with a torch optimizer in bfloat16 autocast and loads its state_dict into a second one."""
 
 import torch
 
@@ -32,7 +32,7 @@ for _step in range(200):
 print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
 assert losses[-1] < 0.2 * losses[0]
 
-# Parameters and state_dict are torch's: any torch checkpointing works.
+# Parameters and state_dict are those of torch modules: any torch checkpointing works.
 copy = mlp()
 copy.load_state_dict(model.state_dict())
 model.eval(), copy.eval()

@@ -1,4 +1,4 @@
-"""Where Transformer Engine is not installed, weft stands in for it; where it is, the same tests run on it."""
+"""If Transformer Engine is installed, the tests run on it; otherwise weft replaces it."""
 
 import importlib.util
 import subprocess
@@ -13,13 +13,13 @@ if not REAL:
 
     transformer_engine.install()
 
-torch.set_num_threads(1)  # tensors are tiny, and on a shared machine a second thread waits for its core
+torch.set_num_threads(1)  # the tensors are tiny, and on a shared machine a second thread waits for its core
 
 
 @pytest.fixture
 def torchrun():
-    """Runs a script on two ranks and gives what it printed. Children know nothing of `install()`: they start by
-    `-m weft.compat`."""
+    """Returns a function that runs a script on two ranks and returns its output. `install()` does not affect child
+    processes, so they are started with `-m weft.compat`."""
     if REAL and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -35,7 +35,7 @@ def torchrun():
 
 @pytest.fixture
 def fp8_runs():
-    """FP8 regions run: quantized where the GPU can, unquantized where weft stands in."""
+    """Lets FP8 regions run: quantized on a GPU that supports it, unquantized on weft."""
     if not REAL:
         transformer_engine.install(recipes="high_precision")
     yield

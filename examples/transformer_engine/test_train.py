@@ -9,7 +9,7 @@ import train
 import transformer_engine.pytorch as te
 
 DEVICE = "cuda" if train.CUDA else "cpu"
-NEAR = {"rtol": 1e-2, "atol": 1e-3} if train.CUDA else {"rtol": 1e-4, "atol": 1e-5}  # a GPU multiplies in TF32
+NEAR = {"rtol": 1e-2, "atol": 1e-3} if train.CUDA else {"rtol": 1e-4, "atol": 1e-5}  # GPUs multiply in TF32
 NEAR_LOSS = 1e-2 if train.CUDA else 1e-5
 SCRIPT = str(Path(train.__file__))
 
@@ -28,14 +28,14 @@ def test_resumed_run_matches_uninterrupted_run(tmp_path):
 
 
 def plain_gpt(p, tokens):
-    """The model in plain torch, from the Parameters `p` by name."""
+    """The model in plain torch, given its Parameters `p` by name."""
     x = p["tokens.weight"][tokens] + p["positions.weight"]
     heads, channels = train.HEADS // train.GROUPS, train.WIDTH // train.HEADS
     for i in range(train.LAYERS):
         attention, mlp = f"layers.{i}.self_attention.", f"layers.{i}.layernorm_mlp."
         normed = F.rms_norm(x, [train.WIDTH], p[attention + "layernorm_qkv.layer_norm_weight"], 1e-5)
         mixed = F.linear(normed, p[attention + "layernorm_qkv.weight"])
-        mixed = mixed.unflatten(-1, (train.GROUPS, heads + 2, channels))  # of each group: its queries, a key, a value
+        mixed = mixed.unflatten(-1, (train.GROUPS, heads + 2, channels))  # per group: its queries, a key, a value
         query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in mixed.split([heads, 1, 1], 3))
         context = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         x = x + F.linear(context.transpose(1, 2).flatten(2), p[attention + "proj.weight"])
@@ -50,10 +50,10 @@ def test_values_and_gradients_match_plain_torch():
     parameters = dict(model.named_parameters())
     output, plain_output = model(tokens), plain_gpt(parameters, tokens)
     torch.testing.assert_close(output, plain_output, **NEAR)
-    by = torch.randn_like(plain_output)  # gradients of about ten: 1e-5 is the rounding of float32
-    mine = torch.autograd.grad(output, parameters.values(), by)
-    plain = torch.autograd.grad(plain_output, parameters.values(), by)
-    for name, gradient, expected in zip(parameters, mine, plain, strict=True):
+    grad_output = torch.randn_like(plain_output)  # gradients of about ten: 1e-5 is the rounding of float32
+    grads = torch.autograd.grad(output, parameters.values(), grad_output)
+    plain_grads = torch.autograd.grad(plain_output, parameters.values(), grad_output)
+    for name, gradient, expected in zip(parameters, grads, plain_grads, strict=True):
         torch.testing.assert_close(gradient, expected, **NEAR, msg=lambda text, name=name: f"{name}: {text}")
 
 
@@ -80,7 +80,7 @@ CHECKPOINT = {
 
 
 def test_checkpoint_names_and_shapes_are_stable():
-    """Or yesterday's checkpoints do not load. `_extra_state` is what FP8 remembers."""
+    """Otherwise older checkpoints do not load. `_extra_state` is the state of FP8."""
     state = train.make_model(DEVICE).state_dict()
     found = {name: tuple(value.shape) for name, value in state.items() if not name.endswith("_extra_state")}
     assert found == CHECKPOINT

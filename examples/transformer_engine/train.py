@@ -1,4 +1,4 @@
-"""Trains a small GPT, made of Transformer Engine's layers, to go on counting. Several ranks share its layers:
+"""Trains a small GPT of Transformer Engine's layers to continue counting. Several ranks run it tensor parallel:
 
 python train.py --steps 40 --checkpoint run
 torchrun --standalone --nproc-per-node 2 train.py --steps 40
@@ -54,7 +54,7 @@ class GPT(torch.nn.Module):
             weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
 
     def fused_weights(self):
-        """Weights of Transformer Engine's linears, whose gradients are added to `main_grad`."""
+        """Returns the weights of Transformer Engine's linears, whose gradients are added to `main_grad`."""
         return [p for p in [*self.layers.parameters(), *self.head.parameters()] if p.dim() == 2]
 
     def forward(self, tokens):
@@ -65,16 +65,16 @@ class GPT(torch.nn.Module):
 
 
 def local_shard(name, whole, like):
-    """This rank's part of a Parameter of the whole model."""
+    """Returns this rank's shard of a Parameter of the full model."""
     if not getattr(like, "tensor_model_parallel", False):
         return whole
     dim = like.partition_dim
-    stacked = 2 if name.endswith("fc1_weight") else 1  # gate and up lie one after the other; each is split
+    stacked = 2 if name.endswith("fc1_weight") else 1  # gate and up are concatenated; each is sharded
     return torch.cat([t.chunk(dist.get_world_size(), dim)[dist.get_rank()] for t in whole.chunk(stacked, dim)], dim)
 
 
 def make_model(device, fuse_wgrad=False):
-    """The model, or this rank's part of it; its weights do not depend on the number of ranks."""
+    """Returns the model, or this rank's shards of it. The weights do not depend on the number of ranks."""
     torch.manual_seed(0)
     whole = GPT(device, fuse_wgrad)
     if not dist.is_initialized():
@@ -87,7 +87,7 @@ def make_model(device, fuse_wgrad=False):
 
 
 def batch(step, device, rows=16):
-    """Sequences that count by one, two or three; those of a step are always the same."""
+    """Returns sequences that count by one, two or three, the same for each run of a step."""
     generator = torch.Generator().manual_seed(step)
     first = torch.randint(VOCABULARY, (rows, 1), generator=generator)
     by = torch.randint(1, 4, (rows, 1), generator=generator)
@@ -95,7 +95,7 @@ def batch(step, device, rows=16):
 
 
 def train_step(model, optimizer, tokens, microbatches=1, fuse_wgrad=False, fp8=False):
-    """One step of the optimizer on the mean of all micro-batches; returns the loss."""
+    """Runs one optimizer step on the mean of all micro-batches and returns the loss."""
     optimizer.zero_grad()
     for weight in model.fused_weights() if fuse_wgrad else ():
         weight.main_grad.zero_()
@@ -113,7 +113,7 @@ def train_step(model, optimizer, tokens, microbatches=1, fuse_wgrad=False, fp8=F
 
 
 def save(file, model, optimizer, step):
-    """Written beside and renamed: whoever is killed here leaves the old checkpoint whole."""
+    """Writes a new file and renames it, so that a process killed here leaves the old checkpoint intact."""
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, f"{file}.new")
     os.replace(f"{file}.new", file)
@@ -127,14 +127,16 @@ def load(file, model, optimizer):
 
 
 def main(arguments=None):
-    """Trains as the command line says and returns the losses of the steps it ran."""
+    """Trains with the given command line and returns the losses of the steps it ran."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if CUDA else "cpu")
-    parser.add_argument("--steps", type=int, default=40, help="counted from the first run on")
-    parser.add_argument("--microbatches", type=int, default=1, help="parts of a batch, their gradients summed")
+    parser.add_argument("--steps", type=int, default=40, help="total number of steps, including those of resumed runs")
+    parser.add_argument(
+        "--microbatches", type=int, default=1, help="micro-batches per batch; their gradients are accumulated"
+    )
     parser.add_argument("--fuse-wgrad", action="store_true", help="add weight gradients to main_grad")
     parser.add_argument("--fp8", action="store_true", help="compute linears in FP8")
-    parser.add_argument("--checkpoint", type=Path, help="folder; resumed if it is there, saved at the end")
+    parser.add_argument("--checkpoint", type=Path, help="folder; resumed from if it exists, saved to at the end")
     args = parser.parse_args(arguments)
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if ranks > 1:

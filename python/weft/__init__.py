@@ -1,4 +1,4 @@
-"""weft: sequences of small transformer operations, fused and differentiated as one pipeline."""
+"""weft fuses transformer blocks on CPUs: a sequence of operations runs as one pipeline, forward and backward."""
 
 import torch
 
@@ -6,8 +6,8 @@ __version__ = "0.1.0"
 
 if not torch.__version__.startswith("2.13."):
     raise ImportError(
-        f"weft {__version__} is built for torch 2.13, found torch {torch.__version__}. "
-        "Install the matching one: pip install 'torch==2.13.*'"
+        f"weft {__version__} requires torch 2.13, found torch {torch.__version__}. "
+        "Install a matching torch: pip install 'torch==2.13.*'"
     )
 
 from . import _C, checkpoint, fusion, ops

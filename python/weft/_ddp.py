@@ -1,7 +1,7 @@
-"""A warning where torch's DistributedDataParallel wraps modules whose weight gradients it cannot see.
+"""Warns when DistributedDataParallel wraps modules whose weight gradients it does not reduce.
 
 DistributedDataParallel reduces ``.grad``. A module with `accumulate_into_main_grad` adds its weight gradients to
-``main_grad``, so that each rank would keep its own.
+``main_grad``, so each rank would keep only its local gradients.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class MainGradNotReducedWarning(UserWarning):
-    """DistributedDataParallel does not reduce the ``main_grad`` of the weights that are named."""
+    """DistributedDataParallel does not reduce the ``main_grad`` of the weights named in the message."""
 
 
 def main_grad_names(module: torch.nn.Module) -> list[str]:
-    """Names of the Parameters below `module` whose gradients go to ``main_grad``."""
+    """Returns the names of the Parameters in `module` whose gradients go to ``main_grad``."""
     found = {id(param) for child in module.modules() for param in getattr(child, "_main_grad_parameters", list)()}
     return [name for name, param in module.named_parameters() if id(param) in found and param.requires_grad]
 
 
 def _warn(parent: torch.nn.Module, name: str, module: Any) -> None:
-    """Called by torch for every module that becomes an attribute of another."""
+    """Module-registration hook: torch calls it whenever a module becomes a child of another."""
     if not isinstance(parent, DistributedDataParallel) or name != "module":
         return
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -35,9 +35,9 @@ def _warn(parent: torch.nn.Module, name: str, module: Any) -> None:
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     warnings.warn(
         f"DistributedDataParallel reduces .grad, but the gradients of {listed} go to main_grad "
-        "(accumulate_into_main_grad, fuse_wgrad_accumulation): each rank keeps its own main_grad. Turn the option off, "
-        "or all-reduce main_grad after backward and silence this warning "
-        "(warnings.simplefilter('ignore', weft.MainGradNotReducedWarning)).",
+        "(accumulate_into_main_grad, fuse_wgrad_accumulation) and are not reduced. Turn the option off, or all-reduce "
+        "main_grad after backward and silence this warning: "
+        "warnings.simplefilter('ignore', weft.MainGradNotReducedWarning).",
         MainGradNotReducedWarning,
         stacklevel=4,
     )

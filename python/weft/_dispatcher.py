@@ -1,8 +1,8 @@
-"""Calls through the dispatcher, for torch.compile, torch.export, fake tensors and dispatch modes.
+"""Calls through torch's dispatcher, for torch.compile, torch.export, fake tensors and dispatch modes.
 
-In eager mode a module passes its pipeline to C++ directly. Under a compiler or a ``TorchDispatchMode`` (selective
-checkpointing, FLOP counting, make_fx) the same pipeline is one call of ``weft::pipeline_forward`` with the pipeline's
-text, which can be recorded; its gradient is ``weft::pipeline_backward``.
+In eager mode a module calls its C++ runner directly. Under a compiler or a ``TorchDispatchMode`` (selective
+checkpointing, FLOP counting, make_fx) the same pipeline is one call of ``weft::pipeline_forward``, which takes the
+pipeline as text and can be traced. Its gradient is ``weft::pipeline_backward``.
 """
 
 from __future__ import annotations
@@ -19,32 +19,36 @@ from . import _C
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPES}
 
-# Modules by number: a compiler takes a number for a constant where it would not take a module.
+# Modules by id: Dynamo treats an int as a constant, but not a module.
 _module_ids = itertools.count()
 _modules_by_id: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()
 
 
 def register_module(module: torch.nn.Module) -> None:
-    """Gives a module the number under which a compiler finds what it consists of."""
+    """Gives a module the id under which `_segments_as_constants` finds it."""
     module_id = next(_module_ids)
     object.__setattr__(module, "_module_id", module_id)
     _modules_by_id[module_id] = module
 
 
 def _segments_as_constants(module_id: int, version: int):
-    """The segments of a module as constants: text or None, paths and names of parameters, paths of the operations that
-    differ in evaluation, sources, targets. `version` changes with them, so that the compiler asks again."""
+    """Returns the segments of a module as constants: (text or None, paths and names of the parameters, paths of the
+    operations that behave differently in eval mode, sources, targets). `version` changes with them, so that the
+    compiler evaluates this function again."""
     return _modules_by_id[module_id]._traced_segments()
 
 
-# torch.compiler.assume_constant_result(_segments_as_constants), without importing the compiler, which takes a second.
+# Same as torch.compiler.assume_constant_result(_segments_as_constants), without the slow import of the compiler.
 _segments_as_constants._dynamo_marked_constant = True
 
 
 def applies(module: torch.nn.Module, x: Any) -> bool:
-    """Whether a call goes through the dispatcher: it is compiled, x is fake or a dispatch mode is active; no operation
-    below is written in Python, and no weight gradient bypasses autograd, which a compiler would take for dead code.
-    A dispatch mode sees a main_grad as a mutated argument; delayed gradients it would not see."""
+    """Whether a call must go through the dispatcher.
+
+    True when the call is compiled, x is a fake tensor or a dispatch mode is active. False if an operation in `module`
+    is written in Python, or if a weight gradient is computed where the observer cannot see it: a compiler would remove
+    writes to main_grad and delayed gradients as dead code; a dispatch mode sees main_grad as a mutated argument, but
+    not delayed gradients."""
     compiling = torch.compiler.is_compiling()
     observed = compiling or _C.dispatch_mode_active()
     if not observed and type(x).__name__ != "FakeTensor":
@@ -59,7 +63,7 @@ def applies(module: torch.nn.Module, x: Any) -> bool:
 
 
 def run(module: torch.nn.Module, x: torch.Tensor, extra_inputs: tuple[torch.Tensor, ...]):
-    """Calls a module through the dispatcher. Traced by the compiler, so it stays with what one can trace."""
+    """Calls a module through the dispatcher. The compiler traces this function: use only what Dynamo supports."""
     channels: dict[str, torch.Tensor] = {}
     returned: list[torch.Tensor] = []
     next_extra = 0
@@ -109,7 +113,7 @@ def _tensor_meta(t: torch.Tensor, grad: bool) -> str:
     return f"{t.device.type}:{_NAMES[t.dtype]}:{flags}"
 
 
-# ---- what the dispatcher needs to know about the ops ------------------------------------------------------
+# ---- fake kernels and autograd formulas of the dispatcher ops -----------------------------------------------------
 
 
 def _spec(t: torch.Tensor) -> tuple[Any, torch.dtype]:
@@ -157,7 +161,7 @@ def _backward(ctx, grads):
         if need and not planned:
             raise RuntimeError(
                 f"weft: the gradient of {name} is needed, but the program was exported or compiled without it. Export "
-                "it again with gradients enabled (outside of torch.no_grad()) and with requires_grad set on that tensor"
+                "it again with gradients enabled (outside torch.no_grad()) and requires_grad=True on that tensor."
             )
     grads = list(grads[: ctx.num_outputs])
     if any(needs_grad and accumulated for _, needs_grad, accumulated in gradient_info):
@@ -170,7 +174,7 @@ def _backward(ctx, grads):
         found = torch.ops.weft.pipeline_backward_into(grads, tensors, params, main_grads, ctx.text)
     else:
         found = torch.ops.weft.pipeline_backward(grads, tensors, ctx.text)
-    # An empty tensor stands for a gradient that main_grad has.
+    # An empty tensor: the gradient was accumulated into main_grad.
     rows = zip(found, tensors, needed, strict=False)
     return [grad if need and grad.shape == t.shape else None for grad, t, need in rows], None
 
@@ -180,15 +184,15 @@ torch.library.register_autograd("weft::pipeline_forward", _backward, setup_conte
 
 def _reject_double_backward(ctx, grads):
     raise RuntimeError(
-        "weft: differentiating twice through a pipeline is not supported. Use plain torch operations where you need "
-        "second derivatives."
+        "weft: differentiating twice through a pipeline is not supported. Use torch operations where you need second "
+        "derivatives."
     )
 
 
 torch.library.register_autograd("weft::pipeline_backward", _reject_double_backward)
 
 
-# ---- FLOP counts of the GEMMs, as torch.utils.flop_counter counts torch's own --------------------------------------
+# ---- FLOPs of the GEMMs, for torch.utils.flop_counter --------------------------------------------------------------
 
 
 def _flops(shapes: list[Any], text: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Which fusion ran, why another did not, what is kept for backward."""
+"""explain(): which fusions run, why others were rejected, and what is saved for backward."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ._sequential import Sequential
 
 
 class Explanation:
-    """The plan of one call. Print it, take its ``data``, or draw it with :meth:`save`."""
+    """The plan of one call. Print it, read its :attr:`data`, or draw it with :meth:`save`."""
 
     def __init__(self, sections: list[tuple[str, _C.Explanation | None]]) -> None:
         self._sections = sections
 
     @property
     def data(self) -> list[dict[str, Any]]:
-        """One dictionary per pipeline or separate module, in order."""
+        """A list with one dictionary per pipeline or separately called module, in order."""
         return [
             {"module": title} if section is None else {"pipeline": title, **section.data}
             for title, section in self._sections
@@ -30,6 +30,7 @@ class Explanation:
 
     @property
     def text(self) -> str:
+        """The plan as text, as ``print`` shows it."""
         if len(self._sections) == 1 and self._sections[0][1] is not None:
             return self._sections[0][1].text.rstrip()
         return "\n".join(f"== {title}\n{'' if section is None else section.text}" for title, section in self._sections)
@@ -40,7 +41,7 @@ class Explanation:
     __repr__ = __str__
 
     def dot(self) -> str:
-        """Graphviz source of the picture."""
+        """Returns the plan as Graphviz source."""
         nodes, names = [], []
         for i, (title, section) in enumerate(self._sections):
             names.append(f"section{i}")
@@ -55,13 +56,24 @@ class Explanation:
         return "digraph weft {\n" + style + "\n".join(nodes) + "\n" + edges + "}\n"
 
     def save(self, path: str | Path) -> Path:
-        """Draws the plan; the suffix chooses the form: .svg, .png, .pdf, or .dot for the source."""
+        """Draws the plan with Graphviz.
+
+        Args:
+            path: output file. The suffix selects the format: ``.svg``, ``.png``, ``.pdf``, or ``.dot`` for the source,
+                which does not require Graphviz.
+
+        Returns:
+            ``path`` as a :class:`pathlib.Path`.
+        """
         path = Path(path)
         if path.suffix == ".dot":
             path.write_text(self.dot())
             return path
         if shutil.which("dot") is None:
-            raise RuntimeError("Drawing needs Graphviz's 'dot' (apt-get install graphviz), or save to a .dot file")
+            raise RuntimeError(
+                "Explanation.save: Graphviz's 'dot' was not found. Install it (apt-get install graphviz), or save to a "
+                ".dot file."
+            )
         subprocess.run(
             ["dot", f"-T{path.suffix[1:]}", "-Gdpi=110", "-o", str(path)], input=self.dot(), text=True, check=True
         )
@@ -69,19 +81,32 @@ class Explanation:
 
 
 def explain(module: torch.nn.Module, *inputs: torch.Tensor) -> Explanation:
-    """Explains a call ``module(*inputs)`` of an operation or a Sequential.
+    """Explains the plan of the call ``module(*inputs)``.
 
-    It shows the forward and the backward plan, refused fusions with their reasons, copies made because of aliasing, and
-    what is kept for backward with its bytes. A Sequential of several pipelines is run once, forward, to learn what
-    reaches each of them.
+    The explanation shows the forward and backward plans with the kernels that compute them, rejected fusions with the
+    reason, copies made because of aliasing, and the tensors saved for backward with their sizes. A Sequential that
+    consists of several pipelines is run forward once, to find the inputs of each pipeline.
+
+    Args:
+        module: a weft operation or :class:`Sequential`.
+        *inputs: the inputs of the call: the main tensor, then the extra inputs.
+
+    Returns:
+        An :class:`Explanation`: print it, read its ``data``, or draw it with ``save("plan.png")``.
+
+    Example::
+
+        >>> print(weft.explain(block, x))
     """
     if not inputs:
-        raise TypeError("explain() needs the inputs of a call, e.g. explain(module, x): the plan depends on them")
+        raise TypeError(
+            "explain: expected the inputs of a call, got none. The plan depends on them: explain(module, x)."
+        )
     if isinstance(module, Sequential):
         return Explanation(_explain_segments(module, *inputs))
     if isinstance(module, FusibleOperation):
         return Explanation([(type(module).__name__, module._current_runner(inputs[0]).explain(*inputs))])
-    raise TypeError(f"explain() takes a weft operation or Sequential, got {type(module).__name__}")
+    raise TypeError(f"explain: got {type(module).__name__}, expected a weft operation or Sequential.")
 
 
 def _explain_segments(module: Sequential, input: torch.Tensor, *extra_inputs: torch.Tensor):
@@ -91,7 +116,7 @@ def _explain_segments(module: Sequential, input: torch.Tensor, *extra_inputs: to
 
     def record_plan(segment, x, inputs):
         if segment.runner is None:
-            sections.append((f"{type(segment.modules[0]).__name__}, called on its own: {segment.reason}", None))
+            sections.append((f"{type(segment.modules[0]).__name__}, called separately: {segment.reason}", None))
         else:
             title = ", ".join(type(m).__name__ for m in segment.modules)
             sections.append((title, segment.runner.explain(x, *inputs)))

@@ -1,4 +1,4 @@
-"""Parameters of a grouped operation: one for each group, or one for all of them."""
+"""Parameters of a grouped operation: one per group, or one for all groups."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 
 class GroupedParameters(torch.nn.Module):
-    """A module with a weight, and maybe a bias, for each of `num_groups` groups.
+    """A module with a weight, and optionally a bias, for each of `num_groups` groups (experts).
 
-    They are Parameters `weight0`, `weight1`, …, which at first lie one behind the other in memory, or with
-    `single_grouped_weight` one Parameter `weight` of shape [groups, out, in]; biases likewise. A checkpoint of either
-    layout loads into the other.
+    The weights are Parameters `weight0`, `weight1`, …, initially adjacent in memory, or with `single_grouped_weight`
+    one Parameter `weight` of shape [groups, out, in]; the same holds for biases and `single_grouped_bias`. A checkpoint
+    of either layout loads into the other.
     """
 
     _op: Any
@@ -36,7 +36,7 @@ class GroupedParameters(torch.nn.Module):
                 parameters[name] = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         for kind in ("weight", "bias"):
             parameters.setdefault(kind, None)
-        for name, parameter in parameters.items():  # past the checks, which would look at all of them for each
+        for name, parameter in parameters.items():  # bypasses the override below, which checks all names each time
             torch.nn.Module.register_parameter(self, name, parameter)
         if not any(parameter is not None and parameter.is_meta for parameter in parameters.values()):
             self.reset_parameters()
@@ -45,8 +45,8 @@ class GroupedParameters(torch.nn.Module):
         if name == "num_groups" and value != self.num_groups:
             kind = type(self).__name__
             raise ValueError(
-                f"{kind}: num_groups is {self.num_groups} and cannot become {value}: the Parameters are those of "
-                f"{self.num_groups} groups. Make a new {kind} with num_groups={value} and give it the weights to keep"
+                f"{kind}: num_groups is {self.num_groups} and cannot become {value}, because the Parameters exist for "
+                f"{self.num_groups} groups. Create a new {kind} with num_groups={value} and copy the weights to keep."
             )
         super().__setattr__(name, value)
 
@@ -55,7 +55,7 @@ class GroupedParameters(torch.nn.Module):
         if param is not None and name not in known and name.rstrip("0123456789") in ("weight", "bias"):
             raise ValueError(
                 f"{type(self).__name__} has no parameter '{name}'; it has {known[0]} to {known[-1]}. "
-                "See bias, single_grouped_weight and single_grouped_bias"
+                "See the arguments bias, single_grouped_weight and single_grouped_bias."
             )
         super().register_parameter(name, param)
 
@@ -72,7 +72,7 @@ class GroupedParameters(torch.nn.Module):
 
 
 def _to_layout(state_dict: dict[str, torch.Tensor], key: str, groups: int, single: bool) -> None:
-    """Turns one packed tensor into members, or members into a packed one; an incomplete set of members stays."""
+    """Splits a stacked tensor into one per group, or stacks them; an incomplete set is left as it is."""
     members = [f"{key}{i}" for i in range(groups)]
     found = [name for name in members if name in state_dict]
     if single and key not in state_dict and len(found) == groups:
@@ -87,18 +87,57 @@ def _to_layout(state_dict: dict[str, torch.Tensor], key: str, groups: int, singl
 
 
 def interleave_glu(rows: torch.Tensor, size: int) -> torch.Tensor:
-    """Rows [all of a, all of b] of a gated layer's weight or bias as blocks of `size` rows of a and of b in turn, which
-    is what an activation with ``glu_interleave_size=size`` reads."""
+    """Interleaves the two halves of a gated layer's weight or bias in blocks of rows.
+
+    Use it to load a checkpoint whose rows are [all of a, all of b] into a layer whose activation has
+    ``glu_interleave_size=size``.
+
+    Args:
+        rows: weight or bias of the layer, rows of a first, then rows of b.
+        size: rows per block.
+
+    Returns:
+        A tensor with `size` rows of a, `size` rows of b, `size` rows of a, and so on.
+
+    Shape:
+        - rows: ``(2 * n, ...)`` with n a multiple of `size`.
+        - Output: same as `rows`.
+
+    Example::
+
+        >>> weft.interleave_glu(torch.arange(8), 2)
+        tensor([0, 1, 4, 5, 2, 3, 6, 7])
+    """
     _check_blocks(rows, size)
     return rows.unflatten(0, (2, -1, size)).transpose(0, 1).flatten(0, 2)
 
 
 def deinterleave_glu(rows: torch.Tensor, size: int) -> torch.Tensor:
-    """The inverse of :func:`interleave_glu`."""
+    """Inverse of :func:`interleave_glu`: returns the rows as [all of a, all of b].
+
+    Args:
+        rows: weight or bias with alternating blocks of `size` rows of a and of b.
+        size: rows per block.
+
+    Returns:
+        A tensor with the rows of a first, then the rows of b.
+
+    Shape:
+        - rows: ``(2 * n, ...)`` with n a multiple of `size`.
+        - Output: same as `rows`.
+
+    Example::
+
+        >>> weft.deinterleave_glu(torch.tensor([0, 1, 4, 5, 2, 3, 6, 7]), 2)
+        tensor([0, 1, 2, 3, 4, 5, 6, 7])
+    """
     _check_blocks(rows, size)
     return rows.unflatten(0, (-1, 2, size)).transpose(0, 1).flatten(0, 2)
 
 
 def _check_blocks(rows: torch.Tensor, size: int) -> None:
     if size <= 0 or rows.dim() == 0 or rows.size(0) % (2 * size):
-        raise ValueError(f"blocks of {size} rows of a and of b do not fill a tensor of shape {tuple(rows.shape)}")
+        raise ValueError(
+            f"GLU interleaving: got size {size} and a tensor of shape {tuple(rows.shape)}, expected size > 0 and a "
+            "first dimension that is a multiple of 2 * size."
+        )

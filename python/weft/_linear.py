@@ -1,4 +1,4 @@
-"""Linear: a product and a bias under the names that PyTorch users know."""
+"""Linear: a GEMM and a bias, with the Parameter names of torch.nn.Linear."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ def _full_field(name: str) -> property:
 
 def _divide_evenly(what: str, total: int, ranks: int) -> int:
     if total % ranks:
-        raise ValueError(f"Linear: {what} {total} does not divide over {ranks} ranks")
+        raise ValueError(f"Linear: {what} {total} does not divide over {ranks} ranks.")
     return total // ranks
 
 
 def _component_specs_of(gemm: dict[str, Any], bias: bool, replicated_bias: bool) -> list[tuple[str, dict[str, Any]]]:
-    """The operations that a Linear consists of, from the fields of the whole product:
+    """Returns type and fields of the operations that a Linear consists of. `gemm` has the fields of the full layer.
 
-    mode None, column   BasicLinear, Bias
-    mode row            BasicLinear of this rank's features, Bias, the sum over ranks; a replicated bias after the sum
+    mode None, column       BasicLinear, Bias
+    mode row                BasicLinear of this rank's features, Bias, reduction over ranks
+    mode row, replicated    BasicLinear of this rank's features, reduction over ranks, Bias
     """
     group, ranks = gemm["tensor_parallel_group"], gemm["tensor_parallel_size"]
     row, scattered = gemm["tensor_parallel_mode"] == "row", gemm["sequence_parallel"]
@@ -68,20 +69,41 @@ def _component_specs_of(gemm: dict[str, Any], bias: bool, replicated_bias: bool)
 
 
 class Linear(WgradModule, FusedOperation):
-    """y = x Wᵀ + b.
+    """Applies an affine transformation: y = x Wᵀ + b.
 
-    A pipeline sees its parts, `BasicLinear` and `Bias`. The Parameters `weight` and `bias` are registered here, once;
-    the parts read the same ones. They are the keys of `state_dict`; with `te_keys` these are Transformer Engine's,
-    `basic_ops.0.weight`, `basic_ops.1.bias` and empty `_extra_state`s. Both load.
+    A pipeline sees its component operations: `BasicLinear`, `Bias`, and in row mode a reduction over ranks. The
+    Parameters are registered once, on this module; the components read them from here.
 
-    Over the ranks of `tensor_parallel_group` (a ProcessGroup, a DeviceMesh of one dimension, or None for the world),
-    `tensor_parallel_mode="column"` splits the output features and `"row"` the input features; each rank holds its part.
-    With `sequence_parallel` the input of a column and the output of a row linear are split by their first dimension. In
-    mode row each rank has a bias of its own and their sum is what counts; `replicated_bias=True` makes it one bias,
-    equal on all ranks, added after the sum over ranks: then training equals that of one process.
+    Args:
+        in_features: size of the last dimension of the input, over all ranks.
+        out_features: size of the last dimension of the output, over all ranks.
+        bias: add a bias.
+        device: device of the Parameters.
+        dtype: dtype of the Parameters; torch's default dtype if None.
+        tensor_parallel_mode: ``"column"`` shards the output features over the ranks of the group, ``"row"`` the input
+            features. None: no tensor parallelism.
+        tensor_parallel_group: a ProcessGroup, a 1-D DeviceMesh, or None for the default group.
+        sequence_parallel: the input of a column linear and the output of a row linear are sharded by their first
+            dimension: a column linear all-gathers its input, a row linear reduce-scatters its output.
+        rng_state_tracker_function: returns the :class:`weft.RNGStatesTracker` from which the weight is initialized.
+        accumulate_into_main_grad: the GEMM adds the weight gradient to ``weight.main_grad``.
+        delay_wgrad_compute: compute the weight gradient in :meth:`backward_dw` instead of in backward.
+        replicated_bias: row mode only. By default each rank has its own bias and the biases are summed with the output.
+            With True all ranks hold the same bias, added after the reduction, and training matches a single process.
+        overlap: overlap tensor-parallel communication with the GEMMs. None: where it is predicted to be faster.
+        userbuffers_options: Transformer Engine's options for overlap; only ``"comm_name"`` is used.
+        te_keys: ``state_dict`` writes Transformer Engine's keys (``basic_ops.0.weight``, ``basic_ops.1.bias`` and an
+            empty ``_extra_state`` per component) instead of ``weight`` and ``bias``. Both kinds of keys load.
 
-    `overlap` (True, False, None: where it pays) and `userbuffers_options` ask for communication under the products.
-    `accumulate_into_main_grad` and `delay_wgrad_compute` are those of `BasicLinear`; see `WgradModule`.
+    Shape:
+        - Input: ``(*, in_features)``; in row mode over p ranks ``(*, in_features / p)``.
+        - Output: ``(*, out_features)``; in column mode over p ranks ``(*, out_features / p)``.
+
+    Example::
+
+        >>> linear = weft.ops.Linear(256, 1024)
+        >>> linear(torch.randn(8, 256)).shape
+        torch.Size([8, 1024])
     """
 
     weight: torch.nn.Parameter
@@ -135,7 +157,7 @@ class Linear(WgradModule, FusedOperation):
         else:
             self.reset_parameters()
 
-    # Of the whole layer; each rank holds its part.
+    # Fields of the full layer, over all ranks.
     in_features = _full_field("in_features")
     out_features = _full_field("out_features")
     tensor_parallel_mode = _full_field("tensor_parallel_mode")
@@ -145,11 +167,12 @@ class Linear(WgradModule, FusedOperation):
 
     @property
     def tensor_parallel_group(self) -> Any:
-        """The ProcessGroup of the ranks that share it; None if it is alone."""
+        """The ProcessGroup over which the layer is sharded; None without tensor parallelism."""
         return named_group(self._full_fields["tensor_parallel_group"])
 
     @property
     def basic_ops(self) -> torch.nn.ModuleList:
+        """The component operations in order. They read the Parameters of this module."""
         components = self.__dict__.get("_components")
         if components is None or components[0]._owner is not self or components[0]._parameters is not self._parameters:
             components = torch.nn.ModuleList(
@@ -185,13 +208,15 @@ class Linear(WgradModule, FusedOperation):
             and "bias" in self.__dict__.get("_parameters", {})
             and not self._has_bias()
         ):
-            raise ValueError("Linear was made with bias=False; it takes no bias.")
+            raise ValueError("Linear: cannot assign a bias to a Linear created with bias=False.")
         super().__setattr__(name, value)
 
     def _has_bias(self) -> bool:
         return any(name == "Bias" for name, _ in self._component_specs)
 
     def reset_parameters(self, device: torch.device | str | None = None) -> None:
+        """Initializes the Parameters, on ``device`` if given. Parameters on the meta device are allocated there, or on
+        torch's default device."""
         for component in self.basic_ops:
             initialize(self, component._op, device, self._tracker)
         self._mark_weight()
@@ -207,10 +232,10 @@ class Linear(WgradModule, FusedOperation):
             text += f", sequence_parallel={self.sequence_parallel}"
         return text
 
-    # ---- keys of state dicts --------------------------------------------------------------------------------------
+    # ---- state_dict keys ------------------------------------------------------------------------------------------
 
     def _te_names(self) -> dict[str, str]:
-        # A bias has the key of a linear on one rank.
+        # The bias has the same key in every parallel mode.
         return {"weight": "basic_ops.0.weight"} | ({"bias": "basic_ops.1.bias"} if self._has_bias() else {})
 
     def _te_op_prefixes(self) -> list[str]:

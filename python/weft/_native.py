@@ -1,5 +1,8 @@
-"""Python classes for the operations that are registered in C++. A class here is a row of the registry: its keywords are
-the fields of the operation, its Parameters are what the operation asks for."""
+"""Python classes for the operations registered in C++.
+
+Each class is generated from one entry of the registry: its keyword arguments are the fields of the operation, its
+Parameters those that the operation declares.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ from ._process_groups import GROUP_FIELDS, group_name_and_size, named_group, res
 from ._wgrad import WgradModule
 
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float64, torch.float16, torch.bfloat16)}
-# Fields that the class fills itself; users never pass them.
+# Fields computed from other arguments; users do not pass them.
 _DERIVED = {"tensor_parallel_size", "process_group_size", "fan_in"}
 
 
 class NativeOperation(BasicOperation):
-    """An operation computed in C++. Holds its description and its Parameters, nothing else."""
+    """An operation computed in C++. It holds the operation's description and its Parameters."""
 
     _native = True
     _written_in_python = False
@@ -35,8 +38,8 @@ class NativeOperation(BasicOperation):
         for name in ("op_forward", "op_backward", "fuser_forward", "fuser_backward"):
             if name in cls.__dict__:
                 raise TypeError(
-                    f"{cls.__name__}.{name} would never run: {cls.__mro__[1].__name__} is computed in C++. "
-                    "Derive from weft.ops.BasicOperation to write an operation in Python"
+                    f"{cls.__name__}.{name} would never be called: {cls.__mro__[1].__name__} is computed in C++. "
+                    "Subclass weft.ops.BasicOperation to write an operation in Python."
                 )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -49,7 +52,7 @@ class NativeOperation(BasicOperation):
         object.__setattr__(self, "te_keys", arguments.pop("te_keys"))
         if "dtype" in arguments:
             arguments["dtype"] = arguments["dtype"] or torch.get_default_dtype()
-        if isinstance(arguments.get("sm_margin"), dict):  # by stage; a CPU has no multiprocessors to leave free
+        if isinstance(arguments.get("sm_margin"), dict):  # Transformer Engine's option per stage; unused on CPUs
             arguments["sm_margin"] = max(arguments["sm_margin"].values(), default=0)
         resolve_parallel(type(self).__name__, arguments)
         object.__setattr__(self, "_tracker", tracker)
@@ -68,7 +71,7 @@ class NativeOperation(BasicOperation):
         return self._op
 
     def _parameter_slots(self) -> list[tuple[torch.nn.Module, str]]:
-        owner = self.__dict__.get("_owner", self)  # a part of Linear reads Linear's
+        owner = self.__dict__.get("_owner", self)  # a component of Linear reads Linear's Parameters
         return [(owner, name) for name, *_ in self._op.params()]
 
     def _make_parameters(self, device: torch.device | str | None) -> None:
@@ -78,8 +81,8 @@ class NativeOperation(BasicOperation):
             self.reset_parameters()
 
     def reset_parameters(self, device: torch.device | str | None = None) -> None:
-        """Initialises the Parameters, on ``device`` if given. Those on the meta device become real there, or on torch's
-        default device."""
+        """Initializes the Parameters, on ``device`` if given. Parameters on the meta device are allocated there, or on
+        torch's default device."""
         initialize(self, self._op, device, self._tracker)
 
     def _materialize(self, device: torch.device) -> None:
@@ -111,18 +114,18 @@ class NativeOperation(BasicOperation):
 
 
 def on_meta(module: torch.nn.Module) -> bool:
-    """Whether Parameters of `module` itself are on the meta device, where there is nothing to initialise."""
+    """Whether `module` itself (not its children) has a Parameter on the meta device."""
     return any(param is not None and param.is_meta for param in module._parameters.values())
 
 
 def default_device(param: torch.Tensor) -> torch.device:
-    """Where a Parameter is initialised by default: where it is, or from the meta device on torch's default device. A
-    shard stays on the meta device until ``to_empty``, which FSDP2 asks for."""
+    """Returns the device on which a Parameter is initialized: its own, or torch's default device if it is on the meta
+    device. A sharded Parameter (DTensor) stays on the meta device until ``to_empty``, as FSDP2 requires."""
     return torch.get_default_device() if param.is_meta and type(param).__name__ != "DTensor" else param.device
 
 
 def empty_parameter_on(param: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
-    """A Parameter without values on `device`, with the attributes of `param`."""
+    """Returns an uninitialized Parameter on `device` with the attributes of `param`."""
     other = torch.nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
     other.__dict__.update(param.__dict__)
     return other
@@ -135,8 +138,8 @@ def initialize(
     tracker: Callable[[], Any] | None,
     only_meta: bool = False,
 ) -> None:
-    """Initialises the Parameters of `op` that `module` holds, moving them to `device` if given; those on the meta
-    device go to the default device."""
+    """Initializes the Parameters of `op` that `module` holds, and moves them to `device` if given. Parameters on the
+    meta device are allocated on `device`, or on torch's default device."""
     for name, _, _, init, fan_in, main_grad in op.params():
         param = module._parameters.get(name)
         if param is None or (only_meta and param.device.type != "meta"):
@@ -145,11 +148,11 @@ def initialize(
         if param.device != target:
             param = empty_parameter_on(param, target)
         if not param.is_meta:
-            weights = param.detach() if main_grad and param.dim() == 3 else [param.detach()]  # a weight for each group
+            weights = param.detach() if main_grad and param.dim() == 3 else [param.detach()]  # 3-D: one per group
             for weight in weights:
                 with tracker().fork() if tracker is not None else nullcontext():
                     _fill(weight, init, fan_in)
-        module._parameters[name] = param  # a new one takes its place when it has values: other threads may look
+        module._parameters[name] = param  # assigned once it has values: other threads may read it
 
 
 def _fill(weight: torch.Tensor, init: str, fan_in: int) -> None:
@@ -161,7 +164,7 @@ def _fill(weight: torch.Tensor, init: str, fan_in: int) -> None:
 
 
 def _to_cpp_value(value: Any) -> Any:
-    """A keyword as the C++ side reads it: userbuffers options by their communication."""
+    """Converts an argument for C++: a userbuffers_options dict becomes its comm_name."""
     return value.get("comm_name", "") if isinstance(value, dict) else value
 
 
@@ -177,7 +180,7 @@ def _field_property(name: str) -> property:
         if name in GROUP_FIELDS:
             fields[name], fields[GROUP_FIELDS[name]] = group_name_and_size(type(self).__name__, value)
         object.__setattr__(self, "_op", _C.make_op(self._type, fields))
-        self._description_version += 1  # also tells every runner to look again
+        self._description_version += 1  # __setattr__ also invalidates all runners
 
     return property(get, set)
 
@@ -200,7 +203,8 @@ def _signature(fields: list[tuple[str, Any, str]], params: list[Any]) -> inspect
 
 
 def make_class(name: str, doc: str, fields: list[tuple[str, Any, str]], sample: _C.Op) -> type[NativeOperation]:
-    # A field called like a method of torch.nn.Module (Quantize's `forward`) or like a Parameter is a keyword only.
+    """Makes the Python class of a registered operation. `sample` is an instance from which its Parameters are read."""
+    # A field named like a method of torch.nn.Module (Quantize's `forward`) or like a Parameter gets no property.
     parameter_names = {param.rstrip("0123456789") for param, *_ in sample.params()}
     members: dict[str, Any] = {
         field: _field_property(field)

@@ -1,4 +1,4 @@
-"""What an operation is in Python: a torch.nn.Module that a pipeline can take in."""
+"""Base classes of operations: torch.nn.Modules that can be part of a pipeline."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ import torch
 from . import _C, _dispatcher
 from ._state_keys import StateKeys
 
-_MATERIALIZE_LOCK = Lock()  # threads that call a new module at the same time initialise it once
-# What an operation remembers of its own pipeline; a copy builds its own.
+_MATERIALIZE_LOCK = Lock()  # threads that call a new module at the same time initialize it once
+# Attributes that belong to the module's own pipeline; a copy builds its own.
 _NOT_COPIED = {"_runner", "_built_signature", "_custom", "_components", "_module_id", "_wgrad_hooks"}
 
 
 class OperationContext:
-    """State of one operation in one call: what forward leaves for backward.
+    """State that the forward of one operation passes to its backward, like ``ctx`` of torch.autograd.Function.
 
-    Tensors go through ``save_for_backward`` and come back as ``saved_tensors``; other values may be set as attributes.
+    Save tensors with :meth:`save_for_backward` and read them in backward from ``saved_tensors``. Other values may be
+    set as attributes.
+
+    Args:
+        requires_grad: whether backward of this operation will run.
+        training: whether the operation is in training mode.
     """
 
     def __init__(self, requires_grad: bool, training: bool = True) -> None:
@@ -29,6 +34,7 @@ class OperationContext:
         self.saved_tensors: tuple[torch.Tensor | None, ...] = ()
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
+        """Saves tensors for backward, where they are ``saved_tensors``. A second call replaces them."""
         self.to_save = tensors
 
     def _take_saved(self) -> tuple[torch.Tensor | None, ...]:
@@ -37,10 +43,13 @@ class OperationContext:
 
 
 class FusibleOperation(StateKeys):
-    """Anything a pipeline can take in. Calling it alone runs a pipeline of its own, kept between calls."""
+    """Base class of everything a pipeline can contain: basic operations, and operations that consist of several.
+
+    Calling one outside a :class:`Sequential` runs it as its own pipeline, which is kept between calls.
+    """
 
     _runner: _C.Runner | None = None
-    _description_version = 0  # counts changes of its description and channels, for compilers to guard on
+    _description_version = 0  # counts changes of fields and channels; compiled code depends on it
     is_fused_op = False
 
     def __init__(self) -> None:
@@ -52,7 +61,7 @@ class FusibleOperation(StateKeys):
         _dispatcher.register_module(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Parameters are read in each call: exchanging one (as FSDP does all the time) changes nothing else.
+        # Parameters are read in each call, so replacing one (as FSDP does) does not invalidate runners.
         replaces_parameter = value is not None and self.__dict__.get("_parameters", {}).get(name) is not None
         super().__setattr__(name, value)
         if not replaces_parameter:
@@ -66,27 +75,29 @@ class FusibleOperation(StateKeys):
         return {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
 
     def _materialize(self, device: torch.device) -> None:
-        """Allocates and initialises on ``device`` the Parameters that are still on the meta device."""
+        """Allocates and initializes on ``device`` the Parameters that are still on the meta device."""
 
     def _stages(self) -> list[BasicOperation]:
-        """The basic operations it consists of, in order."""
-        raise NotImplementedError(f"{type(self).__name__} does not say which basic operations it consists of.")
+        """Returns the basic operations that it consists of, in order."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not implement _stages(). Subclass BasicOperation or FusedOperation."
+        )
 
     def _bound_stages(self) -> list[tuple[BasicOperation, Any]]:
-        """Its basic operations with their channels. Alone, an operation has nobody to exchange channels with: all its
-        extra tensors are arguments and results."""
+        """Returns its basic operations with their channels. A single operation ignores its channels: all its extra
+        tensors are arguments and results of the call."""
         stages = self._stages()
         if len(stages) == 1:
             return [(stages[0], caller_bindings(stages[0]))]
         return [(op, op._bindings()) for op in stages]
 
     def _signature(self) -> Any:
-        """What its pipeline was built from; compared when some attribute changed."""
+        """What its pipeline is built from; compared after an attribute changed."""
         return [(op._description(), bindings) for op, bindings in self._bound_stages()]
 
     def _current_runner(self, input: torch.Tensor) -> _C.Runner:
         runner = self.__dict__.get("_runner")
-        version = _C.modules_version()  # before the look: later changes by other threads are seen at the next call
+        version = _C.modules_version()  # read first: changes made meanwhile by other threads count at the next call
         signature = self._signature()
         if runner is not None and runner.belongs_to(self) and self.__dict__.get("_built_signature") == signature:
             runner.revalidate(version)
@@ -99,11 +110,21 @@ class FusibleOperation(StateKeys):
         return runner
 
     def _traced_segments(self):
-        """What `_dispatcher.run` needs to know of it, as constants."""
+        """Returns its segments for `_dispatcher.run`, as constants."""
         runner = build_runner(self, self._bound_stages(), _C.modules_version())
         return (traced_segment(self, self._bound_stages(), runner.text),)
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any):
+        """Runs the operation.
+
+        Args:
+            input: the main input.
+            *extra_inputs: extra inputs, in the order of the basic operations.
+            **kwargs: keyword arguments for the first basic operation.
+
+        Returns:
+            The output, or a tuple of the output and the extra outputs.
+        """
         if torch.compiler.is_compiling() and not kwargs and _dispatcher.applies(self, input):
             return _dispatcher.run(self, input, extra_inputs)
         runner = self._runner
@@ -118,18 +139,29 @@ class FusibleOperation(StateKeys):
         return runner.call_with(keywords, input, *extra_inputs)
 
     def explain(self, *inputs: torch.Tensor):
-        """The plan for a call with these inputs; see :func:`weft.explain`."""
+        """Explains the plan of a call with these inputs; see :func:`weft.explain`."""
         from ._explain import explain
 
         return explain(self, *inputs)
 
 
 class BasicOperation(FusibleOperation):
-    """The smallest unit of a pipeline. Subclass it to write one in Python.
+    """The smallest unit of a pipeline. Subclass it to write an operation in Python.
 
-    Without extra tensors implement ``op_forward(ctx, input_, *, prev_op_grad_output_quantizer,
-    next_op_input_quantizer)`` and ``op_backward(ctx, grad_output) -> (grad_input, grad_params)``; with extra tensors
-    set ``num_extra_inputs`` and ``num_extra_outputs`` and implement ``fuser_forward`` and ``fuser_backward``.
+    An operation without extra tensors implements :meth:`op_forward` and :meth:`op_backward`. An operation with extra
+    tensors sets ``num_extra_inputs`` and ``num_extra_outputs`` and implements :meth:`fuser_forward` and
+    :meth:`fuser_backward`.
+
+    Example::
+
+        >>> class Square(weft.ops.BasicOperation):
+        ...     def op_forward(self, ctx, input_, **unused):
+        ...         ctx.save_for_backward(input_)
+        ...         return input_.square()
+        ...
+        ...     def op_backward(self, ctx, grad_output):
+        ...         (x,) = ctx.saved_tensors
+        ...         return 2 * x * grad_output, ()
     """
 
     num_extra_inputs: int = 0
@@ -145,24 +177,48 @@ class BasicOperation(FusibleOperation):
     # ---- channels -------------------------------------------------------------------------------------------------
 
     def set_extra_input_channel(self, index: int, channel: str | None):
-        """Feeds extra input ``index`` from the channel of that name in the pipeline; None: from the caller again."""
+        """Connects an extra input to a channel of the pipeline.
+
+        Args:
+            index: index of the extra input.
+            channel: name of the channel, or None to take the extra input from the caller again.
+
+        Returns:
+            This operation.
+        """
         self._check_channel(index, self.num_extra_inputs, "input", channel)
         self._edit_channels("_input_channels", index, channel)
         return self
 
     def set_extra_output_channel(self, index: int, channel: str | None, *, output_to_caller: bool = True):
-        """Names extra output ``index``; with ``output_to_caller=False`` it is routed but not returned."""
+        """Sends an extra output to a channel of the pipeline.
+
+        Args:
+            index: index of the extra output.
+            channel: name of the channel, or None to disconnect it.
+            output_to_caller: if False, the extra output is not returned to the caller.
+
+        Returns:
+            This operation.
+
+        Example::
+
+            >>> fork = ops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False)
+            >>> join = ops.AddExtraInput().set_extra_input_channel(0, "residual")
+        """
         self._check_channel(index, self.num_extra_outputs, "output", channel)
         if not isinstance(output_to_caller, bool):
-            raise TypeError(f"output_to_caller must be a bool, got {type(output_to_caller).__name__}")
+            raise TypeError(
+                f"{type(self).__name__}: output_to_caller must be a bool, got {type(output_to_caller).__name__}."
+            )
         self._edit_channels("_output_channels", index, None if channel is None else (channel, output_to_caller))
         return self
 
     def _check_channel(self, index: int, count: int, kind: str, channel: str | None) -> None:
         if not 0 <= index < count:
-            raise IndexError(f"{type(self).__name__}: extra {kind} {index} is out of range, it has {count}")
+            raise IndexError(f"{type(self).__name__}: extra {kind} {index} is out of range, it has {count}.")
         if channel is not None and (not isinstance(channel, str) or not channel):
-            raise ValueError(f"a channel is a non-empty string or None, got {channel!r}")
+            raise ValueError(f"{type(self).__name__}: channel is {channel!r}, expected a non-empty string or None.")
 
     def _edit_channels(self, table: str, index: int, binding: Any) -> None:
         bindings = dict(self.__dict__.get(table, {}))
@@ -171,14 +227,14 @@ class BasicOperation(FusibleOperation):
         self._description_version += 1
 
     def _bindings(self):
-        """(channel of each extra input, (channel, to caller) of each extra output)"""
+        """Returns (channel of each extra input, (channel, output_to_caller) of each extra output)."""
         inputs, outputs = self.__dict__.get("_input_channels", {}), self.__dict__.get("_output_channels", {})
         return (
             [inputs.get(i) for i in range(self.num_extra_inputs)],
             [outputs.get(i) or (None, True) for i in range(self.num_extra_outputs)],
         )
 
-    # ---- how a pipeline sees it -----------------------------------------------------------------------------------
+    # ---- description for the pipeline -----------------------------------------------------------------------------
 
     def _description(self) -> _C.Op:
         names = [name for name, _ in self.named_parameters()]
@@ -196,13 +252,33 @@ class BasicOperation(FusibleOperation):
             slots.append((self.get_submodule(path), leaf))
         return slots
 
-    # ---- the two passes, for operations written in Python ---------------------------------------------------------
+    # ---- forward and backward of operations written in Python -----------------------------------------------------
 
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **unused: Any) -> torch.Tensor:
-        raise NotImplementedError(f"{type(self).__name__} does not implement op_forward")
+        """Computes the output. Override it in an operation without extra tensors.
+
+        Args:
+            ctx: saves tensors and values for :meth:`op_backward`.
+            input_: the input.
+            **unused: ``prev_op_grad_output_quantizer`` and ``next_op_input_quantizer``, both None, and the keyword
+                arguments of the call.
+
+        Returns:
+            The output.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement op_forward.")
 
     def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor):
-        raise NotImplementedError(f"{type(self).__name__} does not implement op_backward")
+        """Computes the gradients. Override it in an operation without extra tensors.
+
+        Args:
+            ctx: the context that :meth:`op_forward` filled.
+            grad_output: gradient of the output.
+
+        Returns:
+            A tuple (gradient of the input, gradients of the Parameters in the order of ``named_parameters``).
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement op_backward.")
 
     def fuser_forward(
         self,
@@ -214,6 +290,19 @@ class BasicOperation(FusibleOperation):
         next_op_input_quantizer: Any,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
+        """Computes the output and the extra outputs. Override it in an operation with extra tensors.
+
+        Args:
+            basic_op_ctxs: a list with the context of this operation.
+            input_: the input.
+            basic_op_extra_inputs: a list with the tuple of extra inputs.
+            prev_op_grad_output_quantizer: None.
+            next_op_input_quantizer: None.
+            basic_op_kwargs: a list with the keyword arguments of the call.
+
+        Returns:
+            A tuple (output, list with the extra outputs).
+        """
         self._needs_no_extra_tensors("fuser_forward")
         output = self.op_forward(
             basic_op_ctxs[0],
@@ -231,6 +320,17 @@ class BasicOperation(FusibleOperation):
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
     ):
+        """Computes the gradients. Override it in an operation with extra tensors.
+
+        Args:
+            basic_op_ctxs: a list with the context of this operation.
+            grad_output: gradient of the output.
+            basic_op_grad_extra_outputs: a list with the gradients of the extra outputs.
+
+        Returns:
+            A tuple (gradient of the input, list with the gradients of the Parameters, list with the gradients of the
+            extra inputs).
+        """
         self._needs_no_extra_tensors("fuser_backward")
         grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
         return grad_input, [grad_params], [()]
@@ -239,36 +339,46 @@ class BasicOperation(FusibleOperation):
         if self.num_extra_inputs or self.num_extra_outputs:
             raise RuntimeError(
                 f"{type(self).__name__} has {self.num_extra_inputs} extra inputs and {self.num_extra_outputs} extra "
-                f"outputs: it must implement {method} itself"
+                f"outputs, so it must implement {method}."
             )
 
 
 class FusedOperation(FusibleOperation):
-    """Stands for a run of basic operations; returned by functions given to ``register_forward_fusion`` and its kin."""
+    """Replaces consecutive basic operations in a plan. Subclass it to write a fused operation in Python.
+
+    Functions passed to :func:`weft.fusion.register_forward_fusion` and its siblings return instances. A subclass
+    implements :meth:`fuser_forward`, :meth:`fuser_backward` or both, depending on how it is registered; their lists
+    have one entry per basic operation.
+
+    Args:
+        basic_ops: the operations it replaces, in order.
+    """
 
     is_fused_op = True
 
     def __init__(self, basic_ops: Sequence[BasicOperation]) -> None:
         super().__init__()
         if not basic_ops:
-            raise ValueError(f"{type(self).__name__} needs at least one basic operation")
+            raise ValueError(f"{type(self).__name__}: basic_ops is empty, expected at least one basic operation.")
         self.basic_ops = torch.nn.ModuleList(basic_ops)
 
     def _stages(self) -> list[BasicOperation]:
         return list(self.basic_ops)
 
     def fuser_forward(self, basic_op_ctxs, input_, **kwargs: Any):
-        raise NotImplementedError(f"{type(self).__name__} does not implement the forward pass")
+        """Computes the forward of all basic operations; see :meth:`BasicOperation.fuser_forward`."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement fuser_forward.")
 
     def fuser_backward(self, basic_op_ctxs, grad_output, **kwargs: Any):
-        raise NotImplementedError(f"{type(self).__name__} does not implement the backward pass")
+        """Computes the backward of all basic operations; see :meth:`BasicOperation.fuser_backward`."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement fuser_backward.")
 
 
 # ---- building and calling pipelines -------------------------------------------------------------------------------
 
 
 def caller_bindings(op: BasicOperation):
-    """Bindings of an operation whose extra tensors all come from and go to the caller."""
+    """Returns the bindings of an operation whose extra tensors all come from and go to the caller."""
     return [None] * op.num_extra_inputs, [(None, True)] * op.num_extra_outputs
 
 
@@ -279,8 +389,15 @@ def build_runner(
     bypassed: Sequence[torch.nn.Module] = (),
     children: Sequence[torch.nn.Module] | None = None,
 ) -> _C.Runner:
-    """A pipeline of operations with their channel bindings, bound to the modules that hold the parameters, as they were
-    seen at `version`. `owner` calls it, instead of the modules `bypassed`; it must hold `children`, if given."""
+    """Builds the C++ runner of a pipeline.
+
+    Args:
+        owner: the module that calls the runner.
+        stages: the operations with their channel bindings.
+        version: `_C.modules_version()` before the modules were read.
+        bypassed: modules whose ``__call__`` the runner replaces.
+        children: the children that `owner` must still have for the runner to be valid; None: not checked.
+    """
     return _C.Runner(
         stages=[(op._description(), list(inputs), list(outputs)) for op, (inputs, outputs) in stages],
         owner=owner,
@@ -293,8 +410,8 @@ def build_runner(
 
 
 def traced_segment(root: torch.nn.Module, stages: Sequence[tuple[BasicOperation, Any]], text: str):
-    """One pipeline for `_dispatcher.run`: its text, where its parameters and modes are found below `root`, and how many
-    extra tensors it takes and returns."""
+    """Returns one pipeline for `_dispatcher.run`: its text, the paths below `root` of its parameters and of the
+    operations that depend on training mode, and one entry per extra tensor that it takes and returns."""
     paths = {id(module): path for path, module in root.named_modules()}
     slots = tuple((paths[id(module)], name) for op, _ in stages for module, name in op._parameter_slots())
     modes = tuple(paths[id(op)] for op, _ in stages if op._description().depends_on_training)
@@ -304,6 +421,7 @@ def traced_segment(root: torch.nn.Module, stages: Sequence[tuple[BasicOperation,
 
 
 def check_keywords(stages: Sequence[BasicOperation], keywords: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Raises TypeError for a keyword argument that a native operation does not take; returns `keywords`."""
     for op, kwargs in zip(stages, keywords, strict=True):
         native = getattr(op, "_native", False)
         allowed = ("output", "grad_input") if native and op._description().takes_buffers else ()
@@ -314,7 +432,7 @@ def check_keywords(stages: Sequence[BasicOperation], keywords: list[dict[str, An
 
 
 def materialize(module: torch.nn.Module, input: torch.Tensor) -> None:
-    """Makes weft's Parameters that were constructed on the meta device real, where the input is."""
+    """Allocates the meta-device Parameters of weft operations in `module` on the input's device."""
     if input.device.type != "meta":
         with _MATERIALIZE_LOCK:
             for child in module.modules():
@@ -335,13 +453,14 @@ def _run_forward(op, ctxs, input_, extra_inputs, keywords):
     extra_outputs = [tuple(outputs or ()) for outputs in (extra_outputs or [()] * len(basic_ops))]
     if len(extra_outputs) != len(basic_ops):
         raise RuntimeError(
-            f"{type(op).__name__} returned extra outputs for {len(extra_outputs)} of {len(basic_ops)} operations"
+            f"{type(op).__name__}: fuser_forward returned extra outputs for {len(extra_outputs)} operations, expected "
+            f"{len(basic_ops)}."
         )
     for basic_op, outputs in zip(basic_ops, extra_outputs, strict=True):
         if len(outputs) != basic_op.num_extra_outputs:
             raise RuntimeError(
-                f"{type(op).__name__} returned {len(outputs)} extra outputs for {type(basic_op).__name__}, "
-                f"which has {basic_op.num_extra_outputs}"
+                f"{type(op).__name__}: fuser_forward returned {len(outputs)} extra outputs for "
+                f"{type(basic_op).__name__}, expected {basic_op.num_extra_outputs}."
             )
     return output, extra_outputs
 
@@ -356,7 +475,8 @@ def _run_backward(op, ctxs, grad_output, grad_extra_outputs, param_counts, extra
         for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
             if row and len(row) != count:
                 raise RuntimeError(
-                    f"{type(op).__name__} returned {len(row)} {kind} gradients for operation {i}, which has {count}"
+                    f"{type(op).__name__}: fuser_backward returned {len(row)} {kind} gradients for operation {i}, "
+                    f"expected {count}."
                 )
         return [row or (None,) * count for row, count in zip(rows, counts, strict=True)]
 

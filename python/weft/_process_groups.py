@@ -1,4 +1,4 @@
-"""Groups of ranks. Operations know a group by the name it has in torch.distributed."""
+"""Process groups. Operations refer to a group by its name in torch.distributed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GROUP_FIELDS = {"tensor_parallel_group": "tensor_parallel_size", "process_group"
 
 
 def named_group(name: str | None) -> Any:
-    """The ProcessGroup of that name, or None."""
+    """Returns the ProcessGroup with this name; None for None."""
     if name is None:
         return None
     from torch.distributed import distributed_c10d
@@ -20,14 +20,14 @@ def named_group(name: str | None) -> Any:
 
 
 def group_name_and_size(owner: str, group: Any) -> tuple[str | None, int]:
-    """Name and size of a ProcessGroup, of a DeviceMesh of one dimension, or of the world (None). A group of one rank
-    has no name: it is no parallelism."""
+    """Returns the name and size of a ProcessGroup, a 1-D DeviceMesh or the default group (None). The name is None if
+    the group has one rank: there is no parallelism then."""
     from torch.distributed.device_mesh import DeviceMesh
 
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
-                f"{owner}: the group is a DeviceMesh of {group.ndim} dimensions, expected one; slice it: mesh['tp']"
+                f"{owner}: the group is a DeviceMesh with {group.ndim} dimensions, expected 1. Slice it: mesh['tp']."
             )
         group = group.get_group()
     if isinstance(group, str):
@@ -35,20 +35,23 @@ def group_name_and_size(owner: str, group: Any) -> tuple[str | None, int]:
     if group is None:
         group = torch.distributed.group.WORLD
         if group is None:
-            raise ValueError(f"{owner}: no group is given, and torch.distributed is not initialised")
+            raise ValueError(
+                f"{owner}: no process group was passed and torch.distributed is not initialized. Pass a group or call "
+                "torch.distributed.init_process_group() first."
+            )
     if not isinstance(group, torch.distributed.ProcessGroup):
         raise TypeError(
-            f"{owner}: the group is {group!r}, expected a ProcessGroup that this rank is in, a DeviceMesh or None"
+            f"{owner}: the group is {group!r}, expected a ProcessGroup that contains this rank, a DeviceMesh or None."
         )
     size = group.size()
     return (group.group_name if size > 1 else None), size
 
 
 def resolve_parallel(owner: str, arguments: dict[str, Any]) -> None:
-    """Checks the parallel arguments of an operation: groups become names, and their sizes are filled in."""
+    """Checks the parallel arguments of an operation in place: replaces groups by names and fills in their sizes."""
     mode = arguments.get("tensor_parallel_mode")
     if mode not in (None, "column", "row"):
-        raise ValueError(f"{owner}: tensor_parallel_mode is {mode!r}, expected None, 'column' or 'row'")
+        raise ValueError(f"{owner}: tensor_parallel_mode is {mode!r}, expected None, 'column' or 'row'.")
     if "process_group" in arguments:
         field, needed = "process_group", arguments["process_group"] is not None or _is_initialized()
     elif "tensor_parallel_mode" in arguments:

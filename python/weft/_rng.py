@@ -1,4 +1,4 @@
-"""Random numbers that differ between tensor-parallel ranks, beside those that must not."""
+"""Named random number generator states, for random numbers that differ between tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -9,36 +9,57 @@ import torch
 
 
 class RNGStatesTracker:
-    """Named states of the CPU's random generator. Ranks that share a layer draw its weights from a state seeded with
-    their rank, and everything else from the usual one::
+    """Named states of the CPU's random number generator.
 
-        tracker = weft.RNGStatesTracker()
-        tracker.add("model-parallel-rng", seed + rank)
-        Linear(…, rng_state_tracker_function=lambda: tracker)
+    Tensor-parallel ranks draw the weights of a sharded layer from a state seeded with their rank, and everything else
+    from the default state.
+
+    Example::
+
+        >>> tracker = weft.RNGStatesTracker()
+        >>> tracker.add("model-parallel-rng", seed + rank)
+        >>> linear = weft.ops.Linear(
+        ...     256, 1024, tensor_parallel_mode="column", rng_state_tracker_function=lambda: tracker
+        ... )
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all states."""
+        """Removes all states."""
         self._states: dict[str, torch.Tensor] = {}
         self._seeds: set[int] = set()
 
     def add(self, name: str, seed: int) -> None:
-        """Starts a state. A seed or a name that is there already is a RuntimeError."""
+        """Adds a state.
+
+        Args:
+            name: name of the state.
+            seed: its seed.
+
+        Raises:
+            RuntimeError: if the name or the seed was added before.
+        """
         if seed in self._seeds:
-            raise RuntimeError(f"seed {seed} was added before; two states would draw the same numbers")
+            raise RuntimeError(
+                f"RNGStatesTracker: seed {seed} was already added, and two states would draw the same numbers. Use a "
+                "different seed for each state."
+            )
         if name in self._states:
-            raise RuntimeError(f"a state called {name!r} was added before")
+            raise RuntimeError(f"RNGStatesTracker: state {name!r} was already added.")
         self._seeds.add(seed)
         self._states[name] = torch.Generator().manual_seed(seed).get_state()
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Draws from the named state inside; afterwards the generator goes on from where it was."""
+        """Context manager that draws random numbers from the named state and restores the generator's state on exit.
+
+        Args:
+            name: name of a state passed to :meth:`add`.
+        """
         if name not in self._states:
-            raise KeyError(f"no state is called {name!r}; add() it first")
+            raise KeyError(f"RNGStatesTracker: unknown state {name!r}. Call add() first.")
         saved_state = torch.get_rng_state()
         torch.set_rng_state(self._states[name])
         try:
@@ -48,7 +69,9 @@ class RNGStatesTracker:
             torch.set_rng_state(saved_state)
 
     def get_states(self) -> dict[str, torch.Tensor]:
+        """Returns copies of all states by name, e.g. for a checkpoint."""
         return {name: state.clone() for name, state in self._states.items()}
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        """Replaces all states by copies of `states`, as returned by :meth:`get_states`."""
         self._states = {name: state.clone() for name, state in states.items()}

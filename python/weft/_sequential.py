@@ -1,4 +1,4 @@
-"""Sequential: runs of operations become pipelines, other modules are called as they are."""
+"""Sequential: consecutive operations run as pipelines, other modules are called between them."""
 
 from __future__ import annotations
 
@@ -16,32 +16,34 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def boundary_reason(module: torch.nn.Module) -> str | None:
-    """Why a module must be called through ``__call__`` as a node of its own; None if a pipeline may take it in."""
+    """Returns why a module must be called through ``__call__``, outside of any pipeline; None if it can be fused."""
     if not isinstance(module, FusibleOperation):
-        return "a nested Sequential keeps its own node" if isinstance(module, Sequential) else "not a weft operation"
+        if isinstance(module, Sequential):
+            return "a nested Sequential is a separate pipeline (fuse_nested=True merges them)"
+        return "not a weft operation"
     if any(getattr(module, hooks) for hooks in _HOOKS):
-        return "it has hooks, which only a call of its own runs"
+        return "it has hooks, which run only when the module is called"
     if any(getattr(torch_module, "_global" + hooks) for hooks in _HOOKS):
-        return "global module hooks are registered, which only calls of modules run"
+        return "global module hooks are registered, which run only when modules are called"
     if "forward" in module.__dict__ or type(module).forward is not FusibleOperation.forward:
-        return "it has a forward of its own"
+        return "it overrides forward"
     if _overrides_call(module):
-        return "its class has a __call__ of its own"
+        return "its class overrides __call__"
     return None
 
 
 def _overrides_call(module: torch.nn.Module) -> bool:
-    """Whether calling the module does more than what torch.nn.Module does by itself."""
+    """Whether calling the module does more than torch.nn.Module.__call__."""
     plain, cls = torch.nn.Module, type(module)
     if module.__dict__.get("_compiled_call_impl") is not None:  # module.compile()
         return True
-    # torch.export patches torch.nn.Module.__call__ to follow the module stack; other patches are to run.
+    # torch.export patches torch.nn.Module.__call__ to track the module stack; any other patch must run.
     call = plain.__call__ if torch.compiler.is_compiling() else plain._wrapped_call_impl
     return cls.__call__ is not call or cls._call_impl is not plain._call_impl
 
 
 def _is_inlinable(module: torch.nn.Module) -> bool:
-    """Whether a nested Sequential does nothing but run its modules, so that these may join an outer pipeline."""
+    """Whether a nested Sequential only runs its modules, so that they can be fused into the outer pipeline."""
     plain = (
         isinstance(module, Sequential) and type(module).forward is Sequential.forward and not _overrides_call(module)
     )
@@ -49,7 +51,7 @@ def _is_inlinable(module: torch.nn.Module) -> bool:
 
 
 def _scoped(scope: str, bindings: Any) -> Any:
-    """Channel names belong to the Sequential they are used in."""
+    """Prefixes the channel names with the Sequential in which they are used."""
     inputs, outputs = bindings
     return (
         [channel and scope + channel for channel in inputs],
@@ -58,7 +60,7 @@ def _scoped(scope: str, bindings: Any) -> Any:
 
 
 class _IdentityKey:
-    """Equal only for the very same object, which it keeps alive."""
+    """Compares an object by identity and keeps it alive."""
 
     def __init__(self, object: Any) -> None:
         self.object = object
@@ -69,22 +71,39 @@ class _IdentityKey:
 
 @dataclass
 class _Segment:
-    """A pipeline (`runner`) or one module that is called; and where its extra tensors come from and go to."""
+    """A pipeline (`runner`) or one separately called module, with the routing of its extra tensors."""
 
     modules: list[torch.nn.Module]
     runner: _C.Runner | None = None
     stages: list[tuple[BasicOperation, Any]] = field(default_factory=list)
-    sources: list[str | None] = field(default_factory=list)  # per extra input: a channel, or None: the caller
-    targets: list[tuple[str | None, bool]] = field(default_factory=list)  # per extra output: channel, to the caller?
+    sources: list[str | None] = field(default_factory=list)  # per extra input: its channel; None: the caller
+    targets: list[tuple[str | None, bool]] = field(default_factory=list)  # per extra output: channel, output_to_caller
     reason: str | None = None
 
 
 class Sequential(torch.nn.Module):
-    """Runs modules one after the other; each run of consecutive weft operations is one pipeline with one autograd node.
+    """Runs modules in order. Consecutive weft operations are fused and run as one pipeline with one autograd node.
 
-    Operations may take extra inputs and return extra outputs: the call takes and returns them after the main tensor, in
-    the order of operations. A nested Sequential keeps its own node; with ``fuse_nested=True`` its operations join this
-    one's pipelines.
+    Operations may take extra inputs and return extra outputs. The call takes and returns them after the main tensor, in
+    the order of the operations. Other modules are called between two pipelines.
+
+    Args:
+        *modules: the modules in order, or one dictionary of names to modules.
+        fuse_nested: fuse the operations of nested Sequentials into the pipelines of this one. By default a nested
+            Sequential is a separate pipeline.
+
+    Example::
+
+        >>> block = weft.Sequential(
+        ...     ops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
+        ...     ops.RMSNorm(256),
+        ...     ops.Linear(256, 1024),
+        ...     ops.GELU(),
+        ...     ops.Linear(1024, 256),
+        ...     ops.AddExtraInput().set_extra_input_channel(0, "residual"),
+        ... )
+        >>> y = block(torch.randn(8, 256))
+        >>> print(block.explain(torch.randn(8, 256)))
     """
 
     _runner: _C.Runner | None = None
@@ -110,7 +129,7 @@ class Sequential(torch.nn.Module):
     def _key(self, index: int) -> str:
         keys = list(self._modules)
         if not -len(keys) <= index < len(keys):
-            raise IndexError(f"index {index} is out of range for a Sequential of {len(keys)} modules")
+            raise IndexError(f"Sequential: index {index} is out of range, it has {len(keys)} modules.")
         return keys[index]
 
     def __getitem__(self, index: int | slice):
@@ -134,7 +153,7 @@ class Sequential(torch.nn.Module):
             del self._modules[key]
 
     def _assign_modules(self, modules: list[torch.nn.Module]) -> None:
-        """Puts modules under the existing keys in order, with new keys behind them."""
+        """Assigns modules to the existing keys in order; appends or removes keys at the end."""
         keys = list(self._modules)
         for key in keys[len(modules) :]:
             del self._modules[key]
@@ -143,22 +162,26 @@ class Sequential(torch.nn.Module):
         self.extend(modules[len(keys) :])
 
     def append(self, module: torch.nn.Module) -> Sequential:
+        """Appends a module. Returns this Sequential."""
         numbers = [int(key) for key in self._modules if key.isdigit()]
         self.add_module(str(max(numbers, default=-1) + 1), module)
         return self
 
     def extend(self, modules: Iterable[torch.nn.Module]) -> Sequential:
+        """Appends several modules. Returns this Sequential."""
         for module in modules:
             self.append(module)
         return self
 
     def insert(self, index: int, module: torch.nn.Module) -> Sequential:
+        """Inserts a module before `index`. Returns this Sequential."""
         modules = list(self)
         modules.insert(index, module)
         self._assign_modules(modules)
         return self
 
     def pop(self, index: int | slice = -1) -> torch.nn.Module:
+        """Removes and returns the module at `index`."""
         module = self[index]
         del self[index]
         return module
@@ -183,7 +206,7 @@ class Sequential(torch.nn.Module):
     # ---- segments -------------------------------------------------------------------------------------------------
 
     def _flat_modules(self, scope: str = "") -> list[tuple[torch.nn.Module, str]]:
-        """The modules to run, with the scope of their channel names."""
+        """Returns the modules to run with the scope of their channel names; inlines nested Sequentials if asked."""
         flat_modules: list[tuple[torch.nn.Module, str]] = []
         for key, module in self._modules.items():
             inline = self.fuse_nested and _is_inlinable(module)
@@ -195,14 +218,14 @@ class Sequential(torch.nn.Module):
         for module, scope in self._flat_modules():
             stages = module._stages() if isinstance(module, FusibleOperation) else []
             extras = (module.num_extra_inputs, module.num_extra_outputs) if isinstance(module, Sequential) else None
-            # Setting a field makes a new description; the signature keeps the old one alive, so that identity tells.
+            # Setting a field makes a new description. The signature keeps the old one alive, so comparing ids is safe.
             operations = [(_IdentityKey(op._description()), op._bindings()) for op in stages]
             entries.append((_IdentityKey(module), scope, boundary_reason(module), extras, operations))
         return entries
 
     def _current_segments(self) -> list[_Segment]:
-        """The segments, built anew if modules, hooks, fields or channels changed since they were built."""
-        version = _C.modules_version()  # before the look: later changes by other threads are seen at the next call
+        """Returns the segments; rebuilds them if modules, hooks, fields or channels have changed."""
+        version = _C.modules_version()  # read first: changes made meanwhile by other threads count at the next call
         signature = self._signature()
         segments = self.__dict__.get("_segments")
         if segments is not None and self.__dict__.get("_built_signature") == signature:
@@ -217,23 +240,25 @@ class Sequential(torch.nn.Module):
                 single_options = {"bypassed": segment.modules, "children": self._modules.values()} if single else {}
                 segment.runner = build_runner(self, segment.stages, version, **single_options)
         object.__setattr__(self, "_materialized", False)
-        # The way past this check opens at the first call, when Parameters on the meta device have become real.
+        # forward() sets _runner, the fast path, once Parameters on the meta device have been allocated.
         object.__setattr__(self, "_runner", None)
         object.__setattr__(self, "_single_runner", segments[0].runner if single else None)
         object.__setattr__(self, "_segments", segments)
-        object.__setattr__(self, "_built_signature", signature)  # last: another thread that finds it takes the rest
+        object.__setattr__(self, "_built_signature", signature)  # last: other threads that see it use the rest
         return segments
 
     @property
     def num_extra_inputs(self) -> int:
+        """Number of extra inputs that a call takes."""
         return sum(source is None for segment in self._current_segments() for source in segment.sources)
 
     @property
     def num_extra_outputs(self) -> int:
+        """Number of extra outputs that a call returns."""
         return sum(to_caller for segment in self._current_segments() for _, to_caller in segment.targets)
 
     def _traced_segments(self):
-        """What `_dispatcher.run` needs to know of it, as constants."""
+        """Returns its segments for `_dispatcher.run`, as constants."""
         paths = {id(module): path for path, module in self.named_modules()}
         segments = []
         for segment in self._current_segments():
@@ -249,6 +274,17 @@ class Sequential(torch.nn.Module):
     def forward(
         self, input: torch.Tensor, *extra_inputs: torch.Tensor, op_kwargs: dict[Any, dict[str, Any]] | None = None
     ):
+        """Runs the modules.
+
+        Args:
+            input: the main input.
+            *extra_inputs: extra inputs, in the order of the operations.
+            op_kwargs: keyword arguments for single operations, by index or by module, e.g.
+                ``{2: {"output": buffer}}``.
+
+        Returns:
+            The output, or a tuple of the output and the extra outputs.
+        """
         if torch.compiler.is_compiling() and op_kwargs is None and _dispatcher.applies(self, input):
             return _dispatcher.run(self, input, extra_inputs)
         runner = self._runner
@@ -266,7 +302,12 @@ class Sequential(torch.nn.Module):
         keywords = self._keywords_by_module(op_kwargs)
         expected = sum(source is None for segment in segments for source in segment.sources)
         if len(extra_inputs) != expected:
-            raise ValueError(f"Sequential takes {expected} extra inputs, got {len(extra_inputs)}")
+            takers = [f"{type(m).__name__} at index {i}" for i, m in enumerate(self) if _num_caller_inputs(m)]
+            raise ValueError(
+                f"Sequential: expected {expected} extra input{'' if expected == 1 else 's'}"
+                f"{' (' + ', '.join(takers) + ')' if takers else ''}, got {len(extra_inputs)}. "
+                "Pass the extra inputs after the main input: block(x, *extra_inputs)."
+            )
         return run_segments(segments, input, list(extra_inputs), keywords)
 
     def _keywords_by_module(self, op_kwargs: dict[Any, dict[str, Any]] | None) -> dict[int, dict[str, Any]]:
@@ -275,21 +316,31 @@ class Sequential(torch.nn.Module):
         for target, kwargs in (op_kwargs or {}).items():
             module = self[target] if isinstance(target, int) else target
             if not any(module is contained for contained, _ in flat_modules):
-                raise ValueError(f"op_kwargs names {target!r}, which is not in this Sequential")
+                raise ValueError(f"Sequential: op_kwargs has the key {target!r}, which is not in this Sequential.")
             if not isinstance(module, FusibleOperation):
-                raise ValueError(f"op_kwargs names {type(module).__name__}, which is not a weft operation")
+                raise ValueError(
+                    f"Sequential: op_kwargs has arguments for {type(module).__name__}, which is not a weft operation."
+                )
             keywords[id(module)] = kwargs
         return keywords
 
     def explain(self, *inputs: torch.Tensor):
-        """The plan for a call with these inputs; see :func:`weft.explain`."""
+        """Explains the plan of a call with these inputs; see :func:`weft.explain`."""
         from ._explain import explain
 
         return explain(self, *inputs)
 
 
+def _num_caller_inputs(module: torch.nn.Module) -> int:
+    """Returns how many extra inputs of a module come from the caller of the Sequential that contains it."""
+    if isinstance(module, Sequential):
+        return module.num_extra_inputs
+    operations = module._stages() if isinstance(module, FusibleOperation) else []
+    return sum(channel is None for op in operations for channel in op._bindings()[0])
+
+
 def _partition(flat_modules: list[tuple[torch.nn.Module, str]]) -> list[_Segment]:
-    """Runs of operations that a pipeline may take in, and single modules between them."""
+    """Groups consecutive fusible operations into segments; every other module is a segment by itself."""
     segments: list[_Segment] = []
     for module, scope in flat_modules:
         reason = boundary_reason(module)
@@ -304,32 +355,32 @@ def _partition(flat_modules: list[tuple[torch.nn.Module, str]]) -> list[_Segment
 
 
 def _producers(segments: list[_Segment]) -> dict[str, int]:
-    """The segment in which each channel is made."""
+    """Returns the index of the segment that produces each channel."""
     producers: dict[str, int] = {}
     for g, segment in enumerate(segments):
         for _, (_, outputs) in segment.stages:
             for channel in (channel for channel, _ in outputs if channel is not None):
                 if channel in producers:
-                    raise ValueError(f"Channel '{channel}' has multiple producers.")
+                    raise ValueError(f"Sequential: channel '{channel}' has multiple producers.")
                 producers[channel] = g
     return producers
 
 
 def _is_external(channel: str | None, g: int, segment: _Segment, producers: dict[str, int]) -> bool:
-    """Whether segment g must be given an extra input; if not, its own pipeline routes the channel."""
+    """Whether an extra input of segment g comes from outside. If not, the segment's pipeline routes the channel."""
     if channel is None:
         return True
     if channel not in producers:
-        raise ValueError(f"Channel '{channel}' has no producer.")
+        raise ValueError(f"Sequential: channel '{channel}' has no producer.")
     if producers[channel] == g and segment.reason is None:
         return False
     if producers[channel] >= g:
-        raise ValueError(f"Channel '{channel}' has no earlier producer.")
+        raise ValueError(f"Sequential: channel '{channel}' has no earlier producer.")
     return True
 
 
 def _connect_channels(segments: list[_Segment]) -> list[_Segment]:
-    """Channels inside a segment stay with its pipeline; those between segments become its extra inputs and outputs."""
+    """Turns channels between segments into extra inputs and outputs; channels inside a segment stay in its pipeline."""
     producers = _producers(segments)
     read_by = [
         (channel, g) for g, segment in enumerate(segments) for _, (inputs, _) in segment.stages for channel in inputs
@@ -340,7 +391,7 @@ def _connect_channels(segments: list[_Segment]) -> list[_Segment]:
         if isinstance(first, Sequential):
             segment.sources = [None] * first.num_extra_inputs
             segment.targets = [(None, True)] * first.num_extra_outputs
-        alone = segment.reason is not None  # a module called on its own returns all it has
+        alone = segment.reason is not None  # a separately called module returns all its extra outputs
         stages = []
         for op, (inputs, outputs) in segment.stages:
             external = [_is_external(channel, g, segment, producers) for channel in inputs]
@@ -360,7 +411,7 @@ def run_segments(
     keywords: dict[int, dict[str, Any]],
     before: Callable[[_Segment, torch.Tensor, list[torch.Tensor]], None] | None = None,
 ):
-    """Calls the segments one after the other, `before` each of them if given."""
+    """Calls the segments in order. `before`, if given, is called with each segment and its inputs."""
     channels: dict[str, torch.Tensor] = {}
     returned: list[torch.Tensor] = []
     extras.reverse()

@@ -1,4 +1,4 @@
-"""Keys of state dicts: the names of a module's Parameters, or those of Transformer Engine."""
+"""state_dict keys: the names of a module's Parameters, or Transformer Engine's keys."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _EXTRA_STATE = re.compile(r"(basic_ops\.\d+\.)?_extra_state")
 class StateKeys(torch.nn.Module):
     """A module whose ``state_dict`` has the names of ``named_parameters``, or with `te_keys` Transformer Engine's keys.
 
-    Either kind loads, whatever `te_keys` says. `_extra_state` holds Transformer Engine's quantization state: it is
-    written empty with `te_keys` only, and ignored on loading. A subclass that defines ``get_extra_state`` and
-    ``set_extra_state`` saves and loads its own as in torch.
+    Both kinds of keys load, regardless of `te_keys`. `_extra_state` is Transformer Engine's quantization state: it is
+    written, empty, only with `te_keys`, and ignored on loading. A subclass that defines ``get_extra_state`` and
+    ``set_extra_state`` saves and loads its own extra state, as in torch.
     """
 
     te_keys: bool = False
 
     def _te_names(self) -> dict[str, str]:
-        """Name of a Parameter → its key in Transformer Engine, where they differ."""
+        """Returns {Parameter name: Transformer Engine's key}, for the keys that differ."""
         return {}
 
     def _te_op_prefixes(self) -> list[str]:
-        """Prefixes of the operations that have an `_extra_state` in Transformer Engine."""
+        """Returns the key prefixes of the operations that have an `_extra_state` in Transformer Engine."""
         return []
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

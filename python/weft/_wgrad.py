@@ -1,4 +1,4 @@
-"""Weight gradients that leave autograd's way: into ``main_grad``, or later."""
+"""Weight gradients that bypass autograd: accumulated into ``main_grad``, or computed later."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 class WgradModule(torch.nn.Module):
     """A module with weights and the fields `accumulate_into_main_grad` and `delay_wgrad_compute`.
 
-    With `accumulate_into_main_grad` the GEMM adds the gradient to ``weight.main_grad``. Attributes of the weight
-    that it reads then: ``overwrite_main_grad`` (written instead of added), ``grad_added_to_main_grad`` (if it exists it
-    becomes True and ``weight.grad`` a dummy, else ``weight.grad`` stays as it is), ``zero_out_wgrad`` (the dummy is
-    zero), ``get_main_grad()`` if there is ``__fsdp_param__`` too. With `delay_wgrad_compute` the GEMM waits for
+    With `accumulate_into_main_grad` the GEMM adds the weight gradient to ``weight.main_grad``. It reads attributes of
+    the weight: ``overwrite_main_grad`` (overwrite instead of add), ``grad_added_to_main_grad`` (if it exists, it is set
+    to True and ``weight.grad`` becomes a dummy; otherwise ``weight.grad`` is not changed), ``zero_out_wgrad`` (the
+    dummy is zero) and, if ``__fsdp_param__`` exists, ``get_main_grad()``. With `delay_wgrad_compute` the GEMM runs in
     :meth:`backward_dw`.
     """
 
-    _wgrad_bypasses_autograd = False  # the weight gradient does something that a compiler would not see
+    _wgrad_bypasses_autograd = False  # whether the weight gradient has side effects that a compiler does not see
     _delays_wgrad = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -31,16 +31,18 @@ class WgradModule(torch.nn.Module):
         self._mark_weight()
 
     def _wgrad_op(self) -> NativeOperation:
-        """The operation that has the fields."""
+        """Returns the operation that has the fields."""
         return self
 
     def need_backward_dw(self) -> bool:
-        """Whether weight gradients wait for :meth:`backward_dw`."""
+        """Whether weight gradients are computed in :meth:`backward_dw` instead of in backward."""
         return self._wgrad_op()._op.fields()["delay_wgrad_compute"]
 
     def backward_dw(self) -> None:
-        """Computes the weight gradients that the oldest backward delayed, then runs the hooks; does nothing if none are
-        pending. Call it once after each backward, however often the module was used in it."""
+        """Computes the weight gradients delayed by the oldest pending backward, then runs the hooks.
+
+        Does nothing if none are pending. Call it once per backward, no matter how often the module was used in it.
+        """
         op = self._wgrad_op()
         params = [getattr(owner, name) for owner, name in op._parameter_slots()]
         if self.need_backward_dw() and _C.backward_dw(op._op, params):
@@ -48,15 +50,19 @@ class WgradModule(torch.nn.Module):
                 hook()
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
-        """``hook`` runs after each :meth:`backward_dw` that computed something."""
+        """Registers a hook that runs after each :meth:`backward_dw` that computed a gradient.
+
+        Args:
+            hook: called without arguments.
+        """
         object.__setattr__(self, "_wgrad_hooks", [*self.__dict__.get("_wgrad_hooks", ()), hook])
 
     @property
     def pending_backward_dw(self) -> int:
-        """How many calls of :meth:`backward_dw` are due: one for each backward."""
+        """Number of pending :meth:`backward_dw` calls: one per backward."""
         return _C.pending_dw(getattr(self, self._weight_names()[0]))
 
-    # ---- frameworks find on the weight whose turn its hook is -----------------------------------------------------
+    # ---- attributes set on the weights, read by training frameworks -----------------------------------------------
 
     def _mark_weight(self) -> None:
         fields = self._wgrad_op()._op.fields()
@@ -67,7 +73,7 @@ class WgradModule(torch.nn.Module):
             self._mark(self._parameters.get(name), delay)
 
     def _main_grad_parameters(self) -> list[torch.nn.Parameter | None]:
-        """The Parameters whose gradients go to ``main_grad``."""
+        """Returns the Parameters whose gradients go to ``main_grad``."""
         accumulates = self._wgrad_op()._op.fields()["accumulate_into_main_grad"]
         return [self._parameters.get(name) for name in self._weight_names()] if accumulates else []
 
@@ -79,8 +85,8 @@ class WgradModule(torch.nn.Module):
             return
         if delay and type(weight).__name__ == "DTensor":
             raise NotImplementedError(
-                f"{type(self).__name__}: delay_wgrad_compute is on, but the weight is a DTensor; a sharded weight "
-                "takes its gradient in backward. Make the module with delay_wgrad_compute=False"
+                f"{type(self).__name__}: delay_wgrad_compute is not supported for a sharded weight (DTensor). Create "
+                "the module with delay_wgrad_compute=False."
             )
         weight.skip_backward_post_hook = delay
 
@@ -88,7 +94,7 @@ class WgradModule(torch.nn.Module):
         super().__setattr__(name, value)
         if name == "_description_version" or (
             self._delays_wgrad and name in self._weight_names()
-        ):  # a field or the weight was set
+        ):  # a field or a weight was set
             self._mark_weight()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

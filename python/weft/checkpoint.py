@@ -1,12 +1,12 @@
-"""State dicts of tensor-parallel modules, between group sizes.
+"""Resharding of tensor-parallel state dicts: load a checkpoint on another number of ranks.
 
-Each rank's ``state_dict()`` holds its parts. The whole is what one process without parallelism would save::
+Each rank's ``state_dict()`` holds its shards. The full state dict is what a single process would save::
 
     full = weft.checkpoint.gather_state_dict(model)                    # the same on every rank
     model.load_state_dict(weft.checkpoint.shard_state_dict(full, model))
 
-Without a process group the same is done on files: ``merge`` and ``split`` take the list of all ranks' state dicts and a
-layout, which `layout_of` reads from a module.
+:func:`merge` and :func:`split` do the same without a process group, on the list of all ranks' state dicts. They take a
+layout, which :func:`layout_of` reads from a module.
 """
 
 from __future__ import annotations
@@ -37,44 +37,57 @@ StateDict = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Placement:
-    """How a tensor lies on the ranks: in equal parts of dimension `dim`, or, if that is None, as parts of a sum.
+    """How a tensor is distributed over ranks: sharded in equal parts along a dimension, or as terms of a sum.
 
-    `stacked` tensors that were joined in that dimension (gate and up, or q, k and v) are each split on their own.
+    Args:
+        dim: the sharded dimension (DTensor's ``Shard(dim)``), or None if the full tensor is the sum of the ranks'
+            tensors (DTensor's ``Partial``).
+        stacked: number of tensors concatenated along `dim` (2 for gate and up, 3 for q, k and v). Each of them is
+            sharded separately.
     """
 
     dim: int | None
     stacked: int = 1
 
     def merge(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns the full tensor of the shards, given in the order of ranks."""
         if self.dim is None:
             return torch.stack(list(shards)).sum(0)
         chunks = [shard.chunk(self.stacked, self.dim) for shard in shards]
         return torch.cat([chunk[i] for i in range(self.stacked) for chunk in chunks], self.dim)
 
     def split(self, key: str, full: torch.Tensor, ranks: int) -> list[torch.Tensor]:
-        if self.dim is None:  # the first rank brings it, the others nothing
+        """Returns the shards of `full`, one per rank. `key` is its name in error messages."""
+        if self.dim is None:  # a sum: rank 0 holds the tensor, the others zeros
             return [full if rank == 0 else torch.zeros_like(full) for rank in range(ranks)]
         if full.shape[self.dim] % (self.stacked * ranks):
             raise ValueError(
                 f"{key}: dimension {self.dim} of {tuple(full.shape)} does not divide into {self.stacked} stacked "
-                f"tensors over {ranks} ranks"
+                f"tensors over {ranks} ranks."
             )
         chunks = [tensor.chunk(ranks, self.dim) for tensor in full.chunk(self.stacked, self.dim)]
         return [torch.cat([chunk[rank] for chunk in chunks], self.dim) for rank in range(ranks)]
 
 
-Layout = dict[str, Placement]  # by key of the state dict, of either kind; what is not named is equal on all ranks
+Layout = dict[str, Placement]  # by state_dict key, of both kinds; tensors without an entry are replicated
 
 
 def set_te_keys(module: torch.nn.Module, enabled: bool = True) -> torch.nn.Module:
-    """Chooses the keys that ``state_dict`` writes for every weft operation below `module`: Transformer Engine's
-    (`basic_ops.0.weight`, `_extra_state`), or with ``enabled=False`` the names of the Parameters.
+    """Selects the keys that ``state_dict`` writes for every weft operation in `module`.
 
-    The same as setting the attribute `te_keys` of each. Operations that are added later keep their own choice. Both
-    kinds of keys load.
+    Sets the attribute `te_keys` of each operation; operations added later are not affected. Both kinds of keys load.
+
+    Args:
+        module: the module.
+        enabled: True for Transformer Engine's keys (``basic_ops.0.weight``, ``_extra_state``), False for the names of
+            the Parameters.
 
     Returns:
         `module`.
+
+    Example::
+
+        >>> state = weft.checkpoint.set_te_keys(model).state_dict()
     """
     for child in module.modules():
         if isinstance(child, StateKeys):
@@ -85,11 +98,17 @@ def set_te_keys(module: torch.nn.Module, enabled: bool = True) -> torch.nn.Modul
 def layout_of(
     module: torch.nn.Module, modes: Mapping[str, str] | None = None, stacked: Mapping[str, int] | None = None
 ) -> Layout:
-    """How the tensors of a module lie on the ranks.
+    """Returns how the tensors of a module are sharded over ranks.
 
-    A parallel module knows its modes. For one that was made without groups `modes` names its parallel linears:
-    ``{"mlp.up": "column", "mlp.down": "row"}``. `stacked` names column-parallel linears whose output features are
-    several tensors one after the other: ``{"mlp.gate_up": 2, "attention.qkv": 3}``.
+    Args:
+        module: the module. Linears created with `tensor_parallel_mode` are recognized.
+        modes: for a module created without process groups, the mode of each parallel linear by name:
+            ``{"mlp.up": "column", "mlp.down": "row"}``.
+        stacked: column-parallel linears whose output features are several concatenated tensors, with the number of
+            tensors: ``{"mlp.gate_up": 2, "attention.qkv": 3}``.
+
+    Returns:
+        A dictionary of state_dict keys to :class:`Placement`. Tensors without an entry are replicated.
     """
     return {key: placement for key, (placement, _) in _placements_with_owners(module, modes, stacked).items()}
 
@@ -97,7 +116,7 @@ def layout_of(
 def _placements_with_owners(
     module: torch.nn.Module, modes: Mapping[str, str] | None, stacked: Mapping[str, int] | None
 ) -> dict[str, tuple[Placement, Any]]:
-    """For each key of the layout: how its tensor lies on the ranks, and the module it belongs to."""
+    """Returns for each key of the layout the placement of its tensor and the module that owns it."""
     modes, stacked, found = dict(modes or {}), dict(stacked or {}), {}
     for name, child in module.named_modules():
         prefix = name + "." if name else ""
@@ -108,7 +127,9 @@ def _placements_with_owners(
             layout = _operation_layout(child, rows) if isinstance(child, NativeOperation) else {}
         found.update({prefix + key: (placement, child) for key, placement in layout.items()})
     if modes or stacked:
-        raise ValueError(f"modes or stacked name {', '.join([*modes, *stacked])}: the module has no such Linear")
+        raise ValueError(
+            f"layout_of: modes or stacked contain {', '.join([*modes, *stacked])}, but the module has no such Linear."
+        )
     return found
 
 
@@ -118,7 +139,7 @@ def _linear_layout(linear: Linear, mode: str | None, rows: Placement) -> Layout:
         found = dict.fromkeys(("weight", "bias"), rows)
     if mode == "row":
         found = {"weight": Placement(1)} | ({} if linear.replicated_bias else {"bias": Placement(None)})
-    te_names = linear._te_names()  # has the Parameters that the linear has
+    te_names = linear._te_names()  # its keys are the Parameters that the linear has
     return {key: found[name] for name in te_names if name in found for key in (name, te_names[name])}
 
 
@@ -130,13 +151,21 @@ def _operation_layout(operation: NativeOperation, rows: Placement) -> Layout:
 
 
 def merge(state_dicts: Sequence[StateDict], layout: Layout) -> dict[str, Any]:
-    """The whole state dict of the ranks' ones, given in the order of ranks. No process group is needed."""
+    """Merges the state dicts of all ranks into the full state dict. Requires no process group.
+
+    Args:
+        state_dicts: one state dict per rank, in the order of ranks.
+        layout: from :func:`layout_of`.
+
+    Returns:
+        The full state dict.
+    """
     if not state_dicts:
-        raise ValueError("merge: no state dicts, expected one for each rank")
+        raise ValueError("merge: got no state dicts, expected one for each rank.")
     for rank, state_dict in enumerate(state_dicts):
         if state_dict.keys() != state_dicts[0].keys():
             different = sorted(state_dict.keys() ^ state_dicts[0].keys())
-            raise ValueError(f"merge: ranks 0 and {rank} have different keys: {', '.join(different)}")
+            raise ValueError(f"merge: ranks 0 and {rank} have different keys: {', '.join(different)}.")
     return {
         key: layout[key].merge([state_dict[key] for state_dict in state_dicts]) if key in layout else value
         for key, value in state_dicts[0].items()
@@ -144,8 +173,18 @@ def merge(state_dicts: Sequence[StateDict], layout: Layout) -> dict[str, Any]:
 
 
 def split(full: StateDict, layout: Layout, ranks: int) -> list[dict[str, Any]]:
-    """The state dict of each of `ranks` ranks. A row-parallel bias that is a sum goes to the first rank, the others get
-    zeros."""
+    """Splits a full state dict into one per rank. Requires no process group.
+
+    A row-parallel bias that is summed over ranks goes to rank 0; the other ranks get zeros.
+
+    Args:
+        full: the full state dict.
+        layout: from :func:`layout_of`.
+        ranks: number of ranks.
+
+    Returns:
+        A list with the state dict of each rank.
+    """
     state_dicts: list[dict[str, Any]] = [{} for _ in range(ranks)]
     for key, value in full.items():
         shards = layout[key].split(key, value, ranks) if key in layout else [value] * ranks
@@ -154,14 +193,22 @@ def split(full: StateDict, layout: Layout, ranks: int) -> list[dict[str, Any]]:
     return state_dicts
 
 
-# ---- with the groups that the modules name --------------------------------------------------------------------------
+# ---- over the process groups of the modules -------------------------------------------------------------------------
 
 
 def gather_state_dict(module: torch.nn.Module, stacked: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """The whole state dict, on every rank. All ranks of the module's groups must call it."""
+    """Gathers the full state dict on every rank. All ranks of the module's process groups must call it.
+
+    Args:
+        module: the tensor-parallel module. Sharded Parameters of FSDP2 are gathered too.
+        stacked: see :func:`layout_of`.
+
+    Returns:
+        The full state dict.
+    """
     placements, full = _placements_with_owners(module, None, stacked), {}
     for key, value in module.state_dict().items():
-        if hasattr(value, "full_tensor"):  # a DTensor of FSDP2
+        if hasattr(value, "full_tensor"):  # a DTensor
             value = value.full_tensor()
         if key in placements:
             placement, owner = placements[key]
@@ -175,7 +222,16 @@ def gather_state_dict(module: torch.nn.Module, stacked: Mapping[str, int] | None
 def shard_state_dict(
     full: StateDict, module: torch.nn.Module, stacked: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
-    """This rank's part of a whole state dict, for ``module.load_state_dict``."""
+    """Returns this rank's shards of a full state dict, for ``module.load_state_dict``.
+
+    Args:
+        full: the full state dict.
+        module: the tensor-parallel module.
+        stacked: see :func:`layout_of`.
+
+    Returns:
+        This rank's state dict.
+    """
     local = dict(full)
     for key, (placement, owner) in _placements_with_owners(module, None, stacked).items():
         if key in local:

@@ -1,4 +1,4 @@
-"""Fusion rules written in Python."""
+"""Fusion rules written in Python, and context managers that enable and disable rules."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ _registered: set[int] = set()
 
 @atexit.register
 def _remove_all() -> None:
-    """The list of rules outlives the interpreter and must not hold Python functions then."""
+    """Removes all Python rules at exit: the C++ rule list outlives the interpreter."""
     while _registered:
         _C.remove_rule(_registered.pop())
 
 
 class FusionHandle:
-    """A registered fusion function. Remove it with :meth:`remove`, or use it in a ``with`` statement."""
+    """A registered fusion function. Remove it with :meth:`remove`, or use it as a context manager."""
 
     def __init__(self, rule: int) -> None:
         self._rule: int | None = rule
         _registered.add(rule)
 
     def remove(self) -> None:
+        """Removes the fusion function. Takes effect at the next call of each pipeline."""
         if self._rule is not None:
             _C.remove_rule(self._rule)
             _registered.discard(self._rule)
@@ -50,14 +51,22 @@ class FusionHandle:
 def _checked_names(names: tuple[str, ...]) -> list[str]:
     known = [name for name, _ in _C.all_rules()]
     if unknown := set(names) - set(known):
-        raise ValueError(f"No rule is called {sorted(unknown)}; there are {known}.")
+        raise ValueError(f"Unknown fusion rules {sorted(unknown)}. Registered: {known}.")
     return list(names)
 
 
 @contextmanager
 def without_rules(*names: str) -> Iterator[None]:
-    """Inside the ``with`` statement plans are made without the rules of these names; without any rule if none is given.
-    Holds for the whole process, like the rules themselves."""
+    """Context manager that disables fusion rules, for the whole process.
+
+    Args:
+        *names: names of the rules; all rules if none is given.
+
+    Example::
+
+        >>> with weft.fusion.without_rules("linear_bias"):
+        ...     y = block(x)
+    """
     rules = _C.rule_ids(_checked_names(names) or [name for name, _ in _C.rules()])
     _C.disable_rules(rules)
     try:
@@ -68,7 +77,11 @@ def without_rules(*names: str) -> Iterator[None]:
 
 @contextmanager
 def with_rules(*names: str) -> Iterator[None]:
-    """Inside the ``with`` statement the rules of these names are in force, also those that are off by default."""
+    """Context manager that enables fusion rules, including those disabled by default, for the whole process.
+
+    Args:
+        *names: names of the rules.
+    """
     reenabled = _C.enable_rules(_C.rule_ids(_checked_names(names)))
     try:
         yield
@@ -77,16 +90,47 @@ def with_rules(*names: str) -> Iterator[None]:
 
 
 def register_forward_fusion(func: Callable, prepend: bool = False) -> FusionHandle:
-    """Adds ``func(ops, *, recipe) -> ops``: it gets the operations of a pipeline in order and returns them with some
-    runs replaced by a :class:`FusedOperation`, which then runs their forward pass. Takes effect at the next call."""
+    """Registers a fusion function for the forward pass. Takes effect at the next call of each pipeline.
+
+    Args:
+        func: ``func(ops, *, recipe) -> ops``. It gets the operations of a pipeline in order and returns them with some
+            consecutive operations replaced by a :class:`FusedOperation`, which then computes their forward.
+        prepend: apply the function before the rules registered so far instead of after them.
+
+    Returns:
+        A :class:`FusionHandle` that removes the function.
+
+    Example::
+
+        >>> def fuse(ops, *, recipe):
+        ...     ...
+        >>> with weft.fusion.register_forward_fusion(fuse):
+        ...     y = block(x)
+    """
     return FusionHandle(_C.add_fusion_function("forward", func, prepend))
 
 
 def register_backward_fusion(func: Callable, prepend: bool = False) -> FusionHandle:
-    """As :func:`register_forward_fusion`, for the backward pass. Operations come in forward order here too."""
+    """Registers a fusion function for the backward pass. It also gets the operations in forward order.
+
+    Args:
+        func: see :func:`register_forward_fusion`; the fused operation computes the backward.
+        prepend: apply the function before the rules registered so far instead of after them.
+
+    Returns:
+        A :class:`FusionHandle` that removes the function.
+    """
     return FusionHandle(_C.add_fusion_function("backward", func, prepend))
 
 
 def register_forward_backward_fusion(func: Callable, prepend: bool = False) -> FusionHandle:
-    """As :func:`register_forward_fusion`, for fused operations that serve both passes."""
+    """Registers a fusion function whose fused operations compute both the forward and the backward.
+
+    Args:
+        func: see :func:`register_forward_fusion`.
+        prepend: apply the function before the rules registered so far instead of after them.
+
+    Returns:
+        A :class:`FusionHandle` that removes the function.
+    """
     return FusionHandle(_C.add_fusion_function("joint", func, prepend))

@@ -1,4 +1,4 @@
-"""The operations, under the names of transformer_engine.pytorch.ops."""
+"""The operations, with the names of transformer_engine.pytorch.ops."""
 
 from ._linear import Linear
 from ._native import native_classes

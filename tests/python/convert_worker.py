@@ -1,9 +1,9 @@
-"""Reads checkpoints that are not to be trusted, in a process of its own with little memory.
+"""Reads untrusted checkpoints in a process with limited memory.
 
-  python convert_worker.py files FOLDER            each entry of FOLDER: what came of it, as JSON
-  python convert_worker.py fuzz FOLDER COUNT SEED  COUNT mutations of each checkpoint in FOLDER
+  python convert_worker.py files FOLDER            prints the outcome for each entry of FOLDER as JSON
+  python convert_worker.py fuzz FOLDER COUNT SEED  reads COUNT mutations of each checkpoint in FOLDER
 
-A reading ends well or raises ConversionError; anything else, and any program started, is an answer that fails.
+A read must succeed or raise ConversionError. Any other exception, and any process started, is a failure.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pathlib import Path
 import torch
 from weft.convert import ConversionError, compare, convert, inspect
 
-MEMORY = 256 << 20  # bytes above what the imports take
+MEMORY = 256 << 20  # bytes above those of the imports
 SECONDS = 30
 STARTED: list[str] = []
 WATCHED = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "pickle.find_class")
 
 
 def limit_memory() -> None:
-    """A handler that imports lazily, or a thread of its own, would count as the file's: all that is done first."""
+    """Limits the memory. Lazy imports and thread pools are triggered first, so that they do not count."""
     warm = Path(tempfile.mkdtemp())
     torch.save({"a": torch.ones(4, 4)}, warm / "a.pt")
     convert(warm / "a.pt", warm / "b", to="torch_dist")
@@ -41,7 +41,7 @@ def limit_memory() -> None:
 
 
 def outcome(path: Path, check: bool, write: bool) -> str:
-    """ "fine", or the error: its type and text."""
+    """Returns "fine", or the type and text of the error."""
 
     def raise_timeout(*_: object) -> None:
         raise TimeoutError
@@ -59,7 +59,7 @@ def outcome(path: Path, check: bool, write: bool) -> str:
         answer = "fine"
     except ConversionError as error:
         answer = f"ConversionError: {error}"
-    except BaseException as error:  # what the tests look for
+    except BaseException as error:  # the tests look for these
         answer = f"{type(error).__name__}: {error}"[:500]
     finally:
         signal.alarm(0)
@@ -88,7 +88,7 @@ ODD_BYTES = (
 
 
 def mutated(content: bytes, rng: random.Random) -> bytes:
-    """One to four changes: bits, odd bytes, cut, doubled or moved parts, an end that is missing."""
+    """Makes one to four changes: flipped bits, odd bytes, removed, duplicated or moved sections, truncation."""
     found = bytearray(content)
     for _ in range(rng.randint(1, 4)):
         at, length = rng.randrange(len(found) + 1), rng.choice((1, 2, 4, 8, 40, 200))
@@ -113,7 +113,7 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
 
 
 def mutate_zip(file: Path, rng: random.Random) -> None:
-    """The pickle within it, with a checksum that is right; or the file as it lies."""
+    """Mutates the pickle and fixes the checksum, or mutates the raw file."""
     if rng.random() < 0.3:
         file.write_bytes(mutated(file.read_bytes(), rng))
         return
@@ -125,7 +125,7 @@ def mutate_zip(file: Path, rng: random.Random) -> None:
 
 
 def mutate_safetensors(file: Path, rng: random.Random) -> None:
-    """Its header, with a length that is right; or the file as it lies."""
+    """Mutates the header and fixes its length, or mutates the raw file."""
     content = file.read_bytes()
     if rng.random() < 0.3:
         file.write_bytes(mutated(content, rng))
@@ -143,7 +143,7 @@ def mutate(path: Path, rng: random.Random) -> None:
 
 
 def fuzz(folder: Path, count: int, seed: int) -> dict[str, dict[str, int]]:
-    """How often a mutation of each checkpoint was read, refused, or ended otherwise, with its number."""
+    """Counts for each checkpoint how many mutations were read, rejected, or failed, with the number of the mutation."""
     found: dict[str, dict[str, int]] = {}
     for source in sorted(folder.iterdir()):
         answers = found.setdefault(source.name, {"fine": 0, "rejected": 0})

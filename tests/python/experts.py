@@ -1,4 +1,4 @@
-"""Grouped operations to test, their inputs, and their truth: plain loops over the groups in float64."""
+"""Grouped operations to test, their inputs, and the reference: plain loops over the groups in float64."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tolerances import TOLERANCES, distance
 import weft
 from weft import fusion, ops
 
-SPLITS = (7, 0, 12, 1, 0, 4)  # uneven, with empty groups inside
+SPLITS = (7, 0, 12, 1, 0, 4)  # uneven, with empty groups
 GROUPS, ROWS = len(SPLITS), sum(SPLITS)
 
 
 def layer(k: int, n: int, groups: int = GROUPS, **options) -> ops.GroupedLinear:
-    """A GroupedLinear whose biases are not 0."""
+    """A GroupedLinear with nonzero biases."""
     op = ops.GroupedLinear(groups, k, n, **options)
     with torch.no_grad():
         for name, p in op.named_parameters():
@@ -31,7 +31,7 @@ ACTIVATIONS = ("ScaledSwiGLU", "ScaledClampedQGeGLU", "ScaledSiTUGLU", "ScaledSR
 def mlp(
     activation="ScaledSwiGLU", k=12, hidden=32, n=10, groups: int = GROUPS, interleave=None, act_options=None, **options
 ) -> weft.Sequential:
-    """GroupedLinear, scaled activation, GroupedLinear; the last one scales its bias if there is one."""
+    """GroupedLinear, scaled activation, GroupedLinear; the last one scales its bias, if it has one."""
     gated = activation != "ScaledSReLU"
     act_options = dict(act_options or {})
     if gated:
@@ -56,7 +56,7 @@ def leaf(*shape: int, dtype=torch.float32) -> torch.Tensor:
 
 
 def run(module, dy: torch.Tensor, x: torch.Tensor, *extras: torch.Tensor) -> dict[str, torch.Tensor | None]:
-    """The output of a call and all gradients after a backward with dy, by name."""
+    """Returns the output of a call and all gradients after a backward with dy, by name."""
     return collect(module, module(x, *extras), dy, x, *extras)
 
 
@@ -70,7 +70,7 @@ def collect(module, y, dy, x, *extras) -> dict[str, torch.Tensor | None]:
 
 
 def truth(module, dy, x, *extras) -> dict[str, torch.Tensor | None]:
-    """What `run` must give: operation by operation in plain torch, in float64."""
+    """Returns what `run` must return: operation by operation in plain torch, in float64."""
 
     def wide(t):
         return (t.detach().double() if t.is_floating_point() else t).requires_grad_(t.requires_grad)
@@ -90,14 +90,14 @@ def truth(module, dy, x, *extras) -> dict[str, torch.Tensor | None]:
 
 
 def assert_near(actual, exact, dtype: torch.dtype, what: str = "", floor: float = 1e-3) -> None:
-    """Within the tolerance of `dtype`, relative to the largest value, which counts as `floor` if it is smaller: sums
-    may cancel, their roundings do not."""
+    """Asserts that the error is within the tolerance of `dtype`, relative to the largest value, or to `floor` if that
+    is larger: sums may cancel, their rounding errors do not."""
     error, largest = distance(actual, exact), exact.abs().max().item() if exact.numel() else 0.0
     assert error <= TOLERANCES[dtype].pipeline * max(largest, floor), f"{what} is off by {error}, largest is {largest}"
 
 
 def compare(actual: dict, exact: dict, dtype: torch.dtype, floor: float = 1e-3) -> None:
-    """Equal up to rounding, and None in the same places."""
+    """Asserts that results are equal up to rounding, and None where expected."""
     assert actual.keys() == exact.keys()
     for name, expected in exact.items():
         if expected is None or actual[name] is None:
@@ -113,7 +113,7 @@ def unfused():
 
 
 def saved_tensors(call) -> list[torch.Tensor]:
-    """What a call keeps for backward."""
+    """Returns the tensors that a call saves for backward."""
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         call()

@@ -1,8 +1,8 @@
 """Random pipelines, run by weft and by plain PyTorch autograd, and compared.
 
-A seed gives a `Program`: one or two Sequentials of all kinds of operations, the tensors they are given, and a loss. It
-is run three times: by weft, in float64 by plain.py (the truth), and in weft's dtype by plain.py (eager). `find_errors`
-says where weft is wrong; `describe` says what the pipeline was.
+A seed determines a `Program`: one or two Sequentials of all kinds of operations, their inputs, and a loss. It runs
+three times: by weft, in float64 by plain.py (the reference), and in weft's dtype by plain.py (eager). `find_errors`
+lists the errors of weft; `describe` describes the pipeline.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WIDTHS = [4, 4, 8, 8, 8, 2, 1]
 
 @dataclass
 class Node:
-    """A module, the names of the tensors for its extra inputs, and where its extra outputs go."""
+    """A module, the names of its extra inputs, and the destinations of its extra outputs."""
 
     module: torch.nn.Module
     shape: tuple[int, ...]  # of its input
@@ -40,7 +40,7 @@ class Node:
 
 @dataclass
 class CallerTensor:
-    """A tensor of the caller: a leaf, and the view of it that is passed."""
+    """A tensor of the caller: a leaf, and the view of it that is passed to the call."""
 
     values: torch.Tensor
     layout: str
@@ -53,7 +53,7 @@ class CallerTensor:
         return LAYOUTS[self.layout][1](leaf)
 
 
-# layout → (values to a leaf that holds them, leaf to the tensor that is passed)
+# layout → (makes a leaf from values, makes the tensor to pass from the leaf)
 LAYOUTS: dict[str, tuple[Callable, Callable]] = {
     "contiguous": (lambda t: t.clone(), lambda t: t),
     "transposed": (lambda t: t.transpose(0, -1).contiguous(), lambda t: t.transpose(0, -1)),
@@ -69,9 +69,9 @@ class Program:
     dtype: torch.dtype
     parts: list[list[Node]]
     caller_tensors: dict[str, CallerTensor]
-    second_input: str = "first"  # of the second Sequential: "first", the output of the first one, or "x"
+    second_input: str = "first"  # input of the second Sequential: "first", the output of the first one, or "x"
     fuse_nested: bool = False
-    by_hand: bool = False  # call every module alone instead of the Sequential
+    by_hand: bool = False  # call every module separately instead of the Sequential
     no_grad: bool = False
     warm_up: bool = False
     twice: bool = False
@@ -102,7 +102,7 @@ class Generator:
         self.nodes: list[Node] = []
         self.caller_tensors: dict[str, CallerTensor] = {}
         self.channels: dict[str, tuple[int, ...]] = {}
-        self.outputs: dict[str, tuple[int, ...]] = {}  # public ones of the first Sequential
+        self.outputs: dict[str, tuple[int, ...]] = {}  # public channels of the first Sequential
         self.squares = 0
         self.names = 0
 
@@ -225,7 +225,7 @@ class Generator:
         return module
 
     def again(self, shape) -> Node | None:
-        """A module that ran before, once more."""
+        """Reuses a module that already ran."""
         for node in self.rng.sample(self.nodes, len(self.nodes)):
             single = node.nested is None and node.channel is None and not node.takes and not node.public
             by_shape = isinstance(node.module, ops.Reshape | ops.LayerNorm | ops.RMSNorm)
@@ -233,10 +233,10 @@ class Generator:
                 return Node(node.module, shape, note="once more")
         return None
 
-    # -- its neighbourhood
+    # -- its inputs and outputs
 
     def source(self, shape) -> str:
-        """Where an extra input of this shape comes from."""
+        """Chooses the source of an extra input of this shape."""
         known = [name for name, s in self.channels.items() if s == shape]
         if known and self.chance(0.75):
             return self.rng.choice(known)
@@ -247,12 +247,12 @@ class Generator:
             name for name, g in self.caller_tensors.items() if g.values.shape == shape and g.values.is_floating_point()
         ]
         if others and self.chance(0.3):
-            return self.rng.choice(others)  # a tensor that is used elsewhere too, perhaps x itself
+            return self.rng.choice(others)  # a tensor that is also used elsewhere, possibly x itself
         self.names += 1
         return self.new_caller_tensor(f"e{self.names}", shape)
 
     def splits(self, groups: int, rows: int) -> str:
-        """Split sizes, some of them 0, whose sum may be less than the rows."""
+        """Split sizes, some of them 0, whose sum may be smaller than the number of rows."""
         cuts = sorted(self.rng.randint(0, rows) for _ in range(groups))
         if self.chance(0.8):
             cuts[-1] = rows
@@ -265,9 +265,9 @@ class Generator:
         return name
 
     def tie_parameter(self, module) -> str:
-        """Lets a new module use a Parameter of an older one."""
+        """Makes a new module share a Parameter of an earlier one."""
         if isinstance(module, ops.GroupedLinear):
-            return ""  # whose parameters are all frozen, or none
+            return ""  # all of its parameters are frozen, or none
         for name, param in list(module._parameters.items()):
             for node in self.nodes:
                 other = node.module._parameters.get(name) if isinstance(node.module, ops.FusibleOperation) else None
@@ -316,7 +316,7 @@ class Generator:
         while count > 0:
             if depth == 0 and count > 2 and self.chance(0.05):
                 size = self.rng.randint(1, 3)
-                outside, self.channels = self.channels, {}  # a nested Sequential sees its own channels only
+                outside, self.channels = self.channels, {}  # a nested Sequential sees only its own channels
                 inner, shape = self.part(shape, size, depth=1)
                 self.channels = outside | self.channels
                 inside = {node.channel for node in inner}
@@ -386,7 +386,7 @@ class Outcome:
     outputs: list[torch.Tensor]
     grads: dict[str, torch.Tensor | None]
     changed: list[str] = field(default_factory=list)
-    warm: list[torch.Tensor] = field(default_factory=list)  # outputs of a call without gradients before
+    warm: list[torch.Tensor] = field(default_factory=list)  # outputs of an earlier call without gradients
 
     def tensors(self) -> dict[str, torch.Tensor]:
         named = {f"output {i}": t for i, t in enumerate(self.outputs)}
@@ -434,7 +434,7 @@ def one_by_one(nodes, x, env, call):
 
 
 def forward(program: Program, run: Callable, leaves: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """[output, extra outputs…, output of the first Sequential if there are two]"""
+    """Returns [output, extra outputs…, output of the first Sequential if there are two]."""
     torch.manual_seed(program.seed)
     env = {name: given.view(leaves[name]) for name, given in program.caller_tensors.items()}
     y, outputs = run(program.parts[0], env["x"], env)
@@ -447,7 +447,7 @@ def forward(program: Program, run: Callable, leaves: dict[str, torch.Tensor]) ->
 
 
 def targets(program: Program, outputs: list[torch.Tensor], incoming: list[torch.Tensor]):
-    """(tensors, their gradients) for torch.autograd.backward."""
+    """Returns (tensors, their gradients) for torch.autograd.backward."""
     used = [i for i in program.used if outputs[i].requires_grad]
     if program.loss == "sum":
         return ([sum(outputs[i].sum() for i in used)], [None]) if used else ([], [])
@@ -455,7 +455,7 @@ def targets(program: Program, outputs: list[torch.Tensor], incoming: list[torch.
     for i in used:
         by_shape.setdefault(tuple(outputs[i].shape), []).append(i)
     groups = list(by_shape.values())
-    if program.loss == "pairs":  # a sum passes one gradient on to all of its terms
+    if program.loss == "pairs":  # a sum passes the same gradient to all its terms
         return [sum(outputs[i] for i in group) for group in groups], [incoming[group[0]] for group in groups]
     if program.loss == "one gradient":
         return [outputs[i] for group in groups for i in group], [incoming[g[0]] for g in groups for _ in g]
@@ -463,7 +463,7 @@ def targets(program: Program, outputs: list[torch.Tensor], incoming: list[torch.
 
 
 def nearby(t: torch.Tensor, dtype: torch.dtype, neighbour: int | None) -> torch.Tensor:
-    """The values of t in `dtype`, in a neighbour each moved by up to one rounding; integers as they are."""
+    """Returns t in `dtype`; for a neighbour each value is moved by up to one rounding. Integers do not change."""
     if not t.is_floating_point():
         return t
     if neighbour is None:
@@ -480,7 +480,7 @@ def execute(
     weft_runs: bool = False,
     neighbour: int | None = None,
 ) -> Outcome:
-    """Runs the program, by weft or by plain.py, on values of the program's dtype computed with in `dtype`."""
+    """Runs the program by weft or by plain.py. Values have the program's dtype; the computation is in `dtype`."""
     given = {name: g.leaf(nearby(g.values, program.dtype, neighbour)) for name, g in program.caller_tensors.items()}
     leaves = {
         name: (t.to(dtype) if t.is_floating_point() else t).requires_grad_(program.caller_tensors[name].requires_grad)
@@ -516,7 +516,7 @@ def execute(
         tensors, grads = targets(program, outcome.outputs, incoming)
         if tensors:
             torch.autograd.backward(tensors, grads, retain_graph=i + 1 < len(passes))
-        for t in held.values():  # torch may keep an incoming gradient as .grad; the next pass would add to it
+        for t in held.values():  # torch may keep an incoming gradient as .grad, to which the next pass would add
             t.grad = None if t.grad is None else t.grad.clone()
     for name, (value, version) in before.items():
         if not torch.equal(caller[name].detach(), value) or caller[name]._version != version:
@@ -542,7 +542,7 @@ def incoming_gradients(program: Program, outputs: list[torch.Tensor]) -> list[to
 
 
 def find_errors(program: Program) -> list[str]:
-    """What weft does wrong in this program; empty if nothing."""
+    """Returns the errors of weft in this program."""
     shapes = execute(program, torch.float64, None).outputs
     incoming = None if program.no_grad else incoming_gradients(program, shapes)
     mine = execute(program, program.dtype, incoming, weft_runs=True)
@@ -572,8 +572,8 @@ def find_errors(program: Program) -> list[str]:
 
 
 def errors(outcome: Outcome, exact: Outcome) -> dict[str, float]:
-    """The error of each output and gradient, relative to its largest value. Gradients that cancel to nearly nothing are
-    measured against the largest gradient, and none against less than 2.5e-4 (float16 has few bits below)."""
+    """Returns the error of each output and gradient, relative to its largest value. Gradients that nearly cancel are
+    compared with the largest gradient, and none with less than 2.5e-4 (float16 has few bits below)."""
     got, relative = outcome.tensors(), {}
     largest = max((top(g) for g in exact.grads.values() if g is not None), default=0.0)
     for what, truth in exact.tensors().items():
@@ -588,8 +588,8 @@ def top(t: torch.Tensor) -> float:
 
 
 def tolerance_errors(program: Program, incoming, mine: dict[str, float], eager: float) -> list[str]:
-    """Eager may be lucky with these very values. Before weft is called wrong, eager is also measured on neighbours,
-    where each given value differs by a rounding."""
+    """Compares with the tolerances. Eager's error may be small by chance for these values, so it is also measured for
+    neighbours, in which each input differs by one rounding."""
     if max(mine.values(), default=0.0) <= allowed_in_a_pipeline(program.dtype, eager):
         return []
     for k in range(NEIGHBOURS if program.dtype != torch.float64 else 0):
@@ -604,7 +604,7 @@ def tolerance_errors(program: Program, incoming, mine: dict[str, float], eager: 
 
 
 def describe(program: Program) -> str:
-    """The program in words, to reproduce a failure: `pipelines.find_errors(pipelines.generate(seed))`."""
+    """Describes the program, to reproduce a failure: `pipelines.find_errors(pipelines.generate(seed))`."""
     flags = [f for f in ("fuse_nested", "by_hand", "no_grad", "warm_up", "twice") if getattr(program, f)]
     frozen = {id(p) for p in program.parameters() if not p.requires_grad}
     lines = [f"seed {program.seed}: {program.dtype} {' '.join(flags)}; loss: {program.loss} of outputs {program.used}"]

@@ -1,7 +1,7 @@
-"""Every operation once more, in plain differentiable PyTorch: the truth that weft is compared with.
+"""Every operation in plain differentiable PyTorch: the reference for weft.
 
 `apply(op, x, *extras)` reads the options and the Parameters of a weft operation and computes the same with torch only.
-Inputs in float64 give the exact answer, inputs in a low precision give what eager torch gives.
+Inputs in float64 give the reference result; inputs in low precision give the result of eager torch.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def activation(name: str, op, x: torch.Tensor) -> torch.Tensor:
 
 
 def reference_is_op(op, x: torch.Tensor, *extras: torch.Tensor, of: Of) -> tuple[torch.Tensor, tuple]:
-    """An operation that is not written out here is its own truth in float64, where finite differences check it."""
+    """For an operation not written out here: its own float64 result, which gradcheck verifies."""
     out = torch.func.functional_call(op, {name: of(p) for name, p in op.named_parameters()}, (x, *extras))
     return (out[0], out[1:]) if isinstance(out, tuple) else (out, ())
 
@@ -78,7 +78,7 @@ def norm(name: str, op, x: torch.Tensor, of: Of) -> torch.Tensor:
 
 
 def dropout(op, x: torch.Tensor) -> torch.Tensor:
-    """Draws the mask as weft does, so that both drop the same values from the same seed."""
+    """Draws the mask as weft does, so that both drop the same values for the same seed."""
     if not op.training or op.p == 0:
         return x
     if op.p == 1:
@@ -87,21 +87,21 @@ def dropout(op, x: torch.Tensor) -> torch.Tensor:
 
 
 def some_splits(groups: int, rows: int) -> torch.Tensor:
-    """Split sizes that sum to `rows`, unequal, the second one 0."""
+    """Unequal split sizes that sum to `rows`; the second one is 0."""
     sizes = [0 if g == 1 else rows // (groups + g) for g in range(groups)]
     sizes[-1] += rows - sum(sizes)
     return torch.tensor(sizes)
 
 
 def members(op, kind: str, of: Of) -> list[torch.Tensor]:
-    """The weight, or the bias, of each group."""
+    """Returns the weight, or the bias, of each group."""
     if op._parameters.get(kind) is not None:
         return list(of(op._parameters[kind]).unbind(0))
     return [of(op._parameters[f"{kind}{g}"]) for g in range(op.num_groups)]
 
 
 def grouped_linear(op, x: torch.Tensor, splits: torch.Tensor, scales: torch.Tensor | None = None, *, of: Of):
-    """A linear for each group of rows; rows behind the last group give 0."""
+    """One linear per group of rows; rows after the last group give 0."""
     rows = x.reshape(-1, op.in_features)
     sizes, tail = splits.tolist(), rows.shape[0] - int(splits.sum())
     *parts, _ = rows.split([*sizes, tail])
@@ -113,7 +113,7 @@ def grouped_linear(op, x: torch.Tensor, splits: torch.Tensor, scales: torch.Tens
 
 
 def apply(op, x: torch.Tensor, *extras: torch.Tensor, of: Of = lambda p: p) -> tuple[torch.Tensor, tuple]:
-    """(output, extra outputs) of one operation. `of` gives the tensor to use for a Parameter."""
+    """Returns (output, extra outputs) of one operation. `of` returns the tensor to use for a Parameter."""
     if isinstance(op, weft.ops.Linear):
         return F.linear(x, of(op.weight), None if op.bias is None else of(op.bias)), ()
     name = type(op).__name__

@@ -1,5 +1,5 @@
-"""Split sizes that are wrong or unusual, on every path of the grouped operations: an error by name, or a defined result
-whose rows behind the last group are 0."""
+"""Wrong or unusual split sizes on every path of the grouped operations: an error that names the cause, or a defined
+result whose rows after the last group are 0."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATHS = {
 
 
 def changed(rng: random.Random, change: Callable[[int], int], dtype=torch.int64) -> torch.Tensor:
-    """The right splits, but for one."""
+    """The correct splits with one changed."""
     sizes = list(SPLITS)
     group = rng.randrange(GROUPS)
     sizes[group] = change(sizes[group])
@@ -31,7 +31,7 @@ def changed(rng: random.Random, change: Callable[[int], int], dtype=torch.int64)
 
 
 def decreasing(rng: random.Random) -> torch.Tensor:
-    """The right sum, but the sum up to some group is smaller than that before it."""
+    """The correct sum, but a partial sum is smaller than the one before it."""
     sizes = list(SPLITS)
     low, high = rng.sample(range(GROUPS), 2)
     most = sizes[low] + 1 + rng.randrange(5)
@@ -40,7 +40,7 @@ def decreasing(rng: random.Random) -> torch.Tensor:
 
 
 def wrapping(rng: random.Random) -> torch.Tensor:
-    """The sum is right in 64 bits that wrap around, as far as each fits."""
+    """The sum is correct modulo 2^64."""
     sizes = [2**62] * 4 + [ROWS, 0]
     rng.shuffle(sizes)
     return splits_of(sizes)
@@ -81,12 +81,12 @@ DEFINED = {
     "two dimensions": lambda rng: shorter(rng).view(2, 3).t().contiguous().t(),
     "narrow integers": lambda rng: shorter(rng).to(rng.choice((torch.int8, torch.int16, torch.uint8))),
 }
-EACH = 2  # of each kind on each path
+EACH = 2  # cases of each kind on each path
 CASES = len(PATHS) * (len(WRONG) + len(DEFINED)) * EACH
 
 
 def arguments(model, splits, rows: int = ROWS, last=None) -> list:
-    """x and the extra inputs; `last`: splits of the last layer, if others."""
+    """Returns x and the extra inputs. `last`: splits of the last layer, if different."""
     probs = torch.rand(rows).requires_grad_()
     if model.num_extra_inputs == 1:
         return [leaf(rows, K), splits]
@@ -99,9 +99,9 @@ def check_right(model) -> None:
 
 
 def check_raises(model, splits, rng: random.Random) -> None:
-    """By name, and without harm to the next call."""
+    """Expects an error that names the cause, and a correct next call."""
     given = arguments(model, splits)
-    if len(given) == 5 and rng.random() < 0.5:  # one layer has the right ones
+    if len(given) == 5 and rng.random() < 0.5:  # one layer gets the correct splits
         given = arguments(model, *rng.choice(((splits, ROWS, splits_of()), (splits_of(), ROWS, splits))))
     with pytest.raises((ValueError, TypeError, RuntimeError), match="split|integer|extra input|Tensor"):
         model(*given)
@@ -109,7 +109,7 @@ def check_raises(model, splits, rng: random.Random) -> None:
 
 
 def check_defined(model, splits) -> None:
-    """As without the tail, in which NaN and infinity are; there 0."""
+    """Expects the result without the tail, and 0 in the tail, whose inputs are NaN and infinity."""
     active = int(splits.sum())
     given, dy = arguments(model, splits), leaf(ROWS, N).detach()
     floats = [t for t in (dy, *given) if t.is_floating_point()]

@@ -1,4 +1,4 @@
-"""State dicts of tensor-parallel modules between group sizes, and random states; no process group is needed here."""
+"""Resharding of tensor-parallel state dicts, and random states; without process groups."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_split_gives_each_rank_its_shards():
     assert torch.equal(first["1.weight"], weight[:12]) and torch.equal(second["1.weight"], weight[12:])
     assert torch.equal(second["3.weight"], whole["3.weight"][:, 6:])
     assert torch.equal(first["3.bias"], whole["3.bias"])
-    assert not second["3.bias"].any(), "the bias of a row linear is a sum: the first rank brings it"
+    assert not second["3.bias"].any(), "the bias of a row linear is a sum: rank 0 holds it"
     assert second["0.weight"] is whole["0.weight"]
 
 

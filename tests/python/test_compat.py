@@ -1,4 +1,4 @@
-"""The transformer_engine face: how it is installed, its names, and that its modules compute what plain torch does."""
+"""Transformer Engine compatibility: installation, names, and modules that compute the same as plain torch."""
 
 import copy
 import importlib
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.fixture
 def te():
-    """transformer_engine.pytorch as weft, for one test."""
+    """transformer_engine.pytorch, implemented by weft, for one test."""
     te_compat.install()
     yield importlib.import_module("transformer_engine.pytorch")
     te_compat.uninstall()
@@ -31,7 +31,7 @@ def te():
 
 @pytest.fixture
 def real(tmp_path, monkeypatch):
-    """A package called transformer_engine on sys.path."""
+    """A folder on sys.path with a package called transformer_engine."""
     folder = tmp_path / "transformer_engine"
     folder.mkdir()
     (folder / "__init__.py").write_text("real = True\n")
@@ -75,10 +75,10 @@ def test_install_twice_and_uninstall():
 
 
 def test_install_rejects_real_package(real):
-    with pytest.raises(ImportError, match=r"transformer_engine is installed, in .*replace=True"):
+    with pytest.raises(ImportError, match=r"transformer_engine is installed in .*replace=True"):
         te_compat.install()
     assert importlib.import_module("transformer_engine").real
-    with pytest.raises(ImportError, match=r"was imported already, from .*replace=True"):
+    with pytest.raises(ImportError, match=r"was already imported from .*replace=True"):
         te_compat.install(recipes="high_precision")
     assert not te_compat.installed() and _recipes._policy == "raise"
 
@@ -146,7 +146,7 @@ with te.fp8_autocast(enabled="fp8" in sys.argv):
 
 @pytest.fixture
 def folder(tmp_path):
-    """With a script and a module that it imports."""
+    """A folder with a script and a module that it imports."""
     (tmp_path / "beside.py").write_text("WIDTH = 3\n")
     (tmp_path / "script.py").write_text(SCRIPT)
     return tmp_path
@@ -159,7 +159,7 @@ def test_script_runs_unmodified(folder):
 
 @pytest.fixture
 def compat_main(monkeypatch):
-    """What ``python -m weft.compat`` calls, in this process."""
+    """Runs ``python -m weft.compat`` in this process."""
     from weft.compat.__main__ import main
 
     def call(*arguments):
@@ -208,13 +208,13 @@ def test_every_name_resolves(te):
 
 
 def test_unsupported_name_gives_reason(te):
-    with pytest.raises(AttributeError, match=r"pytorch\.make_graphed_callables is absent: .*CUDA graphs"):
+    with pytest.raises(AttributeError, match=r"pytorch\.make_graphed_callables is not supported: .*CUDA graphs"):
         te.make_graphed_callables  # noqa: B018
-    with pytest.raises(AttributeError, match="nothing by that name"):
+    with pytest.raises(AttributeError, match="unknown name"):
         te.no_such_thing  # noqa: B018
     with pytest.raises(ImportError):
         from transformer_engine.pytorch import parallel_cross_entropy  # noqa: F401
-    with pytest.raises(ModuleNotFoundError, match="weft stands in"):
+    with pytest.raises(ModuleNotFoundError, match="weft.compat replaces"):
         importlib.import_module("transformer_engine.jax")
     for name in _namespace.UNSUPPORTED:
         assert not hasattr(te, name)
@@ -278,7 +278,7 @@ def test_high_precision_warns_once(te):
     with pytest.raises(ValueError, match="expected 'raise' or 'high_precision'"):
         te_compat.install(recipes="fp8")
     te_compat.install(recipes="high_precision")
-    te_compat.install()  # leaves it so
+    te_compat.install()  # does not change it
     linear, x = te.Linear(4, 3), torch.randn(2, 4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -399,7 +399,7 @@ def same(got, expected, what=""):
 
 
 def randomize(module):
-    """Parameters away from zeros and ones, in float64."""
+    """Fills Parameters with values other than zeros and ones, in float64."""
     module.double()
     with torch.no_grad():
         for p in module.parameters():
@@ -419,7 +419,7 @@ class WithArguments:
 
 
 def check(module, plain, *inputs):
-    """`plain(parameters, *inputs)` in torch gives the same values and gradients."""
+    """Asserts that `plain(parameters, *inputs)` in torch gives the same values and gradients."""
     mine = [x.clone().requires_grad_() if x.is_floating_point() else x for x in inputs]
     theirs = [x.clone().requires_grad_() if x.is_floating_point() else x for x in inputs]
     params = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
@@ -612,7 +612,7 @@ def test_module_main_grad_handshake(te, case, flag, delay):
     if delay:
         assert all((p.main_grad == 0.5).all() for p in weights_of(fused).values())
         fused.backward_dw()
-        fused.backward_dw()  # nothing waits any more
+        fused.backward_dw()  # nothing is pending
     assert called == [1] * delay and fused.need_backward_dw() is delay
     for name, p in fused.named_parameters():
         expected = dict(plain.named_parameters())[name].grad
@@ -670,7 +670,7 @@ def test_module_first_microbatch_with_recomputation(te):
 
 
 def plain_attention(q, k, v, hidden=None, scale=None, bias=0):
-    """[b, s, h, d] by hand; `hidden` is True where a key is not seen."""
+    """Attention of [b, s, h, d] written out; `hidden` is True where a key is masked."""
     k, v = (t.repeat_interleave(q.size(2) // t.size(2), 2) for t in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (scale or q.size(-1) ** -0.5) + bias
     if hidden is not None:
@@ -748,7 +748,7 @@ def test_attention_rotary_positions(te):
 
 @pytest.mark.parametrize("fused, interleaved", [(False, True), (True, True), (True, False)])
 def test_attention_with_projections(te, fused, interleaved):
-    """Heads come out of the projection where the reference has them: group by group if interleaved."""
+    """The projection orders heads as Transformer Engine does: by group if interleaved."""
     heads, groups, channels = 4, 2, 3
     module = te.MultiheadAttention(
         12, heads, kv_channels=channels, num_gqa_groups=groups, attention_dropout=0.0, input_layernorm=True,
@@ -809,7 +809,7 @@ def test_cross_attention(te):
     }  # fmt: skip
 
 
-# ---- a layer ------------------------------------------------------------------------------------------------------
+# ---- TransformerLayer ---------------------------------------------------------------------------------------------
 
 
 def layer_by_hand(p, x, post=False, parallel=False):

@@ -60,7 +60,7 @@ def test_layer_returns_autocast_dtype(options, dtype, training):
     y.float().sum().backward()
     assert x.grad.dtype == torch.float32
     assert all(param.grad.dtype == torch.float32 for param in module.parameters())
-    assert module(x, **given).dtype == torch.float32, "nothing is cast without autocast"
+    assert module(x, **given).dtype == torch.float32, "no cast without autocast"
 
 
 def test_layer_under_autocast_equals_cast_input():
@@ -142,7 +142,7 @@ def test_reset_parameters_uses_default_device(make):
     real = make()
     before = {name: id(param) for name, param in real.named_parameters()}
     reset(real)
-    assert {name: id(param) for name, param in real.named_parameters()} == before, "real Parameters stay themselves"
+    assert {name: id(param) for name, param in real.named_parameters()} == before, "Parameters with values are kept"
 
 
 def test_defer_init_keeps_meta_device():
@@ -167,7 +167,7 @@ def routing(map_type: str, dropped: int = 0) -> torch.Tensor:
 
 
 def plain_permute(x: torch.Tensor, routing_map: torch.Tensor, map_type: str, count: int) -> torch.Tensor:
-    """Expert by expert, token by token."""
+    """Permutes expert by expert, token by token."""
     places = [
         (expert, token)
         for expert in range(EXPERTS)
@@ -189,7 +189,7 @@ def with_probs(x, probs, routing_map, count, map_type):
 
 
 def check_compiled(function, *arguments, backend: str = "aot_eager"):
-    """Outputs and gradients of the compiled function are those of eager mode."""
+    """Asserts that outputs and gradients of the compiled function match eager mode."""
     inputs = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
     torch.compiler.reset()
     found = torch.compile(function, fullgraph=True, backend=backend)(*arguments)

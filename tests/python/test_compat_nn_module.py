@@ -1,4 +1,4 @@
-"""What people do with modules of torch, done with module classes of weft.compat: threads, exchanged parts, patches."""
+"""Common uses of torch modules with the module classes of weft.compat: threads, replaced submodules, patches."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +37,7 @@ MODULES = {
     ),
 }
 modules = pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
-# Those that hold Parameters and run a pipeline; a norm is an operation itself.
+# Modules that hold Parameters and run a pipeline. Norms are operations themselves.
 HOLDERS = {name: make for name, make in MODULES.items() if "Linear" in name or "MLP" in name or "Norm" in name}
 holders = pytest.mark.parametrize("make", HOLDERS.values(), ids=HOLDERS)
 
@@ -55,7 +55,7 @@ def other_values(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def with_values(make, values: dict[str, torch.Tensor], x: torch.Tensor):
-    """Output and gradients of a new module that has these values."""
+    """Returns output and gradients of a new module with these values."""
     module = make()
     module.load_state_dict(values)
     y = call(module, x)
@@ -63,7 +63,7 @@ def with_values(make, values: dict[str, torch.Tensor], x: torch.Tensor):
 
 
 def run_in_threads(functions):
-    """What each function returns, called by a thread of its own at the same moment."""
+    """Calls each function in its own thread at the same time and returns their results."""
     barrier, interval = Barrier(len(functions)), sys.getswitchinterval()
 
     def run(function):
@@ -100,7 +100,7 @@ def test_concurrent_first_calls_build_module_once(make, device):
 
 @holders
 def test_replicas_in_threads_use_their_own_parameters(make):
-    """Replicas as torch.nn.DataParallel makes them: the same attributes, other Parameters."""
+    """Replicas as torch.nn.DataParallel makes them: the same attributes, different Parameters."""
     module, x = make(), rows()
     call(module, x)
     replicas, expected = [], []
@@ -124,7 +124,7 @@ def test_replicas_in_threads_use_their_own_parameters(make):
             torch.testing.assert_close(each_grads, grads, rtol=0, atol=0)
 
 
-# ---- exchanged and patched parts ----
+# ---- replaced and patched modules ----
 
 
 @holders
@@ -154,7 +154,7 @@ def test_functional_call_uses_given_parameters(make):
     found = functional_call(module, values, (x, *extra))
     y, grads = with_values(make, {name: value.detach() for name, value in values.items()}, x)
     torch.testing.assert_close(found, y, rtol=0, atol=0)
-    if not getattr(module, "checkpoint", False):  # what is computed again in backward reads the module, as in torch
+    if not getattr(module, "checkpoint", False):  # the recomputation in backward reads the module, as in torch
         torch.testing.assert_close(torch.autograd.grad(found.sum(), list(values.values())), grads, rtol=0, atol=0)
     torch.testing.assert_close(call(module, x), before, rtol=0, atol=0)
 

@@ -1,4 +1,4 @@
-"""torch.compile, export and fake tensors: the way through the dispatcher."""
+"""torch.compile, torch.export and fake tensors: calls through the dispatcher."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import weft.ops as ops
 
 
 def block(public: bool = False) -> ops.Sequential:
-    """A norm-MLP-residual block; with `public` the branch is also returned."""
+    """A norm-MLP-residual block; with `public` the residual is also returned."""
     return ops.Sequential(
         ops.MakeExtraOutput(in_place=True).set_extra_output_channel(0, "residual", output_to_caller=public),
         ops.RMSNorm(16),
@@ -41,7 +41,7 @@ MODELS = {
 
 
 def results(call, module: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """Outputs and all gradients of a call."""
+    """Returns outputs and all gradients of a call."""
     x = x.clone().requires_grad_()
     module.zero_grad()
     outputs = call(x)

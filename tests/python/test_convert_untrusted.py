@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged or made to do harm: read, or refused by ConversionError, within little memory."""
+"""Damaged and malicious checkpoints: read, or rejected with ConversionError, in bounded memory."""
 
 import argparse
 import enum
@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 
 
 def worker(*words: object) -> dict:
-    """Answers of convert_worker.py; a process that ended by itself is the failure."""
+    """Returns the answers of convert_worker.py; fails if the process crashes."""
     run = [sys.executable, HERE / "convert_worker.py", *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
@@ -39,7 +39,7 @@ def worker(*words: object) -> dict:
     return json.loads(done.stdout)
 
 
-# ---- pickles by hand ------------------------------------------------------------------------------------------------
+# ---- crafted pickles ------------------------------------------------------------------------------------------------
 
 
 def text(value: str) -> bytes:
@@ -84,12 +84,12 @@ def dict_of(**items: bytes) -> bytes:
 
 
 def beside(value: bytes) -> bytes:
-    """A model, and a value that stands beside it."""
+    """A model, and a value beside it."""
     return dict_of(model=dict_of(a=GOOD), args=value)
 
 
 def doubled(start: bytes, before: bytes, after: bytes, times: int = 60) -> bytes:
-    """`start`, and again and again what opcodes make of the last object, given twice."""
+    """Starts with `start` and repeatedly builds a new object from the last one, used twice."""
     found = start + put(0)
     for number in range(times):
         found += b"0" + before + get(number) * 2 + after + put(number + 1)
@@ -97,7 +97,7 @@ def doubled(start: bytes, before: bytes, after: bytes, times: int = 60) -> bytes
 
 
 def pt(file: Path, content: bytes, data: bytes = bytes(16), compressed: bool = False) -> None:
-    """What torch.save would write of a pickle and one storage."""
+    """Writes a file as torch.save does, from a pickle and one storage."""
     kind = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
     with zipfile.ZipFile(file, "w", kind) as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02" + content + b".")
@@ -142,26 +142,26 @@ PICKLES = {
     "stride_below_0": (dict_of(a=tensor(tuple_of(b"K\x02"), tuple_of(integer(-1)))), "strides has -1"),
     "strides_that_are_missing": (dict_of(a=tensor(tuple_of(b"K\x02"), b")")), "0 strides"),
     "begin_below_0": (dict_of(a=tensor(tuple_of(b"K\x02"), tuple_of(b"K\x01"), integer(-8))), "offset .* has -8"),
-    "larger_than_its_storage": (dict_of(a=sized(5)), "leaves its 16 bytes"),
+    "larger_than_its_storage": (dict_of(a=sized(5)), "storage of 16 bytes"),
     "expanded_to_4_TB": (dict_of(a=tensor(tuple_of(integer(1 << 40)), tuple_of(b"K\x00"))), "expanded"),
     "many_empty_layers": (dict_of(**{"decoder.layers.a": sized(1 << 40, 0)}), "not plausible"),
     "storage_that_is_not_one": (dict_of(a=tensor(b")", b")", storage=tuple_of(b"K\x00", b"K\x04"))), "without data"),
     "storage_without_a_name": (dict_of(a=tensor(b")", b")", storage=doubled(b"K\x01", b"", b"\x86") + b"Q")), "data"),
     "tensor_of_a_call_of_itself": (
         dict_of(a=b"ctorch._tensor\n_rebuild_from_type_v2\n" + put(0) + tuple_of(get(0), b"N", b")", b"N") + b"R"),
-        "a class that is not read",
+        "unsupported class",
     ),
     "namespace_of_numbers": (beside(b"cargparse\nNamespace\n)\x81}K\x01K\x02sb"), "attributes of a Namespace"),
     "parameter_of_text": (dict_of(a=b"ctorch._utils\n_rebuild_parameter\n" + tuple_of(text("x")) + b"R"), "Parameter"),
     "raw_bytes_that_are_a_list": (dict_of(model=dict_of(a=GOOD), **{"weft.raw": b"]"}), "weft.raw"),
     "two_tensors_of_one_name": (b"}(K\x01" + GOOD + text("1") + GOOD + b"u", "called 1"),
-    "nothing_on_the_stack": (b"0", "not there"),
+    "nothing_on_the_stack": (b"0", "empty stack"),
     "opcode_of_protocol_0": (beside(b"I1\n"), "opcode b'I'"),
-    "end_of_a_list_that_has_not_begun": (b"t", "has not begun"),
+    "end_of_a_list_that_has_not_begun": (b"t", "was not started"),
 }
 
 
-# ---- files by hand --------------------------------------------------------------------------------------------------
+# ---- crafted files --------------------------------------------------------------------------------------------------
 
 
 def rows(**tensors: dict) -> dict:
@@ -196,7 +196,7 @@ HEADERS = {
     "dtype_that_is_a_list": (rows(a=row([4], dtype=[])), "dtype"),
     "two_of_the_same_bytes": (rows(a=row([4]), b=row([2], 8)), "a and b in .* share bytes"),
     "a_name_twice": (b'{"a": %s, "a": %s}' % ((json.dumps(row([4])).encode(),) * 2), "twice"),
-    "metadata_that_is_a_list": (rows(a=row([4])) | {"__metadata__": []}, "metadata is not text"),
+    "metadata_that_is_a_list": (rows(a=row([4])) | {"__metadata__": []}, "metadata is not a dict"),
     "values_that_are_a_list": (rows(a=row([4])) | {"__metadata__": {OWN: '{"common": [[1, 2]]}'}}, "damaged"),
     "values_that_are_damaged": (
         rows(a=row([4])) | {"__metadata__": {OWN: '{"common": {"args": {"()": "Namespace", "of": [1]}}}'}},
@@ -217,7 +217,7 @@ def dcp(folder: Path, found: object, size: int = 200) -> None:
 
 
 def described(shape, chunks, places=None, dtype=torch.float32) -> metadata.Metadata:
-    """One tensor, and pieces of it that lie one behind the other."""
+    """One tensor with adjacent chunks."""
     pieces = [metadata.ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for at, sizes in chunks]
     kind = metadata.TensorStorageMetadata(metadata.TensorProperties(dtype=dtype), shape, pieces)
     places = places or [("a.distcp", 0 if not i else 4096 * i, 1000) for i in range(len(chunks))]
@@ -234,15 +234,18 @@ def changed(**fields: object) -> metadata.Metadata:
 
 
 METADATA_FILES = {
-    "hole": (described([8, 4], [([0, 0], [2, 4]), ([4, 0], [4, 4])]), r"a in .*: no piece covers \[2:4, 0:4\] of"),
-    "hole_behind": (described([8], [([0], [4])]), r"no piece covers \[4:8\]"),
+    "hole": (described([8, 4], [([0, 0], [2, 4]), ([4, 0], [4, 4])]), r"a in .*: no chunk covers \[2:4, 0:4\] of"),
+    "hole_behind": (described([8], [([0], [4])]), r"no chunk covers \[4:8\]"),
     "overlap": (described([8], [([0], [5]), ([4], [4])]), r"\[0:5\] and \[4:8\] overlap"),
     "overlap_as_large_as_a_hole": (described([8], [([0], [4]), ([2], [4])]), r"\[0:4\] and \[2:6\] overlap"),
-    "outside": (described([8], [([0], [4]), ([6], [4])]), r"\[6:10\] lies outside"),
-    "no_piece": (described([8], []), r"no piece covers \[0:8\]"),
+    "outside": (described([8], [([0], [4]), ([6], [4])]), r"\[6:10\] is outside"),
+    "no_chunk": (described([8], []), r"no chunk covers \[0:8\]"),
     "other_dimensions": (described([8], [([0, 0], [2, 4])]), "another number of dimensions"),
-    "piece_larger_than_its_place": (described([1 << 40], [([0], [1 << 40])]), "4398046511104 bytes, its place"),
-    "pieces_of_one_place": (
+    "chunk_larger_than_its_byte_range": (
+        described([1 << 40], [([0], [1 << 40])]),
+        "4398046511104 bytes, but its byte range",
+    ),
+    "chunks_of_one_byte_range": (
         described([8], [([0], [4]), ([4], [4])], [("a.distcp", 0, 900), ("a.distcp", 0, 900)]),
         "share byte 0 of a.distcp",
     ),
@@ -256,11 +259,11 @@ METADATA_FILES = {
     "shape_of_2_to_the_70": (described([1 << 70], [([0], [4])]), "shape has 118"),
     "no_names": (changed(state_dict_metadata=[1]), "not a dict"),
     "name_that_is_a_number": (changed(state_dict_metadata={1: 2}), "has no name"),
-    "entry_that_is_a_number": (changed(state_dict_metadata={"a": 2}), "holds a int, expected a BytesStorage"),
+    "entry_that_is_a_number": (changed(state_dict_metadata={"a": 2}), "contains a int, expected a BytesStorage"),
     "no_places": (changed(storage_data=None), "in no file"),
     "places_that_are_a_list": (changed(storage_data=[1]), "storage_data is not a dict"),
-    "places_of_numbers": (changed(storage_data={1: 2}), "holds a int, expected a MetadataIndex"),
-    "no_metadata": ({"a": 1}, "holds a dict, expected a Metadata"),
+    "places_of_numbers": (changed(storage_data={1: 2}), "contains a int, expected a MetadataIndex"),
+    "no_metadata": ({"a": 1}, "contains a dict, expected a Metadata"),
     "an_empty_file": (b"", "damaged"),
 }
 few = metadata.ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
@@ -273,7 +276,7 @@ ITERATIONS |= {b"7": "does not exist", "²".encode(): "does not exist"}
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory) -> dict[str, str]:
-    """What comes of each file that was made by hand, all read in one process with 256 MB to spare."""
+    """The outcome of each crafted file, all read in one process limited to 256 MB above its imports."""
     folder = tmp_path_factory.mktemp("made")
     for name, (content, _) in PICKLES.items():
         pt(folder / f"pickle_{name}.pt", content)
@@ -289,13 +292,13 @@ def answers(tmp_path_factory) -> dict[str, str]:
 
 
 def make_large(folder: Path) -> None:
-    """Files whose few bytes say that there are many."""
+    """Small files that claim large sizes."""
     pt(folder / "large_deflated.pt", beside(text("x" * 300_000_000)), compressed=True)
     pt(folder / "large_layers.pt", dict_of(**{"decoder.layers." + "a" * 500: sized(500_000)}), bytes(2_000_000))
     pt(folder / "large_of_one_storage.pt", dict_of(**{f"a{i}": sized(250_000) for i in range(20)}), bytes(1_000_000))
     pt(folder / "large_record.pt", dict_of(a=sized(4)))
     content = (folder / "large_record.pt").read_bytes()
-    at = content.rindex(b"PK\1\2")  # the last entry of the directory: sizes at 20 and 24
+    at = content.rindex(b"PK\1\2")  # the last entry of the directory; its sizes are at 20 and 24
     (folder / "large_record.pt").write_bytes(content[: at + 20] + b"\xfe\xff\xff\xff" * 2 + content[at + 28 :])
     for length in (100 << 20, 1 << 63):
         (folder / f"large_header_{length}.safetensors").write_bytes(struct.pack("<Q", length) + b"{}")
@@ -310,7 +313,7 @@ EXPECTED |= {f"iteration_{number}": answer for number, answer in enumerate(ITERA
 EXPECTED |= {
     "large_deflated.pt": "compressed",
     "large_layers.pt": "not plausible",
-    "large_of_one_storage.pt": "many of the same memory",
+    "large_of_one_storage.pt": "share storages",
     "large_record.pt": "truncated",
     f"large_header_{100 << 20}.safetensors": "truncated",
     f"large_header_{1 << 63}.safetensors": "truncated",
@@ -325,7 +328,7 @@ def test_crafted_file_error_names_its_fault(answers, name):
 
 
 def test_every_element_must_be_covered_once():
-    """Against a count of every element, for boxes drawn at random."""
+    """Compares with a count of every element, for random slices."""
     draw, kinds = random.Random(3), set()
     for _ in range(3000):
         shape = [draw.randint(1, 4) for _ in range(draw.randint(1, 3))]
@@ -339,13 +342,13 @@ def test_every_element_must_be_covered_once():
         for bounds in slices:
             seen[tuple(slice(start, stop) for start, stop in bounds)] += 1
         reason = coverage_error(shape, slices)
-        kind = "overlap" if (seen > 1).any() else "no piece" if (seen == 0).any() else None
+        kind = "overlap" if (seen > 1).any() else "no chunk" if (seen == 0).any() else None
         kinds.add(kind)
         assert (reason is None) == (kind is None) and (kind is None or kind in reason), (shape, slices, reason)
-        if kind == "no piece":
+        if kind == "no chunk":
             inside = eval(f"seen{reason.split('covers ')[1].split(' of its')[0]}", {"seen": seen})
             assert inside.numel() and not inside.any()
-    assert kinds == {"overlap", "no piece", None}
+    assert kinds == {"overlap", "no chunk", None}
     assert "outside" in coverage_error([4], [((2, 6),)])
 
 
@@ -356,7 +359,7 @@ SHARED = [(module, name) for table in (PLAIN_GLOBALS, DCP_GLOBALS) for module, n
 
 @pytest.mark.parametrize("opcodes", [b"}%ssb", b"N}%ss\x86b", b"}%s\x8ds", b"(%su", b"%ss", b"%sa"])
 def test_pickle_cannot_change_globals(opcodes):
-    """Each global, and each object that two pickles would share, is offered a state and items."""
+    """Tries to set a state and items on each global and on each object shared between pickles."""
     before = {
         key: repr(vars(value)) if hasattr(value, "__dict__") else repr(value) for key, value in DCP_GLOBALS.items()
     }
@@ -376,7 +379,7 @@ def test_pickle_cannot_change_globals(opcodes):
 
 
 def test_pickle_makes_only_plain_data():
-    """An enum's member and a class are names, whatever the pickle does with them."""
+    """Enum members and classes become names, whatever the pickle does with them."""
     found = load(pickle.dumps(described([4], [([0], [4])])), "a pickle", DCP_GLOBALS)
     seen, path = set(), [found]
     while path:
@@ -409,7 +412,7 @@ def seeds(folder: Path) -> Path:
     "count, seed", [(100, 1), pytest.param(7000, 2, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 )
 def test_mutated_files_are_read_or_rejected(tmp_path, count, seed):
-    """Bits, lengths, opcodes and parts of valid files of each format; 20,000 of them by the slow size."""
+    """Mutates bits, lengths, opcodes and sections of valid files of each format; 20,000 mutations in the slow size."""
     found = worker("fuzz", seeds(tmp_path), count, seed)
     print(found)
     assert found.keys() == {"plain.pt", "plain.safetensors", "torch_dist"}
@@ -437,7 +440,7 @@ def test_report_is_never_written_through_link(tmp_path):
 
 
 def test_report_is_written_after_target(tmp_path, monkeypatch):
-    """A conversion that fails at the rename leaves the old target with no report of another one."""
+    """A conversion that fails at the rename leaves the old target without the report of the new one."""
     torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
     torch.save({"a": torch.zeros(2)}, tmp_path / "b.pt")
     target = tmp_path / "c.safetensors"
@@ -453,14 +456,14 @@ def test_report_is_written_after_target(tmp_path, monkeypatch):
     assert compare(target, tmp_path / "a.pt") == (1, [])
     assert not (tmp_path / "c.safetensors.conversion.json").exists() or verify(target) == []
     (tmp_path / "c.safetensors.conversion.json").unlink(missing_ok=True)
-    (tmp_path / "c.safetensors.conversion.json").mkdir()  # a report cannot be put here: nothing is changed
+    (tmp_path / "c.safetensors.conversion.json").mkdir()  # the report cannot be written: nothing changes
     with pytest.raises(ConversionError, match="could not be written"):
         convert(tmp_path / "b.pt", target, to="safetensors", overwrite=True)
     assert compare(target, tmp_path / "a.pt") == (1, [])
 
 
 def test_folder_is_replaced_without_rename_exchange(tmp_path, monkeypatch):
-    """By two renames; between them the old target lies beside its place, which the error and the next run know."""
+    """Uses two renames. Between them the old target has another name, which the error and the next run know."""
     torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
     torch.save({"a": torch.zeros(2)}, tmp_path / "b.pt")
     convert(tmp_path / "a.pt", tmp_path / "c", to="safetensors")
@@ -500,7 +503,7 @@ for line in sys.stdin:
 
 @pytest.mark.parametrize("kills", [8, pytest.param(52, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_target_is_complete_whenever_conversion_is_killed(tmp_path, kills):
-    """SIGKILL at random moments of conversions that replace a target again and again."""
+    """SIGKILL at random moments of conversions that repeatedly replace a target."""
     sources = [tmp_path / "one.pt", tmp_path / "other.pt"]
     for number, source in enumerate(sources):
         tensors = {f"layers.{i}.mlp.fc2.weight": torch.full((500, 500), float(i + 9 * number)) for i in range(8)}
@@ -528,6 +531,6 @@ def test_target_is_complete_whenever_conversion_is_killed(tmp_path, kills):
                 assert verify(folder / name) == [], (number, name)
         converter.stdin.close()
     assert seen, "no conversion was killed while it wrote"
-    for to, name in kinds:  # and what was left beside them is gone with the next one
+    for to, name in kinds:  # the next conversion removes the leftovers
         convert(sources[1], folder / name, to=to, overwrite=True)
     assert not list(folder.glob("*.partial")) and not list(folder.glob("*.replaced"))

@@ -1,4 +1,4 @@
-"""Operations and fusions that users write in Python."""
+"""Operations and fusions written in Python."""
 
 import traceback
 
@@ -24,7 +24,7 @@ def plan_lengths(seq: ops.Sequential, *inputs: torch.Tensor) -> tuple[int, int]:
 
 
 class Square(ops.BasicOperation):
-    """x², with a tensor and a free attribute left for backward."""
+    """x², with a tensor and an attribute saved for backward."""
 
     def op_forward(self, ctx, input_, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None):
         if ctx.requires_grad:
@@ -37,7 +37,7 @@ class Square(ops.BasicOperation):
 
 
 class Gain(ops.BasicOperation):
-    """x·gain + shift, with parameters, one of them in a module of its own."""
+    """x·gain + shift, with two parameters, one of them in a submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Gain(ops.BasicOperation):
 
 
 class MultiplyAndTap(ops.BasicOperation):
-    """x·e with extra input e; returns x once more as extra output."""
+    """x·e with extra input e; also returns x as an extra output."""
 
     num_extra_inputs = 1
     num_extra_outputs = 1
@@ -158,7 +158,7 @@ def test_unexpected_keyword_is_python_type_error():
 
 def test_python_op_may_call_torch_and_weft():
     class Inner(ops.BasicOperation):
-        """Differentiates with torch, and calls a weft pipeline in forward."""
+        """Uses torch autograd in backward and calls a weft pipeline in forward."""
 
         def __init__(self):
             super().__init__()
@@ -300,7 +300,7 @@ class ForgotExtras(Square):
 
 
 def returns(forward=None, backward=None):
-    """An operation whose passes return what is given here."""
+    """An operation whose forward and backward return the given values."""
 
     class Returns(ops.BasicOperation):
         def fuser_forward(self, basic_op_ctxs, input_, **_):
@@ -322,12 +322,20 @@ WRONG = {
         (TypeError, RuntimeError, ValueError),
         "Returns|tensor",
     ),
-    "too many extra outputs": (lambda: returns(lambda x: (x, [(x,)])), RuntimeError, "Returns.*1 extra output.*has 0"),
-    "extra outputs of another operation": (lambda: returns(lambda x: (x, [(), ()])), RuntimeError, "Returns.*2 of 1"),
+    "too many extra outputs": (
+        lambda: returns(lambda x: (x, [(x,)])),
+        RuntimeError,
+        "Returns.*1 extra output.*expected 0",
+    ),
+    "extra outputs of another operation": (
+        lambda: returns(lambda x: (x, [(), ()])),
+        RuntimeError,
+        "Returns.*2 operations, expected 1",
+    ),
     "too many parameter gradients": (
         lambda: returns(backward=lambda dy: (dy, [(dy,)], [()])),
         RuntimeError,
-        "Returns.*1 parameter gradient.*has 0",
+        "Returns.*1 parameter gradient.*expected 0",
     ),
     "gradient is not a tensor": (lambda: returns(backward=lambda dy: (3.0, [()], [()])), TypeError, "float"),
     "not a pair": (lambda: returns(lambda x: x[0, 0]), Exception, "."),
@@ -351,7 +359,7 @@ def test_gradient_of_wrong_shape_is_rejected():
 
 @pytest.mark.parametrize("method", ["op_forward", "fuser_forward", "op_backward", "fuser_backward"])
 def test_native_op_passes_cannot_be_overridden(method):
-    """In the reference an operation is changed by overriding its passes; such an override must never be ignored."""
+    """Users of Transformer Engine change operations by overriding them; weft must not ignore such an override."""
     with pytest.raises(TypeError, match=f"Changed.*{method}"):
         type("Changed", (ops.GELU,), {method: lambda self, *args, **kwargs: None})
 
@@ -360,7 +368,7 @@ def test_native_op_passes_cannot_be_overridden(method):
 
 
 class Joined(ops.FusedOperation):
-    """Two ConstantScales in one. Counts its passes; fills what the parts' own passes expect (they save nothing)."""
+    """Fuses two ConstantScales. Counts its calls; saves nothing, as ConstantScale does."""
 
     forwards = backwards = 0
 
@@ -411,7 +419,7 @@ def test_fusion_replaces_its_ops_in_its_pass(kind):
         check_against(seq(x), expected, [x])
         assert (fused_type.forwards, fused_type.backwards) == runs
         assert plan_lengths(seq, x) == lengths
-        assert len(made) == 1, "one object, also when it serves both passes"
+        assert len(made) == 1, "one object, even if it serves both passes"
     check_against(seq(x), expected, [x])
     assert (fused_type.forwards, fused_type.backwards) == runs
     assert plan_lengths(seq, x) == (3, 3)
@@ -463,7 +471,7 @@ def test_fused_op_is_hidden_from_later_fusions():
 
 
 def test_forward_fusion_fills_contexts_of_python_ops():
-    """Forward is fused, backward is not: the fused forward fills what each part's own backward reads."""
+    """Forward is fused, backward is not: the fused forward saves what each operation's backward reads."""
 
     class SquareThenGain(ops.FusedOperation):
         def fuser_forward(self, basic_op_ctxs, input_, **_):
@@ -486,7 +494,7 @@ def test_forward_fusion_fills_contexts_of_python_ops():
 
 def test_joint_fusion_over_native_ops_keeps_own_state():
     class LinearSquare(ops.FusedOperation):
-        """(x Wᵀ)², saving the product instead of what the parts save."""
+        """(x Wᵀ)²; saves x Wᵀ instead of what the basic operations save."""
 
         def fuser_forward(self, basic_op_ctxs, input_, **_):
             weight = self.basic_ops[0].weight
@@ -533,12 +541,12 @@ def test_keywords_reach_fused_ops():
 
 
 class TapBiasAdd(ops.FusedOperation):
-    """MakeExtraOutput, Bias, AddExtraInput in one: wires the channel between its first and last part itself."""
+    """Fuses MakeExtraOutput, Bias and AddExtraInput, and connects the channel between the first and last itself."""
 
     returns_tap = True
 
     def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **_):
-        assert basic_op_extra_inputs == [(), (), (None,)], "a channel from inside is not handed in"
+        assert basic_op_extra_inputs == [(), (), (None,)], "an internal channel is not passed in"
         tap = input_ if self.returns_tap else None
         return 2 * input_ + self.basic_ops[1].bias, [(tap,), (), ()]
 
@@ -607,7 +615,7 @@ def test_fusion_must_return_outputs_that_others_read(kind, to_caller, message):
     assert "TapBiasAddSilent" in str(caught.value)
 
 
-# ---- wrong fusions ----
+# ---- invalid fusions ----
 
 
 WRONG_LISTS = {
@@ -676,7 +684,7 @@ def test_fused_op_needs_basic_ops():
         ops.FusedOperation([])
 
 
-# ---- a user's fused operation as a module ----
+# ---- a fused operation as a module ----
 
 
 def test_user_fused_op_runs_basic_ops_and_exposes_parameters():
@@ -693,7 +701,7 @@ def test_user_fused_op_runs_basic_ops_and_exposes_parameters():
 
 
 class Split(ops.BasicOperation):
-    """y = 2x; a fresh extra output 3x."""
+    """y = 2x; a new extra output 3x."""
 
     num_extra_outputs = 1
 

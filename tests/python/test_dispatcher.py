@@ -1,4 +1,4 @@
-"""The dispatcher ops: arguments that do not fit their text, dispatch modes, exporters and tracers."""
+"""The dispatcher ops: arguments that do not match the pipeline text, dispatch modes, exporters and tracers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def x(*shape: int) -> torch.Tensor:
     return torch.randn(shape or (4, 8))
 
 
-# ---- arguments that do not fit ----
+# ---- mismatched arguments ----
 
 REJECTED_CALLS = {
     "no tensors": lambda: forward([], GELU),

@@ -1,4 +1,4 @@
-"""Activations of infinite, NaN, huge and tiny arguments are eager torch's in every dtype (docs/numerics.md)."""
+"""Activations of infinite, NaN, huge and tiny inputs match eager torch in every dtype (docs/numerics.md)."""
 
 import pytest
 import torch

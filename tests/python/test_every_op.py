@@ -1,4 +1,4 @@
-"""Every registered operation, alone: gradients, precision, shapes and strides, autocast, errors (issue 3, row 1)."""
+"""Every registered operation by itself: gradients, precision, shapes and strides, autocast, errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DERIVED = ("tensor_parallel_size", "process_group_size", "fan_in")
 
 @dataclass(frozen=True)
 class Case:
-    """An operation to build in any dtype, and the trailing sizes of the input it takes."""
+    """An operation to build in any dtype, and the trailing sizes of its input."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Case:
         return self.name.startswith("Scaled")
 
     def build(self, dtype: torch.dtype):
-        """The operation with random Parameters, the same ones in every dtype up to rounding."""
+        """Builds the operation with random Parameters, equal in every dtype up to rounding."""
         cls = getattr(ops, self.name)
         dtypes = {"dtype": dtype} if "dtype" in inspect.signature(cls).parameters else {}
         op = cls(**self.options, **dtypes)
@@ -46,7 +46,7 @@ class Case:
         return op
 
     def inputs(self, lead: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
-        """x and the extra inputs, as leaves that require grad."""
+        """Returns x and the extra inputs as leaves that require grad."""
         shapes = [lead + self.row]
         if self.scaled:
             shapes.append(shapes[0][:-1])
@@ -61,7 +61,7 @@ class Case:
 
 
 def values(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Both signs, magnitudes up to 1.35, none near a kink: 0 of relu, ±0.75 of the clamped samples."""
+    """Values of both signs up to 1.35, none near a kink: 0 of relu, ±0.75 of the clamped samples."""
     generator = torch.Generator().manual_seed(seed)
     u = torch.rand(shape, generator=generator, dtype=torch.float64)
     magnitude = torch.where(u < 0.5, u * 1.1 + 0.1, u + 0.35)
@@ -69,7 +69,7 @@ def values(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def floats(tensors) -> list[torch.Tensor]:
-    """Those that can have a gradient."""
+    """Returns the tensors that can have a gradient."""
     return [t for t in tensors if t.is_floating_point()]
 
 
@@ -86,7 +86,7 @@ def row_of(options: dict[str, Any]) -> tuple[int, ...]:
 
 
 def samples() -> list[Case]:
-    """What each registered operation brings as its sample: an operation that registers is tested here."""
+    """Returns the sample of each registered operation, so that every new operation is tested."""
     cases = []
     for name, _, _, sample in weft._C.op_types():
         options = {k: v for k, v in sample.fields().items() if k not in DERIVED and k != "dtype" and v is not None}
@@ -139,7 +139,7 @@ every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
 def call(op, inputs, run=None):
-    """All outputs as a tuple; masks of dropout are drawn from the same seed each time."""
+    """Returns all outputs as a tuple. Dropout masks are drawn from the same seed each time."""
     torch.manual_seed(77)
     if run is not None:
         y, extra = run(op, *inputs)
@@ -153,7 +153,7 @@ def rounded(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def compare_with_plain(op, inputs: list[torch.Tensor]) -> None:
-    """Outputs and all gradients of `op` against float64, and against eager where `assert_close` allows it."""
+    """Compares outputs and all gradients of `op` with float64, and with eager where `assert_close` allows it."""
     params = list(op.parameters())
     held = [t.detach().clone() for t in (*inputs, *params)]
     outputs = call(op, inputs)
@@ -187,7 +187,7 @@ def test_gradients_match_finite_differences_in_float64(case):
     op = case.build(torch.float64)
     inputs = case.inputs((2,), torch.float64)
     if case.name == "ConstantScale" and case.options["scale"] == 0 or case.options.get("p") == 1:
-        inputs = case.inputs((1,), torch.float64)  # everything is zero; one row says it
+        inputs = case.inputs((1,), torch.float64)  # everything is zero: one row suffices
     tried = (*floats(inputs), *op.parameters())
     assert torch.autograd.gradcheck(lambda *_: call(op, inputs), tried, atol=1e-7, rtol=1e-6)
 
@@ -248,7 +248,9 @@ def test_values_are_same_without_grad(case):
         with mode():
             outputs = call(op, inputs)
             as_torch = call(op, inputs, plain.apply)
-        assert [y.requires_grad for y in outputs] == [y.requires_grad for y in as_torch]  # x itself and views of it may
+        assert [y.requires_grad for y in outputs] == [
+            y.requires_grad for y in as_torch
+        ]  # x itself and views of it are allowed
         assert all(torch.equal(y, e) for y, e in zip(outputs, expected, strict=True))
 
 
@@ -277,7 +279,7 @@ def test_frozen_tensors_get_no_grad_and_change_no_other(case):
 
 
 def frozen_together(case: Case, inputs: list, params: list) -> list[list]:
-    """One by one; the parameters of a grouped operation, which must be alike, all at once."""
+    """Yields parameters one by one; those of a grouped operation, which must agree, all at once."""
     alike = [params] if case.name == "GroupedLinear" else [[p] for p in params]
     return [*([t] for t in inputs), *alike]
 
@@ -285,7 +287,7 @@ def frozen_together(case: Case, inputs: list, params: list) -> list[list]:
 # ---- dtypes -------------------------------------------------------------------------------------------------------
 
 WEIGHT = ("BasicLinear", "Linear", "GroupedLinear", "LayerNorm", "RMSNorm")  # compute in the dtype of the weight
-PROMOTING = ("Bias", "ConstantScale", "AddExtraInput")  # ordinary promotion; under autocast a bias follows x
+PROMOTING = ("Bias", "ConstantScale", "AddExtraInput")  # torch's type promotion; under autocast a bias follows x
 UNTOUCHED = (
     "L2Normalization",
     "Identity",

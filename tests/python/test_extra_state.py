@@ -1,4 +1,4 @@
-"""Whatever a checkpoint holds as `_extra_state`: it is ignored, never run, and Parameters load as they are."""
+"""Any `_extra_state` in a checkpoint is ignored and never executed, and Parameters load unchanged."""
 
 import io
 import pickle
@@ -34,7 +34,7 @@ def module_classes() -> torch.nn.Module:
 
 
 class MaliciousPickle:
-    """Writes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -44,7 +44,7 @@ class MaliciousPickle:
 
 
 def blobs(rng: random.Random, mark):
-    """States as Transformer Engine's versions write them (tensors of bytes, bytes, BytesIO, pickles), mutated."""
+    """Mutated states as versions of Transformer Engine write them: tensors of bytes, bytes, BytesIO, pickles."""
     state = {"recipe": "DelayedScaling", "scale_fwd": torch.ones(3), "amax_history_fwd": torch.zeros(1024, 3)}
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -78,7 +78,7 @@ def load_mutated(make, count: int, mark) -> None:
     for number in range(count):
         key = rng.choice(keys)
         mutated = {**state, key: next(source)}
-        if ".basic_ops." in key and rng.random() < 0.3:  # as many parts as another number of ranks has
+        if ".basic_ops." in key and rng.random() < 0.3:  # as many as for another number of ranks
             mutated[key.replace("basic_ops.0", f"basic_ops.{rng.randrange(10**9)}")] = next(source)
         assert module.load_state_dict(mutated, strict=True) == ([], []), number
     for child in (child for child in module.modules() if hasattr(type(child), "set_extra_state")):
@@ -86,7 +86,7 @@ def load_mutated(make, count: int, mark) -> None:
             child.set_extra_state(next(source))
     for name, param in module.named_parameters():
         assert torch.equal(param, expected[name]), name
-    assert not mark.exists(), "a pickle was run"
+    assert not mark.exists(), "a pickle was executed"
 
 
 makers = pytest.mark.parametrize("make", (operations, module_classes))

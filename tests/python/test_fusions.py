@@ -1,4 +1,4 @@
-"""Every built-in fusion: it takes what it should, gives the values and gradients of its parts, and harms nobody."""
+"""Every built-in fusion: it matches, has the values and gradients of the unfused operations, and no side effects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weft import _C, fusion, ops
 
 WIDTH, HIDDEN, OUT = 7, 10, 5  # odd where they may be
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-ROWS = (17,)  # enough for every rule; some leave few rows to their parts
+ROWS = (17,)  # enough for every rule; some do not fuse few rows
 LEADS = [ROWS, (4, 5), (3,), (1,), (0,), (2, 0), ()]
 BUILTIN = dict(_C.all_rules())
 UNARY, GATED = [*plain.UNARY], [*plain.GATES, "SiTUGLU", "ClampedSwiGLU"]
@@ -69,7 +69,7 @@ def op(name: str, *arguments, **options):
 
 @dataclass
 class Case:
-    """A pipeline that one rule takes as a whole."""
+    """A pipeline that one rule fuses completely."""
 
     rule: str
     makers: tuple[Callable, ...]
@@ -137,7 +137,7 @@ CASES = [
 ]
 IDS = [f"{case.rule}-{i}" for i, case in enumerate(CASES)]
 each_case = pytest.mark.parametrize("case", CASES, ids=IDS)
-# One of each rule where all variants would say the same.
+# One case per rule, where all variants would test the same.
 ONE_EACH = list({(c.rule, len(c.makers)): c for c in CASES}.values())
 one_of_each = pytest.mark.parametrize("case", ONE_EACH, ids=[f"{c.rule}-{len(c.makers)}" for c in ONE_EACH])
 
@@ -153,7 +153,7 @@ def only(*names: str):
 
 @dataclass
 class CallInputs:
-    """Tensors of a call in float64: x, extra inputs, gradients of the outputs."""
+    """Tensors of a call in float64: x, extra inputs and gradients of the outputs."""
 
     x: torch.Tensor
     extras: list[torch.Tensor]
@@ -161,7 +161,7 @@ class CallInputs:
 
 
 def by_plain_torch(seq: ops.Sequential, x, extras, of=lambda p: p) -> list[torch.Tensor]:
-    """Outputs of a Sequential, operation by operation."""
+    """Computes the outputs of a Sequential, operation by operation."""
     extras, channels, returned = list(extras), {}, []
     for module in seq:
         names, targets = module._bindings()
@@ -179,7 +179,7 @@ def make_inputs(seq: ops.Sequential, case: Case, lead: tuple[int, ...]) -> CallI
         return torch.rand(sizes, dtype=torch.float64) * 2 - 1
 
     def extra(module, slot: int) -> torch.Tensor:
-        """What an extra input takes: split sizes, one value for each row, or a tensor like the last output."""
+        """Makes an extra input: split sizes, one value per row, or a tensor like the last output."""
         if module._description().is_index(slot):
             return plain.some_splits(module.num_groups, math.prod(lead))
         return torch.zeros(()) if isinstance(module, ops.AddExtraInput) else uniform(*lead)
@@ -198,22 +198,22 @@ def leaves(g: CallInputs, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def floats(tensors) -> list[torch.Tensor]:
-    """Those that can have a gradient."""
+    """Returns the tensors that can have a gradient."""
     return [t for t in tensors if t.is_floating_point()]
 
 
 def results(seq: ops.Sequential, g: CallInputs, dtype: torch.dtype, call=None) -> list[torch.Tensor]:
-    """Outputs and the gradients of x, extra inputs and parameters."""
+    """Returns outputs and the gradients of x, extra inputs and parameters."""
     x, *extras = leaves(g, dtype)
     torch.manual_seed(5)
-    outputs = (call or seq)(x, *(e * 1 for e in extras))  # e * 1: given away, so it may be overwritten
+    outputs = (call or seq)(x, *(e * 1 for e in extras))  # e * 1: a temporary, so it may be overwritten
     outputs = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
     inputs = [x, *floats(extras), *seq.parameters()]
     return [*outputs, *torch.autograd.grad(outputs, inputs, [d.to(dtype) for d in g.grads])]
 
 
 def truth(seq: ops.Sequential, g: CallInputs, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    """The same by plain torch, in float64 or rounded as eager torch does."""
+    """Returns the same by plain torch, in float64 or rounded as eager torch rounds."""
     params = {p: p.detach().to(dtype).requires_grad_() for p in seq.parameters()}
     x, *extras = leaves(g, dtype)
     torch.manual_seed(5)
@@ -223,9 +223,9 @@ def truth(seq: ops.Sequential, g: CallInputs, dtype: torch.dtype = torch.float64
 
 
 def scales(seq: ops.Sequential, g: CallInputs) -> list[float]:
-    """What the error of each result is measured by: its largest value. A gradient of a parameter is a sum over rows,
-    whose terms may cancel while their roundings do not: those are independent and add up in squares. So an element of
-    such a sum counts as no smaller than √(Σ_rows term²), which for a single row is the element itself."""
+    """Returns the scale of the error of each result: its largest value. A parameter gradient is a sum over rows whose
+    terms may cancel while their independent rounding errors do not, so an element counts as at least √(Σ_rows term²),
+    which for a single row is the element itself."""
     params = {p: p.detach().double().requires_grad_() for p in seq.parameters()}
     x, *extras = leaves(g, torch.float64)
     torch.manual_seed(5)
@@ -242,8 +242,8 @@ def scales(seq: ops.Sequential, g: CallInputs) -> list[float]:
 
 
 def check(seq: ops.Sequential, g: CallInputs, actual: list, dtype: torch.dtype, peer: list | None = None) -> None:
-    """Results against float64. In low precision they may lie twice as far from it as those of `peer`, eager torch in
-    the same dtype unless given, whose dtypes they must have."""
+    """Compares results with float64. In low precision the error may be twice that of `peer` (default: eager torch in
+    the same dtype), whose dtypes the results must have."""
     exact, peer = truth(seq, g), peer or truth(seq, g, dtype)
     by = scales(seq, g) if g.x.numel() else [1.0] * len(exact)
 
@@ -257,7 +257,7 @@ def check(seq: ops.Sequential, g: CallInputs, actual: list, dtype: torch.dtype, 
 
 
 def rounded(g: CallInputs, dtype: torch.dtype) -> CallInputs:
-    """Values that `dtype` can hold, so that only the computation differs."""
+    """Rounds values to `dtype`, so that only the computation differs."""
 
     def to(t: torch.Tensor) -> torch.Tensor:
         return t.to(dtype).double() if t.is_floating_point() else t
@@ -265,7 +265,7 @@ def rounded(g: CallInputs, dtype: torch.dtype) -> CallInputs:
     return CallInputs(to(g.x), [to(t) for t in g.extras], [to(t) for t in g.grads])
 
 
-# ---- what it takes ---------------------------------------------------------------------------------------------------
+# ---- matching --------------------------------------------------------------------------------------------------------
 
 
 def test_every_rule_has_case():
@@ -310,7 +310,7 @@ def test_values_and_gradients_agree_with_unfused_plan(case):
 
 @one_of_each
 def test_rule_runs_unfused_below_min_rows(case):
-    """Below `min_rows` the bits are those of the unfused plan; from there on one rounding is saved somewhere."""
+    """Below `min_rows` results equal the unfused plan bitwise; from there on the fusion saves at least one rounding."""
     seq = case.build(torch.bfloat16)
     x, *extras = leaves(make_inputs(seq, case, ROWS), torch.bfloat16)
     with only(case.rule):
@@ -338,7 +338,7 @@ PASSES = {
 @pytest.mark.parametrize("passes", PASSES)
 @each_case
 def test_any_backward_plan_fits_any_forward_plan(case, passes):
-    """A forward rule leaves what the parts' own backward reads, and a backward rule reads what the parts left."""
+    """A forward rule saves what the unfused backward reads; a backward rule reads what the unfused forward saved."""
     seq = case.build(torch.float64)
     g = make_inputs(seq, case, ROWS)
     with only(*(name for name, of in BUILTIN.items() if of in PASSES[passes])):
@@ -346,7 +346,7 @@ def test_any_backward_plan_fits_any_forward_plan(case, passes):
 
 
 def subsets(count: int) -> list[list[bool]]:
-    """Each one alone, each one missing."""
+    """Yields each rule alone, and all but one."""
     alone = [[i == k for i in range(count)] for k in range(count)]
     return [*alone, *([not flag for flag in flags] for flags in alone)]
 
@@ -477,7 +477,7 @@ def test_caller_tensors_are_not_changed(case):
 
 
 def large_allocations(call: Callable, size: int) -> int:
-    """How many blocks of at least `size` bytes a call asks for."""
+    """Counts the allocations of at least `size` bytes in a call."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
     events = profile.profiler.kineto_results.events()
@@ -499,7 +499,7 @@ def test_linear_add_accumulates_into_residual_gradient_if_permitted(in_place):
 @pytest.mark.parametrize("front", ("plain", "fork", "norm"))
 @pytest.mark.parametrize("activation", ("GELU", "SwiGLU", "QGELU"))
 def test_forwarded_packed_gradient_gives_same_weight_gradient(activation, front, delayed):
-    """From 512 rows on the activation's backward lays its gradient out for the weight gradient before it."""
+    """From 512 rows on, the activation's backward packs its gradient for the weight-gradient GEMM before it."""
     h, f, rows = 64, 96, 544
     up = 2 * f if activation == "SwiGLU" else f
     first = ops.BasicLinear(h, up, dtype=torch.bfloat16, delay_wgrad_compute=delayed)
@@ -543,7 +543,7 @@ def test_linear_add_keeps_residual_gradient_with_other_readers():
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
 @pytest.mark.parametrize("width", (WIDTH, 256))
 def test_block_saves_norm_input_statistics_and_pre_activation(kind, width):
-    """A narrow one also what its products take, since computing that again would take longer than the products."""
+    """A narrow block also saves the inputs of its GEMMs, because recomputing them would take longer than the GEMMs."""
     wide = width == 256
     seq = ops.Sequential(
         fork(False)(None),
@@ -591,7 +591,7 @@ def test_rules_can_be_disabled_temporarily():
             assert forward() == ["BasicLinear", "Bias", "GELU"]
         assert forward() == ["linear_bias", "GELU"]
     assert forward() == ["linear_bias_activation"]
-    with pytest.raises(ValueError, match="No rule is called"), fusion.without_rules("linear_glue"):
+    with pytest.raises(ValueError, match="Unknown fusion rules"), fusion.without_rules("linear_glue"):
         pass
 
 
@@ -603,7 +603,7 @@ NIGHTLY = [tier for tier in TIERS if tier not in (_C.machine_tier(), "ref")]
 
 @pytest.mark.parametrize("tier", [pytest.param(t, marks=pytest.mark.slow) if t in NIGHTLY else t for t in TIERS])
 def test_values_hold_in_every_tier(tier):
-    """Each in a fresh process: the tier is chosen once."""
+    """Each tier in a new process, because a process selects its tier once."""
     if "WEFT_TIER" in os.environ:
         pytest.skip("this process has its tier already")
     if TIERS.index(tier) < TIERS.index(_C.machine_tier()):

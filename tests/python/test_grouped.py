@@ -1,4 +1,4 @@
-"""GroupedLinear: a linear for each group of rows."""
+"""GroupedLinear: one linear per group of rows."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_no_rows_at_all(split_path, bias, dtype):
 @each_dtype
 @each_weight
 def test_padded_tail_is_ignored(split_path, dtype, single):
-    """Rows behind the last group may hold anything, NaN too."""
+    """Rows after the last group may contain anything, including NaN."""
     op = layer(K, N, dtype=dtype, scale_bias=True, split_path=split_path, single_grouped_weight=single)
     x, dy, scales = (uniform(ROWS + 9, *s, dtype=dtype) for s in ((K,), (N,), ()))
     for t in (x, dy, scales):
@@ -179,7 +179,7 @@ def test_tail_with_infinities_keeps_delayed_gradients_correct(split_path):
 @pytest.mark.parametrize("value", (float("nan"), float("inf")))
 @pytest.mark.parametrize("width", (20, 64))
 def test_groups_do_not_affect_each_other(split_path, dtype, value, width):
-    """Kernels take rows in blocks, which end where a group ends."""
+    """Kernels process rows in blocks that end at the end of a group."""
     op = layer(width, width, groups=4, dtype=dtype, scale_bias=True, split_path=split_path)
     x, dy, scales = (uniform(60, *s, dtype=dtype) for s in ((width,), (width,), ()))
     given = (x.requires_grad_(), splits_of((21, 5, 33, 1)), scales.requires_grad_())
@@ -189,7 +189,7 @@ def test_groups_do_not_affect_each_other(split_path, dtype, value, width):
     found = run(op, dy, *given)
     for name in expected:
         if name == "gradient of extra 0" or name.endswith("1") and name != "gradient of extra 1":
-            continue  # splits have none; weight1 and bias1 are those of the group
+            continue  # splits have no gradient; weight1 and bias1 belong to the group
         got, exact = found[name], expected[name]
         if got.shape[0] == 60:
             assert not got[bad].isfinite().any(), name
@@ -217,7 +217,7 @@ def test_strides_of_x_and_dy_do_not_matter():
 @pytest.mark.parametrize("scale_dtype", (torch.float32, torch.bfloat16, torch.float64))
 @each_path
 def test_scales_of_another_dtype_keep_precision(dtype, scale_dtype, split_path):
-    """Without a product the result is s·b, rounded once."""
+    """With a zero GEMM result the output is s·b, rounded once."""
     op = layer(K, N, dtype=dtype, scale_bias=True, split_path=split_path)
     x, scales = torch.zeros(ROWS, K, dtype=dtype), leaf(ROWS, dtype=scale_dtype)
     dy = uniform(ROWS, N, dtype=dtype)
@@ -274,7 +274,7 @@ def test_layouts_and_runs_agree_bitwise(dtype, split_path):
 
 
 def test_parameters_may_be_anywhere_in_memory():
-    """Users exchange parameters: nothing relies on their first layout."""
+    """Users replace parameters: nothing relies on their initial layout."""
     op = layer(K, N)
     for g in range(GROUPS):
         weight = uniform(K, N, dtype=torch.float32).t() if g % 2 else uniform(N, K, dtype=torch.float32)
@@ -323,7 +323,7 @@ def test_autocast_dtype_and_gradient_dtypes(dtype, split_path, single):
         assert_near(t.grad, expected[f"gradient of {name}"], dtype, name)
 
 
-# ---- what is kept ---------------------------------------------------------------------------------------------------
+# ---- saved tensors --------------------------------------------------------------------------------------------------
 
 
 @each_path
@@ -564,7 +564,7 @@ def test_assign_and_meta_load_across_layouts():
     assert same(source, other)
 
 
-# ---- the caller's memory --------------------------------------------------------------------------------------------
+# ---- buffers of the caller ------------------------------------------------------------------------------------------
 
 SENTINEL = 7.0
 
@@ -578,7 +578,7 @@ def test_results_are_written_into_given_tensors(split_path, dtype):
     plain_y.backward(dy)
     plain_dx, x.grad = x.grad, None
     output, grad_input = (torch.full((ROWS + 5, w), SENTINEL, dtype=dtype) for w in (N, K))
-    for _ in range(2):  # used again: a detached alias
+    for _ in range(2):  # reused: a detached alias
         y = op(x, splits, output=output.detach(), grad_input=grad_input.detach())
         assert y.data_ptr() == output.data_ptr() and y.requires_grad
         (dx,) = torch.autograd.grad(y, x, dy)
@@ -686,7 +686,7 @@ def test_writing_output_buffer_bumps_version():
 @each_path
 @pytest.mark.parametrize("delay", (False, True), ids=("now", "delayed"))
 def test_dy_in_memory_of_dx_is_correct_or_rejected(split_path, delay):
-    """A framework may have one buffer for both."""
+    """A framework may use one buffer for both."""
     op = layer(K, K, split_path=split_path, delay_wgrad_compute=delay)
     x, memory = leaf(ROWS, K), uniform(ROWS, K, dtype=torch.float32)
     expected = truth(op, memory.clone(), x, splits_of())
@@ -701,7 +701,7 @@ def test_dy_in_memory_of_dx_is_correct_or_rejected(split_path, delay):
 
 
 def test_buffer_reused_too_early_is_detected():
-    """Autograd, and a weight gradient that waits, see that what they kept was overwritten."""
+    """Autograd, and a pending weight gradient, detect that a saved tensor was overwritten."""
     first, last = layer(K, K), layer(K, K, delay_wgrad_compute=True)
     x, output = uniform(ROWS, K, dtype=torch.float32), torch.empty(ROWS, K)
     y = first(x, splits_of(), output=output.detach())
@@ -849,7 +849,7 @@ def test_bad_splits_raise_without_side_effects(case, split_path, single):
             op(x, splits, **keywords)
     assert torch.equal(output, torch.full_like(output, SENTINEL))
     dy = uniform(ROWS, N)
-    compare(run(op, dy, x, splits_of()), truth(op, dy, x, splits_of()), torch.float32)  # nothing is broken after
+    compare(run(op, dy, x, splits_of()), truth(op, dy, x, splits_of()), torch.float32)  # the next call works
 
 
 @each_path
@@ -908,7 +908,7 @@ def test_compiled_grouped_linear_matches_eager(single):
     assert all(found[name] is t is None or torch.equal(found[name], t) for name, t in expected.items())
     output = torch.zeros(ROWS, N)
     y = torch.compile(lambda *t: op(*t, output=output), backend="aot_eager")(x, splits_of(), scales)
-    assert torch.equal(output, y), "a buffer is not forgotten under a compiler"
+    assert torch.equal(output, y), "the buffer is used under a compiler"
 
 
 def test_checkpointing_and_functional_calls_work():

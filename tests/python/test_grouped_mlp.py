@@ -1,4 +1,4 @@
-"""Experts: GroupedLinear, scaled activation, GroupedLinear, as one fused operation and as three."""
+"""Experts: GroupedLinear, scaled activation, GroupedLinear, fused and unfused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def inputs(model, rows: int = ROWS, dtype=torch.float32, probs_dtype=None) -> li
 
 
 def shared_gradients(found: dict, given: list[torch.Tensor]) -> dict:
-    """In a truth every extra input is a leaf of its own; one tensor given twice gets the sum."""
+    """In the reference every extra input is a separate leaf; a tensor passed twice gets the sum."""
     found = dict(found)
     if len(given) == 5 and given[2] is given[4] and found["gradient of extra 1"] is not None:
         both = found["gradient of extra 1"] + found["gradient of extra 3"]
@@ -216,8 +216,8 @@ def test_probabilities_of_another_dtype(dtype, probs_dtype, activation):
 
 @pytest.mark.parametrize("fused", (True, False), ids=("fused", "unfused"))
 def test_float32_probabilities_keep_precision_in_low_precision_model(fused):
-    """All products here are exact: x picks a column of W1, W2 is the identity. What remains is p·f(h), rounded once; a
-    probability rounded to bfloat16 first would be off by twice as much."""
+    """The GEMMs are exact: x selects a column of W1, and W2 is the identity. The result is p·f(h), rounded once; with a
+    probability rounded to bfloat16 first the error would be twice as large."""
     width = 16
     model = weft.Sequential(
         layer(width, width, groups=2, bias=False, dtype=torch.bfloat16),
@@ -245,7 +245,7 @@ def test_float32_probabilities_keep_precision_in_low_precision_model(fused):
 
 @pytest.mark.parametrize("fused", (True, False), ids=("fused", "unfused"))
 def test_each_extra_input_has_its_own_gradient(fused):
-    """The scales of the activation and of the last bias may be two tensors, the splits too."""
+    """The scales of the activation and of the last bias may be different tensors, and so may the splits."""
     model = mlp(k=K, n=N)
     probs, scales = leaf(ROWS), leaf(ROWS)
     given = [leaf(ROWS, K), splits_of(), probs, splits_of(dtype=torch.int32), scales]
@@ -260,7 +260,7 @@ def test_each_extra_input_has_its_own_gradient(fused):
 
 @pytest.mark.parametrize("fused", (True, False), ids=("fused", "unfused"))
 def test_layers_may_have_different_splits(fused):
-    """Nobody needs it, but it means something, and that is what is computed."""
+    """Unusual, but well defined."""
     model = mlp(k=K, n=N, groups=3)
     probs = leaf(ROWS)
     given = [leaf(ROWS, K), splits_of((4, 0, 20)), probs, splits_of((10, 10, 4)), probs]
@@ -330,7 +330,7 @@ def test_frozen_layer_leaves_main_grad_alone(frozen, delay, single):
                 assert torch.equal(p.main_grad, torch.full_like(p, 0.5)) and p.grad_added_to_main_grad is False
 
 
-# ---- what is kept ---------------------------------------------------------------------------------------------------
+# ---- saved tensors --------------------------------------------------------------------------------------------------
 
 
 def kept_bytes(model, given) -> int:
@@ -367,7 +367,7 @@ def test_frozen_layers_save_less():
     assert x not in {t.data_ptr() for t in saved_tensors(lambda: model(*given))}
     given[0].requires_grad_(False)
     given[2].requires_grad_(False)
-    assert kept_bytes(model, given) == ROWS * 32 * 4, "the input of the last layer, and no more"
+    assert kept_bytes(model, given) == ROWS * 32 * 4, "only the input of the last layer"
 
 
 # ---- the plan -------------------------------------------------------------------------------------------------------
@@ -423,7 +423,7 @@ def test_autocast_is_fused_and_correct():
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-# ---- the caller's memory --------------------------------------------------------------------------------------------
+# ---- buffers of the caller ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fused", (True, False), ids=("fused", "unfused"))
@@ -594,7 +594,7 @@ def test_model_can_be_cast(dtype):
 
 
 def test_optimizer_may_step_inside_backward():
-    """Weights of one operation lie in one memory at first; a step of one is no change of the others."""
+    """Weights of one operation initially share a storage; a step of one does not change the others."""
     model = mlp(k=K, n=N)
     given, dy = inputs(model), uniform(ROWS, N, dtype=torch.float32)
     expected = truth(model, dy, *given)

@@ -1,7 +1,7 @@
-"""GroupedLinear with random numbers of groups, rows and skews against a loop of plain linears in float64.
+"""GroupedLinear with random numbers of groups and rows and random skew, compared with plain linears in float64.
 
-A seed says all: `wrong(case(seed))` is empty, or says what is wrong. `test_grouped_random.py::test_five_thousand…`
-runs the long series.
+A seed determines a case: `wrong(case(seed))` returns its errors. `test_grouped_random.py::test_five_thousand…` runs the
+long series.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROWS = (0, 1, 2, 7, 31, 64, 65, 128, 300, 1000, 4096)
 class Case:
     seed: int
     sizes: list[int]
-    tail: int  # rows behind the last group
+    tail: int  # rows after the last group
     k: int
     n: int
     dtype: torch.dtype
@@ -101,7 +101,7 @@ def wrong(c: Case) -> str:
     if op.num_extra_inputs == 2:
         extras.append(uniform(c.rows, dtype=c.dtype))
     for t in (x, dy, *extras[1:]):
-        t[sum(c.sizes) :] = float("nan")  # counts nowhere
+        t[sum(c.sizes) :] = float("nan")  # ignored
     try:
         found, exact = by_weft(op, dy, x, *extras), by_loop(op, c, dy, x, *extras)
         compare(found, exact, c.dtype, floor=0.1)
@@ -119,7 +119,7 @@ def by_weft(op, dy, x, splits, *scales) -> dict[str, torch.Tensor]:
 
 
 def by_loop(op, c: Case, dy, x, splits, *scales) -> dict[str, torch.Tensor]:
-    """On the rows of groups; the rest is 0."""
+    """Computes the rows of groups; the rest is 0."""
     active = sum(c.sizes)
     given = [t.detach()[:active].requires_grad_() for t in (x, *scales)]
     found = truth(op, dy[:active], given[0], splits, *given[1:])

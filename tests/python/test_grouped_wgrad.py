@@ -1,5 +1,5 @@
-"""Where the weight gradients of grouped operations go: every row of the rule (test_wgrad.py says what a row is), for
-GroupedLinear alone and for both layers of a fused MLP, with a weight for each group or one for all."""
+"""Weight gradients of grouped operations: every row of the table in test_wgrad.py, for GroupedLinear and for both
+layers of a fused MLP, with one weight per group or a single grouped weight."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from test_wgrad import assert_near as assert_close
 import weft
 from weft import ops
 
-WIDTH = 28  # a weight has other sizes than x
-KINDS = ("grouped", "split", "mlp")  # the MLP has a SwiGLU; "srelu" is one with a ScaledSReLU
+WIDTH = 28  # the weight and x have different sizes
+KINDS = ("grouped", "split", "mlp")  # the MLP has a ScaledSwiGLU, "srelu" a ScaledSReLU
 DTYPES = ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16))
 each_kind = pytest.mark.parametrize("kind", KINDS)
 each_weight = pytest.mark.parametrize("single", (False, True), ids=("discrete", "single"))
@@ -56,7 +56,7 @@ def weights(model) -> list[torch.nn.Parameter]:
 
 
 def inputs(model, dtype=torch.float32, width: int = WIDTH, rows: int = ROWS) -> list[torch.Tensor]:
-    """x and the extra inputs; two of the groups are empty."""
+    """Returns x and the extra inputs; two of the groups are empty."""
     splits = splits_of() if rows else splits_of([0] * len(splits_of()))
     x = leaf(rows, width, dtype=dtype)
     probs = leaf(rows, dtype=dtype)
@@ -85,7 +85,7 @@ def pop(model) -> None:
 
 
 def gradients(model, *micro_batches) -> list[torch.Tensor]:
-    """The weight gradients of all micro-batches together, in float64."""
+    """Returns the weight gradients summed over all micro-batches, in float64."""
     total = [0] * len(weights(model))
     for given in micro_batches:
         x, *extras = given
@@ -107,7 +107,7 @@ def same_bits(a, b) -> bool:
     return torch.equal(a.nan_to_num(1.0), b.nan_to_num(1.0))
 
 
-# ---- the rows -------------------------------------------------------------------------------------------------------
+# ---- rows of the table ----------------------------------------------------------------------------------------------
 
 
 @each_row
@@ -135,7 +135,7 @@ def test_every_row_of_wgrad_contract(row, kind, single, dtypes):
     for op in reversed(layers(model)):
         op.backward_dw()
         assert op.pending_backward_dw == 0
-        op.backward_dw()  # nothing waits: nothing happens
+        op.backward_dw()  # nothing is pending: no effect
     assert len(seen) == (len(layers(model)) if row.delay else 0), "hooks run once for each layer"
     assert all((g is not None) == (row.flag or not row.accumulate) for grads in seen for g in grads)
     for weight, dw in zip(weights(model), expected, strict=True):
@@ -233,7 +233,7 @@ def test_float32_main_grad_gets_unrounded_gemm(kind, single):
             assert (w.main_grad.double() - exact).abs().max() <= 2e-6 * exact.abs().max()
 
 
-# ---- buckets that are fetched ---------------------------------------------------------------------------------------
+# ---- get_main_grad() ------------------------------------------------------------------------------------------------
 
 
 @each_kind
@@ -241,7 +241,7 @@ def test_float32_main_grad_gets_unrounded_gemm(kind, single):
 @pytest.mark.parametrize("delay", (False, True), ids=("now", "delayed"))
 @pytest.mark.parametrize("sharded", (True, False), ids=("sharded", "unsharded"))
 def test_bucket_is_fetched_when_gradient_is_computed(kind, single, delay, sharded):
-    """It may be another one in each step."""
+    """It may be different in each step."""
     model = build(kind, single, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
     fetched, forward = [], [True]
 
@@ -414,7 +414,7 @@ def test_main_grads_of_different_dtypes_are_rejected():
 
 
 def test_experts_share_one_main_grad_bucket():
-    """Views of one bucket that overlap would lose a gradient; views side by side are what frameworks use."""
+    """Overlapping views of one bucket would lose a gradient; frameworks use adjacent views."""
     model = model_for(ROW5, "grouped", single=False)
     bucket = torch.zeros(len(weights(model)) * WIDTH * WIDTH)
     for w, part in zip(weights(model), bucket.chunk(len(weights(model))), strict=True):
@@ -488,7 +488,7 @@ def test_delayed_gradient_adds_to_existing_grad(kind, single):
 
 @each_weight
 def test_delayed_gradients_of_experts_are_independent(single):
-    """Each has .grad of its own: clearing or scaling one leaves the others."""
+    """Each has its own .grad: clearing or scaling one does not affect the others."""
     model = model_for(ROW2, "grouped", single)
     given = inputs(model)
     backward(model, given)
@@ -560,7 +560,7 @@ def test_only_gemm_touches_weight_sized_memory(row, kind, single, dtypes):
         y.backward(dy)
         pop(model)
 
-    cleared = ["zero_"] * splits_of().tolist().count(0) if row.overwrite else []  # of groups without rows
+    cleared = ["zero_"] * splits_of().tolist().count(0) if row.overwrite else []  # of empty groups
     assert ops_touching_weight_memory(weights(model)[0], work) in ([], cleared)
     assert [w.main_grad._version for w in weights(model)] == [v + 1 for v in versions]
 
@@ -621,7 +621,7 @@ def test_accumulator_hooks_fire_once_and_get_grad_only_with_flag(single, flag):
 
 
 class Buckets:
-    """Overlapped data parallelism: a hook for each parameter adds what is not there yet and clears .grad."""
+    """Overlapped data parallelism: a hook per parameter adds .grad to main_grad unless it was added, and clears it."""
 
     def __init__(self, model):
         self.ready, self.last, self.kept = [], False, []

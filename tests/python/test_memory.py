@@ -1,4 +1,4 @@
-"""Memory: what a call needed is given back, and what nobody uses any more goes away."""
+"""Memory: a call frees what it allocated, and unreferenced objects are freed."""
 
 import gc
 import os
@@ -17,7 +17,7 @@ WIDTH = 8
 
 
 def in_fresh_process(script: str) -> list[int]:
-    """Runs a script with `resident()` (bytes of memory in use) at hand; the integers it prints."""
+    """Runs a script that can call `resident()` (resident set size in bytes); returns the integers it prints."""
     prelude = """
         import gc, os, torch
         from weft import ops
@@ -109,7 +109,7 @@ def test_creating_and_dropping_modules_does_not_grow_memory():
 
 
 class Doubled(ops.BasicOperation):
-    """2x, in Python. Leaves a tensor and a free attribute for backward."""
+    """2x, in Python. Saves a tensor and an attribute for backward."""
 
     def op_forward(self, ctx, input_, **_):
         ctx.save_for_backward(input_)
@@ -122,7 +122,7 @@ class Doubled(ops.BasicOperation):
 
 def hooked() -> ops.Sequential:
     seq = ops.Sequential(ops.Linear(WIDTH, WIDTH), ops.GELU(), ops.RMSNorm(WIDTH))
-    seq[1].register_forward_hook(lambda *_: seq.training and None)  # the hook holds the Sequential that holds it
+    seq[1].register_forward_hook(lambda *_: seq.training and None)  # the hook references the Sequential that holds it
     return seq
 
 
@@ -203,7 +203,7 @@ def test_saved_tensors_are_released_by_backward(python_op):
     assert saved and all(ref() is not None for ref in saved)
     y.backward()
     gc.collect()
-    assert all(ref() is None for ref in saved), "y is alive, but the graph must have let go"
+    assert all(ref() is None for ref in saved), "y is alive, but the graph must have released it"
 
 
 @pytest.mark.parametrize("kind", ["Linear", "Sequential", "operation in Python"])
@@ -243,7 +243,7 @@ def test_dropping_output_frees_graph():
 
 
 def test_op_that_keeps_its_output_is_freed():
-    """The output's graph holds the operation's context, and the operation holds the output."""
+    """The output's graph references the operation's context, and the operation references the output."""
 
     class Keeps(Doubled):
         def op_forward(self, ctx, input_, **_):

@@ -1,4 +1,4 @@
-"""What people do with torch.nn modules all day, done with weft's: each must work as it does with torch.nn."""
+"""Common uses of torch.nn modules: each must work the same with weft's modules."""
 
 import copy
 import io
@@ -22,7 +22,7 @@ def mlp(**options) -> ops.Sequential:
 
 
 def block(**options) -> ops.Sequential:
-    """A transformer block's second half: norm, MLP, residual."""
+    """The second half of a transformer block: norm, MLP, residual."""
     return ops.Sequential(
         ops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
         ops.RMSNorm(WIDTH, **options),
@@ -32,7 +32,7 @@ def block(**options) -> ops.Sequential:
 
 
 def plain(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The same in torch's own operations, on the same Parameters."""
+    """The same in torch operations, with the same Parameters."""
     residual = None
     for op in module if isinstance(module, ops.Sequential) else [module]:
         if isinstance(op, ops.MakeExtraOutput):
@@ -248,7 +248,7 @@ def test_default_device_and_dtype_are_torch_defaults():
     assert {p.dtype for p in block().parameters()} == {torch.float64}
 
 
-# ---- parameters without memory ----
+# ---- the meta device ----
 
 
 @models
@@ -638,7 +638,7 @@ class Remembers(ops.BasicOperation):
 
 @pytest.mark.parametrize("python_op", [False, True], ids=["native", "with an operation in Python"])
 def test_saved_tensor_hooks_see_every_saved_tensor(python_op):
-    """Backward computes with what unpack returns; zeros would not reach a tensor that was kept beside the hooks."""
+    """Backward uses what unpack returns; a tensor saved without the hooks would not become zero."""
     module = mlp()
     if python_op:
         module.append(Remembers())
@@ -785,7 +785,7 @@ def test_repr_shows_options():
 
 
 def test_import_is_cheap():
-    """The compiler, which takes a second to import, comes with the first compilation."""
+    """The compiler, which takes a second to import, is imported at the first compilation."""
     code = "import sys, weft; print('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"

@@ -1,4 +1,4 @@
-"""Fused low-precision results are no worse than eager's: relative Frobenius error against float64, over eager's."""
+"""Fused low-precision results are no worse than eager's: relative Frobenius errors, compared with float64."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def by_plain(modules: list[torch.nn.Module], x: torch.Tensor, of: plain.Of) -> t
 
 
 def results(modules: list[torch.nn.Module], x: torch.Tensor, dy: torch.Tensor, dtype: torch.dtype | None):
-    """y and all gradients: by weft, or by plain torch in `dtype`."""
+    """Returns y and all gradients, by weft or by plain torch in `dtype`."""
     params = [p for module in modules for p in module.parameters()]
     leaf = x.to(dtype or x.dtype, copy=True).requires_grad_()
     torch.manual_seed(1)  # of dropout
@@ -79,7 +79,7 @@ def results(modules: list[torch.nn.Module], x: torch.Tensor, dy: torch.Tensor, d
 
 
 def error(got: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
-    """Of all draws together: one draw of a short vector is a matter of luck."""
+    """Error over all draws together: a single draw of a short vector varies too much."""
     distance = sum((a.double() - b).square().sum() for a, b in zip(got, exact, strict=True))
     return (distance / sum(b.square().sum() for b in exact)).sqrt().item()
 
@@ -99,7 +99,7 @@ def check(make: Callable[[], list[torch.nn.Module]], m: int, h: int, dtype: torc
         found[what] = error(ours, exact), error(eager, exact)
     print({what: round(mine / theirs, 4) if theirs else mine for what, (mine, theirs) in found.items()})
     worse = {what: pair for what, pair in found.items() if not pair[0] <= ALLOWED * pair[1]}
-    assert not worse, f"error of weft, of eager: {worse}"
+    assert not worse, f"errors of weft and eager: {worse}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,7 +1,7 @@
-"""Weights are packed in each call; of frozen ones the copies are kept. No result is that of an old weight unless a
-frozen one was changed behind its version counter.
+"""Weights are packed in each call; packed copies of frozen weights are kept. A result never uses an old weight, unless
+a frozen one was changed without its version counter.
 
-The truth is the same call on clones of the weights, which are not frozen. Equal means every bit.
+The reference is the same call on clones of the weights, which are not frozen. Results must be equal bitwise.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def weight_of(module):
 
 
 def results(module, x):
-    """Output, gradient of x, gradients of the parameters."""
+    """Returns the output, the gradient of x and the gradients of the parameters."""
     x = x.detach().requires_grad_()
     y = module(x)
     grads = torch.autograd.grad(y, [x, *module.parameters()], torch.ones_like(y))
@@ -82,7 +82,7 @@ def is_right(module, x):
 
 
 def counted(module, x):
-    """What a forward call does with copies."""
+    """Counts what a forward call does with packed copies."""
     before = _C.packing_counts()
     with torch.no_grad():
         module(x)
@@ -147,7 +147,7 @@ def by_loading(assign):
 RECORDED = {  # by the weight's version counter
     "AdamW": by_optimizer(lambda p: torch.optim.AdamW(p, lr=0.1)),
     "AdamW foreach": by_optimizer(lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True)),
-    "SGD": by_optimizer(lambda p: torch.optim.SGD(p, lr=0.1)),  # fused, torch 2.13 leaves bfloat16 as it is
+    "SGD": by_optimizer(lambda p: torch.optim.SGD(p, lr=0.1)),  # with fused=True, torch 2.13 does not update bfloat16
     "operator under no_grad": by_operator,
     "load_state_dict": by_loading(assign=False),
     "swapped rows": by_swapped_rows,
@@ -187,7 +187,7 @@ def test_changed_weight_is_used_at_next_call(change, module):
 
 @torch.no_grad()
 def test_structured_changes_are_used():
-    """Changes that sums over a weight do not see."""
+    """Changes that do not change sums over the weight."""
     identity = torch.eye(SIZE, dtype=BF16)
     dense = torch.randn(SIZE, SIZE).to(BF16)
     for start in (2 * identity, dense):
@@ -378,7 +378,7 @@ def test_threads_share_frozen_weights_and_train_their_own():
 
 
 def test_python_only_storage_does_not_deadlock():
-    """Such a storage cannot be touched without the GIL, which another thread may hold while it asks for counts."""
+    """Such a storage cannot be accessed without the GIL, which another thread may hold while it requests counts."""
     x = batch()
     old = [weft.prepack(linear()) for _ in range(4)]
     for module in old:

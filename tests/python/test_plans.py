@@ -1,4 +1,4 @@
-"""A plan is made once and used until something it depends on changes; then the very next call sees the change."""
+"""A plan is made once and reused until something it depends on changes; the next call then uses the change."""
 
 import itertools
 import threading
@@ -28,18 +28,18 @@ def rows(count: int = 4, **options) -> torch.Tensor:
 
 
 class PlansMade:
-    """Counts plans of a module that runs as one pipeline, and notices when its runner was built anew."""
+    """Counts the plans of a module that runs as one pipeline, and detects when its runner was rebuilt."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module, self.runner, self.at_start = module, module._runner, module._runner.plans_made
 
     def __call__(self) -> int:
-        assert self.module._runner is self.runner, "the pipeline was built anew"
+        assert self.module._runner is self.runner, "the pipeline was rebuilt"
         return self.runner.plans_made - self.at_start
 
 
 class Recorder(ops.BasicOperation):
-    """The identity, written in Python; counts its passes."""
+    """The identity, written in Python; counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ def test_forward_hook_may_replace_output_of_contained_op():
 
 
 class TwiceTheScale(ops.FusedOperation):
-    """Stands for one ConstantScale and deliberately applies its scale twice: shows that it ran."""
+    """Replaces one ConstantScale and applies its scale twice, to show that it ran."""
 
     def fuser_forward(self, basic_op_ctxs, input_, **_):
         return input_ * self.basic_ops[0].scale ** 2, [()]
@@ -329,7 +329,7 @@ def test_registering_or_removing_rule_takes_effect_at_next_call():
     try:
         torch.testing.assert_close(module(x), 9 * x)
         module(x)
-        assert seen == [2], "an unchanged call must not ask the rules again"
+        assert seen == [2], "an unchanged call must not run the rules again"
     finally:
         handle.remove()
     torch.testing.assert_close(module(x), 3 * x)
@@ -349,7 +349,7 @@ def test_every_new_scale_is_used(in_sequential):
     module, x = (ops.Sequential(op) if in_sequential else op), rows()
     module(x)
     for step in range(2, 30):
-        # Several changes between calls: the last one counts, wherever in memory the descriptions of the others were.
+        # Several changes between calls: the last one counts, even if a new description reuses the memory of an old one.
         for scale in range(step % 4 + 1):
             op.scale = float(step + 10 * scale)
         torch.testing.assert_close(module(x), op.scale * x)
@@ -425,7 +425,7 @@ def test_overridden_forward_of_op_is_called():
 
 
 def in_threads(work, count: int = 2) -> list:
-    """Runs `work(index)` in threads that start together; their results in order."""
+    """Runs `work(index)` in threads that start together; returns the results in order."""
     barrier = threading.Barrier(count)
 
     def start(index: int):

@@ -1,5 +1,5 @@
-"""Random pipelines against the same math in plain PyTorch autograd: values, all gradients, and nothing of the caller's
-changed (issue 3, row 2). `pipelines.py` says how a seed becomes a pipeline."""
+"""Random pipelines compared with plain PyTorch autograd: values, all gradients, and unchanged tensors of the caller.
+`pipelines.py` generates a pipeline from a seed."""
 
 import collections
 
@@ -83,7 +83,7 @@ def test_generator_covers_every_op_and_situation():
 
 @pytest.mark.parametrize("what", ("value", "gradient", "caller's tensor"))
 def test_wrong_pipeline_is_found(what, monkeypatch):
-    """The comparison itself can fail: the truth is bent a little, and seeds complain."""
+    """The comparison can fail: with a slightly changed reference, seeds report errors."""
     right = plain.apply
 
     def perturbed_apply(op, x, *extras, of=lambda p: p):

@@ -1,5 +1,5 @@
-"""Inputs, weights, hooks and buffers that a caller changes where autograd, a kernel or a cached plan cannot see it: the
-result is right, or an error names the cause."""
+"""Inputs, weights, hooks and buffers that a caller changes unseen by autograd, a kernel or a cached plan: the result is
+correct, or an error names the cause."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_strided_parameters_give_same_results(dtype):
     assert torch.equal(module(x), want)
 
 
-# ---- views made below autograd count versions with what the caller holds ----
+# ---- views made below autograd share version counters with the caller's tensors ----
 
 RESHAPED = {
     "reshape, activation": lambda: ops.Sequential(ops.Reshape((-1, 8)), ops.SiLU()),
@@ -138,7 +138,7 @@ def test_delayed_gradient_detects_change_of_grouped_input():
         linear.backward_dw()
 
 
-# ---- what Python may exchange ----
+# ---- replaced attributes ----
 
 
 def test_replaced_parameter_dict_is_used():
@@ -315,7 +315,7 @@ def test_overwritten_once_under_nested_backwards(depth, reentrant):
     linear = ops.Linear(8, 8, bias=False, accumulate_into_main_grad=True)
     linear.weight.main_grad, linear.weight.overwrite_main_grad = torch.full((8, 8), 7.0), True
     x = torch.ones(4, 8, requires_grad=True)
-    for _ in range(2):  # each backward overwrites what the one before left
+    for _ in range(2):  # each backward overwrites the result of the previous one
         y = sum(checkpointed(linear, x * k, depth, reentrant).sum() for k in (1, 2))
         y.backward()
         assert torch.equal(linear.weight.main_grad, torch.full((8, 8), 12.0))

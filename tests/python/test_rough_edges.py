@@ -1,49 +1,8 @@
-"""The rough edges of the reference that concern operations, fuser and Sequential: what is right, one test each
-(issue 3, row 3). Where each is tested:
+"""Cases that Transformer Engine's operations, fuser or Sequential get wrong or leave open: one test for the correct
+behaviour of each.
 
-fuser.md §17
-   1  test_in_place_branch_keeps_weight_gradient, and across two Sequentials
-   2  test_in_place_channel_add_keeps_weight_gradient_and_input, and across two Sequentials
-   3  test_replaced_parameter_is_used_and_gets_gradient, test_meta_parameters_…
-   4  quantization
-   5  test_cast_after_first_call_takes_effect (the rest is quantization)
-   6  test_compute_dtype_decides_bias_fusion
-   7  test_no_input_gradient_below_last_required_one
-   8  a wish for more fusions; claims of speed, not of behaviour
-   9  test_subclass_of_op_runs_like_base
-  10  test_extra_input_dtype_is_promoted_in_every_fusion, test_branch_gradient_keeps_dtype_…
-  11  test_undifferentiated_extra_output_adds_nothing
-  12  userbuffers: tensor parallel
-  13  test_unknown_keyword_is_rejected_for_every_component
-  14  the tests of the section "Sequential"
-  15  test_channels_can_be_rebound
-  16  test_fusion_function_takes_effect_and_can_be_removed
-  17  test_checkpoint_holds_tensors_only (the rest is quantization)
-  18  test_second_backward_needs_retained_graph; double backward: not here
-  19  test_call_sets_no_attributes_on_tensors
-  20  test_operation_called_alone_plans_once
-  21, 22  quantization      23  CUDA graphs      24  torch.compile is later work; recompute: ops.md §11.17 below
-
-ops.md §11
-   1  test_linear_loads_own_state_dict_strictly
-   2  as fuser.md §17.3
-   3  test_missing_weight_is_reported_not_raised, test_torch_linear_state_dict_loads
-   4  as fuser.md §17.7, and test_frozen_parameter_gradient_is_not_computed
-   5  test_fresh_linear_has_bounded_weights_and_no_bias (rows and columns: tensor parallel)
-   6  quantization
-   7  test_single_rank_collectives_keep_input
-   8  test_dropout_keeps_mean_for_every_p, …_draws_same_mask_in_every_dtype, …_with_p_one_is_zero
-   9  test_scales_keep_precision
-  10  test_autocast_of_tensor_device_applies
-  11  test_parameters_can_be_reset_in_place
-  12  test_main_grad_is_required_and_accumulated
-  13  test_quantization_option_is_rejected (interleaving: one test of speed elsewhere)
-  14  test_sm_margin_forms_and_no_environment_variable
-  15  test_every_op.py, LayerNorm and RMSNorm with several trailing dimensions (there is no ONNX path)
-  16  test_documented_formulas_match_results
-  17  test_recomputation_with_dropout_gives_same_gradients (the rest is quantization)
-  18, 19  test_every_op.py: every operation runs on the CPU, and in float64
-  20  tensor parallel with quantization
+In-place branches, replaced and meta Parameters, dtypes under autocast, pruned gradients, extra tensors and channels,
+state dicts, dropout, scales, `main_grad`, and options that weft rejects. Quantization and CUDA graphs do not apply.
 """
 
 from __future__ import annotations
@@ -82,7 +41,7 @@ def clones(tensors):
 
 
 def check(y: torch.Tensor, expected: torch.Tensor, grad_inputs, unchanged=()) -> None:
-    """Values, all gradients in `grad_inputs`, and that neither `unchanged` nor the incoming gradient is written to."""
+    """Checks values and gradients of `grad_inputs`, and that `unchanged` and the incoming gradient are not written."""
     torch.testing.assert_close(y, expected)
     dy = rows(*y.shape, requires_grad=False)
     held = clones([dy, *grad_inputs, *unchanged])
@@ -90,7 +49,7 @@ def check(y: torch.Tensor, expected: torch.Tensor, grad_inputs, unchanged=()) ->
     torch.testing.assert_close(grads, torch.autograd.grad(expected, grad_inputs, dy))
     for before, after in zip(held, [dy, *grad_inputs, *unchanged], strict=True):
         assert torch.equal(before, after)
-    torch.testing.assert_close(grads, torch.autograd.grad(y, grad_inputs, dy))  # and nothing that backward reads
+    torch.testing.assert_close(grads, torch.autograd.grad(y, grad_inputs, dy))  # saved tensors are unchanged, too
 
 
 def count_calls(run, *names: str) -> int:
@@ -99,7 +58,7 @@ def count_calls(run, *names: str) -> int:
     return sum(event.count for event in profile.key_averages() if event.key in names)
 
 
-# ---- fuser.md §17.1, §17.2: the two silent wrong weight gradients ---------------------------------------------------
+# ---- in-place branches and weight gradients -------------------------------------------------------------------------
 
 
 @both
@@ -130,7 +89,7 @@ def test_in_place_branch_keeps_weight_gradient_across_sequentials(
 
 @both
 def test_branch_keeps_weight_gradient_with_shared_dy(in_place):
-    """One gradient tensor arrives at both outputs, as from a sum outside."""
+    """Both outputs get the same gradient tensor, as from a sum outside."""
     linear, x = ops.BasicLinear(WIDTH, WIDTH, **F64), rows()
     y, residual = weft.Sequential(ops.MakeExtraOutput(in_place=in_place), linear)(x)
     check(y + residual, F.linear(x, linear.weight) + x, [x, linear.weight])
@@ -154,7 +113,7 @@ def test_in_place_channel_add_keeps_weight_gradient_and_input(in_place):
 
 @both
 def test_in_place_channel_add_keeps_saved_input(in_place):
-    """The branch is no caller's tensor here, but the second linear keeps it for its weight gradient."""
+    """The branch is not a tensor of the caller, but the second linear saves it for its weight gradient."""
     first, second, x = ops.Linear(WIDTH, WIDTH, **F64), ops.Linear(WIDTH, WIDTH, **F64), rows()
     y = weft.Sequential(first, fork("residual", in_place), second, join("residual"), ops.GELU())(x)
     h = F.linear(x, first.weight, first.bias)
@@ -287,12 +246,12 @@ def test_no_input_gradient_below_last_required_one():
 
     x = rows()
     assert products(x) == 6
-    assert products(x.detach()) == 5  # the first linear owes no dx
+    assert products(x.detach()) == 5  # the first linear needs no dx
     seq[0].requires_grad_(False)
-    assert products(x.detach()) == 3  # nothing below the second linear's weight
+    assert products(x.detach()) == 3  # nothing before the second linear's weight
     seq[2].requires_grad_(False)
-    assert products(x.detach()) == 1  # the last weight only
-    assert products(x) == 4  # all the way down again, with one weight
+    assert products(x.detach()) == 1  # only the last weight
+    assert products(x) == 4  # back to the first operation, with one weight
 
 
 def test_frozen_parameter_gradient_is_not_computed():
@@ -308,7 +267,7 @@ def test_frozen_parameter_gradient_is_not_computed():
     norm.requires_grad_(False)
     assert sums(linear) == with_bias - 1
     assert sums(norm) == with_gamma - 1
-    assert linear.bias.grad is not None  # from the first time
+    assert linear.bias.grad is not None  # from the first call
     linear.bias.grad = None
     linear(x).sum().backward()
     assert linear.bias.grad is None
@@ -316,10 +275,10 @@ def test_frozen_parameter_gradient_is_not_computed():
 
 def test_subclass_of_op_runs_like_base():
     class Loud(ops.GELU):
-        """Named by its user."""
+        """A subclass with another name."""
 
     class Thrifty(ops.Linear):
-        """As well."""
+        """Another one."""
 
     linear, x = Thrifty(WIDTH, WIDTH, **F64), rows()
     seq = weft.Sequential(ops.Linear(WIDTH, WIDTH, **F64), Loud(), linear, ops.ReLU())
@@ -425,7 +384,7 @@ def test_fusion_function_takes_effect_and_can_be_removed():
     assert not seen
 
 
-# ---- Sequential: fuser.md §17.13-15 ---------------------------------------------------------------------------------
+# ---- Sequential -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("given", (0, 2))
@@ -492,7 +451,7 @@ def test_channels_can_be_rebound():
     torch.testing.assert_close(seq(x, 5 * x), 7 * x)
     source.set_extra_output_channel(0, None)
     torch.testing.assert_close(seq(x, x)[1], x)
-    torch.testing.assert_close(source(x), (x, x))  # alone, an operation has no channels and locks none
+    torch.testing.assert_close(source(x), (x, x))  # called separately, an operation ignores its channels
     twin = copy.deepcopy(seq)
     for each in (seq, twin):
         each[0].set_extra_output_channel(0, "b", output_to_caller=False)
@@ -560,7 +519,7 @@ def test_checkpoint_holds_tensors_only():
     seq.load_state_dict(stripped, strict=True)
 
 
-# ---- ops.md §11 -----------------------------------------------------------------------------------------------------
+# ---- operations -----------------------------------------------------------------------------------------------------
 
 
 def test_fresh_linear_has_bounded_weights_and_no_bias():
@@ -609,14 +568,14 @@ def test_dropout_with_p_one_is_zero():
 
 @pytest.mark.parametrize("name", plain.SCALED)
 def test_scales_keep_precision(name):
-    """Router probabilities in float32 beside bfloat16 activations: the product is rounded once, ds is float32."""
+    """float32 router probabilities with bfloat16 activations: the product is rounded once, ds is float32."""
     op = getattr(ops, name)()
     x, scales = rows(64, 32, dtype=torch.bfloat16), rows(64, dtype=torch.float32)
     y = op(x, scales)
     assert y.dtype == torch.bfloat16
     exact_scales = scales.detach().double().requires_grad_()
     exact, _ = plain.apply(op, x.detach().double(), exact_scales)
-    torch.testing.assert_close(y.double(), exact.detach(), rtol=2**-8, atol=1e-6)  # half a unit of bfloat16, not two
+    torch.testing.assert_close(y.double(), exact.detach(), rtol=2**-8, atol=1e-6)  # half an ulp of bfloat16, not two
     dy = rows(*y.shape, requires_grad=False).bfloat16()
     y.backward(dy)
     exact.backward(dy.double())

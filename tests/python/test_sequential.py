@@ -1,4 +1,4 @@
-"""Sequential: a list of modules, runs of operations as pipelines, extra tensors and named channels."""
+"""Sequential: a list of modules, consecutive operations as pipelines, extra tensors and named channels."""
 
 import pytest
 import torch
@@ -140,7 +140,7 @@ def test_empty_sequential_returns_input():
     assert ops.Sequential()(x) is x
 
 
-# ---- groups ----
+# ---- segments ----
 
 
 def test_consecutive_ops_are_one_segment():
@@ -289,7 +289,7 @@ def test_one_channel_feeds_many_inputs(to_caller, boundary):
 
 
 def test_channels_and_positional_extras_mix():
-    """Public and hidden outputs, inputs by channel and by position: each keeps its place in the order of operations."""
+    """Public and hidden outputs, inputs by channel and by position: each keeps its index in the order of operations."""
     seq = ops.Sequential(
         make_output("hidden", False),
         ops.ConstantScale(2.0),
@@ -595,7 +595,7 @@ def test_hooks_with_keywords_see_extra_inputs():
 
 
 class Power(ops.BasicOperation):
-    """xⁿ; the exponent is given with the call."""
+    """xⁿ; the exponent is an argument of the call."""
 
     def op_forward(self, ctx, input_, *, exponent=1, **_):
         ctx.exponent = exponent

@@ -1,4 +1,4 @@
-"""Keys of state dicts: the names of Parameters by default, Transformer Engine's where a module asks for them."""
+"""state_dict keys: the names of Parameters by default, Transformer Engine's with te_keys."""
 
 import copy
 import inspect
@@ -74,7 +74,7 @@ def assert_same_parameters(one: torch.nn.Module, other: torch.nn.Module) -> None
         assert torch.equal(param, theirs[name]), name
 
 
-# ---- own names ----
+# ---- Parameter names ----
 
 
 @pytest.mark.parametrize("name", [name for name, *_ in _C.op_types()])
@@ -118,7 +118,7 @@ def test_transformer_engine_extra_state_is_ignored():
 def test_unknown_keys_are_unexpected():
     linear = ops.Linear(WIDTH, WIDTH)
     state = linear.state_dict() | {
-        "basic_ops.0.weight": torch.zeros(WIDTH, WIDTH),  # the weight is there already
+        "basic_ops.0.weight": torch.zeros(WIDTH, WIDTH),  # the weight already exists
         "basic_ops.7.weight": torch.zeros(1),
         "_extra_states": torch.zeros(1),
         "basic_ops.x._extra_state": torch.zeros(1),
@@ -166,7 +166,7 @@ def test_copy_keeps_te_keys(make_copy):
 
 
 class Counting(ops.RMSNorm):
-    """Has a state of its own beside its Parameters."""
+    """Has extra state in addition to its Parameters."""
 
     count = 0
 
@@ -187,7 +187,7 @@ def test_subclass_saves_own_extra_state(te_keys):
         target.load_state_dict({"weight": torch.ones(WIDTH)})
 
 
-# ---- what others do with names ----
+# ---- tools that use names ----
 
 
 @models

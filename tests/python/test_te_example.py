@@ -1,4 +1,4 @@
-"""examples/transformer_engine as its user has it: a folder of its own, pytest, and the script on weft."""
+"""examples/transformer_engine as users run it: in a copied folder, with pytest, and the script on weft."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def run(folder: Path, *arguments: str, **environment: str) -> subprocess.Complet
 
 
 def losses(done: subprocess.CompletedProcess) -> dict[int, float]:
-    """By step, as the script prints them."""
+    """Returns the printed losses by step."""
     assert done.returncode == 0, done.stderr
     lines = re.findall(r"^step (\d+) loss (\S+)$", done.stdout, re.MULTILINE)
     return {int(step): float(loss) for step, loss in lines}
@@ -68,7 +68,7 @@ def test_script_does_not_mention_weft():
 
 
 def test_weft_is_not_imported_with_real_package(folder):
-    """Its place is taken by a package that says who asked for it."""
+    """A fake package reports whether weft was imported."""
     real = folder / "site/transformer_engine"
     real.mkdir(parents=True)
     asked = "import sys\nraise ImportError(f'real; weft imported: {\"weft\" in sys.modules}')\n"

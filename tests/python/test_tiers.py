@@ -1,6 +1,6 @@
-"""The kernel tests of C++ in fresh processes, one for each tier this machine has: a process reads WEFT_TIER once.
+"""The C++ kernel tests in one process per tier that this machine supports: a process reads WEFT_TIER once.
 
-Tiers between the best and `ref` run nightly.
+Tiers between the best and `ref` are slow tests.
 """
 
 import os
@@ -23,7 +23,7 @@ def binary():
 
 
 def tiers():
-    """Slow are those that are neither the best here nor `ref`."""
+    """Returns the tiers; those other than the machine's best and `ref` are marked slow."""
     best = _C.machine_tier()
     return [
         pytest.param(tier, marks=() if tier in (best, "ref") else pytest.mark.slow)

@@ -1,4 +1,4 @@
-"""What weft does not support it refuses by name; whatever it returns is right. Nothing is silently wrong."""
+"""What weft does not support raises an error that names it; every returned result is correct."""
 
 import contextlib
 import warnings
@@ -44,7 +44,7 @@ def correct_or_rejected(call, reference, naming: str = "weft") -> bool:
     try:
         result = call()
     except REJECTIONS as error:
-        assert naming in str(error), f"refused without saying who: {error}"
+        assert naming in str(error), f"the error does not name weft: {error}"
         return False
     torch.testing.assert_close(result, reference())
     return True
@@ -158,7 +158,7 @@ def test_transform_is_correct_or_rejected(name, make):
 
 @pytest.mark.parametrize("name", ["grad", "vjp", "jvp", "vmap", "jacrev", "functionalize"])
 def test_torch_func_transforms_are_rejected(name):
-    """None of these is implemented; should one become so, move it to the supported."""
+    """None of these is implemented. If one is, move it to the supported ones."""
     module, x = mlp(), rows()
     assert not correct_or_rejected(lambda: TRANSFORMS[name](module, x), lambda: pytest.fail(f"{name} returned"))
 
@@ -438,7 +438,7 @@ def test_fake_tensors_have_right_sizes_or_are_rejected(real_parameters):
 
 @pytest.fixture
 def one_rank():
-    """A process group of this process alone."""
+    """A process group with one rank."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield

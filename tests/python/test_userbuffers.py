@@ -1,4 +1,4 @@
-"""The set-up calls of code that comes from Transformer Engine are taken, and wrong ones say what is wrong."""
+"""Setup calls of code written for Transformer Engine are accepted; wrong arguments raise."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_second_call_needs_destroy():
 
 @pytest.mark.parametrize(
     ("configuration", "words"),
-    [({"qkv": {}}, "no communication is called 'qkv'"), ({"qkv_fprop": {"method": "pipeline"}}, "ring_exchange")],
+    [({"qkv": {}}, "unknown collective 'qkv'"), ({"qkv_fprop": {"method": "pipeline"}}, "ring_exchange")],
 )
 def test_invalid_configuration_lists_known_values(configuration, words):
     with pytest.raises(ValueError, match=words):

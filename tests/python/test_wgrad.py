@@ -1,7 +1,7 @@
-"""Where a weight gradient goes: every row of the rule, and what frameworks rely on.
+"""Weight gradients: every combination of the options, and what frameworks rely on.
 
-A row says which of these hold: accumulate_into_main_grad (A), delay_wgrad_compute (D), the weight has
-grad_added_to_main_grad (F), overwrite_main_grad (O).
+A row of the table says which of these are set: accumulate_into_main_grad (A), delay_wgrad_compute (D),
+grad_added_to_main_grad of the weight (F), overwrite_main_grad (O).
 """
 
 import copy
@@ -73,7 +73,7 @@ def weights(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def prepare(weight, row: Row, dtype=torch.float32, zero_out=False) -> None:
-    """What a framework sets up before a backward."""
+    """Sets up the weights as a framework does before a backward."""
     weight.main_grad = torch.full(weight.shape, float("nan") if row.overwrite else FILL, dtype=dtype)
     if row.overwrite:
         weight.overwrite_main_grad = True
@@ -84,7 +84,7 @@ def prepare(weight, row: Row, dtype=torch.float32, zero_out=False) -> None:
 
 
 def model_and_twin(row: Row, pipeline: str, dtypes=DTYPES[1], width: int = WIDTH, **notes):
-    """A model for the row, ready, and its twin without options."""
+    """Returns a prepared model for the row, and its twin without options."""
     twin = build(pipeline, dtypes[0], width)
     model = build(pipeline, dtypes[0], width, accumulate_into_main_grad=row.accumulate, delay_wgrad_compute=row.delay)
     model.load_state_dict(twin.state_dict())
@@ -105,7 +105,7 @@ def loss_of(model, x):
 
 
 def step(model, *inputs):
-    """Backward, and backward_dw where it is needed, for each input."""
+    """Runs backward, and backward_dw if needed, for each input."""
     for x in inputs:
         loss_of(model, x).backward()
         for linear in reversed(linears(model)):
@@ -128,7 +128,7 @@ def share_memory(a, b) -> bool:
     return a is not None and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-# ---- the rows -------------------------------------------------------------------------------------------------------
+# ---- rows of the table ----------------------------------------------------------------------------------------------
 
 
 @each_row
@@ -159,7 +159,7 @@ def test_every_row_of_wgrad_contract(row, pipeline, dtypes):
     for linear in reversed(linears(model)):
         linear.backward_dw()
         assert linear.pending_backward_dw == 0
-        linear.backward_dw()  # nothing waits: nothing happens
+        linear.backward_dw()  # nothing is pending: no effect
     assert len(seen) == (len(expected) if row.delay else 0)
     assert all((grad is not None) == (row.flag or not row.accumulate) for grad in seen)
     for weight, dw in zip(weights(model), expected, strict=True):
@@ -253,7 +253,7 @@ def test_equal_weights_share_one_dummy_of_same_layout():
         grads += [weight.grad for weight in weights(model)]
     assert len({grad.data_ptr() for grad in grads}) == 1
     grads[0].fill_(3)
-    step(model, rows())  # zero_out_wgrad: filled again at every request, then added by the engine to what is there
+    step(model, rows())  # zero_out_wgrad: zeroed at every request, then autograd adds it to the existing .grad
     assert not grads[-1].any()
     transposed = ops.BasicLinear(4, 3, accumulate_into_main_grad=True)
     transposed.weight = torch.nn.Parameter(torch.randn(4, 3).t())
@@ -280,7 +280,7 @@ PASSES = {"aten::" + name for name in ("add_", "add", "copy_", "clone", "_to_cop
 
 
 def ops_touching_weight_memory(weight, work) -> list[str]:
-    """Names of the operations that touched memory of the weight's size."""
+    """Returns the names of the ATen operations on tensors of the weight's size."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
         work()
     found = []
@@ -332,7 +332,7 @@ def test_zeroed_dummy_costs_one_fill():
 
 
 def peak_bytes(work) -> int:
-    """Most bytes allocated at a time above those at the start."""
+    """Returns the peak number of allocated bytes above those at the start."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, record_shapes=True
     ) as profile:
@@ -365,7 +365,7 @@ def test_backward_allocates_no_weight_sized_memory(row, pipeline, dtype):
     width, tokens = 512, 16
     model, _ = model_and_twin(row, pipeline, (dtype, torch.float32), width)
     x = rows(dtype, width, tokens)
-    x.requires_grad_(dtype == torch.float32)  # in bfloat16 the GEMM of the input's gradient packs the weight
+    x.requires_grad_(dtype == torch.float32)  # in bfloat16 the input-gradient GEMM packs the weight
     step(model, x)
     x.grad = None
     for p in model.parameters():
@@ -490,7 +490,7 @@ def test_delayed_gradient_allocates_no_weight_sized_memory():
 @pytest.mark.parametrize("in_place", (False, True))
 @pytest.mark.parametrize("shape", ((TOKENS, WIDTH), (2, TOKENS, WIDTH)), ids=("2-D", "3-D"))
 def test_delayed_gradient_survives_other_uses_of_its_tensors(shape, in_place):
-    """Other leaves get the same dy, and the engine adds to their .grad in place."""
+    """Other leaves get the same dy, and autograd adds to their .grad in place."""
     grads = []
     for delay in (True, False):
         torch.manual_seed(0)
@@ -520,7 +520,7 @@ def test_changing_input_before_delayed_gradient_raises():
 
 
 class DataParallel:
-    """Gradient buckets with overlapped reduction, as Megatron's DDP keeps them."""
+    """Gradient buckets with overlapped reduction, as in Megatron's DDP."""
 
     def __init__(self, model, dtype):
         self.ready, self.last, self.hooks = [], False, []

@@ -1,6 +1,6 @@
-"""How close is close enough: one table by dtype (ops.md §9), and the two rules that read it.
+"""Tolerances by dtype, and the two rules that use them.
 
-There is no TF32 on a CPU, so float32 products are held to the float32 row.
+CPUs have no TF32, so float32 GEMMs must meet the float32 row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 class Tolerance(NamedTuple):
     rtol: float
     atol: float
-    pipeline: float  # largest error of a whole pipeline, relative to the largest value
+    pipeline: float  # maximum error of a pipeline, relative to the largest value
 
 
 TOLERANCES = {
@@ -25,7 +25,7 @@ TOLERANCES = {
 
 
 def distance(actual: torch.Tensor, exact: torch.Tensor) -> float:
-    """Largest absolute difference to the float64 truth; NaN counts as infinitely far."""
+    """Returns the largest absolute difference to the float64 reference; infinite for NaN."""
     if actual.shape != exact.shape:
         raise AssertionError(f"shape {tuple(actual.shape)}, expected {tuple(exact.shape)}")
     if exact.numel() == 0:
@@ -35,8 +35,8 @@ def distance(actual: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def assert_close(actual: torch.Tensor, exact: torch.Tensor, eager: torch.Tensor, what: str) -> None:
-    """One operation: every value within the table. Where a gradient adds up many rounded terms and leaves the table, it
-    may lie at most twice as far from the truth as eager torch in the same dtype."""
+    """For one operation: every value must be within the table. A low-precision gradient that sums many rounded terms
+    may instead have twice the error of eager torch in the same dtype."""
     row = TOLERANCES[actual.dtype]
     error = distance(actual, exact)
     if error <= 2 * distance(eager, exact) and actual.dtype in (torch.float16, torch.bfloat16):
@@ -47,7 +47,7 @@ def assert_close(actual: torch.Tensor, exact: torch.Tensor, eager: torch.Tensor,
 
 
 def allowed_in_a_pipeline(dtype: torch.dtype, eager_error: float) -> float:
-    """Largest error of a pipeline, relative to the largest value of the tensor concerned: the table's last column, or,
-    below float64, twice the largest one that eager torch makes in that pipeline and dtype."""
+    """Returns the maximum error of a pipeline, relative to the largest value of the tensor: the last column of the
+    table, or, below float64, twice the largest error of eager torch in that pipeline and dtype."""
     bound = TOLERANCES[dtype].pipeline
     return bound if dtype == torch.float64 else max(bound, 2 * eager_error)

@@ -1,1 +1,1 @@
-"""Faces of other packages on top of weft's operations. Nothing here is active until it is installed by name."""
+"""Compatibility layers: other packages' APIs on top of weft's operations. Each is inactive until you install it."""

@@ -1,5 +1,5 @@
-"""``python -m weft.compat [--high-precision] [--replace] [--megatron] script.py …`` runs a script with
-`transformer_engine` as weft; ``-m package.module …`` instead of the script runs a module."""
+"""``python -m weft.compat [--high-precision] [--replace] [--megatron] script.py …`` runs a script in which ``import
+transformer_engine`` resolves to weft. Pass ``-m package.module …`` instead of the script to run a module."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from . import megatron, transformer_engine
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m weft.compat", description=__doc__, usage=argparse.SUPPRESS)
     parser.add_argument("--high-precision", action="store_true", help="run quantized regions unquantized")
-    parser.add_argument("--replace", action="store_true", help="stand in even where the real package is installed")
-    parser.add_argument("--megatron", action="store_true", help="let megatron-core compute on the CPU as well")
-    parser.add_argument("-m", dest="module", action="store_true", help="what follows is a module, not a file")
+    parser.add_argument("--replace", action="store_true", help="replace Transformer Engine even if it is installed")
+    parser.add_argument("--megatron", action="store_true", help="also run megatron-core on the CPU")
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module instead of a file")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     args = parser.parse_args()
@@ -26,7 +26,7 @@ def main() -> None:
     try:
         (megatron if args.megatron else transformer_engine).install(recipes=recipes, replace=args.replace)
     except ImportError as error:
-        hint = " Here that is --replace." if "replace=True" in str(error) else ""
+        hint = " On the command line, pass --replace." if "replace=True" in str(error) else ""
         sys.exit(f"python -m weft.compat: {error}{hint}")
     if args.module:
         runpy.run_module(args.script, run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""Attention on torch's scaled_dot_product_attention, and what turns keys and queries by their position."""
+"""Attention by torch's scaled_dot_product_attention, and rotary position embeddings."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _MASKS = ("no_mask", "padding", "causal", "padding_causal", "arbitrary", "causal
 def _position_mask(
     rows: int, columns: int, kind: str, window: tuple[int, int] | None, device: Any
 ) -> torch.Tensor | None:
-    """Which keys [rows, columns] a query may see by position: causal from the first or to the last key, and a window of
-    `left` keys before and `right` after; -1 is no limit. None: all of them."""
+    """Returns the boolean mask [rows, columns] of the keys that each query attends to by position: causal, aligned to
+    the first or (bottom right) to the last key, within a window of (left, right) keys, -1 for no limit. None: all."""
     left, right = window if window is not None else (-1, -1)
     if "causal" in kind:
         right = 0
@@ -37,10 +37,27 @@ def _position_mask(
 
 
 class DotProductAttention(EmptyExtraState):
-    """softmax(q kᵀ · scale + mask) v by torch's scaled_dot_product_attention.
+    """Computes softmax(q kᵀ · scale + mask) v with torch's scaled_dot_product_attention.
 
-    q, k, v have the layout `qkv_format`, "sbhd" or "bshd"; the result joins the last two dimensions, heads and
-    channels. In a mask True is a key that is not seen, as in the reference.
+    Args:
+        num_attention_heads: number of query heads.
+        kv_channels: channels per head.
+        num_gqa_groups: number of key and value heads; None: `num_attention_heads`.
+        attention_dropout: dropout probability of the attention weights in training.
+        qkv_format: layout of the inputs, ``"sbhd"`` or ``"bshd"``.
+        attn_mask_type: ``"no_mask"``, ``"padding"``, ``"causal"``, ``"padding_causal"``, ``"arbitrary"``,
+            ``"causal_bottom_right"`` or ``"padding_causal_bottom_right"``.
+        window_size: (left, right) limits of a sliding window; -1 for no limit.
+        get_rng_state_tracker: returns the tracker whose random numbers dropout uses.
+        softmax_scale: None: 1 / sqrt(channels per head).
+
+    The other arguments are Transformer Engine's; context parallelism (`cp_group`), other softmax types and
+    `return_max_logit` are not supported.
+
+    Shape:
+        - query_layer, key_layer, value_layer: ``(s, b, h, d)`` or ``(b, s, h, d)``.
+        - attention_mask: True masks a key out, as in Transformer Engine.
+        - Output: ``(s, b, h * d)`` or ``(b, s, h * d)``.
     """
 
     def __init__(
@@ -68,9 +85,11 @@ class DotProductAttention(EmptyExtraState):
     ) -> None:
         super().__init__()
         if attention_type not in ("self", "cross"):
-            raise ValueError(f"DotProductAttention: attention_type is {attention_type!r}, expected 'self' or 'cross'")
+            raise ValueError(f"DotProductAttention: attention_type is {attention_type!r}, expected 'self' or 'cross'.")
         if softmax_type != "vanilla" or return_max_logit:
-            raise NotImplementedError("DotProductAttention: only the plain softmax is there, without its largest logit")
+            raise NotImplementedError(
+                "DotProductAttention: only softmax_type='vanilla' and return_max_logit=False are supported."
+            )
         self.num_attention_heads, self.num_gqa_groups = num_attention_heads, num_gqa_groups or num_attention_heads
         channels = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
         self.kv_channels = kv_channels
@@ -85,7 +104,7 @@ class DotProductAttention(EmptyExtraState):
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
     ) -> None:
         if cp_group is not None and torch.distributed.get_world_size(cp_group) > 1:
-            raise NotImplementedError("DotProductAttention: context parallelism is not there; cp_group must be None")
+            raise NotImplementedError("DotProductAttention: context parallelism is not supported. Pass cp_group=None.")
 
     def forward(
         self,
@@ -116,24 +135,26 @@ class DotProductAttention(EmptyExtraState):
 
     def _check(self, layout: str, kind: str, bias_type: str, others: dict[str, Any]) -> None:
         if layout not in ("sbhd", "bshd"):
-            raise NotImplementedError(f"DotProductAttention: qkv_format is {layout!r}; there are 'sbhd' and 'bshd'")
+            raise NotImplementedError(f"DotProductAttention: qkv_format is {layout!r}, expected 'sbhd' or 'bshd'.")
         if kind not in _MASKS:
-            raise ValueError(f"DotProductAttention: attn_mask_type is {kind!r}, expected one of {', '.join(_MASKS)}")
+            raise ValueError(f"DotProductAttention: attn_mask_type is {kind!r}, expected one of {', '.join(_MASKS)}.")
         if bias_type not in ("no_bias", "post_scale_bias"):
-            raise NotImplementedError(f"DotProductAttention: core_attention_bias_type {bias_type!r} is not there")
+            raise NotImplementedError(
+                f"DotProductAttention: core_attention_bias_type is {bias_type!r}, expected 'no_bias' or "
+                "'post_scale_bias'."
+            )
         if others.get("alibi_slopes") is not None or others.get("inference_params") is not None:
-            raise NotImplementedError("DotProductAttention: alibi_slopes and inference_params are not there")
+            raise NotImplementedError("DotProductAttention: alibi_slopes and inference_params are not supported.")
 
     def _mask(self, q, k, kind: str, window, attention_mask, bias) -> torch.Tensor | None:
-        """What scaled_dot_product_attention takes: True is seen, or a number to add."""
+        """Returns the mask of scaled_dot_product_attention: boolean, True attends; or a bias to add."""
         visible = _position_mask(q.size(2), k.size(2), kind, window, q.device)
         if attention_mask is not None and ("padding" in kind or kind == "arbitrary"):
-            masked = (
-                attention_mask[1] if isinstance(attention_mask, tuple) else attention_mask
-            )  # of queries and of keys: those of keys count
+            # A pair holds the masks of queries and of keys; only the keys' mask is used.
+            masked = attention_mask[1] if isinstance(attention_mask, tuple) else attention_mask
             visible = ~masked if visible is None else visible & ~masked
         elif "padding" in kind:
-            raise ValueError(f"DotProductAttention: attn_mask_type is {kind!r}, but attention_mask is not given")
+            raise ValueError(f"DotProductAttention: attn_mask_type is {kind!r}, but attention_mask is not given.")
         if bias is None:
             return visible
         return bias if visible is None else bias.masked_fill(~visible, float("-inf"))
@@ -147,11 +168,23 @@ class DotProductAttention(EmptyExtraState):
             )
 
 
-# ---- rotary positions ---------------------------------------------------------------------------------------------
+# ---- rotary position embeddings -----------------------------------------------------------------------------------
 
 
 class RotaryPositionEmbedding(torch.nn.Module):
-    """Angles [positions, 1, 1, channels] = position · base^(-2i/channels), the same for both halves of the channels."""
+    """Returns rotary angles: position · base^(-2i / channels), repeated for both halves of the channels.
+
+    Args:
+        dim: channels per head.
+        rotary_percent: fraction of the channels that is rotated.
+        seq_len_interpolation_factor: positions are divided by it.
+        pretrained_max_position_embeddings: not supported.
+        rotary_base: base of the frequencies.
+        interleaved: channel pairs are adjacent instead of split over the two halves.
+
+    Shape:
+        - Output of ``forward(max_seq_len, offset)``: ``(max_seq_len, 1, 1, channels)``.
+    """
 
     def __init__(
         self,
@@ -164,7 +197,9 @@ class RotaryPositionEmbedding(torch.nn.Module):
     ) -> None:
         super().__init__()
         if pretrained_max_position_embeddings is not None:
-            raise NotImplementedError("RotaryPositionEmbedding: pretrained_max_position_embeddings is not there")
+            raise NotImplementedError(
+                "RotaryPositionEmbedding: pretrained_max_position_embeddings is not supported. Pass None."
+            )
         dim = int(dim * rotary_percent)
         self.factor, self.interleaved = seq_len_interpolation_factor or 1.0, interleaved
         frequencies = rotary_base ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
@@ -178,7 +213,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
 
 
 def _rotate_half(t: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """(-b, a) of each pair (a, b)"""
+    """Maps each pair (a, b) to (-b, a)."""
     if interleaved:
         pairs = t.unflatten(-1, (-1, 2))
         return torch.stack([-pairs[..., 1], pairs[..., 0]], -1).flatten(-2)
@@ -194,9 +229,22 @@ def apply_rotary_pos_emb(
     fused: bool = False,
     **others: Any,
 ) -> torch.Tensor:
-    """t·cos + rotate_half(t)·sin on the first channels, as many as there are angles; the others stay."""
+    """Applies a rotary embedding: t · cos + rotate_half(t) · sin on the first channels; the others are unchanged.
+
+    Args:
+        t: queries or keys.
+        freqs: angles from :class:`RotaryPositionEmbedding`.
+        tensor_format: layout of `t`, ``"sbhd"`` or ``"bshd"``.
+        interleaved: channel pairs are adjacent.
+        fused: ignored, as are the other arguments of Transformer Engine.
+
+    Returns:
+        A tensor of the shape of `t`.
+    """
     if tensor_format not in ("sbhd", "bshd"):
-        raise NotImplementedError(f"apply_rotary_pos_emb: tensor_format is {tensor_format!r}; there are sbhd and bshd")
+        raise NotImplementedError(
+            f"apply_rotary_pos_emb: tensor_format is {tensor_format!r}, expected 'sbhd' or 'bshd'."
+        )
     angles = freqs[: t.size(0 if tensor_format == "sbhd" else 1)]
     if tensor_format == "bshd":
         angles = angles.transpose(0, 1)

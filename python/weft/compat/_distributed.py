@@ -1,4 +1,4 @@
-"""Activation recomputation with the random numbers of tensor parallelism; the sum over ranks."""
+"""Activation recomputation with tensor-parallel random states; all-reduce with Transformer Engine's gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["CudaRNGStatesTracker", "activation_recompute_forward", "checkpoint",
 
 @contextmanager
 def _tracker_states(tracker: Any, states: Any) -> Iterator[None]:
-    """The tracker draws from `states` inside and goes on from where it was."""
+    """Sets the tracker's states inside the context and restores the previous ones."""
     saved_states = tracker.get_states()
     tracker.set_states(states)
     try:
@@ -35,10 +35,26 @@ def checkpoint(
     use_reentrant: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Computes ``function(*args, **kwargs)`` again in backward instead of keeping its activations; the tracker's random
-    numbers are the same in both runs. Nothing is re-entered, whatever `use_reentrant` says."""
+    """Runs ``function(*args, **kwargs)`` and recomputes it in backward instead of saving its activations.
+
+    The tracker's random numbers are the same in both runs.
+
+    Args:
+        function: function or module to run.
+        *args: its arguments.
+        distribute_saved_activations: not supported.
+        get_rng_state_tracker: returns the tracker of tensor-parallel random states.
+        tp_group: ignored.
+        use_reentrant: ignored; torch's non-reentrant checkpoint is always used.
+        **kwargs: keyword arguments of `function`.
+
+    Returns:
+        The result of `function`.
+    """
     if distribute_saved_activations:
-        raise NotImplementedError("checkpoint: distribute_saved_activations=True is not there; each rank keeps its own")
+        raise NotImplementedError(
+            "checkpoint: distribute_saved_activations=True is not supported. Pass False: each rank saves its own input."
+        )
 
     def contexts():
         tracker = get_rng_state_tracker() if get_rng_state_tracker is not None else None
@@ -49,16 +65,17 @@ def checkpoint(
 
 @contextmanager
 def activation_recompute_forward(activation_recompute: bool = False, recompute_phase: bool = False) -> Iterator[None]:
-    """Marks the two runs of a recomputed region for delayed scaling; without quantization there is nothing to mark."""
+    """Does nothing: Transformer Engine uses it for delayed scaling, which requires quantization."""
     yield
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
+    """Returns False: FP8 is not supported."""
     return False
 
 
 def dropout(x: torch.Tensor, p: float, training: bool, get_rng_state_tracker: Callable[[], Any] | None) -> torch.Tensor:
-    """Dropout whose numbers come from the tracker, if there is one."""
+    """Dropout with random numbers of the tracker, if given."""
     if not p or not training:
         return x
     with get_rng_state_tracker().fork() if get_rng_state_tracker is not None else nullcontext():
@@ -66,8 +83,15 @@ def dropout(x: torch.Tensor, p: float, training: bool, get_rng_state_tracker: Ca
 
 
 class AllReduce(ops.AllReduce):
-    """y is the sum of x over all ranks, dx = dy: what follows is taken to be the same on all ranks. The reference
-    stores `reduce_in_backward` and never reads it, and callers, such as Megatron's TEFusedMLP, rely on that."""
+    """y is the sum of x over all ranks; dx = dy, which assumes the same computation on all ranks afterwards.
+
+    Transformer Engine stores `reduce_in_backward` but never reads it, and callers such as Megatron's TEFusedMLP rely on
+    that.
+
+    Args:
+        process_group: a ProcessGroup, a 1-D DeviceMesh, or None for the default group.
+        reduce_in_backward: ignored.
+    """
 
     def __init__(self, process_group: Any = None, reduce_in_backward: bool = True) -> None:
         super().__init__(process_group, reduce_in_backward=False)

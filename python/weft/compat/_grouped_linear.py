@@ -1,4 +1,4 @@
-"""GroupedLinear: a linear for each group of rows."""
+"""GroupedLinear: a linear per group of rows (expert)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,30 @@ from ._module import BoundSequential, CompatModule, divide_evenly
 
 
 class GroupedLinear(CompatModule):
-    """y[rows of group g] = x[rows of group g] W_gᵀ + b_g, with Parameters `weight0`, `bias0`, `weight1`, … Over ranks
-    only the sizes are divided; who calls it communicates."""
+    """Applies one linear per group of rows: y[rows of g] = x[rows of g] W_gᵀ + b_g.
+
+    The Parameters are `weight0`, `bias0`, `weight1`, … Under tensor parallelism only the sizes are divided by the
+    number of ranks; the caller communicates.
+
+    Args:
+        num_gemms: number of groups.
+        in_features: size of the last dimension of the input, over all ranks.
+        out_features: size of the last dimension of the output, over all ranks.
+        fuse_wgrad_accumulation: add weight gradients to ``main_grad``.
+        tp_group, tp_size: tensor-parallel group, or the number of ranks.
+        get_rng_state_tracker, rng_tracker_name: random states from which the weights are initialized.
+        init_method: initializes a weight in place; None: normal with standard deviation 0.023.
+        bias: add a bias to each group; requires ``tp_size=1``.
+        return_bias: return (output, list of biases) instead of adding them.
+        params_dtype, device: of the Parameters.
+        parallel_mode: ``"column"``, ``"row"`` or None.
+        delay_wgrad_compute: compute weight gradients in :meth:`backward_dw`.
+
+    Shape:
+        - inp: ``(*, in_features)``, sorted by group.
+        - m_splits: ``(num_gemms,)`` rows of each group.
+        - Output: ``(*, out_features)``.
+    """
 
     def __init__(
         self,
@@ -51,10 +73,11 @@ class GroupedLinear(CompatModule):
         )
         if single_grouped_weight or single_grouped_bias:
             raise NotImplementedError(
-                "GroupedLinear: one Parameter of all groups is there as pytorch.ops.GroupedLinear"
+                "GroupedLinear: single_grouped_weight and single_grouped_bias are not supported by this class. Use "
+                "transformer_engine.pytorch.ops.GroupedLinear."
             )
         if self.tp_size > 1 and bias:
-            raise RuntimeError("GroupedLinear: a bias is not there with tp_size > 1; make it with bias=False")
+            raise RuntimeError("GroupedLinear: bias=True is not supported with tp_size > 1. Pass bias=False.")
         self.num_gemms, self.parallel_mode = num_gemms, parallel_mode
         self.in_features = divide_evenly(self, in_features, self.tp_size) if parallel_mode == "row" else in_features
         self.out_features = (

@@ -1,4 +1,4 @@
-"""LayerNormMLP: norm, product, activation, product as one pipeline."""
+"""LayerNormMLP: norm, linear, activation, linear as one pipeline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .. import ops
 from .._native import on_meta
 from ._module import BoundSequential, CompatModule, divide_evenly, reject_gathered_output
 
-# name -> (operation, how many times the features of FC2 come out of FC1)
+# name -> (operation, output features of FC1 / input features of FC2)
 ACTIVATIONS: dict[str, tuple[type, int]] = {
     "gelu": (ops.GELU, 1),
     "qgelu": (ops.QGELU, 1),
@@ -29,8 +29,35 @@ ACTIVATIONS: dict[str, tuple[type, int]] = {
 
 
 class LayerNormMLP(CompatModule):
-    """y = f(norm(x) W1ᵀ + b1) W2ᵀ + b2, with Parameters `layer_norm_weight`, `layer_norm_bias`, `fc1_weight`,
-    `fc1_bias`, `fc2_weight`, `fc2_bias`."""
+    """Computes y = f(norm(x) W1ᵀ + b1) W2ᵀ + b2.
+
+    The Parameters are `layer_norm_weight`, `layer_norm_bias`, `fc1_weight`, `fc1_bias`, `fc2_weight` and `fc2_bias`.
+
+    Args:
+        hidden_size: size of the last dimension of input and output.
+        ffn_hidden_size: size between the two linears, over all ranks.
+        eps: of the norm.
+        sequence_parallel: input and output are sharded by their first dimension.
+        return_bias: also return `fc2_bias` instead of adding it.
+        get_rng_state_tracker: returns the random states from which the weights are initialized.
+        tp_group, tp_size: tensor-parallel group, or the number of ranks.
+        init_method, output_layer_init_method: initialize the weights of FC1 and FC2 in place.
+        bias: add biases.
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
+        activation, activation_params: name of the activation and its arguments.
+        fuse_wgrad_accumulation: add weight gradients to ``main_grad``.
+        params_dtype, device: of the Parameters.
+        return_layernorm_output: also return the output of the norm.
+        return_layernorm_output_gathered: not supported under sequence parallelism.
+        set_parallel_mode: shard FC1 by columns and FC2 by rows.
+        zero_centered_gamma: the norm scales by 1 + gamma.
+        delay_wgrad_compute: compute weight gradients in :meth:`backward_dw`.
+        checkpoint: recompute the activations in backward.
+
+    Shape:
+        - inp: ``(*, hidden_size)``.
+        - Output: same as `inp`.
+    """
 
     def __init__(
         self,
@@ -73,7 +100,7 @@ class LayerNormMLP(CompatModule):
             unused=unused,
         )
         if activation not in ACTIVATIONS:
-            raise ValueError(f"LayerNormMLP: activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
+            raise ValueError(f"LayerNormMLP: activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}.")
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
         self.normalization, self.eps, self.zero_centered_gamma = normalization, eps, zero_centered_gamma
         self.activation, self.activation_params = activation, activation_params or {}

@@ -1,4 +1,4 @@
-"""Linear and LayerNormLinear: a product with its bias, maybe a norm before, as one pipeline."""
+"""Linear and LayerNormLinear: a linear, optionally with a norm before it, as one pipeline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._module import BoundSequential, CompatModule, divide_evenly, reject_gather
 
 
 class _SplitLinear(CompatModule):
-    """A linear whose output features may be several Parameters one after the other (`parameters_split`)."""
+    """A linear whose output features may be split into several Parameters (`parameters_split`)."""
 
     def _declare_splits(
         self,
@@ -25,7 +25,7 @@ class _SplitLinear(CompatModule):
         init: Callable[[torch.Tensor], Any] | None,
     ) -> None:
         if mode not in (None, "column", "row"):
-            raise ValueError(f"{type(self).__name__}: parallel_mode is {mode!r}, expected None, 'column' or 'row'")
+            raise ValueError(f"{type(self).__name__}: parallel_mode is {mode!r}, expected None, 'column' or 'row'.")
         self.in_features, self.out_features, self.parallel_mode = in_features, out_features, mode
         self.use_bias, self.parameters_split = bias, split
         sizes = _split_sizes(type(self).__name__, split, out_features)
@@ -45,7 +45,7 @@ class _SplitLinear(CompatModule):
         return self.parallel_mode is not None
 
     def _build_splits(self) -> list[BoundSequential]:
-        """For each part y = x Wᵀ [+ b]; a row linear's bias is one of all ranks and added after their sum."""
+        """Builds y = x Wᵀ [+ b] for each split. A row linear's bias is replicated and added after the reduction."""
         pipelines = []
         for weight, bias, size in self._splits:
             pipeline = BoundSequential(self)
@@ -59,7 +59,7 @@ class _SplitLinear(CompatModule):
 
     def _run_splits(self, pipelines: list[BoundSequential], x: torch.Tensor, first: bool | None) -> torch.Tensor:
         outputs = [pipeline.sequential(x) for pipeline in pipelines]
-        for output in outputs[:1] if self.delay_wgrad_compute else outputs:  # backward_dw() computes all parts at once
+        for output in outputs[:1] if self.delay_wgrad_compute else outputs:  # backward_dw() computes all splits at once
             self._first_microbatch(output, first)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
@@ -73,18 +73,43 @@ class _SplitLinear(CompatModule):
 
 
 def _split_sizes(owner: str, split: dict[str, int] | Sequence[str] | None, out_features: int) -> dict[str, int]:
-    """Prefix of the names of each part -> its output features."""
+    """Returns {name prefix of each split: its output features}."""
     if not split:
         return {"": out_features}
     if not isinstance(split, dict):
         split = {name: out_features // len(split) for name in split}
     if sum(split.values()) != out_features:
-        raise ValueError(f"{owner}: parameters_split is {split}, which does not add up to {out_features} features")
+        raise ValueError(f"{owner}: parameters_split is {split}, expected sizes that sum to {out_features} features.")
     return {name.rstrip("_") + "_": size for name, size in split.items()}
 
 
 class Linear(_SplitLinear):
-    """y = x Wᵀ + b, with Parameters `weight` and `bias`, or `<name>_weight` and `<name>_bias` of each part."""
+    """Applies y = x Wᵀ + b.
+
+    The Parameters are `weight` and `bias`, or with `parameters_split` `<name>_weight` and `<name>_bias` of each split.
+
+    Args:
+        in_features: size of the last dimension of the input, over all ranks.
+        out_features: size of the last dimension of the output, over all ranks.
+        sequence_parallel: the input of a column linear and the output of a row linear are sharded by their first
+            dimension.
+        fuse_wgrad_accumulation: add weight gradients to ``main_grad``.
+        tp_group, tp_size: tensor-parallel group, or the number of ranks.
+        get_rng_state_tracker: returns the random states from which the weight is initialized.
+        init_method: initializes a weight in place; None: normal with standard deviation 0.023.
+        bias: add a bias.
+        return_bias: return (output, bias) instead of adding it.
+        params_dtype, device: of the Parameters.
+        parallel_mode: ``"column"``, ``"row"`` or None.
+        parameters_split: names of the splits, or a dictionary of names to output features.
+        delay_wgrad_compute: compute weight gradients in :meth:`backward_dw`.
+
+    Arguments about GPU buffers are accepted and ignored.
+
+    Shape:
+        - inp: ``(*, in_features)``; in row mode over p ranks ``(*, in_features / p)``.
+        - Output: ``(*, out_features)``; in column mode over p ranks ``(*, out_features / p)``.
+    """
 
     def __init__(
         self,
@@ -136,7 +161,23 @@ class Linear(_SplitLinear):
 
 
 class LayerNormLinear(_SplitLinear):
-    """y = norm(x) Wᵀ + b; the norm's Parameters are `layer_norm_weight` and `layer_norm_bias`."""
+    """Applies y = norm(x) Wᵀ + b.
+
+    The Parameters are those of :class:`Linear`, `layer_norm_weight` and `layer_norm_bias`.
+
+    Args:
+        eps: of the norm.
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
+        return_layernorm_output: also return the output of the norm.
+        return_layernorm_output_gathered: not supported under sequence parallelism.
+        zero_centered_gamma: the norm scales by 1 + gamma.
+
+    The other arguments are those of :class:`Linear`.
+
+    Shape:
+        - inp: ``(*, in_features)``.
+        - Output: ``(*, out_features)``; in column mode over p ranks ``(*, out_features / p)``.
+    """
 
     def __init__(
         self,
@@ -181,8 +222,8 @@ class LayerNormLinear(_SplitLinear):
         self.reset_parameters(defer_init=on_meta(self))
 
     def _build(self) -> tuple[BoundSequential | None, list[BoundSequential]]:
-        """(the norm, the linears behind it); one linear takes the norm into its pipeline, and returns what the norm
-        gave as an extra output if asked."""
+        """Builds (pipeline of the norm or None, pipelines of the linears). With a single linear the norm is part of its
+        pipeline, and the norm's output is an extra output if requested."""
         pipelines = self._build_splits()
         norm, names = self._norm()
         if len(pipelines) > 1:

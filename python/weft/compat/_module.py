@@ -1,4 +1,4 @@
-"""What the module classes share: Parameters under the reference's names, read by pipelines of weft's operations."""
+"""Base of the module classes: Parameters with Transformer Engine's names, read by pipelines of weft's operations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .. import ops
 from .._native import default_device, empty_parameter_on, on_meta
 from . import _recipes
 
-# Arguments about names and about the GPU's buffers and kernels: taken, and without effect on the result.
+# Arguments about names and about GPU buffers and kernels: accepted, without effect on the result.
 _IGNORED_ARGUMENTS = {
     "bias_dropout_fusion", "micro_batch_size", "name", "rng_tracker_name", "save_original_input", "seq_length",
     "symmetric_ar_type", "ub_atomic_gemm_ag", "ub_atomic_gemm_rs", "ub_bulk_dgrad", "ub_bulk_wgrad", "ub_name",
@@ -30,19 +30,19 @@ NORMS = {"LayerNorm": ops.LayerNorm, "RMSNorm": ops.RMSNorm}
 
 
 def reject_unknown_arguments(owner: Any, arguments: dict[str, Any]) -> None:
-    """A TypeError for an argument that is not one of the reference's."""
+    """Raises TypeError for an argument that Transformer Engine does not have."""
     for name in arguments:
         if name not in _IGNORED_ARGUMENTS:
             raise TypeError(f"{type(owner).__name__}.__init__() got an unexpected keyword argument {name!r}")
 
 
 def normal_init(weight: torch.Tensor) -> torch.Tensor:
-    """The reference's first weights: normal, standard deviation 0.023."""
+    """Transformer Engine's default initialization: normal, standard deviation 0.023."""
     return torch.nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
 class EmptyExtraState(torch.nn.Module):
-    """A module whose state dict has the key `_extra_state`, an empty tensor, and which loads without it."""
+    """A module whose state_dict has an empty tensor `_extra_state`, and which loads without it."""
 
     def get_extra_state(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
@@ -58,7 +58,7 @@ class EmptyExtraState(torch.nn.Module):
 
 @cache
 def _with_parameters_of_owner(cls: type[torch.nn.Module], names: tuple[tuple[str, str], ...]) -> type[torch.nn.Module]:
-    """A subclass whose Parameters are those of another module, its `_parameter_owner`: (own name, the owner's name)."""
+    """Returns a subclass that reads its Parameters from `_parameter_owner`; `names` has pairs (own name, owner's)."""
 
     def parameter_of_owner(name: str) -> property:
         return property(lambda self: getattr(self._parameter_owner, name))
@@ -69,15 +69,15 @@ def _with_parameters_of_owner(cls: type[torch.nn.Module], names: tuple[tuple[str
 
 
 class BoundSequential:
-    """Operations in order that read the Parameters of a module in each call. They hold none: nothing is written in a
-    call, so any number of threads may run it."""
+    """A Sequential whose operations read the Parameters of `owner` in each call and hold none themselves. A call writes
+    nothing, so threads may share it."""
 
     def __init__(self, owner: torch.nn.Module) -> None:
         self.owner = owner
         self.sequential = ops.Sequential()
 
     def add(self, op: torch.nn.Module, **parameters: str) -> None:
-        """`parameters`: names of the operation's Parameters → the module's."""
+        """Appends an operation. `parameters` maps its Parameter names to those of the owner."""
         if parameters:
             op.__class__ = _with_parameters_of_owner(type(op), tuple(parameters.items()))
             op.__dict__["_parameter_owner"] = self.owner
@@ -89,13 +89,14 @@ class BoundSequential:
 
 
 class CompatModule(EmptyExtraState):
-    """A module class of the reference. Subclasses name their Parameters in `_declare` and their operations in `_build`.
+    """Base of Transformer Engine's module classes. Subclasses declare Parameters with `_declare` and build their
+    pipelines in `_build`.
 
-    The pipelines are no submodules: they hold no Parameters of their own, so that ``state_dict``, ``.to()``, FSDP and
-    replaced Parameters concern this module alone.
+    The pipelines are not submodules and hold no Parameters: ``state_dict``, ``.to()``, FSDP and replaced Parameters
+    involve this module only.
     """
 
-    # What frameworks ask before they write or read a checkpoint: nothing is quantized.
+    # Frameworks read these before they write or read a checkpoint: nothing is quantized.
     fp8 = fp8_calibration = False
     fp8_meta: Mapping[str, Any] = MappingProxyType({"fp8_checkpoint": False})
 
@@ -131,17 +132,15 @@ class CompatModule(EmptyExtraState):
         self._parameter_attributes: dict[str, dict[str, Any]] = {}
         self._weights: list[str] = []
         self._wgrad_hooks: list[Callable[[], Any]] = []
-        self._delayed_overwrites: deque[bool] = deque()  # of the backward runs whose weight gradients wait
-        self._saved_overwrite_flags: list[
-            tuple[torch.Tensor, Any]
-        ] = []  # weights that are told to, and what they had before
+        self._delayed_overwrites: deque[bool] = deque()  # one per backward whose weight gradients are pending
+        self._saved_overwrite_flags: list[tuple[torch.Tensor, Any]] = []  # weights and their previous flag
 
     # ---- parameters -----------------------------------------------------------------------------------------------
 
     def _declare(
         self, name: str, shape: tuple[int, ...], init: Callable[[torch.Tensor], Any], **attributes: Any
     ) -> None:
-        """A Parameter, how it starts, and attributes that frameworks look for on it."""
+        """Registers a Parameter with its initialization and the attributes that frameworks read from it."""
         self.register_parameter(
             name, torch.nn.Parameter(torch.empty(shape, dtype=self.params_dtype, device=self.device))
         )
@@ -163,7 +162,7 @@ class CompatModule(EmptyExtraState):
         self._weights.append(name)
 
     def _declare_bias(self, name: str, size: int, mode: str | None, enabled: bool = True) -> None:
-        """A bias of zeros; where it is not enabled the attribute is an empty tensor."""
+        """Registers a bias initialized with zeros; if not enabled, the attribute is an empty tensor."""
         if not enabled:
             setattr(self, name, torch.empty(0, dtype=self.params_dtype))
             return
@@ -174,7 +173,7 @@ class CompatModule(EmptyExtraState):
 
     def _declare_norm(self, kind: str, size: int, zero_centered_gamma: bool) -> None:
         if kind not in NORMS:
-            raise ValueError(f"{type(self).__name__}: normalization is {kind!r}, expected {' or '.join(NORMS)}")
+            raise ValueError(f"{type(self).__name__}: normalization is {kind!r}, expected {' or '.join(NORMS)}.")
         gamma_init = torch.nn.init.zeros_ if zero_centered_gamma else torch.nn.init.ones_
         self._declare("layer_norm_weight", (size,), gamma_init, sequence_parallel=self.sequence_parallel)
         if kind == "LayerNorm":
@@ -183,10 +182,10 @@ class CompatModule(EmptyExtraState):
             self.register_parameter("layer_norm_bias", None)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Gives the Parameters their first values; those on the meta device become real on torch's default device.
+        """Initializes the Parameters; those on the meta device are allocated on torch's default device.
 
         Args:
-            defer_init: leave the values, and Parameters on the meta device, as they are.
+            defer_init: only set the attributes of the Parameters; do not initialize or allocate them.
         """
         for name, init in self._inits.items():
             param = self._parameters[name]
@@ -196,7 +195,7 @@ class CompatModule(EmptyExtraState):
                 setattr(param, attribute, value)
 
     def _materialize(self, device: torch.device) -> None:
-        """Makes Parameters that are still on the meta device real, with their first values."""
+        """Allocates and initializes the Parameters that are still on the meta device."""
         if not on_meta(self):
             return
         with _BUILD_LOCK:
@@ -207,7 +206,7 @@ class CompatModule(EmptyExtraState):
     def _initialize_parameter(
         self, name: str, device: torch.device, init: Callable[[torch.Tensor], Any]
     ) -> torch.nn.Parameter:
-        """The Parameter on `device` with its first values; a new one takes its place when it has them."""
+        """Initializes a Parameter on `device`. If it moves, the new one is assigned after it has values."""
         param = self._parameters[name]
         if param.device != device:
             param = empty_parameter_on(param, device)
@@ -222,17 +221,16 @@ class CompatModule(EmptyExtraState):
     # ---- pipelines ------------------------------------------------------------------------------------------------
 
     def _build(self) -> Any:
-        """The pipelines that forward runs."""
+        """Builds the pipelines that forward runs."""
         raise NotImplementedError
 
     def _get_pipelines(self, input: torch.Tensor) -> Any:
         if input.device.type != "meta":
             self._materialize(input.device)
-        if (
-            self._saved_overwrite_flags and torch._C._current_graph_task_id() == -1
-        ):  # inside backward it is a recomputation
+        # Not during backward, where this is a recomputation.
+        if self._saved_overwrite_flags and torch._C._current_graph_task_id() == -1:
             self._end_overwrite()
-        if self.__dict__.get("_built_for") != id(self):  # a replica has the attributes of the module it was made from
+        if self.__dict__.get("_built_for") != id(self):  # a replica has the attributes of its original
             self._build_once()
         return self._built
 
@@ -249,15 +247,15 @@ class CompatModule(EmptyExtraState):
     def _check_group(self) -> None:
         if self.tp_size > 1 and self.tp_group is None and self._needs_group():
             raise RuntimeError(
-                f"{type(self).__name__} was made for {self.tp_size} ranks without a group; "
-                "call set_tensor_parallel_group(group) before forward"
+                f"{type(self).__name__}: tp_size is {self.tp_size}, but tp_group is None. Pass tp_group, or call "
+                "set_tensor_parallel_group(group) before forward."
             )
 
     def _needs_group(self) -> bool:
         return False
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """The ranks that share this layer."""
+        """Sets the tensor-parallel process group."""
         self.tp_group = tp_group
         self.__dict__.pop("_built_for", None)
 
@@ -268,7 +266,7 @@ class CompatModule(EmptyExtraState):
         return norm, {name: own for name, own in names.items() if name in norm._parameters}
 
     def _basic_linear(self, in_features: int, out_features: int, mode: str | None) -> Any:
-        """y = x Wᵀ over the ranks, and its gradient into main_grad or later as asked."""
+        """Makes y = x Wᵀ with this module's tensor parallelism and weight-gradient options."""
         parallel = {}
         if mode is not None and self.tp_size > 1:
             parallel = {"tensor_parallel_mode": mode, "tensor_parallel_group": self.tp_group}
@@ -291,16 +289,16 @@ class CompatModule(EmptyExtraState):
             "_wgrad_hooks": [],
             "_delayed_overwrites": deque(),
             "_saved_overwrite_flags": [],
-        }  # a copy has no backward behind it
+        }  # a copy has no pending backward
 
     # ---- weight gradients -----------------------------------------------------------------------------------------
 
     def _main_grad_parameters(self) -> list[torch.nn.Parameter | None]:
-        """The Parameters whose gradients go to ``main_grad``."""
+        """Returns the Parameters whose gradients go to ``main_grad``."""
         return [self._parameters.get(name) for name in self._weights] if self.fuse_wgrad_accumulation else []
 
     def _first_microbatch(self, output: torch.Tensor, first: bool | None) -> None:
-        """The weight gradients of this call overwrite main_grad if it is the first micro-batch."""
+        """Makes the weight gradients of this call overwrite main_grad if it is the first micro-batch."""
         node = output.grad_fn
         if node is None or not self.fuse_wgrad_accumulation:
             return
@@ -319,7 +317,7 @@ class CompatModule(EmptyExtraState):
             param.overwrite_main_grad = True
 
     def _end_overwrite(self) -> None:
-        """Gives the weights back what they had. Also called by the next forward: a backward that raised did not."""
+        """Restores the flags of the weights. The next forward calls it too, because a backward that raised did not."""
         while self._saved_overwrite_flags:
             param, before = self._saved_overwrite_flags.pop()
             if before is None:
@@ -328,12 +326,14 @@ class CompatModule(EmptyExtraState):
                 param.overwrite_main_grad = before
 
     def need_backward_dw(self) -> bool:
-        """Whether weight gradients wait for :meth:`backward_dw`."""
+        """Whether weight gradients are computed in :meth:`backward_dw` instead of in backward."""
         return self.delay_wgrad_compute
 
     def backward_dw(self) -> None:
-        """Computes the weight gradients that the oldest backward left waiting, the last layer's first, then runs the
-        hooks; nothing if none wait."""
+        """Computes the weight gradients delayed by the oldest pending backward, last layer first, then runs the hooks.
+
+        Does nothing if none are pending. Call it once per backward.
+        """
         pending = [op for op in reversed(self.__dict__.get("_wgrad_ops", ())) if op.pending_backward_dw]
         if not self.delay_wgrad_compute or not pending:
             return
@@ -349,28 +349,32 @@ class CompatModule(EmptyExtraState):
             hook()
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
-        """``hook`` runs after each :meth:`backward_dw` that computed something."""
+        """Registers a hook that runs after each :meth:`backward_dw` that computed a gradient.
+
+        Args:
+            hook: called without arguments.
+        """
         self._wgrad_hooks.append(hook)
 
 
 def divide_evenly(owner: Any, total: int, ranks: int) -> int:
-    """This rank's part of `total` features."""
+    """Returns the features per rank."""
     if total % ranks:
-        raise ValueError(f"{type(owner).__name__}: {total} features do not divide over {ranks} ranks")
+        raise ValueError(f"{type(owner).__name__}: {total} features do not divide over {ranks} ranks.")
     return total // ranks
 
 
 def reject_gathered_output(owner: Any, gathered: bool) -> None:
-    """The norm's output comes as this rank's rows."""
+    """Raises if the gathered output of the norm is requested under sequence parallelism."""
     if gathered and owner.sequence_parallel:
         raise NotImplementedError(
-            f"{type(owner).__name__}: return_layernorm_output_gathered=True is not there under sequence parallelism; "
-            "take this rank's rows (return_layernorm_output=True) and gather them"
+            f"{type(owner).__name__}: return_layernorm_output_gathered=True is not supported under sequence "
+            "parallelism. Use return_layernorm_output=True and all-gather the rows."
         )
 
 
 def reject_quantized(owner: Any, **flags: Any) -> None:
-    """fp8_output and its kin ask for quantized tensors."""
+    """Handles flags such as fp8_output, which request quantized tensors: raises or warns."""
     for name, value in flags.items():
         if value:
             _recipes.enter_quantized(f"{type(owner).__name__}: {name}=True")

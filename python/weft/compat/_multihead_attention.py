@@ -1,4 +1,4 @@
-"""MultiheadAttention: attention between its projections."""
+"""MultiheadAttention: projections and attention."""
 
 from __future__ import annotations
 
@@ -15,11 +15,37 @@ from ._norm import LayerNorm, RMSNorm
 
 
 class MultiheadAttention(torch.nn.Module):
-    """Attention with its projections.
+    """Multi-head attention with input and output projections.
 
-    Submodules: `layernorm_qkv` (with `input_layernorm`) or `qkv`; of cross attention `layernorm_query` or `query_layer`
-    and `key_value`; `core_attention`; `proj`. Without `fuse_qkv_params` a projection has Parameters `query_weight`,
-    `key_weight`, `value_weight` and their biases.
+    Submodules of self attention: `layernorm_qkv` (with `input_layernorm`) or `qkv`; of cross attention:
+    `layernorm_query` or `query_layer`, and `key_value`; then `core_attention` and `proj`. Without `fuse_qkv_params` a
+    projection has Parameters `query_weight`, `key_weight`, `value_weight` and their biases.
+
+    Args:
+        hidden_size: size of the last dimension of input and output.
+        num_attention_heads: number of query heads, over all ranks.
+        kv_channels: channels per head; None: ``hidden_size // num_attention_heads``.
+        attention_dropout, attn_mask_type, window_size, qkv_format, softmax_type: see :class:`DotProductAttention`.
+        layernorm_epsilon, normalization, zero_centered_gamma: of the norm before the projections.
+        init_method, output_layer_init_method: initialize the weights of the projections in place.
+        tp_group, tp_size: tensor-parallel group, or the number of ranks.
+        num_gqa_groups: number of key and value heads; None: `num_attention_heads`.
+        fuse_wgrad_accumulation: add weight gradients to ``main_grad``.
+        sequence_parallel: input and output are sharded by their first dimension.
+        return_bias: also return the bias of the output projection instead of adding it.
+        return_layernorm_output: also return the output of the norm.
+        input_layernorm: normalize the input.
+        attention_type: ``"self"`` or ``"cross"``.
+        set_parallel_mode: shard the projections over the ranks.
+        fuse_qkv_params: one weight for query, key and value.
+        qkv_weight_interleaved: rows of a fused weight are ordered by group.
+        bias: add biases.
+        rotary_pos_interleaved: channel pairs of rotary embeddings are adjacent.
+        qk_norm_type, qk_norm_eps, qk_norm_before_rope: norm of queries and keys per head.
+
+    Shape:
+        - hidden_states: ``(s, b, hidden_size)``, or ``(b, s, hidden_size)`` with ``qkv_format="bshd"``.
+        - Output: same as `hidden_states`.
     """
 
     def __init__(
@@ -70,7 +96,10 @@ class MultiheadAttention(torch.nn.Module):
         groups = num_gqa_groups or num_attention_heads
         self.heads_of_group = num_attention_heads // groups
         if num_attention_heads % groups:
-            raise ValueError(f"MultiheadAttention: {num_attention_heads} heads do not divide over {groups} groups")
+            raise ValueError(
+                f"MultiheadAttention: num_attention_heads {num_attention_heads} is not a multiple of num_gqa_groups "
+                f"{groups}."
+            )
         common = {
             "tp_group": tp_group if set_parallel_mode else None,
             "tp_size": tp_size if set_parallel_mode else 1,
@@ -119,7 +148,9 @@ class MultiheadAttention(torch.nn.Module):
                 self.qkv = Linear(hidden, size, parameters_split=split, **column)
             return
         if self.attention_type != "cross":
-            raise ValueError(f"MultiheadAttention: attention_type is {self.attention_type!r}, expected self or cross")
+            raise ValueError(
+                f"MultiheadAttention: attention_type is {self.attention_type!r}, expected 'self' or 'cross'."
+            )
         if self.input_layernorm:
             split = None if fused else ("query",)
             self.layernorm_query = LayerNormLinear(hidden, inner, parameters_split=split, **column, **norm)
@@ -128,7 +159,7 @@ class MultiheadAttention(torch.nn.Module):
         self.key_value = Linear(hidden, 2 * narrow, parameters_split=None if fused else keys, **column)
 
     def _qk_norms(self, kind: str | None, eps: float, dtype: torch.dtype | None, device: Any) -> tuple[Any, Any]:
-        """Norms of each head's query and key, after the rotation or before it."""
+        """Makes the norms of each head's query and key."""
         if kind is None:
             return None, None
         if kind == "L2Normalization":
@@ -136,7 +167,7 @@ class MultiheadAttention(torch.nn.Module):
         norms = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
         if kind not in norms:
             known = ", ".join(("L2Normalization", *norms))
-            raise ValueError(f"MultiheadAttention: qk_norm_type is {kind!r}, expected one of {known}")
+            raise ValueError(f"MultiheadAttention: qk_norm_type is {kind!r}, expected one of {known}.")
         query, key = (norms[kind](self.channels, eps=eps, params_dtype=dtype, device=device) for _ in range(2))
         return query, key
 
@@ -146,15 +177,15 @@ class MultiheadAttention(torch.nn.Module):
         return self.q_norm(query.contiguous()), self.k_norm(key.contiguous())
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """The ranks that share this layer."""
+        """Sets the tensor-parallel process group of the submodules."""
         for child in self.children():
             if hasattr(child, "set_tensor_parallel_group"):
                 child.set_tensor_parallel_group(tp_group)
 
     def _heads(self, mixed: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
-        """Splits [.., features] into tensors [.., heads, channels]; `counts` are the heads of each in one group."""
+        """Splits [.., features] into tensors [.., heads, channels]. `counts` has the heads per group of each tensor."""
         total = sum(counts)
-        if self.qkv_weight_interleaved:  # group by group
+        if self.qkv_weight_interleaved:  # ordered by group
             parts = mixed.unflatten(-1, (-1, total, self.channels)).split(counts, -2)
             return [part.flatten(-3, -2) for part in parts]
         groups = mixed.size(-1) // (total * self.channels)
@@ -162,7 +193,7 @@ class MultiheadAttention(torch.nn.Module):
         return list(parts)
 
     def _project(self, x: torch.Tensor, encoder_output: torch.Tensor | None, first: bool | None):
-        """(query, key, value, what the norm gave)"""
+        """Returns (query, key, value, output of the norm or None)."""
         normed = None
         own = self._own_projection()
         mixed = own(x, is_first_microbatch=first)

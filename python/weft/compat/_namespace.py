@@ -1,7 +1,7 @@
-"""Every name of the face: which module holds which object, and what the reference has and weft has not.
+"""Names of the Transformer Engine compatibility layer: the object behind each, and the names that are not supported.
 
-`SUPPORTED` and `UNSUPPORTED` are the reference's `pytorch` namespace, `TE_OPS` and `UNSUPPORTED_OPS` its `pytorch.ops`;
-each name with "same", how it differs, or why it is absent. docs/compat.md is written from them.
+`SUPPORTED` and `UNSUPPORTED` cover Transformer Engine's `pytorch` namespace, `TE_OPS` and `UNSUPPORTED_OPS` its
+`pytorch.ops`. Each name has "same", how it differs, or why it is not supported. docs/compat.md is generated from them.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ from . import (
     _transformer_layer,
 )
 
-VERSION = "2.9.0+weft"  # the release whose names it has; frameworks compare it
+VERSION = "2.9.0+weft"  # the release whose API it follows; frameworks compare it
 
 
 def deinterleave_glu_tensor(tensor: Any, interleave_size: int) -> Any:
+    """Transformer Engine's name of :func:`weft.deinterleave_glu`."""
     return deinterleave_glu(tensor, interleave_size)
 
 
 def interleave_glu_tensor(tensor: Any, interleave_size: int) -> Any:
+    """Transformer Engine's name of :func:`weft.interleave_glu`."""
     return interleave_glu(tensor, interleave_size)
 
 
-# ---- the reference's `pytorch` namespace ----------------------------------------------------------------------------
+# ---- transformer_engine.pytorch -------------------------------------------------------------------------------------
 
 SAME = "same"
-_CUDA = "it steers the GPU"
-_QUANTIZED = "it makes or handles quantized tensors, which weft has not"
-_COMPOSED = "a composition of weft's operations; arguments about GPU buffers are taken and unused"
+_CUDA = "GPU only"
+_QUANTIZED = "quantized tensors are not supported"
+_COMPOSED = "composed of weft's operations; arguments about GPU buffers are accepted and ignored"
 _REGION = "enabled=True raises, or with install(recipes='high_precision') runs unquantized with one warning"
 _FALSE = "always False, with the reason"
 
@@ -60,20 +62,21 @@ SUPPORTED: dict[str, tuple[Any, str]] = {
     "GroupedLinear": (
         _grouped_linear.GroupedLinear,
         _COMPOSED
-        + "; one Parameter of all groups only as `ops.GroupedLinear`; delayed weight gradients mark weights alone",
+        + "; `single_grouped_weight` and `single_grouped_bias` only in `ops.GroupedLinear`; `delay_wgrad_compute` sets "
+        "`skip_backward_post_hook` on weights only",
     ),
     "LayerNorm": (_norm.LayerNorm, SAME),
     "RMSNorm": (_norm.RMSNorm, SAME),
     "DotProductAttention": (
         _attention.DotProductAttention,
-        "torch's scaled_dot_product_attention; layouts sbhd and bshd; of a padding mask the keys' part counts; "
-        "no packed sequences (thd), ALiBi, context parallelism or KV cache",
+        "torch's scaled_dot_product_attention; layouts sbhd and bshd; of a pair of padding masks only the keys' mask "
+        "is used; no packed sequences (thd), ALiBi, context parallelism or KV cache",
     ),
     "MultiheadAttention": (_multihead_attention.MultiheadAttention, "as DotProductAttention"),
     "TransformerLayer": (
         _transformer_layer.TransformerLayer,
-        "as MultiheadAttention; `drop_path_rate` leaves out samples in either layout; `fuse_wgrad_accumulation` goes "
-        "without `fuse_qkv_params`, `parallel_attention_mlp` with any layer type, norm and residual",
+        "as MultiheadAttention; `drop_path_rate` drops samples in both layouts; `fuse_wgrad_accumulation` does not "
+        "require `fuse_qkv_params`; `parallel_attention_mlp` works with any layer type, norm and residual",
     ),
     "RotaryPositionEmbedding": (
         _attention.RotaryPositionEmbedding,
@@ -81,15 +84,15 @@ SUPPORTED: dict[str, tuple[Any, str]] = {
     ),
     "checkpoint": (
         _distributed.checkpoint,
-        "torch's non-reentrant checkpoint whatever `use_reentrant` says; `distribute_saved_activations` raises",
+        "always torch's non-reentrant checkpoint; `distribute_saved_activations` raises",
     ),
     "CudaRNGStatesTracker": (
         _distributed.CudaRNGStatesTracker,
-        "states of the CPU's generator: `weft.RNGStatesTracker`",
+        "`weft.RNGStatesTracker`: states of the CPU's generator",
     ),
-    "moe_permute": (_permutation.moe_permute, "the row id map has its own layout: [tokens, experts or choices]"),
-    "moe_permute_with_probs": (_permutation.moe_permute_with_probs, "the row id map has its own layout"),
-    "moe_unpermute": (_permutation.moe_unpermute, "takes the row id map of `moe_permute` here"),
+    "moe_permute": (_permutation.moe_permute, "the row id map has a different layout: [tokens, experts or choices]"),
+    "moe_permute_with_probs": (_permutation.moe_permute_with_probs, "the row id map has a different layout"),
+    "moe_unpermute": (_permutation.moe_unpermute, "takes the row id map of weft's `moe_permute`"),
     "moe_sort_chunks_by_index": (_permutation.moe_sort_chunks_by_index, SAME),
     "moe_sort_chunks_by_index_with_probs": (_permutation.moe_sort_chunks_by_index_with_probs, SAME),
     "autocast": (_recipes.autocast, _REGION),
@@ -102,43 +105,43 @@ SUPPORTED: dict[str, tuple[Any, str]] = {
     "is_nvfp4_available": (_recipes.is_nvfp4_available, _FALSE),
     "is_bf16_available": (_recipes.is_bf16_available, "always True"),
     "get_default_recipe": (_recipes.get_default_recipe, "always `DelayedScaling()`"),
-    "initialize_ub": (initialize_ub, "checks its arguments; communication under the products needs no set-up here"),
+    "initialize_ub": (initialize_ub, "only checks its arguments: overlapping communication with GEMMs needs no setup"),
     "destroy_ub": (destroy_ub, SAME),
     "interleave_glu_tensor": (interleave_glu_tensor, SAME),
     "deinterleave_glu_tensor": (deinterleave_glu_tensor, SAME),
-    "QuantizedTensor": (_recipes.QuantizedTensor, "for isinstance(): no tensor is one"),
-    "Float8Tensor": (_recipes.Float8Tensor, "for isinstance(): no tensor is one"),
-    "MXFP8Tensor": (_recipes.MXFP8Tensor, "for isinstance(): no tensor is one"),
-    "Float8BlockwiseQTensor": (_recipes.Float8BlockwiseQTensor, "for isinstance(): no tensor is one"),
-    "NVFP4Tensor": (_recipes.NVFP4Tensor, "for isinstance(): no tensor is one"),
+    "QuantizedTensor": (_recipes.QuantizedTensor, "for isinstance() only, which is always False"),
+    "Float8Tensor": (_recipes.Float8Tensor, "for isinstance() only, which is always False"),
+    "MXFP8Tensor": (_recipes.MXFP8Tensor, "for isinstance() only, which is always False"),
+    "Float8BlockwiseQTensor": (_recipes.Float8BlockwiseQTensor, "for isinstance() only, which is always False"),
+    "NVFP4Tensor": (_recipes.NVFP4Tensor, "for isinstance() only, which is always False"),
 }
 
-# name: why it is absent
+# name: why it is not supported
 UNSUPPORTED: dict[str, str] = {
     "make_graphed_callables": f"{_CUDA}: CUDA graphs",
     "get_cpu_offload_context": f"{_CUDA}: activations are on the CPU already",
     "mark_not_offload": f"{_CUDA}: activations are on the CPU already",
     "ManualOffloadSynchronizer": f"{_CUDA}: activations are on the CPU already",
-    "get_cudnn_version": f"{_CUDA}: there is no cuDNN",
-    "get_device_compute_capability": f"{_CUDA}: a CPU has none",
+    "get_cudnn_version": f"{_CUDA}: cuDNN",
+    "get_device_compute_capability": f"{_CUDA}: CPUs have no compute capability",
     "UserBufferQuantizationMode": _QUANTIZED,
-    "constants": "tables about the GPU's types and kernels",
-    "CPLoadBalancingStrategy": "context parallelism is not there",
+    "constants": f"{_CUDA}: tables of GPU types and kernels",
+    "CPLoadBalancingStrategy": "context parallelism is not supported",
     "DType": _QUANTIZED,
-    "InferenceParams": "a KV cache is not there",
-    "GatedDeltaNetAttention": "only softmax attention is there",
+    "InferenceParams": "KV caches are not supported",
+    "GatedDeltaNetAttention": "only softmax attention is supported",
     "FusedMLAQUpProjFunction": _QUANTIZED,
     "FusedMLAQUpProjRopeQuant": _QUANTIZED,
-    "moe_permute_and_pad_with_probs": "rows are padded for quantized products only",
-    "Fp8Padding": "rows are padded for quantized products only",
-    "Fp8Unpadding": "rows are padded for quantized products only",
+    "moe_permute_and_pad_with_probs": "padding is needed for quantized GEMMs only",
+    "Fp8Padding": "padding is needed for quantized GEMMs only",
+    "Fp8Unpadding": "padding is needed for quantized GEMMs only",
     "apply_recipe": _QUANTIZED,
-    "optimizers": "torch.optim has fused optimizers for the CPU: AdamW(fused=True)",
+    "optimizers": "use torch.optim, which has fused optimizers for CPUs: AdamW(fused=True)",
     "CusolverMpCtx": f"{_CUDA}: cuSOLVER",
     "newton_schulz": f"{_CUDA}: cuSOLVER",
     "newton_schulz_tp": f"{_CUDA}: cuSOLVER",
-    "onnx_export": "torch.export works on weft's operations as they are",
-    "parallel_cross_entropy": "weft has no loss; torch.nn.functional.cross_entropy does one rank's part",
+    "onnx_export": "use torch.export, which works on weft's operations",
+    "parallel_cross_entropy": "weft has no losses; use torch.nn.functional.cross_entropy on one rank",
     **dict.fromkeys(
         "DelayedScalingRequest Float8BlockQuantizer Float8BlockwiseQTensorStorage Float8CurrentScalingQuantizer "
         "Float8Quantizer Float8TensorStorage HybridQuantizedTensor HybridQuantizedTensorStorage HybridQuantizer "
@@ -152,18 +155,18 @@ UNSUPPORTED: dict[str, str] = {
 # The same for `pytorch.ops`; what differs in all of them is in the README.
 OPS_DIFFERENCES: dict[str, str] = {
     "Quantize": "returns its input; no recipe is ever active",
-    "AllReduce": "dx = dy whatever `reduce_in_backward` says, as in the reference; `weft.ops.AllReduce` obeys it",
-    "Dropout": "torch's generator, every p exactly",
-    "Linear": "Parameters and keys of `state_dict` are `weight` and `bias`; the reference's keys load, `te_keys=True` "
-    "writes them",
-    "Sequential": "surplus extra inputs raise; hooks of contained operations run",
+    "AllReduce": "dx = dy regardless of `reduce_in_backward`, as in Transformer Engine; `weft.ops.AllReduce` honors it",
+    "Dropout": "uses torch's generator; every p from 0 to 1 is exact",
+    "Linear": "Parameters and `state_dict` keys are `weight` and `bias`; Transformer Engine's keys load, and "
+    "`te_keys=True` writes them",
+    "Sequential": "too many extra inputs raise; hooks of contained operations run",
     "register_forward_fusion": "returns a handle with `remove()`",
     "register_backward_fusion": "returns a handle with `remove()`",
 }
 UNSUPPORTED_OPS: dict[str, str] = {
-    "AdaptiveLayerNorm": "newer than weft's operations",
-    "ScaledTanhSReLU": "newer than weft's operations",
-    "is_op_fuser_grouped_tensor_path_supported": f"{_CUDA}: which kernels it has",
+    "AdaptiveLayerNorm": "not implemented; newer than weft's operations",
+    "ScaledTanhSReLU": "not implemented; newer than weft's operations",
+    "is_op_fuser_grouped_tensor_path_supported": f"{_CUDA}: reports which kernels apply",
 }
 OPS: dict[str, Any] = {name: getattr(ops, name) for name in ops.__all__} | {"AllReduce": _distributed.AllReduce}
 TE_OPS = (
@@ -223,11 +226,11 @@ MODULES: dict[str, dict[str, Any]] = {
 
 
 def unsupported_reason(module: str, name: str) -> str:
-    """Why `module` has no `name`."""
+    """Returns why `module` has no attribute `name`."""
     if module == "transformer_engine.pytorch.ops" and name in UNSUPPORTED_OPS:
         return UNSUPPORTED_OPS[name]
     if module.startswith("transformer_engine.pytorch") and name in UNSUPPORTED:
         return UNSUPPORTED[name]
     if module == "transformer_engine":
-        return "of the frameworks there is pytorch"
-    return "weft has nothing by that name; docs/compat.md lists what it has"
+        return "only the PyTorch frontend is available"
+    return "unknown name; docs/compat.md lists all supported names"

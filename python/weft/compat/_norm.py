@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm: weft's operations with the reference's module arguments."""
+"""LayerNorm and RMSNorm: weft's operations with the arguments of Transformer Engine's modules."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ._module import EmptyExtraState
 
 
 class _Norm(EmptyExtraState):
-    """The module arguments of a norm. Its Parameters carry `sequence_parallel`, by which frameworks find gradients that
-    they must sum over ranks."""
+    """Adds the module arguments to a norm. Its Parameters have the attribute `sequence_parallel`, by which frameworks
+    find gradients to all-reduce."""
 
     sequence_parallel: bool | None = None
 
@@ -28,13 +28,14 @@ class _Norm(EmptyExtraState):
     ) -> None:
         shape = normalized_shape if normalized_shape is not None else hidden_size
         if shape is None:
-            raise ValueError(f"{type(self).__name__}: normalized_shape is not given")
+            raise ValueError(f"{type(self).__name__}: normalized_shape is required.")
         kwargs.setdefault("dtype", params_dtype)
         super().__init__(shape, eps=eps, zero_centered_gamma=zero_centered_gamma, **kwargs)
         self.sequence_parallel = sequence_parallel
         self._mark_parameters()
 
     def reset_parameters(self, device: torch.device | str | None = None, defer_init: bool = False) -> None:
+        """Initializes the Parameters, on ``device`` if given; with `defer_init` only sets their attributes."""
         if not defer_init:
             super().reset_parameters(device)
         self._mark_parameters()
@@ -47,8 +48,34 @@ class _Norm(EmptyExtraState):
 
 
 class LayerNorm(_Norm, ops.LayerNorm):
-    """y = (x - mean)·γ/√(var + eps) + β"""
+    """Applies layer normalization: y = (x - mean) · γ / √(var + eps) + β.
+
+    Args:
+        normalized_shape: trailing dimensions to normalize; `hidden_size` is the older name.
+        eps: added to the variance.
+        sequence_parallel: set as an attribute of the Parameters; None: not set.
+        params_dtype: dtype of the Parameters.
+        zero_centered_gamma: scale by 1 + γ.
+        **kwargs: arguments of :class:`weft.ops.LayerNorm`.
+
+    Shape:
+        - Input: ``(*, normalized_shape)``.
+        - Output: same as the input.
+    """
 
 
 class RMSNorm(_Norm, ops.RMSNorm):
-    """y = x·γ/√(mean(x²) + eps)"""
+    """Applies RMS normalization: y = x · γ / √(mean(x²) + eps).
+
+    Args:
+        normalized_shape: trailing dimensions to normalize; `hidden_size` is the older name.
+        eps: added to the mean square.
+        sequence_parallel: set as an attribute of the Parameters; None: not set.
+        params_dtype: dtype of the Parameters.
+        zero_centered_gamma: scale by 1 + γ.
+        **kwargs: arguments of :class:`weft.ops.RMSNorm`.
+
+    Shape:
+        - Input: ``(*, normalized_shape)``.
+        - Output: same as the input.
+    """

@@ -1,5 +1,8 @@
-"""Quantization recipes and the contexts that use them. Recipes can be made and read; weft computes unquantized, so that
-entering a quantized region raises, or with the policy "high_precision" runs it unquantized."""
+"""Quantization recipes and the context managers that use them.
+
+Recipes can be created and read, but weft computes unquantized: entering a quantized region raises, or with the policy
+"high_precision" runs it unquantized.
+"""
 
 from __future__ import annotations
 
@@ -13,31 +16,31 @@ from typing import Any
 
 import torch
 
-UNQUANTIZED_REASON = "weft computes in float64, float32, bfloat16 and float16, without quantized tensors"
+UNQUANTIZED_REASON = "weft computes in float64, float32, bfloat16 and float16; quantized tensors are not supported"
 _POLICIES = ("raise", "high_precision")
 _policy = "raise"
 _warned = False
 
 
 def set_policy(policy: str) -> None:
-    """What a quantized region does: "raise", or "high_precision": run unquantized, with one warning."""
+    """Sets what a quantized region does: "raise", or "high_precision" to run unquantized with one warning."""
     global _policy, _warned
     if policy not in _POLICIES:
-        raise ValueError(f"recipes is {policy!r}, expected 'raise' or 'high_precision'")
+        raise ValueError(f"install: recipes is {policy!r}, expected 'raise' or 'high_precision'.")
     _policy, _warned = policy, False
 
 
 def enter_quantized(what: str) -> None:
-    """Called where the reference would start to quantize."""
+    """Raises or warns, according to the policy. Called where Transformer Engine would quantize."""
     global _warned
     if _policy == "raise":
         raise NotImplementedError(
-            f"{what}: {UNQUANTIZED_REASON}. Leave quantization out, or run such regions unquantized: "
-            "weft.compat.transformer_engine.install(recipes='high_precision')"
+            f"{what}: {UNQUANTIZED_REASON}. Disable quantization, or run such regions unquantized: "
+            "weft.compat.transformer_engine.install(recipes='high_precision')."
         )
     if not _warned:
         _warned = True
-        warnings.warn(f"{what}: runs unquantized; {UNQUANTIZED_REASON}", UserWarning, stacklevel=4)
+        warnings.warn(f"{what}: runs unquantized; {UNQUANTIZED_REASON}.", UserWarning, stacklevel=4)
 
 
 # ---- recipes ------------------------------------------------------------------------------------------------------
@@ -49,7 +52,7 @@ class _Range:
 
 
 class Format(enum.Enum):
-    """Number formats; the value has the largest finite number of forward and backward."""
+    """Number formats. The value has the largest finite number in forward and in backward."""
 
     E2M1 = _Range(6, 6)
     E4M3 = _Range(448, 448)
@@ -73,7 +76,7 @@ class QParams:
 
 @dataclass
 class Recipe:
-    """What all recipes have."""
+    """Base class of recipes."""
 
     def _is(self, kind: str) -> bool:
         return any(base.__name__ == kind for base in type(self).__mro__)
@@ -101,7 +104,7 @@ class Recipe:
 
 
 def _ignores_unknown_fields(recipe: Any) -> Any:
-    """Keywords that are no fields are left out, as in the reference: Megatron gives its own and those of the past."""
+    """Makes a recipe ignore unknown keyword arguments, as Transformer Engine does: Megatron passes some."""
     init, known = recipe.__init__, {known_field.name for known_field in fields(recipe)}
 
     @functools.wraps(init)
@@ -190,6 +193,7 @@ class CustomRecipe(Recipe):
 
 
 def get_default_recipe() -> Recipe:
+    """Returns ``DelayedScaling()``."""
     return DelayedScaling()
 
 
@@ -213,7 +217,14 @@ def autocast(
     amax_reduction_group: Any = None,
     _graph: bool = False,
 ) -> Any:
-    """A region that the reference would compute quantized."""
+    """Context manager of a region that Transformer Engine would compute quantized.
+
+    Args:
+        enabled: False: does nothing. True: raises, or runs unquantized, as :func:`install` was told.
+        calibrating: same as `enabled`.
+        recipe: named in the message.
+        amax_reduction_group: ignored.
+    """
     return _region(f"autocast with {type(recipe or get_default_recipe()).__name__}", enabled or calibrating)
 
 
@@ -224,28 +235,35 @@ def fp8_autocast(
     fp8_group: Any = None,
     _graph: bool = False,
 ) -> Any:
-    """The older name of `autocast`."""
+    """The older name of :func:`autocast`; `fp8_recipe` is its `recipe`."""
     return _region(f"fp8_autocast with {type(fp8_recipe or get_default_recipe()).__name__}", enabled or calibrating)
 
 
 def quantized_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
 ) -> Any:
-    """A region in which the reference would make quantized Parameters."""
+    """Context manager of a region in which Transformer Engine would create quantized Parameters.
+
+    Args:
+        enabled: False: does nothing. True: raises, or creates unquantized Parameters, as :func:`install` was told.
+        recipe: ignored.
+        preserve_high_precision_init_val: ignored.
+    """
     return _region("quantized_model_init", enabled)
 
 
 def fp8_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
 ) -> Any:
-    """The older name of `quantized_model_init`."""
+    """The older name of :func:`quantized_model_init`."""
     return _region("fp8_model_init", enabled)
 
 
-# ---- what is available: nothing -----------------------------------------------------------------------------------
+# ---- availability -------------------------------------------------------------------------------------------------
 
 
 def _unavailable(return_reason: bool = False) -> Any:
+    """Returns False, or (False, reason)."""
     return (False, UNQUANTIZED_REASON) if return_reason else False
 
 
@@ -253,6 +271,7 @@ is_fp8_available = is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp
 
 
 def check_fp8_support() -> tuple[bool, str]:
+    """Returns (False, reason)."""
     return False, UNQUANTIZED_REASON
 
 
@@ -260,11 +279,12 @@ check_mxfp8_support = check_fp8_block_scaling_support = check_nvfp4_support = ch
 
 
 def is_bf16_available(return_reason: bool = False) -> Any:
+    """Returns True, or (True, "")."""
     return (True, "") if return_reason else True
 
 
 class FP8GlobalStateManager:
-    """The state of quantized regions: there are none."""
+    """State of quantized regions: always disabled."""
 
     reset = staticmethod(lambda: None)
     is_fp8_enabled = staticmethod(lambda: False)
@@ -283,11 +303,11 @@ class FP8GlobalStateManager:
 
 
 class _UnsupportedTensor(torch.Tensor):
-    """For isinstance(): no tensor is one."""
+    """For isinstance() only: it cannot be instantiated."""
 
     @staticmethod
     def __new__(cls, *args: Any, **kwargs: Any):
-        raise NotImplementedError(f"{cls.__name__}: {UNQUANTIZED_REASON}")
+        raise NotImplementedError(f"{cls.__name__}: {UNQUANTIZED_REASON}.")
 
 
 class QuantizedTensor(_UnsupportedTensor):

@@ -1,4 +1,4 @@
-"""TransformerLayer, from the other module classes."""
+"""TransformerLayer, composed of the other module classes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from ._norm import LayerNorm, RMSNorm
 
 
 class DropPath(torch.nn.Module):
-    """Leaves out a branch for whole samples, with probability `drop_prob`; samples are counted by dimension `batch`."""
+    """Stochastic depth: zeroes a residual branch per sample with probability `drop_prob` in training.
+
+    Args:
+        drop_prob: probability; kept samples are scaled by 1 / (1 - drop_prob).
+        batch: batch dimension.
+    """
 
     def __init__(self, drop_prob: float = 0.0, batch: int = 0) -> None:
         super().__init__()
@@ -30,16 +35,43 @@ class DropPath(torch.nn.Module):
 
 
 def _to_autocast_dtype(x: torch.Tensor) -> torch.Tensor:
-    """x in the dtype of autocast, in which the residual goes on; x itself without autocast."""
+    """Casts x to the autocast dtype, in which the residual is computed; returns x without autocast."""
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 class TransformerLayer(torch.nn.Module):
-    """x + attention(norm(x)), then + mlp(norm(·)); a decoder layer attends to `encoder_output` between the two.
+    """Transformer layer: h = x + attention(norm(x)); y = h + mlp(norm(h)). A decoder layer has cross attention between.
 
-    Submodules: `self_attention`, `inter_attention` of a decoder, `layernorm_mlp`, and `layernorm` with
+    Submodules: `self_attention`, `inter_attention` (decoder only), `layernorm_mlp`, and `layernorm` with
     `output_layernorm`.
+
+    Args:
+        hidden_size: size of the last dimension of input and output.
+        ffn_hidden_size: size between the two linears of the MLP, over all ranks.
+        num_attention_heads, num_gqa_groups, kv_channels, attention_dropout, fuse_qkv_params, qkv_weight_interleaved,
+            rotary_pos_interleaved, qk_norm_type, qk_norm_eps, qk_norm_before_rope, softmax_type: see
+            :class:`MultiheadAttention`.
+        layernorm_epsilon, normalization, zero_centered_gamma: of the norms.
+        hidden_dropout: dropout probability of the residual branches.
+        init_method, output_layer_init_method: initialize the weights in place.
+        self_attn_mask_type, window_size: of the self attention.
+        enc_dec_attn_mask_type, enc_dec_window_size: of the cross attention.
+        tp_group, tp_size, set_parallel_mode, sequence_parallel: tensor and sequence parallelism.
+        fuse_wgrad_accumulation: add weight gradients to ``main_grad``.
+        apply_residual_connection_post_layernorm: the residual is the output of the norm.
+        output_layernorm: normalize the output of the layer instead of the input of the attention.
+        parallel_attention_mlp: attention and MLP read the same input, and their sum is added to it.
+        layer_type: ``"encoder"`` or ``"decoder"``.
+        drop_path_rate: probability of :class:`DropPath`.
+        bias: add biases.
+        activation, activation_params: of the MLP.
+        attn_input_format: layout of the input, ``"sbhd"`` or ``"bshd"``.
+        params_dtype, device: of the Parameters.
+
+    Shape:
+        - hidden_states: ``(s, b, hidden_size)``, or ``(b, s, hidden_size)`` with ``attn_input_format="bshd"``.
+        - Output: same as `hidden_states`.
     """
 
     def __init__(
@@ -92,7 +124,7 @@ class TransformerLayer(torch.nn.Module):
         reject_unknown_arguments(self, unused)
         super().__init__()
         if layer_type not in ("encoder", "decoder"):
-            raise ValueError(f"TransformerLayer: layer_type is {layer_type!r}, expected 'encoder' or 'decoder'")
+            raise ValueError(f"TransformerLayer: layer_type is {layer_type!r}, expected 'encoder' or 'decoder'.")
         self.layer_type, self.hidden_dropout, self.layer_number = layer_type, hidden_dropout, layer_number
         self.parallel_attention_mlp, self.output_layernorm = parallel_attention_mlp, output_layernorm
         self.self_attn_mask_type, self.window_size = self_attn_mask_type, window_size
@@ -156,13 +188,13 @@ class TransformerLayer(torch.nn.Module):
         self.layernorm_mlp = LayerNormMLP(**mlp)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """The ranks that share this layer."""
+        """Sets the tensor-parallel process group of the submodules."""
         for child in self.children():
             if hasattr(child, "set_tensor_parallel_group"):
                 child.set_tensor_parallel_group(tp_group)
 
     def _add_residual(self, result: Any, residual: torch.Tensor) -> torch.Tensor:
-        """residual + dropout(branch); a branch that comes with what its norm gave has that as its residual."""
+        """Returns residual + dropout(branch). If `result` also has the output of the norm, that is the residual."""
         branch, residual = result if isinstance(result, tuple) else (result, residual)
         branch = dropout(branch, self.hidden_dropout, self.training, self.get_rng_state_tracker)
         branch = branch if self.drop_path is None else self.drop_path(branch)
@@ -222,7 +254,7 @@ class TransformerLayer(torch.nn.Module):
         )
 
     def _parallel_branches(self, attention_output: Any, x: torch.Tensor, first: bool | None) -> torch.Tensor:
-        """Attention and MLP side by side, from the same input."""
+        """Adds the attention and the MLP of the same input to it."""
         attention_output = attention_output[0] if isinstance(attention_output, tuple) else attention_output
         mlp = self.layernorm_mlp(x, is_first_microbatch=first)
         return self._add_residual(attention_output + (mlp[0] if isinstance(mlp, tuple) else mlp), x)

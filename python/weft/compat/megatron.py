@@ -1,8 +1,8 @@
-"""Answers on the CPU what megatron-core asks of CUDA, when asked::
+"""Runs megatron-core on the CPU::
 
 from weft.compat import megatron
 
-megatron.install()  # from here on transformer_engine is weft, too
+megatron.install()  # import transformer_engine resolves to weft, too
 from megatron.core.models.gpt import GPTModel
 """
 
@@ -28,7 +28,7 @@ _LAYERS = "megatron.core.tensor_parallel.layers"
 
 
 class Redirection(NamedTuple):
-    """An attribute of a module that is something else while installed; `why` has lines of megatron-core 0.16.1."""
+    """A module attribute that is replaced while installed. `why` has the lines of megatron-core 0.16.1 that need it."""
 
     module: str
     name: str
@@ -45,7 +45,7 @@ def _set_cpu_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool =
 
 
 def _add_weight_gradient(x: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """main_grad += dyᵀ·x"""
+    """main_grad += dyᵀ x"""
     main_grad.addmm_(dy.t().to(main_grad.dtype), x.to(main_grad.dtype))
 
 
@@ -56,20 +56,20 @@ REDIRECTIONS = (
         "torch.cuda",
         "current_device",
         lambda: torch.device("cpu"),
-        "where buffers are made: distributed/param_and_grad_buffer.py:806, tensor_parallel/mappings.py:141 and "
-        "tensor_parallel/layers.py:552; where angles of positions go: rotary_pos_embedding.py:162",
+        "device of buffers: distributed/param_and_grad_buffer.py:806, tensor_parallel/mappings.py:141 and "
+        "tensor_parallel/layers.py:552; device of rotary angles: rotary_pos_embedding.py:162",
     ),
     Redirection(
         "torch.cuda",
         "synchronize",
         lambda device=None: None,
-        "a checkpoint waits for copies from the GPU: dist_checkpointing/strategies/filesystem_async.py:230",
+        "checkpoints wait for copies from the GPU: dist_checkpointing/strategies/filesystem_async.py:230",
     ),
     Redirection(
         "torch.cuda",
         "manual_seed",
         torch.manual_seed,
-        "states of the random number tracker: tensor_parallel/random.py:237 and 422; without CUDA it does nothing",
+        "states of the random number tracker: tensor_parallel/random.py:237 and 422; a no-op without CUDA",
     ),
     Redirection("torch.cuda", "get_rng_state", _cpu_state, "the same states: tensor_parallel/random.py:235 and 238"),
     Redirection("torch.cuda.random", "get_rng_state", _cpu_state, "the same, in fork(): tensor_parallel/random.py:55"),
@@ -77,27 +77,27 @@ REDIRECTIONS = (
         _RANDOM,
         "_set_cuda_rng_state",
         _set_cpu_state,
-        "the same: tensor_parallel/random.py:111 puts it off until CUDA starts, which is never",
+        "the same: tensor_parallel/random.py:111 defers it until CUDA is initialized, which never happens",
     ),
     Redirection(
         _LAYERS,
         "fused_weight_gradient_mlp_cuda",
         _APEX_WGRAD,
-        "gradient_accumulation_fusion of the output layer is an extension of Apex: tensor_parallel/layers.py:569",
+        "Apex extension for gradient_accumulation_fusion of the output layer: tensor_parallel/layers.py:569",
     ),
-    Redirection(_LAYERS, "_grad_accum_fusion_available", True, "asks for it: tensor_parallel/layers.py:924"),
+    Redirection(_LAYERS, "_grad_accum_fusion_available", True, "checks for Apex: tensor_parallel/layers.py:924"),
 )
 
 
 MODE_WHY = {
-    'device="cuda"': "where small tensors are made: pipeline_parallel/schedules.py:596, optimizer/clip_grads.py:103 "
+    'device="cuda"': "device of small tensors: pipeline_parallel/schedules.py:596, optimizer/clip_grads.py:103 "
     "and 174, optimizer/optimizer.py:907",
-    "Tensor.type()": "gradients must be `torch.cuda.FloatTensor` to be clipped: optimizer/clip_grads.py:167",
+    "Tensor.type()": "clipping requires gradients of type `torch.cuda.FloatTensor`: optimizer/clip_grads.py:167",
 }
 
 
 class _CudaToCpuMode(TorchFunctionMode):
-    """What is made on "cuda" is made on the CPU; the type of a tensor reads as if it were on a GPU."""
+    """Creates tensors with device="cuda" on the CPU, and reports CUDA tensor types in Tensor.type()."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -110,7 +110,7 @@ class _CudaToCpuMode(TorchFunctionMode):
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:
-    """tensor_parallel/random.py:265 warns whenever numbers are drawn on the CPU; here they all are."""
+    """Log filter: drops the warning of tensor_parallel/random.py:265 about the CPU's random state, always true here."""
     return "CPU RNG state changed" not in record.getMessage()
 
 
@@ -120,15 +120,25 @@ _replaced_attributes: list[tuple[Any, str, Any]] = []
 
 
 def install(recipes: str | None = None, replace: bool = False) -> None:
-    """From now on megatron-core computes on the CPU and its Transformer Engine is weft, in this process.
+    """Makes megatron-core run on the CPU with weft as its Transformer Engine, in this process.
 
-    `recipes` and `replace` are those of `transformer_engine.install`, which it calls. New tensors and types of tensors
-    are redirected in the thread that calls it. Call it before megatron.core is imported. A second call changes nothing
-    but `recipes`.
+    Call it before megatron.core is imported, in the thread that runs the model: ``device="cuda"`` and ``Tensor.type()``
+    are redirected in that thread only. A second call only sets `recipes`.
+
+    Args:
+        recipes: see :func:`weft.compat.transformer_engine.install`, which it calls.
+        replace: see :func:`weft.compat.transformer_engine.install`.
+
+    Raises:
+        ImportError: if megatron-core is not installed, or was imported before without Transformer Engine.
+        RuntimeError: if torch has CUDA.
     """
     global _mode
     if torch.cuda.is_available():
-        raise RuntimeError("weft.compat.megatron: torch has CUDA here; megatron-core would be kept from using it")
+        raise RuntimeError(
+            "weft.compat.megatron.install: torch has CUDA, and megatron-core would no longer use it. Call install() "
+            "only on machines without a GPU."
+        )
     was_installed = transformer_engine.installed()
     transformer_engine.install(recipes=recipes, replace=replace)
     if installed():
@@ -149,7 +159,7 @@ def install(recipes: str | None = None, replace: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Undoes `install`, but for `transformer_engine`, which megatron-core holds on to. Nothing if it was not called."""
+    """Undoes :func:`install`, except for `transformer_engine`, which megatron-core keeps. No-op if not installed."""
     global _mode
     if _mode is None:
         return
@@ -165,13 +175,17 @@ def uninstall() -> None:
 
 
 def installed() -> bool:
-    """Whether megatron-core computes on the CPU now."""
+    """Whether megatron-core currently runs on the CPU."""
     return _mode is not None
 
 
 @contextmanager
 def on_cpu(recipes: str | None = None, replace: bool = False) -> Iterator[None]:
-    """`install()` inside, `uninstall()` after."""
+    """Context manager that calls :func:`install` and then :func:`uninstall`.
+
+    Args:
+        recipes, replace: see :func:`install`.
+    """
     install(recipes, replace)
     try:
         yield
@@ -183,12 +197,14 @@ def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"weft.compat.megatron: {name} does not import ({error}). {HOW_TO_INSTALL}") from error
+        raise ImportError(
+            f"weft.compat.megatron: cannot import {name} ({error}). To install it: {HOW_TO_INSTALL}."
+        ) from error
 
 
 def _check_install_order() -> None:
     if not _import("megatron.core.extensions.transformer_engine").HAVE_TE:
         raise ImportError(
-            "megatron.core was imported before weft.compat.megatron.install() and has no Transformer Engine; "
-            "install() goes before the first import of megatron.core"
+            "weft.compat.megatron: megatron.core was imported before install() and found no Transformer Engine. Call "
+            "install() before the first import of megatron.core."
         )

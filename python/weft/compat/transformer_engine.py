@@ -1,4 +1,4 @@
-"""Makes ``import transformer_engine`` resolve to weft, when asked::
+"""Makes ``import transformer_engine`` resolve to weft::
 
 from weft.compat import transformer_engine
 
@@ -22,11 +22,15 @@ _replaced_modules: dict[str, ModuleType | None] = {}  # modules of the real pack
 
 
 def install(recipes: str | None = None, replace: bool = False) -> None:
-    """From now on ``import transformer_engine`` is weft, in this process.
+    """Makes ``import transformer_engine`` resolve to weft in this process. A second call only sets `recipes`.
 
-    `recipes` says what a quantized region does: "raise" (the default), or "high_precision": run unquantized and warn
-    once. Where the real package is installed or was imported an ImportError says so, unless `replace`. A second call
-    changes nothing but `recipes`, if given.
+    Args:
+        recipes: what a quantized region does: ``"raise"`` (the default), or ``"high_precision"`` to run unquantized and
+            warn once. None: unchanged.
+        replace: replace Transformer Engine even if it is installed or was imported.
+
+    Raises:
+        ImportError: if Transformer Engine is installed or was imported, and `replace` is False.
     """
     global _finder
     if installed():
@@ -41,7 +45,7 @@ def install(recipes: str | None = None, replace: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Undoes `install`; what was imported of the real package before comes back. Nothing if it was not called."""
+    """Undoes :func:`install` and restores the modules that it replaced. No-op if not installed."""
     global _finder
     if _finder is None:
         return
@@ -56,7 +60,7 @@ def uninstall() -> None:
 
 
 def installed() -> bool:
-    """Whether ``import transformer_engine`` is weft now."""
+    """Whether ``import transformer_engine`` currently resolves to weft."""
     return _finder is not None and _finder in sys.meta_path
 
 
@@ -70,46 +74,47 @@ def _loaded() -> list[str]:
 
 
 def _reject_real_package() -> None:
-    """An ImportError if the real package is in this process or could be imported."""
-    hint = "weft would shadow it; if that is meant, call install(replace=True)."
+    """Raises ImportError if the real package was imported or can be found."""
+    hint = "To replace it with weft, call install(replace=True)."
     if _ROOT in sys.modules:
         module = sys.modules[_ROOT]
         if module is None:
-            raise ImportError(f"the import of {_ROOT} is blocked (sys.modules[{_ROOT!r}] is None); {hint}")
-        raise ImportError(f"{_ROOT} was imported already, from {getattr(module, '__file__', None)}; {hint}")
+            raise ImportError(f"{_ROOT} is blocked (sys.modules[{_ROOT!r}] is None). {hint}")
+        raise ImportError(f"{_ROOT} was already imported from {getattr(module, '__file__', None)}. {hint}")
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
         spec = find(_ROOT, None) if find is not None else None
         if spec is not None:
             locations = spec.origin or ", ".join(spec.submodule_search_locations or ())
-            raise ImportError(f"{_ROOT} is installed, in {locations}; {hint}")
+            raise ImportError(f"{_ROOT} is installed in {locations}. {hint}")
 
 
 class _Finder:
-    """Finds `transformer_engine` and its modules in the tables of `_namespace`."""
+    """Import hook that finds `transformer_engine` and its modules in the tables of `_namespace`."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname != _ROOT and not fullname.startswith(_ROOT + "."):
             return None
         if fullname not in _namespace.MODULES:
             raise ModuleNotFoundError(
-                f"{fullname} is absent: weft stands in for {_ROOT}; docs/compat.md lists what it has", name=fullname
+                f"{fullname} is not supported: weft.compat replaces {_ROOT}; docs/compat.md lists what is supported",
+                name=fullname,
             )
         return importlib.util.spec_from_loader(fullname, self, origin="weft.compat", is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return ModuleType(spec.name, f"{spec.name}, as far as weft has it.")
+        return ModuleType(spec.name, f"{spec.name}, implemented by weft.")
 
     def exec_module(self, module: ModuleType) -> None:
         module.__dict__.update(_namespace.MODULES[module.__name__])
         module.__dict__["__all__"] = [name for name in _namespace.MODULES[module.__name__] if not name.startswith("_")]
 
         def missing_attribute(name: str) -> Any:
-            if f"{module.__name__}.{name}" in _namespace.MODULES:  # a module that nobody imported yet
+            if f"{module.__name__}.{name}" in _namespace.MODULES:  # a submodule that was not imported yet
                 return importlib.import_module(f"{module.__name__}.{name}")
             if name.startswith("__"):
                 raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
             reason = _namespace.unsupported_reason(module.__name__, name)
-            raise AttributeError(f"{module.__name__}.{name} is absent: {reason} (weft stands in for {_ROOT})")
+            raise AttributeError(f"{module.__name__}.{name} is not supported: {reason} (weft.compat replaces {_ROOT})")
 
         module.__dict__["__getattr__"] = missing_attribute

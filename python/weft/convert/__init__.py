@@ -1,7 +1,7 @@
-"""Checkpoints of Megatron and Transformer Engine to and from safetensors with torch's names, on any machine.
+"""Converts checkpoints of Megatron and Transformer Engine to and from safetensors with torch's names, on any machine.
 
 ``python -m weft.convert SOURCE TARGET --to safetensors``, or ``convert(source, target, to="safetensors")``. Tensors are
-read and written in pieces; nothing that a file holds is run. docs/convert.md tells more.
+read and written in blocks of bounded size, and nothing in a file is executed. See docs/convert.md.
 """
 
 from ._check import compare, inspect, verify

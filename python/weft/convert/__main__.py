@@ -1,16 +1,16 @@
 """Converts checkpoints of Megatron and Transformer Engine to and from safetensors with torch's names.
 
-  python -m weft.convert SOURCE TARGET --to safetensors    each norm and linear a module of its own
+  python -m weft.convert SOURCE TARGET --to safetensors    torch's names: one module per norm and linear
   python -m weft.convert SOURCE TARGET --to torch_dist     Megatron's distributed checkpoint, for any number of ranks
   python -m weft.convert SOURCE TARGET --to te             names of transformer_engine.pytorch.TransformerLayer
   python -m weft.convert SOURCE TARGET --to pt             one file, or mp_rank_XX/model_optim_rng.pt for each rank
-  python -m weft.convert inspect SOURCE                    what is in a checkpoint
-  python -m weft.convert verify TARGET                     the target still has the bytes of its report
-  python -m weft.convert verify ONE OTHER                  two checkpoints hold the same, whatever their formats
-  python -m weft.convert names                             the table of names, in the form that --names reads
+  python -m weft.convert inspect SOURCE                    list the contents of a checkpoint
+  python -m weft.convert verify TARGET                     compare a converted checkpoint with its report
+  python -m weft.convert verify ONE OTHER                  compare two checkpoints of any formats
+  python -m weft.convert names                             print the name table, in the format that --names reads
 
-The format of SOURCE is recognised. A target is written beside its place and moved there when it is whole; with it lies
-conversion.json, a report with the sha256 of every tensor.
+The format of SOURCE is detected. The target is written to TARGET.partial and renamed when it is complete. A report with
+the sha256 of every tensor, conversion.json, is written with it.
 """
 
 from __future__ import annotations
@@ -30,30 +30,38 @@ PROGRAM = "python -m weft.convert"
 def parse_size(text: str) -> int:
     found = re.fullmatch(r"(\d+)\s*([KMGT]?)B?", text, re.IGNORECASE)
     if not found or not int(found[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 4GB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; expected a number such as 500MB or 4GB")
     return int(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " ")
 
 
 def convert_parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__, formatter_class=form)
-    parser.add_argument("source", metavar="SOURCE", help="a file, a folder, or a folder with iterations")
-    parser.add_argument("target", metavar="TARGET", help="a folder; or a file that ends in .safetensors or .pt")
+    parser.add_argument("source", metavar="SOURCE", help="a file, a folder, or a folder of iterations")
+    parser.add_argument("target", metavar="TARGET", help="a folder, or a file that ends in .safetensors or .pt")
     parser.add_argument("--to", required=True, choices=TARGETS)
-    parser.add_argument("--layout", choices=LAYOUTS, help="names, if not those that are usual for --to")
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="write the parts of N ranks")
-    parser.add_argument("--unstacked", action="store_true", help="torch_dist: a tensor for each layer, not one for all")
-    parser.add_argument("--split-qkv", action="store_true", help="query, key and value as matrices of their own")
-    parser.add_argument("--heads", type=int, help="attention heads, if the source does not say")
-    parser.add_argument("--groups", type=int, help="query groups, if the source does not say (as many as heads)")
-    parser.add_argument("--names", metavar="FILE", help="more rules, as JSON, before those of the table")
-    parser.add_argument("--strict", action="store_true", help="refuse names that no rule knows; else they are kept")
-    parser.add_argument("--overwrite", action="store_true", help="replace TARGET, at the end")
+    parser.add_argument("--layout", choices=LAYOUTS, help="names to write; default: those of --to")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="write the shards of N ranks")
     parser.add_argument(
-        "--shard-size", type=parse_size, default=4 << 30, metavar="SIZE", help="of files in a folder (4GB)"
+        "--unstacked", action="store_true", help="torch_dist: one tensor per layer instead of stacked layers"
     )
-    parser.add_argument("--no-check", action="store_true", help="do not compare the checksums within torch's files")
-    parser.add_argument("--quiet", action="store_true", help="no progress and no summary")
+    parser.add_argument("--split-qkv", action="store_true", help="write query, key and value as separate matrices")
+    parser.add_argument("--heads", type=int, help="attention heads, if the source does not store them")
+    parser.add_argument(
+        "--groups", type=int, help="query groups, if the source does not store them (default: as many as heads)"
+    )
+    parser.add_argument("--names", metavar="FILE", help="JSON file with name rules that take precedence over the table")
+    parser.add_argument("--strict", action="store_true", help="reject names that match no rule instead of keeping them")
+    parser.add_argument("--overwrite", action="store_true", help="replace TARGET when the conversion is complete")
+    parser.add_argument(
+        "--shard-size",
+        type=parse_size,
+        default=4 << 30,
+        metavar="SIZE",
+        help="maximum size of a file in a folder (4GB)",
+    )
+    parser.add_argument("--no-check", action="store_true", help="do not verify the checksums in torch's files")
+    parser.add_argument("--quiet", action="store_true", help="print no progress and no summary")
     return parser
 
 
@@ -71,8 +79,8 @@ def run_convert(argv: list[str]) -> None:
         print(f"skipped {names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {reason}")
     if report["unknown"]:
         more = f" and {len(report['unknown']) - 3} more" if report["unknown"][3:] else ""
-        whole = ", whole on each rank" if args["tensor_parallel"] > 1 else ""
-        print(f"kept as they are{whole}, known by no rule: {', '.join(report['unknown'][:3])}{more}")
+        whole = ", replicated on each rank" if args["tensor_parallel"] > 1 else ""
+        print(f"matched no rule, names kept{whole}: {', '.join(report['unknown'][:3])}{more}")
 
 
 def run_inspect(argv: list[str]) -> None:
@@ -84,7 +92,7 @@ def run_inspect(argv: list[str]) -> None:
     for name, (dtype, shape) in found["tensors"].items():
         print(f"  {name}  {dtype} {shape}")
     for name, size in found["raw"].items():
-        print(f"  {name}  {size} bytes, not opened")
+        print(f"  {name}  {size} bytes, opaque object")
     if found["common"]:
         print(f"  values: {', '.join(found['common'])}")
     for reason in dict.fromkeys(found["skipped"].values()):
@@ -99,7 +107,7 @@ def run_verify(argv: list[str]) -> None:
     parser.add_argument("--quiet", action="store_true")
     args = parser.parse_args(argv)
     if args.other is None:
-        differences, summary = verify(args.target, quiet=args.quiet), "as its report says"
+        differences, summary = verify(args.target, quiet=args.quiet), "matches its report"
     else:
         count, differences = compare(args.target, args.other, args.names, quiet=args.quiet)
         summary = f"{count} tensors, all equal"
@@ -109,19 +117,19 @@ def run_verify(argv: list[str]) -> None:
 
 def main() -> None:
     argv = sys.argv[1:]
-    sys.stdout.reconfigure(errors="backslashreplace")  # names may hold what a terminal cannot show
+    sys.stdout.reconfigure(errors="backslashreplace")  # names may contain characters that a terminal cannot show
     commands = {"inspect": run_inspect, "verify": run_verify, "names": lambda _: print(read_names(None).as_json())}
     try:
         if argv and argv[0] in commands:
             commands[argv[0]](argv[1:])
         else:
             run_convert(argv)
-    except BrokenPipeError:  # whoever reads has enough
+    except BrokenPipeError:  # the reader closed the pipe, e.g. head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ConversionError, OSError) as error:
         sys.exit(f"{PROGRAM}: {error}")
     except KeyboardInterrupt:
-        sys.exit(f"{PROGRAM}: interrupted; no target was left")
+        sys.exit(f"{PROGRAM}: interrupted; no target was written")
 
 
 if __name__ == "__main__":

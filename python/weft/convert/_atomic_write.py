@@ -1,6 +1,6 @@
-"""Where a target is written: beside its place, and moved there when it is whole and on the disk.
+"""Atomic writes: a target is written as TARGET.partial, flushed to disk and renamed.
 
-Files are created anew (O_EXCL), so a link that someone else put at one of these names is never written through.
+Files are created with O_EXCL, so a symbolic link that already exists under one of these names is never followed.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ def sibling(path: Path, suffix: str) -> Path:
 
 def reject_existing(target: Path, overwrite: bool) -> None:
     old = sibling(target, ".replaced")
-    if old.exists() and not target.exists():  # a process ended between two renames
+    if old.exists() and not target.exists():  # a process was killed between the two renames
         os.rename(old, target)
     if target.exists() and not overwrite:
-        raise ConversionError(f"{target} exists; remove it, or replace it by --overwrite")
+        raise ConversionError(f"{target} exists. Remove it, or pass --overwrite to replace it")
 
 
 @contextmanager
 def atomic_target(target: Path, single: bool, overwrite: bool, report: Path | None = None) -> Iterator[Path]:
-    """A file or folder to be written, which becomes `target` if the block ends well and is gone if it fails.
+    """Context manager: yields a file or folder to write; renames it to `target` on success, removes it on failure.
 
-    What an ended process left beside the target is removed; an old target is replaced by renaming, at the end, and
-    its `report`, which lies beside it, is gone before that.
+    Leftovers of killed processes are removed. An existing target is replaced by a rename at the end; its `report` is
+    removed just before that.
     """
     partial = sibling(target, ".partial")
     reject_existing(target, overwrite)
@@ -53,8 +53,8 @@ def atomic_target(target: Path, single: bool, overwrite: bool, report: Path | No
         discard(partial)
         free = shutil.disk_usage(target.parent).free / 1e9 if target.parent.exists() else 0
         raise ConversionError(
-            f"{target} could not be written: {error.strerror or error}. {free:.1f} GB are free there; make room or "
-            "choose a folder in which you may write"
+            f"{target} could not be written: {error.strerror or error}. {free:.1f} GB are free there. Free disk space, "
+            "or choose a folder with write permission"
         ) from error
     except BaseException:
         discard(partial)
@@ -62,12 +62,12 @@ def atomic_target(target: Path, single: bool, overwrite: bool, report: Path | No
 
 
 def create_exclusive(file: Path) -> None:
-    """An empty file, where there was nothing."""
+    """Creates an empty file; raises if the name exists."""
     os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
 
 
 def atomic_write_text(file: Path, text: str) -> None:
-    """`file` with this text: whole or as it was. A link at its place is replaced, not followed."""
+    """Replaces the content of `file` atomically. A symbolic link is replaced, not followed."""
     partial = sibling(file, ".partial")
     try:
         partial.unlink(missing_ok=True)
@@ -82,7 +82,7 @@ def atomic_write_text(file: Path, text: str) -> None:
 
 
 def replace_target(partial: Path, target: Path) -> None:
-    """What was written takes the place of `target`, which is there at every moment if it was there before."""
+    """Renames `partial` to `target`. A target that existed before exists at every moment."""
     if os.path.lexists(target) and (partial.is_dir() or target.is_dir()):
         swap(partial, target)
     else:
@@ -93,7 +93,7 @@ def replace_target(partial: Path, target: Path) -> None:
 
 
 def swap(partial: Path, target: Path) -> None:
-    """The names are exchanged; on a file system that cannot, by two renames, of which the first can be undone."""
+    """Exchanges the two names. If the file system cannot, uses two renames; the next run can undo the first."""
     at_fdcwd, rename_exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     if ctypes.CDLL(None).renameat2(at_fdcwd, os.fsencode(partial), at_fdcwd, os.fsencode(target), rename_exchange) == 0:
         return
@@ -107,11 +107,11 @@ def discard(partial: Path) -> None:
     try:
         remove(partial)
     except OSError:
-        pass  # the next run removes it
+        pass  # the next conversion removes it
 
 
 def fsync_tree(path: Path) -> None:
-    """All of it is on the disk."""
+    """Flushes a file, or a folder with all files in it, to disk."""
     for file in [path] if path.is_file() else [child for child in path.rglob("*") if child.is_file()]:
         with file.open("rb") as opened:
             os.fsync(opened.fileno())

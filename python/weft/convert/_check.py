@@ -1,4 +1,4 @@
-"""Checkpoints read again: what is in one, whether it is still as it was written, whether two hold the same."""
+"""Inspection, verification and comparison of checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ from ._report import NamedTensor, report_path
 
 
 def inspect(source: Path | str, names: Path | str | None = None) -> dict[str, Any]:
-    """Format, layout, and dtype and shape of every tensor, under the names that stand there."""
+    """Lists the contents of a checkpoint.
+
+    Args:
+        source: a file, a folder, or a folder of iterations.
+        names: JSON file with name rules that take precedence over the table.
+
+    Returns:
+        A dictionary: ``format``, ``layout`` (whose names they are), ``bytes``, ``tensors`` (name to (dtype, shape)),
+        ``raw`` (name to size of opaque objects), ``common`` (other values) and ``skipped`` (name to reason).
+    """
     stored = open_checkpoint(source)
     first, table = stored.ranks[0], read_names(names)
     layout = table.layout_of(unstacked_layers(stored, table)[0].tensors)
@@ -33,17 +42,26 @@ def inspect(source: Path | str, names: Path | str | None = None) -> dict[str, An
 
 
 def verify(target: Path | str, quiet: bool = True) -> list[str]:
-    """What differs between a converted checkpoint and its report; nothing, if all is well."""
+    """Compares a converted checkpoint with its report.
+
+    Args:
+        target: the converted checkpoint.
+        quiet: print no progress.
+
+    Returns:
+        A list of differences, empty if there are none.
+    """
     target = Path(target)
     file = report_path(target, target.is_file())
     try:
         report = parse_json(file.read_bytes(), str(file))
         total, rows = report["bytes"], [(row.get("rank", 0), row["name"], row["sha256"]) for row in report["entries"]]
         if any([type(one) for one in row] != [int, str, str] or row[0] < 0 for row in [(total, "", ""), *rows]):
-            raise ValueError("its entries are not numbers and names")
+            raise ValueError("its entries have the wrong types")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConversionError(
-            f"{file} cannot be read: {error}. It is written with a conversion; give two checkpoints"
+            f"{file} cannot be read: {error}. Only converted checkpoints have a report. To compare two checkpoints, "
+            "pass both"
         ) from error
     ranks = [content.tensors | content.raw for content in open_checkpoint(target).ranks]
     progress, differences = Progress(total, "verify", quiet), []
@@ -57,7 +75,7 @@ def verify(target: Path | str, quiet: bool = True) -> list[str]:
             found.update(raw_bytes(block))
             progress.add(block.nbytes)
         if found.hexdigest() != expected:
-            differences.append(f"{name} has other bytes than were written")
+            differences.append(f"{name} has changed since it was written")
     progress.finish()
     return differences
 
@@ -65,9 +83,20 @@ def verify(target: Path | str, quiet: bool = True) -> list[str]:
 def compare(
     one: Path | str, other: Path | str, names: Path | str | None = None, quiet: bool = True
 ) -> tuple[int, list[str]]:
-    """(tensors compared, what differs) between two checkpoints, whatever their formats and layouts.
+    """Compares two checkpoints of any formats and layouts, bit by bit. A missing `_extra_state` equals an empty one.
 
-    An empty `_extra_state` equals none.
+    Args:
+        one: a checkpoint.
+        other: another checkpoint.
+        names: JSON file with name rules that take precedence over the table.
+        quiet: print no progress.
+
+    Returns:
+        A tuple (number of tensors compared, list of differences).
+
+    Example::
+
+        >>> count, differences = weft.convert.compare("checkpoint/iter_0000100", "plain")
     """
     table = read_names(names)
     models = [read_model(open_checkpoint(path), table) for path in (one, other)]

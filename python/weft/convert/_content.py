@@ -1,4 +1,4 @@
-"""What a file or folder of a checkpoint holds, under the names it stands there, and its small values as JSON."""
+"""Contents of a file or folder of a checkpoint under its own names, and small values as JSON."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from ._pickle_globals import DTYPES, BytesIOContent, OpaqueObject
 
 @dataclass
 class Content:
-    """`raw` are the bytes of objects that are carried unopened; `common` is JSON; `skipped` are names and reasons.
+    """Contents of one rank.
 
-    `stacked`: a distributed checkpoint of it has one tensor for all layers, not one for each.
+    `raw` holds the bytes of opaque objects, `common` other values as JSON, `skipped` names and reasons. `stacked`: a
+    distributed checkpoint has one tensor for all layers instead of one per layer.
     """
 
     tensors: dict[str, LazyTensor] = field(default_factory=dict)
@@ -30,11 +31,11 @@ class Content:
 
 
 def is_optimizer(name: str) -> bool:
-    """Whether a name belongs to an optimizer's state, by Megatron's and torch's custom."""
+    """Whether a name belongs to optimizer state, in Megatron's and torch's conventions."""
     return re.match(r"(chained_\d+\.|optimizer(\.|$)|optim(\.|$)|opt_param_scheduler)", name) is not None
 
 
-OPTIMIZER_SKIPPED = "optimizer state is not converted: start the optimizer anew"
+OPTIMIZER_SKIPPED = "optimizer state is not converted: restart the optimizer"
 
 
 def bytes_tensor(content: bytes) -> LazyTensor:
@@ -44,25 +45,25 @@ def bytes_tensor(content: bytes) -> LazyTensor:
 
 
 def parse_json(text: str | bytes, where: str) -> dict[str, Any]:
-    """A JSON object of a file, in which no name stands twice."""
+    """Parses a JSON object and rejects duplicate names."""
 
     def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            raise ValueError("a name stands in it twice")
+            raise ValueError("it has a name twice")
         return found
 
     try:
         found = json.loads(text, object_pairs_hook=reject_duplicates)
     except (ValueError, RecursionError) as error:
-        raise ConversionError(f"{where} is damaged: {error}. Copy the checkpoint anew") from error
+        raise ConversionError(f"{where} is damaged: {error}. Copy the checkpoint again") from error
     if not isinstance(found, dict):
-        raise ConversionError(f"{where} holds a JSON {type(found).__name__}, expected an object")
+        raise ConversionError(f"{where} contains a JSON {type(found).__name__}, expected an object")
     return found
 
 
 def as_json(value: Any) -> Any:
-    """A value as JSON from which `from_json` makes it again; TypeError for what is foreign."""
+    """Encodes a value as JSON that `from_json` decodes; raises TypeError for unsupported types."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, dict):
@@ -115,17 +116,17 @@ def from_json(value: Any) -> Any:
 
 
 def decode_values(common: dict[str, Any]) -> dict[str, Any]:
-    """The values that stand beside a model, made of their JSON."""
+    """Decodes the values stored beside a model."""
     try:
         return {key: from_json(item) for key, item in common.items()}
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
         raise ConversionError(
-            f"the values beside the model are damaged: {error!r}. Copy the checkpoint anew"
+            f"the values beside the model are damaged: {error!r}. Copy the checkpoint again"
         ) from error
 
 
 def replace_opaque(value: Any) -> Any:
-    """Values with objects of classes that are not read, in dicts and namespaces, as text."""
+    """Replaces opaque objects, also inside containers, by text."""
     if isinstance(value, OpaqueObject):
         return repr(value)
     if isinstance(value, dict):
@@ -150,7 +151,7 @@ def tensor_bytes(value: Any) -> int:
 
 
 def collect_common(values: dict[Any, Any], content: Content) -> None:
-    """Fills `content.common` from what stands beside a model; of tensors there, at most MAX_BLOCK_BYTES are held."""
+    """Fills `content.common` from the values stored beside a model. Keeps at most MAX_BLOCK_BYTES of tensors."""
     budget = MAX_BLOCK_BYTES
     for key, value in values.items():
         size = tensor_bytes(value)
@@ -159,10 +160,10 @@ def collect_common(values: dict[Any, Any], content: Content) -> None:
         elif "rng" in str(key):
             content.skipped[str(key)] = "random number states belong to the ranks that saved them"
         elif size > budget:
-            content.skipped[str(key)] = f"holds tensors of {size} bytes beside the model, which is too much for a value"
+            content.skipped[str(key)] = f"contains {size} bytes of tensors, more than fit in a value beside the model"
         else:
             budget -= size
             try:
                 content.common[str(key)] = as_json(replace_opaque(value))
             except TypeError as error:
-                content.skipped[str(key)] = f"holds {error}, which is not converted"
+                content.skipped[str(key)] = f"contains {error}, which is not converted"

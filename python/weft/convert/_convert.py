@@ -1,4 +1,4 @@
-"""From one checkpoint to another."""
+"""Conversion of one checkpoint to another format."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ._name_table import LAYOUTS, NameTable, read_names
 from ._progress import Progress
 from ._report import NamedTensor, make_report, report_path
 
-TARGETS = {"torch_dist": "megatron", "safetensors": "native", "te": "te", "pt": "megatron"}  # and their names
+TARGETS = {"torch_dist": "megatron", "safetensors": "native", "te": "te", "pt": "megatron"}  # format: default layout
 FILES = {"torch_dist": (), "safetensors": (".safetensors",), "te": (".safetensors", ".pt"), "pt": (".pt",)}
-SUFFIXES = (".safetensors", ".pt")  # of a target that is one file
+SUFFIXES = (".safetensors", ".pt")  # of a target that is a single file
 SHARD_SIZE = 4 << 30
 
 
@@ -40,11 +40,35 @@ def convert(
     check: bool = True,
     quiet: bool = True,
 ) -> dict[str, Any]:
-    """Writes the checkpoint `source` as `target` and returns the report that lies with it.
+    """Converts a checkpoint.
 
-    `to` is torch_dist, safetensors, te or pt; `layout` gives other names than are usual there; `split` splits query,
-    key and value, for which Megatron's arguments or `heads` and `groups` are needed; `unstacked` gives torch_dist a
-    tensor for each layer.
+    Args:
+        source: a file, a folder, or a folder of iterations. Its format is detected.
+        target: a folder, or a file that ends in ``.safetensors`` or ``.pt``.
+        to: target format: ``"torch_dist"``, ``"safetensors"``, ``"te"`` or ``"pt"``.
+        layout: names to write: ``"native"``, ``"te"`` or ``"megatron"``; None: those of `to`.
+        tensor_parallel: number of ranks whose shards are written.
+        names: JSON file with name rules that take precedence over the table.
+        unstacked: torch_dist: write one tensor per layer instead of stacked layers.
+        split: write query, key and value as separate matrices. Requires `heads`, if the source does not store them.
+        heads: attention heads.
+        groups: query groups; None: as many as heads.
+        strict: reject names that match no rule instead of keeping them.
+        overwrite: replace an existing target when the conversion is complete.
+        shard_size: maximum size of a file in a folder, in bytes.
+        check: verify the checksums of the source.
+        quiet: print no progress.
+
+    Returns:
+        The report that is also written as conversion.json: names, dtypes, shapes, sources and sha256 of all tensors,
+        and the names that were skipped, with the reason.
+
+    Raises:
+        ConversionError: if the checkpoint is damaged or cannot be converted.
+
+    Example::
+
+        >>> report = weft.convert.convert("checkpoint/iter_0000100", "plain", to="safetensors")
     """
     target, layout, table = Path(target), layout or TARGETS.get(to, ""), read_names(names)
     single = target.suffix in SUFFIXES
@@ -79,13 +103,17 @@ def convert(
 def _read(source: Path | str, names: NameTable, check: bool, strict: bool) -> Model:
     stored = open_checkpoint(source, check)
     file = report_path(stored.path, stored.path.is_file())
-    if check and stored.format.startswith("safetensors") and file.exists():  # they have no checksums of their own
+    if check and stored.format.startswith("safetensors") and file.exists():  # safetensors files have no checksums
         if wrong := verify(stored.path):
-            raise ConversionError(f"{wrong[0]}: {stored.path} is corrupt. Copy it anew; --no-check converts it anyway")
+            raise ConversionError(
+                f"{wrong[0]}: {stored.path} is corrupt. Copy it again, or pass --no-check to convert it anyway"
+            )
     model = read_model(stored, names)
     if strict and model.unknown:
         more = " …" if len(model.unknown) > 5 else ""
-        raise ConversionError(f"no rule knows {', '.join(model.unknown[:5])}{more} (--strict)")
+        raise ConversionError(
+            f"no rule matches {', '.join(model.unknown[:5])}{more}. Add rules with --names, or omit --strict"
+        )
     return model
 
 
@@ -95,22 +123,22 @@ def _check_request(to: str, layout: str, ranks: int, suffix: str) -> None:
     if layout not in LAYOUTS:
         raise ConversionError(f"layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
     if suffix in SUFFIXES and suffix not in FILES[to]:
-        raise ConversionError(f"--to {to} does not write a file that ends in {suffix}: give a folder or another ending")
+        raise ConversionError(f"--to {to} cannot write a {suffix} file. Give a folder or another ending")
     if ranks < 1:
         raise ConversionError(f"--tensor-parallel is {ranks}, expected 1 or more")
     if ranks > 1 and to == "torch_dist":
-        raise ConversionError("a torch_dist checkpoint is loaded by any number of ranks: leave out --tensor-parallel")
+        raise ConversionError("a torch_dist checkpoint can be loaded by any number of ranks. Omit --tensor-parallel")
     if ranks > 1 and suffix in SUFFIXES:
         raise ConversionError(
-            "parts of several ranks are written to a folder: give a target without .pt or .safetensors"
+            "shards of several ranks are written to a folder. Give a target that does not end in .pt or .safetensors"
         )
 
 
 def _prepare_model(model: Model, names: NameTable, to: str, layout: str, split: bool, heads, groups) -> None:
-    """Query, key and value joined or split, and the states that Megatron expects."""
+    """Splits or joins query, key and value, and adds the `_extra_state`s that Megatron expects."""
     separate = any("self_attention.q." in native for native in model.entries)
     if layout == "megatron" and split:
-        raise ConversionError("Megatron keeps query, key and value joined: leave out --split-qkv")
+        raise ConversionError("Megatron stores query, key and value as one matrix. Omit --split-qkv")
     if layout == "megatron" and separate:
         join_qkv(model, names, resolve_heads(model.common, heads, groups))
     if split:
@@ -122,7 +150,7 @@ def _prepare_model(model: Model, names: NameTable, to: str, layout: str, split: 
 def _rank_contents(
     model: Model, names: NameTable, to: str, layout: str, count: int, only_tensors: bool
 ) -> list[Content]:
-    """What each rank's files will hold."""
+    """Returns the contents of each rank's files."""
     ranks = []
     for entries in apply_layout(model, names, layout, count):
         if to == "torch_dist" and layout == "megatron":
@@ -135,7 +163,7 @@ def _rank_contents(
         }
         raw: dict[str, LazyTensor] = {name: NamedTensor(name, lazy, [name]) for name, lazy in model.raw.items()}
         if only_tensors:
-            model.skipped |= {name: "a plain state dict holds tensors only" for name in (*raw, *model.common)}
+            model.skipped |= {name: "a plain state dict contains tensors only" for name in (*raw, *model.common)}
             raw = {}
         ranks.append(Content(tensors, raw, model.common, stacked=model.stacked))
     return ranks
@@ -159,7 +187,7 @@ def _write(partial: Path, suffix: str, to: str, layout: str, ranks: list[Content
 
 
 def _pt_state_dict(content: Content, layout: str) -> dict[str, Any]:
-    """What torch.load gives: a state dict, for Megatron under "model" with its other values beside it."""
+    """Returns what torch.load will return: a state dict; for Megatron under "model", beside the other values."""
     if layout != "megatron":
         return dict(content.tensors)
     common = {"checkpoint_version": 3.0, **decode_values(content.common)}

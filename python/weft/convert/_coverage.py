@@ -1,4 +1,4 @@
-"""Whether boxes cover a shape exactly once. A box is one (start, stop) for each dimension."""
+"""Checks whether slices cover a shape exactly once. A slice has one (start, stop) per dimension."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ SliceBounds = tuple[tuple[int, int], ...]
 
 
 def coverage_error(shape: Sequence[int], slices: list[SliceBounds]) -> str | None:
-    """Why they do not: a box that leaves the shape, two that overlap, or a hole. None if they do."""
+    """Returns why they do not: a slice outside the shape, an overlap, or a gap. None if they do."""
     for bounds in slices:
         if any(stop > size for (_, stop), size in zip(bounds, shape, strict=True)):
-            return f"the piece {format_slice(bounds)} lies outside of its shape {list(shape)}"
+            return f"the chunk {format_slice(bounds)} is outside its shape {list(shape)}"
     filled = [bounds for bounds in slices if volume(bounds)]
     if pair := find_overlap(filled):
-        return f"the pieces {format_slice(pair[0])} and {format_slice(pair[1])} overlap"
+        return f"the chunks {format_slice(pair[0])} and {format_slice(pair[1])} overlap"
     if sum(map(volume, filled)) < math.prod(shape):
-        return f"no piece covers {format_slice(find_gap(shape, filled))} of its shape {list(shape)}"
+        return f"no chunk covers {format_slice(find_gap(shape, filled))} of its shape {list(shape)}"
     return None
 
 
@@ -34,7 +34,8 @@ def volume(bounds: Sequence[tuple[int, int]]) -> int:
 
 
 def find_overlap(slices: list[SliceBounds]) -> tuple[SliceBounds, SliceBounds] | None:
-    """Two that share an element; each box is compared with those that begin before it ends in one dimension."""
+    """Returns two slices that share an element. Compares each slice with those that start before its end along the
+    dimension with the most distinct starts."""
     if len(slices) < 2 or not slices[0]:
         return (slices[0], slices[1]) if len(slices) > 1 else None
     starts, stops = torch.tensor(slices).unbind(-1)
@@ -52,7 +53,7 @@ def find_overlap(slices: list[SliceBounds]) -> tuple[SliceBounds, SliceBounds] |
 
 
 def find_gap(shape: Sequence[int], slices: list[SliceBounds]) -> SliceBounds:
-    """A box that none of `slices`, which do not overlap and are too few, touches."""
+    """Returns a region that no slice covers. `slices` do not overlap and have fewer elements than the shape."""
     found = []
     for dim, size in enumerate(shape):
         change: dict[int, int] = defaultdict(int, {0: 0, size: 0})

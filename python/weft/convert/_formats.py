@@ -1,4 +1,4 @@
-"""Which format a path has, and what is in it under the names that stand there."""
+"""Format detection, and reading of a checkpoint under its own names."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ._pickle_globals import BytesIOContent
 
 RANK = re.compile(r"[mt]p_rank_(\d+)(_\d+)?")
 LATEST = "latest_checkpointed_iteration.txt"
-RAW = "weft.raw"  # what is carried unopened, in a .pt file
+RAW = "weft.raw"  # key of opaque objects in a .pt file
 
 
 @dataclass
 class StoredCheckpoint:
-    """A checkpoint as it lies there: its format, and the content of each tensor-parallel rank."""
+    """A checkpoint on disk: its format, and the content of each tensor-parallel rank."""
 
     path: Path
     format: str
@@ -39,13 +39,13 @@ def open_checkpoint(path: Path | str, check: bool = True) -> StoredCheckpoint:
 
 
 def latest_iteration(file: Path) -> str:
-    """The folder of the iteration that Megatron saved last."""
+    """Returns the folder of Megatron's last saved iteration."""
     with file.open("rb") as opened:
         name = opened.read(256).decode("utf-8", "replace").strip()
     if re.fullmatch("[0-9]{1,20}", name):
         return f"iter_{int(name):07}"
     if not re.fullmatch(r"\w[\w.-]{0,100}", name):
-        raise ConversionError(f"{file} names no iteration. Give the folder of one iteration")
+        raise ConversionError(f"{file} names no iteration. Pass the folder of an iteration")
     return name
 
 
@@ -61,14 +61,15 @@ def _open(path: Path, check: bool) -> StoredCheckpoint:
         return StoredCheckpoint(path, format, [read(path, format, check)])
     if staged := [folder.name for folder in folders if RANK.fullmatch(folder.name)[2]]:
         raise ConversionError(
-            f"{path / staged[0]} is a pipeline stage, which .pt files cannot be merged from; save as torch_dist"
+            f"{path / staged[0]} is a pipeline stage; merging stages of .pt files is not supported. Save the model as "
+            "torch_dist"
         )
     numbers = [int(RANK.fullmatch(folder.name)[1]) for folder in folders]
     if numbers != list(range(len(folders))):
-        raise ConversionError(f"{path} has ranks {numbers}, expected all from 0 on. Copy the missing ones")
+        raise ConversionError(f"{path} has ranks {numbers}, expected 0, 1, 2, … Copy the missing ranks")
     format = format_of(folders[0])
     if other := [folder for folder in folders if format_of(folder) != format]:
-        raise ConversionError(f"{other[0]} is {format_of(other[0])} and {folders[0]} is {format}: expected one format")
+        raise ConversionError(f"{other[0]} is {format_of(other[0])}, but {folders[0]} is {format}; expected one format")
     return StoredCheckpoint(
         path, f"{format}, {len(folders)} ranks", [read(folder, format, check) for folder in folders]
     )
@@ -84,13 +85,13 @@ def format_of(path: Path) -> str:
             return "pt"
         inside = ", ".join(sorted(child.name for child in path.iterdir())[:5]) or "nothing"
         raise ConversionError(
-            f"{path} holds {inside}: no .metadata (torch_dist), *.safetensors, one *.pt file or mp_rank_XX folders. "
-            "Give the folder of one iteration"
+            f"{path} contains {inside}, expected .metadata (torch_dist), *.safetensors, one *.pt file or mp_rank_XX "
+            "folders. Pass the folder of an iteration"
         )
     if not path.is_file():
         raise ConversionError(f"{path} is neither a file nor a folder")
     if path.suffix == ".distcp" or path.name == ".metadata":
-        raise ConversionError(f"{path} is a part of a torch_dist checkpoint: give its folder")
+        raise ConversionError(f"{path} is one file of a torch_dist checkpoint. Pass its folder")
     with path.open("rb") as file:
         start = file.read(9)
     if start[:2] == b"PK":
@@ -98,8 +99,8 @@ def format_of(path: Path) -> str:
     if path.suffix == ".safetensors" or start[8:] == b"{":
         return "safetensors"
     raise ConversionError(
-        f"{path} is neither a safetensors file nor a zip of torch.save. If torch older than 1.6 wrote it, or it is "
-        "truncated, load it there and save it again"
+        f"{path} is neither a safetensors file nor a zip file of torch.save. If it is truncated, copy it again. If it "
+        "was written by torch older than 1.6, load it there and save it with a newer torch"
     )
 
 
@@ -112,12 +113,15 @@ def read(path: Path, format: str, check: bool) -> Content:
 
 
 def read_pt(file: Path, check: bool) -> Content:
-    """A state dict, or one under "model" or "state_dict" with other things beside it."""
+    """Reads a state dict, or one under "model" or "state_dict" with other values beside it."""
     value = _torch_zip.Reader(file, check=check).load()
     if not isinstance(value, dict):
-        raise ConversionError(f"{file} holds a {type(value).__name__}, expected a dict of tensors")
+        raise ConversionError(f"{file} contains a {type(value).__name__}, expected a dict of tensors")
     if "model0" in value:
-        raise ConversionError(f"{file} holds model0, model1, … of interleaved pipeline stages; save it as torch_dist")
+        raise ConversionError(
+            f"{file} contains model0, model1, …: interleaved pipeline stages are not supported. Save the model as "
+            "torch_dist"
+        )
     content, model = Content(), next((key for key in ("model", "state_dict") if isinstance(value.get(key), dict)), None)
     extra_values = {} if model is None else {key: item for key, item in value.items() if key not in (model, RAW)}
     collect_common(extra_values, content)
@@ -130,18 +134,18 @@ def read_pt(file: Path, check: bool) -> Content:
 
 
 def _raw(value: Any, file: Path) -> dict[str, LazyTensor]:
-    """What `weft.convert` wrote as bytes."""
+    """Checks the opaque objects that `weft.convert` wrote as bytes."""
     if not isinstance(value, dict) or not all(
         isinstance(name, str) and isinstance(lazy, LazyTensor) and lazy.dtype == torch.uint8 and len(lazy.shape) == 1
         for name, lazy in value.items()
     ):
-        raise ConversionError(f"{file} holds {RAW} that is not bytes by name. Copy the checkpoint anew")
+        raise ConversionError(f"{file}: {RAW} is not a dict of names and bytes. Copy the checkpoint again")
     return dict(value)
 
 
 def _flatten(value: Any, name: str, content: Content) -> None:
     if name in content.tensors:
-        raise ConversionError(f"two of its tensors are called {name}")
+        raise ConversionError(f"two tensors are called {name}")
     if is_optimizer(name):
         content.skipped[name] = OPTIMIZER_SKIPPED
     elif isinstance(value, LazyTensor):

@@ -1,6 +1,7 @@
-"""Tensors that lie in files: their shape and dtype are known, any box of them can be read, none is held.
+"""Lazy tensors: shape and dtype are known, and any slice can be read from the file on demand.
 
-A box is one (start, stop) for each dimension. What `read` gives has the tensor's bytes in an integer type of its size.
+A slice has one (start, stop) per dimension. `read` returns the tensor's bytes bit-cast to an integer dtype of the same
+size.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ import torch
 
 from ._coverage import SliceBounds, coverage_error
 
-MAX_BLOCK_BYTES = 16 << 20  # bytes that are held at a time
-MAX_READ_BYTES = 4 << 20  # bytes of one read
+MAX_BLOCK_BYTES = 16 << 20  # bytes in memory at a time
+MAX_READ_BYTES = 4 << 20  # bytes per read
 BITCAST_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-MAX_DIMS = 64  # of a tensor of torch
+MAX_DIMS = 64  # torch's limit
 
 
 class ConversionError(ValueError):
-    """A checkpoint that cannot be converted; the text says what to do."""
+    """A checkpoint is damaged or cannot be converted. The message says what to do."""
 
 
 def nonnegative_ints(values: Any, what: str) -> tuple[int, ...]:
-    """Integers from a file that are sizes, strides or offsets: none below 0, each one that torch can hold."""
+    """Checks sizes, strides or offsets from a file: integers from 0 to 2^63 - 1."""
     if not isinstance(values, (list, tuple)):
         raise ConversionError(f"{what} is a {type(values).__name__}, expected a list of integers")
     for value in values:
@@ -39,17 +40,17 @@ def nonnegative_ints(values: Any, what: str) -> tuple[int, ...]:
 
 
 def checked_shape(shape: Any, dtype: Any) -> tuple[int, ...]:
-    """The shape of a tensor that torch can hold, given by a file."""
+    """Checks the shape of a tensor from a file against torch's limits."""
     if not isinstance(dtype, torch.dtype):
-        raise ConversionError(f"its dtype is a {type(dtype).__name__}, expected a dtype of torch")
+        raise ConversionError(f"its dtype is a {type(dtype).__name__}, expected a torch.dtype")
     shape = nonnegative_ints(shape, "its shape")
     if len(shape) > MAX_DIMS or math.prod(max(size, 1) for size in shape) * dtype.itemsize >= 1 << 63:
-        raise ConversionError(f"its shape has {len(shape)} dimensions and is larger than a tensor can be")
+        raise ConversionError(f"its shape with {len(shape)} dimensions is larger than a tensor can be")
     return shape
 
 
 class LazyTensor:
-    """A tensor that is read in boxes."""
+    """Base class of tensors that are read slice by slice."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -65,17 +66,17 @@ class LazyTensor:
         return tuple((0, size) for size in self.shape)
 
     def tensor(self) -> torch.Tensor:
-        """All of it; for small ones."""
+        """Reads the full tensor; for small ones."""
         return self.read(self.full_slice()).view(self.dtype)
 
     def blocks(self) -> Iterator[tuple[SliceBounds, torch.Tensor]]:
-        """In row-major order, at most MAX_BLOCK_BYTES bytes each."""
+        """Yields the tensor in row-major order, in blocks of at most MAX_BLOCK_BYTES bytes."""
         for bounds in row_major_slices(self.shape, self.dtype.itemsize):
             yield bounds, self.read(bounds).contiguous()
 
 
 def row_major_slices(shape: Sequence[int], itemsize: int, bound: int | None = None) -> Iterator[SliceBounds]:
-    """Boxes that cover a shape in row-major order, each at most `bound` bytes (MAX_BLOCK_BYTES), contiguous in it."""
+    """Yields contiguous slices of at most `bound` bytes (default: MAX_BLOCK_BYTES) in row-major order."""
     bound = MAX_BLOCK_BYTES if bound is None else bound
     if not shape or math.prod(shape) * itemsize <= bound:
         yield tuple((0, size) for size in shape)
@@ -93,11 +94,11 @@ def slice_sizes(bounds: SliceBounds) -> list[int]:
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, not copied."""
+    """Returns the bytes of a contiguous tensor without a copy."""
     if not tensor.numel():
         return memoryview(b"")
     memory = (ctypes.c_ubyte * (tensor.numel() * tensor.itemsize)).from_address(tensor.data_ptr())
-    memory.owner = tensor  # the view holds the array, the array the tensor
+    memory.owner = tensor  # keeps the tensor alive as long as the view
     return memoryview(memory).cast("B")
 
 
@@ -113,7 +114,7 @@ class InMemoryTensor(LazyTensor):
 
 
 class FileTensor(LazyTensor):
-    """Elements of a file from byte `offset` on, with strides. `check` runs once, before the first read."""
+    """A strided tensor in a file that starts at byte `offset`. `check` runs once, before the first read."""
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class FileTensor(LazyTensor):
         self.strides = row_major_strides(self.shape) if strides is None else nonnegative_ints(strides, "its strides")
         self.check = check
         if len(self.strides) != len(self.shape):
-            raise ConversionError(f"it has {len(self.shape)} dimensions and {len(self.strides)} strides")
+            raise ConversionError(f"it has {len(self.shape)} dimensions, but {len(self.strides)} strides")
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         self.stop = offset + (last + 1) * dtype.itemsize if math.prod(self.shape) else offset
 
@@ -142,7 +143,8 @@ class FileTensor(LazyTensor):
         return out
 
     def _fill(self, fd: int, starts: list[int], out: torch.Tensor) -> None:
-        """Reads the span from the first element to the last and picks; or half by half if that is much more."""
+        """Reads the span from the first to the last element and gathers from it, or splits in two if the span is much
+        larger than the elements."""
         if not out.numel():
             return
         item = self.dtype.itemsize
@@ -165,39 +167,39 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def pread(fd: int, path: Path, offset: int, length: int) -> bytearray:
-    """Exactly `length` bytes."""
+    """Reads exactly `length` bytes."""
     size = os.fstat(fd).st_size
     if offset < 0 or offset + length > size:
         raise ConversionError(
-            f"{path} is truncated: it has {size} bytes, up to {offset + length} are needed. Copy it anew"
+            f"{path} is truncated: it has {size} bytes, expected at least {offset + length}. Copy it again"
         )
     buffer, filled = bytearray(length), 0
     view = memoryview(buffer)
     while filled < length:
         count = os.preadv(fd, [view[filled:]], offset + filled)
         if not count:
-            raise ConversionError(f"{path} was shortened while it was read")
+            raise ConversionError(f"{path} was truncated while it was read")
         filled += count
     return buffer
 
 
 class ConcatenatedTensor(LazyTensor):
-    """A tensor of several, each at an offset in it, that cover it exactly."""
+    """A tensor made of several, each at an offset, which cover it exactly once."""
 
     def __init__(
         self, shape: Sequence[int], dtype: torch.dtype, tensors: list[tuple[tuple[int, ...], LazyTensor]]
     ) -> None:
         self.shape, self.dtype, self.tensors = checked_shape(shape, dtype), dtype, tensors
         if wrong := {tensor.dtype for _, tensor in tensors} - {dtype}:
-            raise ConversionError(f"it has pieces of {', '.join(map(str, wrong))}, expected {dtype}")
+            raise ConversionError(f"it has chunks of {', '.join(map(str, wrong))}, expected {dtype}")
         if any(not len(offset) == len(tensor.shape) == len(self.shape) for offset, tensor in tensors):
-            raise ConversionError(f"a piece of it has another number of dimensions than its shape {list(self.shape)}")
+            raise ConversionError(f"a chunk has another number of dimensions than its shape {list(self.shape)}")
         covered = [
             tuple((begin, begin + size) for begin, size in zip(offset, tensor.shape, strict=True))
             for offset, tensor in tensors
         ]
         if reason := coverage_error(self.shape, covered):
-            raise ConversionError(f"{reason}. Copy the checkpoint anew")
+            raise ConversionError(f"{reason}. Copy the checkpoint again")
 
     def read(self, bounds: SliceBounds) -> torch.Tensor:
         out = None
@@ -215,13 +217,13 @@ class ConcatenatedTensor(LazyTensor):
                 return part
             out = torch.empty(slice_sizes(bounds), dtype=part.dtype) if out is None else out
             out[tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(shared, bounds, strict=True))] = part
-        return (
-            torch.empty(slice_sizes(bounds), dtype=BITCAST_DTYPES[self.dtype.itemsize]) if out is None else out
-        )  # an empty box
+        if out is None:  # an empty slice
+            return torch.empty(slice_sizes(bounds), dtype=BITCAST_DTYPES[self.dtype.itemsize])
+        return out
 
 
 class NarrowedTensor(LazyTensor):
-    """`length` entries of dimension `dim` from `start` on."""
+    """As torch.narrow: `length` entries of dimension `dim`, starting at `start`."""
 
     def __init__(self, source: LazyTensor, dim: int, start: int, length: int) -> None:
         self.source, self.dim, self.start, self.dtype = source, dim, start, source.dtype
@@ -234,7 +236,7 @@ class NarrowedTensor(LazyTensor):
 
 
 class SelectedTensor(LazyTensor):
-    """Entry `index` of the first dimension, without that dimension."""
+    """As torch.select in dimension 0."""
 
     def __init__(self, source: LazyTensor, index: int) -> None:
         self.source, self.index, self.dtype, self.shape = source, index, source.dtype, source.shape[1:]
@@ -244,7 +246,7 @@ class SelectedTensor(LazyTensor):
 
 
 class UnsqueezedTensor(LazyTensor):
-    """The same with a first dimension of 1."""
+    """As torch.unsqueeze in dimension 0."""
 
     def __init__(self, source: LazyTensor) -> None:
         self.source, self.dtype, self.shape = source, source.dtype, (1, *source.shape)
@@ -261,7 +263,10 @@ def cat(parts: Sequence[LazyTensor], dim: int) -> LazyTensor:
     for part in parts:
         outside = [(*shape[:dim], *shape[dim + 1 :]) for shape in (part.shape, parts[0].shape)]
         if not dim < len(part.shape) == len(parts[0].shape) or outside[0] != outside[1]:
-            raise ConversionError(f"parts of shape {list(parts[0].shape)} and {list(part.shape)} do not join in {dim}")
+            raise ConversionError(
+                f"shards of shapes {list(parts[0].shape)} and {list(part.shape)} cannot be concatenated in dimension "
+                f"{dim}"
+            )
         tensors.append((tuple(offset if d == dim else 0 for d in range(len(part.shape))), part))
         offset += part.shape[dim]
     first = parts[0].shape
@@ -274,15 +279,15 @@ def stack(parts: Sequence[LazyTensor]) -> LazyTensor:
 
 
 def chunk(source: LazyTensor, count: int, dim: int) -> list[LazyTensor]:
-    """Equal parts of a dimension that `count` divides."""
+    """As torch.chunk, for a dimension that `count` divides."""
     if dim >= len(source.shape) or source.shape[dim] % count:
-        raise ConversionError(f"dimension {dim} of {list(source.shape)} does not divide into {count} parts")
+        raise ConversionError(f"dimension {dim} of {list(source.shape)} does not divide into {count} equal parts")
     size = source.shape[dim] // count
     return [NarrowedTensor(source, dim, i * size, size) for i in range(count)] if count > 1 else [source]
 
 
 def bitwise_equal(one: LazyTensor, other: LazyTensor) -> bool:
-    """Equal in dtype, shape and every bit."""
+    """Whether dtype, shape and every bit are equal."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     return all(raw_bytes(block) == raw_bytes(other.read(bounds).contiguous()) for bounds, block in one.blocks())

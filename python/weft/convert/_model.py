@@ -1,4 +1,4 @@
-"""A checkpoint with torch's names and whole tensors: made of what lies there, and laid out for a target."""
+"""A checkpoint as full tensors under torch's names: read from a source, and laid out for a target."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._name_table import NameMatch, NameTable
 
 @dataclass
 class Entry:
-    """A whole tensor, the names it had, and what the table knows of it."""
+    """A full tensor, its names in the source, and the rule that matched."""
 
     lazy: LazyTensor
     sources: list[str]
@@ -26,7 +26,8 @@ class Entry:
 
 @dataclass
 class Model:
-    """`format` and `layout` are those it was read from, `unknown` names that no rule has; `stacked` as in Content."""
+    """A full checkpoint. `format` and `layout` are those of the source; `unknown` are names that matched no rule;
+    `stacked` is as in Content."""
 
     format: str
     layout: str
@@ -39,7 +40,7 @@ class Model:
 
 
 def unstacked_layers(stored: StoredCheckpoint, names: NameTable) -> list[Content]:
-    """What each rank has, with an entry for each layer."""
+    """Returns the content of each rank with one entry per layer."""
     try:
         return [_torch_dist.unstack_layers(content, names.stacks()) for content in stored.ranks]
     except ConversionError as error:
@@ -47,7 +48,7 @@ def unstacked_layers(stored: StoredCheckpoint, names: NameTable) -> list[Content
 
 
 def read_model(stored: StoredCheckpoint, names: NameTable) -> Model:
-    """What lies there, merged from its ranks."""
+    """Merges the ranks of a stored checkpoint."""
     ranks = unstacked_layers(stored, names)
     layout = names.layout_of(ranks[0].tensors)
     for number, content in enumerate(ranks):
@@ -55,7 +56,7 @@ def read_model(stored: StoredCheckpoint, names: NameTable) -> Model:
             raise ConversionError(f"ranks 0 and {number} of {stored.path} have different tensors: {different[0]}, …")
     first = ranks[0]
     if not first.tensors:
-        raise ConversionError(f"{stored.path} holds no tensors of a model")
+        raise ConversionError(f"{stored.path} contains no tensors of a model")
     model = Model(stored.format, layout, {}, first.raw, first.common, dict(first.skipped))
     distributed = stored.format == "torch_dist" and layout == "megatron"
     model.stacked = _torch_dist.is_stacked(stored.ranks[0], names.stacks()) if distributed else first.stacked
@@ -64,7 +65,9 @@ def read_model(stored: StoredCheckpoint, names: NameTable) -> Model:
     for name, match in whole.items():
         if match.native in model.entries:
             other = model.entries[match.native].sources[0]
-            raise ConversionError(f"{other} and {name} would both be called {match.native}; tell them apart by --names")
+            raise ConversionError(
+                f"{other} and {name} would both be called {match.native}. Distinguish them with rules in --names"
+            )
         if match.rule is None:
             model.unknown.append(name)
         try:
@@ -79,7 +82,7 @@ def read_model(stored: StoredCheckpoint, names: NameTable) -> Model:
 
 
 def placement_of(match: NameMatch, lazy: LazyTensor, next_weight: LazyTensor | None) -> Placement | None:
-    """How a tensor, whole or a rank's part, lies on ranks; `next_weight` tells whether it is gated."""
+    """Returns the placement of a tensor, full or a shard. `next_weight` shows whether it is gated."""
     if match.rule is None:
         return None
     gated = next_weight is not None and len(next_weight.shape) == 2 and lazy.shape[:1] == (2 * next_weight.shape[1],)
@@ -92,7 +95,7 @@ def next_weight_name(match: NameMatch) -> str | None:
 
 
 def merge_shards(shards_by_name: dict[str, list[LazyTensor]], match: NameMatch, name: str, model: Model) -> LazyTensor:
-    """The whole tensor of the ranks' parts, which are found by torch's name."""
+    """Merges the shards of a tensor. `shards_by_name` has torch's names as keys."""
     shards = shards_by_name[match.native]
     if len(shards) == 1:
         return shards[0]
@@ -103,23 +106,23 @@ def merge_shards(shards_by_name: dict[str, list[LazyTensor]], match: NameMatch, 
     if all(bitwise_equal(shards[0], shard) for shard in shards[1:]):
         return shards[0]
     if name.endswith("_extra_state"):
-        model.skipped[f"{name} of ranks from 1 on"] = "differs from that of rank 0, which was taken"
+        model.skipped[f"{name} of ranks 1 and up"] = "differs from that of rank 0, which is used"
         return shards[0]
     raise ConversionError(
-        "differs between ranks, and no rule says how it is split. Give one by --names: "
+        "differs between ranks, and no rule says how it is sharded. Add a rule with --names: "
         f'{{"rules": [{{"native": "{match.native}", "{model.layout}": "{name}", "ranks": "rows"}}]}}'
     )
 
 
 def split(lazy: LazyTensor, placement: Placement | None, ranks: int) -> list[LazyTensor]:
-    """Each rank's part."""
+    """Returns the shard of each rank."""
     if placement is None or ranks == 1:
         return [lazy] * ranks
     if placement.dim >= len(lazy.shape) or lazy.shape[placement.dim] % (placement.stacked * ranks):
         halves = " in each of its halves" if placement.stacked > 1 else ""
         raise ConversionError(
-            f"dimension {placement.dim} of {list(lazy.shape)} does not divide by {ranks} ranks{halves}. Give another "
-            "--tensor-parallel"
+            f"dimension {placement.dim} of {list(lazy.shape)} does not divide over {ranks} ranks{halves}. Choose "
+            "another --tensor-parallel"
         )
     chunks = [chunk(part, ranks, placement.dim) for part in chunk(lazy, placement.stacked, placement.dim)]
     return [cat([tensor_chunks[rank] for tensor_chunks in chunks], placement.dim) for rank in range(ranks)]
@@ -130,7 +133,7 @@ def split(lazy: LazyTensor, placement: Placement | None, ranks: int) -> list[Laz
 
 @dataclass(frozen=True)
 class HeadCounts:
-    """Attention heads and query groups; the joined matrix has group after group: its queries, its key, its value."""
+    """Attention heads and query groups. A joined matrix is ordered by group: its queries, its key, its value."""
 
     heads: int
     groups: int
@@ -140,7 +143,7 @@ class HeadCounts:
 
 
 def resolve_heads(common: dict, heads: int | None, groups: int | None) -> HeadCounts:
-    """As given, else from the arguments that Megatron saved."""
+    """Returns the given numbers, or those in Megatron's saved arguments."""
     args = common.get("args", {})
     args = args.get("of", args) if isinstance(args, dict) else {}
     args = args if isinstance(args, dict) else {}
@@ -148,34 +151,36 @@ def resolve_heads(common: dict, heads: int | None, groups: int | None) -> HeadCo
     grouped = args.get("num_query_groups") if args.get("group_query_attention", True) else None
     groups = groups or grouped or heads
     if not heads:
-        raise ConversionError("query, key and value can be split or joined only with --heads (and --groups) given")
+        raise ConversionError("splitting or joining query, key and value requires --heads (and --groups)")
     if any(type(count) is not int or count < 1 for count in (heads, groups)):
-        raise ConversionError("the numbers of heads and groups are not integers from 1 on; give --heads and --groups")
+        raise ConversionError("the numbers of heads and groups must be positive integers. Pass --heads and --groups")
     if heads % groups:
         raise ConversionError(f"{heads} heads do not divide into {groups} query groups")
     return HeadCounts(heads, groups)
 
 
 def check_groups(model: Model, heads: int | None, groups: int | None, ranks: int) -> None:
-    """Each rank has whole query groups, as far as their number is known."""
+    """Raises if the query groups, where their number is known, do not divide over the ranks."""
     try:
         found = resolve_heads(model.common, heads, groups)
     except ConversionError:
         return
     if found.groups % ranks:
         raise ConversionError(
-            f"{found.groups} query groups do not divide by {ranks} ranks. Give another --tensor-parallel"
+            f"{found.groups} query groups do not divide over {ranks} ranks. Choose another --tensor-parallel"
         )
 
 
 def split_qkv(model: Model, names: NameTable, heads: HeadCounts) -> None:
-    """Each joined matrix or bias becomes three."""
+    """Splits each joined matrix or bias into three."""
     for native in [name for name in model.entries if ".qkv." in f".{name}" and not name.endswith("_extra_state")]:
         entry = model.entries.pop(native)
         rows = entry.lazy.shape[0] if entry.lazy.shape else 0
         channels, rest = divmod(rows, heads.heads + 2 * heads.groups)
         if rest or not channels:
-            raise ConversionError(f"{native} has {rows} rows, not of {heads.heads} heads and {heads.groups} groups")
+            raise ConversionError(
+                f"{native} has {rows} rows, which do not divide into {heads.heads} heads and {heads.groups} groups"
+            )
         at, parts = 0, {"q": [], "k": [], "v": []}
         for _ in range(heads.groups):
             for part, count in zip(parts.values(), heads.counts(), strict=True):
@@ -187,11 +192,11 @@ def split_qkv(model: Model, names: NameTable, heads: HeadCounts) -> None:
 
 
 def join_qkv(model: Model, names: NameTable, heads: HeadCounts) -> None:
-    """The inverse."""
+    """Inverse of `split_qkv`."""
     for query in [name for name in model.entries if "self_attention.q." in name]:
         three = [query.replace("self_attention.q.", f"self_attention.{letter}.") for letter in "qkv"]
         if missing := [name for name in three if name not in model.entries]:
-            raise ConversionError(f"{query} is there and {missing[0]} is not")
+            raise ConversionError(f"the source has {query}, but not {missing[0]}")
         entries = [model.entries.pop(name) for name in three]
         parts: list[LazyTensor] = []
         for group in range(heads.groups):
@@ -199,18 +204,18 @@ def join_qkv(model: Model, names: NameTable, heads: HeadCounts) -> None:
                 rows = entry.lazy.shape[0] if entry.lazy.shape else 0
                 size, rest = divmod(rows, heads.groups)
                 if rest or not size:
-                    raise ConversionError(f"{query} has {rows} rows, not of {heads.groups} groups")
+                    raise ConversionError(f"{query} has {rows} rows, which do not divide into {heads.groups} groups")
                 parts.append(NarrowedTensor(entry.lazy, 0, group * size, size))
         name = query.replace("self_attention.q.", "self_attention.qkv.")
         sources = [source for entry in entries for source in entry.sources]
         model.entries[name] = Entry(cat(parts, 0), sources, names.match(name, "native"))
 
 
-# ---- for a target ---------------------------------------------------------------------------------------------------
+# ---- layout of a target ---------------------------------------------------------------------------------------------
 
 
 def add_empty_states(model: Model, names: NameTable) -> None:
-    """Megatron asks for the `_extra_state` of every module of Transformer Engine: empty ones where there are none."""
+    """Adds an empty `_extra_state` for every Transformer Engine module without one: Megatron requires them."""
     modules = [
         name.rpartition(".")[0] for name, entry in model.entries.items() if entry.match.rule and entry.match.kind
     ]
@@ -218,7 +223,7 @@ def add_empty_states(model: Model, names: NameTable) -> None:
     states = {name: names.match(name, "native") for name in (f"{module}._extra_state" for module in modules)}
     missing = [n for n, match in states.items() if n not in model.entries and match.rule and match.rule.megatron]
     if all(name.endswith("core_attention._extra_state") for name in missing):
-        return  # all linears have theirs: they come from Megatron
+        return  # all linears have one, so the source is Megatron's
     for name in missing:
         model.entries[name] = Entry(InMemoryTensor(torch.empty(0, dtype=torch.uint8)), [], states[name])
 
@@ -226,15 +231,18 @@ def add_empty_states(model: Model, names: NameTable) -> None:
 def apply_layout(
     model: Model, names: NameTable, layout: str, ranks: int
 ) -> list[dict[str, tuple[LazyTensor, Sequence[str]]]]:
-    """For each rank: name in `layout` -> (tensor, names it had). What has no name there is skipped."""
+    """Returns for each rank {name in `layout`: (tensor, source names)}. Skips tensors without a name in the layout."""
     found: list[dict] = [{} for _ in range(ranks)]
     for native, entry in model.entries.items():
         name = names.target_name(native, layout, model.entries)
         if name is None:
-            model.skipped[entry.sources[0]] = f"the {layout} layout has no place for it"
+            model.skipped[entry.sources[0]] = f"the {layout} layout has no name for it"
             continue
         if name in found[0]:
-            raise ConversionError(f"{found[0][name][1]} and {entry.sources} would both be called {name}; use --names")
+            raise ConversionError(
+                f"{found[0][name][1]} and {entry.sources} would both be called {name}. Distinguish them with rules in "
+                "--names"
+            )
         next_weight = model.entries.get(next_weight_name(entry.match) or "")
         placement = placement_of(entry.match, entry.lazy, next_weight.lazy if next_weight else None)
         try:

@@ -1,10 +1,10 @@
-"""What a tensor is called by torch, by Transformer Engine and by Megatron: one table, read in any direction.
+"""Names of tensors in torch's, Transformer Engine's and Megatron's layouts: one table, read in any direction.
 
-`{at}` is the path of the layer and `{kind}` weight or bias. `ranks` says how tensor parallelism lays it out: "rows" are
-parts of the output features (weight and bias), "columns" of the input features (weight; all have the bias); None is
-equal everywhere. `halves` names the matrix behind a product that may be gated: if it has half as many columns as this
-one has rows, these are two matrices, gate and up. Where several rows have the same name by torch, the first is written
-whose `needs`, another tensor of that layer, is there.
+`{at}` is the path of the layer and `{kind}` is weight or bias. `ranks` says how the tensor is sharded: "rows" by output
+features (weight and bias), "columns" by input features (weight; the bias is replicated); None: replicated. `halves`
+names the next weight of a linear that may be gated: if that has half as many columns as this one has rows, this one is
+two matrices, gate and up. If several rules have the same native name, the first one whose `needs`, another tensor of
+that layer, exists is written.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class NameRule:
         return {layout: name_pattern(name) for layout in LAYOUTS if (name := getattr(self, layout)) is not None}
 
     def placement(self, kind: str | None, halves: int = 1) -> Placement | None:
-        """How the tensor lies on ranks; None is equal on all."""
+        """Returns how the tensor is sharded; None: replicated."""
         if self.ranks == "rows":
             return Placement(0, halves)
         return Placement(1) if self.ranks == "columns" and kind != "bias" else None
 
 
 def name_pattern(name: str) -> re.Pattern[str]:
-    """The expression of a name with {at}, {kind} and {layer}."""
+    """Compiles a name with {at}, {kind} and {layer} to a regular expression."""
     fields = {"at": r"(?P<at>(?:.*\.)?)", "kind": "(?P<kind>weight|bias)", "layer": r"(?P<layer>\d+)"}
     unknown = set(re.findall(r"\{(\w*)\}", name)) - set(fields)
     if unknown:
-        raise ConversionError(f"name {name!r} has {{{unknown.pop()}}}; known are {{at}}, {{kind}} and {{layer}}")
+        raise ConversionError(f"name {name!r} has {{{unknown.pop()}}}, expected {{at}}, {{kind}} or {{layer}}")
     parts = re.split(r"\{(\w+)\}", name)
     return re.compile("".join(fields[part] if i % 2 else re.escape(part) for i, part in enumerate(parts)))
 
@@ -92,7 +92,7 @@ RULES = (
     NameRule("{at}mlp_norm.{kind}", TE_MLP + "layer_norm_{kind}", "{at}pre_mlp_layernorm.{kind}"),
     NameRule("{at}mlp.fc1.{kind}", TE_MLP + "fc1_{kind}", FC1 + "{kind}", "rows", halves="{at}mlp.fc2.weight"),
     NameRule("{at}mlp.fc2.{kind}", TE_MLP + "fc2_{kind}", FC2 + "{kind}", "columns"),
-    NameRule("{at}mlp._extra_state", TE_MLP + "_extra_state", None),  # one of both products
+    NameRule("{at}mlp._extra_state", TE_MLP + "_extra_state", None),  # one for both linears
     NameRule("{at}mlp.fc1._extra_state", None, FC1 + "_extra_state"),
     NameRule("{at}mlp.fc2._extra_state", None, FC2 + "_extra_state"),
     NameRule("{at}output_norm.{kind}", "{at}layernorm.{kind}", None),
@@ -102,7 +102,7 @@ RULES = (
     NameRule("final_norm._extra_state", "final_norm._extra_state", "decoder.final_layernorm._extra_state"),
     NameRule("output.{kind}", "output.{kind}", "output_layer.{kind}", "rows"),
 )
-# where layers lie; Megatron's distributed checkpoints leave {layer} out and stack the layers in a first dimension
+# Paths of layers. Megatron's distributed checkpoints omit {layer} and stack the layers in the first dimension.
 PATHS = (
     NameRule("layers.{layer}.", "layers.{layer}.", "decoder.layers.{layer}."),
     NameRule("encoder.layers.{layer}.", "encoder.layers.{layer}.", "encoder.layers.{layer}."),
@@ -111,7 +111,7 @@ PATHS = (
 
 @dataclass(frozen=True)
 class NameMatch:
-    """A name that the table has: which rule, what stands for {at} and {kind}, the name in torch's way."""
+    """A matched name: its native name, the rule, and the values of {at} and {kind}."""
 
     native: str
     rule: NameRule | None = None
@@ -121,19 +121,19 @@ class NameMatch:
 
 @dataclass(frozen=True)
 class NameTable:
-    """The table, with a user's rules before it."""
+    """The rules, those of the user first."""
 
     rules: tuple[NameRule, ...] = RULES
     paths: tuple[NameRule, ...] = PATHS
 
     def layout_of(self, names: Iterable[str]) -> str:
-        """Whose names these are: the layout in which most are known by a rule of their own; torch's if none."""
+        """Returns the layout in which most names match a rule; native if none does."""
         names = list(names)
         counts = {layout: sum(self.match(name, layout).rule is not None for name in names) for layout in LAYOUTS}
         return max(LAYOUTS, key=lambda layout: counts[layout])
 
     def match(self, name: str, layout: str) -> NameMatch:
-        """A name of a layout, in torch's way; one without a rule keeps all but the path of its layer."""
+        """Finds the native name of a name in `layout`. Without a rule only the path of the layer is translated."""
         for rule in self.rules:
             if layout in rule.patterns and (found := rule.patterns[layout].fullmatch(name)):
                 fields = {"at": "", "kind": None} | found.groupdict()
@@ -142,7 +142,7 @@ class NameTable:
         return NameMatch(self.map_path(name, layout, "native"))
 
     def target_name(self, native: str, layout: str, present: Container[str]) -> str | None:
-        """The name in a layout of what torch calls `native`, given all that are `present`; None if it has no place."""
+        """Returns the name in `layout` of a native name, given all native names `present`; None if it has none."""
         unmapped = False
         for rule in self.rules:
             if not (found := rule.patterns["native"].fullmatch(native)):
@@ -157,14 +157,14 @@ class NameTable:
         return None if unmapped else self.map_path(native, "native", layout)
 
     def map_path(self, name: str, source: str, target: str) -> str:
-        """A name whose first part is the path of a layer, with that path in another layout."""
+        """Translates the path of the layer at the start of a name from one layout to another."""
         for rule in self.paths:
             if source in rule.patterns and (found := rule.patterns[source].match(name)):
                 return (getattr(rule, target) or found[0]).format(**found.groupdict()) + name[found.end() :]
         return name
 
     def stacks(self) -> list[str]:
-        """Paths of Megatron's layers without their number: "decoder.layers."."""
+        """Returns the paths of Megatron's layers without their number: "decoder.layers."."""
         return [rule.megatron.replace("{layer}.", "") for rule in self.paths if rule.megatron]
 
     def as_json(self) -> str:
@@ -174,7 +174,7 @@ class NameTable:
 
 
 def read_names(path: Path | str | None) -> NameTable:
-    """The table with the rules of a JSON file before its own; ``python -m weft.convert names`` prints the form."""
+    """Reads rules that take precedence over the table from a JSON file, as ``python -m weft.convert names`` prints."""
     if path is None:
         return NameTable()
     try:
@@ -186,6 +186,6 @@ def read_names(path: Path | str | None) -> NameTable:
             rule.patterns  # noqa: B018  (raises for unknown fields)
     except (OSError, TypeError, AttributeError, ValueError) as error:
         raise ConversionError(
-            f"{path}: {error}. Expected {{'rules': […], 'paths': […]}} as `python -m weft.convert names` prints"
+            f"{path}: {error}. Expected {{'rules': […], 'paths': […]}}, as `python -m weft.convert names` prints"
         ) from error
     return NameTable((*rules, *RULES), (*paths, *PATHS))

@@ -1,4 +1,4 @@
-"""What a pickle may name, and the plain values that stand for it; no class or function of another module is here."""
+"""Globals that a pickle may reference, mapped to plain data. No class or function of another module is reachable."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ STORAGES = {
 
 @dataclass(frozen=True)
 class AllowedCall:
-    """A global that a pickle may call; `make` checks its arguments and returns plain data."""
+    """A global that a pickle may call. `make` checks the arguments and returns plain data."""
 
     make: Callable[..., Any]
 
 
 class BytesIOContent:
-    """Stands for an io.BytesIO, of which it keeps the content."""
+    """Replaces an io.BytesIO; keeps its content."""
 
     def __init__(self, content: Any = b"") -> None:
         self.set_state((content,))
@@ -48,7 +48,7 @@ class BytesIOContent:
 
 
 class OpaqueObject:
-    """Stands for a class of OPAQUE_MODULES or an object of it: its name and arguments, neither imported nor made."""
+    """Replaces a class of OPAQUE_MODULES, or an instance: keeps the name and arguments and imports nothing."""
 
     def __init__(self, name: str, args: tuple | None = None) -> None:
         self.name, self.args = name, args
@@ -60,17 +60,17 @@ class OpaqueObject:
         return self.name if self.args is None else f"{self.name}({', '.join(map(repr, self.args))})"
 
 
-OPAQUE_MODULES = ("megatron.", "numpy", "signal")  # first words of their modules
+OPAQUE_MODULES = ("megatron.", "numpy", "signal")  # prefixes of module names
 
 
 class DcpObject:
-    """Stands for an object of torch.distributed.checkpoint: the name of its class, and its state."""
+    """Replaces an object of torch.distributed.checkpoint: keeps the name of its class and its state."""
 
     def __init__(self, kind: str, args: tuple = ()) -> None:
         self.kind, self.args, self.state = kind, args, None
 
     def field(self, name: str, *default: Any) -> Any:
-        """An attribute of the object; ConversionError if it has none and there is no `default`."""
+        """Returns an attribute, or `default`; raises ConversionError without either."""
         if isinstance(self.state, dict) and name in self.state:
             return self.state[name]
         if default:
@@ -83,26 +83,26 @@ class DcpObject:
 
 def make_set(items: Any = ()) -> set:
     if not isinstance(items, (list, tuple)):
-        raise ValueError("a set is not made of a list")
+        raise ValueError("a set is built from something other than a list")
     return set(checked_keys(items))
 
 
 def make_path(*parts: Any) -> str:
     if not all(isinstance(part, str) for part in parts):
-        raise ValueError("the parts of a path are not text")
+        raise ValueError("a part of a path is not a string")
     return "/".join(parts).replace("//", "/")
 
 
 def make_bytes(text: Any, encoding: Any) -> bytes:
-    """How protocol 2 writes bytes."""
+    """Decodes bytes as protocol 2 writes them."""
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
-        raise ValueError("bytes that are not encoded as latin1")
+        raise ValueError("it has bytes that are not encoded as latin1")
     return text.encode("latin-1")
 
 
 def make_device(kind: Any, *index: Any) -> torch.device:
     if not isinstance(kind, str) or len(kind) > 64:
-        raise ValueError("the name of a device is not text")
+        raise ValueError("the name of a device is not a string")
     return torch.device(kind, *nonnegative_ints(index, "a device's index"))
 
 
@@ -110,11 +110,13 @@ ATOMIC_TYPES = {str, int, bool, float, bytes, type(None)}
 
 
 def checked_keys(items: Sequence[Any]) -> Sequence[Any]:
-    """`items`, each of which a dict or set may hold: its hash is cheap and cannot recurse."""
+    """Returns `items`; raises unless each is cheap to hash, without recursion, as a key of a dict or set."""
     for item in items:
         plain = type(item) in ATOMIC_TYPES or isinstance(item, (torch.dtype, DcpObject))
         if not plain and not (type(item) is tuple and len(item) <= 64 and ATOMIC_TYPES.issuperset(map(type, item))):
-            raise ValueError(f"a {type(item).__name__} in it is a key, or in a set, and is not a plain value")
+            raise ValueError(
+                f"a {type(item).__name__} is a key of a dict or an element of a set, expected a plain value"
+            )
     return items
 
 

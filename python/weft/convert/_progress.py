@@ -1,4 +1,4 @@
-"""How far a conversion is, on stderr."""
+"""Progress of a conversion on stderr."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TextIO
 
 
 class Progress:
-    """Bytes done of `total`: a redrawn line on a terminal, else a line every ten seconds."""
+    """Shows how many of `total` bytes are done: a redrawn line on a terminal, otherwise a line every ten seconds."""
 
     def __init__(self, total: int, what: str, quiet: bool = False, stream: TextIO | None = None) -> None:
         self.total, self.what, self.quiet, self.stream = total, what, quiet, stream or sys.stderr

@@ -1,4 +1,4 @@
-"""What lies with a converted checkpoint: every tensor's name, dtype, shape, source and sha256, and what was skipped."""
+"""Report of a conversion: name, dtype, shape, source and sha256 of every tensor, and what was skipped."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ REPORT = "conversion.json"
 
 
 def report_path(target: Path, single: bool) -> Path:
-    """Where the report lies: in a folder, or beside a file."""
+    """Returns the path of the report: in a folder, or beside a single file."""
     return _atomic_write.sibling(target, "." + REPORT) if single else target / REPORT
 
 
 class NamedTensor(LazyTensor):
-    """A tensor under the name it is written, with the sum of what was written."""
+    """A tensor with the name under which it is written and the sha256 of what was written."""
 
     def __init__(self, name: str, lazy: LazyTensor, sources: Sequence[str]) -> None:
         self.name, self.lazy, self.sources, self.sha256 = name, lazy, list(sources), hashlib.sha256()

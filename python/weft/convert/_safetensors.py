@@ -1,4 +1,4 @@
-"""The safetensors format: 8 bytes of length, a JSON header, the tensors' bytes."""
+"""The safetensors format: header length in 8 bytes, JSON header, bytes of the tensors."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ DTYPES = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
-METADATA_KEY = "weft.checkpoint"  # the key of what is no tensor, in a file's metadata
+METADATA_KEY = "weft.checkpoint"  # key of everything that is not a tensor, in a file's metadata
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of a checkpoint: itself, those of its index, or all of a folder."""
+    """Returns the files of a checkpoint: a single file, those of the index, or all in a folder."""
     if path.is_file():
         return [path]
     if not (path / INDEX).exists():
         return sorted(path.glob("*.safetensors"))
     files_by_name = parse_json((path / INDEX).read_bytes(), str(path / INDEX)).get("weight_map")
     if not isinstance(files_by_name, dict) or not all(isinstance(name, str) for name in files_by_name.values()):
-        raise ConversionError(f"{path / INDEX} has no weight_map of names and files. Copy the checkpoint anew")
+        raise ConversionError(f"{path / INDEX} has no weight_map of names to files. Copy the checkpoint again")
     names = sorted(set(files_by_name.values()))
     if missing := [name for name in names if Path(name).name != name or not (path / name).is_file()]:
-        raise ConversionError(f"{path} lacks {missing[0]}, which its index names. Copy the checkpoint anew")
+        raise ConversionError(f"{path} has no file {missing[0]}, which its index lists. Copy the checkpoint again")
     return [path / name for name in names]
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """(header, where the bytes begin)"""
+    """Returns (header, offset of the tensors' bytes)."""
     with file.open("rb", buffering=0) as opened:
         (length,) = struct.unpack("<Q", pread(opened.fileno(), file, 0, 8))
         if length > min(100 << 20, file.stat().st_size - 8):
@@ -76,7 +76,9 @@ def read(path: Path) -> Content:
         tensors = _tensors(file, data_start, header)
         if twice := found.keys() & tensors.keys():
             name = min(twice)
-            raise ConversionError(f"{name} is in {found[name].path.name} and in {file.name} of {path}: give one file")
+            raise ConversionError(
+                f"{name} is in both {found[name].path.name} and {file.name} of {path}. Pass a single file"
+            )
         found |= tensors
         for name, lazy in tensors.items():
             (content.raw if name in weft_metadata["raw"] else content.tensors)[name] = lazy
@@ -84,15 +86,17 @@ def read(path: Path) -> Content:
 
 
 def _weft_metadata(metadata: Any, file: Path) -> dict[str, Any]:
-    """What `weft.convert` wrote beside the tensors."""
+    """Returns what `weft.convert` wrote beside the tensors."""
     text = metadata.get(METADATA_KEY, "{}") if isinstance(metadata, dict) else None
     if not isinstance(text, str):
-        raise ConversionError(f"the header of {file} is damaged: its metadata is not text by name. Copy it anew")
+        raise ConversionError(
+            f"the header of {file} is damaged: its metadata is not a dict of names to strings. Copy it again"
+        )
     weft_metadata = {"common": {}, "raw": [], "stacked": True} | parse_json(
         text, f"{METADATA_KEY} in the header of {file}"
     )
     if not isinstance(weft_metadata["common"], dict) or not isinstance(weft_metadata["raw"], list):
-        raise ConversionError(f"{METADATA_KEY} in the header of {file} is damaged. Copy the checkpoint anew")
+        raise ConversionError(f"{METADATA_KEY} in the header of {file} is damaged. Copy the checkpoint again")
     try:
         decode_values(weft_metadata["common"])
     except ConversionError as error:
@@ -102,7 +106,7 @@ def _weft_metadata(metadata: Any, file: Path) -> dict[str, Any]:
 
 
 def _tensors(file: Path, data_start: int, header: dict[str, Any]) -> dict[str, FileTensor]:
-    """The tensors of a file, of which no two share a byte."""
+    """Returns the tensors of a file; raises if two share a byte."""
     found = {}
     for name, row in header.items():
         try:
@@ -112,7 +116,7 @@ def _tensors(file: Path, data_start: int, header: dict[str, Any]) -> dict[str, F
     at, before = data_start, ""
     for name, lazy in sorted(found.items(), key=lambda item: (item[1].offset, item[1].stop)):
         if lazy.offset < at and lazy.nbytes:
-            raise ConversionError(f"{before} and {name} in {file} share bytes. Copy the checkpoint anew")
+            raise ConversionError(f"{before} and {name} in {file} share bytes. Copy the checkpoint again")
         if lazy.nbytes:
             at, before = lazy.stop, name
     return found
@@ -128,7 +132,7 @@ def _tensor(file: Path, data_start: int, row: Any) -> FileTensor:
     if offsets[1] - offsets[0] != lazy.nbytes:
         raise ConversionError(f"it has {offsets[1] - offsets[0]} bytes for {row['dtype']} {list(lazy.shape)}")
     if data_start + offsets[1] > file.stat().st_size:
-        raise ConversionError("it ends behind the file, which is truncated. Copy the checkpoint anew")
+        raise ConversionError("it ends after the end of the file, which is truncated. Copy the checkpoint again")
     return lazy
 
 
@@ -136,13 +140,13 @@ def _tensor(file: Path, data_start: int, row: Any) -> FileTensor:
 
 
 def shards(tensors: dict[str, LazyTensor], size: int) -> list[dict[str, LazyTensor]]:
-    """The tensors in order, in files of at most `size` bytes; a larger tensor has one for itself."""
+    """Distributes the tensors in order over files of at most `size` bytes; a larger tensor gets its own file."""
     found: list[dict[str, LazyTensor]] = [{}]
     shard_bytes = 0
     for name, lazy in tensors.items():
         if lazy.dtype not in CODES:
             raise ConversionError(
-                f"{name} is {lazy.dtype}, which safetensors files cannot hold; use --to pt or torch_dist"
+                f"{name} is {lazy.dtype}, which safetensors does not support. Use --to pt or --to torch_dist"
             )
         if found[-1] and shard_bytes + lazy.nbytes > size:
             found.append({})
@@ -153,7 +157,7 @@ def shards(tensors: dict[str, LazyTensor], size: int) -> list[dict[str, LazyTens
 
 
 def write(folder: Path, content: Content, size: int, on_write: Callable[[LazyTensor, memoryview], None]) -> None:
-    """Files in a folder; several have the index that Hugging Face reads."""
+    """Writes files in a folder; for several files also the index that Hugging Face reads."""
     tensors = content.tensors | content.raw
     parts = shards(tensors, size)
     names = [f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)]
@@ -167,7 +171,7 @@ def write(folder: Path, content: Content, size: int, on_write: Callable[[LazyTen
 
 
 def write_file(file: Path, content: Content, on_write: Callable[[LazyTensor, memoryview], None]) -> None:
-    """One file of all."""
+    """Writes a single file."""
     (tensors,) = shards(content.tensors | content.raw, sys.maxsize)
     _write_file(file, tensors, content, on_write)
 

@@ -1,6 +1,7 @@
-"""Checkpoints of torch.distributed: `.metadata`, `*.distcp`, and what Megatron adds (`common.pt`, `metadata.json`).
+"""Checkpoints of torch.distributed.checkpoint (DCP): `.metadata`, `*.distcp`, and Megatron's `common.pt` and
+`metadata.json`.
 
-Megatron stacks what all layers have in a first dimension and keeps objects as ``name/shard_<i>_<of>``.
+Megatron stacks the layers in the first dimension and stores objects as ``name/shard_<i>_<of>``.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ SHARD = re.compile(r"(.*)/shard_([0-9]{1,9})_([0-9]{1,9})")
 
 @dataclass(frozen=True)
 class ByteRange:
-    """Bytes of a file that hold one item."""
+    """The bytes of one item in a file."""
 
     file: Path
     offset: int
@@ -60,15 +61,15 @@ class ByteRange:
 
 
 class DcpChunk(LazyTensor):
-    """A tensor of one item of a `.distcp` file, which is opened when it is read."""
+    """The tensor of one item of a `.distcp` file, opened at the first read."""
 
     def __init__(self, byte_range: ByteRange, dtype: torch.dtype, shape: Any, check: bool) -> None:
         self.byte_range, self.dtype, self.shape, self.check = byte_range, dtype, checked_shape(shape, dtype), check
         self.loaded: LazyTensor | None = None
         if self.nbytes > byte_range.length:
             raise ConversionError(
-                f"a piece {list(self.shape)} of {dtype} has {self.nbytes} bytes, its place in {byte_range.file} has "
-                f"{byte_range.length}. Copy the checkpoint anew"
+                f"a chunk {list(self.shape)} of {dtype} has {self.nbytes} bytes, but its byte range in "
+                f"{byte_range.file} has {byte_range.length}. Copy the checkpoint again"
             )
 
     def read(self, bounds: SliceBounds) -> torch.Tensor:
@@ -76,7 +77,8 @@ class DcpChunk(LazyTensor):
             found = _reader(self.byte_range, self.check).load()
             if not isinstance(found, LazyTensor) or (found.dtype, found.shape) != (self.dtype, self.shape):
                 raise ConversionError(
-                    f"{self.byte_range.file} does not hold at {self.byte_range.offset} what its metadata says"
+                    f"{self.byte_range.file} at byte {self.byte_range.offset} does not match its metadata. Copy the "
+                    "checkpoint again"
                 )
             self.loaded = found
         return self.loaded.read(bounds)
@@ -87,7 +89,7 @@ def _reader(byte_range: ByteRange, check: bool) -> _torch_zip.Reader:
 
 
 def read(path: Path, check: bool) -> Content:
-    """Under the names that stand there; optimizer state is left out."""
+    """Reads a checkpoint under its own names; skips optimizer state."""
     file = path / ".metadata"
     found, content = load(file.read_bytes(), str(file), DCP_GLOBALS), Content()
     try:
@@ -96,7 +98,7 @@ def read(path: Path, check: bool) -> Content:
         if not isinstance(entries, dict):
             raise ConversionError("its state_dict_metadata is not a dict")
     except ConversionError as error:
-        raise ConversionError(f"{file} is damaged: {error}. Copy the checkpoint anew") from error
+        raise ConversionError(f"{file} is damaged: {error}. Copy the checkpoint again") from error
     if (path / "common.pt").exists():
         _read_common(path / "common.pt", content)
     for name, kind in entries.items():
@@ -115,12 +117,12 @@ def read(path: Path, check: bool) -> Content:
 def _expect_class(value: Any, kind: str) -> DcpObject:
     if not isinstance(value, DcpObject) or value.kind != kind:
         found = value.kind if isinstance(value, DcpObject) else type(value).__name__
-        raise ConversionError(f"it holds a {found}, expected a {kind} of a DCP checkpoint")
+        raise ConversionError(f"it contains a {found}, expected a {kind} of a DCP checkpoint")
     return value
 
 
 def _byte_ranges(path: Path, storage: Any) -> dict[str, dict[tuple | None, ByteRange | str]]:
-    """Where each piece lies, by name and offset: a place in a file that no other piece has, or why there is none."""
+    """Returns for each chunk, by name and offset, its byte range, or why it has none. Raises if two ranges overlap."""
     if not isinstance(storage, (dict, type(None))):
         raise ConversionError("its storage_data is not a dict")
     byte_ranges: dict[str, dict[tuple | None, ByteRange | str]] = defaultdict(dict)
@@ -129,7 +131,7 @@ def _byte_ranges(path: Path, storage: Any) -> dict[str, dict[tuple | None, ByteR
         name, offset = index.field("fqn"), index.field("offset", None)
         if not isinstance(name, str):
             raise ConversionError("a MetadataIndex has no name")
-        offset = None if offset is None else nonnegative_ints(offset, f"the offset of a piece of {name}")
+        offset = None if offset is None else nonnegative_ints(offset, f"the offset of a chunk of {name}")
         byte_ranges[name][offset] = _byte_range(path, info)
     whole = [
         byte_range for of in byte_ranges.values() for byte_range in of.values() if isinstance(byte_range, ByteRange)
@@ -137,20 +139,20 @@ def _byte_ranges(path: Path, storage: Any) -> dict[str, dict[tuple | None, ByteR
     whole.sort(key=lambda byte_range: (byte_range.file, byte_range.offset, byte_range.length))
     for one, other in itertools.pairwise(whole):
         if one.file == other.file and one.offset + one.length > other.offset:
-            raise ConversionError(f"two pieces share byte {other.offset} of {one.file.name}")
+            raise ConversionError(f"two chunks share byte {other.offset} of {one.file.name}")
     return byte_ranges
 
 
 def _byte_range(path: Path, info: DcpObject) -> ByteRange | str:
     name = info.field("relative_path")
-    numbers = nonnegative_ints((info.field("offset"), info.field("length")), "a place in a file")
+    numbers = nonnegative_ints((info.field("offset"), info.field("length")), "a byte range")
     if not isinstance(name, str) or Path(name).name != name or not (path / name).is_file():
-        return f"its file {name if isinstance(name, str) else ''} is not in {path}. Copy the checkpoint anew"
+        return f"its file {name if isinstance(name, str) else ''} is not in {path}. Copy the checkpoint again"
     size = (path / name).stat().st_size
     if sum(numbers) > size:
-        return f"{path / name} has only {size} bytes: it is truncated. Copy it anew"
+        return f"{path / name} has only {size} bytes: it is truncated. Copy it again"
     if info.field("transform_descriptors", None):
-        return "it is stored with transformations of its bytes; save it without them"
+        return "it is stored with transformations, which are not supported. Save it without transform_descriptors"
     return ByteRange(path / name, *numbers)
 
 
@@ -162,12 +164,12 @@ def _read_entry(name: str, kind: Any, byte_ranges: dict, content: Content, check
         return
     _expect_class(kind, "BytesStorageMetadata")
     if None not in byte_ranges:
-        raise ConversionError("it is in no file. Copy the checkpoint anew")
+        raise ConversionError("it is in no file. Copy the checkpoint again")
     _read_object(name, byte_ranges[None], content, check)
 
 
 def _read_common(file: Path, content: Content) -> None:
-    """As values; the bytes of the file are carried, too, where one of them is of a class that is not read."""
+    """Reads common.pt as values; if it contains an unsupported class, also keeps the bytes of the file."""
     try:
         values = _torch_zip.Reader(file).load()
         if not isinstance(values, dict):
@@ -185,15 +187,15 @@ def _tensor(kind: DcpObject, byte_ranges: dict, check: bool) -> LazyTensor:
         raise ConversionError("its chunks are not a list")
     tensors = []
     for chunk in chunks:
-        at = nonnegative_ints(_expect_class(chunk, "ChunkStorageMetadata").field("offsets"), "the offset of a piece")
+        at = nonnegative_ints(_expect_class(chunk, "ChunkStorageMetadata").field("offsets"), "the offset of a chunk")
         if at not in byte_ranges:
-            raise ConversionError(f"the piece at {list(at)} is in no file. Copy the checkpoint anew")
+            raise ConversionError(f"the chunk at {list(at)} is in no file. Copy the checkpoint again")
         tensors.append((at, DcpChunk(byte_ranges[at], dtype, chunk.field("sizes"), check)))
     return ConcatenatedTensor(kind.field("size"), dtype, tensors)
 
 
 def _read_object(name: str, byte_range: ByteRange, content: Content, check: bool) -> None:
-    """An `_extra_state` of bytes becomes a tensor; any other object is carried as it lies there."""
+    """Reads an `_extra_state` of bytes as a tensor, and any other object as opaque bytes."""
     state = _extra_state_tensor(_reader(byte_range, check)) if "_extra_state" in name else None
     if state is None:
         content.raw[name] = FileTensor(byte_range.file, byte_range.offset, torch.uint8, [byte_range.length])
@@ -202,7 +204,7 @@ def _read_object(name: str, byte_range: ByteRange, content: Content, check: bool
 
 
 def _extra_state_tensor(reader: _torch_zip.Reader) -> LazyTensor | None:
-    """An `_extra_state` that is bytes as Megatron keeps it, a list of one tensor; None if it is anything else."""
+    """Returns an `_extra_state` in Megatron's form, a list of one uint8 tensor; None if it is anything else."""
     try:
         value = reader.load()
     except UnknownClassError:
@@ -211,17 +213,18 @@ def _extra_state_tensor(reader: _torch_zip.Reader) -> LazyTensor | None:
     return value[0] if plain and value[0].dtype == torch.uint8 and len(value[0].shape) == 1 else None
 
 
-# ---- layers that are stacked ----------------------------------------------------------------------------------------
+# ---- stacked layers -------------------------------------------------------------------------------------------------
 
 
 def unstack_layers(content: Content, stacks: list[str]) -> Content:
-    """The same with an entry for each layer, ``decoder.layers.3.…`` for ``decoder.layers.…``, and whole states."""
+    """Splits stacked tensors into one per layer, ``decoder.layers.…`` into ``decoder.layers.3.…``, and renames the
+    shards of `_extra_state`s."""
     tensors: dict[str, LazyTensor] = {}
-    max_layers = 4096 + sum(lazy.nbytes for lazy in content.tensors.values()) // 64  # layers that its bytes can be
+    max_layers = 4096 + sum(lazy.nbytes for lazy in content.tensors.values()) // 64  # plausible for that many bytes
     for name, lazy in content.tensors.items():
         shard = SHARD.fullmatch(name)
         start = next((stack for stack in stacks if name.startswith(stack) and not is_numbered(name, stack)), None)
-        found = {name: lazy}  # also of experts, which have shards of another form
+        found = {name: lazy}  # also for experts, whose shards have another form
         if shard and start:
             found = {f"{start}{shard[2]}.{shard[1][len(start) :]}": lazy}
         elif shard and shard[3] == "1":
@@ -229,26 +232,26 @@ def unstack_layers(content: Content, stacks: list[str]) -> Content:
         elif start and "/shard_" not in name and lazy.shape:
             max_layers -= lazy.shape[0]
             if max_layers < 0:
-                raise ConversionError(f"{name}: a shape {list(lazy.shape)} for {lazy.shape[0]} layers is not plausible")
+                raise ConversionError(f"{name}: shape {list(lazy.shape)} with {lazy.shape[0]} layers is not plausible")
             found = {f"{start}{i}.{name[len(start) :]}": SelectedTensor(lazy, i) for i in range(lazy.shape[0])}
         if twice := tensors.keys() & found.keys():
-            raise ConversionError(f"{name} and another tensor are both {min(twice)}")
+            raise ConversionError(f"{name} and another tensor would both be called {min(twice)}")
         tensors |= found
     return replace(content, tensors=tensors)
 
 
 def is_stacked(content: Content, stacks: list[str]) -> bool:
-    """Whether a distributed checkpoint has no layers by number."""
+    """Whether a distributed checkpoint has no numbered layers."""
     return not any(is_numbered(name, stack) for name in content.tensors for stack in stacks)
 
 
 def is_numbered(name: str, stack: str) -> bool:
-    """Whether the path of a name has the number of a layer."""
+    """Whether the path in a name contains the number of a layer."""
     return re.match(re.escape(stack) + "[0-9]", name) is not None
 
 
 def stack_layers(tensors: dict[str, LazyTensor], stacks: list[str]) -> dict[str, tuple[LazyTensor, list[str]]]:
-    """The inverse, where all layers have the same: name -> (tensor, names it was made of)."""
+    """Inverse of `unstack_layers`, for layers with equal tensors. Returns {name: (tensor, names it was made of)}."""
     layers: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
     count: dict[str, int] = defaultdict(int)
     for name in tensors:
@@ -285,7 +288,7 @@ def _is_uniform(tensors: dict[str, LazyTensor], of: dict[int, str], count: int, 
 
 
 class _DistcpWriter:
-    """Files that are filled with items up to `size` bytes, and where each item lies."""
+    """Writes items to files of about `size` bytes and records the byte range of each item."""
 
     def __init__(self, folder: Path, size: int) -> None:
         self.folder, self.size, self.number, self.byte_ranges = folder, size, 0, {}
@@ -305,7 +308,7 @@ class _DistcpWriter:
 def write(
     folder: Path, content: Content, size: int, megatron: bool, on_write: Callable[[LazyTensor, memoryview], None]
 ) -> None:
-    """`megatron`: with `common.pt` and `metadata.json`, and `_extra_state` as objects."""
+    """Writes a checkpoint. `megatron`: also `common.pt` and `metadata.json`, and `_extra_state`s as objects."""
     items, entries = _DistcpWriter(folder, size), {}
     for name, lazy in content.raw.items():
         if name == "common.pt":
@@ -342,7 +345,8 @@ def _write_tensor(name: str, lazy: LazyTensor, items: _DistcpWriter, on_write: C
     for bounds, block in lazy.blocks():
         offset = torch.Size(start for start, _ in bounds)
         chunks.append(ChunkStorageMetadata(offset, torch.Size(block.shape)))
-        own_storage = block if block.untyped_storage().nbytes() == block.nbytes else block.clone()  # not its neighbours
+        # torch.save writes the whole storage, which may be larger than the block.
+        own_storage = block if block.untyped_storage().nbytes() == block.nbytes else block.clone()
         items.add(
             MetadataIndex(name, offset),
             lambda file, own_storage=own_storage: torch.save(own_storage.view(lazy.dtype), file),

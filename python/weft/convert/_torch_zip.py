@@ -1,4 +1,4 @@
-"""What torch.save writes: a zip of a pickle and one stored record for each tensor's memory."""
+"""The format of torch.save: a zip file with a pickle and one uncompressed record per storage."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from ._lazy_tensor import (
 from ._pickle_globals import PLAIN_GLOBALS, STORAGES, AllowedCall
 from ._unpickler import load
 
-MAX_RATIO = 8  # times the bytes of a file that its tensors may have, which may share memory
+MAX_RATIO = 8  # maximum bytes of all tensors / bytes of the file; tensors may share storages
 STORAGE_CLASSES = {dtype: getattr(torch, name) for name, dtype in STORAGES.items()}
 NOT_A_ZIP = (zipfile.BadZipFile, LookupError, ValueError, OSError, EOFError, NotImplementedError, struct.error)
 
 
 class Window(io.RawIOBase):
-    """Bytes `start` to `stop` of a file, as a file."""
+    """Bytes `start` to `stop` of a file as a file object."""
 
     def __init__(self, file: IO[bytes], start: int, stop: int) -> None:
         self.file, self.start, self.stop, self.position = file, start, stop, 0
@@ -63,7 +63,7 @@ class Window(io.RawIOBase):
 
 @dataclass(frozen=True)
 class Storage:
-    """The memory of tensors in a file; `check` compares its checksum."""
+    """A storage in a file; `check` verifies its checksum."""
 
     offset: int
     size: int
@@ -72,20 +72,20 @@ class Storage:
 
 
 class Reader:
-    """One torch.save in a file, from byte `start` to `stop`. Its tensors become `FileTensor`s."""
+    """Reads the result of one torch.save at bytes `start` to `stop` of a file. Its tensors become `FileTensor`s."""
 
     def __init__(self, path: Path, start: int = 0, stop: int | None = None, check: bool = True) -> None:
         self.path, self.start, self.check = path, start, check
         size = path.stat().st_size
         self.where = str(path) if stop is None else f"{path}, bytes {start} to {stop}"
         self.stop = size if stop is None else stop
-        self.budget = MAX_RATIO * (self.stop - start) + (1 << 20)  # bytes that its tensors may have
+        self.budget = MAX_RATIO * (self.stop - start) + (1 << 20)  # remaining bytes for tensors
         with path.open("rb") as file:
             try:
                 archive = zipfile.ZipFile(Window(file, start, self.stop))
                 self.records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
                 if min(info.header_offset for info in archive.infolist()):
-                    raise zipfile.BadZipFile("a file within it ends where it should end")
+                    raise zipfile.BadZipFile("it does not start at the first byte")
             except NOT_A_ZIP as error:
                 raise ConversionError(self._not_a_zip(error, size < self.stop)) from error
         if "data.pkl" not in self.records:
@@ -97,23 +97,25 @@ class Reader:
 
     def _not_a_zip(self, error: Exception, short: bool) -> str:
         if short:
-            return f"{self.path} has only {self.path.stat().st_size} bytes: it is truncated. Copy the checkpoint anew"
+            return f"{self.path} has only {self.path.stat().st_size} bytes: it is truncated. Copy the checkpoint again"
         return (
-            f"{self.where} is truncated or not a file of torch.save ({error}). Copy it anew; if it is older than torch "
-            "1.6, load it there and save it again"
+            f"{self.where} is truncated or not a file of torch.save ({error}). Copy it again. If it was written by "
+            "torch older than 1.6, load it there and save it with a newer torch"
         )
 
     def _record_range(self, name: str) -> tuple[int, int]:
-        """(offset, bytes) of a record, which lies within the file as it is."""
+        """Returns (offset, size) of a record; raises if it is not entirely in the file."""
         info = self.records[name]
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-            raise ConversionError(f"{self.where} holds compressed records; save it by torch.save without compression")
+            raise ConversionError(
+                f"{self.where} contains compressed records, which are not supported. Save it with torch.save"
+            )
         with self.path.open("rb", buffering=0) as file:
             header = pread(file.fileno(), self.path, self.start + info.header_offset, 30)
         name_length, extra_length = struct.unpack_from("<HH", header, 26)
         offset = self.start + info.header_offset + 30 + name_length + extra_length
         if offset + info.file_size > min(self.stop, self.path.stat().st_size):
-            raise ConversionError(f"{self.where} is truncated: {name} ends behind it. Copy the checkpoint anew")
+            raise ConversionError(f"{self.where} is truncated: {name} ends after it. Copy the checkpoint again")
         return offset, info.file_size
 
     def _content(self, name: str) -> bytes:
@@ -123,7 +125,7 @@ class Reader:
             return bytes(pread(file.fileno(), self.path, offset, size))
 
     def load(self) -> Any:
-        """What was saved, with a LazyTensor for each tensor."""
+        """Returns the saved object with a LazyTensor for each tensor."""
         tensor, parameter = AllowedCall(self._tensor), AllowedCall(_parameter)
         known = PLAIN_GLOBALS | {("torch", name): dtype for name, dtype in STORAGES.items()}
         known |= {
@@ -141,15 +143,15 @@ class Reader:
 
     def _storage(self, pid: Any) -> Storage:
         if not isinstance(pid, tuple) or len(pid) != 5 or not isinstance(pid[2], str):
-            raise ConversionError(f"{self.where} has a tensor whose data is not named. Copy the checkpoint anew")
+            raise ConversionError(f"{self.where} has a tensor whose data has no name. Copy the checkpoint again")
         name, dtype = f"data/{pid[2]}", pid[1]
         if name not in self.records or not isinstance(dtype, torch.dtype):
-            raise ConversionError(f"{self.where} has a tensor without data: {name}. Copy the checkpoint anew")
+            raise ConversionError(f"{self.where} has a tensor without data: {name}. Copy the checkpoint again")
         offset, size = self._record_range(name)
         return Storage(offset, size, dtype, lambda: self._check(name, offset))
 
     def _check(self, name: str, offset: int) -> None:
-        """A record has the checksum that was written with it."""
+        """Verifies the checksum of a record."""
         if not self.check:
             return
         info, found = self.records[name], 0
@@ -160,37 +162,38 @@ class Reader:
                 found, left = zlib.crc32(content, found), left - len(content)
         if found != info.CRC:
             raise ConversionError(
-                f"{self.where} is corrupt: its checksum is {found:08x}, {info.CRC:08x} was written. Copy the "
-                "checkpoint anew; --no-check converts it anyway"
+                f"{self.where} is corrupt: its checksum is {found:08x}, expected {info.CRC:08x}. Copy the "
+                "checkpoint again, or pass --no-check to convert it anyway"
             )
 
     def _tensor(self, storage: Any, first: Any, shape: Any, strides: Any, *more: Any) -> FileTensor:
-        """As _rebuild_tensor_v2, and as _v3, which has a dtype at the end."""
+        """As torch._utils._rebuild_tensor_v2, and as _v3, which has a dtype at the end."""
         if not isinstance(storage, Storage):
-            raise ConversionError(f"{self.where} has a tensor without data. Copy the checkpoint anew")
+            raise ConversionError(f"{self.where} has a tensor without data. Copy the checkpoint again")
         dtype = more[-1] if more and isinstance(more[-1], torch.dtype) else storage.dtype
         (first,) = nonnegative_ints((first,), "the offset of a tensor")
         found = FileTensor(self.path, storage.offset + first * dtype.itemsize, dtype, shape, strides, storage.check)
         if found.stop > storage.offset + storage.size:
             raise ConversionError(
-                f"{self.where} has a tensor {list(found.shape)} of {dtype} that leaves its {storage.size} bytes"
+                f"{self.where} has a tensor {list(found.shape)} of {dtype} that exceeds its storage of {storage.size} "
+                "bytes. Copy the checkpoint again"
             )
         self.budget -= found.nbytes
         if self.budget < 0:
             raise ConversionError(
-                f"{self.where} has {self.stop - self.start} bytes, and tensors of more than {MAX_RATIO} times as many: "
-                "expanded ones, or many of the same memory. Save them .contiguous()"
+                f"{self.where} has {self.stop - self.start} bytes, but its tensors have more than {MAX_RATIO} times as "
+                "many: they are expanded or share storages. Call .contiguous() on them before saving"
             )
         return found
 
     def _rebuild_from_type(self, make: Any, kind: Any, args: Any, state: Any) -> LazyTensor:
-        """A tensor with attributes, which are not read."""
+        """Rebuilds a tensor with attributes and ignores the attributes."""
         if (
             not isinstance(make, AllowedCall)
             or make.make not in (self._tensor, _parameter)
             or not isinstance(args, tuple)
         ):
-            raise ConversionError(f"{self.where} has a tensor of a class that is not read")
+            raise ConversionError(f"{self.where} has a tensor of an unsupported class")
         return make.make(*args)
 
 
@@ -204,14 +207,14 @@ def _parameter(data: Any, *_: Any) -> LazyTensor:
 
 
 class _StorageRef:
-    """The memory of a tensor that is written later, record by record."""
+    """Reference to a storage that is written after the pickle."""
 
     def __init__(self, key: str, lazy: LazyTensor) -> None:
         self.key, self.lazy = key, lazy
 
 
 class _Pickler(pickle.Pickler):
-    """Writes a LazyTensor as torch.save writes a tensor, and collects them."""
+    """Pickles each LazyTensor as torch.save pickles a tensor, and collects the storages."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file, protocol=2)
@@ -235,15 +238,15 @@ class _Pickler(pickle.Pickler):
 
 
 def _aligned(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
-    """A record whose bytes begin at a multiple of 64, as torch maps them into memory."""
+    """Makes a record whose data starts at a multiple of 64 bytes, as torch's mmap loading requires."""
     info = zipfile.ZipInfo(name)
-    begin = archive.fp.tell() + 30 + len(name) + 20 + 4  # header, name, sizes of 64 bits, head of the padding
+    begin = archive.fp.tell() + 30 + len(name) + 20 + 4  # header, name, 64-bit sizes, header of the padding
     info.extra = struct.pack("<HH", 0x4246, -begin % 64) + b"Z" * (-begin % 64)
     return info
 
 
 def write(path: Path, content: Any, on_write: Callable[[LazyTensor, memoryview], None]) -> None:
-    """As torch.save, with LazyTensor objects in `content`; `on_write` hears of every piece."""
+    """As torch.save, for `content` with LazyTensors. Calls `on_write` for every block."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     pickler.dump(content)

@@ -1,9 +1,9 @@
-"""An interpreter for pickles that reads them as data.
+"""A pickle interpreter that treats pickles as data.
 
 A global is an entry of a table (`_pickle_globals.py`); calling it runs that entry on checked arguments; only objects
-that this pickle made take items or a state. So a pickle reaches nothing but its own plain data and immutable values.
-Memory is bounded by the pickle's bytes (BUDGET). The result, counted as a tree, has bounded size and depth, so
-code that walks it needs no further checks.
+created by this pickle accept items or a state. So a pickle can reach only its own plain data and immutable values.
+Memory is bounded by the size of the pickle (BUDGET). The result, counted as a tree, has bounded size and depth, so code
+that walks it needs no further checks.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ._pickle_globals import (
     checked_keys,
 )
 
-BUDGET = 64  # bytes of containers, and nodes of the tree, for each byte of a pickle
+BUDGET = 64  # bytes of containers, and nodes of the tree, per byte of the pickle
 MAX_DEPTH = 64  # levels of nesting
-MAX_INT_BYTES = 255  # bytes of an integer
+MAX_INT_BYTES = 255
 
 
 class UnknownClassError(ConversionError):
-    """A pickle with an object of a class that is not read."""
+    """A pickle contains an object of an unsupported class."""
 
 
 class Unpickler:
-    """Knows `known` globals by (module, name) and, if given, `storage` for persistent ids."""
+    """Interprets one pickle. `known` has its globals by (module, name); `storage` resolves persistent ids."""
 
     def __init__(self, content: bytes, where: str, known: dict, storage: Callable[[Any], Any] | None = None) -> None:
         self.content, self.where, self.known, self.storage = content, where, known, storage
@@ -48,7 +48,7 @@ class Unpickler:
     def load(self) -> Any:
         while (opcode := self.byte()) != pickle.STOP[0]:
             if opcode not in OPCODES:
-                raise ValueError(f"opcode {bytes([opcode])} at byte {self.position - 1} is not one that torch writes")
+                raise ValueError(f"opcode {bytes([opcode])} at byte {self.position - 1} is not supported")
             OPCODES[opcode](self)
         value = self.pop()
         check_tree(value, 4096 + BUDGET * len(self.content))
@@ -58,13 +58,13 @@ class Unpickler:
 
     def take(self, count: int) -> bytes:
         if count > len(self.content) - self.position:
-            raise ValueError(f"it ends at byte {len(self.content)}, within an object")
+            raise ValueError(f"it ends at byte {len(self.content)} within an object")
         self.position += count
         return self.content[self.position - count : self.position]
 
     def byte(self) -> int:
         if self.position == len(self.content):
-            raise ValueError(f"it ends at byte {self.position}, within an object")
+            raise ValueError(f"it ends at byte {self.position} within an object")
         self.position += 1
         return self.content[self.position - 1]
 
@@ -77,12 +77,12 @@ class Unpickler:
     def line(self) -> str:
         end = self.content.find(b"\n", self.position)
         if end < 0:
-            raise ValueError("a name in it does not end")
+            raise ValueError("it has a name without an end")
         return self.take(end + 1 - self.position)[:-1].decode()
 
     def integer(self, count: int) -> int:
         if not 0 <= count <= MAX_INT_BYTES:
-            raise ValueError(f"an integer of {count} bytes is in it")
+            raise ValueError(f"it has an integer of {count} bytes")
         return int.from_bytes(self.take(count), "little", signed=True)
 
     # ---- stack ----
@@ -90,22 +90,22 @@ class Unpickler:
     def push(self, value: Any, size: int = 0) -> None:
         self.budget -= size
         if self.budget < 0:
-            raise ValueError(f"its objects take more than {BUDGET} times its bytes")
+            raise ValueError(f"its objects need more than {BUDGET} times its bytes")
         self.stack.append(value)
 
     def pop(self) -> Any:
         if len(self.stack) <= (self.marks[-1] if self.marks else 0):
-            raise ValueError("it takes an object that is not there")
+            raise ValueError("it pops from an empty stack")
         return self.stack.pop()
 
     def top(self, *kinds: type) -> Any:
         if not self.stack or type(self.stack[-1]) not in kinds:
-            raise ValueError(f"it changes what is not a {kinds[0].__name__}")
+            raise ValueError(f"it modifies an object that is not a {kinds[0].__name__}")
         return self.stack[-1]
 
     def pop_mark(self) -> list[Any]:
         if not self.marks:
-            raise ValueError("it ends a list that has not begun")
+            raise ValueError("it ends a list that was not started")
         start = self.marks.pop()
         items = self.stack[start:]
         del self.stack[start:]
@@ -118,24 +118,24 @@ class Unpickler:
 
     def put(self, index: int) -> None:
         if not self.stack:
-            raise ValueError("it repeats an object that is not there")
+            raise ValueError("it memoizes from an empty stack")
         self.memo[index] = self.stack[-1]
 
     def get(self, index: int) -> None:
         if index not in self.memo:
-            raise ValueError(f"it repeats object {index}, which it does not have")
+            raise ValueError(f"it reads object {index}, which is not in the memo")
         self.push(self.memo[index])
 
     def find_global(self, module: Any, name: Any) -> Any:
         if not isinstance(module, str) or not isinstance(name, str):
-            raise ValueError("the name of a class is not text")
+            raise ValueError("the name of a class is not a string")
         if (module, name) in self.known:
             return self.known[module, name]
         if self.storage and module.startswith(OPAQUE_MODULES):
             return OpaqueObject(f"{module}.{name}")
         raise UnknownClassError(
-            f"{self.where} holds an object of {module}.{name}, which is not a class that weft.convert reads; "
-            "nothing of it was run. Save the checkpoint without that object, or do not trust the file"
+            f"{self.where} contains an object of {module}.{name}, which weft.convert does not support; nothing was "
+            "executed. Save the checkpoint without that object, or do not trust the file"
         )
 
     def call(self) -> None:
@@ -148,10 +148,10 @@ class Unpickler:
 
     def persistent(self) -> None:
         if self.storage is None:
-            raise ConversionError(f"{self.where} holds a tensor where none is expected")
+            raise ConversionError(f"{self.where} contains a tensor where none is expected")
         self.push(self.storage(self.pop()))
 
-    # ---- changes of objects that this pickle made ----
+    # ---- changes of objects created by this pickle ----
 
     def append(self, items: list[Any]) -> None:
         self.top(list).extend(items)
@@ -167,13 +167,13 @@ class Unpickler:
         target = self.top(argparse.Namespace, DcpObject, BytesIOContent, OpaqueObject, dict)
         if isinstance(target, argparse.Namespace):
             if type(state) is not dict or not all(type(key) is str for key in state):
-                raise ValueError("the attributes of a Namespace are not names and values")
+                raise ValueError("the attributes of a Namespace are not a dict of names")
             target.__dict__ = state
         elif isinstance(target, DcpObject):
             target.state = state
         elif isinstance(target, BytesIOContent):
             target.set_state(state)
-        # attributes of state dicts and of foreign objects are not read
+        # Attributes of state dicts and opaque objects are ignored.
 
 
 U2, I4, U4, U8, F8 = map(struct.Struct, ("<H", "<i", "<I", "<Q", ">d"))
@@ -228,7 +228,7 @@ OPCODES = {code[0]: run for code, run in OPCODE_HANDLERS.items()}
 
 
 def children(value: Any) -> Iterable[Any] | None:
-    """What an object of a pickle holds; None for one that holds nothing."""
+    """Returns the children of an object; None for a leaf."""
     if isinstance(value, dict):
         return itertools.chain(value, value.values())
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -243,20 +243,20 @@ def children(value: Any) -> Iterable[Any] | None:
 
 
 def check_tree(value: Any, limit: int) -> None:
-    """Raises for a value that contains itself, is nested too deep, or repeats parts until it is larger than `limit`."""
+    """Raises for a value that contains itself, is nested too deeply, or, counted as a tree, is larger than `limit`."""
     size, path = 0, [iter((value,))]
     while path:
         for item in path[-1]:
             size += 1 + (len(item) if type(item) in (str, bytes) else 0)
             if size > limit:
-                raise ValueError(f"its objects repeat each other until they are {BUDGET} times its bytes")
+                raise ValueError(f"its objects repeat each other and expand to more than {BUDGET} times its bytes")
             if type(item) not in ATOMIC_TYPES and (inner := children(item)) is not None:
                 path.append(iter(inner))
                 break
         else:
             path.pop()
         if len(path) > MAX_DEPTH:
-            raise ValueError(f"an object in it contains itself, or {MAX_DEPTH} levels of others")
+            raise ValueError(f"an object contains itself, or has more than {MAX_DEPTH} levels of nesting")
 
 
 def load(content: bytes, where: str, known: dict, storage: Callable[[Any], Any] | None = None) -> Any:
@@ -266,5 +266,5 @@ def load(content: bytes, where: str, known: dict, storage: Callable[[Any], Any] 
         if where in str(error):
             raise
         raise ConversionError(f"{where}: {error}") from error
-    except Exception as error:  # whatever a damaged pickle leads to
-        raise ConversionError(f"{where} is damaged: {error}. Copy the checkpoint anew") from error
+    except Exception as error:  # a damaged pickle may raise anything
+        raise ConversionError(f"{where} is damaged: {error}. Copy the checkpoint again") from error
