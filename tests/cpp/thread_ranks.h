@@ -1,7 +1,7 @@
 #pragma once
-// Ranks as threads of one process: each has a c10d group of its own, registered under a name of its own, over a backend
-// that copies between threads. What a rank sends is copied when it starts a collective; what it gets is written when it
-// waits, so that a result read too early shows.
+// Ranks as threads of one process: each has its own c10d group, registered under its own name, with a backend that
+// copies between threads. Input is copied when a collective starts and output is written in wait(), so that a test
+// detects a result that is read too early.
 #include <ATen/Parallel.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros_like.h>
@@ -19,7 +19,7 @@
 
 namespace weft::testing {
 
-/// What the ranks of one group have sent, by the number of the collective.
+/// The inputs of the ranks of one group, by sequence number of the collective.
 struct Mailbox {
   explicit Mailbox(int ranks) : size(ranks) {}
 
@@ -32,7 +32,7 @@ struct Mailbox {
     changed.notify_all();
   }
 
-  /// What each rank sent; a slot goes when all have taken it.
+  /// The input of each rank. A slot is erased after all ranks have taken it.
   std::vector<at::Tensor> take(int64_t number, std::chrono::milliseconds timeout) {
     std::unique_lock lock(mutex);
     auto& slot = slots[number];
@@ -109,7 +109,7 @@ class ThreadBackend : public c10d::Backend {
     return start(at::empty({1}), options.timeout, [](const auto&) {});
   }
 
-  /// How many collectives this rank started.
+  /// Number of collectives that this rank has started.
   int64_t started() const { return number_; }
 
  private:
@@ -153,7 +153,7 @@ class ThreadRanks {
   const std::string& name(int rank) const { return names_[rank]; }
   const ThreadBackend& backend(int rank) const { return *backends_[rank]; }
 
-  /// Runs `body(rank, name of its group)` on a thread for each rank; the first error, by rank, is raised here.
+  /// Runs `body(rank, name of its group)` on one thread per rank and rethrows the error of the lowest rank.
   template <class Body>
   void run(Body&& body) const {
     std::vector<std::exception_ptr> errors(size());
@@ -173,7 +173,7 @@ class ThreadRanks {
   }
 
  private:
-  // Outlives the groups: its last reference is dropped here, where the thread sanitizer sees it, not inside torch.
+  // Outlives the groups: ThreadSanitizer must see the last release here, not inside torch.
   c10::intrusive_ptr<c10d::Store> store_ = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::string> names_;
   std::vector<c10::intrusive_ptr<ThreadBackend>> backends_;
