@@ -114,7 +114,7 @@ SKIPPED = "SKIPPED [2] tests/python/test_x.py:75: "
         ("5 passed in 1.2s", 0, HOLDS),
         (f"{SKIPPED}has no halves\n5 passed, 2 skipped in 1.2s", 0, HOLDS),
         (f"{SKIPPED}weft_tests is not built\n5 passed, 2 skipped in 1.2s", 0, NOT_MEASURED),
-        (f"{SKIPPED}megatron.core is not there, nor in $X\n5 passed, 2 skipped in 1.2s", 0, NOT_MEASURED),
+        (f"{SKIPPED}megatron.core is not installed, nor in $X\n5 passed, 2 skipped in 1.2s", 0, NOT_MEASURED),
         (f"{SKIPPED}has no halves\n2 skipped in 1.2s", 0, NOT_MEASURED),  # all of them
         ("no tests ran in 0.1s", 5, NOT_MEASURED),
         ("12 deselected in 0.1s", 5, NOT_MEASURED),  # the pattern matched nothing

@@ -1,7 +1,7 @@
 #pragma once
-// Ranks as threads of one process. Each rank has a separate c10d group, registered under a separate name, whose backend
-// copies between threads. A collective copies its input when it starts and writes its output in wait(), so that reading
-// a result too early is detected.
+// Ranks as threads of one process: each has its own c10d group, registered under its own name, with a backend that
+// copies between threads. Input is copied when a collective starts and output is written in wait(), so that a test
+// detects a result that is read too early.
 #include <ATen/Parallel.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros_like.h>
@@ -19,7 +19,7 @@
 
 namespace weft::testing {
 
-/// The tensors sent by the ranks of one group, by collective sequence number.
+/// The inputs of the ranks of one group, by sequence number of the collective.
 struct Mailbox {
   explicit Mailbox(int ranks) : size(ranks) {}
 
@@ -32,7 +32,7 @@ struct Mailbox {
     changed.notify_all();
   }
 
-  /// Returns what each rank sent; erases the slot after all ranks have taken it.
+  /// The input of each rank. A slot is erased after all ranks have taken it.
   std::vector<at::Tensor> take(int64_t number, std::chrono::milliseconds timeout) {
     std::unique_lock lock(mutex);
     auto& slot = slots[number];
@@ -109,7 +109,7 @@ class ThreadBackend : public c10d::Backend {
     return start(at::empty({1}), options.timeout, [](const auto&) {});
   }
 
-  /// The number of collectives that this rank started.
+  /// Number of collectives that this rank has started.
   int64_t started() const { return number_; }
 
  private:
@@ -125,7 +125,7 @@ class ThreadBackend : public c10d::Backend {
   int64_t number_ = 0;
 };
 
-/// The groups of `size` ranks, one per thread.
+/// Groups of `size` ranks for as many threads.
 class ThreadRanks {
  public:
   explicit ThreadRanks(int size, std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
@@ -153,7 +153,7 @@ class ThreadRanks {
   const std::string& name(int rank) const { return names_[rank]; }
   const ThreadBackend& backend(int rank) const { return *backends_[rank]; }
 
-  /// Runs `body(rank, group name)` on one thread per rank, then rethrows the error of the lowest rank that failed.
+  /// Runs `body(rank, name of its group)` on one thread per rank and rethrows the error of the lowest rank.
   template <class Body>
   void run(Body&& body) const {
     std::vector<std::exception_ptr> errors(size());
@@ -173,7 +173,7 @@ class ThreadRanks {
   }
 
  private:
-  // Outlives the groups, so that the last reference is released in instrumented code, not inside torch (TSan).
+  // Outlives the groups: ThreadSanitizer must see the last release here, not inside torch.
   c10::intrusive_ptr<c10d::Store> store_ = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::string> names_;
   std::vector<c10::intrusive_ptr<ThreadBackend>> backends_;

@@ -2,9 +2,9 @@
 
     RANK=0 WORLD_SIZE=2 python attacked_rank.py FOLDER
 
-A new group is a new rendezvous, and rows that grow make the ranks meet again, so sockets come and go all the time.
-Leaves FOLDER/rank<r>.ready after the first training, ends when FOLDER/end exists, and leaves FOLDER/rank<r>.json: the
-final loss of each training.
+Each group needs a new rendezvous, and a growing number of rows causes further ones, so sockets open and close all the
+time. Writes FOLDER/rank<r>.ready after the first training, stops when FOLDER/end exists, and writes
+FOLDER/rank<r>.json: the final loss of each training.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A process that belongs to no job and attacks every socket of some ranks.
+"""A process outside the job that attacks every socket of some ranks.
 
     python attacker.py SECONDS SEED HOST:PORT...
 
-It connects to every local socket whose name begins with "weft-" and to the given TCP ports: sends random bytes, the
-beginning of a handshake, or nothing, and holds many connections open. Prints how often it reached each kind.
+Connects to every local socket whose name begins with "weft-" and to the given TCP ports; sends random bytes, the
+beginning of a handshake, or nothing, and keeps many connections open. Prints the number of connections of each kind.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 
-HELD = 200  # connections that are kept open
+HELD = 200  # open connections
 
 
 def local_names() -> list[str]:
@@ -25,9 +25,7 @@ def local_names() -> list[str]:
 
 def bytes_to_send(rng: random.Random) -> bytes:
     hello = b"weftmem1" + bytes(8) + rng.randbytes(16)
-    return rng.choice(
-        [b"", rng.randbytes(rng.choice([1, 13, 32, 4096])), hello[: rng.randrange(32)], hello]
-    )
+    return rng.choice([b"", rng.randbytes(rng.choice([1, 13, 32, 4096])), hello[: rng.randrange(32)], hello])
 
 
 def attack(make, address, rng: random.Random, held: list[socket.socket]) -> int:

@@ -1,8 +1,8 @@
-"""One rank of test_compat_fsdp.py: trains modules of the transformer_engine face with FSDP2 around them.
+"""One rank of test_compat_fsdp.py: trains modules of the Transformer Engine compatibility layer with FSDP2.
 
     RANK=0 WORLD_SIZE=2 python compat_fsdp.py FOLDER SITUATION…
 
-Rank 0 leaves FOLDER/SITUATION.pt: gradients and parameters, or the text of what went wrong.
+Rank 0 writes FOLDER/SITUATION.pt: gradients and parameters, or the traceback.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from data_parallel import WIDTH, run_situations
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from weft.compat._transformer_layer import TransformerLayer
-from weft.compat._linear import LayerNormLinear, Linear
 from weft.compat._layernorm_mlp import LayerNormMLP
+from weft.compat._linear import LayerNormLinear, Linear
+from weft.compat._transformer_layer import TransformerLayer
 
 LENGTH = 4  # rows of a sequence
 
 
 class Sequences(torch.nn.Module):
-    """A layer that wants [batch, sequence, features], given rows."""
+    """Passes rows to a layer that takes [batch, sequence, features]."""
 
     def __init__(self, **options):
         super().__init__()
@@ -52,7 +52,7 @@ def wrap(situation: str) -> torch.nn.Module:
     match situation.partition("-")[2]:
         case "":
             return fully_shard(make_model(situation))
-        case "parts":  # every module with Parameters of its own, then the rest
+        case "parts":  # each module that has Parameters, then the root
             model = make_model(situation)
             for child in (m for m in model.modules() if m is not model and list(m.parameters(recurse=False))):
                 fully_shard(child)
@@ -69,7 +69,7 @@ def wrap(situation: str) -> torch.nn.Module:
 
 
 def from_meta(situation: str) -> torch.nn.Module:
-    """Built without memory, sharded, and filled from what one process would have."""
+    """Creates the model on the meta device, shards it, and loads the state dict of one process."""
     model = fully_shard(make_model(situation, device="meta"))
     model.to_empty(device="cpu")
     set_model_state_dict(model, make_model(situation).state_dict(), options=StateDictOptions(full_state_dict=True))

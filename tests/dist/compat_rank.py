@@ -1,4 +1,4 @@
-"""One rank of test_compat_parallel.py: modules of the transformer_engine face over all ranks against one process.
+"""One rank of test_compat_parallel.py: compares tensor-parallel compat modules with one process.
 
 RANK=0 WORLD_SIZE=2 python compat_rank.py FOLDER
 """
@@ -18,7 +18,7 @@ ROWS, BATCH, HIDDEN = 8, 2, 16
 
 
 class Pair(torch.nn.Module):
-    """A column linear with its norm, and a row linear."""
+    """A column-parallel LayerNormLinear and a row-parallel Linear."""
 
     def __init__(self, set_parallel_mode=False, **options):
         super().__init__()
@@ -40,7 +40,7 @@ MAKERS = {
 
 
 def shard(value: torch.Tensor, like: torch.nn.Parameter) -> torch.Tensor:
-    """This rank's part of a whole Parameter or of its gradient, by the marks on it."""
+    """This rank's shard of a full Parameter or gradient, by the attributes of `like`."""
     if not getattr(like, "tensor_model_parallel", False):
         return value
     return value.chunk(dist.get_world_size(), like.partition_dim)[dist.get_rank()]
@@ -79,7 +79,7 @@ def check(make, sequence: bool, fused: bool) -> None:
 
 
 def check_sum() -> None:
-    """The sum over ranks gives dy back as it came, although reduce_in_backward is True by default."""
+    """AllReduce of the compatibility layer passes dy through, although reduce_in_backward is True by default."""
     x = torch.full([4], 1.0 + dist.get_rank(), requires_grad=True)
     y = te.ops.Sequential(te.ops.AllReduce(dist.group.WORLD))(x)
     y.backward(torch.arange(4.0))

@@ -1,8 +1,8 @@
-"""One rank of test_data_parallel.py: trains a model with DDP or FSDP2 around it, in each situation that is asked for.
+"""One rank of test_data_parallel.py: trains a model with DDP or FSDP2, once per given situation.
 
     RANK=0 WORLD_SIZE=2 python data_parallel.py FOLDER SITUATION…
 
-Rank 0 leaves FOLDER/SITUATION.pt: gradients and parameters, or the text of what went wrong.
+Rank 0 writes FOLDER/SITUATION.pt: gradients and parameters, or the traceback.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WIDTH, ROWS, STEPS = 16, 8, 3
 
 
 def make_model() -> ops.Sequential:
-    """A transformer block's MLP half, with its residual by a channel."""
+    """The MLP of a transformer block, with the residual passed by a channel."""
     torch.manual_seed(7)
     return ops.Sequential(
         ops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
@@ -81,7 +81,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def average_unwrapped(model: torch.nn.Module) -> None:
-    """What a user does by hand for parameters that no wrapper covers."""
+    """Averages the gradients that no wrapper averages, as a user would."""
     covered = [m for m in model.modules() if isinstance(m, DistributedDataParallel | FSDPModule)]
     ids = {id(p) for m in covered for p in m.parameters()}
     for param in model.parameters():
@@ -91,7 +91,7 @@ def average_unwrapped(model: torch.nn.Module) -> None:
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int = 0, world: int = 1) -> dict:
-    """Gradients of the first step, parameters after the last and the full state dict, by name."""
+    """Gradients of the first step, parameters after the last step, and the full state dict, by name."""
     grads, dtypes = {}, set()
     for step in range(STEPS):
         x, target = (t.chunk(world)[rank] for t in batch(step))
@@ -109,7 +109,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int = 
 
 
 def full_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """As torch's helpers gather it; it must load again."""
+    """The state dict gathered by torch's helpers; checks that it loads again."""
     options = StateDictOptions(full_state_dict=True)
     state = get_model_state_dict(model, options=options)
     set_model_state_dict(model, {name: value.clone() for name, value in state.items()}, options=options)
@@ -121,7 +121,7 @@ def plain_name(name: str) -> str:
 
 
 def run_situations(make: Callable[[str], tuple[torch.nn.Module, torch.optim.Optimizer]]) -> None:
-    """What a rank does: in each situation of its command line it trains what `make` gives."""
+    """Main function of a rank: trains `make(situation)` for each situation of the command line."""
     folder, *situations = sys.argv[1:]
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
@@ -131,7 +131,7 @@ def run_situations(make: Callable[[str], tuple[torch.nn.Module, torch.optim.Opti
     for situation in situations:
         try:
             result = train(*make(situation), rank, world)
-        except Exception:  # ranks do the same, so both fail, and the next situation starts even
+        except Exception:  # both ranks fail in the same place, so the next situation starts in step
             result = traceback.format_exc()
         if rank == 0:
             torch.save(result, pathlib.Path(folder) / f"{situation}.pt")
@@ -140,7 +140,7 @@ def run_situations(make: Callable[[str], tuple[torch.nn.Module, torch.optim.Opti
 
 
 def on_ranks(folder: pathlib.Path, situation: str) -> dict:
-    """What rank 0 left."""
+    """The result that rank 0 wrote."""
     result = torch.load(folder / f"{situation}.pt")
     assert isinstance(result, dict), result
     return result

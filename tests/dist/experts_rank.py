@@ -1,6 +1,6 @@
-"""One rank of test_moe.py: a grouped MLP inside DDP and FSDP2, whose gradients must be those of one process.
+"""One rank of test_moe.py: compares the gradients of a grouped MLP in DDP and FSDP2 with those of one process.
 
-    RANK=0 WORLD_SIZE=2 python experts_rank.py FOLDER
+RANK=0 WORLD_SIZE=2 python experts_rank.py FOLDER
 """
 
 import os

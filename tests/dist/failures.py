@@ -1,9 +1,9 @@
-"""One rank of test_failures.py: trains a tensor-parallel pair of linears until something goes wrong, and reports.
+"""One rank of test_failures.py: trains two tensor-parallel linears until an error occurs, and reports it.
 
     RANK=0 WORLD_SIZE=2 python failures.py FOLDER [--fault NAME]
 
-Leaves FOLDER/rank<r>.ready when training goes, and FOLDER/rank<r>.json once it raised: the error, when, and whether
-each `main_grad` is what its flag says. `--fault` makes this rank disagree with the others instead of being killed.
+Writes FOLDER/rank<r>.ready when training runs and FOLDER/rank<r>.json after the error: the error, its time, and whether
+each `main_grad` matches its flag. With `--fault` this rank runs a different collective instead of being killed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def make_model(group: dist.ProcessGroup, accumulate: bool = True) -> ops.Sequent
         "accumulate_into_main_grad": accumulate,
         "dtype": torch.bfloat16,
         "overlap": True,
-        "bias": False,  # its gradient is summed by a plain collective, whose errors name no rank
+        "bias": False,  # a plain collective sums its gradient, and its errors name no rank
     }
     return ops.Sequential(
         ops.Linear(WIDTH, HIDDEN, tensor_parallel_mode="column", **parallel),
@@ -45,7 +45,7 @@ def weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def start(model: torch.nn.Module) -> None:
-    """Every step adds to the same values, so what a whole contribution leaves is known to the bit."""
+    """Resets `main_grad`, so that its value after a complete step is known to the bit."""
     for weight in weights(model):
         weight.main_grad = torch.full(weight.shape, 0.5)
         weight.grad_added_to_main_grad = False
@@ -58,7 +58,7 @@ def step(model: torch.nn.Module, rank: int, rows: int = ROWS, dtype: torch.dtype
 
 
 def run_mismatch(fault: str, model: torch.nn.Module, rank: int, group: dist.ProcessGroup) -> None:
-    """One round in which this rank does something else than the others."""
+    """One step in which this rank does something different from the others."""
     match fault:
         case "rows":
             step(model, rank, rows=ROWS + 16)
@@ -78,13 +78,13 @@ def run_mismatch(fault: str, model: torch.nn.Module, rank: int, group: dist.Proc
 
 
 def main_grad_errors(model: torch.nn.Module, complete: list[torch.Tensor]) -> list[str]:
-    """What is wrong with the main_grads."""
+    """Weights whose main_grad does not match its flag."""
     wrong = []
     for i, (weight, after) in enumerate(zip(weights(model), complete, strict=True)):
         added = bool(weight.grad_added_to_main_grad)
         expected = after if added else torch.full_like(after, 0.5)
         if not torch.equal(weight.main_grad, expected):
-            wrong.append(f"weight {i}: flag {added}, but main_grad is something else")
+            wrong.append(f"weight {i}: flag {added}, but main_grad has another value")
     return wrong
 
 
@@ -118,7 +118,7 @@ def main() -> None:
         result = {"error": str(error), "kind": type(error).__name__}
     result["time"] = time.time()
     result["wrong"] = main_grad_errors(model, complete) if complete else []
-    try:  # after a failure a group refuses further use, at once
+    try:  # a failed group rejects further calls at once
         before = time.time()
         if complete:
             step(model, rank)
@@ -128,7 +128,7 @@ def main() -> None:
     part = report.with_suffix(".part")
     part.write_text(json.dumps(result))
     part.rename(report)
-    os._exit(0)  # the group is in ruins: nothing to take down
+    os._exit(0)  # the group has failed: skip its shutdown
 
 
 if __name__ == "__main__":

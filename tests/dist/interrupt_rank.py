@@ -1,9 +1,9 @@
-"""One rank of test_interrupt.py: rank 0 waits for rank 1, which does not come, until it is interrupted.
+"""One rank of test_interrupt.py: rank 0 waits for rank 1, which never arrives, until it is interrupted.
 
     RANK=0 WORLD_SIZE=2 python interrupt_rank.py FOLDER WHERE
 
-WHERE: forward, backward, rendezvous or signal. Leaves FOLDER/rank0.waiting before the wait, and FOLDER/rank0.raised
-with the kind of the exception that ended it.
+WHERE: forward, backward, rendezvous or signal. Writes FOLDER/rank0.waiting before the wait, and FOLDER/rank0.raised
+with the type of the exception that ended it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
     except BaseException as error:
         kind = f"{type(error).__name__}: {error}"
     (folder / "rank0.raised").write_text(kind)
-    os._exit(0)  # the group is in ruins: nothing to take down
+    os._exit(0)  # the group has failed: skip its shutdown
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 #pragma once
-// A fixed point at which a rank of a test ends or stops: KILL_POINT=ROUND:STEP:SIGNAL in its environment.
+// A fixed point at which a rank of a test kills or stops itself, set by KILL_POINT=ROUND:STEP:SIGNAL.
 #include <csignal>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 
-/// Steps of a round: 0 before it starts, 1 it has started, 2 the first rows are published, 3 the first block is here,
-/// 4 all are, 5 it is finished.
+/// Steps of a collective: 0 before it starts, 1 started, 2 first rows marked ready, 3 first block arrived, 4 all blocks
+/// arrived, 5 finished.
 inline void kill_point(int64_t round, int step) {
   struct Point {
     long long round = -1;
@@ -18,6 +18,6 @@ inline void kill_point(int64_t round, int step) {
   };
   static Point point;
   if (point.round != round || point.step != step) return;
-  point.round = -1;  // once: a rank that was stopped may go on
+  point.round = -1;  // once: a stopped rank may be continued
   std::raise(point.signal);
 }

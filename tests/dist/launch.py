@@ -1,4 +1,4 @@
-"""Starts the ranks of a test: plain processes that meet through a file."""
+"""Starts the ranks of a test as plain processes, which rendezvous through a file."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ HERE = pathlib.Path(__file__).parent
 
 
 class Ranks:
-    """Processes that each write a log; whatever is left of them ends with the block."""
+    """Processes, each with a log file. Leaving the `with` block kills those that still run."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder, self.logs = folder, list[pathlib.Path]()
         self.processes: list[subprocess.Popen] = []
 
     def start(self, command: list[str], **more: Any) -> None:
-        """The next rank; `more` is for Popen."""
+        """Starts the next rank; `more` is passed to Popen."""
         self.logs.append(self.folder / f"rank{len(self.logs)}.log")
         with self.logs[-1].open("w") as log:
             self.processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, **more))
@@ -39,7 +39,7 @@ class Ranks:
             process.wait()
 
     def wait_for_end_or_stop(self, rank: int) -> float:
-        """When the rank ended or stopped, by a signal of its own."""
+        """Waits until the rank has ended or stopped itself, and returns the time."""
         os.waitid(os.P_PID, self.processes[rank].pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
         return time.time()
 
@@ -54,7 +54,7 @@ class Ranks:
 
 
 def listening(pid: int) -> list[tuple[str, int]]:
-    """Addresses and ports on which the process listens over TCP, IPv4."""
+    """IPv4 addresses and TCP ports on which the process listens."""
     links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
     rows = [line.split() for line in pathlib.Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
     found = [row[1].split(":") for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links]
@@ -62,7 +62,7 @@ def listening(pid: int) -> list[tuple[str, int]]:
 
 
 def environment_of(ranks: int, **environment: str) -> dict[str, str]:
-    """For a script of this folder, but for RANK."""
+    """Environment for a script of this folder, without RANK."""
     return {
         **os.environ,
         "PYTHONPATH": str(pathlib.Path(weft.__file__).parent.parent),
@@ -73,7 +73,7 @@ def environment_of(ranks: int, **environment: str) -> dict[str, str]:
 
 
 def run_ranks(script: str, folder: pathlib.Path, ranks: int, *arguments: str, seconds: float = 240, **environment: str):
-    """Runs ``script FOLDER ARGUMENTS…`` on each rank and raises, with what they printed, unless all end well."""
+    """Runs ``script FOLDER ARGUMENTS…`` on each rank; fails with their output unless all exit with 0."""
     shared = environment_of(ranks, **environment)
     with Ranks(folder) as started:
         for rank in range(ranks):

@@ -1,8 +1,8 @@
-"""One rank of test_main_grad.py: wraps modules for data parallelism and leaves what was said about `main_grad`.
+"""One rank of test_main_grad.py: wraps modules for data parallelism and records warnings about `main_grad`.
 
     RANK=0 WORLD_SIZE=2 python main_grad.py FOLDER SITUATION…
 
-Rank 0 leaves FOLDER/SITUATION.pt: the texts of warnings, and of the error if one was raised.
+Rank 0 writes FOLDER/SITUATION.pt: the texts of warnings, and of an error if one was raised.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from weft.compat._layernorm_mlp import LayerNormMLP
+from weft.compat._linear import Linear
 
 import weft
 from weft import ops
-from weft.compat._linear import Linear
-from weft.compat._layernorm_mlp import LayerNormMLP
 
 WIDTH = 8
 
 
 def nested(**options) -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), ops.Sequential(ops.GELU(), ops.Linear(WIDTH, WIDTH, **options)))
+    return torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, WIDTH), ops.Sequential(ops.GELU(), ops.Linear(WIDTH, WIDTH, **options))
+    )
 
 
 def frozen(module: torch.nn.Module) -> torch.nn.Module:

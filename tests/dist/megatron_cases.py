@@ -1,7 +1,7 @@
-"""What a rank of test_megatron.py does.
+"""Cases that a rank of test_megatron.py runs.
 
-`same` on one rank writes what it computed to a folder, on more it compares with that. `train` saves a checkpoint on the
-way, `resume` goes on from it on another number of ranks. `limits` takes redirections away and runs what cannot run.
+`same` writes its results on one rank, and compares with them on more. `train` saves a checkpoint during training,
+`resume` continues from it on another number of ranks. `limits` removes redirections and runs unsupported features.
 """
 
 import itertools
@@ -63,11 +63,11 @@ def config(sequence: bool, accumulate: bool, layers: int = 1, **more) -> Transfo
     )
 
 
-# ---- parts of whole Parameters ------------------------------------------------------------------------------------
+# ---- shards of full Parameters ------------------------------------------------------------------------------------
 
 
 def shard(whole: torch.Tensor, like: torch.nn.Parameter, name: str, gated: bool) -> torch.Tensor:
-    """This rank's part of a whole Parameter or of its gradient, by Megatron's marks. A gated fc1 is two matrices."""
+    """This rank's shard of a full Parameter or gradient, by Megatron's attributes. A gated fc1 is two matrices."""
     if not getattr(like, "tensor_model_parallel", False):
         return whole
     pieces = whole.chunk(2) if gated and "linear_fc1" in name else (whole,)
@@ -75,11 +75,11 @@ def shard(whole: torch.Tensor, like: torch.nn.Parameter, name: str, gated: bool)
 
 
 def fill(model: torch.nn.Module, gated: bool, whole: dict[str, torch.Tensor]) -> None:
-    """Weights from `whole`; where it has none they are drawn and added to it, which one rank does."""
+    """Copies the weights from `whole`. On one rank, missing weights are drawn and added to it."""
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name not in whole:
-                assert dist.get_world_size() == 1, f"{name} is of {dist.get_world_size()} ranks only"
+                assert dist.get_world_size() == 1, f"{name} exists only on {dist.get_world_size()} ranks"
                 whole[name] = torch.randn_like(p) * (0.3 if p.dim() > 1 else 0.1) + (
                     1.0 if "norm_weight" in name else 0.0
                 )
@@ -95,7 +95,7 @@ def near(got: torch.Tensor, expected: torch.Tensor, scale: float, what: str) -> 
 
 
 def layer_step(options: dict, fuser: bool, sequence: bool, accumulate: bool, whole: dict) -> dict:
-    """Loss, gradients of this rank's Parameters and their norm over all ranks, after one call of a layer."""
+    """Loss, gradients of this rank's Parameters and the gradient norm over all ranks, for one call of a layer."""
     spec = get_gpt_layer_with_transformer_engine_spec(use_te_op_fuser=fuser)
     layer = build_module(spec, config=config(sequence, accumulate, **options), layer_number=1)
     assert type(layer.mlp).__name__ == ("TEFusedMLP" if fuser else "MLP")
@@ -115,8 +115,8 @@ def layer_step(options: dict, fuser: bool, sequence: bool, accumulate: bool, who
 
 
 def gradients(model: torch.nn.Module) -> dict:
-    """As Megatron finishes them: those of sequence-parallel Parameters are summed over the ranks."""
-    found, squares = {}, torch.zeros(2)  # of parts, of what every rank has
+    """Gradients as Megatron finalizes them: those of sequence-parallel Parameters are summed over the ranks."""
+    found, squares = {}, torch.zeros(2)  # of sharded Parameters, of replicated Parameters
     for name, p in model.named_parameters():
         added = getattr(p, "grad_added_to_main_grad", False)
         found[name] = (p.main_grad if added else p.grad).clone()
@@ -133,7 +133,7 @@ def check_layers(known: dict) -> None:
         whole = known.setdefault(kind + " weights", {})
         for sequence, fuser, accumulate in itertools.product((False,) if one else (False, True), *[(False, True)] * 2):
             got = layer_step(options, fuser, sequence, accumulate, whole)
-            # the op fuser's GELU is the one by tanh, Megatron's own is not: each has its own one rank
+            # The op fuser uses the tanh GELU, Megatron the exact one: each has its own one-rank result.
             expected = known.setdefault((kind, fuser), {key: got[key] for key in ("loss", "norm", "gradients")})
             what = f"layer {kind} fuser={fuser} sequence={sequence} accumulate={accumulate}"
             compare(got, expected, what)
@@ -156,7 +156,7 @@ def compare(got: dict, expected: dict, what: str) -> None:
 
 
 class Trainer:
-    """GPTModel in Megatron's DistributedDataParallel with Megatron's optimizer; two microbatches a step."""
+    """GPTModel in Megatron's DistributedDataParallel with Megatron's optimizer; two microbatches per step."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Trainer:
         shared: dict | None = None,
         **more,
     ):
-        """`whole` has the weights, `shared` is for data parallelism and optimizer, `more` for the model."""
+        """`whole`: weights; `shared`: options of DDP and optimizer; `more`: options of the model."""
         spec = get_gpt_layer_with_transformer_engine_spec(use_te_op_fuser=fuser)
         settings = config(sequence, accumulate, layers=2, **GATED, **more)
         model = GPTModel(settings, spec, VOCAB, max_sequence_length=ROWS, position_embedding_type="rope")
@@ -182,9 +182,9 @@ class Trainer:
         self.optimizer = get_megatron_optimizer(settings, [self.model])
 
     def step(self, number: int) -> tuple[float, float]:
-        """Loss and gradient norm of a step, whose data depends on its number only."""
+        """Loss and gradient norm of a step. Its data depends only on its number."""
         first = torch.randint(0, VOCAB, (2, BATCH, 1), generator=torch.Generator().manual_seed(number))
-        tokens = (first + 5 * torch.arange(ROWS + 1)) % VOCAB  # the next one can be learned
+        tokens = (first + 5 * torch.arange(ROWS + 1)) % VOCAB  # the next token can be learned
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses = get_forward_backward_func()(
@@ -211,7 +211,7 @@ class Trainer:
         return {"model": model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading=loading)}
 
 
-# what changes how it is computed and not what
+# options that must not change the result
 VARIANTS = {
     "full recomputation": {
         "recompute_granularity": "full",
@@ -238,7 +238,7 @@ def check_models(known: dict) -> None:
         compare({"loss": loss, "norm": norm}, known["model"], what)
 
 
-# ---- what the test asks for -----------------------------------------------------------------------------------------
+# ---- cases ----------------------------------------------------------------------------------------------------------
 
 
 def same(folder: Path) -> None:
@@ -277,7 +277,7 @@ def resume(folder: Path) -> None:
 
 @contextmanager
 def without(module, name: str, original):
-    """The module has what it had before install()."""
+    """Undoes one redirection of install()."""
     redirected = getattr(module, name)
     if original is megatron._MISSING:
         delattr(module, name)
@@ -288,7 +288,7 @@ def without(module, name: str, original):
 
 
 def attempt(folder: Path) -> tuple[float, float]:
-    """Everything that uses a redirection; gives numbers drawn inside and outside of the tracker."""
+    """Uses every redirection. Returns random numbers drawn inside and outside of the tracker."""
     torch.manual_seed(6)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     with tensor_parallel.get_cuda_rng_tracker().fork():
@@ -304,18 +304,18 @@ def attempt(folder: Path) -> tuple[float, float]:
 def outcome(folder: Path) -> object:
     try:
         return attempt(folder)
-    except Exception as error:  # whatever torch says without CUDA
+    except Exception as error:  # torch raises various errors without CUDA
         return repr(error)
 
 
 def limits(folder: Path) -> None:
-    """Each redirection is needed; what megatron-core still cannot do on the CPU stops where docs/compat.md says."""
+    """Each redirection is needed, and unsupported features raise where docs/compat.md says."""
     good = attempt(folder / "good")
     for number, (module, name, original) in enumerate(megatron._replaced_attributes):
         with without(module, name, original):
             got = outcome(folder / f"without{number}")
         print(f"without {module.__name__}.{name}: {got}", flush=True)
-        assert got != good, f"{name} need not be redirected any more"
+        assert got != good, f"the redirection of {name} is no longer needed"
     assert outcome(folder / "again") == good
     megatron.uninstall()
     got = outcome(folder / "uninstalled")
@@ -334,7 +334,7 @@ def limits(folder: Path) -> None:
 
 
 def loss_of(**options) -> torch.Tensor:
-    """A model with `options` makes a forward and a backward pass."""
+    """Runs forward and backward of a model with `options`."""
     experts = options.get("num_moe_experts")
     spec = get_gpt_layer_with_transformer_engine_spec(num_experts=experts, moe_grouped_gemm=experts is not None)
     settings = config(False, False, **PLAIN, **options)
@@ -353,7 +353,7 @@ def raises_at(file: str, line: int, **options) -> None:
         places = [(Path(frame.filename).name, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
         assert (file, line) in places, places
     else:
-        raise AssertionError(f"{options} runs now: say so in docs/compat.md")
+        raise AssertionError(f"{options} did not raise: update docs/compat.md")
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""One rank of test_mismatch.py: after many collectives in step, the ranks do different things, case by case.
+"""One rank of test_mismatch.py: for each case the ranks run many equal collectives, then different ones.
 
     RANK=0 WORLD_SIZE=2 python mismatch_rank.py FOLDER CASE...
 
-A case is "A|B": what rank 0 and what all other ranks do, each "operation:dtype:rows x columns". Each runs in a
-group of its own. Leaves FOLDER/rank<r>.json: for each case the kind of the exception, and what was in it.
+A case is "A|B": the operation of rank 0 and that of all other ranks, each "operation:dtype:rowsxcolumns". Each case
+uses a new group. Writes FOLDER/rank<r>.json: for each case the type and the text of the exception.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def overlapped(what: str, group: dist.ProcessGroup) -> None:
 
 
 def wait_for(store: dist.Store, what: str, size: int) -> None:
-    """Until every rank has come here."""
+    """Waits until every rank has called this."""
     store.add(what, 1)
     deadline = time.monotonic() + 60
     while store.add(what, 0) < size:
@@ -62,14 +62,16 @@ def main() -> None:
         group = dist.new_group()
         for _ in range(IN_STEP if act is run else 3):
             act("gather:float32:4x4", group)
-        wait_for(store, f"in step {number}", size)  # else the mismatch of two ranks ends the third one's last step
+        wait_for(
+            store, f"in step {number}", size
+        )  # or a mismatch of two ranks could fail the last equal step of a third
         try:
             act(case.split("|")[min(rank, 1)], group)
             found.append(["none", ""])
         except Exception as error:
             found.append([type(error).__name__, str(error)])
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
-    wait_for(store, "done", size)  # the last one out closes what others may still read
+    wait_for(store, "done", size)  # a rank that exits closes memory that others may still read
     os._exit(0)
 
 

@@ -1,8 +1,8 @@
-"""One rank of test_moe.py: trains the example's mixture of experts.
+"""One rank of test_moe.py: trains the mixture of experts of examples/python/moe.py.
 
     RANK=0 WORLD_SIZE=2 python moe_rank.py FOLDER STEPS
 
-Each rank leaves FOLDER/RANK.pt: losses and loads of all steps, and its parameters in the end.
+Each rank writes FOLDER/RANK.pt: losses and expert loads of all steps, and its final parameters.
 """
 
 import os

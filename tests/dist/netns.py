@@ -1,4 +1,4 @@
-"""Two network namespaces with a veth pair between them: two hosts, as far as sockets are concerned. Needs root."""
+"""Two network namespaces connected by a veth pair, which act as two hosts. Needs root."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 
 def unavailable_reason() -> str:
-    """Why namespaces cannot be made here; empty if they can."""
+    """Why network namespaces cannot be created; empty if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for tool in ("ip", "tc"):
@@ -43,7 +43,7 @@ def _wait_for_carrier(hosts: list[str], ends: list[str]) -> None:
 
 @contextlib.contextmanager
 def two_hosts(gigabits: float | None = None, burst: str = "256kb") -> Iterator[list[list[str]]]:
-    """For each host the beginning of a command that runs there. Names are new each time; all is gone afterwards."""
+    """Yields for each host the prefix of a command that runs there. Names are unique; removes everything at exit."""
     tag = secrets.token_hex(3)
     hosts, ends = [f"weft-{tag}-{i}" for i in (0, 1)], [f"w{tag}{i}" for i in (0, 1)]
     try:

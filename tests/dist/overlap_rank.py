@@ -1,8 +1,8 @@
-"""One rank of test_overlap.py: every case overlapped and by the plain path, on the same values.
+"""One rank of test_overlap.py: runs every case overlapped and with plain collectives, on the same values.
 
     RANK=0 WORLD_SIZE=2 WEFT_TRANSPORT=shm python overlap_rank.py FOLDER
 
-Leaves FOLDER/rank<r>.json: how many comparisons were made, and what differed.
+Writes FOLDER/rank<r>.json: the number of comparisons, and the differences.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def run(transport: str) -> dict:
             x = torch.randn(local, features, dtype=torch.float64).to(dtype)
 
             def dy_of(y, seed=number + step, same=kind != "column" and not sequence):
-                if seed % 4 == 0:  # the gradient of a sum: one value, in all places
+                if seed % 4 == 0:  # the gradient of a sum: one expanded value
                     return torch.ones((), dtype=y.dtype).expand(y.shape)
                 torch.manual_seed(seed + (0 if same else rank))
                 return torch.randn(y.shape, dtype=torch.float64).to(y.dtype)
@@ -128,7 +128,7 @@ def run(transport: str) -> dict:
             compared += len(mine)
         text = weft.explain(overlapped, x.clone().requires_grad_()).text
         passes = 1 if kind == "row" and not sequence else 2 if sequence else 1
-        if text.count(f"overlapped by {transport}") < (passes if needs_input else 1):
+        if text.count(f"overlapped over {transport}") < (passes if needs_input else 1):
             wrong.append(f"{label}: not overlapped\n{text}")
     return {"compared": compared, "wrong": wrong}
 

@@ -1,10 +1,10 @@
-// One rank of test_shm_transport.py: a link through shared memory, found by way of a FileStore.
+// One rank of test_shm_transport.py: a shared-memory transport with a FileStore for the rendezvous.
 //
 //   shm_rank RANK SIZE STORE TIMEOUT_MS ROUNDS [GROUP [REQUEST_BYTES]]
 //
-// Prints "started" when all ranks run, makes the link, prints "ready", runs rounds of random kind and size, checks
-// every value, and prints "done". ROUNDS 0 is for ever. What goes wrong is printed as "error MS TEXT", MS milliseconds
-// after the call that raised it began. REQUEST_BYTES asks for a block of so many bytes.
+// Prints "started" when all ranks run, creates the transport, prints "ready", runs ROUNDS collectives of random kind
+// and size (0: without end), checks every value, and prints "done". Prints an error as "error MS TEXT", where MS is the
+// duration of the call that raised it in milliseconds. REQUEST_BYTES requests a block of that size at the end.
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
@@ -38,7 +38,7 @@ void expect_filled(const at::Tensor& block, int from, int to, int64_t round) {
     TORCH_CHECK(data[i] == value(from, to, round, i), "wrong value from rank ", from, " in round ", round);
 }
 
-/// One round of the given kind; `to` of a gathered block is 7.
+/// One collective; `to` of an all-gather block is 7.
 void run_round(ShmTransport& transport, int64_t round, bool gather, int64_t rows, int64_t columns) {
   const int me = transport.rank();
   std::unique_ptr<InFlightCollective> collective;
@@ -90,7 +90,7 @@ void run(const Arguments& a) {
   ShmTransport transport(std::make_shared<weft::comm::HostRendezvous>(
       weft::comm::HostRendezvous::Options{[&] { return store; }, a.group, a.rank, a.size, a.timeout}));
   std::cout << "ready" << std::endl;
-  std::mt19937 random(11);  // the same sizes on all ranks
+  std::mt19937 random(11);  // all ranks use the same sizes
   for (int64_t round = 1; a.rounds == 0 || round <= a.rounds; ++round) {
     const int64_t max_rows = random() % 50 == 0 ? 3000 : 40;
     const int64_t rows = random() % (max_rows + 1), columns = 1 + random() % 60;

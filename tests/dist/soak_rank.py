@@ -1,9 +1,9 @@
-"""One rank of test_soak.py: trains a tensor- and sequence-parallel MLP, overlapped and into main_grad.
+"""One rank of test_soak.py: trains a tensor- and sequence-parallel MLP with overlap and main_grad.
 
     RANK=0 WORLD_SIZE=2 python soak_rank.py FOLDER STEPS
 
-Leaves FOLDER/rank<r>.json: the bits of each loss, and at each step of the last half the resident bytes and the number of
-open descriptors.
+Writes FOLDER/rank<r>.json: the bits of each loss and, for each step of the second half, the resident bytes and the
+number of open file descriptors.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def train_step(model: ops.Sequential, optimizer: torch.optim.Optimizer, step: in
     for p in model.parameters():
         if hasattr(p, "main_grad"):
             p.grad, p.main_grad = p.main_grad, torch.zeros_like(p)
-        elif p.dim() == 1:  # the norm's weight saw the rows of this rank only
+        elif p.dim() == 1:  # the gradient of the norm covers only the rows of this rank
             dist.all_reduce(p.grad)
     optimizer.step()
     total = loss.detach().clone()

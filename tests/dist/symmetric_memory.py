@@ -2,7 +2,7 @@
 
     RANK=0 WORLD_SIZE=3 python symmetric_memory.py FOLDER
 
-Leaves FOLDER/rank<r>.json: for each situation "ok" or what went wrong.
+Writes FOLDER/rank<r>.json: for each situation "ok" or the traceback.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TIMEOUT = 3.0
 
 
 def raised(act, *words: str) -> None:
-    """`act` must raise an error that has all the words."""
+    """Checks that `act` raises an error that contains all the words."""
     try:
         act()
     except Exception as error:
@@ -43,7 +43,7 @@ def make(*size: int, group=None, **kwargs):
 
 
 def mapped() -> tuple[int, int]:
-    """How many pieces of shared memory and descriptors this process has."""
+    """Number of shared-memory mappings and of file descriptors of this process."""
     maps = pathlib.Path("/proc/self/maps").read_text()
     return maps.count("memfd:weft"), len(os.listdir("/proc/self/fd"))
 
@@ -121,7 +121,7 @@ def tensor_releases_memory_and_descriptors() -> None:
 
 
 def size_mismatch_raises_on_every_rank() -> None:
-    raised(lambda: make(4096 if RANK == 1 else 64), "it brings ", " bytes, this rank ")
+    raised(lambda: make(4096 if RANK == 1 else 64), "size mismatch: it has ", " bytes, this rank has ")
 
 
 def invalid_channel_rank_or_tensor_raises() -> None:
@@ -145,7 +145,7 @@ def timeout_fails_every_rank() -> None:
     else:
         raised(lambda: handle.barrier(), "Rank 0 waited 3", "wait_signal, channel 2")
         assert time.monotonic() - began < 1.5
-    raised(lambda: handle.put_signal(0), "Rank 0 waited 3")  # it refuses further use
+    raised(lambda: handle.put_signal(0), "Rank 0 waited 3")  # the error is sticky
 
 
 def default_timeout_is_that_of_the_group() -> None:
@@ -160,12 +160,12 @@ def default_timeout_is_that_of_the_group() -> None:
 
 
 def exited_rank_is_noticed_at_once() -> None:
-    """The last one: rank 1 is gone afterwards."""
+    """Runs last: rank 1 exits."""
     _, handle = make(4)
     if RANK == 1:
         os._exit(0)
     began = time.monotonic()
-    raised(lambda: handle.wait_signal(1), "rank 1 (pid ", "process has ended")
+    raised(lambda: handle.wait_signal(1), "rank 1 (pid ", "process has exited")
     assert time.monotonic() - began < 1
 
 
@@ -205,7 +205,7 @@ def main() -> None:
         except Exception:
             results[situation.__name__] = traceback.format_exc()
     (folder / f"rank{RANK}.json").write_text(json.dumps(results))
-    os._exit(0)  # the group cannot be left in good order without rank 1
+    os._exit(0)  # destroying the group needs rank 1
 
 
 if __name__ == "__main__":

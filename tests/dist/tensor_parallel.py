@@ -1,9 +1,9 @@
-"""One rank of test_tensor_parallel.py: runs each situation that is asked for and writes what went wrong.
+"""One rank of test_tensor_parallel.py: runs the given situations and writes their errors.
 
     RANK=0 WORLD_SIZE=2 python tensor_parallel.py FOLDER SITUATION…
 
-FOLDER/rank0.json says for each situation: nothing, or the traceback. Every rank computes the truth, one process without
-parallelism in float64, by itself.
+FOLDER/rank<r>.json holds for each situation "" or the traceback. Every rank computes the reference itself: the same
+layers without parallelism, in float64.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def close(got: torch.Tensor | None, expected: torch.Tensor, what: str, **toleran
 
 
 def draw(*sizes: int) -> torch.Tensor:
-    """The same on every rank."""
+    """Random values, the same on every rank."""
     return torch.randn(*sizes, dtype=torch.float64)
 
 
@@ -157,7 +157,7 @@ def collectives() -> None:
 
 
 def block(group=None, sequence: bool = False, dtype=torch.float64, width: int = 24) -> ops.Sequential:
-    """norm, linear, activation, linear and the residual, from the same seed."""
+    """Norm, linear, activation, linear and residual, always from the same seed."""
     torch.manual_seed(11)
 
     def parallel(mode):
@@ -176,7 +176,7 @@ def block(group=None, sequence: bool = False, dtype=torch.float64, width: int = 
 
 
 def whole_block() -> tuple[ops.Sequential, dict]:
-    """The block on one process, with biases that are not zero, and its state."""
+    """The block without parallelism, with nonzero biases, and its state dict."""
     model = block()
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -186,14 +186,14 @@ def whole_block() -> tuple[ops.Sequential, dict]:
 
 
 def sum_norm_gradients(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
-    """A norm before a sequence-parallel linear sees this rank's rows only."""
+    """Sums norm gradients over the ranks: a norm before a sequence-parallel linear sees only this rank's rows."""
     for module in model.modules():
         if isinstance(module, ops.RMSNorm):
             dist.all_reduce(module.weight.grad, group=group)
 
 
 def whole_gradients(model: torch.nn.Module, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
-    """Gradients of a parallel block, put together: each module holds its gradient where its value was."""
+    """Full gradients of a parallel block: copies them into the Parameters and gathers the state dict."""
     with torch.no_grad():
         for param in model.parameters():
             param.copy_(param.grad)
@@ -233,7 +233,7 @@ def fused_block() -> None:
 
 
 def checkpointed_block() -> None:
-    """Activation checkpointing runs the collectives of forward again inside backward."""
+    """Activation checkpointing repeats the collectives of forward in backward."""
     group = dist.group.WORLD
     x = draw(ROWS, 24).chunk(group.size())[group.rank()].clone()
     found = []
@@ -264,7 +264,7 @@ def compiled_block() -> None:
         torch._dynamo.reset()
 
 
-# ---- data parallelism around it -----------------------------------------------------------------------------------
+# ---- with data parallelism ----------------------------------------------------------------------------------------
 
 
 def mesh_of_four() -> DeviceMesh:
@@ -272,7 +272,7 @@ def mesh_of_four() -> DeviceMesh:
 
 
 def check_data_parallel(wrap, groups) -> None:
-    """Two replicas or shards, each of two tensor-parallel ranks, against one process with all the rows."""
+    """Compares a 2 x 2 mesh of data and tensor parallelism with one process that has all rows."""
     mesh = mesh_of_four()
     tp, data_rank = mesh["tp"].get_group(), mesh["dp"].get_local_rank()
     for sequence in (False, True):
@@ -311,7 +311,7 @@ def mesh_groups() -> None:
     except ValueError as error:
         assert "2 dimensions" in str(error)
     else:
-        raise AssertionError("a mesh of two dimensions was taken")
+        raise AssertionError("a mesh of two dimensions was accepted")
 
 
 def ddp() -> None:
@@ -325,7 +325,7 @@ def fsdp() -> None:
     check_data_parallel(lambda model, mesh: fully_shard(model, mesh=mesh["dp"]), lambda mesh: mesh["tp"].get_group())
 
 
-# ---- ranks that do not do the same --------------------------------------------------------------------------------
+# ---- mismatches and failures --------------------------------------------------------------------------------------
 
 
 def raised(act) -> str:
@@ -337,7 +337,7 @@ def raised(act) -> str:
 
 
 def mismatches() -> None:
-    """Each is an error on every rank, the same on all. Plain Gloo would end the process."""
+    """Each mismatch raises the same error on every rank. Plain Gloo would abort the process."""
     world = dist.get_world_size()
     last = dist.get_rank() == world - 1
     x = torch.rand(2 * world, 4)
@@ -374,7 +374,7 @@ def mismatches() -> None:
 
 
 def missing_rank() -> None:
-    """The others raise at the timeout."""
+    """The other ranks raise at the timeout."""
     os.environ["WEFT_TIMEOUT"] = "1"
     group = dist.new_group()
     if dist.get_rank() != 0:
@@ -403,11 +403,11 @@ def initial_weights() -> None:
         parts = [torch.empty_like(linear.weight) for _ in range(world)]
         dist.all_gather(parts, linear.weight.detach())
         assert not torch.equal(parts[0], parts[1]), "ranks drew the same weights"
-    assert torch.equal(torch.get_rng_state(), before), "the usual generator moved"
+    assert torch.equal(torch.get_rng_state(), before), "the default generator advanced"
 
 
 def checkpoints() -> None:
-    """From one process to these ranks and back, and what each rank loads and saves."""
+    """Splits and merges a checkpoint of one process, by process group and from state dicts."""
     group = dist.group.WORLD
     truth, state = whole_block()
     model = block(group, True)
@@ -437,7 +437,7 @@ def invalid_arguments() -> None:
         except ValueError as error:
             assert text in str(error), error
         else:
-            raise AssertionError(f"{mode} {sizes} was taken")
+            raise AssertionError(f"{mode} {sizes} was accepted")
     linear = ops.Linear(4, world, tensor_parallel_mode="column", sequence_parallel=True)
     for x in (torch.rand(4), torch.rand(2, 5)):
         try:
@@ -445,13 +445,13 @@ def invalid_arguments() -> None:
         except ValueError as error:
             assert str(list(x.shape)) in str(error), error
         else:
-            raise AssertionError(f"{x.shape} was taken")
+            raise AssertionError(f"{x.shape} was accepted")
     try:
         ops.ReduceScatter()(torch.rand(world + 1, 2))
     except ValueError as error:
         assert f"over {world} ranks" in str(error), error
     else:
-        raise AssertionError("rows that do not divide were taken")
+        raise AssertionError("an uneven number of rows was accepted")
 
 
 def main() -> None:

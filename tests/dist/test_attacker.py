@@ -1,4 +1,4 @@
-"""A local stranger attacks every socket of a training over shared memory: it ends with the right loss."""
+"""A process outside the job attacks every socket of a training over shared memory; the loss stays correct."""
 
 from __future__ import annotations
 

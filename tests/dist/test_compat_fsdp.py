@@ -1,4 +1,4 @@
-"""FSDP2 on two Gloo ranks trains modules of the transformer_engine face as one process does."""
+"""FSDP2 on two Gloo ranks trains modules of the Transformer Engine compatibility layer as one process does."""
 
 import pathlib
 import sys
@@ -28,15 +28,15 @@ RANKS = 2
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """A folder with what the ranks found in each situation. They start once: starting costs more than training."""
+    """Folder with the results of all situations. The ranks start once: starting costs more than training."""
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks("compat_fsdp.py", folder, RANKS, *EXACT, "layer-bf16")
     return folder
 
 
 def trained(result: dict) -> dict:
-    """Parameters by name, but for a bias that adds the same to all scores of a query: its gradient is only rounding,
-    which AdamW makes as large as any other."""
+    """Parameters by name, without the key bias: it adds a constant to all scores of a query, so its gradient is only
+    rounding, which AdamW scales up."""
     return {name: p for name, p in result["params"].items() if not name.endswith("key_bias")}
 
 

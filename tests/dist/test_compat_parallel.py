@@ -1,4 +1,4 @@
-"""Module classes of the transformer_engine face over two ranks give what one process gives."""
+"""Tensor-parallel modules of the Transformer Engine compatibility layer match one process."""
 
 import pathlib
 import sys

@@ -1,6 +1,6 @@
-"""Unmodified megatron-core loads what weft.convert wrote of its checkpoint, on another number of ranks.
+"""Unmodified megatron-core loads its checkpoint after weft.convert, on another number of ranks.
 
-RANK=0 WORLD_SIZE=2 python test_convert_megatron.py FOLDER save|load is one rank of it.
+RANK=0 WORLD_SIZE=2 python test_convert_megatron.py FOLDER save|load runs one rank.
 """
 
 import os
@@ -13,7 +13,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 
 def nan_model(cases):
-    """A small GPTModel that computes nothing but NaN until something is loaded."""
+    """A small GPTModel with NaN Parameters."""
     model = cases.Trainer(sequence=False, fuser=True, accumulate=True).model.module
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))
@@ -21,7 +21,7 @@ def nan_model(cases):
 
 
 def loaded(cases, folder: pathlib.Path):
-    """The model of a distributed checkpoint."""
+    """A model loaded from a distributed checkpoint."""
     model = nan_model(cases)
     found = cases.dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder))
     assert found["iteration"] == 3
@@ -34,7 +34,7 @@ def same(cases, one, other) -> bool:
 
 
 def save(cases, folder: pathlib.Path) -> None:
-    """A trained model; rank 0 converts it; each rank loads its own .pt file."""
+    """Trains and saves a model; rank 0 converts it; each rank loads its own .pt file."""
     from weft.convert import compare, convert
 
     trainer = cases.Trainer(sequence=True, fuser=True, accumulate=True)
@@ -56,7 +56,7 @@ def save(cases, folder: pathlib.Path) -> None:
 
 
 def load(cases, folder: pathlib.Path) -> None:
-    """What was converted and came back has the Parameters of the original, here."""
+    """The checkpoint converted to safetensors and back has the Parameters of the original."""
     original, back = loaded(cases, folder / "original"), loaded(cases, folder / "back")
     assert same(cases, original, back)
     tokens = cases.torch.ones(1, cases.BATCH, cases.ROWS + 1, dtype=cases.torch.int64)
@@ -65,7 +65,7 @@ def load(cases, folder: pathlib.Path) -> None:
 
 
 def load_te(cases, folder: pathlib.Path) -> None:
-    """The layout of Transformer Engine has no iteration in a .pt file, and one state for both products of an MLP."""
+    """Transformer Engine's layout has no iteration in a .pt file, and one extra state for both linears of an MLP."""
     model = nan_model(cases)
     found = cases.dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder / "from_te"))
     model.load_state_dict(found["model"], strict=True)
@@ -73,7 +73,7 @@ def load_te(cases, folder: pathlib.Path) -> None:
 
 
 def experts(cases, folder: pathlib.Path, grouped: bool) -> None:
-    """Names of experts have no rule; they move with their layers and come back."""
+    """Expert weights have no name rule: they are converted with their layers and back."""
     from weft.convert import convert
 
     def model():
@@ -109,7 +109,7 @@ def main() -> None:
     cases.dist.barrier()
 
 
-if __name__ == "__main__":  # the process that collects what was written of a checkpoint imports this file, too
+if __name__ == "__main__":  # a process that writes checkpoints imports this file too
     main()
 else:
     from launch import run_ranks
@@ -118,6 +118,6 @@ else:
     @needs("megatron.core")
     @needs("psutil")
     def test_megatron_loads_converted_checkpoint_at_another_size(tmp_path):
-        """Two ranks save; one loads what went to safetensors, .pt files or Transformer Engine's names and came back."""
+        """Two ranks save; one loads after conversions to safetensors, .pt and Transformer Engine names and back."""
         run_ranks(pathlib.Path(__file__).name, tmp_path, 2, "save")
         run_ranks(pathlib.Path(__file__).name, tmp_path, 1, "load")

@@ -26,7 +26,7 @@ RANKS = 2
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """A folder with what the ranks found in each situation. They start once: starting costs more than training."""
+    """Folder with the results of all situations. The ranks start once: starting costs more than training."""
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks("data_parallel.py", folder, RANKS, *EXACT, "fsdp-bf16")
     return folder

@@ -1,4 +1,4 @@
-"""Data parallelism that does not reduce `main_grad` says so."""
+"""Data parallelism that does not reduce `main_grad` warns or raises."""
 
 import pathlib
 import sys
@@ -24,7 +24,9 @@ def test_ddp_warns_of_unreduced_main_grad(two_ranks, situation):
     found = two_ranks(situation)
     (text, file), names = found["messages"][0], WARNED[situation][1]
     assert found["error"] == "" and len(found["messages"]) == 1
-    assert text.startswith(f"DistributedDataParallel reduces .grad, but the gradients of {', '.join(names)} go to main_grad")
+    assert text.startswith(
+        f"DistributedDataParallel reduces .grad, but the gradients of {', '.join(names)} go to main_grad"
+    )
     assert pathlib.Path(file).name == "main_grad.py", "the warning names the line that wraps the module"
 
 

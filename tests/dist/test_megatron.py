@@ -1,6 +1,6 @@
-"""Unmodified megatron-core computes the same on weft over two ranks as on one, and its checkpoints move between them.
+"""Unmodified megatron-core on weft gives the same results on two ranks as on one, and its checkpoints load on both.
 
-It is looked for where Python looks and in the folder $WEFT_MEGATRON.
+megatron-core is searched on sys.path and in the folder $WEFT_MEGATRON.
 """
 
 import os
@@ -28,7 +28,7 @@ def found(name: str) -> bool:
 
 
 def needs(name: str) -> pytest.MarkDecorator:
-    reason = f"{name} is not there, nor in $WEFT_MEGATRON ({megatron.HOW_TO_INSTALL})"
+    reason = f"{name} is not installed, nor in $WEFT_MEGATRON ({megatron.HOW_TO_INSTALL})"
     return pytest.mark.skipif(not found(name), reason=reason)
 
 
@@ -36,12 +36,12 @@ pytestmark = needs("megatron.core")
 
 
 def largest(folder: pathlib.Path) -> str:
-    """The largest error that the first rank wrote down."""
+    """The largest error in the log of rank 0."""
     return max(re.findall(r"by (\d\.\de[-+]\d+)", (folder / "rank0.log").read_text()), key=float)
 
 
 def test_same_loss_and_gradients_as_one_rank(tmp_path):
-    """A layer and a GPTModel, tensor parallel; sequence parallelism, op fuser and fused accumulation on and off."""
+    """A tensor-parallel layer and GPTModel, with sequence parallelism, op fuser and fused accumulation on and off."""
     run_ranks("megatron_rank.py", tmp_path, 1, "same")
     run_ranks("megatron_rank.py", tmp_path, 2, "same")
     print(f"off one rank by at most {largest(tmp_path)} relative")
@@ -49,7 +49,7 @@ def test_same_loss_and_gradients_as_one_rank(tmp_path):
 
 @needs("psutil")
 def test_checkpoint_of_two_ranks_resumes_on_one(tmp_path):
-    """50 steps at tensor parallel 2 with sequence parallelism; then on one rank with the losses of going on at two."""
+    """Trains with TP 2 and sequence parallelism; one rank resumes with the losses of the uninterrupted run."""
     run_ranks("megatron_rank.py", tmp_path, 2, "train")
     run_ranks("megatron_rank.py", tmp_path, 1, "resume")
     print(f"loss off the uninterrupted run by at most {largest(tmp_path)} relative")
@@ -57,5 +57,5 @@ def test_checkpoint_of_two_ranks_resumes_on_one(tmp_path):
 
 @needs("psutil")
 def test_redirections_are_needed_and_limits_hold(tmp_path):
-    """Fails when megatron-core does without a redirection, or runs what docs/compat.md says it cannot."""
+    """Fails if a redirection is not needed, or if a feature that docs/compat.md calls unsupported runs."""
     run_ranks("megatron_rank.py", tmp_path, 1, "limits")

@@ -1,4 +1,4 @@
-"""Experts on several ranks: the mixture of examples/python/moe.py, and grouped operations inside DDP and FSDP2."""
+"""Experts on several ranks: examples/python/moe.py, and grouped operations in DDP and FSDP2."""
 
 import pathlib
 import sys
@@ -14,7 +14,7 @@ STEPS = 60
 
 
 def trained(folder: pathlib.Path, ranks: int) -> list[dict]:
-    """What each of the ranks found."""
+    """The results of each rank."""
     folder = folder / f"of{ranks}"
     folder.mkdir()
     run_ranks("moe_rank.py", folder, ranks, str(STEPS))
@@ -28,7 +28,7 @@ def alone(tmp_path_factory):
 
 def test_loss_falls(alone):
     assert alone["losses"][-1] < 0.2 * alone["losses"][0]
-    assert (alone["loads"].sum(1) == alone["loads"][0].sum()).all(), "every token goes to as many experts"
+    assert (alone["loads"].sum(1) == alone["loads"][0].sum()).all(), "every token must go to the same number of experts"
 
 
 @pytest.mark.parametrize("ranks", (2, 4))

@@ -1,4 +1,4 @@
-"""Overlapped linears give what the plain path gives, whatever the mode, the transport and the number of rows."""
+"""Overlapped linears match plain collectives for every mode, transport and number of rows."""
 
 import json
 import pathlib

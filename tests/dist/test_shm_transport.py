@@ -1,4 +1,4 @@
-"""Links through shared memory between real processes: values, ends of ranks, strangers, full memory."""
+"""The shared-memory transport between processes: values, killed and stopped ranks, other users, full memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if not PROGRAM.exists():
 
 
 class Ranks(launch.Ranks):
-    """Processes of shm_rank; `extra` are their last arguments, `each` what Popen gets for a rank."""
+    """Processes of shm_rank; `extra`: their last arguments; `each`: arguments of Popen, by rank."""
 
     def __init__(self, folder: pathlib.Path, size: int, rounds: int, *extra: str, timeout=TIMEOUT, each=None):
         folder.mkdir(exist_ok=True)
@@ -48,7 +48,7 @@ class Ranks(launch.Ranks):
 
 
 def leftovers(processes: list[subprocess.Popen]) -> list[str]:
-    """Files in shared memory, and sockets, that these have left."""
+    """Files in /dev/shm, and sockets of these processes, that remain."""
     files = [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if "weft" in name]
     sockets = pathlib.Path("/proc/net/unix").read_text()
     return files + [name for p in processes for name in re.findall(rf"@weft-{p.pid}-\w+", sockets)]
@@ -69,12 +69,12 @@ def test_jobs_with_equal_group_names_stay_apart(tmp_path):
         assert a.codes() + b.codes() == [0] * 4, a.texts() + b.texts()
 
 
-# ---- ends and stops of ranks -----------------------------------------------------------------------------------------
+# ---- killed and stopped ranks ----------------------------------------------------------------------------------------
 
 
 def inject_fault(folder: pathlib.Path, size: int, how: signal.Signals, when: float | str) -> None:
-    """Ends or stops one rank, after some seconds, during the rendezvous or at a fixed point "round:step"; every other
-    must raise in time, and name it and what it did."""
+    """Kills or stops one rank after some seconds, during the rendezvous or at a fixed point "round:step". Every other
+    rank must raise in time and name that rank and the collective."""
     rng = random.Random(f"{size}{how}{when}")
     victim = rng.randrange(size)
     at_point = ":" in str(when)
@@ -94,19 +94,20 @@ def inject_fault(folder: pathlib.Path, size: int, how: signal.Signals, when: flo
         codes = [p.wait(TIMEOUT + GRACE + 5) for p in survivors]
         if how == signal.SIGSTOP:
             ranks.processes[victim].send_signal(signal.SIGCONT)
-            assert ranks.processes[victim].wait(TIMEOUT + GRACE) == 1, "it must find the failure when it goes on"
+            assert ranks.processes[victim].wait(TIMEOUT + GRACE) == 1, "it must raise the failure when it continues"
         texts = ranks.texts()
     assert codes == [1] * (size - 1), texts
     for text in texts[:victim] + texts[victim + 1 :]:
         error = text.split("error ")[1]
         assert int(error.split()[0]) < 1000 * (TIMEOUT + GRACE), error  # by the rank's own clock
-        # In a round; and where ranks meet, at the start or because memory grows.
-        ended, late = rf"rank {victim}\b.* process has ended", rf"waited \d+ ms for rank {victim}\b"
-        kind = ended if how == signal.SIGKILL else rf"{late}|rank {victim}\b.* within \d+ ms"
+        # In a collective, or in a rendezvous: at the start, or when memory grows.
+        exited, late = rf"rank {victim}\b.* process has exited", rf"waited \d+ ms for rank {victim}\b"
+        kind = exited if how == signal.SIGKILL else rf"{late}|rank {victim}\b.* within \d+ ms"
         assert re.search(f"{kind}|the Store" if "ready" not in text else kind, error), error
         assert f"rank {victim}" in error.lower(), error
-        rendezvous = r"Rank \d of \d(, meeting| at) 'group/\d'"
-        assert re.search(rendezvous if "ready" not in text else f"round \\d+, (all|reduce)|{rendezvous}", error), error
+        rendezvous = r"Rank \d of \d, (rendezvous|store exchange) 'group/\d'"
+        collective = r"collective \d+ \((all_gather|reduce_scatter) of"
+        assert re.search(rendezvous if "ready" not in text else f"{collective}|{rendezvous}", error), error
     assert leftovers(ranks.processes) == []
 
 
@@ -131,7 +132,7 @@ def test_every_fault_point(tmp_path, size, how, when):
 
 
 def count_leftovers(folder: pathlib.Path, kills: int) -> None:
-    """Files in shared memory, sockets and processes after so many kills, at fixed points and during the rendezvous."""
+    """Checks that no file, socket or process remains after kills at fixed points and during the rendezvous."""
     moments = [*POINTS, "rendezvous"]
     for number in range(kills):
         inject_fault(folder / str(number), 2 + number % 2, signal.SIGKILL, moments[number * 8 % len(moments)])
@@ -145,7 +146,7 @@ def count_leftovers(folder: pathlib.Path, kills: int) -> None:
 def command_of(path: pathlib.Path) -> str:
     try:
         return path.read_text()
-    except OSError:  # it has ended
+    except OSError:  # it has exited
         return ""
 
 
@@ -172,7 +173,7 @@ def test_rank_of_another_user_is_rejected_by_both(tmp_path):
     (tmp_path / "store").chmod(0o666)
     with Ranks(tmp_path, 2, 1, each={1: {"user": 65534, "group": 65534, "extra_groups": []}}) as ranks:
         assert ranks.codes() == [1, 1], ranks.texts()
-        assert all("another user (" in text for text in ranks.texts()), ranks.texts()
+        assert all("different user (" in text for text in ranks.texts()), ranks.texts()
 
 
 def test_oversized_memory_raises_on_every_rank(tmp_path):
@@ -188,11 +189,11 @@ def test_address_space_limit_of_one_rank_raises_on_every_rank(tmp_path):
     with Ranks(tmp_path, 2, 20, "group", str(1 << 30), each={1: {"preexec_fn": limit}}) as ranks:
         assert ranks.codes() == [1, 1], ranks.texts()
     assert "bytes of shared memory" in ranks.texts()[1], ranks.texts()
-    assert re.search(r"Rank 1 gave up in round 21, .*bytes of shared memory", ranks.texts()[0]), ranks.texts()
+    assert re.search(r"Rank 1 abandoned collective 21 .*bytes of shared memory", ranks.texts()[0]), ranks.texts()
 
 
 def memory_group() -> pathlib.Path | None:
-    """A control group whose memory can be limited."""
+    """A new cgroup whose memory can be limited."""
     for root in (pathlib.Path("/sys/fs/cgroup/memory"), pathlib.Path("/sys/fs/cgroup")):
         controls = root / "cgroup.controllers"
         if (root / "memory.limit_in_bytes").exists() or (controls.exists() and "memory" in controls.read_text()):

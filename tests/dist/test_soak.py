@@ -1,4 +1,4 @@
-"""Two ranks train for long: memory and descriptors stay, and a second run gives the same losses to the bit."""
+"""Two ranks train for long: memory and file descriptors stay constant, and a second run gives bit-equal losses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import launch  # noqa: E402
 
-GROWTH = 1 << 20  # bytes, over the last half of the steps
+GROWTH = 1 << 20  # bytes, over the second half of the steps
 
 
 def train(folder: pathlib.Path, steps: int, transport: str) -> list[dict]:

@@ -20,7 +20,7 @@ NAMES = [
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What each rank found in each situation. They start once: starting costs more than the rest."""
+    """Results of each rank for each situation. The ranks start once: starting costs more than the rest."""
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks("symmetric_memory.py", folder, RANKS, seconds=120)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]

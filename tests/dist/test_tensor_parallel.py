@@ -1,4 +1,4 @@
-"""Tensor-parallel modules on Gloo ranks give what one process gives; ranks that differ are told so."""
+"""Tensor-parallel modules on Gloo ranks match one process; mismatches raise on every rank."""
 
 import json
 import pathlib
@@ -11,7 +11,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from launch import run_ranks  # noqa: E402
 
 ALWAYS = ["every_mode", "collectives", "fused_block", "checkpoints", "initial_weights", "invalid_arguments"]
-# ranks, communication under the products, situations; those that end with ranks out of step come last
+# ranks, transport, situations; those that leave the ranks out of step come last
 LAUNCHES = {
     "2 ranks": (2, "plain", [*ALWAYS, "single_rank_group", "checkpointed_block", "compiled_block", "mismatches"]),
     "3 ranks": (3, "plain", [*ALWAYS, "non_adjacent_ranks", "mismatches", "missing_rank"]),
@@ -22,7 +22,7 @@ LAUNCHES = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What each rank says of each situation. The ranks of a launch start once: starting costs more than the rest."""
+    """Errors of each rank by situation. The ranks of a launch start once: starting costs more than the rest."""
     launched = {}
 
     def launch(name: str) -> list[dict[str, str]]:

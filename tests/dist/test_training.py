@@ -1,4 +1,4 @@
-"""Two transformer blocks, tensor and sequence parallel, train as one process does."""
+"""Two tensor- and sequence-parallel transformer blocks train as one process does."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Links over UCX between real processes: they carry blocks, and the end of a rank is noticed by the others."""
+"""The UCX transport between processes: values, killed and stopped ranks, two hosts."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Ranks(launch.Ranks):
             time.sleep(0.01)
 
     def check_raised(self, rank: int, since: float, victim: int, kind: str) -> None:
-        """The rank raised in time and named who is gone, how, and in which operation; it also ended."""
+        """The rank raised in time, named the missing rank, the reason and the operation, and exited."""
         assert self.processes[rank].wait(TIMEOUT + GRACE + 5) == 3, self.text()
         found = re.search(r"raised at ([\d.]+): (.*)", self.logs[rank].read_text())
         assert found and float(found[1]) - since < TIMEOUT + GRACE, self.text()
-        assert re.search(kind + rf" rank {victim}\b.* (all_gather|reduce_scatter) of", found[2]), self.text()
+        assert re.search(kind + rf" rank {victim}\b.*\((all_gather|reduce_scatter) of", found[2]), self.text()
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -66,7 +66,7 @@ def test_processes_exchange_blocks(tmp_path, size):
 
 
 def inject_fault(folder: pathlib.Path, size: int, how: signal.Signals, number: int) -> None:
-    """A rank ends or stops at a fixed point of a round."""
+    """A rank kills or stops itself at a fixed point of a collective."""
     victim, step, at = number % size, number % 6, 20 + number % 7
     with Ranks(folder, size, FOREVER, point=(victim, f"{at}:{step}:{how.value}")) as ranks:
         since = ranks.wait_for_end_or_stop(victim)
@@ -109,7 +109,7 @@ def test_rank_that_dies_before_rendezvous_is_named(tmp_path):
         for rank in (0, 2):
             assert ranks.processes[rank].wait(15) == 3, ranks.text()
             assert "rank 1" in ranks.logs[rank].read_text(), ranks.text()
-        assert time.time() - start < TIMEOUT + GRACE + 2  # and the start of a process
+        assert time.time() - start < TIMEOUT + GRACE + 2  # plus the start of a process
 
 
 @pytest.mark.skipif(bool(netns.unavailable_reason()), reason=netns.unavailable_reason() or "-")
@@ -135,7 +135,7 @@ class TestTwoHosts:
                 ranks.start(command, env={**shared, "RANK": str(rank)})
             assert ranks.codes(60) == [0, 0], ranks.text()
             for text in ranks.texts():
-                assert re.search("plain, since .*WEFT_UCX_TRUSTED is not 1", text), ranks.text()
+                assert re.search("plain collectives, because .*WEFT_UCX_TRUSTED is not 1", text), ranks.text()
                 assert "UCX is not loaded" in text, ranks.text()
 
     def test_host_that_dies_is_named(self, tmp_path):

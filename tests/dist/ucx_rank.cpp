@@ -1,6 +1,6 @@
-// One rank over UCX, for test_ucx.py: ucx_rank RANK SIZE STORE TIMEOUT_MS ROUNDS
-// Prints "ready" when its link is made, then "ok", or when and what was raised. Ends with 0, or 3 if something was
-// raised.
+// One rank of test_ucx.py: ucx_rank RANK SIZE STORE TIMEOUT_MS ROUNDS
+// Prints "ready" when its transport is connected, then "ok", or the time and text of an error. Exits with 0, or with 3
+// after an error.
 #include <ATen/ops/arange.h>
 #include <ATen/ops/equal.h>
 

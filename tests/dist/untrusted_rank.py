@@ -1,4 +1,4 @@
-"""One rank of test_ucx.py on a host of its own, where UCX is not trusted: prints what `explain` says of a linear.
+"""One rank of test_ucx.py on its own host, where UCX is not trusted: prints `explain` of a linear.
 
 RANK=0 WORLD_SIZE=2 python untrusted_rank.py FOLDER
 """

@@ -6,9 +6,9 @@
 
 namespace weft::comm {
 
-/// "all_gather"; any number may be given.
+/// "all_gather"; "unknown operation" for a value outside the enum.
 std::string_view name(CommOp op);
-/// "all_gather of [128, 512] BFloat16"
+/// "all_gather of [128, 512] bfloat16"
 std::string text(const CollectiveFingerprint& fingerprint);
 
 }  // namespace weft::comm

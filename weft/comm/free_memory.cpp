@@ -13,13 +13,13 @@ namespace fs = std::filesystem;
 
 constexpr size_t kNoLimit = std::numeric_limits<size_t>::max();
 
-/// The number in a file of one number; nothing or a word ("max") is no limit.
+/// Reads a file that holds one number; kNoLimit if it is missing or holds a word ("max").
 size_t read_number(const fs::path& path) {
   size_t value = 0;
   return std::ifstream(path) >> value ? value : kNoLimit;
 }
 
-/// The sum of the numbers after the given words, in a file of words and numbers.
+/// Sums two fields of a file of "name value" lines.
 size_t sum_fields(const fs::path& path, std::string_view first, std::string_view second) {
   std::ifstream file(path);
   std::string field;
@@ -29,7 +29,7 @@ size_t sum_fields(const fs::path& path, std::string_view first, std::string_view
   return sum;
 }
 
-/// What one control group leaves: its limit less its use, of which pages of files can be taken back.
+/// limit - (use - page cache) of one cgroup: the kernel can reclaim the page cache.
 size_t cgroup_available(const fs::path& group, const char* limit, const char* use) {
   const size_t limit_bytes = read_number(group / limit), used = read_number(group / use);
   if (limit_bytes == kNoLimit || used == kNoLimit) return kNoLimit;
@@ -38,11 +38,11 @@ size_t cgroup_available(const fs::path& group, const char* limit, const char* us
   return limit_bytes - std::min(limit_bytes, fixed);
 }
 
-/// The least that a control group or one above it leaves.
+/// The minimum over this process's cgroup and its ancestors.
 size_t min_cgroup_available() {
   std::ifstream file("/proc/self/cgroup");
   size_t least = kNoLimit;
-  for (std::string line; std::getline(file, line);) {  // "4:memory:/path" or, in version 2, "0::/path"
+  for (std::string line; std::getline(file, line);) {  // cgroup v1: "4:memory:/path"; v2: "0::/path"
     const auto first = line.find(':'), second = line.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) continue;
     const auto controllers = line.substr(first + 1, second - first - 1);
@@ -59,7 +59,7 @@ size_t min_cgroup_available() {
   return least;
 }
 
-/// The kernel's own estimate, without pages that it would have to swap out.
+/// MemAvailable: the kernel's estimate of what can be allocated without swapping.
 size_t system_available() {
   std::ifstream file("/proc/meminfo");
   for (std::string line; std::getline(file, line);)

@@ -3,7 +3,7 @@
 
 namespace weft::comm {
 
-/// Bytes that this process can still take, by the kernel's estimate and the limits of its control groups.
+/// Bytes this process can still allocate: the minimum of MemAvailable and what its cgroup limits leave.
 size_t free_memory();
 
 }  // namespace weft::comm

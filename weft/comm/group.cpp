@@ -39,15 +39,15 @@ c10::intrusive_ptr<c10d::ProcessGroup> resolve(const std::string& name) {
   try {
     return c10d::resolve_process_group(name);
   } catch (const c10::Error&) {
-    TORCH_CHECK_VALUE(false, "No process group is registered under the name '", name,
-                      "'. Initialise torch.distributed before the call; in C++, c10d::register_process_group.");
+    TORCH_CHECK_VALUE(false, "No process group is registered as '", name,
+                      "'. Call torch.distributed.init_process_group first (in C++: c10d::register_process_group).");
   }
 }
 
-/// What moves needs no arithmetic: as bytes, any backend can move any dtype.
+/// View as bytes: every backend moves uint8, whatever the dtype.
 at::Tensor as_bytes(const at::Tensor& t) { return t.view({t.numel()}).view(at::kByte); }
 
-/// The sum over the first dimension, rank by rank.
+/// Sum over dimension 0 in rank order.
 at::Tensor sum_in_order(const at::Tensor& blocks) {
   const auto opmath_dtype = blocks.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   auto sum = at::add(blocks[0].to(opmath_dtype), blocks[1]);
@@ -55,11 +55,11 @@ at::Tensor sum_in_order(const at::Tensor& blocks) {
   return sum.to(blocks.scalar_type());
 }
 
-/// x as [rows, columns].
+/// Fingerprint of x viewed as [rows, columns].
 CollectiveFingerprint fingerprint_of(CommOp op, const at::Tensor& x) {
   const bool scalar = x.dim() == 0;
-  TORCH_CHECK_VALUE(!scalar || op == CommOp::all_reduce,
-                    "all_gather and reduce_scatter need a tensor with a first dimension, got a scalar.");
+  TORCH_CHECK_VALUE(!scalar || op == CommOp::all_reduce, name(op),
+                    ": expected a tensor with at least 1 dimension, got a scalar.");
   const auto rows = scalar ? 1 : x.size(0);
   return {op, x.scalar_type(), rows, rows == 0 ? 0 : x.numel() / rows};
 }
@@ -73,13 +73,13 @@ Work::~Work() {
   try {
     finish_();
   } catch (const c10::Error&) {
-    return;  // the group remembers it
+    return;  // the group keeps the error
   } catch (...) {
-    std::raise(SIGINT);  // an interrupt, which must not be lost: whoever checks next gets it
+    std::raise(SIGINT);  // an interrupt: raise it again for the next check
   }
 }
 
-// ---- what a group remembers between calls -------------------------------------------------------------------------
+// ---- state of a group ---------------------------------------------------------------------------------------------
 
 struct Group::State {
   State(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& name)
@@ -88,11 +88,11 @@ struct Group::State {
         timeout(timeout_of(*group)),
         failure(std::make_shared<GroupFailure>(name)) {}
 
-  /// Raises; from then on the group is refused.
+  /// Raises DistError and marks the group as failed.
   [[noreturn]] void fail(const std::string& reason) const {
     failure->put(reason);
     C10_THROW_ERROR(DistError, reason + " Group '" + failure->group() +
-                                   "' cannot be used any more: destroy it and make a new one.");
+                                   "' cannot be used any more: destroy it and create a new one.");
   }
 
   const c10::weak_intrusive_ptr<c10d::ProcessGroup> c10d;
@@ -107,7 +107,7 @@ Group::Group(const std::string& name) : c10d_(resolve(name)) {
   static auto* states = new std::map<std::string, std::shared_ptr<State>>;  // never destroyed: may be used at exit
   const std::lock_guard lock(mutex);
   auto& state = (*states)[name];
-  // After destroy_process_group another group may get the name.
+  // After destroy_process_group a new group may reuse the name.
   if (!state || state->c10d.lock() != c10d_) state = std::make_shared<State>(c10d_, name);
   state_ = state;
 }
@@ -123,7 +123,7 @@ const std::shared_ptr<GroupFailure>& Group::failure() const { return state_->fai
 std::string Group::common_name() const {
   try {
     return c10d_->getGroupName();
-  } catch (const c10::Error&) {  // it has no backend to keep one
+  } catch (const c10::Error&) {  // a group without a backend has no name
     return "";
   }
 }
@@ -132,34 +132,34 @@ std::string Group::common_name() const {
 
 class Group::CheckedCollective {
  public:
-  /// Takes the group's next number and agrees with the other ranks if that is due. A small x, contiguous, goes along.
+  /// Takes the next sequence number and, if checking is on, compares fingerprints with the other ranks. x must be
+  /// contiguous; a small one is sent in the same message.
   CheckedCollective(const Group& group, const CollectiveFingerprint& fingerprint, const at::Tensor& x);
 
-  /// x of each rank, [ranks, values], if it went along; else undefined.
+  /// x of all ranks, [ranks, values], if it was sent with the fingerprints; otherwise undefined.
   const at::Tensor& inlined() const { return inlined_; }
-  /// Starts to collect the blocks of all ranks.
   void start_all_gather(const at::Tensor& out, const at::Tensor& block);
-  /// Starts to send block i to rank i, and to collect what the others send.
+  /// Sends block i to rank i.
   void start_all_to_all(const at::Tensor& out, const at::Tensor& blocks);
   void wait();
 
  private:
-  /// False if the work is not over after a tenth of a second. Raises at the deadline.
+  /// Waits 100 ms at most; true when the work is complete. Raises at the deadline.
   bool wait_slice();
   void check_fingerprints(const at::Tensor& x);
   milliseconds time_left() const {
     return std::max(milliseconds(1), std::chrono::duration_cast<milliseconds>(deadline_ - Clock::now()));
   }
-  /// Runs `fn`; its error becomes the group's.
+  /// Runs `fn`; an error fails the group.
   template <class Fn>
   void guarded(Fn&& fn) {
     try {
       fn();
     } catch (const std::exception& error) {
       const auto* ours = dynamic_cast<const c10::Error*>(&error);
-      group_.state_->fail(text(local_.fingerprint) + ", collective " + std::to_string(local_.seq) + " of rank " +
-                          std::to_string(group_.rank()) +
-                          ", failed: " + (ours ? ours->what_without_backtrace() : error.what()) + ".");
+      group_.state_->fail("Collective " + std::to_string(local_.seq) + " (" + text(local_.fingerprint) +
+                          ") failed on rank " + std::to_string(group_.rank()) + ": " +
+                          (ours ? ours->what_without_backtrace() : error.what()) + ".");
     }
   }
 
@@ -181,8 +181,8 @@ Group::CheckedCollective::CheckedCollective(const Group& group, const Collective
   if (local_.seq < group_.state_->checked) check_fingerprints(x);
 }
 
-/// Messages of different sizes could end a process, so this one has the same size whatever the ranks are about to do.
-/// It takes as long with 8 KB as without; so a small x needs no other.
+/// The message has the same size for every collective: Gloo aborts the process if sizes differ. It has space for 8 KB
+/// of data, which cost no extra time, so a small x needs no second message.
 void Group::CheckedCollective::check_fingerprints(const at::Tensor& x) {
   constexpr int64_t kWords = 5, kHeaderBytes = kWords * sizeof(int64_t), kMaxInlineBytes = 8 << 10;
   const auto& [op, dtype, rows, columns] = local_.fingerprint;
@@ -204,8 +204,9 @@ void Group::CheckedCollective::check_fingerprints(const at::Tensor& x) {
   }
   const auto mismatch = describe_mismatch(by_rank);
   if (!mismatch.empty())
-    group_.state_->fail("The ranks disagree about a collective: " + mismatch +
-                        ". Every rank must run the same operations in the same order, on equal sizes and dtypes.");
+    group_.state_->fail(
+        "Mismatch between the collectives of the ranks: " + mismatch +
+        ". Every rank must run the same collectives in the same order, with the same sizes and dtypes.");
   if (fits) inlined_ = all.narrow(1, kHeaderBytes, count).contiguous().view(x.scalar_type());
 }
 
@@ -228,7 +229,7 @@ void Group::CheckedCollective::start_all_to_all(const at::Tensor& out, const at:
 
 void Group::CheckedCollective::wait() {
   if (!work_) return;
-  // Other devices go on by themselves, under the timeout that the backend was given.
+  // On other devices the backend enforces the timeout it was given.
   if (!device_.is_cpu()) guarded([&] { work_->wait(kNoTimeout); });
   while (device_.is_cpu() && !wait_slice()) {
     try {
@@ -250,9 +251,9 @@ bool Group::CheckedCollective::wait_slice() {
     try {
       work_->wait(kWaitSlice);
     } catch (const std::exception&) {
-      if (Clock::now() - start < kWaitSlice) throw;  // no timeout
+      if (Clock::now() - start < kWaitSlice) throw;  // an error, not the timeout
       done = work_->isCompleted();
-      if (done) work_->wait(time_left());  // came just now, or raises why not
+      if (done) work_->wait(time_left());  // completed meanwhile: returns, or raises its error
     }
   });
   return done;
@@ -279,7 +280,7 @@ Work Group::reduce_scatter(const at::Tensor& x) const {
   if (size() == 1) return x;
   const auto local = x.contiguous();
   const auto collective = std::make_shared<CheckedCollective>(*this, fingerprint_of(CommOp::reduce_scatter, x), local);
-  // Asked after the agreement: then every rank raises.
+  // After the fingerprint check, so that every rank raises.
   TORCH_CHECK_VALUE(x.size(0) % size() == 0, "reduce_scatter: the first dimension of ", x.sizes(),
                     " does not divide over ", size(), " ranks.");
   auto sizes = x.sizes().vec();

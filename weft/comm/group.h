@@ -15,8 +15,8 @@ namespace weft::comm {
 
 class GroupFailure;
 
-/// A collective under way, or a tensor that needs none. One that is dropped finishes first, so that the group stays in
-/// step; its error is then kept by the group.
+/// A running collective, or a tensor that is ready at once. The destructor waits for an unfinished collective, so that
+/// the ranks stay in step; the group keeps its error.
 class Work {
  public:
   Work(at::Tensor ready) : ready_(std::move(ready)) {}  // NOLINT(google-explicit-constructor)
@@ -27,7 +27,7 @@ class Work {
   Work& operator=(const Work&) = delete;
   ~Work();
 
-  /// The result. To be called once.
+  /// Waits for the collective and returns its result. Call it once.
   at::Tensor wait();
 
  private:
@@ -35,15 +35,15 @@ class Work {
   std::function<at::Tensor()> finish_;
 };
 
-/// The ranks of a c10d group, found by the name it is registered under. Blocks lie along the first dimension, rank by
-/// rank. Sums are taken in float32 (float64 of float64) in the order of ranks and rounded once: all ranks get the same
-/// bits. Every rank must run the same collectives in the same order; each is preceded by an exchange of what each rank
-/// is about to do, and a difference raises DistError on every rank (WEFT_CHECK=first: only the first 100 of a group
-/// are). A wait ends after WEFT_TIMEOUT seconds, else after the group's own timeout. After an error, here or on its
-/// link, the group refuses further use.
+/// Collectives of a registered c10d group. Blocks are concatenated along dimension 0 in rank order. Sums accumulate in
+/// float32 (float64 for float64) in rank order and round once, so all ranks get the same bits. Every rank must run the
+/// same collectives in the same order: the ranks exchange fingerprints before each one, and a mismatch raises DistError
+/// on every rank (WEFT_CHECK=first: only for the first 100). A wait raises after WEFT_TIMEOUT seconds or, if that is
+/// unset, after the group's timeout. After an error in a collective or in its transport the group rejects further
+/// calls.
 class Group {
  public:
-  /// Raises ValueError if no group has the name.
+  /// Raises ValueError if no group is registered as `name`.
   explicit Group(const std::string& name);
   Group(const Group&);
   Group& operator=(const Group&) = delete;
@@ -53,21 +53,21 @@ class Group {
   int size() const;
   std::chrono::milliseconds timeout() const;
   const c10::intrusive_ptr<c10d::ProcessGroup>& c10d() const { return c10d_; }
-  /// The group's own name, equal on all ranks, which the name it is registered under need not be; may be empty.
+  /// The c10d group name, equal on all ranks; the registered name may differ between ranks. May be empty.
   std::string common_name() const;
-  /// Shared with whatever else uses the group on this rank; outlives it.
+  /// Shared by all users of the group on this rank; outlives the group.
   const std::shared_ptr<GroupFailure>& failure() const;
 
-  /// x of all ranks, one after the other.
+  /// cat of x over the ranks.
   Work all_gather(const at::Tensor& x) const;
-  /// This rank's block of the sum of x over all ranks.
+  /// This rank's block of the sum of x over the ranks.
   Work reduce_scatter(const at::Tensor& x) const;
-  /// The sum of x over all ranks. x is not changed.
+  /// Sum of x over the ranks; x is not modified.
   Work all_reduce(const at::Tensor& x) const;
 
  private:
-  struct State;             // what outlives a call
-  class CheckedCollective;  // one collective of it
+  struct State;             // lives as long as the group
+  class CheckedCollective;  // one running collective
 
   c10::intrusive_ptr<c10d::ProcessGroup> c10d_;
   std::shared_ptr<State> state_;

@@ -13,8 +13,8 @@ void GroupFailure::put(const std::string& reason) {
 
 void GroupFailure::throw_failed() const {
   const std::lock_guard lock(mutex_);
-  C10_THROW_ERROR(DistError,
-                  "Group '" + group_ + "' cannot be used any more: destroy it and make a new one. Before: " + reason_);
+  C10_THROW_ERROR(DistError, "Group '" + group_ +
+                                 "' cannot be used any more: destroy it and create a new one. First error: " + reason_);
 }
 
 }  // namespace weft::comm

@@ -5,14 +5,14 @@
 
 namespace weft::comm {
 
-/// Whether a group can still be used by this rank. Its collectives and its link share one: what fails on either stops
-/// both. Thread-safe.
+/// Failure state of a group on this rank, shared by its collectives and its transport: an error in one fails both.
+/// Thread-safe.
 class GroupFailure {
  public:
   explicit GroupFailure(std::string group) : group_(std::move(group)) {}
 
   const std::string& group() const { return group_; }
-  /// The first one stays.
+  /// Keeps the first reason.
   void put(const std::string& reason);
   /// Raises DistError if the group has failed.
   void check() const {

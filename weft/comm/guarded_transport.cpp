@@ -11,7 +11,7 @@ class GuardedTransport::ThreadGuard {
  public:
   explicit ThreadGuard(std::shared_ptr<GroupFailure> failure) : failure_(std::move(failure)) {}
 
-  /// Before a round starts: this thread takes the link, or has it.
+  /// Makes the calling thread the owner. Raises if another thread is.
   void acquire() {
     failure_->check();
     std::thread::id other;
@@ -19,11 +19,11 @@ class GuardedTransport::ThreadGuard {
     if (!owner_.compare_exchange_strong(other, me) && other != me) throw_wrong_thread();
     ++open_;
   }
-  /// A round is over, or did not start.
+  /// A collective has ended or failed to start.
   void release() noexcept {
     if (--open_ == 0) owner_ = std::thread::id();
   }
-  /// Runs a call of an open round.
+  /// Runs `fn` on the owner thread; its error fails the group.
   template <class Fn>
   auto run(Fn&& fn) {
     if (owner_.load(std::memory_order_relaxed) != std::this_thread::get_id()) throw_wrong_thread();
@@ -41,14 +41,14 @@ class GuardedTransport::ThreadGuard {
 
  private:
   [[noreturn]] void throw_wrong_thread() const {
-    TORCH_CHECK(false, "The link of group '", failure_->group(),
-                "' is in use by another thread. Run the collectives of a group on one thread, or give each thread a "
-                "group of its own.");
+    TORCH_CHECK(false, "The transport of group '", failure_->group(),
+                "' is in use by another thread. Run the collectives of a group on one thread, or create one group per "
+                "thread.");
   }
 
   std::shared_ptr<GroupFailure> failure_;
   std::atomic<std::thread::id> owner_;
-  int open_ = 0;  // rounds; for the owner alone
+  int open_ = 0;  // open collectives; only the owner reads and writes it
 };
 
 class GuardedTransport::GuardedCollective final : public InFlightCollective {
@@ -56,7 +56,7 @@ class GuardedTransport::GuardedCollective final : public InFlightCollective {
   GuardedCollective(std::shared_ptr<ThreadGuard> guard, std::unique_ptr<InFlightCollective> collective)
       : guard_(std::move(guard)), collective_(std::move(collective)) {}
   ~GuardedCollective() override {
-    if (!finished_) guard_->fail("A round on its link was given up before it was finished.");
+    if (!finished_) guard_->fail("A collective was destroyed before it finished.");
     collective_.reset();
     guard_->release();
   }

@@ -6,10 +6,10 @@
 
 namespace weft::comm {
 
-/// A link as part of its group. It refuses use once the group has failed, and what fails on it fails the group. It
-/// belongs to one thread at a time: to the one that started a round, until all rounds are finished or dropped. Any
-/// other thread gets an error that names the group; waiting instead would leave the order of rounds to chance, and it
-/// must be the same on all ranks.
+/// A transport that shares the failure state of its group: it raises once the group has failed, and its errors fail the
+/// group. The thread that starts a collective owns the transport until all its collectives are finished or dropped; a
+/// call from another thread raises. It does not block, because taking turns would not give all ranks the same order of
+/// collectives.
 class GuardedTransport final : public Transport {
  public:
   GuardedTransport(std::shared_ptr<GroupFailure> failure, std::unique_ptr<Transport> transport);
@@ -25,8 +25,8 @@ class GuardedTransport final : public Transport {
   std::unique_ptr<InFlightCollective> reduce_scatter(int64_t rows, int64_t columns, at::ScalarType dtype) override;
 
  private:
-  class ThreadGuard;        // who uses the link
-  class GuardedCollective;  // an exchange of it
+  class ThreadGuard;        // owner thread and failure state
+  class GuardedCollective;  // a collective that checks the owner thread
 
   template <class Start>
   std::unique_ptr<InFlightCollective> start(Start&& start);

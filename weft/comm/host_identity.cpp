@@ -10,7 +10,7 @@
 namespace weft::comm {
 namespace {
 
-constexpr const char* kUnknown = "unknown";  // equal to nothing, not even to itself
+constexpr const char* kUnknown = "unknown";  // like NaN, not equal to itself
 
 std::string first_token(const char* path) {
   std::string token;
@@ -41,16 +41,16 @@ HostIdentity HostIdentity::parse(const std::string& text) {
   HostIdentity host;
   std::istringstream in(text);
   in >> host.boot_id >> host.pid_namespace >> host.net_namespace >> host.uid >> host.pid;
-  TORCH_CHECK_VALUE(!in.fail() && (in >> std::ws).eof() && host.pid > 0, "'", text, "' is not the place of a rank.");
+  TORCH_CHECK_VALUE(!in.fail() && (in >> std::ws).eof() && host.pid > 0, "'", text, "' is not a host identity.");
   return host;
 }
 
 std::string not_colocated_reason(const HostIdentity& a, const HostIdentity& b) {
-  if (a.boot_id == kUnknown || b.boot_id == kUnknown) return "another host (a boot id is unknown)";
-  if (a.boot_id != b.boot_id) return "another host";
-  if (a.uid != b.uid) return c10::str("another user (", a.uid, " and ", b.uid, ")");
-  if (!same(a.pid_namespace, b.pid_namespace)) return "another process id namespace";
-  if (!same(a.net_namespace, b.net_namespace)) return "another network namespace";
+  if (a.boot_id == kUnknown || b.boot_id == kUnknown) return "different host (a boot id is unknown)";
+  if (a.boot_id != b.boot_id) return "different host";
+  if (a.uid != b.uid) return c10::str("different user (", a.uid, " and ", b.uid, ")");
+  if (!same(a.pid_namespace, b.pid_namespace)) return "different PID namespace";
+  if (!same(a.net_namespace, b.net_namespace)) return "different network namespace";
   return "";
 }
 

@@ -24,19 +24,20 @@ using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 using Token = std::array<uint64_t, 2>;
 
-constexpr int kBacklog = 1024;          // callers that may wait; strangers can take places too
-constexpr int kMaxAcceptsPerPoll = 64;  // between two looks at the deadline, however many strangers call
+constexpr int kBacklog = 1024;          // large: connections of other processes count too
+constexpr int kMaxAcceptsPerPoll = 64;  // so that a connection flood does not delay the deadline check
 
 Token random_token() {
   Token token{};
-  TORCH_CHECK(::getrandom(token.data(), sizeof(token), 0) == sizeof(token), "The system gave no random number.");
+  TORCH_CHECK(::getrandom(token.data(), sizeof(token), 0) == sizeof(token),
+              "getrandom() failed: cannot create a token.");
   return token;
 }
 
-/// What a rank tells its peers through the Store.
+/// What a rank writes to the Store for its peers.
 struct EndpointRecord {
-  size_t bytes = 0;  // of its memory
-  Token token{};     // known only to those who can read the Store
+  size_t bytes = 0;  // size of its memory
+  Token token{};     // secret shared by the processes that can read the Store
   std::string socket;
   HostIdentity host;
 
@@ -49,7 +50,7 @@ struct EndpointRecord {
     std::istringstream in(text);
     in >> version >> endpoint.bytes >> endpoint.token[0] >> endpoint.token[1] >> endpoint.socket >> std::ws;
     std::getline(in, host);
-    TORCH_CHECK_VALUE(!in.fail() && version == "weft1", "'", text, "' is not the card of a rank.");
+    TORCH_CHECK_VALUE(!in.fail() && version == "weft1", "'", text, "' is not an endpoint record.");
     endpoint.host = HostIdentity::parse(host);
     return endpoint;
   }
@@ -63,16 +64,17 @@ EndpointRecord local_endpoint(size_t bytes) {
   return {bytes, random_token(), name.str(), host};
 }
 
-/// What goes over a connection, each way, with the descriptor.
+/// Message that each side of a connection sends with its file descriptor.
 struct Hello {
   char magic[8] = {'w', 'e', 'f', 't', 'm', 'e', 'm', '1'};
   uint64_t rank = 0;
-  Token token{};  // of the sender's card
+  Token token{};  // of the sender's endpoint record
 };
 
 }  // namespace
 
-/// One meeting. Ranks connect to lower ranks and say hello; those answer. So no rank waits for one that waits for it.
+/// One exchange. A rank connects to all lower ranks and sends a Hello; the lower rank replies. This order cannot
+/// deadlock.
 class HostRendezvous::Handshake {
  public:
   Handshake(HostRendezvous& rendezvous, std::shared_ptr<SharedMemory> local, const std::function<void()>& poll);
@@ -106,8 +108,8 @@ class HostRendezvous::Handshake {
   UniqueFd listener_;
   std::vector<EndpointRecord> endpoints_;
   std::vector<UniqueFd> connections_;  // to lower ranks
-  std::vector<UniqueFd> accepted_;     // admitted, but yet silent
-  int rejected_ = 0;                   // refused at the door
+  std::vector<UniqueFd> accepted_;     // accepted, no Hello yet
+  int rejected_ = 0;                   // unknown connections
   SharedMemories memories_;
 };
 
@@ -129,33 +131,33 @@ std::string HostRendezvous::Handshake::name(int peer) const {
   return pid ? c10::str("rank ", peer, " (pid ", pid, ")") : c10::str("rank ", peer);
 }
 
-/// Names also whose process has ended: a peer that leaves may have left because of another.
+/// Also lists other ranks whose process has exited: they may be the reason why `peer` left.
 void HostRendezvous::Handshake::fail(int peer, const std::string& what) const {
   std::string others;
   for (int other = 0; other < size(); ++other)
     if (other != peer && other != rank() && !rendezvous_.processes_[other].alive())
-      others += c10::str("; the process of ", name(other), " has ended");
-  C10_THROW_ERROR(DistError, c10::str("Rank ", rank(), " of ", size(), ", meeting '", prefix_, "' with ", name(peer),
+      others += c10::str("; the process of ", name(other), " has exited");
+  C10_THROW_ERROR(DistError, c10::str("Rank ", rank(), " of ", size(), ", rendezvous '", prefix_, "' with ", name(peer),
                                       ": ", what, others, "."));
 }
 
-/// The peer's connection broke. The kernel closes the sockets of a process that was killed before it reports its end,
-/// so this waits for the end of any process of the group.
+/// The peer's connection broke. The kernel closes the sockets of a killed process before its pidfd becomes readable, so
+/// this first waits for a pidfd of the group.
 void HostRendezvous::Handshake::fail_disconnected(int peer, const std::string& what) const {
   constexpr int kProcessExitMs = 500;
   std::vector<pollfd> ends;
   for (const auto& process : rendezvous_.processes_) ends.push_back({process.pidfd(), POLLIN, 0});
   ::poll(ends.data(), ends.size(), kProcessExitMs);
-  fail(peer, rendezvous_.processes_[peer].alive() ? what : "its process has ended");
+  fail(peer, rendezvous_.processes_[peer].alive() ? what : "its process has exited");
 }
 
-/// Raises if there is no use in waiting for the peer any longer.
+/// Raises at the deadline, on an interrupt, or if the peer's process has exited.
 void HostRendezvous::Handshake::check_wait(int peer, const char* awaited) const {
   poll_();
   check_interrupt();
-  if (!rendezvous_.processes_[peer].alive()) fail(peer, "its process has ended");
+  if (!rendezvous_.processes_[peer].alive()) fail(peer, "its process has exited");
   if (Clock::now() < deadline_) return;
-  const auto rejections = rejected_ ? c10::str("; ", rejected_, " connections of strangers were refused") : "";
+  const auto rejections = rejected_ ? c10::str("; rejected ", rejected_, " unknown connections") : "";
   fail(peer, c10::str("no ", awaited, " within ", rendezvous_.timeout().count(), " ms", rejections));
 }
 
@@ -166,7 +168,7 @@ int HostRendezvous::Handshake::poll_timeout_ms() const {
 
 SharedMemories HostRendezvous::Handshake::run() {
   listener_ = listen_at(endpoints_[rank()].socket, kBacklog);
-  if (!listener_) fail(rank(), "no socket to listen on: " + c10::utils::str_error(errno));
+  if (!listener_) fail(rank(), "cannot listen on a socket: " + c10::utils::str_error(errno));
   exchange_endpoints();
   for (int peer = 0; peer < rank(); ++peer) connect_peer(peer);
   accept_peers();
@@ -176,25 +178,25 @@ SharedMemories HostRendezvous::Handshake::run() {
 
 void HostRendezvous::Handshake::exchange_endpoints() {
   const auto store = rendezvous_.options_.store();
-  if (!store) fail(rank(), "the group and its Store are gone");
+  if (!store) fail(rank(), "the process group and its Store were destroyed");
   const StoreExchangeOptions exchange{prefix_, rank(), size(), rendezvous_.timeout(),
-                                      [&](int peer) { check_wait(peer, "card"); }};
+                                      [&](int peer) { check_wait(peer, "endpoint record"); }};
   const auto records = exchange_through_store(store, exchange, endpoints_[rank()].text());
   for (int peer = 0; peer < size(); ++peer)
     if (peer != rank()) accept_endpoint(peer, records[peer]);
 }
 
-/// Refuses a peer with whom memory cannot be shared.
+/// Raises if memory cannot be shared with the peer.
 void HostRendezvous::Handshake::accept_endpoint(int peer, const std::string& text) {
   auto endpoint = EndpointRecord::parse(text);
   const auto& local = endpoints_[rank()];
   const auto reason = not_colocated_reason(local.host, endpoint.host);
-  if (!reason.empty()) fail(peer, "it is on " + reason + ", and memory can be shared only within one");
+  if (!reason.empty()) fail(peer, "cannot share memory: " + reason);
   auto& process = rendezvous_.processes_[peer];
   if (!process.pid()) process = Process(endpoint.host.pid);
-  if (process.pid() != endpoint.host.pid) fail(peer, c10::str("its process was ", process.pid(), " before"));
+  if (process.pid() != endpoint.host.pid) fail(peer, c10::str("its pid changed, was ", process.pid()));
   if (endpoint.bytes != local.bytes)
-    fail(peer, c10::str("it brings ", endpoint.bytes, " bytes, this rank ", local.bytes));
+    fail(peer, c10::str("size mismatch: it has ", endpoint.bytes, " bytes, this rank has ", local.bytes));
   endpoints_[peer] = std::move(endpoint);
 }
 
@@ -202,15 +204,16 @@ void HostRendezvous::Handshake::connect_peer(int peer) {
   auto& connection = connections_[peer];
   while (!(connection = connect_to(endpoints_[peer].socket))) {
     const int error = errno;
-    check_wait(peer, "free place in its queue");
-    if (error != EAGAIN) fail_disconnected(peer, "no connection: " + c10::utils::str_error(error));
+    check_wait(peer, "free slot in its listen queue");
+    if (error != EAGAIN) fail_disconnected(peer, "cannot connect: " + c10::utils::str_error(error));
     std::this_thread::sleep_for(milliseconds(1));
   }
   const auto credentials = peer_credentials(connection);
   const auto& host = endpoints_[peer].host;
   if (!credentials || credentials->uid != host.uid || credentials->pid != host.pid)
     fail(peer, c10::str("its socket belongs to process ", credentials ? credentials->pid : 0, " of user ",
-                        credentials ? static_cast<int64_t>(credentials->uid) : -1));
+                        credentials ? static_cast<int64_t>(credentials->uid) : -1, ", expected process ", host.pid,
+                        " of user ", host.uid));
   send_hello(connection, peer);
 }
 
@@ -220,7 +223,7 @@ void HostRendezvous::Handshake::send_hello(const UniqueFd& connection, int peer)
     fail_disconnected(peer, "its connection failed: " + c10::utils::str_error(errno));
 }
 
-/// Answers the calls of all higher ranks. Whoever else calls is turned away and holds nobody up.
+/// Replies to all higher ranks. Unknown connections are closed and delay nobody.
 void HostRendezvous::Handshake::accept_peers() {
   const auto missing = [&] {
     for (int peer = rank() + 1; peer < size(); ++peer)
@@ -229,7 +232,7 @@ void HostRendezvous::Handshake::accept_peers() {
   };
   while (missing() < size()) {
     for (int peer = missing(); peer < size(); ++peer)
-      if (!memories_[peer]) check_wait(peer, "call");
+      if (!memories_[peer]) check_wait(peer, "connection");
     std::vector<pollfd> events{{listener_.get(), POLLIN, 0}};
     for (const auto& connection : accepted_) events.push_back({connection.get(), POLLIN, 0});
     ::poll(events.data(), events.size(), poll_timeout_ms());
@@ -246,7 +249,7 @@ void HostRendezvous::Handshake::accept_peers() {
   }
 }
 
-/// A process of this user that some rank has named as its own.
+/// True if the process and user of the connection are those of a rank.
 bool HostRendezvous::Handshake::is_known(const UniqueFd& connection) const {
   const auto credentials = peer_credentials(connection);
   return credentials && std::any_of(endpoints_.begin(), endpoints_.end(), [&](const EndpointRecord& endpoint) {
@@ -254,8 +257,8 @@ bool HostRendezvous::Handshake::is_known(const UniqueFd& connection) const {
          });
 }
 
-/// Takes what a caller sends, if it has sent something, and gives this rank's memory in return. True if the connection
-/// has served its purpose.
+/// Handles the Hello of an accepted connection, if it has arrived: maps the peer's memory and sends this rank's. True
+/// if the connection is no longer needed.
 bool HostRendezvous::Handshake::handle_hello(const UniqueFd& connection) {
   Hello hello;
   auto received = receive_fd(connection, &hello, sizeof(hello));
@@ -272,18 +275,18 @@ bool HostRendezvous::Handshake::handle_hello(const UniqueFd& connection) {
   return true;
 }
 
-/// Waits for the answer of a lower rank.
+/// Waits for the reply of a lower rank.
 void HostRendezvous::Handshake::receive_reply(int peer) {
   Hello hello;
   ReceivedFd received;
   while (!(received = receive_fd(connections_[peer], &hello, sizeof(hello))).arrived) {
-    check_wait(peer, "answer");
+    check_wait(peer, "reply");
     std::array<pollfd, 2> events{
         {{connections_[peer].get(), POLLIN, 0}, {rendezvous_.processes_[peer].pidfd(), POLLIN, 0}}};
     ::poll(events.data(), events.size(), poll_timeout_ms());
   }
-  if (!received.error.empty()) fail_disconnected(peer, "no answer: " + received.error);
-  if (!is_hello_of(hello, peer)) fail(peer, "its answer has a wrong token");
+  if (!received.error.empty()) fail_disconnected(peer, "no reply: " + received.error);
+  if (!is_hello_of(hello, peer)) fail(peer, "its reply has a wrong token");
   map_memory(peer, std::move(received.file));
 }
 

@@ -12,15 +12,15 @@ class Store;
 
 namespace weft::comm {
 
-/// Ranks that are processes of one user on one host meet here. At each meeting a rank listens on a socket with a random
-/// name and tells the name, its process and a random token through the Store. Peers connect, both sides check the user
-/// and the process behind the connection and the token, and pass the descriptors of their memory. The sockets then
-/// close.
+/// Rendezvous of ranks that are processes of one user on one host. For each exchange a rank listens on a socket with a
+/// random name and writes an endpoint record (name, process, random token) to the Store. Peers connect; both sides
+/// check the user and process of the connection and the token, and pass the file descriptors of their memory. Then the
+/// sockets close.
 class HostRendezvous final : public Rendezvous {
  public:
   struct Options {
-    std::function<c10::intrusive_ptr<c10d::Store>()> store;  // of the group; asked at each meeting
-    std::string prefix;                                      // of the keys; the same on all ranks
+    std::function<c10::intrusive_ptr<c10d::Store>()> store;  // called for each exchange
+    std::string prefix;                                      // of the Store keys; the same on all ranks
     int rank = 0;
     int size = 1;
     std::chrono::milliseconds timeout{};
@@ -36,10 +36,10 @@ class HostRendezvous final : public Rendezvous {
   const Process& process(int rank) const override { return processes_[rank]; }
 
  private:
-  class Handshake;  // one meeting
+  class Handshake;  // one exchange
 
   Options options_;
-  int64_t generation_ = 0;  // of the next meeting
+  int64_t generation_ = 0;  // number of the next exchange
   uint64_t group_id_ = 0;
   std::vector<Process> processes_;
 };

@@ -14,7 +14,7 @@ struct Address {
   sockaddr_un name = {};
   socklen_t bytes = 0;
 
-  /// A leading zero keeps the name out of the file system.
+  /// A leading zero byte selects the abstract namespace.
   explicit Address(const std::string& abstract_name) {
     name.sun_family = AF_UNIX;
     const size_t length = std::min(abstract_name.size(), sizeof(name.sun_path) - 1);
@@ -26,7 +26,7 @@ struct Address {
 
 UniqueFd make_socket() { return UniqueFd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)); }
 
-/// Room for the control message of one descriptor.
+/// Control message with one file descriptor.
 struct Control {
   alignas(cmsghdr) char bytes[CMSG_SPACE(sizeof(int))] = {};
 };
@@ -84,7 +84,7 @@ ReceivedFd receive_fd(const UniqueFd& socket, void* message, size_t bytes) {
   header.msg_iov = &iov;
   header.msg_iovlen = 1;
   header.msg_control = control.bytes;
-  header.msg_controllen = CMSG_LEN(sizeof(int));  // the padding behind would take a second descriptor
+  header.msg_controllen = CMSG_LEN(sizeof(int));  // not CMSG_SPACE: its padding has space for a second descriptor
   const auto got = ::recvmsg(socket.get(), &header, MSG_CMSG_CLOEXEC);
   if (got < 0 && (errno == EAGAIN || errno == EINTR)) return {};
   if (got < 0) return {true, c10::utils::str_error(errno), {}};
@@ -98,7 +98,7 @@ ReceivedFd receive_fd(const UniqueFd& socket, void* message, size_t bytes) {
   }
   if (got == 0) return {true, "it closed the connection", {}};
   if (got != static_cast<ssize_t>(bytes) || (header.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0 || !file)
-    return {true, "its message is not one of known length with one descriptor", {}};
+    return {true, "malformed message, expected " + std::to_string(bytes) + " bytes with one file descriptor", {}};
   return {true, "", std::move(file)};
 }
 

@@ -9,27 +9,27 @@
 
 namespace weft::comm {
 
-/// Who is at the other end of a socket, by the kernel's word.
+/// SO_PEERCRED: the process at the other end of a socket.
 struct PeerCredentials {
   pid_t pid = 0;
   uid_t uid = 0;
 };
 
-/// What one receive brings: a message of the expected length with exactly one descriptor, or nothing.
+/// Result of one non-blocking receive.
 struct ReceivedFd {
-  bool arrived = false;  // something came, or the other end closed
-  std::string error;     // empty if it was as expected
+  bool arrived = false;  // a message arrived, or the peer closed the connection
+  std::string error;     // empty: a message of the expected length with exactly one file descriptor
   UniqueFd file;
 };
 
-// Sockets of whole messages between processes of one host, with names outside the file system, so that nothing is left
-// when a process dies. None of these blocks. An empty result or false stands for an error, told by errno.
+// Non-blocking SOCK_SEQPACKET Unix sockets in the abstract namespace: no file remains when a process dies. On error the
+// functions return an empty value or false and set errno.
 UniqueFd listen_at(const std::string& name, int backlog);
 UniqueFd connect_to(const std::string& name);
 UniqueFd accept_one(const UniqueFd& listener);
 std::optional<PeerCredentials> peer_credentials(const UniqueFd& socket);
 
-/// One message of `bytes` bytes and a descriptor.
+/// Sends or receives one message of `bytes` bytes with one file descriptor (SCM_RIGHTS).
 bool send_fd(const UniqueFd& socket, const void* message, size_t bytes, const UniqueFd& file);
 ReceivedFd receive_fd(const UniqueFd& socket, void* message, size_t bytes);
 

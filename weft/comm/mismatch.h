@@ -7,14 +7,15 @@
 
 namespace weft::comm {
 
-/// What one rank is about to do, and the how many-th collective of the group that is to it.
+/// The collective that a rank is about to run, and its sequence number on that rank.
 struct SequencedFingerprint {
   int64_t seq = 0;
   CollectiveFingerprint fingerprint;
   bool operator==(const SequencedFingerprint&) const = default;
 };
 
-/// Who says what, if not all ranks say the same; else empty. Equal on every rank.
+/// Empty if all ranks agree, otherwise "rank 0: … ; rank 1: …" with one rank per distinct collective. The text is the
+/// same on every rank.
 std::string describe_mismatch(c10::ArrayRef<SequencedFingerprint> by_rank);
 
 }  // namespace weft::comm

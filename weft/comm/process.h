@@ -5,17 +5,17 @@
 
 namespace weft::comm {
 
-/// Another process, watched by a descriptor of it, which no later process with the same number can stand in for.
+/// Another process, watched through a pidfd, so that a reused pid is never mistaken for it.
 class Process {
  public:
-  /// Nobody: always there.
+  /// No process; alive() is always true.
   Process() = default;
   explicit Process(pid_t pid);
 
   pid_t pid() const { return pid_; }
-  /// False once it has ended. One that cannot be watched counts as there; waits for it still end.
+  /// False once the process has exited. True if it cannot be watched (no pidfd): waits then rely on their timeout.
   bool alive() const;
-  /// Readable once it has ended; -1 if it cannot be watched.
+  /// Readable once the process has exited; -1 if it cannot be watched.
   int pidfd() const { return pidfd_.get(); }
 
  private:

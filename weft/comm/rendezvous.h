@@ -12,7 +12,7 @@ namespace weft::comm {
 
 using SharedMemories = std::vector<std::shared_ptr<SharedMemory>>;
 
-/// Where the ranks of a group hand each other memory.
+/// Exchanges shared memory between the ranks of a group.
 class Rendezvous {
  public:
   Rendezvous() = default;
@@ -22,15 +22,15 @@ class Rendezvous {
 
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  /// Of every wait.
+  /// Timeout of every wait.
   virtual std::chrono::milliseconds timeout() const = 0;
 
-  /// Gives `local` and gets everybody's, in the order of ranks. Every rank calls this at the same time, with memory of
-  /// the same size; raises DistError at the timeout or when a peer is not what it should be. `poll` is called while
+  /// Shares `local` with all ranks and returns the memory of each, in rank order. A collective call: every rank passes
+  /// memory of the same size. Raises DistError at the timeout or if a peer fails a check. `poll` is called while
   /// waiting and may raise.
   virtual SharedMemories exchange_memory(std::shared_ptr<SharedMemory> local, const std::function<void()>& poll) = 0;
 
-  /// After the first meeting: a random number that all ranks share, and who a peer is.
+  /// Valid after the first exchange: a random number that all ranks share, and the process of a rank.
   virtual uint64_t group_id() const = 0;
   virtual const Process& process(int rank) const = 0;
 };

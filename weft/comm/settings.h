@@ -6,16 +6,16 @@
 
 namespace weft::comm {
 
-/// How many collectives of a group are preceded by an agreement: all, with WEFT_CHECK=first 100.
+/// Number of collectives of a group whose fingerprints are checked: all, or 100 with WEFT_CHECK=first.
 int64_t checked_collectives();
 
-/// WEFT_TIMEOUT, in seconds, if it is set.
+/// WEFT_TIMEOUT (seconds), if set.
 std::optional<std::chrono::milliseconds> timeout_from_env();
 
-/// WEFT_TRANSPORT: "shm", "ucx" or "plain"; empty if it is not set.
+/// WEFT_TRANSPORT: "shm", "ucx" or "plain"; empty if unset.
 std::string transport_from_env();
 
-/// WEFT_UCX_TRUSTED=1: only the hosts of this job reach the network that UCX listens on.
+/// WEFT_UCX_TRUSTED=1: the user guarantees that only hosts of this job reach the network UCX listens on.
 bool ucx_trusted();
 
 }  // namespace weft::comm

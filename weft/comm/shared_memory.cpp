@@ -16,13 +16,13 @@ namespace {
 constexpr int kSeals = F_SEAL_GROW | F_SEAL_SHRINK | F_SEAL_SEAL;
 
 [[noreturn]] void throw_out_of_memory(size_t bytes, const std::string& reason) {
-  C10_THROW_ERROR(OutOfMemoryError, c10::str("No ", bytes, " bytes of shared memory: ", reason, "."));
+  C10_THROW_ERROR(OutOfMemoryError, c10::str("Cannot allocate ", bytes, " bytes of shared memory: ", reason, "."));
 }
 
-/// Gives every page of the file a place, in large pages where the system allows it for shared memory.
+/// Allocates every page of the file, in huge pages where the system allows them for shared memory.
 void allocate(int file, std::byte* data, size_t bytes) {
   ::madvise(data, bytes, MADV_HUGEPAGE);
-  // Unlike a plain write, this reports that memory is full. Old kernels do not know it; the next call then does it all.
+  // Reports full memory as an error instead of SIGBUS. Old kernels return EINVAL; fallocate then allocates all pages.
   if (::madvise(data, bytes, MADV_POPULATE_WRITE) != 0 && errno != EINVAL)
     throw_out_of_memory(bytes, c10::utils::str_error(errno));
   int error = 0;
@@ -46,10 +46,10 @@ SharedMemory::~SharedMemory() {
 }
 
 std::shared_ptr<SharedMemory> SharedMemory::make(size_t bytes) {
-  TORCH_CHECK_VALUE(bytes > 0, "Shared memory of 0 bytes was asked for.");
-  // Beyond this the kernel would not refuse but end a process.
+  TORCH_CHECK_VALUE(bytes > 0, "SharedMemory: expected more than 0 bytes, got 0.");
+  // Beyond the limit the kernel does not return an error; its OOM killer ends a process.
   const size_t available = free_memory();
-  if (bytes > available) throw_out_of_memory(bytes, c10::str("this process can take ", available, " at most"));
+  if (bytes > available) throw_out_of_memory(bytes, c10::str("only ", available, " bytes are available"));
   UniqueFd file(::memfd_create("weft", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!file || ::fchmod(file.get(), 0600) != 0 || ::ftruncate(file.get(), static_cast<off_t>(bytes)) != 0)
     throw_out_of_memory(bytes, c10::utils::str_error(errno));
@@ -63,18 +63,19 @@ std::shared_ptr<SharedMemory> SharedMemory::make(size_t bytes) {
 std::shared_ptr<SharedMemory> SharedMemory::map(UniqueFd file, size_t bytes, const std::string& owner) {
   const int seals = ::fcntl(file.get(), F_GET_SEALS);
   if (seals < 0 || (seals & kSeals) != kSeals)
-    C10_THROW_ERROR(DistError, c10::str("What ", owner, " sent is not memory sealed against a change of its size."));
+    C10_THROW_ERROR(DistError,
+                    c10::str("The file descriptor from ", owner, " is not a memfd sealed against resizing."));
   struct stat status = {};
   if (::fstat(file.get(), &status) != 0 || status.st_size < 0 || static_cast<size_t>(status.st_size) != bytes)
     C10_THROW_ERROR(DistError,
-                    c10::str("The memory of ", owner, " has ", status.st_size, " bytes, expected ", bytes, "."));
+                    c10::str("The shared memory of ", owner, " has ", status.st_size, " bytes, expected ", bytes, "."));
   if (static_cast<size_t>(status.st_blocks) * 512 < bytes)
-    C10_THROW_ERROR(DistError, c10::str("The memory of ", owner, " is not allocated in full."));
+    C10_THROW_ERROR(DistError, c10::str("The shared memory of ", owner, " is not fully allocated."));
   std::shared_ptr<SharedMemory> memory(new SharedMemory(std::move(file), bytes));
   if (!memory->map_file())
-    C10_THROW_ERROR(DistError, c10::str("The memory of ", owner, ", ", bytes,
-                                        " bytes, cannot be mapped: ", c10::utils::str_error(errno), "."));
-  ::madvise(memory->data_, bytes, MADV_POPULATE_WRITE);  // no faults later; nothing is lost if it fails
+    C10_THROW_ERROR(DistError, c10::str("Cannot map the shared memory of ", owner, " (", bytes,
+                                        " bytes): ", c10::utils::str_error(errno), "."));
+  ::madvise(memory->data_, bytes, MADV_POPULATE_WRITE);  // avoids later page faults; may fail
   memory->close_file();
   return memory;
 }

@@ -7,13 +7,14 @@
 
 namespace weft::comm {
 
-/// Memory that other processes can map. It has no name in any file system, so nothing is left when its users die; it is
-/// there in full from the start, so that no access can fail; and nobody can change its size.
+/// Memory that other processes can map: a memfd. It has no name in a file system, so nothing remains when its users
+/// die. It is fully allocated at creation, so that no access raises SIGBUS, and sealed against resizing.
 class SharedMemory {
  public:
-  /// Zeroed memory for others to map. Raises OutOfMemoryError if there is not enough.
+  /// Allocates zeroed memory. Raises OutOfMemoryError if not enough is available.
   static std::shared_ptr<SharedMemory> make(size_t bytes);
-  /// Maps what a peer, called `owner` in errors, has sent. Raises DistError unless it is of the given size and sealed.
+  /// Maps memory received from a peer. Raises DistError unless it has the given size, is sealed and fully allocated.
+  /// `owner` names the peer in errors.
   static std::shared_ptr<SharedMemory> map(UniqueFd file, size_t bytes, const std::string& owner);
 
   SharedMemory(const SharedMemory&) = delete;
@@ -22,9 +23,9 @@ class SharedMemory {
 
   std::byte* data() const { return data_; }
   size_t bytes() const { return bytes_; }
-  /// To be sent to a peer.
+  /// File descriptor to send to a peer.
   const UniqueFd& file() const { return file_; }
-  /// Once every peer has it. The memory stays.
+  /// Call it once every peer has the descriptor. The mapping stays valid.
   void close_file() { file_ = UniqueFd(); }
 
  private:

@@ -8,13 +8,14 @@
 #include <cstring>
 
 #include "weft/comm/free_memory.h"
+#include "weft/core/value.h"
 
 namespace weft::comm {
 namespace {
 
-constexpr size_t kBlockAlign = 128;                   // of a block
-constexpr size_t kSlotGranularity = size_t{1} << 20;  // slots are multiples of it
-constexpr int64_t kCopyChunkBytes = 256 << 10;        // published at a time
+constexpr size_t kBlockAlign = 128;
+constexpr size_t kSlotGranularity = size_t{1} << 20;  // slot sizes are multiples of it
+constexpr int64_t kCopyChunkBytes = 256 << 10;        // bytes copied between two updates of the ready count
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
@@ -22,13 +23,13 @@ size_t row_bytes(const CollectiveFingerprint& fingerprint) {
   return static_cast<size_t>(fingerprint.columns) * c10::elementSize(fingerprint.dtype);
 }
 
-/// Bytes between two blocks of a slot.
+/// Distance in bytes between two blocks of a slot.
 size_t block_bytes(const CollectiveFingerprint& fingerprint) {
   uint64_t row = 0, block = 0;
   const bool too_large = c10::mul_overflows<uint64_t>(fingerprint.columns, c10::elementSize(fingerprint.dtype), &row) ||
                          c10::mul_overflows<uint64_t>(fingerprint.rows, row, &block) || block > (uint64_t{1} << 48);
-  TORCH_CHECK_VALUE(!too_large, "A block of [", fingerprint.rows, ", ", fingerprint.columns, "] ", fingerprint.dtype,
-                    " is too large.");
+  TORCH_CHECK_VALUE(!too_large, "A block of [", fingerprint.rows, ", ", fingerprint.columns, "] ",
+                    dtype_name(fingerprint.dtype), " is too large: expected at most 2^48 bytes.");
   return round_up(block, kBlockAlign);
 }
 
@@ -42,10 +43,10 @@ struct ShmTransport::SharedState {
 
 struct ShmTransport::Slots {
   SharedMemories memories;
-  size_t bytes = 0;  // of one of the two slots of a rank
+  size_t bytes = 0;  // size of one slot; a rank has two
 };
 
-// ---- one round ----------------------------------------------------------------------------------------------------
+// ---- one collective -----------------------------------------------------------------------------------------------
 
 class ShmTransport::ShmCollective final : public InFlightCollective {
  public:
@@ -65,13 +66,13 @@ class ShmTransport::ShmCollective final : public InFlightCollective {
   at::Tensor outgoing(int to) override {
     if (broadcast() && to == rank()) return own_block();
     check_peer(to);
-    TORCH_CHECK(!broadcast(), "An all-gather has no outgoing blocks: its block was given.");
+    TORCH_CHECK(!broadcast(), "outgoing: an all-gather has one block for all ranks. Pass this rank, ", rank(), ".");
     return block(rank(), to);
   }
   void mark_ready(int to, int64_t rows) override {
     if (broadcast() && to == rank()) return mark_rows_ready(to, rows);
     check_peer(to);
-    TORCH_CHECK(!broadcast(), "An all-gather publishes its block by itself.");
+    TORCH_CHECK(!broadcast(), "mark_ready: an all-gather has one block for all ranks. Pass this rank, ", rank(), ".");
     mark_rows_ready(to, rows);
   }
   at::Tensor incoming(int from) override {
@@ -84,7 +85,8 @@ class ShmTransport::ShmCollective final : public InFlightCollective {
   }
   void wait(int from, int64_t rows) override {
     check_peer(from);
-    TORCH_CHECK_VALUE(rows <= fingerprint_.rows, "Row ", rows, " of a block of ", fingerprint_.rows, " was asked for.");
+    TORCH_CHECK_VALUE(rows <= fingerprint_.rows, "wait: expected at most ", fingerprint_.rows, " rows, got ", rows,
+                      ".");
     signals().wait(seq_, from, broadcast(), rows);
   }
   void progress() override { signals().check(); }
@@ -92,7 +94,7 @@ class ShmTransport::ShmCollective final : public InFlightCollective {
 
   /// This rank's block of an all-gather.
   at::Tensor own_block() const { return block(rank(), rank()); }
-  /// Copies `local` there, unless it is there, and publishes it.
+  /// Copies `local` into the slot, unless it is the slot, and marks its rows ready.
   void write_own_block(const at::Tensor& local);
 
  private:
@@ -100,12 +102,12 @@ class ShmTransport::ShmCollective final : public InFlightCollective {
   int rank() const { return signals().rank(); }
   bool broadcast() const { return fingerprint_.op == CommOp::all_gather; }
   void check_peer(int peer) const {
-    TORCH_CHECK_INDEX(peer >= 0 && peer < signals().size() && peer != rank(), "Rank ", peer, " is no peer of rank ",
-                      rank(), " among ", signals().size(), ".");
+    TORCH_CHECK_INDEX(peer >= 0 && peer < signals().size() && peer != rank(), "Rank ", peer, " is not a peer of rank ",
+                      rank(), " in a group of ", signals().size(), ".");
   }
   void mark_rows_ready(int to, int64_t rows) {
-    TORCH_CHECK_VALUE(rows >= ready_rows_[to] && rows <= fingerprint_.rows, rows, " rows were published for rank ", to,
-                      " after ", ready_rows_[to], " of ", fingerprint_.rows, ".");
+    TORCH_CHECK_VALUE(rows >= ready_rows_[to] && rows <= fingerprint_.rows, "mark_ready: expected ", ready_rows_[to],
+                      " (already marked) to ", fingerprint_.rows, " rows for rank ", to, ", got ", rows, ".");
     ready_rows_[to] = rows;
     signals().mark_ready(seq_, to, rows);
   }
@@ -113,13 +115,13 @@ class ShmTransport::ShmCollective final : public InFlightCollective {
 
   std::shared_ptr<SharedState> shared_;
   CollectiveFingerprint fingerprint_;
-  std::vector<int64_t> ready_rows_;  // for each rank; in an all-gather, for everybody at this rank's place
+  std::vector<int64_t> ready_rows_;  // by destination rank; an all-gather uses only the entry of this rank
   uint64_t seq_;
   std::shared_ptr<const Slots> slots_;
   bool finished_ = false;
 };
 
-/// Block of rank `from` for rank `to`: the only one of an all-gather, else one of those for its peers, in their order.
+/// Block of rank `from` for rank `to`. A slot holds one block for an all-gather, otherwise one per peer in rank order.
 at::Tensor ShmTransport::ShmCollective::block(int from, int to) const {
   const size_t index = broadcast() ? 0 : static_cast<size_t>(to < from ? to : to - 1);
   const auto& memory = slots_->memories[from];
@@ -149,15 +151,15 @@ void ShmTransport::ShmCollective::finish() {
   for (int peer = 0; peer < signals().size(); ++peer) {
     const int target = broadcast() ? rank() : peer;
     if (peer == rank()) continue;
-    TORCH_CHECK(ready_rows_[target] == fingerprint_.rows, "Round ", seq_, " cannot be finished: of the block for rank ",
-                peer, " ", ready_rows_[target], " of ", fingerprint_.rows, " rows are published.");
+    TORCH_CHECK(ready_rows_[target] == fingerprint_.rows, "finish: only ", ready_rows_[target], " of ",
+                fingerprint_.rows, " rows for rank ", peer, " are marked ready in collective ", seq_, ".");
     signals().wait_for_match(seq_, peer);
   }
   signals().finish(seq_);
   finished_ = true;
 }
 
-// ---- the link -----------------------------------------------------------------------------------------------------
+// ---- the transport ------------------------------------------------------------------------------------------------
 
 namespace {
 
@@ -197,8 +199,8 @@ std::unique_ptr<ShmTransport::ShmCollective> ShmTransport::start(const Collectiv
   return collective;
 }
 
-/// Meets with new memory, now that all are known to do the same round and so to need as much. All said how much the
-/// host has left before any of them took some.
+/// Allocates and exchanges larger slots. First compares the announcements of all ranks, so every rank needs the same
+/// size. Each announcement holds the free memory before any rank allocated.
 void ShmTransport::grow(uint64_t seq, size_t slot_bytes) {
   auto& signals = shared_->signals;
   const uint64_t available = signals.min_free_memory(seq);
@@ -206,8 +208,9 @@ void ShmTransport::grow(uint64_t seq, size_t slot_bytes) {
   slots->bytes = round_up(std::max({slot_bytes, slots_->bytes / 4 * 5, size_t{1}}), kSlotGranularity);
   const auto ranks = static_cast<size_t>(size());
   if (2 * slots->bytes > available / ranks)
-    C10_THROW_ERROR(OutOfMemoryError, c10::str("No ", 2 * slots->bytes, " bytes of shared memory for each of ", ranks,
-                                               " ranks: they can take ", available, " at most together."));
+    C10_THROW_ERROR(OutOfMemoryError,
+                    c10::str("Cannot allocate ", 2 * slots->bytes, " bytes of shared memory for each of ", ranks,
+                             " ranks: only ", available, " bytes are available in total."));
   auto local = SharedMemory::make(2 * slots->bytes);
   slots->memories = shared_->rendezvous->exchange_memory(local, [&] { signals.check(); });
   local->close_file();
@@ -216,7 +219,8 @@ void ShmTransport::grow(uint64_t seq, size_t slot_bytes) {
 
 std::unique_ptr<InFlightCollective> ShmTransport::all_gather(const at::Tensor& local) {
   TORCH_CHECK_VALUE(local.dim() == 2 && local.device().is_cpu() && local.layout() == at::kStrided,
-                    "all_gather: expected a dense matrix on the CPU, got ", local.toString(), " ", local.sizes(), ".");
+                    "all_gather: expected a 2-D strided CPU tensor, got ", local.toString(), " of shape ",
+                    local.sizes(), ".");
   const CollectiveFingerprint fingerprint{CommOp::all_gather, local.scalar_type(), local.size(0), local.size(1)};
   const bool already_in_slot = prepared_ && prepared_->fingerprint() == fingerprint &&
                                prepared_->own_block().data_ptr() == local.data_ptr() && local.is_contiguous();
@@ -234,7 +238,7 @@ std::unique_ptr<InFlightCollective> ShmTransport::reduce_scatter(int64_t rows, i
 }
 
 at::Tensor ShmTransport::prepare_all_gather(int64_t rows, int64_t columns, at::ScalarType dtype) {
-  TORCH_CHECK(!prepared_, "The block given before is not gathered yet.");
+  TORCH_CHECK(!prepared_, "prepare_all_gather: pass the block prepared before to all_gather first.");
   prepared_ = start({CommOp::all_gather, dtype, rows, columns});
   return prepared_->own_block();
 }

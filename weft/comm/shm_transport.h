@@ -5,16 +5,16 @@
 
 namespace weft::comm {
 
-/// A link through shared memory: each rank writes its blocks into its own memory, and peers read them there.
+/// Transport over shared memory: each rank writes its blocks into its own memory, and peers read them there.
 ///   const auto transport = std::make_unique<ShmTransport>(std::make_shared<ThreadRendezvous>(state, rank, timeout));
-/// makes one among threads, each calling it (thread_rendezvous.h); with a HostRendezvous it is among processes.
+/// connects threads, each of which calls it (thread_rendezvous.h); a HostRendezvous connects processes.
 ///
-/// A rank has two slots, for odd and even rounds (signals.h says when one is free). They grow when a round needs more:
-/// all ranks, having agreed on what the round is, meet with new memory; the old is unmapped when no tensor is left of
-/// it.
+/// A rank has two slots, for odd and even sequence numbers (signals.h defines when a slot is free). If a collective
+/// needs more, the ranks compare fingerprints and then exchange larger slots; the old memory is unmapped with its last
+/// tensor.
 class ShmTransport final : public Transport {
  public:
-  /// Every rank of the meeting calls this at the same time.
+  /// A collective call: every rank of the rendezvous makes it.
   explicit ShmTransport(std::shared_ptr<Rendezvous> rendezvous);
   ~ShmTransport() override;
 
@@ -27,13 +27,14 @@ class ShmTransport final : public Transport {
   std::unique_ptr<InFlightCollective> all_gather(int64_t rows, int64_t columns, at::ScalarType dtype) override;
   std::unique_ptr<InFlightCollective> reduce_scatter(int64_t rows, int64_t columns, at::ScalarType dtype) override;
 
-  /// Starts an all-gather and gives the memory for this rank's block. `all_gather` with the tensor, once it is written,
-  /// goes on with that round and copies nothing. One at a time; the memory is used again two rounds later.
+  /// Starts an all-gather and returns the memory for this rank's block. Write the block, then pass the tensor to
+  /// `all_gather`, which continues the same collective without a copy. One at a time; the memory is reused two
+  /// collectives later.
   at::Tensor prepare_all_gather(int64_t rows, int64_t columns, at::ScalarType dtype);
 
  private:
-  struct SharedState;  // what a round and the link share
-  struct Slots;        // memory of all ranks for blocks
+  struct SharedState;  // shared by the transport and its collectives
+  struct Slots;        // block memory of all ranks
   class ShmCollective;
 
   std::unique_ptr<ShmCollective> start(const CollectiveFingerprint& fingerprint);

@@ -13,13 +13,13 @@ constexpr size_t kCacheLine = 64;
 constexpr int kRowBits = 40;
 constexpr int64_t kMaxRows = (int64_t{1} << kRowBits) - 1;
 
-#ifdef WEFT_PLANT_A_RACE  // a mistake that the thread sanitizer must find
+#ifdef WEFT_PLANT_A_RACE  // deliberate bug that ThreadSanitizer must find (tools/planted_race.sh)
 constexpr auto kReadyOrder = std::memory_order_relaxed;
 #else
 constexpr auto kReadyOrder = std::memory_order_release;
 #endif
 
-/// What a rank is about to do. All is written before `seq`, which is stored with release.
+/// The collective a rank is about to run. `seq` is stored last, with release.
 struct alignas(kCacheLine) Announcement {
   std::atomic<uint64_t> seq;
   uint64_t group_id;
@@ -27,7 +27,7 @@ struct alignas(kCacheLine) Announcement {
   CollectiveFingerprint fingerprint;
 };
 
-/// Rows that are final, below the number of the round.
+/// Number of ready rows in the low kRowBits bits, sequence number above.
 struct alignas(kCacheLine) Count {
   std::atomic<uint64_t> word;
 
@@ -36,14 +36,14 @@ struct alignas(kCacheLine) Count {
 
 }  // namespace
 
-/// One rank's words. Each word that one rank waits for has a cache line of its own.
+/// Control block of one rank. Words that other ranks poll are on separate cache lines.
 struct Signals::ControlBlock {
   alignas(kCacheLine) StickyError sticky_error;
   alignas(kCacheLine) std::atomic<uint64_t> finished;
-  alignas(kCacheLine) std::atomic<uint64_t> heartbeat;  // grows while this rank waits
-  std::atomic<int32_t> waits_for;                       // the rank it waited for when it grew
+  alignas(kCacheLine) std::atomic<uint64_t> heartbeat;  // incremented while this rank waits
+  std::atomic<int32_t> waits_for;                       // rank it waited for at the last increment
   std::array<Announcement, 2> announcements;
-  // Two counts for each rank follow.
+  // Followed by two counts per rank.
 
   Count& count(uint64_t seq, int to) { return reinterpret_cast<Count*>(this + 1)[2 * to + seq % 2]; }
 };
@@ -54,7 +54,8 @@ size_t Signals::control_block_bytes(int size) {
 
 Signals::Signals(Options options) : options_(std::move(options)) {
   static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
-  TORCH_CHECK_VALUE(options_.timeout.count() > 0, "The timeout of a group must be more than 0.");
+  TORCH_CHECK_VALUE(options_.timeout.count() > 0, "Expected a timeout greater than 0 ms, got ",
+                    options_.timeout.count(), " ms.");
 }
 
 void Signals::check() const {
@@ -63,7 +64,7 @@ void Signals::check() const {
 }
 
 void Signals::fail(FailureReason reason, uint64_t seq, int peer, Failure failure) {
-  check();  // what came first
+  check();  // an earlier failure takes precedence
   failure.reason = reason;
   failure.peer = peer;
   failure.pid = options_.peers[peer].process->pid();
@@ -97,9 +98,10 @@ void Signals::heartbeat(int waits_for) {
   local.heartbeat.fetch_add(1, std::memory_order_release);
 }
 
-/// A peer that is late may be waiting itself, for one that is gone: that one is named. Whoever waits, beats.
+/// The late peer may itself wait for another rank. Follows `waits_for` to a rank without a heartbeat and reports that
+/// one.
 void Signals::fail_timeout(uint64_t seq, int peer, Failure failure) {
-  constexpr Milliseconds kHeartbeatWindow{200};  // a rank that waits beats every 0.1 ms, if it gets a core
+  constexpr Milliseconds kHeartbeatWindow{200};  // a waiting rank with a core to run on beats every 0.1 ms
   std::vector<uint64_t> before(size());
   for (int r = 0; r < size(); ++r) before[r] = control_block(r).heartbeat.load(std::memory_order_acquire);
   const auto waits = [&](int r) { return control_block(r).heartbeat.load(std::memory_order_acquire) != before[r]; };
@@ -113,7 +115,7 @@ void Signals::fail_timeout(uint64_t seq, int peer, Failure failure) {
       fail(FailureReason::peer_exited, seq, culprit, failure);
     }
     const int next = waits(culprit) ? control_block(culprit).waits_for.load(std::memory_order_relaxed) : culprit;
-    if (next < 0 || next >= size() || next == rank() || hops >= size()) {  // they wait for each other
+    if (next < 0 || next >= size() || next == rank() || hops >= size()) {  // a cycle
       culprit = peer;
       reporter = rank();
       break;
@@ -132,10 +134,11 @@ uint64_t Signals::start(const CollectiveFingerprint& fingerprint, uint64_t free_
   check();
   const uint64_t seq = last_ + 1;
   auto& opened = open(seq);
-  TORCH_CHECK(opened.finished, "Round ", opened.seq, " must be finished before round ", seq,
-              " starts: two may be open.");
-  TORCH_CHECK_VALUE(fingerprint.rows >= 0 && fingerprint.rows <= kMaxRows && fingerprint.columns >= 0, "A block of [",
-                    fingerprint.rows, ", ", fingerprint.columns, "] was given.");
+  TORCH_CHECK(opened.finished, "Finish collective ", opened.seq, " before starting collective ", seq,
+              ": at most two may be open.");
+  TORCH_CHECK_VALUE(fingerprint.rows >= 0 && fingerprint.rows <= kMaxRows && fingerprint.columns >= 0,
+                    "Expected a block of 0 to ", kMaxRows, " rows and at least 0 columns, got [", fingerprint.rows,
+                    ", ", fingerprint.columns, "].");
   last_ = seq;
   opened = {.seq = seq, .fingerprint = fingerprint, .matched = std::vector<char>(size()), .finished = false};
   for (int peer = 0; peer < size(); ++peer)
@@ -150,7 +153,7 @@ uint64_t Signals::start(const CollectiveFingerprint& fingerprint, uint64_t free_
   return seq;
 }
 
-/// True once the peer has announced the round; raises if it announced something else.
+/// True once the peer has announced the collective; raises if its fingerprint differs.
 bool Signals::is_matched(uint64_t seq, int peer) {
   auto& opened = open(seq);
   if (opened.matched[peer]) return true;

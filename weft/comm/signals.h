@@ -9,27 +9,27 @@
 
 namespace weft::comm {
 
-/// The words by which the ranks of a group keep in step, in a pad of shared memory per rank, which that rank writes and
-/// all read. Rounds are numbered 1, 2, … on every rank. A round begins with an announcement of what the rank is about
-/// to do; each reader compares it with its own before it looks at anything else. Then the rank publishes rows as they
-/// become final. When it needs nothing more of a round, it says so by the number of that round.
+/// Synchronizes the ranks of a group through shared memory: one control block per rank, which that rank writes and all
+/// ranks read. Collectives have sequence numbers 1, 2, … on every rank. A rank announces the fingerprint of a
+/// collective; a reader compares it with its own before it reads anything else. Then the rank marks rows ready as they
+/// become final. When it needs nothing more from a collective, it stores that sequence number as finished.
 ///
-/// Announcements, counts of rows and data have two places, for odd and even rounds. A rank takes those of round n once
-/// every rank has finished round n - 2: all it needs to know is in the words that the others have written anyway, and
-/// there is no barrier. Nobody can still read what it overwrites, and nobody can mistake a word of round n - 2 for one
-/// of round n, because the number of the round is part of it.
+/// Announcements, row counts and data are double-buffered by the parity of the sequence number. A rank reuses the
+/// buffers of collective n - 2 for collective n once every rank has finished n - 2, which needs no barrier. Nobody
+/// still reads what it overwrites, and no word of n - 2 is mistaken for one of n, because each word contains its
+/// sequence number.
 ///
-/// The first failure goes into every pad; every wait and every look sees it. Not thread-safe.
+/// The first failure is written into every control block; every wait and every poll sees it. Not thread-safe.
 class Signals {
  public:
   struct Peer {
     std::byte* control_block = nullptr;  // `control_block_bytes` bytes, zeroed before the first rank starts
-    const Process* process = nullptr;    // outlives this
+    const Process* process = nullptr;    // must outlive the Signals
   };
   struct Options {
     int rank = 0;
-    std::vector<Peer> peers;  // all ranks, this one included
-    uint64_t group_id = 0;    // the same number on all ranks, another in other groups
+    std::vector<Peer> peers;  // all ranks, including this one
+    uint64_t group_id = 0;    // the same on all ranks of a group, different between groups
     Milliseconds timeout{};   // of every wait
   };
 
@@ -41,25 +41,26 @@ class Signals {
   int size() const { return static_cast<int>(options_.peers.size()); }
   const CollectiveFingerprint& fingerprint(uint64_t seq) const { return open(seq).fingerprint; }
 
-  /// Begins the next round: waits until its places are free, then announces it. Two may be open. Returns its number.
-  /// `free_memory`: what this rank could take, for `min_free_memory`.
+  /// Waits until the buffers of the next collective are free, announces it and returns its sequence number. At most two
+  /// collectives may be open. `free_memory`: bytes this rank can allocate, for `min_free_memory`.
   uint64_t start(const CollectiveFingerprint& fingerprint, uint64_t free_memory = 0);
-  /// Waits until the peer has announced the same.
+  /// Waits until the peer has announced the collective; raises on every rank if its fingerprint differs.
   void wait_for_match(uint64_t seq, int peer);
-  /// Meets all peers. The least that any rank announced.
+  /// Waits for the announcements of all peers and returns the smallest announced `free_memory`.
   uint64_t min_free_memory(uint64_t seq);
-  /// Rows [0, rows) for rank `to` are final. `to` = rank(): those for everybody.
+  /// Rows [0, rows) of the block for rank `to` are final. `to` = rank(): the block for all ranks.
   void mark_ready(uint64_t seq, int to, int64_t rows);
-  /// How many rows the peer has published for this rank or, if `broadcast`, for everybody; 0 if it is not there yet.
+  /// Number of rows that the peer has marked ready for this rank or, with `broadcast`, for all ranks; 0 if the peer has
+  /// not announced the collective.
   int64_t arrived(uint64_t seq, int peer, bool broadcast);
-  /// Returns when these are at least `rows`.
+  /// Waits until `arrived` is at least `rows`.
   int64_t wait(uint64_t seq, int peer, bool broadcast, int64_t rows);
-  /// This rank reads no more of the round.
+  /// This rank reads nothing more from the collective.
   void finish(uint64_t seq);
-  /// This rank cannot go on, for the reason given if it is known: no other shall wait for it.
+  /// This rank cannot finish the collective: fails the group, so that no other rank waits for it.
   void abandon(uint64_t seq, std::string_view reason = "") noexcept;
 
-  /// Raises what any rank has reported.
+  /// Raises the failure that any rank has reported.
   void check() const;
 
  private:
@@ -77,17 +78,17 @@ class Signals {
   OpenCollective& open(uint64_t seq) { return open_[seq % 2]; }
   const OpenCollective& open(uint64_t seq) const { return open_[seq % 2]; }
   bool is_matched(uint64_t seq, int peer);
-  /// Shows that this rank is alive and waits for another.
+  /// Tells the other ranks that this one is alive and waits for rank `waits_for`.
   void heartbeat(int waits_for);
   [[noreturn]] void fail_timeout(uint64_t seq, int peer, Failure failure);
   [[noreturn]] void fail(FailureReason reason, uint64_t seq, int peer, Failure failure);
-  /// `wait_until` with the checks that every wait makes.
+  /// `wait_until` with the checks of every wait: sticky error, peer process, timeout.
   template <class Done>
   void wait_for(uint64_t seq, int peer, int64_t rows, Done&& done);
 
   Options options_;
-  uint64_t last_ = 0;      // round that was started
-  uint64_t finished_ = 0;  // all rounds up to it
+  uint64_t last_ = 0;      // last collective that was started
+  uint64_t finished_ = 0;  // all collectives up to this one are finished
   std::array<OpenCollective, 2> open_;
 };
 

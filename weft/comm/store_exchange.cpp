@@ -17,17 +17,17 @@ using Clock = std::chrono::steady_clock;
 using Store = c10::intrusive_ptr<c10d::Store>;
 
 [[noreturn]] void fail(const StoreExchangeOptions& options, int peer, const std::string& what) {
-  C10_THROW_ERROR(DistError, c10::str("Rank ", options.rank, " of ", options.size, " at '", options.prefix, "', rank ",
-                                      peer, ": ", what, "."));
+  C10_THROW_ERROR(DistError, c10::str("Rank ", options.rank, " of ", options.size, ", store exchange '", options.prefix,
+                                      "', rank ", peer, ": ", what, "."));
 }
 
-/// What the thread that talks to the Store and the thread that waits for it share.
+/// Shared by the thread that calls the Store and the thread that waits for it.
 struct StoreSession {
   Store store;
-  std::atomic<int> peer = 0;                // whose word is awaited
-  std::atomic<bool> awaiting_reply = true;  // the Store has not answered yet
+  std::atomic<int> peer = 0;                // rank whose value is awaited
+  std::atomic<bool> awaiting_reply = true;  // a Store call is running
   std::atomic<bool> stopped = false;
-  std::vector<std::string> values = {};  // of each rank; for the waiting thread once the talk is over
+  std::vector<std::string> values = {};  // by rank; the waiting thread reads it after the calls have ended
   int64_t count = 0;                     // likewise
 
   template <class Query>
@@ -40,7 +40,7 @@ struct StoreSession {
   void read(int from, const std::string& key);
 };
 
-/// Looks again and again: a wait inside the Store would see no failure that is told elsewhere.
+/// Polls: a blocking wait inside the Store would not see `stopped`.
 void StoreSession::read(int from, const std::string& key) {
   peer = from;
   for (auto pause = milliseconds(1); !request([&] { return store->check({key}); });
@@ -51,7 +51,7 @@ void StoreSession::read(int from, const std::string& key) {
   values[from] = request([&] { return store->get_to_str(key); });
 }
 
-/// Runs `fn(session)` until the timeout; errors get the number of the rank they concern.
+/// Runs `fn(session)` with the timeout; errors name the rank that was waited for.
 template <class Fn>
 std::shared_ptr<StoreSession> run_session(const Store& store, const StoreExchangeOptions& options, Fn&& fn) {
   const std::shared_ptr<StoreSession> session(new StoreSession{.store = store, .peer = options.rank});
@@ -65,7 +65,7 @@ std::shared_ptr<StoreSession> run_session(const Store& store, const StoreExchang
       *failure = error.what();
     }
   };
-  struct Stop {  // also if `poll` raises
+  struct Stop {  // a destructor, so that it also runs if `poll` raises
     StoreSession& session;
     ~Stop() { session.stopped = true; }
   } const stop{*session};
@@ -74,7 +74,7 @@ std::shared_ptr<StoreSession> run_session(const Store& store, const StoreExchang
   };
   if (!run_with_deadline(Clock::now() + options.timeout, guarded, poll))
     fail(options, session->peer,
-         c10::str(session->awaiting_reply ? "the Store does not answer" : "no word in the Store", " within ",
+         c10::str(session->awaiting_reply ? "the Store does not respond" : "no value in the Store", " within ",
                   options.timeout.count(), " ms"));
   if (!failure->empty()) fail(options, session->peer, "the Store failed: " + *failure);
   return session;

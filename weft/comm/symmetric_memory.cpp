@@ -46,17 +46,18 @@ void SharedSymmetricMemory::check() const {
   if (!local.empty()) C10_THROW_ERROR(DistError, text(local.get()));
 }
 
-/// The word in the pad of `owner` that `sender` sets.
+/// The word in the signal pad of `owner` that `sender` sets.
 std::atomic<uint32_t>& SharedSymmetricMemory::signal_word(int owner, int sender, int channel) const {
   const int size = rendezvous_->size();
   TORCH_CHECK_INDEX(owner >= 0 && owner < size && sender >= 0 && sender < size, "Rank ",
-                    owner == rendezvous_->rank() ? sender : owner, " is none of ", size, ".");
+                    owner == rendezvous_->rank() ? sender : owner, " is out of range for a group of ", size, ".");
   const int64_t channels = static_cast<int64_t>(layout_.signals / sizeof(uint32_t)) / size;
-  TORCH_CHECK_INDEX(channel >= 0 && channel < channels, "Channel ", channel, " is none of ", channels, ".");
+  TORCH_CHECK_INDEX(channel >= 0 && channel < channels, "Channel ", channel, " is out of range: the signal pad has ",
+                    channels, " channels.");
   return static_cast<std::atomic<uint32_t>*>(signals_[owner])[channel * size + sender];
 }
 
-/// Waits until the word is `from`, and makes it `to`.
+/// Waits until the word is `from` and changes it to `to`.
 void SharedSymmetricMemory::wait_compare_exchange(const SignalRequest& request, std::atomic<uint32_t>& word,
                                                   uint32_t from, uint32_t to) {
   check();
@@ -138,7 +139,7 @@ void SharedSymmetricMemoryAllocator::free(void* ptr) {
 SharedSymmetricMemoryAllocator::Allocation& SharedSymmetricMemoryAllocator::allocation(void* ptr) {
   const auto found = allocations_.find(ptr);
   TORCH_CHECK_VALUE(found != allocations_.end(),
-                    "The tensor was not made by torch.distributed._symmetric_memory.empty.");
+                    "The tensor was not allocated by torch.distributed._symmetric_memory.empty.");
   return found->second;
 }
 
@@ -152,10 +153,10 @@ bool SharedSymmetricMemoryAllocator::has_allocation(void* ptr) {
   return allocations_.contains(ptr);
 }
 
-/// Of the ranks of a registered process group, else of those that set_group_info has named.
+/// Rendezvous of a registered process group or, if there is none, of the ranks given to set_group_info.
 std::shared_ptr<Rendezvous> SharedSymmetricMemoryAllocator::make_rendezvous(const std::string& name) {
   HostRendezvous::Options options;
-  std::string common = name;  // equal on all ranks
+  std::string common = name;  // a name that is equal on all ranks
   try {
     const Group group(name);
     common = group.common_name();
@@ -172,7 +173,7 @@ std::shared_ptr<Rendezvous> SharedSymmetricMemoryAllocator::make_rendezvous(cons
     TORCH_CHECK_VALUE(options.timeout.count() > 0, "The Store of group '", name, "' has a timeout of ",
                       options.timeout.count(), " ms, expected more than 0.");
   }
-  // Groups may share a Store.
+  // Groups may share a Store, so the prefix contains the group and a count.
   options.prefix = c10::str("weft/symmetric_memory/", common, "/", rendezvous_counts_[name]++);
   return std::make_shared<HostRendezvous>(std::move(options));
 }

@@ -8,12 +8,12 @@
 #include "weft/comm/waiting.h"
 
 // torch.distributed._symmetric_memory for CPU tensors: memory that every rank of a group on one host can read and
-// write. Loading weft registers it, unless the CPU has such an allocator already.
+// write. Loading weft registers the allocator, unless one is already registered for the CPU.
 
 namespace weft::comm {
 
-/// One allocation of each rank, mapped by all. A signal is a word that the sender sets and the receiver clears;
-/// channels have words of their own. A timeout of 0 is the group's. Whatever fails makes the object unusable on every
+/// One allocation per rank, mapped by all ranks. A signal is a word that the sender sets and the receiver clears; each
+/// channel has its own words. A timeout of 0 means the group's timeout. An error makes the object unusable on every
 /// rank.
 class SharedSymmetricMemory final : public c10d::symmetric_memory::SymmetricMemory {
  public:
@@ -24,7 +24,7 @@ class SharedSymmetricMemory final : public c10d::symmetric_memory::SymmetricMemo
     size_t bytes() const;
   };
 
-  /// `rendezvous` is where the memories came from.
+  /// `rendezvous`: the one that exchanged `memories`.
   SharedSymmetricMemory(std::shared_ptr<Rendezvous> rendezvous, SharedMemories memories, const Layout& layout);
 
   std::vector<void*> get_buffer_ptrs() override { return buffers_; }
@@ -45,7 +45,7 @@ class SharedSymmetricMemory final : public c10d::symmetric_memory::SymmetricMemo
   void wait_signal(int src_rank, int channel, size_t timeout_ms) override;
 
  private:
-  struct SignalRequest;  // what is waited for
+  struct SignalRequest;  // operation, peer, channel and timeout
   std::atomic<uint32_t>& signal_word(int owner, int sender, int channel) const;
   void put(const SignalRequest& request);
   void wait(const SignalRequest& request);
@@ -83,7 +83,7 @@ class SharedSymmetricMemoryAllocator final : public c10d::symmetric_memory::Symm
 
   std::mutex mutex_;
   std::map<void*, Allocation> allocations_;
-  std::map<std::string, int64_t> rendezvous_counts_;  // how many a group has had
+  std::map<std::string, int64_t> rendezvous_counts_;  // rendezvous created so far, by group
 };
 
 }  // namespace weft::comm

@@ -7,8 +7,8 @@ namespace {
 
 constexpr auto kPollInterval = std::chrono::milliseconds(10);
 
-/// Pointers with counters of this thread's own: common ones would order the threads that touch them, and so hide from
-/// the thread sanitizer that something else does not.
+/// Copies with separate reference counts: updates of a shared count would synchronize the threads and hide races from
+/// ThreadSanitizer.
 SharedMemories own_pointers(const SharedMemories& common) {
   SharedMemories own;
   for (const auto& memory : common) own.emplace_back(memory.get(), [memory](SharedMemory*) {});
@@ -33,8 +33,8 @@ SharedMemories ThreadRendezvous::exchange_memory(std::shared_ptr<SharedMemory> l
   while (!state_->changed.wait_for(lock, kPollInterval, [&] { return state_->generation != generation; })) {
     poll();
     if (std::chrono::steady_clock::now() > deadline)
-      C10_THROW_ERROR(DistError, c10::str("Rank ", rank_, " waited ", timeout_.count(), " ms with memory for ", size(),
-                                          " ranks; only ", state_->arrived, " came."));
+      C10_THROW_ERROR(DistError, c10::str("Rank ", rank_, " waited ", timeout_.count(), " ms for ", size(),
+                                          " ranks to exchange memory; only ", state_->arrived, " arrived."));
   }
   return own_pointers(state_->all);
 }

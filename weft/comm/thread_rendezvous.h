@@ -6,10 +6,10 @@
 
 namespace weft::comm {
 
-/// Ranks that are threads of one process meet here: all use one mapping of each memory, so that the thread sanitizer
-/// sees what they do to it. No socket, no Store.
-///   const auto state = std::make_shared<ThreadRendezvousState>(4);   // shared by the threads
-///   ThreadRendezvous rendezvous(state, rank, timeout);     // one in each
+/// Rendezvous of ranks that are threads of one process, without sockets or a Store. All threads use the same mapping of
+/// each memory, so that ThreadSanitizer sees their accesses.
+///   const auto state = std::make_shared<ThreadRendezvousState>(4);  // one for all threads
+///   ThreadRendezvous rendezvous(state, rank, timeout);              // one per thread
 struct ThreadRendezvousState {
   explicit ThreadRendezvousState(int size) : offered(size) {}
   std::mutex mutex;

@@ -9,7 +9,7 @@ namespace weft::comm {
 
 enum class CommOp : uint32_t { all_gather = 1, reduce_scatter, all_reduce, grow, barrier, put_signal, wait_signal };
 
-/// What all ranks must say alike before bytes move.
+/// What all ranks compare before a collective moves data.
 struct CollectiveFingerprint {
   CommOp op = CommOp::all_gather;
   at::ScalarType dtype = at::kFloat;
@@ -18,34 +18,34 @@ struct CollectiveFingerprint {
   bool operator==(const CollectiveFingerprint&) const = default;
 };
 
-/// One round of blocks between the ranks of a group: this rank has a block [rows, columns] for each peer and gets one
-/// from each. Rows become final from the first to the last. Used by one thread; never blocks except in `wait` and
-/// `finish`, which raise at the timeout, when a peer has failed, or when its agreement differs.
+/// A running collective: this rank has a block [rows, columns] for each peer and gets one from each. Rows become ready
+/// from first to last. For one thread. Only `wait` and `finish` block; they raise at the timeout, if a peer has failed,
+/// or if its fingerprint differs.
 class InFlightCollective {
  public:
   InFlightCollective() = default;
   InFlightCollective(const InFlightCollective&) = delete;
   InFlightCollective& operator=(const InFlightCollective&) = delete;
-  /// Leaves the group unusable if the exchange was not finished.
+  /// Destroying an unfinished collective fails the group.
   virtual ~InFlightCollective() = default;
 
-  /// Where this rank writes its block for rank `to`. An all-gather has one block for all, already given.
+  /// Memory for this rank's block for rank `to`. An all-gather has one block for all ranks.
   virtual at::Tensor outgoing(int to) = 0;
   /// Rows [0, rows) of the block for `to` are final.
   virtual void mark_ready(int to, int64_t rows) = 0;
-  /// The block of rank `from`, valid up to `arrived(from)` rows and until `finish`.
+  /// The block of rank `from`: its first `arrived(from)` rows, until `finish`.
   virtual at::Tensor incoming(int from) = 0;
-  /// Moves bytes if any can be moved, and tells how many rows of the block of `from` are there.
+  /// Progresses the transport and returns how many rows of the block of `from` have arrived.
   virtual int64_t arrived(int from) = 0;
-  /// Returns when at least `rows` rows are there.
+  /// Waits until at least `rows` rows of the block of `from` have arrived.
   virtual void wait(int from, int64_t rows) = 0;
-  /// Moves bytes if any can be moved. Cheap enough for once per 10 µs of computation.
+  /// Progresses the transport without blocking. Cheap enough for the progress hook of a GEMM.
   virtual void progress() = 0;
-  /// Returns when this rank's blocks need no more help from it; incoming blocks are no longer valid.
+  /// Waits until this rank's blocks need no further progress from it. Incoming blocks become invalid.
   virtual void finish() = 0;
 };
 
-/// A way between the ranks of one group.
+/// Moves blocks between the ranks of one group.
 class Transport {
  public:
   Transport() = default;
@@ -56,19 +56,19 @@ class Transport {
   virtual int rank() const = 0;
   virtual int size() const = 0;
   virtual std::string_view name() const = 0;  // "shm", "ucx"
-  /// Blocks that arrive are read where the peer wrote them: no bytes are received, waiting costs nothing but time.
+  /// True if incoming blocks are read in the memory of the peer: nothing is received, and no progress is needed.
   virtual bool zero_copy() const = 0;
 
-  /// Starts a round; every rank of the group starts the same ones in the same order. At most two are open at a time.
-  /// all_gather: `local` [rows, columns] is this rank's block for everyone; it must stay as it is until `finish`.
+  /// Starts a collective. Every rank of the group starts the same ones in the same order, at most two at a time.
+  /// all_gather: `local` [rows, columns] is this rank's block for all ranks; it must not change until `finish`.
   virtual std::unique_ptr<InFlightCollective> all_gather(const at::Tensor& local) = 0;
-  /// all_gather of a block that is written on the way, by `outgoing` and `mark_ready` of this rank. Null if the link
-  /// cannot.
+  /// all_gather of a block that the caller writes later, through `outgoing` and `mark_ready` of this rank. Null if the
+  /// transport does not support it.
   virtual std::unique_ptr<InFlightCollective> all_gather(int64_t /*rows*/, int64_t /*columns*/,
                                                          at::ScalarType /*dtype*/) {
     return nullptr;
   }
-  /// reduce_scatter: a block for each rank, to be written through `outgoing` and `mark_ready`; the caller sums.
+  /// reduce_scatter: the caller writes a block per rank through `outgoing` and `mark_ready`, and sums incoming blocks.
   virtual std::unique_ptr<InFlightCollective> reduce_scatter(int64_t rows, int64_t columns, at::ScalarType dtype) = 0;
 };
 

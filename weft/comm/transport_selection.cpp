@@ -13,7 +13,7 @@ namespace {
 
 struct PeerInfo {
   HostIdentity host;
-  std::string requested;  // empty: nothing
+  std::string requested;  // WEFT_TRANSPORT; may be empty
   std::string no_ucx_reason;
 
   std::string text() const { return host.text() + "\n" + requested + "\n" + no_ucx_reason; }
@@ -29,18 +29,18 @@ struct PeerInfo {
   }
 };
 
-/// "rank 2 is on another host", or empty.
+/// "rank 2 cannot share memory with rank 0 (different host)", or empty.
 std::string shm_unavailable_reason(const std::vector<PeerInfo>& ranks) {
   for (size_t r = 1; r < ranks.size(); ++r) {
     const auto reason = not_colocated_reason(ranks[0].host, ranks[r].host);
-    if (!reason.empty()) return c10::str("rank ", r, " is on ", reason, " than rank 0");
+    if (!reason.empty()) return c10::str("rank ", r, " cannot share memory with rank 0 (", reason, ")");
   }
   return "";
 }
 
 std::string missing_ucx_reason(const std::vector<PeerInfo>& ranks) {
   for (size_t r = 0; r < ranks.size(); ++r)
-    if (!ranks[r].no_ucx_reason.empty()) return c10::str("rank ", r, " has no UCX (", ranks[r].no_ucx_reason, ")");
+    if (!ranks[r].no_ucx_reason.empty()) return c10::str("rank ", r, " cannot use UCX (", ranks[r].no_ucx_reason, ")");
   return "";
 }
 
@@ -49,7 +49,7 @@ std::pair<TransportKind, std::string> select_transport(const std::vector<PeerInf
   for (size_t r = 1; r < ranks.size(); ++r)
     if (ranks[r].requested != requested)
       C10_THROW_ERROR(DistError, c10::str("WEFT_TRANSPORT is '", requested, "' on rank 0 and '", ranks[r].requested,
-                                          "' on rank ", r, ". Set the same on all ranks, or none."));
+                                          "' on rank ", r, ". Set the same value on all ranks, or unset it."));
   if (requested == "plain") return {TransportKind::plain, "WEFT_TRANSPORT is plain"};
   const auto no_shm_reason = shm_unavailable_reason(ranks), no_ucx_reason = missing_ucx_reason(ranks);
   if (requested == "shm" || (requested.empty() && no_shm_reason.empty())) {

@@ -7,16 +7,16 @@ namespace weft::comm {
 
 enum class TransportKind { shm, ucx, plain };
 
-/// What every rank says of itself before a link is made: where it is, what WEFT_TRANSPORT asks for, why it may not use
-/// UCX.
+/// What each rank tells the others before a transport is created: its host, its WEFT_TRANSPORT, and why it cannot use
+/// UCX (empty: it can).
 using PeerInfoTexts = std::vector<std::string>;
 std::string local_peer_info();
 
-/// How the ranks that said this are linked, and why not, if they are not. All come to the same result. Raises DistError
-/// if the transport that was asked for cannot link them, or if they asked for different ones.
+/// The transport of ranks with these peer infos; for `plain`, also the reason. Every rank computes the same result.
+/// Raises DistError if the requested transport cannot be used, or if ranks request different ones.
 std::pair<TransportKind, std::string> select_transport(const PeerInfoTexts& by_rank);
 
-/// Once UCX was chosen and loaded: the same, with why each rank could not load it (empty: it could).
+/// The same, after UCX was selected: `load_errors` says for each rank why it could not load UCX (empty: it could).
 std::pair<TransportKind, std::string> select_loaded_transport(const PeerInfoTexts& by_rank,
                                                               const std::vector<std::string>& load_errors);
 

@@ -22,7 +22,7 @@ namespace {
 using Store = c10::intrusive_ptr<c10d::Store>;
 using WeakGroup = c10::weak_intrusive_ptr<c10d::ProcessGroup>;
 
-/// What is known of a group: its link, why it has none, or why making one failed.
+/// The transport of a group, the reason why it has none, or the error of its creation.
 struct GroupTransport {
   explicit GroupTransport(const Group& group) : c10d(group.c10d()) {}
   const WeakGroup c10d;
@@ -33,14 +33,14 @@ struct GroupTransport {
   std::string failure;
 };
 
-/// A roll call of the group under keys that no other link uses.
+/// Options for a store exchange of the group, with keys that no other transport uses.
 StoreExchangeOptions exchange_options(const Group& group, const Store& store) {
   StoreExchangeOptions exchange{"weft/" + group.common_name(), group.rank(), group.size(), group.timeout()};
   exchange.prefix += c10::str("/", next_generation(store, exchange));
   return exchange;
 }
 
-/// Which way the ranks take, and why none. UCX is loaded only where it was chosen.
+/// Agrees on a transport with the other ranks. Loads UCX only if it was selected.
 std::pair<TransportKind, std::string> negotiate_transport(const Store& store, const StoreExchangeOptions& exchange) {
   const PeerInfoTexts peer_infos = exchange_through_store(store, exchange, local_peer_info());
   auto selected = select_transport(peer_infos);
@@ -51,7 +51,7 @@ std::pair<TransportKind, std::string> negotiate_transport(const Store& store, co
 }
 
 std::unique_ptr<Transport> make_shm_transport(const Group& group, const std::string& prefix) {
-  // The link outlives no group: it finds the Store, when memory grows, through the group.
+  // A weak reference: the transport must not keep the group alive. It needs the Store again when the slots grow.
   const auto find_store = [weak = WeakGroup(group.c10d())]() -> Store {
     const auto group = weak.lock();
     return group ? group->getStore() : nullptr;
@@ -74,12 +74,12 @@ TransportLookup make_transport(const Group& group) {
   return {std::make_shared<GuardedTransport>(group.failure(), std::move(transport)), ""};
 }
 
-/// The entry of a group, made if there is none. Those of groups that are gone go too.
+/// Finds or creates the entry of a group. Creating one also removes the entries of destroyed groups.
 std::shared_ptr<GroupTransport> entry_of(const Group& group, const std::string& name) {
   static std::mutex mutex;
   static auto* entries = new std::map<std::string, std::shared_ptr<GroupTransport>>;  // never destroyed: used at exit
-  std::vector<std::shared_ptr<GroupTransport>>
-      removed;  // destroyed after the lock is released: closing a link takes its time
+  // Destroyed after the lock is released: closing a transport may take long.
+  std::vector<std::shared_ptr<GroupTransport>> removed;
   const std::lock_guard lock(mutex);
   const auto found = entries->find(name);
   if (found != entries->end() && found->second->c10d.lock() == group.c10d()) return found->second;
@@ -96,8 +96,8 @@ std::shared_ptr<GroupTransport> entry_of(const Group& group, const std::string& 
 TransportLookup get_transport(const std::string& name) {
   const Group group(name);
   const auto entry = entry_of(group, name);
-  TORCH_CHECK(entry->pid == ::getpid(), "The link of group '", name, "' belongs to process ", entry->pid,
-              ", of which this is a fork. Start ranks and their helpers by spawn.");
+  TORCH_CHECK(entry->pid == ::getpid(), "The transport of group '", name, "' belongs to process ", entry->pid,
+              ", and this process was forked from it. Start processes with the spawn method.");
   const std::lock_guard lock(entry->mutex);
   if (!entry->failure.empty()) C10_THROW_ERROR(DistError, entry->failure);
   group.failure()->check();
@@ -105,11 +105,11 @@ TransportLookup get_transport(const std::string& name) {
   try {
     entry->lookup = make_transport(group);
   } catch (const c10::Error& error) {
-    entry->failure = c10::str("No link for group '", name, "': ", error.what_without_backtrace());
+    entry->failure = c10::str("No transport for group '", name, "': ", error.what_without_backtrace());
     group.failure()->put(entry->failure);
     C10_THROW_ERROR(DistError, entry->failure);
-  } catch (...) {  // an interrupt: the other ranks wait for this one
-    group.failure()->put("Making its link was interrupted.");
+  } catch (...) {  // an interrupt; the other ranks wait for this one
+    group.failure()->put("The creation of its transport was interrupted.");
     throw;
   }
   entry->created = true;

@@ -6,16 +6,16 @@
 
 namespace weft::comm {
 
-/// A link, or why there is none.
+/// A transport, or the reason why the group has none.
 struct TransportLookup {
   std::shared_ptr<Transport> transport;
   std::string reason;
 };
 
-/// The link between the ranks of a c10d group, found by its name. Made at first use, by all ranks together, and kept as
-/// long as the group lives. Shared memory if all ranks are on one host, else UCX where WEFT_UCX_TRUSTED=1 allows it;
-/// WEFT_TRANSPORT=shm|ucx|plain forces. The link and the group's collectives fail together, and the link is for one
-/// thread at a time (guarded_transport.h).
+/// The transport of a registered c10d group. The first call creates it and is a collective call; it lives as long as
+/// the group. Shared memory if all ranks are on one host, otherwise UCX if WEFT_UCX_TRUSTED=1;
+/// WEFT_TRANSPORT=shm|ucx|plain overrides this. The transport shares the failure state of the group's collectives and
+/// serves one thread at a time (guarded_transport.h).
 TransportLookup get_transport(const std::string& group);
 
 }  // namespace weft::comm

@@ -24,9 +24,9 @@ std::filesystem::path plugin_path() {
 Plugin load() {
   const auto path = plugin_path();
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (!library) return {nullptr, dlerror()};  // names the missing one, e.g. libucp.so.0
+  if (!library) return {nullptr, dlerror()};  // names the missing library, e.g. libucp.so.0
   auto make = reinterpret_cast<decltype(&weft_ucx_transport_1)>(dlsym(library, "weft_ucx_transport_1"));
-  if (!make) return {nullptr, path.string() + " is of another version of weft"};
+  if (!make) return {nullptr, path.string() + " belongs to another version of weft"};
   return {make, ""};
 }
 
@@ -39,9 +39,8 @@ const Plugin& plugin() {
 
 std::string ucx_unavailable_reason() {
   if (!ucx_trusted())
-    return "WEFT_UCX_TRUSTED is not 1: anyone who reaches UCX's TCP port can end a rank. Set it where only the hosts "
-           "of "
-           "this job do";
+    return "WEFT_UCX_TRUSTED is not 1: anyone who can connect to UCX's TCP port can crash a rank. Set it to 1 if only "
+           "the hosts of this job can reach the network";
   const auto path = plugin_path();
   if (!std::filesystem::exists(path)) return "weft was built without UCX: there is no " + path.string();
   return "";
@@ -54,7 +53,7 @@ std::string load_ucx() {
 
 std::unique_ptr<Transport> make_ucx_transport(const UcxOptions& options) {
   const auto reason = load_ucx();
-  TORCH_CHECK_NOT_IMPLEMENTED(reason.empty(), "No link over UCX for group '", options.group, "': ", reason, ".");
+  TORCH_CHECK_NOT_IMPLEMENTED(reason.empty(), "No UCX transport for group '", options.group, "': ", reason, ".");
   return std::unique_ptr<Transport>(plugin().make(options));
 }
 

@@ -8,28 +8,28 @@
 
 namespace weft::comm {
 
-/// What a network link needs to know of its group.
+/// The group of a UCX transport.
 struct UcxOptions {
-  c10::intrusive_ptr<c10d::Store> store;  // of the group: addresses and the token go through it
+  c10::intrusive_ptr<c10d::Store> store;  // exchanges the addresses and the token
   int rank = 0;
   int size = 1;
-  std::string group;                    // its name, for messages
-  std::chrono::milliseconds timeout{};  // of each wait; more than 0
+  std::string group;                    // name for error messages
+  std::chrono::milliseconds timeout{};  // of each wait; greater than 0
 };
 
-/// Empty if UCX may be used in this process, else why not: it is not trusted (WEFT_UCX_TRUSTED), or weft was built
-/// without it. Loads nothing.
+/// Empty if this process may use UCX, otherwise the reason: it is not trusted (WEFT_UCX_TRUSTED), or weft was built
+/// without it. Does not load UCX.
 std::string ucx_unavailable_reason();
 
-/// Loads libweft_ucx.so, which lies beside this library if UCX was found when weft was built, and UCX with it. Empty if
-/// links over UCX can then be made, else why not. To be called only where UCX was chosen.
+/// Loads libweft_ucx.so and UCX. The library is next to this one if UCX was found when weft was built. Empty on
+/// success, otherwise the reason. Call it only if UCX was selected.
 std::string load_ucx();
 
-/// A link over UCX. Every rank of the group calls this at the same time. Raises if one of them is missing, and what
-/// `load_ucx` says.
+/// Creates a UCX transport. A collective call of all ranks of the group. Raises if a rank is missing, or if `load_ucx`
+/// fails.
 std::unique_ptr<Transport> make_ucx_transport(const UcxOptions& options);
 
 }  // namespace weft::comm
 
-/// What libweft_ucx.so exports. The number grows with each change of `UcxOptions`, `Transport` or `InFlightCollective`.
+/// Exported by libweft_ucx.so. Increment the number when `UcxOptions`, `Transport` or `InFlightCollective` changes.
 extern "C" weft::comm::Transport* weft_ucx_transport_1(const weft::comm::UcxOptions& options);

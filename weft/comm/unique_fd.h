@@ -5,7 +5,7 @@
 
 namespace weft::comm {
 
-/// A file descriptor that closes itself.
+/// Owns a file descriptor and closes it.
 class UniqueFd {
  public:
   UniqueFd() = default;

@@ -10,7 +10,7 @@ namespace weft::comm {
 
 using Milliseconds = std::chrono::milliseconds;
 
-/// Tells the core that this is a spin.
+/// Spin-wait hint to the CPU.
 inline void cpu_pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -19,15 +19,15 @@ inline void cpu_pause() {
 #endif
 }
 
-/// Stores that bypass the cache become visible before the next one.
+/// Makes non-temporal stores visible before the next store.
 inline void store_fence() {
 #if defined(__x86_64__)
   __builtin_ia32_sfence();
 #endif
 }
 
-/// Returns when `done()` is true. First spins, for a peer on another core; then gives way, for a peer on this one;
-/// after a while sleeps between looks. `poll(waited)` is called now and then: it raises if there is no use in waiting.
+/// Waits until `done()` is true. Spins first, for a peer on another core; then yields, for a peer on this core; after
+/// 20 ms it sleeps between polls. `poll(waited)` is called periodically and may raise to end the wait.
 template <class Done, class Poll>
 void wait_until(Done&& done, Poll&& poll) {
   using Clock = std::chrono::steady_clock;

@@ -30,7 +30,7 @@ class AllGatherGemm {
   }
 
  private:
-  /// Sizes of a block in tiles (kernels/row_chunks.h).
+  /// Shape of a packed block (kernels/row_chunks.h).
   std::vector<int64_t> tiles() const { return {(rows_ + 31) / 32, (x_.size(1) + 31) / 32 * 2, 16, 32}; }
 
   kernels::GemmResult run_on_rows(comm::InFlightCollective& collective) const {
@@ -41,14 +41,14 @@ class AllGatherGemm {
       return chunk == 0 ? rows_ : arrived_from_all(collective, {owner_[chunk]}, from, rows_);
     };
     if (transport_.zero_copy())
-      chunks.min_block_rows = chunks.rows;  // they come soon: better to wait than to read the weight once more
+      chunks.min_block_rows = chunks.rows;  // waiting for all rows is cheaper than another pass over the weight
     else
       chunks.progress = [&] { collective.progress(); };
     return kernels::gemm(chunks, w_, e_);
   }
 
-  /// Own rows are packed into tiles for the product as ever, and on the way into memory that the peers read: nobody
-  /// copies them, or packs them once more.
+  /// The GEMM also packs this rank's rows into the shared memory that the peers read, so that no rank copies or packs
+  /// them again.
   kernels::GemmResult run_on_tiles(comm::InFlightCollective& collective) const {
     kernels::RowChunks chunks{.rows = rows_ * transport_.size(), .min_block_rows = rows_ * transport_.size()};
     const int me = transport_.rank();
@@ -77,7 +77,7 @@ class AllGatherGemm {
   const kernels::Matrix& w_;
   const kernels::Epilogue& e_;
   int64_t rows_;            // of a block
-  std::vector<int> owner_;  // of each piece
+  std::vector<int> owner_;  // rank that owns each row chunk
 };
 
 }  // namespace

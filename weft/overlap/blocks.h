@@ -9,19 +9,19 @@
 
 namespace weft::overlap {
 
-/// The other ranks, the next one first.
+/// The other ranks, starting with rank + 1.
 inline std::vector<int> peers(const comm::Transport& transport) {
   std::vector<int> list;
   for (int i = 1; i < transport.size(); ++i) list.push_back((transport.rank() + i) % transport.size());
   return list;
 }
 
-/// x with rows that have no gaps.
+/// x, or a contiguous copy if its rows are strided.
 inline at::Tensor with_contiguous_rows(const at::Tensor& x) {
   return x.stride(1) == 1 || x.size(1) <= 1 ? x : x.contiguous();
 }
 
-/// How many rows of every peer's block are there; waits for row `from` if it is not.
+/// Number of rows that have arrived from every peer. Waits until it is greater than `from`.
 inline int64_t arrived_from_all(comm::InFlightCollective& collective, const std::vector<int>& peers, int64_t from,
                                 int64_t rows) {
   int64_t least = rows;
@@ -36,20 +36,18 @@ inline int64_t arrived_from_all(comm::InFlightCollective& collective, const std:
   return least;
 }
 
-/// Blocks of 32 x 32 values hold some beyond the rows and columns that count. The ranks agree on the rows as they are,
-/// and on this number of columns: it leaves room for `values` and differs wherever `columns` does. Without rows there
-/// are no values.
+/// Number of columns to announce for a block in the 32x32 blocked layout, which pads rows and columns: the announced
+/// [rows, columns] holds the `values` of the padded block, and differs whenever `columns` differs.
 inline int64_t wire_columns(int64_t values, int64_t rows, int64_t columns) {
   return rows == 0 ? columns : (values + rows - 1) / rows + columns % 32;
 }
 
-/// The first values of a block, in another shape.
+/// The first values of a block, viewed with other sizes.
 inline at::Tensor reshaped(const at::Tensor& block, at::IntArrayRef sizes) {
   return block.view({block.numel()}).narrow(0, 0, c10::multiply_integers(sizes)).view(sizes);
 }
 
-/// A round of blocks [rows, columns] that are summed. They travel as rows or as squares of 32 x 32
-/// (kernels/row_chunks.h).
+/// A reduce-scatter of blocks [rows, columns], sent as rows or in the 32x32 blocked layout (kernels/row_chunks.h).
 class BlockedReduceScatter {
  public:
   BlockedReduceScatter(comm::Transport& transport, int64_t rows, int64_t columns, at::ScalarType dtype, bool blocked)
@@ -64,7 +62,7 @@ class BlockedReduceScatter {
   at::Tensor incoming(int from) { return shaped(collective_->incoming(from)); }
   /// Rows [0, rows) of the block for `to` are final.
   void mark_ready(int to, int64_t rows) { collective_->mark_ready(to, rows); }
-  /// How many rows of every peer's block are there; waits for row `from` if it is not.
+  /// Number of rows that have arrived from every peer. Waits until it is greater than `from`.
   int64_t arrived_from_all(const std::vector<int>& peers, int64_t from) {
     return overlap::arrived_from_all(*collective_, peers, from, rows_);
   }
@@ -78,7 +76,7 @@ class BlockedReduceScatter {
   }
 
   int64_t rows_;                      // of a block
-  std::vector<int64_t> block_sizes_;  // sizes; empty: rows
+  std::vector<int64_t> block_sizes_;  // of the blocked layout; empty: sent as rows
   std::unique_ptr<comm::InFlightCollective> collective_;
 };
 

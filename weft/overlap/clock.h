@@ -5,7 +5,7 @@
 
 namespace weft::overlap {
 
-/// Seconds on a clock that never goes back.
+/// Seconds on a monotonic clock.
 inline double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }

@@ -17,9 +17,9 @@
 namespace weft::overlap {
 namespace {
 
-constexpr double kMaxNetworkRatio = 0.85;  // overlapped / plain, at most
-constexpr int kArrivalBlocks = 4;          // in which rows arrive over a network, each half of what is left
-constexpr int64_t kLastBlockRows = 64;     // of the smallest block
+constexpr double kMaxNetworkRatio = 0.85;  // largest accepted overlapped / plain
+constexpr int kArrivalBlocks = 4;       // GEMM blocks while rows arrive over a network, each half of the remaining rows
+constexpr int64_t kLastBlockRows = 64;  // rows of the smallest one
 
 double cpu_now() {
   timespec t{};
@@ -27,7 +27,7 @@ double cpu_now() {
   return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
 }
 
-/// The quickest of a few runs, in seconds.
+/// Seconds of the fastest run.
 template <class Fn>
 double min_seconds(int runs, Fn&& fn) {
   double best = 1e9;
@@ -39,7 +39,7 @@ double min_seconds(int runs, Fn&& fn) {
   return best;
 }
 
-/// Two products of the same weight give the slope and the part that does not depend on rows.
+/// Fits time = per_weight * N K + rows * per_row to two GEMMs with the same weight.
 void measure_gemm(Costs& out, at::ScalarType dtype) {
   constexpr int64_t kFew = 32, kMany = 256, kWidth = 512;
   const auto options = at::TensorOptions().dtype(dtype);
@@ -64,7 +64,7 @@ void gather(comm::Transport& transport, const at::Tensor& local) {
   collective->finish();
 }
 
-constexpr int64_t kRows = 256, kColumns = 2048;  // of a message that shows the rate: 2 MB in float32
+constexpr int64_t kRows = 256, kColumns = 2048;  // of the message that measures the bandwidth: 2 MB in float32
 
 void measure_transport(Costs& out, comm::Transport& transport) {
   const auto small = at::zeros({1, 1}), large = at::zeros({kRows, kColumns});
@@ -85,7 +85,7 @@ void measure_collectives(Costs& out, const comm::Group& group) {
       std::max(0.0, spent - out.plain_latency) / (static_cast<double>(large.nbytes()) * (group.size() - 1));
 }
 
-/// The slowest rank's numbers are everybody's.
+/// Element-wise maximum over the ranks, so that all ranks use the same costs.
 Costs max_over_ranks(const Costs& local, const comm::Group& group) {
   static constexpr std::array kFields{&Costs::per_flop,      &Costs::per_weight,   &Costs::latency,
                                       &Costs::per_byte,      &Costs::cpu_per_byte, &Costs::plain_latency,
@@ -100,7 +100,7 @@ Costs max_over_ranks(const Costs& local, const comm::Group& group) {
 }
 
 struct MeasuredCosts {
-  std::weak_ptr<comm::Transport> transport;  // another one may come to lie at its address
+  std::weak_ptr<comm::Transport> transport;  // detects a new transport at the same address
   Costs costs;
 };
 
@@ -146,10 +146,10 @@ Prediction predict(const OverlapShape& shape, const Costs& costs, bool zero_copy
 }
 
 std::string rejection_reason(const OverlapShape& shape, const Prediction& predicted, bool zero_copy) {
-  if (shape.rows == 0) return "there are no rows";
+  if (shape.rows == 0) return "the input has no rows";
   if (predicted.overlapped <= (zero_copy ? 1.0 : kMaxNetworkRatio) * predicted.plain) return {};
-  return "overlapped it would take " + format_ms(predicted.overlapped) + ", plain " + format_ms(predicted.plain) +
-         (zero_copy ? "" : ", and 15 % must be gained");
+  return "overlapping is predicted to take " + format_ms(predicted.overlapped) + ", plain collectives " +
+         format_ms(predicted.plain) + (zero_copy ? "" : "; over a network it must save at least 15 %");
 }
 
 Costs costs(const std::shared_ptr<comm::Transport>& transport, const comm::Group& group, const std::string& name,

@@ -6,22 +6,22 @@
 
 namespace weft::overlap {
 
-/// What products and messages cost on the ranks of a group. All ranks must use the same numbers, since what they decide
-/// by them must be the same.
+/// Measured costs of GEMMs and messages, in seconds. All ranks of a group must use the same values, because all must
+/// make the same decision.
 struct Costs {
-  double per_flop = 0;      // s; of a product of many rows
-  double per_weight = 0;    // s per value of the weight, each time that a block of rows meets it
-  double latency = 0;       // s until a peer sees what was published
-  double per_byte = 0;      // s per byte on its way
-  double cpu_per_byte = 0;  // s that this core gives per byte it sends, receives or reads in a peer's memory
-  double plain_latency = 0;
-  double plain_per_byte = 0;  // the same two of a collective of c10d
+  double per_flop = 0;        // of a GEMM with many rows
+  double per_weight = 0;      // per weight value, for each pass of a GEMM over the weight
+  double latency = 0;         // of a one-value all-gather over the transport
+  double per_byte = 0;        // transfer time
+  double cpu_per_byte = 0;    // CPU time of this core to send, receive, or read in a peer's memory
+  double plain_latency = 0;   // latency of the group's c10d collectives
+  double plain_per_byte = 0;  // per_byte of the group's c10d collectives
 
-  /// Of `rows` rows, k long, by a weight of n columns.
+  /// Seconds of a GEMM [rows, k] x [k, n].
   double gemm(int64_t rows, int64_t n, int64_t k) const;
 };
 
-/// The communication of one linear and the product it belongs to.
+/// The collective of a linear and the GEMM it overlaps with.
 struct OverlapShape {
   comm::CommOp op = comm::CommOp::all_gather;
   at::ScalarType dtype = at::kFloat;
@@ -29,28 +29,30 @@ struct OverlapShape {
   int64_t n = 0, k = 0;
   int ranks = 1;
 
-  /// Bytes that each rank gets, and gives.
+  /// Bytes that each rank sends, and receives.
   double bytes() const;
 };
 
-/// Seconds.
+/// Predicted seconds.
 struct Prediction {
   double overlapped = 0, plain = 0;
 };
 
-/// plain       T = product + latency + V/rate
-/// in place    T = product + latency + V·cpu            (what arrives is read where it lies)
-/// network     T = max(product + V·cpu, V/rate + product of the last block), each block of rows meeting the weight anew
-/// An all-reduce moves V twice.
+/// V: bytes received.
+///   plain       T = gemm + plain_latency + V plain_per_byte
+///   zero-copy   T = gemm + latency + V cpu_per_byte                 (blocks are read in the memory of the peer)
+///   network     T = max(gemm + reloads + V cpu_per_byte, latency + V per_byte + gemm of the last block)
+/// `reloads`: the extra passes over the weight, since rows arrive in blocks. An all-reduce moves V twice.
 Prediction predict(const OverlapShape& shape, const Costs& costs, bool zero_copy);
 
-/// Empty if overlapping pays: a network must gain 15 %, memory anything. Otherwise why not.
+/// Empty if overlapping pays off, otherwise the reason. Over a network it must save at least 15 %; zero-copy must not
+/// be slower.
 std::string rejection_reason(const OverlapShape& shape, const Prediction& predicted, bool zero_copy);
 
-/// Measured once for each group and dtype, by all its ranks together, and kept; or as `set_costs` said.
+/// The costs given to `set_costs`, otherwise measured once per transport and dtype. A collective call when it measures.
 Costs costs(const std::shared_ptr<comm::Transport>& transport, const comm::Group& group, const std::string& name,
             at::ScalarType dtype);
-/// For a group, by name, from now on. To be called with the same numbers on every rank.
+/// Overrides the measured costs of a group. Call it with the same values on every rank.
 void set_costs(const std::string& group, const Costs& costs);
 
 }  // namespace weft::overlap

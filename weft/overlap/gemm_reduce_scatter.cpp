@@ -8,9 +8,9 @@
 namespace weft::overlap {
 namespace {
 
-constexpr int64_t kFewRows = 255;  // of all ranks: cut, they would meet the weight twice for little
+constexpr int64_t kFewRows = 255;  // rows of all ranks; below, a second pass over the weight costs more than it hides
 
-/// Rows of one product, those for each peer and last this rank's own.
+/// One GEMM whose row chunks are the blocks of the peers, then this rank's own.
 class GemmReduceScatter {
  public:
   GemmReduceScatter(comm::Transport& transport, const at::Tensor& x, const kernels::Matrix& w,
@@ -39,7 +39,7 @@ class GemmReduceScatter {
   }
 
  private:
-  /// The product of all blocks, peers' first; their results go to the round, this rank's to y.
+  /// Row chunks of all blocks, peers first. Blocks of peers are written to the collective, this rank's to y.
   kernels::RowChunks make_chunks(BlockedReduceScatter& collective) const {
     kernels::RowChunks out{.rows = x_.size(0)};
     const auto block = [&](int rank) { return x_.narrow(0, rank * rows_, rows_); };
@@ -53,7 +53,7 @@ class GemmReduceScatter {
     return out;
   }
 
-  /// Own rows wait for those of the peers and add them as they are stored.
+  /// Own rows are computed last: their epilogue adds the blocks of the peers as they arrive.
   void run_pipelined(BlockedReduceScatter& collective) const {
     auto chunks = make_chunks(collective);
     for (const int peer : peers_) chunks.list.back().addends.push_back(collective.incoming(peer));
@@ -63,7 +63,7 @@ class GemmReduceScatter {
     kernels::gemm(chunks, w_, e_);
   }
 
-  /// All rows meet the weight once, then what the peers have is added.
+  /// One pass of all rows over the weight, then adds the blocks of the peers.
   void run_single_pass(BlockedReduceScatter& collective) const {
     kernels::gemm(make_chunks(collective), w_, e_);
     std::vector<at::Tensor> parts{y_};

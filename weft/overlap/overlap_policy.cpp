@@ -36,7 +36,7 @@ OverlapPolicy::ScopedTimer::~ScopedTimer() {
   const std::lock_guard lock(policy_.log_->mutex);
   auto& decision = policy_.log_->decision;
   if (decision && decision->thread == std::this_thread::get_id())
-    decision->elapsed = now() - start_;  // else it is another call's
+    decision->elapsed = now() - start_;  // otherwise the decision belongs to a call of another thread
 }
 
 std::string OverlapPolicy::last_decision() const {
@@ -44,7 +44,7 @@ std::string OverlapPolicy::last_decision() const {
   if (!log_->decision) return {};
   const auto& [shape, detail, overlapped, predicted, elapsed, thread] = *log_->decision;
   auto text = std::to_string(shape.ranks) + " x " + std::to_string(shape.rows) +
-              " rows: " + (overlapped ? "overlapped by " + detail : "plain, since " + detail);
+              " rows: " + (overlapped ? "overlapped over " + detail : "plain collectives, because " + detail);
   if (predicted)
     text += "; predicted " + format_ms(overlapped ? predicted->overlapped : predicted->plain) +
             (overlapped ? " (plain " + format_ms(predicted->plain) + ")" : "");

@@ -9,16 +9,16 @@
 
 namespace weft::overlap {
 
-/// Decides, call by call, whether a linear's communication goes under its products, and remembers for `explain()` what
-/// it decided last, what it had predicted and what it took.
+/// Decides for each call whether a linear overlaps its communication with its GEMMs. Keeps the last decision, its
+/// prediction and the measured time for `explain()`.
 class OverlapPolicy {
  public:
-  /// The link to overlap on; null: take the plain path. `requested`: true overlaps wherever there is a link, none where
-  /// the prediction says that it pays. Every rank decides the same.
+  /// The transport to use; null: use plain collectives. `requested`: true overlaps whenever the group has a transport;
+  /// unset, only if the predicted time is shorter. Every rank decides the same.
   std::shared_ptr<comm::Transport> select(const std::string& group, const OverlapShape& shape,
                                           std::optional<bool> requested) const;
 
-  /// Measures one call from here on; to be kept until it ends.
+  /// Measures a call: construct it at the start and destroy it at the end.
   class ScopedTimer {
    public:
     explicit ScopedTimer(const OverlapPolicy& policy);
@@ -31,19 +31,20 @@ class OverlapPolicy {
     double start_;
   };
 
-  /// "2 x 512 rows: overlapped by shm, predicted 1.20 ms (plain 1.90 ms), took 1.25 ms"; empty before the first call.
+  /// "2 x 512 rows: overlapped over shm; predicted 1.200 ms (plain 1.900 ms); took 1.250 ms". Empty before the first
+  /// call.
   std::string last_decision() const;
 
  private:
   struct Decision {
     OverlapShape shape;
-    std::string detail;  // the link's name, or why none
+    std::string detail;  // name of the transport, or why it is not used
     bool overlapped = false;
     std::optional<Prediction> predicted;
     double elapsed = 0;
-    std::thread::id thread = std::this_thread::get_id();  // that made the call
+    std::thread::id thread = std::this_thread::get_id();  // thread of the call
   };
-  /// What changes from call to call. It lies outside the choice, which is part of a plan and so never changes.
+  /// Mutable state, separate because the policy belongs to a plan, which is immutable.
   struct Log {
     std::mutex mutex;
     std::optional<Decision> decision;

@@ -36,7 +36,7 @@ OverlappedReduceScatter::OverlappedReduceScatter(comm::Transport& transport, con
 void OverlappedReduceScatter::progress() noexcept {
   try {
     collective_->progress();
-  } catch (const std::exception&) {  // `wait` meets it again
+  } catch (const std::exception&) {  // the error is sticky: `wait` raises it
   }
 }
 

@@ -5,32 +5,32 @@
 #include "weft/comm/transport.h"
 #include "weft/kernels/gemm.h"
 
-// In what order pieces of a product and blocks between ranks go. p ranks; S rows over all ranks, rank r owning block r;
-// matrices [rows, K] times a weight [K, N]. Every rank of the link calls the same function with the same sizes.
-// Sums over ranks are taken in float32 (float64 of float64) and rounded once; what travels has the product's dtype.
+// Schedules that overlap a collective with a GEMM [rows, K] x [K, N]. p ranks; S rows in total; rank r owns block r.
+// Every rank of the transport calls the same function with the same sizes. Sums over ranks accumulate in float32
+// (float64 for float64) and round once; blocks are sent in the dtype of the GEMM result.
 
 namespace weft::overlap {
 
 /// Y = epilogue(all_gather(X) W).
-///   steps p;  received (p-1)/p of X;  hidden when the product of a block takes as long as a block on its way
-/// Own rows first, then the others' in the order of ranks, as many as are there; read where they lie if the link can.
-/// `gathered`: gets X of all ranks if not null, for a product that needs them once more.
+///   steps p;  received (p-1)/p of X;  hidden when the GEMM of a block takes as long as its transfer
+/// Own rows first, then those of rank + 1, rank + 2, …, as they arrive; a zero-copy transport reads them in the memory
+/// of the peer. `gathered`, if not null, receives the gathered X, for a later GEMM.
 kernels::GemmResult all_gather_gemm(comm::Transport& transport, const at::Tensor& x, const kernels::Matrix& w,
                                     const kernels::Epilogue& epilogue, at::Tensor* gathered = nullptr);
 
-/// Y_r = Σ_ranks (X W)_r, with what `epilogue` does (scale and bias) done to each rank's part.
-///   steps p;  sent and received (p-1)/p of Y;  hidden when own rows take as long as the last block on its way
-/// The peers' rows first, published as they are finished; own rows last, the peers' parts added as they are stored.
+/// Y_r = Σ_ranks epilogue(X W)_r: each rank applies `epilogue` (scale and bias) to its own term.
+///   steps p;  sent and received (p-1)/p of Y;  hidden when the GEMM of own rows takes as long as the last transfer
+/// The peers' rows first, marked ready as they are computed; own rows last, with the peers' blocks added on store.
 at::Tensor gemm_reduce_scatter(comm::Transport& transport, const at::Tensor& x, const kernels::Matrix& w,
                                const kernels::Epilogue& epilogue);
 
-/// Y = Σ_ranks X W on every rank, any number of rows: the above by blocks of ⌈S/p⌉ rows, then a gather of the results.
-///   received 2 (p-1)/p of Y, of which the second half is not hidden
+/// Y = Σ_ranks X W on every rank, for any number of rows: gemm_reduce_scatter of ⌈S/p⌉-row blocks, then an all-gather.
+///   received 2 (p-1)/p of Y;  the second half is not hidden
 at::Tensor gemm_all_reduce(comm::Transport& transport, const at::Tensor& x, const kernels::Matrix& w,
                            const kernels::Epilogue& epilogue);
 
-/// X of all ranks, gathered under a product that does not need it: `progress` is called by that product.
-///   received (p-1)/p of X;  hidden when the product takes as long
+/// all_gather(X), overlapped with a GEMM that does not need it and that calls `progress`.
+///   received (p-1)/p of X;  hidden when the GEMM takes as long
 class OverlappedAllGather {
  public:
   OverlappedAllGather(comm::Transport& transport, const at::Tensor& x);
@@ -43,14 +43,14 @@ class OverlappedAllGather {
   std::unique_ptr<comm::InFlightCollective> collective_;
 };
 
-/// DX_r = Σ_ranks (DY W)_r, whose last part goes under a product that does not need it.
-///   sent and received (p-1)/p of DX;  hidden when own rows and the other product take as long
-/// The constructor multiplies; `on_progress` is called meanwhile.
+/// DX_r = Σ_ranks (DY W)_r, whose last transfers overlap with a second GEMM that does not need it.
+///   sent and received (p-1)/p of DX;  hidden when the GEMM of own rows and the second GEMM take as long
+/// The constructor runs the GEMM DY W and calls `on_progress` during it.
 class OverlappedReduceScatter {
  public:
   OverlappedReduceScatter(comm::Transport& transport, const at::Tensor& dy, const kernels::Matrix& w,
                           const kernels::Epilogue& epilogue, const std::function<void()>& on_progress);
-  /// Never raises, so that the product it is called from is whole: what went wrong is raised by `wait`.
+  /// Does not raise, so that the GEMM that calls it completes; `wait` raises the error.
   void progress() noexcept;
   at::Tensor wait();
 

@@ -1,4 +1,4 @@
-// Collectives of a group, with ranks as threads.
+// Collectives of a group; ranks are threads.
 #include "weft/comm/group.h"
 
 #include <ATen/TensorOperators.h>
@@ -18,7 +18,7 @@ namespace {
 
 using testing::ThreadRanks;
 
-/// Sets a variable of the environment for one test.
+/// Sets an environment variable for one test.
 struct ScopedEnv {
   const char* name;
   ScopedEnv(const char* variable, const char* value) : name(variable) { setenv(variable, value, 1); }
@@ -31,7 +31,7 @@ std::vector<at::Tensor> random_blocks(int ranks, at::IntArrayRef sizes, at::Scal
   return blocks;
 }
 
-/// The sum in the order of ranks, rounded once.
+/// Sum in rank order, rounded once.
 at::Tensor sum(const std::vector<at::Tensor>& blocks) {
   const auto opmath_dtype = blocks[0].scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   auto total = blocks[0].to(opmath_dtype);
@@ -87,7 +87,7 @@ TEST(Group, AcceptsStridedInput) {
 
 TEST(Group, InFlightCollectivesMayOverlap) {
   const ThreadRanks ranks(4);
-  const auto x = random_blocks(4, {8, 3000}, at::kFloat);  // too large to go along with the agreement
+  const auto x = random_blocks(4, {8, 3000}, at::kFloat);  // too large to be sent with the fingerprint
   ranks.run([&](int rank, const std::string& name) {
     const Group group(name);
     auto gathered = group.all_gather(x[rank]);
@@ -111,7 +111,7 @@ TEST(Group, DroppedWorkKeepsRanksInStep) {
   });
 }
 
-/// What rank r raises in `fn(group, r)`.
+/// The error of each rank r in `fn(group, r)`; "" if it raises none.
 template <class Fn>
 std::vector<std::string> errors(const ThreadRanks& ranks, Fn&& fn) {
   std::vector<std::string> texts(ranks.size());
@@ -139,8 +139,8 @@ TEST(Group, MismatchFailsEveryRankAndTheGroup) {
     const ThreadRanks ranks(3);
     const auto fn = [&](const Group& group, int rank) { fns[rank == 1 ? i : 0](group); };
     const auto texts = errors(ranks, fn);
-    EXPECT_NE(texts[0].find("rank 0: all_gather of [2, 4] Float"), std::string::npos) << texts[0];
-    // Each thread's group has its own name, which the texts end with.
+    EXPECT_NE(texts[0].find("rank 0: all_gather of [2, 4] float32"), std::string::npos) << texts[0];
+    // The texts end with the group's name, which differs between threads.
     const auto same = [](const std::string& text) { return text.substr(0, text.find(" Group '")); };
     EXPECT_EQ(same(texts[1]), same(texts[0]));
     EXPECT_EQ(same(texts[2]), same(texts[0]));
@@ -157,7 +157,7 @@ TEST(Group, MissingRankTimesOutWithOperationName) {
     if (rank == 0) group.reduce_scatter(at::empty({2, 2})).wait();
   });
   EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::milliseconds(1200));
-  EXPECT_NE(texts[0].find("reduce_scatter of [2, 2] Float, collective 0 of rank 0, failed"), std::string::npos)
+  EXPECT_NE(texts[0].find("Collective 0 (reduce_scatter of [2, 2] float32) failed on rank 0"), std::string::npos)
       << texts[0];
 }
 
@@ -170,7 +170,7 @@ TEST(Group, WeftCheckFirstLimitsFingerprintChecks) {
       const Group group(name);
       for (int i = 0; i < 100; ++i) group.all_gather(x).wait();
     });
-    // Equal bytes under another dtype: only the agreement can tell.
+    // Same number of bytes, other dtype: only the fingerprint differs.
     const auto texts = errors(ranks, [&](const Group& group, int rank) {
       group.all_gather(rank == 0 ? x : at::empty({2, 2}, at::kInt)).wait();
     });
@@ -193,7 +193,7 @@ TEST(Group, ReduceScatterRejectsUnevenRows) {
   const ThreadRanks ranks(2);
   ranks.run([&](int, const std::string& name) {
     EXPECT_THROW(Group(name).reduce_scatter(at::empty({3, 2})), c10::ValueError);
-    Group(name).all_gather(at::empty({3, 2})).wait();  // the group is as good as before
+    Group(name).all_gather(at::empty({3, 2})).wait();  // the group still works
   });
 }
 

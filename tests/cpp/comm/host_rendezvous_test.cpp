@@ -76,9 +76,9 @@ TEST(HostRendezvous, SizeMismatchFailsEveryRank) {
   EXPECT_THAT(errors, Each(AllOf(HasSubstr("8192"), HasSubstr("16384"))));
 }
 
-// ---- a rank 0 that is not what it should be ------------------------------------------------------------------------
+// ---- rank 0 is an impostor -----------------------------------------------------------------------------------------
 
-/// Publishes a card for rank 0 and then does what `fn` says with the connection that rank 1 makes.
+/// Writes an endpoint record for rank 0, accepts the connection of rank 1 and runs `fn` on it.
 struct Impostor {
   Store store = c10::make_intrusive<c10d::HashStore>();
   HostIdentity host = HostIdentity::local();
@@ -91,7 +91,7 @@ struct Impostor {
     uint64_t token[2] = {7, 8};
   };
 
-  /// What rank 1 raises.
+  /// The error of rank 1.
   std::string handshake_error() {
     const auto listener = listen_at(socket, 4);
     store->set("test/0/0", c10::str("weft1 ", kBytes, " 7 8 ", socket, " ", host.text()));
@@ -128,7 +128,7 @@ constexpr int kSeals = F_SEAL_GROW | F_SEAL_SHRINK | F_SEAL_SEAL;
 
 TEST(HostRendezvous, RejectsSocketOfAnotherProcess) {
   Impostor impostor;
-  impostor.host.pid = 1;  // the card names another process than the one that listens
+  impostor.host.pid = 1;  // the endpoint record names another process than the one that listens
   EXPECT_THAT(impostor.handshake_error(),
               AllOf(HasSubstr("rank 0 (pid 1)"), HasSubstr("its socket belongs to process")));
 }
@@ -139,12 +139,12 @@ TEST(HostRendezvous, RejectsPeerOfAnotherUserHostOrNamespace) {
     change(impostor.host);
     return impostor.handshake_error();
   };
-  EXPECT_THAT(handshake_error([](HostIdentity& p) { p.uid += 1; }), HasSubstr("another user"));
-  EXPECT_THAT(handshake_error([](HostIdentity& p) { p.boot_id = "other"; }), HasSubstr("another host"));
+  EXPECT_THAT(handshake_error([](HostIdentity& p) { p.uid += 1; }), HasSubstr("different user"));
+  EXPECT_THAT(handshake_error([](HostIdentity& p) { p.boot_id = "other"; }), HasSubstr("different host"));
   EXPECT_THAT(handshake_error([](HostIdentity& p) { p.pid_namespace = "other"; }),
-              HasSubstr("another process id namespace"));
+              HasSubstr("different PID namespace"));
   EXPECT_THAT(handshake_error([](HostIdentity& p) { p.net_namespace = "other"; }),
-              HasSubstr("another network namespace"));
+              HasSubstr("different network namespace"));
 }
 
 TEST(HostRendezvous, RejectsWrongToken) {
@@ -164,27 +164,27 @@ TEST(HostRendezvous, RejectsUnexpectedFd) {
               HasSubstr("has 16384 bytes, expected 8192"));
   EXPECT_THAT(impostor.handshake_error_with(memory_file(kBytes / 2, kSeals)),
               HasSubstr("has 4096 bytes, expected 8192"));
-  EXPECT_THAT(impostor.handshake_error_with(memory_file(kBytes, F_SEAL_GROW)), HasSubstr("not memory sealed"));
-  EXPECT_THAT(impostor.handshake_error_with(memory_file(kBytes, kSeals)), HasSubstr("not allocated in full"));
+  EXPECT_THAT(impostor.handshake_error_with(memory_file(kBytes, F_SEAL_GROW)), HasSubstr("not a memfd sealed"));
+  EXPECT_THAT(impostor.handshake_error_with(memory_file(kBytes, kSeals)), HasSubstr("not fully allocated"));
   EXPECT_THAT(impostor.handshake_error_with(UniqueFd(::open("/proc/self/exe", O_RDONLY))),
-              HasSubstr("not memory sealed"));
+              HasSubstr("not a memfd sealed"));
 }
 
 TEST(HostRendezvous, RejectsTruncatedMessage) {
   Impostor impostor;
   const auto file = memory_file(kBytes, kSeals);
   impostor.fn = [&](const UniqueFd& connection) { send_fd(connection, "weft", 4, file); };
-  EXPECT_THAT(impostor.handshake_error(), HasSubstr("not one of known length"));
+  EXPECT_THAT(impostor.handshake_error(), HasSubstr("malformed message, expected 32 bytes"));
 }
 
 TEST(HostRendezvous, SilentPeerTimesOutByName) {
-  EXPECT_THAT(Impostor().handshake_error(), AllOf(HasSubstr("rank 0"), HasSubstr("no answer within 500 ms")));
+  EXPECT_THAT(Impostor().handshake_error(), AllOf(HasSubstr("rank 0"), HasSubstr("no reply within 500 ms")));
 }
 
 TEST(HostRendezvous, UnknownConnectionsDoNotDelayRendezvous) {
   const Store store = c10::make_intrusive<c10d::HashStore>();
   std::atomic<bool> done = false;
-  std::thread intruder([&] {  // of the right process, even, but without a token
+  std::thread intruder([&] {  // the right process, but without the token
     while (!done && !store->check({"test/0/0"})) std::this_thread::yield();
     std::string version, socket, word;
     std::istringstream endpoint(done ? "" : store->get_to_str("test/0/0"));
@@ -206,7 +206,7 @@ TEST(HostRendezvous, UnknownConnectionsDoNotDelayRendezvous) {
 
 TEST(SharedMemory, OversizedRequestThrows) {
   EXPECT_THAT(error_of([] { SharedMemory::make(size_t{1} << 45); }),
-              HasSubstr("No 35184372088832 bytes of shared memory"));
+              HasSubstr("Cannot allocate 35184372088832 bytes of shared memory"));
 }
 
 }  // namespace

@@ -20,12 +20,12 @@ using ::testing::AllOf;
 using ::testing::Each;
 using ::testing::HasSubstr;
 
-/// What rank `from` writes for rank `to` in round `round`: every value says where it belongs.
+/// What rank `from` writes for rank `to` in round `round`: each value identifies its position.
 float value(int from, int to, int64_t round, int64_t i) {
   return static_cast<float>(from * 100 + to * 10) + static_cast<float>((round * 7 + i) % 1000) * 1000;
 }
 
-/// Plain loops, so that the thread sanitizer sees them.
+/// Plain loops, which ThreadSanitizer instruments.
 void fill(const at::Tensor& block, int from, int to, int64_t round, int64_t begin, int64_t end) {
   auto* data = block.data_ptr<float>();
   for (int64_t i = begin * block.size(1); i < end * block.size(1); ++i) data[i] = value(from, to, round, i);
@@ -45,7 +45,7 @@ struct RandomSource {
   }
 };
 
-constexpr int kAll = 9;  // `to` of a block for everybody
+constexpr int kAll = 9;  // `to` of an all-gather block
 
 std::unique_ptr<InFlightCollective> start_gather(ShmTransport& transport, int64_t rows, int64_t columns,
                                                  int64_t round) {
@@ -87,7 +87,7 @@ void scatter(ShmTransport& transport, int64_t rows, int64_t columns, int64_t rou
 TEST(ShmTransport, EveryRankReadsBlocksOfItsPeers) {
   for (const int size : {1, 2, 3, 4}) {
     const auto errors = run_ranks(size, [](ShmTransport& transport) {
-      RandomSource sizes{std::mt19937(5)}, own{std::mt19937(transport.rank())};  // sizes are the same on all ranks
+      RandomSource sizes{std::mt19937(5)}, own{std::mt19937(transport.rank())};  // all ranks use the same sizes
       for (int64_t round = 0; round < 300; ++round) {
         const int64_t rows = sizes.up_to(12), columns = 1 + sizes.up_to(30);
         own.random_delay();
@@ -146,7 +146,7 @@ TEST(ShmTransport, PreparedBlockIsNotCopied) {
   const auto errors = run_ranks(2, [](ShmTransport& transport) {
     for (int64_t round = 0; round < 20; round += 2) {
       const auto local = transport.prepare_all_gather(6, 7, at::kFloat);
-      end_gather(transport, *start_gather(transport, 2, 2, round), 2, round);  // another round may come between
+      end_gather(transport, *start_gather(transport, 2, 2, round), 2, round);  // another collective in between
       fill(local, transport.rank(), kAll, round + 1, 0, 6);
       const auto collective = transport.all_gather(local);
       end_gather(transport, *collective, 6, round + 1);
@@ -182,14 +182,15 @@ TEST(ShmTransport, MismatchNamesBothFingerprintsOnEveryRank) {
     });
   };
   const auto mismatch_error = [](const char* remote) {
-    return Each(AllOf(HasSubstr("disagree in round 2"), HasSubstr("all_gather of [4, 6] Float"), HasSubstr(remote)));
+    return Each(
+        AllOf(HasSubstr("Mismatch in collective 2"), HasSubstr("all_gather of [4, 6] float32"), HasSubstr(remote)));
   };
   EXPECT_THAT(run_mismatch([](ShmTransport& l) { return l.all_gather(at::empty({5, 6})); }),
-              mismatch_error("[5, 6] Float"));
+              mismatch_error("[5, 6] float32"));
   EXPECT_THAT(run_mismatch([](ShmTransport& l) { return l.all_gather(at::empty({4, 7})); }),
-              mismatch_error("[4, 7] Float"));
+              mismatch_error("[4, 7] float32"));
   EXPECT_THAT(run_mismatch([](ShmTransport& l) { return l.all_gather(at::empty({4, 6}, at::kHalf)); }),
-              mismatch_error("[4, 6] Half"));
+              mismatch_error("[4, 6] float16"));
   EXPECT_THAT(run_mismatch([](ShmTransport& l) { return l.all_gather(at::empty({400000, 60})); }),
               mismatch_error("[400000, 60]"));
   EXPECT_THAT(run_mismatch([](ShmTransport& l) {
@@ -198,7 +199,7 @@ TEST(ShmTransport, MismatchNamesBothFingerprintsOnEveryRank) {
                 collective->mark_ready(2, 4);
                 return collective;
               }),
-              mismatch_error("reduce_scatter of [4, 6] Float"));
+              mismatch_error("reduce_scatter of [4, 6] float32"));
 }
 
 TEST(ShmTransport, ThrowingRankFailsPeersAtOnce) {
@@ -213,8 +214,7 @@ TEST(ShmTransport, ThrowingRankFailsPeersAtOnce) {
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
   EXPECT_THAT(errors[1], HasSubstr("an error of the caller"));
   for (const int rank : {0, 2})
-    EXPECT_THAT(errors[rank],
-                AllOf(HasSubstr("Rank 1 gave up in round 1"), HasSubstr("reduce_scatter of [4, 6] Float")));
+    EXPECT_THAT(errors[rank], HasSubstr("Rank 1 abandoned collective 1 (reduce_scatter of [4, 6] float32)"));
 }
 
 TEST(ShmTransport, AbsentRankTimesOutByName) {
@@ -227,7 +227,7 @@ TEST(ShmTransport, AbsentRankTimesOutByName) {
       milliseconds(300));
   EXPECT_EQ(errors[2], "");
   for (const int rank : {0, 1})
-    EXPECT_THAT(errors[rank], AllOf(HasSubstr(" ms for rank 2"), HasSubstr("all_gather of [4, 6] Float")));
+    EXPECT_THAT(errors[rank], AllOf(HasSubstr(" ms for rank 2"), HasSubstr("all_gather of [4, 6] float32")));
 }
 
 TEST(ShmTransport, ErrorIsSticky) {
@@ -245,18 +245,21 @@ TEST(ShmTransport, ErrorIsSticky) {
 
 TEST(ShmTransport, RejectsInvalidArguments) {
   const auto errors = run_ranks(1, [](ShmTransport& transport) {
-    EXPECT_THAT(error_of([&] { transport.all_gather(at::empty({3})); }), HasSubstr("expected a dense matrix"));
-    EXPECT_THAT(error_of([&] { transport.reduce_scatter(1LL << 40, 4, at::kFloat); }), HasSubstr("was given"));
+    EXPECT_THAT(error_of([&] { transport.all_gather(at::empty({3})); }),
+                HasSubstr("expected a 2-D strided CPU tensor"));
+    EXPECT_THAT(error_of([&] { transport.reduce_scatter(1LL << 40, 4, at::kFloat); }),
+                HasSubstr("got [1099511627776, 4]"));
     EXPECT_THAT(error_of([&] { transport.reduce_scatter(1LL << 39, 1LL << 30, at::kFloat); }), HasSubstr("too large"));
     const auto collective = transport.all_gather(at::empty({3, 3}));
-    EXPECT_THAT(error_of([&] { collective->incoming(0); }), HasSubstr("Rank 0 is no peer of rank 0"));
+    EXPECT_THAT(error_of([&] { collective->incoming(0); }), HasSubstr("Rank 0 is not a peer of rank 0"));
     collective->finish();
   });
   EXPECT_THAT(errors, Each(""));
 }
 
 TEST(ShmTransport, ChecksMemoryOfAllRanksTogether) {
-  const auto rows = static_cast<int64_t>(comm::free_memory() / 10 * 3);  // two slots of it: one rank could take them
+  const auto rows =
+      static_cast<int64_t>(comm::free_memory() / 10 * 3);  // two slots of this size fit for one rank, not for two
   const auto errors = run_ranks(2, [&](comm::ShmTransport& transport) { transport.all_gather(rows, 1, at::kByte); });
   EXPECT_THAT(errors, ::testing::Contains(HasSubstr("for each of 2 ranks")));
   EXPECT_THAT(errors, Each(HasSubstr("bytes of shared memory")));

@@ -18,7 +18,7 @@ using ::testing::AllOf;
 using ::testing::Each;
 using ::testing::HasSubstr;
 
-/// Pads and two data slots for each rank, all in this process.
+/// Control blocks and two data slots per rank, all in this process.
 struct Ranks {
   explicit Ranks(int size, milliseconds time = milliseconds(20000)) : slots(size), timeout(time) {
     for (int r = 0; r < size; ++r)
@@ -32,14 +32,14 @@ struct Ranks {
   int size() const { return static_cast<int>(control_blocks.size()); }
 
   comm::SharedMemories control_blocks;
-  std::vector<std::array<int64_t, 2>> slots;  // what a rank tells in odd and even rounds
+  std::vector<std::array<int64_t, 2>> slots;  // value of a rank, by parity of the sequence number
   milliseconds timeout;
   comm::Process no_process;
 };
 
 constexpr CollectiveFingerprint kGather{CommOp::all_gather, at::kLong, 1, 1};
 
-/// Rounds in which every rank writes a number that every other reads; sometimes one of them is late.
+/// In each round every rank writes a number that all others read; some ranks are late at random.
 void run_counter_rounds(Ranks& ranks, int rank, int64_t rounds) {
   auto signals = ranks.signals(rank);
   std::mt19937 random(rank);
@@ -68,7 +68,8 @@ TEST(Signals, RankMayBeOneCollectiveAhead) {
   Ranks ranks(2, milliseconds(50));
   auto ahead = ranks.signals(0);
   for (int i = 0; i < 2; ++i) ahead.finish(ahead.start(kGather));
-  EXPECT_THAT(error_of([&] { ahead.start(kGather); }), AllOf(HasSubstr("for rank 1"), HasSubstr("to finish round 1")));
+  EXPECT_THAT(error_of([&] { ahead.start(kGather); }),
+              AllOf(HasSubstr("for rank 1"), HasSubstr("to finish collective 1")));
 }
 
 TEST(Signals, GarbageIsProtocolError) {
@@ -76,7 +77,7 @@ TEST(Signals, GarbageIsProtocolError) {
   auto signals = ranks.signals(0);
   const auto seq = signals.start(kGather);
   std::memset(ranks.control_blocks[1]->data() + 0, 0xff, ranks.control_blocks[1]->bytes());
-  EXPECT_THAT(error_of([&] { signals.wait(seq, 1, true, 1); }), HasSubstr("make no sense"));
+  EXPECT_THAT(error_of([&] { signals.wait(seq, 1, true, 1); }), HasSubstr("Protocol error"));
 }
 
 TEST(Signals, ExcessRowsAreProtocolError) {
@@ -84,7 +85,7 @@ TEST(Signals, ExcessRowsAreProtocolError) {
   auto signals = ranks.signals(0), peer = ranks.signals(1);
   const auto seq = signals.start(kGather);
   peer.mark_ready(peer.start(kGather), 1, 5);
-  EXPECT_THAT(error_of([&] { signals.arrived(seq, 1, true); }), HasSubstr("make no sense"));
+  EXPECT_THAT(error_of([&] { signals.arrived(seq, 1, true); }), HasSubstr("Protocol error"));
 }
 
 TEST(Signals, WrongGroupIdIsProtocolError) {
@@ -96,7 +97,7 @@ TEST(Signals, WrongGroupIdIsProtocolError) {
   Signals intruder(other);
   const auto seq = signals.start(kGather);
   intruder.start(kGather);
-  EXPECT_THAT(error_of([&] { signals.wait_for_match(seq, 1); }), HasSubstr("make no sense"));
+  EXPECT_THAT(error_of([&] { signals.wait_for_match(seq, 1); }), HasSubstr("Protocol error"));
 }
 
 TEST(Signals, FirstFailureReachesEveryRank) {
@@ -107,14 +108,14 @@ TEST(Signals, FirstFailureReachesEveryRank) {
     signals.wait_for_match(seq, 2);
     signals.wait_for_match(seq, 0);
   });
-  EXPECT_THAT(errors, Each(AllOf(HasSubstr("all_gather of [1, 1] Long"), HasSubstr("all_gather of [1, 1] Half"))));
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("all_gather of [1, 1] Long"), HasSubstr("all_gather of [1, 1] float16"))));
   EXPECT_THAT(error_of([&] { ranks.signals(1).check(); }), ::testing::AnyOf(errors[0], errors[1], errors[2]));
 }
 
 TEST(Signals, TimeoutNamesMissingRankNotWaitingOne) {
-  Ranks ranks(4, milliseconds(400));  // rank 3 never comes
+  Ranks ranks(4, milliseconds(400));  // rank 3 does not take part
   const auto errors = run_threads(3, [&](int rank) {
-    std::this_thread::sleep_for(milliseconds(100 * rank));  // the one that waits for a waiting rank times out first
+    std::this_thread::sleep_for(milliseconds(100 * rank));  // rank 0, which waits for a waiting rank, times out first
     auto signals = ranks.signals(rank);
     const auto seq = signals.start(kGather);
     signals.wait(seq, rank + 1, /*broadcast=*/true, 1);

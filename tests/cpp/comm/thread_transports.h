@@ -1,8 +1,7 @@
 #pragma once
-// Ranks as threads of the test, linked through one mapping of shared memory:
-//   const auto errors = run_ranks(4, [](comm::ShmTransport& transport) { auto collective = transport.all_gather(x); …
-//   });
-// gives what each rank raised, "" for one that came to its end.
+// Ranks as threads of the test, with one shared-memory transport:
+//   const auto errors = run_ranks(4, [](comm::ShmTransport& transport) { transport.all_gather(x); … });
+// returns the error of each rank, "" if it raised none.
 #include <c10/util/Exception.h>
 
 #include <string>
@@ -27,7 +26,7 @@ inline std::string error_of(const std::function<void()>& fn) {
   }
 }
 
-/// Runs `body(rank)` in a thread for each rank.
+/// Runs `body(rank)` on one thread per rank and returns their errors.
 template <class Body>
 std::vector<std::string> run_threads(int size, Body body) {
   std::vector<std::string> errors(size);

@@ -22,7 +22,7 @@ using comm::TransportKind;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-/// The values of all ranks, one each.
+/// All-gather of one number per rank.
 std::vector<float> gather_numbers(comm::Transport& transport, float local) {
   const auto collective = transport.all_gather(at::full({1, 1}, local));
   std::vector<float> all;
@@ -40,7 +40,7 @@ TEST(Transports, RanksOnOneHostUseShmAndKeepTheirTransport) {
     const auto found = get_transport(name);
     TORCH_CHECK(found.transport && found.transport->name() == "shm" && found.reason.empty(), found.reason);
     TORCH_CHECK(gather_numbers(*found.transport, rank) == std::vector<float>({0, 1, 2}), "wrong values");
-    TORCH_CHECK(get_transport(name).transport == found.transport, "another link");
+    TORCH_CHECK(get_transport(name).transport == found.transport, "another transport");
   });
 }
 
@@ -66,7 +66,7 @@ TEST(Transports, TransportIsReleasedWithItsGroup) {
     });
     EXPECT_FALSE(transport.expired());
   }
-  const ThreadRanks others(2);  // entries of groups that are gone go when another is made
+  const ThreadRanks others(2);  // creating a transport removes the entries of destroyed groups
   others.run([](int, const std::string& name) { get_transport(name); });
   EXPECT_TRUE(transport.expired());
 }
@@ -81,7 +81,7 @@ TEST(Transports, SingleRankGroupHasNone) {
 TEST(Transports, AbsentRankIsNamedAndErrorIsSticky) {
   const ThreadRanks ranks(2, milliseconds(200));
   const auto first = error_of([&] { get_transport(ranks.name(0)); });
-  EXPECT_THAT(first, AllOf(HasSubstr("rank 1"), HasSubstr("no word in the Store within 200 ms")));
+  EXPECT_THAT(first, AllOf(HasSubstr("rank 1"), HasSubstr("no value in the Store within 200 ms")));
   EXPECT_EQ(error_of([&] { get_transport(ranks.name(0)); }), first);
 }
 
@@ -89,7 +89,7 @@ TEST(Transports, UnknownGroupIsNamed) {
   EXPECT_THAT(error_of([] { get_transport("nobody"); }), HasSubstr("'nobody'"));
 }
 
-// ---- the choice ----------------------------------------------------------------------------------------------------
+// ---- selection -----------------------------------------------------------------------------------------------------
 
 std::string peer_info(const char* host, const char* requested, const char* no_ucx_reason, int uid = 5) {
   return comm::HostIdentity{host, "pid:[1]", "net:[1]", static_cast<uid_t>(uid), 77}.text() + "\n" + requested + "\n" +
@@ -102,16 +102,17 @@ TEST(Transports, SelectionFollowsHostIdentity) {
   EXPECT_EQ(select_transport({peer_info("a", "", ""), peer_info("a", "", "", 6)}).first, TransportKind::ucx);
   const auto [kind, reason] = select_transport({peer_info("a", "", ""), peer_info("b", "", "built without")});
   EXPECT_EQ(kind, TransportKind::plain);
-  EXPECT_EQ(reason, "rank 1 is on another host than rank 0, and rank 1 has no UCX (built without)");
+  EXPECT_EQ(reason,
+            "rank 1 cannot share memory with rank 0 (different host), and rank 1 cannot use UCX (built without)");
 }
 
 TEST(Transports, RequestedTransportIsUsedOrRejected) {
   EXPECT_EQ(select_transport({peer_info("a", "plain", ""), peer_info("a", "plain", "")}).first, TransportKind::plain);
   EXPECT_EQ(select_transport({peer_info("a", "ucx", ""), peer_info("a", "ucx", "")}).first, TransportKind::ucx);
   EXPECT_THAT(error_of([] { select_transport({peer_info("a", "shm", ""), peer_info("b", "shm", "")}); }),
-              HasSubstr("rank 1 is on another host"));
+              HasSubstr("rank 1 cannot share memory with rank 0 (different host)"));
   EXPECT_THAT(error_of([] { select_transport({peer_info("a", "ucx", ""), peer_info("b", "ucx", "no")}); }),
-              HasSubstr("rank 1 has no UCX (no)"));
+              HasSubstr("rank 1 cannot use UCX (no)"));
   EXPECT_THAT(error_of([] { select_transport({peer_info("a", "shm", ""), peer_info("a", "", "")}); }),
               HasSubstr("WEFT_TRANSPORT is 'shm' on rank 0 and '' on rank 1"));
 }
@@ -124,9 +125,9 @@ TEST(Transports, FailedTransportFailsGroup) {
   ranks.run([&](int rank, const std::string& name) {
     const auto transport = get_transport(name).transport;
     EXPECT_THAT(error_of([&] { transport->all_gather(at::full({2 + rank, 2}, 1.0))->finish(); }),
-                HasSubstr("disagree"));
+                HasSubstr("Mismatch"));
     const auto error = error_of([&] { comm::Group(name).all_gather(x).wait(); });
-    EXPECT_THAT(error, AllOf(HasSubstr("cannot be used any more"), HasSubstr("disagree")));
+    EXPECT_THAT(error, AllOf(HasSubstr("cannot be used any more"), HasSubstr("Mismatch")));
     EXPECT_THAT(error_of([&] { get_transport(name); }), HasSubstr("cannot be used any more"));
   });
 }
@@ -146,7 +147,8 @@ TEST(Transports, DroppedCollectiveFailsGroup) {
   ranks.run([&](int, const std::string& name) {
     const auto transport = get_transport(name).transport;
     transport->all_gather(at::full({1, 1}, 1.0));
-    EXPECT_THAT(error_of([&] { comm::Group(name).all_gather(at::full({1}, 1.0)).wait(); }), HasSubstr("given up"));
+    EXPECT_THAT(error_of([&] { comm::Group(name).all_gather(at::full({1}, 1.0)).wait(); }),
+                HasSubstr("destroyed before it finished"));
   });
 }
 
@@ -165,7 +167,7 @@ TEST(Transports, RejectsSecondThreadWhileCollectiveIsOpen) {
     collective->wait(1 - rank, 1);
     collective->finish();
     collective.reset();
-    EXPECT_EQ(other([&] { gather_numbers(*transport, 1); }), "");  // one after the other is fine
+    EXPECT_EQ(other([&] { gather_numbers(*transport, 1); }), "");  // allowed once no collective is open
   });
 }
 
@@ -208,7 +210,7 @@ TEST(Transports, UcxMissingOnOneRankIsUsedByNone) {
   EXPECT_EQ(comm::select_loaded_transport(peer_infos, {"", ""}).first, TransportKind::ucx);
   const auto [kind, reason] = comm::select_loaded_transport(peer_infos, {"", "no libucp"});
   EXPECT_EQ(kind, TransportKind::plain);
-  EXPECT_THAT(reason, HasSubstr("rank 1 has no UCX (no libucp)"));
+  EXPECT_THAT(reason, HasSubstr("rank 1 cannot use UCX (no libucp)"));
 }
 
 }  // namespace

@@ -23,7 +23,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using Clock = std::chrono::steady_clock;
 
-/// What rank `from` sends to rank `to` in round `round`: every element tells where it belongs.
+/// What rank `from` sends to rank `to` in round `round`: the values identify the block.
 at::Tensor block(int round, int from, int to, int64_t rows, int64_t columns, at::ScalarType dtype) {
   const int64_t first = 100 * round + 10 * from + to;
   return at::arange(first, first + rows * columns, at::kLong).remainder(251).to(dtype).view({rows, columns});
@@ -36,7 +36,7 @@ class UcxTransport : public ::testing::Test {
     if (!load_ucx().empty()) GTEST_SKIP() << load_ucx();
   }
 
-  /// Runs `body(link)` on a thread for each rank; returns what each of them raised.
+  /// Runs `body(transport)` on one thread per rank and returns their errors.
   template <class Body>
   std::vector<std::string> on_ranks(int size, Body body, milliseconds timeout = milliseconds(10000)) {
     const auto store = c10::make_intrusive<c10d::HashStore>();
@@ -108,7 +108,7 @@ void scatter(Transport& transport, int round, const BlockShape& s, std::mt19937&
 TEST_F(UcxTransport, SendsBlocksOfAnySizeInAnyOrder) {
   for (const int size : {1, 2, 3, 4}) {
     const auto errors = on_ranks(size, [](Transport& transport) {
-      std::mt19937 shapes(7), local(100 + transport.rank());  // shapes are the same on every rank, patterns are not
+      std::mt19937 shapes(7), local(100 + transport.rank());  // all ranks use the same shapes, each its own order
       for (int round = 0; round < 30; ++round) {
         const auto shape = random_shape(shapes);
         if (shapes() % 2) {
@@ -177,14 +177,14 @@ TEST_F(UcxTransport, AbsentRankTimesOutByName) {
   const auto errors = on_ranks(
       2,
       [&](Transport& transport) {
-        if (transport.rank() == 1) return done.wait();  // is there, takes part in nothing
+        if (transport.rank() == 1) return done.wait();  // connected, but runs no collective
         const auto start = Clock::now();
         try {
           transport.all_gather(at::full({8, 16}, 1, at::kFloat))->wait(1, 8);
         } catch (...) {
           EXPECT_GE(Clock::now() - start, milliseconds(500));
           EXPECT_LT(Clock::now() - start, milliseconds(1500));
-          EXPECT_THROW(transport.reduce_scatter(1, 1, at::kFloat), c10::Error);  // and the group is no longer usable
+          EXPECT_THROW(transport.reduce_scatter(1, 1, at::kFloat), c10::Error);  // the group has failed
           done.count_down();
           throw;
         }
@@ -197,7 +197,7 @@ TEST_F(UcxTransport, DisconnectedRankIsNoticedAtOnce) {
   const auto start = Clock::now();
   const auto errors = on_ranks(3, [&](Transport& transport) {
     gather(transport, 0, {100, 100, at::kFloat}, *std::make_unique<std::mt19937>(1));
-    if (transport.rank() == 2) return;  // destroys its link
+    if (transport.rank() == 2) return;  // destroys its transport
     transport.all_gather(at::full({8, 16}, 1, at::kFloat))->finish();
   });
   EXPECT_LT(Clock::now() - start, milliseconds(5000));
@@ -208,20 +208,20 @@ TEST_F(UcxTransport, UnfinishedCollectiveFailsEveryRank) {
   const auto start = Clock::now();
   const auto errors = on_ranks(2, [&](Transport& transport) {
     const auto collective = transport.reduce_scatter(64, 64, at::kFloat);
-    if (transport.rank() == 1) return;  // an exception on its way, say
+    if (transport.rank() == 1) return;  // destroys the unfinished collective
     collective->mark_ready(0, 64);
     collective->mark_ready(1, 64);
     collective->finish();
   });
   EXPECT_LT(Clock::now() - start, milliseconds(5000));
-  EXPECT_THAT(errors[0], AllOf(HasSubstr("Rank 1 gave up"), HasSubstr("reduce_scatter")));
+  EXPECT_THAT(errors[0], HasSubstr("Rank 1 abandoned collective 1 (reduce_scatter"));
 }
 
 TEST_F(UcxTransport, MissingRankIsNamedAtCreation) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   try {
     make_ucx_transport({store, 0, 2, "tp", milliseconds(300)});
-    FAIL() << "made a link without rank 1";
+    FAIL() << "created a transport without rank 1";
   } catch (const c10::Error& error) {
     EXPECT_THAT(error.what(), AllOf(HasSubstr("rank 1"), HasSubstr("300 ms")));
   }
@@ -260,9 +260,9 @@ TEST_F(UcxTransport, TimeoutNamesMissingRankNotWaitingOne) {
   const auto errors = on_ranks(
       4,
       [&](Transport& transport) {
-        if (transport.rank() == 3) return done.wait();  // is there, takes part in nothing
-        std::this_thread::sleep_for(
-            milliseconds(100 * transport.rank()));  // so rank 0 times out first, waiting for rank 1
+        if (transport.rank() == 3) return done.wait();  // connected, but runs no collective
+        // Rank 0, which waits for rank 1, times out first.
+        std::this_thread::sleep_for(milliseconds(100 * transport.rank()));
         const auto collective = transport.reduce_scatter(8, 16, at::kFloat);
         try {
           collective->wait(transport.rank() + 1, 8);
@@ -275,7 +275,7 @@ TEST_F(UcxTransport, TimeoutNamesMissingRankNotWaitingOne) {
   for (const int rank : {0, 1, 2}) EXPECT_THAT(errors[rank], AllOf(HasSubstr("for rank 3"), HasSubstr("600 ms")));
 }
 
-/// The beginning of a function that UCX patches where it has to see memory come and go, as RDMA needs it.
+/// UCX patches munmap if it tracks memory mappings, as RDMA requires.
 std::string first_bytes_of_munmap() { return {static_cast<const char*>(::dlsym(RTLD_NEXT, "munmap")), 16}; }
 
 TEST_F(UcxTransport, LeavesSignalHandlersAndLibcUnchanged) {

@@ -1,4 +1,4 @@
-// Every wait ends: when the program is interrupted, and when a Store does not answer.
+// Every wait ends when the program is interrupted, or when a Store does not respond.
 #include <ATen/ops/full.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -23,7 +23,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using Clock = std::chrono::steady_clock;
 
-/// As what the binding raises: an exception that is no error of a transport.
+/// Stands for the exception of the Python binding: not a c10::Error.
 struct Interrupt : std::exception {
   const char* what() const noexcept override { return "interrupt"; }
 };
@@ -40,7 +40,7 @@ class Interrupts : public ::testing::Test {
   }
   void TearDown() override { comm::set_interrupt_check(nullptr); }
 
-  /// `wait` must end, by the interrupt itself, within a second of it.
+  /// Interrupts `wait` and expects it to raise Interrupt within a second.
   static void expect_ended(const std::function<void()>& wait) {
     auto raised = std::async(std::launch::async, [&] {
       try {
@@ -91,7 +91,7 @@ TEST_F(Interrupts, EndRendezvous) {
   expect_ended([&] { rendezvous.exchange_memory(comm::SharedMemory::make(4096), [] {}); });
 }
 
-/// A Store whose server is stopped.
+/// A Store whose server does not respond.
 struct SilentStore : c10d::HashStore {
   bool check(const std::vector<std::string>&) override {
     released.get_future().wait();
@@ -106,7 +106,7 @@ TEST(StoreExchange, UnresponsiveStoreTimesOut) {
   const auto error = error_of([&] {
     comm::exchange_through_store(store, {.prefix = "p", .rank = 0, .size = 2, .timeout = milliseconds(200)}, "x");
   });
-  EXPECT_THAT(error, AllOf(HasSubstr("the Store does not answer"), HasSubstr("200 ms")));
+  EXPECT_THAT(error, AllOf(HasSubstr("the Store does not respond"), HasSubstr("200 ms")));
   EXPECT_LT(Clock::now() - start, milliseconds(1200));
   store->released.set_value();
 }

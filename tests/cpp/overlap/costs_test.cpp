@@ -17,7 +17,7 @@ using overlap::predict;
 using overlap::rejection_reason;
 using ::testing::HasSubstr;
 
-/// A core of 1 TFLOP/s, and a network of 1 Gb/s that takes a twentieth of the core's time.
+/// A 1 TFLOP/s core and a 1 Gb/s network whose transfers take a twentieth of the core's time.
 constexpr Costs kNetwork{.per_flop = 1e-12,
                          .per_weight = 5e-11,
                          .latency = 20e-6,
@@ -57,7 +57,7 @@ TEST(OverlapCosts, RejectsFewRowsOverNetwork) {
   quick.plain_latency = quick.latency;
   const auto p = predict(gather(16), quick, false);
   EXPECT_GT(p.overlapped, p.plain);
-  EXPECT_THAT(rejection_reason(gather(16), p, false), HasSubstr("15 % must be gained"));
+  EXPECT_THAT(rejection_reason(gather(16), p, false), HasSubstr("must save at least 15 %"));
 }
 
 TEST(OverlapCosts, ZeroCopyAcceptsAnyGain) {

@@ -33,7 +33,7 @@ class Schedules : public ::testing::TestWithParam<Case> {
   static void expect_within(const Tensor& got, const Bounded& want) {
     if (const auto text = kernels::mismatch(got, want); !text.empty()) C10_THROW_ERROR(Error, text);
   }
-  /// The sum of one gemm of each rank; it may be stored in the dtype before it is sent.
+  /// Sum of one GEMM per rank; each term may be rounded to the dtype before it is sent.
   static Bounded summed(const std::vector<Tensor>& xs, const std::vector<Tensor>& ws) {
     Bounded sum;
     for (size_t r = 0; r < xs.size(); ++r) {
@@ -61,7 +61,7 @@ class Schedules : public ::testing::TestWithParam<Case> {
 };
 
 constexpr int64_t kK = 96, kN = 64;
-constexpr int64_t kRows[] = {1, 40, 7, 150, 33, 3};  // of one rank, another in each round
+constexpr int64_t kRows[] = {1, 40, 7, 150, 33, 3};  // rows of a rank, one entry per call
 
 TEST_P(Schedules, AllGatherGemmMatchesFullGemm) {
   std::vector<Tensor> xs;
@@ -80,15 +80,15 @@ TEST_P(Schedules, AllGatherGemmMatchesFullGemm) {
                             expect_within(y.out, want);
                             const auto alone = overlap::all_gather_gemm(transport, local, kernels::transposed(w),
                                                                         {.bias = b}, nullptr);
-                            expect_within(alone.out, want);  // the rows may travel in tiles
-                            if (!all.equal(x)) C10_THROW_ERROR(Error, "other rows were gathered");
+                            expect_within(alone.out, want);  // may send packed rows
+                            if (!all.equal(x)) C10_THROW_ERROR(Error, "wrong rows were gathered");
                           }
                         }),
               Each(""));
 }
 
 TEST_P(Schedules, GemmReduceScatterMatchesSumOverRanks) {
-  std::vector<std::vector<Tensor>> xs;  // by round, by rank
+  std::vector<std::vector<Tensor>> xs;  // by call, by rank
   std::vector<Tensor> ws;
   for (int r = 0; r < ranks(); ++r) ws.push_back(random(kN, kK));
   for (const auto rows : kRows) {
@@ -140,7 +140,7 @@ TEST_P(Schedules, OverlappedCollectivesMatchReference) {
                             overlap::OverlappedReduceScatter reduce(transport, dys[transport.rank()],
                                                                     ws[transport.rank()], {.b_is_weight = true},
                                                                     [&] { gather.progress(); });
-                            if (!gather.wait().equal(x)) C10_THROW_ERROR(Error, "other rows were gathered");
+                            if (!gather.wait().equal(x)) C10_THROW_ERROR(Error, "wrong rows were gathered");
                             reduce.progress();
                             expect_within(reduce.wait(), block(summed(dys, ws), transport.rank(), ranks()));
                           }

@@ -12,7 +12,7 @@
 namespace weft::comm::ucx {
 namespace {
 
-/// The head of a rank's record; its address follows, or the reason why it has none.
+/// Header of a rank's record, followed by the address or, if has_address is 0, by an error text.
 struct RecordHeader {
   std::array<char, 8> magic{'w', 'e', 'f', 't', '-', 'u', 'c', 'x'};
   uint32_t version = kWireVersion;
@@ -23,7 +23,7 @@ struct RecordHeader {
 Token random_token() {
   Token token{};
   const auto got = getrandom(token.data(), sizeof(token), 0);
-  if (got != sizeof(token)) C10_THROW_ERROR(DistError, "No random bytes for the token of a network link.");
+  if (got != sizeof(token)) C10_THROW_ERROR(DistError, "getrandom() failed: cannot create a token.");
   return token;
 }
 
@@ -31,7 +31,7 @@ std::string make_record(const RecordHeader& head, const std::string& text) {
   return std::string(reinterpret_cast<const char*>(&head), sizeof(head)) + text;
 }
 
-/// Puts rank `r`'s record into `all`.
+/// Parses the record of rank `r` into `all`.
 void read_record(const UcxOptions& options, int r, const std::string& bytes, PeerAddresses& all) {
   RecordHeader head{};
   const auto expected = head.magic;
@@ -39,12 +39,12 @@ void read_record(const UcxOptions& options, int r, const std::string& bytes, Pee
   if (complete) std::memcpy(&head, bytes.data(), sizeof(head));
   if (!complete || head.magic != expected || head.version != kWireVersion) {
     C10_THROW_ERROR(DistError,
-                    c10::str("ucx link of group '", options.group, "': rank ", r,
-                             " speaks another format (this rank: ", kWireVersion, "). Run the same weft everywhere."));
+                    c10::str("UCX transport of group '", options.group, "': rank ", r, " does not use wire format ",
+                             kWireVersion, ". Run the same version of weft on all ranks."));
   }
   auto text = bytes.substr(sizeof(head));
   if (!head.has_address)
-    C10_THROW_ERROR(DistError, c10::str("ucx link of group '", options.group, "': rank ", r, " failed: ", text));
+    C10_THROW_ERROR(DistError, c10::str("UCX transport of group '", options.group, "': rank ", r, " failed: ", text));
   all.addresses[r] = std::move(text);
   all.token[0] ^= head.part[0];
   all.token[1] ^= head.part[1];
@@ -55,7 +55,7 @@ void read_record(const UcxOptions& options, int r, const std::string& bytes, Pee
 PeerAddresses exchange_addresses(const UcxOptions& options, const std::function<std::string()>& address) {
   StoreExchangeOptions exchange{"weft/ucx", options.rank, options.size, options.timeout};
   exchange.prefix +=
-      c10::str("/", next_generation(options.store, exchange));  // keys of an earlier link may still be there
+      c10::str("/", next_generation(options.store, exchange));  // keys of an earlier transport may remain
   PeerAddresses all{.addresses = std::vector<std::string>(options.size),
                     .key = c10::str(exchange.prefix, "/", options.rank)};
   std::string local;
@@ -77,7 +77,7 @@ void remove_record(const UcxOptions& options, const PeerAddresses& peer_addresse
                     [store = options.store, key = peer_addresses.key] {
                       try {
                         store->deleteKey(key);
-                      } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): some stores cannot
+                      } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): not all Stores support it
                       }
                     });
 }

@@ -8,18 +8,18 @@
 
 namespace weft::comm::ucx {
 
-/// What the ranks of a group tell each other through its Store.
+/// Result of the address exchange through the Store of a group.
 struct PeerAddresses {
-  std::vector<std::string> addresses;  // of each rank
-  Token token{};                       // each rank gives a random part of it
-  std::string key;                     // of this rank's record
+  std::vector<std::string> addresses;  // UCX worker addresses, by rank
+  Token token{};                       // XOR of a random number from each rank
+  std::string key;                     // Store key of this rank's record
 };
 
-/// Shows this rank's address and waits for the others'. Raises at the timeout, naming who is missing; if `address`
-/// raises, every rank does. Ranks that do this again must all do so.
+/// Writes this rank's address to the Store and waits for the others. A collective call. Raises at the timeout, naming
+/// the missing rank; if `address` raises on one rank, every rank raises.
 PeerAddresses exchange_addresses(const UcxOptions& options, const std::function<std::string()>& address);
 
-/// Takes this rank's record away when everybody has read it.
+/// Deletes this rank's record. Call it after every rank has read it.
 void remove_record(const UcxOptions& options, const PeerAddresses& peer_addresses);
 
 }  // namespace weft::comm::ucx

@@ -19,7 +19,7 @@ const Transfer* transfer_at(const std::vector<Transfer>& transfers, size_t i) {
   return i < transfers.size() ? &transfers[i] : nullptr;
 }
 
-/// Moves `first_pending` past what is done.
+/// Advances `first_pending` past completed transfers.
 void skip_done(const std::vector<Transfer>& transfers, size_t posted, size_t& first_pending) {
   while (first_pending < posted && transfers[first_pending].done()) ++first_pending;
 }
@@ -46,8 +46,8 @@ void CollectiveState::start(Worker& worker, int rank, int size, const Header& he
   }
 }
 
-/// Cuts the blocks from `memory_`: one for each peer's, and without `local` one for each rank's own. What comes from
-/// this rank itself is its own block.
+/// Carves the blocks out of `memory_`: one incoming block per peer and, without `local`, one outgoing block per rank.
+/// The incoming block of this rank is its own outgoing block.
 void CollectiveState::allocate_blocks(at::ScalarType dtype, const at::Tensor& local) {
   constexpr int64_t kAlign = 64;
   const int64_t bytes = (header_.rows * row_bytes_ + kAlign - 1) / kAlign * kAlign;
@@ -57,7 +57,7 @@ void CollectiveState::allocate_blocks(at::ScalarType dtype, const at::Tensor& lo
   int64_t used = 0;
   const auto carve = [&] {
     const int64_t offset = std::exchange(used, used + bytes) / static_cast<int64_t>(c10::elementSize(dtype));
-    if (!memory_.defined()) return at::empty({header_.rows, header_.columns}, dtype);  // of no bytes
+    if (!memory_.defined()) return at::empty({header_.rows, header_.columns}, dtype);  // 0 bytes
     return at::empty({0}, dtype).set_(memory_.storage(), offset, {header_.rows, header_.columns}, {header_.columns, 1});
   };
   for (int r = 0; r < static_cast<int>(peer_states_.size()); ++r) {

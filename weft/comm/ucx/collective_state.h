@@ -9,13 +9,13 @@
 
 namespace weft::comm::ucx {
 
-/// One round as this rank sees it: a header to and from each peer, then the segments of the blocks. Data of a peer is
-/// received only after its header was found equal. Keeps its memory for the next round.
+/// State of one collective on this rank. Exchanges a header with each peer, then the segments of the blocks. Receives
+/// data from a peer only if its header is equal. Keeps its memory for the next collective.
 class CollectiveState {
  public:
-  /// Sends the headers. `local` is the block for everyone, or undefined: then there is one block for each rank.
+  /// Sends the headers. `local` is the block for all ranks; if undefined, there is one block per rank.
   void start(Worker& worker, int rank, int size, const Header& header, const at::Tensor& local);
-  /// Compares headers that have come, receives what may be received by now, and tells what is wrong.
+  /// Compares headers that have arrived and posts the receives of matching peers. Returns a failure, if any.
   std::optional<Failure> progress();
   /// Rows [0, rows) of the block for `to` are final.
   void mark_ready(int to, int64_t rows);
@@ -25,15 +25,15 @@ class CollectiveState {
   int64_t ready_rows(int to) const { return peer_states_[to].ready_rows; }
   const at::Tensor& outgoing(int to) const { return peer_states_[to].outgoing; }
   const at::Tensor& incoming(int from) const { return peer_states_[from].incoming; }
-  /// How many rows of the block of `from` are there, without a gap.
+  /// Number of leading rows of the block of `from` that have arrived.
   int64_t arrived(int from) const;
-  /// Headers are exchanged and equal, the peer's block is here, and ours needs no more help.
+  /// The headers match, the peer's block has arrived, and the sends to the peer are complete.
   bool completed(int peer) const;
-  /// Forgets blocks that were the caller's.
+  /// Releases the blocks and marks the collective as finished.
   void close();
-  /// Takes back what it still expects.
+  /// Cancels pending receives.
   void cancel();
-  /// What went wrong with `peer`.
+  /// A failure of this collective caused by `peer`.
   Failure failure(FailureReason reason, int peer) const;
 
  private:
@@ -43,7 +43,7 @@ class CollectiveState {
     bool matched = false;
     at::Tensor outgoing, incoming;
     int64_t ready_rows = 0;
-    size_t posted = 0, sent = 0, received = 0;  // segments: given to UCX, through, there without a gap
+    size_t posted = 0, sent = 0, received = 0;  // leading segments: posted to UCX, sent, received
     std::vector<Transfer> sends, receives;
   };
   void allocate_blocks(at::ScalarType dtype, const at::Tensor& local);
@@ -55,9 +55,9 @@ class CollectiveState {
   bool open_ = false;
   Header header_{};
   int64_t row_bytes_ = 0;
-  std::vector<int64_t> segment_ends_;  // of the segments, in rows
+  std::vector<int64_t> segment_ends_;  // in rows
   std::vector<PeerState> peer_states_;
-  at::Tensor memory_;  // grows
+  at::Tensor memory_;  // of all blocks; only grows
 };
 
 }  // namespace weft::comm::ucx

@@ -14,11 +14,11 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr std::chrono::microseconds kProgressInterval{50};  // while computing: a look costs a system call
+constexpr std::chrono::microseconds kProgressInterval{50};  // while computing: progress costs a system call
 constexpr int kIdlePolls = 64;                              // before the thread sleeps
-constexpr milliseconds kMaxSleep{50};                       // so that time limits are seen
-constexpr milliseconds kNoticeFlush{300};                   // for notices to go round
-constexpr milliseconds kQueryTimeout{300};                  // for answers; a rank that waits answers at once
+constexpr milliseconds kMaxSleep{50};                       // between checks of deadline and interrupts
+constexpr milliseconds kNoticeFlush{300};                   // for the exchange of failure notices
+constexpr milliseconds kQueryTimeout{300};                  // for replies; a waiting rank replies at once
 constexpr milliseconds kNoticeWait{150};                    // for the notice of a peer whose connection broke
 
 }  // namespace
@@ -26,9 +26,9 @@ constexpr milliseconds kNoticeWait{150};                    // for the notice of
 Communicator::Communicator(UcxOptions options, std::nullptr_t) : options_(std::move(options)), peers_(options_.size) {}
 
 Communicator::Communicator(const UcxOptions& options) : Communicator(options, nullptr) {
-  TORCH_CHECK_VALUE(options.timeout.count() > 0, "ucx link: timeout is ", options.timeout.count(),
-                    " ms, expected more than 0.");
-  TORCH_CHECK_VALUE(size() <= kMaxRanks, "ucx link: ", size(), " ranks, expected at most ", kMaxRanks, ".");
+  TORCH_CHECK_VALUE(options.timeout.count() > 0, "UCX transport: expected a timeout greater than 0 ms, got ",
+                    options.timeout.count(), " ms.");
+  TORCH_CHECK_VALUE(size() <= kMaxRanks, "UCX transport: expected at most ", kMaxRanks, " ranks, got ", size(), ".");
   const auto all = exchange_addresses(options, [&] {
     worker_ = std::make_unique<Worker>(size(), net_devices(options.store));
     return worker_->address();
@@ -39,7 +39,7 @@ Communicator::Communicator(const UcxOptions& options) : Communicator(options, nu
     worker_->connect(r, all.addresses[r]);
     post_receives(r);
   }
-  finish(begin({.token = token_, .rows = kWireVersion}, {}));  // a greeting: a round without data
+  finish(begin({.token = token_, .rows = kWireVersion}, {}));  // a collective without data, checks the connections
   remove_record(options, all);
 }
 
@@ -60,7 +60,7 @@ void Communicator::post_receives(int r) {
 }
 
 CollectiveState& Communicator::start(const CollectiveFingerprint& fingerprint, const at::Tensor& local) {
-  // What a peer reported is read before anything is sent: to a peer that is gone that would fail with less to tell.
+  // Read failure notices before sending: a send to a disconnected peer would fail with a less specific error.
   for (int i = 0; i < kIdlePolls && worker_->progress(); ++i) {
   }
   check_for_failures();
@@ -70,8 +70,8 @@ CollectiveState& Communicator::start(const CollectiveFingerprint& fingerprint, c
 CollectiveState& Communicator::begin(const Header& header, const at::Tensor& local) {
   auto* const collective =
       std::find_if(collectives_.begin(), collectives_.end(), [](const CollectiveState& r) { return !r.open(); });
-  TORCH_CHECK(collective != collectives_.end(), "ucx link of group '", options_.group,
-              "': two rounds are open; finish one before a third.");
+  TORCH_CHECK(collective != collectives_.end(), "UCX transport of group '", options_.group,
+              "': two collectives are open. Finish one before starting another.");
   collective->start(*worker_, rank(), size(), header, local);
   return *collective;
 }
@@ -143,7 +143,7 @@ void Communicator::progress_for(milliseconds max_wait, const std::function<bool(
   }
 }
 
-/// A peer that is late may be waiting itself, for one that is gone: that one is named.
+/// The late peer may itself wait for another rank: reports the root cause.
 void Communicator::fail_timeout(const CollectiveState& collective, int peer, int64_t rows) {
   const auto cause = find_root_cause(peer);
   if (const auto* failure = reported()) fail(*failure);
@@ -175,11 +175,11 @@ Communicator::RootCause Communicator::trace_waits(int peer) const {
     if (next == rank()) break;
     cause = {.culprit = next, .reporter = cause.culprit, .known = false};
   }
-  return {peer, rank(), true};  // they wait for each other
+  return {peer, rank(), true};  // a cycle
 }
 
-/// A peer that had to give up may have left, and its notice may still be on its way. Else the connection that broke
-/// first was to the rank that is gone.
+/// The peer may have left because of another failure, and its notice may still be in flight. Without a notice, the
+/// connection that broke first identifies the rank that is gone.
 void Communicator::fail_disconnected(const Failure& failure) {
   progress_for(kNoticeWait, [&] { return reported() != nullptr; });
   if (const auto* report = reported()) fail(*report);
@@ -216,7 +216,8 @@ void Communicator::fail(const Failure& failure) {
 }
 
 void Communicator::throw_failed() const {
-  C10_THROW_ERROR(DistError, c10::str(text(*failure_), " Group '", options_.group, "' cannot be used any more."));
+  C10_THROW_ERROR(DistError, c10::str(text(*failure_), " Group '", options_.group,
+                                      "' cannot be used any more: destroy it and create a new one."));
 }
 
 void Communicator::broadcast_failure(const Failure& failure) {

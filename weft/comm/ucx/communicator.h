@@ -13,11 +13,11 @@
 
 namespace weft::comm::ucx {
 
-/// This rank's connections to the others of its group, and the rounds that run over them. After a failure, here or on
-/// another rank, everything raises.
+/// This rank's connections to the other ranks of its group, and the collectives that use them. After a failure on any
+/// rank every call raises.
 class Communicator {
  public:
-  /// Meets the other ranks through the Store and greets them over the network.
+  /// Exchanges addresses through the Store, connects to the other ranks and runs one empty collective.
   explicit Communicator(const UcxOptions& options);
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -26,17 +26,17 @@ class Communicator {
   int rank() const { return options_.rank; }
   int size() const { return options_.size; }
 
-  /// The next round. `local` may be undefined, see `CollectiveState::start`.
+  /// Starts the next collective. `local` may be undefined, see `CollectiveState::start`.
   CollectiveState& start(const CollectiveFingerprint& fingerprint, const at::Tensor& local);
-  /// Moves bytes, then looks for trouble.
+  /// Progresses UCX, then raises if any rank has failed.
   void progress();
-  /// The same, unless it was done a moment ago.
+  /// The same, at most once per kProgressInterval.
   void progress_throttled();
-  /// Until `rows` rows of the block of `from` are there.
+  /// Waits until `rows` rows of the block of `from` have arrived.
   void wait_rows(CollectiveState& collective, int from, int64_t rows);
-  /// Until every block is where it belongs. The round is over then.
+  /// Waits until all blocks are sent and received, then closes the collective.
   void finish(CollectiveState& collective);
-  /// A round that will never be finished: the group cannot go on. Raises nothing.
+  /// Fails the group because the collective will not be finished. Does not raise.
   void abandon(const CollectiveState& collective) noexcept;
 
  private:
@@ -46,35 +46,35 @@ class Communicator {
     WaitQuery query_in{}, reply_in{}, reply_out{};
     Transfer query_sent, query_received, reply_sent, reply_received;
   };
-  Communicator(UcxOptions options, std::nullptr_t);  // not connected: if connecting raises, the destructor runs
+  Communicator(UcxOptions options, std::nullptr_t);  // delegate: if connecting raises, the destructor still runs
   CollectiveState& begin(const Header& header, const at::Tensor& local);
   void post_receives(int peer);
   void check_for_failures();
-  /// The failure that a peer has reported, if one has.
+  /// The failure that a peer has reported, or null.
   const Failure* reported() const;
-  /// Answers peers that ask whom this rank waits for.
+  /// Tells peers that have asked which rank this one waits for.
   void reply_to_queries();
-  /// Until `done`, which is up to `peer`; `rows` are told at the timeout.
+  /// Waits for `peer` until `done`. `rows` is for the timeout error.
   void wait(const CollectiveState& collective, int peer, int64_t rows, const std::function<bool()>& done);
   [[noreturn]] void fail_timeout(const CollectiveState& collective, int peer, int64_t rows);
   [[noreturn]] void fail_disconnected(const Failure& failure);
   [[noreturn]] void fail(const Failure& failure);
-  /// Who keeps everybody waiting, and who waits for it.
+  /// The rank that blocks the collective, and a rank that waits for it.
   struct RootCause {
     int culprit;
     int reporter;
-    bool known;  // false: the culprit has not answered
+    bool known;  // false: the culprit has not replied yet
   };
-  /// Asks all peers whom they wait for and follows the answers, from `peer` on.
+  /// Asks all peers which rank they wait for and follows the replies, starting at `peer`.
   RootCause find_root_cause(int peer);
-  /// By the answers that have come: to a rank that has not answered, is gone, or waits for nobody.
+  /// Follows the replies received so far to a rank that has not replied, is disconnected, or waits for no rank.
   RootCause trace_waits(int peer) const;
-  /// Moves bytes for so long, until `done`.
+  /// Progresses UCX until `done`, for at most `max_wait`.
   void progress_for(std::chrono::milliseconds max_wait, const std::function<bool()>& done);
-  /// Notes the failure, tells the peers, and gives all a moment to learn of it.
+  /// Stores the failure, sends it to the peers and waits briefly for their notices.
   void broadcast_failure(const Failure& failure);
   [[noreturn]] void throw_failed() const;
-  /// The peer knows of our failure and we of its, or it is gone or to blame.
+  /// Notices were exchanged with the peer, or none can be expected: it is disconnected or caused the failure.
   bool is_notified(int peer) const;
 
   UcxOptions options_;
@@ -87,7 +87,7 @@ class Communicator {
   WaitQuery query_out_{};
   std::vector<PeerMessages> peers_;
   std::array<CollectiveState, 2> collectives_;
-  std::unique_ptr<Worker> worker_;  // last: ends before the memory its messages lie in
+  std::unique_ptr<Worker> worker_;  // last member: destroyed before the buffers of its messages
 };
 
 }  // namespace weft::comm::ucx

@@ -31,7 +31,7 @@ Addresses resolve(const std::string& host) {
   return {found, freeaddrinfo};
 }
 
-/// The bytes that make the address, without port and scope.
+/// The IP address as bytes, without port and scope.
 std::string bytes_of(const sockaddr* address) {
   if (address && address->sa_family == AF_INET) {
     const auto& in = reinterpret_cast<const sockaddr_in*>(address)->sin_addr;
@@ -44,7 +44,7 @@ std::string bytes_of(const sockaddr* address) {
   return "";
 }
 
-/// The interface of this host that has the address; empty if none has.
+/// The interface with this address; empty if there is none.
 std::string interface_with(const sockaddr* address) {
   ifaddrs* all = nullptr;
   if (getifaddrs(&all) != 0) return "";
@@ -55,7 +55,7 @@ std::string interface_with(const sockaddr* address) {
   return "";
 }
 
-/// The interface by which packets to `host` leave; nothing is sent.
+/// The interface that routes to `host`. Connects a UDP socket, which sends no packet.
 std::string interface_to(const std::string& host) {
   const auto addresses = resolve(host);
   for (const auto* a = addresses.get(); a; a = a->ai_next) {
@@ -74,7 +74,7 @@ std::string interface_to(const std::string& host) {
   return "";
 }
 
-/// The interface that has an address of this host's name.
+/// The interface with an address of the host name.
 std::string named_interface() {
   std::array<char, 256> host{};
   if (gethostname(host.data(), host.size() - 1) != 0) return "";

@@ -5,14 +5,14 @@
 
 namespace weft::comm::ucx {
 
-/// "mlx5_0:1,mlx5_1:1": the ports of the host's RDMA devices; empty if it has none.
+/// Ports of the host's RDMA devices, e.g. "mlx5_0:1,mlx5_1:1"; empty if it has none.
 std::string rdma_ports(const std::filesystem::path& devices = "/sys/class/infiniband");
 
-/// The network interface that a group's own traffic takes, as Gloo chooses it: GLOO_SOCKET_IFNAME (may be a list), the
-/// one that reaches the server of the group's TCPStore, the one whose address the host's name has, else loopback.
+/// The network interface that Gloo would choose for the group: GLOO_SOCKET_IFNAME (may be a list), otherwise the
+/// interface to the TCPStore server, otherwise the one with the address of the host name, otherwise loopback.
 std::string group_interface(const c10::intrusive_ptr<c10d::Store>& store);
 
-/// UCX_NET_DEVICES for the group: that interface, and RDMA ports if there are any. UCX listens on nothing else.
+/// UCX_NET_DEVICES for the group: the RDMA ports, if any, and `group_interface`. UCX listens on nothing else.
 std::string net_devices(const c10::intrusive_ptr<c10d::Store>& store);
 
 }  // namespace weft::comm::ucx

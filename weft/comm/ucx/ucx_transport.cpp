@@ -19,8 +19,8 @@ class UcxCollective final : public InFlightCollective {
 
   void mark_ready(int to, int64_t rows) override {
     const auto before = state_.ready_rows(check_rank(to)), all = state_.header().rows;
-    TORCH_CHECK_VALUE(before <= rows && rows <= all, "publish: ", rows, " rows for rank ", to, ", expected ", before,
-                      " (already published) to ", all, ".");
+    TORCH_CHECK_VALUE(before <= rows && rows <= all, "mark_ready: expected ", before, " (already marked) to ", all,
+                      " rows for rank ", to, ", got ", rows, ".");
     state_.mark_ready(to, rows);
   }
 
@@ -32,7 +32,8 @@ class UcxCollective final : public InFlightCollective {
   }
 
   void wait(int from, int64_t rows) override {
-    TORCH_CHECK_VALUE(rows <= state_.header().rows, "wait: ", rows, " rows, the block has ", state_.header().rows, ".");
+    TORCH_CHECK_VALUE(rows <= state_.header().rows, "wait: expected at most ", state_.header().rows, " rows, got ",
+                      rows, ".");
     communicator_->wait_rows(state_, check_rank(from), rows);
   }
 
@@ -40,9 +41,9 @@ class UcxCollective final : public InFlightCollective {
 
   void finish() override {
     for (int r = 0; r < communicator_->size(); ++r) {
-      TORCH_CHECK(r == communicator_->rank() || state_.ready_rows(r) == state_.header().rows,
-                  "finish: ", state_.ready_rows(r), " of ", state_.header().rows, " rows were published for rank ", r,
-                  ".");
+      TORCH_CHECK(r == communicator_->rank() || state_.ready_rows(r) == state_.header().rows, "finish: only ",
+                  state_.ready_rows(r), " of ", state_.header().rows, " rows for rank ", r,
+                  " are marked ready in collective ", state_.header().seq, ".");
     }
     communicator_->finish(state_);
     finished_ = true;
@@ -50,8 +51,8 @@ class UcxCollective final : public InFlightCollective {
 
  private:
   int check_rank(int rank) const {
-    TORCH_CHECK_INDEX(0 <= rank && rank < communicator_->size(), "rank ", rank, " of a group of ",
-                      communicator_->size());
+    TORCH_CHECK_INDEX(0 <= rank && rank < communicator_->size(), "Rank ", rank, " is out of range for a group of ",
+                      communicator_->size(), ".");
     return rank;
   }
 
@@ -65,8 +66,8 @@ class UcxCollective final : public InFlightCollective {
 UcxTransport::UcxTransport(const UcxOptions& options) : communicator_(std::make_shared<Communicator>(options)) {}
 
 std::unique_ptr<InFlightCollective> UcxTransport::all_gather(const at::Tensor& block) {
-  TORCH_CHECK_VALUE(block.dim() == 2 && block.device().is_cpu(), "all_gather over UCX: a block of ", block.sizes(),
-                    " on ", block.device(), ", expected a matrix in CPU memory.");
+  TORCH_CHECK_VALUE(block.dim() == 2 && block.device().is_cpu(), "all_gather: expected a 2-D CPU tensor, got shape ",
+                    block.sizes(), " on ", block.device(), ".");
   const auto local = block.contiguous();
   auto& state = communicator_->start({CommOp::all_gather, local.scalar_type(), local.size(0), local.size(1)}, local);
   auto collective = std::make_unique<UcxCollective>(communicator_, state);
@@ -75,7 +76,8 @@ std::unique_ptr<InFlightCollective> UcxTransport::all_gather(const at::Tensor& b
 }
 
 std::unique_ptr<InFlightCollective> UcxTransport::reduce_scatter(int64_t rows, int64_t columns, at::ScalarType dtype) {
-  TORCH_CHECK_VALUE(rows >= 0 && columns >= 0, "reduce_scatter over UCX: blocks of [", rows, ", ", columns, "].");
+  TORCH_CHECK_VALUE(rows >= 0 && columns >= 0, "reduce_scatter: expected at least 0 rows and columns, got [", rows,
+                    ", ", columns, "].");
   auto& state = communicator_->start({CommOp::reduce_scatter, dtype, rows, columns}, {});
   return std::make_unique<UcxCollective>(communicator_, state);
 }

@@ -7,8 +7,8 @@
 
 namespace weft::comm::ucx {
 
-/// Between ranks that may be on different hosts. Each block is received into this rank's memory.
-///   bytes: each block once over the network; a header of 48 bytes to each peer and round
+/// Transport over UCX, for ranks on different hosts. Blocks are received into this rank's memory.
+///   bytes: each block once over the network; a 48-byte header per peer and collective
 class UcxTransport final : public Transport {
  public:
   explicit UcxTransport(const UcxOptions& options);
@@ -21,7 +21,7 @@ class UcxTransport final : public Transport {
   std::unique_ptr<InFlightCollective> reduce_scatter(int64_t rows, int64_t columns, at::ScalarType dtype) override;
 
  private:
-  std::shared_ptr<Communicator> communicator_;  // also of the open exchanges
+  std::shared_ptr<Communicator> communicator_;  // shared with the open collectives
 };
 
 }  // namespace weft::comm::ucx

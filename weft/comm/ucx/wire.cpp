@@ -5,7 +5,7 @@
 namespace weft::comm::ucx {
 namespace {
 
-// kind 2 bits | sender 14 | segment 24 | seq 24. Two rounds are open at most, so that a seq may come round again.
+// kind 2 bits | sender 14 | segment 24 | seq 24. At most two collectives are open, so the seq may wrap around.
 constexpr uint64_t kHeader = 0, kSegment = 1, kNotice = 2, kWaitQuery = 3;
 constexpr uint64_t k24Bits = (uint64_t{1} << 24) - 1;
 

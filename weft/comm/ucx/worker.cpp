@@ -18,12 +18,13 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kShutdownTimeout{200};  // for messages to leave, and for connections to close
+constexpr milliseconds kShutdownTimeout{200};  // for the flush, and again for closing the endpoints
 
 void check(ucs_status_t status, const char* what) {
   if (status == UCS_OK) return;
   C10_THROW_ERROR(DistNetworkError, c10::str("UCX could not ", what, ": ", ucs_status_string(status),
-                                             ". UCX_LOG_LEVEL=info says more; UCX_NET_DEVICES and UCX_TLS choose."));
+                                             ". Set UCX_LOG_LEVEL=info for details; UCX_NET_DEVICES and UCX_TLS select "
+                                             "devices and transports."));
 }
 
 using Config = std::unique_ptr<ucp_config_t, decltype(&ucp_config_release)>;
@@ -31,14 +32,13 @@ using Config = std::unique_ptr<ucp_config_t, decltype(&ucp_config_release)>;
 /// Sets an option unless the environment does.
 void set_default(ucp_config_t* config, const char* name, const char* value) {
   if (std::getenv((std::string("UCX_") + name).c_str())) return;
-  const auto what = c10::str("take UCX_", name, "=", value);
+  const auto what = c10::str("set UCX_", name, "=", value);
   check(ucp_config_modify(config, name, value), what.c_str());
 }
 
-/// UCX_* of the environment decide. Where they are silent: no shared memory, which would reach around a network
-/// namespace and would leave dead peers unnoticed; no listener but on the given devices. Over sockets no rendezvous:
-/// with error handling UCX copies either way, and a block that is sent at once needs no answer from a peer that
-/// computes.
+/// UCX_* environment variables take precedence. Defaults: no shared memory, which would bypass network namespaces and
+/// would not detect dead peers; listeners only on `devices`. Over sockets no UCX rendezvous protocol: with error
+/// handling UCX copies the data in any case, and an eager send needs no reply from a peer that is computing.
 Config configuration(const std::string& devices) {
   ucp_config_t* read = nullptr;
   check(ucp_config_read(nullptr, nullptr, &read), "read its configuration");
@@ -50,7 +50,7 @@ Config configuration(const std::string& devices) {
   return config;
 }
 
-/// UCX takes over the signals of crashes when it is loaded; they stay with the program's own handlers.
+/// UCX installs handlers for crash signals when it is loaded. Removes them, unless UCX_HANDLE_ERRORS is set.
 void restore_signal_handlers() {
   static const bool once = [] {
     if (!std::getenv("UCX_HANDLE_ERRORS"))
@@ -86,7 +86,7 @@ ucp_context_h make_context(int peers, const std::string& devices) {
   params.features = UCP_FEATURE_TAG | UCP_FEATURE_WAKEUP;
   params.estimated_num_eps = peers;
   ucp_context_h context = nullptr;
-  check(ucp_init(&params, config.get(), &context), "start");
+  check(ucp_init(&params, config.get(), &context), "initialize");
   return context;
 }
 
@@ -95,7 +95,7 @@ ucp_worker_h make_worker(ucp_context_h context) {
   params.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
   params.thread_mode = UCS_THREAD_MODE_SERIALIZED;
   ucp_worker_h worker = nullptr;
-  check(ucp_worker_create(context, &params, &worker), "make a worker");
+  check(ucp_worker_create(context, &params, &worker), "create a worker");
   return worker;
 }
 
@@ -105,7 +105,7 @@ Worker::Worker(int peers, const std::string& devices)
     : context_(make_context(peers, devices), ucp_cleanup),
       worker_(make_worker(context_.get()), ucp_worker_destroy),
       connections_(peers) {
-  check(ucp_worker_get_efd(worker_.get(), &event_), "make an event descriptor");
+  check(ucp_worker_get_efd(worker_.get(), &event_), "create an event descriptor");
 }
 
 Worker::~Worker() {
@@ -127,7 +127,7 @@ Worker::~Worker() {
 }
 
 void Worker::drain() {
-  std::deque<std::vector<char>> messages;  // kept until the worker is gone: one may be incomplete
+  std::deque<std::vector<char>> messages;  // must outlive the worker: a receive may be incomplete
   ucp_tag_recv_info_t info{};
   while (auto* const message = ucp_tag_probe_nb(worker_.get(), 0, 0, /*remove=*/1, &info)) {
     auto& bytes = messages.emplace_back(info.length + 1);
@@ -141,7 +141,7 @@ void Worker::drain() {
 void Worker::finish_requests(const std::vector<ucs_status_ptr_t>& requests, milliseconds max_wait) {
   const auto deadline = Clock::now() + max_wait;
   for (auto* request : requests) {
-    if (!UCS_PTR_IS_PTR(request)) continue;  // was over at once
+    if (!UCS_PTR_IS_PTR(request)) continue;  // completed immediately
     while (ucp_request_check_status(request) == UCS_INPROGRESS && Clock::now() < deadline) {
       if (!progress()) sleep(milliseconds(1));
     }
@@ -152,7 +152,7 @@ void Worker::finish_requests(const std::vector<ucs_status_ptr_t>& requests, mill
 std::string Worker::address() const {
   ucp_address_t* address = nullptr;
   size_t length = 0;
-  check(ucp_worker_get_address(worker_.get(), &address, &length), "tell its address");
+  check(ucp_worker_get_address(worker_.get(), &address, &length), "get its address");
   std::string bytes(reinterpret_cast<const char*>(address), length);
   ucp_worker_release_address(worker_.get(), address);
   return bytes;
@@ -182,13 +182,13 @@ void Worker::send(int peer, uint64_t tag, const void* data, size_t bytes, Transf
   params.memory_type = UCS_MEMORY_TYPE_HOST;
   auto* const request = ucp_tag_send_nbx(connections_[peer].endpoint, data, bytes, tag, &params);
   if (!UCS_PTR_IS_PTR(request))
-    complete_transfer(transfer, UCS_PTR_STATUS(request), bytes);  // over, and `on_sent` is not called
+    complete_transfer(transfer, UCS_PTR_STATUS(request), bytes);  // completed immediately: UCX does not call `on_sent`
 }
 
 void Worker::receive(uint64_t tag, void* data, size_t bytes, Transfer& transfer) {
   transfer = {.state = Transfer::State::pending, .bytes = bytes};
   ucp_request_param_t params{};
-  // `on_received` is called for every message, since nothing else tells its length.
+  // NO_IMM_CMPL: only `on_received` gets the length of the message.
   params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE |
                         UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
   params.cb.recv = on_received;
@@ -205,7 +205,7 @@ void Worker::cancel_receive(Transfer& transfer) {
 }
 
 void Worker::sleep(milliseconds max_wait) {
-  if (ucp_worker_arm(worker_.get()) != UCS_OK) {  // something has come meanwhile, or UCX's own thread is at it
+  if (ucp_worker_arm(worker_.get()) != UCS_OK) {  // there is something to progress, or a thread of UCX is busy
     sched_yield();
     return;
   }

@@ -9,26 +9,26 @@
 
 namespace weft::comm::ucx {
 
-/// A message on its way. Must stay where it is while it is pending.
+/// A message being sent or received. Must not move in memory while it is pending.
 struct Transfer {
   enum class State : uint8_t { none, pending, done, failed };
   State state = State::none;
-  ucs_status_t status = UCS_OK;  // of a failed one
-  size_t bytes = 0;              // a message of another length is a failure
+  ucs_status_t status = UCS_OK;  // if failed
+  size_t bytes = 0;              // expected length; any other length is a failure
   void* request = nullptr;       // of a pending receive
   bool done() const { return state == State::done; }
   bool failed() const { return state == State::failed; }
 };
 
-/// UCX's worker and its connections to the peers of one group. Bytes move only inside `progress`, on the thread that
-/// calls it; UCX's own thread accepts connections. For one thread at a time.
+/// A UCX worker and its endpoints to the peers of one group. Data moves only inside `progress`, on the calling thread;
+/// a thread of UCX accepts connections. For one thread at a time.
 class Worker {
  public:
-  /// `devices`: UCX_NET_DEVICES, where the environment does not set it. Raises if UCX finds no network device.
+  /// `devices`: value of UCX_NET_DEVICES unless the environment sets it. Raises if UCX finds no network device.
   Worker(int peers, const std::string& devices);
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
-  /// Gives messages on their way a moment to leave, then ends all. Takes half a second at most.
+  /// Flushes pending sends and closes all endpoints, within half a second.
   ~Worker();
 
   std::string address() const;
@@ -36,12 +36,12 @@ class Worker {
 
   void send(int peer, uint64_t tag, const void* data, size_t bytes, Transfer& transfer);
   void receive(uint64_t tag, void* data, size_t bytes, Transfer& transfer);
-  /// Afterwards it is no longer pending.
+  /// Afterwards the transfer is no longer pending.
   void cancel_receive(Transfer& transfer);
 
-  /// Moves what can be moved; false if nothing was.
+  /// Returns false if there was nothing to do.
   bool progress() { return ucp_worker_progress(worker_.get()) != 0; }
-  /// Returns when something may be moved, at the latest after `max_wait`.
+  /// Sleeps until there may be something to progress, for at most `max_wait`.
   void sleep(std::chrono::milliseconds max_wait);
 
   /// Whether the connection to `peer` broke, and when.
@@ -54,15 +54,15 @@ class Worker {
     ucs_status_t status = UCS_OK;
     std::chrono::steady_clock::time_point broke_at;
   };
-  /// Takes messages that nobody received, of each of which UCX would warn, though after a failure they are no news, and
+  /// Receives unexpected messages, which remain after a failure, so that UCX prints no warning for each of them. Then
   /// destroys the worker.
   void drain();
-  /// Runs until `requests` are over, at the latest until `max_wait` has passed, and frees them.
+  /// Progresses until `requests` complete, for at most `max_wait`, and frees them.
   void finish_requests(const std::vector<ucs_status_ptr_t>& requests, std::chrono::milliseconds max_wait);
 
   std::unique_ptr<ucp_context, decltype(&ucp_cleanup)> context_;
   std::unique_ptr<ucp_worker, decltype(&ucp_worker_destroy)> worker_;
-  int event_ = -1;  // readable when something may be moved
+  int event_ = -1;  // readable when there may be something to progress
   std::vector<Connection> connections_;
 };
 
