@@ -149,7 +149,7 @@ UNSUPPORTED: dict[str, str] = {
     ),
 }
 
-# The same for `pytorch.ops`; what differs in all of them is in the README.
+# The same for `pytorch.ops`; docs/from_te_ops.md lists the general differences.
 OPS_DIFFERENCES: dict[str, str] = {
     "Quantize": "returns its input; no recipe is ever active",
     "AllReduce": "dx = dy whatever `reduce_in_backward` says, as in the reference; `weft.ops.AllReduce` obeys it",
