@@ -1,4 +1,4 @@
-"""Draws the pictures of the docs. PYTHONPATH=python python docs/make_images.py"""
+"""Draws the plan shown in the docs. Run: PYTHONPATH=python python docs/make_images.py"""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 
 
 def block() -> ops.Sequential:
-    """A block whose plan shows fusions of both passes, a channel and a refusal."""
+    """A block whose plan shows fusions in both passes, a channel and a rejected rule."""
     return ops.Sequential(
         ops.LayerNorm(512),
         ops.MakeExtraOutput(in_place=True).set_extra_output_channel(0, "residual", output_to_caller=False),

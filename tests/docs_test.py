@@ -1,4 +1,4 @@
-"""Documents show what is there: code blocks equal files, output equals a run, links lead somewhere."""
+"""Docs match the code: code blocks equal files, shown output equals a run, links resolve, tables equal results."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def test_first_readme_example_prints_shown_output():
-    """With WEFT_TIER=ref, as the page says: the kernels named would otherwise be those of this machine."""
+    """With WEFT_TIER=ref, as the page says: otherwise the output names the kernels of this machine."""
     done = subprocess.run(
         [sys.executable, "-c", blocks("README.md", "python")[0]],
         env={**os.environ, "PYTHONPATH": str(ROOT / "python"), "WEFT_TIER": "ref"},
@@ -36,13 +36,13 @@ def test_first_readme_example_prints_shown_output():
     assert done.stdout.rstrip() == blocks("README.md", "text")[0].rstrip()
 
 
-def test_readme_cpp_example_equals_built_example():
-    assert files("README.md")["train_mlp.cpp"] == (ROOT / "examples/cpp/train_mlp.cpp").read_text()
+def test_documented_cpp_example_equals_built_example():
+    assert files("docs/cpp.md")["train_mlp.cpp"] == (ROOT / "examples/cpp/train_mlp.cpp").read_text()
 
 
 @pytest.mark.parametrize("page", PROJECTS)
 def test_documented_project_is_complete(page):
-    """What tests/wheel_test.sh builds: every C++ and CMake block of the page is a file of it, and CMake knows each."""
+    """tests/wheel_test.sh builds it. Every C++ and CMake block is a file of the project; CMake lists each source."""
     found = files(page)
     assert sorted(found.values()) == sorted(blocks(page, "cpp") + blocks(page, "cmake"))
     sources = re.findall(r"\w+\.cpp", found["CMakeLists.txt"])
@@ -74,7 +74,8 @@ def test_links_resolve(page):
 @pytest.mark.parametrize("page", make_tables.pages(), ids=lambda page: page.name)
 def test_figure_tables_are_generated_from_stored_results(page):
     text = page.read_text()
-    assert make_tables.render_tables(text, make_tables.stored) == text, "run tools/make_tables.py --write"
+    folder = page.parent.relative_to(ROOT)
+    assert make_tables.render_tables(text, make_tables.stored, folder) == text, "run tools/make_tables.py --write"
     by_hand = [line for line in make_tables.outside_tables(text) if make_tables.contains_figure(line)]
     assert not by_hand, "figures in a table that tools/make_tables.py does not write"
 
@@ -89,6 +90,26 @@ def test_changed_figure_and_missing_command_are_detected():
         make_tables.render_tables(page, lambda file: json.dumps({**result, "command": ""}))
     assert all(map(make_tables.contains_figure, ("| a | 1.06 |", "| 0.19 µs |", "| 5–8 µs | |", "| 0.8 [0.7, 0.9] |")))
     assert not any(map(make_tables.contains_figure, ("| 3 | torch 2.13 |", "| [O/p, I] |", "| `x=0.5` |", "|---|")))
+
+
+def test_headline_copies_stored_rows():
+    page = "<!-- table: headline a:2 -->\n<!-- end of table -->\n"
+    rows = [{"row": n, "claim": f"claim {n}", "measured": "0.5", "verdict": "holds"} for n in ("1", "2")]
+    result = json.dumps({"date": "2026-11-15", "command": "x", "rows": rows})
+    made = make_tables.render_tables(page, {"benchmarks/results/claims-a.json": result}.__getitem__)
+    assert "| claim 2 | 0.5 | holds |" in made and "claim 1" not in made and "2026-11-15, `x`." in made
+    with pytest.raises(ValueError):
+        make_tables.render_tables(page.replace("a:2", "a:3"), lambda file: result)
+
+
+def test_links_in_stored_results_are_relative_to_page():
+    table = "[page](docs/compat.md), [site](https://example.org/docs), 0.8 [0.7, 0.9]"
+    assert make_tables.relative_links(table, ".") == table
+    assert make_tables.relative_links(table, "docs") == table.replace("docs/compat.md", "compat.md")
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def test_examples_are_short():

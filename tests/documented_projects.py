@@ -1,9 +1,9 @@
-"""The C++ projects that the README and the tutorials show, built and run as their text says.
+"""Builds and runs the C++ projects of the docs exactly as the pages show them.
 
 python tests/documented_projects.py FOLDER   writes each project into FOLDER and runs its commands there
 
-A file of a project is a code block under a line that ends with the file's name; its commands are the block of shell
-that begins with `cmake -S`. They find weft through the `python` in PATH, as a reader's would.
+A file of a project is a code block under a line that ends with the file's name. The commands are the shell block that
+begins with `cmake -S`; they find weft through the `python` in PATH.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/add_an_op.md", "docs/add_a_fusion.md")
+PAGES = ("docs/cpp.md", "docs/add_an_op.md", "docs/add_a_fusion.md")
 FILE = re.compile(r"`([\w.]+)`(?:\]\([^)]*\))?:\n\n```(?:cmake|cpp)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 COMMANDS = re.compile(r"^```sh\n(cmake -S .*?)^```", re.DOTALL | re.MULTILINE)
 
 
 def files(page: str) -> dict[str, str]:
-    """Name and text of each file of a page's project."""
+    """Name and content of each file of a page's project."""
     return dict(FILE.findall((ROOT / page).read_text()))
 
 
 def commands(page: str) -> str:
-    """What a reader types to build and run it."""
+    """The shell commands that build and run a page's project."""
     (found,) = COMMANDS.findall((ROOT / page).read_text())
     return found
 

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Builds the wheel, installs it into a fresh environment, runs the README's first Python example word for word, then
-# builds and runs the C++ projects of the README and the tutorials, word for word, against the installed wheel.
+# Builds the wheel, installs it into a fresh environment, runs the README's first Python example as printed, then builds
+# and runs the C++ projects of the docs as printed against the installed wheel.
 # PYTHON is the interpreter that builds; it needs torch 2.13 and scikit-build-core.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -10,7 +10,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 echo "wheel: build"
-# c++ as in every other build of this tree, so that ccache knows the objects; scikit-build-core would take g++.
+# c++, as in every other build of this tree, so that ccache hits; scikit-build-core would use g++.
 CXX=${CXX:-c++} "$python" -m pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps -w "$work/dist" .
 wheel=$(echo "$work"/dist/weft-*.whl)
 names=$("$python" -m zipfile -l "$wheel")
@@ -33,6 +33,6 @@ sys.exit("README.md has no ```python block") if not block else print(block[1], e
 PY
 (cd "$work" && "$fresh" readme.py)
 
-echo "wheel: build and run the C++ projects of the README and the tutorials"
+echo "wheel: build and run the C++ projects of the docs"
 PATH=$work/env/bin:$PATH CMAKE_GENERATOR=Ninja "$fresh" tests/documented_projects.py "$work/projects"
 echo "wheel: all passed"

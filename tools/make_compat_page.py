@@ -167,7 +167,7 @@ def page() -> str:
             table(namespace),
             "\n## `transformer_engine.pytorch.ops`\n",
             table(operations),
-            "\nWeft's own operations are there too. What differs in all of them is in the [README](../README.md).\n",
+            "\nWeft's own operations are there too. [from_te_ops.md](from_te_ops.md) lists the general differences.\n",
             "## Other modules\n",
             "| module | names |\n|---|---|",
             *(f"| `{module}` | {held} |" for module, held in others),

@@ -1,23 +1,26 @@
 #!/usr/bin/env python3
 """Writes the tables of figures in README.md and docs from stored results.
 
-    tools/make_tables.py            says which tables differ from their results; exits 1 if one does
-    tools/make_tables.py --write    writes them
+    tools/make_tables.py            names the pages whose tables differ from their results; exits 1 if there is one
+    tools/make_tables.py --write    writes the tables
 
-A table stands between two comments, the first of which names how it is made and from what:
+A table stands between two comments; the first one names its kind and its source:
 
     <!-- table: claims benchmarks/results/claims-core.json -->
     <!-- end of table -->
 
 A stored result has a date, the commit if it is known, the command that made it, and rows. `tools/claims.py core --json
 benchmarks/results/claims-core.json` stores the rows of a group of claims, `benchmarks/network.py --json` those of a
-network. `tolerances` reads the table of tests/python/tolerances.py; `rows trust` lists the claims of a group.
+network. `headline core:5,kernels:8` copies single rows of stored claims. `tolerances` reads the table of
+tests/python/tolerances.py; `rows trust` lists the claims of a group. Links in a stored result start at the root of the
+repository and are rewritten for the page.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
 import sys
@@ -40,14 +43,19 @@ def markdown(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     return "\n".join([shown[0], "|" + "---|" * len(lines[0]), *shown[1:]]) + "\n"
 
 
-def source(result: dict) -> str:
-    """Where the figures come from, below the table."""
+def origin(result: dict) -> str:
+    """When, at which commit and by which command a result was measured."""
     if missing := [name for name in FIELDS if not result.get(name)]:
         raise ValueError(f"a stored result has no {', '.join(missing)}")
     commit = f", commit {result['commit'][:7]}" if result.get("commit") else ""
     command = f"`{result['command']}`" if result["command"] != UNKNOWN else f"command {UNKNOWN}"
+    return f"{result['date']}{commit}, {command}"
+
+
+def source(result: dict) -> str:
+    """The line below a table."""
     note = f". {result['note']}" if result.get("note") else ""
-    return f"\n{result['date']}{commit}, {command}{note}.\n"
+    return f"\n{origin(result)}{note}.\n"
 
 
 def claims(result: dict) -> str:
@@ -89,6 +97,18 @@ def tolerances(text: str) -> str:
     return markdown(("dtype", "rtol", "atol"), rows)
 
 
+def headline(rows: str, read: Callable[[str], str]) -> str:
+    """Single rows of stored claims; `rows` is a list such as `core:5,kernels:8`."""
+    shown, origins = [], []
+    for group, number in (item.split(":") for item in rows.split(",")):
+        result = json.loads(read(f"benchmarks/results/claims-{group}.json"))
+        (row,) = (r for r in result["rows"] if r["row"] == number)
+        shown.append((row["claim"], row["measured"], row["verdict"]))
+        if origin(result) not in origins:
+            origins.append(origin(result))
+    return markdown(("claim", "measured", "verdict"), shown) + f"\n{'; '.join(origins)}.\n"
+
+
 def rows_of(group: str) -> str:
     """Lists the claims of a group, without results."""
     return markdown(("row", "claim"), ((row.number, row.claim) for row in CLAIMS[group]))
@@ -102,12 +122,23 @@ KINDS: dict[str, Callable[[str], str]] = {
 }
 
 
-def render_tables(text: str, read: Callable[[str], str]) -> str:
-    """The page with every table made anew."""
+def relative_links(table: str, folder: str | Path) -> str:
+    """Rewrites links that start at the root of the repository for a page in `folder`."""
+    return re.sub(r"\]\((?!\w+:)([^)]+)\)", lambda link: f"]({os.path.relpath(link[1], folder)})", table)
+
+
+def render_tables(text: str, read: Callable[[str], str], folder: str | Path = ".") -> str:
+    """The text of a page in `folder` with every table generated again."""
 
     def table(found: re.Match[str]) -> str:
         opening, kind, file, _, closing = found.groups()
-        return opening + (rows_of(file) if kind == "rows" else KINDS[kind](read(file))) + closing
+        if kind == "rows":
+            made = rows_of(file)
+        elif kind == "headline":
+            made = headline(file, read)
+        else:
+            made = KINDS[kind](read(file))
+        return opening + relative_links(made, folder) + closing
 
     return TABLE.sub(table, text)
 
@@ -140,7 +171,7 @@ def main() -> int:
     differ = []
     for page in pages():
         text = page.read_text()
-        made = render_tables(text, stored)
+        made = render_tables(text, stored, page.parent.relative_to(ROOT))
         if made != text:
             differ.append(page)
             if write:

@@ -243,8 +243,8 @@ def test_page_is_up_to_date(monkeypatch):
     assert make_compat_page.PAGE.read_text() == make_compat_page.page(), "run tools/make_compat_page.py"
 
 
-def test_readme_example_runs(tmp_path):
-    text = (ROOT / "README.md").read_text().partition("## Code written for Transformer Engine")[2]
+def test_documented_example_runs(tmp_path):
+    text = (ROOT / "docs/from_te_ops.md").read_text().partition("## Code that imports Transformer Engine")[2]
     (tmp_path / "example.py").write_text(text.partition("```python\n")[2].partition("```")[0])
     done = run("example.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

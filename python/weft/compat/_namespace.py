@@ -152,7 +152,7 @@ UNSUPPORTED: dict[str, str] = {
     ),
 }
 
-# The same for `pytorch.ops`; what differs in all of them is in the README.
+# The same for `pytorch.ops`; docs/from_te_ops.md lists the general differences.
 OPS_DIFFERENCES: dict[str, str] = {
     "Quantize": "returns its input; no recipe is ever active",
     "AllReduce": "dx = dy regardless of `reduce_in_backward`, as in Transformer Engine; `weft.ops.AllReduce` honors it",
