@@ -21,6 +21,7 @@ import os
 import random
 import statistics
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -107,9 +108,10 @@ def main() -> None:
     args = parser.parse_args()
     old, new = Build(args.old), Build(args.new)
     problems = problems_of(args.only or (QUICK if args.quick else ""))
-    rounds = [
-        [build.ratios(problems) for build in (old, new, new, old)] for _ in range(9 if args.quick else args.rounds)
-    ]
+    rounds = []
+    for number in range(num_rounds := 9 if args.quick else args.rounds):
+        print(f"round {number + 1} of {num_rounds}, {len(problems)} problems", file=sys.stderr, flush=True)
+        rounds.append([build.ratios(problems) for build in (old, new, new, old)])
     figures = [figure(problem, rounds) for problem in problems]
     for found in figures:
         show(found)

@@ -99,16 +99,12 @@ def test_every_survivor_raises_in_time(tmp_path, transport, size, how, phase):
 
 
 @pytest.mark.slow
-def test_two_hundred_failures(tmp_path):
-    rng = random.Random(5)
-    for number in range(200):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        transport = rng.choice(["shm", "ucx"])
-        how = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
-        inject_fault(
-            folder, transport, rng.choice([2, 4]), how, rng.choice(["training", "training", "rendezvous"]), rng
-        )
+@pytest.mark.parametrize("number", range(200))
+def test_two_hundred_failures(tmp_path, number):
+    rng = random.Random(number)
+    transport, size = rng.choice(["shm", "ucx"]), rng.choice([2, 4])
+    how = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
+    inject_fault(tmp_path, transport, size, how, rng.choice(["training", "training", "rendezvous"]), rng)
 
 
 @pytest.mark.parametrize("fault", ["rows", "dtype", "order", "width"])

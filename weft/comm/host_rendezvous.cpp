@@ -86,6 +86,7 @@ class HostRendezvous::Handshake {
   int size() const { return rendezvous_.size(); }
   std::string name(int peer) const;
   [[noreturn]] void fail(int peer, const std::string& what) const;
+  void fail_if_exited(int peer) const;
   [[noreturn]] void fail_disconnected(int peer, const std::string& what) const;
   void check_wait(int peer, const char* awaited) const;
   int poll_timeout_ms() const;
@@ -141,6 +142,10 @@ void HostRendezvous::Handshake::fail(int peer, const std::string& what) const {
                                       ": ", what, others, "."));
 }
 
+void HostRendezvous::Handshake::fail_if_exited(int peer) const {
+  if (!rendezvous_.processes_[peer].alive()) fail(peer, "its process has exited");
+}
+
 /// The peer's connection broke. The kernel closes the sockets of a killed process before its pidfd becomes readable, so
 /// this first waits for a pidfd of the group.
 void HostRendezvous::Handshake::fail_disconnected(int peer, const std::string& what) const {
@@ -148,14 +153,15 @@ void HostRendezvous::Handshake::fail_disconnected(int peer, const std::string& w
   std::vector<pollfd> ends;
   for (const auto& process : rendezvous_.processes_) ends.push_back({process.pidfd(), POLLIN, 0});
   ::poll(ends.data(), ends.size(), kProcessExitMs);
-  fail(peer, rendezvous_.processes_[peer].alive() ? what : "its process has exited");
+  fail_if_exited(peer);
+  fail(peer, what);
 }
 
 /// Raises at the deadline, on an interrupt, or if the peer's process has exited.
 void HostRendezvous::Handshake::check_wait(int peer, const char* awaited) const {
   poll_();
   check_interrupt();
-  if (!rendezvous_.processes_[peer].alive()) fail(peer, "its process has exited");
+  fail_if_exited(peer);
   if (Clock::now() < deadline_) return;
   const auto rejections = rejected_ ? c10::str("; rejected ", rejected_, " unknown connections") : "";
   fail(peer, c10::str("no ", awaited, " within ", rendezvous_.timeout().count(), " ms", rejections));
