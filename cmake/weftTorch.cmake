@@ -22,7 +22,8 @@ Run 'pip install torch', or set -DPython3_EXECUTABLE=<a Python with torch> or -D
   return()
 endif()
 
-cmake_path(GET WEFT_TORCH_INCLUDE_DIR PARENT_PATH WEFT_TORCH_ROOT)
+get_filename_component(WEFT_TORCH_ROOT ${WEFT_TORCH_INCLUDE_DIR}/.. ABSOLUTE)
+set(WEFT_TORCH_INCLUDE_DIR ${WEFT_TORCH_ROOT}/include)
 file(STRINGS ${WEFT_TORCH_INCLUDE_DIR}/torch/headeronly/version.h weft_torch_lines REGEX "define TORCH_VERSION_(MAJOR|MINOR|PATCH) ")
 string(REGEX REPLACE "[^0-9;]" "" weft_torch_lines "${weft_torch_lines}")
 list(JOIN weft_torch_lines "." WEFT_TORCH_VERSION)
