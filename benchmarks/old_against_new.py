@@ -21,6 +21,7 @@ import os
 import random
 import statistics
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -107,9 +108,10 @@ def main() -> None:
     asked = parser.parse_args()
     old, new = Build(asked.old), Build(asked.new)
     problems = problems_of(asked.only or (QUICK if asked.quick else ""))
-    rounds = [
-        [build.ratios(problems) for build in (old, new, new, old)] for _ in range(9 if asked.quick else asked.rounds)
-    ]
+    rounds = []
+    for number in range(wanted := 9 if asked.quick else asked.rounds):
+        print(f"round {number + 1} of {wanted}, {len(problems)} problems", file=sys.stderr, flush=True)
+        rounds.append([build.ratios(problems) for build in (old, new, new, old)])
     figures = [figure(problem, rounds) for problem in problems]
     for found in figures:
         show(found)

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 times=${1:-10}
 python=${PYTHON:-$PWD/.venv/bin/python}
 cmake --preset tsan-race -DPython3_EXECUTABLE="$python" >/dev/null
-cmake --build --preset tsan-race -j "${JOBS:-2}" >/dev/null
+cmake --build --preset tsan-race -j "${JOBS:-2}" --target weft_tests >/dev/null
 found=0
 for ((i = 0; i < times; ++i)); do
   report=$(TSAN_OPTIONS=halt_on_error=1 build/tsan-race/weft_tests --gtest_filter='SharedLink.EveryRankReads*' 2>&1) ||

@@ -41,7 +41,7 @@ def overlapped(what: str, group: dist.ProcessGroup) -> None:
 
 
 def wait_for(store: dist.Store, what: str, size: int) -> None:
-    """Until every rank has come here."""
+    """Waits until every rank has called this with the same `what`."""
     store.add(what, 1)
     deadline = time.monotonic() + 60
     while store.add(what, 0) < size:

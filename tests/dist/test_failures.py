@@ -99,16 +99,12 @@ def test_every_survivor_raises_in_time(tmp_path, transport, size, how, phase):
 
 
 @pytest.mark.slow
-def test_two_hundred_failures(tmp_path):
-    chance = random.Random(5)
-    for number in range(200):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        transport = chance.choice(["shm", "ucx"])
-        how = chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
-        drill(
-            folder, transport, chance.choice([2, 4]), how, chance.choice(["training", "training", "rendezvous"]), chance
-        )
+@pytest.mark.parametrize("number", range(200))
+def test_two_hundred_failures(tmp_path, number):
+    chance = random.Random(number)
+    transport, size = chance.choice(["shm", "ucx"]), chance.choice([2, 4])
+    how = chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
+    drill(tmp_path, transport, size, how, chance.choice(["training", "training", "rendezvous"]), chance)
 
 
 @pytest.mark.parametrize("fault", ["rows", "dtype", "order", "width"])

@@ -84,6 +84,7 @@ class HostMeeting::Gathering {
   int size() const { return meeting_.size(); }
   std::string name(int peer) const;
   [[noreturn]] void fail(int peer, const std::string& what) const;
+  void fail_if_ended(int peer) const;
   [[noreturn]] void fail_disconnected(int peer, const std::string& what) const;
   void look_after(int peer, const char* doing) const;
   int poll_ms() const;
@@ -138,6 +139,10 @@ void HostMeeting::Gathering::fail(int peer, const std::string& what) const {
                                       ": ", what, others, "."));
 }
 
+void HostMeeting::Gathering::fail_if_ended(int peer) const {
+  if (!meeting_.processes_[peer].alive()) fail(peer, "its process has ended");
+}
+
 /// The peer's connection broke. The kernel closes the sockets of a process that was killed before it reports its end,
 /// so this waits for the end of any process of the group.
 void HostMeeting::Gathering::fail_disconnected(int peer, const std::string& what) const {
@@ -145,14 +150,15 @@ void HostMeeting::Gathering::fail_disconnected(int peer, const std::string& what
   std::vector<pollfd> ends;
   for (const auto& process : meeting_.processes_) ends.push_back({process.descriptor(), POLLIN, 0});
   ::poll(ends.data(), ends.size(), kProcessEndMs);
-  fail(peer, meeting_.processes_[peer].alive() ? what : "its process has ended");
+  fail_if_ended(peer);
+  fail(peer, what);
 }
 
 /// Raises if there is no use in waiting for the peer any longer.
 void HostMeeting::Gathering::look_after(int peer, const char* doing) const {
   look_();
   check_interrupt();
-  if (!meeting_.processes_[peer].alive()) fail(peer, "its process has ended");
+  fail_if_ended(peer);
   if (Clock::now() < deadline_) return;
   const auto refused = strangers_ ? c10::str("; ", strangers_, " connections of strangers were refused") : "";
   fail(peer, c10::str("no ", doing, " within ", meeting_.timeout().count(), " ms", refused));

@@ -30,16 +30,23 @@ at::Tensor ActivationOp::backward(OpContext& ctx, const at::Tensor& dy, Params) 
   return ctx.input_wanted() ? kernels::activation_backward(act_, dy, ctx.saved(kInput)) : at::Tensor{};
 }
 
+/// A gated activation splits the last dimension into halves, and each half into blocks of glu_interleave_size. `Size`
+/// is int64_t or c10::SymInt.
+template <class Size>
+static void check_gated_sizes(std::string_view name, const kernels::Act& act, c10::ArrayRef<Size> sizes) {
+  TORCH_CHECK_VALUE(!sizes.empty(), name, ": input has no dimensions, expected at least one.");
+  const Size& columns = sizes.back();
+  const Size half = columns / 2;
+  TORCH_CHECK_VALUE(same_size(columns % 2, 0), name, ": input has ", columns, " columns, expected an even number.");
+  TORCH_CHECK_VALUE(act.interleave == 0 || same_size(half % act.interleave, 0), name, ": half of the input has ", half,
+                    " columns, expected a multiple of glu_interleave_size ", act.interleave, ".");
+}
+
 at::Tensor activation_input(std::string_view name, const kernels::Act& act, const at::Tensor& x, at::ScalarType dtype) {
   const bool known = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble;
   TORCH_CHECK(known, "Unsupported dtype: ", name, " got ", dtype_name(dtype),
               ", expected float32, float64, float16 or bfloat16.");
-  if (act.gated()) {
-    TORCH_CHECK_VALUE(x.dim() > 0, name, ": input has no dimensions, expected at least one.");
-    TORCH_CHECK_VALUE(x.size(-1) % 2 == 0, name, ": input has ", x.size(-1), " columns, expected an even number.");
-    TORCH_CHECK_VALUE(act.interleave == 0 || x.size(-1) / 2 % act.interleave == 0, name, ": half of the input has ",
-                      x.size(-1) / 2, " columns, expected a multiple of glu_interleave_size ", act.interleave, ".");
-  }
+  if (act.gated()) check_gated_sizes(name, act, x.sizes());
   return as_dtype(x, dtype);
 }
 
@@ -47,12 +54,8 @@ Spec activation_output(std::string_view name, const kernels::Act& act, const Spe
   TORCH_CHECK(at::isFloatingType(x.dtype), "Unsupported dtype: ", name, " got ", dtype_name(x.dtype),
               ", expected float32, float64, float16 or bfloat16.");
   if (!act.gated()) return x;
-  TORCH_CHECK_VALUE(!x.sizes.empty(), name, ": input has no dimensions, expected at least one.");
-  const auto columns = x.sizes.back(), half = columns / 2;
-  TORCH_CHECK_VALUE(same_size(columns % 2, 0), name, ": input has ", columns, " columns, expected an even number.");
-  TORCH_CHECK_VALUE(act.interleave == 0 || same_size(half % act.interleave, 0), name, ": half of the input has ", half,
-                    " columns, expected a multiple of glu_interleave_size ", act.interleave, ".");
-  return x.with_last(half);
+  check_gated_sizes(name, act, c10::SymIntArrayRef(x.sizes));
+  return x.with_last(x.sizes.back() / 2);
 }
 
 void check_positive(std::string_view op, std::string_view argument, double value) {
