@@ -1,7 +1,7 @@
 #!/bin/bash
 # Builds the wheel, installs it into a fresh environment, runs the README's first Python example as printed, then builds
 # and runs the C++ projects of the docs as printed against the installed wheel.
-# PYTHON is the interpreter that builds; it needs torch 2.13 and scikit-build-core.
+# PYTHON is the interpreter that builds; it needs torch and scikit-build-core. The fresh environment gets the same torch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONPATH
@@ -22,7 +22,8 @@ done
 echo "wheel: install $(basename "$wheel") into a fresh environment"
 "$python" -m venv "$work/env"
 fresh=$work/env/bin/python
-"$fresh" -m pip install -qq --disable-pip-version-check torch==2.13.0
+torch=$("$python" -c 'import torch; print(torch.__version__.partition("+")[0])')
+"$fresh" -m pip install -qq --disable-pip-version-check "torch==$torch"
 "$fresh" -m pip install -qq --disable-pip-version-check "$wheel"
 
 echo "wheel: run the README's first example"

@@ -4,10 +4,13 @@ import torch
 
 __version__ = "0.1.0"
 
-if not torch.__version__.startswith("2.13."):
+from ._built_with import TORCH as _built_with_torch
+
+if torch.__version__.split(".")[:2] != _built_with_torch.split(".")[:2]:  # the C++ ABI is stable within a minor version
     raise ImportError(
-        f"weft {__version__} requires torch 2.13, found torch {torch.__version__}. "
-        "Install a matching torch: pip install 'torch==2.13.*'"
+        f"weft {__version__} was built with torch {_built_with_torch}, found torch {torch.__version__}; rebuild weft "
+        "from its source folder with `pip install --no-build-isolation --force-reinstall --no-deps .`, or install "
+        f"`torch=={_built_with_torch}`."
     )
 
 from . import _C, checkpoint, fusion, ops
