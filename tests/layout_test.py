@@ -1,4 +1,5 @@
-"""A layer includes only lower layers: nn -> fuser -> fused -> ops -> {overlap, quant} -> {kernels, comm} -> core."""
+"""A layer includes only lower layers (nn -> fuser -> fused -> ops -> {overlap, quant} -> {kernels, comm} -> core), and
+of those and of torch only what the table of ARCHITECTURE.md allows it to know."""
 
 import re
 from pathlib import Path
@@ -19,7 +20,26 @@ MAY_INCLUDE = {
     "python": "core kernels comm quant overlap ops fused fuser nn",
 }
 
-# (include, path prefixes where it is allowed, reason)
+# What the files of ops share. Any other file of weft/ops is an operation.
+OPS_SHARED = "activation_op|context|leading_dims|operation|parallel|pass_through|registry|spec|wgrad_(attrs|queue|sink)"
+AN_OPERATION = rf"weft/ops/(?!({OPS_SHARED})\.h)"
+
+# layer -> what it must not know: (pattern of an include, what it stands for)
+MUST_NOT_KNOW = {
+    "core": [(r"ATen/(ops|cpu|native)/|torch/", "arithmetic")],
+    "kernels": [(r"torch/csrc/distributed/", "ranks"), (r"torch/", "autograd and modules")],
+    "comm": [(r"ATen/ops/(addmm|baddbmm|bmm|linear|matmul|mm)\b", "GEMMs")],
+    "overlap": [(r"torch/nn/", "parameters")],
+    "ops": [(r"torch/nn/", "modules"), (AN_OPERATION, "other operations")],
+    "fuser": [(AN_OPERATION, "concrete operations")],
+    "nn": [(r"weft/kernels/", "kernels"), (r"weft/comm/", "transports")],
+    "python": [
+        (r"weft/kernels/(?!packing\.h)", "kernels, other than weft.prepack's"),
+        (r"weft/comm/(?!interrupt\.h)", "transports, other than Ctrl-C in their waits"),
+    ],
+}
+
+# (pattern of an include, path prefixes where it is allowed, reason)
 ONLY_IN = [
     (r"torch/csrc/autograd/", ("weft/fuser/", "weft/python/"), "only weft/fuser and the bindings use autograd"),
     (r"torch/torch\.h", (), "it takes 17 s to compile; include narrower headers"),
@@ -43,6 +63,11 @@ def violations(files):
                 other = include.split("/")[1]
                 if other != layer and other not in MAY_INCLUDE[layer].split():
                     found.append(f"{path}: {layer} may not include {include}")
+            own_header = include.removesuffix(".h") == path.rpartition(".")[0]
+            for pattern, what in MUST_NOT_KNOW.get(layer, []):
+                if re.match(pattern, include) and not own_header:
+                    found.append(f"{path}: {include}: {layer} must not know {what}")
+                    break
             for pattern, places, why in ONLY_IN:
                 if re.match(pattern, include) and not path.startswith(places):
                     found.append(f"{path}: {include} is not allowed here: {why}")
@@ -54,7 +79,7 @@ def sources():
     return {p.relative_to(ROOT).as_posix(): p.read_text() for p in paths}
 
 
-def test_includes_follow_layers():
+def test_includes_follow_the_table_of_layers():
     files = sources()
     assert files
     assert violations(files) == []
@@ -71,6 +96,25 @@ def test_valid_tree_is_accepted():
             "weft/kernels/cpu/gemm_amx.cpp": "#include <immintrin.h>",
         }
     )
+
+
+def test_includes_of_what_a_layer_must_not_know_are_detected():
+    planted = {
+        "weft/core/value.cpp": "#include <ATen/ops/add.h>",
+        "weft/kernels/gemm.cpp": "#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>",
+        "weft/kernels/norm.cpp": "#include <torch/library.h>",
+        "weft/comm/group.cpp": "#include <ATen/ops/mm.h>",
+        "weft/overlap/costs.cpp": "#include <torch/nn/module.h>",
+        "weft/ops/bias.cpp": '#include "weft/ops/dropout.h"',
+        "weft/fuser/plan.cpp": '#include "weft/ops/basic_linear.h"',
+        "weft/nn/linear.cpp": '#include "weft/kernels/gemm.h"',
+        "weft/nn/sequential.cpp": '#include "weft/comm/shm_transport.h"',
+        "weft/python/module.cpp": '#include "weft/kernels/gemm.h"',
+        "weft/python/bridge.cpp": '#include "weft/comm/group.h"',
+    }
+    assert {path.split("/")[1] for path in planted} == set(MUST_NOT_KNOW)
+    for path, text in planted.items():
+        assert len(found := violations({path: text})) == 1 and "must not know" in found[0], path
 
 
 def test_invalid_include_is_detected():
