@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -303,3 +305,27 @@ def test_packaged_program_runs_in_python_and_cpp(tmp_path):
     done = subprocess.run([program, package], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert float(done.stdout) == pytest.approx(float(want.abs().sum()), rel=1e-5)
+
+
+MISNAMED_SLOTS = """
+import ctypes, sys, torch
+ctypes.CDLL(sys.argv[1])
+from weft import ops
+
+torch.manual_seed(0)
+op, x = ops.MisnamedSlots(8).double(), torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+op.weight.data.uniform_(1, 2)
+y = torch.compile(op, fullgraph=True, backend="aot_eager")(x)
+found = torch.autograd.grad(y.square().sum(), [x, op.weight])
+expected = torch.autograd.grad((op.weight * x * x).square().sum(), [x, op.weight])
+torch.testing.assert_close(found, expected)
+"""
+
+
+def test_names_of_saved_slots_do_not_matter():
+    """Neither a slot called "input" that holds another tensor nor a slot that holds a parameter gets wrong gradients."""
+    plugin = ROOT / "build/release/libmisnamed_slots.so"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
+    command = [sys.executable, "-c", MISNAMED_SLOTS, plugin]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,7 +1,7 @@
 // The functional pair as dispatcher ops, for torch.compile, torch.export, AOTInductor and dispatch modes. `inputs` are
 // x, the extra inputs and the parameters, in the order of the pipeline text. Lists are never empty, because AOTInductor
-// passes None for an empty list. Results never alias inputs: aliases are copied, and a saved slot that holds x itself
-// is an empty tensor, since backward receives x as an input.
+// passes None for an empty list. Results never alias inputs: aliases are copied, and a saved slot that holds x or a
+// parameter itself is an empty tensor, since backward receives those as inputs.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -54,7 +54,7 @@ List pipeline_forward(at::TensorList inputs, c10::string_view text) {
   };
   for (const auto& y : out.outputs) add(y);
   for (size_t k = 0; k < out.saved.size(); ++k) {
-    const bool stored = out.saved[k].defined() && out.shapes.saved[k].alias_of != -1;
+    const bool stored = out.saved[k].defined() && out.shapes.saved[k].is_stored();
     add(stored ? out.saved[k] : at::empty({0}, x.options()));
   }
   return results;

@@ -65,9 +65,11 @@ void list_saved(Explanation& out, const Pipeline& pipeline, const Plan& plan, co
   for (const auto& slot : shapes.saved) {
     if (!slot.spec) continue;
     std::string shared;
-    if (slot.alias_of == -1) {
+    if (slot.is_caller_input()) {
       shared = "the caller's input";
-    } else if (slot.alias_of >= 0 && !kept.emplace(slot.alias_of, slot.spec->dtype).second) {
+    } else if (slot.from == ops::SavedFrom::parameter) {
+      shared = param_name(pipeline, slot.index);
+    } else if (slot.from == ops::SavedFrom::input && !kept.emplace(slot.index, slot.spec->dtype).second) {
       shared = "a tensor listed above";
     }
     out.saved.push_back({slot.op, slot.name, sizes_text(*slot.spec), std::string(dtype_name(slot.spec->dtype)),

@@ -117,14 +117,17 @@ void check_spec(const char* what, size_t index, const at::Tensor& t, const Spec&
 }
 
 /// The saved tensors, checked against `infer`; undefined for empty slots.
-std::vector<at::Tensor> checked_saved(const CallShapes& shapes, c10::ArrayRef<at::Tensor> saved, const at::Tensor& x) {
+std::vector<at::Tensor> checked_saved(const CallShapes& shapes, c10::ArrayRef<at::Tensor> saved, const at::Tensor& x,
+                                      ops::Params params) {
   TORCH_CHECK_VALUE(saved.size() == shapes.saved.size(), "Pipeline: expected ", shapes.saved.size(),
                     " saved tensors, got ", saved.size(), ".");
   std::vector<at::Tensor> kept(saved.size());
   for (size_t k = 0; k < saved.size(); ++k) {
     const auto& slot = shapes.saved[k];
     if (!slot.spec) continue;
-    kept[k] = slot.alias_of == -1 ? x.reshape_symint(slot.spec->sizes) : saved[k];
+    kept[k] = slot.is_stored()         ? saved[k]
+              : slot.is_caller_input() ? x.reshape_symint(slot.spec->sizes)
+                                       : params[slot.index];
     TORCH_CHECK_VALUE(kept[k].defined(), "weft: saved tensor ", k, " ('", slot.name, "' of operation ", slot.op,
                       ") is undefined.");
     check_spec("saved tensor", k, kept[k], *slot.spec, x);
@@ -175,8 +178,8 @@ std::vector<at::Tensor> backward(c10::ArrayRef<at::Tensor> grads, c10::ArrayRef<
   const auto shapes = infer(*pipeline, *plan, x, params, extras);
   check_grads(shapes, grads, x);
   const BelowAutograd below;
-  auto kept = checked_saved(shapes, saved, as_described(plan->key, 0, x)[0]);
   const auto held = as_described(plan->key, 1 + static_cast<int>(extras.size()), params);
+  auto kept = checked_saved(shapes, saved, as_described(plan->key, 0, x)[0], held);
   const auto& outputs = pipeline->caller_outputs();
   const auto& inputs = pipeline->caller_inputs();
   std::vector<at::Tensor> out(1 + params.size() + inputs.size());

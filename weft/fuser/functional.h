@@ -34,9 +34,9 @@ struct Forward {
 Forward forward(const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras, std::string_view text);
 
 /// Returns the gradients of x, parameters and extra inputs, in this order; undefined if not needed. `grads` belong to
-/// `outputs` (undefined: zero); `x`, `params` and `extras` are those of the forward call. A slot of `saved` that holds
-/// x itself is not read; x is used instead. `leaf_params` are the Parameters whose `main_grad` may be written; without
-/// them an operation that accumulates into main_grad raises.
+/// `outputs` (undefined: zero); `x`, `params` and `extras` are those of the forward call. Slots of `saved` that
+/// hold x or a parameter itself are not read; `x` and `params` are used instead. `leaf_params` are the Parameters whose
+/// `main_grad` may be written; without them an operation that accumulates into main_grad raises.
 std::vector<at::Tensor> backward(c10::ArrayRef<at::Tensor> grads, c10::ArrayRef<at::Tensor> saved, const at::Tensor& x,
                                  ops::Params params, c10::ArrayRef<at::Tensor> extras, std::string_view text,
                                  const ops::LeafParams* leaf_params = nullptr);

@@ -51,9 +51,11 @@ CallShapes infer(const Pipeline& pipeline, const Plan& plan, Spec x, const std::
     out.flops.backward += flops.backward;
     const auto names = pipeline.op(i).saved_names();
     for (size_t k = 0; k < names.size(); ++k) {
-      if (!filled(plan, i, static_cast<int>(k))) made.saved[k].reset();
-      const bool keeps_x = names[k] == "input" && made.saved[k] && made.saved[k]->dtype == x.dtype;
-      out.saved.push_back({i, names[k], made.saved[k], keeps_x ? made_by[i] : -2});
+      auto& slot = out.saved.emplace_back(SavedSlot{i, names[k]});
+      if (!made.saved[k] || !filled(plan, i, static_cast<int>(k))) continue;
+      slot.from = made.saved[k]->from;
+      slot.index = slot.from == ops::SavedFrom::input ? made_by[i] : pipeline.param_base(i) + made.saved[k]->param;
+      slot.spec = *std::move(made.saved[k]);
     }
     for (size_t k = 0; k < made.extra_outputs.size(); ++k)
       extra_out[pipeline.extra_out_base(i) + k] = made.extra_outputs[k];

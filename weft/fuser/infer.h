@@ -11,9 +11,14 @@ struct SavedSlot {
   int op;
   std::string name;
   std::optional<ops::Spec> spec;  // empty: the slot stays empty
-  /// If the slot holds the operation's input x: the operation that produced x, or -1 if x is the caller's input or a
-  /// view of it. -2 if the slot holds a separate tensor.
-  int alias_of = -2;
+  ops::SavedFrom from = ops::SavedFrom::own_memory;
+  /// SavedFrom::input: the operation that produced the input, -1 if it is the caller's input or a view of it.
+  /// SavedFrom::parameter: index in the parameters of the call.
+  int index = -1;
+
+  bool is_caller_input() const { return from == ops::SavedFrom::input && index == -1; }
+  /// False if the slot is empty, or if backward has its tensor anyway: as the caller's input or as a parameter.
+  bool is_stored() const { return spec && from != ops::SavedFrom::parameter && !is_caller_input(); }
 };
 
 /// Sizes and dtypes of a call, inferred without running it. Sizes may be symbolic.

@@ -14,9 +14,9 @@ ActivationOp::ActivationOp(std::string_view name, kernels::Act act, bool cache_q
 
 Inferred ActivationOp::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
   const auto input = x.as(plan.dtype(x.dtype));
-  Inferred out{.y = activation_output(name(), act_, input), .extra_outputs = {}, .saved = {}};
+  Inferred out{.y = activation_output(name(), act_, input)};
   out.saved.resize(1);
-  if (plan.needs_input_grad) out.saved[kInput] = input;
+  if (plan.needs_input_grad) out.saved[kInput] = saved_input(x, input.dtype);
   return out;
 }
 

@@ -10,7 +10,7 @@ namespace weft::ops {
 Inferred AddExtraInput::infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec> extra, c10::ArrayRef<Spec>) const {
   TORCH_CHECK_VALUE(same_sizes(x.sizes, extra[0].sizes), "AddExtraInput: input has shape ", x.sizes,
                     ", extra input has shape ", extra[0].sizes, "; expected equal shapes.");
-  return {.y = x.as(c10::promoteTypes(x.dtype, extra[0].dtype)), .extra_outputs = {}, .saved = {}};
+  return {.y = x.as(c10::promoteTypes(x.dtype, extra[0].dtype))};
 }
 
 at::Tensor AddExtraInput::forward(OpContext& ctx, const at::Tensor& x, Params) const {

@@ -62,11 +62,11 @@ Inferred BasicLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spe
   TORCH_CHECK_VALUE(!options_.sequence_parallel || x.sizes.size() > 1, "Linear: input has shape ", x.sizes,
                     ", expected at least 2 dimensions: sequence_parallel shards the first one.");
   const auto dtype = plan.dtype(params[0].dtype);
-  Inferred out{.y = x.with_last(params[0].sizes[0]).as(dtype), .extra_outputs = {}, .saved = {}};
+  Inferred out{.y = x.with_last(params[0].sizes[0]).as(dtype)};
   if (gathers_input()) out.y.sizes[0] = x.sizes[0] * options_.tensor_parallel_size;
   if (gathers_output_gradient()) out.y.sizes[0] = x.sizes[0] / options_.tensor_parallel_size;
   out.saved.resize(2);
-  if (plan.needs_param_grad[0]) out.saved[kInput] = x.as(dtype);
+  if (plan.needs_param_grad[0]) out.saved[kInput] = saved_input(x, dtype);
   if (plan.needs_input_grad && params[0].dtype != dtype) out.saved[kCastWeight] = params[0].as(dtype);
   return out;
 }

@@ -32,7 +32,7 @@ Inferred Bias::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10
   TORCH_CHECK_VALUE(fits, "Bias: input has shape ", x.sizes, ", expected last dimension ", params[0].sizes[0],
                     ", the size of the bias.");
   const bool autocast = plan.autocast != at::ScalarType::Undefined;
-  return {.y = autocast ? x : x.as(c10::promoteTypes(x.dtype, params[0].dtype)), .extra_outputs = {}, .saved = {}};
+  return {.y = autocast ? x : x.as(c10::promoteTypes(x.dtype, params[0].dtype))};
 }
 
 at::Tensor Bias::forward(OpContext& ctx, const at::Tensor& x, Params params) const {

@@ -25,7 +25,7 @@ void check_first_dimension(std::string_view op, const Spec& x) {
 AllGather::AllGather(Options options) : options_(resolve_group("AllGather", std::move(options))) {}
 
 Inferred AllGather::infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
-  Inferred out{.y = x, .extra_outputs = {}, .saved = {}};
+  Inferred out{.y = x};
   if (single_rank()) return out;
   check_first_dimension(name(), x);
   out.y.sizes[0] = x.sizes[0] * options_.process_group_size;
@@ -44,7 +44,7 @@ at::Tensor AllGather::backward(OpContext& ctx, const at::Tensor& dy, Params) con
 ReduceScatter::ReduceScatter(Options options) : options_(resolve_group("ReduceScatter", std::move(options))) {}
 
 Inferred ReduceScatter::infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
-  Inferred out{.y = x, .extra_outputs = {}, .saved = {}};
+  Inferred out{.y = x};
   if (single_rank()) return out;
   check_first_dimension(name(), x);
   out.y.sizes[0] = x.sizes[0] / options_.process_group_size;
@@ -63,7 +63,7 @@ at::Tensor ReduceScatter::backward(OpContext& ctx, const at::Tensor& dy, Params)
 AllReduce::AllReduce(Options options) : options_(resolve_group("AllReduce", std::move(options))) {}
 
 Inferred AllReduce::infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
-  return {.y = x, .extra_outputs = {}, .saved = {}};
+  return {.y = x};
 }
 
 at::Tensor AllReduce::forward(OpContext&, const at::Tensor& x, Params) const {

@@ -9,7 +9,7 @@ namespace weft::ops {
 
 Inferred ConstantScale::infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
   const auto dtype = at::isIntegralType(x.dtype, true) ? c10::get_default_dtype_as_scalartype() : x.dtype;
-  return {.y = x.as(dtype), .extra_outputs = {}, .saved = {}};
+  return {.y = x.as(dtype)};
 }
 
 at::Tensor ConstantScale::forward(OpContext&, const at::Tensor& x, Params) const { return at::mul(x, options_.scale); }

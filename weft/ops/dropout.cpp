@@ -23,7 +23,7 @@ Dropout::Dropout(Options options) : options_(options) {
 }
 
 Inferred Dropout::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
-  Inferred out{.y = x, .extra_outputs = {}, .saved = {}};
+  Inferred out{.y = x};
   out.saved.resize(1);
   if (output_is_input(plan)) return out;
   out.y.dtype = plan.dtype(x.dtype);

@@ -371,10 +371,10 @@ Inferred GroupedLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<S
                     "GroupedLinear: bias scales have shape ", extra[kBiasScales].sizes, ", the input has ", x.rows(),
                     " rows; expected one value per row.");
   const auto given = params[first_weight()].dtype, dtype = plan.dtype(given);
-  Inferred out{.y = x.with_last(options_.out_features).as(dtype), .extra_outputs = {}, .saved = {}};
+  Inferred out{.y = x.with_last(options_.out_features).as(dtype)};
   out.saved.resize(4);
   if (!plan.needs_grad) return out;
-  if (plan.needs_param_grad[first_weight()]) out.saved[kInput] = x.as(dtype);
+  if (plan.needs_param_grad[first_weight()]) out.saved[kInput] = saved_input(x, dtype);
   out.saved[kSplits] = extra[kSplitSizes].as(extra[kSplitSizes].dtype == at::kInt ? at::kInt : at::kLong);
   if (scales_bias()) out.saved[kScales] = extra[kBiasScales];
   if (plan.needs_input_grad && given != dtype)

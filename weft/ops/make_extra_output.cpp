@@ -8,7 +8,7 @@
 namespace weft::ops {
 
 Inferred MakeExtraOutput::infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
-  return {.y = x, .extra_outputs = {x}, .saved = {}};
+  return {.y = x, .extra_outputs = {x}};
 }
 
 at::Tensor MakeExtraOutput::forward(OpContext& ctx, const at::Tensor& x, Params) const {

@@ -74,10 +74,10 @@ std::vector<ParamSpec> LayerNorm::params() const {
 
 Inferred LayerNorm::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const {
   const auto input = input_spec("LayerNorm", plan, x, params[kWeight]);
-  Inferred out{.y = input, .extra_outputs = {}, .saved = {}};
+  Inferred out{.y = input};
   out.saved.resize(3);
   const auto statistic = statistic_spec(input, params[kWeight]);
-  if (plan.needs_grad) out.saved = {input, statistic, statistic};
+  if (plan.needs_grad) out.saved = {saved_input(x, input.dtype), statistic, statistic};
   return out;
 }
 
@@ -120,9 +120,9 @@ std::vector<ParamSpec> RMSNorm::params() const { return {weight_spec(options())}
 
 Inferred RMSNorm::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const {
   const auto input = input_spec("RMSNorm", plan, x, params[kWeight]);
-  Inferred out{.y = input, .extra_outputs = {}, .saved = {}};
+  Inferred out{.y = input};
   out.saved.resize(2);
-  if (plan.needs_grad) out.saved = {input, statistic_spec(input, params[kWeight])};
+  if (plan.needs_grad) out.saved = {saved_input(x, input.dtype), statistic_spec(input, params[kWeight])};
   return out;
 }
 

@@ -27,6 +27,10 @@ c10::SymInt Spec::rows() const {
   return product(c10::SymIntArrayRef(sizes).slice(0, sizes.empty() ? 0 : sizes.size() - 1));
 }
 
+SavedSpec saved_input(const Spec& x, at::ScalarType dtype) {
+  return {x.as(dtype), x.dtype == dtype ? SavedFrom::input : SavedFrom::own_memory};
+}
+
 bool same_size(const c10::SymInt& a, const c10::SymInt& b) { return a.sym_eq(b).expect_true(__FILE__, __LINE__); }
 
 bool same_sizes(c10::SymIntArrayRef a, c10::SymIntArrayRef b) {

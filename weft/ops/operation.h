@@ -23,8 +23,7 @@ class BasicOp {
   virtual std::vector<ParamSpec> params() const { return {}; }
   virtual int extra_inputs() const { return 0; }
   virtual int extra_outputs() const { return 0; }
-  /// Names of the slots that forward may save for backward. A slot named "input" must hold x in the compute dtype:
-  /// alias detection (fuser/infer.cpp) relies on the name.
+  /// Names of the slots that forward may save for backward, for `explain()`.
   virtual std::vector<std::string> saved_names() const { return {}; }
   /// The slot that holds the weight in the compute dtype, empty if that is the parameter itself; -1 if there is none.
   virtual int weight_slot() const { return -1; }

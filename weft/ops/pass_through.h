@@ -9,7 +9,7 @@ class PassThrough : public Op<Self> {
  public:
   bool output_is_input(const OpPlan&) const override { return true; }
   Inferred infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const override {
-    return {.y = x, .extra_outputs = {}, .saved = {}};
+    return {.y = x};
   }
   at::Tensor forward(OpContext&, const at::Tensor& x, Params) const override { return x; }
   at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params) const override {

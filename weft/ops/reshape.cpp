@@ -28,7 +28,7 @@ Inferred Reshape::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, 
   const bool open = std::count(options_.shape.begin(), options_.shape.end(), -1) > 0;
   fits = fits && (open ? known > 0 && same_size(values % known, 0) : same_size(values, known));
   TORCH_CHECK_VALUE(fits, "Reshape: cannot reshape input of shape ", x.sizes, " to ", options_.shape, ".");
-  Inferred out{.y = {{}, x.dtype}, .extra_outputs = {}, .saved = {}};
+  Inferred out{.y = {{}, x.dtype}};
   for (const auto size : options_.shape) out.y.sizes.push_back(size == -1 ? values / known : c10::SymInt(size));
   out.saved.resize(1);
   if (plan.needs_input_grad) out.saved[kShape] = x;

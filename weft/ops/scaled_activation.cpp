@@ -11,11 +11,11 @@ using kernels::ActKind;
 Inferred ScaledActivation::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra,
                                  c10::ArrayRef<Spec>) const {
   const auto input = x.as(plan.dtype(x.dtype));
-  Inferred out{.y = activation_output(name(), act_, input), .extra_outputs = {}, .saved = {}};
+  Inferred out{.y = activation_output(name(), act_, input)};
   TORCH_CHECK_VALUE(!x.sizes.empty() && same_size(extra[0].numel(), x.rows()), name(), ": scales have shape ",
                     extra[0].sizes, ", input has shape ", x.sizes, "; expected one value per row.");
   out.saved.resize(2);
-  if (plan.needs_grad) out.saved = {input, extra[0]};
+  if (plan.needs_grad) out.saved = {saved_input(x, input.dtype), extra[0]};
   return out;
 }
 

@@ -15,9 +15,9 @@ SoftCap::SoftCap(Options options) : options_(options) {
 
 Inferred SoftCap::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
   const auto input = x.as(plan.dtype(x.dtype));
-  Inferred out{.y = input, .extra_outputs = {}, .saved = {}};
+  Inferred out{.y = input};
   out.saved.resize(1);
-  if (plan.needs_input_grad) out.saved[kInput] = input;
+  if (plan.needs_input_grad) out.saved[kInput] = saved_input(x, input.dtype);
   return out;
 }
 

@@ -49,11 +49,30 @@ struct Flops {
   c10::SymInt forward = 0, backward = 0;
 };
 
+/// Where the tensor of a saved slot comes from. A call that is one op of a graph does not return tensors that the graph
+/// has already: slots that hold the caller's input or a parameter are dropped in forward and refilled in backward.
+enum class SavedFrom {
+  own_memory,  // any other tensor: a result, a converted copy, an extra input
+  input,       // x itself
+  parameter,   // a parameter itself
+};
+
+/// A tensor that forward saves for backward.
+struct SavedSpec : Spec {
+  SavedFrom from;
+  int param;  // SavedFrom::parameter: its index in the operation's `params()`
+
+  SavedSpec(Spec spec, SavedFrom source = SavedFrom::own_memory, int index = 0)
+      : Spec(std::move(spec)), from(source), param(index) {}
+};
+/// A slot for x in the compute dtype: x itself, or a converted copy.
+SavedSpec saved_input(const Spec& x, at::ScalarType dtype);
+
 /// Specs of what one operation returns and saves. An empty entry of `saved` is a slot that stays empty.
 struct Inferred {
   Spec y;
-  std::vector<Spec> extra_outputs;
-  std::vector<std::optional<Spec>> saved;
+  std::vector<Spec> extra_outputs = {};
+  std::vector<std::optional<SavedSpec>> saved = {};
 };
 
 }  // namespace weft::ops

@@ -37,7 +37,7 @@ py::list infer(const std::string& text, const py::list& inputs) {
   py::list results;
   for (const auto& spec : shapes.outputs) results.append(to_python(spec));
   for (const auto& slot : shapes.saved)
-    results.append(slot.spec && slot.alias_of != -1 ? py::object(to_python(*slot.spec)) : py::none());
+    results.append(slot.is_stored() ? py::object(to_python(*slot.spec)) : py::none());
   return results;
 }
 

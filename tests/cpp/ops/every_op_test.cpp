@@ -349,6 +349,15 @@ TEST(EveryOp, GradientsMatchCentralDifferences) {
   });
 }
 
+/// The slot holds what `infer` says: x, a parameter, or a tensor that shares memory with neither.
+void expect_origin(const Trial& trial, const Tensor& saved, const SavedSpec& spec) {
+  if (spec.from == SavedFrom::input) EXPECT_TRUE(saved.equal(trial.x));
+  if (spec.from == SavedFrom::parameter) EXPECT_TRUE(saved.equal(trial.params[spec.param]));
+  if (spec.from != SavedFrom::own_memory) return;
+  EXPECT_FALSE(saved.is_alias_of(trial.x));
+  for (const auto& param : trial.params) EXPECT_FALSE(saved.is_alias_of(param));
+}
+
 void expect_inferred(const Trial& trial, const OpPlan& plan) {
   std::vector<Spec> extra, params;
   for (const auto& t : trial.extra) extra.push_back(Spec::of(t));
@@ -363,7 +372,9 @@ void expect_inferred(const Trial& trial, const OpPlan& plan) {
   for (size_t i = 0; i < out.saved.size(); ++i) {
     const auto name = trial.op->saved_names()[i];
     ASSERT_EQ(out.saved[i].defined(), inferred.saved[i].has_value()) << name;
-    if (inferred.saved[i]) expect_spec(out.saved[i], *inferred.saved[i], name);
+    if (!inferred.saved[i]) continue;
+    expect_spec(out.saved[i], *inferred.saved[i], name);
+    expect_origin(trial, out.saved[i], *inferred.saved[i]);
   }
 }
 
