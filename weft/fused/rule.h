@@ -78,26 +78,26 @@ class Match {
 /// A step of a plan: one basic operation (`fused` is null), or a fused operation for a run of them. With fewer rows
 /// than `min_rows` the basic operations run instead.
 struct Step {
-  FusedPtr fused;
+  FusedPtr fused = {};
   int first = 0, count = 1;
   int64_t min_rows = 0;
-  std::string rule;  // name of the rule that created it
-  int own_base = 0;  // first additional saved slot of a joint operation
+  std::string rule = {};  // name of the rule that created it
+  int own_base = 0;       // first additional saved slot of a joint operation
 };
 
 /// A fusion rule: its pattern, when it is rejected and why, the fused operation it creates, and a sample for tests.
 struct FusionRule {
   std::string name;
   Pass pass = Pass::forward;
-  std::vector<Element> pattern;
+  std::vector<Element> pattern = {};
   /// Returns the rejection reason that `explain()` prints, or an empty string to fuse.
-  std::function<std::string(const Match&, const PlanView&)> reject;
-  std::function<FusedPtr(const Match&)> make;
-  std::function<std::vector<ops::OpPtr>()> sample;
+  std::function<std::string(const Match&, const PlanView&)> reject = {};
+  std::function<FusedPtr(const Match&)> make = {};
+  std::function<std::vector<ops::OpPtr>()> sample = {};
   int64_t min_rows = 0;
   bool opt_in = false;  // disabled until `enable_rules`
   /// Used instead of a pattern: rewrites the whole list of steps (fusion functions written in Python).
-  std::function<std::vector<Step>(const std::vector<Step>&, const PlanView&)> rewrite;
+  std::function<std::vector<Step>(const std::vector<Step>&, const PlanView&)> rewrite = {};
 };
 
 template <class T>

@@ -370,11 +370,9 @@ Tensors run_plan(const std::shared_ptr<const Pipeline>& shared, const std::share
   ops::Frame frame{.saved = saved.data(),
                    .extra_in = extra_in.data(),
                    .extra_out = extra_out.data(),
-                   .param_grads = nullptr,
                    .params = params.data(),
                    .dynamic_saved = &dynamic_saved,
                    .states = &states,
-                   .leaf_params = nullptr,
                    .added_to_main_grad = {},
                    .buffers = buffers};
   donate_extras(pipeline, *plan, extras, extra_in);

@@ -157,14 +157,8 @@ Forward forward(const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tenso
   out.saved.resize(plan->num_saved);
   Tensors extra_in(pipeline->num_extra_in()), extra_out(pipeline->num_extra_out());
   for (size_t k = 0; k < extras.size(); ++k) extra_in[pipeline->caller_inputs()[k]] = given[k];
-  ops::Frame frame{.saved = out.saved.data(),
-                   .extra_in = extra_in.data(),
-                   .extra_out = extra_out.data(),
-                   .param_grads = nullptr,
-                   .params = held.data(),
-                   .dynamic_saved = nullptr,
-                   .states = nullptr,
-                   .leaf_params = nullptr};
+  ops::Frame frame{
+      .saved = out.saved.data(), .extra_in = extra_in.data(), .extra_out = extra_out.data(), .params = held.data()};
   out.outputs.push_back(run_forward(*pipeline, *plan, frame, inputs[0]));
   for (const int slot : pipeline->caller_outputs()) out.outputs.push_back(std::move(extra_out[slot]));
   return out;
@@ -190,8 +184,6 @@ std::vector<at::Tensor> backward(c10::ArrayRef<at::Tensor> grads, c10::ArrayRef<
                    .extra_out = extra_out.data(),
                    .param_grads = out.data() + 1,
                    .params = held.data(),
-                   .dynamic_saved = nullptr,
-                   .states = nullptr,
                    .leaf_params = leaf_params};
   out[0] = run_backward(*pipeline, *plan, frame, grads[0]);
   for (size_t k = 0; k < inputs.size(); ++k) out[1 + params.size() + k] = std::move(extra_in[inputs[k]]);

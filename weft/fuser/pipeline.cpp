@@ -21,7 +21,7 @@ Stage parse_stage(Parser& text) {
     text.expect("=");
     keywords.emplace_back(std::move(key), text.value());
   }
-  Stage stage{.op = ops::op_type(name).make(keywords), .in = {}, .out = {}};
+  Stage stage{.op = ops::op_type(name).make(keywords)};
   const auto channel = [&] { return text.accept("-") ? std::string{} : text.string(); };
   while (text.accept("<")) stage.in.push_back(channel());
   while (text.accept(">")) {

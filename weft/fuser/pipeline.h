@@ -14,8 +14,8 @@ struct Stage {
     bool to_caller = true;  // false: only routed, not returned to the caller
   };
   ops::OpPtr op;
-  std::vector<std::string> in;  // channel of each extra input; empty or missing: passed by the caller
-  std::vector<Out> out;         // for each extra output
+  std::vector<std::string> in = {};  // channel of each extra input; empty or missing: passed by the caller
+  std::vector<Out> out = {};         // for each extra output
 };
 
 /// A sequence of basic operations and the channels between them. Immutable; holds no tensor. Extra tensors are in flat

@@ -4,8 +4,7 @@
 
 namespace weft::nn {
 
-OperationImpl::OperationImpl(ops::OpPtr op)
-    : Fusible(std::string(op->name())), stage_{.op = std::move(op), .in = {}, .out = {}} {
+OperationImpl::OperationImpl(ops::OpPtr op) : Fusible(std::string(op->name())), stage_{.op = std::move(op)} {
   stage_.in.resize(stage_.op->extra_inputs());
   stage_.out.resize(stage_.op->extra_outputs());
   register_op_parameters(*stage_.op);

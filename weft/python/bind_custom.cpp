@@ -44,12 +44,7 @@ struct Rewriter {
     const bool is_fused = item.attr("is_fused_op").cast<bool>();
     const py::list components = is_fused ? py::list(item.attr("basic_ops")) : py::list(py::make_tuple(item));
     std::vector<PyFused::ComponentInfo> infos;
-    fused::Step step{.fused = {},
-                     .first = next,
-                     .count = static_cast<int>(components.size()),
-                     .min_rows = 0,
-                     .rule = name,
-                     .own_base = 0};
+    fused::Step step{.first = next, .count = static_cast<int>(components.size()), .rule = name};
     for (const auto component : components) {
       TORCH_CHECK(next < static_cast<int>(modules.size()) && modules[next].is(component), "Fusion function '", name,
                   "' must return the operations it was given, in order; index ", next, " is another object.");
@@ -58,7 +53,7 @@ struct Rewriter {
                        static_cast<int>(op.saved_names().size()), op.weight_slot(), view.compute_dtypes[next]});
       ++next;
     }
-    if (!is_fused) return {.fused = {}, .first = step.first, .count = 1, .min_rows = 0, .rule = {}, .own_base = 0};
+    if (!is_fused) return {.first = step.first};
     step.rule = py::type::of(item).attr("__name__").cast<std::string>();
     step.fused = std::make_shared<PyFused>(py::reinterpret_borrow<py::object>(item), std::move(infos));
     return step;
@@ -70,8 +65,7 @@ int64_t add_function(const std::string& pass, const py::object& function, bool p
                      : pass == "backward" ? fused::Pass::backward
                                           : fused::Pass::joint;
   const auto name = py::str(py::getattr(function, "__qualname__", py::repr(function))).cast<std::string>();
-  fused::FusionRule rule{
-      .name = name, .pass = which, .pattern = {}, .reject = {}, .make = {}, .sample = {}, .min_rows = 0, .rewrite = {}};
+  fused::FusionRule rule{.name = name, .pass = which};
   const auto rewriter = hold(Rewriter{name, function, which});  // rules are copied and destroyed on any thread
   rule.rewrite = [rewriter](const auto& steps, const auto& view) { return (*rewriter)(steps, view); };
   return fused::add_rule(std::move(rule), prepend);

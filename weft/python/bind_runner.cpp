@@ -327,7 +327,7 @@ void set_up_type(PyHeapTypeObject* heap) {
 }
 
 fuser::Stage stage_from(const py::tuple& item) {
-  fuser::Stage stage{.op = item[0].cast<std::shared_ptr<ops::BasicOp>>(), .in = {}, .out = {}};
+  fuser::Stage stage{.op = item[0].cast<std::shared_ptr<ops::BasicOp>>()};
   for (const auto channel : item[1].cast<py::list>())
     stage.in.push_back(channel.is_none() ? std::string{} : channel.cast<std::string>());
   for (const auto out : item[2].cast<py::list>()) {

@@ -20,7 +20,7 @@ using weft::testing::leaf;
 
 Pipeline sample(const FusionRule& rule) {
   std::vector<fuser::Stage> stages;
-  for (auto& op : rule.sample()) stages.push_back({.op = op, .in = {}, .out = {}});
+  for (auto& op : rule.sample()) stages.push_back({.op = op});
   return Pipeline(std::move(stages));
 }
 
@@ -110,12 +110,8 @@ TEST(Rules, AddAndRemoveTakeEffectAtNextCall) {
   };
   FusionRule rule{.name = "six",
                   .pass = Pass::forward,
-                  .pattern = {},
-                  .reject = {},
                   .make = [](const Match&) { return std::make_shared<Six>(); },
-                  .sample = {},
-                  .min_rows = 3,
-                  .rewrite = {}};
+                  .min_rows = 3};
   const auto any = [](const ops::BasicOp& op) { return op.name() == "ConstantScale"; };
   rule.pattern = {{any}, {any}};
   const auto id = add_rule(rule);

@@ -65,8 +65,7 @@ struct Trial {
     at::manual_seed(7);
     add_linear(kIn, c.mlp ? 2 * kOut : kOut, dtype);
     if (c.mlp) {
-      stages.push_back(
-          {.op = std::make_shared<ops::ScaledSwiGLU>(ops::ScaledSwiGLU::Options{}), .in = {""}, .out = {}});
+      stages.push_back({.op = std::make_shared<ops::ScaledSwiGLU>(ops::ScaledSwiGLU::Options{}), .in = {""}});
       add_linear(kOut, kOut, dtype);
     }
     pipeline = std::make_shared<fuser::Fuser>(fuser::Pipeline(stages));
@@ -91,7 +90,7 @@ struct Trial {
                                          .delay_wgrad_compute = c.delay};
     ops::OpPtr op = std::make_shared<GroupedLinear>(options);
     if (c.peek) op = std::make_shared<Peeking>(options);
-    stages.push_back({.op = std::move(op), .in = {""}, .out = {}});
+    stages.push_back({.op = std::move(op), .in = {""}});
   }
 
   /// Returns y, all gradients and the main_grads.

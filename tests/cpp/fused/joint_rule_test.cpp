@@ -44,11 +44,8 @@ class JointRule : public ::testing::TestWithParam<int64_t> {
     id_ = add_rule({.name = "scaled_gelu",
                     .pass = Pass::joint,
                     .pattern = {one<ops::ConstantScale>(), one<ops::Activation>()},
-                    .reject = {},
                     .make = make_fused<ScaledGelu>,
-                    .sample = {},
-                    .min_rows = GetParam(),
-                    .rewrite = {}});
+                    .min_rows = GetParam()});
   }
   void TearDown() override { remove_rule(id_); }
 

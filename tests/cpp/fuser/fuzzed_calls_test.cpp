@@ -206,7 +206,7 @@ void add_stage(Rng& rng, Call& call, Rows& rows, std::vector<std::string>& chann
   std::vector<const ops::OpType*> types;
   for (const auto& [name, type] : ops::op_types())
     if (!gated(name) || rows.width % 2 == 0 || rng.one_in(20)) types.push_back(&type);
-  Stage stage{.op = make_op(rng, *rng.of(types), rows), .in = {}, .out = {}};
+  Stage stage{.op = make_op(rng, *rng.of(types), rows)};
   const auto& op = *stage.op;
   add_extras(rng, call, stage, rows, channels);
   if (op.extra_outputs() > 0 && rng.one_in(2)) {

@@ -40,8 +40,7 @@ FusionRule backward_activation_bias() {
             return {std::make_shared<ops::Bias>(ops::Bias::Options{.size = 8}),
                     std::make_shared<ops::Activation>(ops::Activation::Options{.kind = kernels::ActKind::gelu})};
           },
-          .min_rows = 16,
-          .rewrite = {}};
+          .min_rows = 16};
 }
 
 }  // namespace weft::fused

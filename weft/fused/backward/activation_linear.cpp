@@ -64,8 +64,7 @@ FusionRule backward_activation_linear() {
                 std::make_shared<ops::Bias>(ops::Bias::Options{.size = 8}),
                 std::make_shared<ops::GatedActivation>(ops::GatedActivation::Options{.kind = kernels::ActKind::geglu}),
                 std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 4, .out_features = 4})};
-          },
-          .rewrite = {}};
+          }};
 }
 
 }  // namespace weft::fused

@@ -32,8 +32,7 @@ FusionRule rule(const std::string& name) {
           .sample = []() -> std::vector<ops::OpPtr> {
             return {std::make_shared<ops::MakeExtraOutput>(ops::MakeExtraOutput::Options{}),
                     std::make_shared<Norm>(ops::NormOptions{.normalized_shape = {8}})};
-          },
-          .rewrite = {}};
+          }};
 }
 
 }  // namespace

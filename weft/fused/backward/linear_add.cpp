@@ -42,8 +42,7 @@ FusionRule backward_linear_add() {
           .sample = []() -> std::vector<ops::OpPtr> {
             return {std::make_shared<ops::MakeExtraOutput>(ops::MakeExtraOutput::Options{.in_place = true}),
                     std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 8, .out_features = 4})};
-          },
-          .rewrite = {}};
+          }};
 }
 
 }  // namespace weft::fused

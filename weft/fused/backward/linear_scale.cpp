@@ -35,8 +35,7 @@ FusionRule backward_linear_scale() {
             return {std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 8, .out_features = 4}),
                     std::make_shared<ops::ConstantScale>(ops::ConstantScale::Options{.scale = -2.5})};
           },
-          .min_rows = 16,
-          .rewrite = {}};
+          .min_rows = 16};
 }
 
 }  // namespace weft::fused

@@ -69,9 +69,7 @@ FusionRule backward_overlapped_column() {
           .pass = Pass::backward,
           .pattern = {column_linear()},
           .reject = reject_overlap,
-          .make = make_fused<OverlappedColumnBackward>,
-          .sample = {},
-          .rewrite = {}};
+          .make = make_fused<OverlappedColumnBackward>};
 }
 
 }  // namespace weft::fused

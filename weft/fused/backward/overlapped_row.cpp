@@ -106,9 +106,7 @@ FusionRule rule(std::string name, std::vector<Element> pattern) {
           .pass = Pass::backward,
           .pattern = std::move(pattern),
           .reject = reject,
-          .make = make_fused<OverlappedRowBackward>,
-          .sample = {},
-          .rewrite = {}};
+          .make = make_fused<OverlappedRowBackward>};
 }
 
 }  // namespace

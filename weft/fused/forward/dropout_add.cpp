@@ -49,8 +49,7 @@ FusionRule forward_dropout_add() {
           .sample = []() -> std::vector<ops::OpPtr> {
             return {std::make_shared<ops::Dropout>(ops::Dropout::Options{.p = 0.25}),
                     std::make_shared<ops::AddExtraInput>(ops::AddExtraInput::Options{.in_place = true})};
-          },
-          .rewrite = {}};
+          }};
 }
 
 }  // namespace weft::fused

@@ -32,8 +32,7 @@ FusionRule forward_linear_bias() {
           .sample = []() -> std::vector<ops::OpPtr> {
             return {std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 8, .out_features = 4}),
                     std::make_shared<ops::Bias>(ops::Bias::Options{.size = 4})};
-          },
-          .rewrite = {}};
+          }};
 }
 
 }  // namespace weft::fused

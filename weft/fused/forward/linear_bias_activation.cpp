@@ -48,8 +48,7 @@ FusionRule forward_linear_bias_activation() {
                 std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 8, .out_features = 8}),
                 std::make_shared<ops::Bias>(ops::Bias::Options{.size = 8}),
                 std::make_shared<ops::GatedActivation>(ops::GatedActivation::Options{.kind = kernels::ActKind::geglu})};
-          },
-          .rewrite = {}};
+          }};
 }
 
 }  // namespace weft::fused

@@ -66,9 +66,7 @@ FusionRule forward_overlapped_column() {
           .pass = Pass::forward,
           .pattern = {column_linear(), maybe<ops::Bias>(), maybe<ops::ActivationOp>()},
           .reject = reject,
-          .make = make_fused<OverlappedColumn>,
-          .sample = {},
-          .rewrite = {}};
+          .make = make_fused<OverlappedColumn>};
 }
 
 }  // namespace weft::fused

@@ -76,9 +76,7 @@ FusionRule rule(std::string name, std::vector<Element> pattern) {
                 const int last = m.find<ops::Bias>() ? 1 : 0;
                 return reason.empty() ? reject_mixed_dtypes(m, view, 0, last) : reason;
               },
-          .make = make_fused<OverlappedRow>,
-          .sample = {},
-          .rewrite = {}};
+          .make = make_fused<OverlappedRow>};
 }
 
 }  // namespace

@@ -102,8 +102,7 @@ FusionRule joint_grouped_mlp() {
           .pattern = {one<GroupedLinear>(), one<ScaledActivation>(), one<GroupedLinear>()},
           .reject = reject,
           .make = make_fused<GroupedMlp>,
-          .sample = sample,
-          .rewrite = {}};
+          .sample = sample};
 }
 
 }  // namespace weft::fused

@@ -150,8 +150,7 @@ FusionRule joint_mlp_block() {
                       one<ActivationOp>(), one<BasicLinear>(), maybe<ops::Bias>(), maybe<ops::AddExtraInput>()},
           .reject = reject,
           .make = make_fused<MlpBlock>,
-          .sample = sample,
-          .rewrite = {}};
+          .sample = sample};
 }
 
 }  // namespace weft::fused
