@@ -11,10 +11,10 @@ namespace weft::fused {
 /// the slots that it saves itself.
 class StepContext {
  public:
-  StepContext(const ops::OpPlan* plans, ops::Frame& frame, int first, int own_base)
-      : plans_(plans), frame_(frame), first_(first), own_base_(own_base) {}
+  StepContext(const ops::OpPlan* plans, ops::Frame& frame, const uint8_t* saves, int first, int own_base)
+      : plans_(plans), frame_(frame), saves_(saves), first_(first), own_base_(own_base) {}
 
-  ops::OpContext op(int index) { return {plans_[first_ + index], frame_, first_ + index}; }
+  ops::OpContext op(int index) { return {plans_[first_ + index], frame_, first_ + index, saves_}; }
   ops::Params params(int index) const {
     const auto& plan = plans_[first_ + index];
     return {frame_.params + plan.param_base, plan.needs_param_grad.size()};
@@ -26,12 +26,13 @@ class StepContext {
  private:
   const ops::OpPlan* plans_;
   ops::Frame& frame_;
+  const uint8_t* saves_;
   int first_, own_base_;
 };
 
 /// Replaces a run of basic operations. A forward-only or backward-only fused operation is interchangeable with them in
-/// that pass: forward saves exactly what they would save. A joint one implements both passes and may leave their slots
-/// empty or save into additional slots.
+/// that pass: forward saves exactly what they would save. A joint one implements both passes and may save less,
+/// or into additional slots.
 class FusedOp {
  public:
   virtual ~FusedOp() = default;
@@ -39,11 +40,11 @@ class FusedOp {
   virtual at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const;
   /// Joint only: names of its additional slots. Forward must fill the first one whenever it saves for backward.
   virtual std::vector<std::string> saved_names() const { return {}; }
-  /// Joint only: false for a slot of operation `index` that it leaves empty although the operation itself would fill
-  /// it. `plans` belong to the operations it replaces.
-  virtual bool fills(const ops::OpPlan* /*plans*/, int /*index*/, int /*slot*/) const { return true; }
+  /// Joint only: false for a slot of operation `index` that its backward does not read, because it recomputes the
+  /// tensor. Forward then does not save it. `plans` belong to the operations it replaces.
+  virtual bool reads_saved(const ops::OpPlan* /*plans*/, int /*index*/, int /*slot*/) const { return true; }
   /// Joint only: true if its backward reads a parameter that the operation's own backward does not read.
-  virtual bool reads(int /*index*/, int /*param*/) const { return false; }
+  virtual bool reads_param(int /*index*/, int /*param*/) const { return false; }
   /// The kernel tier, given those of the operations it replaces. Default: the best of them.
   virtual kernels::TierChoice kernel(c10::ArrayRef<kernels::TierChoice> components) const;
   /// The run-time decision of the last call, for `explain()`.

@@ -81,7 +81,7 @@ at::Tensor run_forward(const Pipeline& pipeline, const Plan& plan, Frame& frame,
     for (const auto& route : planned.routes)
       frame.extra_in[route.to] = route.last ? std::move(frame.extra_out[route.from]) : frame.extra_out[route.from];
     if (step.fused && enough_rows(step, x)) {
-      StepContext ctx(plan.ops.data(), frame, step.first, step.own_base);
+      StepContext ctx(plan.ops.data(), frame, plan.saves.data(), step.first, step.own_base);
       x = step.fused->forward(ctx, x);
       check_delivered(pipeline, frame, planned);
     } else {
@@ -107,7 +107,7 @@ at::Tensor run_backward_steps(const Pipeline& pipeline, const Plan& plan, Frame&
       continue;
     }
     if (fused_backward(step, frame, dy)) {
-      StepContext ctx(plan.ops.data(), frame, step.first, step.own_base);
+      StepContext ctx(plan.ops.data(), frame, plan.saves.data(), step.first, step.own_base);
       dy = step.fused->backward(ctx, dy);
     } else {
       dy = backward_unfused(pipeline, plan, frame, step, std::move(dy));

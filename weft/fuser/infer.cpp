@@ -13,14 +13,6 @@ std::vector<int> value_origins(const Pipeline& pipeline, const Plan& plan) {
   return made_by;
 }
 
-/// False if operation i is fused into an operation that leaves this slot empty.
-static bool filled(const Plan& plan, int i, int slot) {
-  for (const auto& [step, routes, grads, needed, needs_grad] : plan.forward)
-    if (step.fused && i >= step.first && i < step.first + step.count)
-      return step.fused->fills(plan.ops.data() + step.first, i - step.first, slot);
-  return true;
-}
-
 CallShapes infer(const Pipeline& pipeline, const Plan& plan, Spec x, const std::vector<Spec>& params,
                  const std::vector<Spec>& extras) {
   TORCH_CHECK_NOT_IMPLEMENTED(plan.num_saved == pipeline.num_saved(),
@@ -52,7 +44,7 @@ CallShapes infer(const Pipeline& pipeline, const Plan& plan, Spec x, const std::
     const auto names = pipeline.op(i).saved_names();
     for (size_t k = 0; k < names.size(); ++k) {
       auto& slot = out.saved.emplace_back(SavedSlot{i, names[k]});
-      if (!made.saved[k] || !filled(plan, i, static_cast<int>(k))) continue;
+      if (!made.saved[k] || !plan.saves[pipeline.saved_base(i) + k]) continue;
       slot.from = made.saved[k]->from;
       slot.index = slot.from == ops::SavedFrom::input ? made_by[i] : pipeline.param_base(i) + made.saved[k]->param;
       slot.spec = *std::move(made.saved[k]);

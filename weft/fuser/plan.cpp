@@ -89,7 +89,7 @@ int step_of(const std::vector<Step>& steps, int op) {
 std::vector<PlannedStep> route(const Pipeline& pipeline, const std::vector<Step>& steps) {
   std::vector<PlannedStep> planned;
   for (const auto& step : steps) {
-    PlannedStep p{.step = step, .routes = {}, .grad_slots = {}, .needed_slots = {}, .needs_grad = false};
+    PlannedStep p{.step = step};
     const int end = step.first + step.count;
     for (int slot = pipeline.extra_out_base(step.first); slot < pipeline.extra_out_base(end); ++slot)
       p.grad_slots.push_back(slot);
@@ -140,6 +140,20 @@ void mark_needs_grad(const std::vector<ops::OpPlan>& plans, std::vector<PlannedS
   }
 }
 
+/// The slots that forward saves: all but those that the backward of a joint step does not read.
+std::vector<uint8_t> slots_for_backward(const Pipeline& pipeline, const Plan& plan) {
+  std::vector<uint8_t> saves(plan.num_saved, 1);
+  for (const auto& planned : plan.backward) {
+    const auto& step = planned.step;
+    for (int i = 0; step.fused && i < step.count; ++i) {
+      const int base = pipeline.saved_base(step.first + i), end = pipeline.saved_base(step.first + i + 1);
+      for (int slot = base; slot < end; ++slot)
+        saves[slot] = step.fused->reads_saved(plan.ops.data() + step.first, i, slot - base);
+    }
+  }
+  return saves;
+}
+
 /// Parameters whose values backward reads: by its operations, and in addition by joint steps.
 std::vector<int> params_for_backward(const Pipeline& pipeline, const Plan& plan) {
   std::vector<int> list;
@@ -149,7 +163,8 @@ std::vector<int> params_for_backward(const Pipeline& pipeline, const Plan& plan)
         const auto read = pipeline.params()[p].backward_read;
         const bool needs_value =
             read == ops::BackwardRead::always ? plan.ops[i].needs_grad : plan.ops[i].needs_input_grad;
-        const bool joint = needs_grad && step.fused && step.fused->reads(i - step.first, p - pipeline.param_base(i));
+        const bool joint =
+            needs_grad && step.fused && step.fused->reads_param(i - step.first, p - pipeline.param_base(i));
         if (joint || (read != ops::BackwardRead::never && needs_value)) list.push_back(p);
       }
     }
@@ -204,6 +219,7 @@ std::shared_ptr<const Plan> make_plan(const Pipeline& pipeline, const PlanKey& k
 
   for (int i = 0; i < pipeline.size(); ++i)
     plan->in_place |= pipeline.op(i).in_place() && pipeline.op(i).extra_inputs() > 0;
+  plan->saves = slots_for_backward(pipeline, *plan);
   plan->backward_params = params_for_backward(pipeline, *plan);
   for (int slot = 0; slot < pipeline.num_extra_out(); ++slot)
     plan->extra_out_requires_grad.push_back(plan->ops[pipeline.producer(slot)].needs_grad);

@@ -24,10 +24,11 @@ struct Route {
 
 struct PlannedStep {
   fused::Step step;
-  std::vector<Route> routes;    // forward: into this step; backward: gradients out of it, `from` and `to` as in forward
-  std::vector<int> grad_slots;  // extra-output slots whose gradients this step reads
-  std::vector<int> needed_slots;  // extra outputs that a fused step must set, because they are read outside it
-  bool needs_grad = false;        // any operation of the step needs a gradient
+  std::vector<Route> routes =
+      {};  // forward: into this step; backward: gradients out of it, `from` and `to` as in forward
+  std::vector<int> grad_slots = {};    // extra-output slots whose gradients this step reads
+  std::vector<int> needed_slots = {};  // extra outputs that a fused step must set, because they are read outside it
+  bool needs_grad = false;             // any operation of the step needs a gradient
 };
 
 /// How a pipeline runs for one key. Forward and backward are divided into steps independently. Immutable and without
@@ -40,6 +41,7 @@ struct Plan {
   std::vector<uint8_t> extra_out_requires_grad;  // per extra-output slot
   bool output_requires_grad = false;             // of the main output
   int num_saved = 0;                             // slots of operations and additional slots of joint steps
+  std::vector<uint8_t> saves;                    // per slot: whether a fused forward saves it, since backward reads it
   bool in_place = false;                         // an operation may overwrite an extra input
   bool process_local = false;                    // a basic or fused operation is written in Python
   std::vector<Rejection> rejections;

@@ -77,7 +77,9 @@ struct Frame {
 /// An operation's view of a call. Cheap to construct; not stored.
 class OpContext {
  public:
-  OpContext(const OpPlan& plan, Frame& frame, int index) : plan_(plan), frame_(frame), index_(index) {}
+  /// `saves` flags the slots of the call that backward reads; null: all.
+  OpContext(const OpPlan& plan, Frame& frame, int index, const uint8_t* saves = nullptr)
+      : plan_(plan), frame_(frame), index_(index), saves_(saves) {}
 
   bool needs_input_grad() const { return plan_.needs_input_grad; }
   bool needs_param_grad(int i) const { return plan_.needs_param_grad[i] != 0; }
@@ -88,8 +90,10 @@ class OpContext {
 
   at::ScalarType dtype(at::ScalarType otherwise) const { return plan_.dtype(otherwise); }
 
-  /// Saves `t` for backward in one of the operation's slots.
-  void save(int slot, at::Tensor t) { frame_.saved[plan_.saved_base + slot] = std::move(t); }
+  /// Saves `t` for backward in one of the operation's slots, unless a fused backward does not read this slot.
+  void save(int slot, at::Tensor t) {
+    if (!saves_ || saves_[plan_.saved_base + slot]) frame_.saved[plan_.saved_base + slot] = std::move(t);
+  }
   const at::Tensor& saved(int slot) const { return frame_.saved[plan_.saved_base + slot]; }
 
   /// Forward: extra inputs and outputs.
@@ -119,6 +123,7 @@ class OpContext {
   const OpPlan& plan_;
   Frame& frame_;
   int index_;
+  const uint8_t* saves_;
 };
 
 }  // namespace weft::ops

@@ -15,7 +15,7 @@ class GroupedMlp final : public FusedOp {
   explicit GroupedMlp(const Match& m)
       : up_(m.find<GroupedLinear>()), activation_(m.find<ScaledActivation>()), down_(m.find<GroupedLinear>(1)) {}
 
-  bool fills(const ops::OpPlan* plans, int index, int slot) const override {
+  bool reads_saved(const ops::OpPlan* plans, int index, int slot) const override {
     return index != down_.index || slot != GroupedLinear::kInput || !plans[activation_.index].needs_grad;
   }
 
@@ -31,9 +31,8 @@ class GroupedMlp final : public FusedOp {
     if (activation.needs_grad()) {
       activation.save(ScaledActivation::kInput, std::move(h));
       activation.save(ScaledActivation::kScales, scales);
-    } else if (down_->needs_weight_grad(down)) {
-      down.save(GroupedLinear::kInput, z);
     }
+    if (down_->needs_weight_grad(down)) down.save(GroupedLinear::kInput, z);
     return down_->finish_output(down, down_->forward_gemm(down, z, ctx.params(down_.index)).y, x);
   }
 

@@ -38,8 +38,8 @@ class MlpBlock final : public FusedOp {
   }
 
   bool routes_inner_channels() const override { return true; }
-  bool reads(int index, int) const override { return index == norm_.index; }
-  bool fills(const ops::OpPlan* plans, int index, int slot) const override {
+  bool reads_param(int index, int) const override { return index == norm_.index; }
+  bool reads_saved(const ops::OpPlan* plans, int index, int slot) const override {
     if (index == up_.index && slot == BasicLinear::kInput) return narrow_ || !plans[norm_.index].needs_grad;
     if (index == down_.index && slot == BasicLinear::kInput)
       return narrow_ || !plans[activation_.index].needs_input_grad;
@@ -55,7 +55,6 @@ class MlpBlock final : public FusedOp {
     auto middle = up_->forward_gemm(
         up, n, ctx.params(up_.index)[0],
         {.bias = bias_of(ctx, up_bias_), .act = activation_->act(), .keep_pre_act = activation.needs_input_grad()});
-    if (norm.needs_grad() && !narrow_) up.save(BasicLinear::kInput, {});
     if (activation.needs_input_grad()) activation.save(ActivationOp::kInput, std::move(middle.pre_act));
 
     kernels::Epilogue epilogue{.bias = bias_of(ctx, down_bias_)};
@@ -66,9 +65,7 @@ class MlpBlock final : public FusedOp {
       add_extra_input(epilogue, *join_.op, join, middle.out, weight.size(0), middle.out.scalar_type());
     }
     if (!narrow_) reuse_memory(epilogue, n, weight.size(0));
-    auto y = down_->forward_gemm(down, middle.out, weight, std::move(epilogue)).out;
-    if (activation.needs_input_grad() && !narrow_) down.save(BasicLinear::kInput, {});
-    return y;
+    return down_->forward_gemm(down, middle.out, weight, std::move(epilogue)).out;
   }
 
   at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {

@@ -23,8 +23,8 @@ class NormLinear final : public FusedOp {
         bias_(m.find<ops::Bias>()),
         activation_(m.find<ActivationOp>()) {}
 
-  bool reads(int index, int) const override { return index == norm_.index; }
-  bool fills(const ops::OpPlan* plans, int index, int slot) const override {
+  bool reads_param(int index, int) const override { return index == norm_.index; }
+  bool reads_saved(const ops::OpPlan* plans, int index, int slot) const override {
     return index != linear_.index || slot != BasicLinear::kInput || !plans[norm_.index].needs_grad;
   }
 
@@ -38,7 +38,6 @@ class NormLinear final : public FusedOp {
     }
     const auto n = norm_->forward(norm, x, ctx.params(norm_.index));
     auto result = linear_->forward_gemm(linear, n, ctx.params(linear_.index)[0], std::move(epilogue));
-    if (norm.needs_grad()) linear.save(BasicLinear::kInput, {});
     if (result.pre_act.defined()) ctx.op(activation_.index).save(ActivationOp::kInput, std::move(result.pre_act));
     return result.out;
   }
@@ -98,8 +97,7 @@ FusionRule joint_norm_linear() {
                     std::make_shared<BasicLinear>(BasicLinear::Options{.in_features = 8, .out_features = 4}),
                     std::make_shared<ops::Bias>(ops::Bias::Options{.size = 4})};
           },
-          .opt_in = true,  // saves memory at the cost of time: backward recomputes the norm
-          .rewrite = {}};
+          .opt_in = true};  // saves memory at the cost of time: backward recomputes the norm
 }
 
 }  // namespace weft::fused
