@@ -6,8 +6,9 @@
 namespace weft::comm {
 
 /// Transport over shared memory: each rank writes its blocks into its own memory, and peers read them there.
-///   const auto transport = std::make_unique<ShmTransport>(std::make_shared<ThreadRendezvous>(state, rank, timeout));
-/// connects threads, each of which calls it (thread_rendezvous.h); a HostRendezvous connects processes.
+///   const auto transport = std::make_unique<ShmTransport>(std::make_shared<HostRendezvous>(…));
+/// connects the processes of a host that each call it. Tests connect threads instead
+/// (tests/cpp/comm/thread_rendezvous.h).
 ///
 /// A rank has two slots, for odd and even sequence numbers (signals.h defines when a slot is free). If a collective
 /// needs more, the ranks compare fingerprints and then exchange larger slots; the old memory is unmapped with its last

@@ -13,12 +13,6 @@ constexpr size_t kCacheLine = 64;
 constexpr int kRowBits = 40;
 constexpr int64_t kMaxRows = (int64_t{1} << kRowBits) - 1;
 
-#ifdef WEFT_PLANT_A_RACE  // deliberate bug that ThreadSanitizer must find (tools/planted_race.sh)
-constexpr auto kReadyOrder = std::memory_order_relaxed;
-#else
-constexpr auto kReadyOrder = std::memory_order_release;
-#endif
-
 /// The collective a rank is about to run. `seq` is stored last, with release.
 struct alignas(kCacheLine) Announcement {
   std::atomic<uint64_t> seq;
@@ -184,7 +178,8 @@ uint64_t Signals::min_free_memory(uint64_t seq) {
 
 void Signals::mark_ready(uint64_t seq, int to, int64_t rows) {
   store_fence();
-  control_block(rank()).count(seq, to).word.store(Count::seq_bits(seq) | static_cast<uint64_t>(rows), kReadyOrder);
+  const uint64_t word = Count::seq_bits(seq) | static_cast<uint64_t>(rows);
+  control_block(rank()).count(seq, to).word.store(word, std::memory_order_release);
 }
 
 int64_t Signals::arrived(uint64_t seq, int peer, bool broadcast) {

@@ -8,8 +8,8 @@
 #include <thread>
 #include <vector>
 
+#include "tests/cpp/comm/thread_rendezvous.h"
 #include "weft/comm/shm_transport.h"
-#include "weft/comm/thread_rendezvous.h"
 
 namespace weft::testing {
 
