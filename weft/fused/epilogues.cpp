@@ -60,19 +60,15 @@ void add_extra_input(kernels::Epilogue& epilogue, const ops::AddExtraInput& join
   set_addend(epilogue, e, join.in_place(), dtype);
 }
 
-void forward_packed_grad(StepContext& ctx, const kernels::GemmResult& result) {
-  if (result.packed_transpose.defined()) ctx.op(0).frame().packed_grad = {result.out, result.packed_transpose};
-}
-
 at::Tensor linear_gradients_after_norm(StepContext& ctx, const MatchedOp<ops::BasicLinear>& linear,
-                                       const MatchedOp<ops::NormOp>& norm, const at::Tensor& dp) {
+                                       const MatchedOp<ops::NormOp>& norm, const ops::Gradient& dp) {
   auto linear_ctx = ctx.op(linear.index), norm_ctx = ctx.op(norm.index);
   auto n = linear_ctx.saved(ops::BasicLinear::kInput);
   if (linear_ctx.needs_param_grad(0) && !n.defined()) n = norm->recompute(norm_ctx, ctx.params(norm.index));
   linear->weight_gradient_of(linear_ctx, dp, n);
   kernels::Epilogue epilogue;
   if (n.defined()) reuse_memory(epilogue, n, n.size(-1));
-  return linear->input_gradient(linear_ctx, dp, ctx.params(linear.index), std::move(epilogue)).out;
+  return linear->input_gradient(linear_ctx, dp.value, ctx.params(linear.index), std::move(epilogue)).out;
 }
 
 }  // namespace weft::fused

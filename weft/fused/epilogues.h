@@ -40,10 +40,7 @@ void add_extra_input(kernels::Epilogue& epilogue, const ops::AddExtraInput& join
 
 /// dn = dp W and dW = dpᵀ n, where n is the saved input of `linear`, recomputed by the norm if it was not saved.
 at::Tensor linear_gradients_after_norm(StepContext& ctx, const MatchedOp<ops::BasicLinear>& linear,
-                                       const MatchedOp<ops::NormOp>& norm, const at::Tensor& dp);
-
-/// Forwards the packed transpose of the gradient `result.out`, if there is one, to the next backward step.
-void forward_packed_grad(StepContext& ctx, const kernels::GemmResult& result);
+                                       const MatchedOp<ops::NormOp>& norm, const ops::Gradient& dp);
 
 /// The bias of an optional Bias operation, or an undefined tensor.
 inline at::Tensor bias_of(const StepContext& ctx, const MatchedOp<ops::Bias>& bias) {

@@ -8,7 +8,7 @@ at::Tensor FusedOp::forward(StepContext&, const at::Tensor&) const {
   TORCH_CHECK_NOT_IMPLEMENTED(false, typeid(*this).name(), " does not implement forward.");
 }
 
-at::Tensor FusedOp::backward(StepContext&, const at::Tensor&) const {
+ops::Gradient FusedOp::backward(StepContext&, const ops::Gradient&) const {
   TORCH_CHECK_NOT_IMPLEMENTED(false, typeid(*this).name(), " does not implement backward.");
 }
 

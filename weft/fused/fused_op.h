@@ -11,8 +11,15 @@ namespace weft::fused {
 /// the slots that it saves itself.
 class StepContext {
  public:
-  StepContext(const ops::OpPlan* plans, ops::Frame& frame, const uint8_t* saves, int first, int own_base)
-      : plans_(plans), frame_(frame), saves_(saves), first_(first), own_base_(own_base) {}
+  /// `packed_dx_min_rows`: from how many rows on the next backward step uses the packed transpose of dx; 0: never.
+  StepContext(const ops::OpPlan* plans, ops::Frame& frame, const uint8_t* saves, int first, int own_base,
+              int64_t packed_dx_min_rows = 0)
+      : plans_(plans),
+        frame_(frame),
+        saves_(saves),
+        first_(first),
+        own_base_(own_base),
+        packed_dx_min_rows_(packed_dx_min_rows) {}
 
   ops::OpContext op(int index) { return {plans_[first_ + index], frame_, first_ + index, saves_}; }
   ops::Params params(int index) const {
@@ -22,12 +29,17 @@ class StepContext {
   void save(int slot, at::Tensor t) { frame_.saved[own_base_ + slot] = std::move(t); }
   const at::Tensor& saved(int slot) const { return frame_.saved[own_base_ + slot]; }
   int first() const { return first_; }
+  /// Backward: whether the next step uses the packed transpose of a dx with the rows of `dy`.
+  bool needs_packed_dx(const at::Tensor& dy) const {
+    return packed_dx_min_rows_ > 0 && dy.numel() >= packed_dx_min_rows_ * dy.size(-1);
+  }
 
  private:
   const ops::OpPlan* plans_;
   ops::Frame& frame_;
   const uint8_t* saves_;
   int first_, own_base_;
+  int64_t packed_dx_min_rows_;
 };
 
 /// Replaces a run of basic operations. A forward-only or backward-only fused operation is interchangeable with them in
@@ -37,7 +49,7 @@ class FusedOp {
  public:
   virtual ~FusedOp() = default;
   virtual at::Tensor forward(StepContext& ctx, const at::Tensor& x) const;
-  virtual at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const;
+  virtual ops::Gradient backward(StepContext& ctx, const ops::Gradient& grad) const;
   /// Joint only: names of its additional slots. Forward must fill the first one whenever it saves for backward.
   virtual std::vector<std::string> saved_names() const { return {}; }
   /// Joint only: false for a slot of operation `index` that its backward does not read, because it recomputes the

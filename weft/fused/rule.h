@@ -43,19 +43,13 @@ class Match {
     bool outside = false;  // extra output: read outside the match
   };
 
-  Match(int first, std::vector<ops::OpPtr> ops, std::vector<Wire> wires, ops::OpPtr before)
-      : first_(first), ops_(std::move(ops)), wires_(std::move(wires)), before_(std::move(before)) {}
+  Match(int first, std::vector<ops::OpPtr> ops, std::vector<Wire> wires)
+      : first_(first), ops_(std::move(ops)), wires_(std::move(wires)) {}
 
   int first() const { return first_; }  // index in the pipeline
   int size() const { return static_cast<int>(ops_.size()); }
   const ops::OpPtr& op(int index) const { return ops_[index]; }
   const Wire& wire(int index) const { return wires_[index]; }
-  /// The operation before the match if it has type T, else null. Its context is `StepContext::op(-1)`.
-  template <class T>
-  std::shared_ptr<const T> before() const {
-    return std::dynamic_pointer_cast<const T>(before_);
-  }
-
   /// The first operation of type T at index `from` or later.
   template <class T>
   MatchedOp<T> find(int from = 0) const {
@@ -72,7 +66,6 @@ class Match {
   int first_;
   std::vector<ops::OpPtr> ops_;
   std::vector<Wire> wires_;
-  ops::OpPtr before_;
 };
 
 /// A step of a plan: one basic operation (`fused` is null), or a fused operation for a run of them. With fewer rows

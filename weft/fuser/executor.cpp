@@ -10,6 +10,7 @@ namespace {
 using fused::Step;
 using fused::StepContext;
 using ops::Frame;
+using ops::Gradient;
 using ops::OpContext;
 using ops::Params;
 
@@ -36,11 +37,11 @@ bool any_gradient(const Pipeline& pipeline, const Frame& frame, int op, const at
   return false;
 }
 
-at::Tensor backward_unfused(const Pipeline& pipeline, const Plan& plan, Frame& frame, const Step& step, at::Tensor dy) {
+Gradient backward_unfused(const Pipeline& pipeline, const Plan& plan, Frame& frame, const Step& step, Gradient dy) {
   for (int i = step.first + step.count - 1; i >= step.first; --i) {
-    if (!any_gradient(pipeline, frame, i, dy)) continue;
-    OpContext ctx(plan.ops[i], frame, i);
-    dy = pipeline.op(i).backward(ctx, dy, params_of(plan.ops[i], frame));
+    if (!any_gradient(pipeline, frame, i, dy.value)) continue;
+    OpContext ctx(plan.ops[i], frame, i, nullptr, std::move(dy.packed));
+    dy = pipeline.op(i).backward(ctx, dy.value, params_of(plan.ops[i], frame));
   }
   return dy;
 }
@@ -97,27 +98,28 @@ at::Tensor run_forward(const Pipeline& pipeline, const Plan& plan, Frame& frame,
 
 namespace {
 
-at::Tensor run_backward_steps(const Pipeline& pipeline, const Plan& plan, Frame& frame, at::Tensor dy) {
+at::Tensor run_backward_steps(const Pipeline& pipeline, const Plan& plan, Frame& frame, Gradient dy) {
   for (auto planned = plan.backward.rbegin(); planned != plan.backward.rend(); ++planned) {
     const auto& step = planned->step;
-    bool any = dy.defined();
+    bool any = dy.value.defined();
     for (const int slot : planned->grad_slots) any |= frame.extra_out[slot].defined();
     if (!planned->needs_grad || !any) {
-      dy.reset();
+      dy = {};
       continue;
     }
-    if (fused_backward(step, frame, dy)) {
-      StepContext ctx(plan.ops.data(), frame, plan.saves.data(), step.first, step.own_base);
+    if (fused_backward(step, frame, dy.value)) {
+      StepContext ctx(plan.ops.data(), frame, plan.saves.data(), step.first, step.own_base,
+                      planned->packed_dx_min_rows);
       dy = step.fused->backward(ctx, dy);
     } else {
       dy = backward_unfused(pipeline, plan, frame, step, std::move(dy));
     }
-    if (!plan.ops[step.first].needs_input_grad) dy.reset();
+    if (!plan.ops[step.first].needs_input_grad) dy = {};
     for (const auto& route : planned->routes)
       accumulate(frame.extra_out[route.from], std::move(frame.extra_in[route.to]));
     drop_saved(pipeline, frame, step);
   }
-  return dy;
+  return dy.value;
 }
 
 /// Error context that lists the weight gradients already added to main_grad when backward failed.

@@ -55,7 +55,7 @@ std::optional<Match> Matcher::match(const FusionRule& rule, const std::vector<St
   if (taken.empty()) return std::nullopt;
   const int first = steps[begin].first;
   auto wires = wiring(first, static_cast<int>(taken.size()));
-  return Match(first, std::move(taken), std::move(wires), first > 0 ? pipeline_.stages()[first - 1].op : nullptr);
+  return Match(first, std::move(taken), std::move(wires));
 }
 
 std::vector<Match::Wire> Matcher::wiring(int first, int count) const {

@@ -133,10 +133,13 @@ void check_coverage(const Pipeline& pipeline, const std::vector<Step>& steps, co
   TORCH_CHECK(next == pipeline.size(), "The ", pass, " plan covers ", next, " of ", pipeline.size(), " operations.");
 }
 
-void mark_needs_grad(const std::vector<ops::OpPlan>& plans, std::vector<PlannedStep>& steps) {
+/// Sets what backward steps derive from the needed gradients.
+void mark_gradients(const Pipeline& pipeline, const std::vector<ops::OpPlan>& plans, std::vector<PlannedStep>& steps) {
   for (auto& planned : steps) {
+    const int first = planned.step.first;
     planned.needs_grad = false;
-    for (int i = 0; i < planned.step.count; ++i) planned.needs_grad |= plans[planned.step.first + i].needs_grad;
+    for (int i = 0; i < planned.step.count; ++i) planned.needs_grad |= plans[first + i].needs_grad;
+    planned.packed_dx_min_rows = first > 0 ? pipeline.op(first - 1).packed_dy_min_rows(plans[first - 1]) : 0;
   }
 }
 
@@ -157,14 +160,15 @@ std::vector<uint8_t> slots_for_backward(const Pipeline& pipeline, const Plan& pl
 /// Parameters whose values backward reads: by its operations, and in addition by joint steps.
 std::vector<int> params_for_backward(const Pipeline& pipeline, const Plan& plan) {
   std::vector<int> list;
-  for (const auto& [step, routes, grads, needed, needs_grad] : plan.backward) {
+  for (const auto& planned : plan.backward) {
+    const auto& step = planned.step;
     for (int i = step.first; i < step.first + step.count; ++i) {
       for (int p = pipeline.param_base(i); p < pipeline.param_base(i + 1); ++p) {
         const auto read = pipeline.params()[p].backward_read;
         const bool needs_value =
             read == ops::BackwardRead::always ? plan.ops[i].needs_grad : plan.ops[i].needs_input_grad;
         const bool joint =
-            needs_grad && step.fused && step.fused->reads_param(i - step.first, p - pipeline.param_base(i));
+            planned.needs_grad && step.fused && step.fused->reads_param(i - step.first, p - pipeline.param_base(i));
         if (joint || (read != ops::BackwardRead::never && needs_value)) list.push_back(p);
       }
     }
@@ -191,7 +195,7 @@ Plan prune(const Pipeline& pipeline, const Plan& plan, const std::vector<uint8_t
     if (unused[i]) key.drop_grad(static_cast<int>(i));
   Plan pruned = plan;
   pruned.ops = propagate_requires_grad(pipeline, key);
-  mark_needs_grad(pruned.ops, pruned.backward);
+  mark_gradients(pipeline, pruned.ops, pruned.backward);
   return pruned;
 }
 
@@ -215,7 +219,7 @@ std::shared_ptr<const Plan> make_plan(const Pipeline& pipeline, const PlanKey& k
   check_coverage(pipeline, backward, "backward");
   plan->forward = route(pipeline, forward);
   plan->backward = route(pipeline, backward);
-  mark_needs_grad(plan->ops, plan->backward);
+  mark_gradients(pipeline, plan->ops, plan->backward);
 
   for (int i = 0; i < pipeline.size(); ++i)
     plan->in_place |= pipeline.op(i).in_place() && pipeline.op(i).extra_inputs() > 0;

@@ -24,11 +24,12 @@ struct Route {
 
 struct PlannedStep {
   fused::Step step;
-  std::vector<Route> routes =
-      {};  // forward: into this step; backward: gradients out of it, `from` and `to` as in forward
+  /// Forward: into this step. Backward: gradients out of it, `from` and `to` as in forward.
+  std::vector<Route> routes = {};
   std::vector<int> grad_slots = {};    // extra-output slots whose gradients this step reads
   std::vector<int> needed_slots = {};  // extra outputs that a fused step must set, because they are read outside it
   bool needs_grad = false;             // any operation of the step needs a gradient
+  int64_t packed_dx_min_rows = 0;      // backward: packed_dy_min_rows of the operation before the step
 };
 
 /// How a pipeline runs for one key. Forward and backward are divided into steps independently. Immutable and without

@@ -159,24 +159,33 @@ kernels::GemmResult BasicLinear::input_gradient(OpContext& ctx, const at::Tensor
   return local_input_gradient(ctx, dy, params, std::move(epilogue));
 }
 
-bool BasicLinear::takes_packed_grad(const OpContext& ctx, const at::Tensor& dy) const {
+int64_t BasicLinear::packed_dy_min_rows(const OpPlan& plan) const {
   constexpr int64_t kMinRows = 512;  // with fewer rows, packing costs as much as it saves
-  return ctx.needs_param_grad(0) && !options_.delay_wgrad_compute && dy.numel() >= kMinRows * dy.size(-1);
+  return plan.needs_param_grad[0] && !options_.delay_wgrad_compute ? kMinRows : 0;
 }
 
-void BasicLinear::weight_gradient(OpContext& ctx, const at::Tensor& dy, double scale) const {
+bool BasicLinear::uses_packed_dy(const OpPlan& plan, const at::Tensor& dy) const {
+  const auto min_rows = packed_dy_min_rows(plan);
+  return min_rows > 0 && dy.numel() >= min_rows * dy.size(-1);
+}
+
+Gradient BasicLinear::gather(const Gradient& dy) const {
+  auto all = gather_output_gradient(dy.value).wait();
+  return all.is_same(dy.value) ? dy : Gradient(std::move(all));
+}
+
+void BasicLinear::weight_gradient(OpContext& ctx, const Gradient& dy, double scale) const {
   if (ctx.needs_param_grad(0)) weight_gradient_of(ctx, dy, gather_saved_input(ctx).wait(), scale);
 }
 
-void BasicLinear::weight_gradient_of(OpContext& ctx, const at::Tensor& dy, const at::Tensor& x, double scale,
+void BasicLinear::weight_gradient_of(OpContext& ctx, const Gradient& dy, const at::Tensor& x, double scale,
                                      const std::function<void()>* progress) const {
   if (!ctx.needs_param_grad(0)) return;
   const auto wgrad = wgrad_options(options_);
-  WgradGemm gemm{.dy = as_dtype(dy, x.scalar_type()), .x = x, .scale = scale};
+  WgradGemm gemm{.dy = as_dtype(dy.value, x.scalar_type()), .x = x, .scale = scale};
   if (!wgrad.delay) {
     gemm.progress = progress;
-    const auto packed = std::exchange(ctx.frame().packed_grad, {});
-    if (packed.gradient.is_same(gemm.dy)) gemm.packed_dy = packed.packed;
+    if (gemm.dy.is_same(dy.value)) gemm.packed_dy = dy.packed;
   }
   ops::weight_gradient(ctx, wgrad, 0, 1, std::move(gemm));
 }
@@ -194,7 +203,7 @@ at::Tensor BasicLinear::forward(OpContext& ctx, const at::Tensor& x, Params para
 
 at::Tensor BasicLinear::backward(OpContext& ctx, const at::Tensor& dy, Params params) const {
   if (parallel()) return parallel_backward(ctx, dy, params);
-  weight_gradient(ctx, dy);
+  weight_gradient(ctx, ctx.with_packed(dy));
   return local_input_gradient(ctx, dy, params, {}).out;
 }
 
@@ -204,7 +213,7 @@ at::Tensor BasicLinear::parallel_backward(OpContext& ctx, const at::Tensor& dy, 
   auto gathering_x = gather_saved_input(ctx);
   const auto dy_all = gathering_dy.wait();
   auto reducing_dx = reduce_input_gradient(local_input_gradient(ctx, dy_all, params, {}).out);
-  weight_gradient_of(ctx, dy_all, gathering_x.wait());
+  weight_gradient_of(ctx, dy_all.is_same(dy) ? ctx.with_packed(dy) : dy_all, gathering_x.wait());
   return reducing_dx.wait();
 }
 

@@ -95,12 +95,14 @@ class BasicLinear final : public Op<BasicLinear> {
   /// reduced over ranks.
   kernels::GemmResult input_gradient(OpContext& ctx, const at::Tensor& dy, Params params,
                                      kernels::Epilogue epilogue) const;
-  /// Whether a packed dy (`Frame::packed_grad`) makes the wgrad GEMM faster.
-  bool takes_packed_grad(const OpContext& ctx, const at::Tensor& dy) const;
+  int64_t packed_dy_min_rows(const OpPlan& plan) const override;
+  bool uses_packed_dy(const OpPlan& plan, const at::Tensor& dy) const;
+  /// dy of all ranks; the packed transpose is kept if dy is not gathered.
+  Gradient gather(const Gradient& dy) const;
   /// dW = scale·Σ_rows dyᵀ x, written to its WgradSink if needed; x is the saved input, dy is gathered.
-  void weight_gradient(OpContext& ctx, const at::Tensor& dy, double scale = 1) const;
+  void weight_gradient(OpContext& ctx, const Gradient& dy, double scale = 1) const;
   /// The same for another x, already gathered; `progress` as in Epilogue.
-  void weight_gradient_of(OpContext& ctx, const at::Tensor& dy, const at::Tensor& x, double scale = 1,
+  void weight_gradient_of(OpContext& ctx, const Gradient& dy, const at::Tensor& x, double scale = 1,
                           const std::function<void()>* progress = nullptr) const;
 
  private:

@@ -54,9 +54,13 @@ struct Buffers {
   at::Tensor output = {}, grad_input = {};
 };
 
-/// A gradient together with its packed transpose, the operand layout of the wgrad GEMM (GemmResult::packed_transpose).
-struct PackedGradient {
-  at::Tensor gradient = {}, packed = {};
+/// The gradient that one backward step passes to the next. `packed` is its packed transpose, the operand layout of the
+/// wgrad GEMM (GemmResult::packed_transpose), if the step kept it.
+struct Gradient {
+  at::Tensor value, packed;
+
+  Gradient() = default;
+  Gradient(at::Tensor v, at::Tensor p = {}) : value(std::move(v)), packed(std::move(p)) {}
 };
 
 /// Flat tensor lists of one call. The extra slots hold values in forward and the gradients of those values in backward.
@@ -71,15 +75,14 @@ struct Frame {
   const LeafParams* leaf_params = nullptr;   // backward only; nullptr in a functional call without Parameters
   std::vector<int> added_to_main_grad = {};  // operations whose weight gradient was added to main_grad
   c10::ArrayRef<Buffers> buffers = {};       // for operations with takes_buffers()
-  PackedGradient packed_grad = {};           // produced by one backward step for the next
 };
 
 /// An operation's view of a call. Cheap to construct; not stored.
 class OpContext {
  public:
-  /// `saves` flags the slots of the call that backward reads; null: all.
-  OpContext(const OpPlan& plan, Frame& frame, int index, const uint8_t* saves = nullptr)
-      : plan_(plan), frame_(frame), index_(index), saves_(saves) {}
+  /// `saves` flags the slots of the call that backward reads; null: all. `packed_dy` belongs to the dy of `backward`.
+  OpContext(const OpPlan& plan, Frame& frame, int index, const uint8_t* saves = nullptr, at::Tensor packed_dy = {})
+      : plan_(plan), frame_(frame), index_(index), saves_(saves), packed_dy_(std::move(packed_dy)) {}
 
   bool needs_input_grad() const { return plan_.needs_input_grad; }
   bool needs_param_grad(int i) const { return plan_.needs_param_grad[i] != 0; }
@@ -99,7 +102,12 @@ class OpContext {
   /// Forward: extra inputs and outputs.
   const at::Tensor& extra_input(int i) const { return frame_.extra_in[plan_.extra_in_base + i]; }
   at::Tensor take_extra_input(int i) { return std::move(frame_.extra_in[plan_.extra_in_base + i]); }
+  /// For a fused operation that routes a channel between the operations it replaces.
+  void set_extra_input(int i, at::Tensor t) { frame_.extra_in[plan_.extra_in_base + i] = std::move(t); }
   void set_extra_output(int i, at::Tensor t) { frame_.extra_out[plan_.extra_out_base + i] = std::move(t); }
+
+  /// Backward: dy with its packed transpose.
+  Gradient with_packed(const at::Tensor& dy) const { return {dy, packed_dy_}; }
 
   /// Backward: gradients of extra outputs, extra inputs and parameters. An undefined gradient is zero.
   at::Tensor take_extra_output_grad(int i) { return std::move(frame_.extra_out[plan_.extra_out_base + i]); }
@@ -116,7 +124,14 @@ class OpContext {
   /// Backward: the Parameters; nullptr in a functional call without Parameters.
   const LeafParams* leaf_params() const { return frame_.leaf_params; }
 
-  Frame& frame() { return frame_; }
+  /// Backward: records that a weight gradient of this operation was added to main_grad, for errors.
+  void record_added_to_main_grad() { frame_.added_to_main_grad.push_back(index_); }
+
+  /// Operations written in Python: parameters, the tensors they save and their contexts.
+  const at::Tensor& param(int i) const { return frame_.params[plan_.param_base + i]; }
+  std::vector<at::Tensor>& dynamic_saved() { return *frame_.dynamic_saved; }
+  std::shared_ptr<void>& python_state() { return frame_.states->at(index_); }
+
   int index() const { return index_; }
 
  private:
@@ -124,6 +139,7 @@ class OpContext {
   Frame& frame_;
   int index_;
   const uint8_t* saves_;
+  at::Tensor packed_dy_;
 };
 
 }  // namespace weft::ops

@@ -55,6 +55,9 @@ class BasicOp {
   /// and occurs only if the operation has extra outputs.
   virtual at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const = 0;
 
+  /// The number of rows from which a packed transpose of dy makes `backward` faster; 0: it is not used.
+  virtual int64_t packed_dy_min_rows(const OpPlan&) const { return 0; }
+
   /// True if weight gradients are delayed until `backward_dw`.
   virtual bool delays_wgrad() const { return false; }
   /// Computes the weight gradients delayed by the oldest backward of `params`; false if none are pending. Call it below

@@ -169,7 +169,7 @@ void weight_gradient(OpContext& ctx, const WgradOptions& options, int first, int
     wgrad_states().get(params[0])->queue.push(std::move(gemm));
   } else {
     write(sinks, params, gemm);
-    ctx.frame().added_to_main_grad.push_back(ctx.index());
+    ctx.record_added_to_main_grad();
   }
   for (int i = 0; i < count; ++i) {
     if (sinks[i].returns != WgradSink::Returns::dummy) continue;

@@ -55,7 +55,6 @@ py::object keywords_of(int index) {
 }
 
 void save_state(ComponentOp& component, const py::object& op, const py::object& context) {
-  auto& frame = component.ctx.frame();
   const auto to_save = py::tuple(context.attr("_take_saved")());
   if (!component.ctx.needs_grad()) return;
   if (!component.keeps_state) {
@@ -69,17 +68,18 @@ void save_state(ComponentOp& component, const py::object& op, const py::object& 
   auto state = std::make_shared<PythonState>();
   state->op = op;
   state->ctx = context;
-  state->begin = frame.dynamic_saved->size();
+  auto& dynamic_saved = component.ctx.dynamic_saved();
+  state->begin = dynamic_saved.size();
   state->count = to_save.size();
-  for (const auto tensor : to_save) frame.dynamic_saved->push_back(unwrap(tensor));
-  frame.states->at(component.ctx.index()) = std::move(state);
+  for (const auto tensor : to_save) dynamic_saved.push_back(unwrap(tensor));
+  component.ctx.python_state() = std::move(state);
 }
 
 /// What a C++ operation saved in a slot; for the weight slot, the weight itself if no cast was saved.
 at::Tensor saved_slot(ComponentOp& component, int slot) {
   const auto& saved = component.ctx.saved(slot);
   const bool weight = slot == component.weight_slot && !saved.defined() && component.ctx.needs_input_grad();
-  return weight ? component.ctx.frame().params[component.ctx.plan().param_base] : saved;
+  return weight ? component.ctx.param(0) : saved;
 }
 
 /// Sets the context attributes that Transformer Engine's operations provide to a backward fusion.
@@ -91,13 +91,12 @@ void set_te_attributes(const py::object& context, const ComponentOp& component) 
 }
 
 py::object restore(ComponentOp& component) {
-  auto& frame = component.ctx.frame();
   py::list saved;
   py::object context;
   if (component.keeps_state) {
-    const auto state = std::static_pointer_cast<PythonState>(frame.states->at(component.ctx.index()));
+    const auto state = std::static_pointer_cast<PythonState>(component.ctx.python_state());
     context = state->ctx;
-    for (size_t k = 0; k < state->count; ++k) saved.append(wrap((*frame.dynamic_saved)[state->begin + k]));
+    for (size_t k = 0; k < state->count; ++k) saved.append(wrap(component.ctx.dynamic_saved()[state->begin + k]));
   } else {
     context = bridge().context(component.ctx.needs_grad(), component.ctx.training());
     set_te_attributes(context, component);
@@ -113,9 +112,7 @@ void set_bridge(py::object context, py::object forward, py::object backward) {
   bridge() = {std::move(context), std::move(forward), std::move(backward)};
 }
 
-py::object saved_op(ops::OpContext& ctx) {
-  return std::static_pointer_cast<PythonState>(ctx.frame().states->at(ctx.index()))->op;
-}
+py::object saved_op(ops::OpContext& ctx) { return std::static_pointer_cast<PythonState>(ctx.python_state())->op; }
 
 /// An extra input for user code: its `requires_grad` tells whether its gradient is needed, even if another operation of
 /// the pipeline produced it.

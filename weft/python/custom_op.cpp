@@ -48,9 +48,9 @@ at::Tensor PyFused::forward(fused::StepContext& ctx, const at::Tensor& x) const 
   return call_forward(*op_, py::list(op_->attr("basic_ops")), component_ops(ctx, infos_), x);
 }
 
-at::Tensor PyFused::backward(fused::StepContext& ctx, const at::Tensor& dy) const {
+ops::Gradient PyFused::backward(fused::StepContext& ctx, const ops::Gradient& dy) const {
   const py::gil_scoped_acquire gil;
-  return call_backward(*op_, component_ops(ctx, infos_), dy);
+  return call_backward(*op_, component_ops(ctx, infos_), dy.value);
 }
 
 }  // namespace weft::python

@@ -45,7 +45,7 @@ class __attribute__((visibility("hidden"))) PyFused final : public fused::FusedO
   PyFused(py::object op, std::vector<ComponentInfo> infos);
 
   at::Tensor forward(fused::StepContext& ctx, const at::Tensor& x) const override;
-  at::Tensor backward(fused::StepContext& ctx, const at::Tensor& dy) const override;
+  ops::Gradient backward(fused::StepContext& ctx, const ops::Gradient& dy) const override;
   bool routes_inner_channels() const override { return true; }
   bool process_local() const override { return true; }
 

@@ -28,9 +28,9 @@ class ScaledGelu final : public FusedOp {
     if (ctx.op(0).needs_grad()) ctx.save(0, scaled);
     return at::gelu(scaled, "tanh");
   }
-  at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
+  ops::Gradient backward(StepContext& ctx, const ops::Gradient& dy) const override {
     ++backward_runs;
-    return at::gelu_backward(dy, ctx.saved(0), "tanh") * scale_;
+    return at::gelu_backward(dy.value, ctx.saved(0), "tanh") * scale_;
   }
 
  private:

@@ -11,7 +11,8 @@ class ActivationBias final : public FusedOp {
   explicit ActivationBias(const Match& match)
       : bias_(match.find<ops::Bias>()), activation_(match.find<ops::ActivationOp>()) {}
 
-  at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
+  ops::Gradient backward(StepContext& ctx, const ops::Gradient& grad) const override {
+    const auto& dy = grad.value;
     auto bias = ctx.op(0), activation = ctx.op(1);
     if (!activation.needs_input_grad()) return {};
     const auto& x = activation.saved(ops::ActivationOp::kInput);

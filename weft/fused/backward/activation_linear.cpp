@@ -7,38 +7,34 @@ namespace weft::fused {
 namespace {
 
 /// For y = h Wᵀ, h = act(p), p = x + b:  dx = (dy W)·act'(p) and db = Σ_rows dx in the GEMM epilogue, which also packs
-/// dx for the wgrad GEMM of a preceding linear.
+/// dx if the next step uses it.
 class ActivationLinear final : public FusedOp {
  public:
   explicit ActivationLinear(const Match& match)
       : bias_(match.find<ops::Bias>()),
         activation_(match.find<ops::ActivationOp>()),
-        linear_(match.find<ops::BasicLinear>()),
-        before_(match.before<ops::BasicLinear>()) {}
+        linear_(match.find<ops::BasicLinear>()) {}
 
-  at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
+  ops::Gradient backward(StepContext& ctx, const ops::Gradient& grad) const override {
     auto activation = ctx.op(activation_.index), linear = ctx.op(linear_.index);
-    const auto dy_all = linear_->gather_output_gradient(dy).wait();
+    const auto dy_all = linear_->gather(grad);
     linear_->weight_gradient(linear, dy_all);
     if (!activation.needs_input_grad()) return {};
     const bool needs_db = bias_ && ctx.op(bias_.index).needs_param_grad(0);
-    auto result =
-        linear_->input_gradient(linear, dy_all, ctx.params(linear_.index),
-                                {.act_grad = activation_->act(),
-                                 .act_input = ops::as_matrix(activation.saved(ops::ActivationOp::kInput)),
-                                 .keep_column_sums = needs_db,
-                                 .keep_packed_transpose = before_ && before_->takes_packed_grad(ctx.op(-1), dy_all)});
+    auto result = linear_->input_gradient(linear, dy_all.value, ctx.params(linear_.index),
+                                          {.act_grad = activation_->act(),
+                                           .act_input = ops::as_matrix(activation.saved(ops::ActivationOp::kInput)),
+                                           .keep_column_sums = needs_db,
+                                           .keep_packed_transpose = ctx.needs_packed_dx(dy_all.value)});
     if (needs_db) bias_->set_gradient(ctx.op(bias_.index), std::move(result.column_sums));
     if (!ctx.op(0).needs_input_grad()) return {};
-    forward_packed_grad(ctx, result);
-    return result.out;
+    return {result.out, result.packed_transpose};
   }
 
  private:
   MatchedOp<ops::Bias> bias_;
   MatchedOp<ops::ActivationOp> activation_;
   MatchedOp<ops::BasicLinear> linear_;
-  std::shared_ptr<const ops::BasicLinear> before_;  // its wgrad GEMM reads dx next
 };
 
 std::string reject(const Match& m, const PlanView& view) {

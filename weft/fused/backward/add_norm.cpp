@@ -10,7 +10,8 @@ class AddNorm final : public FusedOp {
  public:
   explicit AddNorm(const Match& match) : norm_(match.find<ops::NormOp>()) {}
 
-  at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
+  ops::Gradient backward(StepContext& ctx, const ops::Gradient& grad) const override {
+    const auto& dy = grad.value;
     auto fork = ctx.op(0), norm = ctx.op(1);
     const auto g = fork.take_extra_output_grad(0);
     return dy.defined() ? norm_->gradient(norm, dy, ctx.params(1), g, /*reuse=*/false) : g;

@@ -11,16 +11,16 @@ class LinearAddBackward final : public FusedOp {
   explicit LinearAddBackward(const Match& match)
       : fork_(match.find<ops::MakeExtraOutput>()), linear_(match.find<ops::BasicLinear>()) {}
 
-  at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
+  ops::Gradient backward(StepContext& ctx, const ops::Gradient& grad) const override {
     auto fork = ctx.op(0), linear = ctx.op(1);
     auto g = fork.take_extra_output_grad(0);
-    if (!dy.defined()) return g;
-    const auto dy_all = linear_->gather_output_gradient(dy).wait();
+    if (!grad.value.defined()) return g;
+    const auto dy_all = linear_->gather(grad);
     linear_->weight_gradient(linear, dy_all);
     if (!linear.needs_input_grad()) return {};
     kernels::Epilogue epilogue;
     set_addend(epilogue, g, fork_->in_place(), linear.dtype(ctx.params(1)[0].scalar_type()));
-    return linear_->input_gradient(linear, dy_all, ctx.params(1), std::move(epilogue)).out;
+    return linear_->input_gradient(linear, dy_all.value, ctx.params(1), std::move(epilogue)).out;
   }
 
  private:

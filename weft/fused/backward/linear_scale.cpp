@@ -11,11 +11,11 @@ class LinearScale final : public FusedOp {
   explicit LinearScale(const Match& match)
       : linear_(match.find<ops::BasicLinear>()), scale_(match.get<ops::ConstantScale>().options().scale) {}
 
-  at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
+  ops::Gradient backward(StepContext& ctx, const ops::Gradient& grad) const override {
     auto linear = ctx.op(0);
-    const auto dy_all = linear_->gather_output_gradient(dy).wait();
+    const auto dy_all = linear_->gather(grad);
     linear_->weight_gradient(linear, dy_all, scale_);
-    return linear_->input_gradient(linear, dy_all, ctx.params(0), {.scale = scale_}).out;
+    return linear_->input_gradient(linear, dy_all.value, ctx.params(0), {.scale = scale_}).out;
   }
 
  private:

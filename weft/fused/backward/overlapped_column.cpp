@@ -11,7 +11,8 @@ class OverlappedColumnBackward final : public FusedOp {
  public:
   explicit OverlappedColumnBackward(const Match& match) : linear_(match.find<ops::BasicLinear>()) {}
 
-  at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
+  ops::Gradient backward(StepContext& ctx, const ops::Gradient& grad) const override {
+    const auto& dy = grad.value;
     const overlap::OverlapPolicy::ScopedTimer timer(policy_);
     auto linear = ctx.op(0);
     if (!linear.needs_input_grad()) return linear_->backward(linear, dy, ctx.params(0));  // no GEMM to overlap with

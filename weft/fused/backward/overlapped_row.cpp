@@ -18,7 +18,8 @@ class OverlappedRowBackward final : public FusedOp {
     if (auto bias = match.find<ops::Bias>(); bias && bias.index < linear_.index) input_bias_ = std::move(bias);
   }
 
-  at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
+  ops::Gradient backward(StepContext& ctx, const ops::Gradient& grad) const override {
+    const auto& dy = grad.value;
     const overlap::OverlapPolicy::ScopedTimer timer(policy_);
     auto linear = ctx.op(linear_.index);
     if (!linear.needs_input_grad()) return without_overlap(ctx, dy);  // no GEMM to overlap with

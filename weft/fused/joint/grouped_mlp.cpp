@@ -36,7 +36,8 @@ class GroupedMlp final : public FusedOp {
     return down_->finish_output(down, down_->forward_gemm(down, z, ctx.params(down_.index)).y, x);
   }
 
-  at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
+  ops::Gradient backward(StepContext& ctx, const ops::Gradient& grad) const override {
+    const auto& dy = grad.value;
     auto up = ctx.op(up_.index), activation = ctx.op(activation_.index), down = ctx.op(down_.index);
     const auto& h = activation.saved(ScaledActivation::kInput);
     const auto& scales = activation.saved(ScaledActivation::kScales);

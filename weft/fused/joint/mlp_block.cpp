@@ -61,22 +61,23 @@ class MlpBlock final : public FusedOp {
     const auto& weight = ctx.params(down_.index)[0];
     if (join_) {
       auto join = ctx.op(join_.index);
-      if (residual_) join.frame().extra_in[join.plan().extra_in_base] = x;
+      if (residual_) join.set_extra_input(0, x);
       add_extra_input(epilogue, *join_.op, join, middle.out, weight.size(0), middle.out.scalar_type());
     }
     if (!narrow_) reuse_memory(epilogue, n, weight.size(0));
     return down_->forward_gemm(down, middle.out, weight, std::move(epilogue)).out;
   }
 
-  at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
+  ops::Gradient backward(StepContext& ctx, const ops::Gradient& grad) const override {
+    const auto& dy = grad.value;
     auto g = fork_ ? ctx.op(fork_.index).take_extra_output_grad(0) : at::Tensor{};
     if (!dy.defined()) return g;
     if (join_ && !residual_ && ctx.op(join_.index).needs_extra_grad(0)) ctx.op(join_.index).set_extra_input_grad(0, dy);
     if (down_bias_ && ctx.op(down_bias_.index).needs_param_grad(0))
       down_bias_->set_gradient(ctx.op(down_bias_.index), ops::sum_rows(dy));
 
-    const auto dp = through_activation(ctx, dy);
-    if (!dp.defined()) return {};
+    const auto dp = through_activation(ctx, grad);
+    if (!dp.value.defined()) return {};
     const auto dn = linear_gradients_after_norm(ctx, up_, norm_, dp);
     if (!dn.defined()) return {};
     auto norm = ctx.op(norm_.index);
@@ -86,7 +87,8 @@ class MlpBlock final : public FusedOp {
 
  private:
   /// dp = (dy W2)·act'(p), also packed for the dW1 GEMM;  dW2 = dyᵀ h,  db1 = Σ_rows dp.
-  at::Tensor through_activation(StepContext& ctx, const at::Tensor& dy) const {
+  ops::Gradient through_activation(StepContext& ctx, const ops::Gradient& grad) const {
+    const auto& dy = grad.value;
     auto activation = ctx.op(activation_.index), down = ctx.op(down_.index);
     const auto& p = activation.saved(ActivationOp::kInput);
     const bool needs_db = up_bias_ && ctx.op(up_bias_.index).needs_param_grad(0);
@@ -99,13 +101,12 @@ class MlpBlock final : public FusedOp {
                                       .act_input = ops::as_matrix(p),
                                       .keep_act_output = recompute_h,
                                       .keep_column_sums = needs_db,
-                                      .keep_packed_transpose = up_->takes_packed_grad(ctx.op(up_.index), dy)});
+                                      .keep_packed_transpose = up_->uses_packed_dy(ctx.op(up_.index).plan(), dy)});
     if (recompute_h)
       h = result.act_output.defined() ? result.act_output : kernels::activation_forward(activation_->act(), p);
-    down_->weight_gradient_of(down, dy, h);
+    down_->weight_gradient_of(down, grad, h);
     if (needs_db) up_bias_->set_gradient(ctx.op(up_bias_.index), std::move(result.column_sums));
-    forward_packed_grad(ctx, result);
-    return result.out;
+    return {result.out, result.packed_transpose};
   }
 
   MatchedOp<ops::MakeExtraOutput> fork_;

@@ -42,7 +42,8 @@ class NormLinear final : public FusedOp {
     return result.out;
   }
 
-  at::Tensor backward(StepContext& ctx, const at::Tensor& dy) const override {
+  ops::Gradient backward(StepContext& ctx, const ops::Gradient& grad) const override {
+    const auto& dy = grad.value;
     const auto g = fork_ ? ctx.op(fork_.index).take_extra_output_grad(0) : at::Tensor{};
     if (!dy.defined()) return g;
     auto norm = ctx.op(norm_.index);
