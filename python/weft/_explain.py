@@ -14,6 +14,9 @@ from ._operation import FusibleOperation
 from ._sequential import Sequential
 
 
+SUFFIXES = (".svg", ".png", ".pdf", ".dot")
+
+
 class Explanation:
     """The plan of one call. Print it, read its :attr:`data`, or draw it with :meth:`save`."""
 
@@ -66,6 +69,12 @@ class Explanation:
             ``path`` as a :class:`pathlib.Path`.
         """
         path = Path(path)
+        if path.suffix not in SUFFIXES:
+            raise ValueError(
+                f"Explanation.save: path is '{path}' with suffix '{path.suffix}', expected one of {', '.join(SUFFIXES)}."
+            )
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"Explanation.save: there is no folder '{path.parent}' for '{path.name}'.")
         if path.suffix == ".dot":
             path.write_text(self.dot())
             return path
@@ -106,7 +115,21 @@ def explain(module: torch.nn.Module, *inputs: torch.Tensor) -> Explanation:
         return Explanation(_explain_segments(module, *inputs))
     if isinstance(module, FusibleOperation):
         return Explanation([(type(module).__name__, module._current_runner(inputs[0]).explain(*inputs))])
-    raise TypeError(f"explain: got {type(module).__name__}, expected a weft operation or Sequential.")
+    raise TypeError(f"explain: got {type(module).__name__}, expected a weft operation or Sequential.{_candidates(module)}")
+
+
+def _candidates(module: object) -> str:
+    """Names the weft modules inside `module`, outermost first."""
+    names: list[str] = []
+    if isinstance(module, torch.nn.Module):
+        for name, child in module.named_modules():
+            inside = any(name.startswith(outer + ".") for outer in names)
+            if isinstance(child, (Sequential, FusibleOperation)) and not inside:
+                names.append(name)
+    if not names:
+        return ""
+    listed = ", ".join(f"'{name}'" for name in names[:5]) + (", …" if len(names) > 5 else "")
+    return f" It contains {listed}: explain(model.get_submodule('{names[0]}'), x)."
 
 
 def _explain_segments(module: Sequential, input: torch.Tensor, *extra_inputs: torch.Tensor):
