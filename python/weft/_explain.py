@@ -13,7 +13,6 @@ from . import _C
 from ._operation import FusibleOperation
 from ._sequential import Sequential
 
-
 SUFFIXES = (".svg", ".png", ".pdf", ".dot")
 
 
@@ -115,7 +114,9 @@ def explain(module: torch.nn.Module, *inputs: torch.Tensor) -> Explanation:
         return Explanation(_explain_segments(module, *inputs))
     if isinstance(module, FusibleOperation):
         return Explanation([(type(module).__name__, module._current_runner(inputs[0]).explain(*inputs))])
-    raise TypeError(f"explain: got {type(module).__name__}, expected a weft operation or Sequential.{_candidates(module)}")
+    raise TypeError(
+        f"explain: got {type(module).__name__}, expected a weft operation or Sequential.{_candidates(module)}"
+    )
 
 
 def _candidates(module: object) -> str:
