@@ -70,7 +70,7 @@ class Explanation:
         path = Path(path)
         if path.suffix not in SUFFIXES:
             raise ValueError(
-                f"Explanation.save: path is '{path}' with suffix '{path.suffix}', expected one of {', '.join(SUFFIXES)}."
+                f"Explanation.save: '{path}' has suffix '{path.suffix}', expected one of {', '.join(SUFFIXES)}."
             )
         if not path.parent.is_dir():
             raise FileNotFoundError(f"Explanation.save: there is no folder '{path.parent}' for '{path.name}'.")

@@ -217,8 +217,8 @@ class BasicOperation(FusibleOperation):
     def _check_channel(self, index: int, count: int, kind: str, channel: str | None) -> None:
         if isinstance(index, bool) or not isinstance(index, int):
             raise TypeError(
-                f"{type(self).__name__}: index of the extra {kind} is {index!r}, expected an int. The index comes first: "
-                f'set_extra_{kind}_channel(0, "name").'
+                f"{type(self).__name__}: index of the extra {kind} is {index!r}, expected an int. "
+                f'The index comes first: set_extra_{kind}_channel(0, "name").'
             )
         if not 0 <= index < count:
             raise IndexError(f"{type(self).__name__}: extra {kind} {index} is out of range, it has {count}.")
