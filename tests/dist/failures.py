@@ -2,8 +2,8 @@
 
     RANK=0 WORLD_SIZE=2 python failures.py FOLDER [--fault NAME]
 
-Writes FOLDER/rank<r>.ready when training runs and FOLDER/rank<r>.json after the error: the error, its time, and whether
-each `main_grad` matches its flag. With `--fault` this rank runs a different collective instead of being killed.
+Writes FOLDER/rank<r>.started before the first step, in which the ranks exchange memory, FOLDER/rank<r>.ready after it, and
+FOLDER/rank<r>.json after the error: the error, its time, when its step began, and whether each `main_grad` matches its flag. With `--fault` this rank runs a different collective instead of being killed.
 """
 
 from __future__ import annotations
@@ -97,18 +97,20 @@ def main() -> None:
     folder, report = arguments.folder, arguments.folder / f"rank{rank}.json"
     torch.set_num_threads(1)
     timeout = timedelta(seconds=float(os.environ["WEFT_TIMEOUT"]))
-    model, complete = None, None
-    (folder / f"rank{rank}.started").touch()
+    model, complete, began = None, None, time.time()
     try:
         store = dist.FileStore(str(folder / "store"), size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         model = make_model(dist.group.WORLD)
         start(model)
+        (folder / f"rank{rank}.started").touch()
+        began = time.time()
         step(model, rank)
         complete = [weight.main_grad.clone() for weight in weights(model)]
         (folder / f"rank{rank}.ready").touch()
         for number in range(1_000_000):
             start(model)
+            began = time.time()
             if arguments.fault and number == 3:
                 run_mismatch(arguments.fault, model, rank, dist.group.WORLD)
             else:
@@ -116,7 +118,7 @@ def main() -> None:
         result = {"error": "", "kind": "none"}
     except Exception as error:
         result = {"error": str(error), "kind": type(error).__name__}
-    result["time"] = time.time()
+    result |= {"time": time.time(), "began": began}
     result["wrong"] = main_grad_errors(model, complete) if complete else []
     try:  # a failed group rejects further calls at once
         before = time.time()

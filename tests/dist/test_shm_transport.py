@@ -101,7 +101,8 @@ def inject_fault(folder: pathlib.Path, size: int, how: signal.Signals, when: flo
         error = text.split("error ")[1]
         assert int(error.split()[0]) < 1000 * (TIMEOUT + GRACE), error  # by the rank's own clock
         # In a collective, or in a rendezvous: at the start, or when memory grows.
-        exited, late = rf"rank {victim}\b.* process has exited", rf"waited \d+ ms for rank {victim}\b"
+        exited = rf"rank {victim}\b.* process has exited|the process of rank {victim}\b.* has exited"
+        late = rf"waited \d+ ms for rank {victim}\b"
         kind = exited if how == signal.SIGKILL else rf"{late}|rank {victim}\b.* within \d+ ms"
         assert re.search(f"{kind}|the Store" if "ready" not in text else kind, error), error
         assert f"rank {victim}" in error.lower(), error

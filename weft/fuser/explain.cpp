@@ -6,6 +6,7 @@
 #include <set>
 #include <sstream>
 
+#include "weft/fuser/call_validation.h"
 #include "weft/fuser/explain_format.h"
 #include "weft/fuser/infer.h"
 #include "weft/kernels/packing.h"
@@ -34,7 +35,8 @@ std::vector<Explanation::StepLine> lines(const Pipeline& pipeline, const std::ve
                                          const fused::PlanView& view, bool backward) {
   const auto device = view.key.tensor_meta(0).device;
   std::vector<Explanation::StepLine> list;
-  for (const auto& [step, routes, grads, needed, needs_grad] : steps) {
+  for (const auto& planned : steps) {
+    const auto& step = planned.step;
     const auto name = step.fused ? step.rule : std::string(pipeline.op(step.first).name());
     const bool in_python = step.fused ? step.fused->process_local() : pipeline.op(step.first).process_local();
     std::vector<kernels::TierChoice> components;
@@ -43,7 +45,7 @@ std::vector<Explanation::StepLine> lines(const Pipeline& pipeline, const std::ve
     const auto choice = step.fused ? step.fused->kernel(components) : components.front();
     list.push_back({step.first, step.count, name, step.fused != nullptr,
                     in_python ? "python" : std::string(kernels::tier_name(choice.tier)),
-                    in_python ? "" : choice.rejection_reason, !backward || needs_grad, step.min_rows,
+                    in_python ? "" : choice.rejection_reason, !backward || planned.needs_grad, step.min_rows,
                     step.fused ? step.fused->note() : ""});
   }
   return list;
