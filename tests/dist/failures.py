@@ -2,8 +2,9 @@
 
     RANK=0 WORLD_SIZE=2 python failures.py FOLDER [--fault NAME]
 
-Writes FOLDER/rank<r>.started before the first step, in which the ranks exchange memory, FOLDER/rank<r>.ready after it, and
-FOLDER/rank<r>.json after the error: the error, its time, when its step began, and whether each `main_grad` matches its flag. With `--fault` this rank runs a different collective instead of being killed.
+Writes FOLDER/rank<r>.started before the first step, in which the ranks exchange memory, FOLDER/rank<r>.ready after it,
+and FOLDER/rank<r>.json after the error: the error, its time, when its step began, and whether each `main_grad` matches
+its flag. With `--fault` this rank runs a different collective instead of being killed.
 """
 
 from __future__ import annotations
