@@ -1,8 +1,5 @@
 // An operation for tests/python/test_dispatcher.py, loaded into Python before weft. Its slot "input" does not hold the
 // input, and its slot "copy" holds a parameter: only SavedSpec::from may decide what a compiled graph drops.
-#include <ATen/ops/mul.h>
-#include <ATen/ops/sum.h>
-
 #include "weft/ops/leading_dims.h"
 #include "weft/ops/registry.h"
 
@@ -34,15 +31,15 @@ class MisnamedSlots final : public Op<MisnamedSlots> {
   }
   at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override {
     if (ctx.needs_grad()) {
-      ctx.save(kDoubled, x * 2);
+      ctx.save(kDoubled, x.mul(2));
       ctx.save(kWeight, params[0]);
     }
-    return x * x * params[0];
+    return x.mul(x).mul(params[0]);
   }
   at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params) const override {
     const auto& doubled = ctx.saved(kDoubled);
-    if (ctx.needs_param_grad(0)) ctx.set_param_grad(0, as_matrix(dy * doubled * doubled / 4).sum(0));
-    return ctx.needs_input_grad() ? dy * doubled * ctx.saved(kWeight) : at::Tensor{};
+    if (ctx.needs_param_grad(0)) ctx.set_param_grad(0, as_matrix(dy.mul(doubled).mul(doubled).div(4)).sum(0));
+    return ctx.needs_input_grad() ? dy.mul(doubled).mul(ctx.saved(kWeight)) : at::Tensor{};
   }
 
  private:
