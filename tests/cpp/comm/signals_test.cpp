@@ -108,7 +108,7 @@ TEST(Signals, FirstFailureReachesEveryRank) {
     signals.wait_for_match(seq, 2);
     signals.wait_for_match(seq, 0);
   });
-  EXPECT_THAT(errors, Each(AllOf(HasSubstr("all_gather of [1, 1] Long"), HasSubstr("all_gather of [1, 1] float16"))));
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("all_gather of [1, 1] int64"), HasSubstr("all_gather of [1, 1] float16"))));
   EXPECT_THAT(error_of([&] { ranks.signals(1).check(); }), ::testing::AnyOf(errors[0], errors[1], errors[2]));
 }
 
