@@ -331,7 +331,7 @@ def test_inference_mode_weight_can_be_frozen():
 
 
 def test_meta_weight_cannot_be_frozen():
-    with pytest.raises(ValueError, match="Give it values first"):
+    with pytest.raises(ValueError, match="Materialize it before prepack"):
         weft.prepack(linear(device="meta"))
 
 
