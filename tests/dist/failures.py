@@ -97,18 +97,20 @@ def main() -> None:
     folder, report = arguments.folder, arguments.folder / f"rank{rank}.json"
     torch.set_num_threads(1)
     timeout = timedelta(seconds=float(os.environ["WEFT_TIMEOUT"]))
-    model, complete = None, None
-    (folder / f"rank{rank}.started").touch()
+    model, complete, began = None, None, time.time()
     try:
         store = dist.FileStore(str(folder / "store"), size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         model = make_model(dist.group.WORLD)
         start(model)
+        (folder / f"rank{rank}.started").touch()
+        began = time.time()
         step(model, rank)
         complete = [weight.main_grad.clone() for weight in weights(model)]
         (folder / f"rank{rank}.ready").touch()
         for number in range(1_000_000):
             start(model)
+            began = time.time()
             if arguments.fault and number == 3:
                 disagree(arguments.fault, model, rank, dist.group.WORLD)
             else:
@@ -116,7 +118,7 @@ def main() -> None:
         result = {"error": "", "kind": "none"}
     except Exception as error:
         result = {"error": str(error), "kind": type(error).__name__}
-    result["time"] = time.time()
+    result |= {"time": time.time(), "began": began}
     result["wrong"] = whole(model, complete) if complete else []
     try:  # after a failure a group refuses further use, at once
         before = time.time()

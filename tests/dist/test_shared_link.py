@@ -101,7 +101,8 @@ def drill(folder: pathlib.Path, size: int, how: signal.Signals, when: float | st
         error = text.split("error ")[1]
         assert int(error.split()[0]) < 1000 * (TIMEOUT + GRACE), error  # by the rank's own clock
         # In a round; and where ranks meet, at the start or because memory grows.
-        ended, late = rf"rank {victim}\b.* process has ended", rf"waited \d+ ms for rank {victim}\b"
+        ended = rf"rank {victim}\b.* process has ended|the process of rank {victim}\b.* has ended"
+        late = rf"waited \d+ ms for rank {victim}\b"
         kind = ended if how == signal.SIGKILL else rf"{late}|rank {victim}\b.* within \d+ ms"
         assert re.search(f"{kind}|the Store" if "ready" not in text else kind, error), error
         assert f"rank {victim}" in error.lower(), error
