@@ -23,7 +23,7 @@ import torch
 from weft.convert import ConversionError, compare, convert, inspect
 
 MEMORY = 256 << 20  # bytes above those of the imports
-SECONDS = 30
+SECONDS = 90
 STARTED: list[str] = []
 WATCHED = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "pickle.find_class")
 
