@@ -51,7 +51,7 @@ def main() -> None:
     held: list[socket.socket] = []
     local = remote = 0
     end = time.time() + seconds
-    while time.time() < end:
+    while time.time() < end or (not local and time.time() < end + 60):  # sockets are open for milliseconds at a time
         for name in local_names():
             for _ in range(20):
                 local += attack(lambda: socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), "\0" + name, rng, held)
