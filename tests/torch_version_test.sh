@@ -3,7 +3,7 @@
 #   tests/torch_version_test.sh 2.15.0
 # C++ and Python tests in a clean clone, then the wheel, the README's examples and the tutorials in a fresh environment.
 # Takes about 40 minutes on 2 cores and downloads several GB: CUDA builds come with their libraries. The summary lines are
-# stored in benchmarks/results/torch-versions.json, from which tools/make_tables.py makes the table of docs/status.md.
+# stored in benchmarks/results/torch-versions.json.
 set -euo pipefail
 version=${1:?usage: tests/torch_version_test.sh VERSION}
 cd "$(dirname "$0")/.."
