@@ -17,9 +17,11 @@ using std::chrono::milliseconds;
 constexpr std::chrono::microseconds kProgressInterval{50};  // while computing: progress costs a system call
 constexpr int kIdlePolls = 64;                              // before the thread sleeps
 constexpr milliseconds kMaxSleep{50};                       // between checks of deadline and interrupts
-constexpr milliseconds kNoticeFlush{300};                   // for the exchange of failure notices
-constexpr milliseconds kQueryTimeout{300};                  // for replies; a waiting rank replies at once
-constexpr milliseconds kNoticeWait{150};                    // for the notice of a peer whose connection broke
+// A rank raises and leaves within 1 s of its timeout: the next two and closing the endpoints (200 ms) come one after
+// another.
+constexpr milliseconds kQueryTimeout{250};  // for replies; a waiting rank replies at once
+constexpr milliseconds kNoticeFlush{250};   // for the exchange of failure notices
+constexpr milliseconds kNoticeWait{150};    // for the notice of a peer whose connection broke
 
 }  // namespace
 
@@ -222,6 +224,7 @@ void Communicator::throw_failed() const {
 
 void Communicator::broadcast_failure(const Failure& failure) {
   failure_ = failure;
+  worker_->skip_flush();  // the exchange of notices below has its own time limit
   notice_out_ = {token_, failure};
   for (int r = 0; r < size(); ++r) {
     if (r != rank() && !worker_->broken(r))

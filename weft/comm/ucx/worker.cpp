@@ -112,7 +112,7 @@ Worker::~Worker() {
   std::vector<ucs_status_ptr_t> requests;
   ucp_request_param_t default_params{};
   for (const auto& c : connections_) {
-    if (c.endpoint && c.status == UCS_OK) requests.push_back(ucp_ep_flush_nbx(c.endpoint, &default_params));
+    if (flush_ && c.endpoint && c.status == UCS_OK) requests.push_back(ucp_ep_flush_nbx(c.endpoint, &default_params));
   }
   finish_requests(requests, kShutdownTimeout);
   ucp_request_param_t force{};

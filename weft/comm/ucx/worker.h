@@ -28,7 +28,7 @@ class Worker {
   Worker(int peers, const std::string& devices);
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
-  /// Flushes pending sends and closes all endpoints, within half a second.
+  /// Flushes pending sends, unless `skip_flush` was called, and closes all endpoints; 200 ms each at most.
   ~Worker();
 
   std::string address() const;
@@ -38,6 +38,9 @@ class Worker {
   void receive(uint64_t tag, void* data, size_t bytes, Transfer& transfer);
   /// Afterwards the transfer is no longer pending.
   void cancel_receive(Transfer& transfer);
+
+  /// After a failure: a stopped peer would delay the flush until it times out.
+  void skip_flush() { flush_ = false; }
 
   /// Returns false if there was nothing to do.
   bool progress() { return ucp_worker_progress(worker_.get()) != 0; }
@@ -64,6 +67,7 @@ class Worker {
   std::unique_ptr<ucp_worker, decltype(&ucp_worker_destroy)> worker_;
   int event_ = -1;  // readable when there may be something to progress
   std::vector<Connection> connections_;
+  bool flush_ = true;
 };
 
 }  // namespace weft::comm::ucx
