@@ -9,7 +9,7 @@
 
 A fault is killed if the tests of its layer (tests/cpp/<layer>) fail, crash or hang; tests of other layers do not count.
 The working tree must be clean. Each file is restored after its fault was tried, also if this program is stopped. Only
-objects that depend on the file are recompiled. Builds in build/release, which must be configured.
+objects that depend on the file are recompiled. Builds in build/release, on a CPU without AMX in build/emulated-amx.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILD = ROOT / "build/release"
+PRESET = "release" if "amx_bf16" in Path("/proc/cpuinfo").read_text() else "emulated-amx"
+BUILD = ROOT / "build" / PRESET
 TIMEOUT = 300  # seconds for the tests of one fault
 
 
@@ -492,6 +493,8 @@ def attempt(fault: Fault) -> tuple[str, str]:
 
 def check_baseline(faults: list[Fault]) -> None:
     """Exits if a test fails without a fault: it would kill every fault."""
+    if not (BUILD / "build.ninja").exists():
+        subprocess.run(["cmake", "--preset", PRESET, f"-DPython3_EXECUTABLE={sys.executable}"], cwd=ROOT, check=True)
     if messages := build():
         sys.exit(f"The tree does not build:\n{messages}")
     for fault in faults:

@@ -19,8 +19,13 @@ Tier detect_tier() {
   const bool avx2 = cpu_has("avx2") && cpu_has("fma3") && cpu_has("f16c");
   const bool avx512 =
       avx2 && cpu_has("avx512_f") && cpu_has("avx512_bw") && cpu_has("avx512_vl") && cpu_has("avx512_dq");
-  const bool amx = avx512 && cpu_has("avx512_bf16") && cpu_has("amx_tile") && cpu_has("amx_bf16");
-  if (amx && at::cpu::init_amx()) return Tier::amx;
+#ifdef WEFT_EMULATE_AMX
+  const bool amx = avx512;
+#else
+  const bool amx =
+      avx512 && cpu_has("avx512_bf16") && cpu_has("amx_tile") && cpu_has("amx_bf16") && at::cpu::init_amx();
+#endif
+  if (amx) return Tier::amx;
   if (avx512) return Tier::avx512;
   return avx2 ? Tier::avx2 : Tier::ref;
 }

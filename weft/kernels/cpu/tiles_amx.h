@@ -3,6 +3,10 @@
 
 #include <cstdint>
 
+#ifdef WEFT_EMULATE_AMX
+#include "weft/kernels/cpu/emulated_amx.h"
+#endif
+
 // AMX tiles: eight registers of 16 rows × 64 bytes. Included by *_amx.cpp only.
 
 namespace weft::kernels::CPU_CAPABILITY {
