@@ -1,12 +1,21 @@
-"""Draws the plan shown in the docs. Run: PYTHONPATH=python python docs/make_images.py"""
+"""Draws the plan in the docs and the picture of the README: the plan of a block beside its measured times.
 
+Run: PYTHONPATH=python python docs/make_images.py
+"""
+
+import json
 from pathlib import Path
 
+import matplotlib
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
 import torch
 
 from weft import ops
 
-HERE = Path(__file__).parent
+IMAGES = Path(__file__).parent / "images"
+RESULTS = Path(__file__).parent.parent / "benchmarks/results/2026-11-15-block.json"
 
 
 def block() -> ops.Sequential:
@@ -22,5 +31,49 @@ def block() -> ops.Sequential:
     )
 
 
+def mlp_block(hidden: int, ffn: int) -> ops.Sequential:
+    """The block that RESULTS were measured with."""
+    return ops.Sequential(
+        ops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
+        ops.RMSNorm(hidden, dtype=torch.bfloat16),
+        ops.Linear(hidden, ffn, dtype=torch.bfloat16),
+        ops.GELU(),
+        ops.Linear(ffn, hidden, dtype=torch.bfloat16),
+        ops.AddExtraInput().set_extra_input_channel(0, "residual"),
+    )
+
+
+def draw_times(axes: plt.Axes, results: dict) -> None:
+    """Bars of the time of forward and backward, eager and weft, with the ratio and its interval."""
+    for y, row in enumerate(results["rows"]):
+        eager = next(peer for peer in row["versus"] if peer["against"] == "eager")
+        low, high = eager["interval"]
+        axes.barh(y - 0.2, 1, 0.36, color="#d98c3f", label="eager" if y == 0 else None)
+        error = [[eager["ratio"] - low], [high - eager["ratio"]]]
+        axes.barh(
+            y + 0.2, eager["ratio"], 0.36, color="#3f7fbf", xerr=error, ecolor="#333333", label=None if y else "weft"
+        )
+        axes.text(high + 0.02, y + 0.2, f"{eager['ratio']:.2f} [{low:.2f}, {high:.2f}]", va="center", fontsize=8)
+    sizes = [dict(word.split("=") for word in row["problem"].split()[1:]) for row in results["rows"]]
+    axes.set_yticks(range(len(sizes)), [f"{size['m']} × {size['h']}" for size in sizes], fontsize=9)
+    axes.set_ylabel("rows × hidden size", fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlabel("time of forward + backward / eager", fontsize=9)
+    axes.set_title(f"bfloat16, {results['tier']}, one thread, {results['date']}", fontsize=9)
+    axes.legend(fontsize=8, loc="lower right")
+
+
+def draw_readme(plan: Path, out: Path) -> None:
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.4), width_ratios=[2.1, 1], layout="constrained")
+    left.imshow(plt.imread(plan))
+    left.axis("off")
+    draw_times(right, json.loads(RESULTS.read_text()))
+    figure.savefig(out, dpi=130, metadata={"Software": None})
+
+
 if __name__ == "__main__":
-    print(block().explain(torch.randn(1024, 512, requires_grad=True)).save(HERE / "images/plan.png"))
+    print(block().explain(torch.randn(1024, 512, requires_grad=True)).save(IMAGES / "plan.png"))
+    x = torch.randn(1024, 1024, dtype=torch.bfloat16, requires_grad=True)
+    plan = Path(mlp_block(1024, 4096).explain(x).save(IMAGES / "mlp_plan.png"))
+    draw_readme(plan, IMAGES / "block.png")
+    plan.unlink()
