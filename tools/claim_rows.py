@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 from checks import Row, ctest, every_tier, figures, files_of, instructions, program, pytest, script, suite, sweep
 from trust import TRUST
 
+BEFORE_RENAMES = "be87786"
 SAVED = "checkpointing or saved_tensor or save_on_cpu or assigned"
 
 CLAIMS = {
@@ -127,6 +130,26 @@ CLAIMS = {
                     figure=r"[\d.]+ GB, \d+ MB above [^\n]*"),)),
         Row("6", "install(): real package present, twice, after a failed import, in a subprocess, under pytest",
             (pytest("tests/python/test_compat.py", "-k", "install or script or recipes or high_precision"),)),
+    ),
+    "readable": (
+        Row("0", "torch 2.13 (CPU), 2.14 and 2.15 (CUDA builds) from pip: install, README, examples, all tests",
+            tuple(script("bash", "tests/torch_version_test.sh", version, figure=r"wheel: all passed")
+                  for version in ("2.13.0", "2.14.1", "2.15.0"))),
+        Row("1", "retired identifiers in code and tests: 0",
+            (pytest("tests/identifiers_test.py"),)),
+        Row("2", "framework cost not above the stored ratio",
+            (instructions({"five": 1.10, "sixteen": 1.10}, gate=True),)),
+        Row("3", "layers include and know only what the table allows; a planted violation of each kind is found",
+            (pytest("tests/layout_test.py"),)),
+        Row("4", "an op whose saved slot is called input but holds something else, compiled: right gradients",
+            (pytest("tests/python/test_dispatcher.py", "-k", "misnamed"),)),
+        Row("5", "mypy --strict; docstrings of all public names; every example in a docstring run",
+            (script(sys.executable, "-m", "mypy", "--strict", "python/weft", figure=r"Success: .*"),
+             pytest("tests/python/test_docstrings.py"))),
+        Row("6", f"lines of code fewer than at {BEFORE_RENAMES}; <= 3 % in clones; no file over 500 lines",
+            (script(sys.executable, "tools/code_size.py", "--before", BEFORE_RENAMES, figure=r"\S+ in .*clones"),)),
+        Row("7", "user mistakes: each message names who, the value given, the value expected or the cure",
+            (pytest("tests/python/test_user_mistakes.py"),)),
     ),
     "trust": TRUST,
 }  # fmt: skip
