@@ -26,7 +26,7 @@ class Tiles {
     for (int row = 0; row < 16; ++row) std::memcpy(static_cast<char*>(to) + row * stride, tile(t) + row * 64, 64);
   }
   /// c += a b. Sums the even and the odd elements of K separately, with subnormal numbers as zero.
-  void dpbf16ps(int c, int a, int b) {
+  [[gnu::optimize("O2"), gnu::no_sanitize("address", "undefined")]] void dpbf16ps(int c, int a, int b) {
     const auto csr = _mm_getcsr();
     _mm_setcsr(_MM_MASK_MASK | _MM_FLUSH_ZERO_ON | 0x40 /* denormals are zero */);
     const auto high = _mm512_set1_epi32(static_cast<int>(0xffff0000));
