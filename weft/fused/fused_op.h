@@ -3,6 +3,7 @@
 #include <string_view>
 #include <vector>
 
+#include "weft/ops/leading_dims.h"
 #include "weft/ops/operation.h"
 
 namespace weft::fused {
@@ -31,7 +32,7 @@ class StepContext {
   int first() const { return first_; }
   /// Backward: whether the next step uses the packed transpose of a dx with the rows of `dy`.
   bool needs_packed_dx(const at::Tensor& dy) const {
-    return packed_dx_min_rows_ > 0 && dy.numel() >= packed_dx_min_rows_ * dy.size(-1);
+    return packed_dx_min_rows_ > 0 && ops::has_rows(dy, packed_dx_min_rows_);
   }
 
  private:

@@ -19,7 +19,7 @@ Params params_of(const ops::OpPlan& plan, const Frame& frame) {
 }
 
 bool enough_rows(const Step& step, const at::Tensor& t) {
-  return step.min_rows == 0 || t.dim() == 0 || t.numel() >= step.min_rows * t.size(-1);
+  return step.min_rows == 0 || ops::has_rows(t, step.min_rows);
 }
 
 /// Whether the fused operation runs in backward. Below `min_rows` the basic operations run instead; a joint operation
@@ -40,7 +40,7 @@ bool any_gradient(const Pipeline& pipeline, const Frame& frame, int op, const at
 Gradient backward_unfused(const Pipeline& pipeline, const Plan& plan, Frame& frame, const Step& step, Gradient dy) {
   for (int i = step.first + step.count - 1; i >= step.first; --i) {
     if (!any_gradient(pipeline, frame, i, dy.value)) continue;
-    OpContext ctx(plan.ops[i], frame, i, nullptr, std::move(dy.packed));
+    OpContext ctx(plan.ops[i], frame, i, nullptr, &dy.packed);
     dy = pipeline.op(i).backward(ctx, dy.value, params_of(plan.ops[i], frame));
   }
   return dy;
