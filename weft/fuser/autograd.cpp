@@ -16,8 +16,8 @@
 
 #include <array>
 
+#include "weft/core/dispatch_keys.h"
 #include "weft/core/ownership.h"
-#include "weft/fuser/below_autograd.h"
 #include "weft/fuser/call_validation.h"
 #include "weft/fuser/executor.h"
 #include "weft/fuser/graph_task.h"

@@ -5,9 +5,9 @@
 #include <c10/util/ThreadLocalDebugInfo.h>
 
 #include "tests/cpp/fuser/testing.h"
+#include "weft/core/dispatch_keys.h"
 #include "weft/fused/rules.h"
 #include "weft/fuser/autograd.h"
-#include "weft/fuser/below_autograd.h"
 #include "weft/fuser/call_validation.h"
 #include "weft/fuser/executor.h"
 #include "weft/fuser/infer.h"
@@ -46,7 +46,7 @@ Counted linear_add_backward(bool in_place, at::Tensor g) {
   const std::vector<at::Tensor> params{at::ones({4, 64}).requires_grad_()};
   const auto plan = fuser::make_plan(pipeline, fuser::make_plan_key(pipeline, x, params, {}, 0), *current_rules().list);
   EXPECT_EQ(plan->backward.size(), 1);
-  const fuser::BelowAutograd below;
+  const BelowAutograd below;
   std::vector<at::Tensor> saved(plan->num_saved), extra_out(1), grads(1);
   ops::Frame frame{
       .saved = saved.data(), .extra_out = extra_out.data(), .param_grads = grads.data(), .params = params.data()};
