@@ -1,5 +1,6 @@
 #include "weft/fused/rules.h"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <mutex>
@@ -8,30 +9,30 @@
 namespace weft::fused {
 
 // Built-in rules. The order matters: within a pass, the first rule that fuses an operation keeps it.
-FusionRule joint_grouped_mlp();
-FusionRule joint_mlp_block();
-FusionRule joint_norm_linear();
-FusionRule forward_overlapped_column();
-FusionRule forward_overlapped_row();
-FusionRule forward_overlapped_row_inside();
-FusionRule forward_linear_bias_activation();
-FusionRule forward_linear_bias_add();
-FusionRule forward_linear_scale_add();
-FusionRule forward_linear_bias();
-FusionRule forward_dropout_add();
-FusionRule backward_overlapped_column();
-FusionRule backward_overlapped_row();
-FusionRule backward_overlapped_row_inside();
-FusionRule backward_activation_linear();
-FusionRule backward_linear_add();
-FusionRule backward_linear_scale();
-FusionRule backward_activation_bias();
-FusionRule backward_add_rms_norm();
-FusionRule backward_add_layer_norm();
+PatternRule joint_grouped_mlp();
+PatternRule joint_mlp_block();
+PatternRule joint_norm_linear();
+PatternRule forward_overlapped_column();
+PatternRule forward_overlapped_row();
+PatternRule forward_overlapped_row_inside();
+PatternRule forward_linear_bias_activation();
+PatternRule forward_linear_bias_add();
+PatternRule forward_linear_scale_add();
+PatternRule forward_linear_bias();
+PatternRule forward_dropout_add();
+PatternRule backward_overlapped_column();
+PatternRule backward_overlapped_row();
+PatternRule backward_overlapped_row_inside();
+PatternRule backward_activation_linear();
+PatternRule backward_linear_add();
+PatternRule backward_linear_scale();
+PatternRule backward_activation_bias();
+PatternRule backward_add_rms_norm();
+PatternRule backward_add_layer_norm();
 
 namespace {
 
-std::vector<FusionRule> builtin() {
+std::vector<PatternRule> builtin() {
   return {joint_grouped_mlp(),
           joint_mlp_block(),
           joint_norm_linear(),
@@ -88,6 +89,12 @@ Registry& registry() {
 using Retired = std::array<std::shared_ptr<const RuleList>, 2>;
 
 }  // namespace
+
+Pass pass_from_name(std::string_view name) {
+  const auto* found = std::find(kPassNames.begin(), kPassNames.end(), name);
+  TORCH_CHECK_VALUE(found != kPassNames.end(), "Unknown pass '", name, "'; expected joint, forward or backward.");
+  return static_cast<Pass>(found - kPassNames.begin());
+}
 
 Rules current_rules() {
   auto& r = registry();

@@ -49,7 +49,7 @@ PlanKey key_from(Parser& text, const Pipeline& pipeline) {
 /// Removes joint rules, which change what is saved. The two passes may run in different processes with different rules,
 /// and an exported program has fixed the sizes of the saved tensors.
 fused::RuleList without_joint_rules(fused::RuleList rules) {
-  std::erase_if(rules, [](const auto& entry) { return entry.second.pass == fused::Pass::joint; });
+  std::erase_if(rules, [](const auto& entry) { return fused::pass_of(entry.second) == fused::Pass::joint; });
   return rules;
 }
 

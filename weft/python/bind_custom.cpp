@@ -55,20 +55,22 @@ struct Rewriter {
     }
     if (!is_fused) return {.first = step.first};
     step.rule = py::type::of(item).attr("__name__").cast<std::string>();
-    step.fused = std::make_shared<PyFused>(py::reinterpret_borrow<py::object>(item), std::move(infos));
+    const auto op = std::make_shared<const PyFused>(py::reinterpret_borrow<py::object>(item), std::move(infos));
+    step.fused = pass == fused::Pass::forward    ? fused::FusedPtr(std::shared_ptr<const fused::ForwardFusion>(op))
+                 : pass == fused::Pass::backward ? fused::FusedPtr(std::shared_ptr<const fused::BackwardFusion>(op))
+                                                 : fused::FusedPtr(op);
     return step;
   }
 };
 
 int64_t add_function(const std::string& pass, const py::object& function, bool prepend) {
-  const auto which = pass == "forward"    ? fused::Pass::forward
-                     : pass == "backward" ? fused::Pass::backward
-                                          : fused::Pass::joint;
+  const auto which = fused::pass_from_name(pass);
   const auto name = py::str(py::getattr(function, "__qualname__", py::repr(function))).cast<std::string>();
-  fused::FusionRule rule{.name = name, .pass = which};
   const auto rewriter = hold(Rewriter{name, function, which});  // rules are copied and destroyed on any thread
-  rule.rewrite = [rewriter](const auto& steps, const auto& view) { return (*rewriter)(steps, view); };
-  return fused::add_rule(std::move(rule), prepend);
+  return fused::add_rule(
+      fused::RewriteRule{name, which,
+                         [rewriter](const auto& steps, const auto& view) { return (*rewriter)(steps, view); }},
+      prepend);
 }
 
 std::shared_ptr<ops::BasicOp> make_custom(const py::object& module, const py::list& params, int extra_inputs,
@@ -79,9 +81,9 @@ std::shared_ptr<ops::BasicOp> make_custom(const py::object& module, const py::li
 }
 
 py::list names_of(const fused::RuleList& rules) {
-  static constexpr const char* kPass[] = {"joint", "forward", "backward"};
   py::list list;
-  for (const auto& [id, rule] : rules) list.append(py::make_tuple(rule.name, kPass[static_cast<int>(rule.pass)]));
+  for (const auto& [id, rule] : rules)
+    list.append(py::make_tuple(fused::name_of(rule), fused::pass_name(fused::pass_of(rule))));
   return list;
 }
 
@@ -104,7 +106,7 @@ void bind_custom(py::module_& m) {
       [](const std::vector<std::string>& names) {
         std::vector<int64_t> ids;
         for (const auto& [id, rule] : *fused::all_rules())
-          if (std::find(names.begin(), names.end(), rule.name) != names.end()) ids.push_back(id);
+          if (std::find(names.begin(), names.end(), fused::name_of(rule)) != names.end()) ids.push_back(id);
         return ids;
       },
       py::arg("names"), "Ids of the rules with these names.");

@@ -18,7 +18,7 @@ using fuser::Pipeline;
 using weft::testing::expect_close;
 using weft::testing::leaf;
 
-Pipeline sample(const FusionRule& rule) {
+Pipeline sample(const PatternRule& rule) {
   std::vector<fuser::Stage> stages;
   for (auto& op : rule.sample()) stages.push_back({.op = op});
   return Pipeline(std::move(stages));
@@ -60,14 +60,14 @@ std::vector<at::Tensor> results(const Pipeline& pipeline, const RuleList& rules,
   return all;
 }
 
-RuleList only(const FusionRule& rule) { return {{0, rule}}; }
+RuleList only(const PatternRule& rule) { return {{0, rule}}; }
 
 class EveryRule : public ::testing::TestWithParam<size_t> {
  protected:
   void SetUp() override {
     if (!rule().sample) GTEST_SKIP() << rule().name << " needs ranks: tests/dist/test_overlap.py";
   }
-  const FusionRule& rule() const { return (*list_)[GetParam()].second; }
+  const PatternRule& rule() const { return std::get<PatternRule>((*list_)[GetParam()].second); }
   std::shared_ptr<const RuleList> list_ = all_rules();
 };
 
@@ -77,7 +77,7 @@ TEST_P(EveryRule, FusesItsWholeSample) {
   const auto x = leaf({kRows, 8});
   const auto extras = extras_for(pipeline, kRows);
   const auto plan = fuser::make_plan(pipeline, fuser::make_plan_key(pipeline, x, params, extras, 0), only(rule()));
-  const auto& steps = rule().pass == Pass::backward ? plan->backward : plan->forward;
+  const auto& steps = rule().make.pass == Pass::backward ? plan->backward : plan->forward;
   ASSERT_EQ(steps.size(), 1) << rule().name << " left part of its sample unfused";
   EXPECT_TRUE(plan->rejections.empty());
 }
@@ -99,22 +99,18 @@ TEST_P(EveryRule, MatchesUnfusedValuesAndGradients) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Builtin, EveryRule, ::testing::Range(size_t{0}, all_rules()->size()),
-                         [](const auto& info) { return (*all_rules())[info.param].second.name; });
+                         [](const auto& info) { return name_of((*all_rules())[info.param].second); });
 
 TEST(Rules, AddAndRemoveTakeEffectAtNextCall) {
   Fuser fuser(Pipeline::parse("ConstantScale(scale=2.0); ConstantScale(scale=3.0)"));
   const auto x = leaf({2, 2});
   EXPECT_EQ(fuser.plan(x, {}, {})->forward.size(), 2);
-  class Six final : public FusedOp {
+  struct Six final : ForwardFusion {
+    explicit Six(const Match&) {}
     at::Tensor forward(StepContext&, const at::Tensor& x) const override { return x * 6; }
   };
-  FusionRule rule{.name = "six",
-                  .pass = Pass::forward,
-                  .make = [](const Match&) { return std::make_shared<Six>(); },
-                  .min_rows = 3};
-  const auto any = [](const ops::BasicOp& op) { return op.name() == "ConstantScale"; };
-  rule.pattern = {{any}, {any}};
-  const auto id = add_rule(rule);
+  const Element any{[](const ops::BasicOp& op) { return op.name() == "ConstantScale"; }};
+  const auto id = add_rule(PatternRule{.name = "six", .pattern = {any, any}, .make = make_fused<Six>(), .min_rows = 3});
   EXPECT_EQ(fuser.plan(x, {}, {})->forward.size(), 1);
   expect_close(fuser(x, {}, {})[0], x * 6, "below min_rows the basic operations run");
   expect_close(fuser(at::ones({5, 2}, at::kDouble), {}, {})[0], at::full({5, 2}, 6, at::kDouble), "six");

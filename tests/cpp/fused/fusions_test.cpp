@@ -187,7 +187,7 @@ TEST(Fusions, RulesCanBeDisabledAndReenabled) {
   EXPECT_EQ(fuser.plan(x, params, {})->forward.size(), 1);
   std::vector<int64_t> ids;
   for (const auto& [id, rule] : *current_rules().list)
-    if (rule.name == "linear_bias") ids.push_back(id);
+    if (name_of(rule) == "linear_bias") ids.push_back(id);
   disable_rules(ids);
   EXPECT_EQ(fuser.plan(x, params, {})->forward.size(), 2);
   EXPECT_EQ(enable_rules(ids), ids);

@@ -6,7 +6,7 @@ namespace weft::fused {
 namespace {
 
 /// dx = dy·act'(x) and db = Σ_rows dx in one pass.
-class ActivationBias final : public FusedOp {
+class ActivationBias final : public BackwardFusion {
  public:
   explicit ActivationBias(const Match& match)
       : bias_(match.find<ops::Bias>()), activation_(match.find<ops::ActivationOp>()) {}
@@ -29,14 +29,13 @@ class ActivationBias final : public FusedOp {
 
 }  // namespace
 
-FusionRule backward_activation_bias() {
+PatternRule backward_activation_bias() {
   return {.name = "activation_bias",
-          .pass = Pass::backward,
           .pattern = {one<ops::Bias>(), one<ops::ActivationOp>()},
           .reject = [](const Match& m, const PlanView& view) -> std::string {
             return view.plans[m.first()].needs_param_grad[0] ? "" : "the bias needs no gradient";
           },
-          .make = make_fused<ActivationBias>,
+          .make = make_fused<ActivationBias>(),
           .sample = []() -> std::vector<ops::OpPtr> {
             return {std::make_shared<ops::Bias>(ops::Bias::Options{.size = 8}),
                     std::make_shared<ops::Activation>(ops::Activation::Options{.kind = kernels::ActKind::gelu})};

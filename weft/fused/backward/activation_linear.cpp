@@ -8,7 +8,7 @@ namespace {
 
 /// For y = h Wᵀ, h = act(p), p = x + b:  dx = (dy W)·act'(p) and db = Σ_rows dx in the GEMM epilogue, which also packs
 /// dx if the next step uses it.
-class ActivationLinear final : public FusedOp {
+class ActivationLinear final : public BackwardFusion {
  public:
   explicit ActivationLinear(const Match& match)
       : bias_(match.find<ops::Bias>()),
@@ -49,12 +49,11 @@ std::string reject(const Match& m, const PlanView& view) {
 
 }  // namespace
 
-FusionRule backward_activation_linear() {
+PatternRule backward_activation_linear() {
   return {.name = "activation_linear",
-          .pass = Pass::backward,
           .pattern = {maybe<ops::Bias>(), one<ops::ActivationOp>(), one<ops::BasicLinear>()},
           .reject = reject,
-          .make = make_fused<ActivationLinear>,
+          .make = make_fused<ActivationLinear>(),
           .sample = []() -> std::vector<ops::OpPtr> {
             return {
                 std::make_shared<ops::Bias>(ops::Bias::Options{.size = 8}),

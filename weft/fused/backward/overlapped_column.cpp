@@ -7,7 +7,7 @@ namespace {
 
 /// dx = Σ_ranks dy W and dW = dyᵀ all_gather(x). Overlaps the all-gather of x with the dx GEMM, and the reduction of dx
 /// with both GEMMs.
-class OverlappedColumnBackward final : public FusedOp {
+class OverlappedColumnBackward final : public BackwardFusion {
  public:
   explicit OverlappedColumnBackward(const Match& match) : linear_(match.find<ops::BasicLinear>()) {}
 
@@ -65,12 +65,11 @@ class OverlappedColumnBackward final : public FusedOp {
 
 }  // namespace
 
-FusionRule backward_overlapped_column() {
+PatternRule backward_overlapped_column() {
   return {.name = "overlapped_column_grad",
-          .pass = Pass::backward,
           .pattern = {column_linear()},
           .reject = reject_overlap,
-          .make = make_fused<OverlappedColumnBackward>};
+          .make = make_fused<OverlappedColumnBackward>()};
 }
 
 }  // namespace weft::fused

@@ -8,7 +8,7 @@ namespace {
 /// For y = reduce_scatter(h Wᵀ + b), h = act(p), p = u + c:
 ///   dp = (all_gather(dy) W)·act'(p), dc = Σ_rows dp;  dW = all_gather(dy)ᵀ h;  db = Σ_rows all_gather(dy)
 /// The GEMM multiplies the rows of other ranks as they arrive.
-class OverlappedRowBackward final : public FusedOp {
+class OverlappedRowBackward final : public BackwardFusion {
  public:
   explicit OverlappedRowBackward(const Match& match)
       : activation_(match.find<ops::ActivationOp>()),
@@ -101,20 +101,19 @@ std::string reject(const Match& m, const PlanView& view) {
   return reject_mixed_dtypes(m, view, activation.index, linear.index);
 }
 
-FusionRule rule(std::string name, std::vector<Element> pattern) {
+PatternRule rule(std::string name, std::vector<Element> pattern) {
   pattern.insert(pattern.begin(), {maybe<ops::Bias>(), maybe<ops::ActivationOp>()});
   return {.name = std::move(name),
-          .pass = Pass::backward,
           .pattern = std::move(pattern),
           .reject = reject,
-          .make = make_fused<OverlappedRowBackward>};
+          .make = make_fused<OverlappedRowBackward>()};
 }
 
 }  // namespace
 
-FusionRule backward_overlapped_row() {
+PatternRule backward_overlapped_row() {
   return rule("overlapped_row_grad", {unsharded_linear(), maybe<ops::Bias>(), cross_rank_reduce_scatter()});
 }
-FusionRule backward_overlapped_row_inside() { return rule("overlapped_row_inside_grad", {row_linear()}); }
+PatternRule backward_overlapped_row_inside() { return rule("overlapped_row_inside_grad", {row_linear()}); }
 
 }  // namespace weft::fused

@@ -5,7 +5,7 @@ namespace weft::fused {
 namespace {
 
 /// y = x Wᵀ + b in one GEMM.
-class LinearBias final : public FusedOp {
+class LinearBias final : public ForwardFusion {
  public:
   explicit LinearBias(const Match& match) : linear_(match.find<ops::BasicLinear>()) {}
 
@@ -20,15 +20,14 @@ class LinearBias final : public FusedOp {
 
 }  // namespace
 
-FusionRule forward_linear_bias() {
+PatternRule forward_linear_bias() {
   return {.name = "linear_bias",
-          .pass = Pass::forward,
           .pattern = {one<ops::BasicLinear>(), one<ops::Bias>()},
           .reject = [](const Match& m, const PlanView& view) -> std::string {
             auto reason = reject_reduced_output(m.get<ops::BasicLinear>());
             return reason.empty() ? reject_mixed_dtypes(m, view, 0, 1) : reason;
           },
-          .make = make_fused<LinearBias>,
+          .make = make_fused<LinearBias>(),
           .sample = []() -> std::vector<ops::OpPtr> {
             return {std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 8, .out_features = 4}),
                     std::make_shared<ops::Bias>(ops::Bias::Options{.size = 4})};

@@ -6,7 +6,7 @@ namespace weft::fused {
 namespace {
 
 /// y = act(x Wᵀ + b) in one GEMM, which also stores the pre-activation if backward needs it.
-class LinearBiasActivation final : public FusedOp {
+class LinearBiasActivation final : public ForwardFusion {
  public:
   explicit LinearBiasActivation(const Match& match)
       : linear_(match.find<ops::BasicLinear>()),
@@ -37,12 +37,11 @@ std::string reject(const Match& m, const PlanView& view) {
 
 }  // namespace
 
-FusionRule forward_linear_bias_activation() {
+PatternRule forward_linear_bias_activation() {
   return {.name = "linear_bias_activation",
-          .pass = Pass::forward,
           .pattern = {one<ops::BasicLinear>(), maybe<ops::Bias>(), one<ops::ActivationOp>()},
           .reject = reject,
-          .make = make_fused<LinearBiasActivation>,
+          .make = make_fused<LinearBiasActivation>(),
           .sample = []() -> std::vector<ops::OpPtr> {
             return {
                 std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 8, .out_features = 8}),

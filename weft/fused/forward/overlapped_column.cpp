@@ -6,7 +6,7 @@ namespace weft::fused {
 namespace {
 
 /// y = act(all_gather(x) Wᵀ + b). The GEMM multiplies the rows of other ranks as they arrive.
-class OverlappedColumn final : public FusedOp {
+class OverlappedColumn final : public ForwardFusion {
  public:
   explicit OverlappedColumn(const Match& match)
       : linear_(match.find<ops::BasicLinear>()),
@@ -61,12 +61,11 @@ std::string reject(const Match& m, const PlanView& view) {
 
 }  // namespace
 
-FusionRule forward_overlapped_column() {
+PatternRule forward_overlapped_column() {
   return {.name = "overlapped_column",
-          .pass = Pass::forward,
           .pattern = {column_linear(), maybe<ops::Bias>(), maybe<ops::ActivationOp>()},
           .reject = reject,
-          .make = make_fused<OverlappedColumn>};
+          .make = make_fused<OverlappedColumn>()};
 }
 
 }  // namespace weft::fused

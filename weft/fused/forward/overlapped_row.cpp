@@ -6,7 +6,7 @@ namespace weft::fused {
 namespace {
 
 /// y = reduce_scatter(x Wᵀ + b) or all_reduce(x Wᵀ + b). The rows of other ranks are sent as soon as they are computed.
-class OverlappedRow final : public FusedOp {
+class OverlappedRow final : public ForwardFusion {
  public:
   explicit OverlappedRow(const Match& match)
       : linear_(match.find<ops::BasicLinear>()),
@@ -66,9 +66,8 @@ class OverlappedRow final : public FusedOp {
   overlap::OverlapPolicy policy_;
 };
 
-FusionRule rule(std::string name, std::vector<Element> pattern) {
+PatternRule rule(std::string name, std::vector<Element> pattern) {
   return {.name = std::move(name),
-          .pass = Pass::forward,
           .pattern = std::move(pattern),
           .reject =
               [](const Match& m, const PlanView& view) {
@@ -76,14 +75,14 @@ FusionRule rule(std::string name, std::vector<Element> pattern) {
                 const int last = m.find<ops::Bias>() ? 1 : 0;
                 return reason.empty() ? reject_mixed_dtypes(m, view, 0, last) : reason;
               },
-          .make = make_fused<OverlappedRow>};
+          .make = make_fused<OverlappedRow>()};
 }
 
 }  // namespace
 
-FusionRule forward_overlapped_row() {
+PatternRule forward_overlapped_row() {
   return rule("overlapped_row", {unsharded_linear(), maybe<ops::Bias>(), cross_rank_reduction()});
 }
-FusionRule forward_overlapped_row_inside() { return rule("overlapped_row_inside", {row_linear()}); }
+PatternRule forward_overlapped_row_inside() { return rule("overlapped_row_inside", {row_linear()}); }
 
 }  // namespace weft::fused

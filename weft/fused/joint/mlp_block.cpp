@@ -18,7 +18,7 @@ using ops::BasicLinear;
 /// Saves x, its row statistics and p. Backward recomputes h in the epilogue of the dp GEMM, and n with the norm kernel.
 /// Saves n instead of x if the norm needs no gradient, and h instead of p if p needs none. Narrow blocks save n and h
 /// in addition: their GEMMs are too short to hide the recomputation.
-class MlpBlock final : public FusedOp {
+class MlpBlock final : public JointFusion {
   static constexpr int64_t kNarrow = 256;
 
  public:
@@ -141,13 +141,12 @@ std::vector<ops::OpPtr> sample() {
 
 }  // namespace
 
-FusionRule joint_mlp_block() {
+PatternRule joint_mlp_block() {
   return {.name = "mlp_block",
-          .pass = Pass::joint,
           .pattern = {maybe<ops::MakeExtraOutput>(), one<ops::NormOp>(), one<BasicLinear>(), maybe<ops::Bias>(),
                       one<ActivationOp>(), one<BasicLinear>(), maybe<ops::Bias>(), maybe<ops::AddExtraInput>()},
           .reject = reject,
-          .make = make_fused<MlpBlock>,
+          .make = make_fused<MlpBlock>(),
           .sample = sample};
 }
 

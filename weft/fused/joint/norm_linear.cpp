@@ -14,7 +14,7 @@ using ops::BasicLinear;
 
 /// y = act(W n + b),  n = norm(x). Saves x and its row statistics instead of n, which backward recomputes. Saves n if
 /// the norm needs no gradient.
-class NormLinear final : public FusedOp {
+class NormLinear final : public JointFusion {
  public:
   explicit NormLinear(const Match& m)
       : fork_(m.find<ops::MakeExtraOutput>()),
@@ -86,13 +86,12 @@ std::string reject(const Match& m, const PlanView& view) {
 
 }  // namespace
 
-FusionRule joint_norm_linear() {
+PatternRule joint_norm_linear() {
   return {.name = "norm_linear",
-          .pass = Pass::joint,
           .pattern = {maybe<ops::MakeExtraOutput>(), one<ops::NormOp>(), one<BasicLinear>(), maybe<ops::Bias>(),
                       maybe<ActivationOp>()},
           .reject = reject,
-          .make = make_fused<NormLinear>,
+          .make = make_fused<NormLinear>(),
           .sample = []() -> std::vector<ops::OpPtr> {
             return {std::make_shared<ops::LayerNorm>(ops::NormOptions{.normalized_shape = {8}}),
                     std::make_shared<BasicLinear>(BasicLinear::Options{.in_features = 8, .out_features = 4}),
