@@ -14,8 +14,6 @@ class StepContext;
 class FusedOp {
  public:
   virtual ~FusedOp() = default;
-  /// The run-time decision of the last call, for `explain()`.
-  virtual std::string note() const { return {}; }
   /// True if it routes the channels between the operations it replaces itself.
   virtual bool routes_inner_channels() const { return false; }
   /// True for a fused operation written in Python: it may keep arbitrary state for backward.
@@ -93,6 +91,10 @@ class StepContext {
   /// Backward: whether the next step uses the packed transpose of a dx with the rows of `dy`.
   bool needs_packed_dx(const at::Tensor& dy) const {
     return packed_dx_min_rows_ > 0 && ops::has_rows(dy, packed_dx_min_rows_);
+  }
+  /// Reports the run-time decision of this call, for `explain()`.
+  void report(std::string text) {
+    if (frame_.report) frame_.report->set(step_.first, step_.rule, std::move(text));
   }
 
  private:

@@ -44,6 +44,7 @@ kernels::TierChoice best_tier(const std::vector<kernels::TierChoice>& components
 std::vector<Explanation::StepLine> lines(const Pipeline& pipeline, const std::vector<PlannedStep>& steps,
                                          const fused::PlanView& view, bool backward) {
   const auto device = view.key.tensor_meta(0).device;
+  const auto& report = backward ? pipeline.report().backward : pipeline.report().forward;
   std::vector<Explanation::StepLine> list;
   for (const auto& planned : steps) {
     const auto& step = planned.step;
@@ -56,7 +57,7 @@ std::vector<Explanation::StepLine> lines(const Pipeline& pipeline, const std::ve
     list.push_back({step.first, step.count, name, bool(step.fused),
                     in_python ? "python" : std::string(kernels::tier_name(choice.tier)),
                     in_python ? "" : choice.rejection_reason, !backward || planned.needs_grad, step.min_rows,
-                    step.fused ? step.fused->note() : ""});
+                    report.get(step.first, step.rule)});
   }
   return list;
 }

@@ -6,6 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "weft/ops/call_report.h"
+
 namespace weft::ops {
 
 using Params = c10::ArrayRef<at::Tensor>;
@@ -75,6 +77,7 @@ struct Frame {
   const LeafParams* leaf_params = nullptr;   // backward only; nullptr in a functional call without Parameters
   std::vector<int> added_to_main_grad = {};  // operations whose weight gradient was added to main_grad
   c10::ArrayRef<Buffers> buffers = {};       // for operations with takes_buffers()
+  PassReport* report = nullptr;              // run-time decisions; nullptr in a functional call
 };
 
 /// An operation's view of a call. Cheap to construct; not stored.

@@ -11,10 +11,10 @@ class OverlappedColumn final : public ForwardFusion {
   explicit OverlappedColumn(const Match& match)
       : linear_(match.find<ops::BasicLinear>()),
         bias_(match.find<ops::Bias>()),
-        activation_(match.find<ops::ActivationOp>()) {}
+        activation_(match.find<ops::ActivationOp>()),
+        group_(match) {}
 
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
-    const overlap::OverlapPolicy::ScopedTimer timer(policy_);
     const bool keep_pre_act = activation_ && ctx.op(activation_.index).needs_input_grad();
     kernels::Epilogue epilogue{.bias = bias_of(ctx, bias_), .keep_pre_act = keep_pre_act};
     if (activation_) epilogue.act = activation_->act();
@@ -23,31 +23,26 @@ class OverlappedColumn final : public ForwardFusion {
     return result.out;
   }
 
-  std::string note() const override { return policy_.last_decision(); }
-
  private:
   kernels::GemmResult forward_gemm(StepContext& ctx, const at::Tensor& x, kernels::Epilogue epilogue) const {
     auto linear = ctx.op(0);
     const auto& weight = ctx.params(0)[0];
     const auto [local, w] = linear_->operands(linear, x, weight);
     const auto rows = ops::as_matrix(local);
-    const auto& options = linear_->options();
-    const auto ranks = static_cast<int>(options.tensor_parallel_size);
-    const overlap::OverlapShape shape{
-        comm::CommOp::all_gather, local.scalar_type(), rows.size(0), w.size(0), w.size(1), ranks};
-    const auto transport = policy_.select(*options.tensor_parallel_group, shape, options.overlap);
+    OverlappedCall call(ctx, group_);
+    auto* transport = call.all_gather(rows, w.size(0), w.size(1));
     if (!transport) return linear_->forward_gemm(linear, x, weight, std::move(epilogue));
     epilogue.b_is_weight = true;
     auto result = overlap::all_gather_gemm(*transport, rows, kernels::transposed(w), epilogue);
-    result.out = with_leading_dims(result.out, x, ranks);
-    if (result.pre_act.defined()) result.pre_act = with_leading_dims(result.pre_act, x, ranks);
+    result.out = with_leading_dims(result.out, x, group_.size);
+    if (result.pre_act.defined()) result.pre_act = with_leading_dims(result.pre_act, x, group_.size);
     return result;
   }
 
   MatchedOp<ops::BasicLinear> linear_;
   MatchedOp<ops::Bias> bias_;
   MatchedOp<ops::ActivationOp> activation_;
-  overlap::OverlapPolicy policy_;
+  LinearGroup group_;
 };
 
 std::string reject(const Match& m, const PlanView& view) {

@@ -12,44 +12,25 @@ class OverlappedRow final : public ForwardFusion {
       : linear_(match.find<ops::BasicLinear>()),
         bias_(match.find<ops::Bias>()),
         reduce_scatter_(match.find<ops::ReduceScatter>()),
-        all_reduce_(match.find<ops::AllReduce>()) {}
+        all_reduce_(match.find<ops::AllReduce>()),
+        group_(match) {}
 
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
-    const overlap::OverlapPolicy::ScopedTimer timer(policy_);
+    OverlappedCall call(ctx, group_);
     auto linear = ctx.op(0);
-    const auto ranks = this->ranks();
     const auto [local, w] = linear_->operands(linear, x, ctx.params(0)[0]);
     const auto rows = ops::as_matrix(local);
-    if (scatters() && x.size(0) % ranks != 0) return without_overlap(ctx, x);  // raises the error
-    const overlap::OverlapShape shape{scatters() ? comm::CommOp::reduce_scatter : comm::CommOp::all_reduce,
-                                      local.scalar_type(),
-                                      (rows.size(0) + ranks - 1) / ranks,
-                                      w.size(0),
-                                      w.size(1),
-                                      ranks};
-    const auto transport = policy_.select(group(), shape, linear_->options().overlap);
+    if (group_.scatters && x.size(0) % group_.size != 0) return without_overlap(ctx, x);  // raises the error
+    auto* transport = call.reduction(rows, w.size(0), w.size(1));
     if (!transport) return without_overlap(ctx, x);
     const kernels::Epilogue epilogue{.bias = bias_of(ctx, bias_), .b_is_weight = true};
-    if (!scatters())
+    if (!group_.scatters)
       return ops::restore_leading_dims(overlap::gemm_all_reduce(*transport, rows, kernels::transposed(w), epilogue), x);
     return with_leading_dims(overlap::gemm_reduce_scatter(*transport, rows, kernels::transposed(w), epilogue), x,
-                             -ranks);
+                             -group_.size);
   }
-
-  std::string note() const override { return policy_.last_decision(); }
 
  private:
-  bool scatters() const { return linear_->parallel() ? linear_->options().sequence_parallel : bool(reduce_scatter_); }
-  const std::string& group() const {
-    if (linear_->parallel()) return *linear_->options().tensor_parallel_group;
-    return reduce_scatter_ ? *reduce_scatter_->options().process_group : *all_reduce_->options().process_group;
-  }
-  int ranks() const {
-    if (linear_->parallel()) return static_cast<int>(linear_->options().tensor_parallel_size);
-    return static_cast<int>(reduce_scatter_ ? reduce_scatter_->options().process_group_size
-                                            : all_reduce_->options().process_group_size);
-  }
-
   at::Tensor without_overlap(StepContext& ctx, const at::Tensor& x) const {
     auto linear = ctx.op(0);
     if (linear_->parallel()) return linear_->forward(linear, x, ctx.params(0));
@@ -63,7 +44,7 @@ class OverlappedRow final : public ForwardFusion {
   MatchedOp<ops::Bias> bias_;
   MatchedOp<ops::ReduceScatter> reduce_scatter_;
   MatchedOp<ops::AllReduce> all_reduce_;
-  overlap::OverlapPolicy policy_;
+  LinearGroup group_;
 };
 
 PatternRule rule(std::string name, std::vector<Element> pattern) {
