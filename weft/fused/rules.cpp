@@ -9,26 +9,13 @@
 namespace weft::fused {
 
 // Built-in rules. The order matters: within a pass, the first rule that fuses an operation keeps it.
-PatternRule joint_grouped_mlp();
-PatternRule joint_mlp_block();
-PatternRule joint_norm_linear();
-PatternRule forward_overlapped_column();
-PatternRule forward_overlapped_row();
-PatternRule forward_overlapped_row_inside();
-PatternRule forward_linear_bias_activation();
-PatternRule forward_linear_bias_add();
-PatternRule forward_linear_scale_add();
-PatternRule forward_linear_bias();
-PatternRule forward_dropout_add();
-PatternRule backward_overlapped_column();
-PatternRule backward_overlapped_row();
-PatternRule backward_overlapped_row_inside();
-PatternRule backward_activation_linear();
-PatternRule backward_linear_add();
-PatternRule backward_linear_scale();
-PatternRule backward_activation_bias();
-PatternRule backward_add_rms_norm();
-PatternRule backward_add_layer_norm();
+PatternRule joint_grouped_mlp(), joint_mlp_block(), joint_norm_linear();
+PatternRule forward_overlapped_column(), forward_overlapped_row(), forward_overlapped_row_inside(),
+    forward_linear_bias_activation(), forward_linear_bias_add(), forward_linear_scale_add(), forward_linear_bias(),
+    forward_dropout_add();
+PatternRule backward_overlapped_column(), backward_overlapped_row(), backward_overlapped_row_inside(),
+    backward_activation_linear(), backward_linear_add(), backward_linear_scale(), backward_activation_bias(),
+    backward_add_rms_norm(), backward_add_layer_norm();
 
 namespace {
 
@@ -85,8 +72,16 @@ Registry& registry() {
   return instance;
 }
 
-/// Old rule lists, released after the lock: destroying a Python rule acquires the GIL.
-using Retired = std::array<std::shared_ptr<const RuleList>, 2>;
+/// Sets the rules that `change` returns. The old lists are released after the lock, because destroying a Python rule
+/// acquires the GIL.
+template <class Change>
+void update(const Change& change) {
+  auto& r = registry();
+  std::array<std::shared_ptr<const RuleList>, 2> retired;
+  const std::lock_guard lock(r.mutex);
+  retired = {r.all, r.list};
+  r.set_rules(change(r));
+}
 
 }  // namespace
 
@@ -105,25 +100,22 @@ Rules current_rules() {
 uint32_t rules_version() { return registry().version.load(std::memory_order_acquire); }
 
 int64_t add_rule(FusionRule rule, bool prepend) {
-  auto& r = registry();
-  Retired retired;
-  const std::lock_guard lock(r.mutex);
-  retired = {r.all, r.list};
-  auto rules = *r.all;
-  const auto id = r.next_id++;
-  rules.emplace(prepend ? rules.begin() : rules.end(), id, std::move(rule));
-  r.set_rules(std::make_shared<const RuleList>(std::move(rules)));
+  int64_t id = 0;
+  update([&](Registry& r) {
+    auto rules = *r.all;
+    id = r.next_id++;
+    rules.emplace(prepend ? rules.begin() : rules.end(), id, std::move(rule));
+    return std::make_shared<const RuleList>(std::move(rules));
+  });
   return id;
 }
 
 void remove_rule(int64_t id) {
-  auto& r = registry();
-  Retired retired;
-  const std::lock_guard lock(r.mutex);
-  retired = {r.all, r.list};
-  auto rules = *r.all;
-  std::erase_if(rules, [id](const auto& entry) { return entry.first == id; });
-  r.set_rules(std::make_shared<const RuleList>(std::move(rules)));
+  update([id](Registry& r) {
+    auto rules = *r.all;
+    std::erase_if(rules, [id](const auto& entry) { return entry.first == id; });
+    return std::make_shared<const RuleList>(std::move(rules));
+  });
 }
 
 std::shared_ptr<const RuleList> all_rules() {
@@ -133,27 +125,23 @@ std::shared_ptr<const RuleList> all_rules() {
 }
 
 void disable_rules(const std::vector<int64_t>& ids) {
-  auto& r = registry();
-  Retired retired;
-  const std::lock_guard lock(r.mutex);
-  retired = {r.all, r.list};
-  r.disabled.insert(ids.begin(), ids.end());
-  r.set_rules(r.all);
+  update([&](Registry& r) {
+    r.disabled.insert(ids.begin(), ids.end());
+    return r.all;
+  });
 }
 
 std::vector<int64_t> enable_rules(const std::vector<int64_t>& ids) {
-  auto& r = registry();
-  Retired retired;
-  const std::lock_guard lock(r.mutex);
-  retired = {r.all, r.list};
   std::vector<int64_t> reenabled;
-  for (const auto id : ids) {
-    const auto found = r.disabled.find(id);
-    if (found == r.disabled.end()) continue;
-    r.disabled.erase(found);
-    reenabled.push_back(id);
-  }
-  r.set_rules(r.all);
+  update([&](Registry& r) {
+    for (const auto id : ids) {
+      const auto found = r.disabled.find(id);
+      if (found == r.disabled.end()) continue;
+      r.disabled.erase(found);
+      reenabled.push_back(id);
+    }
+    return r.all;
+  });
   return reenabled;
 }
 

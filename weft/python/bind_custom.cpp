@@ -97,10 +97,8 @@ void bind_custom(py::module_& m) {
   m.def("make_custom_op", &make_custom, py::arg("module"), py::arg("params"), py::arg("extra_inputs"),
         py::arg("extra_outputs"));
   m.def("add_fusion_function", &add_function, py::arg("pass_"), py::arg("function"), py::arg("prepend"));
-  m.def("remove_rule", [](int64_t id) {
-    const py::gil_scoped_release release;
-    fused::remove_rule(id);
-  });
+  using ReleaseGil = py::call_guard<py::gil_scoped_release>;  // a list of rules is changed under a lock
+  m.def("remove_rule", &fused::remove_rule, ReleaseGil());
   m.def(
       "rule_ids",
       [](const std::vector<std::string>& names) {
@@ -110,20 +108,9 @@ void bind_custom(py::module_& m) {
         return ids;
       },
       py::arg("names"), "Ids of the rules with these names.");
-  m.def(
-      "disable_rules",
-      [](const std::vector<int64_t>& ids) {
-        const py::gil_scoped_release release;
-        fused::disable_rules(ids);
-      },
-      py::arg("ids"), "Disables rules; calls are counted.");
-  m.def(
-      "enable_rules",
-      [](const std::vector<int64_t>& ids) {
-        const py::gil_scoped_release release;
-        return fused::enable_rules(ids);
-      },
-      py::arg("ids"), "Enables rules; returns the ids that were disabled.");
+  m.def("disable_rules", &fused::disable_rules, py::arg("ids"), ReleaseGil(), "Disables rules; calls are counted.");
+  m.def("enable_rules", &fused::enable_rules, py::arg("ids"), ReleaseGil(),
+        "Enables rules; returns the ids that were disabled.");
   m.def(
       "rules", [] { return names_of(*fused::current_rules().list); },
       "Name and pass of each enabled rule, in the order in which they are tried.");

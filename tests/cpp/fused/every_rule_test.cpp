@@ -5,10 +5,14 @@
 #include <ATen/ops/randn_like.h>
 #include <ATen/ops/tensor.h>
 
+#include <thread>
+
 #include "tests/cpp/fuser/testing.h"
 #include "weft/fused/rules.h"
 #include "weft/fuser/autograd.h"
 #include "weft/fuser/call_validation.h"
+#include "weft/fuser/explain.h"
+#include "weft/ops/constant_scale.h"
 
 namespace weft::fused {
 namespace {
@@ -116,6 +120,43 @@ TEST(Rules, AddAndRemoveTakeEffectAtNextCall) {
   expect_close(fuser(at::ones({5, 2}, at::kDouble), {}, {})[0], at::full({5, 2}, 6, at::kDouble), "six");
   remove_rule(id);
   EXPECT_EQ(fuser.plan(x, {}, {})->forward.size(), 2);
+}
+
+struct ReportsRows final : ForwardFusion {
+  explicit ReportsRows(const Match&) {}
+  at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
+    ctx.report(std::to_string(x.size(0)) + " rows");
+    return x * 2;
+  }
+};
+
+TEST(Rules, ExplainPrintsReportOfLastCall) {
+  Fuser fuser(Pipeline::parse("ConstantScale(scale=2.0)"));
+  const auto id = add_rule(
+      PatternRule{.name = "reports", .pattern = {one<ops::ConstantScale>()}, .make = make_fused<ReportsRows>()});
+  const auto x = leaf({2, 2});
+  const auto note = [&] { return fuser::explain(fuser, x, {}, {}).forward[0].note; };
+  EXPECT_EQ(note(), "");
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) threads.emplace_back([&] { fuser(leaf({5, 2}), {}, {}); });
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(note(), "5 rows");
+  fuser(x, {}, {});
+  EXPECT_EQ(note(), "2 rows");
+  EXPECT_EQ(fuser::explain(fuser, x, {}, {}).backward[0].note, "");
+  remove_rule(id);
+  EXPECT_EQ(note(), "") << "another rule created the step";
+}
+
+TEST(Rules, RewriteMustImplementItsPass) {
+  Fuser fuser(Pipeline::parse("ConstantScale(scale=2.0)"));
+  const auto id = add_rule(RewriteRule{"backward_only", Pass::backward, [](auto steps, const PlanView&) {
+                                         const Match none(0, {}, {});
+                                         steps[0].fused = std::make_shared<const ReportsRows>(none);
+                                         return steps;
+                                       }});
+  EXPECT_THROW(fuser(leaf({2, 2}), {}, {}), c10::Error);
+  remove_rule(id);
 }
 
 }  // namespace

@@ -142,7 +142,7 @@ TEST_P(Blocks, FusesBothPasses) {
   const auto plan = fuser.plan(x, params, {});
   ASSERT_EQ(plan->forward.size(), 1);
   EXPECT_EQ(plan->forward[0].step.rule, "mlp_block");
-  EXPECT_EQ(plan->forward[0].step.fused, plan->backward[0].step.fused);
+  EXPECT_EQ(plan->forward[0].step.fused.op, plan->backward[0].step.fused.op);
   const auto unfused = fuser::make_plan(fuser.pipeline(), plan->key, {});
   const auto y = fuser(x, params, {})[0];
   const auto plain = run_plan(fuser.shared_pipeline(), unfused, x, params, {})[0];

@@ -1,6 +1,5 @@
-#include "weft/fused/rule.h"
+#include "weft/fused/epilogues.h"
 #include "weft/ops/activation.h"
-#include "weft/ops/bias.h"
 
 namespace weft::fused {
 namespace {
@@ -12,14 +11,7 @@ class ActivationBias final : public BackwardFusion {
       : bias_(match.find<ops::Bias>()), activation_(match.find<ops::ActivationOp>()) {}
 
   ops::Gradient backward(StepContext& ctx, const ops::Gradient& grad) const override {
-    const auto& dy = grad.value;
-    auto bias = ctx.op(0), activation = ctx.op(1);
-    if (!activation.needs_input_grad()) return {};
-    const auto& x = activation.saved(ops::ActivationOp::kInput);
-    if (!bias.needs_param_grad(0)) return kernels::activation_backward(activation_->act(), dy, x);
-    auto [dx, db] = kernels::activation_backward_column_sums(activation_->act(), dy, x);
-    bias_->set_gradient(bias, std::move(db));
-    return bias.needs_input_grad() ? dx : at::Tensor{};
+    return bias_activation_gradient(ctx, bias_, activation_, grad.value);
   }
 
  private:

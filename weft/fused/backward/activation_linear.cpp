@@ -42,9 +42,8 @@ std::string reject(const Match& m, const PlanView& view) {
   if (!view.plans[m.first() + activation.index].needs_input_grad)
     return "the input of the activation needs no gradient";
   const auto& linear = m.get<ops::BasicLinear>();
-  if (auto reason = reject_reduced_gradient(linear); !reason.empty()) return reason;
-  auto reason = reject_activation(*activation.op, 2 * linear.local_in_features());
-  return reason.empty() ? reject_mixed_dtypes(m, view, activation.index, activation.index + 1) : reason;
+  return first_reason({reject_reduced_gradient(linear), reject_activation(activation, 2 * linear.local_in_features()),
+                       reject_mixed_dtypes(m, view, activation.index, activation.index + 1)});
 }
 
 }  // namespace

@@ -87,8 +87,8 @@ std::string reject(const Match& m, const PlanView& view) {
     return "no communication in backward without sequence_parallel";
   if (auto reason = reject_overlap(m, view); !reason.empty()) return reason;
   if (!activation) return linear.index > 0 ? "a bias precedes the linear without an activation in between" : "";
-  if (auto reason = reject_activation(*activation.op, 2 * linear->local_in_features()); !reason.empty()) return reason;
-  return reject_mixed_dtypes(m, view, activation.index, linear.index);
+  return first_reason({reject_activation(activation, 2 * linear->local_in_features()),
+                       reject_mixed_dtypes(m, view, activation.index, linear.index)});
 }
 
 PatternRule rule(std::string name, std::vector<Element> pattern) {

@@ -15,12 +15,7 @@ class OverlappedColumn final : public ForwardFusion {
         group_(match) {}
 
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
-    const bool keep_pre_act = activation_ && ctx.op(activation_.index).needs_input_grad();
-    kernels::Epilogue epilogue{.bias = bias_of(ctx, bias_), .keep_pre_act = keep_pre_act};
-    if (activation_) epilogue.act = activation_->act();
-    auto result = forward_gemm(ctx, x, std::move(epilogue));
-    if (keep_pre_act) ctx.op(activation_.index).save(ops::ActivationOp::kInput, std::move(result.pre_act));
-    return result.out;
+    return save_pre_act(ctx, activation_, forward_gemm(ctx, x, bias_activation(ctx, bias_, activation_)));
   }
 
  private:
@@ -48,10 +43,9 @@ class OverlappedColumn final : public ForwardFusion {
 std::string reject(const Match& m, const PlanView& view) {
   const auto& linear = m.get<ops::BasicLinear>();
   if (!linear.gathers_input()) return "no communication in forward without sequence_parallel";
-  if (auto reason = reject_overlap(m, view); !reason.empty()) return reason;
-  if (const auto activation = m.find<ops::ActivationOp>())
-    if (auto reason = reject_activation(*activation.op, linear.local_out_features()); !reason.empty()) return reason;
-  return reject_mixed_dtypes(m, view, 0, m.size() - 1);
+  return first_reason({reject_overlap(m, view),
+                       reject_activation(m.find<ops::ActivationOp>(), linear.local_out_features()),
+                       reject_mixed_dtypes(m, view, 0, m.size() - 1)});
 }
 
 }  // namespace

@@ -52,9 +52,8 @@ PatternRule rule(std::string name, std::vector<Element> pattern) {
           .pattern = std::move(pattern),
           .reject =
               [](const Match& m, const PlanView& view) {
-                auto reason = reject_overlap(m, view);
                 const int last = m.find<ops::Bias>() ? 1 : 0;
-                return reason.empty() ? reject_mixed_dtypes(m, view, 0, last) : reason;
+                return first_reason({reject_overlap(m, view), reject_mixed_dtypes(m, view, 0, last)});
               },
           .make = make_fused<OverlappedRow>()};
 }
