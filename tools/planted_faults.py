@@ -327,7 +327,7 @@ FAULTS = [
         "g.add_(dy) : g;",
     ),
     # ---- fused ------------------------------------------------------------------------------------------------------
-    Fault("fused/bias-dropped", "weft/fused/forward/linear_bias.cpp", "{.bias = ctx.params(1)[0]}", "{}"),
+    Fault("fused/bias-dropped", "weft/fused/epilogues.cpp", "epilogue{.bias = bias_of(ctx, bias)};", "epilogue;"),
     Fault(
         "fused/scale-dropped",
         "weft/fused/forward/linear_add.cpp",
@@ -342,9 +342,9 @@ FAULTS = [
     ),
     Fault(
         "fused/bias-gradient-of-dy-instead-of-dx",
-        "weft/fused/backward/activation_bias.cpp",
-        "bias_->set_gradient(bias, std::move(db));",
-        "bias_->set_gradient(bias, dy.sum(0));",
+        "weft/fused/epilogues.cpp",
+        "bias->set_gradient(ctx.op(bias.index), std::move(db));",
+        "bias->set_gradient(ctx.op(bias.index), dy.sum(0));",
     ),
     Fault(
         "fused/gradient-of-another-activation",

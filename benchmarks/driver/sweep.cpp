@@ -113,7 +113,7 @@ struct Sample {
   }
   Plan without(const std::string& rule) const {
     auto fewer = *rules;
-    std::erase_if(fewer, [&](const auto& entry) { return entry.second.name == rule; });
+    std::erase_if(fewer, [&](const auto& entry) { return weft::fused::name_of(entry.second) == rule; });
     return planned(fewer);
   }
   weft::fuser::Tensors forward(const Plan& chosen) const {
@@ -210,8 +210,10 @@ void write(const std::string& name, const std::vector<Comparison>& rows) {
 
 /// Prints how often each rule was compared; 0 if no pipeline used it.
 void print_rules(std::map<std::string, int> times_compared) {
-  for (const auto& [id, rule] : *weft::fused::current_rules().list)
-    std::cout << "  " << rule.name << ": " << times_compared[rule.name] << " shapes\n";
+  for (const auto& [id, rule] : *weft::fused::current_rules().list) {
+    const auto& name = weft::fused::name_of(rule);
+    std::cout << "  " << name << ": " << times_compared[name] << " shapes\n";
+  }
 }
 
 /// Keeps malloc from returning freed memory to the kernel after one plan and requesting it again for the other, which

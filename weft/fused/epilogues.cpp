@@ -5,6 +5,12 @@
 
 namespace weft::fused {
 
+std::string first_reason(std::initializer_list<std::string> reasons) {
+  for (const auto& reason : reasons)
+    if (!reason.empty()) return reason;
+  return {};
+}
+
 std::string reject_mixed_dtypes(const Match& match, const PlanView& view, int first, int last) {
   const auto dtype = [&](int index) { return view.compute_dtypes[match.first() + index]; };
   const auto text = [&](int index) {
@@ -27,8 +33,9 @@ std::string reject_parallel(const ops::BasicLinear& linear) {
   return linear.parallel() ? "BasicLinear is sharded over ranks" : "";
 }
 
-std::string reject_activation(const ops::ActivationOp& activation, int64_t columns) {
-  const auto& act = activation.act();
+std::string reject_activation(const MatchedOp<ops::ActivationOp>& activation, int64_t columns) {
+  if (!activation) return {};
+  const auto& act = activation->act();
   if (act.interleave != 0) return "glu_interleave_size is set; a GEMM epilogue gates contiguous halves only";
   if (act.gated() && columns % 2 != 0)
     return "the gated activation has an odd number of columns (" + std::to_string(columns) + ")";
@@ -58,6 +65,31 @@ void add_extra_input(kernels::Epilogue& epilogue, const ops::AddExtraInput& join
   TORCH_CHECK_VALUE(e.sizes() == at::IntArrayRef(sizes), "AddExtraInput: input has shape ", at::IntArrayRef(sizes),
                     ", extra input has shape ", e.sizes(), "; expected equal shapes.");
   set_addend(epilogue, e, join.in_place(), dtype);
+}
+
+kernels::Epilogue bias_activation(StepContext& ctx, const MatchedOp<ops::Bias>& bias,
+                                  const MatchedOp<ops::ActivationOp>& activation) {
+  kernels::Epilogue epilogue{.bias = bias_of(ctx, bias)};
+  if (!activation) return epilogue;
+  epilogue.act = activation->act();
+  epilogue.keep_pre_act = ctx.op(activation.index).needs_input_grad();
+  return epilogue;
+}
+
+at::Tensor save_pre_act(StepContext& ctx, const MatchedOp<ops::ActivationOp>& activation, kernels::GemmResult result) {
+  if (result.pre_act.defined()) ctx.op(activation.index).save(ops::ActivationOp::kInput, std::move(result.pre_act));
+  return std::move(result.out);
+}
+
+at::Tensor bias_activation_gradient(StepContext& ctx, const MatchedOp<ops::Bias>& bias,
+                                    const MatchedOp<ops::ActivationOp>& activation, const at::Tensor& dy) {
+  auto op = ctx.op(activation.index);
+  if (!op.needs_input_grad()) return {};
+  const auto& p = op.saved(ops::ActivationOp::kInput);
+  if (!bias || !ctx.op(bias.index).needs_param_grad(0)) return kernels::activation_backward(activation->act(), dy, p);
+  auto [dp, db] = kernels::activation_backward_column_sums(activation->act(), dy, p);
+  bias->set_gradient(ctx.op(bias.index), std::move(db));
+  return dp;
 }
 
 at::Tensor linear_gradients_after_norm(StepContext& ctx, const MatchedOp<ops::BasicLinear>& linear,

@@ -13,6 +13,9 @@ namespace weft::fused {
 
 // The reject_* functions return a rejection reason, or an empty string if the fusion applies.
 
+/// The first reason that is not empty.
+std::string first_reason(std::initializer_list<std::string> reasons);
+
 /// Rejects unless matched operations `first` to `last` compute in one dtype.
 std::string reject_mixed_dtypes(const Match& match, const PlanView& view, int first, int last);
 
@@ -23,8 +26,9 @@ std::string reject_reduced_gradient(const ops::BasicLinear& linear);
 /// Rejects a linear that is sharded over ranks.
 std::string reject_parallel(const ops::BasicLinear& linear);
 
-/// Rejects unless a GEMM epilogue can compute the activation, or its gradient, on an input of `columns` columns.
-std::string reject_activation(const ops::ActivationOp& activation, int64_t columns);
+/// Rejects unless a GEMM epilogue can compute the activation, if there is one, or its gradient, on an input of
+/// `columns` columns.
+std::string reject_activation(const MatchedOp<ops::ActivationOp>& activation, int64_t columns);
 
 /// Writes a result of `columns` columns and the dtype and row count of t into the memory of t, if t is not referenced
 /// elsewhere. The GEMM must not read t.
@@ -37,6 +41,16 @@ void set_addend(kernels::Epilogue& epilogue, const at::Tensor& g, bool in_place,
 /// The same for the extra input of `join`, which must have the leading sizes of x and `columns` columns.
 void add_extra_input(kernels::Epilogue& epilogue, const ops::AddExtraInput& join, ops::OpContext& ctx,
                      const at::Tensor& x, int64_t columns, at::ScalarType dtype);
+
+/// y = act(p), p = · + b, each if present, in the epilogue of a GEMM, which keeps p if backward reads it.
+kernels::Epilogue bias_activation(StepContext& ctx, const MatchedOp<ops::Bias>& bias,
+                                  const MatchedOp<ops::ActivationOp>& activation);
+/// Saves p if the GEMM kept it, and returns y.
+at::Tensor save_pre_act(StepContext& ctx, const MatchedOp<ops::ActivationOp>& activation, kernels::GemmResult result);
+
+/// dp = dy·act'(p) and, if needed, db = Σ_rows dp in one pass; undefined if dp is not needed.
+at::Tensor bias_activation_gradient(StepContext& ctx, const MatchedOp<ops::Bias>& bias,
+                                    const MatchedOp<ops::ActivationOp>& activation, const at::Tensor& dy);
 
 /// dn = dp W and dW = dpᵀ n, where n is the saved input of `linear`, recomputed by the norm if it was not saved.
 at::Tensor linear_gradients_after_norm(StepContext& ctx, const MatchedOp<ops::BasicLinear>& linear,

@@ -1,6 +1,7 @@
 #include "weft/fused/overlapped.h"
 
 #include "weft/comm/settings.h"
+#include "weft/overlap/clock.h"
 
 namespace weft::fused {
 namespace {
@@ -43,6 +44,39 @@ std::string reject_overlap(const Match& match, const PlanView& view) {
   if (device != c10::DeviceType::CPU)
     return "x is on " + c10::DeviceTypeName(device, /*lower_case=*/true) + "; overlap runs on the CPU only";
   return {};
+}
+
+LinearGroup::LinearGroup(const Match& match) {
+  const auto& linear = match.get<ops::BasicLinear>().options();
+  const auto scatter = match.find<ops::ReduceScatter>();
+  const auto reduce = match.find<ops::AllReduce>();
+  const auto set = [&](const std::optional<std::string>& group, int64_t ranks, bool scatter_output) {
+    name = *group, size = static_cast<int>(ranks), scatters = scatter_output, overlap = linear.overlap;
+  };
+  if (scatter) return set(scatter->options().process_group, scatter->options().process_group_size, true);
+  if (reduce) return set(reduce->options().process_group, reduce->options().process_group_size, false);
+  set(linear.tensor_parallel_group, linear.tensor_parallel_size, linear.sequence_parallel);
+}
+
+OverlappedCall::OverlappedCall(StepContext& ctx, const LinearGroup& group)
+    : ctx_(ctx), group_(group), start_(overlap::now()) {}
+
+OverlappedCall::~OverlappedCall() {
+  if (decision_) ctx_.report(decision_->text(overlap::now() - start_));
+}
+
+comm::Transport* OverlappedCall::all_gather(const at::Tensor& rows, int64_t n, int64_t k) {
+  return decide({comm::CommOp::all_gather, rows.scalar_type(), rows.size(0), n, k, group_.size});
+}
+
+comm::Transport* OverlappedCall::reduction(const at::Tensor& rows, int64_t n, int64_t k) {
+  return decide({group_.scatters ? comm::CommOp::reduce_scatter : comm::CommOp::all_reduce, rows.scalar_type(),
+                 (rows.size(0) + group_.size - 1) / group_.size, n, k, group_.size});
+}
+
+comm::Transport* OverlappedCall::decide(const overlap::OverlapShape& shape) {
+  decision_ = overlap::decide_overlap(group_.name, shape, group_.overlap);
+  return decision_->transport.get();
 }
 
 at::Tensor with_leading_dims(const at::Tensor& matrix, const at::Tensor& like, int ranks) {

@@ -18,8 +18,14 @@ struct TensorMeta {
     return static_cast<uint32_t>(dtype) | static_cast<uint32_t>(device) << 8 | uint32_t{defined} << 16 |
            uint32_t{requires_grad} << 17 | uint32_t{contiguous} << 18;
   }
-  static TensorMeta unpack(uint32_t word);
-  static TensorMeta of(const at::Tensor& t, bool grad_mode);
+  static TensorMeta unpack(uint32_t word) {
+    return {static_cast<at::ScalarType>(word & 0xff), static_cast<c10::DeviceType>(word >> 8 & 0xff),
+            (word >> 16 & 1) != 0, (word >> 17 & 1) != 0, (word >> 18 & 1) != 0};
+  }
+  static TensorMeta of(const at::Tensor& t, bool grad_mode) {
+    if (!t.defined()) return {.defined = false};
+    return {t.scalar_type(), t.device().type(), true, grad_mode && t.requires_grad(), t.is_contiguous()};
+  }
 };
 
 /// Everything that a fusion rule or a plan may depend on, packed into words for one cheap comparison per call. It has

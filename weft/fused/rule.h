@@ -1,6 +1,8 @@
 #pragma once
+#include <array>
 #include <functional>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "weft/fused/fused_op.h"
@@ -9,6 +11,9 @@
 namespace weft::fused {
 
 enum class Pass { joint, forward, backward };
+inline constexpr std::array kPassNames{"joint", "forward", "backward"};
+inline const char* pass_name(Pass pass) { return kPassNames[static_cast<size_t>(pass)]; }
+Pass pass_from_name(std::string_view name);
 
 /// One element of a pattern; matches one operation.
 struct Element {
@@ -68,34 +73,48 @@ class Match {
   std::vector<Wire> wires_;
 };
 
-/// A step of a plan: one basic operation (`fused` is null), or a fused operation for a run of them. With fewer rows
-/// than `min_rows` the basic operations run instead.
-struct Step {
-  FusedPtr fused = {};
-  int first = 0, count = 1;
-  int64_t min_rows = 0;
-  std::string rule = {};  // name of the rule that created it
-  int own_base = 0;       // first additional saved slot of a joint operation
-};
+/// Creates the fused operation of a match. Its interface determines the pass.
+struct FusedMaker {
+  Pass pass;
+  std::function<FusedPtr(const Match&)> make;
 
-/// A fusion rule: its pattern, when it is rejected and why, the fused operation it creates, and a sample for tests.
-struct FusionRule {
+  FusedPtr operator()(const Match& match) const { return make(match); }
+};
+template <class T>
+FusedMaker make_fused() {
+  constexpr auto pass = std::derived_from<T, JointFusion>     ? Pass::joint
+                        : std::derived_from<T, ForwardFusion> ? Pass::forward
+                                                              : Pass::backward;
+  return {pass, [](const Match& match) -> FusedPtr { return std::make_shared<const T>(match); }};
+}
+
+/// Replaces each match of a pattern by a fused operation.
+struct PatternRule {
   std::string name;
-  Pass pass = Pass::forward;
-  std::vector<Element> pattern = {};
+  std::vector<Element> pattern;
   /// Returns the rejection reason that `explain()` prints, or an empty string to fuse.
   std::function<std::string(const Match&, const PlanView&)> reject = {};
-  std::function<FusedPtr(const Match&)> make = {};
-  std::function<std::vector<ops::OpPtr>()> sample = {};
+  FusedMaker make;
+  std::function<std::vector<ops::OpPtr>()> sample = {};  // a pipeline that it fuses, for tests
   int64_t min_rows = 0;
   bool opt_in = false;  // disabled until `enable_rules`
-  /// Used instead of a pattern: rewrites the whole list of steps (fusion functions written in Python).
-  std::function<std::vector<Step>(const std::vector<Step>&, const PlanView&)> rewrite = {};
 };
 
-template <class T>
-FusedPtr make_fused(const Match& match) {
-  return std::make_shared<T>(match);
+/// Rewrites the whole list of steps: a fusion function written in Python.
+struct RewriteRule {
+  std::string name;
+  Pass pass;
+  std::function<std::vector<Step>(const std::vector<Step>&, const PlanView&)> rewrite;
+};
+
+using FusionRule = std::variant<PatternRule, RewriteRule>;
+
+inline const std::string& name_of(const FusionRule& rule) {
+  return std::visit([](const auto& r) -> const std::string& { return r.name; }, rule);
+}
+inline Pass pass_of(const FusionRule& rule) {
+  const auto* pattern = std::get_if<PatternRule>(&rule);
+  return pattern ? pattern->make.pass : std::get<RewriteRule>(rule).pass;
 }
 
 }  // namespace weft::fused

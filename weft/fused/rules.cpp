@@ -1,5 +1,6 @@
 #include "weft/fused/rules.h"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <mutex>
@@ -8,30 +9,17 @@
 namespace weft::fused {
 
 // Built-in rules. The order matters: within a pass, the first rule that fuses an operation keeps it.
-FusionRule joint_grouped_mlp();
-FusionRule joint_mlp_block();
-FusionRule joint_norm_linear();
-FusionRule forward_overlapped_column();
-FusionRule forward_overlapped_row();
-FusionRule forward_overlapped_row_inside();
-FusionRule forward_linear_bias_activation();
-FusionRule forward_linear_bias_add();
-FusionRule forward_linear_scale_add();
-FusionRule forward_linear_bias();
-FusionRule forward_dropout_add();
-FusionRule backward_overlapped_column();
-FusionRule backward_overlapped_row();
-FusionRule backward_overlapped_row_inside();
-FusionRule backward_activation_linear();
-FusionRule backward_linear_add();
-FusionRule backward_linear_scale();
-FusionRule backward_activation_bias();
-FusionRule backward_add_rms_norm();
-FusionRule backward_add_layer_norm();
+PatternRule joint_grouped_mlp(), joint_mlp_block(), joint_norm_linear();
+PatternRule forward_overlapped_column(), forward_overlapped_row(), forward_overlapped_row_inside(),
+    forward_linear_bias_activation(), forward_linear_bias_add(), forward_linear_scale_add(), forward_linear_bias(),
+    forward_dropout_add();
+PatternRule backward_overlapped_column(), backward_overlapped_row(), backward_overlapped_row_inside(),
+    backward_activation_linear(), backward_linear_add(), backward_linear_scale(), backward_activation_bias(),
+    backward_add_rms_norm(), backward_add_layer_norm();
 
 namespace {
 
-std::vector<FusionRule> builtin() {
+std::vector<PatternRule> builtin() {
   return {joint_grouped_mlp(),
           joint_mlp_block(),
           joint_norm_linear(),
@@ -84,10 +72,24 @@ Registry& registry() {
   return instance;
 }
 
-/// Old rule lists, released after the lock: destroying a Python rule acquires the GIL.
-using Retired = std::array<std::shared_ptr<const RuleList>, 2>;
+/// Sets the rules that `change` returns. The old lists are released after the lock, because destroying a Python rule
+/// acquires the GIL.
+template <class Change>
+void update(const Change& change) {
+  auto& r = registry();
+  std::array<std::shared_ptr<const RuleList>, 2> retired;
+  const std::lock_guard lock(r.mutex);
+  retired = {r.all, r.list};
+  r.set_rules(change(r));
+}
 
 }  // namespace
+
+Pass pass_from_name(std::string_view name) {
+  const auto* found = std::find(kPassNames.begin(), kPassNames.end(), name);
+  TORCH_CHECK_VALUE(found != kPassNames.end(), "Unknown pass '", name, "'; expected joint, forward or backward.");
+  return static_cast<Pass>(found - kPassNames.begin());
+}
 
 Rules current_rules() {
   auto& r = registry();
@@ -98,25 +100,22 @@ Rules current_rules() {
 uint32_t rules_version() { return registry().version.load(std::memory_order_acquire); }
 
 int64_t add_rule(FusionRule rule, bool prepend) {
-  auto& r = registry();
-  Retired retired;
-  const std::lock_guard lock(r.mutex);
-  retired = {r.all, r.list};
-  auto rules = *r.all;
-  const auto id = r.next_id++;
-  rules.emplace(prepend ? rules.begin() : rules.end(), id, std::move(rule));
-  r.set_rules(std::make_shared<const RuleList>(std::move(rules)));
+  int64_t id = 0;
+  update([&](Registry& r) {
+    auto rules = *r.all;
+    id = r.next_id++;
+    rules.emplace(prepend ? rules.begin() : rules.end(), id, std::move(rule));
+    return std::make_shared<const RuleList>(std::move(rules));
+  });
   return id;
 }
 
 void remove_rule(int64_t id) {
-  auto& r = registry();
-  Retired retired;
-  const std::lock_guard lock(r.mutex);
-  retired = {r.all, r.list};
-  auto rules = *r.all;
-  std::erase_if(rules, [id](const auto& entry) { return entry.first == id; });
-  r.set_rules(std::make_shared<const RuleList>(std::move(rules)));
+  update([id](Registry& r) {
+    auto rules = *r.all;
+    std::erase_if(rules, [id](const auto& entry) { return entry.first == id; });
+    return std::make_shared<const RuleList>(std::move(rules));
+  });
 }
 
 std::shared_ptr<const RuleList> all_rules() {
@@ -126,27 +125,23 @@ std::shared_ptr<const RuleList> all_rules() {
 }
 
 void disable_rules(const std::vector<int64_t>& ids) {
-  auto& r = registry();
-  Retired retired;
-  const std::lock_guard lock(r.mutex);
-  retired = {r.all, r.list};
-  r.disabled.insert(ids.begin(), ids.end());
-  r.set_rules(r.all);
+  update([&](Registry& r) {
+    r.disabled.insert(ids.begin(), ids.end());
+    return r.all;
+  });
 }
 
 std::vector<int64_t> enable_rules(const std::vector<int64_t>& ids) {
-  auto& r = registry();
-  Retired retired;
-  const std::lock_guard lock(r.mutex);
-  retired = {r.all, r.list};
   std::vector<int64_t> reenabled;
-  for (const auto id : ids) {
-    const auto found = r.disabled.find(id);
-    if (found == r.disabled.end()) continue;
-    r.disabled.erase(found);
-    reenabled.push_back(id);
-  }
-  r.set_rules(r.all);
+  update([&](Registry& r) {
+    for (const auto id : ids) {
+      const auto found = r.disabled.find(id);
+      if (found == r.disabled.end()) continue;
+      r.disabled.erase(found);
+      reenabled.push_back(id);
+    }
+    return r.all;
+  });
   return reenabled;
 }
 

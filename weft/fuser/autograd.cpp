@@ -16,8 +16,8 @@
 
 #include <array>
 
+#include "weft/core/dispatch_keys.h"
 #include "weft/core/ownership.h"
-#include "weft/fuser/below_autograd.h"
 #include "weft/fuser/call_validation.h"
 #include "weft/fuser/executor.h"
 #include "weft/fuser/graph_task.h"
@@ -267,7 +267,8 @@ variable_list PipelineNode::differentiate(variable_list&& grads, std::vector<at:
                    .states = &states,
                    .leaf_params = &leaf_params,
                    .added_to_main_grad = {},
-                   .buffers = buffers_};
+                   .buffers = buffers_,
+                   .report = &pipeline.report().backward};
   auto dy = std::move(grads[0]);
   grads.clear();
   const auto unused = unused_gradients(*this, num_params, static_cast<int>(inputs.size()));
@@ -374,7 +375,8 @@ Tensors run_plan(const std::shared_ptr<const Pipeline>& shared, const std::share
                    .dynamic_saved = &dynamic_saved,
                    .states = &states,
                    .added_to_main_grad = {},
-                   .buffers = buffers};
+                   .buffers = buffers,
+                   .report = &pipeline.report().forward};
   donate_extras(pipeline, *plan, extras, extra_in);
   Tensors outputs;
   {

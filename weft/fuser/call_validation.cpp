@@ -1,11 +1,10 @@
 #include "weft/fuser/call_validation.h"
 
 #include <ATen/autocast_mode.h>
-#include <c10/core/DispatchKeySet.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/forward_grad.h>
 
+#include "weft/core/dispatch_keys.h"
 #include "weft/fused/rules.h"
 
 namespace weft::fuser {
@@ -13,11 +12,6 @@ namespace {
 
 using c10::DispatchKey;
 using c10::DispatchKeySet;
-
-constexpr DispatchKeySet kPython({DispatchKey::Python, DispatchKey::PythonTLSSnapshot});
-constexpr DispatchKeySet kFunctorch({DispatchKey::FuncTorchBatched, DispatchKey::FuncTorchGradWrapper,
-                                     DispatchKey::BatchedNestedTensor, DispatchKey::FuncTorchVmapMode,
-                                     DispatchKey::Batched, DispatchKey::Functionalize});
 
 const char* unsupported_layout(const at::Tensor& t) {
   if (t.is_nested()) return "a nested tensor";
@@ -29,12 +23,12 @@ const char* unsupported_layout(const at::Tensor& t) {
 
 [[noreturn]] void reject(const std::string& what, const at::Tensor& t) {
   const auto keys = t.key_set();
-  if (keys.has_any(kFunctorch))
+  if (keys.has_any(kFunctorchKeys))
     TORCH_CHECK_NOT_IMPLEMENTED(
         false, "weft: ", what,
         " is a functorch wrapper (vmap, grad, jvp, functionalize). weft operations do not support function "
         "transforms; call them outside the transform, or use torch.autograd.");
-  if (keys.has_any(kPython))
+  if (keys.has_any(kPythonKeys))
     TORCH_CHECK_NOT_IMPLEMENTED(
         false, "weft: ", what,
         " is a tensor subclass with Python dispatch (such as DTensor or FakeTensor); expected a dense tensor with "
@@ -46,7 +40,7 @@ const char* unsupported_layout(const at::Tensor& t) {
 }
 
 bool is_supported_tensor(const at::Tensor& t) {
-  return !t.key_set().has_any(kPython | kFunctorch) && !unsupported_layout(t) && !t.is_complex();
+  return !t.key_set().has_any(kPythonKeys | kFunctorchKeys) && !unsupported_layout(t) && !t.is_complex();
 }
 
 void check_tangent(const std::string& what, const at::Tensor& t) {

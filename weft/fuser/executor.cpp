@@ -19,14 +19,14 @@ Params params_of(const ops::OpPlan& plan, const Frame& frame) {
 }
 
 bool enough_rows(const Step& step, const at::Tensor& t) {
-  return step.min_rows == 0 || t.dim() == 0 || t.numel() >= step.min_rows * t.size(-1);
+  return step.min_rows == 0 || ops::has_rows(t, step.min_rows);
 }
 
 /// Whether the fused operation runs in backward. Below `min_rows` the basic operations run instead; a joint operation
 /// ran in forward if its first additional slot is filled.
 bool fused_backward(const Step& step, const Frame& frame, const at::Tensor& dy) {
   if (!step.fused) return false;
-  if (!step.fused->saved_names().empty() && step.min_rows > 0) return frame.saved[step.own_base].defined();
+  if (step.own_base >= 0 && step.min_rows > 0) return frame.saved[step.own_base].defined();
   return step.min_rows == 0 || (dy.defined() && enough_rows(step, dy));
 }
 
@@ -40,7 +40,7 @@ bool any_gradient(const Pipeline& pipeline, const Frame& frame, int op, const at
 Gradient backward_unfused(const Pipeline& pipeline, const Plan& plan, Frame& frame, const Step& step, Gradient dy) {
   for (int i = step.first + step.count - 1; i >= step.first; --i) {
     if (!any_gradient(pipeline, frame, i, dy.value)) continue;
-    OpContext ctx(plan.ops[i], frame, i, nullptr, std::move(dy.packed));
+    OpContext ctx(plan.ops[i], frame, i, nullptr, &dy.packed);
     dy = pipeline.op(i).backward(ctx, dy.value, params_of(plan.ops[i], frame));
   }
   return dy;
@@ -82,8 +82,8 @@ at::Tensor run_forward(const Pipeline& pipeline, const Plan& plan, Frame& frame,
     for (const auto& route : planned.routes)
       frame.extra_in[route.to] = route.last ? std::move(frame.extra_out[route.from]) : frame.extra_out[route.from];
     if (step.fused && enough_rows(step, x)) {
-      StepContext ctx(plan.ops.data(), frame, plan.saves.data(), step.first, step.own_base);
-      x = step.fused->forward(ctx, x);
+      StepContext ctx(plan.ops.data(), frame, plan.saves.data(), step);
+      x = step.fused.forward->forward(ctx, x);
       check_delivered(pipeline, frame, planned);
     } else {
       for (int i = step.first; i < step.first + step.count; ++i) {
@@ -108,9 +108,8 @@ at::Tensor run_backward_steps(const Pipeline& pipeline, const Plan& plan, Frame&
       continue;
     }
     if (fused_backward(step, frame, dy.value)) {
-      StepContext ctx(plan.ops.data(), frame, plan.saves.data(), step.first, step.own_base,
-                      planned->packed_dx_min_rows);
-      dy = step.fused->backward(ctx, dy);
+      StepContext ctx(plan.ops.data(), frame, plan.saves.data(), step, planned->packed_dx_min_rows);
+      dy = step.fused.backward->backward(ctx, dy);
     } else {
       dy = backward_unfused(pipeline, plan, frame, step, std::move(dy));
     }

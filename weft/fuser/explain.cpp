@@ -30,10 +30,21 @@ int64_t bytes_of(const Spec& spec) {
   return bytes;
 }
 
-/// One line per step, with the kernel tier reported by the operation or the fused operation.
+/// The best tier of the components; between equal ones, the one that says more about why no better tier is used.
+kernels::TierChoice best_tier(const std::vector<kernels::TierChoice>& components) {
+  kernels::TierChoice best;
+  for (const auto& part : components)
+    if (part.tier < best.tier ||
+        (part.tier == best.tier && part.rejection_reason.size() > best.rejection_reason.size()))
+      best = part;
+  return best;
+}
+
+/// One line per step, with the best kernel tier of its operations.
 std::vector<Explanation::StepLine> lines(const Pipeline& pipeline, const std::vector<PlannedStep>& steps,
                                          const fused::PlanView& view, bool backward) {
   const auto device = view.key.tensor_meta(0).device;
+  const auto& report = backward ? pipeline.report().backward : pipeline.report().forward;
   std::vector<Explanation::StepLine> list;
   for (const auto& planned : steps) {
     const auto& step = planned.step;
@@ -42,11 +53,11 @@ std::vector<Explanation::StepLine> lines(const Pipeline& pipeline, const std::ve
     std::vector<kernels::TierChoice> components;
     for (int i = step.first; i < step.first + step.count; ++i)
       components.push_back(pipeline.op(i).kernel(device, view.compute_dtypes[i], backward));
-    const auto choice = step.fused ? step.fused->kernel(components) : components.front();
-    list.push_back({step.first, step.count, name, step.fused != nullptr,
+    const auto choice = step.fused ? best_tier(components) : components.front();
+    list.push_back({step.first, step.count, name, bool(step.fused),
                     in_python ? "python" : std::string(kernels::tier_name(choice.tier)),
                     in_python ? "" : choice.rejection_reason, !backward || planned.needs_grad, step.min_rows,
-                    step.fused ? step.fused->note() : ""});
+                    report.get(step.first, step.rule)});
   }
   return list;
 }
@@ -208,8 +219,8 @@ std::string Explanation::text() const {
   for (const int op : to_caller) text << "  " << pad(std::to_string(op), 8) << op_names[op] << "\n";
   if (!rejections.empty()) text << "rejected\n";
   for (const auto& r : rejections)
-    text << "  " << pad(format_range(r.first, r.count), 8) << r.rule << " (" << pass_name(r.pass) << "): " << r.reason
-         << "\n";
+    text << "  " << pad(format_range(r.first, r.count), 8) << r.rule << " (" << fused::pass_name(r.pass)
+         << "): " << r.reason << "\n";
   if (!in_place.empty()) text << "in place\n";
   for (const auto& note : in_place)
     text << "  " << pad(std::to_string(note.op), 8) << op_names[note.op] << ": " << note.text << "\n";

@@ -96,9 +96,9 @@ std::string footer(const Explanation& e) {
   std::string text = "<TR><TD COLSPAN=\"4\" BORDER=\"0\" ALIGN=\"LEFT\">";
   text += small("saved for backward: " + e.saved_text(), kInk, 10);
   for (const auto& r : e.rejections)
-    text += below(
-        "rejected " + r.rule + " at " + format_range(r.first, r.count) + " (" + pass_name(r.pass) + "): " + r.reason,
-        kInk, 120);
+    text += below("rejected " + r.rule + " at " + format_range(r.first, r.count) + " (" + fused::pass_name(r.pass) +
+                      "): " + r.reason,
+                  kInk, 120);
   return text + "<BR ALIGN=\"LEFT\"/></TD></TR>";
 }
 

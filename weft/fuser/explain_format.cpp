@@ -22,8 +22,4 @@ std::string format_bytes(int64_t bytes) {
   return text.str();
 }
 
-const char* pass_name(fused::Pass pass) {
-  return pass == fused::Pass::joint ? "joint" : pass == fused::Pass::forward ? "forward" : "backward";
-}
-
 }  // namespace weft::fuser

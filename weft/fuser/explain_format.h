@@ -2,14 +2,11 @@
 #include <cstdint>
 #include <string>
 
-#include "weft/fused/rule.h"
-
 namespace weft::fuser {
 
 /// "3" or "3..5"
 std::string format_range(int first, int count);
 /// "12 B", "1.5 KiB"
 std::string format_bytes(int64_t bytes);
-const char* pass_name(fused::Pass pass);
 
 }  // namespace weft::fuser

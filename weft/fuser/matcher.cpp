@@ -2,25 +2,26 @@
 
 namespace weft::fuser {
 
-using fused::FusionRule;
 using fused::Match;
+using fused::PatternRule;
 using fused::Step;
 
 std::vector<Step> Matcher::apply(fused::Pass pass, std::vector<Step> steps) {
   for (const auto& [id, rule] : rules_) {
-    if (rule.pass != pass) continue;
-    steps = rule.rewrite ? rule.rewrite(steps, view_) : scan(rule, steps);
+    if (fused::pass_of(rule) != pass) continue;
+    const auto* pattern = std::get_if<PatternRule>(&rule);
+    steps = pattern ? scan(*pattern, steps) : std::get<fused::RewriteRule>(rule).rewrite(steps, view_);
   }
   return steps;
 }
 
-std::vector<Step> Matcher::scan(const FusionRule& rule, const std::vector<Step>& steps) {
+std::vector<Step> Matcher::scan(const PatternRule& rule, const std::vector<Step>& steps) {
   std::vector<Step> out;
   for (size_t begin = 0; begin < steps.size();) {
     const auto found = match(rule, steps, begin);
     const auto reason = found ? rejection_reason(rule, *found) : std::string{};
     if (!found || !reason.empty()) {
-      if (found) add_rejection({rule.name, rule.pass, found->first(), found->size(), reason});
+      if (found) add_rejection({rule.name, rule.make.pass, found->first(), found->size(), reason});
       out.push_back(steps[begin++]);
       continue;
     }
@@ -44,7 +45,7 @@ void Matcher::add_rejection(Rejection rejection) {
   rejections_.push_back(std::move(rejection));
 }
 
-std::optional<Match> Matcher::match(const FusionRule& rule, const std::vector<Step>& steps, size_t begin) const {
+std::optional<Match> Matcher::match(const PatternRule& rule, const std::vector<Step>& steps, size_t begin) const {
   std::vector<ops::OpPtr> taken;
   for (const auto& element : rule.pattern) {
     const size_t next = begin + taken.size();
@@ -73,7 +74,7 @@ std::vector<Match::Wire> Matcher::wiring(int first, int count) const {
   return wires;
 }
 
-std::string Matcher::rejection_reason(const FusionRule& rule, const Match& match) const {
+std::string Matcher::rejection_reason(const PatternRule& rule, const Match& match) const {
   if (rule.reject) {
     if (auto reason = rule.reject(match, view_); !reason.empty()) return reason;
   }

@@ -17,12 +17,12 @@ class Matcher {
   std::vector<fused::Step> apply(fused::Pass pass, std::vector<fused::Step> steps);
 
  private:
-  std::vector<fused::Step> scan(const fused::FusionRule& rule, const std::vector<fused::Step>& steps);
-  std::optional<fused::Match> match(const fused::FusionRule& rule, const std::vector<fused::Step>& steps,
+  std::vector<fused::Step> scan(const fused::PatternRule& rule, const std::vector<fused::Step>& steps);
+  std::optional<fused::Match> match(const fused::PatternRule& rule, const std::vector<fused::Step>& steps,
                                     size_t begin) const;
   std::vector<fused::Match::Wire> wiring(int first, int count) const;
   void add_rejection(Rejection rejection);
-  std::string rejection_reason(const fused::FusionRule& rule, const fused::Match& match) const;
+  std::string rejection_reason(const fused::PatternRule& rule, const fused::Match& match) const;
   bool has_inner_channel(int first, int count) const;
 
   const Pipeline& pipeline_;

@@ -52,6 +52,8 @@ class Pipeline {
   int eval_bit(int i) const { return eval_bits_[i]; }
 
   const std::vector<ops::ParamSpec>& params() const { return params_; }
+  /// The run-time decisions of the last calls, the only part that calls write; copies of the pipeline share it.
+  ops::CallReport& report() const { return *report_; }
   /// True if any operation is written in Python.
   bool process_local() const { return process_local_; }
 
@@ -67,6 +69,7 @@ class Pipeline {
   std::vector<int> param_base_{0}, saved_base_{0}, extra_in_base_{0}, extra_out_base_{0};
   std::vector<int> caller_inputs_, caller_outputs_, sources_, eval_bits_;
   std::vector<ops::ParamSpec> params_;
+  std::shared_ptr<ops::CallReport> report_ = std::make_shared<ops::CallReport>();
   bool process_local_ = false;
 };
 

@@ -122,12 +122,16 @@ std::vector<PlannedStep> route(const Pipeline& pipeline, const std::vector<Step>
   return planned;
 }
 
-void check_coverage(const Pipeline& pipeline, const std::vector<Step>& steps, const char* pass) {
+void check_coverage(const Pipeline& pipeline, const std::vector<Step>& steps, Pass which) {
+  const auto* pass = fused::pass_name(which);
   int next = 0;
   for (const auto& step : steps) {
     TORCH_CHECK(step.first == next && step.count > 0, "The ", pass,
                 " plan does not cover every operation once and in order: step '", step.rule, "' starts at operation ",
                 step.first, ", expected ", next, ".");
+    TORCH_CHECK(
+        !step.fused || (which == Pass::forward ? step.fused.forward != nullptr : step.fused.backward != nullptr),
+        "The ", pass, " plan has step '", step.rule, "', which does not implement this pass.");
     next += step.count;
   }
   TORCH_CHECK(next == pipeline.size(), "The ", pass, " plan covers ", next, " of ", pipeline.size(), " operations.");
@@ -148,10 +152,10 @@ std::vector<uint8_t> slots_for_backward(const Pipeline& pipeline, const Plan& pl
   std::vector<uint8_t> saves(plan.num_saved, 1);
   for (const auto& planned : plan.backward) {
     const auto& step = planned.step;
-    for (int i = 0; step.fused && i < step.count; ++i) {
+    for (int i = 0; step.fused.joint && i < step.count; ++i) {
       const int base = pipeline.saved_base(step.first + i), end = pipeline.saved_base(step.first + i + 1);
       for (int slot = base; slot < end; ++slot)
-        saves[slot] = step.fused->reads_saved(plan.ops.data() + step.first, i, slot - base);
+        saves[slot] = step.fused.joint->reads_saved(plan.ops.data() + step.first, i, slot - base);
     }
   }
   return saves;
@@ -167,8 +171,8 @@ std::vector<int> params_for_backward(const Pipeline& pipeline, const Plan& plan)
         const auto read = pipeline.params()[p].backward_read;
         const bool needs_value =
             read == ops::BackwardRead::always ? plan.ops[i].needs_grad : plan.ops[i].needs_input_grad;
-        const bool joint =
-            planned.needs_grad && step.fused && step.fused->reads_param(i - step.first, p - pipeline.param_base(i));
+        const bool joint = planned.needs_grad && step.fused.joint &&
+                           step.fused.joint->reads_param(i - step.first, p - pipeline.param_base(i));
         if (joint || (read != ops::BackwardRead::never && needs_value)) list.push_back(p);
       }
     }
@@ -211,12 +215,13 @@ std::shared_ptr<const Plan> make_plan(const Pipeline& pipeline, const PlanKey& k
   joint = matcher.apply(Pass::joint, std::move(joint));
   plan->num_saved = pipeline.num_saved();
   for (auto& step : joint) {
-    step.own_base = plan->num_saved;
-    if (step.fused) plan->num_saved += static_cast<int>(step.fused->saved_names().size());
+    const auto own = step.fused.joint ? static_cast<int>(step.fused.joint->saved_names().size()) : 0;
+    if (own > 0) step.own_base = plan->num_saved;
+    plan->num_saved += own;
   }
   const auto forward = matcher.apply(Pass::forward, joint), backward = matcher.apply(Pass::backward, joint);
-  check_coverage(pipeline, forward, "forward");
-  check_coverage(pipeline, backward, "backward");
+  check_coverage(pipeline, forward, Pass::forward);
+  check_coverage(pipeline, backward, Pass::backward);
   plan->forward = route(pipeline, forward);
   plan->backward = route(pipeline, backward);
   mark_gradients(pipeline, plan->ops, plan->backward);

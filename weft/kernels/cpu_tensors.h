@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "weft/core/dispatch_keys.h"
 #include "weft/kernels/huge_pages.h"
 #include "weft/kernels/tier.h"
 
@@ -16,12 +17,9 @@ namespace weft::kernels {
 /// Whether a loop can read the tensor's memory: strided, no wrapper (Python subclass, functorch transform), and no
 /// pending negation or conjugation.
 inline bool is_plain_strided(const at::Tensor& t) {
-  constexpr c10::DispatchKeySet kNotPlain({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
-                                           c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
-                                           c10::DispatchKey::BatchedNestedTensor, c10::DispatchKey::Batched,
-                                           c10::DispatchKey::VmapMode, c10::DispatchKey::Negative,
-                                           c10::DispatchKey::Conjugate, c10::DispatchKey::ZeroTensor});
-  return t.layout() == c10::kStrided && !t.key_set().has_any(kNotPlain);
+  constexpr c10::DispatchKeySet kPending(
+      {c10::DispatchKey::Negative, c10::DispatchKey::Conjugate, c10::DispatchKey::ZeroTensor});
+  return t.layout() == c10::kStrided && !t.key_set().has_any(kPythonKeys | kFunctorchKeys | kPending);
 }
 
 /// The tier for t: `ref` if the loops cannot read t or one of the others. Undefined tensors are ignored.

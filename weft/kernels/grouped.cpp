@@ -152,7 +152,7 @@ GroupedBiasGradient grouped_bias_gradient(const GroupIndex& index, const at::Ten
   const auto rows = dy.sizes()[0], columns = dy.sizes()[1];
   GroupedBiasGradient out;
   if (needs_db) out.db = empty(dy, {index.groups(), columns}, dy.scalar_type());
-  if (needs_ds) out.ds = empty(dy, {rows}, opmath_dtype(dy.scalar_type()));
+  if (needs_ds) out.ds = empty(dy, {rows}, at::toOpMathType(dy.scalar_type()));
   if (on_meta(dy)) return out;
   const GroupedBiasGradCall call{dy, scales, bias, out.db, out.ds};
   const bool fits =

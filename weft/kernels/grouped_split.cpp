@@ -22,7 +22,7 @@ void split_gemm(const GroupOffsets& offsets, const GroupedGemmCall& call, int64_
   const auto bias = call.bias.matrix(g);
   if (!call.scales.defined()) return static_cast<void>(gemm(x, b, {.bias = bias.view({-1}), .out = out}));
   // Accumulate the GEMM onto s·b, so that the sum is rounded once.
-  const auto scales = rows_of(call.scales, offsets, g).reshape({-1, 1}).to(opmath_dtype(x.scalar_type()));
+  const auto scales = rows_of(call.scales, offsets, g).reshape({-1, 1}).to(at::toOpMathType(x.scalar_type()));
   const auto sum = at::mul(scales, to_opmath(bias));
   gemm(x, b, {.addend = sum, .out = sum});
   out.copy_(sum);

@@ -1,10 +1,11 @@
 #pragma once
 #include <ATen/core/Tensor.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <functional>
 #include <utility>
 #include <vector>
+
+#include "weft/core/dispatch_keys.h"
 
 namespace weft::kernels {
 
@@ -27,18 +28,12 @@ class LaunchHook {
 LaunchHook* set_launch_hook(LaunchHook* hook);
 LaunchHook* launch_hook();
 
-/// Disables autograd and autocast in its scope. Every launch runs under it, replays included.
-struct BelowAutogradGuard {
-  c10::impl::ExcludeDispatchKeyGuard guard{c10::autograd_dispatch_keyset_with_ADInplaceOrView |
-                                           c10::autocast_dispatch_keyset};
-};
-
-/// Runs `kernel`, a closure that owns its buffers. Sizes and addresses are fixed when it is created; it may read the
-/// contents of tensors only when it runs, because a replay reads new contents.
+/// Runs `kernel`, a closure that owns its buffers, below autograd. Sizes and addresses are fixed when it is created; it
+/// may read the contents of tensors only when it runs, because a replay reads new contents.
 template <class Kernel>
 void launch(Kernel kernel) {
   auto guarded = [kernel = std::move(kernel)] {
-    const BelowAutogradGuard below_autograd;
+    const BelowAutograd below;
     kernel();
   };
   if (auto* hook = launch_hook()) return hook->run(Launch(std::move(guarded)));

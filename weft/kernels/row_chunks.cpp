@@ -25,7 +25,7 @@ class PresummedAddends {
     for (auto& chunk : chunks_.list) {
       if (chunk.addends.size() < 2) continue;
       const auto& first = chunk.addends[0];
-      chunk.addends = {at::empty(first.sizes(), first.options().dtype(opmath_dtype(first.scalar_type())))};
+      chunk.addends = {at::empty(first.sizes(), first.options().dtype(at::toOpMathType(first.scalar_type())))};
     }
     if (!given.ready) chunks_.min_block_rows = given.rows;
     chunks_.ready = [this](int chunk, int64_t from) { return ready(chunk, from); };
@@ -154,7 +154,7 @@ class SequentialGemm {
       all_.column_sums = all_.column_sums.defined() ? all_.column_sums.add_(r.column_sums) : r.column_sums;
   }
   static at::Tensor sum_of(const at::Tensor& x, const at::Tensor& y) {
-    const auto sum = at::empty(x.sizes(), x.options().dtype(opmath_dtype(x.scalar_type())));
+    const auto sum = at::empty(x.sizes(), x.options().dtype(at::toOpMathType(x.scalar_type())));
     sum_terms({x, y}, sum);
     return sum;
   }

@@ -7,7 +7,7 @@
 #include <cmath>
 #include <ranges>
 
-#include "weft/fuser/below_autograd.h"
+#include "weft/core/dispatch_keys.h"
 #include "weft/ops/wgrad_attrs.h"
 
 namespace weft::nn {
@@ -65,7 +65,7 @@ void Fusible::backward_dw() {
   for (const auto& stage : std::views::reverse(list)) {
     const auto count = stage.op->params().size();
     offset -= count;
-    const fuser::BelowAutograd below;
+    const BelowAutograd below;
     ran |= stage.op->backward_dw({params.data() + offset, count});
   }
   if (!ran) return;

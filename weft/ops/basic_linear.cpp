@@ -166,7 +166,7 @@ int64_t BasicLinear::packed_dy_min_rows(const OpPlan& plan) const {
 
 bool BasicLinear::uses_packed_dy(const OpPlan& plan, const at::Tensor& dy) const {
   const auto min_rows = packed_dy_min_rows(plan);
-  return min_rows > 0 && dy.numel() >= min_rows * dy.size(-1);
+  return min_rows > 0 && has_rows(dy, min_rows);
 }
 
 Gradient BasicLinear::gather(const Gradient& dy) const {
@@ -209,11 +209,10 @@ at::Tensor BasicLinear::backward(OpContext& ctx, const at::Tensor& dy, Params pa
 
 /// Overlaps the all-gather of x with the dx GEMM, and the reduction of dx with the dW GEMM.
 at::Tensor BasicLinear::parallel_backward(OpContext& ctx, const at::Tensor& dy, Params params) const {
-  auto gathering_dy = gather_output_gradient(dy);
   auto gathering_x = gather_saved_input(ctx);
-  const auto dy_all = gathering_dy.wait();
-  auto reducing_dx = reduce_input_gradient(local_input_gradient(ctx, dy_all, params, {}).out);
-  weight_gradient_of(ctx, dy_all.is_same(dy) ? ctx.with_packed(dy) : dy_all, gathering_x.wait());
+  const auto dy_all = gather(ctx.with_packed(dy));
+  auto reducing_dx = reduce_input_gradient(local_input_gradient(ctx, dy_all.value, params, {}).out);
+  weight_gradient_of(ctx, dy_all, gathering_x.wait());
   return reducing_dx.wait();
 }
 

@@ -6,6 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "weft/ops/call_report.h"
+
 namespace weft::ops {
 
 using Params = c10::ArrayRef<at::Tensor>;
@@ -75,14 +77,17 @@ struct Frame {
   const LeafParams* leaf_params = nullptr;   // backward only; nullptr in a functional call without Parameters
   std::vector<int> added_to_main_grad = {};  // operations whose weight gradient was added to main_grad
   c10::ArrayRef<Buffers> buffers = {};       // for operations with takes_buffers()
+  PassReport* report = nullptr;              // run-time decisions; nullptr in a functional call
 };
 
 /// An operation's view of a call. Cheap to construct; not stored.
 class OpContext {
  public:
-  /// `saves` flags the slots of the call that backward reads; null: all. `packed_dy` belongs to the dy of `backward`.
-  OpContext(const OpPlan& plan, Frame& frame, int index, const uint8_t* saves = nullptr, at::Tensor packed_dy = {})
-      : plan_(plan), frame_(frame), index_(index), saves_(saves), packed_dy_(std::move(packed_dy)) {}
+  /// `saves` flags the slots of the call that backward reads; null: all. `packed_dy` belongs to the dy of `backward`;
+  /// null: none.
+  OpContext(const OpPlan& plan, Frame& frame, int index, const uint8_t* saves = nullptr,
+            const at::Tensor* packed_dy = nullptr)
+      : plan_(plan), frame_(frame), index_(index), saves_(saves), packed_dy_(packed_dy) {}
 
   bool needs_input_grad() const { return plan_.needs_input_grad; }
   bool needs_param_grad(int i) const { return plan_.needs_param_grad[i] != 0; }
@@ -107,7 +112,7 @@ class OpContext {
   void set_extra_output(int i, at::Tensor t) { frame_.extra_out[plan_.extra_out_base + i] = std::move(t); }
 
   /// Backward: dy with its packed transpose.
-  Gradient with_packed(const at::Tensor& dy) const { return {dy, packed_dy_}; }
+  Gradient with_packed(const at::Tensor& dy) const { return {dy, packed_dy_ ? *packed_dy_ : at::Tensor()}; }
 
   /// Backward: gradients of extra outputs, extra inputs and parameters. An undefined gradient is zero.
   at::Tensor take_extra_output_grad(int i) { return std::move(frame_.extra_out[plan_.extra_out_base + i]); }
@@ -139,7 +144,7 @@ class OpContext {
   Frame& frame_;
   int index_;
   const uint8_t* saves_;
-  at::Tensor packed_dy_;
+  const at::Tensor* packed_dy_;
 };
 
 }  // namespace weft::ops

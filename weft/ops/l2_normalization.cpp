@@ -10,7 +10,7 @@ Inferred L2Normalization::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef
   TORCH_CHECK_VALUE(!x.sizes.empty(), "L2Normalization: input is a scalar, expected at least 1 dimension.");
   Inferred out{.y = x};
   out.saved.resize(2);
-  if (plan.needs_input_grad) out.saved = {saved_input(x, x.dtype), x.with_last(1).as(kernels::opmath_dtype(x.dtype))};
+  if (plan.needs_input_grad) out.saved = {saved_input(x, x.dtype), x.with_last(1).as(at::toOpMathType(x.dtype))};
   return out;
 }
 

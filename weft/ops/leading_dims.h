@@ -12,6 +12,8 @@ at::Tensor as_matrix(const at::Tensor& t);
 at::Tensor restore_leading_dims(const at::Tensor& matrix, const at::Tensor& like);
 /// The sum over all dimensions but the last; `t` itself if it has one dimension.
 at::Tensor sum_rows(const at::Tensor& t);
+/// Whether [..., n] has at least `rows` rows; true for a tensor without dimensions.
+inline bool has_rows(const at::Tensor& t, int64_t rows) { return t.dim() == 0 || t.numel() >= rows * t.sizes().back(); }
 using kernels::as_dtype;
 
 }  // namespace weft::ops

@@ -34,7 +34,7 @@ at::Tensor input_of(std::string_view op, const OpContext& ctx, const at::Tensor&
 
 /// γ' in the opmath dtype of `dtype`.
 at::Tensor gamma_of(const NormOptions& o, const at::Tensor& weight, at::ScalarType dtype) {
-  const auto gamma = as_dtype(weight, kernels::opmath_dtype(dtype));
+  const auto gamma = as_dtype(weight, at::toOpMathType(dtype));
   return o.zero_centered_gamma ? at::add(gamma, 1) : gamma;
 }
 
@@ -48,7 +48,7 @@ Spec input_spec(std::string_view op, const OpPlan& plan, const Spec& x, const Sp
 
 /// The sizes of x with those of the row replaced by 1.
 Spec statistic_spec(const Spec& input, const Spec& weight) {
-  auto spec = input.as(kernels::opmath_dtype(input.dtype));
+  auto spec = input.as(at::toOpMathType(input.dtype));
   std::fill(spec.sizes.end() - weight.sizes.size(), spec.sizes.end(), c10::SymInt(1));
   return spec;
 }
@@ -84,7 +84,7 @@ Inferred LayerNorm::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>
 static kernels::LayerNormForward run_layer_norm(const NormOptions& o, const at::Tensor& input, Params params,
                                                 bool keep) {
   const auto dtype = input.scalar_type();
-  const auto beta = as_dtype(params[LayerNorm::kBias], kernels::opmath_dtype(dtype));
+  const auto beta = as_dtype(params[LayerNorm::kBias], at::toOpMathType(dtype));
   return kernels::layer_norm_forward(input, gamma_of(o, params[LayerNorm::kWeight], dtype), beta, o.eps, keep);
 }
 

@@ -55,20 +55,22 @@ struct Rewriter {
     }
     if (!is_fused) return {.first = step.first};
     step.rule = py::type::of(item).attr("__name__").cast<std::string>();
-    step.fused = std::make_shared<PyFused>(py::reinterpret_borrow<py::object>(item), std::move(infos));
+    const auto op = std::make_shared<const PyFused>(py::reinterpret_borrow<py::object>(item), std::move(infos));
+    step.fused = pass == fused::Pass::forward    ? fused::FusedPtr(std::shared_ptr<const fused::ForwardFusion>(op))
+                 : pass == fused::Pass::backward ? fused::FusedPtr(std::shared_ptr<const fused::BackwardFusion>(op))
+                                                 : fused::FusedPtr(op);
     return step;
   }
 };
 
 int64_t add_function(const std::string& pass, const py::object& function, bool prepend) {
-  const auto which = pass == "forward"    ? fused::Pass::forward
-                     : pass == "backward" ? fused::Pass::backward
-                                          : fused::Pass::joint;
+  const auto which = fused::pass_from_name(pass);
   const auto name = py::str(py::getattr(function, "__qualname__", py::repr(function))).cast<std::string>();
-  fused::FusionRule rule{.name = name, .pass = which};
   const auto rewriter = hold(Rewriter{name, function, which});  // rules are copied and destroyed on any thread
-  rule.rewrite = [rewriter](const auto& steps, const auto& view) { return (*rewriter)(steps, view); };
-  return fused::add_rule(std::move(rule), prepend);
+  return fused::add_rule(
+      fused::RewriteRule{name, which,
+                         [rewriter](const auto& steps, const auto& view) { return (*rewriter)(steps, view); }},
+      prepend);
 }
 
 std::shared_ptr<ops::BasicOp> make_custom(const py::object& module, const py::list& params, int extra_inputs,
@@ -79,9 +81,9 @@ std::shared_ptr<ops::BasicOp> make_custom(const py::object& module, const py::li
 }
 
 py::list names_of(const fused::RuleList& rules) {
-  static constexpr const char* kPass[] = {"joint", "forward", "backward"};
   py::list list;
-  for (const auto& [id, rule] : rules) list.append(py::make_tuple(rule.name, kPass[static_cast<int>(rule.pass)]));
+  for (const auto& [id, rule] : rules)
+    list.append(py::make_tuple(fused::name_of(rule), fused::pass_name(fused::pass_of(rule))));
   return list;
 }
 
@@ -95,33 +97,20 @@ void bind_custom(py::module_& m) {
   m.def("make_custom_op", &make_custom, py::arg("module"), py::arg("params"), py::arg("extra_inputs"),
         py::arg("extra_outputs"));
   m.def("add_fusion_function", &add_function, py::arg("pass_"), py::arg("function"), py::arg("prepend"));
-  m.def("remove_rule", [](int64_t id) {
-    const py::gil_scoped_release release;
-    fused::remove_rule(id);
-  });
+  using ReleaseGil = py::call_guard<py::gil_scoped_release>;  // a list of rules is changed under a lock
+  m.def("remove_rule", &fused::remove_rule, ReleaseGil());
   m.def(
       "rule_ids",
       [](const std::vector<std::string>& names) {
         std::vector<int64_t> ids;
         for (const auto& [id, rule] : *fused::all_rules())
-          if (std::find(names.begin(), names.end(), rule.name) != names.end()) ids.push_back(id);
+          if (std::find(names.begin(), names.end(), fused::name_of(rule)) != names.end()) ids.push_back(id);
         return ids;
       },
       py::arg("names"), "Ids of the rules with these names.");
-  m.def(
-      "disable_rules",
-      [](const std::vector<int64_t>& ids) {
-        const py::gil_scoped_release release;
-        fused::disable_rules(ids);
-      },
-      py::arg("ids"), "Disables rules; calls are counted.");
-  m.def(
-      "enable_rules",
-      [](const std::vector<int64_t>& ids) {
-        const py::gil_scoped_release release;
-        return fused::enable_rules(ids);
-      },
-      py::arg("ids"), "Enables rules; returns the ids that were disabled.");
+  m.def("disable_rules", &fused::disable_rules, py::arg("ids"), ReleaseGil(), "Disables rules; calls are counted.");
+  m.def("enable_rules", &fused::enable_rules, py::arg("ids"), ReleaseGil(),
+        "Enables rules; returns the ids that were disabled.");
   m.def(
       "rules", [] { return names_of(*fused::current_rules().list); },
       "Name and pass of each enabled rule, in the order in which they are tried.");

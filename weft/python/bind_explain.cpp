@@ -16,10 +16,9 @@ py::list steps(const std::vector<fuser::Explanation::StepLine>& lines) {
 }
 
 py::dict data(const fuser::Explanation& e) {
-  static constexpr const char* kPass[] = {"joint", "forward", "backward"};
   py::list rejected, in_place, saved, channels;
   for (const auto& r : e.rejections)
-    rejected.append(py::dict(py::arg("rule") = r.rule, py::arg("pass") = kPass[static_cast<int>(r.pass)],
+    rejected.append(py::dict(py::arg("rule") = r.rule, py::arg("pass") = fused::pass_name(r.pass),
                              py::arg("first") = r.first, py::arg("count") = r.count, py::arg("reason") = r.reason));
   for (const auto& n : e.in_place) in_place.append(py::dict(py::arg("op") = n.op, py::arg("text") = n.text));
   for (const auto& s : e.saved)

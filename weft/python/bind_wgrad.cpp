@@ -1,6 +1,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 
-#include "weft/fuser/below_autograd.h"
+#include "weft/core/dispatch_keys.h"
 #include "weft/ops/operation.h"
 #include "weft/ops/wgrad_attrs.h"
 #include "weft/ops/wgrad_sink.h"
@@ -44,7 +44,7 @@ class PyAttrsResolver final : public ops::WgradResolver {
 
 bool backward_dw(const ops::BasicOp& op, const std::vector<at::Tensor>& params) {
   const py::gil_scoped_release release;
-  const fuser::BelowAutograd below;
+  const BelowAutograd below;
   return op.backward_dw(params);
 }
 

@@ -1,12 +1,11 @@
 #pragma once
 #include <ATen/core/grad_mode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
 #include <vector>
 
-#include "weft/fuser/below_autograd.h"
+#include "weft/core/dispatch_keys.h"
 #include "weft/ops/context.h"
 
 namespace weft::python {
@@ -35,7 +34,7 @@ class __attribute__((visibility("hidden"))) PythonCallGuard {
 struct __attribute__((visibility("hidden"))) UserCodeGuard {
   c10::impl::ForceDispatchKeyGuard keys{c10::impl::tls_local_dispatch_key_set().included_,
                                         c10::impl::tls_local_dispatch_key_set().excluded_ -
-                                            c10::autograd_dispatch_keyset_with_ADInplaceOrView - fuser::kPythonModes};
+                                            c10::autograd_dispatch_keyset_with_ADInplaceOrView - kPythonKeys};
   at::NoGradGuard no_grad;
 };
 

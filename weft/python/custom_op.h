@@ -33,8 +33,8 @@ class __attribute__((visibility("hidden"))) PyOp final : public ops::BasicOp {
   int extra_inputs_, extra_outputs_;
 };
 
-/// A fused operation written in Python: a subclass of weft.ops.FusedOperation.
-class __attribute__((visibility("hidden"))) PyFused final : public fused::FusedOp {
+/// A fused operation written in Python, in one pass or both: a subclass of weft.ops.FusedOperation.
+class __attribute__((visibility("hidden"))) PyFused final : public fused::JointFusion {
  public:
   /// Properties of each basic operation it replaces.
   struct ComponentInfo {

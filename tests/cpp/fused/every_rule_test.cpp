@@ -5,10 +5,14 @@
 #include <ATen/ops/randn_like.h>
 #include <ATen/ops/tensor.h>
 
+#include <thread>
+
 #include "tests/cpp/fuser/testing.h"
 #include "weft/fused/rules.h"
 #include "weft/fuser/autograd.h"
 #include "weft/fuser/call_validation.h"
+#include "weft/fuser/explain.h"
+#include "weft/ops/constant_scale.h"
 
 namespace weft::fused {
 namespace {
@@ -18,7 +22,7 @@ using fuser::Pipeline;
 using weft::testing::expect_close;
 using weft::testing::leaf;
 
-Pipeline sample(const FusionRule& rule) {
+Pipeline sample(const PatternRule& rule) {
   std::vector<fuser::Stage> stages;
   for (auto& op : rule.sample()) stages.push_back({.op = op});
   return Pipeline(std::move(stages));
@@ -60,14 +64,14 @@ std::vector<at::Tensor> results(const Pipeline& pipeline, const RuleList& rules,
   return all;
 }
 
-RuleList only(const FusionRule& rule) { return {{0, rule}}; }
+RuleList only(const PatternRule& rule) { return {{0, rule}}; }
 
 class EveryRule : public ::testing::TestWithParam<size_t> {
  protected:
   void SetUp() override {
     if (!rule().sample) GTEST_SKIP() << rule().name << " needs ranks: tests/dist/test_overlap.py";
   }
-  const FusionRule& rule() const { return (*list_)[GetParam()].second; }
+  const PatternRule& rule() const { return std::get<PatternRule>((*list_)[GetParam()].second); }
   std::shared_ptr<const RuleList> list_ = all_rules();
 };
 
@@ -77,7 +81,7 @@ TEST_P(EveryRule, FusesItsWholeSample) {
   const auto x = leaf({kRows, 8});
   const auto extras = extras_for(pipeline, kRows);
   const auto plan = fuser::make_plan(pipeline, fuser::make_plan_key(pipeline, x, params, extras, 0), only(rule()));
-  const auto& steps = rule().pass == Pass::backward ? plan->backward : plan->forward;
+  const auto& steps = rule().make.pass == Pass::backward ? plan->backward : plan->forward;
   ASSERT_EQ(steps.size(), 1) << rule().name << " left part of its sample unfused";
   EXPECT_TRUE(plan->rejections.empty());
 }
@@ -99,27 +103,60 @@ TEST_P(EveryRule, MatchesUnfusedValuesAndGradients) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Builtin, EveryRule, ::testing::Range(size_t{0}, all_rules()->size()),
-                         [](const auto& info) { return (*all_rules())[info.param].second.name; });
+                         [](const auto& info) { return name_of((*all_rules())[info.param].second); });
 
 TEST(Rules, AddAndRemoveTakeEffectAtNextCall) {
   Fuser fuser(Pipeline::parse("ConstantScale(scale=2.0); ConstantScale(scale=3.0)"));
   const auto x = leaf({2, 2});
   EXPECT_EQ(fuser.plan(x, {}, {})->forward.size(), 2);
-  class Six final : public FusedOp {
+  struct Six final : ForwardFusion {
+    explicit Six(const Match&) {}
     at::Tensor forward(StepContext&, const at::Tensor& x) const override { return x * 6; }
   };
-  FusionRule rule{.name = "six",
-                  .pass = Pass::forward,
-                  .make = [](const Match&) { return std::make_shared<Six>(); },
-                  .min_rows = 3};
-  const auto any = [](const ops::BasicOp& op) { return op.name() == "ConstantScale"; };
-  rule.pattern = {{any}, {any}};
-  const auto id = add_rule(rule);
+  const Element any{[](const ops::BasicOp& op) { return op.name() == "ConstantScale"; }};
+  const auto id = add_rule(PatternRule{.name = "six", .pattern = {any, any}, .make = make_fused<Six>(), .min_rows = 3});
   EXPECT_EQ(fuser.plan(x, {}, {})->forward.size(), 1);
   expect_close(fuser(x, {}, {})[0], x * 6, "below min_rows the basic operations run");
   expect_close(fuser(at::ones({5, 2}, at::kDouble), {}, {})[0], at::full({5, 2}, 6, at::kDouble), "six");
   remove_rule(id);
   EXPECT_EQ(fuser.plan(x, {}, {})->forward.size(), 2);
+}
+
+struct ReportsRows final : ForwardFusion {
+  explicit ReportsRows(const Match&) {}
+  at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
+    ctx.report(std::to_string(x.size(0)) + " rows");
+    return x * 2;
+  }
+};
+
+TEST(Rules, ExplainPrintsReportOfLastCall) {
+  Fuser fuser(Pipeline::parse("ConstantScale(scale=2.0)"));
+  const auto id = add_rule(
+      PatternRule{.name = "reports", .pattern = {one<ops::ConstantScale>()}, .make = make_fused<ReportsRows>()});
+  const auto x = leaf({2, 2});
+  const auto note = [&] { return fuser::explain(fuser, x, {}, {}).forward[0].note; };
+  EXPECT_EQ(note(), "");
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) threads.emplace_back([&] { fuser(leaf({5, 2}), {}, {}); });
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(note(), "5 rows");
+  fuser(x, {}, {});
+  EXPECT_EQ(note(), "2 rows");
+  EXPECT_EQ(fuser::explain(fuser, x, {}, {}).backward[0].note, "");
+  remove_rule(id);
+  EXPECT_EQ(note(), "") << "another rule created the step";
+}
+
+TEST(Rules, RewriteMustImplementItsPass) {
+  Fuser fuser(Pipeline::parse("ConstantScale(scale=2.0)"));
+  const auto id = add_rule(RewriteRule{"backward_only", Pass::backward, [](auto steps, const PlanView&) {
+                                         const Match none(0, {}, {});
+                                         steps[0].fused = std::make_shared<const ReportsRows>(none);
+                                         return steps;
+                                       }});
+  EXPECT_THROW(fuser(leaf({2, 2}), {}, {}), c10::Error);
+  remove_rule(id);
 }
 
 }  // namespace

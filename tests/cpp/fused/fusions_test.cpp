@@ -5,9 +5,9 @@
 #include <c10/util/ThreadLocalDebugInfo.h>
 
 #include "tests/cpp/fuser/testing.h"
+#include "weft/core/dispatch_keys.h"
 #include "weft/fused/rules.h"
 #include "weft/fuser/autograd.h"
-#include "weft/fuser/below_autograd.h"
 #include "weft/fuser/call_validation.h"
 #include "weft/fuser/executor.h"
 #include "weft/fuser/infer.h"
@@ -46,7 +46,7 @@ Counted linear_add_backward(bool in_place, at::Tensor g) {
   const std::vector<at::Tensor> params{at::ones({4, 64}).requires_grad_()};
   const auto plan = fuser::make_plan(pipeline, fuser::make_plan_key(pipeline, x, params, {}, 0), *current_rules().list);
   EXPECT_EQ(plan->backward.size(), 1);
-  const fuser::BelowAutograd below;
+  const BelowAutograd below;
   std::vector<at::Tensor> saved(plan->num_saved), extra_out(1), grads(1);
   ops::Frame frame{
       .saved = saved.data(), .extra_out = extra_out.data(), .param_grads = grads.data(), .params = params.data()};
@@ -142,7 +142,7 @@ TEST_P(Blocks, FusesBothPasses) {
   const auto plan = fuser.plan(x, params, {});
   ASSERT_EQ(plan->forward.size(), 1);
   EXPECT_EQ(plan->forward[0].step.rule, "mlp_block");
-  EXPECT_EQ(plan->forward[0].step.fused, plan->backward[0].step.fused);
+  EXPECT_EQ(plan->forward[0].step.fused.op, plan->backward[0].step.fused.op);
   const auto unfused = fuser::make_plan(fuser.pipeline(), plan->key, {});
   const auto y = fuser(x, params, {})[0];
   const auto plain = run_plan(fuser.shared_pipeline(), unfused, x, params, {})[0];
@@ -187,7 +187,7 @@ TEST(Fusions, RulesCanBeDisabledAndReenabled) {
   EXPECT_EQ(fuser.plan(x, params, {})->forward.size(), 1);
   std::vector<int64_t> ids;
   for (const auto& [id, rule] : *current_rules().list)
-    if (rule.name == "linear_bias") ids.push_back(id);
+    if (name_of(rule) == "linear_bias") ids.push_back(id);
   disable_rules(ids);
   EXPECT_EQ(fuser.plan(x, params, {})->forward.size(), 2);
   EXPECT_EQ(enable_rules(ids), ids);

@@ -8,7 +8,7 @@
 #include <sys/mman.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include "weft/fuser/below_autograd.h"
+#include "weft/core/dispatch_keys.h"
 #include "weft/fuser/fuser.h"
 #include "weft/kernels/launch.h"
 #include "weft/ops/grouped_linear.h"
@@ -113,7 +113,7 @@ struct Trial {
     return results;
   }
   void backward_dw() {
-    const fuser::BelowAutograd below;
+    const BelowAutograd below;
     size_t offset = 0;
     for (const auto& stage : stages) {
       const auto count = stage.op->params().size();

@@ -17,7 +17,7 @@ using weft::testing::leaf;
 int forward_runs = 0, backward_runs = 0;
 
 /// y = gelu(s·x); saves s·x in an additional slot.
-class ScaledGelu final : public FusedOp {
+class ScaledGelu final : public JointFusion {
  public:
   explicit ScaledGelu(const Match& match) : scale_(match.get<ops::ConstantScale>().options().scale) {}
 
@@ -41,11 +41,10 @@ class JointRule : public ::testing::TestWithParam<int64_t> {
  protected:
   void SetUp() override {
     forward_runs = backward_runs = 0;
-    id_ = add_rule({.name = "scaled_gelu",
-                    .pass = Pass::joint,
-                    .pattern = {one<ops::ConstantScale>(), one<ops::Activation>()},
-                    .make = make_fused<ScaledGelu>,
-                    .min_rows = GetParam()});
+    id_ = add_rule(PatternRule{.name = "scaled_gelu",
+                               .pattern = {one<ops::ConstantScale>(), one<ops::Activation>()},
+                               .make = make_fused<ScaledGelu>(),
+                               .min_rows = GetParam()});
   }
   void TearDown() override { remove_rule(id_); }
 

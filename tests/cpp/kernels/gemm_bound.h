@@ -41,7 +41,7 @@ inline double underflow(at::ScalarType dtype) {
 /// 2·e⁻³² (Higham and Mary 2019, λ = 8).
 inline double summation(int64_t terms, at::ScalarType dtype) {
   const auto n = static_cast<double>(terms);
-  return roundoff(opmath_dtype(dtype)) * (1 + std::min(n, 8 * std::sqrt(n)));
+  return roundoff(at::toOpMathType(dtype)) * (1 + std::min(n, 8 * std::sqrt(n)));
 }
 
 inline at::Tensor in_float64(const at::Tensor& t) { return t.defined() ? t.to(at::kDouble) : t; }
@@ -56,7 +56,7 @@ inline Bounded rounded(const Bounded& x, at::ScalarType dtype) {
 }
 /// scale·x + t, each operation rounded to the opmath dtype of `dtype`.
 inline Bounded scaled_sum(const Bounded& x, double scale, const at::Tensor& t, at::ScalarType dtype) {
-  const auto u = roundoff(opmath_dtype(dtype));
+  const auto u = roundoff(at::toOpMathType(dtype));
   auto value = x.value * scale;
   auto error = x.error * std::abs(scale) + value.abs() * u;
   if (t.defined()) {

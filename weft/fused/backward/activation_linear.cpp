@@ -8,7 +8,7 @@ namespace {
 
 /// For y = h Wᵀ, h = act(p), p = x + b:  dx = (dy W)·act'(p) and db = Σ_rows dx in the GEMM epilogue, which also packs
 /// dx if the next step uses it.
-class ActivationLinear final : public FusedOp {
+class ActivationLinear final : public BackwardFusion {
  public:
   explicit ActivationLinear(const Match& match)
       : bias_(match.find<ops::Bias>()),
@@ -42,19 +42,17 @@ std::string reject(const Match& m, const PlanView& view) {
   if (!view.plans[m.first() + activation.index].needs_input_grad)
     return "the input of the activation needs no gradient";
   const auto& linear = m.get<ops::BasicLinear>();
-  if (auto reason = reject_reduced_gradient(linear); !reason.empty()) return reason;
-  auto reason = reject_activation(*activation.op, 2 * linear.local_in_features());
-  return reason.empty() ? reject_mixed_dtypes(m, view, activation.index, activation.index + 1) : reason;
+  return first_reason({reject_reduced_gradient(linear), reject_activation(activation, 2 * linear.local_in_features()),
+                       reject_mixed_dtypes(m, view, activation.index, activation.index + 1)});
 }
 
 }  // namespace
 
-FusionRule backward_activation_linear() {
+PatternRule backward_activation_linear() {
   return {.name = "activation_linear",
-          .pass = Pass::backward,
           .pattern = {maybe<ops::Bias>(), one<ops::ActivationOp>(), one<ops::BasicLinear>()},
           .reject = reject,
-          .make = make_fused<ActivationLinear>,
+          .make = make_fused<ActivationLinear>(),
           .sample = []() -> std::vector<ops::OpPtr> {
             return {
                 std::make_shared<ops::Bias>(ops::Bias::Options{.size = 8}),

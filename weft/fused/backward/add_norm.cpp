@@ -6,7 +6,7 @@ namespace weft::fused {
 namespace {
 
 /// dx = norm_backward(dy) + g in one kernel, where g is the gradient of the extra output.
-class AddNorm final : public FusedOp {
+class AddNorm final : public BackwardFusion {
  public:
   explicit AddNorm(const Match& match) : norm_(match.find<ops::NormOp>()) {}
 
@@ -22,14 +22,13 @@ class AddNorm final : public FusedOp {
 };
 
 template <class Norm>
-FusionRule rule(const std::string& name) {
+PatternRule rule(const std::string& name) {
   return {.name = name,
-          .pass = Pass::backward,
           .pattern = {one<ops::MakeExtraOutput>(), one<Norm>()},
           .reject = [](const Match& m, const PlanView& view) -> std::string {
             return view.plans[m.first()].needs_input_grad ? "" : "the input needs no gradient";
           },
-          .make = make_fused<AddNorm>,
+          .make = make_fused<AddNorm>(),
           .sample = []() -> std::vector<ops::OpPtr> {
             return {std::make_shared<ops::MakeExtraOutput>(ops::MakeExtraOutput::Options{}),
                     std::make_shared<Norm>(ops::NormOptions{.normalized_shape = {8}})};
@@ -38,7 +37,7 @@ FusionRule rule(const std::string& name) {
 
 }  // namespace
 
-FusionRule backward_add_rms_norm() { return rule<ops::RMSNorm>("add_rms_norm"); }
-FusionRule backward_add_layer_norm() { return rule<ops::LayerNorm>("add_layer_norm"); }
+PatternRule backward_add_rms_norm() { return rule<ops::RMSNorm>("add_rms_norm"); }
+PatternRule backward_add_layer_norm() { return rule<ops::LayerNorm>("add_layer_norm"); }
 
 }  // namespace weft::fused

@@ -6,7 +6,7 @@ namespace {
 
 /// dx = dy W + g in one GEMM, where g is the gradient of the extra output. Written into g if MakeExtraOutput is
 /// in_place and g is not referenced elsewhere.
-class LinearAddBackward final : public FusedOp {
+class LinearAddBackward final : public BackwardFusion {
  public:
   explicit LinearAddBackward(const Match& match)
       : fork_(match.find<ops::MakeExtraOutput>()), linear_(match.find<ops::BasicLinear>()) {}
@@ -30,15 +30,14 @@ class LinearAddBackward final : public FusedOp {
 
 }  // namespace
 
-FusionRule backward_linear_add() {
+PatternRule backward_linear_add() {
   return {.name = "linear_add",
-          .pass = Pass::backward,
           .pattern = {one<ops::MakeExtraOutput>(), one<ops::BasicLinear>()},
           .reject = [](const Match& m, const PlanView& view) -> std::string {
             if (!view.plans[m.first()].needs_input_grad) return "the input needs no gradient";
             return reject_reduced_gradient(m.get<ops::BasicLinear>());
           },
-          .make = make_fused<LinearAddBackward>,
+          .make = make_fused<LinearAddBackward>(),
           .sample = []() -> std::vector<ops::OpPtr> {
             return {std::make_shared<ops::MakeExtraOutput>(ops::MakeExtraOutput::Options{.in_place = true}),
                     std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 8, .out_features = 4})};

@@ -6,7 +6,7 @@ namespace weft::fused {
 namespace {
 
 /// dx = s·dy W and dW = s·dyᵀ x, with the scale applied in the GEMMs instead of to dy.
-class LinearScale final : public FusedOp {
+class LinearScale final : public BackwardFusion {
  public:
   explicit LinearScale(const Match& match)
       : linear_(match.find<ops::BasicLinear>()), scale_(match.get<ops::ConstantScale>().options().scale) {}
@@ -25,12 +25,11 @@ class LinearScale final : public FusedOp {
 
 }  // namespace
 
-FusionRule backward_linear_scale() {
+PatternRule backward_linear_scale() {
   return {.name = "linear_scale",
-          .pass = Pass::backward,
           .pattern = {one<ops::BasicLinear>(), one<ops::ConstantScale>()},
           .reject = [](const Match& m, const PlanView&) { return reject_reduced_gradient(m.get<ops::BasicLinear>()); },
-          .make = make_fused<LinearScale>,
+          .make = make_fused<LinearScale>(),
           .sample = []() -> std::vector<ops::OpPtr> {
             return {std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 8, .out_features = 4}),
                     std::make_shared<ops::ConstantScale>(ops::ConstantScale::Options{.scale = -2.5})};

@@ -7,33 +7,22 @@ namespace {
 
 /// dx = Σ_ranks dy W and dW = dyᵀ all_gather(x). Overlaps the all-gather of x with the dx GEMM, and the reduction of dx
 /// with both GEMMs.
-class OverlappedColumnBackward final : public FusedOp {
+class OverlappedColumnBackward final : public BackwardFusion {
  public:
-  explicit OverlappedColumnBackward(const Match& match) : linear_(match.find<ops::BasicLinear>()) {}
+  explicit OverlappedColumnBackward(const Match& match) : linear_(match.find<ops::BasicLinear>()), group_(match) {}
 
   ops::Gradient backward(StepContext& ctx, const ops::Gradient& grad) const override {
     const auto& dy = grad.value;
-    const overlap::OverlapPolicy::ScopedTimer timer(policy_);
+    OverlappedCall call(ctx, group_);
     auto linear = ctx.op(0);
     if (!linear.needs_input_grad()) return linear_->backward(linear, dy, ctx.params(0));  // no GEMM to overlap with
-    const auto& options = linear_->options();
     const auto& w = linear_->backward_weight(linear, ctx.params(0));
     const auto rows = ops::as_matrix(ops::as_dtype(dy, w.scalar_type()));
-    const auto ranks = static_cast<int>(options.tensor_parallel_size);
-    const bool scatters = options.sequence_parallel;
-    const overlap::OverlapShape shape{scatters ? comm::CommOp::reduce_scatter : comm::CommOp::all_reduce,
-                                      w.scalar_type(),
-                                      (rows.size(0) + ranks - 1) / ranks,
-                                      w.size(1),
-                                      w.size(0),
-                                      ranks};
-    const auto transport = policy_.select(*options.tensor_parallel_group, shape, options.overlap);
+    auto* transport = call.reduction(rows, w.size(1), w.size(0));
     if (!transport) return linear_->backward(linear, dy, ctx.params(0));
-    return scatters ? backward_reduce_scatter(ctx, *transport, dy, rows, w)
-                    : backward_all_reduce(ctx, *transport, dy, rows, w);
+    return group_.scatters ? backward_reduce_scatter(ctx, *transport, dy, rows, w)
+                           : backward_all_reduce(ctx, *transport, dy, rows, w);
   }
-
-  std::string note() const override { return policy_.last_decision(); }
 
  private:
   at::Tensor backward_reduce_scatter(StepContext& ctx, comm::Transport& transport, const at::Tensor& dy,
@@ -60,17 +49,16 @@ class OverlappedColumnBackward final : public FusedOp {
   }
 
   MatchedOp<ops::BasicLinear> linear_;
-  overlap::OverlapPolicy policy_;
+  LinearGroup group_;
 };
 
 }  // namespace
 
-FusionRule backward_overlapped_column() {
+PatternRule backward_overlapped_column() {
   return {.name = "overlapped_column_grad",
-          .pass = Pass::backward,
           .pattern = {column_linear()},
           .reject = reject_overlap,
-          .make = make_fused<OverlappedColumnBackward>};
+          .make = make_fused<OverlappedColumnBackward>()};
 }
 
 }  // namespace weft::fused

@@ -8,45 +8,35 @@ namespace {
 /// For y = reduce_scatter(h Wᵀ + b), h = act(p), p = u + c:
 ///   dp = (all_gather(dy) W)·act'(p), dc = Σ_rows dp;  dW = all_gather(dy)ᵀ h;  db = Σ_rows all_gather(dy)
 /// The GEMM multiplies the rows of other ranks as they arrive.
-class OverlappedRowBackward final : public FusedOp {
+class OverlappedRowBackward final : public BackwardFusion {
  public:
   explicit OverlappedRowBackward(const Match& match)
       : activation_(match.find<ops::ActivationOp>()),
         linear_(match.find<ops::BasicLinear>()),
         bias_(match.find<ops::Bias>(linear_.index + 1)),
-        reduce_scatter_(match.find<ops::ReduceScatter>()) {
+        reduce_scatter_(match.find<ops::ReduceScatter>()),
+        group_(match) {
     if (auto bias = match.find<ops::Bias>(); bias && bias.index < linear_.index) input_bias_ = std::move(bias);
   }
 
   ops::Gradient backward(StepContext& ctx, const ops::Gradient& grad) const override {
     const auto& dy = grad.value;
-    const overlap::OverlapPolicy::ScopedTimer timer(policy_);
+    OverlappedCall call(ctx, group_);
     auto linear = ctx.op(linear_.index);
     if (!linear.needs_input_grad()) return without_overlap(ctx, dy);  // no GEMM to overlap with
     const auto& w = linear_->backward_weight(linear, ctx.params(linear_.index));
     const auto local = ops::as_matrix(ops::as_dtype(dy, w.scalar_type()));
-    const overlap::OverlapShape shape{
-        comm::CommOp::all_gather, w.scalar_type(), local.size(0), w.size(1), w.size(0), ranks()};
-    const auto transport = policy_.select(group(), shape, linear_->options().overlap);
+    auto* transport = call.all_gather(local, w.size(1), w.size(0));
     if (!transport) return without_overlap(ctx, dy);
     at::Tensor all;
     const bool needs_all_dy = linear.needs_param_grad(0) || needs_bias_grad(ctx);
     auto result = overlap::all_gather_gemm(*transport, local, w, epilogue(ctx), needs_all_dy ? &all : nullptr);
-    if (needs_all_dy) all = with_leading_dims(all, dy, ranks());
+    if (needs_all_dy) all = with_leading_dims(all, dy, group_.size);
     set_gradients(ctx, all, std::move(result.column_sums));
-    return ctx.op(0).needs_input_grad() ? with_leading_dims(result.out, dy, ranks()) : at::Tensor{};
+    return ctx.op(0).needs_input_grad() ? with_leading_dims(result.out, dy, group_.size) : at::Tensor{};
   }
-
-  std::string note() const override { return policy_.last_decision(); }
 
  private:
-  int ranks() const {
-    return static_cast<int>(reduce_scatter_ ? reduce_scatter_->options().process_group_size
-                                            : linear_->options().tensor_parallel_size);
-  }
-  const std::string& group() const {
-    return reduce_scatter_ ? *reduce_scatter_->options().process_group : *linear_->options().tensor_parallel_group;
-  }
   bool needs_bias_grad(StepContext& ctx) const { return bias_ && ctx.op(bias_.index).needs_param_grad(0); }
   bool needs_input_bias_grad(StepContext& ctx) const {
     return input_bias_ && ctx.op(input_bias_.index).needs_param_grad(0);
@@ -87,7 +77,7 @@ class OverlappedRowBackward final : public FusedOp {
   MatchedOp<ops::BasicLinear> linear_;
   MatchedOp<ops::Bias> bias_;
   MatchedOp<ops::ReduceScatter> reduce_scatter_;
-  overlap::OverlapPolicy policy_;
+  LinearGroup group_;
 };
 
 std::string reject(const Match& m, const PlanView& view) {
@@ -97,24 +87,23 @@ std::string reject(const Match& m, const PlanView& view) {
     return "no communication in backward without sequence_parallel";
   if (auto reason = reject_overlap(m, view); !reason.empty()) return reason;
   if (!activation) return linear.index > 0 ? "a bias precedes the linear without an activation in between" : "";
-  if (auto reason = reject_activation(*activation.op, 2 * linear->local_in_features()); !reason.empty()) return reason;
-  return reject_mixed_dtypes(m, view, activation.index, linear.index);
+  return first_reason({reject_activation(activation, 2 * linear->local_in_features()),
+                       reject_mixed_dtypes(m, view, activation.index, linear.index)});
 }
 
-FusionRule rule(std::string name, std::vector<Element> pattern) {
+PatternRule rule(std::string name, std::vector<Element> pattern) {
   pattern.insert(pattern.begin(), {maybe<ops::Bias>(), maybe<ops::ActivationOp>()});
   return {.name = std::move(name),
-          .pass = Pass::backward,
           .pattern = std::move(pattern),
           .reject = reject,
-          .make = make_fused<OverlappedRowBackward>};
+          .make = make_fused<OverlappedRowBackward>()};
 }
 
 }  // namespace
 
-FusionRule backward_overlapped_row() {
+PatternRule backward_overlapped_row() {
   return rule("overlapped_row_grad", {unsharded_linear(), maybe<ops::Bias>(), cross_rank_reduce_scatter()});
 }
-FusionRule backward_overlapped_row_inside() { return rule("overlapped_row_inside_grad", {row_linear()}); }
+PatternRule backward_overlapped_row_inside() { return rule("overlapped_row_inside_grad", {row_linear()}); }
 
 }  // namespace weft::fused

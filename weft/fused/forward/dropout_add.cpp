@@ -8,7 +8,7 @@ namespace weft::fused {
 namespace {
 
 /// y = e + x·m/(1-p) in one pass.
-class DropoutAdd final : public FusedOp {
+class DropoutAdd final : public ForwardFusion {
  public:
   explicit DropoutAdd(const Match& match)
       : dropout_(match.find<ops::Dropout>()), join_(match.find<ops::AddExtraInput>()) {}
@@ -40,12 +40,11 @@ std::string reject(const Match& m, const PlanView& view) {
 
 }  // namespace
 
-FusionRule forward_dropout_add() {
+PatternRule forward_dropout_add() {
   return {.name = "dropout_add",
-          .pass = Pass::forward,
           .pattern = {one<ops::Dropout>(), one<ops::AddExtraInput>()},
           .reject = reject,
-          .make = make_fused<DropoutAdd>,
+          .make = make_fused<DropoutAdd>(),
           .sample = []() -> std::vector<ops::OpPtr> {
             return {std::make_shared<ops::Dropout>(ops::Dropout::Options{.p = 0.25}),
                     std::make_shared<ops::AddExtraInput>(ops::AddExtraInput::Options{.in_place = true})};

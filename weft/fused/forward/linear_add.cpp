@@ -7,7 +7,7 @@ namespace {
 
 /// y = e + (x Wᵀ + b), or y = e + s·x Wᵀ, in one GEMM. Written into e if AddExtraInput is in_place and e is not
 /// referenced elsewhere.
-class LinearAdd final : public FusedOp {
+class LinearAdd final : public ForwardFusion {
  public:
   explicit LinearAdd(const Match& match)
       : linear_(match.find<ops::BasicLinear>()),
@@ -39,12 +39,11 @@ std::string reject(const Match& m, const PlanView& view) {
 }
 
 /// The rule for BasicLinear, `middle`, AddExtraInput.
-FusionRule rule(std::string name, Element middle, const ops::OpPtr& sample) {
+PatternRule rule(std::string name, Element middle, const ops::OpPtr& sample) {
   return {.name = std::move(name),
-          .pass = Pass::forward,
           .pattern = {one<ops::BasicLinear>(), std::move(middle), one<ops::AddExtraInput>()},
           .reject = reject,
-          .make = make_fused<LinearAdd>,
+          .make = make_fused<LinearAdd>(),
           .sample = [sample]() -> std::vector<ops::OpPtr> {
             return {std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 8, .out_features = 4}),
                     sample, std::make_shared<ops::AddExtraInput>(ops::AddExtraInput::Options{.in_place = true})};
@@ -53,11 +52,11 @@ FusionRule rule(std::string name, Element middle, const ops::OpPtr& sample) {
 
 }  // namespace
 
-FusionRule forward_linear_bias_add() {
+PatternRule forward_linear_bias_add() {
   return rule("linear_bias_add", maybe<ops::Bias>(), std::make_shared<ops::Bias>(ops::Bias::Options{.size = 4}));
 }
 
-FusionRule forward_linear_scale_add() {
+PatternRule forward_linear_scale_add() {
   return rule("linear_scale_add", one<ops::ConstantScale>(),
               std::make_shared<ops::ConstantScale>(ops::ConstantScale::Options{.scale = -2.5}));
 }

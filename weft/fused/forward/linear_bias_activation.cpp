@@ -5,8 +5,9 @@
 namespace weft::fused {
 namespace {
 
-/// y = act(x Wᵀ + b) in one GEMM, which also stores the pre-activation if backward needs it.
-class LinearBiasActivation final : public FusedOp {
+/// y = act(x Wᵀ + b), with b and act if present, in one GEMM, which also stores the pre-activation if backward needs
+/// it.
+class LinearBiasActivation final : public ForwardFusion {
  public:
   explicit LinearBiasActivation(const Match& match)
       : linear_(match.find<ops::BasicLinear>()),
@@ -14,12 +15,9 @@ class LinearBiasActivation final : public FusedOp {
         activation_(match.find<ops::ActivationOp>()) {}
 
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
-    auto linear = ctx.op(0), activation = ctx.op(activation_.index);
-    kernels::Epilogue epilogue{
-        .bias = bias_of(ctx, bias_), .act = activation_->act(), .keep_pre_act = activation.needs_input_grad()};
-    auto result = linear_->forward_gemm(linear, x, ctx.params(0)[0], std::move(epilogue));
-    if (activation.needs_input_grad()) activation.save(ops::ActivationOp::kInput, std::move(result.pre_act));
-    return result.out;
+    auto linear = ctx.op(0);
+    return save_pre_act(ctx, activation_,
+                        linear_->forward_gemm(linear, x, ctx.params(0)[0], bias_activation(ctx, bias_, activation_)));
   }
 
  private:
@@ -30,24 +28,36 @@ class LinearBiasActivation final : public FusedOp {
 
 std::string reject(const Match& m, const PlanView& view) {
   const auto& linear = m.get<ops::BasicLinear>();
-  if (auto reason = reject_reduced_output(linear); !reason.empty()) return reason;
-  auto reason = reject_activation(m.get<ops::ActivationOp>(), linear.local_out_features());
-  return reason.empty() ? reject_mixed_dtypes(m, view, 0, m.size() - 1) : reason;
+  return first_reason({reject_reduced_output(linear),
+                       reject_activation(m.find<ops::ActivationOp>(), linear.local_out_features()),
+                       reject_mixed_dtypes(m, view, 0, m.size() - 1)});
+}
+
+std::vector<ops::OpPtr> sample() {
+  return {std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 8, .out_features = 8}),
+          std::make_shared<ops::Bias>(ops::Bias::Options{.size = 8})};
 }
 
 }  // namespace
 
-FusionRule forward_linear_bias_activation() {
+PatternRule forward_linear_bias() {
+  return {.name = "linear_bias",
+          .pattern = {one<ops::BasicLinear>(), one<ops::Bias>()},
+          .reject = reject,
+          .make = make_fused<LinearBiasActivation>(),
+          .sample = sample};
+}
+
+PatternRule forward_linear_bias_activation() {
   return {.name = "linear_bias_activation",
-          .pass = Pass::forward,
           .pattern = {one<ops::BasicLinear>(), maybe<ops::Bias>(), one<ops::ActivationOp>()},
           .reject = reject,
-          .make = make_fused<LinearBiasActivation>,
-          .sample = []() -> std::vector<ops::OpPtr> {
-            return {
-                std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 8, .out_features = 8}),
-                std::make_shared<ops::Bias>(ops::Bias::Options{.size = 8}),
-                std::make_shared<ops::GatedActivation>(ops::GatedActivation::Options{.kind = kernels::ActKind::geglu})};
+          .make = make_fused<LinearBiasActivation>(),
+          .sample = [] {
+            auto list = sample();
+            list.push_back(
+                std::make_shared<ops::GatedActivation>(ops::GatedActivation::Options{.kind = kernels::ActKind::geglu}));
+            return list;
           }};
 }
 

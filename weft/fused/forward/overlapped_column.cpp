@@ -6,24 +6,17 @@ namespace weft::fused {
 namespace {
 
 /// y = act(all_gather(x) Wᵀ + b). The GEMM multiplies the rows of other ranks as they arrive.
-class OverlappedColumn final : public FusedOp {
+class OverlappedColumn final : public ForwardFusion {
  public:
   explicit OverlappedColumn(const Match& match)
       : linear_(match.find<ops::BasicLinear>()),
         bias_(match.find<ops::Bias>()),
-        activation_(match.find<ops::ActivationOp>()) {}
+        activation_(match.find<ops::ActivationOp>()),
+        group_(match) {}
 
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
-    const overlap::OverlapPolicy::ScopedTimer timer(policy_);
-    const bool keep_pre_act = activation_ && ctx.op(activation_.index).needs_input_grad();
-    kernels::Epilogue epilogue{.bias = bias_of(ctx, bias_), .keep_pre_act = keep_pre_act};
-    if (activation_) epilogue.act = activation_->act();
-    auto result = forward_gemm(ctx, x, std::move(epilogue));
-    if (keep_pre_act) ctx.op(activation_.index).save(ops::ActivationOp::kInput, std::move(result.pre_act));
-    return result.out;
+    return save_pre_act(ctx, activation_, forward_gemm(ctx, x, bias_activation(ctx, bias_, activation_)));
   }
-
-  std::string note() const override { return policy_.last_decision(); }
 
  private:
   kernels::GemmResult forward_gemm(StepContext& ctx, const at::Tensor& x, kernels::Epilogue epilogue) const {
@@ -31,42 +24,37 @@ class OverlappedColumn final : public FusedOp {
     const auto& weight = ctx.params(0)[0];
     const auto [local, w] = linear_->operands(linear, x, weight);
     const auto rows = ops::as_matrix(local);
-    const auto& options = linear_->options();
-    const auto ranks = static_cast<int>(options.tensor_parallel_size);
-    const overlap::OverlapShape shape{
-        comm::CommOp::all_gather, local.scalar_type(), rows.size(0), w.size(0), w.size(1), ranks};
-    const auto transport = policy_.select(*options.tensor_parallel_group, shape, options.overlap);
+    OverlappedCall call(ctx, group_);
+    auto* transport = call.all_gather(rows, w.size(0), w.size(1));
     if (!transport) return linear_->forward_gemm(linear, x, weight, std::move(epilogue));
     epilogue.b_is_weight = true;
     auto result = overlap::all_gather_gemm(*transport, rows, kernels::transposed(w), epilogue);
-    result.out = with_leading_dims(result.out, x, ranks);
-    if (result.pre_act.defined()) result.pre_act = with_leading_dims(result.pre_act, x, ranks);
+    result.out = with_leading_dims(result.out, x, group_.size);
+    if (result.pre_act.defined()) result.pre_act = with_leading_dims(result.pre_act, x, group_.size);
     return result;
   }
 
   MatchedOp<ops::BasicLinear> linear_;
   MatchedOp<ops::Bias> bias_;
   MatchedOp<ops::ActivationOp> activation_;
-  overlap::OverlapPolicy policy_;
+  LinearGroup group_;
 };
 
 std::string reject(const Match& m, const PlanView& view) {
   const auto& linear = m.get<ops::BasicLinear>();
   if (!linear.gathers_input()) return "no communication in forward without sequence_parallel";
-  if (auto reason = reject_overlap(m, view); !reason.empty()) return reason;
-  if (const auto activation = m.find<ops::ActivationOp>())
-    if (auto reason = reject_activation(*activation.op, linear.local_out_features()); !reason.empty()) return reason;
-  return reject_mixed_dtypes(m, view, 0, m.size() - 1);
+  return first_reason({reject_overlap(m, view),
+                       reject_activation(m.find<ops::ActivationOp>(), linear.local_out_features()),
+                       reject_mixed_dtypes(m, view, 0, m.size() - 1)});
 }
 
 }  // namespace
 
-FusionRule forward_overlapped_column() {
+PatternRule forward_overlapped_column() {
   return {.name = "overlapped_column",
-          .pass = Pass::forward,
           .pattern = {column_linear(), maybe<ops::Bias>(), maybe<ops::ActivationOp>()},
           .reject = reject,
-          .make = make_fused<OverlappedColumn>};
+          .make = make_fused<OverlappedColumn>()};
 }
 
 }  // namespace weft::fused

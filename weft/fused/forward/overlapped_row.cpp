@@ -6,50 +6,31 @@ namespace weft::fused {
 namespace {
 
 /// y = reduce_scatter(x Wᵀ + b) or all_reduce(x Wᵀ + b). The rows of other ranks are sent as soon as they are computed.
-class OverlappedRow final : public FusedOp {
+class OverlappedRow final : public ForwardFusion {
  public:
   explicit OverlappedRow(const Match& match)
       : linear_(match.find<ops::BasicLinear>()),
         bias_(match.find<ops::Bias>()),
         reduce_scatter_(match.find<ops::ReduceScatter>()),
-        all_reduce_(match.find<ops::AllReduce>()) {}
+        all_reduce_(match.find<ops::AllReduce>()),
+        group_(match) {}
 
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
-    const overlap::OverlapPolicy::ScopedTimer timer(policy_);
+    OverlappedCall call(ctx, group_);
     auto linear = ctx.op(0);
-    const auto ranks = this->ranks();
     const auto [local, w] = linear_->operands(linear, x, ctx.params(0)[0]);
     const auto rows = ops::as_matrix(local);
-    if (scatters() && x.size(0) % ranks != 0) return without_overlap(ctx, x);  // raises the error
-    const overlap::OverlapShape shape{scatters() ? comm::CommOp::reduce_scatter : comm::CommOp::all_reduce,
-                                      local.scalar_type(),
-                                      (rows.size(0) + ranks - 1) / ranks,
-                                      w.size(0),
-                                      w.size(1),
-                                      ranks};
-    const auto transport = policy_.select(group(), shape, linear_->options().overlap);
+    if (group_.scatters && x.size(0) % group_.size != 0) return without_overlap(ctx, x);  // raises the error
+    auto* transport = call.reduction(rows, w.size(0), w.size(1));
     if (!transport) return without_overlap(ctx, x);
     const kernels::Epilogue epilogue{.bias = bias_of(ctx, bias_), .b_is_weight = true};
-    if (!scatters())
+    if (!group_.scatters)
       return ops::restore_leading_dims(overlap::gemm_all_reduce(*transport, rows, kernels::transposed(w), epilogue), x);
     return with_leading_dims(overlap::gemm_reduce_scatter(*transport, rows, kernels::transposed(w), epilogue), x,
-                             -ranks);
+                             -group_.size);
   }
-
-  std::string note() const override { return policy_.last_decision(); }
 
  private:
-  bool scatters() const { return linear_->parallel() ? linear_->options().sequence_parallel : bool(reduce_scatter_); }
-  const std::string& group() const {
-    if (linear_->parallel()) return *linear_->options().tensor_parallel_group;
-    return reduce_scatter_ ? *reduce_scatter_->options().process_group : *all_reduce_->options().process_group;
-  }
-  int ranks() const {
-    if (linear_->parallel()) return static_cast<int>(linear_->options().tensor_parallel_size);
-    return static_cast<int>(reduce_scatter_ ? reduce_scatter_->options().process_group_size
-                                            : all_reduce_->options().process_group_size);
-  }
-
   at::Tensor without_overlap(StepContext& ctx, const at::Tensor& x) const {
     auto linear = ctx.op(0);
     if (linear_->parallel()) return linear_->forward(linear, x, ctx.params(0));
@@ -63,27 +44,25 @@ class OverlappedRow final : public FusedOp {
   MatchedOp<ops::Bias> bias_;
   MatchedOp<ops::ReduceScatter> reduce_scatter_;
   MatchedOp<ops::AllReduce> all_reduce_;
-  overlap::OverlapPolicy policy_;
+  LinearGroup group_;
 };
 
-FusionRule rule(std::string name, std::vector<Element> pattern) {
+PatternRule rule(std::string name, std::vector<Element> pattern) {
   return {.name = std::move(name),
-          .pass = Pass::forward,
           .pattern = std::move(pattern),
           .reject =
               [](const Match& m, const PlanView& view) {
-                auto reason = reject_overlap(m, view);
                 const int last = m.find<ops::Bias>() ? 1 : 0;
-                return reason.empty() ? reject_mixed_dtypes(m, view, 0, last) : reason;
+                return first_reason({reject_overlap(m, view), reject_mixed_dtypes(m, view, 0, last)});
               },
-          .make = make_fused<OverlappedRow>};
+          .make = make_fused<OverlappedRow>()};
 }
 
 }  // namespace
 
-FusionRule forward_overlapped_row() {
+PatternRule forward_overlapped_row() {
   return rule("overlapped_row", {unsharded_linear(), maybe<ops::Bias>(), cross_rank_reduction()});
 }
-FusionRule forward_overlapped_row_inside() { return rule("overlapped_row_inside", {row_linear()}); }
+PatternRule forward_overlapped_row_inside() { return rule("overlapped_row_inside", {row_linear()}); }
 
 }  // namespace weft::fused

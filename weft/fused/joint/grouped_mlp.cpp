@@ -10,7 +10,7 @@ using ops::ScaledActivation;
 
 /// y = W2 z + b2,  z = s·act(h),  h = W1 x + b1, each row with the weights of its group. Saves x, h and s; backward
 /// recomputes z. Saves z instead of h if nothing before the last linear needs a gradient.
-class GroupedMlp final : public FusedOp {
+class GroupedMlp final : public JointFusion {
  public:
   explicit GroupedMlp(const Match& m)
       : up_(m.find<GroupedLinear>()), activation_(m.find<ScaledActivation>()), down_(m.find<GroupedLinear>(1)) {}
@@ -96,12 +96,11 @@ std::vector<ops::OpPtr> sample() {
 
 }  // namespace
 
-FusionRule joint_grouped_mlp() {
+PatternRule joint_grouped_mlp() {
   return {.name = "grouped_mlp",
-          .pass = Pass::joint,
           .pattern = {one<GroupedLinear>(), one<ScaledActivation>(), one<GroupedLinear>()},
           .reject = reject,
-          .make = make_fused<GroupedMlp>,
+          .make = make_fused<GroupedMlp>(),
           .sample = sample};
 }
 

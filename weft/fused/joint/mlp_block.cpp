@@ -18,7 +18,7 @@ using ops::BasicLinear;
 /// Saves x, its row statistics and p. Backward recomputes h in the epilogue of the dp GEMM, and n with the norm kernel.
 /// Saves n instead of x if the norm needs no gradient, and h instead of p if p needs none. Narrow blocks save n and h
 /// in addition: their GEMMs are too short to hide the recomputation.
-class MlpBlock final : public FusedOp {
+class MlpBlock final : public JointFusion {
   static constexpr int64_t kNarrow = 256;
 
  public:
@@ -47,25 +47,23 @@ class MlpBlock final : public FusedOp {
   }
 
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
-    auto norm = ctx.op(norm_.index), up = ctx.op(up_.index), activation = ctx.op(activation_.index),
-         down = ctx.op(down_.index);
+    auto norm = ctx.op(norm_.index), up = ctx.op(up_.index), down = ctx.op(down_.index);
     if (fork_read_outside_) ctx.op(fork_.index).set_extra_output(0, x);
 
     const auto n = norm_->forward(norm, x, ctx.params(norm_.index));
-    auto middle = up_->forward_gemm(
-        up, n, ctx.params(up_.index)[0],
-        {.bias = bias_of(ctx, up_bias_), .act = activation_->act(), .keep_pre_act = activation.needs_input_grad()});
-    if (activation.needs_input_grad()) activation.save(ActivationOp::kInput, std::move(middle.pre_act));
+    const auto h =
+        save_pre_act(ctx, activation_,
+                     up_->forward_gemm(up, n, ctx.params(up_.index)[0], bias_activation(ctx, up_bias_, activation_)));
 
     kernels::Epilogue epilogue{.bias = bias_of(ctx, down_bias_)};
     const auto& weight = ctx.params(down_.index)[0];
     if (join_) {
       auto join = ctx.op(join_.index);
       if (residual_) join.set_extra_input(0, x);
-      add_extra_input(epilogue, *join_.op, join, middle.out, weight.size(0), middle.out.scalar_type());
+      add_extra_input(epilogue, *join_.op, join, h, weight.size(0), h.scalar_type());
     }
     if (!narrow_) reuse_memory(epilogue, n, weight.size(0));
-    return down_->forward_gemm(down, middle.out, weight, std::move(epilogue)).out;
+    return down_->forward_gemm(down, h, weight, std::move(epilogue)).out;
   }
 
   ops::Gradient backward(StepContext& ctx, const ops::Gradient& grad) const override {
@@ -122,11 +120,10 @@ class MlpBlock final : public FusedOp {
 std::string reject(const Match& m, const PlanView& view) {
   const auto norm = m.find<ops::NormOp>();
   const auto up = m.find<BasicLinear>();
-  for (const auto& linear : {up, m.find<BasicLinear>(up.index + 1)})
-    if (auto reason = reject_parallel(*linear.op); !reason.empty()) return reason;
-  auto reason = reject_activation(m.get<ActivationOp>(), up->options().out_features);
   const int last = m.size() - (m.find<ops::AddExtraInput>() ? 2 : 1);
-  return reason.empty() ? reject_mixed_dtypes(m, view, norm.index, last) : reason;
+  return first_reason({reject_parallel(*up.op), reject_parallel(*m.find<BasicLinear>(up.index + 1).op),
+                       reject_activation(m.find<ActivationOp>(), up->options().out_features),
+                       reject_mixed_dtypes(m, view, norm.index, last)});
 }
 
 std::vector<ops::OpPtr> sample() {
@@ -141,13 +138,12 @@ std::vector<ops::OpPtr> sample() {
 
 }  // namespace
 
-FusionRule joint_mlp_block() {
+PatternRule joint_mlp_block() {
   return {.name = "mlp_block",
-          .pass = Pass::joint,
           .pattern = {maybe<ops::MakeExtraOutput>(), one<ops::NormOp>(), one<BasicLinear>(), maybe<ops::Bias>(),
                       one<ActivationOp>(), one<BasicLinear>(), maybe<ops::Bias>(), maybe<ops::AddExtraInput>()},
           .reject = reject,
-          .make = make_fused<MlpBlock>,
+          .make = make_fused<MlpBlock>(),
           .sample = sample};
 }
 

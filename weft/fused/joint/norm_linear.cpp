@@ -14,7 +14,7 @@ using ops::BasicLinear;
 
 /// y = act(W n + b),  n = norm(x). Saves x and its row statistics instead of n, which backward recomputes. Saves n if
 /// the norm needs no gradient.
-class NormLinear final : public FusedOp {
+class NormLinear final : public JointFusion {
  public:
   explicit NormLinear(const Match& m)
       : fork_(m.find<ops::MakeExtraOutput>()),
@@ -31,15 +31,10 @@ class NormLinear final : public FusedOp {
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
     auto norm = ctx.op(norm_.index), linear = ctx.op(linear_.index);
     if (fork_) ctx.op(fork_.index).set_extra_output(0, x);
-    kernels::Epilogue epilogue{.bias = bias_of(ctx, bias_)};
-    if (activation_) {
-      epilogue.act = activation_->act();
-      epilogue.keep_pre_act = ctx.op(activation_.index).needs_input_grad();
-    }
     const auto n = norm_->forward(norm, x, ctx.params(norm_.index));
-    auto result = linear_->forward_gemm(linear, n, ctx.params(linear_.index)[0], std::move(epilogue));
-    if (result.pre_act.defined()) ctx.op(activation_.index).save(ActivationOp::kInput, std::move(result.pre_act));
-    return result.out;
+    return save_pre_act(
+        ctx, activation_,
+        linear_->forward_gemm(linear, n, ctx.params(linear_.index)[0], bias_activation(ctx, bias_, activation_)));
   }
 
   ops::Gradient backward(StepContext& ctx, const ops::Gradient& grad) const override {
@@ -56,18 +51,9 @@ class NormLinear final : public FusedOp {
  private:
   /// dp = dy·act'(p), or dy without an activation;  db = Σ_rows dp.
   at::Tensor through_activation(StepContext& ctx, const at::Tensor& dy) const {
-    const bool needs_db = bias_ && ctx.op(bias_.index).needs_param_grad(0);
-    if (!activation_) {
-      if (needs_db) bias_->set_gradient(ctx.op(bias_.index), ops::sum_rows(dy));
-      return dy;
-    }
-    auto activation = ctx.op(activation_.index);
-    if (!activation.needs_input_grad()) return {};
-    const auto& p = activation.saved(ActivationOp::kInput);
-    if (!needs_db) return kernels::activation_backward(activation_->act(), dy, p);
-    auto [dp, db] = kernels::activation_backward_column_sums(activation_->act(), dy, p);
-    bias_->set_gradient(ctx.op(bias_.index), std::move(db));
-    return dp;
+    if (activation_) return bias_activation_gradient(ctx, bias_, activation_, dy);
+    if (bias_ && ctx.op(bias_.index).needs_param_grad(0)) bias_->set_gradient(ctx.op(bias_.index), ops::sum_rows(dy));
+    return dy;
   }
 
   MatchedOp<ops::MakeExtraOutput> fork_;
@@ -78,21 +64,20 @@ class NormLinear final : public FusedOp {
 };
 
 std::string reject(const Match& m, const PlanView& view) {
-  auto reason = reject_parallel(m.get<BasicLinear>());
-  if (const auto activation = m.find<ActivationOp>(); activation && reason.empty())
-    reason = reject_activation(*activation.op, m.get<BasicLinear>().options().out_features);
-  return reason.empty() ? reject_mixed_dtypes(m, view, m.find<ops::NormOp>().index, m.size() - 1) : reason;
+  const auto& linear = m.get<BasicLinear>();
+  return first_reason({reject_parallel(linear),
+                       reject_activation(m.find<ActivationOp>(), linear.options().out_features),
+                       reject_mixed_dtypes(m, view, m.find<ops::NormOp>().index, m.size() - 1)});
 }
 
 }  // namespace
 
-FusionRule joint_norm_linear() {
+PatternRule joint_norm_linear() {
   return {.name = "norm_linear",
-          .pass = Pass::joint,
           .pattern = {maybe<ops::MakeExtraOutput>(), one<ops::NormOp>(), one<BasicLinear>(), maybe<ops::Bias>(),
                       maybe<ActivationOp>()},
           .reject = reject,
-          .make = make_fused<NormLinear>,
+          .make = make_fused<NormLinear>(),
           .sample = []() -> std::vector<ops::OpPtr> {
             return {std::make_shared<ops::LayerNorm>(ops::NormOptions{.normalized_shape = {8}}),
                     std::make_shared<BasicLinear>(BasicLinear::Options{.in_features = 8, .out_features = 4}),

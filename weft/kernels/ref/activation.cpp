@@ -204,7 +204,7 @@ ActivationColumnSums activation_backward_column_sums(const Act& act, const at::T
   auto dx = ref::activation_backward(act, dy, x);
   const auto width = dx.dim() == 0 ? 1 : dx.size(-1);
   const auto matrix = dx.reshape({dx.numel() / std::max<int64_t>(width, 1), width});
-  auto sums = at::sum(matrix, 0, /*keepdim=*/false, opmath_dtype(dx.scalar_type()));
+  auto sums = at::sum(matrix, 0, /*keepdim=*/false, at::toOpMathType(dx.scalar_type()));
   return {std::move(dx), std::move(sums)};
 }
 

@@ -70,7 +70,7 @@ GemmResult gemm(const at::Tensor& a, const at::Tensor& b, Epilogue e) {
       at::mm_out(e.out, a, b);
     } else if (direct && same) {
       e.out.addmm_(a, b, in_place ? 1 : 0, e.scale);
-    } else if (direct && dtype == opmath_dtype(a.scalar_type())) {
+    } else if (direct && dtype == at::toOpMathType(a.scalar_type())) {
       accumulate_opmath(a, b, e.scale, in_place, e.out);
     } else {
       accumulate(a, b, e, e.out);
@@ -90,7 +90,7 @@ GemmResult gemm(const at::Tensor& a, const at::Tensor& b, Epilogue e) {
     if (e.keep_act_output) r.act_output = ref::activation_forward(*e.act_grad, e.act_input);
     v = ref::activation_backward(*e.act_grad, v, e.act_input);
   }
-  if (e.keep_column_sums) r.column_sums = at::sum(v, 0, /*keepdim=*/false, opmath_dtype(v.scalar_type()));
+  if (e.keep_column_sums) r.column_sums = at::sum(v, 0, /*keepdim=*/false, at::toOpMathType(v.scalar_type()));
   if (e.addend.defined()) v = at::add(v, e.addend);
   r.out = stored(v, e, dtype);
   return r;

@@ -21,7 +21,7 @@ namespace {
 at::Tensor meta_statistic(const at::Tensor& x, const at::Tensor& gamma) {
   auto sizes = x.sizes().vec();
   std::fill(sizes.end() - gamma.dim(), sizes.end(), 1);
-  return at::empty(sizes, x.options().dtype(opmath_dtype(x.scalar_type())));
+  return at::empty(sizes, x.options().dtype(at::toOpMathType(x.scalar_type())));
 }
 
 /// Reshapes [..., row] to [rows, N]; either may be 0.

@@ -17,7 +17,7 @@ at::Tensor scaled_mask_add(const at::Tensor& x, const at::Tensor& mask, double s
 }
 
 void sum_terms(const std::vector<at::Tensor>& terms, const at::Tensor& out) {
-  auto sum = at::zeros(out.sizes(), out.options().dtype(opmath_dtype(out.scalar_type())));
+  auto sum = at::zeros(out.sizes(), out.options().dtype(at::toOpMathType(out.scalar_type())));
   for (const auto& t : terms) sum.add_(t);
   out.copy_(sum);
 }
