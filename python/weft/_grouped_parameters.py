@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from . import _C
 
 
 class GroupedParameters(torch.nn.Module):
@@ -15,7 +18,8 @@ class GroupedParameters(torch.nn.Module):
     of either layout loads into the other.
     """
 
-    _op: Any
+    _op: _C.Op
+    reset_parameters: Callable[..., None]
 
     def _make_parameters(self, device: torch.device | str | None) -> None:
         specs = self._op.params()
@@ -59,7 +63,7 @@ class GroupedParameters(torch.nn.Module):
             )
         super().register_parameter(name, param)
 
-    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state_dict = dict(state_dict)
         fields = self._op.fields()
         _to_layout(state_dict, prefix + "weight", fields["num_groups"], fields["single_grouped_weight"])
@@ -109,7 +113,8 @@ def interleave_glu(rows: torch.Tensor, size: int) -> torch.Tensor:
         tensor([0, 1, 4, 5, 2, 3, 6, 7])
     """
     _check_blocks(rows, size)
-    return rows.unflatten(0, (2, -1, size)).transpose(0, 1).flatten(0, 2)
+    blocks: torch.Tensor = rows.unflatten(0, (2, -1, size))
+    return blocks.transpose(0, 1).flatten(0, 2)
 
 
 def deinterleave_glu(rows: torch.Tensor, size: int) -> torch.Tensor:
@@ -132,7 +137,8 @@ def deinterleave_glu(rows: torch.Tensor, size: int) -> torch.Tensor:
         tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
     _check_blocks(rows, size)
-    return rows.unflatten(0, (-1, 2, size)).transpose(0, 1).flatten(0, 2)
+    blocks: torch.Tensor = rows.unflatten(0, (-1, 2, size))
+    return blocks.transpose(0, 1).flatten(0, 2)
 
 
 def _check_blocks(rows: torch.Tensor, size: int) -> None:

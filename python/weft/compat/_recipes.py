@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -306,7 +306,7 @@ class _UnsupportedTensor(torch.Tensor):
     """For isinstance() only: it cannot be instantiated."""
 
     @staticmethod
-    def __new__(cls, *args: Any, **kwargs: Any):
+    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"{cls.__name__}: {UNQUANTIZED_REASON}.")
 
 

@@ -59,12 +59,13 @@ def _open(path: Path, check: bool) -> StoredCheckpoint:
     if not folders:
         format = format_of(path)
         return StoredCheckpoint(path, format, [read(path, format, check)])
-    if staged := [folder.name for folder in folders if RANK.fullmatch(folder.name)[2]]:
+    ranks = [found for folder in folders if (found := RANK.fullmatch(folder.name))]
+    if staged := [found[0] for found in ranks if found[2]]:
         raise ConversionError(
             f"{path / staged[0]} is a pipeline stage; merging stages of .pt files is not supported. Save the model as "
             "torch_dist"
         )
-    numbers = [int(RANK.fullmatch(folder.name)[1]) for folder in folders]
+    numbers = [int(found[1]) for found in ranks]
     if numbers != list(range(len(folders))):
         raise ConversionError(f"{path} has ranks {numbers}, expected 0, 1, 2, … Copy the missing ranks")
     format = format_of(folders[0])
