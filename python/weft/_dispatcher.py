@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -22,16 +21,13 @@ if TYPE_CHECKING:
     from ._sequential import Sequential
 
     Module: TypeAlias = FusibleOperation | Sequential
+    Tensors = list[torch.Tensor]
+    Gradients = list[torch.Tensor | None]
     Output = torch.Tensor | tuple[torch.Tensor, ...]
-    # text or None, (path, name) of the parameters, paths of the operations that behave differently in eval mode,
-    # sources, targets
-    TracedSegment = tuple[
-        str | None,
-        tuple[tuple[str, str], ...],
-        tuple[str, ...],
-        tuple[str | None, ...],
-        tuple[tuple[str | None, bool], ...],
-    ]
+    Slots = tuple[tuple[str, str], ...]  # path and name of each parameter
+    Targets = tuple[tuple[str | None, bool], ...]
+    # text or None, parameters, paths of the operations that behave differently in eval mode, sources, targets
+    TracedSegment = tuple[str | None, Slots, tuple[str, ...], tuple[str | None, ...], Targets]
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPES}
@@ -110,7 +106,7 @@ def run(module: Module, x: torch.Tensor, extra_inputs: tuple[torch.Tensor, ...])
     return (x, *returned) if returned else x
 
 
-def _call(x: torch.Tensor, params: list[torch.Tensor], extras: list[torch.Tensor], text: str, eval_mask: int) -> Any:
+def _call(x: torch.Tensor, params: Tensors, extras: Tensors, text: str, eval_mask: int) -> Any:
     device = x.device.type
     autocast = "none"
     if torch.is_autocast_enabled(device):
@@ -136,7 +132,7 @@ def _spec(t: torch.Tensor) -> tuple[Any, torch.dtype]:
     return tuple(t.shape), t.dtype
 
 
-def _forward_fake(inputs: list[torch.Tensor], text: str) -> list[torch.Tensor]:
+def _forward_fake(inputs: Tensors, text: str) -> Tensors:
     x = inputs[0]
 
     def make(spec: _C.Spec | None) -> torch.Tensor:
@@ -145,9 +141,7 @@ def _forward_fake(inputs: list[torch.Tensor], text: str) -> list[torch.Tensor]:
     return [make(spec) for spec in _C.infer(text, [_spec(t) for t in inputs])]
 
 
-def _backward_fake(
-    grads: Sequence[torch.Tensor | None], inputs_and_saved: list[torch.Tensor], text: str
-) -> list[torch.Tensor]:
+def _backward_fake(grads: Gradients, inputs_and_saved: Tensors, text: str) -> Tensors:
     return [
         torch.empty_like(t, memory_format=torch.contiguous_format) if needs_grad else t.new_empty([0])
         for t, (_, needs_grad, _) in zip(inputs_and_saved, _C.gradients(text), strict=False)
@@ -155,12 +149,8 @@ def _backward_fake(
 
 
 def _backward_into_fake(
-    grads: Sequence[torch.Tensor | None],
-    inputs_and_saved: list[torch.Tensor],
-    params: list[torch.Tensor],
-    main_grads: list[torch.Tensor],
-    text: str,
-) -> list[torch.Tensor]:
+    grads: Gradients, inputs_and_saved: Tensors, params: Tensors, main_grads: Tensors, text: str
+) -> Tensors:
     found = _backward_fake(grads, inputs_and_saved, text)
     gradient_info = zip(found, _C.gradients(text), strict=True)
     return [grad.new_empty([0]) if accumulated else grad for grad, (_, _, accumulated) in gradient_info]
@@ -171,7 +161,7 @@ torch.library.register_fake("weft::pipeline_backward", _backward_fake)
 torch.library.register_fake("weft::pipeline_backward_into", _backward_into_fake)
 
 
-def _setup_context(ctx: Any, inputs: tuple[list[torch.Tensor], str], output: list[torch.Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Tensors, str], output: Tensors) -> None:
     tensors, ctx.text = inputs
     ctx.num_inputs, ctx.num_outputs = len(tensors), _C.num_outputs(ctx.text)
     ctx.num_params = _C.num_params(ctx.text)
@@ -179,7 +169,7 @@ def _setup_context(ctx: Any, inputs: tuple[list[torch.Tensor], str], output: lis
     ctx.save_for_backward(*tensors, *output[ctx.num_outputs :])
 
 
-def _backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], None]:
+def _backward(ctx: Any, grads: Gradients) -> tuple[Gradients, None]:
     needed = ctx.needs_input_grad[0]
     needed = needed if isinstance(needed, (list, tuple)) else [needed] * ctx.num_inputs
     tensors, gradient_info = list(ctx.saved_tensors), _C.gradients(ctx.text)
@@ -230,13 +220,7 @@ def _forward_flops(inputs: list[Any], text: str, **_: Any) -> int:
     return _flops(inputs, text)[0]
 
 
-@register_flop_formula(torch.ops.weft.pipeline_backward)
-def _backward_flops(grads: Any, inputs_and_saved: list[Any], text: str, **_: Any) -> int:
+@register_flop_formula([torch.ops.weft.pipeline_backward, torch.ops.weft.pipeline_backward_into])
+def _backward_flops(grads: Any, inputs_and_saved: list[Any], *rest: Any, **_: Any) -> int:
+    text: str = rest[-1]
     return _flops(inputs_and_saved[: len(_C.gradients(text))], text)[1]
-
-
-@register_flop_formula(torch.ops.weft.pipeline_backward_into)
-def _backward_into_flops(
-    grads: Any, inputs_and_saved: list[Any], params: Any, main_grads: Any, text: str, **_: Any
-) -> int:
-    return _backward_flops(grads, inputs_and_saved, text)

@@ -112,9 +112,7 @@ def interleave_glu(rows: torch.Tensor, size: int) -> torch.Tensor:
         >>> weft.interleave_glu(torch.arange(8), 2)
         tensor([0, 1, 4, 5, 2, 3, 6, 7])
     """
-    _check_blocks(rows, size)
-    blocks: torch.Tensor = rows.unflatten(0, (2, -1, size))
-    return blocks.transpose(0, 1).flatten(0, 2)
+    return _swap_blocks(rows, size, (2, -1, size))
 
 
 def deinterleave_glu(rows: torch.Tensor, size: int) -> torch.Tensor:
@@ -136,14 +134,15 @@ def deinterleave_glu(rows: torch.Tensor, size: int) -> torch.Tensor:
         >>> weft.deinterleave_glu(torch.tensor([0, 1, 4, 5, 2, 3, 6, 7]), 2)
         tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
-    _check_blocks(rows, size)
-    blocks: torch.Tensor = rows.unflatten(0, (-1, 2, size))
-    return blocks.transpose(0, 1).flatten(0, 2)
+    return _swap_blocks(rows, size, (-1, 2, size))
 
 
-def _check_blocks(rows: torch.Tensor, size: int) -> None:
+def _swap_blocks(rows: torch.Tensor, size: int, shape: tuple[int, int, int]) -> torch.Tensor:
+    """Transposes the blocks of rows, which `shape` numbers by two indices."""
     if size <= 0 or rows.dim() == 0 or rows.size(0) % (2 * size):
         raise ValueError(
             f"GLU interleaving: got size {size} and a tensor of shape {tuple(rows.shape)}, expected size > 0 and a "
             "first dimension that is a multiple of 2 * size."
         )
+    blocks: torch.Tensor = rows.unflatten(0, shape)
+    return blocks.transpose(0, 1).flatten(0, 2)

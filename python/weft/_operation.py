@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     Bindings = tuple[list[str | None], list[tuple[str | None, bool]]]  # of extra inputs, of extra outputs
     Stage = tuple["BasicOperation", Bindings]
     Gradients = Iterable[torch.Tensor | None]
+    Contexts = list["OperationContext"]
+    Extras = list[tuple[torch.Tensor | None, ...]]  # extra tensors of each operation
 
 _MATERIALIZE_LOCK = Lock()  # threads that call a new module at the same time initialize it once
 # Attributes that belong to the module's own pipeline; a copy builds its own.
@@ -457,11 +459,7 @@ def materialize(module: torch.nn.Module, input: torch.Tensor) -> None:
 
 
 def _run_forward(
-    op: BasicOperation | FusedOperation,
-    ctxs: list[OperationContext],
-    input_: torch.Tensor,
-    extra_inputs: list[tuple[torch.Tensor | None, ...]],
-    keywords: list[dict[str, Any]],
+    op: BasicOperation | FusedOperation, ctxs: Contexts, input_: torch.Tensor, extra_inputs: Extras, keywords: Any
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]:
     output, extra_outputs = op.fuser_forward(
         ctxs,
@@ -489,9 +487,9 @@ def _run_forward(
 
 def _run_backward(
     op: BasicOperation | FusedOperation,
-    ctxs: list[OperationContext],
+    ctxs: Contexts,
     grad_output: torch.Tensor,
-    grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
+    grad_extra_outputs: Extras,
     param_counts: list[int],
     extra_counts: list[int],
 ) -> tuple[torch.Tensor | None, list[Gradients], list[Gradients]]:

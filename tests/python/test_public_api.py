@@ -67,7 +67,7 @@ def test_examples_in_docstrings_run(name):
     assert not runner.failures
 
 
-SCRIPT = '''
+SCRIPT = """
 from typing import Any
 
 import torch
@@ -100,7 +100,7 @@ reveal_type(ops.RMSNorm(8).eps)
 reveal_type(ops.AllReduce().process_group)
 with ops.register_forward_fusion(fuse) as handle, weft.fusion.without_rules("linear_bias"):
     reveal_type(handle)
-'''
+"""
 REVEALED = [
     "torch.nn.parameter.Parameter",
     "str",

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ._module import EmptyExtraState
 
+Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _MASKS = ("no_mask", "padding", "causal", "padding_causal", "arbitrary", "causal_bottom_right",
           "padding_causal_bottom_right")  # fmt: skip
 
@@ -112,7 +113,7 @@ class DotProductAttention(EmptyExtraState):
         query_layer: torch.Tensor,
         key_layer: torch.Tensor,
         value_layer: torch.Tensor,
-        attention_mask: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: Mask | None = None,
         qkv_format: str | None = None,
         attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None,
@@ -138,7 +139,8 @@ class DotProductAttention(EmptyExtraState):
         to_bhsd = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
         q, k, v = (t.permute(to_bhsd) for t in (query_layer, key_layer, value_layer))
         window = window_size if window_size is not None else self.window_size
-        mask = self._mask(q, k, kind, window, attention_mask, core_attention_bias)
+        visible = _position_mask(q.size(2), k.size(2), kind, window, q.device)
+        mask = self._mask(visible, kind, attention_mask, core_attention_bias)
         if checkpoint_core_attention and torch.is_grad_enabled():
             out: torch.Tensor = checkpoint(self._attend, q, k, v, mask, use_reentrant=False)
         else:
@@ -159,16 +161,9 @@ class DotProductAttention(EmptyExtraState):
             raise NotImplementedError("DotProductAttention: alibi_slopes and inference_params are not supported.")
 
     def _mask(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        kind: str,
-        window: tuple[int, int] | None,
-        attention_mask: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
-        bias: torch.Tensor | None,
+        self, visible: torch.Tensor | None, kind: str, attention_mask: Mask | None, bias: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Returns the mask of scaled_dot_product_attention: boolean, True attends; or a bias to add."""
-        visible = _position_mask(q.size(2), k.size(2), kind, window, q.device)
         if attention_mask is not None and ("padding" in kind or kind == "arbitrary"):
             # A pair holds the masks of queries and of keys; only the keys' mask is used.
             masked = attention_mask[1] if isinstance(attention_mask, tuple) else attention_mask
@@ -179,9 +174,7 @@ class DotProductAttention(EmptyExtraState):
             return visible
         return bias if visible is None else bias.masked_fill(~visible, float("-inf"))
 
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         p = self.attention_dropout if self.training else 0.0
         tracker = self.get_rng_state_tracker if p else None
         with tracker().fork() if tracker is not None else nullcontext():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -212,8 +212,7 @@ class MultiheadAttention(torch.nn.Module):
 
     def _own_projection(self) -> Linear | LayerNormLinear:
         names = ("layernorm_qkv", "qkv") if self.attention_type == "self" else ("layernorm_query", "query_layer")
-        found: Linear | LayerNormLinear = getattr(self, names[0] if self.input_layernorm else names[1])
-        return found
+        return cast("Linear | LayerNormLinear", getattr(self, names[0] if self.input_layernorm else names[1]))
 
     def forward(
         self,

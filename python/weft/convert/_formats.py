@@ -11,7 +11,7 @@ import torch
 
 from . import _atomic_write, _safetensors, _torch_dist, _torch_zip
 from ._content import OPTIMIZER_SKIPPED, Content, bytes_tensor, collect_common, is_optimizer
-from ._lazy_tensor import ConversionError, LazyTensor
+from ._lazy_tensor import ConversionError, InMemoryTensor, LazyTensor
 from ._pickle_globals import BytesIOContent
 
 RANK = re.compile(r"[mt]p_rank_(\d+)(_\d+)?")
@@ -152,7 +152,7 @@ def _flatten(value: Any, name: str, content: Content) -> None:
     elif isinstance(value, LazyTensor):
         content.tensors[name] = value
     elif isinstance(value, (bytes, BytesIOContent)):
-        content.tensors[name] = bytes_tensor(value if isinstance(value, bytes) else value.content)
+        content.tensors[name] = InMemoryTensor(bytes_tensor(value if isinstance(value, bytes) else value.content))
     elif isinstance(value, dict):
         for key, item in value.items():
             _flatten(item, f"{name}.{key}" if name else str(key), content)

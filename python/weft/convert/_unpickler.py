@@ -39,9 +39,7 @@ class UnknownClassError(ConversionError):
 class Unpickler:
     """Interprets one pickle. `known` has its globals by (module, name); `storage` resolves persistent ids."""
 
-    def __init__(
-        self, content: bytes, where: str, known: Globals, storage: Callable[[Any], Any] | None = None
-    ) -> None:
+    def __init__(self, content: bytes, where: str, known: Globals, storage: Callable[[Any], Any] | None = None) -> None:
         self.content, self.where, self.known, self.storage = content, where, known, storage
         self.position, self.budget = 0, 4096 + BUDGET * len(content)
         self.stack: list[Any] = []
