@@ -40,21 +40,53 @@ def load(extension: Path) -> Any:
 # ---- _C.pyi ---------------------------------------------------------------------------------------------------------
 
 
+# Signatures in which pybind11 writes only object, dict, list or tuple, or which it does not know.
+SIGNATURES = {
+    "Explanation.data": "(self) -> dict[str, Any]",
+    "Op.fields": "(self) -> dict[str, Any]",
+    "Op.params": "(self) -> list[tuple[str, tuple[int, ...], torch.dtype, str, int, bool]]",
+    "Runner.__init__": "(self, stages: list[tuple[Op, list[str | None], list[tuple[str | None, bool]]]], "
+    "owner: torch.nn.Module, ops: list[torch.nn.Module], params: list[tuple[torch.nn.Module, str]], "
+    "modules_version: int, bypassed: list[torch.nn.Module], expected: list[torch.nn.Module] | None) -> None",
+    "Runner.__call__": "(self, owner: torch.nn.Module, *tensors: torch.Tensor) -> Any",  # a result or NotImplemented
+    "Runner.call_with": "(self, keywords: list[dict[str, Any]], *tensors: torch.Tensor) -> "
+    "torch.Tensor | tuple[torch.Tensor, ...]",
+    "Runner.explain": "(self, *tensors: torch.Tensor) -> Explanation",
+    "Runner.plan": "(self, *tensors: torch.Tensor) -> Plan",
+    "add_fusion_function": "(pass_: str, function: Callable[..., Any], prepend: bool) -> int",
+    "all_rules": "() -> list[tuple[str, str]]",
+    "flops": "(text: str, inputs: list[Spec]) -> tuple[int, int]",
+    "gradients": "(text: str) -> list[tuple[str, bool, bool]]",
+    "infer": "(text: str, inputs: list[Spec]) -> list[Spec | None]",
+    "make_custom_op": "(module: torch.nn.Module, params: list[str], extra_inputs: int, extra_outputs: int) -> Op",
+    "make_op": "(name: str, fields: dict[str, Any]) -> Op",
+    "op_types": "() -> list[tuple[str, str, list[tuple[str, Any, str]], Op]]",
+    "packing_counts": "() -> dict[str, int]",
+    "rules": "() -> list[tuple[str, str]]",
+    "set_bridge": "(context: type, forward: Callable[..., Any], backward: Callable[..., Any]) -> None",
+}
+IMPORTS = """\
+import collections.abc
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsIndex, SupportsInt
+
+import torch
+
+Spec = tuple[Sequence[Any], torch.dtype]  # sizes, which may be symbolic, and dtype of a tensor"""
+
+
 def signature(name: str, function: Any) -> str:
-    """Returns the signature of a pybind11 function, e.g. `(self, name: str) -> int`."""
-    first = (function.__doc__ or "").split("\n")[0]
-    found = re.fullmatch(rf"{name}(\(.*\) -> .*)", first)
-    if not found:
-        return "(self, *args: Any, **kwargs: Any) -> Any"
+    """Returns the signature of a pybind11 function, e.g. `(self, name: str) -> int`. `name` may start with a class."""
+    if name in SIGNATURES:
+        return SIGNATURES[name]
+    found = re.fullmatch(r"\w*(\(.*\) -> .*)", (function.__doc__ or "").split("\n")[0])
+    if not found or re.search(r"::|\b(dict|list|tuple)\b(?!\[)|-> object", found[1]):
+        raise SystemExit(f"make_stubs.py: add {name} to SIGNATURES; pybind11's signature is {function.__doc__!r}.")
     text = re.sub(r"\bself: [\w.]+", "self", found[1]).replace("weft._C.", "")
     text = re.sub(r"\btyping\.", "", text)
-    text = re.sub(r"\*args\b", "*args: Any", text)
-    text = re.sub(r"\bobject\b", "Any", text)
-    text = re.sub(r"\b(dict|list|tuple)\b(?!\[)", lambda m: GENERIC[m[1]], text)
     return text.replace("arg0: Op) -> bool", "arg0: object) -> bool")  # __eq__ accepts any object
 
 
-GENERIC = {"dict": "dict[str, Any]", "list": "list[Any]", "tuple": "tuple[Any, ...]"}
 SPECIAL = ("__init__", "__call__", "__eq__", "__hash__", "__repr__")
 
 
@@ -65,15 +97,15 @@ def class_stub(name: str, cls: type) -> str:
             continue
         if isinstance(value, property):
             assert value.fget is not None
-            result = signature("", value.fget).partition("-> ")[2]
+            result = signature(f"{name}.{member}", value.fget).partition("-> ")[2]
             lines += ["    @property", f"    def {member}(self) -> {result}: ..."]
-        elif callable(value) and (value.__doc__ or "").startswith(member):
-            lines.append(f"    def {member}{signature(member, value)}: ...")
+        elif f"{name}.{member}" in SIGNATURES or callable(value) and (value.__doc__ or "").startswith(member):
+            lines.append(f"    def {member}{signature(f'{name}.{member}', value)}: ...")
     return "\n".join(lines if len(lines) > 1 else [*lines, "    ..."])
 
 
 def extension_stub(module: Any) -> str:
-    parts = [HEAD + "from typing import Any, SupportsIndex, SupportsInt"]
+    parts = [HEAD + IMPORTS]
     for name, value in sorted(vars(module).items(), key=lambda item: (not inspect.isclass(item[1]), item[0])):
         if name.startswith("_"):
             continue
@@ -96,7 +128,11 @@ NAMED = {
     "te_keys": "bool",
 }
 # Argument types whose property has another type.
-READ = {"int | Sequence[int]": "list[int]", "ProcessGroup | DeviceMesh | None": "ProcessGroup | None"}
+READ = {
+    "int | Sequence[int]": "list[int]",
+    "ProcessGroup | DeviceMesh | None": "ProcessGroup | None",
+    "dict[str, Any] | None": "str | None",
+}
 
 
 def type_of(core: Any, op: Any, field: str, value: Any) -> str:
@@ -112,7 +148,7 @@ def type_of(core: Any, op: Any, field: str, value: Any) -> str:
             return f"{kind} | None"
         except (TypeError, ValueError):
             continue
-    return "Any"
+    raise SystemExit(f"make_stubs.py: the type of {op.name}'s argument {field} is unknown, add it to NAMED.")
 
 
 def op_stub(core: Any, name: str, cls: Any, fields: list[tuple[str, Any, str]], sample: Any) -> str:
@@ -134,18 +170,18 @@ def op_stub(core: Any, name: str, cls: Any, fields: list[tuple[str, Any, str]], 
 
 
 def ops_stub(weft: Any) -> str:
-    names = [name for name in weft.ops.__all__ if name not in weft.ops.native_classes]
-    imports = sorted({(getattr(weft.ops, name).__module__.rpartition(".")[2], name) for name in names})
+    classes = weft.ops.native_classes.values()
+    public = [getattr(weft.ops, name) for name in weft.ops.__all__ if name not in weft.ops.native_classes]
+    imported = {*public, *(base for cls in classes for base in cls.__bases__)}
+    imports = sorted((value.__module__.rpartition(".")[2], value.__name__) for value in imported)
     head = [
         HEAD + "from collections.abc import Callable, Sequence",
         "from typing import Any\n",
         "import torch",
         "from torch.distributed import ProcessGroup",
         "from torch.distributed.device_mesh import DeviceMesh\n",
-        *(f"from .{module} import {name} as {name}" for module, name in imports),
-        "from ._native import NativeOperation",
-        "from ._wgrad import WgradModule\n",
-        "__all__: list[str]",
+        *(f"from .{module} import {name}" for module, name in imports),
+        f"\n__all__ = {weft.ops.__all__}",
     ]
     parts = ["\n".join(head)]
     for name, _, fields, sample in weft._C.op_types():

@@ -47,7 +47,7 @@ def run(rank: int, folder: str) -> None:
     for name, value in alone.state_dict().items():
         torch.testing.assert_close(full[name], value)
     if rank == 0:
-        print("weight on one rank", list(model[1].weight.shape), "of", list(full["1.weight"].shape))
+        print("weight on one rank", list(model.get_parameter("1.weight").shape), "of", list(full["1.weight"].shape))
     dist.destroy_process_group()
 
 

@@ -15,7 +15,7 @@ if torch.__version__.split(".")[:2] != _built_with_torch.split(".")[:2]:  # the 
 
 from . import _C, checkpoint, fusion, ops
 from ._ddp import MainGradNotReducedWarning
-from ._explain import explain
+from ._explain import Explanation, explain
 from ._grouped_parameters import deinterleave_glu, interleave_glu
 from ._packing import packed_bytes, packing_limit, prepack, set_packing_limit
 from ._rng import RNGStatesTracker
@@ -23,6 +23,7 @@ from ._userbuffers import destroy_ub, initialize_ub
 from .ops import Sequential
 
 __all__ = [
+    "Explanation",
     "MainGradNotReducedWarning",
     "RNGStatesTracker",
     "checkpoint",

@@ -9,37 +9,49 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from . import _C
 
+if TYPE_CHECKING:
+    from ._operation import FusibleOperation
+    from ._sequential import Sequential
+
+    Module: TypeAlias = FusibleOperation | Sequential
+    Tensors = list[torch.Tensor]
+    Gradients = list[torch.Tensor | None]
+    Output = torch.Tensor | tuple[torch.Tensor, ...]
+    Slots = tuple[tuple[str, str], ...]  # path and name of each parameter
+    Targets = tuple[tuple[str | None, bool], ...]
+    # text or None, parameters, paths of the operations that behave differently in eval mode, sources, targets
+    TracedSegment = tuple[str | None, Slots, tuple[str, ...], tuple[str | None, ...], Targets]
+
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPES}
 
 # Modules by id: Dynamo treats an int as a constant, but not a module.
 _module_ids = itertools.count()
-_modules_by_id: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()
+_modules_by_id: weakref.WeakValueDictionary[int, Module] = weakref.WeakValueDictionary()
 
 
-def register_module(module: torch.nn.Module) -> None:
+def register_module(module: Module) -> None:
     """Gives a module the id under which `_segments_as_constants` finds it."""
     module_id = next(_module_ids)
     object.__setattr__(module, "_module_id", module_id)
     _modules_by_id[module_id] = module
 
 
-def _segments_as_constants(module_id: int, version: int):
-    """Returns the segments of a module as constants: (text or None, paths and names of the parameters, paths of the
-    operations that behave differently in eval mode, sources, targets). `version` changes with them, so that the
-    compiler evaluates this function again."""
+def _segments_as_constants(module_id: int, version: int) -> tuple[TracedSegment, ...]:
+    """Returns the segments of a module as constants. `version` changes with them, so that the compiler evaluates this
+    function again."""
     return _modules_by_id[module_id]._traced_segments()
 
 
 # Same as torch.compiler.assume_constant_result(_segments_as_constants), without the slow import of the compiler.
-_segments_as_constants._dynamo_marked_constant = True
+_segments_as_constants.__dict__["_dynamo_marked_constant"] = True
 
 
 def applies(module: torch.nn.Module, x: Any) -> bool:
@@ -62,7 +74,7 @@ def applies(module: torch.nn.Module, x: Any) -> bool:
     return True
 
 
-def run(module: torch.nn.Module, x: torch.Tensor, extra_inputs: tuple[torch.Tensor, ...]):
+def run(module: Module, x: torch.Tensor, extra_inputs: tuple[torch.Tensor, ...]) -> Output:
     """Calls a module through the dispatcher. The compiler traces this function: use only what Dynamo supports."""
     channels: dict[str, torch.Tensor] = {}
     returned: list[torch.Tensor] = []
@@ -94,7 +106,7 @@ def run(module: torch.nn.Module, x: torch.Tensor, extra_inputs: tuple[torch.Tens
     return (x, *returned) if returned else x
 
 
-def _call(x: torch.Tensor, params: list[torch.Tensor], extras: list[torch.Tensor], text: str, eval_mask: int):
+def _call(x: torch.Tensor, params: Tensors, extras: Tensors, text: str, eval_mask: int) -> Any:
     device = x.device.type
     autocast = "none"
     if torch.is_autocast_enabled(device):
@@ -120,32 +132,36 @@ def _spec(t: torch.Tensor) -> tuple[Any, torch.dtype]:
     return tuple(t.shape), t.dtype
 
 
-@torch.library.register_fake("weft::pipeline_forward")
-def _forward_fake(inputs, text):
+def _forward_fake(inputs: Tensors, text: str) -> Tensors:
     x = inputs[0]
 
-    def make(spec):
+    def make(spec: _C.Spec | None) -> torch.Tensor:
         return x.new_empty([0]) if spec is None else x.new_empty(spec[0], dtype=spec[1])
 
     return [make(spec) for spec in _C.infer(text, [_spec(t) for t in inputs])]
 
 
-@torch.library.register_fake("weft::pipeline_backward")
-def _backward_fake(grads, inputs_and_saved, text):
+def _backward_fake(grads: Gradients, inputs_and_saved: Tensors, text: str) -> Tensors:
     return [
         torch.empty_like(t, memory_format=torch.contiguous_format) if needs_grad else t.new_empty([0])
         for t, (_, needs_grad, _) in zip(inputs_and_saved, _C.gradients(text), strict=False)
     ]
 
 
-@torch.library.register_fake("weft::pipeline_backward_into")
-def _backward_into_fake(grads, inputs_and_saved, params, main_grads, text):
+def _backward_into_fake(
+    grads: Gradients, inputs_and_saved: Tensors, params: Tensors, main_grads: Tensors, text: str
+) -> Tensors:
     found = _backward_fake(grads, inputs_and_saved, text)
     gradient_info = zip(found, _C.gradients(text), strict=True)
     return [grad.new_empty([0]) if accumulated else grad for grad, (_, _, accumulated) in gradient_info]
 
 
-def _setup_context(ctx, inputs, output) -> None:
+torch.library.register_fake("weft::pipeline_forward", _forward_fake)
+torch.library.register_fake("weft::pipeline_backward", _backward_fake)
+torch.library.register_fake("weft::pipeline_backward_into", _backward_into_fake)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensors, str], output: Tensors) -> None:
     tensors, ctx.text = inputs
     ctx.num_inputs, ctx.num_outputs = len(tensors), _C.num_outputs(ctx.text)
     ctx.num_params = _C.num_params(ctx.text)
@@ -153,7 +169,7 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(*tensors, *output[ctx.num_outputs :])
 
 
-def _backward(ctx, grads):
+def _backward(ctx: Any, grads: Gradients) -> tuple[Gradients, None]:
     needed = ctx.needs_input_grad[0]
     needed = needed if isinstance(needed, (list, tuple)) else [needed] * ctx.num_inputs
     tensors, gradient_info = list(ctx.saved_tensors), _C.gradients(ctx.text)
@@ -182,7 +198,7 @@ def _backward(ctx, grads):
 torch.library.register_autograd("weft::pipeline_forward", _backward, setup_context=_setup_context)
 
 
-def _reject_double_backward(ctx, grads):
+def _reject_double_backward(ctx: Any, grads: Any) -> None:
     raise RuntimeError(
         "weft: differentiating twice through a pipeline is not supported. Use torch operations where you need second "
         "derivatives."
@@ -200,15 +216,11 @@ def _flops(shapes: list[Any], text: str) -> tuple[int, int]:
 
 
 @register_flop_formula(torch.ops.weft.pipeline_forward)
-def _forward_flops(inputs, text, **_: Any) -> int:
+def _forward_flops(inputs: list[Any], text: str, **_: Any) -> int:
     return _flops(inputs, text)[0]
 
 
-@register_flop_formula(torch.ops.weft.pipeline_backward)
-def _backward_flops(grads, inputs_and_saved, text, **_: Any) -> int:
+@register_flop_formula([torch.ops.weft.pipeline_backward, torch.ops.weft.pipeline_backward_into])
+def _backward_flops(grads: Any, inputs_and_saved: list[Any], *rest: Any, **_: Any) -> int:
+    text: str = rest[-1]
     return _flops(inputs_and_saved[: len(_C.gradients(text))], text)[1]
-
-
-@register_flop_formula(torch.ops.weft.pipeline_backward_into)
-def _backward_into_flops(grads, inputs_and_saved, params, main_grads, text, **_: Any) -> int:
-    return _backward_flops(grads, inputs_and_saved, text)

@@ -11,15 +11,16 @@ import torch
 
 from . import _C
 from ._operation import FusibleOperation
-from ._sequential import Sequential
+from ._sequential import Sequential, _Segment, run_segments
 
+Section = tuple[str, _C.Explanation | None]  # title, plan; None: a separately called module
 SUFFIXES = (".svg", ".png", ".pdf", ".dot")
 
 
 class Explanation:
     """The plan of one call. Print it, read its :attr:`data`, or draw it with :meth:`save`."""
 
-    def __init__(self, sections: list[tuple[str, _C.Explanation | None]]) -> None:
+    def __init__(self, sections: list[Section]) -> None:
         self._sections = sections
 
     @property
@@ -133,12 +134,10 @@ def _candidates(module: object) -> str:
     return f" It contains {listed}: explain(model.get_submodule('{names[0]}'), x)."
 
 
-def _explain_segments(module: Sequential, input: torch.Tensor, *extra_inputs: torch.Tensor):
-    from ._sequential import run_segments
+def _explain_segments(module: Sequential, input: torch.Tensor, *extra_inputs: torch.Tensor) -> list[Section]:
+    sections: list[Section] = []
 
-    sections: list[tuple[str, _C.Explanation | None]] = []
-
-    def record_plan(segment, x, inputs):
+    def record_plan(segment: _Segment, x: torch.Tensor, inputs: list[torch.Tensor]) -> None:
         if segment.runner is None:
             sections.append((f"{type(segment.modules[0]).__name__}, called separately: {segment.reason}", None))
         else:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from . import _C
 
 
 class GroupedParameters(torch.nn.Module):
@@ -15,7 +18,8 @@ class GroupedParameters(torch.nn.Module):
     of either layout loads into the other.
     """
 
-    _op: Any
+    _op: _C.Op
+    reset_parameters: Callable[..., None]
 
     def _make_parameters(self, device: torch.device | str | None) -> None:
         specs = self._op.params()
@@ -59,7 +63,7 @@ class GroupedParameters(torch.nn.Module):
             )
         super().register_parameter(name, param)
 
-    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state_dict = dict(state_dict)
         fields = self._op.fields()
         _to_layout(state_dict, prefix + "weight", fields["num_groups"], fields["single_grouped_weight"])
@@ -108,8 +112,7 @@ def interleave_glu(rows: torch.Tensor, size: int) -> torch.Tensor:
         >>> weft.interleave_glu(torch.arange(8), 2)
         tensor([0, 1, 4, 5, 2, 3, 6, 7])
     """
-    _check_blocks(rows, size)
-    return rows.unflatten(0, (2, -1, size)).transpose(0, 1).flatten(0, 2)
+    return _swap_blocks(rows, size, (2, -1, size))
 
 
 def deinterleave_glu(rows: torch.Tensor, size: int) -> torch.Tensor:
@@ -131,13 +134,15 @@ def deinterleave_glu(rows: torch.Tensor, size: int) -> torch.Tensor:
         >>> weft.deinterleave_glu(torch.tensor([0, 1, 4, 5, 2, 3, 6, 7]), 2)
         tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
-    _check_blocks(rows, size)
-    return rows.unflatten(0, (-1, 2, size)).transpose(0, 1).flatten(0, 2)
+    return _swap_blocks(rows, size, (-1, 2, size))
 
 
-def _check_blocks(rows: torch.Tensor, size: int) -> None:
+def _swap_blocks(rows: torch.Tensor, size: int, shape: tuple[int, int, int]) -> torch.Tensor:
+    """Transposes the blocks of rows, which `shape` numbers by two indices."""
     if size <= 0 or rows.dim() == 0 or rows.size(0) % (2 * size):
         raise ValueError(
             f"GLU interleaving: got size {size} and a tensor of shape {tuple(rows.shape)}, expected size > 0 and a "
             "first dimension that is a multiple of 2 * size."
         )
+    blocks: torch.Tensor = rows.unflatten(0, shape)
+    return blocks.transpose(0, 1).flatten(0, 2)

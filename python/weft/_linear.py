@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 
@@ -22,14 +23,14 @@ def _gemm_field(name: str) -> property:
         self.__dict__.pop("_components", None)
         self._description_version += 1
 
-    return property(get, set)
+    return property(get, set, doc=f"The argument `{name}`. Setting it takes effect at the next call.")
 
 
 def _full_field(name: str) -> property:
     def get(self: Linear) -> Any:
         return self._full_fields[name]
 
-    return property(get)
+    return property(get, doc=f"The argument `{name}`.")
 
 
 def _divide_evenly(what: str, total: int, ranks: int) -> int:
@@ -106,6 +107,9 @@ class Linear(WgradModule, FusedOperation):
         torch.Size([8, 1024])
     """
 
+    _component_specs: list[tuple[str, dict[str, Any]]]
+    _full_fields: dict[str, Any]
+    _tracker: Callable[[], Any] | None
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
 
@@ -171,7 +175,7 @@ class Linear(WgradModule, FusedOperation):
         return named_group(self._full_fields["tensor_parallel_group"])
 
     @property
-    def basic_ops(self) -> torch.nn.ModuleList:
+    def basic_ops(self) -> torch.nn.ModuleList:  # type: ignore[override]
         """The component operations in order. They read the Parameters of this module."""
         components = self.__dict__.get("_components")
         if components is None or components[0]._owner is not self or components[0]._parameters is not self._parameters:
@@ -199,7 +203,7 @@ class Linear(WgradModule, FusedOperation):
     overlap = _gemm_field("overlap")
 
     def _wgrad_op(self) -> NativeOperation:
-        return self.basic_ops[0]
+        return cast("NativeOperation", self.basic_ops[0])
 
     def __setattr__(self, name: str, value: Any) -> None:
         if (
@@ -217,13 +221,13 @@ class Linear(WgradModule, FusedOperation):
     def reset_parameters(self, device: torch.device | str | None = None) -> None:
         """Initializes the Parameters, on ``device`` if given. Parameters on the meta device are allocated there, or on
         torch's default device."""
-        for component in self.basic_ops:
-            initialize(self, component._op, device, self._tracker)
+        for component in self._stages():
+            initialize(self, component._description(), device, self._tracker)
         self._mark_weight()
 
     def _materialize(self, device: torch.device) -> None:
-        for component in self.basic_ops:
-            initialize(self, component._op, device, self._tracker, only_meta=True)
+        for component in self._stages():
+            initialize(self, component._description(), device, self._tracker, only_meta=True)
 
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self._has_bias()}"

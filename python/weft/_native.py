@@ -31,6 +31,8 @@ class NativeOperation(BasicOperation):
     _native = True
     _written_in_python = False
     _type: str
+    _op: _C.Op
+    _tracker: Callable[[], Any] | None
     __signature__: inspect.Signature
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -60,11 +62,13 @@ class NativeOperation(BasicOperation):
         self._make_parameters(device)
 
     @property
-    def num_extra_inputs(self) -> int:
+    def num_extra_inputs(self) -> int:  # type: ignore[override]
+        """Number of extra inputs."""
         return self._op.extra_inputs
 
     @property
-    def num_extra_outputs(self) -> int:
+    def num_extra_outputs(self) -> int:  # type: ignore[override]
+        """Number of extra outputs."""
         return self._op.extra_outputs
 
     def _description(self) -> _C.Op:
@@ -99,13 +103,13 @@ class NativeOperation(BasicOperation):
         super().__setstate__(state)
         object.__setattr__(self, "_op", _C.make_op(self._type, fields))
 
-    def __deepcopy__(self, memo: dict[int, Any]):
+    def __deepcopy__(self, memo: dict[int, Any]) -> NativeOperation:
         import copy
 
         other = type(self).__new__(type(self))
         memo[id(self)] = other
         state = self.__getstate__()
-        keep = {key: state.pop(key) for key in ("_op", "_tracker") if key in state}
+        keep: dict[str, Any] = {key: state.pop(key) for key in ("_op", "_tracker") if key in state}
         other.__setstate__({**copy.deepcopy(state, memo), **keep})
         return other
 
@@ -222,4 +226,4 @@ def make_class(name: str, doc: str, fields: list[tuple[str, Any, str]], sample: 
     return type(name, (*bases, NativeOperation), members)
 
 
-native_classes: dict[str, type[NativeOperation]] = {name: make_class(name, *row) for name, *row in _C.op_types()}
+native_classes: dict[str, type[NativeOperation]] = {row[0]: make_class(*row) for row in _C.op_types()}

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from . import _C, _dispatcher
 from ._state_keys import StateKeys
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from ._dispatcher import Output, TracedSegment
+    from ._explain import Explanation
+
+    Bindings = tuple[list[str | None], list[tuple[str | None, bool]]]  # of extra inputs, of extra outputs
+    Stage = tuple["BasicOperation", Bindings]
+    Gradients = Iterable[torch.Tensor | None]
+    Contexts = list["OperationContext"]
+    Extras = list[tuple[torch.Tensor | None, ...]]  # extra tensors of each operation
 
 _MATERIALIZE_LOCK = Lock()  # threads that call a new module at the same time initialize it once
 # Attributes that belong to the module's own pipeline; a copy builds its own.
@@ -49,6 +61,7 @@ class FusibleOperation(StateKeys):
     """
 
     _runner: _C.Runner | None = None
+    _module_id: int
     _description_version = 0  # counts changes of fields and channels; compiled code depends on it
     is_fused_op = False
 
@@ -57,7 +70,7 @@ class FusibleOperation(StateKeys):
         _dispatcher.register_module(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         _dispatcher.register_module(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -83,7 +96,7 @@ class FusibleOperation(StateKeys):
             f"{type(self).__name__} does not implement _stages(). Subclass BasicOperation or FusedOperation."
         )
 
-    def _bound_stages(self) -> list[tuple[BasicOperation, Any]]:
+    def _bound_stages(self) -> list[Stage]:
         """Returns its basic operations with their channels. A single operation ignores its channels: all its extra
         tensors are arguments and results of the call."""
         stages = self._stages()
@@ -96,7 +109,7 @@ class FusibleOperation(StateKeys):
         return [(op._description(), bindings) for op, bindings in self._bound_stages()]
 
     def _current_runner(self, input: torch.Tensor) -> _C.Runner:
-        runner = self.__dict__.get("_runner")
+        runner: _C.Runner | None = self.__dict__.get("_runner")
         version = _C.modules_version()  # read first: changes made meanwhile by other threads count at the next call
         signature = self._signature()
         if runner is not None and runner.belongs_to(self) and self.__dict__.get("_built_signature") == signature:
@@ -109,12 +122,12 @@ class FusibleOperation(StateKeys):
         object.__setattr__(self, "_built_signature", signature)
         return runner
 
-    def _traced_segments(self):
+    def _traced_segments(self) -> tuple[TracedSegment, ...]:
         """Returns its segments for `_dispatcher.run`, as constants."""
         runner = build_runner(self, self._bound_stages(), _C.modules_version())
         return (traced_segment(self, self._bound_stages(), runner.text),)
 
-    def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any):
+    def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any) -> Output:
         """Runs the operation.
 
         Args:
@@ -129,7 +142,7 @@ class FusibleOperation(StateKeys):
             return _dispatcher.run(self, input, extra_inputs)
         runner = self._runner
         if runner is not None and not kwargs:
-            output = runner(self, input, *extra_inputs)
+            output: Output = runner(self, input, *extra_inputs)
             if output is not NotImplemented:
                 return output
         if not kwargs and _dispatcher.applies(self, input):
@@ -138,7 +151,7 @@ class FusibleOperation(StateKeys):
         keywords = check_keywords(self._stages(), [kwargs] + [{}] * (len(self._stages()) - 1))
         return runner.call_with(keywords, input, *extra_inputs)
 
-    def explain(self, *inputs: torch.Tensor):
+    def explain(self, *inputs: torch.Tensor) -> Explanation:
         """Explains the plan of a call with these inputs; see :func:`weft.explain`."""
         from ._explain import explain
 
@@ -176,7 +189,7 @@ class BasicOperation(FusibleOperation):
 
     # ---- channels -------------------------------------------------------------------------------------------------
 
-    def set_extra_input_channel(self, index: int, channel: str | None):
+    def set_extra_input_channel(self, index: int, channel: str | None) -> Self:
         """Connects an extra input to a channel of the pipeline.
 
         Args:
@@ -190,7 +203,7 @@ class BasicOperation(FusibleOperation):
         self._edit_channels("_input_channels", index, channel)
         return self
 
-    def set_extra_output_channel(self, index: int, channel: str | None, *, output_to_caller: bool = True):
+    def set_extra_output_channel(self, index: int, channel: str | None, *, output_to_caller: bool = True) -> Self:
         """Sends an extra output to a channel of the pipeline.
 
         Args:
@@ -231,7 +244,7 @@ class BasicOperation(FusibleOperation):
         setattr(self, table, bindings)
         self._description_version += 1
 
-    def _bindings(self):
+    def _bindings(self) -> Bindings:
         """Returns (channel of each extra input, (channel, output_to_caller) of each extra output)."""
         inputs, outputs = self.__dict__.get("_input_channels", {}), self.__dict__.get("_output_channels", {})
         return (
@@ -273,7 +286,7 @@ class BasicOperation(FusibleOperation):
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement op_forward.")
 
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor):
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, Gradients]:
         """Computes the gradients. Override it in an operation without extra tensors.
 
         Args:
@@ -324,7 +337,7 @@ class BasicOperation(FusibleOperation):
         grad_output: torch.Tensor,
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
-    ):
+    ) -> tuple[torch.Tensor | None, Iterable[Gradients], Iterable[Gradients]]:
         """Computes the gradients. Override it in an operation with extra tensors.
 
         Args:
@@ -368,13 +381,13 @@ class FusedOperation(FusibleOperation):
         self.basic_ops = torch.nn.ModuleList(basic_ops)
 
     def _stages(self) -> list[BasicOperation]:
-        return list(self.basic_ops)
+        return cast("list[BasicOperation]", list(self.basic_ops))
 
-    def fuser_forward(self, basic_op_ctxs, input_, **kwargs: Any):
+    def fuser_forward(self, basic_op_ctxs: list[OperationContext], input_: torch.Tensor, **kwargs: Any) -> Any:
         """Computes the forward of all basic operations; see :meth:`BasicOperation.fuser_forward`."""
         raise NotImplementedError(f"{type(self).__name__} does not implement fuser_forward.")
 
-    def fuser_backward(self, basic_op_ctxs, grad_output, **kwargs: Any):
+    def fuser_backward(self, basic_op_ctxs: list[OperationContext], grad_output: torch.Tensor, **kwargs: Any) -> Any:
         """Computes the backward of all basic operations; see :meth:`BasicOperation.fuser_backward`."""
         raise NotImplementedError(f"{type(self).__name__} does not implement fuser_backward.")
 
@@ -382,17 +395,17 @@ class FusedOperation(FusibleOperation):
 # ---- building and calling pipelines -------------------------------------------------------------------------------
 
 
-def caller_bindings(op: BasicOperation):
+def caller_bindings(op: BasicOperation) -> Bindings:
     """Returns the bindings of an operation whose extra tensors all come from and go to the caller."""
     return [None] * op.num_extra_inputs, [(None, True)] * op.num_extra_outputs
 
 
 def build_runner(
     owner: torch.nn.Module,
-    stages: Sequence[tuple[BasicOperation, Any]],
+    stages: Sequence[Stage],
     version: int,
-    bypassed: Sequence[torch.nn.Module] = (),
-    children: Sequence[torch.nn.Module] | None = None,
+    bypassed: Iterable[torch.nn.Module] = (),
+    children: Iterable[torch.nn.Module] | None = None,
 ) -> _C.Runner:
     """Builds the C++ runner of a pipeline.
 
@@ -414,7 +427,7 @@ def build_runner(
     )
 
 
-def traced_segment(root: torch.nn.Module, stages: Sequence[tuple[BasicOperation, Any]], text: str):
+def traced_segment(root: torch.nn.Module, stages: Sequence[Stage], text: str) -> TracedSegment:
     """Returns one pipeline for `_dispatcher.run`: its text, the paths below `root` of its parameters and of the
     operations that depend on training mode, and one entry per extra tensor that it takes and returns."""
     paths = {id(module): path for path, module in root.named_modules()}
@@ -445,7 +458,9 @@ def materialize(module: torch.nn.Module, input: torch.Tensor) -> None:
                     child._materialize(input.device)
 
 
-def _run_forward(op, ctxs, input_, extra_inputs, keywords):
+def _run_forward(
+    op: BasicOperation | FusedOperation, ctxs: Contexts, input_: torch.Tensor, extra_inputs: Extras, keywords: Any
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]:
     output, extra_outputs = op.fuser_forward(
         ctxs,
         input_,
@@ -455,35 +470,42 @@ def _run_forward(op, ctxs, input_, extra_inputs, keywords):
         basic_op_kwargs=keywords,
     )
     basic_ops = op._stages()
-    extra_outputs = [tuple(outputs or ()) for outputs in (extra_outputs or [()] * len(basic_ops))]
-    if len(extra_outputs) != len(basic_ops):
+    rows = [tuple(outputs or ()) for outputs in (extra_outputs or [()] * len(basic_ops))]
+    if len(rows) != len(basic_ops):
         raise RuntimeError(
-            f"{type(op).__name__}: fuser_forward returned extra outputs for {len(extra_outputs)} operations, expected "
+            f"{type(op).__name__}: fuser_forward returned extra outputs for {len(rows)} operations, expected "
             f"{len(basic_ops)}."
         )
-    for basic_op, outputs in zip(basic_ops, extra_outputs, strict=True):
+    for basic_op, outputs in zip(basic_ops, rows, strict=True):
         if len(outputs) != basic_op.num_extra_outputs:
             raise RuntimeError(
                 f"{type(op).__name__}: fuser_forward returned {len(outputs)} extra outputs for "
                 f"{type(basic_op).__name__}, expected {basic_op.num_extra_outputs}."
             )
-    return output, extra_outputs
+    return output, rows
 
 
-def _run_backward(op, ctxs, grad_output, grad_extra_outputs, param_counts, extra_counts):
+def _run_backward(
+    op: BasicOperation | FusedOperation,
+    ctxs: Contexts,
+    grad_output: torch.Tensor,
+    grad_extra_outputs: Extras,
+    param_counts: list[int],
+    extra_counts: list[int],
+) -> tuple[torch.Tensor | None, list[Gradients], list[Gradients]]:
     grad_input, grad_params, grad_extra_inputs = op.fuser_backward(
         ctxs, grad_output, basic_op_grad_extra_outputs=grad_extra_outputs
     )
 
-    def fill_missing(kind, rows, counts):
-        rows = [tuple(row or ()) for row in (rows or [()] * len(counts))]
-        for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
+    def fill_missing(kind: str, rows: Iterable[Gradients] | None, counts: list[int]) -> list[Gradients]:
+        tuples = [tuple(row or ()) for row in (rows or [()] * len(counts))]
+        for i, (row, count) in enumerate(zip(tuples, counts, strict=True)):
             if row and len(row) != count:
                 raise RuntimeError(
                     f"{type(op).__name__}: fuser_backward returned {len(row)} {kind} gradients for operation {i}, "
                     f"expected {count}."
                 )
-        return [row or (None,) * count for row, count in zip(rows, counts, strict=True)]
+        return [row or (None,) * count for row, count in zip(tuples, counts, strict=True)]
 
     return (
         grad_input,

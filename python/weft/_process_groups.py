@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -10,13 +10,13 @@ import torch
 GROUP_FIELDS = {"tensor_parallel_group": "tensor_parallel_size", "process_group": "process_group_size"}
 
 
-def named_group(name: str | None) -> Any:
+def named_group(name: str | None) -> torch.distributed.ProcessGroup | None:
     """Returns the ProcessGroup with this name; None for None."""
     if name is None:
         return None
-    from torch.distributed import distributed_c10d
+    from torch._C._distributed_c10d import _resolve_process_group
 
-    return distributed_c10d._resolve_process_group(name)
+    return _resolve_process_group(cast("Any", name))
 
 
 def group_name_and_size(owner: str, group: Any) -> tuple[str | None, int]:

@@ -18,9 +18,7 @@ class RNGStatesTracker:
 
         >>> tracker = weft.RNGStatesTracker()
         >>> tracker.add("model-parallel-rng", seed + rank)
-        >>> linear = weft.ops.Linear(
-        ...     256, 1024, tensor_parallel_mode="column", rng_state_tracker_function=lambda: tracker
-        ... )
+        >>> linear = weft.ops.Linear(256, 1024, rng_state_tracker_function=lambda: tracker)
     """
 
     def __init__(self) -> None:

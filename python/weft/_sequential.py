@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 from torch.nn.modules import module as torch_module
 
 from . import _C, _dispatcher
-from ._operation import BasicOperation, FusibleOperation, build_runner, check_keywords, materialize, traced_segment
+from ._operation import FusibleOperation, build_runner, check_keywords, materialize, traced_segment
+
+if TYPE_CHECKING:
+    from ._dispatcher import Output, TracedSegment
+    from ._explain import Explanation
+    from ._operation import Bindings, Stage
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -42,15 +47,13 @@ def _overrides_call(module: torch.nn.Module) -> bool:
     return cls.__call__ is not call or cls._call_impl is not plain._call_impl
 
 
-def _is_inlinable(module: torch.nn.Module) -> bool:
+def _is_inlinable(module: Sequential) -> bool:
     """Whether a nested Sequential only runs its modules, so that they can be fused into the outer pipeline."""
-    plain = (
-        isinstance(module, Sequential) and type(module).forward is Sequential.forward and not _overrides_call(module)
-    )
+    plain = type(module).forward is Sequential.forward and not _overrides_call(module)
     return plain and "forward" not in module.__dict__ and not any(getattr(module, hooks) for hooks in _HOOKS)
 
 
-def _scoped(scope: str, bindings: Any) -> Any:
+def _scoped(scope: str, bindings: Bindings) -> Bindings:
     """Prefixes the channel names with the Sequential in which they are used."""
     inputs, outputs = bindings
     return (
@@ -75,7 +78,7 @@ class _Segment:
 
     modules: list[torch.nn.Module]
     runner: _C.Runner | None = None
-    stages: list[tuple[BasicOperation, Any]] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
     sources: list[str | None] = field(default_factory=list)  # per extra input: its channel; None: the caller
     targets: list[tuple[str | None, bool]] = field(default_factory=list)  # per extra output: channel, output_to_caller
     reason: str | None = None
@@ -107,6 +110,8 @@ class Sequential(torch.nn.Module):
     """
 
     _runner: _C.Runner | None = None
+    _module_id: int
+    _modules: dict[str, torch.nn.Module]  # type: ignore[assignment]  # no child is None
 
     def __init__(self, *modules: torch.nn.Module | dict[str, torch.nn.Module], fuse_nested: bool = False) -> None:
         super().__init__()
@@ -116,7 +121,7 @@ class Sequential(torch.nn.Module):
             for name, module in modules[0].items():
                 self.add_module(name, module)
         else:
-            self.extend(modules)
+            self.extend(cast("tuple[torch.nn.Module, ...]", modules))
 
     # ---- a list of modules ----------------------------------------------------------------------------------------
 
@@ -132,7 +137,13 @@ class Sequential(torch.nn.Module):
             raise IndexError(f"Sequential: index {index} is out of range, it has {len(keys)} modules.")
         return keys[index]
 
-    def __getitem__(self, index: int | slice):
+    @overload
+    def __getitem__(self, index: int) -> torch.nn.Module: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequential: ...
+
+    def __getitem__(self, index: int | slice) -> torch.nn.Module:
         if isinstance(index, slice):
             selected = Sequential(fuse_nested=self.fuse_nested)
             for key in list(self._modules)[index]:
@@ -142,10 +153,10 @@ class Sequential(torch.nn.Module):
 
     def __setitem__(self, index: int | slice, module: torch.nn.Module | Iterable[torch.nn.Module]) -> None:
         if not isinstance(index, slice):
-            self.add_module(self._key(index), module)
+            self.add_module(self._key(index), cast("torch.nn.Module", module))
             return
         modules = list(self)
-        modules[index] = module
+        modules[index] = cast("Iterable[torch.nn.Module]", module)
         self._assign_modules(modules)
 
     def __delitem__(self, index: int | slice) -> None:
@@ -200,7 +211,7 @@ class Sequential(torch.nn.Module):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         _dispatcher.register_module(self)
 
     # ---- segments -------------------------------------------------------------------------------------------------
@@ -209,8 +220,10 @@ class Sequential(torch.nn.Module):
         """Returns the modules to run with the scope of their channel names; inlines nested Sequentials if asked."""
         flat_modules: list[tuple[torch.nn.Module, str]] = []
         for key, module in self._modules.items():
-            inline = self.fuse_nested and _is_inlinable(module)
-            flat_modules.extend(module._flat_modules(f"{scope}{key}/") if inline else [(module, scope)])
+            if self.fuse_nested and isinstance(module, Sequential) and _is_inlinable(module):
+                flat_modules.extend(module._flat_modules(f"{scope}{key}/"))
+            else:
+                flat_modules.append((module, scope))
         return flat_modules
 
     def _signature(self) -> Any:
@@ -227,7 +240,7 @@ class Sequential(torch.nn.Module):
         """Returns the segments; rebuilds them if modules, hooks, fields or channels have changed."""
         version = _C.modules_version()  # read first: changes made meanwhile by other threads count at the next call
         signature = self._signature()
-        segments = self.__dict__.get("_segments")
+        segments: list[_Segment] | None = self.__dict__.get("_segments")
         if segments is not None and self.__dict__.get("_built_signature") == signature:
             if self._runner is not None:
                 self._runner.revalidate(version)
@@ -237,8 +250,8 @@ class Sequential(torch.nn.Module):
         single = len(segments) == 1 and segments[0].reason is None and flat
         for segment in segments:
             if segment.reason is None:
-                single_options = {"bypassed": segment.modules, "children": self._modules.values()} if single else {}
-                segment.runner = build_runner(self, segment.stages, version, **single_options)
+                bypassed, children = (segment.modules, self._modules.values()) if single else ((), None)
+                segment.runner = build_runner(self, segment.stages, version, bypassed, children)
         object.__setattr__(self, "_materialized", False)
         # forward() sets _runner, the fast path, once Parameters on the meta device have been allocated.
         object.__setattr__(self, "_runner", None)
@@ -257,10 +270,10 @@ class Sequential(torch.nn.Module):
         """Number of extra outputs that a call returns."""
         return sum(to_caller for segment in self._current_segments() for _, to_caller in segment.targets)
 
-    def _traced_segments(self):
+    def _traced_segments(self) -> tuple[TracedSegment, ...]:
         """Returns its segments for `_dispatcher.run`, as constants."""
         paths = {id(module): path for path, module in self.named_modules()}
-        segments = []
+        segments: list[TracedSegment] = []
         for segment in self._current_segments():
             connections = tuple(segment.sources), tuple(segment.targets)
             if segment.runner is None:
@@ -273,7 +286,7 @@ class Sequential(torch.nn.Module):
 
     def forward(
         self, input: torch.Tensor, *extra_inputs: torch.Tensor, op_kwargs: dict[Any, dict[str, Any]] | None = None
-    ):
+    ) -> Output:
         """Runs the modules.
 
         Args:
@@ -289,7 +302,7 @@ class Sequential(torch.nn.Module):
             return _dispatcher.run(self, input, extra_inputs)
         runner = self._runner
         if runner is not None and op_kwargs is None:
-            output = runner(self, input, *extra_inputs)
+            output: Output = runner(self, input, *extra_inputs)
             if output is not NotImplemented:
                 return output
         if op_kwargs is None and _dispatcher.applies(self, input):
@@ -324,7 +337,7 @@ class Sequential(torch.nn.Module):
             keywords[id(module)] = kwargs
         return keywords
 
-    def explain(self, *inputs: torch.Tensor):
+    def explain(self, *inputs: torch.Tensor) -> Explanation:
         """Explains the plan of a call with these inputs; see :func:`weft.explain`."""
         from ._explain import explain
 
@@ -385,7 +398,7 @@ def _connect_channels(segments: list[_Segment]) -> list[_Segment]:
     read_by = [
         (channel, g) for g, segment in enumerate(segments) for _, (inputs, _) in segment.stages for channel in inputs
     ]
-    crossing = {channel for channel, g in read_by if producers.get(channel, g) != g}
+    crossing = {channel for channel, g in read_by if channel is not None and producers.get(channel, g) != g}
     for g, segment in enumerate(segments):
         first = segment.modules[0]
         if isinstance(first, Sequential):
@@ -410,7 +423,7 @@ def run_segments(
     extras: list[torch.Tensor],
     keywords: dict[int, dict[str, Any]],
     before: Callable[[_Segment, torch.Tensor, list[torch.Tensor]], None] | None = None,
-):
+) -> Output:
     """Calls the segments in order. `before`, if given, is called with each segment and its inputs."""
     channels: dict[str, torch.Tensor] = {}
     returned: list[torch.Tensor] = []
@@ -420,11 +433,10 @@ def run_segments(
         if before is not None:
             before(segment, x, inputs)
         if segment.runner is not None:
-            kwargs = [
-                keywords.get(id(m), {}) if i == 0 else {} for m in segment.modules for i in range(len(m._stages()))
-            ]
+            operations = (m for m in segment.modules if isinstance(m, FusibleOperation))
+            kwargs = [keywords.get(id(m), {}) if i == 0 else {} for m in operations for i in range(len(m._stages()))]
             stages = [op for op, _ in segment.stages]
-            result = segment.runner.call_with(check_keywords(stages, kwargs), x, *inputs)
+            result: Any = segment.runner.call_with(check_keywords(stages, kwargs), x, *inputs)
         else:
             result = segment.modules[0](x, *inputs, **keywords.get(id(segment.modules[0]), {}))
         if not segment.targets:

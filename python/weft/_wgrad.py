@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from . import _C
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from ._native import NativeOperation
 
 
@@ -23,6 +25,7 @@ class WgradModule(torch.nn.Module):
     :meth:`backward_dw`.
     """
 
+    weight: torch.nn.Parameter
     _wgrad_bypasses_autograd = False  # whether the weight gradient has side effects that a compiler does not see
     _delays_wgrad = False
 
@@ -32,11 +35,11 @@ class WgradModule(torch.nn.Module):
 
     def _wgrad_op(self) -> NativeOperation:
         """Returns the operation that has the fields."""
-        return self
+        return cast("NativeOperation", self)
 
     def need_backward_dw(self) -> bool:
         """Whether weight gradients are computed in :meth:`backward_dw` instead of in backward."""
-        return self._wgrad_op()._op.fields()["delay_wgrad_compute"]
+        return bool(self._wgrad_op()._op.fields()["delay_wgrad_compute"])
 
     def backward_dw(self) -> None:
         """Computes the weight gradients delayed by the oldest pending backward, then runs the hooks.
@@ -98,7 +101,7 @@ class WgradModule(torch.nn.Module):
             self._mark_weight()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._mark_weight()
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
@@ -106,11 +109,7 @@ class WgradModule(torch.nn.Module):
         if param is not None:
             self._mark_weight()
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True):
-        super()._apply(fn, recurse)
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._mark_weight()
         return self
-
-    def reset_parameters(self, device: torch.device | str | None = None) -> None:
-        super().reset_parameters(device)
-        self._mark_weight()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from . import _C
+from ._operation import FusibleOperation
+
+_FusionFunction = Callable[..., Sequence[FusibleOperation | _C.FusedStep]]
 
 __all__ = [
     "FusionHandle",
@@ -89,7 +92,7 @@ def with_rules(*names: str) -> Iterator[None]:
         _C.disable_rules(reenabled)
 
 
-def register_forward_fusion(func: Callable, prepend: bool = False) -> FusionHandle:
+def register_forward_fusion(func: _FusionFunction, prepend: bool = False) -> FusionHandle:
     """Registers a fusion function for the forward pass. Takes effect at the next call of each pipeline.
 
     Args:
@@ -103,14 +106,14 @@ def register_forward_fusion(func: Callable, prepend: bool = False) -> FusionHand
     Example::
 
         >>> def fuse(ops, *, recipe):
-        ...     ...
+        ...     return ops  # with consecutive operations replaced by a FusedOperation
         >>> with weft.fusion.register_forward_fusion(fuse):
         ...     y = block(x)
     """
     return FusionHandle(_C.add_fusion_function("forward", func, prepend))
 
 
-def register_backward_fusion(func: Callable, prepend: bool = False) -> FusionHandle:
+def register_backward_fusion(func: _FusionFunction, prepend: bool = False) -> FusionHandle:
     """Registers a fusion function for the backward pass. It also gets the operations in forward order.
 
     Args:
@@ -123,7 +126,7 @@ def register_backward_fusion(func: Callable, prepend: bool = False) -> FusionHan
     return FusionHandle(_C.add_fusion_function("backward", func, prepend))
 
 
-def register_forward_backward_fusion(func: Callable, prepend: bool = False) -> FusionHandle:
+def register_forward_backward_fusion(func: _FusionFunction, prepend: bool = False) -> FusionHandle:
     """Registers a fusion function whose fused operations compute both the forward and the backward.
 
     Args:

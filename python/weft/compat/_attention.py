@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ._module import EmptyExtraState
 
+Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _MASKS = ("no_mask", "padding", "causal", "padding_causal", "arbitrary", "causal_bottom_right",
           "padding_causal_bottom_right")  # fmt: skip
 
@@ -103,6 +104,7 @@ class DotProductAttention(EmptyExtraState):
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
     ) -> None:
+        """Raises NotImplementedError for a group with several ranks: context parallelism is not supported."""
         if cp_group is not None and torch.distributed.get_world_size(cp_group) > 1:
             raise NotImplementedError("DotProductAttention: context parallelism is not supported. Pass cp_group=None.")
 
@@ -111,7 +113,7 @@ class DotProductAttention(EmptyExtraState):
         query_layer: torch.Tensor,
         key_layer: torch.Tensor,
         value_layer: torch.Tensor,
-        attention_mask: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: Mask | None = None,
         qkv_format: str | None = None,
         attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None,
@@ -120,15 +122,27 @@ class DotProductAttention(EmptyExtraState):
         core_attention_bias: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
+        """Returns the attention output; the class describes the shapes.
+
+        Args:
+            query_layer, key_layer, value_layer: query, key and value.
+            attention_mask: for padding and arbitrary masks, True where a key is masked out.
+            qkv_format, attn_mask_type, window_size: replace the values given to the constructor.
+            checkpoint_core_attention: recompute the attention in backward.
+            core_attention_bias_type: ``"no_bias"`` or ``"post_scale_bias"``.
+            core_attention_bias: added to the scaled scores.
+            **others: `alibi_slopes` and `inference_params` must be None; others are ignored.
+        """
         layout = qkv_format or self.qkv_format
         kind = (attn_mask_type or self.attn_mask_type).replace("causal_padding", "padding_causal")
         self._check(layout, kind, core_attention_bias_type, others)
         to_bhsd = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
         q, k, v = (t.permute(to_bhsd) for t in (query_layer, key_layer, value_layer))
         window = window_size if window_size is not None else self.window_size
-        mask = self._mask(q, k, kind, window, attention_mask, core_attention_bias)
+        visible = _position_mask(q.size(2), k.size(2), kind, window, q.device)
+        mask = self._mask(visible, kind, attention_mask, core_attention_bias)
         if checkpoint_core_attention and torch.is_grad_enabled():
-            out = checkpoint(self._attend, q, k, v, mask, use_reentrant=False)
+            out: torch.Tensor = checkpoint(self._attend, q, k, v, mask, use_reentrant=False)
         else:
             out = self._attend(q, k, v, mask)
         return out.permute((2, 0, 1, 3) if layout == "sbhd" else (0, 2, 1, 3)).flatten(2)
@@ -146,9 +160,10 @@ class DotProductAttention(EmptyExtraState):
         if others.get("alibi_slopes") is not None or others.get("inference_params") is not None:
             raise NotImplementedError("DotProductAttention: alibi_slopes and inference_params are not supported.")
 
-    def _mask(self, q, k, kind: str, window, attention_mask, bias) -> torch.Tensor | None:
+    def _mask(
+        self, visible: torch.Tensor | None, kind: str, attention_mask: Mask | None, bias: torch.Tensor | None
+    ) -> torch.Tensor | None:
         """Returns the mask of scaled_dot_product_attention: boolean, True attends; or a bias to add."""
-        visible = _position_mask(q.size(2), k.size(2), kind, window, q.device)
         if attention_mask is not None and ("padding" in kind or kind == "arbitrary"):
             # A pair holds the masks of queries and of keys; only the keys' mask is used.
             masked = attention_mask[1] if isinstance(attention_mask, tuple) else attention_mask
@@ -159,7 +174,7 @@ class DotProductAttention(EmptyExtraState):
             return visible
         return bias if visible is None else bias.masked_fill(~visible, float("-inf"))
 
-    def _attend(self, q, k, v, mask: torch.Tensor | None) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         p = self.attention_dropout if self.training else 0.0
         tracker = self.get_rng_state_tracker if p else None
         with tracker().fork() if tracker is not None else nullcontext():
@@ -186,6 +201,8 @@ class RotaryPositionEmbedding(torch.nn.Module):
         - Output of ``forward(max_seq_len, offset)``: ``(max_seq_len, 1, 1, channels)``.
     """
 
+    inv_freq: torch.Tensor
+
     def __init__(
         self,
         dim: int,
@@ -206,6 +223,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
         self.register_buffer("inv_freq", frequencies)
 
     def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        """Returns the angles of `max_seq_len` positions, starting at `offset`."""
         positions = (torch.arange(max_seq_len, device=self.inv_freq.device) + offset) / self.factor
         angles = torch.outer(positions, self.inv_freq.float())
         both = torch.stack([angles, angles], -1).flatten(1) if self.interleaved else torch.cat([angles, angles], -1)

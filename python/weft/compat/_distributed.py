@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def checkpoint(
             "checkpoint: distribute_saved_activations=True is not supported. Pass False: each rank saves its own input."
         )
 
-    def contexts():
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         tracker = get_rng_state_tracker() if get_rng_state_tracker is not None else None
         return nullcontext(), nullcontext() if tracker is None else _tracker_states(tracker, tracker.get_states())
 

@@ -116,6 +116,13 @@ class GroupedLinear(CompatModule):
         m_splits: torch.Tensor | Sequence[int],
         is_first_microbatch: bool | None = None,
     ) -> Any:
+        """Returns y, or (y, list of biases) with `return_bias`.
+
+        Args:
+            inp: the rows of all groups, in the order of the groups.
+            m_splits: number of rows of each group.
+            is_first_microbatch: if True, weight gradients overwrite ``main_grad`` instead of being added to it.
+        """
         splits = torch.as_tensor(m_splits)
         if splits.dtype not in (torch.int32, torch.int64):
             splits = splits.to(torch.int64)

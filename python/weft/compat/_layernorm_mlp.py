@@ -141,9 +141,15 @@ class LayerNormMLP(CompatModule):
         return pipeline
 
     def _bias(self, name: str) -> torch.nn.Module:
-        return ops.Bias(self._parameters[name].numel(), device="meta", dtype=self.params_dtype)
+        return ops.Bias(getattr(self, name).numel(), device="meta", dtype=self.params_dtype)
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """Returns y, with `return_bias` also `fc2_bias`, with `return_layernorm_output` also norm(x).
+
+        Args:
+            inp: the input.
+            is_first_microbatch: if True, weight gradients overwrite ``main_grad`` instead of being added to it.
+        """
         pipeline = self._get_pipelines(inp)
         if self.checkpoint and torch.is_grad_enabled():
             from ._distributed import checkpoint
@@ -153,7 +159,7 @@ class LayerNormMLP(CompatModule):
             output = pipeline.sequential(inp)
         output, normed = output if self.return_layernorm_output else (output, None)
         self._first_microbatch(output, is_first_microbatch)
-        results = (output,)
+        results: tuple[Any, ...] = (output,)
         if self.return_bias:
             results += (self.fc2_bias,)
         if self.return_layernorm_output:

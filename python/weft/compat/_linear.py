@@ -15,6 +15,8 @@ from ._module import BoundSequential, CompatModule, divide_evenly, reject_gather
 class _SplitLinear(CompatModule):
     """A linear whose output features may be split into several Parameters (`parameters_split`)."""
 
+    return_bias: bool
+
     def _declare_splits(
         self,
         in_features: int,
@@ -51,9 +53,7 @@ class _SplitLinear(CompatModule):
             pipeline = BoundSequential(self)
             pipeline.add(self._basic_linear(self.in_features, size, self.parallel_mode), weight=weight)
             if self.use_bias and not self.return_bias:
-                pipeline.add(
-                    ops.Bias(self._parameters[bias].numel(), device="meta", dtype=self.params_dtype), bias=bias
-                )
+                pipeline.add(ops.Bias(getattr(self, bias).numel(), device="meta", dtype=self.params_dtype), bias=bias)
             pipelines.append(pipeline)
         return pipelines
 
@@ -155,6 +155,13 @@ class Linear(_SplitLinear):
         fp8_output: bool = False,
         fp8_grad: bool = False,
     ) -> Any:
+        """Returns y, or (y, bias) with `return_bias`.
+
+        Args:
+            inp: the input.
+            is_first_microbatch: if True, weight gradients overwrite ``main_grad`` instead of being added to it.
+            fp8_output, fp8_grad: not supported.
+        """
         reject_quantized(self, fp8_output=fp8_output, fp8_grad=fp8_grad)
         output = self._run_splits(self._get_pipelines(inp), inp, is_first_microbatch)
         return (output, self._all_biases()) if self.return_bias else output
@@ -244,6 +251,10 @@ class LayerNormLinear(_SplitLinear):
         fp8_grad: bool = False,
         fp8_output: bool = False,
     ) -> Any:
+        """Returns y, with `return_bias` also the bias, with `return_layernorm_output` also norm(x).
+
+        The arguments are those of :meth:`Linear.forward`.
+        """
         reject_quantized(self, fp8_output=fp8_output, fp8_grad=fp8_grad)
         norm_pipeline, pipelines = self._get_pipelines(inp)
         if norm_pipeline is not None:
@@ -253,7 +264,7 @@ class LayerNormLinear(_SplitLinear):
             output = pipelines[0].sequential(inp)
             output, normed = output if self.return_layernorm_output else (output, None)
             self._first_microbatch(output, is_first_microbatch)
-        results = (output,)
+        results: tuple[Any, ...] = (output,)
         if self.return_bias:
             results += (self._all_biases(),)
         if self.return_layernorm_output:

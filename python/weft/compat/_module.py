@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from functools import cache
 from threading import Lock
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -45,13 +45,16 @@ class EmptyExtraState(torch.nn.Module):
     """A module whose state_dict has an empty tensor `_extra_state`, and which loads without it."""
 
     def get_extra_state(self) -> torch.Tensor:
+        """Returns an empty tensor."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
-        pass
+        """Ignores the state."""
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, *rest) -> None:
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing_keys: list[str], *rest: Any
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing_keys, *rest)
         if prefix + "_extra_state" in missing_keys:
             missing_keys.remove(prefix + "_extra_state")
 
@@ -79,7 +82,7 @@ class BoundSequential:
     def add(self, op: torch.nn.Module, **parameters: str) -> None:
         """Appends an operation. `parameters` maps its Parameter names to those of the owner."""
         if parameters:
-            op.__class__ = _with_parameters_of_owner(type(op), tuple(parameters.items()))
+            op.__class__ = _with_parameters_of_owner(cast("Any", type(op)), tuple(parameters.items()))
             op.__dict__["_parameter_owner"] = self.owner
             op._parameters.clear()
         self.sequential.append(op)
@@ -99,9 +102,14 @@ class CompatModule(EmptyExtraState):
     # Frameworks read these before they write or read a checkpoint: nothing is quantized.
     fp8 = fp8_calibration = False
     fp8_meta: Mapping[str, Any] = MappingProxyType({"fp8_checkpoint": False})
+    # Of subclasses with a norm.
+    layer_norm_weight: torch.nn.Parameter
+    normalization: str
+    eps: float
+    zero_centered_gamma: bool
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        pass
+        """Does nothing: FP8 is not supported."""
 
     def _setup(
         self,
@@ -133,7 +141,7 @@ class CompatModule(EmptyExtraState):
         self._weights: list[str] = []
         self._wgrad_hooks: list[Callable[[], Any]] = []
         self._delayed_overwrites: deque[bool] = deque()  # one per backward whose weight gradients are pending
-        self._saved_overwrite_flags: list[tuple[torch.Tensor, Any]] = []  # weights and their previous flag
+        self._saved_overwrite_flags: list[tuple[Any, Any]] = []  # weights and their previous flag
 
     # ---- parameters -----------------------------------------------------------------------------------------------
 
@@ -188,7 +196,7 @@ class CompatModule(EmptyExtraState):
             defer_init: only set the attributes of the Parameters; do not initialize or allocate them.
         """
         for name, init in self._inits.items():
-            param = self._parameters[name]
+            param = self.get_parameter(name)
             if not defer_init:
                 param = self._initialize_parameter(name, default_device(param), init)
             for attribute, value in self._parameter_attributes[name].items():
@@ -207,7 +215,7 @@ class CompatModule(EmptyExtraState):
         self, name: str, device: torch.device, init: Callable[[torch.Tensor], Any]
     ) -> torch.nn.Parameter:
         """Initializes a Parameter on `device`. If it moves, the new one is assigned after it has values."""
-        param = self._parameters[name]
+        param = self.get_parameter(name)
         if param.device != device:
             param = empty_parameter_on(param, device)
         if not param.is_meta:
@@ -234,7 +242,7 @@ class CompatModule(EmptyExtraState):
             self._build_once()
         return self._built
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _build_once(self) -> None:
         self._check_group()
         with _BUILD_LOCK:
@@ -260,14 +268,16 @@ class CompatModule(EmptyExtraState):
         self.__dict__.pop("_built_for", None)
 
     def _norm(self) -> tuple[torch.nn.Module, dict[str, str]]:
-        fields = {"eps": self.eps, "zero_centered_gamma": self.zero_centered_gamma, "dtype": self.params_dtype}
-        norm = NORMS[self.normalization](self.layer_norm_weight.shape, device="meta", **fields)
+        options: dict[str, Any] = {"eps": self.eps, "zero_centered_gamma": self.zero_centered_gamma}
+        norm = NORMS[self.normalization](
+            self.layer_norm_weight.shape, device="meta", dtype=self.params_dtype, **options
+        )
         names = {"weight": "layer_norm_weight", "bias": "layer_norm_bias"}
         return norm, {name: own for name, own in names.items() if name in norm._parameters}
 
     def _basic_linear(self, in_features: int, out_features: int, mode: str | None) -> Any:
         """Makes y = x Wᵀ with this module's tensor parallelism and weight-gradient options."""
-        parallel = {}
+        parallel: dict[str, Any] = {}
         if mode is not None and self.tp_size > 1:
             parallel = {"tensor_parallel_mode": mode, "tensor_parallel_group": self.tp_group}
             parallel["sequence_parallel"] = self.sequence_parallel
@@ -312,7 +322,8 @@ class CompatModule(EmptyExtraState):
 
     def _begin_overwrite(self) -> None:
         self._end_overwrite()
-        for param in (self._parameters[name] for name in self._weights):
+        params: list[Any] = [self._parameters[name] for name in self._weights]
+        for param in params:
             self._saved_overwrite_flags.append((param, getattr(param, "overwrite_main_grad", None)))
             param.overwrite_main_grad = True
 

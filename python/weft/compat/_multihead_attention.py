@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -100,7 +100,7 @@ class MultiheadAttention(torch.nn.Module):
                 f"MultiheadAttention: num_attention_heads {num_attention_heads} is not a multiple of num_gqa_groups "
                 f"{groups}."
             )
-        common = {
+        common: dict[str, Any] = {
             "tp_group": tp_group if set_parallel_mode else None,
             "tp_size": tp_size if set_parallel_mode else 1,
             "sequence_parallel": sequence_parallel,
@@ -134,10 +134,12 @@ class MultiheadAttention(torch.nn.Module):
             attention_type=attention_type,
             softmax_type=softmax_type,
         )
-        row = {"parallel_mode": "row" if set_parallel_mode else None, "return_bias": return_bias}
+        row: dict[str, Any] = {"parallel_mode": "row" if set_parallel_mode else None, "return_bias": return_bias}
         self.proj = Linear(inner, hidden_size, init_method=output_layer_init_method, **common, **row)
 
-    def _make_projections(self, hidden: int, inner: int, narrow: int, fused: bool, column: dict, norm: dict) -> None:
+    def _make_projections(
+        self, hidden: int, inner: int, narrow: int, fused: bool, column: dict[str, Any], norm: dict[str, Any]
+    ) -> None:
         keys = {"key": narrow, "value": narrow}
         if self.attention_type == "self":
             split = None if fused else {"query": inner} | keys
@@ -152,8 +154,8 @@ class MultiheadAttention(torch.nn.Module):
                 f"MultiheadAttention: attention_type is {self.attention_type!r}, expected 'self' or 'cross'."
             )
         if self.input_layernorm:
-            split = None if fused else ("query",)
-            self.layernorm_query = LayerNormLinear(hidden, inner, parameters_split=split, **column, **norm)
+            names = None if fused else ("query",)
+            self.layernorm_query = LayerNormLinear(hidden, inner, parameters_split=names, **column, **norm)
         else:
             self.query_layer = Linear(hidden, inner, **column)
         self.key_value = Linear(hidden, 2 * narrow, parameters_split=None if fused else keys, **column)
@@ -179,8 +181,8 @@ class MultiheadAttention(torch.nn.Module):
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Sets the tensor-parallel process group of the submodules."""
         for child in self.children():
-            if hasattr(child, "set_tensor_parallel_group"):
-                child.set_tensor_parallel_group(tp_group)
+            if (setter := getattr(child, "set_tensor_parallel_group", None)) is not None:
+                setter(tp_group)
 
     def _heads(self, mixed: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
         """Splits [.., features] into tensors [.., heads, channels]. `counts` has the heads per group of each tensor."""
@@ -192,7 +194,9 @@ class MultiheadAttention(torch.nn.Module):
         parts = mixed.unflatten(-1, (-1, self.channels)).split([count * groups for count in counts], -2)
         return list(parts)
 
-    def _project(self, x: torch.Tensor, encoder_output: torch.Tensor | None, first: bool | None):
+    def _project(
+        self, x: torch.Tensor, encoder_output: torch.Tensor | None, first: bool | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Returns (query, key, value, output of the norm or None)."""
         normed = None
         own = self._own_projection()
@@ -200,14 +204,15 @@ class MultiheadAttention(torch.nn.Module):
         if self.input_layernorm and self.return_layernorm_output:
             mixed, normed = mixed
         if self.attention_type == "self":
-            return *self._heads(mixed, [self.heads_of_group, 1, 1]), normed
+            query, key, value = self._heads(mixed, [self.heads_of_group, 1, 1])
+            return query, key, value, normed
         query = mixed.unflatten(-1, (-1, self.channels))
         key, value = self._heads(self.key_value(encoder_output, is_first_microbatch=first), [1, 1])
         return query, key, value, normed
 
-    def _own_projection(self) -> torch.nn.Module:
+    def _own_projection(self) -> Linear | LayerNormLinear:
         names = ("layernorm_qkv", "qkv") if self.attention_type == "self" else ("layernorm_query", "query_layer")
-        return getattr(self, names[0] if self.input_layernorm else names[1])
+        return cast("Linear | LayerNormLinear", getattr(self, names[0] if self.input_layernorm else names[1]))
 
     def forward(
         self,
@@ -225,13 +230,24 @@ class MultiheadAttention(torch.nn.Module):
         alibi_slopes: torch.Tensor | None = None,
         **others: Any,
     ) -> Any:
+        """Returns the output, with `return_bias` also the bias, with `return_layernorm_output` also the norm's output.
+
+        Args:
+            hidden_states: the input.
+            encoder_output: input of key and value in cross attention.
+            is_first_microbatch: if True, weight gradients overwrite ``main_grad`` instead of being added to it.
+            rotary_pos_emb: rotary angles, or a pair of those of query and key.
+
+        The other arguments are those of :meth:`DotProductAttention.forward`.
+        """
         query, key, value, normed = self._project(hidden_states, encoder_output, is_first_microbatch)
         if self.qk_norm_before_rope:
             query, key = self._normed(query, key)
         if rotary_pos_emb is not None:
             angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
-            options = {"tensor_format": self.qkv_format, "interleaved": self.rotary_pos_interleaved}
-            query, key = (apply_rotary_pos_emb(t, a, **options) for t, a in zip((query, key), angles, strict=True))
+            layout, interleaved = self.qkv_format, self.rotary_pos_interleaved
+            query = apply_rotary_pos_emb(query, angles[0], layout, interleaved)
+            key = apply_rotary_pos_emb(key, angles[1], layout, interleaved)
         if not self.qk_norm_before_rope:
             query, key = self._normed(query, key)
         context = self.core_attention(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from .. import ops
+from .._native import NativeOperation
 from ._module import EmptyExtraState
 
 
-class _Norm(EmptyExtraState):
+class _Norm(EmptyExtraState, NativeOperation):
     """Adds the module arguments to a norm. Its Parameters have the attribute `sequence_parallel`, by which frameworks
     find gradients to all-reduce."""
 
@@ -43,7 +45,8 @@ class _Norm(EmptyExtraState):
     reset_layer_norm_parameters = reset_parameters
 
     def _mark_parameters(self) -> None:
-        for param in self.parameters(recurse=False) if self.sequence_parallel is not None else ():
+        params: Iterable[Any] = self.parameters(recurse=False) if self.sequence_parallel is not None else ()
+        for param in params:
             param.sequence_parallel = self.sequence_parallel
 
 

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -74,33 +74,22 @@ class QParams:
     fp4_2d_quantization: bool = False
 
 
+def _is(*kinds: str) -> Callable[[Recipe], bool]:
+    """Makes a method that says whether a recipe is of one of these classes."""
+    return lambda self: any(base.__name__ in kinds for base in type(self).__mro__)
+
+
 @dataclass
 class Recipe:
     """Base class of recipes."""
 
-    def _is(self, kind: str) -> bool:
-        return any(base.__name__ == kind for base in type(self).__mro__)
-
-    def delayed(self) -> bool:
-        return self._is("DelayedScaling")
-
-    def float8_current_scaling(self) -> bool:
-        return self._is("Float8CurrentScaling")
-
-    def float8_block_scaling(self) -> bool:
-        return self._is("Float8BlockScaling")
-
-    def float8_per_tensor_scaling(self) -> bool:
-        return self.delayed() or self.float8_current_scaling()
-
-    def mxfp8(self) -> bool:
-        return self._is("MXFP8BlockScaling")
-
-    def nvfp4(self) -> bool:
-        return self._is("NVFP4BlockScaling")
-
-    def custom(self) -> bool:
-        return self._is("CustomRecipe")
+    delayed = _is("DelayedScaling")
+    float8_current_scaling = _is("Float8CurrentScaling")
+    float8_block_scaling = _is("Float8BlockScaling")
+    float8_per_tensor_scaling = _is("DelayedScaling", "Float8CurrentScaling")
+    mxfp8 = _is("MXFP8BlockScaling")
+    nvfp4 = _is("NVFP4BlockScaling")
+    custom = _is("CustomRecipe")
 
 
 def _ignores_unknown_fields(recipe: Any) -> Any:
@@ -306,7 +295,7 @@ class _UnsupportedTensor(torch.Tensor):
     """For isinstance() only: it cannot be instantiated."""
 
     @staticmethod
-    def __new__(cls, *args: Any, **kwargs: Any):
+    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"{cls.__name__}: {UNQUANTIZED_REASON}.")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-_SCORES = {
+_SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "softmax": lambda logits: logits.softmax(-1),
     "sigmoid": torch.sigmoid,
     "sqrtsoftplus": lambda logits: torch.nn.functional.softplus(logits).sqrt(),
@@ -15,7 +17,7 @@ def _to_opmath(logits: torch.Tensor) -> torch.Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _score(name: str):
+def _score(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     if name not in _SCORES:
         raise ValueError(f"router: score_function is {name!r}, expected one of {', '.join(_SCORES)}.")
     return _SCORES[name]

@@ -190,8 +190,8 @@ class TransformerLayer(torch.nn.Module):
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Sets the tensor-parallel process group of the submodules."""
         for child in self.children():
-            if hasattr(child, "set_tensor_parallel_group"):
-                child.set_tensor_parallel_group(tp_group)
+            if (setter := getattr(child, "set_tensor_parallel_group", None)) is not None:
+                setter(tp_group)
 
     def _add_residual(self, result: Any, residual: torch.Tensor) -> torch.Tensor:
         """Returns residual + dropout(branch). If `result` also has the output of the norm, that is the residual."""
@@ -219,6 +219,16 @@ class TransformerLayer(torch.nn.Module):
         alibi_slopes: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
+        """Returns the output of the layer, which has the shape of `hidden_states`.
+
+        Args:
+            hidden_states: the input.
+            self_attn_mask_type: kind of `attention_mask`.
+            encoder_output: input of the cross attention of a decoder layer.
+            enc_dec_attn_mask, enc_dec_attn_mask_type, enc_dec_window_size: mask and window of the cross attention.
+
+        The other arguments are those of :meth:`MultiheadAttention.forward`.
+        """
         hidden_states = _to_autocast_dtype(hidden_states)
         attention_output = self.self_attention(
             hidden_states,

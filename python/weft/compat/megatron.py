@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from . import transformer_engine
 
+__all__ = ["install", "installed", "on_cpu", "uninstall"]
+
 HOW_TO_INSTALL = (
     "pip install --no-deps megatron-core==0.16.1; it imports numpy and packaging, and psutil to save a checkpoint"
 )
@@ -155,7 +157,7 @@ def install(recipes: str | None = None, replace: bool = False) -> None:
         setattr(module, name, value)
     logging.getLogger(_RANDOM).addFilter(_is_relevant)
     _mode = _CudaToCpuMode()
-    _mode.__enter__()
+    _mode.__enter__()  # type: ignore[no-untyped-call]
 
 
 def uninstall() -> None:
@@ -163,7 +165,7 @@ def uninstall() -> None:
     global _mode
     if _mode is None:
         return
-    _mode.__exit__(None, None, None)
+    _mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     _mode = None
     logging.getLogger(_RANDOM).removeFilter(_is_relevant)
     while _replaced_attributes:

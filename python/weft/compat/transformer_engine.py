@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from . import _namespace, _recipes
+
+__all__ = ["install", "installed", "uninstall"]
 
 _ROOT = "transformer_engine"
 _finder: _Finder | None = None
@@ -89,7 +92,7 @@ def _reject_real_package() -> None:
             raise ImportError(f"{_ROOT} is installed in {locations}. {hint}")
 
 
-class _Finder:
+class _Finder(MetaPathFinder, Loader):
     """Import hook that finds `transformer_engine` and its modules in the tables of `_namespace`."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:

@@ -16,12 +16,14 @@ the sha256 of every tensor, conversion.json, is written with it.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import sys
+from collections.abc import Callable
 
 from . import ConversionError, compare, convert, inspect, verify
-from ._convert import TARGETS
+from ._convert import SHARD_SIZE, TARGETS
 from ._name_table import LAYOUTS, read_names
 
 PROGRAM = "python -m weft.convert"
@@ -31,7 +33,7 @@ def parse_size(text: str) -> int:
     found = re.fullmatch(r"(\d+)\s*([KMGT]?)B?", text, re.IGNORECASE)
     if not found or not int(found[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; expected a number such as 500MB or 4GB")
-    return int(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " ")
+    return int(found[1]) * int(1000 ** " KMGT".index(found[2].upper() or " "))
 
 
 def convert_parser() -> argparse.ArgumentParser:
@@ -56,7 +58,7 @@ def convert_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shard-size",
         type=parse_size,
-        default=4 << 30,
+        default=SHARD_SIZE,
         metavar="SIZE",
         help="maximum size of a file in a folder (4GB)",
     )
@@ -117,7 +119,9 @@ def run_verify(argv: list[str]) -> None:
 
 def main() -> None:
     argv = sys.argv[1:]
-    sys.stdout.reconfigure(errors="backslashreplace")  # names may contain characters that a terminal cannot show
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names may contain characters that a terminal cannot show
+    commands: dict[str, Callable[[list[str]], None]]
     commands = {"inspect": run_inspect, "verify": run_verify, "names": lambda _: print(read_names(None).as_json())}
     try:
         if argv and argv[0] in commands:

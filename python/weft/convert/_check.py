@@ -96,7 +96,7 @@ def compare(
 
     Example::
 
-        >>> count, differences = weft.convert.compare("checkpoint/iter_0000100", "plain")
+        count, differences = weft.convert.compare("checkpoint/iter_0000100", "plain")
     """
     table = read_names(names)
     models = [read_model(open_checkpoint(path), table) for path in (one, other)]

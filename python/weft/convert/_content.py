@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ._lazy_tensor import MAX_BLOCK_BYTES, ConversionError, InMemoryTensor, LazyTensor, nonnegative_ints, raw_bytes
+from ._lazy_tensor import MAX_BLOCK_BYTES, ConversionError, LazyTensor, nonnegative_ints, raw_bytes
 from ._pickle_globals import DTYPES, BytesIOContent, OpaqueObject
 
 
@@ -38,10 +38,8 @@ def is_optimizer(name: str) -> bool:
 OPTIMIZER_SKIPPED = "optimizer state is not converted: restart the optimizer"
 
 
-def bytes_tensor(content: bytes) -> LazyTensor:
-    return InMemoryTensor(
-        torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-    )
+def bytes_tensor(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
 def parse_json(text: str | bytes, where: str) -> dict[str, Any]:
@@ -111,8 +109,7 @@ def from_json(value: Any) -> Any:
     content = base64.b64decode(of)
     if kind == "bytes":
         return content
-    flat = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-    return flat.view(DTYPES[value["dtype"]]).reshape(nonnegative_ints(value["shape"], "a shape"))
+    return bytes_tensor(content).view(DTYPES[value["dtype"]]).reshape(nonnegative_ints(value["shape"], "a shape"))
 
 
 def decode_values(common: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from . import _atomic_write, _safetensors, _torch_dist, _torch_zip
 from ._check import verify
 from ._content import Content, decode_values
 from ._formats import RAW, open_checkpoint
-from ._lazy_tensor import ConversionError, LazyTensor
+from ._lazy_tensor import ConversionError, LazyTensor, OnWrite
 from ._model import Model, add_empty_states, apply_layout, check_groups, join_qkv, read_model, resolve_heads, split_qkv
 from ._name_table import LAYOUTS, NameTable, read_names
 from ._progress import Progress
@@ -68,7 +68,7 @@ def convert(
 
     Example::
 
-        >>> report = weft.convert.convert("checkpoint/iter_0000100", "plain", to="safetensors")
+        report = weft.convert.convert("checkpoint/iter_0000100", "plain", to="safetensors")
     """
     target, layout, table = Path(target), layout or TARGETS.get(to, ""), read_names(names)
     single = target.suffix in SUFFIXES
@@ -84,6 +84,7 @@ def convert(
     progress = Progress(total, f"{model.format} -> {to}", quiet)
 
     def on_write(entry: LazyTensor, view: memoryview) -> None:
+        assert isinstance(entry, NamedTensor)
         entry.sha256.update(view)
         progress.add(len(view))
 
@@ -134,7 +135,9 @@ def _check_request(to: str, layout: str, ranks: int, suffix: str) -> None:
         )
 
 
-def _prepare_model(model: Model, names: NameTable, to: str, layout: str, split: bool, heads, groups) -> None:
+def _prepare_model(
+    model: Model, names: NameTable, to: str, layout: str, split: bool, heads: int | None, groups: int | None
+) -> None:
     """Splits or joins query, key and value, and adds the `_extra_state`s that Megatron expects."""
     separate = any("self_attention.q." in native for native in model.entries)
     if layout == "megatron" and split:
@@ -159,7 +162,7 @@ def _rank_contents(
             joined = _torch_dist.stack_layers({name: lazy for name, (lazy, _) in entries.items()}, stacks)
             entries = {name: (lazy, [s for n in made for s in sources[n]]) for name, (lazy, made) in joined.items()}
         tensors: dict[str, LazyTensor] = {
-            name: NamedTensor(name, lazy, dict.fromkeys(of)) for name, (lazy, of) in entries.items()
+            name: NamedTensor(name, lazy, list(dict.fromkeys(of))) for name, (lazy, of) in entries.items()
         }
         raw: dict[str, LazyTensor] = {name: NamedTensor(name, lazy, [name]) for name, lazy in model.raw.items()}
         if only_tensors:
@@ -169,7 +172,9 @@ def _rank_contents(
     return ranks
 
 
-def _write(partial: Path, suffix: str, to: str, layout: str, ranks: list[Content], size: int, on_write) -> None:
+def _write(
+    partial: Path, suffix: str, to: str, layout: str, ranks: list[Content], size: int, on_write: OnWrite
+) -> None:
     if to == "torch_dist":
         return _torch_dist.write(partial, ranks[0], size, layout == "megatron", on_write)
     pt = to == "pt" or suffix == ".pt"

@@ -11,7 +11,7 @@ import torch
 
 from . import _atomic_write, _safetensors, _torch_dist, _torch_zip
 from ._content import OPTIMIZER_SKIPPED, Content, bytes_tensor, collect_common, is_optimizer
-from ._lazy_tensor import ConversionError, LazyTensor
+from ._lazy_tensor import ConversionError, InMemoryTensor, LazyTensor
 from ._pickle_globals import BytesIOContent
 
 RANK = re.compile(r"[mt]p_rank_(\d+)(_\d+)?")
@@ -59,12 +59,13 @@ def _open(path: Path, check: bool) -> StoredCheckpoint:
     if not folders:
         format = format_of(path)
         return StoredCheckpoint(path, format, [read(path, format, check)])
-    if staged := [folder.name for folder in folders if RANK.fullmatch(folder.name)[2]]:
+    ranks = [found for folder in folders if (found := RANK.fullmatch(folder.name))]
+    if staged := [found[0] for found in ranks if found[2]]:
         raise ConversionError(
             f"{path / staged[0]} is a pipeline stage; merging stages of .pt files is not supported. Save the model as "
             "torch_dist"
         )
-    numbers = [int(RANK.fullmatch(folder.name)[1]) for folder in folders]
+    numbers = [int(found[1]) for found in ranks]
     if numbers != list(range(len(folders))):
         raise ConversionError(f"{path} has ranks {numbers}, expected 0, 1, 2, … Copy the missing ranks")
     format = format_of(folders[0])
@@ -151,7 +152,7 @@ def _flatten(value: Any, name: str, content: Content) -> None:
     elif isinstance(value, LazyTensor):
         content.tensors[name] = value
     elif isinstance(value, (bytes, BytesIOContent)):
-        content.tensors[name] = bytes_tensor(value if isinstance(value, bytes) else value.content)
+        content.tensors[name] = InMemoryTensor(bytes_tensor(value if isinstance(value, bytes) else value.content))
     elif isinstance(value, dict):
         for key, item in value.items():
             _flatten(item, f"{name}.{key}" if name else str(key), content)

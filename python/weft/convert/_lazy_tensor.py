@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -43,10 +43,10 @@ def checked_shape(shape: Any, dtype: Any) -> tuple[int, ...]:
     """Checks the shape of a tensor from a file against torch's limits."""
     if not isinstance(dtype, torch.dtype):
         raise ConversionError(f"its dtype is a {type(dtype).__name__}, expected a torch.dtype")
-    shape = nonnegative_ints(shape, "its shape")
-    if len(shape) > MAX_DIMS or math.prod(max(size, 1) for size in shape) * dtype.itemsize >= 1 << 63:
-        raise ConversionError(f"its shape with {len(shape)} dimensions is larger than a tensor can be")
-    return shape
+    sizes = nonnegative_ints(shape, "its shape")
+    if len(sizes) > MAX_DIMS or math.prod(max(size, 1) for size in sizes) * dtype.itemsize >= 1 << 63:
+        raise ConversionError(f"its shape with {len(sizes)} dimensions is larger than a tensor can be")
+    return sizes
 
 
 class LazyTensor:
@@ -74,6 +74,16 @@ class LazyTensor:
         for bounds in row_major_slices(self.shape, self.dtype.itemsize):
             yield bounds, self.read(bounds).contiguous()
 
+    def write(self, file: IO[bytes], on_write: OnWrite) -> None:
+        """Writes the tensor's bytes in row-major order. Calls `on_write` for every block."""
+        for _, block in self.blocks():
+            view = raw_bytes(block)
+            file.write(view)
+            on_write(self, view)
+
+
+OnWrite = Callable[[LazyTensor, memoryview], None]
+
 
 def row_major_slices(shape: Sequence[int], itemsize: int, bound: int | None = None) -> Iterator[SliceBounds]:
     """Yields contiguous slices of at most `bound` bytes (default: MAX_BLOCK_BYTES) in row-major order."""
@@ -98,7 +108,7 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
     memory = (ctypes.c_ubyte * (tensor.numel() * tensor.itemsize)).from_address(tensor.data_ptr())
-    memory.owner = tensor  # keeps the tensor alive as long as the view
+    vars(memory)["owner"] = tensor  # keeps the tensor alive as long as the view
     return memoryview(memory).cast("B")
 
 
@@ -187,7 +197,7 @@ class ConcatenatedTensor(LazyTensor):
     """A tensor made of several, each at an offset, which cover it exactly once."""
 
     def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, tensors: list[tuple[tuple[int, ...], LazyTensor]]
+        self, shape: Sequence[int], dtype: torch.dtype, tensors: Sequence[tuple[tuple[int, ...], LazyTensor]]
     ) -> None:
         self.shape, self.dtype, self.tensors = checked_shape(shape, dtype), dtype, tensors
         if wrong := {tensor.dtype for _, tensor in tensors} - {dtype}:

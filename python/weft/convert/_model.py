@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ class Model:
     layout: str
     entries: dict[str, Entry]
     raw: dict[str, LazyTensor]
-    common: dict
+    common: dict[str, Any]
     skipped: dict[str, str]
     unknown: list[str] = field(default_factory=list)
     stacked: bool = True
@@ -89,9 +90,10 @@ def placement_of(match: NameMatch, lazy: LazyTensor, next_weight: LazyTensor | N
     return match.rule.placement(match.kind, 2 if gated else 1)
 
 
-def next_weight_name(match: NameMatch) -> str | None:
+def next_weight_name(match: NameMatch) -> str:
+    """Returns the name of the weight whose input size shows whether the tensor is gated; empty if it is not."""
     halves = match.rule.halves if match.rule else None
-    return halves.format(at=match.at) if halves else None
+    return halves.format(at=match.at) if halves else ""
 
 
 def merge_shards(shards_by_name: dict[str, list[LazyTensor]], match: NameMatch, name: str, model: Model) -> LazyTensor:
@@ -99,8 +101,9 @@ def merge_shards(shards_by_name: dict[str, list[LazyTensor]], match: NameMatch, 
     shards = shards_by_name[match.native]
     if len(shards) == 1:
         return shards[0]
-    placement = placement_of(match, shards[0], shards_by_name.get(next_weight_name(match), [None])[0])
-    if placement is not None:
+    next_weight = shards_by_name.get(next_weight_name(match))
+    placement = placement_of(match, shards[0], next_weight[0] if next_weight else None)
+    if placement is not None and placement.dim is not None:
         chunks = [chunk(shard, placement.stacked, placement.dim) for shard in shards]
         return cat([tensor_chunks[i] for i in range(placement.stacked) for tensor_chunks in chunks], placement.dim)
     if all(bitwise_equal(shards[0], shard) for shard in shards[1:]):
@@ -116,7 +119,7 @@ def merge_shards(shards_by_name: dict[str, list[LazyTensor]], match: NameMatch, 
 
 def split(lazy: LazyTensor, placement: Placement | None, ranks: int) -> list[LazyTensor]:
     """Returns the shard of each rank."""
-    if placement is None or ranks == 1:
+    if placement is None or placement.dim is None or ranks == 1:
         return [lazy] * ranks
     if placement.dim >= len(lazy.shape) or lazy.shape[placement.dim] % (placement.stacked * ranks):
         halves = " in each of its halves" if placement.stacked > 1 else ""
@@ -142,7 +145,7 @@ class HeadCounts:
         return [self.heads // self.groups, 1, 1]
 
 
-def resolve_heads(common: dict, heads: int | None, groups: int | None) -> HeadCounts:
+def resolve_heads(common: dict[str, Any], heads: int | None, groups: int | None) -> HeadCounts:
     """Returns the given numbers, or those in Megatron's saved arguments."""
     args = common.get("args", {})
     args = args.get("of", args) if isinstance(args, dict) else {}
@@ -150,7 +153,7 @@ def resolve_heads(common: dict, heads: int | None, groups: int | None) -> HeadCo
     heads = heads or args.get("num_attention_heads")
     grouped = args.get("num_query_groups") if args.get("group_query_attention", True) else None
     groups = groups or grouped or heads
-    if not heads:
+    if not heads or not groups:
         raise ConversionError("splitting or joining query, key and value requires --heads (and --groups)")
     if any(type(count) is not int or count < 1 for count in (heads, groups)):
         raise ConversionError("the numbers of heads and groups must be positive integers. Pass --heads and --groups")
@@ -181,7 +184,8 @@ def split_qkv(model: Model, names: NameTable, heads: HeadCounts) -> None:
             raise ConversionError(
                 f"{native} has {rows} rows, which do not divide into {heads.heads} heads and {heads.groups} groups"
             )
-        at, parts = 0, {"q": [], "k": [], "v": []}
+        at = 0
+        parts: dict[str, list[LazyTensor]] = {"q": [], "k": [], "v": []}
         for _ in range(heads.groups):
             for part, count in zip(parts.values(), heads.counts(), strict=True):
                 part.append(NarrowedTensor(entry.lazy, 0, at, count * channels))
@@ -232,7 +236,7 @@ def apply_layout(
     model: Model, names: NameTable, layout: str, ranks: int
 ) -> list[dict[str, tuple[LazyTensor, Sequence[str]]]]:
     """Returns for each rank {name in `layout`: (tensor, source names)}. Skips tensors without a name in the layout."""
-    found: list[dict] = [{} for _ in range(ranks)]
+    found: list[dict[str, tuple[LazyTensor, Sequence[str]]]] = [{} for _ in range(ranks)]
     for native, entry in model.entries.items():
         name = names.target_name(native, layout, model.entries)
         if name is None:
@@ -243,7 +247,7 @@ def apply_layout(
                 f"{found[0][name][1]} and {entry.sources} would both be called {name}. Distinguish them with rules in "
                 "--names"
             )
-        next_weight = model.entries.get(next_weight_name(entry.match) or "")
+        next_weight = model.entries.get(next_weight_name(entry.match))
         placement = placement_of(entry.match, entry.lazy, next_weight.lazy if next_weight else None)
         try:
             shards = split(entry.lazy, placement, ranks)

@@ -15,6 +15,7 @@ from collections.abc import Container, Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint import Placement
 from ._lazy_tensor import ConversionError
@@ -136,7 +137,7 @@ class NameTable:
         """Finds the native name of a name in `layout`. Without a rule only the path of the layer is translated."""
         for rule in self.rules:
             if layout in rule.patterns and (found := rule.patterns[layout].fullmatch(name)):
-                fields = {"at": "", "kind": None} | found.groupdict()
+                fields: dict[str, Any] = {"at": "", "kind": None} | found.groupdict()
                 fields["at"] = self.map_path(fields["at"], layout, "native")
                 return NameMatch(rule.native.format(**fields), rule, fields["at"], fields["kind"])
         return NameMatch(self.map_path(name, layout, "native"))
@@ -152,7 +153,7 @@ class NameTable:
                 continue
             if (name := getattr(rule, layout)) is not None:
                 fields["at"] = self.map_path(fields["at"], "native", layout)
-                return name.format(**fields)
+                return str(name.format(**fields))
             unmapped = True
         return None if unmapped else self.map_path(native, "native", layout)
 

@@ -50,7 +50,7 @@ class BytesIOContent:
 class OpaqueObject:
     """Replaces a class of OPAQUE_MODULES, or an instance: keeps the name and arguments and imports nothing."""
 
-    def __init__(self, name: str, args: tuple | None = None) -> None:
+    def __init__(self, name: str, args: tuple[Any, ...] | None = None) -> None:
         self.name, self.args = name, args
 
     def make(self, *args: Any) -> OpaqueObject:
@@ -66,7 +66,7 @@ OPAQUE_MODULES = ("megatron.", "numpy", "signal")  # prefixes of module names
 class DcpObject:
     """Replaces an object of torch.distributed.checkpoint: keeps the name of its class and its state."""
 
-    def __init__(self, kind: str, args: tuple = ()) -> None:
+    def __init__(self, kind: str, args: tuple[Any, ...] = ()) -> None:
         self.kind, self.args, self.state = kind, args, None
 
     def field(self, name: str, *default: Any) -> Any:
@@ -81,7 +81,7 @@ class DcpObject:
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def make_set(items: Any = ()) -> set:
+def make_set(items: Any = ()) -> set[Any]:
     if not isinstance(items, (list, tuple)):
         raise ValueError("a set is built from something other than a list")
     return set(checked_keys(items))

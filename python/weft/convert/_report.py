@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from . import _atomic_write
 from ._content import Content
-from ._lazy_tensor import ConversionError, LazyTensor, SliceBounds
+from ._coverage import SliceBounds
+from ._lazy_tensor import ConversionError, LazyTensor
 from ._model import Model
 
 REPORT = "conversion.json"
@@ -27,7 +30,7 @@ class NamedTensor(LazyTensor):
         self.name, self.lazy, self.sources, self.sha256 = name, lazy, list(sources), hashlib.sha256()
         self.shape, self.dtype = lazy.shape, lazy.dtype
 
-    def read(self, bounds: SliceBounds):
+    def read(self, bounds: SliceBounds) -> torch.Tensor:
         try:
             return self.lazy.read(bounds)
         except (ConversionError, OSError) as error:
@@ -42,7 +45,8 @@ def make_report(model: Model, to: str, layout: str, ranks: list[Content]) -> dic
     rows = []
     for rank, content in enumerate(ranks):
         number = {"rank": rank} if len(ranks) > 1 else {}
-        rows += [number | entry.row() for entry in (content.tensors | content.raw).values()]
+        written = (content.tensors | content.raw).values()
+        rows += [number | entry.row() for entry in written if isinstance(entry, NamedTensor)]
     return {
         "from": {"format": model.format, "layout": model.layout},
         "to": {"format": to, "layout": layout, "tensor_parallel": len(ranks)},

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import struct
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ._content import Content, decode_values, parse_json
-from ._lazy_tensor import ConversionError, FileTensor, LazyTensor, nonnegative_ints, pread, raw_bytes
+from ._lazy_tensor import ConversionError, FileTensor, LazyTensor, OnWrite, nonnegative_ints, pread
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -67,7 +66,8 @@ def read_header(file: Path) -> tuple[dict[str, Any], int]:
 
 
 def read(path: Path) -> Content:
-    content, found = Content(), {}
+    content = Content()
+    found: dict[str, FileTensor] = {}
     for file in files_of(path):
         header, data_start = read_header(file)
         weft_metadata = _weft_metadata(header.pop("__metadata__", {}), file)
@@ -128,7 +128,8 @@ def _tensor(file: Path, data_start: int, row: Any) -> FileTensor:
     offsets = nonnegative_ints(row.get("data_offsets"), "data_offsets")
     if len(offsets) != 2:
         raise ConversionError(f"data_offsets has {len(offsets)} numbers, expected 2")
-    lazy = FileTensor(file, data_start + offsets[0], DTYPES[row["dtype"]], row.get("shape"))
+    shape = nonnegative_ints(row.get("shape"), "its shape")
+    lazy = FileTensor(file, data_start + offsets[0], DTYPES[row["dtype"]], shape)
     if offsets[1] - offsets[0] != lazy.nbytes:
         raise ConversionError(f"it has {offsets[1] - offsets[0]} bytes for {row['dtype']} {list(lazy.shape)}")
     if data_start + offsets[1] > file.stat().st_size:
@@ -156,7 +157,7 @@ def shards(tensors: dict[str, LazyTensor], size: int) -> list[dict[str, LazyTens
     return found
 
 
-def write(folder: Path, content: Content, size: int, on_write: Callable[[LazyTensor, memoryview], None]) -> None:
+def write(folder: Path, content: Content, size: int, on_write: OnWrite) -> None:
     """Writes files in a folder; for several files also the index that Hugging Face reads."""
     tensors = content.tensors | content.raw
     parts = shards(tensors, size)
@@ -170,13 +171,13 @@ def write(folder: Path, content: Content, size: int, on_write: Callable[[LazyTen
         (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
 
 
-def write_file(file: Path, content: Content, on_write: Callable[[LazyTensor, memoryview], None]) -> None:
+def write_file(file: Path, content: Content, on_write: OnWrite) -> None:
     """Writes a single file."""
     (tensors,) = shards(content.tensors | content.raw, sys.maxsize)
     _write_file(file, tensors, content, on_write)
 
 
-def _write_file(file: Path, tensors: dict[str, LazyTensor], content: Content, on_write: Callable) -> None:
+def _write_file(file: Path, tensors: dict[str, LazyTensor], content: Content, on_write: OnWrite) -> None:
     weft_metadata = json.dumps({"common": content.common, "raw": list(content.raw), "stacked": content.stacked})
     header: dict[str, Any] = {"__metadata__": {"format": "pt", METADATA_KEY: weft_metadata}}
     at = 0
@@ -189,7 +190,4 @@ def _write_file(file: Path, tensors: dict[str, LazyTensor], content: Content, on
     with file.open("wb") as out:
         out.write(struct.pack("<Q", len(text)) + text)
         for lazy in tensors.values():
-            for _, block in lazy.blocks():
-                view = raw_bytes(block)
-                out.write(view)
-                on_write(lazy, view)
+            lazy.write(out, on_write)

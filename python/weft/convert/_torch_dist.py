@@ -14,6 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,14 @@ from torch.distributed.checkpoint.metadata import (
 
 from . import _torch_zip
 from ._content import OPTIMIZER_SKIPPED, Content, as_json, collect_common, decode_values, is_optimizer
+from ._coverage import SliceBounds
 from ._lazy_tensor import (
     ConcatenatedTensor,
     ConversionError,
     FileTensor,
     LazyTensor,
+    OnWrite,
     SelectedTensor,
-    SliceBounds,
     checked_shape,
     nonnegative_ints,
     raw_bytes,
@@ -58,6 +60,9 @@ class ByteRange:
     file: Path
     offset: int
     length: int
+
+
+ByteRanges = dict[tuple[int, ...] | None, ByteRange | str]  # by offset of a chunk: its byte range, or why it has none
 
 
 class DcpChunk(LazyTensor):
@@ -121,11 +126,11 @@ def _expect_class(value: Any, kind: str) -> DcpObject:
     return value
 
 
-def _byte_ranges(path: Path, storage: Any) -> dict[str, dict[tuple | None, ByteRange | str]]:
+def _byte_ranges(path: Path, storage: Any) -> dict[str, ByteRanges]:
     """Returns for each chunk, by name and offset, its byte range, or why it has none. Raises if two ranges overlap."""
     if not isinstance(storage, (dict, type(None))):
         raise ConversionError("its storage_data is not a dict")
-    byte_ranges: dict[str, dict[tuple | None, ByteRange | str]] = defaultdict(dict)
+    byte_ranges: dict[str, ByteRanges] = defaultdict(dict)
     for index, info in (storage or {}).items():
         index, info = _expect_class(index, "MetadataIndex"), _expect_class(info, "_StorageInfo")
         name, offset = index.field("fqn"), index.field("offset", None)
@@ -156,16 +161,17 @@ def _byte_range(path: Path, info: DcpObject) -> ByteRange | str:
     return ByteRange(path / name, *numbers)
 
 
-def _read_entry(name: str, kind: Any, byte_ranges: dict, content: Content, check: bool) -> None:
+def _read_entry(name: str, kind: Any, byte_ranges: ByteRanges, content: Content, check: bool) -> None:
+    ranges = {at: byte_range for at, byte_range in byte_ranges.items() if isinstance(byte_range, ByteRange)}
     if wrong := [byte_range for byte_range in byte_ranges.values() if isinstance(byte_range, str)]:
         raise ConversionError(wrong[0])
     if isinstance(kind, DcpObject) and kind.kind == "TensorStorageMetadata":
-        content.tensors[name] = _tensor(kind, byte_ranges, check)
+        content.tensors[name] = _tensor(kind, ranges, check)
         return
     _expect_class(kind, "BytesStorageMetadata")
-    if None not in byte_ranges:
+    if None not in ranges:
         raise ConversionError("it is in no file. Copy the checkpoint again")
-    _read_object(name, byte_ranges[None], content, check)
+    _read_object(name, ranges[None], content, check)
 
 
 def _read_common(file: Path, content: Content) -> None:
@@ -180,17 +186,17 @@ def _read_common(file: Path, content: Content) -> None:
         content.raw["common.pt"] = FileTensor(file, 0, torch.uint8, [file.stat().st_size])
 
 
-def _tensor(kind: DcpObject, byte_ranges: dict, check: bool) -> LazyTensor:
+def _tensor(kind: DcpObject, ranges: dict[tuple[int, ...] | None, ByteRange], check: bool) -> LazyTensor:
     properties, chunks = _expect_class(kind.field("properties"), "TensorProperties"), kind.field("chunks")
-    dtype = properties.state[0] if isinstance(properties.state, tuple) and properties.state else None
+    dtype: Any = properties.state[0] if isinstance(properties.state, tuple) and properties.state else None
     if not isinstance(chunks, list):
         raise ConversionError("its chunks are not a list")
     tensors = []
     for chunk in chunks:
         at = nonnegative_ints(_expect_class(chunk, "ChunkStorageMetadata").field("offsets"), "the offset of a chunk")
-        if at not in byte_ranges:
+        if at not in ranges:
             raise ConversionError(f"the chunk at {list(at)} is in no file. Copy the checkpoint again")
-        tensors.append((at, DcpChunk(byte_ranges[at], dtype, chunk.field("sizes"), check)))
+        tensors.append((at, DcpChunk(ranges[at], dtype, chunk.field("sizes"), check)))
     return ConcatenatedTensor(kind.field("size"), dtype, tensors)
 
 
@@ -263,18 +269,18 @@ def stack_layers(tensors: dict[str, LazyTensor], stacks: list[str]) -> dict[str,
     result: dict[str, tuple[LazyTensor, list[str]]] = {}
     for name, lazy in tensors.items():
         state = name.endswith("_extra_state")
-        start = next(
+        prefix = next(
             (s for s in stacks if re.match(re.escape(s) + r"[0-9]{1,9}\.", name) and s not in nonuniform), None
         )
-        if start is None:
+        if prefix is None:
             result[f"{name}/shard_0_1" if state else name] = lazy, [name]
             continue
-        number, rest = name[len(start) :].split(".", 1)
-        of = [layers[start, rest][i] for i in sorted(layers[start, rest])]
+        number, rest = name[len(prefix) :].split(".", 1)
+        of = [layers[prefix, rest][i] for i in sorted(layers[prefix, rest])]
         if state:
-            result[f"{start}{rest}/shard_{number}_{count[start]}"] = lazy, [name]
+            result[f"{prefix}{rest}/shard_{number}_{count[prefix]}"] = lazy, [name]
         elif name == of[0]:
-            result[start + rest] = stack([tensors[other] for other in of]), of
+            result[prefix + rest] = stack([tensors[other] for other in of]), of
     return result
 
 
@@ -291,7 +297,8 @@ class _DistcpWriter:
     """Writes items to files of about `size` bytes and records the byte range of each item."""
 
     def __init__(self, folder: Path, size: int) -> None:
-        self.folder, self.size, self.number, self.byte_ranges = folder, size, 0, {}
+        self.folder, self.size, self.number = folder, size, 0
+        self.byte_ranges: dict[MetadataIndex, _StorageInfo] = {}
         self.file = (folder / "__0_0.distcp").open("wb")
 
     def add(self, index: MetadataIndex, save: Callable[[io.BufferedWriter], object]) -> None:
@@ -305,24 +312,23 @@ class _DistcpWriter:
         self.byte_ranges[index] = _StorageInfo(*location)
 
 
-def write(
-    folder: Path, content: Content, size: int, megatron: bool, on_write: Callable[[LazyTensor, memoryview], None]
-) -> None:
+def write(folder: Path, content: Content, size: int, megatron: bool, on_write: OnWrite) -> None:
     """Writes a checkpoint. `megatron`: also `common.pt` and `metadata.json`, and `_extra_state`s as objects."""
-    items, entries = _DistcpWriter(folder, size), {}
+    items = _DistcpWriter(folder, size)
+    entries: dict[str, BytesStorageMetadata | TensorStorageMetadata] = {}
     for name, lazy in content.raw.items():
         if name == "common.pt":
             with (folder / name).open("wb") as file:
-                _copy(lazy, file, on_write)
+                lazy.write(file, on_write)
         else:
             entries[name] = BytesStorageMetadata()
-            items.add(MetadataIndex(name), lambda file, lazy=lazy: _copy(lazy, file, on_write))
+            items.add(MetadataIndex(name), partial(lazy.write, on_write=on_write))
     for name, lazy in content.tensors.items():
         if megatron and "_extra_state/shard_" in name:
             state = lazy.tensor().clone()
             on_write(lazy, raw_bytes(state))
             entries[name] = BytesStorageMetadata()
-            items.add(MetadataIndex(name), lambda file, state=state: torch.save([state], file))
+            items.add(MetadataIndex(name), partial(torch.save, [state]))
         else:
             entries[name] = _write_tensor(name, lazy, items, on_write)
     items.file.close()
@@ -333,30 +339,25 @@ def write(
         torch.save(decode_values(content.common), folder / "common.pt")
 
 
-def _copy(lazy: LazyTensor, file: io.BufferedWriter, on_write: Callable) -> None:
-    for _, block in lazy.blocks():
-        view = raw_bytes(block)
-        file.write(view)
-        on_write(lazy, view)
-
-
-def _write_tensor(name: str, lazy: LazyTensor, items: _DistcpWriter, on_write: Callable) -> TensorStorageMetadata:
+def _write_tensor(name: str, lazy: LazyTensor, items: _DistcpWriter, on_write: OnWrite) -> TensorStorageMetadata:
     chunks = []
     for bounds, block in lazy.blocks():
         offset = torch.Size(start for start, _ in bounds)
         chunks.append(ChunkStorageMetadata(offset, torch.Size(block.shape)))
         # torch.save writes the whole storage, which may be larger than the block.
         own_storage = block if block.untyped_storage().nbytes() == block.nbytes else block.clone()
-        items.add(
-            MetadataIndex(name, offset),
-            lambda file, own_storage=own_storage: torch.save(own_storage.view(lazy.dtype), file),
-        )
+        items.add(MetadataIndex(name, offset), partial(torch.save, own_storage.view(lazy.dtype)))
         on_write(lazy, raw_bytes(block))
     properties = TensorProperties(dtype=lazy.dtype)
     return TensorStorageMetadata(properties, torch.Size(lazy.shape), chunks)
 
 
-def _write_metadata(folder: Path, entries: dict, byte_ranges: dict, megatron: bool) -> None:
+def _write_metadata(
+    folder: Path,
+    entries: dict[str, BytesStorageMetadata | TensorStorageMetadata],
+    byte_ranges: dict[MetadataIndex, _StorageInfo],
+    megatron: bool,
+) -> None:
     planned = None if megatron else {name: (name,) for name in entries}
     found = Metadata(entries, planned, byte_ranges, StorageMeta(), "1.0.0")
     with (folder / ".metadata").open("wb") as file:

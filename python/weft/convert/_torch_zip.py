@@ -21,9 +21,9 @@ from ._lazy_tensor import (
     ConversionError,
     FileTensor,
     LazyTensor,
+    OnWrite,
     nonnegative_ints,
     pread,
-    raw_bytes,
     row_major_strides,
 )
 from ._pickle_globals import PLAIN_GLOBALS, STORAGES, AllowedCall
@@ -194,7 +194,7 @@ class Reader:
             or not isinstance(args, tuple)
         ):
             raise ConversionError(f"{self.where} has a tensor of an unsupported class")
-        return make.make(*args)
+        return _parameter(make.make(*args))
 
 
 def _parameter(data: Any, *_: Any) -> LazyTensor:
@@ -231,6 +231,7 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, LazyTensor):
             return NotImplemented
         self.storages.append(_StorageRef(str(len(self.storages)), value))
+        args: tuple[Any, ...]
         args = (self.storages[-1], 0, value.shape, row_major_strides(value.shape), False, collections.OrderedDict())
         if value.dtype in STORAGE_CLASSES:
             return torch._utils._rebuild_tensor_v2, args
@@ -240,12 +241,13 @@ class _Pickler(pickle.Pickler):
 def _aligned(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
     """Makes a record whose data starts at a multiple of 64 bytes, as torch's mmap loading requires."""
     info = zipfile.ZipInfo(name)
+    assert archive.fp is not None
     begin = archive.fp.tell() + 30 + len(name) + 20 + 4  # header, name, 64-bit sizes, header of the padding
     info.extra = struct.pack("<HH", 0x4246, -begin % 64) + b"Z" * (-begin % 64)
     return info
 
 
-def write(path: Path, content: Any, on_write: Callable[[LazyTensor, memoryview], None]) -> None:
+def write(path: Path, content: Any, on_write: OnWrite) -> None:
     """As torch.save, for `content` with LazyTensors. Calls `on_write` for every block."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
@@ -255,8 +257,5 @@ def write(path: Path, content: Any, on_write: Callable[[LazyTensor, memoryview],
         archive.writestr("archive/byteorder", "little")
         for storage_ref in pickler.storages:
             with archive.open(_aligned(archive, f"archive/data/{storage_ref.key}"), "w", force_zip64=True) as record:
-                for _, block in storage_ref.lazy.blocks():
-                    view = raw_bytes(block)
-                    record.write(view)
-                    on_write(storage_ref.lazy, view)
+                storage_ref.lazy.write(record, on_write)
         archive.writestr("archive/version", "3\n")

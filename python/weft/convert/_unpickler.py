@@ -29,6 +29,7 @@ from ._pickle_globals import (
 BUDGET = 64  # bytes of containers, and nodes of the tree, per byte of the pickle
 MAX_DEPTH = 64  # levels of nesting
 MAX_INT_BYTES = 255
+Globals = dict[tuple[str, str], Any]  # by module and name
 
 
 class UnknownClassError(ConversionError):
@@ -38,7 +39,7 @@ class UnknownClassError(ConversionError):
 class Unpickler:
     """Interprets one pickle. `known` has its globals by (module, name); `storage` resolves persistent ids."""
 
-    def __init__(self, content: bytes, where: str, known: dict, storage: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, content: bytes, where: str, known: Globals, storage: Callable[[Any], Any] | None = None) -> None:
         self.content, self.where, self.known, self.storage = content, where, known, storage
         self.position, self.budget = 0, 4096 + BUDGET * len(content)
         self.stack: list[Any] = []
@@ -48,7 +49,7 @@ class Unpickler:
     def load(self) -> Any:
         while (opcode := self.byte()) != pickle.STOP[0]:
             if opcode not in OPCODES:
-                raise ValueError(f"opcode {bytes([opcode])} at byte {self.position - 1} is not supported")
+                raise ValueError(f"opcode {bytes([opcode])!r} at byte {self.position - 1} is not supported")
             OPCODES[opcode](self)
         value = self.pop()
         check_tree(value, 4096 + BUDGET * len(self.content))
@@ -111,7 +112,7 @@ class Unpickler:
         del self.stack[start:]
         return items
 
-    def pop_many(self, count: int) -> tuple:
+    def pop_many(self, count: int) -> tuple[Any, ...]:
         return tuple([self.pop() for _ in range(count)][::-1])
 
     # ---- memo and globals ----
@@ -259,7 +260,7 @@ def check_tree(value: Any, limit: int) -> None:
             raise ValueError(f"an object contains itself, or has more than {MAX_DEPTH} levels of nesting")
 
 
-def load(content: bytes, where: str, known: dict, storage: Callable[[Any], Any] | None = None) -> Any:
+def load(content: bytes, where: str, known: Globals, storage: Callable[[Any], Any] | None = None) -> Any:
     try:
         return Unpickler(content, where, known, storage).load()
     except ConversionError as error:
