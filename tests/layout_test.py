@@ -21,7 +21,10 @@ MAY_INCLUDE = {
 }
 
 # What the files of ops share. Any other file of weft/ops is an operation.
-OPS_SHARED = "activation_op|context|leading_dims|operation|parallel|pass_through|registry|spec|wgrad_(attrs|queue|sink)"
+OPS_SHARED = (
+    "activation_op|context|field_descriptions|leading_dims|operation|parallel|pass_through|registry|spec"
+    "|wgrad_(attrs|queue|sink)"
+)
 AN_OPERATION = rf"weft/ops/(?!({OPS_SHARED})\.h)"
 
 # layer -> what it must not know: (pattern of an include, what it stands for)
