@@ -14,6 +14,7 @@ import importlib.util
 import inspect
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ SIGNATURES = {
     "infer": "(text: str, inputs: list[Spec]) -> list[Spec | None]",
     "make_custom_op": "(module: torch.nn.Module, params: list[str], extra_inputs: int, extra_outputs: int) -> Op",
     "make_op": "(name: str, fields: dict[str, Any]) -> Op",
-    "op_types": "() -> list[tuple[str, str, list[tuple[str, Any, str]], Op]]",
+    "op_types": "() -> list[tuple[str, dict[str, str], list[tuple[str, Any, str, str, str]], Op]]",
     "packing_counts": "() -> dict[str, int]",
     "rules": "() -> list[tuple[str, str]]",
     "set_bridge": "(context: type, forward: Callable[..., Any], backward: Callable[..., Any]) -> None",
@@ -115,18 +116,6 @@ def extension_stub(module: Any) -> str:
 
 # ---- ops.pyi --------------------------------------------------------------------------------------------------------
 
-# Arguments that Python converts before they reach C++.
-NAMED = {
-    "dtype": "torch.dtype | None",
-    "device": "torch.device | str | None",
-    "process_group": "ProcessGroup | DeviceMesh | None",
-    "tensor_parallel_group": "ProcessGroup | DeviceMesh | None",
-    "tensor_parallel_mode": "str | None",
-    "userbuffers_options": "dict[str, Any] | None",
-    "rng_state_tracker_function": "Callable[[], Any] | None",
-    "sm_margin": "int | dict[str, int]",
-    "te_keys": "bool",
-}
 # Argument types whose property has another type.
 READ = {
     "int | Sequence[int]": "list[int]",
@@ -135,35 +124,20 @@ READ = {
 }
 
 
-def type_of(core: Any, op: Any, field: str, value: Any) -> str:
-    if field in NAMED:
-        return NAMED[field]
-    if isinstance(value, (list, tuple)):
-        return "int | Sequence[int]"
-    if value is not None:
-        return type(value).__name__
-    for kind, trial in (("bool", True), ("int", 1), ("float", 0.5), ("str", "x")):
-        try:
-            core.make_op(op.name, {**op.fields(), field: trial})
-            return f"{kind} | None"
-        except (TypeError, ValueError):
-            continue
-    raise SystemExit(f"make_stubs.py: the type of {op.name}'s argument {field} is unknown, add it to NAMED.")
-
-
-def op_stub(core: Any, name: str, cls: Any, fields: list[tuple[str, Any, str]], sample: Any) -> str:
-    types = {field: type_of(core, sample, field, value) for field, value, _ in fields}
+def op_stub(name: str, cls: Any, fields: list[tuple[str, Any, str, str, str]], sample: Any) -> str:
     arguments, keyword_only = ["self"], False
     for parameter in cls.__signature__.parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
             arguments.append("*")
             keyword_only = True
         default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
-        arguments.append(f"{parameter.name}: {types.get(parameter.name) or NAMED[parameter.name]}{default}")
-    lines = [f"class {name}({', '.join(base.__name__ for base in cls.__bases__)}):", f'    """{cls.__doc__}"""', ""]
+        arguments.append(f"{parameter.name}: {parameter.annotation}{default}")
+    bases = ", ".join(base.__name__ for base in cls.__bases__)
+    lines = [f"class {name}({bases}):", textwrap.indent(f'"""{cls.__doc__}"""', " " * 4), ""]
     lines += [f"    {parameter}: torch.nn.Parameter" for parameter, *_ in sample.params()]
-    for field, kind in types.items():
+    for field, _, _, kind, _ in fields:
         if isinstance(vars(cls).get(field), property):
+            kind = cls.__signature__.parameters[field].annotation if field in cls.__signature__.parameters else kind
             kind = READ.get(kind, kind) if field != "dtype" else "torch.dtype"
             lines.append(f"    {field}: {kind}")
     return "\n".join([*lines, f"    def __init__({', '.join(arguments)}) -> None: ..."])
@@ -185,7 +159,7 @@ def ops_stub(weft: Any) -> str:
     ]
     parts = ["\n".join(head)]
     for name, _, fields, sample in weft._C.op_types():
-        parts.append(op_stub(weft._C, name, weft.ops.native_classes[name], fields, sample))
+        parts.append(op_stub(name, weft.ops.native_classes[name], fields, sample))
     return "\n\n".join(parts) + "\n"
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from . import _C
+from ._docstrings import add_args
 from ._native import NativeOperation, initialize, native_classes, on_meta
 from ._operation import FusedOperation, FusibleOperation
 from ._process_groups import named_group, resolve_parallel
 from ._wgrad import WgradModule
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def _gemm_field(name: str) -> property:
@@ -75,26 +80,10 @@ class Linear(WgradModule, FusedOperation):
     A pipeline sees its component operations: `BasicLinear`, `Bias`, and in row mode a reduction over ranks. The
     Parameters are registered once, on this module; the components read them from here.
 
-    Args:
-        in_features: size of the last dimension of the input, over all ranks.
-        out_features: size of the last dimension of the output, over all ranks.
-        bias: add a bias.
-        device: device of the Parameters.
-        dtype: dtype of the Parameters; torch's default dtype if None.
-        tensor_parallel_mode: ``"column"`` shards the output features over the ranks of the group, ``"row"`` the input
-            features. None: no tensor parallelism.
-        tensor_parallel_group: a ProcessGroup, a 1-D DeviceMesh, or None for the default group.
-        sequence_parallel: the input of a column linear and the output of a row linear are sharded by their first
-            dimension: a column linear all-gathers its input, a row linear reduce-scatters its output.
-        rng_state_tracker_function: returns the :class:`weft.RNGStatesTracker` from which the weight is initialized.
-        accumulate_into_main_grad: the GEMM adds the weight gradient to ``weight.main_grad``.
-        delay_wgrad_compute: compute the weight gradient in :meth:`backward_dw` instead of in backward.
-        replicated_bias: row mode only. By default each rank has its own bias and the biases are summed with the output.
-            With True all ranks hold the same bias, added after the reduction, and training matches a single process.
-        overlap: overlap tensor-parallel communication with the GEMMs. None: where it is predicted to be faster.
-        userbuffers_options: Transformer Engine's options for overlap; only ``"comm_name"`` is used.
-        te_keys: ``state_dict`` writes Transformer Engine's keys (``basic_ops.0.weight``, ``basic_ops.1.bias`` and an
-            empty ``_extra_state`` per component) instead of ``weight`` and ``bias``. Both kinds of keys load.
+    Attributes:
+        weight: ``(out_features, in_features)``, initially uniform in ±1/√in_features. Over p ranks column mode divides
+            the first dimension by p, row mode the second.
+        bias: ``(out_features)``, divided by p in column mode, initially zeros; None with ``bias=False``.
 
     Shape:
         - Input: ``(*, in_features)``; in row mode over p ranks ``(*, in_features / p)``.
@@ -122,9 +111,9 @@ class Linear(WgradModule, FusedOperation):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         tensor_parallel_mode: str | None = None,
-        tensor_parallel_group: Any = None,
+        tensor_parallel_group: ProcessGroup | DeviceMesh | None = None,
         sequence_parallel: bool = False,
-        rng_state_tracker_function: Any = None,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
         delay_wgrad_compute: bool = False,
         replicated_bias: bool = False,
@@ -244,3 +233,16 @@ class Linear(WgradModule, FusedOperation):
 
     def _te_op_prefixes(self) -> list[str]:
         return [f"basic_ops.{i}." for i in range(len(self._component_specs))]
+
+
+add_args(
+    Linear,
+    native_classes["BasicLinear"]._descriptions
+    | {
+        "bias": "Add a bias.",
+        "replicated_bias": "Row mode only: all ranks hold the same bias, added after the reduction, so that training "
+        "matches a single process. Otherwise each rank has its own bias and the biases are summed with the output.",
+        "te_keys": "Write Transformer Engine's ``state_dict`` keys (``basic_ops.0.weight``, ``basic_ops.1.bias`` and "
+        "an empty ``_extra_state`` per component) instead of ``weight`` and ``bias``; both kinds of keys load.",
+    },
+)

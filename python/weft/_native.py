@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from . import _C
+from ._docstrings import CONVERTED_TYPES, PYTHON_ARGUMENTS, native_docstring
 from ._grouped_parameters import GroupedParameters
 from ._operation import BasicOperation
 from ._process_groups import GROUP_FIELDS, group_name_and_size, named_group, resolve_parallel
@@ -33,6 +34,7 @@ class NativeOperation(BasicOperation):
     _type: str
     _op: _C.Op
     _tracker: Callable[[], Any] | None
+    _descriptions: dict[str, str]  # of its arguments
     __signature__: inspect.Signature
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -189,24 +191,31 @@ def _field_property(name: str) -> property:
     return property(get, set)
 
 
-def _signature(fields: list[tuple[str, Any, str]], params: list[Any]) -> inspect.Signature:
+def _signature(fields: list[tuple[str, Any, str, str, str]], params: list[Any]) -> inspect.Signature:
     kinds = inspect.Parameter
     parameters = []
-    for field, default, param_kind in fields:
+
+    def add_python_argument(name: str, default: Any) -> None:
+        parameters.append(kinds(name, kinds.KEYWORD_ONLY, default=default, annotation=PYTHON_ARGUMENTS[name][0]))
+
+    for field, default, param_kind, annotation, _ in fields:
         if field in _DERIVED:
             continue
         kind = kinds.KEYWORD_ONLY if param_kind == "keyword" else kinds.POSITIONAL_OR_KEYWORD
         default = kinds.empty if param_kind == "required" else None if field == "dtype" else default
-        parameters.append(kinds(field, kind, default=default))
+        annotation = CONVERTED_TYPES.get(field, annotation)
+        parameters.append(kinds(field, kind, default=default, annotation=annotation))
     if params:
-        parameters.append(kinds("device", kinds.KEYWORD_ONLY, default=None))
+        add_python_argument("device", None)
     if any(main_grad for *_, main_grad in params) or any(field == "tensor_parallel_mode" for field, *_ in fields):
-        parameters.append(kinds("rng_state_tracker_function", kinds.KEYWORD_ONLY, default=None))
-    parameters.append(kinds("te_keys", kinds.KEYWORD_ONLY, default=False))
+        add_python_argument("rng_state_tracker_function", None)
+    add_python_argument("te_keys", False)
     return inspect.Signature(parameters)
 
 
-def make_class(name: str, doc: str, fields: list[tuple[str, Any, str]], sample: _C.Op) -> type[NativeOperation]:
+def make_class(
+    name: str, doc: dict[str, str], fields: list[tuple[str, Any, str, str, str]], sample: _C.Op
+) -> type[NativeOperation]:
     """Makes the Python class of a registered operation. `sample` is an instance from which its Parameters are read."""
     # A field named like a method of torch.nn.Module (Quantize's `forward`) or like a Parameter gets no property.
     parameter_names = {param.rstrip("0123456789") for param, *_ in sample.params()}
@@ -215,11 +224,14 @@ def make_class(name: str, doc: str, fields: list[tuple[str, Any, str]], sample: 
         for field, *_ in fields
         if not hasattr(NativeOperation, field) and field not in parameter_names
     }
+    signature = _signature(fields, sample.params())
+    descriptions = {field: text for field, *_, text in fields} | {k: text for k, (_, text) in PYTHON_ARGUMENTS.items()}
     members |= {
-        "__doc__": doc,
+        "__doc__": native_docstring(name, doc, signature, descriptions, sample),
         "__module__": "weft.ops",
-        "__signature__": _signature(fields, sample.params()),
+        "__signature__": signature,
         "_type": name,
+        "_descriptions": descriptions,
     }
     mixins = {"num_groups": GroupedParameters, "delay_wgrad_compute": WgradModule}
     bases = tuple(mixin for key, mixin in mixins.items() if any(field == key for field, *_ in fields))

@@ -91,22 +91,29 @@ class Sequential(torch.nn.Module):
     the order of the operations. Other modules are called between two pipelines.
 
     Args:
-        *modules: the modules in order, or one dictionary of names to modules.
-        fuse_nested: fuse the operations of nested Sequentials into the pipelines of this one. By default a nested
-            Sequential is a separate pipeline.
+        *modules (torch.nn.Module | dict[str, torch.nn.Module]): The modules in order, or one dictionary of names to
+            modules.
+        fuse_nested (bool): Fuse the operations of nested Sequentials into the pipelines of this one; False makes a
+            nested Sequential a separate pipeline. Default: ``False``.
+
+    Shape:
+        - Input: that of the first module.
+        - Output: that of the last module.
 
     Example::
 
         >>> block = weft.Sequential(
-        ...     ops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
-        ...     ops.RMSNorm(256),
-        ...     ops.Linear(256, 1024),
-        ...     ops.GELU(),
-        ...     ops.Linear(1024, 256),
-        ...     ops.AddExtraInput().set_extra_input_channel(0, "residual"),
+        ...     weft.ops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
+        ...     weft.ops.RMSNorm(256),
+        ...     weft.ops.Linear(256, 1024),
+        ...     weft.ops.GELU(),
+        ...     weft.ops.Linear(1024, 256),
+        ...     weft.ops.AddExtraInput().set_extra_input_channel(0, "residual"),
         ... )
         >>> y = block(torch.randn(8, 256))
-        >>> print(block.explain(torch.randn(8, 256)))
+        >>> y.shape
+        torch.Size([8, 256])
+        >>> plan = block.explain(torch.randn(8, 256))
     """
 
     _runner: _C.Runner | None = None

@@ -106,9 +106,10 @@ def register_forward_fusion(func: _FusionFunction, prepend: bool = False) -> Fus
     Example::
 
         >>> def fuse(ops, *, recipe):
-        ...     return ops  # with consecutive operations replaced by a FusedOperation
+        ...     return ops  # with some of them replaced
+        >>> block = weft.Sequential(weft.ops.RMSNorm(8), weft.ops.GELU())
         >>> with weft.fusion.register_forward_fusion(fuse):
-        ...     y = block(x)
+        ...     y = block(torch.randn(2, 8))
     """
     return FusionHandle(_C.add_fusion_function("forward", func, prepend))
 

@@ -11,7 +11,9 @@ class MisnamedSlots final : public Op<MisnamedSlots> {
  public:
   struct Options {
     int64_t size = 1;
-    static constexpr auto fields() { return std::tuple{Field{"size", &Options::size, ParamKind::required}}; }
+    static constexpr auto fields() {
+      return std::tuple{Field{"size", &Options::size, "Size of the last dimension.", ParamKind::required}};
+    }
   };
   enum Saved { kDoubled, kWeight };
 
@@ -46,7 +48,8 @@ class MisnamedSlots final : public Op<MisnamedSlots> {
   Options options_;
 };
 
-const Register<MisnamedSlots> misnamed_slots{"MisnamedSlots", "y = w·x².", {.size = 4}};
+const Register<MisnamedSlots> misnamed_slots{
+    "MisnamedSlots", {.summary = "Scales the square: y = w·x².", .shape = kSameShape}, {.size = 4}};
 
 }  // namespace
 }  // namespace weft::ops

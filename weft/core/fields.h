@@ -16,23 +16,30 @@ namespace weft {
 enum class ParamKind { keyword, positional, required };
 
 /// One row of an options struct's field list. The list is the single source of field names: equality, printing, Python
-/// keywords and the pipeline text are derived from it.
+/// keywords, their documentation and the pipeline text are derived from it. The description is one sentence: what the
+/// field means, its unit, and what the default does.
 template <class Options, class T>
 struct Field {
+  constexpr Field(const char* name, T Options::* member, const char* description, ParamKind kind = ParamKind::keyword)
+      : name(name), member(member), description(description), kind(kind) {}
+
   const char* name;
   T Options::* member;
-  ParamKind kind = ParamKind::keyword;
+  const char* description;
+  ParamKind kind;
 };
-template <class Options, class T>
-Field(const char*, T Options::*) -> Field<Options, T>;
-template <class Options, class T>
-Field(const char*, T Options::*, ParamKind) -> Field<Options, T>;
 
 /// A field with its type erased: name, value (or default), kind.
 struct FieldValue {
   std::string name;
   Value value;
   ParamKind kind = ParamKind::keyword;
+};
+
+/// Type (as a Python annotation) and description of a field. Not in FieldValue, which is copied more often.
+struct FieldDoc {
+  std::string type;
+  std::string description;
 };
 
 /// Names of an enum's values, in order. A specialization defines `static constexpr std::array<const char*, N> list`.
@@ -54,6 +61,19 @@ Value to_value(const T& x) {
 template <class T>
 Value to_value(const std::optional<T>& x) {
   return x ? to_value(*x) : Value{};
+}
+
+template <class T>
+std::string annotation(std::type_identity<T>) {
+  if constexpr (std::is_same_v<T, bool>) return "bool";
+  if constexpr (std::is_same_v<T, int64_t>) return "int";
+  if constexpr (std::is_same_v<T, double>) return "float";
+  if constexpr (std::is_same_v<T, std::vector<int64_t>>) return "int | Sequence[int]";
+  return "str";  // also dtypes and enums
+}
+template <class T>
+std::string annotation(std::type_identity<std::optional<T>>) {
+  return annotation(std::type_identity<T>{}) + " | None";
 }
 
 template <class T>
@@ -127,6 +147,16 @@ std::vector<FieldValue> list_fields(const Options& options) {
       },
       Options::fields());
   return list;
+}
+
+/// Documentation of all fields of `Options`, in order.
+template <class Options>
+std::vector<FieldDoc> list_field_docs() {
+  return std::apply(
+      []<class... T>(const Field<Options, T>&... field) {
+        return std::vector<FieldDoc>{FieldDoc{detail::annotation(std::type_identity<T>{}), field.description}...};
+      },
+      Options::fields());
 }
 
 /// Sets one field by name. `owner` prefixes error messages.

@@ -47,25 +47,36 @@ GatedActivation::GatedActivation(Options options)
 
 std::string_view GatedActivation::name() const { return kind_name(options_.kind); }
 
-template <class Type>
-static Register<Type> register_activation(ActKind kind, std::string doc) {
-  return {std::string(kind_name(kind)), std::move(doc), {.kind = kind}, {.kind = kind}};
+static const char* kHalves = "a is the first and b the second half of the last dimension.";
+static const char* kHalvesShape = "Input: ``(*, 2 * n)``.\nOutput: ``(*, n)``.";
+
+static Register<Activation> register_unary(ActKind kind, std::string summary) {
+  return {std::string(kind_name(kind)),
+          {.summary = std::move(summary), .shape = kSameShape},
+          {.kind = kind},
+          {.kind = kind}};
+}
+
+static Register<GatedActivation> register_gated(ActKind kind, std::string summary) {
+  return {std::string(kind_name(kind)),
+          {.summary = std::move(summary), .details = kHalves, .shape = kHalvesShape, .example_shape = "[2, 4]"},
+          {.kind = kind},
+          {.kind = kind}};
 }
 
 static const Register<Activation> unary[] = {
-    register_activation<Activation>(ActKind::gelu, "y = x·(½ + ½·tanh(√(2/π)·(x + 0.044715·x³)))."),
-    register_activation<Activation>(ActKind::qgelu, "y = x·σ(1.702·x)."),
-    register_activation<Activation>(ActKind::relu, "y = max(x, 0)."),
-    register_activation<Activation>(ActKind::srelu, "y = max(x, 0)²."),
-    register_activation<Activation>(ActKind::silu, "y = x·σ(x)."),
+    register_unary(ActKind::gelu, "Applies GELU in its tanh form: y = x·(½ + ½·tanh(√(2/π)·(x + 0.044715·x³)))."),
+    register_unary(ActKind::qgelu, "Applies the sigmoid approximation of GELU: y = x·σ(1.702·x)."),
+    register_unary(ActKind::relu, "Applies ReLU: y = max(x, 0)."),
+    register_unary(ActKind::srelu, "Applies the squared ReLU: y = max(x, 0)²."),
+    register_unary(ActKind::silu, "Applies SiLU: y = x·σ(x)."),
 };
-static const std::string kHalves = ", where a is the first and b the second half of the last dimension.";
 static const Register<GatedActivation> gated[] = {
-    register_activation<GatedActivation>(ActKind::glu, "y = σ(a)·b" + kHalves),
-    register_activation<GatedActivation>(ActKind::geglu, "y = GELU(a)·b" + kHalves),
-    register_activation<GatedActivation>(ActKind::qgeglu, "y = a·σ(1.702·a)·b" + kHalves),
-    register_activation<GatedActivation>(ActKind::reglu, "y = max(a, 0)·b" + kHalves),
-    register_activation<GatedActivation>(ActKind::sreglu, "y = max(a, 0)²·b" + kHalves),
+    register_gated(ActKind::glu, "Applies a linear unit gated by a sigmoid: y = σ(a)·b."),
+    register_gated(ActKind::geglu, "Applies a linear unit gated by GELU in its tanh form: y = GELU(a)·b."),
+    register_gated(ActKind::qgeglu, "Applies a linear unit gated by QGELU: y = a·σ(1.702·a)·b."),
+    register_gated(ActKind::reglu, "Applies a linear unit gated by ReLU: y = max(a, 0)·b."),
+    register_gated(ActKind::sreglu, "Applies a linear unit gated by the squared ReLU: y = max(a, 0)²·b."),
 };
 
 }  // namespace weft::ops

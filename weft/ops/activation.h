@@ -1,5 +1,6 @@
 #pragma once
 #include "weft/ops/activation_op.h"
+#include "weft/ops/field_descriptions.h"
 
 namespace weft::ops {
 
@@ -10,7 +11,8 @@ class Activation final : public ActivationOp {
     kernels::ActKind kind = kernels::ActKind::gelu;  // part of the operation's name, not a field
     bool cache_quantized_input = false;
     static constexpr auto fields() {
-      return std::tuple{Field{"cache_quantized_input", &Options::cache_quantized_input}};
+      return std::tuple{
+          Field{"cache_quantized_input", &Options::cache_quantized_input, description::kCacheQuantizedInput}};
     }
   };
   explicit Activation(Options options);

@@ -27,6 +27,10 @@ at::Tensor AddExtraInput::backward(OpContext& ctx, const at::Tensor& dy, Params)
 }
 
 static const Register<AddExtraInput> add_extra_input{
-    "AddExtraInput", "y = e + x, where e is an extra input of the same shape as x.", {}};
+    "AddExtraInput",
+    {.summary = "Adds an extra input: y = e + x.",
+     .shape = "Input and extra input: ``(*)``, the same shape.\nOutput: same as the input.",
+     .example_inputs = "torch.randn(2, 8), torch.randn(2, 8)"},
+    {}};
 
 }  // namespace weft::ops

@@ -7,8 +7,11 @@ namespace weft::ops {
 class AddExtraInput final : public Op<AddExtraInput> {
  public:
   struct Options {
-    bool in_place = false;  // write y into e if e is not referenced elsewhere
-    static constexpr auto fields() { return std::tuple{Field{"in_place", &Options::in_place}}; }
+    bool in_place = false;
+    static constexpr auto fields() {
+      return std::tuple{Field{"in_place", &Options::in_place,
+                              "Write the output into the extra input if nothing else references it."}};
+    }
   };
   explicit AddExtraInput(Options options) : options_(options) {}
 

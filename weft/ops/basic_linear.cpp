@@ -216,6 +216,16 @@ at::Tensor BasicLinear::parallel_backward(OpContext& ctx, const at::Tensor& dy, 
   return reducing_dx.wait();
 }
 
-static const Register<BasicLinear> basic_linear{"BasicLinear", "y = x Wᵀ.", {.in_features = 8, .out_features = 4}};
+static const Register<BasicLinear> basic_linear{
+    "BasicLinear",
+    {.summary = "Multiplies by a weight: y = x Wᵀ.",
+     .details = "With tensor parallelism each rank holds a shard of W. A column linear returns a shard of y and "
+                "all-reduces dx; a row linear takes a shard of x and all-reduces y.",
+     .parameters = "weight: ``(out_features, in_features)``, this rank's shard with tensor parallelism; initially "
+                   "uniform in ±1/√in_features.",
+     .shape = "Input: ``(*, in_features)``; in row mode over p ranks ``(*, in_features / p)``.\nOutput: ``(*, "
+              "out_features)``; in column mode over p ranks ``(*, out_features / p)``.",
+     .example_shape = "[2, 4]"},
+    {.in_features = 8, .out_features = 4}};
 
 }  // namespace weft::ops

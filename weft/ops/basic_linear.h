@@ -3,6 +3,7 @@
 
 #include "weft/comm/group.h"
 #include "weft/kernels/gemm.h"
+#include "weft/ops/field_descriptions.h"
 #include "weft/ops/operation.h"
 
 namespace weft::ops {
@@ -18,8 +19,8 @@ enum class ParallelMode { column, row };
 class BasicLinear final : public Op<BasicLinear> {
  public:
   struct Options {
-    int64_t in_features = 0;   // over all ranks
-    int64_t out_features = 0;  // over all ranks
+    int64_t in_features = 0;
+    int64_t out_features = 0;
     at::ScalarType dtype = at::kFloat;
     std::optional<ParallelMode> tensor_parallel_mode = {};
     std::optional<std::string> tensor_parallel_group = {};
@@ -27,22 +28,31 @@ class BasicLinear final : public Op<BasicLinear> {
     bool sequence_parallel = false;
     bool accumulate_into_main_grad = false;
     bool delay_wgrad_compute = false;
-    std::optional<std::string> userbuffers_options = {};  // name of the communication, as in Transformer Engine
-    std::optional<bool> overlap = {};    // overlap communication with the GEMMs; none: if predicted to be faster
-    std::optional<int64_t> fan_in = {};  // of the unsharded layer, for initialization; none: in_features
+    std::optional<std::string> userbuffers_options = {};
+    std::optional<bool> overlap = {};
+    std::optional<int64_t> fan_in = {};
     static constexpr auto fields() {
-      return std::tuple{Field{"in_features", &Options::in_features, ParamKind::required},
-                        Field{"out_features", &Options::out_features, ParamKind::required},
-                        Field{"dtype", &Options::dtype},
-                        Field{"tensor_parallel_mode", &Options::tensor_parallel_mode},
-                        Field{"tensor_parallel_group", &Options::tensor_parallel_group},
-                        Field{"tensor_parallel_size", &Options::tensor_parallel_size},
-                        Field{"sequence_parallel", &Options::sequence_parallel},
-                        Field{"accumulate_into_main_grad", &Options::accumulate_into_main_grad},
-                        Field{"delay_wgrad_compute", &Options::delay_wgrad_compute},
-                        Field{"userbuffers_options", &Options::userbuffers_options},
-                        Field{"overlap", &Options::overlap},
-                        Field{"fan_in", &Options::fan_in}};
+      return std::tuple{
+          Field{"in_features", &Options::in_features, description::kInFeatures, ParamKind::required},
+          Field{"out_features", &Options::out_features, description::kOutFeatures, ParamKind::required},
+          Field{"dtype", &Options::dtype, description::kDtype},
+          Field{"tensor_parallel_mode", &Options::tensor_parallel_mode,
+                "``\"column\"`` shards the output features over the ranks, ``\"row\"`` the input features; None "
+                "disables tensor parallelism."},
+          Field{"tensor_parallel_group", &Options::tensor_parallel_group, description::kTensorParallelGroup},
+          Field{"tensor_parallel_size", &Options::tensor_parallel_size, description::kGroupSize},
+          Field{"sequence_parallel", &Options::sequence_parallel,
+                "Shard dimension 0 of the replicated tensor: a column linear all-gathers its input, a row linear "
+                "reduce-scatters its output."},
+          Field{"accumulate_into_main_grad", &Options::accumulate_into_main_grad, description::kAccumulateIntoMainGrad},
+          Field{"delay_wgrad_compute", &Options::delay_wgrad_compute, description::kDelayWgradCompute},
+          Field{"userbuffers_options", &Options::userbuffers_options,
+                "Transformer Engine's options for overlap, a dict of which only ``\"comm_name\"`` is used; None means "
+                "no options."},
+          Field{"overlap", &Options::overlap,
+                "Overlap tensor-parallel communication with the GEMMs; None means where it is predicted to be faster."},
+          Field{"fan_in", &Options::fan_in,
+                "Input features of the unsharded layer, for initialization; None means in_features."}};
     }
   };
   enum Saved { kInput, kCastWeight };

@@ -52,6 +52,12 @@ void Bias::set_gradient(OpContext ctx, at::Tensor local_db) const {
   ctx.set_param_grad(0, std::move(local_db));
 }
 
-static const Register<Bias> bias{"Bias", "y = x + b, with b broadcast over the rows of x.", {.size = 8}};
+static const Register<Bias> bias{
+    "Bias",
+    {.summary = "Adds a bias to each row: y = x + b.",
+     .details = "Under autocast the bias is cast to the dtype of the input; otherwise torch's type promotion applies.",
+     .parameters = "bias: ``(size)``, this rank's shard with tensor_parallel; initially zeros.",
+     .shape = "Input: ``(*, size)``; with tensor_parallel over p ranks ``(*, size / p)``.\nOutput: same as the input."},
+    {.size = 8}};
 
 }  // namespace weft::ops

@@ -1,4 +1,5 @@
 #pragma once
+#include "weft/ops/field_descriptions.h"
 #include "weft/ops/operation.h"
 
 namespace weft::ops {
@@ -16,12 +17,17 @@ class Bias final : public Op<Bias> {
     int64_t tensor_parallel_size = 1;
     bool sequence_parallel = false;
     static constexpr auto fields() {
-      return std::tuple{Field{"size", &Options::size, ParamKind::required},
-                        Field{"dtype", &Options::dtype},
-                        Field{"tensor_parallel", &Options::tensor_parallel},
-                        Field{"tensor_parallel_group", &Options::tensor_parallel_group},
-                        Field{"tensor_parallel_size", &Options::tensor_parallel_size},
-                        Field{"sequence_parallel", &Options::sequence_parallel}};
+      return std::tuple{
+          Field{"size", &Options::size,
+                "Size of the last dimension of the input; with tensor_parallel the total over all ranks.",
+                ParamKind::required},
+          Field{"dtype", &Options::dtype, description::kDtype},
+          Field{"tensor_parallel", &Options::tensor_parallel,
+                "Shard the bias over the ranks of tensor_parallel_group."},
+          Field{"tensor_parallel_group", &Options::tensor_parallel_group, description::kTensorParallelGroup},
+          Field{"tensor_parallel_size", &Options::tensor_parallel_size, description::kGroupSize},
+          Field{"sequence_parallel", &Options::sequence_parallel,
+                "Each rank has its own rows of the input and the same bias; the bias gradient is all-reduced."}};
     }
   };
   explicit Bias(Options options);

@@ -76,10 +76,22 @@ at::Tensor AllReduce::backward(OpContext& ctx, const at::Tensor& dy, Params) con
                                                        : comm::Group(*options_.process_group).all_reduce(dy).wait();
 }
 
-static const Register<AllGather> all_gather{"AllGather", "y is x of all ranks, concatenated along dimension 0.", {}};
+static const Register<AllGather> all_gather{
+    "AllGather",
+    {.summary = "Concatenates the inputs of all ranks along dimension 0: y = [x_0; x_1; …].",
+     .details = "The gradient is reduce-scattered. With one rank the output is the input itself.",
+     .shape = "Input: ``(n, *)``, the same on all ranks.\nOutput: ``(p * n, *)`` with p ranks."},
+    {}};
 static const Register<ReduceScatter> reduce_scatter{
-    "ReduceScatter", "y is this rank's shard, along dimension 0, of the sum of x over all ranks.", {}};
-static const Register<AllReduce> all_reduce{
-    "AllReduce", "y is the sum of x over all ranks. dx is the sum of dy with reduce_in_backward, else dy.", {}};
+    "ReduceScatter",
+    {.summary = "Sums the inputs of all ranks and returns one shard of dimension 0: y = (Σ x_r)[shard of this rank].",
+     .details = "The gradient is all-gathered. With one rank the output is the input itself.",
+     .shape = "Input: ``(p * n, *)`` with p ranks.\nOutput: ``(n, *)``."},
+    {}};
+static const Register<AllReduce> all_reduce{"AllReduce",
+                                            {.summary = "Sums the inputs of all ranks: y = Σ x_r.",
+                                             .details = "With one rank the output is the input itself.",
+                                             .shape = kSameShape},
+                                            {}};
 
 }  // namespace weft::ops

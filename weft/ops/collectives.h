@@ -1,4 +1,5 @@
 #pragma once
+#include "weft/ops/field_descriptions.h"
 #include "weft/ops/operation.h"
 
 namespace weft::ops {
@@ -20,8 +21,9 @@ class AllGather final : public Collective<AllGather> {
     std::optional<std::string> process_group = {};
     int64_t process_group_size = 1;
     static constexpr auto fields() {
-      return std::tuple{Field{"process_group", &Options::process_group, ParamKind::positional},
-                        Field{"process_group_size", &Options::process_group_size}};
+      return std::tuple{
+          Field{"process_group", &Options::process_group, description::kProcessGroup, ParamKind::positional},
+          Field{"process_group_size", &Options::process_group_size, description::kGroupSize}};
     }
   };
   explicit AllGather(Options options);
@@ -61,9 +63,13 @@ class AllReduce final : public Collective<AllReduce> {
     bool reduce_in_backward = true;
     int64_t process_group_size = 1;
     static constexpr auto fields() {
-      return std::tuple{Field{"process_group", &Options::process_group, ParamKind::positional},
-                        Field{"reduce_in_backward", &Options::reduce_in_backward, ParamKind::positional},
-                        Field{"process_group_size", &Options::process_group_size}};
+      return std::tuple{
+          Field{"process_group", &Options::process_group, description::kProcessGroup, ParamKind::positional},
+          Field{"reduce_in_backward", &Options::reduce_in_backward,
+                "All-reduce the gradient too; False if all ranks compute the same from the output, so that each has "
+                "the full gradient.",
+                ParamKind::positional},
+          Field{"process_group_size", &Options::process_group_size, description::kGroupSize}};
     }
   };
   explicit AllReduce(Options options);

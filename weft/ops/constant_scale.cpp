@@ -18,6 +18,7 @@ at::Tensor ConstantScale::backward(OpContext& ctx, const at::Tensor& dy, Params)
   return ctx.needs_input_grad() ? at::mul(dy, options_.scale) : at::Tensor{};
 }
 
-static const Register<ConstantScale> constant_scale{"ConstantScale", "y = x·scale.", {.scale = -2.5}};
+static const Register<ConstantScale> constant_scale{
+    "ConstantScale", {.summary = "Multiplies by a constant: y = x·scale.", .shape = kSameShape}, {.scale = -2.5}};
 
 }  // namespace weft::ops

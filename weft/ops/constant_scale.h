@@ -8,7 +8,9 @@ class ConstantScale final : public Op<ConstantScale> {
  public:
   struct Options {
     double scale = 1;
-    static constexpr auto fields() { return std::tuple{Field{"scale", &Options::scale, ParamKind::required}}; }
+    static constexpr auto fields() {
+      return std::tuple{Field{"scale", &Options::scale, "Factor of every element.", ParamKind::required}};
+    }
   };
   explicit ConstantScale(Options options) : options_(options) {}
 

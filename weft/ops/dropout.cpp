@@ -55,6 +55,11 @@ at::Tensor Dropout::backward(OpContext& ctx, const at::Tensor& dy, Params) const
 }
 
 static const Register<Dropout> dropout{
-    "Dropout", "Training: y = x·m/(1-p), with each m 0 with probability p. Evaluation: y = x.", {.p = 0.5}};
+    "Dropout",
+    {.summary = "Zeroes random elements in training and scales the others: y = x·m / (1 - p).",
+     .details = "Each m is 0 with probability p and 1 otherwise, drawn from torch's generator. In evaluation the "
+                "output is the input itself.",
+     .shape = kSameShape},
+    {.p = 0.5}};
 
 }  // namespace weft::ops

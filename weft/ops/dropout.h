@@ -9,7 +9,10 @@ class Dropout final : public Op<Dropout> {
  public:
   struct Options {
     double p = 0;
-    static constexpr auto fields() { return std::tuple{Field{"p", &Options::p, ParamKind::required}}; }
+    static constexpr auto fields() {
+      return std::tuple{Field{"p", &Options::p, "Probability with which an element is set to zero in training.",
+                              ParamKind::required}};
+    }
   };
   enum Saved { kMask };
 

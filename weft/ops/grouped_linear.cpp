@@ -413,9 +413,21 @@ at::Tensor GroupedLinear::backward(OpContext& ctx, const at::Tensor& dy, Params 
 
 static const Register<GroupedLinear> grouped_linear{
     "GroupedLinear",
-    "y[rows of group g] = x[rows of group g] W_gᵀ + b_g. Extra inputs: "
-    "the number of rows of each group (int32 or int64); "
-    "with scale_bias, a factor for the bias of each row.",
+    {.summary = "Applies a separate affine transformation to each group of rows: y[g] = x[g] W_gᵀ + b_g.",
+     .details =
+         "The groups are consecutive rows; the first extra input gives their sizes. With scale_bias, b_g is multiplied "
+         "by a factor per row, the second extra input. Rows after the last group are ignored and are 0 in y and dx.",
+     .parameters =
+         "weight0, weight1 and so on: ``(out_features, in_features)``, initially uniform in ±1/√in_features; with "
+         "single_grouped_weight one ``weight`` of shape ``(num_groups, out_features, in_features)``.\n"
+         "bias0, bias1 and so on: ``(out_features)``, initially zeros; with single_grouped_bias one ``bias`` of "
+         "shape ``(num_groups, out_features)``.",
+     .shape = "Input: ``(*, in_features)``.\nFirst extra input: ``(num_groups)``, the number of rows of each group, "
+              "int32 or "
+              "int64.\nSecond extra input, with scale_bias: one factor per row of the input.\n"
+              "Output: ``(*, out_features)``.",
+     .example_inputs = "torch.randn(6, 8), torch.tensor([1, 2, 3])",
+     .example_shape = "[6, 4]"},
     {.num_groups = 3, .in_features = 8, .out_features = 4, .scale_bias = true}};
 
 }  // namespace weft::ops

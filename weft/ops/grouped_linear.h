@@ -1,5 +1,6 @@
 #pragma once
 #include "weft/kernels/grouped.h"
+#include "weft/ops/field_descriptions.h"
 #include "weft/ops/operation.h"
 #include "weft/ops/wgrad_sink.h"
 
@@ -18,23 +19,29 @@ class GroupedLinear final : public Op<GroupedLinear> {
     bool bias = true;
     at::ScalarType dtype = at::kFloat;
     bool accumulate_into_main_grad = false;
-    bool single_grouped_weight = false;  // one parameter `weight` [G, out, in] instead of weight0, weight1, …
-    bool single_grouped_bias = false;    // one parameter `bias` [G, out] instead of bias0, bias1, …
+    bool single_grouped_weight = false;
+    bool single_grouped_bias = false;
     bool delay_wgrad_compute = false;
     bool scale_bias = false;
-    bool split_path = false;  // one GEMM per group instead of the grouped kernel: the numerical reference
+    bool split_path = false;
     static constexpr auto fields() {
-      return std::tuple{Field{"num_groups", &Options::num_groups, ParamKind::required},
-                        Field{"in_features", &Options::in_features, ParamKind::required},
-                        Field{"out_features", &Options::out_features, ParamKind::required},
-                        Field{"bias", &Options::bias},
-                        Field{"dtype", &Options::dtype},
-                        Field{"accumulate_into_main_grad", &Options::accumulate_into_main_grad},
-                        Field{"single_grouped_weight", &Options::single_grouped_weight},
-                        Field{"single_grouped_bias", &Options::single_grouped_bias},
-                        Field{"delay_wgrad_compute", &Options::delay_wgrad_compute},
-                        Field{"scale_bias", &Options::scale_bias},
-                        Field{"split_path", &Options::split_path}};
+      return std::tuple{
+          Field{"num_groups", &Options::num_groups, "Number of groups (experts).", ParamKind::required},
+          Field{"in_features", &Options::in_features, "Size of the last dimension of the input.", ParamKind::required},
+          Field{"out_features", &Options::out_features, "Size of the last dimension of the output.",
+                ParamKind::required},
+          Field{"bias", &Options::bias, "Add a bias, one per group."},
+          Field{"dtype", &Options::dtype, description::kDtype},
+          Field{"accumulate_into_main_grad", &Options::accumulate_into_main_grad, description::kAccumulateIntoMainGrad},
+          Field{"single_grouped_weight", &Options::single_grouped_weight,
+                "Hold all weights in one parameter ``weight`` instead of ``weight0``, ``weight1`` and so on."},
+          Field{"single_grouped_bias", &Options::single_grouped_bias,
+                "Hold all biases in one parameter ``bias`` instead of ``bias0``, ``bias1`` and so on."},
+          Field{"delay_wgrad_compute", &Options::delay_wgrad_compute, description::kDelayWgradCompute},
+          Field{"scale_bias", &Options::scale_bias,
+                "Take a second extra input with a factor for the bias of each row."},
+          Field{"split_path", &Options::split_path,
+                "Run one GEMM per group instead of the grouped kernel, as a numerical reference."}};
     }
   };
   enum Saved { kInput, kSplits, kScales, kCastWeight };

@@ -4,6 +4,7 @@
 
 namespace weft::ops {
 
-static const Register<Identity> identity{"Identity", "y is x itself.", {}};
+static const Register<Identity> identity{
+    "Identity", {.summary = "Returns the input itself: y = x.", .shape = kSameShape}, {}};
 
 }  // namespace weft::ops

@@ -31,6 +31,10 @@ at::Tensor L2Normalization::backward(OpContext& ctx, const at::Tensor& dy, Param
 }
 
 static const Register<L2Normalization> l2_normalization{
-    "L2Normalization", "y = x / √(Σ x² + eps) over the last dimension.", {}};
+    "L2Normalization",
+    {.summary = "Divides by the L2 norm of the last dimension: y = x / √(Σ x² + eps).",
+     .details = "Computed in float32 (float64 for float64). Autocast does not change the dtype of the output.",
+     .shape = "Input: ``(*, n)``.\nOutput: same as the input."},
+    {}};
 
 }  // namespace weft::ops

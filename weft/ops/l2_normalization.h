@@ -9,11 +9,14 @@ class L2Normalization final : public Op<L2Normalization> {
  public:
   struct Options {
     double eps = 1e-6;
-    std::optional<int64_t> seq_length = {};        // these two select kernels to warm up on a GPU
-    std::optional<int64_t> micro_batch_size = {};  // and have no effect on a CPU
+    std::optional<int64_t> seq_length = {};
+    std::optional<int64_t> micro_batch_size = {};
     static constexpr auto fields() {
-      return std::tuple{Field{"eps", &Options::eps}, Field{"seq_length", &Options::seq_length},
-                        Field{"micro_batch_size", &Options::micro_batch_size}};
+      return std::tuple{Field{"eps", &Options::eps, "Added to the sum of squares before the square root."},
+                        Field{"seq_length", &Options::seq_length,
+                              "Transformer Engine's hint for compiling GPU kernels early; has no effect on a CPU."},
+                        Field{"micro_batch_size", &Options::micro_batch_size,
+                              "Transformer Engine's hint for compiling GPU kernels early; has no effect on a CPU."}};
     }
   };
   enum Saved { kInput, kRnorm };

@@ -26,6 +26,10 @@ at::Tensor MakeExtraOutput::backward(OpContext& ctx, const at::Tensor& dy, Param
 }
 
 static const Register<MakeExtraOutput> make_extra_output{
-    "MakeExtraOutput", "y and the extra output are both x itself.", {}};
+    "MakeExtraOutput",
+    {.summary = "Returns the input twice, as the output and as an extra output: y = e = x.",
+     .details = "The gradients of both are added.",
+     .shape = "Input: ``(*)``, any shape.\nOutput and extra output: same as the input."},
+    {}};
 
 }  // namespace weft::ops

@@ -7,8 +7,12 @@ namespace weft::ops {
 class MakeExtraOutput final : public Op<MakeExtraOutput> {
  public:
   struct Options {
-    bool in_place = false;  // write dx into the gradient of the extra output if that is not referenced elsewhere
-    static constexpr auto fields() { return std::tuple{Field{"in_place", &Options::in_place}}; }
+    bool in_place = false;
+    static constexpr auto fields() {
+      return std::tuple{
+          Field{"in_place", &Options::in_place,
+                "Write the input gradient into the gradient of the extra output if nothing else references it."}};
+    }
   };
   explicit MakeExtraOutput(Options options) : options_(options) {}
 

@@ -154,11 +154,26 @@ at::Tensor RMSNorm::recompute(const OpContext& ctx, Params params) const {
   return kernels::rms_norm_forward(x, gamma, options().eps, /*keep=*/false).y;
 }
 
-static const Register<LayerNorm> layer_norm{"LayerNorm",
-                                            "y = (x - mean)·γ/√(var + eps) + β over the trailing dimensions.",
-                                            {.normalized_shape = {2, 4}, .eps = 0.3}};
-static const Register<RMSNorm> rms_norm{"RMSNorm",
-                                        "y = x·γ/√(mean(x²) + eps) over the trailing dimensions.",
-                                        {.normalized_shape = {8}, .eps = 0.3, .zero_centered_gamma = true}};
+static const std::string kPrecision = "The statistics are computed in float32 (float64 for float64).";
+static const std::string kGamma =
+    "weight: ``normalized_shape``, γ; initially ones. With zero_centered_gamma γ is 1 + weight, initially zeros.";
+static const std::string kShape = "Input: ``(*, normalized_shape)``.\nOutput: same as the input.";
+
+static const Register<LayerNorm> layer_norm{
+    "LayerNorm",
+    {.summary = "Applies layer normalization over the trailing dimensions: y = (x - mean)·γ/√(var + eps) + β.",
+     .details = kPrecision,
+     .parameters = kGamma + "\nbias: ``normalized_shape``, β; initially zeros.",
+     .shape = kShape,
+     .example_inputs = "torch.randn(3, 2, 4)",
+     .example_shape = "[3, 2, 4]"},
+    {.normalized_shape = {2, 4}, .eps = 0.3}};
+static const Register<RMSNorm> rms_norm{
+    "RMSNorm",
+    {.summary = "Applies RMS normalization over the trailing dimensions: y = x·γ/√(mean(x²) + eps).",
+     .details = kPrecision,
+     .parameters = kGamma,
+     .shape = kShape},
+    {.normalized_shape = {8}, .eps = 0.3, .zero_centered_gamma = true}};
 
 }  // namespace weft::ops

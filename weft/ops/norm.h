@@ -1,4 +1,5 @@
 #pragma once
+#include "weft/ops/field_descriptions.h"
 #include "weft/ops/operation.h"
 
 namespace weft::ops {
@@ -8,12 +9,19 @@ struct NormOptions {
   double eps = 1e-5;
   at::ScalarType dtype = at::kFloat;
   bool zero_centered_gamma = false;
-  int64_t sm_margin = 0;  // GPU multiprocessors to leave free; no effect on a CPU
+  int64_t sm_margin = 0;
   static constexpr auto fields() {
-    return std::tuple{Field{"normalized_shape", &NormOptions::normalized_shape, ParamKind::required},
-                      Field{"eps", &NormOptions::eps}, Field{"dtype", &NormOptions::dtype},
-                      Field{"zero_centered_gamma", &NormOptions::zero_centered_gamma},
-                      Field{"sm_margin", &NormOptions::sm_margin}};
+    return std::tuple{
+        Field{
+            "normalized_shape", &NormOptions::normalized_shape,
+            "Trailing dimensions of the input over which the statistics are computed; an int means the last dimension.",
+            ParamKind::required},
+        Field{"eps", &NormOptions::eps, "Added to the variance (RMSNorm: the mean square) before the square root."},
+        Field{"dtype", &NormOptions::dtype, description::kDtype},
+        Field{"zero_centered_gamma", &NormOptions::zero_centered_gamma,
+              "Scale by 1 + weight instead of weight; the weight is then initialized to zeros."},
+        Field{"sm_margin", &NormOptions::sm_margin,
+              "GPU multiprocessors to leave free, in Python also a dict per pass; has no effect on a CPU."}};
   }
 };
 

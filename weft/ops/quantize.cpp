@@ -5,6 +5,10 @@
 namespace weft::ops {
 
 static const Register<Quantize> quantize{
-    "Quantize", "Marks where tensors may be quantized. Recipes are not supported, so y is x itself.", {}};
+    "Quantize",
+    {.summary = "Marks where Transformer Engine quantizes: y = x.",
+     .details = "Quantization is not supported, so the output is the input itself.",
+     .shape = kSameShape},
+    {}};
 
 }  // namespace weft::ops

@@ -7,11 +7,13 @@ namespace weft::ops {
 class Quantize final : public PassThrough<Quantize> {
  public:
   struct Options {
-    bool forward = true;    // quantize x
-    bool backward = false;  // quantize dy
+    bool forward = true;
+    bool backward = false;
     static constexpr auto fields() {
-      return std::tuple{Field{"forward", &Options::forward, ParamKind::positional},
-                        Field{"backward", &Options::backward, ParamKind::positional}};
+      return std::tuple{
+          Field{"forward", &Options::forward, "Mark the input for quantization; has no effect.", ParamKind::positional},
+          Field{"backward", &Options::backward, "Mark the output gradient for quantization; has no effect.",
+                ParamKind::positional}};
     }
   };
   explicit Quantize(Options options) : options_(options) {}

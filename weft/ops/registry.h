@@ -12,11 +12,25 @@ namespace weft::ops {
 
 using Keywords = std::vector<std::pair<std::string, Value>>;
 
-/// A registered operation: its signature and factory.
+/// Documentation of an operation, for Python docstrings and docs/reference.md. `parameters` and `shape` have one line
+/// per tensor.
+struct OpDoc {
+  std::string summary;                               // one sentence with the formula, on one line
+  std::string details = {};                          // further sentences
+  std::string parameters = {};                       // "weight: ``(size)``, initially ones."
+  std::string shape;                                 // "Input: ``(*, size)``."
+  std::string example_inputs = "torch.randn(2, 8)";  // of an instance with the required fields of the sample
+  std::string example_shape = "[2, 8]";              // of its output
+};
+/// `OpDoc::shape` of an elementwise operation.
+inline constexpr const char* kSameShape = "Input: ``(*)``, any shape.\nOutput: same as the input.";
+
+/// A registered operation: its signature, documentation and factory.
 struct OpType {
   std::string name;
-  std::string doc;
+  OpDoc doc;
   std::vector<FieldValue> fields;  // with defaults; a `ParamKind::required` field has none
+  std::vector<FieldDoc> field_docs;
   std::function<OpPtr(const Keywords&)> make;
   OpPtr sample;  // the instance used by the generic tests
 };
@@ -33,7 +47,7 @@ template <class Type>
 struct Register {
   using Options = typename Type::Options;
 
-  Register(const std::string& name, std::string doc, Options sample, const Options& base = Options{}) {
+  Register(const std::string& name, OpDoc doc, Options sample, const Options& base = Options{}) {
     const auto make = [name, base](const Keywords& keywords) -> OpPtr {
       Options options = base;
       for (const auto& [key, value] : keywords) set_field(options, name, key, value);
@@ -45,7 +59,8 @@ struct Register {
       }
       return std::make_shared<Type>(std::move(options));
     };
-    register_op_type({name, std::move(doc), list_fields(base), make, std::make_shared<Type>(std::move(sample))});
+    register_op_type({name, std::move(doc), list_fields(base), list_field_docs<Options>(), make,
+                      std::make_shared<Type>(std::move(sample))});
   }
 };
 

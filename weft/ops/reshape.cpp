@@ -44,7 +44,12 @@ at::Tensor Reshape::backward(OpContext& ctx, const at::Tensor& dy, Params) const
   return ctx.needs_input_grad() ? share_version_counter(dy.reshape(ctx.saved(kShape).sizes()), dy) : at::Tensor{};
 }
 
-static const Register<Reshape> reshape{
-    "Reshape", "y is x reshaped to `shape`; one size may be -1 and is inferred.", {.shape = {4, -1, 3}}};
+static const Register<Reshape> reshape{"Reshape",
+                                       {.summary = "Reshapes the input: y = x.reshape(shape).",
+                                        .details = "The output is a view of the input where that is possible.",
+                                        .shape = "Input: ``(*)``, any shape.\nOutput: ``shape``.",
+                                        .example_inputs = "torch.randn(2, 12)",
+                                        .example_shape = "[4, 2, 3]"},
+                                       {.shape = {4, -1, 3}}};
 
 }  // namespace weft::ops

@@ -8,7 +8,10 @@ class Reshape final : public Op<Reshape> {
  public:
   struct Options {
     std::vector<int64_t> shape = {};
-    static constexpr auto fields() { return std::tuple{Field{"shape", &Options::shape, ParamKind::required}}; }
+    static constexpr auto fields() {
+      return std::tuple{Field{"shape", &Options::shape, "Shape of the output; one size may be -1 and is inferred.",
+                              ParamKind::required}};
+    }
   };
   enum Saved { kShape };
 

@@ -85,12 +85,44 @@ ScaledSwiGLU::ScaledSwiGLU(Options options) : ScaledActivation(act_of(options)),
 ScaledSiTUGLU::ScaledSiTUGLU(Options options) : ScaledActivation(act_of(options)), options_(options) {}
 ScaledClampedQGeGLU::ScaledClampedQGeGLU(Options options) : ScaledActivation(act_of(options)), options_(options) {}
 
-static const Register<ScaledSReLU> srelu{"ScaledSReLU", "y[row] = s[row]·max(x[row], 0)².", {}};
+static const std::string kScales =
+    "The scales s, one per row, are an extra input: the routing probabilities of a mixture of experts. They are not "
+    "cast "
+    "to the compute dtype, and the result is rounded once.";
+static const std::string kShape =
+    "Input: ``(*, 2 * n)``.\nExtra input: one scale per row of the input, in any shape.\nOutput: ``(*, n)``.";
+static const std::string kInputs = "torch.randn(2, 8), torch.rand(2)";
+
+static const Register<ScaledSReLU> srelu{
+    "ScaledSReLU",
+    {.summary = "Applies the squared ReLU and scales each row: y[row] = s[row]·max(x[row], 0)².",
+     .details = kScales,
+     .shape = "Input: ``(*, n)``.\nExtra input: one scale per row of the input, in any shape.\nOutput: ``(*, n)``.",
+     .example_inputs = kInputs},
+    {}};
 static const Register<ScaledSwiGLU> swiglu{
-    "ScaledSwiGLU", "y[row] = s[row]·SwiGLU(x[row]).", {.glu_interleave_size = 2}};
+    "ScaledSwiGLU",
+    {.summary = "Applies SwiGLU and scales each row: y[row] = s[row]·SwiGLU(x[row]).",
+     .details = kScales,
+     .shape = kShape,
+     .example_inputs = kInputs,
+     .example_shape = "[2, 4]"},
+    {.glu_interleave_size = 2}};
 static const Register<ScaledSiTUGLU> situglu{
-    "ScaledSiTUGLU", "y[row] = s[row]·SiTUGLU(x[row]).", {.beta1 = 3.0, .beta2 = 12.0}};
+    "ScaledSiTUGLU",
+    {.summary = "Applies SiTUGLU and scales each row: y[row] = s[row]·SiTUGLU(x[row]).",
+     .details = kScales,
+     .shape = kShape,
+     .example_inputs = kInputs,
+     .example_shape = "[2, 4]"},
+    {.beta1 = 3.0, .beta2 = 12.0}};
 static const Register<ScaledClampedQGeGLU> clamped{
-    "ScaledClampedQGeGLU", "y[row] = s[row]·ClampedSwiGLU(x[row]).", {.limit = 0.75}};
+    "ScaledClampedQGeGLU",
+    {.summary = "Applies ClampedSwiGLU and scales each row: y[row] = s[row]·ClampedSwiGLU(x[row]).",
+     .details = kScales,
+     .shape = kShape,
+     .example_inputs = kInputs,
+     .example_shape = "[2, 4]"},
+    {.limit = 0.75}};
 
 }  // namespace weft::ops

@@ -1,5 +1,6 @@
 #pragma once
 #include "weft/kernels/activation.h"
+#include "weft/ops/field_descriptions.h"
 #include "weft/ops/operation.h"
 
 namespace weft::ops {
@@ -40,7 +41,9 @@ class ScaledSReLU final : public ScaledActivation {
   struct Options {
     bool activation_recompute_in_mlp = false;
     static constexpr auto fields() {
-      return std::tuple{Field{"activation_recompute_in_mlp", &Options::activation_recompute_in_mlp}};
+      return std::tuple{
+          Field{"activation_recompute_in_mlp", &Options::activation_recompute_in_mlp,
+                "Recompute the activation in backward; the operation then runs only inside a fused grouped MLP."}};
     }
   };
   explicit ScaledSReLU(Options options);
@@ -62,8 +65,10 @@ class ScaledSwiGLU final : public ScaledActivation {
     std::optional<int64_t> glu_interleave_size = {};
     bool activation_recompute_in_mlp = false;
     static constexpr auto fields() {
-      return std::tuple{Field{"glu_interleave_size", &Options::glu_interleave_size, ParamKind::positional},
-                        Field{"activation_recompute_in_mlp", &Options::activation_recompute_in_mlp}};
+      return std::tuple{
+          Field{"glu_interleave_size", &Options::glu_interleave_size, description::kGluInterleaveSize,
+                ParamKind::positional},
+          Field{"activation_recompute_in_mlp", &Options::activation_recompute_in_mlp, description::kRejectedRecompute}};
     }
   };
   explicit ScaledSwiGLU(Options options);
@@ -85,9 +90,11 @@ class ScaledSiTUGLU final : public ScaledActivation {
     double beta1 = 4.0;
     double beta2 = 25.0;
     static constexpr auto fields() {
-      return std::tuple{Field{"glu_interleave_size", &Options::glu_interleave_size, ParamKind::positional},
-                        Field{"activation_recompute_in_mlp", &Options::activation_recompute_in_mlp},
-                        Field{"beta1", &Options::beta1}, Field{"beta2", &Options::beta2}};
+      return std::tuple{
+          Field{"glu_interleave_size", &Options::glu_interleave_size, description::kGluInterleaveSize,
+                ParamKind::positional},
+          Field{"activation_recompute_in_mlp", &Options::activation_recompute_in_mlp, description::kRejectedRecompute},
+          Field{"beta1", &Options::beta1, description::kBeta1}, Field{"beta2", &Options::beta2, description::kBeta2}};
     }
   };
   explicit ScaledSiTUGLU(Options options);
@@ -110,10 +117,12 @@ class ScaledClampedQGeGLU final : public ScaledActivation {
     double alpha = 1.702;
     double glu_linear_offset = 1.0;
     static constexpr auto fields() {
-      return std::tuple{Field{"glu_interleave_size", &Options::glu_interleave_size, ParamKind::positional},
-                        Field{"activation_recompute_in_mlp", &Options::activation_recompute_in_mlp},
-                        Field{"limit", &Options::limit}, Field{"alpha", &Options::alpha},
-                        Field{"glu_linear_offset", &Options::glu_linear_offset}};
+      return std::tuple{
+          Field{"glu_interleave_size", &Options::glu_interleave_size, description::kGluInterleaveSize,
+                ParamKind::positional},
+          Field{"activation_recompute_in_mlp", &Options::activation_recompute_in_mlp, description::kRejectedRecompute},
+          Field{"limit", &Options::limit, description::kLimit}, Field{"alpha", &Options::alpha, description::kAlpha},
+          Field{"glu_linear_offset", &Options::glu_linear_offset, description::kGluLinearOffset}};
     }
   };
   explicit ScaledClampedQGeGLU(Options options);

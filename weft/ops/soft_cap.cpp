@@ -39,6 +39,7 @@ at::Tensor SoftCap::backward(OpContext& ctx, const at::Tensor& dy, Params) const
   return as_dtype(dx, input.scalar_type());
 }
 
-static const Register<SoftCap> soft_cap{"SoftCap", "y = cap·tanh(x / cap).", {.cap = 2}};
+static const Register<SoftCap> soft_cap{
+    "SoftCap", {.summary = "Bounds the magnitude smoothly: y = cap·tanh(x / cap).", .shape = kSameShape}, {.cap = 2}};
 
 }  // namespace weft::ops

@@ -8,7 +8,10 @@ class SoftCap final : public Op<SoftCap> {
  public:
   struct Options {
     double cap = 0;
-    static constexpr auto fields() { return std::tuple{Field{"cap", &Options::cap, ParamKind::required}}; }
+    static constexpr auto fields() {
+      return std::tuple{
+          Field{"cap", &Options::cap, "Bound of the magnitude of the output; positive.", ParamKind::required}};
+    }
   };
   enum Saved { kInput };
 

@@ -37,13 +37,25 @@ SiTUGLU::SiTUGLU(Options options)
 ClampedSwiGLU::ClampedSwiGLU(Options options)
     : ActivationOp("ClampedSwiGLU", act_of(options), options.cache_quantized_input), options_(options) {}
 
-static const std::string kHalves = ", where a is the first and b the second half of the last dimension.";
-static const Register<SwiGLU> swiglu{"SwiGLU", "y = a·σ(a)·b" + kHalves, {.glu_interleave_size = 2}};
+static OpDoc gated(std::string summary, const std::string& definitions = "") {
+  return {.summary = std::move(summary),
+          .details = definitions +
+                     "a is the first and b the second half of the last dimension; see glu_interleave_size. "
+                     "The output is not interleaved.",
+          .shape = "Input: ``(*, 2 * n)``.\nOutput: ``(*, n)``.",
+          .example_shape = "[2, 4]"};
+}
+
+static const Register<SwiGLU> swiglu{
+    "SwiGLU", gated("Applies a linear unit gated by SiLU: y = a·σ(a)·b."), {.glu_interleave_size = 2}};
 static const Register<SiTUGLU> situglu{
-    "SiTUGLU", "y = β1·tanh(a/β1)·σ(a) · β2·tanh(b/β2)" + kHalves, {.beta1 = 3.0, .beta2 = 12.0}};
+    "SiTUGLU",
+    gated("Applies a bounded gated linear unit: y = β1·tanh(a/β1)·σ(a) · β2·tanh(b/β2)."),
+    {.beta1 = 3.0, .beta2 = 12.0}};
 static const Register<ClampedSwiGLU> clamped{
     "ClampedSwiGLU",
-    "y = ā·σ(alpha·ā)·b̄, ā = min(a, limit), b̄ = clamp(b, ±limit) + glu_linear_offset" + kHalves,
+    gated("Applies a clamped linear unit gated by a scaled SiLU: y = ā·σ(alpha·ā)·b̄.",
+          "ā = min(a, limit) and b̄ = clamp(b, ±limit) + glu_linear_offset. "),
     {.limit = 0.75}};
 
 }  // namespace weft::ops

@@ -1,5 +1,6 @@
 #pragma once
 #include "weft/ops/activation_op.h"
+#include "weft/ops/field_descriptions.h"
 
 namespace weft::ops {
 
@@ -13,8 +14,9 @@ class SwiGLU final : public ActivationOp {
     bool cache_quantized_input = false;
     std::optional<int64_t> glu_interleave_size = {};
     static constexpr auto fields() {
-      return std::tuple{Field{"cache_quantized_input", &Options::cache_quantized_input},
-                        Field{"glu_interleave_size", &Options::glu_interleave_size}};
+      return std::tuple{
+          Field{"cache_quantized_input", &Options::cache_quantized_input, description::kCacheQuantizedInput},
+          Field{"glu_interleave_size", &Options::glu_interleave_size, description::kGluInterleaveSize}};
     }
   };
   explicit SwiGLU(Options options);
@@ -36,9 +38,10 @@ class SiTUGLU final : public ActivationOp {
     bool cache_quantized_input = false;
     std::optional<int64_t> glu_interleave_size = {};
     static constexpr auto fields() {
-      return std::tuple{Field{"beta1", &Options::beta1}, Field{"beta2", &Options::beta2},
-                        Field{"cache_quantized_input", &Options::cache_quantized_input},
-                        Field{"glu_interleave_size", &Options::glu_interleave_size}};
+      return std::tuple{
+          Field{"beta1", &Options::beta1, description::kBeta1}, Field{"beta2", &Options::beta2, description::kBeta2},
+          Field{"cache_quantized_input", &Options::cache_quantized_input, description::kCacheQuantizedInput},
+          Field{"glu_interleave_size", &Options::glu_interleave_size, description::kGluInterleaveSize}};
     }
   };
   explicit SiTUGLU(Options options);
@@ -61,10 +64,11 @@ class ClampedSwiGLU final : public ActivationOp {
     bool cache_quantized_input = false;
     std::optional<int64_t> glu_interleave_size = {};
     static constexpr auto fields() {
-      return std::tuple{Field{"limit", &Options::limit}, Field{"alpha", &Options::alpha},
-                        Field{"glu_linear_offset", &Options::glu_linear_offset},
-                        Field{"cache_quantized_input", &Options::cache_quantized_input},
-                        Field{"glu_interleave_size", &Options::glu_interleave_size}};
+      return std::tuple{
+          Field{"limit", &Options::limit, description::kLimit}, Field{"alpha", &Options::alpha, description::kAlpha},
+          Field{"glu_linear_offset", &Options::glu_linear_offset, description::kGluLinearOffset},
+          Field{"cache_quantized_input", &Options::cache_quantized_input, description::kCacheQuantizedInput},
+          Field{"glu_interleave_size", &Options::glu_interleave_size, description::kGluInterleaveSize}};
     }
   };
   explicit ClampedSwiGLU(Options options);

@@ -35,13 +35,23 @@ py::list params_of(const ops::BasicOp& op) {
 }
 
 py::list types() {
+  using namespace py::literals;
   static constexpr const char* kParamKinds[] = {"keyword", "positional", "required"};
   py::list list;
   for (const auto& [name, type] : ops::op_types()) {
     py::list fields;
-    for (const auto& field : type.fields)
-      fields.append(py::make_tuple(field.name, to_python(field.value), kParamKinds[static_cast<int>(field.kind)]));
-    list.append(py::make_tuple(name, type.doc, fields, std::const_pointer_cast<ops::BasicOp>(type.sample)));
+    for (size_t i = 0; i < type.fields.size(); ++i) {
+      const auto& [field, value, kind] = type.fields[i];
+      const auto& [annotation, description] = type.field_docs[i];
+      fields.append(
+          py::make_tuple(field, to_python(value), kParamKinds[static_cast<int>(kind)], annotation, description));
+    }
+    const auto& doc = type.doc;
+    list.append(py::make_tuple(
+        name,
+        py::dict("summary"_a = doc.summary, "details"_a = doc.details, "parameters"_a = doc.parameters,
+                 "shape"_a = doc.shape, "example_inputs"_a = doc.example_inputs, "example_shape"_a = doc.example_shape),
+        fields, std::const_pointer_cast<ops::BasicOp>(type.sample)));
   }
   return list;
 }
@@ -70,7 +80,8 @@ void bind_ops(py::module_& m) {
         return std::const_pointer_cast<ops::BasicOp>(make_op(name, keywords));
       },
       py::arg("name"), py::arg("fields"), "Creates a registered operation from its fields.");
-  m.def("op_types", &types, "Registered operations as (name, doc, [(field, default, kind)], sample).");
+  m.def("op_types", &types,
+        "Registered operations as (name, OpDoc as a dict, [(field, default, kind, type, description)], sample).");
 }
 
 }  // namespace weft::python

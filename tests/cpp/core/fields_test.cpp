@@ -25,13 +25,13 @@ struct Options {
   std::optional<Colour> colour = {};
   at::ScalarType dtype = at::kBFloat16;
   static constexpr auto fields() {
-    return std::tuple{Field{"count", &Options::count, ParamKind::required},
-                      Field{"rate", &Options::rate},
-                      Field{"on", &Options::on},
-                      Field{"name", &Options::name},
-                      Field{"shape", &Options::shape},
-                      Field{"colour", &Options::colour},
-                      Field{"dtype", &Options::dtype}};
+    return std::tuple{Field{"count", &Options::count, "How many.", ParamKind::required},
+                      Field{"rate", &Options::rate, "Per second."},
+                      Field{"on", &Options::on, "Enabled."},
+                      Field{"name", &Options::name, "Of the object."},
+                      Field{"shape", &Options::shape, "Of the object."},
+                      Field{"colour", &Options::colour, "None means transparent."},
+                      Field{"dtype", &Options::dtype, "Of the values."}};
   }
 };
 
@@ -52,6 +52,21 @@ TEST(Fields, TextRoundTrips) {
   EXPECT_EQ(other.colour, Colour::green);
   EXPECT_EQ(other.dtype, at::kBFloat16);
 }
+
+TEST(Fields, DocsHaveTypesAndDescriptions) {
+  std::string text;
+  for (const auto& doc : list_field_docs<Options>()) text += doc.type + ": " + doc.description + "\n";
+  EXPECT_EQ(
+      text,
+      "int: How many.\nfloat: Per second.\nbool: Enabled.\nstr: Of the object.\nint | Sequence[int]: Of the object.\n"
+      "str | None: None means transparent.\nstr: Of the values.\n");
+}
+
+template <class... Arguments>
+constexpr bool kMakesField = requires(Arguments... arguments) { Field{arguments...}; };
+static_assert(kMakesField<const char*, int64_t Options::*, const char*>);
+static_assert(!kMakesField<const char*, int64_t Options::*>, "a field needs a description");
+static_assert(!kMakesField<const char*, int64_t Options::*, ParamKind>, "a field needs a description");
 
 TEST(Fields, IntegerConvertsToDoubleAndToShape) {
   Options options;
