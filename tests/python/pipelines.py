@@ -122,7 +122,7 @@ class Generator:
     def unary(self, shape):
         name = self.rng.choice([n for n in plain.UNARY if self.squares < 2 or n != "SReLU"])
         self.squares += name == "SReLU"
-        return getattr(ops, name)()
+        return ops.GELU(self.rng.choice(["tanh", "none"])) if name == "GELU" else getattr(ops, name)()
 
     def interleave(self, width):
         return self.rng.choice([None, None, *(s for s in (1, 2, 4) if width // 2 % s == 0)])

@@ -51,6 +51,8 @@ WRITTEN_OUT = {*UNARY, *GATES, *SCALED, *PASS_THROUGH, *GLU_WITH_OPTIONS, *OTHER
 
 
 def activation(name: str, op, x: torch.Tensor) -> torch.Tensor:
+    if name == "GELU":
+        return F.gelu(x, approximate=op.approximate)
     if name in UNARY:
         return UNARY[name](x)
     a, b = halves(x, getattr(op, "glu_interleave_size", None))

@@ -107,6 +107,7 @@ MORE = [
         )
     ),
     Case("Bias", {"size": 1}, (1,)),
+    Case("GELU", {"approximate": "none"}),
     Case("SwiGLU"),
     Case("SwiGLU", {"glu_interleave_size": 4}, (16,)),
     Case("SiTUGLU"),
@@ -405,7 +406,8 @@ REJECTED_AT_CONSTRUCTION = [
     (lambda: ops.Reshape((-1, -1)), ValueError, "one -1"),
     (lambda: ops.Reshape((-2, 3)), ValueError, "Reshape"),
     (lambda: ops.Bias(-1), ValueError, "size"),
-    (lambda: ops.GELU(True), TypeError, "positional"),
+    (lambda: ops.GELU("erf"), ValueError, 'GELU: approximate must be "tanh" or "none", got "erf".'),
+    (lambda: ops.SiLU(True), TypeError, "positional"),
     (lambda: ops.GELU(gain=2), TypeError, "gain"),
     (lambda: ops.Bias(), TypeError, "size"),
     (lambda: ops.ConstantScale("two"), (TypeError, ValueError), "scale"),

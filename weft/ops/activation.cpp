@@ -8,8 +8,6 @@ using kernels::ActKind;
 
 static std::string_view kind_name(ActKind kind) {
   switch (kind) {
-    case ActKind::gelu:
-      return "GELU";
     case ActKind::qgelu:
       return "QGELU";
     case ActKind::relu:
@@ -29,9 +27,14 @@ static std::string_view kind_name(ActKind kind) {
     case ActKind::sreglu:
       return "SReGLU";
     default:
-      TORCH_CHECK_VALUE(false, "Activation: use SwiGLU, SiTUGLU or ClampedSwiGLU for this kind.");
+      TORCH_CHECK_VALUE(false, "Activation: use GELU, SwiGLU, SiTUGLU or ClampedSwiGLU for this kind.");
   }
 }
+
+GELU::GELU(Options options)
+    : ActivationOp("GELU", {.kind = options.approximate == GeluApproximation::tanh ? ActKind::gelu : ActKind::gelu_erf},
+                   options.cache_quantized_input),
+      options_(options) {}
 
 Activation::Activation(Options options)
     : ActivationOp(kind_name(options.kind), {.kind = options.kind}, options.cache_quantized_input), options_(options) {
@@ -52,8 +55,12 @@ static Register<Type> register_activation(ActKind kind, std::string doc) {
   return {std::string(kind_name(kind)), std::move(doc), {.kind = kind}, {.kind = kind}};
 }
 
+static const Register<GELU> gelu{
+    "GELU",
+    "y = x·(½ + ½·tanh(√(2/π)·(x + 0.044715·x³))); with approximate=\"none\" y = x/2·(1 + erf(x/√2)), the default of "
+    "torch.nn.GELU.",
+    {}};
 static const Register<Activation> unary[] = {
-    register_activation<Activation>(ActKind::gelu, "y = x·(½ + ½·tanh(√(2/π)·(x + 0.044715·x³)))."),
     register_activation<Activation>(ActKind::qgelu, "y = x·σ(1.702·x)."),
     register_activation<Activation>(ActKind::relu, "y = max(x, 0)."),
     register_activation<Activation>(ActKind::srelu, "y = max(x, 0)²."),

@@ -43,7 +43,7 @@ class JointRule : public ::testing::TestWithParam<int64_t> {
     forward_runs = backward_runs = 0;
     id_ = add_rule({.name = "scaled_gelu",
                     .pass = Pass::joint,
-                    .pattern = {one<ops::ConstantScale>(), one<ops::Activation>()},
+                    .pattern = {one<ops::ConstantScale>(), one<ops::GELU>()},
                     .make = make_fused<ScaledGelu>,
                     .min_rows = GetParam()});
   }

@@ -52,6 +52,11 @@ TEST(OpErrors, BetaMustBeFiniteAndPositive) {
   expect_error<c10::ValueError>([] { make("ScaledSiTUGLU", {{"beta2", HUGE_VAL}}); }, "beta2 is inf");
 }
 
+TEST(OpErrors, EnumFieldsListTheirNames) {
+  expect_error<c10::ValueError>([] { make("GELU", {{"approximate", std::string("erf")}}); },
+                                R"(GELU: approximate must be "tanh" or "none", got "erf".)");
+}
+
 TEST(OpErrors, ActivationsRejectOtherDtypes) {
   expect_error<c10::Error>([] { run("GELU", {}, at::empty({2, 8}, at::kLong)); }, "Unsupported dtype");
 }
