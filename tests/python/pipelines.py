@@ -143,10 +143,12 @@ class Generator:
 
     def scaled(self, shape):
         name = self.rng.choice(list(plain.SCALED))
-        gated = name != "ScaledSReLU"
+        gated = name not in ("ScaledSReLU", "ScaledTanhSReLU")
         if self.squares >= 2 or (shape[-1] % 2 and gated):
             return None
         self.squares += 1
+        if name == "ScaledTanhSReLU":
+            return ops.ScaledTanhSReLU(self.rng.choice([0.7, 16.0]))
         return getattr(ops, name)(**({"glu_interleave_size": self.interleave(shape[-1])} if gated else {}))
 
     def linear(self, shape):

@@ -39,6 +39,7 @@ UNARY = {"GELU": gelu, "QGELU": qgelu, "ReLU": F.relu, "SReLU": srelu, "SiLU": F
 GATES = {"GLU": torch.sigmoid, "GEGLU": gelu, "QGEGLU": qgelu, "ReGLU": F.relu, "SReGLU": srelu, "SwiGLU": F.silu}
 SCALED = {
     "ScaledSReLU": "SReLU",
+    "ScaledTanhSReLU": "TanhSReLU",
     "ScaledSwiGLU": "SwiGLU",
     "ScaledSiTUGLU": "SiTUGLU",
     "ScaledClampedQGeGLU": "ClampedSwiGLU",
@@ -53,6 +54,8 @@ WRITTEN_OUT = {*UNARY, *GATES, *SCALED, *PASS_THROUGH, *GLU_WITH_OPTIONS, *OTHER
 def activation(name: str, op, x: torch.Tensor) -> torch.Tensor:
     if name == "GELU":
         return F.gelu(x, approximate=op.approximate)
+    if name == "TanhSReLU":
+        return srelu(op.tanh_clamp_scale * torch.tanh(x / op.tanh_clamp_scale))
     if name in UNARY:
         return UNARY[name](x)
     a, b = halves(x, getattr(op, "glu_interleave_size", None))

@@ -130,6 +130,7 @@ CASES = [
         Case("grouped_mlp", (experts(HIDDEN, WIDTH), op(name), experts(OUT, HIDDEN // half, scale_bias=True)))
         for name, half in (("ScaledSwiGLU", 2), ("ScaledClampedQGeGLU", 2), ("ScaledSiTUGLU", 2), ("ScaledSReLU", 1))
     ),
+    Case("grouped_mlp", (experts(HIDDEN, WIDTH), op("ScaledTanhSReLU", 1.5), experts(OUT, HIDDEN))),
     Case(
         "grouped_mlp",
         (

@@ -50,10 +50,15 @@ at::Tensor ScaledActivation::backward(OpContext& ctx, const at::Tensor& dy, Para
   return dx;
 }
 
-/// The fused grouped MLP recomputes SReLU only.
+/// The fused grouped MLP recomputes the unary activations only.
 static void reject_recompute(std::string_view op, bool recompute) {
   TORCH_CHECK_VALUE(!recompute, op, ": activation_recompute_in_mlp is true, but ", op,
                     " does not support activation recomputation. Leave it false.");
+}
+
+static Act act_of(const ScaledTanhSReLU::Options& o) {
+  check_positive("ScaledTanhSReLU", "tanh_clamp_scale", o.tanh_clamp_scale);
+  return {.kind = ActKind::tanh_srelu, .beta1 = o.tanh_clamp_scale};
 }
 
 static Act act_of(const ScaledSwiGLU::Options& o) {
@@ -81,11 +86,14 @@ static Act act_of(const ScaledClampedQGeGLU::Options& o) {
 }
 
 ScaledSReLU::ScaledSReLU(Options options) : ScaledActivation({.kind = ActKind::srelu}), options_(options) {}
+ScaledTanhSReLU::ScaledTanhSReLU(Options options) : ScaledActivation(act_of(options)), options_(options) {}
 ScaledSwiGLU::ScaledSwiGLU(Options options) : ScaledActivation(act_of(options)), options_(options) {}
 ScaledSiTUGLU::ScaledSiTUGLU(Options options) : ScaledActivation(act_of(options)), options_(options) {}
 ScaledClampedQGeGLU::ScaledClampedQGeGLU(Options options) : ScaledActivation(act_of(options)), options_(options) {}
 
 static const Register<ScaledSReLU> srelu{"ScaledSReLU", "y[row] = s[row]·max(x[row], 0)².", {}};
+static const Register<ScaledTanhSReLU> tanh_srelu{
+    "ScaledTanhSReLU", "y[row] = s[row]·(c·tanh(max(x[row], 0)/c))², c = tanh_clamp_scale.", {.tanh_clamp_scale = 2}};
 static const Register<ScaledSwiGLU> swiglu{
     "ScaledSwiGLU", "y[row] = s[row]·SwiGLU(x[row]).", {.glu_interleave_size = 2}};
 static const Register<ScaledSiTUGLU> situglu{
