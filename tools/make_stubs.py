@@ -125,7 +125,8 @@ def op_stub(core: Any, name: str, cls: Any, fields: list[tuple[str, Any, str]], 
         default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
         arguments.append(f"{parameter.name}: {types.get(parameter.name) or NAMED[parameter.name]}{default}")
     lines = [f"class {name}({', '.join(base.__name__ for base in cls.__bases__)}):", f'    """{cls.__doc__}"""', ""]
-    lines += [f"    {parameter}: torch.nn.Parameter" for parameter, *_ in sample.params()]
+    optional = cls._optional_parameters
+    lines += [f"    {name}: torch.nn.Parameter{' | None' * (name in optional)}" for name, *_ in sample.params()]
     for field, kind in types.items():
         if isinstance(vars(cls).get(field), property):
             kind = READ.get(kind, kind) if field != "dtype" else "torch.dtype"

@@ -174,7 +174,8 @@ class Generator:
         row = shape[-2:] if len(shape) > 2 and self.chance(0.3) else shape[-1:]
         if 0 in row:
             row = shape[-1:]
-        return getattr(ops, name)(row, eps=0.1, zero_centered_gamma=self.chance(0.5), dtype=self.dtype)
+        options = {"bias": self.chance(0.5)} if name == "LayerNorm" else {}
+        return getattr(ops, name)(row, eps=0.1, zero_centered_gamma=self.chance(0.5), dtype=self.dtype, **options)
 
     def reshape(self, shape):
         rows = 1

@@ -78,7 +78,7 @@ def reference_is_op(op, x: torch.Tensor, *extras: torch.Tensor, of: Of) -> tuple
 def norm(name: str, op, x: torch.Tensor, of: Of) -> torch.Tensor:
     gamma = of(op.weight) + 1 if op.zero_centered_gamma else of(op.weight)
     if name == "LayerNorm":
-        return F.layer_norm(x, op.normalized_shape, gamma, of(op.bias), op.eps)
+        return F.layer_norm(x, op.normalized_shape, gamma, None if op.bias is None else of(op.bias), op.eps)
     return F.rms_norm(x, op.normalized_shape, gamma, op.eps)
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import plain
 import pytest
@@ -40,8 +41,9 @@ def bias(n: int = HIDDEN):
     return make
 
 
-def norm(kind: str):
-    return lambda dtype: getattr(ops, kind)(WIDTH, dtype=dtype, eps=0.1, zero_centered_gamma=kind == "RMSNorm")
+def norm(kind: str, **options):
+    options = {"eps": 0.1, "zero_centered_gamma": kind == "RMSNorm"} | options
+    return lambda dtype: getattr(ops, kind)(WIDTH, dtype=dtype, **options)
 
 
 def fork(to_caller: bool = True, **options):
@@ -111,6 +113,9 @@ CASES = [
     Case("activation_bias", (bias(HIDDEN), op("GELU", "none")), HIDDEN),
     Case("activation_linear", (bias(), op("GELU", "none"), linear(OUT, HIDDEN)), HIDDEN),
     Case("mlp_block", block("GELU", approximate="none")),
+    Case("add_layer_norm", (fork(), norm("LayerNorm", bias=False))),
+    Case("norm_linear", (norm("LayerNorm", bias=False), linear(), bias())),
+    Case("mlp_block", block("GELU", kind="LayerNorm", norm=partial(norm, bias=False))),
     Case("activation_linear", (op("GELU"), linear(OUT, HIDDEN)), HIDDEN),
     *(Case("norm_linear", (norm(kind), linear(), bias())) for kind in ("RMSNorm", "LayerNorm")),
     Case("norm_linear", (fork(), norm("RMSNorm"), linear(), bias(), op("GELU"))),

@@ -3,17 +3,33 @@
 
 namespace weft::ops {
 
+template <class Options>
+constexpr auto norm_fields() {
+  return std::tuple{Field{"normalized_shape", &Options::normalized_shape, ParamKind::required},
+                    Field{"eps", &Options::eps}, Field{"dtype", &Options::dtype},
+                    Field{"zero_centered_gamma", &Options::zero_centered_gamma},
+                    Field{"sm_margin", &Options::sm_margin}};
+}
+
 struct NormOptions {
   std::vector<int64_t> normalized_shape = {};
   double eps = 1e-5;
   at::ScalarType dtype = at::kFloat;
   bool zero_centered_gamma = false;
   int64_t sm_margin = 0;  // GPU multiprocessors to leave free; no effect on a CPU
+  static constexpr auto fields() { return norm_fields<NormOptions>(); }
+};
+
+/// NormOptions and `bias`; without base class, so that designated initializers set all fields.
+struct LayerNormOptions {
+  std::vector<int64_t> normalized_shape = {};
+  double eps = 1e-5;
+  at::ScalarType dtype = at::kFloat;
+  bool zero_centered_gamma = false;
+  int64_t sm_margin = 0;
+  bool bias = true;  // false: β = 0, without a parameter
   static constexpr auto fields() {
-    return std::tuple{Field{"normalized_shape", &NormOptions::normalized_shape, ParamKind::required},
-                      Field{"eps", &NormOptions::eps}, Field{"dtype", &NormOptions::dtype},
-                      Field{"zero_centered_gamma", &NormOptions::zero_centered_gamma},
-                      Field{"sm_margin", &NormOptions::sm_margin}};
+    return std::tuple_cat(norm_fields<LayerNormOptions>(), std::tuple{Field{"bias", &LayerNormOptions::bias}});
   }
 };
 
@@ -50,12 +66,16 @@ class NormOp : public BasicOp {
 /// y = (x - mean)·rstd·γ' + β,  rstd = 1/√(var(x) + eps) over each row.
 class LayerNorm final : public NormOp {
  public:
+  using Options = LayerNormOptions;
   enum Param { kWeight, kBias };
   enum Saved { kInput, kMean, kRstd };
 
-  explicit LayerNorm(Options options) : NormOp("LayerNorm", std::move(options)) {}
+  explicit LayerNorm(const Options& o)
+      : NormOp("LayerNorm", {o.normalized_shape, o.eps, o.dtype, o.zero_centered_gamma, o.sm_margin}), options_(o) {}
 
+  const Options& options() const { return options_; }
   std::string_view name() const override { return "LayerNorm"; }
+  std::vector<FieldValue> fields() const override { return list_fields(options_); }
   std::vector<ParamSpec> params() const override;
   std::vector<std::string> saved_names() const override { return {"input", "mean", "rstd"}; }
   Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const override;
@@ -63,6 +83,9 @@ class LayerNorm final : public NormOp {
   at::Tensor gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& addend,
                       bool reuse) const override;
   at::Tensor recompute(const OpContext& ctx, Params params) const override;
+
+ private:
+  Options options_;
 };
 
 /// y = x·rstd·γ',  rstd = 1/√(mean(x²) + eps) over each row.
