@@ -86,7 +86,7 @@ FAULTS = [
     ),
     Fault(
         "kernels/tail-column-dropped",
-        "weft/kernels/cpu/epilogue_amx.h",
+        "weft/kernels/cpu/epilogue_rows_amx.h",
         "  store16(to, row, column + 16, v1, lane_mask(left - 16));",
         "  store16(to, row, column + 16, v1, lane_mask(left - 17));",
         "KernelsGemm",

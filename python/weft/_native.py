@@ -35,6 +35,7 @@ class NativeOperation(BasicOperation):
     _op: _C.Op
     _tracker: Callable[[], Any] | None
     _descriptions: dict[str, str]  # of its arguments
+    _optional_parameters: frozenset[str] = frozenset()  # Parameters that a field of the same name turns off
     __signature__: inspect.Signature
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -83,6 +84,8 @@ class NativeOperation(BasicOperation):
     def _make_parameters(self, device: torch.device | str | None) -> None:
         for name, shape, dtype, *_ in self._op.params():
             self.register_parameter(name, torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
+        for name in self._optional_parameters - self._parameters.keys():
+            self.register_parameter(name, None)
         if not on_meta(self):
             self.reset_parameters()
 
@@ -232,6 +235,7 @@ def make_class(
         "__signature__": signature,
         "_type": name,
         "_descriptions": descriptions,
+        "_optional_parameters": frozenset(field for field, *_ in fields if field in parameter_names),
     }
     mixins = {"num_groups": GroupedParameters, "delay_wgrad_compute": WgradModule}
     bases = tuple(mixin for key, mixin in mixins.items() if any(field == key for field, *_ in fields))

@@ -25,20 +25,25 @@ def layer(k: int, n: int, groups: int = GROUPS, **options) -> ops.GroupedLinear:
     return op
 
 
-ACTIVATIONS = ("ScaledSwiGLU", "ScaledClampedQGeGLU", "ScaledSiTUGLU", "ScaledSReLU")
+GATED = ("ScaledSwiGLU", "ScaledClampedQGeGLU", "ScaledSiTUGLU")
+ACTIVATIONS = (*GATED, "ScaledSReLU", "ScaledTanhSReLU")
+
+
+def scaled_activation(name: str, interleave=None, **options):
+    if name in GATED:
+        options["glu_interleave_size"] = interleave
+    if name == "ScaledTanhSReLU":
+        options["tanh_clamp_scale"] = 1.5
+    return getattr(ops, name)(**options)
 
 
 def mlp(
     activation="ScaledSwiGLU", k=12, hidden=32, n=10, groups: int = GROUPS, interleave=None, act_options=None, **options
 ) -> weft.Sequential:
     """GroupedLinear, scaled activation, GroupedLinear; the last one scales its bias, if it has one."""
-    gated = activation != "ScaledSReLU"
-    act_options = dict(act_options or {})
-    if gated:
-        act_options["glu_interleave_size"] = interleave
     return weft.Sequential(
-        layer(k, hidden * (2 if gated else 1), groups, **options),
-        getattr(ops, activation)(**act_options),
+        layer(k, hidden * (2 if activation in GATED else 1), groups, **options),
+        scaled_activation(activation, interleave, **(act_options or {})),
         layer(hidden, n, groups, scale_bias=True, **options),
     )
 

@@ -122,7 +122,7 @@ class Generator:
     def unary(self, shape):
         name = self.rng.choice([n for n in plain.UNARY if self.squares < 2 or n != "SReLU"])
         self.squares += name == "SReLU"
-        return getattr(ops, name)()
+        return ops.GELU(self.rng.choice(["tanh", "none"])) if name == "GELU" else getattr(ops, name)()
 
     def interleave(self, width):
         return self.rng.choice([None, None, *(s for s in (1, 2, 4) if width // 2 % s == 0)])
@@ -143,10 +143,12 @@ class Generator:
 
     def scaled(self, shape):
         name = self.rng.choice(list(plain.SCALED))
-        gated = name != "ScaledSReLU"
+        gated = name not in ("ScaledSReLU", "ScaledTanhSReLU")
         if self.squares >= 2 or (shape[-1] % 2 and gated):
             return None
         self.squares += 1
+        if name == "ScaledTanhSReLU":
+            return ops.ScaledTanhSReLU(self.rng.choice([0.7, 16.0]))
         return getattr(ops, name)(**({"glu_interleave_size": self.interleave(shape[-1])} if gated else {}))
 
     def linear(self, shape):
@@ -172,7 +174,8 @@ class Generator:
         row = shape[-2:] if len(shape) > 2 and self.chance(0.3) else shape[-1:]
         if 0 in row:
             row = shape[-1:]
-        return getattr(ops, name)(row, eps=0.1, zero_centered_gamma=self.chance(0.5), dtype=self.dtype)
+        options = {"bias": self.chance(0.5)} if name == "LayerNorm" else {}
+        return getattr(ops, name)(row, eps=0.1, zero_centered_gamma=self.chance(0.5), dtype=self.dtype, **options)
 
     def reshape(self, shape):
         rows = 1

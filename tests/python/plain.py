@@ -39,6 +39,7 @@ UNARY = {"GELU": gelu, "QGELU": qgelu, "ReLU": F.relu, "SReLU": srelu, "SiLU": F
 GATES = {"GLU": torch.sigmoid, "GEGLU": gelu, "QGEGLU": qgelu, "ReGLU": F.relu, "SReGLU": srelu, "SwiGLU": F.silu}
 SCALED = {
     "ScaledSReLU": "SReLU",
+    "ScaledTanhSReLU": "TanhSReLU",
     "ScaledSwiGLU": "SwiGLU",
     "ScaledSiTUGLU": "SiTUGLU",
     "ScaledClampedQGeGLU": "ClampedSwiGLU",
@@ -51,6 +52,10 @@ WRITTEN_OUT = {*UNARY, *GATES, *SCALED, *PASS_THROUGH, *GLU_WITH_OPTIONS, *OTHER
 
 
 def activation(name: str, op, x: torch.Tensor) -> torch.Tensor:
+    if name == "GELU":
+        return F.gelu(x, approximate=op.approximate)
+    if name == "TanhSReLU":
+        return srelu(op.tanh_clamp_scale * torch.tanh(x / op.tanh_clamp_scale))
     if name in UNARY:
         return UNARY[name](x)
     a, b = halves(x, getattr(op, "glu_interleave_size", None))
@@ -73,7 +78,7 @@ def reference_is_op(op, x: torch.Tensor, *extras: torch.Tensor, of: Of) -> tuple
 def norm(name: str, op, x: torch.Tensor, of: Of) -> torch.Tensor:
     gamma = of(op.weight) + 1 if op.zero_centered_gamma else of(op.weight)
     if name == "LayerNorm":
-        return F.layer_norm(x, op.normalized_shape, gamma, of(op.bias), op.eps)
+        return F.layer_norm(x, op.normalized_shape, gamma, None if op.bias is None else of(op.bias), op.eps)
     return F.rms_norm(x, op.normalized_shape, gamma, op.eps)
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import plain
 import pytest
@@ -40,8 +41,9 @@ def bias(n: int = HIDDEN):
     return make
 
 
-def norm(kind: str):
-    return lambda dtype: getattr(ops, kind)(WIDTH, dtype=dtype, eps=0.1, zero_centered_gamma=kind == "RMSNorm")
+def norm(kind: str, **options):
+    options = {"eps": 0.1, "zero_centered_gamma": kind == "RMSNorm"} | options
+    return lambda dtype: getattr(ops, kind)(WIDTH, dtype=dtype, **options)
 
 
 def fork(to_caller: bool = True, **options):
@@ -82,10 +84,10 @@ class Case:
         return self.rule
 
 
-def block(activation: str, *between: Callable, kind: str = "RMSNorm", biases: bool = True, ends=()) -> tuple:
+def block(activation: str, *, kind: str = "RMSNorm", biases: bool = True, ends=(), norm=norm, **options) -> tuple:
     """norm, linear, activation, linear with biases, between the first and the last of `ends`."""
     half = HIDDEN // 2 if activation in GATED else HIDDEN
-    middle = [norm(kind), linear(), bias(), op(activation), linear(WIDTH, half), bias(WIDTH)]
+    middle = [norm(kind), linear(), bias(), op(activation, **options), linear(WIDTH, half), bias(WIDTH)]
     if not biases:
         middle = [middle[0], middle[1], middle[3], middle[4]]
     return (*ends[:1], *middle, *ends[1:])
@@ -107,6 +109,13 @@ CASES = [
     *(Case("add_layer_norm", (fork(in_place=p), norm("LayerNorm"))) for p in (True, False)),
     *(Case("activation_linear", (bias(), op(name), linear(OUT, HIDDEN)), HIDDEN) for name in UNARY),
     *(Case("activation_linear", (bias(), op(name), linear(OUT, HIDDEN // 2)), HIDDEN) for name in GATED),
+    Case("linear_bias_activation", (linear(), bias(), op("GELU", "none"))),
+    Case("activation_bias", (bias(HIDDEN), op("GELU", "none")), HIDDEN),
+    Case("activation_linear", (bias(), op("GELU", "none"), linear(OUT, HIDDEN)), HIDDEN),
+    Case("mlp_block", block("GELU", approximate="none")),
+    Case("add_layer_norm", (fork(), norm("LayerNorm", bias=False))),
+    Case("norm_linear", (norm("LayerNorm", bias=False), linear(), bias())),
+    Case("mlp_block", block("GELU", kind="LayerNorm", norm=partial(norm, bias=False))),
     Case("activation_linear", (op("GELU"), linear(OUT, HIDDEN)), HIDDEN),
     *(Case("norm_linear", (norm(kind), linear(), bias())) for kind in ("RMSNorm", "LayerNorm")),
     Case("norm_linear", (fork(), norm("RMSNorm"), linear(), bias(), op("GELU"))),
@@ -126,6 +135,7 @@ CASES = [
         Case("grouped_mlp", (experts(HIDDEN, WIDTH), op(name), experts(OUT, HIDDEN // half, scale_bias=True)))
         for name, half in (("ScaledSwiGLU", 2), ("ScaledClampedQGeGLU", 2), ("ScaledSiTUGLU", 2), ("ScaledSReLU", 1))
     ),
+    Case("grouped_mlp", (experts(HIDDEN, WIDTH), op("ScaledTanhSReLU", 1.5), experts(OUT, HIDDEN))),
     Case(
         "grouped_mlp",
         (

@@ -6,6 +6,7 @@ import pytest
 import torch
 from experts import (
     ACTIVATIONS,
+    GATED,
     GROUPS,
     ROWS,
     assert_near,
@@ -16,6 +17,7 @@ from experts import (
     mlp,
     run,
     saved_tensors,
+    scaled_activation,
     splits_of,
     truth,
     unfused,
@@ -71,7 +73,7 @@ def check(model, given, dtype, rows: int = ROWS) -> dict:
 @each_weight
 @pytest.mark.parametrize("interleave", (None, 32))
 def test_values_and_gradients_match_loop(dtype, activation, bias, single, interleave):
-    if interleave and activation == "ScaledSReLU":
+    if interleave and activation not in GATED:
         pytest.skip("has no halves")
     model = mlp(activation, K, HIDDEN, N, interleave=interleave, dtype=dtype, bias=bias, single_grouped_weight=single)
     given = inputs(model, dtype=dtype)
@@ -137,10 +139,9 @@ def test_activation_constants_take_effect(activation, options, groups):
 @pytest.mark.parametrize("x_needs_grad, p_needs_grad", ((True, True), (True, False), (False, True)))
 @each_activation
 def test_scaled_activations_run_alone(activation, shape, interleave, x_needs_grad, p_needs_grad):
-    gated = activation != "ScaledSReLU"
-    op = getattr(ops, activation)(**({"glu_interleave_size": interleave} if gated else {}))
+    op = scaled_activation(activation, interleave)
     x, probs = leaf(*shape).requires_grad_(x_needs_grad), leaf(*shape[:-1]).requires_grad_(p_needs_grad)
-    dy = uniform(*shape[:-1], shape[-1] // (2 if gated else 1), dtype=torch.float32)
+    dy = uniform(*shape[:-1], shape[-1] // (2 if activation in GATED else 1), dtype=torch.float32)
     compare(run(op, dy, x, probs), truth(op, dy, x, probs), torch.float32)
 
 
@@ -482,8 +483,9 @@ def test_bad_splits_and_scales_raise():
 # ---- recomputed activation ------------------------------------------------------------------------------------------
 
 
-def test_recomputed_activation_runs_fused_only():
-    model = mlp("ScaledSReLU", K, HIDDEN, N, act_options={"activation_recompute_in_mlp": True})
+@pytest.mark.parametrize("activation", ("ScaledSReLU", "ScaledTanhSReLU"))
+def test_recomputed_activation_runs_fused_only(activation):
+    model = mlp(activation, K, HIDDEN, N, act_options={"activation_recompute_in_mlp": True})
     given = inputs(model)
     assert names_of_steps(model, given)[0] == ["grouped_mlp"]
     check(model, given, torch.float32)
@@ -493,7 +495,7 @@ def test_recomputed_activation_runs_fused_only():
         model[1](leaf(2, 4), leaf(2))
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS[:3])
+@pytest.mark.parametrize("activation", GATED)
 def test_gated_activations_reject_recomputation(activation):
     with pytest.raises(ValueError, match="recomputation"):
         getattr(ops, activation)(activation_recompute_in_mlp=True)
@@ -522,7 +524,7 @@ def test_interleave_size_must_divide_rows(size):
         weft.interleave_glu(torch.tensor(1.0), 1)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS[:3])
+@pytest.mark.parametrize("activation", GATED)
 def test_interleaved_weights_and_activation_give_same_result(activation):
     plain_model = mlp(activation, K, 64, N)
     blocks = mlp(activation, K, 64, N, interleave=32)

@@ -314,6 +314,18 @@ def test_existing_parameter_survives_materialization():
     torch.testing.assert_close(norm.bias.detach(), torch.zeros(WIDTH))
 
 
+def test_layer_norm_without_bias_matches_torch():
+    ours, theirs, x = ops.LayerNorm(WIDTH, bias=False), torch.nn.LayerNorm(WIDTH, bias=False), rows()
+    torch.nn.init.uniform_(theirs.weight)
+    ours.load_state_dict(theirs.state_dict())
+    for norm in (ours, copy.deepcopy(ours), torch.compile(ours, backend="eager", fullgraph=True)):
+        assert norm.bias is None and [*norm.state_dict()] == ["weight"]
+        torch.testing.assert_close(norm(x), theirs(x))
+    assert "bias=false" in repr(ours)
+    with pytest.raises(RuntimeError, match="bias"):
+        ours.load_state_dict(torch.nn.LayerNorm(WIDTH).state_dict())
+
+
 def test_plain_meta_module_in_sequential_fails_as_alone():
     seq = ops.Sequential(ops.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH, device="meta"))
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):

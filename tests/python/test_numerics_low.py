@@ -49,6 +49,8 @@ SAMPLES = {
     "add+RMSNorm": lambda: residual(ops.RMSNorm(H)),
     "add+LayerNorm": lambda: residual(ops.LayerNorm(H)),
     "bias+GELU": lambda: [ops.Bias(H), ops.GELU()],
+    "linear+bias+GELU erf": lambda: [ops.Linear(H, F), ops.GELU("none")],
+    "LayerNorm without bias": lambda: [ops.LayerNorm(H, bias=False), ops.Linear(H, F)],
 }
 BLOCKS = [(64, 128, 512), (256, 256, 1024), (200, 192, 520)]
 

@@ -123,6 +123,12 @@ struct Reader<E> {
     }
     return false;
   }
+  /// "a" or "b".
+  static std::string names() {
+    std::string text;
+    for (const char* name : EnumNames<E>::list) text += (text.empty() ? "\"" : " or \"") + std::string(name) + "\"";
+    return text;
+  }
 };
 template <class T>
 struct Reader<std::optional<T>> {
@@ -132,6 +138,11 @@ struct Reader<std::optional<T>> {
       return true;
     }
     return Reader<T>::read(value, out.emplace());
+  }
+  static std::string names()
+    requires requires { Reader<T>::names(); }
+  {
+    return Reader<T>::names() + " or none";
   }
 };
 
@@ -166,9 +177,11 @@ void set_field(Options& options, const std::string& owner, const std::string& na
   const auto one = [&](const auto& field) {
     if (name != field.name) return;
     known = true;
-    using T = std::decay_t<decltype(options.*field.member)>;
-    TORCH_CHECK_VALUE(detail::Reader<T>::read(value, options.*field.member), owner, ": invalid value ", to_text(value),
-                      " for '", name, "'.");
+    using Reader = detail::Reader<std::decay_t<decltype(options.*field.member)>>;
+    const bool valid = Reader::read(value, options.*field.member);
+    if constexpr (requires { Reader::names(); })
+      TORCH_CHECK_VALUE(valid, owner, ": ", name, " must be ", Reader::names(), ", got ", to_text(value), ".");
+    TORCH_CHECK_VALUE(valid, owner, ": invalid value ", to_text(value), " for '", name, "'.");
   };
   std::apply([&](const auto&... field) { (one(field), ...); }, Options::fields());
   TORCH_CHECK_TYPE(known, owner, " got an unexpected keyword argument '", name, "'.");

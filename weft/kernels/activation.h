@@ -8,9 +8,11 @@ namespace weft::kernels {
 
 enum class ActKind {
   gelu,
+  gelu_erf,
   qgelu,
   relu,
   srelu,
+  tanh_srelu,
   silu,  // unary
   glu,
   geglu,
@@ -23,7 +25,8 @@ enum class ActKind {
 };
 
 /// An activation. Unary: y = f(x). Gated: the last dimension of x holds a, then b, and y = f(a)·h(b).
-///   gelu (tanh form)   qgelu x·σ(1.702x)   relu   srelu relu(x)²   silu x·σ(x)   glu σ
+///   gelu (tanh form)   gelu_erf x·Φ(x)   qgelu x·σ(1.702x)   relu   srelu relu(x)²   silu x·σ(x)   glu σ
+///   tanh_srelu         (β1·tanh(relu(x)/β1))²
 ///   situglu            f = β1·tanh(a/β1)·σ(a),  h = β2·tanh(b/β2)
 ///   clamped_swiglu     f = ā·σ(alpha·ā) with ā = min(a, limit),  h = clamp(b, ±limit) + offset
 /// The other gated kinds have h(b) = b.

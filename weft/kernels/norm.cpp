@@ -98,8 +98,9 @@ struct PreparedNorm {
   }
 };
 
+/// Whether both are float32; `b` may be undefined.
 bool are_float(const at::Tensor& a, const at::Tensor& b) {
-  return a.scalar_type() == at::kFloat && b.scalar_type() == at::kFloat;
+  return a.scalar_type() == at::kFloat && (!b.defined() || b.scalar_type() == at::kFloat);
 }
 
 }  // namespace
@@ -127,7 +128,7 @@ NormGrads layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const a
 }
 
 RmsNormForward rms_norm_forward(const at::Tensor& x, const at::Tensor& gamma, double eps, bool keep) {
-  const auto tier = are_float(gamma, gamma) ? vector_tier(x, gamma) : Tier::ref;
+  const auto tier = are_float(gamma, {}) ? vector_tier(x, gamma) : Tier::ref;
   if (tier == Tier::ref) return ref::rms_norm_forward(x, gamma, eps);
   PreparedNorm prepared(x, gamma.dim());
   prepared.set_params(gamma, {});

@@ -12,7 +12,7 @@ namespace weft::kernels {
 struct LayerNormForward {
   at::Tensor y, mean, rstd;
 };
-/// y = (x - mean)·rstd·γ + β,  rstd = 1/√(var(x) + eps).
+/// y = (x - mean)·rstd·γ + β,  rstd = 1/√(var(x) + eps). An undefined β is 0.
 /// Without `keep` the statistics may stay undefined. The same holds for rms_norm_forward.
 LayerNormForward layer_norm_forward(const at::Tensor& x, const at::Tensor& gamma, const at::Tensor& beta, double eps,
                                     bool keep = true);

@@ -8,8 +8,6 @@ using kernels::ActKind;
 
 static std::string_view kind_name(ActKind kind) {
   switch (kind) {
-    case ActKind::gelu:
-      return "GELU";
     case ActKind::qgelu:
       return "QGELU";
     case ActKind::relu:
@@ -29,9 +27,14 @@ static std::string_view kind_name(ActKind kind) {
     case ActKind::sreglu:
       return "SReGLU";
     default:
-      TORCH_CHECK_VALUE(false, "Activation: use SwiGLU, SiTUGLU or ClampedSwiGLU for this kind.");
+      TORCH_CHECK_VALUE(false, "Activation: use GELU, SwiGLU, SiTUGLU or ClampedSwiGLU for this kind.");
   }
 }
+
+GELU::GELU(Options options)
+    : ActivationOp("GELU", {.kind = options.approximate == GeluApproximation::tanh ? ActKind::gelu : ActKind::gelu_erf},
+                   options.cache_quantized_input),
+      options_(options) {}
 
 Activation::Activation(Options options)
     : ActivationOp(kind_name(options.kind), {.kind = options.kind}, options.cache_quantized_input), options_(options) {
@@ -64,8 +67,13 @@ static Register<GatedActivation> register_gated(ActKind kind, std::string summar
           {.kind = kind}};
 }
 
+static const Register<GELU> gelu{
+    "GELU",
+    {.summary = "Applies GELU in its tanh form: y = x·(½ + ½·tanh(√(2/π)·(x + 0.044715·x³))).",
+     .details = "With approximate=\"none\" in its erf form: y = x/2·(1 + erf(x/√2)), the default of torch.nn.GELU.",
+     .shape = kSameShape},
+    {}};
 static const Register<Activation> unary[] = {
-    register_unary(ActKind::gelu, "Applies GELU in its tanh form: y = x·(½ + ½·tanh(√(2/π)·(x + 0.044715·x³)))."),
     register_unary(ActKind::qgelu, "Applies the sigmoid approximation of GELU: y = x·σ(1.702·x)."),
     register_unary(ActKind::relu, "Applies ReLU: y = max(x, 0)."),
     register_unary(ActKind::srelu, "Applies the squared ReLU: y = max(x, 0)²."),

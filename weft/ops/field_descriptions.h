@@ -22,6 +22,8 @@ inline constexpr const char* kCacheQuantizedInput =
     "Transformer Engine's option to save the input quantized; True is not supported and raises NotImplementedError.";
 inline constexpr const char* kGluInterleaveSize =
     "Block size of an input in which blocks of a and b alternate; None means that all of a precedes all of b.";
+inline constexpr const char* kRecompute =
+    "Recompute the activation in backward; the operation then runs only inside a fused grouped MLP.";
 inline constexpr const char* kRejectedRecompute =
     "Transformer Engine's option to recompute the activation in backward; True is not supported and raises ValueError.";
 inline constexpr const char* kBeta1 = "Bound of the factor beta1·tanh(a/beta1); positive.";

@@ -69,7 +69,8 @@ NormOp::NormOp(std::string_view name, Options options) : options_(std::move(opti
 
 std::vector<ParamSpec> LayerNorm::params() const {
   const auto& o = options();
-  return {weight_spec(o), {"bias", o.normalized_shape, o.dtype, Init::zeros}};
+  if (!o.bias) return {weight_spec(NormOp::options())};
+  return {weight_spec(NormOp::options()), {"bias", o.normalized_shape, o.dtype, Init::zeros}};
 }
 
 Inferred LayerNorm::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const {
@@ -84,13 +85,14 @@ Inferred LayerNorm::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>
 static kernels::LayerNormForward run_layer_norm(const NormOptions& o, const at::Tensor& input, Params params,
                                                 bool keep) {
   const auto dtype = input.scalar_type();
-  const auto beta = as_dtype(params[LayerNorm::kBias], at::toOpMathType(dtype));
+  at::Tensor beta;
+  if (params.size() > LayerNorm::kBias) beta = as_dtype(params[LayerNorm::kBias], at::toOpMathType(dtype));
   return kernels::layer_norm_forward(input, gamma_of(o, params[LayerNorm::kWeight], dtype), beta, o.eps, keep);
 }
 
 at::Tensor LayerNorm::forward(OpContext& ctx, const at::Tensor& x, Params params) const {
   auto input = input_of("LayerNorm", ctx, x, params[kWeight]);
-  auto out = run_layer_norm(options(), input, params, ctx.needs_grad());
+  auto out = run_layer_norm(NormOp::options(), input, params, ctx.needs_grad());
   if (ctx.needs_grad()) {
     ctx.save(kInput, std::move(input));
     ctx.save(kMean, std::move(out.mean));
@@ -102,18 +104,18 @@ at::Tensor LayerNorm::forward(OpContext& ctx, const at::Tensor& x, Params params
 at::Tensor LayerNorm::gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& addend,
                                bool reuse) const {
   const auto& x = ctx.saved(kInput);
-  const auto gamma = gamma_of(options(), params[kWeight], x.scalar_type());
-  auto out =
-      kernels::layer_norm_backward(dy, x, ctx.saved(kMean), ctx.saved(kRstd), gamma,
-                                   {ctx.needs_input_grad(), ctx.needs_param_grad(kWeight), ctx.needs_param_grad(kBias)},
-                                   fused_addend(addend, x.scalar_type()), reuse);
+  const auto gamma = gamma_of(NormOp::options(), params[kWeight], x.scalar_type());
+  const bool needs_dbeta = options_.bias && ctx.needs_param_grad(kBias);
+  auto out = kernels::layer_norm_backward(dy, x, ctx.saved(kMean), ctx.saved(kRstd), gamma,
+                                          {ctx.needs_input_grad(), ctx.needs_param_grad(kWeight), needs_dbeta},
+                                          fused_addend(addend, x.scalar_type()), reuse);
   if (ctx.needs_param_grad(kWeight)) ctx.set_param_grad(kWeight, std::move(out.dgamma));
-  if (ctx.needs_param_grad(kBias)) ctx.set_param_grad(kBias, std::move(out.dbeta));
+  if (needs_dbeta) ctx.set_param_grad(kBias, std::move(out.dbeta));
   return add_unfused(out.dx, addend);
 }
 
 at::Tensor LayerNorm::recompute(const OpContext& ctx, Params params) const {
-  return run_layer_norm(options(), ctx.saved(kInput), params, /*keep=*/false).y;
+  return run_layer_norm(NormOp::options(), ctx.saved(kInput), params, /*keep=*/false).y;
 }
 
 std::vector<ParamSpec> RMSNorm::params() const { return {weight_spec(options())}; }

@@ -50,10 +50,15 @@ at::Tensor ScaledActivation::backward(OpContext& ctx, const at::Tensor& dy, Para
   return dx;
 }
 
-/// The fused grouped MLP recomputes SReLU only.
+/// The fused grouped MLP recomputes the unary activations only.
 static void reject_recompute(std::string_view op, bool recompute) {
   TORCH_CHECK_VALUE(!recompute, op, ": activation_recompute_in_mlp is true, but ", op,
                     " does not support activation recomputation. Leave it false.");
+}
+
+static Act act_of(const ScaledTanhSReLU::Options& o) {
+  check_positive("ScaledTanhSReLU", "tanh_clamp_scale", o.tanh_clamp_scale);
+  return {.kind = ActKind::tanh_srelu, .beta1 = o.tanh_clamp_scale};
 }
 
 static Act act_of(const ScaledSwiGLU::Options& o) {
@@ -81,25 +86,36 @@ static Act act_of(const ScaledClampedQGeGLU::Options& o) {
 }
 
 ScaledSReLU::ScaledSReLU(Options options) : ScaledActivation({.kind = ActKind::srelu}), options_(options) {}
+ScaledTanhSReLU::ScaledTanhSReLU(Options options) : ScaledActivation(act_of(options)), options_(options) {}
 ScaledSwiGLU::ScaledSwiGLU(Options options) : ScaledActivation(act_of(options)), options_(options) {}
 ScaledSiTUGLU::ScaledSiTUGLU(Options options) : ScaledActivation(act_of(options)), options_(options) {}
 ScaledClampedQGeGLU::ScaledClampedQGeGLU(Options options) : ScaledActivation(act_of(options)), options_(options) {}
 
 static const std::string kScales =
-    "The scales s, one per row, are an extra input: the routing probabilities of a mixture of experts. They are not "
-    "cast "
-    "to the compute dtype, and the result is rounded once.";
+    "The scales s, one per row, are an extra input: the routing probabilities of a mixture of experts. They keep their "
+    "dtype, and the result is rounded once.";
 static const std::string kShape =
     "Input: ``(*, 2 * n)``.\nExtra input: one scale per row of the input, in any shape.\nOutput: ``(*, n)``.";
+static const std::string kRowShape =
+    "Input: ``(*, n)``.\nExtra input: one scale per row of the input, in any shape.\nOutput: ``(*, n)``.";
 static const std::string kInputs = "torch.randn(2, 8), torch.rand(2)";
 
 static const Register<ScaledSReLU> srelu{
     "ScaledSReLU",
     {.summary = "Applies the squared ReLU and scales each row: y[row] = s[row]·max(x[row], 0)².",
      .details = kScales,
-     .shape = "Input: ``(*, n)``.\nExtra input: one scale per row of the input, in any shape.\nOutput: ``(*, n)``.",
+     .shape = kRowShape,
      .example_inputs = kInputs},
     {}};
+static const Register<ScaledTanhSReLU> tanh_srelu{
+    "ScaledTanhSReLU",
+    {.summary =
+         "Applies the squared, tanh-clamped ReLU and scales each row: y[row] = s[row]·(c·tanh(max(x[row], 0)/c))², "
+         "c = tanh_clamp_scale.",
+     .details = kScales,
+     .shape = kRowShape,
+     .example_inputs = kInputs},
+    {.tanh_clamp_scale = 2}};
 static const Register<ScaledSwiGLU> swiglu{
     "ScaledSwiGLU",
     {.summary = "Applies SwiGLU and scales each row: y[row] = s[row]·SwiGLU(x[row]).",

@@ -42,14 +42,38 @@ class ScaledSReLU final : public ScaledActivation {
     bool activation_recompute_in_mlp = false;
     static constexpr auto fields() {
       return std::tuple{
-          Field{"activation_recompute_in_mlp", &Options::activation_recompute_in_mlp,
-                "Recompute the activation in backward; the operation then runs only inside a fused grouped MLP."}};
+          Field{"activation_recompute_in_mlp", &Options::activation_recompute_in_mlp, description::kRecompute}};
     }
   };
   explicit ScaledSReLU(Options options);
 
   const Options& options() const { return options_; }
   std::string_view name() const override { return "ScaledSReLU"; }
+  std::vector<FieldValue> fields() const override { return list_fields(options_); }
+
+ private:
+  bool fused_only() const override { return options_.activation_recompute_in_mlp; }
+
+  Options options_;
+};
+
+/// y[row] = s[row]·(c·tanh(max(x[row], 0)/c))²,  c = tanh_clamp_scale.
+class ScaledTanhSReLU final : public ScaledActivation {
+ public:
+  struct Options {
+    double tanh_clamp_scale = 0;
+    bool activation_recompute_in_mlp = false;
+    static constexpr auto fields() {
+      return std::tuple{
+          Field{"tanh_clamp_scale", &Options::tanh_clamp_scale, "The bound c of c·tanh(max(x, 0)/c).",
+                ParamKind::required},
+          Field{"activation_recompute_in_mlp", &Options::activation_recompute_in_mlp, description::kRecompute}};
+    }
+  };
+  explicit ScaledTanhSReLU(Options options);
+
+  const Options& options() const { return options_; }
+  std::string_view name() const override { return "ScaledTanhSReLU"; }
   std::vector<FieldValue> fields() const override { return list_fields(options_); }
 
  private:

@@ -165,7 +165,6 @@ OPS_DIFFERENCES: dict[str, str] = {
 }
 UNSUPPORTED_OPS: dict[str, str] = {
     "AdaptiveLayerNorm": "not implemented; newer than weft's operations",
-    "ScaledTanhSReLU": "not implemented; newer than weft's operations",
     "is_op_fuser_grouped_tensor_path_supported": f"{_CUDA}: reports which kernels apply",
 }
 OPS: dict[str, Any] = {name: getattr(ops, name) for name in ops.__all__} | {"AllReduce": _distributed.AllReduce}
@@ -173,7 +172,8 @@ TE_OPS = (
     "AddExtraInput AllGather AllReduce BasicLinear BasicOperation Bias ClampedSwiGLU ConstantScale Dropout "
     "FusedOperation FusibleOperation GEGLU GELU GLU GroupedLinear Identity L2Normalization LayerNorm Linear "
     "MakeExtraOutput QGEGLU QGELU Quantize RMSNorm ReGLU ReLU ReduceScatter Reshape SReGLU SReLU "
-    "ScaledClampedQGeGLU ScaledSReLU ScaledSiTUGLU ScaledSwiGLU Sequential SiLU SiTUGLU SwiGLU "
+    "ScaledClampedQGeGLU ScaledSReLU ScaledSiTUGLU ScaledSwiGLU ScaledTanhSReLU Sequential SiLU SiTUGLU "
+    "SwiGLU "
     "register_backward_fusion register_forward_fusion"
 ).split()
 

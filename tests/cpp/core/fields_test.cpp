@@ -78,7 +78,12 @@ TEST(Fields, IntegerConvertsToDoubleAndToShape) {
 
 TEST(Fields, RejectInvalidValues) {
   Options options;
-  EXPECT_THROW(set_field(options, "Options", "colour", std::string("blue")), c10::ValueError);
+  try {
+    set_field(options, "Options", "colour", std::string("blue"));
+    FAIL() << "an unknown name must raise";
+  } catch (const c10::ValueError& error) {
+    EXPECT_THAT(error.what(), testing::HasSubstr(R"(Options: colour must be "red" or "green" or none, got "blue".)"));
+  }
   EXPECT_THROW(set_field(options, "Options", "count", 0.5), c10::ValueError);
   EXPECT_THROW(set_field(options, "Options", "weight", 0.5), c10::TypeError);
 }

@@ -42,7 +42,7 @@ class JointRule : public ::testing::TestWithParam<int64_t> {
   void SetUp() override {
     forward_runs = backward_runs = 0;
     id_ = add_rule(PatternRule{.name = "scaled_gelu",
-                               .pattern = {one<ops::ConstantScale>(), one<ops::Activation>()},
+                               .pattern = {one<ops::ConstantScale>(), one<ops::GELU>()},
                                .make = make_fused<ScaledGelu>(),
                                .min_rows = GetParam()});
   }

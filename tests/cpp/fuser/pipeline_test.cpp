@@ -27,6 +27,13 @@ TEST(Pipeline, TextRoundTrips) {
   EXPECT_THAT(pipeline.text(), HasSubstr("MakeExtraOutput(in_place=false) >>\"branch\""));
 }
 
+TEST(Pipeline, TextKeepsFields) {
+  const std::string text =
+      "LayerNorm(normalized_shape=[4], eps=1e-05, dtype=\"float32\", zero_centered_gamma=false, sm_margin=0, "
+      "bias=false); GELU(approximate=\"none\", cache_quantized_input=false)";
+  EXPECT_EQ(Pipeline::parse(text).text(), text);
+}
+
 TEST(Pipeline, TextKeepsCallerSlotsAndQuotedChannelNames) {
   const std::string text = "AddExtraInput(in_place=false) <-; MakeExtraOutput(in_place=true) >\"a \\\"b\\\\\"";
   EXPECT_EQ(Pipeline::parse(text).text(), text);

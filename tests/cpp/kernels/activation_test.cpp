@@ -32,9 +32,11 @@ struct FormulaCase {
 
 std::vector<FormulaCase> cases() {
   return {{{ActKind::gelu}, gelu, {}},
+          {{ActKind::gelu_erf}, [](double x) { return x / 2 * std::erfc(-x / std::sqrt(2)); }, {}},
           {{ActKind::qgelu}, qgelu, {}},
           {{ActKind::relu}, relu, {}},
           {{ActKind::srelu}, srelu, {}},
+          {{.kind = ActKind::tanh_srelu, .beta1 = 3}, [](double x) { return srelu(3 * std::tanh(x / 3)); }, {}},
           {{ActKind::silu}, silu, {}},
           {{ActKind::glu}, sigma, same},
           {{ActKind::geglu}, gelu, same},

@@ -3,11 +3,14 @@
 #include <ATen/ops/clamp.h>
 #include <ATen/ops/clamp_max.h>
 #include <ATen/ops/equal.h>
+#include <ATen/ops/exp.h>
 #include <ATen/ops/gelu.h>
+#include <ATen/ops/linspace.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/relu.h>
 #include <ATen/ops/sigmoid.h>
+#include <ATen/ops/special_erfc.h>
 #include <ATen/ops/tanh.h>
 #include <ATen/ops/tensor.h>
 
@@ -31,6 +34,8 @@ at::Tensor f(const Act& act, const at::Tensor& x) {
     case gelu:
     case geglu:
       return at::gelu(x, "tanh");
+    case gelu_erf:
+      return at::gelu(x, "none");
     case qgelu:
     case qgeglu:
       return x * at::sigmoid(x * 1.702);
@@ -40,6 +45,8 @@ at::Tensor f(const Act& act, const at::Tensor& x) {
     case srelu:
     case sreglu:
       return at::relu(x) * at::relu(x);
+    case tanh_srelu:
+      return (at::tanh(at::relu(x) / act.beta1) * act.beta1).square();
     case silu:
     case swiglu:
       return x * at::sigmoid(x);
@@ -171,7 +178,7 @@ TEST(KernelsActivation, EdgeValuesMatchFormula) {
 }
 
 TEST(KernelsActivation, KeepsSignOfZero) {
-  for (const auto kind : {ActKind::gelu, ActKind::qgelu, ActKind::silu})
+  for (const auto kind : {ActKind::gelu, ActKind::gelu_erf, ActKind::qgelu, ActKind::silu})
     for (const auto dtype : kVectorDtypes) {
       const auto y = activation_forward({.kind = kind}, at::tensor({0.F, -0.F}).to(dtype)).to(at::kFloat);
       EXPECT_FALSE(std::signbit(y[0].item<float>()));
@@ -181,7 +188,7 @@ TEST(KernelsActivation, KeepsSignOfZero) {
 
 TEST(KernelsActivation, GradientOfLargeFloat64IsItsLimit) {
   const auto x = at::tensor({-1e308, 1e308, -double{kInf}, double{kInf}}, at::kDouble);
-  for (const auto kind : {ActKind::gelu, ActKind::qgelu, ActKind::silu}) {
+  for (const auto kind : {ActKind::gelu, ActKind::gelu_erf, ActKind::qgelu, ActKind::silu}) {
     const auto dx = activation_backward({.kind = kind}, at::ones_like(x), x);
     EXPECT_EQ(dx[0].item<double>(), 0);
     EXPECT_EQ(dx[1].item<double>(), 1);
@@ -193,6 +200,19 @@ TEST(KernelsActivation, Float16OverflowsToInfinity) {
   const auto x = at::tensor({300.F, -300.F, 100.F, 65504.F}).to(at::kHalf);
   const auto y = activation_forward({.kind = ActKind::srelu}, x).to(at::kFloat);
   EXPECT_TRUE(at::equal(y, at::tensor({kInf, 0.F, 10000.F, kInf}))) << y;
+}
+
+/// x·Φ(x) and its derivative to a few float32 ulp of the larger term, also where 1 + erf(x/√2) cancels (not in ATen).
+TEST(KernelsActivation, GeluErfIsAccurateInTails) {
+  const double absolute = vector_tier(c10::DeviceType::CPU, at::kFloat) == Tier::ref ? 1e-6 : 0;
+  const auto x = at::linspace(-12.5, 12.5, 100001), z = exact(x);
+  const auto density = at::exp(z * z / -2) * 0.3989422804014327, cdf = at::special_erfc(z * -std::sqrt(0.5)) / 2;
+  const Act act{.kind = ActKind::gelu_erf};
+  const auto expect_error_below = [&](const at::Tensor& got, const at::Tensor& truth, const at::Tensor& size) {
+    EXPECT_LE(((exact(got) - truth).abs() - size * 5e-7).max().item<double>(), absolute);
+  };
+  expect_error_below(activation_forward(act, x), z * cdf, (z * cdf).abs());
+  expect_error_below(activation_backward(act, at::ones_like(x), x), cdf + z * density, cdf + z.abs() * density);
 }
 
 TEST(KernelsActivation, ColumnSumsDoNotDependOnThreads) {

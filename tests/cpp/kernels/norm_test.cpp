@@ -17,6 +17,7 @@ TEST(LayerNorm, MatchesFormula) {
   const auto centered = x - x.mean({1, 2}, true);
   const auto expected = centered / at::sqrt((centered * centered).mean({1, 2}, true) + 0.3) * gamma + beta;
   EXPECT_TRUE(at::allclose(layer_norm_forward(x, gamma, beta, 0.3).y, expected, 1e-12, 1e-12));
+  EXPECT_TRUE(at::allclose(layer_norm_forward(x, gamma, {}, 0.3).y, expected - beta, 1e-12, 1e-12));
 }
 
 TEST(RmsNorm, MatchesFormula) {

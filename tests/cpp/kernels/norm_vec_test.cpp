@@ -45,6 +45,9 @@ void check_layer_norm(const at::Tensor& x, const at::Tensor& add) {
   EXPECT_FALSE(alone.dx.defined() || alone.dgamma.defined());
   EXPECT_TRUE(at::allclose(alone.dbeta, got.dbeta));
   EXPECT_TRUE(at::equal(layer_norm_forward(x, gamma, beta, 0.3, /*keep=*/false).y, out.y));
+  const auto without_beta = layer_norm_forward(x, gamma, {}, 0.3);
+  expect_near(without_beta.y, expected.y - exact(beta), 10);
+  EXPECT_TRUE(at::equal(without_beta.mean, out.mean) && at::equal(without_beta.rstd, out.rstd));
   const auto ours = dy.clone();
   const auto reused = layer_norm_backward(ours, x, out.mean, out.rstd, gamma, {true, true, true}, add, /*reuse=*/true);
   EXPECT_TRUE(at::equal(reused.dx, got.dx) && at::equal(reused.dgamma, got.dgamma));

@@ -240,6 +240,10 @@ Tensor clamped_swiglu(const Trial& t) {
 Tensor swiglu(const Trial& t) {
   return gated(t.x, [](const auto& a, const auto& b) { return swish(a) * b; }, /*block=*/2);
 }
+Tensor tanh_srelu(const Trial& t) {
+  const auto c = number(*t.op, "tanh_clamp_scale");
+  return squared_relu(at::tanh(t.x / c) * c);
+}
 /// f scaled by the first extra input, one value per row.
 Formula scaled(Formula f) {
   return [f = std::move(f)](const Trial& t) { return f(t) * t.extra[0].unsqueeze(1); };
@@ -299,6 +303,7 @@ std::map<std::string, Formula> formulas() {
           {"SiTUGLU", situglu},
           {"ClampedSwiGLU", clamped_swiglu},
           {"ScaledSReLU", scaled(unary(squared_relu))},
+          {"ScaledTanhSReLU", scaled(tanh_srelu)},
           {"ScaledSwiGLU", scaled(swiglu)},
           {"ScaledSiTUGLU", scaled(situglu)},
           {"ScaledClampedQGeGLU", scaled(clamped_swiglu)},

@@ -50,6 +50,13 @@ TEST(OpErrors, GatedInputsNeedEvenColumns) {
 TEST(OpErrors, BetaMustBeFiniteAndPositive) {
   expect_error<c10::ValueError>([] { make("SiTUGLU", {{"beta1", 0.0}}); }, "beta1 is 0");
   expect_error<c10::ValueError>([] { make("ScaledSiTUGLU", {{"beta2", HUGE_VAL}}); }, "beta2 is inf");
+  expect_error<c10::ValueError>([] { make("ScaledTanhSReLU", {{"tanh_clamp_scale", -1.0}}); },
+                                "tanh_clamp_scale is -1");
+}
+
+TEST(OpErrors, EnumFieldsListTheirNames) {
+  expect_error<c10::ValueError>([] { make("GELU", {{"approximate", std::string("erf")}}); },
+                                R"(GELU: approximate must be "tanh" or "none", got "erf".)");
 }
 
 TEST(OpErrors, ActivationsRejectOtherDtypes) {
@@ -66,6 +73,8 @@ TEST(OpErrors, RecomputeNeedsFusedMlp) {
   for (const std::string name : {"ScaledSwiGLU", "ScaledSiTUGLU", "ScaledClampedQGeGLU"})
     expect_error<c10::ValueError>([&] { make(name, recompute); }, "does not support activation recomputation");
   expect_error<c10::Error>([&] { run("ScaledSReLU", recompute, at::empty({2, 8}), {at::empty({2})}); }, "grouped MLP");
+  const Keywords tanh{{"activation_recompute_in_mlp", true}, {"tanh_clamp_scale", 2.0}};
+  expect_error<c10::Error>([&] { run("ScaledTanhSReLU", tanh, at::empty({2, 8}), {at::empty({2})}); }, "grouped MLP");
 }
 
 TEST(OpErrors, ScalesNeedOneValuePerRow) {

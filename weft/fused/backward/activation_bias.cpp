@@ -30,7 +30,7 @@ PatternRule backward_activation_bias() {
           .make = make_fused<ActivationBias>(),
           .sample = []() -> std::vector<ops::OpPtr> {
             return {std::make_shared<ops::Bias>(ops::Bias::Options{.size = 8}),
-                    std::make_shared<ops::Activation>(ops::Activation::Options{.kind = kernels::ActKind::gelu})};
+                    std::make_shared<ops::GELU>(ops::GELU::Options{})};
           },
           .min_rows = 16};
 }

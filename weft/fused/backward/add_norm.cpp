@@ -31,7 +31,7 @@ PatternRule rule(const std::string& name) {
           .make = make_fused<AddNorm>(),
           .sample = []() -> std::vector<ops::OpPtr> {
             return {std::make_shared<ops::MakeExtraOutput>(ops::MakeExtraOutput::Options{}),
-                    std::make_shared<Norm>(ops::NormOptions{.normalized_shape = {8}})};
+                    std::make_shared<Norm>(typename Norm::Options{.normalized_shape = {8}})};
           }};
 }
 

@@ -79,7 +79,7 @@ PatternRule joint_norm_linear() {
           .reject = reject,
           .make = make_fused<NormLinear>(),
           .sample = []() -> std::vector<ops::OpPtr> {
-            return {std::make_shared<ops::LayerNorm>(ops::NormOptions{.normalized_shape = {8}}),
+            return {std::make_shared<ops::LayerNorm>(ops::LayerNormOptions{.normalized_shape = {8}}),
                     std::make_shared<BasicLinear>(BasicLinear::Options{.in_features = 8, .out_features = 4}),
                     std::make_shared<ops::Bias>(ops::Bias::Options{.size = 4})};
           },

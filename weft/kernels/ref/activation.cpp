@@ -38,12 +38,17 @@ at::Tensor clamp_for_grad(const at::Tensor& x) { return at::clamp(x, -1e4, 1e4).
 /// x·σ(k·x), whose derivative is silu'(k·x).
 at::Tensor swish(const at::Tensor& x, double k) { return at::mul(x, k).sigmoid_().mul_(x); }
 
+/// t = tanh(relu(x)/β1).
+at::Tensor tanh_relu(const Act& act, const at::Tensor& x) { return relu(x).div_(act.beta1).tanh_(); }
+
 /// f(x) of a unary kind, or of the gate of a gated kind. Never aliases x.
-at::Tensor unary_forward(ActKind kind, const at::Tensor& x) {
-  switch (kind) {
+at::Tensor unary_forward(const Act& act, const at::Tensor& x) {
+  switch (act.kind) {
     case ActKind::gelu:
     case ActKind::geglu:
       return at::gelu(x, "tanh");
+    case ActKind::gelu_erf:
+      return at::gelu(x, "none");
     case ActKind::qgelu:
     case ActKind::qgeglu:
       return swish(x, kQuickGelu);
@@ -58,21 +63,27 @@ at::Tensor unary_forward(ActKind kind, const at::Tensor& x) {
     default:
       break;
   }
-  auto y = relu(x);  // srelu, sreglu
+  auto y = act.kind == ActKind::tanh_srelu ? tanh_relu(act, x).mul_(act.beta1) : relu(x);  // else srelu, sreglu
   return y.mul_(y);
 }
 
 /// dy·f'(x) of a unary kind.
-at::Tensor unary_backward(ActKind kind, const at::Tensor& dy, const at::Tensor& x) {
-  switch (kind) {
+at::Tensor unary_backward(const Act& act, const at::Tensor& dy, const at::Tensor& x) {
+  switch (act.kind) {
     case ActKind::gelu:
       return at::gelu_backward(dy, clamp_for_grad(x), "tanh");
+    case ActKind::gelu_erf:
+      return at::gelu_backward(dy, x, "none");
     case ActKind::qgelu:
       return at::silu_backward(dy, clamp_for_grad(to_opmath(x)).mul_(kQuickGelu));
     case ActKind::relu:
       return at::threshold_backward(dy, x, 0);
     case ActKind::silu:
       return at::silu_backward(dy, x);
+    case ActKind::tanh_srelu: {  // 2·β1²·t·tanh'/β1
+      const auto t = tanh_relu(act, to_opmath(x));
+      return at::tanh_backward(at::mul(t, 2 * act.beta1).mul_(dy), t);
+    }
     default:
       return relu(x).mul_(dy).mul_(2);  // srelu; doubling is exact
   }
@@ -114,7 +125,7 @@ at::Tensor gated_value(const Act& act, const at::Tensor& x) {
     const auto h = at::clamp(to_opmath(in.b), -act.limit, act.limit).add_(act.offset);
     y = swish(at::clamp_max(a, act.limit), act.alpha).mul_(h);
   } else {
-    y = unary_forward(act.kind, a).mul_(in.b);
+    y = unary_forward(act, a).mul_(in.b);
   }
   return act.interleave == 0 ? y : y.flatten(-2);
 }
@@ -142,7 +153,7 @@ void clamped_backward(const Act& act, const at::Tensor& dy, const Halves& x, Hal
 void gate_backward(ActKind kind, const at::Tensor& dy, const Halves& x, Halves& dx) {
   const auto a = to_opmath(x.a);
   auto g = at::mul(to_opmath(dy), x.b);
-  auto f = unary_forward(kind == ActKind::sreglu ? ActKind::relu : kind, a);
+  auto f = unary_forward({.kind = kind == ActKind::sreglu ? ActKind::relu : kind}, a);
   switch (kind) {
     case ActKind::glu:
       at::sigmoid_backward_out(dx.a, g, f);
@@ -168,7 +179,7 @@ void gate_backward(ActKind kind, const at::Tensor& dy, const Halves& x, Halves& 
 
 /// f(x) of any kind without the final rounding.
 at::Tensor unrounded(const Act& act, const at::Tensor& x) {
-  return act.gated() ? gated_value(act, x) : unary_forward(act.kind, to_opmath(x));
+  return act.gated() ? gated_value(act, x) : unary_forward(act, to_opmath(x));
 }
 
 at::Tensor as_column(const at::Tensor& scales, const at::Tensor& x) {
@@ -180,12 +191,13 @@ at::Tensor as_column(const at::Tensor& scales, const at::Tensor& x) {
 }  // namespace
 
 at::Tensor activation_forward(const Act& act, const at::Tensor& x) {
-  if (act.gated() || act.kind == ActKind::qgelu) return as_dtype(unrounded(act, x), x.scalar_type());
-  return unary_forward(act.kind, x);  // ATen's kernels for these round once
+  if (act.gated() || act.kind == ActKind::qgelu || act.kind == ActKind::tanh_srelu)
+    return as_dtype(unrounded(act, x), x.scalar_type());
+  return unary_forward(act, x);  // ATen's kernels for these round once
 }
 
 at::Tensor activation_backward(const Act& act, const at::Tensor& dy, const at::Tensor& x) {
-  if (!act.gated()) return as_dtype(unary_backward(act.kind, dy, x), x.scalar_type());
+  if (!act.gated()) return as_dtype(unary_backward(act, dy, x), x.scalar_type());
   auto dx = at::empty_like(x);
   const Halves in(act, x);
   Halves out(act, dx);
