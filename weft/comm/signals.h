@@ -54,7 +54,7 @@ class Signals {
   /// not announced the collective.
   int64_t arrived(uint64_t seq, int peer, bool broadcast);
   /// Waits until `arrived` is at least `rows`.
-  int64_t wait(uint64_t seq, int peer, bool broadcast, int64_t rows);
+  void wait(uint64_t seq, int peer, bool broadcast, int64_t rows);
   /// This rank reads nothing more from the collective.
   void finish(uint64_t seq);
   /// This rank cannot finish the collective: fails the group, so that no other rank waits for it.
