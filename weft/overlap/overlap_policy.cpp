@@ -8,26 +8,18 @@ namespace weft::overlap {
 std::shared_ptr<comm::Transport> OverlapPolicy::select(const std::string& group, const OverlapShape& shape,
                                                        std::optional<bool> requested) const {
   const auto found = comm::get_transport(group);
-  Decision decision{.shape = shape, .detail = found.reason, .predicted = {}, .thread = std::this_thread::get_id()};
-  if (!found.transport) {
-    record(std::move(decision));
-    return nullptr;
-  }
-  if (!requested.value_or(false)) {
-    const auto measured = costs(found.transport, comm::Group(group), group, shape.dtype);
+  Decision decision{.shape = shape, .detail = found.reason, .predicted = {}};
+  if (found.transport && !requested.value_or(false)) {
+    const auto measured = costs(found.transport, comm::Group(group), shape.dtype);
     decision.predicted = predict(shape, measured, found.transport->zero_copy());
     decision.detail = rejection_reason(shape, *decision.predicted, found.transport->zero_copy());
   }
-  decision.overlapped = decision.detail.empty();
-  if (decision.overlapped) decision.detail = found.transport->name();
-  const bool overlapped = decision.overlapped;
-  record(std::move(decision));
-  return overlapped ? found.transport : nullptr;
-}
-
-void OverlapPolicy::record(Decision decision) const {
+  auto selected = decision.detail.empty() ? found.transport : nullptr;
+  decision.overlapped = selected != nullptr;
+  if (selected) decision.detail = selected->name();
   const std::lock_guard lock(log_->mutex);
   log_->decision = std::move(decision);
+  return selected;
 }
 
 OverlapPolicy::ScopedTimer::ScopedTimer(const OverlapPolicy& policy) : policy_(policy), start_(now()) {}

@@ -38,18 +38,17 @@ class OverlapPolicy {
  private:
   struct Decision {
     OverlapShape shape;
-    std::string detail;  // name of the transport, or why it is not used
+    std::string detail;  // name of the transport, or the reason for plain collectives
     bool overlapped = false;
     std::optional<Prediction> predicted;
     double elapsed = 0;
     std::thread::id thread = std::this_thread::get_id();  // thread of the call
   };
-  /// Mutable state, separate because the policy belongs to a plan, which is immutable.
+  /// Mutable state behind a pointer: the policy belongs to a plan, which is immutable.
   struct Log {
     std::mutex mutex;
     std::optional<Decision> decision;
   };
-  void record(Decision decision) const;
 
   const std::unique_ptr<Log> log_ = std::make_unique<Log>();
 };
