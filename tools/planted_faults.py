@@ -392,8 +392,8 @@ FAULTS = [
     ),
     Fault(
         "overlap/own-rows-not-gathered",
-        "weft/overlap/overlapped_all_gather.cpp",
-        "  rows_of(transport_.rank()).copy_(x_);\n",
+        "weft/overlap/blocks.h",
+        "  rows_of(transport.rank()).copy_(local);\n",
         "",
     ),
     Fault(

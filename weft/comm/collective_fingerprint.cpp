@@ -9,8 +9,8 @@
 namespace weft::comm {
 
 std::string_view name(CommOp op) {
-  static constexpr std::array<std::string_view, 8> kOpNames{
-      "no operation", "all_gather", "reduce_scatter", "all_reduce", "grow", "barrier", "put_signal", "wait_signal"};
+  static constexpr std::array<std::string_view, 7> kOpNames{
+      "no operation", "all_gather", "reduce_scatter", "all_reduce", "barrier", "put_signal", "wait_signal"};
   const auto i = static_cast<size_t>(op);
   return i < kOpNames.size() ? kOpNames[i] : "unknown operation";
 }

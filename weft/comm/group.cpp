@@ -28,8 +28,8 @@ using Clock = std::chrono::steady_clock;
 milliseconds timeout_of(c10d::ProcessGroup& group) {
   if (const auto from_env = timeout_from_env()) return *from_env;
   try {
-    const auto own = group.getDefaultBackend()->getBackendOptions()->timeout;
-    return own.count() > 0 ? own : kBackendDefaultTimeout;
+    const auto timeout = group.getDefaultBackend()->getBackendOptions()->timeout;
+    return timeout.count() > 0 ? timeout : kBackendDefaultTimeout;
   } catch (const c10::Error&) {  // a backend without options
     return kBackendDefaultTimeout;
   }

@@ -15,8 +15,8 @@ namespace weft::comm {
 
 class GroupFailure;
 
-/// A running collective, or a tensor that is ready at once. The destructor waits for an unfinished collective, so that
-/// the ranks stay in step; the group keeps its error.
+/// A running collective, or a result that is ready. The destructor waits for a collective that was not waited for, so
+/// that the ranks stay in step; an error then becomes the sticky error of the group.
 class Work {
  public:
   Work(at::Tensor ready) : ready_(std::move(ready)) {}  // NOLINT(google-explicit-constructor)
@@ -58,7 +58,7 @@ class Group {
   /// Shared by all users of the group on this rank; outlives the group.
   const std::shared_ptr<GroupFailure>& failure() const;
 
-  /// cat of x over the ranks.
+  /// The x of all ranks, concatenated.
   Work all_gather(const at::Tensor& x) const;
   /// This rank's block of the sum of x over the ranks.
   Work reduce_scatter(const at::Tensor& x) const;

@@ -10,7 +10,7 @@
 namespace weft::comm {
 namespace {
 
-constexpr const char* kUnknown = "unknown";  // like NaN, not equal to itself
+constexpr const char* kUnknown = "unknown";  // never equal, not even to itself
 
 std::string first_token(const char* path) {
   std::string token;
@@ -18,10 +18,10 @@ std::string first_token(const char* path) {
   return token.empty() ? kUnknown : token;
 }
 
-std::string target(const char* link) {
-  std::error_code none;
-  const auto path = std::filesystem::read_symlink(link, none);
-  return none ? kUnknown : path.string();  // "pid:[4026531836]"
+std::string symlink_target(const char* link) {
+  std::error_code error;
+  const auto path = std::filesystem::read_symlink(link, error);
+  return error ? kUnknown : path.string();  // e.g. "pid:[4026531836]"
 }
 
 bool same(const std::string& a, const std::string& b) { return a == b && a != kUnknown; }
@@ -29,8 +29,8 @@ bool same(const std::string& a, const std::string& b) { return a == b && a != kU
 }  // namespace
 
 HostIdentity HostIdentity::local() {
-  return {first_token("/proc/sys/kernel/random/boot_id"), target("/proc/self/ns/pid"), target("/proc/self/ns/net"),
-          ::getuid(), ::getpid()};
+  return {first_token("/proc/sys/kernel/random/boot_id"), symlink_target("/proc/self/ns/pid"),
+          symlink_target("/proc/self/ns/net"), ::getuid(), ::getpid()};
 }
 
 std::string HostIdentity::text() const {

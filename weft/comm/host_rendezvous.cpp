@@ -3,7 +3,6 @@
 #include <c10/util/Exception.h>
 #include <c10/util/error.h>
 #include <poll.h>
-#include <sys/random.h>
 
 #include <algorithm>
 #include <array>
@@ -22,22 +21,14 @@ namespace {
 
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
-using Token = std::array<uint64_t, 2>;
 
-constexpr int kBacklog = 1024;          // large: connections of other processes count too
-constexpr int kMaxAcceptsPerPoll = 64;  // so that a connection flood does not delay the deadline check
-
-Token random_token() {
-  Token token{};
-  TORCH_CHECK(::getrandom(token.data(), sizeof(token), 0) == sizeof(token),
-              "getrandom() failed: cannot create a token.");
-  return token;
-}
+constexpr int kBacklog = 1024;          // of the listener; connections of unknown processes use it, too
+constexpr int kMaxAcceptsPerPoll = 64;  // bounds the delay of the deadline check in a connection flood
 
 /// What a rank writes to the Store for its peers.
 struct EndpointRecord {
   size_t bytes = 0;  // size of its memory
-  Token token{};     // secret shared by the processes that can read the Store
+  Token token{};     // known only to processes that can read the Store
   std::string socket;
   HostIdentity host;
 
@@ -58,10 +49,10 @@ struct EndpointRecord {
 
 EndpointRecord local_endpoint(size_t bytes) {
   const auto host = HostIdentity::local();
-  const auto random = random_token();
-  std::ostringstream name;
-  name << "weft-" << host.pid << "-" << std::hex << random[0] << random[1];
-  return {bytes, random_token(), name.str(), host};
+  const auto suffix = random_token();
+  std::ostringstream socket;
+  socket << "weft-" << host.pid << "-" << std::hex << suffix[0] << suffix[1];
+  return {bytes, random_token(), socket.str(), host};
 }
 
 /// Message that each side of a connection sends with its file descriptor.
@@ -73,8 +64,8 @@ struct Hello {
 
 }  // namespace
 
-/// One exchange. A rank connects to all lower ranks and sends a Hello; the lower rank replies. This order cannot
-/// deadlock.
+/// One exchange. A rank sends a Hello to every lower rank, then replies to every higher one, then reads the replies of
+/// the lower ones. This order cannot deadlock.
 class HostRendezvous::Handshake {
  public:
   Handshake(HostRendezvous& rendezvous, std::shared_ptr<SharedMemory> local, const std::function<void()>& poll);
@@ -110,7 +101,7 @@ class HostRendezvous::Handshake {
   std::vector<EndpointRecord> endpoints_;
   std::vector<UniqueFd> connections_;  // to lower ranks
   std::vector<UniqueFd> accepted_;     // accepted, no Hello yet
-  int rejected_ = 0;                   // unknown connections
+  int rejected_ = 0;                   // number of unknown connections
   SharedMemories memories_;
 };
 
@@ -132,7 +123,7 @@ std::string HostRendezvous::Handshake::name(int peer) const {
   return pid ? c10::str("rank ", peer, " (pid ", pid, ")") : c10::str("rank ", peer);
 }
 
-/// Also lists other ranks whose process has exited: they may be the reason why `peer` left.
+/// Also lists other ranks whose process has exited: they may be the cause.
 void HostRendezvous::Handshake::fail(int peer, const std::string& what) const {
   std::string others;
   for (int other = 0; other < size(); ++other)
@@ -150,9 +141,9 @@ void HostRendezvous::Handshake::fail_if_exited(int peer) const {
 /// this first waits for a pidfd of the group.
 void HostRendezvous::Handshake::fail_disconnected(int peer, const std::string& what) const {
   constexpr int kProcessExitMs = 500;
-  std::vector<pollfd> ends;
-  for (const auto& process : rendezvous_.processes_) ends.push_back({process.pidfd(), POLLIN, 0});
-  ::poll(ends.data(), ends.size(), kProcessExitMs);
+  std::vector<pollfd> pidfds;
+  for (const auto& process : rendezvous_.processes_) pidfds.push_back({process.pidfd(), POLLIN, 0});
+  ::poll(pidfds.data(), pidfds.size(), kProcessExitMs);
   fail_if_exited(peer);
   fail(peer, what);
 }
@@ -229,15 +220,15 @@ void HostRendezvous::Handshake::send_hello(const UniqueFd& connection, int peer)
     fail_disconnected(peer, "its connection failed: " + c10::utils::str_error(errno));
 }
 
-/// Replies to all higher ranks. Unknown connections are closed and delay nobody.
+/// Replies to all higher ranks; closes unknown connections.
 void HostRendezvous::Handshake::accept_peers() {
-  const auto missing = [&] {
+  const auto first_missing = [&] {
     for (int peer = rank() + 1; peer < size(); ++peer)
       if (!memories_[peer]) return peer;
     return size();
   };
-  while (missing() < size()) {
-    for (int peer = missing(); peer < size(); ++peer)
+  while (first_missing() < size()) {
+    for (int peer = first_missing(); peer < size(); ++peer)
       if (!memories_[peer]) check_wait(peer, "connection");
     std::vector<pollfd> events{{listener_.get(), POLLIN, 0}};
     for (const auto& connection : accepted_) events.push_back({connection.get(), POLLIN, 0});

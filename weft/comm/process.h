@@ -5,7 +5,7 @@
 
 namespace weft::comm {
 
-/// Another process, watched through a pidfd, so that a reused pid is never mistaken for it.
+/// Another process, watched through a pidfd: a new process that reuses its pid is not mistaken for it.
 class Process {
  public:
   /// No process; alive() is always true.

@@ -60,20 +60,18 @@ class ShmTransport::ShmCollective final : public InFlightCollective {
   }
 
   uint64_t seq() const { return seq_; }
-  const CollectiveFingerprint& fingerprint() const { return fingerprint_; }
   void set_slots(std::shared_ptr<const Slots> slots) { slots_ = std::move(slots); }
 
   at::Tensor outgoing(int to) override {
-    if (broadcast() && to == rank()) return own_block();
-    check_peer(to);
-    TORCH_CHECK(!broadcast(), "outgoing: an all-gather has one block for all ranks. Pass this rank, ", rank(), ".");
+    check_destination(to, "outgoing");
     return block(rank(), to);
   }
   void mark_ready(int to, int64_t rows) override {
-    if (broadcast() && to == rank()) return mark_rows_ready(to, rows);
-    check_peer(to);
-    TORCH_CHECK(!broadcast(), "mark_ready: an all-gather has one block for all ranks. Pass this rank, ", rank(), ".");
-    mark_rows_ready(to, rows);
+    check_destination(to, "mark_ready");
+    TORCH_CHECK_VALUE(rows >= ready_rows_[to] && rows <= fingerprint_.rows, "mark_ready: expected ", ready_rows_[to],
+                      " (already marked) to ", fingerprint_.rows, " rows for rank ", to, ", got ", rows, ".");
+    ready_rows_[to] = rows;
+    signals().mark_ready(seq_, to, rows);
   }
   at::Tensor incoming(int from) override {
     check_peer(from);
@@ -92,9 +90,7 @@ class ShmTransport::ShmCollective final : public InFlightCollective {
   void progress() override { signals().check(); }
   void finish() override;
 
-  /// This rank's block of an all-gather.
-  at::Tensor own_block() const { return block(rank(), rank()); }
-  /// Copies `local` into the slot, unless it is the slot, and marks its rows ready.
+  /// All-gather: copies `local` into this rank's slot and marks its rows ready.
   void write_own_block(const at::Tensor& local);
 
  private:
@@ -105,11 +101,10 @@ class ShmTransport::ShmCollective final : public InFlightCollective {
     TORCH_CHECK_INDEX(peer >= 0 && peer < signals().size() && peer != rank(), "Rank ", peer, " is not a peer of rank ",
                       rank(), " in a group of ", signals().size(), ".");
   }
-  void mark_rows_ready(int to, int64_t rows) {
-    TORCH_CHECK_VALUE(rows >= ready_rows_[to] && rows <= fingerprint_.rows, "mark_ready: expected ", ready_rows_[to],
-                      " (already marked) to ", fingerprint_.rows, " rows for rank ", to, ", got ", rows, ".");
-    ready_rows_[to] = rows;
-    signals().mark_ready(seq_, to, rows);
+  void check_destination(int to, const char* call) const {
+    if (broadcast() && to == rank()) return;
+    check_peer(to);
+    TORCH_CHECK(!broadcast(), call, ": an all-gather has one block for all ranks. Pass this rank, ", rank(), ".");
   }
   at::Tensor block(int from, int to) const;
 
@@ -131,9 +126,8 @@ at::Tensor ShmTransport::ShmCollective::block(int from, int to) const {
 }
 
 void ShmTransport::ShmCollective::write_own_block(const at::Tensor& local) {
-  const auto slot = own_block();
+  const auto slot = block(rank(), rank());
   const auto row = static_cast<int64_t>(row_bytes(fingerprint_));
-  if (local.data_ptr() == slot.data_ptr() && local.is_contiguous()) return mark_rows_ready(rank(), fingerprint_.rows);
   const int64_t chunk_rows = std::max<int64_t>(1, kCopyChunkBytes / std::max<int64_t>(1, row));
   for (int64_t from = 0; from < fingerprint_.rows; from += chunk_rows) {
     const int64_t rows = std::min(chunk_rows, fingerprint_.rows - from);
@@ -143,7 +137,7 @@ void ShmTransport::ShmCollective::write_own_block(const at::Tensor& local) {
     } else {
       slot.narrow(0, from, rows).copy_(local.narrow(0, from, rows));
     }
-    mark_rows_ready(rank(), from + rows);
+    mark_ready(rank(), from + rows);
   }
 }
 
@@ -222,9 +216,7 @@ std::unique_ptr<InFlightCollective> ShmTransport::all_gather(const at::Tensor& l
                     "all_gather: expected a 2-D strided CPU tensor, got ", local.toString(), " of shape ",
                     local.sizes(), ".");
   const CollectiveFingerprint fingerprint{CommOp::all_gather, local.scalar_type(), local.size(0), local.size(1)};
-  const bool already_in_slot = prepared_ && prepared_->fingerprint() == fingerprint &&
-                               prepared_->own_block().data_ptr() == local.data_ptr() && local.is_contiguous();
-  auto collective = already_in_slot ? std::move(prepared_) : start(fingerprint);
+  auto collective = start(fingerprint);
   collective->write_own_block(local);
   return collective;
 }
@@ -235,12 +227,6 @@ std::unique_ptr<InFlightCollective> ShmTransport::all_gather(int64_t rows, int64
 
 std::unique_ptr<InFlightCollective> ShmTransport::reduce_scatter(int64_t rows, int64_t columns, at::ScalarType dtype) {
   return start({CommOp::reduce_scatter, dtype, rows, columns});
-}
-
-at::Tensor ShmTransport::prepare_all_gather(int64_t rows, int64_t columns, at::ScalarType dtype) {
-  TORCH_CHECK(!prepared_, "prepare_all_gather: pass the block prepared before to all_gather first.");
-  prepared_ = start({CommOp::all_gather, dtype, rows, columns});
-  return prepared_->own_block();
 }
 
 }  // namespace weft::comm

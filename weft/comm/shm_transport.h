@@ -28,11 +28,6 @@ class ShmTransport final : public Transport {
   std::unique_ptr<InFlightCollective> all_gather(int64_t rows, int64_t columns, at::ScalarType dtype) override;
   std::unique_ptr<InFlightCollective> reduce_scatter(int64_t rows, int64_t columns, at::ScalarType dtype) override;
 
-  /// Starts an all-gather and returns the memory for this rank's block. Write the block, then pass the tensor to
-  /// `all_gather`, which continues the same collective without a copy. One at a time; the memory is reused two
-  /// collectives later.
-  at::Tensor prepare_all_gather(int64_t rows, int64_t columns, at::ScalarType dtype);
-
  private:
   struct SharedState;  // shared by the transport and its collectives
   struct Slots;        // block memory of all ranks
@@ -43,7 +38,6 @@ class ShmTransport final : public Transport {
 
   std::shared_ptr<SharedState> shared_;
   std::shared_ptr<const Slots> slots_;
-  std::unique_ptr<ShmCollective> prepared_;
 };
 
 }  // namespace weft::comm

@@ -192,10 +192,8 @@ int64_t Signals::arrived(uint64_t seq, int peer, bool broadcast) {
   return rows;
 }
 
-int64_t Signals::wait(uint64_t seq, int peer, bool broadcast, int64_t rows) {
-  int64_t ready = 0;
-  wait_for(seq, peer, rows, [&] { return (ready = arrived(seq, peer, broadcast)) >= rows && is_matched(seq, peer); });
-  return ready;
+void Signals::wait(uint64_t seq, int peer, bool broadcast, int64_t rows) {
+  wait_for(seq, peer, rows, [&] { return arrived(seq, peer, broadcast) >= rows && is_matched(seq, peer); });
 }
 
 void Signals::finish(uint64_t seq) {

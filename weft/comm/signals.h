@@ -15,7 +15,7 @@ namespace weft::comm {
 /// become final. When it needs nothing more from a collective, it stores that sequence number as finished.
 ///
 /// Announcements, row counts and data are double-buffered by the parity of the sequence number. A rank reuses the
-/// buffers of collective n - 2 for collective n once every rank has finished n - 2, which needs no barrier. Nobody
+/// buffers of collective n - 2 for collective n once every rank has finished n - 2, which needs no barrier. No rank
 /// still reads what it overwrites, and no word of n - 2 is mistaken for one of n, because each word contains its
 /// sequence number.
 ///
@@ -54,7 +54,7 @@ class Signals {
   /// not announced the collective.
   int64_t arrived(uint64_t seq, int peer, bool broadcast);
   /// Waits until `arrived` is at least `rows`.
-  int64_t wait(uint64_t seq, int peer, bool broadcast, int64_t rows);
+  void wait(uint64_t seq, int peer, bool broadcast, int64_t rows);
   /// This rank reads nothing more from the collective.
   void finish(uint64_t seq);
   /// This rank cannot finish the collective: fails the group, so that no other rank waits for it.

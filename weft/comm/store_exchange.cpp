@@ -1,6 +1,7 @@
 #include "weft/comm/store_exchange.h"
 
 #include <c10/util/Exception.h>
+#include <sys/random.h>
 
 #include <atomic>
 #include <memory>
@@ -40,7 +41,7 @@ struct StoreSession {
   void read(int from, const std::string& key);
 };
 
-/// Polls: a blocking wait inside the Store would not see `stopped`.
+/// Reads the value of rank `from`. Polls, because a blocking wait inside the Store would not see `stopped`.
 void StoreSession::read(int from, const std::string& key) {
   peer = from;
   for (auto pause = milliseconds(1); !request([&] { return store->check({key}); });
@@ -81,6 +82,13 @@ std::shared_ptr<StoreSession> run_session(const Store& store, const StoreExchang
 }
 
 }  // namespace
+
+Token random_token() {
+  Token token{};
+  if (::getrandom(token.data(), sizeof(token), 0) != sizeof(token))
+    C10_THROW_ERROR(DistError, "getrandom() failed: cannot create a token.");
+  return token;
+}
 
 std::vector<std::string> exchange_through_store(const Store& store, const StoreExchangeOptions& options,
                                                 const std::string& local) {

@@ -1,7 +1,9 @@
 #pragma once
 #include <c10/util/intrusive_ptr.h>
 
+#include <array>
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <vector>
@@ -11,6 +13,10 @@ class Store;
 }
 
 namespace weft::comm {
+
+/// A random secret that ranks exchange through the Store: identifies the messages of their group.
+using Token = std::array<uint64_t, 2>;
+Token random_token();
 
 struct StoreExchangeOptions {
   std::string prefix;  // of the keys; the same on all ranks, different for each exchange

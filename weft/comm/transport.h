@@ -7,7 +7,7 @@
 
 namespace weft::comm {
 
-enum class CommOp : uint32_t { all_gather = 1, reduce_scatter, all_reduce, grow, barrier, put_signal, wait_signal };
+enum class CommOp : uint32_t { all_gather = 1, reduce_scatter, all_reduce, barrier, put_signal, wait_signal };
 
 /// What all ranks compare before a collective moves data.
 struct CollectiveFingerprint {

@@ -53,8 +53,8 @@ std::pair<TransportKind, std::string> negotiate_transport(const Store& store, co
 std::unique_ptr<Transport> make_shm_transport(const Group& group, const std::string& prefix) {
   // A weak reference: the transport must not keep the group alive. It needs the Store again when the slots grow.
   const auto find_store = [weak = WeakGroup(group.c10d())]() -> Store {
-    const auto group = weak.lock();
-    return group ? group->getStore() : nullptr;
+    const auto alive = weak.lock();
+    return alive ? alive->getStore() : nullptr;
   };
   return std::make_unique<ShmTransport>(std::make_shared<HostRendezvous>(
       HostRendezvous::Options{find_store, prefix + "/memory", group.rank(), group.size(), group.timeout()}));

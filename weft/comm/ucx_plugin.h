@@ -8,25 +8,24 @@
 
 namespace weft::comm {
 
-/// The group of a UCX transport.
+/// The group that a UCX transport serves.
 struct UcxOptions {
-  c10::intrusive_ptr<c10d::Store> store;  // exchanges the addresses and the token
+  c10::intrusive_ptr<c10d::Store> store;  // exchanges addresses and random tokens
   int rank = 0;
   int size = 1;
   std::string group;                    // name for error messages
   std::chrono::milliseconds timeout{};  // of each wait; greater than 0
 };
 
-/// Empty if this process may use UCX, otherwise the reason: it is not trusted (WEFT_UCX_TRUSTED), or weft was built
-/// without it. Does not load UCX.
+/// Empty if this process may use UCX, otherwise the reason: WEFT_UCX_TRUSTED is not 1, or weft was built without UCX.
+/// Does not load UCX.
 std::string ucx_unavailable_reason();
 
-/// Loads libweft_ucx.so and UCX. The library is next to this one if UCX was found when weft was built. Empty on
-/// success, otherwise the reason. Call it only if UCX was selected.
+/// Loads libweft_ucx.so, which is next to libweft.so, and UCX. Empty on success, otherwise the reason. Call it only if
+/// UCX was selected.
 std::string load_ucx();
 
-/// Creates a UCX transport. A collective call of all ranks of the group. Raises if a rank is missing, or if `load_ucx`
-/// fails.
+/// Creates a UCX transport. A collective call. Raises if a rank is missing or `load_ucx` fails.
 std::unique_ptr<Transport> make_ucx_transport(const UcxOptions& options);
 
 }  // namespace weft::comm

@@ -22,12 +22,13 @@ constexpr std::array<std::pair<at::ScalarType, std::string_view>, 9> kDtypes{{
     {at::kComplexDouble, "complex128"},
 }};
 
-std::string number(double x) {
+/// The shortest text that parses back to x, with ".0" if it would otherwise be read as an integer.
+std::string format_double(double x) {
   std::array<char, 40> buffer{};
   const auto end = std::to_chars(buffer.data(), buffer.data() + buffer.size(), x).ptr;
   std::string text(buffer.data(), end);
-  const bool looks_integral = text.find_first_not_of("-0123456789") == std::string::npos;
-  return looks_integral ? text + ".0" : text;
+  const bool only_digits = text.find_first_not_of("-0123456789") == std::string::npos;
+  return only_digits ? text + ".0" : text;
 }
 
 std::string quote(const std::string& content) {
@@ -39,7 +40,7 @@ std::string quote(const std::string& content) {
   return text + '"';
 }
 
-std::string list(const std::vector<int64_t>& items) {
+std::string format_list(const std::vector<int64_t>& items) {
   std::string text = "[";
   for (const auto item : items) text += (text.size() > 1 ? ", " : "") + std::to_string(item);
   return text + "]";
@@ -56,8 +57,8 @@ std::string to_text(const Value& value) {
   return std::visit(
       Overloaded{[](std::monostate) { return std::string("none"); },
                  [](bool x) { return std::string(x ? "true" : "false"); }, [](int64_t x) { return std::to_string(x); },
-                 [](double x) { return number(x); }, [](const std::string& x) { return quote(x); },
-                 [](const std::vector<int64_t>& x) { return list(x); }},
+                 [](double x) { return format_double(x); }, [](const std::string& x) { return quote(x); },
+                 [](const std::vector<int64_t>& x) { return format_list(x); }},
       value);
 }
 
@@ -101,15 +102,15 @@ std::string Parser::identifier() {
   return std::string(text_.substr(begin, pos_ - begin));
 }
 
-/// The number up to the next separator; nullopt if other characters precede the separator.
+/// Parses the text up to the next separator as a number; nullopt if it is not one.
 template <class Number>
 std::optional<Number> Parser::number() {
   skip_space();
   const auto end = std::min(text_.find_first_of(",)]; \n", pos_), text_.size());
   const char *first = text_.data() + pos_, *last = text_.data() + end;
   Number parsed = 0;
-  const auto read = std::from_chars(first, last, parsed);
-  if (read.ec != std::errc{} || read.ptr != last) return std::nullopt;
+  const auto [stop, error] = std::from_chars(first, last, parsed);
+  if (error != std::errc{} || stop != last) return std::nullopt;
   pos_ = end;
   return parsed;
 }

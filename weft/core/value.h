@@ -26,8 +26,8 @@ class Parser {
   explicit Parser(std::string&&) = delete;  // Parser does not own the text
 
   bool at_end();
-  bool accept(std::string_view token);
-  void expect(std::string_view token);
+  bool accept(std::string_view token);  // consumes `token` if it comes next
+  void expect(std::string_view token);  // raises unless `token` comes next
   std::string identifier();
   int64_t integer();
   uint64_t unsigned_integer();

@@ -21,23 +21,18 @@ class WeakTensorMap {
 
   /// The value of `t`; inserts a default-constructed one if there is none.
   std::shared_ptr<Value> get(const at::Tensor& t) {
-    std::vector<Entry> gone;  // destroyed after the lock is released: a value's destructor may acquire the GIL
+    std::vector<Entry> removed;  // destroyed after the lock is released: a value's destructor may acquire the GIL
     const std::lock_guard lock(mutex_);
     const auto found = entries_.find(t.unsafeGetTensorImpl());
     if (found != entries_.end()) return found->second.value;
     std::erase_if(entries_, [&](auto& entry) {
       const bool expired = entry.second.key.expired();
-      if (expired) gone.push_back(std::move(entry.second));
+      if (expired) removed.push_back(std::move(entry.second));
       return expired;
     });
     auto value = std::make_shared<Value>();
     entries_.emplace(t.unsafeGetTensorImpl(), Entry{.key = Weak(t.getIntrusivePtr()), .value = value});
     return value;
-  }
-
-  size_t size() const {
-    const std::lock_guard lock(mutex_);
-    return entries_.size();
   }
 
  private:

@@ -32,8 +32,8 @@ Tier vector_tier(const at::Tensor& t, const Others&... others) {
   return (fits(others) && ...) ? vector_tier(t) : Tier::ref;
 }
 
-/// An uninitialized CPU tensor. Bypasses the dispatcher, which costs more than a small kernel. malloc maps blocks above
-/// 32 MB anew each time; huge pages avoid page faults that would cost as much as the GEMM that fills the tensor.
+/// An uninitialized CPU tensor. Bypasses the dispatcher, which costs more than a small kernel. malloc maps a new block
+/// for each allocation above 32 MB; huge pages avoid page faults that would cost as much as the GEMM that fills it.
 inline at::Tensor empty_cpu(at::IntArrayRef sizes, at::ScalarType dtype) {
   constexpr size_t kMmapThreshold = 32 << 20;
   at::Tensor t = at::detail::empty_cpu(sizes, dtype);

@@ -54,6 +54,11 @@ struct Epilogue {
   at::ScalarType dtype = at::ScalarType::Undefined;  // of an allocated result; dtype of A if undefined
   /// AMX tier only: called on the calling thread about every 10 µs. Must not throw.
   const std::function<void()>* progress = nullptr;
+
+  at::ScalarType result_dtype(at::ScalarType a_dtype) const {
+    if (out.defined()) return out.scalar_type();
+    return dtype == at::ScalarType::Undefined ? a_dtype : dtype;
+  }
 };
 
 struct GemmResult {

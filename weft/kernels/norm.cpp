@@ -2,7 +2,6 @@
 
 #include "weft/kernels/cpu/loops.h"
 #include "weft/kernels/cpu_tensors.h"
-#include "weft/kernels/opmath.h"
 #include "weft/kernels/tiers.h"
 
 namespace weft::kernels {

@@ -18,7 +18,8 @@ constexpr int64_t kBlockDim = 32;
 
 bool is_blocked(const at::Tensor& t) { return t.defined() && t.dim() == 4; }
 
-/// Row chunks whose addends are summed into one, in float32 (float64 for float64), as they become ready.
+/// Row chunks in which the addends of each chunk are replaced by their sum, in float32 (float64 for float64), computed
+/// as they become ready.
 class PresummedAddends {
  public:
   explicit PresummedAddends(const RowChunks& given) : chunks_(given), given_(given), done_(given.list.size()) {

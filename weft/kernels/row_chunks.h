@@ -9,15 +9,15 @@
 namespace weft::kernels {
 
 /// A row chunk of A B, with its own input and optionally its own output. If `supports_blocked_layout`, `out` and
-/// `addends` may use the blocked layout: contiguous [⌈N/32⌉, ⌈rows/32⌉, 32, 32]. Peers exchange it faster than rows,
-/// which lie on a page each.
+/// `addends` may use the blocked layout: contiguous [⌈N/32⌉, ⌈rows/32⌉, 32, 32]. It needs fewer TLB entries than rows,
+/// each of which lies on another page.
 struct RowChunk {
   at::Tensor a = {};                     // [rows, K] with contiguous rows, or packed by `pack_rows`
   at::Tensor out = {};                   // [rows, N]; undefined: rows `row` and up of the result
   std::vector<at::Tensor> addends = {};  // [rows, N] each; added on top of `Epilogue::addend`
-  int64_t row = 0;          // index of the first row in the result and in every tensor that the epilogue reads or keeps
-  int64_t packed_rows = 0;  // number of rows, if `a` is packed
-  at::Tensor pack_dst = {};  // second destination of the packed `a`; may be undefined
+  int64_t row = 0;                       // first row of the chunk in the result and in all tensors of the epilogue
+  int64_t packed_rows = 0;               // number of rows, if `a` is packed
+  at::Tensor pack_dst = {};              // second destination of the packed `a`; may be undefined
 };
 inline bool is_packed(const RowChunk& chunk) { return chunk.a.dim() == 4; }
 inline int64_t row_count(const RowChunk& chunk) { return is_packed(chunk) ? chunk.packed_rows : chunk.a.size(0); }

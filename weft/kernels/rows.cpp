@@ -13,8 +13,7 @@ at::Tensor sum_rows(const at::Tensor& matrix) {
   const auto rows = m.sizes()[0], columns = m.sizes()[1];
   const auto dtype = m.scalar_type();
   auto sums = zeros_f32(columns);
-  auto* values = sums.mutable_data_ptr<float>();
-  parallel_reduce_rows(rows, columns, values, [&](int64_t begin, int64_t end, float* partial) {
+  parallel_reduce_rows(rows, columns, sums.mutable_data_ptr<float>(), [&](int64_t begin, int64_t end, float* partial) {
     row_loops(tier).add_rows(dtype, m.const_data_ptr(), columns, partial, begin, end);
   });
   return rounded(sums, dtype);
@@ -33,14 +32,14 @@ at::Tensor rounded(const at::Tensor& t, at::ScalarType dtype) {
 at::Tensor scaled_mask_add(const at::Tensor& x, const at::Tensor& mask, double scale, const at::Tensor& addend) {
   const auto tier = is_plain_strided(mask) && mask.scalar_type() == at::kBool ? vector_tier(x, addend) : Tier::ref;
   if (tier == Tier::ref) return ref::scaled_mask_add(x, mask, scale, addend);
-  const auto values = contiguous(x), keep = contiguous(mask);
-  const auto other = addend.defined() ? contiguous(addend) : addend;
+  const auto dense_x = contiguous(x), dense_mask = contiguous(mask);
+  const auto dense_addend = addend.defined() ? contiguous(addend) : addend;
   auto out = empty_cpu(x.sizes(), x.scalar_type());
   const MaskCall call{.dtype = x.scalar_type(),
-                      .addend_dtype = other.defined() ? other.scalar_type() : at::kFloat,
-                      .x = values.const_data_ptr(),
-                      .addend = data_or_null(other),
-                      .mask = keep.const_data_ptr<bool>(),
+                      .addend_dtype = addend.defined() ? addend.scalar_type() : at::kFloat,
+                      .x = dense_x.const_data_ptr(),
+                      .addend = data_or_null(dense_addend),
+                      .mask = dense_mask.const_data_ptr<bool>(),
                       .out = out.mutable_data_ptr(),
                       .scale = static_cast<float>(scale)};
   parallel_rows(x.numel(), 1, [&](int64_t begin, int64_t end) { row_loops(tier).scaled_mask_add(call, begin, end); });

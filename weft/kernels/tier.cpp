@@ -32,15 +32,15 @@ Tier detect_tier() {
 
 Tier tier_from_environment() {
   const auto best = detect_tier();
-  const char* word = std::getenv("WEFT_TIER");
-  if (!word || !*word) return best;
+  const char* name = std::getenv("WEFT_TIER");
+  if (!name || !*name) return best;
   for (size_t i = 0; i < kTierNames.size(); ++i) {
-    if (kTierNames[i] != word) continue;
-    TORCH_CHECK_VALUE(static_cast<Tier>(i) >= best, "WEFT_TIER: got ", word, ", but the best this CPU has is ",
+    if (kTierNames[i] != name) continue;
+    TORCH_CHECK_VALUE(static_cast<Tier>(i) >= best, "WEFT_TIER: got ", name, ", but the best this CPU has is ",
                       kTierNames[static_cast<size_t>(best)], ". Set it to that tier or a lower one, or unset it.");
     return static_cast<Tier>(i);
   }
-  TORCH_CHECK_VALUE(false, "WEFT_TIER: got '", word, "', expected amx, avx512, avx2 or ref.");
+  TORCH_CHECK_VALUE(false, "WEFT_TIER: got '", name, "', expected amx, avx512, avx2 or ref.");
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ enum class Tier { amx, avx512, avx2, ref };
 Tier machine_tier();
 std::string_view tier_name(Tier tier);
 
-/// The tier that runs a problem, and why each better tier of this machine does not (one or two sentences per tier).
+/// The tier that runs a call, and why each better tier of this machine does not (one or two sentences per tier).
 struct TierChoice {
   Tier tier = Tier::ref;
   std::string rejection_reason = {};

@@ -1,5 +1,3 @@
-#include <ATen/ops/empty.h>
-
 #include "weft/kernels/row_chunks.h"
 #include "weft/overlap/blocks.h"
 #include "weft/overlap/schedules.h"
@@ -24,52 +22,48 @@ class AllGatherGemm {
     }
     const auto collective = transport_.all_gather(x_);
     auto result = run_on_rows(*collective);
-    if (gathered) *gathered = concatenated(*collective);
+    if (gathered) *gathered = concatenate_blocks(transport_, *collective, x_);
     collective->finish();
     return result;
   }
 
  private:
-  /// Shape of a packed block (kernels/row_chunks.h).
+  /// Shape of a block packed into AMX tiles (kernels/row_chunks.h).
   std::vector<int64_t> tiles() const { return {(rows_ + 31) / 32, (x_.size(1) + 31) / 32 * 2, 16, 32}; }
 
+  /// Multiplies the rows of each block where they are.
   kernels::GemmResult run_on_rows(comm::InFlightCollective& collective) const {
-    kernels::RowChunks chunks{.rows = rows_ * transport_.size()};
+    auto chunks = make_chunks(collective);
     for (const int rank : owner_)
       chunks.list.push_back({.a = rank == transport_.rank() ? x_ : collective.incoming(rank), .row = rank * rows_});
-    chunks.ready = [&](int chunk, int64_t from) {
-      return chunk == 0 ? rows_ : arrived_from_all(collective, {owner_[chunk]}, from, rows_);
-    };
-    if (transport_.zero_copy())
-      chunks.min_block_rows = chunks.rows;  // waiting for all rows is cheaper than another pass over the weight
-    else
-      chunks.progress = [&] { collective.progress(); };
+    if (!transport_.zero_copy()) chunks.progress = [&] { collective.progress(); };
     return kernels::gemm(chunks, w_, e_);
   }
 
   /// The GEMM also packs this rank's rows into the shared memory that the peers read, so that no rank copies or packs
   /// them again.
   kernels::GemmResult run_on_tiles(comm::InFlightCollective& collective) const {
-    kernels::RowChunks chunks{.rows = rows_ * transport_.size(), .min_block_rows = rows_ * transport_.size()};
-    const int me = transport_.rank();
-    chunks.list.push_back({.a = x_, .row = me * rows_, .pack_dst = reshaped(collective.outgoing(me), tiles())});
+    auto chunks = make_chunks(collective);
+    const int rank = transport_.rank();
+    chunks.list.push_back({.a = x_, .row = rank * rows_, .pack_dst = reshaped(collective.outgoing(rank), tiles())});
     for (size_t i = 1; i < owner_.size(); ++i)
       chunks.list.push_back(
           {.a = reshaped(collective.incoming(owner_[i]), tiles()), .row = owner_[i] * rows_, .packed_rows = rows_});
-    chunks.on_packed = [&](int, int64_t to) { collective.mark_ready(me, std::min(to, rows_)); };
-    chunks.ready = [&](int chunk, int64_t from) {
-      return chunk == 0 ? rows_ : arrived_from_all(collective, {owner_[chunk]}, from, rows_);
-    };
+    chunks.on_packed = [&](int, int64_t to) { collective.mark_ready(rank, std::min(to, rows_)); };
     auto result = kernels::gemm(chunks, w_, e_);
     collective.finish();
     return result;
   }
 
-  at::Tensor concatenated(comm::InFlightCollective& collective) const {
-    auto all = at::empty({rows_ * transport_.size(), x_.size(1)}, x_.options());
-    for (int rank = 0; rank < transport_.size(); ++rank)
-      all.narrow(0, rank * rows_, rows_).copy_(rank == transport_.rank() ? x_ : collective.incoming(rank));
-    return all;
+  /// Row chunks in the order of `owner_`; this rank's own rows are ready.
+  kernels::RowChunks make_chunks(comm::InFlightCollective& collective) const {
+    kernels::RowChunks chunks{.rows = rows_ * transport_.size()};
+    chunks.ready = [&](int chunk, int64_t from) {
+      return chunk == 0 ? rows_ : arrived_from_all(collective, {owner_[chunk]}, from, rows_);
+    };
+    // Zero-copy: waiting for all rows is cheaper than another pass over the weight.
+    if (transport_.zero_copy()) chunks.min_block_rows = chunks.rows;
+    return chunks;
   }
 
   comm::Transport& transport_;

@@ -1,4 +1,5 @@
 #pragma once
+#include <ATen/ops/empty.h>
 #include <c10/util/accumulate.h>
 
 #include <algorithm>
@@ -6,6 +7,7 @@
 #include <vector>
 
 #include "weft/comm/transport.h"
+#include "weft/kernels/row_chunks.h"
 
 namespace weft::overlap {
 
@@ -16,7 +18,7 @@ inline std::vector<int> peers(const comm::Transport& transport) {
   return list;
 }
 
-/// x, or a contiguous copy if its rows are strided.
+/// x, or a contiguous copy if the elements of a row are not adjacent.
 inline at::Tensor with_contiguous_rows(const at::Tensor& x) {
   return x.stride(1) == 1 || x.size(1) <= 1 ? x : x.contiguous();
 }
@@ -26,23 +28,57 @@ inline int64_t arrived_from_all(comm::InFlightCollective& collective, const std:
                                 int64_t rows) {
   int64_t least = rows;
   for (const int peer : peers) {
-    auto ready = collective.arrived(peer);
-    if (ready <= from) {
+    auto arrived = collective.arrived(peer);
+    if (arrived <= from) {
       collective.wait(peer, from + 1);
-      ready = std::max(from + 1, collective.arrived(peer));
+      arrived = std::max(from + 1, collective.arrived(peer));
     }
-    least = std::min(least, ready);
+    least = std::min(least, arrived);
   }
   return least;
 }
 
-/// Number of columns to announce for a block in the 32x32 blocked layout, which pads rows and columns: the announced
-/// [rows, columns] holds the `values` of the padded block, and differs whenever `columns` differs.
+/// Waits for the blocks of all peers and concatenates them with `local`, this rank's block, in rank order.
+inline at::Tensor concatenate_blocks(const comm::Transport& transport, comm::InFlightCollective& collective,
+                                     const at::Tensor& local) {
+  const int64_t rows = local.size(0);
+  auto all = at::empty({rows * transport.size(), local.size(1)}, local.options());
+  const auto rows_of = [&](int rank) { return all.narrow(0, rank * rows, rows); };
+  rows_of(transport.rank()).copy_(local);
+  for (const int peer : peers(transport)) {
+    collective.wait(peer, rows);
+    rows_of(peer).copy_(collective.incoming(peer));
+  }
+  return all;
+}
+
+/// Row chunks of a GEMM whose result is reduce-scattered: the blocks of the peers, which it writes to `collective` and
+/// marks ready, then this rank's block, which it writes to `own`.
+template <class Collective>
+kernels::RowChunks reduce_scatter_chunks(const comm::Transport& transport, Collective& collective, const at::Tensor& x,
+                                         const at::Tensor& own) {
+  const int64_t rows = own.size(0);
+  kernels::RowChunks chunks{.rows = x.size(0)};
+  const auto add = [&](int rank, const at::Tensor& out) {
+    chunks.list.push_back({.a = x.narrow(0, rank * rows, rows), .out = out, .row = rank * rows});
+  };
+  for (const int peer : peers(transport)) add(peer, collective.outgoing(peer));
+  add(transport.rank(), own);
+  chunks.on_done = [&collective, peers = peers(transport)](int chunk, int64_t to) {
+    if (chunk < static_cast<int>(peers.size())) collective.mark_ready(peers[chunk], to);
+  };
+  if (!transport.zero_copy()) chunks.progress = [&collective] { collective.progress(); };
+  return chunks;
+}
+
+/// Number of columns in the fingerprint of a block [rows, columns] that is sent in the 32x32 blocked layout, which pads
+/// it to `values` elements. [rows, wire_columns] has space for them, and different `columns` give different results, so
+/// that a mismatch between ranks is detected.
 inline int64_t wire_columns(int64_t values, int64_t rows, int64_t columns) {
   return rows == 0 ? columns : (values + rows - 1) / rows + columns % 32;
 }
 
-/// The first values of a block, viewed with other sizes.
+/// The first elements of a block, viewed with other sizes.
 inline at::Tensor reshaped(const at::Tensor& block, at::IntArrayRef sizes) {
   return block.view({block.numel()}).narrow(0, 0, c10::multiply_integers(sizes)).view(sizes);
 }

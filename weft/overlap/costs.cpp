@@ -12,14 +12,15 @@
 #include <mutex>
 
 #include "weft/kernels/gemm.h"
+#include "weft/overlap/blocks.h"
 #include "weft/overlap/clock.h"
 
 namespace weft::overlap {
 namespace {
 
 constexpr double kMaxNetworkRatio = 0.85;  // largest accepted overlapped / plain
-constexpr int kArrivalBlocks = 4;       // GEMM blocks while rows arrive over a network, each half of the remaining rows
-constexpr int64_t kLastBlockRows = 64;  // rows of the smallest one
+constexpr int kArrivalBlocks = 4;          // GEMM blocks over a network: each multiplies the rows that have arrived
+constexpr int64_t kLastBlockRows = 64;     // rows of the last block
 
 double cpu_now() {
   timespec t{};
@@ -39,7 +40,8 @@ double min_seconds(int runs, Fn&& fn) {
   return best;
 }
 
-/// Fits time = per_weight * N K + rows * per_row to two GEMMs with the same weight.
+/// Fits time = per_weight·N·K + per_row·rows to two GEMMs with the same weight. The lower bound on per_row limits the
+/// effect of timer noise.
 void measure_gemm(Costs& out, at::ScalarType dtype) {
   constexpr int64_t kFew = 32, kMany = 256, kWidth = 512;
   const auto options = at::TensorOptions().dtype(dtype);
@@ -54,12 +56,12 @@ void measure_gemm(Costs& out, at::ScalarType dtype) {
   out.per_weight = std::max(0.0, few - per_row * kFew) / static_cast<double>(kWidth * kWidth);
 }
 
+/// An all-gather that also reads every incoming block.
 void gather(comm::Transport& transport, const at::Tensor& local) {
   const auto collective = transport.all_gather(local);
-  for (int from = 0; from < transport.size(); ++from) {
-    if (from == transport.rank()) continue;
-    collective->wait(from, local.size(0));
-    if (transport.zero_copy()) collective->incoming(from).clone();
+  for (const int peer : peers(transport)) {
+    collective->wait(peer, local.size(0));
+    if (transport.zero_copy()) collective->incoming(peer).clone();
   }
   collective->finish();
 }
@@ -106,7 +108,6 @@ struct MeasuredCosts {
 
 struct CostTable {
   std::mutex mutex;
-  std::map<std::string, Costs> overrides;
   std::map<std::pair<comm::Transport*, at::ScalarType>, MeasuredCosts> measured;
 };
 
@@ -152,12 +153,10 @@ std::string rejection_reason(const OverlapShape& shape, const Prediction& predic
          format_ms(predicted.plain) + (zero_copy ? "" : "; over a network it must save at least 15 %");
 }
 
-Costs costs(const std::shared_ptr<comm::Transport>& transport, const comm::Group& group, const std::string& name,
-            at::ScalarType dtype) {
+Costs costs(const std::shared_ptr<comm::Transport>& transport, const comm::Group& group, at::ScalarType dtype) {
   auto& table = cost_table();
   {
     const std::lock_guard lock(table.mutex);
-    if (const auto found = table.overrides.find(name); found != table.overrides.end()) return found->second;
     const auto found = table.measured.find({transport.get(), dtype});
     if (found != table.measured.end() && found->second.transport.lock() == transport) return found->second.costs;
   }
@@ -169,12 +168,6 @@ Costs costs(const std::shared_ptr<comm::Transport>& transport, const comm::Group
   const std::lock_guard lock(table.mutex);
   table.measured.insert_or_assign({transport.get(), dtype}, MeasuredCosts{transport, all});
   return all;
-}
-
-void set_costs(const std::string& group, const Costs& costs) {
-  auto& table = cost_table();
-  const std::lock_guard lock(table.mutex);
-  table.overrides.insert_or_assign(group, costs);
 }
 
 }  // namespace weft::overlap

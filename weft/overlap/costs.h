@@ -12,8 +12,8 @@ struct Costs {
   double per_flop = 0;        // of a GEMM with many rows
   double per_weight = 0;      // per weight value, for each pass of a GEMM over the weight
   double latency = 0;         // of a one-value all-gather over the transport
-  double per_byte = 0;        // transfer time
-  double cpu_per_byte = 0;    // CPU time of this core to send, receive, or read in a peer's memory
+  double per_byte = 0;        // transfer time over the transport
+  double cpu_per_byte = 0;    // CPU time to send and receive a byte, or to read it in a peer's memory
   double plain_latency = 0;   // latency of the group's c10d collectives
   double plain_per_byte = 0;  // per_byte of the group's c10d collectives
 
@@ -38,21 +38,18 @@ struct Prediction {
   double overlapped = 0, plain = 0;
 };
 
-/// V: bytes received.
+/// With V bytes received by each rank:
 ///   plain       T = gemm + plain_latency + V plain_per_byte
 ///   zero-copy   T = gemm + latency + V cpu_per_byte                 (blocks are read in the memory of the peer)
 ///   network     T = max(gemm + reloads + V cpu_per_byte, latency + V per_byte + gemm of the last block)
 /// `reloads`: the extra passes over the weight, since rows arrive in blocks. An all-reduce moves V twice.
 Prediction predict(const OverlapShape& shape, const Costs& costs, bool zero_copy);
 
-/// Empty if overlapping pays off, otherwise the reason. Over a network it must save at least 15 %; zero-copy must not
-/// be slower.
+/// Empty if the call should overlap, otherwise the reason. Overlapping must save at least 15 % over a network; with
+/// zero-copy it must not be slower.
 std::string rejection_reason(const OverlapShape& shape, const Prediction& predicted, bool zero_copy);
 
-/// The costs given to `set_costs`, otherwise measured once per transport and dtype. A collective call when it measures.
-Costs costs(const std::shared_ptr<comm::Transport>& transport, const comm::Group& group, const std::string& name,
-            at::ScalarType dtype);
-/// Overrides the measured costs of a group. Call it with the same values on every rank.
-void set_costs(const std::string& group, const Costs& costs);
+/// Measured once per transport and dtype, in a collective call; later calls return the same values.
+Costs costs(const std::shared_ptr<comm::Transport>& transport, const comm::Group& group, at::ScalarType dtype);
 
 }  // namespace weft::overlap

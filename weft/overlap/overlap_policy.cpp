@@ -10,7 +10,7 @@ OverlapDecision decide_overlap(const std::string& group, const OverlapShape& sha
   OverlapDecision decision{.shape = shape, .rejection = found.reason};
   if (!found.transport) return decision;
   if (!requested.value_or(false)) {
-    const auto measured = costs(found.transport, comm::Group(group), group, shape.dtype);
+    const auto measured = costs(found.transport, comm::Group(group), shape.dtype);
     decision.predicted = predict(shape, measured, found.transport->zero_copy());
     decision.rejection = rejection_reason(shape, *decision.predicted, found.transport->zero_copy());
   }

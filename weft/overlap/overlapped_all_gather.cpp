@@ -1,5 +1,3 @@
-#include <ATen/ops/empty.h>
-
 #include "weft/overlap/blocks.h"
 #include "weft/overlap/schedules.h"
 
@@ -9,14 +7,7 @@ OverlappedAllGather::OverlappedAllGather(comm::Transport& transport, const at::T
     : transport_(transport), x_(x), collective_(transport.all_gather(x)) {}
 
 at::Tensor OverlappedAllGather::wait() {
-  const int64_t rows = x_.size(0);
-  auto all = at::empty({rows * transport_.size(), x_.size(1)}, x_.options());
-  const auto rows_of = [&](int rank) { return all.narrow(0, rank * rows, rows); };
-  rows_of(transport_.rank()).copy_(x_);
-  for (const int peer : peers(transport_)) {
-    collective_->wait(peer, rows);
-    rows_of(peer).copy_(collective_->incoming(peer));
-  }
+  auto all = concatenate_blocks(transport_, *collective_, x_);
   collective_->finish();
   return all;
 }

@@ -5,32 +5,33 @@
 #include "weft/comm/transport.h"
 #include "weft/kernels/gemm.h"
 
-// Schedules that overlap a collective with a GEMM [rows, K] x [K, N]. p ranks; S rows in total; rank r owns block r.
+// Schedules that overlap a collective with a GEMM [S, K] x [K, N]. p ranks; S rows in total; rank r owns block r.
 // Every rank of the transport calls the same function with the same sizes. Sums over ranks accumulate in float32
 // (float64 for float64) and round once; blocks are sent in the dtype of the GEMM result.
 
 namespace weft::overlap {
 
 /// Y = epilogue(all_gather(X) W).
-///   steps p;  received (p-1)/p of X;  hidden when the GEMM of a block takes as long as its transfer
-/// Own rows first, then those of rank + 1, rank + 2, …, as they arrive; a zero-copy transport reads them in the memory
-/// of the peer. `gathered`, if not null, receives the gathered X, for a later GEMM.
+///   p steps;  receives (p-1)/p of X;  hidden if the GEMM of a block takes at least as long as its transfer
+/// Own rows first, then those of rank + 1, rank + 2, …, as they arrive; with zero-copy, the GEMM reads them in the
+/// memory of the peer. `gathered`, if not null, receives the gathered X, for a later GEMM.
 kernels::GemmResult all_gather_gemm(comm::Transport& transport, const at::Tensor& x, const kernels::Matrix& w,
                                     const kernels::Epilogue& epilogue, at::Tensor* gathered = nullptr);
 
 /// Y_r = Σ_ranks epilogue(X W)_r: each rank applies `epilogue` (scale and bias) to its own term.
-///   steps p;  sent and received (p-1)/p of Y;  hidden when the GEMM of own rows takes as long as the last transfer
+///   p steps;  sends and receives (p-1)/p of Y;  hidden if the GEMM of own rows takes at least as long as the last
+///   transfer
 /// The peers' rows first, marked ready as they are computed; own rows last, with the peers' blocks added on store.
 at::Tensor gemm_reduce_scatter(comm::Transport& transport, const at::Tensor& x, const kernels::Matrix& w,
                                const kernels::Epilogue& epilogue);
 
 /// Y = Σ_ranks X W on every rank, for any number of rows: gemm_reduce_scatter of ⌈S/p⌉-row blocks, then an all-gather.
-///   received 2 (p-1)/p of Y;  the second half is not hidden
+///   receives 2 (p-1)/p of Y;  the all-gather is not hidden
 at::Tensor gemm_all_reduce(comm::Transport& transport, const at::Tensor& x, const kernels::Matrix& w,
                            const kernels::Epilogue& epilogue);
 
 /// all_gather(X), overlapped with a GEMM that does not need it and that calls `progress`.
-///   received (p-1)/p of X;  hidden when the GEMM takes as long
+///   receives (p-1)/p of X;  hidden if that GEMM takes at least as long as the transfers
 class OverlappedAllGather {
  public:
   OverlappedAllGather(comm::Transport& transport, const at::Tensor& x);
@@ -44,7 +45,8 @@ class OverlappedAllGather {
 };
 
 /// DX_r = Σ_ranks (DY W)_r, whose last transfers overlap with a second GEMM that does not need it.
-///   sent and received (p-1)/p of DX;  hidden when the GEMM of own rows and the second GEMM take as long
+///   sends and receives (p-1)/p of DX;  hidden if the GEMM of own rows and the second GEMM together take at least as
+///   long as the last transfer
 /// The constructor runs the GEMM DY W and calls `on_progress` during it.
 class OverlappedReduceScatter {
  public:
@@ -57,7 +59,7 @@ class OverlappedReduceScatter {
  private:
   comm::Transport& transport_;
   std::unique_ptr<comm::InFlightCollective> collective_;
-  at::Tensor local_;  // in float32
+  at::Tensor local_;  // this rank's term, in float32 (float64 for float64)
   at::ScalarType dtype_;
 };
 

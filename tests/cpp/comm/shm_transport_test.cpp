@@ -142,13 +142,13 @@ TEST(ShmTransport, SlotsGrowWhileOldBlocksAreRead) {
   EXPECT_THAT(errors, Each(""));
 }
 
-TEST(ShmTransport, PreparedBlockIsNotCopied) {
+TEST(ShmTransport, BlockIsWrittenInTheSlot) {
   const auto errors = run_ranks(2, [](ShmTransport& transport) {
     for (int64_t round = 0; round < 20; round += 2) {
-      const auto local = transport.prepare_all_gather(6, 7, at::kFloat);
+      const auto collective = transport.all_gather(6, 7, at::kFloat);
       end_gather(transport, *start_gather(transport, 2, 2, round), 2, round);  // another collective in between
-      fill(local, transport.rank(), kAll, round + 1, 0, 6);
-      const auto collective = transport.all_gather(local);
+      fill(collective->outgoing(transport.rank()), transport.rank(), kAll, round + 1, 0, 6);
+      collective->mark_ready(transport.rank(), 6);
       end_gather(transport, *collective, 6, round + 1);
     }
   });

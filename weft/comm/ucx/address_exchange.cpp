@@ -1,7 +1,6 @@
 #include "weft/comm/ucx/address_exchange.h"
 
 #include <c10/util/Exception.h>
-#include <sys/random.h>
 
 #include <cstring>
 #include <exception>
@@ -17,15 +16,8 @@ struct RecordHeader {
   std::array<char, 8> magic{'w', 'e', 'f', 't', '-', 'u', 'c', 'x'};
   uint32_t version = kWireVersion;
   uint32_t has_address = 0;
-  Token part{};
+  Token part{};  // XORed over the ranks: the token of the group
 };
-
-Token random_token() {
-  Token token{};
-  const auto got = getrandom(token.data(), sizeof(token), 0);
-  if (got != sizeof(token)) C10_THROW_ERROR(DistError, "getrandom() failed: cannot create a token.");
-  return token;
-}
 
 std::string make_record(const RecordHeader& head, const std::string& text) {
   return std::string(reinterpret_cast<const char*>(&head), sizeof(head)) + text;

@@ -17,8 +17,8 @@ using std::chrono::milliseconds;
 constexpr std::chrono::microseconds kProgressInterval{50};  // while computing: progress costs a system call
 constexpr int kIdlePolls = 64;                              // before the thread sleeps
 constexpr milliseconds kMaxSleep{50};                       // between checks of deadline and interrupts
-// A rank raises and leaves within 1 s of its timeout: the next two and closing the endpoints (200 ms) come one after
-// another.
+// A rank raises and disconnects within 1 s of its timeout: the sum of the next two and of closing the endpoints
+// (200 ms) must be below 1 s.
 constexpr milliseconds kQueryTimeout{250};  // for replies; a waiting rank replies at once
 constexpr milliseconds kNoticeFlush{250};   // for the exchange of failure notices
 constexpr milliseconds kNoticeWait{150};    // for the notice of a peer whose connection broke

@@ -97,10 +97,10 @@ std::string loopback() {
 }  // namespace
 
 std::string rdma_ports(const std::filesystem::path& devices) {
-  std::error_code none;
+  std::error_code ignored;  // a missing directory has no entries
   std::vector<std::string> names;
-  for (const auto& device : std::filesystem::directory_iterator(devices, none))
-    for (const auto& port : std::filesystem::directory_iterator(device.path() / "ports", none))
+  for (const auto& device : std::filesystem::directory_iterator(devices, ignored))
+    for (const auto& port : std::filesystem::directory_iterator(device.path() / "ports", ignored))
       names.push_back(device.path().filename().string() + ":" + port.path().filename().string());
   std::sort(names.begin(), names.end());
   std::string list;

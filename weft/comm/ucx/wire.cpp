@@ -5,7 +5,8 @@
 namespace weft::comm::ucx {
 namespace {
 
-// kind 2 bits | sender 14 | segment 24 | seq 24. At most two collectives are open, so the seq may wrap around.
+// A tag, from the high bits: kind (2 bits), sender (14), segment (24), seq (24). At most two collectives are open, so
+// that seq may wrap around.
 constexpr uint64_t kHeader = 0, kSegment = 1, kNotice = 2, kWaitQuery = 3;
 constexpr uint64_t k24Bits = (uint64_t{1} << 24) - 1;
 
@@ -16,8 +17,8 @@ uint64_t tag(const Token& token, uint64_t kind, int sender, uint64_t segment, ui
 
 }  // namespace
 
-Header header(const Token& token, uint64_t seq, const CollectiveFingerprint& a) {
-  return {token, seq, static_cast<uint32_t>(a.op), static_cast<int32_t>(a.dtype), a.rows, a.columns};
+Header header(const Token& token, uint64_t seq, const CollectiveFingerprint& f) {
+  return {token, seq, static_cast<uint32_t>(f.op), static_cast<int32_t>(f.dtype), f.rows, f.columns};
 }
 
 CollectiveFingerprint fingerprint(const Header& h) {
@@ -36,6 +37,7 @@ uint64_t notice_tag(const Token& token, int sender) { return tag(token, kNotice,
 
 uint64_t wait_query_tag(const Token& token, int sender, bool reply) { return tag(token, kWaitQuery, sender, reply, 0); }
 
+/// A segment has a quarter of the rows before it or of the rows left, whichever are fewer: sizes grow, then shrink.
 std::vector<int64_t> segment_ends(int64_t rows, int64_t row_bytes) {
   constexpr int64_t kMinBytes = 32 << 10, kMaxBytes = 512 << 10, kRowMultiple = 32;
   std::vector<int64_t> ends;

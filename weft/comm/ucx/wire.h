@@ -1,10 +1,10 @@
 #pragma once
-#include <array>
 #include <cstdint>
 #include <type_traits>
 #include <vector>
 
 #include "weft/comm/failure.h"
+#include "weft/comm/store_exchange.h"
 #include "weft/comm/transport.h"
 
 // The wire format: three kinds of small messages, message tags, and the segments of a block.
@@ -12,9 +12,6 @@ namespace weft::comm::ucx {
 
 inline constexpr uint32_t kWireVersion = 2;  // increment it with every change of the format
 inline constexpr int kMaxRanks = 1 << 14;    // limited by the sender bits of a tag
-
-/// Secret of one group, new for each transport: distinguishes its messages from those of other groups.
-using Token = std::array<uint64_t, 2>;
 
 /// Sent to each peer before the data of a collective. A received header is only compared, never used as a size.
 struct Header {

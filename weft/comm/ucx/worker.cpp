@@ -18,7 +18,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kShutdownTimeout{200};  // for the flush, and again for closing the endpoints
+constexpr milliseconds kShutdownTimeout{200};  // of the flush, and of closing the endpoints
 
 void check(ucs_status_t status, const char* what) {
   if (status == UCS_OK) return;

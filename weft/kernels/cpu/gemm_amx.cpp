@@ -26,7 +26,7 @@ class AmxGemm {
         right_(operand(b_, false)),
         // Stream a transposed A, as in a weight gradient, so that consecutive blocks are adjacent in the result.
         streamed_is_a_(!left_.k_contiguous && !(e.act && e.act->gated())),
-        threads_(at::in_parallel_region() ? 1 : at::get_num_threads()),
+        threads_(thread_count()),
         outputs_(e, left_.extent, right_.extent, /*with_out=*/true),
         args_(outputs_.epilogue_args()) {
     if (packed_a.defined()) left_.packed = checked_packed_data(packed_a, left_);
@@ -80,16 +80,15 @@ class AmxGemm {
     const int64_t resident_panels = resident().panels(), unit = streamed().panels_per_unit(),
                   streamed_units = streamed().panels() / unit;
     const bool split_resident = resident_panels >= threads_;
-    const auto split_point = [&](int64_t all, bool split, int i) { return split ? all * (t + i) / threads_ : all * i; };
-    const int64_t n0 = split_point(streamed_units, !split_resident, 0) * unit,
-                  n1 = split_point(streamed_units, !split_resident, 1) * unit;
-    const int64_t f0 = split_point(resident_panels, split_resident, 0),
-                  f1 = split_point(resident_panels, split_resident, 1);
-    const auto blocking = choose_blocking(n1 - n0, f1 - f0, streamed().k, max_resident_panels_);
-    for (int64_t f = f0; f < f1; f += blocking.resident) {
+    const auto units = share_of(streamed_units, t, threads_, !split_resident);
+    const auto panels = share_of(resident_panels, t, threads_, split_resident);
+    const StreamedPanels streamed_panels{streamed(), units.begin * unit, units.end * unit};
+    const auto blocking = choose_blocking(streamed_panels.end - streamed_panels.begin, panels.end - panels.begin,
+                                          streamed().k, max_resident_panels_);
+    for (int64_t i = panels.begin; i < panels.end; i += blocking.resident) {
       ResidentPanels block(blocking);
-      block.append(resident(), args, f * kBlockDim, std::min(blocking.resident, f1 - f));
-      gemm_macrokernel({streamed(), n0, n1}, block, blocking, variant, e_, progress);
+      block.append(resident(), args, i * kBlockDim, std::min(blocking.resident, panels.end - i));
+      gemm_macrokernel(streamed_panels, block, blocking, variant, e_, progress);
     }
   }
 

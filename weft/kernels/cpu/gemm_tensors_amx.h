@@ -15,15 +15,14 @@ namespace weft::kernels::CPU_CAPABILITY {
 
 /// A [M, K] or B [K, N] as an operand. Replaces `t` by a contiguous copy if neither dimension is contiguous.
 inline Operand operand(at::Tensor& t, bool left) {
-  const int across = left ? 0 : 1, along = 1 - across;
-  if (t.stride(along) != 1 && t.stride(across) != 1) t = t.contiguous();
-  const bool along_k = t.stride(along) == 1 && (t.stride(across) != 1 || t.size(across) == 1 || !left);
+  const int k_dim = left ? 1 : 0, other_dim = 1 - k_dim;
+  if (t.stride(k_dim) != 1 && t.stride(other_dim) != 1) t = t.contiguous();
   Operand out;
   out.data = reinterpret_cast<const Bf16*>(t.const_data_ptr());
-  out.k_contiguous = along_k;
-  out.ld = along_k ? t.stride(across) : t.stride(along);
-  out.extent = t.size(across);
-  out.k = t.size(along);
+  out.k_contiguous = t.stride(k_dim) == 1 && (t.stride(other_dim) != 1 || t.size(other_dim) == 1 || !left);
+  out.ld = t.stride(out.k_contiguous ? other_dim : k_dim);
+  out.extent = t.size(other_dim);
+  out.k = t.size(k_dim);
   out.left = left;
   return out;
 }
@@ -61,11 +60,11 @@ inline std::shared_ptr<const PackedCopy> pack_temporary(const Operand& m) {
 /// A view of a matrix, or of a 4-D tensor in the blocked layout.
 inline MatrixView view_of(const at::Tensor& t) {
   if (!t.defined()) return {};
-  MatrixView p{static_cast<char*>(t.data_ptr()), t.stride(0), t.scalar_type()};
-  if (t.dim() == 2) return p;
-  p.ld = kBlockDim;
-  p.blocks_per_column = t.size(1);  // [block columns, block rows, 32, 32]
-  return p;
+  MatrixView view{static_cast<char*>(t.data_ptr()), t.stride(0), t.scalar_type()};
+  if (t.dim() == 2) return view;
+  view.ld = kBlockDim;
+  view.blocks_per_column = t.size(1);  // [block columns, block rows, 32, 32]
+  return view;
 }
 
 /// Whether to use non-temporal stores for `t`, part of a result of `bytes` bytes: full aligned cache lines, and a
@@ -83,17 +82,20 @@ inline at::Tensor writable(const at::Tensor& given, int64_t rows, int64_t column
 
 inline at::Tensor readable(const at::Tensor& t) { return !t.defined() || t.stride(1) == 1 ? t : t.contiguous(); }
 
+/// Loads the first row of `from`, `count` elements, as float32.
+inline void load_row(const MatrixView& from, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; i += 16) {
+    const auto mask = lane_mask(count - i);
+    _mm512_mask_storeu_ps(to + i, mask, load16(from, 0, i, mask));
+  }
+}
+
 /// `t` as float32, padded so that full vectors can be read at its end.
 inline std::vector<float> padded(const at::Tensor& t) {
   if (!t.defined()) return {};
   const auto dense = t.stride(0) == 1 ? t : t.contiguous();
-  const auto count = t.numel();
-  std::vector<float> out(count + kBlockDim);
-  const MatrixView from{static_cast<char*>(dense.data_ptr()), 0, t.scalar_type()};
-  for (int64_t i = 0; i < count; i += 16) {
-    const auto mask = lane_mask(count - i);
-    _mm512_mask_storeu_ps(out.data() + i, mask, load16(from, 0, i, mask));
-  }
+  std::vector<float> out(t.numel() + kBlockDim);
+  load_row({static_cast<char*>(dense.data_ptr()), 0, t.scalar_type()}, t.numel(), out.data());
   return out;
 }
 
@@ -104,8 +106,7 @@ class GemmOutputs {
  public:
   GemmOutputs(const Epilogue& e, int64_t rows, int64_t n, bool with_out)
       : e_(e), rows_(rows), n_(n), bias_(padded(e.bias)), act_input_(readable(e.act_input)) {
-    const auto dtype = e.dtype == at::ScalarType::Undefined ? at::kBFloat16 : e.dtype;
-    if (with_out) r_.out = writable(e.out, rows, columns(), e.out.defined() ? e.out.scalar_type() : dtype);
+    if (with_out) r_.out = writable(e.out, rows, columns(), e.result_dtype(at::kBFloat16));
     if (e.keep_pre_act) r_.pre_act = writable({}, rows, n, at::kBFloat16);
     if (e.keep_act_output) r_.act_output = writable({}, rows, n, at::kBFloat16);
     if (e.keep_column_sums) r_.column_sums = empty_cpu({columns()}, at::kFloat);
@@ -138,7 +139,7 @@ class GemmOutputs {
     w.act_output = view_of(r_.act_output);
     w.act_input = view_of(act_input_);
     if (addend_.defined()) w.addends[w.num_addends++] = view_of(addend_);
-    const auto bytes = rows_ * columns() * 2;  // of `out`; the other outputs follow its choice if they are aligned
+    const auto bytes = rows_ * columns() * 2;  // of `out`; decides for all outputs
     if (r_.out.defined() && !addend_.is_same(r_.out)) w.out.store = store_kind(r_.out, bytes);
     if (r_.pre_act.defined()) w.pre_act.store = store_kind(r_.pre_act, bytes);
     if (r_.act_output.defined()) w.act_output.store = store_kind(r_.act_output, bytes);
@@ -154,14 +155,14 @@ class GemmOutputs {
   int64_t max_resident_panels(const EpilogueArgs& w) const {
     constexpr int64_t kPage = 4096, kTlbReach = 1152 * kPage;
     const bool gated_grad = e_.act_grad && e_.act_grad->gated();
-    const auto bytes = [](const MatrixView& p, bool halves) {
-      return p.data ? std::min(p.ld * p.element_size(), halves ? 2 * kPage : kPage) : 0;
+    const auto bytes = [](const MatrixView& view, bool two_halves) {
+      return view.data ? std::min(view.ld * view.element_size(), two_halves ? 2 * kPage : kPage) : 0;
     };
-    int64_t all = bytes(w.out, gated_grad) + bytes(w.act_input, gated_grad) + bytes(w.pre_act, gated()) +
-                  bytes(w.act_output, false);
+    int64_t row_bytes = bytes(w.out, gated_grad) + bytes(w.act_input, gated_grad) + bytes(w.pre_act, gated()) +
+                        bytes(w.act_output, false);
     for (int i = 0; i < w.num_addends; ++i)
-      if (w.addends[i].data != w.out.data) all += bytes(w.addends[i], false);
-    return std::min(kTlbReach / std::max<int64_t>(all, 1) / kBlockDim, gated() ? kMaxGatedPairs : INT64_MAX);
+      if (w.addends[i].data != w.out.data) row_bytes += bytes(w.addends[i], false);
+    return std::min(kTlbReach / std::max<int64_t>(row_bytes, 1) / kBlockDim, gated() ? kMaxGatedPairs : INT64_MAX);
   }
 
   /// Allocates the packed transpose if every block of the result is full and takes the unmasked fast path; else null.

@@ -11,9 +11,9 @@ const Bf16* from_row(const at::Tensor& t, int64_t row) { return bf16(t.const_dat
 /// A view of `t` from `row` on.
 MatrixView rows_of(const at::Tensor& t, int64_t row) {
   if (!t.defined()) return {};
-  MatrixView p{static_cast<char*>(t.data_ptr()), t.sizes().size() > 1 ? t.strides()[0] : 1, t.scalar_type()};
-  p.data = p.at(row, 0);
-  return p;
+  MatrixView view{static_cast<char*>(t.data_ptr()), t.sizes().size() > 1 ? t.strides()[0] : 1, t.scalar_type()};
+  view.data = view.at(row, 0);
+  return view;
 }
 MatrixView matrix_of(const GroupedMatrix& m, int64_t g) {
   if (!m.defined()) return {};
@@ -43,8 +43,6 @@ void partition_by_cost(const GroupOffsets& offsets, int64_t panels, int t, int t
   }
 }
 
-int thread_count() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
-
 /// The resident block of this thread, empty; it keeps its allocations.
 ResidentPanels& resident_panels(const Blocking& blocking) {
   static thread_local ResidentPanels block(blocking);
@@ -58,9 +56,9 @@ void multiply_panels(const Operand& streamed, const Operand& resident, const Epi
   static const Epilogue none;
   const auto variant = select_variant(args, {}, {});
   const auto blocking = choose_blocking(end - begin, resident.panels(), streamed.k);
-  for (int64_t f = 0; f < resident.panels(); f += blocking.resident) {
+  for (int64_t i = 0; i < resident.panels(); i += blocking.resident) {
     auto& block = resident_panels(blocking);
-    block.append(resident, args, f * kBlockDim, std::min(blocking.resident, resident.panels() - f));
+    block.append(resident, args, i * kBlockDim, std::min(blocking.resident, resident.panels() - i));
     gemm_macrokernel({streamed, begin, end}, block, blocking, variant, none);
   }
 }
@@ -96,7 +94,7 @@ class GroupedGemm {
   }
 
  private:
-  /// Cost of a panel in accumulator blocks; reading W from memory counts as three.
+  /// Cost of a panel, in accumulator blocks; reading W from memory costs as much as three.
   int64_t cost(int64_t g) const { return offsets_.rows(g) == 0 ? 0 : ceil_div(offsets_.rows(g), kBlockDim) + 3; }
 
   /// Multiplies panels [begin, end) of W of group g.
@@ -146,11 +144,7 @@ class GroupedGemm {
     if (!call_.bias.defined()) return nullptr;
     static thread_local std::vector<float> values;
     values.resize(n_ + kBlockDim);
-    const auto from = matrix_of(call_.bias, g);
-    for (int64_t i = 0; i < n_; i += 16) {
-      const auto mask = lane_mask(n_ - i);
-      _mm512_mask_storeu_ps(values.data() + i, mask, load16(from, 0, i, mask));
-    }
+    load_row(matrix_of(call_.bias, g), n_, values.data());
     return values.data();
   }
 
@@ -179,7 +173,7 @@ class GroupedWgrad {
   }
 
  private:
-  /// Cost of a panel in k-steps; writing dW to memory counts as four.
+  /// Cost of a panel, in k-steps; writing dW to memory costs as much as four.
   int64_t cost(int64_t g) const {
     if (offsets_.rows(g) == 0) return call_.accumulate ? 0 : 2;
     return ceil_div(offsets_.rows(g), kKStep) + 4;

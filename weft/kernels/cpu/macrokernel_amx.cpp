@@ -8,16 +8,18 @@ namespace {
 /// Prefetches the next streamed panel of a packed operand to L2, a few cache lines per k-step.
 class PanelPrefetcher {
  public:
-  PanelPrefetcher(const Operand& m, int64_t panel, int64_t k0, int64_t resident) {
+  /// `uses`: how often the current panel is multiplied before `panel` is needed.
+  PanelPrefetcher(const Operand& m, int64_t panel, int64_t k0, int64_t uses) {
     if (!m.packed || panel >= m.panels()) return;
     next_ = reinterpret_cast<const char*>(m.packed_panel(panel, k0));
-    per_step_ = static_cast<int>((kBlockDim + resident - 1) / resident);
+    per_step_ = static_cast<int>((kLinesPerStep + uses - 1) / uses);
   }
   [[gnu::always_inline]] void step() {
     for (int i = 0; i < per_step_; ++i, next_ += 64) _mm_prefetch(next_, _MM_HINT_T1);
   }
 
  private:
+  static constexpr int kLinesPerStep = 2 * kTileElems * 2 / 64;  // cache lines of a panel in a k-step
   const char* next_ = nullptr;
   int per_step_ = 0;
 };
@@ -83,11 +85,12 @@ class MacroKernel {
     }
   }
 
-  /// The accumulator block of a streamed panel and resident panel f. Gated: the block of b follows that of a.
-  float* accumulator(int64_t n, int64_t slot, int64_t f) {
+  /// The accumulator block of streamed panel n, the `slot`-th whose partial sums are kept, and resident panel r. Gated
+  /// (n even: a, n odd: b): the block of b follows that of a.
+  float* accumulator(int64_t n, int64_t slot, int64_t r) {
     if (!streamed_.half && blocking_.k_blocks == 1) return scratch_.block[block_parity_ ^= 1];
-    if (!streamed_.half) return scratch_.partial_sums + (slot * resident_.size() + f) * kBlockElems;
-    const int64_t pair = (blocking_.k_blocks == 1 ? 0 : slot / 2 * resident_.size()) + f;
+    if (!streamed_.half) return scratch_.partial_sums + (slot * resident_.size() + r) * kBlockElems;
+    const int64_t pair = (blocking_.k_blocks == 1 ? 0 : slot / 2 * resident_.size()) + r;
     return scratch_.partial_sums + (2 * pair + n % 2) * kBlockElems;
   }
 
@@ -96,34 +99,33 @@ class MacroKernel {
   [[gnu::flatten]] void panel(const Bf16* streamed, int64_t n, int64_t slot, int steps, int k_block) {
     const int64_t resident = resident_.size();
     PanelPrefetcher prefetcher(streamed_, n + 1, static_cast<int64_t>(k_block) * blocking_.kc_steps * kKStep, resident);
-    const bool gate = streamed_.half && n % 2 == 0;  // finished together with panel n + 1
-    const bool last = k_block + 1 == blocking_.k_blocks && !gate;
+    const bool gate = streamed_.half && n % 2 == 0;                    // finished together with panel n + 1
+    const bool complete = k_block + 1 == blocking_.k_blocks && !gate;  // the accumulators are complete
     const int64_t streamed_start = (streamed_.half ? n / 2 : n) * kBlockDim;
-    const int rows = (kBlockDim + steps - 1) / std::max(steps, 1);  // epilogue rows of the previous block per k-step
+    const int rows_per_step = (kBlockDim + steps - 1) / std::max(steps, 1);  // of the previous block's epilogue
     const EpilogueArgs* args = deferred_.c ? deferred_.args : resident_.panel(0).args;
     DeferredEpilogue<RowKernel> epilogue(*args, deferred_.c, deferred_.row, deferred_.column);
     if (deferred_.c) epilogue.start(*args);
     deferred_ = {};
-    for (int64_t f = 0; f < resident; ++f) {
-      float* c = accumulator(n, slot, f);
-      const Bf16* other = resident_.packed(f);
-      const char* next_partial_sums =
-          reinterpret_cast<const char*>(c + streamed_.panels_per_unit() * kBlockElems);  // prefetched below
+    for (int64_t r = 0; r < resident; ++r) {
+      float* c = accumulator(n, slot, r);
+      const Bf16* other = resident_.packed(r);
+      const char* next_partial_sums = reinterpret_cast<const char*>(c + streamed_.panels_per_unit() * kBlockElems);
       gemm_microkernel<kStreamedIsA>(kStreamedIsA ? streamed : other, kStreamedIsA ? other : streamed, steps, c,
                                      k_block > 0, [&](int i) {
-                                       for (int r = 0; r < rows; ++r) epilogue.step();
+                                       for (int row = 0; row < rows_per_step; ++row) epilogue.step();
                                        prefetcher.step();
                                        if (k_block > 0) {
                                          _mm_prefetch(next_partial_sums + 128 * i, _MM_HINT_T0);
                                          _mm_prefetch(next_partial_sums + 128 * i + 64, _MM_HINT_T0);
                                        }
                                      });
-      if (!last) continue;
+      if (!complete) continue;
       epilogue.finish(*args);
-      args = resident_.panel(f).args;
-      const int64_t start = resident_.panel(f).start, row = kStreamedIsA ? streamed_start : start,
+      args = resident_.panel(r).args;
+      const int64_t start = resident_.panel(r).start, row = kStreamedIsA ? streamed_start : start,
                     column = kStreamedIsA ? start : streamed_start;
-      const bool defer = f + 1 == resident && steps > 0;
+      const bool defer = r + 1 == resident && steps > 0;
       if (defer) deferred_ = {args, c, row, column};
       epilogue = DeferredEpilogue<RowKernel>(*args, defer ? nullptr : c, row, column);
       if (!defer) epilogue.start(*args);
@@ -131,7 +133,7 @@ class MacroKernel {
     epilogue.finish(*args);
   }
 
-  /// Finishes the last block of a panel, if no next panel has overlapped it.
+  /// Runs the epilogue of the last block, if no next panel has overlapped it.
   void finish_deferred() {
     if (!deferred_.c) return;
     DeferredEpilogue<RowKernel> epilogue(*deferred_.args, deferred_.c, deferred_.row, deferred_.column);
@@ -145,17 +147,13 @@ class MacroKernel {
   const Blocking& blocking_;
   ProgressHook progress_hook_;
   Scratch& scratch_;
-  int block_parity_ = 0;  // which of the two accumulator blocks is in use
+  int block_parity_ = 0;  // accumulator block in use
   struct {
     const EpilogueArgs* args = nullptr;
     const float* c = nullptr;
     int64_t row = 0, column = 0;
-  } deferred_;  // block whose epilogue is pending
+  } deferred_;  // block whose epilogue runs with the next panel; c null: none
 };
-
-}  // namespace
-
-namespace {
 
 /// The scratch memory of this thread, one per nesting level of progress callbacks.
 struct ScratchStack {

@@ -30,7 +30,7 @@ struct Blocking {
 constexpr int64_t kResidentBytes = 1 << 20;     // half of L2
 constexpr int64_t kPartialSumsBytes = 1 << 20;  // the other half, with several K-blocks
 constexpr int kMaxKcSteps = 36;                 // k-steps of a K-block: 1152 elements
-/// Pairs of accumulator blocks (a and b of a gated GEMM) that fit there.
+/// Pairs of accumulator blocks (a and b of a gated GEMM) that fit into `kPartialSumsBytes`.
 constexpr int64_t kMaxGatedPairs = kPartialSumsBytes / (2 * kBlockElems * 4);
 
 /// The smallest block size that splits `all` panels into no more blocks than `cap` does.
@@ -91,7 +91,7 @@ struct Scratch {
 /// A block of resident panels, packed one after the other in the scratch of this thread.
 class ResidentPanels {
  public:
-  /// The epilogue of a panel, and the panel's first row (column) as that epilogue counts them.
+  /// The epilogue of a panel, and the panel's first row (column) in it.
   struct Panel {
     const EpilogueArgs* args;
     int64_t start;
@@ -107,7 +107,7 @@ class ResidentPanels {
   }
 
   int64_t size() const { return static_cast<int64_t>(panels_.size()); }
-  const Panel& panel(int64_t f) const { return panels_[f]; }
+  const Panel& panel(int64_t i) const { return panels_[i]; }
   /// Appends panels of `m` from row (column) `first` on. `args` counts rows (columns) as `m` does and must stay alive.
   void append(const Operand& m, const EpilogueArgs& args, int64_t first, int64_t panels) {
     if (blocking_.full_k)
@@ -128,8 +128,8 @@ class ResidentPanels {
       to += range.panels * stride_;
     }
   }
-  /// Panel f of the K-block that `pack` selected last.
-  const Bf16* packed(int64_t f) const { return start_ + f * stride_; }
+  /// Panel i of the K-block that `pack` selected last.
+  const Bf16* packed(int64_t i) const { return start_ + i * stride_; }
 
  private:
   struct OperandRange {
@@ -153,6 +153,16 @@ struct StreamedPanels {
 /// Every epilogue of the block has the variant `variant`. `progress`, if not null, is called about every 10 µs.
 void gemm_macrokernel(const StreamedPanels& streamed, ResidentPanels& resident, const Blocking& blocking,
                       const KernelVariant& variant, const Epilogue& e, const std::function<void()>* progress = nullptr);
+
+inline int thread_count() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
+
+struct Range {
+  int64_t begin, end;
+};
+/// Thread t's share of [0, count) if `split`, otherwise all of it.
+inline Range share_of(int64_t count, int t, int threads, bool split) {
+  return split ? Range{count * t / threads, count * (t + 1) / threads} : Range{0, count};
+}
 
 /// Calls run(t) for t in [0, threads) in parallel.
 template <class Fn>

@@ -39,7 +39,7 @@ struct Operand {
 
 constexpr int64_t kStripPanels = 8;  // panels packed together if K is not the contiguous dimension
 
-/// Transposes 16 × 16 dwords.
+/// Transposes a 16 × 16 matrix of 32-bit elements.
 [[gnu::always_inline]] inline void transpose16(__m512i* r) {
   __m512i t[16];
 #pragma GCC unroll 8
@@ -68,11 +68,14 @@ constexpr int64_t kStripPanels = 8;  // panels packed together if K is not the c
   }
 }
 
-/// Interleaves rows k and k + 1 of 16 elements each: x0 y0 x1 y1 …
-inline __m512i interleave(__m256i x, __m256i y) {
+/// x0 … x15 y0 … y15 → x0 y0 x1 y1 …
+inline __m512i interleave(__m512i halves) {
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  return _mm512_permutexvar_epi16(order, _mm512_inserti64x4(_mm512_castsi256_si512(x), y, 1));
+  return _mm512_permutexvar_epi16(order, halves);
+}
+inline __m512i interleave(__m256i x, __m256i y) {
+  return interleave(_mm512_inserti64x4(_mm512_castsi256_si512(x), y, 1));
 }
 
 /// Loads a tile that is contiguous along k (16 rows of 32), with zeros beyond `rows` and `ks`.
@@ -86,7 +89,7 @@ inline __m512i interleave(__m256i x, __m256i y) {
   for (int i = 0; i < 16; ++i) r[i] = i < rows ? _mm512_maskz_loadu_epi16(mask, src + i * ld) : _mm512_setzero_si512();
 }
 
-/// Loads a tile that is contiguous across k (32 rows k of 16) as 16 interleaved pairs of k.
+/// Loads a tile that is not contiguous along k (for each of 32 k, 16 adjacent elements) as 16 interleaved pairs of k.
 [[gnu::always_inline]] inline void load_pairs(const Bf16* src, int64_t ld, int rows, int ks, __m512i* r) {
   if (rows == 16 && ks == kKStep) {
 #pragma GCC unroll 16
@@ -118,15 +121,15 @@ inline void pack_tile(const Bf16* src, int64_t ld, int rows, int ks, Bf16* dst, 
   for (int i = 0; i < 16; ++i) _mm512_stream_si512(reinterpret_cast<__m512i*>(second_dst + i * kKStep), r[i]);
 }
 
-/// First row (column) of tile `h` of the panel at p.
+/// First row (column) of tile `h` (0 or 1) of the panel at p.
 inline int64_t tile_start(const Operand& m, int64_t p, int h) {
   if (m.half == 0) return p + 16 * h;
   const int64_t panel = p / kBlockDim;
   return panel / 2 * kBlockDim + panel % 2 * m.half + 16 * h;
 }
 
-/// Packs both tiles of a full k-step that is contiguous along the panel: 32 rows k of 32 elements. `kNonTemporal` needs
-/// `kLeft`.
+/// Packs both tiles of a full k-step that is not contiguous along k: for each of 32 k, 32 adjacent elements.
+/// `kNonTemporal` needs `kLeft`.
 template <bool kLeft, bool kNonTemporal = false>
 inline void pack_pair(const Bf16* src, int64_t ld, Bf16* dst) {
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
@@ -176,8 +179,8 @@ void pack_panel(const Operand& m, int64_t p, int64_t k0, int steps, Bf16* dst) {
   }
 }
 
-/// Packs panels of an operand that is contiguous along the panels, `kStripPanels` at a time: each row k is another
-/// page, so reading long rows saves TLB misses.
+/// Packs panels of an operand that is not contiguous along k, `kStripPanels` at a time: each k is another page, so that
+/// reading several panels of it saves TLB misses.
 template <bool kLeft>
 void pack_strips(const Operand& m, int64_t p, int64_t panels, int64_t k0, int steps, Bf16* dst) {
   const int64_t full_panels = m.half ? 0 : std::min(panels, (m.extent - p) / kBlockDim);

@@ -59,8 +59,9 @@ struct CacheEntry {
   Version version;  // of the weight, read before packing
 };
 
-/// A frozen weight. The weak reference keeps the StorageImpl address from being reused; it is never locked, because
-/// locking may acquire the GIL. The version counter is the caller's: views created below autograd have their own.
+/// A frozen weight. The weak reference keeps the address of the StorageImpl from being reused; it is never locked,
+/// because locking may acquire the GIL. The version counter is that of the tensor passed to `freeze`: views created
+/// below autograd have counters of their own.
 struct FrozenWeight {
   FrozenWeight(const at::Tensor& weight, std::string n, int64_t i)
       : storage(weight.storage().getWeakStorageImpl()),
@@ -71,7 +72,7 @@ struct FrozenWeight {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   c10::VariableVersion counter;
   std::string name;
-  int64_t id;  // new for each `freeze`
+  int64_t id;  // different for each call of `freeze`
   std::vector<CacheEntry> copies = {};
 
   Version version() const { return counter.enabled() ? Version(counter.current_version()) : std::nullopt; }
@@ -95,9 +96,9 @@ struct Lookup {
 };
 
 int64_t limit_from_environment() {
-  const char* word = std::getenv("WEFT_PACKED_BYTES");
-  if (!word) return int64_t{1} << 30;
-  const std::string_view text(word);
+  const char* value = std::getenv("WEFT_PACKED_BYTES");
+  if (!value) return int64_t{1} << 30;
+  const std::string_view text(value);
   int64_t bytes = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), bytes);
   TORCH_CHECK_VALUE(error == std::errc() && end == text.data() + text.size() && bytes >= 0, "WEFT_PACKED_BYTES: got '",

@@ -18,7 +18,7 @@ struct ActiveChunk {
 /// Panels of one chunk within a block.
 struct ChunkRange {
   size_t chunk;
-  int64_t first, panels;  // first: a row
+  int64_t first, panels;  // first row in the chunk; number of panels
 };
 
 /// One GEMM with A in row chunks. B is streamed; rows of A form the resident blocks.
@@ -29,7 +29,7 @@ class ChunkedGemm {
         b_(std::move(b)),
         e_(e),
         right_(operand(b_, false)),
-        threads_(at::in_parallel_region() ? 1 : at::get_num_threads()),
+        threads_(thread_count()),
         outputs_(e, input.rows, right_.extent, needs_out(input)),
         column_sums_(outputs_.allocate_column_sums(threads_)),
         args_(threads_) {
@@ -204,14 +204,12 @@ class ChunkedGemm {
     const auto caller = std::this_thread::get_id();
     const bool by_columns = panels < threads_ && panels <= blocking_.resident;
     on_threads(threads_, [&](int t) {
-      const auto split_point = [&](int64_t all, bool split, int i) {
-        return split ? all * (t + i) / threads_ : all * i;
-      };
+      const auto rows = share_of(panels, t, threads_, !by_columns);
+      const auto units = share_of(streamed_units, t, threads_, by_columns);
       ResidentPanels block(blocking_);
-      add_panels(block, ranges, args_[t], split_point(panels, !by_columns, 0), split_point(panels, !by_columns, 1));
-      gemm_macrokernel({right_, split_point(streamed_units, by_columns, 0) * unit,
-                        split_point(streamed_units, by_columns, 1) * unit},
-                       block, blocking_, block_variant, e_, std::this_thread::get_id() == caller ? progress : nullptr);
+      add_panels(block, ranges, args_[t], rows.begin, rows.end);
+      gemm_macrokernel({right_, units.begin * unit, units.end * unit}, block, blocking_, block_variant, e_,
+                       std::this_thread::get_id() == caller ? progress : nullptr);
     });
   }
 

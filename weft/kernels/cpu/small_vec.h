@@ -18,7 +18,7 @@ void transpose_block(const T* from, int64_t stride, float* to, int64_t ld) {
   at::vec::transpose_mxn<float, kSize, kSize>(rows, kSize, to, ld);
 }
 
-/// B as row-major float32: B itself, or a copy in `scratch`.
+/// B as a row-major float32 matrix: B itself, or a copy in `scratch`.
 template <class T>
 RowMajorView small_factor(const StridedMatrix& b, float* scratch) {
   const T* data = static_cast<const T*>(b.data);
@@ -32,8 +32,9 @@ RowMajorView small_factor(const StridedMatrix& b, float* scratch) {
       });
     return out;
   }
-  const bool blocks = b.row_stride == 1;
-  const int64_t full_rows = blocks ? b.rows / kVecSize * kVecSize : 0, full_columns = b.columns / kVecSize * kVecSize;
+  const bool column_major = b.row_stride == 1;
+  const int64_t full_rows = column_major ? b.rows / kVecSize * kVecSize : 0,
+                full_columns = b.columns / kVecSize * kVecSize;
   for (int64_t k = 0; k < full_rows; k += kVecSize)
     for (int64_t j = 0; j < full_columns; j += kVecSize)
       transpose_block(data + j * b.column_stride + k, b.column_stride, scratch + k * b.columns + j, b.columns);

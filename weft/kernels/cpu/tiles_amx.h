@@ -15,7 +15,7 @@ using Bf16 = uint16_t;
 
 constexpr int kTileElems = 512;    // bfloat16 elements of a tile: 16 rows of 32
 constexpr int kKStep = 32;         // elements of K that one tile multiplication reduces
-constexpr int kBlockDim = 32;      // rows and columns of an accumulator block: two tiles each way
+constexpr int kBlockDim = 32;      // rows and columns of an accumulator block of 2 × 2 tiles
 constexpr int kBlockElems = 1024;  // float32 elements of an accumulator block: four 16 × 16 tiles
 
 /// Configures all eight tiles at full size for this thread in its scope. Smaller operands are padded with zeros.
@@ -52,7 +52,8 @@ class TileConfig {
 /// Keeps the compiler from moving loads and stores across tile intrinsics, whose memory accesses it does not see.
 inline void tile_fence() { asm volatile("" ::: "memory"); }
 
-/// Tiles 0 to 3 += A B for one k-step. Loads an operand that should not stay in L1 with the T1 hint.
+/// Tiles 0 to 3 += A B for one k-step. An operand stays in L1 if `kKeepA` (`kKeepB`); otherwise its loads use the T1
+/// hint.
 template <bool kKeepA, bool kKeepB>
 [[gnu::always_inline]] inline void microkernel_step(const Bf16* a, const Bf16* b) {
   if constexpr (kKeepB)
@@ -77,6 +78,19 @@ template <bool kKeepA, bool kKeepB>
   _tile_dpbf16ps(3, 5, 7);
 }
 
+[[gnu::always_inline]] inline void zero_accumulators() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+[[gnu::always_inline]] inline void store_accumulators(float* c) {
+  _tile_stored(0, c, 64);
+  _tile_stored(1, c + 256, 64);
+  _tile_stored(2, c + 512, 64);
+  _tile_stored(3, c + 768, 64);
+}
+
 /// C (+)= A B for one accumulator block over `steps` k-steps. A and B are packed panels, two tiles per k-step. The next
 /// call reads the same streamed panel (A if `kStreamedIsA`), so its first `kL1Steps` k-steps stay in L1; other loads
 /// use the T1 hint. `per_step(step)` overlaps with the tile multiplications of each k-step.
@@ -90,10 +104,7 @@ template <bool kStreamedIsA, class PerStep>
     _tile_stream_loadd(2, c + 512, 64);
     _tile_stream_loadd(3, c + 768, 64);
   } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    zero_accumulators();
   }
   int i = 0;
   for (const int l1_steps = steps < kL1Steps ? steps : kL1Steps; i < l1_steps;
@@ -105,10 +116,7 @@ template <bool kStreamedIsA, class PerStep>
     microkernel_step<false, false>(a, b);
     per_step(i);
   }
-  _tile_stored(0, c, 64);
-  _tile_stored(1, c + 256, 64);
-  _tile_stored(2, c + 512, 64);
-  _tile_stored(3, c + 768, 64);
+  store_accumulators(c);
 }
 
 }  // namespace weft::kernels::CPU_CAPABILITY

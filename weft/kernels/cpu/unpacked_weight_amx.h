@@ -76,8 +76,6 @@ inline void store_tile_masked(const UnpackedWeightGemm& p, const OutputTile& b) 
 /// then transposes.
 [[gnu::always_inline]] inline void store_tile_bf16(const UnpackedWeightGemm& p, const OutputTile& b, char* to,
                                                    int64_t next) {
-  const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
-                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
   const __m512 scales = row_scales(p, b.row);
   const float* bias = b.tiles->bias + 16 * b.tile;
@@ -86,7 +84,7 @@ inline void store_tile_masked(const UnpackedWeightGemm& p, const OutputTile& b) 
   };
   __m512i v[8], t[8];
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) v[i] = _mm512_permutexvar_epi16(pairs, pack_bf16(sum(2 * i), sum(2 * i + 1)));
+  for (int i = 0; i < 8; ++i) v[i] = interleave(pack_bf16(sum(2 * i), sum(2 * i + 1)));
 #pragma GCC unroll 4
   for (int i = 0; i < 8; i += 2) {
     t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
@@ -149,14 +147,14 @@ template <bool kKeepW>
   _tile_dpbf16ps(3, 5, 7);
 }
 
-/// Prefetches a weight `kPrefetchDistance` bytes ahead of its use. Reading past its end is useful, too: the next weight
-/// usually follows in memory.
+/// Prefetches a weight `kPrefetchDistance` bytes ahead of its use, also past its end: the next weight usually follows
+/// in memory.
 class WeightPrefetcher {
  public:
-  /// Starts at `from`, the first element to be used.
+  /// `from`: the first element to be used. Keeps what is already prefetched ahead of it.
   void start(const Bf16* from) {
-    used_ = reinterpret_cast<const char*>(from);
-    if (next_ < used_ || next_ > used_ + 2 * kPrefetchDistance) next_ = used_;
+    const auto* first = reinterpret_cast<const char*>(from);
+    if (next_ < first || next_ > first + 2 * kPrefetchDistance) next_ = first;
   }
   /// Spreads the prefetches of W up to `to` over `steps` k-steps. With `sparse`, touches every eighth cache line and
   /// leaves the others to the hardware prefetcher.
@@ -172,7 +170,7 @@ class WeightPrefetcher {
 
  private:
   static constexpr int64_t kPrefetchDistance = 64 << 10;
-  const char *used_ = nullptr, *next_ = nullptr;
+  const char* next_ = nullptr;
   int per_step_ = 0;
   int64_t line_stride_ = 64;
 };
@@ -281,7 +279,7 @@ class UnpackedWeightMultiplier {
       per_step();
     }
     if (w.tail) unpacked_weight_step<kKeepW>(w.tail, w.tail + kTileElems, 64, x);
-    const float* c = store_accumulators();
+    const float* c = spill_accumulators();
     for (int i = 0; i < 2 * w.count; ++i) deferred_[i] = {&w, i / 2, row + 16 * (i % 2), c + 256 * i};
     tiles_left_ = 2 * w.count;
   }
@@ -309,19 +307,12 @@ class UnpackedWeightMultiplier {
       per_step();
     }
     if (w.tail) step(w.tail, w.tail + kTileElems, w.tail + 2 * kTileElems, w.tail + 3 * kTileElems, 64);
-    const float* sums = store_accumulators();
+    const float* sums = spill_accumulators();
     for (int i = 0; i < w.count; ++i) deferred_[i] = {&w, i, row, sums + 256 * i};
     tiles_left_ = w.count;
   }
 
-  static void zero_accumulators() {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-
-  /// Runs in each k-step: prefetches W and stores a tile of the previous accumulator block from time to time.
+  /// Runs in each k-step: prefetches W and, every `steps_per_store_` k-steps, stores a tile of the previous block.
   [[gnu::always_inline]] void per_step() {
     prefetcher_.step();
     if (tiles_left_ > 0 && --steps_until_store_ <= 0) {
@@ -330,15 +321,11 @@ class UnpackedWeightMultiplier {
     }
   }
 
-  /// Spills the four accumulator tiles to scratch.
-  const float* store_accumulators() {
+  /// Stores the four accumulator tiles in scratch, after the tiles of the previous block.
+  const float* spill_accumulators() {
     finish();
-    block_parity_ ^= 1;
-    float* c = scratch_.block[block_parity_];
-    _tile_stored(0, c, 64);
-    _tile_stored(1, c + 256, 64);
-    _tile_stored(2, c + 512, 64);
-    _tile_stored(3, c + 768, 64);
+    float* c = scratch_.block[block_parity_ ^= 1];
+    store_accumulators(c);
     return c;
   }
   [[gnu::always_inline]] void store_one_tile() {

@@ -19,8 +19,8 @@ void cblas_gemm_f16f16f32(int layout, int trans_a, int trans_b, int m, int n, in
 namespace weft::kernels {
 namespace {
 
-// MKL and oneDNN pack B in each call: with blocks of 64 rows they run at a third of the speed.
-constexpr int64_t kRowsPerBlock = 1024;
+constexpr int kCblasRowMajor = 101, kCblasNoTrans = 111, kCblasTrans = 112;
+constexpr int64_t kRowsPerBlock = 1024;  // MKL and oneDNN pack B in each call, which a small block does not amortize
 
 /// Whether ATen's GEMM of this dtype uses native instructions. If not, it is several times slower than MKL's, which
 /// converts to float32.
@@ -34,16 +34,13 @@ struct BlasMatrix {
   at::Tensor t;
   int trans, ld;
   explicit BlasMatrix(const at::Tensor& given) : t(given) {
-    const auto row_contiguous = [](const at::Tensor& m) {
-      return m.stride(1) == 1 && m.stride(0) >= std::max<int64_t>(1, m.size(1));
+    const auto contiguous_along = [&](int dim) {
+      return t.stride(dim) == 1 && t.stride(1 - dim) >= std::max<int64_t>(1, t.size(dim));
     };
-    const auto column_contiguous = [](const at::Tensor& m) {
-      return m.stride(0) == 1 && m.stride(1) >= std::max<int64_t>(1, m.size(0));
-    };
-    if (!row_contiguous(t) && !column_contiguous(t)) t = t.contiguous();
-    const bool rows = row_contiguous(t);
-    trans = rows ? 111 : 112;
-    ld = static_cast<int>(std::max<int64_t>(1, t.stride(rows ? 0 : 1)));
+    if (!contiguous_along(1) && !contiguous_along(0)) t = t.contiguous();
+    const bool contiguous_rows = contiguous_along(1);
+    trans = contiguous_rows ? kCblasNoTrans : kCblasTrans;
+    ld = static_cast<int>(std::max<int64_t>(1, t.stride(contiguous_rows ? 0 : 1)));
   }
 };
 
@@ -58,14 +55,14 @@ void mkl_gemm_f32(const at::Tensor& a, const at::Tensor& b, double alpha, double
   if (a.size(1) == 0) return static_cast<void>(beta == 0 ? c.zero_() : c.mul_(beta));
   const BlasMatrix x(a), y(b);
   const auto call = a.scalar_type() == at::kBFloat16 ? cblas_gemm_bf16bf16f32 : cblas_gemm_f16f16f32;
-  call(101, x.trans, y.trans, static_cast<int>(a.size(0)), static_cast<int>(b.size(1)), static_cast<int>(a.size(1)),
-       static_cast<float>(alpha), x.t.const_data_ptr(), x.ld, y.t.const_data_ptr(), y.ld, static_cast<float>(beta),
-       c.mutable_data_ptr<float>(), static_cast<int>(c.stride(0)));
+  call(kCblasRowMajor, x.trans, y.trans, static_cast<int>(a.size(0)), static_cast<int>(b.size(1)),
+       static_cast<int>(a.size(1)), static_cast<float>(alpha), x.t.const_data_ptr(), x.ld, y.t.const_data_ptr(), y.ld,
+       static_cast<float>(beta), c.mutable_data_ptr<float>(), static_cast<int>(c.stride(0)));
 }
 
 bool row_contiguous(const at::Tensor& t) { return t.stride(1) == 1 || t.size(1) <= 1; }
 
-/// A view for the loops of a matrix with contiguous rows.
+/// A view of a matrix with contiguous rows, for the loops.
 RowMajorView rows_of(const at::Tensor& t) {
   return {const_cast<void*>(t.const_data_ptr()), t.stride(0), t.scalar_type()};  // the loops write only to outputs
 }
@@ -100,10 +97,8 @@ struct VectorGemm {
       : tier(tier), a(a), b(b), e(e), dtype(a.t.scalar_type()), m(a.rows()), n(b.columns()), columns(n) {
     if (e.act && e.act->gated()) columns = n / 2;
     if (e.act_grad && e.act_grad->gated()) columns = 2 * n;
-    const auto stored = e.dtype == at::ScalarType::Undefined ? dtype : e.dtype;
-    result.out = !e.out.defined()        ? empty_cpu({m, columns}, stored)
-                 : row_contiguous(e.out) ? e.out
-                                         : empty_cpu({m, columns}, e.out.scalar_type());
+    const bool direct = e.out.defined() && row_contiguous(e.out);
+    result.out = direct ? e.out : empty_cpu({m, columns}, e.result_dtype(dtype));
   }
   /// Fills `call` and allocates the outputs that the epilogue keeps.
   void prepare() {

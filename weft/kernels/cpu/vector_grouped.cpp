@@ -12,8 +12,8 @@ namespace {
 constexpr size_t kMaxSmallElems = 4096;                 // elements of B in a small GEMM, see gemm_is_small
 constexpr int64_t kMultiplicationsPerThread = 1 << 19;  // work per thread from which a second thread pays
 
-char* element_ptr(void* data, int64_t value, at::ScalarType dtype) {
-  return static_cast<char*>(data) + value * static_cast<int64_t>(c10::elementSize(dtype));
+char* element_ptr(void* data, int64_t index, at::ScalarType dtype) {
+  return static_cast<char*>(data) + index * static_cast<int64_t>(c10::elementSize(dtype));
 }
 /// A view of `t` from `row` on.
 RowMajorView rows_from(const at::Tensor& t, int64_t row) {
@@ -29,14 +29,14 @@ RowMajorView rows_of(const GroupedMatrix& m, int64_t g) {
 /// Calls run(g) for small groups, in parallel if there is enough work, then other(g) for each remaining group.
 template <class Small, class Fn, class Other>
 void for_each_group(int64_t groups, int64_t multiplications, const Small& small, const Fn& run, const Other& other) {
-  const auto some = [&](int64_t begin, int64_t end) {
+  const auto run_range = [&](int64_t begin, int64_t end) {
     for (auto g = begin; g < end; ++g)
       if (small(g)) run(g);
   };
   if (multiplications <= 2 * kMultiplicationsPerThread)
-    some(0, groups);
+    run_range(0, groups);
   else
-    at::parallel_for(0, groups, std::max<int64_t>(1, groups * kMultiplicationsPerThread / multiplications), some);
+    at::parallel_for(0, groups, std::max<int64_t>(1, groups * kMultiplicationsPerThread / multiplications), run_range);
   for (int64_t g = 0; g < groups; ++g)
     if (!small(g)) other(g);
 }

@@ -58,9 +58,7 @@ at::Tensor stored(const at::Tensor& value, const Epilogue& e, at::ScalarType dty
 }  // namespace
 
 GemmResult gemm(const at::Tensor& a, const at::Tensor& b, Epilogue e) {
-  const auto dtype = e.out.defined()                        ? e.out.scalar_type()
-                     : e.dtype == at::ScalarType::Undefined ? a.scalar_type()
-                                                            : e.dtype;
+  const auto dtype = e.result_dtype(a.scalar_type());
   GemmResult r;
   const bool plain = !e.act && !e.act_grad && !e.keep_column_sums;
   if (plain && !e.keep_pre_act && e.out.defined()) {
