@@ -6,66 +6,37 @@ namespace weft::ops {
 
 using kernels::ActKind;
 
+/// The names of the kinds without fields, in the order of ActKind.
+static constexpr std::string_view kKindNames[] = {"GELU", "QGELU", "ReLU",   "SReLU", "SiLU",
+                                                  "GLU",  "GEGLU", "QGEGLU", "ReGLU", "SReGLU"};
+
 static std::string_view kind_name(ActKind kind) {
-  switch (kind) {
-    case ActKind::gelu:
-      return "GELU";
-    case ActKind::qgelu:
-      return "QGELU";
-    case ActKind::relu:
-      return "ReLU";
-    case ActKind::srelu:
-      return "SReLU";
-    case ActKind::silu:
-      return "SiLU";
-    case ActKind::glu:
-      return "GLU";
-    case ActKind::geglu:
-      return "GEGLU";
-    case ActKind::qgeglu:
-      return "QGEGLU";
-    case ActKind::reglu:
-      return "ReGLU";
-    case ActKind::sreglu:
-      return "SReGLU";
-    default:
-      TORCH_CHECK_VALUE(false, "Activation: use SwiGLU, SiTUGLU or ClampedSwiGLU for this kind.");
-  }
+  const auto i = static_cast<size_t>(kind);
+  TORCH_CHECK_VALUE(i < std::size(kKindNames), "Activation: use SwiGLU, SiTUGLU or ClampedSwiGLU for this kind.");
+  return kKindNames[i];
 }
 
 Activation::Activation(Options options)
-    : ActivationOp(kind_name(options.kind), {.kind = options.kind}, options.cache_quantized_input), options_(options) {
-  TORCH_CHECK_VALUE(!act().gated(), "Activation: ", name(), " is gated; use GatedActivation.");
-}
+    : ActivationOp(kind_name(options.kind), {.kind = options.kind}, options.cache_quantized_input), options_(options) {}
 
 std::string_view Activation::name() const { return kind_name(options_.kind); }
 
-GatedActivation::GatedActivation(Options options)
-    : ActivationOp(kind_name(options.kind), {.kind = options.kind}, options.cache_quantized_input), options_(options) {
-  TORCH_CHECK_VALUE(act().gated(), "GatedActivation: ", name(), " is not gated; use Activation.");
-}
-
-std::string_view GatedActivation::name() const { return kind_name(options_.kind); }
-
-template <class Type>
-static Register<Type> register_activation(ActKind kind, std::string doc) {
+static Register<Activation> register_activation(ActKind kind, std::string doc) {
   return {std::string(kind_name(kind)), std::move(doc), {.kind = kind}, {.kind = kind}};
 }
 
-static const Register<Activation> unary[] = {
-    register_activation<Activation>(ActKind::gelu, "y = x·(½ + ½·tanh(√(2/π)·(x + 0.044715·x³)))."),
-    register_activation<Activation>(ActKind::qgelu, "y = x·σ(1.702·x)."),
-    register_activation<Activation>(ActKind::relu, "y = max(x, 0)."),
-    register_activation<Activation>(ActKind::srelu, "y = max(x, 0)²."),
-    register_activation<Activation>(ActKind::silu, "y = x·σ(x)."),
-};
 static const std::string kHalves = ", where a is the first and b the second half of the last dimension.";
-static const Register<GatedActivation> gated[] = {
-    register_activation<GatedActivation>(ActKind::glu, "y = σ(a)·b" + kHalves),
-    register_activation<GatedActivation>(ActKind::geglu, "y = GELU(a)·b" + kHalves),
-    register_activation<GatedActivation>(ActKind::qgeglu, "y = a·σ(1.702·a)·b" + kHalves),
-    register_activation<GatedActivation>(ActKind::reglu, "y = max(a, 0)·b" + kHalves),
-    register_activation<GatedActivation>(ActKind::sreglu, "y = max(a, 0)²·b" + kHalves),
+static const Register<Activation> registered[] = {
+    register_activation(ActKind::gelu, "y = x·(½ + ½·tanh(√(2/π)·(x + 0.044715·x³)))."),
+    register_activation(ActKind::qgelu, "y = x·σ(1.702·x)."),
+    register_activation(ActKind::relu, "y = max(x, 0)."),
+    register_activation(ActKind::srelu, "y = max(x, 0)²."),
+    register_activation(ActKind::silu, "y = x·σ(x)."),
+    register_activation(ActKind::glu, "y = σ(a)·b" + kHalves),
+    register_activation(ActKind::geglu, "y = GELU(a)·b" + kHalves),
+    register_activation(ActKind::qgeglu, "y = a·σ(1.702·a)·b" + kHalves),
+    register_activation(ActKind::reglu, "y = max(a, 0)·b" + kHalves),
+    register_activation(ActKind::sreglu, "y = max(a, 0)²·b" + kHalves),
 };
 
 }  // namespace weft::ops

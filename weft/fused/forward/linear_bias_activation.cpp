@@ -44,10 +44,9 @@ FusionRule forward_linear_bias_activation() {
           .reject = reject,
           .make = make_fused<LinearBiasActivation>,
           .sample = []() -> std::vector<ops::OpPtr> {
-            return {
-                std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 8, .out_features = 8}),
-                std::make_shared<ops::Bias>(ops::Bias::Options{.size = 8}),
-                std::make_shared<ops::GatedActivation>(ops::GatedActivation::Options{.kind = kernels::ActKind::geglu})};
+            return {std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 8, .out_features = 8}),
+                    std::make_shared<ops::Bias>(ops::Bias::Options{.size = 8}),
+                    std::make_shared<ops::Activation>(ops::Activation::Options{.kind = kernels::ActKind::geglu})};
           }};
 }
 
