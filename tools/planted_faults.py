@@ -298,8 +298,8 @@ FAULTS = [
     ),
     Fault(
         "ops/clamp-limit-dropped",
-        "weft/ops/swiglu.cpp",
-        "          .limit = o.limit,\n",
+        "weft/ops/activation_op.h",
+        "    act.limit = options.limit;\n",
         "",
     ),
     Fault(

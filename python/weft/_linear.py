@@ -19,59 +19,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def _gemm_field(name: str) -> property:
+def _field(name: str, mutable: bool = False) -> property:
     def get(self: Linear) -> Any:
-        return self._component_specs[0][1][name]
+        return self._fields[name]
 
     def set(self: Linear, value: Any) -> None:
-        self._component_specs[0][1][name] = value
+        object.__setattr__(self, "_fields", self._fields | {name: value})
         self.__dict__.pop("_components", None)
         self._description_version += 1
 
-    return property(get, set, doc=f"The argument `{name}`. Setting it takes effect at the next call.")
-
-
-def _full_field(name: str) -> property:
-    def get(self: Linear) -> Any:
-        return self._full_fields[name]
-
-    return property(get, doc=f"The argument `{name}`.")
-
-
-def _divide_evenly(what: str, total: int, ranks: int) -> int:
-    if total % ranks:
-        raise ValueError(f"Linear: {what} {total} does not divide over {ranks} ranks.")
-    return total // ranks
-
-
-def _component_specs_of(gemm: dict[str, Any], bias: bool, replicated_bias: bool) -> list[tuple[str, dict[str, Any]]]:
-    """Returns type and fields of the operations that a Linear consists of. `gemm` has the fields of the full layer.
-
-    mode None, column       BasicLinear, Bias
-    mode row                BasicLinear of this rank's features, Bias, reduction over ranks
-    mode row, replicated    BasicLinear of this rank's features, reduction over ranks, Bias
-    """
-    group, ranks = gemm["tensor_parallel_group"], gemm["tensor_parallel_size"]
-    row, scattered = gemm["tensor_parallel_mode"] == "row", gemm["sequence_parallel"]
-    fields = {"size": gemm["out_features"], "dtype": gemm["dtype"]}
-    fields |= {"tensor_parallel_group": group, "tensor_parallel_size": ranks}
-    if not row:
-        specs = [("BasicLinear", gemm), ("Bias", fields | {"tensor_parallel": ranks > 1})]
-        return specs if bias else specs[:1]
-
-    features = gemm["in_features"]
-    gemm = gemm | {"in_features": _divide_evenly("in_features", features, ranks), "fan_in": features}
-    gemm |= {"tensor_parallel_mode": None, "tensor_parallel_group": None, "sequence_parallel": False}
-    reduction: tuple[str, dict[str, Any]]
-    reduction = ("AllReduce", {"process_group": group, "process_group_size": ranks, "reduce_in_backward": False})
-    if scattered:
-        reduction = ("ReduceScatter", {"process_group": group, "process_group_size": ranks})
-    if not bias:
-        return [("BasicLinear", gemm), reduction]
-    if replicated_bias:
-        return [("BasicLinear", gemm), reduction, ("Bias", fields | {"sequence_parallel": scattered})]
-    own = fields | {"size": ranks * gemm["out_features"], "tensor_parallel": True}
-    return [("BasicLinear", gemm), ("Bias", own), reduction]
+    return property(get, set if mutable else None, doc=f"The argument `{name}`.")
 
 
 class Linear(WgradModule, FusedOperation):
@@ -123,27 +80,27 @@ class Linear(WgradModule, FusedOperation):
     ) -> None:
         FusibleOperation.__init__(self)
         self.te_keys = te_keys
-        gemm: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "in_features": in_features,
             "out_features": out_features,
+            "bias": bool(bias),
             "dtype": dtype or torch.get_default_dtype(),
             "tensor_parallel_mode": tensor_parallel_mode,
             "tensor_parallel_group": tensor_parallel_group,
             "sequence_parallel": sequence_parallel,
             "accumulate_into_main_grad": accumulate_into_main_grad,
             "delay_wgrad_compute": delay_wgrad_compute,
+            "replicated_bias": bool(replicated_bias),
             "overlap": overlap,
             "userbuffers_options": None if userbuffers_options is None else userbuffers_options.get("comm_name", ""),
         }
-        resolve_parallel("Linear", gemm)
-        components = [_C.make_op(*spec) for spec in _component_specs_of(gemm, bias, replicated_bias)]
-        object.__setattr__(self, "_component_specs", [(op.name, op.fields()) for op in components])
+        resolve_parallel("Linear", fields)
         object.__setattr__(self, "_tracker", rng_state_tracker_function)
-        object.__setattr__(self, "_full_fields", gemm | {"replicated_bias": replicated_bias})
+        object.__setattr__(self, "_fields", fields)
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
-        for op in components:
-            for name, shape, dtype_, *_ in op.params():
+        for component in self.basic_ops:
+            for name, shape, dtype_, *_ in component._op.params():
                 self._parameters[name] = torch.nn.Parameter(torch.empty(shape, dtype=dtype_, device=device))
         if on_meta(self):
             self._mark_weight()
@@ -151,45 +108,39 @@ class Linear(WgradModule, FusedOperation):
             self.reset_parameters()
 
     # Fields of the full layer, over all ranks.
-    in_features = _full_field("in_features")
-    out_features = _full_field("out_features")
-    tensor_parallel_mode = _full_field("tensor_parallel_mode")
-    tensor_parallel_size = _full_field("tensor_parallel_size")
-    sequence_parallel = _full_field("sequence_parallel")
-    replicated_bias = _full_field("replicated_bias")
+    in_features = _field("in_features")
+    out_features = _field("out_features")
+    tensor_parallel_mode = _field("tensor_parallel_mode")
+    tensor_parallel_size = _field("tensor_parallel_size")
+    sequence_parallel = _field("sequence_parallel")
+    replicated_bias = _field("replicated_bias")
 
     @property
     def tensor_parallel_group(self) -> Any:
         """The ProcessGroup over which the layer is sharded; None without tensor parallelism."""
-        return named_group(self._full_fields["tensor_parallel_group"])
+        return named_group(self._fields["tensor_parallel_group"])
 
     @property
     def basic_ops(self) -> torch.nn.ModuleList:  # type: ignore[override]
         """The component operations in order. They read the Parameters of this module."""
         components = self.__dict__.get("_components")
         if components is None or components[0]._owner is not self or components[0]._parameters is not self._parameters:
-            components = torch.nn.ModuleList(
-                [self._make_component(name, fields) for name, fields in self._component_specs]
-            )
+            components = torch.nn.ModuleList([self._make_component(op) for op in _C.linear_ops(self._fields)])
             object.__setattr__(self, "_components", components)
         return components
 
-    def _make_component(self, name: str, fields: dict[str, Any]) -> NativeOperation:
-        cls = native_classes[name]
+    def _make_component(self, op: _C.Op) -> NativeOperation:
+        cls = native_classes[op.name]
         component = cls.__new__(cls)
         torch.nn.Module.__init__(component)
-        for key, value in (
-            ("_op", _C.make_op(name, fields)),
-            ("_tracker", self._tracker),
-            ("_owner", self),
-        ):
+        for key, value in (("_op", op), ("_tracker", self._tracker), ("_owner", self)):
             object.__setattr__(component, key, value)
         component.__dict__["_parameters"] = self._parameters
         return component
 
-    accumulate_into_main_grad = _gemm_field("accumulate_into_main_grad")
-    delay_wgrad_compute = _gemm_field("delay_wgrad_compute")
-    overlap = _gemm_field("overlap")
+    accumulate_into_main_grad = _field("accumulate_into_main_grad", mutable=True)
+    delay_wgrad_compute = _field("delay_wgrad_compute", mutable=True)
+    overlap = _field("overlap", mutable=True)
 
     def _wgrad_op(self) -> NativeOperation:
         return cast("NativeOperation", self.basic_ops[0])
@@ -199,13 +150,10 @@ class Linear(WgradModule, FusedOperation):
             name == "bias"
             and value is not None
             and "bias" in self.__dict__.get("_parameters", {})
-            and not self._has_bias()
+            and not self._fields["bias"]
         ):
             raise ValueError("Linear: cannot assign a bias to a Linear created with bias=False.")
         super().__setattr__(name, value)
-
-    def _has_bias(self) -> bool:
-        return any(name == "Bias" for name, _ in self._component_specs)
 
     def reset_parameters(self, device: torch.device | str | None = None) -> None:
         """Initializes the Parameters, on ``device`` if given. Parameters on the meta device are allocated there, or on
@@ -219,7 +167,7 @@ class Linear(WgradModule, FusedOperation):
             initialize(self, component._description(), device, self._tracker, only_meta=True)
 
     def extra_repr(self) -> str:
-        text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self._has_bias()}"
+        text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self._fields['bias']}"
         if self.tensor_parallel_mode is not None:
             text += f", tensor_parallel_mode={self.tensor_parallel_mode!r}, ranks={self.tensor_parallel_size}"
             text += f", sequence_parallel={self.sequence_parallel}"
@@ -229,19 +177,17 @@ class Linear(WgradModule, FusedOperation):
 
     def _te_names(self) -> dict[str, str]:
         # The bias has the same key in every parallel mode.
-        return {"weight": "basic_ops.0.weight"} | ({"bias": "basic_ops.1.bias"} if self._has_bias() else {})
+        return {"weight": "basic_ops.0.weight"} | ({"bias": "basic_ops.1.bias"} if self._fields["bias"] else {})
 
     def _te_op_prefixes(self) -> list[str]:
-        return [f"basic_ops.{i}." for i in range(len(self._component_specs))]
+        return [f"basic_ops.{i}." for i in range(len(self.basic_ops))]
 
 
 add_args(
     Linear,
     native_classes["BasicLinear"]._descriptions
+    | _C.linear_descriptions()
     | {
-        "bias": "Add a bias.",
-        "replicated_bias": "Row mode only: all ranks hold the same bias, added after the reduction, so that training "
-        "matches a single process. Otherwise each rank has its own bias and the biases are summed with the output.",
         "te_keys": "Write Transformer Engine's ``state_dict`` keys (``basic_ops.0.weight``, ``basic_ops.1.bias`` and "
         "an empty ``_extra_state`` per component) instead of ``weight`` and ``bias``; both kinds of keys load.",
     },

@@ -8,72 +8,79 @@ namespace weft::nn {
 
 using ops::ParallelMode;
 
-LinearImpl::LinearImpl(LinearOptions options) : Fusible("Linear"), options_(std::move(options)) {
-  if (options_.tensor_parallel_mode) ranks_ = ops::resolve_group_size("Linear", options_.tensor_parallel_group, 1);
-  if (ranks_ == 1) {
-    options_.tensor_parallel_mode.reset();
-    options_.tensor_parallel_group.reset();
-    options_.sequence_parallel = false;
-  }
-  for (const auto& stage : stages()) register_op_parameters(*stage.op);
-}
+namespace {
 
-/// no mode, or column:  BasicLinear, Bias
-/// row:                 BasicLinear on this rank's features, Bias, reduction; a replicated bias follows the reduction
-std::vector<fuser::Stage> LinearImpl::stages() const {
-  std::vector<ops::OpPtr> basic_ops{basic_linear()};
-  if (options_.bias) basic_ops.push_back(bias());
-  if (options_.tensor_parallel_mode == ParallelMode::row)
-    basic_ops.insert(options_.replicated_bias ? basic_ops.begin() + 1 : basic_ops.end(), reduction());
-  std::vector<fuser::Stage> list;
-  for (auto& op : basic_ops) list.push_back({.op = std::move(op)});
-  return list;
-}
-
-ops::OpPtr LinearImpl::basic_linear() const {
-  ops::BasicLinear::Options options{.in_features = options_.in_features,
-                                    .out_features = options_.out_features,
-                                    .dtype = options_.dtype,
-                                    .accumulate_into_main_grad = options_.accumulate_into_main_grad,
-                                    .delay_wgrad_compute = options_.delay_wgrad_compute,
-                                    .userbuffers_options = options_.userbuffers_options,
-                                    .overlap = options_.overlap};
-  if (options_.tensor_parallel_mode == ParallelMode::row) {
-    options.in_features = ops::divide_evenly("Linear", "in_features", options_.in_features, ranks_);
-    options.fan_in = options_.in_features;
+ops::OpPtr basic_linear(const LinearOptions& o) {
+  ops::BasicLinear::Options options{.in_features = o.in_features,
+                                    .out_features = o.out_features,
+                                    .dtype = o.dtype,
+                                    .accumulate_into_main_grad = o.accumulate_into_main_grad,
+                                    .delay_wgrad_compute = o.delay_wgrad_compute,
+                                    .userbuffers_options = o.userbuffers_options,
+                                    .overlap = o.overlap};
+  if (o.tensor_parallel_mode == ParallelMode::row) {
+    options.in_features = ops::divide_evenly("Linear", "in_features", o.in_features, o.tensor_parallel_size);
+    options.fan_in = o.in_features;
   } else {
-    options.tensor_parallel_mode = options_.tensor_parallel_mode;
-    options.tensor_parallel_group = options_.tensor_parallel_group;
-    options.tensor_parallel_size = ranks_;
-    options.sequence_parallel = options_.sequence_parallel;
+    options.tensor_parallel_mode = o.tensor_parallel_mode;
+    options.tensor_parallel_group = o.tensor_parallel_group;
+    options.tensor_parallel_size = o.tensor_parallel_size;
+    options.sequence_parallel = o.sequence_parallel;
   }
   return std::make_shared<ops::BasicLinear>(std::move(options));
 }
 
-ops::OpPtr LinearImpl::bias() const {
-  ops::Bias::Options options{.size = options_.out_features,
-                             .dtype = options_.dtype,
-                             .tensor_parallel = ranks_ > 1,
-                             .tensor_parallel_group = options_.tensor_parallel_group,
-                             .tensor_parallel_size = ranks_};
-  if (options_.tensor_parallel_mode == ParallelMode::row) {
-    if (options_.replicated_bias) {
-      options.tensor_parallel = false;
-      options.sequence_parallel = options_.sequence_parallel;
-    } else {
-      options.size *= ranks_;
-    }
-  }
-  return std::make_shared<ops::Bias>(std::move(options));
+ops::OpPtr bias(const LinearOptions& o) {
+  const bool row = o.tensor_parallel_mode == ParallelMode::row, replicated = row && o.replicated_bias;
+  return std::make_shared<ops::Bias>(
+      ops::Bias::Options{.size = o.out_features * (row && !replicated ? o.tensor_parallel_size : 1),
+                         .dtype = o.dtype,
+                         .tensor_parallel = o.tensor_parallel_mode && !replicated,
+                         .tensor_parallel_group = o.tensor_parallel_group,
+                         .tensor_parallel_size = o.tensor_parallel_size,
+                         .sequence_parallel = replicated && o.sequence_parallel});
 }
 
-ops::OpPtr LinearImpl::reduction() const {
-  const auto& group = options_.tensor_parallel_group;
-  if (options_.sequence_parallel)
-    return std::make_shared<ops::ReduceScatter>(
-        ops::ReduceScatter::Options{.process_group = group, .process_group_size = ranks_});
-  return std::make_shared<ops::AllReduce>(
-      ops::AllReduce::Options{.process_group = group, .reduce_in_backward = false, .process_group_size = ranks_});
+ops::OpPtr reduction(const LinearOptions& o) {
+  if (o.sequence_parallel)
+    return std::make_shared<ops::ReduceScatter>(ops::ReduceScatter::Options{
+        .process_group = o.tensor_parallel_group, .process_group_size = o.tensor_parallel_size});
+  return std::make_shared<ops::AllReduce>(ops::AllReduce::Options{.process_group = o.tensor_parallel_group,
+                                                                  .reduce_in_backward = false,
+                                                                  .process_group_size = o.tensor_parallel_size});
+}
+
+/// Resolves the number of ranks. With one rank there is no tensor parallelism.
+LinearOptions resolved(LinearOptions options) {
+  auto& ranks = options.tensor_parallel_size;
+  ranks = options.tensor_parallel_mode ? ops::resolve_group_size("Linear", options.tensor_parallel_group, ranks) : 1;
+  if (ranks == 1) {
+    options.tensor_parallel_mode.reset();
+    options.tensor_parallel_group.reset();
+    options.sequence_parallel = false;
+  }
+  return options;
+}
+
+}  // namespace
+
+std::vector<ops::OpPtr> linear_ops(const LinearOptions& options) {
+  const auto o = resolved(options);
+  std::vector<ops::OpPtr> list{basic_linear(o)};
+  if (o.bias) list.push_back(bias(o));
+  if (o.tensor_parallel_mode == ParallelMode::row)
+    list.insert(o.replicated_bias ? list.begin() + 1 : list.end(), reduction(o));
+  return list;
+}
+
+LinearImpl::LinearImpl(LinearOptions options) : Fusible("Linear"), options_(resolved(std::move(options))) {
+  for (const auto& op : linear_ops(options_)) register_op_parameters(*op);
+}
+
+std::vector<fuser::Stage> LinearImpl::stages() const {
+  std::vector<fuser::Stage> list;
+  for (auto& op : linear_ops(options_)) list.push_back({.op = std::move(op)});
+  return list;
 }
 
 void LinearImpl::reset_parameters() {

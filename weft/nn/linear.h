@@ -14,14 +14,42 @@ struct LinearOptions {
   bool delay_wgrad_compute = false;
   std::optional<ops::ParallelMode> tensor_parallel_mode = {};
   std::optional<std::string> tensor_parallel_group = {};  // its name in the c10d group registry
+  int64_t tensor_parallel_size = 1;                       // 1: the size of the group
   bool sequence_parallel = false;
   bool replicated_bias = false;  // mode row: one replicated bias, added after the reduction; else one bias per rank
   std::optional<std::string> userbuffers_options = {};
   std::optional<bool> overlap = {};
+  static constexpr auto fields() {
+    namespace description = ops::description;
+    return std::tuple{
+        Field{"in_features", &LinearOptions::in_features, description::kInFeatures},
+        Field{"out_features", &LinearOptions::out_features, description::kOutFeatures},
+        Field{"bias", &LinearOptions::bias, "Add a bias."},
+        Field{"dtype", &LinearOptions::dtype, description::kDtype},
+        Field{"accumulate_into_main_grad", &LinearOptions::accumulate_into_main_grad,
+              description::kAccumulateIntoMainGrad},
+        Field{"delay_wgrad_compute", &LinearOptions::delay_wgrad_compute, description::kDelayWgradCompute},
+        Field{"tensor_parallel_mode", &LinearOptions::tensor_parallel_mode, description::kTensorParallelMode},
+        Field{"tensor_parallel_group", &LinearOptions::tensor_parallel_group, description::kTensorParallelGroup},
+        Field{"tensor_parallel_size", &LinearOptions::tensor_parallel_size, description::kGroupSize},
+        Field{"sequence_parallel", &LinearOptions::sequence_parallel, description::kSequenceParallel},
+        Field{
+            "replicated_bias", &LinearOptions::replicated_bias,
+            "Row mode only: all ranks hold the same bias, added after the reduction, so that training matches a single "
+            "process. Otherwise each rank has its own bias and the biases are summed with the output."},
+        Field{"userbuffers_options", &LinearOptions::userbuffers_options, description::kUserbuffersOptions},
+        Field{"overlap", &LinearOptions::overlap, description::kOverlap}};
+  }
 };
 
-/// y = x Wᵀ + b, composed of BasicLinear, Bias and, in mode row, the reduction over ranks. Parameters: `weight` and, if
-/// there is one, `bias`; each rank holds its shard.
+/// The basic operations of a linear, in order:
+///   no mode, or column    BasicLinear, Bias
+///   row                   BasicLinear of this rank's features, Bias, reduction over ranks
+///   row, replicated_bias  BasicLinear of this rank's features, reduction over ranks, Bias
+std::vector<ops::OpPtr> linear_ops(const LinearOptions& options);
+
+/// y = x Wᵀ + b, composed of `linear_ops`. Parameters: `weight` and, if there is one, `bias`; each rank holds its
+/// shard.
 class LinearImpl : public Fusible {
  public:
   explicit LinearImpl(LinearOptions options);
@@ -35,12 +63,7 @@ class LinearImpl : public Fusible {
   void pretty_print(std::ostream& stream) const override;
 
  private:
-  ops::OpPtr basic_linear() const;
-  ops::OpPtr bias() const;
-  ops::OpPtr reduction() const;
-
   LinearOptions options_;
-  int64_t ranks_ = 1;
 };
 TORCH_MODULE(Linear);
 

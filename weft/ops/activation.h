@@ -41,7 +41,8 @@ class GELU final : public ActivationOp {
   Options options_;
 };
 
-/// y = f(x), elementwise: QGELU x·σ(1.702x), ReLU, SReLU relu(x)², SiLU x·σ(x).
+/// y = f(x), elementwise: QGELU x·σ(1.702x), ReLU, SReLU relu(x)², SiLU x·σ(x). Or y = f(a)·b, where
+/// a is the first and b the second half of the last dimension: GLU (f = σ), GEGLU, QGEGLU, ReGLU, SReGLU.
 class Activation final : public ActivationOp {
  public:
   struct Options {
@@ -53,21 +54,6 @@ class Activation final : public ActivationOp {
     }
   };
   explicit Activation(Options options);
-
-  const Options& options() const { return options_; }
-  std::string_view name() const override;
-  std::vector<FieldValue> fields() const override { return list_fields(options_); }
-
- private:
-  Options options_;
-};
-
-/// y = f(a)·b, where a is the first and b the second half of the last dimension: GLU (f = σ), GEGLU, QGEGLU, ReGLU,
-/// SReGLU.
-class GatedActivation final : public ActivationOp {
- public:
-  using Options = Activation::Options;
-  explicit GatedActivation(Options options);
 
   const Options& options() const { return options_; }
   std::string_view name() const override;

@@ -38,4 +38,24 @@ void check_positive(std::string_view op, std::string_view argument, double value
 /// Converts `glu_interleave_size` to `Act::interleave`: 0 if not given. Raises ValueError if not positive.
 int64_t interleave_size(std::string_view op, std::optional<int64_t> given);
 
+/// The gated activation that `options` describe: SiTUGLU if they have beta1 and beta2, ClampedSwiGLU if they have a
+/// limit, else SwiGLU.
+template <class Options>
+kernels::Act gated_act(std::string_view op, const Options& options) {
+  kernels::Act act{.kind = kernels::ActKind::swiglu, .interleave = interleave_size(op, options.glu_interleave_size)};
+  if constexpr (requires { options.beta1; }) {
+    check_positive(op, "beta1", options.beta1);
+    check_positive(op, "beta2", options.beta2);
+    act.kind = kernels::ActKind::situglu;
+    act.beta1 = options.beta1;
+    act.beta2 = options.beta2;
+  } else if constexpr (requires { options.limit; }) {
+    act.kind = kernels::ActKind::clamped_swiglu;
+    act.limit = options.limit;
+    act.alpha = options.alpha;
+    act.offset = options.glu_linear_offset;
+  }
+  return act;
+}
+
 }  // namespace weft::ops

@@ -36,21 +36,14 @@ class BasicLinear final : public Op<BasicLinear> {
           Field{"in_features", &Options::in_features, description::kInFeatures, ParamKind::required},
           Field{"out_features", &Options::out_features, description::kOutFeatures, ParamKind::required},
           Field{"dtype", &Options::dtype, description::kDtype},
-          Field{"tensor_parallel_mode", &Options::tensor_parallel_mode,
-                "``\"column\"`` shards the output features over the ranks, ``\"row\"`` the input features; None "
-                "disables tensor parallelism."},
+          Field{"tensor_parallel_mode", &Options::tensor_parallel_mode, description::kTensorParallelMode},
           Field{"tensor_parallel_group", &Options::tensor_parallel_group, description::kTensorParallelGroup},
           Field{"tensor_parallel_size", &Options::tensor_parallel_size, description::kGroupSize},
-          Field{"sequence_parallel", &Options::sequence_parallel,
-                "Shard dimension 0 of the replicated tensor: a column linear all-gathers its input, a row linear "
-                "reduce-scatters its output."},
+          Field{"sequence_parallel", &Options::sequence_parallel, description::kSequenceParallel},
           Field{"accumulate_into_main_grad", &Options::accumulate_into_main_grad, description::kAccumulateIntoMainGrad},
           Field{"delay_wgrad_compute", &Options::delay_wgrad_compute, description::kDelayWgradCompute},
-          Field{"userbuffers_options", &Options::userbuffers_options,
-                "Transformer Engine's options for overlap, a dict of which only ``\"comm_name\"`` is used; None means "
-                "no options."},
-          Field{"overlap", &Options::overlap,
-                "Overlap tensor-parallel communication with the GEMMs; None means where it is predicted to be faster."},
+          Field{"userbuffers_options", &Options::userbuffers_options, description::kUserbuffersOptions},
+          Field{"overlap", &Options::overlap, description::kOverlap},
           Field{"fan_in", &Options::fan_in,
                 "Input features of the unsharded layer, for initialization; None means in_features."}};
     }

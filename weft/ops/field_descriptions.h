@@ -11,6 +11,17 @@ inline constexpr const char* kAccumulateIntoMainGrad =
 inline constexpr const char* kDelayWgradCompute =
     "Compute the weight gradient when ``backward_dw()`` is called instead of in backward.";
 
+inline constexpr const char* kTensorParallelMode =
+    "``\"column\"`` shards the output features over the ranks, ``\"row\"`` the input features; None "
+    "disables tensor parallelism.";
+inline constexpr const char* kSequenceParallel =
+    "Shard dimension 0 of the replicated tensor: a column linear all-gathers its input, a row linear "
+    "reduce-scatters its output.";
+inline constexpr const char* kUserbuffersOptions =
+    "Transformer Engine's options for overlap, a dict of which only ``\"comm_name\"`` is used; None means "
+    "no options.";
+inline constexpr const char* kOverlap =
+    "Overlap tensor-parallel communication with the GEMMs; None means where it is predicted to be faster.";
 inline constexpr const char* kTensorParallelGroup =
     "Ranks that share the layer: a ProcessGroup or a 1-D DeviceMesh; None means the default group.";
 inline constexpr const char* kProcessGroup =

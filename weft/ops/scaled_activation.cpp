@@ -5,9 +5,6 @@
 
 namespace weft::ops {
 
-using kernels::Act;
-using kernels::ActKind;
-
 Inferred ScaledActivation::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra,
                                  c10::ArrayRef<Spec>) const {
   const auto input = x.as(plan.dtype(x.dtype));
@@ -50,46 +47,27 @@ at::Tensor ScaledActivation::backward(OpContext& ctx, const at::Tensor& dy, Para
   return dx;
 }
 
-/// The fused grouped MLP recomputes the unary activations only.
-static void reject_recompute(std::string_view op, bool recompute) {
-  TORCH_CHECK_VALUE(!recompute, op, ": activation_recompute_in_mlp is true, but ", op,
+/// The gated activation of the options. The fused grouped MLP recomputes the unary activations only.
+template <class Options>
+static kernels::Act scaled_act(std::string_view op, const Options& options) {
+  TORCH_CHECK_VALUE(!options.activation_recompute_in_mlp, op, ": activation_recompute_in_mlp is true, but ", op,
                     " does not support activation recomputation. Leave it false.");
+  return gated_act(op, options);
 }
 
-static Act act_of(const ScaledTanhSReLU::Options& o) {
+static kernels::Act act_of(const ScaledTanhSReLU::Options& o) {
   check_positive("ScaledTanhSReLU", "tanh_clamp_scale", o.tanh_clamp_scale);
-  return {.kind = ActKind::tanh_srelu, .beta1 = o.tanh_clamp_scale};
+  return {.kind = kernels::ActKind::tanh_srelu, .beta1 = o.tanh_clamp_scale};
 }
 
-static Act act_of(const ScaledSwiGLU::Options& o) {
-  reject_recompute("ScaledSwiGLU", o.activation_recompute_in_mlp);
-  return {.kind = ActKind::swiglu, .interleave = interleave_size("ScaledSwiGLU", o.glu_interleave_size)};
-}
-
-static Act act_of(const ScaledSiTUGLU::Options& o) {
-  reject_recompute("ScaledSiTUGLU", o.activation_recompute_in_mlp);
-  check_positive("ScaledSiTUGLU", "beta1", o.beta1);
-  check_positive("ScaledSiTUGLU", "beta2", o.beta2);
-  return {.kind = ActKind::situglu,
-          .beta1 = o.beta1,
-          .beta2 = o.beta2,
-          .interleave = interleave_size("ScaledSiTUGLU", o.glu_interleave_size)};
-}
-
-static Act act_of(const ScaledClampedQGeGLU::Options& o) {
-  reject_recompute("ScaledClampedQGeGLU", o.activation_recompute_in_mlp);
-  return {.kind = ActKind::clamped_swiglu,
-          .limit = o.limit,
-          .alpha = o.alpha,
-          .offset = o.glu_linear_offset,
-          .interleave = interleave_size("ScaledClampedQGeGLU", o.glu_interleave_size)};
-}
-
-ScaledSReLU::ScaledSReLU(Options options) : ScaledActivation({.kind = ActKind::srelu}), options_(options) {}
+ScaledSReLU::ScaledSReLU(Options options) : ScaledActivation({.kind = kernels::ActKind::srelu}), options_(options) {}
 ScaledTanhSReLU::ScaledTanhSReLU(Options options) : ScaledActivation(act_of(options)), options_(options) {}
-ScaledSwiGLU::ScaledSwiGLU(Options options) : ScaledActivation(act_of(options)), options_(options) {}
-ScaledSiTUGLU::ScaledSiTUGLU(Options options) : ScaledActivation(act_of(options)), options_(options) {}
-ScaledClampedQGeGLU::ScaledClampedQGeGLU(Options options) : ScaledActivation(act_of(options)), options_(options) {}
+ScaledSwiGLU::ScaledSwiGLU(Options options)
+    : ScaledActivation(scaled_act("ScaledSwiGLU", options)), options_(options) {}
+ScaledSiTUGLU::ScaledSiTUGLU(Options options)
+    : ScaledActivation(scaled_act("ScaledSiTUGLU", options)), options_(options) {}
+ScaledClampedQGeGLU::ScaledClampedQGeGLU(Options options)
+    : ScaledActivation(scaled_act("ScaledClampedQGeGLU", options)), options_(options) {}
 
 static const std::string kScales =
     "The scales s, one per row, are an extra input: the routing probabilities of a mixture of experts. They keep their "

@@ -4,38 +4,15 @@
 
 namespace weft::ops {
 
-using kernels::Act;
-using kernels::ActKind;
-
-static Act act_of(const SwiGLU::Options& o) {
-  return {.kind = ActKind::swiglu, .interleave = interleave_size("SwiGLU", o.glu_interleave_size)};
-}
-
-static Act act_of(const SiTUGLU::Options& o) {
-  check_positive("SiTUGLU", "beta1", o.beta1);
-  check_positive("SiTUGLU", "beta2", o.beta2);
-  return {.kind = ActKind::situglu,
-          .beta1 = o.beta1,
-          .beta2 = o.beta2,
-          .interleave = interleave_size("SiTUGLU", o.glu_interleave_size)};
-}
-
-static Act act_of(const ClampedSwiGLU::Options& o) {
-  return {.kind = ActKind::clamped_swiglu,
-          .limit = o.limit,
-          .alpha = o.alpha,
-          .offset = o.glu_linear_offset,
-          .interleave = interleave_size("ClampedSwiGLU", o.glu_interleave_size)};
-}
-
 SwiGLU::SwiGLU(Options options)
-    : ActivationOp("SwiGLU", act_of(options), options.cache_quantized_input), options_(options) {}
+    : ActivationOp("SwiGLU", gated_act("SwiGLU", options), options.cache_quantized_input), options_(options) {}
 
 SiTUGLU::SiTUGLU(Options options)
-    : ActivationOp("SiTUGLU", act_of(options), options.cache_quantized_input), options_(options) {}
+    : ActivationOp("SiTUGLU", gated_act("SiTUGLU", options), options.cache_quantized_input), options_(options) {}
 
 ClampedSwiGLU::ClampedSwiGLU(Options options)
-    : ActivationOp("ClampedSwiGLU", act_of(options), options.cache_quantized_input), options_(options) {}
+    : ActivationOp("ClampedSwiGLU", gated_act("ClampedSwiGLU", options), options.cache_quantized_input),
+      options_(options) {}
 
 static OpDoc gated(std::string summary, const std::string& definitions = "") {
   return {.summary = std::move(summary),

@@ -1,6 +1,7 @@
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
 
+#include "weft/nn/linear.h"
 #include "weft/ops/registry.h"
 #include "weft/python/convert.h"
 #include "weft/python/module.h"
@@ -8,13 +9,25 @@
 namespace weft::python {
 namespace {
 
-ops::OpPtr make_op(const std::string& name, const py::dict& keywords) {
+ops::Keywords keywords_of(const std::string& owner, const py::dict& fields) {
   ops::Keywords list;
-  for (const auto& [key, value] : keywords) {
+  for (const auto& [key, value] : fields) {
     const auto word = key.cast<std::string>();
-    list.emplace_back(word, to_value(name + ": " + word, value));
+    list.emplace_back(word, to_value(owner + ": " + word, value));
   }
-  return ops::op_type(name).make(list);
+  return list;
+}
+
+std::shared_ptr<ops::BasicOp> make_op(const std::string& name, const py::dict& fields) {
+  return std::const_pointer_cast<ops::BasicOp>(ops::op_type(name).make(keywords_of(name, fields)));
+}
+
+std::vector<std::shared_ptr<ops::BasicOp>> linear_ops(const py::dict& fields) {
+  nn::LinearOptions options;
+  for (const auto& [name, value] : keywords_of("Linear", fields)) set_field(options, "Linear", name, value);
+  std::vector<std::shared_ptr<ops::BasicOp>> list;
+  for (const auto& op : nn::linear_ops(options)) list.push_back(std::const_pointer_cast<ops::BasicOp>(op));
+  return list;
 }
 
 py::dict fields_of(const ops::BasicOp& op) {
@@ -74,12 +87,17 @@ void bind_ops(py::module_& m) {
       .def(
           "__eq__", [](const ops::BasicOp& a, const ops::BasicOp& b) { return a == b; }, py::is_operator())
       .def("__hash__", [](const ops::BasicOp& op) { return std::hash<std::string>{}(op.text()); });
+  m.def("make_op", &make_op, py::arg("name"), py::arg("fields"), "Creates a registered operation from its fields.");
+  m.def("linear_ops", &linear_ops, py::arg("fields"), "Creates the basic operations of a Linear from its fields.");
   m.def(
-      "make_op",
-      [](const std::string& name, const py::dict& keywords) {
-        return std::const_pointer_cast<ops::BasicOp>(make_op(name, keywords));
+      "linear_descriptions",
+      [] {
+        std::map<std::string, std::string> texts;
+        std::apply([&](const auto&... field) { (texts.emplace(field.name, field.description), ...); },
+                   nn::LinearOptions::fields());
+        return texts;
       },
-      py::arg("name"), py::arg("fields"), "Creates a registered operation from its fields.");
+      "Descriptions of the fields of a Linear.");
   m.def("op_types", &types,
         "Registered operations as (name, OpDoc as a dict, [(field, default, kind, type, description)], sample).");
 }

@@ -131,17 +131,13 @@ class LayerNormMLP(CompatModule):
         if self.return_layernorm_output:
             pipeline.add(ops.MakeExtraOutput())
         column, row = ("column", "row") if self.set_parallel_mode else (None, None)
-        pipeline.add(self._basic_linear(self.hidden_size, times * self.ffn_hidden_size, column), weight="fc1_weight")
-        if self.use_bias:
-            pipeline.add(self._bias("fc1_bias"), bias="fc1_bias")
+        hidden, ffn = self.hidden_size, self.ffn_hidden_size
+        fc1_bias = "fc1_bias" if self.use_bias else None
+        fc2_bias = "fc2_bias" if self.use_bias and not self.return_bias else None
+        self._add_linear(pipeline, (hidden, times * ffn), column, "fc1_weight", fc1_bias)
         pipeline.add(activation(**self.activation_params))
-        pipeline.add(self._basic_linear(self.ffn_hidden_size, self.hidden_size, row), weight="fc2_weight")
-        if self.use_bias and not self.return_bias:
-            pipeline.add(self._bias("fc2_bias"), bias="fc2_bias")
+        self._add_linear(pipeline, (ffn, hidden), row, "fc2_weight", fc2_bias)
         return pipeline
-
-    def _bias(self, name: str) -> torch.nn.Module:
-        return ops.Bias(getattr(self, name).numel(), device="meta", dtype=self.params_dtype)
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Returns y, with `return_bias` also `fc2_bias`, with `return_layernorm_output` also norm(x).

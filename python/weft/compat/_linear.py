@@ -47,14 +47,11 @@ class _SplitLinear(CompatModule):
         return self.parallel_mode is not None
 
     def _build_splits(self) -> list[BoundSequential]:
-        """Builds y = x Wᵀ [+ b] for each split. A row linear's bias is replicated and added after the reduction."""
-        pipelines = []
+        adds_bias, pipelines = self.use_bias and not self.return_bias, []
         for weight, bias, size in self._splits:
-            pipeline = BoundSequential(self)
-            pipeline.add(self._basic_linear(self.in_features, size, self.parallel_mode), weight=weight)
-            if self.use_bias and not self.return_bias:
-                pipeline.add(ops.Bias(getattr(self, bias).numel(), device="meta", dtype=self.params_dtype), bias=bias)
-            pipelines.append(pipeline)
+            pipelines.append(BoundSequential(self))
+            features = self.in_features, size
+            self._add_linear(pipelines[-1], features, self.parallel_mode, weight, bias if adds_bias else None)
         return pipelines
 
     def _run_splits(self, pipelines: list[BoundSequential], x: torch.Tensor, first: bool | None) -> torch.Tensor:

@@ -275,15 +275,18 @@ class CompatModule(EmptyExtraState):
         names = {"weight": "layer_norm_weight", "bias": "layer_norm_bias"}
         return norm, {name: own for name, own in names.items() if name in norm._parameters}
 
-    def _basic_linear(self, in_features: int, out_features: int, mode: str | None) -> Any:
-        """Makes y = x Wᵀ with this module's tensor parallelism and weight-gradient options."""
+    def _add_linear(
+        self, pipeline: BoundSequential, features: tuple[int, int], mode: str | None, weight: str, bias: str | None
+    ) -> None:
+        """Appends y = x Wᵀ [+ b] with this module's tensor parallelism and weight-gradient options. `features` are the
+        input and output features over all ranks. The bias of a row linear is replicated and added after the reduction;
+        the caller reduces its gradient."""
         parallel: dict[str, Any] = {}
         if mode is not None and self.tp_size > 1:
             parallel = {"tensor_parallel_mode": mode, "tensor_parallel_group": self.tp_group}
             parallel["sequence_parallel"] = self.sequence_parallel
         linear = ops.BasicLinear(
-            in_features,
-            out_features,
+            *features,
             device="meta",
             dtype=self.params_dtype,
             accumulate_into_main_grad=self.fuse_wgrad_accumulation,
@@ -291,7 +294,10 @@ class CompatModule(EmptyExtraState):
             **parallel,
         )
         self._wgrad_ops.append(linear)
-        return linear
+        pipeline.add(linear, weight=weight)
+        if bias is not None:
+            size = self._parameters[bias].numel()
+            pipeline.add(ops.Bias(size, device="meta", dtype=self.params_dtype), bias=bias)
 
     def __getstate__(self) -> dict[str, Any]:
         built = ("_built", "_built_for", "_wgrad_ops")

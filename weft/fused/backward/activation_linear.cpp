@@ -54,10 +54,9 @@ PatternRule backward_activation_linear() {
           .reject = reject,
           .make = make_fused<ActivationLinear>(),
           .sample = []() -> std::vector<ops::OpPtr> {
-            return {
-                std::make_shared<ops::Bias>(ops::Bias::Options{.size = 8}),
-                std::make_shared<ops::GatedActivation>(ops::GatedActivation::Options{.kind = kernels::ActKind::geglu}),
-                std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 4, .out_features = 4})};
+            return {std::make_shared<ops::Bias>(ops::Bias::Options{.size = 8}),
+                    std::make_shared<ops::Activation>(ops::Activation::Options{.kind = kernels::ActKind::geglu}),
+                    std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 4, .out_features = 4})};
           }};
 }
 

@@ -49,16 +49,16 @@ PatternRule forward_linear_bias() {
 }
 
 PatternRule forward_linear_bias_activation() {
-  return {.name = "linear_bias_activation",
-          .pattern = {one<ops::BasicLinear>(), maybe<ops::Bias>(), one<ops::ActivationOp>()},
-          .reject = reject,
-          .make = make_fused<LinearBiasActivation>(),
-          .sample = [] {
-            auto list = sample();
-            list.push_back(
-                std::make_shared<ops::GatedActivation>(ops::GatedActivation::Options{.kind = kernels::ActKind::geglu}));
-            return list;
-          }};
+  return {
+      .name = "linear_bias_activation",
+      .pattern = {one<ops::BasicLinear>(), maybe<ops::Bias>(), one<ops::ActivationOp>()},
+      .reject = reject,
+      .make = make_fused<LinearBiasActivation>(),
+      .sample = [] {
+        auto list = sample();
+        list.push_back(std::make_shared<ops::Activation>(ops::Activation::Options{.kind = kernels::ActKind::geglu}));
+        return list;
+      }};
 }
 
 }  // namespace weft::fused

@@ -130,7 +130,7 @@ std::vector<ops::OpPtr> sample() {
   return {std::make_shared<ops::RMSNorm>(ops::NormOptions{.normalized_shape = {8}}),
           std::make_shared<BasicLinear>(BasicLinear::Options{.in_features = 8, .out_features = 12}),
           std::make_shared<ops::Bias>(ops::Bias::Options{.size = 12}),
-          std::make_shared<ops::GatedActivation>(ops::GatedActivation::Options{.kind = kernels::ActKind::geglu}),
+          std::make_shared<ops::Activation>(ops::Activation::Options{.kind = kernels::ActKind::geglu}),
           std::make_shared<BasicLinear>(BasicLinear::Options{.in_features = 6, .out_features = 4}),
           std::make_shared<ops::Bias>(ops::Bias::Options{.size = 4}),
           std::make_shared<ops::AddExtraInput>(ops::AddExtraInput::Options{})};
