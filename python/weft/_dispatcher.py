@@ -16,8 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import _C
 
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
-_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPES}
+_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 # Modules by id: Dynamo treats an int as a constant, but not a module.
 _module_ids = itertools.count()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from . import _C
+from ._arguments import check_device, checked_arguments
 from ._native import NativeOperation, initialize, native_classes, on_meta
 from ._operation import FusedOperation, FusibleOperation
 from ._process_groups import named_group, resolve_parallel
@@ -109,6 +110,7 @@ class Linear(WgradModule, FusedOperation):
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
 
+    @checked_arguments
     def __init__(
         self,
         in_features: int,
@@ -130,6 +132,12 @@ class Linear(WgradModule, FusedOperation):
     ) -> None:
         FusibleOperation.__init__(self)
         self.te_keys = te_keys
+        check_device("Linear", device)
+        if not isinstance(userbuffers_options, dict | None):
+            raise TypeError(
+                f"Linear: userbuffers_options is {userbuffers_options!r}, expected a dict such as "
+                "{'comm_name': 'fc1'} or None."
+            )
         gemm: dict[str, Any] = {
             "in_features": in_features,
             "out_features": out_features,
@@ -208,7 +216,9 @@ class Linear(WgradModule, FusedOperation):
             and "bias" in self.__dict__.get("_parameters", {})
             and not self._has_bias()
         ):
-            raise ValueError("Linear: cannot assign a bias to a Linear created with bias=False.")
+            raise ValueError(
+                "Linear: cannot assign a bias to a Linear created with bias=False. Create it with bias=True."
+            )
         super().__setattr__(name, value)
 
     def _has_bias(self) -> bool:

@@ -50,9 +50,19 @@ class FusionHandle:
 
 def _checked_names(names: tuple[str, ...]) -> list[str]:
     known = [name for name, _ in _C.all_rules()]
-    if unknown := set(names) - set(known):
-        raise ValueError(f"Unknown fusion rules {sorted(unknown)}. Registered: {known}.")
+    for name in names:
+        if name not in known:
+            near = _C.did_you_mean(name, known) if isinstance(name, str) else ""
+            raise ValueError(f"Unknown fusion rule {name!r}.{near} Registered: {', '.join(known)}.")
     return list(names)
+
+
+def _register(pass_: str, func: Callable, prepend: bool) -> FusionHandle:
+    if not callable(func):
+        raise TypeError(
+            f"register_{pass_}_fusion: func is {func!r}, expected a function func(ops, *, recipe) that returns ops."
+        )
+    return FusionHandle(_C.add_fusion_function("joint" if pass_ == "forward_backward" else pass_, func, prepend))
 
 
 @contextmanager
@@ -107,7 +117,7 @@ def register_forward_fusion(func: Callable, prepend: bool = False) -> FusionHand
         >>> with weft.fusion.register_forward_fusion(fuse):
         ...     y = block(x)
     """
-    return FusionHandle(_C.add_fusion_function("forward", func, prepend))
+    return _register("forward", func, prepend)
 
 
 def register_backward_fusion(func: Callable, prepend: bool = False) -> FusionHandle:
@@ -120,7 +130,7 @@ def register_backward_fusion(func: Callable, prepend: bool = False) -> FusionHan
     Returns:
         A :class:`FusionHandle` that removes the function.
     """
-    return FusionHandle(_C.add_fusion_function("backward", func, prepend))
+    return _register("backward", func, prepend)
 
 
 def register_forward_backward_fusion(func: Callable, prepend: bool = False) -> FusionHandle:
@@ -133,4 +143,4 @@ def register_forward_backward_fusion(func: Callable, prepend: bool = False) -> F
     Returns:
         A :class:`FusionHandle` that removes the function.
     """
-    return FusionHandle(_C.add_fusion_function("joint", func, prepend))
+    return _register("forward_backward", func, prepend)

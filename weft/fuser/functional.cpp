@@ -15,16 +15,8 @@ using fused::PlanKey;
 using fused::TensorMeta;
 using ops::Spec;
 
-/// As dtype_name and dtype_from_name, including integer dtypes of extra inputs.
-std::string_view meta_dtype(at::ScalarType dtype) {
-  return dtype == at::kLong ? "int64" : dtype == at::kInt ? "int32" : dtype_name(dtype);
-}
-at::ScalarType meta_dtype(const std::string& name) {
-  return name == "int64" ? at::kLong : name == "int32" ? at::kInt : dtype_from_name(name);
-}
-
 std::string meta_text(const TensorMeta& t) {
-  return c10::DeviceTypeName(t.device, /*lower_case=*/true) + ":" + std::string(meta_dtype(t.dtype)) + ":" +
+  return c10::DeviceTypeName(t.device, /*lower_case=*/true) + ":" + std::string(dtype_name(t.dtype)) + ":" +
          (t.requires_grad ? "g" : "") + (t.contiguous ? "c" : "");
 }
 
@@ -33,7 +25,7 @@ TensorMeta meta_from_text(const std::string& word) {
   TORCH_CHECK_VALUE(first != std::string::npos && second != std::string::npos, "Pipeline text: '", word,
                     "' does not describe a tensor; expected device:dtype:flags, e.g. cpu:float32:gc.");
   const auto flags = word.substr(second + 1);
-  return {meta_dtype(word.substr(first + 1, second - first - 1)), c10::Device(word.substr(0, first)).type(), true,
+  return {dtype_from_name(word.substr(first + 1, second - first - 1)), c10::Device(word.substr(0, first)).type(), true,
           flags.find('g') != std::string::npos, flags.find('c') != std::string::npos};
 }
 

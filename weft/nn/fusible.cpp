@@ -7,6 +7,7 @@
 #include <cmath>
 #include <ranges>
 
+#include "weft/core/errors.h"
 #include "weft/fuser/below_autograd.h"
 #include "weft/ops/wgrad_attrs.h"
 
@@ -66,7 +67,7 @@ void Fusible::backward_dw() {
     const auto count = stage.op->params().size();
     offset -= count;
     const fuser::BelowAutograd below;
-    ran |= stage.op->backward_dw({params.data() + offset, count});
+    ran |= with_label(name(), [&] { return stage.op->backward_dw({params.data() + offset, count}); });
   }
   if (!ran) return;
   for (const auto& hook : wgrad_hooks_) hook();

@@ -26,7 +26,7 @@ std::vector<fuser::Stage> LinearImpl::stages() const {
   if (options_.tensor_parallel_mode == ParallelMode::row)
     basic_ops.insert(options_.replicated_bias ? basic_ops.begin() + 1 : basic_ops.end(), reduction());
   std::vector<fuser::Stage> list;
-  for (auto& op : basic_ops) list.push_back({.op = std::move(op)});
+  for (auto& op : basic_ops) list.push_back({.op = std::move(op), .label = "Linear"});
   return list;
 }
 

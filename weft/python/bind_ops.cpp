@@ -70,6 +70,8 @@ void bind_ops(py::module_& m) {
         return std::const_pointer_cast<ops::BasicOp>(make_op(name, keywords));
       },
       py::arg("name"), py::arg("fields"), "Creates a registered operation from its fields.");
+  m.def("did_you_mean", &did_you_mean, py::arg("name"), py::arg("known"),
+        "\" Did you mean 'bias'?\" with the nearest known name; empty if none is near.");
   m.def("op_types", &types, "Registered operations as (name, doc, [(field, default, kind)], sample).");
 }
 
