@@ -59,6 +59,7 @@ SIGNATURES = {
     "flops": "(text: str, inputs: list[Spec]) -> tuple[int, int]",
     "gradients": "(text: str) -> list[tuple[str, bool, bool]]",
     "infer": "(text: str, inputs: list[Spec]) -> list[Spec | None]",
+    "linear_ops": "(fields: dict[str, Any]) -> list[Op]",
     "make_custom_op": "(module: torch.nn.Module, params: list[str], extra_inputs: int, extra_outputs: int) -> Op",
     "make_op": "(name: str, fields: dict[str, Any]) -> Op",
     "op_types": "() -> list[tuple[str, dict[str, str], list[tuple[str, Any, str, str, str]], Op]]",

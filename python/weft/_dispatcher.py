@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     # text or None, parameters, paths of the operations that behave differently in eval mode, sources, targets
     TracedSegment = tuple[str | None, Slots, tuple[str, ...], tuple[str | None, ...], Targets]
 
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
-_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPES}
+_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 # Modules by id: Dynamo treats an int as a constant, but not a module.
 _module_ids = itertools.count()

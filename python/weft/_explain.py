@@ -74,7 +74,9 @@ class Explanation:
                 f"Explanation.save: '{path}' has suffix '{path.suffix}', expected one of {', '.join(SUFFIXES)}."
             )
         if not path.parent.is_dir():
-            raise FileNotFoundError(f"Explanation.save: there is no folder '{path.parent}' for '{path.name}'.")
+            raise FileNotFoundError(
+                f"Explanation.save: there is no folder '{path.parent}' for '{path.name}'. Create it first."
+            )
         if path.suffix == ".dot":
             path.write_text(self.dot())
             return path
@@ -94,10 +96,11 @@ def explain(module: torch.nn.Module, *inputs: torch.Tensor) -> Explanation:
 
     The explanation shows the forward and backward plans with the kernels that compute them, rejected fusions with the
     reason, copies made because of aliasing, and the tensors saved for backward with their sizes. A Sequential that
-    consists of several pipelines is run forward once, to find the inputs of each pipeline.
+    consists of several pipelines, or a model that contains Sequentials, is run forward once, to find the inputs of each
+    pipeline.
 
     Args:
-        module: a weft operation or :class:`Sequential`.
+        module: a weft operation, a :class:`Sequential`, or a model that contains some; each is explained by name.
         *inputs: the inputs of the call: the main tensor, then the extra inputs.
 
     Returns:
@@ -115,23 +118,36 @@ def explain(module: torch.nn.Module, *inputs: torch.Tensor) -> Explanation:
         return Explanation(_explain_segments(module, *inputs))
     if isinstance(module, FusibleOperation):
         return Explanation([(type(module).__name__, module._current_runner(inputs[0]).explain(*inputs))])
-    raise TypeError(
-        f"explain: got {type(module).__name__}, expected a weft operation or Sequential.{_candidates(module)}"
-    )
+    return Explanation(_explain_model(module, inputs))
 
 
-def _candidates(module: object) -> str:
-    """Names the weft modules inside `module`, outermost first."""
+def _explain_model(model: torch.nn.Module, inputs: tuple[torch.Tensor, ...]):
+    """Calls the model once and explains each outermost weft operation and Sequential in it, by name."""
     names: list[str] = []
-    if isinstance(module, torch.nn.Module):
-        for name, child in module.named_modules():
-            inside = any(name.startswith(outer + ".") for outer in names)
-            if isinstance(child, (Sequential, FusibleOperation)) and not inside:
-                names.append(name)
+    for name, child in model.named_modules() if isinstance(model, torch.nn.Module) else ():
+        inside = any(name.startswith(outer + ".") for outer in names)
+        if isinstance(child, (Sequential, FusibleOperation)) and not inside:
+            names.append(name)
     if not names:
-        return ""
-    listed = ", ".join(f"'{name}'" for name in names[:5]) + (", …" if len(names) > 5 else "")
-    return f" It contains {listed}: explain(model.get_submodule('{names[0]}'), x)."
+        raise TypeError(
+            f"explain: got {type(model).__name__}, expected a weft operation, a Sequential or a torch.nn.Module that "
+            "contains some."
+        )
+    sections: list[tuple[str, _C.Explanation | None]] = []
+
+    def record(name: str):
+        def hook(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            sections.extend((f"{name}: {title}", plan) for title, plan in explain(module, *args)._sections)
+
+        return hook
+
+    hooks = [model.get_submodule(name).register_forward_pre_hook(record(name)) for name in names]
+    try:
+        model(*inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sections
 
 
 def _explain_segments(module: Sequential, input: torch.Tensor, *extra_inputs: torch.Tensor) -> list[Section]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from . import _C
+from ._arguments import check_device, checked_arguments
 from ._docstrings import add_args
 from ._native import NativeOperation, initialize, native_classes, on_meta
 from ._operation import FusedOperation, FusibleOperation
@@ -59,6 +60,7 @@ class Linear(WgradModule, FusedOperation):
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
 
+    @checked_arguments
     def __init__(
         self,
         in_features: int,
@@ -80,6 +82,12 @@ class Linear(WgradModule, FusedOperation):
     ) -> None:
         FusibleOperation.__init__(self)
         self.te_keys = te_keys
+        check_device("Linear", device)
+        if not isinstance(userbuffers_options, dict | None):
+            raise TypeError(
+                f"Linear: userbuffers_options is {userbuffers_options!r}, expected a dict such as "
+                "{'comm_name': 'fc1'} or None."
+            )
         fields: dict[str, Any] = {
             "in_features": in_features,
             "out_features": out_features,
@@ -152,7 +160,9 @@ class Linear(WgradModule, FusedOperation):
             and "bias" in self.__dict__.get("_parameters", {})
             and not self._fields["bias"]
         ):
-            raise ValueError("Linear: cannot assign a bias to a Linear created with bias=False.")
+            raise ValueError(
+                "Linear: cannot assign a bias to a Linear created with bias=False. Create it with bias=True."
+            )
         super().__setattr__(name, value)
 
     def reset_parameters(self, device: torch.device | str | None = None) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from . import _C
+from ._arguments import bind, check_device
 from ._docstrings import CONVERTED_TYPES, PYTHON_ARGUMENTS, native_docstring
 from ._grouped_parameters import GroupedParameters
 from ._operation import BasicOperation
@@ -49,10 +50,9 @@ class NativeOperation(BasicOperation):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
-        bound = self.__signature__.bind(*args, **kwargs)
-        bound.apply_defaults()
-        arguments = dict(bound.arguments)
+        arguments = bind(type(self).__name__, self.__signature__, args, kwargs)
         device = arguments.pop("device", None)
+        check_device(type(self).__name__, device)
         tracker = arguments.pop("rng_state_tracker_function", None)
         object.__setattr__(self, "te_keys", arguments.pop("te_keys"))
         if "dtype" in arguments:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from . import _C, _dispatcher
+from ._arguments import reject_unknown
 from ._state_keys import StateKeys
 
 if TYPE_CHECKING:
@@ -234,7 +235,9 @@ class BasicOperation(FusibleOperation):
                 f'The index comes first: set_extra_{kind}_channel(0, "name").'
             )
         if not 0 <= index < count:
-            raise IndexError(f"{type(self).__name__}: extra {kind} {index} is out of range, it has {count}.")
+            raise IndexError(
+                f"{type(self).__name__}: extra {kind} {index} is out of range, expected an index below {count}."
+            )
         if channel is not None and (not isinstance(channel, str) or not channel):
             raise ValueError(f"{type(self).__name__}: channel is {channel!r}, expected a non-empty string or None.")
 
@@ -284,7 +287,9 @@ class BasicOperation(FusibleOperation):
         Returns:
             The output.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not implement op_forward.")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not implement op_forward. Define op_forward(self, ctx, input_, **unused)."
+        )
 
     def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, Gradients]:
         """Computes the gradients. Override it in an operation without extra tensors.
@@ -296,7 +301,9 @@ class BasicOperation(FusibleOperation):
         Returns:
             A tuple (gradient of the input, gradients of the Parameters in the order of ``named_parameters``).
         """
-        raise NotImplementedError(f"{type(self).__name__} does not implement op_backward.")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not implement op_backward. Define op_backward(self, ctx, grad_output)."
+        )
 
     def fuser_forward(
         self,
@@ -406,6 +413,7 @@ def build_runner(
     version: int,
     bypassed: Iterable[torch.nn.Module] = (),
     children: Iterable[torch.nn.Module] | None = None,
+    labels: Sequence[str] | None = None,
 ) -> _C.Runner:
     """Builds the C++ runner of a pipeline.
 
@@ -415,9 +423,14 @@ def build_runner(
         version: `_C.modules_version()` before the modules were read.
         bypassed: modules whose ``__call__`` the runner replaces.
         children: the children that `owner` must still have for the runner to be valid; None: not checked.
+        labels: what errors call each operation; None: the class of `owner`.
     """
+    labels = labels or [type(owner).__name__] * len(stages)
     return _C.Runner(
-        stages=[(op._description(), list(inputs), list(outputs)) for op, (inputs, outputs) in stages],
+        stages=[
+            (op._description(), list(inputs), list(outputs), label)
+            for (op, (inputs, outputs)), label in zip(stages, labels, strict=True)
+        ],
         owner=owner,
         ops=[op for op, _ in stages],
         params=[slot for op, _ in stages for slot in op._parameter_slots()],
@@ -445,7 +458,7 @@ def check_keywords(stages: Sequence[BasicOperation], keywords: list[dict[str, An
         allowed = ("output", "grad_input") if native and op._description().takes_buffers else ()
         for name in kwargs if native else ():
             if name not in allowed:
-                raise TypeError(f"{type(op).__name__}.forward() got an unexpected keyword argument {name!r}")
+                reject_unknown(f"{type(op).__name__}.forward()", name, list(allowed))
     return keywords
 
 

@@ -68,4 +68,6 @@ def set_packing_limit(limit: int) -> None:
     Args:
         limit: number of bytes; 0 keeps no packed weights.
     """
+    if not isinstance(limit, int) or limit < 0:
+        raise ValueError(f"set_packing_limit: limit is {limit!r}, expected a number of bytes, 0 or more.")
     _C.set_packing_limit(limit)

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from . import _C
+
 
 class RNGStatesTracker:
     """Named states of the CPU's random number generator.
@@ -45,7 +47,7 @@ class RNGStatesTracker:
                 "different seed for each state."
             )
         if name in self._states:
-            raise RuntimeError(f"RNGStatesTracker: state {name!r} was already added.")
+            raise RuntimeError(f"RNGStatesTracker: state {name!r} was already added. Choose another name.")
         self._seeds.add(seed)
         self._states[name] = torch.Generator().manual_seed(seed).get_state()
 
@@ -57,7 +59,8 @@ class RNGStatesTracker:
             name: name of a state passed to :meth:`add`.
         """
         if name not in self._states:
-            raise KeyError(f"RNGStatesTracker: unknown state {name!r}. Call add() first.")
+            near = _C.did_you_mean(name, list(self._states))
+            raise KeyError(f"RNGStatesTracker: unknown state {name!r}.{near} Call add() first.")
         saved_state = torch.get_rng_state()
         torch.set_rng_state(self._states[name])
         try:

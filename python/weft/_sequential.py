@@ -10,6 +10,7 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from . import _C, _dispatcher
+from ._arguments import checked_arguments
 from ._operation import FusibleOperation, build_runner, check_keywords, materialize, traced_segment
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class _Segment:
     sources: list[str | None] = field(default_factory=list)  # per extra input: its channel; None: the caller
     targets: list[tuple[str | None, bool]] = field(default_factory=list)  # per extra output: channel, output_to_caller
     reason: str | None = None
+    labels: list[str] = field(default_factory=list)  # what errors call each stage
 
 
 class Sequential(torch.nn.Module):
@@ -119,7 +121,9 @@ class Sequential(torch.nn.Module):
     _runner: _C.Runner | None = None
     _module_id: int
     _modules: dict[str, torch.nn.Module]  # type: ignore[assignment]  # no child is None
+    _label: str | None = None  # what errors call all operations; None: their index and class
 
+    @checked_arguments
     def __init__(self, *modules: torch.nn.Module | dict[str, torch.nn.Module], fuse_nested: bool = False) -> None:
         super().__init__()
         _dispatcher.register_module(self)
@@ -129,6 +133,17 @@ class Sequential(torch.nn.Module):
                 self.add_module(name, module)
         else:
             self.extend(cast("tuple[torch.nn.Module, ...]", modules))
+
+    def add_module(self, name: str, module: torch.nn.Module | None) -> None:
+        """Adds a module under a name."""
+        if not isinstance(module, torch.nn.Module | None):
+            cure = ""
+            if isinstance(module, type):
+                cure = f" Create an instance: {module.__name__}(...)."
+            elif isinstance(module, list | tuple):
+                cure = " Unpack the list: Sequential(*modules)."
+            raise TypeError(f"Sequential: module {name!r} is {module!r}, expected a torch.nn.Module.{cure}")
+        super().add_module(name, module)
 
     # ---- a list of modules ----------------------------------------------------------------------------------------
 
@@ -140,8 +155,10 @@ class Sequential(torch.nn.Module):
 
     def _key(self, index: int) -> str:
         keys = list(self._modules)
+        if not isinstance(index, int):
+            raise TypeError(f"Sequential: index is {index!r}, expected an int or a slice. Modules: {', '.join(keys)}.")
         if not -len(keys) <= index < len(keys):
-            raise IndexError(f"Sequential: index {index} is out of range, it has {len(keys)} modules.")
+            raise IndexError(f"Sequential: index {index} is out of range, expected an index below {len(keys)}.")
         return keys[index]
 
     @overload
@@ -233,6 +250,15 @@ class Sequential(torch.nn.Module):
                 flat_modules.append((module, scope))
         return flat_modules
 
+    def _labels(self, path: str) -> dict[int, str]:
+        """Returns what errors call each module, by id: \"Sequential[2] Linear\"."""
+        labels: dict[int, str] = {}
+        for i, module in enumerate(self):
+            if isinstance(module, Sequential):
+                labels |= module._labels(f"{path}[{i}]")
+            labels[id(module)] = self._label or f"{path}[{i}] {type(module).__name__}"
+        return labels
+
     def _signature(self) -> Any:
         entries: list[Any] = []
         for module, scope in self._flat_modules():
@@ -252,13 +278,13 @@ class Sequential(torch.nn.Module):
             if self._runner is not None:
                 self._runner.revalidate(version)
             return segments
-        segments = _connect_channels(_partition(self._flat_modules()))
+        segments = _connect_channels(_partition(self._flat_modules(), self._labels(type(self).__name__)))
         flat = all(not isinstance(module, Sequential) for module in self._modules.values())
         single = len(segments) == 1 and segments[0].reason is None and flat
         for segment in segments:
             if segment.reason is None:
                 bypassed, children = (segment.modules, self._modules.values()) if single else ((), None)
-                segment.runner = build_runner(self, segment.stages, version, bypassed, children)
+                segment.runner = build_runner(self, segment.stages, version, bypassed, children, segment.labels)
         object.__setattr__(self, "_materialized", False)
         # forward() sets _runner, the fast path, once Parameters on the meta device have been allocated.
         object.__setattr__(self, "_runner", None)
@@ -322,7 +348,7 @@ class Sequential(torch.nn.Module):
         keywords = self._keywords_by_module(op_kwargs)
         expected = sum(source is None for segment in segments for source in segment.sources)
         if len(extra_inputs) != expected:
-            takers = [f"{type(m).__name__} at index {i}" for i, m in enumerate(self) if _num_caller_inputs(m)]
+            takers = [f"Sequential[{i}] {type(m).__name__}" for i, m in enumerate(self) if _num_caller_inputs(m)]
             raise ValueError(
                 f"Sequential: expected {expected} extra input{'' if expected == 1 else 's'}"
                 f"{' (' + ', '.join(takers) + ')' if takers else ''}, got {len(extra_inputs)}. "
@@ -336,10 +362,14 @@ class Sequential(torch.nn.Module):
         for target, kwargs in (op_kwargs or {}).items():
             module = self[target] if isinstance(target, int) else target
             if not any(module is contained for contained, _ in flat_modules):
-                raise ValueError(f"Sequential: op_kwargs has the key {target!r}, which is not in this Sequential.")
+                raise ValueError(
+                    f"Sequential: op_kwargs has the key {target!r}, expected an index below {len(self)} or one of its "
+                    "modules."
+                )
             if not isinstance(module, FusibleOperation):
                 raise ValueError(
-                    f"Sequential: op_kwargs has arguments for {type(module).__name__}, which is not a weft operation."
+                    f"Sequential: op_kwargs has arguments for {type(module).__name__}, which is not a weft operation. "
+                    "Remove them."
                 )
             keywords[id(module)] = kwargs
         return keywords
@@ -359,7 +389,7 @@ def _num_caller_inputs(module: torch.nn.Module) -> int:
     return sum(channel is None for op in operations for channel in op._bindings()[0])
 
 
-def _partition(flat_modules: list[tuple[torch.nn.Module, str]]) -> list[_Segment]:
+def _partition(flat_modules: list[tuple[torch.nn.Module, str]], labels: dict[int, str]) -> list[_Segment]:
     """Groups consecutive fusible operations into segments; every other module is a segment by itself."""
     segments: list[_Segment] = []
     for module, scope in flat_modules:
@@ -371,31 +401,39 @@ def _partition(flat_modules: list[tuple[torch.nn.Module, str]]) -> list[_Segment
             segments[-1].stages.extend(stages)
         else:
             segments.append(_Segment([module], stages=stages, reason=reason))
+        segments[-1].labels.extend([labels[id(module)]] * len(stages))
     return segments
 
 
 def _producers(segments: list[_Segment]) -> dict[str, int]:
     """Returns the index of the segment that produces each channel."""
     producers: dict[str, int] = {}
+    first: dict[str, str] = {}
     for g, segment in enumerate(segments):
-        for _, (_, outputs) in segment.stages:
+        for (_, (_, outputs)), label in zip(segment.stages, segment.labels, strict=True):
             for channel in (channel for channel, _ in outputs if channel is not None):
                 if channel in producers:
-                    raise ValueError(f"Sequential: channel '{channel}' has multiple producers.")
-                producers[channel] = g
+                    raise ValueError(
+                        f"Channel '{channel}' has multiple producers: {first[channel]} and {label}. Give each its own "
+                        "name."
+                    )
+                producers[channel], first[channel] = g, label
     return producers
 
 
-def _is_external(channel: str | None, g: int, segment: _Segment, producers: dict[str, int]) -> bool:
+def _is_external(channel: str | None, g: int, segment: _Segment, label: str, producers: dict[str, int]) -> bool:
     """Whether an extra input of segment g comes from outside. If not, the segment's pipeline routes the channel."""
     if channel is None:
         return True
     if channel not in producers:
-        raise ValueError(f"Sequential: channel '{channel}' has no producer.")
+        raise ValueError(
+            f"Channel '{channel}' has no producer; {label} reads it.{_C.did_you_mean(channel, list(producers))} "
+            f"Produced: {', '.join(producers) or 'none'}. Set one with set_extra_output_channel."
+        )
     if producers[channel] == g and segment.reason is None:
         return False
     if producers[channel] >= g:
-        raise ValueError(f"Sequential: channel '{channel}' has no earlier producer.")
+        raise ValueError(f"Channel '{channel}' has no earlier producer; {label} reads it. Put the producer first.")
     return True
 
 
@@ -413,8 +451,8 @@ def _connect_channels(segments: list[_Segment]) -> list[_Segment]:
             segment.targets = [(None, True)] * first.num_extra_outputs
         alone = segment.reason is not None  # a separately called module returns all its extra outputs
         stages = []
-        for op, (inputs, outputs) in segment.stages:
-            external = [_is_external(channel, g, segment, producers) for channel in inputs]
+        for (op, (inputs, outputs)), label in zip(segment.stages, segment.labels, strict=True):
+            external = [_is_external(channel, g, segment, label, producers) for channel in inputs]
             segment.sources += [channel for channel, is_external in zip(inputs, external, strict=True) if is_external]
             segment.targets += [out for out in outputs if alone or out[1] or out[0] in crossing]
             bound = [None if is_external else channel for channel, is_external in zip(inputs, external, strict=True)]

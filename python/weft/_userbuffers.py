@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from . import _C
+
 # Overlapped collectives of Transformer Engine, with the methods that each supports.
 _GATHER, _SCATTER, _EITHER = ("ring_exchange",), ("ring_exchange", "pipeline"), ("bulk", "ring_exchange", "pipeline")
 COMMUNICATIONS = {
@@ -76,7 +78,8 @@ def _check(configuration: dict[str, dict[str, Any]]) -> None:
     for name, options in configuration.items():
         if name not in COMMUNICATIONS:
             raise ValueError(
-                f"initialize_ub: unknown collective {name!r} in ub_cfgs. Known: {', '.join(COMMUNICATIONS)}."
+                f"initialize_ub: unknown collective {name!r} in ub_cfgs."
+                f"{_C.did_you_mean(name, list(COMMUNICATIONS))} Known: {', '.join(COMMUNICATIONS)}."
             )
         method = options.get("method", COMMUNICATIONS[name][0])
         if method not in COMMUNICATIONS[name]:

@@ -128,7 +128,8 @@ def _placements_with_owners(
         found.update({prefix + key: (placement, child) for key, placement in layout.items()})
     if modes or stacked:
         raise ValueError(
-            f"layout_of: modes or stacked contain {', '.join([*modes, *stacked])}, but the module has no such Linear."
+            f"layout_of: modes or stacked contain {', '.join([*modes, *stacked])}, expected names of Linears: "
+            f"{', '.join(name for name, child in module.named_modules() if isinstance(child, Linear))}."
         )
     return found
 

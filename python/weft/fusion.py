@@ -53,9 +53,19 @@ class FusionHandle:
 
 def _checked_names(names: tuple[str, ...]) -> list[str]:
     known = [name for name, _ in _C.all_rules()]
-    if unknown := set(names) - set(known):
-        raise ValueError(f"Unknown fusion rules {sorted(unknown)}. Registered: {known}.")
+    for name in names:
+        if name not in known:
+            near = _C.did_you_mean(name, known) if isinstance(name, str) else ""
+            raise ValueError(f"Unknown fusion rule {name!r}.{near} Registered: {', '.join(known)}.")
     return list(names)
+
+
+def _register(pass_: str, func: Callable, prepend: bool) -> FusionHandle:
+    if not callable(func):
+        raise TypeError(
+            f"register_{pass_}_fusion: func is {func!r}, expected a function func(ops, *, recipe) that returns ops."
+        )
+    return FusionHandle(_C.add_fusion_function("joint" if pass_ == "forward_backward" else pass_, func, prepend))
 
 
 @contextmanager
@@ -111,7 +121,7 @@ def register_forward_fusion(func: _FusionFunction, prepend: bool = False) -> Fus
         >>> with weft.fusion.register_forward_fusion(fuse):
         ...     y = block(torch.randn(2, 8))
     """
-    return FusionHandle(_C.add_fusion_function("forward", func, prepend))
+    return _register("forward", func, prepend)
 
 
 def register_backward_fusion(func: _FusionFunction, prepend: bool = False) -> FusionHandle:
@@ -124,7 +134,7 @@ def register_backward_fusion(func: _FusionFunction, prepend: bool = False) -> Fu
     Returns:
         A :class:`FusionHandle` that removes the function.
     """
-    return FusionHandle(_C.add_fusion_function("backward", func, prepend))
+    return _register("backward", func, prepend)
 
 
 def register_forward_backward_fusion(func: _FusionFunction, prepend: bool = False) -> FusionHandle:
@@ -137,4 +147,4 @@ def register_forward_backward_fusion(func: _FusionFunction, prepend: bool = Fals
     Returns:
         A :class:`FusionHandle` that removes the function.
     """
-    return FusionHandle(_C.add_fusion_function("joint", func, prepend))
+    return _register("forward_backward", func, prepend)

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "weft/core/errors.h"
 #include "weft/core/value.h"
 
 namespace weft {
@@ -106,8 +107,9 @@ template <>
 struct Reader<at::ScalarType> {
   static bool read(const Value& value, at::ScalarType& out) {
     const auto* name = std::get_if<std::string>(&value);
-    if (name) out = dtype_from_name(*name);
-    return name != nullptr;
+    const auto found = name ? find_dtype(*name) : std::nullopt;
+    if (found) out = *found;
+    return found.has_value();
   }
 };
 template <class E>
@@ -123,12 +125,6 @@ struct Reader<E> {
     }
     return false;
   }
-  /// "a" or "b".
-  static std::string names() {
-    std::string text;
-    for (const char* name : EnumNames<E>::list) text += (text.empty() ? "\"" : " or \"") + std::string(name) + "\"";
-    return text;
-  }
 };
 template <class T>
 struct Reader<std::optional<T>> {
@@ -139,14 +135,33 @@ struct Reader<std::optional<T>> {
     }
     return Reader<T>::read(value, out.emplace());
   }
-  static std::string names()
-    requires requires { Reader<T>::names(); }
-  {
-    return Reader<T>::names() + " or none";
-  }
 };
 
+/// Whether T takes one of a list of names: an enum or a dtype.
+template <class T>
+inline constexpr bool is_choice = std::is_enum_v<T>;
+template <class T>
+inline constexpr bool is_choice<std::optional<T>> = is_choice<T>;
+
 }  // namespace detail
+
+/// What a field of type T takes, for error messages: "an int or None".
+template <class T>
+std::string expected_text() {
+  if constexpr (std::is_same_v<T, bool>) return "True or False";
+  if constexpr (std::is_same_v<T, int64_t>) return "an int";
+  if constexpr (std::is_same_v<T, double>) return "a number";
+  if constexpr (std::is_same_v<T, std::string>) return "a string";
+  if constexpr (std::is_same_v<T, std::vector<int64_t>>) return "an int or a sequence of ints";
+  if constexpr (std::is_same_v<T, at::ScalarType>) return kComputeDtypes;
+  if constexpr (requires { EnumNames<T>::list; }) {
+    const auto& names = EnumNames<T>::list;
+    return "one of " + join({names.begin(), names.end()});
+  }
+  if constexpr (requires { typename T::value_type; } && !std::is_same_v<T, std::string> &&
+                !std::is_same_v<T, std::vector<int64_t>>)
+    return expected_text<typename T::value_type>() + " or None";
+}
 
 /// All fields of `options`, in order.
 template <class Options>
@@ -177,14 +192,18 @@ void set_field(Options& options, const std::string& owner, const std::string& na
   const auto one = [&](const auto& field) {
     if (name != field.name) return;
     known = true;
-    using Reader = detail::Reader<std::decay_t<decltype(options.*field.member)>>;
-    const bool valid = Reader::read(value, options.*field.member);
-    if constexpr (requires { Reader::names(); })
-      TORCH_CHECK_VALUE(valid, owner, ": ", name, " must be ", Reader::names(), ", got ", to_text(value), ".");
-    TORCH_CHECK_VALUE(valid, owner, ": invalid value ", to_text(value), " for '", name, "'.");
+    using T = std::decay_t<decltype(options.*field.member)>;
+    if (detail::Reader<T>::read(value, options.*field.member)) return;
+    const auto message = c10::str(owner, ": ", name, " is ", to_text(value), ", expected ", expected_text<T>(), ".");
+    TORCH_CHECK_VALUE(!detail::is_choice<T> || !std::holds_alternative<std::string>(value), message);
+    TORCH_CHECK_TYPE(false, message);
   };
   std::apply([&](const auto&... field) { (one(field), ...); }, Options::fields());
-  TORCH_CHECK_TYPE(known, owner, " got an unexpected keyword argument '", name, "'.");
+  if (known) return;
+  std::vector<std::string> names;
+  for (const auto& field : list_fields(options)) names.push_back(field.name);
+  TORCH_CHECK_TYPE(false, owner, " got an unexpected keyword argument '", name, "'.", did_you_mean(name, names),
+                   " Arguments: ", join(names), ".");
 }
 
 }  // namespace weft

@@ -10,18 +10,6 @@
 namespace weft {
 namespace {
 
-constexpr std::array<std::pair<at::ScalarType, std::string_view>, 9> kDtypes{{
-    {at::kFloat, "float32"},
-    {at::kDouble, "float64"},
-    {at::kHalf, "float16"},
-    {at::kBFloat16, "bfloat16"},
-    {at::kLong, "int64"},
-    {at::kInt, "int32"},
-    {at::kBool, "bool"},
-    {at::kComplexFloat, "complex64"},
-    {at::kComplexDouble, "complex128"},
-}};
-
 /// The shortest text that parses back to x, with ".0" if it would otherwise be read as an integer.
 std::string format_double(double x) {
   std::array<char, 40> buffer{};
@@ -63,15 +51,23 @@ std::string to_text(const Value& value) {
 }
 
 std::string_view dtype_name(at::ScalarType dtype) {
-  for (const auto& [type, name] : kDtypes)
-    if (type == dtype) return name;
-  return c10::toString(dtype);
+  return dtype == at::ScalarType::Undefined ? "undefined" : c10::getDtypeNames(dtype).first;
 }
 
-at::ScalarType dtype_from_name(std::string_view name) {
-  for (const auto& [type, known] : kDtypes)
-    if (known == name) return type;
-  TORCH_CHECK_VALUE(false, "weft: unknown dtype '", name, "'; expected float32, float64, float16 or bfloat16.");
+std::optional<at::ScalarType> find_dtype(const std::string& name) {
+  const auto& known = c10::getStringToDtypeMap();
+  const auto found = known.find(name);
+  return found == known.end() ? std::nullopt : std::optional(found->second);
+}
+
+at::ScalarType dtype_from_name(const std::string& name) {
+  const auto found = find_dtype(name);
+  TORCH_CHECK_VALUE(found, "weft: unknown dtype '", name, "'; expected ", kComputeDtypes, ".");
+  return *found;
+}
+
+bool is_compute_dtype(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble;
 }
 
 void Parser::skip_space() {

@@ -16,8 +16,14 @@ using Value = std::variant<std::monostate, bool, int64_t, double, std::string, s
 /// The text of a value: none | true | false | 12 | 0.5 | "string" | [1, 2]. `Parser::value` is the inverse.
 std::string to_text(const Value& value);
 
+/// The name of a dtype in torch, such as "float32", and its inverse.
 std::string_view dtype_name(at::ScalarType dtype);
-at::ScalarType dtype_from_name(std::string_view name);
+std::optional<at::ScalarType> find_dtype(const std::string& name);
+at::ScalarType dtype_from_name(const std::string& name);
+
+/// The dtypes that operations compute in.
+inline constexpr const char* kComputeDtypes = "float32, float64, float16 or bfloat16";
+bool is_compute_dtype(at::ScalarType dtype);
 
 /// Parses pipeline text. Syntax errors raise ValueError with the position.
 class Parser {

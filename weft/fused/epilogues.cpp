@@ -62,7 +62,7 @@ void add_extra_input(kernels::Epilogue& epilogue, const ops::AddExtraInput& join
   const auto e = ctx.take_extra_input(0);
   c10::SmallVector<int64_t, 5> sizes(x.sizes().begin(), x.sizes().end());
   if (!sizes.empty()) sizes.back() = columns;
-  TORCH_CHECK_VALUE(e.sizes() == at::IntArrayRef(sizes), "AddExtraInput: input has shape ", at::IntArrayRef(sizes),
+  TORCH_CHECK_VALUE(e.sizes() == at::IntArrayRef(sizes), "input has shape ", at::IntArrayRef(sizes),
                     ", extra input has shape ", e.sizes(), "; expected equal shapes.");
   set_addend(epilogue, e, join.in_place(), dtype);
 }

@@ -34,8 +34,8 @@ const char* unsupported_layout(const at::Tensor& t) {
         " is a tensor subclass with Python dispatch (such as DTensor or FakeTensor); expected a dense tensor with "
         "storage. With FSDP2, call the module that fully_shard wrapped, so that its parameters are gathered; under "
         "torch.compile or FakeTensorMode, use torch.ops.weft.pipeline_forward.");
-  TORCH_CHECK(!t.is_complex(), "weft: Unsupported dtype ", dtype_name(t.scalar_type()), " of ", what,
-              "; expected a real dtype.");
+  TORCH_CHECK_TYPE(!t.is_complex(), "weft: ", what, " is ", dtype_name(t.scalar_type()), "; expected ", kComputeDtypes,
+                   ". Pass its real and imaginary parts separately.");
   TORCH_CHECK_TYPE(false, "weft: ", what, " is ", unsupported_layout(t), "; expected a dense strided tensor.");
 }
 
@@ -61,14 +61,10 @@ void check_tangents(const Pipeline& pipeline, const at::Tensor& x, ops::Params p
 
 constexpr DispatchKeySet kUnsupportedModes({DispatchKey::FuncTorchDynamicLayerFrontMode, DispatchKey::Tracer});
 
-bool is_supported_dtype(at::ScalarType dtype) {
-  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble;
-}
-
 /// The fast check; `reject_param` raises the specific error.
 bool param_fits(const ops::ParamSpec& spec, const at::Tensor& param, const at::Tensor& x) {
   return param.defined() && is_supported_tensor(param) && param.device() == x.device() &&
-         (spec.any_shape || (param.sizes() == at::IntArrayRef(spec.shape) && is_supported_dtype(param.scalar_type())));
+         (spec.any_shape || (param.sizes() == at::IntArrayRef(spec.shape) && is_compute_dtype(param.scalar_type())));
 }
 
 [[noreturn]] void reject_param(const Pipeline& pipeline, int p, const at::Tensor& param, const at::Tensor& x) {
@@ -76,14 +72,13 @@ bool param_fits(const ops::ParamSpec& spec, const at::Tensor& param, const at::T
   const auto& spec = pipeline.params()[p];
   TORCH_CHECK_VALUE(param.defined(), "weft: ", name, " is an undefined tensor.");
   if (!is_supported_tensor(param)) reject(name, param);
-  TORCH_CHECK_VALUE(
-      param.device() == x.device(), "weft: the input is on ", x.device(), ", ", name, " is on ", param.device(),
-      "; expected the same device.",
-      param.is_meta() ? " Materialize it first: module.to_empty(device=…), then reset_parameters()." : "");
+  TORCH_CHECK_VALUE(param.device() == x.device(), "weft: the input is on ", x.device(), ", ", name, " is on ",
+                    param.device(), "; expected the same device. ",
+                    param.is_meta() ? "Materialize it first: module.to_empty(device=…), then reset_parameters()."
+                                    : "Move one of them with .to(device).");
   TORCH_CHECK_VALUE(param.sizes() == at::IntArrayRef(spec.shape), "weft: ", name, " has shape ", param.sizes(),
                     ", expected ", at::IntArrayRef(spec.shape), ". To change the sizes, create a new module.");
-  TORCH_CHECK_TYPE(false, "weft: ", name, " is ", dtype_name(param.scalar_type()),
-                   "; expected float32, float64, float16 or bfloat16.");
+  TORCH_CHECK_TYPE(false, "weft: ", name, " is ", dtype_name(param.scalar_type()), "; expected ", kComputeDtypes, ".");
 }
 
 void check_param(const Pipeline& pipeline, int p, const at::Tensor& param, const at::Tensor& x) {
@@ -110,12 +105,11 @@ at::ScalarType autocast_dtype(c10::DeviceType device) {
 
 bool supports_autocast(c10::DeviceType device) { return device != c10::DeviceType::Meta; }
 
-/// "0 extra inputs", "1 extra input (AddExtraInput at index 5)"
+/// "0 extra inputs", "1 extra input (Sequential[5] AddExtraInput)"
 std::string extra_inputs_text(const Pipeline& pipeline) {
   std::string list;
   for (const int slot : pipeline.caller_inputs()) {
-    const int i = pipeline.consumer(slot);
-    list += (list.empty() ? "" : ", ") + std::string(pipeline.op(i).name()) + " at index " + std::to_string(i);
+    list += (list.empty() ? "" : ", ") + pipeline.label(pipeline.consumer(slot));
   }
   const auto count = pipeline.caller_inputs().size();
   return std::to_string(count) + (count == 1 ? " extra input" : " extra inputs") +
@@ -127,8 +121,7 @@ std::string extra_inputs_text(const Pipeline& pipeline) {
 std::string param_name(const Pipeline& pipeline, int index) {
   for (int i = 0; i < pipeline.size(); ++i)
     if (index < pipeline.param_base(i + 1))
-      return "parameter '" + pipeline.params()[index].name + "' of operation " + std::to_string(i) + " (" +
-             std::string(pipeline.op(i).name()) + ")";
+      return "parameter '" + pipeline.params()[index].name + "' of " + pipeline.label(i);
   return "parameter " + std::to_string(index);
 }
 
@@ -146,8 +139,9 @@ void check_modes() {
 }
 
 void check_counts(const Pipeline& pipeline, size_t params, size_t extras) {
-  TORCH_CHECK_VALUE(extras == pipeline.caller_inputs().size(), "Pipeline: expected ", extra_inputs_text(pipeline),
-                    ", got ", extras, ". Pass extra inputs after x, in this order.");
+  TORCH_CHECK_VALUE(extras == pipeline.caller_inputs().size(),
+                    pipeline.size() == 1 ? pipeline.label(0) : std::string("Pipeline"), ": expected ",
+                    extra_inputs_text(pipeline), ", got ", extras, ". Pass extra inputs after x, in this order.");
   TORCH_CHECK_VALUE(params == pipeline.params().size(), "Pipeline: expected ", pipeline.params().size(),
                     " parameters, got ", params, ".");
 }
@@ -178,9 +172,7 @@ fused::PlanKey make_plan_key(const Pipeline& pipeline, const at::Tensor& x, ops:
   fused::PlanKey key(grad_mode, supports_autocast(device) ? autocast_dtype(device) : at::ScalarType::Undefined,
                      fused::rules_version(), eval_mask);
   if (!is_supported_tensor(x))
-    reject(pipeline.size() > 0 ? "the input of operation 0 (" + std::string(pipeline.op(0).name()) + ")"
-                               : std::string("the input of an empty pipeline"),
-           x);
+    reject("the input of " + (pipeline.size() > 0 ? pipeline.label(0) : std::string("an empty pipeline")), x);
   key.add(fused::TensorMeta::of(x, grad_mode).pack());
   for (size_t k = 0; k < extras.size(); ++k) {
     check_extra(static_cast<int>(k), extras[k], x);
@@ -199,16 +191,13 @@ void check_buffers(const Pipeline& pipeline, const ops::Buffers& given) {
   TORCH_CHECK_INDEX(given.op >= 0 && given.op < pipeline.size(), "weft: buffers were passed for operation ", given.op,
                     ", but the pipeline has ", pipeline.size(), " operations.");
   const auto& op = pipeline.op(given.op);
-  TORCH_CHECK_VALUE(op.takes_buffers(), "weft: operation ", given.op, " (", op.name(), ") does not take buffers.");
+  const auto& label = pipeline.label(given.op);
+  TORCH_CHECK_VALUE(op.takes_buffers(), "weft: ", label, " does not take buffers.");
   for (const auto& [what, t] : {std::pair{"output", &given.output}, std::pair{"grad_input", &given.grad_input}}) {
     if (!t->defined()) continue;
-    if (!is_supported_tensor(*t))
-      reject(std::string("buffer '") + what + "' of operation " + std::to_string(given.op) + " (" +
-                 std::string(op.name()) + ")",
-             *t);
-    TORCH_CHECK_VALUE(t->is_contiguous() && !t->requires_grad(), op.name(), ": buffer '", what, "' of operation ",
-                      given.op, " has shape ", t->sizes(), ", strides ", t->strides(),
-                      t->requires_grad() ? " and requires grad" : "",
+    if (!is_supported_tensor(*t)) reject(std::string("buffer '") + what + "' of " + label, *t);
+    TORCH_CHECK_VALUE(t->is_contiguous() && !t->requires_grad(), label, ": buffer '", what, "' has shape ", t->sizes(),
+                      ", strides ", t->strides(), t->requires_grad() ? " and requires grad" : "",
                       "; expected a contiguous tensor that does not require grad. Pass buffer.detach().");
   }
 }

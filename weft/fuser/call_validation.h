@@ -12,7 +12,7 @@ fused::PlanKey make_plan_key(const Pipeline& pipeline, const at::Tensor& x, ops:
 /// Raises ValueError unless the pipeline takes this many parameters and extra inputs.
 void check_counts(const Pipeline& pipeline, size_t params, size_t extras);
 
-/// "parameter 'weight' of operation 2 (BasicLinear)"
+/// "parameter 'weight' of Sequential[2] Linear"
 std::string param_name(const Pipeline& pipeline, int index);
 
 /// Validates a call against `key`: counts, parameter shapes, and the dtype and device of each tensor.

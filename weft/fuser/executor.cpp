@@ -2,6 +2,7 @@
 
 #include <ATen/ops/add.h>
 
+#include "weft/core/errors.h"
 #include "weft/core/ownership.h"
 
 namespace weft::fuser {
@@ -41,7 +42,8 @@ Gradient backward_unfused(const Pipeline& pipeline, const Plan& plan, Frame& fra
   for (int i = step.first + step.count - 1; i >= step.first; --i) {
     if (!any_gradient(pipeline, frame, i, dy.value)) continue;
     OpContext ctx(plan.ops[i], frame, i, nullptr, &dy.packed);
-    dy = pipeline.op(i).backward(ctx, dy.value, params_of(plan.ops[i], frame));
+    dy = with_label(pipeline.label(i),
+                    [&] { return pipeline.op(i).backward(ctx, dy.value, params_of(plan.ops[i], frame)); });
   }
   return dy;
 }
@@ -62,16 +64,42 @@ void check_delivered(const Pipeline& pipeline, const Frame& frame, const Planned
     if (frame.extra_out[slot].defined()) continue;
     const auto& out = pipeline.output(slot);
     const int op = pipeline.producer(slot);
-    TORCH_CHECK(!out.to_caller, "Fused operation '", planned.step.rule, "' did not set an extra output of operation ",
-                op, " (", pipeline.op(op).name(), ") that is returned to the caller.");
-    TORCH_CHECK(false, "Fused operation '", planned.step.rule, "' did not set channel '", out.channel,
-                "' of operation ", op, " (", pipeline.op(op).name(), "), which is read outside the fusion.");
+    TORCH_CHECK(!out.to_caller, "Fused operation '", planned.step.rule, "' did not set an extra output of ",
+                pipeline.label(op), " that is returned to the caller.");
+    TORCH_CHECK(false, "Fused operation '", planned.step.rule, "' did not set channel '", out.channel, "' of ",
+                pipeline.label(op), ", which is read outside the fusion.");
   }
 }
 
 void drop_saved(const Pipeline& pipeline, Frame& frame, const Step& step) {
   for (int slot = pipeline.saved_base(step.first); slot < pipeline.saved_base(step.first + step.count); ++slot)
     frame.saved[slot].reset();
+}
+
+/// Raises the error of the operation that does not support the sizes of a fused step's input, if `infer` finds one.
+void check_sizes(const Pipeline& pipeline, const Plan& plan, const Frame& frame, const Step& step,
+                 const at::Tensor& x) {
+  auto spec = ops::Spec::of(x);
+  for (int i = step.first; i < step.first + step.count; ++i) {
+    std::vector<ops::Spec> extras, params;
+    for (int slot = pipeline.extra_in_base(i); slot < pipeline.extra_in_base(i + 1); ++slot) {
+      if (!frame.extra_in[slot].defined()) return;  // the step has used it already
+      extras.push_back(ops::Spec::of(frame.extra_in[slot]));
+    }
+    for (const auto& param : params_of(plan.ops[i], frame)) params.push_back(ops::Spec::of(param));
+    spec = with_label(pipeline.label(i), [&] { return pipeline.op(i).infer(plan.ops[i], spec, extras, params).y; });
+  }
+}
+
+at::Tensor forward_fused(const Pipeline& pipeline, const Plan& plan, Frame& frame, const Step& step,
+                         const at::Tensor& x) {
+  StepContext ctx(plan.ops.data(), frame, plan.saves.data(), step);
+  try {
+    return step.fused.forward->forward(ctx, x);
+  } catch (c10::Error& error) {
+    if (!step.fused->process_local()) check_sizes(pipeline, plan, frame, step, x);
+    rethrow_with_label(pipeline.labels(step.first, step.count), error);
+  }
 }
 
 }  // namespace
@@ -82,13 +110,13 @@ at::Tensor run_forward(const Pipeline& pipeline, const Plan& plan, Frame& frame,
     for (const auto& route : planned.routes)
       frame.extra_in[route.to] = route.last ? std::move(frame.extra_out[route.from]) : frame.extra_out[route.from];
     if (step.fused && enough_rows(step, x)) {
-      StepContext ctx(plan.ops.data(), frame, plan.saves.data(), step);
-      x = step.fused.forward->forward(ctx, x);
+      x = forward_fused(pipeline, plan, frame, step, x);
       check_delivered(pipeline, frame, planned);
     } else {
       for (int i = step.first; i < step.first + step.count; ++i) {
         OpContext ctx(plan.ops[i], frame, i);
-        x = pipeline.op(i).forward(ctx, x, params_of(plan.ops[i], frame));
+        x = with_label(pipeline.label(i),
+                       [&] { return pipeline.op(i).forward(ctx, x, params_of(plan.ops[i], frame)); });
       }
     }
     for (const auto& route : planned.routes) frame.extra_in[route.to].reset();
@@ -97,6 +125,17 @@ at::Tensor run_forward(const Pipeline& pipeline, const Plan& plan, Frame& frame,
 }
 
 namespace {
+
+Gradient backward_fused(const Pipeline& pipeline, const Plan& plan, Frame& frame, const PlannedStep& planned,
+                        const Gradient& dy) {
+  const auto& step = planned.step;
+  StepContext ctx(plan.ops.data(), frame, plan.saves.data(), step, planned.packed_dx_min_rows);
+  try {
+    return step.fused.backward->backward(ctx, dy);
+  } catch (c10::Error& error) {
+    rethrow_with_label(pipeline.labels(step.first, step.count), error);
+  }
+}
 
 at::Tensor run_backward_steps(const Pipeline& pipeline, const Plan& plan, Frame& frame, Gradient dy) {
   for (auto planned = plan.backward.rbegin(); planned != plan.backward.rend(); ++planned) {
@@ -108,8 +147,7 @@ at::Tensor run_backward_steps(const Pipeline& pipeline, const Plan& plan, Frame&
       continue;
     }
     if (fused_backward(step, frame, dy.value)) {
-      StepContext ctx(plan.ops.data(), frame, plan.saves.data(), step, planned->packed_dx_min_rows);
-      dy = step.fused.backward->backward(ctx, dy);
+      dy = backward_fused(pipeline, plan, frame, *planned, dy);
     } else {
       dy = backward_unfused(pipeline, plan, frame, step, std::move(dy));
     }

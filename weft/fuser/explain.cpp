@@ -64,16 +64,8 @@ std::vector<Explanation::StepLine> lines(const Pipeline& pipeline, const std::ve
 
 void list_saved(Explanation& out, const Pipeline& pipeline, const Plan& plan, const at::Tensor& x, ops::Params params,
                 c10::ArrayRef<at::Tensor> extras) {
-  CallShapes shapes;
-  try {
-    if (plan.process_local)
-      out.saved_unknown = "an operation is written in Python";
-    else
-      shapes = infer(pipeline, plan, x, params, extras);
-  } catch (const c10::ValueError& error) {
-    out.saved_unknown = error.what_without_backtrace();
-  }
-  out.saved_known = out.saved_unknown.empty();
+  out.saved_known = !plan.process_local;
+  const auto shapes = out.saved_known ? infer(pipeline, plan, x, params, extras) : CallShapes{};
   std::set<std::pair<int, at::ScalarType>> kept;
   for (const auto& slot : shapes.saved) {
     if (!slot.spec) continue;
@@ -170,7 +162,7 @@ int64_t Explanation::saved_bytes() const {
 }
 
 std::string Explanation::saved_text() const {
-  return saved_known ? format_bytes(saved_bytes()) : "unknown: " + saved_unknown;
+  return saved_known ? format_bytes(saved_bytes()) : "unknown: an operation is written in Python";
 }
 
 Explanation explain(Fuser& fuser, const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras,

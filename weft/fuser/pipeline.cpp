@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 
+#include "weft/core/errors.h"
 #include "weft/ops/registry.h"
 
 namespace weft::fuser {
@@ -46,6 +47,9 @@ Pipeline::Pipeline(std::vector<Stage> stages) : stages_(std::move(stages)) {
     extra_out_base_.push_back(extra_out_base_.back() + op.extra_outputs());
     process_local_ |= op.process_local();
     eval_bits_.push_back(op.depends_on_training() ? eval_bits++ : -1);
+    if (!stage.label.empty()) continue;
+    stage.label = op.name();
+    if (size() > 1) stage.label = c10::str("operation ", param_base_.size() - 2, " (", stage.label, ")");
   }
   TORCH_CHECK_VALUE(eval_bits <= 64,
                     "Pipeline: expected at most 64 operations that depend on training mode (such as Dropout), got ",
@@ -62,9 +66,9 @@ void Pipeline::wire() {
       if (out.to_caller) caller_outputs_.push_back(slot);
       if (out.channel.empty()) continue;
       const auto [first, inserted] = producers.emplace(out.channel, slot);
-      TORCH_CHECK_VALUE(inserted, "Channel '", out.channel, "' has multiple producers: operation ",
-                        producer(first->second), " (", op(producer(first->second)).name(), ") and operation ", i, " (",
-                        op(i).name(), ").");
+      TORCH_CHECK_VALUE(inserted, "Channel '", out.channel,
+                        "' has multiple producers: ", label(producer(first->second)), " and ", label(i),
+                        ". Give each its own name.");
     }
   }
   for (int i = 0; i < size(); ++i) {
@@ -76,14 +80,25 @@ void Pipeline::wire() {
         continue;
       }
       const auto found = producers.find(channel);
-      TORCH_CHECK_VALUE(found != producers.end(), "Channel '", channel, "' has no producer; extra input ", k,
-                        " of operation ", i, " (", op(i).name(), ") reads it.");
-      TORCH_CHECK_VALUE(producer(found->second) < i, "Channel '", channel, "' has no earlier producer: operation ", i,
-                        " (", op(i).name(), ") reads it, operation ", producer(found->second), " (",
-                        op(producer(found->second)).name(), ") produces it. Put the producer first.");
+      if (found == producers.end()) {
+        std::vector<std::string> known;
+        for (const auto& [name, slot] : producers) known.push_back(name);
+        TORCH_CHECK_VALUE(false, "Channel '", channel, "' has no producer; extra input ", k, " of ", label(i),
+                          " reads it.", did_you_mean(channel, known),
+                          " Produced: ", known.empty() ? "none" : join(known), ".");
+      }
+      TORCH_CHECK_VALUE(producer(found->second) < i, "Channel '", channel, "' has no earlier producer: ", label(i),
+                        " reads it, ", label(producer(found->second)), " produces it. Put the producer first.");
       sources_.back() = found->second;
     }
   }
+}
+
+std::string Pipeline::labels(int first, int count) const {
+  std::vector<std::string> different{label(first)};
+  for (int i = first + 1; i < first + count; ++i)
+    if (label(i) != different.back()) different.push_back(label(i));
+  return join(different);
 }
 
 int Pipeline::consumer(int extra_in_slot) const { return owner(extra_in_base_, extra_in_slot); }

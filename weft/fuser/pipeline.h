@@ -16,6 +16,7 @@ struct Stage {
   ops::OpPtr op;
   std::vector<std::string> in = {};  // channel of each extra input; empty or missing: passed by the caller
   std::vector<Out> out = {};         // for each extra output
+  std::string label = {};            // names it in errors, e.g. "Sequential[2] Linear"; empty: index and operation
 };
 
 /// A sequence of basic operations and the channels between them. Immutable; holds no tensor. Extra tensors are in flat
@@ -27,6 +28,10 @@ class Pipeline {
   const std::vector<Stage>& stages() const { return stages_; }
   int size() const { return static_cast<int>(stages_.size()); }
   const ops::BasicOp& op(int i) const { return *stages_[i].op; }
+  /// What errors call operation i: its label, "operation 2 (GELU)", or its name if there is only one.
+  const std::string& label(int i) const { return stages_[i].label; }
+  /// The different labels of `count` operations.
+  std::string labels(int first, int count) const;
 
   /// The first slot of operation i; for i = size(), the total.
   int param_base(int i) const { return param_base_[i]; }

@@ -72,11 +72,28 @@ at::ScalarType compute_dtype(const Pipeline& pipeline, const PlanKey& key, const
       return known ? c10::promoteTypes(x, other) : at::ScalarType::Undefined;
     }
     case ops::DtypeRule::input:
+    case ops::DtypeRule::any:
       return x;
     case ops::DtypeRule::unknown:
       break;
   }
   return at::ScalarType::Undefined;
+}
+
+/// Raises TypeError for an integer, bool or float8 tensor where an operation computes in floating point.
+void check_dtype(const Pipeline& pipeline, int i, const std::string& what, at::ScalarType dtype) {
+  const auto rule = pipeline.op(i).dtype_rule();
+  const bool any = rule == ops::DtypeRule::any || rule == ops::DtypeRule::unknown;
+  TORCH_CHECK_TYPE(any || dtype == at::ScalarType::Undefined || is_compute_dtype(dtype), pipeline.label(i), ": ", what,
+                   " is ", dtype_name(dtype), ", expected ", kComputeDtypes, ". Convert it first, e.g. with .float().");
+}
+
+void check_extra_dtypes(const Pipeline& pipeline, const PlanKey& key) {
+  for (size_t k = 0; k < pipeline.caller_inputs().size(); ++k) {
+    const int slot = pipeline.caller_inputs()[k], i = pipeline.consumer(slot), extra = slot - pipeline.extra_in_base(i);
+    if (!pipeline.op(i).is_index(extra))
+      check_dtype(pipeline, i, "extra input " + std::to_string(extra), key.tensor_meta(1 + static_cast<int>(k)).dtype);
+  }
 }
 
 int step_of(const std::vector<Step>& steps, int op) {
@@ -185,7 +202,9 @@ std::vector<int> params_for_backward(const Pipeline& pipeline, const Plan& plan)
 fused::PlanView make_plan_view(const Pipeline& pipeline, const PlanKey& key, const std::vector<ops::OpPlan>& plans) {
   fused::PlanView view{.key = key, .plans = plans, .input_dtypes = {}, .compute_dtypes = {}};
   auto dtype = key.tensor_meta(0).dtype;
+  check_extra_dtypes(pipeline, key);
   for (int i = 0; i < pipeline.size(); ++i) {
+    check_dtype(pipeline, i, "input", dtype);
     view.input_dtypes.push_back(dtype);
     dtype = compute_dtype(pipeline, key, plans[i], i, dtype);
     view.compute_dtypes.push_back(dtype);

@@ -7,6 +7,7 @@
 #include <array>
 #include <cstdlib>
 
+#include "weft/core/errors.h"
 #include "weft/core/value.h"
 #include "weft/kernels/tiers.h"
 
@@ -40,7 +41,8 @@ Tier tier_from_environment() {
                       kTierNames[static_cast<size_t>(best)], ". Set it to that tier or a lower one, or unset it.");
     return static_cast<Tier>(i);
   }
-  TORCH_CHECK_VALUE(false, "WEFT_TIER: got '", name, "', expected amx, avx512, avx2 or ref.");
+  TORCH_CHECK_VALUE(false, "WEFT_TIER: got '", name, "', expected amx, avx512, avx2 or ref.",
+                    did_you_mean(name, {kTierNames.begin(), kTierNames.end()}));
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <ranges>
 
 #include "weft/core/dispatch_keys.h"
+#include "weft/core/errors.h"
 #include "weft/ops/wgrad_attrs.h"
 
 namespace weft::nn {
@@ -66,7 +67,7 @@ void Fusible::backward_dw() {
     const auto count = stage.op->params().size();
     offset -= count;
     const BelowAutograd below;
-    ran |= stage.op->backward_dw({params.data() + offset, count});
+    ran |= with_label(name(), [&] { return stage.op->backward_dw({params.data() + offset, count}); });
   }
   if (!ran) return;
   for (const auto& hook : wgrad_hooks_) hook();

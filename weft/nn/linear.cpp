@@ -79,7 +79,7 @@ LinearImpl::LinearImpl(LinearOptions options) : Fusible("Linear"), options_(reso
 
 std::vector<fuser::Stage> LinearImpl::stages() const {
   std::vector<fuser::Stage> list;
-  for (auto& op : linear_ops(options_)) list.push_back({.op = std::move(op)});
+  for (auto& op : linear_ops(options_)) list.push_back({.op = std::move(op), .label = "Linear"});
   return list;
 }
 

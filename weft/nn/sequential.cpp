@@ -12,8 +12,12 @@ void SequentialImpl::push_back(std::shared_ptr<Fusible> module) {
 
 std::vector<fuser::Stage> SequentialImpl::stages() const {
   std::vector<fuser::Stage> list;
-  for (const auto& module : modules_)
-    for (auto& stage : module->stages()) list.push_back(std::move(stage));
+  for (size_t i = 0; i < modules_.size(); ++i) {
+    for (auto& stage : modules_[i]->stages()) {
+      stage.label = "Sequential[" + std::to_string(i) + "] " + modules_[i]->name();
+      list.push_back(std::move(stage));
+    }
+  }
   return list;
 }
 

@@ -30,9 +30,9 @@ class ActivationOp : public BasicOp {
 
 /// `x` cast to `dtype`. Raises RuntimeError for an unsupported dtype, ValueError if the columns of `x` cannot be split
 /// as `act` requires.
-at::Tensor activation_input(std::string_view name, const kernels::Act& act, const at::Tensor& x, at::ScalarType dtype);
+at::Tensor activation_input(const kernels::Act& act, const at::Tensor& x, at::ScalarType dtype);
 /// Sizes and dtype of act(x).
-Spec activation_output(std::string_view name, const kernels::Act& act, const Spec& x);
+Spec activation_output(const kernels::Act& act, const Spec& x);
 /// Raises ValueError unless `value` is finite and positive.
 void check_positive(std::string_view op, std::string_view argument, double value);
 /// Converts `glu_interleave_size` to `Act::interleave`: 0 if not given. Raises ValueError if not positive.

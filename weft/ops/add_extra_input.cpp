@@ -8,15 +8,15 @@
 namespace weft::ops {
 
 Inferred AddExtraInput::infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec> extra, c10::ArrayRef<Spec>) const {
-  TORCH_CHECK_VALUE(same_sizes(x.sizes, extra[0].sizes), "AddExtraInput: input has shape ", x.sizes,
-                    ", extra input has shape ", extra[0].sizes, "; expected equal shapes.");
+  TORCH_CHECK_VALUE(same_sizes(x.sizes, extra[0].sizes), "input has shape ", x.sizes, ", extra input has shape ",
+                    extra[0].sizes, "; expected equal shapes.");
   return {.y = x.as(c10::promoteTypes(x.dtype, extra[0].dtype))};
 }
 
 at::Tensor AddExtraInput::forward(OpContext& ctx, const at::Tensor& x, Params) const {
   auto e = ctx.take_extra_input(0);
-  TORCH_CHECK_VALUE(e.sizes() == x.sizes(), "AddExtraInput: input has shape ", x.sizes(), ", extra input has shape ",
-                    e.sizes(), "; expected equal shapes.");
+  TORCH_CHECK_VALUE(e.sizes() == x.sizes(), "input has shape ", x.sizes(), ", extra input has shape ", e.sizes(),
+                    "; expected equal shapes.");
   const bool fits = c10::promoteTypes(x.scalar_type(), e.scalar_type()) == e.scalar_type();
   return in_place() && fits && sole_owner(e) ? e.add_(x) : at::add(e, x);
 }

@@ -9,16 +9,17 @@ namespace weft::ops {
 namespace {
 
 WgradOptions wgrad_options(const BasicLinear::Options& options) {
-  return {.op = "BasicLinear", .accumulate = options.accumulate_into_main_grad, .delay = options.delay_wgrad_compute};
+  return {.accumulate = options.accumulate_into_main_grad, .delay = options.delay_wgrad_compute};
 }
 
 }  // namespace
 
 BasicLinear::BasicLinear(Options options) : options_(std::move(options)) {
-  TORCH_CHECK_VALUE(options_.in_features >= 0 && options_.out_features >= 0, "BasicLinear: in_features ",
-                    options_.in_features, " and out_features ", options_.out_features, ", expected 0 or more.");
-  TORCH_CHECK_VALUE(at::isFloatingType(options_.dtype), "BasicLinear: dtype is ", dtype_name(options_.dtype),
-                    ", expected float32, float64, float16 or bfloat16.");
+  TORCH_CHECK_VALUE(options_.in_features >= 0, "BasicLinear: in_features is ", options_.in_features,
+                    ", expected 0 or more.");
+  TORCH_CHECK_VALUE(options_.out_features >= 0, "BasicLinear: out_features is ", options_.out_features,
+                    ", expected 0 or more.");
+  check_param_dtype("BasicLinear", options_.dtype);
   TORCH_CHECK_NOT_IMPLEMENTED(
       !options_.delay_wgrad_compute || !options_.userbuffers_options,
       "BasicLinear: delay_wgrad_compute and userbuffers_options cannot be combined. Set only one of them.");
@@ -57,9 +58,9 @@ kernels::TierChoice BasicLinear::kernel(c10::DeviceType device, at::ScalarType d
 
 Inferred BasicLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const {
   const bool fits = !x.sizes.empty() && same_size(x.sizes.back(), params[0].sizes[1]);
-  TORCH_CHECK_VALUE(fits, "Linear: input has shape ", x.sizes, ", expected ", params[0].sizes[1],
+  TORCH_CHECK_VALUE(fits, "input has shape ", x.sizes, ", expected ", params[0].sizes[1],
                     " features in the last dimension.");
-  TORCH_CHECK_VALUE(!options_.sequence_parallel || x.sizes.size() > 1, "Linear: input has shape ", x.sizes,
+  TORCH_CHECK_VALUE(!options_.sequence_parallel || x.sizes.size() > 1, "input has shape ", x.sizes,
                     ", expected at least 2 dimensions: sequence_parallel shards the first one.");
   const auto dtype = plan.dtype(params[0].dtype);
   Inferred out{.y = x.with_last(params[0].sizes[0]).as(dtype)};
@@ -104,9 +105,9 @@ comm::Work BasicLinear::gather_saved_input(OpContext& ctx) const {
 // ---- GEMMs --------------------------------------------------------------------------------------------------------
 
 void BasicLinear::check_input(const at::Tensor& x, const at::Tensor& weight) const {
-  TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == weight.size(1), "Linear: input has shape ", x.sizes(), ", expected ",
+  TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == weight.size(1), "input has shape ", x.sizes(), ", expected ",
                     weight.size(1), " features in the last dimension.");
-  TORCH_CHECK_VALUE(!options_.sequence_parallel || x.dim() > 1, "Linear: input has shape ", x.sizes(),
+  TORCH_CHECK_VALUE(!options_.sequence_parallel || x.dim() > 1, "input has shape ", x.sizes(),
                     ", expected at least 2 dimensions: sequence_parallel shards the first one.");
 }
 

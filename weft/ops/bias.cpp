@@ -11,6 +11,7 @@ namespace weft::ops {
 
 Bias::Bias(Options options) : options_(std::move(options)) {
   TORCH_CHECK_VALUE(options_.size >= 0, "Bias: size is ", options_.size, ", expected 0 or more.");
+  check_param_dtype("Bias", options_.dtype);
   TORCH_CHECK_VALUE(!options_.tensor_parallel || !options_.sequence_parallel,
                     "Bias: tensor_parallel shards the bias, sequence_parallel replicates it; set only one of them.");
   const bool parallel = options_.tensor_parallel || options_.sequence_parallel;
@@ -29,14 +30,14 @@ std::vector<ParamSpec> Bias::params() const {
 
 Inferred Bias::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const {
   const bool fits = !x.sizes.empty() && same_size(x.sizes.back(), params[0].sizes[0]);
-  TORCH_CHECK_VALUE(fits, "Bias: input has shape ", x.sizes, ", expected last dimension ", params[0].sizes[0],
+  TORCH_CHECK_VALUE(fits, "input has shape ", x.sizes, ", expected last dimension ", params[0].sizes[0],
                     ", the size of the bias.");
   const bool autocast = plan.autocast != at::ScalarType::Undefined;
   return {.y = autocast ? x : x.as(c10::promoteTypes(x.dtype, params[0].dtype))};
 }
 
 at::Tensor Bias::forward(OpContext& ctx, const at::Tensor& x, Params params) const {
-  TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == params[0].size(0), "Bias: input has shape ", x.sizes(),
+  TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == params[0].size(0), "input has shape ", x.sizes(),
                     ", expected last dimension ", params[0].size(0), ", the size of the bias.");
   const bool autocast = ctx.plan().autocast != at::ScalarType::Undefined;
   return at::add(x, autocast ? as_dtype(params[0], x.scalar_type()) : params[0]);

@@ -16,8 +16,8 @@ Options resolve_group(std::string_view op, Options options) {
   return options;
 }
 
-void check_first_dimension(std::string_view op, const Spec& x) {
-  TORCH_CHECK_VALUE(!x.sizes.empty(), op, ": input is a scalar, expected at least 1 dimension.");
+void check_first_dimension(const Spec& x) {
+  TORCH_CHECK_VALUE(!x.sizes.empty(), "input is a scalar, expected at least 1 dimension.");
 }
 
 }  // namespace
@@ -27,7 +27,7 @@ AllGather::AllGather(Options options) : options_(resolve_group("AllGather", std:
 Inferred AllGather::infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
   Inferred out{.y = x};
   if (single_rank()) return out;
-  check_first_dimension(name(), x);
+  check_first_dimension(x);
   out.y.sizes[0] = x.sizes[0] * options_.process_group_size;
   return out;
 }
@@ -46,7 +46,7 @@ ReduceScatter::ReduceScatter(Options options) : options_(resolve_group("ReduceSc
 Inferred ReduceScatter::infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
   Inferred out{.y = x};
   if (single_rank()) return out;
-  check_first_dimension(name(), x);
+  check_first_dimension(x);
   out.y.sizes[0] = x.sizes[0] / options_.process_group_size;
   return out;
 }

@@ -17,7 +17,8 @@ enum class DtypeRule {
   autocast,  // the autocast dtype, else that of x
   weight,    // the autocast dtype, else that of the first parameter
   promote,   // torch's type promotion of x and the other operand
-  input,     // that of x
+  input,     // that of x, which must be a compute dtype
+  any,       // that of x, which may be any dtype
   unknown,   // known only after the operation ran
 };
 

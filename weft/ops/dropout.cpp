@@ -9,15 +9,6 @@
 
 namespace weft::ops {
 
-namespace {
-
-void check_dtype(at::ScalarType dtype) {
-  TORCH_CHECK(at::isFloatingType(dtype), "Unsupported dtype: Dropout got ", dtype_name(dtype),
-              ", expected float32, float64, float16 or bfloat16.");
-}
-
-}  // namespace
-
 Dropout::Dropout(Options options) : options_(options) {
   TORCH_CHECK_VALUE(options_.p >= 0 && options_.p <= 1, "Dropout: p is ", options_.p, ", expected 0 to 1.");
 }
@@ -27,13 +18,11 @@ Inferred Dropout::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, 
   out.saved.resize(1);
   if (output_is_input(plan)) return out;
   out.y.dtype = plan.dtype(x.dtype);
-  check_dtype(out.y.dtype);
   if (plan.needs_input_grad && options_.p < 1) out.saved[kMask] = x.as(at::kBool);
   return out;
 }
 
 at::Tensor Dropout::mask(OpContext& ctx, const at::Tensor& x) const {
-  check_dtype(ctx.dtype(x.scalar_type()));
   auto m = at::empty(x.sizes(), x.options().dtype(at::kBool)).bernoulli_(1 - options_.p);
   if (ctx.needs_input_grad()) ctx.save(kMask, m);
   return m;
@@ -42,7 +31,6 @@ at::Tensor Dropout::mask(OpContext& ctx, const at::Tensor& x) const {
 at::Tensor Dropout::forward(OpContext& ctx, const at::Tensor& x, Params) const {
   if (output_is_input(ctx.plan())) return x;
   const auto input = as_dtype(x, ctx.dtype(x.scalar_type()));
-  check_dtype(input.scalar_type());
   if (options_.p == 1) return at::zeros_like(input);
   return kernels::scaled_mask_add(input, mask(ctx, x), 1 / (1 - options_.p));
 }

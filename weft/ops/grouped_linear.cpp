@@ -113,8 +113,7 @@ GroupedLinear::GroupedLinear(Options options) : options_(options) {
                     ", expected at most ", kMaxGroups, ".");
   positive("in_features", options_.in_features);
   positive("out_features", options_.out_features);
-  TORCH_CHECK_VALUE(at::isFloatingType(options_.dtype), "GroupedLinear: dtype is ", dtype_name(options_.dtype),
-                    ", expected float32, float16, bfloat16 or float64.");
+  check_param_dtype("GroupedLinear", options_.dtype);
   if (!options_.bias) options_.single_grouped_bias = false;
 }
 
@@ -199,30 +198,29 @@ kernels::GroupedMatrix GroupedLinear::biases_of(Params params) const {
 // ---- argument checks ----------------------------------------------------------------------------------------------
 
 void GroupedLinear::check_input(const at::Tensor& x) const {
-  TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == options_.in_features, "GroupedLinear: input has shape ", x.sizes(),
-                    ", expected ", options_.in_features, " features in the last dimension.");
+  TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == options_.in_features, "input has shape ", x.sizes(), ", expected ",
+                    options_.in_features, " features in the last dimension.");
 }
 
 void GroupedLinear::check_splits(const at::Tensor& splits, const at::Tensor& x) const {
-  TORCH_CHECK_TYPE(at::isIntegralType(splits.scalar_type(), /*includeBool=*/false), "GroupedLinear: split sizes are ",
+  TORCH_CHECK_TYPE(at::isIntegralType(splits.scalar_type(), /*includeBool=*/false), "split sizes are ",
                    dtype_name(splits.scalar_type()), ", expected integers (int32 or int64).");
-  TORCH_CHECK_VALUE(splits.numel() == options_.num_groups, "GroupedLinear: expected ", options_.num_groups,
+  TORCH_CHECK_VALUE(splits.numel() == options_.num_groups, "expected ", options_.num_groups,
                     " split sizes, one per group, got ", splits.numel(), ".");
-  TORCH_CHECK_VALUE(splits.device() == x.device(), "GroupedLinear: split sizes are on ", splits.device(),
-                    ", the input is on ", x.device(), "; expected the same device.");
+  TORCH_CHECK_VALUE(splits.device() == x.device(), "split sizes are on ", splits.device(), ", the input is on ",
+                    x.device(), "; expected the same device.");
 }
 
 void GroupedLinear::check_buffer(const OpContext& ctx, const char* what, const at::Tensor& buffer,
                                  at::IntArrayRef sizes, at::ScalarType dtype, const at::Tensor& x,
                                  Params params) const {
   TORCH_CHECK_VALUE(buffer.sizes() == sizes && buffer.scalar_type() == dtype && buffer.device() == x.device(),
-                    "GroupedLinear: buffer '", what, "' is ", dtype_name(buffer.scalar_type()), " of shape ",
-                    buffer.sizes(), " on ", buffer.device(), ", expected ", dtype_name(dtype), " of shape ", sizes,
-                    " on ", x.device(), ".");
+                    "buffer '", what, "' is ", dtype_name(buffer.scalar_type()), " of shape ", buffer.sizes(), " on ",
+                    buffer.device(), ", expected ", dtype_name(dtype), " of shape ", sizes, " on ", x.device(), ".");
   bool disjoint = are_disjoint(buffer, x);
   for (const auto& param : params) disjoint = disjoint && are_disjoint(buffer, param);
   for (int i = 0; i < extra_inputs(); ++i) disjoint = disjoint && are_disjoint(buffer, ctx.extra_input(i));
-  TORCH_CHECK_VALUE(disjoint, "GroupedLinear: buffer '", what,
+  TORCH_CHECK_VALUE(disjoint, "buffer '", what,
                     "' shares memory with an input or a parameter; pass a separate buffer.");
 }
 
@@ -270,8 +268,8 @@ GroupedLinear::ForwardResult GroupedLinear::forward_gemm(OpContext& ctx, const a
   at::Tensor cast, scales;
   if (scales_bias()) {
     scales = ctx.extra_input(kBiasScales);
-    TORCH_CHECK_VALUE(scales.numel() == matrix.size(0), "GroupedLinear: bias scales have shape ", scales.sizes(),
-                      ", the input has ", matrix.size(0), " rows; expected one value per row.");
+    TORCH_CHECK_VALUE(scales.numel() == matrix.size(0), "bias scales have shape ", scales.sizes(), ", the input has ",
+                      matrix.size(0), " rows; expected one value per row.");
   }
   const auto w = weights_of(params, input.scalar_type(), cast);
   check_buffers(ctx, x, params);
@@ -362,14 +360,12 @@ kernels::TierChoice GroupedLinear::kernel(c10::DeviceType device, at::ScalarType
 
 Inferred GroupedLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra,
                               c10::ArrayRef<Spec> params) const {
-  TORCH_CHECK_VALUE(!x.sizes.empty() && same_size(x.sizes.back(), options_.in_features),
-                    "GroupedLinear: input has shape ", x.sizes, ", expected ", options_.in_features,
-                    " features in the last dimension.");
-  TORCH_CHECK_VALUE(same_size(extra[kSplitSizes].numel(), options_.num_groups), "GroupedLinear: expected ",
-                    options_.num_groups, " split sizes, one per group, got ", extra[kSplitSizes].numel(), ".");
-  TORCH_CHECK_VALUE(!scales_bias() || same_size(extra[kBiasScales].numel(), x.rows()),
-                    "GroupedLinear: bias scales have shape ", extra[kBiasScales].sizes, ", the input has ", x.rows(),
-                    " rows; expected one value per row.");
+  TORCH_CHECK_VALUE(!x.sizes.empty() && same_size(x.sizes.back(), options_.in_features), "input has shape ", x.sizes,
+                    ", expected ", options_.in_features, " features in the last dimension.");
+  TORCH_CHECK_VALUE(same_size(extra[kSplitSizes].numel(), options_.num_groups), "expected ", options_.num_groups,
+                    " split sizes, one per group, got ", extra[kSplitSizes].numel(), ".");
+  TORCH_CHECK_VALUE(!scales_bias() || same_size(extra[kBiasScales].numel(), x.rows()), "bias scales have shape ",
+                    extra[kBiasScales].sizes, ", the input has ", x.rows(), " rows; expected one value per row.");
   const auto given = params[first_weight()].dtype, dtype = plan.dtype(given);
   Inferred out{.y = x.with_last(options_.out_features).as(dtype)};
   out.saved.resize(4);

@@ -111,8 +111,7 @@ class GroupedLinear final : public Op<GroupedLinear> {
     return options_.split_path ? kernels::GroupedPath::split : kernels::GroupedPath::best;
   }
   WgradOptions wgrad() const {
-    return {
-        .op = "GroupedLinear", .accumulate = options_.accumulate_into_main_grad, .delay = options_.delay_wgrad_compute};
+    return {.accumulate = options_.accumulate_into_main_grad, .delay = options_.delay_wgrad_compute};
   }
 
   Options options_;

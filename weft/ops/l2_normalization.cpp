@@ -7,7 +7,7 @@
 namespace weft::ops {
 
 Inferred L2Normalization::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
-  TORCH_CHECK_VALUE(!x.sizes.empty(), "L2Normalization: input is a scalar, expected at least 1 dimension.");
+  TORCH_CHECK_VALUE(!x.sizes.empty(), "input is a scalar, expected at least 1 dimension.");
   Inferred out{.y = x};
   out.saved.resize(2);
   if (plan.needs_input_grad) out.saved = {saved_input(x, x.dtype), x.with_last(1).as(at::toOpMathType(x.dtype))};
@@ -15,9 +15,7 @@ Inferred L2Normalization::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef
 }
 
 at::Tensor L2Normalization::forward(OpContext& ctx, const at::Tensor& x, Params) const {
-  TORCH_CHECK_VALUE(x.dim() > 0, "L2Normalization: input is a scalar, expected at least 1 dimension.");
-  TORCH_CHECK(at::isFloatingType(x.scalar_type()), "Unsupported dtype: L2Normalization got ",
-              dtype_name(x.scalar_type()), ", expected float32, float64, float16 or bfloat16.");
+  TORCH_CHECK_VALUE(x.dim() > 0, "input is a scalar, expected at least 1 dimension.");
   auto out = kernels::l2_norm_forward(x, options_.eps);
   if (ctx.needs_input_grad()) {
     ctx.save(kInput, x);

@@ -26,6 +26,7 @@ class L2Normalization final : public Op<L2Normalization> {
   const Options& options() const { return options_; }
   std::string_view name() const override { return "L2Normalization"; }
   std::vector<std::string> saved_names() const override { return {"input", "1 / norm"}; }
+  DtypeRule dtype_rule() const override { return DtypeRule::input; }
   kernels::TierChoice kernel(c10::DeviceType device, at::ScalarType dtype, bool) const override {
     return kernels::choose_vector_tier(device, dtype);
   }

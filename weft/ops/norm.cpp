@@ -13,9 +13,9 @@ namespace {
 void check_options(std::string_view op, const NormOptions& o) {
   TORCH_CHECK_VALUE(!o.normalized_shape.empty(), op, ": normalized_shape is empty, expected at least one dimension.");
   for (const auto size : o.normalized_shape)
-    TORCH_CHECK_VALUE(size >= 0, op, ": normalized_shape is ", o.normalized_shape, ", expected sizes of 0 or more.");
-  TORCH_CHECK_VALUE(at::isFloatingType(o.dtype), op, ": dtype is ", dtype_name(o.dtype),
-                    ", expected float32, float64, float16 or bfloat16.");
+    TORCH_CHECK_VALUE(size >= 0, op, ": normalized_shape is ", at::IntArrayRef(o.normalized_shape),
+                      ", expected sizes of 0 or more.");
+  check_param_dtype(op, o.dtype);
 }
 
 ParamSpec weight_spec(const NormOptions& o) {
@@ -24,10 +24,10 @@ ParamSpec weight_spec(const NormOptions& o) {
 }
 
 /// x in the compute dtype.
-at::Tensor input_of(std::string_view op, const OpContext& ctx, const at::Tensor& x, const at::Tensor& weight) {
+at::Tensor input_of(const OpContext& ctx, const at::Tensor& x, const at::Tensor& weight) {
   const auto row = static_cast<size_t>(weight.dim());
   const bool ends_in_row = x.sizes().size() >= row && x.sizes().slice(x.dim() - row) == weight.sizes();
-  TORCH_CHECK_VALUE(ends_in_row, op, ": input has shape ", x.sizes(), ", normalized_shape is ", weight.sizes(),
+  TORCH_CHECK_VALUE(ends_in_row, "input has shape ", x.sizes(), ", normalized_shape is ", weight.sizes(),
                     "; expected the trailing dimensions to equal it.");
   return as_dtype(x, ctx.dtype(weight.scalar_type()));
 }
@@ -38,10 +38,10 @@ at::Tensor gamma_of(const NormOptions& o, const at::Tensor& weight, at::ScalarTy
   return o.zero_centered_gamma ? at::add(gamma, 1) : gamma;
 }
 
-Spec input_spec(std::string_view op, const OpPlan& plan, const Spec& x, const Spec& weight) {
+Spec input_spec(const OpPlan& plan, const Spec& x, const Spec& weight) {
   const c10::SymIntArrayRef sizes(x.sizes), row(weight.sizes);
   const bool ends_in_row = sizes.size() >= row.size() && same_sizes(sizes.slice(sizes.size() - row.size()), row);
-  TORCH_CHECK_VALUE(ends_in_row, op, ": input has shape ", sizes, ", normalized_shape is ", row,
+  TORCH_CHECK_VALUE(ends_in_row, "input has shape ", sizes, ", normalized_shape is ", row,
                     "; expected the trailing dimensions to equal it.");
   return x.as(plan.dtype(weight.dtype));
 }
@@ -74,7 +74,7 @@ std::vector<ParamSpec> LayerNorm::params() const {
 }
 
 Inferred LayerNorm::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const {
-  const auto input = input_spec("LayerNorm", plan, x, params[kWeight]);
+  const auto input = input_spec(plan, x, params[kWeight]);
   Inferred out{.y = input};
   out.saved.resize(3);
   const auto statistic = statistic_spec(input, params[kWeight]);
@@ -91,7 +91,7 @@ static kernels::LayerNormForward run_layer_norm(const NormOptions& o, const at::
 }
 
 at::Tensor LayerNorm::forward(OpContext& ctx, const at::Tensor& x, Params params) const {
-  auto input = input_of("LayerNorm", ctx, x, params[kWeight]);
+  auto input = input_of(ctx, x, params[kWeight]);
   auto out = run_layer_norm(NormOp::options(), input, params, ctx.needs_grad());
   if (ctx.needs_grad()) {
     ctx.save(kInput, std::move(input));
@@ -121,7 +121,7 @@ at::Tensor LayerNorm::recompute(const OpContext& ctx, Params params) const {
 std::vector<ParamSpec> RMSNorm::params() const { return {weight_spec(options())}; }
 
 Inferred RMSNorm::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const {
-  const auto input = input_spec("RMSNorm", plan, x, params[kWeight]);
+  const auto input = input_spec(plan, x, params[kWeight]);
   Inferred out{.y = input};
   out.saved.resize(2);
   if (plan.needs_grad) out.saved = {saved_input(x, input.dtype), statistic_spec(input, params[kWeight])};
@@ -129,7 +129,7 @@ Inferred RMSNorm::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, 
 }
 
 at::Tensor RMSNorm::forward(OpContext& ctx, const at::Tensor& x, Params params) const {
-  auto input = input_of("RMSNorm", ctx, x, params[kWeight]);
+  auto input = input_of(ctx, x, params[kWeight]);
   const auto gamma = gamma_of(options(), params[kWeight], input.scalar_type());
   auto out = kernels::rms_norm_forward(input, gamma, options().eps, ctx.needs_grad());
   if (ctx.needs_grad()) {

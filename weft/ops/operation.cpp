@@ -10,7 +10,7 @@ Spec Spec::of(const at::Tensor& t) {
 }
 
 Spec Spec::with_last(c10::SymInt size) const {
-  TORCH_CHECK_VALUE(!sizes.empty(), "weft: the input is a scalar, expected at least 1 dimension.");
+  TORCH_CHECK_VALUE(!sizes.empty(), "input is a scalar, expected at least 1 dimension.");
   Spec other = *this;
   other.sizes.back() = std::move(size);
   return other;
@@ -35,6 +35,10 @@ bool same_size(const c10::SymInt& a, const c10::SymInt& b) { return a.sym_eq(b).
 
 bool same_sizes(c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
   return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin(), same_size);
+}
+
+void check_param_dtype(std::string_view op, at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(is_compute_dtype(dtype), op, ": dtype is ", dtype_name(dtype), ", expected ", kComputeDtypes, ".");
 }
 
 namespace {
@@ -80,9 +84,10 @@ void register_op_type(OpType type) {
 const OpType& op_type(const std::string& name) {
   const auto found = op_types().find(name);
   if (found != op_types().end()) return found->second;
-  std::string known;
-  for (const auto& [other, type] : op_types()) known += (known.empty() ? "" : ", ") + other;
-  TORCH_CHECK_VALUE(false, "Unknown operation '", name, "'. Registered: ", known, ".");
+  std::vector<std::string> known;
+  for (const auto& [other, type] : op_types()) known.push_back(other);
+  TORCH_CHECK_VALUE(false, "Unknown operation '", name, "'.", did_you_mean(name, known), " Registered: ", join(known),
+                    ".");
 }
 
 }  // namespace weft::ops

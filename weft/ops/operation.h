@@ -27,7 +27,7 @@ class BasicOp {
   virtual std::vector<std::string> saved_names() const { return {}; }
   /// The slot that holds the weight in the compute dtype, empty if that is the parameter itself; -1 if there is none.
   virtual int weight_slot() const { return -1; }
-  virtual DtypeRule dtype_rule() const { return DtypeRule::input; }
+  virtual DtypeRule dtype_rule() const { return DtypeRule::any; }
   /// True if training and evaluation mode differ.
   virtual bool depends_on_training() const { return false; }
   /// True if the main output is x itself or a view of it.
@@ -70,6 +70,9 @@ class BasicOp {
   std::string brief() const;
   bool operator==(const BasicOp& other) const { return text() == other.text(); }
 };
+
+/// Raises ValueError unless parameters can have this dtype.
+void check_param_dtype(std::string_view op, at::ScalarType dtype);
 
 /// CRTP base of operations: takes the fields from `Self::Options`.
 template <class Self>

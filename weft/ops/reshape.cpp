@@ -13,10 +13,10 @@ namespace weft::ops {
 Reshape::Reshape(Options options) : options_(std::move(options)) {
   const auto& shape = options_.shape;
   const bool below = std::any_of(shape.begin(), shape.end(), [](int64_t size) { return size < -1; });
-  TORCH_CHECK_VALUE(!below, "Reshape: shape is ", shape, ", expected sizes of 0 or more, or -1.");
+  TORCH_CHECK_VALUE(!below, "Reshape: shape is ", at::IntArrayRef(shape), ", expected sizes of 0 or more, or -1.");
   const auto open = std::count(shape.begin(), shape.end(), -1);
   const bool empty = std::count(shape.begin(), shape.end(), 0) > 0;
-  TORCH_CHECK_VALUE(open == 0 || (open == 1 && !empty), "Reshape: shape is ", shape,
+  TORCH_CHECK_VALUE(open == 0 || (open == 1 && !empty), "Reshape: shape is ", at::IntArrayRef(shape),
                     ", expected at most one -1, and no -1 together with a 0.");
 }
 
@@ -27,7 +27,7 @@ Inferred Reshape::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, 
   for (const auto size : options_.shape) fits &= size == -1 || !c10::mul_overflows(known, size, &known);
   const bool open = std::count(options_.shape.begin(), options_.shape.end(), -1) > 0;
   fits = fits && (open ? known > 0 && same_size(values % known, 0) : same_size(values, known));
-  TORCH_CHECK_VALUE(fits, "Reshape: cannot reshape input of shape ", x.sizes, " to ", options_.shape, ".");
+  TORCH_CHECK_VALUE(fits, "cannot reshape input of shape ", x.sizes, " to ", at::IntArrayRef(options_.shape), ".");
   Inferred out{.y = {{}, x.dtype}};
   for (const auto size : options_.shape) out.y.sizes.push_back(size == -1 ? values / known : c10::SymInt(size));
   out.saved.resize(1);
@@ -36,6 +36,7 @@ Inferred Reshape::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, 
 }
 
 at::Tensor Reshape::forward(OpContext& ctx, const at::Tensor& x, Params) const {
+  (void)infer(ctx.plan(), Spec::of(x), {}, {});  // raises if the sizes do not fit
   if (ctx.needs_input_grad()) ctx.save(kShape, at::empty({}, x.options()).expand(x.sizes()));
   return share_version_counter(x.reshape(options_.shape), x);
 }

@@ -8,30 +8,30 @@ namespace weft::ops {
 Inferred ScaledActivation::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra,
                                  c10::ArrayRef<Spec>) const {
   const auto input = x.as(plan.dtype(x.dtype));
-  Inferred out{.y = activation_output(name(), act_, input)};
-  TORCH_CHECK_VALUE(!x.sizes.empty() && same_size(extra[0].numel(), x.rows()), name(), ": scales have shape ",
-                    extra[0].sizes, ", input has shape ", x.sizes, "; expected one value per row.");
+  Inferred out{.y = activation_output(act_, input)};
+  TORCH_CHECK_VALUE(!x.sizes.empty() && same_size(extra[0].numel(), x.rows()), "scales have shape ", extra[0].sizes,
+                    ", input has shape ", x.sizes, "; expected one value per row.");
   out.saved.resize(2);
   if (plan.needs_grad) out.saved = {saved_input(x, input.dtype), extra[0]};
   return out;
 }
 
 void ScaledActivation::check_scales(const at::Tensor& x, const at::Tensor& scales) const {
-  TORCH_CHECK_VALUE(x.dim() > 0, name(), ": input is a scalar, expected at least 1 dimension.");
+  TORCH_CHECK_VALUE(x.dim() > 0, "input is a scalar, expected at least 1 dimension.");
   int64_t rows = 1;
   for (const auto size : x.sizes().slice(0, x.dim() - 1)) rows *= size;
-  TORCH_CHECK_VALUE(scales.numel() == rows, name(), ": scales have shape ", scales.sizes(), ", input has shape ",
-                    x.sizes(), ", that is ", rows, " rows; expected one value per row.");
+  TORCH_CHECK_VALUE(scales.numel() == rows, "scales have shape ", scales.sizes(), ", input has shape ", x.sizes(),
+                    ", that is ", rows, " rows; expected one value per row.");
 }
 
 at::Tensor ScaledActivation::forward(OpContext& ctx, const at::Tensor& x, Params) const {
   TORCH_CHECK(
-      !fused_only(), name(), ": activation_recompute_in_mlp is true, so it runs only inside a fused grouped MLP, ",
+      !fused_only(), "activation_recompute_in_mlp is true, so it runs only inside a fused grouped MLP, ",
       "between two GroupedLinear operations of matching sizes and dtypes. Set it to false, or call explain() to see ",
       "why the fusion was rejected.");
   const auto& scales = ctx.extra_input(0);
   check_scales(x, scales);
-  auto input = activation_input(name(), act_, x, ctx.dtype(x.scalar_type()));
+  auto input = activation_input(act_, x, ctx.dtype(x.scalar_type()));
   auto y = kernels::scaled_activation_forward(act_, input, scales);
   if (ctx.needs_grad()) {
     ctx.save(kInput, std::move(input));

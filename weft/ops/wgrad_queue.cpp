@@ -26,7 +26,7 @@ std::vector<WgradGemm> WgradQueue::pop_oldest() {
   bool changed = false;
   {
     const std::lock_guard lock(mutex_);
-    TORCH_CHECK(!entries_.empty(), "No weight gradient is pending. Call backward_dw() once after each backward.");
+    TORCH_CHECK(!entries_.empty(), "no weight gradient is pending. Call backward_dw() once after each backward.");
     const auto task = entries_.front().gemm.graph_task_id;
     std::erase_if(entries_, [&](Entry& entry) {
       if (entry.gemm.graph_task_id != task) return false;
@@ -37,7 +37,7 @@ std::vector<WgradGemm> WgradQueue::pop_oldest() {
   }
   TORCH_CHECK(
       !changed,
-      "The input, the output gradient or the splits of a delayed weight gradient was modified in place after backward. "
+      "the input, the output gradient or the splits of a delayed weight gradient was modified in place after backward. "
       "Call backward_dw() before you reuse these tensors.");
   return gemms;
 }

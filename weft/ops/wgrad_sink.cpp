@@ -36,15 +36,15 @@ std::mutex& write_lock(const at::Tensor& param) {
   return locks[std::hash<const void*>{}(param.unsafeGetTensorImpl()) / alignof(std::max_align_t) % locks.size()];
 }
 
-void check_main_grad(const WgradOptions& options, const at::Tensor& param, const at::Tensor& main_grad) {
-  TORCH_CHECK(main_grad.defined(), options.op, ": accumulate_into_main_grad is on, but the weight of shape ",
-              param.sizes(), " has no main_grad. Set weight.main_grad before backward, or turn the option off.");
-  TORCH_CHECK(main_grad.layout() == at::kStrided && !main_grad.key_set().has(c10::DispatchKey::Python), options.op,
-              ": main_grad must be a dense torch.Tensor, not a DTensor or another subclass.");
-  TORCH_CHECK(main_grad.device() == param.device() && at::isFloatingType(main_grad.scalar_type()), options.op,
-              ": main_grad is ", dtype_name(main_grad.scalar_type()), " on ", main_grad.device(), ", the weight is on ",
-              param.device(), "; expected a real floating-point tensor on the weight's device.");
-  TORCH_CHECK(main_grad.numel() == param.numel() && main_grad.is_contiguous(), options.op, ": main_grad has shape ",
+void check_main_grad(const at::Tensor& param, const at::Tensor& main_grad) {
+  TORCH_CHECK(main_grad.defined(), "accumulate_into_main_grad is on, but the weight of shape ", param.sizes(),
+              " has no main_grad. Set weight.main_grad before backward, or turn the option off.");
+  TORCH_CHECK(main_grad.layout() == at::kStrided && !main_grad.key_set().has(c10::DispatchKey::Python),
+              "main_grad must be a dense torch.Tensor, not a DTensor or another subclass.");
+  TORCH_CHECK(main_grad.device() == param.device() && is_compute_dtype(main_grad.scalar_type()), "main_grad is ",
+              dtype_name(main_grad.scalar_type()), " on ", main_grad.device(), ", the weight is on ", param.device(),
+              "; expected ", kComputeDtypes, " on the weight's device.");
+  TORCH_CHECK(main_grad.numel() == param.numel() && main_grad.is_contiguous(), "main_grad has shape ",
               main_grad.sizes(), " and strides ", main_grad.strides(), ", the weight has shape ", param.sizes(),
               "; expected a contiguous tensor with the same number of elements.");
 }
@@ -61,10 +61,10 @@ Sinks resolve_all(const WgradOptions& options, Params params, bool fetch) {
   Sinks sinks;
   for (const auto& param : params) sinks.push_back(resolve(options, param, fetch));
   for (const auto& sink : sinks) {
-    TORCH_CHECK(sink.accumulate == sinks[0].accumulate, options.op,
-                ": overwrite_main_grad differs between the weights of one operation; set the same value on all.");
-    TORCH_CHECK(!sink.out.defined() || sink.out.scalar_type() == sinks[0].out.scalar_type(), options.op,
-                ": the main_grads of one operation are ", dtype_name(sinks[0].out.scalar_type()), " and ",
+    TORCH_CHECK(sink.accumulate == sinks[0].accumulate,
+                "overwrite_main_grad differs between the weights of one operation; set the same value on all.");
+    TORCH_CHECK(!sink.out.defined() || sink.out.scalar_type() == sinks[0].out.scalar_type(),
+                "the main_grads of one operation are ", dtype_name(sinks[0].out.scalar_type()), " and ",
                 dtype_name(sink.out.scalar_type()), "; expected one dtype.");
   }
   return sinks;
@@ -116,16 +116,16 @@ Gradients write(const Sinks& sinks, Params params, const WgradGemm& gemm) {
 }
 
 /// The Parameters, which a gradient that bypasses autograd needs.
-Gradients leaf_params_of(const OpContext& ctx, const WgradOptions& options, int first, int count) {
-  TORCH_CHECK_NOT_IMPLEMENTED(ctx.leaf_params(), options.op,
-                              ": accumulate_into_main_grad and delay_wgrad_compute need the Parameter object, which is "
+Gradients leaf_params_of(const OpContext& ctx, int first, int count) {
+  TORCH_CHECK_NOT_IMPLEMENTED(ctx.leaf_params(),
+                              "accumulate_into_main_grad and delay_wgrad_compute need the Parameter object, which is "
                               "not available in a compiled, exported or functional call. Run the module eagerly, or "
                               "turn the options off.");
   Gradients leaves;
   for (int i = first; i < first + count; ++i) {
     leaves.push_back(ctx.leaf_params()->leaf(ctx.plan().param_base + i));
-    TORCH_CHECK(leaves.back().defined(), options.op,
-                ": accumulate_into_main_grad or delay_wgrad_compute is on, but the weight is computed from other "
+    TORCH_CHECK(leaves.back().defined(),
+                "accumulate_into_main_grad or delay_wgrad_compute is on, but the weight is computed from other "
                 "tensors (a parametrization, a view of a flat parameter) and has no main_grad or .grad. Use a weight "
                 "that is a Parameter, or turn the options off.");
   }
@@ -149,7 +149,7 @@ WgradSink resolve(const WgradOptions& options, const at::Tensor& param, bool fet
   if (!options.accumulate) return {.returns = options.delay ? Returns::nothing : Returns::gradient};
   const auto attrs = wgrad_resolver(param).resolve(param, fetch);
   const bool comes_later = attrs.has_getter && !fetch;
-  if (!comes_later) check_main_grad(options, param, attrs.main_grad);
+  if (!comes_later) check_main_grad(param, attrs.main_grad);
   return {.out = comes_later ? at::Tensor{} : attrs.main_grad,
           .accumulate = !attrs.overwrite,
           .returns = attrs.has_flag ? Returns::dummy : Returns::nothing,
@@ -162,7 +162,7 @@ void weight_gradient(OpContext& ctx, const WgradOptions& options, int first, int
     for (int i = 0; i < count; ++i) ctx.set_param_grad(first + i, std::move(gradients[i]));
     return;
   }
-  const auto params = leaf_params_of(ctx, options, first, count);
+  const auto params = leaf_params_of(ctx, first, count);
   const auto sinks = resolve_all(options, params, /*fetch=*/!options.delay);
   if (options.delay || !sinks[0].accumulate) gemm.graph_task_id = ctx.leaf_params()->graph_task_id();
   if (options.delay) {

@@ -20,7 +20,6 @@ struct WgradSink {
 
 /// An operation's options for its weight gradient.
 struct WgradOptions {
-  std::string_view op;  // prefix of error messages
   bool accumulate = false;
   bool delay = false;
 };

@@ -98,6 +98,8 @@ void bind_ops(py::module_& m) {
         return texts;
       },
       "Descriptions of the fields of a Linear.");
+  m.def("did_you_mean", &did_you_mean, py::arg("name"), py::arg("known"),
+        "\" Did you mean 'bias'?\" with the nearest known name; empty if none is near.");
   m.def("op_types", &types,
         "Registered operations as (name, OpDoc as a dict, [(field, default, kind, type, description)], sample).");
 }

@@ -135,7 +135,7 @@ class Runner {
   /// Arguments: the calling module, then the tensors. Returns the outputs, or NotImplemented if the runner is stale,
   /// belongs to another module (a copied `__dict__`), or the call must go through the dispatcher.
   py::object call(PyObject* args) const {
-    TORCH_CHECK_TYPE(PyTuple_GET_SIZE(args) > 1, "weft: expected an input tensor, got no arguments.");
+    TORCH_CHECK_TYPE(PyTuple_GET_SIZE(args) > 1, label(), ": expected an input tensor, got no arguments.");
     if (PyTuple_GET_ITEM(args, 0) != owner_.ptr() || is_observed(PyTuple_GET_ITEM(args, 1)) || stale())
       return py::reinterpret_borrow<py::object>(Py_NotImplemented);
     return run(args, /*first=*/1, nullptr);
@@ -183,7 +183,7 @@ class Runner {
       if (found == Py_None)
         TORCH_CHECK_TYPE(false, "weft: parameter '", name.cast<std::string>(), "' of ", Py_TYPE(module.ptr())->tp_name,
                          " is None, expected a tensor. Set it, or create the module without it.");
-      held.push_back(to_tensor(found, "a parameter"));
+      held.push_back(to_tensor(found, Py_TYPE(module.ptr())->tp_name, "a parameter"));
     }
     return held;
   }
@@ -194,12 +194,13 @@ class Runner {
     return mask;
   }
   /// The input at index `first`, and the extra inputs after it.
-  static std::pair<at::Tensor, fuser::Tensors> tensors(PyObject* args, Py_ssize_t first = 0) {
+  std::pair<at::Tensor, fuser::Tensors> tensors(PyObject* args, Py_ssize_t first = 0) const {
     const auto count = PyTuple_GET_SIZE(args);
-    TORCH_CHECK_TYPE(count > first, "weft: expected an input tensor, got no arguments.");
+    TORCH_CHECK_TYPE(count > first, label(), ": expected an input tensor, got no arguments.");
     fuser::Tensors extras;
-    for (auto k = first + 1; k < count; ++k) extras.push_back(to_tensor(PyTuple_GET_ITEM(args, k), "an extra input"));
-    return {to_tensor(PyTuple_GET_ITEM(args, first), "the input"), std::move(extras)};
+    for (auto k = first + 1; k < count; ++k)
+      extras.push_back(to_tensor(PyTuple_GET_ITEM(args, k), label(), "an extra input"));
+    return {to_tensor(PyTuple_GET_ITEM(args, first), label(), "the input"), std::move(extras)};
   }
 
   template <class Visit>
@@ -221,6 +222,11 @@ class Runner {
   }
 
  private:
+  /// The operation that takes the input, for errors.
+  std::string_view label() const {
+    return fuser_->pipeline().size() > 0 ? fuser_->pipeline().label(0) : std::string_view("weft");
+  }
+
   struct ParamSlot {
     py::object module;
     py::str name;
@@ -247,7 +253,7 @@ class Runner {
       if (given.empty() || !fuser_->pipeline().op(i).takes_buffers()) continue;
       const auto tensor = [&](const char* name) {
         const py::object found = given.attr("get")(name);
-        return found.is_none() ? at::Tensor() : to_tensor(found.ptr(), name);
+        return found.is_none() ? at::Tensor() : to_tensor(found.ptr(), fuser_->pipeline().label(i), name);
       };
       list.push_back({.op = i, .output = tensor("output"), .grad_input = tensor("grad_input")});
     }
@@ -334,6 +340,7 @@ fuser::Stage stage_from(const py::tuple& item) {
     const auto pair = out.cast<py::tuple>();
     stage.out.push_back({pair[0].is_none() ? std::string{} : pair[0].cast<std::string>(), pair[1].cast<bool>()});
   }
+  stage.label = item[3].cast<std::string>();
   return stage;
 }
 

@@ -1,6 +1,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "weft/core/dispatch_keys.h"
+#include "weft/core/errors.h"
 #include "weft/ops/operation.h"
 #include "weft/ops/wgrad_attrs.h"
 #include "weft/ops/wgrad_sink.h"
@@ -45,7 +46,7 @@ class PyAttrsResolver final : public ops::WgradResolver {
 bool backward_dw(const ops::BasicOp& op, const std::vector<at::Tensor>& params) {
   const py::gil_scoped_release release;
   const BelowAutograd below;
-  return op.backward_dw(params);
+  return with_label(std::string(op.name()), [&] { return op.backward_dw(params); });
 }
 
 }  // namespace

@@ -8,11 +8,25 @@ namespace {
 
 bool is_integer(py::handle object) { return PyIndex_Check(object.ptr()) && !PyBool_Check(object.ptr()); }
 
+/// The value of `__index__`. Raises TypeError or ValueError, naming `what`, if it fails or does not fit.
+int64_t integer(const std::string& what, py::handle object) {
+  const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(object.ptr()));
+  if (!index) {
+    const py::error_already_set error;
+    TORCH_CHECK_TYPE(false, what, " is a ", Py_TYPE(object.ptr())->tp_name,
+                     ", expected an int. Its __index__ failed: ", std::string(py::str(error.value())), ".");
+  }
+  int overflow = 0;
+  const auto value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
+  TORCH_CHECK_VALUE(overflow == 0, what, " is ", std::string(py::repr(index)), ", expected an int of 64 bits.");
+  return value;
+}
+
 std::vector<int64_t> integers(const std::string& what, py::handle object) {
   std::vector<int64_t> list;
   for (const auto item : object) {
-    TORCH_CHECK_TYPE(is_integer(item), what, " must contain integers, got ", std::string(py::repr(item)), ".");
-    list.push_back(py::reinterpret_steal<py::int_>(PyNumber_Index(item.ptr())).cast<int64_t>());
+    TORCH_CHECK_TYPE(is_integer(item), what, " contains ", std::string(py::repr(item)), ", expected ints.");
+    list.push_back(integer(what, item));
   }
   return list;
 }
@@ -26,7 +40,7 @@ Value to_value(const std::string& what, py::handle object) {
   if (PyFloat_Check(o)) return PyFloat_AS_DOUBLE(o);
   if (PyUnicode_Check(o)) return object.cast<std::string>();
   if (THPDtype_Check(o)) return std::string(dtype_name(reinterpret_cast<THPDtype*>(o)->scalar_type));
-  if (PyIndex_Check(o)) return py::reinterpret_steal<py::int_>(PyNumber_Index(o)).cast<int64_t>();
+  if (PyIndex_Check(o)) return integer(what, object);
   if (py::isinstance<py::iterable>(object)) return integers(what, object);
   if (PyNumber_Check(o)) return py::float_(py::reinterpret_borrow<py::object>(object)).cast<double>();
   TORCH_CHECK_TYPE(false, what, " is a ", Py_TYPE(o)->tp_name,
@@ -45,12 +59,12 @@ py::object to_python(const Value& value) {
       value);
 }
 
-const at::Tensor& to_tensor(PyObject* object, const char* what) {
-  TORCH_CHECK_TYPE(THPVariable_Check(object), "weft: ", what, " must be a torch.Tensor, got ", Py_TYPE(object)->tp_name,
-                   ".");
+const at::Tensor& to_tensor(PyObject* object, std::string_view owner, std::string_view what) {
+  TORCH_CHECK_TYPE(THPVariable_Check(object), owner, ": ", what, " must be a torch.Tensor, got ",
+                   Py_TYPE(object)->tp_name, ".");
   const auto& tensor = THPVariable_Unpack(object);
   TORCH_CHECK_NOT_IMPLEMENTED(
-      THPVariable_CheckExact(object) || !tensor.key_set().has(c10::DispatchKey::Python), "weft: ", what, " is a ",
+      THPVariable_CheckExact(object) || !tensor.key_set().has(c10::DispatchKey::Python), owner, ": ", what, " is a ",
       Py_TYPE(object)->tp_name,
       ", a tensor subclass with Python dispatch; expected a dense tensor with storage. If it is a DTensor of FSDP2, "
       "call the module that fully_shard wrapped, so that its parameters are gathered first.");

@@ -11,8 +11,8 @@ namespace weft::python {
 Value to_value(const std::string& what, py::handle object);
 py::object to_python(const Value& value);
 
-/// Unpacks a tensor argument. Raises TypeError for other objects and NotImplementedError for tensor subclasses with
-/// Python dispatch (DTensor, FakeTensor …).
-const at::Tensor& to_tensor(PyObject* object, const char* what);
+/// Unpacks a tensor argument of `owner`. Raises TypeError for other objects and NotImplementedError for tensor
+/// subclasses with Python dispatch (DTensor, FakeTensor …).
+const at::Tensor& to_tensor(PyObject* object, std::string_view owner, std::string_view what);
 
 }  // namespace weft::python

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -13,6 +14,7 @@ from typing import Any, cast
 import torch
 
 from .. import ops
+from .._arguments import argument_names, checked_arguments, reject_unknown
 from .._native import default_device, empty_parameter_on, on_meta
 from . import _recipes
 
@@ -33,7 +35,7 @@ def reject_unknown_arguments(owner: Any, arguments: dict[str, Any]) -> None:
     """Raises TypeError for an argument that Transformer Engine does not have."""
     for name in arguments:
         if name not in _IGNORED_ARGUMENTS:
-            raise TypeError(f"{type(owner).__name__}.__init__() got an unexpected keyword argument {name!r}")
+            reject_unknown(type(owner).__name__, name, argument_names(inspect.signature(type(owner).__init__)))
 
 
 def normal_init(weight: torch.Tensor) -> torch.Tensor:
@@ -78,6 +80,7 @@ class BoundSequential:
     def __init__(self, owner: torch.nn.Module) -> None:
         self.owner = owner
         self.sequential = ops.Sequential()
+        self.sequential._label = type(owner).__name__
 
     def add(self, op: torch.nn.Module, **parameters: str) -> None:
         """Appends an operation. `parameters` maps its Parameter names to those of the owner."""
@@ -107,6 +110,11 @@ class CompatModule(EmptyExtraState):
     normalization: str
     eps: float
     zero_centered_gamma: bool
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in cls.__dict__:
+            cls.__init__ = checked_arguments(cls.__init__)
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """Does nothing: FP8 is not supported."""

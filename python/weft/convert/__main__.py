@@ -131,7 +131,7 @@ def main() -> None:
     except BrokenPipeError:  # the reader closed the pipe, e.g. head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ConversionError, OSError) as error:
-        sys.exit(f"{PROGRAM}: {error}")
+        sys.exit(f"{PROGRAM}: {error}.")
     except KeyboardInterrupt:
         sys.exit(f"{PROGRAM}: interrupted; no target was written")
 

@@ -35,6 +35,31 @@ TEST(Fuser, TwoLinearsMatchTorch) {
   for (size_t i = 0; i < inputs.size(); ++i) expect_close(got[i], expected[i], "gradient " + std::to_string(i));
 }
 
+template <class Error>
+std::string error_of(const std::string& text, const at::Tensor& x) {
+  auto fuser = make(text);
+  try {
+    fuser(x, parameters(fuser.pipeline()), {});
+  } catch (const Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "nothing raised";
+}
+
+TEST(Fuser, ErrorsNameTheOperation) {
+  const auto x = at::ones({5, 4}, at::kDouble);
+  const std::string bias =
+      "operation 1 (Bias): input has shape [5, 4], expected last dimension 3, the size of the bias.";
+  EXPECT_EQ(error_of<c10::ValueError>("GELU(); Bias(size=3)", x), bias);
+  EXPECT_EQ(error_of<c10::ValueError>("BasicLinear(in_features=4, out_features=4); Bias(size=3)", x), bias);  // fused
+  EXPECT_EQ(
+      error_of<c10::TypeError>("Identity(); GELU()", x.to(at::kLong)),
+      "operation 1 (GELU): input is int64, expected float32, float64, float16 or bfloat16. Convert it first, e.g. "
+      "with .float().");
+  EXPECT_EQ(error_of<c10::ValueError>("SwiGLU()", at::ones({5, 3}, at::kDouble)),
+            "SwiGLU: input has 3 columns, expected an even number.");
+}
+
 /// If a gradient buffer is overwritten before the wgrad GEMM has read it, dx is right but dW is wrong.
 TEST(Fuser, InPlaceBranchPreservesWeightGradient) {
   auto fuser = make(

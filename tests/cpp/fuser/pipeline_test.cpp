@@ -50,6 +50,7 @@ TEST(Pipeline, RoutesChannelFromProducerToConsumer) {
 
 TEST(Pipeline, RejectsInvalidWiring) {
   EXPECT_THAT(error_of("AddExtraInput() <\"r\""), HasSubstr("has no producer"));
+  EXPECT_THAT(error_of("MakeExtraOutput() >\"left\"; AddExtraInput() <\"let\""), HasSubstr("Did you mean 'left'?"));
   EXPECT_THAT(error_of("AddExtraInput() <\"r\"; MakeExtraOutput() >\"r\""), HasSubstr("has no earlier producer"));
   EXPECT_THAT(error_of("MakeExtraOutput() >\"r\"; MakeExtraOutput() >\"r\""), HasSubstr("multiple producers"));
 }
@@ -58,7 +59,10 @@ TEST(Pipeline, ParseErrorsNameThePosition) {
   EXPECT_THAT(error_of("NoSuchOp()"), HasSubstr("Unknown operation 'NoSuchOp'"));
   EXPECT_THAT(error_of("GELU("), HasSubstr("position"));
   EXPECT_THAT(error_of("GELU() GELU()"), HasSubstr("expected ;"));
-  EXPECT_THAT(error_of("ConstantScale(scale=\"much\")"), HasSubstr("invalid value \"much\" for 'scale'"));
+  EXPECT_THAT(error_of("ConstantScale(scale=\"much\")"),
+              HasSubstr("ConstantScale: scale is \"much\", expected a number."));
+  EXPECT_THAT(error_of("GELUU()"), HasSubstr("Did you mean 'GELU'?"));
+  EXPECT_THAT(error_of("Dropout(prob=0.5)"), HasSubstr("Arguments: p."));
 }
 
 }  // namespace

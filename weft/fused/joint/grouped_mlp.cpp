@@ -60,10 +60,10 @@ class GroupedMlp final : public JointFusion {
   /// Raises if a buffer is passed for a tensor between the two linears.
   static void reject_buffers(const ops::OpContext& up, const ops::OpContext& down) {
     TORCH_CHECK_VALUE(!up.buffers() || !up.buffers()->output.defined(),
-                      "GroupedLinear: buffer 'output' was passed for the first linear of a fused grouped MLP, whose "
+                      "buffer 'output' was passed for the first linear of a fused grouped MLP, whose "
                       "output is internal. Pass it for the last linear.");
     TORCH_CHECK_VALUE(!down.buffers() || !down.buffers()->grad_input.defined(),
-                      "GroupedLinear: buffer 'grad_input' was passed for the last linear of a fused grouped MLP, whose "
+                      "buffer 'grad_input' was passed for the last linear of a fused grouped MLP, whose "
                       "input is internal. Pass it for the first linear.");
   }
 

@@ -1,0 +1,449 @@
+# ruff: noqa: E501  (one row per line)
+"""What users get wrong, with the message each mistake gets.
+
+Each row is (id, call, exception, pattern). The id is "who: mistake". Every message names who, contains what was given
+and what is expected or the cure, ends with a period, and shows no C++ frames.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+import warnings
+from unittest import mock
+
+import numpy
+import pytest
+import torch
+from weft.compat import _grouped_linear, _layernorm_mlp, _linear, _norm, _transformer_layer
+from weft.convert import __main__ as convert_command
+
+import weft
+from weft import fusion, ops
+
+X = torch.rand(4, 8)
+SPLITS = torch.tensor([1, 3])
+CURE = re.compile(
+    r"expected|Did you mean|Arguments:|It takes none|does not divide|not supported|Missing key|Unexpected key|"
+    r"shape in current model|invalid choice|required|does not exist|must|Registered:|"
+    r"\b(Call|Pass|Use|Set|Create|Put|Convert|Unpack|Give|Leave|Move|Choose|Specify|Subclass|Turn|Copy|Hint|Define|Remove)\b",
+    re.IGNORECASE,
+)
+
+
+class BadIndex:
+    def __index__(self) -> int:
+        raise RuntimeError("no index today")
+
+
+class Unfinished(ops.BasicOperation):
+    pass
+
+
+class TwoOutputs(ops.BasicOperation):
+    num_extra_outputs = 1
+
+    def op_forward(self, ctx, input_, **unused):
+        return input_
+
+
+class ReturnsList(ops.BasicOperation):
+    def op_forward(self, ctx, input_, **unused):
+        return [input_]
+
+
+class ReturnsNone(ops.BasicOperation):
+    def op_forward(self, ctx, input_, **unused):
+        return None
+
+
+def fork(channel):
+    return ops.MakeExtraOutput().set_extra_output_channel(0, channel, output_to_caller=False)
+
+
+def join(channel):
+    return ops.AddExtraInput().set_extra_input_channel(0, channel)
+
+
+def chain(*modules):
+    return weft.Sequential(*modules)(X)
+
+
+def third(op, *extra):
+    """Calls a pipeline whose operation 2 is `op`."""
+    return weft.Sequential(ops.Linear(8, 8), ops.GELU(), op)(X, *extra)
+
+
+def grouped(x=X, splits=SPLITS, **options):
+    return ops.GroupedLinear(2, 8, 4, **options)(x, splits)
+
+
+def main_grad(value, **options):
+    linear = ops.Linear(8, 4, accumulate_into_main_grad=True, **options)
+    if value is not None:
+        linear.weight.main_grad = value
+    linear(X).sum().backward()
+    if options:
+        linear.backward_dw()
+
+
+def backward_twice():
+    y = third(ops.Linear(8, 2)).sum()
+    y.backward()
+    y.backward()
+
+
+def changed_in_place():
+    x = X.clone().requires_grad_()
+    y = weft.Sequential(ops.GELU())(x * 1)
+    saved = x * 2
+    z = weft.Sequential(ops.GELU())(saved)
+    with torch.no_grad():
+        saved.add_(1)
+    (y.sum() + z.sum()).backward()
+
+
+def double_backward():
+    x = X.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(ops.GELU()(x).sum(), x, create_graph=True)
+    grad.sum().backward()
+
+
+def delayed_input_changed():
+    linear, x = ops.Linear(8, 4, delay_wgrad_compute=True), X.clone()
+    linear(x).sum().backward()
+    x.add_(1)
+    linear.backward_dw()
+
+
+def set_weight(value):
+    linear = ops.Linear(8, 4)
+    linear.weight = value if value is None else torch.nn.Parameter(value, requires_grad=False)
+    return weft.Sequential(linear)(X)
+
+
+def load(**changes):
+    state = {"weight": torch.rand(4, 8), "bias": torch.rand(4)} | changes
+    ops.Linear(8, 4).load_state_dict({key: value for key, value in state.items() if value is not None})
+
+
+def ddp_warning():
+    module = torch.nn.parallel.DistributedDataParallel.__new__(torch.nn.parallel.DistributedDataParallel)
+    torch.nn.Module.__init__(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module.module = ops.Linear(8, 4, accumulate_into_main_grad=True)
+
+
+def command(*arguments):
+    """Runs `python -m weft.convert`; raises SystemExit with what it prints."""
+    printed = io.StringIO()
+    try:
+        with mock.patch.object(sys, "argv", ["convert", *arguments]), mock.patch.object(sys, "stderr", printed):
+            with mock.patch.object(sys, "stdout", io.TextIOWrapper(io.BytesIO())):
+                convert_command.main()
+    except SystemExit as exit:
+        raise SystemExit(exit.code if isinstance(exit.code, str) else printed.getvalue()) from None
+
+
+def environment(name, value, code="weft.ops.Linear(8, 8)(torch.ones(2, 8)); weft.packing_limit()"):
+    """Runs `code` in a process with the variable set; raises RuntimeError with the last line it prints."""
+    env = os.environ | {name: value, "PYTHONPATH": os.path.dirname(os.path.dirname(weft.__file__))}
+    run = subprocess.run([sys.executable, "-c", f"import torch, weft; {code}"], env=env, capture_output=True, text=True)
+    if run.returncode:
+        raise RuntimeError(run.stderr.strip().splitlines()[-1])
+
+
+def compiled(module, x=X):
+    torch.compiler.reset()
+    return torch.compile(module, backend="eager", fullgraph=True)(x)
+
+
+CONSTRUCTORS = [
+    ("Linear: misspelled bias", lambda: ops.Linear(8, 8, bais=True), TypeError, "'bais'.*Did you mean 'bias'"),
+    ("Linear: missing size", lambda: ops.Linear(8), TypeError, "'out_features'"),
+    ("Linear: no arguments", lambda: ops.Linear(), TypeError, "'in_features'"),
+    ("Linear: positional bias", lambda: ops.Linear(8, 8, False), TypeError, "too many positional"),
+    ("Linear: negative in", lambda: ops.Linear(-1, 8), ValueError, "in_features is -1, expected 0 or more"),
+    ("Linear: negative out", lambda: ops.Linear(8, -2), ValueError, "out_features is -2"),
+    ("Linear: float size", lambda: ops.Linear(8.0, 8), TypeError, r"in_features is 8\.0, expected an int"),
+    ("Linear: numpy float size", lambda: ops.Linear(numpy.float32(8), 8), TypeError, "in_features is 8"),
+    ("Linear: str size", lambda: ops.Linear("8", 8), TypeError, 'in_features is "8", expected an int'),
+    ("Linear: bool size", lambda: ops.Linear(True, 8), TypeError, "in_features is true, expected an int"),
+    ("Linear: None size", lambda: ops.Linear(None, 8), TypeError, "in_features is none, expected an int"),
+    ("Linear: tuple size", lambda: ops.Linear((8,), 8), TypeError, r"in_features is \[8\], expected an int"),
+    ("Linear: huge size", lambda: ops.Linear(2**70, 8), ValueError, "in_features is 1180591620717411303424"),
+    ("Linear: failing __index__", lambda: ops.Linear(BadIndex(), 8), TypeError, "a BadIndex.*no index today"),
+    ("Linear: tensor size", lambda: ops.Linear(torch.ones(2), 8), TypeError, "in_features is a Tensor, expected an int"),
+    ("Linear: dict size", lambda: ops.Linear({"a": 1}, 8), TypeError, "in_features contains 'a', expected ints"),
+    ("Linear: int32", lambda: ops.Linear(8, 8, dtype=torch.int32), ValueError, "dtype is int32, expected float32"),
+    ("Linear: float8", lambda: ops.Linear(8, 8, dtype=torch.float8_e4m3fn), ValueError, "dtype is float8_e4m3fn"),
+    ("Linear: complex", lambda: ops.Linear(8, 8, dtype=torch.complex64), ValueError, "dtype is complex64"),
+    ("Linear: dtype name", lambda: ops.Linear(8, 8, dtype="flaot32"), ValueError, 'dtype is "flaot32", expected float32'),
+    ("Linear: python float as dtype", lambda: ops.Linear(8, 8, dtype=float), TypeError, "dtype.*a type, expected"),
+    ("Linear: number as dtype", lambda: ops.Linear(8, 8, dtype=32), TypeError, "dtype is 32, expected float32"),
+    ("Linear: unknown device", lambda: ops.Linear(8, 8, device="gpu"), ValueError, "device is 'gpu', expected 'cpu'"),
+    ("Linear: device is a number", lambda: ops.Linear(8, 8, device=1.5), ValueError, r"device is 1\.5"),
+    ("Linear: mode", lambda: ops.Linear(8, 8, tensor_parallel_mode="colum"), ValueError, "'colum', expected None"),
+    ("Linear: no group", lambda: ops.Linear(8, 8, tensor_parallel_mode="row"), ValueError, "init_process_group"),
+    ("Linear: userbuffers", lambda: ops.Linear(8, 8, userbuffers_options="x"), TypeError, "'x', expected a dict"),
+    ("Linear: overlap", lambda: ops.Linear(8, 8, overlap="yes"), TypeError, 'overlap is "yes", expected True or False or'),
+    ("Linear: delay", lambda: ops.Linear(8, 8, delay_wgrad_compute=1), TypeError, "is 1, expected True or False"),
+    ("Linear: bias assigned", lambda: setattr(ops.Linear(8, 8, bias=False), "bias", X), ValueError, "bias=False"),
+    ("BasicLinear: misspelled", lambda: ops.BasicLinear(8, 8, dytpe=None), TypeError, "Did you mean 'dtype'"),
+    ("BasicLinear: negative", lambda: ops.BasicLinear(8, -8), ValueError, "out_features is -8"),
+    ("BasicLinear: both options",
+     lambda: ops.BasicLinear(8, 8, delay_wgrad_compute=True, userbuffers_options={"comm_name": "fc1"}),
+     NotImplementedError, "cannot be combined. Set only one"),
+    ("Bias: missing", lambda: ops.Bias(), TypeError, "'size'"),
+    ("Bias: negative", lambda: ops.Bias(-1), ValueError, "size is -1, expected 0 or more"),
+    ("Bias: int64", lambda: ops.Bias(8, dtype=torch.int64), ValueError, "dtype is int64, expected float32"),
+    ("Bias: no group", lambda: ops.Bias(8, tensor_parallel=True), ValueError, "init_process_group"),
+    ("LayerNorm: misspelled", lambda: ops.LayerNorm(8, epsilon=1e-5), TypeError, "'epsilon'.*Arguments: normalized_shape"),
+    ("LayerNorm: elementwise_affine", lambda: ops.LayerNorm(8, elementwise_affine=True), TypeError, "Arguments:"),
+    ("LayerNorm: empty", lambda: ops.LayerNorm(()), ValueError, "normalized_shape is empty"),
+    ("LayerNorm: float", lambda: ops.LayerNorm(8.0), TypeError, r"normalized_shape is 8\.0, expected an int or a seq"),
+    ("LayerNorm: floats", lambda: ops.LayerNorm((8, 2.0)), TypeError, r"contains 2\.0, expected ints"),
+    ("LayerNorm: eps", lambda: ops.LayerNorm(8, eps="1e-5"), TypeError, 'eps is "1e-5", expected a number'),
+    ("RMSNorm: negative", lambda: ops.RMSNorm((2, -3)), ValueError, r"normalized_shape is \[2, -3\]"),
+    ("RMSNorm: bool", lambda: ops.RMSNorm(8, dtype=torch.bool), ValueError, "dtype is bool"),
+    ("RMSNorm: missing", lambda: ops.RMSNorm(), TypeError, "'normalized_shape'"),
+    ("RMSNorm: device", lambda: ops.RMSNorm(8, device="cup"), ValueError, "device is 'cup'"),
+    ("Dropout: p", lambda: ops.Dropout(1.5), ValueError, r"p is 1\.5, expected 0 to 1"),
+    ("Dropout: str p", lambda: ops.Dropout("0.1"), TypeError, 'p is "0.1", expected a number'),
+    ("Dropout: inplace", lambda: ops.Dropout(0.1, inplace=True), TypeError, "'inplace'"),
+    ("GELU: positional", lambda: ops.GELU("tanh"), TypeError, "too many positional"),
+    ("GELU: approximate", lambda: ops.GELU(approximate="tanh"), TypeError, "'approximate'.*Arguments:"),
+    ("GELU: quantized", lambda: ops.GELU(cache_quantized_input=True), NotImplementedError, "Leave it false"),
+    ("ReLU: inplace", lambda: ops.ReLU(inplace=True), TypeError, "'inplace'"),
+    ("SwiGLU: interleave", lambda: ops.SwiGLU(glu_interleave_size=0), ValueError, "glu_interleave_size is 0, expected"),
+    ("SwiGLU: float interleave", lambda: ops.SwiGLU(glu_interleave_size=2.0), TypeError, r"is 2\.0, expected an int or None"),
+    ("SiTUGLU: beta", lambda: ops.SiTUGLU(beta1=0.0), ValueError, "beta1 is 0, expected"),
+    ("SoftCap: cap", lambda: ops.SoftCap(-1.0), ValueError, "cap is -1, expected a positive"),
+    ("ConstantScale: str", lambda: ops.ConstantScale("two"), TypeError, 'scale is "two", expected a number'),
+    ("ConstantScale: None", lambda: ops.ConstantScale(None), TypeError, "scale is none, expected a number"),
+    ("Reshape: two -1", lambda: ops.Reshape((-1, -1)), ValueError, r"\[-1, -1\], expected at most one -1"),
+    ("Reshape: str", lambda: ops.Reshape("ab"), TypeError, 'shape is "ab", expected an int or a sequence'),
+    ("GroupedLinear: no groups", lambda: ops.GroupedLinear(0, 8, 8), ValueError, "num_groups is 0, expected 1 or more"),
+    ("GroupedLinear: zero size", lambda: ops.GroupedLinear(2, 0, 8), ValueError, "in_features is 0, expected 1 or more"),
+    ("GroupedLinear: dtype", lambda: ops.GroupedLinear(2, 8, 8, dtype=torch.int8), ValueError, "dtype is int8"),
+    ("GroupedLinear: misspelled", lambda: ops.GroupedLinear(2, 8, 8, num_group=3), TypeError, "Did you mean 'num_groups'"),
+    ("GroupedLinear: changed", lambda: setattr(ops.GroupedLinear(2, 8, 8), "num_groups", 3), ValueError, "Create a new"),
+    ("AddExtraInput: in_place", lambda: ops.AddExtraInput(in_place="yes"), TypeError, 'in_place is "yes", expected True'),
+    ("AllReduce: group", lambda: ops.AllReduce(process_group=3), TypeError, "group is 3, expected a ProcessGroup"),
+    ("ScaledSwiGLU: recompute", lambda: ops.ScaledSwiGLU(activation_recompute_in_mlp=True), ValueError, "Leave it false"),
+    ("Linear: field set", lambda: setattr(ops.BasicLinear(8, 8), "in_features", "x"), TypeError, 'in_features is "x"'),
+]  # fmt: skip
+
+CALLS = [
+    ("Linear: width", lambda: ops.Linear(6, 4)(X), ValueError, r"input has shape \[4, 8\], expected 6 features"),
+    ("Linear: scalar", lambda: ops.Linear(1, 4)(torch.tensor(1.0)), ValueError, r"input has shape \[\], expected 1"),
+    ("Linear: empty", lambda: ops.Linear(8, 4)(torch.empty(0)), ValueError, r"shape \[0\], expected 8"),
+    ("Linear: int64", lambda: ops.Linear(8, 4)(torch.ones(2, 8, dtype=torch.int64)), TypeError, r"int64, expected float32.*\.float\(\)"),
+    ("Linear: bool", lambda: ops.Linear(8, 4)(X > 0), TypeError, "input is bool, expected float32"),
+    ("Linear: float8", lambda: ops.Linear(8, 4)(X.to(torch.float8_e4m3fn)), TypeError, "input is float8_e4m3fn"),
+    ("Linear: complex", lambda: ops.Linear(8, 4)(X + 0j), TypeError, "complex64; expected float32"),
+    ("Linear: list", lambda: ops.Linear(8, 4)([1.0] * 8), TypeError, "the input must be a torch.Tensor, got list"),
+    ("Linear: None", lambda: ops.Linear(8, 4)(None), TypeError, "must be a torch.Tensor, got NoneType"),
+    ("Linear: numpy", lambda: ops.Linear(8, 4)(X.numpy()), TypeError, "must be a torch.Tensor, got numpy.ndarray"),
+    ("Linear: keyword", lambda: ops.Linear(8, 4)(X, gain=2), TypeError, "'gain'. It takes none"),
+    ("Linear: extra input", lambda: ops.Linear(8, 4)(X, X), ValueError, "expected 0 extra inputs, got 1"),
+    ("Linear: sparse", lambda: ops.Linear(8, 4)(X.to_sparse()), TypeError, "sparse tensor; expected a dense"),
+    ("Linear: meta input", lambda: ops.Linear(8, 4)(X.to("meta")), ValueError, "on meta.*is on cpu; expected the same"),
+    ("GELU: int32", lambda: ops.GELU()(X.int()), TypeError, "input is int32, expected float32"),
+    ("GELU: str", lambda: ops.GELU()("x"), TypeError, "must be a torch.Tensor, got str"),
+    ("SiLU: float8", lambda: ops.SiLU()(X.to(torch.float8_e5m2)), TypeError, "input is float8_e5m2"),
+    ("Dropout: int64", lambda: ops.Dropout(0.5)(X.long()), TypeError, "input is int64"),
+    ("SoftCap: int64", lambda: ops.SoftCap(2.0)(X.long()), TypeError, "input is int64"),
+    ("L2Normalization: int64", lambda: ops.L2Normalization()(X.long()), TypeError, "input is int64"),
+    ("L2Normalization: scalar", lambda: ops.L2Normalization()(torch.tensor(1.0)), ValueError, "scalar, expected at least 1"),
+    ("Bias: width", lambda: ops.Bias(6)(X), ValueError, r"\[4, 8\], expected last dimension 6"),
+    ("Bias: int64", lambda: ops.Bias(8)(X.long()), TypeError, "input is int64"),
+    ("LayerNorm: width", lambda: ops.LayerNorm(6)(X), ValueError, r"\[4, 8\], normalized_shape is \[6\]"),
+    ("RMSNorm: rank", lambda: ops.RMSNorm((3, 2, 8))(X), ValueError, r"\[3, 2, 8\]; expected the trailing"),
+    ("RMSNorm: uint8", lambda: ops.RMSNorm(8)(X.to(torch.uint8)), TypeError, "input is uint8"),
+    ("Reshape: count", lambda: ops.Reshape((3, -1))(X), ValueError, r"cannot reshape input of shape \[4, 8\] to \[3, -1\]"),
+    ("SwiGLU: odd", lambda: ops.SwiGLU()(X[:, :7]), ValueError, "7 columns, expected an even number"),
+    ("SwiGLU: interleave", lambda: ops.SwiGLU(glu_interleave_size=3)(X), ValueError, "expected a multiple of glu_interleave_size 3"),
+    ("GEGLU: scalar", lambda: ops.GEGLU()(torch.tensor(1.0)), ValueError, "scalar, expected at least 1"),
+    ("AddExtraInput: none", lambda: ops.AddExtraInput()(X), ValueError, "1 extra input.*got 0"),
+    ("AddExtraInput: two", lambda: ops.AddExtraInput()(X, X, X), ValueError, "1 extra input.*got 2"),
+    ("AddExtraInput: None", lambda: ops.AddExtraInput()(X, None), TypeError, "extra input must be a torch.Tensor, got NoneType"),
+    ("AddExtraInput: shape", lambda: ops.AddExtraInput()(X, X[0]), ValueError, r"\[8\]; expected equal shapes"),
+    ("AddExtraInput: int64", lambda: ops.AddExtraInput()(X, X.long()), TypeError, "extra input 0 is int64"),
+    ("ScaledSwiGLU: scales", lambda: ops.ScaledSwiGLU()(X, torch.rand(3)), ValueError, r"\[3\].*expected one value per row"),
+    ("ScaledSwiGLU: int scales", lambda: ops.ScaledSwiGLU()(X, SPLITS), TypeError, "extra input 0 is int64"),
+    ("ScaledSReLU: recompute", lambda: ops.ScaledSReLU(activation_recompute_in_mlp=True)(X, X[:, 0]), RuntimeError, "Set it to false"),
+    ("GroupedLinear: float splits", lambda: grouped(splits=torch.tensor([1.0, 3.0])), TypeError, "split sizes are float32, expected int"),
+    ("GroupedLinear: split count", lambda: grouped(splits=torch.tensor([4])), ValueError, "expected 2 split sizes.*got 1"),
+    ("GroupedLinear: negative split", lambda: grouped(splits=torch.tensor([3, -1])), ValueError, "-1"),
+    ("GroupedLinear: too many rows", lambda: grouped(splits=torch.tensor([1, 9])), ValueError, "input has 4"),
+    ("GroupedLinear: no splits", lambda: ops.GroupedLinear(2, 8, 4)(X), ValueError, "1 extra input.*got 0"),
+    ("GroupedLinear: width", lambda: grouped(x=torch.rand(4, 7)), ValueError, r"\[4, 7\], expected 8 features"),
+    ("GroupedLinear: buffer", lambda: ops.GroupedLinear(2, 8, 4)(X, SPLITS, output=torch.rand(3, 4)), ValueError, r"\[3, 4\].*expected float32 of shape \[4, 4\]"),
+    ("GroupedLinear: buffer keyword", lambda: ops.GroupedLinear(2, 8, 4)(X, SPLITS, outputs=X), TypeError, "Did you mean 'output'"),
+]  # fmt: skip
+
+PIPELINES = [
+    ("Sequential[2] Linear: width", lambda: third(ops.Linear(7, 4)), ValueError, r"input has shape \[4, 8\], expected 7"),
+    ("Sequential[0] Linear: width in a fusion", lambda: weft.Sequential(ops.Linear(7, 8), ops.GELU())(X), ValueError, "expected 7"),
+    ("Sequential[1] Linear: width after a norm", lambda: chain(ops.RMSNorm(8), ops.Linear(7, 8)), ValueError, "expected 7"),
+    ("Sequential[0] RMSNorm: width before a linear", lambda: chain(ops.RMSNorm(7), ops.Linear(7, 8)), ValueError, r"normalized_shape is \[7\]"),
+    ("Sequential[2] Bias: width", lambda: third(ops.Bias(3)), ValueError, "expected last dimension 3"),
+    ("Sequential[2] RMSNorm: width", lambda: third(ops.RMSNorm(3)), ValueError, r"normalized_shape is \[3\]"),
+    ("Sequential[2] AddExtraInput: shape", lambda: third(ops.AddExtraInput(), X[:, :3]), ValueError, r"\[4, 3\]; expected equal"),
+    ("Sequential[2] AddExtraInput: none", lambda: third(ops.AddExtraInput()), ValueError, "1 extra input.*got 0"),
+    ("Sequential[2] AddExtraInput: dtype", lambda: third(ops.AddExtraInput(), X.long()), TypeError, "extra input 0 is int64"),
+    ("Sequential[2] ReGLU: odd", lambda: chain(ops.GELU(), ops.Linear(8, 7), ops.ReGLU()), ValueError, "7 columns"),
+    ("Sequential[1][0] Linear: nested", lambda: weft.Sequential(ops.GELU(), weft.Sequential(ops.Linear(7, 8)), fuse_nested=True)(X), ValueError, "expected 7"),
+    ("Sequential[1] Linear: after a torch module", lambda: chain(torch.nn.Tanh(), ops.Linear(7, 8)), ValueError, "expected 7"),
+    ("Sequential[0] Linear: int64", lambda: weft.Sequential(ops.Linear(8, 8), ops.GELU())(X.long()), TypeError, "input is int64"),
+    ("Sequential[1] GELU: int64 passes Identity", lambda: weft.Sequential(ops.Identity(), ops.GELU())(X.long()), TypeError, "input is int64"),
+    ("Sequential[0] Linear: weight device", lambda: weft.Sequential(ops.Linear(8, 8), ops.GELU())(X.to("meta")), ValueError, "Move one"),
+    ("Sequential[0] Linear: list", lambda: weft.Sequential(ops.Linear(8, 8), ops.GELU())([1]), TypeError, "got list"),
+    ("Sequential: class", lambda: weft.Sequential(ops.GELU), TypeError, "Create an instance"),
+    ("Sequential: list of modules", lambda: weft.Sequential([ops.GELU(), ops.SiLU()]), TypeError, "Unpack the list"),
+    ("Sequential: function", lambda: weft.Sequential(torch.relu), TypeError, "expected a torch.nn.Module"),
+    ("Sequential: append text", lambda: weft.Sequential().append("GELU"), TypeError, "'GELU', expected a torch.nn.Module"),
+    ("Sequential: keyword", lambda: weft.Sequential(ops.GELU(), fuse_nestd=True), TypeError, "Did you mean 'fuse_nested'"),
+    ("Sequential: index", lambda: weft.Sequential(ops.GELU())[3], IndexError, "index 3 is out of range, expected"),
+    ("Sequential: name as index", lambda: weft.Sequential(ops.GELU())["gelu"], TypeError, "'gelu', expected an int"),
+    ("Sequential: extra inputs", lambda: weft.Sequential(ops.GELU(), torch.nn.Tanh())(X, X), ValueError, "expected 0 extra inputs, got 1"),
+    ("Sequential: op_kwargs index", lambda: weft.Sequential(ops.GELU())(X, op_kwargs={4: {}}), IndexError, "index 4"),
+    ("Sequential: op_kwargs key", lambda: weft.Sequential(ops.GELU())(X, op_kwargs={"gelu": {}}), ValueError, "'gelu', expected an index"),
+    ("Sequential: op_kwargs of torch", lambda: weft.Sequential(torch.nn.Tanh())(X, op_kwargs={0: {}}), ValueError, "Tanh, which is not a weft operation"),
+    ("Sequential[1] AddExtraInput: unknown channel", lambda: chain(fork("residual"), join("residul")), ValueError, "'residul' has no producer.*Did you mean 'residual'"),
+    ("Sequential[0] AddExtraInput: no channel", lambda: chain(join("r")), ValueError, "'r' has no producer.*Produced: none"),
+    ("AddExtraInput: consumer first", lambda: chain(join("r"), fork("r")), ValueError, "no earlier producer.*Put the producer first"),
+    ("Sequential[1] MakeExtraOutput: two producers", lambda: chain(fork("r"), fork("r")), ValueError, "'r' has multiple producers.*Give each"),
+    ("MakeExtraOutput: order of arguments", lambda: ops.MakeExtraOutput().set_extra_output_channel("r", 0), TypeError, "'r', expected an int.*index comes first"),
+    ("AddExtraInput: order of arguments", lambda: ops.AddExtraInput().set_extra_input_channel("r", 0), TypeError, "'r', expected an int"),
+    ("AddExtraInput: index", lambda: ops.AddExtraInput().set_extra_input_channel(1, "r"), IndexError, "extra input 1.*expected"),
+    ("GELU: no extra outputs", lambda: ops.GELU().set_extra_output_channel(0, "r"), IndexError, "extra output 0.*expected"),
+    ("AddExtraInput: empty name", lambda: ops.AddExtraInput().set_extra_input_channel(0, ""), ValueError, "'', expected a non-empty"),
+    ("MakeExtraOutput: to caller", lambda: ops.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=1), TypeError, "must be a bool, got int"),
+    ("Linear: explain width", lambda: weft.explain(ops.Linear(7, 8), X), ValueError, "expected 7"),
+    ("Sequential[2] Linear: explain width", lambda: weft.Sequential(ops.GELU(), ops.SiLU(), ops.Linear(7, 8)).explain(X), ValueError, "expected 7"),
+    ("explain: no inputs", lambda: weft.explain(ops.GELU()), TypeError, r"expected the inputs.*explain\(module, x\)"),
+    ("explain: torch module", lambda: weft.explain(torch.nn.Linear(8, 8), X), TypeError, "got Linear, expected a weft operation"),
+    ("explain: function", lambda: weft.explain(torch.relu, X), TypeError, "expected a weft operation"),
+    ("Explanation.save: suffix", lambda: weft.explain(ops.GELU(), X).save("x.badsuffix"), ValueError, r"'.badsuffix', expected one of .svg"),
+    ("Explanation.save: folder", lambda: weft.explain(ops.GELU(), X).save("no/such/x.dot"), FileNotFoundError, "no folder 'no/such'"),
+    ("operation: text", lambda: torch.ops.weft.pipeline_forward([X], 'GELUU() @call(autocast=none, eval=0, tensors="cpu:float32:c")'), ValueError, "'GELUU'. Did you mean 'GELU'"),
+    ("GELU: field in text", lambda: torch.ops.weft.pipeline_forward([X], 'GELU(cache=1) @call(autocast=none, eval=0, tensors="cpu:float32:c")'), TypeError, "'cache'"),
+    ("Pipeline text: no call", lambda: torch.ops.weft.pipeline_forward([X], "GELU()"), ValueError, "expected '@call"),
+    ("operation 1 (Bias): in text", lambda: torch.ops.weft.pipeline_forward([X, torch.rand(3)], 'GELU(); Bias(size=3) @call(autocast=none, eval=0, tensors="cpu:float32:c cpu:float32:c")'), ValueError, "expected last dimension 3"),
+]  # fmt: skip
+
+TRAINING = [
+    ("backward: twice", backward_twice, RuntimeError, "Specify retain_graph=True"),
+    ("inplace operation: saved tensor", changed_in_place, RuntimeError, "modified by an inplace operation"),
+    ("pipeline: second derivative", double_backward, RuntimeError, "differentiating twice.*Use torch operations"),
+    ("Linear: weight size", lambda: set_weight(torch.rand(4, 7)), ValueError, r"'weight'.*\[4, 7\], expected \[4, 8\].*create a new"),
+    ("Linear: int weight", lambda: set_weight(torch.ones(4, 8, dtype=torch.int64)), TypeError, "int64; expected float32"),
+    ("Linear: float8 weight", lambda: set_weight(torch.ones(4, 8).to(torch.float8_e4m3fn)), TypeError, "float8_e4m3fn; expected"),
+    ("Linear: weight removed", lambda: set_weight(None), TypeError, "'weight' of Linear is None, expected a tensor. Set it"),
+    ("Linear: no main_grad", lambda: main_grad(None), RuntimeError, "no main_grad. Set weight.main_grad"),
+    ("Linear: main_grad shape", lambda: main_grad(torch.zeros(4, 7)), RuntimeError, r"\[4, 7\].*\[4, 8\]; expected"),
+    ("Linear: main_grad integer", lambda: main_grad(torch.zeros(4, 8, dtype=torch.int32)), RuntimeError, "int32.*expected float32"),
+    ("Linear: main_grad float8", lambda: main_grad(torch.zeros(4, 8).to(torch.float8_e4m3fn)), RuntimeError, "float8_e4m3fn.*expected float32"),
+    ("Linear: main_grad strides", lambda: main_grad(torch.zeros(8, 4).t()), RuntimeError, "expected a contiguous"),
+    ("Linear: main_grad delayed", lambda: main_grad(torch.zeros(4, 7), delay_wgrad_compute=True), RuntimeError, r"\[4, 7\]"),
+    ("BasicLinear: delayed input changed", delayed_input_changed, RuntimeError, r"modified in place.*Call backward_dw\(\) before"),
+    ("DistributedDataParallel: main_grad", ddp_warning, weft.MainGradNotReducedWarning, "go to main_grad.*Turn the option off"),
+    ("Linear: bias assigned late", lambda: setattr(ops.Linear(8, 4, bias=False), "bias", torch.nn.Parameter(X)), ValueError, "Create it with bias=True"),
+    ("GELU: torch.func.grad", lambda: torch.func.grad(lambda x: ops.GELU()(x).sum())(X), NotImplementedError, "function transforms|torch.func"),
+    ("GELU: vmap", lambda: torch.vmap(ops.GELU())(X), NotImplementedError, "function transforms|torch.func"),
+    ("torch.jit.trace: GELU", lambda: torch.jit.trace(ops.GELU(), X), NotImplementedError, "Use torch.export"),
+    ("Linear: state missing key", lambda: load(weight=None), RuntimeError, 'Missing key.*"weight"'),
+    ("Linear: state unexpected key", lambda: load(wieght=X), RuntimeError, 'Unexpected key.*"wieght"'),
+    ("Linear: state size", lambda: load(weight=torch.rand(4, 7)), RuntimeError, r"size mismatch for weight.*\[4, 7\]"),
+    ("layout_of: mode name", lambda: weft.checkpoint.layout_of(weft.Sequential(ops.Linear(8, 8)), {"up": "column"}), ValueError, "contain up"),
+    ("weight: split", lambda: weft.checkpoint.split({"weight": torch.rand(3, 8)}, {"weight": weft.checkpoint.Placement(0)}, 2), ValueError, r"\(3, 8\).*2 ranks"),
+    ("prepack: not a module", lambda: weft.prepack(X), TypeError, "got Tensor, expected a torch.nn.Module"),
+    ("set_packing_limit: text", lambda: weft.set_packing_limit("1GB"), ValueError, "'1GB', expected a number of bytes"),
+    ("set_packing_limit: negative", lambda: weft.set_packing_limit(-1), ValueError, "-1, expected"),
+    ("GLU interleaving: size", lambda: weft.interleave_glu(X, 3), ValueError, r"size 3.*\(4, 8\), expected"),
+    ("RNGStatesTracker: unknown", lambda: weft.RNGStatesTracker().fork("rng").__enter__(), KeyError, r"'rng'. Call add\(\) first"),
+    ("initialize_ub: shape", lambda: weft.initialize_ub([8], 1), ValueError, r"\[8\], expected \[tokens"),
+    ("initialize_ub: ranks", lambda: weft.initialize_ub([8, 8], 0), ValueError, "tp_size is 0, expected 1"),
+    ("initialize_ub: collective", lambda: weft.initialize_ub([8, 8], 1, ub_cfgs={"qkv_fpro": {}}), ValueError, "Did you mean 'qkv_fprop'"),
+    ("initialize_ub: method", lambda: weft.initialize_ub([8, 8], 1, ub_cfgs={"qkv_fprop": {"method": "bulk"}}), ValueError, "'bulk', expected ring"),
+    ("initialize_ub: FP8", lambda: weft.initialize_ub([8, 8], 1, use_fp8=True), NotImplementedError, "not supported"),
+]  # fmt: skip
+
+OTHERS = [
+    ("fusion rule: misspelled", lambda: fusion.without_rules("linear_bais").__enter__(), ValueError, "Did you mean 'linear_bias'"),
+    ("fusion rule: with_rules", lambda: fusion.with_rules("mlp_bloc").__enter__(), ValueError, "Did you mean 'mlp_block'"),
+    ("fusion rule: number", lambda: fusion.without_rules(3).__enter__(), ValueError, "Unknown fusion rule 3. Registered"),
+    ("register_forward_fusion: not a function", lambda: fusion.register_forward_fusion("fuse"), TypeError, "'fuse', expected a function"),
+    ("register_backward_fusion: None", lambda: fusion.register_backward_fusion(None), TypeError, "None, expected a function"),
+    ("Bad.op_forward: of a native operation", lambda: type("Bad", (ops.GELU,), {"op_forward": None}), TypeError, "Subclass weft.ops.BasicOperation"),
+    ("Unfinished: no forward", lambda: Unfinished()(X), NotImplementedError, "does not implement op_forward"),
+    ("TwoOutputs: no fuser_forward", lambda: TwoOutputs()(X), RuntimeError, "must implement fuser_forward"),
+    ("operation written in Python: returns a list", lambda: ReturnsList()(X), TypeError, "list, expected a tensor"),
+    ("ReturnsNone: returns None", lambda: ReturnsNone()(X), TypeError, "None, expected a tensor"),
+    ("FusedOperation: empty", lambda: ops.FusedOperation([]), ValueError, "expected at least one"),
+    ("Linear: compat keyword", lambda: _linear.Linear(8, 8, bais=True), TypeError, "Did you mean 'bias'"),
+    ("Linear: compat missing", lambda: _linear.Linear(8), TypeError, "'out_features'"),
+    ("Linear: compat mode", lambda: _linear.Linear(8, 8, parallel_mode="colum"), ValueError, "'colum', expected None"),
+    ("Linear: compat split", lambda: _linear.Linear(8, 8, parameters_split={"q": 3}), ValueError, "expected sizes that sum to 8"),
+    ("Linear: compat width", lambda: _linear.Linear(7, 8)(X), ValueError, "expected 7 features"),
+    ("LayerNormLinear: norm", lambda: _linear.LayerNormLinear(8, 8, normalization="BatchNorm"), ValueError, "'BatchNorm', expected LayerNorm"),
+    ("LayerNormLinear: width", lambda: _linear.LayerNormLinear(7, 8)(X), ValueError, r"\[4, 8\].*\[7\]"),
+    ("LayerNormMLP: activation", lambda: _layernorm_mlp.LayerNormMLP(8, 8, activation="glue"), ValueError, "'glue', expected one of"),
+    ("LayerNormMLP: keyword", lambda: _layernorm_mlp.LayerNormMLP(8, 8, activaton="gelu"), TypeError, "Did you mean 'activation'"),
+    ("LayerNormMLP: width", lambda: _layernorm_mlp.LayerNormMLP(7, 8)(X), ValueError, r"\[4, 8\].*\[7\]"),
+    ("GroupedLinear: compat single weight", lambda: _grouped_linear.GroupedLinear(2, 8, 8, single_grouped_weight=True), NotImplementedError, "not supported"),
+    ("LayerNorm: compat", lambda: _norm.LayerNorm(), ValueError, "normalized_shape is required"),
+    ("TransformerLayer: type", lambda: _transformer_layer.TransformerLayer(8, 8, 2, layer_type="enc"), ValueError, "'enc', expected 'encoder'"),
+    ("convert: source", lambda: command("no/such/file", "out", "--to", "pt"), SystemExit, "no/such/file"),
+    ("convert: format", lambda: command("a", "b", "--to", "onnx"), SystemExit, "invalid choice: 'onnx'"),
+    ("convert: no target", lambda: command("a", "--to", "pt"), SystemExit, "required: TARGET"),
+    ("convert: size", lambda: command("a", "b", "--to", "pt", "--shard-size", "big"), SystemExit, "'big' is not a size; expected"),
+    ("convert: inspect", lambda: command("inspect", "no/such/file"), SystemExit, "no/such/file"),
+    ("convert: verify", lambda: command("verify", "no/such/file"), SystemExit, "no/such/file"),
+    ("convert: a text file", lambda: command(__file__, "out", "--to", "pt"), SystemExit, "test_user_mistakes.py"),
+    ("WEFT_TIER: unknown", lambda: environment("WEFT_TIER", "avx51"), RuntimeError, "'avx51', expected amx.*Did you mean 'avx512'"),
+    ("WEFT_PACKED_BYTES: unit", lambda: environment("WEFT_PACKED_BYTES", "1GB"), RuntimeError, "'1GB', expected a number"),
+    ("torch.compile: width", lambda: compiled(weft.Sequential(ops.GELU(), ops.Linear(7, 8))), Exception, "expected 7 features"),
+]  # fmt: skip
+
+MISTAKES = CONSTRUCTORS + CALLS + PIPELINES + TRAINING + OTHERS
+
+
+@pytest.mark.parametrize("who, call, error, pattern", [pytest.param(*row, id=row[0]) for row in MISTAKES])
+def test_message_names_who_what_was_given_and_the_cure(who, call, error, pattern):
+    with pytest.raises(error) as raised:
+        call()
+    message = str(raised.value.args[0] if raised.value.args else raised.value).strip()
+    assert re.search(pattern, message, re.DOTALL), message
+    if "torch.compile" in who:  # Dynamo appends its own text
+        return
+    assert who.partition(":")[0] in message, message
+    assert CURE.search(message), message
+    # torch's message about in-place changes ends with "Good luck!", argparse's messages end without a period.
+    assert message[-1] in ".!?" or message.startswith("usage:"), message
+    assert not re.search(r"Exception raised from|\.cpp\b|\.h:\d", message), message
+
+
+def test_table_has_at_least_150_mistakes():
+    assert len(MISTAKES) >= 150
+
+
+def test_explain_of_model_names_each_sequential():
+    model = torch.nn.Sequential()
+    model.add_module("first", weft.Sequential(ops.Linear(8, 8), ops.GELU()))
+    model.add_module("plain", torch.nn.Tanh())
+    model.add_module("last", ops.Linear(8, 2))
+    plans = weft.explain(model, X)
+    assert [section["pipeline"] for section in plans.data] == ["first: Linear, GELU", "last: Linear"]
+    assert not model.first._forward_pre_hooks
+
+
+def test_state_dict_has_only_floating_point_tensors():
+    model = weft.Sequential(ops.RMSNorm(8), ops.Linear(8, 8), ops.GroupedLinear(2, 8, 8), ops.Dropout(0.1))
+    assert all(value.is_floating_point() for value in model.state_dict().values())
