@@ -156,9 +156,10 @@ at::Tensor RMSNorm::recompute(const OpContext& ctx, Params params) const {
   return kernels::rms_norm_forward(x, gamma, options().eps, /*keep=*/false).y;
 }
 
-static const Register<LayerNorm> layer_norm{"LayerNorm",
-                                            "y = (x - mean)·γ/√(var + eps) + β over the trailing dimensions.",
-                                            {.normalized_shape = {2, 4}, .eps = 0.3}};
+static const Register<LayerNorm> layer_norm{
+    "LayerNorm",
+    "y = (x - mean)·γ/√(var + eps) + β over the trailing dimensions; no β with bias=False.",
+    {.normalized_shape = {2, 4}, .eps = 0.3}};
 static const Register<RMSNorm> rms_norm{"RMSNorm",
                                         "y = x·γ/√(mean(x²) + eps) over the trailing dimensions.",
                                         {.normalized_shape = {8}, .eps = 0.3, .zero_centered_gamma = true}};
