@@ -23,17 +23,18 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_first_readme_example_prints_shown_output():
-    """With WEFT_TIER=ref, as the page says: otherwise the output names the kernels of this machine."""
+@pytest.mark.parametrize("page", ("README.md", "docs/from_torch_nn.md"))
+def test_first_example_prints_shown_output(page):
+    """With WEFT_TIER=ref, as README says: otherwise the output names the kernels of this machine."""
     done = subprocess.run(
-        [sys.executable, "-c", blocks("README.md", "python")[0]],
+        [sys.executable, "-c", blocks(page, "python")[0]],
         env={**os.environ, "PYTHONPATH": str(ROOT / "python"), "WEFT_TIER": "ref"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.rstrip() == blocks("README.md", "text")[0].rstrip()
+    assert done.stdout.rstrip() == blocks(page, "text")[0].rstrip()
 
 
 def test_documented_cpp_example_equals_built_example():

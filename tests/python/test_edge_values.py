@@ -8,7 +8,7 @@ from weft import ops
 
 EAGER = {
     ops.GELU(): lambda x: functional.gelu(x, approximate="tanh"),
-    ops.GELU("none"): functional.gelu,
+    ops.GELU("none"): lambda x: functional.gelu(x.double()),  # in float32 NaN at inf, inf near the largest float
     ops.QGELU(): lambda x: x * torch.sigmoid(1.702 * x),
     ops.ReLU(): functional.relu,
     ops.SReLU(): lambda x: functional.relu(x) ** 2,

@@ -463,7 +463,7 @@ REJECTED_AT_CALL = [
     ],
     *[
         (lambda name=name: getattr(ops, name)()(X, torch.rand(3)), ValueError, r"\[3\].*2 rows")
-        for name in plain.SCALED
+        for name in (*SCALED_GLU, "ScaledSReLU")
     ],
 ]
 

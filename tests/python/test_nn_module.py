@@ -318,8 +318,8 @@ def test_layer_norm_without_bias_matches_torch():
     ours, theirs, x = ops.LayerNorm(WIDTH, bias=False), torch.nn.LayerNorm(WIDTH, bias=False), rows()
     torch.nn.init.uniform_(theirs.weight)
     ours.load_state_dict(theirs.state_dict())
+    assert ours.bias is None and [*ours.state_dict()] == ["weight"]
     for norm in (ours, copy.deepcopy(ours), torch.compile(ours, backend="eager", fullgraph=True)):
-        assert norm.bias is None and [*norm.state_dict()] == ["weight"]
         torch.testing.assert_close(norm(x), theirs(x))
     assert "bias=false" in repr(ours)
     with pytest.raises(RuntimeError, match="bias"):

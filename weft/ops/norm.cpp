@@ -165,7 +165,7 @@ static const Register<LayerNorm> layer_norm{
     "LayerNorm",
     {.summary = "Applies layer normalization over the trailing dimensions: y = (x - mean)·γ/√(var + eps) + β.",
      .details = kPrecision,
-     .parameters = kGamma + "\nbias: ``normalized_shape``, β; initially zeros.",
+     .parameters = kGamma + "\nbias: ``normalized_shape``, β; initially zeros; None with bias=False.",
      .shape = kShape,
      .example_inputs = "torch.randn(3, 2, 4)",
      .example_shape = "[3, 2, 4]"},

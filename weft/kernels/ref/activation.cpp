@@ -20,6 +20,7 @@
 #include <ATen/ops/threshold_backward.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "weft/kernels/opmath.h"
 #include "weft/kernels/tiers.h"
@@ -47,8 +48,8 @@ at::Tensor unary_forward(const Act& act, const at::Tensor& x) {
     case ActKind::gelu:
     case ActKind::geglu:
       return at::gelu(x, "tanh");
-    case ActKind::gelu_erf:
-      return at::gelu(x, "none");
+    case ActKind::gelu_erf:  // at::gelu gives NaN at inf, and 1 + erf cancels
+      return at::mul(x, -std::sqrt(0.5)).erfc_().mul_(0.5).mul_(x);
     case ActKind::qgelu:
     case ActKind::qgeglu:
       return swish(x, kQuickGelu);
@@ -191,7 +192,8 @@ at::Tensor as_column(const at::Tensor& scales, const at::Tensor& x) {
 }  // namespace
 
 at::Tensor activation_forward(const Act& act, const at::Tensor& x) {
-  if (act.gated() || act.kind == ActKind::qgelu || act.kind == ActKind::tanh_srelu)
+  using enum ActKind;
+  if (act.gated() || act.kind == qgelu || act.kind == gelu_erf || act.kind == tanh_srelu)
     return as_dtype(unrounded(act, x), x.scalar_type());
   return unary_forward(act, x);  // ATen's kernels for these round once
 }
