@@ -8,8 +8,7 @@
 namespace weft::overlap {
 namespace {
 
-constexpr int64_t kMaxSinglePassRows =
-    255;  // of all ranks: a second pass over the weight would cost more than it hides
+constexpr int64_t kMaxSinglePassRows = 255;  // of all ranks: a second pass over the weight would cost more
 
 /// One GEMM whose row chunks are the blocks of the peers, then this rank's own.
 class GemmReduceScatter {
