@@ -48,14 +48,15 @@ std::string reject_overlap(const Match& match, const PlanView& view) {
 
 LinearGroup::LinearGroup(const Match& match) {
   const auto& linear = match.get<ops::BasicLinear>().options();
-  const auto scatter = match.find<ops::ReduceScatter>();
-  const auto reduce = match.find<ops::AllReduce>();
   const auto set = [&](const std::optional<std::string>& group, int64_t ranks, bool scatter_output) {
     name = *group, size = static_cast<int>(ranks), scatters = scatter_output, overlap = linear.overlap;
   };
-  if (scatter) return set(scatter->options().process_group, scatter->options().process_group_size, true);
-  if (reduce) return set(reduce->options().process_group, reduce->options().process_group_size, false);
-  set(linear.tensor_parallel_group, linear.tensor_parallel_size, linear.sequence_parallel);
+  if (const auto scatter = match.find<ops::ReduceScatter>())
+    set(scatter->options().process_group, scatter->options().process_group_size, true);
+  else if (const auto reduce = match.find<ops::AllReduce>())
+    set(reduce->options().process_group, reduce->options().process_group_size, false);
+  else
+    set(linear.tensor_parallel_group, linear.tensor_parallel_size, linear.sequence_parallel);
 }
 
 OverlappedCall::OverlappedCall(StepContext& ctx, const LinearGroup& group)
