@@ -80,7 +80,7 @@ def test_impossible_layouts_raise():
     layout = layout_of(module, modes=MODES)
     with pytest.raises(ValueError, match=r"1\.weight: dimension 0 of \(24, 8\).*over 5 ranks"):
         split(random_state(module), layout, 5)
-    with pytest.raises(ValueError, match="no such Linear"):
+    with pytest.raises(ValueError, match="expected names of Linears"):
         layout_of(module, modes={"mlp": "column"})
     with pytest.raises(ValueError, match="ranks 0 and 1 have different keys: b"):
         merge([{"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(1)}], {})
