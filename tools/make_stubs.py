@@ -46,7 +46,7 @@ SIGNATURES = {
     "Explanation.data": "(self) -> dict[str, Any]",
     "Op.fields": "(self) -> dict[str, Any]",
     "Op.params": "(self) -> list[tuple[str, tuple[int, ...], torch.dtype, str, int, bool]]",
-    "Runner.__init__": "(self, stages: list[tuple[Op, list[str | None], list[tuple[str | None, bool]]]], "
+    "Runner.__init__": "(self, stages: list[tuple[Op, list[str | None], list[tuple[str | None, bool]], str]], "
     "owner: torch.nn.Module, ops: list[torch.nn.Module], params: list[tuple[torch.nn.Module, str]], "
     "modules_version: int, bypassed: list[torch.nn.Module], expected: list[torch.nn.Module] | None) -> None",
     "Runner.__call__": "(self, owner: torch.nn.Module, *tensors: torch.Tensor) -> Any",  # a result or NotImplemented

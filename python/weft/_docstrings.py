@@ -29,12 +29,14 @@ CONVERTED_TYPES = {
 }
 
 
-def _fill(text: str, **indents: str) -> str:
-    return textwrap.fill(text, 116, break_long_words=False, break_on_hyphens=False, **indents)
+def _fill(text: str, first: str = "", rest: str = "") -> str:
+    return textwrap.fill(
+        text, 116, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _section(title: str, entries: Iterable[str]) -> str:
-    return "\n".join([title, *(_fill(entry, initial_indent=" " * 4, subsequent_indent=" " * 8) for entry in entries)])
+    return "\n".join([title, *(_fill(entry, " " * 4, " " * 8) for entry in entries)])
 
 
 def _args(signature: inspect.Signature, descriptions: dict[str, str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def explain(module: torch.nn.Module, *inputs: torch.Tensor) -> Explanation:
     return Explanation(_explain_model(module, inputs))
 
 
-def _explain_model(model: torch.nn.Module, inputs: tuple[torch.Tensor, ...]):
+def _explain_model(model: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> list[Section]:
     """Calls the model once and explains each outermost weft operation and Sequential in it, by name."""
     names: list[str] = []
     for name, child in model.named_modules() if isinstance(model, torch.nn.Module) else ():
@@ -133,9 +134,9 @@ def _explain_model(model: torch.nn.Module, inputs: tuple[torch.Tensor, ...]):
             f"explain: got {type(model).__name__}, expected a weft operation, a Sequential or a torch.nn.Module that "
             "contains some."
         )
-    sections: list[tuple[str, _C.Explanation | None]] = []
+    sections: list[Section] = []
 
-    def record(name: str):
+    def record(name: str) -> Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], None]:
         def hook(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             sections.extend((f"{name}: {title}", plan) for title, plan in explain(module, *args)._sections)
 

@@ -59,6 +59,7 @@ class Linear(WgradModule, FusedOperation):
     _tracker: Callable[[], Any] | None
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
+    _fields: dict[str, Any]
 
     @checked_arguments
     def __init__(
@@ -107,8 +108,8 @@ class Linear(WgradModule, FusedOperation):
         object.__setattr__(self, "_fields", fields)
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
-        for component in self.basic_ops:
-            for name, shape, dtype_, *_ in component._op.params():
+        for component in self._stages():
+            for name, shape, dtype_, *_ in component._description().params():
                 self._parameters[name] = torch.nn.Parameter(torch.empty(shape, dtype=dtype_, device=device))
         if on_meta(self):
             self._mark_weight()

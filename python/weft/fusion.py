@@ -60,7 +60,7 @@ def _checked_names(names: tuple[str, ...]) -> list[str]:
     return list(names)
 
 
-def _register(pass_: str, func: Callable, prepend: bool) -> FusionHandle:
+def _register(pass_: str, func: _FusionFunction, prepend: bool) -> FusionHandle:
     if not callable(func):
         raise TypeError(
             f"register_{pass_}_fusion: func is {func!r}, expected a function func(ops, *, recipe) that returns ops."

@@ -114,7 +114,7 @@ class CompatModule(EmptyExtraState):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "__init__" in cls.__dict__:
-            cls.__init__ = checked_arguments(cls.__init__)
+            cls.__init__ = checked_arguments(cls.__init__)  # type: ignore[method-assign]
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """Does nothing: FP8 is not supported."""
@@ -304,7 +304,7 @@ class CompatModule(EmptyExtraState):
         self._wgrad_ops.append(linear)
         pipeline.add(linear, weight=weight)
         if bias is not None:
-            size = self._parameters[bias].numel()
+            size = getattr(self, bias).numel()
             pipeline.add(ops.Bias(size, device="meta", dtype=self.params_dtype), bias=bias)
 
     def __getstate__(self) -> dict[str, Any]:
