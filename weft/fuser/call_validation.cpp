@@ -139,9 +139,12 @@ void check_modes() {
 }
 
 void check_counts(const Pipeline& pipeline, size_t params, size_t extras) {
-  TORCH_CHECK_VALUE(extras == pipeline.caller_inputs().size(),
-                    pipeline.size() == 1 ? pipeline.label(0) : std::string("Pipeline"), ": expected ",
-                    extra_inputs_text(pipeline), ", got ", extras, ". Pass extra inputs after x, in this order.");
+  const auto owner = [&] {
+    const bool one_label = pipeline.size() > 0 && pipeline.labels(0, pipeline.size()) == pipeline.label(0);
+    return one_label ? pipeline.label(0) : std::string("Pipeline");
+  };
+  TORCH_CHECK_VALUE(extras == pipeline.caller_inputs().size(), owner(), ": expected ", extra_inputs_text(pipeline),
+                    ", got ", extras, ". Pass extra inputs after x, in this order.");
   TORCH_CHECK_VALUE(params == pipeline.params().size(), "Pipeline: expected ", pipeline.params().size(),
                     " parameters, got ", params, ".");
 }

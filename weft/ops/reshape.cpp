@@ -27,7 +27,8 @@ Inferred Reshape::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, 
   for (const auto size : options_.shape) fits &= size == -1 || !c10::mul_overflows(known, size, &known);
   const bool open = std::count(options_.shape.begin(), options_.shape.end(), -1) > 0;
   fits = fits && (open ? known > 0 && same_size(values % known, 0) : same_size(values, known));
-  TORCH_CHECK_VALUE(fits, "cannot reshape input of shape ", x.sizes, " to ", at::IntArrayRef(options_.shape), ".");
+  TORCH_CHECK_VALUE(fits, "cannot reshape input of shape ", x.sizes, " to ", at::IntArrayRef(options_.shape),
+                    "; expected a shape with ", values, " elements.");
   Inferred out{.y = {{}, x.dtype}};
   for (const auto size : options_.shape) out.y.sizes.push_back(size == -1 ? values / known : c10::SymInt(size));
   out.saved.resize(1);

@@ -87,10 +87,8 @@ static const Register<ScaledSReLU> srelu{
     {}};
 static const Register<ScaledTanhSReLU> tanh_srelu{
     "ScaledTanhSReLU",
-    {.summary =
-         "Applies the squared, tanh-clamped ReLU and scales each row: y[row] = s[row]·(c·tanh(max(x[row], 0)/c))², "
-         "c = tanh_clamp_scale.",
-     .details = kScales,
+    {.summary = "Squares the tanh-clamped ReLU and scales each row: y[row] = s[row]·(c·tanh(max(x[row], 0)/c))².",
+     .details = "c is tanh_clamp_scale. " + kScales,
      .shape = kRowShape,
      .example_inputs = kInputs},
     {.tanh_clamp_scale = 2}};

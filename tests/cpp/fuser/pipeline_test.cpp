@@ -11,7 +11,7 @@ using ::testing::HasSubstr;
 std::string error_of(const std::string& text) {
   try {
     Pipeline::parse(text);
-  } catch (const c10::ValueError& error) {
+  } catch (const c10::Error& error) {
     return error.what_without_backtrace();
   }
   return "no error";
