@@ -46,16 +46,19 @@ SIGNATURES = {
     "Explanation.data": "(self) -> dict[str, Any]",
     "Op.fields": "(self) -> dict[str, Any]",
     "Op.params": "(self) -> list[tuple[str, tuple[int, ...], torch.dtype, str, int, bool]]",
-    "Runner.__init__": "(self, stages: list[tuple[Op, list[str | None], list[tuple[str | None, bool]], str]], "
-    "owner: torch.nn.Module, ops: list[torch.nn.Module], params: list[tuple[torch.nn.Module, str]], "
-    "modules_version: int, bypassed: list[torch.nn.Module], expected: list[torch.nn.Module] | None) -> None",
+    "Runner.__init__": "(self, stages: list[Stage], owner: torch.nn.Module, ops: list[torch.nn.Module], "
+    "params: list[tuple[torch.nn.Module, str]], modules_version: int, bypassed: list[torch.nn.Module], "
+    "expected: list[torch.nn.Module] | None) -> None",
     "Runner.__call__": "(self, owner: torch.nn.Module, *tensors: torch.Tensor) -> Any",  # a result or NotImplemented
     "Runner.call_with": "(self, keywords: list[dict[str, Any]], *tensors: torch.Tensor) -> "
     "torch.Tensor | tuple[torch.Tensor, ...]",
     "Runner.explain": "(self, *tensors: torch.Tensor) -> Explanation",
+    "Runner.modes": "(self) -> list[torch.nn.Module]",
+    "Runner.parameter_slots": "(self) -> list[tuple[torch.nn.Module, str]]",
     "Runner.plan": "(self, *tensors: torch.Tensor) -> Plan",
     "add_fusion_function": "(pass_: str, function: Callable[..., Any], prepend: bool) -> int",
     "all_rules": "() -> list[tuple[str, str]]",
+    "check_channels": "(stages: list[Stage]) -> None",
     "flops": "(text: str, inputs: list[Spec]) -> tuple[int, int]",
     "gradients": "(text: str) -> list[tuple[str, bool, bool]]",
     "infer": "(text: str, inputs: list[Spec]) -> list[Spec | None]",
@@ -74,7 +77,9 @@ from typing import Any, SupportsIndex, SupportsInt
 
 import torch
 
-Spec = tuple[Sequence[Any], torch.dtype]  # sizes, which may be symbolic, and dtype of a tensor"""
+Spec = tuple[Sequence[Any], torch.dtype]  # sizes, which may be symbolic, and dtype of a tensor
+# An operation, the channels of its extra inputs, (channel, output_to_caller) of its extra outputs, and its label.
+Stage = tuple["Op", list[str | None], list[tuple[str | None, bool]], str]"""
 
 
 def signature(name: str, function: Any) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -17,30 +18,35 @@ from torch.utils.flop_counter import register_flop_formula
 from . import _C
 
 if TYPE_CHECKING:
-    from ._operation import FusibleOperation
-    from ._sequential import Sequential
+    from ._segments import PipelineModule, Segment
 
-    Module: TypeAlias = FusibleOperation | Sequential
+    AnySegment = TypeVar("AnySegment", "Segment", "TracedSegment")
     Tensors = list[torch.Tensor]
     Gradients = list[torch.Tensor | None]
     Output = torch.Tensor | tuple[torch.Tensor, ...]
-    Slots = tuple[tuple[str, str], ...]  # path and name of each parameter
-    Targets = tuple[tuple[str | None, bool], ...]
-    # text or None, parameters, paths of the operations that behave differently in eval mode, sources, targets
-    TracedSegment = tuple[str | None, Slots, tuple[str, ...], tuple[str | None, ...], Targets]
 
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 # Modules by id: Dynamo treats an int as a constant, but not a module.
 _module_ids = itertools.count()
-_modules_by_id: weakref.WeakValueDictionary[int, Module] = weakref.WeakValueDictionary()
+_modules_by_id: weakref.WeakValueDictionary[int, PipelineModule] = weakref.WeakValueDictionary()
 
 
-def register_module(module: Module) -> None:
+def register_module(module: PipelineModule) -> None:
     """Gives a module the id under which `_segments_as_constants` finds it."""
     module_id = next(_module_ids)
     object.__setattr__(module, "_module_id", module_id)
     _modules_by_id[module_id] = module
+
+
+class TracedSegment(NamedTuple):
+    """A `_segments.Segment` as constants."""
+
+    text: str | None  # None: a separately called module, whose path is slots[0][0]
+    slots: tuple[tuple[str, str], ...]  # path of the module and name of each parameter
+    modes: tuple[str, ...]  # paths of the operations that depend on training mode
+    sources: tuple[str | None, ...]
+    targets: tuple[tuple[str | None, bool], ...]
 
 
 def _segments_as_constants(module_id: int, version: int) -> tuple[TracedSegment, ...]:
@@ -73,31 +79,45 @@ def applies(module: torch.nn.Module, x: Any) -> bool:
     return True
 
 
-def run(module: Module, x: torch.Tensor, extra_inputs: tuple[torch.Tensor, ...]) -> Output:
+def run(module: PipelineModule, x: torch.Tensor, extra_inputs: tuple[torch.Tensor, ...]) -> Output:
     """Calls a module through the dispatcher. The compiler traces this function: use only what Dynamo supports."""
-    channels: dict[str, torch.Tensor] = {}
-    returned: list[torch.Tensor] = []
-    next_extra = 0
     version = 0
     for child in module.modules():
         version += getattr(child, "_description_version", 0)
-    for text, slots, modes, sources, targets in _segments_as_constants(module._module_id, version):
+
+    def call(segment: TracedSegment, x: torch.Tensor, inputs: Tensors) -> Any:
+        if segment.text is None:
+            return module.get_submodule(segment.slots[0][0])(x, *inputs)
+        params = [getattr(module.get_submodule(path), name) for path, name in segment.slots]
+        eval_mask = sum(1 << bit for bit, path in enumerate(segment.modes) if not module.get_submodule(path).training)
+        outputs = _call(x, params, inputs, segment.text, eval_mask)
+        return outputs[: 1 + len(segment.targets)] if segment.targets else outputs[0]
+
+    return run_segments(_segments_as_constants(module._module_id, version), x, extra_inputs, call)
+
+
+def run_segments(
+    segments: Sequence[AnySegment],
+    x: torch.Tensor,
+    extra_inputs: Sequence[torch.Tensor],
+    call: Callable[[AnySegment, torch.Tensor, Tensors], Any],
+) -> Output:
+    """Calls the segments in order and routes their extra tensors. `call(segment, x, inputs)` returns the output of a
+    segment, followed by its extra outputs if it has targets. The compiler traces this function, too."""
+    channels: dict[str, torch.Tensor] = {}
+    returned: list[torch.Tensor] = []
+    next_extra = 0
+    for segment in segments:
         inputs = []
-        for source in sources:
+        for source in segment.sources:
             if source is None:
                 inputs.append(extra_inputs[next_extra])
                 next_extra += 1
             else:
                 inputs.append(channels[source])
-        if text is None:
-            result = module.get_submodule(slots[0][0])(x, *inputs)
-            outputs = list(result) if targets else [result]
-        else:
-            params = [getattr(module.get_submodule(path), name) for path, name in slots]
-            eval_mask = sum(1 << bit for bit, path in enumerate(modes) if not module.get_submodule(path).training)
-            outputs = _call(x, params, inputs, text, eval_mask)[: 1 + len(targets)]
-        x = outputs[0]
-        for (channel, to_caller), tensor in zip(targets, outputs[1:], strict=True):
+        result = call(segment, x, inputs)
+        x, *outputs = result if segment.targets else (result,)
+        for (channel, to_caller), tensor in zip(segment.targets, outputs, strict=True):
             if to_caller:
                 returned.append(tensor)
             if channel is not None:

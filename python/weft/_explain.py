@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import _C
-from ._operation import FusibleOperation
-from ._sequential import Sequential, _Segment, run_segments
+from . import _C, _dispatcher
+from ._segments import PipelineModule, Segment, call_segment, materialize
 
 Section = tuple[str, _C.Explanation | None]  # title, plan; None: a separately called module
 SUFFIXES = (".svg", ".png", ".pdf", ".dot")
@@ -115,10 +114,8 @@ def explain(module: torch.nn.Module, *inputs: torch.Tensor) -> Explanation:
         raise TypeError(
             "explain: expected the inputs of a call, got none. The plan depends on them: explain(module, x)."
         )
-    if isinstance(module, Sequential):
+    if isinstance(module, PipelineModule):
         return Explanation(_explain_segments(module, *inputs))
-    if isinstance(module, FusibleOperation):
-        return Explanation([(type(module).__name__, module._current_runner(inputs[0]).explain(*inputs))])
     return Explanation(_explain_model(module, inputs))
 
 
@@ -127,7 +124,7 @@ def _explain_model(model: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> 
     names: list[str] = []
     for name, child in model.named_modules() if isinstance(model, torch.nn.Module) else ():
         inside = any(name.startswith(outer + ".") for outer in names)
-        if isinstance(child, (Sequential, FusibleOperation)) and not inside:
+        if isinstance(child, PipelineModule) and not inside:
             names.append(name)
     if not names:
         raise TypeError(
@@ -151,19 +148,24 @@ def _explain_model(model: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> 
     return sections
 
 
-def _explain_segments(module: Sequential, input: torch.Tensor, *extra_inputs: torch.Tensor) -> list[Section]:
+def _explain_segments(module: PipelineModule, input: torch.Tensor, *extra_inputs: torch.Tensor) -> list[Section]:
     sections: list[Section] = []
 
-    def record_plan(segment: _Segment, x: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+    def record_plan(segment: Segment, x: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
         if segment.runner is None:
             sections.append((f"{type(segment.modules[0]).__name__}, called separately: {segment.reason}", None))
         else:
             title = ", ".join(type(m).__name__ for m in segment.modules)
             sections.append((title, segment.runner.explain(x, *inputs)))
 
-    segments = module._current_segments()
+    def record_and_call(segment: Segment, x: torch.Tensor, inputs: Sequence[torch.Tensor]) -> Any:
+        record_plan(segment, x, inputs)
+        return call_segment({}, segment, x, inputs)
+
+    segments = module._current_program().segments
+    materialize(module, input)
     if len(segments) == 1:
-        record_plan(segments[0], input, list(extra_inputs))
+        record_plan(segments[0], input, extra_inputs)
     else:
-        run_segments(segments, input, list(extra_inputs), {}, before=record_plan)
+        _dispatcher.run_segments(segments, input, extra_inputs, record_and_call)
     return sections

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from threading import Lock
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from . import _C, _dispatcher
-from ._arguments import reject_unknown
+from ._segments import Entry, PipelineModule, Segment, Stage, call_segment
 from ._state_keys import StateKeys
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from ._dispatcher import Output, TracedSegment
-    from ._explain import Explanation
+    from ._dispatcher import Output
 
     Bindings = tuple[list[str | None], list[tuple[str | None, bool]]]  # of extra inputs, of extra outputs
-    Stage = tuple["BasicOperation", Bindings]
     Gradients = Iterable[torch.Tensor | None]
     Contexts = list["OperationContext"]
     Extras = list[tuple[torch.Tensor | None, ...]]  # extra tensors of each operation
-
-_MATERIALIZE_LOCK = Lock()  # threads that call a new module at the same time initialize it once
-# Attributes that belong to the module's own pipeline; a copy builds its own.
-_NOT_COPIED = {"_runner", "_built_signature", "_custom", "_components", "_module_id", "_wgrad_hooks"}
 
 
 class OperationContext:
@@ -55,24 +48,14 @@ class OperationContext:
         return taken
 
 
-class FusibleOperation(StateKeys):
+class FusibleOperation(PipelineModule, StateKeys):
     """Base class of everything a pipeline can contain: basic operations, and operations that consist of several.
 
     Calling one outside a :class:`Sequential` runs it as its own pipeline, which is kept between calls.
     """
 
-    _runner: _C.Runner | None = None
-    _module_id: int
     _description_version = 0  # counts changes of fields and channels; compiled code depends on it
     is_fused_op = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        _dispatcher.register_module(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        _dispatcher.register_module(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Parameters are read in each call, so replacing one (as FSDP does) does not invalidate runners.
@@ -85,48 +68,23 @@ class FusibleOperation(StateKeys):
         super().__delattr__(name)
         _C.invalidate_runners()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
-
-    def _materialize(self, device: torch.device) -> None:
-        """Allocates and initializes on ``device`` the Parameters that are still on the meta device."""
-
     def _stages(self) -> list[BasicOperation]:
         """Returns the basic operations that it consists of, in order."""
         raise NotImplementedError(
             f"{type(self).__name__} does not implement _stages(). Subclass BasicOperation or FusedOperation."
         )
 
-    def _bound_stages(self) -> list[Stage]:
-        """Returns its basic operations with their channels. A single operation ignores its channels: all its extra
-        tensors are arguments and results of the call."""
-        stages = self._stages()
-        if len(stages) == 1:
-            return [(stages[0], caller_bindings(stages[0]))]
-        return [(op, op._bindings()) for op in stages]
+    def _entries(self) -> list[Entry]:
+        operations, label = self._stages(), type(self).__name__
+        if len(operations) != 1:
+            return [Entry(self, None, [Stage(op, *op._bindings(), label) for op in operations])]
+        # A single operation ignores its channels: all its extra tensors are arguments and results of the call.
+        (op,) = operations
+        bindings: Bindings = [None] * op.num_extra_inputs, [(None, True)] * op.num_extra_outputs
+        return [Entry(self, None, [Stage(op, *bindings, label)])]
 
-    def _signature(self) -> Any:
-        """What its pipeline is built from; compared after an attribute changed."""
-        return [(op._description(), bindings) for op, bindings in self._bound_stages()]
-
-    def _current_runner(self, input: torch.Tensor) -> _C.Runner:
-        runner: _C.Runner | None = self.__dict__.get("_runner")
-        version = _C.modules_version()  # read first: changes made meanwhile by other threads count at the next call
-        signature = self._signature()
-        if runner is not None and runner.belongs_to(self) and self.__dict__.get("_built_signature") == signature:
-            runner.revalidate(version)
-            return runner
-        if isinstance(input, torch.Tensor):
-            materialize(self, input)
-        runner = build_runner(self, self._bound_stages(), version)
-        object.__setattr__(self, "_runner", runner)
-        object.__setattr__(self, "_built_signature", signature)
-        return runner
-
-    def _traced_segments(self) -> tuple[TracedSegment, ...]:
-        """Returns its segments for `_dispatcher.run`, as constants."""
-        runner = build_runner(self, self._bound_stages(), _C.modules_version())
-        return (traced_segment(self, self._bound_stages(), runner.text),)
+    def _single_runner_checks(self, segments: list[Segment]) -> dict[str, Any]:
+        return {}
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any) -> Output:
         """Runs the operation.
@@ -148,15 +106,9 @@ class FusibleOperation(StateKeys):
                 return output
         if not kwargs and _dispatcher.applies(self, input):
             return _dispatcher.run(self, input, extra_inputs)
-        runner = self._current_runner(input)
-        keywords = check_keywords(self._stages(), [kwargs] + [{}] * (len(self._stages()) - 1))
-        return runner.call_with(keywords, input, *extra_inputs)
-
-    def explain(self, *inputs: torch.Tensor) -> Explanation:
-        """Explains the plan of a call with these inputs; see :func:`weft.explain`."""
-        from ._explain import explain
-
-        return explain(self, *inputs)
+        (segment,) = self._materialized_segments(input)
+        result: Output = call_segment({id(self): kwargs}, segment, input, extra_inputs)
+        return result
 
 
 class BasicOperation(FusibleOperation):
@@ -399,76 +351,7 @@ class FusedOperation(FusibleOperation):
         raise NotImplementedError(f"{type(self).__name__} does not implement fuser_backward.")
 
 
-# ---- building and calling pipelines -------------------------------------------------------------------------------
-
-
-def caller_bindings(op: BasicOperation) -> Bindings:
-    """Returns the bindings of an operation whose extra tensors all come from and go to the caller."""
-    return [None] * op.num_extra_inputs, [(None, True)] * op.num_extra_outputs
-
-
-def build_runner(
-    owner: torch.nn.Module,
-    stages: Sequence[Stage],
-    version: int,
-    bypassed: Iterable[torch.nn.Module] = (),
-    children: Iterable[torch.nn.Module] | None = None,
-    labels: Sequence[str] | None = None,
-) -> _C.Runner:
-    """Builds the C++ runner of a pipeline.
-
-    Args:
-        owner: the module that calls the runner.
-        stages: the operations with their channel bindings.
-        version: `_C.modules_version()` before the modules were read.
-        bypassed: modules whose ``__call__`` the runner replaces.
-        children: the children that `owner` must still have for the runner to be valid; None: not checked.
-        labels: what errors call each operation; None: the class of `owner`.
-    """
-    labels = labels or [type(owner).__name__] * len(stages)
-    return _C.Runner(
-        stages=[
-            (op._description(), list(inputs), list(outputs), label)
-            for (op, (inputs, outputs)), label in zip(stages, labels, strict=True)
-        ],
-        owner=owner,
-        ops=[op for op, _ in stages],
-        params=[slot for op, _ in stages for slot in op._parameter_slots()],
-        modules_version=version,
-        bypassed=list(bypassed),
-        expected=None if children is None else list(children),
-    )
-
-
-def traced_segment(root: torch.nn.Module, stages: Sequence[Stage], text: str) -> TracedSegment:
-    """Returns one pipeline for `_dispatcher.run`: its text, the paths below `root` of its parameters and of the
-    operations that depend on training mode, and one entry per extra tensor that it takes and returns."""
-    paths = {id(module): path for path, module in root.named_modules()}
-    slots = tuple((paths[id(module)], name) for op, _ in stages for module, name in op._parameter_slots())
-    modes = tuple(paths[id(op)] for op, _ in stages if op._description().depends_on_training)
-    sources = tuple(None for _, (inputs, _) in stages for channel in inputs if channel is None)
-    targets = tuple((None, True) for _, (_, outputs) in stages for _, to_caller in outputs if to_caller)
-    return text, slots, modes, sources, targets
-
-
-def check_keywords(stages: Sequence[BasicOperation], keywords: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Raises TypeError for a keyword argument that a native operation does not take; returns `keywords`."""
-    for op, kwargs in zip(stages, keywords, strict=True):
-        native = getattr(op, "_native", False)
-        allowed = ("output", "grad_input") if native and op._description().takes_buffers else ()
-        for name in kwargs if native else ():
-            if name not in allowed:
-                reject_unknown(f"{type(op).__name__}.forward()", name, list(allowed))
-    return keywords
-
-
-def materialize(module: torch.nn.Module, input: torch.Tensor) -> None:
-    """Allocates the meta-device Parameters of weft operations in `module` on the input's device."""
-    if input.device.type != "meta":
-        with _MATERIALIZE_LOCK:
-            for child in module.modules():
-                if isinstance(child, FusibleOperation):
-                    child._materialize(input.device)
+# ---- calls from C++ --------------------------------------------------------------------------------------------------
 
 
 def _run_forward(

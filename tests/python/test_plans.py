@@ -97,10 +97,10 @@ def test_attributes_of_other_modules_make_no_plan():
 def test_sequential_keeps_each_pipeline():
     module = ops.Sequential(ops.Linear(WIDTH, WIDTH), torch.nn.Tanh(), ops.Linear(WIDTH, WIDTH))
     module(rows())
-    before = [segment.runner for segment in module._segments]
+    before = [segment.runner for segment in module._program.segments]
     for _ in range(20):
         module(rows())
-    assert [segment.runner for segment in module._segments] == before
+    assert [segment.runner for segment in module._program.segments] == before
     assert [runner.plans_made for runner in before if runner is not None] == [1, 1]
 
 

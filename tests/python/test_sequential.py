@@ -26,7 +26,7 @@ def add_input(channel: str | None = None, **options) -> ops.AddExtraInput:
 
 
 def segment_kinds(seq: ops.Sequential) -> list[list[str]]:
-    return [[type(module).__name__ for module in segment.modules] for segment in seq._segments]
+    return [[type(module).__name__ for module in segment.modules] for segment in seq._program.segments]
 
 
 # ---- a list of modules ----
@@ -506,13 +506,13 @@ def test_fuse_nested_gives_one_pipeline():
     expected = seq(x)
     inputs = [x, *seq.parameters()]
     grads = torch.autograd.grad(expected.sum(), inputs)
-    assert len(seq._segments) == 2
+    assert len(seq._program.segments) == 2
     seq.fuse_nested = True
     for each in seq.modules():
         if isinstance(each, ops.Sequential):
             each.fuse_nested = True
     y = seq(x)
-    assert len(seq._segments) == 1
+    assert len(seq._program.segments) == 1
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), inputs), grads)
     assert [name for name, _ in seq.named_parameters()] == ["0.weight", "0.bias", "1.1.0.weight", "1.1.0.bias"]
@@ -527,7 +527,7 @@ def test_blocks_may_use_same_channel_names(fuse_nested):
     y = seq(x)
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), inputs), torch.autograd.grad(expected.sum(), inputs))
-    assert len(seq._segments) == (1 if fuse_nested else 2)
+    assert len(seq._program.segments) == (1 if fuse_nested else 2)
 
 
 def test_block_used_twice_is_correct():
@@ -544,13 +544,13 @@ def test_nested_sequential_with_hook_is_not_inlined():
     inner, seen = ops.Sequential(ops.ConstantScale(3.0)), []
     seq, x = ops.Sequential(ops.ConstantScale(2.0), inner, fuse_nested=True), rows()
     seq(x)
-    assert len(seq._segments) == 1
+    assert len(seq._program.segments) == 1
     handle = inner.register_forward_hook(lambda *_: seen.append(1))
     torch.testing.assert_close(seq(x), 6 * x)
-    assert seen == [1] and len(seq._segments) == 2
+    assert seen == [1] and len(seq._program.segments) == 2
     handle.remove()
     seq(x)
-    assert seen == [1] and len(seq._segments) == 1
+    assert seen == [1] and len(seq._program.segments) == 1
 
 
 @pytest.mark.parametrize("fuse_nested", [False, True])

@@ -34,6 +34,43 @@ Stage parse_stage(Parser& text) {
 
 }  // namespace
 
+std::vector<int> channel_sources(const std::vector<Stage>& stages) {
+  std::map<std::string, std::pair<size_t, int>> producers;  // operation and slot of each channel
+  int slot = 0;
+  for (size_t i = 0; i < stages.size(); ++i) {
+    for (const auto& out : stages[i].out) {
+      const std::pair producer{i, slot++};
+      if (out.channel.empty()) continue;
+      const auto [first, inserted] = producers.emplace(out.channel, producer);
+      TORCH_CHECK_VALUE(inserted, "Channel '", out.channel,
+                        "' has multiple producers: ", stages[first->second.first].label, " and ", stages[i].label,
+                        ". Give each its own name.");
+    }
+  }
+  std::vector<int> sources;
+  for (size_t i = 0; i < stages.size(); ++i) {
+    for (size_t k = 0; k < stages[i].in.size(); ++k) {
+      const auto& channel = stages[i].in[k];
+      sources.push_back(-1);
+      if (channel.empty()) continue;
+      const auto found = producers.find(channel);
+      if (found == producers.end()) {
+        std::vector<std::string> known;
+        for (const auto& [name, producer] : producers) known.push_back(name);
+        TORCH_CHECK_VALUE(false, "Channel '", channel, "' has no producer; extra input ", k, " of ", stages[i].label,
+                          " reads it.", did_you_mean(channel, known),
+                          " Produced: ", known.empty() ? "none" : join(known),
+                          ". Set one with set_extra_output_channel.");
+      }
+      const auto [op, source] = found->second;
+      TORCH_CHECK_VALUE(op < i, "Channel '", channel, "' has no earlier producer: ", stages[i].label, " reads it, ",
+                        stages[op].label, " produces it. Put the producer first.");
+      sources.back() = source;
+    }
+  }
+  return sources;
+}
+
 Pipeline::Pipeline(std::vector<Stage> stages) : stages_(std::move(stages)) {
   int eval_bits = 0;
   for (auto& stage : stages_) {
@@ -54,44 +91,11 @@ Pipeline::Pipeline(std::vector<Stage> stages) : stages_(std::move(stages)) {
   TORCH_CHECK_VALUE(eval_bits <= 64,
                     "Pipeline: expected at most 64 operations that depend on training mode (such as Dropout), got ",
                     eval_bits, ". Split the pipeline.");
-  wire();
-}
-
-void Pipeline::wire() {
-  std::map<std::string, int> producers;
-  for (int i = 0; i < size(); ++i) {
-    for (int k = 0; k < op(i).extra_outputs(); ++k) {
-      const auto& out = stages_[i].out[k];
-      const int slot = extra_out_base(i) + k;
-      if (out.to_caller) caller_outputs_.push_back(slot);
-      if (out.channel.empty()) continue;
-      const auto [first, inserted] = producers.emplace(out.channel, slot);
-      TORCH_CHECK_VALUE(inserted, "Channel '", out.channel,
-                        "' has multiple producers: ", label(producer(first->second)), " and ", label(i),
-                        ". Give each its own name.");
-    }
-  }
-  for (int i = 0; i < size(); ++i) {
-    for (int k = 0; k < op(i).extra_inputs(); ++k) {
-      const auto& channel = stages_[i].in[k];
-      sources_.push_back(-1);
-      if (channel.empty()) {
-        caller_inputs_.push_back(extra_in_base(i) + k);
-        continue;
-      }
-      const auto found = producers.find(channel);
-      if (found == producers.end()) {
-        std::vector<std::string> known;
-        for (const auto& [name, slot] : producers) known.push_back(name);
-        TORCH_CHECK_VALUE(false, "Channel '", channel, "' has no producer; extra input ", k, " of ", label(i),
-                          " reads it.", did_you_mean(channel, known),
-                          " Produced: ", known.empty() ? "none" : join(known), ".");
-      }
-      TORCH_CHECK_VALUE(producer(found->second) < i, "Channel '", channel, "' has no earlier producer: ", label(i),
-                        " reads it, ", label(producer(found->second)), " produces it. Put the producer first.");
-      sources_.back() = found->second;
-    }
-  }
+  sources_ = channel_sources(stages_);
+  for (int slot = 0; slot < num_extra_in(); ++slot)
+    if (sources_[slot] < 0) caller_inputs_.push_back(slot);
+  for (int slot = 0; slot < num_extra_out(); ++slot)
+    if (output(slot).to_caller) caller_outputs_.push_back(slot);
 }
 
 std::string Pipeline::labels(int first, int count) const {

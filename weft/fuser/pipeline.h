@@ -19,6 +19,10 @@ struct Stage {
   std::string label = {};            // names it in errors, e.g. "Sequential[2] Linear"; empty: index and operation
 };
 
+/// For each extra input, in order: the extra-output slot that feeds it, or -1 if the caller passes it. Raises
+/// ValueError with the stages' labels unless each channel that is read has exactly one producer, an earlier operation.
+std::vector<int> channel_sources(const std::vector<Stage>& stages);
+
 /// A sequence of basic operations and the channels between them. Immutable; holds no tensor. Extra tensors are in flat
 /// slots, ordered by operation and index.
 class Pipeline {
@@ -68,8 +72,6 @@ class Pipeline {
   static Pipeline parse(std::string_view text);
 
  private:
-  void wire();
-
   std::vector<Stage> stages_;
   std::vector<int> param_base_{0}, saved_base_{0}, extra_in_base_{0}, extra_out_base_{0};
   std::vector<int> caller_inputs_, caller_outputs_, sources_, eval_bits_;

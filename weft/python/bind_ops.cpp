@@ -77,7 +77,6 @@ void bind_ops(py::module_& m) {
       .def_property_readonly("name", [](const ops::BasicOp& op) { return std::string(op.name()); })
       .def_property_readonly("extra_inputs", &ops::BasicOp::extra_inputs)
       .def_property_readonly("extra_outputs", &ops::BasicOp::extra_outputs)
-      .def_property_readonly("depends_on_training", &ops::BasicOp::depends_on_training)
       .def_property_readonly("takes_buffers", &ops::BasicOp::takes_buffers)
       .def("is_index", &ops::BasicOp::is_index, py::arg("extra_input"), "Whether an extra input holds split sizes.")
       .def("fields", &fields_of, "Field names and values.")
@@ -85,7 +84,9 @@ void bind_ops(py::module_& m) {
       .def("__repr__", &ops::BasicOp::brief)
       .def_property_readonly("text", &ops::BasicOp::text, "The description with every field, as in the pipeline text.")
       .def(
-          "__eq__", [](const ops::BasicOp& a, const ops::BasicOp& b) { return a == b; }, py::is_operator())
+          "__eq__",
+          [](const ops::BasicOp& a, const ops::BasicOp& b) { return &a == &b || (!a.process_local() && a == b); },
+          py::is_operator())
       .def("__hash__", [](const ops::BasicOp& op) { return std::hash<std::string>{}(op.text()); });
   m.def("make_op", &make_op, py::arg("name"), py::arg("fields"), "Creates a registered operation from its fields.");
   m.def("linear_ops", &linear_ops, py::arg("fields"), "Creates the basic operations of a Linear from its fields.");

@@ -95,19 +95,21 @@ class Bypassed {
 /// classes, hooks) is read in each call.
 class Runner {
  public:
+  using ParamSlot = std::pair<py::object, py::str>;  // module, name
+
   /// `owner`: the module that calls it. `ops`: the Python object of each stage. `params`: (module, name) of each
   /// parameter. `bypassed`: modules whose `__call__` is bypassed. `expected`: the required children of `owner`, or
   /// None.
-  Runner(std::shared_ptr<fuser::Fuser> fuser, py::object owner, const py::list& ops, const py::list& params,
-         uint64_t seen, const py::list& bypassed, const py::object& expected)
-      : fuser_(std::move(fuser)), seen_version_(seen), owner_(std::move(owner)), container_(!expected.is_none()) {
-    for (const auto op : ops) ops_.push_back(py::reinterpret_borrow<py::object>(op));
+  Runner(std::shared_ptr<fuser::Fuser> fuser, py::object owner, std::vector<py::object> ops,
+         std::vector<ParamSlot> params, uint64_t seen, const py::list& bypassed, const py::object& expected)
+      : fuser_(std::move(fuser)),
+        seen_version_(seen),
+        owner_(std::move(owner)),
+        container_(!expected.is_none()),
+        ops_(std::move(ops)),
+        params_(std::move(params)) {
     for (int i = 0; i < fuser_->pipeline().size(); ++i)
       if (fuser_->pipeline().eval_bit(i) >= 0) modes_.push_back(ops_[i]);
-    for (const auto item : params) {
-      const auto pair = item.cast<py::tuple>();
-      params_.push_back({pair[0], pair[1]});
-    }
     for (const auto module : bypassed) bypassed_.emplace_back(py::reinterpret_borrow<py::object>(module));
     if (container_)
       for (const auto child : expected) expected_.push_back(py::reinterpret_borrow<py::object>(child));
@@ -130,7 +132,6 @@ class Runner {
     seen_version_ = seen;
     for (auto& module : bypassed_) module.inspected();
   }
-  bool belongs_to(const py::object& module) const { return owner_.is(module); }
 
   /// Arguments: the calling module, then the tensors. Returns the outputs, or NotImplemented if the runner is stale,
   /// belongs to another module (a copied `__dict__`), or the call must go through the dispatcher.
@@ -164,6 +165,8 @@ class Runner {
   }
 
   const std::shared_ptr<fuser::Fuser>& fuser() const { return fuser_; }
+  const std::vector<py::object>& modes() const { return modes_; }
+  const std::vector<ParamSlot>& parameter_slots() const { return params_; }
   c10::SmallVector<at::Tensor, 8> gather() const {
     c10::SmallVector<at::Tensor, 8> held;
     py::object dict, parameters;
@@ -207,7 +210,7 @@ class Runner {
   void visit(Visit&& one) const {
     one(owner_);
     for (const auto& op : ops_) one(op);
-    for (const auto& param : params_) one(param.module);
+    for (const auto& param : params_) one(param.first);
     for (const auto& module : bypassed_) one(module.module());
     for (const auto& child : expected_) one(child);
   }
@@ -226,11 +229,6 @@ class Runner {
   std::string_view label() const {
     return fuser_->pipeline().size() > 0 ? fuser_->pipeline().label(0) : std::string_view("weft");
   }
-
-  struct ParamSlot {
-    py::object module;
-    py::str name;
-  };
 
   bool same_children() const {
     const auto dict = dict_of(owner_);
@@ -344,6 +342,12 @@ fuser::Stage stage_from(const py::tuple& item) {
   return stage;
 }
 
+std::vector<fuser::Stage> stages_from(const py::list& items) {
+  std::vector<fuser::Stage> stages;
+  for (const auto item : items) stages.push_back(stage_from(item.cast<py::tuple>()));
+  return stages;
+}
+
 }  // namespace
 
 void bind_runner(py::module_& m) {
@@ -361,12 +365,12 @@ void bind_runner(py::module_& m) {
       });
   py::class_<Runner>(m, "Runner", py::custom_type_setup(set_up_type),
                      "A pipeline bound to the modules that hold its parameters.")
-      .def(py::init([](const py::list& stages, py::object owner, const py::list& ops, const py::list& params,
-                       uint64_t seen, const py::list& bypassed, const py::object& expected) {
-             std::vector<fuser::Stage> list;
-             for (const auto item : stages) list.push_back(stage_from(item.cast<py::tuple>()));
-             return std::make_unique<Runner>(std::make_shared<fuser::Fuser>(fuser::Pipeline(std::move(list))),
-                                             std::move(owner), ops, params, seen, bypassed, expected);
+      .def(py::init([](const py::list& stages, py::object owner, std::vector<py::object> ops,
+                       std::vector<Runner::ParamSlot> params, uint64_t seen, const py::list& bypassed,
+                       const py::object& expected) {
+             return std::make_unique<Runner>(std::make_shared<fuser::Fuser>(fuser::Pipeline(stages_from(stages))),
+                                             std::move(owner), std::move(ops), std::move(params), seen, bypassed,
+                                             expected);
            }),
            py::arg("stages"), py::arg("owner"), py::arg("ops"), py::arg("params"), py::arg("modules_version"),
            py::arg("bypassed"), py::arg("expected"))
@@ -374,16 +378,20 @@ void bind_runner(py::module_& m) {
       .def("explain", &Runner::explain)
       .def("stale", &Runner::stale)
       .def("revalidate", &Runner::revalidate)
-      .def("belongs_to", &Runner::belongs_to)
       .def("plan",
            [](const Runner& r, const py::args& args) { return std::const_pointer_cast<fuser::Plan>(r.plan(args)); })
       .def_property_readonly("text", [](const Runner& r) { return r.fuser()->pipeline().text(); })
+      .def_property_readonly("parameter_slots", &Runner::parameter_slots, "(module, name) of each parameter.")
+      .def_property_readonly("modes", &Runner::modes, "The operations that depend on training mode.")
       .def_property_readonly("num_extra_inputs",
                              [](const Runner& r) { return r.fuser()->pipeline().caller_inputs().size(); })
       .def_property_readonly("num_extra_outputs",
                              [](const Runner& r) { return r.fuser()->pipeline().caller_outputs().size(); })
       .def_property_readonly("plans_made", [](const Runner& r) { return r.fuser()->plans_made(); })
       .def_property_readonly("plans_kept", [](const Runner& r) { return r.fuser()->plans_kept(); });
+  m.def(
+      "check_channels", [](const py::list& stages) { fuser::channel_sources(stages_from(stages)); }, py::arg("stages"),
+      "Raises ValueError unless each channel that is read has exactly one producer, an earlier operation.");
   m.def(
       "invalidate_runners", [] { ++modules_version; },
       "Makes every runner check whether it still matches its modules.");

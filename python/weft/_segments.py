@@ -1,0 +1,235 @@
+"""Segments: the pipelines of a module, and the modules that are called between them.
+
+A module builds its segments once and again after it changed. Eager calls and `_dispatcher` use the same segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+
+from . import _C, _dispatcher
+from ._arguments import reject_unknown
+
+if TYPE_CHECKING:
+    from ._explain import Explanation
+    from ._operation import BasicOperation, FusibleOperation
+
+_MATERIALIZE_LOCK = Lock()  # threads that call a new module at the same time initialize it once
+# Attributes that belong to one module; a copy makes its own.
+_NOT_COPIED = {"_runner", "_program", "_custom", "_components", "_module_id", "_wgrad_hooks"}
+
+
+class Stage(NamedTuple):
+    """An operation with its channels."""
+
+    op: BasicOperation
+    inputs: list[str | None]  # channel of each extra input; None: the caller passes it
+    outputs: list[tuple[str | None, bool]]  # channel and output_to_caller of each extra output
+    label: str  # names it in errors, e.g. "Sequential[2] Linear"
+
+    def described(self) -> _C.Stage:
+        return self.op._description(), self.inputs, self.outputs, self.label
+
+
+class Entry(NamedTuple):
+    """A module to run: why it is called separately (None: it is fused), its operations, and if it is a nested
+    Sequential, the number of its extra inputs and outputs."""
+
+    module: torch.nn.Module
+    reason: str | None
+    stages: list[Stage]
+    num_extras: tuple[int, int] = (0, 0)
+
+    def signature(self) -> Any:
+        # A program keeps its modules and operations alive, so comparing ids is safe.
+        stages = [(id(stage.op), stage.described()) for stage in self.stages]
+        return id(self.module), self.reason, self.num_extras, stages
+
+
+@dataclass
+class Segment:
+    """A pipeline (`runner`) or one separately called module, with the routing of its extra tensors."""
+
+    modules: list[torch.nn.Module]
+    stages: list[Stage]
+    reason: str | None
+    sources: list[str | None]  # as Stage.inputs, for the tensors that the segment takes
+    targets: list[tuple[str | None, bool]]  # as Stage.outputs, for the tensors that it returns
+    runner: _C.Runner | None = None
+
+    def as_constants(self, paths: dict[int, str]) -> _dispatcher.TracedSegment:
+        connections = tuple(self.sources), tuple(self.targets)
+        if self.runner is None:
+            return _dispatcher.TracedSegment(None, ((paths[id(self.modules[0])], ""),), (), *connections)
+        slots = tuple((paths[id(module)], name) for module, name in self.runner.parameter_slots)
+        modes = tuple(paths[id(op)] for op in self.runner.modes)
+        return _dispatcher.TracedSegment(self.runner.text, slots, modes, *connections)
+
+
+@dataclass
+class Program:
+    """The segments of a module, with what they were built from."""
+
+    signature: Any
+    segments: list[Segment]
+    single: _C.Runner | None  # runs the whole call
+    materialized: bool = False
+
+
+class PipelineModule(torch.nn.Module):
+    """A module that runs as segments. Subclasses define `_entries` and `_single_runner_checks`."""
+
+    _runner: _C.Runner | None = None  # `Program.single`, once Parameters on the meta device have been allocated
+    _program: Program | None = None
+    _module_id: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        _dispatcher.register_module(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        _dispatcher.register_module(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
+
+    def _materialize(self, device: torch.device) -> None:
+        """Allocates and initializes on ``device`` the Parameters that are still on the meta device."""
+
+    def _entries(self) -> list[Entry]:
+        """Returns the modules to run, in order."""
+        raise NotImplementedError
+
+    def _single_runner_checks(self, segments: list[Segment]) -> dict[str, Any] | None:
+        """Returns None if one runner cannot run the whole call, else what that runner must check: arguments of
+        `_build_runner`."""
+        raise NotImplementedError
+
+    def _current_program(self) -> Program:
+        """Returns the program; rebuilds it if modules, hooks, fields or channels have changed."""
+        version = _C.modules_version()  # read first: changes made meanwhile by other threads count at the next call
+        entries = self._entries()
+        # With its id, because a replica of a module has the attributes of its original.
+        signature = [id(self), *(entry.signature() for entry in entries)]
+        program = self._program
+        if program is not None and program.signature == signature:
+            if program.single is not None:
+                program.single.revalidate(version)
+            return program
+        segments = _connect_channels(_partition(entries))
+        checks = self._single_runner_checks(segments)
+        for segment in segments:
+            if segment.reason is None:
+                segment.runner = _build_runner(self, segment.stages, version, **(checks or {}))
+        program = Program(signature, segments, None if checks is None else segments[0].runner)
+        object.__setattr__(self, "_runner", None)
+        object.__setattr__(self, "_program", program)
+        return program
+
+    def _materialized_segments(self, input: torch.Tensor) -> list[Segment]:
+        """Returns the segments, after the Parameters on the meta device have been allocated on the input's device."""
+        program = self._current_program()
+        if not program.materialized and isinstance(input, torch.Tensor):
+            materialize(self, input)
+            program.materialized = True
+            object.__setattr__(self, "_runner", program.single)
+        return program.segments
+
+    def _traced_segments(self) -> tuple[_dispatcher.TracedSegment, ...]:
+        """Returns its segments for `_dispatcher.run`, as constants."""
+        paths = {id(module): path for path, module in self.named_modules()}
+        return tuple(segment.as_constants(paths) for segment in self._current_program().segments)
+
+    def explain(self, *inputs: torch.Tensor) -> Explanation:
+        """Explains the plan of a call with these inputs; see :func:`weft.explain`."""
+        from ._explain import explain
+
+        return explain(self, *inputs)
+
+
+def materialize(module: torch.nn.Module, input: torch.Tensor) -> None:
+    """Allocates the meta-device Parameters of weft operations in `module` on the input's device."""
+    if isinstance(input, torch.Tensor) and input.device.type != "meta":
+        with _MATERIALIZE_LOCK:
+            for child in module.modules():
+                if isinstance(child, PipelineModule):
+                    child._materialize(input.device)
+
+
+def _partition(entries: list[Entry]) -> list[Segment]:
+    """Groups consecutive fusible operations into segments; every other module is a segment by itself."""
+    segments: list[Segment] = []
+    for module, reason, stages, (num_inputs, num_outputs) in entries:
+        if reason is None and segments and segments[-1].reason is None:
+            segments[-1].modules.append(module)
+            segments[-1].stages.extend(stages)
+        else:
+            segments.append(Segment([module], list(stages), reason, [None] * num_inputs, [(None, True)] * num_outputs))
+    return segments
+
+
+def _connect_channels(segments: list[Segment]) -> list[Segment]:
+    """Turns channels between segments into extra inputs and outputs; channels inside a segment stay in its pipeline."""
+    stages = [(g, stage) for g, segment in enumerate(segments) for stage in segment.stages]
+    _C.check_channels([stage.described() for _, stage in stages])
+    producer = {channel: g for g, stage in stages for channel, _ in stage.outputs if channel is not None}
+    crossing = {channel for g, stage in stages for channel in stage.inputs if channel and producer[channel] != g}
+    for g, segment in enumerate(segments):
+        alone = segment.reason is not None  # a separately called module returns all its extra outputs
+        for i, stage in enumerate(segment.stages):
+            inner = [channel if channel and producer[channel] == g else None for channel in stage.inputs]
+            segment.sources += [channel for channel, same in zip(stage.inputs, inner, strict=True) if same is None]
+            segment.targets += [out for out in stage.outputs if alone or out[1] or out[0] in crossing]
+            outputs = [(channel, to_caller or channel in crossing) for channel, to_caller in stage.outputs]
+            segment.stages[i] = stage._replace(inputs=inner, outputs=outputs)
+    return segments
+
+
+def _build_runner(
+    owner: torch.nn.Module,
+    stages: Sequence[Stage],
+    version: int,
+    bypassed: Iterable[torch.nn.Module] = (),
+    children: Iterable[torch.nn.Module] | None = None,
+) -> _C.Runner:
+    """Builds the C++ runner of a pipeline.
+
+    Args:
+        owner: the module that calls the runner.
+        stages: the operations with their channels.
+        version: `_C.modules_version()` before the modules were read.
+        bypassed: modules whose ``__call__`` the runner replaces.
+        children: the children that `owner` must still have for the runner to be valid; None: not checked.
+    """
+    return _C.Runner(
+        stages=[stage.described() for stage in stages],
+        owner=owner,
+        ops=[stage.op for stage in stages],
+        params=[slot for stage in stages for slot in stage.op._parameter_slots()],
+        modules_version=version,
+        bypassed=list(bypassed),
+        expected=None if children is None else list(children),
+    )
+
+
+def call_segment(
+    keywords: dict[int, dict[str, Any]], segment: Segment, x: torch.Tensor, inputs: Sequence[torch.Tensor]
+) -> Any:
+    """Calls one segment. `keywords` has the keyword arguments of a module, by its id."""
+    if segment.runner is None:
+        return segment.modules[0](x, *inputs, **keywords.get(id(segment.modules[0]), {}))
+    modules = cast("list[FusibleOperation]", segment.modules)
+    kwargs = [keywords.get(id(m), {}) if i == 0 else {} for m in modules for i in range(len(m._stages()))]
+    for stage, given in zip(segment.stages, kwargs, strict=True):
+        native = getattr(stage.op, "_native", False)
+        allowed = ["output", "grad_input"] if native and stage.op._description().takes_buffers else []
+        for name in given if native else ():
+            if name not in allowed:
+                reject_unknown(f"{type(stage.op).__name__}.forward()", name, allowed)
+    return segment.runner.call_with(kwargs, x, *inputs)
