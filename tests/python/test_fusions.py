@@ -601,7 +601,7 @@ def test_rules_can_be_disabled_temporarily():
             assert forward() == ["BasicLinear", "Bias", "GELU"]
         assert forward() == ["linear_bias", "GELU"]
     assert forward() == ["linear_bias_activation"]
-    with pytest.raises(ValueError, match="Unknown fusion rules"), fusion.without_rules("linear_glue"):
+    with pytest.raises(ValueError, match="Unknown fusion rule 'linear_glue'"), fusion.without_rules("linear_glue"):
         pass
 
 

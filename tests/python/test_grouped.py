@@ -617,7 +617,7 @@ def test_sequential_passes_buffers_to_named_ops():
     assert torch.equal(middle, first(x, splits_of()))
     with pytest.raises(TypeError, match="output"):
         model(x, *given, op_kwargs={1: {"output": middle}})
-    with pytest.raises(ValueError, match="not in this Sequential"):
+    with pytest.raises(ValueError, match="expected an index below 3 or one of its"):
         model(x, *given, op_kwargs={layer(K, 8): {"output": middle}})
 
 
