@@ -141,7 +141,10 @@ def op_stub(name: str, cls: Any, fields: list[tuple[str, Any, str, str, str]], s
     bases = ", ".join(base.__name__ for base in cls.__bases__)
     lines = [f"class {name}({bases}):", textwrap.indent(f'"""{cls.__doc__}"""', " " * 4), ""]
     optional = cls._optional_parameters
-    lines += [f"    {param}: torch.nn.Parameter{' | None' * (param in optional)}" for param, *_ in sample.params()]
+    lines += [
+        f"    {param}: torch.nn.Parameter{' | None' * (param.rstrip('0123456789') in optional)}"
+        for param, *_ in sample.params()
+    ]
     for field, _, _, kind, _ in fields:
         if isinstance(vars(cls).get(field), property):
             kind = cls.__signature__.parameters[field].annotation if field in cls.__signature__.parameters else kind

@@ -15,9 +15,10 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 def argument_names(signature: inspect.Signature) -> list[str]:
-    """Returns the names of the arguments of a method, without ``self`` and ``**kwargs``."""
-    parameters = signature.parameters.items()
-    return [name for name, parameter in parameters if name != "self" and parameter.kind is not parameter.VAR_KEYWORD]
+    """Returns the names of the arguments of a method, without ``self`` and ``**kwargs``; ``*args`` with its star."""
+    prefixes: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    names = [prefixes.get(parameter.kind, "") + name for name, parameter in signature.parameters.items()]
+    return [name for name in names if name != "self" and not name.startswith("**")]
 
 
 def reject_unknown(owner: str, name: str, known: list[str]) -> NoReturn:

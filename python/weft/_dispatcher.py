@@ -107,6 +107,9 @@ def run_segments(
     channels: dict[str, torch.Tensor] = {}
     returned: list[torch.Tensor] = []
     next_extra = 0
+    expected = sum(source is None for segment in segments for source in segment.sources)
+    if len(extra_inputs) != expected:
+        raise ValueError(f"weft: expected {expected} extra inputs, got {len(extra_inputs)}. Pass them after the input.")
     for segment in segments:
         inputs = []
         for source in segment.sources:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def explain(module: torch.nn.Module, *inputs: torch.Tensor) -> Explanation:
     The explanation shows the forward and backward plans with the kernels that compute them, rejected fusions with the
     reason, copies made because of aliasing, and the tensors saved for backward with their sizes. A Sequential that
     consists of several pipelines, or a model that contains Sequentials, is run forward once, to find the inputs of each
-    pipeline.
+    pipeline; buffers and random numbers are restored.
 
     Args:
         module: a weft operation, a :class:`Sequential`, or a model that contains some; each is explained by name.
@@ -119,6 +120,19 @@ def explain(module: torch.nn.Module, *inputs: torch.Tensor) -> Explanation:
     return Explanation(_explain_model(module, inputs))
 
 
+@contextmanager
+def _state_restored(module: torch.nn.Module) -> Iterator[None]:
+    """Restores buffers, such as statistics of a batch norm, and the CPU's random numbers."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        with torch.random.fork_rng(devices=()):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
 def _explain_model(model: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> list[Section]:
     """Calls the model once and explains each outermost weft operation and Sequential in it, by name."""
     names: list[str] = []
@@ -133,15 +147,18 @@ def _explain_model(model: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> 
         )
     sections: list[Section] = []
 
-    def record(name: str) -> Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], None]:
-        def hook(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    def record(name: str) -> Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            args = (kwargs["input"], *args) if "input" in kwargs else args
             sections.extend((f"{name}: {title}", plan) for title, plan in explain(module, *args)._sections)
 
         return hook
 
-    hooks = [model.get_submodule(name).register_forward_pre_hook(record(name)) for name in names]
+    modules = [(name, model.get_submodule(name)) for name in names]
+    hooks = [module.register_forward_pre_hook(record(name), with_kwargs=True) for name, module in modules]
     try:
-        model(*inputs)
+        with _state_restored(model):
+            model(*inputs)
     finally:
         for hook in hooks:
             hook.remove()
@@ -167,5 +184,6 @@ def _explain_segments(module: PipelineModule, input: torch.Tensor, *extra_inputs
     if len(segments) == 1:
         record_plan(segments[0], input, extra_inputs)
     else:
-        _dispatcher.run_segments(segments, input, extra_inputs, record_and_call)
+        with _state_restored(module):
+            _dispatcher.run_segments(segments, input, extra_inputs, record_and_call)
     return sections

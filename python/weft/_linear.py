@@ -25,7 +25,9 @@ def _field(name: str, mutable: bool = False) -> property:
         return self._fields[name]
 
     def set(self: Linear, value: Any) -> None:
-        object.__setattr__(self, "_fields", self._fields | {name: value})
+        fields = self._fields | {name: value}
+        _C.linear_ops(fields)  # raises before anything changes
+        object.__setattr__(self, "_fields", fields)
         self.__dict__.pop("_components", None)
         self._description_version += 1
 
@@ -54,8 +56,6 @@ class Linear(WgradModule, FusedOperation):
         torch.Size([8, 1024])
     """
 
-    _component_specs: list[tuple[str, dict[str, Any]]]
-    _full_fields: dict[str, Any]
     _tracker: Callable[[], Any] | None
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None

@@ -81,6 +81,15 @@ class NativeOperation(BasicOperation):
         owner = self.__dict__.get("_owner", self)  # a component of Linear reads Linear's Parameters
         return [(owner, name) for name, *_ in self._op.params()]
 
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """Adds a Parameter, as in :class:`torch.nn.Module`. Raises ValueError for one that a field turned off."""
+        if param is not None and name in self._optional_parameters and name not in (p[0] for p in self._op.params()):
+            raise ValueError(
+                f"{type(self).__name__}: cannot assign a {name}, because it was created with {name}=False. Create it "
+                f"with {name}=True."
+            )
+        super().register_parameter(name, param)
+
     def _make_parameters(self, device: torch.device | str | None) -> None:
         for name, shape, dtype, *_ in self._op.params():
             self.register_parameter(name, torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))

@@ -56,6 +56,7 @@ class FusibleOperation(PipelineModule, StateKeys):
 
     _description_version = 0  # counts changes of fields and channels; compiled code depends on it
     is_fused_op = False
+    _not_copied = PipelineModule._not_copied | {"_custom", "_components", "_wgrad_hooks"}
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Parameters are read in each call, so replacing one (as FSDP does) does not invalidate runners.

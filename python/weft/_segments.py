@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ._operation import BasicOperation, FusibleOperation
 
 _MATERIALIZE_LOCK = Lock()  # threads that call a new module at the same time initialize it once
-# Attributes that belong to one module; a copy makes its own.
-_NOT_COPIED = {"_runner", "_program", "_custom", "_components", "_module_id", "_wgrad_hooks"}
 
 
 class Stage(NamedTuple):
@@ -87,6 +85,7 @@ class PipelineModule(torch.nn.Module):
     _runner: _C.Runner | None = None  # `Program.single`, once Parameters on the meta device have been allocated
     _program: Program | None = None
     _module_id: int
+    _not_copied = frozenset({"_runner", "_program", "_module_id"})  # attributes that a copy makes for itself
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +96,7 @@ class PipelineModule(torch.nn.Module):
         _dispatcher.register_module(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
+        return {name: value for name, value in self.__dict__.items() if name not in self._not_copied}
 
     def _materialize(self, device: torch.device) -> None:
         """Allocates and initializes on ``device`` the Parameters that are still on the meta device."""
@@ -135,9 +134,10 @@ class PipelineModule(torch.nn.Module):
     def _materialized_segments(self, input: torch.Tensor) -> list[Segment]:
         """Returns the segments, after the Parameters on the meta device have been allocated on the input's device."""
         program = self._current_program()
-        if not program.materialized and isinstance(input, torch.Tensor):
+        if not program.materialized and isinstance(input, torch.Tensor) and input.device.type != "meta":
             materialize(self, input)
             program.materialized = True
+        if program.materialized and self._runner is not program.single:
             object.__setattr__(self, "_runner", program.single)
         return program.segments
 
@@ -181,7 +181,9 @@ def _connect_channels(segments: list[Segment]) -> list[Segment]:
     producer = {channel: g for g, stage in stages for channel, _ in stage.outputs if channel is not None}
     crossing = {channel for g, stage in stages for channel in stage.inputs if channel and producer[channel] != g}
     for g, segment in enumerate(segments):
-        alone = segment.reason is not None  # a separately called module returns all its extra outputs
+        alone = (
+            segment.reason is not None and len(segment.stages) == 1
+        )  # called alone, an operation ignores its channels
         for i, stage in enumerate(segment.stages):
             inner = [channel if channel and producer[channel] == g else None for channel in stage.inputs]
             segment.sources += [channel for channel, same in zip(stage.inputs, inner, strict=True) if same is None]
@@ -227,6 +229,8 @@ def call_segment(
     modules = cast("list[FusibleOperation]", segment.modules)
     kwargs = [keywords.get(id(m), {}) if i == 0 else {} for m in modules for i in range(len(m._stages()))]
     for stage, given in zip(segment.stages, kwargs, strict=True):
+        if not given:
+            continue
         native = getattr(stage.op, "_native", False)
         allowed = ["output", "grad_input"] if native and stage.op._description().takes_buffers else []
         for name in given if native else ():

@@ -110,7 +110,7 @@ class Sequential(PipelineModule):
 
     def add_module(self, name: str, module: torch.nn.Module | None) -> None:
         """Adds a module under a name."""
-        if not isinstance(module, torch.nn.Module | None):
+        if not isinstance(module, torch.nn.Module):
             cure = ""
             if isinstance(module, type):
                 cure = f" Create an instance: {module.__name__}(...)."

@@ -758,3 +758,17 @@ def test_backward_fusion_sees_weight_and_dtype(autocast):
     assert seen == {"dtype": torch.bfloat16 if autocast else torch.float32, "x": True, "w": True}
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+class ToIntegers(ops.BasicOperation):
+    def op_forward(self, ctx, input_, **unused):
+        return input_.long()
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output, ()
+
+
+@pytest.mark.parametrize("op", (ops.SoftCap(2.0), ops.Dropout(0.5), ops.QGELU(), ops.L2Normalization()), ids=repr)
+def test_dtype_after_python_op_is_checked(op):
+    with pytest.raises(TypeError, match=f"{type(op).__name__}: input is int64, expected float32"):
+        ops.Sequential(ToIntegers(), op)(torch.ones(2, 8))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from plain import apply
 
+import weft
 from weft import ops
 
 WIDTH = 4
@@ -647,3 +648,44 @@ def test_unknown_keyword_raises_type_error(make):
         ops.Sequential(ops.Identity(), op)(rows(), op_kwargs={op: {"exponent": 2}})
     with pytest.raises(TypeError, match="exponent"):
         op(rows(), exponent=2)
+
+
+def test_fused_operation_with_hook_keeps_inner_channel():
+    fork = ops.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=False)
+    fused = ops.FusedOperation([fork, ops.SiLU(), ops.AddExtraInput().set_extra_input_channel(0, "r")])
+    model, x = ops.Sequential(ops.Identity(), fused), rows(2)
+    expected = model(x)
+    fused.register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_call_on_meta_does_not_allocate_parameters():
+    model = ops.Sequential(ops.Linear(4, 4, device="meta"))
+    assert model(torch.empty(2, 4, device="meta")).is_meta
+    assert model(torch.ones(2, 4)).device.type == "cpu"
+
+
+def test_extra_inputs_are_counted_between_segments():
+    model = ops.Sequential(ops.AddExtraInput(), torch.nn.Tanh(), ops.AddExtraInput())
+    x = rows()
+    for extras in ((x,), (x, x, x)):
+        with pytest.raises(ValueError, match=f"expected 2 extra inputs, got {len(extras)}"):
+            model.explain(x, *extras)
+
+
+def test_explain_of_model_restores_its_state():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.drop, self.block = torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5), ops.Linear(4, 4)
+
+        def forward(self, x):
+            return self.block(input=self.drop(self.norm(x)))
+
+    model = Model()
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    random = torch.get_rng_state()
+    assert "linear_bias" in weft.explain(model, torch.randn(3, 4, generator=torch.Generator())).text
+    assert torch.equal(torch.get_rng_state(), random)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, buffers[name]), name

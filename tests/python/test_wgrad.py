@@ -894,3 +894,11 @@ def test_explain_names_options():
     module = ops.Linear(4, 3, accumulate_into_main_grad=True, delay_wgrad_compute=True)
     text = weft.explain(module, torch.ones(2, 4)).text
     assert "accumulate_into_main_grad=true" in text and "delay_wgrad_compute=true" in text
+
+
+def test_rejected_option_leaves_linear_usable():
+    linear = ops.Linear(8, 8, userbuffers_options={"comm_name": "fc1"})
+    with pytest.raises(NotImplementedError, match="delay_wgrad_compute"):
+        linear.delay_wgrad_compute = True
+    assert not linear.delay_wgrad_compute
+    assert linear(torch.ones(2, 8)).shape == (2, 8)

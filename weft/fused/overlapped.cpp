@@ -63,7 +63,11 @@ OverlappedCall::OverlappedCall(StepContext& ctx, const LinearGroup& group)
     : ctx_(ctx), group_(group), start_(overlap::now()) {}
 
 OverlappedCall::~OverlappedCall() {
-  if (decision_) ctx_.report(decision_->text(overlap::now() - start_));
+  if (!decision_) return;
+  try {
+    ctx_.report(decision_->text(overlap::now() - start_));
+  } catch (const std::bad_alloc&) {  // explain() keeps the text of the call before
+  }
 }
 
 comm::Transport* OverlappedCall::all_gather(const at::Tensor& rows, int64_t n, int64_t k) {

@@ -110,10 +110,12 @@ at::Tensor run_forward(const Pipeline& pipeline, const Plan& plan, Frame& frame,
     for (const auto& route : planned.routes)
       frame.extra_in[route.to] = route.last ? std::move(frame.extra_out[route.from]) : frame.extra_out[route.from];
     if (step.fused && enough_rows(step, x)) {
+      if (plan.process_local) check_dtype(pipeline, step.first, "input", x.scalar_type());
       x = forward_fused(pipeline, plan, frame, step, x);
       check_delivered(pipeline, frame, planned);
     } else {
       for (int i = step.first; i < step.first + step.count; ++i) {
+        if (plan.process_local) check_dtype(pipeline, i, "input", x.scalar_type());  // not known to the plan
         OpContext ctx(plan.ops[i], frame, i);
         x = with_label(pipeline.label(i),
                        [&] { return pipeline.op(i).forward(ctx, x, params_of(plan.ops[i], frame)); });
@@ -160,10 +162,10 @@ at::Tensor run_backward_steps(const Pipeline& pipeline, const Plan& plan, Frame&
 }
 
 /// Error context that lists the weight gradients already added to main_grad when backward failed.
-std::string added_to_main_grad_text(const std::vector<int>& ops) {
-  std::string list;
-  for (const int op : ops) list += (list.empty() ? "" : ", ") + std::to_string(op);
-  return "The weight gradients of operations " + list + " were already added to main_grad; no others were.";
+std::string added_to_main_grad_text(const Pipeline& pipeline, const std::vector<int>& ops) {
+  std::vector<std::string> labels;
+  for (const int op : ops) labels.push_back(pipeline.label(op));
+  return "The weight gradients of " + join(labels) + " were already added to main_grad; no others were.";
 }
 
 }  // namespace
@@ -172,7 +174,8 @@ at::Tensor run_backward(const Pipeline& pipeline, const Plan& plan, Frame& frame
   try {
     return run_backward_steps(pipeline, plan, frame, std::move(dy));
   } catch (c10::Error& error) {
-    if (!frame.added_to_main_grad.empty()) error.add_context(added_to_main_grad_text(frame.added_to_main_grad));
+    if (!frame.added_to_main_grad.empty())
+      error.add_context(added_to_main_grad_text(pipeline, frame.added_to_main_grad));
     throw;
   }
 }

@@ -41,7 +41,7 @@ struct Explanation {
   std::vector<SavedLine> saved;
   std::vector<Channel> channels;
   std::vector<int> from_caller, to_caller;      // operations with extra inputs from, or extra outputs to, the caller
-  bool saved_known = true;                      // false if an operation cannot infer its sizes
+  bool saved_known = true;                      // false if an operation is written in Python
   bool packs = false;                           // a step uses packed weights
   int64_t packed_bytes = 0, packing_limit = 0;  // of the process
 

@@ -80,14 +80,6 @@ at::ScalarType compute_dtype(const Pipeline& pipeline, const PlanKey& key, const
   return at::ScalarType::Undefined;
 }
 
-/// Raises TypeError for an integer, bool or float8 tensor where an operation computes in floating point.
-void check_dtype(const Pipeline& pipeline, int i, const std::string& what, at::ScalarType dtype) {
-  const auto rule = pipeline.op(i).dtype_rule();
-  const bool any = rule == ops::DtypeRule::any || rule == ops::DtypeRule::unknown;
-  TORCH_CHECK_TYPE(any || dtype == at::ScalarType::Undefined || is_compute_dtype(dtype), pipeline.label(i), ": ", what,
-                   " is ", dtype_name(dtype), ", expected ", kComputeDtypes, ". Convert it first, e.g. with .float().");
-}
-
 void check_extra_dtypes(const Pipeline& pipeline, const PlanKey& key) {
   for (size_t k = 0; k < pipeline.caller_inputs().size(); ++k) {
     const int slot = pipeline.caller_inputs()[k], i = pipeline.consumer(slot), extra = slot - pipeline.extra_in_base(i);
@@ -198,6 +190,13 @@ std::vector<int> params_for_backward(const Pipeline& pipeline, const Plan& plan)
 }
 
 }  // namespace
+
+void check_dtype(const Pipeline& pipeline, int i, const std::string& what, at::ScalarType dtype) {
+  const auto rule = pipeline.op(i).dtype_rule();
+  const bool any = rule == ops::DtypeRule::any || rule == ops::DtypeRule::unknown;
+  TORCH_CHECK_TYPE(any || dtype == at::ScalarType::Undefined || is_compute_dtype(dtype), pipeline.label(i), ": ", what,
+                   " is ", dtype_name(dtype), ", expected ", kComputeDtypes, ". Convert it first, e.g. with .float().");
+}
 
 fused::PlanView make_plan_view(const Pipeline& pipeline, const PlanKey& key, const std::vector<ops::OpPlan>& plans) {
   fused::PlanView view{.key = key, .plans = plans, .input_dtypes = {}, .compute_dtypes = {}};

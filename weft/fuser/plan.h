@@ -55,6 +55,9 @@ std::shared_ptr<const Plan> make_plan(const Pipeline& pipeline, const fused::Pla
 fused::PlanView make_plan_view(const Pipeline& pipeline, const fused::PlanKey& key,
                                const std::vector<ops::OpPlan>& plans);
 
+/// Raises TypeError for an integer, bool or float8 tensor if operation i computes in floating point. `what` names it.
+void check_dtype(const Pipeline& pipeline, int i, const std::string& what, at::ScalarType dtype);
+
 /// The plan without the gradients that are not used; `unused` flags x, extra inputs and parameters in key order.
 Plan prune(const Pipeline& pipeline, const Plan& plan, const std::vector<uint8_t>& unused);
 

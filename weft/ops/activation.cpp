@@ -15,7 +15,7 @@ static constexpr std::pair<ActKind, std::string_view> kKindNames[] = {
 static std::string_view kind_name(ActKind kind) {
   for (const auto& [named, name] : kKindNames)
     if (named == kind) return name;
-  TORCH_CHECK_VALUE(false, "Activation: use GELU, SwiGLU, SiTUGLU or ClampedSwiGLU for this kind.");
+  TORCH_CHECK_VALUE(false, "Activation: use GELU, SwiGLU, SiTUGLU, ClampedSwiGLU or ScaledTanhSReLU for this kind.");
 }
 
 GELU::GELU(Options options)

@@ -28,8 +28,8 @@ class ActivationOp : public BasicOp {
   kernels::Act act_;
 };
 
-/// `x` cast to `dtype`. Raises RuntimeError for an unsupported dtype, ValueError if the columns of `x` cannot be split
-/// as `act` requires.
+/// `x` cast to `dtype`. Raises ValueError if the columns of `x` cannot be split as `act` requires: an even number, and
+/// a multiple of its interleave size.
 at::Tensor activation_input(const kernels::Act& act, const at::Tensor& x, at::ScalarType dtype);
 /// Sizes and dtype of act(x).
 Spec activation_output(const kernels::Act& act, const Spec& x);

@@ -37,9 +37,15 @@ Inferred Reshape::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, 
 }
 
 at::Tensor Reshape::forward(OpContext& ctx, const at::Tensor& x, Params) const {
-  (void)infer(ctx.plan(), Spec::of(x), {}, {});  // raises if the sizes do not fit
+  at::Tensor y;
+  try {
+    y = x.reshape(options_.shape);
+  } catch (const c10::Error&) {
+    (void)infer(ctx.plan(), Spec::of(x), {}, {});  // raises an error with the sizes
+    throw;
+  }
   if (ctx.needs_input_grad()) ctx.save(kShape, at::empty({}, x.options()).expand(x.sizes()));
-  return share_version_counter(x.reshape(options_.shape), x);
+  return share_version_counter(y, x);
 }
 
 at::Tensor Reshape::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
