@@ -608,12 +608,11 @@ def test_rules_can_be_disabled_temporarily():
 # ---- tiers -----------------------------------------------------------------------------------------------------------
 
 TIERS = ["amx", "avx512", "avx2", "ref"]
-NIGHTLY = [tier for tier in TIERS if tier not in (_C.machine_tier(), "ref")]
 
 
-@pytest.mark.parametrize("tier", [pytest.param(t, marks=pytest.mark.slow) if t in NIGHTLY else t for t in TIERS])
+@pytest.mark.parametrize("tier", ["ref", *(pytest.param(t, marks=pytest.mark.slow) for t in TIERS[:-1])])
 def test_values_hold_in_every_tier(tier):
-    """Each tier in a new process, because a process selects its tier once."""
+    """Each tier in a new process, because a process selects its tier once. This one has the best tier."""
     if "WEFT_TIER" in os.environ:
         pytest.skip("this process has its tier already")
     if TIERS.index(tier) < TIERS.index(_C.machine_tier()):
