@@ -96,6 +96,11 @@ def run(module: PipelineModule, x: torch.Tensor, extra_inputs: tuple[torch.Tenso
     return run_segments(_segments_as_constants(module._module_id, version), x, extra_inputs, call)
 
 
+def num_caller_inputs(segments: Sequence[AnySegment]) -> int:
+    """Returns how many extra inputs of the segments the caller passes."""
+    return sum(source is None for segment in segments for source in segment.sources)
+
+
 def run_segments(
     segments: Sequence[AnySegment],
     x: torch.Tensor,
@@ -107,7 +112,7 @@ def run_segments(
     channels: dict[str, torch.Tensor] = {}
     returned: list[torch.Tensor] = []
     next_extra = 0
-    expected = sum(source is None for segment in segments for source in segment.sources)
+    expected = num_caller_inputs(segments)
     if len(extra_inputs) != expected:
         raise ValueError(f"weft: expected {expected} extra inputs, got {len(extra_inputs)}. Pass them after the input.")
     for segment in segments:

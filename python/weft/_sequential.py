@@ -233,7 +233,7 @@ class Sequential(PipelineModule):
     @property
     def num_extra_inputs(self) -> int:
         """Number of extra inputs that a call takes."""
-        return sum(source is None for segment in self._current_program().segments for source in segment.sources)
+        return _dispatcher.num_caller_inputs(self._current_program().segments)
 
     @property
     def num_extra_outputs(self) -> int:
@@ -267,7 +267,7 @@ class Sequential(PipelineModule):
             return _dispatcher.run(self, input, extra_inputs)
         segments = self._materialized_segments(input)
         keywords = self._keywords_by_module(op_kwargs)
-        expected = sum(source is None for segment in segments for source in segment.sources)
+        expected = _dispatcher.num_caller_inputs(segments)
         if len(extra_inputs) != expected:
             takers = [f"Sequential[{i}] {type(m).__name__}" for i, m in enumerate(self) if _num_caller_inputs(m)]
             raise ValueError(

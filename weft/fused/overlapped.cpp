@@ -66,7 +66,7 @@ OverlappedCall::~OverlappedCall() {
   if (!decision_) return;
   try {
     ctx_.report(decision_->text(overlap::now() - start_));
-  } catch (const std::bad_alloc&) {  // explain() keeps the text of the call before
+  } catch (const std::bad_alloc&) {  // explain() keeps the report of the previous call
   }
 }
 

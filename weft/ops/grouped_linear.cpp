@@ -418,9 +418,9 @@ static const Register<GroupedLinear> grouped_linear{
          "single_grouped_weight one ``weight`` of shape ``(num_groups, out_features, in_features)``.\n"
          "bias0, bias1 and so on: ``(out_features)``, initially zeros; with single_grouped_bias one ``bias`` of "
          "shape ``(num_groups, out_features)``.",
-     .shape = "Input: ``(*, in_features)``.\nFirst extra input: ``(num_groups)``, the number of rows of each group, "
-              "int32 or "
-              "int64.\nSecond extra input, with scale_bias: one factor per row of the input.\n"
+     .shape = "Input: ``(*, in_features)``.\n"
+              "First extra input: ``(num_groups)``, the number of rows of each group, int32 or int64.\n"
+              "Second extra input, with scale_bias: one factor per row of the input.\n"
               "Output: ``(*, out_features)``.",
      .example_inputs = "torch.randn(6, 8), torch.tensor([1, 2, 3])",
      .example_shape = "[6, 4]"},
