@@ -8,6 +8,9 @@
 
 namespace weft::comm {
 
+/// Alignment of what different ranks write in shared memory.
+constexpr size_t kCacheLine = 64;
+
 enum class FailureReason : uint32_t {
   timeout = 1,      // the reporter waited for the peer until the timeout
   peer_exited,      // the peer's process exited

@@ -9,7 +9,6 @@
 namespace weft::comm {
 namespace {
 
-constexpr size_t kCacheLine = 64;
 constexpr int kRowBits = 40;
 constexpr int64_t kMaxRows = (int64_t{1} << kRowBits) - 1;
 

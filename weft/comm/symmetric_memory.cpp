@@ -9,8 +9,6 @@
 namespace weft::comm {
 namespace {
 
-constexpr size_t kCacheLine = 64;
-
 size_t round_up(size_t bytes) { return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine; }
 
 }  // namespace

@@ -44,7 +44,7 @@ std::string missing_ucx_reason(const std::vector<PeerInfo>& ranks) {
   return "";
 }
 
-std::pair<TransportKind, std::string> select_transport(const std::vector<PeerInfo>& ranks) {
+std::pair<TransportKind, std::string> select(const std::vector<PeerInfo>& ranks) {
   const auto& requested = ranks[0].requested;
   for (size_t r = 1; r < ranks.size(); ++r)
     if (ranks[r].requested != requested)
@@ -75,14 +75,14 @@ std::string local_peer_info() {
 }
 
 std::pair<TransportKind, std::string> select_transport(const PeerInfoTexts& by_rank) {
-  return select_transport(parse_all(by_rank));
+  return select(parse_all(by_rank));
 }
 
 std::pair<TransportKind, std::string> select_loaded_transport(const PeerInfoTexts& by_rank,
                                                               const std::vector<std::string>& load_errors) {
   auto ranks = parse_all(by_rank);
   for (size_t r = 0; r < ranks.size(); ++r) ranks[r].no_ucx_reason = load_errors[r];
-  return select_transport(ranks);
+  return select(ranks);
 }
 
 }  // namespace weft::comm

@@ -10,7 +10,7 @@ namespace weft::fuser {
 struct SavedSlot {
   int op;
   std::string name;
-  std::optional<ops::Spec> spec;  // empty: the slot stays empty
+  std::optional<ops::Spec> spec = std::nullopt;  // empty: the slot stays empty
   ops::SavedFrom from = ops::SavedFrom::own_memory;
   /// SavedFrom::input: the operation that produced the input, -1 if it is the caller's input or a view of it.
   /// SavedFrom::parameter: index in the parameters of the call.

@@ -358,9 +358,10 @@ TEST(EveryOp, GradientsMatchCentralDifferences) {
 
 /// The slot holds what `infer` says: x, a parameter, or a tensor that shares memory with neither.
 void expect_origin(const Trial& trial, const Tensor& saved, const SavedSpec& spec) {
-  if (spec.from == SavedFrom::input) EXPECT_TRUE(saved.equal(trial.x));
-  if (spec.from == SavedFrom::parameter) EXPECT_TRUE(saved.equal(trial.params[spec.param]));
-  if (spec.from != SavedFrom::own_memory) return;
+  if (spec.from != SavedFrom::own_memory) {
+    EXPECT_TRUE(saved.equal(spec.from == SavedFrom::input ? trial.x : trial.params[spec.param]));
+    return;
+  }
   EXPECT_FALSE(saved.is_alias_of(trial.x));
   for (const auto& param : trial.params) EXPECT_FALSE(saved.is_alias_of(param));
 }
