@@ -13,11 +13,11 @@ std::string first_reason(std::initializer_list<std::string> reasons) {
 
 std::string reject_mixed_dtypes(const Match& match, const PlanView& view, int first, int last) {
   const auto dtype = [&](int index) { return view.compute_dtypes[match.first() + index]; };
-  const auto text = [&](int index) {
+  const auto describe = [&](int index) {
     return std::string(match.op(index)->name()) + " computes in " + std::string(dtype_name(dtype(index)));
   };
   for (int index = first + 1; index <= last; ++index)
-    if (dtype(index) != dtype(first)) return text(first) + " and " + text(index);
+    if (dtype(index) != dtype(first)) return describe(first) + " and " + describe(index);
   return {};
 }
 
@@ -50,11 +50,11 @@ void reuse_memory(kernels::Epilogue& epilogue, const at::Tensor& t, int64_t colu
 
 void set_addend(kernels::Epilogue& epilogue, const at::Tensor& g, bool in_place, at::ScalarType dtype) {
   if (!g.defined()) return;
-  const auto sum = c10::promoteTypes(dtype, g.scalar_type());
-  const bool reusable = in_place && sum == g.scalar_type() && g.is_contiguous() && sole_owner(g);
+  const auto sum_dtype = c10::promoteTypes(dtype, g.scalar_type());
+  const bool reusable = in_place && sum_dtype == g.scalar_type() && g.is_contiguous() && sole_owner(g);
   epilogue.addend = ops::as_matrix(g);
   if (reusable) epilogue.out = epilogue.addend;
-  epilogue.dtype = sum;
+  epilogue.dtype = sum_dtype;
 }
 
 void add_extra_input(kernels::Epilogue& epilogue, const ops::AddExtraInput& join, ops::OpContext& ctx,
@@ -99,7 +99,7 @@ at::Tensor linear_gradients_after_norm(StepContext& ctx, const MatchedOp<ops::Ba
   if (linear_ctx.needs_param_grad(0) && !n.defined()) n = norm->recompute(norm_ctx, ctx.params(norm.index));
   linear->weight_gradient_of(linear_ctx, dp, n);
   kernels::Epilogue epilogue;
-  if (n.defined()) reuse_memory(epilogue, n, n.size(-1));
+  if (n.defined()) reuse_memory(epilogue, n, n.size(-1));  // a recomputed n is no longer needed
   return linear->input_gradient(linear_ctx, dp.value, ctx.params(linear.index), std::move(epilogue)).out;
 }
 

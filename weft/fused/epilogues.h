@@ -7,7 +7,7 @@
 #include "weft/ops/bias.h"
 #include "weft/ops/norm.h"
 
-// Shared by the fused linears: rejection reasons and helpers that fill an epilogue.
+// Shared by fusions of linears: rejection reasons, and functions that fill the epilogue of a GEMM.
 
 namespace weft::fused {
 
@@ -26,33 +26,37 @@ std::string reject_reduced_gradient(const ops::BasicLinear& linear);
 /// Rejects a linear that is sharded over ranks.
 std::string reject_parallel(const ops::BasicLinear& linear);
 
-/// Rejects unless a GEMM epilogue can compute the activation, if there is one, or its gradient, on an input of
-/// `columns` columns.
+/// Rejects an activation that a GEMM epilogue cannot apply to an input of `columns` columns, or whose gradient it
+/// cannot compute. Accepts if there is no activation.
 std::string reject_activation(const MatchedOp<ops::ActivationOp>& activation, int64_t columns);
 
-/// Writes a result of `columns` columns and the dtype and row count of t into the memory of t, if t is not referenced
-/// elsewhere. The GEMM must not read t.
+/// Lets the GEMM write its result [rows of t, columns] into t, and in the dtype of t. No effect unless t has `columns`
+/// columns and `epilogue.dtype` (if set), is contiguous and is not referenced elsewhere. The GEMM must not read t.
 void reuse_memory(kernels::Epilogue& epilogue, const at::Tensor& t, int64_t columns);
 
-/// Adds g to a result of `dtype` in the epilogue. The sum is written into g if `in_place`, g is not referenced
-/// elsewhere and has the promoted dtype. An undefined g has no effect.
+/// Adds g to a result of `dtype` in the epilogue; the sum has the promoted dtype of both. It is written into g if
+/// `in_place`, and g has that dtype, is contiguous and is not referenced elsewhere. An undefined g has no effect.
 void set_addend(kernels::Epilogue& epilogue, const at::Tensor& g, bool in_place, at::ScalarType dtype);
 
-/// The same for the extra input of `join`, which must have the leading sizes of x and `columns` columns.
+/// The same for the extra input of `join`. Raises ValueError unless it has the leading sizes of x and `columns`
+/// columns.
 void add_extra_input(kernels::Epilogue& epilogue, const ops::AddExtraInput& join, ops::OpContext& ctx,
                      const at::Tensor& x, int64_t columns, at::ScalarType dtype);
 
-/// y = act(p), p = · + b, each if present, in the epilogue of a GEMM, which keeps p if backward reads it.
+/// The epilogue y = act(p), p = P + b of a GEMM with product P. Bias and activation are optional. Keeps p if backward
+/// reads it.
 kernels::Epilogue bias_activation(StepContext& ctx, const MatchedOp<ops::Bias>& bias,
                                   const MatchedOp<ops::ActivationOp>& activation);
-/// Saves p if the GEMM kept it, and returns y.
+/// Saves p, if the GEMM with this epilogue kept it, as the input of the activation, and returns y.
 at::Tensor save_pre_act(StepContext& ctx, const MatchedOp<ops::ActivationOp>& activation, kernels::GemmResult result);
 
-/// dp = dy·act'(p) and, if needed, db = Σ_rows dp in one pass; undefined if dp is not needed.
+/// Backward of y = act(p), p = P + b: returns dp = dy·act'(p), undefined if not needed, and sets db = Σ_rows dp if
+/// needed, in one pass.
 at::Tensor bias_activation_gradient(StepContext& ctx, const MatchedOp<ops::Bias>& bias,
                                     const MatchedOp<ops::ActivationOp>& activation, const at::Tensor& dy);
 
-/// dn = dp W and dW = dpᵀ n, where n is the saved input of `linear`, recomputed by the norm if it was not saved.
+/// Backward of p = n Wᵀ, n = norm(x): sets dW = dpᵀ n and returns dn = dp W, undefined if not needed. n is the saved
+/// input of `linear`, or is recomputed from the saved x if it was not saved.
 at::Tensor linear_gradients_after_norm(StepContext& ctx, const MatchedOp<ops::BasicLinear>& linear,
                                        const MatchedOp<ops::NormOp>& norm, const ops::Gradient& dp);
 

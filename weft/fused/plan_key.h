@@ -29,8 +29,9 @@ struct TensorMeta {
 };
 
 /// Everything that a fusion rule or a plan may depend on, packed into words for one cheap comparison per call. It has
-/// no row counts: a plan serves any number of rows. Words: flags, version of the rules, evaluation mask (2), x, extra
-/// inputs, parameters.
+/// no row counts: a plan serves any number of rows. Words: grad mode and autocast dtype, version of the rules,
+/// evaluation mask (2), then one TensorMeta each for x, the extra inputs passed by the caller and the parameters. In
+/// the mask, bit `Pipeline::eval_bit(i)` is set if operation i is in evaluation mode.
 class PlanKey {
  public:
   static constexpr int kHeaderWords = 4;  // words before x
@@ -42,15 +43,17 @@ class PlanKey {
     words_.push_back(static_cast<uint32_t>(eval_mask));
     words_.push_back(static_cast<uint32_t>(eval_mask >> 32));
   }
+  /// Appends a packed TensorMeta.
   void add(uint32_t meta) { words_.push_back(meta); }
-  /// Clears requires_grad of tensor i.
+  /// Clears requires_grad of tensor i; 0 is x.
   void drop_grad(int i) {
-    auto meta = this->tensor_meta(i);
+    auto meta = tensor_meta(i);
     meta.requires_grad = false;
     words_[kHeaderWords + i] = meta.pack();
   }
 
   bool grad_mode() const { return (words_[0] & 1) != 0; }
+  /// The autocast dtype; Undefined if autocast is off.
   at::ScalarType autocast() const { return static_cast<at::ScalarType>(words_[0] >> 8 & 0xff); }
   uint32_t rules_version() const { return words_[1]; }
   uint64_t eval_mask() const { return words_[2] | static_cast<uint64_t>(words_[3]) << 32; }

@@ -15,21 +15,23 @@ inline constexpr std::array kPassNames{"joint", "forward", "backward"};
 inline const char* pass_name(Pass pass) { return kPassNames[static_cast<size_t>(pass)]; }
 Pass pass_from_name(std::string_view name);
 
-/// One element of a pattern; matches one operation.
+/// One element of a pattern; matches one operation, or none if `optional`.
 struct Element {
   std::function<bool(const ops::BasicOp&)> matches;
   bool optional = false;
 };
+/// Matches exactly one operation of type T or derived from it.
 template <class T>
 Element one() {
   return {[](const ops::BasicOp& op) { return dynamic_cast<const T*>(&op) != nullptr; }};
 }
+/// Matches at most one.
 template <class T>
 Element maybe() {
   return {one<T>().matches, true};
 }
 
-/// An operation of a known type and its index in the match; -1 if the match has none.
+/// An operation of a known type and its index in the match; index -1 if the match has none.
 template <class T>
 struct MatchedOp {
   int index = -1;
@@ -51,7 +53,7 @@ class Match {
   Match(int first, std::vector<ops::OpPtr> ops, std::vector<Wire> wires)
       : first_(first), ops_(std::move(ops)), wires_(std::move(wires)) {}
 
-  int first() const { return first_; }  // index in the pipeline
+  int first() const { return first_; }  // index of the first operation in the pipeline
   int size() const { return static_cast<int>(ops_.size()); }
   const ops::OpPtr& op(int index) const { return ops_[index]; }
   const Wire& wire(int index) const { return wires_[index]; }
@@ -62,6 +64,7 @@ class Match {
       if (auto op = std::dynamic_pointer_cast<const T>(ops_[i])) return {i, std::move(op)};
     return {};
   }
+  /// The first operation of type T, which must exist.
   template <class T>
   const T& get() const {
     return dynamic_cast<const T&>(*ops_.at(find<T>().index));
@@ -96,8 +99,8 @@ struct PatternRule {
   std::function<std::string(const Match&, const PlanView&)> reject = {};
   FusedMaker make;
   std::function<std::vector<ops::OpPtr>()> sample = {};  // a pipeline that it fuses, for tests
-  int64_t min_rows = 0;
-  bool opt_in = false;  // disabled until `enable_rules`
+  int64_t min_rows = 0;                                  // a call with fewer rows runs the basic operations
+  bool opt_in = false;                                   // disabled until `enable_rules` is called
 };
 
 /// Rewrites the whole list of steps: a fusion function written in Python.

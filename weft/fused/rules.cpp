@@ -8,7 +8,7 @@
 
 namespace weft::fused {
 
-// Built-in rules. The order matters: within a pass, the first rule that fuses an operation keeps it.
+// Defined in joint/, forward/ and backward/.
 PatternRule joint_grouped_mlp(), joint_mlp_block(), joint_norm_linear();
 PatternRule forward_overlapped_column(), forward_overlapped_row(), forward_overlapped_row_inside(),
     forward_linear_bias_activation(), forward_linear_bias_add(), forward_linear_scale_add(), forward_linear_bias(),
@@ -19,6 +19,7 @@ PatternRule backward_overlapped_column(), backward_overlapped_row(), backward_ov
 
 namespace {
 
+/// In the order in which they are tried: within a pass, the first rule that fuses an operation keeps it.
 std::vector<PatternRule> builtin() {
   return {joint_grouped_mlp(),
           joint_mlp_block(),
@@ -46,8 +47,8 @@ struct Registry {
   std::mutex mutex;
   std::atomic<uint32_t> version{0};
   int64_t next_id = 0;
-  std::shared_ptr<const RuleList> all, list;  // all rules; the enabled ones
-  std::multiset<int64_t> disabled;
+  std::shared_ptr<const RuleList> all, enabled;
+  std::multiset<int64_t> disabled;  // ids; one entry per `disable_rules` that was not undone
 
   Registry() {
     RuleList rules;
@@ -60,9 +61,9 @@ struct Registry {
 
   void set_rules(std::shared_ptr<const RuleList> rules) {
     all = std::move(rules);
-    auto kept = *all;
-    std::erase_if(kept, [this](const auto& entry) { return disabled.contains(entry.first); });
-    list = std::make_shared<const RuleList>(std::move(kept));
+    auto rest = *all;
+    std::erase_if(rest, [this](const auto& entry) { return disabled.contains(entry.first); });
+    enabled = std::make_shared<const RuleList>(std::move(rest));
     ++version;
   }
 };
@@ -79,7 +80,7 @@ void update(const Change& change) {
   auto& r = registry();
   std::array<std::shared_ptr<const RuleList>, 2> retired;
   const std::lock_guard lock(r.mutex);
-  retired = {r.all, r.list};
+  retired = {r.all, r.enabled};
   r.set_rules(change(r));
 }
 
@@ -94,7 +95,7 @@ Pass pass_from_name(std::string_view name) {
 Rules current_rules() {
   auto& r = registry();
   const std::lock_guard lock(r.mutex);
-  return {r.list, r.version.load()};
+  return {r.enabled, r.version.load()};
 }
 
 uint32_t rules_version() { return registry().version.load(std::memory_order_acquire); }

@@ -31,8 +31,8 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-/// Tensors of a call that the caller can write into.
-using Reachable = std::array<c10::ArrayRef<at::Tensor>, 4>;
+/// The tensors that the caller holds and can write into: x, extra inputs, outputs, parameters.
+using CallerTensors = std::array<c10::ArrayRef<at::Tensor>, 4>;
 
 /// Properties of a saved tensor before a saved-tensor hook packed it.
 struct SavedMeta {
@@ -46,7 +46,7 @@ struct SavedMeta {
     return {{t.sizes().begin(), t.sizes().end()}, t.scalar_type(), t.device(), t.is_contiguous()};
   }
 
-  /// `t`, as returned by an unpack hook, in the layout that kernels expect. Raises if its properties differ.
+  /// Checks `t`, as returned by an unpack hook, against the properties. Returns it, made contiguous if `contiguous`.
   at::Tensor restore(const at::Tensor& t) const {
     if (dtype == at::ScalarType::Undefined || !t.defined()) return t;
     check_gradients({t}, "a saved tensor");
@@ -58,7 +58,7 @@ struct SavedMeta {
   }
 };
 
-/// The memory of a saved parameter in forward. Backward reads this memory even if `param.data` was set since.
+/// The memory that a saved parameter had in forward. Backward reads this memory even if `param.data` was set since.
 struct ParamMemory {
   c10::Storage storage;
   int64_t offset;
@@ -66,6 +66,7 @@ struct ParamMemory {
   int param;    // index among the pipeline's parameters
   size_t slot;  // index among the saved variables
 
+  /// Points `t`, the unpacked parameter, to this memory.
   void restore(at::Tensor& t, const Pipeline& pipeline) const {
     const bool same = t.storage().unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
     if (same && t.storage_offset() == offset) return;
@@ -87,9 +88,9 @@ class PipelineNode final : public Node {
   std::string name() const override { return "WeftPipelineBackward"; }
 
   /// Saves the slots, the additional tensors of Python operations, and the parameters that backward reads. A saved
-  /// tensor that aliases one of `reachable` shares its version counter.
+  /// tensor that aliases one of `caller_tensors` shares its version counter.
   void save_for_backward(const ops::Frame& frame, ops::Params params, const Tensors& outputs,
-                         const Reachable& reachable);
+                         const CallerTensors& caller_tensors);
 
   variable_list apply(variable_list&& grads) override;
   void will_release_variables() override { last_use_ = true; }
@@ -115,16 +116,17 @@ class PipelineNode final : public Node {
   std::vector<SavedVariable> saved_;
   std::vector<SavedMeta> metas_;               // of `saved_`; empty without saved-tensor hooks
   c10::SmallVector<ParamMemory, 4> memories_;  // of saved parameters
-  std::vector<std::shared_ptr<void>> states_;
-  std::vector<ops::Buffers> buffers_;  // only written, so not saved variables
-  bool last_use_ = false, released_ = false;
+  std::vector<std::shared_ptr<void>> states_;  // contexts of Python operations
+  std::vector<ops::Buffers> buffers_;          // only written, so not saved variables
+  bool last_use_ = false;                      // the graph is not retained after this backward
+  bool released_ = false;
 };
 
-/// Makes `t`, a view created below autograd, share the version counter of the tensor in `reachable` that has the same
+/// Makes `t`, a view created below autograd, share the version counter of the tensor in `others` that has the same
 /// storage. Returns whether there is one.
-bool share_version_counter_with_alias(const at::Tensor& t, c10::ArrayRef<at::Tensor> reachable) {
+bool share_version_counter_with_alias(const at::Tensor& t, c10::ArrayRef<at::Tensor> others) {
   const auto* storage = t.storage().unsafeGetStorageImpl();
-  for (const auto& other : reachable) {
+  for (const auto& other : others) {
     if (!other.defined() || other.storage().unsafeGetStorageImpl() != storage) continue;
     ops::share_version_counter(t, other);
     return true;
@@ -139,21 +141,21 @@ at::Tensor view_for_hooks(const at::Tensor& param) {
 }
 
 void PipelineNode::save_for_backward(const ops::Frame& frame, ops::Params params, const Tensors& outputs,
-                                     const Reachable& reachable) {
-  const bool hooks = at::SavedTensorDefaultHooks::get_hooks().has_value();
+                                     const CallerTensors& caller_tensors) {
+  const bool has_hooks = at::SavedTensorDefaultHooks::get_hooks().has_value();
   const auto save = [&](const at::Tensor& t) {
     const bool is_output =
         std::any_of(outputs.begin(), outputs.end(), [&](const at::Tensor& y) { return y.is_same(t); });
-    for (const auto& list : reachable)
+    for (const auto& list : caller_tensors)
       if (is_output || !t.defined() || share_version_counter_with_alias(t, list)) break;
-    if (hooks) metas_.push_back(SavedMeta::of(t));
+    if (has_hooks) metas_.push_back(SavedMeta::of(t));
     saved_.emplace_back(t, is_output);
   };
   saved_.reserve(plan_->num_saved + plan_->backward_params.size() +
                  (frame.dynamic_saved ? frame.dynamic_saved->size() : 0));
   for (int slot = 0; slot < plan_->num_saved; ++slot) save(frame.saved[slot]);
   for (const int p : plan_->backward_params) {
-    if (hooks) {
+    if (has_hooks) {
       save(view_for_hooks(params[p]));
     } else if (params[p].is_contiguous()) {
       memories_.push_back({params[p].storage(), params[p].storage_offset(), params[p].scalar_type(), p, saved_.size()});
@@ -168,8 +170,8 @@ void PipelineNode::save_for_backward(const ops::Frame& frame, ops::Params params
   buffers_ = frame.buffers.vec();
 }
 
-/// Flags, in the order of the plan key, the gradients that autograd does not use in this call (`torch.autograd.grad`
-/// for some of the inputs); empty if it uses all.
+/// Flags the gradients (x, extra inputs, parameters, as in the plan key) that autograd does not use in this backward,
+/// as in `torch.autograd.grad` for some of the inputs; empty if it uses all.
 std::vector<uint8_t> unused_gradients(const Node& node, int num_params, int num_extras) {
   const auto* info = torch::autograd::get_current_graph_task_exec_info();
   if (!info || info->empty()) return {};
@@ -308,9 +310,9 @@ void donate_extras(const Pipeline& pipeline, const Plan& plan, Tensors& extras, 
   }
 }
 
-/// The tensor among the inputs and the outputs before `index` that shares the storage of `t`, or nullptr.
-const at::Tensor* shared_with(const at::Tensor& t, const at::Tensor& x, const Tensors& extras, const Tensors& outputs,
-                              size_t index) {
+/// The tensor among x, `extras` and the outputs before `index` that shares the storage of `t`, or nullptr.
+const at::Tensor* find_alias(const at::Tensor& t, const at::Tensor& x, const Tensors& extras, const Tensors& outputs,
+                             size_t index) {
   const auto same = [storage = t.storage().unsafeGetStorageImpl()](const at::Tensor& other) {
     return other.defined() && other.storage().unsafeGetStorageImpl() == storage;
   };
@@ -328,7 +330,7 @@ void finalize_outputs(Tensors& outputs, const at::Tensor& x, const Tensors& extr
                       const c10::intrusive_ptr<Node>& node) {
   for (size_t i = 0; i < outputs.size(); ++i) {
     auto& y = outputs[i];
-    const auto* source = shared_with(y, x, extras, outputs, i);
+    const auto* source = find_alias(y, x, extras, outputs, i);
     const bool differentiable = node && needs_grad[i] && torch::autograd::isDifferentiableType(y.scalar_type());
     if (source && !(y.is_same(*source) && !differentiable)) {
       const at::NoGradGuard no_grad;
@@ -349,11 +351,11 @@ void finalize_outputs(Tensors& outputs, const at::Tensor& x, const Tensors& extr
 
 }  // namespace
 
-Tensors run_plan(const std::shared_ptr<const Pipeline>& shared, const std::shared_ptr<const Plan>& plan,
+Tensors run_plan(const std::shared_ptr<const Pipeline>& pipeline_ptr, const std::shared_ptr<const Plan>& plan,
                  const at::Tensor& x, ops::Params params, Tensors extras, c10::ArrayRef<ops::Buffers> buffers) {
   RECORD_FUNCTION("weft::pipeline", std::vector<c10::IValue>());
   track_recompute();
-  const auto& pipeline = *shared;
+  const auto& pipeline = *pipeline_ptr;
   const auto& slots = pipeline.caller_outputs();
   c10::SmallVector<uint8_t, 4> needs_grad{plan->output_requires_grad};
   bool any = plan->output_requires_grad;
@@ -362,7 +364,7 @@ Tensors run_plan(const std::shared_ptr<const Pipeline>& shared, const std::share
     any |= needs_grad.back() != 0;
   }
   c10::intrusive_ptr<PipelineNode> node;
-  if (any) node = c10::make_intrusive<PipelineNode>(shared, plan, edges_of(x, params, extras));
+  if (any) node = c10::make_intrusive<PipelineNode>(pipeline_ptr, plan, edges_of(x, params, extras));
 
   c10::SmallVector<at::Tensor, 16> saved(plan->num_saved);
   Tensors extra_in(pipeline.num_extra_in()), extra_out(pipeline.num_extra_out());
@@ -386,8 +388,7 @@ Tensors run_plan(const std::shared_ptr<const Pipeline>& shared, const std::share
   for (const int slot : slots) outputs.push_back(std::move(extra_out[slot]));
   finalize_outputs(outputs, x, extras, needs_grad, node);
   if (!node) return outputs;
-  const Reachable reachable{x, extras, outputs, params};
-  node->save_for_backward(frame, params, outputs, reachable);
+  node->save_for_backward(frame, params, outputs, CallerTensors{x, extras, outputs, params});
   return outputs;
 }
 

@@ -1,7 +1,7 @@
-// The functional pair as dispatcher ops, for torch.compile, torch.export, AOTInductor and dispatch modes. `inputs` are
-// x, the extra inputs and the parameters, in the order of the pipeline text. Lists are never empty, because AOTInductor
-// passes None for an empty list. Results never alias inputs: aliases are copied, and a saved slot that holds x or a
-// parameter itself is an empty tensor, since backward receives those as inputs.
+// The functional forward and backward (functional.h) as dispatcher ops, for torch.compile, torch.export, AOTInductor
+// and dispatch modes. `inputs` are x, the extra inputs and the parameters, in the order of the pipeline text. Lists are
+// never empty, because AOTInductor passes None for an empty list. Results never alias inputs: aliases are copied, and a
+// saved slot that holds x or a parameter itself is an empty tensor, since backward receives those as inputs.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -28,7 +28,7 @@ at::Tensor own_copy(const at::Tensor& t, at::TensorList others) {
   return shares_memory(dense, others) ? dense.clone() : dense;
 }
 
-/// The tensors of a call, split as the pipeline takes them.
+/// `inputs` of the dispatcher ops, split.
 struct Inputs {
   at::Tensor x;
   at::TensorList extras, params;
@@ -47,10 +47,10 @@ List pipeline_forward(at::TensorList inputs, c10::string_view text) {
   const auto [x, extras, params] = split(*p.pipeline, inputs);
   reject_tangents(inputs);
   auto out = forward(x, params, extras, text);
-  List results, taken = inputs.vec();
+  List results, must_not_alias = inputs.vec();
   const auto add = [&](const at::Tensor& t) {
-    results.push_back(own_copy(t, taken));
-    taken.push_back(results.back());
+    results.push_back(own_copy(t, must_not_alias));
+    must_not_alias.push_back(results.back());
   };
   for (const auto& y : out.outputs) add(y);
   for (size_t k = 0; k < out.saved.size(); ++k) {
@@ -82,7 +82,8 @@ class DeclaredLeafParams final : public ops::LeafParams {
   at::TensorList params_, main_grads_;
 };
 
-/// Gradients in the order of the inputs; an empty tensor if none is needed or if it was written to main_grad.
+/// Gradients in the order of the inputs. A needed gradient that is zero is a tensor of zeros without `leaf_params`.
+/// Other missing gradients, those not needed or written to main_grad, are empty tensors.
 List differentiate(const c10::List<std::optional<at::Tensor>>& grads, at::TensorList tensors, c10::string_view text,
                    const DeclaredLeafParams* leaf_params) {
   const auto p = program(text);
@@ -96,18 +97,18 @@ List differentiate(const c10::List<std::optional<at::Tensor>>& grads, at::Tensor
   }
   TORCH_CHECK_VALUE(!leaf_params || leaf_params->size() == params.size(), "Pipeline: expected ", params.size(),
                     " leaf parameters, got ", leaf_params ? leaf_params->size() : 0, ".");
-  const auto found =
-      backward(dy, tensors.slice(count), x, params, extras, text, leaf_params);  // x, parameters, extra inputs
-  List out, taken = tensors.vec();
-  taken.insert(taken.end(), dy.begin(), dy.end());
+  // In the order x, parameters, extra inputs.
+  const auto computed = backward(dy, tensors.slice(count), x, params, extras, text, leaf_params);
+  List out, must_not_alias = tensors.vec();
+  must_not_alias.insert(must_not_alias.end(), dy.begin(), dy.end());
   for (size_t i = 0; i < count; ++i) {
     const auto from = i == 0 ? 0 : i <= extras.size() ? params.size() + i : i - extras.size();
     const bool zero = !leaf_params && p.plan->key.tensor_meta(static_cast<int>(i)).requires_grad;
-    if (found[from].defined())
-      out.push_back(own_copy(found[from].to(inputs[i].scalar_type()), taken));
+    if (computed[from].defined())
+      out.push_back(own_copy(computed[from].to(inputs[i].scalar_type()), must_not_alias));
     else
       out.push_back(zero ? at::zeros(inputs[i].sizes(), inputs[i].options()) : at::empty({0}, inputs[i].options()));
-    taken.push_back(out.back());
+    must_not_alias.push_back(out.back());
   }
   return out;
 }

@@ -30,17 +30,17 @@ int64_t bytes_of(const Spec& spec) {
   return bytes;
 }
 
-/// The best tier of the components; between equal ones, the one that says more about why no better tier is used.
-kernels::TierChoice best_tier(const std::vector<kernels::TierChoice>& components) {
-  kernels::TierChoice best;
-  for (const auto& part : components)
-    if (part.tier < best.tier ||
-        (part.tier == best.tier && part.rejection_reason.size() > best.rejection_reason.size()))
-      best = part;
-  return best;
+/// The fastest tier among the operations of a step; of equal tiers, the one with the longest rejection reason.
+kernels::TierChoice fastest_tier(const std::vector<kernels::TierChoice>& choices) {
+  kernels::TierChoice fastest;
+  for (const auto& choice : choices)
+    if (choice.tier < fastest.tier ||
+        (choice.tier == fastest.tier && choice.rejection_reason.size() > fastest.rejection_reason.size()))
+      fastest = choice;
+  return fastest;
 }
 
-/// One line per step, with the best kernel tier of its operations.
+/// One line per step, with the fastest kernel tier of its operations.
 std::vector<Explanation::StepLine> lines(const Pipeline& pipeline, const std::vector<PlannedStep>& steps,
                                          const fused::PlanView& view, bool backward) {
   const auto device = view.key.tensor_meta(0).device;
@@ -50,10 +50,10 @@ std::vector<Explanation::StepLine> lines(const Pipeline& pipeline, const std::ve
     const auto& step = planned.step;
     const auto name = step.fused ? step.rule : std::string(pipeline.op(step.first).name());
     const bool in_python = step.fused ? step.fused->process_local() : pipeline.op(step.first).process_local();
-    std::vector<kernels::TierChoice> components;
+    std::vector<kernels::TierChoice> choices;
     for (int i = step.first; i < step.first + step.count; ++i)
-      components.push_back(pipeline.op(i).kernel(device, view.compute_dtypes[i], backward));
-    const auto choice = step.fused ? best_tier(components) : components.front();
+      choices.push_back(pipeline.op(i).kernel(device, view.compute_dtypes[i], backward));
+    const auto choice = step.fused ? fastest_tier(choices) : choices.front();
     list.push_back({step.first, step.count, name, bool(step.fused),
                     in_python ? "python" : std::string(kernels::tier_name(choice.tier)),
                     in_python ? "" : choice.rejection_reason, !backward || planned.needs_grad, step.min_rows,
@@ -62,11 +62,12 @@ std::vector<Explanation::StepLine> lines(const Pipeline& pipeline, const std::ve
   return list;
 }
 
+/// Lists the tensors saved for backward, and counts the bytes of each storage once.
 void list_saved(Explanation& out, const Pipeline& pipeline, const Plan& plan, const at::Tensor& x, ops::Params params,
                 c10::ArrayRef<at::Tensor> extras) {
   out.saved_known = !plan.process_local;
   const auto shapes = out.saved_known ? infer(pipeline, plan, x, params, extras) : CallShapes{};
-  std::set<std::pair<int, at::ScalarType>> kept;
+  std::set<std::pair<int, at::ScalarType>> listed;  // saved inputs: operation that produced it, dtype
   for (const auto& slot : shapes.saved) {
     if (!slot.spec) continue;
     std::string shared;
@@ -74,7 +75,7 @@ void list_saved(Explanation& out, const Pipeline& pipeline, const Plan& plan, co
       shared = "the caller's input";
     } else if (slot.from == ops::SavedFrom::parameter) {
       shared = param_name(pipeline, slot.index);
-    } else if (slot.from == ops::SavedFrom::input && !kept.emplace(slot.index, slot.spec->dtype).second) {
+    } else if (slot.from == ops::SavedFrom::input && !listed.emplace(slot.index, slot.spec->dtype).second) {
       shared = "a tensor listed above";
     }
     out.saved.push_back({slot.op, slot.name, sizes_text(*slot.spec), std::string(dtype_name(slot.spec->dtype)),
@@ -82,7 +83,8 @@ void list_saved(Explanation& out, const Pipeline& pipeline, const Plan& plan, co
   }
 }
 
-/// The packed copies of frozen weights that the AMX tier caches between calls.
+/// Sets the size of the packed copies of frozen weights that the AMX tier caches between calls, and whether a step uses
+/// this tier.
 void add_packed_weights(Explanation& out) {
   for (const auto* steps : {&out.forward, &out.backward})
     for (const auto& step : *steps) out.packs |= step.runs && step.tier == kernels::tier_name(kernels::Tier::amx);
@@ -90,19 +92,20 @@ void add_packed_weights(Explanation& out) {
   out.packing_limit = kernels::packing_limit();
 }
 
-/// Why `consumer` cannot overwrite the value of an extra-output slot (another reference to it); empty if it can.
-std::string other_readers(const Pipeline& pipeline, const Plan& plan, int slot, int consumer) {
+/// Why operation `consumer` cannot overwrite the value of an extra-output slot: what else references it. Empty if it
+/// can.
+std::string other_reference(const Pipeline& pipeline, const Plan& plan, int slot, int consumer) {
   const int producer = pipeline.producer(slot);
-  const auto made_by = value_origins(pipeline, plan);
+  const auto origins = value_origins(pipeline, plan);
   if (pipeline.output(slot).to_caller) return "it is also returned to the caller";
   for (int s = 0; s < pipeline.num_extra_in(); ++s)
     if (pipeline.source(s) == slot && pipeline.consumer(s) != consumer)
       return "operation " + std::to_string(pipeline.consumer(s)) + " (" +
              std::string(pipeline.op(pipeline.consumer(s)).name()) + ") also reads it";
   if (!pipeline.op(producer).output_is_input(plan.ops[producer])) return {};
-  if (made_by[producer] < 0) return "it aliases the caller's input";
+  if (origins[producer] < 0) return "it aliases the caller's input";
   for (int i = producer + 1; i < consumer; ++i) {
-    if (made_by[i] != made_by[producer]) break;
+    if (origins[i] != origins[producer]) break;
     if (plan.ops[i].needs_grad && !pipeline.op(i).saved_names().empty())
       return "operation " + std::to_string(i) + " (" + std::string(pipeline.op(i).name()) + ") saves it for backward";
   }
@@ -116,7 +119,7 @@ std::string in_place_note(const Pipeline& pipeline, const Plan& plan, int i) {
     return "backward adds into the gradient of the extra output if it is not referenced elsewhere, otherwise copies";
   const int from = pipeline.source(pipeline.extra_in_base(i));
   if (from < 0) return "writes into the extra input if the caller holds no reference to it, otherwise copies";
-  const auto reason = other_readers(pipeline, plan, from, i);
+  const auto reason = other_reference(pipeline, plan, from, i);
   const auto channel = "channel '" + pipeline.output(from).channel + "'";
   return reason.empty() ? "writes into " + channel : "copies " + channel + ": " + reason;
 }
@@ -137,12 +140,12 @@ void print_steps(std::ostream& text, const std::vector<Explanation::StepLine>& s
 
 /// Each reason once, with the steps it applies to.
 void print_tier_rejections(std::ostream& text, const Explanation& e) {
-  std::map<std::string, std::string> where;
+  std::map<std::string, std::string> ranges_of;
   std::vector<std::string> reasons;
   for (const auto* steps : {&e.forward, &e.backward}) {
     for (const auto& step : *steps) {
       if (step.tier_rejection.empty() || !step.runs) continue;
-      auto& ranges = where[step.tier_rejection];
+      auto& ranges = ranges_of[step.tier_rejection];
       if (ranges.empty()) reasons.push_back(step.tier_rejection);
       const auto here = format_range(step.first, step.count);
       if ((", " + ranges + ",").find(", " + here + ",") == std::string::npos)
@@ -150,7 +153,7 @@ void print_tier_rejections(std::ostream& text, const Explanation& e) {
     }
   }
   if (!reasons.empty()) text << "faster kernels not used\n";
-  for (const auto& reason : reasons) text << "  " << where[reason] << ": " << reason << "\n";
+  for (const auto& reason : reasons) text << "  " << ranges_of[reason] << ": " << reason << "\n";
 }
 
 }  // namespace

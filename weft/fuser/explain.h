@@ -9,7 +9,7 @@ namespace weft::fuser {
 /// What a call does and why, as data. `text()` and `dot()` (Graphviz) format it.
 struct Explanation {
   struct StepLine {
-    int first, count;
+    int first, count;  // the operations that it covers
     std::string name;  // the rule of a fused operation, or the operation
     bool fused;
     std::string tier;            // kernel tier
@@ -29,7 +29,7 @@ struct Explanation {
     std::string text;
   };
   struct Channel {
-    int from, to;
+    int from, to;  // operations
     std::string name;
   };
 
@@ -37,7 +37,7 @@ struct Explanation {
   std::vector<std::string> op_names;
   std::vector<StepLine> forward, backward;
   std::vector<Rejection> rejections;
-  std::vector<Note> in_place;  // in-place operations, and why a copy is made instead
+  std::vector<Note> in_place;  // per in-place operation: whether it writes in place or copies, and why
   std::vector<SavedLine> saved;
   std::vector<Channel> channels;
   std::vector<int> from_caller, to_caller;      // operations with extra inputs from, or extra outputs to, the caller
@@ -51,6 +51,7 @@ struct Explanation {
   std::string dot() const;
 };
 
+/// Plans a call as `Fuser::operator()` does, with the same checks, but does not run it.
 Explanation explain(Fuser& fuser, const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras,
                     uint64_t eval_mask = 0);
 /// The same for a given plan.

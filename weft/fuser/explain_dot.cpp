@@ -14,6 +14,7 @@ constexpr const char* kChannel = "#c2571a";
 constexpr const char* kForward = "#cfe8d5";
 constexpr const char* kBackward = "#cfe0f5";
 
+/// Escapes `text` for an HTML-like label.
 std::string html(const std::string& text) {
   std::string out;
   for (const char c : text) {
@@ -66,7 +67,7 @@ std::string step_cell(const std::vector<Explanation::StepLine>& steps, int op, c
 std::string op_cell(const Explanation& e, int i) {
   std::string cell =
       "<TD ALIGN=\"LEFT\">" + small(std::to_string(i), kFaint, 11) + "  <B>" + html(e.op_names[i]) + "</B>";
-  const auto open = e.ops[i].find('(');
+  const auto open = e.ops[i].find('(');  // in "Name(field=value, …)"
   if (open != std::string::npos && open + 2 < e.ops[i].size())
     cell += "  " + small(e.ops[i].substr(open + 1, e.ops[i].size() - open - 2), "#4a5561", 10);
   for (const auto& c : e.channels) {

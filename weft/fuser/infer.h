@@ -8,8 +8,8 @@ namespace weft::fuser {
 
 /// What a call saves in one slot.
 struct SavedSlot {
-  int op;
-  std::string name;
+  int op;                                        // the operation that saves it
+  std::string name;                              // from BasicOp::saved_names
   std::optional<ops::Spec> spec = std::nullopt;  // empty: the slot stays empty
   ops::SavedFrom from = ops::SavedFrom::own_memory;
   /// SavedFrom::input: the operation that produced the input, -1 if it is the caller's input or a view of it.
@@ -37,7 +37,8 @@ CallShapes infer(const Pipeline& pipeline, const Plan& plan, ops::Spec x, const 
 CallShapes infer(const Pipeline& pipeline, const Plan& plan, const at::Tensor& x, c10::ArrayRef<at::Tensor> params,
                  c10::ArrayRef<at::Tensor> extras);
 
-/// For each operation, the operation that produced its input; -1 is the pipeline's input.
+/// For each operation, the operation that produced its input, skipping those that return their own input or a view of
+/// it; -1: the pipeline's input. The last entry, at `size()`, is that of the pipeline's output.
 std::vector<int> value_origins(const Pipeline& pipeline, const Plan& plan);
 
 }  // namespace weft::fuser

@@ -17,12 +17,17 @@ class Matcher {
   std::vector<fused::Step> apply(fused::Pass pass, std::vector<fused::Step> steps);
 
  private:
+  /// Fuses all matches of one rule.
   std::vector<fused::Step> scan(const fused::PatternRule& rule, const std::vector<fused::Step>& steps);
+  /// The match that starts at step `begin`.
   std::optional<fused::Match> match(const fused::PatternRule& rule, const std::vector<fused::Step>& steps,
                                     size_t begin) const;
+  /// The channels of operations `first` to `first + count - 1`, seen from a match of these.
   std::vector<fused::Match::Wire> wiring(int first, int count) const;
   void add_rejection(Rejection rejection);
+  /// Empty if the match is fused.
   std::string rejection_reason(const fused::PatternRule& rule, const fused::Match& match) const;
+  /// Whether a channel connects two of these operations.
   bool has_inner_channel(int first, int count) const;
 
   const Pipeline& pipeline_;

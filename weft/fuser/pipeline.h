@@ -34,10 +34,11 @@ class Pipeline {
   const ops::BasicOp& op(int i) const { return *stages_[i].op; }
   /// What errors call operation i: its label, "operation 2 (GELU)", or its name if there is only one.
   const std::string& label(int i) const { return stages_[i].label; }
-  /// The different labels of `count` operations.
+  /// The distinct labels of `count` operations from `first` on, joined for an error.
   std::string labels(int first, int count) const;
 
-  /// The first slot of operation i; for i = size(), the total.
+  /// The index of the first parameter, saved slot, … of operation i in the flat lists of a call; for i = size(), the
+  /// total.
   int param_base(int i) const { return param_base_[i]; }
   int saved_base(int i) const { return saved_base_[i]; }
   int extra_in_base(int i) const { return extra_in_base_[i]; }
@@ -52,12 +53,12 @@ class Pipeline {
   const std::vector<int>& caller_outputs() const { return caller_outputs_; }
   /// The extra-output slot that feeds an extra-input slot, or -1 if the caller passes it.
   int source(int extra_in_slot) const { return sources_[extra_in_slot]; }
-  /// The operation of a slot.
+  /// The operation that reads an extra-input slot; the operation that sets an extra-output slot, and its channel.
   int consumer(int extra_in_slot) const;
   int producer(int extra_out_slot) const;
   const Stage::Out& output(int extra_out_slot) const;
 
-  /// The bit of operation i in the evaluation mask, or -1 if training and evaluation do not differ.
+  /// The bit of operation i in the evaluation mask of a call (set: evaluation mode), or -1 if the mode has no effect.
   int eval_bit(int i) const { return eval_bits_[i]; }
 
   const std::vector<ops::ParamSpec>& params() const { return params_; }
@@ -69,6 +70,7 @@ class Pipeline {
   /// `Name(field=value, …)` per operation, separated by "; ". Then ` <"channel"` for each extra input from a channel
   /// (`<-`: from the caller), ` >"channel"` for each extra output, ` >>"channel"` if it is not returned to the caller.
   std::string text() const;
+  /// The inverse of `text`.
   static Pipeline parse(std::string_view text);
 
  private:

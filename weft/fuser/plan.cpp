@@ -15,24 +15,28 @@ using fused::Step;
 /// The gradients that each operation must compute: those of its inputs that depend on a tensor with requires_grad.
 std::vector<ops::OpPlan> propagate_requires_grad(const Pipeline& pipeline, const PlanKey& key) {
   const int extras = static_cast<int>(pipeline.caller_inputs().size());
-  std::vector<uint8_t> flows_in(pipeline.num_extra_in()), flows_out(pipeline.num_extra_out());
-  for (int k = 0; k < extras; ++k) flows_in[pipeline.caller_inputs()[k]] = key.tensor_meta(1 + k).requires_grad;
+  std::vector<uint8_t> extra_in_requires_grad(pipeline.num_extra_in()),
+      extra_out_requires_grad(pipeline.num_extra_out());
+  for (int k = 0; k < extras; ++k)
+    extra_in_requires_grad[pipeline.caller_inputs()[k]] = key.tensor_meta(1 + k).requires_grad;
 
   std::vector<ops::OpPlan> plans(pipeline.size());
-  bool flows = key.tensor_meta(0).requires_grad;
+  bool x_requires_grad = key.tensor_meta(0).requires_grad;
   for (int i = 0; i < pipeline.size(); ++i) {
     auto& plan = plans[i];
-    plan.needs_input_grad = flows;
+    plan.needs_input_grad = x_requires_grad;
     for (int p = pipeline.param_base(i); p < pipeline.param_base(i + 1); ++p)
       plan.needs_param_grad.push_back(key.tensor_meta(1 + extras + p).requires_grad);
     for (int s = pipeline.extra_in_base(i); s < pipeline.extra_in_base(i + 1); ++s)
-      plan.needs_extra_grad.push_back(pipeline.source(s) < 0 ? flows_in[s] : flows_out[pipeline.source(s)]);
+      plan.needs_extra_grad.push_back(pipeline.source(s) < 0 ? extra_in_requires_grad[s]
+                                                             : extra_out_requires_grad[pipeline.source(s)]);
     const auto any = [](const std::vector<uint8_t>& flags) {
       return std::find(flags.begin(), flags.end(), 1) != flags.end();
     };
-    flows = plan.needs_grad = plan.needs_input_grad || any(plan.needs_param_grad) || any(plan.needs_extra_grad);
-    std::fill(flows_out.begin() + pipeline.extra_out_base(i), flows_out.begin() + pipeline.extra_out_base(i + 1),
-              flows);
+    x_requires_grad = plan.needs_grad =
+        plan.needs_input_grad || any(plan.needs_param_grad) || any(plan.needs_extra_grad);
+    std::fill(extra_out_requires_grad.begin() + pipeline.extra_out_base(i),
+              extra_out_requires_grad.begin() + pipeline.extra_out_base(i + 1), plan.needs_grad);
 
     plan.autocast = key.autocast();
     plan.training = pipeline.eval_bit(i) < 0 || (key.eval_mask() >> pipeline.eval_bit(i) & 1) == 0;
@@ -44,9 +48,9 @@ std::vector<ops::OpPlan> propagate_requires_grad(const Pipeline& pipeline, const
   return plans;
 }
 
-/// The dtype of the operand that a promoting operation combines with x: its first parameter, or an extra input from the
-/// caller; Undefined for one from a channel.
-at::ScalarType other_operand(const Pipeline& pipeline, const PlanKey& key, int i) {
+/// The dtype of the operand that operation i combines with x: its first parameter, else its extra input; Undefined if a
+/// channel feeds that input.
+at::ScalarType other_operand_dtype(const Pipeline& pipeline, const PlanKey& key, int i) {
   const auto& inputs = pipeline.caller_inputs();
   const int extras = static_cast<int>(inputs.size());
   if (pipeline.param_base(i) < pipeline.param_base(i + 1))
@@ -63,11 +67,11 @@ at::ScalarType compute_dtype(const Pipeline& pipeline, const PlanKey& key, const
     case ops::DtypeRule::autocast:
       return plan.dtype(x);
     case ops::DtypeRule::weight:
-      return plan.dtype(other_operand(pipeline, key, i));
+      return plan.dtype(other_operand_dtype(pipeline, key, i));
     case ops::DtypeRule::promote: {
       const bool autocast = plan.autocast != at::ScalarType::Undefined;
-      if (autocast && !plan.needs_param_grad.empty()) return x;
-      const auto other = other_operand(pipeline, key, i);
+      if (autocast && !plan.needs_param_grad.empty()) return x;  // the parameter (of Bias) is cast to it
+      const auto other = other_operand_dtype(pipeline, key, i);
       const bool known = x != at::ScalarType::Undefined && other != at::ScalarType::Undefined;
       return known ? c10::promoteTypes(x, other) : at::ScalarType::Undefined;
     }
@@ -88,6 +92,7 @@ void check_extra_dtypes(const Pipeline& pipeline, const PlanKey& key) {
   }
 }
 
+/// The index of the step that covers an operation.
 int step_of(const std::vector<Step>& steps, int op) {
   for (int s = 0; s < static_cast<int>(steps.size()); ++s)
     if (op < steps[s].first + steps[s].count) return s;
@@ -131,6 +136,8 @@ std::vector<PlannedStep> route(const Pipeline& pipeline, const std::vector<Step>
   return planned;
 }
 
+/// Raises unless the steps, which rules written in Python may have rewritten, cover every operation once and implement
+/// the pass.
 void check_coverage(const Pipeline& pipeline, const std::vector<Step>& steps, Pass which) {
   const auto* pass = fused::pass_name(which);
   int next = 0;
@@ -146,7 +153,7 @@ void check_coverage(const Pipeline& pipeline, const std::vector<Step>& steps, Pa
   TORCH_CHECK(next == pipeline.size(), "The ", pass, " plan covers ", next, " of ", pipeline.size(), " operations.");
 }
 
-/// Sets what backward steps derive from the needed gradients.
+/// Sets `needs_grad` and `packed_dx_min_rows` of backward steps.
 void mark_gradients(const Pipeline& pipeline, const std::vector<ops::OpPlan>& plans, std::vector<PlannedStep>& steps) {
   for (auto& planned : steps) {
     const int first = planned.step.first;
@@ -227,17 +234,17 @@ std::shared_ptr<const Plan> make_plan(const Pipeline& pipeline, const PlanKey& k
   plan->ops = propagate_requires_grad(pipeline, key);
   const auto plan_view = make_plan_view(pipeline, key, plan->ops);
 
-  std::vector<Step> joint(pipeline.size());
-  for (int i = 0; i < pipeline.size(); ++i) joint[i].first = i;
+  std::vector<Step> steps(pipeline.size());  // one per operation, then with joint fusions
+  for (int i = 0; i < pipeline.size(); ++i) steps[i].first = i;
   Matcher matcher(pipeline, plan_view, rules, plan->rejections);
-  joint = matcher.apply(Pass::joint, std::move(joint));
+  steps = matcher.apply(Pass::joint, std::move(steps));
   plan->num_saved = pipeline.num_saved();
-  for (auto& step : joint) {
+  for (auto& step : steps) {
     const auto own = step.fused.joint ? static_cast<int>(step.fused.joint->saved_names().size()) : 0;
     if (own > 0) step.own_base = plan->num_saved;
     plan->num_saved += own;
   }
-  const auto forward = matcher.apply(Pass::forward, joint), backward = matcher.apply(Pass::backward, joint);
+  const auto forward = matcher.apply(Pass::forward, steps), backward = matcher.apply(Pass::backward, steps);
   check_coverage(pipeline, forward, Pass::forward);
   check_coverage(pipeline, backward, Pass::backward);
   plan->forward = route(pipeline, forward);

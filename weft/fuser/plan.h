@@ -12,24 +12,26 @@ namespace weft::fuser {
 struct Rejection {
   std::string rule;
   fused::Pass pass;
-  int first, count;
+  int first, count;  // the matched operations
   std::string reason;
 };
 
-/// Moves an extra output to an extra input before a step runs; `last` if no later step reads it.
+/// Passes a channel's tensor from an extra-output slot to an extra-input slot before a step runs. With `last` no later
+/// reader exists and the tensor is moved.
 struct Route {
-  int from, to;
+  int from, to;  // slots
   bool last;
 };
 
+/// A step and what the executor does around it.
 struct PlannedStep {
   fused::Step step;
-  /// Forward: into this step. Backward: gradients out of it, `from` and `to` as in forward.
+  /// Channels that this step reads. Backward adds the gradient in slot `to` to that in slot `from` after the step.
   std::vector<Route> routes = {};
   std::vector<int> grad_slots = {};    // extra-output slots whose gradients this step reads
   std::vector<int> needed_slots = {};  // extra outputs that a fused step must set, because they are read outside it
   bool needs_grad = false;             // any operation of the step needs a gradient
-  int64_t packed_dx_min_rows = 0;      // backward: packed_dy_min_rows of the operation before the step
+  int64_t packed_dx_min_rows = 0;      // backward: BasicOp::packed_dy_min_rows of the operation before the step
 };
 
 /// How a pipeline runs for one key. Forward and backward are divided into steps independently. Immutable and without
@@ -44,18 +46,20 @@ struct Plan {
   int num_saved = 0;                             // slots of operations and additional slots of joint steps
   std::vector<uint8_t> saves;                    // per slot: whether a fused forward saves it, since backward reads it
   bool in_place = false;                         // an operation may overwrite an extra input
-  bool process_local = false;                    // a basic or fused operation is written in Python
+  bool process_local = false;                    // a basic operation or a fused forward is written in Python
   std::vector<Rejection> rejections;
 };
 
 std::shared_ptr<const Plan> make_plan(const Pipeline& pipeline, const fused::PlanKey& key,
                                       const fused::RuleList& rules);
 
-/// Applies a key to the pipeline, propagating dtypes by each operation's DtypeRule.
+/// Propagates the dtypes of a key through the pipeline by each operation's DtypeRule. Raises TypeError as
+/// `check_dtype`.
 fused::PlanView make_plan_view(const Pipeline& pipeline, const fused::PlanKey& key,
                                const std::vector<ops::OpPlan>& plans);
 
-/// Raises TypeError for an integer, bool or float8 tensor if operation i computes in floating point. `what` names it.
+/// Raises TypeError for an integer, bool or float8 tensor if operation i computes in floating point. `what` names
+/// the tensor in the error.
 void check_dtype(const Pipeline& pipeline, int i, const std::string& what, at::ScalarType dtype);
 
 /// The plan without the gradients that are not used; `unused` flags x, extra inputs and parameters in key order.

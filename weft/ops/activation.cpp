@@ -6,15 +6,15 @@ namespace weft::ops {
 
 using kernels::ActKind;
 
-/// The kinds without fields of their own.
+/// The kinds that `Activation` implements. The others have more options and a class each.
 static constexpr std::pair<ActKind, std::string_view> kKindNames[] = {
     {ActKind::qgelu, "QGELU"},   {ActKind::relu, "ReLU"},   {ActKind::srelu, "SReLU"},
     {ActKind::silu, "SiLU"},     {ActKind::glu, "GLU"},     {ActKind::geglu, "GEGLU"},
     {ActKind::qgeglu, "QGEGLU"}, {ActKind::reglu, "ReGLU"}, {ActKind::sreglu, "SReGLU"}};
 
 static std::string_view kind_name(ActKind kind) {
-  for (const auto& [named, name] : kKindNames)
-    if (named == kind) return name;
+  for (const auto& [known, name] : kKindNames)
+    if (known == kind) return name;
   TORCH_CHECK_VALUE(false, "Activation: use GELU, SwiGLU, SiTUGLU, ClampedSwiGLU or ScaledTanhSReLU for this kind.");
 }
 
@@ -28,14 +28,14 @@ Activation::Activation(Options options)
 
 std::string_view Activation::name() const { return kind_name(options_.kind); }
 
-static const char* kHalves = "a is the first and b the second half of the last dimension.";
-static const char* kHalvesShape = "Input: ``(*, 2 * n)``.\nOutput: ``(*, n)``.";
+static const char* kGatedDetails = "a is the first and b the second half of the last dimension.";
+static const char* kGatedShape = "Input: ``(*, 2 * n)``.\nOutput: ``(*, n)``.";
 
 static Register<Activation> register_activation(ActKind kind, std::string summary) {
   OpDoc doc{.summary = std::move(summary), .shape = kSameShape};
   if (kernels::Act{.kind = kind}.gated())
-    doc = {.summary = doc.summary, .details = kHalves, .shape = kHalvesShape, .example_shape = "[2, 4]"};
-  return {std::string(kind_name(kind)), std::move(doc), {.kind = kind}, {.kind = kind}};
+    doc = {.summary = doc.summary, .details = kGatedDetails, .shape = kGatedShape, .example_shape = "[2, 4]"};
+  return {std::string(kind_name(kind)), std::move(doc), /*sample=*/{.kind = kind}, /*base=*/{.kind = kind}};
 }
 
 static const Register<GELU> gelu{

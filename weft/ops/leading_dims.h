@@ -8,11 +8,11 @@ namespace weft::ops {
 at::Tensor share_version_counter(at::Tensor view, const at::Tensor& t);
 /// [..., n] reshaped to [rows, n]; rows and n may be 0. A view if the strides allow it.
 at::Tensor as_matrix(const at::Tensor& t);
-/// [rows, n] reshaped to the leading sizes of `like`.
+/// [rows, n] reshaped to [..., n] with the leading sizes of `like`.
 at::Tensor restore_leading_dims(const at::Tensor& matrix, const at::Tensor& like);
 /// The sum over all dimensions but the last; `t` itself if it has one dimension.
 at::Tensor sum_rows(const at::Tensor& t);
-/// Whether [..., n] has at least `rows` rows; true for a tensor without dimensions.
+/// Whether [..., n] has at least `rows` rows. Always true for a tensor without dimensions and for n = 0.
 inline bool has_rows(const at::Tensor& t, int64_t rows) { return t.dim() == 0 || t.numel() >= rows * t.sizes().back(); }
 using kernels::as_dtype;
 

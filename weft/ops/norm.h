@@ -4,6 +4,7 @@
 
 namespace weft::ops {
 
+/// The fields of both norms.
 template <class Options>
 constexpr auto norm_fields() {
   return std::tuple{
@@ -27,7 +28,7 @@ struct NormOptions {
   static constexpr auto fields() { return norm_fields<NormOptions>(); }
 };
 
-/// NormOptions and `bias`; without base class, so that designated initializers set all fields.
+/// NormOptions and `bias`. Not derived from NormOptions, so that designated initializers can set all fields.
 struct LayerNormOptions {
   std::vector<int64_t> normalized_shape = {};
   double eps = 1e-5;
@@ -41,8 +42,8 @@ struct LayerNormOptions {
   }
 };
 
-/// Base of both norms. A row spans the trailing dimensions `normalized_shape` of x. γ' is γ, or 1 + γ if zero-centered.
-/// Statistics are float32 (float64 for float64 inputs).
+/// Base of LayerNorm and RMSNorm. A row spans the trailing dimensions `normalized_shape` of x. γ is the weight; γ' is
+/// γ, or 1 + γ with `zero_centered_gamma`. Mean and rstd are float32 (float64 for float64 inputs).
 class NormOp : public BasicOp {
  public:
   using Options = NormOptions;
@@ -58,7 +59,7 @@ class NormOp : public BasicOp {
   }
 
   /// As `backward`, but returns dx + addend. `addend` has the shape of x or is undefined. With `reuse` the result may
-  /// be written into the memory of dy.
+  /// be written into dy.
   virtual at::Tensor gradient(OpContext& ctx, const at::Tensor& dy, Params params, const at::Tensor& addend,
                               bool reuse) const = 0;
   /// Recomputes y from the saved input.

@@ -6,7 +6,8 @@
 namespace weft::ops {
 
 /// y[row] = s[row]·act(x[row]), where the extra input s holds one value per row of x, in any shape (the routing
-/// probabilities of a mixture of experts). s is not cast to the compute dtype: the product is rounded once.
+/// probabilities of a mixture of experts). s keeps its dtype, and the product is rounded once. In the equations of the
+/// gated activations below, a and b are the halves of x[row], or its alternating blocks with `glu_interleave_size`.
 class ScaledActivation : public BasicOp {
  public:
   enum Saved { kInput, kScales };
@@ -82,7 +83,7 @@ class ScaledTanhSReLU final : public ScaledActivation {
   Options options_;
 };
 
-/// y[row] = s[row]·SwiGLU(x[row]).
+/// SwiGLU: y[row] = s[row]·a·σ(a)·b.
 class ScaledSwiGLU final : public ScaledActivation {
  public:
   struct Options {
@@ -105,7 +106,7 @@ class ScaledSwiGLU final : public ScaledActivation {
   Options options_;
 };
 
-/// y[row] = s[row]·SiTUGLU(x[row]).
+/// SiTUGLU: y[row] = s[row]·beta1·tanh(a/beta1)·σ(a)·beta2·tanh(b/beta2).
 class ScaledSiTUGLU final : public ScaledActivation {
  public:
   struct Options {
@@ -131,7 +132,7 @@ class ScaledSiTUGLU final : public ScaledActivation {
   Options options_;
 };
 
-/// y[row] = s[row]·ClampedSwiGLU(x[row]).
+/// ClampedSwiGLU: y[row] = s[row]·ā·σ(alpha·ā)·(clamp(b, -limit, limit) + glu_linear_offset),  ā = min(a, limit).
 class ScaledClampedQGeGLU final : public ScaledActivation {
  public:
   struct Options {

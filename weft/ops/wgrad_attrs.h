@@ -11,15 +11,15 @@ namespace weft::ops {
 struct WgradAttrs {
   at::Tensor main_grad = {};                         // contiguous, with as many elements as the parameter
   std::function<at::Tensor()> get_main_grad = {};    // if set, called before each gradient to obtain `main_grad`
-  std::optional<bool> grad_added_to_main_grad = {};  // if present: set to true, and autograd gets a dummy gradient
+  std::optional<bool> grad_added_to_main_grad = {};  // if present: set to true, and autograd receives a dummy gradient
   bool overwrite_main_grad = false;                  // main_grad = dW instead of main_grad += dW
-  bool zero_out_wgrad = false;                       // the dummy gradient is zero-filled
-  bool skip_backward_post_hook = false;              // backward_dw runs the weight's hooks
+  bool zero_out_wgrad = false;                       // fill the dummy gradient with zeros
+  bool skip_backward_post_hook = false;              // set by modules, read by frameworks: dW is delayed
 };
 
 /// The attributes of a parameter, created if there are none. They live as long as the parameter.
 WgradAttrs& wgrad_attrs(const at::Tensor& param);
-/// nullptr if there are none.
+/// The same, or nullptr if there are none.
 WgradAttrs* find_wgrad_attrs(const at::Tensor& param);
 
 /// A snapshot of a parameter's attributes.
@@ -31,7 +31,7 @@ struct ResolvedWgradAttrs {
   bool zero_out = false;
 };
 
-/// Reads and sets the attributes of a parameter, wherever they are stored.
+/// Reads and sets the attributes of a parameter, which are WgradAttrs or Python attributes.
 class WgradResolver {
  public:
   WgradResolver() = default;
@@ -44,7 +44,7 @@ class WgradResolver {
   virtual void mark_grad_added(const at::Tensor& param) const = 0;
 };
 
-/// The resolver of a parameter: that of WgradAttrs if it has them, else the installed one.
+/// The resolver of a parameter: one that reads its WgradAttrs if it has them, else the installed one (Python's).
 const WgradResolver& wgrad_resolver(const at::Tensor& param);
 /// Installs the resolver of parameters without WgradAttrs. It must live as long as the process.
 void set_wgrad_resolver(const WgradResolver* resolver);

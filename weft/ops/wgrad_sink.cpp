@@ -30,7 +30,8 @@ WeakTensorMap<WgradState>& wgrad_states() {
   return *table;
 }
 
-/// Guards main_grad, which backward calls on several threads may write. (For .grad, AccumulateGrad holds a lock.)
+/// Guards main_grad, which backward calls on several threads may write. (For .grad, AccumulateGrad holds a lock.) One
+/// of 64 locks, chosen by the address of the parameter.
 std::mutex& write_lock(const at::Tensor& param) {
   static std::array<std::mutex, 64> locks;
   return locks[std::hash<const void*>{}(param.unsafeGetTensorImpl()) / alignof(std::max_align_t) % locks.size()];
@@ -54,9 +55,9 @@ void bump_version(const at::Tensor& t) {
 }
 
 using Sinks = c10::SmallVector<WgradSink, 1>;
-using Gradients = c10::SmallVector<at::Tensor, 1>;
+using Tensors = c10::SmallVector<at::Tensor, 1>;
 
-/// The sinks of all parameters of one wgrad GEMM.
+/// The sinks of all parameters of one wgrad GEMM: one, or one per group.
 Sinks resolve_all(const WgradOptions& options, Params params, bool fetch) {
   Sinks sinks;
   for (const auto& param : params) sinks.push_back(resolve(options, param, fetch));
@@ -70,8 +71,8 @@ Sinks resolve_all(const WgradOptions& options, Params params, bool fetch) {
   return sinks;
 }
 
-/// dW of one weight, written to `main_grad` if defined, else to new memory.
-Gradients write_one(const WgradGemm& gemm, const at::Tensor& main_grad, bool accumulate) {
+/// dW [out, in] of one weight, written to `main_grad` if defined, else to new memory.
+Tensors write_one(const WgradGemm& gemm, const at::Tensor& main_grad, bool accumulate) {
   const auto dy = as_matrix(gemm.dy), x = as_matrix(gemm.x);
   kernels::Epilogue epilogue{.scale = gemm.scale, .progress = gemm.progress};
   if (main_grad.defined()) epilogue.out = main_grad.view({dy.size(1), x.size(1)});
@@ -79,19 +80,19 @@ Gradients write_one(const WgradGemm& gemm, const at::Tensor& main_grad, bool acc
   return {kernels::gemm(kernels::transposed(dy, gemm.packed_dy), x, epilogue).out};
 }
 
-/// dW of each group, written to the sinks, or to slices of one new block.
-Gradients write_groups(const WgradGemm& gemm, const Sinks& sinks, bool accumulate) {
+/// dW of each group, written to the sinks, or to slices of one new tensor [G, out, in]. Returns one tensor per sink.
+Tensors write_groups(const WgradGemm& gemm, const Sinks& sinks, bool accumulate) {
   const auto dy = as_matrix(gemm.dy), x = as_matrix(gemm.x);
   const kernels::GroupIndex index(gemm.splits);
   const auto groups = index.groups(), n = dy.size(1), k = x.size(1);
-  const bool one = gemm.stacked, allocate = !sinks[0].out.defined();
-  Gradients gradients;
+  const bool allocate = !sinks[0].out.defined();
+  Tensors gradients;
   kernels::GroupedMatrix out;
-  if (allocate || one) {
-    const auto block = allocate ? at::empty({groups, n, k}, x.options()) : sinks[0].out.view({groups, n, k});
-    out = kernels::GroupedMatrix(block);
+  if (allocate || gemm.stacked) {
+    const auto stack = allocate ? at::empty({groups, n, k}, x.options()) : sinks[0].out.view({groups, n, k});
+    out = kernels::GroupedMatrix(stack);
     for (size_t g = 0; g < sinks.size(); ++g)
-      gradients.push_back(one ? block : block.select(0, static_cast<int64_t>(g)));
+      gradients.push_back(gemm.stacked ? stack : stack.select(0, static_cast<int64_t>(g)));
   } else {
     for (const auto& sink : sinks) gradients.push_back(sink.out);
     out = kernels::GroupedMatrix(gradients, n, k);
@@ -102,7 +103,7 @@ Gradients write_groups(const WgradGemm& gemm, const Sinks& sinks, bool accumulat
 
 /// Runs the wgrad GEMM into the sinks, or into new memory. If a weight is used several times in one backward, only the
 /// first write overwrites main_grad; the others add to it.
-Gradients write(const Sinks& sinks, Params params, const WgradGemm& gemm) {
+Tensors write(const Sinks& sinks, Params params, const WgradGemm& gemm) {
   const auto compute = [&](bool accumulate) {
     return gemm.splits.defined() ? write_groups(gemm, sinks, accumulate) : write_one(gemm, sinks[0].out, accumulate);
   };
@@ -115,13 +116,13 @@ Gradients write(const Sinks& sinks, Params params, const WgradGemm& gemm) {
   return compute(accumulate);
 }
 
-/// The Parameters, which a gradient that bypasses autograd needs.
-Gradients leaf_params_of(const OpContext& ctx, int first, int count) {
+/// Parameters `first` to `first + count - 1` of the operation, into whose main_grad or .grad dW is written directly.
+Tensors leaf_params_of(const OpContext& ctx, int first, int count) {
   TORCH_CHECK_NOT_IMPLEMENTED(ctx.leaf_params(),
                               "accumulate_into_main_grad and delay_wgrad_compute need the Parameter object, which is "
                               "not available in a compiled, exported or functional call. Run the module eagerly, or "
                               "turn the options off.");
-  Gradients leaves;
+  Tensors leaves;
   for (int i = first; i < first + count; ++i) {
     leaves.push_back(ctx.leaf_params()->leaf(ctx.plan().param_base + i));
     TORCH_CHECK(leaves.back().defined(),
@@ -132,6 +133,7 @@ Gradients leaf_params_of(const OpContext& ctx, int first, int count) {
   return leaves;
 }
 
+/// param.grad += dW, as AccumulateGrad would; it runs below autograd, so it increments the version itself.
 void add_to_grad(const at::Tensor& param, const at::Tensor& dw) {
   auto& grad = param.mutable_grad();
   if (!grad.defined()) {
@@ -148,9 +150,9 @@ WgradSink resolve(const WgradOptions& options, const at::Tensor& param, bool fet
   using Returns = WgradSink::Returns;
   if (!options.accumulate) return {.returns = options.delay ? Returns::nothing : Returns::gradient};
   const auto attrs = wgrad_resolver(param).resolve(param, fetch);
-  const bool comes_later = attrs.has_getter && !fetch;
-  if (!comes_later) check_main_grad(param, attrs.main_grad);
-  return {.out = comes_later ? at::Tensor{} : attrs.main_grad,
+  const bool fetched_later = attrs.has_getter && !fetch;
+  if (!fetched_later) check_main_grad(param, attrs.main_grad);
+  return {.out = fetched_later ? at::Tensor{} : attrs.main_grad,
           .accumulate = !attrs.overwrite,
           .returns = attrs.has_flag ? Returns::dummy : Returns::nothing,
           .zero_dummy = attrs.zero_out};

@@ -4,7 +4,7 @@
 namespace weft::fused {
 namespace {
 
-/// dx = dy·act'(x) and db = Σ_rows dx in one pass.
+/// Backward of y = act(p), p = x + b: dx = dy·act'(p) and db = Σ_rows dx in one pass.
 class ActivationBias final : public BackwardFusion {
  public:
   explicit ActivationBias(const Match& match)

@@ -7,7 +7,8 @@
 namespace weft::fused {
 namespace {
 
-/// y = e + x·m/(1-p) in one pass.
+/// y = e + x·m/(1-p) in one pass, where e is the extra input and m the mask. Written into e if AddExtraInput is
+/// in_place and e is not referenced elsewhere. Runs both operations one by one if dtypes or shapes differ.
 class DropoutAdd final : public ForwardFusion {
  public:
   explicit DropoutAdd(const Match& match)

@@ -5,8 +5,8 @@
 namespace weft::fused {
 namespace {
 
-/// y = e + (x Wᵀ + b), or y = e + s·x Wᵀ, in one GEMM. Written into e if AddExtraInput is in_place and e is not
-/// referenced elsewhere.
+/// y = e + (x Wᵀ + b), or y = e + s·x Wᵀ, in one GEMM, where e is the extra input. Written into e if AddExtraInput is
+/// in_place and e is not referenced elsewhere.
 class LinearAdd final : public ForwardFusion {
  public:
   explicit LinearAdd(const Match& match)
@@ -35,7 +35,7 @@ std::string reject(const Match& m, const PlanView& view) {
   const auto& linear = m.get<ops::BasicLinear>();
   if (auto reason = reject_reduced_output(linear); !reason.empty()) return reason;
   if (linear.gathers_input()) return "x holds only this rank's rows, the extra input the rows of all ranks";
-  return reject_mixed_dtypes(m, view, 0, m.size() - 2);
+  return reject_mixed_dtypes(m, view, 0, m.size() - 2);  // AddExtraInput promotes, so its dtype may differ
 }
 
 /// The rule for BasicLinear, `middle`, AddExtraInput.

@@ -8,8 +8,8 @@ namespace {
 using ops::GroupedLinear;
 using ops::ScaledActivation;
 
-/// y = W2 z + b2,  z = s·act(h),  h = W1 x + b1, each row with the weights of its group. Saves x, h and s; backward
-/// recomputes z. Saves z instead of h if nothing before the last linear needs a gradient.
+/// y = z W2ᵀ + b2,  z = s·act(h),  h = x W1ᵀ + b1, each row with the weights of its group; s has one scale per row.
+/// Saves x, h and s; backward recomputes z. Saves only z if nothing before the last linear needs a gradient.
 class GroupedMlp final : public JointFusion {
  public:
   explicit GroupedMlp(const Match& m)

@@ -12,8 +12,9 @@ namespace {
 using ops::ActivationOp;
 using ops::BasicLinear;
 
-/// y = act(W n + b),  n = norm(x). Saves x and its row statistics instead of n, which backward recomputes. Saves n if
-/// the norm needs no gradient.
+/// y = act(n Wᵀ + b),  n = norm(x). Saves x and its row statistics instead of n, which backward recomputes. Saves n if
+/// the norm needs no gradient. An extra output of x before the norm is part of the fusion: its gradient g is added to
+/// dx.
 class NormLinear final : public JointFusion {
  public:
   explicit NormLinear(const Match& m)
@@ -49,7 +50,7 @@ class NormLinear final : public JointFusion {
   }
 
  private:
-  /// dp = dy·act'(p), or dy without an activation;  db = Σ_rows dp.
+  /// For y = act(p), p = n Wᵀ + b: returns dp = dy·act'(p), or dy without an activation, and sets db = Σ_rows dp.
   at::Tensor through_activation(StepContext& ctx, const at::Tensor& dy) const {
     if (activation_) return bias_activation_gradient(ctx, bias_, activation_, dy);
     if (bias_ && ctx.op(bias_.index).needs_param_grad(0)) bias_->set_gradient(ctx.op(bias_.index), ops::sum_rows(dy));
