@@ -20,11 +20,12 @@ class MainGradNotReducedWarning(UserWarning):
 
 def main_grad_names(module: torch.nn.Module) -> list[str]:
     """Returns the names of the Parameters in `module` whose gradients go to ``main_grad``."""
+    # weft modules with weights define `_main_grad_parameters`; for others, `list` returns an empty list.
     found = {id(param) for child in module.modules() for param in getattr(child, "_main_grad_parameters", list)()}
     return [name for name, param in module.named_parameters() if id(param) in found and param.requires_grad]
 
 
-def _warn(parent: torch.nn.Module, name: str, module: Any) -> None:
+def _warn_if_wrapped_by_ddp(parent: torch.nn.Module, name: str, module: Any) -> None:
     """Module-registration hook: torch calls it whenever a module becomes a child of another."""
     if not isinstance(parent, DistributedDataParallel) or name != "module":
         return
@@ -39,8 +40,8 @@ def _warn(parent: torch.nn.Module, name: str, module: Any) -> None:
         "main_grad after backward and silence this warning: "
         "warnings.simplefilter('ignore', weft.MainGradNotReducedWarning).",
         MainGradNotReducedWarning,
-        stacklevel=4,
+        stacklevel=4,  # the line that creates the DistributedDataParallel
     )
 
 
-register_module_module_registration_hook(_warn)
+register_module_module_registration_hook(_warn_if_wrapped_by_ddp)

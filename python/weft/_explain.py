@@ -14,7 +14,8 @@ import torch
 from . import _C, _dispatcher
 from ._segments import PipelineModule, Segment, call_segment, materialize
 
-Section = tuple[str, _C.Explanation | None]  # title, plan; None: a separately called module
+# Title and plan of a pipeline; the plan is None for a module that is called between pipelines.
+Section = tuple[str, _C.Explanation | None]
 SUFFIXES = (".svg", ".png", ".pdf", ".dot")
 
 
@@ -53,7 +54,7 @@ class Explanation:
                 label = title.replace('"', "'")
                 nodes.append(f'  section{i} [label="{label}", shape=box, style=rounded, margin=0.15];')
             else:
-                body = section.dot
+                body = section.dot  # a graph with one node, `plan`
                 nodes.append(body[body.index("  plan [") : body.rindex("}")].replace("  plan [", f"  section{i} [", 1))
         edges = "" if len(names) < 2 else "  " + " -> ".join(names) + ' [color="#7a8793"];\n'
         style = "  graph [bgcolor=white, pad=0.3];\n  node [fontname=Helvetica, fontsize=11, shape=plain];\n"
@@ -98,7 +99,7 @@ def explain(module: torch.nn.Module, *inputs: torch.Tensor) -> Explanation:
     The explanation shows the forward and backward plans with the kernels that compute them, rejected fusions with the
     reason, copies made because of aliasing, and the tensors saved for backward with their sizes. A Sequential that
     consists of several pipelines, or a model that contains Sequentials, is run forward once, to find the inputs of each
-    pipeline; buffers and random numbers are restored.
+    pipeline; afterwards its buffers and the state of the CPU's random generator are restored.
 
     Args:
         module: a weft operation, a :class:`Sequential`, or a model that contains some; each is explained by name.
@@ -122,7 +123,8 @@ def explain(module: torch.nn.Module, *inputs: torch.Tensor) -> Explanation:
 
 @contextmanager
 def _state_restored(module: torch.nn.Module) -> Iterator[None]:
-    """Restores buffers, such as statistics of a batch norm, and the CPU's random numbers."""
+    """Restores on exit the buffers of a module (e.g. batch-norm statistics) and the state of the CPU's random
+    generator."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         with torch.random.fork_rng(devices=()):
@@ -166,6 +168,8 @@ def _explain_model(model: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> 
 
 
 def _explain_segments(module: PipelineModule, input: torch.Tensor, *extra_inputs: torch.Tensor) -> list[Section]:
+    """Explains each segment of a module; calls the segments if there are several, since each takes the output of the
+    previous one."""
     sections: list[Section] = []
 
     def record_plan(segment: Segment, x: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:

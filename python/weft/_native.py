@@ -37,10 +37,14 @@ class NativeOperation(BasicOperation):
     _tracker: Callable[[], Any] | None
     _descriptions: dict[str, str]  # of its arguments
     _optional_parameters: frozenset[str] = frozenset()  # Parameters that a field of the same name turns off
-    __signature__: inspect.Signature
+    _arguments: inspect.Signature  # what `__init__` takes
+    __signature__: inspect.Signature | None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        defining = next(base for base in cls.__mro__ if not {"__signature__", "__init__"}.isdisjoint(base.__dict__))
+        if "__signature__" not in defining.__dict__:
+            cls.__signature__ = None  # the subclass has its own `__init__`, which inspect.signature then reads
         for name in ("op_forward", "op_backward", "fuser_forward", "fuser_backward"):
             if name in cls.__dict__:
                 raise TypeError(
@@ -50,7 +54,7 @@ class NativeOperation(BasicOperation):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
-        arguments = bind(type(self).__name__, self.__signature__, args, kwargs)
+        arguments = bind(type(self).__name__, self._arguments, args, kwargs)
         device = arguments.pop("device", None)
         check_device(type(self).__name__, device)
         tracker = arguments.pop("rng_state_tracker_function", None)
@@ -242,6 +246,7 @@ def make_class(
         "__doc__": native_docstring(name, doc, signature, descriptions, sample),
         "__module__": "weft.ops",
         "__signature__": signature,
+        "_arguments": signature,
         "_type": name,
         "_descriptions": descriptions,
         "_optional_parameters": frozenset(field for field, *_ in fields if field in parameter_names),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from . import _C, _dispatcher
+from . import _C
 from ._segments import Entry, PipelineModule, Segment, Stage, call_segment
 from ._state_keys import StateKeys
 
@@ -98,15 +98,8 @@ class FusibleOperation(PipelineModule, StateKeys):
         Returns:
             The output, or a tuple of the output and the extra outputs.
         """
-        if torch.compiler.is_compiling() and not kwargs and _dispatcher.applies(self, input):
-            return _dispatcher.run(self, input, extra_inputs)
-        runner = self._runner
-        if runner is not None and not kwargs:
-            output: Output = runner(self, input, *extra_inputs)
-            if output is not NotImplemented:
-                return output
-        if not kwargs and _dispatcher.applies(self, input):
-            return _dispatcher.run(self, input, extra_inputs)
+        if not kwargs and (output := self._run_unsegmented(input, extra_inputs)) is not None:
+            return output
         (segment,) = self._materialized_segments(input)
         result: Output = call_segment({id(self): kwargs}, segment, input, extra_inputs)
         return result

@@ -16,6 +16,7 @@ from . import _C, _dispatcher
 from ._arguments import reject_unknown
 
 if TYPE_CHECKING:
+    from ._dispatcher import Output
     from ._explain import Explanation
     from ._operation import BasicOperation, FusibleOperation
 
@@ -140,6 +141,17 @@ class PipelineModule(torch.nn.Module):
         if program.materialized and self._runner is not program.single:
             object.__setattr__(self, "_runner", program.single)
         return program.segments
+
+    def _run_unsegmented(self, input: torch.Tensor, extra_inputs: tuple[torch.Tensor, ...]) -> Output | None:
+        """Runs the call through the dispatcher or with a single runner. Returns None if neither applies: the caller
+        then calls the segments in order."""
+        if torch.compiler.is_compiling() and _dispatcher.applies(self, input):
+            return _dispatcher.run(self, input, extra_inputs)
+        if (runner := self._runner) is not None:
+            output: Output = runner(self, input, *extra_inputs)
+            if output is not NotImplemented:
+                return output
+        return _dispatcher.run(self, input, extra_inputs) if _dispatcher.applies(self, input) else None
 
     def _traced_segments(self) -> tuple[_dispatcher.TracedSegment, ...]:
         """Returns its segments for `_dispatcher.run`, as constants."""

@@ -256,15 +256,8 @@ class Sequential(PipelineModule):
         Returns:
             The output, or a tuple of the output and the extra outputs.
         """
-        if torch.compiler.is_compiling() and op_kwargs is None and _dispatcher.applies(self, input):
-            return _dispatcher.run(self, input, extra_inputs)
-        runner = self._runner
-        if runner is not None and op_kwargs is None:
-            output: Output = runner(self, input, *extra_inputs)
-            if output is not NotImplemented:
-                return output
-        if op_kwargs is None and _dispatcher.applies(self, input):
-            return _dispatcher.run(self, input, extra_inputs)
+        if op_kwargs is None and (output := self._run_unsegmented(input, extra_inputs)) is not None:
+            return output
         segments = self._materialized_segments(input)
         keywords = self._keywords_by_module(op_kwargs)
         expected = _dispatcher.num_caller_inputs(segments)

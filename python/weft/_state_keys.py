@@ -13,9 +13,10 @@ _EXTRA_STATE = re.compile(r"(basic_ops\.\d+\.)?_extra_state")
 class StateKeys(torch.nn.Module):
     """A module whose ``state_dict`` has the names of ``named_parameters``, or with `te_keys` Transformer Engine's keys.
 
-    Both kinds of keys load, regardless of `te_keys`. `_extra_state` is Transformer Engine's quantization state: it is
-    written, empty, only with `te_keys`, and ignored on loading. A subclass that defines ``get_extra_state`` and
-    ``set_extra_state`` saves and loads its own extra state, as in torch.
+    For example, the weight of a Linear is ``weight``, and with `te_keys` ``basic_ops.0.weight``. Both kinds of keys
+    load, regardless of `te_keys`. `_extra_state` is Transformer Engine's quantization state: it is written, empty, only
+    with `te_keys`, and ignored on loading. A subclass that defines ``get_extra_state`` and ``set_extra_state`` saves
+    and loads its own extra state, as in torch.
     """
 
     te_keys: bool = False
@@ -39,12 +40,12 @@ class StateKeys(torch.nn.Module):
             destination.setdefault(f"{prefix}{op_prefix}_extra_state", torch.empty(0, dtype=torch.uint8))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        has_own = type(self).set_extra_state is not torch.nn.Module.set_extra_state
-        own = prefix + "_extra_state" if has_own else None
+        has_own_state = type(self).set_extra_state is not torch.nn.Module.set_extra_state
+        own_key = prefix + "_extra_state" if has_own_state else None
         local = {
             key: value
             for key, value in state_dict.items()
-            if key == own or not (key.startswith(prefix) and _EXTRA_STATE.fullmatch(key, len(prefix)))
+            if key == own_key or not (key.startswith(prefix) and _EXTRA_STATE.fullmatch(key, len(prefix)))
         }
         for name, key in self._te_names().items():
             if prefix + key in local and prefix + name not in local:

@@ -69,7 +69,8 @@ class Placement:
         return [torch.cat([chunk[rank] for chunk in chunks], self.dim) for rank in range(ranks)]
 
 
-Layout = dict[str, Placement]  # by state_dict key, of both kinds; tensors without an entry are replicated
+# By state_dict key, both the Parameter's name and Transformer Engine's key. Tensors without an entry are replicated.
+Layout = dict[str, Placement]
 
 
 def set_te_keys(module: torch.nn.Module, enabled: bool = True) -> torch.nn.Module:
@@ -116,11 +117,11 @@ def layout_of(
 def _placements_with_owners(
     module: torch.nn.Module, modes: Mapping[str, str] | None, stacked: Mapping[str, int] | None
 ) -> dict[str, tuple[Placement, Any]]:
-    """Returns for each key of the layout the placement of its tensor and the module that owns it."""
+    """Returns {key: (placement, module that owns the tensor)}; see :func:`layout_of`."""
     modes, stacked, found = dict(modes or {}), dict(stacked or {}), {}
     for name, child in module.named_modules():
         prefix = name + "." if name else ""
-        rows = Placement(0, stacked.pop(name, 1))
+        rows = Placement(0, stacked.pop(name, 1))  # of column-parallel weights and biases
         if isinstance(child, Linear):
             layout = _linear_layout(child, modes.pop(name, child.tensor_parallel_mode), rows)
         else:
@@ -140,7 +141,7 @@ def _linear_layout(linear: Linear, mode: str | None, rows: Placement) -> Layout:
         found = dict.fromkeys(("weight", "bias"), rows)
     if mode == "row":
         found = {"weight": Placement(1)} | ({} if linear.replicated_bias else {"bias": Placement(None)})
-    te_names = linear._te_names()  # its keys are the Parameters that the linear has
+    te_names = linear._te_names()  # {Parameter name: Transformer Engine's key} of the Parameters that the linear has
     return {key: found[name] for name in te_names if name in found for key in (name, te_names[name])}
 
 

@@ -31,6 +31,23 @@ def test_args_are_the_parameters_of_the_signature(name):
         assert p.default is p.empty or f"``{p.default!r}``" in section(name, "Args")
 
 
+def test_subclass_shows_signature_of_own_init():
+    class Norm(ops.RMSNorm):
+        def __init__(self, width: int, eps: float = 1e-6) -> None:
+            super().__init__(width, eps=eps)
+
+    class Renamed(Norm):
+        pass
+
+    class SameArguments(ops.RMSNorm):
+        pass
+
+    for cls in (Norm, Renamed):
+        assert list(inspect.signature(cls).parameters) == ["width", "eps"]
+        assert cls(8).weight.shape == (8,)
+    assert inspect.signature(SameArguments) == inspect.signature(ops.RMSNorm)
+
+
 @pytest.mark.parametrize("name", TYPES)
 def test_texts_are_sentences(name):
     doc, fields, sample = TYPES[name]

@@ -112,6 +112,12 @@ Group::Group(const std::string& name) : c10d_(resolve(name)) {
   state_ = state;
 }
 
+Group::Group(const std::string& name, int64_t expected_size) : Group(name) {
+  TORCH_CHECK_VALUE(size() == expected_size, "Process group '", name, "' has ", size(), " ranks, expected ",
+                    expected_size,
+                    ", the size that the operation was created with (tensor_parallel_size, process_group_size).");
+}
+
 Group::Group(const Group&) = default;
 Group::~Group() = default;
 

@@ -45,6 +45,8 @@ class Group {
  public:
   /// Raises ValueError if no group is registered as `name`.
   explicit Group(const std::string& name);
+  /// Also raises ValueError if the group does not have `expected_size` ranks: the tensors were sharded for that many.
+  Group(const std::string& name, int64_t expected_size);
   Group(const Group&);
   Group& operator=(const Group&) = delete;
   ~Group();

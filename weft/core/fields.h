@@ -143,24 +143,37 @@ inline constexpr bool is_choice = std::is_enum_v<T>;
 template <class T>
 inline constexpr bool is_choice<std::optional<T>> = is_choice<T>;
 
+template <class T>
+inline constexpr bool is_optional = false;
+template <class T>
+inline constexpr bool is_optional<std::optional<T>> = true;
+
 }  // namespace detail
 
 /// What a field of type T takes, for error messages: "an int or None".
 template <class T>
 std::string expected_text() {
-  if constexpr (std::is_same_v<T, bool>) return "True or False";
-  if constexpr (std::is_same_v<T, int64_t>) return "an int";
-  if constexpr (std::is_same_v<T, double>) return "a number";
-  if constexpr (std::is_same_v<T, std::string>) return "a string";
-  if constexpr (std::is_same_v<T, std::vector<int64_t>>) return "an int or a sequence of ints";
-  if constexpr (std::is_same_v<T, at::ScalarType>) return kComputeDtypes;
-  if constexpr (requires { EnumNames<T>::list; }) {
+  if constexpr (std::is_same_v<T, bool>) {
+    return "True or False";
+  } else if constexpr (std::is_same_v<T, int64_t>) {
+    return "an int";
+  } else if constexpr (std::is_same_v<T, double>) {
+    return "a number";
+  } else if constexpr (std::is_same_v<T, std::string>) {
+    return "a string";
+  } else if constexpr (std::is_same_v<T, std::vector<int64_t>>) {
+    return "an int or a sequence of ints";
+  } else if constexpr (std::is_same_v<T, at::ScalarType>) {
+    return kComputeDtypes;
+  } else if constexpr (requires { EnumNames<T>::list; }) {
     const auto& names = EnumNames<T>::list;
     return "one of " + join({names.begin(), names.end()});
-  }
-  if constexpr (requires { typename T::value_type; } && !std::is_same_v<T, std::string> &&
-                !std::is_same_v<T, std::vector<int64_t>>)
+  } else {
+    static_assert(detail::is_optional<T>,
+                  "a field is a bool, int64_t, double, std::string, std::vector<int64_t>, at::ScalarType, an enum "
+                  "with EnumNames, or a std::optional of one of these");
     return expected_text<typename T::value_type>() + " or None";
+  }
 }
 
 /// All fields of `options`, in order.

@@ -41,10 +41,9 @@ at::Tensor Fusible::forward(const at::Tensor& x) {
 
 std::vector<at::Tensor> Fusible::forward_extra(const at::Tensor& x, std::vector<at::Tensor> extras,
                                                const std::vector<ops::Buffers>& buffers) {
-  fuser::Tensors given(std::make_move_iterator(extras.begin()), std::make_move_iterator(extras.end()));
-  extras.clear();
+  fuser::Tensors extra_inputs(std::make_move_iterator(extras.begin()), std::make_move_iterator(extras.end()));
   const auto fuser = this->fuser();
-  auto outputs = (*fuser)(x, op_parameters(), std::move(given), eval_mask(fuser->pipeline()), buffers);
+  auto outputs = (*fuser)(x, op_parameters(), std::move(extra_inputs), eval_mask(fuser->pipeline()), buffers);
   return {std::make_move_iterator(outputs.begin()), std::make_move_iterator(outputs.end())};
 }
 

@@ -20,8 +20,8 @@ ops::OpPtr basic_linear(const LinearOptions& o) {
                                     .overlap = o.overlap};
   if (o.tensor_parallel_mode == ParallelMode::row) {
     options.in_features = ops::divide_evenly("Linear", "in_features", o.in_features, o.tensor_parallel_size);
-    options.fan_in = o.in_features;
-  } else {
+    options.fan_in = o.in_features;  // initialized as in the unsharded layer
+  } else {                           // column, or not parallel
     options.tensor_parallel_mode = o.tensor_parallel_mode;
     options.tensor_parallel_group = o.tensor_parallel_group;
     options.tensor_parallel_size = o.tensor_parallel_size;
@@ -30,6 +30,8 @@ ops::OpPtr basic_linear(const LinearOptions& o) {
   return std::make_shared<ops::BasicLinear>(std::move(options));
 }
 
+/// The bias of this rank has out_features elements, or its shard of them in column mode. Bias divides its size by the
+/// number of ranks, so row mode with one bias per rank passes out_features times that number.
 ops::OpPtr bias(const LinearOptions& o) {
   const bool row = o.tensor_parallel_mode == ParallelMode::row, replicated = row && o.replicated_bias;
   return std::make_shared<ops::Bias>(
@@ -41,6 +43,8 @@ ops::OpPtr bias(const LinearOptions& o) {
                          .sequence_parallel = replicated && o.sequence_parallel});
 }
 
+/// The sum of a row-parallel output over the ranks. Without sequence_parallel all ranks receive the same dy, which
+/// backward does not reduce.
 ops::OpPtr reduction(const LinearOptions& o) {
   if (o.sequence_parallel)
     return std::make_shared<ops::ReduceScatter>(ops::ReduceScatter::Options{
@@ -50,7 +54,7 @@ ops::OpPtr reduction(const LinearOptions& o) {
                                                                   .process_group_size = o.tensor_parallel_size});
 }
 
-/// Resolves the number of ranks. With one rank there is no tensor parallelism.
+/// Sets the number of ranks from the group if it is not given. With one rank, turns tensor parallelism off.
 LinearOptions resolved(LinearOptions options) {
   auto& ranks = options.tensor_parallel_size;
   ranks = options.tensor_parallel_mode ? ops::resolve_group_size("Linear", options.tensor_parallel_group, ranks) : 1;

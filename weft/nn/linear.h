@@ -14,7 +14,7 @@ struct LinearOptions {
   bool delay_wgrad_compute = false;
   std::optional<ops::ParallelMode> tensor_parallel_mode = {};
   std::optional<std::string> tensor_parallel_group = {};  // its name in the c10d group registry
-  int64_t tensor_parallel_size = 1;                       // 1: the size of the group
+  int64_t tensor_parallel_size = 1;                       // 1: use the size of the group
   bool sequence_parallel = false;
   bool replicated_bias = false;  // mode row: one replicated bias, added after the reduction; else one bias per rank
   std::optional<std::string> userbuffers_options = {};
@@ -44,8 +44,9 @@ struct LinearOptions {
 
 /// The basic operations of a linear, in order:
 ///   no mode, or column    BasicLinear, Bias
-///   row                   BasicLinear of this rank's features, Bias, reduction over ranks
-///   row, replicated_bias  BasicLinear of this rank's features, reduction over ranks, Bias
+///   row                   BasicLinear of this rank's in_features, Bias, reduction over ranks
+///   row, replicated_bias  BasicLinear of this rank's in_features, reduction over ranks, Bias
+/// The reduction is an AllReduce, or with sequence_parallel a ReduceScatter. Without `bias` there is no Bias.
 std::vector<ops::OpPtr> linear_ops(const LinearOptions& options);
 
 /// y = x Wᵀ + b, composed of `linear_ops`. Parameters: `weight` and, if there is one, `bias`; each rank holds its

@@ -12,9 +12,9 @@ class OperationImpl : public Fusible {
  public:
   explicit OperationImpl(ops::OpPtr op);
 
-  /// Reads extra input `index` from a channel of the pipeline; with an empty name, from the caller.
+  /// Reads extra input `index` from a channel; with an empty name, the caller passes it.
   void set_extra_input_channel(size_t index, const std::string& channel);
-  /// Writes extra output `index` to a channel. Without `output_to_caller` it is not returned to the caller.
+  /// Writes extra output `index` to a channel. With `output_to_caller` or an empty name, forward_extra also returns it.
   void set_extra_output_channel(size_t index, const std::string& channel, bool output_to_caller = true);
 
   const ops::BasicOp& op() const { return *stage_.op; }

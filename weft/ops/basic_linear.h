@@ -111,7 +111,7 @@ class BasicLinear final : public Op<BasicLinear> {
  private:
   bool column() const { return options_.tensor_parallel_mode == ParallelMode::column; }
   bool row() const { return options_.tensor_parallel_mode == ParallelMode::row; }
-  comm::Group group() const { return comm::Group(*options_.tensor_parallel_group); }
+  comm::Group group() const { return {*options_.tensor_parallel_group, options_.tensor_parallel_size}; }
   void check_input(const at::Tensor& x, const at::Tensor& weight) const;
   kernels::GemmResult local_gemm(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
                                  kernels::Epilogue epilogue) const;

@@ -49,7 +49,10 @@ at::Tensor Bias::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
 }
 
 void Bias::set_gradient(OpContext ctx, at::Tensor local_db) const {
-  if (options_.sequence_parallel) local_db = comm::Group(*options_.tensor_parallel_group).all_reduce(local_db).wait();
+  if (options_.sequence_parallel) {
+    const comm::Group group(*options_.tensor_parallel_group, options_.tensor_parallel_size);
+    local_db = group.all_reduce(local_db).wait();
+  }
   ctx.set_param_grad(0, std::move(local_db));
 }
 

@@ -16,6 +16,11 @@ Options resolve_group(std::string_view op, Options options) {
   return options;
 }
 
+template <class Options>
+comm::Group group_of(const Options& options) {
+  return {*options.process_group, options.process_group_size};
+}
+
 void check_first_dimension(const Spec& x) {
   TORCH_CHECK_VALUE(!x.sizes.empty(), "input is a scalar, expected at least 1 dimension.");
 }
@@ -33,12 +38,12 @@ Inferred AllGather::infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>, c10
 }
 
 at::Tensor AllGather::forward(OpContext&, const at::Tensor& x, Params) const {
-  return single_rank() ? x : comm::Group(*options_.process_group).all_gather(x).wait();
+  return single_rank() ? x : group_of(options_).all_gather(x).wait();
 }
 
 at::Tensor AllGather::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
   if (!ctx.needs_input_grad()) return {};
-  return single_rank() ? dy : comm::Group(*options_.process_group).reduce_scatter(dy).wait();
+  return single_rank() ? dy : group_of(options_).reduce_scatter(dy).wait();
 }
 
 ReduceScatter::ReduceScatter(Options options) : options_(resolve_group("ReduceScatter", std::move(options))) {}
@@ -52,12 +57,12 @@ Inferred ReduceScatter::infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>,
 }
 
 at::Tensor ReduceScatter::forward(OpContext&, const at::Tensor& x, Params) const {
-  return single_rank() ? x : comm::Group(*options_.process_group).reduce_scatter(x).wait();
+  return single_rank() ? x : group_of(options_).reduce_scatter(x).wait();
 }
 
 at::Tensor ReduceScatter::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
   if (!ctx.needs_input_grad()) return {};
-  return single_rank() ? dy : comm::Group(*options_.process_group).all_gather(dy).wait();
+  return single_rank() ? dy : group_of(options_).all_gather(dy).wait();
 }
 
 AllReduce::AllReduce(Options options) : options_(resolve_group("AllReduce", std::move(options))) {}
@@ -67,13 +72,12 @@ Inferred AllReduce::infer(const OpPlan&, const Spec& x, c10::ArrayRef<Spec>, c10
 }
 
 at::Tensor AllReduce::forward(OpContext&, const at::Tensor& x, Params) const {
-  return single_rank() ? x : comm::Group(*options_.process_group).all_reduce(x).wait();
+  return single_rank() ? x : group_of(options_).all_reduce(x).wait();
 }
 
 at::Tensor AllReduce::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
   if (!ctx.needs_input_grad()) return {};
-  return single_rank() || !options_.reduce_in_backward ? dy
-                                                       : comm::Group(*options_.process_group).all_reduce(dy).wait();
+  return single_rank() || !options_.reduce_in_backward ? dy : group_of(options_).all_reduce(dy).wait();
 }
 
 static const Register<AllGather> all_gather{

@@ -9,8 +9,9 @@ OverlapDecision decide_overlap(const std::string& group, const OverlapShape& sha
   const auto found = comm::get_transport(group);
   OverlapDecision decision{.shape = shape, .rejection = found.reason};
   if (!found.transport) return decision;
+  const comm::Group checked(group, shape.ranks);
   if (!requested.value_or(false)) {
-    const auto measured = costs(found.transport, comm::Group(group), shape.dtype);
+    const auto measured = costs(found.transport, checked, shape.dtype);
     decision.predicted = predict(shape, measured, found.transport->zero_copy());
     decision.rejection = rejection_reason(shape, *decision.predicted, found.transport->zero_copy());
   }

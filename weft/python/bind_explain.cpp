@@ -39,10 +39,10 @@ py::dict data(const fuser::Explanation& e) {
 void bind_explain(py::module_& m) {
   m.def(
       "machine_tier", [] { return std::string(kernels::tier_name(kernels::machine_tier())); },
-      "The best kernel tier of this machine, or the one set by WEFT_TIER.");
+      "The best kernel tier (instruction set) of this machine, or the one set by WEFT_TIER.");
   py::class_<fuser::Explanation>(m, "Explanation", "What a call of a pipeline does and why.")
       .def_property_readonly("data", &data, "The explanation as dictionaries and lists.")
-      .def_property_readonly("text", &fuser::Explanation::text)
+      .def_property_readonly("text", &fuser::Explanation::text, "The explanation as text.")
       .def_property_readonly("dot", &fuser::Explanation::dot, "Graphviz source.");
 }
 

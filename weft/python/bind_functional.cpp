@@ -4,9 +4,13 @@
 #include "weft/fuser/functional.h"
 #include "weft/python/module.h"
 
+// `text` is the text of a pipeline. Functions that use fuser::program also require the kind of call at its end:
+// `GELU(approximate="tanh") @call(autocast=none, eval=0, tensors="cpu:float32:gc")`.
+
 namespace weft::python {
 namespace {
 
+/// In Python a Spec is a tuple (sizes, dtype); sizes may be symbolic.
 ops::Spec spec_from(const py::tuple& pair) {
   ops::Spec spec;
   for (const auto size : pair[0]) spec.sizes.push_back(size.cast<c10::SymInt>());
@@ -20,7 +24,7 @@ py::tuple to_python(const ops::Spec& spec) {
   return py::make_tuple(sizes, py::cast(spec.dtype));
 }
 
-/// Runs `infer` for a call with `inputs`: x, extra inputs, parameters.
+/// Infers the shapes of a call from the specs of its `inputs`: x, extra inputs, parameters.
 fuser::CallShapes shapes_of(const fuser::Program& program, const py::list& inputs) {
   const auto extras = program.pipeline->caller_inputs().size();
   TORCH_CHECK_VALUE(inputs.size() >= 1 + extras, "Pipeline: expected at least ", 1 + extras, " tensors (the input, ",

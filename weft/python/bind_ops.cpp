@@ -12,11 +12,13 @@ namespace {
 ops::Keywords keywords_of(const std::string& owner, const py::dict& fields) {
   ops::Keywords list;
   for (const auto& [key, value] : fields) {
-    const auto word = key.cast<std::string>();
-    list.emplace_back(word, to_value(owner + ": " + word, value));
+    const auto name = key.cast<std::string>();
+    list.emplace_back(name, to_value(owner + ": " + name, value));
   }
   return list;
 }
+
+// Operations are immutable. The const_pointer_casts are for pybind11, which does not support pointers to const.
 
 std::shared_ptr<ops::BasicOp> make_op(const std::string& name, const py::dict& fields) {
   return std::const_pointer_cast<ops::BasicOp>(ops::op_type(name).make(keywords_of(name, fields)));
@@ -37,7 +39,7 @@ py::dict fields_of(const ops::BasicOp& op) {
 }
 
 py::list params_of(const ops::BasicOp& op) {
-  static constexpr const char* kInit[] = {"zeros", "ones", "fan_in_uniform"};
+  static constexpr const char* kInit[] = {"zeros", "ones", "fan_in_uniform"};  // in the order of ops::Init
   py::list list;
   for (const auto& spec : op.params()) {
     auto dtype = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(spec.dtype)));
@@ -49,7 +51,7 @@ py::list params_of(const ops::BasicOp& op) {
 
 py::list types() {
   using namespace py::literals;
-  static constexpr const char* kParamKinds[] = {"keyword", "positional", "required"};
+  static constexpr const char* kParamKinds[] = {"keyword", "positional", "required"};  // in the order of ParamKind
   py::list list;
   for (const auto& [name, type] : ops::op_types()) {
     py::list fields;
@@ -77,13 +79,14 @@ void bind_ops(py::module_& m) {
       .def_property_readonly("name", [](const ops::BasicOp& op) { return std::string(op.name()); })
       .def_property_readonly("extra_inputs", &ops::BasicOp::extra_inputs)
       .def_property_readonly("extra_outputs", &ops::BasicOp::extra_outputs)
-      .def_property_readonly("takes_buffers", &ops::BasicOp::takes_buffers)
+      .def_property_readonly("takes_buffers", &ops::BasicOp::takes_buffers,
+                             "Whether callers may pass buffers for its output and for the gradient of its input.")
       .def("is_index", &ops::BasicOp::is_index, py::arg("extra_input"), "Whether an extra input holds split sizes.")
       .def("fields", &fields_of, "Field names and values.")
       .def("params", &params_of, "Parameters as (name, shape, dtype, init, fan_in, supports_main_grad).")
       .def("__repr__", &ops::BasicOp::brief)
       .def_property_readonly("text", &ops::BasicOp::text, "The description with every field, as in the pipeline text.")
-      .def(
+      .def(  // an operation written in Python (process_local) is equal only to itself
           "__eq__",
           [](const ops::BasicOp& a, const ops::BasicOp& b) { return &a == &b || (!a.process_local() && a == b); },
           py::is_operator())
@@ -102,7 +105,8 @@ void bind_ops(py::module_& m) {
   m.def("did_you_mean", &did_you_mean, py::arg("name"), py::arg("known"),
         "\" Did you mean 'bias'?\" with the nearest known name; empty if none is near.");
   m.def("op_types", &types,
-        "Registered operations as (name, OpDoc as a dict, [(field, default, kind, type, description)], sample).");
+        "Registered operations as (name, OpDoc as a dict, [(field, default, kind, type, description)], sample "
+        "instance).");
 }
 
 }  // namespace weft::python

@@ -7,7 +7,7 @@ namespace weft::python {
 void bind_packing(py::module_& m) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   m.def("freeze", &kernels::freeze, py::arg("weight"), py::arg("name") = "weight", NoGil(),
-        "Freezes a weight: the caller guarantees that its values do not change.");
+        "Freezes a weight: the caller guarantees that its values do not change, and GEMMs reuse its packed copy.");
   m.def("unfreeze", &kernels::unfreeze, py::arg("weight"), NoGil(), "Unfreezes a weight.");
   m.def("packed_bytes", &kernels::packed_bytes, NoGil(), "Bytes of packed weights in the cache.");
   m.def("packing_limit", &kernels::packing_limit, NoGil(), "Maximum bytes of packed weights in the cache.");

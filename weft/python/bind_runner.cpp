@@ -30,7 +30,7 @@ bool is_observed(PyObject* x) {
 /// Interned names, which dictionary lookups compare by pointer.
 struct Names {
   py::str parameters = intern("_parameters"), modules = intern("_modules"), forward = intern("forward");
-  std::array<py::str, 4> hooks = all(kHooks), global_hooks = all(kGlobalHooks);
+  std::array<py::str, 4> hooks = intern_all(kHooks), global_hooks = intern_all(kGlobalHooks);
 
   static const Names& get() {
     static const auto* names = new Names;  // never destroyed: the interpreter may be finalized first
@@ -39,7 +39,7 @@ struct Names {
 
  private:
   static py::str intern(const char* name) { return py::reinterpret_steal<py::str>(PyUnicode_InternFromString(name)); }
-  static std::array<py::str, 4> all(const char* const (&names)[4]) {
+  static std::array<py::str, 4> intern_all(const char* const (&names)[4]) {
     return {intern(names[0]), intern(names[1]), intern(names[2]), intern(names[3])};
   }
 };
@@ -61,13 +61,13 @@ PyObject* item(const py::object& dict, const py::str& name) {
 bool is_empty_dict(PyObject* object) { return object && PyDict_Check(object) && PyDict_GET_SIZE(object) == 0; }
 
 /// A module whose `__call__` the pipeline bypasses. It must have no hooks and no instance attribute `forward`, and its
-/// class must be unchanged since it was inspected.
+/// class must be unchanged since `record_class`.
 class Bypassed {
  public:
-  explicit Bypassed(py::object module) : module_(std::move(module)) { inspected(); }
+  explicit Bypassed(py::object module) : module_(std::move(module)) { record_class(); }
 
   /// Records the class and its version tag, which changes with each attribute set on the class or a base.
-  void inspected() {
+  void record_class() {
     type_ = Py_TYPE(module_.ptr());
     (void)py::getattr(module_, "forward");  // a lookup assigns a version tag if the class has none
     version_ = type_->tp_version_tag;
@@ -98,12 +98,12 @@ class Runner {
   using ParamSlot = std::pair<py::object, py::str>;  // module, name
 
   /// `owner`: the module that calls it. `ops`: the Python object of each stage. `params`: (module, name) of each
-  /// parameter. `bypassed`: modules whose `__call__` is bypassed. `expected`: the required children of `owner`, or
-  /// None.
+  /// parameter. `seen_version`: `modules_version` before the modules were read. `bypassed`: modules whose `__call__` is
+  /// bypassed. `expected`: the required children of `owner`, or None.
   Runner(std::shared_ptr<fuser::Fuser> fuser, py::object owner, std::vector<py::object> ops,
-         std::vector<ParamSlot> params, uint64_t seen, const py::list& bypassed, const py::object& expected)
+         std::vector<ParamSlot> params, uint64_t seen_version, const py::list& bypassed, const py::object& expected)
       : fuser_(std::move(fuser)),
-        seen_version_(seen),
+        seen_version_(seen_version),
         owner_(std::move(owner)),
         container_(!expected.is_none()),
         ops_(std::move(ops)),
@@ -116,7 +116,8 @@ class Runner {
     if (!bypassed_.empty()) torch_module_ = py::module_::import("torch.nn.modules.module").attr("__dict__");
   }
 
-  /// True if hooks, classes or children changed since construction, or if an attribute of any module was set.
+  /// True if hooks, classes or children changed since the last validation, or if an attribute of any weft module was
+  /// set.
   bool stale() const {
     if (seen_version_ != modules_version.load(std::memory_order_relaxed)) return true;
     for (const auto& module : bypassed_)
@@ -128,9 +129,9 @@ class Runner {
   }
 
   /// Called after Python code verified that the runner still matches its modules.
-  void revalidate(uint64_t seen) {
-    seen_version_ = seen;
-    for (auto& module : bypassed_) module.inspected();
+  void revalidate(uint64_t seen_version) {
+    seen_version_ = seen_version;
+    for (auto& module : bypassed_) module.record_class();
   }
 
   /// Arguments: the calling module, then the tensors. Returns the outputs, or NotImplemented if the runner is stale,
@@ -142,61 +143,64 @@ class Runner {
     return run(args, /*first=*/1, nullptr);
   }
 
+  /// Arguments: a dictionary of keyword arguments for each operation, then the tensors. Does not check for staleness.
   py::object call_with(const py::list& keywords, const py::args& args) const {
     return run(args.ptr(), /*first=*/0, keywords.ptr());
   }
 
   std::shared_ptr<const fuser::Plan> plan(const py::args& args) const {
     auto [x, extras] = tensors(args.ptr());
-    const auto held = gather();
+    const auto params = current_parameters();
     const auto mask = eval_mask();
     const PythonCallGuard guard({&ops_, nullptr});
     const py::gil_scoped_release release;
-    return fuser_->plan(x, held, extras, mask);
+    return fuser_->plan(x, params, extras, mask);
   }
 
   fuser::Explanation explain(const py::args& args) const {
     auto [x, extras] = tensors(args.ptr());
-    const auto held = gather();
+    const auto params = current_parameters();
     const auto mask = eval_mask();
     const PythonCallGuard guard({&ops_, nullptr});
     const py::gil_scoped_release release;
-    return fuser::explain(*fuser_, x, held, extras, mask);
+    return fuser::explain(*fuser_, x, params, extras, mask);
   }
 
   const std::shared_ptr<fuser::Fuser>& fuser() const { return fuser_; }
   const std::vector<py::object>& modes() const { return modes_; }
   const std::vector<ParamSlot>& parameter_slots() const { return params_; }
-  c10::SmallVector<at::Tensor, 8> gather() const {
-    c10::SmallVector<at::Tensor, 8> held;
+  /// The tensors that the modules hold now, in the order of the slots.
+  c10::SmallVector<at::Tensor, 8> current_parameters() const {
+    c10::SmallVector<at::Tensor, 8> params;
     py::object dict, parameters;
-    PyObject* of = nullptr;
+    PyObject* previous = nullptr;
     for (const auto& [module, name] : params_) {
-      if (module.ptr() != of) {
-        of = module.ptr();
+      if (module.ptr() != previous) {
+        previous = module.ptr();
         dict = dict_of(module);
         parameters = py::reinterpret_borrow<py::object>(item(dict, Names::get().parameters));
       }
       PyObject* found = parameters && PyDict_Check(parameters.ptr()) ? item(parameters, name) : nullptr;
-      py::object other;
+      py::object computed;
       if (!found || found == Py_None) {  // computed by an attribute, e.g. a parametrization
-        other = py::getattr(module, name);
-        found = other.ptr();
+        computed = py::getattr(module, name);
+        found = computed.ptr();
       }
       if (found == Py_None)
         TORCH_CHECK_TYPE(false, "weft: parameter '", name.cast<std::string>(), "' of ", Py_TYPE(module.ptr())->tp_name,
                          " is None, expected a tensor. Set it, or create the module without it.");
-      held.push_back(to_tensor(found, Py_TYPE(module.ptr())->tp_name, "a parameter"));
+      params.push_back(to_tensor(found, Py_TYPE(module.ptr())->tp_name, "a parameter"));
     }
-    return held;
+    return params;
   }
+  /// One bit for each operation of `modes`, set if it is in evaluation mode.
   uint64_t eval_mask() const {
     uint64_t mask = 0;
     for (size_t bit = 0; bit < modes_.size(); ++bit)
       if (!modes_[bit].attr("training").cast<bool>()) mask |= uint64_t{1} << bit;
     return mask;
   }
-  /// The input at index `first`, and the extra inputs after it.
+  /// The input at index `first` of `args`, and the extra inputs after it.
   std::pair<at::Tensor, fuser::Tensors> tensors(PyObject* args, Py_ssize_t first = 0) const {
     const auto count = PyTuple_GET_SIZE(args);
     TORCH_CHECK_TYPE(count > first, label(), ": expected an input tensor, got no arguments.");
@@ -206,14 +210,16 @@ class Runner {
     return {to_tensor(PyTuple_GET_ITEM(args, first), label(), "the input"), std::move(extras)};
   }
 
-  template <class Visit>
-  void visit(Visit&& one) const {
-    one(owner_);
-    for (const auto& op : ops_) one(op);
-    for (const auto& param : params_) one(param.first);
-    for (const auto& module : bypassed_) one(module.module());
-    for (const auto& child : expected_) one(child);
+  /// For garbage collection: calls `fn` with each Python object that may be part of a reference cycle.
+  template <class Fn>
+  void visit(Fn&& fn) const {
+    fn(owner_);
+    for (const auto& op : ops_) fn(op);
+    for (const auto& param : params_) fn(param.first);
+    for (const auto& module : bypassed_) fn(module.module());
+    for (const auto& child : expected_) fn(child);
   }
+  /// For garbage collection: releases these objects. The runner is stale from then on.
   void clear() {
     owner_ = py::none();
     ops_.clear();
@@ -225,7 +231,7 @@ class Runner {
   }
 
  private:
-  /// The operation that takes the input, for errors.
+  /// What errors call the first operation, which takes the input.
   std::string_view label() const {
     return fuser_->pipeline().size() > 0 ? fuser_->pipeline().label(0) : std::string_view("weft");
   }
@@ -242,15 +248,15 @@ class Runner {
     return true;
   }
 
-  /// The buffers among the keyword arguments, for operations with takes_buffers().
+  /// The buffers among the keyword arguments (a list of dictionaries, or nullptr), for operations with takes_buffers().
   std::vector<ops::Buffers> buffers_of(PyObject* keywords) const {
     std::vector<ops::Buffers> list;
     if (!keywords) return list;
     for (int i = 0; i < fuser_->pipeline().size(); ++i) {
-      const auto given = py::reinterpret_borrow<py::dict>(PyList_GetItem(keywords, i));
-      if (given.empty() || !fuser_->pipeline().op(i).takes_buffers()) continue;
+      const auto kwargs = py::reinterpret_borrow<py::dict>(PyList_GetItem(keywords, i));
+      if (kwargs.empty() || !fuser_->pipeline().op(i).takes_buffers()) continue;
       const auto tensor = [&](const char* name) {
-        const py::object found = given.attr("get")(name);
+        const py::object found = kwargs.attr("get")(name);
         return found.is_none() ? at::Tensor() : to_tensor(found.ptr(), fuser_->pipeline().label(i), name);
       };
       list.push_back({.op = i, .output = tensor("output"), .grad_input = tensor("grad_input")});
@@ -269,17 +275,18 @@ class Runner {
         "arguments. Exclude it from the traced function.");
   }
 
+  /// The tensors start at index `first` of `args`.
   py::object run(PyObject* args, Py_ssize_t first, PyObject* keywords) const {
     check_not_recorded();
     auto [x, extras] = tensors(args, first);
-    const auto held = gather();
+    const auto params = current_parameters();
     const auto mask = modes_.empty() ? 0 : eval_mask();
     const auto buffers = buffers_of(keywords);
     fuser::Tensors outputs;
     {
       const PythonCallGuard guard({&ops_, keywords});
       const py::gil_scoped_release release;
-      outputs = (*fuser_)(x, held, std::move(extras), mask, buffers);
+      outputs = (*fuser_)(x, params, std::move(extras), mask, buffers);
     }
     if (outputs.size() == 1) return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(outputs[0])));
     py::tuple result(outputs.size());
@@ -292,7 +299,9 @@ class Runner {
   uint64_t seen_version_;
   py::object owner_;
   bool container_;  // `owner_` holds the operations as children
-  std::vector<py::object> ops_, modes_, expected_;
+  std::vector<py::object> ops_;
+  std::vector<py::object> modes_;     // the operations that depend on training mode, in the order of eval_mask's bits
+  std::vector<py::object> expected_;  // children that `owner_` must have, if `container_`
   std::vector<ParamSlot> params_;
   std::vector<Bypassed> bypassed_;
   py::object torch_module_;  // __dict__ of torch.nn.modules.module, which holds the global hooks
@@ -330,6 +339,7 @@ void set_up_type(PyHeapTypeObject* heap) {
   };
 }
 
+/// From (op, [input channel or None], [(output channel or None, output_to_caller)], label).
 fuser::Stage stage_from(const py::tuple& item) {
   fuser::Stage stage{.op = item[0].cast<std::shared_ptr<ops::BasicOp>>()};
   for (const auto channel : item[1].cast<py::list>())
@@ -366,18 +376,18 @@ void bind_runner(py::module_& m) {
   py::class_<Runner>(m, "Runner", py::custom_type_setup(set_up_type),
                      "A pipeline bound to the modules that hold its parameters.")
       .def(py::init([](const py::list& stages, py::object owner, std::vector<py::object> ops,
-                       std::vector<Runner::ParamSlot> params, uint64_t seen, const py::list& bypassed,
+                       std::vector<Runner::ParamSlot> params, uint64_t seen_version, const py::list& bypassed,
                        const py::object& expected) {
              return std::make_unique<Runner>(std::make_shared<fuser::Fuser>(fuser::Pipeline(stages_from(stages))),
-                                             std::move(owner), std::move(ops), std::move(params), seen, bypassed,
-                                             expected);
+                                             std::move(owner), std::move(ops), std::move(params), seen_version,
+                                             bypassed, expected);
            }),
            py::arg("stages"), py::arg("owner"), py::arg("ops"), py::arg("params"), py::arg("modules_version"),
            py::arg("bypassed"), py::arg("expected"))
       .def("call_with", &Runner::call_with, "Runs the pipeline with a dictionary of keyword arguments per operation.")
       .def("explain", &Runner::explain)
-      .def("stale", &Runner::stale)
-      .def("revalidate", &Runner::revalidate)
+      .def("stale", &Runner::stale, "Whether the modules may have changed since the last validation.")
+      .def("revalidate", &Runner::revalidate, "Marks the runner as matching its modules at this modules_version.")
       .def("plan",
            [](const Runner& r, const py::args& args) { return std::const_pointer_cast<fuser::Plan>(r.plan(args)); })
       .def_property_readonly("text", [](const Runner& r) { return r.fuser()->pipeline().text(); })

@@ -17,13 +17,14 @@ bool is_true(const py::object& object, const char* name) {
   return py::bool_(py::getattr(object, name, py::bool_(false)));
 }
 
-/// Reads and sets the attributes of Python Parameters; caches nothing.
+/// Reads and sets WgradAttrs as attributes of Python Parameters; caches nothing.
 class PyAttrsResolver final : public ops::WgradResolver {
  public:
   ops::ResolvedWgradAttrs resolve(const at::Tensor& tensor, bool fetch) const override {
     const py::gil_scoped_acquire gil;
     const UserCodeGuard user_code;
     const auto param = wrap(tensor);
+    // As in Transformer Engine: `get_main_grad` is called only for Parameters that Megatron-FSDP marks.
     const auto getter = py::getattr(param, "get_main_grad", py::none());
     const bool has_getter = py::hasattr(param, "__fsdp_param__") && PyCallable_Check(getter.ptr());
     if (has_getter && fetch) param.attr("main_grad") = getter();

@@ -11,10 +11,10 @@ PythonCall& current_call() {
 
 namespace {
 
-/// The Python context and operation, kept for backward. Destroyed under the GIL.
+/// An operation written in Python and its OperationContext, kept for backward. Destroyed under the GIL.
 struct PythonState {
   py::object op, ctx;
-  size_t begin = 0, count = 0;  // its tensors in Frame::dynamic_saved
+  size_t begin = 0, count = 0;  // range of the tensors that it saved, in Frame::dynamic_saved
 
   ~PythonState() {
     if (!Py_IsInitialized()) {
@@ -28,6 +28,7 @@ struct PythonState {
   }
 };
 
+/// The functions passed to `set_bridge`.
 struct Bridge {
   py::object context, forward, backward;
 };
@@ -49,11 +50,14 @@ at::Tensor unwrap(py::handle object) {
 
 size_t extra_inputs_of(const ops::OpPlan& plan) { return plan.needs_extra_grad.size(); }
 
+/// The keyword arguments of an operation in the current call.
 py::object keywords_of(int index) {
   if (!current_call().keywords) return py::dict();
   return py::reinterpret_borrow<py::object>(PyList_GET_ITEM(current_call().keywords, index));
 }
 
+/// After forward: keeps `context` and the tensors saved in it for backward. For an operation computed in C++, which may
+/// run its own backward, the tensors go to its slots.
 void save_state(ComponentOp& component, const py::object& op, const py::object& context) {
   const auto to_save = py::tuple(context.attr("_take_saved")());
   if (!component.ctx.needs_grad()) return;
@@ -90,7 +94,8 @@ void set_te_attributes(const py::object& context, const ComponentOp& component) 
     context.attr("weight_requires_grad") = component.ctx.needs_param_grad(0);
 }
 
-py::object restore(ComponentOp& component) {
+/// The context for backward: the one that forward kept, or a new one with what a C++ operation saved in its slots.
+py::object restore_context(ComponentOp& component) {
   py::list saved;
   py::object context;
   if (component.keeps_state) {
@@ -152,7 +157,7 @@ at::Tensor call_backward(const py::object& op, std::vector<ComponentOp> componen
   const UserCodeGuard user_code;
   py::list contexts, extra_grads, param_counts, extra_counts;
   for (auto& component : components) {
-    contexts.append(restore(component));
+    contexts.append(restore_context(component));
     py::list grads;
     for (int k = 0; k < component.extra_outputs; ++k) grads.append(wrap(component.ctx.take_extra_output_grad(k)));
     extra_grads.append(py::tuple(grads));

@@ -32,12 +32,14 @@ ops::Inferred PyOp::infer(const ops::OpPlan&, const ops::Spec&, c10::ArrayRef<op
 at::Tensor PyOp::forward(ops::OpContext& ctx, const at::Tensor& x, ops::Params) const {
   const py::gil_scoped_acquire gil;
   const py::object module = (*module_)();
-  return call_forward(module, py::list(py::make_tuple(module)), {{ctx, true, extra_outputs_, 0}}, x);
+  return call_forward(module, py::list(py::make_tuple(module)),
+                      {{.ctx = ctx, .keeps_state = true, .extra_outputs = extra_outputs_, .slots = 0}}, x);
 }
 
 at::Tensor PyOp::backward(ops::OpContext& ctx, const at::Tensor& dy, ops::Params) const {
   const py::gil_scoped_acquire gil;
-  return call_backward(saved_op(ctx), {{ctx, true, extra_outputs_, 0}}, dy);
+  return call_backward(saved_op(ctx), {{.ctx = ctx, .keeps_state = true, .extra_outputs = extra_outputs_, .slots = 0}},
+                       dy);
 }
 
 PyFused::PyFused(py::object op, std::vector<ComponentInfo> infos)

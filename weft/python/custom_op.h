@@ -36,11 +36,12 @@ class __attribute__((visibility("hidden"))) PyOp final : public ops::BasicOp {
 /// A fused operation written in Python, in one pass or both: a subclass of weft.ops.FusedOperation.
 class __attribute__((visibility("hidden"))) PyFused final : public fused::JointFusion {
  public:
-  /// Properties of each basic operation it replaces.
+  /// Properties of a basic operation that it replaces.
   struct ComponentInfo {
-    bool keeps_state;
-    int extra_outputs, slots, weight_slot;
-    at::ScalarType dtype;
+    bool keeps_state;        // keeps its Python context for backward; otherwise fills the slots of a C++ operation
+    int extra_outputs;       // number of extra outputs
+    int slots, weight_slot;  // number of saved slots, and which one holds the weight (BasicOp::weight_slot)
+    at::ScalarType dtype;    // compute dtype; Undefined if unknown
   };
   PyFused(py::object op, std::vector<ComponentInfo> infos);
 

@@ -15,8 +15,8 @@ from ._module import BoundSequential, CompatModule, divide_evenly
 class GroupedLinear(CompatModule):
     """Applies one linear per group of rows: y[rows of g] = x[rows of g] W_gᵀ + b_g.
 
-    The Parameters are `weight0`, `bias0`, `weight1`, … Under tensor parallelism only the sizes are divided by the
-    number of ranks; the caller communicates.
+    The Parameters are `weight0`, `bias0`, `weight1`, … With `parallel_mode`, each rank holds its shard of every weight;
+    the caller gathers inputs and reduces outputs.
 
     Args:
         num_gemms: number of groups.
@@ -33,9 +33,11 @@ class GroupedLinear(CompatModule):
         delay_wgrad_compute: compute weight gradients in :meth:`backward_dw`.
 
     Shape:
-        - inp: ``(*, in_features)``, sorted by group.
-        - m_splits: ``(num_gemms,)`` rows of each group.
+        - inp: ``(*, in_features)``, with the rows of each group together, in the order of the groups.
+        - m_splits: ``(num_gemms,)``, the number of rows of each group.
         - Output: ``(*, out_features)``.
+
+        With `parallel_mode`, the sharded size is divided by the number of ranks.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class GroupedLinear(CompatModule):
             self.in_features,
             self.out_features,
             bias=adds_bias,
-            device="meta",
+            device="meta",  # the operation reads the Parameters of this module
             dtype=self.params_dtype,
             accumulate_into_main_grad=self.fuse_wgrad_accumulation,
             delay_wgrad_compute=self.delay_wgrad_compute,

@@ -31,7 +31,7 @@ def set_policy(policy: str) -> None:
 
 
 def enter_quantized(what: str) -> None:
-    """Raises or warns, according to the policy. Called where Transformer Engine would quantize."""
+    """Raises, or warns once, according to the policy. Called where Transformer Engine would quantize `what`."""
     global _warned
     if _policy == "raise":
         raise NotImplementedError(
@@ -52,7 +52,7 @@ class _Range:
 
 
 class Format(enum.Enum):
-    """Number formats. The value has the largest finite number in forward and in backward."""
+    """Number formats. The value holds the largest finite number of the format in forward and in backward."""
 
     E2M1 = _Range(6, 6)
     E4M3 = _Range(448, 448)
@@ -74,9 +74,9 @@ class QParams:
     fp4_2d_quantization: bool = False
 
 
-def _is(*kinds: str) -> Callable[[Recipe], bool]:
-    """Makes a method that says whether a recipe is of one of these classes."""
-    return lambda self: any(base.__name__ in kinds for base in type(self).__mro__)
+def _is(*class_names: str) -> Callable[[Recipe], bool]:
+    """Makes a method that says whether a recipe is an instance of one of these classes, which are defined below."""
+    return lambda self: any(base.__name__ in class_names for base in type(self).__mro__)
 
 
 @dataclass
@@ -194,6 +194,7 @@ get_default_fp8_recipe = get_default_recipe
 
 @contextmanager
 def _region(what: str, quantized: bool) -> Iterator[None]:
+    """A region that Transformer Engine would compute quantized if `quantized`."""
     if quantized:
         enter_quantized(what)
     yield
@@ -209,9 +210,9 @@ def autocast(
     """Context manager of a region that Transformer Engine would compute quantized.
 
     Args:
-        enabled: False: does nothing. True: raises, or runs unquantized, as :func:`install` was told.
+        enabled: False: does nothing. True: raises, or with ``install(recipes="high_precision")`` runs unquantized.
         calibrating: same as `enabled`.
-        recipe: named in the message.
+        recipe: named in the error or warning.
         amax_reduction_group: ignored.
     """
     return _region(f"autocast with {type(recipe or get_default_recipe()).__name__}", enabled or calibrating)
@@ -234,7 +235,8 @@ def quantized_model_init(
     """Context manager of a region in which Transformer Engine would create quantized Parameters.
 
     Args:
-        enabled: False: does nothing. True: raises, or creates unquantized Parameters, as :func:`install` was told.
+        enabled: False: does nothing. True: raises, or with ``install(recipes="high_precision")`` creates unquantized
+            Parameters.
         recipe: ignored.
         preserve_high_precision_init_val: ignored.
     """
@@ -292,7 +294,7 @@ class FP8GlobalStateManager:
 
 
 class _UnsupportedTensor(torch.Tensor):
-    """For isinstance() only: it cannot be instantiated."""
+    """Base of tensor classes that exist for isinstance() only and cannot be instantiated."""
 
     @staticmethod
     def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:

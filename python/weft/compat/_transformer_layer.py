@@ -41,10 +41,10 @@ def _to_autocast_dtype(x: torch.Tensor) -> torch.Tensor:
 
 
 class TransformerLayer(torch.nn.Module):
-    """Transformer layer: h = x + attention(norm(x)); y = h + mlp(norm(h)). A decoder layer has cross attention between.
+    """Transformer layer: h = x + attention(norm(x)); y = h + mlp(norm(h)).
 
-    Submodules: `self_attention`, `inter_attention` (decoder only), `layernorm_mlp`, and `layernorm` with
-    `output_layernorm`.
+    A decoder layer has cross attention between the two. Submodules: `self_attention`, `inter_attention` (cross
+    attention, decoder only), `layernorm_mlp`, and with `output_layernorm` also `layernorm`.
 
     Args:
         hidden_size: size of the last dimension of input and output.
@@ -59,15 +59,16 @@ class TransformerLayer(torch.nn.Module):
         enc_dec_attn_mask_type, enc_dec_window_size: of the cross attention.
         tp_group, tp_size, set_parallel_mode, sequence_parallel: tensor and sequence parallelism.
         fuse_wgrad_accumulation: add weight gradients to ``main_grad``.
-        apply_residual_connection_post_layernorm: the residual is the output of the norm.
+        apply_residual_connection_post_layernorm: add the output of the norm, instead of its input, to each branch.
         output_layernorm: normalize the output of the layer instead of the input of the attention.
-        parallel_attention_mlp: attention and MLP read the same input, and their sum is added to it.
+        parallel_attention_mlp: attention and MLP both read the layer's input, and their sum is added to it.
         layer_type: ``"encoder"`` or ``"decoder"``.
         drop_path_rate: probability of :class:`DropPath`.
         bias: add biases.
         activation, activation_params: of the MLP.
         attn_input_format: layout of the input, ``"sbhd"`` or ``"bshd"``.
         params_dtype, device: of the Parameters.
+        seq_length, micro_batch_size: ignored.
 
     Shape:
         - hidden_states: ``(s, b, hidden_size)``, or ``(b, s, hidden_size)`` with ``attn_input_format="bshd"``.
@@ -181,9 +182,8 @@ class TransformerLayer(torch.nn.Module):
             **attention,
         )
         if self.layer_type == "decoder":
-            kind = self.enc_dec_attn_mask_type
             self.inter_attention = MultiheadAttention(
-                attn_mask_type=kind, input_layernorm=True, attention_type="cross", **attention
+                attn_mask_type=self.enc_dec_attn_mask_type, input_layernorm=True, attention_type="cross", **attention
             )
         self.layernorm_mlp = LayerNormMLP(**mlp)
 
@@ -194,7 +194,8 @@ class TransformerLayer(torch.nn.Module):
                 setter(tp_group)
 
     def _add_residual(self, result: Any, residual: torch.Tensor) -> torch.Tensor:
-        """Returns residual + dropout(branch). If `result` also has the output of the norm, that is the residual."""
+        """Returns residual + dropout(branch), with stochastic depth. `result` is the output of the branch, or (output,
+        output of its norm), which then replaces `residual`."""
         branch, residual = result if isinstance(result, tuple) else (result, residual)
         branch = dropout(branch, self.hidden_dropout, self.training, self.get_rng_state_tracker)
         branch = branch if self.drop_path is None else self.drop_path(branch)
@@ -264,7 +265,7 @@ class TransformerLayer(torch.nn.Module):
         )
 
     def _parallel_branches(self, attention_output: Any, x: torch.Tensor, first: bool | None) -> torch.Tensor:
-        """Adds the attention and the MLP of the same input to it."""
+        """Returns x + dropout(attention + MLP), for `parallel_attention_mlp`; both read x."""
         attention_output = attention_output[0] if isinstance(attention_output, tuple) else attention_output
         mlp = self.layernorm_mlp(x, is_first_microbatch=first)
         return self._add_residual(attention_output + (mlp[0] if isinstance(mlp, tuple) else mlp), x)

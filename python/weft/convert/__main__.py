@@ -30,6 +30,7 @@ PROGRAM = "python -m weft.convert"
 
 
 def parse_size(text: str) -> int:
+    """Returns the bytes of a size such as 500MB; units are powers of 1000."""
     found = re.fullmatch(r"(\d+)\s*([KMGT]?)B?", text, re.IGNORECASE)
     if not found or not int(found[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; expected a number such as 500MB or 4GB")
@@ -37,8 +38,9 @@ def parse_size(text: str) -> int:
 
 
 def convert_parser() -> argparse.ArgumentParser:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__, formatter_class=form)
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", metavar="SOURCE", help="a file, a folder, or a folder of iterations")
     parser.add_argument("target", metavar="TARGET", help="a folder, or a file that ends in .safetensors or .pt")
     parser.add_argument("--to", required=True, choices=TARGETS)
@@ -81,8 +83,8 @@ def run_convert(argv: list[str]) -> None:
         print(f"skipped {names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {reason}")
     if report["unknown"]:
         more = f" and {len(report['unknown']) - 3} more" if report["unknown"][3:] else ""
-        whole = ", replicated on each rank" if args["tensor_parallel"] > 1 else ""
-        print(f"matched no rule, names kept{whole}: {', '.join(report['unknown'][:3])}{more}")
+        replicated = ", replicated on each rank" if args["tensor_parallel"] > 1 else ""
+        print(f"matched no rule, names kept{replicated}: {', '.join(report['unknown'][:3])}{more}")
 
 
 def run_inspect(argv: list[str]) -> None:

@@ -36,7 +36,7 @@ DTYPES = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
-METADATA_KEY = "weft.checkpoint"  # key of everything that is not a tensor, in a file's metadata
+METADATA_KEY = "weft.checkpoint"  # in a file's metadata: JSON of everything in a checkpoint that is not a tensor
 
 
 def files_of(path: Path) -> list[Path]:
@@ -66,6 +66,7 @@ def read_header(file: Path) -> tuple[dict[str, Any], int]:
 
 
 def read(path: Path) -> Content:
+    """Reads the headers of a checkpoint. The bytes of its tensors are read when they are used."""
     content = Content()
     found: dict[str, FileTensor] = {}
     for file in files_of(path):
@@ -86,7 +87,8 @@ def read(path: Path) -> Content:
 
 
 def _weft_metadata(metadata: Any, file: Path) -> dict[str, Any]:
-    """Returns what `weft.convert` wrote beside the tensors."""
+    """Returns what `_write_file` stored under METADATA_KEY: `common` (values that are not tensors), `raw` (names of the
+    entries that hold bytes of opaque objects) and `stacked` (whether layers are stacked); defaults for other files."""
     text = metadata.get(METADATA_KEY, "{}") if isinstance(metadata, dict) else None
     if not isinstance(text, str):
         raise ConversionError(
@@ -108,30 +110,30 @@ def _weft_metadata(metadata: Any, file: Path) -> dict[str, Any]:
 def _tensors(file: Path, data_start: int, header: dict[str, Any]) -> dict[str, FileTensor]:
     """Returns the tensors of a file; raises if two share a byte."""
     found = {}
-    for name, row in header.items():
+    for name, entry in header.items():
         try:
-            found[name] = _tensor(file, data_start, row)
+            found[name] = _tensor(file, data_start, entry)
         except ConversionError as error:
             raise ConversionError(f"{name} in {file}: {error}") from error
-    at, before = data_start, ""
+    end, previous = data_start, ""  # of the last tensor that is not empty
     for name, lazy in sorted(found.items(), key=lambda item: (item[1].offset, item[1].stop)):
-        if lazy.offset < at and lazy.nbytes:
-            raise ConversionError(f"{before} and {name} in {file} share bytes. Copy the checkpoint again")
+        if lazy.offset < end and lazy.nbytes:
+            raise ConversionError(f"{previous} and {name} in {file} share bytes. Copy the checkpoint again")
         if lazy.nbytes:
-            at, before = lazy.stop, name
+            end, previous = lazy.stop, name
     return found
 
 
-def _tensor(file: Path, data_start: int, row: Any) -> FileTensor:
-    if not isinstance(row, dict) or not isinstance(row.get("dtype"), str) or row["dtype"] not in DTYPES:
+def _tensor(file: Path, data_start: int, entry: Any) -> FileTensor:
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str) or entry["dtype"] not in DTYPES:
         raise ConversionError(f"its dtype is not one of {', '.join(DTYPES)}")
-    offsets = nonnegative_ints(row.get("data_offsets"), "data_offsets")
+    offsets = nonnegative_ints(entry.get("data_offsets"), "data_offsets")
     if len(offsets) != 2:
         raise ConversionError(f"data_offsets has {len(offsets)} numbers, expected 2")
-    shape = nonnegative_ints(row.get("shape"), "its shape")
-    lazy = FileTensor(file, data_start + offsets[0], DTYPES[row["dtype"]], shape)
+    shape = nonnegative_ints(entry.get("shape"), "its shape")
+    lazy = FileTensor(file, data_start + offsets[0], DTYPES[entry["dtype"]], shape)
     if offsets[1] - offsets[0] != lazy.nbytes:
-        raise ConversionError(f"it has {offsets[1] - offsets[0]} bytes for {row['dtype']} {list(lazy.shape)}")
+        raise ConversionError(f"it has {offsets[1] - offsets[0]} bytes for {entry['dtype']} {list(lazy.shape)}")
     if data_start + offsets[1] > file.stat().st_size:
         raise ConversionError("it ends after the end of the file, which is truncated. Copy the checkpoint again")
     return lazy
@@ -180,13 +182,13 @@ def write_file(file: Path, content: Content, on_write: OnWrite) -> None:
 def _write_file(file: Path, tensors: dict[str, LazyTensor], content: Content, on_write: OnWrite) -> None:
     weft_metadata = json.dumps({"common": content.common, "raw": list(content.raw), "stacked": content.stacked})
     header: dict[str, Any] = {"__metadata__": {"format": "pt", METADATA_KEY: weft_metadata}}
-    at = 0
+    offset = 0
     for name, lazy in tensors.items():
-        offsets = [at, at + lazy.nbytes]
+        offsets = [offset, offset + lazy.nbytes]
         header[name] = {"dtype": CODES[lazy.dtype], "shape": list(lazy.shape), "data_offsets": offsets}
-        at += lazy.nbytes
+        offset += lazy.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the bytes of the tensors start at a multiple of 8
     with file.open("wb") as out:
         out.write(struct.pack("<Q", len(text)) + text)
         for lazy in tensors.values():

@@ -221,6 +221,27 @@ TEST(ParallelLinear, RejectsIndivisibleFeatures) {
                c10::ValueError);  // no process group
 }
 
+TEST(ParallelLinear, RejectsSizeThatIsNotThatOfGroup) {
+  const ThreadRanks ranks(2);
+  for (const auto mode : {ParallelMode::column, ParallelMode::row}) {
+    Linear layer(LinearOptions{.in_features = kIn,
+                               .out_features = kOut,
+                               .dtype = at::kDouble,
+                               .tensor_parallel_mode = mode,
+                               .tensor_parallel_group = ranks.name(0),
+                               .tensor_parallel_size = 4,
+                               .sequence_parallel = true,
+                               .overlap = false});
+    std::string text;
+    try {
+      layer->forward(at::randn({kRows, mode == ParallelMode::row ? kIn / 4 : kIn}, at::kDouble));
+    } catch (const c10::ValueError& error) {
+      text = error.what_without_backtrace();
+    }
+    EXPECT_NE(text.find("has 2 ranks, expected 4"), std::string::npos) << text;
+  }
+}
+
 /// Norm, column linear, activation, row linear, and the residual.
 Sequential block(const std::string& activation, const std::optional<std::string>& group, bool sequence_parallel) {
   LinearOptions up{.in_features = kIn, .out_features = kOut, .dtype = at::kDouble};
