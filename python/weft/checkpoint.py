@@ -121,15 +121,18 @@ def _placements_with_owners(
     modes, stacked, found = dict(modes or {}), dict(stacked or {}), {}
     for name, child in module.named_modules():
         prefix = name + "." if name else ""
-        rows = Placement(0, stacked.pop(name, 1))  # of column-parallel weights and biases
+        rows = Placement(0, stacked.get(name, 1))  # of column-parallel weights and biases
         if isinstance(child, Linear):
             layout = _linear_layout(child, modes.pop(name, child.tensor_parallel_mode), rows)
         else:
             layout = _operation_layout(child, rows) if isinstance(child, NativeOperation) else {}
         found.update({prefix + key: (placement, child) for key, placement in layout.items()})
+        if rows in layout.values():
+            stacked.pop(name, None)
     if modes or stacked:
         raise ValueError(
-            f"layout_of: modes or stacked contain {', '.join([*modes, *stacked])}, expected names of Linears: "
+            f"layout_of: modes or stacked contain {', '.join([*modes, *stacked])}, expected names of Linears "
+            "(in stacked of column-parallel ones): "
             f"{', '.join(name for name, child in module.named_modules() if isinstance(child, Linear))}."
         )
     return found

@@ -82,6 +82,11 @@ def test_impossible_layouts_raise():
         split(random_state(module), layout, 5)
     with pytest.raises(ValueError, match="expected names of Linears"):
         layout_of(module, modes={"mlp": "column"})
+    with pytest.raises(ValueError, match="stacked contain mlp, expected names of Linears"):
+        layout_of(module, MODES, stacked={"mlp": 2})
+    row = next(name for name, mode in MODES.items() if mode == "row")
+    with pytest.raises(ValueError, match=f"stacked contain {row}, .*of column-parallel ones"):
+        layout_of(module, MODES, stacked={row: 2})
     with pytest.raises(ValueError, match="ranks 0 and 1 have different keys: b"):
         merge([{"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(1)}], {})
     with pytest.raises(ValueError, match="one for each rank"):

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -726,9 +727,22 @@ def test_attention_options(te):
     same(module(q, k, k, attn_mask_type="causal_bottom_right"), plain_attention(q, k, k, first.triu(3), 0.3))
     module.train()
     assert not torch.equal(module(q, k, k), module(q, k, k))
-    for options in ({"qkv_format": "thd"}, {"alibi_slopes": torch.ones(2)}, {"core_attention_bias_type": "alibi"}):
+    lengths = torch.tensor([0, 4, 8])
+    for options in (
+        {"qkv_format": "thd"},
+        {"alibi_slopes": torch.ones(2)},
+        {"core_attention_bias_type": "alibi"},
+        {"cu_seqlens_q": lengths},
+    ):
         with pytest.raises(NotImplementedError, match="DotProductAttention"):
             module(q, k, k, **options)
+    module.eval()
+    without_effect = {"cu_seqlens_q": None, "max_seqlen_q": 4}
+    same(module(q, k, k, attn_mask_type="no_mask", **without_effect), plain_attention(q, k, k, scale=0.3))
+    layer = te.TransformerLayer(8, 16, 2)
+    for call in (partial(module, q, k, k), partial(layer, torch.randn(4, 1, 8))):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'atention_mask'.*'attention_mask'"):
+            call(atention_mask=None)
     with pytest.raises(ValueError, match="attention_mask is not given"):
         module(q, k, k, attn_mask_type="padding")
 

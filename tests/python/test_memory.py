@@ -120,6 +120,16 @@ class Doubled(ops.BasicOperation):
         return 2 * grad_output, ()
 
 
+class Negated(ops.BasicOperation):
+    """-x, in Python. Saves no tensor."""
+
+    def op_forward(self, ctx, input_, **_):
+        return -input_
+
+    def op_backward(self, ctx, grad_output):
+        return -grad_output, ()
+
+
 def hooked() -> ops.Sequential:
     seq = ops.Sequential(ops.Linear(WIDTH, WIDTH), ops.GELU(), ops.RMSNorm(WIDTH))
     seq[1].register_forward_hook(lambda *_: seq.training and None)  # the hook references the Sequential that holds it
@@ -204,6 +214,14 @@ def test_saved_tensors_are_released_by_backward(python_op):
     y.backward()
     gc.collect()
     assert all(ref() is None for ref in saved), "y is alive, but the graph must have released it"
+
+
+def test_second_backward_without_saved_tensors_raises():
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    y = ops.Sequential(Negated(), Negated())(x).sum()
+    y.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.backward()
 
 
 @pytest.mark.parametrize("kind", ["Linear", "Sequential", "operation in Python"])

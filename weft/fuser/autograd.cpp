@@ -101,7 +101,7 @@ class PipelineNode final : public Node {
 
  private:
   void release() {
-    released_ |= !saved_.empty();
+    released_ |= !saved_.empty() || !states_.empty();
     saved_.clear();
     metas_.clear();
     memories_.clear();

@@ -57,7 +57,14 @@ bool Fusible::need_backward_dw() const {
   return std::any_of(list.begin(), list.end(), [](const auto& stage) { return stage.op->delays_wgrad(); });
 }
 
-void Fusible::backward_dw() {
+bool Fusible::backward_dw() {
+  const bool ran = compute_delayed_wgrad();
+  if (ran)
+    for (const auto& hook : wgrad_hooks_) hook();
+  return ran;
+}
+
+bool Fusible::compute_delayed_wgrad() {
   const auto list = stages();
   const auto params = op_parameters();
   bool ran = false;
@@ -68,8 +75,7 @@ void Fusible::backward_dw() {
     const BelowAutograd below;
     ran |= with_label(name(), [&] { return stage.op->backward_dw({params.data() + offset, count}); });
   }
-  if (!ran) return;
-  for (const auto& hook : wgrad_hooks_) hook();
+  return ran;
 }
 
 void Fusible::register_wgrad_accumulation_and_reduce_hooks(std::function<void()> hook) {

@@ -38,8 +38,9 @@ class Fusible : public torch::nn::Module {
   /// Whether any weight gradient is delayed until `backward_dw` (delay_wgrad_compute).
   bool need_backward_dw() const;
   /// Computes the weight gradients delayed by the oldest backward, last operation first, then runs the hooks. Does
-  /// nothing if none are pending. Call it once per backward, even if that used the module several times.
-  virtual void backward_dw();
+  /// nothing and returns false if none are pending. Call it once per backward, even if that used the module several
+  /// times.
+  bool backward_dw();
   /// Registers a hook that runs after each `backward_dw` that computed a gradient.
   void register_wgrad_accumulation_and_reduce_hooks(std::function<void()> hook);
 
@@ -51,6 +52,8 @@ class Fusible : public torch::nn::Module {
   /// Copies the parameter values, `requires_grad` and the training mode of another module; for clone().
   void copy_values(const Fusible& other, const std::optional<at::Device>& device);
 
+  /// backward_dw without the hooks of this module.
+  virtual bool compute_delayed_wgrad();
   /// Whether stage i runs in training mode.
   virtual bool stage_is_training(int /*i*/) const { return is_training(); }
   /// Discards the pipeline and its plans. Call it whenever the result of `stages()` changes.

@@ -32,8 +32,10 @@ void SequentialImpl::reset_parameters() {
   for (const auto& module : modules_) module->reset_parameters();
 }
 
-void SequentialImpl::backward_dw() {
-  for (const auto& module : std::views::reverse(modules_)) module->backward_dw();
+bool SequentialImpl::compute_delayed_wgrad() {
+  bool ran = false;
+  for (const auto& module : std::views::reverse(modules_)) ran |= module->backward_dw();
+  return ran;
 }
 
 std::shared_ptr<torch::nn::Module> SequentialImpl::clone(const std::optional<at::Device>& device) const {

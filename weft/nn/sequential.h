@@ -29,11 +29,11 @@ class SequentialImpl : public Fusible {
   std::vector<fuser::Stage> stages() const override;
   std::vector<at::Tensor> op_parameters() const override;
   void reset_parameters() override;
-  /// Calls `backward_dw` of each module, last first.
-  void backward_dw() override;
   std::shared_ptr<torch::nn::Module> clone(const std::optional<at::Device>& device = std::nullopt) const override;
 
  protected:
+  /// Calls `backward_dw` of each module, last first.
+  bool compute_delayed_wgrad() override;
   bool stage_is_training(int i) const override;
 
  private:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -10,11 +11,18 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from .._arguments import argument_names, reject_unknown
 from ._module import EmptyExtraState
 
 Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _MASKS = ("no_mask", "padding", "causal", "padding_causal", "arbitrary", "causal_bottom_right",
           "padding_causal_bottom_right")  # fmt: skip
+# Further arguments of Transformer Engine's forward: those without effect on the result, and the others.
+_IGNORED_ARGUMENTS = {"fast_zero_fill", "max_seqlen_kv", "max_seqlen_q", "num_splits"}
+_UNSUPPORTED_ARGUMENTS = {
+    "alibi_slopes", "bottom_right_diagonal", "cu_seqlens_kv", "cu_seqlens_kv_padded", "cu_seqlens_q",
+    "cu_seqlens_q_padded", "fp8_output", "inference_params", "pad_between_seqs",
+}  # fmt: skip
 
 
 def _position_mask(
@@ -131,7 +139,7 @@ class DotProductAttention(EmptyExtraState):
             checkpoint_core_attention: recompute the attention in backward.
             core_attention_bias_type: ``"no_bias"`` or ``"post_scale_bias"``.
             core_attention_bias: added to the scaled scores.
-            **others: `alibi_slopes` and `inference_params` must be None; others are ignored.
+            **others: arguments of Transformer Engine that do not change the result are ignored, others must be None.
         """
         layout = qkv_format or self.qkv_format
         kind = (attn_mask_type or self.attn_mask_type).replace("causal_padding", "padding_causal")
@@ -157,8 +165,11 @@ class DotProductAttention(EmptyExtraState):
                 f"DotProductAttention: core_attention_bias_type is {bias_type!r}, expected 'no_bias' or "
                 "'post_scale_bias'."
             )
-        if others.get("alibi_slopes") is not None or others.get("inference_params") is not None:
-            raise NotImplementedError("DotProductAttention: alibi_slopes and inference_params are not supported.")
+        for name, value in others.items():
+            if name not in _IGNORED_ARGUMENTS | _UNSUPPORTED_ARGUMENTS:
+                reject_unknown("DotProductAttention.forward", name, argument_names(inspect.signature(self.forward)))
+            if name in _UNSUPPORTED_ARGUMENTS and value is not None and value is not False:
+                raise NotImplementedError(f"DotProductAttention: {name} is not supported. Leave it out.")
 
     def _mask(
         self, visible: torch.Tensor | None, kind: str, attention_mask: Mask | None, bias: torch.Tensor | None

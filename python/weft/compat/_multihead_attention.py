@@ -262,6 +262,7 @@ class MultiheadAttention(torch.nn.Module):
             core_attention_bias=core_attention_bias,
             alibi_slopes=alibi_slopes,
             inference_params=inference_params,
+            **others,
         )
         output = self.proj(context, is_first_microbatch=is_first_microbatch)
         results = output if self.return_bias else (output,)

@@ -243,6 +243,7 @@ class TransformerLayer(torch.nn.Module):
             core_attention_bias_type=core_attention_bias_type,
             core_attention_bias=core_attention_bias,
             alibi_slopes=alibi_slopes,
+            **others,
         )
         if self.parallel_attention_mlp:
             return self._apply_output_norm(

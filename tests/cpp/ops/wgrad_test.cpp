@@ -144,14 +144,16 @@ TEST_P(WgradRow, WritesGradientToItsSink) {
       EXPECT_FALSE(wgrad_attrs(w).grad_added_to_main_grad.has_value());
     }
   }
-  int hooks = 0;
+  int hooks = 0, sequential_hooks = 0;
+  tested_->register_wgrad_accumulation_and_reduce_hooks([&] { ++sequential_hooks; });
   for (size_t i = 0; i < tested_->size(); ++i)
     (*tested_)[i]->register_wgrad_accumulation_and_reduce_hooks([&] { ++hooks; });
   EXPECT_EQ(tested_->need_backward_dw(), row.delay);
-  tested_->backward_dw();
+  EXPECT_EQ(tested_->backward_dw(), row.delay);
   EXPECT_EQ(hooks, row.delay ? weights(tested_).size() : 0);
-  tested_->backward_dw();
+  EXPECT_FALSE(tested_->backward_dw());
   EXPECT_EQ(hooks, row.delay ? weights(tested_).size() : 0) << "no gradient is pending any more";
+  EXPECT_EQ(sequential_hooks, row.delay ? 1 : 0);
   expect_gradients();
 }
 
