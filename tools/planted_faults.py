@@ -367,8 +367,8 @@ FAULTS = [
     Fault(
         "fused/gradient-that-others-hold-overwritten",
         "weft/fused/epilogues.cpp",
-        "sum == g.scalar_type() && g.is_contiguous() && sole_owner(g);",
-        "sum == g.scalar_type() && g.is_contiguous();",
+        "sum_dtype == g.scalar_type() && g.is_contiguous() && sole_owner(g);",
+        "sum_dtype == g.scalar_type() && g.is_contiguous();",
     ),
     # ---- overlap ----------------------------------------------------------------------------------------------------
     Fault(
