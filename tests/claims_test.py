@@ -1,6 +1,7 @@
 """Verdicts of claims, from fabricated outputs: a claim holds only if it was measured and is within its bound."""
 
 import pathlib
+import subprocess
 import sys
 
 import pytest
@@ -188,6 +189,11 @@ def test_smaller_count_than_claimed_is_not_measured(outcome, verdict):
     check = trust.at_least(100_000, "fuzzed calls", lambda settings: outcome, quick=1000)
     assert check(checks.Settings()).verdict is verdict
     assert check(checks.Settings(quick=True)).verdict in (HOLDS, MISSED)
+
+
+def test_texts_of_planted_faults_are_found():
+    done = subprocess.run([sys.executable, ROOT / "tools/planted_faults.py", "--list"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_trust_judges_scripts_planted_faults_and_ci():
