@@ -111,18 +111,12 @@ def run_segments(
     segment, followed by its extra outputs if it has targets. The compiler traces this function, too."""
     channels: dict[str, torch.Tensor] = {}
     returned: list[torch.Tensor] = []
-    next_extra = 0
     expected = num_caller_inputs(segments)
     if len(extra_inputs) != expected:
         raise ValueError(f"weft: expected {expected} extra inputs, got {len(extra_inputs)}. Pass them after the input.")
+    remaining = iter(extra_inputs)
     for segment in segments:
-        inputs = []
-        for source in segment.sources:
-            if source is None:
-                inputs.append(extra_inputs[next_extra])
-                next_extra += 1
-            else:
-                inputs.append(channels[source])
+        inputs = [next(remaining) if source is None else channels[source] for source in segment.sources]
         result = call(segment, x, inputs)
         x, *outputs = result if segment.targets else (result,)
         for (channel, to_caller), tensor in zip(segment.targets, outputs, strict=True):

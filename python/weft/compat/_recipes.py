@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -46,9 +46,9 @@ def enter_quantized(what: str) -> None:
 # ---- recipes ------------------------------------------------------------------------------------------------------
 
 
-class _Range:
-    def __init__(self, max_fwd: float, max_bwd: float) -> None:
-        self.max_fwd, self.max_bwd = max_fwd, max_bwd
+class _Range(NamedTuple):
+    max_fwd: float
+    max_bwd: float
 
 
 class Format(enum.Enum):
@@ -293,16 +293,12 @@ class FP8GlobalStateManager:
     is_nvfp4_available = staticmethod(check_fp8_support)
 
 
-class _UnsupportedTensor(torch.Tensor):
-    """Base of tensor classes that exist for isinstance() only and cannot be instantiated."""
+class QuantizedTensor(torch.Tensor):
+    """For isinstance() only: it cannot be instantiated."""
 
     @staticmethod
     def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"{cls.__name__}: {UNQUANTIZED_REASON}.")
-
-
-class QuantizedTensor(_UnsupportedTensor):
-    pass
 
 
 class Float8Tensor(QuantizedTensor):
