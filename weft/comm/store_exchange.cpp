@@ -30,6 +30,7 @@ struct StoreSession {
   std::atomic<bool> stopped = false;
   std::vector<std::string> values = {};  // by rank; the waiting thread reads it after the calls have ended
   int64_t count = 0;                     // likewise
+  std::string error = {};                // of the calls; likewise
 
   template <class Query>
   auto request(Query&& query) {
@@ -56,14 +57,13 @@ void StoreSession::read(int from, const std::string& key) {
 template <class Fn>
 std::shared_ptr<StoreSession> run_session(const Store& store, const StoreExchangeOptions& options, Fn&& fn) {
   const std::shared_ptr<StoreSession> session(new StoreSession{.store = store, .peer = options.rank});
-  const auto failure = std::make_shared<std::string>();
-  const auto guarded = [session, failure, fn = std::forward<Fn>(fn)] {
+  const auto guarded = [session, fn = std::forward<Fn>(fn)] {
     try {
       fn(*session);
     } catch (const c10::Error& error) {
-      *failure = error.what_without_backtrace();
+      session->error = error.what_without_backtrace();
     } catch (const std::exception& error) {
-      *failure = error.what();
+      session->error = error.what();
     }
   };
   struct Stop {  // a destructor, so that it also runs if `poll` raises
@@ -77,7 +77,7 @@ std::shared_ptr<StoreSession> run_session(const Store& store, const StoreExchang
     fail(options, session->peer,
          c10::str(session->awaiting_reply ? "the Store does not respond" : "no value in the Store", " within ",
                   options.timeout.count(), " ms"));
-  if (!failure->empty()) fail(options, session->peer, "the Store failed: " + *failure);
+  if (!session->error.empty()) fail(options, session->peer, "the Store failed: " + session->error);
   return session;
 }
 

@@ -28,12 +28,6 @@ std::string quote(const std::string& content) {
   return text + '"';
 }
 
-std::string format_list(const std::vector<int64_t>& items) {
-  std::string text = "[";
-  for (const auto item : items) text += (text.size() > 1 ? ", " : "") + std::to_string(item);
-  return text + "]";
-}
-
 template <class... Cases>
 struct Overloaded : Cases... {
   using Cases::operator()...;
@@ -46,7 +40,7 @@ std::string to_text(const Value& value) {
       Overloaded{[](std::monostate) { return std::string("none"); },
                  [](bool x) { return std::string(x ? "true" : "false"); }, [](int64_t x) { return std::to_string(x); },
                  [](double x) { return format_double(x); }, [](const std::string& x) { return quote(x); },
-                 [](const std::vector<int64_t>& x) { return format_list(x); }},
+                 [](const std::vector<int64_t>& x) { return c10::str(c10::IntArrayRef(x)); }},
       value);
 }
 

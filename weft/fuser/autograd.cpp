@@ -122,16 +122,20 @@ class PipelineNode final : public Node {
   bool released_ = false;
 };
 
+/// The first tensor of the list that has the same storage as `t`, or nullptr.
+const at::Tensor* find_alias(const at::Tensor& t, c10::ArrayRef<at::Tensor> list) {
+  const auto* storage = t.storage().unsafeGetStorageImpl();
+  for (const auto& other : list)
+    if (other.defined() && other.storage().unsafeGetStorageImpl() == storage) return &other;
+  return nullptr;
+}
+
 /// Makes `t`, a view created below autograd, share the version counter of the tensor in `others` that has the same
 /// storage. Returns whether there is one.
 bool share_version_counter_with_alias(const at::Tensor& t, c10::ArrayRef<at::Tensor> others) {
-  const auto* storage = t.storage().unsafeGetStorageImpl();
-  for (const auto& other : others) {
-    if (!other.defined() || other.storage().unsafeGetStorageImpl() != storage) continue;
-    ops::share_version_counter(t, other);
-    return true;
-  }
-  return false;
+  const auto* other = find_alias(t, others);
+  if (other) ops::share_version_counter(t, *other);
+  return other != nullptr;
 }
 
 /// A view of a parameter for saved-tensor hooks, which can recognize a parameter by the view's base.
@@ -310,27 +314,15 @@ void donate_extras(const Pipeline& pipeline, const Plan& plan, Tensors& extras, 
   }
 }
 
-/// The tensor among x, `extras` and the outputs before `index` that shares the storage of `t`, or nullptr.
-const at::Tensor* find_alias(const at::Tensor& t, const at::Tensor& x, const Tensors& extras, const Tensors& outputs,
-                             size_t index) {
-  const auto same = [storage = t.storage().unsafeGetStorageImpl()](const at::Tensor& other) {
-    return other.defined() && other.storage().unsafeGetStorageImpl() == storage;
-  };
-  if (same(x)) return &x;
-  for (const auto& extra : extras)
-    if (same(extra)) return &extra;
-  for (size_t i = 0; i < index; ++i)
-    if (same(outputs[i])) return &outputs[i];
-  return nullptr;
-}
-
 /// Attaches the node to the outputs. An output that shares memory with an input or another output becomes a view of it,
 /// so that autograd detects in-place changes to either.
 void finalize_outputs(Tensors& outputs, const at::Tensor& x, const Tensors& extras, c10::ArrayRef<uint8_t> needs_grad,
                       const c10::intrusive_ptr<Node>& node) {
   for (size_t i = 0; i < outputs.size(); ++i) {
     auto& y = outputs[i];
-    const auto* source = find_alias(y, x, extras, outputs, i);
+    const auto* source = find_alias(y, x);
+    if (!source) source = find_alias(y, extras);
+    if (!source) source = find_alias(y, {outputs.data(), i});
     const bool differentiable = node && needs_grad[i] && torch::autograd::isDifferentiableType(y.scalar_type());
     if (source && !(y.is_same(*source) && !differentiable)) {
       const at::NoGradGuard no_grad;

@@ -16,14 +16,6 @@ namespace {
 
 using ops::Spec;
 
-std::string sizes_text(const Spec& spec) {
-  std::ostringstream text;
-  text << "[";
-  for (size_t i = 0; i < spec.sizes.size(); ++i) text << (i ? ", " : "") << spec.sizes[i];
-  text << "]";
-  return text.str();
-}
-
 int64_t bytes_of(const Spec& spec) {
   auto bytes = static_cast<int64_t>(c10::elementSize(spec.dtype));
   for (const auto& size : spec.sizes) bytes *= size.maybe_as_int().value_or(0);
@@ -78,7 +70,7 @@ void list_saved(Explanation& out, const Pipeline& pipeline, const Plan& plan, co
     } else if (slot.from == ops::SavedFrom::input && !listed.emplace(slot.index, slot.spec->dtype).second) {
       shared = "a tensor listed above";
     }
-    out.saved.push_back({slot.op, slot.name, sizes_text(*slot.spec), std::string(dtype_name(slot.spec->dtype)),
+    out.saved.push_back({slot.op, slot.name, c10::str(slot.spec->sizes), std::string(dtype_name(slot.spec->dtype)),
                          shared.empty() ? bytes_of(*slot.spec) : 0, shared});
   }
 }

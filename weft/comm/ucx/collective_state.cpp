@@ -121,14 +121,12 @@ std::optional<Failure> CollectiveState::progress() {
 }
 
 Failure CollectiveState::failure(FailureReason reason, int peer) const {
-  Failure failure{};
-  failure.reason = reason;
-  failure.reporter = rank_;
-  failure.peer = peer;
-  failure.seq = header_.seq;
-  failure.local = fingerprint(header_);
-  failure.remote = fingerprint(peer_states_[peer].remote);
-  return failure;
+  return {.reason = reason,
+          .reporter = rank_,
+          .peer = peer,
+          .seq = header_.seq,
+          .local = fingerprint(header_),
+          .remote = fingerprint(peer_states_[peer].remote)};
 }
 
 int64_t CollectiveState::arrived(int from) const {
