@@ -1,6 +1,7 @@
 #pragma once
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -77,65 +78,50 @@ std::string annotation(std::type_identity<std::optional<T>>) {
   return annotation(std::type_identity<T>{}) + " | None";
 }
 
-template <class T>
-struct Reader;
-
+/// Reads a value of the type of `out`; false if it has another type.
 template <class T>
   requires(!std::is_enum_v<T>)
-struct Reader<T> {
-  static bool read(const Value& value, T& out) {
-    if (const auto* exact = std::get_if<T>(&value)) {
-      out = *exact;
+bool read_value(const Value& value, T& out) {
+  if (const auto* exact = std::get_if<T>(&value)) {
+    out = *exact;
+    return true;
+  }
+  if constexpr (std::is_same_v<T, double>) {
+    if (const auto* integral = std::get_if<int64_t>(&value)) {
+      out = static_cast<double>(*integral);
       return true;
     }
-    if constexpr (std::is_same_v<T, double>) {
-      if (const auto* integral = std::get_if<int64_t>(&value)) {
-        out = static_cast<double>(*integral);
-        return true;
-      }
-    }
-    if constexpr (std::is_same_v<T, std::vector<int64_t>>) {  // an integer is a one-dimensional shape
-      if (const auto* one = std::get_if<int64_t>(&value)) {
-        out = {*one};
-        return true;
-      }
-    }
-    return false;
   }
-};
-template <>
-struct Reader<at::ScalarType> {
-  static bool read(const Value& value, at::ScalarType& out) {
-    const auto* name = std::get_if<std::string>(&value);
-    const auto found = name ? find_dtype(*name) : std::nullopt;
-    if (found) out = *found;
-    return found.has_value();
+  if constexpr (std::is_same_v<T, std::vector<int64_t>>) {  // an integer is a one-dimensional shape
+    if (const auto* one = std::get_if<int64_t>(&value)) {
+      out = {*one};
+      return true;
+    }
   }
-};
+  return false;
+}
+inline bool read_value(const Value& value, at::ScalarType& out) {
+  const auto* name = std::get_if<std::string>(&value);
+  const auto found = name ? find_dtype(*name) : std::nullopt;
+  if (found) out = *found;
+  return found.has_value();
+}
 template <class E>
-  requires(std::is_enum_v<E> && !std::is_same_v<E, at::ScalarType>)
-struct Reader<E> {
-  static bool read(const Value& value, E& out) {
-    const auto* name = std::get_if<std::string>(&value);
-    if (!name) return false;
-    for (size_t i = 0; i < EnumNames<E>::list.size(); ++i) {
-      if (*name != EnumNames<E>::list[i]) continue;
-      out = static_cast<E>(i);
-      return true;
-    }
-    return false;
-  }
-};
+  requires std::is_enum_v<E>
+bool read_value(const Value& value, E& out) {
+  const auto& names = EnumNames<E>::list;
+  const auto* name = std::get_if<std::string>(&value);
+  const auto found = name ? std::find(names.begin(), names.end(), *name) : names.end();
+  if (found == names.end()) return false;
+  out = static_cast<E>(found - names.begin());
+  return true;
+}
 template <class T>
-struct Reader<std::optional<T>> {
-  static bool read(const Value& value, std::optional<T>& out) {
-    if (std::holds_alternative<std::monostate>(value)) {
-      out.reset();
-      return true;
-    }
-    return Reader<T>::read(value, out.emplace());
-  }
-};
+bool read_value(const Value& value, std::optional<T>& out) {
+  if (!std::holds_alternative<std::monostate>(value)) return read_value(value, out.emplace());
+  out.reset();
+  return true;
+}
 
 /// Whether T takes one of a list of names: an enum or a dtype.
 template <class T>
@@ -206,7 +192,7 @@ void set_field(Options& options, const std::string& owner, const std::string& na
     if (name != field.name) return;
     known = true;
     using T = std::decay_t<decltype(options.*field.member)>;
-    if (detail::Reader<T>::read(value, options.*field.member)) return;
+    if (detail::read_value(value, options.*field.member)) return;
     const auto message = c10::str(owner, ": ", name, " is ", to_text(value), ", expected ", expected_text<T>(), ".");
     TORCH_CHECK_VALUE(!detail::is_choice<T> || !std::holds_alternative<std::string>(value), message);
     TORCH_CHECK_TYPE(false, message);

@@ -1,5 +1,7 @@
 #include "weft/ops/leading_dims.h"
 
+#include <c10/util/accumulate.h>
+
 #include "weft/kernels/rows.h"
 
 namespace weft::ops {
@@ -13,10 +15,8 @@ at::Tensor share_version_counter(at::Tensor view, const at::Tensor& t) {
 
 at::Tensor as_matrix(const at::Tensor& t) {
   if (t.dim() == 2) return t;
-  const auto n = t.size(-1);
-  int64_t rows = 1;
-  for (const auto size : t.sizes().slice(0, t.dim() - 1)) rows *= size;
-  return share_version_counter(t.reshape({rows, n}), t);
+  const auto rows = c10::multiply_integers(t.sizes().slice(0, t.dim() - 1));
+  return share_version_counter(t.reshape({rows, t.size(-1)}), t);
 }
 
 at::Tensor restore_leading_dims(const at::Tensor& matrix, const at::Tensor& like) {

@@ -358,21 +358,19 @@ std::vector<fuser::Stage> stages_from(const py::list& items) {
   return stages;
 }
 
+/// The rule of each step; empty for a basic operation.
+std::vector<std::string> rules_of(const std::vector<fuser::PlannedStep>& steps) {
+  std::vector<std::string> rules;
+  for (const auto& planned : steps) rules.push_back(planned.step.fused ? planned.step.rule : "");
+  return rules;
+}
+
 }  // namespace
 
 void bind_runner(py::module_& m) {
   py::class_<fuser::Plan, std::shared_ptr<fuser::Plan>>(m, "Plan", "How a pipeline runs for one kind of call.")
-      .def_property_readonly("forward_rules",
-                             [](const fuser::Plan& plan) {
-                               std::vector<std::string> rules;
-                               for (const auto& s : plan.forward) rules.push_back(s.step.fused ? s.step.rule : "");
-                               return rules;
-                             })
-      .def_property_readonly("backward_rules", [](const fuser::Plan& plan) {
-        std::vector<std::string> rules;
-        for (const auto& s : plan.backward) rules.push_back(s.step.fused ? s.step.rule : "");
-        return rules;
-      });
+      .def_property_readonly("forward_rules", [](const fuser::Plan& plan) { return rules_of(plan.forward); })
+      .def_property_readonly("backward_rules", [](const fuser::Plan& plan) { return rules_of(plan.backward); });
   py::class_<Runner>(m, "Runner", py::custom_type_setup(set_up_type),
                      "A pipeline bound to the modules that hold its parameters.")
       .def(py::init([](const py::list& stages, py::object owner, std::vector<py::object> ops,
@@ -386,17 +384,12 @@ void bind_runner(py::module_& m) {
            py::arg("bypassed"), py::arg("expected"))
       .def("call_with", &Runner::call_with, "Runs the pipeline with a dictionary of keyword arguments per operation.")
       .def("explain", &Runner::explain)
-      .def("stale", &Runner::stale, "Whether the modules may have changed since the last validation.")
       .def("revalidate", &Runner::revalidate, "Marks the runner as matching its modules at this modules_version.")
       .def("plan",
            [](const Runner& r, const py::args& args) { return std::const_pointer_cast<fuser::Plan>(r.plan(args)); })
       .def_property_readonly("text", [](const Runner& r) { return r.fuser()->pipeline().text(); })
       .def_property_readonly("parameter_slots", &Runner::parameter_slots, "(module, name) of each parameter.")
       .def_property_readonly("modes", &Runner::modes, "The operations that depend on training mode.")
-      .def_property_readonly("num_extra_inputs",
-                             [](const Runner& r) { return r.fuser()->pipeline().caller_inputs().size(); })
-      .def_property_readonly("num_extra_outputs",
-                             [](const Runner& r) { return r.fuser()->pipeline().caller_outputs().size(); })
       .def_property_readonly("plans_made", [](const Runner& r) { return r.fuser()->plans_made(); })
       .def_property_readonly("plans_kept", [](const Runner& r) { return r.fuser()->plans_kept(); });
   m.def(

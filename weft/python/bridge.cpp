@@ -11,21 +11,10 @@ PythonCall& current_call() {
 
 namespace {
 
-/// An operation written in Python and its OperationContext, kept for backward. Destroyed under the GIL.
+/// An operation written in Python and its OperationContext, kept for backward.
 struct PythonState {
   py::object op, ctx;
   size_t begin = 0, count = 0;  // range of the tensors that it saved, in Frame::dynamic_saved
-
-  ~PythonState() {
-    if (!Py_IsInitialized()) {
-      op.release();
-      ctx.release();
-      return;
-    }
-    const py::gil_scoped_acquire gil;
-    op = {};
-    ctx = {};
-  }
 };
 
 /// The functions passed to `set_bridge`.
@@ -69,14 +58,9 @@ void save_state(ComponentOp& component, const py::object& op, const py::object& 
     for (size_t k = 0; k < to_save.size(); ++k) component.ctx.save(static_cast<int>(k), unwrap(to_save[k]));
     return;
   }
-  auto state = std::make_shared<PythonState>();
-  state->op = op;
-  state->ctx = context;
   auto& dynamic_saved = component.ctx.dynamic_saved();
-  state->begin = dynamic_saved.size();
-  state->count = to_save.size();
+  component.ctx.python_state() = hold(PythonState{op, context, dynamic_saved.size(), to_save.size()});
   for (const auto tensor : to_save) dynamic_saved.push_back(unwrap(tensor));
-  component.ctx.python_state() = std::move(state);
 }
 
 /// What a C++ operation saved in a slot; for the weight slot, the weight itself if no cast was saved.

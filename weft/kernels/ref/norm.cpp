@@ -9,6 +9,7 @@
 #include <ATen/ops/native_layer_norm.h>
 #include <ATen/ops/native_layer_norm_backward.h>
 #include <ATen/ops/sum.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 
@@ -26,9 +27,7 @@ at::Tensor meta_statistic(const at::Tensor& x, const at::Tensor& gamma) {
 
 /// Reshapes [..., row] to [rows, N]; either may be 0.
 at::Tensor as_rows(const at::Tensor& t, const at::Tensor& gamma) {
-  int64_t rows = 1;
-  for (const auto size : t.sizes().slice(0, t.dim() - gamma.dim())) rows *= size;
-  return t.reshape({rows, gamma.numel()});
+  return t.reshape({c10::multiply_integers(t.sizes().slice(0, t.dim() - gamma.dim())), gamma.numel()});
 }
 
 /// dx + addend in the dtype of x. Modifies `dx` in place.
