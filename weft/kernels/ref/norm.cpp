@@ -31,7 +31,7 @@ at::Tensor as_rows(const at::Tensor& t, const at::Tensor& gamma) {
 }
 
 /// dx + addend in the dtype of x. Modifies `dx` in place.
-at::Tensor finish(at::Tensor dx, const at::Tensor& addend, const at::Tensor& x) {
+at::Tensor finish(const at::Tensor& dx, const at::Tensor& addend, const at::Tensor& x) {
   if (addend.defined()) dx.add_(addend);
   return as_dtype(dx, x.scalar_type());
 }
