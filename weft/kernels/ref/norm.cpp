@@ -54,7 +54,7 @@ NormGrads layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const a
   const auto dtype = output_mask[1] || output_mask[2] || addend.defined() ? gamma.scalar_type() : x.scalar_type();
   auto [dx, dgamma, dbeta] = at::native_layer_norm_backward(as_dtype(dy, dtype), as_dtype(x, dtype), gamma.sizes(),
                                                             mean, rstd, gamma, gamma, output_mask);
-  return {dx.defined() ? finish(std::move(dx), addend, x) : dx, std::move(dgamma), std::move(dbeta)};
+  return {dx.defined() ? finish(dx, addend, x) : dx, std::move(dgamma), std::move(dbeta)};
 }
 
 RmsNormForward rms_norm_forward(const at::Tensor& x, const at::Tensor& gamma, double eps) {
