@@ -125,7 +125,9 @@ def test_readme_is_short():
 
 def test_examples_are_short():
     files = [*ROOT.glob("examples/python/*.py"), *ROOT.glob("examples/cpp/*.cpp")]
-    assert files and all(len(file.read_text().splitlines()) < 120 for file in files)
+    lines = {file.name: len(file.read_text().splitlines()) for file in files}
+    assert lines.pop("train_gpt.py") < 150  # a whole training program
+    assert lines and max(lines.values()) < 120
 
 
 def public_headers() -> set[str]:
