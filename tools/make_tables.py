@@ -11,9 +11,9 @@ A table stands between two comments; the first one names its kind and its source
 
 A stored result has a date, the commit if it is known, the command that made it, and rows. `tools/claims.py core --json
 benchmarks/results/claims-core.json` stores the rows of a group of claims, `benchmarks/network.py --json` those of a
-network. `headline core:5,kernels:8` copies single rows of stored claims. `tolerances` reads the table of
-tests/python/tolerances.py; `rows trust` lists the claims of a group. Links in a stored result start at the root of the
-repository and are rewritten for the page.
+network, `benchmarks/python/gpt.py --json` those of training steps. `headline core:5,kernels:8` copies single rows of
+stored claims. `tolerances` reads the table of tests/python/tolerances.py; `rows trust` lists the claims of a group.
+Links in a stored result start at the root of the repository and are rewritten for the page.
 """
 
 from __future__ import annotations
@@ -79,6 +79,25 @@ def network(result: dict) -> str:
     return markdown(columns, rows)
 
 
+def steps(result: dict) -> str:
+    """Training steps of benchmarks/python/gpt.py."""
+
+    def cells(v: dict) -> tuple[str, ...]:
+        low, high = v["interval"]
+        ratio = f"{v['ratio']:.2f} [{low:.2f}, {high:.2f}]"
+        return f"{v['tokens_per_s']:,.0f}", ratio, f"{v['peak_bytes'] / 2**20:,.0f}", f"{v['first_step_s']:.1f}"
+
+    first = next(iter(result["rows"][0]["variants"]))
+    measured = ("tokens/s", f"time / {first}", "peak, MiB", "first step, s")
+    columns = ("preset", "precision", "threads", "variant", *measured)
+    rows = (
+        (r["preset"], r["precision"], r["threads"], name, *cells(v))
+        for r in result["rows"]
+        for name, v in r["variants"].items()
+    )
+    return markdown(columns, rows)
+
+
 def plain(result: dict) -> str:
     """A table with the stored columns and rows."""
     return markdown(result["columns"], result["rows"])
@@ -118,6 +137,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "claims": from_results(claims),
     "network": from_results(network),
     "plain": from_results(plain),
+    "steps": from_results(steps),
     "tolerances": tolerances,
 }
 

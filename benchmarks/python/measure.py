@@ -64,6 +64,33 @@ def bootstrap(values: list[float], resamples: int = 500) -> tuple[float, float]:
 
 
 @dataclass
+class Rounds:
+    """Seconds of two passes of each side, by round: the rounds that count, or all if none counts."""
+
+    names: list[str]
+    spent: list[list[float]]  # by round; the control is last
+    control: str
+    kept: int
+    rounds: int
+
+    def ms(self, name: str) -> float:
+        """Returns the median time of a pass."""
+        i = self.names.index(name)
+        return statistics.median(spent[i] for spent in self.spent) * 500
+
+    def ratio(self, name: str, against: str) -> Ratio:
+        return self._ratio(self.names.index(name), self.names.index(against))
+
+    def control_ratio(self) -> float:
+        return self._ratio(len(self.names), self.names.index(self.control)).ratio
+
+    def _ratio(self, i: int, j: int) -> Ratio:
+        found = [spent[i] / spent[j] for spent in self.spent]
+        ms = statistics.median(spent[j] for spent in self.spent) * 500
+        return Ratio(statistics.median(found), bootstrap(found), ms)
+
+
+@dataclass
 class Meter:
     threads: int = 1
     rounds: int = 21  # rounds to keep
@@ -116,8 +143,8 @@ class Meter:
         compute, copy = (GATE * quantile(rates, REFERENCE) for rates in (self.compute, self.copy))
         return [spent for c, m, spent in rounds if c >= compute and m >= copy]
 
-    def measure(self, sides: dict[str, Side], control: str) -> Measured:
-        """Compares the first side with each other one; `control` names the side that is compared with itself."""
+    def run_rounds(self, sides: dict[str, Side], control: str) -> Rounds:
+        """Times all sides round by round; `control` names the side that is compared with itself."""
         runs = [*sides.values(), sides[control]]
         passes = []
         for run in runs:
@@ -131,13 +158,11 @@ class Meter:
             rounds.append(self.round(runs, passes))
         kept = self.kept(rounds)
         used = kept or [spent for _, _, spent in rounds]  # no round counted: use all and report 0 kept
+        return Rounds(list(sides), used, control, len(kept), len(rounds))
 
-        def versus(i: int, j: int) -> Ratio:
-            found = [spent[i] / spent[j] for spent in used]
-            ms = statistics.median(spent[j] for spent in used) * 500
-            return Ratio(statistics.median(found), bootstrap(found), ms)
-
-        names = list(sides)
-        ratios = {name: versus(0, j) for j, name in enumerate(names) if j > 0}
-        own = statistics.median(spent[0] for spent in used) * 500
-        return Measured(own, ratios, versus(len(names), names.index(control)).ratio, len(kept), len(rounds))
+    def measure(self, sides: dict[str, Side], control: str) -> Measured:
+        """Compares the first side with each other one."""
+        found = self.run_rounds(sides, control)
+        first, *others = found.names
+        ratios = {name: found.ratio(first, name) for name in others}
+        return Measured(found.ms(first), ratios, found.control_ratio(), found.kept, found.rounds)
