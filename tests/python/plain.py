@@ -6,6 +6,7 @@ Inputs in float64 give the reference result; inputs in low precision give the re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -47,7 +48,7 @@ SCALED = {
 PASS_THROUGH = ("Identity", "Quantize", "AllGather", "AllReduce", "ReduceScatter")
 GLU_WITH_OPTIONS = ("SiTUGLU", "ClampedSwiGLU")
 OTHERS = ("BasicLinear", "Bias", "LayerNorm", "RMSNorm", "L2Normalization", "ConstantScale", "Reshape", "Dropout")
-WITH_EXTRAS = ("AddExtraInput", "MakeExtraOutput", "GroupedLinear")
+WITH_EXTRAS = ("AddExtraInput", "MakeExtraOutput", "GroupedLinear", "RotaryEmbedding")
 WRITTEN_OUT = {*UNARY, *GATES, *SCALED, *PASS_THROUGH, *GLU_WITH_OPTIONS, *OTHERS, *WITH_EXTRAS}
 
 
@@ -117,6 +118,55 @@ def grouped_linear(op, x: torch.Tensor, splits: torch.Tensor, scales: torch.Tens
     return torch.cat([*parts, rows.new_zeros(tail, op.out_features)]).reshape(*x.shape[:-1], op.out_features)
 
 
+def packed_sequences(rows: int) -> torch.Tensor:
+    """Offsets of sequences of unequal lengths in `rows` rows, one of them empty."""
+    return torch.tensor([0, rows // 3, rows // 3, rows], dtype=torch.int32)
+
+
+def positions(op, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """Returns the position of each token in its sequence, in the leading shape of x."""
+    lead = x.shape[:-1]
+    if cu_seqlens is not None:
+        starts = cu_seqlens.long().diff().clamp(min=0)
+        return (torch.arange(math.prod(lead)) - cu_seqlens[:-1].long().repeat_interleave(starts)).reshape(lead)
+    if not lead:
+        return torch.tensor(0)
+    dim = 0 if op.qkv_format == "sbhd" else len(lead) - 1
+    return torch.arange(lead[dim]).reshape([-1 if i == dim else 1 for i in range(len(lead))]).expand(lead)
+
+
+def rotary(op, x: torch.Tensor, *extras: torch.Tensor) -> torch.Tensor:
+    """x·cos + rotate(x)·sin for each rotated head, with both tables repeated for the two channels of a pair."""
+    d = op.kv_channels
+    n = op.rotary_dim or d
+    at = positions(op, x, extras[-1] if op.qkv_format == "thd" else None)
+    if op.rotary_base is None:
+        cos, sin = (table[at] for table in extras[:2])
+    else:
+        frequencies = op.rotary_base ** (-torch.arange(0, n, 2, dtype=torch.float64) / n)
+        cos, sin = (f(at.double()[..., None] * frequencies).to(x.dtype) for f in (torch.cos, torch.sin))
+    repeat = (lambda t: t.repeat_interleave(2, -1)) if op.interleaved else (lambda t: torch.cat([t, t], -1))
+    cos, sin = repeat(cos), repeat(sin)
+
+    def rotated(head: torch.Tensor) -> torch.Tensor:
+        values, rest = head[..., :n], head[..., n:]
+        if op.interleaved:
+            turned = torch.stack([-values[..., 1::2], values[..., ::2]], -1).flatten(-2)
+        else:
+            turned = torch.cat([-values[..., n // 2 :], values[..., : n // 2]], -1)
+        return torch.cat([values * cos + turned * sin, rest], -1)
+
+    heads, groups = op.num_attention_heads, op.num_gqa_groups or op.num_attention_heads
+    if op.qkv_layout is None:
+        is_value = [False] * heads
+    elif op.qkv_layout == "concatenated":
+        is_value = [False] * (heads + groups) + [True] * groups
+    else:
+        is_value = ([False] * (heads // groups + 1) + [True]) * groups
+    parts = x.unflatten(-1, (len(is_value), d)).unbind(-2)
+    return torch.cat([p if value else rotated(p) for p, value in zip(parts, is_value, strict=True)], -1)
+
+
 def apply(op, x: torch.Tensor, *extras: torch.Tensor, of: Of = lambda p: p) -> tuple[torch.Tensor, tuple]:
     """Returns (output, extra outputs) of one operation. `of` returns the tensor to use for a Parameter."""
     if isinstance(op, weft.ops.Linear):
@@ -128,6 +178,8 @@ def apply(op, x: torch.Tensor, *extras: torch.Tensor, of: Of = lambda p: p) -> t
         return F.linear(x, of(op.weight)), ()
     if name == "GroupedLinear":
         return grouped_linear(op, x, *extras, of=of), ()
+    if name == "RotaryEmbedding":
+        return rotary(op, x, *extras), ()
     if name == "Bias":
         return x + of(op.bias), ()
     if name in ("LayerNorm", "RMSNorm"):

@@ -57,7 +57,17 @@ class Case:
         inputs = [values(shape, seed).to(dtype).requires_grad_() for seed, shape in enumerate(shapes)]
         if self.name == "GroupedLinear":
             inputs.insert(1, plain.some_splits(self.options["num_groups"], math.prod(lead)))
+        if self.name == "RotaryEmbedding":
+            inputs += self.rotary_inputs(lead, dtype)
         return inputs
+
+    def rotary_inputs(self, lead: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Returns cos and sin with more rows than there are positions, and the offsets of packed sequences."""
+        given = []
+        if self.options.get("rotary_base", 1) is None:
+            shape = (math.prod(lead) + 2, self.options.get("rotary_dim", self.options["kv_channels"]) // 2)
+            given += [values(shape, seed).to(dtype).requires_grad_() for seed in (21, 22)]
+        return given + [plain.packed_sequences(math.prod(lead))] * (self.options.get("qkv_format") == "thd")
 
 
 def values(shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -134,6 +144,17 @@ MORE = [
     Case("AddExtraInput", {"in_place": True}),
     Case("MakeExtraOutput", {"in_place": True}),
     Case("Quantize", {"forward": False, "backward": True}),
+    *(
+        Case("RotaryEmbedding", {"num_attention_heads": 4, "kv_channels": 6, **options}, (row,))
+        for row, options in (
+            (72, {"interleaved": True}),
+            (48, {"num_gqa_groups": 2, "qkv_layout": "concatenated", "qkv_format": "bshd", "rotary_dim": 4}),
+            (24, {"qkv_layout": None, "interleaved": True, "rotary_dim": 2, "rotary_base": 100.0}),
+            (36, {"num_gqa_groups": 1, "rotary_base": None, "qkv_format": "bshd"}),
+            (48, {"num_gqa_groups": 2, "qkv_format": "thd"}),
+            (24, {"qkv_layout": None, "rotary_base": None, "qkv_format": "thd", "interleaved": True}),
+        )
+    ),
     Case("Reshape", {"shape": (-1,)}, (12,)),
     Case("Reshape", {"shape": (2, 2, -1)}, (12,)),
 ]
@@ -293,6 +314,7 @@ WEIGHT = ("BasicLinear", "Linear", "GroupedLinear", "LayerNorm", "RMSNorm")  # c
 PROMOTING = ("Bias", "ConstantScale", "AddExtraInput")  # torch's type promotion; under autocast a bias follows x
 UNTOUCHED = (
     "L2Normalization",
+    "RotaryEmbedding",
     "Identity",
     "Reshape",
     "MakeExtraOutput",
@@ -416,6 +438,12 @@ REJECTED_AT_CONSTRUCTION = [
     (lambda: ops.GELU(gain=2), TypeError, "gain"),
     (lambda: ops.Bias(), TypeError, "size"),
     (lambda: ops.ConstantScale("two"), (TypeError, ValueError), "scale"),
+    (lambda: ops.RotaryEmbedding(0, 8), ValueError, "num_attention_heads is 0"),
+    (lambda: ops.RotaryEmbedding(4, 8, num_gqa_groups=3), ValueError, "num_attention_heads is 4, num_gqa_groups 3"),
+    (lambda: ops.RotaryEmbedding(4, 8, rotary_dim=10), ValueError, "rotary_dim is 10, expected .* 8"),
+    (lambda: ops.RotaryEmbedding(4, 7), ValueError, "rotary_dim is 7, expected an even number"),
+    (lambda: ops.RotaryEmbedding(4, 8, rotary_base=-1.0), ValueError, "rotary_base is -1"),
+    (lambda: ops.RotaryEmbedding(4, 8, qkv_format="hd"), ValueError, "expected one of sbhd, bshd, thd"),
     *[
         (lambda name=name: getattr(ops, name)(activation_recompute_in_mlp=True), ValueError, "activation recomputation")
         for name in SCALED_GLU

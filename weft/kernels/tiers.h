@@ -3,6 +3,7 @@
 #include "weft/kernels/group_offsets.h"
 #include "weft/kernels/grouped.h"
 #include "weft/kernels/norm.h"
+#include "weft/kernels/rotary.h"
 #include "weft/kernels/row_chunks.h"
 #include "weft/kernels/rows.h"
 
@@ -67,6 +68,9 @@ NormGrads rms_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at:
 L2NormForward l2_norm_forward(const at::Tensor& x, double eps);
 at::Tensor l2_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rnorm,
                             const at::Tensor& addend);
+
+at::Tensor rotary(const at::Tensor& x, const RotaryTables& tables, const RotaryHeads& heads, RotaryDirection direction);
+RotaryTables rotary_table_gradients(const at::Tensor& dy, const at::Tensor& x, const RotaryHeads& heads);
 
 at::Tensor sum_rows(const at::Tensor& matrix);
 at::Tensor scaled_mask_add(const at::Tensor& x, const at::Tensor& mask, double scale, const at::Tensor& addend);

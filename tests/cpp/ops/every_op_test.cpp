@@ -2,6 +2,7 @@
 #include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/allclose.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/clamp.h>
 #include <ATen/ops/clamp_max.h>
@@ -11,6 +12,7 @@
 #include <ATen/ops/relu.h>
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/sigmoid.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/tanh.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
@@ -261,6 +263,15 @@ Tensor layer_norm(const Trial& t) {
 Tensor l2_norm(const Trial& t) {
   return t.x * at::rsqrt(t.x.pow(2).sum({-1}, /*keepdim=*/true) + number(*t.op, "eps"));
 }
+/// The sample has two query heads, a key and a value of two channels each; the angle of row t is t.
+Tensor rotary_embedding(const Trial& t) {
+  const auto angles = at::arange(t.x.size(0), at::kDouble).view({-1, 1});
+  const auto heads = t.x.unflatten(-1, {4, 2});
+  const auto rotated = heads.narrow(1, 0, 3);
+  const auto a = rotated.select(-1, 0), b = rotated.select(-1, 1);
+  const auto y = at::stack({a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()}, -1);
+  return at::cat({y, heads.narrow(1, 3, 1)}, 1).flatten(-2);
+}
 Tensor dropout(const Trial& t) {
   at::manual_seed(99);  // as in `forward`
   const auto p = number(*t.op, "p");
@@ -310,6 +321,7 @@ std::map<std::string, Formula> formulas() {
           {"RMSNorm", rms_norm},
           {"LayerNorm", layer_norm},
           {"L2Normalization", l2_norm},
+          {"RotaryEmbedding", rotary_embedding},
           {"Dropout", dropout},
           {"BasicLinear", [](const Trial& t) { return at::mm(t.x, t.params[0].t()); }},
           {"GroupedLinear", grouped_linear},

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "weft/kernels/activation.h"
+#include "weft/kernels/rotary.h"
 #include "weft/kernels/tier.h"
 
 // Loops that are compiled once per instruction set and take raw pointers. Rows are contiguous; dtypes are float32,
@@ -131,12 +132,25 @@ struct GroupLoops {
   void (*dot_bias)(const GroupRows& group, float* out, int64_t begin, int64_t end);
 };
 
+/// The arguments of `rotary`: row r has position r / rows_per_position modulo `positions`.
+struct RotaryCall {
+  RotaryHeads heads;
+  int64_t positions = 1, rows_per_position = 1;
+  at::ScalarType dtype = at::kFloat;  // of x and out
+  const void* x = nullptr;
+  void* out = nullptr;
+  const float *cos = nullptr, *sin = nullptr;  // [positions, pairs]
+  float sign = 1;                              // of sin
+};
+using RotaryLoop = void (*)(const RotaryCall& call, int64_t begin, int64_t end);
+
 namespace AVX512 {
 extern const ActLoops act_loops;
 extern const NormLoops norm_loops;
 extern const RowLoops row_loops;
 extern const EpilogueLoops epilogue_loops;
 extern const GroupLoops group_loops;
+extern const RotaryLoop rotary_loop;
 }  // namespace AVX512
 namespace AVX2 {
 extern const ActLoops act_loops;
@@ -144,6 +158,7 @@ extern const NormLoops norm_loops;
 extern const RowLoops row_loops;
 extern const EpilogueLoops epilogue_loops;
 extern const GroupLoops group_loops;
+extern const RotaryLoop rotary_loop;
 }  // namespace AVX2
 
 inline const ActLoops& act_loops(Tier tier) { return tier == Tier::avx2 ? AVX2::act_loops : AVX512::act_loops; }
@@ -155,5 +170,7 @@ inline const EpilogueLoops& epilogue_loops(Tier tier) {
 }
 
 inline const GroupLoops& group_loops(Tier tier) { return tier == Tier::avx2 ? AVX2::group_loops : AVX512::group_loops; }
+
+inline RotaryLoop rotary_loop(Tier tier) { return tier == Tier::avx2 ? AVX2::rotary_loop : AVX512::rotary_loop; }
 
 }  // namespace weft::kernels
