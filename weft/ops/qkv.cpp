@@ -5,8 +5,8 @@ namespace weft::ops {
 QkvHeads make_heads(std::string_view op, int64_t heads, std::optional<int64_t> groups, int64_t head_dim) {
   const auto positive = [&](const char* what, int64_t value) {
     TORCH_CHECK_VALUE(value > 0, op, ": ", what, " is ", value, ", expected 1 or more.");
-    constexpr int64_t kMost = 1 << 24;  // products of three such numbers do not overflow
-    TORCH_CHECK_VALUE(value <= kMost, op, ": ", what, " is ", value, ", expected at most ", kMost, ".");
+    constexpr int64_t kMaxSize = 1 << 24;  // products of three such numbers do not overflow
+    TORCH_CHECK_VALUE(value <= kMaxSize, op, ": ", what, " is ", value, ", expected at most ", kMaxSize, ".");
   };
   positive("num_attention_heads", heads);
   positive("kv_channels", head_dim);
