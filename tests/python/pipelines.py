@@ -177,6 +177,18 @@ class Generator:
         options = {"bias": self.chance(0.5)} if name == "LayerNorm" else {}
         return getattr(ops, name)(row, eps=0.1, zero_centered_gamma=self.chance(0.5), dtype=self.dtype, **options)
 
+    def rotary(self, shape):
+        if shape[-1] % 2:
+            return None
+        channels = self.rng.choice([c for c in (2, 4, 8) if shape[-1] % c == 0])
+        return ops.RotaryEmbedding(
+            num_attention_heads=shape[-1] // channels,
+            kv_channels=channels,
+            qkv_layout=None,
+            interleaved=self.chance(0.5),
+            qkv_format=self.rng.choice(["sbhd", "bshd"]),
+        )
+
     def reshape(self, shape):
         rows = 1
         for size in shape[:-1]:
@@ -220,7 +232,8 @@ class Generator:
     def module(self, shape) -> torch.nn.Module:
         kinds = {
             self.unary: 4, self.gated: 2, self.scaled: 2, self.linear: 7, self.grouped: 2, self.norm: 3,
-            self.reshape: 1, self.structural: 4, self.dropout: 1, self.other: 1, self.fork: 6, self.join: 6,
+            self.rotary: 1, self.reshape: 1, self.structural: 4, self.dropout: 1, self.other: 1, self.fork: 6,
+            self.join: 6,
         }  # fmt: skip
         module = None
         while module is None:
