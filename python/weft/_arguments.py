@@ -16,9 +16,11 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 
 def argument_names(signature: inspect.Signature) -> list[str]:
     """Returns the names of the arguments of a method, without ``self`` and ``**kwargs``; ``*args`` with its star."""
-    prefixes: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    names = [prefixes.get(parameter.kind, "") + name for name, parameter in signature.parameters.items()]
-    return [name for name in names if name != "self" and not name.startswith("**")]
+    return [
+        f"*{name}" if parameter.kind is parameter.VAR_POSITIONAL else name
+        for name, parameter in signature.parameters.items()
+        if name != "self" and parameter.kind is not parameter.VAR_KEYWORD
+    ]
 
 
 def reject_unknown(owner: str, name: str, known: list[str]) -> NoReturn:

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-_DESCRIPTIONS = _C.linear_descriptions()  # of its fields, by name
-
-
 def _field(name: str, mutable: bool = False) -> property:
     def get(self: Linear) -> Any:
         return self._fields[name]
@@ -84,7 +81,6 @@ class Linear(WgradModule, FusedOperation):
         userbuffers_options: dict[str, Any] | None = None,
         te_keys: bool = False,
     ) -> None:
-        fields = {name: value for name, value in locals().items() if name in _DESCRIPTIONS}
         FusibleOperation.__init__(self)
         self.te_keys = te_keys
         check_device("Linear", device)
@@ -93,10 +89,18 @@ class Linear(WgradModule, FusedOperation):
                 f"Linear: userbuffers_options is {userbuffers_options!r}, expected a dict such as "
                 "{'comm_name': 'fc1'} or None."
             )
-        fields |= {
+        fields: dict[str, Any] = {
+            "in_features": in_features,
+            "out_features": out_features,
             "bias": bool(bias),
             "dtype": dtype or torch.get_default_dtype(),
+            "tensor_parallel_mode": tensor_parallel_mode,
+            "tensor_parallel_group": tensor_parallel_group,
+            "sequence_parallel": sequence_parallel,
+            "accumulate_into_main_grad": accumulate_into_main_grad,
+            "delay_wgrad_compute": delay_wgrad_compute,
             "replicated_bias": bool(replicated_bias),
+            "overlap": overlap,
             "userbuffers_options": None if userbuffers_options is None else userbuffers_options.get("comm_name", ""),
         }
         resolve_parallel("Linear", fields)
@@ -193,7 +197,7 @@ class Linear(WgradModule, FusedOperation):
 add_args(
     Linear,
     native_classes["BasicLinear"]._descriptions
-    | _DESCRIPTIONS
+    | _C.linear_descriptions()
     | {
         "te_keys": "Write Transformer Engine's ``state_dict`` keys (``basic_ops.0.weight``, ``basic_ops.1.bias`` and "
         "an empty ``_extra_state`` per component) instead of ``weight`` and ``bias``; both kinds of keys load.",

@@ -193,9 +193,8 @@ def _connect_channels(segments: list[Segment]) -> list[Segment]:
     producer = {channel: g for g, stage in stages for channel, _ in stage.outputs if channel is not None}
     crossing = {channel for g, stage in stages for channel in stage.inputs if channel and producer[channel] != g}
     for g, segment in enumerate(segments):
-        alone = (
-            segment.reason is not None and len(segment.stages) == 1
-        )  # called alone, an operation ignores its channels
+        # Called alone, an operation ignores its channels.
+        alone = segment.reason is not None and len(segment.stages) == 1
         for i, stage in enumerate(segment.stages):
             inner = [channel if channel and producer[channel] == g else None for channel in stage.inputs]
             segment.sources += [channel for channel, same in zip(stage.inputs, inner, strict=True) if same is None]
