@@ -23,8 +23,6 @@ enum class QkvFormat {
 /// Heads of a packed activation: `heads` query heads, and `groups` key and value heads of `head_dim` values each.
 struct QkvHeads {
   int64_t heads, groups, head_dim;
-
-  int64_t width() const { return (heads + 2 * groups) * head_dim; }
 };
 
 /// The heads of the options; `groups` defaults to `heads`. Raises ValueError for sizes below 1 and unless the groups

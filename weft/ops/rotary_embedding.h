@@ -45,7 +45,6 @@ class RotaryEmbedding final : public Op<RotaryEmbedding> {
   explicit RotaryEmbedding(Options options);
 
   const Options& options() const { return options_; }
-  const kernels::RotaryHeads& heads() const { return heads_; }
   std::string_view name() const override { return "RotaryEmbedding"; }
   int extra_inputs() const override { return (takes_tables() ? 2 : 0) + (packed() ? 1 : 0); }
   bool is_index(int extra) const override { return packed() && extra == offsets_index(); }
