@@ -89,7 +89,7 @@ RUNS = (
     (
         "the same",
         "that model with full and selective recomputation, `apply_rope_fusion`, the distributed optimizer, "
-        "`overlap_grad_reduce` and `tp_comm_overlap`",
+        '`overlap_grad_reduce`, `tp_comm_overlap` and `cross_entropy_fusion_impl="te"`',
     ),
     (
         "loss within 1e-4 of the uninterrupted run",

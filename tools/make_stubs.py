@@ -59,7 +59,7 @@ SIGNATURES = {
     "add_fusion_function": "(pass_: str, function: Callable[..., Any], prepend: bool) -> int",
     "all_rules": "() -> list[tuple[str, str]]",
     "check_channels": "(stages: list[Stage]) -> None",
-    "flops": "(text: str, inputs: list[Spec]) -> tuple[int, int]",
+    "flops": "(text: str, sizes: list[tuple[int, ...]]) -> tuple[int, int]",
     "gradients": "(text: str) -> list[tuple[str, bool, bool]]",
     "infer": "(text: str, inputs: list[Spec]) -> list[Spec | None]",
     "linear_ops": "(fields: dict[str, Any]) -> list[Op]",

@@ -233,7 +233,7 @@ torch.library.register_autograd("weft::pipeline_backward", _reject_double_backwa
 
 
 def _flops(shapes: list[Any], text: str) -> tuple[int, int]:
-    return _C.flops(text, [(tuple(shape), torch.float32) for shape in shapes])
+    return _C.flops(text, [tuple(shape) for shape in shapes])
 
 
 @register_flop_formula(torch.ops.weft.pipeline_forward)

@@ -57,7 +57,8 @@ def resolve_parallel(owner: str, arguments: dict[str, Any]) -> None:
     elif "tensor_parallel_mode" in arguments:
         field, needed = "tensor_parallel_group", mode is not None
     elif "tensor_parallel" in arguments:
-        field, needed = "tensor_parallel_group", arguments["tensor_parallel"] or arguments["sequence_parallel"]
+        needed = arguments["tensor_parallel"] or arguments.get("sequence_parallel", False)
+        field = "tensor_parallel_group"
     else:
         return
     name, size = group_name_and_size(owner, arguments[field]) if needed else (None, 1)

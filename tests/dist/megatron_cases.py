@@ -223,6 +223,7 @@ VARIANTS = {
     "distributed optimizer": {"shared": {"use_distributed_optimizer": True}},
     "overlapped gradient reduction": {"shared": {"overlap_grad_reduce": True}},
     "tp_comm_overlap": {"tp_comm_overlap": True},
+    "fused cross entropy": {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"},
 }
 
 

@@ -32,7 +32,7 @@ IN, OUT, ROWS = 24, 12, 12
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
 
 
-def close(got: torch.Tensor | None, expected: torch.Tensor, what: str, **tolerance: float) -> None:
+def close(got: torch.Tensor | None, expected: torch.Tensor, what: str, **tolerance: float | bool) -> None:
     assert got is not None, f"{what} is missing"
     torch.testing.assert_close(got, expected, **(tolerance or TOLERANCE), msg=lambda text: f"{what}: {text}")
 
@@ -244,6 +244,81 @@ def checkpointed_block() -> None:
         found.append((y.detach(), local.grad, model[2].weight.grad, model[4].bias.grad))
     for plain, recomputed in zip(*found, strict=True):
         close(recomputed, plain, "recomputed")
+
+
+# ---- the loss -----------------------------------------------------------------------------------------------------
+
+
+def loss_results(op: ops.CrossEntropy, logits: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
+    leaf = logits.detach().clone().requires_grad_()
+    loss = op(leaf, targets)
+    dy = torch.rand(loss.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    return [loss.detach(), *torch.autograd.grad(loss, leaf, dy.to(loss.dtype))]
+
+
+def sharded_loss() -> None:
+    """The loss equals that of one process, bit for bit on all ranks; each rank gets its shard of the gradient."""
+    group = dist.group.WORLD
+    ranks, rank = group.size(), group.rank()
+    shapes, losses = ((7,), (2, 3), (), (0,)), ({}, {"label_smoothing": 0.2, "z_loss": 0.01}, {"ignore_index": 4})
+    for lead, options, reduction, share in itertools.product(shapes, losses, ("mean", "sum", "none"), (1, 5, 2100)):
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            x, targets = (draw(*lead, ranks * share) * 9).to(dtype), torch.randint(ranks * share, lead)
+            if targets.dim() and len(targets) > 1:
+                targets[1], x[0, ..., -share:] = options.get("ignore_index", -100), -torch.inf
+            plain_op = ops.CrossEntropy(reduction=reduction, **options)
+            op = ops.CrossEntropy(reduction=reduction, **options, tensor_parallel=True, tensor_parallel_group=group)
+            assert op.tensor_parallel and op.tensor_parallel_group is group
+            y, dx = loss_results(plain_op, x, targets)
+            got_y, got_dx = loss_results(op, x.chunk(ranks, -1)[rank], targets)
+            tolerance = TOLERANCE if dtype == torch.float64 else {"rtol": 2e-6, "atol": 1e-6}
+            close(got_y, y, "loss", **tolerance, equal_nan=True)
+            rounded = {"rtol": 8e-3, "atol": 1e-6} if dtype == torch.bfloat16 else tolerance
+            close(got_dx, dx.chunk(ranks, -1)[rank], "dlogits", **rounded, equal_nan=True)
+            everywhere = [torch.empty_like(got_y) for _ in range(ranks)]
+            dist.all_gather(everywhere, got_y)
+            assert all(torch.equal(t.nan_to_num(7), got_y.nan_to_num(7)) for t in everywhere)
+
+
+def sharded_head_and_loss() -> None:
+    """A column-parallel head and the sharded loss in one Sequential, plain and compiled."""
+    group = dist.group.WORLD
+    ranks, rank = group.size(), group.rank()
+    x, w, targets = draw(6, 24).requires_grad_(), draw(5 * ranks, 24).requires_grad_(), torch.randint(5 * ranks, (6,))
+    F.cross_entropy(F.linear(x, w), targets, label_smoothing=0.1).backward()
+    head = ops.BasicLinear(
+        24, 5 * ranks, dtype=torch.float64, tensor_parallel_mode="column", tensor_parallel_group=group
+    )
+    with torch.no_grad():
+        head.weight.copy_(w.chunk(ranks)[rank])
+    model = ops.Sequential(head, ops.CrossEntropy(label_smoothing=0.1, tensor_parallel=True))
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        leaf = x.detach().clone().requires_grad_()
+        head.weight.grad = None
+        run(leaf, targets).backward()
+        close(leaf.grad, x.grad, "dx")
+        close(head.weight.grad, w.grad.chunk(ranks)[rank], "dW")
+    torch._dynamo.reset()
+
+
+def sharded_loss_rejects_bad_targets() -> None:
+    op = ops.CrossEntropy(tensor_parallel=True)
+    classes = 5 * dist.get_world_size()
+    logits = draw(3, 5)
+    op(logits, torch.tensor([0, classes - 1, -100]))  # of any rank's shard
+    for bad in (classes, -1):
+        try:
+            op(logits, torch.tensor([0, bad, 1]))
+        except IndexError as error:
+            assert f"target {bad} of row 1 is out of range; expected 0 to {classes - 1}" in str(error), error
+        else:
+            raise AssertionError("nothing raised")
+    try:
+        op(draw(3, 4 if dist.get_rank() == 0 else 5), torch.zeros(3, dtype=torch.long))
+    except ValueError as error:
+        assert "the ranks have logits of 4 to 5 classes, expected equal shards" in str(error), error
+    else:
+        raise AssertionError("nothing raised")
 
 
 def compiled_block() -> None:

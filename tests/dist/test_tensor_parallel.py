@@ -10,13 +10,26 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from launch import run_ranks  # noqa: E402
 
+LOSS = ["sharded_loss", "sharded_loss_rejects_bad_targets"]
 ALWAYS = ["every_mode", "collectives", "fused_block", "checkpoints", "initial_weights", "invalid_arguments"]
 # ranks, transport, situations; those that leave the ranks out of step come last
 LAUNCHES = {
-    "2 ranks": (2, "plain", [*ALWAYS, "single_rank_group", "checkpointed_block", "compiled_block", "mismatches"]),
-    "3 ranks": (3, "plain", [*ALWAYS, "non_adjacent_ranks", "mismatches", "missing_rank"]),
+    "2 ranks": (
+        2,
+        "plain",
+        [
+            *ALWAYS,
+            *LOSS,
+            "sharded_head_and_loss",
+            "single_rank_group",
+            "checkpointed_block",
+            "compiled_block",
+            "mismatches",
+        ],
+    ),
+    "3 ranks": (3, "plain", [*ALWAYS, *LOSS, "non_adjacent_ranks", "mismatches", "missing_rank"]),
     "4 ranks": (4, "plain", [*ALWAYS, "non_adjacent_ranks", "mesh_groups", "ddp", "fsdp"]),
-    "4 ranks, shared memory": (4, "shm", ["every_mode", "fused_block", "ddp", "fsdp"]),
+    "4 ranks, shared memory": (4, "shm", ["every_mode", "sharded_loss", "fused_block", "ddp", "fsdp"]),
 }
 
 

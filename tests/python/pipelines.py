@@ -189,6 +189,26 @@ class Generator:
             qkv_format=self.rng.choice(["sbhd", "bshd"]),
         )
 
+    def attention(self, shape):
+        layouts = [
+            (channels, groups)
+            for channels in (1, 2, 4)
+            for groups in (1, 2)
+            if shape[-1] % (channels * groups) == 0 and shape[-1] // (channels * groups) >= 3
+        ]
+        if not layouts:
+            return None
+        channels, groups = self.rng.choice(layouts)
+        return ops.DotProductAttention(
+            num_attention_heads=shape[-1] // channels - 2 * groups,
+            kv_channels=channels,
+            num_gqa_groups=groups,
+            attn_mask_type=self.rng.choice(["causal", "no_mask"]),
+            window_size=self.rng.choice([None, None, (1, -1)]),
+            qkv_format=self.rng.choice(["sbhd", "bshd"]),
+            qkv_layout=self.rng.choice(["group_interleaved", "concatenated"]),
+        )
+
     def reshape(self, shape):
         rows = 1
         for size in shape[:-1]:
@@ -232,8 +252,8 @@ class Generator:
     def module(self, shape) -> torch.nn.Module:
         kinds = {
             self.unary: 4, self.gated: 2, self.scaled: 2, self.linear: 7, self.grouped: 2, self.norm: 3,
-            self.rotary: 1, self.reshape: 1, self.structural: 4, self.dropout: 1, self.other: 1, self.fork: 6,
-            self.join: 6,
+            self.rotary: 1, self.attention: 1, self.reshape: 1, self.structural: 4, self.dropout: 1, self.other: 1,
+            self.fork: 6, self.join: 6,
         }  # fmt: skip
         module = None
         while module is None:

@@ -48,7 +48,7 @@ SCALED = {
 PASS_THROUGH = ("Identity", "Quantize", "AllGather", "AllReduce", "ReduceScatter")
 GLU_WITH_OPTIONS = ("SiTUGLU", "ClampedSwiGLU")
 OTHERS = ("BasicLinear", "Bias", "LayerNorm", "RMSNorm", "L2Normalization", "ConstantScale", "Reshape", "Dropout")
-WITH_EXTRAS = ("AddExtraInput", "MakeExtraOutput", "GroupedLinear", "RotaryEmbedding")
+WITH_EXTRAS = ("AddExtraInput", "MakeExtraOutput", "GroupedLinear", "RotaryEmbedding", "DotProductAttention")
 WRITTEN_OUT = {*UNARY, *GATES, *SCALED, *PASS_THROUGH, *GLU_WITH_OPTIONS, *OTHERS, *WITH_EXTRAS}
 
 
@@ -167,11 +167,79 @@ def rotary(op, x: torch.Tensor, *extras: torch.Tensor) -> torch.Tensor:
     return torch.cat([p if value else rotated(p) for p, value in zip(parts, is_value, strict=True)], -1)
 
 
+def cross_entropy(op, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """torch's loss of each row, plus the z-loss, in float32 or float64; then the reduction."""
+    logits, rows = x.reshape(-1, x.shape[-1]), targets.reshape(-1).long()
+    logits = logits if x.dtype == torch.float64 else logits.float()
+    options = {"ignore_index": op.ignore_index, "label_smoothing": op.label_smoothing}
+    loss = F.cross_entropy(logits, rows, **options, reduction="none")
+    if op.z_loss:
+        loss = loss + (op.z_loss * logits.logsumexp(-1).square()).masked_fill(rows == op.ignore_index, 0)
+    if op.reduction == "none":
+        return loss.reshape(targets.shape)
+    return loss.sum() / (rows != op.ignore_index).sum() if op.reduction == "mean" else loss.sum()
+
+
+def split_heads(op, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns q, k and v of [batch, s, width], each [batch, heads, s, channels]; keys are repeated for queries."""
+    heads, groups, d = op.num_attention_heads, op.num_gqa_groups or op.num_attention_heads, op.kv_channels
+    if op.qkv_layout == "concatenated":
+        q, k, v = (t.unflatten(-1, (-1, d)) for t in x.split([heads * d, groups * d, groups * d], -1))
+    else:
+        grouped = x.unflatten(-1, (groups, heads // groups + 2, d))
+        q, k, v = grouped[..., :-2, :].flatten(-3, -2), grouped[..., -2, :], grouped[..., -1, :]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return q, k.repeat_interleave(heads // groups, 1), v.repeat_interleave(heads // groups, 1)
+
+
+def visible(op, length: int) -> torch.Tensor:
+    """Returns the matrix of which query sees which key, for sequences of equal lengths."""
+    distance = torch.arange(length) - torch.arange(length)[:, None]
+    left, right = op.window_size or (-1, -1)
+    right = right if op.attn_mask_type == "no_mask" else 0
+    seen = torch.ones(length, length, dtype=torch.bool)
+    if left >= 0:
+        seen &= distance >= -left
+    if right >= 0:
+        seen &= distance <= right
+    return seen
+
+
+def batch_first(op, x: torch.Tensor) -> torch.Tensor:
+    """Returns [batch, s, width] of an activation [*, width]."""
+    if x.dim() == 1:
+        return x[None, None]
+    if op.qkv_format == "sbhd":
+        return x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1]).transpose(0, 1)
+    return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+
+
+def softmax_attention(op, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    scale = op.kv_channels**-0.5 if op.softmax_scale is None else op.softmax_scale
+    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~visible(op, q.shape[-2]), -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def attention(op, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, inner=softmax_attention) -> torch.Tensor:
+    """Attention of each sequence; `inner(op, q, k, v)` computes that of [batch, heads, s, channels]."""
+    width = op.num_attention_heads * op.kv_channels
+    if x.numel() == 0:
+        return x[..., :width]
+    if cu_seqlens is not None:
+        parts = x.reshape(-1, x.shape[-1]).split(cu_seqlens.diff().tolist())
+        ys = [inner(op, *split_heads(op, part[None])).transpose(1, 2).flatten(2)[0] for part in parts if len(part)]
+        return torch.cat(ys).reshape(*x.shape[:-1], width)
+    y = inner(op, *split_heads(op, batch_first(op, x))).transpose(1, 2).flatten(2)
+    return (y.transpose(0, 1) if op.qkv_format == "sbhd" else y).reshape(*x.shape[:-1], width)
+
+
 def apply(op, x: torch.Tensor, *extras: torch.Tensor, of: Of = lambda p: p) -> tuple[torch.Tensor, tuple]:
     """Returns (output, extra outputs) of one operation. `of` returns the tensor to use for a Parameter."""
     if isinstance(op, weft.ops.Linear):
         return F.linear(x, of(op.weight), None if op.bias is None else of(op.bias)), ()
     name = type(op).__name__
+    if name == "CrossEntropy":
+        return cross_entropy(op, x, *extras), ()
     if name not in WRITTEN_OUT:
         return reference_is_op(op, x, *extras, of=of)
     if name == "BasicLinear":
@@ -180,6 +248,8 @@ def apply(op, x: torch.Tensor, *extras: torch.Tensor, of: Of = lambda p: p) -> t
         return grouped_linear(op, x, *extras, of=of), ()
     if name == "RotaryEmbedding":
         return rotary(op, x, *extras), ()
+    if name == "DotProductAttention":
+        return attention(op, x, *extras), ()
     if name == "Bias":
         return x + of(op.bias), ()
     if name in ("LayerNorm", "RMSNorm"):

@@ -214,7 +214,7 @@ def test_unsupported_name_gives_reason(te):
     with pytest.raises(AttributeError, match="unknown name"):
         te.no_such_thing  # noqa: B018
     with pytest.raises(ImportError):
-        from transformer_engine.pytorch import parallel_cross_entropy  # noqa: F401
+        from transformer_engine.pytorch import onnx_export  # noqa: F401
     with pytest.raises(ModuleNotFoundError, match="weft.compat replaces"):
         importlib.import_module("transformer_engine.jax")
     for name in _namespace.UNSUPPORTED:
@@ -223,6 +223,7 @@ def test_unsupported_name_gives_reason(te):
 
 def test_megatron_imports_resolve(te):
     from transformer_engine.common.recipe import DelayedScaling  # noqa: F401
+    from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy  # noqa: F401
     from transformer_engine.pytorch.distributed import CudaRNGStatesTracker, activation_recompute_forward  # noqa: F401
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast  # noqa: F401
     from transformer_engine.pytorch.ops import FusibleOperation, Sequential  # noqa: F401
@@ -727,13 +728,7 @@ def test_attention_options(te):
     same(module(q, k, k, attn_mask_type="causal_bottom_right"), plain_attention(q, k, k, first.triu(3), 0.3))
     module.train()
     assert not torch.equal(module(q, k, k), module(q, k, k))
-    lengths = torch.tensor([0, 4, 8])
-    for options in (
-        {"qkv_format": "thd"},
-        {"alibi_slopes": torch.ones(2)},
-        {"core_attention_bias_type": "alibi"},
-        {"cu_seqlens_q": lengths},
-    ):
+    for options in ({"alibi_slopes": torch.ones(2)}, {"core_attention_bias_type": "alibi"}, {"qkv_format": "bhsd"}):
         with pytest.raises(NotImplementedError, match="DotProductAttention"):
             module(q, k, k, **options)
     module.eval()
@@ -745,6 +740,52 @@ def test_attention_options(te):
             call(atention_mask=None)
     with pytest.raises(ValueError, match="attention_mask is not given"):
         module(q, k, k, attn_mask_type="padding")
+
+
+@pytest.mark.parametrize("mask", ["padding", "padding_causal", "padding_causal_bottom_right"])
+def test_attention_of_packed_sequences(te, mask):
+    heads, groups, channels = 4, 2, 3
+    queries, keys = torch.tensor([0, 4, 4, 9], dtype=torch.int32), torch.tensor([0, 5, 6, 12], dtype=torch.int32)
+    module = te.DotProductAttention(heads, channels, groups, qkv_format="thd", attn_mask_type=mask)
+    given = [
+        torch.randn(rows, count, channels, dtype=torch.float64, requires_grad=True)
+        for rows, count in ((9, heads), (12, groups), (12, groups))
+    ]
+    got = module(*given, cu_seqlens_q=queries, cu_seqlens_kv=keys, max_seqlen_q=5, max_seqlen_kv=6)
+    dense = te.DotProductAttention(
+        heads,
+        channels,
+        groups,
+        qkv_format="bshd",
+        attn_mask_type=mask.replace("padding_", "").replace("padding", "no_mask"),
+    )
+    parts = [
+        dense(given[0][None, a:b], *(t[None, c:d] for t in given[1:]))[0]
+        for a, b, c, d in zip(queries[:-1], queries[1:], keys[:-1], keys[1:], strict=True)
+        if b > a
+    ]
+    same(got, torch.cat(parts))
+    dy = torch.randn_like(got)
+    for ours, theirs in zip(
+        torch.autograd.grad(got, given, dy), torch.autograd.grad(torch.cat(parts), given, dy), strict=True
+    ):
+        same(ours, theirs)
+
+
+def test_attention_of_packed_sequences_raises_by_name(te):
+    module = te.DotProductAttention(2, 4, qkv_format="thd")
+    q, offsets = torch.randn(6, 2, 4), torch.tensor([0, 2, 6], dtype=torch.int32)
+    packed = {"cu_seqlens_q": offsets, "cu_seqlens_kv": offsets}
+    with pytest.raises(ValueError, match="qkv_format is 'thd', but cu_seqlens_kv is not given"):
+        module(q, q, q, cu_seqlens_q=offsets)
+    with pytest.raises(NotImplementedError, match="cu_seqlens is not supported with qkv_format 'bshd'"):
+        module(q[None], q[None], q[None], qkv_format="bshd", **packed)
+    with pytest.raises(ValueError, match="expected .tokens, heads, channels. with qkv_format 'thd'"):
+        module(q[None], q, q, **packed)
+    with pytest.raises(NotImplementedError, match="no arbitrary mask and no bias"):
+        module(q, q, q, attn_mask_type="arbitrary", **packed)
+    with pytest.raises(NotImplementedError, match="cu_seqlens_q_padded is not supported"):
+        module(q, q, q, cu_seqlens_q_padded=offsets, **packed)
 
 
 def test_attention_rotary_positions(te):
@@ -968,6 +1009,34 @@ def test_permute_sorts_chunks(te):
     assert torch.equal(te.moe_sort_chunks_by_index(x, [1, 3, 2], [2, 0, 1]), y)
     y[0].sum().backward()
     assert x.grad.sum() == 2 and (x.grad[4] == 1).all()
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("reduce_loss", (False, True))
+def test_parallel_cross_entropy(te, reduce_loss, dtype):
+    from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
+
+    assert te.parallel_cross_entropy is parallel_cross_entropy
+    logits, target = (torch.randn(3, 5, 17) * 4).to(dtype).requires_grad_(), torch.randint(17, (3, 5))
+    target[1, 2] = 16
+    loss = parallel_cross_entropy(logits, target, 0.1, reduce_loss, None, 16, True)
+    wide = logits.detach().double().requires_grad_()
+    kind = "mean" if reduce_loss else "none"
+    expected = F.cross_entropy(
+        wide.flatten(0, 1), target.flatten(), label_smoothing=0.1, ignore_index=16, reduction=kind
+    )
+    expected = expected if reduce_loss else expected.view(3, 5)
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and loss.shape == expected.shape
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
+    before = logits.detach().clone()
+    loss.sum().backward()
+    expected.sum().backward()
+    tolerance = 8e-3 if dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(logits.grad.double(), wide.grad, rtol=tolerance, atol=1e-6)
+    assert torch.equal(logits, before), "the logits were overwritten"
+    assert torch.equal(parallel_cross_entropy(logits, target.flatten(), 0.1, reduce_loss, ignore_idx=16), loss)
+    with pytest.raises(ValueError, match=r"target has shape \[3\], inp has shape \[3, 5, 17\]; expected.*\[3, 5\]"):
+        parallel_cross_entropy(logits, target[:, 0])
 
 
 def test_router(te):

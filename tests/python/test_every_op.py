@@ -52,13 +52,20 @@ class Case:
             shapes.append(shapes[0][:-1])
         if self.name == "AddExtraInput":
             shapes.append(shapes[0])
+        if self.name == "CrossDotProductAttention":
+            groups = self.options.get("num_gqa_groups", self.options["num_attention_heads"])
+            shapes.append((*lead, 2 * groups * self.options["kv_channels"]))
         if self.name == "GroupedLinear" and self.options["bias"] and self.options["scale_bias"]:
             shapes.append(lead)
         inputs = [values(shape, seed).to(dtype).requires_grad_() for seed, shape in enumerate(shapes)]
         if self.name == "GroupedLinear":
             inputs.insert(1, plain.some_splits(self.options["num_groups"], math.prod(lead)))
+        if self.name.endswith("DotProductAttention") and self.options.get("qkv_format") == "thd":
+            inputs += [plain.packed_sequences(math.prod(lead))] * (2 if self.name.startswith("Cross") else 1)
         if self.name == "RotaryEmbedding":
             inputs += self.rotary_inputs(lead, dtype)
+        if self.name == "CrossEntropy":
+            inputs.append(some_classes(lead, *self.row, self.options.get("ignore_index", -100)))
         return inputs
 
     def rotary_inputs(self, lead: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -76,6 +83,13 @@ def values(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     u = torch.rand(shape, generator=generator, dtype=torch.float64)
     magnitude = torch.where(u < 0.5, u * 1.1 + 0.1, u + 0.35)
     return torch.where(torch.rand(shape, generator=generator) < 0.5, magnitude, -magnitude)
+
+
+def some_classes(lead: tuple[int, ...], count: int, ignore_index: int) -> torch.Tensor:
+    """Returns class indices; if there are several rows, one is ignored."""
+    targets = torch.arange(math.prod(lead)) * 3 % count
+    targets[1:2] = ignore_index
+    return targets.reshape(lead)
 
 
 def floats(tensors) -> list[torch.Tensor]:
@@ -117,6 +131,9 @@ MORE = [
         )
     ),
     Case("Bias", {"size": 1}, (1,)),
+    Case("CrossEntropy", {"reduction": "sum"}),
+    Case("CrossEntropy", {"reduction": "sum", "label_smoothing": 0.5, "z_loss": 0.1, "ignore_index": 3}, (37,)),
+    Case("CrossEntropy", {"reduction": "none"}, (1,)),
     Case("GELU", {"approximate": "none"}),
     Case("SwiGLU"),
     Case("SwiGLU", {"glu_interleave_size": 4}, (16,)),
@@ -153,6 +170,27 @@ MORE = [
             (36, {"num_gqa_groups": 1, "rotary_base": None, "qkv_format": "bshd"}),
             (48, {"num_gqa_groups": 2, "qkv_format": "thd"}),
             (24, {"qkv_layout": None, "rotary_base": None, "qkv_format": "thd", "interleaved": True}),
+        )
+    ),
+    *(
+        Case("DotProductAttention", {"num_attention_heads": 4, "kv_channels": 6, **options}, (row,))
+        for row, options in (
+            (72, {}),
+            (48, {"num_gqa_groups": 2, "qkv_format": "bshd"}),
+            (48, {"num_gqa_groups": 2, "qkv_layout": "concatenated", "attn_mask_type": "no_mask"}),
+            (36, {"num_gqa_groups": 1, "attn_mask_type": "causal_bottom_right", "softmax_scale": 0.7}),
+            (48, {"num_gqa_groups": 2, "attn_mask_type": "no_mask", "window_size": (1, 2), "qkv_format": "bshd"}),
+            (48, {"num_gqa_groups": 2, "qkv_format": "thd"}),
+            (72, {"qkv_format": "thd", "window_size": (0, 0), "qkv_layout": "concatenated"}),
+        )
+    ),
+    *(
+        Case("CrossDotProductAttention", {"num_attention_heads": 4, "kv_channels": 6, **options}, (24,))
+        for options in (
+            {},
+            {"num_gqa_groups": 2, "qkv_format": "bshd", "attn_mask_type": "causal"},
+            {"num_gqa_groups": 2, "kv_layout": "concatenated", "attn_mask_type": "causal_bottom_right"},
+            {"num_gqa_groups": 1, "qkv_format": "thd", "window_size": (1, 2), "softmax_scale": 0.7},
         )
     ),
     Case("Reshape", {"shape": (-1,)}, (12,)),
@@ -196,7 +234,7 @@ def compare_with_plain(op, inputs: list[torch.Tensor]) -> None:
     eager_outputs, eager_grads = truth(inputs[0].dtype)
     names = ["x"] + [f"extra {i}" for i in range(len(floats(inputs)) - 1)] + [n for n, _ in op.named_parameters()]
     for i, (y, exact, eager) in enumerate(zip(outputs, exact_outputs, eager_outputs, strict=True)):
-        assert y.dtype == inputs[0].dtype
+        assert y.dtype == (eager.dtype if isinstance(op, ops.CrossEntropy) else inputs[0].dtype)
         assert_close(y, exact, eager, f"output {i}")
     for name, t, g, exact, eager in zip(names, grad_inputs, grads, exact_grads, eager_grads, strict=True):
         assert g is not None, f"no gradient of {name}"
@@ -326,6 +364,8 @@ UNTOUCHED = (
 
 
 def expected_dtype(case: Case, x: torch.dtype, param: torch.dtype, autocast: torch.dtype | None) -> torch.dtype:
+    if case.name == "CrossEntropy":
+        return torch.float32
     if case.name in UNTOUCHED or case.options.get("p") == 0:
         return x
     if case.name in PROMOTING:
@@ -444,6 +484,11 @@ REJECTED_AT_CONSTRUCTION = [
     (lambda: ops.RotaryEmbedding(4, 7), ValueError, "rotary_dim is 7, expected an even number"),
     (lambda: ops.RotaryEmbedding(4, 8, rotary_base=-1.0), ValueError, "rotary_base is -1"),
     (lambda: ops.RotaryEmbedding(4, 8, qkv_format="hd"), ValueError, "expected one of sbhd, bshd, thd"),
+    (lambda: ops.DotProductAttention(4, 8, num_gqa_groups=3), ValueError, "num_attention_heads is 4, num_gqa_groups 3"),
+    (lambda: ops.DotProductAttention(4, 8, attention_dropout=1.5), ValueError, "attention_dropout is 1.5"),
+    (lambda: ops.DotProductAttention(4, 8, window_size=(1,)), ValueError, r"window_size is \[1\], expected two"),
+    (lambda: ops.DotProductAttention(4, 8, window_size=(-2, 0)), ValueError, r"window_size is \[-2, 0\]"),
+    (lambda: ops.DotProductAttention(4, 8, softmax_scale=float("inf")), ValueError, "softmax_scale is inf"),
     *[
         (lambda name=name: getattr(ops, name)(activation_recompute_in_mlp=True), ValueError, "activation recomputation")
         for name in SCALED_GLU

@@ -102,7 +102,7 @@ def test_wrong_pipeline_is_found(what, monkeypatch):
     else:
         monkeypatch.setattr(plain, "apply", perturbed_apply)
     wrong = 0
-    for seed in range(60):
+    for seed in range(FAST):
         program = pipelines.generate(seed)
         if program.dtype == torch.float64 and any(type(m).__name__ == "Bias" for m in program.modules()):
             wrong += bool(pipelines.find_errors(program))

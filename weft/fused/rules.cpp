@@ -9,7 +9,7 @@
 namespace weft::fused {
 
 // Defined in joint/, forward/ and backward/.
-PatternRule joint_grouped_mlp(), joint_mlp_block(), joint_norm_linear();
+PatternRule joint_grouped_mlp(), joint_mlp_block(), joint_norm_linear(), joint_linear_cross_entropy();
 PatternRule forward_overlapped_column(), forward_overlapped_row(), forward_overlapped_row_inside(),
     forward_linear_bias_activation(), forward_linear_bias_add(), forward_linear_scale_add(), forward_linear_bias(),
     forward_dropout_add();
@@ -24,6 +24,7 @@ std::vector<PatternRule> builtin() {
   return {joint_grouped_mlp(),
           joint_mlp_block(),
           joint_norm_linear(),
+          joint_linear_cross_entropy(),
           forward_overlapped_column(),
           forward_overlapped_row(),
           forward_overlapped_row_inside(),

@@ -44,7 +44,7 @@ std::vector<Explanation::StepLine> lines(const Pipeline& pipeline, const std::ve
     const bool in_python = step.fused ? step.fused->process_local() : pipeline.op(step.first).process_local();
     std::vector<kernels::TierChoice> choices;
     for (int i = step.first; i < step.first + step.count; ++i)
-      choices.push_back(pipeline.op(i).kernel(device, view.compute_dtypes[i], backward));
+      choices.push_back(pipeline.op(i).kernel({device, view.compute_dtypes[i], backward, view.plans[i].training}));
     const auto choice = step.fused ? fastest_tier(choices) : choices.front();
     list.push_back({step.first, step.count, name, bool(step.fused),
                     in_python ? "python" : std::string(kernels::tier_name(choice.tier)),

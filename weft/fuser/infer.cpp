@@ -36,12 +36,12 @@ CallShapes infer(const Pipeline& pipeline, const Plan& plan, Spec x, const std::
   for (int i = 0; i < pipeline.size(); ++i) {
     for (int s = pipeline.extra_in_base(i); s < pipeline.extra_in_base(i + 1); ++s)
       if (pipeline.source(s) >= 0) extra_in[s] = extra_out[pipeline.source(s)];
+    const auto extra = slice(extra_in, pipeline.extra_in_base(i), pipeline.extra_in_base(i + 1));
     auto made = with_label(pipeline.label(i), [&] {
-      return pipeline.op(i).infer(plan.ops[i], x,
-                                  slice(extra_in, pipeline.extra_in_base(i), pipeline.extra_in_base(i + 1)),
+      return pipeline.op(i).infer(plan.ops[i], x, extra,
                                   slice(params, pipeline.param_base(i), pipeline.param_base(i + 1)));
     });
-    const auto flops = pipeline.op(i).flops(plan.ops[i], x);
+    const auto flops = pipeline.op(i).flops(plan.ops[i], x, extra);
     out.flops.forward += flops.forward;
     out.flops.backward += flops.backward;
     const auto names = pipeline.op(i).saved_names();

@@ -1,5 +1,7 @@
 #include "weft/fuser/plan.h"
 
+#include <ATen/OpMathType.h>
+
 #include <algorithm>
 #include <ranges>
 
@@ -76,6 +78,7 @@ at::ScalarType compute_dtype(const Pipeline& pipeline, const PlanKey& key, const
       return known ? c10::promoteTypes(x, other) : at::ScalarType::Undefined;
     }
     case ops::DtypeRule::input:
+    case ops::DtypeRule::opmath_output:
     case ops::DtypeRule::any:
       return x;
     case ops::DtypeRule::unknown:
@@ -214,6 +217,8 @@ fused::PlanView make_plan_view(const Pipeline& pipeline, const PlanKey& key, con
     view.input_dtypes.push_back(dtype);
     dtype = compute_dtype(pipeline, key, plans[i], i, dtype);
     view.compute_dtypes.push_back(dtype);
+    if (pipeline.op(i).dtype_rule() == ops::DtypeRule::opmath_output && dtype != at::ScalarType::Undefined)
+      dtype = at::toOpMathType(dtype);
   }
   return view;
 }

@@ -1,4 +1,5 @@
 #pragma once
+#include "weft/kernels/cross_entropy.h"
 #include "weft/kernels/gemm.h"
 #include "weft/kernels/group_offsets.h"
 #include "weft/kernels/grouped.h"
@@ -71,6 +72,10 @@ at::Tensor l2_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at:
 
 at::Tensor rotary(const at::Tensor& x, const RotaryTables& tables, const RotaryHeads& heads, RotaryDirection direction);
 RotaryTables rotary_table_gradients(const at::Tensor& dy, const at::Tensor& x, const RotaryHeads& heads);
+
+at::Tensor cross_entropy_partials(const at::Tensor& logits, const at::Tensor& targets, const CrossEntropyLoss& loss);
+at::Tensor cross_entropy_backward(const at::Tensor& grad, const at::Tensor& logits, const at::Tensor& targets,
+                                  const at::Tensor& statistics, const CrossEntropyLoss& loss);
 
 at::Tensor sum_rows(const at::Tensor& matrix);
 at::Tensor scaled_mask_add(const at::Tensor& x, const at::Tensor& mask, double scale, const at::Tensor& addend);

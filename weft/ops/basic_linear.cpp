@@ -51,9 +51,10 @@ std::vector<ParamSpec> BasicLinear::params() const {
            .supports_main_grad = true}};
 }
 
-kernels::TierChoice BasicLinear::kernel(c10::DeviceType device, at::ScalarType dtype, bool backward) const {
+kernels::TierChoice BasicLinear::kernel(const TierQuery& q) const {
   const auto n = local_out_features(), k = local_in_features();
-  return backward ? kernels::choose_gemm_tier(device, dtype, k, n) : kernels::choose_gemm_tier(device, dtype, n, k);
+  return q.backward ? kernels::choose_gemm_tier(q.device, q.dtype, k, n)
+                    : kernels::choose_gemm_tier(q.device, q.dtype, n, k);
 }
 
 Inferred BasicLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const {
@@ -72,7 +73,7 @@ Inferred BasicLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spe
   return out;
 }
 
-Flops BasicLinear::flops(const OpPlan& plan, const Spec& x) const {
+Flops BasicLinear::flops(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>) const {
   const int64_t ranks = gathers_input() ? options_.tensor_parallel_size : 1;
   const auto gemm = 2 * x.rows() * ranks * local_in_features() * local_out_features();
   return {.forward = gemm, .backward = gemm * (int{plan.needs_input_grad} + int{plan.needs_param_grad[0] != 0})};
@@ -189,6 +190,11 @@ void BasicLinear::weight_gradient_of(OpContext& ctx, const Gradient& dy, const a
     if (gemm.dy.is_same(dy.value)) gemm.packed_dy = dy.packed;
   }
   ops::weight_gradient(ctx, wgrad, 0, 1, std::move(gemm));
+}
+
+void BasicLinear::weight_gradient_by(OpContext& ctx, std::function<at::Tensor(const at::Tensor&, bool)> compute) const {
+  TORCH_INTERNAL_ASSERT(!delays_wgrad());
+  ops::weight_gradient(ctx, wgrad_options(options_), 0, 1, {.compute = std::move(compute)});
 }
 
 bool BasicLinear::backward_dw(Params params) const {

@@ -58,9 +58,9 @@ class BasicLinear final : public Op<BasicLinear> {
   std::vector<std::string> saved_names() const override { return {"input", "weight in compute dtype"}; }
   int weight_slot() const override { return kCastWeight; }
   DtypeRule dtype_rule() const override { return DtypeRule::weight; }
-  kernels::TierChoice kernel(c10::DeviceType device, at::ScalarType dtype, bool backward) const override;
+  kernels::TierChoice kernel(const TierQuery& q) const override;
   Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const override;
-  Flops flops(const OpPlan& plan, const Spec& x) const override;
+  Flops flops(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>) const override;
   at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;
   at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const override;
   bool delays_wgrad() const override { return options_.delay_wgrad_compute; }
@@ -107,6 +107,8 @@ class BasicLinear final : public Op<BasicLinear> {
   /// The same for another x, already gathered; `progress` as in Epilogue.
   void weight_gradient_of(OpContext& ctx, const Gradient& dy, const at::Tensor& x, double scale = 1,
                           const std::function<void()>* progress = nullptr) const;
+  /// dW as `compute` writes it (see WgradGemm), for a linear that does not delay it.
+  void weight_gradient_by(OpContext& ctx, std::function<at::Tensor(const at::Tensor&, bool)> compute) const;
 
  private:
   bool column() const { return options_.tensor_parallel_mode == ParallelMode::column; }

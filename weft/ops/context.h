@@ -14,12 +14,13 @@ using Params = c10::ArrayRef<at::Tensor>;
 
 /// How the compute dtype of an operation is determined.
 enum class DtypeRule {
-  autocast,  // the autocast dtype, else that of x
-  weight,    // the autocast dtype, else that of the first parameter
-  promote,   // torch's type promotion of x and the other operand
-  input,     // that of x, which must be a compute dtype
-  any,       // that of x, which may be any dtype
-  unknown,   // known only after the operation ran
+  autocast,       // the autocast dtype, else that of x
+  weight,         // the autocast dtype, else that of the first parameter
+  promote,        // torch's type promotion of x and the other operand
+  input,          // that of x, which must be a compute dtype
+  opmath_output,  // that of x, which must be a compute dtype; the output has its opmath dtype
+  any,            // that of x, which may be any dtype
+  unknown,        // known only after the operation ran
 };
 
 /// What one call requires of one operation. Determined by the plan key; holds no tensor.

@@ -350,12 +350,11 @@ bool GroupedLinear::backward_dw(Params params) const {
 
 // ---- forward and backward -----------------------------------------------------------------------------------------
 
-kernels::TierChoice GroupedLinear::kernel(c10::DeviceType device, at::ScalarType dtype, bool backward) const {
-  const auto n = options_.out_features, k = options_.in_features;
-  if (options_.split_path)
-    return backward ? kernels::choose_gemm_tier(device, dtype, k, n) : kernels::choose_gemm_tier(device, dtype, n, k);
-  return backward ? kernels::choose_grouped_tier(device, dtype, k, n)
-                  : kernels::choose_grouped_tier(device, dtype, n, k);
+kernels::TierChoice GroupedLinear::kernel(const TierQuery& q) const {
+  auto n = options_.out_features, k = options_.in_features;
+  if (q.backward) std::swap(n, k);
+  return options_.split_path ? kernels::choose_gemm_tier(q.device, q.dtype, n, k)
+                             : kernels::choose_grouped_tier(q.device, q.dtype, n, k);
 }
 
 Inferred GroupedLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra,
@@ -378,7 +377,7 @@ Inferred GroupedLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<S
   return out;
 }
 
-Flops GroupedLinear::flops(const OpPlan& plan, const Spec& x) const {
+Flops GroupedLinear::flops(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>) const {
   const auto gemm = 2 * x.rows() * options_.in_features * options_.out_features;
   return {.forward = gemm,
           .backward = gemm * (int{plan.needs_input_grad} + int{plan.needs_param_grad[first_weight()] != 0})};

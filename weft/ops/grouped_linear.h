@@ -60,10 +60,10 @@ class GroupedLinear final : public Op<GroupedLinear> {
     return {"input", "splits", "scales", "weights in compute dtype"};
   }
   DtypeRule dtype_rule() const override { return DtypeRule::weight; }
-  kernels::TierChoice kernel(c10::DeviceType device, at::ScalarType dtype, bool backward) const override;
+  kernels::TierChoice kernel(const TierQuery& q) const override;
   Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra,
                  c10::ArrayRef<Spec> params) const override;
-  Flops flops(const OpPlan& plan, const Spec& x) const override;
+  Flops flops(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>) const override;
   at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;
   at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const override;
   bool delays_wgrad() const override { return options_.delay_wgrad_compute; }

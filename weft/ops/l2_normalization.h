@@ -27,8 +27,8 @@ class L2Normalization final : public Op<L2Normalization> {
   std::string_view name() const override { return "L2Normalization"; }
   std::vector<std::string> saved_names() const override { return {"input", "1 / norm"}; }
   DtypeRule dtype_rule() const override { return DtypeRule::input; }
-  kernels::TierChoice kernel(c10::DeviceType device, at::ScalarType dtype, bool) const override {
-    return kernels::choose_vector_tier(device, dtype);
+  kernels::TierChoice kernel(const TierQuery& q) const override {
+    return kernels::choose_vector_tier(q.device, q.dtype);
   }
   Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const override;
   at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params) const override;

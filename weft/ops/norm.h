@@ -51,8 +51,8 @@ class NormOp : public BasicOp {
   const Options& options() const { return options_; }
   std::vector<FieldValue> fields() const override { return list_fields(options_); }
   DtypeRule dtype_rule() const override { return DtypeRule::weight; }
-  kernels::TierChoice kernel(c10::DeviceType device, at::ScalarType dtype, bool) const override {
-    return kernels::choose_vector_tier(device, dtype);
+  kernels::TierChoice kernel(const TierQuery& q) const override {
+    return kernels::choose_vector_tier(q.device, q.dtype);
   }
   at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const override {
     return gradient(ctx, dy, params, {}, /*reuse=*/false);

@@ -11,6 +11,14 @@
 
 namespace weft::ops {
 
+/// A pass of an operation, for the choice of its kernel.
+struct TierQuery {
+  c10::DeviceType device;
+  at::ScalarType dtype;  // the compute dtype
+  bool backward = false;
+  bool training = true;
+};
+
 /// The smallest unit of a pipeline. A stateless description that runs forward and backward: parameters are passed to
 /// each call, and tensors for backward are saved through the context.
 class BasicOp {
@@ -34,21 +42,22 @@ class BasicOp {
   virtual bool output_is_input(const OpPlan&) const { return false; }
   /// True if it may overwrite its first extra tensor (forward: extra input, backward: gradient of the extra output).
   virtual bool in_place() const { return false; }
-  /// True if the extra input holds integer row counts of groups (split sizes); it has no gradient.
+  /// True if the extra input holds integers (split sizes of groups, class indices); it has no gradient.
   virtual bool is_index(int /*extra*/) const { return false; }
   /// True if callers may pass buffers for its output and for dx.
   virtual bool takes_buffers() const { return false; }
   /// True for operations written in Python: they cannot be serialized and may keep arbitrary state for backward.
   virtual bool process_local() const { return false; }
 
-  /// The kernel tier used for `dtype` on `device`, and why faster tiers are not used. For `explain()`.
-  virtual kernels::TierChoice kernel(c10::DeviceType, at::ScalarType /*dtype*/, bool /*backward*/) const { return {}; }
+  /// The kernel tier that a pass uses, and why faster tiers are not used. For `explain()`.
+  virtual kernels::TierChoice kernel(const TierQuery&) const { return {}; }
 
   /// Specs of what `forward` returns and saves. Raises ValueError for sizes that either pass does not support: backward
   /// relies on this check. `params` have the shapes given by `params()`.
   virtual Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra,
                          c10::ArrayRef<Spec> params) const = 0;
-  virtual Flops flops(const OpPlan& /*plan*/, const Spec& /*x*/) const { return {}; }
+  /// Of its GEMMs. `extra` are the extra inputs.
+  virtual Flops flops(const OpPlan& /*plan*/, const Spec& /*x*/, c10::ArrayRef<Spec> /*extra*/) const { return {}; }
   /// Returns y. Sets extra outputs through the context.
   virtual at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const = 0;
   /// Returns dx, undefined if not needed. Sets the other gradients through the context. An undefined `dy` means zero

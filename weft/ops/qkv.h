@@ -45,8 +45,7 @@ namespace description {
 inline constexpr const char* kNumAttentionHeads = "Number of query heads in the input, those of this rank.";
 inline constexpr const char* kKvChannels = "Number of channels of a head.";
 inline constexpr const char* kNumGqaGroups =
-    "Number of key heads and of value heads in the input, each shared by consecutive query heads; None means one per "
-    "query head.";
+    "Number of key heads and of value heads, each shared by consecutive query heads; None means one per query head.";
 inline constexpr const char* kQkvFormat =
     "Order of the dimensions: ``\"sbhd\"`` sequence first, ``\"bshd\"`` sequence before the last dimension, "
     "``\"thd\"`` "

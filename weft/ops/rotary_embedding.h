@@ -50,8 +50,8 @@ class RotaryEmbedding final : public Op<RotaryEmbedding> {
   bool is_index(int extra) const override { return packed() && extra == offsets_index(); }
   std::vector<std::string> saved_names() const override { return {"cos", "sin", "cu_seqlens", "input"}; }
   DtypeRule dtype_rule() const override { return DtypeRule::input; }
-  kernels::TierChoice kernel(c10::DeviceType device, at::ScalarType dtype, bool) const override {
-    return kernels::choose_vector_tier(device, dtype);
+  kernels::TierChoice kernel(const TierQuery& q) const override {
+    return kernels::choose_vector_tier(q.device, q.dtype);
   }
   Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra, c10::ArrayRef<Spec>) const override;
   at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params) const override;

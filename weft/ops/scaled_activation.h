@@ -16,8 +16,8 @@ class ScaledActivation : public BasicOp {
   int extra_inputs() const override { return 1; }
   DtypeRule dtype_rule() const override { return DtypeRule::autocast; }
   std::vector<std::string> saved_names() const override { return {"input", "scales"}; }
-  kernels::TierChoice kernel(c10::DeviceType device, at::ScalarType dtype, bool) const override {
-    return kernels::choose_vector_tier(device, dtype);
+  kernels::TierChoice kernel(const TierQuery& q) const override {
+    return kernels::choose_vector_tier(q.device, q.dtype);
   }
   Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra, c10::ArrayRef<Spec>) const override;
   at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const override;

@@ -105,6 +105,7 @@ Tensors write_groups(const WgradGemm& gemm, const Sinks& sinks, bool accumulate)
 /// first write overwrites main_grad; the others add to it.
 Tensors write(const Sinks& sinks, Params params, const WgradGemm& gemm) {
   const auto compute = [&](bool accumulate) {
+    if (gemm.compute) return Tensors{gemm.compute(sinks[0].out, accumulate)};
     return gemm.splits.defined() ? write_groups(gemm, sinks, accumulate) : write_one(gemm, sinks[0].out, accumulate);
   };
   if (!sinks[0].out.defined()) return compute(false);

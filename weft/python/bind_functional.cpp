@@ -78,8 +78,13 @@ py::list gradients(const std::string& text) {
   return list;
 }
 
-py::tuple flops(const std::string& text, const py::list& inputs) {
-  const auto shapes = shapes_of(fuser::program(text), inputs);
+/// FLOPs of a call from the sizes of its inputs, which have the dtypes of the program.
+py::tuple flops(const std::string& text, const py::list& sizes) {
+  const auto program = fuser::program(text);
+  py::list inputs;
+  for (size_t i = 0; i < sizes.size(); ++i)
+    inputs.append(py::make_tuple(sizes[i], program.plan->key.tensor_meta(static_cast<int>(i)).dtype));
+  const auto shapes = shapes_of(program, inputs);
   return py::make_tuple(shapes.flops.forward, shapes.flops.backward);
 }
 
@@ -100,8 +105,8 @@ void bind_functional(py::module_& m) {
         "Specs of the results of a call; a tensor is given as (sizes, dtype).");
   m.def("gradients", &gradients, py::arg("text"),
         "For each input of a call: its name, whether the call computes its gradient, whether into main_grad.");
-  m.def("flops", &flops, py::arg("text"), py::arg("inputs"),
-        "Floating-point operations of the GEMMs in forward and backward.");
+  m.def("flops", &flops, py::arg("text"), py::arg("sizes"),
+        "Floating-point operations of the GEMMs in forward and backward; `sizes` are those of the inputs.");
   m.def(
       "check_transforms",
       [](const std::vector<at::Tensor>& tensors) {

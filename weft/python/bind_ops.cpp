@@ -81,7 +81,7 @@ void bind_ops(py::module_& m) {
       .def_property_readonly("extra_outputs", &ops::BasicOp::extra_outputs)
       .def_property_readonly("takes_buffers", &ops::BasicOp::takes_buffers,
                              "Whether callers may pass buffers for its output and for the gradient of its input.")
-      .def("is_index", &ops::BasicOp::is_index, py::arg("extra_input"), "Whether an extra input holds split sizes.")
+      .def("is_index", &ops::BasicOp::is_index, py::arg("extra_input"), "Whether an extra input holds integers.")
       .def("fields", &fields_of, "Field names and values.")
       .def("params", &params_of, "Parameters as (name, shape, dtype, init, fan_in, supports_main_grad).")
       .def("__repr__", &ops::BasicOp::brief)

@@ -1,16 +1,18 @@
-"""Attention by torch's scaled_dot_product_attention, and rotary position embeddings."""
+"""Attention by torch's scaled_dot_product_attention or, of packed sequences, by weft; rotary position embeddings."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from .. import ops
 from .._arguments import argument_names, reject_unknown
 from ._module import EmptyExtraState
 
@@ -20,9 +22,31 @@ _MASKS = ("no_mask", "padding", "causal", "padding_causal", "arbitrary", "causal
 # Further arguments of Transformer Engine's forward: those without effect on the result, and the others.
 _IGNORED_ARGUMENTS = {"fast_zero_fill", "max_seqlen_kv", "max_seqlen_q", "num_splits"}
 _UNSUPPORTED_ARGUMENTS = {
-    "alibi_slopes", "bottom_right_diagonal", "cu_seqlens_kv", "cu_seqlens_kv_padded", "cu_seqlens_q",
-    "cu_seqlens_q_padded", "fp8_output", "inference_params", "pad_between_seqs",
+    "alibi_slopes", "bottom_right_diagonal", "cu_seqlens_kv_padded", "cu_seqlens_q_padded", "fp8_output",
+    "inference_params", "pad_between_seqs",
 }  # fmt: skip
+# Masks of packed sequences, which need no padding.
+_PACKED_MASKS = {
+    "no_mask": "no_mask", "padding": "no_mask", "causal": "causal", "padding_causal": "causal",
+    "causal_bottom_right": "causal_bottom_right", "padding_causal_bottom_right": "causal_bottom_right",
+}  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _packed_attention(
+    heads: int, groups: int, channels: int, mask: str, window: tuple[int, int] | None, scale: float, dropout: float
+) -> ops.CrossDotProductAttention:
+    return ops.CrossDotProductAttention(
+        heads,
+        channels,
+        num_gqa_groups=groups,
+        attn_mask_type=mask,
+        window_size=window,
+        softmax_scale=scale,
+        attention_dropout=dropout,
+        qkv_format="thd",
+        kv_layout="concatenated",
+    )
 
 
 def _position_mask(
@@ -46,14 +70,15 @@ def _position_mask(
 
 
 class DotProductAttention(EmptyExtraState):
-    """Computes softmax(q kᵀ · scale + mask) v with torch's scaled_dot_product_attention.
+    """Computes softmax(q kᵀ · scale + mask) v with torch's scaled_dot_product_attention, or for packed sequences with
+    :class:`weft.ops.CrossDotProductAttention`.
 
     Args:
         num_attention_heads: number of query heads.
         kv_channels: channels per head.
         num_gqa_groups: number of key and value heads; None: `num_attention_heads`.
         attention_dropout: dropout probability of the attention weights in training.
-        qkv_format: layout of the inputs, ``"sbhd"`` or ``"bshd"``.
+        qkv_format: layout of the inputs, ``"sbhd"``, ``"bshd"`` or ``"thd"`` (packed sequences).
         attn_mask_type: ``"no_mask"``, ``"padding"``, ``"causal"``, ``"padding_causal"``, ``"arbitrary"``,
             ``"causal_bottom_right"`` or ``"padding_causal_bottom_right"``.
         window_size: (left, right) limits of a sliding window; -1 for no limit.
@@ -64,9 +89,9 @@ class DotProductAttention(EmptyExtraState):
     `return_max_logit` are not supported.
 
     Shape:
-        - query_layer, key_layer, value_layer: ``(s, b, h, d)`` or ``(b, s, h, d)``.
+        - query_layer, key_layer, value_layer: ``(s, b, h, d)``, ``(b, s, h, d)`` or ``(t, h, d)``.
         - attention_mask: True masks a key out, as in Transformer Engine.
-        - Output: ``(s, b, h * d)`` or ``(b, s, h * d)``.
+        - Output: ``(s, b, h * d)``, ``(b, s, h * d)`` or ``(t, h * d)``.
     """
 
     def __init__(
@@ -128,25 +153,38 @@ class DotProductAttention(EmptyExtraState):
         checkpoint_core_attention: bool = False,
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
         """Returns the attention output; the class describes the shapes.
 
         Args:
             query_layer, key_layer, value_layer: query, key and value.
-            attention_mask: for padding and arbitrary masks, True where a key is masked out.
+            attention_mask: for padding and arbitrary masks, True where a key is masked out. Not used for packed
+                sequences.
             qkv_format, attn_mask_type, window_size: replace the values given to the constructor.
             checkpoint_core_attention: recompute the attention in backward.
             core_attention_bias_type: ``"no_bias"`` or ``"post_scale_bias"``.
             core_attention_bias: added to the scaled scores.
+            cu_seqlens_q, cu_seqlens_kv: for packed sequences, the row at which each sequence of queries and of keys
+                starts, and the number of rows.
             **others: arguments of Transformer Engine that do not change the result are ignored, others must be None.
         """
         layout = qkv_format or self.qkv_format
         kind = (attn_mask_type or self.attn_mask_type).replace("causal_padding", "padding_causal")
         self._check(layout, kind, core_attention_bias_type, others)
+        window = window_size if window_size is not None else self.window_size
+        if layout == "thd":
+            offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+            return self._attend_packed(query_layer, key_layer, value_layer, kind, window, core_attention_bias, offsets)
+        if cu_seqlens_q is not None or cu_seqlens_kv is not None:
+            raise NotImplementedError(
+                f"DotProductAttention: cu_seqlens is not supported with qkv_format {layout!r}. Pass attention_mask, or "
+                "packed sequences with qkv_format 'thd'."
+            )
         to_bhsd = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
         q, k, v = (t.permute(to_bhsd) for t in (query_layer, key_layer, value_layer))
-        window = window_size if window_size is not None else self.window_size
         visible = _position_mask(q.size(2), k.size(2), kind, window, q.device)
         mask = self._mask(visible, kind, attention_mask, core_attention_bias)
         if checkpoint_core_attention and torch.is_grad_enabled():
@@ -156,8 +194,10 @@ class DotProductAttention(EmptyExtraState):
         return out.permute((2, 0, 1, 3) if layout == "sbhd" else (0, 2, 1, 3)).flatten(2)
 
     def _check(self, layout: str, kind: str, bias_type: str, others: dict[str, Any]) -> None:
-        if layout not in ("sbhd", "bshd"):
-            raise NotImplementedError(f"DotProductAttention: qkv_format is {layout!r}, expected 'sbhd' or 'bshd'.")
+        if layout not in ("sbhd", "bshd", "thd"):
+            raise NotImplementedError(
+                f"DotProductAttention: qkv_format is {layout!r}, expected 'sbhd', 'bshd' or 'thd'."
+            )
         if kind not in _MASKS:
             raise ValueError(f"DotProductAttention: attn_mask_type is {kind!r}, expected one of {', '.join(_MASKS)}.")
         if bias_type not in ("no_bias", "post_scale_bias"):
@@ -184,6 +224,45 @@ class DotProductAttention(EmptyExtraState):
         if bias is None:
             return visible
         return bias if visible is None else bias.masked_fill(~visible, float("-inf"))
+
+    def _attend_packed(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kind: str,
+        window: tuple[int, int] | None,
+        bias: torch.Tensor | None,
+        offsets: dict[str, torch.Tensor | None],
+    ) -> torch.Tensor:
+        """Attention of packed sequences. Saves nothing of the size of the scores, so it is never recomputed."""
+        for name, value in offsets.items():
+            if value is None:
+                raise ValueError(f"DotProductAttention: qkv_format is 'thd', but {name} is not given.")
+        if kind not in _PACKED_MASKS or bias is not None:
+            raise NotImplementedError(
+                "DotProductAttention: packed sequences (qkv_format 'thd') have no arbitrary mask and no bias."
+            )
+        if not q.dim() == k.dim() == v.dim() == 3 or k.shape != v.shape or q.size(2) != k.size(2):
+            raise ValueError(
+                f"DotProductAttention: query, key and value have shapes {list(q.shape)}, {list(k.shape)} and "
+                f"{list(v.shape)}; expected (tokens, heads, channels) with qkv_format 'thd', keys and values of one "
+                "shape, and the same channels in all."
+            )
+        p = self.attention_dropout if self.training else 0.0
+        attention = _packed_attention(
+            q.size(1),
+            k.size(1),
+            q.size(2),
+            _PACKED_MASKS[kind],
+            None if window is None else (window[0], window[1]),
+            self.softmax_scale,
+            p,
+        )
+        tracker = self.get_rng_state_tracker if p else None
+        with tracker().fork() if tracker is not None else nullcontext():
+            y: torch.Tensor = attention(q.flatten(1), torch.cat([k.flatten(1), v.flatten(1)], -1), *offsets.values())
+        return y
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         p = self.attention_dropout if self.training else 0.0

@@ -13,6 +13,7 @@ from .._grouped_parameters import deinterleave_glu, interleave_glu
 from .._userbuffers import destroy_ub, initialize_ub
 from . import (
     _attention,
+    _cross_entropy,
     _distributed,
     _grouped_linear,
     _layernorm_mlp,
@@ -69,8 +70,9 @@ SUPPORTED: dict[str, tuple[Any, str]] = {
     "RMSNorm": (_norm.RMSNorm, SAME),
     "DotProductAttention": (
         _attention.DotProductAttention,
-        "torch's scaled_dot_product_attention; layouts sbhd and bshd; of a pair of padding masks only the keys' mask "
-        "is used; no packed sequences (thd), ALiBi, context parallelism or KV cache",
+        "torch's scaled_dot_product_attention for the layouts sbhd and bshd, weft's operation for thd (without padding "
+        "between sequences); of a pair of padding masks only the keys' mask is used; no ALiBi, context parallelism or "
+        "KV cache",
     ),
     "MultiheadAttention": (_multihead_attention.MultiheadAttention, "as DotProductAttention"),
     "TransformerLayer": (
@@ -95,6 +97,10 @@ SUPPORTED: dict[str, tuple[Any, str]] = {
     "moe_unpermute": (_permutation.moe_unpermute, "takes the row id map of weft's `moe_permute`"),
     "moe_sort_chunks_by_index": (_permutation.moe_sort_chunks_by_index, SAME),
     "moe_sort_chunks_by_index_with_probs": (_permutation.moe_sort_chunks_by_index_with_probs, SAME),
+    "parallel_cross_entropy": (
+        _cross_entropy.parallel_cross_entropy,
+        "does not overwrite the logits in backward; `reduce_loss` averages over the targets that are not ignored",
+    ),
     "autocast": (_recipes.autocast, _REGION),
     "fp8_autocast": (_recipes.fp8_autocast, _REGION),
     "quantized_model_init": (_recipes.quantized_model_init, _REGION),
@@ -141,7 +147,6 @@ UNSUPPORTED: dict[str, str] = {
     "newton_schulz": f"{_CUDA}: cuSOLVER",
     "newton_schulz_tp": f"{_CUDA}: cuSOLVER",
     "onnx_export": "use torch.export, which works on weft's operations",
-    "parallel_cross_entropy": "weft has no losses; use torch.nn.functional.cross_entropy on one rank",
     **dict.fromkeys(
         "DelayedScalingRequest Float8BlockQuantizer Float8BlockwiseQTensorStorage Float8CurrentScalingQuantizer "
         "Float8Quantizer Float8TensorStorage HybridQuantizedTensor HybridQuantizedTensorStorage HybridQuantizer "
@@ -215,6 +220,7 @@ MODULES: dict[str, dict[str, Any]] = {
         "DropPath": _transformer_layer.DropPath,
     },
     "transformer_engine.pytorch.distributed": {name: getattr(_distributed, name) for name in _distributed.__all__},
+    "transformer_engine.pytorch.cross_entropy": {"parallel_cross_entropy": _cross_entropy.parallel_cross_entropy},
     "transformer_engine.pytorch.fp8": _QUANTIZATION,
     "transformer_engine.pytorch.quantization": _QUANTIZATION,
     "transformer_engine.pytorch.tensor": _TENSORS,

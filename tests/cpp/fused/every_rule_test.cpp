@@ -1,4 +1,5 @@
 #include <ATen/Context.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/randn.h>
@@ -40,7 +41,9 @@ fuser::Tensors extras_for(const Pipeline& pipeline, int64_t rows) {
     const auto& op = pipeline.op(pipeline.consumer(slot));
     const int extra = slot - pipeline.extra_in_base(pipeline.consumer(slot));
     const bool grouped = op.name() == "GroupedLinear" || op.name().substr(0, 6) == "Scaled";
-    if (op.is_index(extra))
+    if (op.name() == "CrossEntropy")
+      extras.push_back(at::arange(rows));
+    else if (op.is_index(extra))
       extras.push_back(at::tensor({rows - 1, int64_t{0}, int64_t{1}}));
     else
       extras.push_back(grouped ? leaf({rows}) : leaf({rows, width}));

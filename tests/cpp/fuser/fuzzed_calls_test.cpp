@@ -113,6 +113,16 @@ Tensor splits(Rng& rng, int64_t groups, int64_t rows) {
   return at::tensor(sizes, at::kLong).to(rng.one_in(3) ? at::kInt : at::kLong);
 }
 
+/// Class indices, some ignored, occasionally out of range.
+Tensor classes(Rng& rng, const Sizes& lead, int64_t width) {
+  Sizes list;
+  for (int64_t row = 0; row < count(lead); ++row)
+    list.push_back(rng.one_in(6) ? -100 : rng.below(std::max<int64_t>(width, 1)));
+  if (!list.empty() && rng.one_in(12))
+    list.back() = rng.of<int64_t>({-1, width, int64_t{1} << 40, std::numeric_limits<int64_t>::max()});
+  return at::tensor(list, at::kLong).view(lead).to(rng.one_in(3) ? at::kInt : at::kLong);
+}
+
 // ---- pipelines ------------------------------------------------------------------------------------------------------
 
 /// An unusual or invalid value for the field.
@@ -196,9 +206,12 @@ void add_extras(Rng& rng, Call& call, Stage& stage, const Rows& rows, const std:
       stage.in[k] = rng.one_in(30) ? "?" : rng.of(channels);
       continue;
     }
-    auto given = index ? splits(rng, int_field(op, "num_groups", 1), count(rows.lead))
-                       : strided(rng, per_row ? rows.lead : rows.sizes(), call.dtype);
-    call.extras.push_back(std::move(given));
+    if (!index)
+      call.extras.push_back(strided(rng, per_row ? rows.lead : rows.sizes(), call.dtype));
+    else if (op.name() == "CrossEntropy")
+      call.extras.push_back(classes(rng, rows.lead, rows.width));
+    else
+      call.extras.push_back(splits(rng, int_field(op, "num_groups", 1), count(rows.lead)));
   }
 }
 
@@ -219,6 +232,10 @@ void add_stage(Rng& rng, Call& call, Rows& rows, std::vector<std::string>& chann
   }
   if (op.name() == "Reshape") rows.lead = {count(rows.lead)};
   if (gated(op.name())) rows.width /= 2;
+  if (op.name() == "CrossEntropy" && !rows.lead.empty()) {  // one loss per row
+    rows.width = rows.lead.back();
+    rows.lead.pop_back();
+  }
   rows.width = std::clamp<int64_t>(int_field(op, "out_features", rows.width), 0, 4096);
   call.stages.push_back(std::move(stage));
 }

@@ -8,6 +8,7 @@
 #include <ATen/ops/clamp_max.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/rand.h>
 #include <ATen/ops/relu.h>
 #include <ATen/ops/rsqrt.h>
@@ -60,6 +61,9 @@ Tensor splits(const BasicOp& op, int64_t rows) {
   return sizes;
 }
 
+/// Class indices below 8, the width of the logits.
+Tensor classes(int64_t rows) { return at::arange(rows, at::kLong).mul_(3).remainder_(8); }
+
 /// An operation with its inputs and output gradients.
 struct Trial {
   OpPtr op;
@@ -72,8 +76,12 @@ struct Trial {
     sizes.insert(sizes.begin(), rows);
     x = values(sizes);
     const bool per_row = op->name().substr(0, 6) == "Scaled" || op->name() == "GroupedLinear";
+    const bool classifies = op->name() == "CrossEntropy";
     for (int i = 0; i < op->extra_inputs(); ++i)
-      extra.push_back(op->is_index(i) ? splits(*op, rows) : values(per_row ? std::vector<int64_t>{rows} : sizes));
+      if (op->is_index(i))
+        extra.push_back(classifies ? classes(rows) : splits(*op, rows));
+      else
+        extra.push_back(values(per_row ? std::vector<int64_t>{rows} : sizes));
     for (const auto& param : op->params()) params.push_back(values(param.shape));
   }
 
@@ -272,6 +280,14 @@ Tensor rotary_embedding(const Trial& t) {
   const auto y = at::stack({a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()}, -1);
   return at::cat({y, heads.narrow(1, 3, 1)}, 1).flatten(-2);
 }
+/// The sample has two query heads that share a key and a value of two channels; a row sees itself and the one before.
+Tensor dot_product_attention(const Trial& t) {
+  const auto parts = t.x.unflatten(-1, {4, 2});
+  const auto q = parts.narrow(1, 0, 2).transpose(0, 1), k = parts.select(1, 2), v = parts.select(1, 3);
+  const auto scores = q.matmul(k.t()) / std::sqrt(2.0);
+  const auto seen = at::ones({t.x.size(0), t.x.size(0)}, at::kBool).tril().triu(-1);
+  return scores.masked_fill(seen.logical_not(), -INFINITY).softmax(-1).matmul(v).transpose(0, 1).flatten(-2);
+}
 Tensor dropout(const Trial& t) {
   at::manual_seed(99);  // as in `forward`
   const auto p = number(*t.op, "p");
@@ -290,6 +306,14 @@ Tensor grouped_linear(const Trial& t) {
     row += count;
   }
   return at::cat(rows);
+}
+
+/// The sample has label smoothing, a z-loss and one loss per row.
+Tensor cross_entropy(const Trial& t) {
+  const auto eps = number(*t.op, "label_smoothing");
+  const auto lse = t.x.exp().sum(1).log();
+  const auto target = t.x.gather(1, t.extra[0].unsqueeze(1)).squeeze(1);
+  return lse - target * (1 - eps) - t.x.mean(1) * eps + lse.pow(2) * number(*t.op, "z_loss");
 }
 
 std::map<std::string, Formula> formulas() {
@@ -322,10 +346,12 @@ std::map<std::string, Formula> formulas() {
           {"LayerNorm", layer_norm},
           {"L2Normalization", l2_norm},
           {"RotaryEmbedding", rotary_embedding},
+          {"DotProductAttention", dot_product_attention},
           {"Dropout", dropout},
           {"BasicLinear", [](const Trial& t) { return at::mm(t.x, t.params[0].t()); }},
           {"GroupedLinear", grouped_linear},
           {"Bias", [](const Trial& t) { return t.x + t.params[0]; }},
+          {"CrossEntropy", cross_entropy},
           {"ConstantScale", [](const Trial& t) { return t.x * number(*t.op, "scale"); }},
           {"AddExtraInput", [](const Trial& t) { return t.x + t.extra[0]; }},
           {"Reshape", [](const Trial& t) { return t.x.reshape({4, -1, 3}); }},

@@ -147,6 +147,12 @@ template <class F>
   if (i < n) run(i, n - i);
 }
 
+/// v in its first `count` lanes, `rest` in the others.
+template <class Count>
+Vec mask_lanes(const Vec& v, Count count, float rest = 0) {
+  return count == kVecSize ? v : Vec::set(Vec(rest), v, count);
+}
+
 /// a·b + c, rounded once.
 inline Vec fma(const Vec& a, const Vec& b, const Vec& c) { return at::vec::fmadd(a, b, c); }
 

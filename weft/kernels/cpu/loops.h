@@ -53,6 +53,23 @@ struct NormLoops {
   void (*backward)(const NormCall& call, int64_t begin, int64_t end);
 };
 
+/// Rows of logits over the classes of one rank (kernels/cross_entropy.h).
+struct CrossEntropyCall {
+  int64_t columns = 0, first_class = 0, ignore_index = 0;
+  double inv_classes = 1;  // 1 / number of classes over all ranks
+  double label_smoothing = 0, z_loss = 0;
+  at::ScalarType dtype = at::kFloat;  // of logits and out
+  const void* logits = nullptr;
+  const int64_t* targets = nullptr;
+  float* partials = nullptr;                           // forward: 4 per row
+  const float *statistics = nullptr, *grad = nullptr;  // backward: 2 and 1 per row
+  void* out = nullptr;                                 // backward: dx
+};
+struct CrossEntropyLoops {
+  void (*forward)(const CrossEntropyCall& call, int64_t begin, int64_t end);
+  void (*backward)(const CrossEntropyCall& call, int64_t begin, int64_t end);
+};
+
 /// out = x·mask·scale + addend, for elements [begin, end).
 struct MaskCall {
   at::ScalarType dtype = at::kFloat, addend_dtype = at::kFloat;
@@ -147,6 +164,7 @@ using RotaryLoop = void (*)(const RotaryCall& call, int64_t begin, int64_t end);
 namespace AVX512 {
 extern const ActLoops act_loops;
 extern const NormLoops norm_loops;
+extern const CrossEntropyLoops cross_entropy_loops;
 extern const RowLoops row_loops;
 extern const EpilogueLoops epilogue_loops;
 extern const GroupLoops group_loops;
@@ -155,6 +173,7 @@ extern const RotaryLoop rotary_loop;
 namespace AVX2 {
 extern const ActLoops act_loops;
 extern const NormLoops norm_loops;
+extern const CrossEntropyLoops cross_entropy_loops;
 extern const RowLoops row_loops;
 extern const EpilogueLoops epilogue_loops;
 extern const GroupLoops group_loops;
@@ -163,6 +182,9 @@ extern const RotaryLoop rotary_loop;
 
 inline const ActLoops& act_loops(Tier tier) { return tier == Tier::avx2 ? AVX2::act_loops : AVX512::act_loops; }
 inline const NormLoops& norm_loops(Tier tier) { return tier == Tier::avx2 ? AVX2::norm_loops : AVX512::norm_loops; }
+inline const CrossEntropyLoops& cross_entropy_loops(Tier tier) {
+  return tier == Tier::avx2 ? AVX2::cross_entropy_loops : AVX512::cross_entropy_loops;
+}
 inline const RowLoops& row_loops(Tier tier) { return tier == Tier::avx2 ? AVX2::row_loops : AVX512::row_loops; }
 
 inline const EpilogueLoops& epilogue_loops(Tier tier) {

@@ -21,12 +21,6 @@ template <class F>
   return sum_lanes((a + b) + (c + d));
 }
 
-/// v in its first `count` lanes, 0 in the others.
-template <class Count>
-Vec mask_lanes(const Vec& v, Count count) {
-  return count == kVecSize ? v : Vec::set(Vec(0.F), v, count);
-}
-
 /// y = (x - mean)·rstd·γ + β.
 template <class T>
 void norm_forward_rows(const NormCall& c, int64_t begin, int64_t end) {

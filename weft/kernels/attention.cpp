@@ -1,0 +1,118 @@
+#include "weft/kernels/attention.h"
+
+#include <ATen/OpMathType.h>
+#include <ATen/ops/empty.h>
+
+#include <limits>
+
+#include "weft/core/value.h"
+#include "weft/kernels/attention_tiers.h"
+#include "weft/kernels/cpu_tensors.h"
+#include "weft/kernels/launch.h"
+#include "weft/kernels/opmath.h"
+#include "weft/kernels/sequence_offsets.h"
+
+namespace weft::kernels {
+namespace {
+
+Qkv narrow(const Qkv& t, int64_t query, int64_t queries, int64_t key, int64_t keys) {
+  return {t.q.narrow(1, query, queries), t.k.narrow(1, key, keys), t.v.narrow(1, key, keys)};
+}
+
+/// Calls run(dense, query, key) for all sequences at once, or for each packed sequence, where `query` and `key` are the
+/// rows at which it starts.
+template <class Run>
+void for_each_part(const Attention& a, const Qkv& in, const at::Tensor& out, const at::Tensor& logsumexp,
+                   const Run& run) {
+  if (!a.cu_seqlens_q.defined()) return run(DenseAttention{a, 0, in, out, logsumexp}, 0, 0);
+  const bool same = a.cu_seqlens_q.is_same(a.cu_seqlens_kv);
+  const SequenceOffsets queries(a.cu_seqlens_q, in.q.size(1), same ? "cu_seqlens" : "cu_seqlens_q");
+  const SequenceOffsets keys(a.cu_seqlens_kv, in.k.size(1), same ? "cu_seqlens" : "cu_seqlens_kv");
+  TORCH_CHECK_VALUE(queries.sequences() == keys.sequences(), "cu_seqlens_q has ", queries.sequences(),
+                    " sequences, cu_seqlens_kv ", keys.sequences(), "; expected the same number.");
+  for (int64_t i = 0; i < queries.sequences(); ++i) {
+    const auto query = queries.begin(i), count = queries.rows(i);
+    run(DenseAttention{a, i, narrow(in, query, count, keys.begin(i), keys.rows(i)), out.narrow(1, query, count),
+                       logsumexp.narrow(2, query, count)},
+        query, keys.begin(i));
+  }
+}
+
+bool has_dense_channels(const at::Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) == 1; }
+
+bool runs_sdpa(const DenseAttention& d) {
+  for (const auto* t : {&d.in.q, &d.in.k, &d.in.v})
+    if (!is_plain_strided(*t) || !has_dense_channels(*t)) return false;
+  const bool equal = d.queries() == d.keys();
+  return choose_attention_tier(d.attention, d.in.q.device().type(), d.in.q.scalar_type(), equal).tier != Tier::ref;
+}
+
+}  // namespace
+
+TierChoice choose_attention_tier(const Attention& a, c10::DeviceType device, at::ScalarType dtype, bool equal_lengths) {
+  const auto best = machine_tier() == Tier::amx ? Tier::avx512 : machine_tier();
+  if (best == Tier::ref) return {};
+  const auto rejected = [&](const std::string& why) {
+    return TierChoice{Tier::ref, c10::str(tier_name(best), ": not used ", why)};
+  };
+  if (device != c10::DeviceType::CPU)
+    return rejected(c10::str("on ", c10::DeviceTypeName(device, /*lower_case=*/true),
+                             " (torch's SDPA kernel that it calls runs on the CPU)."));
+  if (!is_compute_dtype(dtype)) return rejected(c10::str("for ", dtype_name(dtype), "."));
+  if (a.dropout > 0)
+    return rejected(
+        "in training with attention_dropout (torch's SDPA kernel draws no mask that backward can draw again). Set "
+        "attention_dropout to 0 to use it.");
+  if (!(a.scale > 0))
+    return rejected("for a softmax_scale that is not positive (torch's SDPA kernel scales the -inf of masked scores).");
+  if (!a.causal() && !a.sees_all())
+    return rejected("with window_size (torch's SDPA kernel has no sliding window). Leave it None to use it.");
+  const bool aligned = a.query_offset == a.key_offset && (!a.bottom_right || equal_lengths);
+  if (a.causal() && !aligned)
+    return rejected(
+        "with a causal mask for queries and keys of unequal lengths that is aligned at their ends (torch's SDPA kernel "
+        "aligns it at their starts).");
+  return {best};
+}
+
+at::Tensor attention_forward(const Attention& attention, const Qkv& in, const at::Tensor& out) {
+  const auto dtype = at::toOpMathType(in.q.scalar_type());
+  const auto logsumexp =
+      at::empty({in.q.size(0), in.q.size(2) * in.q.size(3), in.q.size(1)}, in.q.options().dtype(dtype));
+  if (in.q.is_meta()) return logsumexp;
+  launch([=] {
+    for_each_part(attention, in, out, logsumexp, [](const DenseAttention& dense, int64_t, int64_t) {
+      if (dense.in.q.numel() == 0) return;
+      if (dense.keys() == 0) {
+        dense.out.zero_();
+        dense.logsumexp.fill_(-std::numeric_limits<double>::infinity());
+      } else if (runs_sdpa(dense)) {
+        sdpa_forward(dense);
+      } else {
+        ref::attention_forward(dense);
+      }
+    });
+  });
+  return logsumexp;
+}
+
+void attention_backward(const Attention& attention, const Qkv& in, const at::Tensor& out, const at::Tensor& logsumexp,
+                        const at::Tensor& dout, const Qkv& grads) {
+  if (in.q.is_meta()) return;
+  launch([=] {
+    for_each_part(attention, in, out, logsumexp, [&](const DenseAttention& dense, int64_t query, int64_t key) {
+      const auto part = narrow(grads, query, dense.queries(), key, dense.keys());
+      if (dense.in.q.numel() == 0 || dense.keys() == 0) {
+        for (const auto* t : {&part.q, &part.k, &part.v}) t->zero_();
+        return;
+      }
+      const auto part_dout = as_dtype(dout.narrow(1, query, dense.queries()), in.q.scalar_type());
+      if (runs_sdpa(dense))
+        sdpa_backward(dense, part_dout, part);
+      else
+        ref::attention_backward(dense, part_dout, part);
+    });
+  });
+}
+
+}  // namespace weft::kernels

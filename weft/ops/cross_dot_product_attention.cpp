@@ -1,0 +1,136 @@
+#include "weft/ops/cross_dot_product_attention.h"
+
+#include <ATen/ops/empty.h>
+
+#include "weft/ops/leading_dims.h"
+#include "weft/ops/registry.h"
+
+namespace weft::ops {
+
+CrossDotProductAttention::CrossDotProductAttention(Options options)
+    : options_(std::move(options)),
+      heads_(make_heads("CrossDotProductAttention", options_.num_attention_heads, options_.num_gqa_groups,
+                        options_.kv_channels)) {
+  check_attention("CrossDotProductAttention", attention_options());
+}
+
+kernels::Attention CrossDotProductAttention::problem(const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_kv,
+                                                     const at::Tensor& seed) const {
+  auto a = make_attention(heads_, attention_options());
+  a.dropout = seed.defined() ? options_.attention_dropout : 0;
+  a.seed = seed;
+  a.cu_seqlens_q = cu_seqlens_q, a.cu_seqlens_kv = cu_seqlens_kv;
+  return a;
+}
+
+/// For queries and keys of unequal lengths.
+kernels::TierChoice CrossDotProductAttention::kernel(const TierQuery& q) const {
+  auto attention = problem({}, {}, {});
+  if (q.training) attention.dropout = options_.attention_dropout;
+  return kernels::choose_attention_tier(attention, q.device, q.dtype, /*equal_lengths=*/false);
+}
+
+void CrossDotProductAttention::check(const Spec& x, c10::ArrayRef<Spec> extra) const {
+  const auto [heads, groups, d] = heads_;
+  const auto& kv = extra[kKv];
+  TORCH_CHECK_VALUE(!x.sizes.empty() && same_size(x.sizes.back(), heads * d), "input has shape ", x.sizes,
+                    ", expected last dimension ", heads * d, " = num_attention_heads·kv_channels, with ",
+                    "num_attention_heads ", heads, " and kv_channels ", d, ".");
+  TORCH_CHECK_VALUE(!kv.sizes.empty() && same_size(kv.sizes.back(), 2 * groups * d), "keys and values have shape ",
+                    kv.sizes, ", expected last dimension ", 2 * groups * d, " = 2·num_gqa_groups·kv_channels, with ",
+                    "num_gqa_groups ", groups, " and kv_channels ", d, ".");
+  if (packed()) {
+    check_cu_seqlens(extra[kCuSeqlensQ], "cu_seqlens_q");
+    check_cu_seqlens(extra[kCuSeqlensKv], "cu_seqlens_kv");
+  }
+  const SequenceDims queries(options_.qkv_format, x.sizes), keys(options_.qkv_format, kv.sizes);
+  const auto batch = queries.outer * queries.inner, other = keys.outer * keys.inner;
+  TORCH_CHECK_VALUE(same_size(batch, other), "input has shape ", x.sizes, ", keys and values have shape ", kv.sizes,
+                    "; expected ", batch, " sequences in both, got ", other, ".");
+}
+
+Inferred CrossDotProductAttention::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra,
+                                         c10::ArrayRef<Spec>) const {
+  check(x, extra);
+  const auto dtype = plan.dtype(x.dtype);
+  Inferred out{.y = x.as(dtype)};
+  out.saved.resize(7);
+  if (!plan.needs_grad) return out;
+  out.saved[kQuery] = saved_input(x, dtype);
+  out.saved[kKeyValue] = extra[kKv].as(dtype);
+  out.saved[kOutput] = out.y;
+  out.saved[kLogsumexp] = logsumexp_spec(SequenceDims(options_.qkv_format, x.sizes), heads_, dtype);
+  if (packed()) out.saved[kQueryOffsets] = extra[kCuSeqlensQ], out.saved[kKeyOffsets] = extra[kCuSeqlensKv];
+  if (drops(plan)) out.saved[kSeed] = Spec{{}, at::kLong};
+  return out;
+}
+
+Flops CrossDotProductAttention::flops(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra) const {
+  const auto keys = SequenceDims(options_.qkv_format, extra[kKv].sizes).length;
+  return attention_flops(heads_, SequenceDims(options_.qkv_format, x.sizes), keys, plan.needs_grad);
+}
+
+at::Tensor CrossDotProductAttention::query_views(const at::Tensor& q) const {
+  const auto [heads, groups, d] = heads_;
+  return batch_first(q, options_.qkv_format).unflatten(2, {groups, heads / groups, d});
+}
+
+kernels::Qkv CrossDotProductAttention::qkv_views(const at::Tensor& q, const at::Tensor& kv) const {
+  const auto [heads, groups, d] = heads_;
+  const auto rows = batch_first(kv, options_.qkv_format);
+  const bool concatenated = options_.kv_layout == QkvLayout::concatenated;
+  const auto pairs = concatenated ? rows.unflatten(2, {2, groups, d}) : rows.unflatten(2, {groups, 2, d});
+  const int64_t dim = concatenated ? 2 : 3;
+  return {query_views(q), pairs.select(dim, 0), pairs.select(dim, 1)};
+}
+
+at::Tensor CrossDotProductAttention::forward(OpContext& ctx, const at::Tensor& x, Params) const {
+  std::vector<Spec> specs;
+  for (int i = 0; i < extra_inputs(); ++i) specs.push_back(Spec::of(ctx.extra_input(i)));
+  check(Spec::of(x), specs);
+  auto q = as_dtype(x, ctx.dtype(x.scalar_type()));
+  auto kv = as_dtype(ctx.extra_input(kKv), q.scalar_type());
+  const auto offsets_q = packed() ? ctx.extra_input(kCuSeqlensQ) : at::Tensor(),
+             offsets_kv = packed() ? ctx.extra_input(kCuSeqlensKv) : at::Tensor();
+  const auto seed = drops(ctx.plan()) ? draw_seed(q) : at::Tensor();
+  auto y = at::empty(x.sizes(), q.options());
+  auto logsumexp = kernels::attention_forward(problem(offsets_q, offsets_kv, seed), qkv_views(q, kv), query_views(y));
+  if (!ctx.needs_grad()) return y;
+  ctx.save(kQuery, std::move(q));
+  ctx.save(kKeyValue, std::move(kv));
+  ctx.save(kOutput, y);
+  ctx.save(kLogsumexp, std::move(logsumexp));
+  if (packed()) ctx.save(kQueryOffsets, offsets_q), ctx.save(kKeyOffsets, offsets_kv);
+  if (seed.defined()) ctx.save(kSeed, seed);
+  return y;
+}
+
+at::Tensor CrossDotProductAttention::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
+  const auto &q = ctx.saved(kQuery), &kv = ctx.saved(kKeyValue);
+  auto dq = at::empty(q.sizes(), q.options()), dkv = at::empty(kv.sizes(), kv.options());
+  kernels::attention_backward(problem(ctx.saved(kQueryOffsets), ctx.saved(kKeyOffsets), ctx.saved(kSeed)),
+                              qkv_views(q, kv), query_views(ctx.saved(kOutput)), ctx.saved(kLogsumexp), query_views(dy),
+                              qkv_views(dq, dkv));
+  if (ctx.needs_extra_grad(kKv)) ctx.set_extra_input_grad(kKv, std::move(dkv));
+  return ctx.needs_input_grad() ? dq : at::Tensor();
+}
+
+static const Register<CrossDotProductAttention> cross_dot_product_attention{
+    "CrossDotProductAttention",
+    {.summary = "Applies softmax attention to keys and values of another sequence: y = softmax(scale·q kᵀ + mask) v.",
+     .details =
+         "The input holds the query heads; the extra input holds the key and value heads, and may have another "
+         "length. Positions count from the first key with the mask \"causal\"; otherwise the last query is at the "
+         "position of the last key. Each query head uses the key and value head of its group. Computed in "
+         "float32 (float64 for float64). A query that sees no key gives 0. Dropout draws one seed from torch's "
+         "generator in each call. With the format \"thd\" the extra inputs cu_seqlens_q and cu_seqlens_kv (int32 "
+         "or int64) hold the row at which each sequence of queries and of keys starts, and the number of rows.",
+     .shape = "Input: ``(s, *, w)`` with ``sbhd``, ``(*, s, w)`` with ``bshd``, ``(t, w)`` with ``thd``; ``w = "
+              "num_attention_heads * kv_channels``.\nExtra inputs: keys and values in the same format with last "
+              "dimension ``2 * num_gqa_groups * kv_channels``; with ``thd`` also cu_seqlens_q and cu_seqlens_kv "
+              "``(sequences + 1)``.\nOutput: same as the input.",
+     .example_inputs = "torch.randn(5, 3, 8), torch.randn(7, 3, 16)",
+     .example_shape = "[5, 3, 8]"},
+    {.num_attention_heads = 2, .kv_channels = 4, .num_gqa_groups = 1, .window_size = std::vector<int64_t>{1, 1}}};
+
+}  // namespace weft::ops
