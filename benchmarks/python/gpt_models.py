@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from weft import ops
 
-Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [tokens, head_dim]
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [tokens, head_dim / 2]; none without rotary positions
 
 
 @dataclass(frozen=True)
@@ -60,37 +60,22 @@ PRESETS = {
 }
 
 
-# ---- computed by torch in both models -------------------------------------------------------------------------------
+# ---- plain torch ----------------------------------------------------------------------------------------------------
 
 
-def rotations(c: Config) -> Rotation:
-    frequencies = 10000.0 ** (-torch.arange(0, c.head_dim, 2) / c.head_dim)
-    angles = torch.outer(torch.arange(c.tokens), frequencies).repeat(1, 2)
-    return angles.cos(), angles.sin()
-
-
-def rotary_embedding(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotates pairs of columns of x [batch, heads, tokens, head_dim]; a pair has a column of each half."""
-    cos, sin = rotation
     first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
-def dot_product_attention(qkv: torch.Tensor, c: Config, rotation: Rotation | None) -> torch.Tensor:
+def dot_product_attention(qkv: torch.Tensor, c: Config, *rotation: torch.Tensor) -> torch.Tensor:
     """Causal attention on qkv [batch, tokens, q | k | v]; returns [batch, tokens, width]."""
     q, k, v = (t.unflatten(-1, (-1, c.head_dim)).transpose(1, 2) for t in qkv.split(c.qkv_splits, -1))
     if rotation:
-        q, k = rotary_embedding(q, rotation), rotary_embedding(k, rotation)
+        q, k = rotary_embedding(q, *rotation), rotary_embedding(k, *rotation)
     grouped = q.size(1) != k.size(1)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2).flatten(2)
-
-
-def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(wide.flatten(0, 1), targets.flatten())
-
-
-# ---- plain torch ----------------------------------------------------------------------------------------------------
 
 
 class SwiGLU(torch.nn.Module):
@@ -112,8 +97,8 @@ class PlainLayer(torch.nn.Module):
             torch.nn.Linear(c.inner, c.width, bias=c.bias),
         )
 
-    def forward(self, x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-        x = x + self.projection(dot_product_attention(self.qkv(x), self.config, rotation))
+    def forward(self, x: torch.Tensor, *rotation: torch.Tensor) -> torch.Tensor:
+        x = x + self.projection(dot_product_attention(self.qkv(x), self.config, *rotation))
         return x + self.mlp(x)
 
 
@@ -121,42 +106,61 @@ def plain_norm(c: Config) -> torch.nn.Module:
     return torch.nn.LayerNorm(c.width, bias=c.bias) if c.norm == "layer" else torch.nn.RMSNorm(c.width, eps=1e-5)
 
 
-def plain_head(c: Config) -> torch.nn.Module:
-    return torch.nn.Sequential(plain_norm(c), torch.nn.Linear(c.width, c.vocabulary, bias=False))
+class PlainHead(torch.nn.Sequential):
+    def __init__(self, c: Config) -> None:
+        super().__init__(plain_norm(c), torch.nn.Linear(c.width, c.vocabulary, bias=False))
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(x)
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return F.cross_entropy(wide.flatten(0, 1), targets.flatten())
 
 
 # ---- weft -----------------------------------------------------------------------------------------------------------
 
 
-class WeftLayer(torch.nn.Module):
-    def __init__(self, c: Config, **linear: bool) -> None:
-        super().__init__()
-        self.config = c
-        linear = {"bias": c.bias, **linear}
-        self.qkv = ops.Sequential(weft_norm(c), ops.Linear(c.width, sum(c.qkv_splits), **linear))
-        self.projection = ops.Sequential(ops.Linear(c.width, c.width, **linear), ops.AddExtraInput())
-        self.mlp = ops.Sequential(
-            ops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
-            weft_norm(c),
-            ops.Linear(c.width, c.up_columns, **linear),
-            ops.SwiGLU() if c.activation == "swiglu" else ops.GELU(),
-            ops.Linear(c.inner, c.width, **linear),
-            ops.AddExtraInput().set_extra_input_channel(0, "residual"),
-        )
+def residual(name: str, *body: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
+    """x + body(x): the operations between a branch and its sum, joined by a channel."""
+    branch = ops.MakeExtraOutput().set_extra_output_channel(0, name, output_to_caller=False)
+    return branch, *body, ops.AddExtraInput().set_extra_input_channel(0, name)
 
-    def forward(self, x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-        return self.mlp(self.projection(dot_product_attention(self.qkv(x), self.config, rotation), x))
+
+def weft_layer(c: Config, **linear: bool) -> ops.Sequential:
+    """One pipeline. With rotary positions cos and sin are its extra inputs."""
+    linear = {"bias": c.bias, **linear}
+    heads = {"num_gqa_groups": c.groups or None, "qkv_format": "bshd", "qkv_layout": "concatenated"}
+    rotary = [ops.RotaryEmbedding(c.heads, c.head_dim, rotary_base=None, **heads)] if c.positions == "rotary" else []
+    attention = [
+        weft_norm(c),
+        ops.Linear(c.width, sum(c.qkv_splits), **linear),
+        *rotary,
+        ops.DotProductAttention(c.heads, c.head_dim, **heads),
+        ops.Linear(c.width, c.width, **linear),
+    ]
+    mlp = [
+        weft_norm(c),
+        ops.Linear(c.width, c.up_columns, **linear),
+        ops.SwiGLU() if c.activation == "swiglu" else ops.GELU(),
+        ops.Linear(c.inner, c.width, **linear),
+    ]
+    return ops.Sequential(*residual("attention", *attention), *residual("mlp", *mlp))
 
 
 def weft_norm(c: Config) -> torch.nn.Module:
     return ops.LayerNorm(c.width, bias=c.bias) if c.norm == "layer" else ops.RMSNorm(c.width)
 
 
-def weft_head(c: Config, **linear: bool) -> torch.nn.Module:
-    return ops.Sequential(weft_norm(c), ops.Linear(c.width, c.vocabulary, bias=False, **linear))
+def weft_head(c: Config, **linear: bool) -> ops.Sequential:
+    return ops.Sequential(weft_norm(c), ops.Linear(c.width, c.vocabulary, bias=False, **linear), ops.CrossEntropy())
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------
+
+
+def rotations(c: Config) -> Rotation:
+    frequencies = 10000.0 ** (-torch.arange(0, c.head_dim, 2) / c.head_dim)
+    angles = torch.outer(torch.arange(c.tokens), frequencies)
+    return angles.cos(), angles.sin()
 
 
 class Model(torch.nn.Module):
@@ -170,7 +174,7 @@ class Model(torch.nn.Module):
         self.layers = torch.nn.ModuleList(layers)
         self.head = head
         if c.tied:
-            head[-1].weight = self.embedding.weight
+            head[1].weight = self.embedding.weight
         if c.positions == "rotary":
             for name, value in zip(("cos", "sin"), rotations(c), strict=True):
                 self.register_buffer(name, value, persistent=False)
@@ -178,20 +182,20 @@ class Model(torch.nn.Module):
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         x = x if self.positions is None else x + self.positions.weight
-        rotation = (self.cos, self.sin) if self.config.positions == "rotary" else None
+        rotation = (self.cos, self.sin) if self.config.positions == "rotary" else ()
         for layer in self.layers:
-            x = layer(x, rotation)
-        return cross_entropy(self.head(x), targets)
+            x = layer(x, *rotation)
+        return self.head(x, targets)
 
 
 def plain_model(c: Config) -> Model:
-    return Model(c, [PlainLayer(c) for _ in range(c.layers)], plain_head(c))
+    return Model(c, [PlainLayer(c) for _ in range(c.layers)], PlainHead(c))
 
 
 def weft_model(c: Config, main_grad: bool = False) -> Model:
     """With `main_grad` the linears add their weight gradients to `weight.main_grad`."""
     linear = {"accumulate_into_main_grad": True} if main_grad else {}
-    return Model(c, [WeftLayer(c, **linear) for _ in range(c.layers)], weft_head(c, **linear))
+    return Model(c, [weft_layer(c, **linear) for _ in range(c.layers)], weft_head(c, **linear))
 
 
 @torch.no_grad()

@@ -22,26 +22,19 @@ BATCH, INTERVAL = 16, 25  # sequences in a step, steps between checkpoints
 USE_BF16 = torch.cpu.get_capabilities().get("amx_bf16", False)  # without AMX float32 is faster
 
 
-class Layer(torch.nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        # weft fuses each Sequential, forward and backward, into one autograd node.
-        self.qkv = ops.Sequential(ops.LayerNorm(width), ops.Linear(width, 3 * width))
-        self.projection = ops.Sequential(ops.Linear(width, width), ops.AddExtraInput())
-        self.mlp = ops.Sequential(
-            ops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
-            ops.LayerNorm(width),
-            ops.Linear(width, 4 * width),
-            ops.GELU(),
-            ops.Linear(4 * width, width),
-            ops.AddExtraInput().set_extra_input_channel(0, "residual"),
-        )
+def residual(name: str, *body: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
+    """x + body(x): the operations between a branch and its sum, joined by a channel."""
+    branch = ops.MakeExtraOutput().set_extra_output_channel(0, name, output_to_caller=False)
+    return branch, *body, ops.AddExtraInput().set_extra_input_channel(0, name)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        return self.mlp(self.projection(attended, x))  # projection adds x, its extra input
+
+def make_layer(width: int, heads: int) -> ops.Sequential:
+    """weft fuses the operations, forward and backward, and runs them as one autograd node."""
+    attention = ops.DotProductAttention(heads, width // heads, qkv_format="bshd")
+    return ops.Sequential(
+        *residual("x", ops.LayerNorm(width), ops.Linear(width, 3 * width), attention, ops.Linear(width, width)),
+        *residual("y", ops.LayerNorm(width), ops.Linear(width, 4 * width), ops.GELU(), ops.Linear(4 * width, width)),
+    )
 
 
 class GPT(torch.nn.Module):
@@ -50,7 +43,7 @@ class GPT(torch.nn.Module):
         self.length = length
         self.embedding = torch.nn.Embedding(vocabulary, width)
         self.positions = torch.nn.Embedding(length, width)
-        self.layers = torch.nn.Sequential(*[Layer(width, heads) for _ in range(layers)])
+        self.layers = torch.nn.Sequential(*[make_layer(width, heads) for _ in range(layers)])
         self.head = ops.Sequential(ops.LayerNorm(width), ops.Linear(width, vocabulary))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
