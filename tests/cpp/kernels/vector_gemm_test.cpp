@@ -83,6 +83,7 @@ TEST_F(KernelsVectorGemm, AccumulatesInPlace) {
           const auto out = values({m, n}, to, gaps);
           check(a, b, {.scale = 0.5, .addend = out, .out = out});
           check(a, b, {.out = out});
+          out.copy_(at::randn({m, n}));  // an addend that differs from the product, which may be computed in `out`
           check(a, b, {.bias = values({n}, dtype), .addend = out, .out = out});
         }
 }
