@@ -3,6 +3,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/stack.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "weft/kernels/cpu/loops.h"
@@ -37,14 +38,11 @@ void check_targets(const at::Tensor& targets, const CrossEntropyLoss& loss) {
   if (!is_readable_index(targets)) return;
   const auto dense = contiguous(targets);
   const auto* t = dense.const_data_ptr<int64_t>();
-  bool fits = true;
-  for (int64_t row = 0; row < dense.numel(); ++row)
-    fits &= (t[row] >= 0 && t[row] < loss.classes) || t[row] == loss.ignore_index;
-  if (fits) return;
-  for (int64_t row = 0; row < dense.numel(); ++row)
-    TORCH_CHECK_INDEX((t[row] >= 0 && t[row] < loss.classes) || t[row] == loss.ignore_index, "target ", t[row],
-                      " of row ", row, " is out of range; expected 0 to ", loss.classes - 1, ", or ", loss.ignore_index,
-                      " (ignore_index).");
+  const auto* end = t + dense.numel();
+  const auto* bad = std::find_if_not(
+      t, end, [&](int64_t target) { return (target >= 0 && target < loss.classes) || target == loss.ignore_index; });
+  TORCH_CHECK_INDEX(bad == end, "target ", *bad, " of row ", bad - t, " is out of range; expected 0 to ",
+                    loss.classes - 1, ", or ", loss.ignore_index, " (ignore_index).");
 }
 
 at::Tensor cross_entropy_partials(const at::Tensor& logits, const at::Tensor& targets, const CrossEntropyLoss& loss) {

@@ -3,14 +3,15 @@
 
 namespace weft::kernels {
 
-// Cross entropy of rows of logits. A rank holds the logits [rows, n] of n consecutive classes; all ranks hold the same
-// targets, int64 [rows]. With M the maximum of a row over all classes, S = Σ_j exp(x_j - M) and lse = M + log S:
+// Cross entropy of rows of logits. The logits [rows, n] are of n consecutive classes, all or those of one rank or
+// block; ranks hold the same targets, int64 [rows]. With M the maximum of a row over all classes, S = Σ_j exp(x_j - M)
+// and lse = M + log S:
 //   loss = lse - (1 - eps)·x_target - eps·mean_j(x_j) + z·lse²,  computed from differences to M, so that no finite
 //   logit overflows. A row whose target is ignore_index has loss 0 and gradient 0, and its logits are not read.
 
 struct CrossEntropyLoss {
   int64_t classes = 0;      // over all ranks
-  int64_t first_class = 0;  // of this rank
+  int64_t first_class = 0;  // of the logits given
   int64_t ignore_index = -100;
   double label_smoothing = 0;  // eps
   double z_loss = 0;           // z

@@ -43,8 +43,7 @@ inline constexpr const char* kAttnMaskType =
     "sequence.";
 inline constexpr const char* kWindowSize =
     "Numbers of keys before and after its own position that a query sees, (left, right), where -1 means all; None "
-    "means "
-    "all.";
+    "means all.";
 inline constexpr const char* kSoftmaxScale = "Factor of the scores; None means 1/√kv_channels.";
 inline constexpr const char* kAttentionDropout =
     "Probability with which a softmax probability is set to zero in training.";

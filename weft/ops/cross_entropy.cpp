@@ -131,8 +131,7 @@ static const Register<CrossEntropy> cross_entropy{
                 "tensor_parallel each rank passes its shard of the logits and the same targets, and every rank "
                 "returns the same loss.",
      .shape = "Input: ``(*, V)``, logits of V classes; with tensor_parallel over p ranks ``(*, V / p)``.\nExtra input: "
-              "``(*)``, the class index of each row.\nOutput: a "
-              "scalar; ``(*)`` with reduction ``\"none\"``.",
+              "``(*)``, the class index of each row.\nOutput: a scalar; ``(*)`` with reduction ``\"none\"``.",
      .example_inputs = "torch.randn(2, 8), torch.tensor([3, 5])",
      .example_shape = "[]"},
     {.label_smoothing = 0.1, .reduction = Reduction::none, .z_loss = 0.01}};

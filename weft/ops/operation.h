@@ -56,7 +56,7 @@ class BasicOp {
   /// relies on this check. `params` have the shapes given by `params()`.
   virtual Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra,
                          c10::ArrayRef<Spec> params) const = 0;
-  /// Of its GEMMs. `extra` are the extra inputs.
+  /// Returns the FLOPs of its GEMMs. `extra` are the extra inputs.
   virtual Flops flops(const OpPlan& /*plan*/, const Spec& /*x*/, c10::ArrayRef<Spec> /*extra*/) const { return {}; }
   /// Returns y. Sets extra outputs through the context.
   virtual at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params params) const = 0;

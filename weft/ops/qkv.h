@@ -48,8 +48,7 @@ inline constexpr const char* kNumGqaGroups =
     "Number of key heads and of value heads, each shared by consecutive query heads; None means one per query head.";
 inline constexpr const char* kQkvFormat =
     "Order of the dimensions: ``\"sbhd\"`` sequence first, ``\"bshd\"`` sequence before the last dimension, "
-    "``\"thd\"`` "
-    "packed sequences.";
+    "``\"thd\"`` packed sequences.";
 }  // namespace description
 
 }  // namespace weft::ops

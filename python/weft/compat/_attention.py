@@ -225,6 +225,10 @@ class DotProductAttention(EmptyExtraState):
             return visible
         return bias if visible is None else bias.masked_fill(~visible, float("-inf"))
 
+    def _random_state(self, p: float) -> Any:
+        """Returns the context in which dropout with probability p draws random numbers."""
+        return nullcontext() if p == 0 or self.get_rng_state_tracker is None else self.get_rng_state_tracker().fork()
+
     def _attend_packed(
         self,
         q: torch.Tensor,
@@ -259,15 +263,13 @@ class DotProductAttention(EmptyExtraState):
             self.softmax_scale,
             p,
         )
-        tracker = self.get_rng_state_tracker if p else None
-        with tracker().fork() if tracker is not None else nullcontext():
+        with self._random_state(p):
             y: torch.Tensor = attention(q.flatten(1), torch.cat([k.flatten(1), v.flatten(1)], -1), *offsets.values())
         return y
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         p = self.attention_dropout if self.training else 0.0
-        tracker = self.get_rng_state_tracker if p else None
-        with tracker().fork() if tracker is not None else nullcontext():
+        with self._random_state(p):
             return scaled_dot_product_attention(
                 q, k, v, mask, dropout_p=p, scale=self.softmax_scale, enable_gqa=q.size(1) != k.size(1)
             )

@@ -53,7 +53,7 @@ class LinearCrossEntropy final : public JointFusion {
     const auto rows = targets.reshape({-1});
     std::vector<at::Tensor> partials;
     for (const auto& block : class_blocks(matrix, w))
-      partials.push_back(kernels::cross_entropy_partials(logits(matrix, w, block), rows, spec(w, block)));
+      partials.push_back(kernels::cross_entropy_partials(logits(matrix, w, block), rows, block_loss(w, block)));
     auto [losses, statistics] = kernels::cross_entropy_forward(at::stack(partials), rows, loss_->loss(w.size(0)));
     if (loss.needs_input_grad()) {
       loss.save(CrossEntropy::kTargets, targets);
@@ -75,8 +75,8 @@ class LinearCrossEntropy final : public JointFusion {
 
     const auto differentiate = [&](const at::Tensor& dw, bool accumulate) {
       for (const auto& block : class_blocks(x, w)) {
-        const auto g =
-            kernels::cross_entropy_backward(row_gradients, logits(x, w, block), targets, statistics, spec(w, block));
+        const auto g = kernels::cross_entropy_backward(row_gradients, logits(x, w, block), targets, statistics,
+                                                       block_loss(w, block));
         if (dw.defined()) {
           const auto rows = block.rows(dw);
           kernels::gemm(kernels::transposed(g), x, {.addend = accumulate ? rows : at::Tensor(), .out = rows});
@@ -101,7 +101,7 @@ class LinearCrossEntropy final : public JointFusion {
     const auto rows = block.rows(w);
     return kernels::gemm(x, kernels::transposed(rows)).out;
   }
-  kernels::CrossEntropyLoss spec(const at::Tensor& w, const ClassBlock& block) const {
+  kernels::CrossEntropyLoss block_loss(const at::Tensor& w, const ClassBlock& block) const {
     auto loss = loss_->loss(w.size(0));
     loss.first_class = block.first;
     return loss;

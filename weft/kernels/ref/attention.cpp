@@ -23,7 +23,7 @@ std::pair<int64_t, int64_t> visible_keys(const DenseAttention& d, int64_t begin,
   const auto first = d.first_distance();
   const auto low = a.left < 0 ? 0 : std::clamp<int64_t>(begin - first - a.left, 0, d.keys());
   const auto high = a.right < 0 ? d.keys() : std::clamp<int64_t>(end - first + a.right, low, d.keys());
-  return {low, std::max(low, high)};
+  return {low, high};
 }
 
 /// Calls run(block) for blocks of at most kMaxScores scores, or of one query of one sequence. Their keys are those that
@@ -41,19 +41,20 @@ void for_each_block(const DenseAttention& d, const Run& run) {
     }
 }
 
-/// Rows of [batch, T, groups, heads, D] as [batches·groups, heads·rows, D] in opmath.
-at::Tensor query_rows(const at::Tensor& t, const ScoreBlock& s) {
-  const auto block = t.narrow(0, s.batch, s.batches).narrow(1, s.query, s.queries).permute({0, 2, 3, 1, 4});
-  return to_opmath(block).reshape({s.batches * t.size(2), t.size(3) * s.queries, t.size(4)});
-}
-/// Rows of [batch, T, groups, D] as [batches·groups, rows, D] in opmath.
-at::Tensor key_rows(const at::Tensor& t, const ScoreBlock& s) {
-  const auto block = t.narrow(0, s.batch, s.batches).narrow(1, s.key, s.keys).permute({0, 2, 1, 3});
-  return to_opmath(block).reshape({s.batches * t.size(2), s.keys, t.size(3)});
-}
-/// The view of [batch, T, groups, heads, D] that a block of queries fills.
+/// The queries of a block, a view [batches, groups, heads, rows, D] of [batch, T, groups, heads, D].
 at::Tensor query_block(const at::Tensor& t, const ScoreBlock& s) {
   return t.narrow(0, s.batch, s.batches).narrow(1, s.query, s.queries).permute({0, 2, 3, 1, 4});
+}
+/// The keys of a block, a view [batches, groups, rows, D] of [batch, T, groups, D].
+at::Tensor key_block(const at::Tensor& t, const ScoreBlock& s) {
+  return t.narrow(0, s.batch, s.batches).narrow(1, s.key, s.keys).permute({0, 2, 1, 3});
+}
+/// The same in opmath, as [batches·groups, heads·rows, D] and [batches·groups, rows, D].
+at::Tensor query_rows(const at::Tensor& t, const ScoreBlock& s) {
+  return to_opmath(query_block(t, s)).reshape({s.batches * t.size(2), t.size(3) * s.queries, t.size(4)});
+}
+at::Tensor key_rows(const at::Tensor& t, const ScoreBlock& s) {
+  return to_opmath(key_block(t, s)).reshape({s.batches * t.size(2), s.keys, t.size(3)});
 }
 
 /// Scaled scores of a block with -inf for keys that are not seen, [batches·groups, heads·queries, keys].
@@ -125,7 +126,7 @@ void backward_block(const DenseAttention& d, const ScoreBlock& s, const at::Tens
     dropped = at::mul(p, factors);
   }
   const auto add = [&](const at::Tensor& sum, const at::Tensor& rows) {
-    const auto block = sum.narrow(0, s.batch, s.batches).narrow(1, s.key, s.keys).permute({0, 2, 1, 3});
+    const auto block = key_block(sum, s);
     block.add_(rows.view(block.sizes()));
   };
   add(sums.dv, at::bmm(dropped.transpose(1, 2), g));
