@@ -173,6 +173,56 @@ FAULTS = [
         "",
         "KernelsRowChunks",
     ),
+    # ---- kernels: attention -----------------------------------------------------------------------------------------
+    Fault(
+        "kernels/window-off-by-one",
+        "weft/kernels/cpu/attention_blocks_amx.h",
+        "std::clamp<int64_t>(key + row + before_ + 1 - query,",
+        "std::clamp<int64_t>(key + row + before_ - query,",
+        "KernelsAttention",
+    ),
+    Fault(
+        "kernels/keys-past-the-last-not-masked",
+        "weft/kernels/cpu/attention_blocks_amx.h",
+        "key + kBlockDim <= keys_ && key >=",
+        "key >=",
+        "KernelsAttention",
+    ),
+    Fault(
+        "kernels/sums-not-corrected-for-new-maximum",
+        "weft/kernels/cpu/attention_forward_amx.cpp",
+        "if (corrects) correct(correction);",
+        "",
+        "KernelsAttention",
+    ),
+    Fault(
+        "kernels/second-keys-of-pairs-not-summed",
+        "weft/kernels/cpu/attention_forward_amx.cpp",
+        "_mm512_add_ps(sum_.high, _mm512_add_ps(high0, high1))",
+        "_mm512_add_ps(sum_.high, high0)",
+        "KernelsAttention",
+    ),
+    Fault(
+        "kernels/first-head-overwritten-in-key-gradients",
+        "weft/kernels/cpu/attention_backward_amx.cpp",
+        "has_query_sums_.assign(queries_, false);",
+        "has_query_sums_.assign(queries_, false), has_key_sums_.assign(keys_, false);",
+        "KernelsAttention",
+    ),
+    Fault(
+        "kernels/delta-of-other-queries",
+        "weft/kernels/cpu/attention_backward_amx.cpp",
+        "delta_ = {_mm512_load_ps(delta), _mm512_load_ps(delta + 16)};",
+        "delta_ = {_mm512_load_ps(delta), _mm512_load_ps(delta)};",
+        "KernelsAttention",
+    ),
+    Fault(
+        "kernels/region-overwritten-before-its-sums",
+        "weft/kernels/cpu/attention_backward_amx.cpp",
+        "regions_[region_ ^= 1]",
+        "regions_[0]",
+        "KernelsAttention",
+    ),
     # ---- kernels: grouped GEMM --------------------------------------------------------------------------------------
     Fault(
         "kernels/group-offset-off-by-one",

@@ -11,6 +11,7 @@
 #include "weft/kernels/launch.h"
 #include "weft/kernels/opmath.h"
 #include "weft/kernels/sequence_offsets.h"
+#include "weft/kernels/tiers.h"
 
 namespace weft::kernels {
 namespace {
@@ -38,18 +39,17 @@ void for_each_part(const Attention& a, const Qkv& in, const at::Tensor& out, con
   }
 }
 
-bool has_dense_channels(const at::Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) == 1; }
-
-bool runs_sdpa(const DenseAttention& d) {
-  for (const auto* t : {&d.in.q, &d.in.k, &d.in.v})
-    if (!is_plain_strided(*t) || !has_dense_channels(*t)) return false;
-  const bool equal = d.queries() == d.keys();
-  return choose_attention_tier(d.attention, d.in.q.device().type(), d.in.q.scalar_type(), equal).tier != Tier::ref;
+/// Why a machine with AMX does not use it; empty if it does.
+std::string amx_attention_rejection(const Attention& a, c10::DeviceType device, at::ScalarType dtype) {
+  auto reason = amx_rejection(device, dtype);
+  if (reason.empty() && a.dropout > 0)
+    reason = "amx: not used in training with attention_dropout. Set attention_dropout to 0 to use it.";
+  if (reason.empty() && !(a.scale > 0)) reason = "amx: not used for a softmax_scale that is not positive.";
+  return reason;
 }
 
-}  // namespace
-
-TierChoice choose_attention_tier(const Attention& a, c10::DeviceType device, at::ScalarType dtype, bool equal_lengths) {
+/// The tier of torch's SDPA kernels, or `ref`.
+TierChoice choose_sdpa_tier(const Attention& a, c10::DeviceType device, at::ScalarType dtype, bool equal_lengths) {
   const auto best = machine_tier() == Tier::amx ? Tier::avx512 : machine_tier();
   if (best == Tier::ref) return {};
   const auto rejected = [&](const std::string& why) {
@@ -75,6 +75,50 @@ TierChoice choose_attention_tier(const Attention& a, c10::DeviceType device, at:
   return {best};
 }
 
+bool has_dense_channels(const at::Tensor& t) { return is_plain_strided(t) && (t.size(-1) <= 1 || t.stride(-1) == 1); }
+bool has_dense_channels(const Qkv& t) {
+  return has_dense_channels(t.q) && has_dense_channels(t.k) && has_dense_channels(t.v);
+}
+
+/// The tier of one part. `dense_results`: whether the results have contiguous channels.
+Tier tier_of(const DenseAttention& d, bool dense_results) {
+  if (!has_dense_channels(d.in)) return Tier::ref;
+  const auto choose = dense_results ? choose_attention_tier : choose_sdpa_tier;
+  return choose(d.attention, d.in.q.device().type(), d.in.q.scalar_type(), d.queries() == d.keys()).tier;
+}
+
+void forward_part(const DenseAttention& d) {
+  switch (tier_of(d, has_dense_channels(d.out))) {
+    case Tier::amx:
+      return amx::attention_forward(d);
+    case Tier::ref:
+      return ref::attention_forward(d);
+    default:
+      return sdpa_forward(d);
+  }
+}
+
+void backward_part(const DenseAttention& d, const at::Tensor& dout, const Qkv& grads) {
+  switch (tier_of(d, has_dense_channels(grads) && has_dense_channels(d.out))) {
+    case Tier::amx:
+      return amx::attention_backward(d, has_dense_channels(dout) ? dout : dout.clone(at::MemoryFormat::Contiguous),
+                                     grads);
+    case Tier::ref:
+      return ref::attention_backward(d, dout, grads);
+    default:
+      return sdpa_backward(d, dout, grads);
+  }
+}
+
+}  // namespace
+
+TierChoice choose_attention_tier(const Attention& a, c10::DeviceType device, at::ScalarType dtype, bool equal_lengths) {
+  auto next = choose_sdpa_tier(a, device, dtype, equal_lengths);
+  if (machine_tier() != Tier::amx) return next;
+  const auto reason = amx_attention_rejection(a, device, dtype);
+  return reason.empty() ? TierChoice{Tier::amx} : after_rejection(reason, std::move(next));
+}
+
 at::Tensor attention_forward(const Attention& attention, const Qkv& in, const at::Tensor& out) {
   const auto dtype = at::toOpMathType(in.q.scalar_type());
   const auto logsumexp =
@@ -86,10 +130,8 @@ at::Tensor attention_forward(const Attention& attention, const Qkv& in, const at
       if (dense.keys() == 0) {
         dense.out.zero_();
         dense.logsumexp.fill_(-std::numeric_limits<double>::infinity());
-      } else if (runs_sdpa(dense)) {
-        sdpa_forward(dense);
       } else {
-        ref::attention_forward(dense);
+        forward_part(dense);
       }
     });
   });
@@ -100,18 +142,15 @@ void attention_backward(const Attention& attention, const Qkv& in, const at::Ten
                         const at::Tensor& dout, const Qkv& grads) {
   if (in.q.is_meta()) return;
   launch([=] {
-    for_each_part(attention, in, out, logsumexp, [&](const DenseAttention& dense, int64_t query, int64_t key) {
-      const auto part = narrow(grads, query, dense.queries(), key, dense.keys());
-      if (dense.in.q.numel() == 0 || dense.keys() == 0) {
-        for (const auto* t : {&part.q, &part.k, &part.v}) t->zero_();
-        return;
-      }
-      const auto part_dout = as_dtype(dout.narrow(1, query, dense.queries()), in.q.scalar_type());
-      if (runs_sdpa(dense))
-        sdpa_backward(dense, part_dout, part);
-      else
-        ref::attention_backward(dense, part_dout, part);
-    });
+    for_each_part(attention, in, out, logsumexp.contiguous(),
+                  [&](const DenseAttention& dense, int64_t query, int64_t key) {
+                    const auto part = narrow(grads, query, dense.queries(), key, dense.keys());
+                    if (dense.in.q.numel() == 0 || dense.keys() == 0) {
+                      for (const auto* t : {&part.q, &part.k, &part.v}) t->zero_();
+                      return;
+                    }
+                    backward_part(dense, as_dtype(dout.narrow(1, query, dense.queries()), in.q.scalar_type()), part);
+                  });
   });
 }
 

@@ -43,8 +43,9 @@ at::Tensor attention_forward(const Attention& attention, const Qkv& in, const at
 void attention_backward(const Attention& attention, const Qkv& in, const at::Tensor& out, const at::Tensor& logsumexp,
                         const at::Tensor& dout, const Qkv& grads);
 
-/// The tier for queries and keys of equal or of unequal lengths. The vector tiers are torch's SDPA kernels for the CPU,
-/// which have no window, no dropout from a seed and no causal mask with other alignments.
+/// The tier for queries and keys of equal or of unequal lengths. The AMX tier takes bfloat16 without dropout. The
+/// vector tiers are torch's SDPA kernels for the CPU, which have no window, no dropout from a seed and no causal mask
+/// with other alignments.
 TierChoice choose_attention_tier(const Attention& attention, c10::DeviceType device, at::ScalarType dtype,
                                  bool equal_lengths);
 

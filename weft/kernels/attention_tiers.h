@@ -38,6 +38,13 @@ at::Tensor dropout_factors(const DenseAttention& dense, const ScoreBlock& block,
 void sdpa_forward(const DenseAttention& dense);
 void sdpa_backward(const DenseAttention& dense, const at::Tensor& dout, const Qkv& grads);
 
+namespace amx {
+/// Take bfloat16 with contiguous channels in every tensor, a positive scale and no dropout. There is at least one query
+/// and one key.
+void attention_forward(const DenseAttention& dense);
+void attention_backward(const DenseAttention& dense, const at::Tensor& dout, const Qkv& grads);
+}  // namespace amx
+
 namespace ref {
 /// ATen calls on blocks of queries: temporary memory is proportional to the number of keys.
 void attention_forward(const DenseAttention& dense);

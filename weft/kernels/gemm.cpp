@@ -2,7 +2,6 @@
 
 #include <c10/util/StringUtil.h>
 
-#include "weft/core/value.h"
 #include "weft/kernels/cpu_tensors.h"
 #include "weft/kernels/tiers.h"
 
@@ -13,16 +12,6 @@ bool amx_supports(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64
 }
 
 namespace {
-
-/// Why a machine with AMX does not use it.
-std::string amx_rejection(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64_t k) {
-  if (device != c10::DeviceType::CPU)
-    return c10::str("amx: not used on ", c10::DeviceTypeName(device, /*lower_case=*/true), " (AMX runs on the CPU).");
-  if (dtype != at::kBFloat16)
-    return c10::str("amx: not used for ", dtype_name(dtype),
-                    " (AMX tiles take bfloat16). Convert the block with .to(torch.bfloat16) to use it.");
-  return c10::str("amx: not used for a weight of ", n * k, " elements (AMX needs at least 256).");
-}
 
 bool interleaved(const std::optional<Act>& act) { return act && act->interleave != 0; }
 
@@ -49,10 +38,9 @@ GemmResult gemm(const Matrix& a, const Matrix& b, const Epilogue& epilogue) {
 TierChoice choose_gemm_tier(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64_t k) {
   if (machine_tier() != Tier::amx) return choose_vector_tier(device, dtype);
   if (amx_supports(device, dtype, n, k)) return {Tier::amx};
-  auto next = choose_vector_tier(device, dtype);
-  next.rejection_reason =
-      amx_rejection(device, dtype, n, k) + (next.rejection_reason.empty() ? "" : " " + next.rejection_reason);
-  return next;
+  auto reason = amx_rejection(device, dtype);
+  if (reason.empty()) reason = c10::str("amx: not used for a weight of ", n * k, " elements (AMX needs at least 256).");
+  return after_rejection(reason, choose_vector_tier(device, dtype));
 }
 
 }  // namespace weft::kernels

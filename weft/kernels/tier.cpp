@@ -66,6 +66,19 @@ Tier vector_tier(c10::DeviceType device, at::ScalarType dtype) {
   return machine_tier() == Tier::amx ? Tier::avx512 : machine_tier();
 }
 
+std::string amx_rejection(c10::DeviceType device, at::ScalarType dtype) {
+  if (device != c10::DeviceType::CPU)
+    return c10::str("amx: not used on ", c10::DeviceTypeName(device, /*lower_case=*/true), " (AMX runs on the CPU).");
+  if (dtype == at::kBFloat16) return {};
+  return c10::str("amx: not used for ", dtype_name(dtype),
+                  " (AMX tiles take bfloat16). Convert the block with .to(torch.bfloat16) to use it.");
+}
+
+TierChoice after_rejection(const std::string& reason, TierChoice next) {
+  next.rejection_reason = reason + (next.rejection_reason.empty() ? "" : " " + next.rejection_reason);
+  return next;
+}
+
 TierChoice choose_vector_tier(c10::DeviceType device, at::ScalarType dtype) {
   TierChoice out{vector_tier(device, dtype)};
   if (machine_tier() == Tier::ref || out.tier != Tier::ref) return out;

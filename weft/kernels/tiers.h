@@ -83,6 +83,11 @@ void sum_terms(const std::vector<at::Tensor>& terms, const at::Tensor& out);
 }  // namespace weft::kernels::ref
 
 namespace weft::kernels {
+/// Why a machine with AMX does not use it for `dtype` on `device`; empty if it does.
+std::string amx_rejection(c10::DeviceType device, at::ScalarType dtype);
+/// `next`, with the reason for which a better tier does not run before its own.
+TierChoice after_rejection(const std::string& reason, TierChoice next);
+
 /// Whether the AMX tier runs a GEMM with B [K, N] of `dtype` on `device`.
 bool amx_supports(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64_t k);
 /// The tier of a GEMM: `ref` unless the loops can read and write every tensor.

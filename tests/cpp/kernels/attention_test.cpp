@@ -1,6 +1,7 @@
 // Attention against scores in float64: both tiers, masks of unequal lengths, offsets, queries that see no key.
 #include "weft/kernels/attention.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/arange.h>
@@ -11,6 +12,7 @@
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/logaddexp.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/randn_like.h>
 #include <ATen/ops/tensor.h>
@@ -200,6 +202,135 @@ TEST(KernelsAttention, PackedSequencesOfUnequalLengths) {
   for (const auto& t : {grads.q, grads.k, grads.v}) EXPECT_TRUE(t.isfinite().all().item<bool>());
   a.cu_seqlens_kv = at::tensor({0, 9}, at::kLong);
   EXPECT_THROW(run(a, in), c10::ValueError);
+}
+
+/// Views of one packed buffer, [group: query heads, key, value], in bfloat16.
+Qkv packed_heads(int64_t batch, int64_t rows, int64_t groups, int64_t per_group, int64_t head_dim) {
+  const auto all = at::randn({batch, rows, groups, per_group + 2, head_dim}).to(at::kBFloat16);
+  return {all.narrow(3, 0, per_group), all.select(3, per_group), all.select(3, per_group + 1)};
+}
+
+/// The error of `got` over its bound, at the worst element.
+double worst_ratio(const Tensor& got, const Tensor& expected, const Tensor& bound) {
+  return ((got.to(at::kDouble) - expected).abs() / (bound + 1e-30)).max().item<double>();
+}
+
+/// Runs both passes in bfloat16. Probabilities, their gradients and the results may be rounded to bfloat16 (relative
+/// error u), and δ = Σ dout·out is that of the rounded out; all else is float32.
+void expect_rounding_errors_only(const Attention& a, const Qkv& in, const std::string& hint) {
+  const double u = 0x1p-8, slack = 1.05;
+  const auto f64 = [](const Tensor& t) { return t.to(at::kDouble); };
+  const Qkv wide{f64(in.q), f64(in.k), f64(in.v)};
+  const auto scores = expected_scores(a, wide);
+  const auto p = scores.softmax(-1).nan_to_num(0);
+  const auto q = wide.q.permute({0, 2, 3, 1, 4});
+  const auto k = wide.k.permute({0, 2, 1, 3}).unsqueeze(2), v = wide.v.permute({0, 2, 1, 3}).unsqueeze(2);
+  const auto dout = at::randn(in.q.sizes()).to(at::kBFloat16), g = f64(dout).permute({0, 2, 3, 1, 4});
+
+  const auto got = run(a, in);
+  const auto grads = gradients(a, in, got, dout);
+  const auto out_bound = p.matmul(v.abs()) * (2 * u * slack);
+  EXPECT_LE(worst_ratio(got.out.permute({0, 2, 3, 1, 4}), p.matmul(v), out_bound), 1) << "out, " << hint;
+  EXPECT_TRUE(at::allclose(f64(got.logsumexp), scores.logsumexp(-1).flatten(1, 2), 1e-5, 1e-5)) << hint;
+
+  const auto dp = g.matmul(v.transpose(-1, -2));
+  const auto ds = p * (dp - (p * dp).sum(-1, true)) * a.scale;
+  const auto ds_bound = (ds.abs() * (2 * u) + p * (g.abs() * out_bound).sum(-1, true) * a.scale) * slack;
+  const auto transposed = [](const Tensor& t) { return t.transpose(-1, -2); };
+  EXPECT_LE(worst_ratio(grads.q.permute({0, 2, 3, 1, 4}), ds.matmul(k), ds_bound.matmul(k.abs())), 1) << "dq, " << hint;
+  EXPECT_LE(worst_ratio(grads.k.permute({0, 2, 1, 3}), transposed(ds).matmul(q).sum(2),
+                        transposed(ds_bound).matmul(q.abs()).sum(2)),
+            1)
+      << "dk, " << hint;
+  EXPECT_LE(worst_ratio(grads.v.permute({0, 2, 1, 3}), transposed(p).matmul(g).sum(2),
+                        transposed(p).matmul(g.abs()).sum(2) * (2 * u * slack)),
+            1)
+      << "dv, " << hint;
+}
+
+TEST(KernelsAttention, Bfloat16HasOnlyRoundingErrorsForEveryMaskAndLength) {
+  at::manual_seed(2);
+  for (const auto& a : masks())
+    for (const auto& [tq, tk] :
+         {std::pair<int64_t, int64_t>{1, 1}, {33, 33}, {31, 70}, {70, 31}, {1, 65}, {65, 1}, {64, 64}}) {
+      auto in = packed_heads(2, std::max(tq, tk), kGroups, kPerGroup, 32);
+      in = {in.q.narrow(1, 0, tq), in.k.narrow(1, 0, tk), in.v.narrow(1, 0, tk)};
+      expect_rounding_errors_only(a, in, c10::str("left ", a.left, " right ", a.right, " lengths ", tq, " ", tk));
+    }
+}
+
+TEST(KernelsAttention, Bfloat16HasOnlyRoundingErrorsForEveryHeadDim) {
+  at::manual_seed(3);
+  auto a = small_attention();
+  a.right = 0;
+  for (const int64_t head_dim : {8, 40, 64, 80, 96, 128, 160, 256}) {
+    a.scale = 1 / std::sqrt(static_cast<double>(head_dim));
+    expect_rounding_errors_only(a, packed_heads(1, 75, 1, 3, head_dim), c10::str("head_dim ", head_dim));
+  }
+}
+
+TEST(KernelsAttention, Bfloat16HasOnlyRoundingErrorsForLongSequences) {
+  at::manual_seed(4);
+  for (const auto& [left, right] : {std::pair<int64_t, int64_t>{-1, 0}, {-1, -1}, {40, 0}, {150, 90}, {300, -1}}) {
+    auto a = small_attention();
+    a.scale = 0.125, a.left = left, a.right = right;
+    expect_rounding_errors_only(a, packed_heads(1, 420, 1, 2, 64), c10::str("left ", left, " right ", right));
+  }
+}
+
+TEST(KernelsAttention, Bfloat16WithLargeScores) {
+  at::manual_seed(5);
+  auto a = small_attention();
+  a.right = 0;
+  auto in = packed_heads(1, 40, 1, 1, 32);
+  in.q.mul_(1e16), in.k.mul_(1e16);
+  const auto got = run(a, in);
+  const auto& out = got.out;  // each probability is 0 or 1
+  const auto scores = expected_scores(a, {in.q.to(at::kDouble), in.k.to(at::kDouble), in.v.to(at::kDouble)});
+  EXPECT_TRUE(at::equal(out.select(2, 0).select(2, 0),
+                        in.v.select(2, 0).index_select(1, scores.flatten(0, 2).squeeze(0).argmax(-1).flatten())));
+  const auto grads = gradients(a, in, got, at::ones_like(in.q));
+  for (const auto& t : {grads.q, grads.k, grads.v}) EXPECT_TRUE(t.isfinite().all().item<bool>());
+}
+
+TEST(KernelsAttention, Bfloat16RunsOnAmx) {
+  if (machine_tier() != Tier::amx) GTEST_SKIP() << "this CPU has no amx";
+  at::manual_seed(7);
+  auto a = small_attention();
+  a.left = 20, a.right = 0;
+  EXPECT_EQ(choose_attention_tier(a, c10::DeviceType::CPU, at::kBFloat16, /*equal_lengths=*/true).tier, Tier::amx);
+  const auto in = packed_heads(1, 50, 1, 2, 64);
+  const auto dout = at::randn(in.q.sizes()).to(at::kBFloat16);
+  const auto got = run(a, in);
+  const auto grads = gradients(a, in, got, dout);
+  const Result direct{at::empty_like(in.q), at::empty_like(got.logsumexp)};
+  const DenseAttention dense{a, 0, in, direct.out, direct.logsumexp};
+  amx::attention_forward(dense);
+  const Qkv direct_grads{at::empty_like(in.q), at::empty_like(in.k), at::empty_like(in.v)};
+  amx::attention_backward(dense, dout, direct_grads);
+  EXPECT_TRUE(at::equal(got.out, direct.out) && at::equal(got.logsumexp, direct.logsumexp));
+  EXPECT_TRUE(at::equal(grads.q, direct_grads.q) && at::equal(grads.k, direct_grads.k));
+  EXPECT_TRUE(at::equal(grads.v, direct_grads.v));
+}
+
+TEST(KernelsAttention, Bfloat16DoesNotDependOnThreads) {
+  at::manual_seed(6);
+  auto a = small_attention();
+  a.right = 0;
+  const auto in = packed_heads(1, 200, 1, 2, 64);
+  const auto dout = at::randn(in.q.sizes()).to(at::kBFloat16);
+  const int threads = at::get_num_threads();
+  const auto expected = run(a, in);
+  const auto expected_grads = gradients(a, in, expected, dout);
+  for (const int count : {1, 3, 8}) {
+    at::set_num_threads(count);
+    const auto got = run(a, in);
+    const auto grads = gradients(a, in, got, dout);
+    EXPECT_TRUE(at::equal(got.out, expected.out) && at::equal(got.logsumexp, expected.logsumexp));
+    EXPECT_TRUE(at::equal(grads.q, expected_grads.q) && at::equal(grads.k, expected_grads.k));
+    EXPECT_TRUE(at::equal(grads.v, expected_grads.v));
+  }
+  at::set_num_threads(threads);
 }
 
 }  // namespace
