@@ -30,14 +30,10 @@ def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> lis
     return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
 
 
-def expected(op, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-    """Attention of [s, batch, heads·channels] to [t, batch, 2·groups·channels]; 0 for a query that sees no key."""
-    tq, tk = q.shape[0], kv.shape[0]
-    if op.kv_layout == "concatenated":
-        k, v = (t.unflatten(-1, (GROUPS, D)) for t in kv.chunk(2, -1))
-    else:
-        k, v = kv.unflatten(-1, (GROUPS, 2, D)).unbind(-2)
-    k, v = (t.repeat_interleave(HEADS // GROUPS, 2).permute(1, 2, 0, 3) for t in (k, v))
+def expected(op, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attention of [s, batch, heads·channels] to [t, batch, groups·channels]; 0 for a query that sees no key."""
+    tq, tk = q.shape[0], k.shape[0]
+    k, v = (t.unflatten(-1, (GROUPS, D)).repeat_interleave(HEADS // GROUPS, 2).permute(1, 2, 0, 3) for t in (k, v))
     shift = 0 if op.attn_mask_type == "causal" else tk - tq
     distance = torch.arange(tk) - (torch.arange(tq)[:, None] + shift)
     left, right = op.window_size or (-1, -1)
@@ -48,23 +44,38 @@ def expected(op, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
     return (p @ v).permute(2, 0, 1, 3).flatten(2)
 
 
-@pytest.mark.parametrize("layout", ("group_interleaved", "concatenated"))
+def inputs(
+    queries: int, keys: int, batch: tuple[int, ...] = (), dtype: torch.dtype = torch.float64
+) -> list[torch.Tensor]:
+    """Returns query, key and value, sequence first."""
+    return tensors((queries, *batch, HEADS * D), *[(keys, *batch, GROUPS * D)] * 2, dtype=dtype)
+
+
 @pytest.mark.parametrize("options", MASKS, ids=str)
 @pytest.mark.parametrize("lengths", ((1, 1), (5, 5), (3, 7), (7, 3), (1, 6), (6, 1)), ids=str)
-def test_unequal_lengths_equal_softmax_of_scores(lengths, options, layout):
-    op = attention(kv_layout=layout, **options)
-    q, kv = tensors((lengths[0], 2, HEADS * D), (lengths[1], 2, 2 * GROUPS * D))
-    y, exact = op(q, kv), expected(op, q, kv)
+def test_unequal_lengths_equal_softmax_of_scores(lengths, options):
+    op, given = attention(**options), inputs(*lengths, (2,))
+    y, exact = op(*given), expected(op, *given)
     dy = torch.randn_like(exact)
-    got = (y, *torch.autograd.grad(y, (q, kv), dy))
-    for a, b in zip(got, (exact, *torch.autograd.grad(exact, (q, kv), dy)), strict=True):
+    got = (y, *torch.autograd.grad(y, given, dy))
+    for a, b in zip(got, (exact, *torch.autograd.grad(exact, given, dy)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
+def test_views_of_one_tensor_equal_copies():
+    op, packed = attention(attn_mask_type="causal"), tensors((5, 3, (HEADS + 2 * GROUPS) * D))[0]
+    views = packed.split((HEADS * D, GROUPS * D, GROUPS * D), -1)
+    copies = [t.detach().clone().requires_grad_() for t in views]
+    y, exact = op(*views), op(*copies)
+    assert torch.equal(y, exact)
+    grads = torch.autograd.grad(exact.square().sum(), copies)
+    assert torch.equal(torch.autograd.grad(y.square().sum(), packed)[0], torch.cat(grads, -1))
+
+
 def test_batch_first_equals_sequence_first():
-    q, kv = tensors((5, 3, HEADS * D), (7, 3, 2 * GROUPS * D))
-    first = attention()(q, kv)
-    batch = attention(qkv_format="bshd")(q.transpose(0, 1), kv.transpose(0, 1))
+    given = inputs(5, 7, (3,))
+    first = attention()(*given)
+    batch = attention(qkv_format="bshd")(*(t.transpose(0, 1) for t in given))
     torch.testing.assert_close(batch.transpose(0, 1), first, rtol=1e-12, atol=1e-12)
 
 
@@ -72,52 +83,52 @@ def test_batch_first_equals_sequence_first():
 def test_packed_sequences_equal_separate_ones(options):
     op, one = attention(qkv_format="thd", **options), attention(**options)
     queries, keys = (2, 0, 4, 1), (5, 3, 2, 0)
-    q, kv = tensors((sum(queries), HEADS * D), (sum(keys), 2 * GROUPS * D))
+    given = q, k, v = inputs(sum(queries), sum(keys))
     offsets = [torch.tensor([0, *n]).cumsum(0) for n in (queries, keys)]
-    y = op(q, kv, *offsets)
-    pairs = zip(q.split(queries), kv.split(keys), strict=True)
-    parts = [one(a[:, None], b[:, None])[:, 0] if len(b) else 0 * a for a, b in pairs if len(a)]
+    y = op(*given, *offsets)
+    sequences = zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
+    parts = [one(*(t[:, None] for t in s))[:, 0] if len(s[1]) else 0 * s[0] for s in sequences if len(s[0])]
     dy = torch.randn_like(y)
-    got, exact = ((t, *torch.autograd.grad(t, (q, kv), dy, retain_graph=True)) for t in (y, torch.cat(parts)))
+    got, exact = ((t, *torch.autograd.grad(t, given, dy, retain_graph=True)) for t in (y, torch.cat(parts)))
     for a, b in zip(got, exact, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
 def test_query_without_keys_gives_zero_and_no_gradient():
     op = attention(attn_mask_type="causal_bottom_right")
-    q, kv = tensors((5, 1, HEADS * D), (3, 1, 2 * GROUPS * D), dtype=torch.bfloat16)
-    y = op(q, kv)
-    dq, dkv = torch.autograd.grad(y.sum(), (q, kv))
+    given = inputs(5, 3, (1,), torch.bfloat16)
+    y = op(*given)
+    dq, dk, dv = torch.autograd.grad(y.sum(), given)
     assert not y[:2].any() and not dq[:2].any()
-    assert y[2:].all() and dkv.isfinite().all()
+    assert y[2:].all() and dk.isfinite().all() and dv.isfinite().all()
 
 
 def test_no_keys_at_all():
-    q, kv = tensors((5, 2, HEADS * D), (0, 2, 2 * GROUPS * D))
-    y = attention()(q, kv)
-    dq, dkv = torch.autograd.grad(y.sum(), (q, kv))
-    assert not y.any() and not dq.any() and dkv.shape == kv.shape
+    given = inputs(5, 0, (2,))
+    y = attention()(*given)
+    dq, dk, dv = torch.autograd.grad(y.sum(), given)
+    assert not y.any() and not dq.any() and dk.shape == dv.shape == given[1].shape
 
 
-@pytest.mark.parametrize("frozen", (0, 1))
+@pytest.mark.parametrize("frozen", (0, 1, 2))
 def test_frozen_input_gets_no_grad(frozen):
-    op, inputs = attention(), tensors((5, 2, HEADS * D), (4, 2, 2 * GROUPS * D))
-    both = torch.autograd.grad(op(*inputs).square().sum(), inputs)
-    inputs[frozen].requires_grad_(False)
-    op(*inputs).square().sum().backward()
-    assert inputs[frozen].grad is None
-    assert torch.equal(inputs[1 - frozen].grad, both[1 - frozen])
+    op, given = attention(), inputs(5, 4, (2,))
+    grads = torch.autograd.grad(op(*given).square().sum(), given)
+    given[frozen].requires_grad_(False)
+    op(*given).square().sum().backward()
+    for i, (t, grad) in enumerate(zip(given, grads, strict=True)):
+        assert t.grad is None if i == frozen else torch.equal(t.grad, grad)
 
 
 @pytest.mark.parametrize("options", ({"attention_dropout": 0.4}, {"window_size": (1, 0)}), ids=str)
 def test_gradients_match_finite_differences(options):
-    op, inputs = attention(**options), tensors((3, 1, HEADS * D), (4, 1, 2 * GROUPS * D))
+    op = attention(**options)
 
     def run(*given):
         torch.manual_seed(3)
         return op(*given)
 
-    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
+    assert torch.autograd.gradcheck(run, inputs(3, 4, (1,)), fast_mode=True)
 
 
 @pytest.mark.parametrize("dynamic", (False, True))
@@ -126,18 +137,18 @@ def test_compiles_as_one_graph(dynamic):
     torch.compiler.reset()
     compiled = torch.compile(op, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for tq, tk in ((4, 6), (5, 7)):
-        q, kv = tensors((tq, 2, 16), (tk, 2, 2 * GROUPS * D), dtype=torch.float32)
+        given = tensors((tq, 2, 16), *[(tk, 2, GROUPS * D)] * 2, dtype=torch.float32)
         grads = []
         for run in (op, compiled):
-            y = run(q, kv)
-            grads.append((y, *torch.autograd.grad(y.square().sum(), (q, kv, *op.parameters()))))
+            y = run(*given)
+            grads.append((y, *torch.autograd.grad(y.square().sum(), (*given, *op.parameters()))))
         for eager, traced in zip(*grads, strict=True):
             torch.testing.assert_close(traced, eager)
 
 
 def test_flops_count_queries_times_keys():
     op = ops.CrossDotProductAttention(2, 4)
-    q, kv = torch.randn(5, 3, 8, requires_grad=True), torch.randn(7, 3, 16)
+    q, k, v = torch.randn(5, 3, 8, requires_grad=True), torch.randn(7, 3, 8), torch.randn(7, 3, 8)
     with FlopCounterMode(display=False) as counter:
-        op(q, kv).sum().backward()
+        op(q, k, v).sum().backward()
     assert counter.get_total_flops() == 7 * (2 * 3 * 2 * 5 * 7 * 4)

@@ -54,7 +54,7 @@ class Case:
             shapes.append(shapes[0])
         if self.name == "CrossDotProductAttention":
             groups = self.options.get("num_gqa_groups", self.options["num_attention_heads"])
-            shapes.append((*lead, 2 * groups * self.options["kv_channels"]))
+            shapes += [(*lead, groups * self.options["kv_channels"])] * 2
         if self.name == "GroupedLinear" and self.options["bias"] and self.options["scale_bias"]:
             shapes.append(lead)
         inputs = [values(shape, seed).to(dtype).requires_grad_() for seed, shape in enumerate(shapes)]
@@ -189,7 +189,7 @@ MORE = [
         for options in (
             {},
             {"num_gqa_groups": 2, "qkv_format": "bshd", "attn_mask_type": "causal"},
-            {"num_gqa_groups": 2, "kv_layout": "concatenated", "attn_mask_type": "causal_bottom_right"},
+            {"num_gqa_groups": 2, "attn_mask_type": "causal_bottom_right"},
             {"num_gqa_groups": 1, "qkv_format": "thd", "window_size": (1, 2), "softmax_scale": 0.7},
         )
     ),

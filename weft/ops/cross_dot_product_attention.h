@@ -4,9 +4,9 @@
 
 namespace weft::ops {
 
-/// Softmax attention of the query heads x to the keys and values of an extra input, which may have another length:
+/// Softmax attention of the query heads x to the keys and values of two extra inputs, which may have another length:
 ///   y = softmax(softmax_scale·q kᵀ + mask) v.
-/// Saves both inputs, y and the logsumexp of the scores.
+/// Saves the three inputs, y and the logsumexp of the scores.
 class CrossDotProductAttention final : public Op<CrossDotProductAttention> {
  public:
   struct Options {
@@ -18,35 +18,30 @@ class CrossDotProductAttention final : public Op<CrossDotProductAttention> {
     std::optional<double> softmax_scale = {};
     double attention_dropout = 0;
     QkvFormat qkv_format = QkvFormat::sbhd;
-    QkvLayout kv_layout = QkvLayout::group_interleaved;
     static constexpr auto fields() {
-      return std::tuple{
-          Field{"num_attention_heads", &Options::num_attention_heads, description::kNumAttentionHeads,
-                ParamKind::required},
-          Field{"kv_channels", &Options::kv_channels, description::kKvChannels, ParamKind::required},
-          Field{"num_gqa_groups", &Options::num_gqa_groups, description::kNumGqaGroups},
-          Field{"attn_mask_type", &Options::attn_mask_type, description::kAttnMaskType},
-          Field{"window_size", &Options::window_size, description::kWindowSize},
-          Field{"softmax_scale", &Options::softmax_scale, description::kSoftmaxScale},
-          Field{"attention_dropout", &Options::attention_dropout, description::kAttentionDropout},
-          Field{"qkv_format", &Options::qkv_format, description::kQkvFormat},
-          Field{"kv_layout", &Options::kv_layout,
-                "Order of the heads of the extra input: ``\"group_interleaved\"`` for each group its key and value; "
-                "``\"concatenated\"`` all keys, then all values."}};
+      return std::tuple{Field{"num_attention_heads", &Options::num_attention_heads, description::kNumAttentionHeads,
+                              ParamKind::required},
+                        Field{"kv_channels", &Options::kv_channels, description::kKvChannels, ParamKind::required},
+                        Field{"num_gqa_groups", &Options::num_gqa_groups, description::kNumGqaGroups},
+                        Field{"attn_mask_type", &Options::attn_mask_type, description::kAttnMaskType},
+                        Field{"window_size", &Options::window_size, description::kWindowSize},
+                        Field{"softmax_scale", &Options::softmax_scale, description::kSoftmaxScale},
+                        Field{"attention_dropout", &Options::attention_dropout, description::kAttentionDropout},
+                        Field{"qkv_format", &Options::qkv_format, description::kQkvFormat}};
     }
   };
-  enum Saved { kQuery, kKeyValue, kOutput, kLogsumexp, kQueryOffsets, kKeyOffsets, kSeed };
-  enum Extra { kKv, kCuSeqlensQ, kCuSeqlensKv };
+  enum Saved { kSavedQuery, kSavedKey, kSavedValue, kOutput, kLogsumexp, kQueryOffsets, kKeyOffsets, kSeed };
+  enum Extra { kKey, kValue, kCuSeqlensQ, kCuSeqlensKv };
 
   explicit CrossDotProductAttention(Options options);
 
   const Options& options() const { return options_; }
   std::string_view name() const override { return "CrossDotProductAttention"; }
-  int extra_inputs() const override { return packed() ? 3 : 1; }
-  bool is_index(int extra) const override { return extra != kKv; }
+  int extra_inputs() const override { return packed() ? 4 : 2; }
+  bool is_index(int extra) const override { return extra >= kCuSeqlensQ; }
   bool depends_on_training() const override { return options_.attention_dropout > 0; }
   std::vector<std::string> saved_names() const override {
-    return {"query", "key and value", "output", "logsumexp", "cu_seqlens_q", "cu_seqlens_kv", "seed"};
+    return {"query", "key", "value", "output", "logsumexp", "cu_seqlens_q", "cu_seqlens_kv", "seed"};
   }
   DtypeRule dtype_rule() const override { return DtypeRule::autocast; }
   kernels::TierChoice kernel(const TierQuery& q) const override;
@@ -65,9 +60,9 @@ class CrossDotProductAttention final : public Op<CrossDotProductAttention> {
   /// The problem of one call; offsets and seed may be undefined.
   kernels::Attention problem(const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_kv,
                              const at::Tensor& seed) const;
-  /// Views [batch, s, …] of the query heads of an activation, and with the keys and values of another one.
+  /// Views [batch, s, …] of the query heads of an activation, and of queries, keys and values.
   at::Tensor query_views(const at::Tensor& q) const;
-  kernels::Qkv qkv_views(const at::Tensor& q, const at::Tensor& kv) const;
+  kernels::Qkv qkv_views(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const;
 
   Options options_;
   QkvHeads heads_;

@@ -26,7 +26,7 @@ struct WgradOptions {
 
 /// A pending wgrad GEMM: dW = scale·dyᵀ x, or with `splits` one dW per group of rows.
 struct WgradGemm {
-  at::Tensor dy, x;  // [..., out] and [..., in], of one dtype
+  at::Tensor dy = {}, x = {};  // [..., out] and [..., in], of one dtype
   double scale = 1;
   int64_t graph_task_id = 0;  // LeafParams::graph_task_id; set if the gradient is delayed or overwrites main_grad
   const std::function<void()>* progress = nullptr;  // as in Epilogue; null for a delayed GEMM

@@ -1,4 +1,4 @@
-"""Attention by torch's scaled_dot_product_attention or, of packed sequences, by weft; rotary position embeddings."""
+"""Attention by weft, or by torch's scaled_dot_product_attention for masks given as tensors; rotary embeddings."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from .._arguments import argument_names, reject_unknown
 from ._module import EmptyExtraState
 
 Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+_POSITION_MASKS = ("no_mask", "causal", "causal_bottom_right")
 _MASKS = ("no_mask", "padding", "causal", "padding_causal", "arbitrary", "causal_bottom_right",
           "padding_causal_bottom_right")  # fmt: skip
 # Further arguments of Transformer Engine's forward: those without effect on the result, and the others.
@@ -25,16 +26,18 @@ _UNSUPPORTED_ARGUMENTS = {
     "alibi_slopes", "bottom_right_diagonal", "cu_seqlens_kv_padded", "cu_seqlens_q_padded", "fp8_output",
     "inference_params", "pad_between_seqs",
 }  # fmt: skip
-# Masks of packed sequences, which need no padding.
-_PACKED_MASKS = {
-    "no_mask": "no_mask", "padding": "no_mask", "causal": "causal", "padding_causal": "causal",
-    "causal_bottom_right": "causal_bottom_right", "padding_causal_bottom_right": "causal_bottom_right",
-}  # fmt: skip
 
 
 @lru_cache(maxsize=64)
-def _packed_attention(
-    heads: int, groups: int, channels: int, mask: str, window: tuple[int, int] | None, scale: float, dropout: float
+def _attention(
+    heads: int,
+    groups: int,
+    channels: int,
+    mask: str,
+    window: tuple[int, int] | None,
+    scale: float,
+    dropout: float,
+    layout: str,
 ) -> ops.CrossDotProductAttention:
     return ops.CrossDotProductAttention(
         heads,
@@ -44,8 +47,7 @@ def _packed_attention(
         window_size=window,
         softmax_scale=scale,
         attention_dropout=dropout,
-        qkv_format="thd",
-        kv_layout="concatenated",
+        qkv_format=layout,
     )
 
 
@@ -70,8 +72,9 @@ def _position_mask(
 
 
 class DotProductAttention(EmptyExtraState):
-    """Computes softmax(q kᵀ · scale + mask) v with torch's scaled_dot_product_attention, or for packed sequences with
-    :class:`weft.ops.CrossDotProductAttention`.
+    """Computes softmax(q kᵀ · scale + mask) v with :class:`weft.ops.CrossDotProductAttention`, or with torch's
+    scaled_dot_product_attention for padding and arbitrary masks, biases, values of other channels than keys, and under
+    ``torch.compile``.
 
     Args:
         num_attention_heads: number of query heads.
@@ -164,7 +167,7 @@ class DotProductAttention(EmptyExtraState):
             attention_mask: for padding and arbitrary masks, True where a key is masked out. Not used for packed
                 sequences.
             qkv_format, attn_mask_type, window_size: replace the values given to the constructor.
-            checkpoint_core_attention: recompute the attention in backward.
+            checkpoint_core_attention: recompute the attention in backward if torch computes it; weft saves no scores.
             core_attention_bias_type: ``"no_bias"`` or ``"post_scale_bias"``.
             core_attention_bias: added to the scaled scores.
             cu_seqlens_q, cu_seqlens_kv: for packed sequences, the row at which each sequence of queries and of keys
@@ -175,22 +178,26 @@ class DotProductAttention(EmptyExtraState):
         kind = (attn_mask_type or self.attn_mask_type).replace("causal_padding", "padding_causal")
         self._check(layout, kind, core_attention_bias_type, others)
         window = window_size if window_size is not None else self.window_size
+        qkv = query_layer, key_layer, value_layer
         if layout == "thd":
             offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
-            return self._attend_packed(query_layer, key_layer, value_layer, kind, window, core_attention_bias, offsets)
+            return self._attend_packed(*qkv, kind, window, core_attention_bias, offsets)
         if cu_seqlens_q is not None or cu_seqlens_kv is not None:
             raise NotImplementedError(
                 f"DotProductAttention: cu_seqlens is not supported with qkv_format {layout!r}. Pass attention_mask, or "
                 "packed sequences with qkv_format 'thd'."
             )
+        by_position = kind in _POSITION_MASKS and core_attention_bias is None and key_layer.shape == value_layer.shape
+        if by_position and not torch.compiler.is_compiling():
+            return self._attend(*qkv, layout, kind, window)
         to_bhsd = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
-        q, k, v = (t.permute(to_bhsd) for t in (query_layer, key_layer, value_layer))
+        q, k, v = (t.permute(to_bhsd) for t in qkv)
         visible = _position_mask(q.size(2), k.size(2), kind, window, q.device)
         mask = self._mask(visible, kind, attention_mask, core_attention_bias)
         if checkpoint_core_attention and torch.is_grad_enabled():
-            out: torch.Tensor = checkpoint(self._attend, q, k, v, mask, use_reentrant=False)
+            out: torch.Tensor = checkpoint(self._attend_masked, q, k, v, mask, use_reentrant=False)
         else:
-            out = self._attend(q, k, v, mask)
+            out = self._attend_masked(q, k, v, mask)
         return out.permute((2, 0, 1, 3) if layout == "sbhd" else (0, 2, 1, 3)).flatten(2)
 
     def _check(self, layout: str, kind: str, bias_type: str, others: dict[str, Any]) -> None:
@@ -239,11 +246,12 @@ class DotProductAttention(EmptyExtraState):
         bias: torch.Tensor | None,
         offsets: dict[str, torch.Tensor | None],
     ) -> torch.Tensor:
-        """Attention of packed sequences. Saves nothing of the size of the scores, so it is never recomputed."""
+        """Attention of packed sequences, which need no padding."""
         for name, value in offsets.items():
             if value is None:
                 raise ValueError(f"DotProductAttention: qkv_format is 'thd', but {name} is not given.")
-        if kind not in _PACKED_MASKS or bias is not None:
+        kind = {"padding": "no_mask"}.get(kind, kind.removeprefix("padding_"))
+        if kind not in _POSITION_MASKS or bias is not None:
             raise NotImplementedError(
                 "DotProductAttention: packed sequences (qkv_format 'thd') have no arbitrary mask and no bias."
             )
@@ -253,21 +261,30 @@ class DotProductAttention(EmptyExtraState):
                 f"{list(v.shape)}; expected (tokens, heads, channels) with qkv_format 'thd', keys and values of one "
                 "shape, and the same channels in all."
             )
+        return self._attend(q, k, v, "thd", kind, window, *offsets.values())
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: str,
+        kind: str,
+        window: tuple[int, int] | None,
+        *offsets: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention with a mask by position. Saves nothing of the size of the scores, so it is never recomputed."""
         p = self.attention_dropout if self.training else 0.0
-        attention = _packed_attention(
-            q.size(1),
-            k.size(1),
-            q.size(2),
-            _PACKED_MASKS[kind],
-            None if window is None else (window[0], window[1]),
-            self.softmax_scale,
-            p,
-        )
+        pair = None if window is None else (window[0], window[1])
+        attention = _attention(q.size(-2), k.size(-2), q.size(-1), kind, pair, self.softmax_scale, p, layout)
         with self._random_state(p):
-            y: torch.Tensor = attention(q.flatten(1), torch.cat([k.flatten(1), v.flatten(1)], -1), *offsets.values())
+            y: torch.Tensor = attention(q.flatten(-2), k.flatten(-2), v.flatten(-2), *offsets)
         return y
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def _attend_masked(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attention with a mask given as a tensor, of (batch, heads, s, channels)."""
         p = self.attention_dropout if self.training else 0.0
         with self._random_state(p):
             return scaled_dot_product_attention(

@@ -70,9 +70,9 @@ SUPPORTED: dict[str, tuple[Any, str]] = {
     "RMSNorm": (_norm.RMSNorm, SAME),
     "DotProductAttention": (
         _attention.DotProductAttention,
-        "torch's scaled_dot_product_attention for the layouts sbhd and bshd, weft's operation for thd (without padding "
-        "between sequences); of a pair of padding masks only the keys' mask is used; no ALiBi, context parallelism or "
-        "KV cache",
+        "torch's scaled_dot_product_attention for padding and arbitrary masks, biases and torch.compile; no padding "
+        "between packed sequences; of a pair of padding masks only the keys' mask is used; no ALiBi, context "
+        "parallelism or KV cache",
     ),
     "MultiheadAttention": (_multihead_attention.MultiheadAttention, "as DotProductAttention"),
     "TransformerLayer": (
@@ -142,7 +142,7 @@ UNSUPPORTED: dict[str, str] = {
     "Fp8Padding": "padding is needed for quantized GEMMs only",
     "Fp8Unpadding": "padding is needed for quantized GEMMs only",
     "apply_recipe": _QUANTIZED,
-    "optimizers": "use torch.optim, which has fused optimizers for CPUs: AdamW(fused=True)",
+    "optimizers": "use weft.optim.FusedAdam, or torch.optim, which has fused optimizers for CPUs",
     "CusolverMpCtx": f"{_CUDA}: cuSOLVER",
     "newton_schulz": f"{_CUDA}: cuSOLVER",
     "newton_schulz_tp": f"{_CUDA}: cuSOLVER",
