@@ -55,8 +55,14 @@ def _segments_as_constants(module_id: int, version: int) -> tuple[TracedSegment,
     return _modules_by_id[module_id]._traced_segments()
 
 
-# Same as torch.compiler.assume_constant_result(_segments_as_constants), without the slow import of the compiler.
+def _joint_rules() -> str:
+    """Returns the joint fusions of a program, fixed when it is traced: they determine what is saved."""
+    return _C.enabled_joint_rules()
+
+
+# Same as torch.compiler.assume_constant_result, without the slow import of the compiler.
 _segments_as_constants.__dict__["_dynamo_marked_constant"] = True
+_joint_rules.__dict__["_dynamo_marked_constant"] = True
 
 
 def applies(module: torch.nn.Module, x: Any) -> bool:
@@ -137,8 +143,8 @@ def _call(x: torch.Tensor, params: Tensors, extras: Tensors, text: str, eval_mas
     if not torch.compiler.is_compiling():
         _C.check_transforms(inputs)
     metas = [_tensor_meta(t, grad) for t in inputs]
-    call = f'{text} @call(autocast={autocast}, eval={eval_mask}, tensors="{" ".join(metas)}")'
-    return torch.ops.weft.pipeline_forward(inputs, call)
+    call = f'autocast={autocast}, eval={eval_mask}, joint="{_joint_rules()}", tensors="{" ".join(metas)}"'
+    return torch.ops.weft.pipeline_forward(inputs, f"{text} @call({call})")
 
 
 def _tensor_meta(t: torch.Tensor, grad: bool) -> str:

@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft.ops as ops
+from weft import fusion
 
 
 def block(public: bool = False) -> ops.Sequential:
@@ -22,8 +23,23 @@ def block(public: bool = False) -> ops.Sequential:
     )
 
 
+def layer() -> ops.Sequential:
+    """A transformer layer with attention."""
+    return ops.Sequential(
+        ops.MakeExtraOutput().set_extra_output_channel(0, "x", output_to_caller=False),
+        ops.LayerNorm(16),
+        ops.Linear(16, 48),
+        ops.RotaryEmbedding(2, 8),
+        ops.DotProductAttention(2, 8),
+        ops.Linear(16, 16),
+        ops.AddExtraInput().set_extra_input_channel(0, "x"),
+        block(),
+    )
+
+
 MODELS = {
     "block": block,
+    "layer": layer,
     "block that returns its branch": lambda: block(public=True),
     "one operation": lambda: ops.Linear(16, 16),
     "identity": lambda: ops.Identity(),
@@ -63,6 +79,56 @@ def test_fullgraph_compile_matches_eager(name):
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     x = torch.randn(4, 16)
     torch.testing.assert_close(results(compiled, model, x), results(model, model, x), rtol=0, atol=0)
+
+
+def saved_bytes(call, module: torch.nn.Module, x: torch.Tensor) -> int:
+    """Returns the memory that a call keeps for backward, besides x and the parameters."""
+    given = {t.untyped_storage().data_ptr() for t in (x, *module.parameters())}
+    kept: dict[int, int] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = call(x)
+    y.sum().backward()
+    return sum(size for storage, size in kept.items() if storage not in given)
+
+
+def test_compiled_block_saves_no_more_than_eager():
+    model = ops.Sequential(
+        ops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
+        ops.LayerNorm(256),
+        ops.Linear(256, 512),
+        ops.GELU(),
+        ops.Linear(512, 256),
+        ops.AddExtraInput().set_extra_input_channel(0, "residual"),
+    )
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(64, 256, requires_grad=True)
+    compiled(x).sum().backward()
+    assert saved_bytes(compiled, model, x) <= 1.02 * saved_bytes(model, model, x)
+    torch.testing.assert_close(results(compiled, model, x.detach()), results(model, model, x.detach()))
+
+
+def test_joint_fusions_are_fixed_when_traced():
+    model = ops.Sequential(ops.RMSNorm(256), ops.Linear(256, 256), ops.GELU(), ops.Linear(256, 256))
+    x = torch.randn(4, 256, requires_grad=True)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    expected = [t.clone() for t in results(compiled, model, x.detach())]
+    kept = saved_bytes(compiled, model, x)
+    y = compiled(x)
+    with fusion.without_rules("mlp_block"):
+        assert saved_bytes(model, model, x) > kept == saved_bytes(compiled, model, x)
+        torch.testing.assert_close(results(compiled, model, x.detach()), expected, rtol=0, atol=0)
+        y.sum().backward()
+
+
+def test_unknown_joint_fusion_raises():
+    call = 'GELU() @call(autocast=none, eval=0, joint="mlp_blok", tensors="cpu:float32:c")'
+    with pytest.raises(ValueError, match="weft has no joint fusion 'mlp_blok'"):
+        torch.ops.weft.pipeline_forward([torch.randn(3)], call)
 
 
 def test_one_graph_handles_any_number_of_rows():

@@ -47,7 +47,7 @@ std::vector<PatternRule> builtin() {
 struct Registry {
   std::mutex mutex;
   std::atomic<uint32_t> version{0};
-  int64_t next_id = 0;
+  int64_t next_id = 0, num_builtin = 0;
   std::shared_ptr<const RuleList> all, enabled;
   std::multiset<int64_t> disabled;  // ids; one entry per `disable_rules` that was not undone
 
@@ -57,6 +57,7 @@ struct Registry {
       if (rule.opt_in) disabled.insert(next_id);
       rules.emplace_back(next_id++, std::move(rule));
     }
+    num_builtin = next_id;
     set_rules(std::make_shared<const RuleList>(std::move(rules)));
   }
 
@@ -125,6 +126,8 @@ std::shared_ptr<const RuleList> all_rules() {
   const std::lock_guard lock(r.mutex);
   return r.all;
 }
+
+bool is_builtin(int64_t id) { return id < registry().num_builtin; }
 
 void disable_rules(const std::vector<int64_t>& ids) {
   update([&](Registry& r) {

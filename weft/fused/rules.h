@@ -24,6 +24,8 @@ void remove_rule(int64_t id);
 
 /// All rules, including disabled ones.
 std::shared_ptr<const RuleList> all_rules();
+/// Whether a rule is one of the library's own, which `add_rule` did not add.
+bool is_builtin(int64_t id);
 /// Disables rules. Calls are counted: a rule disabled twice must be enabled twice.
 void disable_rules(const std::vector<int64_t>& ids);
 /// Enables disabled and `opt_in` rules. Returns the ids that were disabled.

@@ -1,5 +1,7 @@
 #include "weft/fuser/functional.h"
 
+#include <algorithm>
+#include <iterator>
 #include <list>
 #include <mutex>
 #include <sstream>
@@ -29,27 +31,53 @@ TensorMeta meta_from_text(const std::string& word) {
           flags.find('g') != std::string::npos, flags.find('c') != std::string::npos};
 }
 
-PlanKey key_from(Parser& text, const Pipeline& pipeline) {
+std::vector<std::string> words_of(const std::string& text) {
+  std::istringstream stream(text);
+  return {std::istream_iterator<std::string>(stream), {}};
+}
+
+/// What follows the pipeline in a text.
+struct CallText {
+  PlanKey key;
+  std::vector<std::string> joint_rules;
+};
+
+CallText call_from(Parser& text, const Pipeline& pipeline) {
   text.expect("@call(autocast=");
   const auto autocast = text.value();
   text.expect(", eval=");
   const auto eval = text.unsigned_integer();
+  auto joint_rules = text.accept(", joint=") ? words_of(text.string()) : std::vector<std::string>{};
   text.expect(", tensors=");
-  std::istringstream words(text.string());
+  const auto tensors = words_of(text.string());
   text.expect(")");
   const auto* dtype = std::get_if<std::string>(&autocast);
   PlanKey key(true, dtype ? dtype_from_name(*dtype) : at::ScalarType::Undefined, fused::rules_version(), eval);
-  for (std::string word; words >> word;) key.add(meta_from_text(word).pack());
+  for (const auto& word : tensors) key.add(meta_from_text(word).pack());
   const auto expected = 1 + pipeline.caller_inputs().size() + pipeline.params().size();
   TORCH_CHECK_VALUE(static_cast<size_t>(key.num_tensors()) == expected, "Pipeline text: the call describes ",
                     key.num_tensors(), " tensors, expected ", expected, ".");
-  return key;
+  return {std::move(key), std::move(joint_rules)};
 }
 
-/// Removes joint rules, which change what is saved. The two passes may run in different processes with different rules,
-/// and an exported program has fixed the sizes of the saved tensors.
-fused::RuleList without_joint_rules(fused::RuleList rules) {
-  std::erase_if(rules, [](const auto& entry) { return fused::pass_of(entry.second) == fused::Pass::joint; });
+bool is_joint(const fused::FusionRule& rule) { return fused::pass_of(rule) == fused::Pass::joint; }
+
+/// The enabled rules of one pass, and the joint rules of the text, enabled or not. Joint rules change what is saved:
+/// the two passes may run in different processes with different rules, and an exported program has fixed the sizes of
+/// the saved tensors. Only the library's own joint rules, which have no slots of their own, can be named.
+fused::RuleList rules_for(const fused::RuleList& enabled, const std::vector<std::string>& joint) {
+  fused::RuleList rules;
+  for (const auto& entry : enabled)
+    if (!is_joint(entry.second)) rules.push_back(entry);
+  const auto all = fused::all_rules();
+  for (const auto& name : joint) {
+    const auto found = std::find_if(all->begin(), all->end(), [&](const auto& entry) {
+      return is_joint(entry.second) && fused::is_builtin(entry.first) && fused::name_of(entry.second) == name;
+    });
+    TORCH_CHECK_VALUE(found != all->end(), "Pipeline text: weft has no joint fusion '", name,
+                      "'. Trace the program again with this version of weft.");
+    rules.push_back(*found);
+  }
   return rules;
 }
 
@@ -73,11 +101,19 @@ Program program(std::string_view text) {
                     "Pipeline text: expected '@call(…)' at the end. Create the text with describe().");
   auto pipeline = std::make_shared<const Pipeline>(Pipeline::parse(text.substr(0, call)));
   Parser parser(text.substr(call));
-  auto plan = make_plan(*pipeline, key_from(parser, *pipeline), without_joint_rules(*rules.list));
+  const auto [key, joint_rules] = call_from(parser, *pipeline);
+  auto plan = make_plan(*pipeline, key, rules_for(*rules.list, joint_rules));
   const std::lock_guard lock(mutex);
   kept.push_front({std::string(text), rules.version, std::move(pipeline), std::move(plan)});
   if (kept.size() > kKept) kept.pop_back();
   return kept.front();
+}
+
+std::string enabled_joint_rules() {
+  std::string names;
+  for (const auto& [id, rule] : *fused::current_rules().list)
+    if (is_joint(rule) && fused::is_builtin(id)) names.append(names.empty() ? "" : " ").append(fused::name_of(rule));
+  return names;
 }
 
 std::string describe(const Pipeline& pipeline, const PlanKey& key) {
@@ -88,7 +124,7 @@ std::string describe(const Pipeline& pipeline, const PlanKey& key) {
   const auto autocast =
       key.autocast() == at::ScalarType::Undefined ? Value{} : Value(std::string(dtype_name(key.autocast())));
   return pipeline.text() + " @call(autocast=" + to_text(autocast) + ", eval=" + std::to_string(key.eval_mask()) +
-         ", tensors=" + to_text(tensors) + ")";
+         ", joint=" + to_text(enabled_joint_rules()) + ", tensors=" + to_text(tensors) + ")";
 }
 
 namespace {

@@ -12,9 +12,13 @@ namespace weft::fuser {
 // between the two calls, so a dispatcher op, an exported program or another process can make them.
 
 /// The text of a pipeline and the properties of a call, e.g.
-///   GELU(cache_quantized_input=false) @call(autocast=none, eval=0, tensors="cpu:float32:gc")
-/// with one word per tensor (x, extra inputs, parameters): device, dtype, flags g (requires grad) and c (contiguous).
+///   GELU(cache_quantized_input=false) @call(autocast=none, eval=0, joint="mlp_block", tensors="cpu:float32:gc")
+/// with the joint fusions to apply (may be left out: none), and one word per tensor (x, extra inputs, parameters):
+/// device, dtype, flags g (requires grad) and c (contiguous).
 std::string describe(const Pipeline& pipeline, const fused::PlanKey& key);
+
+/// The names of the library's own joint fusions that are enabled, separated by spaces.
+std::string enabled_joint_rules();
 
 /// A parsed text. The most recently used ones are cached.
 struct Program {

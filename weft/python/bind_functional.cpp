@@ -107,6 +107,8 @@ void bind_functional(py::module_& m) {
         "For each input of a call: its name, whether the call computes its gradient, whether into main_grad.");
   m.def("flops", &flops, py::arg("text"), py::arg("sizes"),
         "Floating-point operations of the GEMMs in forward and backward; `sizes` are those of the inputs.");
+  m.def("enabled_joint_rules", &fuser::enabled_joint_rules,
+        "The names of the library's own joint fusions that are enabled, separated by spaces.");
   m.def(
       "check_transforms",
       [](const std::vector<at::Tensor>& tensors) {
