@@ -13,7 +13,7 @@ if torch.__version__.split(".")[:2] != _built_with_torch.split(".")[:2]:  # the 
         f"`torch=={_built_with_torch}`."
     )
 
-from . import _C, checkpoint, fusion, ops
+from . import _C, checkpoint, fusion, ops, optim
 from ._ddp import MainGradNotReducedWarning
 from ._explain import Explanation, explain
 from ._grouped_parameters import deinterleave_glu, interleave_glu
@@ -35,6 +35,7 @@ __all__ = [
     "initialize_ub",
     "interleave_glu",
     "ops",
+    "optim",
     "packed_bytes",
     "packing_limit",
     "prepack",

@@ -1,0 +1,216 @@
+"""FusedAdam against torch.optim: float32, master weights, main_grad, saved state, rejected arguments."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from weft.optim import FusedAdam
+
+from weft import ops
+
+OPTIONS = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.nn.Parameter(torch.randn(n, 5, generator=generator).to(dtype)) for n in (3, 40)]
+
+
+def gradients(step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(n, 5, generator=generator) for n in (3, 40)]
+
+
+def train(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], steps: range) -> None:
+    for step in steps:
+        for p, g in zip(params, gradients(step), strict=True):
+            p.grad = g.to(p.dtype)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("adam_w_mode", (True, False))
+def test_float32_equals_torch(adam_w_mode):
+    params, expected = parameters(), parameters()
+    train(FusedAdam(params, adam_w_mode=adam_w_mode, **OPTIONS), params, range(5))
+    torch_adam = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    train(torch_adam(expected, fused=True, **OPTIONS), expected, range(5))
+    for p, e in zip(params, expected, strict=True):
+        assert torch.equal(p, e)
+
+
+def test_without_bias_correction():
+    (p,) = parameters()[:1]
+    before, g = p.detach().clone(), gradients(0)[0]
+    p.grad = g
+    FusedAdam([p], lr=0.5, bias_correction=False, betas=(0.8, 0.95), eps=1e-6).step()
+    expected = before - 0.5 * (0.2 * g) / ((0.05 * g.square()).sqrt() + 1e-6)
+    torch.testing.assert_close(p.detach(), expected)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float64))
+def test_master_weights_equal_float32_training(dtype):
+    params = parameters(dtype)
+    wide = [torch.nn.Parameter(p.detach().float()) for p in params]
+    optimizer, expected = FusedAdam(params, master_weights=True, **OPTIONS), FusedAdam(wide, **OPTIONS)
+    for step in range(5):
+        for p, w, g in zip(params, wide, gradients(step), strict=True):
+            p.grad = g.to(dtype)
+            w.grad = p.grad.float()
+        optimizer.step()
+        expected.step()
+    for p, w in zip(params, wide, strict=True):
+        assert torch.equal(optimizer.state[p]["master_param"], w)
+        assert torch.equal(p, w.to(dtype))
+
+
+def test_low_precision_without_master_weights_rounds_each_step():
+    params = parameters(torch.bfloat16)
+    wide = [torch.nn.Parameter(p.detach().float()) for p in params]
+    optimizer, expected = FusedAdam(params, **OPTIONS), FusedAdam(wide, **OPTIONS)
+    for step in range(3):
+        train(optimizer, params, range(step, step + 1))
+        for w, p in zip(wide, params, strict=True):
+            w.grad = p.grad.float()
+        expected.step()
+        for w in wide:
+            w.data.copy_(w.data.bfloat16())
+    for p, w in zip(params, wide, strict=True):
+        assert torch.equal(p.float(), w) and optimizer.state[p]["exp_avg"].dtype == torch.float32
+
+
+def test_trains_on_main_grad_of_linear():
+    torch.manual_seed(3)
+    linear = ops.BasicLinear(6, 4, dtype=torch.bfloat16, accumulate_into_main_grad=True)
+    weight = linear.weight
+    weight.main_grad = torch.zeros(weight.shape)
+    optimizer = FusedAdam([weight], lr=0.1, master_weights=True)
+    x, before = torch.randn(8, 6).bfloat16(), weight.detach().clone()
+    linear(x).square().sum().backward()
+    assert weight.main_grad.any()
+    optimizer.step()
+    assert not torch.equal(weight, before)
+    optimizer.zero_grad()
+    assert not weight.main_grad.any()
+
+
+def test_decoupled_grad_is_read_instead_of_grad():
+    (p,), (expected,) = parameters()[:1], parameters()[:1]
+    p.grad, p.decoupled_grad = torch.full_like(p, 7), gradients(0)[0]
+    expected.grad = gradients(0)[0]
+    FusedAdam([p], use_decoupled_grad=True, **OPTIONS).step()
+    FusedAdam([expected], **OPTIONS).step()
+    assert torch.equal(p, expected)
+
+
+def test_parameter_without_gradient_is_not_updated():
+    params = parameters()
+    params[0].grad = gradients(0)[0]
+    before = params[1].detach().clone()
+    optimizer = FusedAdam(params, **OPTIONS)
+    optimizer.step()
+    assert torch.equal(params[1], before) and params[1] not in optimizer.state
+
+
+def test_saved_state_continues_with_equal_bits(tmp_path):
+    params = parameters(torch.bfloat16)
+    optimizer = FusedAdam(params, master_weights=True, **OPTIONS)
+    train(optimizer, params, range(3))
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    other = copy.deepcopy(params)
+    resumed = FusedAdam(other, master_weights=True, **OPTIONS)
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    train(optimizer, params, range(3, 6))
+    train(resumed, other, range(3, 6))
+    for p, q in zip(params, other, strict=True):
+        assert torch.equal(p, q)
+        for name, value in optimizer.state[p].items():
+            assert value.dtype == torch.float32 and torch.equal(value, resumed.state[q][name])
+
+
+def test_state_without_master_weights_gets_them():
+    params = parameters(torch.bfloat16)
+    optimizer = FusedAdam(params, **OPTIONS)
+    train(optimizer, params, range(2))
+    resumed = FusedAdam(params, master_weights=True, **OPTIONS)
+    resumed.load_state_dict(optimizer.state_dict())
+    train(resumed, params, range(2, 3))
+    assert all(torch.equal(resumed.state[p]["master_param"].bfloat16(), p) for p in params)
+
+
+def test_hook_may_replace_loaded_state():
+    params = parameters(torch.bfloat16)
+    optimizer = FusedAdam(params, **OPTIONS)
+    train(optimizer, params, range(2))
+    state = optimizer.state_dict()
+    other = FusedAdam(params, **OPTIONS)
+    other.register_load_state_dict_pre_hook(lambda _, __: state)
+    other.load_state_dict(FusedAdam(params, **OPTIONS).state_dict())
+    assert torch.equal(other.state[params[0]]["exp_avg"], optimizer.state[params[0]]["exp_avg"])
+
+
+def test_copied_optimizer_steps():
+    params = parameters()
+    optimizer = copy.deepcopy(FusedAdam(params, adam_w_mode=False, **OPTIONS))
+    (group,) = optimizer.param_groups
+    train(optimizer, group["params"], range(1))
+    train(torch.optim.Adam(params, fused=True, **OPTIONS), params, range(1))
+    assert all(torch.equal(p, q) for p, q in zip(group["params"], params, strict=True))
+
+
+@pytest.mark.parametrize("view", (lambda t: t.t(), lambda t: t[:, ::2]), ids=("transposed", "every second column"))
+def test_parameter_of_any_strides(view):
+    base = torch.randn(4, 6)
+    p = torch.nn.Parameter(view(base.clone()))
+    expected = torch.nn.Parameter(view(base).clone(memory_format=torch.contiguous_format))
+    p.main_grad = torch.randn(p.shape)
+    expected.grad = p.main_grad.clone()
+    for q in (p, expected):
+        optimizer = FusedAdam([q], **OPTIONS)
+        optimizer.step()
+        optimizer.step()
+    assert torch.equal(p, expected)
+
+
+def test_dummy_gradient_is_not_used():
+    (p,), (expected,) = parameters()[:1], parameters()[:1]
+    p.grad, p.main_grad, p.grad_added_to_main_grad = torch.zeros_like(p), gradients(0)[0], True
+    expected.grad = gradients(0)[0]
+    FusedAdam([p], **OPTIONS).step()
+    FusedAdam([expected], **OPTIONS).step()
+    assert torch.equal(p, expected)
+
+
+def test_closure_and_groups():
+    a, b = parameters()
+    optimizer = FusedAdam([{"params": [a], "lr": 0.0}, {"params": [b]}], lr=0.1)
+    before = a.detach().clone()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = a.square().sum() + b.square().sum()
+        loss.backward()
+        return loss
+
+    first, second = optimizer.step(closure), optimizer.step(closure)
+    assert second < first and torch.equal(a, before)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    (
+        ({"amsgrad": True}, NotImplementedError, "FusedAdam: amsgrad=True is not supported"),
+        ({"capturable": True}, NotImplementedError, "capturable=True is not supported"),
+        (
+            {"exp_avg_dtype": torch.float16},
+            NotImplementedError,
+            "is torch.float16, expected torch.float32",
+        ),
+        ({"lr": -1.0}, ValueError, "lr is -1.0, expected 0 or more"),
+        ({"betas": (0.9, 1.0)}, ValueError, r"betas is \(0.9, 1.0\), expected two numbers from 0 to below 1"),
+    ),
+)
+def test_rejected_arguments(options, error, message):
+    with pytest.raises(error, match=message):
+        FusedAdam(parameters(), **options)
