@@ -17,7 +17,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config, items):
-    """Marks tests over ranks as serial. Slow tests run on request: with `-m slow`, or by node id."""
+    """Marks tests over ranks as serial, orders files. Slow tests run on request: with `-m slow`, or by node id."""
     asked = "slow" in config.option.markexpr or any("::" in arg for arg in config.args)
     skip = pytest.mark.skip(reason="slow; run with -m slow")
     for item in items:
@@ -25,6 +25,7 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.serial)
         if "slow" in item.keywords and not asked:
             item.add_marker(skip)
+    items.sort(key=lambda item: item.path.name != "test_tiers.py")  # the longest test of one process starts first
 
 
 def skips_of(reporter):

@@ -24,26 +24,34 @@ from torch.nn.parallel import DistributedDataParallel
 
 from weft import ops
 
-WIDTH, ROWS, STEPS = 16, 8, 3
+WIDTH, HEADS, SEQUENCES, TOKENS, STEPS = 16, 2, 8, 5, 3
 
 
 def make_model() -> ops.Sequential:
-    """The MLP of a transformer block, with the residual passed by a channel."""
+    """A transformer layer, with the residuals passed by channels."""
     torch.manual_seed(7)
     return ops.Sequential(
-        ops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
+        ops.MakeExtraOutput().set_extra_output_channel(0, "attention", output_to_caller=False),
+        ops.RMSNorm(WIDTH),
+        # No bias: that of the keys has gradient 0, and AdamW would turn its rounding errors into updates.
+        ops.Linear(WIDTH, 3 * WIDTH, bias=False),
+        ops.DotProductAttention(HEADS, WIDTH // HEADS, qkv_format="bshd"),
+        ops.Linear(WIDTH, WIDTH),
+        ops.AddExtraInput().set_extra_input_channel(0, "attention"),
+        ops.MakeExtraOutput().set_extra_output_channel(0, "mlp", output_to_caller=False),
         ops.RMSNorm(WIDTH),
         ops.Linear(WIDTH, 2 * WIDTH),
         ops.GELU(),
         ops.Linear(2 * WIDTH, WIDTH),
-        ops.AddExtraInput().set_extra_input_channel(0, "residual"),
+        ops.AddExtraInput().set_extra_input_channel(0, "mlp"),
     )
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of all ranks."""
+    """The sequences of all ranks, and their targets."""
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
+    x, target = torch.randn(2, SEQUENCES, TOKENS, WIDTH, generator=generator)
+    return x, target
 
 
 def make_optimizer(situation: str, model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -24,6 +25,7 @@ from weft import ops
 def main() -> None:
     folder, where = pathlib.Path(sys.argv[1]), sys.argv[2]
     rank = int(os.environ["RANK"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's processes ignore the signal
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
