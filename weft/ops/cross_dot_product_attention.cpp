@@ -135,6 +135,6 @@ static const Register<CrossDotProductAttention> cross_dot_product_attention{
               "``(sequences + 1)``.\nOutput: same as the input.",
      .example_inputs = "torch.randn(5, 3, 8), torch.randn(7, 3, 8), torch.randn(7, 3, 8)",
      .example_shape = "[5, 3, 8]"},
-    {.num_attention_heads = 2, .kv_channels = 4, .num_gqa_groups = 1, .window_size = std::vector<int64_t>{1, 1}}};
+    {.num_attention_heads = 2, .kv_channels = 4, .window_size = std::vector<int64_t>{1, 1}}};
 
 }  // namespace weft::ops

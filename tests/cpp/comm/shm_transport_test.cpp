@@ -234,7 +234,7 @@ TEST(ShmTransport, ErrorIsSticky) {
   const auto errors = run_ranks(
       2,
       [](ShmTransport& transport) {
-        if (transport.rank() == 1) std::this_thread::sleep_for(milliseconds(400));
+        if (transport.rank() == 1) std::this_thread::sleep_for(milliseconds(1000));
         const auto first = error_of([&] { end_gather(transport, *start_gather(transport, 1, 1, 0), 1, 0); });
         const auto second = error_of([&] { start_gather(transport, 1, 1, 1); });
         if (first.empty() || first != second) C10_THROW_ERROR(Error, "'" + first + "' and '" + second + "'");

@@ -215,8 +215,8 @@ double worst_ratio(const Tensor& got, const Tensor& expected, const Tensor& boun
   return ((got.to(at::kDouble) - expected).abs() / (bound + 1e-30)).max().item<double>();
 }
 
-/// Runs both passes in bfloat16. Probabilities, their gradients and the results may be rounded to bfloat16 (relative
-/// error u), and δ = Σ dout·out is that of the rounded out; all else is float32.
+/// Runs both passes in bfloat16. The AMX tier rounds probabilities, their gradients and the results to bfloat16
+/// (relative error u), and δ = Σ dout·out is that of the rounded out; all else is float32.
 void expect_rounding_errors_only(const Attention& a, const Qkv& in, const std::string& hint) {
   const double u = 0x1p-8, slack = 1.05;
   const auto f64 = [](const Tensor& t) { return t.to(at::kDouble); };
@@ -248,7 +248,8 @@ void expect_rounding_errors_only(const Attention& a, const Qkv& in, const std::s
       << "dv, " << hint;
 }
 
-TEST(KernelsAttention, Bfloat16HasOnlyRoundingErrorsForEveryMaskAndLength) {
+TEST(KernelsAttention, AmxHasOnlyRoundingErrorsForEveryMaskAndLength) {
+  if (machine_tier() != Tier::amx) GTEST_SKIP() << "this CPU has no amx";
   at::manual_seed(2);
   for (const auto& a : masks())
     for (const auto& [tq, tk] :
@@ -259,7 +260,8 @@ TEST(KernelsAttention, Bfloat16HasOnlyRoundingErrorsForEveryMaskAndLength) {
     }
 }
 
-TEST(KernelsAttention, Bfloat16HasOnlyRoundingErrorsForEveryHeadDim) {
+TEST(KernelsAttention, AmxHasOnlyRoundingErrorsForEveryHeadDim) {
+  if (machine_tier() != Tier::amx) GTEST_SKIP() << "this CPU has no amx";
   at::manual_seed(3);
   auto a = small_attention();
   a.right = 0;
@@ -269,7 +271,8 @@ TEST(KernelsAttention, Bfloat16HasOnlyRoundingErrorsForEveryHeadDim) {
   }
 }
 
-TEST(KernelsAttention, Bfloat16HasOnlyRoundingErrorsForLongSequences) {
+TEST(KernelsAttention, AmxHasOnlyRoundingErrorsForLongSequences) {
+  if (machine_tier() != Tier::amx) GTEST_SKIP() << "this CPU has no amx";
   at::manual_seed(4);
   for (const auto& [left, right] : {std::pair<int64_t, int64_t>{-1, 0}, {-1, -1}, {40, 0}, {150, 90}, {300, -1}}) {
     auto a = small_attention();
@@ -293,7 +296,7 @@ TEST(KernelsAttention, Bfloat16WithLargeScores) {
   for (const auto& t : {grads.q, grads.k, grads.v}) EXPECT_TRUE(t.isfinite().all().item<bool>());
 }
 
-TEST(KernelsAttention, Bfloat16RunsOnAmx) {
+TEST(KernelsAttention, AmxTakesBfloat16) {
   if (machine_tier() != Tier::amx) GTEST_SKIP() << "this CPU has no amx";
   at::manual_seed(7);
   auto a = small_attention();
