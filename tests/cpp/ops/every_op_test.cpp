@@ -461,8 +461,13 @@ TEST(EveryOp, EachDtypeMatchesFloat64) {
       const auto rounded = trial.in(dtype);
       const auto plan = trial.plan(NeedsGrad::all);
       const auto expected = run(rounded.in(at::kDouble), plan).named();
-      for (const auto& [name, got] : run(rounded, plan).named())
-        expect_close(got, expected.at(name), rtol, atol, name + " in " + std::string(dtype_name(dtype)));
+      // On AMX, attention also rounds the operands of its GEMMs: probabilities and the gradients of scores.
+      const bool rounds_operands = dtype == at::kBFloat16 && trial.op->name().ends_with("DotProductAttention");
+      for (const auto& [name, got] : run(rounded, plan).named()) {
+        const auto& exact = expected.at(name);
+        const auto absolute = rounds_operands && exact.defined() ? 0x3p-8 * exact.abs().max().item<double>() : atol;
+        expect_close(got, exact, rtol, absolute, name + " in " + std::string(dtype_name(dtype)));
+      }
     }
   });
 }
