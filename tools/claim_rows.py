@@ -152,7 +152,7 @@ CLAIMS = {
             (pytest("tests/python/test_user_mistakes.py"),)),
     ),
     "step": (
-        Row("1", "attention, error against float64 / torch's SDPA: <= 1.02 (float32 2); 300 cases (60 in CI)",
+        Row("1", "attention, error against float64 / torch's SDPA: <= 1.02 (float32 2, amx 1.1); 300 cases (60 in CI)",
             (pytest("tests/python/test_attention.py", "tests/python/test_cross_attention.py", slow=True),
              ctest("release", r"KernelsAttention"))),
         Row("2", "causal attention, SDPA / weft: 512 tokens >= 6, 2,048 >= 4.2; head_dim 128 >= 2.9, 4,096 >= 2.7",
