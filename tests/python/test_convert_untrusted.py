@@ -124,7 +124,7 @@ PICKLES = {
     "text_of_4_GB": (beside(b"X\xff\xff\xff\xff"), "within an object"),
     "bytes_of_2_to_the_60": (beside(b"\x8e" + struct.pack("<Q", 1 << 60)), "within an object"),
     "integer_of_2_GB": (beside(b"\x8b\xff\xff\xff\x7f"), "an integer of"),
-    "a_million_classes": (beside(many_classes(300_000)), "fine"),
+    "a_hundred_thousand_classes": (beside(many_classes(100_000)), "fine"),
     "two_million_sets": (beside(b"(" + b"\x8f" * 2_000_000 + b"t"), "times its bytes"),
     "list_in_itself": (beside(b"]" + put(0) + get(0) + b"a"), "contains itself"),
     "dict_in_itself": (b"}" + put(0) + text("model") + get(0) + b"s", "contains itself"),

@@ -268,4 +268,5 @@ def load(content: bytes, where: str, known: Globals, storage: Callable[[Any], An
             raise
         raise ConversionError(f"{where}: {error}") from error
     except Exception as error:  # a damaged pickle may raise anything
-        raise ConversionError(f"{where} is damaged: {error}. Copy the checkpoint again") from error
+        reason = str(error) or type(error).__name__
+        raise ConversionError(f"{where} is damaged: {reason}. Copy the checkpoint again") from error
