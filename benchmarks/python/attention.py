@@ -12,9 +12,6 @@ AMX kernel. Exits with 1 if results are wrong.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import NamedTuple
@@ -22,6 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from measure import Meter
+from problems import exit_unless_close, main, print_speedups
 
 from weft import ops
 
@@ -68,34 +66,13 @@ class Pass:
 
 def measure(p: Problem, meter: Meter) -> dict[str, object]:
     one = Pass(p)
-    for mine, other in zip(one.weft(), one.sdpa(), strict=True):
-        error = (torch.linalg.vector_norm((mine - other).float()) / torch.linalg.vector_norm(other.float())).item()
-        if not error < 0.02:
-            sys.exit(f"{p}: weft and SDPA differ by {error:.3f}; nothing was timed")
-    found = meter.measure({"weft": one.weft, "sdpa": one.sdpa}, control="sdpa")
-    ratio, (low, high) = found.versus["sdpa"].ratio, found.versus["sdpa"].interval
-    print(f"{p}: weft {found.ms:.1f} ms, SDPA / weft {1 / ratio:.2f}", end="")
-    print(f" [{1 / high:.2f}, {1 / low:.2f}]  kept {found.kept} of {found.rounds}", flush=True)
+    exit_unless_close(p, "weft", one.weft(), one.sdpa())
+    found = meter.measure({"weft": one.weft, "SDPA": one.sdpa}, control="SDPA")
+    print_speedups(p, found)
     bound = SPEEDUPS[p[:3]] if p.dtype == torch.bfloat16 else None
-    figures = [found.inverse(f"{p}, {meter.threads} threads: SDPA / weft", "sdpa", bound)]
+    figures = [found.inverse(f"{p}, {meter.threads} threads: SDPA / weft", "SDPA", bound)]
     return {"problem": str(p), "threads": meter.threads, **asdict(found), "figures": figures}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one problem")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", help="write the rows to this file")
-    a = parser.parse_args()
-    problems = [Problem(*shape, getattr(torch, a.dtype)) for shape in SPEEDUPS]
-    meter = Meter(a.threads, a.rounds, 3 * a.rounds)
-    rows = [measure(p, meter) for p in (problems[:1] if a.quick else problems)]
-    if a.json:
-        with open(a.json, "w") as file:
-            json.dump(rows, file, indent=1)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, lambda dtype: [Problem(*shape, dtype) for shape in SPEEDUPS], measure)

@@ -13,9 +13,6 @@ bounds. Exits with 1 if results are wrong.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import NamedTuple
@@ -24,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from measure import Meter
 from memory import peak_bytes
+from problems import exit_unless_close, main, print_speedups
 
 from weft import fusion, ops
 
@@ -79,12 +77,9 @@ def check(p: Problem, one: Pass) -> None:
     found = {}
     for name, run in one.sides().items():
         loss = run()
-        found[name] = [loss, one.x.grad.float(), one.weight.grad.float()]
+        found[name] = [loss, one.x.grad, one.weight.grad]
     for name in ("weft", "unfused"):
-        for mine, other in zip(found[name], found["eager"], strict=True):
-            error = (torch.linalg.vector_norm(mine - other) / torch.linalg.vector_norm(other)).item()
-            if not error < 0.02:
-                sys.exit(f"{p}: {name} and eager differ by {error:.3f}; nothing was timed")
+        exit_unless_close(p, name, found[name], found["eager"])
 
 
 def measure(p: Problem, meter: Meter) -> dict[str, object]:
@@ -92,9 +87,7 @@ def measure(p: Problem, meter: Meter) -> dict[str, object]:
     check(p, one)
     extra = {name: (peak_bytes(run) - one.gradient_bytes()) / 2**20 for name, run in one.sides().items()}
     found = meter.measure(one.sides(), control="eager")
-    for name, r in found.versus.items():
-        print(f"{p}: weft {found.ms:.1f} ms, {name} / weft {1 / r.ratio:.2f}", end="")
-        print(f" [{1 / r.interval[1]:.2f}, {1 / r.interval[0]:.2f}]  kept {found.kept} of {found.rounds}", flush=True)
+    print_speedups(p, found)
     print(f"{p}: extra memory " + ", ".join(f"{name} {mib:.1f} MiB" for name, mib in extra.items()), flush=True)
     bound = MIN_SPEEDUP.get(p.classes) if p.dtype == torch.bfloat16 else None
     figures = [
@@ -105,22 +98,9 @@ def measure(p: Problem, meter: Meter) -> dict[str, object]:
     return {"problem": str(p), "threads": meter.threads, **asdict(found), "extra_mib": extra, "figures": figures}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one problem")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", help="write the rows to this file")
-    a = parser.parse_args()
-    dtype = getattr(torch, a.dtype)
-    problems = [Problem(classes, rows, dtype) for classes in MIN_SPEEDUP for rows in (1024, 4096)]
-    meter = Meter(a.threads, a.rounds, 3 * a.rounds)
-    rows = [measure(p, meter) for p in (problems[:1] if a.quick else problems)]
-    if a.json:
-        with open(a.json, "w") as file:
-            json.dump(rows, file, indent=1)
+def problems(dtype: torch.dtype) -> list[Problem]:
+    return [Problem(classes, rows, dtype) for classes in MIN_SPEEDUP for rows in (1024, 4096)]
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, problems, measure)

@@ -99,7 +99,9 @@ class FusedAdam(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
-            self._update([p for p in group["params"] if self._gradient(p) is not None], group)
+            gradients = {p: g for p in group["params"] if (g := self._gradient(p)) is not None}
+            if gradients:
+                self._update(gradients, group)
         return loss
 
     def _gradient(self, p: torch.Tensor) -> torch.Tensor | None:
@@ -117,17 +119,15 @@ class FusedAdam(torch.optim.Optimizer):
             state["master_param"] = _dense(p.detach())
         return state
 
-    def _update(self, params: list[torch.Tensor], group: dict[str, Any]) -> None:
-        if not params:
-            return
+    def _update(self, gradients: dict[torch.Tensor, torch.Tensor], group: dict[str, Any]) -> None:
+        params = list(gradients)
         states = [self._state(p) for p in params]
         weights = [_dense(state.get("master_param", p)) for p, state in zip(params, states, strict=True)]
-        gradients = [_dense(g) for p in params if (g := self._gradient(p)) is not None]
         step = torch.tensor(group["step"] if group["bias_correction"] else _INFINITE_STEP, dtype=torch.float32)
         kernel = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
         kernel(
             weights,
-            gradients,
+            [_dense(g) for g in gradients.values()],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],

@@ -62,9 +62,9 @@ CallText call_from(Parser& text, const Pipeline& pipeline) {
 
 bool is_joint(const fused::FusionRule& rule) { return fused::pass_of(rule) == fused::Pass::joint; }
 
-/// The enabled rules of one pass, and the joint rules of the text, enabled or not. Joint rules change what is saved:
-/// the two passes may run in different processes with different rules, and an exported program has fixed the sizes of
-/// the saved tensors. Only the library's own joint rules, which have no slots of their own, can be named.
+/// The enabled forward and backward rules, and the joint rules that the text names, enabled or not. Joint rules change
+/// what is saved: the two passes may run in different processes with different rules, and an exported program has fixed
+/// the sizes of the saved tensors. Only the library's own joint rules, which have no slots of their own, can be named.
 fused::RuleList rules_for(const fused::RuleList& enabled, const std::vector<std::string>& joint) {
   fused::RuleList rules;
   for (const auto& entry : enabled)

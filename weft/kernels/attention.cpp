@@ -42,10 +42,9 @@ void for_each_part(const Attention& a, const Qkv& in, const at::Tensor& out, con
 /// Why a machine with AMX does not use it; empty if it does.
 std::string amx_attention_rejection(const Attention& a, c10::DeviceType device, at::ScalarType dtype) {
   auto reason = amx_rejection(device, dtype);
-  if (reason.empty() && a.dropout > 0)
-    reason = "amx: not used in training with attention_dropout. Set attention_dropout to 0 to use it.";
-  if (reason.empty() && !(a.scale > 0)) reason = "amx: not used for a softmax_scale that is not positive.";
-  return reason;
+  if (!reason.empty()) return reason;
+  if (a.dropout > 0) return "amx: not used in training with attention_dropout. Set attention_dropout to 0 to use it.";
+  return a.scale > 0 ? "" : "amx: not used for a softmax_scale that is not positive.";
 }
 
 /// The tier of torch's SDPA kernels, or `ref`.
@@ -142,15 +141,15 @@ void attention_backward(const Attention& attention, const Qkv& in, const at::Ten
                         const at::Tensor& dout, const Qkv& grads) {
   if (in.q.is_meta()) return;
   launch([=] {
-    for_each_part(attention, in, out, logsumexp.contiguous(),
-                  [&](const DenseAttention& dense, int64_t query, int64_t key) {
-                    const auto part = narrow(grads, query, dense.queries(), key, dense.keys());
-                    if (dense.in.q.numel() == 0 || dense.keys() == 0) {
-                      for (const auto* t : {&part.q, &part.k, &part.v}) t->zero_();
-                      return;
-                    }
-                    backward_part(dense, as_dtype(dout.narrow(1, query, dense.queries()), in.q.scalar_type()), part);
-                  });
+    const auto statistics = logsumexp.contiguous();
+    for_each_part(attention, in, out, statistics, [&](const DenseAttention& dense, int64_t query, int64_t key) {
+      const auto part = narrow(grads, query, dense.queries(), key, dense.keys());
+      if (dense.in.q.numel() == 0 || dense.keys() == 0) {
+        for (const auto* t : {&part.q, &part.k, &part.v}) t->zero_();
+        return;
+      }
+      backward_part(dense, as_dtype(dout.narrow(1, query, dense.queries()), in.q.scalar_type()), part);
+    });
   });
 }
 

@@ -1,6 +1,6 @@
 #pragma once
 #include "weft/kernels/attention.h"
-#include "weft/ops/context.h"
+#include "weft/ops/operation.h"
 #include "weft/ops/qkv.h"
 
 // What self-attention and cross-attention share.
@@ -10,31 +10,55 @@ namespace weft::ops {
 /// Which keys a query sees. With queries and keys of one length, both causal masks are the same.
 enum class AttnMaskType { causal, no_mask, causal_bottom_right };
 
-struct AttentionOptions {
-  AttnMaskType mask;
-  const std::optional<std::vector<int64_t>>& window;  // (left, right)
-  std::optional<double> scale;
-  double dropout;
+using WindowSize = std::optional<std::vector<int64_t>>;  // (left, right)
+
+/// The options that both operations have.
+class AttentionConfig {
+ public:
+  /// Raises ValueError for options out of range.
+  template <class Options>
+  AttentionConfig(std::string_view op, const Options& o)
+      : heads_(make_heads(op, o.num_attention_heads, o.num_gqa_groups, o.kv_channels)),
+        format_(o.qkv_format),
+        dropout_(o.attention_dropout),
+        attention_(make_attention(op, o.attn_mask_type, o.window_size, o.softmax_scale)) {}
+
+  const QkvHeads& heads() const { return heads_; }
+  /// Whether sequences are packed, with their offsets as extra inputs.
+  bool packed() const { return format_ == QkvFormat::thd; }
+  bool drops_in_training() const { return dropout_ > 0; }
+  bool drops(const OpPlan& plan) const { return plan.training && drops_in_training(); }
+  SequenceDims dims(c10::SymIntArrayRef sizes) const { return {format_, sizes}; }
+
+  /// The problem of one call; offsets and seed may be undefined.
+  kernels::Attention problem(const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_kv,
+                             const at::Tensor& seed) const;
+  kernels::TierChoice tier(const TierQuery& q, bool equal_lengths) const;
+
+  /// [*, width] as [batch, s, width]. A view if the strides allow it.
+  at::Tensor batch_first(const at::Tensor& t) const;
+  /// The query heads of [*, heads·d] as [batch, s, groups, heads / groups, d].
+  at::Tensor query_views(const at::Tensor& t) const;
+
+  /// log Σ exp of the scores of queries of `sizes`, saved for backward.
+  Spec logsumexp_spec(c10::SymIntArrayRef sizes, at::ScalarType dtype) const;
+  /// Two GEMMs in forward, five in backward, for queries and keys of these sizes. Counts every pair of positions, as
+  /// torch.utils.flop_counter does for SDPA; packed sequences are counted as one.
+  Flops flops(c10::SymIntArrayRef queries, c10::SymIntArrayRef keys, bool needs_grad) const;
+
+ private:
+  /// The problem without dropout and without offsets.
+  kernels::Attention make_attention(std::string_view op, AttnMaskType mask, const WindowSize& window,
+                                    std::optional<double> scale) const;
+
+  QkvHeads heads_;
+  QkvFormat format_;
+  double dropout_;
+  kernels::Attention attention_;
 };
-
-/// Raises ValueError for options out of range.
-void check_attention(std::string_view op, const AttentionOptions& options);
-
-/// The problem without dropout and without offsets of packed sequences.
-kernels::Attention make_attention(const QkvHeads& heads, const AttentionOptions& options);
 
 /// A seed for one call on the device of `like`, from torch's generator: int64, no dimensions.
 at::Tensor draw_seed(const at::Tensor& like);
-
-/// [*, width] as [batch, s, width]. A view if the strides allow it.
-at::Tensor batch_first(const at::Tensor& t, QkvFormat format);
-
-/// log Σ exp of the scores, saved for backward.
-Spec logsumexp_spec(const SequenceDims& dims, const QkvHeads& heads, at::ScalarType dtype);
-
-/// Two GEMMs in forward, five in backward. Counts every pair of positions, as torch.utils.flop_counter does for SDPA;
-/// packed sequences are counted as one.
-Flops attention_flops(const QkvHeads& heads, const SequenceDims& queries, const c10::SymInt& keys, bool needs_grad);
 
 namespace description {
 inline constexpr const char* kAttnMaskType =

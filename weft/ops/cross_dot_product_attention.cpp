@@ -8,30 +8,10 @@
 namespace weft::ops {
 
 CrossDotProductAttention::CrossDotProductAttention(Options options)
-    : options_(std::move(options)),
-      heads_(make_heads("CrossDotProductAttention", options_.num_attention_heads, options_.num_gqa_groups,
-                        options_.kv_channels)) {
-  check_attention("CrossDotProductAttention", attention_options());
-}
-
-kernels::Attention CrossDotProductAttention::problem(const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_kv,
-                                                     const at::Tensor& seed) const {
-  auto a = make_attention(heads_, attention_options());
-  a.dropout = seed.defined() ? options_.attention_dropout : 0;
-  a.seed = seed;
-  a.cu_seqlens_q = cu_seqlens_q, a.cu_seqlens_kv = cu_seqlens_kv;
-  return a;
-}
-
-/// For queries and keys of unequal lengths.
-kernels::TierChoice CrossDotProductAttention::kernel(const TierQuery& q) const {
-  auto attention = problem({}, {}, {});
-  if (q.training) attention.dropout = options_.attention_dropout;
-  return kernels::choose_attention_tier(attention, q.device, q.dtype, /*equal_lengths=*/false);
-}
+    : options_(std::move(options)), config_("CrossDotProductAttention", options_) {}
 
 void CrossDotProductAttention::check(const Spec& x, c10::ArrayRef<Spec> extra) const {
-  const auto [heads, groups, d] = heads_;
+  const auto [heads, groups, d] = config_.heads();
   const auto &k = extra[kKey], &v = extra[kValue];
   TORCH_CHECK_VALUE(!x.sizes.empty() && same_size(x.sizes.back(), heads * d), "input has shape ", x.sizes,
                     ", expected last dimension ", heads * d, " = num_attention_heads·kv_channels, with ",
@@ -41,11 +21,11 @@ void CrossDotProductAttention::check(const Spec& x, c10::ArrayRef<Spec> extra) c
                     groups, " and kv_channels ", d, ".");
   TORCH_CHECK_VALUE(same_sizes(v.sizes, k.sizes), "value has shape ", v.sizes, ", expected that of the key, ", k.sizes,
                     ".");
-  if (packed()) {
+  if (config_.packed()) {
     check_cu_seqlens(extra[kCuSeqlensQ], "cu_seqlens_q");
     check_cu_seqlens(extra[kCuSeqlensKv], "cu_seqlens_kv");
   }
-  const SequenceDims queries(options_.qkv_format, x.sizes), keys(options_.qkv_format, k.sizes);
+  const auto queries = config_.dims(x.sizes), keys = config_.dims(k.sizes);
   const auto batch = queries.outer * queries.inner, other = keys.outer * keys.inner;
   TORCH_CHECK_VALUE(same_size(batch, other), "input has shape ", x.sizes, ", key and value have shape ", k.sizes,
                     "; expected ", batch, " sequences in all, got ", other, ".");
@@ -61,27 +41,21 @@ Inferred CrossDotProductAttention::infer(const OpPlan& plan, const Spec& x, c10:
   out.saved[kSavedQuery] = saved_input(x, dtype);
   out.saved[kSavedKey] = extra[kKey].as(dtype), out.saved[kSavedValue] = extra[kValue].as(dtype);
   out.saved[kOutput] = out.y;
-  out.saved[kLogsumexp] = logsumexp_spec(SequenceDims(options_.qkv_format, x.sizes), heads_, dtype);
-  if (packed()) out.saved[kQueryOffsets] = extra[kCuSeqlensQ], out.saved[kKeyOffsets] = extra[kCuSeqlensKv];
-  if (drops(plan)) out.saved[kSeed] = Spec{{}, at::kLong};
+  out.saved[kLogsumexp] = config_.logsumexp_spec(x.sizes, dtype);
+  if (config_.packed()) out.saved[kQueryOffsets] = extra[kCuSeqlensQ], out.saved[kKeyOffsets] = extra[kCuSeqlensKv];
+  if (config_.drops(plan)) out.saved[kSeed] = Spec{{}, at::kLong};
   return out;
 }
 
 Flops CrossDotProductAttention::flops(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra) const {
-  const auto keys = SequenceDims(options_.qkv_format, extra[kKey].sizes).length;
-  return attention_flops(heads_, SequenceDims(options_.qkv_format, x.sizes), keys, plan.needs_grad);
-}
-
-at::Tensor CrossDotProductAttention::query_views(const at::Tensor& q) const {
-  const auto [heads, groups, d] = heads_;
-  return batch_first(q, options_.qkv_format).unflatten(2, {groups, heads / groups, d});
+  return config_.flops(x.sizes, extra[kKey].sizes, plan.needs_grad);
 }
 
 kernels::Qkv CrossDotProductAttention::qkv_views(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const {
   const auto head_views = [&](const at::Tensor& t) {
-    return batch_first(t, options_.qkv_format).unflatten(2, {heads_.groups, heads_.head_dim});
+    return config_.batch_first(t).unflatten(2, {config_.heads().groups, config_.heads().head_dim});
   };
-  return {query_views(q), head_views(k), head_views(v)};
+  return {config_.query_views(q), head_views(k), head_views(v)};
 }
 
 at::Tensor CrossDotProductAttention::forward(OpContext& ctx, const at::Tensor& x, Params) const {
@@ -90,18 +64,19 @@ at::Tensor CrossDotProductAttention::forward(OpContext& ctx, const at::Tensor& x
   check(Spec::of(x), specs);
   auto q = as_dtype(x, ctx.dtype(x.scalar_type()));
   auto k = as_dtype(ctx.extra_input(kKey), q.scalar_type()), v = as_dtype(ctx.extra_input(kValue), q.scalar_type());
-  const auto offsets_q = packed() ? ctx.extra_input(kCuSeqlensQ) : at::Tensor(),
-             offsets_kv = packed() ? ctx.extra_input(kCuSeqlensKv) : at::Tensor();
-  const auto seed = drops(ctx.plan()) ? draw_seed(q) : at::Tensor();
+  const auto offsets_q = config_.packed() ? ctx.extra_input(kCuSeqlensQ) : at::Tensor(),
+             offsets_kv = config_.packed() ? ctx.extra_input(kCuSeqlensKv) : at::Tensor();
+  const auto seed = config_.drops(ctx.plan()) ? draw_seed(q) : at::Tensor();
   auto y = at::empty(x.sizes(), q.options());
-  auto logsumexp = kernels::attention_forward(problem(offsets_q, offsets_kv, seed), qkv_views(q, k, v), query_views(y));
+  auto logsumexp = kernels::attention_forward(config_.problem(offsets_q, offsets_kv, seed), qkv_views(q, k, v),
+                                              config_.query_views(y));
   if (!ctx.needs_grad()) return y;
   ctx.save(kSavedQuery, std::move(q));
   ctx.save(kSavedKey, std::move(k));
   ctx.save(kSavedValue, std::move(v));
   ctx.save(kOutput, y);
   ctx.save(kLogsumexp, std::move(logsumexp));
-  if (packed()) ctx.save(kQueryOffsets, offsets_q), ctx.save(kKeyOffsets, offsets_kv);
+  if (config_.packed()) ctx.save(kQueryOffsets, offsets_q), ctx.save(kKeyOffsets, offsets_kv);
   if (seed.defined()) ctx.save(kSeed, seed);
   return y;
 }
@@ -110,9 +85,9 @@ at::Tensor CrossDotProductAttention::backward(OpContext& ctx, const at::Tensor& 
   const auto &q = ctx.saved(kSavedQuery), &k = ctx.saved(kSavedKey), &v = ctx.saved(kSavedValue);
   auto dq = at::empty(q.sizes(), q.options()), dk = at::empty(k.sizes(), k.options()),
        dv = at::empty(v.sizes(), v.options());
-  kernels::attention_backward(problem(ctx.saved(kQueryOffsets), ctx.saved(kKeyOffsets), ctx.saved(kSeed)),
-                              qkv_views(q, k, v), query_views(ctx.saved(kOutput)), ctx.saved(kLogsumexp),
-                              query_views(dy), qkv_views(dq, dk, dv));
+  kernels::attention_backward(config_.problem(ctx.saved(kQueryOffsets), ctx.saved(kKeyOffsets), ctx.saved(kSeed)),
+                              qkv_views(q, k, v), config_.query_views(ctx.saved(kOutput)), ctx.saved(kLogsumexp),
+                              config_.query_views(dy), qkv_views(dq, dk, dv));
   if (ctx.needs_extra_grad(kKey)) ctx.set_extra_input_grad(kKey, std::move(dk));
   if (ctx.needs_extra_grad(kValue)) ctx.set_extra_input_grad(kValue, std::move(dv));
   return ctx.needs_input_grad() ? dq : at::Tensor();

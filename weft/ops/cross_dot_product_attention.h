@@ -37,35 +37,27 @@ class CrossDotProductAttention final : public Op<CrossDotProductAttention> {
 
   const Options& options() const { return options_; }
   std::string_view name() const override { return "CrossDotProductAttention"; }
-  int extra_inputs() const override { return packed() ? 4 : 2; }
+  int extra_inputs() const override { return config_.packed() ? 4 : 2; }
   bool is_index(int extra) const override { return extra >= kCuSeqlensQ; }
-  bool depends_on_training() const override { return options_.attention_dropout > 0; }
+  bool depends_on_training() const override { return config_.drops_in_training(); }
   std::vector<std::string> saved_names() const override {
     return {"query", "key", "value", "output", "logsumexp", "cu_seqlens_q", "cu_seqlens_kv", "seed"};
   }
   DtypeRule dtype_rule() const override { return DtypeRule::autocast; }
-  kernels::TierChoice kernel(const TierQuery& q) const override;
+  /// For queries and keys of unequal lengths.
+  kernels::TierChoice kernel(const TierQuery& q) const override { return config_.tier(q, /*equal_lengths=*/false); }
   Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra, c10::ArrayRef<Spec>) const override;
   Flops flops(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra) const override;
   at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params) const override;
   at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params) const override;
 
  private:
-  bool packed() const { return options_.qkv_format == QkvFormat::thd; }
-  bool drops(const OpPlan& plan) const { return plan.training && options_.attention_dropout > 0; }
-  AttentionOptions attention_options() const {
-    return {options_.attn_mask_type, options_.window_size, options_.softmax_scale, options_.attention_dropout};
-  }
   void check(const Spec& x, c10::ArrayRef<Spec> extra) const;
-  /// The problem of one call; offsets and seed may be undefined.
-  kernels::Attention problem(const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_kv,
-                             const at::Tensor& seed) const;
-  /// Views [batch, s, …] of the query heads of an activation, and of queries, keys and values.
-  at::Tensor query_views(const at::Tensor& q) const;
+  /// Views [batch, s, …] of the heads of queries, keys and values.
   kernels::Qkv qkv_views(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const;
 
   Options options_;
-  QkvHeads heads_;
+  AttentionConfig config_;
 };
 
 }  // namespace weft::ops

@@ -8,59 +8,40 @@
 namespace weft::ops {
 
 DotProductAttention::DotProductAttention(Options options)
-    : options_(std::move(options)),
-      heads_(make_heads("DotProductAttention", options_.num_attention_heads, options_.num_gqa_groups,
-                        options_.kv_channels)) {
-  check_attention("DotProductAttention", attention_options());
-}
-
-kernels::Attention DotProductAttention::problem(const at::Tensor& cu_seqlens, const at::Tensor& seed) const {
-  auto a = make_attention(heads_, attention_options());
-  a.dropout = seed.defined() ? options_.attention_dropout : 0;
-  a.seed = seed;
-  a.cu_seqlens_q = a.cu_seqlens_kv = cu_seqlens;
-  return a;
-}
-
-kernels::TierChoice DotProductAttention::kernel(const TierQuery& q) const {
-  auto attention = problem({}, {});
-  if (q.training) attention.dropout = options_.attention_dropout;
-  return kernels::choose_attention_tier(attention, q.device, q.dtype, /*equal_lengths=*/true);
-}
+    : options_(std::move(options)), config_("DotProductAttention", options_) {}
 
 void DotProductAttention::check(const Spec& x, c10::ArrayRef<Spec> extra) const {
-  const auto width = (heads_.heads + 2 * heads_.groups) * heads_.head_dim;
+  const auto [heads, groups, d] = config_.heads();
+  const auto width = (heads + 2 * groups) * d;
   TORCH_CHECK_VALUE(!x.sizes.empty() && same_size(x.sizes.back(), width), "input has shape ", x.sizes,
                     ", expected last dimension ", width,
-                    " = (num_attention_heads + 2·num_gqa_groups)·kv_channels, with num_attention_heads ", heads_.heads,
-                    ", num_gqa_groups ", heads_.groups, " and kv_channels ", heads_.head_dim, ".");
-  if (packed()) check_cu_seqlens(extra[0]);
+                    " = (num_attention_heads + 2·num_gqa_groups)·kv_channels, with num_attention_heads ", heads,
+                    ", num_gqa_groups ", groups, " and kv_channels ", d, ".");
+  if (config_.packed()) check_cu_seqlens(extra[0]);
 }
 
 Inferred DotProductAttention::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra,
                                     c10::ArrayRef<Spec>) const {
   check(x, extra);
   const auto dtype = plan.dtype(x.dtype);
-  Inferred out{.y = x.with_last(heads_.heads * heads_.head_dim).as(dtype)};
+  Inferred out{.y = x.with_last(output_width()).as(dtype)};
   out.saved.resize(5);
   if (!plan.needs_input_grad) return out;
-  const SequenceDims dims(options_.qkv_format, x.sizes);
   out.saved[kInput] = saved_input(x, dtype);
   out.saved[kOutput] = out.y;
-  out.saved[kLogsumexp] = logsumexp_spec(dims, heads_, dtype);
-  if (packed()) out.saved[kOffsets] = extra[0];
-  if (drops(plan)) out.saved[kSeed] = Spec{{}, at::kLong};
+  out.saved[kLogsumexp] = config_.logsumexp_spec(x.sizes, dtype);
+  if (config_.packed()) out.saved[kOffsets] = extra[0];
+  if (config_.drops(plan)) out.saved[kSeed] = Spec{{}, at::kLong};
   return out;
 }
 
 Flops DotProductAttention::flops(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>) const {
-  const SequenceDims dims(options_.qkv_format, x.sizes);
-  return attention_flops(heads_, dims, dims.length, plan.needs_grad);
+  return config_.flops(x.sizes, x.sizes, plan.needs_grad);
 }
 
 kernels::Qkv DotProductAttention::qkv_views(const at::Tensor& x) const {
-  const auto [heads, groups, d] = heads_;
-  const auto rows = batch_first(x, options_.qkv_format);
+  const auto [heads, groups, d] = config_.heads();
+  const auto rows = config_.batch_first(x);
   if (options_.qkv_layout == QkvLayout::concatenated) {
     const auto part = [&](int64_t first, int64_t count) { return rows.narrow(2, first * d, count * d); };
     return {part(0, heads).unflatten(2, {groups, heads / groups, d}), part(heads, groups).unflatten(2, {groups, d}),
@@ -71,27 +52,23 @@ kernels::Qkv DotProductAttention::qkv_views(const at::Tensor& x) const {
   return {grouped.narrow(3, 0, per_group), grouped.select(3, per_group), grouped.select(3, per_group + 1)};
 }
 
-at::Tensor DotProductAttention::head_views(const at::Tensor& y) const {
-  const auto [heads, groups, d] = heads_;
-  return batch_first(y, options_.qkv_format).unflatten(2, {groups, heads / groups, d});
-}
-
 at::Tensor DotProductAttention::forward(OpContext& ctx, const at::Tensor& x, Params) const {
   std::vector<Spec> specs;
-  if (packed()) specs.push_back(Spec::of(ctx.extra_input(0)));
+  if (config_.packed()) specs.push_back(Spec::of(ctx.extra_input(0)));
   check(Spec::of(x), specs);
   auto input = as_dtype(x, ctx.dtype(x.scalar_type()));
-  const auto offsets = packed() ? ctx.extra_input(0) : at::Tensor();
-  const auto seed = drops(ctx.plan()) ? draw_seed(input) : at::Tensor();
+  const auto offsets = config_.packed() ? ctx.extra_input(0) : at::Tensor();
+  const auto seed = config_.drops(ctx.plan()) ? draw_seed(input) : at::Tensor();
   auto sizes = x.sizes().vec();
-  sizes.back() = heads_.heads * heads_.head_dim;
+  sizes.back() = output_width();
   auto y = at::empty(sizes, input.options());
-  auto logsumexp = kernels::attention_forward(problem(offsets, seed), qkv_views(input), head_views(y));
+  auto logsumexp =
+      kernels::attention_forward(config_.problem(offsets, offsets, seed), qkv_views(input), config_.query_views(y));
   if (!ctx.needs_input_grad()) return y;
   ctx.save(kInput, std::move(input));
   ctx.save(kOutput, y);
   ctx.save(kLogsumexp, std::move(logsumexp));
-  if (packed()) ctx.save(kOffsets, offsets);
+  if (config_.packed()) ctx.save(kOffsets, offsets);
   if (seed.defined()) ctx.save(kSeed, seed);
   return y;
 }
@@ -100,8 +77,10 @@ at::Tensor DotProductAttention::backward(OpContext& ctx, const at::Tensor& dy, P
   if (!ctx.needs_input_grad()) return {};
   const auto& x = ctx.saved(kInput);
   auto dx = at::empty(x.sizes(), x.options());
-  kernels::attention_backward(problem(ctx.saved(kOffsets), ctx.saved(kSeed)), qkv_views(x),
-                              head_views(ctx.saved(kOutput)), ctx.saved(kLogsumexp), head_views(dy), qkv_views(dx));
+  const auto& offsets = ctx.saved(kOffsets);
+  kernels::attention_backward(config_.problem(offsets, offsets, ctx.saved(kSeed)), qkv_views(x),
+                              config_.query_views(ctx.saved(kOutput)), ctx.saved(kLogsumexp), config_.query_views(dy),
+                              qkv_views(dx));
   return dx;
 }
 

@@ -41,34 +41,27 @@ class DotProductAttention final : public Op<DotProductAttention> {
 
   const Options& options() const { return options_; }
   std::string_view name() const override { return "DotProductAttention"; }
-  int extra_inputs() const override { return packed() ? 1 : 0; }
+  int extra_inputs() const override { return config_.packed() ? 1 : 0; }
   bool is_index(int) const override { return true; }
-  bool depends_on_training() const override { return options_.attention_dropout > 0; }
+  bool depends_on_training() const override { return config_.drops_in_training(); }
   std::vector<std::string> saved_names() const override {
     return {"input", "output", "logsumexp", "cu_seqlens", "seed"};
   }
   DtypeRule dtype_rule() const override { return DtypeRule::autocast; }
-  kernels::TierChoice kernel(const TierQuery& q) const override;
+  kernels::TierChoice kernel(const TierQuery& q) const override { return config_.tier(q, /*equal_lengths=*/true); }
   Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra, c10::ArrayRef<Spec>) const override;
   Flops flops(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>) const override;
   at::Tensor forward(OpContext& ctx, const at::Tensor& x, Params) const override;
   at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params) const override;
 
  private:
-  bool packed() const { return options_.qkv_format == QkvFormat::thd; }
-  bool drops(const OpPlan& plan) const { return plan.training && options_.attention_dropout > 0; }
-  AttentionOptions attention_options() const {
-    return {options_.attn_mask_type, options_.window_size, options_.softmax_scale, options_.attention_dropout};
-  }
   void check(const Spec& x, c10::ArrayRef<Spec> extra) const;
-  /// The problem of one call; `cu_seqlens` and `seed` may be undefined.
-  kernels::Attention problem(const at::Tensor& cu_seqlens, const at::Tensor& seed) const;
-  /// Views [batch, s, …] of the heads of an activation of the sizes of x, and of y.
+  int64_t output_width() const { return config_.heads().heads * config_.heads().head_dim; }
+  /// Views [batch, s, …] of the heads of an activation of the sizes of x.
   kernels::Qkv qkv_views(const at::Tensor& x) const;
-  at::Tensor head_views(const at::Tensor& y) const;
 
   Options options_;
-  QkvHeads heads_;
+  AttentionConfig config_;
 };
 
 }  // namespace weft::ops
