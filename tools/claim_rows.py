@@ -152,6 +152,9 @@ CLAIMS = {
             (pytest("tests/python/test_user_mistakes.py"),)),
     ),
     "step": (
+        Row("0", "threads: imbalance <= 1.15, packed bytes 64 / 1 <= 1.05; with 32, CPU time grows less than eager's",
+            (ctest("release", r"GemmGrid|KernelsGemmThreads"),
+             figures("benchmarks/python/scaling.py", if_quick=("--quick",)))),
         Row("1", "attention, error against float64 / torch's SDPA: <= 1.02 (float32 2, amx 1.1); 300 cases (60 in CI)",
             (pytest("tests/python/test_attention.py", "tests/python/test_cross_attention.py", slow=True),
              ctest("release", r"KernelsAttention"))),
@@ -163,6 +166,8 @@ CLAIMS = {
         Row("5", "training step of a GPT / eager <= 0.5, / torch.compile <= 0.6 (nano 0.7); memory <= 0.5 and 0.7",
             (figures("benchmarks/python/gpt.py", "--precision", "bf16",
                      if_quick=("--threads", "1", "--variants", "eager", "weft", "--rounds", "9", "tiny")),)),
+        Row("7", "300 steps of a GPT, weft and eager from the same weights: bf16 within eager's noise, float32 1e-4",
+            (figures("benchmarks/python/loss_curves.py", if_quick=("--quick",)),)),
         Row("8", "loss over sharded classes, Megatron's fused cross entropy: one process's values",
             (pytest("tests/dist/test_tensor_parallel.py"),
              pytest("tests/dist/test_megatron.py", "-k", "one_rank", figure=r"off one rank .*"))),

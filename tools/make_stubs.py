@@ -63,6 +63,7 @@ SIGNATURES = {
     "gradients": "(text: str) -> list[tuple[str, bool, bool]]",
     "infer": "(text: str, inputs: list[Spec]) -> list[Spec | None]",
     "linear_ops": "(fields: dict[str, Any]) -> list[Op]",
+    "gemm_grid": "(m: int, n: int, k: int, threads: int, weight_gradient: bool = False) -> dict[str, Any]",
     "make_custom_op": "(module: torch.nn.Module, params: list[str], extra_inputs: int, extra_outputs: int) -> Op",
     "make_op": "(name: str, fields: dict[str, Any]) -> Op",
     "op_types": "() -> list[tuple[str, dict[str, str], list[tuple[str, Any, str, str, str]], Op]]",

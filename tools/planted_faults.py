@@ -223,12 +223,48 @@ FAULTS = [
         "regions_[0]",
         "KernelsAttention",
     ),
+    Fault(
+        "kernels/dq-of-a-part-of-the-keys-dropped",
+        "weft/kernels/cpu/attention_backward_amx.cpp",
+        "for (int64_t part = 1; part < parts; ++part)\n          for",
+        "for (int64_t part = 2; part < parts; ++part)\n          for",
+        "KernelsAttention",
+    ),
+    # ---- kernels: GEMM over several threads -------------------------------------------------------------------------
+    Fault(
+        "kernels/part-of-k-not-added",
+        "weft/kernels/cpu/gemm_amx.cpp",
+        "for (int part = 0; part < grid_.k; ++part,",
+        "for (int part = 0; part < grid_.k - 1; ++part,",
+        "KernelsGemmThreads",
+    ),
+    Fault(
+        "kernels/part-of-k-finished-early",
+        "weft/kernels/cpu/gemm_amx.cpp",
+        "std::memory_order_acq_rel) + 1 == grid_.k;",
+        "std::memory_order_acq_rel) == 0;",
+        "KernelsGemmThreads",
+    ),
+    Fault(
+        "kernels/panel-not-packed",
+        "weft/kernels/cpu/shared_panels_amx.h",
+        "      pack_piece(strip, k_block, i);\n      states[i].store(kReady,",
+        "      if (panel > 0) pack_piece(strip, k_block, i);\n      states[i].store(kReady,",
+        "KernelsGemmThreads",
+    ),
+    Fault(
+        "kernels/panel-packed-by-every-thread",
+        "weft/kernels/cpu/shared_panels_amx.h",
+        "      if (states[i].load(std::memory_order_relaxed) != kFree) continue;",
+        "      pack_piece(strip, k_block, i);",
+        "KernelsGemmThreads",
+    ),
     # ---- kernels: grouped GEMM --------------------------------------------------------------------------------------
     Fault(
         "kernels/group-offset-off-by-one",
         "weft/kernels/cpu/grouped_amx.cpp",
-        "    x.data = from_row(call_.x, row);\n    x.ld = call_.x.strides()[0];\n    x.extent = offsets_.rows(g);",
-        "    x.data = from_row(call_.x, row > 0 ? row - 1 : row);\n    x.ld = call_.x.strides()[0];\n"
+        "offsets_.begin(g));\n    x.ld = call_.x.strides()[0];\n    x.extent = offsets_.rows(g);",
+        "std::max<int64_t>(offsets_.begin(g), 1) - 1);\n    x.ld = call_.x.strides()[0];\n"
         "    x.extent = offsets_.rows(g);",
         "KernelsGrouped",
     ),

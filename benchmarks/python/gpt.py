@@ -14,7 +14,6 @@ tools/claims.py compares with the bounds. Exits with 1 if the variants differ in
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import subprocess
@@ -29,6 +28,7 @@ from gpt_models import PRESETS
 from gpt_training import PRECISIONS, VARIANTS, Step, Training
 from measure import Meter, Rounds
 from memory import peak_bytes
+from results import store
 
 # Bounds of weft's time and peak memory / eager's and / torch.compile's, with bf16 parameters.
 LARGE = {"eager": 0.5, "compile": 0.6}
@@ -137,15 +137,6 @@ def show(row: dict[str, Any]) -> None:
               f"{v['first_step_s']:11.1f} s{v['loss']:9.4f}", flush=True)  # fmt: skip
 
 
-def store(file: Path, rows: list[dict[str, Any]]) -> None:
-    """Writes the rows with their origin, as tools/make_tables.py requires."""
-    root = Path(__file__).resolve().parents[2]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
-    origin = {"date": datetime.date.today().isoformat(), "commit": commit.stdout.strip()}
-    command = " ".join(["benchmarks/python/gpt.py", *sys.argv[1:]])
-    file.write_text(json.dumps({**origin, "command": command, "rows": rows}, indent=1) + "\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("presets", nargs="*", metavar="preset", help=", ".join(PRESETS))
@@ -170,7 +161,7 @@ def main() -> None:
         rows.append(measure(p, a.variants, a.rounds))
         show(rows[-1])
         if a.json:
-            store(a.json, rows)
+            store(a.json, rows=rows)
 
 
 if __name__ == "__main__":

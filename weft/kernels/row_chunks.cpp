@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "weft/core/value.h"
+#include "weft/kernels/cpu/blocking.h"
 #include "weft/kernels/cpu_tensors.h"
 #include "weft/kernels/opmath.h"
 #include "weft/kernels/rows.h"
@@ -13,8 +14,6 @@
 
 namespace weft::kernels {
 namespace {
-
-constexpr int64_t kBlockDim = 32;
 
 bool is_blocked(const at::Tensor& t) { return t.defined() && t.dim() == 4; }
 

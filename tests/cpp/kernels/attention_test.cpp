@@ -1,7 +1,6 @@
 // Attention against scores in float64: both tiers, masks of unequal lengths, offsets, queries that see no key.
 #include "weft/kernels/attention.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/arange.h>
@@ -21,6 +20,7 @@
 
 #include <cmath>
 
+#include "tests/cpp/kernels/threads.h"
 #include "weft/kernels/attention_tiers.h"
 
 namespace weft::kernels {
@@ -277,7 +277,11 @@ TEST(KernelsAttention, AmxHasOnlyRoundingErrorsForLongSequences) {
   for (const auto& [left, right] : {std::pair<int64_t, int64_t>{-1, 0}, {-1, -1}, {40, 0}, {150, 90}, {300, -1}}) {
     auto a = small_attention();
     a.scale = 0.125, a.left = left, a.right = right;
-    expect_rounding_errors_only(a, packed_heads(1, 420, 1, 2, 64), c10::str("left ", left, " right ", right));
+    for (const int count : {1, 3, 16}) {
+      const Threads threads(count);
+      expect_rounding_errors_only(a, packed_heads(count == 1 ? 1 : 2, 420, 2, 2, 64),
+                                  c10::str("left ", left, " right ", right, " threads ", count));
+    }
   }
 }
 
@@ -316,24 +320,35 @@ TEST(KernelsAttention, AmxTakesBfloat16) {
   EXPECT_TRUE(at::equal(grads.v, direct_grads.v));
 }
 
-TEST(KernelsAttention, Bfloat16DoesNotDependOnThreads) {
+/// Several threads share the keys of a head; the sums dQ of their parts are added in order.
+TEST(KernelsAttention, Bfloat16GradientsOfManyThreadsAreDeterministic) {
+  at::manual_seed(8);
+  auto a = small_attention();
+  a.right = 0;
+  const auto in = packed_heads(1, 420, 2, 1, 32);
+  const auto dout = at::randn(in.q.sizes()).to(at::kBFloat16);
+  const Threads threads(16);
+  const auto got = run(a, in);
+  const auto first = gradients(a, in, got, dout), second = gradients(a, in, got, dout);
+  EXPECT_TRUE(at::equal(first.q, second.q) && at::equal(first.k, second.k) && at::equal(first.v, second.v));
+}
+
+TEST(KernelsAttention, Bfloat16OfShortSequencesDoesNotDependOnThreads) {
   at::manual_seed(6);
   auto a = small_attention();
   a.right = 0;
   const auto in = packed_heads(1, 200, 1, 2, 64);
   const auto dout = at::randn(in.q.sizes()).to(at::kBFloat16);
-  const int threads = at::get_num_threads();
   const auto expected = run(a, in);
   const auto expected_grads = gradients(a, in, expected, dout);
   for (const int count : {1, 3, 8}) {
-    at::set_num_threads(count);
+    const Threads threads(count);
     const auto got = run(a, in);
     const auto grads = gradients(a, in, got, dout);
     EXPECT_TRUE(at::equal(got.out, expected.out) && at::equal(got.logsumexp, expected.logsumexp));
     EXPECT_TRUE(at::equal(grads.q, expected_grads.q) && at::equal(grads.k, expected_grads.k));
     EXPECT_TRUE(at::equal(grads.v, expected_grads.v));
   }
-  at::set_num_threads(threads);
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
 #include <ATen/Parallel.h>
 
+#include <atomic>
+#include <memory>
 #include <vector>
 
 #include "weft/kernels/cpu/attention_blocks_amx.h"
@@ -22,30 +24,21 @@ struct RegionBuffers {
   Bf16 *p_left, *ds_left, *ds_right;
 };
 
-/// Turns a block of Sᵀ and dPᵀ into P and dS. A unit of work is 2 keys × 32 queries.
-class ScoreGradient {
+/// Turns a block of Sᵀ and dPᵀ into P and dS.
+class ScoreGradient : public VectorWork<ScoreGradient> {
  public:
   explicit ScoreGradient(float scale) : factor_(_mm512_set1_ps(scale * kLog2E)) {}
 
   /// `to` are the places of the block; `negative_lse` and `delta` are those of 32 queries.
   void start(const float* scores, const RegionBuffers& to, const float* negative_lse, const float* delta) {
-    scores_ = scores, to_ = to, unit_ = 0;
+    start_units(kBlockUnits);
+    scores_ = scores, to_ = to;
     lse_ = {_mm512_load_ps(negative_lse), _mm512_load_ps(negative_lse + 16)};
     delta_ = {_mm512_load_ps(delta), _mm512_load_ps(delta + 16)};
   }
-  template <int kUnits>
-  [[gnu::always_inline]] void run() {
-    if (unit_ >= kAllUnits) return;
-#pragma GCC unroll 8
-    for (int i = 0; i < kUnits; ++i) unit(unit_ + i);
-    unit_ += kUnits;
-  }
-  void finish() {
-    for (; unit_ < kAllUnits; ++unit_) unit(unit_);
-  }
 
  private:
-  static constexpr int kAllUnits = 16;
+  friend VectorWork<ScoreGradient>;
 
   /// The rounding error of large scores must not make it more than 1. NaN stays NaN.
   [[gnu::always_inline]] __m512 probability(const float* s, __m512 lse) const {
@@ -55,13 +48,13 @@ class ScoreGradient {
     return _mm512_mul_ps(p, _mm512_sub_ps(_mm512_load_ps(s + kBlockElems), delta));
   }
   [[gnu::always_inline]] void unit(int u) const {
-    const float* const s = scores_ + 32 * (u + (u & ~7));
-    auto low0 = probability(s, lse_.low), low1 = probability(s + 16, lse_.low);
-    auto high0 = probability(s + 256, lse_.high), high1 = probability(s + 272, lse_.high);
+    const float *const s = unit_scores(scores_, u), *const high = s + kRightTile;
+    auto low0 = probability(s, lse_.low), low1 = probability(s + kSecondKey, lse_.low);
+    auto high0 = probability(high, lse_.high), high1 = probability(high + kSecondKey, lse_.high);
     _mm512_store_si512(to_.p_left + 64 * u, pack_bf16(low0, high0));
     _mm512_store_si512(to_.p_left + 64 * u + 32, pack_bf16(low1, high1));
-    low0 = gradient(low0, s, delta_.low), low1 = gradient(low1, s + 16, delta_.low);
-    high0 = gradient(high0, s + 256, delta_.high), high1 = gradient(high1, s + 272, delta_.high);
+    low0 = gradient(low0, s, delta_.low), low1 = gradient(low1, s + kSecondKey, delta_.low);
+    high0 = gradient(high0, high, delta_.high), high1 = gradient(high1, high + kSecondKey, delta_.high);
     _mm512_store_si512(to_.ds_left + 64 * u, pack_bf16(low0, high0));
     _mm512_store_si512(to_.ds_left + 64 * u + 32, pack_bf16(low1, high1));
     _mm512_store_si512(to_.ds_right + 32 * u, interleave(pack_bf16(low0, low1)));
@@ -72,7 +65,6 @@ class ScoreGradient {
   QueryLanes lse_ = {}, delta_ = {};
   const float* scores_ = nullptr;  // a block of Sᵀ, then one of dPᵀ
   RegionBuffers to_ = {};
-  int unit_ = kAllUnits;
 };
 
 /// One block of a sum: C += A B over `steps` k-steps.
@@ -89,7 +81,7 @@ struct RegionBlock {
   int64_t key, query;  // panels, from those of the region
 };
 
-/// dQ, dK and dV of the heads that share keys.
+/// dK and dV of a range of keys, and what these keys contribute to dQ of the heads that share them.
 class BackwardGroup {
  public:
   static int64_t scratch_bytes(int64_t query_panels, int64_t key_panels, int64_t steps) {
@@ -115,32 +107,49 @@ class BackwardGroup {
     for (auto* p : {&negative_lse_, &delta_}) *p = memory.take<float>(queries_ * kBlockDim);
   }
 
-  /// Packs the keys and starts the sums dK and dV.
-  void start(const HeadRows& k, const HeadRows& v) {
-    pack_all(k.operand(true, false), k_rows_);
-    pack_all(v.operand(true, false), v_rows_);
-    pack_all(k.operand(true, true), k_channels_);
+  /// Packs a range of the keys and starts the sums dK and dV.
+  void start(const HeadRows& k, const HeadRows& v, PanelRange range) {
+    range_ = range;
+    seen_by_ = queries_of(range);
+    const auto rows = range.begin * steps_ * kBlockElems;
+    pack_panels(k.operand(true, false), range.begin * kBlockDim, range.size(), 0, steps_, k_rows_ + rows);
+    pack_panels(v.operand(true, false), range.begin * kBlockDim, range.size(), 0, steps_, v_rows_ + rows);
+    pack_panels(k.operand(true, true), 0, steps_, range.begin * kKStep, static_cast<int>(range.size()),
+                k_channels_ + range.begin * kBlockElems, keys_ * kBlockElems);
     has_key_sums_.assign(keys_, false);
   }
 
-  /// Adds a head to dK and dV, and stores dq.
-  void add_head(const HeadRows& q, const HeadRows& out, const HeadRows& dout, const float* logsumexp,
-                const HeadRows& dq) {
-    pack_all(q.operand(false, false), q_rows_);
-    pack_all(q.operand(false, true), q_channels_);
-    pack_all(dout.operand(false, false), do_rows_);
-    pack_all(dout.operand(false, true), do_channels_);
-    load_statistics(out, dout, logsumexp);
+  /// Adds a head to dK and dV, and computes dQ/scale.
+  void add_head(const HeadRows& q, const HeadRows& out, const HeadRows& dout, const float* logsumexp) {
+    if (seen_by_.size() > 0) {
+      pack_queries(q, q_rows_, q_channels_);
+      pack_queries(dout, do_rows_, do_channels_);
+      load_statistics(out, dout, logsumexp);
+    }
     has_query_sums_.assign(queries_, false);
     with_units_per_step(int64_t{5} * steps_, [&]<int kUnits>() { run_regions<kUnits>(); });
     for (int64_t panel = 0; panel < queries_; ++panel)
-      for (int64_t channel = 0; channel < steps_; ++channel)
-        store_transposed(sum(dq_, panel, channel, has_query_sums_), {_mm512_set1_ps(scale_), _mm512_set1_ps(scale_)},
-                         dq, panel * kBlockDim, channel * kBlockDim);
+      if (!has_query_sums_[panel]) std::fill_n(dq_ + panel * steps_ * kBlockElems, steps_ * kBlockElems, 0.F);
+  }
+
+  /// dQ/scale of a head: [panel][channel panel][block].
+  float* dq() const { return dq_; }
+  /// Stores the sum of `parts` consecutive dQ/scale.
+  void store_dq(const float* sums, int64_t parts, const HeadRows& dq) const {
+    const QueryLanes scale{_mm512_set1_ps(scale_), _mm512_set1_ps(scale_)};
+    alignas(64) float total[kBlockElems];
+    for (int64_t panel = 0; panel < queries_; ++panel)
+      for (int64_t channel = 0; channel < steps_; ++channel) {
+        const float* const block = sums + (panel * steps_ + channel) * kBlockElems;
+        std::copy_n(block, kBlockElems, total);
+        for (int64_t part = 1; part < parts; ++part)
+          for (int i = 0; i < kBlockElems; ++i) total[i] += block[part * queries_ * steps_ * kBlockElems + i];
+        store_transposed(total, scale, dq, panel * kBlockDim, channel * kBlockDim);
+      }
   }
 
   void store(const HeadRows& dk, const HeadRows& dv) {
-    for (int64_t panel = 0; panel < keys_; ++panel)
+    for (int64_t panel = range_.begin; panel < range_.end; ++panel)
       for (int64_t channel = 0; channel < steps_; ++channel) {
         store_block(sum(dk_, panel, channel, has_key_sums_), scale_, dk, panel * kBlockDim, channel * kBlockDim);
         store_block(sum(dv_, panel, channel, has_key_sums_), 1, dv, panel * kBlockDim, channel * kBlockDim);
@@ -155,9 +164,18 @@ class BackwardGroup {
     return block;
   }
 
+  /// Packs the rows that see any key of the range, by rows and by channels.
+  void pack_queries(const HeadRows& t, Bf16* rows, Bf16* channels) const {
+    const auto [begin, end] = seen_by_;
+    pack_panels(t.operand(false, false), begin * kBlockDim, end - begin, 0, steps_,
+                rows + begin * steps_ * kBlockElems);
+    pack_panels(t.operand(false, true), 0, steps_, begin * kKStep, static_cast<int>(end - begin),
+                channels + begin * kBlockElems, queries_ * kBlockElems);
+  }
+
   /// Fills δ and -log2 e·logsumexp; the latter is -inf for queries that see no key, so that their P is 0.
   void load_statistics(const HeadRows& out, const HeadRows& dout, const float* logsumexp) {
-    for (int64_t row = 0; row < queries_ * kBlockDim; ++row) {
+    for (int64_t row = seen_by_.begin * kBlockDim; row < seen_by_.end * kBlockDim; ++row) {
       const bool sees_keys = row < out.rows && logsumexp[row] != -kInfinity;
       negative_lse_[row] = sees_keys ? -logsumexp[row] * kLog2E : -kInfinity;
       auto dot = _mm512_setzero_ps();
@@ -175,8 +193,8 @@ class BackwardGroup {
   template <int kUnits>
   void run_regions() {
     pending_.clear(), done_ = 0;
-    for (int64_t key = 0; key < keys_; key += kKeyPanels) {
-      const PanelRange keys{key, std::min(key + kKeyPanels, keys_)};
+    for (int64_t key = range_.begin; key < range_.end; key += kKeyPanels) {
+      const PanelRange keys{key, std::min(key + kKeyPanels, range_.end)};
       const auto queries = queries_of(keys);
       for (auto query = queries.begin; query < queries.end; query += kQueryPanels)
         run_region<kUnits>(keys, {query, std::min(query + kQueryPanels, queries.end)});
@@ -294,8 +312,10 @@ class BackwardGroup {
 
   Visibility visibility_;
   float scale_;
-  int steps_;               // k-steps over the channels, and their panels
-  int64_t queries_, keys_;  // panels
+  int steps_;                 // k-steps over the channels, and their panels
+  int64_t queries_, keys_;    // panels
+  PanelRange range_{0, 0};    // of the keys
+  PanelRange seen_by_{0, 0};  // queries
   ScoreGradient vector_work_;
   Bf16 *k_rows_, *v_rows_, *k_channels_;                  // left operands
   Bf16 *q_rows_, *do_rows_, *q_channels_, *do_channels_;  // right operands, of a head
@@ -310,27 +330,69 @@ class BackwardGroup {
   size_t done_ = 0;  // of `pending_`
 };
 
+/// Splits the panels of keys into ranges of about equal work, as many as there are threads for each group. `sums`:
+/// bytes of dQ of one range.
+std::vector<PanelRange> split_keys(const DenseAttention& d, int64_t groups, int64_t sums) {
+  constexpr int64_t kMaxSums = 64 << 20;
+  const auto panels = panels_of(d.keys());
+  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  const auto limit = std::max<int64_t>(1, std::min(panels / kKeyPanels, kMaxSums / sums));
+  const auto parts = std::clamp<int64_t>(threads / groups, 1, limit);
+  const Visibility visibility(d);
+  std::vector<int64_t> work(panels + 1, 0);  // of the panels before
+  for (int64_t key = 0; key < panels; ++key) work[key + 1] = work[key] + visibility.queries_of(key).size() + 1;
+  std::vector<PanelRange> ranges;
+  for (int64_t part = 0, begin = 0; part < parts; ++part) {
+    const auto bound = std::lower_bound(work.begin(), work.end(), work[panels] * (part + 1) / parts);
+    const auto end = part + 1 == parts ? panels : std::max(begin, bound - work.begin());
+    ranges.push_back({begin, end});
+    begin = end;
+  }
+  return ranges;
+}
+
+/// The sums dQ/scale of each head over parts of the keys, and how many parts are done. Empty with one part.
+struct QuerySums {
+  QuerySums(int64_t heads, int64_t parts, int64_t elements)
+      : sums(parts > 1 ? c10::GetCPUAllocator()->allocate(heads * parts * elements * 4) : at::DataPtr()),
+        done(std::make_unique<std::atomic<int64_t>[]>(heads)) {}
+
+  at::DataPtr sums;
+  std::unique_ptr<std::atomic<int64_t>[]> done;
+};
+
 }  // namespace
 
 void attention_backward(const DenseAttention& d, const at::Tensor& dout, const Qkv& grads) {
-  const auto groups = d.in.q.size(2), per_group = d.heads_per_group();
-  const auto bytes =
-      BackwardGroup::scratch_bytes(panels_of(d.queries()), panels_of(d.keys()), panels_of(d.in.q.size(-1)));
+  const auto groups = d.in.q.size(2), per_group = d.heads_per_group(), steps = panels_of(d.in.q.size(-1));
+  const auto heads = d.batch() * d.heads(), elements = panels_of(d.queries()) * steps * kBlockElems;
+  const auto ranges = split_keys(d, d.batch() * groups, heads * elements * 4);
+  const auto parts = static_cast<int64_t>(ranges.size());
+  const QuerySums query_sums(heads, parts, elements);
   const auto q = Heads::read(d.in.q), k = Heads::read(d.in.k), v = Heads::read(d.in.v), out = Heads::read(d.out),
              g_out = Heads::read(dout);
   const auto dq = Heads::written(grads.q), dk = Heads::written(grads.k), dv = Heads::written(grads.v);
   const auto* const logsumexp = d.logsumexp.const_data_ptr<float>();
-  at::parallel_for(0, d.batch() * groups, 1, [&](int64_t begin, int64_t end) {
-    ScratchMemory memory(bytes);
+  at::parallel_for(0, d.batch() * groups * parts, 1, [&](int64_t begin, int64_t end) {
+    ScratchMemory memory(BackwardGroup::scratch_bytes(panels_of(d.queries()), panels_of(d.keys()), steps));
     BackwardGroup backward(d, memory);
     const TileConfig tiles;
+    // Stores dQ of a head when all parts of the keys are done.
+    const auto finish_head = [&](int64_t number, int64_t part, const HeadRows& to) {
+      if (parts == 1) return backward.store_dq(backward.dq(), 1, to);
+      auto* const sums = static_cast<float*>(query_sums.sums.get()) + number * parts * elements;
+      std::copy_n(backward.dq(), elements, sums + part * elements);
+      if (query_sums.done[number].fetch_add(1, std::memory_order_acq_rel) + 1 == parts)
+        backward.store_dq(sums, parts, to);
+    };
     for (auto i = begin; i < end; ++i) {
-      const auto batch = i / groups, g = i % groups;
-      backward.start(k.rows(batch, g), v.rows(batch, g));
-      for (int64_t head = 0; head < per_group; ++head)
+      const auto part = i % parts, group = i / parts, batch = group / groups, g = group % groups;
+      backward.start(k.rows(batch, g), v.rows(batch, g), ranges[part]);
+      for (int64_t head = 0; head < per_group; ++head) {
         backward.add_head(q.rows(batch, g, head), out.rows(batch, g, head), g_out.rows(batch, g, head),
-                          logsumexp + statistics_offset(d.logsumexp, batch, g * per_group + head),
-                          dq.rows(batch, g, head));
+                          logsumexp + statistics_offset(d.logsumexp, batch, g * per_group + head));
+        finish_head(group * per_group + head, part, dq.rows(batch, g, head));
+      }
       backward.store(dk.rows(batch, g), dv.rows(batch, g));
     }
     _mm_sfence();

@@ -24,9 +24,7 @@ struct HeadRows {
   Bf16* data;
   int64_t ld, rows, columns;
 
-  int64_t panels() const { return panels_of(rows); }
-  int64_t channel_panels() const { return panels_of(columns); }
-  /// Whether full blocks can be stored past the caches.
+  /// Whether rows of blocks can be stored with non-temporal stores.
   bool allows_non_temporal() const {
     return reinterpret_cast<uintptr_t>(data) % 64 == 0 && ld % kBlockDim == 0 && columns % kBlockDim == 0;
   }
@@ -40,6 +38,7 @@ struct HeadRows {
             .k_contiguous = !by_channel};
   }
 };
+
 /// The heads of [batch, T, groups, heads, D], or of [batch, T, groups, D] with one head per group.
 class Heads {
  public:
@@ -105,9 +104,9 @@ class Visibility {
       const auto low = std::clamp<int64_t>(key + row - after_ - query, 0, kBlockDim);
       const auto high = key + row < keys_ ? std::clamp<int64_t>(key + row + before_ + 1 - query, low, kBlockDim) : low;
       const auto lanes = static_cast<uint32_t>(~((uint64_t{1} << high) - (uint64_t{1} << low)));
-      float* const s = scores + row / 16 * 512 + row % 16 * 16;
+      float* const s = block_row(scores, row);
       _mm512_mask_store_ps(s, static_cast<__mmask16>(lanes), hidden);
-      _mm512_mask_store_ps(s + 256, static_cast<__mmask16>(lanes >> 16), hidden);
+      _mm512_mask_store_ps(s + kRightTile, static_cast<__mmask16>(lanes >> 16), hidden);
     }
   }
 
@@ -133,20 +132,18 @@ struct QueryLanes {
 /// Scratch memory of a thread, aligned to cache lines and freed with this object.
 class ScratchMemory {
  public:
-  explicit ScratchMemory(int64_t bytes) : memory_(c10::GetCPUAllocator()->allocate(bytes)), left_(bytes) {}
+  explicit ScratchMemory(int64_t bytes) : memory_(c10::GetCPUAllocator()->allocate(bytes)), size_(bytes) {}
   template <class T>
   T* take(int64_t count) {
-    const auto bytes = count * static_cast<int64_t>(sizeof(T));
-    TORCH_INTERNAL_ASSERT(bytes % 64 == 0 && bytes <= left_);
-    left_ -= bytes;
     auto* const start = static_cast<char*>(memory_.get()) + used_;
-    used_ += bytes;
+    used_ += count * static_cast<int64_t>(sizeof(T));
+    TORCH_INTERNAL_ASSERT(used_ % 64 == 0 && used_ <= size_);
     return reinterpret_cast<T*>(start);
   }
 
  private:
   at::DataPtr memory_;
-  int64_t used_ = 0, left_;
+  int64_t size_, used_ = 0;
 };
 
 /// Stores 16 rows of 32 channels at a row and column of `to`, without those past its end.
@@ -166,7 +163,7 @@ inline void store_transposed(const float* block, const QueryLanes& factors, cons
   for (int half = 0; half < 2; ++half) {
     const auto factor = half ? factors.high : factors.low;
     const auto channel = [&](int i) {  // of 32, for 16 queries
-      return _mm512_mul_ps(_mm512_load_ps(block + i / 16 * 512 + half * 256 + i % 16 * 16), factor);
+      return _mm512_mul_ps(_mm512_load_ps(block_row(block, i) + half * kRightTile), factor);
     };
     __m512i lines[16];
     for (int i = 0; i < 16; ++i) lines[i] = interleave(pack_bf16(channel(2 * i), channel(2 * i + 1)));
@@ -181,8 +178,9 @@ inline void store_block(const float* block, float factor, const HeadRows& to, in
   for (int half = 0; half < 2; ++half) {
     __m512i lines[16];
     for (int i = 0; i < 16; ++i) {
-      const float* const c = block + half * 512 + i * 16;
-      lines[i] = pack_bf16(_mm512_mul_ps(_mm512_load_ps(c), scale), _mm512_mul_ps(_mm512_load_ps(c + 256), scale));
+      const float* const c = block_row(block, 16 * half + i);
+      lines[i] =
+          pack_bf16(_mm512_mul_ps(_mm512_load_ps(c), scale), _mm512_mul_ps(_mm512_load_ps(c + kRightTile), scale));
     }
     store_lines(lines, to, row + 16 * half, column);
   }
@@ -206,11 +204,39 @@ inline __m512 log2_of(__m512 x) {
   return _mm512_fmadd_ps(sum, t, e);
 }
 
-/// Units of vector work to run in each k-step of the tile multiplications, if a 32 × 32 block has 16 units and `steps`
-/// k-steps: the least power of two that finishes them.
+constexpr int kBlockUnits = 16;  // of VectorWork, in a block of scores: 2 keys × 32 queries each
+
+/// Work in vector registers that runs between tile multiplications, some units at a time. `Derived` has unit(number).
+template <class Derived>
+class VectorWork {
+ public:
+  template <int kUnits>
+  [[gnu::always_inline]] void run() {
+    if (next_ >= units_) return;
+#pragma GCC unroll 8
+    for (int i = 0; i < kUnits; ++i) static_cast<Derived*>(this)->unit(next_ + i);
+    next_ += kUnits;
+  }
+  void finish() {
+    for (; next_ < units_; ++next_) static_cast<Derived*>(this)->unit(next_);
+  }
+
+ protected:
+  void start_units(int units) { next_ = 0, units_ = units; }
+
+ private:
+  int next_ = 0, units_ = 0;
+};
+
+/// Scores of the two keys of a unit: of the first, of the second kSecondKey further.
+constexpr int kSecondKey = 16;
+inline const float* unit_scores(const float* scores, int unit) { return block_row(scores, 2 * unit); }
+
+/// Units of vector work to run in each k-step of the tile multiplications, if a block has `steps` k-steps: the least
+/// power of two that finishes them.
 constexpr int units_per_step(int64_t steps) {
   int units = 8;
-  while (units > 1 && units / 2 * steps >= 16) units /= 2;
+  while (units > 1 && units / 2 * steps >= kBlockUnits) units /= 2;
   return units;
 }
 /// Calls run.template operator()<units_per_step(steps)>().

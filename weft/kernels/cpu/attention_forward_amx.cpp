@@ -1,9 +1,11 @@
 #include <ATen/Parallel.h>
 
 #include <cfloat>
+#include <optional>
 #include <vector>
 
 #include "weft/kernels/cpu/attention_blocks_amx.h"
+#include "weft/kernels/cpu/shared_panels_amx.h"
 
 // For each panel of queries, over groups of at most kGroupPanels panels of keys with scores Sᵀ, f = scale·log2 e:
 //   m' = max(m, max_keys S);  P = 2^(f·(S - m'));  l' = l·2^(f·(m - m')) + Σ_keys P;  Oᵀ' = Oᵀ·2^(f·(m - m')) + Vᵀ Pᵀ
@@ -22,23 +24,23 @@ struct KeyGroup {
   bool first, last;  // of the panel of queries
 };
 
-/// The running maximum and sum of a panel of queries, and the probabilities of a group. A unit of work is 2 keys × 32
-/// queries.
-class Softmax {
+/// The running maximum and sum of a panel of queries, and the probabilities of a group.
+class Softmax : public VectorWork<Softmax> {
  public:
   explicit Softmax(float scale) : factor_(_mm512_set1_ps(scale * kLog2E)) {}
 
   /// Starts the probabilities of a group from its scores. Returns whether the maximum changed, so that earlier sums
   /// must be multiplied by `correction`.
   bool start(const float* scores, Bf16* probabilities, const KeyGroup& group, QueryLanes& correction) {
-    scores_ = scores, probabilities_ = probabilities, unit_ = 0, units_ = group.panels * 16;
+    start_units(group.panels * kBlockUnits);
+    scores_ = scores, probabilities_ = probabilities;
     if (group.first) maximum_ = {_mm512_set1_ps(-FLT_MAX), _mm512_set1_ps(-FLT_MAX)};
     if (group.first) sum_ = {_mm512_setzero_ps(), _mm512_setzero_ps()};
     auto low = maximum_.low, high = maximum_.high;
-    for (const float* s = scores; s < scores + group.panels * kBlockElems; s += 512)
-      for (int row = 0; row < 256; row += 16) {
+    for (const float* s = scores; s < scores + group.panels * kBlockElems; s += kLowerTiles)
+      for (int row = 0; row < kRightTile; row += 16) {
         low = _mm512_max_ps(low, _mm512_load_ps(s + row));
-        high = _mm512_max_ps(high, _mm512_load_ps(s + 256 + row));
+        high = _mm512_max_ps(high, _mm512_load_ps(s + kRightTile + row));
       }
     const auto changed_low = _mm512_cmp_ps_mask(low, maximum_.low, _CMP_GT_OQ),
                changed_high = _mm512_cmp_ps_mask(high, maximum_.high, _CMP_GT_OQ);
@@ -51,33 +53,25 @@ class Softmax {
     return !group.first;
   }
 
-  template <int kUnits>
-  [[gnu::always_inline]] void run() {
-    if (unit_ >= units_) return;
-#pragma GCC unroll 8
-    for (int i = 0; i < kUnits; ++i) unit(unit_ + i);
-    unit_ += kUnits;
-  }
-  void finish() {
-    for (; unit_ < units_; ++unit_) unit(unit_);
-  }
-
   /// 1/l, or 0 for queries that see no key.
   QueryLanes inverse_sum() const { return {inverse(sum_.low), inverse(sum_.high)}; }
   QueryLanes logsumexp() const { return {logsumexp(maximum_.low, sum_.low), logsumexp(maximum_.high, sum_.high)}; }
 
  private:
+  friend VectorWork<Softmax>;
+
   /// 2^(f·(s - maximum)). The difference is rounded first: it is exact near the maximum, whatever its size.
   [[gnu::always_inline]] __m512 power(__m512 s, __m512 maximum) const {
     return exp2_of(_mm512_mul_ps(_mm512_sub_ps(s, maximum), factor_));
   }
   /// Reads the rows of two keys, writes one row of each tile of a right operand.
   [[gnu::always_inline]] void unit(int u) {
-    const float* const s = scores_ + 32 * (u + (u & ~7));
+    const float *const s = unit_scores(scores_, u), *const high = s + kRightTile;
     Bf16* const p = probabilities_ + 32 * (u + (u & ~15));
-    const auto low0 = power(_mm512_load_ps(s), maximum_.low), low1 = power(_mm512_load_ps(s + 16), maximum_.low);
-    const auto high0 = power(_mm512_load_ps(s + 256), maximum_.high),
-               high1 = power(_mm512_load_ps(s + 272), maximum_.high);
+    const auto low0 = power(_mm512_load_ps(s), maximum_.low),
+               low1 = power(_mm512_load_ps(s + kSecondKey), maximum_.low);
+    const auto high0 = power(_mm512_load_ps(high), maximum_.high),
+               high1 = power(_mm512_load_ps(high + kSecondKey), maximum_.high);
     sum_.low = _mm512_add_ps(sum_.low, _mm512_add_ps(low0, low1));
     sum_.high = _mm512_add_ps(sum_.high, _mm512_add_ps(high0, high1));
     _mm512_store_si512(p, interleave(pack_bf16(low0, low1)));
@@ -97,13 +91,37 @@ class Softmax {
   QueryLanes maximum_ = {}, sum_ = {};
   const float* scores_ = nullptr;
   Bf16* probabilities_ = nullptr;
-  int unit_ = 0, units_ = 0;
 };
 
 /// Keys and values of a group of heads, packed: K by rows, V by channels.
 struct PackedKeys {
-  Bf16 *k, *v;
+  const Bf16 *k, *v;
   int64_t panels;
+};
+
+/// An operand that several threads pack together, or this thread alone.
+class GroupOperand {
+ public:
+  /// For `threads` that pack it together to `offset` of `memory`.
+  GroupOperand(const Operand& m, int threads, const std::shared_ptr<PackedCopy>& memory, int64_t offset) : m_(m) {
+    const auto steps = static_cast<int>(panels_of(m.k));
+    if (threads > 1) shared_.emplace(m, PackingPieces::choose(m, steps, steps, m.panels(), threads), memory, offset);
+  }
+  /// The packed operand. `own` receives it if it is not shared, or if another thread takes too long.
+  const Bf16* pack(int64_t part, int64_t parts, Bf16* own) {
+    const auto first = m_.panels() * part / parts;  // each thread starts at another panel
+    for (int64_t i = 0; shared_ && i < m_.panels(); ++i) shared_->pack_free((first + i) % m_.panels(), 0);
+    for (int64_t i = 0; i < m_.panels(); ++i)
+      if (!shared_ || !shared_->wait(i, 0)) {
+        pack_all(m_, own);
+        return own;
+      }
+    return shared_->find(0, 0);
+  }
+
+ private:
+  Operand m_;
+  std::optional<SharedPanels> shared_;
 };
 
 /// Attention of a range of query panels of one head.
@@ -202,10 +220,10 @@ class ForwardHead {
 
   /// Multiplies the sums of the panel of queries, over all groups before the current one.
   void correct(const QueryLanes& correction) {
-    for (float* c = out_; c < out_ + steps_ * kBlockElems; c += 512)
-      for (int row = 0; row < 256; row += 16) {
+    for (float* c = out_; c < out_ + steps_ * kBlockElems; c += kLowerTiles)
+      for (int row = 0; row < kRightTile; row += 16) {
         _mm512_store_ps(c + row, _mm512_mul_ps(_mm512_load_ps(c + row), correction.low));
-        _mm512_store_ps(c + 256 + row, _mm512_mul_ps(_mm512_load_ps(c + 256 + row), correction.high));
+        _mm512_store_ps(c + kRightTile + row, _mm512_mul_ps(_mm512_load_ps(c + kRightTile + row), correction.high));
       }
   }
 
@@ -228,6 +246,7 @@ class ForwardHead {
 /// The parts into which the query panels of each head are split, so that every thread has work.
 int64_t parts_per_head(int64_t heads, int64_t query_panels) {
   const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  if (threads == 1) return 1;
   return std::clamp<int64_t>((2 * threads + heads - 1) / heads, 1, std::max<int64_t>(1, query_panels / 2));
 }
 
@@ -241,18 +260,27 @@ void attention_forward(const DenseAttention& d) {
   const auto packed = key_panels * channel_panels * kBlockElems;
   const auto q = Heads::read(d.in.q), k = Heads::read(d.in.k), v = Heads::read(d.in.v), out = Heads::written(d.out);
   auto* const logsumexp = d.logsumexp.mutable_data_ptr<float>();
+  const auto threads = static_cast<int>(parts > 1 ? parts * per_group : 1);  // at most, of a group
+  const auto shared = threads > 1 ? acquire_buffer(2 * d.batch() * groups * packed * 2) : nullptr;
+  std::vector<GroupOperand> group_keys, group_values;
+  for (int64_t group = 0; group < d.batch() * groups; ++group) {
+    const auto batch = group / groups, g = group % groups;
+    group_keys.emplace_back(k.rows(batch, g).operand(true, false), threads, shared, 2 * group * packed);
+    group_values.emplace_back(v.rows(batch, g).operand(true, true), threads, shared, (2 * group + 1) * packed);
+  }
   at::parallel_for(0, heads * parts, 1, [&](int64_t begin, int64_t end) {
     ScratchMemory memory(2 * packed * 2 + ForwardHead::scratch_bytes(channel_panels));
-    const PackedKeys keys{memory.take<Bf16>(packed), memory.take<Bf16>(packed), key_panels};
+    auto *const own_keys = memory.take<Bf16>(packed), *const own_values = memory.take<Bf16>(packed);
     ForwardHead forward(d, memory);
     const TileConfig tiles;
+    PackedKeys keys{nullptr, nullptr, key_panels};
     int64_t packed_group = -1;
     for (auto i = begin; i < end; ++i) {
       const auto part = i % parts, group = i / parts / per_group, head = i / parts % per_group;
       const auto batch = group / groups, g = group % groups;
       if (group != packed_group) {
-        pack_all(k.rows(batch, g).operand(true, false), keys.k);
-        pack_all(v.rows(batch, g).operand(true, true), keys.v);
+        keys.k = group_keys[group].pack(head * parts + part, per_group * parts, own_keys);
+        keys.v = group_values[group].pack(head * parts + part, per_group * parts, own_values);
         packed_group = group;
       }
       forward.run(q.rows(batch, g, head), keys, out.rows(batch, g, head),

@@ -43,10 +43,10 @@ class DeferredEpilogue {
       return;
     }
     if (unmasked) {
-      for (int64_t i = 0; i < rows; ++i) kernel_.row(c_ + (i >> 4) * 512 + (i & 15) * 16);
+      for (int64_t i = 0; i < rows; ++i) kernel_.row(block_row(c_, i));
       return kernel_.end(w, row_, column_);
     }
-    for (int64_t i = 0; i < rows; ++i) w.row(w, c_ + (i >> 4) * 512 + (i & 15) * 16, row_ + i, column_);
+    for (int64_t i = 0; i < rows; ++i) w.row(w, block_row(c_, i), row_ + i, column_);
   }
 
  private:

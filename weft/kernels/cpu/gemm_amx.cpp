@@ -15,7 +15,13 @@ const Bf16* checked_packed_data(const at::Tensor& packed_a, const Operand& m) {
   return reinterpret_cast<const Bf16*>(packed_a.const_data_ptr());
 }
 
-/// One GEMM: A B with its epilogue.
+/// A part of K: the operands of its multiplications.
+struct KPart {
+  Operand resident, streamed;
+  std::unique_ptr<SharedPanels> shared_resident = {}, shared_streamed = {};
+};
+
+/// One GEMM: A B with its epilogue. Threads form a grid over the resident panels, the streamed panels and K.
 class AmxGemm {
  public:
   AmxGemm(at::Tensor a, at::Tensor b, const Epilogue& e, const at::Tensor& packed_a)
@@ -37,58 +43,149 @@ class AmxGemm {
   }
 
   GemmResult run() {
-    const auto packed = packed_streamed();
-    if (packed) streamed().packed = packed->data();
+    std::shared_ptr<const PackedCopy> frozen;
+    if (e_.b_is_weight && !streamed_is_a_) frozen = packed_if_frozen(b_, right_);
+    if (frozen) right_.packed = frozen->data();
+    grid_ = choose_grid(work(), threads_);
+    for (int i = 0; i < grid_.k; ++i) parts_.push_back(make_part(share_of(k_steps_of(left_), i, grid_.k)));
+    share_operands();
+    if (grid_.k > 1) allocate_partial_sums();
     multiply();
     return outputs_.finish();
   }
 
  private:
-  Operand& streamed() { return streamed_is_a_ ? left_ : right_; }
+  const Operand& streamed() const { return streamed_is_a_ ? left_ : right_; }
   const Operand& resident() const { return streamed_is_a_ ? right_ : left_; }
 
-  /// The streamed operand packed: the copy of a frozen weight, or a temporary if several resident blocks use it. Null
-  /// if it is packed already, or if the macrokernel packs it panel by panel.
-  std::shared_ptr<const PackedCopy> packed_streamed() {
-    if (streamed().packed) return nullptr;
-    std::shared_ptr<const PackedCopy> cached;
-    if (e_.b_is_weight && !streamed_is_a_) cached = packed_if_frozen(b_, right_);
-    if (cached) return cached;
-    const auto resident_panels = resident().panels();
-    const bool several =
-        choose_blocking(streamed().panels(), resident_panels, streamed().k, max_resident_panels_).resident * threads_ <
-        resident_panels;
-    return several ? pack_temporary(streamed()) : nullptr;
+  GemmWork work() const {
+    auto work = dense_gemm_work(left_.extent, right_.extent, left_.k, streamed_is_a_);
+    work.streamed_panels = streamed().panels(), work.panels_per_unit = streamed().panels_per_unit();
+    work.block_panels = std::min(work.block_panels, max_resident_panels_);
+    work.splits_k &= !e_.act && !e_.act_grad && !e_.keep_column_sums && !e_.keep_pre_act;
+    return work;
+  }
+  Blocking blocking(int64_t streamed_panels, int64_t resident_panels, int64_t k) const {
+    return choose_blocking(streamed_panels, resident_panels, k, max_resident_panels_);
+  }
+
+  /// The operands of some k-steps.
+  KPart make_part(const Share& steps) const {
+    const auto begin = steps.begin * kKStep, end = std::min(steps.end * kKStep, left_.k);
+    return {.resident = resident().k_slice(begin, end), .streamed = streamed().k_slice(begin, end)};
+  }
+
+  /// Lets all threads together pack what several threads or several resident blocks need, into one buffer.
+  void share_operands() {
+    const auto panels = (resident().panels() + grid_.resident - 1) / grid_.resident,
+               streamed_panels = streamed().panels() / grid_.streamed;
+    const auto b = blocking(streamed_panels, panels, parts_[0].streamed.k);
+    const bool shares_resident = grid_.streamed > 1 && !resident().packed && left_.k > 0;
+    const bool shares_streamed = (grid_.resident > 1 || b.resident < panels) && !streamed().packed && left_.k > 0;
+    int64_t elements = 0;
+    for (const auto& part : parts_) {
+      if (shares_resident) elements += SharedPanels::elements(part.resident);
+      if (shares_streamed) elements += SharedPanels::elements(part.streamed);
+    }
+    if (elements == 0) return;
+    const auto memory = acquire_buffer(elements * 2);
+    int64_t offset = 0;
+    const auto share = [&](Operand& m, std::unique_ptr<SharedPanels>& shared, int64_t needed, int threads) {
+      const auto k = blocking(1, 1, m.k);
+      shared = std::make_unique<SharedPanels>(m, PackingPieces::choose(m, k.k_steps, k.kc_steps, needed, threads),
+                                              memory, offset);
+      m.shared = shared.get();
+      offset += SharedPanels::elements(m);
+    };
+    for (auto& part : parts_) {
+      if (shares_resident) share(part.resident, part.shared_resident, b.resident, grid_.streamed);
+      if (shares_streamed) share(part.streamed, part.shared_streamed, streamed_panels, grid_.resident);
+    }
   }
 
   void multiply() {
-    auto sums = outputs_.allocate_column_sums(threads_);
+    auto sums = outputs_.allocate_column_sums(grid_.threads());
     const auto caller = std::this_thread::get_id();
-    on_threads(threads_, [&](int t) {
-      multiply_slice(t, sums[t].data(), std::this_thread::get_id() == caller ? e_.progress : nullptr);
+    on_threads(grid_.threads(), [&](int t) {
+      const auto* const progress = std::this_thread::get_id() == caller ? e_.progress : nullptr;
+      const auto cell = grid_.cell(t);
+      auto args = grid_.k == 1 ? args_ : partial_args(cell.k);
+      args.column_sums = e_.keep_column_sums ? sums[t].data() : nullptr;
+      if (args.packed_transpose) args.transpose_scratch = Scratch::current().transpose_scratch;
+      multiply_cell(cell, args, progress);
+      if (grid_.k > 1 && is_last_part(cell)) add_partial_sums(cell);
     });
     outputs_.reduce_column_sums(sums);
   }
 
-  /// Runs thread t's share of the resident panels, or of the streamed panels if there are fewer resident panels than
-  /// threads.
-  void multiply_slice(int t, float* sums, const std::function<void()>* progress) {
-    EpilogueArgs args = args_;
-    args.column_sums = e_.keep_column_sums ? sums : nullptr;
-    if (args.packed_transpose) args.transpose_scratch = Scratch::current().transpose_scratch;
+  Share resident_share(const GemmGrid::Cell& cell) const {
+    return share_of(resident().panels(), cell.resident, grid_.resident);
+  }
+  Share streamed_share(const GemmGrid::Cell& cell) const {
+    const auto unit = streamed().panels_per_unit();
+    const auto units = share_of(streamed().panels() / unit, cell.streamed, grid_.streamed);
+    return {units.begin * unit, units.end * unit};
+  }
+
+  /// Runs the multiplications of one thread.
+  void multiply_cell(const GemmGrid::Cell& cell, const EpilogueArgs& args, const std::function<void()>* progress) {
+    const auto& part = parts_[cell.k];
     const auto variant = select_variant(args, e_.act, e_.act_grad);
-    const int64_t resident_panels = resident().panels(), unit = streamed().panels_per_unit(),
-                  streamed_units = streamed().panels() / unit;
-    const bool split_resident = resident_panels >= threads_;
-    const auto units = share_of(streamed_units, t, threads_, !split_resident);
-    const auto panels = share_of(resident_panels, t, threads_, split_resident);
-    const StreamedPanels streamed_panels{streamed(), units.begin * unit, units.end * unit};
-    const auto blocking = choose_blocking(streamed_panels.end - streamed_panels.begin, panels.end - panels.begin,
-                                          streamed().k, max_resident_panels_);
-    for (int64_t i = panels.begin; i < panels.end; i += blocking.resident) {
-      ResidentPanels block(blocking);
-      block.append(resident(), args, i * kBlockDim, std::min(blocking.resident, panels.end - i));
-      gemm_macrokernel(streamed_panels, block, blocking, variant, e_, progress);
+    const auto panels = resident_share(cell), all = streamed_share(cell);
+    const auto b = blocking(all.size(), panels.size(), part.streamed.k);
+    for (int64_t i = panels.begin; i < panels.end; i += b.resident) {
+      const auto count = std::min(b.resident, panels.end - i);
+      ResidentPanels block(b, share_of(count, cell.streamed, grid_.streamed).begin);
+      block.append(part.resident, args, i * kBlockDim, count);
+      gemm_macrokernel({part.streamed, all.begin, all.end, cell.resident, grid_.resident}, block, b, variant, e_,
+                       progress);
+    }
+  }
+
+  // ---- parts of K ----
+
+  void allocate_partial_sums() {
+    partial_sums_ = empty_cpu({grid_.k, left_.extent, right_.extent}, at::kFloat);
+    parts_done_ = std::make_unique<std::atomic<int>[]>(static_cast<size_t>(grid_.resident) * grid_.streamed);
+  }
+  /// The epilogue that stores the sums of a part.
+  EpilogueArgs partial_args(int part) const {
+    EpilogueArgs w;
+    w.rows = left_.extent;
+    w.columns = w.full_panel_limit = right_.extent;
+    w.out = {reinterpret_cast<char*>(partial_sums_.mutable_data_ptr<float>() + part * left_.extent * right_.extent),
+             right_.extent, at::kFloat};
+    w.prefetch_rows = args_.prefetch_rows, w.prefetch_columns = args_.prefetch_columns;
+    w.row = row_function({}, {});
+    return w;
+  }
+  /// Whether the other parts of the cell's panels are done.
+  bool is_last_part(const GemmGrid::Cell& cell) {
+    auto& done = parts_done_[cell.resident * grid_.streamed + cell.streamed];
+    return done.fetch_add(1, std::memory_order_acq_rel) + 1 == grid_.k;
+  }
+  /// Adds up the parts in order and runs the epilogue.
+  void add_partial_sums(const GemmGrid::Cell& cell) const {
+    const auto panels = resident_share(cell), all = streamed_share(cell);
+    const auto rows = streamed_is_a_ ? all : panels, columns = streamed_is_a_ ? panels : all;
+    auto* const block = Scratch::current().block[0];
+    for (auto row = rows.begin; row < rows.end; ++row)
+      for (auto column = columns.begin; column < columns.end; ++column)
+        add_block(row * kBlockDim, column * kBlockDim, block);
+    _mm_sfence();
+  }
+  void add_block(int64_t row, int64_t column, float* block) const {
+    for (int64_t i = 0; i < std::min<int64_t>(kBlockDim, left_.extent - row); ++i) {
+      float* const c = block_row(block, i);
+      for (const int64_t half : {0, 1}) {
+        const auto mask = lane_mask(right_.extent - column - 16 * half);
+        const auto* sums = partial_sums_.const_data_ptr<float>() + (row + i) * right_.extent + column + 16 * half;
+        auto total = _mm512_setzero_ps();
+        for (int part = 0; part < grid_.k; ++part, sums += left_.extent * right_.extent)
+          total = _mm512_add_ps(total, _mm512_maskz_loadu_ps(mask, sums));
+        _mm512_store_ps(c + half * kRightTile, total);
+      }
+      args_.row(args_, c, row + i, column);
     }
   }
 
@@ -100,6 +197,10 @@ class AmxGemm {
   GemmOutputs outputs_;
   EpilogueArgs args_;
   int64_t max_resident_panels_ = INT64_MAX;
+  GemmGrid grid_;
+  std::vector<KPart> parts_;
+  at::Tensor partial_sums_;                         // [part, row, column]; undefined with one part
+  std::unique_ptr<std::atomic<int>[]> parts_done_;  // of each cell
 };
 
 }  // namespace

@@ -50,13 +50,6 @@ inline at::Tensor acquire_packed_tensor(int64_t panels, int64_t steps) {
   return at::from_blob(copy->data(), {panels, 2 * steps, 16, kKStep}, [copy](void*) {}, at::kBFloat16);
 }
 
-/// Packs all of `m` into a temporary buffer.
-inline std::shared_ptr<const PackedCopy> pack_temporary(const Operand& m) {
-  auto copy = acquire_buffer(packed_size(m));
-  pack_operand(m, copy->data());
-  return copy;
-}
-
 /// A view of a matrix, or of a 4-D tensor in the blocked layout.
 inline MatrixView view_of(const at::Tensor& t) {
   if (!t.defined()) return {};

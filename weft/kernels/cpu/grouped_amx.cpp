@@ -44,11 +44,41 @@ void partition_by_cost(const GroupOffsets& offsets, int64_t panels, int t, int t
 }
 
 /// The resident block of this thread, empty; it keeps its allocations.
-ResidentPanels& resident_panels(const Blocking& blocking) {
+ResidentPanels& resident_panels(const Blocking& blocking, int64_t first_to_pack) {
   static thread_local ResidentPanels block(blocking);
-  block.restart(blocking);
+  block.restart(blocking, first_to_pack);
   return block;
 }
+
+/// The resident operands of the groups, each packed together by the threads that multiply its group.
+class SharedOperands {
+ public:
+  /// operand(g) is the operand of group g, or an empty one if it is not packed.
+  template <class OperandOf>
+  SharedOperands(const GroupOffsets& offsets, int threads, const OperandOf& operand) : groups_(offsets.groups()) {
+    int64_t used = 0;
+    for (int64_t g = 0; g < offsets.groups(); ++g) used += offsets.rows(g) > 0;
+    const auto per_group = static_cast<int>(ceil_div(threads, std::max<int64_t>(used, 1)));
+    if (threads == 1 || used >= 2 * threads) return;  // a group has one thread, or two at the edge of their shares
+    int64_t elements = 0;
+    for (int64_t g = 0; g < offsets.groups(); ++g) elements += SharedPanels::elements(operand(g));
+    if (elements == 0) return;
+    const auto memory = acquire_buffer(elements * 2);
+    int64_t offset = 0;
+    for (int64_t g = 0; g < offsets.groups(); ++g) {
+      const Operand m = operand(g);
+      if (SharedPanels::elements(m) == 0) continue;
+      const auto b = choose_blocking(1, m.panels(), m.k);
+      const auto pieces = PackingPieces::choose(m, b.k_steps, b.kc_steps, b.resident, per_group + 1);
+      groups_[g] = std::make_unique<SharedPanels>(m, pieces, memory, offset);
+      offset += SharedPanels::elements(m);
+    }
+  }
+  SharedPanels* of(int64_t g) const { return groups_[g].get(); }
+
+ private:
+  std::vector<std::unique_ptr<SharedPanels>> groups_;
+};
 
 /// Multiplies the streamed panels [begin, end) of one group by all of `resident`.
 void multiply_panels(const Operand& streamed, const Operand& resident, const EpilogueArgs& args, int64_t begin,
@@ -57,7 +87,7 @@ void multiply_panels(const Operand& streamed, const Operand& resident, const Epi
   const auto variant = select_variant(args, {}, {});
   const auto blocking = choose_blocking(end - begin, resident.panels(), streamed.k);
   for (int64_t i = 0; i < resident.panels(); i += blocking.resident) {
-    auto& block = resident_panels(blocking);
+    auto& block = resident_panels(blocking, begin);
     block.append(resident, args, i * kBlockDim, std::min(blocking.resident, resident.panels() - i));
     gemm_macrokernel({streamed, begin, end}, block, blocking, variant, none);
   }
@@ -85,11 +115,16 @@ class GroupedGemm {
 
   void run() const {
     const int threads = thread_count();
+    const SharedOperands shared(offsets_, threads, [&](int64_t g) { return unpacked(g) ? Operand{} : x_of(g); });
     on_threads(threads, [&](int t) {
       UnpackedWeightMultiplier multiplier;
       partition_by_cost(
           offsets_, ceil_div(n_, kBlockDim), t, threads, [&](int64_t g) { return cost(g); },
-          [&](int64_t g, int64_t begin, int64_t end) { group(multiplier, g, begin, end); });
+          [&](int64_t g, int64_t begin, int64_t end) {
+            if (!unpacked(g)) return multiply_packed(g, begin, end, shared.of(g));
+            const auto p = unpacked_gemm(g);
+            multiplier.run(p, begin * 2, std::min(end * 2, p.tiles()));
+          });
     });
   }
 
@@ -97,13 +132,9 @@ class GroupedGemm {
   /// Cost of a panel, in accumulator blocks; reading W from memory costs as much as three.
   int64_t cost(int64_t g) const { return offsets_.rows(g) == 0 ? 0 : ceil_div(offsets_.rows(g), kBlockDim) + 3; }
 
-  /// Multiplies panels [begin, end) of W of group g.
-  void group(UnpackedWeightMultiplier& multiplier, int64_t g, int64_t begin, int64_t end) const {
-    const bool unpacked =
-        call_.transposed && k_ <= kMaxUnpackedK && (offsets_.rows(g) <= kMaxUnpackedRows || call_.scales.defined());
-    if (!unpacked) return multiply_packed(g, begin, end);
-    const auto p = unpacked_gemm(g);
-    multiplier.run(p, begin * 2, std::min(end * 2, p.tiles()));
+  /// Whether W of group g is multiplied in place.
+  bool unpacked(int64_t g) const {
+    return call_.transposed && k_ <= kMaxUnpackedK && (offsets_.rows(g) <= kMaxUnpackedRows || call_.scales.defined());
   }
 
   UnpackedWeightGemm unpacked_gemm(int64_t g) const {
@@ -121,19 +152,26 @@ class GroupedGemm {
     return p;
   }
 
-  void multiply_packed(int64_t g, int64_t begin, int64_t end) const {
-    const auto row = offsets_.begin(g);
-    Operand x, w;
-    x.data = from_row(call_.x, row);
+  Operand x_of(int64_t g) const {
+    Operand x;
+    x.data = from_row(call_.x, offsets_.begin(g));
     x.ld = call_.x.strides()[0];
     x.extent = offsets_.rows(g);
-    x.k = w.k = k_;
+    x.k = k_;
+    return x;
+  }
+
+  /// Multiplies panels [begin, end) of W of group g.
+  void multiply_packed(int64_t g, int64_t begin, int64_t end, SharedPanels* shared) const {
+    Operand x = x_of(g), w;
+    x.shared = shared;
+    w.k = k_;
     w.data = bf16(call_.w.data(g));
     w.ld = call_.w.columns();
     w.extent = n_;
     w.left = false;
     w.k_contiguous = call_.transposed;
-    auto args = plain_args(x.extent, n_, rows_of(call_.out, row));
+    auto args = plain_args(x.extent, n_, rows_of(call_.out, offsets_.begin(g)));
     args.prefetch_rows = kBlockDim;
     args.bias = bias(g);
     multiply_panels(w, x, args, begin, end);
@@ -165,10 +203,11 @@ class GroupedWgrad {
 
   void run() const {
     const int threads = thread_count();
+    const SharedOperands shared(offsets_, threads, [&](int64_t g) { return x_of(g); });
     on_threads(threads, [&](int t) {
       partition_by_cost(
           offsets_, ceil_div(n_, kBlockDim), t, threads, [&](int64_t g) { return cost(g); },
-          [&](int64_t g, int64_t begin, int64_t end) { group(g, begin, end); });
+          [&](int64_t g, int64_t begin, int64_t end) { group(g, begin, end, shared.of(g)); });
     });
   }
 
@@ -179,7 +218,17 @@ class GroupedWgrad {
     return ceil_div(offsets_.rows(g), kKStep) + 4;
   }
 
-  void group(int64_t g, int64_t begin, int64_t end) const {
+  Operand x_of(int64_t g) const {
+    Operand x;
+    x.data = from_row(call_.x, offsets_.begin(g));
+    x.ld = call_.x.strides()[0];
+    x.extent = k_;
+    x.k = offsets_.rows(g);
+    x.left = x.k_contiguous = false;
+    return x;
+  }
+
+  void group(int64_t g, int64_t begin, int64_t end, SharedPanels* shared) const {
     const auto row = offsets_.begin(g), rows = offsets_.rows(g);
     const auto out = matrix_of(call_.out, g);
     if (rows == 0) {
@@ -187,16 +236,13 @@ class GroupedWgrad {
       std::memset(out.at(begin * kBlockDim, 0), 0, (last - begin * kBlockDim) * k_ * out.element_size());
       return;
     }
-    Operand dy, x;
+    Operand dy, x = x_of(g);
+    x.shared = shared;
     dy.data = from_row(call_.dy, row);
     dy.ld = call_.dy.strides()[0];
     dy.extent = n_;
-    x.data = from_row(call_.x, row);
-    x.ld = call_.x.strides()[0];
-    x.extent = k_;
-    x.left = false;
-    dy.k = x.k = rows;
-    dy.k_contiguous = x.k_contiguous = false;
+    dy.k = rows;
+    dy.k_contiguous = false;
     auto args = plain_args(n_, k_, out);
     if (call_.accumulate) args.addends[args.num_addends++] = out;
     args.prefetch_rows = kBlockDim;

@@ -5,14 +5,59 @@
 namespace weft::kernels::CPU_CAPABILITY {
 namespace {
 
-/// Prefetches the next streamed panel of a packed operand to L2, a few cache lines per k-step.
+/// The packed panels of the streamed operand, one after the other.
+class StreamedCursor {
+ public:
+  StreamedCursor(const Operand& m, Bf16* scratch) : m_(m), scratch_(scratch) {}
+
+  /// Starts a K-block of `steps` k-steps from k0.
+  void start(int k_block, int64_t k0, int steps) { k_block_ = k_block, k0_ = k0, steps_ = steps, strip_ = {0, 0}; }
+  /// Panel n; panels before `end` follow.
+  const Bf16* panel(int64_t n, int64_t end) {
+    if (m_.packed) return m_.packed_panel(n, k0_);
+    if (n < strip_.begin || n >= strip_.end)
+      m_.shared ? find_strip(n, end) : pack_strip(n, std::min(n + own_strip_panels(), end));
+    return data_ + (n - strip_.begin) * stride_;
+  }
+  /// Panel n if it is packed and not in the scratch of this thread; otherwise null.
+  const Bf16* packed(int64_t n) const {
+    if (m_.packed) return m_.packed_panel(n, k0_);
+    return m_.shared ? m_.shared->find(n, k_block_) : nullptr;
+  }
+
+ private:
+  int64_t own_strip_panels() const { return m_.k_contiguous ? 1 : kStripPanels; }
+
+  void find_strip(int64_t n, int64_t end) {
+    const auto strip_end = std::min(m_.shared->strip_end(n), end);
+    m_.shared->pack_free(n, k_block_);
+    data_ = m_.shared->wait(n, k_block_);
+    if (!data_) return pack_strip(n, strip_end);
+    stride_ = m_.shared->panel_stride();
+    strip_ = {n, strip_end};
+  }
+  void pack_strip(int64_t begin, int64_t end) {
+    pack_panels(m_, begin * kBlockDim, end - begin, k0_, steps_, scratch_);
+    data_ = scratch_;
+    stride_ = int64_t{steps_} * 2 * kTileElems;
+    strip_ = {begin, end};
+  }
+
+  const Operand& m_;
+  Bf16* scratch_;
+  int k_block_ = 0, steps_ = 0;
+  int64_t k0_ = 0;
+  Share strip_{0, 0};  // panels at `data_`
+  const Bf16* data_ = nullptr;
+  int64_t stride_ = 0;
+};
+
+/// Prefetches the next streamed panel to L2, a few cache lines per k-step.
 class PanelPrefetcher {
  public:
-  /// `uses`: how often the current panel is multiplied before `panel` is needed.
-  PanelPrefetcher(const Operand& m, int64_t panel, int64_t k0, int64_t uses) {
-    if (!m.packed || panel >= m.panels()) return;
-    next_ = reinterpret_cast<const char*>(m.packed_panel(panel, k0));
-    per_step_ = static_cast<int>((kLinesPerStep + uses - 1) / uses);
+  /// `next` may be null. `uses`: how often the current panel is multiplied before `next` is needed.
+  PanelPrefetcher(const Bf16* next, int64_t uses) : next_(reinterpret_cast<const char*>(next)) {
+    if (next) per_step_ = static_cast<int>((kLinesPerStep + uses - 1) / uses);
   }
   [[gnu::always_inline]] void step() {
     for (int i = 0; i < per_step_; ++i, next_ += 64) _mm_prefetch(next_, _MM_HINT_T1);
@@ -20,7 +65,7 @@ class PanelPrefetcher {
 
  private:
   static constexpr int kLinesPerStep = 2 * kTileElems * 2 / 64;  // cache lines of a panel in a k-step
-  const char* next_ = nullptr;
+  const char* next_;
   int per_step_ = 0;
 };
 
@@ -49,35 +94,38 @@ class ProgressHook {
 template <bool kStreamedIsA, class RowKernel>
 class MacroKernel {
  public:
-  MacroKernel(const Operand& streamed, ResidentPanels& resident, const Blocking& blocking, ProgressHook progress_hook)
-      : streamed_(streamed),
+  MacroKernel(const StreamedPanels& streamed, ResidentPanels& resident, const Blocking& blocking,
+              ProgressHook progress_hook)
+      : range_(streamed),
+        streamed_(streamed.m),
         resident_(resident),
         blocking_(blocking),
         progress_hook_(progress_hook),
-        scratch_(Scratch::current()) {}
+        scratch_(Scratch::current()),
+        cursor_(streamed.m, scratch_.streamed) {}
 
-  void run(int64_t begin, int64_t end) {
+  void run() {
     const TileConfig config;
-    for (int64_t n = begin; n < end; n += blocking_.streamed)
-      multiply_k_blocks(n, std::min(end, n + blocking_.streamed));
+    for (int64_t n = range_.begin; n < range_.end; n += blocking_.streamed)
+      multiply_k_blocks(n, std::min(range_.end, n + blocking_.streamed));
     _mm_sfence();
   }
 
  private:
   void multiply_k_blocks(int64_t begin, int64_t end) {
+    const int64_t unit = streamed_.panels_per_unit();
+    const int64_t first = begin + share_of((end - begin) / unit, range_.thread, range_.threads).begin * unit;
+    const auto next = [&](int64_t n) { return n + 1 == end ? begin : n + 1; };
     for (int k_block = 0; k_block < blocking_.k_blocks; ++k_block) {
       const int64_t k0 = static_cast<int64_t>(k_block) * blocking_.kc_steps * kKStep;
       const int steps =
           static_cast<int>(std::min<int64_t>(blocking_.kc_steps, (streamed_.k - k0 + kKStep - 1) / kKStep));
       resident_.pack(k_block, steps);
-      const int64_t strip_panels = streamed_.k_contiguous ? 1 : kStripPanels;
-      for (int64_t n = begin; n < end; ++n) {
-        const int64_t in_strip = (n - begin) % strip_panels;
-        if (!streamed_.packed && in_strip == 0)
-          pack_panels(streamed_, n * kBlockDim, std::min(strip_panels, end - n), k0, steps, scratch_.streamed);
+      cursor_.start(k_block, k0, steps);
+      for (int64_t i = begin, n = first; i < end; ++i, n = next(n)) {
+        const auto* const streamed = cursor_.panel(n, end);
         tile_fence();
-        panel(streamed_.packed ? streamed_.packed_panel(n, k0) : scratch_.streamed + in_strip * steps * 2 * kTileElems,
-              n, n - begin, steps, k_block);
+        panel(streamed, cursor_.packed(next(n)), n, n - begin, steps, k_block);
         tile_fence();
         progress_hook_.after(resident_.size() * steps);
       }
@@ -94,11 +142,11 @@ class MacroKernel {
     return scratch_.partial_sums + (2 * pair + n % 2) * kBlockElems;
   }
 
-  /// Multiplies one streamed panel by the resident block. The epilogue of each accumulator block overlaps with the tile
-  /// multiplications of the next one.
-  [[gnu::flatten]] void panel(const Bf16* streamed, int64_t n, int64_t slot, int steps, int k_block) {
+  /// Multiplies one streamed panel by the resident block; `next`, the panel to prefetch, may be null. The epilogue of
+  /// each accumulator block overlaps with the tile multiplications of the next one.
+  [[gnu::flatten]] void panel(const Bf16* streamed, const Bf16* next, int64_t n, int64_t slot, int steps, int k_block) {
     const int64_t resident = resident_.size();
-    PanelPrefetcher prefetcher(streamed_, n + 1, static_cast<int64_t>(k_block) * blocking_.kc_steps * kKStep, resident);
+    PanelPrefetcher prefetcher(next, resident);
     const bool gate = streamed_.half && n % 2 == 0;                    // finished together with panel n + 1
     const bool complete = k_block + 1 == blocking_.k_blocks && !gate;  // the accumulators are complete
     const int64_t streamed_start = (streamed_.half ? n / 2 : n) * kBlockDim;
@@ -142,11 +190,13 @@ class MacroKernel {
     deferred_ = {};
   }
 
+  const StreamedPanels& range_;
   const Operand& streamed_;
   ResidentPanels& resident_;
   const Blocking& blocking_;
   ProgressHook progress_hook_;
   Scratch& scratch_;
+  StreamedCursor cursor_;
   int block_parity_ = 0;  // accumulator block in use
   struct {
     const EpilogueArgs* args = nullptr;
@@ -193,8 +243,7 @@ void gemm_macrokernel(const StreamedPanels& streamed, ResidentPanels& resident, 
   const EpilogueArgs& args = *resident.panel(0).args;
   const ProgressHook progress_hook(progress);
   const auto run = [&]<bool kStreamedIsA, class RowKernel>() {
-    MacroKernel<kStreamedIsA, RowKernel>(streamed.m, resident, blocking, progress_hook)
-        .run(streamed.begin, streamed.end);
+    MacroKernel<kStreamedIsA, RowKernel>(streamed, resident, blocking, progress_hook).run();
   };
   if (streamed.m.left)
     with_row_kernel<true>(variant, args, e.act, e.act_grad,

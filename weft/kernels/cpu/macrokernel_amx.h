@@ -6,55 +6,13 @@
 #include <vector>
 
 #include "weft/kernels/cpu/epilogue_amx.h"
-#include "weft/kernels/cpu/pack_amx.h"
+#include "weft/kernels/cpu/shared_panels_amx.h"
 #include "weft/kernels/gemm.h"
 #include "weft/kernels/huge_pages.h"
 
-// Blocking of the AMX GEMM, and its macrokernel: streamed panels times one resident block. Included by *_amx.cpp only.
+// The macrokernel of the AMX GEMM: streamed panels times one resident block. Included by *_amx.cpp only.
 
 namespace weft::kernels::CPU_CAPABILITY {
-
-/// The blocking of a GEMM. The streamed operand is read one panel at a time; the head of the panel stays in L1. The
-/// resident operand is packed into blocks of panels that stay in L2, and each streamed panel is multiplied by the whole
-/// block. A reduction longer than `kc_steps` is split into K-blocks, whose partial sums are kept in
-/// `Scratch::partial_sums`.
-struct Blocking {
-  int kc_steps;      // k-steps of a K-block
-  int k_blocks;      // K-blocks of the reduction
-  int k_steps;       // k-steps of the reduction
-  int64_t resident;  // panels in a resident block
-  int64_t streamed;  // panels whose partial sums are kept across K-blocks: even, unless it is all panels
-  bool full_k;       // pack a resident block over all of K at once, if it fits and is needed several times
-};
-
-constexpr int64_t kResidentBytes = 1 << 20;     // half of L2
-constexpr int64_t kPartialSumsBytes = 1 << 20;  // the other half, with several K-blocks
-constexpr int kMaxKcSteps = 36;                 // k-steps of a K-block: 1152 elements
-/// Pairs of accumulator blocks (a and b of a gated GEMM) that fit into `kPartialSumsBytes`.
-constexpr int64_t kMaxGatedPairs = kPartialSumsBytes / (2 * kBlockElems * 4);
-
-/// The smallest block size that splits `all` panels into no more blocks than `cap` does.
-inline int64_t balanced_block_size(int64_t all, int64_t cap) {
-  const int64_t blocks = (all + cap - 1) / cap;
-  return (all + blocks - 1) / blocks;
-}
-
-/// `cap`: maximum number of resident panels in a block, besides the limit that L2 sets.
-inline Blocking choose_blocking(int64_t streamed, int64_t resident, int64_t k, int64_t cap = INT64_MAX) {
-  const int64_t steps = (k + kKStep - 1) / kKStep;
-  Blocking b{};
-  b.k_blocks = static_cast<int>(std::max<int64_t>(1, (steps + kMaxKcSteps - 1) / kMaxKcSteps));
-  b.kc_steps = static_cast<int>((steps + b.k_blocks - 1) / b.k_blocks);
-  b.k_steps = static_cast<int>(steps);
-  const int64_t panel_bytes = static_cast<int64_t>(std::max(b.kc_steps, 1)) * 2 * kTileElems * 2;
-  const int64_t fit = kResidentBytes / panel_bytes / (b.k_blocks > 1 ? 2 : 1);
-  b.resident = balanced_block_size(std::max<int64_t>(resident, 1), std::max<int64_t>(std::min(fit, cap), 1));
-  b.streamed = b.k_blocks == 1
-                   ? streamed
-                   : std::clamp<int64_t>(kPartialSumsBytes / (b.resident * kBlockElems * 4) / 2 * 2, 1, streamed);
-  b.full_k = b.k_blocks == 1 || (b.streamed < streamed && b.resident * steps * 2 * kTileElems * 2 <= kResidentBytes);
-  return b;
-}
 
 /// Per-thread scratch memory, reused across calls: a resident block, a strip of streamed panels, two blocks of results
 /// to transpose, partial sums (or gated pairs), and two accumulator blocks.
@@ -88,7 +46,8 @@ struct Scratch {
   HugePageBuffer memory_;
 };
 
-/// A block of resident panels, packed one after the other in the scratch of this thread.
+/// A block of resident panels: those of an operand that threads pack together, or packed one after the other in the
+/// scratch of this thread.
 class ResidentPanels {
  public:
   /// The epilogue of a panel, and the panel's first row (column) in it.
@@ -97,10 +56,13 @@ class ResidentPanels {
     int64_t start;
   };
 
-  explicit ResidentPanels(const Blocking& blocking) : blocking_(blocking), memory_(Scratch::current().resident) {}
+  /// `first_to_pack`: the panel at which this thread starts to pack what several threads need, another one in each.
+  explicit ResidentPanels(const Blocking& blocking, int64_t first_to_pack = 0)
+      : blocking_(blocking), memory_(Scratch::current().resident), first_to_pack_(first_to_pack) {}
   /// Empties the block, keeping its allocations.
-  void restart(const Blocking& blocking) {
+  void restart(const Blocking& blocking, int64_t first_to_pack = 0) {
     blocking_ = blocking;
+    first_to_pack_ = first_to_pack;
     memory_ = Scratch::current().resident;
     ranges_.clear();
     panels_.clear();
@@ -110,43 +72,66 @@ class ResidentPanels {
   const Panel& panel(int64_t i) const { return panels_[i]; }
   /// Appends panels of `m` from row (column) `first` on. `args` counts rows (columns) as `m` does and must stay alive.
   void append(const Operand& m, const EpilogueArgs& args, int64_t first, int64_t panels) {
-    if (blocking_.full_k)
+    if (blocking_.full_k && !m.shared)
       pack_panels(m, first, panels, 0, blocking_.k_steps, memory_ + size() * blocking_.k_steps * 2 * kTileElems);
     ranges_.push_back({m, first, panels});
     for (int64_t i = 0; i < panels; ++i) panels_.push_back({&args, first + i * kBlockDim});
   }
   /// Packs K-block `k_block`, unless the block is packed over all of K.
   void pack(int k_block, int steps) {
-    start_ = blocking_.full_k ? memory_ + static_cast<int64_t>(k_block) * blocking_.kc_steps * 2 * kTileElems : memory_;
-    stride_ = static_cast<int64_t>(blocking_.full_k ? blocking_.k_steps : steps) * 2 * kTileElems;
-    if (blocking_.full_k) return;
-    Bf16* to = memory_;
+    packed_.resize(panels_.size());
+    Bf16* to = blocking_.full_k ? memory_ + int64_t{k_block} * blocking_.kc_steps * 2 * kTileElems : memory_;
+    const auto stride = int64_t{blocking_.full_k ? blocking_.k_steps : steps} * 2 * kTileElems;
+    int64_t panel = 0;
     for (auto& range : ranges_) {
-      pack_panels(range.m, range.first, range.panels, static_cast<int64_t>(k_block) * blocking_.kc_steps * kKStep,
-                  steps, to);
-      if (k_block + 1 == blocking_.k_blocks) range.m.second_dst = nullptr;  // written once
-      to += range.panels * stride_;
+      for (int64_t i = 0; i < range.panels; ++i) packed_[panel + i] = to + i * stride;
+      if (range.m.shared) {
+        pack_shared(range, k_block, steps, packed_.data() + panel, to, stride);
+      } else if (!blocking_.full_k) {
+        pack_panels(range.m, range.first, range.panels, int64_t{k_block} * blocking_.kc_steps * kKStep, steps, to);
+        if (k_block + 1 == blocking_.k_blocks) range.m.second_dst = nullptr;  // written once
+      }
+      panel += range.panels;
+      to += range.panels * stride;
     }
   }
   /// Panel i of the K-block that `pack` selected last.
-  const Bf16* packed(int64_t i) const { return start_ + i * stride_; }
+  const Bf16* packed(int64_t i) const { return packed_[i]; }
 
  private:
   struct OperandRange {
     Operand m;
     int64_t first, panels;
   };
+
+  /// Finds the panels of a shared operand. Packs those that nobody packs, and to `own` those that are not ready.
+  void pack_shared(const OperandRange& range, int k_block, int steps, const Bf16** found, Bf16* own, int64_t stride) {
+    const auto first = range.first / kBlockDim;
+    for (int64_t i = 0; i < range.panels; ++i)
+      range.m.shared->pack_free(first + (first_to_pack_ + i) % range.panels, k_block);
+    for (int64_t i = 0; i < range.panels; ++i) {
+      if (const auto* panel = range.m.shared->wait(first + i, k_block))
+        found[i] = panel;
+      else
+        pack_panels(range.m, (first + i) * kBlockDim, 1, int64_t{k_block} * blocking_.kc_steps * kKStep, steps,
+                    own + i * stride, stride);
+    }
+  }
+
   Blocking blocking_;
-  Bf16 *memory_, *start_ = nullptr;
-  int64_t stride_ = 0;
+  Bf16* memory_;
+  int64_t first_to_pack_ = 0;
   std::vector<OperandRange> ranges_;
   std::vector<Panel> panels_;
+  std::vector<const Bf16*> packed_;  // of a K-block
 };
 
-/// A range of panels of the streamed operand.
+/// A range of panels of the streamed operand. Of `threads` that multiply the same panels and pack them together, this
+/// is number `thread`; each starts at another panel.
 struct StreamedPanels {
   const Operand& m;
   int64_t begin, end;
+  int thread = 0, threads = 1;
 };
 
 /// Multiplies streamed panels by a resident block. A is streamed if `streamed.m.left`, which a gated B does not allow.
@@ -155,14 +140,6 @@ void gemm_macrokernel(const StreamedPanels& streamed, ResidentPanels& resident, 
                       const KernelVariant& variant, const Epilogue& e, const std::function<void()>* progress = nullptr);
 
 inline int thread_count() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
-
-struct Range {
-  int64_t begin, end;
-};
-/// Thread t's share of [0, count) if `split`, otherwise all of it.
-inline Range share_of(int64_t count, int t, int threads, bool split) {
-  return split ? Range{count * t / threads, count * (t + 1) / threads} : Range{0, count};
-}
 
 /// Calls run(t) for t in [0, threads) in parallel.
 template <class Fn>

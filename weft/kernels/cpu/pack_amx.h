@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "weft/kernels/cpu/gemm_grid.h"
 #include "weft/kernels/cpu/tiles_amx.h"
 
 // Packs matrices into 1 KB tiles:
@@ -11,6 +12,8 @@
 
 namespace weft::kernels::CPU_CAPABILITY {
 
+class SharedPanels;
+
 /// A GEMM operand in memory: `extent` rows (left) or columns (right) of length `k`. One dimension is contiguous, the
 /// other has stride `ld`.
 struct Operand {
@@ -19,9 +22,11 @@ struct Operand {
   int64_t extent = 0, k = 0;
   bool left = true;
   bool k_contiguous = true;
-  int64_t half = 0;              // right, gated: columns of a; panels alternate between 32 columns of a and of b
-  const Bf16* packed = nullptr;  // the whole operand packed, panel after panel; null: not packed
-  Bf16* second_dst = nullptr;    // also receives the packed tiles, in the same order, by non-temporal stores
+  int64_t half = 0;                // right, gated: columns of a; panels alternate between 32 columns of a and of b
+  const Bf16* packed = nullptr;    // the whole operand packed, panel after panel; null: not packed
+  int64_t packed_k = 0;            // length of the packed panels if they are longer than `k`
+  SharedPanels* shared = nullptr;  // packs it together with other threads; null: each thread packs what it needs
+  Bf16* second_dst = nullptr;      // also receives the packed tiles, in the same order, by non-temporal stores
 
   int64_t panels() const {
     return half ? (half + kBlockDim - 1) / kBlockDim * 2 : (extent + kBlockDim - 1) / kBlockDim;
@@ -30,9 +35,18 @@ struct Operand {
   int64_t panels_per_unit() const { return half ? 2 : 1; }
   /// Offset of a panel at k0 in the packed operand.
   int64_t packed_offset(int64_t panel, int64_t k0) const {
-    return (panel * ((k + kKStep - 1) / kKStep) + k0 / kKStep) * 2 * kTileElems;
+    return (panel * ((std::max(k, packed_k) + kKStep - 1) / kKStep) + k0 / kKStep) * 2 * kTileElems;
   }
   const Bf16* packed_panel(int64_t panel, int64_t k0) const { return packed + packed_offset(panel, k0); }
+
+  /// The part of K from `begin`, a multiple of kKStep, to `end`.
+  Operand k_slice(int64_t begin, int64_t end) const {
+    auto out = *this;
+    out.k = end - begin;
+    if (data) out.data = at(0, begin);
+    if (packed) out.packed = packed_panel(0, begin), out.packed_k = std::max(k, packed_k);
+    return out;
+  }
 
   const Bf16* at(int64_t p, int64_t k0) const { return data + (k_contiguous ? p * ld + k0 : k0 * ld + p); }
 };
@@ -180,34 +194,42 @@ void pack_panel(const Operand& m, int64_t p, int64_t k0, int steps, Bf16* dst) {
 }
 
 /// Packs panels of an operand that is not contiguous along k, `kStripPanels` at a time: each k is another page, so that
-/// reading several panels of it saves TLB misses.
+/// reading several panels of it saves TLB misses. `stride`: elements between the packed panels.
 template <bool kLeft>
-void pack_strips(const Operand& m, int64_t p, int64_t panels, int64_t k0, int steps, Bf16* dst) {
+void pack_strips(const Operand& m, int64_t p, int64_t panels, int64_t k0, int steps, Bf16* dst, int64_t stride) {
   const int64_t full_panels = m.half ? 0 : std::min(panels, (m.extent - p) / kBlockDim);
   const int full_steps = static_cast<int>(std::min<int64_t>(steps, (m.k - k0) / kKStep));
   for (int64_t first = 0; first < full_panels; first += kStripPanels)
     for (int s = 0; s < full_steps; ++s)
       for (int64_t i = first; i < std::min(full_panels, first + kStripPanels); ++i)
-        pack_pair<kLeft>(m.at(p + i * kBlockDim, k0 + s * kKStep), m.ld, dst + (i * steps + s) * 2 * kTileElems);
+        pack_pair<kLeft>(m.at(p + i * kBlockDim, k0 + s * kKStep), m.ld,
+                         dst + i * stride + int64_t{s} * 2 * kTileElems);
   for (int64_t i = 0; i < panels; ++i) {
     const int done = i < full_panels ? full_steps : 0;
     if (done < steps)
       pack_panel<kLeft, false>(m, p + i * kBlockDim, k0 + done * kKStep, steps - done,
-                               dst + (i * steps + done) * 2 * kTileElems);
+                               dst + i * stride + int64_t{done} * 2 * kTileElems);
   }
 }
 
-/// Packs `panels` consecutive panels from p, `steps` k-steps from k0; copies them if the operand is packed.
-inline void pack_panels(const Operand& m, int64_t p, int64_t panels, int64_t k0, int steps, Bf16* dst) {
+/// Packs `panels` consecutive panels from p, `steps` k-steps from k0, to places `stride` elements apart; copies them if
+/// the operand is packed.
+inline void pack_panels(const Operand& m, int64_t p, int64_t panels, int64_t k0, int steps, Bf16* dst, int64_t stride) {
   if (m.packed) {
-    for (int64_t i = 0; i < panels; ++i, dst += 2 * kTileElems * steps)
+    for (int64_t i = 0; i < panels; ++i, dst += stride)
       std::memcpy(dst, m.packed_panel(p / kBlockDim + i, k0), sizeof(Bf16) * 2 * kTileElems * steps);
     return;
   }
+  count_packed_bytes(panels * steps * 2 * kTileElems * 2);
   if (!m.k_contiguous)
-    return m.left ? pack_strips<true>(m, p, panels, k0, steps, dst) : pack_strips<false>(m, p, panels, k0, steps, dst);
-  for (int64_t i = 0; i < panels; ++i, p += kBlockDim, dst += 2 * kTileElems * steps)
+    return m.left ? pack_strips<true>(m, p, panels, k0, steps, dst, stride)
+                  : pack_strips<false>(m, p, panels, k0, steps, dst, stride);
+  for (int64_t i = 0; i < panels; ++i, p += kBlockDim, dst += stride)
     m.left ? pack_panel<true, true>(m, p, k0, steps, dst) : pack_panel<false, true>(m, p, k0, steps, dst);
+}
+/// The same, one panel after the other.
+inline void pack_panels(const Operand& m, int64_t p, int64_t panels, int64_t k0, int steps, Bf16* dst) {
+  pack_panels(m, p, panels, k0, steps, dst, int64_t{steps} * 2 * kTileElems);
 }
 
 }  // namespace weft::kernels::CPU_CAPABILITY

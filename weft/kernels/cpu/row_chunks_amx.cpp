@@ -1,4 +1,5 @@
 #include <numeric>
+#include <optional>
 #include <thread>
 
 #include "weft/kernels/cpu/gemm_tensors_amx.h"
@@ -59,8 +60,14 @@ class ChunkedGemm {
 
   GemmResult run() {
     single_block_ = fits_one_block();
-    const auto packed = packed_right();
-    right_.packed = packed ? packed->data() : nullptr;
+    const auto frozen = e_.b_is_weight ? packed_if_frozen(b_, right_) : nullptr;
+    if (frozen) right_.packed = frozen->data();
+    std::optional<SharedPanels> shared;
+    const bool once = single_block_ && (threads_ == 1 || splits_columns(panels_));  // each panel of B is read once
+    if (!frozen && right_.k > 0 && !once)
+      right_.shared = &shared.emplace(
+          right_, PackingPieces::choose(right_, blocking_.k_steps, blocking_.kc_steps, right_.panels(), threads_));
+    if (shared && !single_block_) shared->pack_all_free();  // while the first rows arrive
     if (threads_ > 1 || (!blocking_.full_k && single_block_)) pack_first();
     multiply();
     outputs_.reduce_column_sums(column_sums_);
@@ -78,14 +85,6 @@ class ChunkedGemm {
     m.extent = row_count(chunk);
     m.k = k;
     return m;
-  }
-
-  /// B packed: the copy of a frozen weight, or a temporary if several blocks use it. Null if the macrokernel packs it
-  /// panel by panel.
-  std::shared_ptr<const PackedCopy> packed_right() const {
-    std::shared_ptr<const PackedCopy> cached;
-    if (e_.b_is_weight) cached = packed_if_frozen(b_, right_);
-    return cached || single_block_ ? cached : pack_temporary(right_);
   }
 
   /// The epilogue of a chunk. Row 0 is the first row of the chunk.
@@ -194,6 +193,8 @@ class ChunkedGemm {
     return panels();
   }
 
+  bool splits_columns(int64_t panels) const { return panels < threads_ && panels <= blocking_.resident; }
+
   /// Splits the rows of the block over the threads, or the columns if there are fewer panels than threads.
   void multiply_ranges(const std::vector<ChunkRange>& ranges, int64_t panels, ResidentPanels& resident) {
     const auto block_variant = variant(ranges[0]);
@@ -202,13 +203,15 @@ class ChunkedGemm {
     if (threads_ == 1)
       return gemm_macrokernel({right_, 0, streamed_units * unit}, resident, blocking_, block_variant, e_, progress);
     const auto caller = std::this_thread::get_id();
-    const bool by_columns = panels < threads_ && panels <= blocking_.resident;
+    const bool by_columns = splits_columns(panels);
     on_threads(threads_, [&](int t) {
-      const auto rows = share_of(panels, t, threads_, !by_columns);
-      const auto units = share_of(streamed_units, t, threads_, by_columns);
+      const auto rows = by_columns ? Share{0, panels} : share_of(panels, t, threads_);
+      const auto units = by_columns ? share_of(streamed_units, t, threads_) : Share{0, streamed_units};
       ResidentPanels block(blocking_);
       add_panels(block, ranges, args_[t], rows.begin, rows.end);
-      gemm_macrokernel({right_, units.begin * unit, units.end * unit}, block, blocking_, block_variant, e_,
+      const StreamedPanels streamed{right_, units.begin * unit, units.end * unit, by_columns ? 0 : t,
+                                    by_columns ? 1 : threads_};
+      gemm_macrokernel(streamed, block, blocking_, block_variant, e_,
                        std::this_thread::get_id() == caller ? progress : nullptr);
     });
   }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "weft/kernels/cpu/blocking.h"
 #ifdef WEFT_EMULATE_AMX
 #include "weft/kernels/cpu/emulated_amx.h"
 #endif
@@ -13,10 +14,14 @@ namespace weft::kernels::CPU_CAPABILITY {
 
 using Bf16 = uint16_t;
 
-constexpr int kTileElems = 512;    // bfloat16 elements of a tile: 16 rows of 32
-constexpr int kKStep = 32;         // elements of K that one tile multiplication reduces
-constexpr int kBlockDim = 32;      // rows and columns of an accumulator block of 2 × 2 tiles
-constexpr int kBlockElems = 1024;  // float32 elements of an accumulator block: four 16 × 16 tiles
+constexpr int kRightTile = 256;   // elements from columns 0 to 15 of a row of an accumulator block to columns 16 to 31
+constexpr int kLowerTiles = 512;  // elements from rows 0 to 15 of an accumulator block to rows 16 to 31
+
+/// Columns 0 to 15 of a row of an accumulator block.
+template <class T>
+T* block_row(T* block, int64_t row) {
+  return block + row / 16 * kLowerTiles + row % 16 * 16;
+}
 
 /// Configures all eight tiles at full size for this thread in its scope. Smaller operands are padded with zeros.
 class TileConfig {
