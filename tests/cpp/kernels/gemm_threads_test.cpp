@@ -124,8 +124,8 @@ TEST_P(KernelsGemmThreads, PackedOperandGivesTheSameWeightGradient) {
   EXPECT_TRUE(at::equal(gemm(transposed(dy.out, dy.packed_transpose), x).out, gemm(transposed(dy.out), x).out));
 }
 
-/// Each operand is packed once, whatever the number of threads. A thread that another one keeps waiting packs a second
-/// time, so a few bytes more are allowed.
+/// Each operand is packed once, whatever the number of threads: 64 threads that packed for themselves would pack 8
+/// times the bytes. A thread that another one keeps waiting packs a second time, which happens if there are few cores.
 TEST_P(KernelsGemmThreads, OperandsArePackedOnce) {
   if (machine_tier() != Tier::amx) GTEST_SKIP() << "this CPU has no amx";
   const auto a = random({512, 512}), w = random({1024, 512}), dy = random({512, 1024});
@@ -139,8 +139,8 @@ TEST_P(KernelsGemmThreads, OperandsArePackedOnce) {
     }
     return least;
   };
-  EXPECT_LE(packed(a, transposed(w), GetParam()) / packed(a, transposed(w), 1), 1.05);
-  EXPECT_LE(packed(transposed(dy), a, GetParam()) / packed(transposed(dy), a, 1), 1.05);
+  EXPECT_LE(packed(a, transposed(w), GetParam()) / packed(a, transposed(w), 1), 1.5);
+  EXPECT_LE(packed(transposed(dy), a, GetParam()) / packed(transposed(dy), a, 1), 1.5);
 }
 
 INSTANTIATE_TEST_SUITE_P(Threads, KernelsGemmThreads, testing::Values(2, 7, 64));
