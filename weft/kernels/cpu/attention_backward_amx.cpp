@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "weft/kernels/cpu/attention_blocks_amx.h"
+#include "weft/kernels/cpu/shared_panels_amx.h"
 
 // For each head, by regions of at most kKeyPanels × kQueryPanels blocks of scores Sᵀ, f = scale·log2 e:
 //   P = 2^(f·S - log2 e·logsumexp);  dP = dO Vᵀ;  dS = P·(dP - δ),  δ = Σ_channels dO·O
@@ -108,22 +109,22 @@ class BackwardGroup {
   }
 
   /// Packs a range of the keys and starts the sums dK and dV.
-  void start(const HeadRows& k, const HeadRows& v, PanelRange range) {
+  void start(const HeadRows& k, const HeadRows& v, Range range) {
     range_ = range;
     seen_by_ = queries_of(range);
-    const auto rows = range.begin * steps_ * kBlockElems;
-    pack_panels(k.operand(true, false), range.begin * kBlockDim, range.size(), 0, steps_, k_rows_ + rows);
-    pack_panels(v.operand(true, false), range.begin * kBlockDim, range.size(), 0, steps_, v_rows_ + rows);
-    pack_panels(k.operand(true, true), 0, steps_, range.begin * kKStep, static_cast<int>(range.size()),
-                k_channels_ + range.begin * kBlockElems, keys_ * kBlockElems);
+    pack_rows(k, /*left=*/true, range, k_rows_);
+    pack_rows(v, /*left=*/true, range, v_rows_);
+    pack_channels(k, /*left=*/true, range, keys_, k_channels_);
     has_key_sums_.assign(keys_, false);
   }
 
   /// Adds a head to dK and dV, and computes dQ/scale.
   void add_head(const HeadRows& q, const HeadRows& out, const HeadRows& dout, const float* logsumexp) {
     if (seen_by_.size() > 0) {
-      pack_queries(q, q_rows_, q_channels_);
-      pack_queries(dout, do_rows_, do_channels_);
+      pack_rows(q, /*left=*/false, seen_by_, q_rows_);
+      pack_rows(dout, /*left=*/false, seen_by_, do_rows_);
+      pack_channels(q, /*left=*/false, seen_by_, queries_, q_channels_);
+      pack_channels(dout, /*left=*/false, seen_by_, queries_, do_channels_);
       load_statistics(out, dout, logsumexp);
     }
     has_query_sums_.assign(queries_, false);
@@ -134,17 +135,16 @@ class BackwardGroup {
 
   /// dQ/scale of a head: [panel][channel panel][block].
   float* dq() const { return dq_; }
-  /// Stores the sum of `parts` consecutive dQ/scale.
-  void store_dq(const float* sums, int64_t parts, const HeadRows& dq) const {
+  /// Adds up `parts` consecutive dQ/scale in place and stores the sum.
+  void store_dq(float* sums, int64_t parts, const HeadRows& dq) const {
     const QueryLanes scale{_mm512_set1_ps(scale_), _mm512_set1_ps(scale_)};
-    alignas(64) float total[kBlockElems];
+    const auto elements = queries_ * steps_ * kBlockElems;
     for (int64_t panel = 0; panel < queries_; ++panel)
       for (int64_t channel = 0; channel < steps_; ++channel) {
-        const float* const block = sums + (panel * steps_ + channel) * kBlockElems;
-        std::copy_n(block, kBlockElems, total);
+        float* const block = sums + (panel * steps_ + channel) * kBlockElems;
         for (int64_t part = 1; part < parts; ++part)
-          for (int i = 0; i < kBlockElems; ++i) total[i] += block[part * queries_ * steps_ * kBlockElems + i];
-        store_transposed(total, scale, dq, panel * kBlockDim, channel * kBlockDim);
+          for (int i = 0; i < kBlockElems; ++i) block[i] += block[part * elements + i];
+        store_transposed(block, scale, dq, panel * kBlockDim, channel * kBlockDim);
       }
   }
 
@@ -164,13 +164,15 @@ class BackwardGroup {
     return block;
   }
 
-  /// Packs the rows that see any key of the range, by rows and by channels.
-  void pack_queries(const HeadRows& t, Bf16* rows, Bf16* channels) const {
-    const auto [begin, end] = seen_by_;
-    pack_panels(t.operand(false, false), begin * kBlockDim, end - begin, 0, steps_,
-                rows + begin * steps_ * kBlockElems);
-    pack_panels(t.operand(false, true), 0, steps_, begin * kKStep, static_cast<int>(end - begin),
-                channels + begin * kBlockElems, queries_ * kBlockElems);
+  /// Packs some panels of rows for GEMMs over the channels.
+  void pack_rows(const HeadRows& t, bool left, Range range, Bf16* to) const {
+    pack_panels(t.operand(left, /*by_channel=*/false), range.begin * kBlockDim, range.size(), 0, steps_,
+                to + range.begin * steps_ * kBlockElems);
+  }
+  /// Packs the channels for GEMMs over some of the `panels` panels of rows.
+  void pack_channels(const HeadRows& t, bool left, Range range, int64_t panels, Bf16* to) const {
+    pack_panels(t.operand(left, /*by_channel=*/true), 0, steps_, range.begin * kKStep, static_cast<int>(range.size()),
+                to + range.begin * kBlockElems, panels * kBlockElems);
   }
 
   /// Fills δ and -log2 e·logsumexp; the latter is -inf for queries that see no key, so that their P is 0.
@@ -194,7 +196,7 @@ class BackwardGroup {
   void run_regions() {
     pending_.clear(), done_ = 0;
     for (int64_t key = range_.begin; key < range_.end; key += kKeyPanels) {
-      const PanelRange keys{key, std::min(key + kKeyPanels, range_.end)};
+      const Range keys{key, std::min(key + kKeyPanels, range_.end)};
       const auto queries = queries_of(keys);
       for (auto query = queries.begin; query < queries.end; query += kQueryPanels)
         run_region<kUnits>(keys, {query, std::min(query + kQueryPanels, queries.end)});
@@ -204,8 +206,8 @@ class BackwardGroup {
   }
 
   /// The panels of queries that see any key of several panels.
-  PanelRange queries_of(PanelRange keys) const {
-    PanelRange all{queries_, 0};
+  Range queries_of(Range keys) const {
+    Range all{queries_, 0};
     for (auto key = keys.begin; key < keys.end; ++key) {
       const auto seen = visibility_.queries_of(key);
       if (seen.size() > 0) all = {std::min(all.begin, seen.begin), std::max(all.end, seen.end)};
@@ -215,7 +217,7 @@ class BackwardGroup {
 
   /// Computes P and dS of a region and runs the sums of the previous one. Leaves those of this region in `pending_`.
   template <int kUnits>
-  void run_region(PanelRange keys, PanelRange queries) {
+  void run_region(Range keys, Range queries) {
     list_blocks(keys, queries);
     if (blocks_.empty()) return;
     const auto& buffers = regions_[region_ ^= 1];
@@ -238,7 +240,7 @@ class BackwardGroup {
   }
 
   /// Fills `blocks_` with the blocks in which a query sees a key.
-  void list_blocks(PanelRange keys, PanelRange queries) {
+  void list_blocks(Range keys, Range queries) {
     blocks_.clear();
     for (auto query = queries.begin; query < queries.end; ++query) {
       const auto seen = within(visibility_.keys_of(query), keys);
@@ -247,7 +249,7 @@ class BackwardGroup {
   }
 
   /// Fills `pending_` with the sums of a region.
-  void list_sums(const RegionBuffers& from, PanelRange keys, PanelRange queries) {
+  void list_sums(const RegionBuffers& from, Range keys, Range queries) {
     pending_.clear(), done_ = 0;
     for (int64_t channel = 0; channel < steps_; ++channel)
       for (const bool values : {true, false})
@@ -306,16 +308,16 @@ class BackwardGroup {
     vector_work_ = work;
   }
 
-  static PanelRange within(PanelRange range, PanelRange bounds) {
+  static Range within(Range range, Range bounds) {
     return {std::max(range.begin, bounds.begin), std::min(range.end, bounds.end)};
   }
 
   Visibility visibility_;
   float scale_;
-  int steps_;                 // k-steps over the channels, and their panels
-  int64_t queries_, keys_;    // panels
-  PanelRange range_{0, 0};    // of the keys
-  PanelRange seen_by_{0, 0};  // queries
+  int steps_;               // k-steps over the channels, and their panels
+  int64_t queries_, keys_;  // panels
+  Range range_{0, 0};       // of the keys
+  Range seen_by_{0, 0};     // queries
   ScoreGradient vector_work_;
   Bf16 *k_rows_, *v_rows_, *k_channels_;                  // left operands
   Bf16 *q_rows_, *do_rows_, *q_channels_, *do_channels_;  // right operands, of a head
@@ -332,16 +334,15 @@ class BackwardGroup {
 
 /// Splits the panels of keys into ranges of about equal work, as many as there are threads for each group. `sums`:
 /// bytes of dQ of one range.
-std::vector<PanelRange> split_keys(const DenseAttention& d, int64_t groups, int64_t sums) {
+std::vector<Range> split_keys(const DenseAttention& d, int64_t groups, int64_t sums) {
   constexpr int64_t kMaxSums = 64 << 20;
   const auto panels = panels_of(d.keys());
-  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
   const auto limit = std::max<int64_t>(1, std::min(panels / kKeyPanels, kMaxSums / sums));
-  const auto parts = std::clamp<int64_t>(threads / groups, 1, limit);
+  const auto parts = std::clamp<int64_t>(thread_count() / groups, 1, limit);
   const Visibility visibility(d);
   std::vector<int64_t> work(panels + 1, 0);  // of the panels before
   for (int64_t key = 0; key < panels; ++key) work[key + 1] = work[key] + visibility.queries_of(key).size() + 1;
-  std::vector<PanelRange> ranges;
+  std::vector<Range> ranges;
   for (int64_t part = 0, begin = 0; part < parts; ++part) {
     const auto bound = std::lower_bound(work.begin(), work.end(), work[panels] * (part + 1) / parts);
     const auto end = part + 1 == parts ? panels : std::max(begin, bound - work.begin());

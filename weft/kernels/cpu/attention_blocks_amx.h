@@ -17,8 +17,6 @@ namespace weft::kernels::CPU_CAPABILITY {
 constexpr float kLog2E = 1.44269504F, kLn2 = 0.693147181F;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-inline int64_t panels_of(int64_t extent) { return (extent + kBlockDim - 1) / kBlockDim; }
-
 /// Rows of one head: `rows` of `columns` adjacent elements, `ld` elements apart.
 struct HeadRows {
   Bf16* data;
@@ -73,12 +71,6 @@ inline void pack_all(const Operand& m, Bf16* to) {
   pack_panels(m, 0, m.panels(), 0, static_cast<int>(panels_of(m.k)), to);
 }
 
-struct PanelRange {
-  int64_t begin, end;
-
-  int64_t size() const { return end - begin; }
-};
-
 /// Which queries see which keys: query i sees the keys from i - before to i + after.
 class Visibility {
  public:
@@ -89,9 +81,9 @@ class Visibility {
         after_((d.attention.right < 0 ? kAll : d.attention.right) - d.first_distance()) {}
 
   /// The panels of keys that any query of a panel sees.
-  PanelRange keys_of(int64_t query_panel) const { return seen(query_panel, queries_, before_, after_, keys_); }
+  Range keys_of(int64_t query_panel) const { return seen(query_panel, queries_, before_, after_, keys_); }
   /// The panels of queries that see any key of a panel.
-  PanelRange queries_of(int64_t key_panel) const { return seen(key_panel, keys_, after_, before_, queries_); }
+  Range queries_of(int64_t key_panel) const { return seen(key_panel, keys_, after_, before_, queries_); }
 
   /// Sets the scores of a block to -inf where a query does not see a key, and for keys past the last one.
   void mask(float* scores, int64_t query_panel, int64_t key_panel) const {
@@ -114,11 +106,11 @@ class Visibility {
   static constexpr int64_t kAll = int64_t{1} << 41;  // more than any distance between positions
 
   /// The panels of [0, extent) within `before` and `after` of the positions of a panel of [0, count).
-  static PanelRange seen(int64_t panel, int64_t count, int64_t before, int64_t after, int64_t extent) {
+  static Range seen(int64_t panel, int64_t count, int64_t before, int64_t after, int64_t extent) {
     const auto first = panel * kBlockDim, last = std::min(first + kBlockDim, count) - 1;
     const auto low = std::clamp<int64_t>(first - before, 0, extent),
                high = std::clamp<int64_t>(last + after + 1, low, extent);
-    return low == high ? PanelRange{0, 0} : PanelRange{low / kBlockDim, panels_of(high)};
+    return low == high ? Range{0, 0} : Range{low / kBlockDim, panels_of(high)};
   }
 
   int64_t queries_, keys_, before_, after_;

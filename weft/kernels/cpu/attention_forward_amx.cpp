@@ -1,7 +1,6 @@
 #include <ATen/Parallel.h>
 
 #include <cfloat>
-#include <optional>
 #include <vector>
 
 #include "weft/kernels/cpu/attention_blocks_amx.h"
@@ -102,14 +101,14 @@ struct PackedKeys {
 /// An operand that several threads pack together, or this thread alone.
 class GroupOperand {
  public:
-  /// For `threads` that pack it together to `offset` of `memory`.
-  GroupOperand(const Operand& m, int threads, const std::shared_ptr<PackedCopy>& memory, int64_t offset) : m_(m) {
+  /// For `threads` that pack it together as one of `shared`.
+  GroupOperand(const Operand& m, int threads, SharedOperands& shared) : m_(m) {
     const auto steps = static_cast<int>(panels_of(m.k));
-    if (threads > 1) shared_.emplace(m, PackingPieces::choose(m, steps, steps, m.panels(), threads), memory, offset);
+    if (threads > 1) shared_ = shared.add(m, PackingPieces::choose(m, steps, steps, m.panels(), threads));
   }
   /// The packed operand. `own` receives it if it is not shared, or if another thread takes too long.
   const Bf16* pack(int64_t part, int64_t parts, Bf16* own) {
-    const auto first = m_.panels() * part / parts;  // each thread starts at another panel
+    const auto first = share_of(m_.panels(), part, parts).begin;  // each thread starts at another panel
     for (int64_t i = 0; shared_ && i < m_.panels(); ++i) shared_->pack_free((first + i) % m_.panels(), 0);
     for (int64_t i = 0; i < m_.panels(); ++i)
       if (!shared_ || !shared_->wait(i, 0)) {
@@ -121,7 +120,7 @@ class GroupOperand {
 
  private:
   Operand m_;
-  std::optional<SharedPanels> shared_;
+  SharedPanels* shared_ = nullptr;  // null: this thread packs it alone
 };
 
 /// Attention of a range of query panels of one head.
@@ -138,7 +137,7 @@ class ForwardHead {
     for (auto& p : probabilities_) p = memory.take<Bf16>(kGroupPanels * kBlockElems);
   }
 
-  void run(const HeadRows& q, const PackedKeys& keys, const HeadRows& out, float* logsumexp, PanelRange query_panels) {
+  void run(const HeadRows& q, const PackedKeys& keys, const HeadRows& out, float* logsumexp, Range query_panels) {
     plan(query_panels, out, logsumexp);
     with_units_per_step(2 * steps_, [&]<int kUnits>() {
       const auto count = static_cast<int64_t>(groups_.size());
@@ -157,7 +156,7 @@ class ForwardHead {
 
  private:
   /// Lists the groups. Queries that see no key get their results at once.
-  void plan(PanelRange query_panels, const HeadRows& out, float* logsumexp) {
+  void plan(Range query_panels, const HeadRows& out, float* logsumexp) {
     groups_.clear();
     for (auto panel = query_panels.begin; panel < query_panels.end; ++panel) {
       const auto keys = visibility_.keys_of(panel);
@@ -245,9 +244,9 @@ class ForwardHead {
 
 /// The parts into which the query panels of each head are split, so that every thread has work.
 int64_t parts_per_head(int64_t heads, int64_t query_panels) {
-  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  const auto threads = thread_count();
   if (threads == 1) return 1;
-  return std::clamp<int64_t>((2 * threads + heads - 1) / heads, 1, std::max<int64_t>(1, query_panels / 2));
+  return std::clamp<int64_t>(ceil_div(int64_t{2} * threads, heads), 1, std::max<int64_t>(1, query_panels / 2));
 }
 
 }  // namespace
@@ -261,13 +260,14 @@ void attention_forward(const DenseAttention& d) {
   const auto q = Heads::read(d.in.q), k = Heads::read(d.in.k), v = Heads::read(d.in.v), out = Heads::written(d.out);
   auto* const logsumexp = d.logsumexp.mutable_data_ptr<float>();
   const auto threads = static_cast<int>(parts > 1 ? parts * per_group : 1);  // at most, of a group
-  const auto shared = threads > 1 ? acquire_buffer(2 * d.batch() * groups * packed * 2) : nullptr;
+  SharedOperands shared;
   std::vector<GroupOperand> group_keys, group_values;
   for (int64_t group = 0; group < d.batch() * groups; ++group) {
     const auto batch = group / groups, g = group % groups;
-    group_keys.emplace_back(k.rows(batch, g).operand(true, false), threads, shared, 2 * group * packed);
-    group_values.emplace_back(v.rows(batch, g).operand(true, true), threads, shared, (2 * group + 1) * packed);
+    group_keys.emplace_back(k.rows(batch, g).operand(true, false), threads, shared);
+    group_values.emplace_back(v.rows(batch, g).operand(true, true), threads, shared);
   }
+  shared.allocate();
   at::parallel_for(0, heads * parts, 1, [&](int64_t begin, int64_t end) {
     ScratchMemory memory(2 * packed * 2 + ForwardHead::scratch_bytes(channel_panels));
     auto *const own_keys = memory.take<Bf16>(packed), *const own_values = memory.take<Bf16>(packed);
@@ -285,7 +285,7 @@ void attention_forward(const DenseAttention& d) {
       }
       forward.run(q.rows(batch, g, head), keys, out.rows(batch, g, head),
                   logsumexp + statistics_offset(d.logsumexp, batch, g * per_group + head),
-                  {query_panels * part / parts, query_panels * (part + 1) / parts});
+                  share_of(query_panels, part, parts));
     }
     _mm_sfence();
   });

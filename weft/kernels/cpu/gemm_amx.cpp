@@ -18,7 +18,6 @@ const Bf16* checked_packed_data(const at::Tensor& packed_a, const Operand& m) {
 /// A part of K: the operands of its multiplications.
 struct KPart {
   Operand resident, streamed;
-  std::unique_ptr<SharedPanels> shared_resident = {}, shared_streamed = {};
 };
 
 /// One GEMM: A B with its epilogue. Threads form a grid over the resident panels, the streamed panels and K.
@@ -70,37 +69,27 @@ class AmxGemm {
   }
 
   /// The operands of some k-steps.
-  KPart make_part(const Share& steps) const {
+  KPart make_part(const Range& steps) const {
     const auto begin = steps.begin * kKStep, end = std::min(steps.end * kKStep, left_.k);
     return {.resident = resident().k_slice(begin, end), .streamed = streamed().k_slice(begin, end)};
   }
 
-  /// Lets all threads together pack what several threads or several resident blocks need, into one buffer.
+  /// Lets all threads together pack what several threads or several resident blocks need.
   void share_operands() {
-    const auto panels = (resident().panels() + grid_.resident - 1) / grid_.resident,
+    const auto panels = ceil_div(resident().panels(), grid_.resident),
                streamed_panels = streamed().panels() / grid_.streamed;
     const auto b = blocking(streamed_panels, panels, parts_[0].streamed.k);
     const bool shares_resident = grid_.streamed > 1 && !resident().packed && left_.k > 0;
     const bool shares_streamed = (grid_.resident > 1 || b.resident < panels) && !streamed().packed && left_.k > 0;
-    int64_t elements = 0;
-    for (const auto& part : parts_) {
-      if (shares_resident) elements += SharedPanels::elements(part.resident);
-      if (shares_streamed) elements += SharedPanels::elements(part.streamed);
-    }
-    if (elements == 0) return;
-    const auto memory = acquire_buffer(elements * 2);
-    int64_t offset = 0;
-    const auto share = [&](Operand& m, std::unique_ptr<SharedPanels>& shared, int64_t needed, int threads) {
+    const auto share = [&](Operand& m, int64_t needed, int threads) {
       const auto k = blocking(1, 1, m.k);
-      shared = std::make_unique<SharedPanels>(m, PackingPieces::choose(m, k.k_steps, k.kc_steps, needed, threads),
-                                              memory, offset);
-      m.shared = shared.get();
-      offset += SharedPanels::elements(m);
+      m.shared = shared_.add(m, PackingPieces::choose(m, k.k_steps, k.kc_steps, needed, threads));
     };
     for (auto& part : parts_) {
-      if (shares_resident) share(part.resident, part.shared_resident, b.resident, grid_.streamed);
-      if (shares_streamed) share(part.streamed, part.shared_streamed, streamed_panels, grid_.resident);
+      if (shares_resident) share(part.resident, b.resident, grid_.streamed);
+      if (shares_streamed) share(part.streamed, streamed_panels, grid_.resident);
     }
+    shared_.allocate();
   }
 
   void multiply() {
@@ -118,10 +107,10 @@ class AmxGemm {
     outputs_.reduce_column_sums(sums);
   }
 
-  Share resident_share(const GemmGrid::Cell& cell) const {
+  Range resident_share(const GemmGrid::Cell& cell) const {
     return share_of(resident().panels(), cell.resident, grid_.resident);
   }
-  Share streamed_share(const GemmGrid::Cell& cell) const {
+  Range streamed_share(const GemmGrid::Cell& cell) const {
     const auto unit = streamed().panels_per_unit();
     const auto units = share_of(streamed().panels() / unit, cell.streamed, grid_.streamed);
     return {units.begin * unit, units.end * unit};
@@ -199,6 +188,7 @@ class AmxGemm {
   int64_t max_resident_panels_ = INT64_MAX;
   GemmGrid grid_;
   std::vector<KPart> parts_;
+  SharedOperands shared_;
   at::Tensor partial_sums_;                         // [part, row, column]; undefined with one part
   std::unique_ptr<std::atomic<int>[]> parts_done_;  // of each cell
 };

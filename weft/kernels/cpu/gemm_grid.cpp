@@ -17,8 +17,6 @@ constexpr int64_t kMinStepsPerPart = 16;  // k-steps; fewer do not pay for the p
 
 alignas(64) std::atomic<int64_t> packed_bytes_total{0};
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 /// Whether K can be split into `parts`.
 bool allows_parts(const GemmWork& work, int parts) {
   if (parts == 1) return true;
@@ -29,7 +27,7 @@ bool allows_parts(const GemmWork& work, int parts) {
 }  // namespace
 
 GemmWork dense_gemm_work(int64_t m, int64_t n, int64_t k, bool weight_gradient) {
-  auto resident = ceil_div(m, kBlockDim), streamed = ceil_div(n, kBlockDim);
+  auto resident = panels_of(m), streamed = panels_of(n);
   if (weight_gradient) std::swap(resident, streamed);
   const auto blocking = choose_blocking(streamed, resident, k);
   return {.resident_panels = resident,

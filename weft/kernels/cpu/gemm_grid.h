@@ -31,14 +31,6 @@ struct GemmGrid {
   Cell cell(int thread) const { return {thread / k / streamed, thread / k % streamed, thread % k}; }
 };
 
-/// Part `i` of [0, count) in `parts` parts.
-struct Share {
-  int64_t begin, end;
-
-  int64_t size() const { return end - begin; }
-};
-inline Share share_of(int64_t count, int i, int parts) { return {count * i / parts, count * (i + 1) / parts}; }
-
 /// The work of the thread with the largest share.
 struct LargestShare {
   int64_t block_steps = 0;   // multiplications of a 32 × 32 block over one k-step

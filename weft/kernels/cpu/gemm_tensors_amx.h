@@ -27,7 +27,7 @@ inline Operand operand(at::Tensor& t, bool left) {
   return out;
 }
 
-inline int k_steps_of(const Operand& m) { return static_cast<int>((m.k + kKStep - 1) / kKStep); }
+inline int k_steps_of(const Operand& m) { return static_cast<int>(ceil_div(m.k, kKStep)); }
 
 /// Packs all of `m`, in parallel.
 inline void pack_operand(const Operand& m, Bf16* to) {

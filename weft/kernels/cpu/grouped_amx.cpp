@@ -20,8 +20,6 @@ MatrixView matrix_of(const GroupedMatrix& m, int64_t g) {
   return {static_cast<char*>(m.data(g)), m.columns(), m.dtype()};
 }
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 /// Splits the panels of all groups over the threads by cost and calls run(g, begin, end) for the panels of thread t.
 /// Each group has `panels` panels, and each panel of group g costs cost(g); 0 means no work.
 template <class Cost, class Fn>
@@ -51,33 +49,30 @@ ResidentPanels& resident_panels(const Blocking& blocking, int64_t first_to_pack)
 }
 
 /// The resident operands of the groups, each packed together by the threads that multiply its group.
-class SharedOperands {
+class GroupedOperands {
  public:
   /// operand(g) is the operand of group g, or an empty one if it is not packed.
   template <class OperandOf>
-  SharedOperands(const GroupOffsets& offsets, int threads, const OperandOf& operand) : groups_(offsets.groups()) {
+  GroupedOperands(const GroupOffsets& offsets, int threads, const OperandOf& operand) : groups_(offsets.groups()) {
     int64_t used = 0;
     for (int64_t g = 0; g < offsets.groups(); ++g) used += offsets.rows(g) > 0;
     const auto per_group = static_cast<int>(ceil_div(threads, std::max<int64_t>(used, 1)));
     if (threads == 1 || used >= 2 * threads) return;  // a group has one thread, or two at the edge of their shares
-    int64_t elements = 0;
-    for (int64_t g = 0; g < offsets.groups(); ++g) elements += SharedPanels::elements(operand(g));
-    if (elements == 0) return;
-    const auto memory = acquire_buffer(elements * 2);
-    int64_t offset = 0;
     for (int64_t g = 0; g < offsets.groups(); ++g) {
       const Operand m = operand(g);
       if (SharedPanels::elements(m) == 0) continue;
       const auto b = choose_blocking(1, m.panels(), m.k);
       const auto pieces = PackingPieces::choose(m, b.k_steps, b.kc_steps, b.resident, per_group + 1);
-      groups_[g] = std::make_unique<SharedPanels>(m, pieces, memory, offset);
-      offset += SharedPanels::elements(m);
+      groups_[g] = operands_.add(m, pieces);
     }
+    operands_.allocate();
   }
-  SharedPanels* of(int64_t g) const { return groups_[g].get(); }
+  /// Null if the operand of group g is not shared.
+  SharedPanels* of(int64_t g) const { return groups_[g]; }
 
  private:
-  std::vector<std::unique_ptr<SharedPanels>> groups_;
+  SharedOperands operands_;
+  std::vector<SharedPanels*> groups_;
 };
 
 /// Multiplies the streamed panels [begin, end) of one group by all of `resident`.
@@ -115,11 +110,11 @@ class GroupedGemm {
 
   void run() const {
     const int threads = thread_count();
-    const SharedOperands shared(offsets_, threads, [&](int64_t g) { return unpacked(g) ? Operand{} : x_of(g); });
+    const GroupedOperands shared(offsets_, threads, [&](int64_t g) { return unpacked(g) ? Operand{} : x_of(g); });
     on_threads(threads, [&](int t) {
       UnpackedWeightMultiplier multiplier;
       partition_by_cost(
-          offsets_, ceil_div(n_, kBlockDim), t, threads, [&](int64_t g) { return cost(g); },
+          offsets_, panels_of(n_), t, threads, [&](int64_t g) { return cost(g); },
           [&](int64_t g, int64_t begin, int64_t end) {
             if (!unpacked(g)) return multiply_packed(g, begin, end, shared.of(g));
             const auto p = unpacked_gemm(g);
@@ -130,7 +125,7 @@ class GroupedGemm {
 
  private:
   /// Cost of a panel, in accumulator blocks; reading W from memory costs as much as three.
-  int64_t cost(int64_t g) const { return offsets_.rows(g) == 0 ? 0 : ceil_div(offsets_.rows(g), kBlockDim) + 3; }
+  int64_t cost(int64_t g) const { return offsets_.rows(g) == 0 ? 0 : panels_of(offsets_.rows(g)) + 3; }
 
   /// Whether W of group g is multiplied in place.
   bool unpacked(int64_t g) const {
@@ -203,10 +198,10 @@ class GroupedWgrad {
 
   void run() const {
     const int threads = thread_count();
-    const SharedOperands shared(offsets_, threads, [&](int64_t g) { return x_of(g); });
+    const GroupedOperands shared(offsets_, threads, [&](int64_t g) { return x_of(g); });
     on_threads(threads, [&](int t) {
       partition_by_cost(
-          offsets_, ceil_div(n_, kBlockDim), t, threads, [&](int64_t g) { return cost(g); },
+          offsets_, panels_of(n_), t, threads, [&](int64_t g) { return cost(g); },
           [&](int64_t g, int64_t begin, int64_t end) { group(g, begin, end, shared.of(g)); });
     });
   }

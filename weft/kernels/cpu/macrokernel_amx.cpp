@@ -47,7 +47,7 @@ class StreamedCursor {
   Bf16* scratch_;
   int k_block_ = 0, steps_ = 0;
   int64_t k0_ = 0;
-  Share strip_{0, 0};  // panels at `data_`
+  Range strip_{0, 0};  // panels at `data_`
   const Bf16* data_ = nullptr;
   int64_t stride_ = 0;
 };
@@ -118,8 +118,7 @@ class MacroKernel {
     const auto next = [&](int64_t n) { return n + 1 == end ? begin : n + 1; };
     for (int k_block = 0; k_block < blocking_.k_blocks; ++k_block) {
       const int64_t k0 = static_cast<int64_t>(k_block) * blocking_.kc_steps * kKStep;
-      const int steps =
-          static_cast<int>(std::min<int64_t>(blocking_.kc_steps, (streamed_.k - k0 + kKStep - 1) / kKStep));
+      const int steps = static_cast<int>(std::min<int64_t>(blocking_.kc_steps, ceil_div(streamed_.k - k0, kKStep)));
       resident_.pack(k_block, steps);
       cursor_.start(k_block, k0, steps);
       for (int64_t i = begin, n = first; i < end; ++i, n = next(n)) {

@@ -139,8 +139,6 @@ struct StreamedPanels {
 void gemm_macrokernel(const StreamedPanels& streamed, ResidentPanels& resident, const Blocking& blocking,
                       const KernelVariant& variant, const Epilogue& e, const std::function<void()>* progress = nullptr);
 
-inline int thread_count() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
-
 /// Calls run(t) for t in [0, threads) in parallel.
 template <class Fn>
 void on_threads(int threads, const Fn& run) {

@@ -28,14 +28,12 @@ struct Operand {
   SharedPanels* shared = nullptr;  // packs it together with other threads; null: each thread packs what it needs
   Bf16* second_dst = nullptr;      // also receives the packed tiles, in the same order, by non-temporal stores
 
-  int64_t panels() const {
-    return half ? (half + kBlockDim - 1) / kBlockDim * 2 : (extent + kBlockDim - 1) / kBlockDim;
-  }
+  int64_t panels() const { return half ? panels_of(half) * 2 : panels_of(extent); }
   /// Panels that one thread must multiply together: a gated pair, or one.
   int64_t panels_per_unit() const { return half ? 2 : 1; }
   /// Offset of a panel at k0 in the packed operand.
   int64_t packed_offset(int64_t panel, int64_t k0) const {
-    return (panel * ((std::max(k, packed_k) + kKStep - 1) / kKStep) + k0 / kKStep) * 2 * kTileElems;
+    return (panel * ceil_div(std::max(k, packed_k), kKStep) + k0 / kKStep) * 2 * kTileElems;
   }
   const Bf16* packed_panel(int64_t panel, int64_t k0) const { return packed + packed_offset(panel, k0); }
 

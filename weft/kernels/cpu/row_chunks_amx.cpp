@@ -1,5 +1,4 @@
 #include <numeric>
-#include <optional>
 #include <thread>
 
 #include "weft/kernels/cpu/gemm_tensors_amx.h"
@@ -53,8 +52,7 @@ class ChunkedGemm {
     blocking_ =
         choose_blocking(right_.panels(), panels_, right_.k, outputs_.max_resident_panels(outputs_.epilogue_args()));
     max_block_panels_ = blocking_.resident * threads_;
-    if (input.max_block_rows > 0)
-      max_block_panels_ = std::min(max_block_panels_, (input.max_block_rows + kBlockDim - 1) / kBlockDim);
+    if (input.max_block_rows > 0) max_block_panels_ = std::min(max_block_panels_, panels_of(input.max_block_rows));
     if (panels_ > 0) max_block_panels_ = balanced_block_size(panels_, max_block_panels_);
   }
 
@@ -62,12 +60,13 @@ class ChunkedGemm {
     single_block_ = fits_one_block();
     const auto frozen = e_.b_is_weight ? packed_if_frozen(b_, right_) : nullptr;
     if (frozen) right_.packed = frozen->data();
-    std::optional<SharedPanels> shared;
+    SharedOperands shared;
     const bool once = single_block_ && (threads_ == 1 || splits_columns(panels_));  // each panel of B is read once
     if (!frozen && right_.k > 0 && !once)
-      right_.shared = &shared.emplace(
+      right_.shared = shared.add(
           right_, PackingPieces::choose(right_, blocking_.k_steps, blocking_.kc_steps, right_.panels(), threads_));
-    if (shared && !single_block_) shared->pack_all_free();  // while the first rows arrive
+    shared.allocate();
+    if (right_.shared && !single_block_) right_.shared->pack_all_free();  // while the first rows arrive
     if (threads_ > 1 || (!blocking_.full_k && single_block_)) pack_first();
     multiply();
     outputs_.reduce_column_sums(column_sums_);
@@ -181,8 +180,7 @@ class ChunkedGemm {
   int64_t ready_panels(ActiveChunk& chunk, bool wait) {
     const auto rows = chunk.rows.extent;
     const auto panels = [&] {
-      return chunk.ready == rows ? (rows - next_row_ + kBlockDim - 1) / kBlockDim
-                                 : (chunk.ready - next_row_) / kBlockDim;
+      return chunk.ready == rows ? panels_of(rows - next_row_) : (chunk.ready - next_row_) / kBlockDim;
     };
     while (panels() == 0 && wait) {
       const auto ready = input_.ready(chunk.index, chunk.ready);
@@ -205,8 +203,8 @@ class ChunkedGemm {
     const auto caller = std::this_thread::get_id();
     const bool by_columns = splits_columns(panels);
     on_threads(threads_, [&](int t) {
-      const auto rows = by_columns ? Share{0, panels} : share_of(panels, t, threads_);
-      const auto units = by_columns ? share_of(streamed_units, t, threads_) : Share{0, streamed_units};
+      const auto rows = by_columns ? Range{0, panels} : share_of(panels, t, threads_);
+      const auto units = by_columns ? share_of(streamed_units, t, threads_) : Range{0, streamed_units};
       ResidentPanels block(blocking_);
       add_panels(block, ranges, args_[t], rows.begin, rows.end);
       const StreamedPanels streamed{right_, units.begin * unit, units.end * unit, by_columns ? 0 : t,

@@ -2,7 +2,9 @@
 #include <ATen/Parallel.h>
 
 #include <atomic>
+#include <deque>
 #include <memory>
+#include <vector>
 
 #include "weft/kernels/cpu/pack_amx.h"
 #include "weft/kernels/cpu/packed_weight_cache.h"
@@ -10,6 +12,8 @@
 // Included by *_amx.cpp only.
 
 namespace weft::kernels::CPU_CAPABILITY {
+
+inline int thread_count() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
 
 /// How an operand is divided for packing: strips of panels, K-blocks, and pieces of a K-block.
 struct PackingPieces {
@@ -26,12 +30,12 @@ struct PackingPieces {
                     .k_steps = k_steps,
                     .kc_steps = kc_steps};
     const auto strips = std::max<int64_t>(1, panels / p.strip_panels);
-    const auto pieces = std::max((threads + strips - 1) / strips, p.strip_panels * kc_steps / kMaxPanelSteps);
+    const auto pieces = std::max(ceil_div(threads, strips), p.strip_panels * kc_steps / kMaxPanelSteps);
     p.piece_steps = static_cast<int>(std::max<int64_t>(1, kc_steps / std::max<int64_t>(1, pieces)));
     return p;
   }
-  int k_blocks() const { return (k_steps + kc_steps - 1) / kc_steps; }
-  int pieces_per_block() const { return (kc_steps + piece_steps - 1) / piece_steps; }
+  int k_blocks() const { return static_cast<int>(ceil_div(k_steps, kc_steps)); }
+  int pieces_per_block() const { return static_cast<int>(ceil_div(kc_steps, piece_steps)); }
 
  private:
   static constexpr int64_t kMaxPanelSteps = 36;  // of a piece: panels × k-steps, of 2 KB each
@@ -43,19 +47,17 @@ struct PackingPieces {
 class SharedPanels {
  public:
   /// Elements of a packed operand.
-  static int64_t elements(const Operand& m) { return m.panels() * ((m.k + kKStep - 1) / kKStep) * 2 * kTileElems; }
+  static int64_t elements(const Operand& m) { return m.panels() * ceil_div(m.k, kKStep) * 2 * kTileElems; }
 
   SharedPanels(const Operand& m, const PackingPieces& pieces)
-      : SharedPanels(m, pieces, acquire_buffer(elements(m) * 2)) {}
-  /// Packs to `offset`, in elements, of `memory`.
-  SharedPanels(const Operand& m, const PackingPieces& pieces, std::shared_ptr<PackedCopy> memory, int64_t offset = 0)
       : m_(m),
         pieces_(pieces),
-        strips_((m.panels() + pieces.strip_panels - 1) / pieces.strip_panels),
-        memory_(std::move(memory)),
-        data_(memory_->data() + offset),
+        strips_(ceil_div(m.panels(), pieces.strip_panels)),
         states_(std::make_unique<std::atomic<uint8_t>[]>(
             static_cast<size_t>(strips_ * pieces.k_blocks() * pieces.pieces_per_block()))) {}
+
+  /// Where to pack: `elements` elements.
+  void set_memory(Bf16* data) { data_ = data; }
 
   /// Elements from a panel to the next one.
   int64_t panel_stride() const { return int64_t{pieces_.k_steps} * 2 * kTileElems; }
@@ -121,9 +123,31 @@ class SharedPanels {
   Operand m_;
   PackingPieces pieces_;
   int64_t strips_;
-  std::shared_ptr<PackedCopy> memory_;
-  Bf16* data_;
+  Bf16* data_ = nullptr;
   std::unique_ptr<std::atomic<uint8_t>[]> states_;  // [strip][K-block][piece]
+};
+
+/// Operands that threads pack together, in one buffer.
+class SharedOperands {
+ public:
+  /// Adds an operand that is not empty. Valid as long as this object, and ready to pack after `allocate`.
+  SharedPanels* add(const Operand& m, const PackingPieces& pieces) {
+    offsets_.push_back(elements_);
+    elements_ += SharedPanels::elements(m);
+    return &operands_.emplace_back(m, pieces);
+  }
+  /// Allocates the memory of all operands.
+  void allocate() {
+    if (operands_.empty()) return;
+    memory_ = acquire_buffer(elements_ * 2);
+    for (size_t i = 0; i < operands_.size(); ++i) operands_[i].set_memory(memory_->data() + offsets_[i]);
+  }
+
+ private:
+  std::deque<SharedPanels> operands_;
+  std::vector<int64_t> offsets_;
+  int64_t elements_ = 0;
+  std::shared_ptr<PackedCopy> memory_;
 };
 
 }  // namespace weft::kernels::CPU_CAPABILITY

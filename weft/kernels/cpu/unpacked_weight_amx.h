@@ -16,7 +16,7 @@ struct UnpackedWeightGemm {
   int64_t n = 0, k = 0;
   MatrixView bias, scales, out;  // [1, n], [rows, 1], [rows, n]; bias and scales are optional (null data)
 
-  int steps() const { return static_cast<int>((k + kKStep - 1) / kKStep); }
+  int steps() const { return static_cast<int>(ceil_div(k, kKStep)); }
   /// Tiles of 16 rows of W. If n % 16 ≠ 0, the last tile starts at n - 16 and overlaps the one before.
   int64_t tiles() const { return (n + 15) / 16; }
   int64_t start(int64_t tile) const { return std::max<int64_t>(0, std::min(16 * tile, n - 16)); }
@@ -191,8 +191,7 @@ class UnpackedWeightMultiplier {
     for (int64_t row = 0; row < p_.rows; row += max_rows) {
       const int64_t rows = std::min(max_rows, p_.rows - row);
       prefetcher_.start(p_.w + p_.start(begin) * p_.k);
-      prefetcher_.set_pace(p_.w + p_.start(begin) * p_.k, (rows + kBlockDim - 1) / kBlockDim * steps_,
-                           rows <= kBlockDim);
+      prefetcher_.set_pace(p_.w + p_.start(begin) * p_.k, panels_of(rows) * steps_, rows <= kBlockDim);
       pack(row, rows);
       const int64_t tiles_together = rows > 16 ? 2 : kMaxTiles;  // two tiles stay in L1 for all rows
       for (int64_t t = begin; t < end; t += tiles_together)
@@ -229,8 +228,7 @@ class UnpackedWeightMultiplier {
   /// Multiplies `count` tiles from t on by the packed rows.
   void multiply_rows(int64_t t, int count, int64_t row, int64_t rows) {
     const auto& w = load_weight_tiles(t, count);
-    prefetcher_.set_pace(p_.w + p_.start(t + count) * p_.k, (rows + kBlockDim - 1) / kBlockDim * w.full,
-                         rows <= kBlockDim);
+    prefetcher_.set_pace(p_.w + p_.start(t + count) * p_.k, panels_of(rows) * w.full, rows <= kBlockDim);
     const Bf16* x = scratch_.resident;
     int64_t r = 0;
     for (; rows - r > 16; r += kBlockDim, x += 2 * kTileElems * steps_)
