@@ -23,9 +23,8 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", ("README.md", "docs/from_torch_nn.md"))
-def test_first_example_prints_shown_output(page):
-    """With WEFT_TIER=ref, as README says: otherwise the output names the kernels of this machine."""
+def run_first_example(page: str) -> str:
+    """Returns what the first Python block of a page prints with WEFT_TIER=ref."""
     done = subprocess.run(
         [sys.executable, "-c", blocks(page, "python")[0]],
         env={**os.environ, "PYTHONPATH": str(ROOT / "python"), "WEFT_TIER": "ref"},
@@ -34,7 +33,17 @@ def test_first_example_prints_shown_output(page):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.rstrip() == blocks(page, "text")[0].rstrip()
+    return done.stdout.rstrip()
+
+
+@pytest.mark.parametrize("page", ("README.md", "docs/from_torch_nn.md"))
+def test_first_example_prints_shown_output(page):
+    """With WEFT_TIER=ref, as README says: otherwise the output names the kernels of this machine."""
+    assert run_first_example(page) == blocks(page, "text")[0].rstrip()
+
+
+def test_example_of_quantized_matrices_runs():
+    assert re.fullmatch(r"relative error 0\.0\d+, scales \(64, 8\)", run_first_example("docs/quantization.md"))
 
 
 def test_documented_cpp_example_equals_built_example():

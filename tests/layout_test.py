@@ -37,7 +37,10 @@ MUST_NOT_KNOW = {
     "fuser": [(AN_OPERATION, "concrete operations")],
     "nn": [(r"weft/kernels/", "kernels"), (r"weft/comm/", "transports")],
     "python": [
-        (r"weft/kernels/(?!packing\.h|cpu/gemm_grid\.h)", "kernels, other than weft.prepack's and the split of GEMMs"),
+        (
+            r"weft/kernels/(?!packing\.h|quantized_gemm\.h|cpu/gemm_grid\.h)",
+            "kernels, other than weft.prepack's, quantized GEMMs and the split of GEMMs",
+        ),
         (r"weft/comm/(?!interrupt\.h)", "transports, other than Ctrl-C in their waits"),
     ],
 }

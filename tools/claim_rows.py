@@ -177,5 +177,15 @@ CLAIMS = {
             (script(sys.executable, "examples/python/train_gpt.py", "--out", "build/train_gpt",
                     figure=r"Checkpoint, loss curve and sample are in \S+", if_quick=("--steps", "20")),)),
     ),
+    "quantization": (
+        Row("1", "golden values and checksums of every format and scale: bit-equal in every tier",
+            (every_tier(pytest("tests/python/test_quantization.py", "-k", "not test_random_tensors")),
+             ctest("release", r"^Quantize"))),
+        Row("2", "10,000 random tensors (15 in CI) per quantizer against NumPy: 0 differing bytes, in every tier",
+            (every_tier(pytest("tests/python/test_quantization.py", "-k", "test_random_tensors", slow=True,
+                               figure=r"\d+ tensors, \d+ wrong")),)),
+        Row("3", "three GEMMs of a linear, every recipe, 20 shapes, against float64 on dequantized operands: fp32 sums",
+            (every_tier(pytest("tests/python/test_quantized_gemm.py")),)),
+    ),
     "trust": TRUST,
 }  # fmt: skip

@@ -46,6 +46,8 @@ SIGNATURES = {
     "Explanation.data": "(self) -> dict[str, Any]",
     "Op.fields": "(self) -> dict[str, Any]",
     "Op.params": "(self) -> list[tuple[str, tuple[int, ...], torch.dtype, str, int, bool]]",
+    "Quantizer.__init__": "(self, scaling: str = ..., **fields: Any) -> None",
+    "Quantizer.fields": "(self) -> dict[str, Any]",
     "Runner.__init__": "(self, stages: list[Stage], owner: torch.nn.Module, ops: list[torch.nn.Module], "
     "params: list[tuple[torch.nn.Module, str]], modules_version: int, bypassed: list[torch.nn.Module], "
     "expected: list[torch.nn.Module] | None) -> None",
@@ -60,10 +62,10 @@ SIGNATURES = {
     "all_rules": "() -> list[tuple[str, str]]",
     "check_channels": "(stages: list[Stage]) -> None",
     "flops": "(text: str, sizes: list[tuple[int, ...]]) -> tuple[int, int]",
+    "gemm_grid": "(m: int, n: int, k: int, threads: int, weight_gradient: bool = False) -> dict[str, Any]",
     "gradients": "(text: str) -> list[tuple[str, bool, bool]]",
     "infer": "(text: str, inputs: list[Spec]) -> list[Spec | None]",
     "linear_ops": "(fields: dict[str, Any]) -> list[Op]",
-    "gemm_grid": "(m: int, n: int, k: int, threads: int, weight_gradient: bool = False) -> dict[str, Any]",
     "make_custom_op": "(module: torch.nn.Module, params: list[str], extra_inputs: int, extra_outputs: int) -> Op",
     "make_op": "(name: str, fields: dict[str, Any]) -> Op",
     "op_types": "() -> list[tuple[str, dict[str, str], list[tuple[str, Any, str, str, str]], Op]]",
@@ -92,7 +94,7 @@ def signature(name: str, function: Any) -> str:
         raise SystemExit(f"make_stubs.py: add {name} to SIGNATURES; pybind11's signature is {function.__doc__!r}.")
     text = re.sub(r"\bself: [\w.]+", "self", found[1]).replace("weft._C.", "")
     text = re.sub(r"\btyping\.", "", text)
-    return text.replace("arg0: Op) -> bool", "arg0: object) -> bool")  # __eq__ accepts any object
+    return re.sub(r"arg0: (Op|Quantizer)\) -> bool", "arg0: object) -> bool", text)  # __eq__ accepts any object
 
 
 SPECIAL = ("__init__", "__call__", "__eq__", "__hash__", "__repr__")

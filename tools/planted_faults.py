@@ -53,7 +53,7 @@ FAULTS = [
     Fault(
         "kernels/partial-k-step-missed",
         "weft/kernels/cpu/macrokernel_amx.cpp",
-        "std::min<int64_t>(blocking_.kc_steps, (streamed_.k - k0 + kKStep - 1) / kKStep)",
+        "std::min<int64_t>(blocking_.kc_steps, ceil_div(streamed_.k - k0, kKStep))",
         "std::min<int64_t>(blocking_.kc_steps, std::max<int64_t>(1, (streamed_.k - k0) / kKStep))",
         "KernelsGemm",
     ),
@@ -295,6 +295,49 @@ FAULTS = [
         "  if (call.accumulate) e.addend = out;\n",
         "",
         "KernelsGrouped",
+    ),
+    # ---- kernels: quantization --------------------------------------------------------------------------------------
+    Fault(
+        "kernels/ties-of-codes-rounded-up",
+        "weft/kernels/quantize_math.h",
+        "((clamped >> shift) & 1) + ((1 << (shift - 1)) - 1)",
+        "1 + ((clamped & 0) + ((1 << (shift - 1)) - 1))",
+        "Quantize",
+    ),
+    Fault(
+        "kernels/e8m0-scale-rounded-down",
+        "weft/kernels/quantize_math.h",
+        "splat_int<I>(0) : exponent + rounds_up;",
+        "splat_int<I>(0) : exponent + 0 * rounds_up;",
+        "Quantize",
+    ),
+    Fault(
+        "kernels/random-numbers-of-both-copies-equal",
+        "weft/kernels/cpu/quantize_lanes_vec.h",
+        "(columnwise ? 1U << 31 : 0)",
+        "(columnwise ? 0U : 0)",
+        "Quantize",
+    ),
+    Fault(
+        "kernels/stale-code-beside-the-last-of-an-odd-number",
+        "weft/kernels/cpu/quantize_vec.h",
+        "      for (auto j = left; j < kLanes; ++j) codes[i + j] = Bytes{};\n",
+        "      for (auto j = left; j < kLanes; ++j) codes[i + j] = codes[i];\n",
+        "Quantize",
+    ),
+    Fault(
+        "kernels/column-scales-of-the-first-lane-only",
+        "weft/kernels/cpu/quantize_vec.h",
+        "column + lane), scale.inverse[lane],\n                  scale.code[lane]);",
+        "column + lane), scale.inverse[0],\n                  scale.code[0]);",
+        "Quantize",
+    ),
+    Fault(
+        "kernels/scale-of-the-right-operand-dropped",
+        "weft/kernels/quantized_gemm.cpp",
+        "const double scale = e.scale * left.factor * right.factor;",
+        "const double scale = e.scale * left.factor;",
+        "Quantize",
     ),
     # ---- kernels: norms, activations, rows --------------------------------------------------------------------------
     Fault(

@@ -13,7 +13,7 @@ if torch.__version__.split(".")[:2] != _built_with_torch.split(".")[:2]:  # the 
         f"`torch=={_built_with_torch}`."
     )
 
-from . import _C, checkpoint, fusion, ops, optim
+from . import _C, checkpoint, fusion, ops, optim, quantization
 from ._ddp import MainGradNotReducedWarning
 from ._explain import Explanation, explain
 from ._grouped_parameters import deinterleave_glu, interleave_glu
@@ -39,5 +39,6 @@ __all__ = [
     "packed_bytes",
     "packing_limit",
     "prepack",
+    "quantization",
     "set_packing_limit",
 ]

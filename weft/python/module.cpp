@@ -9,5 +9,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   weft::python::bind_functional(m);
   weft::python::bind_wgrad(m);
   weft::python::bind_packing(m);
+  weft::python::bind_quantization(m);
   weft::python::bind_interrupt();
 }

@@ -10,6 +10,7 @@ void bind_explain(py::module_& m);
 void bind_functional(py::module_& m);
 void bind_wgrad(py::module_& m);
 void bind_packing(py::module_& m);
+void bind_quantization(py::module_& m);
 /// Lets Ctrl-C interrupt waits between ranks.
 void bind_interrupt();
 

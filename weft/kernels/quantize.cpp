@@ -1,0 +1,244 @@
+#include "weft/kernels/quantize.h"
+
+#include <ATen/ops/empty.h>
+
+#include <limits>
+
+#include "weft/kernels/cpu/blocking.h"
+#include "weft/kernels/cpu/quantize_loops.h"
+#include "weft/kernels/cpu_tensors.h"
+#include "weft/kernels/quantize_math.h"
+#include "weft/kernels/quantize_tiers.h"
+
+namespace weft::kernels {
+
+void check_options(const Quantization& how) {
+  const bool two_level = how.scale_format == ScaleFormat::e4m3, float32 = how.scale_format == ScaleFormat::float32;
+  TORCH_CHECK_VALUE(two_level == (how.format == Format::e2m1),
+                    "quantize: E4M3 scales and E2M1 values are supported together only.");
+  const auto block = how.block;
+  const bool is_block_size = two_level ? block == 16 : float32 ? block == 0 || block == 128 : block == 32;
+  TORCH_CHECK_VALUE(is_block_size,
+                    "quantize: expected blocks of 16 values with E4M3 scales, of 32 with E8M0 scales, of 128 or 0 ",
+                    "(the whole tensor) with float32 scales, got ", block, ".");
+  TORCH_CHECK_VALUE(!how.two_dimensional || block > 0, "quantize: two_dimensional requires blocks.");
+  TORCH_CHECK_VALUE(float32 || (!how.power_of_two && how.epsilon == 0),
+                    "quantize: power_of_2_scales and amax_epsilon require float32 scales.");
+  TORCH_CHECK_VALUE(how.epsilon >= 0 && how.epsilon <= FLT_MAX, "quantize: amax_epsilon is ", how.epsilon,
+                    ", expected 0 or more.");
+  const bool four_over_six = how.four_over_six != FourOverSix::none, smaller_bound = how.scale_bound != 448;
+  TORCH_CHECK_VALUE(two_level || !(how.row_scaled || how.hadamard || how.stochastic_rounding || four_over_six),
+                    "quantize: row_scaled, random_hadamard_transform, stochastic_rounding and four_over_six require "
+                    "E2M1 values.");
+  TORCH_CHECK_VALUE(!smaller_bound || (four_over_six && how.scale_bound == 256),
+                    "quantize: four_over_six_e4m3_use_256 requires four_over_six.");
+  TORCH_CHECK_VALUE(!four_over_six || !(how.hadamard || how.stochastic_rounding),
+                    "quantize: four_over_six excludes random_hadamard_transform and stochastic_rounding.");
+  TORCH_CHECK_VALUE(!how.two_dimensional || !(how.hadamard || how.stochastic_rounding || how.row_scaled),
+                    "quantize: random_hadamard_transform, stochastic_rounding and row_scaled require one-dimensional "
+                    "blocks.");
+  TORCH_CHECK_VALUE(!how.row_scaled || !(how.hadamard || how.stochastic_rounding),
+                    "quantize: row_scaled excludes random_hadamard_transform and stochastic_rounding.");
+}
+
+float max_of(at::ScalarType dtype) {
+  if (dtype == at::kHalf) return std::numeric_limits<at::Half>::max();
+  return dtype == at::kBFloat16 ? static_cast<float>(std::numeric_limits<at::BFloat16>::max()) : FLT_MAX;
+}
+
+CopyLayout layout_of(const QuantizedMatrix& q, bool columnwise) {
+  const auto& how = q.quantization;
+  const bool swapped = columnwise && !how.columns_in_place();
+  const auto rows = swapped ? q.columns : q.rows, columns = swapped ? q.rows : q.columns;
+  if (how.block == 0) return {rows, columns, std::max<int64_t>(rows, 1), std::max<int64_t>(columns, 1)};
+  if (how.two_dimensional) return {rows, columns, how.block, how.block};
+  if (columnwise && !swapped) return {rows, columns, how.block, 1};
+  return {rows, columns, 1, how.block};
+}
+
+QuantizedCopy allocate_copy(const QuantizedMatrix& q, bool columnwise, const at::TensorOptions& options) {
+  const auto l = layout_of(q, columnwise);
+  const auto bytes = q.quantization.format == Format::e2m1 ? (l.columns + 1) / 2 : l.columns;
+  const auto scale_dtype = q.quantization.scale_format == ScaleFormat::float32 ? at::kFloat : at::kByte;
+  auto scales = q.quantization.block == 0
+                    ? at::empty({1}, options.dtype(scale_dtype))
+                    : at::empty({ceil_div(l.rows, l.block_rows), ceil_div(l.columns, l.block_columns)},
+                                options.dtype(scale_dtype));
+  return {.data = at::empty({l.rows, bytes}, options.dtype(at::kByte)), .scales = std::move(scales), .amax = {}};
+}
+
+namespace {
+
+bool needs_amax(const Quantization& how) { return how.block == 0 || how.scale_format == ScaleFormat::e4m3; }
+
+/// Checks a tensor that the caller gives instead of a computed one.
+void check_given(const char* name, const at::Tensor& given, const at::Tensor& x, int64_t expected, bool is_used) {
+  if (!given.defined()) return;
+  TORCH_CHECK_VALUE(is_used, "quantize: ", name, " is not used by this quantizer and these copies; omit it.");
+  TORCH_CHECK_VALUE(given.scalar_type() == at::kFloat && given.numel() == expected && given.is_contiguous() &&
+                        given.device() == x.device(),
+                    "quantize: ", name, " must be contiguous, float32, on ", x.device(), " and have ", expected,
+                    " element(s), got ", given.scalar_type(), " of shape ", given.sizes(), " on ", given.device(), ".");
+}
+
+void check_arguments(const at::Tensor& x, const Quantization& how, const QuantizeArgs& args) {
+  check_options(how);
+  const auto dtype = x.scalar_type();
+  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf,
+                   "quantize: expected float32, bfloat16 or float16, got ", dtype, ".");
+  TORCH_CHECK_VALUE(x.dim() == 2, "quantize: expected a matrix, got shape ", x.sizes(),
+                    ". Flatten the leading dimensions: x.flatten(0, -2).");
+  TORCH_CHECK_VALUE(args.rowwise || args.columnwise, "quantize: request a rowwise or a columnwise copy.");
+  TORCH_CHECK_VALUE(!how.row_scaled || !args.columnwise, "quantize: row_scaled excludes a columnwise copy.");
+  const bool transforms = how.hadamard && args.columnwise;
+  if (transforms) {
+    TORCH_CHECK_TYPE(dtype == at::kBFloat16, "quantize: random_hadamard_transform requires bfloat16, got ", dtype, ".");
+    TORCH_CHECK_VALUE(x.size(0) % 16 == 0, "quantize: random_hadamard_transform requires a multiple of 16 rows, got ",
+                      x.size(0), ". Pad the input with zero rows.");
+  }
+  check_given("amax", args.amax, x, how.row_scaled ? x.size(0) : 1, needs_amax(how) && (args.rowwise || !how.hadamard));
+  check_given("transformed_amax", args.transformed_amax, x, 1, transforms);
+  check_given("scale", args.scale, x, 1, how.block == 0);
+  TORCH_CHECK_VALUE(args.random.offset >> 63 == 0, "quantize: offset is ", args.random.offset,
+                    ", expected below 2^63.");
+}
+
+CopyPointers pointers(const QuantizedCopy& copy) {
+  if (!copy.defined()) return {};
+  const bool float32 = copy.scales.scalar_type() == at::kFloat;
+  return {.data = copy.data.mutable_data_ptr<uint8_t>(),
+          .ld = copy.data.size(1),
+          .float32_scales = float32 ? copy.scales.mutable_data_ptr<float>() : nullptr,
+          .scale_codes = float32 ? nullptr : copy.scales.mutable_data_ptr<uint8_t>(),
+          .scales_ld = copy.scales.size(-1),
+          .amax = copy.amax.defined() ? copy.amax.const_data_ptr<float>() : nullptr};
+}
+
+/// One scale per tensor: stores its inverse and returns it.
+float tensor_scale(const Quantization& how, const at::Tensor& given, const at::Tensor& amax,
+                   const at::Tensor& inverse) {
+  const float scale = given.defined() ? *given.const_data_ptr<float>()
+                                      : float32_scale(*amax.const_data_ptr<float>(), traits_of(how.format).max,
+                                                      how.epsilon, FLT_MAX, how.power_of_two);
+  *inverse.mutable_data_ptr<float>() = 1 / scale;
+  return scale;
+}
+
+void vector_quantize(Tier tier, const at::Tensor& x, const QuantizeArgs& args, const QuantizedMatrix& q) {
+  const auto m = contiguous(x);
+  QuantizeCall call{.how = q.quantization,
+                    .dtype = q.dtype,
+                    .x = m.const_data_ptr(),
+                    .rows = q.rows,
+                    .columns = q.columns,
+                    .scale_limit = max_of(q.dtype),
+                    .rowwise = pointers(q.rowwise),
+                    .columnwise = pointers(q.columnwise),
+                    .random = args.random};
+  if (q.quantization.block == 0) {
+    const auto& copy = q.rowwise.defined() ? q.rowwise : q.columnwise;
+    call.scale = tensor_scale(q.quantization, args.scale, copy.amax, copy.scales);
+    if (q.columnwise.defined()) q.columnwise.scales.copy_(copy.scales);
+  }
+  const auto across = ceil_div(q.columns, kQuantizeRegion), down = ceil_div(q.rows, kQuantizeRegion);
+  parallel_rows(across * down, kQuantizeRegion * kQuantizeRegion, [&](int64_t begin, int64_t end) {
+    for (auto i = begin; i < end; ++i)
+      quantize_loops(tier).quantize(call, i / across * kQuantizeRegion, i % across * kQuantizeRegion);
+  });
+}
+
+}  // namespace
+
+at::Tensor quantization_amax(const at::Tensor& x, const Quantization& how, bool transformed) {
+  const auto values = transformed && how.hadamard ? hadamard_transform(x) : x;
+  const auto tier = vector_tier(values);
+  if (tier == Tier::ref) return ref::quantization_amax(values, how.row_scaled);
+  const auto m = contiguous(values);
+  const auto rows = how.row_scaled ? m.size(0) : int64_t{1}, columns = m.numel() / std::max<int64_t>(rows, 1);
+  auto amax = zeros_f32(rows);
+  const auto* const data = static_cast<const char*>(m.const_data_ptr());
+  auto* const out = amax.mutable_data_ptr<float>();
+  const auto run = [&](int64_t begin, int64_t count) {
+    return quantize_loops(tier).amax(m.scalar_type(), data + begin * m.element_size(), count);
+  };
+  if (how.row_scaled) {
+    parallel_rows(rows, columns, [&](int64_t begin, int64_t end) {
+      for (auto row = begin; row < end; ++row) out[row] = run(row * columns, columns);
+    });
+  } else {
+    *out = at::parallel_reduce(
+        int64_t{0}, columns, kGrain, 0.F,
+        [&](int64_t begin, int64_t end, float largest) { return std::max(largest, run(begin, end - begin)); },
+        [](float a, float b) { return std::max(a, b); });
+  }
+  return amax;
+}
+
+at::Tensor hadamard_transform(const at::Tensor& x) {
+  TORCH_CHECK_VALUE(x.dim() == 2 && x.scalar_type() == at::kBFloat16 && x.size(0) % 16 == 0,
+                    "hadamard_transform: expected a bfloat16 matrix with a multiple of 16 rows, got ", x.scalar_type(),
+                    " of shape ", x.sizes(), ".");
+  const auto tier = vector_tier(x);
+  if (tier == Tier::ref) return ref::hadamard_transform(x);
+  const auto m = contiguous(x);
+  auto out = empty_cpu(m.sizes(), at::kBFloat16);
+  parallel_rows(m.size(0) / 16, 16 * m.size(1), [&](int64_t begin, int64_t end) {
+    quantize_loops(tier).hadamard(m.const_data_ptr(), out.mutable_data_ptr(), m.size(1), begin * 16, end * 16);
+  });
+  return out;
+}
+
+QuantizedMatrix quantize(const at::Tensor& x, const Quantization& how, const QuantizeArgs& args) {
+  check_arguments(x, how, args);
+  QuantizedMatrix q{.quantization = how, .dtype = x.scalar_type(), .rows = x.size(0), .columns = x.size(1)};
+  const auto amax_of = [&](bool transformed) {
+    const auto& given = transformed ? args.transformed_amax : args.amax;
+    return given.defined() ? given.clone()  // the caller may overwrite it
+                           : quantization_amax(x, how, transformed);
+  };
+  if (args.rowwise) q.rowwise = allocate_copy(q, false, x.options());
+  if (args.columnwise) q.columnwise = allocate_copy(q, true, x.options());
+  if (needs_amax(how)) {
+    const bool transforms = how.hadamard && args.columnwise;
+    at::Tensor amax;
+    if (args.rowwise || !transforms) amax = amax_of(false);
+    if (args.rowwise) q.rowwise.amax = amax;
+    if (args.columnwise) q.columnwise.amax = transforms ? amax_of(true) : amax;
+  }
+  const auto tier = vector_tier(x, args.scale, q.rowwise.amax, q.columnwise.amax);
+  if (tier == Tier::ref) {
+    ref::quantize(x, args, q);
+  } else {
+    vector_quantize(tier, x, args, q);
+  }
+  return q;
+}
+
+at::Tensor decode_copy(const QuantizedMatrix& q, bool columnwise, Decoding decoding, at::ScalarType dtype) {
+  const auto& copy = columnwise ? q.columnwise : q.rowwise;
+  TORCH_CHECK_VALUE(copy.defined(), "dequantize: the matrix has no ", columnwise ? "columnwise" : "rowwise", " copy.");
+  const auto l = layout_of(q, columnwise);
+  const auto tier = is_plain_strided(copy.data) ? vector_tier(copy.data.device().type(), dtype) : Tier::ref;
+  if (tier == Tier::ref) return ref::decode_copy(q, copy, l, decoding).to(dtype);
+  auto out = empty_cpu({l.rows, l.columns}, dtype);
+  const DequantizeCall call{.how = q.quantization,
+                            .copy = pointers(copy),
+                            .columns = l.columns,
+                            .block_rows = l.block_rows,
+                            .block_columns = l.block_columns,
+                            .decoding = decoding,
+                            .dtype = dtype,
+                            .out = out.mutable_data_ptr()};
+  parallel_rows(l.rows, l.columns,
+                [&](int64_t begin, int64_t end) { quantize_loops(tier).dequantize(call, begin, end); });
+  return out;
+}
+
+at::Tensor dequantize(const QuantizedMatrix& q, bool columnwise, at::ScalarType dtype) {
+  const bool transformed = columnwise && q.quantization.hadamard;
+  auto out = decode_copy(q, columnwise, Decoding::values, transformed ? at::kFloat : dtype);
+  if (transformed) out = ref::inverse_hadamard_transform(out).to(dtype);
+  return columnwise && !q.quantization.columns_in_place() ? out.t().contiguous() : out;
+}
+
+}  // namespace weft::kernels
