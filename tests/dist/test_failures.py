@@ -73,7 +73,7 @@ def inject_fault(
     survivors = [rank for rank in range(size) if rank != victim]
     with Ranks(folder, size, transport) as ranks:
         ranks.wait_for("started" if phase == "rendezvous" else "ready", 60)
-        time.sleep(rng.uniform(0, 0.4 if phase == "rendezvous" else 0.1))
+        time.sleep(rng.uniform(0, 0.1))
         since = time.time()
         ranks.processes[victim].send_signal(how)
         ranks.wait_for("json", TIMEOUT + GRACE + 15, survivors)
