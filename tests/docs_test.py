@@ -23,10 +23,10 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
-def run_first_example(page: str) -> str:
-    """Returns what the first Python block of a page prints with WEFT_TIER=ref."""
+def run_example(page: str, index: int = 0) -> str:
+    """Returns what a Python block of a page prints with WEFT_TIER=ref."""
     done = subprocess.run(
-        [sys.executable, "-c", blocks(page, "python")[0]],
+        [sys.executable, "-c", blocks(page, "python")[index]],
         env={**os.environ, "PYTHONPATH": str(ROOT / "python"), "WEFT_TIER": "ref"},
         capture_output=True,
         text=True,
@@ -39,11 +39,12 @@ def run_first_example(page: str) -> str:
 @pytest.mark.parametrize("page", ("README.md", "docs/from_torch_nn.md"))
 def test_first_example_prints_shown_output(page):
     """With WEFT_TIER=ref, as README says: otherwise the output names the kernels of this machine."""
-    assert run_first_example(page) == blocks(page, "text")[0].rstrip()
+    assert run_example(page) == blocks(page, "text")[0].rstrip()
 
 
-def test_example_of_quantized_matrices_runs():
-    assert re.fullmatch(r"relative error 0\.0\d+, scales \(64, 8\)", run_first_example("docs/quantization.md"))
+def test_examples_of_quantization_run():
+    assert re.fullmatch(r"relative error 0\.0\d+", run_example("docs/quantization.md"))
+    assert re.fullmatch(r"relative error 0\.0\d+, scales \(64, 8\)", run_example("docs/quantization.md", 1))
 
 
 def test_documented_cpp_example_equals_built_example():

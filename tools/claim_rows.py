@@ -186,6 +186,11 @@ CLAIMS = {
                                figure=r"\d+ tensors, \d+ wrong")),)),
         Row("3", "three GEMMs of a linear, every recipe, 20 shapes, against float64 on dequantized operands: fp32 sums",
             (every_tier(pytest("tests/python/test_quantized_gemm.py")),)),
+        Row("4", "linears under every recipe consist of these GEMMs, forward and backward, also compiled and grouped",
+            (every_tier(pytest("tests/python/test_recipes.py")), pytest("tests/python/test_delayed_scaling.py"),
+             ctest("release", r"^(Recipe|DelayedScaling)\."))),
+        Row("9", "tensor parallel 2 and 4, unequal maxima on the ranks, every recipe: what one process multiplies",
+            (pytest("tests/dist/test_tensor_parallel.py", "-k", "quantized or delayed"),)),
     ),
     "trust": TRUST,
 }  # fmt: skip

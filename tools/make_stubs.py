@@ -67,16 +67,18 @@ SIGNATURES = {
     "infer": "(text: str, inputs: list[Spec]) -> list[Spec | None]",
     "linear_ops": "(fields: dict[str, Any]) -> list[Op]",
     "make_custom_op": "(module: torch.nn.Module, params: list[str], extra_inputs: int, extra_outputs: int) -> Op",
+    "make_recipe": "(name: str, options: dict[str, Any]) -> Recipe",
     "make_op": "(name: str, fields: dict[str, Any]) -> Op",
     "op_types": "() -> list[tuple[str, dict[str, str], list[tuple[str, Any, str, str, str]], Op]]",
     "packing_counts": "() -> dict[str, int]",
+    "recipe_fields": "() -> dict[str, list[tuple[str, Any, str]]]",
     "rules": "() -> list[tuple[str, str]]",
     "set_bridge": "(context: type, forward: Callable[..., Any], backward: Callable[..., Any]) -> None",
 }
 IMPORTS = """\
 import collections.abc
 from collections.abc import Callable, Sequence
-from typing import Any, SupportsIndex, SupportsInt
+from typing import Any, SupportsFloat, SupportsIndex, SupportsInt
 
 import torch
 
@@ -94,7 +96,7 @@ def signature(name: str, function: Any) -> str:
         raise SystemExit(f"make_stubs.py: add {name} to SIGNATURES; pybind11's signature is {function.__doc__!r}.")
     text = re.sub(r"\bself: [\w.]+", "self", found[1]).replace("weft._C.", "")
     text = re.sub(r"\btyping\.", "", text)
-    return re.sub(r"arg0: (Op|Quantizer)\) -> bool", "arg0: object) -> bool", text)  # __eq__ accepts any object
+    return re.sub(r"arg0: (Op|Quantizer|Recipe)\) -> bool", "arg0: object) -> bool", text)  # __eq__ accepts any object
 
 
 SPECIAL = ("__init__", "__call__", "__eq__", "__hash__", "__repr__")

@@ -296,6 +296,25 @@ FAULTS = [
         "",
         "KernelsGrouped",
     ),
+    # ---- quant ------------------------------------------------------------------------------------------------------
+    Fault(
+        "quant/maximum-not-moved-to-the-history",
+        "weft/quant/delayed_scaling.cpp",
+        "if (length > 1) history[(length - 1) * n + i] = last;",
+        "",
+    ),
+    Fault(
+        "quant/infinite-maximum-sets-the-scale",
+        "weft/quant/delayed_scaling.cpp",
+        "std::isfinite(amax) && amax > 0",
+        "amax > 0",
+    ),
+    Fault(
+        "quant/recipe-of-another-thread",
+        "weft/quant/recipe.cpp",
+        "thread_local uint32_t active = 0;",
+        "uint32_t active = 0;",
+    ),
     # ---- kernels: quantization --------------------------------------------------------------------------------------
     Fault(
         "kernels/ties-of-codes-rounded-up",
@@ -450,7 +469,7 @@ FAULTS = [
     Fault(
         "ops/uncast-weight-in-backward",
         "weft/ops/basic_linear.cpp",
-        "  if (ctx.needs_input_grad() && !out.w.is_same(weight)) ctx.save(kCastWeight, out.w);\n",
+        "  if (ctx.needs_input_grad() && !out.w.is_same(weight)) ctx.save(kWeight, out.w);\n",
         "",
     ),
     Fault(

@@ -31,13 +31,3 @@ def torchrun():
         return done.stdout
 
     return run
-
-
-@pytest.fixture
-def fp8_runs():
-    """Lets FP8 regions run: quantized on a GPU that supports it, unquantized on weft."""
-    if not REAL:
-        transformer_engine.install(recipes="high_precision")
-    yield
-    if not REAL:
-        transformer_engine.install(recipes="raise")

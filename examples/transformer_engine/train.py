@@ -101,7 +101,7 @@ def train_step(model, optimizer, tokens, microbatches=1, fuse_wgrad=False, fp8=F
         weight.main_grad.zero_()
     total = 0.0
     for part in tokens.chunk(microbatches):
-        with te.fp8_autocast(enabled=fp8, fp8_recipe=recipe.DelayedScaling()):
+        with te.fp8_autocast(enabled=fp8, fp8_recipe=recipe.Float8CurrentScaling()):
             logits = model(part[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()) / microbatches
         loss.backward()

@@ -13,7 +13,8 @@ if torch.__version__.split(".")[:2] != _built_with_torch.split(".")[:2]:  # the 
         f"`torch=={_built_with_torch}`."
     )
 
-from . import _C, checkpoint, fusion, ops, optim, quantization
+from . import _C, checkpoint, fusion, ops, optim, quantization, recipe
+from ._autocast import autocast
 from ._ddp import MainGradNotReducedWarning
 from ._explain import Explanation, explain
 from ._grouped_parameters import deinterleave_glu, interleave_glu
@@ -26,6 +27,7 @@ __all__ = [
     "Explanation",
     "MainGradNotReducedWarning",
     "RNGStatesTracker",
+    "autocast",
     "checkpoint",
     "Sequential",
     "deinterleave_glu",
@@ -40,5 +42,6 @@ __all__ = [
     "packing_limit",
     "prepack",
     "quantization",
+    "recipe",
     "set_packing_limit",
 ]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from . import _C
+from . import _C, _autocast
 
 if TYPE_CHECKING:
     from ._segments import PipelineModule, Segment
@@ -143,7 +143,8 @@ def _call(x: torch.Tensor, params: Tensors, extras: Tensors, text: str, eval_mas
     if not torch.compiler.is_compiling():
         _C.check_transforms(inputs)
     metas = [_tensor_meta(t, grad) for t in inputs]
-    call = f'autocast={autocast}, eval={eval_mask}, joint="{_joint_rules()}", tensors="{" ".join(metas)}"'
+    recipe = _autocast.active.text
+    call = f'autocast={autocast}{recipe}, eval={eval_mask}, joint="{_joint_rules()}", tensors="{" ".join(metas)}"'
     return torch.ops.weft.pipeline_forward(inputs, f"{text} @call({call})")
 
 

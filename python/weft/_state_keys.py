@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from . import _delayed_scaling
+
 _EXTRA_STATE = re.compile(r"(basic_ops\.\d+\.)?_extra_state")
 
 
@@ -14,9 +16,9 @@ class StateKeys(torch.nn.Module):
     """A module whose ``state_dict`` has the names of ``named_parameters``, or with `te_keys` Transformer Engine's keys.
 
     For example, the weight of a Linear is ``weight``, and with `te_keys` ``basic_ops.0.weight``. Both kinds of keys
-    load, regardless of `te_keys`. `_extra_state` is Transformer Engine's quantization state: it is written, empty, only
-    with `te_keys`, and ignored on loading. A subclass that defines ``get_extra_state`` and ``set_extra_state`` saves
-    and loads its own extra state, as in torch.
+    load, regardless of `te_keys`. `_extra_state` is the state of delayed scaling, if there is one. Transformer Engine's
+    is ignored on loading, and written, empty, with `te_keys`. A subclass that defines ``get_extra_state`` and
+    ``set_extra_state`` saves and loads its own extra state, as in torch.
     """
 
     te_keys: bool = False
@@ -31,6 +33,8 @@ class StateKeys(torch.nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if (scaling := _delayed_scaling.save(self)) is not None:
+            destination.setdefault(prefix + "_extra_state", scaling)
         if not self.te_keys:
             return
         for name, key in self._te_names().items():
@@ -42,6 +46,8 @@ class StateKeys(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         has_own_state = type(self).set_extra_state is not torch.nn.Module.set_extra_state
         own_key = prefix + "_extra_state" if has_own_state else None
+        if own_key is None:
+            _delayed_scaling.load(self, state_dict.get(prefix + "_extra_state"), prefix + "_extra_state")
         local = {
             key: value
             for key, value in state_dict.items()

@@ -325,8 +325,11 @@ def limits(folder: Path) -> None:
     megatron.install()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     raises_at("token_dispatcher.py", 445, num_moe_experts=2, moe_token_dispatcher_type="alltoall")
-    raises_at("transformer_block.py", 733, fp8="e4m3")
     raises_at("cuda_graphs.py", 1406, cuda_graph_impl="local")
+    plain = seeded_loss()
+    for fp8_recipe in ("delayed", "tensorwise", "blockwise", "mxfp8"):
+        quantized = seeded_loss(fp8="hybrid", fp8_recipe=fp8_recipe)
+        assert quantized != plain and abs(quantized - plain) < 0.02 * plain, (fp8_recipe, quantized, plain)
     loss_of(num_moe_experts=4, moe_router_topk=2)
     loss_of(bf16=True, params_dtype=torch.bfloat16)
     loss_of(hidden_dropout=0.1, attention_dropout=0.1)
@@ -344,6 +347,13 @@ def loss_of(**options) -> torch.Tensor:
     losses.mean().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     return losses
+
+
+def seeded_loss(**options) -> float:
+    """The mean loss of a model that is the same for all `options`."""
+    torch.manual_seed(8)
+    tensor_parallel.model_parallel_cuda_manual_seed(2)
+    return loss_of(bf16=True, params_dtype=torch.bfloat16, **options).mean().item()
 
 
 def raises_at(file: str, line: int, **options) -> None:

@@ -27,6 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft import ops
+from weft._delayed_scaling import state_of
+from weft.quantization import gemm
 
 IN, OUT, ROWS = 24, 12, 12
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
@@ -151,6 +153,92 @@ def collectives() -> None:
         for part in low[1:]:
             total = total + part.float()
         assert torch.equal(ops.AllReduce()(low[rank]), total.to(dtype)), "not the sum in the order of ranks"
+
+
+# ---- a quantized linear ---------------------------------------------------------------------------------------------
+
+QUANTIZED = {
+    "current": weft.recipe.Float8CurrentScaling(),
+    "block": weft.recipe.Float8BlockScaling(),
+    "mxfp8": weft.recipe.MXFP8BlockScaling(),
+    "nvfp4": weft.recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
+}
+
+
+def quantized_gemms(recipe: weft.recipe.Recipe, x, w, dy) -> list[torch.Tensor]:
+    """y, dx and dW of a linear, in float32."""
+    quantizers = recipe.quantizers()
+    q_x, q_w = (q.quantize(t, columnwise=True) for q, t in ((quantizers.input, x), (quantizers.weight, w)))
+    q_dy = quantizers.grad_output.quantize(dy, columnwise=True)
+    return [
+        gemm(q_x, q_w, dtype=torch.float32),
+        gemm(q_dy, q_w, b_columnwise=True, dtype=torch.float32),
+        gemm(q_dy, q_x, a_columnwise=True, b_columnwise=True, dtype=torch.float32),
+    ]
+
+
+def check_quantized_linear(group: dist.ProcessGroup, name: str, mode: str, sequence: bool) -> None:
+    """Each rank computes what every rank multiplies, from whole tensors with maxima that differ from rank to rank."""
+    ranks, rank = group.size(), group.rank()
+    recipe, size, column = QUANTIZED[name], 64 * ranks, mode == "column"
+    x = (draw(size, size) * torch.logspace(0, 2, size, dtype=torch.float64)[:, None]).bfloat16()
+    dy = (draw(size, size) * torch.logspace(1, 0, size, dtype=torch.float64)).bfloat16()
+    w = (draw(size, size) * torch.logspace(0, 1, size, dtype=torch.float64)[:, None]).bfloat16()
+    shards_x, shards_dy = ([x] * ranks, dy.chunk(ranks, 1)) if column else (x.chunk(ranks, 1), [dy] * ranks)
+    shards_w = w.chunk(ranks, 0 if column else 1)
+    parts = [quantized_gemms(recipe, *operands) for operands in zip(shards_x, shards_w, shards_dy, strict=True)]
+    y, dx, dw = parts[rank]
+    if column:
+        dx = sum(part[1] for part in parts)
+    else:
+        y = sum(part[0] for part in parts)
+    parallel = {"tensor_parallel_mode": mode, "tensor_parallel_group": group, "sequence_parallel": sequence}
+    linear = ops.Linear(size, size, bias=False, dtype=torch.bfloat16, **parallel)
+    with torch.no_grad():
+        linear.weight.copy_(shards_w[rank])
+    rows = (lambda t: t.chunk(ranks)[rank]) if sequence else (lambda t: t)
+    cut_x, cut_y = (rows, lambda t: t) if column else (lambda t: t, rows)
+    local_x = cut_x(shards_x[rank]).contiguous().requires_grad_()
+    with weft.autocast(recipe=recipe):
+        got = linear(local_x)
+    got.backward(cut_y(shards_dy[rank]).contiguous())
+    for what, value, expected, reduced in (
+        ("y", got, cut_y(y), not column),
+        ("dx", local_x.grad, cut_x(dx), column),
+        ("dw", linear.weight.grad, dw, False),
+    ):  # a sum over ranks is rounded once more, before it
+        tolerance = {"rtol": 2**-7, "atol": 2**-7 * expected.abs().max().item()} if reduced else {"rtol": 0, "atol": 0}
+        close(value.float(), expected if reduced else expected.bfloat16().float(), what, **tolerance)
+
+
+def quantized_linears() -> None:
+    for case in itertools.product(QUANTIZED, ("column", "row"), (False, True)):
+        torch.manual_seed(7)
+        try:
+            check_quantized_linear(dist.group.WORLD, *case)
+        except Exception as error:
+            raise AssertionError(f"{case}") from error
+
+
+def delayed_scaling() -> None:
+    """Ranks with different rows share the maxima of each step, so their scales and histories are equal."""
+    group = dist.group.WORLD
+    torch.manual_seed(3)
+    linear = ops.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    for step in range(3):
+        x = torch.full([16, 64], 2.0 ** (step + dist.get_rank()), dtype=torch.bfloat16, requires_grad=True)
+        with weft.autocast(recipe=weft.recipe.DelayedScaling(amax_history_len=4)):
+            y = linear(x)
+        y.backward(torch.full_like(y, 0.5 + dist.get_rank()))
+    for part in state_of(linear._stages()[0], 4):
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part)
+        for other in parts:
+            close(other, part, "state of delayed scaling", rtol=0, atol=0)
+    forward, backward = state_of(linear._stages()[0], 4)
+    top = group.size() - 1
+    close(forward[1:, 0], torch.tensor([0.0, 2.0**top, 2.0 ** (1 + top), 2.0 ** (2 + top)]), "history")
+    close(backward[0], torch.tensor([57344 / (0.5 + top)]), "scale of the gradient", rtol=1e-6, atol=0)
 
 
 # ---- a block ------------------------------------------------------------------------------------------------------

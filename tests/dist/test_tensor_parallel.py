@@ -24,12 +24,14 @@ LAUNCHES = {
             "single_rank_group",
             "checkpointed_block",
             "compiled_block",
+            "quantized_linears",
+            "delayed_scaling",
             "mismatches",
         ],
     ),
     "3 ranks": (3, "plain", [*ALWAYS, *LOSS, "non_adjacent_ranks", "mismatches", "missing_rank"]),
     "4 ranks": (4, "plain", [*ALWAYS, "non_adjacent_ranks", "mesh_groups", "ddp", "fsdp"]),
-    "4 ranks, shared memory": (4, "shm", ["every_mode", "sharded_loss", "fused_block", "ddp", "fsdp"]),
+    "4 ranks, shared memory": (4, "shm", ["every_mode", "sharded_loss", "fused_block", "quantized_linears", "ddp", "fsdp"]),
 }
 
 

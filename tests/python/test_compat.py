@@ -81,7 +81,7 @@ def test_install_rejects_real_package(real):
     assert importlib.import_module("transformer_engine").real
     with pytest.raises(ImportError, match=r"was already imported from .*replace=True"):
         te_compat.install(recipes="high_precision")
-    assert not te_compat.installed() and _recipes._policy == "raise"
+    assert not te_compat.installed() and _recipes._policy == "quantize"
 
 
 def test_install_with_replace_is_undone_by_uninstall(real):
@@ -174,8 +174,8 @@ def compat_main(monkeypatch):
 
 
 def test_script_with_quantized_region(folder, compat_main, capsys, monkeypatch):
-    with pytest.raises(NotImplementedError, match="high_precision"):
-        compat_main(folder / "script.py", "fp8")
+    compat_main(folder / "script.py", "fp8")
+    assert capsys.readouterr().out.strip() == "__main__ ['fp8'] 3"
     monkeypatch.chdir(folder)
     with pytest.warns(UserWarning, match="runs unquantized"):
         compat_main("--high-precision", "-m", "script", "fp8")
@@ -256,28 +256,52 @@ def test_documented_example_runs(tmp_path):
 # ---- recipes ------------------------------------------------------------------------------------------------------
 
 
-def test_recipes_raise_when_entered(te):
+def test_recipes_quantize_or_raise(te):
     from transformer_engine.common import recipe
 
     made = recipe.DelayedScaling(fp8_format=recipe.Format.HYBRID, amax_history_len=16)
     assert made.amax_history_len == 16 and made.delayed() and made.fp8_format.value.max_bwd == 57344
     derived = type("OwnScaling", (recipe.DelayedScaling,), {})(margin=1, of_another_release=2)
     assert derived.margin == 1 and derived.delayed() and not hasattr(derived, "of_another_release")
+    linear, x = te.Linear(32, 16, params_dtype=torch.bfloat16), torch.randn(16, 32, dtype=torch.bfloat16)
+    plain = linear(x)
     for kind in ("Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"):
-        getattr(recipe, kind)()
-    for context in (te.autocast, te.fp8_autocast, te.fp8_model_init, te.quantized_model_init):
+        made = getattr(recipe, kind)()
+        with weft.autocast(recipe=made):
+            inner = linear(x)
+        for region in (te.autocast(recipe=made), te.fp8_autocast(fp8_recipe=made)):
+            with region:
+                assert torch.equal(linear(x), inner) and not torch.equal(inner, plain)
+    for context in (te.fp8_model_init, te.quantized_model_init):
         with context(enabled=False):
             pass
         with pytest.raises(NotImplementedError, match="high_precision"), context():
             pass
+    with pytest.raises(NotImplementedError, match="CustomRecipe"), te.autocast(recipe=recipe.CustomRecipe(print)):
+        pass
     for available in (te.is_fp8_available, te.is_mxfp8_available, te.is_nvfp4_available):
-        assert available() is False and "quantized" in available(return_reason=True)[1]
+        assert available() is True and "emulated" in available(return_reason=True)[1]
     with pytest.raises(NotImplementedError, match="fp8_output"):
         te.Linear(2, 2)(torch.ones(1, 2), fp8_output=True)
 
 
+def test_checkpoint_recomputes_with_the_recipe(te):
+    torch.manual_seed(0)
+    mlp, x = te.LayerNormMLP(32, 64, params_dtype=torch.bfloat16), torch.randn(16, 32, dtype=torch.bfloat16)
+
+    def gradients(call):
+        inner = x.clone().requires_grad_()
+        torch.manual_seed(1)  # of stochastic rounding
+        with te.autocast(recipe=weft.recipe.NVFP4BlockScaling()):
+            y = call(inner)
+        y.sum().backward()
+        return inner.grad
+
+    assert torch.equal(gradients(partial(te.checkpoint, mlp)), gradients(mlp))
+
+
 def test_high_precision_warns_once(te):
-    with pytest.raises(ValueError, match="expected 'raise' or 'high_precision'"):
+    with pytest.raises(ValueError, match="expected 'quantize' or 'high_precision'"):
         te_compat.install(recipes="fp8")
     te_compat.install(recipes="high_precision")
     te_compat.install()  # does not change it

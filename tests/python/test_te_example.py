@@ -59,8 +59,7 @@ def test_script_runs_and_resumes(folder):
     assert list(losses(run(folder, "-m", "weft.compat", "train.py", "--steps", "4", "--checkpoint", "run"))) == [2, 3]
     assert [file.name for file in (folder / "run").iterdir()] == ["rank0.pt"]
     done = run(folder, "-m", "weft.compat", "train.py", *quantized, "--steps", "5")
-    assert done.returncode == 1 and not done.stdout
-    assert "NotImplementedError: fp8_autocast with DelayedScaling: weft computes in" in done.stderr
+    assert list(losses(done)) == [4]
 
 
 def test_script_does_not_mention_weft():

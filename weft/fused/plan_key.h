@@ -29,17 +29,18 @@ struct TensorMeta {
 };
 
 /// Everything that a fusion rule or a plan may depend on, packed into words for one cheap comparison per call. It has
-/// no row counts: a plan serves any number of rows. Words: grad mode and autocast dtype, version of the rules,
+/// no row counts: a plan serves any number of rows. Words: grad mode and autocast dtype, version of the rules, recipe,
 /// evaluation mask (2), then one TensorMeta each for x, the extra inputs passed by the caller and the parameters. In
 /// the mask, bit `Pipeline::eval_bit(i)` is set if operation i is in evaluation mode.
 class PlanKey {
  public:
-  static constexpr int kHeaderWords = 4;  // words before x
+  static constexpr int kHeaderWords = 5;  // words before x
 
   PlanKey() = default;
-  PlanKey(bool grad_mode, at::ScalarType autocast, uint32_t rules_version, uint64_t eval_mask) {
+  PlanKey(bool grad_mode, at::ScalarType autocast, uint32_t recipe, uint32_t rules_version, uint64_t eval_mask) {
     words_.push_back(uint32_t{grad_mode} | static_cast<uint32_t>(autocast) << 8);
     words_.push_back(rules_version);
+    words_.push_back(recipe);
     words_.push_back(static_cast<uint32_t>(eval_mask));
     words_.push_back(static_cast<uint32_t>(eval_mask >> 32));
   }
@@ -56,7 +57,9 @@ class PlanKey {
   /// The autocast dtype; Undefined if autocast is off.
   at::ScalarType autocast() const { return static_cast<at::ScalarType>(words_[0] >> 8 & 0xff); }
   uint32_t rules_version() const { return words_[1]; }
-  uint64_t eval_mask() const { return words_[2] | static_cast<uint64_t>(words_[3]) << 32; }
+  /// The id of the quantization recipe (quant::find_recipe); 0: none.
+  uint32_t recipe() const { return words_[2]; }
+  uint64_t eval_mask() const { return words_[3] | static_cast<uint64_t>(words_[4]) << 32; }
   TensorMeta tensor_meta(int i) const { return TensorMeta::unpack(words_[kHeaderWords + i]); }
   int num_tensors() const { return static_cast<int>(words_.size()) - kHeaderWords; }
 

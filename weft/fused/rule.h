@@ -99,6 +99,7 @@ struct PatternRule {
   std::function<std::string(const Match&, const PlanView&)> reject = {};
   FusedMaker make;
   std::function<std::vector<ops::OpPtr>()> sample = {};  // a pipeline that it fuses, for tests
+  bool quantized = false;                                // also for quantized operations
   int64_t min_rows = 0;                                  // a call with fewer rows runs the basic operations
   bool opt_in = false;                                   // disabled until `enable_rules` is called
 };

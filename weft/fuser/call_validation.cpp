@@ -6,6 +6,7 @@
 
 #include "weft/core/dispatch_keys.h"
 #include "weft/fused/rules.h"
+#include "weft/quant/recipe.h"
 
 namespace weft::fuser {
 namespace {
@@ -173,7 +174,7 @@ fused::PlanKey make_plan_key(const Pipeline& pipeline, const at::Tensor& x, ops:
   const bool grad_mode = c10::GradMode::is_enabled();
   const auto device = x.device().type();
   fused::PlanKey key(grad_mode, supports_autocast(device) ? autocast_dtype(device) : at::ScalarType::Undefined,
-                     fused::rules_version(), eval_mask);
+                     pipeline.quantizes() ? quant::active_recipe() : 0, fused::rules_version(), eval_mask);
   if (!is_supported_tensor(x))
     reject("the input of " + (pipeline.size() > 0 ? pipeline.label(0) : std::string("an empty pipeline")), x);
   key.add(fused::TensorMeta::of(x, grad_mode).pack());
@@ -195,7 +196,8 @@ void check_buffers(const Pipeline& pipeline, const ops::Buffers& given) {
                     ", but the pipeline has ", pipeline.size(), " operations.");
   const auto& op = pipeline.op(given.op);
   const auto& label = pipeline.label(given.op);
-  TORCH_CHECK_VALUE(op.takes_buffers(), "weft: ", label, " does not take buffers.");
+  const bool results = given.output.defined() || given.grad_input.defined();
+  TORCH_CHECK_VALUE(results ? op.takes_buffers() : op.quantizes(), "weft: ", label, " does not take buffers.");
   for (const auto& [what, t] : {std::pair{"output", &given.output}, std::pair{"grad_input", &given.grad_input}}) {
     if (!t->defined()) continue;
     if (!is_supported_tensor(*t)) reject(std::string("buffer '") + what + "' of " + label, *t);

@@ -32,6 +32,12 @@ kernels::TierChoice fastest_tier(const std::vector<kernels::TierChoice>& choices
   return fastest;
 }
 
+/// The dtype in which operation i multiplies: quantized values are exact in bfloat16.
+at::ScalarType gemm_dtype(const fused::PlanView& view, int i, bool backward) {
+  const auto* recipe = view.plans[i].recipe;
+  return recipe && !(backward && recipe->backward_override) ? at::kBFloat16 : view.compute_dtypes[i];
+}
+
 /// One line per step, with the fastest kernel tier of its operations.
 std::vector<Explanation::StepLine> lines(const Pipeline& pipeline, const std::vector<PlannedStep>& steps,
                                          const fused::PlanView& view, bool backward) {
@@ -44,7 +50,8 @@ std::vector<Explanation::StepLine> lines(const Pipeline& pipeline, const std::ve
     const bool in_python = step.fused ? step.fused->process_local() : pipeline.op(step.first).process_local();
     std::vector<kernels::TierChoice> choices;
     for (int i = step.first; i < step.first + step.count; ++i)
-      choices.push_back(pipeline.op(i).kernel({device, view.compute_dtypes[i], backward, view.plans[i].training}));
+      choices.push_back(
+          pipeline.op(i).kernel({device, gemm_dtype(view, i, backward), backward, view.plans[i].training}));
     const auto choice = step.fused ? fastest_tier(choices) : choices.front();
     list.push_back({step.first, step.count, name, bool(step.fused),
                     in_python ? "python" : std::string(kernels::tier_name(choice.tier)),
@@ -182,6 +189,8 @@ Explanation explain(const Pipeline& pipeline, const Plan& plan, const at::Tensor
   for (const int slot : pipeline.caller_inputs()) out.from_caller.push_back(pipeline.consumer(slot));
   for (const int slot : pipeline.caller_outputs()) out.to_caller.push_back(pipeline.producer(slot));
   for (int i = 0; i < pipeline.size(); ++i)
+    if (plan.ops[i].recipe) out.quantized.push_back({i, plan.ops[i].recipe->text()});
+  for (int i = 0; i < pipeline.size(); ++i)
     if (pipeline.op(i).in_place()) out.in_place.push_back({i, in_place_note(pipeline, plan, i)});
   list_saved(out, pipeline, plan, x, params, extras);
   add_packed_weights(out);
@@ -208,9 +217,11 @@ std::string Explanation::text() const {
   for (const auto& r : rejections)
     text << "  " << pad(format_range(r.first, r.count), 8) << r.rule << " (" << fused::pass_name(r.pass)
          << "): " << r.reason << "\n";
-  if (!in_place.empty()) text << "in place\n";
-  for (const auto& note : in_place)
-    text << "  " << pad(std::to_string(note.op), 8) << op_names[note.op] << ": " << note.text << "\n";
+  for (const auto& [title, notes] : {std::pair{"quantized\n", &quantized}, std::pair{"in place\n", &in_place}}) {
+    if (!notes->empty()) text << title;
+    for (const auto& note : *notes)
+      text << "  " << pad(std::to_string(note.op), 8) << op_names[note.op] << ": " << note.text << "\n";
+  }
   text << "saved for backward: " << saved_text() << "\n";
   for (const auto& line : saved) {
     text << "  " << pad(std::to_string(line.op), 8) << pad(op_names[line.op] + " " + line.name, 28) << line.sizes << " "

@@ -37,7 +37,8 @@ struct Explanation {
   std::vector<std::string> op_names;
   std::vector<StepLine> forward, backward;
   std::vector<Rejection> rejections;
-  std::vector<Note> in_place;  // per in-place operation: whether it writes in place or copies, and why
+  std::vector<Note> quantized;  // per quantized operation: its recipe
+  std::vector<Note> in_place;   // per in-place operation: whether it writes in place or copies, and why
   std::vector<SavedLine> saved;
   std::vector<Channel> channels;
   std::vector<int> from_caller, to_caller;      // operations with extra inputs from, or extra outputs to, the caller

@@ -9,6 +9,7 @@
 #include "weft/core/dispatch_keys.h"
 #include "weft/fuser/call_validation.h"
 #include "weft/fuser/executor.h"
+#include "weft/quant/recipe.h"
 
 namespace weft::fuser {
 namespace {
@@ -45,6 +46,7 @@ struct CallText {
 CallText call_from(Parser& text, const Pipeline& pipeline) {
   text.expect("@call(autocast=");
   const auto autocast = text.value();
+  const auto recipe = text.accept(", recipe=") ? quant::recipe_id(quant::Recipe::parse(text.string())) : 0;
   text.expect(", eval=");
   const auto eval = text.unsigned_integer();
   auto joint_rules = text.accept(", joint=") ? words_of(text.string()) : std::vector<std::string>{};
@@ -52,7 +54,7 @@ CallText call_from(Parser& text, const Pipeline& pipeline) {
   const auto tensors = words_of(text.string());
   text.expect(")");
   const auto* dtype = std::get_if<std::string>(&autocast);
-  PlanKey key(true, dtype ? dtype_from_name(*dtype) : at::ScalarType::Undefined, fused::rules_version(), eval);
+  PlanKey key(true, dtype ? dtype_from_name(*dtype) : at::ScalarType::Undefined, recipe, fused::rules_version(), eval);
   for (const auto& word : tensors) key.add(meta_from_text(word).pack());
   const auto expected = 1 + pipeline.caller_inputs().size() + pipeline.params().size();
   TORCH_CHECK_VALUE(static_cast<size_t>(key.num_tensors()) == expected, "Pipeline text: the call describes ",
@@ -123,8 +125,11 @@ std::string describe(const Pipeline& pipeline, const PlanKey& key) {
   for (int i = 0; i < key.num_tensors(); ++i) tensors.append(i ? " " : "").append(meta_text(key.tensor_meta(i)));
   const auto autocast =
       key.autocast() == at::ScalarType::Undefined ? Value{} : Value(std::string(dtype_name(key.autocast())));
-  return pipeline.text() + " @call(autocast=" + to_text(autocast) + ", eval=" + std::to_string(key.eval_mask()) +
-         ", joint=" + to_text(enabled_joint_rules()) + ", tensors=" + to_text(tensors) + ")";
+  const auto* recipe = quant::find_recipe(key.recipe());
+  return pipeline.text() + " @call(autocast=" + to_text(autocast) +
+         (recipe ? ", recipe=" + to_text(recipe->text()) : std::string()) +
+         ", eval=" + std::to_string(key.eval_mask()) + ", joint=" + to_text(enabled_joint_rules()) +
+         ", tensors=" + to_text(tensors) + ")";
 }
 
 namespace {

@@ -1,6 +1,11 @@
 #include "weft/fuser/matcher.h"
 
 namespace weft::fuser {
+namespace {
+constexpr const char* kQuantized = "a recipe quantizes a matched operation, and the rule is for unquantized ones";
+constexpr const char* kQuantizedPipeline =
+    "a recipe quantizes an operation of the pipeline, and functions fuse unquantized pipelines only";
+}  // namespace
 
 using fused::Match;
 using fused::PatternRule;
@@ -10,6 +15,10 @@ std::vector<Step> Matcher::apply(fused::Pass pass, std::vector<Step> steps) {
   for (const auto& [id, rule] : rules_) {
     if (fused::pass_of(rule) != pass) continue;
     const auto* pattern = std::get_if<PatternRule>(&rule);
+    if (!pattern && is_quantized(0, pipeline_.size())) {
+      add_rejection({fused::name_of(rule), pass, 0, pipeline_.size(), kQuantizedPipeline});
+      continue;
+    }
     steps = pattern ? scan(*pattern, steps) : std::get<fused::RewriteRule>(rule).rewrite(steps, view_);
   }
   return steps;
@@ -74,7 +83,14 @@ std::vector<Match::Wire> Matcher::wiring(int first, int count) const {
   return wires;
 }
 
+bool Matcher::is_quantized(int first, int count) const {
+  for (int i = first; i < first + count; ++i)
+    if (view_.plans[i].recipe) return true;
+  return false;
+}
+
 std::string Matcher::rejection_reason(const PatternRule& rule, const Match& match) const {
+  if (!rule.quantized && is_quantized(match.first(), match.size())) return kQuantized;
   if (rule.reject) {
     if (auto reason = rule.reject(match, view_); !reason.empty()) return reason;
   }

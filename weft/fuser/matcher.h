@@ -27,6 +27,8 @@ class Matcher {
   void add_rejection(Rejection rejection);
   /// Empty if the match is fused.
   std::string rejection_reason(const fused::PatternRule& rule, const fused::Match& match) const;
+  /// Whether a recipe quantizes one of these operations.
+  bool is_quantized(int first, int count) const;
   /// Whether a channel connects two of these operations.
   bool has_inner_channel(int first, int count) const;
 

@@ -83,6 +83,7 @@ Pipeline::Pipeline(std::vector<Stage> stages) : stages_(std::move(stages)) {
     extra_in_base_.push_back(extra_in_base_.back() + op.extra_inputs());
     extra_out_base_.push_back(extra_out_base_.back() + op.extra_outputs());
     process_local_ |= op.process_local();
+    quantizes_ |= op.quantizes();
     eval_bits_.push_back(op.depends_on_training() ? eval_bits++ : -1);
     if (!stage.label.empty()) continue;
     stage.label = op.name();

@@ -66,6 +66,8 @@ class Pipeline {
   ops::CallReport& report() const { return *report_; }
   /// True if any operation is written in Python.
   bool process_local() const { return process_local_; }
+  /// True if recipes quantize one of its operations.
+  bool quantizes() const { return quantizes_; }
 
   /// `Name(field=value, …)` per operation, separated by "; ". Then ` <"channel"` for each extra input from a channel
   /// (`<-`: from the caller), ` >"channel"` for each extra output, ` >>"channel"` if it is not returned to the caller.
@@ -79,7 +81,7 @@ class Pipeline {
   std::vector<int> caller_inputs_, caller_outputs_, sources_, eval_bits_;
   std::vector<ops::ParamSpec> params_;
   std::shared_ptr<ops::CallReport> report_ = std::make_shared<ops::CallReport>();
-  bool process_local_ = false;
+  bool process_local_ = false, quantizes_ = false;
 };
 
 }  // namespace weft::fuser

@@ -41,6 +41,7 @@ std::vector<ops::OpPlan> propagate_requires_grad(const Pipeline& pipeline, const
               extra_out_requires_grad.begin() + pipeline.extra_out_base(i + 1), plan.needs_grad);
 
     plan.autocast = key.autocast();
+    plan.recipe = pipeline.op(i).quantizes() ? quant::find_recipe(key.recipe()) : nullptr;
     plan.training = pipeline.eval_bit(i) < 0 || (key.eval_mask() >> pipeline.eval_bit(i) & 1) == 0;
     plan.param_base = pipeline.param_base(i);
     plan.saved_base = pipeline.saved_base(i);

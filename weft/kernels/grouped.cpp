@@ -59,8 +59,9 @@ bool grouped_on_amx(c10::DeviceType device, at::ScalarType dtype, int64_t n, int
 enum class GroupedKernel { split, vector, amx };
 
 /// The kernel for x and the matrices m; `fits`: the loops can read and write every other tensor.
-GroupedKernel choose_kernel(GroupedPath path, const at::Tensor& x, bool fits, const GroupedMatrix& m) {
-  if (path == GroupedPath::split || !fits || vector_tier(x) == Tier::ref) return GroupedKernel::split;
+GroupedKernel choose_kernel(GroupedPath path, const std::optional<GroupedQuantization>& quantization,
+                            const at::Tensor& x, bool fits, const GroupedMatrix& m) {
+  if (path == GroupedPath::split || quantization || !fits || vector_tier(x) == Tier::ref) return GroupedKernel::split;
   return grouped_on_amx(x.device().type(), x.scalar_type(), m.rows(), m.columns()) ? GroupedKernel::amx
                                                                                    : GroupedKernel::vector;
 }
@@ -102,8 +103,8 @@ at::Tensor grouped_gemm(const GroupIndex& index, const at::Tensor& x, const Grou
   if (on_meta(x)) return out;
   const bool fits = vector_accessible(w) && vector_accessible(e.bias) && vector_accessible(e.scales) &&
                     vector_accessible(out) && has_contiguous_rows(x);
-  const auto kernel = choose_kernel(e.path, x, fits, w);
-  const GroupedGemmCall call{x, w, transposed, e.bias, e.scales, out};
+  const auto kernel = choose_kernel(e.path, e.quantization, x, fits, w);
+  const GroupedGemmCall call{x, w, transposed, e.bias, e.scales, out, e.quantization};
   launch([=] {
     const GroupOffsets offsets(index, call.x.sizes()[0]);
     if (clear) zero_tail(offsets, call.out);
@@ -115,14 +116,15 @@ at::Tensor grouped_gemm(const GroupIndex& index, const at::Tensor& x, const Grou
 }
 
 void grouped_weight_gradient(const GroupIndex& index, const at::Tensor& dy, const at::Tensor& x,
-                             const GroupedMatrix& out, bool accumulate, GroupedPath path) {
+                             const GroupedMatrix& out, bool accumulate, GroupedPath path,
+                             const std::optional<GroupedQuantization>& quantization) {
   check(index, dy, out, out.rows());
   check(index, x, out, out.columns());
   if (on_meta(x)) return;
   const auto kernel = choose_kernel(
-      path, x, vector_accessible(dy) && vector_accessible(out) && has_contiguous_rows(dy) && has_contiguous_rows(x),
-      out);
-  const GroupedWgradCall call{dy, x, out, accumulate};
+      path, quantization, x,
+      vector_accessible(dy) && vector_accessible(out) && has_contiguous_rows(dy) && has_contiguous_rows(x), out);
+  const GroupedWgradCall call{dy, x, out, accumulate, quantization};
   launch([=] {
     const GroupOffsets offsets(index, call.x.sizes()[0]);
     if (kernel == GroupedKernel::amx) return amx::grouped_weight_gradient(offsets, call);

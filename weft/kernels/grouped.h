@@ -3,7 +3,9 @@
 #include <c10/util/ArrayRef.h>
 #include <c10/util/SmallVector.h>
 
-#include "weft/kernels/tier.h"
+#include <optional>
+
+#include "weft/kernels/quantize.h"
 
 namespace weft::kernels {
 
@@ -50,11 +52,19 @@ class GroupedMatrix {
 /// best: the tier's grouped kernel; split: one `gemm` per group, the reference for tests.
 enum class GroupedPath { best, split };
 
+/// How the operands of a grouped GEMM are quantized: each group by itself, A as x or dy, B as w or x.
+struct GroupedQuantization {
+  Quantization a, b;
+  at::Tensor seed = {};          // int64, of A: group g has offset g
+  bool checks_hadamard = false;  // raises if the columnwise copy of A could not be transformed
+};
+
 struct GroupedEpilogue {
   GroupedMatrix bias = {};  // [1, N] per group
   at::Tensor scales = {};   // [T], any dtype: row r gets scales[r] times the bias
   at::Tensor out = {};      // [T, N], contiguous; ungrouped rows are left as they are. Undefined: allocated, they are 0
   GroupedPath path = GroupedPath::best;
+  std::optional<GroupedQuantization> quantization = {};
 };
 
 // These functions allocate from the sizes of their arguments alone; on the meta device they do nothing else. They read
@@ -69,7 +79,8 @@ at::Tensor grouped_gemm(const GroupIndex& index, const at::Tensor& x, const Grou
 /// out_g = Σ_{r∈g} dY_rᵀ X_r, or out_g += … with `accumulate`; out_g [N, K] of any dtype. An empty group writes 0, or
 /// nothing with `accumulate`.
 void grouped_weight_gradient(const GroupIndex& index, const at::Tensor& dy, const at::Tensor& x,
-                             const GroupedMatrix& out, bool accumulate, GroupedPath path = GroupedPath::best);
+                             const GroupedMatrix& out, bool accumulate, GroupedPath path = GroupedPath::best,
+                             const std::optional<GroupedQuantization>& quantization = {});
 
 struct GroupedBiasGradient {
   at::Tensor db;  // [G, N], in the dtype of dy

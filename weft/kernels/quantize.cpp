@@ -46,30 +46,68 @@ float max_of(at::ScalarType dtype) {
   return dtype == at::kBFloat16 ? static_cast<float>(std::numeric_limits<at::BFloat16>::max()) : FLT_MAX;
 }
 
-CopyLayout layout_of(const QuantizedMatrix& q, bool columnwise) {
-  const auto& how = q.quantization;
-  const bool swapped = columnwise && !how.columns_in_place();
-  const auto rows = swapped ? q.columns : q.rows, columns = swapped ? q.rows : q.columns;
-  if (how.block == 0) return {rows, columns, std::max<int64_t>(rows, 1), std::max<int64_t>(columns, 1)};
-  if (how.two_dimensional) return {rows, columns, how.block, how.block};
-  if (columnwise && !swapped) return {rows, columns, how.block, 1};
-  return {rows, columns, 1, how.block};
+CopySizes<int64_t> sizes_of(const QuantizedMatrix& q, bool columnwise) {
+  return {q.quantization, q.rows, q.columns, columnwise};
 }
 
-QuantizedCopy allocate_copy(const QuantizedMatrix& q, bool columnwise, const at::TensorOptions& options) {
-  const auto l = layout_of(q, columnwise);
-  const auto bytes = q.quantization.format == Format::e2m1 ? (l.columns + 1) / 2 : l.columns;
-  const auto scale_dtype = q.quantization.scale_format == ScaleFormat::float32 ? at::kFloat : at::kByte;
-  auto scales = q.quantization.block == 0
-                    ? at::empty({1}, options.dtype(scale_dtype))
-                    : at::empty({ceil_div(l.rows, l.block_rows), ceil_div(l.columns, l.block_columns)},
-                                options.dtype(scale_dtype));
-  return {.data = at::empty({l.rows, bytes}, options.dtype(at::kByte)), .scales = std::move(scales), .amax = {}};
+void check_hadamard(const at::Tensor& x) {
+  TORCH_CHECK_TYPE(x.scalar_type() == at::kBFloat16, "quantize: random_hadamard_transform requires bfloat16, got ",
+                   x.scalar_type(), ". Convert the tensors, or disable the transform.");
+  TORCH_CHECK_VALUE(x.size(0) % 16 == 0, "quantize: random_hadamard_transform requires a multiple of 16 rows, got ",
+                    x.size(0), ". Add rows of zeros, or disable the transform.");
 }
 
 namespace {
 
-bool needs_amax(const Quantization& how) { return how.block == 0 || how.scale_format == ScaleFormat::e4m3; }
+/// The views of a copy.
+QuantizedCopy views_of(const Quantization& how, const CopySizes<int64_t>& n, at::Tensor bytes) {
+  const auto words = bytes.view(at::kFloat);
+  const auto view = [](const at::Tensor& t, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset) {
+    return t.as_strided(sizes, strides, t.storage_offset() + offset);
+  };
+  const bool float32 = how.scale_format == ScaleFormat::float32;
+  const auto scale_sizes = how.block == 0 ? std::vector<int64_t>{1} : std::vector{n.scale_rows, n.scale_columns};
+  const auto scale_strides = how.block == 0 ? std::vector<int64_t>{1} : std::vector{n.scale_columns, int64_t{1}};
+  QuantizedCopy copy{
+      .bytes = bytes,
+      .data = view(bytes, {n.rows, n.row_bytes}, {n.row_bytes, 1}, 0),
+      .scales = view(float32 ? words : bytes, scale_sizes, scale_strides, n.scales_offset() / n.scale_bytes),
+      .amax = {}};
+  if (how.has_amax()) copy.amax = view(words, {n.amax}, {1}, n.amax_offset() / 4);
+  return copy;
+}
+
+}  // namespace
+
+QuantizedCopy allocate_copy(const QuantizedMatrix& q, bool columnwise, const at::TensorOptions& options) {
+  const auto sizes = sizes_of(q, columnwise);
+  return views_of(q.quantization, sizes, at::empty({sizes.bytes()}, options.dtype(at::kByte)));
+}
+
+QuantizedMatrix matrix_of_copy(const Quantization& quantization, at::ScalarType dtype, int64_t rows, int64_t columns,
+                               bool columnwise, const at::Tensor& bytes) {
+  QuantizedMatrix q{.quantization = quantization, .dtype = dtype, .rows = rows, .columns = columns};
+  const auto sizes = sizes_of(q, columnwise);
+  TORCH_CHECK_VALUE(bytes.scalar_type() == at::kByte && bytes.is_contiguous() && bytes.dim() == 1 &&
+                        bytes.size(0) == sizes.bytes() && bytes.storage_offset() % 4 == 0,
+                    "quantize: a ", columnwise ? "columnwise" : "rowwise", " copy of ", rows, " x ", columns,
+                    " values consists of ", sizes.bytes(), " contiguous bytes at a multiple of 4, got ",
+                    bytes.scalar_type(), " of shape ", bytes.sizes(), ".");
+  (columnwise ? q.columnwise : q.rowwise) = views_of(quantization, sizes, bytes);
+  return q;
+}
+
+const QuantizedCopy& require_copy(const char* who, const QuantizedMatrix& q, bool columnwise) {
+  const auto& copy = columnwise ? q.columnwise : q.rowwise;
+  const auto* const name = columnwise ? "columnwise" : "rowwise";
+  TORCH_CHECK_VALUE(copy.defined(), who, ": the matrix has no ", name, " copy. Quantize it with ", name, "=True.");
+  TORCH_CHECK_VALUE(
+      static_cast<int64_t>(copy.bytes.storage().nbytes()) >= copy.bytes.storage_offset() + copy.bytes.numel(), who,
+      ": the memory of the ", name, " copy was resized.");
+  return copy;
+}
+
+namespace {
 
 /// Checks a tensor that the caller gives instead of a computed one.
 void check_given(const char* name, const at::Tensor& given, const at::Tensor& x, int64_t expected, bool is_used) {
@@ -92,11 +130,9 @@ void check_arguments(const at::Tensor& x, const Quantization& how, const Quantiz
   TORCH_CHECK_VALUE(!how.row_scaled || !args.columnwise, "quantize: row_scaled excludes a columnwise copy.");
   const bool transforms = how.hadamard && args.columnwise;
   if (transforms) {
-    TORCH_CHECK_TYPE(dtype == at::kBFloat16, "quantize: random_hadamard_transform requires bfloat16, got ", dtype, ".");
-    TORCH_CHECK_VALUE(x.size(0) % 16 == 0, "quantize: random_hadamard_transform requires a multiple of 16 rows, got ",
-                      x.size(0), ". Pad the input with zero rows.");
+    check_hadamard(x);
   }
-  check_given("amax", args.amax, x, how.row_scaled ? x.size(0) : 1, needs_amax(how) && (args.rowwise || !how.hadamard));
+  check_given("amax", args.amax, x, how.row_scaled ? x.size(0) : 1, how.has_amax() && (args.rowwise || !how.hadamard));
   check_given("transformed_amax", args.transformed_amax, x, 1, transforms);
   check_given("scale", args.scale, x, 1, how.block == 0);
   TORCH_CHECK_VALUE(args.random.offset >> 63 == 0, "quantize: offset is ", args.random.offset,
@@ -193,17 +229,16 @@ QuantizedMatrix quantize(const at::Tensor& x, const Quantization& how, const Qua
   QuantizedMatrix q{.quantization = how, .dtype = x.scalar_type(), .rows = x.size(0), .columns = x.size(1)};
   const auto amax_of = [&](bool transformed) {
     const auto& given = transformed ? args.transformed_amax : args.amax;
-    return given.defined() ? given.clone()  // the caller may overwrite it
-                           : quantization_amax(x, how, transformed);
+    return given.defined() ? given : quantization_amax(x, how, transformed);
   };
   if (args.rowwise) q.rowwise = allocate_copy(q, false, x.options());
   if (args.columnwise) q.columnwise = allocate_copy(q, true, x.options());
-  if (needs_amax(how)) {
+  if (how.has_amax()) {
     const bool transforms = how.hadamard && args.columnwise;
     at::Tensor amax;
     if (args.rowwise || !transforms) amax = amax_of(false);
-    if (args.rowwise) q.rowwise.amax = amax;
-    if (args.columnwise) q.columnwise.amax = transforms ? amax_of(true) : amax;
+    if (args.rowwise) q.rowwise.amax.copy_(amax.reshape(-1));
+    if (args.columnwise) q.columnwise.amax.copy_((transforms ? amax_of(true) : amax).reshape(-1));
   }
   const auto tier = vector_tier(x, args.scale, q.rowwise.amax, q.columnwise.amax);
   if (tier == Tier::ref) {
@@ -215,17 +250,16 @@ QuantizedMatrix quantize(const at::Tensor& x, const Quantization& how, const Qua
 }
 
 at::Tensor decode_copy(const QuantizedMatrix& q, bool columnwise, Decoding decoding, at::ScalarType dtype) {
-  const auto& copy = columnwise ? q.columnwise : q.rowwise;
-  TORCH_CHECK_VALUE(copy.defined(), "dequantize: the matrix has no ", columnwise ? "columnwise" : "rowwise", " copy.");
-  const auto l = layout_of(q, columnwise);
+  const auto& copy = require_copy("dequantize", q, columnwise);
   const auto tier = is_plain_strided(copy.data) ? vector_tier(copy.data.device().type(), dtype) : Tier::ref;
-  if (tier == Tier::ref) return ref::decode_copy(q, copy, l, decoding).to(dtype);
+  if (tier == Tier::ref) return ref::decode_copy(q, columnwise, decoding).to(dtype);
+  const auto l = sizes_of(q, columnwise);
   auto out = empty_cpu({l.rows, l.columns}, dtype);
   const DequantizeCall call{.how = q.quantization,
                             .copy = pointers(copy),
                             .columns = l.columns,
-                            .block_rows = l.block_rows,
-                            .block_columns = l.block_columns,
+                            .block_rows = l.block_rows > 0 ? l.block_rows : std::max<int64_t>(l.rows, 1),
+                            .block_columns = l.block_columns > 0 ? l.block_columns : std::max<int64_t>(l.columns, 1),
                             .decoding = decoding,
                             .dtype = dtype,
                             .out = out.mutable_data_ptr()};

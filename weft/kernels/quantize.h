@@ -1,8 +1,6 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
-#include <optional>
-
 #include "weft/core/formats.h"
 #include "weft/kernels/tier.h"
 
@@ -29,6 +27,8 @@ struct Quantization {
   FourOverSix four_over_six = FourOverSix::none;
 
   bool operator==(const Quantization&) const = default;
+  /// Whether copies contain the maximum magnitude of the matrix, or of each row.
+  bool has_amax() const { return block == 0 || scale_format == ScaleFormat::e4m3; }
   /// Whether the columnwise copy is stored as the matrix is, not transposed.
   bool columns_in_place() const { return scale_format == ScaleFormat::e8m0; }
 };
@@ -41,11 +41,30 @@ struct RandomStream {
 
 /// One copy of a quantized matrix [M, K]: with blocks along K (rowwise) or along M (columnwise).
 struct QuantizedCopy {
+  at::Tensor bytes;   // uint8 [CopySizes::bytes()]: all of the copy; the others are views of it
   at::Tensor data;    // uint8 codes: [M, K], columnwise [K, M]; with two E2M1 codes per byte. E8M0 columnwise: [M, K]
   at::Tensor scales;  // one per block, in the layout of data. float32 scales: their inverses; else uint8 codes
   at::Tensor amax;    // float32: of the matrix, or of each row; undefined with blocks of float32 or E8M0 scales
 
-  bool defined() const { return data.defined(); }
+  bool defined() const { return bytes.defined(); }
+};
+
+/// The sizes of a copy. Int: int64_t, or c10::SymInt for matrices of unknown sizes.
+template <class Int>
+struct CopySizes {
+  Int rows, columns;                               // of the codes
+  int64_t block_rows = 1, block_columns = 1;       // of the values that share a scale; 0: all
+  Int row_bytes, scale_rows, scale_columns, amax;  // bytes per row of codes; scales; values of amax
+  int64_t scale_bytes = 4;                         // of one scale
+
+  CopySizes(const Quantization& how, const Int& matrix_rows, const Int& matrix_columns, bool columnwise);
+  Int scales_offset() const { return round_up(rows * row_bytes); }
+  Int amax_offset() const { return round_up(scales_offset() + scale_rows * scale_columns * scale_bytes); }
+  Int bytes() const { return round_up(amax_offset() + amax * 4); }
+
+ private:
+  static Int ceil_div(const Int& a, int64_t b) { return (a + (b - 1)) / b; }
+  static Int round_up(const Int& a) { return ceil_div(a, 64) * 64; }
 };
 
 struct QuantizedMatrix {
@@ -64,8 +83,15 @@ struct QuantizeArgs {
   RandomStream random = {};
 };
 
+/// The matrix whose copy consists of `bytes`. Raises ValueError if their number does not fit.
+QuantizedMatrix matrix_of_copy(const Quantization& quantization, at::ScalarType dtype, int64_t rows, int64_t columns,
+                               bool columnwise, const at::Tensor& bytes);
+
 /// Raises ValueError for options that exclude each other.
 void check_options(const Quantization& quantization);
+
+/// Raises unless the columnwise copy of x can be transformed: bfloat16, and a multiple of 16 rows.
+void check_hadamard(const at::Tensor& x);
 
 /// Quantizes x [M, K], of float32, bfloat16 or float16. The bytes are the same in every tier and for any number of
 /// threads.
@@ -87,5 +113,20 @@ at::Tensor dequantize(const QuantizedMatrix& matrix, bool columnwise, at::Scalar
 /// y = x diag(s) H/4 for groups of 16 values along M, rounded to bfloat16; x is bfloat16 [M, K]. s: `kHadamardSigns`
 /// (quantize_math.h).
 at::Tensor hadamard_transform(const at::Tensor& x);
+
+template <class Int>
+CopySizes<Int>::CopySizes(const Quantization& how, const Int& matrix_rows, const Int& matrix_columns, bool columnwise) {
+  const bool in_place = how.columns_in_place(), swapped = columnwise && !in_place;
+  rows = swapped ? matrix_columns : matrix_rows;
+  columns = swapped ? matrix_rows : matrix_columns;
+  block_rows = how.two_dimensional || (columnwise && in_place) ? how.block : 1;
+  block_columns = how.two_dimensional || !(columnwise && in_place) ? how.block : 1;
+  if (how.block == 0) block_rows = 0;
+  row_bytes = how.format == Format::e2m1 ? ceil_div(columns, 2) : columns;
+  scale_rows = block_rows > 0 ? ceil_div(rows, block_rows) : Int(1);
+  scale_columns = block_columns > 0 ? ceil_div(columns, block_columns) : Int(1);
+  scale_bytes = how.scale_format == ScaleFormat::float32 ? 4 : 1;
+  amax = !how.has_amax() ? Int(0) : how.row_scaled ? rows : Int(1);
+}
 
 }  // namespace weft::kernels

@@ -4,15 +4,13 @@
 // The `ref` tier of quantization, in ATen calls. Not installed.
 
 namespace weft::kernels {
-/// The layout of a copy: the sizes of its codes, and the values that share a scale.
-struct CopyLayout {
-  int64_t rows, columns, block_rows, block_columns;
-};
 /// The largest finite value of float32, bfloat16 or float16.
 float max_of(at::ScalarType dtype);
-CopyLayout layout_of(const QuantizedMatrix& q, bool columnwise);
-/// Uninitialized codes and scales.
+CopySizes<int64_t> sizes_of(const QuantizedMatrix& q, bool columnwise);
+/// An uninitialized copy.
 QuantizedCopy allocate_copy(const QuantizedMatrix& q, bool columnwise, const at::TensorOptions& options);
+/// A copy that is about to be read. Raises ValueError if the matrix has none, or if its memory was resized.
+const QuantizedCopy& require_copy(const char* who, const QuantizedMatrix& q, bool columnwise);
 }  // namespace weft::kernels
 
 namespace weft::kernels::ref {
@@ -24,7 +22,6 @@ at::Tensor hadamard_transform(const at::Tensor& x);
 /// [K, M], transformed along M, back to the values before the transform.
 at::Tensor inverse_hadamard_transform(const at::Tensor& y);
 /// float32 values of a copy, in the layout of its data.
-at::Tensor decode_copy(const QuantizedMatrix& q, const QuantizedCopy& copy, const CopyLayout& layout,
-                       Decoding decoding);
+at::Tensor decode_copy(const QuantizedMatrix& q, bool columnwise, Decoding decoding);
 
 }  // namespace weft::kernels::ref

@@ -1,6 +1,7 @@
 #include "weft/kernels/quantized_gemm.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <cmath>
@@ -34,7 +35,7 @@ bool is_transformed(const QuantizedOperand& o) { return o.columnwise && o.matrix
 
 /// Whether blocks with E8M0 code 0 hold zeros only.
 bool smallest_blocks_are_zero(const QuantizedOperand& o) {
-  const auto l = layout_of(o.matrix, o.columnwise);
+  const auto l = sizes_of(o.matrix, o.columnwise);
   const auto is_smallest = copy_of(o)
                                .scales.eq(0)
                                .repeat_interleave(l.block_rows, 0)
@@ -101,10 +102,11 @@ at::Tensor sum_scaled_blocks(const DecodedOperand& a, const DecodedOperand& b, i
 }
 
 /// The epilogue of a float32 product whose operands have these factors.
-at::Tensor finish(const at::Tensor& product, const Epilogue& e, float left_factor, float right_factor) {
+at::Tensor finish(at::Tensor product, const Epilogue& e, float left_factor, float right_factor) {
   for (const double factor : {static_cast<double>(left_factor), static_cast<double>(right_factor), e.scale})
     if (factor != 1) product.mul_(factor);
   if (e.bias.defined()) product.add_(e.bias);
+  if (e.addend.defined() && e.addend.scalar_type() == at::kDouble) product = product.to(at::kDouble);
   if (e.addend.defined()) product.add_(e.addend);
   return e.out.defined() ? e.out.copy_(product) : product.to(e.dtype);
 }
@@ -115,9 +117,7 @@ bool is_normal_float(double x) { return std::isnormal(static_cast<float>(x)); }
 
 void check_operands(const QuantizedOperand& a, const QuantizedOperand& b) {
   for (const auto* o : {&a, &b}) {
-    TORCH_CHECK_VALUE(copy_of(*o).defined(), "quantized gemm: operand ", o == &a ? "a" : "b", " has no ",
-                      o->columnwise ? "columnwise" : "rowwise", " copy. Quantize it with ",
-                      o->columnwise ? "columnwise" : "rowwise", "=True.");
+    require_copy(o == &a ? "quantized gemm, operand a" : "quantized gemm, operand b", o->matrix, o->columnwise);
     TORCH_CHECK_NOT_IMPLEMENTED(!o->matrix.quantization.row_scaled,
                                 "quantized gemm: row-scaled operands are not supported; dequantize them first.");
   }
@@ -134,13 +134,11 @@ void check_operands(const QuantizedOperand& a, const QuantizedOperand& b) {
                     copy_of(a).data.device(), " and ", copy_of(b).data.device(), ".");
 }
 
-bool is_result_dtype(at::ScalarType t) { return t == at::kFloat || t == at::kBFloat16 || t == at::kHalf; }
-
 void check_tensor(const char* name, const at::Tensor& t, at::IntArrayRef sizes, c10::Device device) {
   if (!t.defined()) return;
   TORCH_CHECK_VALUE(t.sizes() == sizes, "quantized gemm: ", name, " has shape ", t.sizes(), ", expected ", sizes, ".");
-  TORCH_CHECK_TYPE(is_result_dtype(t.scalar_type()), "quantized gemm: ", name, " is ", t.scalar_type(),
-                   ", expected float32, bfloat16 or float16.");
+  TORCH_CHECK_TYPE(is_compute_dtype(t.scalar_type()), "quantized gemm: ", name, " is ", t.scalar_type(), ", expected ",
+                   kComputeDtypes, ".");
   TORCH_CHECK_VALUE(t.device() == device, "quantized gemm: ", name, " is on ", t.device(), ", the operands are on ",
                     device, ".");
 }
@@ -153,8 +151,7 @@ void check_epilogue(const QuantizedOperand& a, const QuantizedOperand& b, const 
   check_tensor("out", e.out, sizes, device);
   check_tensor("addend", e.addend, sizes, device);
   const auto dtype = e.result_dtype(a.matrix.dtype);
-  TORCH_CHECK_TYPE(is_result_dtype(dtype), "quantized gemm: dtype is ", dtype,
-                   ", expected float32, bfloat16 or float16.");
+  TORCH_CHECK_TYPE(is_compute_dtype(dtype), "quantized gemm: dtype is ", dtype, ", expected ", kComputeDtypes, ".");
   TORCH_CHECK_VALUE(!e.out.defined() || e.dtype == at::ScalarType::Undefined || e.dtype == dtype,
                     "quantized gemm: dtype is ", e.dtype, ", but `out` is ", dtype, ". Omit dtype.");
 }
@@ -166,14 +163,17 @@ at::Tensor quantized_gemm(const QuantizedOperand& a, const QuantizedOperand& b, 
   check_epilogue(a, b, epilogue);
   Epilogue e = epilogue;
   e.dtype = epilogue.result_dtype(a.matrix.dtype);
+  const auto& data = copy_of(a).data;
+  if (data.is_meta())
+    return e.out.defined() ? e.out : at::empty({row_count(a), row_count(b)}, data.options().dtype(e.dtype));
   // Other tiers may round a bfloat16 product before the epilogue.
-  const bool amx = amx_supports(copy_of(a).data.device().type(), at::kBFloat16, row_count(b), reduction_of(a));
+  const bool amx = amx_supports(data.device().type(), at::kBFloat16, row_count(b), reduction_of(a));
   const auto dtype = amx ? at::kBFloat16 : at::kFloat;
   const auto left = decode_operand(a, dtype), right = decode_operand(b, dtype);
   if (left.block_scales.defined()) return finish(sum_scaled_blocks(left, right, a.matrix.quantization.block), e, 1, 1);
   const double scale = e.scale * left.factor * right.factor;
-  if (gemm_tier(left.values, transposed(right.values), e) != Tier::amx || !is_normal_float(scale) ||
-      left.values.scalar_type() != right.values.scalar_type())
+  if (e.dtype == at::kDouble || gemm_tier(left.values, transposed(right.values), e) != Tier::amx ||
+      !is_normal_float(scale) || left.values.scalar_type() != right.values.scalar_type())
     return finish(float32_product(left.values, right.values), e, left.factor, right.factor);
   e.scale = scale;
   return gemm(left.values, transposed(right.values), e).out;

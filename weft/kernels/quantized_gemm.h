@@ -15,7 +15,7 @@ struct QuantizedOperand {
 /// rounded once. Codes, with their scales where those are powers of two or E4M3, are exact in bfloat16, so with AMX
 /// this is one bfloat16 GEMM, except for other float32 scales of blocks (one GEMM per block of the reduction) and for
 /// scales beyond the exponents of bfloat16 (a float32 GEMM). Without AMX it is a float32 GEMM. Takes `scale`, `bias`,
-/// `addend`, `out` and `dtype` of the epilogue, of float32, bfloat16 or float16. Raises ValueError for operands that do
+/// `addend`, `out` and `dtype` of the epilogue. Raises ValueError for operands that do
 /// not fit.
 at::Tensor quantized_gemm(const QuantizedOperand& a, const QuantizedOperand& b, const Epilogue& epilogue);
 

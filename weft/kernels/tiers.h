@@ -21,12 +21,14 @@ struct GroupedGemmCall {
   bool transposed;
   GroupedMatrix bias;
   at::Tensor scales, out;
+  std::optional<GroupedQuantization> quantization = {};  // split path only
 };
 /// The arguments of `grouped_weight_gradient`.
 struct GroupedWgradCall {
   at::Tensor dy, x;
   GroupedMatrix out;
   bool accumulate;
+  std::optional<GroupedQuantization> quantization = {};  // split path only
 };
 /// The arguments of `grouped_bias_gradient`, with its outputs allocated; undefined outputs are not computed.
 struct GroupedBiasGradCall {

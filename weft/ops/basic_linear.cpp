@@ -67,9 +67,13 @@ Inferred BasicLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spe
   Inferred out{.y = x.with_last(params[0].sizes[0]).as(dtype)};
   if (gathers_input()) out.y.sizes[0] = x.sizes[0] * options_.tensor_parallel_size;
   if (gathers_output_gradient()) out.y.sizes[0] = x.sizes[0] / options_.tensor_parallel_size;
-  out.saved.resize(2);
+  out.saved.resize(3);
+  if (plan.recipe) {
+    infer_saved_copies(plan, x, params[0], out);
+    return out;
+  }
   if (plan.needs_param_grad[0]) out.saved[kInput] = saved_input(x, dtype);
-  if (plan.needs_input_grad && params[0].dtype != dtype) out.saved[kCastWeight] = params[0].as(dtype);
+  if (plan.needs_input_grad && params[0].dtype != dtype) out.saved[kWeight] = params[0].as(dtype);
   return out;
 }
 
@@ -117,12 +121,13 @@ BasicLinear::Operands BasicLinear::operands(OpContext& ctx, const at::Tensor& x,
   const auto dtype = ctx.dtype(weight.scalar_type());
   Operands out{as_dtype(x, dtype), as_dtype(weight, dtype)};
   if (ctx.needs_param_grad(0)) ctx.save(kInput, out.x);
-  if (ctx.needs_input_grad() && !out.w.is_same(weight)) ctx.save(kCastWeight, out.w);
+  if (ctx.needs_input_grad() && !out.w.is_same(weight)) ctx.save(kWeight, out.w);
   return out;
 }
 
 kernels::GemmResult BasicLinear::local_gemm(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
                                             kernels::Epilogue epilogue) const {
+  if (ctx.plan().recipe) return quantized_gemm(ctx, x, weight, std::move(epilogue));
   const auto [local, w] = operands(ctx, x, weight);
   const auto all = gather_input(local).wait();
   epilogue.b_is_weight = true;
@@ -139,7 +144,7 @@ kernels::GemmResult BasicLinear::forward_gemm(OpContext& ctx, const at::Tensor& 
 }
 
 const at::Tensor& BasicLinear::backward_weight(const OpContext& ctx, Params params) const {
-  const auto& cast = ctx.saved(kCastWeight);
+  const auto& cast = ctx.saved(kWeight);
   return cast.defined() ? cast : params[0];
 }
 
@@ -163,7 +168,7 @@ kernels::GemmResult BasicLinear::input_gradient(OpContext& ctx, const at::Tensor
 
 int64_t BasicLinear::packed_dy_min_rows(const OpPlan& plan) const {
   constexpr int64_t kMinRows = 512;  // with fewer rows, packing costs as much as it saves
-  return plan.needs_param_grad[0] && !options_.delay_wgrad_compute ? kMinRows : 0;
+  return plan.needs_param_grad[0] && !options_.delay_wgrad_compute && !plan.recipe ? kMinRows : 0;
 }
 
 bool BasicLinear::uses_packed_dy(const OpPlan& plan, const at::Tensor& dy) const {
@@ -193,7 +198,6 @@ void BasicLinear::weight_gradient_of(OpContext& ctx, const Gradient& dy, const a
 }
 
 void BasicLinear::weight_gradient_by(OpContext& ctx, std::function<at::Tensor(const at::Tensor&, bool)> compute) const {
-  TORCH_INTERNAL_ASSERT(!delays_wgrad());
   ops::weight_gradient(ctx, wgrad_options(options_), 0, 1, {.compute = std::move(compute)});
 }
 
@@ -209,6 +213,7 @@ at::Tensor BasicLinear::forward(OpContext& ctx, const at::Tensor& x, Params para
 }
 
 at::Tensor BasicLinear::backward(OpContext& ctx, const at::Tensor& dy, Params params) const {
+  if (ctx.plan().recipe) return quantized_backward(ctx, dy, params);
   if (parallel()) return parallel_backward(ctx, dy, params);
   weight_gradient(ctx, ctx.with_packed(dy));
   return local_input_gradient(ctx, dy, params, {}).out;

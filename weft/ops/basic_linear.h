@@ -3,8 +3,10 @@
 
 #include "weft/comm/group.h"
 #include "weft/kernels/gemm.h"
+#include "weft/kernels/quantize.h"
 #include "weft/ops/field_descriptions.h"
 #include "weft/ops/operation.h"
+#include "weft/ops/saved_recipe.h"
 
 namespace weft::ops {
 
@@ -16,6 +18,7 @@ enum class ParallelMode { column, row };
 /// With sequence_parallel the replicated tensors are sharded along dimension 0 instead:
 ///   column: x is all-gathered, dx is reduce-scattered
 ///   row:    y is reduce-scattered, dy is all-gathered
+/// A recipe quantizes the operands of each GEMM, after they are gathered.
 class BasicLinear final : public Op<BasicLinear> {
  public:
   struct Options {
@@ -48,16 +51,19 @@ class BasicLinear final : public Op<BasicLinear> {
                 "Input features of the unsharded layer, for initialization; None means in_features."}};
     }
   };
-  enum Saved { kInput, kCastWeight };
+  enum Saved { kInput, kWeight, kRecipe };
 
   explicit BasicLinear(Options options);
 
   const Options& options() const { return options_; }
   std::string_view name() const override { return "BasicLinear"; }
   std::vector<ParamSpec> params() const override;
-  std::vector<std::string> saved_names() const override { return {"input", "weight in compute dtype"}; }
-  int weight_slot() const override { return kCastWeight; }
+  std::vector<std::string> saved_names() const override {
+    return {"input", "weight in compute dtype", kSavedRecipeName};
+  }
+  int weight_slot() const override { return kWeight; }
   DtypeRule dtype_rule() const override { return DtypeRule::weight; }
+  bool quantizes() const override { return true; }
   kernels::TierChoice kernel(const TierQuery& q) const override;
   Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec> params) const override;
   Flops flops(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>) const override;
@@ -107,7 +113,7 @@ class BasicLinear final : public Op<BasicLinear> {
   /// The same for another x, already gathered; `progress` as in Epilogue.
   void weight_gradient_of(OpContext& ctx, const Gradient& dy, const at::Tensor& x, double scale = 1,
                           const std::function<void()>* progress = nullptr) const;
-  /// dW as `compute` writes it (see WgradGemm), for a linear that does not delay it.
+  /// dW as `compute` writes it (see WgradGemm). A delayed one runs after this call, so it owns what it reads.
   void weight_gradient_by(OpContext& ctx, std::function<at::Tensor(const at::Tensor&, bool)> compute) const;
 
  private:
@@ -120,6 +126,19 @@ class BasicLinear final : public Op<BasicLinear> {
   kernels::GemmResult local_input_gradient(OpContext& ctx, const at::Tensor& dy, Params params,
                                            kernels::Epilogue epilogue) const;
   at::Tensor parallel_backward(OpContext& ctx, const at::Tensor& dy, Params params) const;
+  /// The same with quantized operands.
+  void infer_saved_copies(const OpPlan& plan, const Spec& x, const Spec& weight, Inferred& out) const;
+  kernels::GemmResult quantized_gemm(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
+                                     kernels::Epilogue epilogue) const;
+  at::Tensor quantized_backward(OpContext& ctx, const at::Tensor& dy, Params params) const;
+  /// Whether backward gathers and quantizes x once more: a saved copy of the gathered x would take the memory of all
+  /// ranks. Not with delayed scaling, whose scale may have changed by then.
+  bool quantizes_again(const quant::Recipe& recipe) const { return gathers_input() && !recipe.is_delayed(); }
+  /// The gradients from the gathered dy: `q_dy` is it quantized, unless the recipe overrides backward.
+  at::Tensor quantized_input_gradient(OpContext& ctx, const at::Tensor& dy,
+                                      const std::optional<kernels::QuantizedMatrix>& q_dy, Params params) const;
+  void quantized_weight_gradient(OpContext& ctx, const at::Tensor& dy,
+                                 const std::optional<kernels::QuantizedMatrix>& q_dy, const at::Tensor& x) const;
 
   Options options_;
 };

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "weft/ops/call_report.h"
+#include "weft/quant/recipe.h"
 
 namespace weft::ops {
 
@@ -31,6 +32,7 @@ struct OpPlan {
   bool needs_grad = false;                // any of the above: forward saves what backward reads
   bool training = true;
   at::ScalarType autocast = at::ScalarType::Undefined;                        // Undefined: off
+  const quant::Recipe* recipe = nullptr;                                      // of a quantized operation, else nullptr
   int param_base = 0, saved_base = 0, extra_in_base = 0, extra_out_base = 0;  // first slot in the call's flat lists
 
   /// The compute dtype: the autocast dtype if autocast is on, else `otherwise`.
@@ -52,10 +54,12 @@ class LeafParams {
   virtual int64_t graph_task_id() const = 0;
 };
 
-/// Buffers that the caller passes for the results of operation `op`; undefined: allocate.
+/// Buffers that the caller passes for operation `op`: for its results (undefined: allocate), and the state of delayed
+/// scaling, of input and weight and of the output gradient, which it reads and updates.
 struct Buffers {
   int op = 0;
   at::Tensor output = {}, grad_input = {};
+  at::Tensor forward_scaling = {}, backward_scaling = {};
 };
 
 /// The gradient that one backward step passes to the next. `packed` is its packed transpose, the operand layout of the

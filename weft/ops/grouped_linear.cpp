@@ -274,6 +274,14 @@ GroupedLinear::ForwardResult GroupedLinear::forward_gemm(OpContext& ctx, const a
   const auto w = weights_of(params, input.scalar_type(), cast);
   check_buffers(ctx, x, params);
   kernels::GroupedEpilogue epilogue{.bias = biases_of(params), .path = path()};
+  if (const auto* recipe = ctx.plan().recipe) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!recipe->is_delayed(), "delayed scaling is not supported. Use another recipe.");
+    TORCH_CHECK_NOT_IMPLEMENTED(recipe->backward_override != quant::BackwardOverride::dequantized,
+                                "backward_override=\"dequantized\" is not supported. Use \"high_precision\" or None.");
+    epilogue.quantization = {.a = recipe->input.quantization(),
+                             .b = recipe->weight.quantization(),
+                             .checks_hadamard = needs_weight_grad(ctx) && !recipe->backward_override};
+  }
   if (const auto* given = ctx.buffers()) epilogue.out = writable_matrix(given->output, options_.out_features);
   if (scales.defined()) epilogue.scales = scales.reshape({-1});
   auto y = kernels::grouped_gemm(kernels::GroupIndex(splits), matrix, w, /*transposed=*/true, epilogue);
@@ -281,6 +289,7 @@ GroupedLinear::ForwardResult GroupedLinear::forward_gemm(OpContext& ctx, const a
     ctx.save(kSplits, splits);
     if (scales.defined()) ctx.save(kScales, scales);
     if (ctx.needs_input_grad() && cast.defined()) ctx.save(kCastWeight, cast);
+    if (ctx.plan().recipe) ctx.save(kRecipe, save_recipe(*ctx.plan().recipe));
   }
   return {std::move(y), std::move(input)};
 }
@@ -313,11 +322,20 @@ void GroupedLinear::bias_gradient(OpContext& ctx, const at::Tensor& dy, Params p
   if (ds.defined()) ctx.set_extra_input_grad(kBiasScales, as_dtype(ds, scales.scalar_type()).view(scales.sizes()));
 }
 
+std::optional<kernels::GroupedQuantization> GroupedLinear::backward_quantization(
+    const OpContext& ctx, quant::Quantizer quant::Recipe::* other) const {
+  const auto* recipe = ctx.plan().recipe;
+  if (!recipe || recipe->backward_override) return {};
+  return kernels::GroupedQuantization{.a = recipe->grad_output.quantization(),
+                                      .b = (recipe->*other).quantization(),
+                                      .seed = rounding_seed(ctx.saved(kRecipe))};
+}
+
 at::Tensor GroupedLinear::input_gradient_gemm(OpContext& ctx, const at::Tensor& dy, Params params) const {
   if (!ctx.needs_input_grad()) return {};
   auto cast = ctx.saved(kCastWeight);
   const auto w = cast.defined() ? kernels::GroupedMatrix(cast) : weights_of(params, dy.scalar_type(), cast);
-  kernels::GroupedEpilogue epilogue{.path = path()};
+  kernels::GroupedEpilogue epilogue{.path = path(), .quantization = backward_quantization(ctx, &quant::Recipe::weight)};
   const auto* given = ctx.buffers();
   if (given && given->grad_input.defined()) {
     GradientsInBuffers::instance().move_out_of(given->grad_input);
@@ -333,7 +351,8 @@ void GroupedLinear::weight_gradient(OpContext& ctx, const at::Tensor& dy, const 
                         .x = dense_rows(x),
                         .splits = ctx.saved(kSplits),
                         .stacked = options_.single_grouped_weight,
-                        .path = path()});
+                        .path = path(),
+                        .quantization = backward_quantization(ctx, &quant::Recipe::input)});
 }
 
 at::Tensor GroupedLinear::differentiate(OpContext& ctx, const at::Tensor& dy, Params params,
@@ -367,13 +386,14 @@ Inferred GroupedLinear::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<S
                     extra[kBiasScales].sizes, ", the input has ", x.rows(), " rows; expected one value per row.");
   const auto given = params[first_weight()].dtype, dtype = plan.dtype(given);
   Inferred out{.y = x.with_last(options_.out_features).as(dtype)};
-  out.saved.resize(4);
+  out.saved.resize(5);
   if (!plan.needs_grad) return out;
   if (plan.needs_param_grad[first_weight()]) out.saved[kInput] = saved_input(x, dtype);
   out.saved[kSplits] = extra[kSplitSizes].as(extra[kSplitSizes].dtype == at::kInt ? at::kInt : at::kLong);
   if (scales_bias()) out.saved[kScales] = extra[kBiasScales];
   if (plan.needs_input_grad && given != dtype)
     out.saved[kCastWeight] = Spec{{options_.num_groups, options_.out_features, options_.in_features}, dtype};
+  if (plan.recipe) out.saved[kRecipe] = saved_recipe_spec(*plan.recipe);
   return out;
 }
 

@@ -2,6 +2,7 @@
 #include "weft/kernels/grouped.h"
 #include "weft/ops/field_descriptions.h"
 #include "weft/ops/operation.h"
+#include "weft/ops/saved_recipe.h"
 #include "weft/ops/wgrad_sink.h"
 
 namespace weft::ops {
@@ -44,7 +45,7 @@ class GroupedLinear final : public Op<GroupedLinear> {
                 "Run one GEMM per group instead of the grouped kernel, as a numerical reference."}};
     }
   };
-  enum Saved { kInput, kSplits, kScales, kCastWeight };
+  enum Saved { kInput, kSplits, kScales, kCastWeight, kRecipe };
   static constexpr int64_t kMaxGroups = 1 << 16;
   enum Extra { kSplitSizes, kBiasScales };
 
@@ -57,9 +58,10 @@ class GroupedLinear final : public Op<GroupedLinear> {
   bool is_index(int extra) const override { return extra == kSplitSizes; }
   bool takes_buffers() const override { return true; }
   std::vector<std::string> saved_names() const override {
-    return {"input", "splits", "scales", "weights in compute dtype"};
+    return {"input", "splits", "scales", "weights in compute dtype", kSavedRecipeName};
   }
   DtypeRule dtype_rule() const override { return DtypeRule::weight; }
+  bool quantizes() const override { return true; }
   kernels::TierChoice kernel(const TierQuery& q) const override;
   Inferred infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec> extra,
                  c10::ArrayRef<Spec> params) const override;
@@ -110,6 +112,9 @@ class GroupedLinear final : public Op<GroupedLinear> {
   kernels::GroupedPath path() const {
     return options_.split_path ? kernels::GroupedPath::split : kernels::GroupedPath::best;
   }
+  /// How the recipe of a call quantizes dy and the other operand of a backward GEMM; nullopt: it does not.
+  std::optional<kernels::GroupedQuantization> backward_quantization(const OpContext& ctx,
+                                                                    quant::Quantizer quant::Recipe::* other) const;
   WgradOptions wgrad() const {
     return {.accumulate = options_.accumulate_into_main_grad, .delay = options_.delay_wgrad_compute};
   }

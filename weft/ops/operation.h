@@ -36,6 +36,8 @@ class BasicOp {
   /// The slot that holds the weight in the compute dtype, empty if that is the parameter itself; -1 if there is none.
   virtual int weight_slot() const { return -1; }
   virtual DtypeRule dtype_rule() const { return DtypeRule::any; }
+  /// True if recipes quantize the operands of its GEMMs. Its last slot then holds the recipe (saved_recipe.h).
+  virtual bool quantizes() const { return false; }
   /// True if training and evaluation mode differ.
   virtual bool depends_on_training() const { return false; }
   /// True if the main output is x itself or a view of it.

@@ -7,7 +7,7 @@ namespace weft::ops {
 static const Register<Quantize> quantize{
     "Quantize",
     {.summary = "Marks where Transformer Engine quantizes: y = x.",
-     .details = "Quantization is not supported, so the output is the input itself.",
+     .details = "Linears quantize their operands themselves, so the output is the input itself.",
      .shape = kSameShape},
     {}};
 

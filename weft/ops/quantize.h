@@ -3,7 +3,7 @@
 
 namespace weft::ops {
 
-/// Marks where tensors may be quantized. Quantization recipes are not supported, so y is x itself and dx is dy.
+/// Marks where tensors may be quantized. Linears quantize their operands themselves, so y is x itself and dx is dy.
 class Quantize final : public PassThrough<Quantize> {
  public:
   struct Options {

@@ -97,7 +97,7 @@ Tensors write_groups(const WgradGemm& gemm, const Sinks& sinks, bool accumulate)
     for (const auto& sink : sinks) gradients.push_back(sink.out);
     out = kernels::GroupedMatrix(gradients, n, k);
   }
-  kernels::grouped_weight_gradient(index, dy, x, out, accumulate, gemm.path);
+  kernels::grouped_weight_gradient(index, dy, x, out, accumulate, gemm.path, gemm.quantization);
   return gradients;
 }
 

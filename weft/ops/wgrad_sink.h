@@ -34,8 +34,9 @@ struct WgradGemm {
   at::Tensor splits = {};                           // row counts of the groups, for a grouped weight
   bool stacked = false;  // the grouped weight is one parameter [G, out, in], not G parameters
   kernels::GroupedPath path = kernels::GroupedPath::best;
-  /// If set, computes dW instead of one GEMM, for a gradient that is not delayed: writes it to `out` (if undefined, to
-  /// new memory), or adds it to `out` if `accumulate`. Returns where it wrote.
+  std::optional<kernels::GroupedQuantization> quantization = {};  // of a grouped weight
+  /// If set, computes dW instead of one GEMM: writes it to `out` (if undefined, to new memory), or adds it to `out` if
+  /// `accumulate`. Returns where it wrote.
   std::function<at::Tensor(const at::Tensor& out, bool accumulate)> compute = {};
 };
 

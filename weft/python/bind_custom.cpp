@@ -50,7 +50,8 @@ struct Rewriter {
                   "' must return the operations it was given, in order; index ", next, " is another object.");
       const auto& op = modules[next].attr("_description")().cast<const ops::BasicOp&>();
       infos.push_back({pass == fused::Pass::joint || op.process_local(), op.extra_outputs(),
-                       static_cast<int>(op.saved_names().size()), op.weight_slot(), view.compute_dtypes[next]});
+                       static_cast<int>(op.saved_names().size()) - int{op.quantizes()}, op.weight_slot(),
+                       view.compute_dtypes[next]});
       ++next;
     }
     if (!is_fused) return {.first = step.first};

@@ -16,22 +16,27 @@ py::list steps(const std::vector<fuser::Explanation::StepLine>& lines) {
 }
 
 py::dict data(const fuser::Explanation& e) {
-  py::list rejected, in_place, saved, channels;
+  py::list rejected, saved, channels;
+  const auto notes = [](const std::vector<fuser::Explanation::Note>& list) {
+    py::list out;
+    for (const auto& n : list) out.append(py::dict(py::arg("op") = n.op, py::arg("text") = n.text));
+    return out;
+  };
   for (const auto& r : e.rejections)
     rejected.append(py::dict(py::arg("rule") = r.rule, py::arg("pass") = fused::pass_name(r.pass),
                              py::arg("first") = r.first, py::arg("count") = r.count, py::arg("reason") = r.reason));
-  for (const auto& n : e.in_place) in_place.append(py::dict(py::arg("op") = n.op, py::arg("text") = n.text));
   for (const auto& s : e.saved)
     saved.append(py::dict(py::arg("op") = s.op, py::arg("name") = s.name, py::arg("sizes") = s.sizes,
                           py::arg("dtype") = s.dtype, py::arg("bytes") = s.bytes, py::arg("shared") = s.shared));
   for (const auto& c : e.channels)
     channels.append(py::dict(py::arg("from") = c.from, py::arg("to") = c.to, py::arg("name") = c.name));
-  return py::dict(
-      py::arg("operations") = e.ops, py::arg("forward") = steps(e.forward), py::arg("backward") = steps(e.backward),
-      py::arg("rejected") = rejected, py::arg("in_place") = in_place, py::arg("saved") = saved,
-      py::arg("channels") = channels, py::arg("saved_bytes") = e.saved_bytes(), py::arg("saved_known") = e.saved_known,
-      py::arg("from_caller") = e.from_caller, py::arg("to_caller") = e.to_caller, py::arg("packs") = e.packs,
-      py::arg("packed_bytes") = e.packed_bytes, py::arg("packing_limit") = e.packing_limit);
+  return py::dict(py::arg("operations") = e.ops, py::arg("forward") = steps(e.forward),
+                  py::arg("backward") = steps(e.backward), py::arg("rejected") = rejected,
+                  py::arg("quantized") = notes(e.quantized), py::arg("in_place") = notes(e.in_place),
+                  py::arg("saved") = saved, py::arg("channels") = channels, py::arg("saved_bytes") = e.saved_bytes(),
+                  py::arg("saved_known") = e.saved_known, py::arg("from_caller") = e.from_caller,
+                  py::arg("to_caller") = e.to_caller, py::arg("packs") = e.packs,
+                  py::arg("packed_bytes") = e.packed_bytes, py::arg("packing_limit") = e.packing_limit);
 }
 
 }  // namespace

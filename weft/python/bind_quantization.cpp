@@ -71,7 +71,7 @@ at::Tensor amax_of(const Quantizer& quantizer, const at::Tensor& x, bool transfo
 auto property(QuantizedCopy QuantizedMatrix::* copy, at::Tensor QuantizedCopy::* tensor) {
   return [=](const QuantizedMatrix& q) -> std::optional<at::Tensor> {
     const auto& t = q.*copy.*tensor;
-    return t.defined() ? std::optional(t) : std::nullopt;
+    return t.defined() ? std::optional(t.alias()) : std::nullopt;
   };
 }
 

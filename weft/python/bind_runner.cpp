@@ -9,6 +9,7 @@
 #include "weft/python/bridge.h"
 #include "weft/python/convert.h"
 #include "weft/python/module.h"
+#include "weft/quant/recipe.h"
 
 namespace weft::python {
 namespace {
@@ -248,6 +249,19 @@ class Runner {
     return true;
   }
 
+  /// The states of delayed scaling, which the modules own.
+  std::vector<ops::Buffers> delayed_states() const {
+    std::vector<ops::Buffers> list;
+    for (int i = 0; i < fuser_->pipeline().size(); ++i) {
+      if (!fuser_->pipeline().op(i).quantizes()) continue;
+      const auto [forward, backward] = py::module_::import("weft._delayed_scaling")
+                                           .attr("use_state")(ops_[i])
+                                           .cast<std::pair<at::Tensor, at::Tensor>>();
+      list.push_back({.op = i, .forward_scaling = forward, .backward_scaling = backward});
+    }
+    return list;
+  }
+
   /// The buffers among the keyword arguments (a list of dictionaries, or nullptr), for operations with takes_buffers().
   std::vector<ops::Buffers> buffers_of(PyObject* keywords) const {
     std::vector<ops::Buffers> list;
@@ -281,13 +295,17 @@ class Runner {
     auto [x, extras] = tensors(args, first);
     const auto params = current_parameters();
     const auto mask = modes_.empty() ? 0 : eval_mask();
-    const auto buffers = buffers_of(keywords);
+    const auto* recipe = fuser_->pipeline().quantizes() ? quant::find_recipe(quant::active_recipe()) : nullptr;
+    const bool delayed = recipe && recipe->is_delayed();
+    const auto buffers = delayed ? delayed_states() : buffers_of(keywords);
     fuser::Tensors outputs;
     {
       const PythonCallGuard guard({&ops_, keywords});
       const py::gil_scoped_release release;
       outputs = (*fuser_)(x, params, std::move(extras), mask, buffers);
     }
+    if (delayed && outputs[0].requires_grad())
+      py::module_::import("weft._delayed_scaling").attr("update_after_backward")(outputs[0]);
     if (outputs.size() == 1) return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(outputs[0])));
     py::tuple result(outputs.size());
     for (size_t i = 0; i < outputs.size(); ++i)

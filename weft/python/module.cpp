@@ -10,5 +10,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   weft::python::bind_wgrad(m);
   weft::python::bind_packing(m);
   weft::python::bind_quantization(m);
+  weft::python::bind_recipes(m);
   weft::python::bind_interrupt();
 }

@@ -11,6 +11,7 @@ void bind_functional(py::module_& m);
 void bind_wgrad(py::module_& m);
 void bind_packing(py::module_& m);
 void bind_quantization(py::module_& m);
+void bind_recipes(py::module_& m);
 /// Lets Ctrl-C interrupt waits between ranks.
 void bind_interrupt();
 

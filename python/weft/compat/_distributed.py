@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from .. import ops
+from .. import _autocast, ops
 from .._rng import RNGStatesTracker as CudaRNGStatesTracker
+from ..recipe import Recipe
 
 __all__ = ["CudaRNGStatesTracker", "activation_recompute_forward", "checkpoint", "is_fp8_activation_recompute_enabled"]
 
@@ -37,7 +38,7 @@ def checkpoint(
 ) -> Any:
     """Runs ``function(*args, **kwargs)`` and recomputes it in backward instead of saving its activations.
 
-    The tracker's random numbers are the same in both runs.
+    The tracker's random numbers and the recipe of :func:`autocast` are the same in both runs.
 
     Args:
         function: function or module to run.
@@ -56,21 +57,30 @@ def checkpoint(
             "checkpoint: distribute_saved_activations=True is not supported. Pass False: each rank saves its own input."
         )
 
+    @contextmanager
+    def as_before(recipe: Recipe | None, tracker: Any, states: Any) -> Iterator[None]:
+        with (
+            _autocast.autocast(recipe is not None, recipe=recipe),
+            nullcontext() if tracker is None else _tracker_states(tracker, states),
+        ):
+            yield
+
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         tracker = get_rng_state_tracker() if get_rng_state_tracker is not None else None
-        return nullcontext(), nullcontext() if tracker is None else _tracker_states(tracker, tracker.get_states())
+        states = None if tracker is None else tracker.get_states()
+        return nullcontext(), as_before(_autocast.active.recipe, tracker, states)
 
     return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 @contextmanager
 def activation_recompute_forward(activation_recompute: bool = False, recompute_phase: bool = False) -> Iterator[None]:
-    """Does nothing: Transformer Engine uses it for delayed scaling, which requires quantization."""
+    """Does nothing: a call that is repeated in backward does not update scales."""
     yield
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
-    """Returns False: FP8 is not supported."""
+    """Returns False: a call that is repeated in backward needs no other state."""
     return False
 
 

@@ -102,8 +102,9 @@ class CompatModule(EmptyExtraState):
     involve this module only.
     """
 
-    # Frameworks read these before they write or read a checkpoint: nothing is quantized.
+    # Frameworks read these before they write or read a checkpoint: no state of recipes.
     fp8 = fp8_calibration = False
+    save_original_input = False  # frameworks set it; what is saved does not change
     fp8_meta: Mapping[str, Any] = MappingProxyType({"fp8_checkpoint": False})
     # Of subclasses with a norm.
     layer_norm_weight: torch.nn.Parameter
@@ -117,7 +118,7 @@ class CompatModule(EmptyExtraState):
             cls.__init__ = checked_arguments(cls.__init__)  # type: ignore[method-assign]
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """Does nothing: FP8 is not supported."""
+        """Does nothing: the state of delayed scaling is created when it is used."""
 
     def _setup(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import ops
+from .. import ops, recipe
 from .._grouped_parameters import deinterleave_glu, interleave_glu
 from .._userbuffers import destroy_ub, initialize_ub
 from . import (
@@ -43,10 +43,14 @@ def interleave_glu_tensor(tensor: Any, interleave_size: int) -> Any:
 
 SAME = "same"
 _CUDA = "GPU only"
-_QUANTIZED = "quantized tensors are not supported"
+_QUANTIZED = "quantized tensors are not supported outside of linears"
 _COMPOSED = "composed of weft's operations; arguments about GPU buffers are accepted and ignored"
-_REGION = "enabled=True raises, or with install(recipes='high_precision') runs unquantized with one warning"
-_FALSE = "always False, with the reason"
+_REGION = (
+    "quantizes linears; custom recipes raise, the state of delayed scaling is not saved; with "
+    "install(recipes='high_precision') runs unquantized with one warning"
+)
+_INIT = "enabled=True raises, or with install(recipes='high_precision') creates unquantized Parameters"
+_EMULATED = "always True; the reason says that it is emulated"
 
 # name: (object, SAME or how it differs)
 SUPPORTED: dict[str, tuple[Any, str]] = {
@@ -103,14 +107,14 @@ SUPPORTED: dict[str, tuple[Any, str]] = {
     ),
     "autocast": (_recipes.autocast, _REGION),
     "fp8_autocast": (_recipes.fp8_autocast, _REGION),
-    "quantized_model_init": (_recipes.quantized_model_init, _REGION),
-    "fp8_model_init": (_recipes.fp8_model_init, _REGION),
-    "is_fp8_available": (_recipes.is_fp8_available, _FALSE),
-    "is_mxfp8_available": (_recipes.is_mxfp8_available, _FALSE),
-    "is_fp8_block_scaling_available": (_recipes.is_fp8_block_scaling_available, _FALSE),
-    "is_nvfp4_available": (_recipes.is_nvfp4_available, _FALSE),
+    "quantized_model_init": (_recipes.quantized_model_init, _INIT),
+    "fp8_model_init": (_recipes.fp8_model_init, _INIT),
+    "is_fp8_available": (_recipes.is_fp8_available, _EMULATED),
+    "is_mxfp8_available": (_recipes.is_mxfp8_available, _EMULATED),
+    "is_fp8_block_scaling_available": (_recipes.is_fp8_block_scaling_available, _EMULATED),
+    "is_nvfp4_available": (_recipes.is_nvfp4_available, _EMULATED),
     "is_bf16_available": (_recipes.is_bf16_available, "always True"),
-    "get_default_recipe": (_recipes.get_default_recipe, "always `DelayedScaling()`"),
+    "get_default_recipe": (recipe.get_default_recipe, "always `Float8CurrentScaling()`"),
     "initialize_ub": (initialize_ub, "only checks its arguments: overlapping communication with GEMMs needs no setup"),
     "destroy_ub": (destroy_ub, SAME),
     "interleave_glu_tensor": (interleave_glu_tensor, SAME),
@@ -159,7 +163,7 @@ UNSUPPORTED: dict[str, str] = {
 
 # The same for `pytorch.ops`; docs/from_te_ops.md lists the general differences.
 OPS_DIFFERENCES: dict[str, str] = {
-    "Quantize": "returns its input; no recipe is ever active",
+    "Quantize": "returns its input; the linear that follows quantizes it",
     "AllReduce": "dx = dy regardless of `reduce_in_backward`, as in Transformer Engine; `weft.ops.AllReduce` honors it",
     "Dropout": "uses torch's generator; every p from 0 to 1 is exact",
     "Linear": "Parameters and `state_dict` keys are `weight` and `bias`; Transformer Engine's keys load, and "
@@ -186,13 +190,7 @@ TE_OPS = (
 # ---- the modules ----------------------------------------------------------------------------------------------------
 
 _PYTORCH = {name: value for name, (value, _) in SUPPORTED.items() if value is not None}
-_RECIPES = {
-    name: getattr(_recipes, name)
-    for name in (
-        "Format MMParams QParams Recipe DelayedScaling Float8CurrentScaling Float8BlockScaling MXFP8BlockScaling "
-        "NVFP4BlockScaling CustomRecipe"
-    ).split()
-}
+_RECIPES = {name: getattr(recipe, name) for name in recipe.__all__ if name != "get_default_recipe"}
 _QUANTIZATION = {
     name: getattr(_recipes, name)
     for name in (

@@ -28,8 +28,8 @@ def install(recipes: str | None = None, replace: bool = False) -> None:
     """Makes ``import transformer_engine`` resolve to weft in this process. A second call only sets `recipes`.
 
     Args:
-        recipes: what a quantized region does: ``"raise"`` (the default), or ``"high_precision"`` to run unquantized and
-            warn once. None: unchanged.
+        recipes: what a quantized region does: ``"quantize"`` (the default), or ``"high_precision"`` to run unquantized
+            and warn once. None: unchanged.
         replace: replace Transformer Engine even if it is installed or was imported.
 
     Raises:
@@ -59,7 +59,7 @@ def uninstall() -> None:
         del sys.modules[name]
     sys.modules.update(_replaced_modules)  # type: ignore[arg-type]
     _replaced_modules.clear()
-    _recipes.set_policy("raise")
+    _recipes.set_policy("quantize")
 
 
 def installed() -> bool:

@@ -14,6 +14,7 @@
 #include "weft/nn/sequential.h"
 #include "weft/ops/norm.h"
 #include "weft/ops/registry.h"
+#include "weft/quant/standard_recipes.h"
 
 namespace weft::nn {
 namespace {
@@ -44,6 +45,23 @@ TEST(Nn, TrainsWithTorchOptimizer) {
     (step == 0 ? first : last) = loss.item<double>();
   }
   EXPECT_LT(last, 0.5 * first);
+}
+
+TEST(Nn, RecipesQuantizeLinears) {
+  auto linear = Linear(64, 32);
+  const auto x = at::randn({16, 64}).requires_grad_();
+  const auto plain = linear->forward(x);
+  at::Tensor y;
+  {
+    const quant::Autocast region(quant::MXFP8BlockScaling{}.recipe());
+    y = linear->forward(x);
+  }
+  const auto error = (y - plain).norm().item<double>() / plain.norm().item<double>();
+  EXPECT_GT(error, 1e-3);
+  EXPECT_LT(error, 0.08);
+  y.sum().backward();
+  EXPECT_TRUE(x.grad().defined());
+  EXPECT_TRUE(linear->forward(x).equal(plain));
 }
 
 TEST(Nn, SavesLoadsAndClones) {

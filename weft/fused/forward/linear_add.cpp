@@ -47,7 +47,8 @@ PatternRule rule(std::string name, Element middle, const ops::OpPtr& sample) {
           .sample = [sample]() -> std::vector<ops::OpPtr> {
             return {std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 8, .out_features = 4}),
                     sample, std::make_shared<ops::AddExtraInput>(ops::AddExtraInput::Options{.in_place = true})};
-          }};
+          },
+          .quantized = true};
 }
 
 }  // namespace

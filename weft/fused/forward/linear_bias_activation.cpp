@@ -45,7 +45,8 @@ PatternRule forward_linear_bias() {
           .pattern = {one<ops::BasicLinear>(), one<ops::Bias>()},
           .reject = reject,
           .make = make_fused<LinearBiasActivation>(),
-          .sample = sample};
+          .sample = sample,
+          .quantized = true};
 }
 
 PatternRule forward_linear_bias_activation() {

@@ -85,6 +85,7 @@ class LinearCrossEntropy final : public JointFusion {
         if (dx.defined()) kernels::gemm(g, classes, {.addend = dx, .out = dx});
       }
     };
+    TORCH_INTERNAL_ASSERT(!linear_->delays_wgrad());  // the rule rejects it: the closure refers to this call
     if (linear.needs_param_grad(0))
       linear_->weight_gradient_by(linear, [&](const at::Tensor& out, bool accumulate) {
         auto dw = out.defined() ? out.view(w.sizes()) : at::empty(w.sizes(), x.options());

@@ -240,7 +240,7 @@ void quantize(const at::Tensor& x, const QuantizeArgs& args, const QuantizedMatr
   auto rowwise = q.rowwise;
   if (!rowwise.defined() && how.two_dimensional) {
     rowwise = allocate_copy(q, /*columnwise=*/false, x.options());
-    rowwise.amax = q.columnwise.amax;
+    if (how.has_amax()) rowwise.amax.copy_(q.columnwise.amax);
   }
   if (rowwise.defined()) quantize_rows(values, how, random(false), limit, rowwise);
   if (!q.columnwise.defined()) return;
@@ -269,8 +269,10 @@ at::Tensor inverse_hadamard_transform(const at::Tensor& y) {
   return at::matmul(groups, hadamard_matrix(y.options()).t()).reshape(y.sizes());
 }
 
-at::Tensor decode_copy(const QuantizedMatrix& q, const QuantizedCopy& copy, const CopyLayout& l, Decoding decoding) {
+at::Tensor decode_copy(const QuantizedMatrix& q, bool columnwise, Decoding decoding) {
   const auto& how = q.quantization;
+  const auto& copy = columnwise ? q.columnwise : q.rowwise;
+  const auto l = sizes_of(q, columnwise);
   const auto data = copy.data.to(at::kInt);
   const auto codes = how.format == Format::e2m1 ? unpack_pairs(data, l.columns) : data;
   auto values = decode_values(codes.contiguous(), how.format);

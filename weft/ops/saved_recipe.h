@@ -1,0 +1,18 @@
+#pragma once
+#include "weft/ops/spec.h"
+#include "weft/quant/recipe.h"
+
+namespace weft::ops {
+
+// What forward saves of the recipe of a call: the seed of stochastic rounding, then so many bytes that their number
+// depends on the recipe. Gradient checkpointing compares the sizes of what a repeated forward saves, so it notices one
+// that runs with another recipe, or with none.
+
+inline constexpr const char* kSavedRecipeName = "recipe";
+Spec saved_recipe_spec(const quant::Recipe& recipe);
+/// Draws the seed from torch's generator if backward needs one.
+at::Tensor save_recipe(const quant::Recipe& recipe);
+/// The seed, int64.
+at::Tensor rounding_seed(const at::Tensor& saved_recipe);
+
+}  // namespace weft::ops
