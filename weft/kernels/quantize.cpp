@@ -60,7 +60,7 @@ void check_hadamard(const at::Tensor& x) {
 namespace {
 
 /// The views of a copy.
-QuantizedCopy views_of(const Quantization& how, const CopySizes<int64_t>& n, at::Tensor bytes) {
+QuantizedCopy views_of(const Quantization& how, const CopySizes<int64_t>& n, const at::Tensor& bytes) {
   const auto words = bytes.view(at::kFloat);
   const auto view = [](const at::Tensor& t, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset) {
     return t.as_strided(sizes, strides, t.storage_offset() + offset);

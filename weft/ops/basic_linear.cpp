@@ -127,7 +127,7 @@ BasicLinear::Operands BasicLinear::operands(OpContext& ctx, const at::Tensor& x,
 
 kernels::GemmResult BasicLinear::local_gemm(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
                                             kernels::Epilogue epilogue) const {
-  if (ctx.plan().recipe) return quantized_gemm(ctx, x, weight, std::move(epilogue));
+  if (ctx.plan().recipe) return quantized_gemm(ctx, x, weight, epilogue);
   const auto [local, w] = operands(ctx, x, weight);
   const auto all = gather_input(local).wait();
   epilogue.b_is_weight = true;

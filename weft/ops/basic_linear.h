@@ -129,7 +129,7 @@ class BasicLinear final : public Op<BasicLinear> {
   /// The same with quantized operands.
   void infer_saved_copies(const OpPlan& plan, const Spec& x, const Spec& weight, Inferred& out) const;
   kernels::GemmResult quantized_gemm(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
-                                     kernels::Epilogue epilogue) const;
+                                     const kernels::Epilogue& epilogue) const;
   at::Tensor quantized_backward(OpContext& ctx, const at::Tensor& dy, Params params) const;
   /// Whether backward gathers and quantizes x once more: a saved copy of the gathered x would take the memory of all
   /// ranks. Not with delayed scaling, whose scale may have changed by then.

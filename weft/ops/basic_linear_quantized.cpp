@@ -88,7 +88,7 @@ void BasicLinear::infer_saved_copies(const OpPlan& plan, const Spec& x, const Sp
 }
 
 kernels::GemmResult BasicLinear::quantized_gemm(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
-                                                kernels::Epilogue epilogue) const {
+                                                const kernels::Epilogue& epilogue) const {
   check_input(x, weight);
   TORCH_CHECK_NOT_IMPLEMENTED(!kernels::launch_hook(), "recorded launches of quantized linears are not supported.");
   const auto& recipe = *ctx.plan().recipe;

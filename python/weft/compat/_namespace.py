@@ -50,6 +50,7 @@ _REGION = (
     "install(recipes='high_precision') runs unquantized with one warning"
 )
 _INIT = "enabled=True raises, or with install(recipes='high_precision') creates unquantized Parameters"
+_NO_PADDING = "not needed: weft's quantized GEMMs take any number of rows, with NVFP4's transform multiples of 16"
 _EMULATED = "always True; the reason says that it is emulated"
 
 # name: (object, SAME or how it differs)
@@ -142,9 +143,9 @@ UNSUPPORTED: dict[str, str] = {
     "GatedDeltaNetAttention": "only softmax attention is supported",
     "FusedMLAQUpProjFunction": _QUANTIZED,
     "FusedMLAQUpProjRopeQuant": _QUANTIZED,
-    "moe_permute_and_pad_with_probs": "padding is needed for quantized GEMMs only",
-    "Fp8Padding": "padding is needed for quantized GEMMs only",
-    "Fp8Unpadding": "padding is needed for quantized GEMMs only",
+    "moe_permute_and_pad_with_probs": _NO_PADDING,
+    "Fp8Padding": _NO_PADDING,
+    "Fp8Unpadding": _NO_PADDING,
     "apply_recipe": _QUANTIZED,
     "optimizers": "use weft.optim.FusedAdam, or torch.optim, which has fused optimizers for CPUs",
     "CusolverMpCtx": f"{_CUDA}: cuSOLVER",
