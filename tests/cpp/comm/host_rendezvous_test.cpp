@@ -34,7 +34,8 @@ int open_files() {
   return count;
 }
 
-/// Whether this process has a listening socket of a rendezvous; other tests of the host may have theirs at the same time.
+/// Whether this process has a listening socket of a rendezvous; other tests of the host may have theirs at the same
+/// time.
 bool has_socket() {
   std::ifstream file("/proc/net/unix");
   const std::string all(std::istreambuf_iterator<char>(file), {});
