@@ -191,7 +191,7 @@ CLAIMS = {
              ctest("release", r"^(Recipe|DelayedScaling)\."))),
         Row("8", "a GPT trained 500 steps (60) under each recipe: last losses / bf16 <= 1.02, NVFP4 <= 1.05",
             (figures("benchmarks/python/recipe_curves.py", if_quick=("--quick",)),)),
-        Row("9", "tensor parallel 2 and 4, unequal maxima on the ranks, every recipe: what one process multiplies",
+        Row("9", "tensor parallel 2 and 4, unequal maxima on the ranks, every recipe: the GEMMs of one process",
             (pytest("tests/dist/test_tensor_parallel.py", "-k", "quantized or delayed"),)),
     ),
     "trust": TRUST,

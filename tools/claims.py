@@ -11,7 +11,7 @@
     tools/claims.py compat               code written for Transformer Engine
     tools/claims.py readable             installation, names, layers, docstrings, errors
     tools/claims.py step                 attention, loss and whole training steps
-    tools/claims.py quantization         quantized matrices and their GEMM
+    tools/claims.py quantization         quantized matrices, their GEMM, recipes
     tools/claims.py trust                docs/reliability.md; see --defects and --old
 
 A row is a claim and the checks that verify it (tools/claim_rows.py): tests, a benchmark with a bound, or a script. Its

@@ -97,6 +97,10 @@ RUNS = (
         "optimizer, `load` at tensor parallel 1, 5 more steps",
     ),
     (
+        "loss of one step within 2 % of bfloat16",
+        '`fp8="hybrid"` with `fp8_recipe` `delayed`, `tensorwise`, `blockwise` and `mxfp8`',
+    ),
+    (
         "runs; not compared",
         "dropout, bfloat16, mixtures of experts with the allgather dispatcher",
     ),

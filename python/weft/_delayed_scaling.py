@@ -129,8 +129,7 @@ def _update_part(recipe: DelayedScaling, part: torch.Tensor, reduced: torch.Tens
     largest = recipe.fp8_format.value[direction]
     choose, compute = recipe.amax_compute_algo, recipe.scaling_factor_compute_algo
     if not callable(choose) and compute is None:
-        most_recent = {"max": False, "most_recent": True}[choose]
-        _C.update_delayed_state(part, reduced, largest, recipe.margin, most_recent)
+        _C.update_delayed_state(part, reduced, largest, recipe.margin, choose)
         return
     history, scale = part[1:], part[0]  # functions of the user get all rows, and every row moves
     if reduced is not None:

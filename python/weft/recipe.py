@@ -52,6 +52,7 @@ class Format(enum.Enum):
     HYBRID = _Range(448, 57344)
 
 
+_OPTIONS = _C.recipe_fields()  # of each supported recipe: name, default and description of the options with an effect
 _SUPPORTED = "Use DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling or NVFP4BlockScaling."
 
 
@@ -99,16 +100,15 @@ class Recipe:
             NotImplementedError: for a recipe that is not supported.
             ValueError: for options that exclude each other.
         """
-        name = type(self).__name__
+        class_name = type(self).__name__
         if getattr(self, "fp8_dpa", False) or getattr(self, "fp8_mha", False):
             raise NotImplementedError(
-                f"{name}: quantized attention is not supported. Set fp8_dpa and fp8_mha to False."
+                f"{class_name}: quantized attention is not supported. Set fp8_dpa and fp8_mha to False."
             )
         for base in type(self).__mro__:
-            known = _C.recipe_fields().get(base.__name__)
-            if known is not None:
-                return _C.make_recipe(base.__name__, {field: _plain(getattr(self, field)) for field, *_ in known})
-        raise NotImplementedError(f"{name}: operations do not support this recipe. {_SUPPORTED}")
+            if options := _OPTIONS.get(base.__name__):
+                return _C.make_recipe(base.__name__, {name: _plain(getattr(self, name)) for name, *_ in options})
+        raise NotImplementedError(f"{class_name}: operations do not support this recipe. {_SUPPORTED}")
 
     delayed = _is("DelayedScaling")
     float8_current_scaling = _is("Float8CurrentScaling")
@@ -242,9 +242,9 @@ class CustomRecipe(Recipe):
 
 def _add_field_docs() -> None:
     """Appends the descriptions of the options that have an effect to the docstrings."""
-    for name, known in _C.recipe_fields().items():
-        lines = [f"    {field}: {description} Default: ``{default!r}``." for field, default, description in known]
-        globals()[name].__doc__ += "\n\nArgs:\n" + "\n".join(lines) + "\n"
+    for class_name, options in _OPTIONS.items():
+        lines = [f"    {name}: {description} Default: ``{default!r}``." for name, default, description in options]
+        globals()[class_name].__doc__ += "\n\nArgs:\n" + "\n".join(lines) + "\n"
 
 
 _add_field_docs()

@@ -37,7 +37,7 @@ def test_updates(algo, reduced):
     for amax, scale, history in zip(STEPS, SCALES[algo], HISTORIES, strict=True):
         if not reduced:
             state[1] = amax
-        _C.update_delayed_state(state, torch.tensor([float(amax)]) if reduced else None, 448, 0, algo == "most_recent")
+        _C.update_delayed_state(state, torch.tensor([float(amax)]) if reduced else None, 448, 0, algo)
         assert state[:, 0].tolist() == [scale, *history]
 
 

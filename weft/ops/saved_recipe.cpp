@@ -3,16 +3,30 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <bit>
+#include <tuple>
+#include <type_traits>
+
 #include "weft/kernels/launch.h"
 
 namespace weft::ops {
 namespace {
 
-/// 8 to 255, the same in every process.
+/// 8 to 255, from the fields of the recipe; the same in every process.
 int64_t saved_bytes(const quant::Recipe& recipe) {
-  uint32_t hash = 2166136261U;  // FNV-1a
-  for (const char c : recipe.text()) hash = (hash ^ static_cast<unsigned char>(c)) * 16777619U;
-  return 8 + hash % 248;
+  uint64_t hash = 14695981039346656037U;  // FNV-1a, by words
+  const auto add = [&hash](auto value) {
+    if constexpr (std::is_same_v<decltype(value), double>) {
+      hash ^= std::bit_cast<uint64_t>(value);
+    } else {
+      hash ^= static_cast<uint64_t>(value);
+    }
+    hash *= 1099511628211U;
+  };
+  for (const auto* quantizer : {&recipe.input, &recipe.weight, &recipe.grad_output})
+    std::apply([&](const auto&... field) { (add(quantizer->*field.member), ...); }, quant::Quantizer::fields());
+  add(recipe.backward_override ? 1 + static_cast<int>(*recipe.backward_override) : 0);
+  return 8 + static_cast<int64_t>((hash >> 32) % 248);
 }
 
 }  // namespace

@@ -93,11 +93,14 @@ void bind_recipes(py::module_& m) {
   m.def(
       "update_delayed_state",
       [](const at::Tensor& state, const std::optional<at::Tensor>& reduced, float max, double margin,
-         bool most_recent) {
-        quant::update_delayed_state(state, reduced.value_or(at::Tensor()), max,
-                                    {margin, most_recent ? quant::AmaxAlgo::most_recent : quant::AmaxAlgo::max});
+         const std::string& amax_compute_algo) {
+        quant::DelayedScalingUpdate options{.margin = margin};
+        TORCH_CHECK_VALUE(detail::read_value(Value(amax_compute_algo), options.amax_compute_algo),
+                          "DelayedScaling: amax_compute_algo is '", amax_compute_algo, "', expected ",
+                          expected_text<quant::AmaxAlgo>(), ".");
+        quant::update_delayed_state(state, reduced.value_or(at::Tensor()), max, options);
       },
-      py::arg("state"), py::arg("reduced"), py::arg("max"), py::arg("margin") = 0, py::arg("most_recent") = false,
+      py::arg("state"), py::arg("reduced"), py::arg("max"), py::arg("margin") = 0, py::arg("amax_compute_algo") = "max",
       "Ends a step: moves the maxima to the history and computes new scales.");
   m.def("set_active_recipe", &set_active_recipe, py::arg("id"),
         "Sets the recipe of this thread's calls, 0 for none; returns the earlier one.");

@@ -6,7 +6,6 @@
 #include <atomic>
 #include <cfloat>
 #include <cmath>
-#include <cstring>
 
 namespace weft::quant {
 namespace {
