@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from contextlib import ContextDecorator
 from typing import Any
+
+import torch
 
 from . import _C
 from .recipe import Recipe, get_default_recipe
@@ -26,6 +29,8 @@ class _Active(threading.local):
         self.recipe: Recipe | None = None
         self.text = ""  # as in the text of a call
         self.region: Region | None = None  # the outermost one
+        self.recorded_scales: list[list[torch.Tensor]] = []  # of delayed scaling: see ForwardScales
+        self.replayed_scales: Iterator[torch.Tensor] | None = None
 
 
 active = _Active()
@@ -43,7 +48,7 @@ class autocast(ContextDecorator):  # noqa: N801  # Transformer Engine's name
         calibrating: has no effect.
         recipe: None: :func:`weft.recipe.get_default_recipe`.
         amax_reduction_group: of the ranks that share the maxima of delayed scaling; None: all. Other recipes do not
-            reduce them: gathered tensors are quantized after the all-gather.
+            reduce them, except over a tensor-parallel group that gathers a tensor.
 
     Example::
 

@@ -7,6 +7,9 @@ second is the oldest and the last the newest.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,18 +30,24 @@ def state_of(operation: torch.nn.Module, length: int) -> list[torch.Tensor]:
     """Returns the state of an operation, for forward and backward; creates it, or changes the length of its history.
     The module that owns the operation's Parameters owns it."""
     owner = operation.__dict__.get("_owner", operation)
-    parts: list[torch.Tensor] | None = owner.__dict__.get(_ATTRIBUTE)
+    names: dict[str, str] = owner.__dict__.get("_parameter_names", {})
+    owner = owner.__dict__.get("_parameter_owner", owner)
+    states: dict[str, list[torch.Tensor]] = owner.__dict__.setdefault(_ATTRIBUTE, {})
+    weight = names.get("weight", "weight")
+    states[weight] = _with_length(states.get(weight), length)
+    return states[weight]
+
+
+def _with_length(parts: list[torch.Tensor] | None, length: int) -> list[torch.Tensor]:
+    """Returns a state with the newest rows of a history, or a new one."""
     if parts is None:
-        parts = [_C.make_delayed_state(length, tensors) for tensors in _TENSORS]
-        owner.__dict__[_ATTRIBUTE] = parts
-    for i, part in enumerate(parts):
-        if len(part) != 1 + length:
-            parts[i] = _resized(part, length)
-    return parts
+        return [_C.make_delayed_state(length, tensors) for tensors in _TENSORS]
+    if all(len(part) == 1 + length for part in parts):
+        return parts
+    return [_resized(part, length) for part in parts]
 
 
 def _resized(part: torch.Tensor, length: int) -> torch.Tensor:
-    """Returns a state with the newest rows of the history."""
     resized = _C.make_delayed_state(length, part.shape[1])
     resized[:2] = part[:2]
     kept = min(length, len(part) - 1) - 1
@@ -47,36 +56,70 @@ def _resized(part: torch.Tensor, length: int) -> torch.Tensor:
     return resized
 
 
-def save(module: torch.nn.Module) -> torch.Tensor | None:
-    """Returns the state of a module as one tensor for its ``state_dict``: float32, the version, the length of the
-    history, then the values. None without a state."""
-    parts: list[torch.Tensor] | None = module.__dict__.get(_ATTRIBUTE)
-    if parts is None:
+def save(module: torch.nn.Module, weights: Sequence[str]) -> torch.Tensor | None:
+    """Returns the states of the linears of a module as one tensor for its ``state_dict``: float32, the version, the
+    length of the history, then the values. None without a state."""
+    states: dict[str, list[torch.Tensor]] = module.__dict__.get(_ATTRIBUTE, {})
+    if not states:
         return None
-    head = torch.tensor([_VERSION, len(parts[0]) - 1.0])
-    return torch.cat([head, *(part.flatten() for part in parts)])
+    length = max(len(parts[0]) for parts in states.values()) - 1
+    values = [part.flatten() for name in weights for part in _with_length(states.get(name), length)]
+    return torch.cat([torch.tensor([_VERSION, float(length)]), *values])
 
 
-def load(module: torch.nn.Module, saved: Any, key: str) -> None:
-    """Sets the state of a module to what `save` returned. Anything else is ignored, as Transformer Engine's state is.
+def load(module: torch.nn.Module, saved: Any, key: str, weights: Sequence[str]) -> None:
+    """Sets the states of the linears of a module to what `save` returned, or to those of Transformer Engine, a pickle
+    that is read as data: nothing in it is executed, and one that is not such a state is ignored with a warning.
+    Anything else is ignored.
 
     Raises:
-        ValueError: if it begins like a state, but is not one.
+        ValueError: if it begins like a state of `save`, but is not one of this module.
     """
-    plain = isinstance(saved, torch.Tensor) and saved.layout == torch.strided and not saved.is_meta
-    if not plain or saved.dtype != torch.float32 or saved.dim() != 1 or len(saved) < 2 or saved[0] != _VERSION:
+    if not isinstance(saved, torch.Tensor) or saved.layout != torch.strided or saved.is_meta or saved.dim() != 1:
         return
-    values = saved.detach().cpu()
-    length = values[1].item()
-    if not 1 <= length <= _MAX_LENGTH or len(values) != 2 + (1 + int(length)) * sum(_TENSORS):
-        raise ValueError(f"weft: {key} has {len(values)} values, which do not fit a history of {length}.")
+    saved = saved.detach().cpu()
+    try:
+        if saved.dtype == torch.float32 and len(saved) >= 2 and saved[0] == _VERSION:
+            states = _split(saved, key, len(weights))
+        elif saved.dtype == torch.uint8 and len(saved):
+            states = _read_pickle(saved, key, len(weights))
+        else:
+            return
+        for part in (part for parts in states for part in parts):
+            if not (part[0].isfinite() & (part[0] > 0)).all() or not (part[1:] >= 0).all():
+                raise ValueError(f"weft: {key} has a scale that is not positive, or a negative maximum.")
+    except ValueError as error:
+        if saved.dtype == torch.float32:
+            raise
+        warnings.warn(
+            f"{key} is ignored, so delayed scaling starts with scales of 1: {error}", UserWarning, stacklevel=2
+        )
+        return
+    if states:
+        module.__dict__[_ATTRIBUTE] = dict(zip(weights, states, strict=True))
+
+
+def _read_pickle(saved: torch.Tensor, key: str, linears: int) -> list[list[torch.Tensor]]:
+    """Returns Transformer Engine's states; none if its recipe has no state."""
+    from .convert._extra_state import read_extra_state
+
+    states = read_extra_state(saved.numpy().tobytes(), key)
+    if states and len(states) != linears:
+        raise ValueError(f"weft: {key} has states of {len(states)} linears, expected {linears}.")
+    return states or []
+
+
+def _split(saved: torch.Tensor, key: str, linears: int) -> list[list[torch.Tensor]]:
+    """Returns the states that `save` joined."""
+    length = saved[1].item()
+    if not 1 <= length <= _MAX_LENGTH or len(saved) != 2 + linears * (1 + int(length)) * sum(_TENSORS):
+        raise ValueError(
+            f"weft: {key} has {len(saved)} values, which do not fit a history of {length} and {linears} linears."
+        )
     rows = 1 + int(length)
-    flat = values[2:].split([rows * tensors for tensors in _TENSORS])
+    flat = saved[2:].split([rows * tensors for tensors in _TENSORS] * linears)
     parts = [part.reshape(rows, -1).clone() for part in flat]
-    for part in parts:
-        if not (part[0].isfinite() & (part[0] > 0)).all() or not (part[1:] >= 0).all():
-            raise ValueError(f"weft: {key} has a scale that is not positive, or a negative maximum.")
-    module.__dict__[_ATTRIBUTE] = parts
+    return [parts[i : i + len(_TENSORS)] for i in range(0, len(parts), len(_TENSORS))]
 
 
 def use_state(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,11 +128,42 @@ def use_state(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     recipe = active.recipe
     assert isinstance(recipe, DelayedScaling)
     forward, backward = state_of(module, recipe.amax_history_len)
-    if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-        return forward.clone(), backward
+    repeated = torch._C._current_graph_task_id() != -1
+    if repeated or not torch.is_grad_enabled():
+        forward = forward.clone()
+    if repeated and active.replayed_scales is not None:
+        forward[0] = next(active.replayed_scales, forward[0])
+    for recorded in active.recorded_scales:
+        recorded.append(forward[0].clone())
+    if repeated or not torch.is_grad_enabled():
+        return forward, backward
     assert active.region is not None
     active.region.used.setdefault(id(recipe), (recipe, {}))[1][id(module)] = module
     return forward, backward
+
+
+class ForwardScales:
+    """The scales of inputs and weights in the calls of a function, for calls that repeat it in backward: the region may
+    have updated them since then."""
+
+    def __init__(self) -> None:
+        self._scales: list[torch.Tensor] = []
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        active.recorded_scales.append(self._scales)
+        try:
+            yield
+        finally:
+            active.recorded_scales.pop()
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        before, active.replayed_scales = active.replayed_scales, iter(self._scales)
+        try:
+            yield
+        finally:
+            active.replayed_scales = before
 
 
 def update_after_backward(output: torch.Tensor) -> None:

@@ -16,12 +16,13 @@ class StateKeys(torch.nn.Module):
     """A module whose ``state_dict`` has the names of ``named_parameters``, or with `te_keys` Transformer Engine's keys.
 
     For example, the weight of a Linear is ``weight``, and with `te_keys` ``basic_ops.0.weight``. Both kinds of keys
-    load, regardless of `te_keys`. `_extra_state` is the state of delayed scaling, if there is one. Transformer Engine's
-    is ignored on loading, and written, empty, with `te_keys`. A subclass that defines ``get_extra_state`` and
+    load, regardless of `te_keys`. `_extra_state` is the state of delayed scaling, if there is one; Transformer Engine's
+    loads, too. With `te_keys` its keys are written, empty. A subclass that defines ``get_extra_state`` and
     ``set_extra_state`` saves and loads its own extra state, as in torch.
     """
 
     te_keys: bool = False
+    _scaled_weights: tuple[str, ...] = ()  # weights of linears, for which delayed scaling has a state
 
     def _te_names(self) -> dict[str, str]:
         """Returns {Parameter name: Transformer Engine's key}, for the keys that differ."""
@@ -33,7 +34,7 @@ class StateKeys(torch.nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if (scaling := _delayed_scaling.save(self)) is not None:
+        if (scaling := _delayed_scaling.save(self, self._scaled_weights)) is not None:
             destination.setdefault(prefix + "_extra_state", scaling)
         if not self.te_keys:
             return
@@ -46,8 +47,10 @@ class StateKeys(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         has_own_state = type(self).set_extra_state is not torch.nn.Module.set_extra_state
         own_key = prefix + "_extra_state" if has_own_state else None
-        if own_key is None:
-            _delayed_scaling.load(self, state_dict.get(prefix + "_extra_state"), prefix + "_extra_state")
+        if own_key is None and self._scaled_weights:
+            for op_prefix in ("", *self._te_op_prefixes()):
+                key = f"{prefix}{op_prefix}_extra_state"
+                _delayed_scaling.load(self, state_dict.get(key), key, self._scaled_weights)
         local = {
             key: value
             for key, value in state_dict.items()

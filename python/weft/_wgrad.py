@@ -28,6 +28,7 @@ class WgradModule(torch.nn.Module):
     weight: torch.nn.Parameter
     _wgrad_bypasses_autograd = False  # whether the weight gradient has side effects that a compiler does not see
     _delays_wgrad = False
+    _scaled_weights: tuple[str, ...] = ("weight",)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -56,6 +56,14 @@ def test_checkpoint_of_two_ranks_resumes_on_one(tmp_path):
 
 
 @needs("psutil")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_fp8_recipes(tmp_path, ranks):
+    """30 steps with each recipe, with a checkpoint that continues bit-equal."""
+    run_ranks("megatron_rank.py", tmp_path, ranks, "recipes")
+    print((tmp_path / "rank0.log").read_text())
+
+
+@needs("psutil")
 def test_redirections_are_needed_and_limits_hold(tmp_path):
     """Fails if a redirection is not needed, or if a feature that docs/compat.md calls unsupported runs."""
     run_ranks("megatron_rank.py", tmp_path, 1, "limits")

@@ -1,4 +1,4 @@
-"""Any `_extra_state` in a checkpoint is ignored and never executed, and Parameters load unchanged."""
+"""Any damaged `_extra_state` in a checkpoint is ignored and never executed, and Parameters load unchanged."""
 
 import io
 import pickle
@@ -89,6 +89,7 @@ def load_mutated(make, count: int, mark) -> None:
     assert not mark.exists(), "a pickle was executed"
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*is ignored, so delayed scaling starts with scales of 1")
 makers = pytest.mark.parametrize("make", (operations, module_classes))
 
 

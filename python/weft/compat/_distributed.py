@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .. import _autocast, ops
+from .._delayed_scaling import ForwardScales
 from .._rng import RNGStatesTracker as CudaRNGStatesTracker
-from ..recipe import Recipe
 
 __all__ = ["CudaRNGStatesTracker", "activation_recompute_forward", "checkpoint", "is_fp8_activation_recompute_enabled"]
 
@@ -27,6 +27,28 @@ def _tracker_states(tracker: Any, states: Any) -> Iterator[None]:
         tracker.set_states(saved_states)
 
 
+class _RepeatedCall(AbstractContextManager[None]):
+    """Context of a call that is repeated in backward, with the recipe, the scales and the tracker's states of the first
+    one. It may be entered again."""
+
+    def __init__(self, get_tracker: Callable[[], Any] | None) -> None:
+        self.scales = ForwardScales()
+        self._recipe = _autocast.active.recipe
+        self._tracker = get_tracker() if get_tracker is not None else None
+        self._states = None if self._tracker is None else self._tracker.get_states()
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(_autocast.autocast(self._recipe is not None, recipe=self._recipe))
+            stack.enter_context(self.scales.replay())
+            if self._tracker is not None:
+                stack.enter_context(_tracker_states(self._tracker, self._states))
+            self._stack = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+
 def checkpoint(
     function: Callable[..., Any],
     *args: Any,
@@ -38,7 +60,8 @@ def checkpoint(
 ) -> Any:
     """Runs ``function(*args, **kwargs)`` and recomputes it in backward instead of saving its activations.
 
-    The tracker's random numbers and the recipe of :func:`autocast` are the same in both runs.
+    The tracker's random numbers, the recipe of :func:`autocast` and the scales of delayed scaling are the same in both
+    runs.
 
     Args:
         function: function or module to run.
@@ -57,18 +80,9 @@ def checkpoint(
             "checkpoint: distribute_saved_activations=True is not supported. Pass False: each rank saves its own input."
         )
 
-    @contextmanager
-    def as_before(recipe: Recipe | None, tracker: Any, states: Any) -> Iterator[None]:
-        with (
-            _autocast.autocast(recipe is not None, recipe=recipe),
-            nullcontext() if tracker is None else _tracker_states(tracker, states),
-        ):
-            yield
-
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        tracker = get_rng_state_tracker() if get_rng_state_tracker is not None else None
-        states = None if tracker is None else tracker.get_states()
-        return nullcontext(), as_before(_autocast.active.recipe, tracker, states)
+        repeated = _RepeatedCall(get_rng_state_tracker)
+        return repeated.scales.record(), repeated
 
     return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from .. import ops
+from .. import _delayed_scaling, ops
 from .._arguments import argument_names, checked_arguments, reject_unknown
 from .._native import default_device, empty_parameter_on, on_meta
 from . import _recipes
@@ -87,6 +87,7 @@ class BoundSequential:
         if parameters:
             op.__class__ = _with_parameters_of_owner(cast("Any", type(op)), tuple(parameters.items()))
             op.__dict__["_parameter_owner"] = self.owner
+            op.__dict__["_parameter_names"] = parameters
             op._parameters.clear()
         self.sequential.append(op)
 
@@ -151,6 +152,18 @@ class CompatModule(EmptyExtraState):
         self._wgrad_hooks: list[Callable[[], Any]] = []
         self._delayed_overwrites: deque[bool] = deque()  # one per backward whose weight gradients are pending
         self._saved_overwrite_flags: list[tuple[Any, Any]] = []  # weights and their previous flag
+
+    # ---- state of delayed scaling ---------------------------------------------------------------------------------
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Returns the state of delayed scaling as one float32 tensor; an empty tensor without one."""
+        state = _delayed_scaling.save(self, self._weights)
+        return super().get_extra_state() if state is None else state
+
+    def set_extra_state(self, state: Any) -> None:
+        """Loads what :meth:`get_extra_state` returned, or Transformer Engine's state of delayed scaling, of which
+        nothing is executed. Ignores anything else."""
+        _delayed_scaling.load(self, state, f"_extra_state of {type(self).__name__}", self._weights)
 
     # ---- parameters -----------------------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ class OpaqueObject:
         return self.name if self.args is None else f"{self.name}({', '.join(map(repr, self.args))})"
 
 
-OPAQUE_MODULES = ("megatron.", "numpy", "signal")  # prefixes of module names
+OPAQUE_MODULES = ("megatron.", "numpy", "signal", "transformer_engine.")  # prefixes of module names
 
 
 class DcpObject:

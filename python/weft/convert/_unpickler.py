@@ -15,6 +15,8 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
+
 from ._lazy_tensor import ConversionError, LazyTensor
 from ._pickle_globals import (
     ATOMIC_TYPES,
@@ -144,8 +146,7 @@ class Unpickler:
         if not isinstance(function, (AllowedCall, OpaqueObject)) or type(args) is not tuple:
             raise ValueError(f"it calls a {type(function).__name__}")
         made = function.make(*args)
-        length = len(made) if isinstance(made, (str, bytes, tuple, set)) else 0
-        self.push(made, 1024 if isinstance(made, LazyTensor) else 256 + 8 * length)
+        self.push(made, bytes_of(made))
 
     def persistent(self) -> None:
         if self.storage is None:
@@ -226,6 +227,13 @@ OPCODE_HANDLERS: dict[bytes, Callable[[Unpickler], Any]] = {
     pickle.BINPERSID: Unpickler.persistent,
 }
 OPCODES = {code[0]: run for code, run in OPCODE_HANDLERS.items()}
+
+
+def bytes_of(made: Any) -> int:
+    """Returns about how many bytes the result of a call takes."""
+    if isinstance(made, (LazyTensor, torch.Tensor)):
+        return 1024 + (made.nbytes if isinstance(made, torch.Tensor) else 0)
+    return 256 + 8 * (len(made) if isinstance(made, (str, bytes, tuple, set)) else 0)
 
 
 def children(value: Any) -> Iterable[Any] | None:

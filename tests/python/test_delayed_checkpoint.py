@@ -1,0 +1,255 @@
+"""Checkpoints of delayed scaling: the state of Transformer Engine's modules, and Transformer Engine's own pickles."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import pickle
+import random
+import struct
+import sys
+import types
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from weft.compat._distributed import checkpoint
+from weft.compat._layernorm_mlp import LayerNormMLP
+from weft.compat._linear import LayerNormLinear, Linear
+from weft.convert import ConversionError
+from weft.convert._extra_state import read_extra_state
+from weft.recipe import DelayedScaling
+
+import weft
+from weft import ops
+
+
+class _FormatHelper(NamedTuple):
+    max_fwd: float
+    max_bwd: float
+
+
+class Format(enum.Enum):
+    HYBRID = _FormatHelper(448, 57344)
+
+
+@dataclass
+class TeDelayedScaling:
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_compute_algo: str = "max"
+
+
+TE_NAMES = {"_FormatHelper": _FormatHelper, "Format": Format, "DelayedScaling": TeDelayedScaling}
+for te_name, kind in TE_NAMES.items():
+    kind.__module__, kind.__qualname__ = "transformer_engine.common.recipe", te_name
+
+
+@pytest.fixture
+def dumps(monkeypatch):
+    """Pickles as Transformer Engine does, with its names of classes."""
+    for name in ("transformer_engine", "transformer_engine.common", "transformer_engine.common.recipe"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["transformer_engine.common.recipe"].__dict__.update(TE_NAMES)
+    return pickle.dumps
+
+
+def module_state(gemms, length=4):
+    """The state of a module of Transformer Engine, with slots of input, weight, output; grad_output, grad_input."""
+    return {
+        "recipe": TeDelayedScaling(),
+        "scale_fwd": torch.arange(1.0, 1 + 3 * gemms),
+        "amax_history_fwd": torch.arange(3.0 * gemms * length).reshape(length, -1),
+        "scale_bwd": torch.arange(100.0, 100 + 2 * gemms),
+        "amax_history_bwd": torch.arange(2.0 * gemms * length).reshape(length, -1),
+        "extra_fp8_variables": {"num_gemms": gemms, "fp8_checkpoint": True},
+    }
+
+
+def as_tensor(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def states(module):
+    return module.__dict__["_delayed_scaling"]
+
+
+@pytest.mark.parametrize("gemms", [1, 2])
+def test_reads_the_state_of_a_module(dumps, gemms):
+    state = module_state(gemms)
+    found = read_extra_state(dumps(state), "it")
+    assert len(found) == gemms
+    for i, (forward, backward) in enumerate(found):
+        assert torch.equal(forward[0], state["scale_fwd"][3 * i : 3 * i + 2])
+        assert torch.equal(forward[1:], state["amax_history_fwd"][:, 3 * i : 3 * i + 2])
+        assert torch.equal(backward[0], state["scale_bwd"][2 * i : 2 * i + 1])
+        assert torch.equal(backward[1:], state["amax_history_bwd"][:, 2 * i : 2 * i + 1])
+
+
+def test_recipes_without_a_state_are_ignored(dumps):
+    stateless = dumps({"recipe": TeDelayedScaling(), "extra_fp8_variables": {}})
+    assert read_extra_state(stateless, "it") is None
+    linear = Linear(8, 8)
+    for ignored in (as_tensor(stateless), torch.empty(0, dtype=torch.uint8), torch.ones(4), None):
+        linear.set_extra_state(ignored)
+    assert not linear.get_extra_state().numel()
+
+
+def test_modules_load_transformer_engines_state(dumps):
+    mlp = LayerNormMLP(16, 32)
+    mlp.load_state_dict(mlp.state_dict() | {"_extra_state": as_tensor(dumps(module_state(2)))})
+    assert {name: [part[0].tolist() for part in parts] for name, parts in states(mlp).items()} == {
+        "fc1_weight": [[1, 2], [100]],
+        "fc2_weight": [[4, 5], [102]],
+    }
+    with pytest.warns(UserWarning, match="starts with scales of 1: .* states of 1 linears, expected 2"):
+        LayerNormMLP(16, 32).set_extra_state(as_tensor(dumps(module_state(1))))
+
+
+def test_operations_load_transformer_engines_state(dumps):
+    state = {
+        "forward": {"scale_fwd": torch.tensor([2.0, 3.0]), "amax_history_fwd": torch.ones(5, 2)},
+        "backward": {"scale_bwd": torch.tensor([4.0]), "amax_history_bwd": torch.ones(5, 1)},
+    }
+    linear = ops.Linear(8, 8, te_keys=True)
+    linear.load_state_dict(linear.state_dict() | {"basic_ops.0._extra_state": as_tensor(dumps(state))})
+    assert [part[0].tolist() for part in states(linear)["weight"]] == [[2, 3], [4]]
+
+
+# ---- continuing a training ------------------------------------------------------------------------------------------
+
+MODULES = {
+    "linear": lambda: Linear(32, 32, params_dtype=torch.bfloat16),
+    "splits": lambda: LayerNormLinear(32, 32, parameters_split=["a", "b"], params_dtype=torch.bfloat16),
+    "mlp": lambda: LayerNormMLP(32, 64, params_dtype=torch.bfloat16),
+}
+
+
+def step(module, seed):
+    """The output and weight gradients of one training step."""
+    generator = torch.Generator().manual_seed(seed)
+    x = (torch.randn(16, 32, generator=generator) * 4.0 ** (seed % 3)).bfloat16()
+    module.zero_grad()
+    with weft.autocast(recipe=DelayedScaling(amax_history_len=4)):
+        y = module(x)
+    y.sum().backward()
+    return [y.detach(), *(param.grad for param in module.parameters())]
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_training_continues_bit_equal(kind, tmp_path):
+    torch.manual_seed(0)
+    module = MODULES[kind]()
+    for seed in range(3):
+        step(module, seed)
+    torch.save(module.state_dict(), tmp_path / "state.pt")
+    loaded, copied, fresh = MODULES[kind](), copy.deepcopy(module), MODULES[kind]()
+    loaded.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    fresh.load_state_dict({**loaded.state_dict(), "_extra_state": torch.empty(0, dtype=torch.uint8)})
+    expected = step(module, 3)
+    for other in (loaded, copied):
+        for value, wanted in zip(step(other, 3), expected, strict=True):
+            assert torch.equal(value, wanted)
+    assert not torch.equal(step(fresh, 3)[0], expected[0])  # its scales start at 1
+    assert torch.equal(loaded.get_extra_state(), module.get_extra_state())
+
+
+def test_rebuilt_pipelines_keep_the_state():
+    module = MODULES["mlp"]()
+    step(module, 0)
+    before = module.get_extra_state()
+    module.set_tensor_parallel_group(None)
+    module._get_pipelines(torch.empty(0))
+    assert torch.equal(module.get_extra_state(), before)
+
+
+# ---- gradient checkpointing -----------------------------------------------------------------------------------------
+
+
+def checkpointed_step(module, seed, wrap):
+    """Gradients of one step. The region ends, and updates the scales, before backward repeats the call."""
+    x = (torch.randn(16, 32, generator=torch.Generator().manual_seed(seed)) * 4.0 ** (seed % 3)).bfloat16()
+    x.requires_grad_()
+    module.zero_grad()
+    with weft.autocast(recipe=DelayedScaling(amax_history_len=1)):
+        y = wrap(module, x)
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    return [y.detach(), x.grad, *(param.grad for param in module.parameters())]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_repeated_calls_use_the_scales_of_the_first(nested):
+    def wrap(module, x):
+        if nested:
+            return checkpoint(lambda t: checkpoint(module, t) + checkpoint(module, 3 * t), x)
+        return checkpoint(lambda t: module(t) + module(3 * t), x)
+
+    torch.manual_seed(0)
+    plain = MODULES["mlp"]()
+    module = copy.deepcopy(plain)
+    for seed in range(4):
+        expected = checkpointed_step(plain, seed, lambda module, x: module(x) + module(3 * x))
+        for value, wanted in zip(checkpointed_step(module, seed, wrap), expected, strict=True):
+            assert torch.equal(value, wanted), seed
+    assert torch.equal(module.get_extra_state(), plain.get_extra_state())
+
+
+# ---- hostile bytes --------------------------------------------------------------------------------------------------
+
+
+class Malicious:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_nothing_is_executed(dumps, tmp_path):
+    content = dumps(module_state(1) | {"recipe": Malicious(tmp_path / "executed")})
+    with pytest.warns(UserWarning, match="nothing was executed"):
+        Linear(8, 8).set_extra_state(as_tensor(content))
+    assert not list(tmp_path.iterdir())
+
+
+def test_repeated_storages_are_bounded():
+    """A pickle that reads the same bytes 1000 times."""
+    function, (content,) = torch.zeros(1 << 16)._typed_storage().__reduce__()
+    assert function.__name__ == "_load_from_bytes"
+    shared = b"ctorch.storage\n_load_from_bytes\nq\x000B" + struct.pack("<I", len(content)) + content + b"q\x010"
+    with pytest.raises(ConversionError, match="more than 64 times"):
+        read_extra_state(b"\x80\x02" + shared + b"](" + b"h\x00h\x01\x85R" * 1000 + b"e.", "it")
+
+
+def test_mutated_bytes_load_or_warn(dumps):
+    """Bytes changed, removed, repeated or inserted at random places."""
+    count = 10_000
+    good, rng, linear = dumps(module_state(1)), random.Random(0), Linear(8, 8)
+    loaded = 0
+    for _ in range(count):
+        content = bytearray(good)
+        for _ in range(rng.randint(1, 8)):
+            at, size = rng.randrange(len(content)), rng.randint(1, 16)
+            kind = rng.randrange(4)
+            if kind == 0:
+                content[at] = rng.randrange(256)
+            elif kind == 1:
+                del content[at : at + size]
+            elif kind == 2:
+                content[at:at] = content[at : at + size]
+            else:
+                content[at:at] = rng.randbytes(size)
+        linear.__dict__.pop("_delayed_scaling", None)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            linear.set_extra_state(as_tensor(bytes(content)))
+        found = linear.__dict__.get("_delayed_scaling", {})
+        assert not (found and warned)
+        for parts in found.values():
+            assert all((part[0] > 0).all() and (part[1:] >= 0).all() for part in parts)
+            loaded += 1
+    assert 0 < loaded < count / 2
