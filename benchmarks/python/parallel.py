@@ -4,6 +4,8 @@
                                                            and the local work without communication; 128 to 2048 tokens
     python benchmarks/python/parallel.py --planner         few and many rows, this host and networks of 0.3 to 3 Gb/s:
                                                            overlap=None, which must stay within 1.02 of plain
+    python benchmarks/python/parallel.py --gather          forward of a linear that gathers its input over 1 Gb/s: in
+                                                           bfloat16 over quantized, time and bytes sent
     python benchmarks/python/parallel.py --check-cost      plain collectives with WEFT_CHECK=always and without checks
     python benchmarks/python/parallel.py --quick           one small shape
     python benchmarks/python/parallel.py --json FILE       also as JSON
@@ -33,6 +35,7 @@ import torch
 import torch.distributed as dist
 from measure import bootstrap
 
+import weft
 from weft import ops
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "dist"))
@@ -42,6 +45,14 @@ SAME = 0.10  # maximum relative difference of the anchors of a counted round
 TOKENS, FEW_AND_MANY, QUICK_TOKENS = (128, 512, 1024, 2048), (16, 64, 128, 256, 512), (256,)
 RATES = (None, 0.3, 1.0, 3.0)  # Gb/s; None: this host
 BOUND = 1.02  # for --planner
+GATHERED = {
+    "current": weft.recipe.Float8CurrentScaling(),
+    "block": weft.recipe.Float8BlockScaling(),
+    "MXFP8": weft.recipe.MXFP8BlockScaling(),
+    "NVFP4": weft.recipe.NVFP4BlockScaling(),
+}
+GATHER_FEATURES = 32  # few outputs, so that the gather takes most of the time
+GATHER_SPEEDUP, GATHER_BYTES = 1.7, 0.53
 
 
 def block(hidden: int, group: dist.ProcessGroup | None, overlap: bool | None) -> ops.Sequential:
@@ -75,6 +86,29 @@ def training_pass(module: torch.nn.Module, rows: int, hidden: int) -> Callable[[
     return run
 
 
+def gathering_forward(recipe: weft.recipe.Recipe | None, rows: int, hidden: int) -> Callable[[], None]:
+    parallel = {"tensor_parallel_mode": "column", "tensor_parallel_group": dist.group.WORLD, "sequence_parallel": True}
+    linear = ops.Linear(hidden, GATHER_FEATURES, bias=False, dtype=torch.bfloat16, overlap=False, **parallel)
+    x = torch.randn(rows, hidden).to(torch.bfloat16)
+
+    def run() -> None:
+        with torch.no_grad(), weft.autocast(recipe is not None, recipe=recipe):
+            linear(x)
+
+    return run
+
+
+def bytes_sent(side: Callable[[], None]) -> int:
+    """Returns the bytes that leave this host in a pass."""
+    counter = Path("/sys/class/net", os.environ["GLOO_SOCKET_IFNAME"], "statistics/tx_bytes")
+    dist.barrier()
+    before = int(counter.read_text())
+    side()
+    after = int(counter.read_text())
+    dist.barrier()
+    return after - before
+
+
 def time_per_pass(side: Callable[[], object], passes: int) -> float:
     """Returns the seconds of one pass on the slowest rank; all ranks start together."""
     dist.barrier()
@@ -93,6 +127,9 @@ def steady(before: float, after: float) -> bool:
 def sides_of(mode: str, tokens: int, hidden: int) -> dict[str, Callable[[], None]]:
     """Returns the sides; the first is compared with the others."""
     rows, world = tokens // dist.get_world_size(), dist.group.WORLD
+    if mode == "gather":
+        recipes = {"bfloat16": None, **GATHERED}
+        return {name: gathering_forward(recipe, rows, hidden) for name, recipe in recipes.items()}
     if mode == "check":
         sides = {}
         for check in ("always", "first"):
@@ -139,6 +176,8 @@ def time_shape(mode: str, tokens: int, hidden: int, rounds: int) -> dict[str, ob
     ratios = {other: [k[first] / k[other] for k in kept] for other in others}
     row["ratio"] = {other: statistics.median(values) for other, values in ratios.items()}
     row["interval"] = {other: bootstrap(values) for other, values in ratios.items()}
+    if mode == "gather":
+        row["bytes"] = {name: min(bytes_sent(side) for _ in range(5)) for name, side in sides.items()}
     return row
 
 
@@ -183,16 +222,25 @@ def start_ranks(args: argparse.Namespace, rate: float | None) -> list[dict]:
 
 
 def figures_of(row: dict, mode: str) -> list[dict[str, object]]:
-    """Returns the ratios of a row, or why there are none; only those of --planner have a bound."""
+    """Returns the ratios of a row, or why there are none; only those of --planner and --gather have bounds."""
     where = "this host" if row["rate"] is None else f"{row['rate']} Gb/s"
     what = f"{row['tokens']} tokens x {row['hidden']}, {row['ranks']} ranks, {where}"
     if not row["kept"]:
         return [{"name": what, "kept": 0, "skipped": "no round was steady"}]
     name = {"planner": "planned", "check": "WEFT_CHECK=always"}.get(mode, next(iter(row["ms"])))
     shared = {"control": row["control"], "kept": row["kept"], "at_most": BOUND if mode == "planner" else None}
-    return [
+    if mode == "gather":
+        shared["at_least"] = GATHER_SPEEDUP
+    found = [
         {"name": f"{what}: {name} / {other}", "value": ratio, "interval": row["interval"][other], **shared}
         for other, ratio in row["ratio"].items()
+    ]
+    sent = row.get("bytes", {})
+    return found + [
+        {"name": f"{what}: bytes of {other} / bfloat16", "value": round(sent[other] / sent["bfloat16"], 3)}
+        | {"at_most": GATHER_BYTES, "exact": True}
+        for other in sent
+        if other != "bfloat16"
     ]
 
 
@@ -201,30 +249,33 @@ def show(row: dict) -> None:
         print(f"{row['figures'][0]['name']}: no round was steady", flush=True)
         return
     times = ", ".join(f"{side} {ms:.2f} ms" for side, ms in row["ms"].items())
-    ratios = ", ".join(f"{f['name']} {f['value']:.2f} [{f['interval'][0]:.2f}, {f['interval'][1]:.2f}]"
-                       for f in row["figures"])  # fmt: skip
+    ratios = ", ".join(f"{f['name']} {f['value']:.2f}" + (f" [{f['interval'][0]:.2f}, {f['interval'][1]:.2f}]"
+                       if "interval" in f else "") for f in row["figures"])  # fmt: skip
     print(f"{ratios}; {times} (kept {row['kept']}, control {row['control']:.3f})", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", help="tokens of all ranks together")
-    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--hidden", type=int, help="default: 1024, with --gather 4096")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--rates", type=float, nargs="+", help="network rates of --planner in Gb/s")
     parser.add_argument("--planner", dest="mode", action="store_const", const="planner", default="block")
+    parser.add_argument("--gather", dest="mode", action="store_const", const="gather")
     parser.add_argument("--check-cost", dest="mode", action="store_const", const="check")
     parser.add_argument("--mode", help=argparse.SUPPRESS)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    args.hidden = args.hidden or (4096 if args.mode == "gather" else 1024)
     if args.quick:
-        args.tokens, args.hidden, args.rounds = args.tokens or QUICK_TOKENS, 512, 9
-    args.tokens = args.tokens or {"planner": FEW_AND_MANY, "check": (256,)}.get(args.mode, TOKENS)
+        args.tokens, args.rounds = args.tokens or QUICK_TOKENS, 9
+        args.hidden = args.hidden if args.mode == "gather" else 512
+    args.tokens = args.tokens or {"planner": FEW_AND_MANY, "check": (256,), "gather": (1024,)}.get(args.mode, TOKENS)
     if "RANK" in os.environ and "RESULT" in os.environ:
         return run_rank(args)
-    rates: list[float | None] = [None]
+    rates: list[float | None] = [1.0 if args.mode == "gather" else None]
     if args.mode == "planner":
         rates = list(args.rates or ((None, 1.0) if args.quick else RATES))
     rows: list[dict] = []

@@ -162,16 +162,27 @@ QUANTIZED = {
     "block": weft.recipe.Float8BlockScaling(),
     "mxfp8": weft.recipe.MXFP8BlockScaling(),
     "nvfp4": weft.recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "delayed": weft.recipe.DelayedScaling(),  # in its first step, with scales of 1
+    "square": weft.recipe.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),  # larger than a rank's rows
+    "current, dequantized": weft.recipe.Float8CurrentScaling(backward_override="dequantized"),
+    "mxfp8, dequantized": weft.recipe.MXFP8BlockScaling(backward_override="dequantized"),
+    "nvfp4, high_precision": weft.recipe.NVFP4BlockScaling(backward_override="high_precision"),
 }
 
 
 def quantized_gemms(recipe: weft.recipe.Recipe, x, w, dy) -> list[torch.Tensor]:
     """y, dx and dW of a linear, in float32."""
-    quantizers = recipe.quantizers()
-    q_x, q_w = (q.quantize(t, columnwise=True) for q, t in ((quantizers.input, x), (quantizers.weight, w)))
-    q_dy = quantizers.grad_output.quantize(dy, columnwise=True)
+    quantizers, scale = recipe.quantizers(), torch.ones(1) if recipe.delayed() else None
+    q_x = quantizers.input.quantize(x, columnwise=True, scale=scale)
+    q_w = quantizers.weight.quantize(w, columnwise=True, scale=scale)
+    y = gemm(q_x, q_w, dtype=torch.float32)
+    if quantizers.backward_override is not None:
+        dequantized = quantizers.backward_override == "dequantized"
+        x, w = (q_x.dequantize(), q_w.dequantize()) if dequantized else (x, w)
+        return [y, dy.float() @ w.float(), dy.float().t() @ x.float()]
+    q_dy = quantizers.grad_output.quantize(dy, columnwise=True, scale=scale)
     return [
-        gemm(q_x, q_w, dtype=torch.float32),
+        y,
         gemm(q_dy, q_w, b_columnwise=True, dtype=torch.float32),
         gemm(q_dy, q_x, a_columnwise=True, b_columnwise=True, dtype=torch.float32),
     ]
@@ -202,11 +213,12 @@ def check_quantized_linear(group: dist.ProcessGroup, name: str, mode: str, seque
     with weft.autocast(recipe=recipe):
         got = linear(local_x)
     got.backward(cut_y(shards_dy[rank]).contiguous())
+    plain = recipe.quantizers().backward_override is not None
     for what, value, expected, reduced in (
         ("y", got, cut_y(y), not column),
-        ("dx", local_x.grad, cut_x(dx), column),
-        ("dw", linear.weight.grad, dw, False),
-    ):  # a sum over ranks is rounded once more, before it
+        ("dx", local_x.grad, cut_x(dx), column or plain),
+        ("dw", linear.weight.grad, dw, plain),
+    ):  # a sum over ranks is rounded once more, before it; bfloat16 GEMMs may add in another order
         tolerance = {"rtol": 2**-7, "atol": 2**-7 * expected.abs().max().item()} if reduced else {"rtol": 0, "atol": 0}
         close(value.float(), expected if reduced else expected.bfloat16().float(), what, **tolerance)
 

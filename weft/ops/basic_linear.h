@@ -131,14 +131,23 @@ class BasicLinear final : public Op<BasicLinear> {
   kernels::GemmResult quantized_gemm(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
                                      const kernels::Epilogue& epilogue) const;
   at::Tensor quantized_backward(OpContext& ctx, const at::Tensor& dy, Params params) const;
-  /// Whether backward gathers and quantizes x once more: a saved copy of the gathered x would take the memory of all
-  /// ranks. Not with delayed scaling, whose scale may have changed by then.
-  bool quantizes_again(const quant::Recipe& recipe) const { return gathers_input() && !recipe.is_delayed(); }
-  /// The gradients from the gathered dy: `q_dy` is it quantized, unless the recipe overrides backward.
-  at::Tensor quantized_input_gradient(OpContext& ctx, const at::Tensor& dy,
-                                      const std::optional<kernels::QuantizedMatrix>& q_dy, Params params) const;
-  void quantized_weight_gradient(OpContext& ctx, const at::Tensor& dy,
-                                 const std::optional<kernels::QuantizedMatrix>& q_dy, const at::Tensor& x) const;
+  /// Whether backward quantizes x once more, because the copy that it reads does not consist of this rank's copy.
+  bool requantizes_input(const quant::Recipe& recipe) const {
+    return gathers_input() && recipe.input.quantization().block > 0;
+  }
+  /// [rows, n] with the leading sizes of `local`, whose first one is multiplied by the ranks if `gathered`.
+  at::Tensor restore_gathered(const at::Tensor& matrix, const at::Tensor& local, bool gathered) const;
+  /// x of all ranks for the weight gradient: quantized copies, uint8 [bytes] or [ranks, bytes], or values.
+  struct BackwardInput {
+    comm::Work work;
+    bool copies = false;
+  };
+  BackwardInput gather_backward_input(OpContext& ctx) const;
+  struct BackwardGradient;
+  BackwardGradient quantize_output_gradient(OpContext& ctx, const at::Tensor& dy) const;
+  at::Tensor quantized_input_gradient(OpContext& ctx, const at::Tensor& local, const BackwardGradient& dy,
+                                      Params params) const;
+  void quantized_weight_gradient(OpContext& ctx, const BackwardGradient& dy, const at::Tensor& x, bool copies) const;
 
   Options options_;
 };

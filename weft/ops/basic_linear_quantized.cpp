@@ -2,13 +2,18 @@
 #include "weft/kernels/quantized_gemm.h"
 #include "weft/ops/basic_linear.h"
 #include "weft/ops/leading_dims.h"
+#include "weft/ops/quantized_gather.h"
 #include "weft/ops/wgrad_sink.h"
 #include "weft/quant/delayed_scaling.h"
+#include "weft/quant/observer.h"
 
 // A linear whose operands a recipe quantizes, Q(t):
 //   y = Q(x) Q(W)ᵀ;  dx = Q(dy) Q(W);  dW = Σ_rows Q(dy)ᵀ Q(x)
 // Forward saves the columnwise copies of x and W. With a backward override it saves x and W themselves, or their
 // rowwise copies, and backward multiplies dy by what these hold.
+//
+// Sequence parallelism: ranks quantize their rows and gather the copies, where these are smaller than the rows and have
+// the bytes of the gathered matrix; otherwise they gather rows and quantize all of them.
 
 namespace weft::ops {
 namespace {
@@ -17,7 +22,7 @@ using kernels::QuantizedMatrix;
 using quant::BackwardOverride;
 using quant::Quantizer;
 
-bool quantizes_backward(const quant::Recipe& recipe) { return !recipe.backward_override; }
+bool quantizes_gradient(const quant::Recipe& recipe) { return !recipe.backward_override; }
 bool saves_originals(const quant::Recipe& recipe) {
   return recipe.backward_override == BackwardOverride::high_precision;
 }
@@ -31,15 +36,37 @@ struct DelayedTensor {
   at::Tensor state;
   int64_t index;
 
+  bool defined() const { return state.defined(); }
+  kernels::QuantizeArgs with_scale(kernels::QuantizeArgs args) const {
+    if (defined()) args.scale = quant::delayed_scale(state, index);
+    return args;
+  }
   /// Quantizes with the scale of the state, and records the maximum magnitude there.
-  QuantizedMatrix quantize(const Quantizer& quantizer, const at::Tensor& matrix, kernels::QuantizeArgs args) const {
-    if (!state.defined()) return ops::quantize(quantizer, matrix, args);
-    args.scale = quant::delayed_scale(state, index);
-    auto q = ops::quantize(quantizer, matrix, args);
-    quant::record_amax(state, index, (q.rowwise.defined() ? q.rowwise : q.columnwise).amax);
+  QuantizedMatrix quantize(const Quantizer& quantizer, const at::Tensor& matrix,
+                           const kernels::QuantizeArgs& args) const {
+    auto q = ops::quantize(quantizer, matrix, with_scale(args));
+    if (defined()) quant::record_amax(state, index, (q.rowwise.defined() ? q.rowwise : q.columnwise).amax);
     return q;
   }
 };
+
+/// A quantized matrix of the rows of all ranks, and of this rank's rows.
+struct QuantizedRows {
+  QuantizedMatrix all, local;
+};
+
+/// Quantizes this rank's rows with `args`, and gathers the rowwise copies.
+QuantizedRows quantize_and_gather(const comm::Group& group, const Quantizer& quantizer, const DelayedTensor& delayed,
+                                  const at::Tensor& rows, kernels::QuantizeArgs args) {
+  const auto how = quantizer.quantization();
+  if (!delayed.defined()) args.amax = reduced_amax(group, how, rows, false);
+  QuantizedRows out;
+  out.local = quantize(quantizer, rows, delayed.with_scale(args));
+  const auto bytes = group.all_gather(out.local.rowwise.bytes.view({1, -1})).wait();
+  out.all = join_copies(how, out.local.dtype, rows.size(0), rows.size(1), false, bytes);
+  if (delayed.defined()) quant::record_amax(delayed.state, delayed.index, out.all.rowwise.amax);
+  return out;
+}
 
 /// The state of x (0), W (1) or, in backward, dy (0).
 DelayedTensor delayed_tensor(const OpContext& ctx, at::Tensor Buffers::* which, int64_t index) {
@@ -54,23 +81,28 @@ DelayedTensor delayed_tensor(const OpContext& ctx, at::Tensor Buffers::* which, 
 
 /// The copy that backward reads, as one tensor.
 const at::Tensor& saved_bytes(const quant::Recipe& recipe, const QuantizedMatrix& q) {
-  return (quantizes_backward(recipe) ? q.columnwise : q.rowwise).bytes;
+  return (quantizes_gradient(recipe) ? q.columnwise : q.rowwise).bytes;
 }
 
 /// What `saved_bytes` returned, as a matrix again.
 QuantizedMatrix saved_matrix(const quant::Recipe& recipe, const Quantizer& quantizer, at::ScalarType dtype,
                              int64_t rows, int64_t columns, const at::Tensor& bytes) {
-  return kernels::matrix_of_copy(quantizer.quantization(), dtype, rows, columns, quantizes_backward(recipe), bytes);
+  return kernels::matrix_of_copy(quantizer.quantization(), dtype, rows, columns, quantizes_gradient(recipe), bytes);
 }
 
 Spec saved_spec(const quant::Recipe& recipe, const Quantizer& quantizer, const Spec& matrix) {
   const kernels::CopySizes<c10::SymInt> sizes(quantizer.quantization(), matrix.rows(), matrix.sizes.back(),
-                                              quantizes_backward(recipe));
+                                              quantizes_gradient(recipe));
   return {.sizes = {sizes.bytes()}, .dtype = at::kByte};
 }
 
 uint64_t seed_of(const at::Tensor& saved_recipe) {
   return static_cast<uint64_t>(rounding_seed(saved_recipe).item<int64_t>());
+}
+
+/// Identifies a call for an observer: what it saved lives until its backward.
+uintptr_t call_of(const at::Tensor& saved_recipe) {
+  return saved_recipe.defined() ? reinterpret_cast<uintptr_t>(saved_recipe.const_data_ptr()) : 0;
 }
 
 }  // namespace
@@ -81,11 +113,21 @@ void BasicLinear::infer_saved_copies(const OpPlan& plan, const Spec& x, const Sp
   const auto dtype = out.y.dtype;
   if (plan.needs_param_grad[0])
     out.saved[kInput] =
-        originals || quantizes_again(recipe) ? saved_input(x, dtype) : SavedSpec(saved_spec(recipe, recipe.input, x));
+        originals || requantizes_input(recipe) ? saved_input(x, dtype) : SavedSpec(saved_spec(recipe, recipe.input, x));
   if (plan.needs_input_grad && !originals) out.saved[kWeight] = saved_spec(recipe, recipe.weight, weight);
   if (plan.needs_input_grad && originals && weight.dtype != dtype) out.saved[kWeight] = weight.as(dtype);
   if (plan.needs_grad) out.saved[kRecipe] = saved_recipe_spec(recipe);
 }
+
+at::Tensor BasicLinear::restore_gathered(const at::Tensor& matrix, const at::Tensor& local, bool gathered) const {
+  if (!gathered) return restore_leading_dims(matrix, local);
+  auto sizes = local.sizes().vec();
+  sizes.front() *= options_.tensor_parallel_size;
+  sizes.back() = matrix.size(1);
+  return matrix.view(sizes);
+}
+
+// ---- forward ------------------------------------------------------------------------------------------------------
 
 kernels::GemmResult BasicLinear::quantized_gemm(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
                                                 const kernels::Epilogue& epilogue) const {
@@ -94,65 +136,138 @@ kernels::GemmResult BasicLinear::quantized_gemm(OpContext& ctx, const at::Tensor
   const auto& recipe = *ctx.plan().recipe;
   const bool originals = saves_originals(recipe), needs_dw = ctx.needs_param_grad(0), needs_dx = ctx.needs_input_grad();
   const auto dtype = ctx.dtype(weight.scalar_type());
-  const auto local = as_dtype(x, dtype), w = as_dtype(weight, dtype), all = gather_input(local).wait();
-  const bool saves_copy_of_x = needs_dw && !originals && !quantizes_again(recipe);
-  const auto q_x =
-      delayed_tensor(ctx, &Buffers::forward_scaling, 0)
-          .quantize(recipe.input, as_matrix(all), {.columnwise = saves_copy_of_x && quantizes_backward(recipe)});
+  const auto local = as_dtype(x, dtype), w = as_dtype(weight, dtype), rows = as_matrix(local);
+  const bool saves_copy_of_x = needs_dw && !originals && !requantizes_input(recipe);
+  if (needs_dw && recipe.input.random_hadamard_transform && quantizes_gradient(recipe)) {
+    const auto all_rows = rows.size(0) * (gathers_input() ? options_.tensor_parallel_size : 1);
+    kernels::check_hadamard(rows.new_empty({all_rows, 0}));
+  }
+
+  const auto delayed_x = delayed_tensor(ctx, &Buffers::forward_scaling, 0);
+  const kernels::QuantizeArgs args{.columnwise = saves_copy_of_x && quantizes_gradient(recipe)};
+  QuantizedRows q_x;
+  if (!gathers_input()) {
+    q_x.all = q_x.local = delayed_x.quantize(recipe.input, rows, args);
+  } else if (copies_concatenate(recipe.input.quantization(), rows.size(0), false)) {
+    q_x = quantize_and_gather(group(), recipe.input, delayed_x, rows, args);
+  } else {
+    q_x.all = quantize(recipe.input, as_matrix(gather_input(local).wait()), {});
+  }
   const auto q_w = delayed_tensor(ctx, &Buffers::forward_scaling, 1)
-                       .quantize(recipe.weight, w, {.columnwise = needs_dx && quantizes_backward(recipe)});
-  if (needs_dw && recipe.input.random_hadamard_transform && quantizes_backward(recipe))
-    kernels::check_hadamard(as_matrix(all));
-  if (needs_dw) ctx.save(kInput, saves_copy_of_x ? saved_bytes(recipe, q_x) : local);
+                       .quantize(recipe.weight, w, {.columnwise = needs_dx && quantizes_gradient(recipe)});
+
+  if (needs_dw) ctx.save(kInput, saves_copy_of_x ? saved_bytes(recipe, q_x.local) : local);
   if (needs_dx && !originals) ctx.save(kWeight, saved_bytes(recipe, q_w));
   if (needs_dx && originals && !w.is_same(weight)) ctx.save(kWeight, w);
-  if (ctx.needs_grad()) ctx.save(kRecipe, save_recipe(recipe));
+  const auto saved = ctx.needs_grad() ? save_recipe(recipe) : at::Tensor();
+  if (saved.defined()) ctx.save(kRecipe, saved);
+  if (const auto observer = quant::observer(); observer && q_x.local.rowwise.defined())
+    observer->observe_forward(call_of(saved), weight, {rows, q_x.local}, {w, q_w});
   kernels::GemmResult result;
-  result.out = restore_leading_dims(kernels::quantized_gemm({q_x}, {q_w}, epilogue), all);
+  result.out = restore_gathered(kernels::quantized_gemm({q_x.all}, {q_w}, epilogue), local, gathers_input());
   return result;
+}
+
+// ---- backward -----------------------------------------------------------------------------------------------------
+
+BasicLinear::BackwardInput BasicLinear::gather_backward_input(OpContext& ctx) const {
+  if (!ctx.needs_param_grad(0)) return {at::Tensor()};
+  const auto& recipe = *ctx.plan().recipe;
+  const auto& x = ctx.saved(kInput);
+  const bool columnwise = quantizes_gradient(recipe);
+  if (saves_originals(recipe)) return {gather_input(x)};
+  if (!gathers_input()) return {x, true};
+  if (!requantizes_input(recipe)) return {group().all_gather(x.view({1, -1})), true};
+  const auto rows = as_matrix(x);
+  const auto how = recipe.input.quantization();
+  if (!copies_concatenate(how, rows.size(0), columnwise)) return {gather_input(x)};
+  const bool transformed = columnwise && how.hadamard;
+  const auto amax = reduced_amax(group(), how, rows, transformed);
+  const auto q = quantize(recipe.input, rows,
+                          {.rowwise = !columnwise,
+                           .columnwise = columnwise,
+                           .amax = transformed ? at::Tensor() : amax,
+                           .transformed_amax = transformed ? amax : at::Tensor()});
+  return {group().all_gather(saved_bytes(recipe, q).view({1, -1})), true};
+}
+
+/// dy of all ranks: its values, and quantized unless the recipe overrides backward. The values are undefined if the
+/// ranks exchanged codes.
+struct BasicLinear::BackwardGradient {
+  at::Tensor values;
+  std::optional<QuantizedMatrix> quantized;
+};
+
+BasicLinear::BackwardGradient BasicLinear::quantize_output_gradient(OpContext& ctx, const at::Tensor& dy) const {
+  const auto& recipe = *ctx.plan().recipe;
+  const auto observer = quant::observer();
+  const auto observe = [&](const at::Tensor& rows, const QuantizedMatrix& q) {
+    if (observer) observer->observe_backward(call_of(ctx.saved(kRecipe)), {rows, q});
+  };
+  if (!quantizes_gradient(recipe)) {
+    observe(as_matrix(dy), {});
+    return {gather_output_gradient(dy).wait(), {}};
+  }
+  const auto delayed = delayed_tensor(ctx, &Buffers::backward_scaling, 0);
+  const bool needs_dw = ctx.needs_param_grad(0);
+  // With one scale, codes of one byte are all that the ranks need: the columnwise copy is the transposed one.
+  if (gathers_output_gradient() && recipe.grad_output.quantization().block == 0) {
+    auto q = quantize_and_gather(group(), recipe.grad_output, delayed, as_matrix(dy), {});
+    if (needs_dw) add_columnwise(q.all);
+    observe(as_matrix(dy), q.local);
+    return {{}, std::move(q.all)};
+  }
+  BackwardGradient out{gather_output_gradient(dy).wait(), {}};
+  const auto rows = as_matrix(out.values);
+  out.quantized = delayed.quantize(recipe.grad_output, rows,
+                                   {.rowwise = ctx.needs_input_grad() || observer,
+                                    .columnwise = needs_dw,
+                                    .random = {.seed = seed_of(ctx.saved(kRecipe))}});
+  observe(rows, *out.quantized);
+  return out;
 }
 
 at::Tensor BasicLinear::quantized_backward(OpContext& ctx, const at::Tensor& dy, Params params) const {
   if (!ctx.needs_grad()) return {};
-  const auto& recipe = *ctx.plan().recipe;
   const auto dtype = ctx.dtype((params[0].defined() ? params[0] : dy).scalar_type());  // W is kept for dx only
-  auto gathering_x =
-      quantizes_again(recipe) || saves_originals(recipe) ? gather_saved_input(ctx) : comm::Work(ctx.saved(kInput));
-  const auto dy_all = as_dtype(gather_output_gradient(dy).wait(), dtype);
-  std::optional<QuantizedMatrix> q_dy;
-  if (quantizes_backward(recipe))
-    q_dy = delayed_tensor(ctx, &Buffers::backward_scaling, 0)
-               .quantize(recipe.grad_output, as_matrix(dy_all),
-                         {.rowwise = ctx.needs_input_grad(),
-                          .columnwise = ctx.needs_param_grad(0),
-                          .random = {.seed = seed_of(ctx.saved(kRecipe))}});
-  auto reducing_dx = reduce_input_gradient(quantized_input_gradient(ctx, dy_all, q_dy, params));
-  if (ctx.needs_param_grad(0)) quantized_weight_gradient(ctx, dy_all, q_dy, gathering_x.wait());
+  const auto local = as_dtype(dy, dtype);
+  auto x = gather_backward_input(ctx);
+  const auto gradient = quantize_output_gradient(ctx, local);
+  auto reducing_dx = reduce_input_gradient(quantized_input_gradient(ctx, local, gradient, params));
+  if (ctx.needs_param_grad(0)) quantized_weight_gradient(ctx, gradient, x.work.wait(), x.copies);
   return reducing_dx.wait();
 }
 
-at::Tensor BasicLinear::quantized_input_gradient(OpContext& ctx, const at::Tensor& dy,
-                                                 const std::optional<QuantizedMatrix>& q_dy, Params params) const {
+at::Tensor BasicLinear::quantized_input_gradient(OpContext& ctx, const at::Tensor& local, const BackwardGradient& dy,
+                                                 Params params) const {
   if (!ctx.needs_input_grad()) return {};
   const auto& recipe = *ctx.plan().recipe;
-  if (saves_originals(recipe)) return local_input_gradient(ctx, dy, params, {}).out;
-  const auto q_w = saved_matrix(recipe, recipe.weight, dy.scalar_type(), local_out_features(), local_in_features(),
+  if (saves_originals(recipe)) return local_input_gradient(ctx, dy.values, params, {}).out;
+  const auto q_w = saved_matrix(recipe, recipe.weight, local.scalar_type(), local_out_features(), local_in_features(),
                                 ctx.saved(kWeight));
-  const auto dx = q_dy ? kernels::quantized_gemm({*q_dy}, {q_w, true}, {})
-                       : kernels::gemm(as_matrix(dy), kernels::dequantize(q_w, false, q_w.dtype)).out;
-  return restore_leading_dims(dx, dy);
+  const auto dx = dy.quantized ? kernels::quantized_gemm({*dy.quantized}, {q_w, true}, {})
+                               : kernels::gemm(as_matrix(dy.values), kernels::dequantize(q_w, false, q_w.dtype)).out;
+  return restore_gathered(dx, local, gathers_output_gradient());
 }
 
-void BasicLinear::quantized_weight_gradient(OpContext& ctx, const at::Tensor& dy,
-                                            const std::optional<QuantizedMatrix>& q_dy, const at::Tensor& x) const {
+void BasicLinear::quantized_weight_gradient(OpContext& ctx, const BackwardGradient& dy, const at::Tensor& x,
+                                            bool copies) const {
   const auto& recipe = *ctx.plan().recipe;
-  if (saves_originals(recipe)) return weight_gradient_of(ctx, dy, x);
-  const auto rows = as_matrix(dy).size(0);
-  const auto q_x = gathers_input()
-                       ? quantize(recipe.input, as_matrix(x), {.rowwise = !q_dy, .columnwise = q_dy.has_value()})
-                       : saved_matrix(recipe, recipe.input, dy.scalar_type(), rows, local_in_features(), x);
-  if (!q_dy) return weight_gradient_of(ctx, dy, kernels::dequantize(q_x, false, q_x.dtype));
-  weight_gradient_by(ctx, [q_dy = *q_dy, q_x](const at::Tensor& out, bool accumulate) {
+  if (saves_originals(recipe)) return weight_gradient_of(ctx, dy.values, x);
+  const bool columnwise = dy.quantized.has_value();
+  const auto how = recipe.input.quantization();
+  const auto rows = columnwise ? dy.quantized->rows : as_matrix(dy.values).size(0);
+  const auto dtype = columnwise ? dy.quantized->dtype : dy.values.scalar_type();
+  QuantizedMatrix q_x;
+  if (!copies) {
+    q_x = quantize(recipe.input, as_matrix(x), {.rowwise = !columnwise, .columnwise = columnwise});
+  } else if (gathers_input()) {
+    q_x = join_copies(how, dtype, rows / x.size(0), local_in_features(), columnwise, x);
+  } else {
+    q_x = kernels::matrix_of_copy(how, dtype, rows, local_in_features(), columnwise, x);
+  }
+  if (!columnwise) return weight_gradient_of(ctx, dy.values, kernels::dequantize(q_x, false, q_x.dtype));
+  weight_gradient_by(ctx, [q_dy = *dy.quantized, q_x](const at::Tensor& out, bool accumulate) {
     const auto to = out.defined() ? out.view({q_dy.columns, q_x.columns}) : out;
     return kernels::quantized_gemm({q_dy, true}, {q_x, true}, {.addend = accumulate ? to : at::Tensor(), .out = to});
   });
