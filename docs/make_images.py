@@ -1,9 +1,12 @@
-"""Draws the plan in the docs and the picture of the README: the plan of a block beside its measured times.
+"""Draws the pictures of the docs: plans, the README's plan of a block beside its measured times, a quantized step.
 
 Run: PYTHONPATH=python python docs/make_images.py
 """
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -77,3 +80,6 @@ if __name__ == "__main__":
     plan = Path(mlp_block(1024, 4096).explain(x).save(IMAGES / "mlp_plan.png"))
     draw_readme(plan, IMAGES / "block.png")
     plan.unlink()
+    page = (IMAGES.parent / "compare_recipes.md").read_text()
+    example = re.search(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1]
+    subprocess.run([sys.executable, "-c", example], cwd=IMAGES, check=True)

@@ -23,11 +23,12 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
-def run_example(page: str, index: int = 0) -> str:
-    """Returns what a Python block of a page prints with WEFT_TIER=ref."""
+def run_example(page: str, index: int = 0, folder: Path | None = None) -> str:
+    """Returns what a Python block of a page prints with WEFT_TIER=ref; it runs in `folder`."""
     done = subprocess.run(
         [sys.executable, "-c", blocks(page, "python")[index]],
         env={**os.environ, "PYTHONPATH": str(ROOT / "python"), "WEFT_TIER": "ref"},
+        cwd=folder,
         capture_output=True,
         text=True,
         check=False,
@@ -45,6 +46,17 @@ def test_first_example_prints_shown_output(page):
 def test_examples_of_quantization_run():
     assert re.fullmatch(r"relative error 0\.0\d+", run_example("docs/quantization.md"))
     assert re.fullmatch(r"relative error 0\.0\d+, scales \(64, 8\)", run_example("docs/quantization.md", 1))
+
+
+def test_examples_of_compared_recipes_run(tmp_path):
+    """Figures depend on the GEMMs of the machine; names do not."""
+    page = "docs/compare_recipes.md"
+    shown, printed = (text.splitlines() for text in (blocks(page, "text")[0], run_example(page, 0, tmp_path)))
+    assert [re.split(r"\s{2,}", line)[:2] for line in printed] == [re.split(r"\s{2,}", line)[:2] for line in shown]
+    assert (tmp_path / "inspector.png").exists()
+    names = [line[:18].rstrip() for line in blocks(page, "text")[1].splitlines()]
+    assert [line[:18].rstrip() for line in run_example(page, 1).splitlines()] == names
+    assert re.fullmatch(r"\{'input': 2\d, 'weight': 3\d\}", run_example(page, 2))
 
 
 def test_documented_cpp_example_equals_built_example():

@@ -46,6 +46,7 @@ SIGNATURES = {
     "Explanation.data": "(self) -> dict[str, Any]",
     "Op.fields": "(self) -> dict[str, Any]",
     "Op.params": "(self) -> list[tuple[str, tuple[int, ...], torch.dtype, str, int, bool]]",
+    "set_quantization_observer": "(forward: Callable[..., None] | None, backward: Callable[..., None] | None) -> None",
     "Quantizer.__init__": "(self, scaling: str = ..., **fields: Any) -> None",
     "Quantizer.fields": "(self) -> dict[str, Any]",
     "Runner.__init__": "(self, stages: list[Stage], owner: torch.nn.Module, ops: list[torch.nn.Module], "

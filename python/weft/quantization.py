@@ -1,4 +1,4 @@
-"""Quantized matrices: FP8, MXFP8 and NVFP4 codes with their scales, and their GEMM.
+"""Quantized matrices: FP8, MXFP8 and NVFP4 codes with their scales, their GEMM, and what quantization does.
 
 Example:
     >>> import torch
@@ -17,8 +17,19 @@ import torch
 
 from . import _C
 from ._C import QuantizedMatrix, Quantizer
+from ._gemm_error import GemmError, ReducedAccumulator, gemm_error
+from ._inspector import QuantizationInspector, TensorStatistics
 
-__all__ = ["QuantizedMatrix", "Quantizer", "gemm"]
+__all__ = [
+    "GemmError",
+    "QuantizationInspector",
+    "QuantizedMatrix",
+    "Quantizer",
+    "ReducedAccumulator",
+    "TensorStatistics",
+    "gemm",
+    "gemm_error",
+]
 
 
 def gemm(

@@ -33,6 +33,7 @@ __all__ = [
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
     "QParams",
+    "QuantizerRole",
     "Recipe",
     "get_default_recipe",
 ]
@@ -53,7 +54,7 @@ class Format(enum.Enum):
 
 
 _OPTIONS = _C.recipe_fields()  # of each supported recipe: name, default and description of the options with an effect
-_SUPPORTED = "Use DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling or NVFP4BlockScaling."
+_SUPPORTED = "Derive it from another class of weft.recipe, or use CustomRecipe."
 
 
 def _plain(value: Any) -> Any:
@@ -100,15 +101,17 @@ class Recipe:
             NotImplementedError: for a recipe that is not supported.
             ValueError: for options that exclude each other.
         """
-        class_name = type(self).__name__
-        if getattr(self, "fp8_dpa", False) or getattr(self, "fp8_mha", False):
-            raise NotImplementedError(
-                f"{class_name}: quantized attention is not supported. Set fp8_dpa and fp8_mha to False."
-            )
+        self._reject_attention()
         for base in type(self).__mro__:
             if options := _OPTIONS.get(base.__name__):
                 return _C.make_recipe(base.__name__, {name: _plain(getattr(self, name)) for name, *_ in options})
-        raise NotImplementedError(f"{class_name}: operations do not support this recipe. {_SUPPORTED}")
+        raise NotImplementedError(f"{type(self).__name__}: operations do not support this recipe. {_SUPPORTED}")
+
+    def _reject_attention(self) -> None:
+        if getattr(self, "fp8_dpa", False) or getattr(self, "fp8_mha", False):
+            raise NotImplementedError(
+                f"{type(self).__name__}: quantized attention is not supported. Set fp8_dpa and fp8_mha to False."
+            )
 
     delayed = _is("DelayedScaling")
     float8_current_scaling = _is("Float8CurrentScaling")
@@ -228,9 +231,34 @@ class NVFP4BlockScaling(Recipe):
     backward_override: str | None = None
 
 
+@dataclass(frozen=True)
+class QuantizerRole:
+    """What a quantizer is for, as :class:`CustomRecipe` passes it to its function.
+
+    module_type: ``"linear"``. tensor_type: ``"input"``, ``"weight"`` or ``"grad_output"``. name: empty.
+    """
+
+    module_type: str = ""
+    tensor_type: str = ""
+    name: str = ""
+
+
 @dataclass
 class CustomRecipe(Recipe):
-    """Quantizers made by a function. Not supported in operations."""
+    """Quantizers made by a function.
+
+    qfactory: takes a :class:`QuantizerRole` and returns a :class:`weft.quantization.Quantizer`. It is called once per
+    role when a region is entered; to quantize layers differently, open a region for each. fp8_format and
+    quantization_alignment have no effect. backward_override: as in the other recipes.
+
+    Example::
+
+        >>> from weft.quantization import Quantizer
+        >>> def qfactory(role):
+        ...     return Quantizer("current", format="e5m2" if role.tensor_type == "grad_output" else "e4m3")
+        >>> weft.recipe.CustomRecipe(qfactory).quantizers() == weft.recipe.Float8CurrentScaling().quantizers()
+        True
+    """
 
     qfactory: Callable[..., Any]
     fp8_format: Format = Format.HYBRID
@@ -238,6 +266,24 @@ class CustomRecipe(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = None
+
+    def quantizers(self) -> _C.Recipe:
+        """Returns the quantizers of input, weight and grad_output. Raises as :meth:`Recipe.quantizers`, and TypeError
+        if the function returns anything but a quantizer."""
+        self._reject_attention()
+        made = {role: self._quantizer(role) for role in ("input", "weight", "grad_output")}
+        if any(quantizer.fields()["scaling"] == "delayed" for quantizer in made.values()):
+            raise NotImplementedError("CustomRecipe: delayed scaling is not supported. Use DelayedScaling.")
+        return _C.Recipe(**made, backward_override=self.backward_override)
+
+    def _quantizer(self, tensor_type: str) -> _C.Quantizer:
+        quantizer = self.qfactory(QuantizerRole("linear", tensor_type))
+        if not isinstance(quantizer, _C.Quantizer):
+            raise TypeError(
+                f"CustomRecipe: qfactory returned {quantizer!r} for the {tensor_type} of a linear, expected a "
+                "weft.quantization.Quantizer."
+            )
+        return quantizer
 
 
 def _add_field_docs() -> None:

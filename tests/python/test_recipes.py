@@ -152,7 +152,7 @@ def test_backward_runs_after_the_region():
 
 
 UNSUPPORTED = [
-    recipe.CustomRecipe(qfactory=lambda role: None),
+    recipe.CustomRecipe(qfactory=lambda role: Quantizer("delayed")),
     recipe.Float8CurrentScaling(fp8_dpa=True),
 ]
 
@@ -161,6 +161,45 @@ UNSUPPORTED = [
 def test_unsupported_recipes_raise(made):
     with pytest.raises(NotImplementedError, match=type(made).__name__), weft.autocast(recipe=made):
         pass
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+@pytest.mark.parametrize("name", RECIPES)
+def test_custom_recipes_equal_those_of_the_library(name, override):
+    made = dataclasses.replace(RECIPES[name], backward_override=override).quantizers()
+    roles = []
+
+    def qfactory(role):
+        roles.append(role)
+        return getattr(made, role.tensor_type)
+
+    custom = recipe.CustomRecipe(qfactory, backward_override=override)
+    assert custom.quantizers() == made and custom.custom() and not custom.mxfp8()
+    assert roles == [recipe.QuantizerRole("linear", tensor) for tensor in ("input", "weight", "grad_output")]
+
+
+def test_custom_recipe_quantizes():
+    def qfactory(role):
+        return Quantizer("mxfp8", format="e5m2" if role.tensor_type == "input" else "e4m3")
+
+    custom, (x, dy) = recipe.CustomRecipe(qfactory), inputs()
+    linear = ops.Linear(96, 40, bias=False, dtype=torch.bfloat16)
+    with weft.autocast(recipe=custom):
+        y = linear(x)
+    dx, dw = torch.autograd.grad(y, (x, linear.weight), dy)
+    expected = plain_linear(custom.quantizers(), x.detach(), linear.weight.detach(), dy)
+    for value, wanted in zip((y, dx, dw), expected, strict=True):
+        assert torch.equal(value, wanted)
+
+
+def test_bad_factories_raise():
+    with pytest.raises(TypeError, match="qfactory returned None for the input of a linear"):
+        recipe.CustomRecipe(lambda role: None).quantizers()
+    mixed = {"input": "mxfp8", "weight": "nvfp4", "grad_output": "mxfp8"}
+    with pytest.raises(ValueError, match="same scaling"):
+        recipe.CustomRecipe(lambda role: Quantizer(mixed[role.tensor_type])).quantizers()
+    with pytest.raises(ValueError, match="backward_override is 'bf16'"):
+        recipe.CustomRecipe(lambda role: Quantizer("mxfp8"), backward_override="bf16").quantizers()
 
 
 BAD_OPTIONS = {

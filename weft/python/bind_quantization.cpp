@@ -2,6 +2,7 @@
 #include "weft/kernels/quantized_gemm.h"
 #include "weft/python/convert.h"
 #include "weft/python/module.h"
+#include "weft/quant/observer.h"
 #include "weft/quant/quantizer.h"
 
 namespace weft::python {
@@ -94,6 +95,43 @@ at::Tensor quantized_gemm(const QuantizedMatrix& a, const QuantizedMatrix& b, bo
                                   .dtype = dtype.value_or(at::ScalarType::Undefined)});
 }
 
+/// The values of the rowwise codes, without scales.
+at::Tensor rowwise_codes(const QuantizedMatrix& q) {
+  const py::gil_scoped_release release;
+  const BelowAutograd below;
+  return kernels::decode_copy(q, false, kernels::Decoding::codes, at::kFloat);
+}
+
+/// An observer that calls Python functions.
+class PythonObserver : public quant::Observer {
+ public:
+  PythonObserver(py::function forward, py::function backward)
+      : forward_(std::move(forward)), backward_(std::move(backward)) {}
+  ~PythonObserver() override {
+    const py::gil_scoped_acquire acquire;
+    forward_ = {}, backward_ = {};
+  }
+
+  void observe_forward(uintptr_t call, const at::Tensor& parameter, const quant::ObservedOperand& x,
+                       const quant::ObservedOperand& w) override {
+    const py::gil_scoped_acquire acquire;
+    forward_(call, parameter, x.matrix, x.quantized, w.matrix, w.quantized);
+  }
+  void observe_backward(uintptr_t call, const quant::ObservedOperand& dy) override {
+    const py::gil_scoped_acquire acquire;
+    backward_(call, dy.matrix, dy.quantized);
+  }
+
+ private:
+  py::function forward_, backward_;
+};
+
+void set_observer(std::optional<py::function> forward, std::optional<py::function> backward) {
+  std::shared_ptr<quant::Observer> observer;
+  if (forward && backward) observer = std::make_shared<PythonObserver>(std::move(*forward), std::move(*backward));
+  quant::set_observer(std::move(observer));
+}
+
 constexpr const char* kQuantizeDoc = R"(Quantizes a matrix.
 
 Args:
@@ -134,6 +172,10 @@ void bind_quantization(py::module_& m) {
           "shape", [](const Q& q) { return std::tuple(q.rows, q.columns); }, "Before quantization.")
       .def_property_readonly(
           "dtype", [](const Q& q) { return q.dtype; }, "Before quantization.")
+      .def_property_readonly(
+          "format", [](const Q& q) { return EnumNames<Format>::list[static_cast<size_t>(q.quantization.format)]; },
+          "Of the codes.")
+      .def("codes", &rowwise_codes, "Returns the values of the rowwise codes without their scales, as float32.")
       .def("dequantize", &dequantize, py::kw_only(), py::arg("columnwise") = false, py::arg("dtype") = py::none(),
            "Returns the values of a copy, in the dtype before quantization unless another one is given.");
   static const std::string doc = quantizer_doc();
@@ -150,6 +192,8 @@ void bind_quantization(py::module_& m) {
           "__eq__", [](const Quantizer& a, const Quantizer& b) { return a == b; }, py::is_operator())
       .def("__hash__", [](const Quantizer& q) { return py::hash(py::str(repr_of(q))); })
       .def("__repr__", &repr_of);
+  m.def("set_quantization_observer", &set_observer, py::arg("forward"), py::arg("backward"),
+        "Sets the functions that see what linears quantize, or None for none.");
   m.def("quantized_gemm", &quantized_gemm, py::arg("a"), py::arg("b"), py::kw_only(), py::arg("a_columnwise") = false,
         py::arg("b_columnwise") = false, py::arg("bias") = py::none(), py::arg("out") = py::none(),
         py::arg("accumulate") = false, py::arg("dtype") = py::none(), "A Bᵀ of quantized matrices.");

@@ -6,6 +6,7 @@
 namespace weft::python {
 namespace {
 
+using quant::Quantizer;
 using quant::Recipe;
 
 /// A recipe of the library by name: its field names, and how to make it from values.
@@ -52,6 +53,18 @@ Recipe make_recipe(const std::string& name, const py::dict& options) {
   TORCH_CHECK_VALUE(false, "Recipe: there is no recipe '", name, "'.");
 }
 
+/// A recipe of these quantizers.
+Recipe combine_quantizers(const Quantizer& input, const Quantizer& weight, const Quantizer& grad_output,
+                          const std::optional<std::string>& backward_override) {
+  Recipe recipe{input, weight, grad_output};
+  if (backward_override)
+    TORCH_CHECK_VALUE(detail::read_value(Value(*backward_override), recipe.backward_override),
+                      "CustomRecipe: backward_override is '", *backward_override, "', expected ",
+                      expected_text<quant::BackwardOverride>(), ".");
+  recipe.check();
+  return recipe;
+}
+
 uint32_t set_active_recipe(uint32_t id) {
   quant::find_recipe(id);  // raises for an unknown one
   return quant::set_active_recipe(id);
@@ -61,6 +74,8 @@ uint32_t set_active_recipe(uint32_t id) {
 
 void bind_recipes(py::module_& m) {
   py::class_<Recipe>(m, "Recipe", "The quantizers of a linear's tensors.")
+      .def(py::init(&combine_quantizers), py::kw_only(), py::arg("input"), py::arg("weight"), py::arg("grad_output"),
+           py::arg("backward_override") = py::none())
       .def_readonly("input", &Recipe::input, "The quantizer of the input.")
       .def_readonly("weight", &Recipe::weight, "The quantizer of the weight.")
       .def_readonly("grad_output", &Recipe::grad_output, "The quantizer of the gradient of the output.")

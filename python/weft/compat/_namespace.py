@@ -46,8 +46,8 @@ _CUDA = "GPU only"
 _QUANTIZED = "quantized tensors are not supported outside of linears"
 _COMPOSED = "composed of weft's operations; arguments about GPU buffers are accepted and ignored"
 _REGION = (
-    "quantizes linears; custom recipes raise, the state of delayed scaling is not saved; with "
-    "install(recipes='high_precision') runs unquantized with one warning"
+    "quantizes linears; custom recipes return weft's quantizers; with install(recipes='high_precision') runs "
+    "unquantized with one warning"
 )
 _INIT = "enabled=True raises, or with install(recipes='high_precision') creates unquantized Parameters"
 _NO_PADDING = "not needed: weft's quantized GEMMs take any number of rows, with NVFP4's transform multiples of 16"
@@ -115,6 +115,7 @@ SUPPORTED: dict[str, tuple[Any, str]] = {
     "is_fp8_block_scaling_available": (_recipes.is_fp8_block_scaling_available, _EMULATED),
     "is_nvfp4_available": (_recipes.is_nvfp4_available, _EMULATED),
     "is_bf16_available": (_recipes.is_bf16_available, "always True"),
+    "QuantizerRole": (recipe.QuantizerRole, "of linears only, without a name"),
     "get_default_recipe": (recipe.get_default_recipe, "always `Float8CurrentScaling()`"),
     "initialize_ub": (initialize_ub, "only checks its arguments: overlapping communication with GEMMs needs no setup"),
     "destroy_ub": (destroy_ub, SAME),
@@ -156,7 +157,7 @@ UNSUPPORTED: dict[str, str] = {
         "DelayedScalingRequest Float8BlockQuantizer Float8BlockwiseQTensorStorage Float8CurrentScalingQuantizer "
         "Float8Quantizer Float8TensorStorage HybridQuantizedTensor HybridQuantizedTensorStorage HybridQuantizer "
         "IdentityQuantizer IdentityTensor IdentityTensorStorage MXFP8Quantizer MXFP8TensorStorage NVFP4Quantizer "
-        "NVFP4TensorStorage QuantizedTensorStorage Quantizer QuantizerRequest QuantizerRole prepare_for_saving "
+        "NVFP4TensorStorage QuantizedTensorStorage Quantizer QuantizerRequest prepare_for_saving "
         "quantizer_factory restore_from_func_ctx restore_from_saved".split(),
         _QUANTIZED,
     ),

@@ -1,0 +1,285 @@
+"""QuantizationInspector: what quantization does to the tensors and gradients of linears."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from . import _C
+
+_MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
+_SMALLEST_NORMAL = {"e4m3": 2.0**-6, "e5m2": 2.0**-14, "e2m1": 1.0}
+_CLIPPED = 1 + 2**-8  # a value this much larger than its quantized value was clipped, not rounded
+_TENSORS = ("input", "weight", "grad_output")
+_GRADIENTS = ("grad_input", "grad_weight")
+
+
+@dataclass(frozen=True)
+class TensorStatistics:
+    """What quantization did to a tensor of a linear, over all calls. Shares are of all its values.
+
+    For the gradients that the linear computes (``"grad_input"``, ``"grad_weight"``), `snr_db` and `cosine` compare the
+    quantized GEMM with one of unquantized operands, and the other fields are NaN.
+
+    Args:
+        linear: name of the linear.
+        tensor: ``"input"``, ``"weight"``, ``"grad_output"``, ``"grad_input"`` or ``"grad_weight"``.
+        calls: number of quantized tensors.
+        amax: largest magnitude.
+        scale_min: smallest scale that codes are multiplied by.
+        scale_max: largest one.
+        underflow: share of values that became 0.
+        saturated: share of values that were clipped to the largest code.
+        subnormal: share of values with a subnormal code.
+        snr_db: signal-to-noise ratio 10 log₁₀(Σ x² / Σ (x - Q(x))²).
+        cosine: of the angle between the tensor and its quantized values.
+    """
+
+    linear: str
+    tensor: str
+    calls: int
+    amax: float
+    scale_min: float
+    scale_max: float
+    underflow: float
+    saturated: float
+    subnormal: float
+    snr_db: float
+    cosine: float
+
+
+@dataclass
+class _Sums:
+    """Sums over the values of all calls."""
+
+    calls: int = 0
+    values: int = 0
+    amax: float = math.nan
+    scale_min: float = math.inf
+    scale_max: float = 0.0
+    underflow: int = 0
+    saturated: int = 0
+    subnormal: int = 0
+    signal: float = 0.0
+    noise: float = 0.0
+    quantized: float = 0.0
+    product: float = 0.0
+
+    def add(self, exact: torch.Tensor, quantized: torch.Tensor) -> None:
+        """Adds the error of a tensor."""
+        self.calls += 1
+        self.values += exact.numel()
+        exact, quantized = exact.double(), quantized.double()
+        self.signal += exact.square().sum().item()
+        self.noise += (exact - quantized).square().sum().item()
+        self.quantized += quantized.square().sum().item()
+        self.product += (exact * quantized).sum().item()
+
+    def add_codes(self, exact: torch.Tensor, quantized: torch.Tensor, matrix: _C.QuantizedMatrix) -> None:
+        """Adds the range of a tensor and how its values are coded."""
+        codes, sizes = matrix.codes().abs(), exact.abs()
+        if not codes.numel():
+            return
+        self.amax = max(sizes.max().item(), 0.0 if math.isnan(self.amax) else self.amax)
+        self.underflow += int(((codes == 0) & (sizes > 0)).sum())
+        self.saturated += int(((codes == _MAX[matrix.format]) & (sizes > quantized.abs() * _CLIPPED)).sum())
+        self.subnormal += int(((codes > 0) & (codes < _SMALLEST_NORMAL[matrix.format])).sum())
+        if (used := codes > 0).any():
+            scales = quantized.abs()[used] / codes[used]
+            self.scale_min = min(self.scale_min, scales.min().item())
+            self.scale_max = max(self.scale_max, scales.max().item())
+
+    def statistics(self, linear: str, tensor: str) -> TensorStatistics:
+        coded = tensor in _TENSORS
+
+        def share(count: int) -> float:
+            return count / self.values if coded and self.values else math.nan
+
+        snr = 10 * math.log10(self.signal / self.noise) if self.signal and self.noise else math.inf
+        length = math.sqrt(self.signal * self.quantized)
+        return TensorStatistics(
+            linear=linear,
+            tensor=tensor,
+            calls=self.calls,
+            amax=self.amax,
+            scale_min=self.scale_min if self.scale_max else math.nan,
+            scale_max=self.scale_max or math.nan,
+            underflow=share(self.underflow),
+            saturated=share(self.saturated),
+            subnormal=share(self.subnormal),
+            snr_db=snr,
+            cosine=self.product / length if length else math.nan,
+        )
+
+
+class _Call(NamedTuple):
+    """What a forward leaves for its backward."""
+
+    linear: str
+    input: torch.Tensor
+    weight: torch.Tensor
+    q_input: _C.QuantizedMatrix
+    q_weight: _C.QuantizedMatrix
+
+
+@dataclass(eq=False)
+class QuantizationInspector:
+    """Context manager that reports what quantization does to each linear that is called, in all threads.
+
+    It reports the input, the weight and the gradient of the output of each linear, and the gradients that the linear
+    computes, compared with those of unquantized operands. It keeps a copy of each input until its backward, and each
+    GEMM is computed three times; results do not change. Linears of experts (`GroupedLinear`) are not reported. With
+    sequence parallelism, each rank reports its own rows, and no ``"grad_weight"``.
+
+    Args:
+        model: linears are named after its Parameters; None: ``"linear 0"``, ``"linear 1"``, … in the order of calls.
+        gradients: whether to compare the gradients.
+
+    Example::
+
+        >>> model = weft.Sequential(weft.ops.Linear(64, 64), weft.ops.GELU(), weft.ops.Linear(64, 64))
+        >>> with weft.quantization.QuantizationInspector(model) as inspector:
+        ...     with weft.autocast(recipe=weft.recipe.MXFP8BlockScaling()):
+        ...         y = model(torch.randn(32, 64))
+        ...     y.square().sum().backward()
+        >>> [(row.linear, row.tensor) for row in inspector.statistics()][:3]
+        [('0', 'input'), ('0', 'weight'), ('0', 'grad_output')]
+    """
+
+    model: torch.nn.Module | None = None
+    gradients: bool = True
+    _sums: dict[tuple[str, str], _Sums] = field(default_factory=dict, repr=False)
+    _names: dict[int, str] = field(default_factory=dict, repr=False)
+    _calls: dict[int, _Call] = field(default_factory=dict, repr=False)
+
+    def __enter__(self) -> QuantizationInspector:
+        _inspectors.append(self)
+        _C.set_quantization_observer(_observe_forward, _observe_backward)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _inspectors.remove(self)
+        self._calls.clear()
+        if not _inspectors:
+            _C.set_quantization_observer(None, None)
+
+    def statistics(self) -> list[TensorStatistics]:
+        """Returns the statistics of each tensor, in the order of the linears' first calls."""
+        order = {name: i for i, name in enumerate(dict.fromkeys(linear for linear, _ in self._sums))}
+        tensors = (*_TENSORS, *_GRADIENTS)
+        keys = sorted(self._sums, key=lambda key: (order[key[0]], tensors.index(key[1])))
+        return [self._sums[key].statistics(*key) for key in keys]
+
+    def data(self) -> list[dict[str, Any]]:
+        """Returns the statistics as dictionaries, for ``json`` or a table."""
+        return [asdict(row) for row in self.statistics()]
+
+    def __str__(self) -> str:
+        rows = self.statistics()
+        if not rows:
+            return "QuantizationInspector: no linear was quantized. Call them within weft.autocast(recipe=...)."
+        head = ("linear", "tensor", "amax", "scale", "underflow", "saturated", "subnormal", "SNR dB", "cosine")
+        table = [head, *map(_cells, rows)]
+        widths = [max(len(row[i]) for row in table) for i in range(len(head))]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if i < 2 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in table
+        ]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def save(self, path: str | Path) -> None:
+        """Saves a picture: the signal-to-noise ratio of each tensor, and the cosine of each gradient.
+
+        Args:
+            path: of a file that matplotlib can write, such as ``"quantization.png"``.
+
+        Raises:
+            ImportError: without matplotlib.
+            ValueError: if no linear was quantized.
+        """
+        from ._inspector_plot import save_picture
+
+        rows = self.statistics()
+        if not rows:
+            raise ValueError(str(self))
+        save_picture(rows, Path(path))
+
+    # ---- what linears report ----
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        key = parameter.data_ptr()
+        if key not in self._names and self.model is not None:
+            for name, param in self.model.named_parameters():
+                self._names[param.data_ptr()] = name.removesuffix(".weight")
+        return self._names.setdefault(key, f"linear {len(self._names)}")
+
+    def _add(self, linear: str, tensor: str, exact: torch.Tensor, matrix: _C.QuantizedMatrix) -> None:
+        sums, quantized = self._sums.setdefault((linear, tensor), _Sums()), matrix.dequantize(dtype=torch.float32)
+        sums.add(exact, quantized)
+        sums.add_codes(exact.float(), quantized, matrix)
+
+    def _forward(
+        self,
+        call: int,
+        parameter: torch.Tensor,
+        x: torch.Tensor,
+        q_x: _C.QuantizedMatrix,
+        w: torch.Tensor,
+        q_w: _C.QuantizedMatrix,
+    ) -> None:
+        linear = self._name(parameter)
+        self._add(linear, "input", x, q_x)
+        self._add(linear, "weight", w, q_w)
+        if call and self.gradients:
+            self._calls[call] = _Call(linear, x.clone(), w.clone(), q_x, q_w)
+
+    def _backward(self, call: int, dy: torch.Tensor, q_dy: _C.QuantizedMatrix) -> None:
+        saved = self._calls.pop(call, None)
+        if saved is None or q_dy.rowwise_data is None:
+            return
+        self._add(saved.linear, "grad_output", dy, q_dy)
+        exact = dy.float()
+        if saved.q_weight.columnwise_data is not None:
+            found = _C.quantized_gemm(q_dy, saved.q_weight, b_columnwise=True, dtype=torch.float32)
+            self._sums.setdefault((saved.linear, "grad_input"), _Sums()).add(exact @ saved.weight.float(), found)
+        same_rows = len(saved.input) == len(dy)  # otherwise one of them was gathered over ranks
+        if same_rows and saved.q_input.columnwise_data is not None and q_dy.columnwise_data is not None:
+            found = _C.quantized_gemm(q_dy, saved.q_input, a_columnwise=True, b_columnwise=True, dtype=torch.float32)
+            self._sums.setdefault((saved.linear, "grad_weight"), _Sums()).add(exact.T @ saved.input.float(), found)
+
+
+_inspectors: list[QuantizationInspector] = []  # those that are open
+
+
+def _observe_forward(*event: Any) -> None:
+    with torch.no_grad():
+        for inspector in _inspectors:
+            inspector._forward(*event)
+
+
+def _observe_backward(*event: Any) -> None:
+    with torch.no_grad():
+        for inspector in _inspectors:
+            inspector._backward(*event)
+
+
+def _cells(row: TensorStatistics) -> tuple[str, ...]:
+    def share(value: float) -> str:
+        return "" if math.isnan(value) else f"{100 * value:.2f} %"
+
+    def number(value: float) -> str:
+        return "" if math.isnan(value) else f"{value:.3g}"
+
+    scale = " to ".join(dict.fromkeys((number(row.scale_min), number(row.scale_max))))
+    shares = (share(row.underflow), share(row.saturated), share(row.subnormal))
+    return (row.linear, row.tensor, number(row.amax), scale, *shares, f"{row.snr_db:.1f}", f"{row.cosine:.5f}")
