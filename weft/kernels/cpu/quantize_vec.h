@@ -112,11 +112,13 @@ class RegionQuantizer {
       if (c_.how.row_scaled) tensor = tensor_scale(c_.rowwise, row);
       if (c_.how.stochastic_rounding)
         uniforms.draw(c_.random, /*columnwise=*/false, lane_positions(column_ / 8), static_cast<uint32_t>(row));
+      auto index = row * c_.rowwise.scales_ld + column_ / c_.how.block;  // of the scale
       for (int64_t column = column_; column < column_ + columns_; column += c_.how.block)
-        quantize_row_block(row, column, tensor, uniforms);
+        quantize_row_block(row, column, index++, tensor, uniforms);
     }
   }
-  void quantize_row_block(int64_t row, int64_t column, const TwoLevelScale& tensor, const Uniforms& uniforms) {
+  void quantize_row_block(int64_t row, int64_t column, int64_t index, const TwoLevelScale& tensor,
+                          const Uniforms& uniforms) {
     const auto& to = c_.rowwise;
     const auto count = std::min(c_.how.block, column_ + columns_ - column);
     Floats values[8], largest = {};
@@ -128,7 +130,7 @@ class RegionQuantizer {
     const auto scale = four_over_six() ? four_over_six_scale(c_, reinterpret_cast<const float*>(values), 1, count, amax,
                                                              amax_of(to, row), tensor)
                                        : block_scale<kCodes, kScales>(c_, amax, tensor);
-    store_scale(to, row * to.scales_ld + column / c_.how.block, scale.inverse, scale.code);
+    store_scale(to, index, scale.inverse, scale.code);
     uint8_t* const codes = to.data + row * to.ld + code_offset<kCodes>(column);
     for (int64_t i = 0; i * kLanes < count; ++i)
       store_codes<kCodes>(
@@ -219,17 +221,23 @@ class RegionQuantizer {
       if (c_.rowwise.data) store_scale(c_.rowwise, row * c_.rowwise.scales_ld + column, scale.inverse, scale.code);
       if (c_.columnwise.data) store_scale(c_.columnwise, columnwise_index(row, column), scale.inverse, scale.code);
     }
-    for (int64_t column = 0; column < tile.columns; column += kLanes) {
-      const auto lanes = std::min(kLanes, tile.columns - column);
-      Bytes codes[kQuantizeRegion];
-      for (int64_t i = 0; i < tile.rows; ++i) {
-        codes[i] = to_bytes(encode<kCodes>(load(at(tile.row + i, tile.column + column), lanes) * scale.factor));
+    // Strips of rows that are as high as a transposition needs: more rows at a time would evict each other from L1.
+    const int64_t height = c_.columnwise.data ? kLanes : 1;
+    for (int64_t row = 0; row < tile.rows; row += height)
+      quantize_strip({tile.row + row, tile.column, std::min(height, tile.rows - row), tile.columns}, scale.factor);
+  }
+  /// Quantizes at most 16 rows.
+  void quantize_strip(const Tile& strip, float factor) {
+    for (auto column = strip.column; column < strip.column + strip.columns; column += kLanes) {
+      const auto lanes = std::min(kLanes, strip.column + strip.columns - column);
+      Bytes codes[kLanes];
+      for (int64_t i = 0; i < strip.rows; ++i) {
+        const auto row = strip.row + i;
+        codes[i] = to_bytes(encode<kCodes>(load(at(row, column), lanes) * factor));
         if (c_.rowwise.data)
-          store_codes<kCodes>(
-              codes[i], c_.rowwise.data + (tile.row + i) * c_.rowwise.ld + code_offset<kCodes>(tile.column + column),
-              lanes);
+          store_codes<kCodes>(codes[i], c_.rowwise.data + row * c_.rowwise.ld + code_offset<kCodes>(column), lanes);
       }
-      if (c_.columnwise.data) store_columns(codes, tile.row, tile.rows, tile.column + column, lanes);
+      if (c_.columnwise.data) store_columns(codes, strip.row, strip.rows, column, lanes);
     }
   }
   BlockScale<float> tile_scale(const Tile& tile, const TwoLevelScale& tensor) const {
@@ -301,34 +309,72 @@ static void hadamard(const void* x, void* out, int64_t columns, int64_t begin, i
     }
 }
 
-/// The factors of 16 codes from `column` on.
+// ---- Dequantization ------------------------------------------------------------------------------------------------
+
+/// The factors of values whose scales have these codes; `row` is that of the values.
 template <ScaleFormat kScales>
-WEFT_INLINE Floats code_factors(const DequantizeCall& c, int64_t row, int64_t column, int64_t lanes) {
-  if (c.decoding == Decoding::codes) return splat<Floats>(1);
-  if constexpr (kScales == ScaleFormat::float32) {
-    return splat<Floats>(c.copy.float32_scales[row / c.block_rows * c.copy.scales_ld + column / c.block_columns]);
-  } else {
-    const auto* const codes = c.copy.scale_codes + row / c.block_rows * c.copy.scales_ld;
-    const Ints code = c.block_columns == 1 ? load_codes<Format::e4m3>(codes + column, lanes)
-                                           : splat_int<Ints>(codes[column / c.block_columns]);
-    if constexpr (kScales == ScaleFormat::e8m0) return decode_e8m0<Floats>(code);
-    if (c.decoding == Decoding::block_scaled) return decode<Format::e4m3, Floats>(code);
-    const float amax = c.copy.amax[c.how.row_scaled ? row : 0];
-    return decode<Format::e4m3, Floats>(code) * amax * (1 / (6 * c.how.scale_bound));
-  }
+WEFT_INLINE Floats decode_scales(const DequantizeCall& c, int64_t row, Ints codes) {
+  if constexpr (kScales == ScaleFormat::e8m0) return decode_e8m0<Floats>(codes);
+  const Floats scales = decode<Format::e4m3, Floats>(codes);
+  if (c.decoding == Decoding::block_scaled) return scales;
+  return scales * c.copy.amax[c.how.row_scaled ? row : 0] * (1 / (6 * c.how.scale_bound));
 }
+
+/// Decodes one row.
+template <Format kCodes, ScaleFormat kScales, class T>
+class RowDecoder {
+ public:
+  RowDecoder(const DequantizeCall& call, int64_t row)
+      : c_(call),
+        row_(row),
+        first_scale_(row / call.block_rows * call.copy.scales_ld),
+        from_(call.copy.data + row * call.copy.ld),
+        to_(static_cast<T*>(call.out) + row * call.columns) {}
+
+  void run() const {
+    if (c_.decoding == Decoding::codes) return decode_span(0, c_.columns, [](auto...) { return splat<Floats>(1); });
+    if constexpr (kScales != ScaleFormat::float32)
+      if (c_.block_columns == 1)
+        return decode_span(0, c_.columns, [&](int64_t column, int64_t lanes) {
+          const auto* const codes = c_.copy.scale_codes + first_scale_ + column;
+          return decode_scales<kScales>(c_, row_, load_codes<Format::e4m3>(codes, lanes));
+        });
+    auto scale = first_scale_;
+    for (int64_t column = 0; column < c_.columns; column += c_.block_columns) {
+      const Floats factor = factor_of(scale++);
+      decode_span(column, std::min(c_.columns, column + c_.block_columns), [&](auto...) { return factor; });
+    }
+  }
+
+ private:
+  /// The factor of a block.
+  WEFT_INLINE Floats factor_of(int64_t scale) const {
+    if constexpr (kScales == ScaleFormat::float32) {
+      return splat<Floats>(c_.copy.float32_scales[scale]);
+    } else {
+      return decode_scales<kScales>(c_, row_, splat_int<Ints>(c_.copy.scale_codes[scale]));
+    }
+  }
+  /// Decodes columns [begin, end); `factors(column, lanes)` are those of 16 values.
+  template <class Factors>
+  WEFT_INLINE void decode_span(int64_t begin, int64_t end, const Factors& factors) const {
+    for (int64_t column = begin; column < end; column += kLanes) {
+      const auto lanes = std::min(kLanes, end - column);
+      const Ints codes = load_codes<kCodes>(from_ + code_offset<kCodes>(column), lanes);
+      store(to_ + column, decode<kCodes, Floats>(codes) * factors(column, lanes), lanes);
+    }
+  }
+
+  const DequantizeCall& c_;
+  int64_t row_, first_scale_;
+  const uint8_t* from_;
+  T* to_;
+};
 
 static void dequantize_rows(const DequantizeCall& c, int64_t begin, int64_t end) {
   with_formats(c.how, [&]<Format kCodes, ScaleFormat kScales>() {
     with_dtype(c.dtype, [&](auto t) {
-      for (int64_t row = begin; row < end; ++row)
-        for (int64_t column = 0; column < c.columns; column += kLanes) {
-          const auto lanes = std::min(kLanes, c.columns - column);
-          const Ints codes = load_codes<kCodes>(c.copy.data + row * c.copy.ld + code_offset<kCodes>(column), lanes);
-          const Floats factors = code_factors<kScales>(c, row, column, lanes);
-          store(static_cast<decltype(t)*>(c.out) + row * c.columns + column, decode<kCodes, Floats>(codes) * factors,
-                lanes);
-        }
+      for (int64_t row = begin; row < end; ++row) RowDecoder<kCodes, kScales, decltype(t)>(c, row).run();
     });
   });
 }
