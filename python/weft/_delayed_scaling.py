@@ -7,6 +7,7 @@ second is the oldest and the last the newest.
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,8 +23,8 @@ from .recipe import DelayedScaling
 _ATTRIBUTE = "_delayed_scaling"
 FORWARD, BACKWARD = 0, 1
 _TENSORS = (2, 1)
+MAX_LENGTH = 1 << 20  # of a history in a checkpoint
 _VERSION = 7766561.0  # first value of the saved form; float32 holds it exactly
-_MAX_LENGTH = 1 << 20
 
 
 def state_of(operation: torch.nn.Module, length: int) -> list[torch.Tensor]:
@@ -56,6 +57,13 @@ def _resized(part: torch.Tensor, length: int) -> torch.Tensor:
     return resized
 
 
+def create_states(module: torch.nn.Module, weights: Sequence[str], length: int) -> None:
+    """Creates the states of the linears of a module that have none, or changes the length of their histories."""
+    states: dict[str, list[torch.Tensor]] = module.__dict__.setdefault(_ATTRIBUTE, {})
+    for weight in weights:
+        states[weight] = _with_length(states.get(weight), length)
+
+
 def save(module: torch.nn.Module, weights: Sequence[str]) -> torch.Tensor | None:
     """Returns the states of the linears of a module as one tensor for its ``state_dict``: float32, the version, the
     length of the history, then the values. None without a state."""
@@ -67,52 +75,67 @@ def save(module: torch.nn.Module, weights: Sequence[str]) -> torch.Tensor | None
     return torch.cat([torch.tensor([_VERSION, float(length)]), *values])
 
 
-def load(module: torch.nn.Module, saved: Any, key: str, weights: Sequence[str]) -> None:
+def load(module: torch.nn.Module, saved: Any, key: str, weights: Sequence[str], te_linears: int | None = None) -> None:
     """Sets the states of the linears of a module to what `save` returned, or to those of Transformer Engine, a pickle
-    that is read as data: nothing in it is executed, and one that is not such a state is ignored with a warning.
-    Anything else is ignored.
+    that is read as data: nothing in it is executed. An empty tensor, and with a warning one that is not such a state,
+    removes the states: scales start at 1. Anything else is ignored.
+
+    Args:
+        weights: names of the linears' weights.
+        te_linears: number of linears in Transformer Engine; one of them stands for all `weights`.
 
     Raises:
         ValueError: if it begins like a state of `save`, but is not one of this module.
     """
-    if not isinstance(saved, torch.Tensor) or saved.layout != torch.strided or saved.is_meta or saved.dim() != 1:
+    if isinstance(saved, io.BytesIO):
+        _warn_ignored(key, "it has the form of Transformer Engine 1")
+    if type(saved) is not torch.Tensor or saved.layout != torch.strided or saved.is_meta or saved.dim() != 1:
         return
     saved = saved.detach().cpu()
-    try:
-        if saved.dtype == torch.float32 and len(saved) >= 2 and saved[0] == _VERSION:
-            states = _split(saved, key, len(weights))
-        elif saved.dtype == torch.uint8 and len(saved):
-            states = _read_pickle(saved, key, len(weights))
-        else:
-            return
-        for part in (part for parts in states for part in parts):
-            if not (part[0].isfinite() & (part[0] > 0)).all() or not (part[1:] >= 0).all():
-                raise ValueError(f"weft: {key} has a scale that is not positive, or a negative maximum.")
-    except ValueError as error:
-        if saved.dtype == torch.float32:
-            raise
-        warnings.warn(
-            f"{key} is ignored, so delayed scaling starts with scales of 1: {error}", UserWarning, stacklevel=2
-        )
+    states: list[list[torch.Tensor]] = []
+    if saved.dtype == torch.float32 and len(saved) >= 2 and saved[0] == _VERSION:
+        states = _split(saved, key, len(weights))
+        _check(states, key)
+    elif saved.dtype == torch.uint8:
+        try:
+            states = _read_pickle(saved, key, len(weights), te_linears or len(weights)) if len(saved) else []
+            _check(states, key)
+        except ValueError as error:
+            states = []
+            _warn_ignored(key, str(error))
+    else:
         return
+    module.__dict__.pop(_ATTRIBUTE, None)
     if states:
         module.__dict__[_ATTRIBUTE] = dict(zip(weights, states, strict=True))
 
 
-def _read_pickle(saved: torch.Tensor, key: str, linears: int) -> list[list[torch.Tensor]]:
+def _warn_ignored(key: str, why: str) -> None:
+    warnings.warn(f"{key} is ignored, so delayed scaling starts with scales of 1: {why}", UserWarning, stacklevel=4)
+
+
+def _read_pickle(saved: torch.Tensor, key: str, linears: int, te_linears: int) -> list[list[torch.Tensor]]:
     """Returns Transformer Engine's states; none if its recipe has no state."""
     from .convert._extra_state import read_extra_state
 
     states = read_extra_state(saved.numpy().tobytes(), key)
-    if states and len(states) != linears:
-        raise ValueError(f"weft: {key} has states of {len(states)} linears, expected {linears}.")
-    return states or []
+    if not states:
+        return []
+    if len(states) != te_linears:
+        raise ValueError(f"weft: {key} has states of {len(states)} linears, expected {te_linears}.")
+    return states if te_linears == linears else [[part.clone() for part in states[0]] for _ in range(linears)]
+
+
+def _check(states: list[list[torch.Tensor]], key: str) -> None:
+    for part in (part for parts in states for part in parts):
+        if not (part[0].isfinite() & (part[0] > 0)).all() or not (part[1:] >= 0).all():
+            raise ValueError(f"weft: {key} has a scale that is not positive, or a negative maximum.")
 
 
 def _split(saved: torch.Tensor, key: str, linears: int) -> list[list[torch.Tensor]]:
     """Returns the states that `save` joined."""
     length = saved[1].item()
-    if not 1 <= length <= _MAX_LENGTH or len(saved) != 2 + linears * (1 + int(length)) * sum(_TENSORS):
+    if not 1 <= length <= MAX_LENGTH or len(saved) != 2 + linears * (1 + int(length)) * sum(_TENSORS):
         raise ValueError(
             f"weft: {key} has {len(saved)} values, which do not fit a history of {length} and {linears} linears."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -113,7 +114,7 @@ def gemm_error(
         result = _C.quantized_gemm(q_a, q_b, dtype=torch.float32).double()
     else:
         result = accumulator.gemm(left, right) * scale
-    size = exact.norm().item()
+    size = exact.norm().item() or math.nan  # no relative error of zero
     errors = ((rounded - exact).norm(), (result - rounded).norm(), (result - exact).norm())
-    operands, accumulation, total = (error.item() / size for error in errors)
+    operands, accumulation, total = (error.item() / size if error else 0.0 for error in errors)
     return GemmError(operands, accumulation, total)

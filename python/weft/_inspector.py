@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -12,8 +13,6 @@ import torch
 
 from . import _C
 
-_MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
-_SMALLEST_NORMAL = {"e4m3": 2.0**-6, "e5m2": 2.0**-14, "e2m1": 1.0}
 _CLIPPED = 1 + 2**-8  # a value this much larger than its quantized value was clipped, not rounded
 _TENSORS = ("input", "weight", "grad_output")
 _GRADIENTS = ("grad_input", "grad_weight")
@@ -87,8 +86,8 @@ class _Sums:
             return
         self.amax = max(sizes.max().item(), 0.0 if math.isnan(self.amax) else self.amax)
         self.underflow += int(((codes == 0) & (sizes > 0)).sum())
-        self.saturated += int(((codes == _MAX[matrix.format]) & (sizes > quantized.abs() * _CLIPPED)).sum())
-        self.subnormal += int(((codes > 0) & (codes < _SMALLEST_NORMAL[matrix.format])).sum())
+        self.saturated += int(((codes == matrix.max_code) & (sizes > quantized.abs() * _CLIPPED)).sum())
+        self.subnormal += int(((codes > 0) & (codes < matrix.min_normal_code)).sum())
         if (used := codes > 0).any():
             scales = quantized.abs()[used] / codes[used]
             self.scale_min = min(self.scale_min, scales.min().item())
@@ -132,9 +131,10 @@ class QuantizationInspector:
     """Context manager that reports what quantization does to each linear that is called, in all threads.
 
     It reports the input, the weight and the gradient of the output of each linear, and the gradients that the linear
-    computes, compared with those of unquantized operands. It keeps a copy of each input until its backward, and each
-    GEMM is computed three times; results do not change. Linears of experts (`GroupedLinear`) are not reported. With
-    sequence parallelism, each rank reports its own rows, and no ``"grad_weight"``.
+    computes, compared with those of unquantized operands. Results do not change. It keeps copies of inputs and weights
+    until their backward, and computes each GEMM of backward three times. Linears of experts (`GroupedLinear`) are not
+    reported. With sequence parallelism a rank reports the rows that it quantizes: its own, or those of all ranks where
+    they are gathered first; ``"grad_weight"`` only in the latter case.
 
     Args:
         model: linears are named after its Parameters; None: ``"linear 0"``, ``"linear 1"``, … in the order of calls.
@@ -158,17 +158,19 @@ class QuantizationInspector:
     _calls: dict[int, _Call] = field(default_factory=dict, repr=False)
 
     def __enter__(self) -> QuantizationInspector:
-        _inspectors.append(self)
-        _C.set_quantization_observer(_observe_forward, _observe_backward)
+        with _lock:
+            _inspectors.append(self)
+            _C.set_quantization_observer(_observe_forward, _observe_backward)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _inspectors.remove(self)
-        self._calls.clear()
-        if not _inspectors:
-            _C.set_quantization_observer(None, None)
+        with _lock:
+            _inspectors.remove(self)
+            self._calls.clear()
+            if not _inspectors:
+                _C.set_quantization_observer(None, None)
 
     def statistics(self) -> list[TensorStatistics]:
         """Returns the statistics of each tensor, in the order of the linears' first calls."""
@@ -178,8 +180,12 @@ class QuantizationInspector:
         return [self._sums[key].statistics(*key) for key in keys]
 
     def data(self) -> list[dict[str, Any]]:
-        """Returns the statistics as dictionaries, for ``json`` or a table."""
-        return [asdict(row) for row in self.statistics()]
+        """Returns the statistics as dictionaries, for ``json`` or a table; None for NaN and infinity."""
+
+        def plain(value: Any) -> Any:
+            return value if not isinstance(value, float) or math.isfinite(value) else None
+
+        return [{name: plain(value) for name, value in asdict(row).items()} for row in self.statistics()]
 
     def __str__(self) -> str:
         rows = self.statistics()
@@ -218,9 +224,9 @@ class QuantizationInspector:
 
     def _name(self, parameter: torch.Tensor) -> str:
         key = parameter.data_ptr()
-        if key not in self._names and self.model is not None:
-            for name, param in self.model.named_parameters():
-                self._names[param.data_ptr()] = name.removesuffix(".weight")
+        for name, param in self.model.named_parameters() if self.model is not None else ():
+            if param.data_ptr() == key:  # FSDP may have another weight there in the next call
+                return name.removesuffix(".weight")
         return self._names.setdefault(key, f"linear {len(self._names)}")
 
     def _add(self, linear: str, tensor: str, exact: torch.Tensor, matrix: _C.QuantizedMatrix) -> None:
@@ -238,8 +244,11 @@ class QuantizationInspector:
         q_w: _C.QuantizedMatrix,
     ) -> None:
         linear = self._name(parameter)
-        self._add(linear, "input", x, q_x)
-        self._add(linear, "weight", w, q_w)
+        if torch._C._current_graph_task_id() == -1:
+            self._add(linear, "input", x, q_x)
+            self._add(linear, "weight", w, q_w)
+        else:  # gradient checkpointing repeats the call, and backward reads what this one saves
+            self._calls.pop(next((number for number, first in self._calls.items() if first.linear == linear), 0), None)
         if call and self.gradients:
             self._calls[call] = _Call(linear, x.clone(), w.clone(), q_x, q_w)
 
@@ -259,16 +268,17 @@ class QuantizationInspector:
 
 
 _inspectors: list[QuantizationInspector] = []  # those that are open
+_lock = threading.RLock()
 
 
 def _observe_forward(*event: Any) -> None:
-    with torch.no_grad():
+    with torch.no_grad(), _lock:
         for inspector in _inspectors:
             inspector._forward(*event)
 
 
 def _observe_backward(*event: Any) -> None:
-    with torch.no_grad():
+    with torch.no_grad(), _lock:
         for inspector in _inspectors:
             inspector._backward(*event)
 

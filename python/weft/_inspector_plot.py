@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,8 +46,10 @@ def save_picture(rows: Sequence[TensorStatistics], path: Path) -> None:
 def _series(
     rows: Sequence[TensorStatistics], linears: list[str], tensors: tuple[str, ...]
 ) -> list[tuple[str, list[float], list[TensorStatistics]]]:
-    """Returns for each tensor its name, its places on the x axis, side by side, and its rows."""
-    found = {tensor: [row for row in rows if row.tensor == tensor] for tensor in tensors}
+    """Returns for each tensor its name, its places on the x axis, side by side, and its rows. Exact tensors, whose
+    ratio is infinite, are left out."""
+    shown = [row for row in rows if math.isfinite(row.snr_db) and math.isfinite(row.cosine)]
+    found = {tensor: [row for row in shown if row.tensor == tensor] for tensor in tensors}
     shifts = [(i - (len(tensors) - 1) / 2) * 0.27 for i in range(len(tensors))]
     return [
         (tensor, [linears.index(row.linear) + shift for row in found[tensor]], found[tensor])

@@ -12,6 +12,10 @@ from . import _delayed_scaling
 _EXTRA_STATE = re.compile(r"(basic_ops\.\d+\.)?_extra_state")
 
 
+def _is_empty(state: Any) -> bool:
+    return isinstance(state, torch.Tensor) and not state.numel()
+
+
 class StateKeys(torch.nn.Module):
     """A module whose ``state_dict`` has the names of ``named_parameters``, or with `te_keys` Transformer Engine's keys.
 
@@ -48,9 +52,10 @@ class StateKeys(torch.nn.Module):
         has_own_state = type(self).set_extra_state is not torch.nn.Module.set_extra_state
         own_key = prefix + "_extra_state" if has_own_state else None
         if own_key is None and self._scaled_weights:
-            for op_prefix in ("", *self._te_op_prefixes()):
-                key = f"{prefix}{op_prefix}_extra_state"
-                _delayed_scaling.load(self, state_dict.get(key), key, self._scaled_weights)
+            # Weft's key, and Transformer Engine's of the operation that has the weight.
+            keys = [key for key in (f"{prefix}_extra_state", f"{prefix}basic_ops.0._extra_state") if key in state_dict]
+            for key in sorted(keys, key=lambda key: _is_empty(state_dict[key]))[:1]:
+                _delayed_scaling.load(self, state_dict[key], key, self._scaled_weights)
         local = {
             key: value
             for key, value in state_dict.items()

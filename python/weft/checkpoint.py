@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from . import _delayed_scaling
 from ._linear import Linear
 from ._native import NativeOperation
 from ._state_keys import StateKeys
@@ -24,6 +25,7 @@ from ._state_keys import StateKeys
 __all__ = [
     "Layout",
     "Placement",
+    "create_delayed_states",
     "gather_state_dict",
     "layout_of",
     "merge",
@@ -71,6 +73,31 @@ class Placement:
 
 # By state_dict key, both the Parameter's name and Transformer Engine's key. Tensors without an entry are replicated.
 Layout = dict[str, Placement]
+
+
+def create_delayed_states(module: torch.nn.Module, amax_history_len: int = 1024) -> torch.nn.Module:
+    """Creates the state of delayed scaling of every linear in `module`, as a first call in its region would.
+
+    ``torch.distributed.checkpoint`` loads into tensors that exist and have the same size, so a new module needs its
+    states before it loads those of a checkpoint.
+
+    Args:
+        module: the module.
+        amax_history_len: of the recipe that the checkpoint was saved with.
+
+    Returns:
+        `module`.
+
+    Example::
+
+        >>> linear = weft.checkpoint.create_delayed_states(weft.ops.Linear(4, 2), amax_history_len=16)
+        >>> list(linear.state_dict())
+        ['weight', 'bias', '_extra_state']
+    """
+    for child in module.modules():
+        if weights := getattr(child, "_scaled_weights", ()):
+            _delayed_scaling.create_states(child, weights, amax_history_len)
+    return module
 
 
 def set_te_keys(module: torch.nn.Module, enabled: bool = True) -> torch.nn.Module:

@@ -232,6 +232,44 @@ def quantized_linears() -> None:
             raise AssertionError(f"{case}") from error
 
 
+def delayed_linears() -> None:
+    """Three steps of delayed scaling with sequence parallelism, whose rows have maxima that differ from rank to rank,
+    without a reduction of maxima: each rank's y, dW and state are those of one process with its shard of the weight."""
+    group = dist.group.WORLD
+    ranks, rank = group.size(), group.rank()
+    made = weft.recipe.DelayedScaling(amax_history_len=2, reduce_amax=False)
+    for mode in ("column", "row"):
+        torch.manual_seed(11)
+        column, size = mode == "column", 32 * ranks
+        parallel = {"tensor_parallel_mode": mode, "tensor_parallel_group": group, "sequence_parallel": True}
+        linear = ops.Linear(size, size, bias=False, dtype=torch.bfloat16, **parallel)
+        shape = (size, 32) if column else (32, size)  # features of one rank's shard
+        plain = ops.Linear(*shape, bias=False, dtype=torch.bfloat16)
+        with torch.no_grad():
+            plain.weight.copy_(linear.weight)
+        for step in range(3):
+            spread = torch.logspace(0, 2, size, dtype=torch.float64)[:, None] * 4.0**step
+            x, dy = ((draw(size, width) * spread).bfloat16() for width in shape)
+            rows = (lambda t: t.chunk(ranks)[rank].contiguous()) if column else (lambda t: t)
+            local_x = rows(x).requires_grad_()
+            with weft.autocast(recipe=made):
+                y = linear(local_x)
+            y.backward(dy if column else dy.chunk(ranks)[rank].contiguous())
+            whole_x = x.detach().clone().requires_grad_()
+            with weft.autocast(recipe=made):
+                expected = plain(whole_x)
+            expected.backward(dy)
+            what = f"{mode}, step {step}"
+            if column:  # y of a row linear is a sum over ranks, as dx of a column linear
+                close(y.float(), expected.float(), f"y, {what}", rtol=0, atol=0)
+            else:
+                close(local_x.grad.float(), whole_x.grad.float(), f"dx, {what}", rtol=0, atol=0)
+            close(linear.weight.grad.float(), plain.weight.grad.float(), f"dw, {what}", rtol=0, atol=0)
+            linear.weight.grad = plain.weight.grad = None
+            for part, other in zip(state_of(linear._stages()[0], 2), state_of(plain._stages()[0], 2), strict=True):
+                close(part, other, f"state, {what}", rtol=0, atol=0)
+
+
 def delayed_scaling() -> None:
     """Ranks with different rows share the maxima of each step, so their scales and histories are equal."""
     group = dist.group.WORLD

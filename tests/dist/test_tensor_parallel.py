@@ -26,6 +26,7 @@ LAUNCHES = {
             "compiled_block",
             "quantized_linears",
             "delayed_scaling",
+            "delayed_linears",
             "mismatches",
         ],
     ),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import enum
+import io
 import pickle
 import random
 import struct
 import sys
+import time
+import tracemalloc
 import types
 import warnings
 from dataclasses import dataclass
@@ -16,6 +19,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from weft.compat._distributed import checkpoint
 from weft.compat._layernorm_mlp import LayerNormMLP
 from weft.compat._linear import LayerNormLinear, Linear
@@ -109,6 +113,23 @@ def test_modules_load_transformer_engines_state(dumps):
         LayerNormMLP(16, 32).set_extra_state(as_tensor(dumps(module_state(1))))
 
 
+def test_splits_share_transformer_engines_state(dumps):
+    linear = LayerNormLinear(16, 16, parameters_split=["a", "b"])
+    linear.set_extra_state(as_tensor(dumps(module_state(1))))
+    assert {name: [part[0].tolist() for part in parts] for name, parts in states(linear).items()} == {
+        "a_weight": [[1, 2], [100]],
+        "b_weight": [[1, 2], [100]],
+    }
+
+
+def test_early_order_of_gradients_is_rejected(dumps):
+    """Early releases of Transformer Engine 2 put the gradient of the second linear first."""
+    state = module_state(2)
+    state["amax_history_bwd"][:, 2:] = 0
+    with pytest.warns(UserWarning, match="early release"):
+        LayerNormMLP(16, 32).set_extra_state(as_tensor(dumps(state)))
+
+
 def test_operations_load_transformer_engines_state(dumps):
     state = {
         "forward": {"scale_fwd": torch.tensor([2.0, 3.0]), "amax_history_fwd": torch.ones(5, 2)},
@@ -155,6 +176,34 @@ def test_training_continues_bit_equal(kind, tmp_path):
             assert torch.equal(value, wanted)
     assert not torch.equal(step(fresh, 3)[0], expected[0])  # its scales start at 1
     assert torch.equal(loaded.get_extra_state(), module.get_extra_state())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["mlp", "ops"])
+def test_distributed_checkpoint_continues_bit_equal(kind, tmp_path):
+    make = MODULES.get(kind, lambda: weft.Sequential(ops.Linear(32, 64), ops.GELU(), ops.Linear(64, 32)).bfloat16())
+    module = make()
+    for seed in range(3):
+        step(module, seed)
+    dcp.save(module.state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    loaded = weft.checkpoint.create_delayed_states(make(), amax_history_len=4)
+    state = loaded.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    loaded.load_state_dict(state)
+    for value, wanted in zip(step(loaded, 3), step(module, 3), strict=True):
+        assert torch.equal(value, wanted)
+
+
+def test_empty_and_unreadable_states_start_anew(dumps):
+    for saved in (torch.empty(0, dtype=torch.uint8), torch.zeros(5, dtype=torch.uint8)):
+        linear = MODULES["linear"]()
+        step(linear, 0)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            linear.set_extra_state(saved)
+        assert not linear.get_extra_state().numel() and len(warned) == bool(len(saved))
+    with pytest.warns(UserWarning, match="the form of Transformer Engine 1"):
+        linear.set_extra_state(io.BytesIO(dumps(module_state(1))))
 
 
 def test_rebuilt_pipelines_keep_the_state():
@@ -216,13 +265,53 @@ def test_nothing_is_executed(dumps, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_repeated_storages_are_bounded():
-    """A pickle that reads the same bytes 1000 times."""
-    function, (content,) = torch.zeros(1 << 16)._typed_storage().__reduce__()
+def shared_storage(content: bytes) -> bytes:
+    """Pickled: puts the function that reads a storage, and its argument, into the memo as 0 and 1."""
+    return b"ctorch.storage\n_load_from_bytes\nq\x000B" + struct.pack("<I", len(content)) + content + b"q\x010"
+
+
+def storage_bytes(count: int) -> bytes:
+    function, (content,) = torch.zeros(count)._typed_storage().__reduce__()
     assert function.__name__ == "_load_from_bytes"
-    shared = b"ctorch.storage\n_load_from_bytes\nq\x000B" + struct.pack("<I", len(content)) + content + b"q\x010"
-    with pytest.raises(ConversionError, match="more than 64 times"):
-        read_extra_state(b"\x80\x02" + shared + b"](" + b"h\x00h\x01\x85R" * 1000 + b"e.", "it")
+    return content
+
+
+BOMBS = {
+    "storages": shared_storage(storage_bytes(1 << 16)) + b"](" + b"h\x00h\x01\x85R" * 1000 + b"e.",
+    "empty storages": shared_storage(storage_bytes(0)) + b"](" + b"h\x00h\x01\x85R" * 1000 + b"e.",
+    "names of classes": b"X\x00\x00\x01\x00" + b"transformer_engine." + b"x" * (65536 - 19) + b"q\x000]("
+    + b"h\x00h\x00\x93" * 5000 + b"e.",
+    "short names of classes": b"X\x78\x00\x00\x00" + b"transformer_engine." + b"x" * 101 + b"q\x000]("
+    + b"h\x00h\x00\x93" * 50000 + b"e.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_repeated_objects_are_bounded(kind):
+    """Pickles that create the same large object again and again."""
+    tracemalloc.start()
+    start = time.process_time()
+    with pytest.raises(ConversionError):
+        read_extra_state(b"\x80\x04" + BOMBS[kind], "it")
+    assert time.process_time() - start < 5 and tracemalloc.get_traced_memory()[1] < 64 << 20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("dtype", ["qint32", "quint8", "float8_e4m3fn", "HalfStorage"])
+def test_other_dtypes_are_rejected(dumps, dtype):
+    """torch.frombuffer makes invalid tensors of some dtypes."""
+    content = dumps(module_state(1)).replace(b"ctorch\nFloatStorage", b"ctorch\n" + dtype.encode())
+    with pytest.raises(ConversionError):
+        read_extra_state(content, "it")
+
+
+def test_states_without_tensors_are_rejected(dumps):
+    state = module_state(1) | {"scale_bwd": torch.zeros(0), "amax_history_bwd": torch.zeros(4, 0)}
+    with pytest.raises(ConversionError):
+        read_extra_state(dumps(state), "it")
+    state = module_state(1) | {"scale_bwd": torch.ones(1), "amax_history_bwd": torch.zeros(4, 1)}
+    with pytest.raises(ConversionError, match="do not belong together"):
+        read_extra_state(dumps(state), "it")
 
 
 def test_mutated_bytes_load_or_warn(dumps):

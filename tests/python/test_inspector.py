@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
+import warnings
 
 import pytest
 import torch
@@ -127,6 +129,28 @@ def test_backward_override_has_no_gradients_to_report(override):
     assert {tensor for _, tensor in rows_of(inspector)} == {"input", "weight"}
 
 
+@pytest.mark.parametrize("kind", ["checkpoint", "hooks"])
+def test_checkpointing_and_hooks_report_each_call_once(kind):
+    net, made = model(), RECIPES["mxfp8"]
+
+    def call(x):
+        with weft.autocast(recipe=made):
+            return net(x)
+
+    def wrapped(x):
+        if kind == "checkpoint":
+            return torch.utils.checkpoint.checkpoint(call, x, use_reentrant=False)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):
+            return call(x)
+
+    with QuantizationInspector(net) as inspector, QuantizationInspector(net) as plain:
+        for _ in range(3):
+            x = torch.randn(48, 64, dtype=torch.bfloat16, requires_grad=True)
+            wrapped(x).sum().backward()
+        assert not inspector._calls and not plain._calls
+    assert {row.calls for row in inspector.statistics()} == {3} and len(inspector.statistics()) == 10
+
+
 def test_nested_inspectors_and_threads():
     net = model()
     with QuantizationInspector(net) as outer:
@@ -152,7 +176,13 @@ def test_picture(tmp_path):
     net = model()
     with QuantizationInspector(net) as inspector:
         run(net, RECIPES["nvfp4"])
-    inspector.save(tmp_path / "picture.png")
+        with torch.no_grad():
+            net[2].weight.zero_()  # an exact tensor
+        run(net, RECIPES["nvfp4"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inspector.save(tmp_path / "picture.png")
+    json.dumps(inspector.data(), allow_nan=False)
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
@@ -186,6 +216,11 @@ def test_reduced_accumulators_add_errors(scaling):
         for made in (None, ReducedAccumulator(promote_every=128), ReducedAccumulator())
     ]
     assert errors[0] < 1e-6 and 10 * errors[0] < errors[1] < errors[2] < 0.05
+
+
+def test_zero_matrices():
+    error = gemm_error(torch.zeros(4, 32), torch.ones(4, 32), Quantizer("current"))
+    assert (error.operands, error.accumulation, error.total) == (0, 0, 0)
 
 
 def test_wide_accumulator_is_exact():

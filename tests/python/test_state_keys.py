@@ -107,6 +107,7 @@ def test_either_kind_of_keys_loads(make, te_keys):
     assert_same_parameters(source, target)
 
 
+@pytest.mark.filterwarnings("ignore:.*is ignored, so delayed scaling starts with scales of 1")
 def test_transformer_engine_extra_state_is_ignored():
     target = nested()
     state = weft.checkpoint.set_te_keys(nested()).state_dict()

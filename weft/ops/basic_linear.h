@@ -6,6 +6,7 @@
 #include "weft/kernels/quantize.h"
 #include "weft/ops/field_descriptions.h"
 #include "weft/ops/operation.h"
+#include "weft/ops/quantized_gather.h"
 #include "weft/ops/saved_recipe.h"
 
 namespace weft::ops {
@@ -18,7 +19,7 @@ enum class ParallelMode { column, row };
 /// With sequence_parallel the replicated tensors are sharded along dimension 0 instead:
 ///   column: x is all-gathered, dx is reduce-scattered
 ///   row:    y is reduce-scattered, dy is all-gathered
-/// A recipe quantizes the operands of each GEMM, after they are gathered.
+/// A recipe quantizes the operands of each GEMM.
 class BasicLinear final : public Op<BasicLinear> {
  public:
   struct Options {
@@ -137,17 +138,18 @@ class BasicLinear final : public Op<BasicLinear> {
   }
   /// [rows, n] with the leading sizes of `local`, whose first one is multiplied by the ranks if `gathered`.
   at::Tensor restore_gathered(const at::Tensor& matrix, const at::Tensor& local, bool gathered) const;
-  /// x of all ranks for the weight gradient: quantized copies, uint8 [bytes] or [ranks, bytes], or values.
+  /// x of all ranks for the weight gradient: values, or quantized copies, which `copy` describes if they are gathered.
   struct BackwardInput {
     comm::Work work;
     bool copies = false;
+    std::optional<DistributedCopy> copy = {};
   };
-  BackwardInput gather_backward_input(OpContext& ctx) const;
+  BackwardInput gather_backward_input(OpContext& ctx, const at::Tensor& dy) const;
   struct BackwardGradient;
   BackwardGradient quantize_output_gradient(OpContext& ctx, const at::Tensor& dy) const;
   at::Tensor quantized_input_gradient(OpContext& ctx, const at::Tensor& local, const BackwardGradient& dy,
                                       Params params) const;
-  void quantized_weight_gradient(OpContext& ctx, const BackwardGradient& dy, const at::Tensor& x, bool copies) const;
+  void quantized_weight_gradient(OpContext& ctx, const BackwardGradient& dy, BackwardInput gathering) const;
 
   Options options_;
 };

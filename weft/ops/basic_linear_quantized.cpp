@@ -2,7 +2,6 @@
 #include "weft/kernels/quantized_gemm.h"
 #include "weft/ops/basic_linear.h"
 #include "weft/ops/leading_dims.h"
-#include "weft/ops/quantized_gather.h"
 #include "weft/ops/wgrad_sink.h"
 #include "weft/quant/delayed_scaling.h"
 #include "weft/quant/observer.h"
@@ -57,13 +56,19 @@ struct QuantizedRows {
 
 /// Quantizes this rank's rows with `args`, and gathers the rowwise copies.
 QuantizedRows quantize_and_gather(const comm::Group& group, const Quantizer& quantizer, const DelayedTensor& delayed,
-                                  const at::Tensor& rows, kernels::QuantizeArgs args) {
-  const auto how = quantizer.quantization();
-  if (!delayed.defined()) args.amax = reduced_amax(group, how, rows, false);
+                                  const at::Tensor& local, uint64_t recipe, kernels::QuantizeArgs args) {
+  const auto rows = as_matrix(local);
+  const DistributedCopy copy{.quantization = quantizer.quantization(),
+                             .dtype = local.scalar_type(),
+                             .rows = rows.size(0),
+                             .columns = rows.size(1),
+                             .leading_size = local.size(0),
+                             .recipe = recipe,
+                             .columnwise = false};
+  if (!delayed.defined()) args.amax = reduced_amax(group, copy.quantization, rows, false);
   QuantizedRows out;
   out.local = quantize(quantizer, rows, delayed.with_scale(args));
-  const auto bytes = group.all_gather(out.local.rowwise.bytes.view({1, -1})).wait();
-  out.all = join_copies(how, out.local.dtype, rows.size(0), rows.size(1), false, bytes);
+  out.all = join_copies(copy, gather_copies(group, copy, out.local.rowwise.bytes).wait());
   if (delayed.defined()) quant::record_amax(delayed.state, delayed.index, out.all.rowwise.amax);
   return out;
 }
@@ -98,11 +103,6 @@ Spec saved_spec(const quant::Recipe& recipe, const Quantizer& quantizer, const S
 
 uint64_t seed_of(const at::Tensor& saved_recipe) {
   return static_cast<uint64_t>(rounding_seed(saved_recipe).item<int64_t>());
-}
-
-/// Identifies a call for an observer: what it saved lives until its backward.
-uintptr_t call_of(const at::Tensor& saved_recipe) {
-  return saved_recipe.defined() ? reinterpret_cast<uintptr_t>(saved_recipe.const_data_ptr()) : 0;
 }
 
 }  // namespace
@@ -149,7 +149,7 @@ kernels::GemmResult BasicLinear::quantized_gemm(OpContext& ctx, const at::Tensor
   if (!gathers_input()) {
     q_x.all = q_x.local = delayed_x.quantize(recipe.input, rows, args);
   } else if (copies_concatenate(recipe.input.quantization(), rows.size(0), false)) {
-    q_x = quantize_and_gather(group(), recipe.input, delayed_x, rows, args);
+    q_x = quantize_and_gather(group(), recipe.input, delayed_x, local, recipe_hash(recipe), args);
   } else {
     q_x.all = quantize(recipe.input, as_matrix(gather_input(local).wait()), {});
   }
@@ -162,7 +162,7 @@ kernels::GemmResult BasicLinear::quantized_gemm(OpContext& ctx, const at::Tensor
   const auto saved = ctx.needs_grad() ? save_recipe(recipe) : at::Tensor();
   if (saved.defined()) ctx.save(kRecipe, saved);
   if (const auto observer = quant::observer(); observer && q_x.local.rowwise.defined())
-    observer->observe_forward(call_of(saved), weight, {rows, q_x.local}, {w, q_w});
+    observer->observe_forward(call_number(saved), weight, {rows, q_x.local}, {w, q_w});
   kernels::GemmResult result;
   result.out = restore_gathered(kernels::quantized_gemm({q_x.all}, {q_w}, epilogue), local, gathers_input());
   return result;
@@ -170,25 +170,35 @@ kernels::GemmResult BasicLinear::quantized_gemm(OpContext& ctx, const at::Tensor
 
 // ---- backward -----------------------------------------------------------------------------------------------------
 
-BasicLinear::BackwardInput BasicLinear::gather_backward_input(OpContext& ctx) const {
+BasicLinear::BackwardInput BasicLinear::gather_backward_input(OpContext& ctx, const at::Tensor& dy) const {
   if (!ctx.needs_param_grad(0)) return {at::Tensor()};
   const auto& recipe = *ctx.plan().recipe;
   const auto& x = ctx.saved(kInput);
-  const bool columnwise = quantizes_gradient(recipe);
   if (saves_originals(recipe)) return {gather_input(x)};
   if (!gathers_input()) return {x, true};
-  if (!requantizes_input(recipe)) return {group().all_gather(x.view({1, -1})), true};
-  const auto rows = as_matrix(x);
-  const auto how = recipe.input.quantization();
-  if (!copies_concatenate(how, rows.size(0), columnwise)) return {gather_input(x)};
-  const bool transformed = columnwise && how.hadamard;
-  const auto amax = reduced_amax(group(), how, rows, transformed);
-  const auto q = quantize(recipe.input, rows,
-                          {.rowwise = !columnwise,
-                           .columnwise = columnwise,
-                           .amax = transformed ? at::Tensor() : amax,
-                           .transformed_amax = transformed ? amax : at::Tensor()});
-  return {group().all_gather(saved_bytes(recipe, q).view({1, -1})), true};
+  const auto ranks = options_.tensor_parallel_size;
+  const bool columnwise = quantizes_gradient(recipe);
+  BackwardInput out{at::Tensor(), true};
+  out.copy = DistributedCopy{.quantization = recipe.input.quantization(),
+                             .dtype = dy.scalar_type(),
+                             .rows = as_matrix(dy).size(0) / ranks,
+                             .columns = local_in_features(),
+                             .leading_size = dy.size(0) / ranks,
+                             .recipe = recipe_hash(recipe),
+                             .columnwise = columnwise};
+  const auto& how = out.copy->quantization;
+  if (requantizes_input(recipe) && !copies_concatenate(how, out.copy->rows, columnwise)) return {gather_input(x)};
+  auto bytes = x;
+  if (requantizes_input(recipe)) {
+    const bool transformed = columnwise && how.hadamard;
+    const auto amax = reduced_amax(group(), how, as_matrix(x), transformed);
+    bytes = saved_bytes(recipe, quantize(recipe.input, as_matrix(x),
+                                         {.rowwise = !columnwise,
+                                          .columnwise = columnwise,
+                                          .amax = transformed ? at::Tensor() : amax,
+                                          .transformed_amax = transformed ? amax : at::Tensor()}));
+  }
+  return {gather_copies(group(), *out.copy, bytes), true, out.copy};
 }
 
 /// dy of all ranks: its values, and quantized unless the recipe overrides backward. The values are undefined if the
@@ -202,7 +212,7 @@ BasicLinear::BackwardGradient BasicLinear::quantize_output_gradient(OpContext& c
   const auto& recipe = *ctx.plan().recipe;
   const auto observer = quant::observer();
   const auto observe = [&](const at::Tensor& rows, const QuantizedMatrix& q) {
-    if (observer) observer->observe_backward(call_of(ctx.saved(kRecipe)), {rows, q});
+    if (observer) observer->observe_backward(call_number(ctx.saved(kRecipe)), {rows, q});
   };
   if (!quantizes_gradient(recipe)) {
     observe(as_matrix(dy), {});
@@ -212,7 +222,7 @@ BasicLinear::BackwardGradient BasicLinear::quantize_output_gradient(OpContext& c
   const bool needs_dw = ctx.needs_param_grad(0);
   // With one scale, codes of one byte are all that the ranks need: the columnwise copy is the transposed one.
   if (gathers_output_gradient() && recipe.grad_output.quantization().block == 0) {
-    auto q = quantize_and_gather(group(), recipe.grad_output, delayed, as_matrix(dy), {});
+    auto q = quantize_and_gather(group(), recipe.grad_output, delayed, dy, recipe_hash(recipe), {});
     if (needs_dw) add_columnwise(q.all);
     observe(as_matrix(dy), q.local);
     return {{}, std::move(q.all)};
@@ -231,10 +241,10 @@ at::Tensor BasicLinear::quantized_backward(OpContext& ctx, const at::Tensor& dy,
   if (!ctx.needs_grad()) return {};
   const auto dtype = ctx.dtype((params[0].defined() ? params[0] : dy).scalar_type());  // W is kept for dx only
   const auto local = as_dtype(dy, dtype);
-  auto x = gather_backward_input(ctx);
+  auto x = gather_backward_input(ctx, local);
   const auto gradient = quantize_output_gradient(ctx, local);
   auto reducing_dx = reduce_input_gradient(quantized_input_gradient(ctx, local, gradient, params));
-  if (ctx.needs_param_grad(0)) quantized_weight_gradient(ctx, gradient, x.work.wait(), x.copies);
+  if (ctx.needs_param_grad(0)) quantized_weight_gradient(ctx, gradient, std::move(x));
   return reducing_dx.wait();
 }
 
@@ -250,21 +260,20 @@ at::Tensor BasicLinear::quantized_input_gradient(OpContext& ctx, const at::Tenso
   return restore_gathered(dx, local, gathers_output_gradient());
 }
 
-void BasicLinear::quantized_weight_gradient(OpContext& ctx, const BackwardGradient& dy, const at::Tensor& x,
-                                            bool copies) const {
+void BasicLinear::quantized_weight_gradient(OpContext& ctx, const BackwardGradient& dy, BackwardInput gathering) const {
   const auto& recipe = *ctx.plan().recipe;
+  const auto x = gathering.work.wait();
   if (saves_originals(recipe)) return weight_gradient_of(ctx, dy.values, x);
   const bool columnwise = dy.quantized.has_value();
-  const auto how = recipe.input.quantization();
-  const auto rows = columnwise ? dy.quantized->rows : as_matrix(dy.values).size(0);
-  const auto dtype = columnwise ? dy.quantized->dtype : dy.values.scalar_type();
   QuantizedMatrix q_x;
-  if (!copies) {
+  if (!gathering.copies) {
     q_x = quantize(recipe.input, as_matrix(x), {.rowwise = !columnwise, .columnwise = columnwise});
-  } else if (gathers_input()) {
-    q_x = join_copies(how, dtype, rows / x.size(0), local_in_features(), columnwise, x);
+  } else if (gathering.copy) {
+    q_x = join_copies(*gathering.copy, x);
   } else {
-    q_x = kernels::matrix_of_copy(how, dtype, rows, local_in_features(), columnwise, x);
+    const auto rows = columnwise ? dy.quantized->rows : as_matrix(dy.values).size(0);
+    const auto dtype = columnwise ? dy.quantized->dtype : dy.values.scalar_type();
+    q_x = saved_matrix(recipe, recipe.input, dtype, rows, local_in_features(), x);
   }
   if (!columnwise) return weight_gradient_of(ctx, dy.values, kernels::dequantize(q_x, false, q_x.dtype));
   weight_gradient_by(ctx, [q_dy = *dy.quantized, q_x](const at::Tensor& out, bool accumulate) {

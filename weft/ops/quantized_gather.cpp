@@ -1,6 +1,7 @@
 #include "weft/ops/quantized_gather.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 
 namespace weft::ops {
 
@@ -10,6 +11,18 @@ using kernels::QuantizedCopy;
 using kernels::QuantizedMatrix;
 
 namespace {
+
+/// The description that precedes a rank's bytes.
+struct Header {
+  int64_t rows, columns, leading_size, recipe, unused[4] = {};
+
+  static Header of(const DistributedCopy& copy) {
+    return {copy.rows, copy.columns, copy.leading_size, static_cast<int64_t>(copy.recipe)};
+  }
+  bool operator==(const Header&) const = default;
+};
+constexpr int64_t kHeaderBytes = sizeof(Header);
+static_assert(kHeaderBytes == 64, "copies are aligned to 64 bytes");
 
 QuantizedCopy& copy_of(QuantizedMatrix& matrix, bool columnwise) {
   return columnwise ? matrix.columnwise : matrix.rowwise;
@@ -28,6 +41,34 @@ void copy_part(const at::Tensor& to, const at::Tensor& part, int64_t index, int6
   to.narrow(dim, index * size, size).copy_(part);
 }
 
+void check_header(const DistributedCopy& copy, const at::Tensor& bytes, int64_t rank) {
+  Header found{};
+  const auto header = bytes.narrow(0, 0, kHeaderBytes).cpu();
+  std::memcpy(&found, header.const_data_ptr(), sizeof found);
+  TORCH_CHECK_VALUE(found == Header::of(copy), "this rank gathers ", copy.rows, " x ", copy.columns,
+                    " values, dimension 0 of size ", copy.leading_size, ", rank ", rank, " ", found.rows, " x ",
+                    found.columns, " and ", found.leading_size,
+                    found.recipe == Header::of(copy).recipe ? "." : ", with another recipe.",
+                    " Call the linear with equal shapes and recipes on all ranks of its tensor-parallel group.");
+}
+
+/// Copies the scales and the maximum of rank `rank`.
+void join_scales(const Quantization& quantization, QuantizedCopy& to, const QuantizedCopy& from, int64_t rank,
+                 int64_t dim) {
+  if (quantization.block > 0) {
+    copy_part(to.scales, from.scales, rank, dim);
+  } else if (rank == 0) {
+    to.scales.copy_(from.scales);
+  } else {
+    TORCH_CHECK_VALUE(from.scales.equal(to.scales), "ranks 0 and ", rank, " scale their rows by ",
+                      1 / to.scales.item<float>(), " and ", 1 / from.scales.item<float>(),
+                      ". Load the same state of delayed scaling on all ranks of a tensor-parallel group.");
+  }
+  if (!quantization.has_amax()) return;
+  if (quantization.row_scaled) return copy_part(to.amax, from.amax, rank, 0);
+  to.amax.copy_(rank == 0 ? from.amax : to.amax.maximum(from.amax));
+}
+
 }  // namespace
 
 bool copies_concatenate(const Quantization& quantization, int64_t rows, bool columnwise) {
@@ -42,31 +83,27 @@ at::Tensor reduced_amax(const comm::Group& group, const Quantization& quantizati
   return quantization.row_scaled ? local : group.all_gather(local).wait().max().view({1});
 }
 
-QuantizedMatrix join_copies(const Quantization& quantization, at::ScalarType dtype, int64_t rows, int64_t columns,
-                            bool columnwise, const at::Tensor& bytes) {
-  const auto ranks = bytes.size(0);
-  auto joined = empty_matrix(quantization, dtype, rows * ranks, columns, columnwise, bytes.options());
-  auto& to = copy_of(joined, columnwise);
-  const int64_t dim = columnwise && !quantization.columns_in_place() ? 1 : 0;  // of the codes, along the rows
+comm::Work gather_copies(const comm::Group& group, const DistributedCopy& copy, const at::Tensor& bytes) {
+  const auto local = at::empty({1, kHeaderBytes + bytes.numel()}, bytes.options());
+  auto header = Header::of(copy);
+  local.narrow(1, 0, kHeaderBytes).copy_(at::from_blob(&header, {1, kHeaderBytes}, at::kByte));
+  local.narrow(1, kHeaderBytes, bytes.numel()).copy_(bytes.view({1, -1}));
+  return group.all_gather(local);
+}
+
+QuantizedMatrix join_copies(const DistributedCopy& copy, const at::Tensor& gathered) {
+  const auto& how = copy.quantization;
+  const auto ranks = gathered.size(0);
+  auto joined = empty_matrix(how, copy.dtype, copy.rows * ranks, copy.columns, copy.columnwise, gathered.options());
+  auto& to = copy_of(joined, copy.columnwise);
+  const int64_t dim = copy.columnwise && !how.columns_in_place() ? 1 : 0;  // of the codes, along the rows
   for (int64_t rank = 0; rank < ranks; ++rank) {
-    auto part = kernels::matrix_of_copy(quantization, dtype, rows, columns, columnwise, bytes[rank]);
-    const auto& from = copy_of(part, columnwise);
+    check_header(copy, gathered[rank], rank);
+    const auto bytes = gathered[rank].slice(0, kHeaderBytes);
+    auto part = kernels::matrix_of_copy(how, copy.dtype, copy.rows, copy.columns, copy.columnwise, bytes);
+    const auto& from = copy_of(part, copy.columnwise);
     copy_part(to.data, from.data, rank, dim);
-    if (quantization.block > 0) {
-      copy_part(to.scales, from.scales, rank, dim);
-    } else if (rank == 0) {
-      to.scales.copy_(from.scales);
-    } else {
-      TORCH_CHECK(from.scales.equal(to.scales), "ranks 0 and ", rank, " scale their rows by ",
-                  1 / to.scales.item<float>(), " and ", 1 / from.scales.item<float>(),
-                  ". Load the same state of delayed scaling on all ranks of a tensor-parallel group.");
-    }
-    if (!quantization.has_amax()) continue;
-    if (quantization.row_scaled) {
-      copy_part(to.amax, from.amax, rank, 0);
-    } else {
-      to.amax.copy_(rank == 0 ? from.amax : to.amax.maximum(from.amax));
-    }
+    join_scales(how, to, from, rank, dim);
   }
   return joined;
 }

@@ -14,10 +14,22 @@ bool copies_concatenate(const kernels::Quantization& quantization, int64_t rows,
 at::Tensor reduced_amax(const comm::Group& group, const kernels::Quantization& quantization, const at::Tensor& rows,
                         bool transformed);
 
-/// The copy of all rows, from the `bytes` of each rank's copy: uint8 [ranks, bytes], as all_gather returns them. Its
-/// amax is the largest of the ranks. Raises RuntimeError if a scale of the whole matrix differs between the ranks.
-kernels::QuantizedMatrix join_copies(const kernels::Quantization& quantization, at::ScalarType dtype, int64_t rows,
-                                     int64_t columns, bool columnwise, const at::Tensor& bytes);
+/// One copy of a rank's rows. It is the same on all ranks, or joining the copies raises.
+struct DistributedCopy {
+  kernels::Quantization quantization;
+  at::ScalarType dtype;
+  int64_t rows, columns;
+  int64_t leading_size;  // dimension 0 of the tensor that has these rows
+  uint64_t recipe;       // recipe_hash
+  bool columnwise;
+};
+
+/// Gathers the bytes of the copies, each with a description: uint8 [ranks, bytes].
+comm::Work gather_copies(const comm::Group& group, const DistributedCopy& copy, const at::Tensor& bytes);
+
+/// The copy of all rows, from what `gather_copies` returned. Its amax is the largest of the ranks. Raises ValueError if
+/// the ranks have different rows or recipes, or different scales of the whole matrix.
+kernels::QuantizedMatrix join_copies(const DistributedCopy& copy, const at::Tensor& gathered);
 
 /// Adds the columnwise copy to a matrix with one scale, of which it is the transposed rowwise copy.
 void add_columnwise(kernels::QuantizedMatrix& matrix);

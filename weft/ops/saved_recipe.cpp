@@ -3,7 +3,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <atomic>
 #include <bit>
+#include <cstring>
 #include <tuple>
 #include <type_traits>
 
@@ -12,8 +14,18 @@
 namespace weft::ops {
 namespace {
 
-/// 8 to 255, from the fields of the recipe; the same in every process.
+constexpr int64_t kSeedBytes = 8, kCallBytes = 8;
+
+/// 16 to 255, from the fields of the recipe.
 int64_t saved_bytes(const quant::Recipe& recipe) {
+  return kSeedBytes + kCallBytes + static_cast<int64_t>((recipe_hash(recipe) >> 32) % 240);
+}
+
+std::atomic<int64_t> calls = 0;
+
+}  // namespace
+
+uint64_t recipe_hash(const quant::Recipe& recipe) {
   uint64_t hash = 14695981039346656037U;  // FNV-1a, by words
   const auto add = [&hash](auto value) {
     if constexpr (std::is_same_v<decltype(value), double>) {
@@ -26,22 +38,29 @@ int64_t saved_bytes(const quant::Recipe& recipe) {
   for (const auto* quantizer : {&recipe.input, &recipe.weight, &recipe.grad_output})
     std::apply([&](const auto&... field) { (add(quantizer->*field.member), ...); }, quant::Quantizer::fields());
   add(recipe.backward_override ? 1 + static_cast<int>(*recipe.backward_override) : 0);
-  return 8 + static_cast<int64_t>((hash >> 32) % 248);
+  return hash;
 }
-
-}  // namespace
 
 Spec saved_recipe_spec(const quant::Recipe& recipe) { return {.sizes = {saved_bytes(recipe)}, .dtype = at::kByte}; }
 
 at::Tensor save_recipe(const quant::Recipe& recipe) {
   const auto saved = at::zeros({saved_bytes(recipe)}, at::kByte);
   if (!recipe.backward_override && recipe.grad_output.stochastic_rounding)
-    kernels::launch([saved] { saved.random_(); });
+    kernels::launch([seed = saved.narrow(0, 0, kSeedBytes)] { seed.random_(); });
+  const int64_t call = ++calls;
+  std::memcpy(saved.mutable_data_ptr<uint8_t>() + kSeedBytes, &call, sizeof call);
   return saved;
 }
 
+int64_t call_number(const at::Tensor& saved_recipe) {
+  int64_t call = 0;
+  if (saved_recipe.defined())
+    std::memcpy(&call, saved_recipe.contiguous().const_data_ptr<uint8_t>() + kSeedBytes, sizeof call);
+  return call;
+}
+
 at::Tensor rounding_seed(const at::Tensor& saved_recipe) {
-  return saved_recipe.narrow(0, 0, 8).clone().view(at::kLong);  // what a hook returned may not be aligned
+  return saved_recipe.narrow(0, 0, kSeedBytes).clone().view(at::kLong);  // what a hook returned may not be aligned
 }
 
 }  // namespace weft::ops

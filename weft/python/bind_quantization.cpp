@@ -1,3 +1,5 @@
+#include <cmath>
+
 #include "weft/core/dispatch_keys.h"
 #include "weft/kernels/quantized_gemm.h"
 #include "weft/python/convert.h"
@@ -112,12 +114,12 @@ class PythonObserver : public quant::Observer {
     forward_ = {}, backward_ = {};
   }
 
-  void observe_forward(uintptr_t call, const at::Tensor& parameter, const quant::ObservedOperand& x,
+  void observe_forward(int64_t call, const at::Tensor& parameter, const quant::ObservedOperand& x,
                        const quant::ObservedOperand& w) override {
     const py::gil_scoped_acquire acquire;
     forward_(call, parameter, x.matrix, x.quantized, w.matrix, w.quantized);
   }
-  void observe_backward(uintptr_t call, const quant::ObservedOperand& dy) override {
+  void observe_backward(int64_t call, const quant::ObservedOperand& dy) override {
     const py::gil_scoped_acquire acquire;
     backward_(call, dy.matrix, dy.quantized);
   }
@@ -175,6 +177,11 @@ void bind_quantization(py::module_& m) {
       .def_property_readonly(
           "format", [](const Q& q) { return EnumNames<Format>::list[static_cast<size_t>(q.quantization.format)]; },
           "Of the codes.")
+      .def_property_readonly(
+          "max_code", [](const Q& q) { return traits_of(q.quantization.format).max; }, "The largest value of a code.")
+      .def_property_readonly(
+          "min_normal_code", [](const Q& q) { return std::ldexp(1., 1 - traits_of(q.quantization.format).bias); },
+          "The smallest value of a code that is not subnormal.")
       .def("codes", &rowwise_codes, "Returns the values of the rowwise codes without their scales, as float32.")
       .def("dequantize", &dequantize, py::kw_only(), py::arg("columnwise") = false, py::arg("dtype") = py::none(),
            "Returns the values of a copy, in the dtype before quantization unless another one is given.");

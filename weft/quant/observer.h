@@ -18,10 +18,10 @@ class Observer {
   Observer(const Observer&) = delete;
   Observer& operator=(const Observer&) = delete;
   virtual ~Observer() = default;
-  /// Forward. `call` identifies the call until its backward; 0 without one. `parameter`: W as the caller passed it.
-  virtual void observe_forward(uintptr_t call, const at::Tensor& parameter, const ObservedOperand& x,
+  /// Forward. `call` identifies the call in its backward; 0 without one. `parameter`: W as the caller passed it.
+  virtual void observe_forward(int64_t call, const at::Tensor& parameter, const ObservedOperand& x,
                                const ObservedOperand& w) = 0;
-  virtual void observe_backward(uintptr_t call, const ObservedOperand& dy) = 0;
+  virtual void observe_backward(int64_t call, const ObservedOperand& dy) = 0;
 };
 
 /// The observer of the process; nullptr: none.

@@ -94,6 +94,10 @@ class GroupedLinear(CompatModule):
             self._declare_bias(name, self.out_features, parallel_mode, bias)
         self.reset_parameters(defer_init=on_meta(self))
 
+    @property
+    def _scaled_weights(self) -> list[str]:
+        return []  # no delayed scaling
+
     def _build(self) -> BoundSequential:
         adds_bias = self.use_bias and not self.return_bias
         op = ops.GroupedLinear(

@@ -46,6 +46,9 @@ class _SplitLinear(CompatModule):
     def _needs_group(self) -> bool:
         return self.parallel_mode is not None
 
+    def _te_linears(self) -> int:
+        return 1  # for all splits
+
     def _build_splits(self) -> list[BoundSequential]:
         adds_bias, pipelines = self.use_bias and not self.return_bias, []
         for weight, bias, size in self._splits:

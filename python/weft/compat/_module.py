@@ -103,7 +103,7 @@ class CompatModule(EmptyExtraState):
     involve this module only.
     """
 
-    # Frameworks read these before they write or read a checkpoint: no state of recipes.
+    # Frameworks read these before they write or read a checkpoint of grouped linears, which have no state.
     fp8 = fp8_calibration = False
     save_original_input = False  # frameworks set it; what is saved does not change
     fp8_meta: Mapping[str, Any] = MappingProxyType({"fp8_checkpoint": False})
@@ -157,13 +157,23 @@ class CompatModule(EmptyExtraState):
 
     def get_extra_state(self) -> torch.Tensor:
         """Returns the state of delayed scaling as one float32 tensor; an empty tensor without one."""
-        state = _delayed_scaling.save(self, self._weights)
+        state = _delayed_scaling.save(self, self._scaled_weights)
         return super().get_extra_state() if state is None else state
 
     def set_extra_state(self, state: Any) -> None:
         """Loads what :meth:`get_extra_state` returned, or Transformer Engine's state of delayed scaling, of which
         nothing is executed. Ignores anything else."""
-        _delayed_scaling.load(self, state, f"_extra_state of {type(self).__name__}", self._weights)
+        key = f"_extra_state of {type(self).__name__}"
+        _delayed_scaling.load(self, state, key, self._scaled_weights, self._te_linears())
+
+    @property
+    def _scaled_weights(self) -> list[str]:
+        """Weights of linears, for which delayed scaling has a state."""
+        return self._weights
+
+    def _te_linears(self) -> int:
+        """Returns the number of linears in Transformer Engine."""
+        return len(self._weights)
 
     # ---- parameters -----------------------------------------------------------------------------------------------
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from .._delayed_scaling import MAX_LENGTH
 from ._lazy_tensor import ConversionError, checked_shape, nonnegative_ints, row_major_strides
 from ._pickle_globals import PLAIN_GLOBALS, STORAGES, AllowedCall, OpaqueObject
-from ._unpickler import Globals, Unpickler, load
+from ._unpickler import MAX_NAME, Globals, Unpickler, load
 
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of torch.save without a zip file
-_MAX_LENGTH = 1 << 20  # of a history
+_MAX_STORAGES = 64  # of a state
 _MODULE_SLOTS = 3, 2  # quantizers of a GEMM: input, weight, output; grad_output, grad_input
 _OPERATION_SLOTS = 2, 1  # input, weight; grad_output
 
@@ -26,7 +27,7 @@ def read_extra_state(content: bytes, where: str) -> list[list[torch.Tensor]] | N
     Raises:
         ConversionError: for anything that is not such a pickle.
     """
-    state = load(content, where, _GLOBALS, _reject_storage)
+    state = load(content, where, _globals(), _reject_storage)
     if not isinstance(state, dict):
         raise ConversionError(f"{where} contains a {type(state).__name__}, expected Transformer Engine's state")
     if "forward" in state or "backward" in state:
@@ -41,6 +42,8 @@ def read_extra_state(content: bytes, where: str) -> list[list[torch.Tensor]] | N
     ]
     if len(parts[0]) != len(parts[1]):
         raise ConversionError(f"{where} has {len(parts[0])} GEMMs in forward and {len(parts[1])} in backward")
+    if len(parts[1]) == 2 and not parts[1][1][1:].any() and parts[1][0][1:, 1].any():
+        raise ConversionError(f"{where} has the order of gradients of an early release of Transformer Engine 2")
     return [[fwd[:, :2].clone(), bwd[:, :1].clone()] for fwd, bwd in zip(*parts, strict=True)]
 
 
@@ -53,8 +56,9 @@ def _part(state: dict[Any, Any], suffix: str, slots: int, where: str) -> list[to
         (scale.dtype, history.dtype) == (torch.float32, torch.float32)
         and (scale.dim(), history.dim()) == (1, 2)
         and len(scale) == history.shape[1]
+        and len(scale) >= slots
         and len(scale) % slots == 0
-        and 1 <= len(history) <= _MAX_LENGTH
+        and 1 <= len(history) <= MAX_LENGTH
     )
     if not fits:
         raise ConversionError(
@@ -122,12 +126,25 @@ def _member(owner: Any, name: Any) -> OpaqueObject:
     """A member of an enum, as Python 3.11 pickles it."""
     if not isinstance(owner, OpaqueObject) or not isinstance(name, str):
         raise ValueError("it reads an attribute of something other than an enum")
+    if len(owner.name) + len(name) > 2 * MAX_NAME:
+        raise ValueError("the name of an enum's member is too long")
     return OpaqueObject(f"{owner.name}.{name}")
 
 
-_STORAGE_GLOBALS: Globals = PLAIN_GLOBALS | {("torch", name): dtype for name, dtype in STORAGES.items()}
-_GLOBALS: Globals = PLAIN_GLOBALS | {
-    ("builtins", "getattr"): AllowedCall(_member),
-    ("torch.storage", "_load_from_bytes"): AllowedCall(_storage),
-    ("torch._utils", "_rebuild_tensor_v2"): AllowedCall(_tensor),
-}
+_STORAGE_GLOBALS: Globals = {("torch", name): dtype for name, dtype in STORAGES.items()}
+
+
+def _globals() -> Globals:
+    """The globals of one pickle, which may call each storage function a limited number of times."""
+    calls = iter(range(_MAX_STORAGES))
+
+    def limited_storage(content: Any) -> torch.Tensor:
+        if next(calls, None) is None:
+            raise ValueError(f"it has more than {_MAX_STORAGES} tensors")
+        return _storage(content)
+
+    return PLAIN_GLOBALS | {
+        ("builtins", "getattr"): AllowedCall(_member),
+        ("torch.storage", "_load_from_bytes"): AllowedCall(limited_storage),
+        ("torch._utils", "_rebuild_tensor_v2"): AllowedCall(_tensor),
+    }

@@ -31,6 +31,7 @@ from ._pickle_globals import (
 BUDGET = 64  # bytes of containers, and nodes of the tree, per byte of the pickle
 MAX_DEPTH = 64  # levels of nesting
 MAX_INT_BYTES = 255
+MAX_NAME = 256  # characters of the module and name of a class
 Globals = dict[tuple[str, str], Any]  # by module and name
 
 
@@ -132,9 +133,12 @@ class Unpickler:
     def find_global(self, module: Any, name: Any) -> Any:
         if not isinstance(module, str) or not isinstance(name, str):
             raise ValueError("the name of a class is not a string")
+        if len(module) + len(name) > MAX_NAME:
+            raise ValueError(f"the name of a class has {len(module) + len(name)} characters")
         if (module, name) in self.known:
             return self.known[module, name]
         if self.storage and module.startswith(OPAQUE_MODULES):
+            self.budget -= MAX_NAME
             return OpaqueObject(f"{module}.{name}")
         raise UnknownClassError(
             f"{self.where} contains an object of {module}.{name}, which weft.convert does not support; nothing was "

@@ -39,6 +39,24 @@ at::Tensor all_rows(int64_t rows) {
   return x.to(at::kBFloat16);
 }
 
+DistributedCopy description(const kernels::Quantization& how, int64_t rows, bool columnwise, uint64_t recipe = 7) {
+  return {.quantization = how,
+          .dtype = at::kBFloat16,
+          .rows = rows,
+          .columns = kColumns,
+          .leading_size = rows,
+          .recipe = recipe,
+          .columnwise = columnwise};
+}
+
+/// As gather_copies returns the bytes of ranks with `rows` rows each and recipe 7.
+at::Tensor with_headers(const std::vector<at::Tensor>& bytes, int64_t rows) {
+  const auto header = at::tensor({rows, kColumns, rows, int64_t{7}, int64_t{0}, int64_t{0}, int64_t{0}, int64_t{0}});
+  std::vector<at::Tensor> list;
+  for (const auto& part : bytes) list.push_back(at::cat({header.view(at::kByte), part}));
+  return at::stack(list);
+}
+
 /// Quantizes the rows of each rank and joins the copies.
 QuantizedMatrix joined(const Quantizer& quantizer, const at::Tensor& x, bool columnwise) {
   const auto how = quantizer.quantization();
@@ -51,7 +69,7 @@ QuantizedMatrix joined(const Quantizer& quantizer, const at::Tensor& x, bool col
       (transforms ? args.transformed_amax : args.amax) = kernels::quantization_amax(x, how, transforms);
     bytes.push_back(copy_of(kernels::quantize(part, how, args), columnwise).bytes);
   }
-  return join_copies(how, x.scalar_type(), parts[0].size(0), kColumns, columnwise, at::stack(bytes));
+  return join_copies(description(how, parts[0].size(0), columnwise), with_headers(bytes, parts[0].size(0)));
 }
 
 void expect_equal(const QuantizedCopy& got, const QuantizedCopy& expected) {
@@ -105,7 +123,16 @@ TEST(QuantizedGather, DifferentScalesOfRanksRaise) {
   for (int64_t rank = 0; rank < kRanks; ++rank)
     bytes.push_back(
         kernels::quantize(x.chunk(kRanks)[rank], how, {.scale = at::full({1}, rank == 2 ? 2. : 1.)}).rowwise.bytes);
-  EXPECT_THROW(join_copies(how, at::kBFloat16, 8, kColumns, false, at::stack(bytes)), c10::Error);
+  EXPECT_THROW(join_copies(description(how, 8, false), with_headers(bytes, 8)), c10::ValueError);
+}
+
+TEST(QuantizedGather, DifferentRowsOrRecipesOfRanksRaise) {
+  const auto how = Quantizer{.scaling = Scaling::mxfp8}.quantization();
+  const auto x = all_rows(4);
+  const auto bytes = kernels::quantize(x.slice(0, 0, 4), how, {}).rowwise.bytes;
+  EXPECT_NO_THROW(join_copies(description(how, 4, false), with_headers({bytes, bytes}, 4)));
+  EXPECT_THROW(join_copies(description(how, 4, false), with_headers({bytes, bytes}, 3)), c10::ValueError);
+  EXPECT_THROW(join_copies(description(how, 4, false, 8), with_headers({bytes, bytes}, 4)), c10::ValueError);
 }
 
 }  // namespace
