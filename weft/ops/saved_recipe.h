@@ -5,8 +5,8 @@
 namespace weft::ops {
 
 // What forward saves of the recipe of a call: the seed of stochastic rounding, the number of the call, then so many
-// bytes that their number depends on the recipe. Gradient checkpointing compares the sizes of what a repeated forward saves, so it notices one
-// that runs with another recipe, or with none.
+// bytes that their number depends on the recipe. Gradient checkpointing compares the sizes of what a repeated forward
+// saves, so it notices one that runs with another recipe, or with none.
 
 inline constexpr const char* kSavedRecipeName = "recipe";
 Spec saved_recipe_spec(const quant::Recipe& recipe);
