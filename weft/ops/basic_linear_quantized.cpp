@@ -178,16 +178,15 @@ BasicLinear::BackwardInput BasicLinear::gather_backward_input(OpContext& ctx, co
   if (!gathers_input()) return {x, true};
   const auto ranks = options_.tensor_parallel_size;
   const bool columnwise = quantizes_gradient(recipe);
-  BackwardInput out{at::Tensor(), true};
-  out.copy = DistributedCopy{.quantization = recipe.input.quantization(),
+  const auto how = recipe.input.quantization();
+  const DistributedCopy copy{.quantization = how,
                              .dtype = dy.scalar_type(),
                              .rows = as_matrix(dy).size(0) / ranks,
                              .columns = local_in_features(),
                              .leading_size = dy.size(0) / ranks,
                              .recipe = recipe_hash(recipe),
                              .columnwise = columnwise};
-  const auto& how = out.copy->quantization;
-  if (requantizes_input(recipe) && !copies_concatenate(how, out.copy->rows, columnwise)) return {gather_input(x)};
+  if (requantizes_input(recipe) && !copies_concatenate(how, copy.rows, columnwise)) return {gather_input(x)};
   auto bytes = x;
   if (requantizes_input(recipe)) {
     const bool transformed = columnwise && how.hadamard;
@@ -198,7 +197,7 @@ BasicLinear::BackwardInput BasicLinear::gather_backward_input(OpContext& ctx, co
                                           .amax = transformed ? at::Tensor() : amax,
                                           .transformed_amax = transformed ? amax : at::Tensor()}));
   }
-  return {gather_copies(group(), *out.copy, bytes), true, out.copy};
+  return {gather_copies(group(), copy, bytes), true, copy};
 }
 
 /// dy of all ranks: its values, and quantized unless the recipe overrides backward. The values are undefined if the
