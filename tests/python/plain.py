@@ -65,8 +65,10 @@ def activation(name: str, op, x: torch.Tensor) -> torch.Tensor:
     if name == "SiTUGLU":
         return op.beta1 * torch.tanh(a / op.beta1) * torch.sigmoid(a) * (op.beta2 * torch.tanh(b / op.beta2))
     if name == "ClampedSwiGLU":
-        gate = a.clamp(max=op.limit)
-        return gate * torch.sigmoid(op.alpha * gate) * (b.clamp(-op.limit, op.limit) + op.glu_linear_offset)
+        # The derivative at the limits is 1; that of torch.clamp is 0 since torch 2.14.
+        gate, linear = (torch.where(t > op.limit, op.limit, t) for t in (a, b))
+        linear = torch.where(b < -op.limit, -op.limit, linear)
+        return gate * torch.sigmoid(op.alpha * gate) * (linear + op.glu_linear_offset)
     raise NotImplementedError(name)
 
 

@@ -27,6 +27,9 @@ namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity(), kNan = std::numeric_limits<float>::quiet_NaN();
 
+/// min(x, limit), whose derivative at the limit is 1; that of at::clamp_max is 0 since torch 2.14.
+at::Tensor bounded_above(const at::Tensor& x, double limit) { return at::where(x > limit, limit, x); }
+
 /// f in differentiable ATen operations.
 at::Tensor f(const Act& act, const at::Tensor& x) {
   using enum ActKind;
@@ -55,14 +58,15 @@ at::Tensor f(const Act& act, const at::Tensor& x) {
     case situglu:
       return at::tanh(x / act.beta1) * at::sigmoid(x) * act.beta1;
     default:
-      const auto bounded = at::clamp_max(x, act.limit);
+      const auto bounded = bounded_above(x, act.limit);
       return bounded * at::sigmoid(bounded * act.alpha);
   }
 }
 
 at::Tensor h(const Act& act, const at::Tensor& b) {
   if (act.kind == ActKind::situglu) return at::tanh(b / act.beta2) * act.beta2;
-  if (act.kind == ActKind::clamped_swiglu) return at::clamp(b, -act.limit, act.limit) + act.offset;
+  if (act.kind == ActKind::clamped_swiglu)
+    return at::where(b < -act.limit, -act.limit, bounded_above(b, act.limit)) + act.offset;
   return b;
 }
 

@@ -243,8 +243,10 @@ Tensor situglu(const Trial& t) {
 Tensor clamped_swiglu(const Trial& t) {
   const auto limit = number(*t.op, "limit"), alpha = number(*t.op, "alpha");
   const auto offset = number(*t.op, "glu_linear_offset");
+  // The derivative at the limits is 1; that of at::clamp is 0 since torch 2.14.
+  const auto bounded = [&](const Tensor& x) { return at::where(x > limit, limit, x); };
   return gated(t.x, [&](const auto& a, const auto& b) {
-    return swish(at::clamp_max(a, limit), alpha) * (at::clamp(b, -limit, limit) + offset);
+    return swish(bounded(a), alpha) * (at::where(b < -limit, -limit, bounded(b)) + offset);
   });
 }
 Tensor swiglu(const Trial& t) {
