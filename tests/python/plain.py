@@ -52,6 +52,11 @@ WITH_EXTRAS = ("AddExtraInput", "MakeExtraOutput", "GroupedLinear", "RotaryEmbed
 WRITTEN_OUT = {*UNARY, *GATES, *SCALED, *PASS_THROUGH, *GLU_WITH_OPTIONS, *OTHERS, *WITH_EXTRAS}
 
 
+def bounded(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """As torch.clamp, whose derivative at the limits is 0 since torch 2.14; this one has 1."""
+    return torch.where((x >= low) & (x <= high), x, x.detach().clamp(low, high))
+
+
 def activation(name: str, op, x: torch.Tensor) -> torch.Tensor:
     if name == "GELU":
         return F.gelu(x, approximate=op.approximate)
@@ -65,9 +70,7 @@ def activation(name: str, op, x: torch.Tensor) -> torch.Tensor:
     if name == "SiTUGLU":
         return op.beta1 * torch.tanh(a / op.beta1) * torch.sigmoid(a) * (op.beta2 * torch.tanh(b / op.beta2))
     if name == "ClampedSwiGLU":
-        # The derivative at the limits is 1; that of torch.clamp is 0 since torch 2.14.
-        gate, linear = (torch.where(t > op.limit, op.limit, t) for t in (a, b))
-        linear = torch.where(b < -op.limit, -op.limit, linear)
+        gate, linear = bounded(a, -torch.inf, op.limit), bounded(b, -op.limit, op.limit)
         return gate * torch.sigmoid(op.alpha * gate) * (linear + op.glu_linear_offset)
     raise NotImplementedError(name)
 

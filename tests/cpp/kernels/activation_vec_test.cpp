@@ -27,8 +27,10 @@ namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity(), kNan = std::numeric_limits<float>::quiet_NaN();
 
-/// min(x, limit), whose derivative at the limit is 1; that of at::clamp_max is 0 since torch 2.14.
-at::Tensor bounded_above(const at::Tensor& x, double limit) { return at::where(x > limit, limit, x); }
+/// clamp(x, low, high), whose derivative at the limits is 1; that of at::clamp is 0 since torch 2.14.
+at::Tensor bounded(const at::Tensor& x, double low, double high) {
+  return at::where((x >= low).logical_and(x <= high), x, at::clamp(x.detach(), low, high));
+}
 
 /// f in differentiable ATen operations.
 at::Tensor f(const Act& act, const at::Tensor& x) {
@@ -58,15 +60,14 @@ at::Tensor f(const Act& act, const at::Tensor& x) {
     case situglu:
       return at::tanh(x / act.beta1) * at::sigmoid(x) * act.beta1;
     default:
-      const auto bounded = bounded_above(x, act.limit);
-      return bounded * at::sigmoid(bounded * act.alpha);
+      const auto gate = bounded(x, -kInf, act.limit);
+      return gate * at::sigmoid(gate * act.alpha);
   }
 }
 
 at::Tensor h(const Act& act, const at::Tensor& b) {
   if (act.kind == ActKind::situglu) return at::tanh(b / act.beta2) * act.beta2;
-  if (act.kind == ActKind::clamped_swiglu)
-    return at::where(b < -act.limit, -act.limit, bounded_above(b, act.limit)) + act.offset;
+  if (act.kind == ActKind::clamped_swiglu) return bounded(b, -act.limit, act.limit) + act.offset;
   return b;
 }
 

@@ -244,9 +244,11 @@ Tensor clamped_swiglu(const Trial& t) {
   const auto limit = number(*t.op, "limit"), alpha = number(*t.op, "alpha");
   const auto offset = number(*t.op, "glu_linear_offset");
   // The derivative at the limits is 1; that of at::clamp is 0 since torch 2.14.
-  const auto bounded = [&](const Tensor& x) { return at::where(x > limit, limit, x); };
+  const auto bounded = [](const Tensor& x, double low, double high) {
+    return at::where((x >= low).logical_and(x <= high), x, at::clamp(x.detach(), low, high));
+  };
   return gated(t.x, [&](const auto& a, const auto& b) {
-    return swish(bounded(a), alpha) * (at::where(b < -limit, -limit, bounded(b)) + offset);
+    return swish(bounded(a, -INFINITY, limit), alpha) * (bounded(b, -limit, limit) + offset);
   });
 }
 Tensor swiglu(const Trial& t) {
