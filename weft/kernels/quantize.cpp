@@ -176,11 +176,14 @@ void vector_quantize(Tier tier, const at::Tensor& x, const QuantizeArgs& args, c
     call.scale = tensor_scale(q.quantization, args.scale, copy.amax, copy.scales);
     if (q.columnwise.defined()) q.columnwise.scales.copy_(copy.scales);
   }
-  const auto across = ceil_div(q.columns, kQuantizeRegion), down = ceil_div(q.rows, kQuantizeRegion);
-  parallel_rows(across * down, kQuantizeRegion * kQuantizeRegion, [&](int64_t begin, int64_t end) {
-    for (auto i = begin; i < end; ++i)
-      quantize_loops(tier).quantize(call, i / across * kQuantizeRegion, i % across * kQuantizeRegion);
-  });
+  if (!q.columnwise.defined() && !q.quantization.two_dimensional) call.region_rows = 1, call.region_columns = q.columns;
+  const auto across = ceil_div(q.columns, std::max<int64_t>(call.region_columns, 1));
+  parallel_rows(across * ceil_div(q.rows, call.region_rows), call.region_rows * call.region_columns,
+                [&](int64_t begin, int64_t end) {
+                  for (auto i = begin; i < end; ++i)
+                    quantize_loops(tier).quantize(call, i / across * call.region_rows,
+                                                  i % across * call.region_columns);
+                });
 }
 
 }  // namespace

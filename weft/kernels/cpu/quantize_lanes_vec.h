@@ -88,25 +88,35 @@ WEFT_INLINE Bytes unpack_pairs(uint64_t packed) {
   return std::bit_cast<Bytes>(_mm_unpacklo_epi8(low, high));
 }
 
+/// Copies `size` bytes, mostly `kFull`: that is one instruction.
+template <size_t kFull>
+WEFT_INLINE void copy_bytes(void* to, const void* from, int64_t size) {
+  if (size == kFull) [[likely]] {
+    std::memcpy(to, from, kFull);
+  } else {
+    std::memcpy(to, from, static_cast<size_t>(size));
+  }
+}
+
 /// Stores `count` codes.
 template <Format kCodes>
 WEFT_INLINE void store_codes(Bytes codes, uint8_t* to, int64_t count) {
   if constexpr (kCodes == Format::e2m1) {
     const auto packed = pack_pairs(codes);
-    std::memcpy(to, &packed, count == kLanes ? 8 : static_cast<size_t>((count + 1) / 2));
+    copy_bytes<8>(to, &packed, (count + 1) / 2);
   } else {
-    std::memcpy(to, &codes, count == kLanes ? 16 : static_cast<size_t>(count));
+    copy_bytes<16>(to, &codes, count);
   }
 }
 template <Format kCodes>
 WEFT_INLINE Ints load_codes(const uint8_t* from, int64_t count) {
   if constexpr (kCodes == Format::e2m1) {
     uint64_t packed = 0;
-    std::memcpy(&packed, from, count == kLanes ? 8 : static_cast<size_t>((count + 1) / 2));
+    copy_bytes<8>(&packed, from, (count + 1) / 2);
     return to_ints(unpack_pairs(packed));
   } else {
     Bytes codes = {};
-    std::memcpy(&codes, from, count == kLanes ? 16 : static_cast<size_t>(count));
+    copy_bytes<16>(&codes, from, count);
     return to_ints(codes);
   }
 }

@@ -5,7 +5,7 @@
 
 namespace weft::kernels {
 
-/// Rows and columns of a region: a multiple of every block.
+/// Rows and columns of a region with columnwise blocks: a multiple of every block. Without them it is one row.
 constexpr int64_t kQuantizeRegion = 128;
 
 /// The memory of a copy; null pointers if it does not exist.
@@ -18,7 +18,7 @@ struct CopyPointers {
   const float* amax = nullptr;  // E4M3 scales: of the copy, or of each of its rows
 };
 
-/// Quantizes x [rows, columns], contiguous, of `dtype`.
+/// Quantizes x [rows, columns], contiguous, of `dtype`, region by region.
 struct QuantizeCall {
   Quantization how;
   at::ScalarType dtype = at::kFloat;
@@ -28,6 +28,7 @@ struct QuantizeCall {
   float scale_limit = 0;  // float32 scales of blocks
   CopyPointers rowwise, columnwise;
   RandomStream random;
+  int64_t region_rows = kQuantizeRegion, region_columns = kQuantizeRegion;
 };
 
 /// Decodes a copy, seen as a matrix [rows, columns] in the layout of its data, to a contiguous matrix.
@@ -42,7 +43,7 @@ struct DequantizeCall {
 };
 
 struct QuantizeLoops {
-  /// Quantizes the region of kQuantizeRegion rows and columns that starts at (row, column).
+  /// Quantizes the region that starts at (row, column).
   void (*quantize)(const QuantizeCall& call, int64_t row, int64_t column);
   /// The maximum magnitude of `count` elements.
   float (*amax)(at::ScalarType dtype, const void* x, int64_t count);

@@ -71,8 +71,8 @@ class RegionQuantizer {
       : c_(call),
         row_(row),
         column_(column),
-        rows_(std::min(kQuantizeRegion, call.rows - row)),
-        columns_(std::min(kQuantizeRegion, call.columns - column)) {}
+        rows_(std::min(call.region_rows, call.rows - row)),
+        columns_(std::min(call.region_columns, call.columns - column)) {}
 
   void run() {
     if (c_.how.two_dimensional || c_.how.block == 0) return quantize_tiles();
@@ -110,11 +110,12 @@ class RegionQuantizer {
     Uniforms uniforms;
     for (int64_t row = row_; row < row_ + rows_; ++row) {
       if (c_.how.row_scaled) tensor = tensor_scale(c_.rowwise, row);
-      if (c_.how.stochastic_rounding)
-        uniforms.draw(c_.random, /*columnwise=*/false, lane_positions(column_ / 8), static_cast<uint32_t>(row));
       auto index = row * c_.rowwise.scales_ld + column_ / c_.how.block;  // of the scale
-      for (int64_t column = column_; column < column_ + columns_; column += c_.how.block)
+      for (int64_t column = column_; column < column_ + columns_; column += c_.how.block) {
+        if (c_.how.stochastic_rounding && column % 128 == 0)  // 8 numbers for each of 16 lanes
+          uniforms.draw(c_.random, /*columnwise=*/false, lane_positions(column / 8), static_cast<uint32_t>(row));
         quantize_row_block(row, column, index++, tensor, uniforms);
+      }
     }
   }
   void quantize_row_block(int64_t row, int64_t column, int64_t index, const TwoLevelScale& tensor,
@@ -134,7 +135,7 @@ class RegionQuantizer {
     uint8_t* const codes = to.data + row * to.ld + code_offset<kCodes>(column);
     for (int64_t i = 0; i * kLanes < count; ++i)
       store_codes<kCodes>(
-          to_bytes(encode_values(values[i], splat<Floats>(scale.factor), uniforms, (column - column_) / kLanes + i)),
+          to_bytes(encode_values(values[i], splat<Floats>(scale.factor), uniforms, column % 128 / kLanes + i)),
           codes + code_offset<kCodes>(i * kLanes), std::min(kLanes, count - i * kLanes));
   }
 
