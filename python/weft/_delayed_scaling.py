@@ -77,8 +77,8 @@ def save(module: torch.nn.Module, weights: Sequence[str]) -> torch.Tensor | None
 
 def load(module: torch.nn.Module, saved: Any, key: str, weights: Sequence[str], te_linears: int | None = None) -> None:
     """Sets the states of the linears of a module to what `save` returned, or to those of Transformer Engine, a pickle
-    that is read as data: nothing in it is executed. An empty tensor, and with a warning one that is not such a state,
-    removes the states: scales start at 1. Anything else is ignored.
+    that is read as data: nothing in it is executed. An empty uint8 tensor, and with a warning one that is not such a
+    state, removes the states: scales start at 1. Anything else is ignored.
 
     Args:
         weights: names of the linears' weights.
@@ -87,7 +87,8 @@ def load(module: torch.nn.Module, saved: Any, key: str, weights: Sequence[str], 
     Raises:
         ValueError: if it begins like a state of `save`, but is not one of this module.
     """
-    if isinstance(saved, io.BytesIO):
+    if isinstance(saved, io.BytesIO) and b"scale_fwd" in saved.getbuffer().tobytes():
+        module.__dict__.pop(_ATTRIBUTE, None)
         _warn_ignored(key, "it has the form of Transformer Engine 1")
     if type(saved) is not torch.Tensor or saved.layout != torch.strided or saved.is_meta or saved.dim() != 1:
         return

@@ -125,6 +125,9 @@ class _Call(NamedTuple):
     q_input: _C.QuantizedMatrix
     q_weight: _C.QuantizedMatrix
 
+    def has(self, x: torch.Tensor) -> bool:
+        return self.input.shape == x.shape and torch.equal(self.input, x)
+
 
 @dataclass(eq=False)
 class QuantizationInspector:
@@ -174,10 +177,11 @@ class QuantizationInspector:
 
     def statistics(self) -> list[TensorStatistics]:
         """Returns the statistics of each tensor, in the order of the linears' first calls."""
-        order = {name: i for i, name in enumerate(dict.fromkeys(linear for linear, _ in self._sums))}
         tensors = (*_TENSORS, *_GRADIENTS)
-        keys = sorted(self._sums, key=lambda key: (order[key[0]], tensors.index(key[1])))
-        return [self._sums[key].statistics(*key) for key in keys]
+        with _lock:
+            order = {name: i for i, name in enumerate(dict.fromkeys(linear for linear, _ in self._sums))}
+            keys = sorted(self._sums, key=lambda key: (order[key[0]], tensors.index(key[1])))
+            return [self._sums[key].statistics(*key) for key in keys]
 
     def data(self) -> list[dict[str, Any]]:
         """Returns the statistics as dictionaries, for ``json`` or a table; None for NaN and infinity."""
@@ -248,7 +252,8 @@ class QuantizationInspector:
             self._add(linear, "input", x, q_x)
             self._add(linear, "weight", w, q_w)
         else:  # gradient checkpointing repeats the call, and backward reads what this one saves
-            self._calls.pop(next((number for number, first in self._calls.items() if first.linear == linear), 0), None)
+            first = (n for n, old in reversed(self._calls.items()) if old.linear == linear and old.has(x))
+            self._calls.pop(next(first, 0), None)
         if call and self.gradients:
             self._calls[call] = _Call(linear, x.clone(), w.clone(), q_x, q_w)
 

@@ -138,6 +138,12 @@ def test_operations_load_transformer_engines_state(dumps):
     linear = ops.Linear(8, 8, te_keys=True)
     linear.load_state_dict(linear.state_dict() | {"basic_ops.0._extra_state": as_tensor(dumps(state))})
     assert [part[0].tolist() for part in states(linear)["weight"]] == [[2, 3], [4]]
+    two = {
+        "forward": {"scale_fwd": torch.ones(4), "amax_history_fwd": torch.zeros(5, 4)},
+        "backward": {"scale_bwd": torch.ones(2), "amax_history_bwd": torch.zeros(5, 2)},
+    }
+    with pytest.warns(UserWarning, match="states of 2 linears, expected 1"):
+        linear.load_state_dict(linear.state_dict() | {"_extra_state": as_tensor(dumps(two))})
 
 
 # ---- continuing a training ------------------------------------------------------------------------------------------
@@ -202,8 +208,13 @@ def test_empty_and_unreadable_states_start_anew(dumps):
             warnings.simplefilter("always")
             linear.set_extra_state(saved)
         assert not linear.get_extra_state().numel() and len(warned) == bool(len(saved))
+    step(linear, 0)
     with pytest.warns(UserWarning, match="the form of Transformer Engine 1"):
         linear.set_extra_state(io.BytesIO(dumps(module_state(1))))
+    assert not linear.get_extra_state().numel()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        linear.set_extra_state(io.BytesIO(dumps(None)))
 
 
 def test_rebuilt_pipelines_keep_the_state():
@@ -276,23 +287,31 @@ def storage_bytes(count: int) -> bytes:
     return content
 
 
+LONG_NAME = b"transformer_engine." + b"x" * (65536 - 19)
+SHORT_NAME = LONG_NAME[:120]
+STORAGES = b"](" + b"h\x00h\x01\x85R" * 1000 + b"e."
 BOMBS = {
-    "storages": shared_storage(storage_bytes(1 << 16)) + b"](" + b"h\x00h\x01\x85R" * 1000 + b"e.",
-    "empty storages": shared_storage(storage_bytes(0)) + b"](" + b"h\x00h\x01\x85R" * 1000 + b"e.",
-    "names of classes": b"X\x00\x00\x01\x00" + b"transformer_engine." + b"x" * (65536 - 19) + b"q\x000]("
-    + b"h\x00h\x00\x93" * 5000 + b"e.",
-    "short names of classes": b"X\x78\x00\x00\x00" + b"transformer_engine." + b"x" * 101 + b"q\x000]("
-    + b"h\x00h\x00\x93" * 50000 + b"e.",
-}  # fmt: skip
+    "storages": ("more than 64 tensors", shared_storage(storage_bytes(1 << 16)) + STORAGES),
+    "empty storages": ("more than 64 tensors", shared_storage(storage_bytes(0)) + STORAGES),
+    "long names": (
+        "has 131072 characters",
+        b"X" + struct.pack("<I", len(LONG_NAME)) + LONG_NAME + b"q\x000](" + b"h\x00h\x00\x93" * 5000 + b"e.",
+    ),
+    "names": (
+        "need more than 64 times",
+        b"X" + struct.pack("<I", len(SHORT_NAME)) + SHORT_NAME + b"q\x000](" + b"h\x00h\x00\x93" * 50000 + b"e.",
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", BOMBS)
 def test_repeated_objects_are_bounded(kind):
     """Pickles that create the same large object again and again."""
+    message, content = BOMBS[kind]
     tracemalloc.start()
     start = time.process_time()
-    with pytest.raises(ConversionError):
-        read_extra_state(b"\x80\x04" + BOMBS[kind], "it")
+    with pytest.raises(ConversionError, match=message):
+        read_extra_state(b"\x80\x04" + content, "it")
     assert time.process_time() - start < 5 and tracemalloc.get_traced_memory()[1] < 64 << 20
     tracemalloc.stop()
 

@@ -151,6 +151,21 @@ def test_checkpointing_and_hooks_report_each_call_once(kind):
     assert {row.calls for row in inspector.statistics()} == {3} and len(inspector.statistics()) == 10
 
 
+def test_direct_and_checkpointed_calls_of_one_linear():
+    linear = ops.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+
+    def call(x):
+        with weft.autocast(recipe=RECIPES["mxfp8"]):
+            return linear(x)
+
+    x, other = (torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    with QuantizationInspector(linear) as inspector:
+        y = call(x) + torch.utils.checkpoint.checkpoint(call, other, use_reentrant=False)
+        y.sum().backward()
+        assert not inspector._calls
+    assert {row.calls for row in inspector.statistics()} == {2}
+
+
 def test_nested_inspectors_and_threads():
     net = model()
     with QuantizationInspector(net) as outer:

@@ -160,6 +160,8 @@ float tensor_scale(const Quantization& how, const at::Tensor& given, const at::T
   return scale;
 }
 
+constexpr int64_t kWideRegion = 32 * kQuantizeRegion;  // columns
+
 void vector_quantize(Tier tier, const at::Tensor& x, const QuantizeArgs& args, const QuantizedMatrix& q) {
   const auto m = contiguous(x);
   QuantizeCall call{.how = q.quantization,
@@ -176,8 +178,11 @@ void vector_quantize(Tier tier, const at::Tensor& x, const QuantizeArgs& args, c
     call.scale = tensor_scale(q.quantization, args.scale, copy.amax, copy.scales);
     if (q.columnwise.defined()) q.columnwise.scales.copy_(copy.scales);
   }
-  if (!q.columnwise.defined() && !q.quantization.two_dimensional) call.region_rows = 1, call.region_columns = q.columns;
-  const auto across = ceil_div(q.columns, std::max<int64_t>(call.region_columns, 1));
+  if (!q.columnwise.defined() && !q.quantization.two_dimensional) {  // along rows, as they lie in memory
+    call.region_columns = kWideRegion;
+    call.region_rows = std::clamp<int64_t>(kWideRegion / std::max<int64_t>(q.columns, 1), 1, kQuantizeRegion);
+  }
+  const auto across = ceil_div(q.columns, call.region_columns);
   parallel_rows(across * ceil_div(q.rows, call.region_rows), call.region_rows * call.region_columns,
                 [&](int64_t begin, int64_t end) {
                   for (auto i = begin; i < end; ++i)

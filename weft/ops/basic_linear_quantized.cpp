@@ -49,7 +49,7 @@ struct DelayedTensor {
   }
 };
 
-/// A quantized matrix of the rows of all ranks, and of this rank's rows.
+/// A quantized matrix of the rows of all ranks, and of those that this rank quantized.
 struct QuantizedRows {
   QuantizedMatrix all, local;
 };
@@ -146,12 +146,14 @@ kernels::GemmResult BasicLinear::quantized_gemm(OpContext& ctx, const at::Tensor
   const auto delayed_x = delayed_tensor(ctx, &Buffers::forward_scaling, 0);
   const kernels::QuantizeArgs args{.columnwise = saves_copy_of_x && quantizes_gradient(recipe)};
   QuantizedRows q_x;
+  auto observed = rows;
   if (!gathers_input()) {
     q_x.all = q_x.local = delayed_x.quantize(recipe.input, rows, args);
   } else if (copies_concatenate(recipe.input.quantization(), rows.size(0), false)) {
     q_x = quantize_and_gather(group(), recipe.input, delayed_x, local, recipe_hash(recipe), args);
   } else {
-    q_x.all = quantize(recipe.input, as_matrix(gather_input(local).wait()), {});
+    observed = as_matrix(gather_input(local).wait());
+    q_x.all = q_x.local = quantize(recipe.input, observed, {});
   }
   const auto q_w = delayed_tensor(ctx, &Buffers::forward_scaling, 1)
                        .quantize(recipe.weight, w, {.columnwise = needs_dx && quantizes_gradient(recipe)});
@@ -161,8 +163,8 @@ kernels::GemmResult BasicLinear::quantized_gemm(OpContext& ctx, const at::Tensor
   if (needs_dx && originals && !w.is_same(weight)) ctx.save(kWeight, w);
   const auto saved = ctx.needs_grad() ? save_recipe(recipe) : at::Tensor();
   if (saved.defined()) ctx.save(kRecipe, saved);
-  if (const auto observer = quant::observer(); observer && q_x.local.rowwise.defined())
-    observer->observe_forward(call_number(saved), weight, {rows, q_x.local}, {w, q_w});
+  if (const auto observer = quant::observer())
+    observer->observe_forward(call_number(saved), weight, {observed, q_x.local}, {w, q_w});
   kernels::GemmResult result;
   result.out = restore_gathered(kernels::quantized_gemm({q_x.all}, {q_w}, epilogue), local, gathers_input());
   return result;
@@ -181,7 +183,7 @@ BasicLinear::BackwardInput BasicLinear::gather_backward_input(OpContext& ctx, co
   const auto how = recipe.input.quantization();
   const DistributedCopy copy{.quantization = how,
                              .dtype = dy.scalar_type(),
-                             .rows = as_matrix(dy).size(0) / ranks,
+                             .rows = c10::multiply_integers(dy.sizes().slice(0, dy.dim() - 1)) / ranks,
                              .columns = local_in_features(),
                              .leading_size = dy.size(0) / ranks,
                              .recipe = recipe_hash(recipe),

@@ -3,6 +3,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
+#include <cstring>
+
 namespace weft::ops {
 
 using kernels::CopySizes;
@@ -14,10 +16,15 @@ namespace {
 
 /// The description that precedes a rank's bytes.
 struct Header {
-  int64_t rows, columns, leading_size, recipe, unused[4] = {};
+  int64_t rows, columns, leading_size, recipe, dtype, columnwise, unused[2] = {};
 
   static Header of(const DistributedCopy& copy) {
-    return {copy.rows, copy.columns, copy.leading_size, static_cast<int64_t>(copy.recipe)};
+    return {copy.rows,
+            copy.columns,
+            copy.leading_size,
+            static_cast<int64_t>(copy.recipe),
+            static_cast<int>(copy.dtype),
+            copy.columnwise};
   }
   bool operator==(const Header&) const = default;
 };
@@ -45,11 +52,13 @@ void check_header(const DistributedCopy& copy, const at::Tensor& bytes, int64_t 
   Header found{};
   const auto header = bytes.narrow(0, 0, kHeaderBytes).cpu();
   std::memcpy(&found, header.const_data_ptr(), sizeof found);
-  TORCH_CHECK_VALUE(found == Header::of(copy), "this rank gathers ", copy.rows, " x ", copy.columns,
-                    " values, dimension 0 of size ", copy.leading_size, ", rank ", rank, " ", found.rows, " x ",
-                    found.columns, " and ", found.leading_size,
-                    found.recipe == Header::of(copy).recipe ? "." : ", with another recipe.",
-                    " Call the linear with equal shapes and recipes on all ranks of its tensor-parallel group.");
+  const auto expected = Header::of(copy);
+  TORCH_CHECK_VALUE(
+      found == expected, "this rank gathers ", copy.rows, " x ", copy.columns, " values, dimension 0 of size ",
+      copy.leading_size, ", rank ", rank, " gathers ", found.rows, " x ", found.columns, ", dimension 0 of size ",
+      found.leading_size, found.recipe == expected.recipe ? "" : ", with another recipe",
+      found.dtype == expected.dtype ? "" : ", of another dtype",
+      ". Call the linear with equal shapes, dtypes and recipes on all ranks of its tensor-parallel group.");
 }
 
 /// Copies the scales and the maximum of rank `rank`.

@@ -162,7 +162,7 @@ class CompatModule(EmptyExtraState):
 
     def set_extra_state(self, state: Any) -> None:
         """Loads what :meth:`get_extra_state` returned, or Transformer Engine's state of delayed scaling, of which
-        nothing is executed. Ignores anything else."""
+        nothing is executed. Scales start at 1 after an empty or, with a warning, unreadable state."""
         key = f"_extra_state of {type(self).__name__}"
         _delayed_scaling.load(self, state, key, self._scaled_weights, self._te_linears())
 

@@ -42,7 +42,8 @@ def read_extra_state(content: bytes, where: str) -> list[list[torch.Tensor]] | N
     ]
     if len(parts[0]) != len(parts[1]):
         raise ConversionError(f"{where} has {len(parts[0])} GEMMs in forward and {len(parts[1])} in backward")
-    if len(parts[1]) == 2 and not parts[1][1][1:].any() and parts[1][0][1:, 1].any():
+    two = slots is _MODULE_SLOTS and len(parts[1]) == 2
+    if two and not parts[1][1][1:].any() and parts[1][0][1:, 1].any():
         raise ConversionError(f"{where} has the order of gradients of an early release of Transformer Engine 2")
     return [[fwd[:, :2].clone(), bwd[:, :1].clone()] for fwd, bwd in zip(*parts, strict=True)]
 

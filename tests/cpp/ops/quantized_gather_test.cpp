@@ -50,8 +50,10 @@ DistributedCopy description(const kernels::Quantization& how, int64_t rows, bool
 }
 
 /// As gather_copies returns the bytes of ranks with `rows` rows each and recipe 7.
-at::Tensor with_headers(const std::vector<at::Tensor>& bytes, int64_t rows) {
-  const auto header = at::tensor({rows, kColumns, rows, int64_t{7}, int64_t{0}, int64_t{0}, int64_t{0}, int64_t{0}});
+at::Tensor with_headers(const std::vector<at::Tensor>& bytes, int64_t rows, bool columnwise = false) {
+  const auto dtype = static_cast<int64_t>(at::kBFloat16);
+  const auto header =
+      at::tensor({rows, kColumns, rows, int64_t{7}, dtype, int64_t{columnwise}, int64_t{0}, int64_t{0}});
   std::vector<at::Tensor> list;
   for (const auto& part : bytes) list.push_back(at::cat({header.view(at::kByte), part}));
   return at::stack(list);
@@ -69,7 +71,7 @@ QuantizedMatrix joined(const Quantizer& quantizer, const at::Tensor& x, bool col
       (transforms ? args.transformed_amax : args.amax) = kernels::quantization_amax(x, how, transforms);
     bytes.push_back(copy_of(kernels::quantize(part, how, args), columnwise).bytes);
   }
-  return join_copies(description(how, parts[0].size(0), columnwise), with_headers(bytes, parts[0].size(0)));
+  return join_copies(description(how, parts[0].size(0), columnwise), with_headers(bytes, parts[0].size(0), columnwise));
 }
 
 void expect_equal(const QuantizedCopy& got, const QuantizedCopy& expected) {
@@ -133,6 +135,9 @@ TEST(QuantizedGather, DifferentRowsOrRecipesOfRanksRaise) {
   EXPECT_NO_THROW(join_copies(description(how, 4, false), with_headers({bytes, bytes}, 4)));
   EXPECT_THROW(join_copies(description(how, 4, false), with_headers({bytes, bytes}, 3)), c10::ValueError);
   EXPECT_THROW(join_copies(description(how, 4, false, 8), with_headers({bytes, bytes}, 4)), c10::ValueError);
+  auto other = description(how, 4, false);
+  other.dtype = at::kFloat;
+  EXPECT_THROW(join_copies(other, with_headers({bytes, bytes}, 4)), c10::ValueError);
 }
 
 }  // namespace

@@ -5,7 +5,7 @@
 
 namespace weft::kernels {
 
-/// Rows and columns of a region with columnwise blocks: a multiple of every block. Without them it is one row.
+/// Rows and columns of a region with columnwise or square blocks: a multiple of every block.
 constexpr int64_t kQuantizeRegion = 128;
 
 /// The memory of a copy; null pointers if it does not exist.
