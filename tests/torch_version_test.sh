@@ -16,7 +16,7 @@ mkdir -p "$work"
 git clone -q . "$tree"
 [[ -x $python ]] || python3 -m venv "$work/env"
 "$python" -m pip install -qq --disable-pip-version-check "torch==$version" scikit-build-core pytest pytest-timeout \
-  pytest-xdist numpy safetensors psutil
+  pytest-xdist numpy safetensors psutil matplotlib
 "$python" -m pip install -qq --disable-pip-version-check --no-deps megatron-core==0.16.1
 cd "$tree"
 

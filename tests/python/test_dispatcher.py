@@ -302,7 +302,8 @@ def test_packaged_program_runs_in_python_and_cpp(tmp_path):
         want = model(given)
         torch.testing.assert_close(torch._inductor.aoti_load_package(package)(given), want)
     program = ROOT / "build/release/load_package"
-    done = subprocess.run([program, package], capture_output=True, text=True, timeout=120)
+    libraries = {"LD_LIBRARY_PATH": str(Path(torch.__file__).parent / "lib")}  # the package needs libtorch.so
+    done = subprocess.run([program, package], env=os.environ | libraries, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert float(done.stdout) == pytest.approx(float(want.abs().sum()), rel=1e-5)
 
