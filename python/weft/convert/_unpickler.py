@@ -138,7 +138,7 @@ class Unpickler:
         if (module, name) in self.known:
             return self.known[module, name]
         if self.storage and module.startswith(OPAQUE_MODULES):
-            self.budget -= 2 * MAX_NAME
+            self.budget -= 128 + len(module) + len(name)
             return OpaqueObject(f"{module}.{name}")
         raise UnknownClassError(
             f"{self.where} contains an object of {module}.{name}, which weft.convert does not support; nothing was "
