@@ -369,7 +369,7 @@ def limits(folder: Path) -> None:
     megatron.uninstall()
     got = outcome(folder / "uninstalled")
     print("uninstalled:", got)
-    assert "CUDA" in str(got)
+    assert "CUDA" in str(got) or "NVIDIA" in str(got), got  # of a torch without and with CUDA
     megatron.install()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     raises_at("token_dispatcher.py", 445, num_moe_experts=2, moe_token_dispatcher_type="alltoall")
