@@ -473,6 +473,20 @@ FAULTS = [
         "",
     ),
     Fault(
+        "ops/gathered-scales-of-the-first-rank",
+        "weft/ops/quantized_gather.cpp",
+        "    copy_part(to.scales, from.scales, rank, dim);",
+        "    copy_part(to.scales, from.scales, 0, dim);",
+        "QuantizedGather",
+    ),
+    Fault(
+        "ops/gathered-rows-not-compared",
+        "weft/ops/quantized_gather.cpp",
+        "found == expected,",
+        "found.rows > 0,",
+        "QuantizedGather",
+    ),
+    Fault(
         "ops/residual-gradient-replaces-the-other",
         "weft/ops/make_extra_output.cpp",
         "g.add_(dy) : at::add(g, dy);",
