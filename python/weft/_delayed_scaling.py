@@ -32,11 +32,17 @@ def state_of(operation: torch.nn.Module, length: int) -> list[torch.Tensor]:
     The module that owns the operation's Parameters owns it."""
     owner = operation.__dict__.get("_owner", operation)
     names: dict[str, str] = owner.__dict__.get("_parameter_names", {})
-    owner = owner.__dict__.get("_parameter_owner", owner)
-    states: dict[str, list[torch.Tensor]] = owner.__dict__.setdefault(_ATTRIBUTE, {})
     weight = names.get("weight", "weight")
-    states[weight] = _with_length(states.get(weight), length)
-    return states[weight]
+    return create_states(owner.__dict__.get("_parameter_owner", owner), (weight,), length)[weight]
+
+
+def create_states(module: torch.nn.Module, weights: Sequence[str], length: int) -> dict[str, list[torch.Tensor]]:
+    """Creates the states of the linears of a module that have none, or changes the length of their histories. Returns
+    all states of the module, by the name of the weight."""
+    states: dict[str, list[torch.Tensor]] = module.__dict__.setdefault(_ATTRIBUTE, {})
+    for weight in weights:
+        states[weight] = _with_length(states.get(weight), length)
+    return states
 
 
 def _with_length(parts: list[torch.Tensor] | None, length: int) -> list[torch.Tensor]:
@@ -55,13 +61,6 @@ def _resized(part: torch.Tensor, length: int) -> torch.Tensor:
     if kept > 0:
         resized[-kept:] = part[-kept:]
     return resized
-
-
-def create_states(module: torch.nn.Module, weights: Sequence[str], length: int) -> None:
-    """Creates the states of the linears of a module that have none, or changes the length of their histories."""
-    states: dict[str, list[torch.Tensor]] = module.__dict__.setdefault(_ATTRIBUTE, {})
-    for weight in weights:
-        states[weight] = _with_length(states.get(weight), length)
 
 
 def save(module: torch.nn.Module, weights: Sequence[str]) -> torch.Tensor | None:
@@ -153,13 +152,14 @@ def use_state(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     assert isinstance(recipe, DelayedScaling)
     forward, backward = state_of(module, recipe.amax_history_len)
     repeated = torch._C._current_graph_task_id() != -1
-    if repeated or not torch.is_grad_enabled():
+    records_maxima = torch.is_grad_enabled() and not repeated
+    if not records_maxima:
         forward = forward.clone()
     if repeated and active.replayed_scales is not None:
         forward[0] = next(active.replayed_scales, forward[0])
     for recorded in active.recorded_scales:
         recorded.append(forward[0].clone())
-    if repeated or not torch.is_grad_enabled():
+    if not records_maxima:
         return forward, backward
     assert active.region is not None
     active.region.used.setdefault(id(recipe), (recipe, {}))[1][id(module)] = module

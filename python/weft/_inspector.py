@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -81,12 +82,12 @@ class _Sums:
 
     def add_codes(self, exact: torch.Tensor, quantized: torch.Tensor, matrix: _C.QuantizedMatrix) -> None:
         """Adds the range of a tensor and how its values are coded."""
-        codes, sizes = matrix.codes().abs(), exact.abs()
+        codes, magnitudes = matrix.codes().abs(), exact.abs()
         if not codes.numel():
             return
-        self.amax = max(sizes.max().item(), 0.0 if math.isnan(self.amax) else self.amax)
-        self.underflow += int(((codes == 0) & (sizes > 0)).sum())
-        self.saturated += int(((codes == matrix.max_code) & (sizes > quantized.abs() * _CLIPPED)).sum())
+        self.amax = max(magnitudes.max().item(), 0.0 if math.isnan(self.amax) else self.amax)
+        self.underflow += int(((codes == 0) & (magnitudes > 0)).sum())
+        self.saturated += int(((codes == matrix.max_code) & (magnitudes > quantized.abs() * _CLIPPED)).sum())
         self.subnormal += int(((codes > 0) & (codes < matrix.min_normal_code)).sum())
         if (used := codes > 0).any():
             scales = quantized.abs()[used] / codes[used]
@@ -156,7 +157,7 @@ class QuantizationInspector:
 
     model: torch.nn.Module | None = None
     gradients: bool = True
-    _sums: dict[tuple[str, str], _Sums] = field(default_factory=dict, repr=False)
+    _sums: defaultdict[tuple[str, str], _Sums] = field(default_factory=lambda: defaultdict(_Sums), repr=False)
     _names: dict[int, str] = field(default_factory=dict, repr=False)
     _calls: dict[int, _Call] = field(default_factory=dict, repr=False)
 
@@ -234,7 +235,7 @@ class QuantizationInspector:
         return self._names.setdefault(key, f"linear {len(self._names)}")
 
     def _add(self, linear: str, tensor: str, exact: torch.Tensor, matrix: _C.QuantizedMatrix) -> None:
-        sums, quantized = self._sums.setdefault((linear, tensor), _Sums()), matrix.dequantize(dtype=torch.float32)
+        sums, quantized = self._sums[linear, tensor], matrix.dequantize(dtype=torch.float32)
         sums.add(exact, quantized)
         sums.add_codes(exact.float(), quantized, matrix)
 
@@ -265,11 +266,11 @@ class QuantizationInspector:
         exact = dy.float()
         if saved.q_weight.columnwise_data is not None:
             found = _C.quantized_gemm(q_dy, saved.q_weight, b_columnwise=True, dtype=torch.float32)
-            self._sums.setdefault((saved.linear, "grad_input"), _Sums()).add(exact @ saved.weight.float(), found)
+            self._sums[saved.linear, "grad_input"].add(exact @ saved.weight.float(), found)
         same_rows = len(saved.input) == len(dy)  # otherwise one of them was gathered over ranks
         if same_rows and saved.q_input.columnwise_data is not None and q_dy.columnwise_data is not None:
             found = _C.quantized_gemm(q_dy, saved.q_input, a_columnwise=True, b_columnwise=True, dtype=torch.float32)
-            self._sums.setdefault((saved.linear, "grad_weight"), _Sums()).add(exact.T @ saved.input.float(), found)
+            self._sums[saved.linear, "grad_weight"].add(exact.T @ saved.input.float(), found)
 
 
 _inspectors: list[QuantizationInspector] = []  # those that are open

@@ -1,4 +1,4 @@
-"""Quantized matrices: FP8, MXFP8 and NVFP4 codes with their scales, their GEMM, and what quantization does.
+"""Quantized matrices: FP8, MXFP8 and NVFP4 codes with their scales, their GEMM, and the errors of both.
 
 Example:
     >>> import torch

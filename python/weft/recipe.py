@@ -54,7 +54,7 @@ class Format(enum.Enum):
 
 
 _OPTIONS = _C.recipe_fields()  # of each supported recipe: name, default and description of the options with an effect
-_SUPPORTED = "Use a class of weft.recipe, or CustomRecipe."
+_SUPPORTED = "Use another class of weft.recipe, such as CustomRecipe."
 
 
 def _plain(value: Any) -> Any:

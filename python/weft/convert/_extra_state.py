@@ -136,7 +136,7 @@ _STORAGE_GLOBALS: Globals = {("torch", name): dtype for name, dtype in STORAGES.
 
 
 def _globals() -> Globals:
-    """The globals of one pickle, which may call each storage function a limited number of times."""
+    """Returns the globals of one pickle, which reads a limited number of storages."""
     calls = iter(range(_MAX_STORAGES))
 
     def limited_storage(content: Any) -> torch.Tensor:

@@ -235,8 +235,10 @@ OPCODES = {code[0]: run for code, run in OPCODE_HANDLERS.items()}
 
 def bytes_of(made: Any) -> int:
     """Returns about how many bytes the result of a call takes."""
-    if isinstance(made, (LazyTensor, torch.Tensor)):
-        return 1024 + (made.nbytes if isinstance(made, torch.Tensor) else 0)
+    if isinstance(made, LazyTensor):
+        return 1024
+    if isinstance(made, torch.Tensor):
+        return 1024 + made.nbytes
     return 256 + 8 * (len(made) if isinstance(made, (str, bytes, tuple, set)) else 0)
 
 

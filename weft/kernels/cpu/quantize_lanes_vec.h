@@ -168,6 +168,8 @@ WEFT_INLINE Words multiply_high(Words a, uint32_t b) {
 /// offset), in order from the low half of the first word.
 class Uniforms {
  public:
+  static constexpr int64_t kNumbers = 8 * kLanes;
+
   WEFT_INLINE void draw(const RandomStream& random, bool columnwise, Words position, uint32_t row) {
     Words c0 = position, c1 = Words{} + row, c2 = Words{} + static_cast<uint32_t>(random.offset);
     Words c3 = Words{} + (static_cast<uint32_t>(random.offset >> 32) | (columnwise ? 1U << 31 : 0));

@@ -112,7 +112,7 @@ class RegionQuantizer {
       if (c_.how.row_scaled) tensor = tensor_scale(c_.rowwise, row);
       auto index = row * c_.rowwise.scales_ld + column_ / c_.how.block;  // of the scale
       for (int64_t column = column_; column < column_ + columns_; column += c_.how.block) {
-        if (c_.how.stochastic_rounding && column % 128 == 0)  // 8 numbers for each of 16 lanes
+        if (c_.how.stochastic_rounding && column % Uniforms::kNumbers == 0)
           uniforms.draw(c_.random, /*columnwise=*/false, lane_positions(column / 8), static_cast<uint32_t>(row));
         quantize_row_block(row, column, index++, tensor, uniforms);
       }
@@ -134,9 +134,9 @@ class RegionQuantizer {
     store_scale(to, index, scale.inverse, scale.code);
     uint8_t* const codes = to.data + row * to.ld + code_offset<kCodes>(column);
     for (int64_t i = 0; i * kLanes < count; ++i)
-      store_codes<kCodes>(
-          to_bytes(encode_values(values[i], splat<Floats>(scale.factor), uniforms, column % 128 / kLanes + i)),
-          codes + code_offset<kCodes>(i * kLanes), std::min(kLanes, count - i * kLanes));
+      store_codes<kCodes>(to_bytes(encode_values(values[i], splat<Floats>(scale.factor), uniforms,
+                                                 column % Uniforms::kNumbers / kLanes + i)),
+                          codes + code_offset<kCodes>(i * kLanes), std::min(kLanes, count - i * kLanes));
   }
 
   // ---- blocks along columns ----
