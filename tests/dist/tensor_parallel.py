@@ -418,25 +418,41 @@ def sharded_loss() -> None:
             assert all(torch.equal(t.nan_to_num(7), got_y.nan_to_num(7)) for t in everywhere)
 
 
-def sharded_head_and_loss() -> None:
-    """A column-parallel head and the sharded loss in one Sequential, plain and compiled."""
+def check_head_and_loss(rows: int, share: int, sequence_parallel: bool, fused: bool) -> None:
+    """Compares a column-parallel head and the sharded loss, plain and compiled, with one process."""
     group = dist.group.WORLD
     ranks, rank = group.size(), group.rank()
-    x, w, targets = draw(6, 24).requires_grad_(), draw(5 * ranks, 24).requires_grad_(), torch.randint(5 * ranks, (6,))
+    x, w = draw(rows * ranks, 24).requires_grad_(), draw(share * ranks, 24).requires_grad_()
+    targets = torch.randint(share * ranks, (rows * ranks,))
+    targets[::7] = -100
     F.cross_entropy(F.linear(x, w), targets, label_smoothing=0.1).backward()
-    head = ops.BasicLinear(
-        24, 5 * ranks, dtype=torch.float64, tensor_parallel_mode="column", tensor_parallel_group=group
-    )
+    column = {"tensor_parallel_mode": "column", "tensor_parallel_group": group, "sequence_parallel": sequence_parallel}
+    head = ops.BasicLinear(24, share * ranks, dtype=torch.float64, **column)
     with torch.no_grad():
         head.weight.copy_(w.chunk(ranks)[rank])
     model = ops.Sequential(head, ops.CrossEntropy(label_smoothing=0.1, tensor_parallel=True))
+    shard = (lambda t: t.chunk(ranks)[rank]) if sequence_parallel else (lambda t: t)
     for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
-        leaf = x.detach().clone().requires_grad_()
+        leaf = shard(x).detach().clone().requires_grad_()
         head.weight.grad = None
         run(leaf, targets).backward()
-        close(leaf.grad, x.grad, "dx")
+        close(leaf.grad, shard(x.grad), "dx")
         close(head.weight.grad, w.grad.chunk(ranks)[rank], "dW")
+    forward = model.explain(leaf, targets).data[0]["forward"]
+    assert any(step["name"] == "linear_cross_entropy" for step in forward) == fused, forward
+    leaf = shard(x).detach().clone().requires_grad_()
+    close(*torch.autograd.grad(model(leaf, targets), leaf), shard(x.grad), "dx alone")
     torch._dynamo.reset()
+
+
+def sharded_head_and_loss() -> None:
+    check_head_and_loss(6, 5, sequence_parallel=False, fused=False)
+
+
+def sharded_blocks_of_logits() -> None:
+    """The logits of 4,100 classes per rank are computed by blocks."""
+    for sequence_parallel in (False, True):
+        check_head_and_loss(150, 4100, sequence_parallel, fused=True)
 
 
 def sharded_loss_rejects_bad_targets() -> None:

@@ -21,6 +21,7 @@ LAUNCHES = {
             *ALWAYS,
             *LOSS,
             "sharded_head_and_loss",
+            "sharded_blocks_of_logits",
             "single_rank_group",
             "checkpointed_block",
             "compiled_block",

@@ -2,6 +2,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <limits>
@@ -32,6 +33,25 @@ CrossEntropyCall make_call(const at::Tensor& dense_logits, const at::Tensor& den
           .targets = dense_targets.const_data_ptr<int64_t>()};
 }
 
+constexpr auto kMinusInfinity = -std::numeric_limits<double>::infinity();
+
+/// The columns of the partials of the union of disjoint parts, in float64, each [rows].
+std::vector<at::Tensor> combine(const at::Tensor& partials, const CrossEntropyLoss& loss) {
+  const auto all = as_dtype(partials, at::kDouble).unbind(-1);  // each [parts, rows]
+  auto max = all[kPartialMax].amax(0);
+  // A part whose logits are all -inf adds nothing to the sum.
+  const auto below_max = all[kPartialMax].sub(max).masked_fill_(all[kPartialMax].eq(kMinusInfinity), kMinusInfinity);
+  std::vector<at::Tensor> out(kNumPartials);
+  out[kPartialSumExp] = all[kPartialSumExp].mul(below_max.exp()).sum(0);
+  out[kPartialTarget] = all[kPartialTarget].sum(0);
+  const auto half_share = all[kPartialColumns] / (2 * static_cast<double>(loss.classes));
+  out[kPartialHalfMean] =
+      loss.label_smoothing != 0 ? (all[kPartialHalfMean] + below_max * half_share).sum(0) : at::zeros_like(max);
+  out[kPartialColumns] = all[kPartialColumns].sum(0);
+  out[kPartialMax] = std::move(max);
+  return out;
+}
+
 }  // namespace
 
 void check_targets(const at::Tensor& targets, const CrossEntropyLoss& loss) {
@@ -58,21 +78,20 @@ at::Tensor cross_entropy_partials(const at::Tensor& logits, const at::Tensor& ta
   return partials;
 }
 
+at::Tensor combine_cross_entropy_partials(const at::Tensor& partials, const CrossEntropyLoss& loss) {
+  return as_dtype(at::stack(combine(partials, loss), 1), partials.scalar_type());
+}
+
 CrossEntropyForward cross_entropy_forward(const at::Tensor& partials, const at::Tensor& targets,
                                           const CrossEntropyLoss& loss) {
-  constexpr auto kMinusInfinity = -std::numeric_limits<double>::infinity();
   const auto dtype = partials.scalar_type();
-  const auto all = as_dtype(partials, at::kDouble).unbind(-1);  // each [parts, rows]
-  const auto max = all[kPartialMax].amax(0);
-  // A part whose logits are all -inf adds nothing to the sum; if all of a row are -inf, the result is NaN as in torch.
-  const auto below_max = all[kPartialMax].sub(max).masked_fill_(all[kPartialMax].eq(kMinusInfinity), kMinusInfinity);
-  const auto sum = all[kPartialSumExp].mul(below_max.exp()).sum(0).masked_fill_(max.eq(kMinusInfinity), std::nan(""));
+  const auto all = combine(partials, loss);  // each [rows]
+  const auto& max = all[kPartialMax];
+  // If all logits of a row are -inf, the result is NaN as in torch.
+  const auto sum = all[kPartialSumExp].masked_fill(max.eq(kMinusInfinity), std::nan(""));
   const auto log_sum = sum.log();
-  auto rows = log_sum - (all[kPartialTarget].sum(0) - max) * (1 - loss.label_smoothing);
-  if (loss.label_smoothing != 0) {
-    const auto share = all[kPartialColumns] / static_cast<double>(loss.classes);
-    rows.sub_((all[kPartialHalfMean] * 2 + below_max * share).sum(0), loss.label_smoothing);
-  }
+  auto rows = log_sum - (all[kPartialTarget] - max) * (1 - loss.label_smoothing);
+  if (loss.label_smoothing != 0) rows.sub_(all[kPartialHalfMean], 2 * loss.label_smoothing);
   if (loss.z_loss != 0) rows.add_((max + log_sum).square_(), loss.z_loss);
   rows.masked_fill_(targets.eq(loss.ignore_index), 0);
   return {as_dtype(rows, dtype), as_dtype(at::stack({max, sum}, 1), dtype)};

@@ -33,6 +33,10 @@ enum CrossEntropyPartial {
 /// Σ (x - m)/classes, which may be 0 if eps is 0, and the number of logits.
 at::Tensor cross_entropy_partials(const at::Tensor& logits, const at::Tensor& targets, const CrossEntropyLoss& loss);
 
+/// The partials of the union of disjoint parts of the classes, [rows, kNumPartials], from those of the parts, [parts,
+/// rows, kNumPartials]. Computes in float64 and rounds once.
+at::Tensor combine_cross_entropy_partials(const at::Tensor& partials, const CrossEntropyLoss& loss);
+
 struct CrossEntropyForward {
   at::Tensor loss;        // [rows], in the dtype of the partials
   at::Tensor statistics;  // [rows, 2]: M and S, which backward reads

@@ -82,6 +82,15 @@ at::Tensor CrossEntropy::checked_targets(const at::Tensor& targets, c10::SymIntA
   return classes;
 }
 
+at::Tensor CrossEntropy::gather_partials(const at::Tensor& partials, const kernels::CrossEntropyLoss& loss) const {
+  if (!options_.tensor_parallel) return partials;
+  const auto own = partials.size(0) == 1 ? partials[0] : kernels::combine_cross_entropy_partials(partials, loss);
+  const auto all = group().all_gather(own).wait();
+  auto by_rank = all.view({options_.tensor_parallel_size, own.size(0), kernels::kNumPartials});
+  check_shards(by_rank);
+  return by_rank;
+}
+
 at::Tensor CrossEntropy::reduce(const at::Tensor& losses, const at::Tensor& rows, const at::Tensor& like) const {
   if (per_row()) return losses.view(like.sizes());
   auto sum = at::sum(losses, at::kDouble);
@@ -99,11 +108,8 @@ at::Tensor CrossEntropy::forward(OpContext& ctx, const at::Tensor& x, Params) co
   const auto targets = checked_targets(ctx.extra_input(0), x.sym_sizes());
   const auto rows = targets.reshape({-1}), logits = as_matrix(x);
   const auto spec = loss(logits.size(1));
-  auto partials = kernels::cross_entropy_partials(logits, rows, spec);
-  if (options_.tensor_parallel) partials = group().all_gather(partials).wait();
-  const auto by_rank = partials.view({options_.tensor_parallel_size, rows.size(0), kernels::kNumPartials});
-  if (options_.tensor_parallel) check_shards(by_rank);
-  auto [losses, statistics] = kernels::cross_entropy_forward(by_rank, rows, spec);
+  const auto partials = kernels::cross_entropy_partials(logits, rows, spec).unsqueeze(0);
+  auto [losses, statistics] = kernels::cross_entropy_forward(gather_partials(partials, spec), rows, spec);
   if (ctx.needs_input_grad()) {
     ctx.save(kInput, x);
     ctx.save(kTargets, targets);

@@ -51,12 +51,15 @@ void check(const at::Tensor& x, const at::Tensor& targets, CrossEntropyLoss loss
   };
   const auto partials =
       for_each_part([&](const at::Tensor& part) { return cross_entropy_partials(part, targets, loss); });
-  const auto out = cross_entropy_forward(at::stack(partials), targets, loss);
+  const auto parts = at::stack(partials);
+  const auto out = cross_entropy_forward(parts, targets, loss);
   const auto dx = for_each_part(
       [&](const at::Tensor& part) { return cross_entropy_backward(grad, part, targets, out.statistics, loss); });
   EXPECT_EQ(out.loss.scalar_type(), at::kFloat);
   expect_near(out.loss, expected.detach(), 10);
   expect_near(at::cat(dx, 1), leaf.grad());
+  const auto combined = combine_cross_entropy_partials(parts, loss).unsqueeze(0);
+  expect_near(cross_entropy_forward(combined, targets, loss).loss, expected.detach(), 12);
 }
 
 TEST(KernelsCrossEntropy, MatchesFloat64) {

@@ -35,7 +35,8 @@ std::vector<ClassBlock> class_blocks(const at::Tensor& x, const at::Tensor& w) {
 
 /// The loss of the logits x Wᵀ, which are computed by blocks of classes and never stored together. Saves x and two
 /// numbers per row. Backward computes each block of logits again and turns it into its gradient g; it writes the rows
-/// gᵀ x of dW once and adds g W to dx in float32 (float64 for float64).
+/// gᵀ x of dW once and adds g W to dx in float32 (float64 for float64). With tensor parallelism each rank does this for
+/// its shard of the classes, between the collectives of a column-parallel linear.
 class LinearCrossEntropy final : public JointFusion {
  public:
   explicit LinearCrossEntropy(const Match& m) : linear_(m.find<BasicLinear>()), loss_(m.find<CrossEntropy>()) {}
@@ -48,13 +49,16 @@ class LinearCrossEntropy final : public JointFusion {
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
     auto linear = ctx.op(linear_.index), loss = ctx.op(loss_.index);
     const auto [input, w] = linear_->operands(linear, x, ctx.params(linear_.index)[0]);
-    const auto matrix = ops::as_matrix(input);
-    const auto targets = loss_->checked_targets(loss.extra_input(0), ops::Spec::of(x).with_last(w.size(0)).sizes);
+    const auto all = linear_->gather_input(input).wait();
+    const auto matrix = ops::as_matrix(all);
+    const auto targets = loss_->checked_targets(loss.extra_input(0), ops::Spec::of(all).with_last(w.size(0)).sizes);
     const auto rows = targets.reshape({-1});
     std::vector<at::Tensor> partials;
     for (const auto& block : class_blocks(matrix, w))
       partials.push_back(kernels::cross_entropy_partials(logits(matrix, w, block), rows, block_loss(w, block)));
-    auto [losses, statistics] = kernels::cross_entropy_forward(at::stack(partials), rows, loss_->loss(w.size(0)));
+    const auto spec = loss_->loss(w.size(0));
+    auto [losses, statistics] =
+        kernels::cross_entropy_forward(loss_->gather_partials(at::stack(partials), spec), rows, spec);
     if (loss.needs_input_grad()) {
       loss.save(CrossEntropy::kTargets, targets);
       loss.save(CrossEntropy::kStatistics, std::move(statistics));
@@ -64,7 +68,7 @@ class LinearCrossEntropy final : public JointFusion {
 
   ops::Gradient backward(StepContext& ctx, const ops::Gradient& grad) const override {
     auto linear = ctx.op(linear_.index), loss = ctx.op(loss_.index);
-    const auto& input = linear.saved(BasicLinear::kInput);
+    const auto input = linear_->gather_input(linear.saved(BasicLinear::kInput)).wait();
     const auto x = ops::as_matrix(input), targets = loss.saved(CrossEntropy::kTargets).reshape({-1});
     const auto w = ops::as_dtype(linear_->backward_weight(linear, ctx.params(linear_.index)), x.scalar_type());
     const auto opmath = at::toOpMathType(x.scalar_type());
@@ -94,7 +98,8 @@ class LinearCrossEntropy final : public JointFusion {
       });
     else
       differentiate({}, false);
-    return dx.defined() ? ops::restore_leading_dims(ops::as_dtype(dx, x.scalar_type()), input) : dx;
+    if (!dx.defined()) return dx;
+    return linear_->reduce_input_gradient(ops::restore_leading_dims(ops::as_dtype(dx, x.scalar_type()), input)).wait();
   }
 
  private:
@@ -104,7 +109,7 @@ class LinearCrossEntropy final : public JointFusion {
   }
   kernels::CrossEntropyLoss block_loss(const at::Tensor& w, const ClassBlock& block) const {
     auto loss = loss_->loss(w.size(0));
-    loss.first_class = block.first;
+    loss.first_class += block.first;
     return loss;
   }
 
@@ -112,12 +117,19 @@ class LinearCrossEntropy final : public JointFusion {
   MatchedOp<CrossEntropy> loss_;
 };
 
+/// Rejects a linear whose output is reduced, or sharded otherwise than the loss expects.
+std::string reject_shards(const BasicLinear& linear, const CrossEntropy& loss) {
+  if (!linear.parallel()) return "";
+  if (const auto reason = reject_reduced_output(linear); !reason.empty()) return reason;
+  const bool same = loss.options().tensor_parallel_group == linear.options().tensor_parallel_group;
+  return same ? "" : "the loss has another tensor_parallel_group than the linear, or none";
+}
+
 std::string reject(const Match& m, const PlanView& view) {
   const auto& linear = m.get<BasicLinear>();
   const auto& plan = view.plans[m.first()];
-  const auto classes = linear.options().out_features;
-  return first_reason({reject_parallel(linear),
-                       m.get<CrossEntropy>().options().tensor_parallel ? "the classes are sharded" : "",
+  const auto classes = linear.local_out_features();
+  return first_reason({reject_shards(linear, m.get<CrossEntropy>()),
                        classes < kMinClasses ? "the linear has " + std::to_string(classes) + " classes, fewer than " +
                                                    std::to_string(kMinClasses) + ": storing the logits is faster"
                                              : "",
