@@ -52,7 +52,8 @@ falls back as usual.
 - The bias of a row linear is replicated and added after the reduction. Under sequence parallelism this bias and the
   Parameters of norms have `.sequence_parallel = True`, and their gradients cover this rank's rows only: the training
   loop must all-reduce them, as Megatron does. (`weft.ops.Linear(replicated_bias=True)` reduces them itself.)
-- `fuse_wgrad_accumulation` adds weight gradients to `main_grad`; `is_first_microbatch=True` overwrites it in that call.
+- `fuse_wgrad_accumulation` adds weight gradients to `main_grad`; `is_first_microbatch=True` overwrites it in that call, and under a
+  recipe quantizes weights for this and the following micro-batches.
 - `delay_wgrad_compute` defers weight gradients to `backward_dw()`; bias gradients are computed in backward.
 - `return_bias=True` returns the Parameter itself, as Transformer Engine does. Under FSDP2 its memory is freed when the
   sharded module's forward ends, so apply `fully_shard` to a module that also adds the bias.

@@ -27,13 +27,24 @@ class _Active(threading.local):
 
     def __init__(self) -> None:
         self.recipe: Recipe | None = None
+        self.quantizers: _C.Recipe | None = None  # of the recipe
         self.text = ""  # as in the text of a call
         self.region: Region | None = None  # the outermost one
         self.recorded_scales: list[list[torch.Tensor]] = []  # of delayed scaling: see ForwardScales
         self.replayed_scales: Iterator[torch.Tensor] | None = None
+        self.model_init: tuple[Recipe, bool] | None = None  # recipe of new Parameters; whether to keep initial values
 
 
 active = _Active()
+
+
+def reject_model_init(operation: str) -> None:
+    """Raises in a region that creates quantized Parameters."""
+    if active.model_init is not None:
+        raise NotImplementedError(
+            f"{operation}: weights of operations cannot be quantized Parameters. Create it outside of "
+            "quantized_model_init, or use a module such as transformer_engine.pytorch.Linear."
+        )
 
 
 class autocast(ContextDecorator):  # noqa: N801  # Transformer Engine's name
@@ -71,19 +82,21 @@ class autocast(ContextDecorator):  # noqa: N801  # Transformer Engine's name
             raise TypeError(f"autocast: recipe is {recipe!r}, expected a recipe of weft.recipe or None.")
         self._recipe = (get_default_recipe() if recipe is None else recipe) if enabled else None
         self._group = amax_reduction_group
-        self._outer: list[tuple[Recipe | None, str, int, Region | None]] = []  # one entry per region that is open
+        # One entry per region that is open.
+        self._outer: list[tuple[Recipe | None, _C.Recipe | None, str, int, Region | None]] = []
 
     def __enter__(self) -> None:
         quantizers = None if self._recipe is None else self._recipe.quantizers()
         before = _C.set_active_recipe(0 if quantizers is None else quantizers.id)
-        self._outer.append((active.recipe, active.text, before, active.region))
-        active.recipe, active.text = self._recipe, "" if quantizers is None else f", recipe={quantizers.quoted}"
+        self._outer.append((active.recipe, active.quantizers, active.text, before, active.region))
+        active.recipe, active.quantizers = self._recipe, quantizers
+        active.text = "" if quantizers is None else f", recipe={quantizers.quoted}"
         if active.region is None and self._recipe is not None:
             active.region = Region(self._group)
 
     def __exit__(self, *_: object) -> None:
         region = active.region
-        active.recipe, active.text, before, active.region = self._outer.pop()
+        active.recipe, active.quantizers, active.text, before, active.region = self._outer.pop()
         _C.set_active_recipe(before)
         if active.region is None and region is not None and region.used:
             from . import _delayed_scaling

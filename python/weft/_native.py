@@ -16,6 +16,7 @@ import torch
 
 from . import _C
 from ._arguments import bind, check_device
+from ._autocast import reject_model_init
 from ._docstrings import CONVERTED_TYPES, PYTHON_ARGUMENTS, native_docstring
 from ._grouped_parameters import GroupedParameters
 from ._operation import BasicOperation
@@ -66,6 +67,8 @@ class NativeOperation(BasicOperation):
         resolve_parallel(type(self).__name__, arguments)
         object.__setattr__(self, "_tracker", tracker)
         object.__setattr__(self, "_op", _C.make_op(self._type, {k: _to_cpp_value(v) for k, v in arguments.items()}))
+        if self._op.quantizes:
+            reject_model_init(type(self).__name__)
         self._make_parameters(device)
 
     @property

@@ -272,11 +272,6 @@ def test_recipes_quantize_or_raise(te):
         for region in (te.autocast(recipe=made), te.fp8_autocast(fp8_recipe=made)):
             with region:
                 assert torch.equal(linear(x), inner) and not torch.equal(inner, plain)
-    for context in (te.fp8_model_init, te.quantized_model_init):
-        with context(enabled=False):
-            pass
-        with pytest.raises(NotImplementedError, match="high_precision"), context():
-            pass
     with pytest.raises(TypeError, match="qfactory returned None"), te.autocast(recipe=recipe.CustomRecipe(print)):
         pass
     for available in (te.is_fp8_available, te.is_mxfp8_available, te.is_nvfp4_available):

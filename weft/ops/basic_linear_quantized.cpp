@@ -84,6 +84,23 @@ DelayedTensor delayed_tensor(const OpContext& ctx, at::Tensor Buffers::* which, 
   return {given->*which, index};
 }
 
+/// W as the caller quantized it, or else quantized here.
+QuantizedMatrix quantize_weight(const OpContext& ctx, const at::Tensor& w, bool columnwise) {
+  const auto& recipe = *ctx.plan().recipe;
+  const auto* given = ctx.buffers();
+  if (!given || !given->weight)
+    return delayed_tensor(ctx, &Buffers::forward_scaling, 1).quantize(recipe.weight, w, {.columnwise = columnwise});
+  auto q = *given->weight;
+  TORCH_CHECK_VALUE(q.rows == w.size(0) && q.columns == w.size(1), "the caller's quantized weight has shape [", q.rows,
+                    ", ", q.columns, "], expected ", w.sizes(), ".");
+  TORCH_CHECK_VALUE(q.quantization == recipe.weight.quantization(),
+                    "the caller's quantized weight was quantized with another recipe than that of this call.");
+  TORCH_CHECK_VALUE(q.rowwise.defined() && (q.columnwise.defined() || !columnwise),
+                    "the caller's quantized weight has no ", q.rowwise.defined() ? "columnwise" : "rowwise", " copy.");
+  q.dtype = w.scalar_type();
+  return q;
+}
+
 /// The copy that backward reads, as one tensor.
 const at::Tensor& saved_bytes(const quant::Recipe& recipe, const QuantizedMatrix& q) {
   return (quantizes_gradient(recipe) ? q.columnwise : q.rowwise).bytes;
@@ -155,8 +172,7 @@ kernels::GemmResult BasicLinear::quantized_gemm(OpContext& ctx, const at::Tensor
     observed = as_matrix(gather_input(local).wait());
     q_x.all = q_x.local = quantize(recipe.input, observed, {});
   }
-  const auto q_w = delayed_tensor(ctx, &Buffers::forward_scaling, 1)
-                       .quantize(recipe.weight, w, {.columnwise = needs_dx && quantizes_gradient(recipe)});
+  const auto q_w = quantize_weight(ctx, w, needs_dx && quantizes_gradient(recipe));
 
   if (needs_dw) ctx.save(kInput, saves_copy_of_x ? saved_bytes(recipe, q_x.local) : local);
   if (needs_dx && !originals) ctx.save(kWeight, saved_bytes(recipe, q_w));

@@ -9,6 +9,10 @@
 #include "weft/ops/call_report.h"
 #include "weft/quant/recipe.h"
 
+namespace weft::kernels {
+struct QuantizedMatrix;
+}
+
 namespace weft::ops {
 
 using Params = c10::ArrayRef<at::Tensor>;
@@ -54,12 +58,14 @@ class LeafParams {
   virtual int64_t graph_task_id() const = 0;
 };
 
-/// Buffers that the caller passes for operation `op`: for its results (undefined: allocate), and the state of delayed
-/// scaling, of input and weight and of the output gradient, which it reads and updates.
+/// What the caller passes for operation `op`: buffers for its results (undefined: allocate); the state of delayed
+/// scaling, of input and weight and of the output gradient, which it reads and updates; the weight as the caller
+/// quantized it (null: the operation quantizes it).
 struct Buffers {
   int op = 0;
   at::Tensor output = {}, grad_input = {};
   at::Tensor forward_scaling = {}, backward_scaling = {};
+  std::shared_ptr<const kernels::QuantizedMatrix> weight = {};
 };
 
 /// The gradient that one backward step passes to the next. `packed` is its packed transpose, the operand layout of the

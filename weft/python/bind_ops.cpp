@@ -79,6 +79,7 @@ void bind_ops(py::module_& m) {
       .def_property_readonly("name", [](const ops::BasicOp& op) { return std::string(op.name()); })
       .def_property_readonly("extra_inputs", &ops::BasicOp::extra_inputs)
       .def_property_readonly("extra_outputs", &ops::BasicOp::extra_outputs)
+      .def_property_readonly("quantizes", &ops::BasicOp::quantizes, "Whether recipes apply to it.")
       .def_property_readonly("takes_buffers", &ops::BasicOp::takes_buffers,
                              "Whether callers may pass buffers for its output and for the gradient of its input.")
       .def("is_index", &ops::BasicOp::is_index, py::arg("extra_input"), "Whether an extra input holds integers.")

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <atomic>
+#include <tuple>
 
 #include "weft/fuser/explain.h"
 #include "weft/python/bridge.h"
@@ -249,17 +250,20 @@ class Runner {
     return true;
   }
 
-  /// The states of delayed scaling, which the modules own.
-  std::vector<ops::Buffers> delayed_states() const {
-    std::vector<ops::Buffers> list;
+  /// Adds what modules own for a quantized call: states of delayed scaling, and weights that they quantized.
+  void add_quantized(std::vector<ops::Buffers>& list, bool delayed) const {
+    const auto weight_of_call = py::module_::import("weft._weight_copies").attr("weight_of_call");
     for (int i = 0; i < fuser_->pipeline().size(); ++i) {
       if (!fuser_->pipeline().op(i).quantizes()) continue;
-      const auto [forward, backward] = py::module_::import("weft._delayed_scaling")
-                                           .attr("use_state")(ops_[i])
-                                           .cast<std::pair<at::Tensor, at::Tensor>>();
-      list.push_back({.op = i, .forward_scaling = forward, .backward_scaling = backward});
+      ops::Buffers given{.op = i};
+      if (const py::object weight = weight_of_call(ops_[i]); !weight.is_none())
+        given.weight = std::make_shared<const kernels::QuantizedMatrix>(weight.cast<kernels::QuantizedMatrix>());
+      if (delayed)
+        std::tie(given.forward_scaling, given.backward_scaling) = py::module_::import("weft._delayed_scaling")
+                                                                      .attr("use_state")(ops_[i])
+                                                                      .cast<std::pair<at::Tensor, at::Tensor>>();
+      if (delayed || given.weight) list.push_back(std::move(given));
     }
-    return list;
   }
 
   /// The buffers among the keyword arguments (a list of dictionaries, or nullptr), for operations with takes_buffers().
@@ -297,7 +301,8 @@ class Runner {
     const auto mask = modes_.empty() ? 0 : eval_mask();
     const auto* recipe = fuser_->pipeline().quantizes() ? quant::find_recipe(quant::active_recipe()) : nullptr;
     const bool delayed = recipe && recipe->is_delayed();
-    const auto buffers = delayed ? delayed_states() : buffers_of(keywords);
+    auto buffers = buffers_of(keywords);
+    if (recipe) add_quantized(buffers, delayed);
     fuser::Tensors outputs;
     {
       const PythonCallGuard guard({&ops_, keywords});

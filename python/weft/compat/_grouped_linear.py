@@ -9,6 +9,7 @@ import torch
 
 from .. import ops
 from .._native import on_meta
+from ..recipe import DelayedScaling
 from ._module import BoundSequential, CompatModule, divide_evenly
 
 
@@ -73,6 +74,8 @@ class GroupedLinear(CompatModule):
             delay_wgrad_compute=delay_wgrad_compute,
             unused=unused | ({} if rng_tracker_name is None else {"rng_tracker_name": rng_tracker_name}),
         )
+        if isinstance(self._weight_copies.recipe, DelayedScaling):
+            raise NotImplementedError("GroupedLinear: delayed scaling is not supported. Use Float8CurrentScaling.")
         if single_grouped_weight or single_grouped_bias:
             raise NotImplementedError(
                 "GroupedLinear: single_grouped_weight and single_grouped_bias are not supported by this class. Use "
@@ -133,7 +136,8 @@ class GroupedLinear(CompatModule):
         if splits.dtype not in (torch.int32, torch.int64):
             splits = splits.to(torch.int64)
         pipeline = self._get_pipelines(inp)
-        output = pipeline.sequential(inp.reshape(-1, inp.size(-1)), splits)
+        with self._quantized_weights(is_first_microbatch):
+            output = pipeline.sequential(inp.reshape(-1, inp.size(-1)), splits)
         self._first_microbatch(output, is_first_microbatch)
         output = output.reshape(*inp.shape[:-1], self.out_features)
         return (output, [getattr(self, name) for name in self.bias_names]) if self.return_bias else output

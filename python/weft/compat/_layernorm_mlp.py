@@ -144,15 +144,21 @@ class LayerNormMLP(CompatModule):
 
         Args:
             inp: the input.
-            is_first_microbatch: if True, weight gradients overwrite ``main_grad`` instead of being added to it.
+            is_first_microbatch: if True, weight gradients overwrite ``main_grad`` instead of being added to it, and
+                the weights are quantized once, for all calls with False that follow; None: for this call.
         """
         pipeline = self._get_pipelines(inp)
+
+        def run(x: torch.Tensor) -> Any:
+            with self._quantized_weights(is_first_microbatch):
+                return pipeline.sequential(x)
+
         if self.checkpoint and torch.is_grad_enabled():
             from ._distributed import checkpoint
 
-            output = checkpoint(pipeline.sequential, inp)
+            output = checkpoint(run, inp)
         else:
-            output = pipeline.sequential(inp)
+            output = run(inp)
         output, normed = output if self.return_layernorm_output else (output, None)
         self._first_microbatch(output, is_first_microbatch)
         results: tuple[Any, ...] = (output,)

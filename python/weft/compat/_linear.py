@@ -58,7 +58,8 @@ class _SplitLinear(CompatModule):
         return pipelines
 
     def _run_splits(self, pipelines: list[BoundSequential], x: torch.Tensor, first: bool | None) -> torch.Tensor:
-        outputs = [pipeline.sequential(x) for pipeline in pipelines]
+        with self._quantized_weights(first):
+            outputs = [pipeline.sequential(x) for pipeline in pipelines]
         for output in outputs[:1] if self.delay_wgrad_compute else outputs:  # backward_dw() computes all splits at once
             self._first_microbatch(output, first)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
@@ -159,7 +160,8 @@ class Linear(_SplitLinear):
 
         Args:
             inp: the input.
-            is_first_microbatch: if True, weight gradients overwrite ``main_grad`` instead of being added to it.
+            is_first_microbatch: if True, weight gradients overwrite ``main_grad`` instead of being added to it, and
+                the weight is quantized once, for all calls with False that follow; None: for this call.
             fp8_output, fp8_grad: not supported.
         """
         reject_quantized(self, fp8_output=fp8_output, fp8_grad=fp8_grad)
@@ -261,7 +263,8 @@ class LayerNormLinear(_SplitLinear):
             normed = norm_pipeline.sequential(inp)
             output = self._run_splits(pipelines, normed, is_first_microbatch)
         else:
-            output = pipelines[0].sequential(inp)
+            with self._quantized_weights(is_first_microbatch):
+                output = pipelines[0].sequential(inp)
             output, normed = output if self.return_layernorm_output else (output, None)
             self._first_microbatch(output, is_first_microbatch)
         results: tuple[Any, ...] = (output,)

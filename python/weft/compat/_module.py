@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from threading import Lock
 from types import MappingProxyType
@@ -15,7 +15,9 @@ import torch
 
 from .. import _delayed_scaling, ops
 from .._arguments import argument_names, checked_arguments, reject_unknown
+from .._autocast import active
 from .._native import default_device, empty_parameter_on, on_meta
+from .._weight_copies import WeightCopies
 from . import _recipes
 
 # Arguments about names and about GPU buffers and kernels: accepted, without effect on the result.
@@ -152,6 +154,8 @@ class CompatModule(EmptyExtraState):
         self._wgrad_hooks: list[Callable[[], Any]] = []
         self._delayed_overwrites: deque[bool] = deque()  # one per backward whose weight gradients are pending
         self._saved_overwrite_flags: list[tuple[Any, Any]] = []  # weights and their previous flag
+        self._weight_copies = WeightCopies(*(active.model_init or ()))
+        self.primary_weights_in_fp8 = self._weight_copies.recipe is not None
 
     # ---- state of delayed scaling ---------------------------------------------------------------------------------
 
@@ -233,6 +237,7 @@ class CompatModule(EmptyExtraState):
                 param = self._initialize_parameter(name, default_device(param), init)
             for attribute, value in self._parameter_attributes[name].items():
                 setattr(param, attribute, value)
+        self._round_weights()
 
     def _materialize(self, device: torch.device) -> None:
         """Allocates and initializes the Parameters that are still on the meta device."""
@@ -255,6 +260,8 @@ class CompatModule(EmptyExtraState):
             states = () if self.rng_tracker_name is None else (self.rng_tracker_name,)
             with tracker().fork(*states) if tracker is not None else nullcontext(), torch.no_grad():
                 init(param.detach())
+            if name in self._weights:
+                self._weight_copies.preserve(param)
         self._parameters[name] = param
         return param
 
@@ -264,9 +271,22 @@ class CompatModule(EmptyExtraState):
         """Builds the pipelines that forward runs."""
         raise NotImplementedError
 
+    def _round_weights(self) -> None:
+        """Sets quantized Parameters that have changed to the values of their copies."""
+        if self.primary_weights_in_fp8:
+            self._weight_copies.round_parameters(self, self._weights)
+
+    def _quantized_weights(self, first: bool | None) -> AbstractContextManager[None]:
+        """The region of a call in which the linears multiply by weights that this module has quantized, if any."""
+        has_copies = self.primary_weights_in_fp8 or first is not None
+        if not has_copies or active.recipe is None or torch.compiler.is_compiling():
+            return nullcontext()
+        return self._weight_copies.used_by(self, self._scaled_weights, first)
+
     def _get_pipelines(self, input: torch.Tensor) -> Any:
         if input.device.type != "meta":
             self._materialize(input.device)
+        self._round_weights()
         # Not during backward, where this is a recomputation.
         if self._saved_overwrite_flags and torch._C._current_graph_task_id() == -1:
             self._end_overwrite()
@@ -281,7 +301,8 @@ class CompatModule(EmptyExtraState):
             if self.__dict__.get("_built_for") == id(self):
                 return
             self._wgrad_ops: list[Any] = []
-            object.__setattr__(self, "_built", self._build())
+            with _recipes.quantized_model_init(enabled=False):  # operations hold no Parameters
+                object.__setattr__(self, "_built", self._build())
             object.__setattr__(self, "_built_for", id(self))
 
     def _check_group(self) -> None:

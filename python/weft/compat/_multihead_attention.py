@@ -235,7 +235,7 @@ class MultiheadAttention(torch.nn.Module):
         Args:
             hidden_states: the input.
             encoder_output: input of key and value in cross attention.
-            is_first_microbatch: if True, weight gradients overwrite ``main_grad`` instead of being added to it.
+            is_first_microbatch: as in :meth:`Linear.forward`.
             rotary_pos_emb: rotary angles, or a pair of those of query and key.
 
         The other arguments are those of :meth:`DotProductAttention.forward`.

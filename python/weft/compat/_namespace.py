@@ -49,7 +49,10 @@ _REGION = (
     "quantizes linears; custom recipes return weft's quantizers; with install(recipes='high_precision') runs "
     "unquantized with one warning"
 )
-_INIT = "enabled=True raises, or with install(recipes='high_precision') creates unquantized Parameters"
+_INIT = (
+    "weights of module classes are ordinary Parameters with quantized values and take no less memory; raises for "
+    "`transformer_engine.pytorch.ops`; with install(recipes='high_precision') has no effect"
+)
 _NO_PADDING = "not needed: weft's quantized GEMMs take any number of rows, with NVFP4's transform multiples of 16"
 _EMULATED = "always True; the reason says that it is emulated"
 

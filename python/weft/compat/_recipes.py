@@ -86,22 +86,41 @@ get_default_fp8_recipe = get_default_recipe
 def quantized_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
 ) -> Any:
-    """Context manager of a region in which Transformer Engine would create quantized Parameters.
+    """Context manager of a region in which modules create quantized weights.
+
+    Such a weight is an ordinary Parameter of the module's dtype with the values of its quantized form. After a change,
+    by an optimizer for instance, the next call quantizes it and writes the rounded values back. It does not use less
+    memory. With ``install(recipes="high_precision")`` the weights are not quantized.
 
     Args:
-        enabled: False: does nothing. True: raises, or with ``install(recipes="high_precision")`` creates unquantized
-            Parameters.
-        recipe: ignored.
-        preserve_high_precision_init_val: ignored.
+        enabled: False: the weights of modules in this region are not quantized, also within another region.
+        recipe: None: :func:`get_default_recipe`.
+        preserve_high_precision_init_val: keep the initial values before quantization, as
+            ``weight.get_high_precision_init_val()``; ``weight.clear_high_precision_init_val()`` frees them.
     """
-    return _region("quantized_model_init", enabled)
+    if enabled and _policy == "high_precision":
+        return _region("quantized_model_init", True)
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(f"quantized_model_init: recipe is {recipe!r}, expected a recipe of weft.recipe or None.")
+    return _model_init(((recipe or get_default_recipe()), preserve_high_precision_init_val) if enabled else None)
+
+
+@contextmanager
+def _model_init(how: tuple[Recipe, bool] | None) -> Iterator[None]:
+    if how is not None:
+        how[0].quantizers()  # raises for a recipe that is not supported
+    before, _autocast.active.model_init = _autocast.active.model_init, how
+    try:
+        yield
+    finally:
+        _autocast.active.model_init = before
 
 
 def fp8_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
 ) -> Any:
     """The older name of :func:`quantized_model_init`."""
-    return _region("fp8_model_init", enabled)
+    return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)
 
 
 # ---- availability -------------------------------------------------------------------------------------------------
@@ -134,7 +153,7 @@ class FP8GlobalStateManager:
     reset = staticmethod(lambda: None)
     is_fp8_enabled = staticmethod(lambda: _autocast.active.recipe is not None)
     is_fp8_calibration = staticmethod(lambda: False)
-    with_fp8_parameters = staticmethod(lambda: False)
+    with_fp8_parameters = staticmethod(lambda: _autocast.active.model_init is not None)
     is_first_fp8_module = staticmethod(lambda: False)
     fp8_graph_capturing = staticmethod(lambda: False)
     get_fp8_recipe = staticmethod(lambda: _autocast.active.recipe or get_default_recipe())
@@ -148,7 +167,7 @@ class FP8GlobalStateManager:
 
 
 class QuantizedTensor(torch.Tensor):
-    """For isinstance() only: it cannot be instantiated."""
+    """For isinstance() only: it cannot be instantiated. Quantized weights are ordinary Parameters."""
 
     @staticmethod
     def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:

@@ -1,0 +1,242 @@
+"""Weights that a module quantizes itself, instead of its linears: once for several micro-batches, or because its
+Parameters are quantized.
+
+A quantized Parameter is an ordinary one with the values of its quantized copies. When these values have changed (by an
+optimizer, a checkpoint, ``.to()``), the next call quantizes them, writes the values of the new copies back and
+multiplies by these copies.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+
+from . import _C
+from ._autocast import active
+from ._delayed_scaling import FORWARD, create_states
+from .recipe import DelayedScaling, Recipe
+
+_WEIGHT = 1  # index of the weight in the state of delayed scaling
+
+
+class _CallWeights(threading.local):
+    """The quantized weights of the modules that run in this thread, by module and name."""
+
+    def __init__(self) -> None:
+        self.weights: dict[tuple[int, str | None], _C.QuantizedMatrix] = {}
+
+
+_call = _CallWeights()
+
+
+def weight_of_call(op: torch.nn.Module) -> _C.QuantizedMatrix | None:
+    """Returns the weight that the owner of the operation's Parameters quantized for this call. Called from C++."""
+    if not _call.weights:
+        return None
+    names: dict[str, str] = op.__dict__.get("_parameter_names", {})
+    return _call.weights.get((id(op.__dict__.get("_parameter_owner")), names.get("weight")))
+
+
+class _Copies(NamedTuple):
+    """The quantized copies of a weight, and what they were made of."""
+
+    matrix: _C.QuantizedMatrix
+    quantizer: _C.Quantizer
+    dtype: torch.dtype  # of the values that were quantized
+    weight: weakref.ref[torch.Tensor]
+    version: int | None
+
+    def hold(self, values: torch.Tensor) -> bool:
+        """Whether these are copies of the values."""
+        same_shape = self.matrix.shape == tuple(values.shape)
+        return same_shape and torch.equal(values, self.matrix.dequantize(dtype=values.dtype))
+
+
+def _version(weight: torch.Tensor) -> int | None:
+    return None if weight.is_inference() else weight._version
+
+
+def _repeated() -> bool:
+    """Whether a call is repeated within a backward, by gradient checkpointing."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class WeightCopies:
+    """The quantized weights that a module keeps between calls.
+
+    Args:
+        recipe: of quantized Parameters; None: the Parameters are not quantized.
+        preserve_init: keep the initial values of the Parameters on the CPU, as
+            ``parameter.get_high_precision_init_val()``.
+    """
+
+    def __init__(self, recipe: Recipe | None = None, preserve_init: bool = False) -> None:
+        self.recipe = recipe
+        self.preserve_init = preserve_init
+        self._scales: dict[str, torch.Tensor] = {}  # with which delayed scaling has rounded the Parameters
+        self._copies: dict[str, _Copies] = {}
+        self._quantizer = None if recipe is None else recipe.quantizers().weight
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in ("recipe", "preserve_init", "_scales")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["recipe"], state["preserve_init"])  # type: ignore[misc]
+        self._scales = state["_scales"]
+
+    # ---- quantized Parameters -------------------------------------------------------------------------------------
+
+    def preserve(self, weight: torch.nn.Parameter) -> None:
+        """Keeps the values of a Parameter that is about to be quantized for the first time."""
+        if self.recipe is None or not self.preserve_init:
+            return
+        parameter: Any = weight
+        value = _InitialValue(weight.detach().clone().cpu())
+        parameter.get_high_precision_init_val, parameter.clear_high_precision_init_val = value.get, value.clear
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def round_parameters(self, module: torch.nn.Module, names: Sequence[str]) -> None:
+        """Quantizes the Parameters that have changed, and sets them to the values of their copies.
+
+        Raises:
+            RuntimeError: if the active recipe quantizes weights otherwise.
+        """
+        if active.quantizers is not None and active.quantizers.weight != self._quantizer:
+            raise RuntimeError(
+                f"{type(module).__name__}: recipe mismatch: its weights were created by quantized_model_init with "
+                f"{self.recipe}, but autocast has {active.recipe}. Use the same recipe."
+            )
+        for name in names:
+            weight = module._parameters.get(name)
+            if _is_plain(weight) and not (name in self._copies and self._copies[name].hold(weight.detach())):
+                self._round(module, name, weight)
+
+    def _round(self, module: torch.nn.Module, name: str, weight: torch.nn.Parameter) -> None:
+        assert self.recipe is not None and self._quantizer is not None
+        values, scale, copies = weight.detach(), self._scales.get(name), None
+        if scale is not None:
+            copies = self._quantize(name, weight, self._quantizer, scale, weight.dtype, columnwise=True)
+        # With the scale of the last time a repeated call, or a copy of the module, has the same weight again.
+        if copies is None or not (_repeated() or copies.hold(values)):
+            state = None
+            if isinstance(self.recipe, DelayedScaling):
+                state = _forward_state(module, name, self.recipe)
+                scale = self._scales[name] = _scale_in(state)
+            copies = self._quantize(name, weight, self._quantizer, scale, weight.dtype, columnwise=True)
+            if state is not None:
+                _record_amax(state, copies.matrix)
+        if not copies.hold(values):
+            with torch.inference_mode(False):
+                values.copy_(copies.matrix.dequantize(dtype=values.dtype))
+
+    # ---- calls ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def used_by(self, module: torch.nn.Module, names: Sequence[str], first: bool | None) -> Iterator[None]:
+        """Makes the linears of a module use its copies. `first`: whether this is the first of several micro-batches,
+        for which weights are quantized; None: each call quantizes weights that are not quantized Parameters."""
+        keys = [(id(module), name) for name in names]
+        try:
+            for key, name in zip(keys, names, strict=True):
+                if (matrix := self._matrix(module, name, first)) is not None:
+                    _call.weights[key] = matrix
+            yield
+        finally:
+            for key in keys:
+                _call.weights.pop(key, None)
+
+    def _matrix(self, module: torch.nn.Module, name: str, first: bool | None) -> _C.QuantizedMatrix | None:
+        """Returns the quantized weight, or None to let the linear quantize it."""
+        weight, copies = module._parameters.get(name), self._copies.get(name)
+        if not _is_plain(weight):
+            return None
+        if self.recipe is not None:
+            return None if copies is None else copies.matrix
+        assert active.quantizers is not None and active.recipe is not None
+        quantizer, dtype = active.quantizers.weight, _compute_dtype(weight)
+        if copies is not None and (_repeated() or not first):
+            unchanged = copies.weight() is weight and copies.version is not None and copies.version == _version(weight)
+            complete = copies.matrix.columnwise_data is not None or not torch.is_grad_enabled()
+            if unchanged and complete and (copies.quantizer, copies.dtype) == (quantizer, dtype):
+                return copies.matrix
+        if _repeated():  # the scale of delayed scaling may have changed since the first call
+            return None
+        state, scale = None, None
+        if isinstance(active.recipe, DelayedScaling):
+            state = _forward_state(module, name, active.recipe)
+            scale = _scale_in(state)
+        columnwise = torch.is_grad_enabled()
+        copies = self._quantize(name, weight, quantizer, scale, dtype, columnwise=columnwise)
+        if state is not None and torch.is_grad_enabled():
+            _record_amax(state, copies.matrix)
+        return copies.matrix
+
+    def _quantize(
+        self,
+        name: str,
+        weight: torch.nn.Parameter,
+        quantizer: _C.Quantizer,
+        scale: torch.Tensor | None,
+        dtype: torch.dtype,
+        *,
+        columnwise: bool,
+    ) -> _Copies:
+        """Quantizes a weight and keeps its copies, which backward can save wherever they were made."""
+        with torch.inference_mode(False), torch.no_grad():
+            values = weight.detach().to(dtype)
+            matrix = quantizer.quantize(values, columnwise=columnwise, scale=scale)
+        copies = _Copies(matrix, quantizer, dtype, weakref.ref(weight), _version(weight))
+        self._copies[name] = copies
+        return copies
+
+
+def _is_plain(weight: torch.Tensor | None) -> TypeGuard[torch.nn.Parameter]:
+    """Whether a module owns this weight as an ordinary Parameter: not a DTensor, and not a tensor that
+    ``functional_call`` or a parametrization put there."""
+    return type(weight) is torch.nn.Parameter and not weight.is_meta
+
+
+def _compute_dtype(weight: torch.Tensor) -> torch.dtype:
+    """The dtype in which a linear with this weight computes."""
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+def _forward_state(module: torch.nn.Module, name: str, recipe: DelayedScaling) -> torch.Tensor:
+    """The state of delayed scaling of input and weight. A call may have given its history another length."""
+    states: dict[str, list[torch.Tensor]] = module.__dict__.get("_delayed_scaling", {})
+    if name not in states:
+        with torch.inference_mode(False):
+            states = create_states(module, (name,), recipe.amax_history_len)
+    return states[name][FORWARD]
+
+
+def _scale_in(state: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return state[0, _WEIGHT : _WEIGHT + 1].detach().clone()
+
+
+def _record_amax(state: torch.Tensor, matrix: _C.QuantizedMatrix) -> None:
+    assert matrix.rowwise_amax is not None
+    with torch.inference_mode(False), torch.no_grad():
+        state[1, _WEIGHT] = torch.maximum(state[1, _WEIGHT], matrix.rowwise_amax[0])
+
+
+class _InitialValue:
+    """The values of a Parameter before it was quantized."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value: torch.Tensor | None = value
+
+    def get(self) -> torch.Tensor | None:
+        """Returns the values, or None if they were cleared."""
+        return self.value
+
+    def clear(self) -> None:
+        """Frees the values."""
+        self.value = None
