@@ -41,7 +41,10 @@ MUST_NOT_KNOW = {
             r"weft/kernels/(?!packing\.h|quantized_gemm\.h|cpu/gemm_grid\.h)",
             "kernels, other than weft.prepack's, quantized GEMMs and the split of GEMMs",
         ),
-        (r"weft/comm/(?!interrupt\.h)", "transports, other than Ctrl-C in their waits"),
+        (
+            r"weft/comm/(?!interrupt\.h|ucx_plugin\.h)",
+            "transports, other than Ctrl-C in their waits and why UCX is not used",
+        ),
     ],
 }
 

@@ -1,5 +1,6 @@
 #include "weft/fuser/explain.h"
 
+#include "weft/comm/ucx_plugin.h"
 #include "weft/python/module.h"
 
 namespace weft::python {
@@ -42,6 +43,8 @@ py::dict data(const fuser::Explanation& e) {
 }  // namespace
 
 void bind_explain(py::module_& m) {
+  m.def("ucx_unavailable_reason", &comm::ucx_unavailable_reason,
+        "Why ranks on several hosts do not communicate over UCX; empty if they may.");
   m.def(
       "machine_tier", [] { return std::string(kernels::tier_name(kernels::machine_tier())); },
       "The best kernel tier (instruction set) of this machine, or the one set by WEFT_TIER.");

@@ -20,7 +20,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from . import ConversionError, compare, convert, inspect, verify
 from ._convert import SHARD_SIZE, TARGETS
@@ -37,9 +37,11 @@ def parse_size(text: str) -> int:
     return int(found[1]) * int(1000 ** " KMGT".index(found[2].upper() or " "))
 
 
-def convert_parser() -> argparse.ArgumentParser:
+def convert_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program,
+        description=(__doc__ or "").replace(PROGRAM, program),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", metavar="SOURCE", help="a file, a folder, or a folder of iterations")
     parser.add_argument("target", metavar="TARGET", help="a folder, or a file that ends in .safetensors or .pt")
@@ -69,8 +71,8 @@ def convert_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run_convert(argv: list[str]) -> None:
-    args = vars(convert_parser().parse_args(argv))
+def run_convert(argv: list[str], program: str) -> None:
+    args = vars(convert_parser(program).parse_args(argv))
     args |= {"split": args.pop("split_qkv"), "check": not args.pop("no_check")}
     report = convert(**args)
     if args["quiet"]:
@@ -87,8 +89,8 @@ def run_convert(argv: list[str]) -> None:
         print(f"matched no rule, names kept{replicated}: {', '.join(report['unknown'][:3])}{more}")
 
 
-def run_inspect(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog=f"{PROGRAM} inspect")
+def run_inspect(argv: list[str], program: str) -> None:
+    parser = argparse.ArgumentParser(prog=f"{program} inspect")
     parser.add_argument("source", metavar="SOURCE")
     found = inspect(parser.parse_args(argv).source)
     size = f"{len(found['tensors'])} tensors, {found['bytes'] / 1e6:.1f} MB"
@@ -103,8 +105,8 @@ def run_inspect(argv: list[str]) -> None:
         print(f"  {sum(r == reason for r in found['skipped'].values())} entries: {reason}")
 
 
-def run_verify(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog=f"{PROGRAM} verify")
+def run_verify(argv: list[str], program: str) -> None:
+    parser = argparse.ArgumentParser(prog=f"{program} verify")
     parser.add_argument("target", metavar="TARGET")
     parser.add_argument("other", metavar="OTHER", nargs="?")
     parser.add_argument("--names", metavar="FILE")
@@ -119,23 +121,34 @@ def run_verify(argv: list[str]) -> None:
     sys.exit(1 if differences else 0)
 
 
-def main() -> None:
-    argv = sys.argv[1:]
+def ignore_closed_pipe() -> None:
+    """Discards what would be printed when the process ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> None:
+    """Runs a command.
+
+    Args:
+        argv: the arguments; those of the process by default.
+        program: how errors and usage call it.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names may contain characters that a terminal cannot show
-    commands: dict[str, Callable[[list[str]], None]]
-    commands = {"inspect": run_inspect, "verify": run_verify, "names": lambda _: print(read_names(None).as_json())}
+    commands: dict[str, Callable[[list[str], str], None]]
+    commands = {"inspect": run_inspect, "verify": run_verify, "names": lambda *_: print(read_names(None).as_json())}
     try:
         if argv and argv[0] in commands:
-            commands[argv[0]](argv[1:])
+            commands[argv[0]](argv[1:], program)
         else:
-            run_convert(argv)
+            run_convert(argv, program)
     except BrokenPipeError:  # the reader closed the pipe, e.g. head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        ignore_closed_pipe()
     except (ConversionError, OSError) as error:
-        sys.exit(f"{PROGRAM}: {error}.")
+        sys.exit(f"{program}: {error}.")
     except KeyboardInterrupt:
-        sys.exit(f"{PROGRAM}: interrupted; no target was written")
+        sys.exit(f"{program}: interrupted; no target was written")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,5 @@
+"""Errors of commands."""
+
+
+class CommandError(Exception):
+    """Printed instead of a traceback."""

@@ -1,0 +1,168 @@
+"""The command line: what each command prints, and what it says about mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from weft._cli import _info, main
+
+import weft
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command in this process; returns what it printed."""
+
+    def call(*argv: str) -> str:
+        main(argv)
+        return capsys.readouterr().out
+
+    return call
+
+
+def error_of(*argv: str) -> str:
+    """The message with which a command ends."""
+    with pytest.raises(SystemExit) as raised:
+        main(argv)
+    return str(raised.value)
+
+
+def test_module_runs_as_program():
+    environment = {"PYTHONPATH": str(Path(weft.__file__).parent.parent), "PATH": ""}
+    command = [sys.executable, "-m", "weft"]
+    version = subprocess.run([*command, "--version"], env=environment, capture_output=True, text=True, check=True)
+    assert version.stdout == f"weft {weft.__version__}\n"
+    nothing = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert nothing.returncode == 2 and "COMMAND" in nothing.stderr
+
+
+# ---- info -----------------------------------------------------------------------------------------------------------
+
+
+def test_info(run):
+    text = run("info")
+    assert f"{weft.__version__}, built with torch" in text and "kernels" in text and "shared memory" in text
+    data = json.loads(run("info", "--json"))
+    assert all(data[name] for name in _info.collect()) and data["advice"] == [list(a) for a in _info.find_advice()]
+
+
+def test_advice(monkeypatch):
+    found = {}
+
+    def advice() -> str:
+        return "\n".join(" ".join(pair) for pair in _info.find_advice())
+
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000000")
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000000000")
+    assert "malloc" not in advice()
+    for name, value, expected in (
+        ("_huge_pages", "never", "echo madvise"),
+        ("_usable_cores", 0, "OMP_NUM_THREADS=0"),
+        ("_free_shared_memory", 64 << 20, "64 MiB free"),
+        ("_graphviz", False, "apt-get install graphviz"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(_info, name, lambda value=value: value)
+            found[name] = expected in advice()
+    assert all(found.values()), found
+    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_")
+    if _info._allocator() not in _info._ALLOCATORS:
+        assert "MALLOC_TRIM_THRESHOLD_=1000000000" in advice()
+
+
+# ---- explain --------------------------------------------------------------------------------------------------------
+
+
+def test_explain_prints_the_plan(run, tmp_path):
+    text = run("explain", "weft.ops:Linear(256, 1024, bias=True)", "--shape", "64,256")
+    assert "linear_bias" in text and "saved for backward" in text
+    file = tmp_path / "random.py"
+    file.write_text(
+        "import weft\nblock = weft.Sequential(weft.ops.RMSNorm(64), weft.ops.Linear(64, 64))\ndef make(n=64):\n"
+        "    return weft.ops.AddExtraInput()\n"
+    )
+    assert "RMSNorm(normalized_shape=[64])" in run(
+        "explain", f"{file}:block", "--shape", "2,8,64", "--dtype", "float32"
+    )
+    assert "AddExtraInput" in run("explain", f"{file}:make", "--shape", "4,8", "--shape", "4,8")
+    assert "CrossEntropy" in run("explain", "weft.ops:CrossEntropy", "--shape", "4,8", "--shape", "4:int64")
+    (data,) = json.loads(run("explain", f"{file}:block", "--shape", "8,64", "--no-grad", "--json"))
+    assert data["forward"] and not data["saved"]
+    run("explain", f"{file}:block", "--shape", "8,64", "--save", str(tmp_path / "plan.dot"))
+    assert "digraph" in (tmp_path / "plan.dot").read_text()
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    {
+        "weft.ops": "names no object; expected MODULE:OBJECT",
+        "weft.ops:Linaer(2,2)": "weft.ops has no 'Linaer'",
+        "no_such_module:x": "cannot import no_such_module",
+        "weft.ops:Linear(open('x'))": "literals as arguments",
+        "weft.ops:lambda x: x": "literals as arguments",
+        "weft.ops:Linear(**{})": "literals as arguments",
+        "weft.ops:Linear(256)": "failed: Linear",
+        "weft:__version__": "is str, expected a torch.nn.Module",
+        "no_such_file.py:block": "cannot import no_such_file.py",
+        "weft:packed_bytes": "is int, expected a torch.nn.Module",
+        "torch.nn:Linear(8,8)": "expected a weft operation",
+        "weft.ops:Linear(9,8)": "expected 9 features",
+    }.items(),
+)
+def test_explain_mistakes(target, message):
+    assert message in error_of("explain", target, "--shape", "4,8")
+
+
+def test_explain_bad_shape_and_file(capsys):
+    with pytest.raises(SystemExit):
+        main(["explain", "weft.ops:GELU", "--shape", "4,x"])
+    assert "'4,x' is not a shape" in capsys.readouterr().err
+    assert "plan.txt" in error_of("explain", "weft.ops:GELU()", "--shape", "4,8", "--save", "plan.txt")
+
+
+# ---- bench ----------------------------------------------------------------------------------------------------------
+
+
+def test_bench(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    results, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    text = run("bench", "--seconds", "0.1", "--no-compile", "--json", str(results), "--plot", str(picture))
+    rows = json.loads(results.read_text())["rows"]
+    assert [row["problem"] for row in rows] == ["block", "attention", "step"] and "weft / eager" in text
+    for row in rows:
+        low, high = row["weft / eager, interval"]
+        assert row["rounds"] >= 5 and 0 < low <= row["weft / eager"] <= high
+    assert picture.read_bytes()[1:4] == b"PNG"
+    assert "expected a name that ends in" in error_of("bench", "--plot", "bench.xyz")
+    with pytest.raises(SystemExit):
+        main(["bench", "--seconds", "0"])
+    assert "'blok' is not a problem; expected block, attention, step" in error_of("bench", "blok")
+
+
+@pytest.mark.parametrize("name", ["block", "attention", "step"])
+def test_bench_compares_the_same_values(name):
+    import torch
+    from weft._cli._bench_problems import PROBLEMS
+
+    torch.manual_seed(0)
+    sides = PROBLEMS[name](torch.float32)
+    if name == "step":
+        models = [
+            dict(zip(run.__code__.co_freevars, run.__closure__, strict=True)) for run in (sides.weft, sides.eager)
+        ]
+        losses = [cells["call"].cell_contents(*(torch.zeros(2, 2, dtype=torch.long),) * 2) for cells in models]
+        torch.testing.assert_close(*losses)
+    else:
+        torch.testing.assert_close(sides.weft(), sides.eager(), rtol=1e-4, atol=1e-4)
+
+
+# ---- convert --------------------------------------------------------------------------------------------------------
+
+
+def test_convert_is_weft_convert(run):
+    assert json.loads(run("convert", "names"))["rules"]
+    assert error_of("convert", "inspect", "/no/such/file").startswith("weft convert: ")
