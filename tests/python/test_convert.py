@@ -292,6 +292,82 @@ def test_qkv_is_split_by_group_and_joined(megatron, tmp_path):
     assert torch.equal(megatron_from(tmp_path / "joined")["decoder.layers.1.self_attention.linear_qkv.weight"], joined)
 
 
+def hugging_face_source(folder: Path, family: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint of Megatron, and its tensors by torch's names."""
+    gated = family == "llama"
+    tensors = {name: t.float() for name, t in megatron_layers(gated=gated).items()}
+    at = "decoder.layers."
+    if gated:
+        tensors = {name: t for name, t in tensors.items() if not name.endswith("bias")}
+    else:
+        sizes = {"self_attention.linear_qkv.layer_norm_bias": HIDDEN, "mlp.linear_fc1.layer_norm_bias": HIDDEN}
+        tensors |= {at + name: torch.randn(2, size) for name, size in (sizes | {"mlp.linear_fc2.bias": HIDDEN}).items()}
+        tensors["decoder.final_layernorm.bias"] = torch.randn(HIDDEN)
+        tensors["embedding.position_embeddings.weight"] = torch.randn(32, HIDDEN)
+        qkv = 3 * HIDDEN
+        for name, shape in (("weight", (2, qkv, HIDDEN)), ("bias", (2, qkv))):
+            tensors[f"{at}self_attention.linear_qkv.{name}"] = torch.randn(shape)
+        del tensors["output_layer.weight"]  # tied
+    groups = GROUPS if gated else HEADS
+    args = argparse.Namespace(num_attention_heads=HEADS, num_query_groups=groups, norm_epsilon=1e-6, rotary_base=5000)
+    return save_dcp(folder / "megatron", tensors | states(), {"args": args}), tensors
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_hugging_face_folder(tmp_path, family):
+    source, tensors = hugging_face_source(tmp_path, family)
+    report = convert(source, tmp_path / "hf", to="hf")
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    found, config = load_file(tmp_path / "hf/model.safetensors"), json.loads((tmp_path / "hf/config.json").read_text())
+    assert len(found) == report["tensors"] and all("no such state" in why for why in report["skipped"].values())
+    head_dim, at = HIDDEN // HEADS, "decoder.layers."
+    qkv, fc1 = tensors[at + "self_attention.linear_qkv.weight"][1], tensors[at + "mlp.linear_fc1.weight"][1]
+    if family == "llama":
+        by_group = qkv.view(GROUPS, HEADS // GROUPS + 2, head_dim, HIDDEN)
+        expected = {
+            "model.embed_tokens.weight": tensors["embedding.word_embeddings.weight"],
+            "model.layers.1.self_attn.q_proj.weight": by_group[:, :-2].reshape(-1, HIDDEN),
+            "model.layers.1.self_attn.k_proj.weight": by_group[:, -2].reshape(-1, HIDDEN),
+            "model.layers.1.self_attn.v_proj.weight": by_group[:, -1].reshape(-1, HIDDEN),
+            "model.layers.1.mlp.gate_proj.weight": fc1[:FFN],
+            "model.layers.1.mlp.up_proj.weight": fc1[FFN:],
+            "model.layers.0.post_attention_layernorm.weight": tensors[at + "mlp.linear_fc1.layer_norm_weight"][0],
+            "lm_head.weight": tensors["output_layer.weight"],
+        }
+        assert len(found) == 3 + 2 * 9 and not config["tie_word_embeddings"] and config["num_key_value_heads"] == GROUPS
+        assert config["rope_theta"] == 5000 and config["rms_norm_eps"] == 1e-6
+    else:
+        by_head = qkv.view(HEADS, 3, head_dim, HIDDEN)
+        expected = {
+            "transformer.wpe.weight": tensors["embedding.position_embeddings.weight"],
+            "transformer.h.1.attn.c_attn.weight": by_head.transpose(0, 1).reshape(-1, HIDDEN).t(),
+            "transformer.h.1.mlp.c_fc.weight": fc1.t(),
+            "transformer.ln_f.bias": tensors["decoder.final_layernorm.bias"],
+        }
+        assert len(found) == 4 + 2 * 12 and config["tie_word_embeddings"] and config["n_positions"] == 32
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_transformers_loads_the_folder(tmp_path, family):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    source, _ = hugging_face_source(tmp_path, family)
+    convert(source, tmp_path / "hf", to="hf")
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(info.values()) and model(torch.arange(6)[None]).logits.isfinite().all()
+
+
+def test_hugging_face_mistakes(megatron, tmp_path):
+    with pytest.raises(ConversionError, match="this model has MLPs with a gate .* and biases"):
+        convert(megatron, tmp_path / "hf", to="hf")
+    source, _ = hugging_face_source(tmp_path / "llama", "llama")
+    with pytest.raises(ConversionError, match="Omit --layout and --tensor-parallel"):
+        convert(source, tmp_path / "hf", to="hf", tensor_parallel=2)
+    with pytest.raises(ConversionError, match="cannot write a .safetensors file"):
+        convert(source, tmp_path / "hf.safetensors", to="hf")
+
+
 @pytest.mark.parametrize("option", ["plain", "fuse_qkv_params", "output_layernorm"])
 def test_transformer_engine_layer_names_round_trip(tmp_path, option):
     from weft.compat._transformer_layer import TransformerLayer

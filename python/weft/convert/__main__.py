@@ -4,6 +4,7 @@
   python -m weft.convert SOURCE TARGET --to torch_dist     Megatron's distributed checkpoint, for any number of ranks
   python -m weft.convert SOURCE TARGET --to te             names of transformer_engine.pytorch.TransformerLayer
   python -m weft.convert SOURCE TARGET --to pt             one file, or mp_rank_XX/model_optim_rng.pt for each rank
+  python -m weft.convert SOURCE TARGET --to hf             a folder that transformers loads: Llama, GPT-2
   python -m weft.convert inspect SOURCE                    list the contents of a checkpoint
   python -m weft.convert verify TARGET                     compare a converted checkpoint with its report
   python -m weft.convert verify ONE OTHER                  compare two checkpoints of any formats

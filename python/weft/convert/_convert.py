@@ -6,18 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-from . import _atomic_write, _safetensors, _torch_dist, _torch_zip
+from . import _atomic_write, _hugging_face, _safetensors, _torch_dist, _torch_zip
 from ._check import verify
 from ._content import Content, decode_values
 from ._formats import RAW, open_checkpoint
 from ._lazy_tensor import ConversionError, LazyTensor, OnWrite
 from ._model import Model, add_empty_states, apply_layout, check_groups, join_qkv, read_model, resolve_heads, split_qkv
-from ._name_table import LAYOUTS, NameTable, read_names
+from ._name_table import HUGGING_FACE, LAYOUTS, NameTable, read_names
 from ._progress import Progress
 from ._report import NamedTensor, make_report, report_path
 
-TARGETS = {"torch_dist": "megatron", "safetensors": "native", "te": "te", "pt": "megatron"}  # format: default layout
-FILES = {"torch_dist": (), "safetensors": (".safetensors",), "te": (".safetensors", ".pt"), "pt": (".pt",)}
+# format: default layout
+TARGETS = {"torch_dist": "megatron", "safetensors": "native", "te": "te", "pt": "megatron", "hf": HUGGING_FACE}
+FILES = {"torch_dist": (), "safetensors": (".safetensors",), "te": (".safetensors", ".pt"), "pt": (".pt",), "hf": ()}
 SUFFIXES = (".safetensors", ".pt")  # of a target that is a single file
 SHARD_SIZE = 4 << 30
 
@@ -45,7 +46,8 @@ def convert(
     Args:
         source: a file, a folder, or a folder of iterations. Its format is detected.
         target: a folder, or a file that ends in ``.safetensors`` or ``.pt``.
-        to: target format: ``"torch_dist"``, ``"safetensors"``, ``"te"`` or ``"pt"``.
+        to: target format: ``"torch_dist"``, ``"safetensors"``, ``"te"``, ``"pt"``, or ``"hf"``: a folder that
+            Hugging Face's transformers loads as Llama or GPT-2.
         layout: names to write: ``"native"``, ``"te"`` or ``"megatron"``; None: those of `to`.
         tensor_parallel: number of ranks whose shards are written.
         names: JSON file with name rules that take precedence over the table.
@@ -76,7 +78,7 @@ def convert(
     _atomic_write.reject_existing(target, overwrite)
     model = _read(source, table, check, strict)
     model.stacked &= not unstacked
-    _prepare_model(model, table, to, layout, split, heads, groups)
+    config = _prepare_model(model, table, to, layout, split, heads, groups)
     check_groups(model, heads, groups, tensor_parallel)
     only_tensors = layout != "megatron" and (to in ("pt", "torch_dist") or target.suffix == ".pt")
     ranks = _rank_contents(model, table, to, layout, tensor_parallel, only_tensors)
@@ -91,6 +93,8 @@ def convert(
     report_file = report_path(target, single) if single else None
     with _atomic_write.atomic_target(target, single, overwrite, report_file) as partial:
         _write(partial, target.suffix, to, layout, ranks, shard_size, on_write)
+        if config is not None:
+            (partial / _hugging_face.CONFIG).write_text(json.dumps(config, indent=1) + "\n")
         report = make_report(model, to, layout, ranks)
         text = json.dumps(report, indent=1) + "\n"
         if not single:
@@ -121,7 +125,9 @@ def _read(source: Path | str, names: NameTable, check: bool, strict: bool) -> Mo
 def _check_request(to: str, layout: str, ranks: int, suffix: str) -> None:
     if to not in TARGETS:
         raise ConversionError(f"to is {to!r}, expected one of {', '.join(TARGETS)}")
-    if layout not in LAYOUTS:
+    if to == "hf" and (layout != HUGGING_FACE or ranks > 1):
+        raise ConversionError("--to hf writes one model under transformers' names. Omit --layout and --tensor-parallel")
+    if to != "hf" and layout not in LAYOUTS:
         raise ConversionError(f"layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
     if suffix in SUFFIXES and suffix not in FILES[to]:
         raise ConversionError(f"--to {to} cannot write a {suffix} file. Give a folder or another ending")
@@ -137,8 +143,14 @@ def _check_request(to: str, layout: str, ranks: int, suffix: str) -> None:
 
 def _prepare_model(
     model: Model, names: NameTable, to: str, layout: str, split: bool, heads: int | None, groups: int | None
-) -> None:
-    """Splits or joins query, key and value, and adds the `_extra_state`s that Megatron expects."""
+) -> dict[str, Any] | None:
+    """Splits or joins query, key and value, and adds the `_extra_state`s that Megatron expects. Returns config.json of
+    transformers, if it is to be written."""
+    if to == "hf":
+        counts = resolve_heads(model.common, heads, groups)
+        if any("self_attention.q." in native for native in model.entries):
+            join_qkv(model, names, counts)
+        return _hugging_face.convert_names(model, names, counts)
     separate = any("self_attention.q." in native for native in model.entries)
     if layout == "megatron" and split:
         raise ConversionError("Megatron stores query, key and value as one matrix. Omit --split-qkv")
@@ -148,6 +160,7 @@ def _prepare_model(
         split_qkv(model, names, resolve_heads(model.common, heads, groups))
     if to == "torch_dist" and layout == "megatron":
         add_empty_states(model, names)
+    return None
 
 
 def _rank_contents(
@@ -155,7 +168,8 @@ def _rank_contents(
 ) -> list[Content]:
     """Returns the contents of each rank's files."""
     ranks = []
-    for entries in apply_layout(model, names, layout, count):
+    own_names = [{name: (entry.lazy, entry.sources) for name, entry in model.entries.items()}]
+    for entries in own_names if to == "hf" else apply_layout(model, names, layout, count):
         if to == "torch_dist" and layout == "megatron":
             sources = {name: of for name, (_, of) in entries.items()}
             stacks = names.stacks() if model.stacked else []

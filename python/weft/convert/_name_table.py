@@ -21,6 +21,7 @@ from ..checkpoint import Placement
 from ._lazy_tensor import ConversionError
 
 LAYOUTS = ("native", "te", "megatron")
+HUGGING_FACE = "hugging_face"  # written only
 
 
 @dataclass(frozen=True)
