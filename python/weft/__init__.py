@@ -2,9 +2,8 @@
 
 import torch
 
-__version__ = "0.1.0"
-
 from ._built_with import TORCH as _built_with_torch
+from ._built_with import VERSION as __version__
 
 if torch.__version__.split(".")[:2] != _built_with_torch.split(".")[:2]:  # the C++ ABI is stable within a minor version
     raise ImportError(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from . import _C, _dispatcher
+from . import _C, _dispatcher, _log
 from ._arguments import reject_unknown
 
 if TYPE_CHECKING:
@@ -123,6 +123,7 @@ class PipelineModule(torch.nn.Module):
                 program.single.revalidate(version)
             return program
         segments = _connect_channels(_partition(entries))
+        _log.log_segments(self, segments)
         checks = self._single_runner_checks(segments)
         for segment in segments:
             if segment.reason is None:

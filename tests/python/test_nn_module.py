@@ -609,6 +609,13 @@ def test_profiler_shows_pipelines_and_backward():
     names = [event.name for event in profile.events()]
     assert names.count("weft::pipeline") == 1
     assert any("WeftPipelineBackward" in name for name in names)
+    plan = module.explain(rows(requires_grad=True)).data[0]
+    for steps, suffix in ((plan["forward"], ""), (plan["backward"], " backward")):
+        for step in steps:
+            assert not step["runs"] or f"weft::{step['name']}{suffix}" in names, step
+    events = {event.name: event for event in profile.events()}
+    inner, outer = (events[name].time_range for name in (f"weft::{plan['forward'][0]['name']}", "weft::pipeline"))
+    assert outer.start <= inner.start and inner.end <= outer.end
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

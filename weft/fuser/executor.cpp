@@ -1,6 +1,9 @@
 #include "weft/fuser/executor.h"
 
 #include <ATen/ops/add.h>
+#include <ATen/record_function.h>
+
+#include <optional>
 
 #include "weft/core/errors.h"
 #include "weft/core/ownership.h"
@@ -18,6 +21,20 @@ using ops::Params;
 Params params_of(const ops::OpPlan& plan, const Frame& frame) {
   return {frame.params + plan.param_base, plan.needs_param_grad.size()};
 }
+
+/// A range of torch.profiler, "weft::mlp_block" or "weft::GELU backward". Costs one check if no profiler runs.
+class ProfilerRange {
+ public:
+  ProfilerRange(std::string_view name, const char* pass) {
+    if (!at::hasCallbacks()) return;
+    range_.emplace(at::RecordScope::FUNCTION);
+    if (range_->isActive()) range_->before("weft::" + std::string(name) + pass);
+  }
+
+ private:
+  std::optional<at::RecordFunction> range_;
+};
+constexpr const char *kForward = "", *kBackward = " backward";
 
 bool enough_rows(const Step& step, const at::Tensor& t) {
   return step.min_rows == 0 || ops::has_rows(t, step.min_rows);
@@ -42,6 +59,7 @@ Gradient backward_unfused(const Pipeline& pipeline, const Plan& plan, Frame& fra
   for (int i = step.first + step.count - 1; i >= step.first; --i) {
     if (!any_gradient(pipeline, frame, i, dy.value)) continue;
     OpContext ctx(plan.ops[i], frame, i, nullptr, &dy.packed);
+    const ProfilerRange range(pipeline.op(i).name(), kBackward);
     dy = with_label(pipeline.label(i),
                     [&] { return pipeline.op(i).backward(ctx, dy.value, params_of(plan.ops[i], frame)); });
   }
@@ -94,6 +112,7 @@ void check_sizes(const Pipeline& pipeline, const Plan& plan, const Frame& frame,
 at::Tensor forward_fused(const Pipeline& pipeline, const Plan& plan, Frame& frame, const Step& step,
                          const at::Tensor& x) {
   StepContext ctx(plan.ops.data(), frame, plan.saves.data(), step);
+  const ProfilerRange range(step.rule, kForward);
   try {
     return step.fused.forward->forward(ctx, x);
   } catch (c10::Error& error) {
@@ -117,6 +136,7 @@ at::Tensor run_forward(const Pipeline& pipeline, const Plan& plan, Frame& frame,
       for (int i = step.first; i < step.first + step.count; ++i) {
         if (plan.process_local) check_dtype(pipeline, i, "input", x.scalar_type());  // not known to the plan
         OpContext ctx(plan.ops[i], frame, i);
+        const ProfilerRange range(pipeline.op(i).name(), kForward);
         x = with_label(pipeline.label(i),
                        [&] { return pipeline.op(i).forward(ctx, x, params_of(plan.ops[i], frame)); });
       }
@@ -132,6 +152,7 @@ Gradient backward_fused(const Pipeline& pipeline, const Plan& plan, Frame& frame
                         const Gradient& dy) {
   const auto& step = planned.step;
   StepContext ctx(plan.ops.data(), frame, plan.saves.data(), step, planned.packed_dx_min_rows);
+  const ProfilerRange range(step.rule, kBackward);
   try {
     return step.fused.backward->backward(ctx, dy);
   } catch (c10::Error& error) {

@@ -18,6 +18,9 @@ namespace {
 /// Incremented whenever an attribute of any weft module is set; runners then revalidate themselves.
 std::atomic<uint64_t> modules_version{1};
 
+/// Whether new plans are logged: TORCH_LOGS="+weft".
+std::atomic<bool> logs_plans{false};
+
 /// The hook dictionaries that torch.nn.Module.__call__ reads.
 constexpr const char* kHooks[] = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"};
 constexpr const char* kGlobalHooks[] = {"_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
@@ -282,6 +285,19 @@ class Runner {
     return list;
   }
 
+  /// Logs the plan of a call that has none yet.
+  void log_new_plan(const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras, uint64_t mask) const {
+    std::string text;
+    {
+      const PythonCallGuard guard({&ops_, nullptr});
+      const py::gil_scoped_release release;
+      const auto before = fuser_->plans_made();
+      fuser_->plan(x, params, extras, mask);
+      if (fuser_->plans_made() != before) text = fuser::explain(*fuser_, x, params, extras, mask).text();
+    }
+    if (!text.empty()) py::module_::import("weft._log").attr("log_plan")(label(), text);
+  }
+
   /// Raises under make_fx, which would record the results of this call as constants.
   void check_not_recorded() const {
     using c10::impl::TorchDispatchModeTLS;
@@ -301,6 +317,7 @@ class Runner {
     const auto mask = modes_.empty() ? 0 : eval_mask();
     const auto* recipe = fuser_->pipeline().quantizes() ? quant::find_recipe(quant::active_recipe()) : nullptr;
     const bool delayed = recipe && recipe->is_delayed();
+    if (logs_plans.load(std::memory_order_relaxed)) log_new_plan(x, params, extras, mask);
     auto buffers = buffers_of(keywords);
     if (recipe) add_quantized(buffers, delayed);
     fuser::Tensors outputs;
@@ -421,6 +438,7 @@ void bind_runner(py::module_& m) {
   m.def(
       "invalidate_runners", [] { ++modules_version; },
       "Makes every runner check whether it still matches its modules.");
+  m.def("set_plan_logging", [](bool on) { logs_plans = on; }, py::arg("on"), "Whether new plans are logged.");
   m.def("modules_version", [] { return modules_version.load(); }, "The number of invalidations so far.");
 }
 

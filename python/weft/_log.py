@@ -1,0 +1,29 @@
+"""Messages of the logger ``weft``, which ``TORCH_LOGS="+weft"`` prints: plans with the fusions that were rejected, and
+modules that cannot be part of a pipeline."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from . import _C
+
+if TYPE_CHECKING:
+    from ._segments import Segment
+
+_logger = logging.getLogger("weft")
+
+
+def log_plan(label: str, text: str) -> None:
+    """Logs the plan of a first call of this kind. Called from C++."""
+    _logger.debug("plan of a pipeline that begins with %s:\n%s", label, text.rstrip())
+
+
+def log_segments(owner: object, segments: list[Segment]) -> None:
+    """Logs why modules are called between pipelines. Their new plans are logged from now on, or no longer."""
+    enabled = _logger.isEnabledFor(logging.DEBUG)  # not known at import: torch imports weft to read TORCH_LOGS
+    _C.set_plan_logging(enabled)
+    for segment in segments:
+        if enabled and segment.reason is not None:
+            module = type(segment.modules[0]).__name__
+            _logger.debug("%s: %s is not part of a pipeline: %s", type(owner).__name__, module, segment.reason)
