@@ -33,11 +33,12 @@ the workflow that runs them.
 | `install()` | `import transformer_engine` resolves to weft in this process. ImportError if the real package exists |
 | `install(replace=True)` | does not raise; modules of the real package that were already imported are replaced |
 | `install(recipes="high_precision")` | regions run unquantized, with one warning. By default linears are quantized |
-| a second `install()` | only sets `recipes`, if given |
+| `install(cuda="cpu")` | code that asks for CUDA runs on the CPU, in this thread: `device="cuda"`, `.to("cuda")`, `.cuda()`, `torch.autocast("cuda")`, seeds, `torch.cuda.synchronize` and the like. `torch.cuda.is_available()` stays False. RuntimeError if torch has CUDA |
+| a second `install()` | only sets `recipes` and `cuda`, if given |
 | `install()` after a failed import | raises if the real package is installed, even though it cannot be imported |
 | `install()` and subprocesses | affects only the process that calls it; a child process must call it again |
 | `uninstall()` | undoes `install()` and restores the replaced modules |
-| `python -m weft.compat` | `--replace` and `--high-precision` as above; `-m package.module` runs a module |
+| `python -m weft.compat` | `--replace`, `--high-precision` and `--cuda-on-cpu` as above; `-m package.module` runs a module |
 
 The real package exists if it is installed or was imported. A name that is not supported raises AttributeError
 (ImportError from `from … import`) with the reason listed here, so code that tests for a name with `hasattr` or `try`

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from . import transformer_engine
+from ._cuda_on_cpu import CudaToCpuMode
 
 __all__ = ["install", "installed", "on_cpu", "uninstall"]
 
@@ -98,14 +98,11 @@ MODE_WHY = {
 }
 
 
-class _CudaToCpuMode(TorchFunctionMode):
-    """Creates tensors with device="cuda" on the CPU, and reports CUDA tensor types in Tensor.type()."""
+class _MegatronMode(CudaToCpuMode):
+    """Also reports CUDA tensor types in Tensor.type()."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if kwargs.get("device") == "cuda":
-            kwargs["device"] = "cpu"
-        result = func(*args, **kwargs)
+        result = super().__torch_function__(func, types, args, kwargs)
         if func is torch.Tensor.type and isinstance(result, str):
             return result.replace("torch.", "torch.cuda.")
         return result
@@ -117,7 +114,7 @@ def _is_relevant(record: logging.LogRecord) -> bool:
 
 
 _MISSING = object()
-_mode: _CudaToCpuMode | None = None
+_mode: _MegatronMode | None = None
 _replaced_attributes: list[tuple[Any, str, Any]] = []
 
 
@@ -156,7 +153,7 @@ def install(recipes: str | None = None, replace: bool = False) -> None:
         _replaced_attributes.append((module, name, getattr(module, name, _MISSING)))
         setattr(module, name, value)
     logging.getLogger(_RANDOM).addFilter(_is_relevant)
-    _mode = _CudaToCpuMode()
+    _mode = _MegatronMode()
     _mode.__enter__()  # type: ignore[no-untyped-call]
 
 

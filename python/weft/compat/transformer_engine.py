@@ -15,29 +15,40 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from . import _namespace, _recipes
+from ._cuda_on_cpu import CudaOnCpu
 
 __all__ = ["install", "installed", "uninstall"]
 
 _ROOT = "transformer_engine"
 _finder: _Finder | None = None
+_cuda: CudaOnCpu | None = None
 _replaced_modules: dict[str, ModuleType | None] = {}  # modules of the real package, for uninstall()
 
 
-def install(recipes: str | None = None, replace: bool = False) -> None:
-    """Makes ``import transformer_engine`` resolve to weft in this process. A second call only sets `recipes`.
+def install(recipes: str | None = None, replace: bool = False, cuda: str | None = None) -> None:
+    """Makes ``import transformer_engine`` resolve to weft in this process. A second call sets only `recipes`, `cuda`.
 
     Args:
         recipes: what a quantized region does: ``"quantize"`` (the default), or ``"high_precision"`` to run unquantized
             and warn once. None: unchanged.
         replace: replace Transformer Engine even if it is installed or was imported.
+        cuda: ``"cpu"`` runs code that asks for CUDA on the CPU, in this thread: ``device="cuda"`` and ``.to("cuda")``
+            in calls of torch, ``.cuda()``, ``torch.autocast("cuda")``, seeds, and functions of torch.cuda that
+            synchronize or ask for memory or the current device. ``torch.cuda.is_available()`` stays False. None:
+            unchanged.
 
     Raises:
         ImportError: if Transformer Engine is installed or was imported, and `replace` is False.
+        RuntimeError: if `cuda` is "cpu" and torch has CUDA.
     """
     global _finder
+    _check_cuda(cuda)
     if installed():
         _set_recipes(recipes)
+        _set_cuda(cuda)
         return
     if not replace:
         _reject_real_package()
@@ -45,11 +56,12 @@ def install(recipes: str | None = None, replace: bool = False) -> None:
     _replaced_modules.update({name: sys.modules.pop(name) for name in _loaded()})
     _finder = _Finder()
     sys.meta_path.insert(0, _finder)
+    _set_cuda(cuda)
 
 
 def uninstall() -> None:
-    """Undoes :func:`install` and restores the modules that it replaced. No-op if not installed."""
-    global _finder
+    """Undoes :func:`install` and restores what it replaced. No-op if not installed."""
+    global _finder, _cuda
     if _finder is None:
         return
     if _finder in sys.meta_path:
@@ -60,11 +72,31 @@ def uninstall() -> None:
     sys.modules.update(_replaced_modules)  # type: ignore[arg-type]
     _replaced_modules.clear()
     _recipes.set_policy("quantize")
+    if _cuda is not None:
+        _cuda.exit()
+        _cuda = None
 
 
 def installed() -> bool:
     """Whether ``import transformer_engine`` currently resolves to weft."""
     return _finder is not None and _finder in sys.meta_path
+
+
+def _check_cuda(cuda: str | None) -> None:
+    if cuda not in (None, "cpu"):
+        raise ValueError(f"install: cuda is {cuda!r}, expected 'cpu' or None.")
+    if cuda == "cpu" and torch.cuda.is_available():
+        raise RuntimeError(
+            "install: cuda is 'cpu', but torch has CUDA, which the script would no longer use. Pass it only on "
+            "machines without a GPU."
+        )
+
+
+def _set_cuda(cuda: str | None) -> None:
+    global _cuda
+    if cuda == "cpu" and _cuda is None:
+        _cuda = CudaOnCpu()
+        _cuda.enter()
 
 
 def _set_recipes(policy: str | None) -> None:

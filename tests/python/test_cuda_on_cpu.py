@@ -1,0 +1,111 @@
+"""install(cuda="cpu"): scripts that ask for CUDA run on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from weft.compat import transformer_engine as te_compat
+
+import weft
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch has CUDA")
+DEVICES = ("cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 1))
+SCRIPT = """
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Format
+
+layer = te.LayerNormMLP(64, 128).cuda()
+x = torch.randn(32, 64, device="cuda", requires_grad=True)
+with te.fp8_autocast(enabled=True, fp8_recipe=DelayedScaling(margin=0, interval=1, fp8_format=Format.HYBRID)):
+    y = layer(x)
+y.sum().backward()
+torch.cuda.synchronize()
+print(x.grad.shape, y.device, torch.cuda.current_device())
+"""
+
+
+@pytest.fixture
+def te():
+    te_compat.install(cuda="cpu")
+    yield importlib.import_module("transformer_engine.pytorch")
+    te_compat.uninstall()
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_devices_of_calls(te, device):
+    x = torch.ones(2, device=device)
+    assert x.device.type == "cpu" and x.to(device).device.type == "cpu" and x.to(device, torch.bfloat16).is_cpu
+    assert torch.zeros_like(x, device=device).is_cpu and torch.tensor([1.0], device=device).is_cpu
+    assert x.cuda() is x and torch.nn.Linear(2, 2).to(device).cuda(0).weight.is_cpu
+    assert te.Linear(2, 2, device=device).weight.is_cpu
+    with torch.device(device):
+        assert torch.empty(3).is_cpu and te.Linear(2, 2).weight.is_cpu
+
+
+def test_other_strings_stay(te):
+    assert torch.nn.functional.pad(torch.ones(1, 2), (1, 1), mode="constant").shape == (1, 4)
+    assert torch.einsum("ab,bc->ac", torch.ones(2, 2), torch.ones(2, 2)).shape == (2, 2)
+
+
+def test_autocast(te):
+    linear, x = te.Linear(16, 16), torch.randn(4, 16)
+    for region, dtype in (
+        (torch.autocast("cuda", torch.bfloat16), torch.bfloat16),
+        (torch.autocast("cuda"), torch.float16),
+        (torch.amp.autocast(device_type="cuda", dtype=torch.bfloat16), torch.bfloat16),
+        (torch.autocast("cpu", torch.bfloat16), torch.bfloat16),
+        (torch.autocast("cuda", torch.bfloat16, enabled=False), torch.float32),
+    ):
+        with region:
+            assert linear(x).dtype == dtype and (x @ x.t()).dtype == dtype
+
+
+def test_seeds(te):
+    torch.cuda.manual_seed(5)
+    first = torch.rand(3, device="cuda")
+    torch.cuda.manual_seed_all(5)
+    assert torch.equal(torch.rand(3, device="cuda"), first)
+    assert type(torch.cuda.current_device()) is int and torch.cuda.memory_allocated() == 0
+    current = torch.cuda.current_device()
+    assert torch.ones(1, device=current).is_cpu and torch.ones(1).to(current).is_cpu
+    torch.cuda.set_device(0)
+    torch.cuda.empty_cache()
+
+
+def test_uninstall_restores():
+    before = torch.Tensor.cuda, torch.nn.Module.cuda, torch.cuda.synchronize, torch.autocast.__init__
+    te_compat.install(cuda="cpu")
+    te_compat.install(cuda="cpu")  # the second call changes nothing
+    te_compat.uninstall()
+    assert before == (torch.Tensor.cuda, torch.nn.Module.cuda, torch.cuda.synchronize, torch.autocast.__init__)
+    with pytest.raises((AssertionError, RuntimeError), match="CUDA"):
+        torch.ones(1, device="cuda")
+
+
+def test_mistakes(monkeypatch):
+    with pytest.raises(ValueError, match="cuda is 'gpu', expected 'cpu' or None"):
+        te_compat.install(cuda="gpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RuntimeError, match="only on machines without a GPU"):
+        te_compat.install(cuda="cpu")
+    assert not te_compat.installed()
+
+
+def test_script_on_the_command_line(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(Path(weft.__file__).parent.parent)}
+    command = [sys.executable, "-m", "weft.compat", "--cuda-on-cpu", str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout == "torch.Size([32, 64]) cpu 0\n", done.stderr
+    without = subprocess.run(
+        [c for c in command if c != "--cuda-on-cpu"], env=environment, capture_output=True, text=True
+    )
+    assert without.returncode and "CUDA" in without.stderr
