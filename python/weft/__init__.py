@@ -2,14 +2,15 @@
 
 import torch
 
-from ._built_with import TORCH as _built_with_torch
-from ._built_with import VERSION as __version__
+from . import _built_with
 
-if torch.__version__.split(".")[:2] != _built_with_torch.split(".")[:2]:  # the C++ ABI is stable within a minor version
+__version__ = _built_with.VERSION
+
+if torch.__version__.split(".")[:2] != _built_with.TORCH.split(".")[:2]:  # the C++ ABI is stable within a minor version
     raise ImportError(
-        f"weft {__version__} was built with torch {_built_with_torch}, found torch {torch.__version__}; rebuild weft "
+        f"weft {__version__} was built with torch {_built_with.TORCH}, found torch {torch.__version__}; rebuild weft "
         "from its source folder with `pip install --no-build-isolation --force-reinstall --no-deps .`, or install "
-        f"`torch=={_built_with_torch}`."
+        f"`torch=={_built_with.TORCH}`."
     )
 
 from . import _C, checkpoint, fusion, ops, optim, quantization, recipe
