@@ -26,8 +26,10 @@ __all__ = [
     "Layout",
     "Placement",
     "create_delayed_states",
+    "distributed_state_dict",
     "gather_state_dict",
     "layout_of",
+    "load_distributed_state_dict",
     "merge",
     "set_te_keys",
     "shard_state_dict",
@@ -242,13 +244,15 @@ def gather_state_dict(module: torch.nn.Module, stacked: Mapping[str, int] | None
     for key, value in module.state_dict().items():
         if hasattr(value, "full_tensor"):  # a DTensor
             value = value.full_tensor()
-        if key in placements:
-            placement, owner = placements[key]
-            shards = [torch.empty_like(value) for _ in range(owner.tensor_parallel_size)]
-            torch.distributed.all_gather(shards, value.contiguous(), group=owner.tensor_parallel_group)
-            value = placement.merge(shards)
-        full[key] = value
+        full[key] = _gather(value, *placements[key]) if key in placements else value
     return full
+
+
+def _gather(value: torch.Tensor, placement: Placement, owner: Any) -> torch.Tensor:
+    """Returns the full tensor of the shards of the ranks of `owner`."""
+    shards = [torch.empty_like(value) for _ in range(owner.tensor_parallel_size)]
+    torch.distributed.all_gather(shards, value.contiguous(), group=owner.tensor_parallel_group)
+    return placement.merge(shards)
 
 
 def shard_state_dict(
@@ -270,3 +274,67 @@ def shard_state_dict(
             shards = placement.split(key, local[key], owner.tensor_parallel_size)
             local[key] = shards[owner.tensor_parallel_group.rank()]
     return local
+
+
+# ---- torch.distributed.checkpoint -----------------------------------------------------------------------------------
+
+
+def distributed_state_dict(module: torch.nn.Module, stacked: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """Returns the state dict of a tensor-parallel module for ``torch.distributed.checkpoint``, which otherwise takes
+    the shards of a rank for the full tensors. All ranks of the module's process groups must call it.
+
+    A sharded tensor is a DTensor that shares its memory with the module, so that it can be saved and loaded on any
+    number of ranks. Stacked tensors, and biases that are summed over ranks, are gathered.
+
+    Args:
+        module: the tensor-parallel module.
+        stacked: see :func:`layout_of`.
+
+    Returns:
+        The state dict. After ``dcp.load`` pass it to :func:`load_distributed_state_dict`.
+
+    Example::
+
+        >>> dcp.save(weft.checkpoint.distributed_state_dict(model), checkpoint_id=folder)
+        >>> state = weft.checkpoint.distributed_state_dict(model)
+        >>> dcp.load(state, checkpoint_id=folder)
+        >>> weft.checkpoint.load_distributed_state_dict(model, state)
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    placements, state = _placements_with_owners(module, None, stacked), module.state_dict()
+    meshes: dict[str, DeviceMesh] = {}
+    for key in state.keys() & placements.keys():
+        (placement, owner), value = placements[key], state[key]
+        group = owner.tensor_parallel_group
+        if isinstance(value, DTensor):
+            raise NotImplementedError(
+                f"distributed_state_dict: {key} is sharded over a tensor-parallel group and by FSDP2, which is not "
+                "supported. Save gather_state_dict(module)."
+            )
+        if placement.dim is None or placement.stacked > 1:
+            state[key] = _gather(value, placement, owner)
+            continue
+        if group.group_name not in meshes:
+            meshes[group.group_name] = DeviceMesh.from_group(group, value.device.type)
+        state[key] = DTensor.from_local(value, meshes[group.group_name], [Shard(placement.dim)], run_check=False)
+    return state
+
+
+def load_distributed_state_dict(
+    module: torch.nn.Module, state: StateDict, stacked: Mapping[str, int] | None = None
+) -> None:
+    """Loads what :func:`distributed_state_dict` returned and ``dcp.load`` filled.
+
+    Args:
+        module: the tensor-parallel module.
+        state: the state dict.
+        stacked: as for :func:`distributed_state_dict`.
+    """
+    from torch.distributed.tensor import DTensor
+
+    local = {key: value for key, value in state.items() if not isinstance(value, DTensor)}
+    local = shard_state_dict(local, module, stacked)
+    local |= {key: value.to_local() for key, value in state.items() if isinstance(value, DTensor)}
+    module.load_state_dict(local)

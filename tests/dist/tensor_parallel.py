@@ -12,13 +12,16 @@ import itertools
 import json
 import os
 import pathlib
+import shutil
 import sys
+import tempfile
 import time
 import traceback
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -654,6 +657,41 @@ def checkpoints() -> None:
         assert mine.keys() == cut.keys()
         for name in mine:
             assert torch.equal(mine[name], cut[name]), name
+
+
+def two_linears(group=None, replicated_bias: bool = False) -> ops.Sequential:
+    modes = [{} if group is None else {"tensor_parallel_mode": m, "tensor_parallel_group": group} for m in ("column", "row")]
+    return ops.Sequential(
+        ops.Linear(24, 96, dtype=torch.float64, **modes[0]),
+        ops.Linear(96, 24, dtype=torch.float64, replicated_bias=replicated_bias, **modes[1]),
+    )
+
+
+def distributed_checkpoints() -> None:
+    """torch.distributed.checkpoint saves a model of several ranks and loads it on one process, and the reverse."""
+    group = dist.group.WORLD
+    folders = [tempfile.mkdtemp() if group.rank() == 0 else None]
+    dist.broadcast_object_list(folders)
+    whole = {name: draw(*value.shape) for name, value in two_linears().state_dict().items()}
+    for replicated_bias, sharded in itertools.product((False, True), (False, True)):
+        model, other, single = two_linears(group, replicated_bias), two_linears(group, replicated_bias), two_linears()
+        model.load_state_dict(weft.checkpoint.shard_state_dict(whole, model))
+        folder = pathlib.Path(folders[0]) / f"{replicated_bias}-{sharded}"
+        dcp.save(weft.checkpoint.distributed_state_dict(model) if sharded else whole, checkpoint_id=folder)
+        state = weft.checkpoint.distributed_state_dict(other)
+        dcp.load(state, checkpoint_id=folder)
+        weft.checkpoint.load_distributed_state_dict(other, state)
+        for name, value in other.state_dict().items():
+            assert torch.equal(value, model.state_dict()[name]), name
+        state = single.state_dict()
+        dcp.load(state, checkpoint_id=folder)
+        for name, value in state.items():
+            assert torch.equal(value, whole[name]), name
+    state = weft.checkpoint.distributed_state_dict(model, stacked={"0": 2})
+    assert type(state["0.weight"]) is torch.Tensor and state["0.weight"].shape == (96, 24)
+    dist.barrier()
+    if group.rank() == 0:
+        shutil.rmtree(folders[0])
 
 
 def invalid_arguments() -> None:

@@ -22,6 +22,7 @@ LAUNCHES = {
             *LOSS,
             "sharded_head_and_loss",
             "sharded_blocks_of_logits",
+            "distributed_checkpoints",
             "single_rank_group",
             "checkpointed_block",
             "compiled_block",
@@ -32,7 +33,7 @@ LAUNCHES = {
         ],
     ),
     "3 ranks": (3, "plain", [*ALWAYS, *LOSS, "non_adjacent_ranks", "mismatches", "missing_rank"]),
-    "4 ranks": (4, "plain", [*ALWAYS, "non_adjacent_ranks", "mesh_groups", "ddp", "fsdp"]),
+    "4 ranks": (4, "plain", [*ALWAYS, "non_adjacent_ranks", "mesh_groups", "distributed_checkpoints", "ddp", "fsdp"]),
     "4 ranks, shared memory": (4, "shm", ["every_mode", "sharded_loss", "fused_block", "quantized_linears", "ddp", "fsdp"]),
 }
 
