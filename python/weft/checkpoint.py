@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -140,22 +140,35 @@ def layout_of(
     Returns:
         A dictionary of state_dict keys to :class:`Placement`. Tensors without an entry are replicated.
     """
-    return {key: placement for key, (placement, _) in _placements_with_owners(module, modes, stacked).items()}
+    return {key: placement for keys, placement, _ in _sharded_tensors(module, modes, stacked) for key in keys}
 
 
-def _placements_with_owners(
+class _ShardedTensor(NamedTuple):
+    """A tensor that is sharded over the ranks of the module that owns it."""
+
+    keys: tuple[str, ...]  # the Parameter's name and Transformer Engine's key
+    placement: Placement
+    owner: Any
+
+
+def _sharded_tensors(
     module: torch.nn.Module, modes: Mapping[str, str] | None, stacked: Mapping[str, int] | None
-) -> dict[str, tuple[Placement, Any]]:
-    """Returns {key: (placement, module that owns the tensor)}; see :func:`layout_of`."""
-    modes, stacked, found = dict(modes or {}), dict(stacked or {}), {}
+) -> list[_ShardedTensor]:
+    """Returns the sharded tensors of a module; see :func:`layout_of`."""
+    modes, stacked, found = dict(modes or {}), dict(stacked or {}), []
     for name, child in module.named_modules():
+        # The state dict of a module with activation checkpointing omits the name of the wrapper.
+        name = name.replace("_checkpoint_wrapped_module.", "").removesuffix("._checkpoint_wrapped_module")
         prefix = name + "." if name else ""
         rows = Placement(0, stacked.get(name, 1))  # of column-parallel weights and biases
         if isinstance(child, Linear):
             layout = _linear_layout(child, modes.pop(name, child.tensor_parallel_mode), rows)
         else:
             layout = _operation_layout(child, rows) if isinstance(child, NativeOperation) else {}
-        found.update({prefix + key: (placement, child) for key, placement in layout.items()})
+        te_names = child._te_names() if isinstance(child, Linear) else {}
+        for own, placement in layout.items():
+            keys = dict.fromkeys((prefix + own, prefix + te_names.get(own, own)))
+            found.append(_ShardedTensor(tuple(keys), placement, child))
         if rows in layout.values():
             stacked.pop(name, None)
     if modes or stacked:
@@ -173,8 +186,24 @@ def _linear_layout(linear: Linear, mode: str | None, rows: Placement) -> Layout:
         found = dict.fromkeys(("weight", "bias"), rows)
     if mode == "row":
         found = {"weight": Placement(1)} | ({} if linear.replicated_bias else {"bias": Placement(None)})
-    te_names = linear._te_names()  # {Parameter name: Transformer Engine's key} of the Parameters that the linear has
-    return {key: found[name] for name in te_names if name in found for key in (name, te_names[name])}
+    return {name: found[name] for name in linear._te_names() if name in found}  # Parameters that the linear has
+
+
+def _sharded_in(
+    state: StateDict, module: torch.nn.Module, stacked: Mapping[str, int] | None
+) -> dict[str, tuple[Placement, Any]]:
+    """Returns {key: (placement, owner)} of the sharded tensors in a state dict of the module, in the same order on all
+    ranks. Raises if one is missing: under another name it would be treated as replicated."""
+    found = {}
+    for keys, placement, owner in _sharded_tensors(module, None, stacked):
+        key = next((key for key in keys if key in state), None)
+        if key is None:
+            raise ValueError(
+                f"The state dict has no {keys[0]}, which is sharded over ranks. Remove wrappers and parametrizations "
+                "that rename it, or pass the state dict of this module."
+            )
+        found[key] = placement, owner
+    return found
 
 
 def _operation_layout(operation: NativeOperation, rows: Placement) -> Layout:
@@ -240,8 +269,9 @@ def gather_state_dict(module: torch.nn.Module, stacked: Mapping[str, int] | None
     Returns:
         The full state dict.
     """
-    placements, full = _placements_with_owners(module, None, stacked), {}
-    for key, value in module.state_dict().items():
+    state, full = module.state_dict(), {}
+    placements = _sharded_in(state, module, stacked)
+    for key, value in state.items():
         if hasattr(value, "full_tensor"):  # a DTensor
             value = value.full_tensor()
         full[key] = _gather(value, *placements[key]) if key in placements else value
@@ -269,19 +299,24 @@ def shard_state_dict(
         This rank's state dict.
     """
     local = dict(full)
-    for key, (placement, owner) in _placements_with_owners(module, None, stacked).items():
-        if key in local:
-            shards = placement.split(key, local[key], owner.tensor_parallel_size)
-            local[key] = shards[owner.tensor_parallel_group.rank()]
+    for keys, placement, owner in _sharded_tensors(module, None, stacked):
+        for key in keys:
+            if key in local:
+                local[key] = _own_shard(key, local[key], placement, owner)
     return local
+
+
+def _own_shard(key: str, full: torch.Tensor, placement: Placement, owner: Any) -> torch.Tensor:
+    rank: int = owner.tensor_parallel_group.rank()
+    return placement.split(key, full, owner.tensor_parallel_size)[rank]
 
 
 # ---- torch.distributed.checkpoint -----------------------------------------------------------------------------------
 
 
 def distributed_state_dict(module: torch.nn.Module, stacked: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Returns the state dict of a tensor-parallel module for ``torch.distributed.checkpoint``, which otherwise takes
-    the shards of a rank for the full tensors. All ranks of the module's process groups must call it.
+    """Returns the state dict of a tensor-parallel module for ``torch.distributed.checkpoint``, which would treat each
+    rank's shard as the full tensor. All ranks of the module's process groups must call it.
 
     A sharded tensor is a DTensor that shares its memory with the module, so that it can be saved and loaded on any
     number of ranks. Stacked tensors, and biases that are summed over ranks, are gathered.
@@ -303,23 +338,28 @@ def distributed_state_dict(module: torch.nn.Module, stacked: Mapping[str, int] |
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
-    placements, state = _placements_with_owners(module, None, stacked), module.state_dict()
+    state = module.state_dict()
     meshes: dict[str, DeviceMesh] = {}
-    for key in state.keys() & placements.keys():
-        (placement, owner), value = placements[key], state[key]
-        group = owner.tensor_parallel_group
+    for key, (placement, owner) in _sharded_in(state, module, stacked).items():
+        value, group = state[key], owner.tensor_parallel_group
         if isinstance(value, DTensor):
             raise NotImplementedError(
                 f"distributed_state_dict: {key} is sharded over a tensor-parallel group and by FSDP2, which is not "
                 "supported. Save gather_state_dict(module)."
             )
-        if placement.dim is None or placement.stacked > 1:
+        if not _is_shard(placement):
             state[key] = _gather(value, placement, owner)
             continue
         if group.group_name not in meshes:
             meshes[group.group_name] = DeviceMesh.from_group(group, value.device.type)
+        assert placement.dim is not None
         state[key] = DTensor.from_local(value, meshes[group.group_name], [Shard(placement.dim)], run_check=False)
     return state
+
+
+def _is_shard(placement: Placement) -> bool:
+    """Whether DTensor has this placement; others are gathered."""
+    return placement.dim is not None and placement.stacked == 1
 
 
 def load_distributed_state_dict(
@@ -334,7 +374,13 @@ def load_distributed_state_dict(
     """
     from torch.distributed.tensor import DTensor
 
-    local = {key: value for key, value in state.items() if not isinstance(value, DTensor)}
-    local = shard_state_dict(local, module, stacked)
-    local |= {key: value.to_local() for key, value in state.items() if isinstance(value, DTensor)}
+    local = dict(state)
+    for key, (placement, owner) in _sharded_in(state, module, stacked).items():
+        value = state[key]
+        if isinstance(value, DTensor) != _is_shard(placement):
+            raise ValueError(
+                f"load_distributed_state_dict: {key} is {'' if isinstance(value, DTensor) else 'not '}a DTensor. Pass "
+                "the result of distributed_state_dict, and the same `stacked`."
+            )
+        local[key] = value.to_local() if isinstance(value, DTensor) else _own_shard(key, value, placement, owner)
     module.load_state_dict(local)

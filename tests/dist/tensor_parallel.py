@@ -23,8 +23,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -659,12 +661,14 @@ def checkpoints() -> None:
             assert torch.equal(mine[name], cut[name]), name
 
 
-def two_linears(group=None, replicated_bias: bool = False) -> ops.Sequential:
+def six_linears(group=None, replicated_bias: bool = False) -> ops.Sequential:
+    """Three column-parallel and three row-parallel linears of equal shapes."""
     modes = [{} if group is None else {"tensor_parallel_mode": m, "tensor_parallel_group": group} for m in ("column", "row")]
-    return ops.Sequential(
-        ops.Linear(24, 96, dtype=torch.float64, **modes[0]),
-        ops.Linear(96, 24, dtype=torch.float64, replicated_bias=replicated_bias, **modes[1]),
-    )
+    model = ops.Sequential()
+    for _ in range(3):
+        model.append(ops.Linear(24, 96, dtype=torch.float64, **modes[0]))
+        model.append(ops.Linear(96, 24, dtype=torch.float64, replicated_bias=replicated_bias, **modes[1]))
+    return model
 
 
 def distributed_checkpoints() -> None:
@@ -672,9 +676,9 @@ def distributed_checkpoints() -> None:
     group = dist.group.WORLD
     folders = [tempfile.mkdtemp() if group.rank() == 0 else None]
     dist.broadcast_object_list(folders)
-    whole = {name: draw(*value.shape) for name, value in two_linears().state_dict().items()}
+    whole = {name: draw(*value.shape) for name, value in six_linears().state_dict().items()}
     for replicated_bias, sharded in itertools.product((False, True), (False, True)):
-        model, other, single = two_linears(group, replicated_bias), two_linears(group, replicated_bias), two_linears()
+        model, other, single = six_linears(group, replicated_bias), six_linears(group, replicated_bias), six_linears()
         model.load_state_dict(weft.checkpoint.shard_state_dict(whole, model))
         folder = pathlib.Path(folders[0]) / f"{replicated_bias}-{sharded}"
         dcp.save(weft.checkpoint.distributed_state_dict(model) if sharded else whole, checkpoint_id=folder)
@@ -687,8 +691,27 @@ def distributed_checkpoints() -> None:
         dcp.load(state, checkpoint_id=folder)
         for name, value in state.items():
             assert torch.equal(value, whole[name]), name
-    state = weft.checkpoint.distributed_state_dict(model, stacked={"0": 2})
-    assert type(state["0.weight"]) is torch.Tensor and state["0.weight"].shape == (96, 24)
+    stacked = {"0": 2, "2": 2, "4": 3}
+    model.load_state_dict(weft.checkpoint.shard_state_dict(whole, model, stacked))
+    state = weft.checkpoint.distributed_state_dict(model, stacked)
+    assert all(torch.equal(state[f"{name}.weight"], whole[f"{name}.weight"]) for name in stacked)
+    other = six_linears(group, True)
+    weft.checkpoint.load_distributed_state_dict(other, state, stacked)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    parametrized = six_linears(group)
+    torch.nn.utils.parametrizations.weight_norm(parametrized[0])
+    for call, text in (
+        (lambda: weft.checkpoint.load_distributed_state_dict(other, state), "0.weight is not a DTensor"),
+        (lambda: weft.checkpoint.distributed_state_dict(parametrized), "has no 0.weight"),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError("nothing raised")
+    wrapped = ops.Sequential(checkpoint_wrapper(six_linears(group, True)))
+    assert isinstance(weft.checkpoint.distributed_state_dict(wrapped)["0.0.weight"], DTensor)
     dist.barrier()
     if group.rank() == 0:
         shutil.rmtree(folders[0])

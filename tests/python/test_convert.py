@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from weft.checkpoint import Placement
 from weft.convert import ConversionError, _lazy_tensor, compare, convert, inspect, verify
@@ -319,7 +320,8 @@ def test_hugging_face_folder(tmp_path, family):
     report = convert(source, tmp_path / "hf", to="hf")
     load_file = pytest.importorskip("safetensors.torch").load_file
     found, config = load_file(tmp_path / "hf/model.safetensors"), json.loads((tmp_path / "hf/config.json").read_text())
-    assert len(found) == report["tensors"] and all("no such state" in why for why in report["skipped"].values())
+    assert len(found) == report["tensors"] and "args" in report["skipped"]
+    assert all("transformers has no" in why for why in report["skipped"].values())
     head_dim, at = HIDDEN // HEADS, "decoder.layers."
     qkv, fc1 = tensors[at + "self_attention.linear_qkv.weight"][1], tensors[at + "mlp.linear_fc1.weight"][1]
     if family == "llama":
@@ -349,19 +351,87 @@ def test_hugging_face_folder(tmp_path, family):
         assert torch.equal(found[name], tensor), name
 
 
+def plain_logits(tensors: dict[str, torch.Tensor], llama: bool, tokens: torch.Tensor) -> torch.Tensor:
+    """The logits of a model with Megatron's tensors, in plain torch."""
+    at, head_dim, groups = "decoder.layers.", HIDDEN // HEADS, GROUPS if llama else HEADS
+    zero = torch.zeros(2, 1)
+
+    def norm(x: torch.Tensor, name: str, layer: int | None) -> torch.Tensor:
+        weight, bias = (tensors.get(name + kind) for kind in ("weight", "bias"))
+        weight, bias = (t if t is None or layer is None else t[layer] for t in (weight, bias))
+        return F.rms_norm(x, (HIDDEN,), weight, 1e-6) if llama else F.layer_norm(x, (HIDDEN,), weight, bias, 1e-6)
+
+    def linear(x: torch.Tensor, name: str, layer: int) -> torch.Tensor:
+        return x @ tensors[f"{at}{name}.weight"][layer].t() + tensors.get(f"{at}{name}.bias", zero)[layer]
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:  # [tokens, heads, head_dim]
+        if not llama:
+            return x
+        angles = torch.outer(
+            tokens.new_tensor(range(len(x))).float(), 5000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+        )
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        first, second = x.chunk(2, -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    x = tensors["embedding.word_embeddings.weight"][tokens]
+    x = x if llama else x + tensors["embedding.position_embeddings.weight"][: len(tokens)]
+    for layer in range(2):
+        qkv = linear(norm(x, at + "self_attention.linear_qkv.layer_norm_", layer), "self_attention.linear_qkv", layer)
+        qkv = qkv.view(len(x), groups, -1, head_dim)
+        q, k, v = rotate(qkv[:, :, :-2].flatten(1, 2)), rotate(qkv[:, :, -2]), qkv[:, :, -1]
+        q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1).flatten(1)
+        x = x + linear(y, "self_attention.linear_proj", layer)
+        h = linear(norm(x, at + "mlp.linear_fc1.layer_norm_", layer), "mlp.linear_fc1", layer)
+        h = F.silu(h[:, :FFN]) * h[:, FFN:] if llama else F.gelu(h, approximate="tanh")
+        x = x + linear(h, "mlp.linear_fc2", layer)
+    head = tensors.get("output_layer.weight", tensors["embedding.word_embeddings.weight"])
+    return norm(x, "decoder.final_layernorm.", None) @ head.t()
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_transformers_loads_the_folder(tmp_path, family):
+def test_transformers_computes_the_same(tmp_path, family):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    source, _ = hugging_face_source(tmp_path, family)
+    source, tensors = hugging_face_source(tmp_path, family)
     convert(source, tmp_path / "hf", to="hf")
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
-    assert not any(info.values()) and model(torch.arange(6)[None]).logits.isfinite().all()
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", output_loading_info=True, dtype=torch.float32
+    )
+    assert not any(info.values())
+    tokens = torch.tensor([3, 1, 4, 1, 5, 9])
+    torch.testing.assert_close(model(tokens[None]).logits[0], plain_logits(tensors, family == "llama", tokens))
 
 
 def test_hugging_face_mistakes(megatron, tmp_path):
-    with pytest.raises(ConversionError, match="this model has MLPs with a gate .* and biases"):
+    with pytest.raises(ConversionError, match="this model has MLPs with a gate, no position embeddings, layers.0"):
         convert(megatron, tmp_path / "hf", to="hf")
-    source, _ = hugging_face_source(tmp_path / "llama", "llama")
+    source, tensors = hugging_face_source(tmp_path / "llama", "llama")
+    common = {"args": argparse.Namespace(num_attention_heads=HEADS, num_query_groups=GROUPS)}
+    biased = tensors | {"decoder.final_layernorm.bias": torch.zeros(HIDDEN)}
+    changes = {
+        "final_norm.bias": (biased, common),
+        "no matrix embedding.weight": (
+            {name: t for name, t in tensors.items() if "embedding" not in name},
+            common,
+        ),
+        "rotary_percent of this model": (
+            tensors,
+            {"args": argparse.Namespace(num_attention_heads=HEADS, num_query_groups=GROUPS, rotary_percent=0.5)},
+        ),
+        "apply_layernorm_1p of this model": (
+            tensors,
+            {"args": argparse.Namespace(num_attention_heads=HEADS, num_query_groups=GROUPS, apply_layernorm_1p=True)},
+        ),
+    }
+    for i, (text, (changed, saved)) in enumerate(changes.items()):
+        with pytest.raises(ConversionError, match=text):
+            convert(save_dcp(tmp_path / f"changed{i}", changed, saved), tmp_path / "hf", to="hf")
+    with pytest.raises(ConversionError, match="Omit --split-qkv"):
+        convert(source, tmp_path / "hf", to="hf", split=True)
+    gpt2, _ = hugging_face_source(tmp_path / "gpt2", "gpt2")
+    with pytest.raises(ConversionError, match="no query groups"):
+        convert(gpt2, tmp_path / "hf", to="hf", groups=2)
     with pytest.raises(ConversionError, match="Omit --layout and --tensor-parallel"):
         convert(source, tmp_path / "hf", to="hf", tensor_parallel=2)
     with pytest.raises(ConversionError, match="cannot write a .safetensors file"):

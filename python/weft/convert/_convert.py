@@ -75,6 +75,8 @@ def convert(
     target, layout, table = Path(target), layout or TARGETS.get(to, ""), read_names(names)
     single = target.suffix in SUFFIXES
     _check_request(to, layout, tensor_parallel, target.suffix)
+    if to == "hf" and (split or unstacked):
+        raise ConversionError("--to hf fixes how tensors are split. Omit --split-qkv and --unstacked")
     _atomic_write.reject_existing(target, overwrite)
     model = _read(source, table, check, strict)
     model.stacked &= not unstacked

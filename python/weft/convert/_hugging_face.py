@@ -14,7 +14,7 @@ import torch
 
 from ._coverage import SliceBounds
 from ._lazy_tensor import ConversionError, LazyTensor, cat, chunk
-from ._model import Entry, HeadCounts, Model, split_qkv
+from ._model import Entry, HeadCounts, Model, saved_arguments, split_qkv
 from ._name_table import NameTable
 
 CONFIG = "config.json"
@@ -49,6 +49,19 @@ OUTSIDE = {
 }
 
 
+# Arguments of Megatron with which a model computes something else than Llama or GPT-2 of transformers.
+UNSUPPORTED = (
+    "apply_layernorm_1p",
+    "normalization_1p",
+    "openai_gelu",
+    "quick_geglu",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "squared_relu",
+    "use_rope_scaling",
+)
+
+
 class TransposedTensor(LazyTensor):
     """As torch.t."""
 
@@ -61,14 +74,11 @@ class TransposedTensor(LazyTensor):
 
 def convert_names(model: Model, names: NameTable, heads: HeadCounts) -> dict[str, Any]:
     """Gives the entries of a model the names, and for GPT-2 the layout, of transformers. Returns config.json."""
+    dropped = [name for name in model.entries if name.endswith("_extra_state")]
+    for name in dropped:
+        model.skipped |= {source: "transformers has no such state" for source in model.entries.pop(name).sources}
+    model.skipped |= {name: "transformers has no place for it" for name in (*model.raw, *model.common)}
     family = _family(model)
-    model.skipped |= {
-        source: "transformers has no such state"
-        for name, entry in model.entries.items()
-        if name.endswith("_extra_state")
-        for source in entry.sources
-    }
-    model.entries = {name: entry for name, entry in model.entries.items() if not name.endswith("_extra_state")}
     config = _config(model, family, heads)
     split_qkv(model, names, heads)
     entries = dict(_llama(model) if family == "llama" else _gpt2(model))
@@ -78,34 +88,55 @@ def convert_names(model: Model, names: NameTable, heads: HeadCounts) -> dict[str
 
 
 def _family(model: Model) -> str:
-    up, down = (model.entries.get(f"layers.0.mlp.{name}.weight") for name in ("fc1", "fc2"))
-    if up is None or down is None or len(down.lazy.shape) != 2:
-        raise ConversionError("--to hf converts decoders with layers.N.mlp.fc1 and fc2: Llama and GPT-2")
-    gated = up.lazy.shape[0] == 2 * down.lazy.shape[1]
-    positions, biases = "position_embedding.weight" in model.entries, "layers.0.mlp.fc1.bias" in model.entries
+    """Returns "llama" or "gpt2". Raises for a model that is neither."""
+    for name in (
+        "embedding.weight",
+        "layers.0.self_attention.qkv.weight",
+        "layers.0.mlp.fc1.weight",
+        "layers.0.mlp.fc2.weight",
+    ):
+        if name not in model.entries or len(model.entries[name].lazy.shape) != 2:
+            raise ConversionError(f"--to hf converts decoders, Llama and GPT-2; this model has no matrix {name}")
+    args = saved_arguments(model.common)
+    wrong = [name for name in UNSUPPORTED if args.get(name)]
+    if args.get("rotary_percent", 1) != 1:
+        wrong.append("rotary_percent")
+    if wrong:
+        raise ConversionError(
+            f"--to hf: transformers' Llama and GPT-2 do not compute what {wrong[0]} of this model says"
+        )
+    gated = (
+        model.entries["layers.0.mlp.fc1.weight"].lazy.shape[0]
+        == 2 * model.entries["layers.0.mlp.fc2.weight"].lazy.shape[1]
+    )
+    positions = "position_embedding.weight" in model.entries
+    biases = sorted(name for name in model.entries if name.endswith(".bias"))
     if gated and not positions and not biases:
         return "llama"
-    if positions and not gated:
+    norms = [name for name in model.entries if re.search(r"norm\.weight$", name)]
+    if positions and not gated and all(name.replace(".weight", ".bias") in biases for name in norms):
         return "gpt2"
-    found = f"MLPs {'with' if gated else 'without'} a gate and {'with' if positions else 'without'} position embeddings"
+    found = f"MLPs {'with' if gated else 'without'} a gate, {'' if positions else 'no '}position embeddings"
     raise ConversionError(
-        "--to hf converts Llama (gated MLPs, no biases, rotary positions) and GPT-2 (position embeddings, no gate); "
-        f"this model has {found}{', and biases' if biases else ''}"
+        "--to hf converts Llama (gated MLPs, rotary positions, no biases) and GPT-2 (position embeddings, LayerNorm, "
+        f"no gate); this model has {found}, {biases[0] if biases else 'no biases'}"
     )
 
 
 def _config(model: Model, family: str, heads: HeadCounts) -> dict[str, Any]:
-    """What transformers needs to build the model. What the checkpoint does not store has its default."""
+    """What transformers needs to build the model."""
     shape = {name: entry.lazy.shape for name, entry in model.entries.items()}
     layers = 1 + max(int(found[1]) for name in shape if (found := re.match(r"layers\.(\d+)\.", name)))
     vocabulary, width = shape["embedding.weight"]
-    args = model.common.get("args", {})
-    args = args.get("of", args) if isinstance(args, dict) else {}
-    if family == "llama" and args.get("rotary_interleaved"):
-        raise ConversionError("Llama in transformers does not rotate interleaved pairs (rotary_interleaved)")
-    epsilon = args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5
+    head_dim = shape["layers.0.self_attention.qkv.weight"][0] // (heads.heads + 2 * heads.groups)
+    args = saved_arguments(model.common)
+    epsilon = args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5  # Megatron's default
     dtype = str(model.entries["embedding.weight"].lazy.dtype).removeprefix("torch.")
     if family == "gpt2":
+        if heads.groups != heads.heads or head_dim * heads.heads != width:
+            raise ConversionError(
+                f"GPT-2 of transformers has {width // heads.heads} features per head and no query groups"
+            )
         return {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
@@ -127,6 +158,7 @@ def _config(model: Model, family: str, heads: HeadCounts) -> dict[str, Any]:
         "num_hidden_layers": layers,
         "num_attention_heads": heads.heads,
         "num_key_value_heads": heads.groups,
+        "head_dim": head_dim,
         "rms_norm_eps": epsilon,
         "rope_theta": args.get("rotary_base") or 10000,
         "max_position_embeddings": args.get("max_position_embeddings") or args.get("seq_length") or 2048,

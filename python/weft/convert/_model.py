@@ -145,11 +145,16 @@ class HeadCounts:
         return [self.heads // self.groups, 1, 1]
 
 
-def resolve_heads(common: dict[str, Any], heads: int | None, groups: int | None) -> HeadCounts:
-    """Returns the given numbers, or those in Megatron's saved arguments."""
+def saved_arguments(common: dict[str, Any]) -> dict[str, Any]:
+    """Returns Megatron's arguments, if the checkpoint has them."""
     args = common.get("args", {})
     args = args.get("of", args) if isinstance(args, dict) else {}
-    args = args if isinstance(args, dict) else {}
+    return args if isinstance(args, dict) else {}
+
+
+def resolve_heads(common: dict[str, Any], heads: int | None, groups: int | None) -> HeadCounts:
+    """Returns the given numbers, or those in Megatron's saved arguments."""
+    args = saved_arguments(common)
     heads = heads or args.get("num_attention_heads")
     grouped = args.get("num_query_groups") if args.get("group_query_attention", True) else None
     groups = groups or grouped or heads
