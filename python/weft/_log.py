@@ -20,7 +20,7 @@ def log_plan(label: str, text: str) -> None:
 
 
 def log_segments(owner: object, segments: list[Segment]) -> None:
-    """Logs why modules are called between pipelines. Their new plans are logged from now on, or no longer."""
+    """Turns logging of new plans on or off, and logs why modules are called between pipelines."""
     enabled = _logger.isEnabledFor(logging.DEBUG)  # not known at import: torch imports weft to read TORCH_LOGS
     _C.set_plan_logging(enabled)
     for segment in segments:

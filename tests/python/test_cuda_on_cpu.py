@@ -6,6 +6,7 @@ import importlib
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -75,8 +76,24 @@ def test_seeds(te):
     assert type(torch.cuda.current_device()) is int and torch.cuda.memory_allocated() == 0
     current = torch.cuda.current_device()
     assert torch.ones(1, device=current).is_cpu and torch.ones(1).to(current).is_cpu
+    assert torch.nn.Linear(1, 1).to(current).weight.is_cpu and torch.nn.Linear(1, 1).to(device=current).weight.is_cpu
     torch.cuda.set_device(0)
     torch.cuda.empty_cache()
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(3, device="cuda")
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(3, device="cuda"), first) and torch.cuda.device_count() == 1
+
+
+def test_files_and_default_device(te, tmp_path):
+    torch.save({"x": torch.ones(2)}, tmp_path / "x.pt")
+    for device in DEVICES:
+        assert torch.load(tmp_path / "x.pt", map_location=device)["x"].is_cpu
+    torch.set_default_device("cuda")
+    try:
+        assert torch.ones(1).is_cpu and te.Linear(2, 2).weight.is_cpu
+    finally:
+        torch.set_default_device(None)
 
 
 def test_uninstall_restores():
@@ -87,6 +104,50 @@ def test_uninstall_restores():
     assert before == (torch.Tensor.cuda, torch.nn.Module.cuda, torch.cuda.synchronize, torch.autocast.__init__)
     with pytest.raises((AssertionError, RuntimeError), match="CUDA"):
         torch.ones(1, device="cuda")
+
+
+ORDER = """
+import torch
+from weft.compat import megatron, transformer_engine
+
+def patched():
+    functions = (torch.cuda.current_device, torch.cuda.synchronize, torch.cuda.manual_seed, torch.cuda.get_rng_state)
+    return [torch.Tensor.cuda, torch.nn.Module.to, torch.load, *functions, torch.overrides._get_current_function_mode()]
+
+before = patched()
+for word in "{order}".split():
+    owner, call = word.split(".")
+    if owner == "te":
+        transformer_engine.install(cuda="cpu") if call == "install" else transformer_engine.uninstall()
+    else:
+        getattr(megatron, call)()
+transformer_engine.uninstall()
+print(patched() == before)
+"""
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "te.install megatron.install te.uninstall megatron.uninstall",
+        "megatron.install te.install megatron.uninstall te.uninstall",
+    ],
+)
+def test_order_of_uninstall_does_not_matter(order):
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        pytest.skip("megatron.core is not installed")
+    environment = {**os.environ, "PYTHONPATH": str(Path(weft.__file__).parent.parent)}
+    command = [sys.executable, "-W", "ignore", "-c", ORDER.format(order=order)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["True"], done.stderr
+
+
+def test_mode_below_another_is_removed():
+    te_compat.install(cuda="cpu")
+    with torch.device("meta"):
+        te_compat.uninstall()
+        assert torch.empty(1).is_meta
+    assert torch.empty(1).is_cpu and torch.overrides._get_current_function_mode() is None
 
 
 def test_mistakes(monkeypatch):

@@ -16,9 +16,10 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import _push_mode
 
 from . import transformer_engine
-from ._cuda_on_cpu import CudaToCpuMode
+from ._cuda_on_cpu import CudaToCpuMode, remove_mode, replace_attribute, restore_attribute
 
 __all__ = ["install", "installed", "on_cpu", "uninstall"]
 
@@ -113,9 +114,8 @@ def _is_relevant(record: logging.LogRecord) -> bool:
     return "CPU RNG state changed" not in record.getMessage()
 
 
-_MISSING = object()
 _mode: _MegatronMode | None = None
-_replaced_attributes: list[tuple[Any, str, Any]] = []
+_replaced_attributes: list[tuple[Any, str]] = []
 
 
 def install(recipes: str | None = None, replace: bool = False) -> None:
@@ -150,11 +150,11 @@ def install(recipes: str | None = None, replace: bool = False) -> None:
             transformer_engine.uninstall()
         raise
     for module, (_, name, value, _) in zip(modules, REDIRECTIONS, strict=True):
-        _replaced_attributes.append((module, name, getattr(module, name, _MISSING)))
-        setattr(module, name, value)
+        replace_attribute(REDIRECTIONS, module, name, value)
+        _replaced_attributes.append((module, name))
     logging.getLogger(_RANDOM).addFilter(_is_relevant)
     _mode = _MegatronMode()
-    _mode.__enter__()  # type: ignore[no-untyped-call]
+    _push_mode(_mode)
 
 
 def uninstall() -> None:
@@ -162,15 +162,11 @@ def uninstall() -> None:
     global _mode
     if _mode is None:
         return
-    _mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    remove_mode(_mode)
     _mode = None
     logging.getLogger(_RANDOM).removeFilter(_is_relevant)
     while _replaced_attributes:
-        module, name, value = _replaced_attributes.pop()
-        if value is _MISSING:
-            delattr(module, name)
-        else:
-            setattr(module, name, value)
+        restore_attribute(REDIRECTIONS, *_replaced_attributes.pop())
 
 
 def installed() -> bool:

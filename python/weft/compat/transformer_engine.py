@@ -36,9 +36,9 @@ def install(recipes: str | None = None, replace: bool = False, cuda: str | None 
             and warn once. None: unchanged.
         replace: replace Transformer Engine even if it is installed or was imported.
         cuda: ``"cpu"`` runs code that asks for CUDA on the CPU, in this thread: ``device="cuda"`` and ``.to("cuda")``
-            in calls of torch, ``.cuda()``, ``torch.autocast("cuda")``, seeds, and functions of torch.cuda that
-            synchronize or ask for memory or the current device. ``torch.cuda.is_available()`` stays False. None:
-            unchanged.
+            in calls of torch, ``.cuda()``, which returns the tensor itself, ``torch.autocast("cuda")``,
+            ``torch.load``, ``torch.set_default_device``, random numbers, and functions of torch.cuda that synchronize
+            or ask for memory or devices. ``torch.cuda.is_available()`` stays False. None: unchanged.
 
     Raises:
         ImportError: if Transformer Engine is installed or was imported, and `replace` is False.
@@ -73,7 +73,7 @@ def uninstall() -> None:
     _replaced_modules.clear()
     _recipes.set_policy("quantize")
     if _cuda is not None:
-        _cuda.exit()
+        _cuda.remove()
         _cuda = None
 
 
@@ -96,7 +96,6 @@ def _set_cuda(cuda: str | None) -> None:
     global _cuda
     if cuda == "cpu" and _cuda is None:
         _cuda = CudaOnCpu()
-        _cuda.enter()
 
 
 def _set_recipes(policy: str | None) -> None:
