@@ -33,12 +33,18 @@ the workflow that runs them.
 | `install()` | `import transformer_engine` resolves to weft in this process. ImportError if the real package exists |
 | `install(replace=True)` | does not raise; modules of the real package that were already imported are replaced |
 | `install(recipes="high_precision")` | regions run unquantized, with one warning. By default linears are quantized |
-| `install(cuda="cpu")` | code that asks for CUDA runs on the CPU, in this thread: `device="cuda"`, `.to("cuda")`, `.cuda()` and `.pin_memory()`, which return the tensor itself, `torch.autocast("cuda")`, `torch.load`, `torch.set_default_device`, and functions of `torch.cuda` for seeds and random states, memory, devices and `synchronize`. Not streams, events, graphs and `torch.Generator("cuda")`. `torch.cuda.is_available()` stays False. RuntimeError if torch has CUDA |
+| `install(cuda="cpu")` | code that asks for CUDA runs on the CPU, in this thread; RuntimeError if torch has CUDA |
 | a second `install()` | only sets `recipes` and `cuda`, if given |
 | `install()` after a failed import | raises if the real package is installed, even though it cannot be imported |
 | `install()` and subprocesses | affects only the process that calls it; a child process must call it again |
 | `uninstall()` | undoes `install()` and restores the replaced modules |
-| `python -m weft.compat` | `--replace`, `--high-precision` and `--cuda-on-cpu` as above; `-m package.module` runs a module |
+| `python -m weft.compat` | `--replace`, `--high-precision`, `--cuda-on-cpu` as above; `-m package.module` too |
+
+`cuda="cpu"` redirects `device="cuda"` and `.to("cuda")` in calls of torch, `.cuda()` and `.pin_memory()`, which return
+the tensor itself, `torch.autocast("cuda")`, `torch.load`, `torch.set_default_device`, and the functions of `torch.cuda`
+for seeds and random states, memory, devices and `synchronize`; not streams, events, graphs and
+`torch.Generator("cuda")`.
+`torch.cuda.is_available()` stays False.
 
 The real package exists if it is installed or was imported. A name that is not supported raises AttributeError
 (ImportError from `from … import`) with the reason listed here, so code that tests for a name with `hasattr` or `try`
@@ -53,8 +59,8 @@ falls back as usual.
 - The bias of a row linear is replicated and added after the reduction. Under sequence parallelism this bias and the
   Parameters of norms have `.sequence_parallel = True`, and their gradients cover this rank's rows only: the training
   loop must all-reduce them, as Megatron does. (`weft.ops.Linear(replicated_bias=True)` reduces them itself.)
-- `fuse_wgrad_accumulation` adds weight gradients to `main_grad`; `is_first_microbatch=True` overwrites it in that call, and under a
-  recipe quantizes weights for this and the following micro-batches.
+- `fuse_wgrad_accumulation` adds weight gradients to `main_grad`; `is_first_microbatch=True` overwrites it in that call,
+  and under a recipe quantizes weights for this and the following micro-batches.
 - `delay_wgrad_compute` defers weight gradients to `backward_dw()`; bias gradients are computed in backward.
 - `return_bias=True` returns the Parameter itself, as Transformer Engine does. Under FSDP2 its memory is freed when the
   sharded module's forward ends, so apply `fully_shard` to a module that also adds the bias.
@@ -111,8 +117,7 @@ RUNS = (
 STOPS = (
     (
         '`moe_token_dispatcher_type="alltoall"`',
-        "transformer/moe/token_dispatcher.py:445 creates a `torch.cuda.Stream`; with `moe_permute_fusion` line 405 "
-        'creates a tensor on `torch.device("cuda")` before that',
+        "transformer/moe/token_dispatcher.py:445 creates a `torch.cuda.Stream`",
     ),
     ("`cuda_graph_impl`", "transformer/cuda_graphs.py:1406 requires a random number tracker for CUDA graphs"),
 )
