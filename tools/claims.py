@@ -12,6 +12,7 @@
     tools/claims.py readable             installation, names, layers, docstrings, errors
     tools/claims.py step                 attention, loss and whole training steps
     tools/claims.py quantization         quantized matrices, their GEMM, recipes
+    tools/claims.py users                wheels, PyTorch's tools, checkpoints, what is missing, documentation site
     tools/claims.py trust                docs/reliability.md; see --defects and --old
 
 A row is a claim and the checks that verify it (tools/claim_rows.py): tests, a benchmark with a bound, or a script. Its
