@@ -22,19 +22,24 @@ Params params_of(const ops::OpPlan& plan, const Frame& frame) {
   return {frame.params + plan.param_base, plan.needs_param_grad.size()};
 }
 
-/// A range of torch.profiler, "weft::mlp_block" or "weft::GELU backward". Costs one check if no profiler runs.
+/// Whether torch.profiler runs in this pass, and what its ranges end with. Checked once per pass.
+struct Profiler {
+  const char* suffix;
+  bool runs = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value();
+};
+
+/// A range of torch.profiler, if it runs: "weft::mlp_block", "weft::GELU backward".
 class ProfilerRange {
  public:
-  ProfilerRange(std::string_view name, const char* pass) {
-    if (!at::hasCallbacks()) return;
+  ProfilerRange(const Profiler& profiler, std::string_view name) {
+    if (!profiler.runs) return;
     range_.emplace(at::RecordScope::FUNCTION);
-    if (range_->isActive()) range_->before("weft::" + std::string(name) + pass);
+    if (range_->isActive()) range_->before("weft::" + std::string(name) + profiler.suffix);
   }
 
  private:
   std::optional<at::RecordFunction> range_;
 };
-constexpr const char *kForward = "", *kBackward = " backward";
 
 bool enough_rows(const Step& step, const at::Tensor& t) {
   return step.min_rows == 0 || ops::has_rows(t, step.min_rows);
@@ -55,11 +60,12 @@ bool any_gradient(const Pipeline& pipeline, const Frame& frame, int op, const at
   return false;
 }
 
-Gradient backward_unfused(const Pipeline& pipeline, const Plan& plan, Frame& frame, const Step& step, Gradient dy) {
+Gradient backward_unfused(const Pipeline& pipeline, const Plan& plan, Frame& frame, const Step& step, Gradient dy,
+                          const Profiler& profiler) {
   for (int i = step.first + step.count - 1; i >= step.first; --i) {
     if (!any_gradient(pipeline, frame, i, dy.value)) continue;
     OpContext ctx(plan.ops[i], frame, i, nullptr, &dy.packed);
-    const ProfilerRange range(pipeline.op(i).name(), kBackward);
+    const ProfilerRange range(profiler, pipeline.op(i).name());
     dy = with_label(pipeline.label(i),
                     [&] { return pipeline.op(i).backward(ctx, dy.value, params_of(plan.ops[i], frame)); });
   }
@@ -110,9 +116,9 @@ void check_sizes(const Pipeline& pipeline, const Plan& plan, const Frame& frame,
 }
 
 at::Tensor forward_fused(const Pipeline& pipeline, const Plan& plan, Frame& frame, const Step& step,
-                         const at::Tensor& x) {
+                         const at::Tensor& x, const Profiler& profiler) {
   StepContext ctx(plan.ops.data(), frame, plan.saves.data(), step);
-  const ProfilerRange range(step.rule, kForward);
+  const ProfilerRange range(profiler, step.rule);
   try {
     return step.fused.forward->forward(ctx, x);
   } catch (c10::Error& error) {
@@ -124,19 +130,20 @@ at::Tensor forward_fused(const Pipeline& pipeline, const Plan& plan, Frame& fram
 }  // namespace
 
 at::Tensor run_forward(const Pipeline& pipeline, const Plan& plan, Frame& frame, at::Tensor x) {
+  const Profiler profiler{""};
   for (const auto& planned : plan.forward) {
     const auto& step = planned.step;
     for (const auto& route : planned.routes)
       frame.extra_in[route.to] = route.last ? std::move(frame.extra_out[route.from]) : frame.extra_out[route.from];
     if (step.fused && enough_rows(step, x)) {
       if (plan.process_local) check_dtype(pipeline, step.first, "input", x.scalar_type());
-      x = forward_fused(pipeline, plan, frame, step, x);
+      x = forward_fused(pipeline, plan, frame, step, x, profiler);
       check_delivered(pipeline, frame, planned);
     } else {
       for (int i = step.first; i < step.first + step.count; ++i) {
         if (plan.process_local) check_dtype(pipeline, i, "input", x.scalar_type());  // not known to the plan
         OpContext ctx(plan.ops[i], frame, i);
-        const ProfilerRange range(pipeline.op(i).name(), kForward);
+        const ProfilerRange range(profiler, pipeline.op(i).name());
         x = with_label(pipeline.label(i),
                        [&] { return pipeline.op(i).forward(ctx, x, params_of(plan.ops[i], frame)); });
       }
@@ -149,10 +156,10 @@ at::Tensor run_forward(const Pipeline& pipeline, const Plan& plan, Frame& frame,
 namespace {
 
 Gradient backward_fused(const Pipeline& pipeline, const Plan& plan, Frame& frame, const PlannedStep& planned,
-                        const Gradient& dy) {
+                        const Gradient& dy, const Profiler& profiler) {
   const auto& step = planned.step;
   StepContext ctx(plan.ops.data(), frame, plan.saves.data(), step, planned.packed_dx_min_rows);
-  const ProfilerRange range(step.rule, kBackward);
+  const ProfilerRange range(profiler, step.rule);
   try {
     return step.fused.backward->backward(ctx, dy);
   } catch (c10::Error& error) {
@@ -161,6 +168,7 @@ Gradient backward_fused(const Pipeline& pipeline, const Plan& plan, Frame& frame
 }
 
 at::Tensor run_backward_steps(const Pipeline& pipeline, const Plan& plan, Frame& frame, Gradient dy) {
+  const Profiler profiler{" backward"};
   for (auto planned = plan.backward.rbegin(); planned != plan.backward.rend(); ++planned) {
     const auto& step = planned->step;
     bool any = dy.value.defined();
@@ -170,9 +178,9 @@ at::Tensor run_backward_steps(const Pipeline& pipeline, const Plan& plan, Frame&
       continue;
     }
     if (fused_backward(step, frame, dy.value)) {
-      dy = backward_fused(pipeline, plan, frame, *planned, dy);
+      dy = backward_fused(pipeline, plan, frame, *planned, dy, profiler);
     } else {
-      dy = backward_unfused(pipeline, plan, frame, step, std::move(dy));
+      dy = backward_unfused(pipeline, plan, frame, step, std::move(dy), profiler);
     }
     if (!plan.ops[step.first].needs_input_grad) dy = {};
     for (const auto& route : planned->routes)
