@@ -330,7 +330,9 @@ def distributed_state_dict(module: torch.nn.Module, stacked: Mapping[str, int] |
 
     Example::
 
-        >>> dcp.save(weft.checkpoint.distributed_state_dict(model), checkpoint_id=folder)
+        >>> import tempfile, torch.distributed.checkpoint as dcp
+        >>> folder = tempfile.mkdtemp()
+        >>> metadata = dcp.save(weft.checkpoint.distributed_state_dict(model), checkpoint_id=folder)
         >>> state = weft.checkpoint.distributed_state_dict(model)
         >>> dcp.load(state, checkpoint_id=folder)
         >>> weft.checkpoint.load_distributed_state_dict(model, state)

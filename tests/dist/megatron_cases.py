@@ -20,7 +20,7 @@ import torch.distributed as dist
 if "WEFT_MEGATRON" in os.environ:
     sys.path.insert(0, os.environ["WEFT_MEGATRON"])
 warnings.simplefilter("ignore")
-from weft.compat import megatron  # noqa: E402
+from weft.compat import _cuda_on_cpu, megatron  # noqa: E402
 
 megatron.install()
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
@@ -329,7 +329,7 @@ def recipes(folder: Path) -> None:
 def without(module, name: str, original):
     """Undoes one redirection of install()."""
     redirected = getattr(module, name)
-    if original is megatron._MISSING:
+    if original is _cuda_on_cpu._MISSING:
         delattr(module, name)
     else:
         setattr(module, name, original)
@@ -360,7 +360,8 @@ def outcome(folder: Path) -> object:
 def limits(folder: Path) -> None:
     """Each redirection is needed, and unsupported features raise where docs/compat.md says."""
     good = attempt(folder / "good")
-    for number, (module, name, original) in enumerate(megatron._replaced_attributes):
+    for number, (module, name) in enumerate(megatron._replaced_attributes):
+        original = _cuda_on_cpu._replacements[id(module), name][0][1]
         with without(module, name, original):
             got = outcome(folder / f"without{number}")
         print(f"without {module.__name__}.{name}: {got}", flush=True)
