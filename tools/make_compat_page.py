@@ -38,13 +38,12 @@ the workflow that runs them.
 | `install()` after a failed import | raises if the real package is installed, even though it cannot be imported |
 | `install()` and subprocesses | affects only the process that calls it; a child process must call it again |
 | `uninstall()` | undoes `install()` and restores the replaced modules |
-| `python -m weft.compat` | `--replace`, `--high-precision`, `--cuda-on-cpu` as above; `-m package.module` too |
+| `python -m weft.compat` | `--replace`, `--high-precision`, `--cuda-on-cpu` as above; `-m module` runs a module |
 
 `cuda="cpu"` redirects `device="cuda"` and `.to("cuda")` in calls of torch, `.cuda()` and `.pin_memory()`, which return
 the tensor itself, `torch.autocast("cuda")`, `torch.load`, `torch.set_default_device`, and the functions of `torch.cuda`
 for seeds and random states, memory, devices and `synchronize`; not streams, events, graphs and
-`torch.Generator("cuda")`.
-`torch.cuda.is_available()` stays False.
+`torch.Generator("cuda")`. `torch.cuda.is_available()` stays False.
 
 The real package exists if it is installed or was imported. A name that is not supported raises AttributeError
 (ImportError from `from … import`) with the reason listed here, so code that tests for a name with `hasattr` or `try`

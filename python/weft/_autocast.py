@@ -38,6 +38,11 @@ class _Active(threading.local):
 active = _Active()
 
 
+def called_in_backward() -> bool:
+    """Whether this runs within a backward, where gradient checkpointing repeats calls."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def reject_model_init(operation: str) -> None:
     """Raises in a region that creates quantized Parameters."""
     if active.model_init is not None:

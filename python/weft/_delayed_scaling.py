@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 
 from . import _C
-from ._autocast import Region, active
+from ._autocast import Region, active, called_in_backward
 from .recipe import DelayedScaling
 
 _ATTRIBUTE = "_delayed_scaling"
 FORWARD, BACKWARD = 0, 1
 _TENSORS = (2, 1)
+_WEIGHT = 1  # column of the weight in the part for forward
 MAX_LENGTH = 1 << 20  # of a history in a checkpoint
 _VERSION = 7766561.0  # first value of the saved form; float32 holds it exactly
 
@@ -151,7 +152,7 @@ def use_state(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     recipe = active.recipe
     assert isinstance(recipe, DelayedScaling)
     forward, backward = state_of(module, recipe.amax_history_len)
-    repeated = torch._C._current_graph_task_id() != -1
+    repeated = called_in_backward()
     records_maxima = torch.is_grad_enabled() and not repeated
     if not records_maxima:
         forward = forward.clone()
@@ -164,6 +165,29 @@ def use_state(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     assert active.region is not None
     active.region.used.setdefault(id(recipe), (recipe, {}))[1][id(module)] = module
     return forward, backward
+
+
+class WeightScaling:
+    """The scale and the maxima of one weight, for a module that quantizes it itself."""
+
+    def __init__(self, module: torch.nn.Module, weight: str, length: int) -> None:
+        states: dict[str, list[torch.Tensor]] = module.__dict__.get(_ATTRIBUTE, {})
+        if weight not in states:  # an existing history may have the length of another recipe
+            with torch.inference_mode(False):
+                states = create_states(module, (weight,), length)
+        self._forward = states[weight][FORWARD]
+
+    def scale(self) -> torch.Tensor:
+        """Returns a copy of the scale, float32 of one element."""
+        with torch.inference_mode(False):
+            return self._forward[0, _WEIGHT : _WEIGHT + 1].detach().clone()
+
+    def record(self, matrix: _C.QuantizedMatrix) -> None:
+        """Adds the maximum magnitude of the quantized weight to those of the current step."""
+        assert matrix.rowwise_amax is not None
+        with torch.inference_mode(False), torch.no_grad():
+            maxima = self._forward[1]
+            maxima[_WEIGHT] = torch.maximum(maxima[_WEIGHT], matrix.rowwise_amax[0])
 
 
 class ForwardScales:
@@ -193,7 +217,7 @@ class ForwardScales:
 def update_after_backward(output: torch.Tensor) -> None:
     """Updates the scales of the gradients of a region after the backward of its first pipeline, which ends last."""
     region = active.region
-    if region is None or region.updates_backward or torch._C._current_graph_task_id() != -1:
+    if region is None or region.updates_backward or called_in_backward():
         return
     region.updates_backward = True
     assert output.grad_fn is not None
@@ -202,7 +226,7 @@ def update_after_backward(output: torch.Tensor) -> None:
 
 def update_after_forward(region: Region) -> None:
     """Updates the scales of inputs and weights when the outermost region ends."""
-    if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+    if torch.is_grad_enabled() and not called_in_backward():
         _update(region, FORWARD)
 
 

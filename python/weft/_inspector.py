@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import _C
+from ._autocast import called_in_backward
 
 _CLIPPED = 1 + 2**-8  # a value this much larger than its quantized value was clipped, not rounded
 _TENSORS = ("input", "weight", "grad_output")
@@ -249,7 +250,7 @@ class QuantizationInspector:
         q_w: _C.QuantizedMatrix,
     ) -> None:
         linear = self._name(parameter)
-        if torch._C._current_graph_task_id() == -1:
+        if not called_in_backward():
             self._add(linear, "input", x, q_x)
             self._add(linear, "weight", w, q_w)
         else:  # gradient checkpointing repeats the call, and backward reads what this one saves

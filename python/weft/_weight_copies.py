@@ -17,11 +17,9 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 
 from . import _C
-from ._autocast import active
-from ._delayed_scaling import FORWARD, create_states
+from ._autocast import active, called_in_backward
+from ._delayed_scaling import WeightScaling
 from .recipe import DelayedScaling, Recipe
-
-_WEIGHT = 1  # index of the weight in the state of delayed scaling
 
 
 class _CallWeights(threading.local):
@@ -59,11 +57,6 @@ class _Copies(NamedTuple):
 
 def _version(weight: torch.Tensor) -> int | None:
     return None if weight.is_inference() else weight._version
-
-
-def _repeated() -> bool:
-    """Whether a call is repeated within a backward, by gradient checkpointing."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class WeightCopies:
@@ -122,17 +115,18 @@ class WeightCopies:
         if scale is not None:
             copies = self._quantize(name, weight, self._quantizer, scale, weight.dtype, columnwise=True)
         # With the scale of the last time a repeated call, or a copy of the module, has the same weight again.
-        if copies is None or not (_repeated() or copies.hold(values)):
-            state = None
+        if copies is None or not (called_in_backward() or copies.hold(values)):
+            scaling = None
             if isinstance(self.recipe, DelayedScaling):
-                state = _forward_state(module, name, self.recipe)
-                scale = self._scales[name] = _scale_in(state)
+                scaling = WeightScaling(module, name, self.recipe.amax_history_len)
+                scale = self._scales[name] = scaling.scale()
             copies = self._quantize(name, weight, self._quantizer, scale, weight.dtype, columnwise=True)
-            if state is not None:
-                _record_amax(state, copies.matrix)
-        if not copies.hold(values):
+            if scaling is not None:
+                scaling.record(copies.matrix)
+        rounded = copies.matrix.dequantize(dtype=values.dtype)
+        if not torch.equal(values, rounded):
             with torch.inference_mode(False):
-                values.copy_(copies.matrix.dequantize(dtype=values.dtype))
+                values.copy_(rounded)
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
@@ -159,21 +153,20 @@ class WeightCopies:
             return None if copies is None else copies.matrix
         assert active.quantizers is not None and active.recipe is not None
         quantizer, dtype = active.quantizers.weight, _compute_dtype(weight)
-        if copies is not None and (_repeated() or not first):
+        if copies is not None and (called_in_backward() or not first):
             unchanged = copies.weight() is weight and copies.version is not None and copies.version == _version(weight)
             complete = copies.matrix.columnwise_data is not None or not torch.is_grad_enabled()
             if unchanged and complete and (copies.quantizer, copies.dtype) == (quantizer, dtype):
                 return copies.matrix
-        if _repeated():  # the scale of delayed scaling may have changed since the first call
+        if called_in_backward():  # the scale of delayed scaling may have changed since the first call
             return None
-        state, scale = None, None
+        scaling = None
         if isinstance(active.recipe, DelayedScaling):
-            state = _forward_state(module, name, active.recipe)
-            scale = _scale_in(state)
-        columnwise = torch.is_grad_enabled()
-        copies = self._quantize(name, weight, quantizer, scale, dtype, columnwise=columnwise)
-        if state is not None and torch.is_grad_enabled():
-            _record_amax(state, copies.matrix)
+            scaling = WeightScaling(module, name, active.recipe.amax_history_len)
+        scale = None if scaling is None else scaling.scale()
+        copies = self._quantize(name, weight, quantizer, scale, dtype, columnwise=torch.is_grad_enabled())
+        if scaling is not None and torch.is_grad_enabled():
+            scaling.record(copies.matrix)
         return copies.matrix
 
     def _quantize(
@@ -205,26 +198,6 @@ def _compute_dtype(weight: torch.Tensor) -> torch.dtype:
     """The dtype in which a linear with this weight computes."""
     device = weight.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-
-
-def _forward_state(module: torch.nn.Module, name: str, recipe: DelayedScaling) -> torch.Tensor:
-    """The state of delayed scaling of input and weight. A call may have given its history another length."""
-    states: dict[str, list[torch.Tensor]] = module.__dict__.get("_delayed_scaling", {})
-    if name not in states:
-        with torch.inference_mode(False):
-            states = create_states(module, (name,), recipe.amax_history_len)
-    return states[name][FORWARD]
-
-
-def _scale_in(state: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return state[0, _WEIGHT : _WEIGHT + 1].detach().clone()
-
-
-def _record_amax(state: torch.Tensor, matrix: _C.QuantizedMatrix) -> None:
-    assert matrix.rowwise_amax is not None
-    with torch.inference_mode(False), torch.no_grad():
-        state[1, _WEIGHT] = torch.maximum(state[1, _WEIGHT], matrix.rowwise_amax[0])
 
 
 class _InitialValue:

@@ -9,16 +9,17 @@ from collections.abc import Sequence
 import weft
 
 from ..convert.__main__ import ignore_closed_pipe
+from ..convert.__main__ import main as run_convert
 from ._bench import add_bench
 from ._error import CommandError
 from ._explain import add_explain
 from ._info import add_info
 
 _EPILOG = """examples:
-  weft info                                             what this machine has, and what is slow on it
-  weft explain weft.ops:Linear(256,1024) --shape 64,256  the plan of a call
-  weft bench                                            weft, eager and torch.compile on this machine
-  weft convert inspect checkpoint/iter_0000100          convert, inspect and compare checkpoints
+  weft info                                                 what this machine has, and what is slow on it
+  weft explain 'weft.ops:Linear(256, 1024)' --shape 64,256  the plan of a call
+  weft bench                                                weft, eager and torch.compile on this machine
+  weft convert inspect checkpoint/iter_0000100              convert, inspect and compare checkpoints
 """
 
 
@@ -46,9 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["convert"]:
-        from ..convert.__main__ import main as convert
-
-        convert(arguments[1:], "weft convert")
+        run_convert(arguments[1:], "weft convert")
         return
     parsed = make_parser().parse_args(arguments)
     try:

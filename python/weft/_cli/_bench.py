@@ -8,7 +8,6 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ import torch
 import weft
 
 from .. import _C
-from ._bench_problems import PROBLEMS, Sides
+from ._bench_problems import PROBLEMS, Run, Sides
 from ._error import CommandError
 
-Run = Callable[[], object]
 _MIN_ROUNDS = 5
 
 

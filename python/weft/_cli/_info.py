@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -84,16 +85,17 @@ def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _bfloat16_step() -> dict[str, Any]:
-    """The plan of a bfloat16 linear: its tier, and why no faster one is used."""
+@cache
+def _bfloat16_tier() -> str:
+    """The tier of a bfloat16 linear."""
     x = torch.zeros(1, 64, dtype=torch.bfloat16)
-    step: dict[str, Any] = weft.explain(weft.ops.BasicLinear(64, 64, dtype=torch.bfloat16), x).data[0]["forward"][0]
-    return step
+    plan = weft.explain(weft.ops.BasicLinear(64, 64, dtype=torch.bfloat16), x).data[0]
+    return str(plan["forward"][0]["tier"])
 
 
 def _kernels() -> str:
     tier = os.environ.get("WEFT_TIER")
-    return f"{_bfloat16_step()['tier']} for bfloat16 linears" + (f"; WEFT_TIER={tier}" if tier else "")
+    return f"{_bfloat16_tier()} for bfloat16 linears" + (f"; WEFT_TIER={tier}" if tier else "")
 
 
 def _best_tier() -> str:
@@ -105,7 +107,7 @@ def _best_tier() -> str:
 
 
 def _check_tier() -> tuple[str, str] | None:
-    tier, best = _bfloat16_step()["tier"], _best_tier()
+    tier, best = _bfloat16_tier(), _best_tier()
     if os.environ.get("WEFT_TIER") and tier != best:
         return f"WEFT_TIER={os.environ['WEFT_TIER']} excludes the {best} kernels of this CPU.", "Unset WEFT_TIER."
     if best == "amx":

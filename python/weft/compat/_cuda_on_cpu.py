@@ -50,7 +50,7 @@ def is_cuda(value: Any) -> bool:
 
 
 def _cpu_instead(value: Any) -> Any:
-    """ "cpu" instead of a device of CUDA or the index of a GPU; other values as they are."""
+    """Returns "cpu" for a CUDA device or the index of a GPU, other values as they are."""
     return "cpu" if is_cuda(value) or type(value) is int else value
 
 

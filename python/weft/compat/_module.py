@@ -15,7 +15,7 @@ import torch
 
 from .. import _delayed_scaling, ops
 from .._arguments import argument_names, checked_arguments, reject_unknown
-from .._autocast import active
+from .._autocast import active, called_in_backward
 from .._native import default_device, empty_parameter_on, on_meta
 from .._weight_copies import WeightCopies
 from . import _recipes
@@ -288,7 +288,7 @@ class CompatModule(EmptyExtraState):
             self._materialize(input.device)
         self._round_weights()
         # Not during backward, where this is a recomputation.
-        if self._saved_overwrite_flags and torch._C._current_graph_task_id() == -1:
+        if self._saved_overwrite_flags and not called_in_backward():
             self._end_overwrite()
         if self.__dict__.get("_built_for") != id(self):  # a replica has the attributes of its original
             self._build_once()

@@ -102,7 +102,7 @@ def quantized_model_init(
         return _region("quantized_model_init", True)
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"quantized_model_init: recipe is {recipe!r}, expected a recipe of weft.recipe or None.")
-    return _model_init(((recipe or get_default_recipe()), preserve_high_precision_init_val) if enabled else None)
+    return _model_init((recipe or get_default_recipe(), preserve_high_precision_init_val) if enabled else None)
 
 
 @contextmanager

@@ -148,12 +148,12 @@ def _prepare_model(
 ) -> dict[str, Any] | None:
     """Splits or joins query, key and value, and adds the `_extra_state`s that Megatron expects. Returns config.json of
     transformers, if it is to be written."""
+    separate = any("self_attention.q." in native for native in model.entries)
     if to == "hf":
         counts = resolve_heads(model.common, heads, groups)
-        if any("self_attention.q." in native for native in model.entries):
+        if separate:
             join_qkv(model, names, counts)
         return _hugging_face.convert_names(model, names, counts)
-    separate = any("self_attention.q." in native for native in model.entries)
     if layout == "megatron" and split:
         raise ConversionError("Megatron stores query, key and value as one matrix. Omit --split-qkv")
     if layout == "megatron" and separate:
