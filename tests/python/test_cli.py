@@ -85,6 +85,7 @@ def test_explain_prints_the_plan(run, tmp_path):
         "import weft\nblock = weft.Sequential(weft.ops.RMSNorm(64), weft.ops.Linear(64, 64))\ndef make(n=64):\n"
         "    return weft.ops.AddExtraInput()\n"
     )
+    paths = sys.path[:]
     assert "RMSNorm(normalized_shape=[64])" in run(
         "explain", f"{file}:block", "--shape", "2,8,64", "--dtype", "float32"
     )
@@ -94,6 +95,7 @@ def test_explain_prints_the_plan(run, tmp_path):
     assert data["forward"] and not data["saved"]
     run("explain", f"{file}:block", "--shape", "8,64", "--save", str(tmp_path / "plan.dot"))
     assert "digraph" in (tmp_path / "plan.dot").read_text()
+    assert sys.path == paths  # a later import must not find the user's random.py
 
 
 @pytest.mark.parametrize(

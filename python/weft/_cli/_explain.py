@@ -69,6 +69,14 @@ def _make_input(shape: tuple[int, ...], integers: bool, dtype: torch.dtype, requ
 
 
 def run(arguments: argparse.Namespace) -> None:
+    paths = sys.path[:]
+    try:
+        _run(arguments)
+    finally:
+        sys.path[:] = paths  # `load` extends it, for what the object imports now or in its calls
+
+
+def _run(arguments: argparse.Namespace) -> None:
     module = load(arguments.object)
     first = next(module.parameters(), torch.empty(0))
     dtype = _DTYPES[arguments.dtype] if arguments.dtype else first.dtype
