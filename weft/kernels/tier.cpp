@@ -3,9 +3,12 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/cpu/Utils.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <array>
 #include <cstdlib>
+#include <string>
+#include <vector>
 
 #include "weft/core/errors.h"
 #include "weft/core/value.h"
@@ -14,7 +17,10 @@
 namespace weft::kernels {
 namespace {
 
-constexpr std::array<std::string_view, 4> kTierNames{"amx", "avx512", "avx2", "ref"};
+constexpr std::array<std::string_view, 5> kTierNames{"amx", "avx512", "avx2", "neon", "ref"};
+
+#ifdef __x86_64__
+constexpr std::array kBuiltTiers{Tier::amx, Tier::avx512, Tier::avx2, Tier::ref};
 
 Tier detect_tier() {
   const bool avx2 = cpu_has("avx2") && cpu_has("fma3") && cpu_has("f16c");
@@ -30,19 +36,26 @@ Tier detect_tier() {
   if (avx512) return Tier::avx512;
   return avx2 ? Tier::avx2 : Tier::ref;
 }
+#else
+constexpr std::array kBuiltTiers{Tier::neon, Tier::ref};
+
+Tier detect_tier() { return Tier::neon; }  // a part of AArch64
+#endif
 
 Tier tier_from_environment() {
   const auto best = detect_tier();
   const char* name = std::getenv("WEFT_TIER");
   if (!name || !*name) return best;
-  for (size_t i = 0; i < kTierNames.size(); ++i) {
-    if (kTierNames[i] != name) continue;
-    TORCH_CHECK_VALUE(static_cast<Tier>(i) >= best, "WEFT_TIER: got ", name, ", but the best this CPU has is ",
-                      kTierNames[static_cast<size_t>(best)], ". Set it to that tier or a lower one, or unset it.");
-    return static_cast<Tier>(i);
+  std::vector<std::string> names;
+  for (const auto tier : kBuiltTiers) {
+    names.emplace_back(tier_name(tier));
+    if (names.back() != name) continue;
+    TORCH_CHECK_VALUE(tier >= best, "WEFT_TIER: got ", name, ", but the best this CPU has is ", tier_name(best),
+                      ". Set it to that tier or a lower one, or unset it.");
+    return tier;
   }
-  TORCH_CHECK_VALUE(false, "WEFT_TIER: got '", name, "', expected amx, avx512, avx2 or ref.",
-                    did_you_mean(name, {kTierNames.begin(), kTierNames.end()}));
+  TORCH_CHECK_VALUE(false, "WEFT_TIER: got '", name, "', expected ", c10::Join(", ", names), ".",
+                    did_you_mean(name, names));
 }
 
 }  // namespace

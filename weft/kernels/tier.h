@@ -7,11 +7,12 @@
 
 namespace weft::kernels {
 
-/// The implementation: weft's AMX kernels; AVX-512 or AVX2 vector code around the GEMM of MKL or oneDNN; or ATen calls.
-enum class Tier { amx, avx512, avx2, ref };
+/// The implementation: weft's AMX kernels; vector code in AVX-512, AVX2 or NEON around the GEMM of MKL, oneDNN or
+/// another library that torch contains; or ATen calls. On x86-64 all but neon, on AArch64 neon and ref.
+enum class Tier { amx, avx512, avx2, neon, ref };
 
-/// The best tier that the CPU supports, or the lower one named by the environment variable WEFT_TIER (amx, avx512,
-/// avx2, ref). Read once per process. Raises ValueError for an unknown name or a tier that the CPU does not support.
+/// The best tier that the CPU supports, or the lower one that the environment variable WEFT_TIER names. Read once per
+/// process. Raises ValueError for an unknown name or a tier that the CPU does not support.
 Tier machine_tier();
 std::string_view tier_name(Tier tier);
 

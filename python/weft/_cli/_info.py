@@ -102,6 +102,8 @@ def _best_tier() -> str:
     """The tier of this CPU, whatever WEFT_TIER is."""
     if torch.cpu.get_capabilities().get("amx_bf16"):
         return "amx"
+    if platform.machine() == "aarch64":
+        return "neon"
     names = {"AVX512": "avx512", "AVX2": "avx2"}
     return names.get(torch.backends.cpu.get_cpu_capability(), "ref")
 

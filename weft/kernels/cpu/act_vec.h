@@ -21,15 +21,6 @@ enum class ActPrecision {
 
 // ---- Elementary functions ----------------------------------------------------------------------------------------
 
-/// t - floor(t).
-inline Vec fraction(const Vec& t) {
-#ifdef CPU_CAPABILITY_AVX512
-  return _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF);
-#else
-  return t - t.floor();
-#endif
-}
-
 /// 2^f for 0 ≤ f ≤ 1: minimax polynomial in relative error, 2.6e-6 for bfloat16.
 template <ActPrecision kPrecision>
 Vec exp2_fraction(const Vec& f) {
@@ -50,13 +41,7 @@ Vec exp2_fraction(const Vec& f) {
 /// 2^(floor(t) + f) for |t| ≤ 126, on AVX-512 for any t; f is the fraction of t, optionally corrected.
 template <ActPrecision kPrecision>
 Vec exp2(const Vec& t, const Vec& f) {
-  const Vec p = exp2_fraction<kPrecision>(f);
-#ifdef CPU_CAPABILITY_AVX512
-  return _mm512_scalef_ps(p, t);  // p·2^floor(t)
-#else
-  const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(t.floor()), _mm256_set1_epi32(127));
-  return _mm256_mul_ps(p, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
-#endif
+  return multiply_exp2(exp2_fraction<kPrecision>(f), t);
 }
 
 /// e^(-x) for |x| ≤ kExpBound; for bfloat16 any x.
@@ -76,13 +61,11 @@ Vec exp_neg(const Vec& x) {
 /// 1/d for 1 ≤ d ≤ 2^126; for bfloat16 up to inf.
 template <ActPrecision kPrecision>
 Vec reciprocal(const Vec& d) {
-#ifdef CPU_CAPABILITY_AVX512
-  const __m512 r = _mm512_rcp14_ps(d);  // 14 bits; one Newton step gives 28
-  if constexpr (kPrecision == ActPrecision::bfloat16) return r;
-  return _mm512_fmadd_ps(r, _mm512_fnmadd_ps(d, r, _mm512_set1_ps(1)), r);
-#else
-  return _mm256_div_ps(_mm256_set1_ps(1), d);
-#endif
+  if constexpr (kPrecision == ActPrecision::bfloat16) {
+    return approximate_reciprocal(d);
+  } else {
+    return exact_reciprocal(d);
+  }
 }
 
 /// s = σ(x) and c = 1 - σ(x), both to full relative precision, from e = e^(-x).

@@ -40,7 +40,6 @@ inline __mmask16 lane_mask(int64_t count) {
 }
 
 inline __m512i pack_bf16(__m512 v0, __m512 v1) { return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(v1, v0)); }
-inline __m512 widen_bf16(__m256i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16)); }
 
 inline __m512 load16(const MatrixView& from, int64_t row, int64_t column, __mmask16 mask) {
   const char* p = from.at(row, column);

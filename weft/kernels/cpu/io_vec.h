@@ -5,48 +5,37 @@
 #include <c10/util/Half.h>
 
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
+
+#ifdef __x86_64__
+#include "weft/kernels/cpu/registers_x86.h"
+#else
+#include "weft/kernels/cpu/registers_neon.h"
+#endif
 
 // Loads and stores of float32, bfloat16 and float16 as vectors of float. Included only by files compiled for one
 // instruction set: everything here is in the namespace of that set.
 
 namespace weft::kernels::CPU_CAPABILITY {
 
-using Vec = at::vec::Vectorized<float>;
 inline constexpr int64_t kVecSize = Vec::size();
-
-#ifdef CPU_CAPABILITY_AVX512
-using Reg = __m512;
-using Half16 = __m256i;  // kVecSize elements of 16 bits
-inline Half16 load16(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
-inline void store16(void* p, Half16 v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
-inline __mmask16 first_lanes(int64_t count) { return static_cast<__mmask16>((1U << count) - 1); }
-#else
-using Reg = __m256;
-using Half16 = __m128i;
-inline Half16 load16(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
-inline void store16(void* p, Half16 v) { _mm_storeu_si128(static_cast<__m128i*>(p), v); }
-#endif
 
 template <class T>
 Vec widen(Half16 bits) {
-  Reg out;
   if constexpr (std::is_same_v<T, at::BFloat16>) {
-    at::vec::cvtbf16_fp32(bits, out);
+    return widen_bf16(bits);
   } else {
-    at::vec::cvtfp16_fp32(bits, out);
+    return widen_fp16(bits);
   }
-  return out;
 }
 
 /// Rounds to nearest even.
 template <class T>
 Half16 narrow(const Vec& v) {
   if constexpr (std::is_same_v<T, at::BFloat16>) {
-    return at::vec::cvtfp32_bf16(Reg(v));
+    return narrow_bf16(v);
   } else {
-    return at::vec::cvtfp32_fp16(Reg(v));
+    return narrow_fp16(v);
   }
 }
 
@@ -75,13 +64,7 @@ Vec read(const T* p, int64_t count) {
   if constexpr (std::is_same_v<T, float>) {
     return Vec::loadu(p, count);
   } else {
-#ifdef CPU_CAPABILITY_AVX512
-    return widen<T>(_mm256_maskz_loadu_epi16(first_lanes(count), p));
-#else
-    Half16 bits = _mm_setzero_si128();
-    std::memcpy(&bits, p, static_cast<size_t>(count) * sizeof(T));
-    return widen<T>(bits);
-#endif
+    return widen<T>(load16(p, count));
   }
 }
 
@@ -91,12 +74,7 @@ void write(T* p, const Vec& v, int64_t count) {
   if constexpr (std::is_same_v<T, float>) {
     v.store(p, static_cast<int>(count));
   } else {
-#ifdef CPU_CAPABILITY_AVX512
-    _mm256_mask_storeu_epi16(p, first_lanes(count), narrow<T>(v));
-#else
-    const Half16 bits = narrow<T>(v);
-    std::memcpy(p, &bits, static_cast<size_t>(count) * sizeof(T));
-#endif
+    store16(p, narrow<T>(v), count);
   }
 }
 
@@ -155,17 +133,5 @@ Vec mask_lanes(const Vec& v, Count count, float rest = 0) {
 
 /// a·b + c, rounded once.
 inline Vec fma(const Vec& a, const Vec& b, const Vec& c) { return at::vec::fmadd(a, b, c); }
-
-/// The sum of all lanes, in a fixed order.
-inline float sum_lanes(const Vec& v) {
-#ifdef CPU_CAPABILITY_AVX512
-  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
-#else
-  const __m256 half = v;
-#endif
-  __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-  quarter = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
-  return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
-}
 
 }  // namespace weft::kernels::CPU_CAPABILITY

@@ -161,38 +161,34 @@ struct RotaryCall {
 };
 using RotaryLoop = void (*)(const RotaryCall& call, int64_t begin, int64_t end);
 
-namespace AVX512 {
-extern const ActLoops act_loops;
-extern const NormLoops norm_loops;
-extern const CrossEntropyLoops cross_entropy_loops;
-extern const RowLoops row_loops;
-extern const EpilogueLoops epilogue_loops;
-extern const GroupLoops group_loops;
-extern const RotaryLoop rotary_loop;
-}  // namespace AVX512
-namespace AVX2 {
-extern const ActLoops act_loops;
-extern const NormLoops norm_loops;
-extern const CrossEntropyLoops cross_entropy_loops;
-extern const RowLoops row_loops;
-extern const EpilogueLoops epilogue_loops;
-extern const GroupLoops group_loops;
-extern const RotaryLoop rotary_loop;
-}  // namespace AVX2
+// An instruction set defines the loops below in a namespace of its own. WEFT_LOOPS(tier, name) are those of a tier.
+#ifdef __x86_64__
+#define WEFT_INSTRUCTION_SETS(declare) declare(AVX512) declare(AVX2)
+#define WEFT_LOOPS(tier, name) ((tier) == Tier::avx2 ? AVX2::name : AVX512::name)
+#else
+#define WEFT_INSTRUCTION_SETS(declare) declare(NEON)
+#define WEFT_LOOPS(tier, name) (static_cast<void>(tier), NEON::name)
+#endif
 
-inline const ActLoops& act_loops(Tier tier) { return tier == Tier::avx2 ? AVX2::act_loops : AVX512::act_loops; }
-inline const NormLoops& norm_loops(Tier tier) { return tier == Tier::avx2 ? AVX2::norm_loops : AVX512::norm_loops; }
-inline const CrossEntropyLoops& cross_entropy_loops(Tier tier) {
-  return tier == Tier::avx2 ? AVX2::cross_entropy_loops : AVX512::cross_entropy_loops;
-}
-inline const RowLoops& row_loops(Tier tier) { return tier == Tier::avx2 ? AVX2::row_loops : AVX512::row_loops; }
+#define WEFT_DECLARE(set)                             \
+  namespace set {                                     \
+  extern const ActLoops act_loops;                    \
+  extern const NormLoops norm_loops;                  \
+  extern const CrossEntropyLoops cross_entropy_loops; \
+  extern const RowLoops row_loops;                    \
+  extern const EpilogueLoops epilogue_loops;          \
+  extern const GroupLoops group_loops;                \
+  extern const RotaryLoop rotary_loop;                \
+  }
+WEFT_INSTRUCTION_SETS(WEFT_DECLARE)
+#undef WEFT_DECLARE
 
-inline const EpilogueLoops& epilogue_loops(Tier tier) {
-  return tier == Tier::avx2 ? AVX2::epilogue_loops : AVX512::epilogue_loops;
-}
-
-inline const GroupLoops& group_loops(Tier tier) { return tier == Tier::avx2 ? AVX2::group_loops : AVX512::group_loops; }
-
-inline RotaryLoop rotary_loop(Tier tier) { return tier == Tier::avx2 ? AVX2::rotary_loop : AVX512::rotary_loop; }
+inline const ActLoops& act_loops(Tier tier) { return WEFT_LOOPS(tier, act_loops); }
+inline const NormLoops& norm_loops(Tier tier) { return WEFT_LOOPS(tier, norm_loops); }
+inline const CrossEntropyLoops& cross_entropy_loops(Tier tier) { return WEFT_LOOPS(tier, cross_entropy_loops); }
+inline const RowLoops& row_loops(Tier tier) { return WEFT_LOOPS(tier, row_loops); }
+inline const EpilogueLoops& epilogue_loops(Tier tier) { return WEFT_LOOPS(tier, epilogue_loops); }
+inline const GroupLoops& group_loops(Tier tier) { return WEFT_LOOPS(tier, group_loops); }
+inline RotaryLoop rotary_loop(Tier tier) { return WEFT_LOOPS(tier, rotary_loop); }
 
 }  // namespace weft::kernels

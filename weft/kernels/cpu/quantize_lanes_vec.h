@@ -1,9 +1,13 @@
 #pragma once
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
 #include "weft/kernels/cpu/io_vec.h"
 #include "weft/kernels/quantize.h"
 #include "weft/kernels/quantize_math.h"
 
-// Vectors of 16 lanes, whatever the instruction set: one register of AVX-512, two of AVX2.
+// Vectors of 16 lanes, whatever the instruction set: one register of AVX-512, two of AVX2, four of NEON.
 
 namespace weft::kernels {
 
@@ -22,49 +26,53 @@ struct IntsOf<Floats> {
 
 namespace weft::kernels::CPU_CAPABILITY {
 
-#ifndef CPU_CAPABILITY_AVX512
-struct FloatHalves {
-  __m256 low, high;
+/// The registers that hold kLanes lanes.
+constexpr int64_t kRegisters = kLanes / kVecSize;
+struct FloatRegisters {
+  Reg r[kRegisters];
 };
-struct IntHalves {
-  __m256i low, high;
+struct IntRegisters {
+  IntReg r[kRegisters];
 };
-#endif
 
 // ---- Lanes -------------------------------------------------------------------------------------------------------
+
+template <class T>
+WEFT_INLINE Floats load_all(const T* p) {
+  FloatRegisters x;
+  for (int64_t i = 0; i < kRegisters; ++i) x.r[i] = read(p + i * kVecSize);
+  return std::bit_cast<Floats>(x);
+}
+template <class T>
+WEFT_INLINE void store_all(T* p, Floats values) {
+  const auto x = std::bit_cast<FloatRegisters>(values);
+  for (int64_t i = 0; i < kRegisters; ++i) write(p + i * kVecSize, Vec(x.r[i]));
+}
 
 /// The first `count` (1 to 16) elements as floats; the other lanes are 0.
 template <class T>
 WEFT_INLINE Floats load(const T* p, int64_t count) {
-#ifdef CPU_CAPABILITY_AVX512
-  return std::bit_cast<Floats>(Reg(read(p, count)));
-#else
-  const Vec low = read(p, std::min(count, kVecSize)), high = count > kVecSize ? read(p + 8, count - 8) : Vec(0.F);
-  return std::bit_cast<Floats>(FloatHalves{Reg(low), Reg(high)});
-#endif
+  if (count == kLanes) [[likely]]
+    return load_all(p);
+  T padded[kLanes] = {};
+  std::copy_n(p, count, padded);
+  return load_all(padded);
 }
 template <class T>
-WEFT_INLINE void store(T* p, Floats x, int64_t count) {
-#ifdef CPU_CAPABILITY_AVX512
-  write(p, Vec(std::bit_cast<Reg>(x)), count);
-#else
-  const auto halves = std::bit_cast<FloatHalves>(x);
-  write(p, Vec(halves.low), std::min(count, kVecSize));
-  if (count > kVecSize) write(p + 8, Vec(halves.high), count - 8);
-#endif
+WEFT_INLINE void store(T* p, Floats values, int64_t count) {
+  if (count == kLanes) [[likely]]
+    return store_all(p, values);
+  T padded[kLanes];
+  store_all(padded, values);
+  std::copy_n(padded, count, p);
 }
 
 /// The largest lane; no lane is NaN.
-WEFT_INLINE float max_lane(Floats x) {
-#ifdef CPU_CAPABILITY_AVX512
-  return _mm512_reduce_max_ps(std::bit_cast<__m512>(x));
-#else
-  const auto halves = std::bit_cast<FloatHalves>(x);
-  const __m256 v = _mm256_max_ps(halves.low, halves.high);
-  __m128 q = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-  q = _mm_max_ps(q, _mm_movehl_ps(q, q));
-  return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
-#endif
+WEFT_INLINE float max_lane(Floats values) {
+  const auto x = std::bit_cast<FloatRegisters>(values);
+  Vec largest = x.r[0];
+  for (int64_t i = 1; i < kRegisters; ++i) largest = larger(largest, x.r[i]);
+  return max_lane(largest);
 }
 
 /// Round to nearest even to bfloat16.
@@ -75,18 +83,6 @@ WEFT_INLINE Floats round_bf16(Floats x) {
 
 WEFT_INLINE Bytes to_bytes(Ints codes) { return __builtin_convertvector(codes, Bytes); }
 WEFT_INLINE Ints to_ints(Bytes codes) { return __builtin_convertvector(codes, Ints); }
-
-/// Two codes per byte, the first one in the low half: 8 bytes.
-WEFT_INLINE uint64_t pack_pairs(Bytes codes) {
-  const __m128i pairs = _mm_maddubs_epi16(std::bit_cast<__m128i>(codes), _mm_set1_epi16(0x1001));
-  return static_cast<uint64_t>(_mm_cvtsi128_si64(_mm_packus_epi16(pairs, pairs)));
-}
-WEFT_INLINE Bytes unpack_pairs(uint64_t packed) {
-  const __m128i bytes = _mm_cvtsi64_si128(static_cast<int64_t>(packed));
-  const __m128i low = _mm_and_si128(bytes, _mm_set1_epi8(15));
-  const __m128i high = _mm_and_si128(_mm_srli_epi16(bytes, 4), _mm_set1_epi8(15));
-  return std::bit_cast<Bytes>(_mm_unpacklo_epi8(low, high));
-}
 
 /// Copies `size` bytes, mostly `kFull`: that is one instruction.
 template <size_t kFull>
@@ -102,7 +98,7 @@ WEFT_INLINE void copy_bytes(void* to, const void* from, int64_t size) {
 template <Format kCodes>
 WEFT_INLINE void store_codes(Bytes codes, uint8_t* to, int64_t count) {
   if constexpr (kCodes == Format::e2m1) {
-    const auto packed = pack_pairs(codes);
+    const auto packed = pack_pairs(std::bit_cast<ByteReg>(codes));
     copy_bytes<8>(to, &packed, (count + 1) / 2);
   } else {
     copy_bytes<16>(to, &codes, count);
@@ -113,7 +109,7 @@ WEFT_INLINE Ints load_codes(const uint8_t* from, int64_t count) {
   if constexpr (kCodes == Format::e2m1) {
     uint64_t packed = 0;
     copy_bytes<8>(&packed, from, (count + 1) / 2);
-    return to_ints(unpack_pairs(packed));
+    return to_ints(std::bit_cast<Bytes>(unpack_pairs(packed)));
   } else {
     Bytes codes = {};
     copy_bytes<16>(&codes, from, count);
@@ -128,14 +124,14 @@ constexpr int64_t code_offset(int64_t column) {
 
 /// Transposes 16 × 16 bytes in place.
 inline void transpose_bytes(Bytes* rows) {
-  auto* const r = reinterpret_cast<__m128i*>(rows);
   for (int stage = 0; stage < 4; ++stage) {  // each interleaves rows i and i + 8
-    __m128i next[16];
+    Bytes next[16];
     for (int i = 0; i < 8; ++i) {
-      next[2 * i] = _mm_unpacklo_epi8(r[i], r[i + 8]);
-      next[2 * i + 1] = _mm_unpackhi_epi8(r[i], r[i + 8]);
+      const Bytes a = rows[i], b = rows[i + 8];
+      next[2 * i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      next[2 * i + 1] = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
     }
-    std::memcpy(r, next, sizeof next);
+    std::memcpy(rows, next, sizeof next);
   }
 }
 
@@ -148,20 +144,10 @@ WEFT_INLINE void hadamard_16(Floats* values) {
 }
 
 /// The high halves of 32-bit products.
-WEFT_INLINE Words multiply_high(Words a, uint32_t b) {
-#ifdef CPU_CAPABILITY_AVX512
-  const __m512i x = std::bit_cast<__m512i>(a), y = _mm512_set1_epi64(b);
-  const __m512i even = _mm512_mul_epu32(x, y), odd = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), y);
-  return std::bit_cast<Words>(_mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd));
-#else
-  const auto halves = std::bit_cast<IntHalves>(a);
-  const __m256i y = _mm256_set1_epi64x(b);
-  const auto high = [y](__m256i x) {
-    const __m256i even = _mm256_mul_epu32(x, y), odd = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), y);
-    return _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
-  };
-  return std::bit_cast<Words>(IntHalves{high(halves.low), high(halves.high)});
-#endif
+WEFT_INLINE Words multiply_high(Words words, uint32_t factor) {
+  auto x = std::bit_cast<IntRegisters>(words);
+  for (auto& part : x.r) part = multiply_high(part, factor);
+  return std::bit_cast<Words>(x);
 }
 
 /// Eight uniform numbers per lane, of 16 bits each: those of Philox4x32-10 with counter (position of the lane, row,

@@ -1,4 +1,5 @@
 #pragma once
+#include "weft/kernels/cpu/loops.h"
 #include "weft/kernels/quantize.h"
 
 // Loops that quantize regions of a matrix, compiled once per instruction set.
@@ -53,14 +54,13 @@ struct QuantizeLoops {
   void (*dequantize)(const DequantizeCall& call, int64_t begin, int64_t end);
 };
 
-namespace AVX512 {
-extern const QuantizeLoops quantize_loops;
-}
-namespace AVX2 {
-extern const QuantizeLoops quantize_loops;
-}
-inline const QuantizeLoops& quantize_loops(Tier tier) {
-  return tier == Tier::avx2 ? AVX2::quantize_loops : AVX512::quantize_loops;
-}
+#define WEFT_DECLARE(set)                    \
+  namespace set {                            \
+  extern const QuantizeLoops quantize_loops; \
+  }
+WEFT_INSTRUCTION_SETS(WEFT_DECLARE)
+#undef WEFT_DECLARE
+
+inline const QuantizeLoops& quantize_loops(Tier tier) { return WEFT_LOOPS(tier, quantize_loops); }
 
 }  // namespace weft::kernels

@@ -38,12 +38,7 @@ template <class Count>
 Vec read_mask(const bool* mask, Count count) {
   alignas(16) int8_t bytes[16] = {};
   std::memcpy(bytes, mask, static_cast<size_t>(static_cast<int64_t>(count)));
-  const __m128i packed = _mm_load_si128(reinterpret_cast<const __m128i*>(bytes));
-#ifdef CPU_CAPABILITY_AVX512
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(packed));
-#else
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(packed));
-#endif
+  return from_bools(bytes);
 }
 
 template <class T>

@@ -8,6 +8,7 @@
 #include "weft/kernels/opmath.h"
 #include "weft/kernels/tiers.h"
 
+#ifdef __x86_64__
 // MKL, which LibTorch contains and exports: C = alpha·op(A) op(B) + beta·C with float32 C.
 extern "C" {
 void cblas_gemm_bf16bf16f32(int layout, int trans_a, int trans_b, int m, int n, int k, float alpha, const void* a,
@@ -15,6 +16,7 @@ void cblas_gemm_bf16bf16f32(int layout, int trans_a, int trans_b, int m, int n, 
 void cblas_gemm_f16f16f32(int layout, int trans_a, int trans_b, int m, int n, int k, float alpha, const void* a,
                           int lda, const void* b, int ldb, float beta, float* c, int ldc);
 }
+#endif
 
 namespace weft::kernels {
 namespace {
@@ -22,13 +24,15 @@ namespace {
 constexpr int kCblasRowMajor = 101, kCblasNoTrans = 111, kCblasTrans = 112;
 constexpr int64_t kRowsPerBlock = 1024;  // MKL and oneDNN pack B in each call, which a small block does not amortize
 
-/// Whether ATen's GEMM of this dtype uses native instructions. If not, it is several times slower than MKL's, which
+/// Whether ATen's GEMM of this dtype uses native instructions. If not, it is several times slower than one that
 /// converts to float32.
 bool aten_gemm_is_native(at::ScalarType dtype) {
-  static const bool bf16 = cpu_has("avx512_bf16"), fp16 = cpu_has("avx512_fp16") || cpu_has("amx_fp16");
+  static const bool bf16 = cpu_has("avx512_bf16") || cpu_has("bf16"),
+                    fp16 = cpu_has("avx512_fp16") || cpu_has("amx_fp16") || cpu_has("fp16_arith");
   return dtype == at::kFloat || (dtype == at::kBFloat16 ? bf16 : fp16);
 }
 
+#ifdef __x86_64__
 /// A matrix with contiguous rows or columns, as BLAS requires; copied if it has neither.
 struct BlasMatrix {
   at::Tensor t;
@@ -50,7 +54,7 @@ bool fits_blas(const at::Tensor& t) {
 }
 
 /// c = alpha·A B + beta·c with bfloat16 or float16 A and B and float32 c.
-void mkl_gemm_f32(const at::Tensor& a, const at::Tensor& b, double alpha, double beta, const at::Tensor& c) {
+void gemm_f32(const at::Tensor& a, const at::Tensor& b, double alpha, double beta, const at::Tensor& c) {
   if (c.numel() == 0) return;
   if (a.size(1) == 0) return static_cast<void>(beta == 0 ? c.zero_() : c.mul_(beta));
   const BlasMatrix x(a), y(b);
@@ -59,6 +63,14 @@ void mkl_gemm_f32(const at::Tensor& a, const at::Tensor& b, double alpha, double
        static_cast<int>(a.size(1)), static_cast<float>(alpha), x.t.const_data_ptr(), x.ld, y.t.const_data_ptr(), y.ld,
        static_cast<float>(beta), c.mutable_data_ptr<float>(), static_cast<int>(c.stride(0)));
 }
+#else
+bool fits_blas(const at::Tensor&) { return true; }
+
+/// The same on converted operands, where LibTorch has no MKL.
+void gemm_f32(const at::Tensor& a, const at::Tensor& b, double alpha, double beta, at::Tensor c) {
+  at::addmm_out(c, c, a.to(at::kFloat), b.to(at::kFloat), beta, alpha);
+}
+#endif
 
 bool row_contiguous(const at::Tensor& t) { return t.stride(1) == 1 || t.size(1) <= 1; }
 
@@ -165,14 +177,14 @@ struct VectorGemm {
     if (!try_single_call(left, right)) multiply_in_blocks(left, right);
   }
 
-  /// Runs the GEMM as one call of ATen or MKL, if that covers the epilogue; returns whether it did.
+  /// Runs the GEMM as one call of ATen or BLAS, if that covers the epilogue; returns whether it did.
   bool try_single_call(const at::Tensor& left, const at::Tensor& right) const {
     if (!plain_epilogue()) return false;
     const auto to = result.out.scalar_type();
     auto out = result.out;
     if (dtype != at::kFloat && to == at::kFloat && fits_blas(left) && fits_blas(right)) {
       if (e.addend.defined() && !e.addend.is_same(out)) out.copy_(e.addend);
-      mkl_gemm_f32(left, right, e.scale, e.addend.defined() ? 1 : 0, out);
+      gemm_f32(left, right, e.scale, e.addend.defined() ? 1 : 0, out);
       return true;
     }
     if (dtype != to || !aten_gemm_is_native(dtype)) return false;
@@ -214,7 +226,7 @@ struct VectorGemm {
   }
   /// p = A B for a block of rows. For a low-precision p the GEMM applies scale and bias: the sum is rounded once.
   void multiply(const at::Tensor& rows, const at::Tensor& right, at::Tensor& p, bool native, EpilogueCall& part) const {
-    if (!native) return mkl_gemm_f32(rows, right, 1, 0, p);
+    if (!native) return gemm_f32(rows, right, 1, 0, p);
     if (p.scalar_type() == at::kFloat || !e.bias.defined()) return static_cast<void>(at::mm_out(p, rows, right));
     at::addmm_out(p, as_dtype(e.bias, p.scalar_type()), rows, right, 1, e.scale);
     part.scale = 1, part.bias = {};

@@ -1,0 +1,1 @@
+#include "weft/kernels/cpu/activation_vec.h"

@@ -1,0 +1,1 @@
+#include "weft/kernels/cpu/cross_entropy_vec.h"

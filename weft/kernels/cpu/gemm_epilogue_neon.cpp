@@ -1,0 +1,1 @@
+#include "weft/kernels/cpu/gemm_epilogue_vec.h"

@@ -1,0 +1,1 @@
+#include "weft/kernels/cpu/grouped_vec.h"

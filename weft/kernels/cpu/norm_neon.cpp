@@ -1,0 +1,1 @@
+#include "weft/kernels/cpu/norm_vec.h"

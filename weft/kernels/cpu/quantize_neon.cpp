@@ -1,0 +1,1 @@
+#include "weft/kernels/cpu/quantize_vec.h"

@@ -1,0 +1,1 @@
+#include "weft/kernels/cpu/rotary_vec.h"

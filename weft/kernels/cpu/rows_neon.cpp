@@ -1,0 +1,1 @@
+#include "weft/kernels/cpu/rows_vec.h"
