@@ -26,11 +26,7 @@ def _field(name: str, mutable: bool = False) -> property:
         return self._fields[name]
 
     def set(self: Linear, value: Any) -> None:
-        fields = self._fields | {name: value}
-        _C.linear_ops(fields)  # raises before anything changes
-        object.__setattr__(self, "_fields", fields)
-        self.__dict__.pop("_components", None)
-        self._description_version += 1
+        self._set_fields(self._fields | {name: value})
 
     return property(get, set if mutable else None, doc=f"The argument `{name}`.")
 
@@ -139,6 +135,12 @@ class Linear(WgradModule, FusedOperation):
             components = torch.nn.ModuleList([self._make_component(op) for op in _C.linear_ops(self._fields)])
             object.__setattr__(self, "_components", components)
         return components
+
+    def _set_fields(self, fields: dict[str, Any]) -> None:
+        _C.linear_ops(fields)  # raises before anything changes
+        object.__setattr__(self, "_fields", fields)
+        self.__dict__.pop("_components", None)
+        self._description_version += 1
 
     def _make_component(self, op: _C.Op) -> NativeOperation:
         cls = native_classes[op.name]

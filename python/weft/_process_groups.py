@@ -47,6 +47,14 @@ def group_name_and_size(owner: str, group: Any) -> tuple[str | None, int]:
     return (group.group_name if size > 1 else None), size
 
 
+def has_ranks_of(group: Any, other: Any) -> bool:
+    """Whether two process groups have the same ranks. Equal meshes, which DTensor does not distinguish, may have
+    different groups."""
+    if group.group_name == other.group_name:
+        return True
+    return torch.distributed.get_process_group_ranks(group) == torch.distributed.get_process_group_ranks(other)
+
+
 def resolve_parallel(owner: str, arguments: dict[str, Any]) -> None:
     """Checks the parallel arguments of an operation in place: replaces groups by names and fills in their sizes."""
     mode = arguments.get("tensor_parallel_mode")

@@ -20,6 +20,7 @@ import torch
 from . import _delayed_scaling
 from ._linear import Linear
 from ._native import NativeOperation
+from ._process_groups import has_ranks_of
 from ._state_keys import StateKeys
 
 __all__ = [
@@ -272,10 +273,23 @@ def gather_state_dict(module: torch.nn.Module, stacked: Mapping[str, int] | None
     state, full = module.state_dict(), {}
     placements = _sharded_in(state, module, stacked)
     for key, value in state.items():
+        sharded = key in placements and not _is_distributed(value, placements[key][1])
         if hasattr(value, "full_tensor"):  # a DTensor
             value = value.full_tensor()
-        full[key] = _gather(value, *placements[key]) if key in placements else value
+        full[key] = _gather(value, *placements[key]) if sharded else value
     return full
+
+
+def _parameter(key: str, owner: Any) -> Any:
+    """Returns the Parameter of this name or Transformer Engine's key."""
+    return owner._parameters[key.rpartition(".")[2]]
+
+
+def _is_distributed(value: Any, owner: Any) -> bool:
+    """Whether a tensor is a DTensor over the tensor-parallel group of its owner, see weft.parallel."""
+    mesh = getattr(value, "device_mesh", None)
+    group = owner.tensor_parallel_group
+    return mesh is not None and any(has_ranks_of(mesh.get_group(dim), group) for dim in range(mesh.ndim))
 
 
 def _gather(value: torch.Tensor, placement: Placement, owner: Any) -> torch.Tensor:
@@ -308,7 +322,18 @@ def shard_state_dict(
 
 def _own_shard(key: str, full: torch.Tensor, placement: Placement, owner: Any) -> torch.Tensor:
     rank: int = owner.tensor_parallel_group.rank()
-    return placement.split(key, full, owner.tensor_parallel_size)[rank]
+    shard = placement.split(key, full, owner.tensor_parallel_size)[rank]
+    param = _parameter(key, owner)
+    if not _is_distributed(param, owner):
+        return shard
+    from torch.distributed.tensor import DTensor
+
+    if param.device_mesh.ndim > 1:
+        raise NotImplementedError(
+            f"shard_state_dict: {key} is also sharded by FSDP2. Load the full state dict with "
+            "torch.distributed.checkpoint.state_dict.set_model_state_dict and full_state_dict=True."
+        )
+    return DTensor.from_local(shard.contiguous(), param.device_mesh, param.placements, run_check=False)
 
 
 # ---- torch.distributed.checkpoint -----------------------------------------------------------------------------------
@@ -344,10 +369,12 @@ def distributed_state_dict(module: torch.nn.Module, stacked: Mapping[str, int] |
     meshes: dict[str, DeviceMesh] = {}
     for key, (placement, owner) in _sharded_in(state, module, stacked).items():
         value, group = state[key], owner.tensor_parallel_group
+        if _is_distributed(value, owner):
+            continue
         if isinstance(value, DTensor):
             raise NotImplementedError(
                 f"distributed_state_dict: {key} is sharded over a tensor-parallel group and by FSDP2, which is not "
-                "supported. Save gather_state_dict(module)."
+                "supported. Call weft.parallel.distribute_parameters before fully_shard."
             )
         if not _is_shard(placement):
             state[key] = _gather(value, placement, owner)
@@ -379,6 +406,8 @@ def load_distributed_state_dict(
     local = dict(state)
     for key, (placement, owner) in _sharded_in(state, module, stacked).items():
         value = state[key]
+        if _is_distributed(_parameter(key, owner), owner):
+            continue
         if isinstance(value, DTensor) != _is_shard(placement):
             raise ValueError(
                 f"load_distributed_state_dict: {key} is {'' if isinstance(value, DTensor) else 'not '}a DTensor. Pass "

@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -745,7 +746,7 @@ def invalid_arguments() -> None:
         raise AssertionError("an uneven number of rows was accepted")
 
 
-def main() -> None:
+def main(known: dict[str, Any]) -> None:
     folder, *situations = sys.argv[1:]
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
@@ -757,7 +758,7 @@ def main() -> None:
         torch.manual_seed(3)
         begin = time.monotonic()
         try:
-            globals()[situation]()
+            known[situation]()
             found[situation] = ""
         except Exception:
             found[situation] = traceback.format_exc()
@@ -768,4 +769,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(globals())

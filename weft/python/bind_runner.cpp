@@ -32,6 +32,10 @@ bool is_observed(PyObject* x) {
   return !THPVariable_CheckExact(x) && std::string_view(Py_TYPE(x)->tp_name) == "FakeTensor";
 }
 
+bool is_dtensor(PyObject* param) {
+  return !THPVariable_CheckExact(param) && std::string_view(Py_TYPE(param)->tp_name) == "DTensor";
+}
+
 /// Interned names, which dictionary lookups compare by pointer.
 struct Names {
   py::str parameters = intern("_parameters"), modules = intern("_modules"), forward = intern("forward");
@@ -194,6 +198,10 @@ class Runner {
       if (found == Py_None)
         TORCH_CHECK_TYPE(false, "weft: parameter '", name.cast<std::string>(), "' of ", Py_TYPE(module.ptr())->tp_name,
                          " is None, expected a tensor. Set it, or create the module without it.");
+      if (is_dtensor(found)) {
+        computed = py::module_::import("weft.parallel").attr("local_shard")(module, py::handle(found));
+        found = computed.ptr();
+      }
       params.push_back(to_tensor(found, Py_TYPE(module.ptr())->tp_name, "a parameter"));
     }
     return params;

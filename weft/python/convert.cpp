@@ -63,11 +63,9 @@ const at::Tensor& to_tensor(PyObject* object, std::string_view owner, std::strin
   TORCH_CHECK_TYPE(THPVariable_Check(object), owner, ": ", what, " must be a torch.Tensor, got ",
                    Py_TYPE(object)->tp_name, ".");
   const auto& tensor = THPVariable_Unpack(object);
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      THPVariable_CheckExact(object) || !tensor.key_set().has(c10::DispatchKey::Python), owner, ": ", what, " is a ",
-      Py_TYPE(object)->tp_name,
-      ", a tensor subclass with Python dispatch; expected a dense tensor with storage. If it is a DTensor of FSDP2, "
-      "call the module that fully_shard wrapped, so that its parameters are gathered first.");
+  TORCH_CHECK_NOT_IMPLEMENTED(THPVariable_CheckExact(object) || !tensor.key_set().has(c10::DispatchKey::Python), owner,
+                              ": ", what, " is a ", Py_TYPE(object)->tp_name,
+                              ", a tensor subclass with Python dispatch; expected a dense tensor with storage.");
   return tensor;
 }
 
