@@ -29,14 +29,18 @@ _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).valu
 
 # Modules by id: Dynamo treats an int as a constant, but not a module.
 _module_ids = itertools.count()
-_modules_by_id: weakref.WeakValueDictionary[int, PipelineModule] = weakref.WeakValueDictionary()
+_modules_by_id: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()
 
 
-def register_module(module: PipelineModule) -> None:
-    """Gives a module the id under which `_segments_as_constants` finds it."""
+def register_module(module: torch.nn.Module) -> None:
+    """Gives a module the id under which `registered_module` finds it."""
     module_id = next(_module_ids)
     object.__setattr__(module, "_module_id", module_id)
     _modules_by_id[module_id] = module
+
+
+def registered_module(module_id: int) -> Any:
+    return _modules_by_id[module_id]
 
 
 class TracedSegment(NamedTuple):
@@ -52,7 +56,8 @@ class TracedSegment(NamedTuple):
 def _segments_as_constants(module_id: int, version: int) -> tuple[TracedSegment, ...]:
     """Returns the segments of a module as constants. `version` changes with them, so that the compiler evaluates this
     function again."""
-    return _modules_by_id[module_id]._traced_segments()
+    segments: tuple[TracedSegment, ...] = registered_module(module_id)._traced_segments()
+    return segments
 
 
 def _joint_rules() -> str:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch.utils.checkpoint import checkpoint
 
 import weft

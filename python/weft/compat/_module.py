@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from .. import _delayed_scaling, ops
+from .. import _delayed_scaling, _dispatcher, ops
 from .._arguments import argument_names, checked_arguments, reject_unknown
 from .._autocast import active, called_in_backward
 from .._native import default_device, empty_parameter_on, on_meta
@@ -97,6 +97,14 @@ class BoundSequential:
         self.sequential.extend(other.sequential)
 
 
+def _build_as_constant(module_id: int) -> None:
+    """Builds the pipelines of a module while a call is traced, where a module is not a constant."""
+    _dispatcher.registered_module(module_id)._build_once()
+
+
+_build_as_constant.__dict__["_dynamo_marked_constant"] = True
+
+
 class CompatModule(EmptyExtraState):
     """Base of Transformer Engine's module classes. Subclasses declare Parameters with `_declare` and build their
     pipelines in `_build`.
@@ -109,6 +117,7 @@ class CompatModule(EmptyExtraState):
     fp8 = fp8_calibration = False
     save_original_input = False  # frameworks set it; what is saved does not change
     fp8_meta: Mapping[str, Any] = MappingProxyType({"fp8_checkpoint": False})
+    _module_id: int
     # Of subclasses with a norm.
     layer_norm_weight: torch.nn.Parameter
     normalization: str
@@ -138,6 +147,7 @@ class CompatModule(EmptyExtraState):
     ) -> None:
         reject_unknown_arguments(self, unused)
         torch.nn.Module.__init__(self)
+        _dispatcher.register_module(self)
         self.tp_group = tp_group
         self.tp_size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
         self.sequence_parallel = sequence_parallel and self.tp_size > 1
@@ -290,11 +300,12 @@ class CompatModule(EmptyExtraState):
         # Not during backward, where this is a recomputation.
         if self._saved_overwrite_flags and not called_in_backward():
             self._end_overwrite()
-        if self.__dict__.get("_built_for") != id(self):  # a replica has the attributes of its original
+        if torch.compiler.is_compiling():
+            _build_as_constant(self._module_id)
+        elif self.__dict__.get("_built_for") != id(self):  # a replica has the attributes of its original
             self._build_once()
         return self._built
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _build_once(self) -> None:
         self._check_group()
         with _BUILD_LOCK:
@@ -318,7 +329,8 @@ class CompatModule(EmptyExtraState):
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Sets the tensor-parallel process group."""
         self.tp_group = tp_group
-        self.__dict__.pop("_built_for", None)
+        for name in ("_built", "_built_for"):
+            self.__dict__.pop(name, None)
 
     def _norm(self) -> tuple[torch.nn.Module, dict[str, str]]:
         options: dict[str, Any] = {"eps": self.eps, "zero_centered_gamma": self.zero_centered_gamma}
@@ -353,12 +365,16 @@ class CompatModule(EmptyExtraState):
             pipeline.add(ops.Bias(size, device="meta", dtype=self.params_dtype), bias=bias)
 
     def __getstate__(self) -> dict[str, Any]:
-        built = ("_built", "_built_for", "_wgrad_ops")
+        built = ("_built", "_built_for", "_wgrad_ops", "_module_id")
         return {name: value for name, value in self.__dict__.items() if name not in built} | {
             "_wgrad_hooks": [],
             "_delayed_overwrites": deque(),
             "_saved_overwrite_flags": [],
         }  # a copy has no pending backward
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        _dispatcher.register_module(self)
 
     # ---- weight gradients -----------------------------------------------------------------------------------------
 
@@ -368,14 +384,16 @@ class CompatModule(EmptyExtraState):
 
     def _first_microbatch(self, output: torch.Tensor, first: bool | None) -> None:
         """Makes the weight gradients of this call overwrite main_grad if it is the first micro-batch."""
+        if not self.fuse_wgrad_accumulation or not (first or self.delay_wgrad_compute):
+            return
         node = output.grad_fn
-        if node is None or not self.fuse_wgrad_accumulation:
+        if node is None:
             return
         if not any(getattr(self, name).requires_grad for name in self._weights):
             return
         if self.delay_wgrad_compute:
             node.register_prehook(lambda grads: self._delayed_overwrites.append(bool(first)))
-        elif first:
+        else:
             node.register_prehook(lambda grads: self._begin_overwrite())
             node.register_hook(lambda *grads: self._end_overwrite())
 
