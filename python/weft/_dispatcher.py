@@ -99,12 +99,24 @@ def run(module: PipelineModule, x: torch.Tensor, extra_inputs: tuple[torch.Tenso
     def call(segment: TracedSegment, x: torch.Tensor, inputs: Tensors) -> Any:
         if segment.text is None:
             return module.get_submodule(segment.slots[0][0])(x, *inputs)
-        params = [getattr(module.get_submodule(path), name) for path, name in segment.slots]
+        params = [_local(module.get_submodule(path), name) for path, name in segment.slots]
         eval_mask = sum(1 << bit for bit, path in enumerate(segment.modes) if not module.get_submodule(path).training)
         outputs = _call(x, params, inputs, segment.text, eval_mask)
         return outputs[: 1 + len(segment.targets)] if segment.targets else outputs[0]
 
     return run_segments(_segments_as_constants(module._module_id, version), x, extra_inputs, call)
+
+
+def _local(owner: torch.nn.Module, name: str) -> Any:
+    """Returns what kernels read: a Parameter, or of a DTensor (weft.parallel) its local tensor."""
+    param = getattr(owner, name)
+    if type(param).__name__ != "DTensor":
+        return param
+    if torch.compiler.is_compiling():
+        return param.to_local()
+    from .parallel import local_shard
+
+    return local_shard(owner, name, param)
 
 
 def num_caller_inputs(segments: Sequence[AnySegment]) -> int:

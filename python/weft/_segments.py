@@ -115,6 +115,7 @@ class PipelineModule(torch.nn.Module):
         """Returns the program; rebuilds it if modules, hooks, fields or channels have changed."""
         version = _C.modules_version()  # read first: changes made meanwhile by other threads count at the next call
         entries = self._entries()
+        _reject_sharded_gates(stage.op for entry in entries for stage in entry.stages)
         # With its id, because a replica of a module has the attributes of its original.
         signature = [id(self), *(entry.signature() for entry in entries)]
         program = self._program
@@ -173,6 +174,25 @@ def materialize(module: torch.nn.Module, input: torch.Tensor) -> None:
             for child in module.modules():
                 if isinstance(child, PipelineModule):
                     child._materialize(input.device)
+
+
+def _reject_sharded_gates(operations: Iterable[BasicOperation]) -> None:
+    """Raises if a GLU follows a linear whose weight is a DTensor over its output features: the first ranks would hold
+    all gates, the last ones all values."""
+    sharded = False
+    for op in operations:
+        if not getattr(op, "_native", False):
+            continue
+        weights = [module._parameters.get(name) for module, name in op._parameter_slots() if name == "weight"]
+        fields = op._description().fields()
+        if weights:
+            is_dtensor = type(weights[0]).__name__ == "DTensor"
+            sharded = is_dtensor and fields.get("tensor_parallel_mode") == "column"
+        if sharded and type(op).__name__.endswith("GLU") and not fields.get("glu_interleave_size"):
+            raise NotImplementedError(
+                f"{type(op).__name__}: the weight of the linear before it is a DTensor over its output features, which "
+                "are two stacked tensors. Interleave them: weft.interleave_glu(weight, n), glu_interleave_size=n."
+            )
 
 
 def _partition(entries: list[Entry]) -> list[Segment]:

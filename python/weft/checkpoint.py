@@ -273,7 +273,7 @@ def gather_state_dict(module: torch.nn.Module, stacked: Mapping[str, int] | None
     state, full = module.state_dict(), {}
     placements = _sharded_in(state, module, stacked)
     for key, value in state.items():
-        sharded = key in placements and not _is_distributed(value, placements[key][1])
+        sharded = key in placements and not _is_distributed(key, value, *placements[key])
         if hasattr(value, "full_tensor"):  # a DTensor
             value = value.full_tensor()
         full[key] = _gather(value, *placements[key]) if sharded else value
@@ -285,11 +285,19 @@ def _parameter(key: str, owner: Any) -> Any:
     return owner._parameters[key.rpartition(".")[2]]
 
 
-def _is_distributed(value: Any, owner: Any) -> bool:
-    """Whether a tensor is a DTensor over the tensor-parallel group of its owner, see weft.parallel."""
-    mesh = getattr(value, "device_mesh", None)
-    group = owner.tensor_parallel_group
-    return mesh is not None and any(has_ranks_of(mesh.get_group(dim), group) for dim in range(mesh.ndim))
+def _is_distributed(key: str, value: Any, placement: Placement, owner: Any) -> bool:
+    """Whether a tensor is a DTensor over the tensor-parallel group of its owner, see weft.parallel. Raises if it has
+    another placement than the layout."""
+    mesh, group = getattr(value, "device_mesh", None), owner.tensor_parallel_group
+    dims = [] if mesh is None else [dim for dim in range(mesh.ndim) if has_ranks_of(mesh.get_group(dim), group)]
+    if not dims:
+        return False
+    if not _is_shard(placement) or not value.placements[dims[-1]].is_shard(placement.dim):
+        raise ValueError(
+            f"{key} is a DTensor with {value.placements}, but its layout is {placement}. Pass no `stacked` for it: "
+            "DTensors are not stacked."
+        )
+    return True
 
 
 def _gather(value: torch.Tensor, placement: Placement, owner: Any) -> torch.Tensor:
@@ -313,6 +321,9 @@ def shard_state_dict(
         This rank's state dict.
     """
     local = dict(full)
+    for key, value in module.state_dict().items():
+        if key in local and (placements := getattr(value, "placements", ())) and placements[0].is_replicate():
+            local[key] = _distribute(key, local[key], value)
     for keys, placement, owner in _sharded_tensors(module, None, stacked):
         for key in keys:
             if key in local:
@@ -324,16 +335,21 @@ def _own_shard(key: str, full: torch.Tensor, placement: Placement, owner: Any) -
     rank: int = owner.tensor_parallel_group.rank()
     shard = placement.split(key, full, owner.tensor_parallel_size)[rank]
     param = _parameter(key, owner)
-    if not _is_distributed(param, owner):
+    if not _is_distributed(key, param, placement, owner):
         return shard
+    return _distribute(key, shard, param)
+
+
+def _distribute(key: str, shard: torch.Tensor, like: Any) -> torch.Tensor:
+    """Returns a shard as a DTensor with the mesh and placements of `like`."""
     from torch.distributed.tensor import DTensor
 
-    if param.device_mesh.ndim > 1:
+    if like.device_mesh.ndim > 1:
         raise NotImplementedError(
             f"shard_state_dict: {key} is also sharded by FSDP2. Load the full state dict with "
             "torch.distributed.checkpoint.state_dict.set_model_state_dict and full_state_dict=True."
         )
-    return DTensor.from_local(shard.contiguous(), param.device_mesh, param.placements, run_check=False)
+    return DTensor.from_local(shard.contiguous(), like.device_mesh, like.placements, run_check=False)
 
 
 # ---- torch.distributed.checkpoint -----------------------------------------------------------------------------------
@@ -369,12 +385,13 @@ def distributed_state_dict(module: torch.nn.Module, stacked: Mapping[str, int] |
     meshes: dict[str, DeviceMesh] = {}
     for key, (placement, owner) in _sharded_in(state, module, stacked).items():
         value, group = state[key], owner.tensor_parallel_group
-        if _is_distributed(value, owner):
+        if _is_distributed(key, value, placement, owner):
             continue
         if isinstance(value, DTensor):
             raise NotImplementedError(
                 f"distributed_state_dict: {key} is sharded over a tensor-parallel group and by FSDP2, which is not "
-                "supported. Call weft.parallel.distribute_parameters before fully_shard."
+                "supported. Call weft.parallel.distribute_parameters before fully_shard, or save "
+                "gather_state_dict(module)."
             )
         if not _is_shard(placement):
             state[key] = _gather(value, placement, owner)
@@ -406,7 +423,7 @@ def load_distributed_state_dict(
     local = dict(state)
     for key, (placement, owner) in _sharded_in(state, module, stacked).items():
         value = state[key]
-        if _is_distributed(_parameter(key, owner), owner):
+        if _is_distributed(key, _parameter(key, owner), placement, owner):
             continue
         if isinstance(value, DTensor) != _is_shard(placement):
             raise ValueError(

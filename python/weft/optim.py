@@ -12,6 +12,11 @@ __all__ = ["FusedAdam"]
 _INFINITE_STEP = float("inf")  # 1 - beta**step is 1: no bias correction
 
 
+def _local(t: torch.Tensor) -> torch.Tensor:
+    """Returns t, or the local tensor of a DTensor."""
+    return t.detach().to_local() if type(t).__name__ == "DTensor" else t  # type: ignore[attr-defined]
+
+
 def _dense(t: torch.Tensor) -> torch.Tensor:
     """Returns t as float32 in row-major order, which torch's kernels assume; t itself if it is."""
     return t.float().contiguous()
@@ -113,21 +118,21 @@ class FusedAdam(torch.optim.Optimizer):
     def _state(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self.state[p]
         if "exp_avg" not in state:
-            state["exp_avg"] = torch.zeros(p.shape, dtype=torch.float32, device=p.device)
+            state["exp_avg"] = torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)
             state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
         if self.master_weights and p.dtype != torch.float32 and "master_param" not in state:
             state["master_param"] = _dense(p.detach())
         return state
 
     def _update(self, gradients: dict[torch.Tensor, torch.Tensor], group: dict[str, Any]) -> None:
-        params = list(gradients)
-        states = [self._state(p) for p in params]
+        params = [_local(p) for p in gradients]
+        states = [{name: _local(t) for name, t in self._state(p).items()} for p in gradients]
         weights = [_dense(state.get("master_param", p)) for p, state in zip(params, states, strict=True)]
         step = torch.tensor(group["step"] if group["bias_correction"] else _INFINITE_STEP, dtype=torch.float32)
         kernel = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
         kernel(
             weights,
-            [_dense(g) for g in gradients.values()],
+            [_dense(_local(g)) for g in gradients.values()],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],

@@ -5,6 +5,7 @@ Every rank trains the same block without parallelism, in float64, as the referen
 
 from __future__ import annotations
 
+import copy
 import pathlib
 import shutil
 import tempfile
@@ -20,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_state_dict,
-    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import weft
 from weft import ops
+from weft.compat import _linear as te
 from weft.parallel import ColwiseParallel, RowwiseParallel, distribute_parameters
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -42,18 +43,19 @@ def world_mesh() -> DeviceMesh:
 def make_block(mesh: DeviceMesh, state: dict[str, torch.Tensor]) -> ops.Sequential:
     """The block over `mesh`, with DTensors and the values of a full state dict."""
     model = distribute_parameters(block(mesh), mesh)
-    assert {type(p) for name, p in model.named_parameters() if name in ("2.weight", "2.bias", "4.weight")} == {DTensor}
+    assert {type(p) for p in model.parameters()} == {DTensor}
     model.load_state_dict(weft.checkpoint.shard_state_dict(state, model))
     return model
 
 
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2, part: int = 0, parts: int = 1) -> None:
-    """Steps on the same rows for all ranks, of which data-parallel rank `part` takes a part."""
-    for step in range(steps):
+def train(model: torch.nn.Module, optimizer, steps: range = range(2), part: int = 0, parts: int = 1) -> None:
+    """Steps on the same rows for all ranks, of which data-parallel rank `part` takes a part. Clips gradients."""
+    for step in steps:
         torch.manual_seed(100 + step)
         x, dy = draw(2 * ROWS, 24), draw(2 * ROWS, 24)
         optimizer.zero_grad()
         model(x.chunk(parts)[part]).backward(dy.chunk(parts)[part] * (parts / 2))  # FSDP2 averages over its ranks
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0)
         optimizer.step()
 
 
@@ -61,11 +63,11 @@ def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
-def reference(steps: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def reference(steps: int, make=adam) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Full state dict of the block before and after training in one process."""
     model, state = whole_block()
     before = {name: value.clone() for name, value in state.items()}
-    train(model, adam(model), steps)
+    train(model, make(model), range(steps))
     return before, model.state_dict()
 
 
@@ -104,6 +106,40 @@ def trains() -> None:
     model = make_block(mesh, before)
     train(torch.compile(model, fullgraph=True, backend="aot_eager"), adam(model))
     check(model, after, "compiled")
+    for make in (
+        lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, fused=True),
+        lambda m: weft.optim.FusedAdam([p for p in m.parameters() if p.requires_grad], lr=0.1),
+    ):
+        _, after = reference(2, make)
+        model = make_block(mesh, before)
+        train(model, make(model))
+        for name, value in full_values(model).items():
+            close(value, after[name], f"fused optimizer: {name}", rtol=1e-5, atol=1e-5)  # float32 states
+
+
+def copies() -> None:
+    """Frozen, copied and converted modules keep their DTensors; Transformer Engine's keys are sharded, too."""
+    mesh = world_mesh()
+    before, _ = reference(0)
+    model = make_block(mesh, before)
+    model[2].weight.requires_grad_(False)
+    twin = copy.deepcopy(model)
+    x = draw(4, 24)
+    close(twin(x), model(x), "copy")
+    model(x).sum().backward()
+    assert model[2].weight.grad is None and isinstance(model[4].weight.grad, DTensor)
+    assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in twin.float().parameters())
+    close(twin(x.float()).double(), model(x), "float32", rtol=1e-4, atol=1e-4)
+    state = weft.checkpoint.gather_state_dict(weft.checkpoint.set_te_keys(model))
+    assert torch.equal(state["2.basic_ops.0.weight"], before["2.weight"])
+    state = weft.checkpoint.distributed_state_dict(model)
+    with torch.no_grad():
+        model[2].weight.zero_()
+    weft.checkpoint.load_distributed_state_dict(model, {name: value for name, value in state.items()})
+    tied = ops.Sequential(ops.Linear(8, 8, **column(mesh)), ops.Linear(8, 8, **column(mesh)))
+    tied[1].weight = tied[0].weight
+    distribute_parameters(tied, mesh)
+    assert tied[0].weight is tied[1].weight
 
 
 def checkpoints() -> None:
@@ -125,26 +161,19 @@ def checkpoints() -> None:
             set_state_dict(other, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
             expected = full_values(model)
             assert all(torch.equal(value, expected[name]) for name, value in full_values(other).items())
-            # Two more steps, as if nothing had happened.
-            for step in (2, 3):
-                torch.manual_seed(100 + step)
-                x, dy = draw(2 * ROWS, 24), draw(2 * ROWS, 24)
-                optimizer.zero_grad()
-                other(x).backward(dy / 2)
-                optimizer.step()
+            train(other, optimizer, range(2, 4))  # as if nothing had happened
             check(other, after, "continued")
-        state = weft.checkpoint.distributed_state_dict(model)
-        weft.checkpoint.load_distributed_state_dict(model, state)
 
 
 def fsdp_on_a_mesh() -> None:
     """FSDP2 on the other dimension of a 2 x 2 mesh trains as one process does; checkpoints load at every size."""
     mesh = mesh_of_four()
     before, after = reference(2)
+    _, later = reference(3)
     with shared_folder() as folder:
         model = fully_shard(make_block(mesh["tp"], before), mesh=mesh["dp"])
         optimizer = adam(model)
-        train(model, optimizer, 2, mesh["dp"].get_local_rank(), 2)
+        train(model, optimizer, range(2), mesh["dp"].get_local_rank(), 2)
         check(model, after, "2 x 2")
         state, states = get_state_dict(model, optimizer)
         dcp.save({"model": state, "optimizer": states}, checkpoint_id=folder)
@@ -156,52 +185,89 @@ def fsdp_on_a_mesh() -> None:
             "2 x 2": fully_shard(make_block(mesh["tp"], before), mesh=mesh["dp"]),
         }
         for name, other in others.items():
-            state, states = get_state_dict(other, adam(other))
-            dcp.load({"model": state, "optimizer": states}, checkpoint_id=folder)
-            set_model_state_dict(other, state)
+            optimizer = adam(other)
+            state, states = get_state_dict(other, optimizer)
+            loaded = {"model": state, "optimizer": states}
+            dcp.load(loaded, checkpoint_id=folder)
+            set_state_dict(other, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
             for key, value in full_values(other).items():
                 assert torch.equal(value, expected[key]), f"{name}: {key}"
+            parts = (mesh["dp"].get_local_rank(), 2) if name == "2 x 2" else (0, 1)
+            train(other, optimizer, range(2, 3), *parts)
+            check(other, later, name)
+    gathered = weft.checkpoint.gather_state_dict(model)
+    assert all(torch.equal(gathered[key], value) for key, value in expected.items())
     full = get_model_state_dict(model, options=FULL)
     if dist.get_rank() == 0:
         assert all(torch.equal(full[key], value) for key, value in expected.items())
 
 
+def column(group) -> dict:
+    return {"tensor_parallel_mode": "column", "tensor_parallel_group": group}
+
+
 def parallelized() -> None:
-    """parallelize_module shards Linears of one process in place."""
-    mesh = world_mesh()
+    """parallelize_module shards Linears of one process in place, with the values of rank 0."""
+    mesh, rank, ranks = world_mesh(), dist.get_rank(), dist.get_world_size()
     truth, _ = whole_block()
     for sequence in (False, True):
         model, _ = whole_block()
+        with torch.no_grad():
+            for name in ("2.weight", "2.bias", "4.weight", "4.bias"):
+                model.get_parameter(name).add_(rank)
         styles = {"2": ColwiseParallel(sequence_parallel=sequence), "4": RowwiseParallel(sequence_parallel=sequence)}
         parallelize_module(model, mesh, styles)
         x, dy = draw(8, 24), draw(8, 24)
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        mine = (lambda t, rank=rank, ranks=ranks: t.chunk(ranks)[rank].clone()) if sequence else (lambda t: t)
-        close(model(mine(x)), mine(truth(x)), "y")
-        model(mine(x)).backward(mine(dy))
+
+        def mine(t, sequence=sequence):
+            return t.chunk(ranks)[rank].clone() if sequence else t
+
+        y = model(mine(x))
+        close(y, mine(truth(x)), "y")
+        y.backward(mine(dy))
         truth.zero_grad()
         truth(x).backward(dy)
-        for name in ("2.weight", "2.bias", "4.weight"):
-            grad = model.get_parameter(name).grad
-            close(grad.full_tensor(), truth.get_parameter(name).grad, f"gradient of {name}")
+        if sequence:
+            dist.all_reduce(model[1].weight.grad)
+        for name, param in model.named_parameters():
+            grad = param.grad.full_tensor() if isinstance(param, DTensor) else param.grad
+            close(grad, truth.get_parameter(name).grad, f"gradient of {name}")
 
 
 def mistakes() -> None:
     mesh, group = world_mesh(), dist.group.WORLD
-    column = {"tensor_parallel_mode": "column", "tensor_parallel_group": group}
+    row = {"tensor_parallel_mode": "row", "tensor_parallel_group": group}
     wrapped = fully_shard(ops.Sequential(ops.Linear(8, 8)), mesh=mesh)
-    own_bias = ops.Linear(8, 8, tensor_parallel_mode="row", tensor_parallel_group=group)
-    parallel = ops.Linear(8, 8, **column)
+    parallel, embedding = ops.Linear(8, 8, bias=False, **column(group)), torch.nn.Embedding(4, 8)
+    embedding.weight = parallel.weight
+    both = [ops.Linear(8, 8, bias=False, **column(group)), ops.Linear(8, 8, bias=False, **row)]
+    both[1].weight = torch.nn.Parameter(torch.zeros(4, 8))
+    both[0].weight = both[1].weight
+    sharded = fully_shard(ops.Sequential(ops.Linear(8, 8, **column(group))), mesh=mesh)
+    glu = ops.Sequential(ops.Linear(8, 16), ops.SwiGLU())
+    parallelize_module(glu, mesh, {"0": ColwiseParallel()})
+    accumulating = ops.Linear(8, 8, accumulate_into_main_grad=True)
     for error, call, text in (
-        (NotImplementedError, lambda: distribute_parameters(own_bias, mesh), "replicated_bias=True"),
-        (NotImplementedError, lambda: distribute_parameters(ops.Sequential(parallel), mesh, {"0": 2}), "stacked"),
+        (NotImplementedError, lambda: distribute_parameters(ops.Linear(8, 8, **row), mesh), "replicated_bias=True"),
+        (NotImplementedError, lambda: glu(torch.randn(2, 8)), "interleave_glu"),
         (
             NotImplementedError,
-            lambda: distribute_parameters(ops.Linear(8, 8, accumulate_into_main_grad=True, **column), mesh),
+            lambda: distribute_parameters(ops.Linear(8, 8, accumulate_into_main_grad=True, **column(group)), mesh),
             "accumulate_into_main_grad",
         ),
+        (NotImplementedError, lambda: parallelize_module(accumulating, mesh, ColwiseParallel()), "main_grad"),
         (NotImplementedError, lambda: wrapped[0](torch.randn(2, 8)), "fully_shard"),
-        (TypeError, lambda: parallelize_module(torch.nn.Linear(8, 8), mesh, ColwiseParallel()), "weft.ops.Linear"),
+        (NotImplementedError, lambda: distribute_parameters(ops.Sequential(parallel, embedding), mesh), "Embedding"),
+        (NotImplementedError, lambda: distribute_parameters(ops.Sequential(*both), mesh), "Untie"),
+        (
+            NotImplementedError,
+            lambda: distribute_parameters(te.Linear(8, 8, tp_group=group, parallel_mode="column"), mesh),
+            "weft.compat",
+        ),
+        (ValueError, lambda: distribute_parameters(sharded, mesh), "before fully_shard"),
+        (ValueError, lambda: distribute_parameters(ops.Sequential(ops.Linear(8, 8)), mesh), "no operation"),
+        (TypeError, lambda: distribute_parameters(parallel, group), "DeviceMesh of one dimension"),
+        (TypeError, lambda: parallelize_module(torch.nn.Linear(8, 8), mesh, ColwiseParallel()), "torch.nn.modules"),
         (ValueError, lambda: parallelize_module(parallel, mesh, RowwiseParallel()), "already tensor parallel"),
     ):
         try:
@@ -210,6 +276,7 @@ def mistakes() -> None:
             assert text in str(raised), raised
         else:
             raise AssertionError(f"nothing raised: {text}")
+    assert type(accumulating.weight) is torch.nn.Parameter and accumulating.tensor_parallel_mode is None
 
 
 if __name__ == "__main__":

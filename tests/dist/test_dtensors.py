@@ -12,7 +12,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from launch import run_ranks  # noqa: E402
 
 SITUATIONS = {
-    2: ["trains", "checkpoints", "parallelized", "mistakes"],
+    2: ["trains", "copies", "checkpoints", "parallelized", "mistakes"],
     4: ["trains", "checkpoints", "fsdp_on_a_mesh"],
 }
 

@@ -265,15 +265,12 @@ def test_empty_rows_do_not_affect_results():
 
 # ---- compiled modules ----
 
-FUSED = {"fuse_wgrad_accumulation": True}
 NO_DROPOUT = {"attention_dropout": 0.0}
 COMPILED = {
     "Linear": lambda: _linear.Linear(16, 32),
-    "Linear, main_grad": lambda: _linear.Linear(16, 32, **FUSED),
-    "Linear, split": lambda: _linear.Linear(16, 32, parameters_split=("query", "key"), **FUSED),
+    "Linear, split": lambda: _linear.Linear(16, 32, parameters_split=("query", "key")),
     "LayerNormLinear": lambda: _linear.LayerNormLinear(16, 32),
     "LayerNormMLP": lambda: _layernorm_mlp.LayerNormMLP(16, 32),
-    "LayerNormMLP, main_grad": lambda: _layernorm_mlp.LayerNormMLP(16, 32, **FUSED),
     "MultiheadAttention": lambda: _multihead_attention.MultiheadAttention(16, 4, **NO_DROPOUT),
     "TransformerLayer": lambda: _transformer_layer.TransformerLayer(16, 32, 4, hidden_dropout=0.0, **NO_DROPOUT),
 }
@@ -285,9 +282,6 @@ def test_modules_compile_fullgraph(name):
     torch.compiler.reset()
     module = COMPILED[name]()
     twin = copy.deepcopy(module)
-    for model in (module, twin):
-        for param in model._main_grad_parameters() if "main_grad" in name or "split" in name else ():
-            param.main_grad = torch.zeros_like(param)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True)
     for batch in (2, 3, 4, 5, 6):
@@ -299,7 +293,6 @@ def test_modules_compile_fullgraph(name):
     assert counter.frame_count <= 2
     for param, expected in zip(module.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(param.grad, expected.grad)
-        torch.testing.assert_close(getattr(param, "main_grad", None), getattr(expected, "main_grad", None))
 
 
 def test_compiled_module_follows_its_group_and_copies():

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch._dynamo.testing
 from torch.utils.checkpoint import checkpoint
 
 import weft

@@ -199,7 +199,7 @@ class Runner {
         TORCH_CHECK_TYPE(false, "weft: parameter '", name.cast<std::string>(), "' of ", Py_TYPE(module.ptr())->tp_name,
                          " is None, expected a tensor. Set it, or create the module without it.");
       if (is_dtensor(found)) {
-        computed = py::module_::import("weft.parallel").attr("local_shard")(module, py::handle(found));
+        computed = py::module_::import("weft.parallel").attr("local_shard")(module, name, py::handle(found));
         found = computed.ptr();
       }
       params.push_back(to_tensor(found, Py_TYPE(module.ptr())->tp_name, "a parameter"));

@@ -3,7 +3,6 @@
 
 // What the AMX tier defines, for CPUs other than x86-64. Never called: `machine_tier` is not amx there.
 
-#ifndef __x86_64__
 namespace weft::kernels::amx {
 namespace {
 [[noreturn]] void reject() { TORCH_INTERNAL_ASSERT(false, "weft was built without AMX"); }
@@ -19,4 +18,3 @@ void attention_forward(const DenseAttention&) { reject(); }
 void attention_backward(const DenseAttention&, const at::Tensor&, const Qkv&) { reject(); }
 
 }  // namespace weft::kernels::amx
-#endif

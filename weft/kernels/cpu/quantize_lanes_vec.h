@@ -54,17 +54,25 @@ template <class T>
 WEFT_INLINE Floats load(const T* p, int64_t count) {
   if (count == kLanes) [[likely]]
     return load_all(p);
-  T padded[kLanes] = {};
-  std::copy_n(p, count, padded);
-  return load_all(padded);
+  if constexpr (kRegisters == 1) {
+    return std::bit_cast<Floats>(FloatRegisters{{read(p, count)}});
+  } else {
+    T padded[kLanes] = {};
+    std::copy_n(p, count, padded);
+    return load_all(padded);
+  }
 }
 template <class T>
 WEFT_INLINE void store(T* p, Floats values, int64_t count) {
   if (count == kLanes) [[likely]]
     return store_all(p, values);
-  T padded[kLanes];
-  store_all(padded, values);
-  std::copy_n(padded, count, p);
+  if constexpr (kRegisters == 1) {
+    write(p, Vec(std::bit_cast<FloatRegisters>(values).r[0]), count);
+  } else {
+    T padded[kLanes];
+    store_all(padded, values);
+    std::copy_n(padded, count, p);
+  }
 }
 
 /// The largest lane; no lane is NaN.

@@ -21,7 +21,6 @@ void cblas_gemm_f16f16f32(int layout, int trans_a, int trans_b, int m, int n, in
 namespace weft::kernels {
 namespace {
 
-constexpr int kCblasRowMajor = 101, kCblasNoTrans = 111, kCblasTrans = 112;
 constexpr int64_t kRowsPerBlock = 1024;  // MKL and oneDNN pack B in each call, which a small block does not amortize
 
 /// Whether ATen's GEMM of this dtype uses native instructions. If not, it is several times slower than one that
@@ -33,6 +32,8 @@ bool aten_gemm_is_native(at::ScalarType dtype) {
 }
 
 #ifdef __x86_64__
+constexpr int kCblasRowMajor = 101, kCblasNoTrans = 111, kCblasTrans = 112;
+
 /// A matrix with contiguous rows or columns, as BLAS requires; copied if it has neither.
 struct BlasMatrix {
   at::Tensor t;
@@ -53,6 +54,8 @@ bool fits_blas(const at::Tensor& t) {
   return t.size(0) < kIntMax && t.size(1) < kIntMax && t.stride(0) < kIntMax && t.stride(1) < kIntMax;
 }
 
+at::Tensor reused_operand(const at::Tensor& b) { return b; }
+
 /// c = alpha·A B + beta·c with bfloat16 or float16 A and B and float32 c.
 void gemm_f32(const at::Tensor& a, const at::Tensor& b, double alpha, double beta, const at::Tensor& c) {
   if (c.numel() == 0) return;
@@ -65,8 +68,10 @@ void gemm_f32(const at::Tensor& a, const at::Tensor& b, double alpha, double bet
 }
 #else
 bool fits_blas(const at::Tensor&) { return true; }
+/// The right operand of several calls of gemm_f32.
+at::Tensor reused_operand(const at::Tensor& b) { return b.to(at::kFloat); }
 
-/// The same on converted operands, where LibTorch has no MKL.
+/// The same on converted operands, where LibTorch has no MKL. An operand may have been converted before.
 void gemm_f32(const at::Tensor& a, const at::Tensor& b, double alpha, double beta, at::Tensor c) {
   at::addmm_out(c, c, a.to(at::kFloat), b.to(at::kFloat), beta, alpha);
 }
@@ -213,6 +218,7 @@ struct VectorGemm {
     prepare();
     const bool native = aten_gemm_is_native(dtype) || !fits_blas(left) || !fits_blas(right);
     const auto computed = native ? dtype : at::kFloat;
+    const auto operand = native ? right : reused_operand(right);
     const auto storage = product_storage(computed);
     const auto scratch = storage.defined() ? at::Tensor{} : empty_cpu({std::min(m, kRowsPerBlock), n}, computed);
     for (int64_t row = 0; row < m; row += kRowsPerBlock) {
@@ -220,7 +226,7 @@ struct VectorGemm {
       auto p = storage.defined() ? storage.narrow(0, row, rows) : scratch.narrow(0, 0, rows);
       auto part = from_row(call, row);
       part.product = rows_of(p);
-      multiply(left.narrow(0, row, rows), right, p, native, part);
+      multiply(left.narrow(0, row, rows), operand, p, native, part);
       apply(part, rows);
     }
   }
