@@ -64,6 +64,8 @@ falls back as usual.
 - `return_bias=True` returns the Parameter itself, as Transformer Engine does. Under FSDP2 its memory is freed when the
   sharded module's forward ends, so apply `fully_shard` to a module that also adds the bias.
 - Replaced Parameters take effect at the next call. `.to()`, `deepcopy` and FSDP see this module's Parameters only.
+- Modules compile with `fullgraph=True`, except with `fuse_wgrad_accumulation` or `delay_wgrad_compute`, which break the
+  graph.
 """
 
 MEGATRON = """

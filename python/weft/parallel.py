@@ -83,21 +83,7 @@ def _placements(who: str, module: torch.nn.Module, mesh: DeviceMesh) -> dict[tor
                 f"{who}: {path or 'the module'} is weft.compat's {type(child).__name__}, whose Parameters stay plain "
                 "tensors. Use weft.ops.Linear, or weft.checkpoint.gather_state_dict for checkpoints."
             )
-    sharded: dict[tuple[int, str], Placement] = {}
-    for keys, placement, owner in _sharded_tensors(module, None, None):
-        if not has_ranks_of(mesh.get_group(), owner.tensor_parallel_group):
-            raise ValueError(f"{who}: {keys[0]} is sharded over other ranks than {mesh}. Pass the mesh of its group.")
-        name = keys[0].rpartition(".")[2]
-        if not _is_shard(placement):
-            _reject(who, keys[0], "is the sum of the ranks' biases. Create the linear with replicated_bias=True.")
-        if name not in owner._parameters:
-            _reject(who, keys[0], "has a parametrization. Remove it first.")
-        if getattr(owner, "_wgrad_bypasses_autograd", False) and name in owner._weight_names():
-            _reject(who, keys[0], "has accumulate_into_main_grad or delay_wgrad_compute. Create it without them.")
-        assert placement.dim is not None
-        sharded[id(owner), name] = Shard(placement.dim)
-    if not sharded:
-        raise ValueError(f"{who}: no operation of the module is sharded over {mesh}. Create them with that group.")
+    sharded = _shards(who, module, mesh)
     found: dict[torch.nn.Parameter, Placement] = {}
     for key, owner, name, param in _slots(module):
         if not isinstance(owner, Linear | NativeOperation) or hasattr(owner, "num_groups"):
@@ -114,6 +100,26 @@ def _placements(who: str, module: torch.nn.Module, mesh: DeviceMesh) -> dict[tor
         if param in found and not isinstance(owner, Linear | NativeOperation):
             _reject(who, key, f"also belongs to a {type(owner).__name__}, which does not read DTensors. Untie them.")
     return found
+
+
+def _shards(who: str, module: torch.nn.Module, mesh: DeviceMesh) -> dict[tuple[int, str], Placement]:
+    """Returns the placements of sharded Parameters, by the id of their operation and their name."""
+    sharded: dict[tuple[int, str], Placement] = {}
+    for keys, placement, owner in _sharded_tensors(module, None, None):
+        if not has_ranks_of(mesh.get_group(), owner.tensor_parallel_group):
+            raise ValueError(f"{who}: {keys[0]} is sharded over other ranks than {mesh}. Pass the mesh of its group.")
+        name = keys[0].rpartition(".")[2]
+        if not _is_shard(placement):
+            _reject(who, keys[0], "is the sum of the ranks' biases. Create the linear with replicated_bias=True.")
+        if name not in owner._parameters:
+            _reject(who, keys[0], "has a parametrization. Remove it first.")
+        if getattr(owner, "_wgrad_bypasses_autograd", False) and name in owner._weight_names():
+            _reject(who, keys[0], "has accumulate_into_main_grad or delay_wgrad_compute. Create it without them.")
+        assert placement.dim is not None
+        sharded[id(owner), name] = Shard(placement.dim)
+    if not sharded:
+        raise ValueError(f"{who}: no operation of the module is sharded over {mesh}. Create them with that group.")
+    return sharded
 
 
 def _is_distributed(
@@ -134,7 +140,7 @@ def _distribute(param: torch.nn.Parameter, mesh: DeviceMesh, placement: Placemen
         return param
     distributed = DTensor.from_local(param.detach(), mesh, [placement], run_check=False)
     other = torch.nn.Parameter(distributed, requires_grad=param.requires_grad)
-    other.__dict__.update({name: value for name, value in param.__dict__.items() if name != "_spec"})
+    other.__dict__.update(param.__dict__)
     return other
 
 
@@ -144,8 +150,8 @@ def local_shard(owner: torch.nn.Module, name: str, param: DTensor) -> torch.Tens
     replicated = param.placements == (Replicate(),)
     if mesh.ndim != 1 or not (replicated or (group is not None and has_ranks_of(mesh.get_group(), group))):
         raise NotImplementedError(
-            f"{type(owner).__name__}: {name} is a DTensor over {mesh} with {param.placements}, expected a dense tensor, "
-            "or a DTensor over the operation's tensor-parallel group (weft.parallel.distribute_parameters). If it is "
+            f"{type(owner).__name__}: {name} is a DTensor over {mesh} with {param.placements}, expected a dense "
+            "tensor, or a DTensor over its tensor-parallel group (weft.parallel.distribute_parameters). If it is "
             "sharded by FSDP2, call the module that fully_shard wrapped, so that its parameters are gathered first."
         )
     local: torch.Tensor = param.to_local()
