@@ -13,6 +13,9 @@
 namespace weft::kernels {
 /// Whether the CPU has `feature`, a key of at::cpu::get_cpu_capabilities().
 bool cpu_has(const char* feature);
+/// Whether ATen's GEMM of this dtype uses native instructions. If not, it is several times slower than one that
+/// converts to float32.
+bool aten_gemm_is_native(at::ScalarType dtype);
 
 /// The arguments of `grouped_gemm`, with its output allocated. Owns every tensor that it reads and writes.
 struct GroupedGemmCall {

@@ -1,9 +1,17 @@
-// torch's SDPA kernels for the CPU. They take views [N, H, T, D] of any strides with contiguous channels, share a key
-// head among H/groups query heads, and divide by zero without queries.
+// torch's SDPA kernels for the CPU. Both passes of a call use GEMMs of the same dtype: backward computes the scores
+// again and subtracts the logsumexp of forward, and the difference of two roundings of a large score may overflow. They
+// take views [N, H, T, D] of any strides with contiguous channels, share a key head among H/groups query heads, and
+// divide by zero without queries.
+#include <ATen/Parallel.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/max.h>
+
+#include <algorithm>
 
 #include "weft/kernels/attention_tiers.h"
+#include "weft/kernels/tiers.h"
 
 namespace weft::kernels {
 namespace {
@@ -52,9 +60,53 @@ at::Tensor with_dense_channels(const at::Tensor& t) { return t.stride(-1) == 1 ?
 
 int64_t calls(const DenseAttention& d, Merge merge) { return merge == Merge::none ? d.batch() : 1; }
 
+/// Whether to compute on float32 copies, because ATen's GEMM of the dtype is slow. Both passes decide the same:
+/// backward computes the scores again and subtracts the logsumexp of forward. MKL's float32 GEMMs of the two may round
+/// a score differently, by a factor of about 2⁻²¹, which changes a probability by less than 1 % for scores up to
+/// kMaxScore.
+bool computes_in_float32(const DenseAttention& d) {
+  constexpr double kMaxScore = 1e4;
+  if (aten_gemm_is_native(d.in.q.scalar_type())) return false;
+  const auto largest = [](const at::Tensor& t) {
+    return at::linalg_vector_norm(t, 2, {-1}, /*keepdim=*/false, at::kFloat).max().item<double>();
+  };
+  return largest(d.in.q) * largest(d.in.k) * d.attention.scale <= kMaxScore;
+}
+
+/// A range of the batch and of the groups of heads.
+struct HeadRange {
+  int64_t batch, batches, group, groups;
+
+  /// Of [batch, T, groups, …].
+  at::Tensor of(const at::Tensor& t) const { return t.narrow(0, batch, batches).narrow(2, group, groups); }
+  Qkv of(const Qkv& t) const { return {of(t.q), of(t.k), of(t.v)}; }
+  /// Attention of these heads on float32 copies of its inputs.
+  DenseAttention in_float32(const DenseAttention& d) const {
+    const auto heads = d.heads_per_group();
+    const Qkv in{of(d.in.q).to(at::kFloat), of(d.in.k).to(at::kFloat), of(d.in.v).to(at::kFloat)};
+    const auto logsumexp = d.logsumexp.narrow(0, batch, batches).narrow(1, group * heads, groups * heads);
+    return {d.attention, d.first_sequence + batch, in, of(d.out), logsumexp};
+  }
+};
+
+/// Calls run(range) for a few heads at a time: kHeadsPerThread bounds the imbalance of the threads and, as far as a
+/// group of heads allows it, the memory of copies.
+template <class Run>
+void for_each_head_range(const DenseAttention& d, const Run& run) {
+  constexpr int64_t kHeadsPerThread = 8;
+  const auto wanted = kHeadsPerThread * at::get_num_threads(), all = d.in.q.size(2);
+  const auto groups = std::clamp<int64_t>(wanted / d.heads_per_group(), 1, all);
+  const auto batches = groups < all ? 1 : std::clamp<int64_t>(wanted / d.heads(), 1, d.batch());
+  for (int64_t b = 0; b < d.batch(); b += batches)
+    for (int64_t g = 0; g < all; g += groups)
+      run(HeadRange{b, std::min(batches, d.batch() - b), g, std::min(groups, all - g)});
+}
+
 }  // namespace
 
 void sdpa_forward(const DenseAttention& d) {
+  if (computes_in_float32(d))
+    return for_each_head_range(d, [&](const HeadRange& range) { sdpa_forward(range.in_float32(d)); });
   const auto merge = merge_of(d);
   for (int64_t b = 0; b < calls(d, merge); ++b) {
     const auto [out, logsumexp] = at::_scaled_dot_product_flash_attention_for_cpu(
@@ -67,6 +119,12 @@ void sdpa_forward(const DenseAttention& d) {
 }
 
 void sdpa_backward(const DenseAttention& d, const at::Tensor& dout, const Qkv& grads) {
+  if (computes_in_float32(d))
+    return for_each_head_range(d, [&](const HeadRange& range) {
+      auto part = range.in_float32(d);
+      part.out = part.out.to(at::kFloat);
+      sdpa_backward(part, range.of(dout).to(at::kFloat), range.of(grads));
+    });
   const auto merge = merge_of(d);
   const auto grad = with_dense_channels(dout), out = with_dense_channels(d.out);
   for (int64_t b = 0; b < calls(d, merge); ++b) {

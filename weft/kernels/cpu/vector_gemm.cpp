@@ -19,17 +19,18 @@ void cblas_gemm_f16f16f32(int layout, int trans_a, int trans_b, int m, int n, in
 #endif
 
 namespace weft::kernels {
-namespace {
 
-constexpr int64_t kRowsPerBlock = 1024;  // MKL and oneDNN pack B in each call, which a small block does not amortize
-
-/// Whether ATen's GEMM of this dtype uses native instructions. If not, it is several times slower than one that
-/// converts to float32.
 bool aten_gemm_is_native(at::ScalarType dtype) {
   static const bool bf16 = cpu_has("avx512_bf16") || cpu_has("bf16"),
                     fp16 = cpu_has("avx512_fp16") || cpu_has("amx_fp16") || cpu_has("fp16_arith");
-  return dtype == at::kFloat || (dtype == at::kBFloat16 ? bf16 : fp16);
+  if (machine_tier() == Tier::avx2 && isReducedFloatingType(dtype)) return false;
+  if (dtype == at::kBFloat16) return bf16;
+  return dtype == at::kHalf ? fp16 : true;
 }
+
+namespace {
+
+constexpr int64_t kRowsPerBlock = 1024;  // MKL and oneDNN pack B in each call, which a small block does not amortize
 
 #ifdef __x86_64__
 constexpr int kCblasRowMajor = 101, kCblasNoTrans = 111, kCblasTrans = 112;
