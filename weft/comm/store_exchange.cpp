@@ -39,18 +39,33 @@ struct StoreSession {
     awaiting_reply = false;
     return reply;
   }
-  void read(int from, const std::string& key);
+  void read(const std::vector<std::string>& keys, int rank);
 };
 
-/// Reads the value of rank `from`. Polls, because a blocking wait inside the Store would not see `stopped`.
-void StoreSession::read(int from, const std::string& key) {
-  peer = from;
-  for (auto pause = milliseconds(1); !request([&] { return store->check({key}); });
-       pause = std::min(2 * pause, milliseconds(20))) {
+/// Reads the values of all ranks. Looks for twice as many keys after each request that finds all of its keys, and for
+/// half as many after one that does not, so that the number of requests is O(log ranks) for each rank that is late.
+/// Polls, because a blocking wait inside the Store would not see `stopped`.
+void StoreSession::read(const std::vector<std::string>& keys, int rank) {
+  auto pause = milliseconds(1);
+  size_t count = 1;
+  for (auto next = keys.begin(); next != keys.end();) {
     if (stopped) return;
-    std::this_thread::sleep_for(pause);
+    const auto first = static_cast<int>(next - keys.begin());
+    peer = first == rank && next + 1 != keys.end() ? first + 1 : first;
+    count = std::min(count, static_cast<size_t>(keys.end() - next));
+    if (const auto end = next + static_cast<std::ptrdiff_t>(count);
+        request([&] { return store->check({next, end}); })) {
+      next = end;
+      count *= 2;
+    } else if (count > 1) {
+      count /= 2;
+    } else {
+      std::this_thread::sleep_for(pause);
+      pause = std::min(2 * pause, milliseconds(20));
+    }
   }
-  values[from] = request([&] { return store->get_to_str(key); });
+  for (const auto& value : request([&] { return store->multiGet(keys); }))
+    values.emplace_back(value.begin(), value.end());
 }
 
 /// Runs `fn(session)` with the timeout; errors name the rank that was waited for.
@@ -95,11 +110,10 @@ std::vector<std::string> exchange_through_store(const Store& store, const StoreE
   const auto session =
       run_session(store, options,
                   [local, prefix = options.prefix, rank = options.rank, size = options.size](StoreSession& session) {
-                    session.values.resize(size);
-                    session.values[rank] = local;
-                    session.store->set(c10::str(prefix, "/", rank), local);
-                    for (int peer = 0; peer < size && !session.stopped; ++peer)
-                      if (peer != rank) session.read(peer, c10::str(prefix, "/", peer));
+                    std::vector<std::string> keys;
+                    for (int peer = 0; peer < size; ++peer) keys.push_back(c10::str(prefix, "/", peer));
+                    session.store->set(keys[rank], local);
+                    session.read(keys, rank);
                   });
   return std::move(session->values);
 }
