@@ -40,17 +40,22 @@ double min_seconds(int runs, Fn&& fn) {
   return best;
 }
 
-/// Fits time = per_weight·N·K + per_row·rows to two GEMMs with the same weight. The lower bound on per_row limits the
-/// effect of timer noise.
-void measure_gemm(Costs& out, at::ScalarType dtype) {
-  constexpr int64_t kFew = 32, kMany = 256, kWidth = 512;
+/// Fits time = per_weight·N·K + per_row·rows to two GEMMs with the same weight. All ranks multiply at the same time, as
+/// in a step: they may share cores, clocks and memory. The lower bound on per_row limits the effect of timer noise.
+void measure_gemm(Costs& out, const comm::Group& group, at::ScalarType dtype) {
+  constexpr int64_t kFew = 64, kMany = 1024, kWidth = 768;
   const auto options = at::TensorOptions().dtype(dtype);
   const auto w = at::zeros({kWidth, kWidth}, options);
-  const auto time = [&](int64_t rows) {
+  const auto mean_time = [&](int64_t rows, int runs) {
     const auto x = at::zeros({rows, kWidth}, options);
-    return min_seconds(5, [&] { kernels::gemm(x, kernels::transposed(w), {.b_is_weight = true}); });
+    const auto multiply = [&] { kernels::gemm(x, kernels::transposed(w), {.b_is_weight = true}); };
+    multiply();
+    group.all_gather(at::zeros({1, 1})).wait();
+    const double start = now();
+    for (int i = 0; i < runs; ++i) multiply();
+    return (now() - start) / runs;
   };
-  const double few = time(kFew), many = time(kMany);
+  const double few = mean_time(kFew, 8), many = mean_time(kMany, 4);
   const double per_row = std::max(many - few, 0.2 * many) / static_cast<double>(kMany - kFew);
   out.per_flop = per_row / static_cast<double>(2 * kWidth * kWidth);
   out.per_weight = std::max(0.0, few - per_row * kFew) / static_cast<double>(kWidth * kWidth);
@@ -161,7 +166,7 @@ Costs costs(const std::shared_ptr<comm::Transport>& transport, const comm::Group
     if (found != table.measured.end() && found->second.transport.lock() == transport) return found->second.costs;
   }
   Costs local;
-  measure_gemm(local, dtype);
+  measure_gemm(local, group, dtype);
   measure_transport(local, *transport);
   measure_collectives(local, group);
   const auto all = max_over_ranks(local, group);
