@@ -40,10 +40,12 @@ the workflow that runs them.
 | `uninstall()` | undoes `install()` and restores the replaced modules |
 | `python -m weft.compat` | `--replace`, `--high-precision`, `--cuda-on-cpu` as above; `-m module` runs a module |
 
-`cuda="cpu"` redirects `device="cuda"` and `.to("cuda")` in calls of torch, `.cuda()` and `.pin_memory()`, which return
-the tensor itself, `torch.autocast("cuda")`, `torch.load`, `torch.set_default_device`, and the functions of `torch.cuda`
-for seeds and random states, memory, devices and `synchronize`; not streams, events, graphs and
-`torch.Generator("cuda")`. `torch.cuda.is_available()` stays False.
+`cuda="cpu"` redirects `device="cuda"` and `.to("cuda")` in calls of torch, also in backward, `.cuda()` and
+`.pin_memory()`, which return the tensor itself, `torch.autocast("cuda")`, `torch.load`, `torch.set_default_device`,
+device meshes, process groups with the backend `nccl`, which use Gloo, and the functions of `torch.cuda` for seeds and
+random states, memory and devices. Streams, events and `synchronize` do nothing, except that an event stores its time:
+wait for the handles of asynchronous collectives. Not redirected: graphs, `torch.Stream` and `torch.Generator("cuda")`.
+`torch.cuda.is_available()` stays False.
 
 The real package exists if it is installed or was imported. A name that is not supported raises AttributeError
 (ImportError from `from … import`) with the reason listed here, so code that tests for a name with `hasattr` or `try`
@@ -64,8 +66,10 @@ falls back as usual.
 - `return_bias=True` returns the Parameter itself, as Transformer Engine does. Under FSDP2 its memory is freed when the
   sharded module's forward ends, so apply `fully_shard` to a module that also adds the bias.
 - Replaced Parameters take effect at the next call. `.to()`, `deepcopy` and FSDP see this module's Parameters only.
-- Modules compile with `fullgraph=True`, except with `fuse_wgrad_accumulation` or `delay_wgrad_compute`, which break the
-  graph.
+- Modules compile with `fullgraph=True`, except with `fuse_wgrad_accumulation`, `delay_wgrad_compute` or context
+  parallelism, which break the graph.
+- Context parallelism gathers all keys and values on each rank. Without AMX, causal attention to more keys than queries
+  is computed by ATen calls (tier `ref`).
 """
 
 MEGATRON = """
@@ -80,10 +84,10 @@ megatron.install()  # before megatron.core is imported; also makes transformer_e
 from megatron.core.models.gpt import GPTModel
 ```
 
-or `python -m weft.compat --megatron script.py arguments`. `megatron.on_cpu()` is a context manager that does the same;
-`uninstall()` undoes it. `install()` raises ImportError if megatron-core is not installed, and RuntimeError if torch has
-CUDA. Use the Gloo backend for process groups. To install: HOW_TO_INSTALL. `tests/dist/test_megatron.py` also searches
-the folder `$WEFT_MEGATRON`.
+or `python -m weft.compat --megatron script.py arguments`. CUDA is redirected as by `install(cuda="cpu")`.
+`megatron.on_cpu()` is a context manager that does the same; `uninstall()` undoes it. `install()` raises ImportError if
+megatron-core is not installed, and RuntimeError if torch has CUDA. To install: HOW_TO_INSTALL.
+`tests/dist/test_megatron.py` also searches the folder `$WEFT_MEGATRON`.
 
 With the op fuser `F.gelu` is the tanh approximation; in Megatron's own MLP it is exact.
 """
@@ -101,6 +105,17 @@ RUNS = (
         '`overlap_grad_reduce`, `tp_comm_overlap` and `cross_entropy_fusion_impl="te"`',
     ),
     (
+        "the same, three steps over two ranks",
+        "context parallelism, every `cp_comm_type` but `a2a+p2p`; expert parallelism with "
+        '`moe_token_dispatcher_type="alltoall"`, `moe_permute_fusion` on and off; `TorchFullyShardedDataParallel`; the '
+        "distributed optimizer over data-parallel ranks",
+    ),
+    (
+        "bit-equal to the uninterrupted run",
+        "checkpoints of the distributed optimizer in bfloat16 over one and two ranks, formats `fully_reshardable`, "
+        "`dp_reshardable` and `dp_zero_gather_scatter`",
+    ),
+    (
         "loss within 1e-4 of the uninterrupted run",
         "50 steps of that model at tensor parallel 2 with sequence parallelism, `dist_checkpointing.save` of model and "
         "optimizer, `load` at tensor parallel 1, 5 more steps",
@@ -116,9 +131,16 @@ RUNS = (
 )
 
 STOPS = (
+    ('`cp_comm_type="a2a+p2p"`', "hierarchical context parallelism is not supported"),
     (
-        '`moe_token_dispatcher_type="alltoall"`',
-        "transformer/moe/token_dispatcher.py:445 creates a `torch.cuda.Stream`",
+        "`finalize_model_grads` with `TorchFullyShardedDataParallel`",
+        "distributed/finalize_model_grads.py:443 passes an argument that `finish_grad_sync` does not have there. "
+        "FSDP2 has reduced the gradients: leave `finalize_model_grads_func` None",
+    ),
+    (
+        "the format `fully_sharded_model_space`; `dp_zero_gather_scatter` with float32 Parameters",
+        "dist_checkpointing/mapping.py:134 rejects its flattened tensors; optimizer/distrib_optimizer.py:940 copies to "
+        "a view of a Parameter",
     ),
     ("`cuda_graph_impl`", "transformer/cuda_graphs.py:1406 requires a random number tracker for CUDA graphs"),
 )

@@ -117,12 +117,46 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _state(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self.state[p]
-        if "exp_avg" not in state:
-            state["exp_avg"] = torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)
-            state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name not in state:
+                state[name] = torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)
         if self.master_weights and p.dtype != torch.float32 and "master_param" not in state:
             state["master_param"] = _dense(p.detach())
         return state
+
+    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool = False) -> None:
+        """Creates the state of a parameter: its moments are zero, its master weight is its value.
+
+        Args:
+            param: parameter of this optimizer.
+            store_param_remainders: not supported.
+        """
+        if store_param_remainders:
+            raise NotImplementedError("FusedAdam: store_param_remainders=True is not supported. Leave it out.")
+        self._state(param)
+
+    def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
+        """Returns a state of a parameter, ``"exp_avg"``, ``"exp_avg_sq"`` or ``"master_param"``; none has a scale."""
+        if state_name not in self.state.get(param, {}):
+            raise ValueError(f"FusedAdam: the parameter has no state {state_name!r}. Call initialize_state first.")
+        state: torch.Tensor = self.state[param][state_name]
+        return state
+
+    def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
+        """Copies `unscaled_state` to a state of a parameter.
+
+        Args:
+            param: parameter of this optimizer.
+            state_name: as in :meth:`get_unscaled_state`.
+            unscaled_state: its value, of the shape of the parameter.
+        """
+        state = self._state(param)
+        if state_name not in state or unscaled_state.shape != param.shape:
+            raise ValueError(
+                f"FusedAdam: state {state_name!r} of shape {list(unscaled_state.shape)} for a parameter of shape "
+                f"{list(param.shape)}; expected its shape, and one of {', '.join(state)}."
+            )
+        state[state_name].copy_(unscaled_state)
 
     def _update(self, gradients: dict[torch.Tensor, torch.Tensor], group: dict[str, Any]) -> None:
         params = [_local(p) for p in gradients]

@@ -7,6 +7,7 @@ unsupported features.
 
 import itertools
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -35,6 +36,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # n
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.transformer.spec_utils import build_module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.utils import get_batch_on_this_cp_rank  # noqa: E402
 
 ROWS, BATCH, HIDDEN, FFN, VOCAB = 8, 2, 32, 64, 48
 TOLERANCE = 1e-5  # relative
@@ -57,10 +59,18 @@ def config(sequence: bool, accumulate: bool, layers: int = 1, **more) -> Transfo
         ffn_hidden_size=FFN,
         num_attention_heads=4,
         use_cpu_initialization=True,
-        tensor_model_parallel_size=dist.get_world_size(),
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
         sequence_parallel=sequence,
         gradient_accumulation_fusion=accumulate,
         **{"hidden_dropout": 0.0, "attention_dropout": 0.0, **more},
+    )
+
+
+def layer_spec(fuser: bool = False, experts: int | None = None):
+    return get_gpt_layer_with_transformer_engine_spec(
+        use_te_op_fuser=fuser, num_experts=experts, moe_grouped_gemm=experts is not None
     )
 
 
@@ -72,13 +82,24 @@ def shard(whole: torch.Tensor, like: torch.nn.Parameter, name: str, gated: bool)
     if not getattr(like, "tensor_model_parallel", False):
         return whole
     pieces = whole.chunk(2) if gated and "linear_fc1" in name else (whole,)
-    return torch.cat([piece.chunk(dist.get_world_size(), like.partition_dim)[dist.get_rank()] for piece in pieces])
+    ranks, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    return torch.cat([piece.chunk(ranks, like.partition_dim)[rank] for piece in pieces])
+
+
+def global_name(name: str, model: torch.nn.Module) -> str:
+    """The name of a Parameter on one rank. An expert's number counts the experts of all ranks."""
+    found = re.fullmatch(r"(.*\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)", name)
+    if found is None:
+        return name
+    local = model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+    return found[1] + str(int(found[2]) + parallel_state.get_expert_model_parallel_rank() * local)
 
 
 def fill(model: torch.nn.Module, gated: bool, whole: dict[str, torch.Tensor]) -> None:
     """Copies the weights from `whole`. On one rank, missing weights are drawn and added to it."""
     with torch.no_grad():
         for name, p in model.named_parameters():
+            name = global_name(name, model)
             if name not in whole:
                 assert dist.get_world_size() == 1, f"{name} exists only on {dist.get_world_size()} ranks"
                 whole[name] = torch.randn_like(p) * (0.3 if p.dim() > 1 else 0.1) + (
@@ -97,7 +118,7 @@ def near(got: torch.Tensor, expected: torch.Tensor, scale: float, what: str) -> 
 
 def layer_step(options: dict, fuser: bool, sequence: bool, accumulate: bool, whole: dict) -> dict:
     """Loss, gradients of this rank's Parameters and the gradient norm over all ranks, for one call of a layer."""
-    spec = get_gpt_layer_with_transformer_engine_spec(use_te_op_fuser=fuser)
+    spec = layer_spec(fuser)
     layer = build_module(spec, config=config(sequence, accumulate, **options), layer_number=1)
     assert type(layer.mlp).__name__ == ("TEFusedMLP" if fuser else "MLP")
     torch.manual_seed(3)
@@ -157,7 +178,8 @@ def compare(got: dict, expected: dict, what: str) -> None:
 
 
 class Trainer:
-    """GPTModel in Megatron's DistributedDataParallel with Megatron's optimizer; two microbatches per step."""
+    """GPTModel in Megatron's DistributedDataParallel with Megatron's optimizer. A step has two microbatches, which
+    data-parallel ranks share."""
 
     def __init__(
         self,
@@ -167,18 +189,20 @@ class Trainer:
         whole: dict | None = None,
         shared: dict | None = None,
         lr: float = 1e-2,
+        wrapper: type = DistributedDataParallel,
         **more,
     ):
         """`whole`: weights; `shared`: options of DDP and optimizer; `more`: options of the model."""
-        spec = get_gpt_layer_with_transformer_engine_spec(use_te_op_fuser=fuser)
+        spec = layer_spec(fuser, more.get("num_moe_experts"))
         settings = config(sequence, accumulate, layers=2, **GATED, **more)
         model = GPTModel(settings, spec, VOCAB, max_sequence_length=ROWS, position_embedding_type="rope")
         torch.manual_seed(5)
         if whole is not None:
             fill(model, True, whole)
-        settings.finalize_model_grads_func = finalize_model_grads
+        if wrapper is DistributedDataParallel:  # FSDP2 has reduced the gradients
+            settings.finalize_model_grads_func = finalize_model_grads
         shared = shared or {}
-        self.model = DistributedDataParallel(settings, DistributedDataParallelConfig(**shared), model)
+        self.model = wrapper(settings, DistributedDataParallelConfig(**shared), model)
         shared = {name: value for name, value in shared.items() if "optimizer" in name}
         dtype = {"bf16": settings.bf16, "params_dtype": settings.params_dtype}
         settings = OptimizerConfig(optimizer="adam", lr=lr, clip_grad=1.0, **dtype, **shared)
@@ -188,37 +212,50 @@ class Trainer:
         """Loss and gradient norm of a step. Its data depends only on its number."""
         first = torch.randint(0, VOCAB, (2, BATCH, 1), generator=torch.Generator().manual_seed(number))
         tokens = (first + 5 * torch.arange(ROWS + 1)) % VOCAB  # the next token can be learned
+        ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        tokens = tokens.chunk(ranks)[rank]
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses = get_forward_backward_func()(
             forward_step_func=self.forward,
             data_iterator=iter(tokens),
             model=[self.model],
-            num_microbatches=2,
+            num_microbatches=len(tokens),
             seq_length=ROWS,
             micro_batch_size=BATCH,
             forward_only=False,
         )
         _, norm, _ = self.optimizer.step()
-        return sum(part["loss"].item() for part in losses) / 2, float(norm)
+        loss = torch.stack([part["loss"] for part in losses]).mean()
+        dist.all_reduce(loss, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        return loss.item() / parallel_state.get_data_parallel_world_size(with_context_parallel=True), float(norm)
 
     @staticmethod
     def forward(data, model):
         tokens = next(data)
-        positions = torch.arange(ROWS).expand(BATCH, ROWS)
-        losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
-        return losses, lambda given: (given.mean(), {"loss": given.detach().mean()})
+        batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": torch.arange(ROWS).expand(BATCH, ROWS)}
+        batch = get_batch_on_this_cp_rank({name: t.contiguous() for name, t in batch.items()})
+        losses = model(batch["tokens"], batch["positions"], None, labels=batch["labels"])
+        ranks = parallel_state.get_context_parallel_world_size()  # Megatron sums the gradients of their losses
+        return losses, lambda given: (given.mean() / ranks, {"loss": given.detach().mean()})
 
-    def state(self, loading: bool = False) -> dict:
-        model = self.model.module.sharded_state_dict()
-        return {"model": model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading=loading)}
+    def state(self, loading: bool = False, optimizer_format: str = "fully_sharded_model_space") -> dict:
+        metadata = {
+            "distrib_optim_sharding_type": optimizer_format,
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        }
+        model = self.model.module.sharded_state_dict(metadata=metadata)
+        return {
+            "model": model,
+            "optimizer": self.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata),
+        }
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, **options) -> None:
         folder.mkdir(exist_ok=True)
-        dist_checkpointing.save(self.state(), str(folder))
+        dist_checkpointing.save(self.state(**options), str(folder))
 
-    def load(self, folder: Path) -> None:
-        loaded = dist_checkpointing.load(self.state(loading=True), str(folder))
+    def load(self, folder: Path, **options) -> None:
+        loaded = dist_checkpointing.load(self.state(loading=True, **options), str(folder))
         self.model.module.load_state_dict(loaded["model"])
         self.optimizer.load_state_dict(loaded["optimizer"])
 
@@ -326,9 +363,10 @@ def recipes(folder: Path) -> None:
 
 
 @contextmanager
-def without(module, name: str, original):
+def without(module, name: str):
     """Undoes one redirection of install()."""
     redirected = getattr(module, name)
+    original = _cuda_on_cpu._replacements[id(module), name][0][1]
     if original is _cuda_on_cpu._MISSING:
         delattr(module, name)
     else:
@@ -360,9 +398,11 @@ def outcome(folder: Path) -> object:
 def limits(folder: Path) -> None:
     """Each redirection is needed, and unsupported features raise where docs/compat.md says."""
     good = attempt(folder / "good")
-    for number, (module, name) in enumerate(megatron._replaced_attributes):
-        original = _cuda_on_cpu._replacements[id(module), name][0][1]
-        with without(module, name, original):
+    for number, (module, name, *_) in enumerate(megatron.REDIRECTIONS):
+        if name == "maybe_move_tensor_to_cpu":  # of several ranks: see megatron_dimensions.py
+            continue
+        module = sys.modules[module]
+        with without(module, name):
             got = outcome(folder / f"without{number}")
         print(f"without {module.__name__}.{name}: {got}", flush=True)
         assert got != good, f"the redirection of {name} is no longer needed"
@@ -373,7 +413,6 @@ def limits(folder: Path) -> None:
     assert "CUDA" in str(got) or "NVIDIA" in str(got), got  # of a torch without and with CUDA
     megatron.install()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    raises_at("token_dispatcher.py", 445, num_moe_experts=2, moe_token_dispatcher_type="alltoall")
     raises_at("cuda_graphs.py", 1406, cuda_graph_impl="local")
     loss_of(num_moe_experts=4, moe_router_topk=2)
     loss_of(bf16=True, params_dtype=torch.bfloat16)
@@ -384,8 +423,7 @@ def limits(folder: Path) -> None:
 
 def loss_of(**options) -> torch.Tensor:
     """Runs forward and backward of a model with `options`."""
-    experts = options.get("num_moe_experts")
-    spec = get_gpt_layer_with_transformer_engine_spec(num_experts=experts, moe_grouped_gemm=experts is not None)
+    spec = layer_spec(experts=options.get("num_moe_experts"))
     settings = config(False, False, **PLAIN, **options)
     model = GPTModel(settings, spec, VOCAB, max_sequence_length=ROWS, position_embedding_type="rope")
     losses, _ = Trainer.forward(iter(torch.ones(1, BATCH, ROWS + 1, dtype=torch.int64)), model)
@@ -405,15 +443,21 @@ def raises_at(file: str, line: int, **options) -> None:
         raise AssertionError(f"{options} did not raise: update docs/compat.md")
 
 
-def main() -> None:
+CASES = {"same": same, "train": train, "resume": resume, "recipes": recipes, "limits": limits}
+
+
+def main(cases: dict) -> None:
+    """Runs the cases that the command line names. A case is a function, with tensor parallelism over all ranks; or a
+    function and the sizes of parallel_state."""
     torch.set_num_threads(1)
     folder, rank, world = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for what in sys.argv[2:]:
+        case, sizes = cases[what] if isinstance(cases[what], tuple) else (cases[what], ("tensor_model_parallel_size",))
         store = f"file://{folder}/store_{what}_{world}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+        parallel_state.initialize_model_parallel(**dict.fromkeys(sizes, world))
         tensor_parallel.model_parallel_cuda_manual_seed(1)
-        {"same": same, "train": train, "resume": resume, "recipes": recipes, "limits": limits}[what](folder)
+        case(folder)
         dist.barrier()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

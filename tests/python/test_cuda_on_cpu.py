@@ -6,11 +6,13 @@ import importlib
 import os
 import subprocess
 import sys
+import threading
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from weft.compat import _cuda_on_cpu
 from weft.compat import transformer_engine as te_compat
 
 import weft
@@ -44,10 +46,111 @@ def test_devices_of_calls(te, device):
     x = torch.ones(2, device=device)
     assert x.device.type == "cpu" and x.to(device).device.type == "cpu" and x.to(device, torch.bfloat16).is_cpu
     assert torch.zeros_like(x, device=device).is_cpu and torch.tensor([1.0], device=device).is_cpu
+    assert torch.device(torch.cuda.current_device()).type == "cpu" and te.Linear(2, 2, device=0).weight.is_cpu
     assert x.cuda() is x and torch.nn.Linear(2, 2).to(device).cuda(0).weight.is_cpu
     assert te.Linear(2, 2, device=device).weight.is_cpu
     with torch.device(device):
         assert torch.empty(3).is_cpu and te.Linear(2, 2).weight.is_cpu
+
+
+def test_backward_of_functions_in_python(te):
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy * torch.full((), 2.0, device="cuda") + torch.zeros((), device=torch.cuda.current_device())
+
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        Function.apply(x).sum().backward()
+    assert x.grad.tolist() == [4, 4]
+    assert torch.autograd.grad(Function.apply(x).sum(), x)[0].tolist() == [2, 2]
+
+
+def test_backward_after_one_of_two_redirections_is_removed(te):
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, dy):
+            seen.append(dy.type())
+            return dy
+
+    class TypeMode(_cuda_on_cpu.CudaToCpuMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return "redirected" if func is torch.Tensor.type else super().__torch_function__(func, types, args, kwargs)
+
+    seen, x = [], torch.ones(2, requires_grad=True)
+    first = _cuda_on_cpu.CudaOnCpu(TypeMode())
+    second = _cuda_on_cpu.CudaOnCpu()
+    Function.apply(x).sum().backward()
+    first.remove()
+    Function.apply(x).sum().backward()
+    second.remove()
+    assert seen == ["redirected", "torch.FloatTensor"]
+
+
+def test_removing_in_another_thread_raises_and_changes_nothing(te):
+    found = []
+
+    def remove():
+        with pytest.raises(RuntimeError, match="another thread"):
+            te_compat.uninstall()
+        found.append(te_compat.installed())
+
+    thread = threading.Thread(target=remove)
+    thread.start()
+    thread.join()
+    assert found == [True] and torch.ones(1, device="cuda").is_cpu
+
+
+def test_every_attribute_is_restored():
+    def values():
+        attributes = [(owner, name) for owner, name, _ in _cuda_on_cpu._attributes()]
+        attributes += [(owner, "_engine_run_backward") for owner in (torch.autograd, torch.autograd.graph)]
+        return [owner.__dict__.get(name) for owner, name in attributes]
+
+    before = values()
+    first, second = _cuda_on_cpu.CudaOnCpu(), _cuda_on_cpu.CudaOnCpu()
+    assert all(old is not new for old, new in zip(before, values(), strict=True))
+    first.remove()
+    second.remove()
+    assert all(old is new for old, new in zip(before, values(), strict=True))
+
+
+def test_streams_and_events(te):
+    stream, start, end = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    x = torch.ones(3)
+    start.record()
+    with torch.cuda.stream(stream), stream:
+        stream.wait_stream(torch.cuda.current_stream())
+        x.record_stream(stream)
+        y = x + 1
+    torch.cuda.current_stream().wait_event(stream.record_event())
+    end.record(stream)
+    end.synchronize()
+    stream.synchronize()
+    assert y.tolist() == [2, 2, 2] and end.query() and stream.query() and start.elapsed_time(end) > 0
+    assert not torch.ones(1, pin_memory=True).is_pinned()
+
+
+def test_process_group_with_nccl(te, tmp_path):
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group(
+        "nccl", init_method=store, rank=0, world_size=1, device_id=torch.device("cuda")
+    )
+    try:
+        assert torch.distributed.get_backend() == "gloo"
+        assert torch.distributed.get_backend(torch.distributed.new_group([0], backend="nccl")) == "gloo"
+        mesh = torch.distributed.device_mesh.init_device_mesh("cuda", (1,))
+        assert mesh.device_type == "cpu"
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_other_strings_stay(te):

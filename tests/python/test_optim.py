@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from weft.compat import _optimizers
 from weft.optim import FusedAdam
 
 from weft import ops
@@ -214,3 +215,62 @@ def test_closure_and_groups():
 def test_rejected_arguments(options, error, message):
     with pytest.raises(error, match=message):
         FusedAdam(parameters(), **options)
+
+
+def test_states_are_read_and_set_by_name():
+    """As Megatron's distributed optimizer loads them: before the first step, and one at a time."""
+    trained, given = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    first = FusedAdam(trained, master_weights=True, **OPTIONS)
+    train(first, trained, range(3))
+    second = FusedAdam(given, master_weights=True, **OPTIONS)
+    for p, other in zip(given, trained, strict=True):
+        second.initialize_state(p)
+        p.data.copy_(other)
+        for name in ("exp_avg_sq", "master_param", "exp_avg"):
+            second.set_scaled_state(p, name, first.get_unscaled_state(other, name))
+    second.param_groups[0]["step"] = first.param_groups[0]["step"]
+    train(first, trained, range(3, 5))
+    train(second, given, range(3, 5))
+    assert all(torch.equal(p, other) for p, other in zip(given, trained, strict=True))
+
+
+def test_wrong_states_raise():
+    (p, _) = params = parameters()
+    optimizer = FusedAdam(params, **OPTIONS)
+    with pytest.raises(ValueError, match="has no state 'exp_avg'"):
+        optimizer.get_unscaled_state(p, "exp_avg")
+    assert not optimizer.state
+    with pytest.raises(ValueError, match=r"of shape \[7\] for a parameter of shape \[3, 5\]"):
+        optimizer.set_scaled_state(p, "exp_avg", torch.ones(7))
+    with pytest.raises(ValueError, match="state 'master_param'"):
+        optimizer.set_scaled_state(p, "master_param", torch.ones(3, 5))
+    with pytest.raises(NotImplementedError, match="store_param_remainders"):
+        optimizer.initialize_state(p, store_param_remainders=True)
+
+
+def test_functions_on_lists_of_tensors():
+    flag = torch.zeros(1, dtype=torch.int)
+    halves = [torch.tensor([1e-3], dtype=torch.float16), torch.tensor([3.0, 4.0], dtype=torch.float16)]
+    targets = [torch.zeros(1), torch.zeros(2)]
+    _optimizers.multi_tensor_applier(_optimizers.multi_tensor_scale, flag, [halves, targets], 2.0**-16)
+    assert torch.equal(targets[0], halves[0].float() * 2.0**-16) and targets[0] > 0 and not flag
+    _optimizers.multi_tensor_applier(_optimizers.multi_tensor_scale, flag, [targets, targets], 2.0**16)
+    assert torch.equal(targets[1], halves[1].float())
+    _optimizers.multi_tensor_scale(0, flag, [[torch.tensor([float("inf")])], [torch.zeros(1)]], 1.0)
+    assert flag.item() == 1
+    with pytest.raises(ValueError, match="expected the same"):
+        _optimizers.multi_tensor_scale(0, flag, [[torch.ones(2)], [torch.ones(1)]], 1.0)
+    norm, each = _optimizers.multi_tensor_l2norm(0, flag, [[torch.tensor([3.0]), torch.tensor([4.0])]], True)
+    assert norm.tolist() == [5] and each.tolist() == [3, 4]
+    norm, each = _optimizers.multi_tensor_l2norm(0, flag, [[]], True)
+    assert norm.tolist() == [0] and each.numel() == 0
+
+
+def test_sgd_equals_torch():
+    mine, others = parameters(), parameters()
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}
+    train(_optimizers.FusedSGD(mine, **options), mine, range(3))
+    train(torch.optim.SGD(others, **options), others, range(3))
+    assert all(torch.equal(p, other) for p, other in zip(mine, others, strict=True))
+    with pytest.raises(NotImplementedError, match="wd_after_momentum"):
+        _optimizers.FusedSGD(mine, lr=0.1, wd_after_momentum=True)

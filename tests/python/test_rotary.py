@@ -6,7 +6,7 @@ import plain
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
-from weft.compat import _attention
+from weft.compat import _rotary
 
 import weft
 from weft import ops
@@ -54,9 +54,9 @@ def test_float64_angles_stay_exact_at_large_positions():
 @pytest.mark.parametrize("tensor_format", ("sbhd", "bshd"))
 def test_equals_rotary_embedding_of_transformer_engine(tensor_format, interleaved):
     x = torch.randn(6, 5, HEADS * 16)
-    freqs = _attention.RotaryPositionEmbedding(16, interleaved=interleaved)(8)
+    freqs = _rotary.RotaryPositionEmbedding(16, interleaved=interleaved)(8)
     given = x.unflatten(-1, (HEADS, 16))
-    expected = _attention.apply_rotary_pos_emb(given, freqs, tensor_format, interleaved).flatten(-2)
+    expected = _rotary.apply_rotary_pos_emb(given, freqs, tensor_format, interleaved=interleaved).flatten(-2)
     options = {"qkv_layout": None, "interleaved": interleaved, "qkv_format": tensor_format}
     torch.testing.assert_close(ops.RotaryEmbedding(HEADS, 16, **options)(x), expected, rtol=1e-5, atol=1e-5)
 
@@ -160,3 +160,33 @@ def test_text_form_keeps_every_field():
     assert text == repr(op._description())
     for part in ('qkv_layout="concatenated"', "rotary_dim=8", "interleaved=true", "rotary_base=none", '"bshd"'):
         assert part in text
+
+
+def test_start_positions_and_packed_sequences():
+    angles = _rotary.RotaryPositionEmbedding(8)(10)
+    t = torch.randn(4, 3, 2, 8)  # s, b, h, d
+    starts = torch.tensor([0, 6, 2])
+    expected = torch.stack(
+        [_rotary.apply_rotary_pos_emb(t[:, i], angles[s : s + 4, 0]) for i, s in enumerate(starts)], 1
+    )
+    assert torch.equal(_rotary.apply_rotary_pos_emb(t, angles, start_positions=starts), expected)
+    packed = _rotary.apply_rotary_pos_emb(
+        t.transpose(0, 1).flatten(0, 1), angles, "thd", starts, cu_seqlens=torch.tensor([0, 4, 8, 12])
+    )
+    assert torch.equal(packed, expected.transpose(0, 1).flatten(0, 1))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"start_positions": torch.tensor([0, 7, 0])}, "freqs has 10 positions, expected positions 0 to 10"),
+        ({"start_positions": torch.tensor([-1, 0, 0])}, "expected positions -1"),
+        ({"cp_size": 4}, "freqs has 10 positions, expected positions 0 to 15"),
+        ({"tensor_format": "thd"}, "cu_seqlens is not given"),
+        ({"tensor_format": "thd", "cu_seqlens": torch.tensor([0, 3])}, r"cu_seqlens is \[0, 3\] for 4 rows"),
+        ({"tensor_format": "hd"}, "expected 'sbhd', 'bshd' or 'thd'"),
+    ],
+)
+def test_wrong_positions_raise(options, message):
+    with pytest.raises(ValueError, match=message):
+        _rotary.apply_rotary_pos_emb(torch.randn(4, 3, 2, 8), _rotary.RotaryPositionEmbedding(8)(10), **options)

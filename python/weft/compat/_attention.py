@@ -1,4 +1,4 @@
-"""Attention by weft, or by torch's scaled_dot_product_attention for masks given as tensors; rotary embeddings."""
+"""Attention by weft, or by torch's scaled_dot_product_attention for masks given as tensors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import ops
 from .._arguments import argument_names, reject_unknown
+from ._context_parallel import ContextParallelGroup, check_communication
 from ._module import EmptyExtraState
 
 Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -86,10 +87,12 @@ class DotProductAttention(EmptyExtraState):
             ``"causal_bottom_right"`` or ``"padding_causal_bottom_right"``.
         window_size: (left, right) limits of a sliding window; -1 for no limit.
         get_rng_state_tracker: returns the tracker whose random numbers dropout uses.
+        cp_group: context-parallel group, whose ranks have two chunks of each sequence: of n ranks, rank r has chunks r
+            and 2n - 1 - r.
+        cp_comm_type: ignored: keys and values are gathered from all ranks.
         softmax_scale: None: 1 / sqrt(channels per head).
 
-    The other arguments are Transformer Engine's; context parallelism (`cp_group`), other softmax types and
-    `return_max_logit` are not supported.
+    The other arguments are Transformer Engine's; other softmax types and `return_max_logit` are not supported.
 
     Shape:
         - query_layer, key_layer, value_layer: ``(s, b, h, d)``, ``(b, s, h, d)`` or ``(t, h, d)``.
@@ -140,9 +143,28 @@ class DotProductAttention(EmptyExtraState):
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
     ) -> None:
-        """Raises NotImplementedError for a group with several ranks: context parallelism is not supported."""
-        if cp_group is not None and torch.distributed.get_world_size(cp_group) > 1:
-            raise NotImplementedError("DotProductAttention: context parallelism is not supported. Pass cp_group=None.")
+        """Splits sequences over the ranks of a group, from the next call on.
+
+        Args:
+            cp_group: process group; None or a group of one rank: sequences are whole.
+            cp_global_ranks, cp_stream: ignored.
+            cp_comm_type: ignored.
+        """
+        if isinstance(cp_group, (list, tuple)):
+            raise NotImplementedError(
+                f"DotProductAttention: cp_group is a list of {len(cp_group)} groups; hierarchical context parallelism "
+                "is not supported. Pass one group."
+            )
+        check_communication(cp_comm_type)
+        self.cp_group, self.cp_global_ranks = cp_group, cp_global_ranks
+        self.cp_stream, self.cp_comm_type = cp_stream, cp_comm_type
+        several = cp_group is not None and torch.distributed.get_world_size(cp_group) > 1
+        self._context_parallel = ContextParallelGroup(cp_group) if several else None
+
+    def context_parallel_ranks(self) -> tuple[int, int]:
+        """Returns the number of ranks over which sequences are split, and this rank."""
+        context = self._context_parallel
+        return (1, 0) if context is None else (context.ranks, context.rank)
 
     def forward(
         self,
@@ -187,8 +209,16 @@ class DotProductAttention(EmptyExtraState):
                 f"DotProductAttention: cu_seqlens is not supported with qkv_format {layout!r}. Pass attention_mask, or "
                 "packed sequences with qkv_format 'thd'."
             )
-        by_position = kind in _POSITION_MASKS and core_attention_bias is None and key_layer.shape == value_layer.shape
-        if by_position and not torch.compiler.is_compiling():
+        by_position = kind in _POSITION_MASKS and core_attention_bias is None
+        if self._context_parallel is not None:
+            if not by_position:
+                raise NotImplementedError(
+                    f"DotProductAttention: context parallelism takes attn_mask_type {', '.join(_POSITION_MASKS)} and "
+                    f"no bias, got {kind!r}{'' if core_attention_bias is None else ' and a bias'}."
+                )
+            y: torch.Tensor = self._context_parallel.run(self._attend, *qkv, layout, kind, window)
+            return y
+        if by_position and key_layer.shape == value_layer.shape and not torch.compiler.is_compiling():
             return self._attend(*qkv, layout, kind, window)
         to_bhsd = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
         q, k, v = (t.permute(to_bhsd) for t in qkv)
@@ -247,9 +277,11 @@ class DotProductAttention(EmptyExtraState):
         offsets: dict[str, torch.Tensor | None],
     ) -> torch.Tensor:
         """Attention of packed sequences, which need no padding."""
+        given = []
         for name, value in offsets.items():
             if value is None:
                 raise ValueError(f"DotProductAttention: qkv_format is 'thd', but {name} is not given.")
+            given.append(value)
         kind = {"padding": "no_mask"}.get(kind, kind.removeprefix("padding_"))
         if kind not in _POSITION_MASKS or bias is not None:
             raise NotImplementedError(
@@ -261,7 +293,10 @@ class DotProductAttention(EmptyExtraState):
                 f"{list(v.shape)}; expected (tokens, heads, channels) with qkv_format 'thd', keys and values of one "
                 "shape, and the same channels in all."
             )
-        return self._attend(q, k, v, "thd", kind, window, *offsets.values())
+        if self._context_parallel is None:
+            return self._attend(q, k, v, "thd", kind, window, *given)
+        y: torch.Tensor = self._context_parallel.run(self._attend, q, k, v, "thd", kind, window, *given)
+        return y
 
     def _attend(
         self,
@@ -290,91 +325,3 @@ class DotProductAttention(EmptyExtraState):
             return scaled_dot_product_attention(
                 q, k, v, mask, dropout_p=p, scale=self.softmax_scale, enable_gqa=q.size(1) != k.size(1)
             )
-
-
-# ---- rotary position embeddings -----------------------------------------------------------------------------------
-
-
-class RotaryPositionEmbedding(torch.nn.Module):
-    """Returns rotary angles: position · base^(-2i / channels), repeated for both halves of the channels.
-
-    Args:
-        dim: channels per head.
-        rotary_percent: fraction of the channels that is rotated.
-        seq_len_interpolation_factor: positions are divided by it.
-        pretrained_max_position_embeddings: not supported.
-        rotary_base: base of the frequencies.
-        interleaved: channel pairs are adjacent instead of split over the two halves.
-
-    Shape:
-        - Output of ``forward(max_seq_len, offset)``: ``(max_seq_len, 1, 1, channels)``.
-    """
-
-    inv_freq: torch.Tensor
-
-    def __init__(
-        self,
-        dim: int,
-        rotary_percent: float = 1.0,
-        seq_len_interpolation_factor: float | None = None,
-        pretrained_max_position_embeddings: int | None = None,
-        rotary_base: float = 10000.0,
-        interleaved: bool = False,
-    ) -> None:
-        super().__init__()
-        if pretrained_max_position_embeddings is not None:
-            raise NotImplementedError(
-                "RotaryPositionEmbedding: pretrained_max_position_embeddings is not supported. Pass None."
-            )
-        dim = int(dim * rotary_percent)
-        self.factor, self.interleaved = seq_len_interpolation_factor or 1.0, interleaved
-        frequencies = rotary_base ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-        self.register_buffer("inv_freq", frequencies)
-
-    def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
-        """Returns the angles of `max_seq_len` positions, starting at `offset`."""
-        positions = (torch.arange(max_seq_len, device=self.inv_freq.device) + offset) / self.factor
-        angles = torch.outer(positions, self.inv_freq.float())
-        both = torch.stack([angles, angles], -1).flatten(1) if self.interleaved else torch.cat([angles, angles], -1)
-        return both[:, None, None, :]
-
-
-def _rotate_half(t: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Maps each pair (a, b) to (-b, a)."""
-    if interleaved:
-        pairs = t.unflatten(-1, (-1, 2))
-        return torch.stack([-pairs[..., 1], pairs[..., 0]], -1).flatten(-2)
-    a, b = t.chunk(2, -1)
-    return torch.cat([-b, a], -1)
-
-
-def apply_rotary_pos_emb(
-    t: torch.Tensor,
-    freqs: torch.Tensor,
-    tensor_format: str = "sbhd",
-    interleaved: bool = False,
-    fused: bool = False,
-    **others: Any,
-) -> torch.Tensor:
-    """Applies a rotary embedding: t · cos + rotate_half(t) · sin on the first channels; the others are unchanged.
-
-    Args:
-        t: queries or keys.
-        freqs: angles from :class:`RotaryPositionEmbedding`.
-        tensor_format: layout of `t`, ``"sbhd"`` or ``"bshd"``.
-        interleaved: channel pairs are adjacent.
-        fused: ignored, as are the other arguments of Transformer Engine.
-
-    Returns:
-        A tensor of the shape of `t`.
-    """
-    if tensor_format not in ("sbhd", "bshd"):
-        raise NotImplementedError(
-            f"apply_rotary_pos_emb: tensor_format is {tensor_format!r}, expected 'sbhd' or 'bshd'."
-        )
-    angles = freqs[: t.size(0 if tensor_format == "sbhd" else 1)]
-    if tensor_format == "bshd":
-        angles = angles.transpose(0, 1)
-    rotary, rest = t.split([angles.size(-1), t.size(-1) - angles.size(-1)], -1)
-    cos, sin = angles.cos().to(t.dtype), angles.sin().to(t.dtype)
-    return torch.cat([rotary * cos + _rotate_half(rotary, interleaved) * sin, rest], -1)

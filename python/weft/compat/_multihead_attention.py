@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
 
 from .. import ops
-from ._attention import DotProductAttention, apply_rotary_pos_emb
+from ._attention import DotProductAttention
 from ._linear import LayerNormLinear, Linear
 from ._module import reject_unknown_arguments
 from ._norm import LayerNorm, RMSNorm
+from ._rotary import apply_rotary_pos_emb
 
 
 class MultiheadAttention(torch.nn.Module):
@@ -214,6 +216,12 @@ class MultiheadAttention(torch.nn.Module):
         names = ("layernorm_qkv", "qkv") if self.attention_type == "self" else ("layernorm_query", "query_layer")
         return cast("Linear | LayerNormLinear", getattr(self, names[0] if self.input_layernorm else names[1]))
 
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
+    ) -> None:
+        """See :meth:`DotProductAttention.set_context_parallel_group`. Rotary angles are those of whole sequences."""
+        self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -245,9 +253,16 @@ class MultiheadAttention(torch.nn.Module):
             query, key = self._normed(query, key)
         if rotary_pos_emb is not None:
             angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
-            layout, interleaved = self.qkv_format, self.rotary_pos_interleaved
-            query = apply_rotary_pos_emb(query, angles[0], layout, interleaved)
-            key = apply_rotary_pos_emb(key, angles[1], layout, interleaved)
+            cp_size, cp_rank = self.core_attention.context_parallel_ranks()
+            turn = partial(
+                apply_rotary_pos_emb,
+                tensor_format=self.qkv_format,
+                interleaved=self.rotary_pos_interleaved,
+                cp_size=cp_size,
+                cp_rank=cp_rank,
+            )
+            query = turn(query, angles[0], cu_seqlens=others.get("cu_seqlens_q"))
+            key = turn(key, angles[1], cu_seqlens=others.get("cu_seqlens_kv"))
         if not self.qk_norm_before_rope:
             query, key = self._normed(query, key)
         context = self.core_attention(

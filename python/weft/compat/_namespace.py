@@ -20,8 +20,10 @@ from . import (
     _linear,
     _multihead_attention,
     _norm,
+    _optimizers,
     _permutation,
     _recipes,
+    _rotary,
     _router,
     _transformer_layer,
 )
@@ -79,8 +81,8 @@ SUPPORTED: dict[str, tuple[Any, str]] = {
     "DotProductAttention": (
         _attention.DotProductAttention,
         "torch's scaled_dot_product_attention for padding and arbitrary masks, biases and torch.compile; no padding "
-        "between packed sequences; of a pair of padding masks only the keys' mask is used; no ALiBi, context "
-        "parallelism or KV cache",
+        "between packed sequences; of a pair of padding masks only the keys' mask is used; context parallelism gathers "
+        "keys and values for every `cp_comm_type`, with causal masks or none; no ALiBi or KV cache",
     ),
     "MultiheadAttention": (_multihead_attention.MultiheadAttention, "as DotProductAttention"),
     "TransformerLayer": (
@@ -89,7 +91,7 @@ SUPPORTED: dict[str, tuple[Any, str]] = {
         "require `fuse_qkv_params`; `parallel_attention_mlp` works with any layer type, norm and residual",
     ),
     "RotaryPositionEmbedding": (
-        _attention.RotaryPositionEmbedding,
+        _rotary.RotaryPositionEmbedding,
         "`pretrained_max_position_embeddings` raises",
     ),
     "checkpoint": (
@@ -122,6 +124,7 @@ SUPPORTED: dict[str, tuple[Any, str]] = {
     "get_default_recipe": (recipe.get_default_recipe, "always `Float8CurrentScaling()`"),
     "initialize_ub": (initialize_ub, "only checks its arguments: overlapping communication with GEMMs needs no setup"),
     "destroy_ub": (destroy_ub, SAME),
+    "optimizers": (None, "`FusedAdam` is `weft.optim.FusedAdam`, `FusedSGD` torch's SGD"),
     "interleave_glu_tensor": (interleave_glu_tensor, SAME),
     "deinterleave_glu_tensor": (deinterleave_glu_tensor, SAME),
     "QuantizedTensor": (_recipes.QuantizedTensor, "for isinstance() only, which is always False"),
@@ -141,7 +144,7 @@ UNSUPPORTED: dict[str, str] = {
     "get_device_compute_capability": f"{_CUDA}: CPUs have no compute capability",
     "UserBufferQuantizationMode": _QUANTIZED,
     "constants": f"{_CUDA}: tables of GPU types and kernels",
-    "CPLoadBalancingStrategy": "context parallelism is not supported",
+    "CPLoadBalancingStrategy": "context parallelism always has two chunks of a sequence per rank",
     "DType": _QUANTIZED,
     "InferenceParams": "KV caches are not supported",
     "GatedDeltaNetAttention": "only softmax attention is supported",
@@ -151,7 +154,6 @@ UNSUPPORTED: dict[str, str] = {
     "Fp8Padding": _NO_PADDING,
     "Fp8Unpadding": _NO_PADDING,
     "apply_recipe": _QUANTIZED,
-    "optimizers": "use weft.optim.FusedAdam, or torch.optim, which has fused optimizers for CPUs",
     "CusolverMpCtx": f"{_CUDA}: cuSOLVER",
     "newton_schulz": f"{_CUDA}: cuSOLVER",
     "newton_schulz_tp": f"{_CUDA}: cuSOLVER",
@@ -207,7 +209,7 @@ _QUANTIZATION = {
 _TENSORS = {name: value for name, value in _PYTORCH.items() if name.endswith("Tensor")}
 _MODULES = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "LayerNorm", "RMSNorm")
 _ATTENTION = ("DotProductAttention", "MultiheadAttention", "RotaryPositionEmbedding")
-_ROTARY = {name: getattr(_attention, name) for name in ("RotaryPositionEmbedding", "apply_rotary_pos_emb")}
+_ROTARY = {name: getattr(_rotary, name) for name in ("RotaryPositionEmbedding", "apply_rotary_pos_emb")}
 
 MODULES: dict[str, dict[str, Any]] = {
     "transformer_engine": {"__version__": VERSION},
@@ -229,6 +231,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "transformer_engine.pytorch.tensor": _TENSORS,
     "transformer_engine.pytorch.quantized_tensor": {"QuantizedTensor": _recipes.QuantizedTensor},
     "transformer_engine.pytorch.float8_tensor": {"Float8Tensor": _recipes.Float8Tensor},
+    "transformer_engine.pytorch.optimizers": {name: getattr(_optimizers, name) for name in _optimizers.__all__},
     "transformer_engine.pytorch.permutation": {k: v for k, v in _PYTORCH.items() if k.startswith("moe_")},
     "transformer_engine.pytorch.router": {k: v for k, v in vars(_router).items() if k.startswith("fused_")},
 }

@@ -201,6 +201,15 @@ class TransformerLayer(torch.nn.Module):
         branch = branch if self.drop_path is None else self.drop_path(branch)
         return branch + residual
 
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
+    ) -> None:
+        """See :meth:`DotProductAttention.set_context_parallel_group`. Rotary angles are those of whole sequences."""
+        self.self_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+        if self.layer_type == "decoder" and self.self_attention.core_attention.context_parallel_ranks()[0] > 1:
+            self.self_attention.set_context_parallel_group(None)
+            raise NotImplementedError("TransformerLayer: context parallelism needs layer_type 'encoder'.")
+
     def forward(
         self,
         hidden_states: torch.Tensor,

@@ -16,10 +16,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import _push_mode
 
 from . import transformer_engine
-from ._cuda_on_cpu import CudaToCpuMode, remove_mode, replace_attribute, restore_attribute
+from ._cuda_on_cpu import CudaOnCpu, CudaToCpuMode
 
 __all__ = ["install", "installed", "on_cpu", "uninstall"]
 
@@ -39,10 +38,6 @@ class Redirection(NamedTuple):
     why: str
 
 
-def _cpu_state(device: Any = None) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
 def _set_cpu_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
     torch.set_rng_state(new_state)
 
@@ -52,35 +47,19 @@ def _add_weight_gradient(x: torch.Tensor, dy: torch.Tensor, main_grad: torch.Ten
     main_grad.addmm_(dy.t().to(main_grad.dtype), x.to(main_grad.dtype))
 
 
+def _on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 _APEX_WGRAD = SimpleNamespace(wgrad_gemm_accum_fp32=_add_weight_gradient, wgrad_gemm_accum_fp16=_add_weight_gradient)
 
 REDIRECTIONS = (
     Redirection(
-        "torch.cuda",
-        "current_device",
-        lambda: torch.device("cpu"),
-        "device of buffers: distributed/param_and_grad_buffer.py:806, tensor_parallel/mappings.py:141 and "
-        "tensor_parallel/layers.py:552; device of rotary angles: rotary_pos_embedding.py:162",
-    ),
-    Redirection(
-        "torch.cuda",
-        "synchronize",
-        lambda device=None: None,
-        "checkpoints wait for copies from the GPU: dist_checkpointing/strategies/filesystem_async.py:230",
-    ),
-    Redirection(
-        "torch.cuda",
-        "manual_seed",
-        torch.manual_seed,
-        "states of the random number tracker: tensor_parallel/random.py:237 and 422; a no-op without CUDA",
-    ),
-    Redirection("torch.cuda", "get_rng_state", _cpu_state, "the same states: tensor_parallel/random.py:235 and 238"),
-    Redirection("torch.cuda.random", "get_rng_state", _cpu_state, "the same, in fork(): tensor_parallel/random.py:55"),
-    Redirection(
         _RANDOM,
         "_set_cuda_rng_state",
         _set_cpu_state,
-        "the same: tensor_parallel/random.py:111 defers it until CUDA is initialized, which never happens",
+        "states of the random number tracker: tensor_parallel/random.py:111 defers it until CUDA is initialized, which "
+        "never happens",
     ),
     Redirection(
         _LAYERS,
@@ -89,12 +68,16 @@ REDIRECTIONS = (
         "Apex extension for gradient_accumulation_fusion of the output layer: tensor_parallel/layers.py:569",
     ),
     Redirection(_LAYERS, "_grad_accum_fusion_available", True, "checks for Apex: tensor_parallel/layers.py:924"),
+    Redirection(
+        "megatron.core.transformer.moe.token_dispatcher",
+        "maybe_move_tensor_to_cpu",
+        _on_cpu,
+        "sizes of the all-to-all of experts are converted if they are on a GPU: transformer/moe/moe_utils.py:1093",
+    ),
 )
 
 
 MODE_WHY = {
-    'device="cuda"': "device of small tensors: pipeline_parallel/schedules.py:596, optimizer/clip_grads.py:103 "
-    "and 174, optimizer/optimizer.py:907",
     "Tensor.type()": "clipping requires gradients of type `torch.cuda.FloatTensor`: optimizer/clip_grads.py:167",
 }
 
@@ -114,15 +97,15 @@ def _is_relevant(record: logging.LogRecord) -> bool:
     return "CPU RNG state changed" not in record.getMessage()
 
 
-_mode: _MegatronMode | None = None
-_replaced_attributes: list[tuple[Any, str]] = []
+_redirected: CudaOnCpu | None = None
 
 
 def install(recipes: str | None = None, replace: bool = False) -> None:
     """Makes megatron-core run on the CPU with weft as its Transformer Engine, in this process.
 
-    Call it before megatron.core is imported, in the thread that runs the model: ``device="cuda"`` and ``Tensor.type()``
-    are redirected in that thread only. A second call only sets `recipes`.
+    CUDA is redirected to the CPU as by ``transformer_engine.install(cuda="cpu")``. Call it before megatron.core is
+    imported, in the thread that runs the model: ``device="cuda"`` and ``Tensor.type()`` are redirected in that thread
+    only. A second call only sets `recipes`.
 
     Args:
         recipes: see :func:`weft.compat.transformer_engine.install`, which it calls.
@@ -132,7 +115,7 @@ def install(recipes: str | None = None, replace: bool = False) -> None:
         ImportError: if megatron-core is not installed, or was imported before without Transformer Engine.
         RuntimeError: if torch has CUDA.
     """
-    global _mode
+    global _redirected
     if torch.cuda.is_available():
         raise RuntimeError(
             "weft.compat.megatron.install: torch has CUDA, and megatron-core would no longer use it. Call install() "
@@ -149,29 +132,24 @@ def install(recipes: str | None = None, replace: bool = False) -> None:
         if not was_installed:
             transformer_engine.uninstall()
         raise
-    for module, (_, name, value, _) in zip(modules, REDIRECTIONS, strict=True):
-        replace_attribute(REDIRECTIONS, module, name, value)
-        _replaced_attributes.append((module, name))
+    own = ((module, entry.name, entry.value) for module, entry in zip(modules, REDIRECTIONS, strict=True))
+    _redirected = CudaOnCpu(_MegatronMode(), own)
     logging.getLogger(_RANDOM).addFilter(_is_relevant)
-    _mode = _MegatronMode()
-    _push_mode(_mode)
 
 
 def uninstall() -> None:
     """Undoes :func:`install`, except for `transformer_engine`, which megatron-core keeps. No-op if not installed."""
-    global _mode
-    if _mode is None:
+    global _redirected
+    if _redirected is None:
         return
-    remove_mode(_mode)
-    _mode = None
+    _redirected.remove()
+    _redirected = None
     logging.getLogger(_RANDOM).removeFilter(_is_relevant)
-    while _replaced_attributes:
-        restore_attribute(REDIRECTIONS, *_replaced_attributes.pop())
 
 
 def installed() -> bool:
     """Whether megatron-core currently runs on the CPU."""
-    return _mode is not None
+    return _redirected is not None
 
 
 @contextmanager

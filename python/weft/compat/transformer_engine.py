@@ -35,10 +35,12 @@ def install(recipes: str | None = None, replace: bool = False, cuda: str | None 
         recipes: what a quantized region does: ``"quantize"`` (the default), or ``"high_precision"`` to run unquantized
             and warn once. None: unchanged.
         replace: replace Transformer Engine even if it is installed or was imported.
-        cuda: ``"cpu"`` runs code that asks for CUDA on the CPU, in this thread: ``device="cuda"`` and ``.to("cuda")``
-            in calls of torch, ``.cuda()``, which returns the tensor itself, ``torch.autocast("cuda")``,
-            ``torch.load``, ``torch.set_default_device``, random numbers, and functions of torch.cuda that synchronize
-            or ask for memory or devices. ``torch.cuda.is_available()`` stays False. None: unchanged.
+        cuda: ``"cpu"`` runs code that asks for CUDA on the CPU. In this thread: ``device="cuda"`` and ``.to("cuda")``
+            in calls of torch, also in backward. In the process: ``.cuda()``, which returns the tensor itself,
+            ``torch.autocast("cuda")``, ``torch.load``, ``torch.set_default_device``, device meshes, process groups with
+            the backend ``nccl``, which use Gloo, and functions of torch.cuda for random numbers, memory and devices.
+            Streams, events and ``synchronize`` do nothing: wait for the handles of asynchronous collectives.
+            ``torch.cuda.is_available()`` stays False. None: unchanged.
 
     Raises:
         ImportError: if Transformer Engine is installed or was imported, and `replace` is False.
@@ -64,6 +66,9 @@ def uninstall() -> None:
     global _finder, _cuda
     if _finder is None:
         return
+    if _cuda is not None:
+        _cuda.remove()  # first: it raises in another thread
+        _cuda = None
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
     _finder = None
@@ -72,9 +77,6 @@ def uninstall() -> None:
     sys.modules.update(_replaced_modules)  # type: ignore[arg-type]
     _replaced_modules.clear()
     _recipes.set_policy("quantize")
-    if _cuda is not None:
-        _cuda.remove()
-        _cuda = None
 
 
 def installed() -> bool:
