@@ -102,7 +102,7 @@ def check_case(seed: int) -> None:
         on_amx = x.dtype == torch.bfloat16 and _C.machine_tier() == "amx"
         factor = 2 if x.dtype == torch.float32 else 1.1 if on_amx else 1.02
         rounding = torch.finfo(x.dtype).eps / math.sqrt(12) * b.norm().item()
-        # Of one key the exact dq is 0: what is left is the float32 rounding of its two terms, about scale ‖k‖ ‖dy‖ 2⁻²⁴.
+        # Of one key the exact dq is 0: what is left is the float32 rounding of two terms, about scale ‖k‖ ‖dy‖ 2⁻²⁴.
         allowed = max(factor * eager_error, factor * rounding, 1e-5)
         assert error <= allowed, f"case {seed}, {op}, {tuple(x.shape)} {x.dtype}, {name}: {error}, torch {eager_error}"
 
