@@ -108,7 +108,7 @@ class Linear(WgradModule, FusedOperation):
         self.register_parameter("bias", None)
         for component in self._stages():
             for name, shape, dtype_, *_ in component._description().params():
-                self._parameters[name] = torch.nn.Parameter(torch.empty(shape, dtype=dtype_, device=device))
+                self.register_parameter(name, torch.nn.Parameter(torch.empty(shape, dtype=dtype_, device=device)))
         if on_meta(self):
             self._mark_weight()
         else:

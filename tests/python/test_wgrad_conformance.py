@@ -20,7 +20,7 @@ def run(linear: str, *options: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
-@pytest.mark.parametrize("linear", ["weft.ops:Linear", "weft.ops:BasicLinear", "plain_linear:Linear"])
+@pytest.mark.parametrize("linear", ["weft.ops:Linear", "plain_linear:Linear"])
 def test_linears_keep_the_contract(linear):
     done = run(linear)
     assert done.returncode == 0 and "52 of 52 checks passed" in done.stdout, done.stdout + done.stderr
