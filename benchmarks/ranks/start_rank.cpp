@@ -55,7 +55,7 @@ class CountingStore final : public c10d::Store {
   }
   std::vector<Bytes> multiGet(const Keys& keys) override {
     auto values = inner_->multiGet(keys);
-    size_t bytes = size_of(keys);
+    size_t bytes = bytes_of(keys);
     for (const auto& value : values) bytes += value.size();
     count(bytes);
     return values;
@@ -65,7 +65,7 @@ class CountingStore final : public c10d::Store {
     return inner_->add(key, value);
   }
   bool check(const Keys& keys) override {
-    count(size_of(keys));
+    count(bytes_of(keys));
     return inner_->check(keys);
   }
   // Not used by what is measured.
@@ -78,7 +78,7 @@ class CountingStore final : public c10d::Store {
   int64_t bytes() const { return bytes_; }
 
  private:
-  static size_t size_of(const Keys& keys) {
+  static size_t bytes_of(const Keys& keys) {
     size_t bytes = 0;
     for (const auto& key : keys) bytes += key.size();
     return bytes;
