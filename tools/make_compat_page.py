@@ -126,7 +126,8 @@ RUNS = (
     ),
     (
         "runs; not compared",
-        "dropout, bfloat16, mixtures of experts with the allgather dispatcher",
+        "dropout, bfloat16, mixtures of experts with the allgather dispatcher, also with `fp8_recipe` `tensorwise`, "
+        "`blockwise` and `mxfp8`",
     ),
 )
 

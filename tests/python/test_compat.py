@@ -1096,3 +1096,23 @@ def test_missing_megatron_leaves_nothing_installed(monkeypatch):
         megatron.install()
     assert not megatron.installed() and not te_compat.installed() and torch.cuda.synchronize is before
     megatron.uninstall()
+
+
+@pytest.mark.parametrize("recipe, align", [(None, 16), ("MXFP8BlockScaling", 32), ("NVFP4BlockScaling", 128)])
+def test_padding_of_experts(te, recipe, align):
+    from transformer_engine.common import recipe as recipes
+
+    splits, x = [3, 0, align, align + 1], torch.randn(2 * align + 4, 5, dtype=torch.float64, requires_grad=True)
+    padding, unpadding = te.Fp8Padding(4), te.Fp8Unpadding(4)
+    with te.autocast(recipe is not None, recipe=getattr(recipes, recipe)() if recipe else None):
+        padded, sizes = padding(x, splits)
+        assert sizes == [align, 0, align, 2 * align] and padded.shape == (4 * align, 5)
+        assert padded[3:align].eq(0).all() and torch.equal(padded[:3], x[:3])
+        assert torch.equal(unpadding(padded, splits), x)
+        assert torch.autograd.gradcheck(lambda t: unpadding(padding(t, splits)[0] * 2, splits), x)
+        same, sizes = padding(padded, sizes)
+        assert same is padded
+        with pytest.raises(ValueError, match=r"Fp8Padding: m_splits is \[3\] for"):
+            padding(x, [3])
+        with pytest.raises(ValueError, match="Fp8Unpadding: m_splits is"):
+            unpadding(x, splits)
