@@ -1116,3 +1116,33 @@ def test_padding_of_experts(te, recipe, align):
             padding(x, [3])
         with pytest.raises(ValueError, match="Fp8Unpadding: m_splits is"):
             unpadding(x, splits)
+
+
+@pytest.mark.parametrize("experts", [8, 13])
+def test_formats_of_routing_map(te, experts):
+    from transformer_engine.pytorch.router import (
+        RoutingMapFormat,
+        fused_compute_score_for_moe_aux_loss,
+        fused_topk_with_score_function,
+    )
+
+    logits = torch.randn(5, 2, experts)
+    arguments = (logits, 3, False, None, None, None, "softmax", None)
+    probs, mask = fused_topk_with_score_function(*arguments)
+    for name in ("bitmap_u8", RoutingMapFormat.BITMAP_U8, 1):
+        other, bits = fused_topk_with_score_function(*arguments, routing_map_format=name)
+        assert torch.equal(other, probs) and bits.dtype == torch.uint8 and bits.shape == (5, 2, -(-experts // 8))
+        for e in range(experts):
+            assert torch.equal(bits[..., e // 8] >> (e % 8) & 1, mask[..., e].to(torch.uint8))
+    for dtype in (torch.int16, torch.int32, torch.int64):
+        indices = torch.empty(5, 2, 3, dtype=dtype)
+        other, returned = fused_topk_with_score_function(*arguments, topk_indices=indices)
+        assert returned is indices and torch.equal(other, probs)
+        assert torch.equal(torch.zeros_like(mask).scatter(-1, indices.long(), True), mask)
+    mask, scores = fused_compute_score_for_moe_aux_loss(logits, 3, "sigmoid")
+    bits, other = fused_compute_score_for_moe_aux_loss(logits, 3, "sigmoid", "bitmap_u8")
+    assert torch.equal(other, scores) and torch.equal(bits[..., 0] & 1, mask[..., 0].to(torch.uint8))
+    with pytest.raises(ValueError, match="routing_map_format is 'bits', expected one of bytemap, bitmap_u8"):
+        fused_topk_with_score_function(*arguments, routing_map_format="bits")
+    with pytest.raises(ValueError, match=r"topk_indices has shape \[5, 3\]"):
+        fused_topk_with_score_function(*arguments, topk_indices=torch.empty(5, 3, dtype=torch.int32))

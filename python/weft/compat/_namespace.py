@@ -234,7 +234,9 @@ MODULES: dict[str, dict[str, Any]] = {
     "transformer_engine.pytorch.float8_tensor": {"Float8Tensor": _recipes.Float8Tensor},
     "transformer_engine.pytorch.optimizers": {name: getattr(_optimizers, name) for name in _optimizers.__all__},
     "transformer_engine.pytorch.permutation": {k: v for k, v in _PYTORCH.items() if k.startswith("moe_")},
-    "transformer_engine.pytorch.router": {k: v for k, v in vars(_router).items() if k.startswith("fused_")},
+    "transformer_engine.pytorch.router": {
+        name: value for name, value in vars(_router).items() if name.startswith("fused_") or name == "RoutingMapFormat"
+    },
 }
 
 

@@ -3,14 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import IntEnum
 
 import torch
+from torch.nn.functional import pad
 
 _SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "softmax": lambda logits: logits.softmax(-1),
     "sigmoid": torch.sigmoid,
     "sqrtsoftplus": lambda logits: torch.nn.functional.softplus(logits).sqrt(),
 }
+
+
+class RoutingMapFormat(IntEnum):
+    """How the selected experts are returned: one boolean per expert, or one bit, the lowest of a byte first."""
+
+    BYTEMAP = 0
+    BITMAP_U8 = 1
+
+
+def _routing_map(chosen: torch.Tensor, num_experts: int, format: RoutingMapFormat | str | int) -> torch.Tensor:
+    """Returns the map of the chosen experts, given by their indices."""
+    names = [member.name.lower() for member in RoutingMapFormat]
+    given = names.index(format.lower()) if isinstance(format, str) and format.lower() in names else format
+    if given not in list(RoutingMapFormat):
+        raise ValueError(f"router: routing_map_format is {format!r}, expected one of {', '.join(names)}.")
+    mask = torch.zeros(*chosen.shape[:-1], num_experts, dtype=torch.bool, device=chosen.device).scatter(
+        -1, chosen, True
+    )
+    if given == RoutingMapFormat.BYTEMAP:
+        return mask
+    bits = 1 << torch.arange(8, dtype=torch.uint8, device=chosen.device)
+    packed: torch.Tensor = (pad(mask, (0, -num_experts % 8)).unflatten(-1, (-1, 8)) * bits).sum(-1, dtype=torch.uint8)
+    return packed
 
 
 def _to_opmath(logits: torch.Tensor) -> torch.Tensor:
@@ -45,6 +70,8 @@ def fused_topk_with_score_function(
     scaling_factor: float | None,
     score_function: str,
     expert_bias: torch.Tensor | None,
+    routing_map_format: RoutingMapFormat | str | int = RoutingMapFormat.BYTEMAP,
+    topk_indices: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Selects the top-k experts of each token.
 
@@ -56,13 +83,16 @@ def fused_topk_with_score_function(
         scaling_factor: multiplies the probabilities.
         score_function: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``.
         expert_bias: added to the scores for the selection only.
+        routing_map_format: ``"bytemap"``, a boolean per expert, or ``"bitmap_u8"``, a bit per expert.
+        topk_indices: receives the indices of the selected experts, which are then returned instead of their mask.
 
     Returns:
-        A tuple (probabilities, mask of the selected experts).
+        A tuple (probabilities, mask of the selected experts or `topk_indices`).
 
     Shape:
-        - logits: ``(tokens, experts)``.
-        - probabilities, mask: same as `logits`.
+        - logits: ``(*, experts)``.
+        - probabilities, mask: same as `logits`; a mask of bits ``(*, ceil(experts / 8))``.
+        - topk_indices: ``(*, topk)``, of any integer dtype.
     """
     score = _score(score_function)
     opmath = _to_opmath(logits)
@@ -78,11 +108,21 @@ def fused_topk_with_score_function(
     if scaling_factor:
         values = values * scaling_factor
     probs = torch.zeros_like(opmath).scatter(-1, chosen, values).to(logits.dtype)
-    return probs, torch.zeros_like(opmath, dtype=torch.bool).scatter(-1, chosen, True)
+    if topk_indices is None:
+        return probs, _routing_map(chosen, logits.size(-1), routing_map_format)
+    if topk_indices.shape != chosen.shape or topk_indices.dtype not in (torch.int16, torch.int32, torch.int64):
+        raise ValueError(
+            f"router: topk_indices has shape {list(topk_indices.shape)} and dtype {topk_indices.dtype}, expected "
+            f"{list(chosen.shape)} and int16, int32 or int64."
+        )
+    return probs, topk_indices.copy_(chosen)
 
 
 def fused_compute_score_for_moe_aux_loss(
-    logits: torch.Tensor, topk: int, score_function: str
+    logits: torch.Tensor,
+    topk: int,
+    score_function: str,
+    routing_map_format: RoutingMapFormat | str | int = RoutingMapFormat.BYTEMAP,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes the scores that the auxiliary loss uses.
 
@@ -90,19 +130,20 @@ def fused_compute_score_for_moe_aux_loss(
         logits: router logits.
         topk: experts per token.
         score_function: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``.
+        routing_map_format: as in :func:`fused_topk_with_score_function`.
 
     Returns:
         A tuple (mask of the selected experts, scores of all experts).
 
     Shape:
-        - logits: ``(tokens, experts)``.
-        - mask, scores: same as `logits`.
+        - logits: ``(*, experts)``.
+        - mask, scores: same as `logits`; a mask of bits ``(*, ceil(experts / 8))``.
     """
     scores = _score(score_function)(_to_opmath(logits))
     if score_function != "softmax":
         scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
     chosen = scores.detach().topk(topk, -1).indices
-    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True), scores
+    return _routing_map(chosen, logits.size(-1), routing_map_format), scores
 
 
 def fused_moe_aux_loss(
