@@ -790,3 +790,21 @@ def test_large_checkpoint_survives_kill_and_repeat(tmp_path, megabytes):
     print(f"{size / 1e9:.1f} GB, {above} MB above the interpreter, {len(wrong)} of {count} tensors differ")
     shutil.rmtree(tmp_path)
     assert above <= 300 and not wrong and count == 3 + 2 * 4 + 2 * 4
+
+
+def test_every_output_has_the_same_count(tmp_path, capsys):
+    """Of conversion, inspection and comparison; empty extra states do not count."""
+    from weft.convert.__main__ import main
+
+    state = {f"layers.{i}.mlp.fc1.weight": torch.randn(8, 4) for i in range(2)}
+    state |= {f"layers.{i}.mlp.fc1._extra_state": torch.empty(0, dtype=torch.uint8) for i in range(2)}
+    torch.save(state, tmp_path / "a.pt")
+    source, target = str(tmp_path / "a.pt"), str(tmp_path / "b.safetensors")
+    main([source, target, "--to", "safetensors"])
+    main(["inspect", source])
+    main(["inspect", target])
+    with pytest.raises(SystemExit):
+        main(["verify", source, target])
+    counts = re.findall(r"(\d+) tensors", capsys.readouterr().out)
+    assert counts == ["2"] * 4
+    assert json.loads((tmp_path / "b.safetensors.conversion.json").read_text())["tensors"] == 2

@@ -94,7 +94,7 @@ def run_inspect(argv: list[str], program: str) -> None:
     parser = argparse.ArgumentParser(prog=f"{program} inspect")
     parser.add_argument("source", metavar="SOURCE")
     found = inspect(parser.parse_args(argv).source)
-    size = f"{len(found['tensors'])} tensors, {found['bytes'] / 1e6:.1f} MB"
+    size = f"{found['count']} tensors, {found['bytes'] / 1e6:.1f} MB"
     print(f"{found['format']} with {found['layout']} names: {size}")
     for name, (dtype, shape) in found["tensors"].items():
         print(f"  {name}  {dtype} {shape}")

@@ -12,7 +12,7 @@ from ._lazy_tensor import ConversionError, bitwise_equal, raw_bytes
 from ._model import read_model, unstacked_layers
 from ._name_table import read_names
 from ._progress import Progress
-from ._report import NamedTensor, report_path
+from ._report import NamedTensor, count_tensors, is_counted, report_path
 
 
 def inspect(source: Path | str, names: Path | str | None = None) -> dict[str, Any]:
@@ -23,8 +23,9 @@ def inspect(source: Path | str, names: Path | str | None = None) -> dict[str, An
         names: JSON file with name rules that take precedence over the table.
 
     Returns:
-        A dictionary: ``format``, ``layout`` (whose names they are), ``bytes``, ``tensors`` (name to (dtype, shape)),
-        ``raw`` (name to size of opaque objects), ``common`` (other values) and ``skipped`` (name to reason).
+        A dictionary: ``format``, ``layout`` (whose names they are), ``bytes``, ``count`` (of tensors, over all ranks,
+        without empty extra states), ``tensors`` (name to (dtype, shape)), ``raw`` (name to size of opaque objects),
+        ``common`` (other values) and ``skipped`` (name to reason).
     """
     stored = open_checkpoint(source)
     first, table = stored.ranks[0], read_names(names)
@@ -34,6 +35,7 @@ def inspect(source: Path | str, names: Path | str | None = None) -> dict[str, An
         "format": stored.format,
         "layout": layout,
         "bytes": sum(lazy.nbytes for content in stored.ranks for lazy in content.tensors.values()),
+        "count": count_tensors(stored.ranks),
         "tensors": rows,
         "raw": {name: lazy.nbytes for name, lazy in first.raw.items()},
         "common": first.common,
@@ -101,10 +103,7 @@ def compare(
     table = read_names(names)
     models = [read_model(open_checkpoint(path), table) for path in (one, other)]
     everything = [{name: entry.lazy for name, entry in model.entries.items()} | model.raw for model in models]
-    left, right = (
-        {name: lazy for name, lazy in found.items() if lazy.nbytes or not name.endswith("_extra_state")}
-        for found in everything
-    )
+    left, right = ({name: lazy for name, lazy in found.items() if is_counted(name, lazy)} for found in everything)
     differences = [f"{name} is only in {one}" for name in left if name not in right]
     differences += [f"{name} is only in {other}" for name in right if name not in left]
     shared = [name for name in left if name in right]

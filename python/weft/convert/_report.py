@@ -41,6 +41,16 @@ class NamedTensor(LazyTensor):
         return {"name": self.name, **kind, "source": self.sources, "sha256": self.sha256.hexdigest()}
 
 
+def count_tensors(ranks: list[Content]) -> int:
+    """Returns the number of tensors and opaque objects of all ranks. Empty extra states do not count."""
+    return sum(is_counted(name, lazy) for content in ranks for name, lazy in (content.tensors | content.raw).items())
+
+
+def is_counted(name: str, lazy: Any) -> bool:
+    """Whether an entry of a checkpoint counts: not an empty extra state, which equals a missing one."""
+    return bool(lazy.nbytes) or not name.endswith("_extra_state")
+
+
 def make_report(model: Model, to: str, layout: str, ranks: list[Content]) -> dict[str, Any]:
     rows = []
     for rank, content in enumerate(ranks):
@@ -50,7 +60,7 @@ def make_report(model: Model, to: str, layout: str, ranks: list[Content]) -> dic
     return {
         "from": {"format": model.format, "layout": model.layout},
         "to": {"format": to, "layout": layout, "tensor_parallel": len(ranks)},
-        "tensors": len(rows),
+        "tensors": count_tensors(ranks),
         "bytes": sum(entry.nbytes for content in ranks for entry in (content.tensors | content.raw).values()),
         "unknown": model.unknown,
         "skipped": model.skipped,
