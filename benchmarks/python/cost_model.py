@@ -14,19 +14,15 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import re
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from parallel import hosts
+from parallel import run_rank, start_ranks
 
 import weft
 from weft import ops
@@ -90,30 +86,12 @@ def predicted_and_measured(mode: str, tokens: int, features: int, outputs: int) 
     return {"decision": text, "predicted_ms": predicted, "measured_ms": round(slowest.item(), 3)}
 
 
-def run_rank(arguments: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), arguments.ranks
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    store = dist.FileStore(os.environ["STORE"], size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+def measure(ranks: int, rate: float | None) -> list[dict]:
     rows = []
-    for mode, tokens, features, outputs in SHAPES[size, arguments.rate]:
+    for mode, tokens, features, outputs in SHAPES[ranks, rate]:
         found = predicted_and_measured(mode, tokens, features, outputs)
         rows.append({"mode": mode, "tokens": tokens, "features": features, "outputs": outputs, **found})
-    if rank == 0:
-        Path(os.environ["RESULT"]).write_text(json.dumps(rows))
-    dist.destroy_process_group()
-
-
-def start_ranks(ranks: int, rate: float | None) -> list[dict]:
-    with tempfile.TemporaryDirectory() as folder, hosts(rate, ranks) as starts:
-        shared = {**os.environ, "STORE": f"{folder}/store", "RESULT": f"{folder}/rows.json", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, "--ranks", str(ranks), *(["--rate", str(rate)] if rate else [])]
-        processes = [subprocess.Popen([*s, *command], env={**shared, "RANK": str(r)}) for r, s in enumerate(starts)]
-        if any(process.wait() for process in processes):
-            sys.exit("a rank failed")
-        return [{"ranks": ranks, "rate": rate, **row} for row in json.loads(Path(shared["RESULT"]).read_text())]
+    return rows
 
 
 def core_gflops() -> float:
@@ -145,13 +123,14 @@ def main() -> None:
     parser.add_argument("--rate", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.ranks:
-        return run_rank(arguments)
+        return run_rank(arguments.ranks, lambda: measure(arguments.ranks, arguments.rate))
     rows: list[dict] = []
     for ranks, rate in [(2, None)] if arguments.quick else SHAPES:
         if rate and (why := netns.unavailable_reason()):
             print(f"{rate} Gb/s skipped: {why}")
             continue
-        for row in start_ranks(ranks, rate):
+        command = [sys.executable, __file__, "--ranks", str(ranks), *(["--rate", str(rate)] if rate else [])]
+        for row in start_ranks(command, ranks, rate):
             row["error"] = round(row["predicted_ms"] / row["measured_ms"] - 1, 3)
             print(" | ".join(cells(row)), flush=True)
             rows.append(row)

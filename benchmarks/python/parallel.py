@@ -181,14 +181,14 @@ def time_shape(mode: str, tokens: int, hidden: int, rounds: int) -> dict[str, ob
     return row
 
 
-def run_rank(args: argparse.Namespace) -> None:
+def run_rank(size: int, measure: Callable[[], list[dict]]) -> None:
+    """Joins the ranks, with one thread on one core, and stores the rows that they measure together."""
     torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), args.ranks
-    cores = sorted(os.sched_getaffinity(0))
+    rank, cores = int(os.environ["RANK"]), sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     store = dist.FileStore(os.environ["STORE"], size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    rows = [time_shape(args.mode, tokens, args.hidden, args.rounds) for tokens in args.tokens]
+    rows = measure()
     if rank == 0:
         Path(os.environ["RESULT"]).write_text(json.dumps(rows))
     dist.destroy_process_group()
@@ -208,17 +208,22 @@ def hosts(rate: float | None, ranks: int) -> Iterator[list[list[str]]]:
         yield [[*host, f"GLOO_SOCKET_IFNAME={host[-1].partition('=')[2]}", *settings] for host in found]
 
 
-def start_ranks(args: argparse.Namespace, rate: float | None) -> list[dict]:
-    with tempfile.TemporaryDirectory() as folder, hosts(rate, args.ranks) as starts:
+def start_ranks(command: list[str], ranks: int, rate: float | None, **environment: str) -> list[dict]:
+    """Runs a command on each rank and returns the rows that run_rank() stores."""
+    with tempfile.TemporaryDirectory() as folder, hosts(rate, ranks) as starts:
         shared = {**os.environ, "STORE": f"{folder}/store", "RESULT": f"{folder}/rows.json", "OMP_NUM_THREADS": "1"}
-        if args.mode == "planner":
-            shared["WEFT_CHECK"] = "always"  # as the transports do
-        command = [sys.executable, __file__, "--ranks", str(args.ranks), "--hidden", str(args.hidden)]
-        command += ["--mode", args.mode, "--rounds", str(args.rounds), "--tokens", *map(str, args.tokens)]
-        ranks = [subprocess.Popen([*s, *command], env={**shared, "RANK": str(r)}) for r, s in enumerate(starts)]
-        if any(rank.wait() for rank in ranks):
+        shared |= environment
+        started = [subprocess.Popen([*s, *command], env={**shared, "RANK": str(r)}) for r, s in enumerate(starts)]
+        if any(rank.wait() for rank in started):
             sys.exit("a rank failed")
-        return [{"rate": rate, **row} for row in json.loads(Path(shared["RESULT"]).read_text())]
+        return [{"ranks": ranks, "rate": rate, **row} for row in json.loads(Path(shared["RESULT"]).read_text())]
+
+
+def measure_on_ranks(args: argparse.Namespace, rate: float | None) -> list[dict]:
+    command = [sys.executable, __file__, "--ranks", str(args.ranks), "--hidden", str(args.hidden)]
+    command += ["--mode", args.mode, "--rounds", str(args.rounds), "--tokens", *map(str, args.tokens)]
+    check = {"WEFT_CHECK": "always"} if args.mode == "planner" else {}  # as the transports do
+    return start_ranks(command, args.ranks, rate, **check)
 
 
 def figures_of(row: dict, mode: str) -> list[dict[str, object]]:
@@ -274,7 +279,9 @@ def main() -> None:
         args.hidden = args.hidden if args.mode == "gather" else 512
     args.tokens = args.tokens or {"planner": FEW_AND_MANY, "check": (256,), "gather": (1024,)}.get(args.mode, TOKENS)
     if "RANK" in os.environ and "RESULT" in os.environ:
-        return run_rank(args)
+        return run_rank(
+            args.ranks, lambda: [time_shape(args.mode, tokens, args.hidden, args.rounds) for tokens in args.tokens]
+        )
     rates: list[float | None] = [1.0 if args.mode == "gather" else None]
     if args.mode == "planner":
         rates = list(args.rates or ((None, 1.0) if args.quick else RATES))
@@ -285,7 +292,7 @@ def main() -> None:
             print(f"{rate} Gb/s skipped: {why}")
             rows.append({"rate": rate, "figures": [{"name": f"{rate} Gb/s", "skipped": why}]})
             continue
-        for row in start_ranks(args, rate):
+        for row in measure_on_ranks(args, rate):
             row["figures"] = figures_of(row, args.mode)
             show(row)
             rows.append(row)
