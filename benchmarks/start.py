@@ -64,7 +64,8 @@ def cells(kind: str, row: dict) -> list[str]:
     """Returns the cells of a table; ranks that are threads only agree on a transport."""
 
     def ms(name: str) -> str:
-        return f"{row[name] * 1e3:.3g} ms" if name in row else ""
+        value = row.get(name, 0.0) * 1e3
+        return "" if name not in row else f"{value:,.0f} ms" if value >= 100 else f"{value:.2g} ms"
 
     times = (ms(name) for name in ("agreement_s", "rendezvous_s", "collective_s", "teardown_s"))
     return [f"{row['ranks']:,} {kind}", *times, str(row["messages"]), f"{row['bytes'] / 1e3:.1f} kB"]

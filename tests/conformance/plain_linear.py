@@ -12,9 +12,15 @@ FAULTS = {
     "early": "computes a delayed gradient in backward",
     "fetches": "fetches main_grad in forward",
     "frozen": "computes the gradient of a frozen weight",
+    "last": "keeps only the last of several delayed gradients",
+    "late": "checks main_grad only in backward_dw()",
     "none": "returns None where a hook needs a dummy",
     "noise": "does not clear the dummy",
+    "once": "sets grad_added_to_main_grad in the first backward only",
+    "sets": "a delayed gradient replaces weight.grad",
     "silent": "loses the gradient if main_grad is missing",
+    "stale": "keeps the first tensor that get_main_grad() returned",
+    "twice": "overwrites main_grad at each use of the weight in a backward",
     "unflagged": "does not set grad_added_to_main_grad",
 }
 
@@ -27,7 +33,9 @@ class Linear(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(outputs, inputs))
         self.accumulate, self.delay, self.fault = accumulate_into_main_grad, delay_wgrad_compute, fault
-        self.queue: list[torch.Tensor] = []
+        self.queue: list[tuple[int, torch.Tensor]] = []  # (number of the backward, gradient)
+        self.written = -1  # number of the backward whose gradient main_grad has
+        self.flagged = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.fault == "fetches":
@@ -35,47 +43,56 @@ class Linear(torch.nn.Module):
         return Product.apply(x, self.weight, self)
 
     def backward_dw(self) -> None:
-        dw = self.queue.pop(0)
-        if self.accumulate:
-            self.write(dw)
-        else:
-            self.weight.grad = dw if self.weight.grad is None else self.weight.grad + dw
+        """Computes the gradients of the oldest backward that waits."""
+        oldest = self.queue[0][0]
+        while self.queue and self.queue[0][0] == oldest:
+            number, dw = self.queue.pop(0)
+            if self.accumulate:
+                self.write(number, dw)
+            else:
+                add = self.weight.grad is not None and self.fault != "sets"
+                self.weight.grad = self.weight.grad + dw if add else dw
 
     def main_grad(self) -> torch.Tensor | None:
-        if getattr(self.weight, "__fsdp_param__", False):
+        if getattr(self.weight, "__fsdp_param__", False) and not (self.fault == "stale" and self.written >= 0):
             self.weight.main_grad = self.weight.get_main_grad()
         return getattr(self.weight, "main_grad", None)
 
-    def check(self) -> torch.Tensor | None:
-        main_grad = self.main_grad()
-        valid = main_grad is not None and main_grad.shape == self.weight.shape and main_grad.is_contiguous()
+    def check(self, main_grad: torch.Tensor | None) -> torch.Tensor | None:
+        valid = main_grad is not None and main_grad.numel() == self.weight.numel() and main_grad.is_contiguous()
         if not valid and self.fault != "silent":
-            raise RuntimeError("main_grad is missing, or has another shape, or is not contiguous")
+            raise RuntimeError("main_grad is missing, or has another number of elements, or is not contiguous")
         return main_grad if valid else None
 
-    def write(self, dw: torch.Tensor) -> None:
-        main_grad = self.check()
+    def write(self, number: int, dw: torch.Tensor) -> None:
+        main_grad = self.check(self.main_grad())
         if main_grad is None:
             return
-        if getattr(self.weight, "overwrite_main_grad", False) and self.fault != "adds":
+        overwrite = getattr(self.weight, "overwrite_main_grad", False) and self.fault != "adds"
+        if overwrite and (self.written != number or self.fault == "twice"):
             main_grad.copy_(dw)
         else:
             main_grad.add_(dw)
+        self.written = number
 
     def gradient(self, dw: torch.Tensor) -> torch.Tensor | None:
         """What autograd gets."""
-        weight, now = self.weight, not self.delay or self.fault == "early"
-        if self.accumulate:
-            self.check()
+        weight, number = self.weight, torch._C._current_graph_task_id()
+        now = not self.delay or self.fault == "early"
+        fetched = getattr(weight, "__fsdp_param__", False)
+        if self.accumulate and not fetched and self.fault != "late":
+            self.check(self.main_grad())
         if self.delay:
-            self.queue.append(torch.zeros_like(dw) if self.fault == "early" else dw)
+            kept = [] if self.fault == "last" else self.queue
+            self.queue = [*kept, (number, torch.zeros_like(dw) if self.fault == "early" else dw)]
         if not self.accumulate:
             return dw if now else None
         if now:
-            self.write(dw)
+            self.write(number, dw)
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
-        weight.grad_added_to_main_grad = self.fault != "unflagged"
+        if self.fault != "unflagged" and not (self.fault == "once" and self.flagged):
+            weight.grad_added_to_main_grad = self.flagged = True
         if self.fault in ("alias", "none"):
             return weight.main_grad if self.fault == "alias" else None
         zero = getattr(weight, "zero_out_wgrad", False) and self.fault != "noise"

@@ -1111,10 +1111,14 @@ def test_padding_of_experts(te, recipe, align):
         assert torch.equal(unpadding(padded, splits), x)
         assert torch.autograd.gradcheck(lambda t: unpadding(padding(t, splits)[0] * 2, splits), x)
         same, sizes = padding(padded, sizes)
-        assert same is padded
+        assert same.data_ptr() == padded.data_ptr()
+        assert torch.equal(padding(x.reshape(-1, 2, 5), splits)[0], padded)
+        padding.align_size = 1
+        assert padding(x, splits)[1] == splits
+        padding.align_size = None
         with pytest.raises(ValueError, match=r"Fp8Padding: m_splits is \[3\] for"):
             padding(x, [3])
-        with pytest.raises(ValueError, match="Fp8Unpadding: m_splits is"):
+        with pytest.raises(ValueError, match=r"Fp8Unpadding: m_splits is \[3, 0, .* when padded to"):
             unpadding(x, splits)
 
 
@@ -1141,7 +1145,9 @@ def test_formats_of_routing_map(te, experts):
         assert torch.equal(torch.zeros_like(mask).scatter(-1, indices.long(), True), mask)
     mask, scores = fused_compute_score_for_moe_aux_loss(logits, 3, "sigmoid")
     bits, other = fused_compute_score_for_moe_aux_loss(logits, 3, "sigmoid", "bitmap_u8")
-    assert torch.equal(other, scores) and torch.equal(bits[..., 0] & 1, mask[..., 0].to(torch.uint8))
+    assert torch.equal(other, scores)
+    for e in range(experts):
+        assert torch.equal(bits[..., e // 8] >> (e % 8) & 1, mask[..., e].to(torch.uint8))
     with pytest.raises(ValueError, match="routing_map_format is 'bits', expected one of bytemap, bitmap_u8"):
         fused_topk_with_score_function(*arguments, routing_map_format="bits")
     with pytest.raises(ValueError, match=r"topk_indices has shape \[5, 3\]"):

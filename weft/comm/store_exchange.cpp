@@ -43,7 +43,8 @@ struct StoreSession {
 };
 
 /// Reads the values of all ranks. Looks for twice as many keys after each request that finds all of its keys, and for
-/// half as many after one that does not, so that the number of requests is O(log ranks) for each rank that is late.
+/// half as many after one that does not, so that the number of requests is O(log ranks) for each rank that is late, and
+/// one every 20 ms while it waits.
 /// Polls, because a blocking wait inside the Store would not see `stopped`.
 void StoreSession::read(const std::vector<std::string>& keys, int rank) {
   auto pause = milliseconds(1);
@@ -57,6 +58,7 @@ void StoreSession::read(const std::vector<std::string>& keys, int rank) {
         request([&] { return store->check({next, end}); })) {
       next = end;
       count *= 2;
+      pause = milliseconds(1);
     } else if (count > 1) {
       count /= 2;
     } else {

@@ -108,7 +108,7 @@ SUPPORTED: dict[str, tuple[Any, str]] = {
     "moe_unpermute": (_permutation.moe_unpermute, "takes the row id map of weft's `moe_permute`"),
     "moe_sort_chunks_by_index": (_permutation.moe_sort_chunks_by_index, SAME),
     "moe_sort_chunks_by_index_with_probs": (_permutation.moe_sort_chunks_by_index_with_probs, SAME),
-    "Fp8Padding": (_padding.Fp8Padding, "not needed: weft's quantized GEMMs take any number of rows"),
+    "Fp8Padding": (_padding.Fp8Padding, "weft's quantized GEMMs need it only for NVFP4's transform, multiples of 16"),
     "Fp8Unpadding": (_padding.Fp8Unpadding, "as Fp8Padding"),
     "parallel_cross_entropy": (
         _cross_entropy.parallel_cross_entropy,

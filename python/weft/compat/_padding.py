@@ -1,4 +1,5 @@
-"""Pads the rows of each expert to the multiples that quantized GEMMs of GPUs need; weft's take any number."""
+"""Pads the rows of each expert to the multiples that quantized GEMMs of GPUs need; weft's need only those of 16, for
+NVFP4's transform."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from .. import _autocast
 from ..recipe import MXFP8BlockScaling, NVFP4BlockScaling
 
 
-def _check_splits(module: torch.nn.Module, rows: int, m_splits: list[int], num_gemms: int) -> None:
-    name = type(module).__name__
-    if len(m_splits) != num_gemms or min(m_splits, default=0) < 0 or sum(m_splits) != rows:
+def _check_splits(module: torch.nn.Module, rows: int, m_splits: list[int], sizes: list[int], num_gemms: int) -> None:
+    """Raises unless a matrix of `rows` has `num_gemms` parts of these sizes, which follow from `m_splits`."""
+    if len(m_splits) != num_gemms or min(m_splits, default=0) < 0 or sum(sizes) != rows:
         raise ValueError(
-            f"{name}: m_splits is {m_splits} for {rows} rows, expected {num_gemms} numbers of rows that sum up to that."
+            f"{type(module).__name__}: m_splits is {m_splits} for {rows} rows, expected {num_gemms} numbers of rows "
+            f"that sum up to that{'' if sizes is m_splits else f' when padded to {sizes}'}."
         )
 
 
@@ -28,13 +30,11 @@ class _Padding(torch.nn.Module):
         super().__init__()
         if align_size is not None and align_size < 1:
             raise ValueError(f"{type(self).__name__}: align_size is {align_size}, expected 1 or more.")
-        self.num_gemms, self._align_size = num_gemms, align_size
+        self.num_gemms, self.align_size = num_gemms, align_size
 
-    @property
-    def align_size(self) -> int:
-        """What a number of rows is a multiple of: by default 32 with MXFP8, 128 with NVFP4, 16 otherwise."""
-        if self._align_size is not None:
-            return self._align_size
+    def _multiple(self) -> int:
+        if self.align_size is not None:
+            return self.align_size
         recipe = _autocast.active.recipe
         return 32 if isinstance(recipe, MXFP8BlockScaling) else 128 if isinstance(recipe, NVFP4BlockScaling) else 16
 
@@ -59,8 +59,9 @@ class Fp8Padding(_Padding):
             inp: the matrix.
             m_splits: number of rows of each part.
         """
-        _check_splits(self, inp.size(0), m_splits, self.num_gemms)
-        padded = _padded(m_splits, self.align_size)
+        inp = inp.reshape(-1, inp.size(-1))
+        _check_splits(self, inp.size(0), m_splits, m_splits, self.num_gemms)
+        padded = _padded(m_splits, self._multiple())
         if padded == m_splits:
             return inp, m_splits
         parts = zip(inp.split(m_splits), m_splits, padded, strict=True)
@@ -86,8 +87,8 @@ class Fp8Unpadding(_Padding):
             inp: the padded matrix.
             m_splits: number of rows of each part before it was padded.
         """
-        padded = _padded(m_splits, self.align_size)
-        _check_splits(self, inp.size(0), padded, self.num_gemms)
+        inp, padded = inp.reshape(-1, inp.size(-1)), _padded(m_splits, self._multiple())
+        _check_splits(self, inp.size(0), m_splits, padded, self.num_gemms)
         if padded == m_splits:
             return inp
         starts = accumulate([0, *padded[:-1]])

@@ -22,16 +22,21 @@ class RoutingMapFormat(IntEnum):
     BITMAP_U8 = 1
 
 
-def _routing_map(chosen: torch.Tensor, num_experts: int, format: RoutingMapFormat | str | int) -> torch.Tensor:
+def _checked_format(format: RoutingMapFormat | str | int) -> RoutingMapFormat:
+    names = {member.name.lower(): member for member in RoutingMapFormat}
+    if isinstance(format, str) and format in names:
+        return names[format]
+    if isinstance(format, int) and format in list(RoutingMapFormat):
+        return RoutingMapFormat(format)
+    raise ValueError(f"router: routing_map_format is {format!r}, expected one of {', '.join(names)}.")
+
+
+def _routing_map(chosen: torch.Tensor, num_experts: int, format: RoutingMapFormat) -> torch.Tensor:
     """Returns the map of the chosen experts, given by their indices."""
-    names = [member.name.lower() for member in RoutingMapFormat]
-    given = names.index(format.lower()) if isinstance(format, str) and format.lower() in names else format
-    if given not in list(RoutingMapFormat):
-        raise ValueError(f"router: routing_map_format is {format!r}, expected one of {', '.join(names)}.")
     mask = torch.zeros(*chosen.shape[:-1], num_experts, dtype=torch.bool, device=chosen.device).scatter(
         -1, chosen, True
     )
-    if given == RoutingMapFormat.BYTEMAP:
+    if format == RoutingMapFormat.BYTEMAP:
         return mask
     bits = 1 << torch.arange(8, dtype=torch.uint8, device=chosen.device)
     packed: torch.Tensor = (pad(mask, (0, -num_experts % 8)).unflatten(-1, (-1, 8)) * bits).sum(-1, dtype=torch.uint8)
@@ -92,8 +97,9 @@ def fused_topk_with_score_function(
     Shape:
         - logits: ``(*, experts)``.
         - probabilities, mask: same as `logits`; a mask of bits ``(*, ceil(experts / 8))``.
-        - topk_indices: ``(*, topk)``, of any integer dtype.
+        - topk_indices: ``(*, topk)``, int16, int32 or int64; the best expert first.
     """
+    format = _checked_format(routing_map_format)
     score = _score(score_function)
     opmath = _to_opmath(logits)
     softmax_after_topk = score_function == "softmax" and not use_pre_softmax
@@ -109,7 +115,7 @@ def fused_topk_with_score_function(
         values = values * scaling_factor
     probs = torch.zeros_like(opmath).scatter(-1, chosen, values).to(logits.dtype)
     if topk_indices is None:
-        return probs, _routing_map(chosen, logits.size(-1), routing_map_format)
+        return probs, _routing_map(chosen, logits.size(-1), format)
     if topk_indices.shape != chosen.shape or topk_indices.dtype not in (torch.int16, torch.int32, torch.int64):
         raise ValueError(
             f"router: topk_indices has shape {list(topk_indices.shape)} and dtype {topk_indices.dtype}, expected "
@@ -139,11 +145,12 @@ def fused_compute_score_for_moe_aux_loss(
         - logits: ``(*, experts)``.
         - mask, scores: same as `logits`; a mask of bits ``(*, ceil(experts / 8))``.
     """
+    format = _checked_format(routing_map_format)
     scores = _score(score_function)(_to_opmath(logits))
     if score_function != "softmax":
         scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
     chosen = scores.detach().topk(topk, -1).indices
-    return _routing_map(chosen, logits.size(-1), routing_map_format), scores
+    return _routing_map(chosen, logits.size(-1), format), scores
 
 
 def fused_moe_aux_loss(

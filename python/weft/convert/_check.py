@@ -23,7 +23,7 @@ def inspect(source: Path | str, names: Path | str | None = None) -> dict[str, An
         names: JSON file with name rules that take precedence over the table.
 
     Returns:
-        A dictionary: ``format``, ``layout`` (whose names they are), ``bytes``, ``count`` (of tensors, over all ranks,
+        A dictionary: ``format``, ``layout`` (whose names they are), ``bytes``, ``count`` (of names on all ranks,
         without empty extra states), ``tensors`` (name to (dtype, shape)), ``raw`` (name to size of opaque objects),
         ``common`` (other values) and ``skipped`` (name to reason).
     """

@@ -42,8 +42,10 @@ class NamedTensor(LazyTensor):
 
 
 def count_tensors(ranks: list[Content]) -> int:
-    """Returns the number of tensors and opaque objects of all ranks. Empty extra states do not count."""
-    return sum(is_counted(name, lazy) for content in ranks for name, lazy in (content.tensors | content.raw).items())
+    """Returns the number of tensors and opaque objects, counting those that ranks share once, and not empty extra
+    states."""
+    entries = (entry for content in ranks for entry in (content.tensors | content.raw).items())
+    return len({name for name, lazy in entries if is_counted(name, lazy)})
 
 
 def is_counted(name: str, lazy: Any) -> bool:
