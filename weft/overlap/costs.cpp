@@ -46,21 +46,25 @@ void measure_gemm(Costs& out, const comm::Group& group, at::ScalarType dtype) {
   constexpr int64_t kFew = 64, kMany = 1024, kWidth = 768;
   const auto options = at::TensorOptions().dtype(dtype);
   const auto w = at::zeros({kWidth, kWidth}, options);
-  const auto shortest_mean = [&](int64_t rows, int runs) {
+  const auto median_time = [&](int64_t rows, int runs) {
     const auto x = at::zeros({rows, kWidth}, options);
-    double shortest = 1e9;
-    for (int round = 0; round < 3; ++round) {
+    std::array<double, 3> rounds{};
+    for (auto& mean : rounds) {
       group.all_gather(at::zeros({1, 1})).wait();  // a barrier
       const double start = now();
       for (int i = 0; i < runs; ++i) kernels::gemm(x, kernels::transposed(w), {.b_is_weight = true});
-      shortest = std::min(shortest, (now() - start) / runs);
+      mean = (now() - start) / runs;
     }
-    return shortest;
+    std::ranges::sort(rounds);
+    return rounds[1];
   };
-  const double few = shortest_mean(kFew, 4), many = shortest_mean(kMany, 2);
+  const double few = median_time(kFew, 4), many = median_time(kMany, 2);
   const double per_row = std::max(many - few, 0.2 * many) / static_cast<double>(kMany - kFew);
   out.per_flop = per_row / static_cast<double>(2 * kWidth * kWidth);
   out.per_weight = std::max(0.0, few - per_row * kFew) / static_cast<double>(kWidth * kWidth);
+  // Below AMX each chunk is a GEMM of its own (weft/kernels/row_chunks.cpp).
+  const auto tier = kernels::choose_gemm_tier(c10::DeviceType::CPU, dtype, kWidth, kWidth).tier;
+  out.per_chunk = tier == kernels::Tier::amx ? 0 : out.per_weight;
 }
 
 /// An all-gather that also reads every incoming block.
@@ -96,9 +100,9 @@ void measure_collectives(Costs& out, const comm::Group& group) {
 
 /// Element-wise maximum over the ranks, so that all ranks use the same costs.
 Costs max_over_ranks(const Costs& local, const comm::Group& group) {
-  static constexpr std::array kFields{&Costs::per_flop,      &Costs::per_weight,   &Costs::latency,
-                                      &Costs::per_byte,      &Costs::cpu_per_byte, &Costs::plain_latency,
-                                      &Costs::plain_per_byte};
+  static constexpr std::array kFields{&Costs::per_flop,      &Costs::per_weight,    &Costs::per_chunk,
+                                      &Costs::latency,       &Costs::per_byte,      &Costs::cpu_per_byte,
+                                      &Costs::plain_latency, &Costs::plain_per_byte};
   static_assert(sizeof(Costs) == kFields.size() * sizeof(double), "a field is missing");
   const auto values = at::empty({1, static_cast<int64_t>(kFields.size())}, at::TensorOptions().dtype(at::kDouble));
   for (size_t i = 0; i < kFields.size(); ++i) values.mutable_data_ptr<double>()[i] = local.*kFields[i];
@@ -143,7 +147,8 @@ Prediction predict(const OverlapShape& shape, const Costs& costs, bool zero_copy
   Prediction out;
   out.plain = gemm + (twice ? 2 : 1) * costs.plain_latency + bytes * costs.plain_per_byte;
   if (zero_copy) {
-    out.overlapped = gemm + (twice ? 2 : 1) * costs.latency + bytes * costs.cpu_per_byte;
+    const double chunks = (shape.ranks - 1) * static_cast<double>(shape.n * shape.k) * costs.per_chunk;
+    out.overlapped = gemm + chunks + (twice ? 2 : 1) * costs.latency + bytes * costs.cpu_per_byte;
     return out;
   }
   const double weight_reloads = (kArrivalBlocks - 1) * costs.gemm(0, shape.n, shape.k);

@@ -11,6 +11,7 @@ namespace weft::overlap {
 struct Costs {
   double per_flop = 0;        // of a GEMM with many rows
   double per_weight = 0;      // per weight value, for each pass of a GEMM over the weight
+  double per_chunk = 0;       // per weight value, for each further chunk of rows of one GEMM: 0 on AMX
   double latency = 0;         // of a one-value all-gather over the transport
   double per_byte = 0;        // transfer time over the transport
   double cpu_per_byte = 0;    // CPU time to send and receive a byte, or to read it in a peer's memory
@@ -40,7 +41,7 @@ struct Prediction {
 
 /// With V bytes received by each rank:
 ///   plain       T = gemm + plain_latency + V plain_per_byte
-///   zero-copy   T = gemm + latency + V cpu_per_byte                 (blocks are read in the memory of the peer)
+///   zero-copy   T = gemm + (ranks - 1) N K per_chunk + latency + V cpu_per_byte   (blocks are read in peers' memory)
 ///   network     T = max(gemm + reloads + V cpu_per_byte, latency + V per_byte + gemm of the last block)
 /// `reloads`: the extra passes over the weight, since rows arrive in blocks. An all-reduce moves V twice.
 Prediction predict(const OverlapShape& shape, const Costs& costs, bool zero_copy);
