@@ -1,7 +1,5 @@
-// torch's SDPA kernels for the CPU. Both passes of a call use GEMMs of the same dtype: backward computes the scores
-// again and subtracts the logsumexp of forward, and the difference of two roundings of a large score may overflow. They
-// take views [N, H, T, D] of any strides with contiguous channels, share a key head among H/groups query heads, and
-// divide by zero without queries.
+// torch's SDPA kernels for the CPU. They take views [N, H, T, D] of any strides with contiguous channels, share a key
+// head among H/groups query heads, and divide by zero without queries.
 #include <ATen/Parallel.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
