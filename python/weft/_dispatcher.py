@@ -16,6 +16,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from . import _C, _autocast
+from ._process_groups import is_dtensor
 
 if TYPE_CHECKING:
     from ._segments import PipelineModule, Segment
@@ -110,7 +111,7 @@ def run(module: PipelineModule, x: torch.Tensor, extra_inputs: tuple[torch.Tenso
 def _local(owner: torch.nn.Module, name: str) -> Any:
     """Returns what kernels read: a Parameter, or of a DTensor (weft.parallel) its local tensor."""
     param = getattr(owner, name)
-    if type(param).__name__ != "DTensor":
+    if not is_dtensor(param):
         return param
     if torch.compiler.is_compiling():
         return param.to_local()

@@ -20,7 +20,7 @@ from ._autocast import reject_model_init
 from ._docstrings import CONVERTED_TYPES, PYTHON_ARGUMENTS, native_docstring
 from ._grouped_parameters import GroupedParameters
 from ._operation import BasicOperation
-from ._process_groups import GROUP_FIELDS, group_name_and_size, named_group, resolve_parallel
+from ._process_groups import GROUP_FIELDS, group_name_and_size, is_dtensor, named_group, resolve_parallel
 from ._wgrad import WgradModule
 
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float64, torch.float16, torch.bfloat16)}
@@ -146,7 +146,7 @@ def on_meta(module: torch.nn.Module) -> bool:
 def default_device(param: torch.Tensor) -> torch.device:
     """Returns the device on which a Parameter is initialized: its own, or torch's default device if it is on the meta
     device. A sharded Parameter (DTensor) stays on the meta device until ``to_empty``, as FSDP2 requires."""
-    return torch.get_default_device() if param.is_meta and type(param).__name__ != "DTensor" else param.device
+    return torch.get_default_device() if param.is_meta and not is_dtensor(param) else param.device
 
 
 def empty_parameter_on(param: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:

@@ -47,6 +47,11 @@ def group_name_and_size(owner: str, group: Any) -> tuple[str | None, int]:
     return (group.group_name if size > 1 else None), size
 
 
+def is_dtensor(t: Any) -> bool:
+    """Whether a tensor is a DTensor; by name, so that weft does not import torch.distributed.tensor."""
+    return type(t).__name__ == "DTensor"
+
+
 def has_ranks_of(group: Any, other: Any) -> bool:
     """Whether two process groups have the same ranks. Equal meshes, which DTensor does not distinguish, may have
     different groups."""

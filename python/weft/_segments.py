@@ -14,6 +14,7 @@ import torch
 
 from . import _C, _dispatcher, _log
 from ._arguments import reject_unknown
+from ._process_groups import is_dtensor
 
 if TYPE_CHECKING:
     from ._dispatcher import Output
@@ -186,8 +187,7 @@ def _reject_sharded_gates(operations: Iterable[BasicOperation]) -> None:
         weights = [module._parameters.get(name) for module, name in op._parameter_slots() if name == "weight"]
         fields = op._description().fields()
         if weights:
-            is_dtensor = type(weights[0]).__name__ == "DTensor"
-            sharded = is_dtensor and fields.get("tensor_parallel_mode") == "column"
+            sharded = is_dtensor(weights[0]) and fields.get("tensor_parallel_mode") == "column"
         if sharded and type(op).__name__.endswith("GLU") and not fields.get("glu_interleave_size"):
             raise NotImplementedError(
                 f"{type(op).__name__}: the weight of the linear before it is a DTensor over its output features, which "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from . import _C
+from ._process_groups import is_dtensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -87,7 +88,7 @@ class WgradModule(torch.nn.Module):
     def _mark(self, weight: Any, delay: bool) -> None:
         if weight is None:
             return
-        if delay and type(weight).__name__ == "DTensor":
+        if delay and is_dtensor(weight):
             raise NotImplementedError(
                 f"{type(self).__name__}: delay_wgrad_compute is not supported for a sharded weight (DTensor). Create "
                 "the module with delay_wgrad_compute=False."

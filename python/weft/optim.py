@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ._process_groups import is_dtensor
+
 __all__ = ["FusedAdam"]
 
 _INFINITE_STEP = float("inf")  # 1 - beta**step is 1: no bias correction
@@ -14,7 +16,7 @@ _INFINITE_STEP = float("inf")  # 1 - beta**step is 1: no bias correction
 
 def _local(t: torch.Tensor) -> torch.Tensor:
     """Returns t, or the local tensor of a DTensor."""
-    return t.detach().to_local() if type(t).__name__ == "DTensor" else t  # type: ignore[attr-defined]
+    return t.detach().to_local() if is_dtensor(t) else t  # type: ignore[attr-defined]
 
 
 def _dense(t: torch.Tensor) -> torch.Tensor:

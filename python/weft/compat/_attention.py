@@ -210,15 +210,13 @@ class DotProductAttention(EmptyExtraState):
                 "packed sequences with qkv_format 'thd'."
             )
         by_position = kind in _POSITION_MASKS and core_attention_bias is None
-        if self._context_parallel is not None:
-            if not by_position:
-                raise NotImplementedError(
-                    f"DotProductAttention: context parallelism takes attn_mask_type {', '.join(_POSITION_MASKS)} and "
-                    f"no bias, got {kind!r}{'' if core_attention_bias is None else ' and a bias'}."
-                )
-            y: torch.Tensor = self._context_parallel.run(self._attend, *qkv, layout, kind, window)
-            return y
-        if by_position and key_layer.shape == value_layer.shape and not torch.compiler.is_compiling():
+        if self._context_parallel is not None and not by_position:
+            raise NotImplementedError(
+                f"DotProductAttention: context parallelism takes attn_mask_type {', '.join(_POSITION_MASKS)} and "
+                f"no bias, got {kind!r}{'' if core_attention_bias is None else ' and a bias'}."
+            )
+        same_channels = key_layer.shape == value_layer.shape
+        if self._context_parallel is not None or (by_position and same_channels and not torch.compiler.is_compiling()):
             return self._attend(*qkv, layout, kind, window)
         to_bhsd = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
         q, k, v = (t.permute(to_bhsd) for t in qkv)
@@ -293,12 +291,17 @@ class DotProductAttention(EmptyExtraState):
                 f"{list(v.shape)}; expected (tokens, heads, channels) with qkv_format 'thd', keys and values of one "
                 "shape, and the same channels in all."
             )
+        return self._attend(q, k, v, "thd", kind, window, *given)
+
+    def _attend(self, *call: Any) -> torch.Tensor:
+        """Attention of this rank's queries to the keys of all context-parallel ranks. The arguments are those of
+        :meth:`_attend_local`."""
         if self._context_parallel is None:
-            return self._attend(q, k, v, "thd", kind, window, *given)
-        y: torch.Tensor = self._context_parallel.run(self._attend, q, k, v, "thd", kind, window, *given)
+            return self._attend_local(*call)
+        y: torch.Tensor = self._context_parallel.run(self._attend_local, *call)
         return y
 
-    def _attend(
+    def _attend_local(
         self,
         q: torch.Tensor,
         k: torch.Tensor,

@@ -273,14 +273,10 @@ class CudaOnCpu:
 
         return on_cpu
 
-    def check_thread(self) -> None:
-        """Raises RuntimeError in another thread than the one that constructed this object."""
+    def remove(self) -> None:
+        """Restores everything. Raises RuntimeError in another thread than the one that constructed this object."""
         if threading.get_ident() != self._thread:
             raise RuntimeError("CUDA was redirected to the CPU in another thread. Call uninstall() there.")
-
-    def remove(self) -> None:
-        """Restores everything."""
-        self.check_thread()
         self._removed = True
         for owner, name, _ in self._attributes:
             restore_attribute(self, owner, name)
