@@ -4,8 +4,8 @@
                                                            and the local work without communication; 128 to 2048 tokens
     python benchmarks/python/parallel.py --planner         few and many rows, this host and networks of 0.3 to 3 Gb/s:
                                                            overlap=None, which must stay within 1.02 of plain
-    python benchmarks/python/parallel.py --gather          forward of a linear that gathers its input over 1 Gb/s: in
-                                                           bfloat16 over quantized, time and bytes sent
+    python benchmarks/python/parallel.py --gather          forward of a linear that gathers its input over 1 Gb/s,
+                                                           overlapped: in bfloat16 over quantized, time and bytes sent
     python benchmarks/python/parallel.py --check-cost      plain collectives with WEFT_CHECK=always and without checks
     python benchmarks/python/parallel.py --quick           one small shape
     python benchmarks/python/parallel.py --json FILE       also as JSON
@@ -88,7 +88,7 @@ def training_pass(module: torch.nn.Module, rows: int, hidden: int) -> Callable[[
 
 def gathering_forward(recipe: weft.recipe.Recipe | None, rows: int, hidden: int) -> Callable[[], None]:
     parallel = {"tensor_parallel_mode": "column", "tensor_parallel_group": dist.group.WORLD, "sequence_parallel": True}
-    linear = ops.Linear(hidden, GATHER_FEATURES, bias=False, dtype=torch.bfloat16, overlap=False, **parallel)
+    linear = ops.Linear(hidden, GATHER_FEATURES, bias=False, dtype=torch.bfloat16, overlap=True, **parallel)
     x = torch.randn(rows, hidden).to(torch.bfloat16)
 
     def run() -> None:
@@ -104,9 +104,8 @@ def bytes_sent(side: Callable[[], None]) -> int:
     dist.barrier()
     before = int(counter.read_text())
     side()
-    after = int(counter.read_text())
-    dist.barrier()
-    return after - before
+    dist.barrier()  # a rank may return before all of its bytes have left
+    return int(counter.read_text()) - before
 
 
 def time_per_pass(side: Callable[[], object], passes: int) -> float:

@@ -133,13 +133,71 @@ def run(transport: str) -> dict:
     return {"compared": compared, "wrong": wrong}
 
 
+RECIPES = {
+    "current": weft.recipe.Float8CurrentScaling(),
+    "delayed": weft.recipe.DelayedScaling(amax_history_len=2, reduce_amax=False),
+    "block": weft.recipe.Float8BlockScaling(),
+    "mxfp8": weft.recipe.MXFP8BlockScaling(),
+    "nvfp4": weft.recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "nvfp4, dequantized": weft.recipe.NVFP4BlockScaling(backward_override="dequantized"),
+}
+NOT_IN_CHUNKS = {
+    "square blocks": weft.recipe.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
+    "float32 scales": weft.recipe.Float8BlockScaling(use_f32_scales=True),
+}
+
+
+def run_quantized(transport: str) -> dict:
+    """Column linears under each recipe; the rows of the ranks have different maxima."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rng = random.Random(12)
+    compared, wrong = 0, []
+    for number, (name, activation) in enumerate(itertools.product(RECIPES, (None, "GELU"))):
+        width, hidden = rng.choice([(32 * size, 64 * size), (8 * size, 24 * size), (256 * size, 96 * size)])
+        options = {"bias": rng.random() < 0.5, "dtype": torch.bfloat16, "sequence_parallel": True}
+
+        def make(overlap, width=width, hidden=hidden, activation=activation, options=options):
+            linear = ops.Linear(width, hidden, tensor_parallel_mode="column", overlap=overlap, **options)
+            return ops.Sequential(linear, *([getattr(ops, activation)()] if activation else []))
+
+        overlapped, plain = module_pair(make, number, frozen=False)
+        for step in range(STEPS):
+            tokens = rng.choice([16, 48, 208, 336])
+            torch.manual_seed(1000 * number + step + rank)
+            x = (torch.randn(tokens, width) * 4.0 ** (rank + step)).bfloat16()
+
+            def dy_of(y, seed=number + step):
+                torch.manual_seed(seed + rank)
+                return torch.randn(y.shape).to(y.dtype)
+
+            found = []
+            for module in (overlapped, plain):
+                with weft.autocast(recipe=RECIPES[name]):
+                    found.append(results(module, x, dy_of, True))
+            label = f"{name} {activation} {options} {width}x{hidden} {tokens} tokens, step {step}"
+            wrong += differences(label, *found, torch.bfloat16)
+            compared += len(found[0])
+            with weft.autocast(recipe=RECIPES[name]):
+                text = weft.explain(overlapped, x.clone().requires_grad_()).text
+            if f"overlapped over {transport}" not in text:
+                wrong.append(f"{label}: not overlapped\n{text}")
+    for name, recipe in NOT_IN_CHUNKS.items():
+        with weft.autocast(recipe=recipe):
+            text = weft.explain(overlapped, x.clone().requires_grad_()).text
+        if "blocks that span rows, or with float32 scales" not in text:
+            wrong.append(f"{name}: no reason\n{text}")
+    return {"compared": compared, "wrong": wrong}
+
+
 def main() -> None:
     folder = pathlib.Path(os.sys.argv[1])
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    found = run(os.environ["WEFT_TRANSPORT"])
+    transport = os.environ["WEFT_TRANSPORT"]
+    found, quantized = run(transport), run_quantized(transport)
+    found = {key: found[key] + quantized[key] for key in found}
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

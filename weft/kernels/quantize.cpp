@@ -70,10 +70,10 @@ QuantizedCopy views_of(const Quantization& how, const CopySizes<int64_t>& n, con
   const auto scale_strides = how.block == 0 ? std::vector<int64_t>{1} : std::vector{n.scale_columns, int64_t{1}};
   QuantizedCopy copy{
       .bytes = bytes,
-      .data = view(bytes, {n.rows, n.row_bytes}, {n.row_bytes, 1}, 0),
+      .data = view(bytes, {n.rows, n.row_bytes}, {n.row_bytes, 1}, n.data_offset()),
       .scales = view(float32 ? words : bytes, scale_sizes, scale_strides, n.scales_offset() / n.scale_bytes),
       .amax = {}};
-  if (how.has_amax()) copy.amax = view(words, {n.amax}, {1}, n.amax_offset() / 4);
+  if (how.has_amax()) copy.amax = view(words, {n.amax}, {1}, 0);
   return copy;
 }
 
@@ -95,6 +95,19 @@ QuantizedMatrix matrix_of_copy(const Quantization& quantization, at::ScalarType 
                     bytes.scalar_type(), " of shape ", bytes.sizes(), ".");
   (columnwise ? q.columnwise : q.rowwise) = views_of(quantization, sizes, bytes);
   return q;
+}
+
+QuantizedMatrix rows_of(const QuantizedMatrix& matrix, int64_t from, int64_t to) {
+  const auto& how = matrix.quantization;
+  TORCH_CHECK_VALUE(matrix.rowwise.defined() && (how.block == 0 || !how.two_dimensional),
+                    "quantize: expected a rowwise copy whose blocks do not span rows.");
+  const auto rows = [&](const at::Tensor& t) { return t.narrow(0, from, to - from); };
+  QuantizedMatrix part{.quantization = how, .dtype = matrix.dtype, .rows = to - from, .columns = matrix.columns};
+  part.rowwise = matrix.rowwise;
+  part.rowwise.data = rows(part.rowwise.data);
+  if (how.block > 0) part.rowwise.scales = rows(part.rowwise.scales);
+  if (how.row_scaled) part.rowwise.amax = rows(part.rowwise.amax);
+  return part;
 }
 
 const QuantizedCopy& require_copy(const char* who, const QuantizedMatrix& q, bool columnwise) {

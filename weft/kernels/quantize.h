@@ -58,9 +58,10 @@ struct CopySizes {
   int64_t scale_bytes = 4;                         // of one scale
 
   CopySizes(const Quantization& how, const Int& matrix_rows, const Int& matrix_columns, bool columnwise);
-  Int scales_offset() const { return round_up(rows * row_bytes); }
-  Int amax_offset() const { return round_up(scales_offset() + scale_rows * scale_columns * scale_bytes); }
-  Int bytes() const { return round_up(amax_offset() + amax * 4); }
+  // Codes are last, so that those that have arrived can be decoded while others are on their way. amax is first.
+  Int scales_offset() const { return round_up(amax * 4); }
+  Int data_offset() const { return round_up(scales_offset() + scale_rows * scale_columns * scale_bytes); }
+  Int bytes() const { return round_up(data_offset() + rows * row_bytes); }
 
  private:
   static Int ceil_div(const Int& a, int64_t b) { return (a + (b - 1)) / b; }
@@ -106,6 +107,9 @@ enum class Decoding { codes, block_scaled, values };
 
 /// A copy in the layout of its data, rounded to `dtype` once.
 at::Tensor decode_copy(const QuantizedMatrix& matrix, bool columnwise, Decoding decoding, at::ScalarType dtype);
+
+/// Rows [from, to) of the rowwise copy, as views. Raises ValueError if blocks span several rows.
+QuantizedMatrix rows_of(const QuantizedMatrix& matrix, int64_t from, int64_t to);
 
 /// The values of a copy as a matrix [M, K], rounded to `dtype` once.
 at::Tensor dequantize(const QuantizedMatrix& matrix, bool columnwise, at::ScalarType dtype);

@@ -5,9 +5,11 @@
 #include <ATen/ops/zeros.h>
 
 #include <cmath>
+#include <set>
 
 #include "weft/kernels/quantize_math.h"
 #include "weft/kernels/quantize_tiers.h"
+#include "weft/kernels/row_chunks.h"
 #include "weft/kernels/tiers.h"
 
 namespace weft::kernels {
@@ -25,10 +27,10 @@ const QuantizedCopy& copy_of(const QuantizedOperand& o) {
 }
 int64_t row_count(const QuantizedOperand& o) { return o.columnwise ? o.matrix.columns : o.matrix.rows; }
 int64_t reduction_of(const QuantizedOperand& o) { return o.columnwise ? o.matrix.rows : o.matrix.columns; }
-bool has_block_scales(const QuantizedOperand& o) {
-  const auto& q = o.matrix.quantization;
+bool has_block_scales(const Quantization& q) {
   return q.block > 0 && q.scale_format == ScaleFormat::float32 && !q.power_of_two;
 }
+bool has_block_scales(const QuantizedOperand& o) { return has_block_scales(o.matrix.quantization); }
 bool is_transformed(const QuantizedOperand& o) { return o.columnwise && o.matrix.quantization.hadamard; }
 
 // ---- Decoding ------------------------------------------------------------------------------------------------------
@@ -66,16 +68,21 @@ at::Tensor scales_of_rows(const QuantizedOperand& o) {
   return q.two_dimensional ? scales.repeat_interleave(q.block, 0).slice(0, 0, row_count(o)) : scales;
 }
 
+/// The scale of all values that decoded ones do not contain.
+float factor_of(const QuantizedOperand& o) {
+  const auto& q = o.matrix.quantization;
+  if (q.block == 0) return copy_of(o).scales.item<float>();
+  return q.scale_format == ScaleFormat::e4m3 ? copy_of(o).amax.item<float>() / (6 * q.scale_bound) : 1;
+}
+
 DecodedOperand decode_operand(const QuantizedOperand& o, at::ScalarType dtype) {
   const auto& q = o.matrix.quantization;
-  const auto& copy = copy_of(o);
   const auto decode = [&](Decoding decoding, at::ScalarType type) {
     auto values = decode_copy(o.matrix, o.columnwise, decoding, type);
     return o.columnwise && q.columns_in_place() ? values.t() : values;
   };
-  if (q.block == 0) return {decode(Decoding::codes, dtype), copy.scales.item<float>(), {}};
-  if (q.scale_format == ScaleFormat::e4m3)
-    return {decode(Decoding::block_scaled, dtype), copy.amax.item<float>() / (6 * q.scale_bound), {}};
+  if (q.block == 0) return {decode(Decoding::codes, dtype), factor_of(o), {}};
+  if (q.scale_format == ScaleFormat::e4m3) return {decode(Decoding::block_scaled, dtype), factor_of(o), {}};
   if (has_block_scales(o)) return {decode(Decoding::codes, dtype), 1, scales_of_rows(o)};
   return {decode(Decoding::block_scaled, dtype == at::kFloat || fits_bfloat16(o) ? dtype : at::kFloat), 1, {}};
 }
@@ -113,6 +120,55 @@ at::Tensor finish(at::Tensor product, const Epilogue& e, float left_factor, floa
 
 bool is_normal_float(double x) { return std::isnormal(static_cast<float>(x)); }
 
+/// Rows that are decoded to `dtype` as they arrive.
+class DecodedRows {
+ public:
+  DecodedRows(const QuantizedRowChunks& given, at::ScalarType dtype)
+      : given_(given), factor_(factor_of({given.list.front().matrix})), chunks_{.rows = given.rows} {
+    for (const auto& [matrix, row] : given.list)
+      chunks_.list.push_back(
+          {.a = at::empty({matrix.rows, matrix.columns}, matrix.rowwise.data.options().dtype(dtype)), .row = row});
+    done_.resize(given.list.size());
+    chunks_.min_block_rows = given.min_block_rows;
+    chunks_.ready = [this](int chunk, int64_t from) { return ready(chunk, from); };
+    chunks_.progress = given.progress;
+  }
+  DecodedRows(const DecodedRows&) = delete;
+  DecodedRows& operator=(const DecodedRows&) = delete;
+
+  float factor() const { return factor_; }
+  const RowChunks& chunks() const { return chunks_; }
+  /// Chunks with a row that `dtype` does not hold. Such rows are decoded as zeros.
+  const std::set<int>& not_representable() const { return not_representable_; }
+
+ private:
+  int64_t ready(int chunk, int64_t from) {
+    const auto& matrix = given_.list[chunk].matrix;
+    const auto to = given_.ready ? given_.ready(chunk, from) : matrix.rows;
+    auto& done = done_[chunk];
+    if (to <= done) return to;
+    const auto part = rows_of(matrix, done, to);
+    TORCH_CHECK_VALUE(done > 0 || factor_of({part}) == factor_, "quantized gemm: row chunk ", chunk,
+                      " has another scale than the first one.");
+    const auto rows = chunks_.list[chunk].a.narrow(0, done, to - done);
+    const auto decoded = decode_operand({part}, rows.scalar_type());
+    if (decoded.values.scalar_type() == rows.scalar_type()) {
+      rows.copy_(decoded.values);
+    } else {
+      rows.zero_();
+      not_representable_.insert(chunk);
+    }
+    done = to;
+    return to;
+  }
+
+  const QuantizedRowChunks& given_;
+  float factor_;
+  RowChunks chunks_;
+  std::vector<int64_t> done_;  // rows decoded so far, per chunk
+  std::set<int> not_representable_;
+};
+
 // ---- Checks --------------------------------------------------------------------------------------------------------
 
 void check_operands(const QuantizedOperand& a, const QuantizedOperand& b) {
@@ -143,10 +199,10 @@ void check_tensor(const char* name, const at::Tensor& t, at::IntArrayRef sizes, 
                     device, ".");
 }
 
-void check_epilogue(const QuantizedOperand& a, const QuantizedOperand& b, const Epilogue& e) {
+void check_epilogue(const QuantizedOperand& a, int64_t rows, const QuantizedOperand& b, const Epilogue& e) {
   TORCH_INTERNAL_ASSERT(!e.act && !e.act_grad && !e.keep_pre_act && !e.keep_column_sums);
   const auto device = copy_of(a).data.device();
-  const std::array<int64_t, 2> sizes{row_count(a), row_count(b)};
+  const std::array<int64_t, 2> sizes{rows, row_count(b)};
   check_tensor("bias", e.bias, at::IntArrayRef(&sizes[1], 1), device);
   check_tensor("out", e.out, sizes, device);
   check_tensor("addend", e.addend, sizes, device);
@@ -156,19 +212,23 @@ void check_epilogue(const QuantizedOperand& a, const QuantizedOperand& b, const 
                     "quantized gemm: dtype is ", e.dtype, ", but `out` is ", dtype, ". Omit dtype.");
 }
 
+/// Other tiers than AMX may round a bfloat16 product before the epilogue.
+at::ScalarType decoded_dtype(const QuantizedOperand& b) {
+  const auto device = copy_of(b).data.device().type();
+  return amx_supports(device, at::kBFloat16, row_count(b), reduction_of(b)) ? at::kBFloat16 : at::kFloat;
+}
+
 }  // namespace
 
 at::Tensor quantized_gemm(const QuantizedOperand& a, const QuantizedOperand& b, const Epilogue& epilogue) {
   check_operands(a, b);
-  check_epilogue(a, b, epilogue);
+  check_epilogue(a, row_count(a), b, epilogue);
   Epilogue e = epilogue;
   e.dtype = epilogue.result_dtype(a.matrix.dtype);
   const auto& data = copy_of(a).data;
   if (data.is_meta())
     return e.out.defined() ? e.out : at::empty({row_count(a), row_count(b)}, data.options().dtype(e.dtype));
-  // Other tiers may round a bfloat16 product before the epilogue.
-  const bool amx = amx_supports(data.device().type(), at::kBFloat16, row_count(b), reduction_of(a));
-  const auto dtype = amx ? at::kBFloat16 : at::kFloat;
+  const auto dtype = decoded_dtype(b);
   const auto left = decode_operand(a, dtype), right = decode_operand(b, dtype);
   if (left.block_scales.defined()) return finish(sum_scaled_blocks(left, right, a.matrix.quantization.block), e, 1, 1);
   const double scale = e.scale * left.factor * right.factor;
@@ -177,6 +237,35 @@ at::Tensor quantized_gemm(const QuantizedOperand& a, const QuantizedOperand& b, 
     return finish(float32_product(left.values, right.values), e, left.factor, right.factor);
   e.scale = scale;
   return gemm(left.values, transposed(right.values), e).out;
+}
+
+bool multiplies_in_chunks(const Quantization& quantization) {
+  return !has_block_scales(quantization) && !(quantization.block > 0 && quantization.two_dimensional) &&
+         !quantization.row_scaled;
+}
+
+at::Tensor quantized_gemm(const QuantizedRowChunks& a, const QuantizedOperand& b, const Epilogue& epilogue) {
+  const QuantizedOperand first{a.list.at(0).matrix};
+  check_operands(first, b);
+  check_epilogue(first, a.rows, b, epilogue);
+  TORCH_INTERNAL_ASSERT(multiplies_in_chunks(first.matrix.quantization) && !epilogue.addend.defined() &&
+                        !epilogue.out.defined());
+  Epilogue e = epilogue;
+  e.dtype = epilogue.result_dtype(first.matrix.dtype);
+  const auto right = decode_operand(b, decoded_dtype(b));
+  const DecodedRows rows(a, right.values.scalar_type());
+  e.scale = epilogue.scale * rows.factor() * right.factor;
+  const auto w = transposed(right.values);
+  const bool on_amx =
+      e.dtype != at::kDouble && is_normal_float(e.scale) && gemm_tier(rows.chunks().list.front().a, w, e) == Tier::amx;
+  const Epilogue rest{.scale = epilogue.scale, .bias = e.bias, .dtype = e.dtype};
+  auto y = on_amx ? gemm(rows.chunks(), w, e).out
+                  : finish(gemm(rows.chunks(), w, {.dtype = at::kFloat}).out, rest, rows.factor(), right.factor);
+  for (const int chunk : rows.not_representable()) {
+    const auto& [matrix, row] = a.list[chunk];
+    y.narrow(0, row, matrix.rows).copy_(quantized_gemm({matrix}, b, rest));
+  }
+  return y;
 }
 
 }  // namespace weft::kernels

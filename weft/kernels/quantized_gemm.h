@@ -1,4 +1,7 @@
 #pragma once
+#include <functional>
+#include <vector>
+
 #include "weft/kernels/gemm.h"
 #include "weft/kernels/quantize.h"
 
@@ -18,5 +21,28 @@ struct QuantizedOperand {
 /// `addend`, `out` and `dtype` of the epilogue. Raises ValueError for operands that do
 /// not fit.
 at::Tensor quantized_gemm(const QuantizedOperand& a, const QuantizedOperand& b, const Epilogue& epilogue);
+
+/// The left operand of a quantized GEMM whose rows arrive in chunks, like RowChunks. The chunks are rowwise copies with
+/// one scale of the whole matrix, which is that of the first chunk, and with blocks that do not span rows.
+struct QuantizedRowChunks {
+  struct Chunk {
+    QuantizedMatrix matrix;
+    int64_t row = 0;  // first row of the chunk in the result
+  };
+  std::vector<Chunk> list = {};  // in processing order; the first one is ready
+  int64_t rows = 0;              // of the whole GEMM
+  int64_t min_block_rows = 64;
+  /// As in RowChunks; scales and maximum of a chunk are ready with its first row.
+  std::function<int64_t(int chunk, int64_t from)> ready = {};
+  std::function<void()> progress = {};
+};
+
+/// Whether rows with this quantization can be multiplied as they arrive: not if blocks span rows, or have arbitrary
+/// float32 scales.
+bool multiplies_in_chunks(const Quantization& quantization);
+
+/// The same for rows that arrive in chunks, which are decoded as they do. Takes `scale`, `bias` and `dtype` of the
+/// epilogue. Raises ValueError if a chunk has another scale of the whole matrix than the first one.
+at::Tensor quantized_gemm(const QuantizedRowChunks& a, const QuantizedOperand& b, const Epilogue& epilogue);
 
 }  // namespace weft::kernels

@@ -4,6 +4,7 @@
 #include "weft/ops/parallel.h"
 #include "weft/ops/registry.h"
 #include "weft/ops/wgrad_sink.h"
+#include "weft/overlap/schedules.h"
 
 namespace weft::ops {
 namespace {
@@ -125,22 +126,30 @@ BasicLinear::Operands BasicLinear::operands(OpContext& ctx, const at::Tensor& x,
   return out;
 }
 
+at::Tensor BasicLinear::restore_gathered(const at::Tensor& matrix, const at::Tensor& local, bool gathered) const {
+  if (!gathered) return restore_leading_dims(matrix, local);
+  auto sizes = local.sizes().vec();
+  sizes.front() *= options_.tensor_parallel_size;
+  sizes.back() = matrix.size(1);
+  return matrix.view(sizes);
+}
+
 kernels::GemmResult BasicLinear::local_gemm(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
-                                            kernels::Epilogue epilogue) const {
-  if (ctx.plan().recipe) return quantized_gemm(ctx, x, weight, epilogue);
+                                            kernels::Epilogue epilogue, comm::Transport* transport) const {
+  if (ctx.plan().recipe) return quantized_gemm(ctx, x, weight, epilogue, transport);
   const auto [local, w] = operands(ctx, x, weight);
-  const auto all = gather_input(local).wait();
   epilogue.b_is_weight = true;
-  auto result = kernels::gemm(as_matrix(all), kernels::transposed(w), epilogue);
-  result.out = restore_leading_dims(result.out, all);
-  if (result.pre_act.defined()) result.pre_act = restore_leading_dims(result.pre_act, all);
+  auto result = transport ? overlap::all_gather_gemm(*transport, as_matrix(local), kernels::transposed(w), epilogue)
+                          : kernels::gemm(as_matrix(gather_input(local).wait()), kernels::transposed(w), epilogue);
+  result.out = restore_gathered(result.out, local, gathers_input());
+  if (result.pre_act.defined()) result.pre_act = restore_gathered(result.pre_act, local, gathers_input());
   return result;
 }
 
 kernels::GemmResult BasicLinear::forward_gemm(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
-                                              kernels::Epilogue epilogue) const {
+                                              kernels::Epilogue epilogue, comm::Transport* transport) const {
   TORCH_CHECK(!reduces_output(), "BasicLinear: y is reduced over ranks, so the GEMM cannot apply an epilogue to it.");
-  return local_gemm(ctx, x, weight, std::move(epilogue));
+  return local_gemm(ctx, x, weight, std::move(epilogue), transport);
 }
 
 const at::Tensor& BasicLinear::backward_weight(const OpContext& ctx, Params params) const {

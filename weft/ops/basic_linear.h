@@ -98,9 +98,10 @@ class BasicLinear final : public Op<BasicLinear> {
   Operands operands(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight) const;
   /// The weight in the compute dtype, as backward reads it.
   const at::Tensor& backward_weight(const OpContext& ctx, Params params) const;
-  /// epilogue(x Wᵀ), with x gathered. Saves what `backward` reads. Raises if y is reduced over ranks.
+  /// epilogue(x Wᵀ), with x gathered: with a transport, the rows of other ranks are multiplied as they arrive. Saves
+  /// what `backward` reads. Raises if y is reduced over ranks.
   kernels::GemmResult forward_gemm(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
-                                   kernels::Epilogue epilogue) const;
+                                   kernels::Epilogue epilogue, comm::Transport* transport = nullptr) const;
   /// epilogue(dy W) with the leading sizes of dx, from the gathered dy; undefined if dx is not needed. Raises if dx is
   /// reduced over ranks.
   kernels::GemmResult input_gradient(OpContext& ctx, const at::Tensor& dy, Params params,
@@ -123,14 +124,14 @@ class BasicLinear final : public Op<BasicLinear> {
   comm::Group group() const { return {*options_.tensor_parallel_group, options_.tensor_parallel_size}; }
   void check_input(const at::Tensor& x, const at::Tensor& weight) const;
   kernels::GemmResult local_gemm(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
-                                 kernels::Epilogue epilogue) const;
+                                 kernels::Epilogue epilogue, comm::Transport* transport = nullptr) const;
   kernels::GemmResult local_input_gradient(OpContext& ctx, const at::Tensor& dy, Params params,
                                            kernels::Epilogue epilogue) const;
   at::Tensor parallel_backward(OpContext& ctx, const at::Tensor& dy, Params params) const;
   /// The same with quantized operands.
   void infer_saved_copies(const OpPlan& plan, const Spec& x, const Spec& weight, Inferred& out) const;
   kernels::GemmResult quantized_gemm(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
-                                     const kernels::Epilogue& epilogue) const;
+                                     const kernels::Epilogue& epilogue, comm::Transport* transport) const;
   at::Tensor quantized_backward(OpContext& ctx, const at::Tensor& dy, Params params) const;
   /// Whether backward quantizes x once more, because the copy that it reads does not consist of this rank's copy.
   bool requantizes_input(const quant::Recipe& recipe) const {

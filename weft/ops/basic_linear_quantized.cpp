@@ -49,29 +49,40 @@ struct DelayedTensor {
   }
 };
 
-/// A quantized matrix of the rows of all ranks, and of those that this rank quantized.
+/// This rank's rows of a matrix that is distributed over ranks, quantized with the scales of the whole matrix.
 struct QuantizedRows {
-  QuantizedMatrix all, local;
-};
+  DistributedCopy copy;
+  QuantizedMatrix local;
 
-/// Quantizes this rank's rows with `args`, and gathers the rowwise copies.
-QuantizedRows quantize_and_gather(const comm::Group& group, const Quantizer& quantizer, const DelayedTensor& delayed,
-                                  const at::Tensor& local, uint64_t recipe, kernels::QuantizeArgs args) {
-  const auto rows = as_matrix(local);
-  const DistributedCopy copy{.quantization = quantizer.quantization(),
-                             .dtype = local.scalar_type(),
-                             .rows = rows.size(0),
-                             .columns = rows.size(1),
-                             .leading_size = local.size(0),
-                             .recipe = recipe,
-                             .columnwise = false};
-  if (!delayed.defined()) args.amax = reduced_amax(group, copy.quantization, rows, false);
-  QuantizedRows out;
-  out.local = quantize(quantizer, rows, delayed.with_scale(args));
-  out.all = join_copies(copy, gather_copies(group, copy, out.local.rowwise.bytes).wait());
-  if (delayed.defined()) quant::record_amax(delayed.state, delayed.index, out.all.rowwise.amax);
-  return out;
-}
+  QuantizedRows(const comm::Group& group, const Quantizer& quantizer, const DelayedTensor& delayed, const at::Tensor& x,
+                uint64_t recipe, kernels::QuantizeArgs args)
+      : copy{.quantization = quantizer.quantization(),
+             .dtype = x.scalar_type(),
+             .rows = as_matrix(x).size(0),
+             .columns = x.size(-1),
+             .leading_size = x.size(0),
+             .recipe = recipe,
+             .columnwise = false} {
+    const auto rows = as_matrix(x);
+    if (!delayed.defined()) args.amax = reduced_amax(group, copy.quantization, rows, false);
+    local = quantize(quantizer, rows, delayed.with_scale(args));
+  }
+
+  /// The rowwise copy of all rows.
+  QuantizedMatrix gather(const comm::Group& group, const DelayedTensor& delayed) const {
+    auto all = join_copies(copy, gather_copies(group, copy, local.rowwise.bytes).wait());
+    if (delayed.defined()) quant::record_amax(delayed.state, delayed.index, all.rowwise.amax);
+    return all;
+  }
+  /// epilogue(X Wᵀ) for X of all rows, which are multiplied as they arrive.
+  at::Tensor multiply(comm::Transport& transport, const DelayedTensor& delayed, const QuantizedMatrix& w,
+                      const kernels::Epilogue& epilogue) const {
+    at::Tensor amax;
+    auto y = overlapped_gemm(transport, copy, local, {w}, epilogue, delayed.defined() ? &amax : nullptr);
+    if (delayed.defined()) quant::record_amax(delayed.state, delayed.index, amax);
+    return y;
+  }
+};
 
 /// The state of x (0), W (1) or, in backward, dy (0).
 DelayedTensor delayed_tensor(const OpContext& ctx, at::Tensor Buffers::* which, int64_t index) {
@@ -136,18 +147,10 @@ void BasicLinear::infer_saved_copies(const OpPlan& plan, const Spec& x, const Sp
   if (plan.needs_grad) out.saved[kRecipe] = saved_recipe_spec(recipe);
 }
 
-at::Tensor BasicLinear::restore_gathered(const at::Tensor& matrix, const at::Tensor& local, bool gathered) const {
-  if (!gathered) return restore_leading_dims(matrix, local);
-  auto sizes = local.sizes().vec();
-  sizes.front() *= options_.tensor_parallel_size;
-  sizes.back() = matrix.size(1);
-  return matrix.view(sizes);
-}
-
 // ---- forward ------------------------------------------------------------------------------------------------------
 
 kernels::GemmResult BasicLinear::quantized_gemm(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
-                                                const kernels::Epilogue& epilogue) const {
+                                                const kernels::Epilogue& epilogue, comm::Transport* transport) const {
   check_input(x, weight);
   TORCH_CHECK_NOT_IMPLEMENTED(!kernels::launch_hook(), "recorded launches of quantized linears are not supported.");
   const auto& recipe = *ctx.plan().recipe;
@@ -162,28 +165,31 @@ kernels::GemmResult BasicLinear::quantized_gemm(OpContext& ctx, const at::Tensor
 
   const auto delayed_x = delayed_tensor(ctx, &Buffers::forward_scaling, 0);
   const kernels::QuantizeArgs args{.columnwise = saves_copy_of_x && quantizes_gradient(recipe)};
-  QuantizedRows q_x;
+  QuantizedMatrix q_x;  // this rank's rows, or all of them if the ranks exchange values
+  std::optional<QuantizedRows> distributed;
   auto observed = rows;
   if (!gathers_input()) {
-    q_x.all = q_x.local = delayed_x.quantize(recipe.input, rows, args);
+    q_x = delayed_x.quantize(recipe.input, rows, args);
   } else if (copies_concatenate(recipe.input.quantization(), rows.size(0), false)) {
-    q_x = quantize_and_gather(group(), recipe.input, delayed_x, local, recipe_hash(recipe), args);
+    distributed.emplace(group(), recipe.input, delayed_x, local, recipe_hash(recipe), args);
+    q_x = distributed->local;
   } else {
     observed = as_matrix(gather_input(local).wait());
-    q_x.all = q_x.local = quantize(recipe.input, observed, {});
+    q_x = quantize(recipe.input, observed, {});
   }
   const auto q_w = quantize_weight(ctx, w, needs_dx && quantizes_gradient(recipe));
 
-  if (needs_dw) ctx.save(kInput, saves_copy_of_x ? saved_bytes(recipe, q_x.local) : local);
+  if (needs_dw) ctx.save(kInput, saves_copy_of_x ? saved_bytes(recipe, q_x) : local);
   if (needs_dx && !originals) ctx.save(kWeight, saved_bytes(recipe, q_w));
   if (needs_dx && originals && !w.is_same(weight)) ctx.save(kWeight, w);
   const auto saved = ctx.needs_grad() ? save_recipe(recipe) : at::Tensor();
   if (saved.defined()) ctx.save(kRecipe, saved);
   if (const auto observer = quant::observer())
-    observer->observe_forward(call_number(saved), weight, {observed, q_x.local}, {w, q_w});
-  kernels::GemmResult result;
-  result.out = restore_gathered(kernels::quantized_gemm({q_x.all}, {q_w}, epilogue), local, gathers_input());
-  return result;
+    observer->observe_forward(call_number(saved), weight, {observed, q_x}, {w, q_w});
+  const auto y = distributed && transport ? distributed->multiply(*transport, delayed_x, q_w, epilogue)
+                 : distributed ? kernels::quantized_gemm({distributed->gather(group(), delayed_x)}, {q_w}, epilogue)
+                               : kernels::quantized_gemm({q_x}, {q_w}, epilogue);
+  return {.out = restore_gathered(y, local, gathers_input())};
 }
 
 // ---- backward -----------------------------------------------------------------------------------------------------
@@ -239,10 +245,11 @@ BasicLinear::BackwardGradient BasicLinear::quantize_output_gradient(OpContext& c
   const bool needs_dw = ctx.needs_param_grad(0);
   // With one scale, codes of one byte are all that the ranks need: the columnwise copy is the transposed one.
   if (gathers_output_gradient() && recipe.grad_output.quantization().block == 0) {
-    auto q = quantize_and_gather(group(), recipe.grad_output, delayed, dy, recipe_hash(recipe), {});
-    if (needs_dw) add_columnwise(q.all);
-    observe(as_matrix(dy), q.local);
-    return {{}, std::move(q.all)};
+    const QuantizedRows rows(group(), recipe.grad_output, delayed, dy, recipe_hash(recipe), {});
+    auto all = rows.gather(group(), delayed);
+    if (needs_dw) add_columnwise(all);
+    observe(as_matrix(dy), rows.local);
+    return {{}, std::move(all)};
   }
   BackwardGradient out{gather_output_gradient(dy).wait(), {}};
   const auto rows = as_matrix(out.values);

@@ -5,6 +5,8 @@
 
 #include <cstring>
 
+#include "weft/overlap/schedules.h"
+
 namespace weft::ops {
 
 using kernels::CopySizes;
@@ -61,6 +63,22 @@ void check_header(const DistributedCopy& copy, const at::Tensor& bytes, int64_t 
       ". Call the linear with equal shapes, dtypes and recipes on all ranks of its tensor-parallel group.");
 }
 
+/// The header and the bytes of a copy: uint8 [n].
+at::Tensor with_header(const DistributedCopy& copy, const at::Tensor& bytes) {
+  auto out = at::empty({kHeaderBytes + bytes.numel()}, bytes.options());
+  auto header = Header::of(copy);
+  out.narrow(0, 0, kHeaderBytes).copy_(at::from_blob(&header, {kHeaderBytes}, at::kByte));
+  out.slice(0, kHeaderBytes).copy_(bytes);
+  return out;
+}
+
+/// For matrices with one scale.
+void check_scale(const QuantizedCopy& expected, int64_t expected_rank, const QuantizedCopy& found, int64_t rank) {
+  TORCH_CHECK_VALUE(found.scales.equal(expected.scales), "ranks ", expected_rank, " and ", rank,
+                    " scale their rows by ", 1 / expected.scales.item<float>(), " and ", 1 / found.scales.item<float>(),
+                    ". Load the same state of delayed scaling on all ranks of a tensor-parallel group.");
+}
+
 /// Copies the scales and the maximum of rank `rank`.
 void join_scales(const Quantization& quantization, QuantizedCopy& to, const QuantizedCopy& from, int64_t rank,
                  int64_t dim) {
@@ -69,9 +87,7 @@ void join_scales(const Quantization& quantization, QuantizedCopy& to, const Quan
   } else if (rank == 0) {
     to.scales.copy_(from.scales);
   } else {
-    TORCH_CHECK_VALUE(from.scales.equal(to.scales), "ranks 0 and ", rank, " scale their rows by ",
-                      1 / to.scales.item<float>(), " and ", 1 / from.scales.item<float>(),
-                      ". Load the same state of delayed scaling on all ranks of a tensor-parallel group.");
+    check_scale(to, 0, from, rank);
   }
   if (!quantization.has_amax()) return;
   if (quantization.row_scaled) return copy_part(to.amax, from.amax, rank, 0);
@@ -93,11 +109,7 @@ at::Tensor reduced_amax(const comm::Group& group, const Quantization& quantizati
 }
 
 comm::Work gather_copies(const comm::Group& group, const DistributedCopy& copy, const at::Tensor& bytes) {
-  const auto local = at::empty({1, kHeaderBytes + bytes.numel()}, bytes.options());
-  auto header = Header::of(copy);
-  local.narrow(1, 0, kHeaderBytes).copy_(at::from_blob(&header, {1, kHeaderBytes}, at::kByte));
-  local.narrow(1, kHeaderBytes, bytes.numel()).copy_(bytes.view({1, -1}));
-  return group.all_gather(local);
+  return group.all_gather(with_header(copy, bytes).unsqueeze(0));
 }
 
 QuantizedMatrix join_copies(const DistributedCopy& copy, const at::Tensor& gathered) {
@@ -115,6 +127,19 @@ QuantizedMatrix join_copies(const DistributedCopy& copy, const at::Tensor& gathe
     join_scales(how, to, from, rank, dim);
   }
   return joined;
+}
+
+at::Tensor overlapped_gemm(comm::Transport& transport, const DistributedCopy& copy, const QuantizedMatrix& rows,
+                           const kernels::QuantizedOperand& w, const kernels::Epilogue& epilogue, at::Tensor* amax) {
+  const overlap::QuantizedBlock block{with_header(copy, rows.rowwise.bytes), kHeaderBytes, rows};
+  if (amax) *amax = rows.rowwise.amax.clone();
+  return overlap::all_gather_gemm(transport, block, w, epilogue,
+                                  [&](int rank, const at::Tensor& header, const QuantizedMatrix& theirs) {
+                                    check_header(copy, header, rank);
+                                    if (copy.quantization.block == 0)
+                                      check_scale(rows.rowwise, transport.rank(), theirs.rowwise, rank);
+                                    if (amax) amax->copy_(amax->maximum(theirs.rowwise.amax));
+                                  });
 }
 
 void add_columnwise(QuantizedMatrix& matrix) {

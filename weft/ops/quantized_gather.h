@@ -2,6 +2,14 @@
 #include "weft/comm/group.h"
 #include "weft/kernels/quantize.h"
 
+namespace weft::comm {
+class Transport;
+}
+namespace weft::kernels {
+struct Epilogue;
+struct QuantizedOperand;
+}  // namespace weft::kernels
+
 namespace weft::ops {
 
 // A matrix whose rows are distributed over ranks, quantized before it is gathered: the ranks exchange codes and scales,
@@ -30,6 +38,12 @@ comm::Work gather_copies(const comm::Group& group, const DistributedCopy& copy, 
 /// The copy of all rows, from what `gather_copies` returned. Its amax is the largest of the ranks. Raises ValueError if
 /// the ranks have different rows or recipes, or different scales of the whole matrix.
 kernels::QuantizedMatrix join_copies(const DistributedCopy& copy, const at::Tensor& gathered);
+
+/// epilogue(X Wᵀ) of the rows X of all ranks, of which `rows` are this rank's; those of other ranks are multiplied as
+/// they arrive. `amax`, if not null, receives the largest amax of the ranks. Raises as `join_copies`.
+at::Tensor overlapped_gemm(comm::Transport& transport, const DistributedCopy& copy,
+                           const kernels::QuantizedMatrix& rows, const kernels::QuantizedOperand& w,
+                           const kernels::Epilogue& epilogue, at::Tensor* amax);
 
 /// Adds the columnwise copy to a matrix with one scale, of which it is the transposed rowwise copy.
 void add_columnwise(kernels::QuantizedMatrix& matrix);

@@ -4,6 +4,7 @@
 
 #include "weft/comm/transport.h"
 #include "weft/kernels/gemm.h"
+#include "weft/kernels/quantized_gemm.h"
 
 // Schedules that overlap a collective with a GEMM [S, K] x [K, N]. p ranks; S rows in total; rank r owns block r.
 // Every rank of the transport calls the same function with the same sizes. Sums over ranks accumulate in float32
@@ -17,6 +18,21 @@ namespace weft::overlap {
 /// memory of the peer. `gathered`, if not null, receives the gathered X, for a later GEMM.
 kernels::GemmResult all_gather_gemm(comm::Transport& transport, const at::Tensor& x, const kernels::Matrix& w,
                                     const kernels::Epilogue& epilogue, at::Tensor* gathered = nullptr);
+
+/// A rank's rows of a quantized X as they are sent: a header, and the rowwise copy.
+struct QuantizedBlock {
+  at::Tensor bytes;  // uint8 [header + copy]
+  int64_t header_bytes;
+  kernels::QuantizedMatrix rows;  // this rank's
+};
+
+/// Y = epilogue(all_gather(X) Wᵀ) for a quantized X, as `all_gather_gemm`. Scales arrive before codes, and rows are
+/// decoded as they arrive. `check` is called for each peer before its rows are decoded, with its header and rows, and
+/// raises if they do not fit. Takes quantizations that `multiplies_in_chunks`.
+at::Tensor all_gather_gemm(
+    comm::Transport& transport, const QuantizedBlock& x, const kernels::QuantizedOperand& w,
+    const kernels::Epilogue& epilogue,
+    const std::function<void(int rank, const at::Tensor& header, const kernels::QuantizedMatrix& rows)>& check);
 
 /// Y_r = Σ_ranks epilogue(X W)_r: each rank applies `epilogue` (scale and bias) to its own term.
 ///   p steps;  sends and receives (p-1)/p of Y;  hidden if the GEMM of own rows takes at least as long as the last

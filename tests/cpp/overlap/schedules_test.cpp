@@ -1,6 +1,9 @@
 #include "weft/overlap/schedules.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/randn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -86,6 +89,80 @@ TEST_P(Schedules, AllGatherGemmMatchesFullGemm) {
                         }),
               Each(""));
 }
+
+// Rows of quantized matrices; the codes, scales and maxima are those of the whole matrix.
+class QuantizedSchedules : public ::testing::TestWithParam<int> {
+ protected:
+  static std::vector<kernels::Quantization> quantizations() {
+    return {{},
+            {.format = Format::e5m2},
+            {.block = 128, .power_of_two = true},
+            {.scale_format = ScaleFormat::e8m0, .block = 32},
+            {.format = Format::e2m1, .scale_format = ScaleFormat::e4m3, .block = 16}};
+  }
+  static overlap::QuantizedBlock block_of(const kernels::QuantizedMatrix& rows) {
+    const auto header = at::full({64}, rows.rows, at::kByte);
+    return {at::cat({header, rows.rowwise.bytes}), 64, rows};
+  }
+  static void ignore(int, const Tensor&, const kernels::QuantizedMatrix&) {}
+};
+
+TEST_P(QuantizedSchedules, AllGatherGemmMatchesFullGemm) {
+  const int ranks = GetParam();
+  for (const auto& how : quantizations()) {
+    const auto q_w = kernels::quantize(at::randn({kN, kK}).to(at::kBFloat16), how, {});
+    std::vector<Tensor> xs;
+    for (const auto rows : kRows) xs.push_back(at::randn({rows * ranks, kK}).to(at::kBFloat16));
+    EXPECT_THAT(run_ranks(ranks,
+                          [&](ShmTransport& transport) {
+                            for (const auto& x : xs) {
+                              const auto all = kernels::quantize(x, how, {});
+                              kernels::QuantizeArgs args;
+                              if (how.has_amax()) args.amax = all.rowwise.amax;
+                              const auto local = x.chunk(ranks, 0)[transport.rank()];
+                              std::vector<int> headers(ranks);
+                              const auto y = overlap::all_gather_gemm(
+                                  transport, block_of(kernels::quantize(local, how, args)), {q_w}, {},
+                                  [&](int rank, const Tensor& header, const kernels::QuantizedMatrix& rows) {
+                                    headers[rank] = header[0].item<int>() == rows.rows;
+                                  });
+                              headers[transport.rank()] = 1;
+                              const auto gemm = kernels::bounded_gemm(kernels::dequantize(all, false, at::kFloat),
+                                                                      kernels::dequantize(q_w, false, at::kFloat).t());
+                              if (const auto text = kernels::mismatch(y, kernels::rounded(gemm, at::kBFloat16));
+                                  !text.empty())
+                                C10_THROW_ERROR(Error, text);
+                              for (const int found : headers)
+                                if (!found) C10_THROW_ERROR(Error, "wrong header");
+                            }
+                          }),
+                Each(""));
+  }
+}
+
+TEST_P(QuantizedSchedules, OtherScaleOrHeaderFailsEveryRank) {
+  const int ranks = GetParam();
+  const auto x = at::randn({8, kK}).to(at::kBFloat16);
+  const auto q_w = kernels::quantize(at::randn({kN, kK}).to(at::kBFloat16), {}, {});
+  EXPECT_THAT(run_ranks(ranks,
+                        [&](ShmTransport& transport) {
+                          const auto scale = at::full({1}, transport.rank() == 0 ? 1.0 : 2.0, at::kFloat);
+                          const auto rows = kernels::quantize(x, {}, {.scale = scale});
+                          overlap::all_gather_gemm(transport, block_of(rows), {q_w}, {}, ignore);
+                        }),
+              Each(::testing::Not("")));
+  EXPECT_THAT(run_ranks(ranks,
+                        [&](ShmTransport& transport) {
+                          const auto rows = kernels::quantize(x, {}, {.scale = at::ones({1})});
+                          overlap::all_gather_gemm(transport, block_of(rows), {q_w}, {},
+                                                   [](int rank, const Tensor&, const kernels::QuantizedMatrix&) {
+                                                     TORCH_CHECK_VALUE(false, "header of rank ", rank);
+                                                   });
+                        }),
+              Each(::testing::Not("")));
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, QuantizedSchedules, ::testing::Values(2, 3));
 
 TEST_P(Schedules, GemmReduceScatterMatchesSumOverRanks) {
   std::vector<std::vector<Tensor>> xs;  // by call, by rank
