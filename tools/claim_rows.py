@@ -227,7 +227,7 @@ CLAIMS = {
             (script("bash", "tools/build_wheel.sh", figure=r"wheel: import weft after torch takes \d+ ms"),)),
         Row("3", "compiled, fullgraph=True, operations and weft.compat: <= 2 graphs for 5 batch sizes; equal gradients",
             (pytest("tests/python/test_compat_modules.py", "-k", "compile"), pytest("tests/python/test_compile.py"))),
-        Row("4", "FLOP counts, profiler ranges, TORCH_LOGS, AOTInductor, opcheck of every operation's pipeline",
+        Row("4", "FLOP counts, profiler ranges, TORCH_LOGS, AOTInductor, opcheck of every operation and fusion",
             (pytest("tests/python/test_log.py"), pytest("tests/python/test_nn_module.py", "-k", "profiler"),
              pytest("tests/python", "-k", "flops or opcheck"), pytest("tests/python/test_dispatcher.py"))),
         Row("5", "torch.distributed.checkpoint of 2, 4 and 2 x 2 ranks (FSDP2), loaded on other numbers: bit-equal",

@@ -1,6 +1,6 @@
 #include "weft/ops/reshape.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/safe_numerics.h>
 
 #include <algorithm>
@@ -44,7 +44,7 @@ at::Tensor Reshape::forward(OpContext& ctx, const at::Tensor& x, Params) const {
     (void)infer(ctx.plan(), Spec::of(x), {}, {});  // raises an error with the sizes
     throw;
   }
-  if (ctx.needs_input_grad()) ctx.save(kShape, at::empty({}, x.options()).expand(x.sizes()));
+  if (ctx.needs_input_grad()) ctx.save(kShape, at::zeros({}, x.options()).expand(x.sizes()));
   return share_version_counter(y, x);
 }
 

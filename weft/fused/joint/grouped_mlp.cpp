@@ -1,5 +1,6 @@
 #include "weft/fused/epilogues.h"
 #include "weft/ops/grouped_linear.h"
+#include "weft/ops/leading_dims.h"
 #include "weft/ops/scaled_activation.h"
 
 namespace weft::fused {
@@ -29,19 +30,19 @@ class GroupedMlp final : public JointFusion {
     activation_->check_scales(h, scales);
     auto z = kernels::scaled_activation_forward(activation_->act(), h, scales);
     if (activation.needs_grad()) {
-      activation.save(ScaledActivation::kInput, std::move(h));
+      activation.save(ScaledActivation::kInput, ops::restore_leading_dims(h, x));
       activation.save(ScaledActivation::kScales, scales);
     }
-    if (down_->needs_weight_grad(down)) down.save(GroupedLinear::kInput, z);
+    if (down_->needs_weight_grad(down)) down.save(GroupedLinear::kInput, ops::restore_leading_dims(z, x));
     return down_->finish_output(down, down_->forward_gemm(down, z, ctx.params(down_.index)).y, x);
   }
 
   ops::Gradient backward(StepContext& ctx, const ops::Gradient& grad) const override {
     const auto& dy = grad.value;
     auto up = ctx.op(up_.index), activation = ctx.op(activation_.index), down = ctx.op(down_.index);
-    const auto& h = activation.saved(ScaledActivation::kInput);
+    const auto h = matrix_of(activation.saved(ScaledActivation::kInput));
     const auto& scales = activation.saved(ScaledActivation::kScales);
-    auto z = down.saved(GroupedLinear::kInput);
+    auto z = matrix_of(down.saved(GroupedLinear::kInput));
     if (!z.defined() && down_->needs_weight_grad(down))
       z = kernels::scaled_activation_forward(activation_->act(), h, scales);
     const auto dz = down_->differentiate(down, down_->prepare_output_gradient(down, dy, ctx.params(down_.index)),
@@ -57,6 +58,8 @@ class GroupedMlp final : public JointFusion {
   }
 
  private:
+  static at::Tensor matrix_of(const at::Tensor& saved) { return saved.defined() ? ops::as_matrix(saved) : saved; }
+
   /// Raises if a buffer is passed for a tensor between the two linears.
   static void reject_buffers(const ops::OpContext& up, const ops::OpContext& down) {
     TORCH_CHECK_VALUE(!up.buffers() || !up.buffers()->output.defined(),
