@@ -1,4 +1,5 @@
-"""Draws the pictures of the docs: plans, the README's plan of a block beside its measured times, a quantized step.
+"""Draws the pictures of the docs: plans, the README's plan of a block beside its measured times, overlap over networks,
+a quantized step.
 
 Run: PYTHONPATH=python python docs/make_images.py
 """
@@ -19,6 +20,7 @@ from weft import ops
 
 IMAGES = Path(__file__).parent / "images"
 RESULTS = Path(__file__).parent.parent / "benchmarks/results/2026-11-15-block.json"
+NETWORK = RESULTS.parent / "network.json"
 
 
 def block() -> ops.Sequential:
@@ -74,7 +76,27 @@ def draw_readme(plan: Path, out: Path) -> None:
     figure.savefig(out, dpi=130, metadata={"Software": None})
 
 
+def draw_overlap(out: Path) -> None:
+    """GEMM and transfers one after the other, and overlapped, as parts of their sum."""
+    rows = json.loads(NETWORK.read_text())["rows"]
+    figure, axes = plt.subplots(figsize=(7.5, 3.4), layout="constrained")
+    for y, row in enumerate(rows):
+        gemm, blocks = row["product_ms"], row["blocks_ms"]
+        overlapped = row["ratios"] * max(gemm, blocks)
+        axes.barh(y - 0.2, gemm / (gemm + blocks), 0.36, color="#3f7fbf", label=None if y else "GEMM")
+        left = {"left": gemm / (gemm + blocks)}
+        axes.barh(y - 0.2, blocks / (gemm + blocks), 0.36, color="#d98c3f", label=None if y else "transfers", **left)
+        axes.barh(y + 0.2, overlapped / (gemm + blocks), 0.36, color="#5a9e5a", label=None if y else "overlapped")
+        axes.text(overlapped / (gemm + blocks) + 0.01, y + 0.2, f"{overlapped:.0f} ms", va="center", fontsize=8)
+    axes.set_yticks(range(len(rows)), [f"{row['schedule']}, {row['gigabits']:g} Gb/s" for row in rows], fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlabel("time / one after the other", fontsize=9)
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.4, 1.16), ncols=3, frameon=False)
+    figure.savefig(out, dpi=120, metadata={"Software": None})
+
+
 if __name__ == "__main__":
+    draw_overlap(IMAGES / "overlap.png")
     print(block().explain(torch.randn(1024, 512, requires_grad=True)).save(IMAGES / "plan.png"))
     x = torch.randn(1024, 1024, dtype=torch.bfloat16, requires_grad=True)
     plan = Path(mlp_block(1024, 4096).explain(x).save(IMAGES / "mlp_plan.png"))

@@ -14,6 +14,7 @@ from documented_projects import commands, files
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
+import make_cpp_reference  # noqa: E402
 import make_tables  # noqa: E402
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -25,8 +26,12 @@ def blocks(page: str, language: str) -> list[str]:
 
 def run_example(page: str, index: int = 0, folder: Path | None = None) -> str:
     """Returns what a Python block of a page prints with WEFT_TIER=ref; it runs in `folder`."""
+    return run_program(blocks(page, "python")[index], folder)
+
+
+def run_program(program: str, folder: Path | None) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", blocks(page, "python")[index]],
+        [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": str(ROOT / "python"), "WEFT_TIER": "ref"},
         cwd=folder,
         capture_output=True,
@@ -41,6 +46,45 @@ def run_example(page: str, index: int = 0, folder: Path | None = None) -> str:
 def test_first_example_prints_shown_output(page):
     """With WEFT_TIER=ref, as README says: otherwise the output names the kernels of this machine."""
     assert run_example(page) == blocks(page, "text")[0].rstrip()
+
+
+def test_five_minutes(tmp_path):
+    """The blocks are one program; the commands are those of README and of the C++ page."""
+    program = "\n".join(blocks("docs/start.md", "python"))
+    printed = run_program(program, tmp_path).splitlines()
+    assert printed[0] == "torch.Size([512, 256])" and printed[1] == "operations"
+    losses = [float(line.split()[-1]) for line in printed if line.startswith("step ")]
+    assert len(losses) == 4 and losses[-1] < losses[0] / 10
+    python, cpp = blocks("docs/start.md", "sh")
+    assert cpp in blocks("docs/cpp.md", "sh")
+    for line in ("pip install scikit-build-core", "pip install --no-build-isolation ."):
+        assert line in python and line in blocks("README.md", "sh")[0]
+
+
+def test_explained_parts_of_the_gpt_are_those_of_the_example():
+    program = (ROOT / "examples/python/train_gpt.py").read_text()
+    shown = blocks("docs/train_gpt.md", "python")
+    assert len(shown) == 3 and all(block in program for block in shown)
+
+
+def test_cpp_reference_is_generated():
+    assert make_cpp_reference.PAGE.read_text() == make_cpp_reference.page(), "run tools/make_cpp_reference.py"
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("int f() const { return {}; }", "int f() const;"),
+        ("A(int b = {1}) : b_(b), c_{2} {}", "A(int b = {1});"),
+        ("/// Uses { braces }; and more.\nint x = {};", "/// Uses { braces }; and more.\nint x = {};"),
+        ("class A {\n public:\n  void f();\n\n private:\n  int x_;\n};", "class A {\n  void f();\n};"),
+        ("struct A {\n  struct B {\n    int x = 1;\n  };\n  int y() { return 2; }\n};",
+         "struct A {\n  struct B {\n    int x = 1;\n  };\n  int y();\n};"),
+        ("enum class E { a, b };", "enum class E { a, b };"),
+    ],
+)  # fmt: skip
+def test_declarations_of_a_header(code, expected):
+    assert make_cpp_reference.declarations(code) == expected
 
 
 def test_examples_of_quantization_run():

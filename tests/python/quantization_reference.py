@@ -96,24 +96,34 @@ def e4m3_factor(codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return np.minimum(F(1) / (decode(codes, "e4m3") * (F(1) / scale)), FLT_MAX)
 
 
-def four_over_six(block: np.ndarray, amax: np.float32, bound: int, squared: bool) -> int:
-    """The code of the better scale of a block."""
+def four_over_six(
+    x: np.ndarray, blocks: np.ndarray, largest: np.ndarray, amax, bound: int, squared: bool
+) -> np.ndarray:
+    """Codes of the better scales of blocks [rows, down, columns, 16] of x with maxima `largest`. Errors are added from
+    left to right, then by halves of the rows of a block."""
     scale = tensor_scale(amax, bound)
-    base = amax_of(block) / F(6) * scale
-    errors = []
+    inside = np.pad(np.ones(x.shape, bool), [(0, n - m) for n, m in zip(padded_shape(blocks), x.shape, strict=True)])
+    base = largest / F(6) * scale
+    errors, codes = [], []
     for factor in (F(1), F(1.5)):
         code = cast(np.minimum(factor * base, F(448)), "e4m3")
-        values = decode(cast(block * e4m3_factor(code, scale), "e2m1"), "e2m1")
-        d = values * decode(code, "e4m3") * amax / F(6 * bound) - block
-        d = d * d if squared else np.abs(d)
-        rows = [F(0)] * 16
-        for row in range(d.shape[0]):
-            for value in d[row]:
-                rows[row] = rows[row] + value
-        for half in (8, 4, 2, 1) if d.shape[0] > 1 else ():
-            rows = [rows[i] + rows[i + half] for i in range(half)]
-        errors.append((rows[0], int(code)))
-    return errors[1][1] if errors[1][0] < errors[0][0] else errors[0][1]
+        factors, values = e4m3_factor(code, scale)[:, None, :, None], decode(code, "e4m3")[:, None, :, None]
+        values = decode(cast(blocks * factors, "e2m1"), "e2m1") * values
+        d = values * np.reshape(amax, (-1, 1, 1, 1)) / F(6 * bound) - blocks
+        d = np.where(inside.reshape(blocks.shape), d * d if squared else np.abs(d), F(0))
+        of_rows = np.zeros(d.shape[:3], F)
+        for column in range(d.shape[3]):
+            of_rows = of_rows + d[..., column]
+        while of_rows.shape[1] > 1:
+            of_rows = of_rows[:, : of_rows.shape[1] // 2] + of_rows[:, of_rows.shape[1] // 2 :]
+        errors.append(of_rows[:, 0])
+        codes.append(code)
+    return np.where(errors[1] < errors[0], codes[1], codes[0])
+
+
+def padded_shape(blocks: np.ndarray) -> tuple[int, int]:
+    rows, down, columns, width = blocks.shape
+    return rows * down, columns * width
 
 
 def hadamard(x: np.ndarray) -> np.ndarray:
@@ -189,10 +199,8 @@ def quantize_rows(
         scale = tensor_scale(amax.reshape(-1, 1), bound)
         scales = cast(np.minimum(largest * (scale * (F(1) / F(6))), FLT_MAX), "e4m3")
         if fields["four_over_six"] != "none":
-            of_row = np.broadcast_to(amax, scales.shape[0])
-            for r, c in np.ndindex(scales.shape):
-                part = x[r * down : (r + 1) * down, c * block : (c + 1) * block]
-                scales[r, c] = four_over_six(part, of_row[r], bound, fields["four_over_six"] == "MSE")
+            squared = fields["four_over_six"] == "MSE"
+            scales = four_over_six(x, blocks, largest, amax.reshape(-1, 1), bound, squared)
         factors = e4m3_factor(scales, scale)
     scaled = x * factors.repeat(down, 0).repeat(block, 1)[:rows, :columns]
     return Copy(cast(scaled, fmt) if u is None else cast_stochastic(scaled, u), scales, amax)
