@@ -189,7 +189,9 @@ kernels::GemmResult BasicLinear::quantized_gemm(OpContext& ctx, const at::Tensor
   const auto y = distributed && transport ? distributed->multiply(*transport, delayed_x, q_w, epilogue)
                  : distributed ? kernels::quantized_gemm({distributed->gather(group(), delayed_x)}, {q_w}, epilogue)
                                : kernels::quantized_gemm({q_x}, {q_w}, epilogue);
-  return {.out = restore_gathered(y, local, gathers_input())};
+  kernels::GemmResult result;
+  result.out = restore_gathered(y, local, gathers_input());
+  return result;
 }
 
 // ---- backward -----------------------------------------------------------------------------------------------------

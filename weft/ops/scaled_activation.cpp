@@ -72,47 +72,47 @@ ScaledClampedQGeGLU::ScaledClampedQGeGLU(Options options)
 static const std::string kScales =
     "The scales s, one per row, are an extra input: the routing probabilities of a mixture of experts. They keep their "
     "dtype, and the result is rounded once.";
-static const std::string kShape =
+static const std::string kScaledGatedShape =
     "Input: ``(*, 2 * n)``.\nExtra input: one scale per row of the input, in any shape.\nOutput: ``(*, n)``.";
-static const std::string kRowShape =
+static const std::string kScaledShape =
     "Input: ``(*, n)``.\nExtra input: one scale per row of the input, in any shape.\nOutput: ``(*, n)``.";
 static const std::string kInputs = "torch.randn(2, 8), torch.rand(2)";
 
-static const Register<ScaledSReLU> srelu{
+static const Register<ScaledSReLU> scaled_srelu{
     "ScaledSReLU",
     {.summary = "Applies the squared ReLU and scales each row: y[row] = s[row]·max(x[row], 0)².",
      .details = kScales,
-     .shape = kRowShape,
+     .shape = kScaledShape,
      .example_inputs = kInputs},
     {}};
-static const Register<ScaledTanhSReLU> tanh_srelu{
+static const Register<ScaledTanhSReLU> scaled_tanh_srelu{
     "ScaledTanhSReLU",
     {.summary = "Squares the tanh-clamped ReLU and scales each row: y[row] = s[row]·(c·tanh(max(x[row], 0)/c))².",
      .details = "c is tanh_clamp_scale. " + kScales,
-     .shape = kRowShape,
+     .shape = kScaledShape,
      .example_inputs = kInputs},
     {.tanh_clamp_scale = 2}};
-static const Register<ScaledSwiGLU> swiglu{
+static const Register<ScaledSwiGLU> scaled_swiglu{
     "ScaledSwiGLU",
     {.summary = "Applies SwiGLU and scales each row: y[row] = s[row]·SwiGLU(x[row]).",
      .details = kScales,
-     .shape = kShape,
+     .shape = kScaledGatedShape,
      .example_inputs = kInputs,
      .example_shape = "[2, 4]"},
     {.glu_interleave_size = 2}};
-static const Register<ScaledSiTUGLU> situglu{
+static const Register<ScaledSiTUGLU> scaled_situglu{
     "ScaledSiTUGLU",
     {.summary = "Applies SiTUGLU and scales each row: y[row] = s[row]·SiTUGLU(x[row]).",
      .details = kScales,
-     .shape = kShape,
+     .shape = kScaledGatedShape,
      .example_inputs = kInputs,
      .example_shape = "[2, 4]"},
     {.beta1 = 3.0, .beta2 = 12.0}};
-static const Register<ScaledClampedQGeGLU> clamped{
+static const Register<ScaledClampedQGeGLU> scaled_clamped{
     "ScaledClampedQGeGLU",
     {.summary = "Applies ClampedSwiGLU and scales each row: y[row] = s[row]·ClampedSwiGLU(x[row]).",
      .details = kScales,
-     .shape = kShape,
+     .shape = kScaledGatedShape,
      .example_inputs = kInputs,
      .example_shape = "[2, 4]"},
     {.limit = 0.75}};
