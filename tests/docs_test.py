@@ -81,6 +81,7 @@ def test_cpp_reference_is_generated():
         ("struct A {\n  struct B {\n    int x = 1;\n  };\n  int y() { return 2; }\n};",
          "struct A {\n  struct B {\n    int x = 1;\n  };\n  int y();\n};"),
         ("enum class E { a, b };", "enum class E { a, b };"),
+        ("int f() {\n  g(\"}\", '{');  // }\n}\nint x;", "int f();\nint x;"),
     ],
 )  # fmt: skip
 def test_declarations_of_a_header(code, expected):

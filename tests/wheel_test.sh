@@ -1,6 +1,7 @@
 #!/bin/bash
-# Builds the wheel, installs it into a fresh environment, runs the README's first Python example as printed, then builds
-# and runs the C++ projects of the docs as printed against the installed wheel.
+# Builds the wheel, installs it into a fresh environment, runs the README's first Python example and the five minutes of
+# docs/start.md as printed, trains a GPT, then builds and runs the C++ projects of the docs as printed against the
+# installed wheel.
 # PYTHON is the interpreter that builds; it needs torch and scikit-build-core. The fresh environment gets the same torch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -26,13 +27,21 @@ torch=$("$python" -c 'import torch; print(torch.__version__.partition("+")[0])')
 "$fresh" -m pip install -qq --disable-pip-version-check "torch==$torch"
 "$fresh" -m pip install -qq --disable-pip-version-check "$wheel"
 
-echo "wheel: run the README's first example"
-"$fresh" - README.md >"$work/readme.py" <<'PY'
+# python_blocks <page> <count>: the first Python blocks of a page, as one program
+python_blocks() {
+  "$fresh" - "$@" <<'PY'
 import re, sys
-block = re.search(r"^```python\n(.*?)^```", open(sys.argv[1]).read(), re.DOTALL | re.MULTILINE)
-sys.exit("README.md has no ```python block") if not block else print(block[1], end="")
+blocks = re.findall(r"^```python\n(.*?)^```", open(sys.argv[1]).read(), re.DOTALL | re.MULTILINE)
+sys.exit(f"{sys.argv[1]} has no ```python block") if not blocks else print("\n".join(blocks[: int(sys.argv[2])]))
 PY
-(cd "$work" && "$fresh" readme.py)
+}
+echo "wheel: run the README's first example, docs/start.md and weft info"
+python_blocks README.md 1 >"$work/readme.py"
+python_blocks docs/start.md 99 >"$work/start.py"
+(cd "$work" && "$fresh" readme.py && "$fresh" start.py && "$work/env/bin/weft" info)
+
+echo "wheel: train a GPT for a few steps"
+(cd "$work" && "$fresh" "$OLDPWD/examples/python/train_gpt.py" --steps 3 >train_gpt.log && tail -n 1 train_gpt.log)
 
 echo "wheel: build and run the C++ projects of the docs"
 PATH=$work/env/bin:$PATH CMAKE_GENERATOR=Ninja "$fresh" tests/documented_projects.py "$work/projects"

@@ -16,28 +16,45 @@ HEAD = """# C++ reference
 
 <!-- written by tools/make_cpp_reference.py -->
 
-The declarations of the public headers that programs use, without bodies and private members. [weft in C++](cpp.md) has
-a whole program. Errors are `c10::Error` and its subclasses (`c10::ValueError`, `c10::TypeError`,
-`c10::NotImplementedError`).
+The declarations of the public headers that programs use. All members are public; bodies are left out.
+[weft in C++](cpp.md) has a whole program. Errors are `c10::Error` and its subclasses (`c10::ValueError`,
+`c10::TypeError`, `c10::NotImplementedError`).
 """
 
 SECTIONS = {
     "Modules": ["nn/sequential.h", "nn/linear.h", "nn/operation.h", "nn/fusible.h"],
     "Plans": ["fuser/explain.h"],
     "Functions of tensors and text": ["fuser/functional.h"],
-    "Quantization": ["quant/recipe.h", "quant/standard_recipes.h", "kernels/quantize.h", "kernels/quantized_gemm.h"],
+    "Quantization": [
+        "quant/recipe.h",
+        "quant/quantizer.h",
+        "quant/standard_recipes.h",
+        "kernels/quantize.h",
+        "kernels/quantized_gemm.h",
+    ],
     "Operations of your own": ["ops/operation.h", "ops/context.h", "ops/spec.h", "ops/registry.h"],
     "Fusions of your own": ["fused/rule.h", "fused/rules.h", "fused/fused_op.h", "kernels/gemm.h"],
 }
+
+# Applied in this order to the declarations of a header.
+REPLACED = (
+    (r"^TORCH_MODULE\((\w+)\);", r"TORCH_MODULE(\1);  // \1: a shared pointer to \1Impl"),
+    (r"^template <[^\n]*>\n\w+<\w+>::[^;]*;\n", ""),  # members that are defined outside of their class
+    (r"^ *(static )?constexpr auto (\w+::)?fields\(\);\n", ""),
+    (r'^inline constexpr const char\* k\w+Doc =(?:"(?:[^"\\]|\\.)*"|\s)*;\n', ""),
+    (r"[ \t]+$", ""),
+    (r"\n{3,}", "\n\n"),
+    (r"\{\n\n", "{\n"),
+)
 
 
 def matching_brace(text: str, start: int) -> int:
     """The index after the brace that closes the one at `start`."""
     depth = 0
-    for i in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[i], 0)
+    for brace in re.finditer(r"//[^\n]*|\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)'|[{}]", text[start:]):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return i + 1
+            return start + brace.end()
     raise ValueError("unbalanced braces")
 
 
@@ -99,21 +116,13 @@ def declarations(text: str) -> str:
 
 def block(header: str) -> str:
     text = (ROOT / "weft" / header).read_text()
-    space = re.search(r"^namespace ([\w:]+) \{\n(.*?)^\}  // namespace \1", text, re.DOTALL | re.MULTILINE)
-    assert space is not None, header
-    code = re.sub(
-        r"^TORCH_MODULE\((\w+)\);",
-        r"TORCH_MODULE(\1);  // \1: a shared pointer to \1Impl",
-        space[2],
-        flags=re.MULTILINE,
-    )
-    code = declarations(code)
-    code = re.sub(r"^template <[^\n]*>\n\w+<\w+>::[^;]*;\n", "", code, flags=re.MULTILINE)  # members, defined outside
-    code = re.sub(r"^ *static constexpr auto fields\(\);\n", "", code, flags=re.MULTILINE)
-    code = re.sub(r"[ \t]+$", "", code, flags=re.MULTILINE)
-    code = re.sub(r"\n{3,}", "\n\n", code).strip("\n")
-    code = re.sub(r"\{\n\n", "{\n", code)
-    return f"### `weft/{header}`\n\nNamespace `{space[1]}`.\n\n```cpp\n{code}\n```"
+    spaces = re.findall(r"^namespace ([\w:]+) \{\n(.*?)^\}  // namespace \1", text, re.DOTALL | re.MULTILINE)
+    name = max(spaces, key=lambda space: len(space[1]))[0]  # others have forward declarations
+    code = declarations("\n".join(code for other, code in spaces if other == name))
+    for pattern, replacement in REPLACED:
+        code = re.sub(pattern, replacement, code, flags=re.MULTILINE)
+    code = code.strip("\n")
+    return f"### `weft/{header}`\n\nNamespace `{name}`.\n\n```cpp\n{code}\n```"
 
 
 def operations() -> str:

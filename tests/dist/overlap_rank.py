@@ -12,6 +12,8 @@ import json
 import os
 import pathlib
 import random
+import re
+import time
 from datetime import timedelta
 
 import torch
@@ -19,6 +21,7 @@ import torch.distributed as dist
 
 import weft
 from weft import ops
+from weft._delayed_scaling import state_of
 
 TOLERANCE = {torch.float64: (1e-12, 1e-12), torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
 STEPS = 3
@@ -140,11 +143,45 @@ RECIPES = {
     "mxfp8": weft.recipe.MXFP8BlockScaling(),
     "nvfp4": weft.recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
     "nvfp4, dequantized": weft.recipe.NVFP4BlockScaling(backward_override="dequantized"),
-}
-NOT_IN_CHUNKS = {
+    # These rows are sent over the transport, but not multiplied as they arrive.
     "square blocks": weft.recipe.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
     "float32 scales": weft.recipe.Float8BlockScaling(use_f32_scales=True),
 }
+
+
+def rows_of_ranks(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Splits y into the rows of each rank, whose magnitudes differ."""
+    blocks = {f"y of rank {i}": rows for i, rows in enumerate(found["y"].chunk(dist.get_world_size()))}
+    return {**blocks, **{name: value for name, value in found.items() if name != "y"}}
+
+
+def error_of(linear: torch.nn.Module, x: torch.Tensor, recipe: weft.recipe.Recipe) -> str:
+    try:
+        with torch.no_grad(), weft.autocast(recipe=recipe):
+            linear(x)
+    except Exception as error:  # noqa: BLE001 - its type is part of the text
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def mismatches(linear: torch.nn.Module, x: torch.Tensor) -> list[str]:
+    """Ranks that quantize differently raise, each of them; if they send as many bytes, the group stays usable."""
+    first, mxfp8 = dist.get_rank() == 0, weft.recipe.MXFP8BlockScaling()
+    delayed = weft.recipe.DelayedScaling(amax_history_len=2, reduce_amax=False)
+    state_of(linear[0]._stages()[0], 2)[0][0, 0] = 2.0 if first else 4.0
+    wrong = []
+    for recipe, message in (
+        (weft.recipe.Float8CurrentScaling(use_power_2_scales=first), "ValueError: .*another recipe"),
+        (mxfp8, ""),
+        (delayed, "ValueError: .*scale their rows by"),
+        (mxfp8, ""),
+        (mxfp8 if first else weft.recipe.Float8CurrentScaling(), "DistError: .*[Mm]ismatch"),  # fails the group
+    ):
+        dist.barrier()  # a failed group would also end the previous call of a slower rank
+        start, error = time.monotonic(), error_of(linear, x, recipe)
+        if not re.search(message or "^$", error, re.DOTALL) or time.monotonic() - start > 20:
+            wrong.append(f"expected {message or 'no error'}, got {error or 'no error'}")
+    return wrong
 
 
 def run_quantized(transport: str) -> dict:
@@ -175,17 +212,13 @@ def run_quantized(transport: str) -> dict:
                 with weft.autocast(recipe=RECIPES[name]):
                     found.append(results(module, x, dy_of, True))
             label = f"{name} {activation} {options} {width}x{hidden} {tokens} tokens, step {step}"
-            wrong += differences(label, *found, torch.bfloat16)
+            wrong += differences(label, *map(rows_of_ranks, found), torch.bfloat16)
             compared += len(found[0])
             with weft.autocast(recipe=RECIPES[name]):
                 text = weft.explain(overlapped, x.clone().requires_grad_()).text
             if f"overlapped over {transport}" not in text:
                 wrong.append(f"{label}: not overlapped\n{text}")
-    for name, recipe in NOT_IN_CHUNKS.items():
-        with weft.autocast(recipe=recipe):
-            text = weft.explain(overlapped, x.clone().requires_grad_()).text
-        if "blocks that span rows, or with float32 scales" not in text:
-            wrong.append(f"{name}: no reason\n{text}")
+    wrong += mismatches(overlapped, x)
     return {"compared": compared, "wrong": wrong}
 
 

@@ -30,8 +30,8 @@ class RecordedCalls(TorchDispatchMode):
 def renewed(value, needs_grad: list[bool]):
     """Copies the tensors of an argument, as leaves that require grad where the call's text says so."""
     if isinstance(value, torch.Tensor):
-        needed = value.is_floating_point() and bool(needs_grad and needs_grad.pop(0))
-        return value.detach().clone().requires_grad_(needed)
+        needed = needs_grad.pop(0) if needs_grad else False
+        return value.detach().clone().requires_grad_(needed and value.is_floating_point())
     return [renewed(v, needs_grad) for v in value] if isinstance(value, list | tuple) else value
 
 
@@ -53,7 +53,9 @@ def check_calls(module: torch.nn.Module, inputs: list[torch.Tensor]) -> int:
         tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
         if func is FORWARD and not random:  # compares a compiled call with an eager one
             tests.append("test_aot_dispatch_dynamic")
-        torch.library.opcheck(func, tuple(renewed(a, flags) for a in args), test_utils=tests)
+        arguments = tuple(renewed(a, flags) for a in args)
+        assert not flags, "the text has more tensors than the call"
+        torch.library.opcheck(func, arguments, test_utils=tests)
     return len(recorded.calls)
 
 
@@ -66,11 +68,13 @@ def test_opcheck_of_every_operation(case):
 def test_opcheck_of_every_fusion(case):
     torch.manual_seed(1)
     sequential = case.build(torch.float32)
-    inputs = test_fusions.leaves(test_fusions.make_inputs(sequential, case, (2, 4)), torch.float32)
-    assert check_calls(sequential, inputs) == 2
+    inputs = test_fusions.leaves(test_fusions.make_inputs(sequential, case, (4, 8)), torch.float32)
+    with test_fusions.only(case.rule):
+        assert case.rule in str(sequential.explain(*inputs))
+        assert check_calls(sequential, inputs) == 2
 
 
-def test_a_wrong_size_is_found(monkeypatch):
+def test_a_wrong_size_is_found():
     """A fake implementation that disagrees with the real one fails."""
     call = 'GELU() @call(autocast=none, eval=0, tensors="cpu:float32:gc")'
 

@@ -257,7 +257,7 @@ def test_float64_raises():
 # ---- grouped linears ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("override", [None, "high_precision"])
+@pytest.mark.parametrize("override", OVERRIDES)
 @pytest.mark.parametrize("name", RECIPES)
 def test_groups_of_a_grouped_linear_are_linears(name, override):
     chosen = dataclasses.replace(RECIPES[name], backward_override=override)
@@ -292,12 +292,6 @@ def test_groups_draw_different_random_numbers():
     y.backward(dy)
     first, second = x.grad.split(16)
     assert torch.equal(*y.split(16)) and not torch.equal(first, second)
-
-
-def test_dequantized_override_of_groups_raises():
-    made = recipe.MXFP8BlockScaling(backward_override="dequantized")
-    with weft.autocast(recipe=made), pytest.raises(NotImplementedError, match="GroupedLinear.*high_precision"):
-        ops.GroupedLinear(2, 8, 8)(torch.ones(4, 8), torch.tensor([2, 2]))
 
 
 # ---- with the rest of the library ---------------------------------------------------------------------------------

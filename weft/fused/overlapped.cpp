@@ -70,23 +70,8 @@ OverlappedCall::~OverlappedCall() {
   }
 }
 
-comm::Transport* OverlappedCall::all_gather(const at::Tensor& rows, int64_t n, int64_t k) {
-  return decide({comm::CommOp::all_gather, rows.scalar_type(), rows.size(0), n, k, group_.size});
-}
-
-comm::Transport* OverlappedCall::all_gather_input(const ops::OpContext& ctx, const ops::BasicLinear& linear,
-                                                  const at::Tensor& x, at::ScalarType dtype) {
-  overlap::OverlapShape shape{.op = comm::CommOp::all_gather,
-                              .dtype = dtype,
-                              .rows = c10::multiply_integers(x.sizes().slice(0, std::max<int64_t>(x.dim(), 1) - 1)),
-                              .n = linear.local_out_features(),
-                              .k = linear.local_in_features(),
-                              .ranks = group_.size};
-  if (const auto* recipe = ctx.plan().recipe) {
-    const kernels::CopySizes<int64_t> sizes(recipe->input.quantization(), shape.rows, shape.k, false);
-    shape.row_bytes = static_cast<double>(sizes.bytes()) / static_cast<double>(std::max<int64_t>(shape.rows, 1));
-  }
-  return decide(shape);
+comm::Transport* OverlappedCall::all_gather(at::ScalarType dtype, int64_t rows, int64_t n, int64_t k) {
+  return decide({comm::CommOp::all_gather, dtype, rows, n, k, group_.size});
 }
 
 comm::Transport* OverlappedCall::reduction(const at::Tensor& rows, int64_t n, int64_t k) {

@@ -38,11 +38,9 @@ class OverlappedCall {
   OverlappedCall(const OverlappedCall&) = delete;
   OverlappedCall& operator=(const OverlappedCall&) = delete;
 
-  /// The transport for the all-gather of `rows`, overlapped with their GEMM with [k, n]; null: use plain collectives.
-  comm::Transport* all_gather(const at::Tensor& rows, int64_t n, int64_t k);
-  /// The same for the input of a linear in `dtype`, and for its quantized copies if a recipe quantizes it.
-  comm::Transport* all_gather_input(const ops::OpContext& ctx, const ops::BasicLinear& linear, const at::Tensor& x,
-                                    at::ScalarType dtype);
+  /// The transport for the all-gather of a rank's rows [rows, k], overlapped with their GEMM with [k, n]; null: use
+  /// plain collectives. Does not depend on the recipe, so that ranks with different recipes find that out.
+  comm::Transport* all_gather(at::ScalarType dtype, int64_t rows, int64_t n, int64_t k);
   /// The transport for the reduction of the GEMM of `rows` with [k, n].
   comm::Transport* reduction(const at::Tensor& rows, int64_t n, int64_t k);
 

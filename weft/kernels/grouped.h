@@ -52,9 +52,11 @@ class GroupedMatrix {
 /// best: the tier's grouped kernel; split: one `gemm` per group, the reference for tests.
 enum class GroupedPath { best, split };
 
-/// How the operands of a grouped GEMM are quantized: each group by itself, A as x or dy, B as w or x.
+/// How the operands of a grouped GEMM are quantized: each group by itself, A as x or dy, B as w or x. If A is not, it
+/// is multiplied by the values of B's rowwise copy.
 struct GroupedQuantization {
-  Quantization a, b;
+  std::optional<Quantization> a;
+  Quantization b;
   at::Tensor seed = {};          // int64, of A: group g has offset g
   bool checks_hadamard = false;  // raises if the columnwise copy of A could not be transformed
 };

@@ -20,13 +20,18 @@ QuantizedMatrix quantize_group(const at::Tensor& t, const Quantization& how, boo
   return quantize(t, how, {.rowwise = !columnwise, .columnwise = columnwise, .random = random});
 }
 
+at::Tensor rounded_by(const Quantization& how, const at::Tensor& t) {
+  return dequantize(quantize_group(t, how, false), false, t.scalar_type());
+}
+
 /// x Wᵀ or x W of group g.
 void multiply(const GroupedGemmCall& call, int64_t g, const at::Tensor& x, const Epilogue& e) {
   const auto w = call.w.matrix(g);
   if (!call.quantization) return static_cast<void>(gemm(x, Matrix(w, call.transposed), e));
   const auto& how = *call.quantization;
-  if (how.checks_hadamard && how.a.hadamard) check_hadamard(x);
-  quantized_gemm({quantize_group(x, how.a, false, how.seed, g)},
+  if (!how.a) return static_cast<void>(gemm(x, Matrix(rounded_by(how.b, w), call.transposed), e));
+  if (how.checks_hadamard && how.a->hadamard) check_hadamard(x);
+  quantized_gemm({quantize_group(x, *how.a, false, how.seed, g)},
                  {quantize_group(w, how.b, !call.transposed), !call.transposed}, e);
 }
 
@@ -53,7 +58,8 @@ void split_wgrad(const GroupOffsets& offsets, const GroupedWgradCall& call, int6
   if (call.accumulate) e.addend = out;
   if (!call.quantization) return static_cast<void>(gemm(transposed(dy), x, e));
   const auto& how = *call.quantization;
-  quantized_gemm({quantize_group(dy, how.a, true, how.seed, g), true}, {quantize_group(x, how.b, true), true}, e);
+  if (!how.a) return static_cast<void>(gemm(transposed(dy), rounded_by(how.b, x), e));
+  quantized_gemm({quantize_group(dy, *how.a, true, how.seed, g), true}, {quantize_group(x, how.b, true), true}, e);
 }
 
 }  // namespace weft::kernels

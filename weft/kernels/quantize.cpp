@@ -97,19 +97,6 @@ QuantizedMatrix matrix_of_copy(const Quantization& quantization, at::ScalarType 
   return q;
 }
 
-QuantizedMatrix rows_of(const QuantizedMatrix& matrix, int64_t from, int64_t to) {
-  const auto& how = matrix.quantization;
-  TORCH_CHECK_VALUE(matrix.rowwise.defined() && (how.block == 0 || !how.two_dimensional),
-                    "quantize: expected a rowwise copy whose blocks do not span rows.");
-  const auto rows = [&](const at::Tensor& t) { return t.narrow(0, from, to - from); };
-  QuantizedMatrix part{.quantization = how, .dtype = matrix.dtype, .rows = to - from, .columns = matrix.columns};
-  part.rowwise = matrix.rowwise;
-  part.rowwise.data = rows(part.rowwise.data);
-  if (how.block > 0) part.rowwise.scales = rows(part.rowwise.scales);
-  if (how.row_scaled) part.rowwise.amax = rows(part.rowwise.amax);
-  return part;
-}
-
 const QuantizedCopy& require_copy(const char* who, const QuantizedMatrix& q, bool columnwise) {
   const auto& copy = columnwise ? q.columnwise : q.rowwise;
   const auto* const name = columnwise ? "columnwise" : "rowwise";
@@ -270,12 +257,18 @@ QuantizedMatrix quantize(const at::Tensor& x, const Quantization& how, const Qua
   return q;
 }
 
-at::Tensor decode_copy(const QuantizedMatrix& q, bool columnwise, Decoding decoding, at::ScalarType dtype) {
+at::Tensor decode_copy(const QuantizedMatrix& q, bool columnwise, Decoding decoding, at::ScalarType dtype,
+                       at::Tensor out) {
   const auto& copy = require_copy("dequantize", q, columnwise);
   const auto tier = is_plain_strided(copy.data) ? vector_tier(copy.data.device().type(), dtype) : Tier::ref;
-  if (tier == Tier::ref) return ref::decode_copy(q, columnwise, decoding).to(dtype);
   const auto l = sizes_of(q, columnwise);
-  auto out = empty_cpu({l.rows, l.columns}, dtype);
+  TORCH_INTERNAL_ASSERT(!out.defined() || (out.is_contiguous() && out.sizes() == at::IntArrayRef({l.rows, l.columns}) &&
+                                           out.scalar_type() == dtype));
+  if (tier == Tier::ref) {
+    const auto values = ref::decode_copy(q, columnwise, decoding);
+    return out.defined() ? out.copy_(values) : values.to(dtype);
+  }
+  if (!out.defined()) out = empty_cpu({l.rows, l.columns}, dtype);
   const DequantizeCall call{.how = q.quantization,
                             .copy = pointers(copy),
                             .columns = l.columns,

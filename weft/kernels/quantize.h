@@ -105,11 +105,9 @@ at::Tensor quantization_amax(const at::Tensor& x, const Quantization& quantizati
 /// Which scales a decoded copy contains: none, those of its blocks, or all.
 enum class Decoding { codes, block_scaled, values };
 
-/// A copy in the layout of its data, rounded to `dtype` once.
-at::Tensor decode_copy(const QuantizedMatrix& matrix, bool columnwise, Decoding decoding, at::ScalarType dtype);
-
-/// Rows [from, to) of the rowwise copy, as views. Raises ValueError if blocks span several rows.
-QuantizedMatrix rows_of(const QuantizedMatrix& matrix, int64_t from, int64_t to);
+/// A copy in the layout of its data, rounded to `dtype` once. `out`: contiguous destination; allocated if undefined.
+at::Tensor decode_copy(const QuantizedMatrix& matrix, bool columnwise, Decoding decoding, at::ScalarType dtype,
+                       at::Tensor out = {});
 
 /// The values of a copy as a matrix [M, K], rounded to `dtype` once.
 at::Tensor dequantize(const QuantizedMatrix& matrix, bool columnwise, at::ScalarType dtype);

@@ -75,16 +75,24 @@ float factor_of(const QuantizedOperand& o) {
   return q.scale_format == ScaleFormat::e4m3 ? copy_of(o).amax.item<float>() / (6 * q.scale_bound) : 1;
 }
 
+/// The scales that decoded values contain: those that keep them exact.
+Decoding decoding_of(const Quantization& q) {
+  return q.block == 0 || has_block_scales(q) ? Decoding::codes : Decoding::block_scaled;
+}
+
+/// Whether `dtype`, bfloat16 or float32, holds the decoded values.
+bool holds_values(at::ScalarType dtype, const QuantizedOperand& o) {
+  const auto& q = o.matrix.quantization;
+  const bool has_powers_of_two = decoding_of(q) == Decoding::block_scaled && q.scale_format != ScaleFormat::e4m3;
+  return dtype == at::kFloat || !has_powers_of_two || fits_bfloat16(o);
+}
+
 DecodedOperand decode_operand(const QuantizedOperand& o, at::ScalarType dtype) {
   const auto& q = o.matrix.quantization;
-  const auto decode = [&](Decoding decoding, at::ScalarType type) {
-    auto values = decode_copy(o.matrix, o.columnwise, decoding, type);
-    return o.columnwise && q.columns_in_place() ? values.t() : values;
-  };
-  if (q.block == 0) return {decode(Decoding::codes, dtype), factor_of(o), {}};
-  if (q.scale_format == ScaleFormat::e4m3) return {decode(Decoding::block_scaled, dtype), factor_of(o), {}};
-  if (has_block_scales(o)) return {decode(Decoding::codes, dtype), 1, scales_of_rows(o)};
-  return {decode(Decoding::block_scaled, dtype == at::kFloat || fits_bfloat16(o) ? dtype : at::kFloat), 1, {}};
+  const auto type = holds_values(dtype, o) ? dtype : at::kFloat;
+  auto values = decode_copy(o.matrix, o.columnwise, decoding_of(q), type);
+  if (o.columnwise && q.columns_in_place()) values = values.t();
+  return {values, factor_of(o), has_block_scales(o) ? scales_of_rows(o) : at::Tensor()};
 }
 
 // ---- Multiplication ------------------------------------------------------------------------------------------------
@@ -120,11 +128,19 @@ at::Tensor finish(at::Tensor product, const Epilogue& e, float left_factor, floa
 
 bool is_normal_float(double x) { return std::isnormal(static_cast<float>(x)); }
 
+/// Rows [from, to) of the rowwise copy of a matrix whose blocks do not span rows, to be decoded.
+QuantizedMatrix rows_between(const QuantizedMatrix& matrix, int64_t from, int64_t to) {
+  auto part = matrix;
+  part.rows = to - from;
+  part.rowwise.data = matrix.rowwise.data.narrow(0, from, to - from);
+  if (matrix.quantization.block > 0) part.rowwise.scales = matrix.rowwise.scales.narrow(0, from, to - from);
+  return part;
+}
+
 /// Rows that are decoded to `dtype` as they arrive.
 class DecodedRows {
  public:
-  DecodedRows(const QuantizedRowChunks& given, at::ScalarType dtype)
-      : given_(given), factor_(factor_of({given.list.front().matrix})), chunks_{.rows = given.rows} {
+  DecodedRows(const QuantizedRowChunks& given, at::ScalarType dtype) : given_(given), chunks_{.rows = given.rows} {
     for (const auto& [matrix, row] : given.list)
       chunks_.list.push_back(
           {.a = at::empty({matrix.rows, matrix.columns}, matrix.rowwise.data.options().dtype(dtype)), .row = row});
@@ -136,9 +152,8 @@ class DecodedRows {
   DecodedRows(const DecodedRows&) = delete;
   DecodedRows& operator=(const DecodedRows&) = delete;
 
-  float factor() const { return factor_; }
   const RowChunks& chunks() const { return chunks_; }
-  /// Chunks with a row that `dtype` does not hold. Such rows are decoded as zeros.
+  /// Chunks with values that `dtype` does not hold. The rows that arrived with them are decoded as zeros.
   const std::set<int>& not_representable() const { return not_representable_; }
 
  private:
@@ -147,23 +162,20 @@ class DecodedRows {
     const auto to = given_.ready ? given_.ready(chunk, from) : matrix.rows;
     auto& done = done_[chunk];
     if (to <= done) return to;
-    const auto part = rows_of(matrix, done, to);
-    TORCH_CHECK_VALUE(done > 0 || factor_of({part}) == factor_, "quantized gemm: row chunk ", chunk,
-                      " has another scale than the first one.");
+    const auto part = rows_between(matrix, done, to);
     const auto rows = chunks_.list[chunk].a.narrow(0, done, to - done);
-    const auto decoded = decode_operand({part}, rows.scalar_type());
-    if (decoded.values.scalar_type() == rows.scalar_type()) {
-      rows.copy_(decoded.values);
+    if (holds_values(rows.scalar_type(), {part})) {
+      decode_copy(part, false, decoding_of(part.quantization), rows.scalar_type(), rows);
     } else {
       rows.zero_();
       not_representable_.insert(chunk);
     }
     done = to;
+    if (given_.progress) given_.progress();
     return to;
   }
 
   const QuantizedRowChunks& given_;
-  float factor_;
   RowChunks chunks_;
   std::vector<int64_t> done_;  // rows decoded so far, per chunk
   std::set<int> not_representable_;
@@ -253,14 +265,16 @@ at::Tensor quantized_gemm(const QuantizedRowChunks& a, const QuantizedOperand& b
   Epilogue e = epilogue;
   e.dtype = epilogue.result_dtype(first.matrix.dtype);
   const auto right = decode_operand(b, decoded_dtype(b));
+  if (a.progress) a.progress();
   const DecodedRows rows(a, right.values.scalar_type());
-  e.scale = epilogue.scale * rows.factor() * right.factor;
+  const auto factor = factor_of(first);
+  e.scale = epilogue.scale * factor * right.factor;
   const auto w = transposed(right.values);
   const bool on_amx =
       e.dtype != at::kDouble && is_normal_float(e.scale) && gemm_tier(rows.chunks().list.front().a, w, e) == Tier::amx;
   const Epilogue rest{.scale = epilogue.scale, .bias = e.bias, .dtype = e.dtype};
   auto y = on_amx ? gemm(rows.chunks(), w, e).out
-                  : finish(gemm(rows.chunks(), w, {.dtype = at::kFloat}).out, rest, rows.factor(), right.factor);
+                  : finish(gemm(rows.chunks(), w, {.dtype = at::kFloat}).out, rest, factor, right.factor);
   for (const int chunk : rows.not_representable()) {
     const auto& [matrix, row] = a.list[chunk];
     y.narrow(0, row, matrix.rows).copy_(quantized_gemm({matrix}, b, rest));

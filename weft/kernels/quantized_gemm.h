@@ -22,8 +22,8 @@ struct QuantizedOperand {
 /// not fit.
 at::Tensor quantized_gemm(const QuantizedOperand& a, const QuantizedOperand& b, const Epilogue& epilogue);
 
-/// The left operand of a quantized GEMM whose rows arrive in chunks, like RowChunks. The chunks are rowwise copies with
-/// one scale of the whole matrix, which is that of the first chunk, and with blocks that do not span rows.
+/// The left operand of a quantized GEMM whose rows arrive in chunks, like RowChunks. Chunks are rowwise copies with the
+/// same quantization; a scale or maximum of the whole matrix is that of the first chunk.
 struct QuantizedRowChunks {
   struct Chunk {
     QuantizedMatrix matrix;
@@ -32,17 +32,17 @@ struct QuantizedRowChunks {
   std::vector<Chunk> list = {};  // in processing order; the first one is ready
   int64_t rows = 0;              // of the whole GEMM
   int64_t min_block_rows = 64;
-  /// As in RowChunks; scales and maximum of a chunk are ready with its first row.
+  /// As in RowChunks; the scales of a chunk are ready with its first row.
   std::function<int64_t(int chunk, int64_t from)> ready = {};
   std::function<void()> progress = {};
 };
 
-/// Whether rows with this quantization can be multiplied as they arrive: not if blocks span rows, or have arbitrary
-/// float32 scales.
+/// Whether rows with this quantization can be multiplied as they arrive. They cannot if blocks span rows or have
+/// arbitrary float32 scales, or if each row has a scale.
 bool multiplies_in_chunks(const Quantization& quantization);
 
-/// The same for rows that arrive in chunks, which are decoded as they do. Takes `scale`, `bias` and `dtype` of the
-/// epilogue. Raises ValueError if a chunk has another scale of the whole matrix than the first one.
+/// The same for rows that arrive in chunks; each row is decoded when it has arrived. Takes `scale`, `bias` and `dtype`
+/// of the epilogue.
 at::Tensor quantized_gemm(const QuantizedRowChunks& a, const QuantizedOperand& b, const Epilogue& epilogue);
 
 }  // namespace weft::kernels

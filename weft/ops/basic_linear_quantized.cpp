@@ -3,6 +3,7 @@
 #include "weft/ops/basic_linear.h"
 #include "weft/ops/leading_dims.h"
 #include "weft/ops/wgrad_sink.h"
+#include "weft/overlap/schedules.h"
 #include "weft/quant/delayed_scaling.h"
 #include "weft/quant/observer.h"
 
@@ -54,8 +55,8 @@ struct QuantizedRows {
   DistributedCopy copy;
   QuantizedMatrix local;
 
-  QuantizedRows(const comm::Group& group, const Quantizer& quantizer, const DelayedTensor& delayed, const at::Tensor& x,
-                uint64_t recipe, kernels::QuantizeArgs args)
+  QuantizedRows(const comm::Group& group, comm::Transport* transport, const Quantizer& quantizer,
+                const DelayedTensor& delayed, const at::Tensor& x, uint64_t recipe, kernels::QuantizeArgs args)
       : copy{.quantization = quantizer.quantization(),
              .dtype = x.scalar_type(),
              .rows = as_matrix(x).size(0),
@@ -64,21 +65,25 @@ struct QuantizedRows {
              .recipe = recipe,
              .columnwise = false} {
     const auto rows = as_matrix(x);
-    if (!delayed.defined()) args.amax = reduced_amax(group, copy.quantization, rows, false);
+    if (!delayed.defined()) args.amax = reduced_amax(group, transport, copy.quantization, rows, false);
     local = quantize(quantizer, rows, delayed.with_scale(args));
   }
 
   /// The rowwise copy of all rows.
-  QuantizedMatrix gather(const comm::Group& group, const DelayedTensor& delayed) const {
-    auto all = join_copies(copy, gather_copies(group, copy, local.rowwise.bytes).wait());
+  QuantizedMatrix gather(const comm::Group& group, comm::Transport* transport, const DelayedTensor& delayed) const {
+    const auto& bytes = local.rowwise.bytes;
+    auto all = join_copies(
+        copy, transport ? gather_copies(*transport, copy, bytes) : gather_copies(group, copy, bytes).wait());
     if (delayed.defined()) quant::record_amax(delayed.state, delayed.index, all.rowwise.amax);
     return all;
   }
-  /// epilogue(X Wᵀ) for X of all rows, which are multiplied as they arrive.
-  at::Tensor multiply(comm::Transport& transport, const DelayedTensor& delayed, const QuantizedMatrix& w,
-                      const kernels::Epilogue& epilogue) const {
+  /// epilogue(X Wᵀ) for X of all rows; with a transport they are multiplied as they arrive, if the recipe permits.
+  at::Tensor multiply(const comm::Group& group, comm::Transport* transport, const DelayedTensor& delayed,
+                      const QuantizedMatrix& w, const kernels::Epilogue& epilogue) const {
+    if (!transport || !kernels::multiplies_in_chunks(copy.quantization))
+      return kernels::quantized_gemm({gather(group, transport, delayed)}, {w}, epilogue);
     at::Tensor amax;
-    auto y = overlapped_gemm(transport, copy, local, {w}, epilogue, delayed.defined() ? &amax : nullptr);
+    auto y = overlapped_gemm(*transport, copy, local, {w}, epilogue, delayed.defined() ? &amax : nullptr);
     if (delayed.defined()) quant::record_amax(delayed.state, delayed.index, amax);
     return y;
   }
@@ -165,16 +170,17 @@ kernels::GemmResult BasicLinear::quantized_gemm(OpContext& ctx, const at::Tensor
 
   const auto delayed_x = delayed_tensor(ctx, &Buffers::forward_scaling, 0);
   const kernels::QuantizeArgs args{.columnwise = saves_copy_of_x && quantizes_gradient(recipe)};
-  QuantizedMatrix q_x;  // this rank's rows, or all of them if the ranks exchange values
-  std::optional<QuantizedRows> distributed;
+  QuantizedMatrix q_x;  // of `observed`: this rank's rows, or those of all ranks if they exchange values
   auto observed = rows;
+  std::optional<QuantizedRows> distributed;
   if (!gathers_input()) {
     q_x = delayed_x.quantize(recipe.input, rows, args);
   } else if (copies_concatenate(recipe.input.quantization(), rows.size(0), false)) {
-    distributed.emplace(group(), recipe.input, delayed_x, local, recipe_hash(recipe), args);
+    distributed.emplace(group(), transport, recipe.input, delayed_x, local, recipe_hash(recipe), args);
     q_x = distributed->local;
   } else {
-    observed = as_matrix(gather_input(local).wait());
+    observed =
+        transport ? overlap::OverlappedAllGather(*transport, rows).wait() : as_matrix(gather_input(local).wait());
     q_x = quantize(recipe.input, observed, {});
   }
   const auto q_w = quantize_weight(ctx, w, needs_dx && quantizes_gradient(recipe));
@@ -186,9 +192,8 @@ kernels::GemmResult BasicLinear::quantized_gemm(OpContext& ctx, const at::Tensor
   if (saved.defined()) ctx.save(kRecipe, saved);
   if (const auto observer = quant::observer())
     observer->observe_forward(call_number(saved), weight, {observed, q_x}, {w, q_w});
-  const auto y = distributed && transport ? distributed->multiply(*transport, delayed_x, q_w, epilogue)
-                 : distributed ? kernels::quantized_gemm({distributed->gather(group(), delayed_x)}, {q_w}, epilogue)
-                               : kernels::quantized_gemm({q_x}, {q_w}, epilogue);
+  const auto y = distributed ? distributed->multiply(group(), transport, delayed_x, q_w, epilogue)
+                             : kernels::quantized_gemm({q_x}, {q_w}, epilogue);
   kernels::GemmResult result;
   result.out = restore_gathered(y, local, gathers_input());
   return result;
@@ -216,7 +221,7 @@ BasicLinear::BackwardInput BasicLinear::gather_backward_input(OpContext& ctx, co
   auto bytes = x;
   if (requantizes_input(recipe)) {
     const bool transformed = columnwise && how.hadamard;
-    const auto amax = reduced_amax(group(), how, as_matrix(x), transformed);
+    const auto amax = reduced_amax(group(), nullptr, how, as_matrix(x), transformed);
     bytes = saved_bytes(recipe, quantize(recipe.input, as_matrix(x),
                                          {.rowwise = !columnwise,
                                           .columnwise = columnwise,
@@ -247,8 +252,8 @@ BasicLinear::BackwardGradient BasicLinear::quantize_output_gradient(OpContext& c
   const bool needs_dw = ctx.needs_param_grad(0);
   // With one scale, codes of one byte are all that the ranks need: the columnwise copy is the transposed one.
   if (gathers_output_gradient() && recipe.grad_output.quantization().block == 0) {
-    const QuantizedRows rows(group(), recipe.grad_output, delayed, dy, recipe_hash(recipe), {});
-    auto all = rows.gather(group(), delayed);
+    const QuantizedRows rows(group(), nullptr, recipe.grad_output, delayed, dy, recipe_hash(recipe), {});
+    auto all = rows.gather(group(), nullptr, delayed);
     if (needs_dw) add_columnwise(all);
     observe(as_matrix(dy), rows.local);
     return {{}, std::move(all)};

@@ -276,8 +276,6 @@ GroupedLinear::ForwardResult GroupedLinear::forward_gemm(OpContext& ctx, const a
   kernels::GroupedEpilogue epilogue{.bias = biases_of(params), .path = path()};
   if (const auto* recipe = ctx.plan().recipe) {
     TORCH_CHECK_NOT_IMPLEMENTED(!recipe->is_delayed(), "delayed scaling is not supported. Use another recipe.");
-    TORCH_CHECK_NOT_IMPLEMENTED(recipe->backward_override != quant::BackwardOverride::dequantized,
-                                "backward_override=\"dequantized\" is not supported. Use \"high_precision\" or None.");
     epilogue.quantization = {.a = recipe->input.quantization(),
                              .b = recipe->weight.quantization(),
                              .checks_hadamard = needs_weight_grad(ctx) && !recipe->backward_override};
@@ -325,10 +323,11 @@ void GroupedLinear::bias_gradient(OpContext& ctx, const at::Tensor& dy, Params p
 std::optional<kernels::GroupedQuantization> GroupedLinear::backward_quantization(
     const OpContext& ctx, quant::Quantizer quant::Recipe::* other) const {
   const auto* recipe = ctx.plan().recipe;
-  if (!recipe || recipe->backward_override) return {};
-  return kernels::GroupedQuantization{.a = recipe->grad_output.quantization(),
-                                      .b = (recipe->*other).quantization(),
-                                      .seed = rounding_seed(ctx.saved(kRecipe))};
+  if (!recipe || recipe->backward_override == quant::BackwardOverride::high_precision) return {};
+  std::optional<kernels::Quantization> dy;
+  if (!recipe->backward_override) dy = recipe->grad_output.quantization();
+  return kernels::GroupedQuantization{
+      .a = dy, .b = (recipe->*other).quantization(), .seed = rounding_seed(ctx.saved(kRecipe))};
 }
 
 at::Tensor GroupedLinear::input_gradient_gemm(OpContext& ctx, const at::Tensor& dy, Params params) const {

@@ -101,15 +101,23 @@ bool copies_concatenate(const Quantization& quantization, int64_t rows, bool col
   return !blocks_of_rows || rows % quantization.block == 0;
 }
 
-at::Tensor reduced_amax(const comm::Group& group, const Quantization& quantization, const at::Tensor& rows,
-                        bool transformed) {
+at::Tensor reduced_amax(const comm::Group& group, comm::Transport* transport, const Quantization& quantization,
+                        const at::Tensor& rows, bool transformed) {
   if (!quantization.has_amax()) return {};
   const auto local = kernels::quantization_amax(rows, quantization, transformed);
-  return quantization.row_scaled ? local : group.all_gather(local).wait().max().view({1});
+  if (quantization.row_scaled) return local;
+  const auto all =
+      transport ? overlap::OverlappedAllGather(*transport, local.view({1, 1})).wait() : group.all_gather(local).wait();
+  return all.max().view({1});
 }
 
 comm::Work gather_copies(const comm::Group& group, const DistributedCopy& copy, const at::Tensor& bytes) {
   return group.all_gather(with_header(copy, bytes).unsqueeze(0));
+}
+
+at::Tensor gather_copies(comm::Transport& transport, const DistributedCopy& copy, const at::Tensor& bytes) {
+  auto all = overlap::OverlappedAllGather(transport, with_header(copy, bytes).view({-1, kHeaderBytes})).wait();
+  return all.view({transport.size(), -1});
 }
 
 QuantizedMatrix join_copies(const DistributedCopy& copy, const at::Tensor& gathered) {

@@ -1,10 +1,12 @@
+#include <exception>
+
 #include "weft/overlap/blocks.h"
 #include "weft/overlap/schedules.h"
 
 namespace weft::overlap {
 namespace {
 
-constexpr int64_t kWireRow = 64;  // bytes of a row of the collective; blocks are multiples of it
+constexpr int64_t kUnit = 64;  // bytes of which the collective counts the arrival; blocks are multiples of it
 
 class AllGatherQuantizedGemm {
  public:
@@ -15,7 +17,7 @@ class AllGatherQuantizedGemm {
         x_(x),
         check_(check),
         sizes_(x.rows.quantization, x.rows.rows, x.rows.columns, false),
-        collective_(transport.all_gather(x.bytes.view({-1, kWireRow}))) {
+        collective_(transport.all_gather(x.bytes.view({-1, kUnit}))) {
     chunks_.rows = x.rows.rows * transport.size();
     chunks_.list.push_back({x.rows, transport.rank() * x.rows.rows});
     for (const int peer : peers(transport))
@@ -30,8 +32,12 @@ class AllGatherQuantizedGemm {
   AllGatherQuantizedGemm& operator=(const AllGatherQuantizedGemm&) = delete;
 
   at::Tensor run(const kernels::QuantizedOperand& w, const kernels::Epilogue& epilogue) {
+    // The AMX GEMM progresses the network itself.
+    splits_own_rows_ =
+        !transport_.zero_copy() && !kernels::supports_blocked_layout(at::kBFloat16, w.matrix.rows, w.matrix.columns);
     auto y = kernels::quantized_gemm(chunks_, w, epilogue);
     collective_->finish();
+    if (error_) std::rethrow_exception(error_);
     return y;
   }
 
@@ -46,18 +52,22 @@ class AllGatherQuantizedGemm {
 
   int64_t ready(int chunk, int64_t from) {
     const auto rows = x_.rows.rows;
-    if (chunk == 0) return transport_.zero_copy() ? rows : std::min(rows, from + own_rows_between_progress());
+    if (chunk == 0) return splits_own_rows_ ? std::min(rows, from + std::max(chunks_.min_block_rows, rows / 4)) : rows;
     const int peer = (transport_.rank() + chunk) % transport_.size();
-    const auto wire_rows = x_.bytes.numel() / kWireRow;
-    const auto needed = (bytes_before(from + 1) + kWireRow - 1) / kWireRow;
-    const auto arrived = arrived_from_all(*collective_, {peer}, needed - 1, wire_rows);
-    if (from == 0)
-      check_(peer, collective_->incoming(peer).view({-1}).narrow(0, 0, x_.header_bytes), chunks_.list[chunk].matrix);
-    return arrived == wire_rows ? rows : (arrived * kWireRow - bytes_before(0)) / sizes_.row_bytes;
+    const auto units = x_.bytes.numel() / kUnit, needed = (bytes_before(from + 1) + kUnit - 1) / kUnit;
+    const auto arrived = arrived_from_all(*collective_, {peer}, needed - 1, units);
+    if (from == 0) check(peer, chunks_.list[chunk].matrix);
+    return arrived == units ? rows : (arrived * kUnit - bytes_before(0)) / sizes_.row_bytes;
   }
 
-  /// A GEMM of MKL is not interrupted to progress the network, so own rows are multiplied in parts.
-  int64_t own_rows_between_progress() const { return std::max<int64_t>(chunks_.min_block_rows, x_.rows.rows / 4); }
+  /// Keeps the error until all ranks have finished the collective, so that the group stays usable.
+  void check(int peer, const kernels::QuantizedMatrix& rows) {
+    try {
+      check_(peer, collective_->incoming(peer).view({-1}).narrow(0, 0, x_.header_bytes), rows);
+    } catch (...) {
+      if (!error_) error_ = std::current_exception();
+    }
+  }
 
   comm::Transport& transport_;
   const QuantizedBlock& x_;
@@ -65,6 +75,8 @@ class AllGatherQuantizedGemm {
   kernels::CopySizes<int64_t> sizes_;
   std::unique_ptr<comm::InFlightCollective> collective_;
   kernels::QuantizedRowChunks chunks_;
+  bool splits_own_rows_ = false;  // a GEMM of MKL is not interrupted to progress the network
+  std::exception_ptr error_;
 };
 
 }  // namespace

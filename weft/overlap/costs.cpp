@@ -136,8 +136,8 @@ double Costs::gemm(int64_t rows, int64_t n, int64_t k) const {
 
 double OverlapShape::bytes() const {
   const int64_t columns = op == comm::CommOp::all_gather ? k : n;
-  const double values = static_cast<double>(columns) * static_cast<double>(c10::elementSize(dtype));
-  return static_cast<double>((ranks - 1) * rows) * (row_bytes > 0 ? row_bytes : values);
+  return static_cast<double>(ranks - 1) * static_cast<double>(rows * columns) *
+         static_cast<double>(c10::elementSize(dtype));
 }
 
 Prediction predict(const OverlapShape& shape, const Costs& costs, bool zero_copy) {

@@ -29,7 +29,6 @@ struct OverlapShape {
   int64_t rows = 0;  // of one rank's block
   int64_t n = 0, k = 0;
   int ranks = 1;
-  double row_bytes = 0;  // bytes of a row that is sent; 0: of its values in `dtype`
 
   /// Bytes that each rank sends, and receives.
   double bytes() const;

@@ -8,7 +8,7 @@
 
 // Schedules that overlap a collective with a GEMM [S, K] x [K, N]. p ranks; S rows in total; rank r owns block r.
 // Every rank of the transport calls the same function with the same sizes. Sums over ranks accumulate in float32
-// (float64 for float64) and round once; blocks are sent in the dtype of the GEMM result.
+// (float64 for float64) and round once; their blocks are sent in the dtype of the GEMM result.
 
 namespace weft::overlap {
 
@@ -28,7 +28,8 @@ struct QuantizedBlock {
 
 /// Y = epilogue(all_gather(X) Wᵀ) for a quantized X, as `all_gather_gemm`. Scales arrive before codes, and rows are
 /// decoded as they arrive. `check` is called for each peer before its rows are decoded, with its header and rows, and
-/// raises if they do not fit. Takes quantizations that `multiplies_in_chunks`.
+/// raises if they do not fit; the error is raised after the collective, which is complete on all ranks. Takes
+/// quantizations that `multiplies_in_chunks`.
 at::Tensor all_gather_gemm(
     comm::Transport& transport, const QuantizedBlock& x, const kernels::QuantizedOperand& w,
     const kernels::Epilogue& epilogue,

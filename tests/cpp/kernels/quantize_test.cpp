@@ -1,5 +1,6 @@
 // Conversions and scales of quantization, value by value; and the matrices in the vector tiers against `ref`.
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/allclose.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/clamp.h>
 #include <ATen/ops/empty_like.h>
@@ -211,6 +212,63 @@ TEST(Quantize, GemmIsThatOfDequantizedMatrices) {
     const auto bound = left.abs().matmul(right.abs().t()) * (310 * std::ldexp(1, -24));
     EXPECT_TRUE((y - left.matmul(right.t())).abs().le(bound).all().item<bool>());
   }
+}
+
+/// The rowwise copies of rows [0, 40) and [40, 90), with the scale of all rows.
+std::vector<QuantizedRowChunks::Chunk> two_chunks(const at::Tensor& x, const Quantization& how,
+                                                  const QuantizedMatrix& all) {
+  QuantizeArgs args;
+  if (how.has_amax()) args.amax = all.rowwise.amax;
+  return {{quantize(x.narrow(0, 0, 40), how, args), 0}, {quantize(x.narrow(0, 40, 50), how, args), 40}};
+}
+
+TEST(Quantize, GemmOfRowsThatArriveInPartsIsThatOfAllRows) {
+  at::manual_seed(2);
+  for (const auto& how : all_quantizations()) {
+    if (!multiplies_in_chunks(how) || how.hadamard || how.stochastic_rounding) continue;
+    for (const int64_t columns : {33, 300}) {
+      for (const auto dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
+        const auto x = at::randn({90, columns}).to(dtype), w = at::randn({72, columns}).to(dtype);
+        const auto bias = at::randn({72});
+        const auto a = quantize(x, how, {}), b = quantize(w, how, {});
+        QuantizedRowChunks chunks{.list = two_chunks(x, how, a), .rows = 90, .min_block_rows = 1};
+        int parts = 0, progressed = 0;
+        chunks.ready = [&](int chunk, int64_t from) {
+          ++parts;
+          return chunk == 0 ? std::min<int64_t>(40, from + 32) : std::min<int64_t>(50, from == 0 ? 1 : from + 33);
+        };
+        chunks.progress = [&] { ++progressed; };
+        const auto y = quantized_gemm(chunks, {b}, {.scale = 0.5, .bias = bias, .dtype = at::kFloat}).to(at::kDouble);
+        const auto left = dequantize(a, false, at::kFloat).to(at::kDouble),
+                   right = dequantize(b, false, at::kFloat).to(at::kDouble);
+        const auto bound = (left.abs().matmul(right.abs().t()) + bias.abs()) * (310 * std::ldexp(1, -24));
+        EXPECT_TRUE((y - (left.matmul(right.t()) * 0.5 + bias)).abs().le(bound).all().item<bool>());
+        EXPECT_GE(parts, 5);
+        EXPECT_GT(progressed, 0);
+      }
+    }
+  }
+}
+
+TEST(Quantize, GemmOfPartsTakesScalesBeyondBfloat16) {
+  at::manual_seed(3);
+  const Quantization mxfp8{.scale_format = ScaleFormat::e8m0, .block = 32};
+  for (const double exponent : {-126.0, 126.0}) {
+    auto x = at::randn({90, 64});
+    x.narrow(0, 60, 1).copy_(at::full({1, 64}, std::exp2(exponent)));  // of one row of the second chunk
+    const auto a = quantize(x, mxfp8, {}), b = quantize(at::randn({48, 64}), mxfp8, {});
+    const QuantizedRowChunks chunks{.list = two_chunks(x, mxfp8, a), .rows = 90};
+    const auto y = quantized_gemm(chunks, {b}, {.dtype = at::kFloat}),
+               expected = quantized_gemm({a}, {b}, {.dtype = at::kFloat});
+    EXPECT_TRUE(at::allclose(y, expected, 1e-5, 1e-5));
+    EXPECT_TRUE(at::allclose(y[60], expected[60], 1e-5, 0));
+  }
+}
+
+TEST(Quantize, GemmOfNoRowsIsEmpty) {
+  const auto b = quantize(at::randn({48, 64}), {}, {});
+  const auto none = quantize(at::randn({0, 64}), {}, {.amax = at::full({1}, 1.0, at::kFloat)});
+  EXPECT_EQ(quantized_gemm({.list = {{none, 0}, {none, 0}}, .rows = 0}, {b}, {}).sizes(), at::IntArrayRef({0, 48}));
 }
 
 }  // namespace

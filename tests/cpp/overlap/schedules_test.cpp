@@ -140,26 +140,29 @@ TEST_P(QuantizedSchedules, AllGatherGemmMatchesFullGemm) {
   }
 }
 
-TEST_P(QuantizedSchedules, OtherScaleOrHeaderFailsEveryRank) {
+TEST_P(QuantizedSchedules, ErrorOfACheckIsRaisedAfterTheCollective) {
   const int ranks = GetParam();
   const auto x = at::randn({8, kK}).to(at::kBFloat16);
   const auto q_w = kernels::quantize(at::randn({kN, kK}).to(at::kBFloat16), {}, {});
+  const auto rows = kernels::quantize(x, {}, {});
   EXPECT_THAT(run_ranks(ranks,
                         [&](ShmTransport& transport) {
-                          const auto scale = at::full({1}, transport.rank() == 0 ? 1.0 : 2.0, at::kFloat);
-                          const auto rows = kernels::quantize(x, {}, {.scale = scale});
-                          overlap::all_gather_gemm(transport, block_of(rows), {q_w}, {}, ignore);
+                          const auto call = [&](const auto& check) {
+                            return overlap::all_gather_gemm(transport, block_of(rows), {q_w}, {}, check);
+                          };
+                          std::string error;
+                          try {
+                            call([&](int rank, const Tensor&, const kernels::QuantizedMatrix&) {
+                              TORCH_CHECK_VALUE(transport.rank() != 0, "rank ", rank, " does not fit");
+                            });
+                          } catch (const c10::ValueError& e) {
+                            error = e.what_without_backtrace();
+                          }
+                          const bool expected = transport.rank() == 0;
+                          if ((error == "rank 1 does not fit") != expected) C10_THROW_ERROR(Error, "error: " + error);
+                          if (call(ignore).size(0) != 8 * ranks) C10_THROW_ERROR(Error, "wrong size");
                         }),
-              Each(::testing::Not("")));
-  EXPECT_THAT(run_ranks(ranks,
-                        [&](ShmTransport& transport) {
-                          const auto rows = kernels::quantize(x, {}, {.scale = at::ones({1})});
-                          overlap::all_gather_gemm(transport, block_of(rows), {q_w}, {},
-                                                   [](int rank, const Tensor&, const kernels::QuantizedMatrix&) {
-                                                     TORCH_CHECK_VALUE(false, "header of rank ", rank);
-                                                   });
-                        }),
-              Each(::testing::Not("")));
+              Each(""));
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, QuantizedSchedules, ::testing::Values(2, 3));

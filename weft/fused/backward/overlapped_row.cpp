@@ -26,7 +26,7 @@ class OverlappedRowBackward final : public BackwardFusion {
     if (!linear.needs_input_grad()) return without_overlap(ctx, dy);  // no GEMM to overlap with
     const auto& w = linear_->backward_weight(linear, ctx.params(linear_.index));
     const auto local = ops::as_matrix(ops::as_dtype(dy, w.scalar_type()));
-    auto* transport = call.all_gather(local, w.size(1), w.size(0));
+    auto* transport = call.all_gather(local.scalar_type(), local.size(0), w.size(1), w.size(0));
     if (!transport) return without_overlap(ctx, dy);
     at::Tensor all;
     const bool needs_all_dy = linear.needs_param_grad(0) || needs_bias_grad(ctx);

@@ -1,7 +1,5 @@
 #include "weft/fused/overlapped.h"
 #include "weft/ops/leading_dims.h"
-#include "weft/overlap/schedules.h"
-#include "weft/quant/recipe.h"
 
 namespace weft::fused {
 namespace {
@@ -30,7 +28,9 @@ class OverlappedColumn final : public ForwardFusion {
     auto linear = ctx.op(0);
     const auto& weight = ctx.params(0)[0];
     OverlappedCall call(ctx, group_);
-    auto* transport = call.all_gather_input(linear, *linear_.op, x, linear.dtype(weight.scalar_type()));
+    const auto rows = c10::multiply_integers(x.sizes().slice(0, std::max<int64_t>(x.dim(), 1) - 1));
+    auto* transport = call.all_gather(linear.dtype(weight.scalar_type()), rows, linear_->local_out_features(),
+                                      linear_->local_in_features());
     return linear_->forward_gemm(linear, x, weight, std::move(epilogue), transport);
   }
 
@@ -40,18 +40,13 @@ class OverlappedColumn final : public ForwardFusion {
   LinearGroup group_;
 };
 
-std::string reject_recipe(const PlanView& view) {
-  const auto* recipe = quant::find_recipe(view.key.recipe());
-  if (!recipe || kernels::multiplies_in_chunks(recipe->input.quantization())) return {};
-  return "the recipe quantizes the input in blocks that span rows, or with float32 scales that are not powers of two";
-}
-
 std::string reject(const Match& m, const PlanView& view) {
   const auto& linear = m.get<ops::BasicLinear>();
   if (!linear.gathers_input()) return "no communication in forward without sequence_parallel";
-  return first_reason({reject_overlap(m, view), reject_recipe(view),
-                       reject_activation(m.find<ops::ActivationOp>(), linear.local_out_features()),
-                       reject_mixed_dtypes(m, view, 0, m.size() - 1)});
+  if (auto reason = first_reason({reject_overlap(m, view), reject_mixed_dtypes(m, view, 0, m.size() - 1)});
+      !reason.empty() || view.key.recipe())
+    return reason;
+  return reject_activation(m.find<ops::ActivationOp>(), linear.local_out_features());
 }
 
 }  // namespace
