@@ -138,11 +138,13 @@ kernels::GemmResult BasicLinear::local_gemm(OpContext& ctx, const at::Tensor& x,
                                             kernels::Epilogue epilogue, comm::Transport* transport) const {
   if (ctx.plan().recipe) return quantized_gemm(ctx, x, weight, epilogue, transport);
   const auto [local, w] = operands(ctx, x, weight);
+  const bool gathers = gathers_input();
   epilogue.b_is_weight = true;
   auto result = transport ? overlap::all_gather_gemm(*transport, as_matrix(local), kernels::transposed(w), epilogue)
-                          : kernels::gemm(as_matrix(gather_input(local).wait()), kernels::transposed(w), epilogue);
-  result.out = restore_gathered(result.out, local, gathers_input());
-  if (result.pre_act.defined()) result.pre_act = restore_gathered(result.pre_act, local, gathers_input());
+                          : kernels::gemm(as_matrix(gathers ? gather_input(local).wait() : local),
+                                          kernels::transposed(w), epilogue);
+  result.out = restore_gathered(result.out, local, gathers);
+  if (result.pre_act.defined()) result.pre_act = restore_gathered(result.pre_act, local, gathers);
   return result;
 }
 
