@@ -104,7 +104,7 @@ bool copies_concatenate(const Quantization& quantization, int64_t rows, bool col
 at::Tensor reduced_amax(const comm::Group& group, comm::Transport* transport, const Quantization& quantization,
                         const at::Tensor& rows, bool transformed) {
   if (!quantization.has_amax()) return {};
-  const auto local = kernels::quantization_amax(rows, quantization, transformed);
+  auto local = kernels::quantization_amax(rows, quantization, transformed);
   if (quantization.row_scaled) return local;
   const auto all =
       transport ? overlap::OverlappedAllGather(*transport, local.view({1, 1})).wait() : group.all_gather(local).wait();
