@@ -39,7 +39,8 @@ class OverlappedCall {
   OverlappedCall& operator=(const OverlappedCall&) = delete;
 
   /// The transport for the all-gather of a rank's rows [rows, k], overlapped with their GEMM with [k, n]; null: use
-  /// plain collectives. Does not depend on the recipe, so that ranks with different recipes find that out.
+  /// plain collectives. Does not depend on the recipe: ranks with different recipes must meet in the same collective,
+  /// which detects the mismatch.
   comm::Transport* all_gather(at::ScalarType dtype, int64_t rows, int64_t n, int64_t k);
   /// The transport for the reduction of the GEMM of `rows` with [k, n].
   comm::Transport* reduction(const at::Tensor& rows, int64_t n, int64_t k);

@@ -20,6 +20,7 @@ QuantizedMatrix quantize_group(const at::Tensor& t, const Quantization& how, boo
   return quantize(t, how, {.rowwise = !columnwise, .columnwise = columnwise, .random = random});
 }
 
+/// The values of the rowwise copy of t.
 at::Tensor rounded_by(const Quantization& how, const at::Tensor& t) {
   return dequantize(quantize_group(t, how, false), false, t.scalar_type());
 }

@@ -6,7 +6,7 @@
 namespace weft::overlap {
 namespace {
 
-constexpr int64_t kUnit = 64;  // bytes of which the collective counts the arrival; blocks are multiples of it
+constexpr int64_t kUnit = 64;  // bytes of a row of the collective; a block consists of whole rows
 
 class AllGatherQuantizedGemm {
  public:

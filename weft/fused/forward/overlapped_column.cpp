@@ -1,5 +1,6 @@
+#include <c10/util/accumulate.h>
+
 #include "weft/fused/overlapped.h"
-#include "weft/ops/leading_dims.h"
 
 namespace weft::fused {
 namespace {
