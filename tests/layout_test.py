@@ -23,7 +23,7 @@ MAY_INCLUDE = {
 # What the files of ops share. Any other file of weft/ops is an operation.
 OPS_SHARED = (
     "activation_op|attention|call_report|context|field_descriptions|leading_dims|operation|parallel|pass_through|qkv|quantized_gather|registry|saved_recipe|spec"
-    "|wgrad_(attrs|queue|sink)"
+    "|wgrad_(attrs|handle|queue|sink)"
 )
 AN_OPERATION = rf"weft/ops/(?!({OPS_SHARED})\.h)"
 

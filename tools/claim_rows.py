@@ -225,8 +225,10 @@ CLAIMS = {
                     if_quick=("Activation*:*Norm*:*Quantize*",)),)),
         Row("2", "a repaired wheel of <= 20 MB runs all examples where there is no compiler; import <= 150 ms",
             (script("bash", "tools/build_wheel.sh", figure=r"wheel: import weft after torch takes \d+ ms"),)),
-        Row("3", "compiled, fullgraph=True, operations and weft.compat: <= 2 graphs for 5 batch sizes; equal gradients",
-            (pytest("tests/python/test_compat_modules.py", "-k", "compile"), pytest("tests/python/test_compile.py"))),
+        Row("3", "compiled, fullgraph=True, operations and weft.compat, with and without main_grad: <= 2 graphs for 5 "
+            "batch sizes; equal gradients",
+            (pytest("tests/python/test_compat_modules.py", "-k", "compile"), pytest("tests/python/test_compile.py"),
+             pytest("tests/python/test_compile_main_grad.py"))),
         Row("4", "FLOP counts, profiler ranges, TORCH_LOGS, AOTInductor, opcheck of every operation and fusion",
             (pytest("tests/python/test_log.py"), pytest("tests/python/test_nn_module.py", "-k", "profiler"),
              pytest("tests/python", "-k", "flops or opcheck"), pytest("tests/python/test_dispatcher.py"))),

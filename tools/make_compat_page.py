@@ -66,8 +66,8 @@ falls back as usual.
 - `return_bias=True` returns the Parameter itself, as Transformer Engine does. Under FSDP2 its memory is freed when the
   sharded module's forward ends, so apply `fully_shard` to a module that also adds the bias.
 - Replaced Parameters take effect at the next call. `.to()`, `deepcopy` and FSDP see this module's Parameters only.
-- Modules compile with `fullgraph=True`, except with `fuse_wgrad_accumulation`, `delay_wgrad_compute` or context
-  parallelism, which break the graph.
+- Modules compile with `fullgraph=True`, also with `fuse_wgrad_accumulation`. `delay_wgrad_compute`, context parallelism
+  and, with `fuse_wgrad_accumulation`, `is_first_microbatch=True` break the graph.
 - Context parallelism gathers all keys and values on each rank. Without AMX, causal attention to more keys than queries
   is computed by ATen calls (tier `ref`).
 """

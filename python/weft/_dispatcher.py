@@ -49,6 +49,7 @@ class TracedSegment(NamedTuple):
 
     text: str | None  # None: a separately called module, whose path is slots[0][0]
     slots: tuple[tuple[str, str], ...]  # path of the module and name of each parameter
+    accumulates: tuple[bool, ...]  # whether the gradient of each parameter is accumulated into main_grad
     modes: tuple[str, ...]  # paths of the operations that depend on training mode
     sources: tuple[str | None, ...]
     targets: tuple[tuple[str | None, bool], ...]
@@ -61,51 +62,74 @@ def _segments_as_constants(module_id: int, version: int) -> tuple[TracedSegment,
     return segments
 
 
+def _give_handles(module_id: int, version: int) -> bool:
+    """Gives Parameters that are accumulated into main_grad their handles, as an attribute, so that the compiler finds
+    them. Returns False if the gradient of something else is accumulated."""
+    for owner, name in registered_module(module_id)._accumulated_slots():
+        param = getattr(owner, name)
+        if not isinstance(param, torch.nn.Parameter) or not param.is_leaf or is_dtensor(param):
+            return False
+        param.__dict__["_main_grad_handle"] = _C.main_grad_handle(param)
+    return True
+
+
 def _joint_rules() -> str:
     """Returns the joint fusions of a program, fixed when it is traced: they determine what is saved."""
     return _C.enabled_joint_rules()
 
 
-# Same as torch.compiler.assume_constant_result, without the slow import of the compiler.
-_segments_as_constants.__dict__["_dynamo_marked_constant"] = True
-_joint_rules.__dict__["_dynamo_marked_constant"] = True
+_call_numbers = itertools.count(1)
 
 
-def applies(module: torch.nn.Module, x: Any) -> bool:
+def _call_number() -> int:
+    """Returns another number for each call in a program."""
+    return next(_call_numbers)
+
+
+for function in (_segments_as_constants, _give_handles, _joint_rules, _call_number):
+    # Same as torch.compiler.assume_constant_result, without the slow import of the compiler.
+    function.__dict__["_dynamo_marked_constant"] = True
+
+
+def applies(module: PipelineModule, x: Any) -> bool:
     """Whether a call must go through the dispatcher.
 
     True when the call is compiled, x is a fake tensor or a dispatch mode is active. False if an operation in `module`
-    is written in Python, or if a weight gradient is computed where the observer cannot see it: a compiler would remove
-    writes to main_grad and delayed gradients as dead code; a dispatch mode sees main_grad as a mutated argument, but
-    not delayed gradients."""
-    compiling = torch.compiler.is_compiling()
-    observed = compiling or _C.dispatch_mode_active()
+    is written in Python, delays weight gradients, which the observer would not see, or accumulates the gradient of a
+    weight that is not a Parameter."""
+    observed = torch.compiler.is_compiling() or _C.dispatch_mode_active()
     if not observed and type(x).__name__ != "FakeTensor":
         return False
     differentiates = observed and torch.is_grad_enabled() and not torch.compiler.is_exporting()
     for child in module.modules():
         if getattr(child, "_written_in_python", False):
             return False
-        if differentiates and getattr(child, "_wgrad_bypasses_autograd" if compiling else "_delays_wgrad", False):
+        if differentiates and getattr(child, "_delays_wgrad", False):
             return False
+    if differentiates and torch.compiler.is_compiling():
+        return _give_handles(module._module_id, _description_version(module))
     return True
 
 
 def run(module: PipelineModule, x: torch.Tensor, extra_inputs: tuple[torch.Tensor, ...]) -> Output:
     """Calls a module through the dispatcher. The compiler traces this function: use only what Dynamo supports."""
-    version = 0
-    for child in module.modules():
-        version += getattr(child, "_description_version", 0)
 
     def call(segment: TracedSegment, x: torch.Tensor, inputs: Tensors) -> Any:
         if segment.text is None:
             return module.get_submodule(segment.slots[0][0])(x, *inputs)
         params = [_local(module.get_submodule(path), name) for path, name in segment.slots]
         eval_mask = sum(1 << bit for bit, path in enumerate(segment.modes) if not module.get_submodule(path).training)
-        outputs = _call(x, params, inputs, segment.text, eval_mask)
+        random = eval_mask != (1 << len(segment.modes)) - 1
+        outputs = _call(x, params, inputs, segment, eval_mask, random)
         return outputs[: 1 + len(segment.targets)] if segment.targets else outputs[0]
 
-    return run_segments(_segments_as_constants(module._module_id, version), x, extra_inputs, call)
+    segments = _segments_as_constants(module._module_id, _description_version(module))
+    return run_segments(segments, x, extra_inputs, call)
+
+
+def _description_version(module: torch.nn.Module) -> int:
+    """Returns a number that changes with the operations in a module."""
+    return sum([getattr(child, "_description_version", 0) for child in module.modules()])
 
 
 def _local(owner: torch.nn.Module, name: str) -> Any:
@@ -151,7 +175,9 @@ def run_segments(
     return (x, *returned) if returned else x
 
 
-def _call(x: torch.Tensor, params: Tensors, extras: Tensors, text: str, eval_mask: int) -> Any:
+def _call(
+    x: torch.Tensor, params: Tensors, extras: Tensors, segment: TracedSegment, eval_mask: int, random: bool
+) -> Any:
     device = x.device.type
     autocast = "none"
     if torch.is_autocast_enabled(device):
@@ -163,7 +189,25 @@ def _call(x: torch.Tensor, params: Tensors, extras: Tensors, text: str, eval_mas
     metas = [_tensor_meta(t, grad) for t in inputs]
     recipe = _autocast.active.text
     call = f'autocast={autocast}{recipe}, eval={eval_mask}, joint="{_joint_rules()}", tensors="{" ".join(metas)}"'
-    return torch.ops.weft.pipeline_forward(inputs, f"{text} @call({call})")
+    text = f"{segment.text} @call({call})"
+    handles, dummies = _main_grad_handles(params, segment.accumulates)
+    if not random and not handles:
+        return torch.ops.weft.pipeline_forward(inputs, text)
+    number = _call_number() if torch.compiler.is_compiling() else 0
+    return torch.ops.weft.pipeline_forward_distinct(x, inputs[1:], handles, dummies, text, number)
+
+
+def _main_grad_handles(params: list[Any], accumulates: tuple[bool, ...]) -> tuple[Tensors, list[bool]]:
+    """Returns the handles of the Parameters whose main_grad backward of a compiled call changes, and whether it sets
+    their .grad to a dummy."""
+    handles: Tensors = []
+    dummies: list[bool] = []
+    if torch.compiler.is_compiling() and torch.is_grad_enabled() and not torch.compiler.is_exporting():
+        for param, accumulated in zip(params, accumulates, strict=True):
+            if accumulated and param.requires_grad:
+                handles.append(param._main_grad_handle)
+                dummies.append(hasattr(param, "grad_added_to_main_grad"))
+    return handles, dummies
 
 
 def _tensor_meta(t: torch.Tensor, grad: bool) -> str:
@@ -202,31 +246,70 @@ def _backward_into_fake(
     return [grad.new_empty([0]) if accumulated else grad for grad, (_, _, accumulated) in gradient_info]
 
 
+def _forward_distinct_fake(
+    x: torch.Tensor, extras_and_params: Tensors, handles: Tensors, dummies: list[bool], text: str, call: int
+) -> Tensors:
+    return _forward_fake([x, *extras_and_params], text)
+
+
+def _backward_distinct_fake(
+    grads: Gradients, inputs_and_saved: Tensors, handles: Tensors, dummies: list[bool], text: str, call: int
+) -> Tensors:
+    found = _backward_fake(grads, inputs_and_saved, text)
+    returned = iter(dummies)
+    for i, (_, needs_grad, accumulated) in enumerate(_C.gradients(text)):
+        if needs_grad and accumulated and not next(returned):
+            found[i] = found[i].new_empty([0])
+    return [*found, *(torch.empty_like(handle) for handle in handles)]
+
+
 torch.library.register_fake("weft::pipeline_forward", _forward_fake)
+torch.library.register_fake("weft::pipeline_forward_distinct", _forward_distinct_fake)
+torch.library.register_fake("weft::pipeline_backward_distinct", _backward_distinct_fake)
 torch.library.register_fake("weft::pipeline_backward", _backward_fake)
 torch.library.register_fake("weft::pipeline_backward_into", _backward_into_fake)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Tensors, str], output: Tensors) -> None:
-    tensors, ctx.text = inputs
-    ctx.num_inputs, ctx.num_outputs = len(tensors), _C.num_outputs(ctx.text)
-    ctx.num_params = _C.num_params(ctx.text)
+def _save(ctx: Any, text: str, tensors: Tensors, handles: Tensors, output: Tensors) -> None:
+    ctx.text = text
+    ctx.num_inputs, ctx.num_params, ctx.num_outputs = len(tensors), _C.num_params(text), _C.num_outputs(text)
+    ctx.num_handles = len(handles)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output[ctx.num_outputs :])
+    ctx.save_for_backward(*handles, *tensors, *output[ctx.num_outputs :])
 
 
-def _backward(ctx: Any, grads: Gradients) -> tuple[Gradients, None]:
-    needed = ctx.needs_input_grad[0]
-    needed = needed if isinstance(needed, (list, tuple)) else [needed] * ctx.num_inputs
-    tensors, gradient_info = list(ctx.saved_tensors), _C.gradients(ctx.text)
+def _setup_context(ctx: Any, inputs: tuple[Tensors, str], output: Tensors) -> None:
+    tensors, text = inputs
+    _save(ctx, text, tensors, [], output)
+
+
+def _setup_context_distinct(
+    ctx: Any, inputs: tuple[torch.Tensor, Tensors, Tensors, list[bool], str, int], output: Tensors
+) -> None:
+    x, extras_and_params, handles, ctx.dummies, text, ctx.call = inputs
+    _save(ctx, text, [x, *extras_and_params], handles, output)
+
+
+def _check_planned(needed: list[bool], gradient_info: list[tuple[str, bool, bool]]) -> None:
     for (name, planned, _), need in zip(gradient_info, needed, strict=True):
         if need and not planned:
             raise RuntimeError(
                 f"weft: the gradient of {name} is needed, but the program was exported or compiled without it. Export "
                 "it again with gradients enabled (outside torch.no_grad()) and requires_grad=True on that tensor."
             )
+
+
+def _gradients(ctx: Any, grads: Gradients, needed: list[bool]) -> tuple[Gradients, Tensors]:
+    """Returns the gradients of the inputs (None: not needed, or accumulated into main_grad) and of the handles."""
+    saved = list(ctx.saved_tensors)  # read once: checkpointing raises if it is read again
+    handles, tensors = saved[: ctx.num_handles], saved[ctx.num_handles :]
+    gradient_info = _C.gradients(ctx.text)
+    _check_planned(needed, gradient_info)
     grads = list(grads[: ctx.num_outputs])
-    if any(needs_grad and accumulated for _, needs_grad, accumulated in gradient_info):
+    if handles:
+        op = torch.ops.weft.pipeline_backward_distinct
+        found = op(grads, tensors, handles, ctx.dummies, ctx.text, ctx.call)
+    elif any(needs_grad and accumulated for _, needs_grad, accumulated in gradient_info):
         leaves = [getattr(node, "variable", t) for t, (node, _) in zip(tensors, ctx.next_functions, strict=False)]
         main_grads = [
             getattr(t, "main_grad", None) for t, (*_, into) in zip(leaves, gradient_info, strict=True) if into
@@ -238,10 +321,29 @@ def _backward(ctx: Any, grads: Gradients) -> tuple[Gradients, None]:
         found = torch.ops.weft.pipeline_backward(grads, tensors, ctx.text)
     # An empty tensor: the gradient was accumulated into main_grad.
     rows = zip(found, tensors, needed, strict=False)
-    return [grad if need and grad.shape == t.shape else None for grad, t, need in rows], None
+    of_inputs = [grad if need and grad.shape == t.shape else None for grad, t, need in rows]
+    return of_inputs[: ctx.num_inputs], list(found[ctx.num_inputs :])
+
+
+def _backward(ctx: Any, grads: Gradients) -> tuple[Gradients, None]:
+    return _gradients(ctx, grads, _as_list(ctx.needs_input_grad[0], ctx.num_inputs))[0], None
+
+
+def _backward_distinct(ctx: Any, grads: Gradients) -> tuple[Any, ...]:
+    x_needed, others_needed, *_ = ctx.needs_input_grad
+    needed = [x_needed, *_as_list(others_needed, ctx.num_inputs - 1)]
+    (dx, *others), of_handles = _gradients(ctx, grads, needed)
+    return dx, others, of_handles, None if ctx.dummies else [], None, None  # torch takes an empty list for tensors
+
+
+def _as_list(needed: bool | Sequence[bool], length: int) -> list[bool]:
+    return list(needed) if isinstance(needed, (list, tuple)) else [bool(needed)] * length
 
 
 torch.library.register_autograd("weft::pipeline_forward", _backward, setup_context=_setup_context)
+torch.library.register_autograd(
+    "weft::pipeline_forward_distinct", _backward_distinct, setup_context=_setup_context_distinct
+)
 
 
 def _reject_double_backward(ctx: Any, grads: Any) -> None:
@@ -252,6 +354,7 @@ def _reject_double_backward(ctx: Any, grads: Any) -> None:
 
 
 torch.library.register_autograd("weft::pipeline_backward", _reject_double_backward)
+torch.library.register_autograd("weft::pipeline_backward_distinct", _reject_double_backward)
 
 
 # ---- FLOPs of the GEMMs, for torch.utils.flop_counter --------------------------------------------------------------
@@ -266,7 +369,21 @@ def _forward_flops(inputs: list[Any], text: str, **_: Any) -> int:
     return _flops(inputs, text)[0]
 
 
+@register_flop_formula(torch.ops.weft.pipeline_forward_distinct)
+def _forward_distinct_flops(
+    x: Any, extras_and_params: list[Any], handles: Any, dummies: Any, text: str, call: int, **_: Any
+) -> int:
+    return _flops([x, *extras_and_params], text)[0]
+
+
 @register_flop_formula([torch.ops.weft.pipeline_backward, torch.ops.weft.pipeline_backward_into])
 def _backward_flops(grads: Any, inputs_and_saved: list[Any], *rest: Any, **_: Any) -> int:
     text: str = rest[-1]
     return _flops(inputs_and_saved[: len(_C.gradients(text))], text)[1]
+
+
+@register_flop_formula(torch.ops.weft.pipeline_backward_distinct)
+def _backward_distinct_flops(
+    grads: Any, inputs_and_saved: list[Any], handles: Any, dummies: Any, text: str, call: int, **_: Any
+) -> int:
+    return _backward_flops(grads, inputs_and_saved, text)

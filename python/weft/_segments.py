@@ -5,6 +5,7 @@ A module builds its segments once and again after it changed. Eager calls and `_
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -65,10 +66,11 @@ class Segment:
     def as_constants(self, paths: dict[int, str]) -> _dispatcher.TracedSegment:
         connections = tuple(self.sources), tuple(self.targets)
         if self.runner is None:
-            return _dispatcher.TracedSegment(None, ((paths[id(self.modules[0])], ""),), (), *connections)
+            return _dispatcher.TracedSegment(None, ((paths[id(self.modules[0])], ""),), (), (), *connections)
         slots = tuple((paths[id(module)], name) for module, name in self.runner.parameter_slots)
+        accumulates = tuple(_C.accumulates_into_main_grad(self.runner.text))
         modes = tuple(paths[id(op)] for op in self.runner.modes)
-        return _dispatcher.TracedSegment(self.runner.text, slots, modes, *connections)
+        return _dispatcher.TracedSegment(self.runner.text, slots, accumulates, modes, *connections)
 
 
 @dataclass
@@ -160,6 +162,15 @@ class PipelineModule(torch.nn.Module):
         """Returns its segments for `_dispatcher.run`, as constants."""
         paths = {id(module): path for path, module in self.named_modules()}
         return tuple(segment.as_constants(paths) for segment in self._current_program().segments)
+
+    def _accumulated_slots(self) -> list[tuple[torch.nn.Module, str]]:
+        """Returns the slots of the parameters whose gradients are accumulated into main_grad."""
+        slots: list[tuple[torch.nn.Module, str]] = []
+        for segment in self._current_program().segments:
+            if segment.runner is not None:
+                accumulates = _C.accumulates_into_main_grad(segment.runner.text)
+                slots += itertools.compress(segment.runner.parameter_slots, accumulates)
+        return slots
 
     def explain(self, *inputs: torch.Tensor) -> Explanation:
         """Explains the plan of a call with these inputs; see :func:`weft.explain`."""

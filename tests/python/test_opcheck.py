@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 FORWARD, BACKWARD = torch.ops.weft.pipeline_forward.default, torch.ops.weft.pipeline_backward.default
+RANDOM_FORWARD = torch.ops.weft.pipeline_forward_distinct.default
 
 
 class RecordedCalls(TorchDispatchMode):
@@ -21,7 +22,7 @@ class RecordedCalls(TorchDispatchMode):
         self.calls: list[tuple] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in (FORWARD, BACKWARD):
+        if func in (FORWARD, RANDOM_FORWARD, BACKWARD):
             assert not kwargs
             self.calls.append((func, args))
         return func(*args, **(kwargs or {}))
@@ -49,9 +50,9 @@ def check_calls(module: torch.nn.Module, inputs: list[torch.Tensor]) -> int:
     random = any(0 < getattr(m, "p", 0) < 1 for m in module.modules())
     for func, args in recorded.calls:
         text = next(a for a in args if isinstance(a, str))
-        flags = needs_grad(text) if func is FORWARD else []
+        flags = [] if func is BACKWARD else needs_grad(text)
         tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
-        if func is FORWARD and not random:  # compares a compiled call with an eager one
+        if func is not BACKWARD and not random:  # compares a compiled call with an eager one
             tests.append("test_aot_dispatch_dynamic")
         arguments = tuple(renewed(a, flags) for a in args)
         assert not flags, "the text has more tensors than the call"

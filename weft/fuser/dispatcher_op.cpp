@@ -2,6 +2,10 @@
 // and dispatch modes. `inputs` are x, the extra inputs and the parameters, in the order of the pipeline text. Lists are
 // never empty, because AOTInductor passes None for an empty list. Results never alias inputs: aliases are copied, and a
 // saved slot that holds x or a parameter itself is an empty tensor, since backward receives those as inputs.
+//
+// The "distinct" ops are for calls that a compiler must not merge with equal ones, because each draws random numbers or
+// adds to a main_grad: `call`, which nobody reads, differs between them. `x` is not in a list, so that torch finds the
+// device of the random numbers that it saves for recomputation.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -10,6 +14,7 @@
 #include "weft/fuser/functional.h"
 #include "weft/fuser/graph_task.h"
 #include "weft/ops/wgrad_attrs.h"
+#include "weft/ops/wgrad_handle.h"
 
 namespace weft::fuser {
 namespace {
@@ -76,7 +81,6 @@ class DeclaredLeafParams final : public ops::LeafParams {
     return param;
   }
   int64_t graph_task_id() const override { return outermost_graph_task_id(); }
-  size_t size() const { return params_.size(); }
 
  private:
   at::TensorList params_, main_grads_;
@@ -85,7 +89,7 @@ class DeclaredLeafParams final : public ops::LeafParams {
 /// Gradients in the order of the inputs. A needed gradient that is zero is a tensor of zeros without `leaf_params`.
 /// Other missing gradients, those not needed or written to main_grad, are empty tensors.
 List differentiate(const c10::List<std::optional<at::Tensor>>& grads, at::TensorList tensors, c10::string_view text,
-                   const DeclaredLeafParams* leaf_params) {
+                   const ops::LeafParams* leaf_params) {
   const auto p = program(text);
   const size_t count = 1 + p.pipeline->caller_inputs().size() + p.pipeline->params().size();
   const auto inputs = tensors.slice(0, std::min(count, tensors.size()));
@@ -95,8 +99,6 @@ List differentiate(const c10::List<std::optional<at::Tensor>>& grads, at::Tensor
     const std::optional<at::Tensor> grad = grads.get(k);
     dy.push_back(grad.value_or(at::Tensor()));
   }
-  TORCH_CHECK_VALUE(!leaf_params || leaf_params->size() == params.size(), "Pipeline: expected ", params.size(),
-                    " leaf parameters, got ", leaf_params ? leaf_params->size() : 0, ".");
   // In the order x, parameters, extra inputs.
   const auto computed = backward(dy, tensors.slice(count), x, params, extras, text, leaf_params);
   List out, must_not_alias = tensors.vec();
@@ -120,20 +122,101 @@ List pipeline_backward(const c10::List<std::optional<at::Tensor>>& grads, at::Te
 
 List pipeline_backward_into(const c10::List<std::optional<at::Tensor>>& grads, at::TensorList tensors,
                             at::TensorList params, at::TensorList main_grads, c10::string_view text) {
+  const auto expected = program(text).pipeline->params().size();
+  TORCH_CHECK_VALUE(params.size() == expected, "Pipeline: expected ", expected, " leaf parameters, got ", params.size(),
+                    ".");
   const DeclaredLeafParams leaf_params(params, main_grads);
   return differentiate(grads, tensors, text, &leaf_params);
+}
+
+/// The Parameters that handles name: of each parameter that accumulates into main_grad and needs a gradient, in order.
+class NamedLeafParams final : public ops::LeafParams {
+ public:
+  NamedLeafParams(const Program& program, at::TensorList handles) : leaves_(program.pipeline->params().size()) {
+    const auto accumulates = accumulates_into_main_grad(*program.pipeline);
+    const auto first = 1 + program.pipeline->caller_inputs().size();
+    for (size_t p = 0; p < accumulates.size(); ++p)
+      if (accumulates[p] && program.plan->key.tensor_meta(static_cast<int>(first + p)).requires_grad)
+        named_.push_back(p);
+    TORCH_CHECK_VALUE(named_.size() == handles.size(), "Pipeline: expected ", named_.size(), " main_grad handles, got ",
+                      handles.size(), ".");
+    for (size_t i = 0; i < named_.size(); ++i) leaves_[named_[i]] = ops::parameter_of(handles[i]);
+  }
+
+  /// Raises if a handle does not name the parameter of the call: a Parameter may have the handle of another one whose
+  /// attributes were copied.
+  void check_names(at::TensorList params) const {
+    for (const auto p : named_) {
+      const auto &leaf = leaves_[p], &param = params[p];
+      TORCH_CHECK(leaf.const_data_ptr() == param.const_data_ptr() && leaf.sizes() == param.sizes(),
+                  "weft: the weight of shape ", param.sizes(),
+                  " of a compiled call has the main_grad handle of another weight. Delete its attribute "
+                  "_main_grad_handle, and compile the module again (torch.compiler.reset()).");
+    }
+  }
+
+  /// Raises if this backward must not write main_grad, or if a Parameter does not return a dummy gradient as expected.
+  void check_backward(const std::vector<bool>& dummies) const {
+    TORCH_CHECK_VALUE(dummies.size() == named_.size(), "Pipeline: expected ", named_.size(), " dummies, got ",
+                      dummies.size(), ".");
+    for (size_t i = 0; i < named_.size(); ++i) {
+      const auto& param = leaves_[named_[i]];
+      TORCH_CHECK(computes_gradient_of(ops::main_grad_handle(param)),
+                  "weft: torch.autograd.grad and backward(inputs=...) are not supported through a compiled call that "
+                  "accumulates into main_grad. Use backward() without inputs, or run the module eagerly.");
+      const bool has_flag = ops::wgrad_resolver(param).resolve(param, /*fetch=*/false).has_flag;
+      TORCH_CHECK(has_flag == dummies[i], "weft: the attribute grad_added_to_main_grad of a weight of shape ",
+                  param.sizes(), has_flag ? " was set" : " was deleted",
+                  " between forward and backward of a compiled call. Set it before the call.");
+    }
+  }
+
+  at::Tensor leaf(int p) const override { return leaves_[p]; }
+  int64_t graph_task_id() const override { return outermost_graph_task_id(); }
+
+ private:
+  std::vector<at::Tensor> leaves_;  // undefined for other parameters
+  std::vector<size_t> named_;       // parameters with a handle
+};
+
+List pipeline_forward_distinct(const at::Tensor& x, at::TensorList extras_and_params, at::TensorList handles,
+                               const c10::List<bool>& /*dummies*/, c10::string_view text, int64_t /*call*/) {
+  const auto p = program(text);
+  List inputs{x};
+  inputs.insert(inputs.end(), extras_and_params.begin(), extras_and_params.end());
+  if (!handles.empty()) NamedLeafParams(p, handles).check_names(split(*p.pipeline, inputs).params);
+  return pipeline_forward(inputs, text);
+}
+
+/// Gradients of the inputs, then of the handles: zeros.
+List pipeline_backward_distinct(const c10::List<std::optional<at::Tensor>>& grads, at::TensorList tensors,
+                                at::TensorList handles, const c10::List<bool>& dummies, c10::string_view text,
+                                int64_t /*call*/) {
+  const auto p = program(text);
+  const NamedLeafParams leaf_params(p, handles);
+  leaf_params.check_backward({dummies.begin(), dummies.end()});
+  auto out = differentiate(grads, tensors, text, &leaf_params);
+  for (const auto& handle : handles) out.push_back(at::zeros(handle.sizes(), handle.options()));
+  return out;
 }
 
 }  // namespace
 
 TORCH_LIBRARY(weft, m) {
-  m.def("pipeline_forward(Tensor[] inputs, str text) -> Tensor[]",
-        {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
+  m.def("pipeline_forward(Tensor[] inputs, str text) -> Tensor[]", {at::Tag::pt2_compliant_tag});
   m.def("pipeline_backward(Tensor?[] grads, Tensor[] inputs_and_saved, str text) -> Tensor[]",
         {at::Tag::pt2_compliant_tag});
   m.def(
       "pipeline_backward_into(Tensor?[] grads, Tensor[] inputs_and_saved, Tensor[] params, Tensor(a!)[] main_grads, "
       "str text) -> Tensor[]",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "pipeline_forward_distinct(Tensor x, Tensor[] extras_and_params, Tensor[] handles, bool[] dummies, str text, "
+      "int call) -> Tensor[]",
+      {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
+  m.def(
+      "pipeline_backward_distinct(Tensor?[] grads, Tensor[] inputs_and_saved, Tensor[] handles, bool[] dummies, "
+      "str text, int call) -> Tensor[]",
       {at::Tag::pt2_compliant_tag});
 }
 
@@ -141,6 +224,8 @@ TORCH_LIBRARY_IMPL(weft, CompositeExplicitAutograd, m) {
   m.impl("pipeline_forward", &pipeline_forward);
   m.impl("pipeline_backward", &pipeline_backward);
   m.impl("pipeline_backward_into", &pipeline_backward_into);
+  m.impl("pipeline_forward_distinct", &pipeline_forward_distinct);
+  m.impl("pipeline_backward_distinct", &pipeline_backward_distinct);
 }
 
 }  // namespace weft::fuser

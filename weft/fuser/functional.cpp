@@ -111,6 +111,20 @@ Program program(std::string_view text) {
   return kept.front();
 }
 
+std::vector<bool> accumulates_into_main_grad(const Pipeline& pipeline) {
+  const auto accumulates = [&](int op) {
+    const auto fields = pipeline.op(op).fields();
+    return std::any_of(fields.begin(), fields.end(), [](const FieldValue& field) {
+      return field.name == "accumulate_into_main_grad" && field.value == Value(true);
+    });
+  };
+  std::vector<bool> list;
+  for (int i = 0; i < pipeline.size(); ++i)
+    for (int p = pipeline.param_base(i); p < pipeline.param_base(i + 1); ++p)
+      list.push_back(pipeline.params()[p].supports_main_grad && accumulates(i));
+  return list;
+}
+
 std::string enabled_joint_rules() {
   std::string names;
   for (const auto& [id, rule] : *fused::current_rules().list)

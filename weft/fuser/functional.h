@@ -29,6 +29,9 @@ struct Program {
 };
 Program program(std::string_view text);
 
+/// For each parameter of a pipeline, whether its gradient is accumulated into main_grad.
+std::vector<bool> accumulates_into_main_grad(const Pipeline& pipeline);
+
 /// Both functions check every count, size, dtype and device against `text` and raise ValueError on a mismatch.
 struct Forward {
   std::vector<at::Tensor> outputs;  // the main output, then the extra outputs

@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -68,6 +69,14 @@ int64_t outermost_graph_task_id() {
       "unless the outer one recomputes the forward pass, as torch.utils.checkpoint does. Run the inner backward "
       "outside the outer one, or turn the options off.");
   return outermost->id;
+}
+
+bool computes_gradient_of(const at::Tensor& leaf) {
+  const auto* info = torch::autograd::get_current_graph_task_exec_info();
+  if (!info || info->empty()) return true;
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(leaf);
+  const auto found = info->find(accumulator.get());
+  return found != info->end() && found->second.should_execute();
 }
 
 }  // namespace weft::fuser

@@ -1,4 +1,6 @@
 #pragma once
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 
 namespace weft::fuser {
@@ -10,5 +12,9 @@ void track_recompute();
 /// The id of the backward that this thread executes. A nested backward, as started by reentrant checkpointing, has the
 /// id of the outermost one. Raises if the outermost one is unknown.
 int64_t outermost_graph_task_id();
+
+/// Whether the backward that this thread executes computes the gradient of `leaf`: all of them, or with
+/// torch.autograd.grad and backward(inputs=...) those asked for.
+bool computes_gradient_of(const at::Tensor& leaf);
 
 }  // namespace weft::fuser

@@ -45,29 +45,13 @@ py::list infer(const std::string& text, const py::list& inputs) {
   return results;
 }
 
-bool accumulates(const ops::BasicOp& op) {
-  const auto fields = op.fields();
-  return std::any_of(fields.begin(), fields.end(), [](const FieldValue& field) {
-    return field.name == "accumulate_into_main_grad" && field.value == Value(true);
-  });
-}
-
-/// For each parameter, whether its gradient is accumulated into main_grad.
-std::vector<bool> into_main_grad(const fuser::Pipeline& pipeline) {
-  std::vector<bool> list;
-  for (int i = 0; i < pipeline.size(); ++i)
-    for (int p = pipeline.param_base(i); p < pipeline.param_base(i + 1); ++p)
-      list.push_back(pipeline.params()[p].supports_main_grad && accumulates(pipeline.op(i)));
-  return list;
-}
-
 /// For each input: its name in error messages, whether the call computes its gradient, and whether that is accumulated
 /// into main_grad.
 py::list gradients(const std::string& text) {
   const auto program = fuser::program(text);
   const int extras = static_cast<int>(program.pipeline->caller_inputs().size());
   const auto& key = program.plan->key;
-  const auto accumulated = into_main_grad(*program.pipeline);
+  const auto accumulated = fuser::accumulates_into_main_grad(*program.pipeline);
   py::list list;
   for (int i = 0; i < key.num_tensors(); ++i) {
     const auto name = i == 0        ? std::string("the input")
@@ -101,6 +85,10 @@ void bind_functional(py::module_& m) {
   m.def(
       "num_params", [](const std::string& text) { return fuser::program(text).pipeline->params().size(); },
       py::arg("text"), "The number of parameters among the inputs of weft::pipeline_forward; they come last.");
+  m.def(
+      "accumulates_into_main_grad",
+      [](const std::string& text) { return fuser::accumulates_into_main_grad(fuser::Pipeline::parse(text)); },
+      py::arg("text"), "For each parameter of a pipeline, whether its gradient is accumulated into main_grad.");
   m.def("infer", &infer, py::arg("text"), py::arg("inputs"),
         "Specs of the results of a call; a tensor is given as (sizes, dtype).");
   m.def("gradients", &gradients, py::arg("text"),

@@ -4,6 +4,7 @@
 #include "weft/core/errors.h"
 #include "weft/ops/operation.h"
 #include "weft/ops/wgrad_attrs.h"
+#include "weft/ops/wgrad_handle.h"
 #include "weft/ops/wgrad_sink.h"
 #include "weft/python/bridge.h"
 #include "weft/python/module.h"
@@ -57,6 +58,8 @@ void bind_wgrad(py::module_& m) {
   ops::set_wgrad_resolver(&resolver);
   m.def("backward_dw", &backward_dw, py::arg("op"), py::arg("params"),
         "Computes the oldest delayed weight gradients of an operation; False if none are pending.");
+  m.def("main_grad_handle", &ops::main_grad_handle, py::arg("weight"),
+        "The handle by which the backward of a compiled program finds a weight, a tensor with one element.");
   m.def("pending_dw", &ops::pending_dw, py::arg("weight"), py::call_guard<py::gil_scoped_release>(),
         "The number of pending backward_dw() calls of a weight.");
 }
