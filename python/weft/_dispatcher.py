@@ -8,7 +8,6 @@ pipeline as text and can be traced. Its gradient is ``weft::pipeline_backward``.
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -26,22 +25,17 @@ if TYPE_CHECKING:
     Gradients = list[torch.Tensor | None]
     Output = torch.Tensor | tuple[torch.Tensor, ...]
 
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+
+
+def evaluated_when_traced(function: AnyFunction) -> AnyFunction:
+    """Makes the compiler call a function while it traces and take the result as a constant. Same as
+    torch.compiler.assume_constant_result, without the slow import of the compiler."""
+    function.__dict__["_dynamo_marked_constant"] = True
+    return function
+
+
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-
-# Modules by id: Dynamo treats an int as a constant, but not a module.
-_module_ids = itertools.count()
-_modules_by_id: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()
-
-
-def register_module(module: torch.nn.Module) -> None:
-    """Gives a module the id under which `registered_module` finds it."""
-    module_id = next(_module_ids)
-    object.__setattr__(module, "_module_id", module_id)
-    _modules_by_id[module_id] = module
-
-
-def registered_module(module_id: int) -> Any:
-    return _modules_by_id[module_id]
 
 
 class TracedSegment(NamedTuple):
@@ -55,24 +49,7 @@ class TracedSegment(NamedTuple):
     targets: tuple[tuple[str | None, bool], ...]
 
 
-def _segments_as_constants(module_id: int, version: int) -> tuple[TracedSegment, ...]:
-    """Returns the segments of a module as constants. `version` changes with them, so that the compiler evaluates this
-    function again."""
-    segments: tuple[TracedSegment, ...] = registered_module(module_id)._traced_segments()
-    return segments
-
-
-def _give_handles(module_id: int, version: int) -> bool:
-    """Gives Parameters that are accumulated into main_grad their handles, as an attribute, so that the compiler finds
-    them. Returns False if the gradient of something else is accumulated."""
-    for owner, name in registered_module(module_id)._accumulated_slots():
-        param = getattr(owner, name)
-        if not isinstance(param, torch.nn.Parameter) or not param.is_leaf or is_dtensor(param):
-            return False
-        param.__dict__["_main_grad_handle"] = _C.main_grad_handle(param)
-    return True
-
-
+@evaluated_when_traced
 def _joint_rules() -> str:
     """Returns the joint fusions of a program, fixed when it is traced: they determine what is saved."""
     return _C.enabled_joint_rules()
@@ -81,14 +58,10 @@ def _joint_rules() -> str:
 _call_numbers = itertools.count(1)
 
 
+@evaluated_when_traced
 def _call_number() -> int:
     """Returns another number for each call in a program."""
     return next(_call_numbers)
-
-
-for function in (_segments_as_constants, _give_handles, _joint_rules, _call_number):
-    # Same as torch.compiler.assume_constant_result, without the slow import of the compiler.
-    function.__dict__["_dynamo_marked_constant"] = True
 
 
 def applies(module: PipelineModule, x: Any) -> bool:
@@ -107,7 +80,7 @@ def applies(module: PipelineModule, x: Any) -> bool:
         if differentiates and getattr(child, "_delays_wgrad", False):
             return False
     if differentiates and torch.compiler.is_compiling():
-        return _give_handles(module._module_id, _description_version(module))
+        return module._give_handles(_guarded_state(module))
     return True
 
 
@@ -123,13 +96,31 @@ def run(module: PipelineModule, x: torch.Tensor, extra_inputs: tuple[torch.Tenso
         outputs = _call(x, params, inputs, segment, eval_mask, random)
         return outputs[: 1 + len(segment.targets)] if segment.targets else outputs[0]
 
-    segments = _segments_as_constants(module._module_id, _description_version(module))
-    return run_segments(segments, x, extra_inputs, call)
+    return run_segments(module._traced_segments(_guarded_state(module)), x, extra_inputs, call)
 
 
-def _description_version(module: torch.nn.Module) -> int:
-    """Returns a number that changes with the operations in a module."""
-    return sum([getattr(child, "_description_version", 0) for child in module.modules()])
+def give_handle(param: torch.nn.Parameter) -> None:
+    """Gives a Parameter its main_grad handle, as an attribute, so that the compiler finds it."""
+    param.__dict__["_main_grad_handle"] = _C.main_grad_handle(param)
+
+
+def discard_handles(module: torch.nn.Module) -> None:
+    """Discards the main_grad handles of Parameters that were pickled with them: they name other Parameters."""
+    for param in module._parameters.values():
+        if param is not None:
+            param.__dict__.pop("_main_grad_handle", None)
+
+
+def _guarded_state(module: torch.nn.Module) -> tuple[Any, ...]:
+    """Returns what the segments of a module depend on, besides its tree of classes. The compiler guards on what it
+    reads here, so that a program is used again for another module of the same kind, and not if something changed."""
+    state: list[Any] = []
+    for child in module.modules():
+        if hasattr(child, "_traced_segments"):  # a PipelineModule
+            state.append(getattr(child, "_description_text", None))
+            state.append(getattr(child, "fuse_nested", None))
+            state.append(getattr(child, "_patch_id", 0))
+    return tuple(state)
 
 
 def _local(owner: torch.nn.Module, name: str) -> Any:

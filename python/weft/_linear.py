@@ -104,6 +104,7 @@ class Linear(WgradModule, FusedOperation):
         resolve_parallel("Linear", fields)
         object.__setattr__(self, "_tracker", rng_state_tracker_function)
         object.__setattr__(self, "_fields", fields)
+        self._update_description()
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
         for component in self._stages():
@@ -140,7 +141,10 @@ class Linear(WgradModule, FusedOperation):
         _C.linear_ops(fields)  # raises before anything changes
         object.__setattr__(self, "_fields", fields)
         self.__dict__.pop("_components", None)
-        self._description_version += 1
+        self._update_description()
+
+    def _fields_text(self) -> str:
+        return str(self._fields)
 
     def _make_component(self, op: _C.Op) -> NativeOperation:
         cls = native_classes[op.name]

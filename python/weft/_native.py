@@ -67,6 +67,7 @@ class NativeOperation(BasicOperation):
         resolve_parallel(type(self).__name__, arguments)
         object.__setattr__(self, "_tracker", tracker)
         object.__setattr__(self, "_op", _C.make_op(self._type, {k: _to_cpp_value(v) for k, v in arguments.items()}))
+        self._update_description()
         if self._op.quantizes:
             reject_model_init(type(self).__name__)
         self._make_parameters(device)
@@ -83,6 +84,9 @@ class NativeOperation(BasicOperation):
 
     def _description(self) -> _C.Op:
         return self._op
+
+    def _fields_text(self) -> str:
+        return str(self._op.fields())
 
     def _parameter_slots(self) -> list[tuple[torch.nn.Module, str]]:
         owner = self.__dict__.get("_owner", self)  # a component of Linear reads Linear's Parameters
@@ -205,7 +209,7 @@ def _field_property(name: str) -> property:
         if name in GROUP_FIELDS:
             fields[name], fields[GROUP_FIELDS[name]] = group_name_and_size(type(self).__name__, value)
         object.__setattr__(self, "_op", _C.make_op(self._type, fields))
-        self._description_version += 1  # __setattr__ also invalidates all runners
+        self._update_description()
 
     return property(get, set)
 

@@ -54,7 +54,7 @@ class FusibleOperation(PipelineModule, StateKeys):
     Calling one outside a :class:`Sequential` runs it as its own pipeline, which is kept between calls.
     """
 
-    _description_version = 0  # counts changes of fields and channels; compiled code depends on it
+    _description_text = ""  # fields and channels; the compiler guards on it
     is_fused_op = False
     _not_copied = PipelineModule._not_copied | {"_custom", "_components", "_wgrad_hooks"}
 
@@ -68,6 +68,14 @@ class FusibleOperation(PipelineModule, StateKeys):
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
         _C.invalidate_runners()
+
+    def _update_description(self) -> None:
+        """Called after fields or channels have changed."""
+        channels = self.__dict__.get("_input_channels", {}), self.__dict__.get("_output_channels", {})
+        self._description_text = f"{self._fields_text()} {channels}"  # __setattr__ also invalidates all runners
+
+    def _fields_text(self) -> str:
+        return ""
 
     def _stages(self) -> list[BasicOperation]:
         """Returns the basic operations that it consists of, in order."""
@@ -191,7 +199,7 @@ class BasicOperation(FusibleOperation):
         bindings = dict(self.__dict__.get(table, {}))
         bindings[index] = binding
         setattr(self, table, bindings)
-        self._description_version += 1
+        self._update_description()
 
     def _bindings(self) -> Bindings:
         """Returns (channel of each extra input, (channel, output_to_caller) of each extra output)."""

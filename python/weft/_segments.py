@@ -5,8 +5,10 @@ A module builds its segments once and again after it changed. Eager calls and `_
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -83,21 +85,41 @@ class Program:
     materialized: bool = False
 
 
+def _patching(register: Callable[..., Any]) -> Any:
+    """A method of torch.nn.Module that registers hooks, which also makes a PipelineModule one of a kind."""
+
+    @functools.wraps(register)
+    def register_and_mark(self: PipelineModule, *args: Any, **kwargs: Any) -> Any:
+        self._patch_id = secrets.randbits(62)
+        return register(self, *args, **kwargs)
+
+    return register_and_mark
+
+
 class PipelineModule(torch.nn.Module):
     """A module that runs as segments. Subclasses define `_entries` and `_single_runner_checks`."""
 
+    # Not 0: it has hooks or an own forward. The compiler, which does not guard on these, guards on the id, so that a
+    # program of other modules of the class is not used for this one.
+    _patch_id = 0
+    register_forward_hook = _patching(torch.nn.Module.register_forward_hook)
+    register_forward_pre_hook = _patching(torch.nn.Module.register_forward_pre_hook)
+    register_backward_hook = _patching(torch.nn.Module.register_backward_hook)
+    register_full_backward_hook = _patching(torch.nn.Module.register_full_backward_hook)
+    register_full_backward_pre_hook = _patching(torch.nn.Module.register_full_backward_pre_hook)
+
     _runner: _C.Runner | None = None  # `Program.single`, once Parameters on the meta device have been allocated
     _program: Program | None = None
-    _module_id: int
-    _not_copied = frozenset({"_runner", "_program", "_module_id"})  # attributes that a copy makes for itself
+    _not_copied = frozenset({"_runner", "_program"})  # attributes that a copy makes for itself
 
-    def __init__(self) -> None:
-        super().__init__()
-        _dispatcher.register_module(self)
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("forward", "_compiled_call_impl"):
+            self._patch_id = secrets.randbits(62)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        _dispatcher.register_module(self)
+        _dispatcher.discard_handles(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in self._not_copied}
@@ -158,19 +180,25 @@ class PipelineModule(torch.nn.Module):
                 return output
         return _dispatcher.run(self, input, extra_inputs) if _dispatcher.applies(self, input) else None
 
-    def _traced_segments(self) -> tuple[_dispatcher.TracedSegment, ...]:
-        """Returns its segments for `_dispatcher.run`, as constants."""
+    @_dispatcher.evaluated_when_traced
+    def _traced_segments(self, state: object = None) -> tuple[_dispatcher.TracedSegment, ...]:
+        """Returns its segments for `_dispatcher.run`, as constants. They depend on `state`."""
         paths = {id(module): path for path, module in self.named_modules()}
         return tuple(segment.as_constants(paths) for segment in self._current_program().segments)
 
-    def _accumulated_slots(self) -> list[tuple[torch.nn.Module, str]]:
-        """Returns the slots of the parameters whose gradients are accumulated into main_grad."""
-        slots: list[tuple[torch.nn.Module, str]] = []
-        for segment in self._current_program().segments:
-            if segment.runner is not None:
-                accumulates = _C.accumulates_into_main_grad(segment.runner.text)
-                slots += itertools.compress(segment.runner.parameter_slots, accumulates)
-        return slots
+    @_dispatcher.evaluated_when_traced
+    def _give_handles(self, state: object) -> bool:
+        """Gives Parameters that are accumulated into main_grad their handles. Returns False if the gradient of
+        something else is accumulated."""
+        runners = [segment.runner for segment in self._current_program().segments if segment.runner is not None]
+        for runner in runners:
+            accumulates = _C.accumulates_into_main_grad(runner.text)
+            for owner, name in itertools.compress(runner.parameter_slots, accumulates):
+                param = getattr(owner, name)
+                if not isinstance(param, torch.nn.Parameter) or not param.is_leaf or is_dtensor(param):
+                    return False
+                _dispatcher.give_handle(param)
+        return True
 
     def explain(self, *inputs: torch.Tensor) -> Explanation:
         """Explains the plan of a call with these inputs; see :func:`weft.explain`."""

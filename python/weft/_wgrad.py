@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from . import _C
+from ._dispatcher import give_handle
 from ._process_groups import is_dtensor
 
 if TYPE_CHECKING:
@@ -76,6 +77,9 @@ class WgradModule(torch.nn.Module):
         object.__setattr__(self, "_delays_wgrad", delay)
         for name in self._weight_names() if delay or before else ():
             self._mark(self._parameters.get(name), delay)
+        for param in self._main_grad_parameters():
+            if param is not None and not is_dtensor(param):
+                give_handle(param)
 
     def _main_grad_parameters(self) -> list[torch.nn.Parameter | None]:
         """Returns the Parameters whose gradients go to ``main_grad``."""
@@ -97,7 +101,7 @@ class WgradModule(torch.nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == "_description_version" or (
+        if name == "_description_text" or (
             self._delays_wgrad and name in self._weight_names()
         ):  # a field or a weight was set
             self._mark_weight()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft.ops as ops
@@ -218,3 +219,111 @@ def test_dispatcher_op_rejects_second_derivatives_and_tangents():
     ):
         dual = torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x))
         torch.ops.weft.pipeline_forward([dual, weight], call)
+
+
+# ---- one program for modules of one kind ----
+
+
+def test_blocks_of_one_kind_share_a_program():
+    """As many blocks as a model has, each compiled by itself."""
+    blocks = [block() for _ in range(12)]
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = [torch.compile(module, fullgraph=True, backend=counter) for module in blocks]
+    y = x = torch.randn(4, 16)
+    for module in compiled:
+        y = module(y)
+    y.sum().backward()
+    expected = [[p.grad.clone() for p in module.parameters()] for module in blocks]
+    for module in blocks:
+        module.zero_grad()
+        x = module(x)
+    torch.testing.assert_close(y, x)
+    x.sum().backward()
+    for module, grads in zip(blocks, expected, strict=True):
+        for param, grad in zip(module.parameters(), grads, strict=True):
+            torch.testing.assert_close(grad, param.grad)
+    assert counter.frame_count <= 2
+
+
+def gelu(approximate: str) -> ops.GELU:
+    return ops.GELU(approximate=approximate)
+
+
+def scaled(child: torch.nn.Module, change) -> torch.nn.Module:
+    """A child whose output `change` makes ten times as large."""
+    change(child)
+    return child
+
+
+class TenTimes(ops.GELU):
+    def forward(self, x):
+        return 10 * super().forward(x)
+
+
+DIFFERENT_BLOCKS = {
+    "field": lambda: ops.Sequential(ops.Linear(16, 16), gelu("none")),
+    "class": lambda: ops.Sequential(ops.Linear(16, 16), ops.SiLU()),
+    "order": lambda: ops.Sequential(gelu("tanh"), ops.Linear(16, 16)),
+    "forward hook": lambda: ops.Sequential(
+        ops.Linear(16, 16), scaled(gelu("tanh"), lambda m: m.register_forward_hook(lambda m, a, y: 10 * y))
+    ),
+    "forward pre-hook": lambda: ops.Sequential(
+        ops.Linear(16, 16), scaled(gelu("tanh"), lambda m: m.register_forward_pre_hook(lambda m, a: (10 * a[0],)))
+    ),
+    "backward hook": lambda: ops.Sequential(
+        ops.Linear(16, 16),
+        scaled(gelu("tanh"), lambda m: m.register_full_backward_hook(lambda m, grads, _: (10 * grads[0],))),
+    ),
+    "forward of the object": lambda: ops.Sequential(
+        ops.Linear(16, 16), scaled(gelu("tanh"), lambda m: setattr(m, "forward", lambda x: 10 * x))
+    ),
+    "forward of the class": lambda: ops.Sequential(ops.Linear(16, 16), TenTimes()),
+    "bias": lambda: ops.Sequential(ops.Linear(16, 16, bias=False), gelu("tanh")),
+    "nested": lambda: ops.Sequential(ops.Sequential(ops.Linear(16, 16)), gelu("tanh")),
+    "hook of the Sequential": lambda: scaled(
+        ops.Sequential(ops.Linear(16, 16), gelu("tanh")),
+        lambda m: m.register_forward_hook(lambda m, a, y: 10 * y),
+    ),
+    "parametrization": lambda: ops.Sequential(
+        torch.nn.utils.parametrizations.weight_norm(ops.Linear(16, 16)), gelu("tanh")
+    ),
+}
+
+
+@pytest.mark.parametrize("first", ("plain", "different"))
+@pytest.mark.parametrize("name", DIFFERENT_BLOCKS)
+def test_blocks_that_differ_do_not_share_a_program(name, first):
+    def call(module, x):
+        return module(x)
+
+    blocks = [ops.Sequential(ops.Linear(16, 16), gelu("tanh")), DIFFERENT_BLOCKS[name]()]
+    compiled = torch.compile(call, backend="aot_eager")
+    for module in blocks if first == "plain" else reversed(blocks):
+        x = torch.randn(4, 16)
+        expected = results(lambda t, module=module: module(t), module, x)
+        found = results(lambda t, module=module: compiled(module, t), module, x)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_channels_are_part_of_the_kind():
+    def branch(public: bool):
+        fork, join = ops.MakeExtraOutput(), ops.AddExtraInput()
+        fork.set_extra_output_channel(0, "r", output_to_caller=public)
+        return ops.Sequential(fork, ops.GELU(), join.set_extra_input_channel(0, "r"))
+
+    compiled = torch.compile(lambda module, x: module(x), fullgraph=True, backend="aot_eager")
+    x = torch.randn(4, 16)
+    for public in (False, True, False):
+        torch.testing.assert_close(compiled(branch(public), x), branch(public)(x))
+
+
+def test_fields_set_after_compiling_take_effect():
+    module = ops.Sequential(ops.Linear(16, 16), gelu("tanh"), ops.Sequential(ops.GELU()))
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    x = torch.randn(4, 16)
+    torch.testing.assert_close(compiled(x), module(x))
+    module[1].approximate = "none"
+    torch.testing.assert_close(compiled(x), module(x), rtol=0, atol=0)
+    module.fuse_nested = True
+    torch.testing.assert_close(compiled(x), module(x))

@@ -141,9 +141,10 @@ def test_grouped_linear_of_compat():
     assert_equal_gradients(module, twin)
 
 
-def test_layers_of_one_compiled_function():
-    pairs = [module_and_twin(linear) for _ in range(3)]
-    call = compiled(lambda module, x: module(x))
+def test_layers_of_one_kind_share_a_program():
+    pairs = [module_and_twin(linear) for _ in range(12)]
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    call = torch.compile(lambda module, x: module(x), fullgraph=True, backend=counter)
     x = rows()
     y, expected = x, x
     for layer, twin in pairs:
@@ -151,6 +152,7 @@ def test_layers_of_one_compiled_function():
     (y.square().sum() + expected.square().sum()).backward()
     for layer, twin in pairs:
         assert_equal_gradients(layer, twin)
+    assert counter.frame_count <= 2
 
 
 # ---- what would lose a gradient if backward wrote to a tensor that forward saved ----
@@ -313,7 +315,7 @@ def test_handle_of_another_parameter_raises():
     call(x).sum().backward()
     stale = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
     stale.__dict__.update(module.weight.__dict__)  # as libraries do that move a Parameter with its attributes
-    old, module.weight = module.weight, stale
+    old, module._parameters["weight"] = module.weight, stale
     with pytest.raises(RuntimeError, match="main_grad handle of another weight"):
         call(x)
     del old

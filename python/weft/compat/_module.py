@@ -97,14 +97,6 @@ class BoundSequential:
         self.sequential.extend(other.sequential)
 
 
-def _build_as_constant(module_id: int) -> None:
-    """Builds the pipelines of a module while a call is traced, where a module is not a constant."""
-    _dispatcher.registered_module(module_id)._build_once()
-
-
-_build_as_constant.__dict__["_dynamo_marked_constant"] = True
-
-
 class CompatModule(EmptyExtraState):
     """Base of Transformer Engine's module classes. Subclasses declare Parameters with `_declare` and build their
     pipelines in `_build`.
@@ -117,7 +109,6 @@ class CompatModule(EmptyExtraState):
     fp8 = fp8_calibration = False
     save_original_input = False  # frameworks set it; what is saved does not change
     fp8_meta: Mapping[str, Any] = MappingProxyType({"fp8_checkpoint": False})
-    _module_id: int
     # Of subclasses with a norm.
     layer_norm_weight: torch.nn.Parameter
     normalization: str
@@ -147,7 +138,6 @@ class CompatModule(EmptyExtraState):
     ) -> None:
         reject_unknown_arguments(self, unused)
         torch.nn.Module.__init__(self)
-        _dispatcher.register_module(self)
         self.tp_group = tp_group
         self.tp_size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
         self.sequence_parallel = sequence_parallel and self.tp_size > 1
@@ -300,12 +290,12 @@ class CompatModule(EmptyExtraState):
         # Not during backward, where this is a recomputation.
         if self._saved_overwrite_flags and not called_in_backward():
             self._end_overwrite()
-        if torch.compiler.is_compiling():
-            _build_as_constant(self._module_id)
-        elif self.__dict__.get("_built_for") != id(self):  # a replica has the attributes of its original
+        # A replica has the attributes of its original.
+        if torch.compiler.is_compiling() or self.__dict__.get("_built_for") != id(self):
             self._build_once()
         return self._built
 
+    @_dispatcher.evaluated_when_traced
     def _build_once(self) -> None:
         self._check_group()
         with _BUILD_LOCK:
@@ -365,7 +355,7 @@ class CompatModule(EmptyExtraState):
             pipeline.add(ops.Bias(size, device="meta", dtype=self.params_dtype), bias=bias)
 
     def __getstate__(self) -> dict[str, Any]:
-        built = ("_built", "_built_for", "_wgrad_ops", "_module_id")
+        built = ("_built", "_built_for", "_wgrad_ops")
         return {name: value for name, value in self.__dict__.items() if name not in built} | {
             "_wgrad_hooks": [],
             "_delayed_overwrites": deque(),
@@ -374,7 +364,7 @@ class CompatModule(EmptyExtraState):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        _dispatcher.register_module(self)
+        _dispatcher.discard_handles(self)
 
     # ---- weight gradients -----------------------------------------------------------------------------------------
 
