@@ -68,14 +68,14 @@ def applies(module: PipelineModule, x: Any) -> bool:
     """Whether a call must go through the dispatcher.
 
     True when the call is compiled, x is a fake tensor or a dispatch mode is active. False if an operation in `module`
-    is written in Python, delays weight gradients, which the observer would not see, or accumulates the gradient of a
-    weight that is not a Parameter."""
+    is written in Python, reads the Parameters of a module above it, delays weight gradients, which the observer would
+    not see, or accumulates the gradient of a weight that is not a Parameter."""
     observed = torch.compiler.is_compiling() or _C.dispatch_mode_active()
     if not observed and type(x).__name__ != "FakeTensor":
         return False
     differentiates = observed and torch.is_grad_enabled() and not torch.compiler.is_exporting()
     for child in module.modules():
-        if getattr(child, "_written_in_python", False):
+        if getattr(child, "_written_in_python", False) or getattr(child, "_is_component", False):
             return False
         if differentiates and getattr(child, "_delays_wgrad", False):
             return False
@@ -182,10 +182,12 @@ def _call(
     call = f'autocast={autocast}{recipe}, eval={eval_mask}, joint="{_joint_rules()}", tensors="{" ".join(metas)}"'
     text = f"{segment.text} @call({call})"
     handles, dummies = _main_grad_handles(params, segment.accumulates)
-    if not random and not handles:
-        return torch.ops.weft.pipeline_forward(inputs, text)
-    number = _call_number() if torch.compiler.is_compiling() else 0
-    return torch.ops.weft.pipeline_forward_distinct(x, inputs[1:], handles, dummies, text, number)
+    if handles:
+        op = torch.ops.weft.pipeline_forward_with_handles
+        return op(x, inputs, handles, dummies, text, _call_number())
+    if random or recipe:  # a recipe may round stochastically
+        return torch.ops.weft.pipeline_forward_random(x, inputs, text, _call_number())
+    return torch.ops.weft.pipeline_forward(inputs, text)
 
 
 def _main_grad_handles(params: list[Any], accumulates: tuple[bool, ...]) -> tuple[Tensors, list[bool]]:
@@ -237,13 +239,17 @@ def _backward_into_fake(
     return [grad.new_empty([0]) if accumulated else grad for grad, (_, _, accumulated) in gradient_info]
 
 
-def _forward_distinct_fake(
-    x: torch.Tensor, extras_and_params: Tensors, handles: Tensors, dummies: list[bool], text: str, call: int
+def _forward_random_fake(x: torch.Tensor, inputs: Tensors, text: str, call: int) -> Tensors:
+    return _forward_fake(inputs, text)
+
+
+def _forward_with_handles_fake(
+    x: torch.Tensor, inputs: Tensors, handles: Tensors, dummies: list[bool], text: str, call: int
 ) -> Tensors:
-    return _forward_fake([x, *extras_and_params], text)
+    return _forward_fake(inputs, text)
 
 
-def _backward_distinct_fake(
+def _backward_with_handles_fake(
     grads: Gradients, inputs_and_saved: Tensors, handles: Tensors, dummies: list[bool], text: str, call: int
 ) -> Tensors:
     found = _backward_fake(grads, inputs_and_saved, text)
@@ -255,8 +261,9 @@ def _backward_distinct_fake(
 
 
 torch.library.register_fake("weft::pipeline_forward", _forward_fake)
-torch.library.register_fake("weft::pipeline_forward_distinct", _forward_distinct_fake)
-torch.library.register_fake("weft::pipeline_backward_distinct", _backward_distinct_fake)
+torch.library.register_fake("weft::pipeline_forward_random", _forward_random_fake)
+torch.library.register_fake("weft::pipeline_forward_with_handles", _forward_with_handles_fake)
+torch.library.register_fake("weft::pipeline_backward_with_handles", _backward_with_handles_fake)
 torch.library.register_fake("weft::pipeline_backward", _backward_fake)
 torch.library.register_fake("weft::pipeline_backward_into", _backward_into_fake)
 
@@ -274,11 +281,16 @@ def _setup_context(ctx: Any, inputs: tuple[Tensors, str], output: Tensors) -> No
     _save(ctx, text, tensors, [], output)
 
 
-def _setup_context_distinct(
+def _setup_context_random(ctx: Any, inputs: tuple[torch.Tensor, Tensors, str, int], output: Tensors) -> None:
+    _, tensors, text, _ = inputs
+    _save(ctx, text, tensors, [], output)
+
+
+def _setup_context_with_handles(
     ctx: Any, inputs: tuple[torch.Tensor, Tensors, Tensors, list[bool], str, int], output: Tensors
 ) -> None:
-    x, extras_and_params, handles, ctx.dummies, text, ctx.call = inputs
-    _save(ctx, text, [x, *extras_and_params], handles, output)
+    _, tensors, handles, ctx.dummies, text, ctx.call = inputs
+    _save(ctx, text, tensors, handles, output)
 
 
 def _check_planned(needed: list[bool], gradient_info: list[tuple[str, bool, bool]]) -> None:
@@ -290,17 +302,23 @@ def _check_planned(needed: list[bool], gradient_info: list[tuple[str, bool, bool
             )
 
 
-def _gradients(ctx: Any, grads: Gradients, needed: list[bool]) -> tuple[Gradients, Tensors]:
+def _gradients(ctx: Any, grads: Gradients, needed: bool | Sequence[bool]) -> tuple[Gradients, Tensors]:
     """Returns the gradients of the inputs (None: not needed, or accumulated into main_grad) and of the handles."""
+    needed = list(needed) if isinstance(needed, (list, tuple)) else [bool(needed)] * ctx.num_inputs
     saved = list(ctx.saved_tensors)  # read once: checkpointing raises if it is read again
     handles, tensors = saved[: ctx.num_handles], saved[ctx.num_handles :]
     gradient_info = _C.gradients(ctx.text)
     _check_planned(needed, gradient_info)
     grads = list(grads[: ctx.num_outputs])
     if handles:
-        op = torch.ops.weft.pipeline_backward_distinct
+        op = torch.ops.weft.pipeline_backward_with_handles
         found = op(grads, tensors, handles, ctx.dummies, ctx.text, ctx.call)
     elif any(needs_grad and accumulated for _, needs_grad, accumulated in gradient_info):
+        if torch._guards.TracingContext.try_get() is not None:
+            raise NotImplementedError(
+                "weft: an exported program that accumulates into main_grad cannot be compiled for training: it has no "
+                "Parameters. Compile the module instead of the exported program."
+            )
         leaves = [getattr(node, "variable", t) for t, (node, _) in zip(tensors, ctx.next_functions, strict=False)]
         main_grads = [
             getattr(t, "main_grad", None) for t, (*_, into) in zip(leaves, gradient_info, strict=True) if into
@@ -317,23 +335,21 @@ def _gradients(ctx: Any, grads: Gradients, needed: list[bool]) -> tuple[Gradient
 
 
 def _backward(ctx: Any, grads: Gradients) -> tuple[Gradients, None]:
-    return _gradients(ctx, grads, _as_list(ctx.needs_input_grad[0], ctx.num_inputs))[0], None
+    return _gradients(ctx, grads, ctx.needs_input_grad[0])[0], None
 
 
-def _backward_distinct(ctx: Any, grads: Gradients) -> tuple[Any, ...]:
-    x_needed, others_needed, *_ = ctx.needs_input_grad
-    needed = [x_needed, *_as_list(others_needed, ctx.num_inputs - 1)]
-    (dx, *others), of_handles = _gradients(ctx, grads, needed)
-    return dx, others, of_handles, None if ctx.dummies else [], None, None  # torch takes an empty list for tensors
+def _backward_random(ctx: Any, grads: Gradients) -> tuple[None, Gradients, None, None]:
+    return None, _gradients(ctx, grads, ctx.needs_input_grad[1])[0], None, None
 
 
-def _as_list(needed: bool | Sequence[bool], length: int) -> list[bool]:
-    return list(needed) if isinstance(needed, (list, tuple)) else [bool(needed)] * length
+def _backward_with_handles(ctx: Any, grads: Gradients) -> tuple[None, Gradients, Tensors, None, None, None]:
+    return None, *_gradients(ctx, grads, ctx.needs_input_grad[1]), None, None, None
 
 
 torch.library.register_autograd("weft::pipeline_forward", _backward, setup_context=_setup_context)
+torch.library.register_autograd("weft::pipeline_forward_random", _backward_random, setup_context=_setup_context_random)
 torch.library.register_autograd(
-    "weft::pipeline_forward_distinct", _backward_distinct, setup_context=_setup_context_distinct
+    "weft::pipeline_forward_with_handles", _backward_with_handles, setup_context=_setup_context_with_handles
 )
 
 
@@ -345,7 +361,7 @@ def _reject_double_backward(ctx: Any, grads: Any) -> None:
 
 
 torch.library.register_autograd("weft::pipeline_backward", _reject_double_backward)
-torch.library.register_autograd("weft::pipeline_backward_distinct", _reject_double_backward)
+torch.library.register_autograd("weft::pipeline_backward_with_handles", _reject_double_backward)
 
 
 # ---- FLOPs of the GEMMs, for torch.utils.flop_counter --------------------------------------------------------------
@@ -360,11 +376,16 @@ def _forward_flops(inputs: list[Any], text: str, **_: Any) -> int:
     return _flops(inputs, text)[0]
 
 
-@register_flop_formula(torch.ops.weft.pipeline_forward_distinct)
-def _forward_distinct_flops(
-    x: Any, extras_and_params: list[Any], handles: Any, dummies: Any, text: str, call: int, **_: Any
+@register_flop_formula(torch.ops.weft.pipeline_forward_random)
+def _forward_random_flops(x: Any, inputs: list[Any], text: str, call: int, **_: Any) -> int:
+    return _flops(inputs, text)[0]
+
+
+@register_flop_formula(torch.ops.weft.pipeline_forward_with_handles)
+def _forward_with_handles_flops(
+    x: Any, inputs: list[Any], handles: Any, dummies: Any, text: str, call: int, **_: Any
 ) -> int:
-    return _flops([x, *extras_and_params], text)[0]
+    return _flops(inputs, text)[0]
 
 
 @register_flop_formula([torch.ops.weft.pipeline_backward, torch.ops.weft.pipeline_backward_into])
@@ -373,8 +394,8 @@ def _backward_flops(grads: Any, inputs_and_saved: list[Any], *rest: Any, **_: An
     return _flops(inputs_and_saved[: len(_C.gradients(text))], text)[1]
 
 
-@register_flop_formula(torch.ops.weft.pipeline_backward_distinct)
-def _backward_distinct_flops(
+@register_flop_formula(torch.ops.weft.pipeline_backward_with_handles)
+def _backward_with_handles_flops(
     grads: Any, inputs_and_saved: list[Any], handles: Any, dummies: Any, text: str, call: int, **_: Any
 ) -> int:
     return _backward_flops(grads, inputs_and_saved, text)

@@ -150,7 +150,7 @@ class Linear(WgradModule, FusedOperation):
         cls = native_classes[op.name]
         component = cls.__new__(cls)
         torch.nn.Module.__init__(component)
-        for key, value in (("_op", op), ("_tracker", self._tracker), ("_owner", self)):
+        for key, value in (("_op", op), ("_tracker", self._tracker), ("_owner", self), ("_is_component", True)):
             object.__setattr__(component, key, value)
         component.__dict__["_parameters"] = self._parameters
         return component
@@ -180,6 +180,10 @@ class Linear(WgradModule, FusedOperation):
         for component in self._stages():
             initialize(self, component._description(), device, self._tracker)
         self._mark_weight()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._update_description()
 
     def _materialize(self, device: torch.device) -> None:
         for component in self._stages():

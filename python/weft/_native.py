@@ -17,6 +17,7 @@ import torch
 from . import _C
 from ._arguments import bind, check_device
 from ._autocast import reject_model_init
+from ._dispatcher import give_handle
 from ._docstrings import CONVERTED_TYPES, PYTHON_ARGUMENTS, native_docstring
 from ._grouped_parameters import GroupedParameters
 from ._operation import BasicOperation
@@ -127,6 +128,7 @@ class NativeOperation(BasicOperation):
         fields = state.pop("_op")
         super().__setstate__(state)
         object.__setattr__(self, "_op", _C.make_op(self._type, fields))
+        self._update_description()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeOperation:
         import copy
@@ -157,6 +159,8 @@ def empty_parameter_on(param: torch.nn.Parameter, device: torch.device) -> torch
     """Returns an uninitialized Parameter on `device` with the attributes of `param`."""
     other = torch.nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
     other.__dict__.update(param.__dict__)
+    if other.__dict__.pop("_main_grad_handle", None) is not None:
+        give_handle(other)
     return other
 
 

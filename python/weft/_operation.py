@@ -56,6 +56,7 @@ class FusibleOperation(PipelineModule, StateKeys):
 
     _description_text = ""  # fields and channels; the compiler guards on it
     is_fused_op = False
+    _is_component = False  # a component of Linear, which reads Linear's Parameters
     _not_copied = PipelineModule._not_copied | {"_custom", "_components", "_wgrad_hooks"}
 
     def __setattr__(self, name: str, value: Any) -> None:

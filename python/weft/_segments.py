@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import secrets
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -90,8 +91,17 @@ def _patching(register: Callable[..., Any]) -> Any:
 
     @functools.wraps(register)
     def register_and_mark(self: PipelineModule, *args: Any, **kwargs: Any) -> Any:
-        self._patch_id = secrets.randbits(62)
-        return register(self, *args, **kwargs)
+        handle = register(self, *args, **kwargs)
+        self._update_patch_id()
+        remove, module = handle.remove, weakref.ref(self)
+
+        def remove_and_mark() -> None:
+            remove()
+            if (owner := module()) is not None:
+                owner._update_patch_id()
+
+        handle.remove = remove_and_mark
+        return handle
 
     return register_and_mark
 
@@ -115,7 +125,12 @@ class PipelineModule(torch.nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name in ("forward", "_compiled_call_impl"):
-            self._patch_id = secrets.randbits(62)
+            self._update_patch_id()
+
+    def _update_patch_id(self) -> None:
+        hooks = self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks
+        patched = any(hooks) or "forward" in self.__dict__ or "_compiled_call_impl" in self.__dict__
+        self._patch_id = secrets.randbits(62) if patched else 0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

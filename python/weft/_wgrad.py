@@ -28,7 +28,7 @@ class WgradModule(torch.nn.Module):
     """
 
     weight: torch.nn.Parameter
-    _wgrad_bypasses_autograd = False  # whether the weight gradient has side effects that a compiler does not see
+    _wgrad_bypasses_autograd = False  # whether the weight gradient is accumulated into main_grad or delayed
     _delays_wgrad = False
     _scaled_weights: tuple[str, ...] = ("weight",)
 

@@ -327,3 +327,49 @@ def test_fields_set_after_compiling_take_effect():
     torch.testing.assert_close(compiled(x), module(x), rtol=0, atol=0)
     module.fuse_nested = True
     torch.testing.assert_close(compiled(x), module(x))
+
+
+def test_block_shares_a_program_again_when_its_hook_is_removed():
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    call = torch.compile(lambda module, x: module(x), fullgraph=True, backend=counter)
+    x = torch.randn(4, 16)
+    for _ in range(12):
+        module = ops.Sequential(ops.Linear(16, 16), gelu("tanh"))
+        module[1].register_forward_hook(lambda *_: None).remove()
+        torch.testing.assert_close(call(module, x), module(x))
+    assert counter.frame_count == 1
+
+
+def test_pickled_modules_are_of_their_kind():
+    """Also those that were pickled without the text that the compiler guards on."""
+    call = torch.compile(lambda module, x: module(x), fullgraph=True, backend="aot_eager")
+    x = torch.randn(4, 16)
+    for approximate in ("tanh", "none"):
+        state = gelu(approximate).__getstate__()
+        state.pop("_description_text", None)
+        module = ops.GELU.__new__(ops.GELU)
+        module.__setstate__(state)
+        torch.testing.assert_close(call(module, x), gelu(approximate)(x), rtol=0, atol=0)
+
+
+def test_component_of_a_linear_breaks_the_graph():
+    linear, x = ops.Linear(16, 16), torch.randn(4, 16)
+    found = torch.compile(lambda x: linear.basic_ops[0](x), backend="aot_eager")(x)
+    torch.testing.assert_close(found, linear.basic_ops[0](x))
+
+
+def test_compiled_export_that_accumulates_raises():
+    module = ops.Linear(16, 16, bias=False, accumulate_into_main_grad=True)
+    module.weight.main_grad = torch.zeros(16, 16)
+    exported = torch.export.export(module, (torch.randn(4, 16),)).module()
+    with pytest.raises(Exception, match="Compile the module instead of the exported program"):
+        torch.compile(exported, backend="aot_eager")(torch.randn(4, 16)).sum().backward()
+
+
+def test_traced_dropouts_are_not_merged():
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    drop = ops.Dropout(0.5)
+    graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x: (drop(x), drop(x)))(torch.ones(64)).graph
+    calls = [node for node in fx_graph_cse(graph).nodes if "pipeline_forward" in str(node.target)]
+    assert len(calls) == 2

@@ -308,6 +308,16 @@ def test_packaged_program_runs_in_python_and_cpp(tmp_path):
     assert float(done.stdout) == pytest.approx(float(want.abs().sum()), rel=1e-5)
 
 
+def test_packaged_program_with_dropout(tmp_path):
+    model, given = ops.Dropout(0.5), torch.ones(40, 32)
+    exported = torch.export.export(model, (given,))
+    package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
+    loaded = torch._inductor.aoti_load_package(package)
+    first, second = loaded(given), loaded(given)
+    assert not torch.equal(first, second)
+    assert set(first.unique().tolist()) == {0.0, 2.0}
+
+
 MISNAMED_SLOTS = """
 import ctypes, sys, torch
 ctypes.CDLL(sys.argv[1])

@@ -3,9 +3,9 @@
 // never empty, because AOTInductor passes None for an empty list. Results never alias inputs: aliases are copied, and a
 // saved slot that holds x or a parameter itself is an empty tensor, since backward receives those as inputs.
 //
-// The "distinct" ops are for calls that a compiler must not merge with equal ones, because each draws random numbers or
-// adds to a main_grad: `call`, which nobody reads, differs between them. `x` is not in a list, so that torch finds the
-// device of the random numbers that it saves for recomputation.
+// Compilers merge equal calls. Those that draw random numbers or add to a main_grad are ops of their own with a number,
+// `call`, which nobody reads and which differs between them. Their `x`, the first of the inputs, shows torch the device
+// of the random numbers that it saves for a recomputation.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -86,10 +86,17 @@ class DeclaredLeafParams final : public ops::LeafParams {
   at::TensorList params_, main_grads_;
 };
 
-/// Gradients in the order of the inputs. A needed gradient that is zero is a tensor of zeros without `leaf_params`.
-/// Other missing gradients, those not needed or written to main_grad, are empty tensors.
+/// Whether each input of a call requires a gradient.
+std::vector<bool> required(const Program& program) {
+  std::vector<bool> list;
+  for (int i = 0; i < program.plan->key.num_tensors(); ++i)
+    list.push_back(program.plan->key.tensor_meta(i).requires_grad);
+  return list;
+}
+
+/// Gradients in the order of the inputs. A missing gradient is a tensor of zeros if `returned`, else an empty tensor.
 List differentiate(const c10::List<std::optional<at::Tensor>>& grads, at::TensorList tensors, c10::string_view text,
-                   const ops::LeafParams* leaf_params) {
+                   const ops::LeafParams* leaf_params, const std::vector<bool>& returned) {
   const auto p = program(text);
   const size_t count = 1 + p.pipeline->caller_inputs().size() + p.pipeline->params().size();
   const auto inputs = tensors.slice(0, std::min(count, tensors.size()));
@@ -105,11 +112,11 @@ List differentiate(const c10::List<std::optional<at::Tensor>>& grads, at::Tensor
   must_not_alias.insert(must_not_alias.end(), dy.begin(), dy.end());
   for (size_t i = 0; i < count; ++i) {
     const auto from = i == 0 ? 0 : i <= extras.size() ? params.size() + i : i - extras.size();
-    const bool zero = !leaf_params && p.plan->key.tensor_meta(static_cast<int>(i)).requires_grad;
     if (computed[from].defined())
       out.push_back(own_copy(computed[from].to(inputs[i].scalar_type()), must_not_alias));
     else
-      out.push_back(zero ? at::zeros(inputs[i].sizes(), inputs[i].options()) : at::empty({0}, inputs[i].options()));
+      out.push_back(returned[i] ? at::zeros(inputs[i].sizes(), inputs[i].options())
+                                : at::empty({0}, inputs[i].options()));
     must_not_alias.push_back(out.back());
   }
   return out;
@@ -117,7 +124,7 @@ List differentiate(const c10::List<std::optional<at::Tensor>>& grads, at::Tensor
 
 List pipeline_backward(const c10::List<std::optional<at::Tensor>>& grads, at::TensorList tensors,
                        c10::string_view text) {
-  return differentiate(grads, tensors, text, nullptr);
+  return differentiate(grads, tensors, text, nullptr, required(program(text)));
 }
 
 List pipeline_backward_into(const c10::List<std::optional<at::Tensor>>& grads, at::TensorList tensors,
@@ -126,7 +133,7 @@ List pipeline_backward_into(const c10::List<std::optional<at::Tensor>>& grads, a
   TORCH_CHECK_VALUE(params.size() == expected, "Pipeline: expected ", expected, " leaf parameters, got ", params.size(),
                     ".");
   const DeclaredLeafParams leaf_params(params, main_grads);
-  return differentiate(grads, tensors, text, &leaf_params);
+  return differentiate(grads, tensors, text, &leaf_params, std::vector<bool>(tensors.size()));
 }
 
 /// The Parameters that handles name: of each parameter that accumulates into main_grad and needs a gradient, in order.
@@ -148,8 +155,10 @@ class NamedLeafParams final : public ops::LeafParams {
   void check_names(at::TensorList params) const {
     for (const auto p : named_) {
       const auto &leaf = leaves_[p], &param = params[p];
-      TORCH_CHECK(leaf.const_data_ptr() == param.const_data_ptr() && leaf.sizes() == param.sizes(),
-                  "weft: the weight of shape ", param.sizes(),
+      const bool same_values = leaf.const_data_ptr() == param.const_data_ptr() && leaf.sizes() == param.sizes();
+      // A compiler detaches a Parameter for which it expects no gradient.
+      TORCH_CHECK(leaf.is_same(param) || (same_values && !param.requires_grad()), "weft: the weight of shape ",
+                  param.sizes(),
                   " of a compiled call has the main_grad handle of another weight. Delete its attribute "
                   "_main_grad_handle, and compile the module again (torch.compiler.reset()).");
     }
@@ -171,6 +180,14 @@ class NamedLeafParams final : public ops::LeafParams {
     }
   }
 
+  /// Whether the program expects a gradient of each input: those required, but dummies only of accumulated ones.
+  std::vector<bool> returned(const Program& program, const std::vector<bool>& dummies) const {
+    auto list = required(program);
+    const auto first = list.size() - leaves_.size();
+    for (size_t i = 0; i < named_.size(); ++i) list[first + named_[i]] = dummies[i];
+    return list;
+  }
+
   at::Tensor leaf(int p) const override { return leaves_[p]; }
   int64_t graph_task_id() const override { return outermost_graph_task_id(); }
 
@@ -179,23 +196,26 @@ class NamedLeafParams final : public ops::LeafParams {
   std::vector<size_t> named_;       // parameters with a handle
 };
 
-List pipeline_forward_distinct(const at::Tensor& x, at::TensorList extras_and_params, at::TensorList handles,
-                               const c10::List<bool>& /*dummies*/, c10::string_view text, int64_t /*call*/) {
+List pipeline_forward_random(const at::Tensor& /*x*/, at::TensorList inputs, c10::string_view text, int64_t /*call*/) {
+  return pipeline_forward(inputs, text);
+}
+
+List pipeline_forward_with_handles(const at::Tensor& /*x*/, at::TensorList inputs, at::TensorList handles,
+                                   const c10::List<bool>& /*dummies*/, c10::string_view text, int64_t /*call*/) {
   const auto p = program(text);
-  List inputs{x};
-  inputs.insert(inputs.end(), extras_and_params.begin(), extras_and_params.end());
-  if (!handles.empty()) NamedLeafParams(p, handles).check_names(split(*p.pipeline, inputs).params);
+  NamedLeafParams(p, handles).check_names(split(*p.pipeline, inputs).params);
   return pipeline_forward(inputs, text);
 }
 
 /// Gradients of the inputs, then of the handles: zeros.
-List pipeline_backward_distinct(const c10::List<std::optional<at::Tensor>>& grads, at::TensorList tensors,
-                                at::TensorList handles, const c10::List<bool>& dummies, c10::string_view text,
-                                int64_t /*call*/) {
+List pipeline_backward_with_handles(const c10::List<std::optional<at::Tensor>>& grads, at::TensorList tensors,
+                                    at::TensorList handles, const c10::List<bool>& dummies, c10::string_view text,
+                                    int64_t /*call*/) {
   const auto p = program(text);
   const NamedLeafParams leaf_params(p, handles);
-  leaf_params.check_backward({dummies.begin(), dummies.end()});
-  auto out = differentiate(grads, tensors, text, &leaf_params);
+  const std::vector<bool> has_dummy(dummies.begin(), dummies.end());
+  leaf_params.check_backward(has_dummy);
+  auto out = differentiate(grads, tensors, text, &leaf_params, leaf_params.returned(p, has_dummy));
   for (const auto& handle : handles) out.push_back(at::zeros(handle.sizes(), handle.options()));
   return out;
 }
@@ -210,12 +230,14 @@ TORCH_LIBRARY(weft, m) {
       "pipeline_backward_into(Tensor?[] grads, Tensor[] inputs_and_saved, Tensor[] params, Tensor(a!)[] main_grads, "
       "str text) -> Tensor[]",
       {at::Tag::pt2_compliant_tag});
+  m.def("pipeline_forward_random(Tensor x, Tensor[] inputs, str text, int call) -> Tensor[]",
+        {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
   m.def(
-      "pipeline_forward_distinct(Tensor x, Tensor[] extras_and_params, Tensor[] handles, bool[] dummies, str text, "
-      "int call) -> Tensor[]",
+      "pipeline_forward_with_handles(Tensor x, Tensor[] inputs, Tensor[] handles, bool[] dummies, str text, int call) "
+      "-> Tensor[]",
       {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
   m.def(
-      "pipeline_backward_distinct(Tensor?[] grads, Tensor[] inputs_and_saved, Tensor[] handles, bool[] dummies, "
+      "pipeline_backward_with_handles(Tensor?[] grads, Tensor[] inputs_and_saved, Tensor[] handles, bool[] dummies, "
       "str text, int call) -> Tensor[]",
       {at::Tag::pt2_compliant_tag});
 }
@@ -224,8 +246,9 @@ TORCH_LIBRARY_IMPL(weft, CompositeExplicitAutograd, m) {
   m.impl("pipeline_forward", &pipeline_forward);
   m.impl("pipeline_backward", &pipeline_backward);
   m.impl("pipeline_backward_into", &pipeline_backward_into);
-  m.impl("pipeline_forward_distinct", &pipeline_forward_distinct);
-  m.impl("pipeline_backward_distinct", &pipeline_backward_distinct);
+  m.impl("pipeline_forward_random", &pipeline_forward_random);
+  m.impl("pipeline_forward_with_handles", &pipeline_forward_with_handles);
+  m.impl("pipeline_backward_with_handles", &pipeline_backward_with_handles);
 }
 
 }  // namespace weft::fuser

@@ -75,8 +75,9 @@ at::Tensor parameter_of(const at::Tensor& handle) {
   const auto param = parameters_by_handle().find(*handle.const_data_ptr<double>());
   TORCH_CHECK(
       param.defined(),
-      "weft: a main_grad handle names no Parameter: it was destroyed, or saved-tensor hooks "
-      "altered the handle, a float64 tensor with one element. Keep the Parameter, and let hooks pass the handle.");
+      "weft: a main_grad handle names no Parameter. Keep the Parameters of a compiled call alive until its backward, let "
+      "saved-tensor hooks return the handle (float64, one element) unchanged, and where the attributes of one Parameter "
+      "were copied to another, delete the copied attribute _main_grad_handle.");
   return param;
 }
 
