@@ -18,7 +18,7 @@ ops::Spec spec_from(const py::tuple& pair) {
   return spec;
 }
 
-py::tuple to_python(const ops::Spec& spec) {
+py::tuple tuple_of(const ops::Spec& spec) {
   py::list sizes;
   for (const auto& size : spec.sizes) sizes.append(py::cast(size));
   return py::make_tuple(sizes, py::cast(spec.dtype));
@@ -39,9 +39,9 @@ fuser::CallShapes shapes_of(const fuser::Program& program, const py::list& input
 py::list infer(const std::string& text, const py::list& inputs) {
   const auto shapes = shapes_of(fuser::program(text), inputs);
   py::list results;
-  for (const auto& spec : shapes.outputs) results.append(to_python(spec));
+  for (const auto& spec : shapes.outputs) results.append(tuple_of(spec));
   for (const auto& slot : shapes.saved)
-    results.append(slot.is_stored() ? py::object(to_python(*slot.spec)) : py::none());
+    results.append(slot.is_stored() ? py::object(tuple_of(*slot.spec)) : py::none());
   return results;
 }
 

@@ -32,12 +32,6 @@ std::vector<std::shared_ptr<ops::BasicOp>> linear_ops(const py::dict& fields) {
   return list;
 }
 
-py::dict fields_of(const ops::BasicOp& op) {
-  py::dict fields;
-  for (const auto& field : op.fields()) fields[py::str(field.name)] = to_python(field.value);
-  return fields;
-}
-
 py::list params_of(const ops::BasicOp& op) {
   static constexpr const char* kInit[] = {"zeros", "ones", "fan_in_uniform"};  // in the order of ops::Init
   py::list list;
@@ -83,7 +77,8 @@ void bind_ops(py::module_& m) {
       .def_property_readonly("takes_buffers", &ops::BasicOp::takes_buffers,
                              "Whether callers may pass buffers for its output and for the gradient of its input.")
       .def("is_index", &ops::BasicOp::is_index, py::arg("extra_input"), "Whether an extra input holds integers.")
-      .def("fields", &fields_of, "Field names and values.")
+      .def(
+          "fields", [](const ops::BasicOp& op) { return to_python(op.fields()); }, "Field names and values.")
       .def("params", &params_of, "Parameters as (name, shape, dtype, init, fan_in, supports_main_grad).")
       .def("__repr__", &ops::BasicOp::brief)
       .def_property_readonly("text", &ops::BasicOp::text, "The description with every field, as in the pipeline text.")

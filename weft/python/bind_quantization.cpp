@@ -29,11 +29,6 @@ Quantizer make_quantizer(const py::args& args, const py::kwargs& fields) {
   return quantizer;
 }
 
-py::dict fields_of(const Quantizer& quantizer) {
-  py::dict fields;
-  for (const auto& field : list_fields(quantizer)) fields[field.name.c_str()] = to_python(field.value);
-  return fields;
-}
 std::string repr_of(const Quantizer& quantizer) {
   const auto text_of = [](const Value& value) { return py::repr(to_python(value)).cast<std::string>(); };
   const auto defaults = list_fields(Quantizer{}), fields = list_fields(quantizer);
@@ -188,7 +183,8 @@ void bind_quantization(py::module_& m) {
   static const std::string doc = quantizer_doc();
   py::class_<Quantizer>(m, "Quantizer", doc.c_str())
       .def(py::init(&make_quantizer))
-      .def("fields", &fields_of, "Field names and values.")
+      .def(
+          "fields", [](const Quantizer& q) { return to_python(list_fields(q)); }, "Field names and values.")
       .def("amax", &amax_of, py::arg("x"), py::kw_only(), py::arg("transformed") = false,
            "Returns the maximum magnitude of a matrix, or of its rows if row_scaled, as float32; with transformed=True "
            "after the Hadamard transform. Reduce it over ranks and pass it to quantize.")

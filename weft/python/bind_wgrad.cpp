@@ -7,12 +7,11 @@
 #include "weft/ops/wgrad_handle.h"
 #include "weft/ops/wgrad_sink.h"
 #include "weft/python/bridge.h"
+#include "weft/python/convert.h"
 #include "weft/python/module.h"
 
 namespace weft::python {
 namespace {
-
-py::object wrap(const at::Tensor& t) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(t)); }
 
 bool is_true(const py::object& object, const char* name) {
   return py::bool_(py::getattr(object, name, py::bool_(false)));
@@ -24,7 +23,7 @@ class PyAttrsResolver final : public ops::WgradResolver {
   ops::ResolvedWgradAttrs resolve(const at::Tensor& tensor, bool fetch) const override {
     const py::gil_scoped_acquire gil;
     const UserCodeGuard user_code;
-    const auto param = wrap(tensor);
+    const auto param = to_python(tensor);
     // As in Transformer Engine: `get_main_grad` is called only for Parameters that Megatron-FSDP marks.
     const auto getter = py::getattr(param, "get_main_grad", py::none());
     const bool has_getter = py::hasattr(param, "__fsdp_param__") && PyCallable_Check(getter.ptr());
@@ -41,7 +40,7 @@ class PyAttrsResolver final : public ops::WgradResolver {
 
   void mark_grad_added(const at::Tensor& tensor) const override {
     const py::gil_scoped_acquire gil;
-    wrap(tensor).attr("grad_added_to_main_grad") = true;
+    to_python(tensor).attr("grad_added_to_main_grad") = true;
   }
 };
 

@@ -2,6 +2,8 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include "weft/python/convert.h"
+
 namespace weft::python {
 
 PythonCall& current_call() {
@@ -24,10 +26,6 @@ struct Bridge {
 Bridge& bridge() {
   static auto* instance = new Bridge;  // never destroyed: the interpreter may be finalized first
   return *instance;
-}
-
-py::object wrap(const at::Tensor& t) {
-  return t.defined() ? py::reinterpret_steal<py::object>(THPVariable_Wrap(t)) : py::none();
 }
 
 at::Tensor unwrap(py::handle object) {
@@ -85,11 +83,11 @@ py::object restore_context(ComponentOp& component) {
   if (component.keeps_state) {
     const auto state = std::static_pointer_cast<PythonState>(component.ctx.python_state());
     context = state->ctx;
-    for (size_t k = 0; k < state->count; ++k) saved.append(wrap(component.ctx.dynamic_saved()[state->begin + k]));
+    for (size_t k = 0; k < state->count; ++k) saved.append(to_python(component.ctx.dynamic_saved()[state->begin + k]));
   } else {
     context = bridge().context(component.ctx.needs_grad(), component.ctx.training());
     set_te_attributes(context, component);
-    for (int k = 0; k < component.slots; ++k) saved.append(wrap(saved_slot(component, k)));
+    for (int k = 0; k < component.slots; ++k) saved.append(to_python(saved_slot(component, k)));
   }
   context.attr("saved_tensors") = py::tuple(saved);
   return context;
@@ -119,13 +117,13 @@ at::Tensor call_forward(const py::object& op, const py::list& basic_ops, std::ve
     contexts.append(bridge().context(component.ctx.needs_grad(), component.ctx.training()));
     py::list inputs;
     for (size_t k = 0; k < extra_inputs_of(component.ctx.plan()); ++k) {
-      inputs.append(wrap(differentiable(component.ctx.extra_input(static_cast<int>(k)),
-                                        component.ctx.plan().needs_extra_grad[k] != 0)));
+      inputs.append(to_python(differentiable(component.ctx.extra_input(static_cast<int>(k)),
+                                             component.ctx.plan().needs_extra_grad[k] != 0)));
     }
     extras.append(py::tuple(inputs));
     keywords.append(keywords_of(component.ctx.index()));
   }
-  const py::tuple result = bridge().forward(op, contexts, wrap(x), extras, keywords);
+  const py::tuple result = bridge().forward(op, contexts, to_python(x), extras, keywords);
   const py::list extra_outputs = result[1];
   for (size_t i = 0; i < components.size(); ++i) {
     const py::sequence outputs = extra_outputs[i];
@@ -143,12 +141,12 @@ at::Tensor call_backward(const py::object& op, std::vector<ComponentOp> componen
   for (auto& component : components) {
     contexts.append(restore_context(component));
     py::list grads;
-    for (int k = 0; k < component.extra_outputs; ++k) grads.append(wrap(component.ctx.take_extra_output_grad(k)));
+    for (int k = 0; k < component.extra_outputs; ++k) grads.append(to_python(component.ctx.take_extra_output_grad(k)));
     extra_grads.append(py::tuple(grads));
     param_counts.append(component.ctx.plan().needs_param_grad.size());
     extra_counts.append(extra_inputs_of(component.ctx.plan()));
   }
-  const py::tuple result = bridge().backward(op, contexts, wrap(dy), extra_grads, param_counts, extra_counts);
+  const py::tuple result = bridge().backward(op, contexts, to_python(dy), extra_grads, param_counts, extra_counts);
   const py::list param_grads = result[1], input_grads = result[2];
   for (size_t i = 0; i < components.size(); ++i) {
     const py::sequence params = param_grads[i], inputs = input_grads[i];

@@ -59,6 +59,16 @@ py::object to_python(const Value& value) {
       value);
 }
 
+py::dict to_python(const std::vector<FieldValue>& fields) {
+  py::dict dict;
+  for (const auto& field : fields) dict[py::str(field.name)] = to_python(field.value);
+  return dict;
+}
+
+py::object to_python(const at::Tensor& tensor) {
+  return tensor.defined() ? py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)) : py::none();
+}
+
 const at::Tensor& to_tensor(PyObject* object, std::string_view owner, std::string_view what) {
   TORCH_CHECK_TYPE(THPVariable_Check(object), owner, ": ", what, " must be a torch.Tensor, got ",
                    Py_TYPE(object)->tp_name, ".");
