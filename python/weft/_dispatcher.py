@@ -319,7 +319,8 @@ def _gradients(ctx: Any, grads: Gradients, needed: bool | Sequence[bool]) -> tup
                 "weft: an exported program that accumulates into main_grad cannot be compiled for training: it has no "
                 "Parameters. Compile the module instead of the exported program."
             )
-        leaves = [getattr(node, "variable", t) for t, (node, _) in zip(tensors, ctx.next_functions, strict=False)]
+        nodes = ctx.next_functions[-ctx.num_inputs :]  # x may come first once more
+        leaves = [getattr(node, "variable", t) for t, (node, _) in zip(tensors, nodes, strict=False)]
         main_grads = [
             getattr(t, "main_grad", None) for t, (*_, into) in zip(leaves, gradient_info, strict=True) if into
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import subprocess
@@ -192,6 +193,24 @@ def test_selective_checkpointing_into_main_grad():
     twin(given.detach()).square().sum().backward()
     torch.testing.assert_close(model.weight.main_grad, twin.weight.grad + 1)
     assert model.weight.grad is None
+
+
+def test_main_grad_of_a_call_with_dropout():
+    model = ops.Sequential(
+        ops.RMSNorm(32),
+        ops.Linear(32, 32, accumulate_into_main_grad=True),
+        ops.Dropout(1e-9),
+        ops.Linear(32, 32, bias=False, accumulate_into_main_grad=True),
+    )
+    given, found = torch.randn(40, 32, requires_grad=True), []
+    for mode in (contextlib.nullcontext(), Seen()):
+        for i in (1, 3):
+            model[i].weight.main_grad = torch.ones(32, 32)
+        with mode:
+            model(given).square().sum().backward()
+        found.append([model[i].weight.main_grad for i in (1, 3)])
+    assert mode.calls.count("weft.pipeline_forward_random.default") == 1
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize("flag", (None, False))
