@@ -74,11 +74,9 @@ at::Tensor parameter_of(const at::Tensor& handle) {
                     ", expected float64 of shape [1] on cpu. Let saved-tensor hooks keep it as it is.");
   const auto param = parameters_by_handle().find(*handle.const_data_ptr<double>());
   TORCH_CHECK(param.defined(),
-              "weft: a main_grad handle names no Parameter. Keep the Parameters of a compiled call alive until its "
-              "backward, let "
-              "saved-tensor hooks return the handle (float64, one element) unchanged, and where the attributes of one "
-              "Parameter "
-              "were copied to another, delete the copied attribute _main_grad_handle.");
+              "weft: a main_grad handle names no Parameter. Keep the Parameters of a compiled call until its backward, "
+              "let saved-tensor hooks return the handle (float64, one element) as it is, and where the attributes of a "
+              "Parameter were copied to another one, delete the copied _main_grad_handle.");
   return param;
 }
 
