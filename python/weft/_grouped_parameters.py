@@ -67,16 +67,16 @@ class GroupedParameters(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state_dict = dict(state_dict)
         fields = self._op.fields()
-        _to_layout(state_dict, prefix + "weight", fields["num_groups"], fields["single_grouped_weight"])
+        to_layout(state_dict, prefix + "weight", fields["num_groups"], fields["single_grouped_weight"])
         if fields["bias"]:
             bias = state_dict.get(prefix + "bias")
             if bias is not None and bias.dim() == 3:  # [groups, 1, out]
                 state_dict[prefix + "bias"] = bias.squeeze(1)
-            _to_layout(state_dict, prefix + "bias", fields["num_groups"], fields["single_grouped_bias"])
+            to_layout(state_dict, prefix + "bias", fields["num_groups"], fields["single_grouped_bias"])
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _to_layout(state_dict: dict[str, torch.Tensor], key: str, groups: int, single: bool) -> None:
+def to_layout(state_dict: dict[str, torch.Tensor], key: str, groups: int, single: bool) -> None:
     """Splits a stacked tensor into one per group, or stacks them; an incomplete set is left as it is."""
     members = [f"{key}{i}" for i in range(groups)]
     found = [name for name in members if name in state_dict]

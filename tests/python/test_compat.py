@@ -569,6 +569,50 @@ def test_module_grouped_linear(te):
     assert output.shape == (9, 6) and [tuple(b.shape) for b in biases] == [(6,)] * 3
 
 
+@pytest.mark.parametrize("single_bias", [False, True])
+@pytest.mark.parametrize("single_weight", [False, True])
+def test_module_grouped_linear_with_one_parameter(te, single_weight, single_bias):
+    x, splits = torch.randn(9, 8, dtype=torch.float64), [4, 0, 5]
+    options = {"single_grouped_weight": single_weight, "single_grouped_bias": single_bias}
+
+    def member(p, kind, g):
+        return p[kind][g] if kind in p else p[f"{kind}{g}"]
+
+    def plain(p, x):
+        groups = enumerate(x.split(splits))
+        return torch.cat([F.linear(rows, member(p, "weight", g), member(p, "bias", g)) for g, rows in groups])
+
+    module = randomize(te.GroupedLinear(3, 8, 6, **options))
+    assert set(dict(module.named_parameters())) == {
+        *(["weight"] if single_weight else ["weight0", "weight1", "weight2"]),
+        *(["bias"] if single_bias else ["bias0", "bias1", "bias2"]),
+    }
+    check(WithArguments(module, splits), plain, x)
+    # Either layout loads into the other.
+    for other in (te.GroupedLinear(3, 8, 6), te.GroupedLinear(3, 8, 6, **options)):
+        other = other.double()
+        other.load_state_dict(module.state_dict())
+        torch.testing.assert_close(other(x, splits), module(x, splits))
+        back = te.GroupedLinear(3, 8, 6, **options).double()
+        back.load_state_dict(other.state_dict())
+        torch.testing.assert_close(back(x, splits), module(x, splits))
+    _, biases = te.GroupedLinear(3, 8, 6, return_bias=True, **options)(x.float(), splits)
+    assert isinstance(biases, torch.nn.Parameter if single_bias else list)
+
+
+def test_one_grouped_weight_is_initialized_like_its_members(te):
+    torch.manual_seed(0)
+    many = te.GroupedLinear(3, 8, 6, parallel_mode="row")
+    torch.manual_seed(0)
+    one = te.GroupedLinear(3, 8, 6, parallel_mode="row", single_grouped_weight=True)
+    assert torch.equal(one.weight, torch.stack([many.weight0, many.weight1, many.weight2]))
+    assert (many.weight0.partition_dim, one.weight.partition_dim) == (1, 2)
+    meta = te.GroupedLinear(3, 8, 6, single_grouped_weight=True, device="meta")
+    assert meta(torch.randn(4, 8), [1, 1, 2]).shape == (4, 6)
+    with te.quantized_model_init(enabled=True), pytest.raises(NotImplementedError, match="single_grouped_weight=False"):
+        te.GroupedLinear(3, 32, 32, single_grouped_weight=True)
+
+
 def test_module_norms(te):
     x = torch.randn(4, 8, dtype=torch.float64)
     layer = randomize(te.LayerNorm(8, eps=0.1, zero_centered_gamma=True))
@@ -603,6 +647,7 @@ FUSED = {
     "LayerNormLinear": lambda te, **o: te.LayerNormLinear(8, 6, **o),
     "LayerNormMLP": lambda te, **o: te.LayerNormMLP(8, 16, **o),
     "GroupedLinear": lambda te, **o: te.GroupedLinear(2, 8, 6, **o),
+    "GroupedLinear, one weight": lambda te, **o: te.GroupedLinear(2, 8, 6, single_grouped_weight=True, **o),
 }
 
 

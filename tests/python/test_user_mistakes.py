@@ -18,7 +18,7 @@ from unittest import mock
 import numpy
 import pytest
 import torch
-from weft.compat import _grouped_linear, _layernorm_mlp, _linear, _norm, _transformer_layer
+from weft.compat import _layernorm_mlp, _linear, _norm, _transformer_layer
 from weft.convert import __main__ as convert_command
 
 import weft
@@ -458,7 +458,6 @@ OTHERS = [
     ("LayerNormMLP: activation", lambda: _layernorm_mlp.LayerNormMLP(8, 8, activation="glue"), ValueError, "'glue', expected one of"),
     ("LayerNormMLP: keyword", lambda: _layernorm_mlp.LayerNormMLP(8, 8, activaton="gelu"), TypeError, "Did you mean 'activation'"),
     ("LayerNormMLP: width", lambda: _layernorm_mlp.LayerNormMLP(7, 8)(X), ValueError, r"\[4, 8\].*\[7\]"),
-    ("GroupedLinear: compat single weight", lambda: _grouped_linear.GroupedLinear(2, 8, 8, single_grouped_weight=True), NotImplementedError, "not supported"),
     ("LayerNorm: compat", lambda: _norm.LayerNorm(), ValueError, "normalized_shape is required"),
     ("TransformerLayer: type", lambda: _transformer_layer.TransformerLayer(8, 8, 2, layer_type="enc"), ValueError, "'enc', expected 'encoder'"),
     ("convert: source", lambda: command("no/such/file", "out", "--to", "pt"), SystemExit, "no/such/file"),

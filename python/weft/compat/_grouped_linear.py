@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import ops
+from .._grouped_parameters import to_layout
 from .._native import on_meta
 from ..recipe import DelayedScaling
 from ._module import BoundSequential, CompatModule, divide_evenly
@@ -16,8 +17,9 @@ from ._module import BoundSequential, CompatModule, divide_evenly
 class GroupedLinear(CompatModule):
     """Applies one linear per group of rows: y[rows of g] = x[rows of g] W_gᵀ + b_g.
 
-    The Parameters are `weight0`, `bias0`, `weight1`, … With `parallel_mode`, each rank holds its shard of every weight;
-    the caller gathers inputs and reduces outputs.
+    The Parameters are `weight0`, `bias0`, `weight1`, …, or `weight` and `bias` of all groups; a checkpoint of either
+    layout loads into the other. With `parallel_mode`, each rank holds its shard of every weight; the caller gathers
+    inputs and reduces outputs.
 
     Args:
         num_gemms: number of groups.
@@ -32,6 +34,8 @@ class GroupedLinear(CompatModule):
         params_dtype, device: of the Parameters.
         parallel_mode: ``"column"``, ``"row"`` or None.
         delay_wgrad_compute: compute weight gradients in :meth:`backward_dw`.
+        single_grouped_weight: hold all weights in one Parameter `weight` of shape [groups, out, in].
+        single_grouped_bias: hold all biases in one Parameter `bias` of shape [groups, out].
 
     Shape:
         - inp: ``(*, in_features)``, with the rows of each group together, in the order of the groups.
@@ -76,10 +80,10 @@ class GroupedLinear(CompatModule):
         )
         if isinstance(self._weight_copies.recipe, DelayedScaling):
             raise NotImplementedError("GroupedLinear: delayed scaling is not supported. Use Float8CurrentScaling.")
-        if single_grouped_weight or single_grouped_bias:
+        if single_grouped_weight and self.primary_weights_in_fp8:
             raise NotImplementedError(
-                "GroupedLinear: single_grouped_weight and single_grouped_bias are not supported by this class. Use "
-                "transformer_engine.pytorch.ops.GroupedLinear."
+                "GroupedLinear: single_grouped_weight is not supported in quantized_model_init. Create the module with "
+                "single_grouped_weight=False, or outside of quantized_model_init."
             )
         if self.tp_size > 1 and bias:
             raise RuntimeError("GroupedLinear: bias=True is not supported with tp_size > 1. Pass bias=False.")
@@ -89,12 +93,15 @@ class GroupedLinear(CompatModule):
             divide_evenly(self, out_features, self.tp_size) if parallel_mode == "column" else out_features
         )
         self.use_bias, self.return_bias = bias, return_bias
-        self.weight_names = [f"weight{g}" for g in range(num_gemms)]
-        self.bias_names = [f"bias{g}" for g in range(num_gemms)]
+        self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, bias and single_grouped_bias
+        self.weight_names = ["weight"] if single_grouped_weight else [f"weight{g}" for g in range(num_gemms)]
+        self.bias_names = ["bias"] if self.single_grouped_bias else [f"bias{g}" for g in range(num_gemms)]
+        groups = (num_gemms,) if single_grouped_weight else ()
         for name in self.weight_names:
-            self._declare_weight(name, (self.out_features, self.in_features), init_method, parallel_mode)
+            self._declare_weight(name, (*groups, self.out_features, self.in_features), init_method, parallel_mode)
+        groups = (num_gemms,) if self.single_grouped_bias else ()
         for name in self.bias_names:
-            self._declare_bias(name, self.out_features, parallel_mode, bias)
+            self._declare_bias(name, (*groups, self.out_features), parallel_mode, bias)
         self.reset_parameters(defer_init=on_meta(self))
 
     @property
@@ -112,6 +119,8 @@ class GroupedLinear(CompatModule):
             dtype=self.params_dtype,
             accumulate_into_main_grad=self.fuse_wgrad_accumulation,
             delay_wgrad_compute=self.delay_wgrad_compute,
+            single_grouped_weight=self.single_grouped_weight,
+            single_grouped_bias=adds_bias and self.single_grouped_bias,
         )
         self._wgrad_ops.append(op)
         names = self.weight_names + (self.bias_names if adds_bias else [])
@@ -119,13 +128,20 @@ class GroupedLinear(CompatModule):
         pipeline.add(op, **{name: name for name in names})
         return pipeline
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dict = dict(state_dict)
+        to_layout(state_dict, prefix + "weight", self.num_gemms, self.single_grouped_weight)
+        if self.use_bias:
+            to_layout(state_dict, prefix + "bias", self.num_gemms, self.single_grouped_bias)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def forward(
         self,
         inp: torch.Tensor,
         m_splits: torch.Tensor | Sequence[int],
         is_first_microbatch: bool | None = None,
     ) -> Any:
-        """Returns y, or (y, list of biases) with `return_bias`.
+        """Returns y, or with `return_bias` y and the list of biases, or the one bias of all groups.
 
         Args:
             inp: the rows of all groups, in the order of the groups.
@@ -140,4 +156,6 @@ class GroupedLinear(CompatModule):
             output = pipeline.sequential(inp.reshape(-1, inp.size(-1)), splits)
         self._first_microbatch(output, is_first_microbatch)
         output = output.reshape(*inp.shape[:-1], self.out_features)
-        return (output, [getattr(self, name) for name in self.bias_names]) if self.return_bias else output
+        if not self.return_bias:
+            return output
+        return output, self.bias if self.single_grouped_bias else [getattr(self, name) for name in self.bias_names]

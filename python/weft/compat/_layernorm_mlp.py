@@ -116,9 +116,9 @@ class LayerNormMLP(CompatModule):
         fc2_features = divide_evenly(self, self.ffn_hidden_size, self.tp_size)
         fc1_features = fc2_features * ACTIVATIONS[self.activation][1]
         self._declare_weight("fc1_weight", (fc1_features, self.hidden_size), init, column)
-        self._declare_bias("fc1_bias", fc1_features, column, self.use_bias)
+        self._declare_bias("fc1_bias", (fc1_features,), column, self.use_bias)
         self._declare_weight("fc2_weight", (self.hidden_size, fc2_features), output_init, row)
-        self._declare_bias("fc2_bias", self.hidden_size, row, self.use_bias)
+        self._declare_bias("fc2_bias", (self.hidden_size,), row, self.use_bias)
 
     def _needs_group(self) -> bool:
         return self.set_parallel_mode

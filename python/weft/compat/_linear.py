@@ -41,7 +41,7 @@ class _SplitLinear(CompatModule):
                 weight, (divide_evenly(self, size, ranks) if mode == "column" else size, local_in), init, mode
             )
         for _, name, size in self._splits:
-            self._declare_bias(name, divide_evenly(self, size, ranks) if mode == "column" else size, mode, bias)
+            self._declare_bias(name, (divide_evenly(self, size, ranks) if mode == "column" else size,), mode, bias)
 
     def _needs_group(self) -> bool:
         return self.parallel_mode is not None

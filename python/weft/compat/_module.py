@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -95,6 +96,11 @@ class BoundSequential:
 
     def extend(self, other: BoundSequential) -> None:
         self.sequential.extend(other.sequential)
+
+
+def _init_groups(init: Callable[[torch.Tensor], Any], weights: torch.Tensor) -> None:
+    for weight in weights:
+        init(weight)
 
 
 class CompatModule(EmptyExtraState):
@@ -191,29 +197,33 @@ class CompatModule(EmptyExtraState):
         self._inits[name], self._parameter_attributes[name] = init, attributes
 
     def _declare_weight(
-        self, name: str, shape: tuple[int, int], init: Callable[[torch.Tensor], Any] | None, mode: str | None
+        self, name: str, shape: tuple[int, ...], init: Callable[[torch.Tensor], Any] | None, mode: str | None
     ) -> None:
+        """Registers a weight [out, in], or the weights [groups, out, in] of all groups, initialized one by one."""
         attributes: dict[str, Any] = {}
         if mode is not None:
             attributes = {
                 "tensor_model_parallel": True,
-                "partition_dim": 1 if mode == "row" else 0,
+                "partition_dim": len(shape) - (1 if mode == "row" else 2),
                 "partition_stride": 1,
             }
         if self.delay_wgrad_compute:
             attributes["skip_backward_post_hook"] = True
-        self._declare(name, shape, init or normal_init, **attributes)
+        init_one = init or normal_init
+        init_all = functools.partial(_init_groups, init_one) if len(shape) == 3 else init_one
+        self._declare(name, shape, init_all, **attributes)
         self._weights.append(name)
 
-    def _declare_bias(self, name: str, size: int, mode: str | None, enabled: bool = True) -> None:
-        """Registers a bias initialized with zeros; if not enabled, the attribute is an empty tensor."""
+    def _declare_bias(self, name: str, shape: tuple[int, ...], mode: str | None, enabled: bool = True) -> None:
+        """Registers a bias [out], or the biases [groups, out] of all groups, initialized with zeros; if not enabled,
+        the attribute is an empty tensor."""
         if not enabled:
             setattr(self, name, torch.empty(0, dtype=self.params_dtype))
             return
         attributes: dict[str, Any] = {"sequence_parallel": self.sequence_parallel} if mode == "row" else {}
         if mode == "column":
-            attributes = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
-        self._declare(name, (size,), torch.nn.init.zeros_, **attributes)
+            attributes = {"tensor_model_parallel": True, "partition_dim": len(shape) - 1, "partition_stride": 1}
+        self._declare(name, shape, torch.nn.init.zeros_, **attributes)
 
     def _declare_norm(self, kind: str, size: int, zero_centered_gamma: bool) -> None:
         if kind not in NORMS:

@@ -73,9 +73,8 @@ SUPPORTED: dict[str, tuple[Any, str]] = {
     ),
     "GroupedLinear": (
         _grouped_linear.GroupedLinear,
-        _COMPOSED
-        + "; `single_grouped_weight` and `single_grouped_bias` only in `ops.GroupedLinear`; `delay_wgrad_compute` sets "
-        "`skip_backward_post_hook` on weights only",
+        _COMPOSED + "; with `single_grouped_weight` the Parameter is a plain tensor `[groups, out, in]`, not a "
+        "GroupedTensor; `delay_wgrad_compute` sets `skip_backward_post_hook` on weights only",
     ),
     "LayerNorm": (_norm.LayerNorm, SAME),
     "RMSNorm": (_norm.RMSNorm, SAME),
