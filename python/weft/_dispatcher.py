@@ -2,7 +2,8 @@
 
 In eager mode a module calls its C++ runner directly. Under a compiler or a ``TorchDispatchMode`` (selective
 checkpointing, FLOP counting, make_fx) the same pipeline is one call of ``weft::pipeline_forward``, which takes the
-pipeline as text and can be traced. Its gradient is ``weft::pipeline_backward``.
+pipeline as text and can be traced, or of ``pipeline_forward_random`` or ``pipeline_forward_with_handles``, which a
+compiler must not merge with an equal call. The gradient is ``weft::pipeline_backward`` or one of its variants.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _call_numbers = itertools.count(1)
 
 @evaluated_when_traced
 def _call_number() -> int:
-    """Returns another number for each call in a program."""
+    """Returns a number that no other call has."""
     return next(_call_numbers)
 
 
@@ -92,8 +93,7 @@ def run(module: PipelineModule, x: torch.Tensor, extra_inputs: tuple[torch.Tenso
             return module.get_submodule(segment.slots[0][0])(x, *inputs)
         params = [_local(module.get_submodule(path), name) for path, name in segment.slots]
         eval_mask = sum(1 << bit for bit, path in enumerate(segment.modes) if not module.get_submodule(path).training)
-        random = eval_mask != (1 << len(segment.modes)) - 1
-        outputs = _call(x, params, inputs, segment, eval_mask, random)
+        outputs = _call(x, params, inputs, segment, eval_mask)
         return outputs[: 1 + len(segment.targets)] if segment.targets else outputs[0]
 
     return run_segments(module._traced_segments(_guarded_state(module)), x, extra_inputs, call)
@@ -166,9 +166,7 @@ def run_segments(
     return (x, *returned) if returned else x
 
 
-def _call(
-    x: torch.Tensor, params: Tensors, extras: Tensors, segment: TracedSegment, eval_mask: int, random: bool
-) -> Any:
+def _call(x: torch.Tensor, params: Tensors, extras: Tensors, segment: TracedSegment, eval_mask: int) -> Any:
     device = x.device.type
     autocast = "none"
     if torch.is_autocast_enabled(device):
@@ -185,7 +183,8 @@ def _call(
     if handles:
         op = torch.ops.weft.pipeline_forward_with_handles
         return op(x, inputs, handles, dummies, text, _call_number())
-    if random or recipe:  # a recipe may round stochastically
+    some_train = eval_mask != (1 << len(segment.modes)) - 1  # dropout; and a recipe may round stochastically
+    if some_train or recipe:
         return torch.ops.weft.pipeline_forward_random(x, inputs, text, _call_number())
     return torch.ops.weft.pipeline_forward(inputs, text)
 

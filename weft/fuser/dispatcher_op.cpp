@@ -95,9 +95,8 @@ std::vector<bool> required(const Program& program) {
 }
 
 /// Gradients in the order of the inputs. A missing gradient is a tensor of zeros if `returned`, else an empty tensor.
-List differentiate(const c10::List<std::optional<at::Tensor>>& grads, at::TensorList tensors, c10::string_view text,
+List differentiate(const c10::List<std::optional<at::Tensor>>& grads, at::TensorList tensors, const Program& p,
                    const ops::LeafParams* leaf_params, const std::vector<bool>& returned) {
-  const auto p = program(text);
   const size_t count = 1 + p.pipeline->caller_inputs().size() + p.pipeline->params().size();
   const auto inputs = tensors.slice(0, std::min(count, tensors.size()));
   const auto [x, extras, params] = split(*p.pipeline, inputs);
@@ -107,7 +106,7 @@ List differentiate(const c10::List<std::optional<at::Tensor>>& grads, at::Tensor
     dy.push_back(grad.value_or(at::Tensor()));
   }
   // In the order x, parameters, extra inputs.
-  const auto computed = backward(dy, tensors.slice(count), x, params, extras, text, leaf_params);
+  const auto computed = backward(dy, tensors.slice(count), x, params, extras, p.text, leaf_params);
   List out, must_not_alias = tensors.vec();
   must_not_alias.insert(must_not_alias.end(), dy.begin(), dy.end());
   for (size_t i = 0; i < count; ++i) {
@@ -124,16 +123,18 @@ List differentiate(const c10::List<std::optional<at::Tensor>>& grads, at::Tensor
 
 List pipeline_backward(const c10::List<std::optional<at::Tensor>>& grads, at::TensorList tensors,
                        c10::string_view text) {
-  return differentiate(grads, tensors, text, nullptr, required(program(text)));
+  const auto p = program(text);
+  return differentiate(grads, tensors, p, nullptr, required(p));
 }
 
 List pipeline_backward_into(const c10::List<std::optional<at::Tensor>>& grads, at::TensorList tensors,
                             at::TensorList params, at::TensorList main_grads, c10::string_view text) {
-  const auto expected = program(text).pipeline->params().size();
+  const auto p = program(text);
+  const auto expected = p.pipeline->params().size();
   TORCH_CHECK_VALUE(params.size() == expected, "Pipeline: expected ", expected, " leaf parameters, got ", params.size(),
                     ".");
   const DeclaredLeafParams leaf_params(params, main_grads);
-  return differentiate(grads, tensors, text, &leaf_params, std::vector<bool>(tensors.size()));
+  return differentiate(grads, tensors, p, &leaf_params, std::vector<bool>(tensors.size()));
 }
 
 /// The Parameters that handles name: of each parameter that accumulates into main_grad and needs a gradient, in order.
@@ -215,7 +216,7 @@ List pipeline_backward_with_handles(const c10::List<std::optional<at::Tensor>>& 
   const NamedLeafParams leaf_params(p, handles);
   const std::vector<bool> has_dummy(dummies.begin(), dummies.end());
   leaf_params.check_backward(has_dummy);
-  auto out = differentiate(grads, tensors, text, &leaf_params, leaf_params.returned(p, has_dummy));
+  auto out = differentiate(grads, tensors, p, &leaf_params, leaf_params.returned(p, has_dummy));
   for (const auto& handle : handles) out.push_back(at::zeros(handle.sizes(), handle.options()));
   return out;
 }
