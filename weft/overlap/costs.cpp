@@ -1,6 +1,7 @@
 #include "weft/overlap/costs.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/ScalarType.h>
 
@@ -40,30 +41,51 @@ double min_seconds(int runs, Fn&& fn) {
   return best;
 }
 
-/// Fits time = per_weight·N·K + per_row·rows to two GEMMs with the same weight. All ranks multiply at the same time, as
-/// in a step: they may share cores, clocks and memory. The lower bound on per_row limits the effect of timer noise.
-void measure_gemm(Costs& out, const comm::Group& group, at::ScalarType dtype) {
-  constexpr int64_t kFew = 64, kMany = 1024, kWidth = 768;
-  const auto options = at::TensorOptions().dtype(dtype);
-  const auto w = at::zeros({kWidth, kWidth}, options);
-  const auto median_time = [&](int64_t rows, int runs) {
-    const auto x = at::zeros({rows, kWidth}, options);
+/// Multiplies [rows, width] by a weight [width, width].
+struct TimedGemm {
+  TimedGemm(int64_t rows, int64_t width, at::ScalarType dtype)
+      : x(at::zeros({rows, width}, at::TensorOptions().dtype(dtype))), w(at::zeros({width, width}, x.options())) {}
+
+  void operator()() const { kernels::gemm(x, kernels::transposed(w), {.b_is_weight = true}); }
+
+  /// Median over rounds of the mean time. Each round begins at the same time on all ranks, which multiply together, as
+  /// in a step: they may share cores, clocks and memory.
+  double median_seconds(const comm::Group& group, int runs) const {
     std::array<double, 3> rounds{};
     for (auto& mean : rounds) {
       group.all_gather(at::zeros({1, 1})).wait();  // a barrier
       const double start = now();
-      for (int i = 0; i < runs; ++i) kernels::gemm(x, kernels::transposed(w), {.b_is_weight = true});
+      for (int i = 0; i < runs; ++i) (*this)();
       mean = (now() - start) / runs;
     }
     std::ranges::sort(rounds);
     return rounds[1];
-  };
-  const double few = median_time(kFew, 4), many = median_time(kMany, 2);
+  }
+
+  at::Tensor x, w;
+};
+
+constexpr int64_t kFew = 64, kMany = 1024;  // rows of the timed GEMMs
+
+/// Seconds of the slowest rank for a GEMM with the fewest rows and the smallest weight.
+double probe(const comm::Group& group, at::ScalarType dtype) {
+  const TimedGemm gemm(kFew, kSlowWidth, dtype);
+  gemm();
+  const auto seconds = at::full({1, 1}, min_seconds(3, gemm), at::TensorOptions().dtype(at::kDouble));
+  return group.all_gather(seconds).wait().max().item<double>();
+}
+
+/// Fits time = per_weight·N·K + per_row·rows to two GEMMs with weights of one shape. The lower bound on per_row limits
+/// the effect of timer noise.
+void measure_gemm(Costs& out, const comm::Group& group, at::ScalarType dtype) {
+  const int64_t width = timed_width(probe(group, dtype));
+  const double few = TimedGemm(kFew, width, dtype).median_seconds(group, 4);
+  const double many = TimedGemm(kMany, width, dtype).median_seconds(group, 2);
   const double per_row = std::max(many - few, 0.2 * many) / static_cast<double>(kMany - kFew);
-  out.per_flop = per_row / static_cast<double>(2 * kWidth * kWidth);
-  out.per_weight = std::max(0.0, few - per_row * kFew) / static_cast<double>(kWidth * kWidth);
+  out.per_flop = per_row / static_cast<double>(2 * width * width);
+  out.per_weight = std::max(0.0, few - per_row * kFew) / static_cast<double>(width * width);
   // Below AMX each chunk is a GEMM of its own (weft/kernels/row_chunks.cpp).
-  const auto tier = kernels::choose_gemm_tier(c10::DeviceType::CPU, dtype, kWidth, kWidth).tier;
+  const auto tier = kernels::choose_gemm_tier(c10::DeviceType::CPU, dtype, width, width).tier;
   out.per_chunk = tier == kernels::Tier::amx ? 0 : out.per_weight;
 }
 
@@ -128,6 +150,8 @@ CostTable& cost_table() {
 }
 
 }  // namespace
+
+int64_t timed_width(double probe) { return probe > 3e-3 ? kSlowWidth : kFastWidth; }
 
 double Costs::gemm(int64_t rows, int64_t n, int64_t k) const {
   const double weight = static_cast<double>(n) * static_cast<double>(k);

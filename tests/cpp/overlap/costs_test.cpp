@@ -67,6 +67,12 @@ TEST(OverlapCosts, ZeroCopyAcceptsAnyGain) {
   EXPECT_THAT(rejection_reason(gather(0), p, true), HasSubstr("no rows"));
 }
 
+TEST(OverlapCosts, SlowCpusTimeSmallGemms) {
+  EXPECT_EQ(overlap::timed_width(1e-4), overlap::kFastWidth);
+  EXPECT_EQ(overlap::timed_width(2.9e-3), overlap::kFastWidth);
+  EXPECT_EQ(overlap::timed_width(0.05), overlap::kSlowWidth);
+}
+
 TEST(OverlapBlocks, WireColumnsFitPaddingAndStayDistinct) {
   for (const int64_t rows : {1, 31, 32, 33, 100}) {
     std::set<int64_t> seen;
