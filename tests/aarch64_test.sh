@@ -28,7 +28,7 @@ for cpu in $(seq 0 $(($(nproc) - 1))); do
 done > "$root/proc/cpuinfo"
 
 cmake -G Ninja -B "$work/build" --toolchain cmake/aarch64.cmake -DCMAKE_PREFIX_PATH="$site/torch" \
-  -DWEFT_UCX=OFF -DWEFT_GTEST_SOURCE=/usr/src/googletest
+  -DWEFT_UCX=OFF -DWEFT_UNITY=ON -DWEFT_GTEST_SOURCE=/usr/src/googletest
 cmake --build "$work/build" -j "${JOBS:-2}" --target weft_tests
 QEMU_CPU=neoverse-n1 qemu-aarch64-static -L "$root" "$work/build/weft_tests" --gtest_brief=1 \
   --gtest_filter="${1:--*Slow*}"

@@ -3,6 +3,7 @@
 #include <ATen/ops/logical_not.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/randn.h>
 #include <ATen/ops/zeros_like.h>
 #include <gtest/gtest.h>
 
@@ -18,6 +19,10 @@
 // rounding at the store. Values and bounds are computed in float64. A matrix norm would let a few wrong elements pass.
 
 namespace weft::kernels {
+
+inline at::Tensor random(at::IntArrayRef sizes, at::ScalarType dtype = at::kBFloat16) {
+  return at::randn(sizes).to(dtype);
+}
 
 /// A float64 value and its error bound, before the rounding of the store.
 struct Bounded {

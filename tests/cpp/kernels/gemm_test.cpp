@@ -38,14 +38,14 @@ std::vector<Shape> boundary_shapes() {
   return all;
 }
 
-/// Sizes around the limits of the resident block and of a K-block: 448 rows with K = 1152 fill the resident block, 224
-/// rows with a larger K; results of more than 1 MB use non-temporal stores.
-std::vector<Shape> block_shapes() {
+/// Sizes around the limits of AMX's resident block and of its K-block: 448 rows with K = 1152 fill the resident block,
+/// 224 rows with a larger K; results of more than 1 MB use non-temporal stores. Other tiers split at 1024 rows only.
+std::vector<Shape> block_shapes(at::ScalarType dtype) {
+  if (choose_gemm_tier(at::kCPU, dtype, 64, 1152).tier != Tier::amx)
+    return {{225, 31, 2304}, {1100, 70, 64}, {520, 1056, 96}};
   return {{447, 64, 1152},  {449, 65, 1152}, {224, 96, 1153}, {225, 31, 2304}, {700, 600, 520},
           {600, 300, 2500}, {1100, 70, 64},  {520, 1056, 96}, {34, 2080, 1160}};
 }
-
-Tensor random(at::IntArrayRef sizes, at::ScalarType dtype) { return at::randn(sizes).to(dtype); }
 
 void check(const Matrix& a, const Matrix& b, const Epilogue& e, const std::string& what) {
   const BoundedGemm want(gemm_tier(a, b, e), a, b, e);
@@ -121,7 +121,7 @@ TEST_P(KernelsGemm, SupportsBiasScaleAddendAndOut) {
 /// to the dtype of the operands.
 TEST_P(KernelsGemm, AccumulatesOrOverwritesMainGradOfAnyDtype) {
   auto all = shapes();
-  for (const auto& shape : block_shapes()) all.push_back(shape);
+  for (const auto& shape : block_shapes(GetParam())) all.push_back(shape);
   for (const auto& shape : all)
     for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
       const auto& [m, n, k] = shape;
@@ -189,7 +189,7 @@ TEST_P(KernelsGemm, SupportsEveryActivation) {
 }
 
 TEST_P(KernelsGemm, SpansManyBlocks) {
-  for (const auto& shape : block_shapes()) {
+  for (const auto& shape : block_shapes(GetParam())) {
     const auto& [m, n, k] = shape;
     const auto what = text(shape);
     const auto a = random({m, k}, GetParam()), b = (random({k, n}, at::kFloat) / std::sqrt(double(k))).to(GetParam());

@@ -57,8 +57,6 @@ TEST(GemmGrid, SharesAreBalanced) {
         }
 }
 
-Tensor random(at::IntArrayRef sizes, at::ScalarType dtype = at::kBFloat16) { return at::randn(sizes).to(dtype); }
-
 class KernelsGemmThreads : public testing::TestWithParam<int> {
  protected:
   void SetUp() override { at::manual_seed(3); }

@@ -27,7 +27,7 @@ namespace {
 using at::Tensor;
 using Splits = std::vector<int64_t>;
 
-const double kNan = std::numeric_limits<double>::quiet_NaN();
+const double kPoison = std::numeric_limits<double>::quiet_NaN();
 
 /// Random inputs of a grouped GEMM, and its expected results in float64.
 struct GroupedCase {
@@ -49,9 +49,9 @@ struct GroupedCase {
     bias = random({groups, n}, 1);
     scales = at::rand({rows}) + 0.5;
     if (tail > 0) {
-      x.narrow(0, active, tail).fill_(kNan);
-      dy.narrow(0, active, tail).fill_(kNan);
-      scales.narrow(0, active, tail).fill_(kNan);
+      x.narrow(0, active, tail).fill_(kPoison);
+      dy.narrow(0, active, tail).fill_(kPoison);
+      scales.narrow(0, active, tail).fill_(kPoison);
     }
   }
 
@@ -123,7 +123,7 @@ void check(const GroupedCase& p) {
     expect_within(run({.bias = p.stacked_bias(), .scales = p.scales, .path = path}), scaled, by + "y with s·b");
     expect_within(grouped_gemm(p.opaque(), p.dy, p.stacked(), false, {.path = path}), dx, by + "dx");
     for (const auto to : {p.dtype, p.dtype == at::kDouble ? at::kDouble : at::kFloat}) {
-      auto out = at::full({p.groups(), p.n, p.k}, kNan, to);
+      auto out = at::full({p.groups(), p.n, p.k}, kPoison, to);
       grouped_weight_gradient(p.opaque(), p.dy, p.x, GroupedMatrix(out), false, path);
       expect_within(out, p.weight_gradient(at::zeros_like(exact(out))), by + "dw");
       out.copy_(at::randn({p.groups(), p.n, p.k}));
@@ -200,7 +200,7 @@ TEST_F(KernelsGrouped, ZeroesUngroupedRowsOnlyInNewOutput) {
       const auto y = grouped_gemm(p.opaque(), p.x, p.stacked(), true, {.path = path});
       EXPECT_TRUE(at::equal(y.narrow(0, 23, 5), at::zeros({5, 32}, dtype)));
       const auto out = at::full({28, 32}, 7, dtype);
-      out.narrow(0, 0, 23).fill_(kNan);
+      out.narrow(0, 0, 23).fill_(kPoison);
       const auto same = grouped_gemm(p.opaque(), p.x, p.stacked(), true, {.out = out, .path = path});
       EXPECT_TRUE(same.is_same(out));
       EXPECT_TRUE(at::equal(out.narrow(0, 0, 23), y.narrow(0, 0, 23)));
@@ -216,7 +216,7 @@ TEST_F(KernelsGrouped, TensorListsAndInt32SplitsMatchStacked) {
       for (int64_t g = 0; g < 4; ++g) {
         w.push_back(p.w[g].clone());
         b.push_back(p.bias[g].clone());
-        dw.push_back(at::full({48, 32}, kNan, dtype));
+        dw.push_back(at::full({48, 32}, kPoison, dtype));
       }
       const GroupIndex narrow(p.index.to(at::kInt));
       const GroupedMatrix ws(w, 48, 32), bs(b, 1, 48);
@@ -233,7 +233,7 @@ TEST_F(KernelsGrouped, SupportsRowStrides) {
   for (const auto dtype : kAllDtypes) {
     GroupedCase p({3, 0, 20, 40}, 48, 40, dtype);
     const auto with_row_gaps = [](const Tensor& t) {
-      const auto strided = at::full({t.size(0), t.size(1) + 24}, kNan, t.scalar_type()).narrow(1, 8, t.size(1));
+      const auto strided = at::full({t.size(0), t.size(1) + 24}, kPoison, t.scalar_type()).narrow(1, 8, t.size(1));
       return strided.copy_(t);
     };
     p.x = with_row_gaps(p.x), p.dy = with_row_gaps(p.dy);

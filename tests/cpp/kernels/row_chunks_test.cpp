@@ -16,8 +16,6 @@ namespace {
 
 using at::Tensor;
 
-Tensor random(at::IntArrayRef sizes, at::ScalarType dtype) { return at::randn(sizes).to(dtype); }
-
 /// A matrix whose row stride is larger than its row length.
 Tensor with_row_gaps(int64_t rows, int64_t columns, at::ScalarType dtype) {
   return random({rows, columns + 48}, dtype).narrow(1, 16, columns);

@@ -21,7 +21,7 @@ namespace weft::ops {
 namespace {
 
 constexpr double kFill = 0.5;
-constexpr int64_t kWidth = 12, kRows = 18;  // kRows: at least min_rows of every rule
+constexpr int64_t kWidth = 12, kTokens = 18;  // kTokens: at least min_rows of every rule
 
 /// A row of the decision table in weft/ops/wgrad_sink.h: which conditions hold.
 struct Row {
@@ -87,7 +87,7 @@ class WgradRow : public ::testing::TestWithParam<Case> {
   /// The tested model, and a twin without the options, whose .grad is the expected result.
   void SetUp() override {
     const auto& c = GetParam();
-    x_ = at::randn({kRows, kWidth}).to(c.weight).requires_grad_();
+    x_ = at::randn({kTokens, kWidth}).to(c.weight).requires_grad_();
     twin_ = model(c, /*plain=*/true);
     tested_ = model(c, /*plain=*/false);
     const at::NoGradGuard no_grad;
