@@ -17,12 +17,12 @@ from dataclasses import asdict
 from typing import NamedTuple
 
 import torch
-import weft.quantization
 from measure import Meter
 from problems import main
-from weft.compat import transformer_engine
 
+import weft.quantization
 from weft import recipe
+from weft.compat import transformer_engine
 
 transformer_engine.install()
 import transformer_engine.pytorch as te  # noqa: E402

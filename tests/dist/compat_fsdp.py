@@ -12,6 +12,7 @@ from data_parallel import WIDTH, run_situations
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
 from weft.compat._layernorm_mlp import LayerNormMLP
 from weft.compat._linear import LayerNormLinear, Linear
 from weft.compat._transformer_layer import TransformerLayer

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
 from weft.compat import transformer_engine
 
 transformer_engine.install()

@@ -11,6 +11,7 @@ from itertools import product
 
 import torch
 import torch.distributed as dist
+
 from weft.compat import transformer_engine
 
 transformer_engine.install()
@@ -161,7 +162,8 @@ def main() -> None:
     torch.manual_seed(3)
     masks = [("causal", None), ("causal", (5, 0)), ("causal_bottom_right", None), ("no_mask", None)]
     global DTYPE
-    for DTYPE in (torch.bfloat16, torch.float64):
+    for dtype in (torch.bfloat16, torch.float64):
+        DTYPE = dtype
         for layout, (mask, window) in product(("sbhd", "bshd"), masks):
             check_dense(layout, mask, window)
         for mask, window in masks:

@@ -1,9 +1,13 @@
-"""Starts the ranks of a test as plain processes, which rendezvous through a file."""
+"""Starts the ranks of a test as processes, which rendezvous through a file."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import json
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
@@ -17,12 +21,67 @@ import weft
 HERE = pathlib.Path(__file__).parent
 
 
+PR_SET_CHILD_SUBREAPER = 36
+
+
+@functools.cache
+def rank_server() -> subprocess.Popen:
+    """Forks the ranks of this process; see rank_server.py. It ends when its input is closed."""
+    assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1) == 0
+    command = [sys.executable, str(HERE / "rank_server.py")]
+    return subprocess.Popen(command, env=environment_of(1), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+class ForkedRank:
+    """A rank forked by the server, with the methods of subprocess.Popen that tests use."""
+
+    def __init__(self, script: str, arguments: list[str], environment: dict[str, str], log: pathlib.Path) -> None:
+        fixed = {**environment_of(1), **environment}.items() - environment_of(1).items()
+        late = [name for name, _ in fixed if name not in ("RANK", "WORLD_SIZE") and not name.startswith("WEFT_")]
+        assert not late, f"{late} may have been read before the fork; start such ranks with Ranks.start"
+        rank = {"script": script, "arguments": arguments, "environment": environment, "log": str(log)}
+        self.returncode: int | None = None
+        try:
+            server = rank_server()
+            print(json.dumps(rank), file=server.stdin, flush=True)
+            self.pid = int(server.stdout.readline())
+        except BaseException:  # also a timeout of the test: the answer of this server would be read as the next one
+            rank_server().kill()
+            rank_server.cache_clear()
+            raise
+
+    def wait(self, timeout: float = 300) -> int:
+        end = time.monotonic() + timeout
+        while self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > end:
+                raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout)
+            else:
+                time.sleep(0.005)
+        return self.returncode
+
+    def send_signal(self, which: signal.Signals) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, which)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
 class Ranks:
     """Processes, each with a log file. Leaving the `with` block kills those that still run."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder, self.logs = folder, list[pathlib.Path]()
-        self.processes: list[subprocess.Popen] = []
+        self.processes: list[subprocess.Popen | ForkedRank] = []
+
+    def fork(self, script: str, *arguments: str, env: dict[str, str]) -> None:
+        """Starts the next rank with a script of this folder."""
+        self.logs.append(self.folder / f"rank{len(self.logs)}.log")
+        self.logs[-1].touch()
+        self.processes.append(ForkedRank(str(HERE / script), list(arguments), env, self.logs[-1]))
 
     def start(self, command: list[str], **more: Any) -> None:
         """Starts the next rank; `more` is passed to Popen."""
@@ -72,12 +131,23 @@ def environment_of(ranks: int, **environment: str) -> dict[str, str]:
     }
 
 
-def run_ranks(script: str, folder: pathlib.Path, ranks: int, *arguments: str, seconds: float = 240, **environment: str):
+def run_ranks(
+    script: str,
+    folder: pathlib.Path,
+    ranks: int,
+    *arguments: str,
+    seconds: float = 240,
+    fork: bool = True,
+    **environment: str,
+) -> None:
     """Runs ``script FOLDER ARGUMENTS…`` on each rank; fails with their output unless all exit with 0."""
     shared = environment_of(ranks, **environment)
     with Ranks(folder) as started:
         for rank in range(ranks):
-            command = [sys.executable, str(HERE / script), str(folder), *arguments]
-            started.start(command, env={**shared, "RANK": str(rank)})
+            own = {**shared, "RANK": str(rank)}
+            if fork:
+                started.fork(script, str(folder), *arguments, env=own)
+            else:
+                started.start([sys.executable, str(HERE / script), str(folder), *arguments], env=own)
         codes = started.codes(seconds)
         assert codes == [0] * ranks, f"exit codes {codes}\n{started.text()}"

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from weft.compat._layernorm_mlp import LayerNormMLP
-from weft.compat._linear import Linear
 
 import weft
 from weft import ops
+from weft.compat._layernorm_mlp import LayerNormMLP
+from weft.compat._linear import Linear
 
 WIDTH = 8
 

@@ -3,12 +3,11 @@ norm of each step, on more it compares with them."""
 
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from megatron.core.distributed import TorchFullyShardedDataParallel
 from megatron.core.transformer.moe import token_dispatcher
 from megatron_cases import Trainer, compare, without
-
-import torch
 
 STEPS = 3
 SHARDED = {

@@ -664,7 +664,7 @@ def checkpoints() -> None:
 
 def six_linears(group=None, replicated_bias: bool = False) -> ops.Sequential:
     """Three column-parallel and three row-parallel linears of equal shapes."""
-    modes = [{} if group is None else {"tensor_parallel_mode": m, "tensor_parallel_group": group} for m in ("column", "row")]
+    modes = [{"tensor_parallel_mode": m, "tensor_parallel_group": group} if group else {} for m in ("column", "row")]
     model = ops.Sequential()
     for _ in range(3):
         model.append(ops.Linear(24, 96, dtype=torch.float64, **modes[0]))

@@ -21,8 +21,7 @@ def run_under_attack(folder: pathlib.Path, seconds: float) -> None:
     other = {"user": 65534, "group": 65534, "extra_groups": []} if os.getuid() == 0 else {}
     with launch.Ranks(folder) as ranks:
         for rank in range(2):
-            command = [sys.executable, str(launch.HERE / "attacked_rank.py"), str(folder)]
-            ranks.start(command, env={**shared, "RANK": str(rank)})
+            ranks.fork("attacked_rank.py", str(folder), env={**shared, "RANK": str(rank)})
         end = time.time() + 60
         while not all((folder / f"rank{rank}.ready").exists() for rank in range(2)):
             assert time.time() < end, ranks.text()

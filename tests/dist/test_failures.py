@@ -31,8 +31,7 @@ class Ranks(launch.Ranks):
         shared = launch.environment_of(size, **settings)
         for rank in range(size):
             extra = ["--fault", fault[rank]] if fault and rank in fault else []
-            command = [sys.executable, str(launch.HERE / "failures.py"), str(folder), *extra]
-            self.start(command, env={**shared, "RANK": str(rank)})
+            self.fork("failures.py", str(folder), *extra, env={**shared, "RANK": str(rank)})
 
     def wait_for(self, suffix: str, seconds: float, ranks: list[int] | None = None) -> None:
         end = time.time() + seconds

@@ -26,8 +26,7 @@ def test_interrupt_ends_wait(tmp_path, transport, where):
     shared = launch.environment_of(2, WEFT_TRANSPORT=transport, WEFT_UCX_TRUSTED="1")
     with launch.Ranks(tmp_path) as ranks:
         for rank in range(2):
-            command = [sys.executable, str(launch.HERE / "interrupt_rank.py"), str(tmp_path), where]
-            ranks.start(command, env={**shared, "RANK": str(rank)})
+            ranks.fork("interrupt_rank.py", str(tmp_path), where, env={**shared, "RANK": str(rank)})
         end = time.time() + 60
         while not (tmp_path / "rank0.waiting").exists():
             assert time.time() < end, ranks.text()

@@ -14,6 +14,7 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from launch import run_ranks  # noqa: E402
+
 from weft.compat import megatron  # noqa: E402
 
 

@@ -17,7 +17,8 @@ GROWTH = 1 << 20  # bytes, over the second half of the steps
 
 def train(folder: pathlib.Path, steps: int, transport: str) -> list[dict]:
     folder.mkdir()
-    launch.run_ranks("soak_rank.py", folder, 2, str(steps), seconds=1200, WEFT_TRANSPORT=transport)
+    # Not forked: the resident memory of a forked process grows as it touches pages of its parent.
+    launch.run_ranks("soak_rank.py", folder, 2, str(steps), seconds=1200, fork=False, WEFT_TRANSPORT=transport)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

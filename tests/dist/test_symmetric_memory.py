@@ -22,7 +22,7 @@ NAMES = [
 def results(tmp_path_factory):
     """Results of each rank for each situation. The ranks start once: starting costs more than the rest."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks("symmetric_memory.py", folder, RANKS, seconds=120)
+    run_ranks("symmetric_memory.py", folder, RANKS, seconds=120, fork=False)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
 
 

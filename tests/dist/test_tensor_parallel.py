@@ -34,7 +34,11 @@ LAUNCHES = {
     ),
     "3 ranks": (3, "plain", [*ALWAYS, *LOSS, "non_adjacent_ranks", "mismatches", "missing_rank"]),
     "4 ranks": (4, "plain", [*ALWAYS, "non_adjacent_ranks", "mesh_groups", "distributed_checkpoints", "ddp", "fsdp"]),
-    "4 ranks, shared memory": (4, "shm", ["every_mode", "sharded_loss", "fused_block", "quantized_linears", "ddp", "fsdp"]),
+    "4 ranks, shared memory": (
+        4,
+        "shm",
+        ["every_mode", "sharded_loss", "fused_block", "quantized_linears", "ddp", "fsdp"],
+    ),
 }
 
 
@@ -48,7 +52,7 @@ def found(tmp_path_factory):
             ranks, transport, situations = LAUNCHES[name]
             folder = tmp_path_factory.mktemp("ranks")
             environment = {"WEFT_TRANSPORT": transport, "WEFT_UCX_TRUSTED": "1"}
-            run_ranks("tensor_parallel.py", folder, ranks, *situations, **environment)
+            run_ranks("tensor_parallel.py", folder, ranks, *situations, fork=name != "2 ranks", **environment)
             launched[name] = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
         return launched[name]
 

@@ -20,6 +20,7 @@ import zipfile
 from pathlib import Path
 
 import torch
+
 from weft.convert import ConversionError, compare, convert, inspect
 
 MEMORY = 256 << 20  # bytes above those of the imports

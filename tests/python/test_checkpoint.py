@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from weft.checkpoint import Placement, layout_of, merge, split
 
 import weft
 from weft import ops
+from weft.checkpoint import Placement, layout_of, merge, split
 
 
 def model(replicated_bias: bool = False) -> ops.Sequential:

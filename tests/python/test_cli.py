@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from weft._cli import _info, main
 
 import weft
+from weft._cli import _info, main
 
 
 @pytest.fixture
@@ -148,6 +148,7 @@ def test_bench(run, tmp_path):
 @pytest.mark.parametrize("name", ["block", "attention", "step"])
 def test_bench_compares_the_same_values(name):
     import torch
+
     from weft._cli._bench_problems import PROBLEMS
 
     torch.manual_seed(0)

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from weft.compat import _namespace, _recipes
-from weft.compat import transformer_engine as te_compat
 
 import weft
 from weft import ops
+from weft.compat import _namespace, _recipes
+from weft.compat import transformer_engine as te_compat
 
 ROOT = Path(__file__).parent.parent.parent
 

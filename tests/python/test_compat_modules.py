@@ -6,6 +6,8 @@ import inspect
 import pytest
 import torch
 import torch._dynamo.testing
+
+from weft import _C, ops
 from weft.compat import (
     _grouped_linear,
     _layernorm_mlp,
@@ -15,8 +17,6 @@ from weft.compat import (
     _permutation,
     _transformer_layer,
 )
-
-from weft import _C, ops
 
 # ---- dtypes ----
 

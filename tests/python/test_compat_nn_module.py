@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.func import functional_call
 from torch.nn.utils import parametrize
+
+from weft import ops
 from weft.compat import (
     _grouped_linear,
     _layernorm_mlp,
@@ -17,8 +19,6 @@ from weft.compat import (
     _norm,
     _transformer_layer,
 )
-
-from weft import ops
 
 ROWS, WIDTH, THREADS = 6, 8, 8
 

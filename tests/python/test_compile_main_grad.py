@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch.utils.checkpoint import checkpoint
-from weft.compat import _grouped_linear, _layernorm_mlp, _linear, _transformer_layer
 
 import weft
 import weft.ops as ops
+from weft.compat import _grouped_linear, _layernorm_mlp, _linear, _transformer_layer
 
 WIDTH, FILL = 16, 0.5
 BATCHES = (2, 3, 4, 5, 6)

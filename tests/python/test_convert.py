@@ -20,14 +20,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+import weft
+from weft import convert as weft_convert
 from weft.checkpoint import Placement
 from weft.convert import ConversionError, _lazy_tensor, compare, convert, inspect, verify
 from weft.convert.__main__ import main
 from weft.convert._name_table import LAYOUTS, RULES, NameTable
 from weft.convert._progress import Progress
-
-import weft
-from weft import convert as weft_convert
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 ROOT = Path(weft.__file__).parent.parent

@@ -21,6 +21,7 @@ import torch
 from test_convert import ROOT, megatron_layers, save_dcp, states
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+
 from weft.convert import ConversionError, _atomic_write, compare, convert, inspect, verify
 from weft.convert._coverage import coverage_error
 from weft.convert._pickle_globals import DCP_GLOBALS, PLAIN_GLOBALS

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.compat import _cuda_on_cpu
-from weft.compat import transformer_engine as te_compat
 
 import weft
+from weft.compat import _cuda_on_cpu
+from weft.compat import transformer_engine as te_compat
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch has CUDA")
 DEVICES = ("cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 1))

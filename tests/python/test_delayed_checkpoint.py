@@ -20,15 +20,15 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+
+import weft
+from weft import ops
 from weft.compat._distributed import checkpoint
 from weft.compat._layernorm_mlp import LayerNormMLP
 from weft.compat._linear import LayerNormLinear, Linear
 from weft.convert import ConversionError
 from weft.convert._extra_state import read_extra_state
 from weft.recipe import DelayedScaling
-
-import weft
-from weft import ops
 
 
 class _FormatHelper(NamedTuple):

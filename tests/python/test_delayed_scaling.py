@@ -7,11 +7,11 @@ import math
 
 import pytest
 import torch
-from weft._delayed_scaling import BACKWARD, FORWARD, state_of
-from weft.quantization import Quantizer, gemm
 
 import weft
 from weft import _C, ops, recipe
+from weft._delayed_scaling import BACKWARD, FORWARD, state_of
+from weft.quantization import Quantizer, gemm
 
 STEPS = [2, 0.5, 0, math.inf, 0.25, 0.125, 0.0625, 0.03125]
 SCALES = {

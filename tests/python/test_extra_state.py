@@ -6,10 +6,10 @@ import random
 
 import pytest
 import torch
-from weft.compat import _attention, _grouped_linear, _layernorm_mlp, _linear, _norm, _transformer_layer
 
 import weft
 from weft import ops
+from weft.compat import _attention, _grouped_linear, _layernorm_mlp, _linear, _norm, _transformer_layer
 
 WIDTH = 4
 

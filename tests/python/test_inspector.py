@@ -9,6 +9,9 @@ import warnings
 
 import pytest
 import torch
+
+import weft
+from weft import ops, recipe
 from weft.quantization import (
     QuantizationInspector,
     Quantizer,
@@ -16,9 +19,6 @@ from weft.quantization import (
     gemm,
     gemm_error,
 )
-
-import weft
-from weft import ops, recipe
 
 RECIPES = {
     "delayed": recipe.DelayedScaling(),

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.compat import _namespace
 
 import weft
 from weft import ops
+from weft.compat import _namespace
 
 ROOT = Path(__file__).parents[2]
 NAMES = [info.name for info in pkgutil.walk_packages(weft.__path__, "weft.")]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import quantization_reference as reference
 import torch
+
 from weft.quantization import QuantizedMatrix, Quantizer
 
 F = np.float32

@@ -8,10 +8,10 @@ import threading
 
 import pytest
 import torch
-from weft.quantization import Quantizer, gemm
 
 import weft
 from weft import ops, recipe
+from weft.quantization import Quantizer, gemm
 
 RECIPES = {
     "current": recipe.Float8CurrentScaling(),

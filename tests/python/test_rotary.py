@@ -6,10 +6,10 @@ import plain
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
-from weft.compat import _rotary
 
 import weft
 from weft import ops
+from weft.compat import _rotary
 
 HEADS, GROUPS = 4, 2
 

@@ -18,11 +18,11 @@ from unittest import mock
 import numpy
 import pytest
 import torch
-from weft.compat import _layernorm_mlp, _linear, _norm, _transformer_layer
-from weft.convert import __main__ as convert_command
 
 import weft
 from weft import fusion, ops
+from weft.compat import _layernorm_mlp, _linear, _norm, _transformer_layer
+from weft.convert import __main__ as convert_command
 
 X = torch.rand(4, 8)
 SPLITS = torch.tensor([1, 3])

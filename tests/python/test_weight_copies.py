@@ -10,6 +10,8 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+
+import weft
 from weft.compat import transformer_engine as te_compat
 from weft.recipe import (
     DelayedScaling,
@@ -18,8 +20,6 @@ from weft.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-
-import weft
 
 RECIPES = {
     "delayed": DelayedScaling(amax_history_len=4),
