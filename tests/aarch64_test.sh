@@ -3,7 +3,7 @@
 #   apt-get install g++-aarch64-linux-gnu qemu-user-static googletest
 #   tests/aarch64_test.sh [GoogleTest filter]
 # Downloads 450 MB: torch's wheel for AArch64, which is a CUDA build, and the two CUDA libraries that its libtorch_cpu
-# loads. Building takes about 11 minutes on 2 cores, all tests more than 70.
+# loads. Building takes about 7 minutes on 2 cores, all tests an hour of CPU time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=$PWD/build/aarch64
