@@ -19,9 +19,7 @@ from typing_extensions import Self
 import weft
 
 HERE = pathlib.Path(__file__).parent
-
-
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 
 
 @functools.cache
@@ -36,8 +34,8 @@ class ForkedRank:
     """A rank forked by the server, with the methods of subprocess.Popen that tests use."""
 
     def __init__(self, script: str, arguments: list[str], environment: dict[str, str], log: pathlib.Path) -> None:
-        fixed = {**environment_of(1), **environment}.items() - environment_of(1).items()
-        late = [name for name, _ in fixed if name not in ("RANK", "WORLD_SIZE") and not name.startswith("WEFT_")]
+        changed = environment.items() - environment_of(1).items()
+        late = [name for name, _ in changed if name not in ("RANK", "WORLD_SIZE") and not name.startswith("WEFT_")]
         assert not late, f"{late} may have been read before the fork; start such ranks with Ranks.start"
         rank = {"script": script, "arguments": arguments, "environment": environment, "log": str(log)}
         self.returncode: int | None = None

@@ -51,7 +51,7 @@ Prediction predict(const OverlapShape& shape, const Costs& costs, bool zero_copy
 std::string rejection_reason(const OverlapShape& shape, const Prediction& predicted, bool zero_copy);
 
 /// N and K of the GEMMs that `costs` times. At 768 a rank computes 8 GFLOP, at 192 0.5: a CPU that takes more than 3 ms
-/// for 64 rows at 192 (`probe`, in seconds) is an emulator or as slow, and would take minutes at 768.
+/// for 64 rows at 192 (`probe`, in seconds), such as an emulator, would take at least 5 seconds at 768.
 inline constexpr int64_t kFastWidth = 768, kSlowWidth = 192;
 int64_t timed_width(double probe);
 
