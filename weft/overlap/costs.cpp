@@ -41,10 +41,14 @@ double min_seconds(int runs, Fn&& fn) {
   return best;
 }
 
-/// Multiplies [rows, width] by a weight [width, width].
+at::Tensor square_weight(int64_t width, at::ScalarType dtype) {
+  return at::zeros({width, width}, at::TensorOptions().dtype(dtype));
+}
+
+/// Multiplies `rows` rows by a square weight.
 struct TimedGemm {
-  TimedGemm(int64_t rows, int64_t width, at::ScalarType dtype)
-      : x(at::zeros({rows, width}, at::TensorOptions().dtype(dtype))), w(at::zeros({width, width}, x.options())) {}
+  TimedGemm(int64_t rows, at::Tensor weight)
+      : x(at::zeros({rows, weight.size(1)}, weight.options())), w(std::move(weight)) {}
 
   void operator()() const { kernels::gemm(x, kernels::transposed(w), {.b_is_weight = true}); }
 
@@ -69,18 +73,19 @@ constexpr int64_t kFew = 64, kMany = 1024;  // rows of the timed GEMMs
 
 /// Seconds of the slowest rank for a GEMM with the fewest rows and the smallest weight.
 double probe(const comm::Group& group, at::ScalarType dtype) {
-  const TimedGemm gemm(kFew, kSlowWidth, dtype);
+  const TimedGemm gemm(kFew, square_weight(kSlowWidth, dtype));
   gemm();
   const auto seconds = at::full({1, 1}, min_seconds(3, gemm), at::TensorOptions().dtype(at::kDouble));
   return group.all_gather(seconds).wait().max().item<double>();
 }
 
-/// Fits time = per_weight·N·K + per_row·rows to two GEMMs with weights of one shape. The lower bound on per_row limits
-/// the effect of timer noise.
+/// Fits time = per_weight·N·K + per_row·rows to two GEMMs with the same weight. The lower bound on per_row limits the
+/// effect of timer noise.
 void measure_gemm(Costs& out, const comm::Group& group, at::ScalarType dtype) {
   const int64_t width = timed_width(probe(group, dtype));
-  const double few = TimedGemm(kFew, width, dtype).median_seconds(group, 4);
-  const double many = TimedGemm(kMany, width, dtype).median_seconds(group, 2);
+  const auto w = square_weight(width, dtype);
+  const double few = TimedGemm(kFew, w).median_seconds(group, 4);
+  const double many = TimedGemm(kMany, w).median_seconds(group, 2);
   const double per_row = std::max(many - few, 0.2 * many) / static_cast<double>(kMany - kFew);
   out.per_flop = per_row / static_cast<double>(2 * width * width);
   out.per_weight = std::max(0.0, few - per_row * kFew) / static_cast<double>(width * width);
