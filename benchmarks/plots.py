@@ -3,7 +3,7 @@
     python benchmarks/plots.py benchmarks/results/suite.json ... [--out docs/images]
 
 Reads the JSON of `weft_bench suite --time` and of `benchmarks/python/block.py`; FILE.json becomes FILE.svg. Requires
-matplotlib (`pip install 'weft[plot]'`).
+matplotlib (`pip install 'torchweft[plot]'`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 import torch
 
-from weft import ops
+from torchweft import ops
 
 IMAGES = Path(__file__).parent / "images"
 RESULTS = Path(__file__).parent.parent / "benchmarks/results/2026-11-15-block.json"

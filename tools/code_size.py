@@ -19,7 +19,7 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CODE = {"C++ in weft/": r"weft/.*\.(h|cpp)", "Python in python/weft": r"python/weft/.*\.py"}
+CODE = {"C++ in weft/": r"weft/.*\.(h|cpp)", "Python in python/torchweft": r"python/torchweft/.*\.py"}
 WINDOW, MAX_CLONES, MAX_LINES = 6, 0.03, 500
 
 

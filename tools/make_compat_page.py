@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Generates docs/compat.md from the tables in weft.compat._namespace. With --check it only compares."""
+"""Generates docs/compat.md from the tables in torchweft.compat._namespace. With --check it only compares."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ HEAD = """# Code written for Transformer Engine
 Code that imports `transformer_engine` runs on weft, on a machine without a GPU, after one call:
 
 ```python
-from weft.compat import transformer_engine
+from torchweft.compat import transformer_engine
 
 transformer_engine.install()
 import transformer_engine.pytorch as te
 ```
 
-To run a script unchanged, use `python -m weft.compat script.py arguments`. `import weft` alone does not change what
-`import transformer_engine` finds. [te_in_ci.md](te_in_ci.md) is a complete example: a training script, its tests, and
-the workflow that runs them.
+To run a script unchanged, use `python -m torchweft.compat script.py arguments`. `import torchweft` alone does not
+change what `import transformer_engine` finds. [te_in_ci.md](te_in_ci.md) is a complete example: a training script, its
+tests, and the workflow that runs them.
 
 | call | what it does |
 |---|---|
@@ -38,7 +38,7 @@ the workflow that runs them.
 | `install()` after a failed import | raises if the real package is installed, even though it cannot be imported |
 | `install()` and subprocesses | affects only the process that calls it; a child process must call it again |
 | `uninstall()` | undoes `install()` and restores the replaced modules |
-| `python -m weft.compat` | `--replace`, `--high-precision`, `--cuda-on-cpu` as above; `-m module` runs a module |
+| `python -m torchweft.compat` | `--replace`, `--high-precision`, `--cuda-on-cpu` as above; `-m module` runs a module |
 
 `cuda="cpu"` redirects `device="cuda"` and `.to("cuda")` in calls of torch, also in backward, `.cuda()` and
 `.pin_memory()`, which return the tensor itself, `torch.autocast("cuda")`, `torch.load`, `torch.set_default_device`,
@@ -59,7 +59,7 @@ falls back as usual.
 - The default device is torch's, not CUDA.
 - The bias of a row linear is replicated and added after the reduction. Under sequence parallelism this bias and the
   Parameters of norms have `.sequence_parallel = True`, and their gradients cover this rank's rows only: the training
-  loop must all-reduce them, as Megatron does. (`weft.ops.Linear(replicated_bias=True)` reduces them itself.)
+  loop must all-reduce them, as Megatron does. (`torchweft.ops.Linear(replicated_bias=True)` reduces them itself.)
 - `fuse_wgrad_accumulation` adds weight gradients to `main_grad`; `is_first_microbatch=True` overwrites it in that call,
   and under a recipe quantizes weights for this and the following micro-batches.
 - `delay_wgrad_compute` defers weight gradients to `backward_dw()`; bias gradients are computed in backward.
@@ -78,13 +78,13 @@ MEGATRON = """
 megatron-core 0.16.1, unmodified from PyPI, runs on the CPU:
 
 ```python
-from weft.compat import megatron
+from torchweft.compat import megatron
 
 megatron.install()  # before megatron.core is imported; also makes transformer_engine resolve to weft
 from megatron.core.models.gpt import GPTModel
 ```
 
-or `python -m weft.compat --megatron script.py arguments`. CUDA is redirected as by `install(cuda="cpu")`.
+or `python -m torchweft.compat --megatron script.py arguments`. CUDA is redirected as by `install(cuda="cpu")`.
 `megatron.on_cpu()` is a context manager that does the same; `uninstall()` undoes it. `install()` raises ImportError if
 megatron-core is not installed, and RuntimeError if torch has CUDA. To install: HOW_TO_INSTALL.
 `tests/dist/test_megatron.py` also searches the folder `$WEFT_MEGATRON`.
@@ -152,7 +152,7 @@ def two_column_table(left: str, right: str, rows: Iterable[tuple[str, str]]) -> 
 
 
 def megatron_section() -> str:
-    from weft.compat import megatron
+    from torchweft.compat import megatron
 
     command, _, imports = megatron.HOW_TO_INSTALL.partition(";")
     found = {f"{redirection.module}.{redirection.name}": redirection.why for redirection in megatron.REDIRECTIONS}
@@ -182,7 +182,7 @@ def rows(supported: dict[str, str], unsupported: dict[str, str]) -> list[tuple[s
 
 
 def page() -> str:
-    from weft.compat import _namespace
+    from torchweft.compat import _namespace
 
     namespace = rows({name: note for name, (_, note) in _namespace.SUPPORTED.items()}, _namespace.UNSUPPORTED)
     operations = rows(

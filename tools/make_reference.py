@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Generates docs/reference.md from the docstrings of weft.ops; tests/python/test_docstrings.py compares them."""
+"""Generates docs/reference.md from the docstrings of torchweft.ops; tests/python/test_docstrings.py compares them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ HEAD = """# Operations
 
 <!-- written by tools/make_reference.py -->
 
-All operations are in `weft.ops`. `*` in a shape stands for any number of leading dimensions. In Python
-`help(weft.ops.Linear)` shows the same text with an example. All but `Sequential` also take `te_keys` (`bool`): write
-Transformer Engine's `state_dict` keys.
+All operations are in `torchweft.ops`. `*` in a shape stands for any number of leading dimensions. In Python
+`help(torchweft.ops.Linear)` shows the same text with an example. All but `Sequential` also take `te_keys` (`bool`):
+write Transformer Engine's `state_dict` keys.
 """
 
 
@@ -54,9 +54,9 @@ def section(cls: type) -> str:
 
 
 def page() -> str:
-    import weft
+    import torchweft
 
-    classes = [weft.ops.Sequential, weft.ops.Linear, *weft.ops.native_classes.values()]
+    classes = [torchweft.ops.Sequential, torchweft.ops.Linear, *torchweft.ops.native_classes.values()]
     index = ", ".join(f"[{cls.__name__}](#{cls.__name__.lower()})" for cls in classes)
     return "\n\n".join([HEAD + "\n" + index, *map(section, classes)]) + "\n"
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from measure import Meter
 from problems import exit_unless_close, main, print_speedups
 
-from weft import ops
+from torchweft import ops
 
 HEADS = 12
 SPEEDUPS = {(2, 512, 64): 6, (1, 2048, 64): 4.2, (1, 2048, 128): 2.9, (1, 4096, 128): 2.7}  # SDPA / weft, bf16

@@ -22,7 +22,7 @@ import torch
 from measure import Meter
 from memory import peak_bytes, saved_bytes
 
-from weft import ops
+from torchweft import ops
 
 SHAPES = [(128, 512), (512, 1024), (1024, 1024), (4096, 2048)]  # tokens, hidden
 QUICK = [(128, 512), (256, 512)]

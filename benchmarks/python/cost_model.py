@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from parallel import run_rank, start_ranks
 
-import weft
-from weft import ops
+import torchweft
+from torchweft import ops
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "dist"))
 import netns  # noqa: E402
@@ -76,7 +76,7 @@ def predicted_and_measured(mode: str, tokens: int, features: int, outputs: int) 
         dist.barrier()
         with torch.no_grad():
             linear(x)
-            text = str(weft.explain(linear, x))
+            text = str(torchweft.explain(linear, x))
         found = re.search(r"rows: (\w+).*predicted ([\d.]+) ms.*took ([\d.]+) ms", text)
         assert found, text
         predicted, text = float(found[2]), found[1]

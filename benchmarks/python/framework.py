@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 
-import weft.ops as ops
+import torchweft.ops as ops
 
 ROUNDS, PASSES = 41, 60
 AT_MOST = {"Linear-GELU-Linear": 0.70}  # relative to eager

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from weft import ops
+from torchweft import ops
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [tokens, head_dim / 2]; none without rotary positions
 

@@ -28,7 +28,7 @@ import torch
 from measure import Meter, bootstrap
 from memory import peak_bytes
 
-from weft import ops
+from torchweft import ops
 
 MIN_SPEEDUP = 3.0  # time of the eager loop / weft
 MAX_PEAK_RATIO = 0.6  # peak memory of weft / the eager loop

@@ -23,7 +23,7 @@ from measure import Meter
 from memory import peak_bytes
 from problems import exit_unless_close, main, print_speedups
 
-from weft import fusion, ops
+from torchweft import fusion, ops
 
 FEATURES = 768
 MIN_SPEEDUP = {8192: 2.6, 50304: 3.5}  # time of eager / weft, with bf16

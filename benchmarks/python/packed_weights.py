@@ -1,4 +1,4 @@
-"""Speedup of `weft.prepack`: GEMMs that pack the weight in each call, against GEMMs with a frozen, packed weight.
+"""Speedup of `torchweft.prepack`: GEMMs that pack the weight in each call, against GEMMs with a frozen, packed weight.
 
     python benchmarks/python/packed_weights.py                           one thread and two
     python benchmarks/python/packed_weights.py --rows 1024 --threads 1   one number of rows
@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from measure import Meter
 
-import weft
-from weft import ops
+import torchweft
+from torchweft import ops
 
 HIDDEN, INNER = 1024, 4096
 
@@ -24,7 +24,7 @@ HIDDEN, INNER = 1024, 4096
 def time_gemm(meter: Meter, rows: int, k: int, n: int) -> str:
     x = torch.randn(rows, k).bfloat16()
     packed, frozen = (ops.Linear(k, n, bias=False, dtype=torch.bfloat16) for _ in range(2))
-    weft.prepack(frozen)
+    torchweft.prepack(frozen)
     found = meter.measure({"packed": lambda: packed(x), "frozen": lambda: frozen(x)}, control="packed")
     gain = found.versus["frozen"]
     load = Path("/proc/loadavg").read_text().split()[0]

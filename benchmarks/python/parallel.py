@@ -35,8 +35,8 @@ import torch
 import torch.distributed as dist
 from measure import bootstrap
 
-import weft
-from weft import ops
+import torchweft
+from torchweft import ops
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "dist"))
 import netns  # noqa: E402
@@ -46,10 +46,10 @@ TOKENS, FEW_AND_MANY, QUICK_TOKENS = (128, 512, 1024, 2048), (16, 64, 128, 256, 
 RATES = (None, 0.3, 1.0, 3.0)  # Gb/s; None: this host
 BOUND = 1.02  # for --planner
 GATHERED = {
-    "current": weft.recipe.Float8CurrentScaling(),
-    "block": weft.recipe.Float8BlockScaling(),
-    "MXFP8": weft.recipe.MXFP8BlockScaling(),
-    "NVFP4": weft.recipe.NVFP4BlockScaling(),
+    "current": torchweft.recipe.Float8CurrentScaling(),
+    "block": torchweft.recipe.Float8BlockScaling(),
+    "MXFP8": torchweft.recipe.MXFP8BlockScaling(),
+    "NVFP4": torchweft.recipe.NVFP4BlockScaling(),
 }
 GATHER_FEATURES = 32  # few outputs, so that the gather takes most of the time
 GATHER_SPEEDUP, GATHER_BYTES = 1.7, 0.53
@@ -86,13 +86,13 @@ def training_pass(module: torch.nn.Module, rows: int, hidden: int) -> Callable[[
     return run
 
 
-def gathering_forward(recipe: weft.recipe.Recipe | None, rows: int, hidden: int) -> Callable[[], None]:
+def gathering_forward(recipe: torchweft.recipe.Recipe | None, rows: int, hidden: int) -> Callable[[], None]:
     parallel = {"tensor_parallel_mode": "column", "tensor_parallel_group": dist.group.WORLD, "sequence_parallel": True}
     linear = ops.Linear(hidden, GATHER_FEATURES, bias=False, dtype=torch.bfloat16, overlap=True, **parallel)
     x = torch.randn(rows, hidden).to(torch.bfloat16)
 
     def run() -> None:
-        with torch.no_grad(), weft.autocast(recipe is not None, recipe=recipe):
+        with torch.no_grad(), torchweft.autocast(recipe is not None, recipe=recipe):
             linear(x)
 
     return run

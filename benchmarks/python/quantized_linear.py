@@ -20,9 +20,9 @@ import torch
 from measure import Meter
 from problems import main
 
-import weft.quantization
-from weft import recipe
-from weft.compat import transformer_engine
+import torchweft.quantization
+from torchweft import recipe
+from torchweft.compat import transformer_engine
 
 transformer_engine.install()
 import transformer_engine.pytorch as te  # noqa: E402
@@ -68,7 +68,7 @@ def forwards(p: Problem) -> dict[str, Callable[[], object]]:
     used = RECIPES["MXFP8"]
     linear = te.Linear(p.features, p.outputs, bias=False, params_dtype=torch.bfloat16)
     x, few = torch.randn(p.rows, p.features).bfloat16(), torch.randn(FEW_ROWS, p.features).bfloat16()
-    quantizer = weft.quantization.Quantizer("mxfp8")
+    quantizer = torchweft.quantization.Quantizer("mxfp8")
     weight = quantizer.quantize(linear.weight.detach())
 
     def run(given: torch.Tensor) -> torch.Tensor:

@@ -19,15 +19,15 @@ import torch
 from gpt_models import PRESETS, Config
 from loss_curves import TINY, TextTraining, last_mean, standard_library
 
-import weft
+import torchweft
 
 SMALL = replace(PRESETS["tiny"], width=128, inner=384, tokens=64, batch=8, vocabulary=256)
 RECIPES = {
-    "delayed": weft.recipe.DelayedScaling(amax_history_len=16),
-    "current": weft.recipe.Float8CurrentScaling(),
-    "block": weft.recipe.Float8BlockScaling(),
-    "MXFP8": weft.recipe.MXFP8BlockScaling(),
-    "NVFP4": weft.recipe.NVFP4BlockScaling(),
+    "delayed": torchweft.recipe.DelayedScaling(amax_history_len=16),
+    "current": torchweft.recipe.Float8CurrentScaling(),
+    "block": torchweft.recipe.Float8BlockScaling(),
+    "MXFP8": torchweft.recipe.MXFP8BlockScaling(),
+    "NVFP4": torchweft.recipe.NVFP4BlockScaling(),
 }
 BOUNDS = dict.fromkeys(RECIPES, 1.02) | {"NVFP4": 1.05}
 
@@ -36,7 +36,7 @@ def losses(c: Config, name: str, text: torch.Tensor, steps: int) -> list[float]:
     training = TextTraining(c, "weft", "bf16", text, seed=1)
     found = []
     for _ in range(steps):
-        with weft.autocast(name in RECIPES, recipe=RECIPES.get(name)):
+        with torchweft.autocast(name in RECIPES, recipe=RECIPES.get(name)):
             found.append(training.step().loss)
     print(f"{name}: loss {found[0]:.4f} to {found[-1]:.4f}", flush=True)
     return found

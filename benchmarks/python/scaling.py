@@ -25,7 +25,7 @@ from block import Problem, modules, training_pass
 from measure import bootstrap
 from results import store
 
-from weft import _C
+from torchweft import _C
 
 THREADS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
 ROWS_AND_HIDDEN = [(128, 512), (128, 4096), (512, 768), (512, 2816), (1000, 1408)]

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import weft
-from weft import ops
+import torchweft
+from torchweft import ops
 
 VOCABULARY, WIDTH, HEADS, LAYERS, TOKENS, BATCH = 32, 64, 4, 2, 32, 4
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # of losses, and of weights relative to the largest
@@ -117,9 +117,9 @@ def train_on_rank(folder: Path, steps: int) -> None:
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     model = Model(dist.group.WORLD)
-    model.load_state_dict(weft.checkpoint.shard_state_dict(torch.load(folder / "start.pt"), model, model.stacked))
+    model.load_state_dict(torchweft.checkpoint.shard_state_dict(torch.load(folder / "start.pt"), model, model.stacked))
     losses = train(model, steps, dist.group.WORLD)
-    full = weft.checkpoint.gather_state_dict(model, model.stacked)
+    full = torchweft.checkpoint.gather_state_dict(model, model.stacked)
     if rank == 0:
         torch.save({"losses": losses, "state": full}, folder / "parallel.pt")
     dist.destroy_process_group()

@@ -2,7 +2,7 @@
 
 import torch
 
-from weft import ops
+from torchweft import ops
 
 
 class Softsign(ops.BasicOperation):

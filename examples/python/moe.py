@@ -8,15 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import weft
-from weft import ops
+import torchweft
+from torchweft import ops
 
 WIDTH, HIDDEN, EXPERTS, TOP_K, TOKENS = 16, 32, 8, 2, 256
 
 
-def experts(count: int) -> weft.Sequential:
+def experts(count: int) -> torchweft.Sequential:
     """y = W2 (p·swiglu(W1 x)), each row with the weights of its expert; one stacked Parameter per layer."""
-    return weft.Sequential(
+    return torchweft.Sequential(
         ops.GroupedLinear(count, WIDTH, 2 * HIDDEN, bias=False, single_grouped_weight=True),
         ops.ScaledSwiGLU(),
         ops.GroupedLinear(count, HIDDEN, WIDTH, bias=False, single_grouped_weight=True),

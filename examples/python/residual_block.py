@@ -2,7 +2,7 @@
 
 import torch
 
-from weft import ops
+from torchweft import ops
 
 HIDDEN, INNER = 64, 256
 

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-import weft
-from weft import ops
+import torchweft
+from torchweft import ops
 
 WIDTH, ROWS, RANKS = 16, 32, 2
 
@@ -38,12 +38,12 @@ def run(rank: int, folder: str) -> None:
     torch.manual_seed(0)
     alone = block({"up": None, "down": None})
     model = block({"up": "column", "down": "row"}, sequence_parallel=True)
-    model.load_state_dict(weft.checkpoint.shard_state_dict(alone.state_dict(), model))
+    model.load_state_dict(torchweft.checkpoint.shard_state_dict(alone.state_dict(), model))
 
     x, target = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
     train(alone, x, target)
     train(model, x.chunk(RANKS)[rank], target.chunk(RANKS)[rank])
-    full = weft.checkpoint.gather_state_dict(model)
+    full = torchweft.checkpoint.gather_state_dict(model)
     for name, value in alone.state_dict().items():
         torch.testing.assert_close(full[name], value)
     if rank == 0:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from weft import ops
+from torchweft import ops
 
 SIZES = {"small": (128, 3, 4, 64), "nano": (384, 6, 6, 256)}  # width, layers, heads, characters of a sequence
 BATCH, INTERVAL = 16, 25  # sequences in a step, steps between checkpoints

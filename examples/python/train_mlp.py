@@ -2,7 +2,7 @@
 
 import torch
 
-from weft import ops
+from torchweft import ops
 
 
 def mlp() -> ops.Sequential:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks how a linear hands over the gradient of its weight, for libraries that share `main_grad` with a framework.
 
-    python wgrad_contract.py weft.ops:Linear
+    python wgrad_contract.py torchweft.ops:Linear
     python wgrad_contract.py my_package:make_linear --accumulate fuse_wgrad_accumulation
     python wgrad_contract.py my_package:make_linear --json report.json
 

@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from weft import ops
+from torchweft import ops
 
 WIDTH, STEPS = 32, 10
 

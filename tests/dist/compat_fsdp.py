@@ -13,9 +13,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from weft.compat._layernorm_mlp import LayerNormMLP
-from weft.compat._linear import LayerNormLinear, Linear
-from weft.compat._transformer_layer import TransformerLayer
+from torchweft.compat._layernorm_mlp import LayerNormMLP
+from torchweft.compat._linear import LayerNormLinear, Linear
+from torchweft.compat._transformer_layer import TransformerLayer
 
 LENGTH = 4  # rows of a sequence
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from weft.compat import transformer_engine
+from torchweft.compat import transformer_engine
 
 transformer_engine.install()
 import transformer_engine.pytorch as te  # noqa: E402

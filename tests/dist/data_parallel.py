@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from weft import ops
+from torchweft import ops
 
 WIDTH, HEADS, SEQUENCES, TOKENS, STEPS = 16, 2, 8, 5, 3
 

@@ -28,10 +28,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-import weft
-from weft import ops
-from weft.compat import _linear as te
-from weft.parallel import ColwiseParallel, RowwiseParallel, distribute_parameters
+import torchweft
+from torchweft import ops
+from torchweft.compat import _linear as te
+from torchweft.parallel import ColwiseParallel, RowwiseParallel, distribute_parameters
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -44,7 +44,7 @@ def make_block(mesh: DeviceMesh, state: dict[str, torch.Tensor]) -> ops.Sequenti
     """The block over `mesh`, with DTensors and the values of a full state dict."""
     model = distribute_parameters(block(mesh), mesh)
     assert {type(p) for p in model.parameters()} == {DTensor}
-    model.load_state_dict(weft.checkpoint.shard_state_dict(state, model))
+    model.load_state_dict(torchweft.checkpoint.shard_state_dict(state, model))
     return model
 
 
@@ -98,7 +98,7 @@ def trains() -> None:
     mesh = world_mesh()
     before, after = reference(2)
     model = make_block(mesh, before)
-    for name, value in weft.checkpoint.gather_state_dict(model).items():
+    for name, value in torchweft.checkpoint.gather_state_dict(model).items():
         assert torch.equal(value, before[name]), name
     train(model, adam(model))
     assert isinstance(model[2].weight.grad, DTensor) and model[2].weight.grad.placements == model[2].weight.placements
@@ -108,7 +108,7 @@ def trains() -> None:
     check(model, after, "compiled")
     for make in (
         lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, fused=True),
-        lambda m: weft.optim.FusedAdam([p for p in m.parameters() if p.requires_grad], lr=0.1),
+        lambda m: torchweft.optim.FusedAdam([p for p in m.parameters() if p.requires_grad], lr=0.1),
     ):
         _, after = reference(2, make)
         model = make_block(mesh, before)
@@ -130,12 +130,12 @@ def copies() -> None:
     assert model[2].weight.grad is None and isinstance(model[4].weight.grad, DTensor)
     assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in twin.float().parameters())
     close(twin(x.float()).double(), model(x), "float32", rtol=1e-4, atol=1e-4)
-    state = weft.checkpoint.gather_state_dict(weft.checkpoint.set_te_keys(model))
+    state = torchweft.checkpoint.gather_state_dict(torchweft.checkpoint.set_te_keys(model))
     assert torch.equal(state["2.basic_ops.0.weight"], before["2.weight"])
-    state = weft.checkpoint.distributed_state_dict(model)
+    state = torchweft.checkpoint.distributed_state_dict(model)
     with torch.no_grad():
         model[2].weight.zero_()
-    weft.checkpoint.load_distributed_state_dict(model, {name: value for name, value in state.items()})
+    torchweft.checkpoint.load_distributed_state_dict(model, {name: value for name, value in state.items()})
     tied = ops.Sequential(ops.Linear(8, 8, **column(mesh)), ops.Linear(8, 8, **column(mesh)))
     tied[1].weight = tied[0].weight
     distribute_parameters(tied, mesh)
@@ -195,7 +195,7 @@ def fsdp_on_a_mesh() -> None:
             parts = (mesh["dp"].get_local_rank(), 2) if name == "2 x 2" else (0, 1)
             train(other, optimizer, range(2, 3), *parts)
             check(other, later, name)
-    gathered = weft.checkpoint.gather_state_dict(model)
+    gathered = torchweft.checkpoint.gather_state_dict(model)
     assert all(torch.equal(gathered[key], value) for key, value in expected.items())
     full = get_model_state_dict(model, options=FULL)
     if dist.get_rank() == 0:
@@ -262,7 +262,7 @@ def mistakes() -> None:
         (
             NotImplementedError,
             lambda: distribute_parameters(te.Linear(8, 8, tp_group=group, parallel_mode="column"), mesh),
-            "weft.compat",
+            "torchweft.compat",
         ),
         (ValueError, lambda: distribute_parameters(sharded, mesh), "before fully_shard"),
         (ValueError, lambda: distribute_parameters(ops.Sequential(ops.Linear(8, 8)), mesh), "no operation"),

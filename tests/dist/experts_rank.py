@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from weft import ops
+from torchweft import ops
 
 GROUPS, WIDTH, SPLITS = 4, 8, (8, 0, 10, 2)
 

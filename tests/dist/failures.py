@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from weft import ops
+from torchweft import ops
 
 WIDTH, HIDDEN, ROWS = 64, 128, 32  # rows of each rank
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from weft import ops
+from torchweft import ops
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-import weft
+import torchweft
 
 HERE = pathlib.Path(__file__).parent
 PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
@@ -122,7 +122,7 @@ def environment_of(ranks: int, **environment: str) -> dict[str, str]:
     """Environment for a script of this folder, without RANK."""
     return {
         **os.environ,
-        "PYTHONPATH": str(pathlib.Path(weft.__file__).parent.parent),
+        "PYTHONPATH": str(pathlib.Path(torchweft.__file__).parent.parent),
         "OMP_NUM_THREADS": "1",
         "WORLD_SIZE": str(ranks),
         **environment,

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import weft
-from weft import ops
-from weft.compat._layernorm_mlp import LayerNormMLP
-from weft.compat._linear import Linear
+import torchweft
+from torchweft import ops
+from torchweft.compat._layernorm_mlp import LayerNormMLP
+from torchweft.compat._linear import Linear
 
 WIDTH = 8
 
@@ -97,7 +97,7 @@ def main() -> None:
                 run(situation)
             except RuntimeError as raised:  # on both ranks
                 error = str(raised)
-        messages = [(str(w.message), w.filename) for w in seen if w.category is weft.MainGradNotReducedWarning]
+        messages = [(str(w.message), w.filename) for w in seen if w.category is torchweft.MainGradNotReducedWarning]
         if rank == 0:
             torch.save({"messages": messages, "error": error}, pathlib.Path(folder) / f"{situation}.pt")
         dist.barrier()

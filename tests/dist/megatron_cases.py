@@ -21,7 +21,7 @@ import torch.distributed as dist
 if "WEFT_MEGATRON" in os.environ:
     sys.path.insert(0, os.environ["WEFT_MEGATRON"])
 warnings.simplefilter("ignore")
-from weft.compat import _cuda_on_cpu, megatron  # noqa: E402
+from torchweft.compat import _cuda_on_cpu, megatron  # noqa: E402
 
 megatron.install()
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402

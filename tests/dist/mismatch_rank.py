@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from weft import ops
+from torchweft import ops
 
 IN_STEP = 120  # collectives before the mismatch
 

@@ -19,9 +19,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-import weft
-from weft import ops
-from weft._delayed_scaling import state_of
+import torchweft
+from torchweft import ops
+from torchweft._delayed_scaling import state_of
 
 TOLERANCE = {torch.float64: (1e-12, 1e-12), torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
 STEPS = 3
@@ -129,7 +129,7 @@ def run(transport: str) -> dict:
             mine, theirs = (results(m, x, dy_of, needs_input) for m in (overlapped, plain))
             wrong += differences(label, mine, theirs, dtype)
             compared += len(mine)
-        text = weft.explain(overlapped, x.clone().requires_grad_()).text
+        text = torchweft.explain(overlapped, x.clone().requires_grad_()).text
         passes = 1 if kind == "row" and not sequence else 2 if sequence else 1
         if text.count(f"overlapped over {transport}") < (passes if needs_input else 1):
             wrong.append(f"{label}: not overlapped\n{text}")
@@ -137,15 +137,15 @@ def run(transport: str) -> dict:
 
 
 RECIPES = {
-    "current": weft.recipe.Float8CurrentScaling(),
-    "delayed": weft.recipe.DelayedScaling(amax_history_len=2, reduce_amax=False),
-    "block": weft.recipe.Float8BlockScaling(),
-    "mxfp8": weft.recipe.MXFP8BlockScaling(),
-    "nvfp4": weft.recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
-    "nvfp4, dequantized": weft.recipe.NVFP4BlockScaling(backward_override="dequantized"),
+    "current": torchweft.recipe.Float8CurrentScaling(),
+    "delayed": torchweft.recipe.DelayedScaling(amax_history_len=2, reduce_amax=False),
+    "block": torchweft.recipe.Float8BlockScaling(),
+    "mxfp8": torchweft.recipe.MXFP8BlockScaling(),
+    "nvfp4": torchweft.recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "nvfp4, dequantized": torchweft.recipe.NVFP4BlockScaling(backward_override="dequantized"),
     # These rows are sent over the transport, but not multiplied as they arrive.
-    "square blocks": weft.recipe.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
-    "float32 scales": weft.recipe.Float8BlockScaling(use_f32_scales=True),
+    "square blocks": torchweft.recipe.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
+    "float32 scales": torchweft.recipe.Float8BlockScaling(use_f32_scales=True),
 }
 
 
@@ -155,9 +155,9 @@ def rows_of_ranks(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {**blocks, **{name: value for name, value in found.items() if name != "y"}}
 
 
-def error_of(linear: torch.nn.Module, x: torch.Tensor, recipe: weft.recipe.Recipe) -> str:
+def error_of(linear: torch.nn.Module, x: torch.Tensor, recipe: torchweft.recipe.Recipe) -> str:
     try:
-        with torch.no_grad(), weft.autocast(recipe=recipe):
+        with torch.no_grad(), torchweft.autocast(recipe=recipe):
             linear(x)
     except Exception as error:  # noqa: BLE001 - its type is part of the text
         return f"{type(error).__name__}: {error}"
@@ -166,16 +166,16 @@ def error_of(linear: torch.nn.Module, x: torch.Tensor, recipe: weft.recipe.Recip
 
 def mismatches(linear: torch.nn.Module, x: torch.Tensor) -> list[str]:
     """Ranks that quantize differently raise, each of them; if they send as many bytes, the group stays usable."""
-    first, mxfp8 = dist.get_rank() == 0, weft.recipe.MXFP8BlockScaling()
-    delayed = weft.recipe.DelayedScaling(amax_history_len=2, reduce_amax=False)
+    first, mxfp8 = dist.get_rank() == 0, torchweft.recipe.MXFP8BlockScaling()
+    delayed = torchweft.recipe.DelayedScaling(amax_history_len=2, reduce_amax=False)
     state_of(linear[0]._stages()[0], 2)[0][0, 0] = 2.0 if first else 4.0
     wrong = []
     for recipe, message in (
-        (weft.recipe.Float8CurrentScaling(use_power_2_scales=first), "ValueError: .*another recipe"),
+        (torchweft.recipe.Float8CurrentScaling(use_power_2_scales=first), "ValueError: .*another recipe"),
         (mxfp8, ""),
         (delayed, "ValueError: .*scale their rows by"),
         (mxfp8, ""),
-        (mxfp8 if first else weft.recipe.Float8CurrentScaling(), "DistError: .*[Mm]ismatch"),  # fails the group
+        (mxfp8 if first else torchweft.recipe.Float8CurrentScaling(), "DistError: .*[Mm]ismatch"),  # fails the group
     ):
         dist.barrier()  # a failed group would also end the previous call of a slower rank
         start, error = time.monotonic(), error_of(linear, x, recipe)
@@ -209,13 +209,13 @@ def run_quantized(transport: str) -> dict:
 
             found = []
             for module in (overlapped, plain):
-                with weft.autocast(recipe=RECIPES[name]):
+                with torchweft.autocast(recipe=RECIPES[name]):
                     found.append(results(module, x, dy_of, True))
             label = f"{name} {activation} {options} {width}x{hidden} {tokens} tokens, step {step}"
             wrong += differences(label, *map(rows_of_ranks, found), torch.bfloat16)
             compared += len(found[0])
-            with weft.autocast(recipe=RECIPES[name]):
-                text = weft.explain(overlapped, x.clone().requires_grad_()).text
+            with torchweft.autocast(recipe=RECIPES[name]):
+                text = torchweft.explain(overlapped, x.clone().requires_grad_()).text
             if f"overlapped over {transport}" not in text:
                 wrong.append(f"{label}: not overlapped\n{text}")
     wrong += mismatches(overlapped, x)

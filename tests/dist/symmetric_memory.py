@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import _SymmetricMemory
 
-import weft  # noqa: F401  registers the allocator
+import torchweft  # noqa: F401  registers the allocator
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 TIMEOUT = 3.0

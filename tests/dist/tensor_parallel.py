@@ -31,10 +31,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import weft
-from weft import ops
-from weft._delayed_scaling import state_of
-from weft.quantization import gemm
+import torchweft
+from torchweft import ops
+from torchweft._delayed_scaling import state_of
+from torchweft.quantization import gemm
 
 IN, OUT, ROWS = 24, 12, 12
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
@@ -164,19 +164,19 @@ def collectives() -> None:
 # ---- a quantized linear ---------------------------------------------------------------------------------------------
 
 QUANTIZED = {
-    "current": weft.recipe.Float8CurrentScaling(),
-    "block": weft.recipe.Float8BlockScaling(),
-    "mxfp8": weft.recipe.MXFP8BlockScaling(),
-    "nvfp4": weft.recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
-    "delayed": weft.recipe.DelayedScaling(),  # in its first step, with scales of 1
-    "square": weft.recipe.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),  # larger than a rank's rows
-    "current, dequantized": weft.recipe.Float8CurrentScaling(backward_override="dequantized"),
-    "mxfp8, dequantized": weft.recipe.MXFP8BlockScaling(backward_override="dequantized"),
-    "nvfp4, high_precision": weft.recipe.NVFP4BlockScaling(backward_override="high_precision"),
+    "current": torchweft.recipe.Float8CurrentScaling(),
+    "block": torchweft.recipe.Float8BlockScaling(),
+    "mxfp8": torchweft.recipe.MXFP8BlockScaling(),
+    "nvfp4": torchweft.recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "delayed": torchweft.recipe.DelayedScaling(),  # in its first step, with scales of 1
+    "square": torchweft.recipe.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),  # over a rank's rows
+    "current, dequantized": torchweft.recipe.Float8CurrentScaling(backward_override="dequantized"),
+    "mxfp8, dequantized": torchweft.recipe.MXFP8BlockScaling(backward_override="dequantized"),
+    "nvfp4, high_precision": torchweft.recipe.NVFP4BlockScaling(backward_override="high_precision"),
 }
 
 
-def quantized_gemms(recipe: weft.recipe.Recipe, x, w, dy) -> list[torch.Tensor]:
+def quantized_gemms(recipe: torchweft.recipe.Recipe, x, w, dy) -> list[torch.Tensor]:
     """y, dx and dW of a linear, in float32."""
     quantizers, scale = recipe.quantizers(), torch.ones(1) if recipe.delayed() else None
     q_x = quantizers.input.quantize(x, columnwise=True, scale=scale)
@@ -216,7 +216,7 @@ def check_quantized_linear(group: dist.ProcessGroup, name: str, mode: str, seque
     rows = (lambda t: t.chunk(ranks)[rank]) if sequence else (lambda t: t)
     cut_x, cut_y = (rows, lambda t: t) if column else (lambda t: t, rows)
     local_x = cut_x(shards_x[rank]).contiguous().requires_grad_()
-    with weft.autocast(recipe=recipe):
+    with torchweft.autocast(recipe=recipe):
         got = linear(local_x)
     got.backward(cut_y(shards_dy[rank]).contiguous())
     plain = recipe.quantizers().backward_override is not None
@@ -243,7 +243,7 @@ def delayed_linears() -> None:
     without a reduction of maxima: each rank's y, dW and state are those of one process with its shard of the weight."""
     group = dist.group.WORLD
     ranks, rank = group.size(), group.rank()
-    made = weft.recipe.DelayedScaling(amax_history_len=2, reduce_amax=False)
+    made = torchweft.recipe.DelayedScaling(amax_history_len=2, reduce_amax=False)
     for mode in ("column", "row"):
         torch.manual_seed(11)
         column, size = mode == "column", 32 * ranks
@@ -258,11 +258,11 @@ def delayed_linears() -> None:
             x, dy = ((draw(size, width) * spread).bfloat16() for width in shape)
             rows = (lambda t: t.chunk(ranks)[rank].contiguous()) if column else (lambda t: t)
             local_x = rows(x).requires_grad_()
-            with weft.autocast(recipe=made):
+            with torchweft.autocast(recipe=made):
                 y = linear(local_x)
             y.backward(dy if column else dy.chunk(ranks)[rank].contiguous())
             whole_x = x.detach().clone().requires_grad_()
-            with weft.autocast(recipe=made):
+            with torchweft.autocast(recipe=made):
                 expected = plain(whole_x)
             expected.backward(dy)
             what = f"{mode}, step {step}"
@@ -283,7 +283,7 @@ def delayed_scaling() -> None:
     linear = ops.Linear(64, 64, bias=False, dtype=torch.bfloat16)
     for step in range(3):
         x = torch.full([16, 64], 2.0 ** (step + dist.get_rank()), dtype=torch.bfloat16, requires_grad=True)
-        with weft.autocast(recipe=weft.recipe.DelayedScaling(amax_history_len=4)):
+        with torchweft.autocast(recipe=torchweft.recipe.DelayedScaling(amax_history_len=4)):
             y = linear(x)
         y.backward(torch.full_like(y, 0.5 + dist.get_rank()))
     for part in state_of(linear._stages()[0], 4):
@@ -341,7 +341,7 @@ def whole_gradients(model: torch.nn.Module, group: dist.ProcessGroup) -> dict[st
     with torch.no_grad():
         for param in model.parameters():
             param.copy_(param.grad)
-    return weft.checkpoint.gather_state_dict(model)
+    return torchweft.checkpoint.gather_state_dict(model)
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -362,7 +362,7 @@ def fused_block() -> None:
     for sequence in (False, True):
         truth, state = whole_block()
         model = block(group, sequence)
-        model.load_state_dict(weft.checkpoint.shard_state_dict(state, model))
+        model.load_state_dict(torchweft.checkpoint.shard_state_dict(state, model))
         x, dy = draw(ROWS, 3, 24), draw(ROWS, 3, 24)
         mine = (lambda t: t.chunk(ranks)[rank]) if sequence else (lambda t: t)
         whole_x, local_x = x.clone().requires_grad_(), mine(x).clone().requires_grad_()
@@ -515,7 +515,7 @@ def check_data_parallel(wrap, groups) -> None:
         x, dy = draw(2 * ROWS, 24), draw(2 * ROWS, 24)
         truth(x).backward(dy / 2)  # data parallelism averages over its ranks
         model = block(groups(mesh), sequence)
-        model.load_state_dict(weft.checkpoint.shard_state_dict(state, model))
+        model.load_state_dict(torchweft.checkpoint.shard_state_dict(state, model))
         wrapped = wrap(model, mesh)
 
         def mine(t, sequence=sequence):
@@ -530,7 +530,7 @@ def check_data_parallel(wrap, groups) -> None:
             grads[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
         if sequence:
             dist.all_reduce(grads["1.weight"], group=tp)
-        expected = weft.checkpoint.shard_state_dict(gradients(truth), block(tp, sequence))
+        expected = torchweft.checkpoint.shard_state_dict(gradients(truth), block(tp, sequence))
         assert grads.keys() == expected.keys()
         for name, grad in grads.items():
             close(grad, expected[name], f"gradient of {name}, sequence_parallel={sequence}")
@@ -628,7 +628,7 @@ def missing_rank() -> None:
 def initial_weights() -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     features = 120 * world
-    tracker = weft.RNGStatesTracker()
+    tracker = torchweft.RNGStatesTracker()
     tracker.add("model-parallel-rng", 100 + rank)
     before = torch.get_rng_state()
     for mode in ("column", "row"):
@@ -647,16 +647,16 @@ def checkpoints() -> None:
     group = dist.group.WORLD
     truth, state = whole_block()
     model = block(group, True)
-    model.load_state_dict(weft.checkpoint.shard_state_dict(state, model))
-    whole = weft.checkpoint.gather_state_dict(model)
+    model.load_state_dict(torchweft.checkpoint.shard_state_dict(state, model))
+    whole = torchweft.checkpoint.gather_state_dict(model)
     block().load_state_dict(whole)
     for name, value in state.items():
         assert torch.equal(whole[name], value), name
-    layout = weft.checkpoint.layout_of(model)
+    layout = torchweft.checkpoint.layout_of(model)
     parts: list = [None] * group.size()
     dist.all_gather_object(parts, model.state_dict())
-    merged = weft.checkpoint.merge(parts, layout)
-    for mine, cut in zip(parts, weft.checkpoint.split(merged, layout, group.size()), strict=True):
+    merged = torchweft.checkpoint.merge(parts, layout)
+    for mine, cut in zip(parts, torchweft.checkpoint.split(merged, layout, group.size()), strict=True):
         assert mine.keys() == cut.keys()
         for name in mine:
             assert torch.equal(mine[name], cut[name]), name
@@ -680,12 +680,12 @@ def distributed_checkpoints() -> None:
     whole = {name: draw(*value.shape) for name, value in six_linears().state_dict().items()}
     for replicated_bias, sharded in itertools.product((False, True), (False, True)):
         model, other, single = six_linears(group, replicated_bias), six_linears(group, replicated_bias), six_linears()
-        model.load_state_dict(weft.checkpoint.shard_state_dict(whole, model))
+        model.load_state_dict(torchweft.checkpoint.shard_state_dict(whole, model))
         folder = pathlib.Path(folders[0]) / f"{replicated_bias}-{sharded}"
-        dcp.save(weft.checkpoint.distributed_state_dict(model) if sharded else whole, checkpoint_id=folder)
-        state = weft.checkpoint.distributed_state_dict(other)
+        dcp.save(torchweft.checkpoint.distributed_state_dict(model) if sharded else whole, checkpoint_id=folder)
+        state = torchweft.checkpoint.distributed_state_dict(other)
         dcp.load(state, checkpoint_id=folder)
-        weft.checkpoint.load_distributed_state_dict(other, state)
+        torchweft.checkpoint.load_distributed_state_dict(other, state)
         for name, value in other.state_dict().items():
             assert torch.equal(value, model.state_dict()[name]), name
         state = single.state_dict()
@@ -693,17 +693,17 @@ def distributed_checkpoints() -> None:
         for name, value in state.items():
             assert torch.equal(value, whole[name]), name
     stacked = {"0": 2, "2": 2, "4": 3}
-    model.load_state_dict(weft.checkpoint.shard_state_dict(whole, model, stacked))
-    state = weft.checkpoint.distributed_state_dict(model, stacked)
+    model.load_state_dict(torchweft.checkpoint.shard_state_dict(whole, model, stacked))
+    state = torchweft.checkpoint.distributed_state_dict(model, stacked)
     assert all(torch.equal(state[f"{name}.weight"], whole[f"{name}.weight"]) for name in stacked)
     other = six_linears(group, True)
-    weft.checkpoint.load_distributed_state_dict(other, state, stacked)
+    torchweft.checkpoint.load_distributed_state_dict(other, state, stacked)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     parametrized = six_linears(group)
     torch.nn.utils.parametrizations.weight_norm(parametrized[0])
     for call, text in (
-        (lambda: weft.checkpoint.load_distributed_state_dict(other, state), "0.weight is not a DTensor"),
-        (lambda: weft.checkpoint.distributed_state_dict(parametrized), "has no 0.weight"),
+        (lambda: torchweft.checkpoint.load_distributed_state_dict(other, state), "0.weight is not a DTensor"),
+        (lambda: torchweft.checkpoint.distributed_state_dict(parametrized), "has no 0.weight"),
     ):
         try:
             call()
@@ -712,7 +712,7 @@ def distributed_checkpoints() -> None:
         else:
             raise AssertionError("nothing raised")
     wrapped = ops.Sequential(checkpoint_wrapper(six_linears(group, True)))
-    assert isinstance(weft.checkpoint.distributed_state_dict(wrapped)["0.0.weight"], DTensor)
+    assert isinstance(torchweft.checkpoint.distributed_state_dict(wrapped)["0.0.weight"], DTensor)
     dist.barrier()
     if group.rank() == 0:
         shutil.rmtree(folders[0])

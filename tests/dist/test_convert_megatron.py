@@ -1,4 +1,4 @@
-"""Unmodified megatron-core loads its checkpoint after weft.convert, on another number of ranks.
+"""Unmodified megatron-core loads its checkpoint after torchweft.convert, on another number of ranks.
 
 RANK=0 WORLD_SIZE=2 python test_convert_megatron.py FOLDER save|load runs one rank.
 """
@@ -35,7 +35,7 @@ def same(cases, one, other) -> bool:
 
 def save(cases, folder: pathlib.Path) -> None:
     """Trains and saves a model; rank 0 converts it; each rank loads its own .pt file."""
-    from weft.convert import compare, convert
+    from torchweft.convert import compare, convert
 
     trainer = cases.Trainer(sequence=True, fuser=True, accumulate=True)
     trainer.step(0)
@@ -74,7 +74,7 @@ def load_te(cases, folder: pathlib.Path) -> None:
 
 def experts(cases, folder: pathlib.Path, grouped: bool) -> None:
     """Expert weights have no name rule: they are converted with their layers and back."""
-    from weft.convert import convert
+    from torchweft.convert import convert
 
     def model():
         spec = cases.get_gpt_layer_with_transformer_engine_spec(num_experts=4, moe_grouped_gemm=grouped)

@@ -15,7 +15,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from launch import run_ranks  # noqa: E402
 
-from weft.compat import megatron  # noqa: E402
+from torchweft.compat import megatron  # noqa: E402
 
 
 def found(name: str) -> bool:

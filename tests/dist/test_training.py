@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-import weft
+import torchweft
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks/python/train_parallel.py"
 
@@ -18,7 +18,7 @@ SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks/python/train_parallel.p
 )
 def test_two_ranks_match_losses_of_one_process(tmp_path, steps, dtype):
     command = [sys.executable, str(SCRIPT), "--steps", str(steps), "--dtype", dtype, "--json", str(tmp_path / "found")]
-    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(weft.__file__).parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(torchweft.__file__).parent.parent)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)

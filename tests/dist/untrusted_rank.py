@@ -12,8 +12,8 @@ import sys
 import torch
 import torch.distributed as dist
 
-import weft
-from weft import ops
+import torchweft
+from torchweft import ops
 
 store = dist.FileStore(sys.argv[1] + "/store", 2)
 dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
@@ -21,6 +21,6 @@ parallel = {"tensor_parallel_mode": "column", "tensor_parallel_group": dist.grou
 block = ops.Sequential(ops.Linear(16, 16, overlap=True, **parallel))
 x = torch.randn(4, 16)
 block(x)
-print(weft.explain(block, x).text)
+print(torchweft.explain(block, x).text)
 print("UCX is loaded" if "libucp" in pathlib.Path("/proc/self/maps").read_text() else "UCX is not loaded")
 dist.barrier()

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from weft.convert import ConversionError, compare, convert, inspect
+from torchweft.convert import ConversionError, compare, convert, inspect
 
 MEMORY = 256 << 20  # bytes above those of the imports
 SECONDS = 90  # of this process's CPU time for one checkpoint

@@ -8,8 +8,8 @@ import plain
 import torch
 from tolerances import TOLERANCES, distance
 
-import weft
-from weft import fusion, ops
+import torchweft
+from torchweft import fusion, ops
 
 SPLITS = (7, 0, 12, 1, 0, 4)  # uneven, with empty groups
 GROUPS, ROWS = len(SPLITS), sum(SPLITS)
@@ -39,9 +39,9 @@ def scaled_activation(name: str, interleave=None, **options):
 
 def mlp(
     activation="ScaledSwiGLU", k=12, hidden=32, n=10, groups: int = GROUPS, interleave=None, act_options=None, **options
-) -> weft.Sequential:
+) -> torchweft.Sequential:
     """GroupedLinear, scaled activation, GroupedLinear; the last one scales its bias, if it has one."""
-    return weft.Sequential(
+    return torchweft.Sequential(
         layer(k, hidden * (2 if activation in GATED else 1), groups, **options),
         scaled_activation(activation, interleave, **(act_options or {})),
         layer(hidden, n, groups, scale_bias=True, **options),
@@ -81,7 +81,7 @@ def truth(module, dy, x, *extras) -> dict[str, torch.Tensor | None]:
         return (t.detach().double() if t.is_floating_point() else t).requires_grad_(t.requires_grad)
 
     params = {id(p): wide(p) for p in module.parameters()}
-    operations = list(module) if isinstance(module, weft.Sequential) else [module]
+    operations = list(module) if isinstance(module, torchweft.Sequential) else [module]
     leaves = [wide(t) for t in (x, *extras)]
     y, rest = leaves[0], leaves[1:]
     for op in operations:

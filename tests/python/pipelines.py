@@ -16,8 +16,8 @@ import plain
 import torch
 from tolerances import allowed_in_a_pipeline, distance
 
-import weft
-from weft import ops
+import torchweft
+from torchweft import ops
 
 DTYPES = [torch.float64] * 8 + [torch.float32] * 5 + [torch.bfloat16] * 4 + [torch.float16] * 3
 LEADS = [(3,), (5,), (2, 3), (2, 1, 2), (1,), (), (0,), (2, 0)]
@@ -357,7 +357,7 @@ class Generator:
                 self.channels = outside | self.channels
                 inside = {node.channel for node in inner}
                 self.channels = {name: s for name, s in self.channels.items() if name not in inside}
-                nodes.append(Node(weft.Sequential(*(n.module for n in inner)), shape, nested=inner))
+                nodes.append(Node(torchweft.Sequential(*(n.module for n in inner)), shape, nested=inner))
                 count -= size
                 continue
             node = self.node(shape)
@@ -432,11 +432,11 @@ class Outcome:
 def by_weft(program: Program) -> Callable:
     if program.by_hand:
         return lambda nodes, x, env: one_by_one(nodes, x, env, lambda node, x, extras: unpack(node.module(x, *extras)))
-    made: dict[int, weft.Sequential] = {}
+    made: dict[int, torchweft.Sequential] = {}
 
     def run(nodes, x, env):
         if id(nodes) not in made:
-            made[id(nodes)] = weft.Sequential(*(n.module for n in nodes), fuse_nested=program.fuse_nested)
+            made[id(nodes)] = torchweft.Sequential(*(n.module for n in nodes), fuse_nested=program.fuse_nested)
         channels = {n.channel for n in flat(nodes)}
         extras = [env[name] for n in flat(nodes) for name in n.takes if name not in channels]
         return unpack(made[id(nodes)](x, *extras))

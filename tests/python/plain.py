@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-import weft
+import torchweft
 
 Of = Callable[[torch.nn.Parameter], torch.Tensor]
 
@@ -240,7 +240,7 @@ def attention(op, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, inner
 
 def apply(op, x: torch.Tensor, *extras: torch.Tensor, of: Of = lambda p: p) -> tuple[torch.Tensor, tuple]:
     """Returns (output, extra outputs) of one operation. `of` returns the tensor to use for a Parameter."""
-    if isinstance(op, weft.ops.Linear):
+    if isinstance(op, torchweft.ops.Linear):
         return F.linear(x, of(op.weight), None if op.bias is None else of(op.bias)), ()
     name = type(op).__name__
     if name == "CrossEntropy":

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-import weft
-from weft import _C, ops
+import torchweft
+from torchweft import _C, ops
 
 QUICK, ALL = 60, 300
 LENGTHS = (1, 2, 31, 33, 64, 100)
@@ -401,7 +401,7 @@ def test_text_form_keeps_every_field():
         4, 16, num_gqa_groups=2, attn_mask_type="no_mask", window_size=(3, -1), softmax_scale=0.5,
         attention_dropout=0.25, qkv_format="bshd", qkv_layout="concatenated",
     )  # fmt: skip
-    text = repr(weft._C.make_op("DotProductAttention", op._description().fields()))
+    text = repr(torchweft._C.make_op("DotProductAttention", op._description().fields()))
     assert text == repr(op._description())
     for part in ("window_size=[3, -1]", "softmax_scale=0.5", '"no_mask"', "attention_dropout=0.25", '"concatenated"'):
         assert part in text

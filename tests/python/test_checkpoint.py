@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-import weft
-from weft import ops
-from weft.checkpoint import Placement, layout_of, merge, split
+import torchweft
+from torchweft import ops
+from torchweft.checkpoint import Placement, layout_of, merge, split
 
 
 def model(replicated_bias: bool = False) -> ops.Sequential:
@@ -18,7 +18,7 @@ MODES = {"1": "column", "3": "row"}
 
 
 def te_keys(module: ops.Sequential) -> ops.Sequential:
-    return weft.checkpoint.set_te_keys(module)
+    return torchweft.checkpoint.set_te_keys(module)
 
 
 def random_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -97,7 +97,7 @@ def test_impossible_layouts_raise():
 
 
 def test_fork_draws_from_its_own_state():
-    tracker = weft.RNGStatesTracker()
+    tracker = torchweft.RNGStatesTracker()
     tracker.add("model-parallel-rng", 5)
     torch.manual_seed(1)
     usual = torch.rand(3)
@@ -112,7 +112,7 @@ def test_fork_draws_from_its_own_state():
 
 
 def test_linear_draws_weights_from_tracker():
-    tracker = weft.RNGStatesTracker()
+    tracker = torchweft.RNGStatesTracker()
     tracker.add("model-parallel-rng", 5)
     weights = []
     for seed in (1, 2):
@@ -123,7 +123,7 @@ def test_linear_draws_weights_from_tracker():
 
 
 def test_tracker_states_are_saved_and_restored():
-    tracker = weft.RNGStatesTracker()
+    tracker = torchweft.RNGStatesTracker()
     tracker.add("a", 1)
     states = tracker.get_states()
     with tracker.fork("a"):
@@ -134,7 +134,7 @@ def test_tracker_states_are_saved_and_restored():
 
 
 def test_tracker_rejects_duplicates_and_unknown_names():
-    tracker = weft.RNGStatesTracker()
+    tracker = torchweft.RNGStatesTracker()
     tracker.add("a", 1)
     with pytest.raises(RuntimeError, match="seed 1"):
         tracker.add("b", 1)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import weft
-from weft._cli import _info, main
+import torchweft
+from torchweft._cli import _info, main
 
 
 @pytest.fixture
@@ -32,10 +32,10 @@ def error_of(*argv: str) -> str:
 
 
 def test_module_runs_as_program():
-    environment = {"PYTHONPATH": str(Path(weft.__file__).parent.parent), "PATH": ""}
-    command = [sys.executable, "-m", "weft"]
+    environment = {"PYTHONPATH": str(Path(torchweft.__file__).parent.parent), "PATH": ""}
+    command = [sys.executable, "-m", "torchweft"]
     version = subprocess.run([*command, "--version"], env=environment, capture_output=True, text=True, check=True)
-    assert version.stdout == f"weft {weft.__version__}\n"
+    assert version.stdout == f"weft {torchweft.__version__}\n"
     nothing = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert nothing.returncode == 2 and "COMMAND" in nothing.stderr
 
@@ -45,7 +45,7 @@ def test_module_runs_as_program():
 
 def test_info(run):
     text = run("info")
-    assert f"{weft.__version__}, built with torch" in text and "kernels" in text and "shared memory" in text
+    assert f"{torchweft.__version__}, built with torch" in text and "kernels" in text and "shared memory" in text
     data = json.loads(run("info", "--json"))
     assert all(data[name] for name in _info.collect()) and data["advice"] == [list(a) for a in _info.find_advice()]
 
@@ -78,19 +78,19 @@ def test_advice(monkeypatch):
 
 
 def test_explain_prints_the_plan(run, tmp_path):
-    text = run("explain", "weft.ops:Linear(256, 1024, bias=True)", "--shape", "64,256")
+    text = run("explain", "torchweft.ops:Linear(256, 1024, bias=True)", "--shape", "64,256")
     assert "linear_bias" in text and "saved for backward" in text
     file = tmp_path / "random.py"
     file.write_text(
-        "import weft\nblock = weft.Sequential(weft.ops.RMSNorm(64), weft.ops.Linear(64, 64))\ndef make(n=64):\n"
-        "    return weft.ops.AddExtraInput()\n"
+        "from torchweft import ops\nblock = ops.Sequential(ops.RMSNorm(64), ops.Linear(64, 64))\ndef make(n=64):\n"
+        "    return ops.AddExtraInput()\n"
     )
     paths = sys.path[:]
     assert "RMSNorm(normalized_shape=[64])" in run(
         "explain", f"{file}:block", "--shape", "2,8,64", "--dtype", "float32"
     )
     assert "AddExtraInput" in run("explain", f"{file}:make", "--shape", "4,8", "--shape", "4,8")
-    assert "CrossEntropy" in run("explain", "weft.ops:CrossEntropy", "--shape", "4,8", "--shape", "4:int64")
+    assert "CrossEntropy" in run("explain", "torchweft.ops:CrossEntropy", "--shape", "4,8", "--shape", "4:int64")
     (data,) = json.loads(run("explain", f"{file}:block", "--shape", "8,64", "--no-grad", "--json"))
     assert data["forward"] and not data["saved"]
     run("explain", f"{file}:block", "--shape", "8,64", "--save", str(tmp_path / "plan.dot"))
@@ -101,18 +101,18 @@ def test_explain_prints_the_plan(run, tmp_path):
 @pytest.mark.parametrize(
     ("target", "message"),
     {
-        "weft.ops": "names no object; expected MODULE:OBJECT",
-        "weft.ops:Linaer(2,2)": "weft.ops has no 'Linaer'",
+        "torchweft.ops": "names no object; expected MODULE:OBJECT",
+        "torchweft.ops:Linaer(2,2)": "torchweft.ops has no 'Linaer'",
         "no_such_module:x": "cannot import no_such_module",
-        "weft.ops:Linear(open('x'))": "literals as arguments",
-        "weft.ops:lambda x: x": "literals as arguments",
-        "weft.ops:Linear(**{})": "literals as arguments",
-        "weft.ops:Linear(256)": "failed: Linear",
-        "weft:__version__": "is str, expected a torch.nn.Module",
+        "torchweft.ops:Linear(open('x'))": "literals as arguments",
+        "torchweft.ops:lambda x: x": "literals as arguments",
+        "torchweft.ops:Linear(**{})": "literals as arguments",
+        "torchweft.ops:Linear(256)": "failed: Linear",
+        "torchweft:__version__": "is str, expected a torch.nn.Module",
         "no_such_file.py:block": "cannot import no_such_file.py",
-        "weft:packed_bytes": "is int, expected a torch.nn.Module",
+        "torchweft:packed_bytes": "is int, expected a torch.nn.Module",
         "torch.nn:Linear(8,8)": "expected a weft operation",
-        "weft.ops:Linear(9,8)": "expected 9 features",
+        "torchweft.ops:Linear(9,8)": "expected 9 features",
     }.items(),
 )
 def test_explain_mistakes(target, message):
@@ -121,9 +121,9 @@ def test_explain_mistakes(target, message):
 
 def test_explain_bad_shape_and_file(capsys):
     with pytest.raises(SystemExit):
-        main(["explain", "weft.ops:GELU", "--shape", "4,x"])
+        main(["explain", "torchweft.ops:GELU", "--shape", "4,x"])
     assert "'4,x' is not a shape" in capsys.readouterr().err
-    assert "plan.txt" in error_of("explain", "weft.ops:GELU()", "--shape", "4,8", "--save", "plan.txt")
+    assert "plan.txt" in error_of("explain", "torchweft.ops:GELU()", "--shape", "4,8", "--save", "plan.txt")
 
 
 # ---- bench ----------------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def test_bench(run, tmp_path):
 def test_bench_compares_the_same_values(name):
     import torch
 
-    from weft._cli._bench_problems import PROBLEMS
+    from torchweft._cli._bench_problems import PROBLEMS
 
     torch.manual_seed(0)
     sides = PROBLEMS[name](torch.float32)
@@ -168,4 +168,4 @@ def test_bench_compares_the_same_values(name):
 
 def test_convert_is_weft_convert(run):
     assert json.loads(run("convert", "names"))["rules"]
-    assert error_of("convert", "inspect", "/no/such/file").startswith("weft convert: ")
+    assert error_of("convert", "inspect", "/no/such/file").startswith("torchweft convert: ")

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import weft
-from weft import ops
-from weft.compat import _namespace, _recipes
-from weft.compat import transformer_engine as te_compat
+import torchweft
+from torchweft import ops
+from torchweft.compat import _namespace, _recipes
+from torchweft.compat import transformer_engine as te_compat
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -45,7 +45,7 @@ def real(tmp_path, monkeypatch):
 
 
 def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(Path(weft.__file__).parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(torchweft.__file__).parent.parent)}
     return subprocess.run(
         [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, check=False
     )
@@ -55,7 +55,7 @@ def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
 
 
 def test_install_is_never_implicit():
-    done = run("-c", "import weft, weft.ops, sys; print('weft.compat' in sys.modules); import transformer_engine")
+    done = run("-c", "import torchweft.ops, sys; print('torchweft.compat' in sys.modules); import transformer_engine")
     assert done.stdout.strip() == "False" and "No module named 'transformer_engine'" in done.stderr
 
 
@@ -118,7 +118,7 @@ def test_install_rejects_blocked_import(monkeypatch):
 
 def test_install_is_per_process():
     script = (
-        "import subprocess, sys\nfrom weft.compat import transformer_engine\ntransformer_engine.install()\n"
+        "import subprocess, sys\nfrom torchweft.compat import transformer_engine\ntransformer_engine.install()\n"
         "import transformer_engine.pytorch as te\nprint(te.Linear(2, 2).weight.shape)\n"
         "child = subprocess.run([sys.executable, '-c', 'import transformer_engine'], capture_output=True)\n"
         "print(child.returncode)\n"
@@ -128,7 +128,7 @@ def test_install_is_per_process():
 
 
 def test_install_in_conftest(tmp_path):
-    (tmp_path / "conftest.py").write_text("from weft.compat import transformer_engine\ntransformer_engine.install()\n")
+    (tmp_path / "conftest.py").write_text("from torchweft.compat import transformer_engine as te\nte.install()\n")
     (tmp_path / "test_it.py").write_text(
         "import transformer_engine.pytorch as te\n\ndef test_it():\n    assert te.Linear(2, 3).weight.shape == (3, 2)\n"
     )
@@ -154,18 +154,18 @@ def folder(tmp_path):
 
 
 def test_script_runs_unmodified(folder):
-    done = run("-m", "weft.compat", str(folder / "script.py"), "a", "--b")
+    done = run("-m", "torchweft.compat", str(folder / "script.py"), "a", "--b")
     assert done.stdout.strip() == "__main__ ['a', '--b'] 3", done.stderr
 
 
 @pytest.fixture
 def compat_main(monkeypatch):
-    """Runs ``python -m weft.compat`` in this process."""
-    from weft.compat.__main__ import main
+    """Runs ``python -m torchweft.compat`` in this process."""
+    from torchweft.compat.__main__ import main
 
     def call(*arguments):
         monkeypatch.setattr(sys, "path", ["", *sys.path])
-        monkeypatch.setattr(sys, "argv", ["weft.compat", *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["torchweft.compat", *map(str, arguments)])
         main()
 
     yield call
@@ -215,7 +215,7 @@ def test_unsupported_name_gives_reason(te):
         te.no_such_thing  # noqa: B018
     with pytest.raises(ImportError):
         from transformer_engine.pytorch import onnx_export  # noqa: F401
-    with pytest.raises(ModuleNotFoundError, match="weft.compat replaces"):
+    with pytest.raises(ModuleNotFoundError, match="torchweft.compat replaces"):
         importlib.import_module("transformer_engine.jax")
     for name in _namespace.UNSUPPORTED:
         assert not hasattr(te, name)
@@ -235,7 +235,7 @@ def test_megatron_imports_resolve(te):
     from transformer_engine.pytorch.tensor import QuantizedTensor
 
     assert not isinstance(torch.ones(1), QuantizedTensor) and not FP8GlobalStateManager.is_fp8_enabled()
-    assert CudaRNGStatesTracker is weft.RNGStatesTracker
+    assert CudaRNGStatesTracker is torchweft.RNGStatesTracker
 
 
 def test_page_is_up_to_date(monkeypatch):
@@ -267,7 +267,7 @@ def test_recipes_quantize_or_raise(te):
     plain = linear(x)
     for kind in ("Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"):
         made = getattr(recipe, kind)()
-        with weft.autocast(recipe=made):
+        with torchweft.autocast(recipe=made):
             inner = linear(x)
         for region in (te.autocast(recipe=made), te.fp8_autocast(fp8_recipe=made)):
             with region:
@@ -287,7 +287,7 @@ def test_checkpoint_recomputes_with_the_recipe(te):
     def gradients(call):
         inner = x.clone().requires_grad_()
         torch.manual_seed(1)  # of stochastic rounding
-        with te.autocast(recipe=weft.recipe.NVFP4BlockScaling()):
+        with te.autocast(recipe=torchweft.recipe.NVFP4BlockScaling()):
             y = call(inner)
         y.sum().backward()
         return inner.grad
@@ -397,7 +397,7 @@ def test_module_initialization_and_meta_device(te):
     linear = te.Linear(200, 100, init_method=lambda w: torch.nn.init.constant_(w, 3.0))
     assert (linear.weight == 3).all() and (linear.bias == 0).all()
     assert abs(te.Linear(200, 300).weight.std().item() - 0.023) < 1e-3
-    tracker = weft.RNGStatesTracker()
+    tracker = torchweft.RNGStatesTracker()
     tracker.add("model-parallel-rng", 5)
     state = torch.get_rng_state()
     drawn = te.Linear(8, 8, get_rng_state_tracker=lambda: tracker).weight
@@ -1133,7 +1133,7 @@ def test_router(te):
 
 
 def test_missing_megatron_leaves_nothing_installed(monkeypatch):
-    from weft.compat import megatron
+    from torchweft.compat import megatron
 
     monkeypatch.setitem(sys.modules, "megatron.core.tensor_parallel.random", None)
     before = torch.cuda.synchronize

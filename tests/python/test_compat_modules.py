@@ -1,4 +1,4 @@
-"""Module classes of weft.compat: dtypes, autocast, the meta device, compilation."""
+"""Module classes of torchweft.compat: dtypes, autocast, the meta device, compilation."""
 
 import copy
 import inspect
@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch._dynamo.testing
 
-from weft import _C, ops
-from weft.compat import (
+from torchweft import _C, ops
+from torchweft.compat import (
     _grouped_linear,
     _layernorm_mlp,
     _linear,

@@ -1,4 +1,4 @@
-"""Common uses of torch modules with the module classes of weft.compat: threads, replaced submodules, patches."""
+"""Common uses of torch modules with the module classes of torchweft.compat: threads, replaced submodules, patches."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +10,8 @@ import torch
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
-from weft import ops
-from weft.compat import (
+from torchweft import ops
+from torchweft.compat import (
     _grouped_linear,
     _layernorm_mlp,
     _linear,

@@ -7,8 +7,8 @@ import torch
 import torch._dynamo.testing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import weft.ops as ops
-from weft import fusion
+import torchweft.ops as ops
+from torchweft import fusion
 
 
 def block(public: bool = False) -> ops.Sequential:

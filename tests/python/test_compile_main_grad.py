@@ -10,9 +10,9 @@ import torch
 import torch._dynamo.testing
 from torch.utils.checkpoint import checkpoint
 
-import weft
-import weft.ops as ops
-from weft.compat import _grouped_linear, _layernorm_mlp, _linear, _transformer_layer
+import torchweft
+import torchweft.ops as ops
+from torchweft.compat import _grouped_linear, _layernorm_mlp, _linear, _transformer_layer
 
 WIDTH, FILL = 16, 0.5
 BATCHES = (2, 3, 4, 5, 6)
@@ -439,7 +439,7 @@ def test_calls_draw_different_seeds_for_stochastic_rounding():
         grads = []
         for _ in range(12):
             given = x.clone().requires_grad_()
-            with weft.autocast(recipe=weft.recipe.NVFP4BlockScaling()):
+            with torchweft.autocast(recipe=torchweft.recipe.NVFP4BlockScaling()):
                 y = call(given)
             y.backward(dy)
             grads.append(given.grad.float())

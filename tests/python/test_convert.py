@@ -21,22 +21,22 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-import weft
-from weft import convert as weft_convert
-from weft.checkpoint import Placement
-from weft.convert import ConversionError, _lazy_tensor, compare, convert, inspect, verify
-from weft.convert.__main__ import main
-from weft.convert._name_table import LAYOUTS, RULES, NameTable
-from weft.convert._progress import Progress
+import torchweft
+from torchweft import convert as weft_convert
+from torchweft.checkpoint import Placement
+from torchweft.convert import ConversionError, _lazy_tensor, compare, convert, inspect, verify
+from torchweft.convert.__main__ import main
+from torchweft.convert._name_table import LAYOUTS, RULES, NameTable
+from torchweft.convert._progress import Progress
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-ROOT = Path(weft.__file__).parent.parent
+ROOT = Path(torchweft.__file__).parent.parent
 HIDDEN, FFN, HEADS, GROUPS = 16, 32, 4, 2
 
 
 def command(*words: object, **more) -> subprocess.CompletedProcess:
-    """Runs ``python -m weft.convert`` in a new process."""
-    run = [sys.executable, "-m", "weft.convert", *map(str, words)]
+    """Runs ``python -m torchweft.convert`` in a new process."""
+    run = [sys.executable, "-m", "torchweft.convert", *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(run, env=environment, capture_output=True, text=True, check=False, **more)
 
@@ -46,7 +46,7 @@ def shell(monkeypatch, capsys):
     """Runs the same in this process; returns (status, output and error messages)."""
 
     def run(*words: object) -> tuple[object, str]:
-        monkeypatch.setattr(sys, "argv", ["weft.convert", *map(str, words)])
+        monkeypatch.setattr(sys, "argv", ["torchweft.convert", *map(str, words)])
         try:
             status = main()
         except SystemExit as end:
@@ -440,7 +440,7 @@ def test_hugging_face_mistakes(megatron, tmp_path):
 
 @pytest.mark.parametrize("option", ["plain", "fuse_qkv_params", "output_layernorm"])
 def test_transformer_engine_layer_names_round_trip(tmp_path, option):
-    from weft.compat._transformer_layer import TransformerLayer
+    from torchweft.compat._transformer_layer import TransformerLayer
 
     def layers() -> torch.nn.Module:
         options = {"num_gqa_groups": GROUPS, "activation": "swiglu"} | ({option: True} if option != "plain" else {})
@@ -682,7 +682,7 @@ def test_every_documented_command_works(megatron, tmp_path, shell, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = [line for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) for line in block.splitlines()]
     for line in lines:
-        status, said = shell(*line.removeprefix("python -m weft.convert ").split())
+        status, said = shell(*line.removeprefix("python -m torchweft.convert ").split())
         assert not status, f"{line}\n{said}"
     exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], {})
     Path("rules.json").write_text(re.search(r"```json\n(.*?)```", page, re.DOTALL)[1])
@@ -731,7 +731,7 @@ def synthetic(folder: Path, megabytes: int) -> Path:
 
 MEASURED = """
 import json, sys
-from weft.convert.__main__ import main
+from torchweft.convert.__main__ import main
 
 def high_water():
     return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
@@ -745,7 +745,7 @@ print("above", high_water() - imported)
 
 
 def peak_memory_above_imports(*commands: list[object]) -> int:
-    """Returns by how many MB commands of weft.convert raise the peak memory of a process above that of its imports."""
+    """Returns by how many MB commands of torchweft.convert raise a process's peak memory above that of its imports."""
     words = json.dumps([[str(word) for word in command] for command in commands])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     run = [sys.executable, "-c", MEASURED, words]
@@ -757,7 +757,7 @@ def peak_memory_above_imports(*commands: list[object]) -> int:
 def convert_and_kill_halfway(source: Path, target: Path) -> None:
     """Starts a conversion and kills it when about half is written; repeats if it was too late."""
     partial, half = target.with_name(target.name + ".partial"), sum(f.stat().st_size for f in source.iterdir()) // 2
-    run = [sys.executable, "-m", "weft.convert", str(source), str(target), "--to", "safetensors", "--overwrite"]
+    run = [sys.executable, "-m", "torchweft.convert", str(source), str(target), "--to", "safetensors", "--overwrite"]
     for _ in range(5):
         process = subprocess.Popen(run, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
         while process.poll() is None:
@@ -794,7 +794,7 @@ def test_large_checkpoint_survives_kill_and_repeat(tmp_path, megabytes):
 
 def test_every_output_has_the_same_count(tmp_path, capsys):
     """Of conversion, inspection and comparison; empty extra states do not count."""
-    from weft.convert.__main__ import main
+    from torchweft.convert.__main__ import main
 
     state = {f"layers.{i}.mlp.fc1.weight": torch.randn(8, 4) for i in range(2)}
     state |= {f"layers.{i}.mlp.fc1._extra_state": torch.empty(0, dtype=torch.uint8) for i in range(2)}

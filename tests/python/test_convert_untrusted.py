@@ -22,10 +22,10 @@ from test_convert import ROOT, megatron_layers, save_dcp, states
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from weft.convert import ConversionError, _atomic_write, compare, convert, inspect, verify
-from weft.convert._coverage import coverage_error
-from weft.convert._pickle_globals import DCP_GLOBALS, PLAIN_GLOBALS
-from weft.convert._unpickler import load
+from torchweft.convert import ConversionError, _atomic_write, compare, convert, inspect, verify
+from torchweft.convert._coverage import coverage_error
+from torchweft.convert._pickle_globals import DCP_GLOBALS, PLAIN_GLOBALS
+from torchweft.convert._unpickler import load
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 HERE = Path(__file__).parent
@@ -485,7 +485,7 @@ def test_empty_iteration_file_is_rejected(tmp_path):
 
 CONVERTER = """
 import os, sys
-from weft.convert import convert
+from torchweft.convert import convert
 
 one, other, folder = sys.argv[1:]
 convert(one, folder + "/warm", to="safetensors")

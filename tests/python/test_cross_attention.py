@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from weft import ops
+from torchweft import ops
 
 HEADS, GROUPS, D = 4, 2, 8
 MASKS = [

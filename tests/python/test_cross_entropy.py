@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import weft
-from weft import _C, ops
+import torchweft
+from torchweft import _C, ops
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 CLASSES = (1, 2, 7, 31, 33, 64, 1000, 2048, 2049, 6001, 50304)
@@ -168,7 +168,7 @@ def test_result_does_not_depend_on_number_of_threads(dtype):
 
 
 def test_head_and_loss_in_one_sequential():
-    model = weft.Sequential(ops.RMSNorm(16), ops.Linear(16, 50, bias=False), ops.CrossEntropy(z_loss=1e-3))
+    model = torchweft.Sequential(ops.RMSNorm(16), ops.Linear(16, 50, bias=False), ops.CrossEntropy(z_loss=1e-3))
     model.double()
     x, targets = torch.randn(2, 7, 16, dtype=torch.float64, requires_grad=True), torch.randint(50, (2, 7))
     loss = model(x, targets)
@@ -182,7 +182,7 @@ def test_head_and_loss_in_one_sequential():
 @pytest.mark.parametrize("after", (ops.ConstantScale(2.0), ops.Identity(), ops.GELU()), ids=repr)
 def test_next_op_sees_float32(after):
     x, targets = torch.randn(6, 9, dtype=torch.bfloat16, requires_grad=True), torch.randint(9, (6,))
-    model = weft.Sequential(ops.CrossEntropy(reduction="none"), after)
+    model = torchweft.Sequential(ops.CrossEntropy(reduction="none"), after)
     expected = plain.apply(after, plain.cross_entropy(model[0], x, targets))[0]
     y = model(x, targets)
     assert y.dtype == torch.float32
@@ -213,7 +213,7 @@ def test_change_in_place_before_backward_raises(which):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_fullgraph_compile_matches_eager(reduction):
-    head = weft.Sequential(ops.Linear(8, 33), ops.CrossEntropy(reduction=reduction, label_smoothing=0.1, z_loss=0.01))
+    head = ops.Sequential(ops.Linear(8, 33), ops.CrossEntropy(reduction=reduction, label_smoothing=0.1, z_loss=0.01))
     compiled = torch.compile(head, backend="aot_eager", fullgraph=True, dynamic=True)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for rows in (5, 9, 2):
@@ -228,7 +228,7 @@ def test_fullgraph_compile_matches_eager(reduction):
 
 
 def test_export_keeps_number_of_rows_dynamic():
-    head = weft.Sequential(ops.Linear(8, 33), ops.CrossEntropy(reduction="none")).requires_grad_(False)
+    head = ops.Sequential(ops.Linear(8, 33), ops.CrossEntropy(reduction="none")).requires_grad_(False)
     rows = torch.export.Dim("rows")
     example = torch.randn(4, 8), torch.randint(33, (4,))
     program = torch.export.export(head, example, dynamic_shapes=({0: rows}, ({0: rows},)))

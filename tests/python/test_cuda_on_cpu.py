@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import weft
-from weft.compat import _cuda_on_cpu
-from weft.compat import transformer_engine as te_compat
+import torchweft
+from torchweft.compat import _cuda_on_cpu
+from torchweft.compat import transformer_engine as te_compat
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch has CUDA")
 DEVICES = ("cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 1))
@@ -211,7 +211,7 @@ def test_uninstall_restores():
 
 ORDER = """
 import torch
-from weft.compat import megatron, transformer_engine
+from torchweft.compat import megatron, transformer_engine
 
 def patched():
     functions = (torch.cuda.current_device, torch.cuda.synchronize, torch.cuda.manual_seed, torch.cuda.get_rng_state)
@@ -239,7 +239,7 @@ print(patched() == before)
 def test_order_of_uninstall_does_not_matter(order):
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         pytest.skip("megatron.core is not installed")
-    environment = {**os.environ, "PYTHONPATH": str(Path(weft.__file__).parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(torchweft.__file__).parent.parent)}
     command = [sys.executable, "-W", "ignore", "-c", ORDER.format(order=order)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1:] == ["True"], done.stderr
@@ -265,8 +265,8 @@ def test_mistakes(monkeypatch):
 def test_script_on_the_command_line(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(Path(weft.__file__).parent.parent)}
-    command = [sys.executable, "-m", "weft.compat", "--cuda-on-cpu", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(torchweft.__file__).parent.parent)}
+    command = [sys.executable, "-m", "torchweft.compat", "--cuda-on-cpu", str(script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.stdout == "torch.Size([32, 64]) cpu 0\n", done.stderr
     without = subprocess.run(

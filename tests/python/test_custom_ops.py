@@ -6,7 +6,7 @@ import pytest
 import torch
 from plain import apply
 
-from weft import ops
+from torchweft import ops
 
 WIDTH = 4
 

@@ -21,14 +21,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-import weft
-from weft import ops
-from weft.compat._distributed import checkpoint
-from weft.compat._layernorm_mlp import LayerNormMLP
-from weft.compat._linear import LayerNormLinear, Linear
-from weft.convert import ConversionError
-from weft.convert._extra_state import read_extra_state
-from weft.recipe import DelayedScaling
+import torchweft
+from torchweft import ops
+from torchweft.compat._distributed import checkpoint
+from torchweft.compat._layernorm_mlp import LayerNormMLP
+from torchweft.compat._linear import LayerNormLinear, Linear
+from torchweft.convert import ConversionError
+from torchweft.convert._extra_state import read_extra_state
+from torchweft.recipe import DelayedScaling
 
 
 class _FormatHelper(NamedTuple):
@@ -160,7 +160,7 @@ def step(module, seed):
     generator = torch.Generator().manual_seed(seed)
     x = (torch.randn(16, 32, generator=generator) * 4.0 ** (seed % 3)).bfloat16()
     module.zero_grad()
-    with weft.autocast(recipe=DelayedScaling(amax_history_len=4)):
+    with torchweft.autocast(recipe=DelayedScaling(amax_history_len=4)):
         y = module(x)
     y.sum().backward()
     return [y.detach(), *(param.grad for param in module.parameters())]
@@ -187,12 +187,12 @@ def test_training_continues_bit_equal(kind, tmp_path):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", ["mlp", "ops"])
 def test_distributed_checkpoint_continues_bit_equal(kind, tmp_path):
-    make = MODULES.get(kind, lambda: weft.Sequential(ops.Linear(32, 64), ops.GELU(), ops.Linear(64, 32)).bfloat16())
+    make = MODULES.get(kind, lambda: ops.Sequential(ops.Linear(32, 64), ops.GELU(), ops.Linear(64, 32)).bfloat16())
     module = make()
     for seed in range(3):
         step(module, seed)
     dcp.save(module.state_dict(), checkpoint_id=tmp_path, no_dist=True)
-    loaded = weft.checkpoint.create_delayed_states(make(), amax_history_len=4)
+    loaded = torchweft.checkpoint.create_delayed_states(make(), amax_history_len=4)
     state = loaded.state_dict()
     dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
     loaded.load_state_dict(state)
@@ -234,7 +234,7 @@ def checkpointed_step(module, seed, wrap):
     x = (torch.randn(16, 32, generator=torch.Generator().manual_seed(seed)) * 4.0 ** (seed % 3)).bfloat16()
     x.requires_grad_()
     module.zero_grad()
-    with weft.autocast(recipe=DelayedScaling(amax_history_len=1)):
+    with torchweft.autocast(recipe=DelayedScaling(amax_history_len=1)):
         y = wrap(module, x)
     y.sum().backward(retain_graph=True)
     y.sum().backward()

@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 
-import weft
-from weft import _C, ops, recipe
-from weft._delayed_scaling import BACKWARD, FORWARD, state_of
-from weft.quantization import Quantizer, gemm
+import torchweft
+from torchweft import _C, ops, recipe
+from torchweft._delayed_scaling import BACKWARD, FORWARD, state_of
+from torchweft.quantization import Quantizer, gemm
 
 STEPS = [2, 0.5, 0, math.inf, 0.25, 0.125, 0.0625, 0.03125]
 SCALES = {
@@ -93,7 +93,7 @@ def test_steps_use_the_maxima_of_earlier_steps(length):
     for step in range(6):
         x = (torch.randn(48, 96) * 4 ** (step % 3)).bfloat16().requires_grad_()
         dy = (torch.randn(48, 40) / 8 ** (step % 2)).bfloat16()
-        with weft.autocast(recipe=made):
+        with torchweft.autocast(recipe=made):
             y = linear(x)
         dx, dw = torch.autograd.grad(y, (x, linear.weight), dy)
         expected = plain.step(x.detach(), linear.weight.detach(), dy)
@@ -117,7 +117,7 @@ def scales(linear, length=8):
 
 def call(linear, backward=True, **options):
     x = torch.full([16, 32], 2.0, dtype=torch.bfloat16, requires_grad=True)
-    with weft.autocast(recipe=recipe.DelayedScaling(amax_history_len=8, **options)):
+    with torchweft.autocast(recipe=recipe.DelayedScaling(amax_history_len=8, **options)):
         y = linear(x)
     if backward:
         y.backward(torch.full_like(y, 0.5))
@@ -140,7 +140,7 @@ def test_forward_is_updated_when_the_region_ends_and_backward_after_it(linear):
 
 
 def test_micro_batches_of_one_region_are_one_step(linear):
-    with weft.autocast(recipe=recipe.DelayedScaling(amax_history_len=8)):
+    with torchweft.autocast(recipe=recipe.DelayedScaling(amax_history_len=8)):
         for value in (1.0, 4.0, 2.0):
             y = linear(torch.full([16, 32], value, dtype=torch.bfloat16))
             assert scales(linear)[:2] == [1, 1]
@@ -152,13 +152,13 @@ def test_micro_batches_of_one_region_are_one_step(linear):
 def test_regions_within_others_update_with_the_outermost(linear):
     x = torch.full([16, 32], 2.0, dtype=torch.bfloat16)
     made = recipe.DelayedScaling(amax_history_len=8)
-    with weft.autocast(recipe=made):
-        with weft.autocast(recipe=made):
+    with torchweft.autocast(recipe=made):
+        with torchweft.autocast(recipe=made):
             linear(x)
         assert scales(linear)[0] == 1
     assert scales(linear)[0] == 224
-    with weft.autocast(enabled=False):
-        with weft.autocast(recipe=made):
+    with torchweft.autocast(enabled=False):
+        with torchweft.autocast(recipe=made):
             linear(x * 2)
         assert scales(linear)[0] == 112
 
@@ -166,7 +166,7 @@ def test_regions_within_others_update_with_the_outermost(linear):
 def test_evaluation_does_not_change_the_state(linear):
     call(linear)
     before = [part.clone() for part in state_of(op_of(linear), 8)]
-    with torch.no_grad(), weft.autocast(recipe=recipe.DelayedScaling(amax_history_len=8)):
+    with torch.no_grad(), torchweft.autocast(recipe=recipe.DelayedScaling(amax_history_len=8)):
         first = linear(torch.full([16, 32], 64.0, dtype=torch.bfloat16))
         second = linear(torch.full([16, 32], 64.0, dtype=torch.bfloat16))
     assert torch.equal(first, second)
@@ -176,7 +176,7 @@ def test_evaluation_does_not_change_the_state(linear):
 
 def test_repeated_calls_of_checkpointing_do_not_update(linear):
     def inner(t):
-        with weft.autocast(recipe=recipe.DelayedScaling(amax_history_len=8)):
+        with torchweft.autocast(recipe=recipe.DelayedScaling(amax_history_len=8)):
             return linear(t)
 
     x = torch.full([16, 32], 2.0, dtype=torch.bfloat16, requires_grad=True)
@@ -187,7 +187,7 @@ def test_repeated_calls_of_checkpointing_do_not_update(linear):
 
 def test_a_shorter_history_keeps_the_newest(linear):
     for value in (1, 2, 3):
-        with weft.autocast(recipe=recipe.DelayedScaling(amax_history_len=8)):
+        with torchweft.autocast(recipe=recipe.DelayedScaling(amax_history_len=8)):
             linear(torch.full([16, 32], float(value), dtype=torch.bfloat16))
     forward, _ = state_of(op_of(linear), 3)
     assert forward[1:, 0].tolist() == [0, 2, 3]
@@ -213,7 +213,7 @@ def test_margin_and_format(linear):
 
 
 def test_layers_of_a_model_have_states_of_their_own():
-    model = weft.Sequential(
+    model = torchweft.Sequential(
         ops.Linear(32, 64, dtype=torch.bfloat16), ops.GELU(), ops.Linear(64, 32, dtype=torch.bfloat16)
     )
     for _ in range(2):
@@ -275,7 +275,7 @@ def test_wrong_options_raise(linear):
         call(linear, amax_compute_algo="mean")
     with (
         pytest.raises(ValueError, match="amax_history_len is 0"),
-        weft.autocast(recipe=recipe.DelayedScaling(amax_history_len=0)),
+        torchweft.autocast(recipe=recipe.DelayedScaling(amax_history_len=0)),
     ):
         pass
     with pytest.raises(NotImplementedError, match="override_linear_precision"):
@@ -288,5 +288,5 @@ def test_unsupported_uses_raise(linear):
     with pytest.raises(ValueError, match="backward_override"):
         call(linear, backward_override="dequantized")
     grouped = ops.GroupedLinear(2, 8, 8)
-    with weft.autocast(recipe=recipe.DelayedScaling()), pytest.raises(NotImplementedError, match="GroupedLinear"):
+    with torchweft.autocast(recipe=recipe.DelayedScaling()), pytest.raises(NotImplementedError, match="GroupedLinear"):
         grouped(torch.ones(4, 8), torch.tensor([2, 2]))

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from weft import _C, ops
+from torchweft import _C, ops
 
 ROOT = Path(__file__).resolve().parents[2]
 forward, backward = torch.ops.weft.pipeline_forward, torch.ops.weft.pipeline_backward
@@ -340,7 +340,7 @@ def test_packaged_program_with_dropout(tmp_path):
 MISNAMED_SLOTS = """
 import ctypes, sys, torch
 ctypes.CDLL(sys.argv[1])
-from weft import ops
+from torchweft import ops
 
 torch.manual_seed(0)
 op, x = ops.MisnamedSlots(8).double(), torch.randn(4, 8, dtype=torch.float64, requires_grad=True)

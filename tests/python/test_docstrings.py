@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import weft
-from weft import ops
+import torchweft
+from torchweft import ops
 
 ROOT = Path(__file__).parent.parent.parent
-TYPES = {name: (doc, fields, sample) for name, doc, fields, sample in weft._C.op_types()}
+TYPES = {name: (doc, fields, sample) for name, doc, fields, sample in torchweft._C.op_types()}
 OPERATIONS = [*TYPES, "Linear", "Sequential"]
 
 
@@ -63,7 +63,8 @@ def test_texts_are_sentences(name):
 @pytest.mark.parametrize("name", ops.__all__)
 def test_examples_run(name):
     public = getattr(ops, name)
-    examples = doctest.DocTestParser().get_doctest(public.__doc__ or "", {"torch": torch, "weft": weft}, name, None, 0)
+    names = {"torch": torch, "torchweft": torchweft}
+    examples = doctest.DocTestParser().get_doctest(public.__doc__ or "", names, name, None, 0)
     assert examples.examples or name not in OPERATIONS
     failures = []
     doctest.DocTestRunner().run(examples, out=failures.append)

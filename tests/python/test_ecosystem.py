@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from weft import ops
+from torchweft import ops
 
 
 def needs(name: str) -> pytest.MarkDecorator:

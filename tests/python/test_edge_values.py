@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from weft import ops
+from torchweft import ops
 
 EAGER = {
     ops.GELU(): lambda x: functional.gelu(x, approximate="tanh"),

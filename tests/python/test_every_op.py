@@ -12,8 +12,8 @@ import pytest
 import torch
 from tolerances import assert_close
 
-import weft
-from weft import ops
+import torchweft
+from torchweft import ops
 
 LOW = (torch.float16, torch.bfloat16)
 DERIVED = ("tensor_parallel_size", "process_group_size", "fan_in")
@@ -112,7 +112,7 @@ def row_of(options: dict[str, Any]) -> tuple[int, ...]:
 def samples() -> list[Case]:
     """Returns the sample of each registered operation, so that every new operation is tested."""
     cases = []
-    for name, _, _, sample in weft._C.op_types():
+    for name, _, _, sample in torchweft._C.op_types():
         options = {k: v for k, v in sample.fields().items() if k not in DERIVED and k != "dtype" and v is not None}
         cases.append(Case(name, options, row_of(options)))
     return cases

@@ -7,16 +7,16 @@ import random
 import pytest
 import torch
 
-import weft
-from weft import ops
-from weft.compat import _attention, _grouped_linear, _layernorm_mlp, _linear, _norm, _transformer_layer
+import torchweft
+from torchweft import ops
+from torchweft.compat import _attention, _grouped_linear, _layernorm_mlp, _linear, _norm, _transformer_layer
 
 WIDTH = 4
 
 
 def operations() -> torch.nn.Module:
     inner = ops.Sequential(ops.RMSNorm(WIDTH), ops.Linear(WIDTH, WIDTH), ops.GELU(), ops.GroupedLinear(2, WIDTH, WIDTH))
-    return weft.checkpoint.set_te_keys(torch.nn.Sequential(ops.Linear(WIDTH, WIDTH), inner))
+    return torchweft.checkpoint.set_te_keys(torch.nn.Sequential(ops.Linear(WIDTH, WIDTH), inner))
 
 
 def module_classes() -> torch.nn.Module:

@@ -17,8 +17,8 @@ import pytest
 import torch
 from tolerances import allowed_in_a_pipeline, distance
 
-import weft
-from weft import _C, fusion, ops
+import torchweft
+from torchweft import _C, fusion, ops
 
 WIDTH, HIDDEN, OUT = 7, 10, 5  # odd where they may be
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -621,7 +621,7 @@ def test_values_hold_in_every_tier(tier):
     selected = "agree_with_plain_torch and not float64"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", selected, __file__],
-        env={**os.environ, "WEFT_TIER": tier, "PYTHONPATH": str(pathlib.Path(weft.__file__).parent.parent)},
+        env={**os.environ, "WEFT_TIER": tier, "PYTHONPATH": str(pathlib.Path(torchweft.__file__).parent.parent)},
         capture_output=True,
         text=True,
         check=False,

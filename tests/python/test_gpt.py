@@ -12,7 +12,7 @@ import pytest
 import torch
 from tolerances import allowed_in_a_pipeline, distance
 
-import weft
+import torchweft
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks/python"
 sys.path.append(str(BENCHMARKS))
@@ -82,7 +82,7 @@ def test_weft_model_has_loss_and_gradients_of_plain_model(c, dtype):
 def test_weft_adds_to_main_grad_what_plain_training_adds(tied):
     c = replace(SMALLEST, tied=tied)
     plain, fused = (Training(c, variant, "main_grad") for variant in ("eager", "weft"))
-    linears = [module for module in fused.model.modules() if isinstance(module, weft.ops.Linear)]
+    linears = [module for module in fused.model.modules() if isinstance(module, torchweft.ops.Linear)]
     assert len(linears) == 4 * c.layers + 1 and all(linear.accumulate_into_main_grad for linear in linears)
     first, second = plain.step(), fused.step()
     assert second.loss == pytest.approx(first.loss, rel=1e-3) and second.norm == pytest.approx(first.norm, rel=1e-2)
@@ -103,7 +103,7 @@ def test_variants_train_on_the_same_tokens_from_the_same_parameters():
 def test_benchmark_reports_figures(tmp_path):
     words = "tiny --precision bf16 --threads 1 --variants eager weft --rounds 3".split()
     command = [sys.executable, str(BENCHMARKS / "gpt.py"), *words, "--json", str(tmp_path / "rows.json")]
-    environment = {**os.environ, "PYTHONPATH": str(Path(weft.__file__).parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(torchweft.__file__).parent.parent)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]

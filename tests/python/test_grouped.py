@@ -27,8 +27,8 @@ from experts import (
     uniform,
 )
 
-import weft
-from weft import ops
+import torchweft
+from torchweft import ops
 
 K, N = 20, 12
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -297,7 +297,7 @@ def test_parameter_shared_by_two_groups_gets_both_gradients():
 @each_weight
 def test_one_op_used_twice(single):
     op = layer(K, K, scale_bias=True, single_grouped_weight=single)
-    both = weft.Sequential(op, ops.GELU(), op)
+    both = torchweft.Sequential(op, ops.GELU(), op)
     x, dy, scales = leaf(ROWS, K), uniform(ROWS, K), leaf(ROWS)
     given = (x, splits_of(), scales, splits_of(), scales)
     found, expected = run(both, dy, *given), truth(both, dy, *given)
@@ -501,7 +501,7 @@ def same(a: ops.GroupedLinear, b: ops.GroupedLinear) -> bool:
 def test_checkpoint_of_one_layout_loads_into_any_other(layout, target, nested):
     source, other = (layer(K, N, scale_bias=True, **options) for options in (layout, target))
     if nested:
-        models = [weft.Sequential(ops.Identity(), torch.nn.Sequential(op)) for op in (source, other)]
+        models = [torchweft.Sequential(ops.Identity(), torch.nn.Sequential(op)) for op in (source, other)]
     else:
         models = [source, other]
     state = models[0].state_dict()
@@ -602,7 +602,7 @@ def test_buffers_keep_leading_dimensions():
 
 def test_sequential_passes_buffers_to_named_ops():
     first, last = layer(K, 8), layer(8, N)
-    model = weft.Sequential(first, ops.GELU(), last)
+    model = torchweft.Sequential(first, ops.GELU(), last)
     x, dy = leaf(ROWS, K), uniform(ROWS, N, dtype=torch.float32)
     given = (splits_of(), splits_of())
     expected = model(x, *given)
@@ -938,9 +938,9 @@ def test_prepacked_weights_work():
         op = layer(64, 64, dtype=torch.bfloat16, single_grouped_weight=single)
         x = uniform(ROWS, 64, dtype=torch.bfloat16)
         expected = op(x, splits_of())
-        weft.prepack(op)
+        torchweft.prepack(op)
         assert torch.equal(op(x, splits_of()), expected)
-        weft.prepack(op, frozen=False)
+        torchweft.prepack(op, frozen=False)
 
 
 def test_threads_may_share_module():
@@ -963,5 +963,5 @@ def test_threads_may_share_module():
 
 def test_explain_names_op_and_options():
     op = layer(K, N, split_path=True)
-    text = weft.explain(op, leaf(ROWS, K), splits_of()).text
+    text = torchweft.explain(op, leaf(ROWS, K), splits_of()).text
     assert "GroupedLinear" in text and "split_path=true" in text

@@ -26,8 +26,8 @@ from experts import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import weft
-from weft import ops
+import torchweft
+from torchweft import ops
 
 K, HIDDEN, N = 12, 32, 10
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -54,7 +54,7 @@ def shared_gradients(found: dict, given: list[torch.Tensor]) -> dict:
 
 
 def names_of_steps(model, given) -> tuple[list[str], list[str]]:
-    data = weft.explain(model, *given).data[0]
+    data = torchweft.explain(model, *given).data[0]
     return [s["name"] for s in data["forward"]], [s["name"] for s in data["backward"]]
 
 
@@ -221,7 +221,7 @@ def test_float32_probabilities_keep_precision_in_low_precision_model(fused):
     """The GEMMs are exact: x selects a column of W1, and W2 is the identity. The result is p·f(h), rounded once; with a
     probability rounded to bfloat16 first the error would be twice as large."""
     width = 16
-    model = weft.Sequential(
+    model = torchweft.Sequential(
         layer(width, width, groups=2, bias=False, dtype=torch.bfloat16),
         ops.ScaledSReLU(),
         layer(width, width, groups=2, bias=False, dtype=torch.bfloat16),
@@ -388,13 +388,13 @@ def test_frozen_layers_save_less():
     ids=("groups", "dtype"),
 )
 def test_unfused_cases_are_explained(last, splits, reason):
-    model = weft.Sequential(layer(K, 2 * HIDDEN), ops.ScaledSwiGLU(), last())
-    text = weft.explain(model, leaf(ROWS, K), splits_of(), leaf(ROWS), splits_of(splits)).text
+    model = torchweft.Sequential(layer(K, 2 * HIDDEN), ops.ScaledSwiGLU(), last())
+    text = torchweft.explain(model, leaf(ROWS, K), splits_of(), leaf(ROWS), splits_of(splits)).text
     assert "grouped_mlp" in text and reason in text
 
 
 def test_mixed_dtypes_run_unfused_and_correct():
-    model = weft.Sequential(layer(K, 2 * HIDDEN), ops.ScaledSwiGLU(), layer(HIDDEN, N, dtype=torch.bfloat16))
+    model = torchweft.Sequential(layer(K, 2 * HIDDEN), ops.ScaledSwiGLU(), layer(HIDDEN, N, dtype=torch.bfloat16))
     given = [leaf(ROWS, K), splits_of(), leaf(ROWS), splits_of()]
     dy = uniform(ROWS, N, dtype=torch.bfloat16)
     compare(run(model, dy, *given), truth(model, dy, *given), torch.bfloat16)
@@ -402,14 +402,14 @@ def test_mixed_dtypes_run_unfused_and_correct():
 
 def test_plan_has_one_step_for_both_passes():
     model = mlp(k=K, n=N)
-    data = weft.explain(model, *inputs(model)).data[0]
+    data = torchweft.explain(model, *inputs(model)).data[0]
     for name in ("forward", "backward"):
         assert [(s["name"], s["count"], s["min_rows"]) for s in data[name]] == [("grouped_mlp", 3, 0)]
-    assert "grouped_mlp" in weft.explain(model, *inputs(model)).text
+    assert "grouped_mlp" in torchweft.explain(model, *inputs(model)).text
 
 
 def test_surrounding_ops_are_kept():
-    model = weft.Sequential(ops.RMSNorm(K), *mlp(k=K, n=K), ops.GELU())
+    model = torchweft.Sequential(ops.RMSNorm(K), *mlp(k=K, n=K), ops.GELU())
     given = inputs(mlp(k=K, n=K))
     assert "grouped_mlp" in names_of_steps(model, given)[0]
     dy = uniform(ROWS, K)
@@ -511,21 +511,21 @@ def test_gated_activations_reject_recomputation(activation):
 @pytest.mark.parametrize("size", (1, 2, 32))
 def test_deinterleave_inverts_interleave(size):
     for rows in (torch.randn(64 * 2, 5), torch.arange(128)):
-        there = weft.interleave_glu(rows, size)
+        there = torchweft.interleave_glu(rows, size)
         assert there.shape == rows.shape
-        assert torch.equal(weft.deinterleave_glu(there, size), rows)
-        assert torch.equal(weft.interleave_glu(weft.deinterleave_glu(rows, size), size), rows)
-    order = weft.interleave_glu(torch.arange(128), size).tolist()
+        assert torch.equal(torchweft.deinterleave_glu(there, size), rows)
+        assert torch.equal(torchweft.interleave_glu(torchweft.deinterleave_glu(rows, size), size), rows)
+    order = torchweft.interleave_glu(torch.arange(128), size).tolist()
     assert order[: 2 * size] == [*range(size), *range(64, 64 + size)]
 
 
 @pytest.mark.parametrize("size", (0, -1, 3, 128))
 def test_interleave_size_must_divide_rows(size):
-    for change in (weft.interleave_glu, weft.deinterleave_glu):
+    for change in (torchweft.interleave_glu, torchweft.deinterleave_glu):
         with pytest.raises(ValueError, match=str(size)):
             change(torch.zeros(128, 4), size)
     with pytest.raises(ValueError):
-        weft.interleave_glu(torch.tensor(1.0), 1)
+        torchweft.interleave_glu(torch.tensor(1.0), 1)
 
 
 @pytest.mark.parametrize("activation", GATED)
@@ -535,14 +535,14 @@ def test_interleaved_weights_and_activation_give_same_result(activation):
     state = plain_model.state_dict()
     for name in list(state):
         if name.startswith(("0.weight", "0.bias")):
-            state[name] = weft.interleave_glu(state[name], 32)
+            state[name] = torchweft.interleave_glu(state[name], 32)
     blocks.load_state_dict(state)
     given, dy = inputs(plain_model), uniform(ROWS, N, dtype=torch.float32)
     expected, found = run(plain_model, dy, *given), run(blocks, dy, *given)
     assert_near(found["y"], expected["y"].double(), torch.float32)
     for name in expected:
         if name.startswith(("gradient of 0.weight", "gradient of 0.bias")):
-            assert_near(weft.deinterleave_glu(found[name], 32), expected[name].double(), torch.float32, name)
+            assert_near(torchweft.deinterleave_glu(found[name], 32), expected[name].double(), torch.float32, name)
 
 
 # ---- other ways to call it ------------------------------------------------------------------------------------------
@@ -648,7 +648,7 @@ def test_gradients_match_finite_differences():
 
 def test_model_checkpoints_load_across_layouts():
     models = [
-        weft.Sequential(ops.RMSNorm(K), mlp(k=K, n=N, single_grouped_weight=s, single_grouped_bias=s))
+        torchweft.Sequential(ops.RMSNorm(K), mlp(k=K, n=N, single_grouped_weight=s, single_grouped_bias=s))
         for s in (False, True)
     ]
     given = [t.detach() for t in inputs(mlp(k=K, n=N))]

@@ -23,8 +23,8 @@ from test_wgrad import (
 from test_wgrad import ROWS as TABLE
 from test_wgrad import assert_near as assert_close
 
-import weft
-from weft import ops
+import torchweft
+from torchweft import ops
 
 WIDTH = 28  # the weight and x have different sizes
 KINDS = ("grouped", "split", "mlp")  # the MLP has a ScaledSwiGLU, "srelu" a ScaledSReLU
@@ -60,7 +60,7 @@ def inputs(model, dtype=torch.float32, width: int = WIDTH, rows: int = ROWS) -> 
     splits = splits_of() if rows else splits_of([0] * len(splits_of()))
     x = leaf(rows, width, dtype=dtype)
     probs = leaf(rows, dtype=dtype)
-    return [x, splits, probs, splits, probs] if isinstance(model, weft.Sequential) else [x, splits]
+    return [x, splits, probs, splits, probs] if isinstance(model, torchweft.Sequential) else [x, splits]
 
 
 def model_for(row: Row, kind: str, single: bool, dtypes=DTYPES[1], width: int = WIDTH, **notes):
@@ -702,10 +702,10 @@ DIFFERENT = [
 
 @pytest.mark.parametrize("first, last", DIFFERENT)
 def test_layers_of_fused_mlp_may_have_different_options(first, last):
-    model = weft.Sequential(layer(WIDTH, 2 * WIDTH, **first), ops.ScaledSwiGLU(), layer(WIDTH, WIDTH, **last))
+    model = torchweft.Sequential(layer(WIDTH, 2 * WIDTH, **first), ops.ScaledSwiGLU(), layer(WIDTH, WIDTH, **last))
     x, splits, probs, *_ = inputs(model)
     given = [x, splits, probs, splits, *[leaf(ROWS)] * (model[2].num_extra_inputs - 1)]
-    assert [step["name"] for step in weft.explain(model, *given).data[0]["forward"]] == ["grouped_mlp"]
+    assert [step["name"] for step in torchweft.explain(model, *given).data[0]["forward"]] == ["grouped_mlp"]
     for op in layers(model):
         for w in weights_of(op) if op.accumulate_into_main_grad else ():
             w.main_grad = torch.full_like(w, FILL)

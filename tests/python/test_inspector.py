@@ -10,9 +10,9 @@ import warnings
 import pytest
 import torch
 
-import weft
-from weft import ops, recipe
-from weft.quantization import (
+import torchweft
+from torchweft import ops, recipe
+from torchweft.quantization import (
     QuantizationInspector,
     Quantizer,
     ReducedAccumulator,
@@ -31,14 +31,14 @@ RECIPES = {
 
 def model():
     torch.manual_seed(0)
-    return weft.Sequential(ops.Linear(64, 96), ops.GELU(), ops.Linear(96, 32)).bfloat16()
+    return torchweft.Sequential(ops.Linear(64, 96), ops.GELU(), ops.Linear(96, 32)).bfloat16()
 
 
 def run(net, made, x=None):
     x = torch.randn(48, 64, generator=torch.Generator().manual_seed(1)).bfloat16() if x is None else x
     net.zero_grad()
     torch.manual_seed(2)  # of stochastic rounding
-    with weft.autocast(recipe=made):
+    with torchweft.autocast(recipe=made):
         y = net(x)
     y.square().sum().backward()
     return [y.detach(), *(param.grad for param in net.parameters())]
@@ -98,7 +98,7 @@ def test_gradients_are_compared_with_unquantized_gemms():
     x = torch.randn(48, 64, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(48, 32, dtype=torch.bfloat16)
     with QuantizationInspector(linear) as inspector:
-        with weft.autocast(recipe=recipe.MXFP8BlockScaling()):
+        with torchweft.autocast(recipe=recipe.MXFP8BlockScaling()):
             y = linear(x)
         y.backward(dy)
     mxfp8 = Quantizer("mxfp8")
@@ -115,7 +115,7 @@ def test_saturated_values_of_delayed_scaling():
     linear = ops.Linear(32, 16, bias=False, dtype=torch.bfloat16)
     x = torch.full([16, 32], 1000.0, dtype=torch.bfloat16)
     x[:, :8] = 1
-    with QuantizationInspector() as inspector, weft.autocast(recipe=recipe.DelayedScaling()), torch.no_grad():
+    with QuantizationInspector() as inspector, torchweft.autocast(recipe=recipe.DelayedScaling()), torch.no_grad():
         linear(x)
     assert rows_of(inspector)["linear 0", "input"].saturated == 0.75
 
@@ -134,7 +134,7 @@ def test_checkpointing_and_hooks_report_each_call_once(kind):
     net, made = model(), RECIPES["mxfp8"]
 
     def call(x):
-        with weft.autocast(recipe=made):
+        with torchweft.autocast(recipe=made):
             return net(x)
 
     def wrapped(x):
@@ -155,7 +155,7 @@ def test_direct_and_checkpointed_calls_of_one_linear():
     linear = ops.Linear(64, 64, bias=False, dtype=torch.bfloat16)
 
     def call(x):
-        with weft.autocast(recipe=RECIPES["mxfp8"]):
+        with torchweft.autocast(recipe=RECIPES["mxfp8"]):
             return linear(x)
 
     x, other = (torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
@@ -181,7 +181,7 @@ def test_nested_inspectors_and_threads():
 def test_nothing_quantized_is_said():
     with QuantizationInspector() as inspector:
         model()(torch.randn(4, 64).bfloat16())
-    assert not inspector.statistics() and "weft.autocast" in str(inspector)
+    assert not inspector.statistics() and "torchweft.autocast" in str(inspector)
     with pytest.raises(ValueError, match="no linear was quantized"):
         inspector.save("nothing.png")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import weft
-from weft import ops
+import torchweft
+from torchweft import ops
 
 CLASSES = 5003  # not a multiple of a block
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -70,7 +70,7 @@ def test_one_gradient_alone(name):
     model, (x, targets) = head(dtype=torch.float64), inputs(300, torch.float64)
     tensor = x if name == "x" else model[0].weight
     (alone,) = gradients(model(x, targets), [tensor])
-    with weft.fusion.without_rules():
+    with torchweft.fusion.without_rules():
         (unfused,) = gradients(model(x, targets), [tensor])
     torch.testing.assert_close(alone, unfused)
 

@@ -10,8 +10,8 @@ import weakref
 import pytest
 import torch
 
-import weft
-from weft import ops
+import torchweft
+from torchweft import ops
 
 WIDTH = 8
 
@@ -20,7 +20,7 @@ def in_fresh_process(script: str) -> list[int]:
     """Runs a script that can call `resident()` (resident set size in bytes); returns the integers it prints."""
     prelude = """
         import gc, os, torch
-        from weft import ops
+        from torchweft import ops
         torch.set_num_threads(1)
         torch.manual_seed(0)
 
@@ -29,7 +29,7 @@ def in_fresh_process(script: str) -> list[int]:
             with open("/proc/self/statm") as file:
                 return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     """
-    package = os.path.dirname(os.path.dirname(weft.__file__))
+    package = os.path.dirname(os.path.dirname(torchweft.__file__))
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(prelude) + textwrap.dedent(script)],
         env={**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},

@@ -11,27 +11,27 @@ from pathlib import Path
 import pytest
 import torch
 
-import weft
-from weft import _C
+import torchweft
+from torchweft import _C
 
-ROOT = Path(weft.__file__).parent.parent.parent
+ROOT = Path(torchweft.__file__).parent.parent.parent
 
 
 def test_no_graphviz(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    plan = weft.ops.GELU().explain(torch.ones(2, 8))
+    plan = torchweft.ops.GELU().explain(torch.ones(2, 8))
     with pytest.raises(RuntimeError, match=r"Graphviz's 'dot' was not found\. Install it .*, or save to a \.dot file"):
         plan.save(tmp_path / "plan.svg")
     plan.save(tmp_path / "plan.dot")
 
 
 def test_no_avx2():
-    """WEFT_TIER=ref is what a CPU without AVX2 uses: everything runs, and weft info says that it is slow."""
-    code = "import torch, weft; weft.ops.Linear(8, 8)(torch.ones(2, 8)).sum().backward(); print('trained')"
+    """WEFT_TIER=ref is what a CPU without AVX2 uses: everything runs, and torchweft info says that it is slow."""
+    code = "import torch, torchweft; torchweft.ops.Linear(8, 8)(torch.ones(2, 8)).sum().backward(); print('trained')"
     environment = {**os.environ, "WEFT_TIER": "ref", "PYTHONPATH": str(ROOT / "python")}
     for command, said in (
         (["-c", code], "trained"),
-        (["-m", "weft", "info"], "ref for bfloat16 linears; WEFT_TIER=ref"),
+        (["-m", "torchweft", "info"], "ref for bfloat16 linears; WEFT_TIER=ref"),
     ):
         done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=True)
         assert said in done.stdout, done.stdout

@@ -12,7 +12,7 @@ import torch
 from plain import apply
 from torch.utils.checkpoint import checkpoint
 
-from weft import ops
+from torchweft import ops
 
 WIDTH = 8
 
@@ -805,6 +805,6 @@ def test_repr_shows_options():
 
 def test_import_is_cheap():
     """The compiler, which takes a second to import, is imported at the first compilation."""
-    code = "import sys, weft; print('torch._dynamo' in sys.modules)"
+    code = "import sys, torchweft; print('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"

@@ -8,7 +8,7 @@ import plain
 import pytest
 import torch
 
-from weft import ops
+from torchweft import ops
 
 ALLOWED = 1.02
 DRAWS = 24

@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 
-from weft import ops
-from weft.compat import _optimizers
-from weft.optim import FusedAdam
+from torchweft import ops
+from torchweft.compat import _optimizers
+from torchweft.optim import FusedAdam
 
 OPTIONS = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-import weft
-from weft import _C, ops
+import torchweft
+from torchweft import _C, ops
 
 pytestmark = pytest.mark.skipif(_C.machine_tier() != "amx", reason="weights are packed by the amx tier only")
 
@@ -31,11 +31,11 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def no_copies():
-    limit = weft.packing_limit()
+    limit = torchweft.packing_limit()
     gc.collect()
-    assert weft.packed_bytes() == 0
+    assert torchweft.packed_bytes() == 0
     yield
-    weft.set_packing_limit(limit)
+    torchweft.set_packing_limit(limit)
 
 
 def linear(**options):
@@ -182,7 +182,7 @@ def test_changed_weight_is_used_at_next_call(change, module):
         CHANGES[change](module)
         assert is_right(module, x)
         assert not torch.equal(before, results(module, x)[0])
-    assert weft.packed_bytes() == 0
+    assert torchweft.packed_bytes() == 0
 
 
 @torch.no_grad()
@@ -209,37 +209,37 @@ def test_structured_changes_are_used():
 def test_unfrozen_weights_keep_no_packed_copy():
     module, x = linear(), batch()
     assert [counted(module, x) for _ in range(4)] == [set()] * 4
-    assert weft.packed_bytes() == 0
+    assert torchweft.packed_bytes() == 0
 
 
 # ---- Frozen weights --------------------------------------------------------------------------------------------------
 
 
 def test_frozen_weight_is_packed_once():
-    module = weft.prepack(linear())
+    module = torchweft.prepack(linear())
     assert [counted(module, batch(rows)) for rows in (ROWS, 33, 1024, 64)] == [{"packed"}, *[{"reused"}] * 3]
     assert is_right(module, batch()) and is_right(module, batch(40))
-    weft.prepack(module, frozen=False)
-    assert counted(module, batch()) == set() and weft.packed_bytes() == 0
+    torchweft.prepack(module, frozen=False)
+    assert counted(module, batch()) == set() and torchweft.packed_bytes() == 0
 
 
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("change", RECORDED)
 def test_recorded_change_of_frozen_weight_raises(change, module):
-    module, x = weft.prepack(MODULES[module]()), batch()
+    module, x = torchweft.prepack(MODULES[module]()), batch()
     for _ in range(2):
         results(module, x)
         CHANGES[change](module)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="weight was changed in place while it was frozen"):
                 module(x)
-        weft.prepack(module)
+        torchweft.prepack(module)
         assert is_right(module, x)
 
 
 def test_error_names_weight():
     model = torch.nn.ModuleDict({"mlp": MODULES["pair"]()})
-    weft.prepack(model)
+    torchweft.prepack(model)
     with torch.no_grad():
         model["mlp"](batch())
         model["mlp"][2].weight.neg_()
@@ -249,17 +249,17 @@ def test_error_names_weight():
 
 @pytest.mark.parametrize("change", UNRECORDED)
 def test_unrecorded_change_takes_effect_after_prepack(change):
-    module, x = weft.prepack(linear()), batch()
+    module, x = torchweft.prepack(linear()), batch()
     before = results(module, x)[0]
     CHANGES[change](module)
     assert torch.equal(results(module, x)[0], before)
-    weft.prepack(module)
+    torchweft.prepack(module)
     assert is_right(module, x)
 
 
 @pytest.mark.parametrize("change", REPLACED)
 def test_replaced_weight_is_not_frozen(change):
-    module, x = weft.prepack(linear()), batch()
+    module, x = torchweft.prepack(linear()), batch()
     results(module, x)
     CHANGES[change](module)
     for _ in range(3):
@@ -268,9 +268,9 @@ def test_replaced_weight_is_not_frozen(change):
 
 
 def test_change_after_unfreezing_takes_effect():
-    module, x = weft.prepack(linear()), batch()
+    module, x = torchweft.prepack(linear()), batch()
     results(module, x)
-    weft.prepack(module, frozen=False)
+    torchweft.prepack(module, frozen=False)
     by_numpy(module)
     assert is_right(module, x)
 
@@ -279,7 +279,7 @@ def test_other_weights_in_same_storage_may_change():
     both, x = torch.randn(2, SIZE, SIZE, dtype=BF16), batch()
     teacher, student = linear(), linear()
     teacher.weight, student.weight = (torch.nn.Parameter(w) for w in both)
-    weft.prepack(teacher)
+    torchweft.prepack(teacher)
     for _ in range(3):
         assert is_right(teacher, x) and is_right(student, x)
         both[1] *= 2  # moves the version counter of all three
@@ -289,7 +289,7 @@ def test_weight_with_row_stride_can_be_frozen():
     module, x = linear(), batch()
     wide = torch.randn(SIZE, SIZE + 24, dtype=BF16)
     module.weight = torch.nn.Parameter(wide[:, 8 : 8 + SIZE])
-    weft.prepack(module)
+    torchweft.prepack(module)
     assert is_right(module, x)
     wide[:, :8] += 1  # not part of it
     assert is_right(module, x)
@@ -300,7 +300,7 @@ def test_weight_with_row_stride_can_be_frozen():
 
 @pytest.mark.parametrize("copied", (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))))
 def test_copy_of_frozen_module_is_not_frozen(copied):
-    module, x = weft.prepack(MODULES["pair"]()), batch()
+    module, x = torchweft.prepack(MODULES["pair"]()), batch()
     results(module, x)
     other = copied(module)
     by_operator(other)
@@ -311,7 +311,7 @@ def test_reused_weight_memory_is_not_frozen():
     x, module, reused = batch(), linear(), 0
     for _ in range(20):
         module.weight = torch.nn.Parameter(torch.randn(SIZE, SIZE).to(BF16))
-        results(weft.prepack(module), x)
+        results(torchweft.prepack(module), x)
         place = module.weight.data_ptr()
         values = torch.randn(SIZE, SIZE)
         module.weight = None
@@ -324,20 +324,20 @@ def test_reused_weight_memory_is_not_frozen():
 
 def test_inference_mode_weight_can_be_frozen():
     with torch.inference_mode():
-        module, x = weft.prepack(linear()), batch()
+        module, x = torchweft.prepack(linear()), batch()
         assert [counted(module, x) for _ in range(2)] == [{"packed"}, {"reused"}]
         reused = module(x)
-        assert torch.equal(reused, weft.prepack(module, frozen=False)(x))
+        assert torch.equal(reused, torchweft.prepack(module, frozen=False)(x))
 
 
 def test_meta_weight_cannot_be_frozen():
     with pytest.raises(ValueError, match="Materialize it before prepack"):
-        weft.prepack(linear(device="meta"))
+        torchweft.prepack(linear(device="meta"))
 
 
 def test_prepack_rejects_non_modules():
     with pytest.raises(TypeError, match="expected a torch.nn.Module"):
-        weft.prepack(torch.zeros(2))
+        torchweft.prepack(torch.zeros(2))
 
 
 # ---- Threads, processes, FSDP2 ---------------------------------------------------------------------------------------
@@ -363,7 +363,7 @@ def in_threads(*tasks):
 
 
 def test_threads_share_frozen_weights_and_train_their_own():
-    teacher, x = weft.prepack(MODULES["block"]()), batch()
+    teacher, x = torchweft.prepack(MODULES["block"]()), batch()
     truth = results(copy.deepcopy(teacher), x)
 
     def use():
@@ -380,7 +380,7 @@ def test_threads_share_frozen_weights_and_train_their_own():
 def test_python_only_storage_does_not_deadlock():
     """Such a storage cannot be accessed without the GIL, which another thread may hold while it requests counts."""
     x = batch()
-    old = [weft.prepack(linear()) for _ in range(4)]
+    old = [torchweft.prepack(linear()) for _ in range(4)]
     for module in old:
         results(module, x)
     storages = [module.weight.untyped_storage() for module in old]
@@ -389,12 +389,12 @@ def test_python_only_storage_does_not_deadlock():
 
     def ask():
         while not done.is_set():
-            weft.packed_bytes()
+            torchweft.packed_bytes()
 
     def use():
         for _ in range(100):
             with torch.no_grad():
-                weft.prepack(linear())(x)
+                torchweft.prepack(linear())(x)
         done.set()
 
     in_threads(use, ask)
@@ -402,8 +402,8 @@ def test_python_only_storage_does_not_deadlock():
 
 
 RANK = """
-import sys, torch, weft
-from weft import ops
+import sys, torch, torchweft
+from torchweft import ops
 
 def product():
     with torch.no_grad():
@@ -413,10 +413,10 @@ weight = torch.from_file(sys.argv[1], shared=True, size=4096, dtype=torch.bfloat
 module = ops.Linear(64, 64, bias=False, dtype=torch.bfloat16)
 module.weight = torch.nn.Parameter(weight)
 x = torch.ones(64, 64, dtype=torch.bfloat16)
-weft.prepack(module)
+torchweft.prepack(module)
 for line in sys.stdin:
     if line.strip() == "prepack":
-        weft.prepack(module)
+        torchweft.prepack(module)
     print(product(), flush=True)
 """
 
@@ -462,19 +462,19 @@ def one_rank():
 
 def test_sharded_weight_cannot_be_frozen(one_rank):
     with pytest.raises(ValueError, match="Do not prepack sharded modules"):
-        weft.prepack(fully_shard(linear()))
+        torchweft.prepack(fully_shard(linear()))
 
 
 # ---- Memory ----------------------------------------------------------------------------------------------------------
 
 
 def test_frozen_model_beyond_the_limit_keeps_what_fits():
-    weft.set_packing_limit(3 * BYTES)
-    modules, x = [weft.prepack(linear()) for _ in range(5)], batch()
+    torchweft.set_packing_limit(3 * BYTES)
+    modules, x = [torchweft.prepack(linear()) for _ in range(5)], batch()
     for _ in range(2):
         for module in modules:
             counted(module, x)
-            assert weft.packed_bytes() <= 3 * BYTES
+            assert torchweft.packed_bytes() <= 3 * BYTES
     assert [counted(module, x) for module in modules] == [*[{"reused"}] * 3, set(), set()]
     assert all(torch.equal(module(x), copy.deepcopy(module)(x)) for module in modules)
     del modules[0], module
@@ -483,28 +483,28 @@ def test_frozen_model_beyond_the_limit_keeps_what_fits():
 
 
 def test_smaller_limit_takes_effect_immediately():
-    modules, x = [weft.prepack(linear()) for _ in range(3)], batch()
+    modules, x = [torchweft.prepack(linear()) for _ in range(3)], batch()
     for module in modules:
         counted(module, x)
-    weft.set_packing_limit(2 * BYTES)
-    assert weft.packed_bytes() == 2 * BYTES
-    weft.set_packing_limit(0)
-    assert weft.packed_bytes() == 0
+    torchweft.set_packing_limit(2 * BYTES)
+    assert torchweft.packed_bytes() == 2 * BYTES
+    torchweft.set_packing_limit(0)
+    assert torchweft.packed_bytes() == 0
     assert counted(modules[0], x) == set()
 
 
 def test_packed_copies_are_freed_with_weights():
-    module, x = weft.prepack(MODULES["block"]()), batch()
+    module, x = torchweft.prepack(MODULES["block"]()), batch()
     results(module, x)
-    assert weft.packed_bytes() > 0
+    assert torchweft.packed_bytes() > 0
     del module
     gc.collect()
-    assert weft.packed_bytes() == 0
+    assert torchweft.packed_bytes() == 0
 
 
 def test_negative_limit_is_rejected():
     with pytest.raises(ValueError, match="expected 0 or more"):
-        weft.set_packing_limit(-1)
+        torchweft.set_packing_limit(-1)
 
 
 @pytest.mark.parametrize(
@@ -512,7 +512,7 @@ def test_negative_limit_is_rejected():
 )
 def test_limit_is_read_from_environment(word, printed):
     done = subprocess.run(
-        [sys.executable, "-c", "import weft; print(weft.packing_limit())"],
+        [sys.executable, "-c", "import torchweft; print(torchweft.packing_limit())"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "WEFT_PACKED_BYTES": word},
         capture_output=True,
         text=True,
@@ -524,6 +524,6 @@ def test_limit_is_read_from_environment(word, printed):
 def test_explain_reports_packed_bytes():
     module, x = linear(), batch()
     assert "packed weights" not in module.explain(x).text
-    results(weft.prepack(module), x)
+    results(torchweft.prepack(module), x)
     assert module.explain(x).text.count("packed weights: 1 MiB cached (limit 1 GiB)") == 1
     assert module.explain(x).data[0]["packed_bytes"] == 2 * BYTES

@@ -8,7 +8,7 @@ import pytest
 import torch
 from plain import apply
 
-from weft import ops
+from torchweft import ops
 
 WIDTH = 8
 

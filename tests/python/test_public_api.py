@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import weft
-from weft import ops
-from weft.compat import _namespace
+import torchweft
+from torchweft import ops
+from torchweft.compat import _namespace
 
 ROOT = Path(__file__).parents[2]
-NAMES = [info.name for info in pkgutil.walk_packages(weft.__path__, "weft.")]
-MODULES = [weft, *(importlib.import_module(name) for name in NAMES if "._" not in name)]
+PACKAGE = ROOT / "python/torchweft"
+NAMES = [info.name for info in pkgutil.walk_packages(torchweft.__path__, "torchweft.")]
+MODULES = [torchweft, *(importlib.import_module(name) for name in NAMES if "._" not in name)]
 REPLACED = {f"transformer_engine.pytorch.{name}": row[0] for name, row in _namespace.SUPPORTED.items() if name != "ops"}
 
 
@@ -38,7 +39,7 @@ def public_objects():
             yield name, value
         elif value not in native:
             yield name, value
-            bases = [base for base in value.__mro__ if base.__module__.startswith("weft.") and base not in native]
+            bases = [base for base in value.__mro__ if base.__module__.startswith("torchweft.") and base not in native]
             members = {member for base in bases for member in vars(base) if not member.startswith("_")}
             yield from ((f"{name}.{member}", getattr(value, member)) for member in sorted(members))
 
@@ -56,10 +57,10 @@ class RunsIfNoOutputIsShown(doctest.OutputChecker):
         return not want or super().check_output(want, got, optionflags)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "__main__" not in name and name != "weft._C"])
+@pytest.mark.parametrize("name", [name for name in NAMES if "__main__" not in name and name != "torchweft._C"])
 def test_examples_in_docstrings_run(name):
     block = ops.Sequential(ops.Linear(8, 8), ops.GELU())
-    names = {"weft": weft, "torch": torch, "ops": ops, "block": block, "model": block, "x": torch.randn(4, 8)}
+    names = {"torchweft": torchweft, "torch": torch, "ops": ops, "block": block, "model": block, "x": torch.randn(4, 8)}
     names |= {"seed": 1, "rank": 0}
     runner = doctest.DocTestRunner(RunsIfNoOutputIsShown())
     for test in doctest.DocTestFinder(exclude_empty=True).find(importlib.import_module(name), extraglobs=names):
@@ -72,8 +73,8 @@ from typing import Any
 
 import torch
 
-import weft
-from weft import ops
+import torchweft
+from torchweft import ops
 
 
 class Negate(ops.BasicOperation):
@@ -93,23 +94,23 @@ fork = ops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_c
 block = ops.Sequential(fork, ops.RMSNorm(8, eps=1e-6), linear, ops.GELU(), ops.Dropout(0.1), Negate())
 reveal_type(linear.weight)
 reveal_type(linear.explain(torch.ones(2, 8)).text)
-reveal_type(weft.explain(block, torch.ones(2, 8)).data)
+reveal_type(torchweft.explain(block, torch.ones(2, 8)).data)
 reveal_type(fork)
 reveal_type(block[1:])
 reveal_type(ops.RMSNorm(8).eps)
 reveal_type(ops.AllReduce().process_group)
-with ops.register_forward_fusion(fuse) as handle, weft.fusion.without_rules("linear_bias"):
+with ops.register_forward_fusion(fuse) as handle, torchweft.fusion.without_rules("linear_bias"):
     reveal_type(handle)
 """
 REVEALED = [
     "torch.nn.parameter.Parameter",
     "str",
     "list[dict[str, Any]]",
-    "weft.ops.MakeExtraOutput",
-    "weft._sequential.Sequential",
+    "torchweft.ops.MakeExtraOutput",
+    "torchweft._sequential.Sequential",
     "float",
     "torch._C._distributed_c10d.ProcessGroup | None",
-    "weft.fusion.FusionHandle",
+    "torchweft.fusion.FusionHandle",
 ]
 
 
@@ -118,7 +119,7 @@ def test_stubs_type_check_a_user_script(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir", ROOT / ".mypy_cache"]
     done = subprocess.run(
-        [*command, "--python-version", "3.10", tmp_path / "script.py", *sorted((ROOT / "python/weft").glob("*.pyi"))],
+        [*command, "--python-version", "3.10", tmp_path / "script.py", *sorted(PACKAGE.glob("*.pyi"))],
         env=os.environ | {"MYPYPATH": str(ROOT / "python")},
         capture_output=True,
         text=True,

@@ -9,7 +9,7 @@ import pytest
 import quantization_reference as reference
 import torch
 
-from weft.quantization import QuantizedMatrix, Quantizer
+from torchweft.quantization import QuantizedMatrix, Quantizer
 
 F = np.float32
 BF16 = torch.bfloat16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.quantization import QuantizedMatrix, Quantizer, gemm
+from torchweft.quantization import QuantizedMatrix, Quantizer, gemm
 
 # (rows, outputs, inputs) of a linear; NVFP4 transforms 16 rows at a time.
 SHAPES = [

@@ -8,7 +8,7 @@ import plain
 import pytest
 import torch
 
-import weft
+import torchweft
 
 CHUNK = 10
 FAST, SLOW = 200, 2000
@@ -67,7 +67,7 @@ def test_generator_covers_every_op_and_situation():
                 f"loss {program.loss}": 1,
             }
         )
-    expected = {name for name, *_ in weft._C.op_types() if name in plain.WRITTEN_OUT}
+    expected = {name for name, *_ in torchweft._C.op_types() if name in plain.WRITTEN_OUT}
     expected |= {
         "Linear",
         "Tanh",

@@ -1,4 +1,4 @@
-"""Linears under recipes: the bytes and GEMMs of weft.quantization, in forward and backward."""
+"""Linears under recipes: the bytes and GEMMs of torchweft.quantization, in forward and backward."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import threading
 import pytest
 import torch
 
-import weft
-from weft import ops, recipe
-from weft.quantization import Quantizer, gemm
+import torchweft
+from torchweft import ops, recipe
+from torchweft.quantization import Quantizer, gemm
 
 RECIPES = {
     "current": recipe.Float8CurrentScaling(),
@@ -39,7 +39,7 @@ def inputs(rows=48, width=96, features=40, dtype=torch.bfloat16):
 
 
 def plain_linear(quantizers, x, w, dy, bias=None):
-    """Returns y, dx and dW, from weft.quantization."""
+    """Returns y, dx and dW, from torchweft.quantization."""
     override = quantizers.backward_override
     q_x = quantizers.input.quantize(x, columnwise=True)
     q_w = quantizers.weight.quantize(w, columnwise=True)
@@ -58,7 +58,7 @@ def test_linear_is_made_of_quantized_gemms(name, override, bias):
     chosen = dataclasses.replace(RECIPES[name], backward_override=override)
     linear = ops.Linear(96, 40, bias=bias, dtype=torch.bfloat16)
     x, dy = inputs()
-    with weft.autocast(recipe=chosen):
+    with torchweft.autocast(recipe=chosen):
         y = linear(x)
     y.backward(dy)
     expected = plain_linear(
@@ -83,7 +83,7 @@ def test_linear_is_made_of_quantized_gemms(name, override, bias):
 def test_linear_is_near_plain_math(name, dtype):
     chosen, linear = RECIPES[name], ops.Linear(96, 40, bias=False, dtype=dtype)
     x, dy = inputs(dtype=dtype)
-    with weft.autocast(recipe=chosen):
+    with torchweft.autocast(recipe=chosen):
         y = linear(x)
     y.backward(dy)
     w64, x64, dy64 = linear.weight.detach().double(), x.detach().double(), dy.double()
@@ -99,12 +99,12 @@ def test_stochastic_rounding_repeats_with_the_seed_and_is_unbiased():
 
     def gradient(seed):
         torch.manual_seed(seed)
-        with weft.autocast(recipe=recipe.NVFP4BlockScaling(disable_rht=True)):
+        with torchweft.autocast(recipe=recipe.NVFP4BlockScaling(disable_rht=True)):
             y = linear(x)
         return torch.autograd.grad(y, x, dy)[0]
 
     assert torch.equal(gradient(1), gradient(1)) and not torch.equal(gradient(1), gradient(2))
-    with weft.autocast(recipe=recipe.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)):
+    with torchweft.autocast(recipe=recipe.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)):
         y = linear(x)
     exact = dy.double() @ RECIPES["nvfp4"].quantizers().weight.quantize(linear.weight.detach()).dequantize().double()
     mean = torch.stack([gradient(seed).double() for seed in range(50)]).mean(0)
@@ -119,16 +119,16 @@ def test_regions_nest_and_end():
     linear = ops.Linear(64, 32, dtype=torch.bfloat16)
     x = inputs(8, 64)[0].detach()
     plain = linear(x)
-    with weft.autocast(recipe=RECIPES["mxfp8"]):
+    with torchweft.autocast(recipe=RECIPES["mxfp8"]):
         quantized = linear(x)
-        with weft.autocast(enabled=False):
+        with torchweft.autocast(enabled=False):
             assert torch.equal(linear(x), plain)
-        with weft.autocast():
+        with torchweft.autocast():
             current = linear(x)
         assert torch.equal(linear(x), quantized)
     assert torch.equal(linear(x), plain)
     assert len({tuple(t.flatten().tolist()) for t in (plain, quantized, current)}) == 3
-    with pytest.raises(RuntimeError, match="of the region"), weft.autocast():
+    with pytest.raises(RuntimeError, match="of the region"), torchweft.autocast():
         raise RuntimeError("of the region")
     assert torch.equal(linear(x), plain)
 
@@ -136,7 +136,7 @@ def test_regions_nest_and_end():
 def test_regions_belong_to_threads():
     linear, x = ops.Linear(64, 32, dtype=torch.bfloat16), inputs(8, 64)[0].detach()
     plain, found = linear(x), []
-    with weft.autocast():
+    with torchweft.autocast():
         thread = threading.Thread(target=lambda: found.append(linear(x)))
         thread.start()
         thread.join()
@@ -145,7 +145,7 @@ def test_regions_belong_to_threads():
 
 def test_backward_runs_after_the_region():
     linear, (x, dy) = ops.Linear(96, 40, dtype=torch.bfloat16), inputs()
-    with weft.autocast(recipe=RECIPES["mxfp8"]):
+    with torchweft.autocast(recipe=RECIPES["mxfp8"]):
         y = linear(x)
         inside = torch.autograd.grad(y, x, dy, retain_graph=True)[0]
     assert torch.equal(torch.autograd.grad(y, x, dy)[0], inside)
@@ -159,7 +159,7 @@ UNSUPPORTED = [
 
 @pytest.mark.parametrize("made", UNSUPPORTED, ids=lambda made: type(made).__name__)
 def test_unsupported_recipes_raise(made):
-    with pytest.raises(NotImplementedError, match=type(made).__name__), weft.autocast(recipe=made):
+    with pytest.raises(NotImplementedError, match=type(made).__name__), torchweft.autocast(recipe=made):
         pass
 
 
@@ -184,7 +184,7 @@ def test_custom_recipe_quantizes():
 
     custom, (x, dy) = recipe.CustomRecipe(qfactory), inputs()
     linear = ops.Linear(96, 40, bias=False, dtype=torch.bfloat16)
-    with weft.autocast(recipe=custom):
+    with torchweft.autocast(recipe=custom):
         y = linear(x)
     dx, dw = torch.autograd.grad(y, (x, linear.weight), dy)
     expected = plain_linear(custom.quantizers(), x.detach(), linear.weight.detach(), dy)
@@ -216,20 +216,20 @@ BAD_OPTIONS = {
 @pytest.mark.parametrize("name", BAD_OPTIONS)
 def test_bad_options_raise_at_the_region(name):
     made, message = BAD_OPTIONS[name]
-    with pytest.raises(ValueError, match=message), weft.autocast(recipe=made):
+    with pytest.raises(ValueError, match=message), torchweft.autocast(recipe=made):
         pass
 
 
 def test_wrong_arguments_raise():
     with pytest.raises(TypeError, match="recipe=..."):
-        weft.autocast(recipe.MXFP8BlockScaling())
+        torchweft.autocast(recipe.MXFP8BlockScaling())
     with pytest.raises(TypeError, match="recipe is 'mxfp8'"):
-        weft.autocast(recipe="mxfp8")
+        torchweft.autocast(recipe="mxfp8")
 
 
 def test_regions_are_reusable_and_decorate():
     linear, x = ops.Linear(64, 32, dtype=torch.bfloat16), inputs(8, 64)[0].detach()
-    region = weft.autocast(recipe=RECIPES["mxfp8"])
+    region = torchweft.autocast(recipe=RECIPES["mxfp8"])
     with region:
         first = linear(x)
         with region:
@@ -240,17 +240,17 @@ def test_regions_are_reusable_and_decorate():
     assert torch.equal(region(linear.forward)(x), first) and not torch.equal(linear(x), first)
 
 
-@pytest.mark.parametrize("name", list(weft._C.recipe_fields()))
+@pytest.mark.parametrize("name", list(torchweft._C.recipe_fields()))
 def test_defaults_are_those_of_the_library(name):
     made = getattr(recipe, name)()
-    for field, default, _ in weft._C.recipe_fields()[name]:
+    for field, default, _ in torchweft._C.recipe_fields()[name]:
         value = getattr(made, field)
         assert (value.name if isinstance(value, recipe.Format) else value) == default, field
     assert "Args:" in getattr(recipe, name).__doc__
 
 
 def test_float64_raises():
-    with weft.autocast(), pytest.raises(TypeError, match="float32, bfloat16 or float16"):
+    with torchweft.autocast(), pytest.raises(TypeError, match="float32, bfloat16 or float16"):
         ops.Linear(8, 8, dtype=torch.float64)(torch.ones(2, 8, dtype=torch.float64))
 
 
@@ -264,7 +264,7 @@ def test_groups_of_a_grouped_linear_are_linears(name, override):
     splits = [16, 0, 32]
     grouped = ops.GroupedLinear(3, 96, 40, bias=True, dtype=torch.bfloat16)
     x, dy = inputs()
-    with weft.autocast(recipe=chosen):
+    with torchweft.autocast(recipe=chosen):
         y = grouped(x, torch.tensor(splits))
     y.backward(dy)
     for i, (rows, gradient, out, dx) in enumerate(
@@ -287,7 +287,7 @@ def test_groups_draw_different_random_numbers():
         grouped.weight1.copy_(grouped.weight0)
     x, dy = (t.repeat(2, 1).detach() for t in inputs(16, 64, 48))
     x.requires_grad_()
-    with weft.autocast(recipe=recipe.NVFP4BlockScaling(disable_rht=True)):
+    with torchweft.autocast(recipe=recipe.NVFP4BlockScaling(disable_rht=True)):
         y = grouped(x, torch.tensor([16, 16]))
     y.backward(dy)
     first, second = x.grad.split(16)
@@ -298,7 +298,7 @@ def test_groups_draw_different_random_numbers():
 
 
 def block(width=64, **options):
-    return weft.Sequential(
+    return torchweft.Sequential(
         ops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
         ops.RMSNorm(width, **options),
         ops.Linear(width, 2 * width, **options),
@@ -310,7 +310,7 @@ def block(width=64, **options):
 
 def run(module, x, dy, chosen):
     x = x.detach().requires_grad_()
-    with weft.autocast(recipe=chosen):
+    with torchweft.autocast(recipe=chosen):
         y = module(x)
     y.backward(dy)
     grads = [p.grad for p in module.parameters()]
@@ -325,7 +325,7 @@ def test_pipeline_is_the_same_fused_and_unfused(name):
     module, x = block(dtype=torch.bfloat16), torch.randn(4, 8, 64).bfloat16()
     dy = torch.randn_like(x)
     fused = run(module, x, dy, RECIPES[name])
-    with weft.fusion.without_rules():
+    with torchweft.fusion.without_rules():
         unfused = run(module, x, dy, RECIPES[name])
     for a, b in zip(fused, unfused, strict=True):
         torch.testing.assert_close(a, b, rtol=5e-2, atol=5e-2)
@@ -333,10 +333,10 @@ def test_pipeline_is_the_same_fused_and_unfused(name):
 
 def test_a_float64_residual_is_added_in_float64():
     x, residual = torch.randn(16, 64).bfloat16(), torch.randn(16, 64, dtype=torch.float64)
-    add = weft.Sequential(ops.Linear(64, 64, dtype=torch.bfloat16), ops.AddExtraInput())
-    with weft.autocast(recipe=RECIPES["mxfp8"]):
+    add = torchweft.Sequential(ops.Linear(64, 64, dtype=torch.bfloat16), ops.AddExtraInput())
+    with torchweft.autocast(recipe=RECIPES["mxfp8"]):
         fused = add(x, residual)
-        with weft.fusion.without_rules():
+        with torchweft.fusion.without_rules():
             unfused = add(x, residual)
         plain = add[0](x)
     assert fused.dtype == torch.float64
@@ -345,7 +345,7 @@ def test_a_float64_residual_is_added_in_float64():
 
 def test_explain_says_what_a_recipe_prevents():
     module, x = block(dtype=torch.bfloat16), torch.randn(8, 64).bfloat16()
-    with weft.autocast(recipe=RECIPES["mxfp8"]):
+    with torchweft.autocast(recipe=RECIPES["mxfp8"]):
         text = str(module.explain(x))
         data = module.explain(x).data[0]
     assert "a recipe quantizes a matched operation" in text and "quantized\n" in text
@@ -356,7 +356,7 @@ def test_explain_says_what_a_recipe_prevents():
 def test_tensors_are_quantized_after_torch_autocast_casts_them():
     linear = ops.Linear(96, 40, bias=False)
     x, dy = inputs(dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16), weft.autocast(recipe=RECIPES["mxfp8"]):
+    with torch.autocast("cpu", torch.bfloat16), torchweft.autocast(recipe=RECIPES["mxfp8"]):
         y = linear(x)
     y.backward(dy.bfloat16())
     plain = plain_linear(
@@ -371,7 +371,7 @@ def test_main_grad_accumulates():
     linear.weight.main_grad = torch.ones(40, 96)
     x, dy = inputs()
     for _ in range(2):
-        with weft.autocast(recipe=RECIPES["mxfp8"]):
+        with torchweft.autocast(recipe=RECIPES["mxfp8"]):
             y = linear(x)
         y.backward(dy)
     quantizers = RECIPES["mxfp8"].quantizers()
@@ -387,7 +387,7 @@ def test_weight_gradient_may_be_delayed():
     delayed.load_state_dict(plain.state_dict())
     x, dy = inputs()
     for linear in (plain, delayed):
-        with weft.autocast(recipe=RECIPES["nvfp4"]):
+        with torchweft.autocast(recipe=RECIPES["nvfp4"]):
             y = linear(x)
         y.backward(dy)
     assert delayed.weight.grad is None
@@ -401,7 +401,7 @@ def test_only_needed_gradients_are_computed(needs):
     linear.weight.requires_grad_(needs == "weight")
     x, dy = inputs()
     x.requires_grad_(needs == "input")
-    with weft.autocast(recipe=RECIPES["block"]):
+    with torchweft.autocast(recipe=RECIPES["block"]):
         y = linear(x)
     expected = plain_linear(RECIPES["block"].quantizers(), x.detach(), linear.weight.detach(), dy)
     assert torch.equal(y, expected[0])
@@ -420,7 +420,7 @@ def test_saved_tensors_are_the_quantized_copies():
         linear(x)
         plain = sum(t.nbytes for t in saved if t.data_ptr() != linear.weight.data_ptr())
         saved.clear()
-        with weft.autocast(recipe=RECIPES["mxfp8"]):
+        with torchweft.autocast(recipe=RECIPES["mxfp8"]):
             linear(x)
     saved = [t for t in saved if t.data_ptr() != linear.weight.data_ptr()]
     assert {t.dtype for t in saved} == {torch.uint8} and sum(t.nbytes for t in saved) < 0.6 * plain
@@ -436,7 +436,7 @@ def test_hooks_may_return_part_of_a_pool():
         return pool[64 : 64 + flat.numel()].view(t.dtype).view(t.shape)
 
     for name in ("current", "block", "nvfp4"):
-        with weft.autocast(recipe=RECIPES[name]):
+        with torchweft.autocast(recipe=RECIPES[name]):
             plain = linear(x)
             with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
                 pooled = linear(x)
@@ -449,7 +449,7 @@ def test_checkpointing_with_the_region_inside():
     linear, (x, dy) = ops.Linear(96, 40, dtype=torch.bfloat16), inputs()
 
     def call(t):
-        with weft.autocast(recipe=RECIPES["mxfp8"]):
+        with torchweft.autocast(recipe=RECIPES["mxfp8"]):
             return linear(t)
 
     y = torch.utils.checkpoint.checkpoint(call, x, use_reentrant=False)
@@ -466,9 +466,9 @@ def test_checkpointing_outside_of_the_region_raises(kind):
     def call(t):
         return grouped(t, torch.tensor([16, 32])) if kind == "grouped linear" else linear(t)
 
-    with weft.autocast(recipe=recipe.MXFP8BlockScaling(backward_override=override)):
+    with torchweft.autocast(recipe=recipe.MXFP8BlockScaling(backward_override=override)):
         y = torch.utils.checkpoint.checkpoint(call, x, use_reentrant=False)
-    with weft.autocast(kind == "other recipe"), pytest.raises(torch.utils.checkpoint.CheckpointError):
+    with torchweft.autocast(kind == "other recipe"), pytest.raises(torch.utils.checkpoint.CheckpointError):
         y.backward(dy)
 
 
@@ -485,7 +485,7 @@ def test_compiled_calls_use_the_recipe(name):
     plain = x.detach()
     assert torch.equal(compiled(plain), module(plain))
     quantized = compiled(plain)
-    with weft.autocast(recipe=RECIPES[name]):
+    with torchweft.autocast(recipe=RECIPES[name]):
         assert not torch.equal(compiled(plain), quantized)
 
 
@@ -502,7 +502,7 @@ def test_compiled_overrides_and_any_number_of_rows(override, dtype):
         results = []
         for call in (compiled, linear):
             t = x.clone().requires_grad_()
-            with torch.autocast("cpu", dtype, enabled=dtype is not None), weft.autocast(recipe=chosen):
+            with torch.autocast("cpu", dtype, enabled=dtype is not None), torchweft.autocast(recipe=chosen):
                 y = call(t)
             y.backward(dy.to(y.dtype))
             results.append((y.detach(), t.grad, linear.weight.grad))
@@ -516,7 +516,7 @@ def test_compiled_grouped_linear_with_stochastic_rounding():
     grouped = ops.GroupedLinear(2, 64, 48, bias=False, dtype=torch.bfloat16)
     x, dy = inputs(32, 64, 48)
     splits = torch.tensor([16, 16])
-    with weft.autocast(recipe=recipe.NVFP4BlockScaling()):
+    with torchweft.autocast(recipe=recipe.NVFP4BlockScaling()):
         y = torch.compile(grouped, backend="aot_eager", fullgraph=True)(x, splits)
         expected = grouped(x, splits)
     assert torch.equal(y, expected)

@@ -14,7 +14,7 @@ import torch
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
-from weft import ops
+from torchweft import ops
 
 F64 = {"dtype": torch.float64}
 
@@ -430,17 +430,17 @@ def test_gradient_buffer_is_passed_on_without_copy():
 # ---- exit, threads ----
 
 EXITS = {
-    "fusion never removed": "from weft import ops; ops.register_forward_fusion(lambda o, **k: o)",
+    "fusion never removed": "from torchweft import ops; ops.register_forward_fusion(lambda o, **k: o)",
     "fusion in use": """
 import torch
-from weft import ops
+from torchweft import ops
 ops.register_backward_fusion(lambda o, **k: o)
 seq = ops.Sequential(ops.GELU(), ops.ReLU())
 seq(torch.randn(2, 2, requires_grad=True)).sum().backward()
 """,
     "graph alive": """
 import torch
-from weft import ops
+from torchweft import ops
 class Twice(ops.BasicOperation):
     def op_forward(self, ctx, x, **_):
         ctx.save_for_backward(x)

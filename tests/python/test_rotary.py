@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-import weft
-from weft import ops
-from weft.compat import _rotary
+import torchweft
+from torchweft import ops
+from torchweft.compat import _rotary
 
 HEADS, GROUPS = 4, 2
 
@@ -156,7 +156,7 @@ def test_activation_checkpointing_and_meta():
 
 def test_text_form_keeps_every_field():
     op = rotary(qkv_layout="concatenated", rotary_dim=8, interleaved=True, rotary_base=None, qkv_format="bshd")
-    text = repr(weft._C.make_op("RotaryEmbedding", op._description().fields()))
+    text = repr(torchweft._C.make_op("RotaryEmbedding", op._description().fields()))
     assert text == repr(op._description())
     for part in ('qkv_layout="concatenated"', "rotary_dim=8", "interleaved=true", "rotary_base=none", '"bshd"'):
         assert part in text

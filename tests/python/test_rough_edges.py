@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import weft
-from weft import ops
+import torchweft
+from torchweft import ops
 
 WIDTH = 8
 F64 = {"dtype": torch.float64}
@@ -64,7 +64,7 @@ def count_calls(run, *names: str) -> int:
 @both
 def test_in_place_branch_keeps_weight_gradient(in_place):
     linear, x = ops.Linear(WIDTH, WIDTH, **F64), rows()
-    seq = weft.Sequential(fork("residual"), linear, join("residual", in_place))
+    seq = torchweft.Sequential(fork("residual"), linear, join("residual", in_place))
     held = x.detach().clone()
     y = seq(x)
     check(y, F.linear(x, linear.weight, linear.bias) + x, [x, linear.weight, linear.bias])
@@ -76,8 +76,8 @@ def test_in_place_branch_keeps_weight_gradient_across_sequentials(
     in_place,
 ):
     linear, x = ops.Linear(WIDTH, WIDTH, **F64), rows()
-    before = weft.Sequential(ops.MakeExtraOutput(in_place=True), linear)
-    after = weft.Sequential(ops.AddExtraInput(in_place=in_place))
+    before = torchweft.Sequential(ops.MakeExtraOutput(in_place=True), linear)
+    after = torchweft.Sequential(ops.AddExtraInput(in_place=in_place))
     held = x.detach().clone()
     middle, residual = before(x)
     kept = clones([middle, residual])
@@ -91,9 +91,9 @@ def test_in_place_branch_keeps_weight_gradient_across_sequentials(
 def test_branch_keeps_weight_gradient_with_shared_dy(in_place):
     """Both outputs get the same gradient tensor, as from a sum outside."""
     linear, x = ops.BasicLinear(WIDTH, WIDTH, **F64), rows()
-    y, residual = weft.Sequential(ops.MakeExtraOutput(in_place=in_place), linear)(x)
+    y, residual = torchweft.Sequential(ops.MakeExtraOutput(in_place=in_place), linear)(x)
     check(y + residual, F.linear(x, linear.weight) + x, [x, linear.weight])
-    y, residual = weft.Sequential(ops.MakeExtraOutput(in_place=in_place), linear)(x)
+    y, residual = torchweft.Sequential(ops.MakeExtraOutput(in_place=in_place), linear)(x)
     dy = rows(5, WIDTH, requires_grad=False)
     held = dy.clone()
     grads = torch.autograd.grad((y, residual), (x, linear.weight), (dy, dy))
@@ -104,7 +104,7 @@ def test_branch_keeps_weight_gradient_with_shared_dy(in_place):
 @both
 def test_in_place_channel_add_keeps_weight_gradient_and_input(in_place):
     linear, x = ops.Linear(WIDTH, WIDTH, **F64), rows()
-    seq = weft.Sequential(fork("residual", in_place), linear, join("residual"))
+    seq = torchweft.Sequential(fork("residual", in_place), linear, join("residual"))
     held = x.detach().clone()
     y = seq(x)
     assert torch.equal(x, held)
@@ -115,7 +115,7 @@ def test_in_place_channel_add_keeps_weight_gradient_and_input(in_place):
 def test_in_place_channel_add_keeps_saved_input(in_place):
     """The branch is not a tensor of the caller, but the second linear saves it for its weight gradient."""
     first, second, x = ops.Linear(WIDTH, WIDTH, **F64), ops.Linear(WIDTH, WIDTH, **F64), rows()
-    y = weft.Sequential(first, fork("residual", in_place), second, join("residual"), ops.GELU())(x)
+    y = torchweft.Sequential(first, fork("residual", in_place), second, join("residual"), ops.GELU())(x)
     h = F.linear(x, first.weight, first.bias)
     expected = F.gelu(h + F.linear(h, second.weight, second.bias), approximate="tanh")
     check(y, expected, [x, *first.parameters(), *second.parameters()])
@@ -125,22 +125,22 @@ def test_in_place_channel_add_keeps_saved_input(in_place):
 def test_in_place_add_keeps_weight_gradient_and_input_across_sequentials(in_place):
     linear, x = ops.Linear(WIDTH, WIDTH, **F64), rows()
     held = x.detach().clone()
-    middle, residual = weft.Sequential(ops.MakeExtraOutput(in_place=in_place), linear)(x)
-    y = weft.Sequential(ops.AddExtraInput(in_place=True))(middle, residual)
+    middle, residual = torchweft.Sequential(ops.MakeExtraOutput(in_place=in_place), linear)(x)
+    y = torchweft.Sequential(ops.AddExtraInput(in_place=True))(middle, residual)
     assert torch.equal(x, held)
     check(y, F.linear(x, linear.weight, linear.bias) + x, [x, linear.weight, linear.bias], [middle, residual])
 
 
 def test_in_place_add_with_fan_out_gives_same_values():
     x = rows()
-    y = weft.Sequential(fork("r"), ops.SiLU(), join("r"), ops.ConstantScale(2.0), join("r"), join("r"))(x)
+    y = torchweft.Sequential(fork("r"), ops.SiLU(), join("r"), ops.ConstantScale(2.0), join("r"), join("r"))(x)
     check(y, 2 * (F.silu(x) + x) + 2 * x, [x])
 
 
 def test_in_place_add_keeps_viewed_extra_input():
     base, x = rows(10, WIDTH, requires_grad=False), rows()
     held = base.clone()
-    weft.Sequential(ops.Linear(WIDTH, WIDTH, **F64), ops.AddExtraInput(in_place=True))(x, base[5:])
+    torchweft.Sequential(ops.Linear(WIDTH, WIDTH, **F64), ops.AddExtraInput(in_place=True))(x, base[5:])
     ops.AddExtraInput(in_place=True)(x.detach(), base[:5])
     assert torch.equal(base, held)
 
@@ -148,7 +148,7 @@ def test_in_place_add_keeps_viewed_extra_input():
 # ---- Parameters and plans -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("build", (lambda op: op, lambda op: weft.Sequential(op)), ids=("alone", "Sequential"))
+@pytest.mark.parametrize("build", (lambda op: op, lambda op: torchweft.Sequential(op)), ids=("alone", "Sequential"))
 def test_replaced_parameter_is_used_and_gets_gradient(build):
     linear, x = ops.Linear(WIDTH, WIDTH, **F64), rows()
     module = build(linear)
@@ -168,10 +168,10 @@ def test_replaced_parameter_is_used_and_gets_gradient(build):
         lambda device: ops.Linear(WIDTH, WIDTH, device=device),
         lambda device: ops.BasicLinear(WIDTH, WIDTH, device=device),
         lambda device: ops.LayerNorm(WIDTH, device=device),
-        lambda device: weft.Sequential(
+        lambda device: torchweft.Sequential(
             ops.Linear(WIDTH, WIDTH, device=device), ops.GELU(), ops.Bias(WIDTH, device=device)
         ),
-        lambda device: weft.Sequential(
+        lambda device: torchweft.Sequential(
             ops.RMSNorm(WIDTH, device=device), torch.nn.Tanh(), ops.Linear(WIDTH, 2, device=device)
         ),
     ),
@@ -200,12 +200,12 @@ def test_meta_parameters_can_be_materialized_and_loaded():
 
 
 def test_cast_after_first_call_takes_effect():
-    seq, x = weft.Sequential(ops.Linear(WIDTH, WIDTH), ops.LayerNorm(WIDTH)), rows(dtype=torch.float32)
+    seq, x = torchweft.Sequential(ops.Linear(WIDTH, WIDTH), ops.LayerNorm(WIDTH)), rows(dtype=torch.float32)
     assert seq(x).dtype == torch.float32
     seq.bfloat16()
     y = seq(x)
     assert y.dtype == torch.bfloat16
-    fresh = weft.Sequential(ops.Linear(WIDTH, WIDTH), ops.LayerNorm(WIDTH)).bfloat16()
+    fresh = torchweft.Sequential(ops.Linear(WIDTH, WIDTH), ops.LayerNorm(WIDTH)).bfloat16()
     fresh.load_state_dict(seq.state_dict())
     assert torch.equal(fresh(x), y)
     y.float().sum().backward()
@@ -232,7 +232,7 @@ def test_compute_dtype_decides_bias_fusion(weight, autocast):
 
 
 def test_no_input_gradient_below_last_required_one():
-    seq = weft.Sequential(
+    seq = torchweft.Sequential(
         ops.Linear(WIDTH, WIDTH, **F64),
         ops.GELU(),
         ops.Linear(WIDTH, WIDTH, **F64),
@@ -281,7 +281,7 @@ def test_subclass_of_op_runs_like_base():
         """Another one."""
 
     linear, x = Thrifty(WIDTH, WIDTH, **F64), rows()
-    seq = weft.Sequential(ops.Linear(WIDTH, WIDTH, **F64), Loud(), linear, ops.ReLU())
+    seq = torchweft.Sequential(ops.Linear(WIDTH, WIDTH, **F64), Loud(), linear, ops.ReLU())
     h = F.gelu(F.linear(x, seq[0].weight, seq[0].bias), approximate="tanh")
     check(seq(x), F.relu(F.linear(h, linear.weight, linear.bias)), [x, *seq.parameters()])
 
@@ -295,7 +295,7 @@ def test_extra_input_dtype_is_promoted_in_every_fusion(extra, middle, in_place):
     linear = ops.BasicLinear(WIDTH, WIDTH, dtype=torch.bfloat16)
     x, e = rows(dtype=torch.bfloat16), rows(dtype=extra)
     held = e.detach().clone()
-    y = weft.Sequential(linear, middle, ops.AddExtraInput(in_place=in_place))(x, e)
+    y = torchweft.Sequential(linear, middle, ops.AddExtraInput(in_place=in_place))(x, e)
     assert y.dtype == torch.promote_types(torch.bfloat16, extra)
     expected = plain.apply(middle, F.linear(x, linear.weight))[0] + e
     torch.testing.assert_close(y, expected, rtol=1.6e-2, atol=1e-2)
@@ -311,7 +311,7 @@ def test_extra_input_dtype_is_promoted_in_every_fusion(extra, middle, in_place):
 def test_branch_gradient_keeps_dtype_under_autocast(in_place):
     linear, x = ops.Linear(WIDTH, WIDTH), rows(dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y, residual = weft.Sequential(ops.MakeExtraOutput(in_place=in_place), linear)(x)
+        y, residual = torchweft.Sequential(ops.MakeExtraOutput(in_place=in_place), linear)(x)
     assert residual.dtype == torch.float32
     d_residual = rows(5, WIDTH, requires_grad=False, dtype=torch.float32) * 1e-3
     dx, dw = torch.autograd.grad((y, residual), (x, linear.weight), (torch.ones_like(y), d_residual))
@@ -325,7 +325,7 @@ def test_branch_gradient_keeps_dtype_under_autocast(in_place):
 @pytest.mark.parametrize("then", (ops.RMSNorm(WIDTH, **F64), ops.Linear(WIDTH, WIDTH, **F64), ops.GELU()), ids=repr)
 def test_undifferentiated_extra_output_adds_nothing(then, in_place):
     x = rows()
-    y, extra = weft.Sequential(ops.MakeExtraOutput(in_place=in_place), then)(x)
+    y, extra = torchweft.Sequential(ops.MakeExtraOutput(in_place=in_place), then)(x)
     assert torch.equal(extra, x)
     check(y, plain.apply(then, x)[0], [x, *then.parameters()])
 
@@ -333,14 +333,14 @@ def test_undifferentiated_extra_output_adds_nothing(then, in_place):
 @both
 def test_undifferentiated_main_output_adds_nothing(in_place):
     x, linear = rows(), ops.Linear(WIDTH, WIDTH, **F64)
-    _, extra = weft.Sequential(ops.MakeExtraOutput(in_place=in_place), linear)(x)
+    _, extra = torchweft.Sequential(ops.MakeExtraOutput(in_place=in_place), linear)(x)
     extra.backward(torch.full_like(extra, 2))
     assert torch.equal(x.grad, torch.full_like(x, 2))
     assert linear.weight.grad is None or not linear.weight.grad.any()
 
 
 def test_second_backward_needs_retained_graph():
-    seq, x = weft.Sequential(ops.Linear(WIDTH, WIDTH, **F64), ops.GELU(), ops.Linear(WIDTH, 2, **F64)), rows()
+    seq, x = torchweft.Sequential(ops.Linear(WIDTH, WIDTH, **F64), ops.GELU(), ops.Linear(WIDTH, 2, **F64)), rows()
     y = seq(x).sum()
     first = torch.autograd.grad(y, [x, *seq.parameters()], retain_graph=True)
     second = torch.autograd.grad(y, [x, *seq.parameters()])
@@ -350,7 +350,7 @@ def test_second_backward_needs_retained_graph():
 
 
 def test_call_sets_no_attributes_on_tensors():
-    seq, x, e = weft.Sequential(ops.Linear(WIDTH, WIDTH, **F64), ops.AddExtraInput(in_place=True)), rows(), rows()
+    seq, x, e = torchweft.Sequential(ops.Linear(WIDTH, WIDTH, **F64), ops.AddExtraInput(in_place=True)), rows(), rows()
     y = seq(x, e)
     y.sum().backward()
     for t in (x, e, y, *seq.parameters()):
@@ -374,7 +374,7 @@ def test_fusion_function_takes_effect_and_can_be_removed():
         seen.append(len(ops_))
         return ops_
 
-    seq, x = weft.Sequential(ops.GELU(), ops.Bias(WIDTH, **F64)), rows()
+    seq, x = torchweft.Sequential(ops.GELU(), ops.Bias(WIDTH, **F64)), rows()
     expected = seq(x)
     with ops.register_forward_fusion(watch):
         assert torch.equal(seq(x), expected)
@@ -391,7 +391,7 @@ def test_fusion_function_takes_effect_and_can_be_removed():
 @pytest.mark.parametrize("split", (False, True), ids=("one pipeline", "two pipelines"))
 def test_wrong_number_of_extra_inputs_is_rejected(given, split):
     middle = [torch.nn.Tanh()] if split else []
-    seq = weft.Sequential(ops.GELU(), *middle, ops.AddExtraInput())
+    seq = torchweft.Sequential(ops.GELU(), *middle, ops.AddExtraInput())
     with pytest.raises(ValueError, match=rf"1 extra inputs?\b.*, got {given}"):
         seq(rows(), *[rows() for _ in range(given)])
 
@@ -399,8 +399,8 @@ def test_wrong_number_of_extra_inputs_is_rejected(given, split):
 @pytest.mark.parametrize("fuse_nested", (False, True))
 def test_nested_sequential_passes_extra_tensors(fuse_nested):
     x, e = rows(), rows()
-    inner = weft.Sequential(ops.AddExtraInput(), ops.MakeExtraOutput(), ops.SiLU())
-    y, extra = weft.Sequential(ops.ConstantScale(2.0), inner, ops.ConstantScale(3.0), fuse_nested=fuse_nested)(x, e)
+    inner = torchweft.Sequential(ops.AddExtraInput(), ops.MakeExtraOutput(), ops.SiLU())
+    y, extra = ops.Sequential(ops.ConstantScale(2.0), inner, ops.ConstantScale(3.0), fuse_nested=fuse_nested)(x, e)
     assert torch.equal(extra, 2 * x + e)
     check(y, 3 * F.silu(2 * x + e), [x, e])
 
@@ -418,14 +418,14 @@ def test_nested_sequential_passes_extra_tensors(fuse_nested):
     ids=("attribute", "new attribute", "add_module", "slice", "delete", "dictionary"),
 )
 def test_every_module_replacement_takes_effect(change, expected):
-    seq, x = weft.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0)), torch.ones(2)
+    seq, x = torchweft.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0)), torch.ones(2)
     assert torch.equal(seq(x), 6 * x)
     change(seq)
     assert torch.equal(seq(x), expected * x)
 
 
 def test_hooks_of_contained_operations_fire():
-    seq, x = weft.Sequential(ops.ConstantScale(2.0), ops.GELU(), ops.ConstantScale(3.0)), rows()
+    seq, x = torchweft.Sequential(ops.ConstantScale(2.0), ops.GELU(), ops.ConstantScale(3.0)), rows()
     expected, seen = seq(x), []
     seq[1].register_forward_hook(lambda module, args, output: seen.append(args[0]))
     seq[1].register_full_backward_hook(lambda module, grad_in, grad_out: seen.append(grad_out[0]))
@@ -438,14 +438,14 @@ def test_hooks_of_contained_operations_fire():
 
 @pytest.mark.parametrize("target", (0, 1))
 def test_unknown_keyword_is_rejected_for_every_component(target):
-    seq = weft.Sequential(ops.Linear(WIDTH, WIDTH, **F64), ops.Bias(WIDTH, **F64))
+    seq = torchweft.Sequential(ops.Linear(WIDTH, WIDTH, **F64), ops.Bias(WIDTH, **F64))
     with pytest.raises(TypeError, match="unexpected keyword argument 'gain'"):
         seq(rows(), op_kwargs={target: {"gain": 2}})
 
 
 def test_channels_can_be_rebound():
     source, sink, x = fork("a"), join("a"), rows()
-    seq = weft.Sequential(source, ops.ConstantScale(2.0), sink)
+    seq = torchweft.Sequential(source, ops.ConstantScale(2.0), sink)
     torch.testing.assert_close(seq(x), 3 * x)
     sink.set_extra_input_channel(0, None)
     torch.testing.assert_close(seq(x, 5 * x), 7 * x)
@@ -461,7 +461,7 @@ def test_channels_can_be_rebound():
 
 def test_channel_is_read_around_plain_module():
     x = rows()
-    y = weft.Sequential(fork("r"), ops.SiLU(), join("r"), torch.nn.Tanh(), join("r"))(x)
+    y = torchweft.Sequential(fork("r"), ops.SiLU(), join("r"), torch.nn.Tanh(), join("r"))(x)
     check(y, torch.tanh(F.silu(x) + x) + x, [x])
 
 
@@ -470,15 +470,15 @@ def test_unread_hidden_output_is_dropped(hooked):
     x, op = rows(), fork("unread")
     if hooked:
         op.register_forward_hook(lambda *_: None)
-    check(weft.Sequential(ops.SiLU(), op, ops.ConstantScale(2.0))(x), 2 * F.silu(x), [x])
-    assert isinstance(weft.Sequential(op)(x), torch.Tensor)
+    check(torchweft.Sequential(ops.SiLU(), op, ops.ConstantScale(2.0))(x), 2 * F.silu(x), [x])
+    assert isinstance(torchweft.Sequential(op)(x), torch.Tensor)
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bias", (True, False))
-@pytest.mark.parametrize("wrap", (lambda m: m, lambda m: weft.Sequential(ops.GELU(), m)), ids=("alone", "Sequential"))
+@pytest.mark.parametrize("wrap", (lambda m: m, lambda m: ops.Sequential(ops.GELU(), m)), ids=("alone", "Sequential"))
 def test_linear_loads_own_state_dict_strictly(wrap, bias):
     source, target = (wrap(ops.Linear(WIDTH, 3, bias=bias)) for _ in range(2))
     target.load_state_dict(source.state_dict(), strict=True)
@@ -506,8 +506,8 @@ def test_torch_linear_state_dict_loads(bias):
 
 
 def test_checkpoint_holds_tensors_only():
-    seq, file = weft.Sequential(ops.Linear(WIDTH, 3), ops.LayerNorm(3)), io.BytesIO()
-    state = weft.checkpoint.set_te_keys(seq).state_dict()
+    seq, file = torchweft.Sequential(ops.Linear(WIDTH, 3), ops.LayerNorm(3)), io.BytesIO()
+    state = torchweft.checkpoint.set_te_keys(seq).state_dict()
     assert all(isinstance(value, torch.Tensor) for value in state.values())
     assert all(
         value.numel() == 0 and value.dtype == torch.uint8 for key, value in state.items() if "_extra_state" in key
@@ -534,7 +534,7 @@ def test_fresh_linear_has_bounded_weights_and_no_bias():
 def test_single_rank_collectives_keep_input(name):
     x = rows()
     held = x.detach().clone()
-    check(weft.Sequential(getattr(ops, name)(), ops.ConstantScale(2.0))(x), 2 * x, [x])
+    check(torchweft.Sequential(getattr(ops, name)(), ops.ConstantScale(2.0))(x), 2 * x, [x])
     assert torch.equal(x, held)
 
 
@@ -584,7 +584,7 @@ def test_scales_keep_precision(name):
 
 
 def test_autocast_of_tensor_device_applies():
-    seq, x = weft.Sequential(ops.LayerNorm(WIDTH), ops.Linear(WIDTH, WIDTH), ops.SwiGLU()), rows(dtype=torch.float32)
+    seq, x = ops.Sequential(ops.LayerNorm(WIDTH), ops.Linear(WIDTH, WIDTH), ops.SwiGLU()), rows(dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = seq(x)
     assert y.dtype == torch.bfloat16
@@ -597,7 +597,7 @@ def test_autocast_of_tensor_device_applies():
 
 
 def test_backward_ignores_autocast():
-    seq, x = weft.Sequential(ops.Linear(WIDTH, WIDTH, **F64), ops.GELU()), rows()
+    seq, x = torchweft.Sequential(ops.Linear(WIDTH, WIDTH, **F64), ops.GELU()), rows()
     grad_inputs = [x, *seq.parameters()]
     expected = torch.autograd.grad(seq(x).sum(), grad_inputs)
     y = seq(x).sum()
@@ -661,7 +661,7 @@ def test_documented_formulas_match_results():
 
 def test_recomputation_with_dropout_gives_same_gradients():
     seq, x = (
-        weft.Sequential(ops.Linear(WIDTH, WIDTH, **F64), ops.Dropout(0.5), ops.GELU(), ops.Linear(WIDTH, 2, **F64)),
+        ops.Sequential(ops.Linear(WIDTH, WIDTH, **F64), ops.Dropout(0.5), ops.GELU(), ops.Linear(WIDTH, 2, **F64)),
         rows(),
     )
     grad_inputs = [x, *seq.parameters()]

@@ -4,8 +4,8 @@ import pytest
 import torch
 from plain import apply
 
-import weft
-from weft import ops
+import torchweft
+from torchweft import ops
 
 WIDTH = 4
 
@@ -685,7 +685,7 @@ def test_explain_of_model_restores_its_state():
     model = Model()
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     random = torch.get_rng_state()
-    assert "linear_bias" in weft.explain(model, torch.randn(3, 4, generator=torch.Generator())).text
+    assert "linear_bias" in torchweft.explain(model, torch.randn(3, 4, generator=torch.Generator())).text
     assert torch.equal(torch.get_rng_state(), random)
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, buffers[name]), name

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.pipelining import SplitPoint, pipeline
 from torch.optim.swa_utils import AveragedModel
 
-import weft
-from weft import _C, ops
+import torchweft
+from torchweft import _C, ops
 
 WIDTH = 8
 
@@ -98,7 +98,7 @@ def test_state_dict_has_parameter_names(make):
 @models
 @pytest.mark.parametrize("te_keys", (False, True))
 def test_either_kind_of_keys_loads(make, te_keys):
-    source, target = weft.checkpoint.set_te_keys(randomized(make()), te_keys), make()
+    source, target = torchweft.checkpoint.set_te_keys(randomized(make()), te_keys), make()
     assert target.load_state_dict(source.state_dict(), strict=True) == ([], [])
     assert_same_parameters(source, target)
     state = {key: value for key, value in source.state_dict().items() if not key.endswith("_extra_state")}
@@ -110,7 +110,7 @@ def test_either_kind_of_keys_loads(make, te_keys):
 @pytest.mark.filterwarnings("ignore:.*is ignored, so delayed scaling starts with scales of 1")
 def test_transformer_engine_extra_state_is_ignored():
     target = nested()
-    state = weft.checkpoint.set_te_keys(nested()).state_dict()
+    state = torchweft.checkpoint.set_te_keys(nested()).state_dict()
     for key in [key for key in state if key.endswith("_extra_state")]:
         state[key] = torch.randint(0, 255, (64,), dtype=torch.uint8)
     assert target.load_state_dict(state, strict=True) == ([], [])
@@ -151,18 +151,18 @@ def test_te_keys_is_set_per_module():
 def test_set_te_keys_is_recursive_and_reversible():
     module = nested()
     own = list(module.state_dict())
-    assert weft.checkpoint.set_te_keys(module) is module
+    assert torchweft.checkpoint.set_te_keys(module) is module
     linears = linear_keys("0.", bias=False) | linear_keys("1.1.") | linear_keys("2.") | {"3.weight", "3.bias"}
     assert set(module.state_dict()) == linears | {"1.0.weight", "1.0._extra_state", "1.2._extra_state"}
     extra = [value for key, value in module.state_dict().items() if key.endswith("_extra_state")]
     assert all(t.dtype == torch.uint8 and t.numel() == 0 for t in extra)
-    weft.checkpoint.set_te_keys(module, False)
+    torchweft.checkpoint.set_te_keys(module, False)
     assert list(module.state_dict()) == own
 
 
 @pytest.mark.parametrize("make_copy", (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))), ids=("copy", "pickle"))
 def test_copy_keeps_te_keys(make_copy):
-    module = weft.checkpoint.set_te_keys(nested())
+    module = torchweft.checkpoint.set_te_keys(nested())
     assert set(make_copy(module).state_dict()) == set(module.state_dict())
 
 
@@ -253,7 +253,7 @@ def test_distributed_checkpoint_saves_and_loads_files(tmp_path):
 @models
 @pytest.mark.parametrize("te_keys", (False, True))
 def test_safetensors_round_trip(make, te_keys, tmp_path):
-    source, target = weft.checkpoint.set_te_keys(randomized(make()), te_keys), make()
+    source, target = torchweft.checkpoint.set_te_keys(randomized(make()), te_keys), make()
     save_file({key: value.contiguous() for key, value in source.state_dict().items()}, tmp_path / "model.safetensors")
     target.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
     assert_same_parameters(source, target)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import weft
+import torchweft
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLE, PAGE = ROOT / "examples/transformer_engine", ROOT / "docs/te_in_ci.md"
@@ -25,7 +25,7 @@ def folder(tmp_path):
 
 
 def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    environment = {"PYTHONPATH": str(Path(weft.__file__).parent.parent), "OMP_NUM_THREADS": "1"} | environment
+    environment = {"PYTHONPATH": str(Path(torchweft.__file__).parent.parent), "OMP_NUM_THREADS": "1"} | environment
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
@@ -54,11 +54,12 @@ def test_workflow_command_passes_in_copied_folder(folder):
 
 def test_script_runs_and_resumes(folder):
     quantized = ["--fp8", "--steps", "2", "--checkpoint", "run"]
-    done = run(folder, "-m", "weft.compat", "--high-precision", "train.py", *quantized)
+    done = run(folder, "-m", "torchweft.compat", "--high-precision", "train.py", *quantized)
     assert list(losses(done)) == [0, 1] and done.stderr.count("runs unquantized") == 1
-    assert list(losses(run(folder, "-m", "weft.compat", "train.py", "--steps", "4", "--checkpoint", "run"))) == [2, 3]
+    done = run(folder, "-m", "torchweft.compat", "train.py", "--steps", "4", "--checkpoint", "run")
+    assert list(losses(done)) == [2, 3]
     assert [file.name for file in (folder / "run").iterdir()] == ["rank0.pt"]
-    done = run(folder, "-m", "weft.compat", "train.py", *quantized, "--steps", "5")
+    done = run(folder, "-m", "torchweft.compat", "train.py", *quantized, "--steps", "5")
     assert list(losses(done)) == [4]
 
 
@@ -67,13 +68,13 @@ def test_script_does_not_mention_weft():
 
 
 def test_weft_is_not_imported_with_real_package(folder):
-    """A fake package reports whether weft was imported."""
+    """A fake package reports whether torchweft was imported."""
     real = folder / "site/transformer_engine"
     real.mkdir(parents=True)
-    asked = "import sys\nraise ImportError(f'real; weft imported: {\"weft\" in sys.modules}')\n"
+    asked = "import sys\nraise ImportError(f'real; torchweft imported: {\"torchweft\" in sys.modules}')\n"
     (real / "__init__.py").write_text(asked)
     done = run(folder, "-m", "pytest", "-p", "no:cacheprovider", PYTHONPATH=str(real.parent))
-    assert done.returncode == 2 and "ImportError: real; weft imported: False" in done.stdout, done.stdout
+    assert done.returncode == 2 and "ImportError: real; torchweft imported: False" in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-import weft
+import torchweft
 
 MINOR = ".".join(torch.__version__.split(".")[:2])
 
 
 def import_with(version: str) -> str:
-    """What `import weft` prints if torch says that it is `version`."""
-    code = f"import torch; torch.__version__ = {version!r}\ntry:\n    import weft; print('imported')\n"
+    """What `import torchweft` prints if torch says that it is `version`."""
+    code = f"import torch; torch.__version__ = {version!r}\ntry:\n    import torchweft; print('imported')\n"
     code += "except ImportError as error:\n    print(error)"
-    environment = {**os.environ, "PYTHONPATH": str(Path(weft.__file__).parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(torchweft.__file__).parent.parent)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-import weft
+import torchweft
 
 SCRIPT = Path(__file__).parents[2] / "examples/python/train_gpt.py"
-PACKAGE = str(Path(weft.__file__).parent.parent)
+PACKAGE = str(Path(torchweft.__file__).parent.parent)
 
 
 def train(out: Path, *words: object, **environment: str) -> subprocess.CompletedProcess:

@@ -8,7 +8,7 @@ import torch
 from plain import apply
 from torch.autograd import forward_ad
 
-from weft import ops
+from torchweft import ops
 
 WIDTH = 4
 REJECTIONS = (NotImplementedError, RuntimeError, TypeError, ValueError)

@@ -19,10 +19,10 @@ import numpy
 import pytest
 import torch
 
-import weft
-from weft import fusion, ops
-from weft.compat import _layernorm_mlp, _linear, _norm, _transformer_layer
-from weft.convert import __main__ as convert_command
+import torchweft
+from torchweft import fusion, ops
+from torchweft.compat import _layernorm_mlp, _linear, _norm, _transformer_layer
+from torchweft.convert import __main__ as convert_command
 
 X = torch.rand(4, 8)
 SPLITS = torch.tensor([1, 3])
@@ -70,12 +70,12 @@ def join(channel):
 
 
 def chain(*modules):
-    return weft.Sequential(*modules)(X)
+    return torchweft.Sequential(*modules)(X)
 
 
 def third(op, *extra):
     """Calls a pipeline whose operation 2 is `op`."""
-    return weft.Sequential(ops.Linear(8, 8), ops.GELU(), op)(X, *extra)
+    return torchweft.Sequential(ops.Linear(8, 8), ops.GELU(), op)(X, *extra)
 
 
 def grouped(x=X, splits=SPLITS, **options):
@@ -99,9 +99,9 @@ def backward_twice():
 
 def changed_in_place():
     x = X.clone().requires_grad_()
-    y = weft.Sequential(ops.GELU())(x * 1)
+    y = torchweft.Sequential(ops.GELU())(x * 1)
     saved = x * 2
-    z = weft.Sequential(ops.GELU())(saved)
+    z = torchweft.Sequential(ops.GELU())(saved)
     with torch.no_grad():
         saved.add_(1)
     (y.sum() + z.sum()).backward()
@@ -123,7 +123,7 @@ def delayed_input_changed():
 def set_weight(value):
     linear = ops.Linear(8, 4)
     linear.weight = value if value is None else torch.nn.Parameter(value, requires_grad=False)
-    return weft.Sequential(linear)(X)
+    return torchweft.Sequential(linear)(X)
 
 
 def load(**changes):
@@ -140,7 +140,7 @@ def ddp_warning():
 
 
 def command(*arguments):
-    """Runs `python -m weft.convert`; raises SystemExit with what it prints."""
+    """Runs `python -m torchweft.convert`; raises SystemExit with what it prints."""
     printed = io.StringIO()
     try:
         with mock.patch.object(sys, "argv", ["convert", *arguments]), mock.patch.object(sys, "stderr", printed):
@@ -150,10 +150,10 @@ def command(*arguments):
         raise SystemExit(exit.code if isinstance(exit.code, str) else printed.getvalue()) from None
 
 
-def environment(name, value, code="weft.ops.Linear(8, 8)(torch.ones(2, 8)); weft.packing_limit()"):
+def environment(name, value, code="torchweft.ops.Linear(8, 8)(torch.ones(2, 8)); torchweft.packing_limit()"):
     """Runs `code` in a process with the variable set; raises RuntimeError with the last line it prints."""
-    env = os.environ | {name: value, "PYTHONPATH": os.path.dirname(os.path.dirname(weft.__file__))}
-    run = subprocess.run([sys.executable, "-c", f"import torch, weft; {code}"], env=env, capture_output=True, text=True)
+    env = os.environ | {name: value, "PYTHONPATH": os.path.dirname(os.path.dirname(torchweft.__file__))}
+    run = subprocess.run([sys.executable, "-c", f"import torch, torchweft; {code}"], env=env, capture_output=True, text=True)
     if run.returncode:
         raise RuntimeError(run.stderr.strip().splitlines()[-1])
 
@@ -220,8 +220,8 @@ CONSTRUCTORS = [
     ("GELU: approximate", lambda: ops.GELU(approximate="erf"), ValueError, "is \"erf\", expected one of tanh, none"),
     ("GELU: quantized", lambda: ops.GELU(cache_quantized_input=True), NotImplementedError, "Leave it false"),
     ("LayerNorm: bias of bias=False", lambda: setattr(ops.LayerNorm(8, bias=False), "bias", torch.nn.Parameter(torch.ones(8))), ValueError, "created with bias=False. Create it with bias=True"),
-    ("Sequential: None", lambda: weft.Sequential(ops.GELU(), None), TypeError, "module '1' is None, expected a torch.nn.Module"),
-    ("Sequential: modules keyword", lambda: weft.Sequential(modules=[ops.GELU()]), TypeError, r"'modules'.*Arguments: \*modules, fuse_nested"),
+    ("Sequential: None", lambda: torchweft.Sequential(ops.GELU(), None), TypeError, "module '1' is None, expected a torch.nn.Module"),
+    ("Sequential: modules keyword", lambda: torchweft.Sequential(modules=[ops.GELU()]), TypeError, r"'modules'.*Arguments: \*modules, fuse_nested"),
     ("ReLU: inplace", lambda: ops.ReLU(inplace=True), TypeError, "'inplace'"),
     ("SwiGLU: interleave", lambda: ops.SwiGLU(glu_interleave_size=0), ValueError, "glu_interleave_size is 0, expected"),
     ("SwiGLU: float interleave", lambda: ops.SwiGLU(glu_interleave_size=2.0), TypeError, r"is 2\.0, expected an int or None"),
@@ -350,7 +350,7 @@ CALLS = [
 
 PIPELINES = [
     ("Sequential[2] Linear: width", lambda: third(ops.Linear(7, 4)), ValueError, r"input has shape \[4, 8\], expected 7"),
-    ("Sequential[0] Linear: width in a fusion", lambda: weft.Sequential(ops.Linear(7, 8), ops.GELU())(X), ValueError, "expected 7"),
+    ("Sequential[0] Linear: width in a fusion", lambda: torchweft.Sequential(ops.Linear(7, 8), ops.GELU())(X), ValueError, "expected 7"),
     ("Sequential[1] Linear: width after a norm", lambda: chain(ops.RMSNorm(8), ops.Linear(7, 8)), ValueError, "expected 7"),
     ("Sequential[0] RMSNorm: width before a linear", lambda: chain(ops.RMSNorm(7), ops.Linear(7, 8)), ValueError, r"normalized_shape is \[7\]"),
     ("Sequential[2] Bias: width", lambda: third(ops.Bias(3)), ValueError, "expected last dimension 3"),
@@ -359,23 +359,23 @@ PIPELINES = [
     ("Sequential[2] AddExtraInput: none", lambda: third(ops.AddExtraInput()), ValueError, "1 extra input.*got 0"),
     ("Sequential[2] AddExtraInput: dtype", lambda: third(ops.AddExtraInput(), X.long()), TypeError, "extra input 0 is int64"),
     ("Sequential[2] ReGLU: odd", lambda: chain(ops.GELU(), ops.Linear(8, 7), ops.ReGLU()), ValueError, "7 columns"),
-    ("Sequential[1][0] Linear: nested", lambda: weft.Sequential(ops.GELU(), weft.Sequential(ops.Linear(7, 8)), fuse_nested=True)(X), ValueError, "expected 7"),
+    ("Sequential[1][0] Linear: nested", lambda: torchweft.Sequential(ops.GELU(), torchweft.Sequential(ops.Linear(7, 8)), fuse_nested=True)(X), ValueError, "expected 7"),
     ("Sequential[1] Linear: after a torch module", lambda: chain(torch.nn.Tanh(), ops.Linear(7, 8)), ValueError, "expected 7"),
-    ("Sequential[0] Linear: int64", lambda: weft.Sequential(ops.Linear(8, 8), ops.GELU())(X.long()), TypeError, "input is int64"),
-    ("Sequential[1] GELU: int64 passes Identity", lambda: weft.Sequential(ops.Identity(), ops.GELU())(X.long()), TypeError, "input is int64"),
-    ("Sequential[0] Linear: weight device", lambda: weft.Sequential(ops.Linear(8, 8), ops.GELU())(X.to("meta")), ValueError, "Move one"),
-    ("Sequential[0] Linear: list", lambda: weft.Sequential(ops.Linear(8, 8), ops.GELU())([1]), TypeError, "got list"),
-    ("Sequential: class", lambda: weft.Sequential(ops.GELU), TypeError, "Create an instance"),
-    ("Sequential: list of modules", lambda: weft.Sequential([ops.GELU(), ops.SiLU()]), TypeError, "Unpack the list"),
-    ("Sequential: function", lambda: weft.Sequential(torch.relu), TypeError, "expected a torch.nn.Module"),
-    ("Sequential: append text", lambda: weft.Sequential().append("GELU"), TypeError, "'GELU', expected a torch.nn.Module"),
-    ("Sequential: keyword", lambda: weft.Sequential(ops.GELU(), fuse_nestd=True), TypeError, "Did you mean 'fuse_nested'"),
-    ("Sequential: index", lambda: weft.Sequential(ops.GELU())[3], IndexError, "index 3 is out of range, expected"),
-    ("Sequential: name as index", lambda: weft.Sequential(ops.GELU())["gelu"], TypeError, "'gelu', expected an int"),
-    ("Sequential: extra inputs", lambda: weft.Sequential(ops.GELU(), torch.nn.Tanh())(X, X), ValueError, "expected 0 extra inputs, got 1"),
-    ("Sequential: op_kwargs index", lambda: weft.Sequential(ops.GELU())(X, op_kwargs={4: {}}), IndexError, "index 4"),
-    ("Sequential: op_kwargs key", lambda: weft.Sequential(ops.GELU())(X, op_kwargs={"gelu": {}}), ValueError, "'gelu', expected an index"),
-    ("Sequential: op_kwargs of torch", lambda: weft.Sequential(torch.nn.Tanh())(X, op_kwargs={0: {}}), ValueError, "Tanh, which is not a weft operation"),
+    ("Sequential[0] Linear: int64", lambda: torchweft.Sequential(ops.Linear(8, 8), ops.GELU())(X.long()), TypeError, "input is int64"),
+    ("Sequential[1] GELU: int64 passes Identity", lambda: torchweft.Sequential(ops.Identity(), ops.GELU())(X.long()), TypeError, "input is int64"),
+    ("Sequential[0] Linear: weight device", lambda: torchweft.Sequential(ops.Linear(8, 8), ops.GELU())(X.to("meta")), ValueError, "Move one"),
+    ("Sequential[0] Linear: list", lambda: torchweft.Sequential(ops.Linear(8, 8), ops.GELU())([1]), TypeError, "got list"),
+    ("Sequential: class", lambda: torchweft.Sequential(ops.GELU), TypeError, "Create an instance"),
+    ("Sequential: list of modules", lambda: torchweft.Sequential([ops.GELU(), ops.SiLU()]), TypeError, "Unpack the list"),
+    ("Sequential: function", lambda: torchweft.Sequential(torch.relu), TypeError, "expected a torch.nn.Module"),
+    ("Sequential: append text", lambda: torchweft.Sequential().append("GELU"), TypeError, "'GELU', expected a torch.nn.Module"),
+    ("Sequential: keyword", lambda: torchweft.Sequential(ops.GELU(), fuse_nestd=True), TypeError, "Did you mean 'fuse_nested'"),
+    ("Sequential: index", lambda: torchweft.Sequential(ops.GELU())[3], IndexError, "index 3 is out of range, expected"),
+    ("Sequential: name as index", lambda: torchweft.Sequential(ops.GELU())["gelu"], TypeError, "'gelu', expected an int"),
+    ("Sequential: extra inputs", lambda: torchweft.Sequential(ops.GELU(), torch.nn.Tanh())(X, X), ValueError, "expected 0 extra inputs, got 1"),
+    ("Sequential: op_kwargs index", lambda: torchweft.Sequential(ops.GELU())(X, op_kwargs={4: {}}), IndexError, "index 4"),
+    ("Sequential: op_kwargs key", lambda: torchweft.Sequential(ops.GELU())(X, op_kwargs={"gelu": {}}), ValueError, "'gelu', expected an index"),
+    ("Sequential: op_kwargs of torch", lambda: torchweft.Sequential(torch.nn.Tanh())(X, op_kwargs={0: {}}), ValueError, "Tanh, which is not a weft operation"),
     ("Sequential[1] AddExtraInput: unknown channel", lambda: chain(fork("residual"), join("residul")), ValueError, "'residul' has no producer.*Did you mean 'residual'"),
     ("Sequential[0] AddExtraInput: no channel", lambda: chain(join("r")), ValueError, "'r' has no producer.*Produced: none"),
     ("AddExtraInput: consumer first", lambda: chain(join("r"), fork("r")), ValueError, "no earlier producer.*Put the producer first"),
@@ -386,13 +386,13 @@ PIPELINES = [
     ("GELU: no extra outputs", lambda: ops.GELU().set_extra_output_channel(0, "r"), IndexError, "extra output 0.*expected"),
     ("AddExtraInput: empty name", lambda: ops.AddExtraInput().set_extra_input_channel(0, ""), ValueError, "'', expected a non-empty"),
     ("MakeExtraOutput: to caller", lambda: ops.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=1), TypeError, "must be a bool, got int"),
-    ("Linear: explain width", lambda: weft.explain(ops.Linear(7, 8), X), ValueError, "expected 7"),
-    ("Sequential[2] Linear: explain width", lambda: weft.Sequential(ops.GELU(), ops.SiLU(), ops.Linear(7, 8)).explain(X), ValueError, "expected 7"),
-    ("explain: no inputs", lambda: weft.explain(ops.GELU()), TypeError, r"expected the inputs.*explain\(module, x\)"),
-    ("explain: torch module", lambda: weft.explain(torch.nn.Linear(8, 8), X), TypeError, "got Linear, expected a weft operation"),
-    ("explain: function", lambda: weft.explain(torch.relu, X), TypeError, "expected a weft operation"),
-    ("Explanation.save: suffix", lambda: weft.explain(ops.GELU(), X).save("x.badsuffix"), ValueError, r"'.badsuffix', expected one of .svg"),
-    ("Explanation.save: folder", lambda: weft.explain(ops.GELU(), X).save("no/such/x.dot"), FileNotFoundError, "no folder 'no/such'"),
+    ("Linear: explain width", lambda: torchweft.explain(ops.Linear(7, 8), X), ValueError, "expected 7"),
+    ("Sequential[2] Linear: explain width", lambda: torchweft.Sequential(ops.GELU(), ops.SiLU(), ops.Linear(7, 8)).explain(X), ValueError, "expected 7"),
+    ("explain: no inputs", lambda: torchweft.explain(ops.GELU()), TypeError, r"expected the inputs.*explain\(module, x\)"),
+    ("explain: torch module", lambda: torchweft.explain(torch.nn.Linear(8, 8), X), TypeError, "got Linear, expected a weft operation"),
+    ("explain: function", lambda: torchweft.explain(torch.relu, X), TypeError, "expected a weft operation"),
+    ("Explanation.save: suffix", lambda: torchweft.explain(ops.GELU(), X).save("x.badsuffix"), ValueError, r"'.badsuffix', expected one of .svg"),
+    ("Explanation.save: folder", lambda: torchweft.explain(ops.GELU(), X).save("no/such/x.dot"), FileNotFoundError, "no folder 'no/such'"),
     ("operation: text", lambda: torch.ops.weft.pipeline_forward([X], 'GELUU() @call(autocast=none, eval=0, tensors="cpu:float32:c")'), ValueError, "'GELUU'. Did you mean 'GELU'"),
     ("GELU: field in text", lambda: torch.ops.weft.pipeline_forward([X], 'GELU(cache=1) @call(autocast=none, eval=0, tensors="cpu:float32:c")'), TypeError, "'cache'"),
     ("Pipeline text: no call", lambda: torch.ops.weft.pipeline_forward([X], "GELU()"), ValueError, "expected '@call"),
@@ -414,7 +414,7 @@ TRAINING = [
     ("Linear: main_grad strides", lambda: main_grad(torch.zeros(8, 4).t()), RuntimeError, "expected a contiguous"),
     ("Linear: main_grad delayed", lambda: main_grad(torch.zeros(4, 7), delay_wgrad_compute=True), RuntimeError, r"\[4, 7\]"),
     ("BasicLinear: delayed input changed", delayed_input_changed, RuntimeError, r"modified in place.*Call backward_dw\(\) before"),
-    ("DistributedDataParallel: main_grad", ddp_warning, weft.MainGradNotReducedWarning, "go to main_grad.*Turn the option off"),
+    ("DistributedDataParallel: main_grad", ddp_warning, torchweft.MainGradNotReducedWarning, "go to main_grad.*Turn the option off"),
     ("Linear: bias assigned late", lambda: setattr(ops.Linear(8, 4, bias=False), "bias", torch.nn.Parameter(X)), ValueError, "Create it with bias=True"),
     ("GELU: torch.func.grad", lambda: torch.func.grad(lambda x: ops.GELU()(x).sum())(X), NotImplementedError, "function transforms|torch.func"),
     ("GELU: vmap", lambda: torch.vmap(ops.GELU())(X), NotImplementedError, "function transforms|torch.func"),
@@ -422,18 +422,18 @@ TRAINING = [
     ("Linear: state missing key", lambda: load(weight=None), RuntimeError, 'Missing key.*"weight"'),
     ("Linear: state unexpected key", lambda: load(wieght=X), RuntimeError, 'Unexpected key.*"wieght"'),
     ("Linear: state size", lambda: load(weight=torch.rand(4, 7)), RuntimeError, r"size mismatch for weight.*\[4, 7\]"),
-    ("layout_of: mode name", lambda: weft.checkpoint.layout_of(weft.Sequential(ops.Linear(8, 8)), {"up": "column"}), ValueError, "contain up"),
-    ("weight: split", lambda: weft.checkpoint.split({"weight": torch.rand(3, 8)}, {"weight": weft.checkpoint.Placement(0)}, 2), ValueError, r"\(3, 8\).*2 ranks"),
-    ("prepack: not a module", lambda: weft.prepack(X), TypeError, "got Tensor, expected a torch.nn.Module"),
-    ("set_packing_limit: text", lambda: weft.set_packing_limit("1GB"), ValueError, "'1GB', expected a number of bytes"),
-    ("set_packing_limit: negative", lambda: weft.set_packing_limit(-1), ValueError, "-1, expected"),
-    ("GLU interleaving: size", lambda: weft.interleave_glu(X, 3), ValueError, r"size 3.*\(4, 8\), expected"),
-    ("RNGStatesTracker: unknown", lambda: weft.RNGStatesTracker().fork("rng").__enter__(), KeyError, r"'rng'. Call add\(\) first"),
-    ("initialize_ub: shape", lambda: weft.initialize_ub([8], 1), ValueError, r"\[8\], expected \[tokens"),
-    ("initialize_ub: ranks", lambda: weft.initialize_ub([8, 8], 0), ValueError, "tp_size is 0, expected 1"),
-    ("initialize_ub: collective", lambda: weft.initialize_ub([8, 8], 1, ub_cfgs={"qkv_fpro": {}}), ValueError, "Did you mean 'qkv_fprop'"),
-    ("initialize_ub: method", lambda: weft.initialize_ub([8, 8], 1, ub_cfgs={"qkv_fprop": {"method": "bulk"}}), ValueError, "'bulk', expected ring"),
-    ("initialize_ub: FP8", lambda: weft.initialize_ub([8, 8], 1, use_fp8=True), NotImplementedError, "not supported"),
+    ("layout_of: mode name", lambda: torchweft.checkpoint.layout_of(torchweft.Sequential(ops.Linear(8, 8)), {"up": "column"}), ValueError, "contain up"),
+    ("weight: split", lambda: torchweft.checkpoint.split({"weight": torch.rand(3, 8)}, {"weight": torchweft.checkpoint.Placement(0)}, 2), ValueError, r"\(3, 8\).*2 ranks"),
+    ("prepack: not a module", lambda: torchweft.prepack(X), TypeError, "got Tensor, expected a torch.nn.Module"),
+    ("set_packing_limit: text", lambda: torchweft.set_packing_limit("1GB"), ValueError, "'1GB', expected a number of bytes"),
+    ("set_packing_limit: negative", lambda: torchweft.set_packing_limit(-1), ValueError, "-1, expected"),
+    ("GLU interleaving: size", lambda: torchweft.interleave_glu(X, 3), ValueError, r"size 3.*\(4, 8\), expected"),
+    ("RNGStatesTracker: unknown", lambda: torchweft.RNGStatesTracker().fork("rng").__enter__(), KeyError, r"'rng'. Call add\(\) first"),
+    ("initialize_ub: shape", lambda: torchweft.initialize_ub([8], 1), ValueError, r"\[8\], expected \[tokens"),
+    ("initialize_ub: ranks", lambda: torchweft.initialize_ub([8, 8], 0), ValueError, "tp_size is 0, expected 1"),
+    ("initialize_ub: collective", lambda: torchweft.initialize_ub([8, 8], 1, ub_cfgs={"qkv_fpro": {}}), ValueError, "Did you mean 'qkv_fprop'"),
+    ("initialize_ub: method", lambda: torchweft.initialize_ub([8, 8], 1, ub_cfgs={"qkv_fprop": {"method": "bulk"}}), ValueError, "'bulk', expected ring"),
+    ("initialize_ub: FP8", lambda: torchweft.initialize_ub([8, 8], 1, use_fp8=True), NotImplementedError, "not supported"),
 ]  # fmt: skip
 
 OTHERS = [
@@ -442,7 +442,7 @@ OTHERS = [
     ("fusion rule: number", lambda: fusion.without_rules(3).__enter__(), ValueError, "Unknown fusion rule 3. Registered"),
     ("register_forward_fusion: not a function", lambda: fusion.register_forward_fusion("fuse"), TypeError, "'fuse', expected a function"),
     ("register_backward_fusion: None", lambda: fusion.register_backward_fusion(None), TypeError, "None, expected a function"),
-    ("Bad.op_forward: of a native operation", lambda: type("Bad", (ops.GELU,), {"op_forward": None}), TypeError, "Subclass weft.ops.BasicOperation"),
+    ("Bad.op_forward: of a native operation", lambda: type("Bad", (ops.GELU,), {"op_forward": None}), TypeError, "Subclass torchweft.ops.BasicOperation"),
     ("Unfinished: no forward", lambda: Unfinished()(X), NotImplementedError, "does not implement op_forward"),
     ("TwoOutputs: no fuser_forward", lambda: TwoOutputs()(X), RuntimeError, "must implement fuser_forward"),
     ("operation written in Python: returns a list", lambda: ReturnsList()(X), TypeError, "list, expected a tensor"),
@@ -469,7 +469,7 @@ OTHERS = [
     ("convert: a text file", lambda: command(__file__, "out", "--to", "pt"), SystemExit, "test_user_mistakes.py"),
     ("WEFT_TIER: unknown", lambda: environment("WEFT_TIER", "avx51"), RuntimeError, "'avx51', expected amx.*Did you mean 'avx512'"),
     ("WEFT_PACKED_BYTES: unit", lambda: environment("WEFT_PACKED_BYTES", "1GB"), RuntimeError, "'1GB', expected a number"),
-    ("torch.compile: width", lambda: compiled(weft.Sequential(ops.GELU(), ops.Linear(7, 8))), Exception, "expected 7 features"),
+    ("torch.compile: width", lambda: compiled(torchweft.Sequential(ops.GELU(), ops.Linear(7, 8))), Exception, "expected 7 features"),
 ]  # fmt: skip
 
 MISTAKES = CONSTRUCTORS + CALLS + PIPELINES + TRAINING + OTHERS
@@ -496,14 +496,14 @@ def test_table_has_at_least_150_mistakes():
 
 def test_explain_of_model_names_each_sequential():
     model = torch.nn.Sequential()
-    model.add_module("first", weft.Sequential(ops.Linear(8, 8), ops.GELU()))
+    model.add_module("first", torchweft.Sequential(ops.Linear(8, 8), ops.GELU()))
     model.add_module("plain", torch.nn.Tanh())
     model.add_module("last", ops.Linear(8, 2))
-    plans = weft.explain(model, X)
+    plans = torchweft.explain(model, X)
     assert [section["pipeline"] for section in plans.data] == ["first: Linear, GELU", "last: Linear"]
     assert not model.first._forward_pre_hooks
 
 
 def test_state_dict_has_only_floating_point_tensors():
-    model = weft.Sequential(ops.RMSNorm(8), ops.Linear(8, 8), ops.GroupedLinear(2, 8, 8), ops.Dropout(0.1))
+    model = torchweft.Sequential(ops.RMSNorm(8), ops.Linear(8, 8), ops.GroupedLinear(2, 8, 8), ops.Dropout(0.1))
     assert all(value.is_floating_point() for value in model.state_dict().values())

@@ -3,18 +3,18 @@
 import pytest
 import torch
 
-import weft
-from weft import ops
+import torchweft
+from torchweft import ops
 
 
 @pytest.fixture(autouse=True)
 def clean():
     yield
-    weft.destroy_ub()
+    torchweft.destroy_ub()
 
 
 def test_known_keys_and_methods_are_accepted():
-    weft.initialize_ub(
+    torchweft.initialize_ub(
         [2048, 1024],
         2,
         dtype=torch.bfloat16,
@@ -24,11 +24,11 @@ def test_known_keys_and_methods_are_accepted():
 
 
 def test_second_call_needs_destroy():
-    weft.initialize_ub([16, 8], 1)
+    torchweft.initialize_ub([16, 8], 1)
     with pytest.raises(RuntimeError, match="destroy_ub"):
-        weft.initialize_ub([16, 8], 1)
-    weft.destroy_ub()
-    weft.initialize_ub([16, 8], 1)
+        torchweft.initialize_ub([16, 8], 1)
+    torchweft.destroy_ub()
+    torchweft.initialize_ub([16, 8], 1)
 
 
 @pytest.mark.parametrize(
@@ -37,12 +37,12 @@ def test_second_call_needs_destroy():
 )
 def test_invalid_configuration_lists_known_values(configuration, words):
     with pytest.raises(ValueError, match=words):
-        weft.initialize_ub([16, 8], 2, ub_cfgs=configuration)
+        torchweft.initialize_ub([16, 8], 2, ub_cfgs=configuration)
 
 
 def test_fp8_is_rejected():
     with pytest.raises(NotImplementedError, match="FP8"):
-        weft.initialize_ub([16, 8], 2, use_fp8=True)
+        torchweft.initialize_ub([16, 8], 2, use_fp8=True)
 
 
 def test_userbuffers_options_store_comm_name():

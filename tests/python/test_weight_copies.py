@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import weft
-from weft.compat import transformer_engine as te_compat
-from weft.recipe import (
+import torchweft
+from torchweft import ops
+from torchweft.compat import transformer_engine as te_compat
+from torchweft.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -54,7 +55,7 @@ def step(module: torch.nn.Module, recipe, x: torch.Tensor, **call) -> list[torch
     """Returns y and all gradients of one call in a region of its own."""
     leaf = x.clone().requires_grad_()
     module.zero_grad()
-    with weft.autocast(recipe=recipe):
+    with torchweft.autocast(recipe=recipe):
         y = module(leaf, **call)
     y.float().square().sum().backward()
     return [y.detach(), leaf.grad, *(p.grad for p in module.parameters())]
@@ -107,7 +108,7 @@ def test_copies_of_another_weight_are_not_used(te, change):
 
 def test_copies_made_without_gradients_are_completed(te):
     recipe, linear, x = RECIPES["block"], linear_of(te), values(ROWS, IN)
-    with torch.no_grad(), weft.autocast(recipe=recipe):
+    with torch.no_grad(), torchweft.autocast(recipe=recipe):
         linear(x, is_first_microbatch=True)
     assert kept(linear).columnwise_data is None
     assert equal(step(linear, recipe, x, is_first_microbatch=False), step(linear, recipe, x))
@@ -256,12 +257,12 @@ def test_evaluation_between_steps(te):
     for mode in (torch.no_grad, torch.inference_mode):
         step(linear, RECIPES["delayed"], x)
         optimizer.step()
-        with mode(), weft.autocast(recipe=RECIPES["delayed"]):
+        with mode(), torchweft.autocast(recipe=RECIPES["delayed"]):
             linear(x)
         step(linear, RECIPES["delayed"], x)
         assert linear._delayed_scaling["weight"][0][-1, 1] > 0
         plain = linear_of(te)
-        with mode(), weft.autocast(recipe=RECIPES["current"]):
+        with mode(), torchweft.autocast(recipe=RECIPES["current"]):
             plain(x, is_first_microbatch=True)
         step(plain, RECIPES["current"], x, is_first_microbatch=False)
 
@@ -271,12 +272,12 @@ def test_tensors_of_others_are_not_written(te):
     linear, x = quantized_linear(te, "mxfp8"), values(ROWS, IN)
     given = values(OUT, IN, seed=3)
     before = given.clone()
-    with weft.autocast(recipe=RECIPES["mxfp8"]):
+    with torchweft.autocast(recipe=RECIPES["mxfp8"]):
         y = torch.func.functional_call(linear, {"weight": given}, (x,))
     assert torch.equal(given, before) and y.shape == (ROWS, OUT)
     plain = linear_of(te)
     torch.nn.utils.parametrizations.weight_norm(plain)
-    with weft.autocast(recipe=RECIPES["mxfp8"]):
+    with torchweft.autocast(recipe=RECIPES["mxfp8"]):
         assert torch.equal(plain(x, is_first_microbatch=True), plain(x))
 
 
@@ -323,7 +324,7 @@ def test_autocast_dtype(te):
     plain = te.Linear(IN, OUT, params_dtype=torch.float32)
     plain.load_state_dict(linear.state_dict())
     for module in (linear, plain):
-        with torch.autocast("cpu", torch.bfloat16), weft.autocast(recipe=RECIPES["current"]):
+        with torch.autocast("cpu", torch.bfloat16), torchweft.autocast(recipe=RECIPES["current"]):
             module.y = module(values(ROWS, IN).float())
     assert linear.y.dtype == torch.bfloat16
     torch.testing.assert_close(linear.y, plain.y)
@@ -333,10 +334,10 @@ def test_regions_and_mistakes(te):
     manager = te.fp8.FP8GlobalStateManager
     with te.quantized_model_init(), te.quantized_model_init(enabled=False):
         assert not te.Linear(2, 2).primary_weights_in_fp8 and not manager.with_fp8_parameters()
-        weft.ops.Linear(2, 2)
+        torchweft.ops.Linear(2, 2)
     with te.fp8_model_init():
         assert manager.with_fp8_parameters()
-        for make in (weft.ops.Linear, weft.ops.BasicLinear, lambda n, m: weft.ops.GroupedLinear(2, n, m)):
+        for make in (ops.Linear, ops.BasicLinear, lambda n, m: ops.GroupedLinear(2, n, m)):
             with pytest.raises(NotImplementedError, match="outside of quantized_model_init"):
                 make(4, 4)
         te.Linear(16, 16)(torch.ones(16, 16))  # builds its operations here
@@ -367,7 +368,7 @@ def test_layer_trains(te):
     optimizer, x = torch.optim.SGD(layer.parameters(), lr=0.1), values(ROWS, 2, IN)
     losses = []
     for _ in range(6):
-        with weft.autocast(recipe=RECIPES["mxfp8"]):
+        with torchweft.autocast(recipe=RECIPES["mxfp8"]):
             loss = F.mse_loss(layer(x).float(), torch.zeros(ROWS, 2, IN))
         optimizer.zero_grad()
         loss.backward()
@@ -384,6 +385,6 @@ def test_compiled_call(te):
     y = compiled(x)
     assert torch.equal(linear.weight, rounded("mxfp8", linear.weight.detach()))
     assert torch.equal(y, linear(x))
-    with pytest.raises(RuntimeError, match="recipe mismatch"), weft.autocast(recipe=RECIPES["current"]):
+    with pytest.raises(RuntimeError, match="recipe mismatch"), torchweft.autocast(recipe=RECIPES["current"]):
         compiled(x)
     torch._dynamo.reset()

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-import weft
-from weft import ops
+import torchweft
+from torchweft import ops
 
 WIDTH, TOKENS, FILL = 24, 19, 0.5  # tokens: enough for every rule
 
@@ -893,7 +893,7 @@ def test_unsupported_delay_is_rejected():
 
 def test_explain_names_options():
     module = ops.Linear(4, 3, accumulate_into_main_grad=True, delay_wgrad_compute=True)
-    text = weft.explain(module, torch.ones(2, 4)).text
+    text = torchweft.explain(module, torch.ones(2, 4)).text
     assert "accumulate_into_main_grad=true" in text and "delay_wgrad_compute=true" in text
 
 

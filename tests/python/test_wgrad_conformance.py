@@ -20,14 +20,14 @@ def run(linear: str, *options: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
-@pytest.mark.parametrize("linear", ["weft.ops:Linear", "plain_linear:Linear"])
+@pytest.mark.parametrize("linear", ["torchweft.ops:Linear", "plain_linear:Linear"])
 def test_linears_keep_the_contract(linear):
     done = run(linear)
     assert done.returncode == 0 and "73 of 73 checks passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_module_of_transformer_engine_keeps_the_contract(tmp_path):
-    text = "from weft.compat import transformer_engine\ntransformer_engine.install()\n"
+    text = "from torchweft.compat import transformer_engine\ntransformer_engine.install()\n"
     (tmp_path / "te_linear.py").write_text(text + "from transformer_engine.pytorch import Linear\n")
     report = tmp_path / "report.json"
     command = [sys.executable, CONFORMANCE / "wgrad_contract.py", "te_linear:Linear"]

@@ -18,7 +18,7 @@ namespace {
 /// Incremented whenever an attribute of any weft module is set; runners then revalidate themselves.
 std::atomic<uint64_t> modules_version{1};
 
-/// Whether new plans are logged: TORCH_LOGS="+weft".
+/// Whether new plans are logged: TORCH_LOGS="+torchweft".
 std::atomic<bool> logs_plans{false};
 
 /// The hook dictionaries that torch.nn.Module.__call__ reads.
@@ -199,7 +199,7 @@ class Runner {
         TORCH_CHECK_TYPE(false, "weft: parameter '", name.cast<std::string>(), "' of ", Py_TYPE(module.ptr())->tp_name,
                          " is None, expected a tensor. Set it, or create the module without it.");
       if (is_dtensor(found)) {
-        computed = py::module_::import("weft.parallel").attr("local_shard")(module, name, py::handle(found));
+        computed = py::module_::import("torchweft.parallel").attr("local_shard")(module, name, py::handle(found));
         found = computed.ptr();
       }
       params.push_back(to_tensor(found, Py_TYPE(module.ptr())->tp_name, "a parameter"));
@@ -263,14 +263,14 @@ class Runner {
 
   /// Adds what modules own for a quantized call: states of delayed scaling, and weights that they quantized.
   void add_quantized(std::vector<ops::Buffers>& list, bool delayed) const {
-    const auto weight_of_call = py::module_::import("weft._weight_copies").attr("weight_of_call");
+    const auto weight_of_call = py::module_::import("torchweft._weight_copies").attr("weight_of_call");
     for (int i = 0; i < fuser_->pipeline().size(); ++i) {
       if (!fuser_->pipeline().op(i).quantizes()) continue;
       ops::Buffers given{.op = i};
       if (const py::object weight = weight_of_call(ops_[i]); !weight.is_none())
         given.weight = std::make_shared<const kernels::QuantizedMatrix>(weight.cast<kernels::QuantizedMatrix>());
       if (delayed)
-        std::tie(given.forward_scaling, given.backward_scaling) = py::module_::import("weft._delayed_scaling")
+        std::tie(given.forward_scaling, given.backward_scaling) = py::module_::import("torchweft._delayed_scaling")
                                                                       .attr("use_state")(ops_[i])
                                                                       .cast<std::pair<at::Tensor, at::Tensor>>();
       if (delayed || given.weight) list.push_back(std::move(given));
@@ -303,7 +303,7 @@ class Runner {
       fuser_->plan(x, params, extras, mask);
       if (fuser_->plans_made() != before) text = fuser::explain(*fuser_, x, params, extras, mask).text();
     }
-    if (!text.empty()) py::module_::import("weft._log").attr("log_plan")(label(), text);
+    if (!text.empty()) py::module_::import("torchweft._log").attr("log_plan")(label(), text);
   }
 
   /// Raises under make_fx, which would record the results of this call as constants.
@@ -335,7 +335,7 @@ class Runner {
       outputs = (*fuser_)(x, params, std::move(extras), mask, buffers);
     }
     if (delayed && outputs[0].requires_grad())
-      py::module_::import("weft._delayed_scaling").attr("update_after_backward")(outputs[0]);
+      py::module_::import("torchweft._delayed_scaling").attr("update_after_backward")(outputs[0]);
     if (outputs.size() == 1) return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(outputs[0])));
     py::tuple result(outputs.size());
     for (size_t i = 0; i < outputs.size(); ++i)

@@ -9,7 +9,7 @@
 
 namespace weft::python {
 
-/// A basic operation written in Python: a subclass of weft.ops.BasicOperation with fuser_forward and fuser_backward.
+/// A basic operation written in Python: a subclass of torchweft.ops.BasicOperation with fuser_forward and fuser_backward.
 class __attribute__((visibility("hidden"))) PyOp final : public ops::BasicOp {
  public:
   PyOp(const py::object& module, std::vector<ops::ParamSpec> params, int extra_inputs, int extra_outputs);
@@ -33,7 +33,7 @@ class __attribute__((visibility("hidden"))) PyOp final : public ops::BasicOp {
   int extra_inputs_, extra_outputs_;
 };
 
-/// A fused operation written in Python, in one pass or both: a subclass of weft.ops.FusedOperation.
+/// A fused operation written in Python, in one pass or both: a subclass of torchweft.ops.FusedOperation.
 class __attribute__((visibility("hidden"))) PyFused final : public fused::JointFusion {
  public:
   /// Properties of a basic operation that it replaces.

@@ -1,0 +1,159 @@
+"""Makes ``import transformer_engine`` resolve to weft::
+
+from torchweft.compat import transformer_engine
+
+transformer_engine.install()
+import transformer_engine.pytorch as te
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from . import _namespace, _recipes
+from ._cuda_on_cpu import CudaOnCpu
+
+__all__ = ["install", "installed", "uninstall"]
+
+_ROOT = "transformer_engine"
+_finder: _Finder | None = None
+_cuda: CudaOnCpu | None = None
+_replaced_modules: dict[str, ModuleType | None] = {}  # modules of the real package, for uninstall()
+
+
+def install(recipes: str | None = None, replace: bool = False, cuda: str | None = None) -> None:
+    """Makes ``import transformer_engine`` resolve to weft in this process. A second call sets only `recipes`, `cuda`.
+
+    Args:
+        recipes: what a quantized region does: ``"quantize"`` (the default), or ``"high_precision"`` to run unquantized
+            and warn once. None: unchanged.
+        replace: replace Transformer Engine even if it is installed or was imported.
+        cuda: ``"cpu"`` runs code that asks for CUDA on the CPU. In this thread: ``device="cuda"`` and ``.to("cuda")``
+            in calls of torch, also in backward. In the process: ``.cuda()``, which returns the tensor itself,
+            ``torch.autocast("cuda")``, ``torch.load``, ``torch.set_default_device``, device meshes, process groups with
+            the backend ``nccl``, which use Gloo, and functions of torch.cuda for random numbers, memory and devices.
+            Streams, events and ``synchronize`` do nothing: wait for the handles of asynchronous collectives.
+            ``torch.cuda.is_available()`` stays False. None: unchanged.
+
+    Raises:
+        ImportError: if Transformer Engine is installed or was imported, and `replace` is False.
+        RuntimeError: if `cuda` is "cpu" and torch has CUDA.
+    """
+    global _finder
+    _check_cuda(cuda)
+    if installed():
+        _set_recipes(recipes)
+        _set_cuda(cuda)
+        return
+    if not replace:
+        _reject_real_package()
+    _set_recipes(recipes)
+    _replaced_modules.update({name: sys.modules.pop(name) for name in _loaded()})
+    _finder = _Finder()
+    sys.meta_path.insert(0, _finder)
+    _set_cuda(cuda)
+
+
+def uninstall() -> None:
+    """Undoes :func:`install` and restores what it replaced. No-op if not installed."""
+    global _finder, _cuda
+    if _finder is None:
+        return
+    if _cuda is not None:
+        _cuda.remove()  # first: it raises in another thread
+        _cuda = None
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+    _finder = None
+    for name in _loaded():
+        del sys.modules[name]
+    sys.modules.update(_replaced_modules)  # type: ignore[arg-type]
+    _replaced_modules.clear()
+    _recipes.set_policy("quantize")
+
+
+def installed() -> bool:
+    """Whether ``import transformer_engine`` currently resolves to weft."""
+    return _finder is not None and _finder in sys.meta_path
+
+
+def _check_cuda(cuda: str | None) -> None:
+    if cuda not in (None, "cpu"):
+        raise ValueError(f"install: cuda is {cuda!r}, expected 'cpu' or None.")
+    if cuda == "cpu" and torch.cuda.is_available():
+        raise RuntimeError(
+            "install: cuda is 'cpu', but torch has CUDA, which the script would no longer use. Pass it only on "
+            "machines without a GPU."
+        )
+
+
+def _set_cuda(cuda: str | None) -> None:
+    global _cuda
+    if cuda == "cpu" and _cuda is None:
+        _cuda = CudaOnCpu()
+
+
+def _set_recipes(policy: str | None) -> None:
+    if policy is not None:
+        _recipes.set_policy(policy)
+
+
+def _loaded() -> list[str]:
+    return [name for name in sys.modules if name == _ROOT or name.startswith(_ROOT + ".")]
+
+
+def _reject_real_package() -> None:
+    """Raises ImportError if the real package was imported or can be found."""
+    hint = "To replace it with weft, call install(replace=True)."
+    if _ROOT in sys.modules:
+        module = sys.modules[_ROOT]
+        if module is None:
+            raise ImportError(f"{_ROOT} is blocked (sys.modules[{_ROOT!r}] is None). {hint}")
+        raise ImportError(f"{_ROOT} was already imported from {getattr(module, '__file__', None)}. {hint}")
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        spec = find(_ROOT, None) if find is not None else None
+        if spec is not None:
+            locations = spec.origin or ", ".join(spec.submodule_search_locations or ())
+            raise ImportError(f"{_ROOT} is installed in {locations}. {hint}")
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Import hook that finds `transformer_engine` and its modules in the tables of `_namespace`."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname != _ROOT and not fullname.startswith(_ROOT + "."):
+            return None
+        if fullname not in _namespace.MODULES:
+            raise ModuleNotFoundError(
+                f"{fullname} is not supported: torchweft.compat replaces {_ROOT}; docs/compat.md lists what is "
+                "supported",
+                name=fullname,
+            )
+        return importlib.util.spec_from_loader(fullname, self, origin="torchweft.compat", is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return ModuleType(spec.name, f"{spec.name}, implemented by weft.")
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__.update(_namespace.MODULES[module.__name__])
+        module.__dict__["__all__"] = [name for name in _namespace.MODULES[module.__name__] if not name.startswith("_")]
+
+        def missing_attribute(name: str) -> Any:
+            if f"{module.__name__}.{name}" in _namespace.MODULES:  # a submodule that was not imported yet
+                return importlib.import_module(f"{module.__name__}.{name}")
+            if name.startswith("__"):
+                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            reason = _namespace.unsupported_reason(module.__name__, name)
+            raise AttributeError(
+                f"{module.__name__}.{name} is not supported: {reason} (torchweft.compat replaces {_ROOT})"
+            )
+
+        module.__dict__["__getattr__"] = missing_attribute

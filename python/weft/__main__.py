@@ -1,6 +1,0 @@
-"""``python -m weft``: the command line."""
-
-from ._cli import main
-
-if __name__ == "__main__":
-    main()
