@@ -13,12 +13,14 @@ trap 'rm -rf "$work"' EXIT
 echo "wheel: build"
 # c++, as in every other build of this tree, so that ccache hits; scikit-build-core would use g++.
 CXX=${CXX:-c++} "$python" -m pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps -w "$work/dist" .
-wheel=$(echo "$work"/dist/weft-*.whl)
+wheel=$(echo "$work"/dist/torchweft-*.whl)
 names=$("$python" -m zipfile -l "$wheel")
-for name in 'weft/_C\.[^ ]*so' weft/lib/libweft.so weft/lib/cmake/weft/weftConfig.cmake weft/include/weft/ \
-            weft/py.typed weft/_C.pyi weft/ops.pyi weft/compat/__main__.py LICENSE; do
+for name in 'torchweft/_C\.[^ ]*so' torchweft/lib/libweft.so torchweft/lib/cmake/weft/weftConfig.cmake \
+            torchweft/include/weft/ torchweft/py.typed torchweft/_C.pyi torchweft/ops.pyi torchweft/compat/__main__.py LICENSE; do
   grep -q -- "$name" <<<"$names" || { echo "wheel: $name is not in $(basename "$wheel")" >&2; exit 1; }
 done
+
+"$python" tests/wheel_names.py "$wheel"
 
 echo "wheel: install $(basename "$wheel") into a fresh environment"
 "$python" -m venv "$work/env"
@@ -35,10 +37,10 @@ blocks = re.findall(r"^```python\n(.*?)^```", open(sys.argv[1]).read(), re.DOTAL
 sys.exit(f"{sys.argv[1]} has no ```python block") if not blocks else print("\n".join(blocks[: int(sys.argv[2])]))
 PY
 }
-echo "wheel: run the README's first example, docs/start.md and weft info"
+echo "wheel: run the README's first example, docs/start.md and torchweft info"
 python_blocks README.md 1 >"$work/readme.py"
 python_blocks docs/start.md 99 >"$work/start.py"
-(cd "$work" && "$fresh" readme.py && "$fresh" start.py && "$work/env/bin/weft" info)
+(cd "$work" && "$fresh" readme.py && "$fresh" start.py && "$work/env/bin/torchweft" info)
 
 echo "wheel: train a GPT for a few steps"
 (cd "$work" && "$fresh" "$OLDPWD/examples/python/train_gpt.py" --steps 3 >train_gpt.log && tail -n 1 train_gpt.log)
