@@ -35,7 +35,7 @@ def test_module_runs_as_program():
     environment = {"PYTHONPATH": str(Path(torchweft.__file__).parent.parent), "PATH": ""}
     command = [sys.executable, "-m", "torchweft"]
     version = subprocess.run([*command, "--version"], env=environment, capture_output=True, text=True, check=True)
-    assert version.stdout == f"weft {torchweft.__version__}\n"
+    assert version.stdout == f"torchweft {torchweft.__version__}\n"
     nothing = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert nothing.returncode == 2 and "COMMAND" in nothing.stderr
 
