@@ -188,7 +188,7 @@ kernels::GemmResult BasicLinear::quantized_gemm(OpContext& ctx, const at::Tensor
   if (needs_dw) ctx.save(kInput, saves_copy_of_x ? saved_bytes(recipe, q_x) : local);
   if (needs_dx && !originals) ctx.save(kWeight, saved_bytes(recipe, q_w));
   if (needs_dx && originals && !w.is_same(weight)) ctx.save(kWeight, w);
-  const auto saved = ctx.needs_grad() ? save_recipe(recipe) : at::Tensor();
+  const auto saved = save_recipe(recipe, ctx.needs_grad());
   if (saved.defined()) ctx.save(kRecipe, saved);
   if (const auto observer = quant::observer())
     observer->observe_forward(call_number(saved), weight, {observed, q_x}, {w, q_w});

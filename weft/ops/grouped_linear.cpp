@@ -274,7 +274,8 @@ GroupedLinear::ForwardResult GroupedLinear::forward_gemm(OpContext& ctx, const a
   const auto w = weights_of(params, input.scalar_type(), cast);
   check_buffers(ctx, x, params);
   kernels::GroupedEpilogue epilogue{.bias = biases_of(params), .path = path()};
-  if (const auto* recipe = ctx.plan().recipe) {
+  const auto* recipe = ctx.plan().recipe;
+  if (recipe) {
     TORCH_CHECK_NOT_IMPLEMENTED(!recipe->is_delayed(), "delayed scaling is not supported. Use another recipe.");
     epilogue.quantization = {.a = recipe->input.quantization(),
                              .b = recipe->weight.quantization(),
@@ -283,11 +284,12 @@ GroupedLinear::ForwardResult GroupedLinear::forward_gemm(OpContext& ctx, const a
   if (const auto* given = ctx.buffers()) epilogue.out = writable_matrix(given->output, options_.out_features);
   if (scales.defined()) epilogue.scales = scales.reshape({-1});
   auto y = kernels::grouped_gemm(kernels::GroupIndex(splits), matrix, w, /*transposed=*/true, epilogue);
+  auto saved_recipe = recipe ? save_recipe(*recipe, ctx.needs_grad()) : at::Tensor();
   if (ctx.needs_grad()) {
     ctx.save(kSplits, splits);
     if (scales.defined()) ctx.save(kScales, scales);
     if (ctx.needs_input_grad() && cast.defined()) ctx.save(kCastWeight, cast);
-    if (ctx.plan().recipe) ctx.save(kRecipe, save_recipe(*ctx.plan().recipe));
+    if (saved_recipe.defined()) ctx.save(kRecipe, std::move(saved_recipe));
   }
   return {std::move(y), std::move(input)};
 }

@@ -43,10 +43,12 @@ uint64_t recipe_hash(const quant::Recipe& recipe) {
 
 Spec saved_recipe_spec(const quant::Recipe& recipe) { return {.sizes = {saved_bytes(recipe)}, .dtype = at::kByte}; }
 
-at::Tensor save_recipe(const quant::Recipe& recipe) {
+at::Tensor save_recipe(const quant::Recipe& recipe, bool needs_grad) {
+  const bool draws = !recipe.backward_override && recipe.grad_output.stochastic_rounding;
+  if (!draws && !needs_grad) return {};
   const auto saved = at::zeros({saved_bytes(recipe)}, at::kByte);
-  if (!recipe.backward_override && recipe.grad_output.stochastic_rounding)
-    kernels::launch([seed = saved.narrow(0, 0, kSeedBytes)] { seed.random_(); });
+  if (draws) kernels::launch([seed = saved.narrow(0, 0, kSeedBytes)] { seed.random_(); });
+  if (!needs_grad) return {};
   const int64_t call = ++calls;
   std::memcpy(saved.mutable_data_ptr<uint8_t>() + kSeedBytes, &call, sizeof call);
   return saved;

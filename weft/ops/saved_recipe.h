@@ -10,8 +10,10 @@ namespace weft::ops {
 
 inline constexpr const char* kSavedRecipeName = "recipe";
 Spec saved_recipe_spec(const quant::Recipe& recipe);
-/// Draws the seed from torch's generator if backward needs one.
-at::Tensor save_recipe(const quant::Recipe& recipe);
+/// What backward reads; undefined if the call needs no gradient. Under a recipe that rounds gradients stochastically
+/// every call draws a seed from torch's generator, so that later draws do not depend on grad mode: reentrant
+/// checkpointing repeats in grad mode what it first ran without.
+at::Tensor save_recipe(const quant::Recipe& recipe, bool needs_grad);
 /// The seed, int64.
 at::Tensor rounding_seed(const at::Tensor& saved_recipe);
 /// Identifies the call within the process; 0 if nothing was saved.
