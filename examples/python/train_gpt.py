@@ -30,7 +30,7 @@ def residual(name: str, *body: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
 
 def make_layer(width: int, heads: int) -> ops.Sequential:
     """weft fuses the operations, forward and backward, and runs them as one autograd node."""
-    attention = ops.DotProductAttention(heads, width // heads, qkv_format="bshd")
+    attention = ops.DotProductAttention(heads, width // heads, qkv_format="bshd", qkv_layout="group_interleaved")
     return ops.Sequential(
         *residual("x", ops.LayerNorm(width), ops.Linear(width, 3 * width), attention, ops.Linear(width, width)),
         *residual("y", ops.LayerNorm(width), ops.Linear(width, 4 * width), ops.GELU(), ops.Linear(4 * width, width)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -27,6 +28,10 @@ from ._wgrad import WgradModule
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float64, torch.float16, torch.bfloat16)}
 # Fields computed from other arguments; users do not pass them.
 _DERIVED = {"tensor_parallel_size", "process_group_size", "fan_in"}
+_ASSUMED_LAYOUT = (
+    "DotProductAttention: qkv_layout is not given; assuming 'group_interleaved' (for each group its query heads, key "
+    "and value, as Megatron's linear_qkv writes them). Pass it, or pass 'concatenated' for torch.cat([q, k, v], -1)."
+)
 
 
 class NativeOperation(BasicOperation):
@@ -57,6 +62,8 @@ class NativeOperation(BasicOperation):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         arguments = bind(type(self).__name__, self._arguments, args, kwargs)
+        if self._type == "DotProductAttention" and "qkv_layout" not in kwargs and arguments["num_attention_heads"] != 1:
+            warnings.warn(_ASSUMED_LAYOUT, stacklevel=2)
         device = arguments.pop("device", None)
         check_device(type(self).__name__, device)
         tracker = arguments.pop("rng_state_tracker_function", None)

@@ -35,7 +35,7 @@ def make_model() -> ops.Sequential:
         ops.RMSNorm(WIDTH),
         # No bias: that of the keys has gradient 0, and AdamW would turn its rounding errors into updates.
         ops.Linear(WIDTH, 3 * WIDTH, bias=False),
-        ops.DotProductAttention(HEADS, WIDTH // HEADS, qkv_format="bshd"),
+        ops.DotProductAttention(HEADS, WIDTH // HEADS, qkv_format="bshd", qkv_layout="group_interleaved"),
         ops.Linear(WIDTH, WIDTH),
         ops.AddExtraInput().set_extra_input_channel(0, "attention"),
         ops.MakeExtraOutput().set_extra_output_channel(0, "mlp", output_to_caller=False),

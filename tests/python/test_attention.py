@@ -21,6 +21,11 @@ QUICK, ALL = 60, 300
 LENGTHS = (1, 2, 31, 33, 64, 100)
 
 
+def attention(*args: Any, **options: Any) -> ops.DotProductAttention:
+    """Of (sequence, batch, width) with the heads group by group, unless the options say otherwise."""
+    return ops.DotProductAttention(*args, **{"qkv_format": "sbhd", "qkv_layout": "group_interleaved", **options})
+
+
 def width(op) -> int:
     return (op.num_attention_heads + 2 * (op.num_gqa_groups or op.num_attention_heads)) * op.kv_channels
 
@@ -48,7 +53,7 @@ def random_case(seed: int) -> tuple[Any, torch.Tensor, tuple[torch.Tensor, ...]]
         "qkv_format": rng.choice(["sbhd", "bshd", "thd"]),
         "qkv_layout": rng.choice(["group_interleaved", "concatenated"]),
     }
-    op = ops.DotProductAttention(**options)
+    op = attention(**options)
     dtype = rng.choice([torch.float32, torch.bfloat16, torch.bfloat16, torch.float16])
     batch = rng.choice([1, 2, 3])
     if op.qkv_format == "thd":
@@ -120,10 +125,28 @@ def test_more_random_cases_are_as_exact_as_sdpa(block):
         check_case(seed)
 
 
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("options", ({}, {"attn_mask_type": "no_mask"}, {"window_size": (1000, 0)}), ids=str)
+@pytest.mark.parametrize("part", ("query", "key", "infinite query"))
+def test_rows_that_see_nan_scores_are_nan(part, options, dtype):
+    """torch's SDPA kernel treats a NaN score as masked, and gives 0 if it finds no other."""
+    op = attention(2, 8, qkv_format="sbhd", qkv_layout="concatenated", **options)
+    x = activations(op, 600, 2, dtype=dtype).detach()
+    query, key = slice(8, 16), slice(24, 32)  # of head 1
+    for rows in (slice(0, 600), slice(3, 4)):  # torch's kernel reads blocks of 512 keys
+        bad = x.clone()
+        bad[rows, 1, query if "query" in part else key] = math.inf if "infinite" in part else math.nan
+        if "infinite" in part:
+            bad[:, 1, key] = 0  # infinity times zero
+        y, expected = op(bad), plain.attention(op, bad.double())
+        assert torch.equal(y.isnan(), expected.isnan()) and y[:, 1, 8:].isnan().any()
+        torch.testing.assert_close(y[:, 0], op(x)[:, 0], rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", ({}, {"window_size": (100, 0)}), ids=str)
 def test_long_sequence(options):
-    op = ops.DotProductAttention(2, 64, num_gqa_groups=1, **options)
+    op = attention(2, 64, num_gqa_groups=1, **options)
     x = activations(op, 4097, 1, dtype=torch.float32)
     dy = torch.randn(4097, 1, 128)
     got = result(op, x, dy)
@@ -151,7 +174,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("qkv_format", ("sbhd", "bshd", "thd"))
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_gradients_match_finite_differences(options, qkv_format, layout):
-    op = ops.DotProductAttention(4, 3, num_gqa_groups=2, qkv_format=qkv_format, qkv_layout=layout, **options)
+    op = attention(4, 3, num_gqa_groups=2, qkv_format=qkv_format, qkv_layout=layout, **options)
     x = activations(op, *((7,) if qkv_format == "thd" else (5, 2)))
     extras = [torch.tensor([0, 4, 4, 5, 7])] * (qkv_format == "thd")
 
@@ -165,7 +188,7 @@ def test_gradients_match_finite_differences(options, qkv_format, layout):
 @pytest.mark.parametrize("options", OPTIONS[:7], ids=str)
 @pytest.mark.parametrize("length", (1, 2, 9))
 def test_float64_equals_softmax_of_scores(options, length):
-    op = ops.DotProductAttention(4, 8, num_gqa_groups=2, **options)
+    op = attention(4, 8, num_gqa_groups=2, **options)
     x = activations(op, length, 3)
     dy = torch.randn(length, 3, 32, dtype=torch.float64)
     for a, b in zip(result(op, x, dy), result(lambda t: plain.attention(op, t), x, dy), strict=True):
@@ -174,7 +197,7 @@ def test_float64_equals_softmax_of_scores(options, length):
 
 def test_large_scores_do_not_overflow():
     for options in ({}, {"window_size": (5, 0)}):
-        op = ops.DotProductAttention(2, 16, softmax_scale=1e4, **options)
+        op = attention(2, 16, softmax_scale=1e4, **options)
         x = activations(op, 40, 1, dtype=torch.float32)
         y = op(x)
         (dx,) = torch.autograd.grad(y.sum(), x)
@@ -182,7 +205,7 @@ def test_large_scores_do_not_overflow():
 
 
 def test_window_of_own_position_returns_values():
-    op = ops.DotProductAttention(2, 4, window_size=(0, 0), attn_mask_type="no_mask", qkv_layout="concatenated")
+    op = attention(2, 4, window_size=(0, 0), attn_mask_type="no_mask", qkv_layout="concatenated")
     x = activations(op, 6, 2)
     torch.testing.assert_close(op(x), x[..., 16:], rtol=0, atol=1e-15)
 
@@ -192,8 +215,8 @@ def test_window_of_own_position_returns_values():
 
 @pytest.mark.parametrize("options", ({}, {"window_size": (2, 0)}, {"attn_mask_type": "no_mask"}), ids=str)
 def test_packed_sequences_equal_separate_ones(options):
-    op = ops.DotProductAttention(4, 8, num_gqa_groups=2, qkv_format="thd", **options)
-    one = ops.DotProductAttention(4, 8, num_gqa_groups=2, **options)
+    op = attention(4, 8, num_gqa_groups=2, qkv_format="thd", **options)
+    one = attention(4, 8, num_gqa_groups=2, **options)
     lengths = (3, 0, 1, 33)
     x = activations(op, sum(lengths))
     offsets = torch.tensor([0, *lengths]).cumsum(0)
@@ -206,13 +229,13 @@ def test_packed_sequences_equal_separate_ones(options):
 
 @pytest.mark.parametrize("offsets", ([1, 5], [0, 4], [0, 6], [0, 4, 3, 5], [0, -(2**62), 5], [0]), ids=str)
 def test_invalid_offsets_are_rejected(offsets):
-    op = ops.DotProductAttention(2, 4, qkv_format="thd")
+    op = attention(2, 4, qkv_format="thd")
     with pytest.raises(ValueError, match="DotProductAttention: cu_seqlens"):
         op(activations(op, 5), torch.tensor(offsets))
 
 
 def test_offsets_changed_after_forward_are_detected():
-    op, offsets = ops.DotProductAttention(2, 4, qkv_format="thd"), torch.tensor([0, 2, 5])
+    op, offsets = attention(2, 4, qkv_format="thd"), torch.tensor([0, 2, 5])
     y = op(activations(op, 5), offsets)
     offsets[1] = 4
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -220,7 +243,7 @@ def test_offsets_changed_after_forward_are_detected():
 
 
 def test_strided_inputs_and_gradients():
-    op = ops.DotProductAttention(4, 8, num_gqa_groups=2)
+    op = attention(4, 8, num_gqa_groups=2)
     x = activations(op, 5, 3)
     dy = torch.randn(5, 3, 32, dtype=torch.float64)
     expected = result(op, x, dy)
@@ -245,7 +268,7 @@ def dropped(op, length: int, batch: int = 2) -> tuple[torch.Tensor, torch.Tensor
 
 @pytest.mark.parametrize("p", (0.1, 0.5, 0.9))
 def test_dropout_drops_fraction_p_and_scales_rest(p):
-    op = ops.DotProductAttention(3, 40, attention_dropout=p, attn_mask_type="no_mask", qkv_layout="concatenated")
+    op = attention(3, 40, attention_dropout=p, attn_mask_type="no_mask", qkv_layout="concatenated")
     with_dropout, without = dropped(op, 40)
     kept = with_dropout != 0
     torch.testing.assert_close(with_dropout[kept], without[kept] / (1 - p))
@@ -256,7 +279,7 @@ def test_dropout_drops_fraction_p_and_scales_rest(p):
 
 
 def test_dropout_gradient_uses_mask_of_forward():
-    op = ops.DotProductAttention(3, 16, attention_dropout=0.3, qkv_layout="concatenated")
+    op = attention(3, 16, attention_dropout=0.3, qkv_layout="concatenated")
     torch.manual_seed(11)
     with_dropout, without = dropped(op, 16)
     factors = (with_dropout != 0).double().permute(1, 2, 0, 3) / 0.7
@@ -275,7 +298,7 @@ def test_dropout_gradient_uses_mask_of_forward():
 
 
 def test_dropout_is_drawn_from_torch_generator_and_again_when_recomputed():
-    op = ops.Sequential(ops.Linear(32, 96), ops.DotProductAttention(2, 16, attention_dropout=0.5), ops.GELU())
+    op = ops.Sequential(ops.Linear(32, 96), attention(2, 16, attention_dropout=0.5), ops.GELU())
     x = torch.randn(12, 2, 32, requires_grad=True)
     torch.manual_seed(5)
     first, second = op(x), op(x)
@@ -291,7 +314,7 @@ def test_dropout_is_drawn_from_torch_generator_and_again_when_recomputed():
 
 
 def test_dropout_of_everything_gives_zeros():
-    op = ops.DotProductAttention(2, 4, attention_dropout=1.0)
+    op = attention(2, 4, attention_dropout=1.0)
     x = activations(op, 5, 2)
     y = op(x)
     assert not y.any() and not torch.autograd.grad(y.sum(), x)[0].any()
@@ -301,7 +324,7 @@ def test_dropout_of_everything_gives_zeros():
 
 
 def test_saves_input_output_and_logsumexp():
-    op = ops.DotProductAttention(4, 16, num_gqa_groups=2, attention_dropout=0.1)
+    op = attention(4, 16, num_gqa_groups=2, attention_dropout=0.1)
     lines = op.explain(activations(op, 128, 2, dtype=torch.bfloat16)).text.partition("saved for backward")[2]
     assert "output" in lines and "[128, 2, 64] bfloat16" in lines
     assert "logsumexp" in lines and "[2, 4, 128] float32" in lines
@@ -311,7 +334,7 @@ def test_saves_input_output_and_logsumexp():
 
 def test_explain_says_why_sdpa_is_not_used():
     x = torch.randn(4, 1, 48)
-    plain_text = ops.DotProductAttention(4, 4).explain(x).text
+    plain_text = attention(4, 4).explain(x).text
     if "[ref]" in plain_text:
         return  # in the ref tier there is nothing faster to explain
     assert "avx512: not used" not in plain_text and "avx2: not used" not in plain_text
@@ -319,12 +342,12 @@ def test_explain_says_why_sdpa_is_not_used():
         ({"window_size": (2, 0)}, "not used with window_size"),
         ({"attention_dropout": 0.1}, "not used in training with attention_dropout"),
     ):
-        text = ops.DotProductAttention(4, 4, **options).explain(x).text
+        text = attention(4, 4, **options).explain(x).text
         assert "[ref]" in text and reason in text
 
 
 def test_flops_are_counted_as_for_sdpa():
-    op = ops.DotProductAttention(4, 16, attn_mask_type="no_mask")
+    op = attention(4, 16, attn_mask_type="no_mask")
     x = activations(op, 10, 3, dtype=torch.float32)
     with FlopCounterMode(display=False) as counter:
         op(x).sum().backward()
@@ -333,7 +356,7 @@ def test_flops_are_counted_as_for_sdpa():
 
 
 def test_flops_of_pipelines_with_index_inputs():
-    attention = ops.DotProductAttention(2, 8, qkv_format="thd", attn_mask_type="no_mask")
+    attention = attention(2, 8, qkv_format="thd", attn_mask_type="no_mask")
     loss = ops.CrossEntropy()
     x, offsets, targets = torch.randn(6, 48), torch.tensor([0, 2, 6]), torch.randint(16, (6,))
     with FlopCounterMode(display=False) as counter:
@@ -344,14 +367,14 @@ def test_flops_of_pipelines_with_index_inputs():
 @pytest.mark.parametrize("window", ((sys.maxsize, sys.maxsize), (-1, sys.maxsize), (sys.maxsize, 0)), ids=str)
 def test_window_larger_than_any_sequence(window):
     options = {"attn_mask_type": "no_mask", "qkv_format": "bshd"}
-    op = ops.DotProductAttention(2, 8, window_size=window, **options)
-    unlimited = ops.DotProductAttention(2, 8, window_size=(-1, 0 if window[1] == 0 else -1), **options)
+    op = attention(2, 8, window_size=window, **options)
+    unlimited = attention(2, 8, window_size=(-1, 0 if window[1] == 0 else -1), **options)
     x = activations(op, 2, 5)
     torch.testing.assert_close(op(x), unlimited(x))
 
 
 def test_explain_names_the_tier_of_training_and_evaluation():
-    op = ops.DotProductAttention(2, 8, attention_dropout=0.1, qkv_format="bshd")
+    op = attention(2, 8, attention_dropout=0.1, qkv_format="bshd")
     x = activations(op, 2, 5, dtype=torch.float32)
     assert "in training with attention_dropout" in str(op.explain(x)) or _C.machine_tier() == "ref"
     assert "attention_dropout" not in str(op.eval().explain(x)).replace("attention_dropout=0.1", "")
@@ -361,7 +384,7 @@ def test_explain_names_the_tier_of_training_and_evaluation():
 @pytest.mark.parametrize("options", ({}, {"window_size": (2, 0)}, {"qkv_format": "thd"}), ids=str)
 def test_compiles_as_one_graph(options, dynamic):
     op = ops.Sequential(
-        ops.Linear(32, 128), ops.DotProductAttention(4, 16, num_gqa_groups=2, **options), ops.Linear(64, 32)
+        ops.Linear(32, 128), attention(4, 16, num_gqa_groups=2, **options), ops.Linear(64, 32)
     )
     torch.compiler.reset()
     compiled = torch.compile(op, fullgraph=True, dynamic=dynamic, backend="aot_eager")
@@ -377,7 +400,7 @@ def test_compiles_as_one_graph(options, dynamic):
 
 
 def test_compiled_dropout_draws_from_the_seed():
-    op = ops.Sequential(ops.DotProductAttention(2, 8, attention_dropout=0.5))
+    op = ops.Sequential(attention(2, 8, attention_dropout=0.5))
     x = torch.randn(16, 1, 48, requires_grad=True)
     torch.compiler.reset()
     compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
@@ -389,7 +412,7 @@ def test_compiled_dropout_draws_from_the_seed():
 
 
 def test_meta_device_gives_shapes():
-    op = ops.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="thd", attention_dropout=0.1)
+    op = attention(4, 16, num_gqa_groups=2, qkv_format="thd", attention_dropout=0.1)
     x = activations(op, 5, dtype=torch.bfloat16).detach().to("meta").requires_grad_()
     y = op(x, torch.tensor([0, 5], device="meta"))
     assert y.is_meta and y.shape == (5, 64)
@@ -397,7 +420,7 @@ def test_meta_device_gives_shapes():
 
 
 def test_text_form_keeps_every_field():
-    op = ops.DotProductAttention(
+    op = attention(
         4, 16, num_gqa_groups=2, attn_mask_type="no_mask", window_size=(3, -1), softmax_scale=0.5,
         attention_dropout=0.25, qkv_format="bshd", qkv_layout="concatenated",
     )  # fmt: skip
@@ -412,11 +435,11 @@ def test_heads_split_over_ranks_sum_to_the_whole(ranks):
     """Each rank's share of a column linear holds whole groups, and the row linear's partial products sum up."""
     heads, groups, d = 8, 4, 8
     qkv, proj = torch.nn.Linear(32, (heads + 2 * groups) * d), torch.nn.Linear(heads * d, 32, bias=False)
-    rotary = {"num_gqa_groups": groups}
-    whole = ops.Sequential(ops.RotaryEmbedding(heads, d, **rotary), ops.DotProductAttention(heads, d, **rotary))
+    rotary = {"num_gqa_groups": groups, "qkv_format": "sbhd"}
+    whole = ops.Sequential(ops.RotaryEmbedding(heads, d, **rotary), attention(heads, d, **rotary))
     share = ops.Sequential(
-        ops.RotaryEmbedding(heads // ranks, d, num_gqa_groups=groups // ranks),
-        ops.DotProductAttention(heads // ranks, d, num_gqa_groups=groups // ranks),
+        ops.RotaryEmbedding(heads // ranks, d, num_gqa_groups=groups // ranks, qkv_format="sbhd"),
+        attention(heads // ranks, d, num_gqa_groups=groups // ranks),
     )
     x = torch.randn(7, 2, 32)
     expected = proj(whole(qkv(x)))

@@ -22,7 +22,7 @@ MASKS = [
 
 
 def attention(**options):
-    return ops.CrossDotProductAttention(HEADS, D, num_gqa_groups=GROUPS, **options)
+    return ops.CrossDotProductAttention(HEADS, D, num_gqa_groups=GROUPS, **{"qkv_format": "sbhd", **options})
 
 
 def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -147,7 +147,7 @@ def test_compiles_as_one_graph(dynamic):
 
 
 def test_flops_count_queries_times_keys():
-    op = ops.CrossDotProductAttention(2, 4)
+    op = ops.CrossDotProductAttention(2, 4, qkv_format="sbhd")
     q, k, v = torch.randn(5, 3, 8, requires_grad=True), torch.randn(7, 3, 8), torch.randn(7, 3, 8)
     with FlopCounterMode(display=False) as counter:
         op(q, k, v).sum().backward()

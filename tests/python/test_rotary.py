@@ -15,7 +15,7 @@ HEADS, GROUPS = 4, 2
 
 
 def rotary(channels: int = 16, **options):
-    return ops.RotaryEmbedding(HEADS, channels, **{"num_gqa_groups": GROUPS, **options})
+    return ops.RotaryEmbedding(HEADS, channels, **{"num_gqa_groups": GROUPS, "qkv_format": "sbhd", **options})
 
 
 def activations(*lead: int, channels: int = 16, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

@@ -93,7 +93,7 @@ void forward_part(const DenseAttention& d) {
     case Tier::ref:
       return ref::attention_forward(d);
     default:
-      return sdpa_forward(d);
+      return sdpa_supports(d) ? sdpa_forward(d) : ref::attention_forward(d);
   }
 }
 

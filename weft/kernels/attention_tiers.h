@@ -34,6 +34,8 @@ struct ScoreBlock {
 /// dropped one, otherwise 1/(1 - dropout).
 at::Tensor dropout_factors(const DenseAttention& dense, const ScoreBlock& block, at::ScalarType dtype);
 
+/// Whether all queries and keys are finite. For others, torch's kernels may return 0 where a score is NaN.
+bool sdpa_supports(const DenseAttention& dense);
 /// torch's SDPA kernels. There is at least one query and one key.
 void sdpa_forward(const DenseAttention& dense);
 void sdpa_backward(const DenseAttention& dense, const at::Tensor& dout, const Qkv& grads);

@@ -52,7 +52,7 @@ class AttentionConfig {
                                     std::optional<double> scale) const;
 
   QkvHeads heads_;
-  QkvFormat format_;
+  std::optional<QkvFormat> format_;
   double dropout_;
   kernels::Attention attention_;
 };

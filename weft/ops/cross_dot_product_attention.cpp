@@ -110,6 +110,9 @@ static const Register<CrossDotProductAttention> cross_dot_product_attention{
               "``(sequences + 1)``.\nOutput: same as the input.",
      .example_inputs = "torch.randn(5, 3, 8), torch.randn(7, 3, 8), torch.randn(7, 3, 8)",
      .example_shape = "[5, 3, 8]"},
-    {.num_attention_heads = 2, .kv_channels = 4, .window_size = std::vector<int64_t>{1, 1}}};
+    {.num_attention_heads = 2,
+     .kv_channels = 4,
+     .window_size = std::vector<int64_t>{1, 1},
+     .qkv_format = QkvFormat::sbhd}};
 
 }  // namespace weft::ops

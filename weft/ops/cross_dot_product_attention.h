@@ -17,7 +17,7 @@ class CrossDotProductAttention final : public Op<CrossDotProductAttention> {
     std::optional<std::vector<int64_t>> window_size = {};
     std::optional<double> softmax_scale = {};
     double attention_dropout = 0;
-    QkvFormat qkv_format = QkvFormat::sbhd;
+    std::optional<QkvFormat> qkv_format = {};
     static constexpr auto fields() {
       return std::tuple{Field{"num_attention_heads", &Options::num_attention_heads, description::kNumAttentionHeads,
                               ParamKind::required},

@@ -96,6 +96,10 @@ static const Register<DotProductAttention> dot_product_attention{
               "kv_channels``.",
      .example_inputs = "torch.randn(5, 3, 12)",
      .example_shape = "[5, 3, 4]"},
-    {.num_attention_heads = 2, .kv_channels = 2, .num_gqa_groups = 1, .window_size = std::vector<int64_t>{1, -1}}};
+    {.num_attention_heads = 2,
+     .kv_channels = 2,
+     .num_gqa_groups = 1,
+     .window_size = std::vector<int64_t>{1, -1},
+     .qkv_format = QkvFormat::sbhd}};
 
 }  // namespace weft::ops

@@ -17,7 +17,7 @@ class DotProductAttention final : public Op<DotProductAttention> {
     std::optional<std::vector<int64_t>> window_size = {};
     std::optional<double> softmax_scale = {};
     double attention_dropout = 0;
-    QkvFormat qkv_format = QkvFormat::sbhd;
+    std::optional<QkvFormat> qkv_format = {};
     QkvLayout qkv_layout = QkvLayout::group_interleaved;
     static constexpr auto fields() {
       return std::tuple{

@@ -17,10 +17,27 @@ QkvHeads make_heads(std::string_view op, int64_t heads, std::optional<int64_t> g
   return {heads, kv, head_dim};
 }
 
-SequenceDims::SequenceDims(QkvFormat format, c10::SymIntArrayRef sizes) {
+namespace {
+
+/// The dimension of an activation of one sequence that is not 1; the first one if all are.
+size_t only_dimension(c10::SymIntArrayRef leading, c10::SymIntArrayRef sizes) {
+  std::optional<size_t> found;
+  for (size_t i = 0; i < leading.size(); ++i) {
+    if (leading[i].sym_eq(1).guard_bool(__FILE__, __LINE__)) continue;
+    TORCH_CHECK_VALUE(
+        !found, "input has shape ", sizes, ", which is more than one sequence, and qkv_format is not given. ",
+        "Pass qkv_format=\"bshd\" for (batch, sequence, width), or \"sbhd\" for (sequence, batch, width).");
+    found = i;
+  }
+  return found.value_or(0);
+}
+
+}  // namespace
+
+SequenceDims::SequenceDims(std::optional<QkvFormat> format, c10::SymIntArrayRef sizes) {
   const auto leading = sizes.slice(0, sizes.size() - 1);
   if (leading.empty()) return;
-  const size_t sequence = format == QkvFormat::bshd ? leading.size() - 1 : 0;
+  const size_t sequence = !format ? only_dimension(leading, sizes) : format == QkvFormat::bshd ? leading.size() - 1 : 0;
   for (size_t i = 0; i < leading.size(); ++i) {
     if (format == QkvFormat::thd || i == sequence)
       length = length * leading[i];

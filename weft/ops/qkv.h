@@ -29,11 +29,12 @@ struct QkvHeads {
 /// divide the heads.
 QkvHeads make_heads(std::string_view op, int64_t heads, std::optional<int64_t> groups, int64_t head_dim);
 
-/// An activation [*, width] as [outer, length, inner, width]: `length` is the sequence.
+/// An activation [*, width] as [outer, length, inner, width]: `length` is the sequence. Without a format the activation
+/// must be one sequence: an assumed order would mix the entries of a batch. Raises ValueError for others.
 struct SequenceDims {
   c10::SymInt outer = 1, length = 1, inner = 1;
 
-  SequenceDims(QkvFormat format, c10::SymIntArrayRef sizes);
+  SequenceDims(std::optional<QkvFormat> format, c10::SymIntArrayRef sizes);
   /// For sizes that are known.
   std::array<int64_t, 4> sizes(int64_t width) const;
 };
@@ -48,7 +49,7 @@ inline constexpr const char* kNumGqaGroups =
     "Number of key heads and of value heads, each shared by consecutive query heads; None means one per query head.";
 inline constexpr const char* kQkvFormat =
     "Order of the dimensions: ``\"sbhd\"`` sequence first, ``\"bshd\"`` sequence before the last dimension, "
-    "``\"thd\"`` packed sequences.";
+    "``\"thd\"`` packed sequences. None: the input is one sequence, so that the order does not matter.";
 }  // namespace description
 
 }  // namespace weft::ops

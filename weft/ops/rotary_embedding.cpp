@@ -128,6 +128,6 @@ static const Register<RotaryEmbedding> rotary_embedding{
               "``(sequences + 1)``.\nOutput: same as the input.",
      .example_inputs = "torch.randn(5, 3, 12)",
      .example_shape = "[5, 3, 12]"},
-    {.num_attention_heads = 2, .kv_channels = 2, .num_gqa_groups = 1}};
+    {.num_attention_heads = 2, .kv_channels = 2, .num_gqa_groups = 1, .qkv_format = QkvFormat::sbhd}};
 
 }  // namespace weft::ops

@@ -19,7 +19,7 @@ class RotaryEmbedding final : public Op<RotaryEmbedding> {
     std::optional<int64_t> rotary_dim = {};
     bool interleaved = false;
     std::optional<double> rotary_base = 10000.0;
-    QkvFormat qkv_format = QkvFormat::sbhd;
+    std::optional<QkvFormat> qkv_format = {};
     static constexpr auto fields() {
       return std::tuple{
           Field{"num_attention_heads", &Options::num_attention_heads, description::kNumAttentionHeads,

@@ -1,5 +1,6 @@
 // torch's SDPA kernels for the CPU. They take views [N, H, T, D] of any strides with contiguous channels, share a key
-// head among H/groups query heads, and divide by zero without queries.
+// head among H/groups query heads, divide by zero without queries, and treat NaN scores as masked. They check no sizes:
+// the operations do (ops/qkv.h).
 #include <ATen/Parallel.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
@@ -7,6 +8,7 @@
 #include <ATen/ops/max.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "weft/kernels/attention_tiers.h"
 #include "weft/kernels/tiers.h"
@@ -71,6 +73,48 @@ bool computes_in_float32(const DenseAttention& d) {
   return largest(d.in.q) * largest(d.in.k) * d.attention.scale <= kMaxScore;
 }
 
+/// Whether `count` values are finite: no exponent has all bits set.
+template <class Bits>
+bool are_finite(const Bits* values, int64_t count, Bits exponent) {
+  Bits special = 0;
+  for (int64_t i = 0; i < count; ++i) special |= static_cast<Bits>(-((values[i] & exponent) == exponent));
+  return special == 0;
+}
+
+/// Whether all values of [batch, T, …, D] with contiguous channels are finite.
+template <class Bits>
+bool is_finite(const at::Tensor& t, Bits exponent) {
+  const auto inner = t.dim() == 5 ? t.size(3) : 1, inner_stride = t.dim() == 5 ? t.stride(3) : 0;
+  const auto rows = t.size(0) * t.size(1), width = t.size(2) * inner * t.size(-1);
+  const auto* data = static_cast<const Bits*>(t.const_data_ptr());
+  std::atomic<bool> finite = true;
+  constexpr int64_t kGrain = 1 << 15;  // values per task, at least
+  const auto grain = at::divup(kGrain, std::max<int64_t>(width, 1));
+  at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end && finite; ++row)
+      for (int64_t g = 0; g < t.size(2); ++g)
+        for (int64_t h = 0; h < inner; ++h) {
+          const auto* values =
+              data + row / t.size(1) * t.stride(0) + row % t.size(1) * t.stride(1) + g * t.stride(2) + h * inner_stride;
+          if (!are_finite(values, t.size(-1), exponent)) finite = false;
+        }
+  });
+  return finite;
+}
+
+bool is_finite(const at::Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kDouble:
+      return is_finite<uint64_t>(t, 0x7ff0000000000000);
+    case at::kFloat:
+      return is_finite<uint32_t>(t, 0x7f800000);
+    case at::kHalf:
+      return is_finite<uint16_t>(t, 0x7c00);
+    default:
+      return is_finite<uint16_t>(t, 0x7f80);  // bfloat16
+  }
+}
+
 /// A range of the batch and of the groups of heads.
 struct HeadRange {
   int64_t batch, batches, group, groups;
@@ -101,6 +145,10 @@ void for_each_head_range(const DenseAttention& d, const Run& run) {
 }
 
 }  // namespace
+
+void restore_nan(const DenseAttention& d);
+
+bool sdpa_supports(const DenseAttention& d) { return is_finite(d.in.q) && is_finite(d.in.k); }
 
 void sdpa_forward(const DenseAttention& d) {
   if (computes_in_float32(d))
