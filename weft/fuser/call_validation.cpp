@@ -6,6 +6,7 @@
 
 #include "weft/core/dispatch_keys.h"
 #include "weft/fused/rules.h"
+#include "weft/kernels/packing.h"
 #include "weft/quant/recipe.h"
 
 namespace weft::fuser {
@@ -84,6 +85,12 @@ bool param_fits(const ops::ParamSpec& spec, const at::Tensor& param, const at::T
 
 void check_param(const Pipeline& pipeline, int p, const at::Tensor& param, const at::Tensor& x) {
   if (!param_fits(pipeline.params()[p], param, x)) reject_param(pipeline, p, param, x);
+}
+
+/// Raises for a frozen weight (torchweft.prepack) that has changed.
+void check_frozen(ops::Params params) {
+  if (!kernels::any_frozen()) return;
+  for (const auto& param : params) kernels::check_frozen(param);
 }
 
 void check_extra(int k, const at::Tensor& extra, const at::Tensor& x) {
@@ -165,6 +172,7 @@ void check_against_key(const Pipeline& pipeline, const fused::PlanKey& key, cons
     check_param(pipeline, p, params[p], x);
     check_tensor_meta(param_name(pipeline, p), params[p], key.tensor_meta(1 + num_extras + p));
   }
+  check_frozen(params);
 }
 
 fused::PlanKey make_plan_key(const Pipeline& pipeline, const at::Tensor& x, ops::Params params,
@@ -186,6 +194,7 @@ fused::PlanKey make_plan_key(const Pipeline& pipeline, const at::Tensor& x, ops:
     check_param(pipeline, static_cast<int>(p), params[p], x);
     key.add(fused::TensorMeta::of(params[p], grad_mode).pack());
   }
+  check_frozen(params);
   if (forward_mode()) check_tangents(pipeline, x, params, extras);
   check_modes();
   return key;

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <bit>
 #include <charconv>
 #include <cstdlib>
 #include <cstring>
@@ -74,6 +75,8 @@ struct FrozenWeight {
   std::string name;
   int64_t id;  // different for each call of `freeze`
   std::vector<CacheEntry> copies = {};
+  std::optional<uint64_t> checksum = {};  // of the values, at the first call
+  Version checked = {};                   // the version with that checksum
 
   Version version() const { return counter.enabled() ? Version(counter.current_version()) : std::nullopt; }
   int64_t bytes() const {
@@ -94,6 +97,38 @@ struct Lookup {
   bool valid = false;  // the version counter has not moved since the copy was made
   std::string name = {};
 };
+
+/// What is known of the values of a frozen weight.
+struct FrozenValues {
+  int64_t id;
+  Version version;  // current
+  std::optional<uint64_t> checksum;
+  bool valid;  // the version counter has not moved since the checksum was computed
+  std::string name;
+};
+
+/// Depends on the order of the values.
+uint64_t checksum_of(const at::Tensor& weight) {
+  const auto dense = weight.contiguous();
+  const auto* bytes = static_cast<const char*>(dense.const_data_ptr());
+  const auto size = static_cast<size_t>(dense.nbytes());
+  std::array<uint64_t, 4> lanes{1, 2, 3, 4};
+  size_t at = 0;
+  for (; at + sizeof lanes <= size; at += sizeof lanes) {
+    std::array<uint64_t, 4> words;
+    std::memcpy(words.data(), bytes + at, sizeof words);
+    for (size_t i = 0; i < 4; ++i) lanes[i] = (std::rotl(lanes[i], 29) ^ words[i]) * 0x9e3779b97f4a7c15;
+  }
+  uint64_t sum = 0;
+  for (const auto lane : lanes) sum = (std::rotl(sum, 31) ^ lane) * 0xbf58476d1ce4e5b9;
+  for (; at < size; ++at) sum = (sum ^ static_cast<uint8_t>(bytes[at])) * 0x100000001b3;
+  return sum ^ sum >> 32;
+}
+
+[[noreturn]] void reject_change(const std::string& name) {
+  TORCH_CHECK(false, "prepack: ", name, " was changed in place while it was frozen. Call prepack(module) again after ",
+              "changing a weight, or prepack(module, frozen=False) before changing it.");
+}
 
 int64_t limit_from_environment() {
   const char* value = std::getenv("WEFT_PACKED_BYTES");
@@ -153,6 +188,24 @@ class PackedWeightCache {
     const auto w = weights_.find(range);
     if (w == weights_.end() || w->second.id != found.id) return;
     if (const auto entry = w->second.find(layout); entry != w->second.copies.end()) entry->version = found.version;
+  }
+
+  /// Empty if the weight is not frozen.
+  std::optional<FrozenValues> values(const MemoryRange& range) {
+    const std::lock_guard lock(mutex_);
+    const auto w = weights_.find(range);
+    if (w == weights_.end()) return {};
+    const auto& weight = w->second;
+    const auto version = weight.version();
+    const bool valid = weight.checksum && weight.checked == version;
+    return FrozenValues{weight.id, version, weight.checksum, valid, valid ? std::string() : weight.name};
+  }
+  void set_checksum(const MemoryRange& range, const FrozenValues& found, uint64_t checksum) {
+    const std::lock_guard lock(mutex_);
+    const auto w = weights_.find(range);
+    if (w == weights_.end() || w->second.id != found.id) return;
+    w->second.checksum = checksum;
+    w->second.checked = found.version;
   }
 
   void freeze(const at::Tensor& weight, std::string name) {
@@ -259,9 +312,8 @@ std::shared_ptr<const PackedCopy> packed_frozen_weight(const PackRequest& reques
     cache.insert(range, layout, *found, copy);
     return copy;
   }
-  const bool same = std::memcmp(copy->data(), found->copy->data(), static_cast<size_t>(request.bytes)) == 0;
-  TORCH_CHECK(same, "prepack: ", found->name, " was changed in place while it was frozen. Call prepack(module) again ",
-              "after changing a weight, or prepack(module, frozen=False) before changing it.");
+  if (std::memcmp(copy->data(), found->copy->data(), static_cast<size_t>(request.bytes)) != 0)
+    reject_change(found->name);
   cache.mark_valid(range, layout, *found);
   return found->copy;
 }
@@ -283,6 +335,18 @@ void freeze(const at::Tensor& weight, std::string name) {
 
 void unfreeze(const at::Tensor& weight) {
   if (weight.numel() > 0) PackedWeightCache::instance().unfreeze(MemoryRange(weight));
+}
+
+bool any_frozen() { return !PackedWeightCache::instance().empty(); }
+
+void check_frozen(const at::Tensor& weight) {
+  if (!weight.is_cpu() || weight.numel() == 0) return;
+  const MemoryRange range(weight);
+  const auto found = PackedWeightCache::instance().values(range);
+  if (!found || found->valid) return;
+  const auto checksum = checksum_of(weight);
+  if (found->checksum && *found->checksum != checksum) reject_change(found->name);
+  PackedWeightCache::instance().set_checksum(range, *found, checksum);
 }
 
 int64_t packed_bytes() { return PackedWeightCache::instance().bytes(); }
