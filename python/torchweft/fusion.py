@@ -107,8 +107,9 @@ def register_forward_fusion(func: _FusionFunction, prepend: bool = False) -> Fus
 
     Args:
         func: ``func(ops, *, recipe) -> ops``. It gets the operations of a pipeline in order and returns them with some
-            consecutive operations replaced by a :class:`FusedOperation`, which then computes their forward.
-        prepend: apply the function before the rules registered so far instead of after them.
+            consecutive operations replaced by a :class:`FusedOperation`, which then computes their forward. It is
+            applied before the library's own rules, which fuse what it leaves.
+        prepend: apply the function before the functions registered so far instead of after them.
 
     Returns:
         A :class:`FusionHandle` that removes the function.
@@ -129,7 +130,7 @@ def register_backward_fusion(func: _FusionFunction, prepend: bool = False) -> Fu
 
     Args:
         func: see :func:`register_forward_fusion`; the fused operation computes the backward.
-        prepend: apply the function before the rules registered so far instead of after them.
+        prepend: apply the function before the functions registered so far instead of after them.
 
     Returns:
         A :class:`FusionHandle` that removes the function.
@@ -142,7 +143,7 @@ def register_forward_backward_fusion(func: _FusionFunction, prepend: bool = Fals
 
     Args:
         func: see :func:`register_forward_fusion`.
-        prepend: apply the function before the rules registered so far instead of after them.
+        prepend: apply the function before the functions registered so far instead of after them.
 
     Returns:
         A :class:`FusionHandle` that removes the function.

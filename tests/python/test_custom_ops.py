@@ -456,6 +456,34 @@ def test_fusions_run_in_registration_order_prepended_first():
     assert order == ["first", "second", "third"]
 
 
+def test_registered_fusions_run_before_those_of_the_library():
+    """A function in any pass sees the operations that a joint rule of the library would take."""
+    block = ops.Sequential(ops.RMSNorm(8), ops.Linear(8, 8), ops.GELU(), ops.Linear(8, 8))
+    seen, x = [], torch.randn(4, 8)
+    assert [step["name"] for step in block.explain(x).data[0]["forward"]] == ["mlp_block"]
+
+    class OwnGelu(ops.FusedOperation):
+        def fuser_forward(self, basic_op_ctxs, input_, **_):
+            basic_op_ctxs[0].save_for_backward(input_)
+            return torch.nn.functional.gelu(input_, approximate="tanh"), [()]
+
+    def fuse(ops_, *, recipe):
+        seen.append([type(op).__name__ for op in ops_])
+        return [OwnGelu([op]) if isinstance(op, ops.GELU) else op for op in ops_]
+
+    expected = block(x)
+    with ops.register_forward_fusion(fuse):
+        torch.testing.assert_close(block(x), expected)
+        plan = block.explain(x).data[0]
+        assert seen[0] == ["RMSNorm", "BasicLinear", "Bias", "GELU", "BasicLinear", "Bias"]
+        assert [step["name"] for step in plan["forward"]] == ["RMSNorm", "linear_bias", "OwnGelu", "linear_bias"]
+        assert {"rule": "mlp_block", "reason": "a registered rule fuses one of the matched operations in one pass"} in [
+            {key: rejection[key] for key in ("rule", "reason")} for rejection in plan["rejections"]
+        ]
+        assert plan["backward"] != plan["forward"]  # rules of the library still fuse backward
+    assert torch.equal(block(x), expected)
+
+
 def test_fused_op_is_hidden_from_later_fusions():
     taken, left = [], []
 

@@ -107,7 +107,8 @@ int64_t add_rule(FusionRule rule, bool prepend) {
   update([&](Registry& r) {
     auto rules = *r.all;
     id = r.next_id++;
-    rules.emplace(prepend ? rules.begin() : rules.end(), id, std::move(rule));
+    const auto own = std::find_if(rules.begin(), rules.end(), [&](const auto& e) { return e.first < r.num_builtin; });
+    rules.emplace(prepend ? rules.begin() : own, id, std::move(rule));
     return std::make_shared<const RuleList>(std::move(rules));
   });
   return id;

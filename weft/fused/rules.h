@@ -18,7 +18,8 @@ Rules current_rules();
 /// The version alone, for the call path.
 uint32_t rules_version();
 
-/// Appends (or prepends) a rule and returns its id. Takes effect at the next call of every pipeline.
+/// Adds a rule after the rules added before (`prepend`: before them) and returns its id. Those of the library are tried
+/// last, also its joint rules. Takes effect at the next call of every pipeline.
 int64_t add_rule(FusionRule rule, bool prepend = false);
 void remove_rule(int64_t id);
 

@@ -1,19 +1,22 @@
 #include "weft/fuser/matcher.h"
 
+#include <algorithm>
+
 namespace weft::fuser {
 namespace {
 constexpr const char* kQuantized = "a recipe quantizes a matched operation, and the rule is for unquantized ones";
 constexpr const char* kQuantizedPipeline =
     "a recipe quantizes an operation of the pipeline, and functions fuse unquantized pipelines only";
+constexpr const char* kReserved = "a registered rule fuses one of the matched operations in one pass";
 }  // namespace
 
 using fused::Match;
 using fused::PatternRule;
 using fused::Step;
 
-std::vector<Step> Matcher::apply(fused::Pass pass, std::vector<Step> steps) {
+std::vector<Step> Matcher::apply(fused::Pass pass, RuleOwner owner, std::vector<Step> steps) {
   for (const auto& [id, rule] : rules_) {
-    if (fused::pass_of(rule) != pass) continue;
+    if (fused::pass_of(rule) != pass || fused::is_builtin(id) != (owner == RuleOwner::library)) continue;
     const auto* pattern = std::get_if<PatternRule>(&rule);
     if (!pattern && is_quantized(0, pipeline_.size())) {
       add_rejection({fused::name_of(rule), pass, 0, pipeline_.size(), kQuantizedPipeline});
@@ -42,6 +45,11 @@ std::vector<Step> Matcher::scan(const PatternRule& rule, const std::vector<Step>
     begin += found->size();
   }
   return out;
+}
+
+void Matcher::reserve(const std::vector<Step>& steps) {
+  for (const auto& step : steps)
+    if (step.fused) std::fill_n(reserved_.begin() + step.first, step.count, 1);
 }
 
 /// A pattern that begins with an optional element also matches without it; drops the repeated rejection.
@@ -90,6 +98,10 @@ bool Matcher::is_quantized(int first, int count) const {
 }
 
 std::string Matcher::rejection_reason(const PatternRule& rule, const Match& match) const {
+  const auto reserved = reserved_.begin() + match.first();
+  if (rule.make.pass == fused::Pass::joint &&
+      std::find(reserved, reserved + match.size(), 1) != reserved + match.size())
+    return kReserved;
   if (!rule.quantized && is_quantized(match.first(), match.size())) return kQuantized;
   if (rule.reject) {
     if (auto reason = rule.reject(match, view_); !reason.empty()) return reason;

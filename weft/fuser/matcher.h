@@ -6,15 +6,20 @@
 
 namespace weft::fuser {
 
+/// Who wrote a rule: a caller of `fused::add_rule`, or the library.
+enum class RuleOwner { user, library };
+
 /// Applies rules to a list of steps. A rule matches only basic operations; within a pass, the first rule that fuses an
 /// operation keeps it.
 class Matcher {
  public:
   Matcher(const Pipeline& pipeline, const fused::PlanView& view, const fused::RuleList& rules,
           std::vector<Rejection>& rejections)
-      : pipeline_(pipeline), view_(view), rules_(rules), rejections_(rejections) {}
+      : pipeline_(pipeline), view_(view), rules_(rules), rejections_(rejections), reserved_(pipeline.size(), 0) {}
 
-  std::vector<fused::Step> apply(fused::Pass pass, std::vector<fused::Step> steps);
+  std::vector<fused::Step> apply(fused::Pass pass, RuleOwner owner, std::vector<fused::Step> steps);
+  /// Keeps the operations that these steps fuse from joint rules applied later.
+  void reserve(const std::vector<fused::Step>& steps);
 
  private:
   /// Fuses all matches of one rule.
@@ -36,6 +41,7 @@ class Matcher {
   const fused::PlanView& view_;
   const fused::RuleList& rules_;
   std::vector<Rejection>& rejections_;
+  std::vector<uint8_t> reserved_;  // per operation
 };
 
 }  // namespace weft::fuser

@@ -88,6 +88,17 @@ at::ScalarType compute_dtype(const Pipeline& pipeline, const PlanKey& key, const
   return at::ScalarType::Undefined;
 }
 
+/// Raises for a float64 input of an operation whose weight has another dtype: torch raises as well, and the caller
+/// asked for more than the result would have. Other inputs are converted to the dtype of the weight, as Transformer
+/// Engine does, and under autocast all of them.
+void check_precision(const Pipeline& pipeline, const ops::OpPlan& plan, int i, at::ScalarType input,
+                     at::ScalarType compute) {
+  if (pipeline.op(i).dtype_rule() != ops::DtypeRule::weight || plan.autocast != at::ScalarType::Undefined) return;
+  TORCH_CHECK_TYPE(input != at::kDouble || compute == at::kDouble, pipeline.label(i), ": input is float64, the weight ",
+                   dtype_name(compute), "; expected a weight of float64. Convert the module with .double(), or the ",
+                   "input with .to(torch.", dtype_name(compute), ").");
+}
+
 void check_extra_dtypes(const Pipeline& pipeline, const PlanKey& key) {
   for (size_t k = 0; k < pipeline.caller_inputs().size(); ++k) {
     const int slot = pipeline.caller_inputs()[k], i = pipeline.consumer(slot), extra = slot - pipeline.extra_in_base(i);
@@ -101,6 +112,17 @@ int step_of(const std::vector<Step>& steps, int op) {
   for (int s = 0; s < static_cast<int>(steps.size()); ++s)
     if (op < steps[s].first + steps[s].count) return s;
   return -1;
+}
+
+/// The steps of a pass with those of `joint` that are fused, in place of what they cover.
+std::vector<Step> with_joint_steps(const std::vector<Step>& pass, const std::vector<Step>& joint) {
+  std::vector<Step> out;
+  for (const auto& step : pass) {
+    const auto& cover = joint[step_of(joint, step.first)];
+    if (!cover.fused) out.push_back(step);
+    if (cover.fused && cover.first == step.first) out.push_back(cover);
+  }
+  return out;
 }
 
 /// Adds to each step the routes of extra tensors. A fused step handles channels between its own operations itself.
@@ -217,6 +239,7 @@ fused::PlanView make_plan_view(const Pipeline& pipeline, const PlanKey& key, con
     check_dtype(pipeline, i, "input", dtype);
     view.input_dtypes.push_back(dtype);
     dtype = compute_dtype(pipeline, key, plans[i], i, dtype);
+    check_precision(pipeline, plans[i], i, view.input_dtypes.back(), dtype);
     view.compute_dtypes.push_back(dtype);
     if (pipeline.op(i).dtype_rule() == ops::DtypeRule::opmath_output && dtype != at::ScalarType::Undefined)
       dtype = at::toOpMathType(dtype);
@@ -243,14 +266,20 @@ std::shared_ptr<const Plan> make_plan(const Pipeline& pipeline, const PlanKey& k
   std::vector<Step> steps(pipeline.size());  // one per operation, then with joint fusions
   for (int i = 0; i < pipeline.size(); ++i) steps[i].first = i;
   Matcher matcher(pipeline, plan_view, rules, plan->rejections);
-  steps = matcher.apply(Pass::joint, std::move(steps));
+  steps = matcher.apply(Pass::joint, RuleOwner::user, std::move(steps));
+  auto forward = matcher.apply(Pass::forward, RuleOwner::user, steps);
+  auto backward = matcher.apply(Pass::backward, RuleOwner::user, steps);
+  matcher.reserve(forward);
+  matcher.reserve(backward);
+  steps = matcher.apply(Pass::joint, RuleOwner::library, std::move(steps));
   plan->num_saved = pipeline.num_saved();
   for (auto& step : steps) {
     const auto own = step.fused.joint ? static_cast<int>(step.fused.joint->saved_names().size()) : 0;
     if (own > 0) step.own_base = plan->num_saved;
     plan->num_saved += own;
   }
-  const auto forward = matcher.apply(Pass::forward, steps), backward = matcher.apply(Pass::backward, steps);
+  forward = matcher.apply(Pass::forward, RuleOwner::library, with_joint_steps(forward, steps));
+  backward = matcher.apply(Pass::backward, RuleOwner::library, with_joint_steps(backward, steps));
   check_coverage(pipeline, forward, Pass::forward);
   check_coverage(pipeline, backward, Pass::backward);
   plan->forward = route(pipeline, forward);
