@@ -479,6 +479,17 @@ def sharded_loss_rejects_bad_targets() -> None:
         assert "the ranks have logits of 4 to 5 classes, expected equal shards" in str(error), error
     else:
         raise AssertionError("nothing raised")
+    targets = torch.tensor([0, 1, 2])
+    targets[2] += dist.get_rank()
+    for loss in (op, ops.Sequential(ops.Linear(5, 5, dtype=torch.float64), op)):
+        for other in (targets, torch.where(targets > 2, -100, targets)):
+            try:
+                loss(logits, other)
+            except ValueError as error:
+                assert "the ranks have different targets in 1 of 3 rows, first in row 2;" in str(error), error
+            else:
+                raise AssertionError("nothing raised")
+    assert op(logits, torch.tensor([0, 1, 2])).isfinite()  # the group stays usable
 
 
 def compiled_block() -> None:

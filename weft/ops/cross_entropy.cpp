@@ -1,5 +1,6 @@
 #include "weft/ops/cross_entropy.h"
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/sum.h>
 
 #include "weft/ops/leading_dims.h"
@@ -27,13 +28,24 @@ void check_targets(c10::SymIntArrayRef x, c10::SymIntArrayRef targets, at::Scala
                     targets.size() == x.size() ? ". Convert one-hot targets with targets.argmax(-1)." : ".");
 }
 
-/// Raises unless all ranks have the same number of classes.
-void check_shards(const at::Tensor& partials) {
-  if (!partials.device().is_cpu() || partials.size(1) == 0) return;
-  const auto columns = partials.select(2, kernels::kPartialColumns).select(1, 0);
+/// A column for the partials of a rank, by which ranks compare their targets. Exact in float32.
+at::Tensor target_column(const at::Tensor& targets, at::ScalarType dtype) {
+  return targets.remainder(1 << 24).to(dtype).unsqueeze(1);
+}
+
+/// Raises unless all ranks have the same number of classes, and the same targets: each rank adds the logit of its own
+/// classes only. `by_rank` holds the partials of each rank and its target column.
+void check_shards(const at::Tensor& by_rank) {
+  if (!by_rank.device().is_cpu() || by_rank.size(1) == 0) return;
+  const auto columns = by_rank.select(2, kernels::kPartialColumns).select(1, 0);
   TORCH_CHECK_VALUE(columns.eq(columns[0]).all().item<bool>(), "the ranks have logits of ",
                     columns.min().item<int64_t>(), " to ", columns.max().item<int64_t>(),
                     " classes, expected equal shards. Pad the weight of the head.");
+  const auto targets = by_rank.select(2, kernels::kNumPartials);
+  const auto differs = targets.ne(targets[0]).any(0);
+  TORCH_CHECK_VALUE(!differs.any().item<bool>(), "the ranks have different targets in ", differs.sum().item<int64_t>(),
+                    " of ", differs.size(0), " rows, first in row ", differs.nonzero()[0].item<int64_t>(),
+                    "; expected the same targets on every rank of the group. ", "Broadcast them from one rank.");
 }
 
 /// The number of rows that are not ignored.
@@ -82,13 +94,14 @@ at::Tensor CrossEntropy::checked_targets(const at::Tensor& targets, c10::SymIntA
   return classes;
 }
 
-at::Tensor CrossEntropy::gather_partials(const at::Tensor& partials, const kernels::CrossEntropyLoss& loss) const {
+at::Tensor CrossEntropy::gather_partials(const at::Tensor& partials, const at::Tensor& targets,
+                                         const kernels::CrossEntropyLoss& loss) const {
   if (!options_.tensor_parallel) return partials;
   const auto own = partials.size(0) == 1 ? partials[0] : kernels::combine_cross_entropy_partials(partials, loss);
-  const auto all = group().all_gather(own).wait();
-  auto by_rank = all.view({options_.tensor_parallel_size, own.size(0), kernels::kNumPartials});
+  const auto all = group().all_gather(at::cat({own, target_column(targets, own.scalar_type())}, 1)).wait();
+  const auto by_rank = all.view({options_.tensor_parallel_size, own.size(0), kernels::kNumPartials + 1});
   check_shards(by_rank);
-  return by_rank;
+  return by_rank.narrow(2, 0, kernels::kNumPartials);
 }
 
 at::Tensor CrossEntropy::reduce(const at::Tensor& losses, const at::Tensor& rows, const at::Tensor& like) const {
@@ -109,7 +122,7 @@ at::Tensor CrossEntropy::forward(OpContext& ctx, const at::Tensor& x, Params) co
   const auto rows = targets.reshape({-1}), logits = as_matrix(x);
   const auto spec = loss(logits.size(1));
   const auto partials = kernels::cross_entropy_partials(logits, rows, spec).unsqueeze(0);
-  auto [losses, statistics] = kernels::cross_entropy_forward(gather_partials(partials, spec), rows, spec);
+  auto [losses, statistics] = kernels::cross_entropy_forward(gather_partials(partials, rows, spec), rows, spec);
   if (ctx.needs_input_grad()) {
     ctx.save(kInput, x);
     ctx.save(kTargets, targets);

@@ -70,8 +70,10 @@ class CrossEntropy final : public Op<CrossEntropy> {
   kernels::CrossEntropyLoss loss(int64_t columns) const;
   /// The targets as int64. Raises unless there is one class index per row of logits of these sizes.
   at::Tensor checked_targets(const at::Tensor& targets, c10::SymIntArrayRef logits) const;
-  /// The partials of all classes, from those of parts of this rank's classes, [parts, rows, kNumPartials].
-  at::Tensor gather_partials(const at::Tensor& partials, const kernels::CrossEntropyLoss& loss) const;
+  /// The partials of all classes, from those of parts of this rank's classes, [parts, rows, kNumPartials]. Raises on
+  /// every rank if the targets of the ranks differ.
+  at::Tensor gather_partials(const at::Tensor& partials, const at::Tensor& targets,
+                             const kernels::CrossEntropyLoss& loss) const;
   /// y from the losses of all rows; `like` has the sizes of one loss per row.
   at::Tensor reduce(const at::Tensor& losses, const at::Tensor& rows, const at::Tensor& like) const;
   /// The gradient of the loss of each row, in `dtype`.

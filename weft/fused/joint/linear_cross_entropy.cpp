@@ -58,7 +58,7 @@ class LinearCrossEntropy final : public JointFusion {
       partials.push_back(kernels::cross_entropy_partials(logits(matrix, w, block), rows, block_loss(w, block)));
     const auto spec = loss_->loss(w.size(0));
     auto [losses, statistics] =
-        kernels::cross_entropy_forward(loss_->gather_partials(at::stack(partials), spec), rows, spec);
+        kernels::cross_entropy_forward(loss_->gather_partials(at::stack(partials), rows, spec), rows, spec);
     if (loss.needs_input_grad()) {
       loss.save(CrossEntropy::kTargets, targets);
       loss.save(CrossEntropy::kStatistics, std::move(statistics));
