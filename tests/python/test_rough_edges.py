@@ -632,12 +632,6 @@ def test_main_grad_is_required_and_accumulated(name):
         op(x).sum().backward()
 
 
-@pytest.mark.parametrize("name", (*plain.UNARY, *plain.GATES, "SiTUGLU", "ClampedSwiGLU"))
-def test_quantization_option_is_rejected(name):
-    with pytest.raises(NotImplementedError, match=f"{name}: cache_quantized_input"):
-        getattr(ops, name)(cache_quantized_input=True)
-
-
 @pytest.mark.parametrize("name", ("LayerNorm", "RMSNorm"))
 def test_sm_margin_forms_and_no_environment_variable(name, monkeypatch):
     for stage in ("FWD", "BWD", "INF"):

@@ -33,9 +33,14 @@ std::string reject_parallel(const ops::BasicLinear& linear) {
   return linear.parallel() ? "BasicLinear is sharded over ranks" : "";
 }
 
+std::string reject_cached_input(const ops::ActivationOp& activation) {
+  return activation.caches_quantized_input() ? "cache_quantized_input: the activation saves its input in FP8" : "";
+}
+
 std::string reject_activation(const MatchedOp<ops::ActivationOp>& activation, int64_t columns) {
   if (!activation) return {};
   const auto& act = activation->act();
+  if (auto reason = reject_cached_input(*activation.op); !reason.empty()) return reason;
   if (act.interleave != 0) return "glu_interleave_size is set; a GEMM epilogue gates contiguous halves only";
   if (act.gated() && columns % 2 != 0)
     return "the gated activation has an odd number of columns (" + std::to_string(columns) + ")";

@@ -26,6 +26,8 @@ std::string reject_reduced_gradient(const ops::BasicLinear& linear);
 /// Rejects a linear that is sharded over ranks.
 std::string reject_parallel(const ops::BasicLinear& linear);
 
+/// Rejects an activation that saves its input in FP8: what it saves and reads is not what a fused operation would.
+std::string reject_cached_input(const ops::ActivationOp& activation);
 /// Rejects an activation that a GEMM epilogue cannot apply to an input of `columns` columns, or whose gradient it
 /// cannot compute. Accepts if there is no activation.
 std::string reject_activation(const MatchedOp<ops::ActivationOp>& activation, int64_t columns);

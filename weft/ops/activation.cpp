@@ -19,12 +19,14 @@ static std::string_view kind_name(ActKind kind) {
 }
 
 GELU::GELU(Options options)
-    : ActivationOp("GELU", {.kind = options.approximate == GeluApproximation::tanh ? ActKind::gelu : ActKind::gelu_erf},
+    : ActivationOp({.kind = options.approximate == GeluApproximation::tanh ? ActKind::gelu : ActKind::gelu_erf},
                    options.cache_quantized_input),
       options_(options) {}
 
 Activation::Activation(Options options)
-    : ActivationOp(kind_name(options.kind), {.kind = options.kind}, options.cache_quantized_input), options_(options) {}
+    : ActivationOp({.kind = options.kind}, options.cache_quantized_input), options_(options) {
+  kind_name(options.kind);  // raises for a kind that has a class of its own
+}
 
 std::string_view Activation::name() const { return kind_name(options_.kind); }
 

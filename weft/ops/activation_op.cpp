@@ -3,32 +3,60 @@
 #include <cmath>
 
 #include "weft/ops/leading_dims.h"
+#include "weft/quant/quantizer.h"
 
 namespace weft::ops {
 
-ActivationOp::ActivationOp(std::string_view name, kernels::Act act, bool cache_quantized_input) : act_(act) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !cache_quantized_input, name,
-      ": cache_quantized_input is not supported (quantized tensors are not supported). Leave it false.");
+namespace {
+
+/// Of the input that `cache_quantized_input` saves.
+kernels::Quantization saved_quantization() {
+  return quant::Quantizer{.scaling = quant::Scaling::current, .format = Format::e4m3}.quantization();
 }
+
+at::Tensor quantized_bytes(const at::Tensor& x) {
+  TORCH_CHECK_TYPE(x.scalar_type() != at::kDouble, "input is float64, expected float32, float16 or bfloat16 with ",
+                   "cache_quantized_input. Convert it, or leave cache_quantized_input false.");
+  return kernels::quantize(x.dim() == 0 ? x.view({1, 1}) : as_matrix(x), saved_quantization(), {}).rowwise.bytes;
+}
+
+/// The values of `bytes` for an input of `sizes`.
+at::Tensor dequantized(const at::Tensor& bytes, at::IntArrayRef sizes, at::ScalarType dtype) {
+  const auto columns = sizes.empty() ? 1 : sizes.back();
+  const auto rows = c10::multiply_integers(sizes.slice(0, sizes.empty() ? 0 : sizes.size() - 1));
+  const auto copy = kernels::matrix_of_copy(saved_quantization(), dtype, rows, columns, /*columnwise=*/false, bytes);
+  return kernels::dequantize(copy, /*columnwise=*/false, dtype).view(sizes);
+}
+
+}  // namespace
 
 Inferred ActivationOp::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
   const auto input = x.as(plan.dtype(x.dtype));
   Inferred out{.y = activation_output(act_, input)};
   out.saved.resize(1);
-  if (plan.needs_input_grad) out.saved[kInput] = saved_input(x, input.dtype);
+  if (!plan.needs_input_grad) return out;
+  out.saved[kInput] = saved_input(x, input.dtype);
+  if (cache_quantized_input_) {
+    const auto columns = input.sizes.empty() ? c10::SymInt(1) : input.sizes.back();
+    const kernels::CopySizes<c10::SymInt> sizes(saved_quantization(), input.rows(), columns, /*columnwise=*/false);
+    out.saved[kInput] = Spec{{sizes.bytes()}, at::kByte};
+  }
   return out;
 }
 
 at::Tensor ActivationOp::forward(OpContext& ctx, const at::Tensor& x, Params) const {
   auto input = activation_input(act_, x, ctx.dtype(x.scalar_type()));
   auto y = kernels::activation_forward(act_, input);
-  if (ctx.needs_input_grad()) ctx.save(kInput, std::move(input));
+  if (ctx.needs_input_grad()) ctx.save(kInput, cache_quantized_input_ ? quantized_bytes(input) : std::move(input));
   return y;
 }
 
 at::Tensor ActivationOp::backward(OpContext& ctx, const at::Tensor& dy, Params) const {
-  return ctx.needs_input_grad() ? kernels::activation_backward(act_, dy, ctx.saved(kInput)) : at::Tensor{};
+  if (!ctx.needs_input_grad()) return {};
+  if (!cache_quantized_input_) return kernels::activation_backward(act_, dy, ctx.saved(kInput));
+  auto sizes = dy.sizes().vec();
+  if (act_.gated()) sizes.back() *= 2;
+  return kernels::activation_backward(act_, dy, dequantized(ctx.saved(kInput), sizes, dy.scalar_type()));
 }
 
 /// A gated activation splits the last dimension into halves, and each half into blocks of glu_interleave_size. `Size`

@@ -5,12 +5,14 @@
 namespace weft::ops {
 
 /// y = act(x), in the autocast dtype, else that of x. Base of the activations without extra tensors; subclasses map
-/// their fields to `act`.
+/// their fields to `act`. With `cache_quantized_input` forward saves x in FP8 (E4M3, scaled by its own maximum), and
+/// backward computes with the values of these codes.
 class ActivationOp : public BasicOp {
  public:
   enum Saved { kInput };
 
   const kernels::Act& act() const { return act_; }
+  bool caches_quantized_input() const { return cache_quantized_input_; }
   DtypeRule dtype_rule() const override { return DtypeRule::autocast; }
   std::vector<std::string> saved_names() const override { return {"input"}; }
   kernels::TierChoice kernel(const TierQuery& q) const override {
@@ -21,11 +23,12 @@ class ActivationOp : public BasicOp {
   at::Tensor backward(OpContext& ctx, const at::Tensor& dy, Params params) const override;
 
  protected:
-  /// Raises NotImplementedError if `cache_quantized_input`.
-  ActivationOp(std::string_view name, kernels::Act act, bool cache_quantized_input);
+  ActivationOp(kernels::Act act, bool cache_quantized_input)
+      : act_(act), cache_quantized_input_(cache_quantized_input) {}
 
  private:
   kernels::Act act_;
+  bool cache_quantized_input_;
 };
 
 /// `x` cast to `dtype`. Raises ValueError if the columns of `x` cannot be split as `act` requires: an even number, and

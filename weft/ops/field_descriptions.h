@@ -30,7 +30,8 @@ inline constexpr const char* kProcessGroup =
 inline constexpr const char* kGroupSize = "Number of ranks in the group; computed from the group in Python.";
 
 inline constexpr const char* kCacheQuantizedInput =
-    "Transformer Engine's option to save the input quantized; True is not supported and raises NotImplementedError.";
+    "Save the input in FP8 (E4M3, one scale from its own maximum) to use less memory; backward then computes with the "
+    "rounded values, and the operation is not fused.";
 inline constexpr const char* kGluInterleaveSize =
     "Block size of an input in which blocks of a and b alternate; None means that all of a precedes all of b.";
 inline constexpr const char* kRecompute =

@@ -5,14 +5,13 @@
 namespace weft::ops {
 
 SwiGLU::SwiGLU(Options options)
-    : ActivationOp("SwiGLU", gated_act("SwiGLU", options), options.cache_quantized_input), options_(options) {}
+    : ActivationOp(gated_act("SwiGLU", options), options.cache_quantized_input), options_(options) {}
 
 SiTUGLU::SiTUGLU(Options options)
-    : ActivationOp("SiTUGLU", gated_act("SiTUGLU", options), options.cache_quantized_input), options_(options) {}
+    : ActivationOp(gated_act("SiTUGLU", options), options.cache_quantized_input), options_(options) {}
 
 ClampedSwiGLU::ClampedSwiGLU(Options options)
-    : ActivationOp("ClampedSwiGLU", gated_act("ClampedSwiGLU", options), options.cache_quantized_input),
-      options_(options) {}
+    : ActivationOp(gated_act("ClampedSwiGLU", options), options.cache_quantized_input), options_(options) {}
 
 static OpDoc gated(std::string summary, const std::string& definitions = "") {
   return {.summary = std::move(summary),

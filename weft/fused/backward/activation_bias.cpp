@@ -25,7 +25,8 @@ PatternRule backward_activation_bias() {
   return {.name = "activation_bias",
           .pattern = {one<ops::Bias>(), one<ops::ActivationOp>()},
           .reject = [](const Match& m, const PlanView& view) -> std::string {
-            return view.plans[m.first()].needs_param_grad[0] ? "" : "the bias needs no gradient";
+            if (!view.plans[m.first()].needs_param_grad[0]) return "the bias needs no gradient";
+            return reject_cached_input(m.get<ops::ActivationOp>());
           },
           .make = make_fused<ActivationBias>(),
           .sample = []() -> std::vector<ops::OpPtr> {
