@@ -101,13 +101,17 @@ class Recipe:
             NotImplementedError: for a recipe that is not supported.
             ValueError: for options that exclude each other.
         """
-        self._reject_attention()
+        self._reject_unsupported()
         for base in type(self).__mro__:
             if options := _OPTIONS.get(base.__name__):
                 return _C.make_recipe(base.__name__, {name: _plain(getattr(self, name)) for name, *_ in options})
         raise NotImplementedError(f"{type(self).__name__}: operations do not support this recipe. {_SUPPORTED}")
 
-    def _reject_attention(self) -> None:
+    def _reject_unsupported(self) -> None:
+        if getattr(self, "row_scaled_activation", False):
+            raise NotImplementedError(
+                f"{type(self).__name__}: row_scaled_activation is not supported. Set it to False."
+            )
         if getattr(self, "fp8_dpa", False) or getattr(self, "fp8_mha", False):
             raise NotImplementedError(
                 f"{type(self).__name__}: quantized attention is not supported. Set fp8_dpa and fp8_mha to False."
@@ -270,7 +274,7 @@ class CustomRecipe(Recipe):
     def quantizers(self) -> _C.Recipe:
         """Returns the quantizers of input, weight and grad_output. Raises as :meth:`Recipe.quantizers`, and TypeError
         if the function returns anything but a quantizer."""
-        self._reject_attention()
+        self._reject_unsupported()
         made = {role: self._quantizer(role) for role in ("input", "weight", "grad_output")}
         if any(quantizer.fields()["scaling"] == "delayed" for quantizer in made.values()):
             raise NotImplementedError("CustomRecipe: delayed scaling is not supported. Use DelayedScaling.")

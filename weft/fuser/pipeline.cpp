@@ -32,6 +32,26 @@ Stage parse_stage(Parser& text) {
   return stage;
 }
 
+/// Raises if an extra output goes neither to the caller nor to an operation: what it holds, such as a residual, would
+/// be lost.
+void check_readers(const std::vector<Stage>& stages, const std::vector<int>& sources) {
+  int slot = -1;
+  for (size_t i = 0; i < stages.size(); ++i) {
+    for (const auto& out : stages[i].out) {
+      ++slot;
+      if (out.to_caller || std::find(sources.begin(), sources.end(), slot) != sources.end()) continue;
+      std::vector<std::string> read;
+      for (const auto& stage : stages)
+        for (const auto& channel : stage.in)
+          if (!channel.empty()) read.push_back(channel);
+      TORCH_CHECK_VALUE(false, "Channel '", out.channel, "' has no reader: ", stages[i].label,
+                        " produces it with output_to_caller=false, and no operation reads it.",
+                        did_you_mean(out.channel, read),
+                        " Read it with set_extra_input_channel, or set output_to_caller to true.");
+    }
+  }
+}
+
 }  // namespace
 
 std::vector<int> channel_sources(const std::vector<Stage>& stages) {
@@ -68,6 +88,7 @@ std::vector<int> channel_sources(const std::vector<Stage>& stages) {
       sources.back() = source;
     }
   }
+  check_readers(stages, sources);
   return sources;
 }
 

@@ -6,6 +6,8 @@
 
 namespace weft::ops {
 
+L2Normalization::L2Normalization(Options options) : options_(options) { check_eps("L2Normalization", options.eps); }
+
 Inferred L2Normalization::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
   TORCH_CHECK_VALUE(!x.sizes.empty(), "input is a scalar, expected at least 1 dimension.");
   Inferred out{.y = x};

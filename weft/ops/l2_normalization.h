@@ -21,7 +21,7 @@ class L2Normalization final : public Op<L2Normalization> {
   };
   enum Saved { kInput, kRnorm };
 
-  explicit L2Normalization(Options options) : options_(options) {}
+  explicit L2Normalization(Options options);
 
   const Options& options() const { return options_; }
   std::string_view name() const override { return "L2Normalization"; }

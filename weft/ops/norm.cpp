@@ -15,6 +15,7 @@ void check_options(std::string_view op, const NormOptions& o) {
   for (const auto size : o.normalized_shape)
     TORCH_CHECK_VALUE(size >= 0, op, ": normalized_shape is ", at::IntArrayRef(o.normalized_shape),
                       ", expected sizes of 0 or more.");
+  check_eps(op, o.eps);
   check_param_dtype(op, o.dtype);
 }
 

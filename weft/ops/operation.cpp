@@ -1,5 +1,7 @@
 #include "weft/ops/operation.h"
 
+#include <cmath>
+
 #include "weft/ops/registry.h"
 
 namespace weft::ops {
@@ -39,6 +41,10 @@ bool same_sizes(c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
 
 void check_param_dtype(std::string_view op, at::ScalarType dtype) {
   TORCH_CHECK_VALUE(is_compute_dtype(dtype), op, ": dtype is ", dtype_name(dtype), ", expected ", kComputeDtypes, ".");
+}
+
+void check_eps(std::string_view op, double eps) {
+  TORCH_CHECK_VALUE(std::isfinite(eps) && eps >= 0, op, ": eps is ", eps, ", expected a finite number, 0 or more.");
 }
 
 namespace {

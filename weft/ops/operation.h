@@ -85,6 +85,9 @@ class BasicOp {
 /// Raises ValueError unless parameters can have this dtype.
 void check_param_dtype(std::string_view op, at::ScalarType dtype);
 
+/// Raises ValueError unless `eps`, which is added below a square root, is finite and not negative.
+void check_eps(std::string_view op, double eps);
+
 /// CRTP base of operations: takes the fields from `Self::Options`.
 template <class Self>
 class Op : public BasicOp {

@@ -10,7 +10,8 @@
 namespace weft::ops {
 
 SoftCap::SoftCap(Options options) : options_(options) {
-  TORCH_CHECK_VALUE(options_.cap > 0, "SoftCap: cap is ", options_.cap, ", expected a positive number.");
+  TORCH_CHECK_VALUE(std::isfinite(options_.cap) && options_.cap > 0, "SoftCap: cap is ", options_.cap,
+                    ", expected a finite positive number.");
 }
 
 Inferred SoftCap::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {

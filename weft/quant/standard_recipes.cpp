@@ -44,10 +44,11 @@ Recipe MXFP8BlockScaling::recipe() const {
 }
 
 Recipe NVFP4BlockScaling::recipe() const {
+  TORCH_CHECK_NOT_IMPLEMENTED(!row_scaled_activation,
+                              "NVFP4BlockScaling: row_scaled_activation is not supported. Leave it false.");
   const Quantizer plain{.scaling = Scaling::nvfp4, .format = Format::e2m1};
   Recipe recipe{plain, plain, plain, backward_override};
   recipe.input.random_hadamard_transform = recipe.grad_output.random_hadamard_transform = !disable_rht;
-  recipe.input.row_scaled = row_scaled_activation;
   recipe.weight.two_dimensional = !disable_2d_quantization;
   recipe.grad_output.stochastic_rounding = !disable_stochastic_rounding;
   const auto in_scope = [](TensorScope scope, TensorScope tensors) {

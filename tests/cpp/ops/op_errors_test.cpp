@@ -7,6 +7,8 @@
 
 #include <cmath>
 
+#include <cmath>
+
 #include "weft/ops/registry.h"
 
 namespace weft::ops {
@@ -59,9 +61,19 @@ TEST(OpErrors, EnumFieldsListTheirNames) {
                                 R"(GELU: approximate is "erf", expected one of tanh, none.)");
 }
 
-TEST(OpErrors, QuantizedInputsAreNotSupported) {
+TEST(OpErrors, Float64InputsAreNotCachedInFp8) {
   for (const std::string name : {"GELU", "GEGLU", "SwiGLU"})
-    expect_error<c10::NotImplementedError>([&] { make(name, {{"cache_quantized_input", true}}); }, name);
+    expect_error<c10::TypeError>([&] { run(name, {{"cache_quantized_input", true}}, at::ones({2, 8}, at::kDouble)); },
+                                 "input is float64, expected float32, float16 or bfloat16 with cache_quantized_input");
+}
+
+TEST(OpErrors, EpsIsNotNegative) {
+  for (const double eps : {-1.0, -1e-30, std::nan(""), HUGE_VAL}) {
+    for (const std::string name : {"RMSNorm", "LayerNorm"})
+      expect_error<c10::ValueError>([&] { make(name, {{"normalized_shape", std::vector<int64_t>{8}}, {"eps", eps}}); },
+                                    name + ": eps is ");
+    expect_error<c10::ValueError>([&] { make("L2Normalization", {{"eps", eps}}); }, "L2Normalization: eps is ");
+  }
 }
 
 TEST(OpErrors, RecomputeNeedsFusedMlp) {
