@@ -229,7 +229,8 @@ def test_script_without_class_test_is_named():
     def check(settings):
         return Outcome("2 passed", HOLDS)
 
-    assert trust.classes_of(["d1_rows", "d1b_dense", "e9_new"], {"d1": check, "d1b": check}) == (["e9"], [check])
+    known = {"d1": check, "d1b": check, "nan_query": check}
+    assert trust.classes_of(["d1_rows", "d1b_dense", "nan_query", "e9_new"], known) == (["e9"], [check])
 
 
 def test_noisy_benchmark_is_repeated():

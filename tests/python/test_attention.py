@@ -356,11 +356,11 @@ def test_flops_are_counted_as_for_sdpa():
 
 
 def test_flops_of_pipelines_with_index_inputs():
-    attention = attention(2, 8, qkv_format="thd", attn_mask_type="no_mask")
+    op = attention(2, 8, qkv_format="thd", attn_mask_type="no_mask")
     loss = ops.CrossEntropy()
     x, offsets, targets = torch.randn(6, 48), torch.tensor([0, 2, 6]), torch.randint(16, (6,))
     with FlopCounterMode(display=False) as counter:
-        ops.Sequential(attention, loss)(x, offsets, targets)
+        ops.Sequential(op, loss)(x, offsets, targets)
     assert counter.get_total_flops() == 2 * (2 * 2 * 6 * 6 * 8)
 
 

@@ -139,6 +139,12 @@ def ddp_warning():
         module.module = ops.Linear(8, 4, accumulate_into_main_grad=True)
 
 
+def layout_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ops.DotProductAttention(2, 4, qkv_format="bshd")
+
+
 def command(*arguments):
     """Runs `python -m torchweft.convert`; raises SystemExit with what it prints."""
     printed = io.StringIO()
@@ -226,6 +232,7 @@ CONSTRUCTORS = [
     ("Linear: float64 input", lambda: ops.Linear(8, 4)(X.double()), TypeError, r"input is float64, the weight float32; expected a weight of float64. Convert the module with .double\(\), or the input"),
     ("RMSNorm: float64 input", lambda: ops.RMSNorm(8)(X.double()), TypeError, "RMSNorm: input is float64, the weight float32"),
     ("DotProductAttention: format", lambda: ops.DotProductAttention(4, 2, num_gqa_groups=1, qkv_layout="concatenated")(torch.rand(2, 3, 12)), ValueError, r"shape \[2, 3, 12\], which is more than one sequence, and qkv_format is not given. Pass qkv_format=\"bshd\""),
+    ("DotProductAttention: assumed layout", layout_warning, UserWarning, "qkv_layout is not given; assuming 'group_interleaved'.*Pass it, or pass 'concatenated' for torch.cat"),
     ("RotaryEmbedding: no format", lambda: ops.RotaryEmbedding(4, 2, num_gqa_groups=1)(torch.rand(2, 3, 12)), ValueError, "more than one sequence, and qkv_format is not given"),
     ("LayerNorm: bias of bias=False", lambda: setattr(ops.LayerNorm(8, bias=False), "bias", torch.nn.Parameter(torch.ones(8))), ValueError, "created with bias=False. Create it with bias=True"),
     ("Sequential: None", lambda: torchweft.Sequential(ops.GELU(), None), TypeError, "module '1' is None, expected a torch.nn.Module"),
