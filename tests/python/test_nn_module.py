@@ -2,16 +2,19 @@
 
 import copy
 import io
+import os
 import pickle
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from plain import apply
 from torch.utils.checkpoint import checkpoint
 
+import torchweft
 from torchweft import ops
 
 WIDTH = 8
@@ -806,5 +809,7 @@ def test_repr_shows_options():
 def test_import_is_cheap():
     """The compiler, which takes a second to import, is imported at the first compilation."""
     code = "import sys, torchweft; print('torch._dynamo' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    environment = os.environ | {"PYTHONPATH": str(Path(torchweft.__file__).parents[1])}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"
