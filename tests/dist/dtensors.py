@@ -52,7 +52,7 @@ def train(model: torch.nn.Module, optimizer, steps: range = range(2), part: int 
     """Steps on the same rows for all ranks, of which data-parallel rank `part` takes a part. Clips gradients."""
     for step in steps:
         torch.manual_seed(100 + step)
-        x, dy = draw(2 * ROWS, 24), draw(2 * ROWS, 24)
+        x, dy = (draw(2 * ROWS, 24).to(next(model.parameters()).dtype) for _ in range(2))
         optimizer.zero_grad()
         model(x.chunk(parts)[part]).backward(dy.chunk(parts)[part] * (parts / 2))  # FSDP2 averages over its ranks
         torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0)
@@ -63,9 +63,12 @@ def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
-def reference(steps: int, make=adam) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def reference(
+    steps: int, make=adam, dtype: torch.dtype = torch.float64
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Full state dict of the block before and after training in one process."""
-    model, state = whole_block()
+    model, _ = whole_block()
+    state = model.to(dtype).state_dict()
     before = {name: value.clone() for name, value in state.items()}
     train(model, make(model), range(steps))
     return before, model.state_dict()
@@ -110,11 +113,11 @@ def trains() -> None:
         lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, fused=True),
         lambda m: torchweft.optim.FusedAdam([p for p in m.parameters() if p.requires_grad], lr=0.1),
     ):
-        _, after = reference(2, make)
-        model = make_block(mesh, before)
+        _, after = reference(2, make, torch.float32)
+        model = make_block(mesh, before).float()
         train(model, make(model))
         for name, value in full_values(model).items():
-            close(value, after[name], f"fused optimizer: {name}", rtol=1e-5, atol=1e-5)  # float32 states
+            close(value, after[name], f"fused optimizer: {name}", rtol=1e-4, atol=1e-4)  # float32
 
 
 def copies() -> None:

@@ -50,7 +50,7 @@ def test_without_bias_correction():
     torch.testing.assert_close(p.detach(), expected)
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float64))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_master_weights_equal_float32_training(dtype):
     params = parameters(dtype)
     wide = [torch.nn.Parameter(p.detach().float()) for p in params]
@@ -246,6 +246,8 @@ def test_wrong_states_raise():
         optimizer.set_scaled_state(p, "master_param", torch.ones(3, 5))
     with pytest.raises(NotImplementedError, match="store_param_remainders"):
         optimizer.initialize_state(p, store_param_remainders=True)
+    with pytest.raises(TypeError, match="exp_avg of parameter 0 of group 0 is torch.complex64"):
+        optimizer.set_scaled_state(p, "exp_avg", torch.ones(3, 5, dtype=torch.complex64))
 
 
 def test_functions_on_lists_of_tensors():
@@ -274,3 +276,220 @@ def test_sgd_equals_torch():
     assert all(torch.equal(p, other) for p, other in zip(mine, others, strict=True))
     with pytest.raises(NotImplementedError, match="wd_after_momentum"):
         _optimizers.FusedSGD(mine, lr=0.1, wd_after_momentum=True)
+
+
+# ---- dtypes and shapes --------------------------------------------------------------------------------------------
+
+SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
+EVERY_DTYPE = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+
+
+def parameter_of(dtype: torch.dtype) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty(4, 2, dtype=dtype), requires_grad=False)
+
+
+@pytest.mark.parametrize("dtype", EVERY_DTYPE, ids=str)
+def test_parameter_of_every_dtype_is_supported_or_rejected(dtype):
+    """A zero gradient changes no value of a supported dtype."""
+    if dtype not in SUPPORTED:
+        with pytest.raises(TypeError, match=f"parameter 1 of group 0 is {dtype}, expected float32, bfloat16 or float1"):
+            FusedAdam([*parameters()[:1], parameter_of(dtype)])
+        optimizer = FusedAdam(parameters())
+        with pytest.raises(TypeError, match=f"parameter 0 of group 1 is {dtype}"):
+            optimizer.add_param_group({"params": [parameter_of(dtype)]})
+        assert len(optimizer.param_groups) == 1
+        return
+    (p,) = parameters(dtype)[:1]
+    before, p.grad = p.detach().clone(), torch.zeros_like(p)
+    FusedAdam([p], lr=0.1).step()
+    assert torch.equal(p, before)
+
+
+def test_parameter_converted_after_construction_raises():
+    linear = torch.nn.Linear(3, 3)
+    optimizer = FusedAdam(linear.named_parameters())
+    linear.double()(torch.ones(1, 3).double()).sum().backward()
+    with pytest.raises(TypeError, match=r"parameter weight is torch.float64, expected .* Convert it"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ("main_grad", "decoupled_grad"))
+@pytest.mark.parametrize("dtype", EVERY_DTYPE, ids=str)
+def test_gradient_of_every_dtype_is_supported_or_rejected(name, dtype):
+    first, p = parameters()
+    first.grad = first.decoupled_grad = gradients(0)[0]
+    before = [first.detach().clone(), p.detach().clone()]
+    optimizer = FusedAdam([{"params": [first]}, {"params": [p]}], use_decoupled_grad=name == "decoupled_grad")
+    if dtype in SUPPORTED:
+        setattr(p, name, gradients(0)[1].to(dtype))
+        expected = torch.nn.Parameter(before[1].clone())
+        expected.grad = getattr(p, name).float()
+        FusedAdam([expected]).step()
+        optimizer.step()
+        assert torch.equal(p, expected)
+        return
+    setattr(p, name, torch.empty(40, 5, dtype=dtype))
+    with pytest.raises(TypeError, match=f"the gradient of parameter 0 of group 1 is {dtype}, expected float32"):
+        optimizer.step()
+    assert torch.equal(first, before[0]) and torch.equal(p, before[1])  # no group has made half a step
+    assert not optimizer.state and "step" not in optimizer.param_groups[0]
+
+
+@pytest.mark.parametrize("name", ("main_grad", "decoupled_grad"))
+@pytest.mark.parametrize("shape", ((5, 3), (3, 4), (3, 5, 1), (3,), (1, 15), ()), ids=str)
+def test_gradient_of_another_shape_raises(name, shape):
+    """The kernel reads as many values as the parameter has."""
+    (p,) = parameters()[:1]
+    setattr(p, name, torch.ones(shape))
+    with pytest.raises(ValueError, match=r"gradient of parameter 0 of group 0 has shape .*, expected \[3, 5\]"):
+        FusedAdam([p], use_decoupled_grad=name == "decoupled_grad").step()
+
+
+def test_flat_main_grad_is_read_by_rows():
+    """The gradient GEMM of a linear adds to any contiguous main_grad with as many values as the weight."""
+    (p,), (expected,) = parameters()[:1], parameters()[:1]
+    p.main_grad, expected.grad = gradients(0)[0].flatten(), gradients(0)[0]
+    for q in (p, expected):
+        FusedAdam([q], **OPTIONS).step()
+    assert torch.equal(p, expected)
+
+
+def test_sparse_tensors_raise():
+    embedding = torch.nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match="gradient of parameter 0 of group 0 has layout torch.sparse_coo.*dense"):
+        FusedAdam(embedding.parameters()).step()
+    with pytest.raises(TypeError, match="parameter 0 of group 0 has layout torch.sparse_coo"):
+        FusedAdam([torch.nn.Parameter(torch.eye(3).to_sparse())])
+
+
+def test_parameter_of_a_new_shape_raises():
+    """Its moments have the old shape."""
+    (p,) = parameters()[:1]
+    optimizer = FusedAdam([p])
+    optimizer.initialize_state(p)
+    p.grad, p.data = None, torch.ones(300, 5)
+    p.grad = torch.ones(300, 5)
+    with pytest.raises(ValueError, match=r"exp_avg of parameter 0 of group 0 has shape \[3, 5\], expected \[300, 5\]"):
+        optimizer.step()
+
+
+def test_group_added_later_starts_at_step_1():
+    (a, b), (alone,) = parameters(), parameters()[1:]
+    optimizer = FusedAdam([a], **OPTIONS)
+    train(optimizer, [a, b], range(3))
+    optimizer.add_param_group({"params": [b], "lr": 0.5})
+    for step in range(2):
+        b.grad, a.grad = gradients(step)[1], gradients(step)[0]
+        optimizer.step()
+    expected = FusedAdam([alone], **{**OPTIONS, "lr": 0.5})
+    for step in range(2):
+        alone.grad = gradients(step)[1]
+        expected.step()
+    assert torch.equal(b, alone) and [group["step"] for group in optimizer.param_groups] == [5, 2]
+
+
+@pytest.mark.parametrize("option", ({"lr": -1.0}, {"eps": -1.0}, {"weight_decay": float("nan")}, {"betas": (0.9, 1.0)}))
+def test_options_of_a_group_are_checked(option):
+    optimizer = FusedAdam(parameters()[:1])
+    with pytest.raises(ValueError, match=f"{next(iter(option))} is "):
+        optimizer.add_param_group({"params": parameters()[1:], **option})
+    assert len(optimizer.param_groups) == 1
+    with pytest.raises(ValueError, match=f"{next(iter(option))} is "):
+        FusedAdam([{"params": parameters()}, {"params": parameters(), **option}])
+
+
+# ---- state of torch's optimizers ----------------------------------------------------------------------------------
+
+ADAMS = {True: torch.optim.AdamW, False: torch.optim.Adam}
+
+
+@pytest.mark.parametrize("adam_w_mode", (True, False))
+@pytest.mark.parametrize("implementation", ({"fused": True}, {"foreach": True}, {"capturable": True}), ids=str)
+@pytest.mark.parametrize("named", (False, True))
+def test_state_of_torch_continues(adam_w_mode, implementation, named, tmp_path):
+    params, twins = parameters(), parameters()
+    names = (lambda ps: [(f"p{i}", p) for i, p in enumerate(ps)]) if named else (lambda ps: ps)
+    saved = ADAMS[adam_w_mode](names(params), **OPTIONS, **({} if "capturable" in implementation else implementation))
+    train(saved, params, range(3))
+    torch.save(saved.state_dict(), tmp_path / "state.pt")
+    for p, twin in zip(params, twins, strict=True):
+        twin.data.copy_(p.detach())
+    optimizer = FusedAdam(names(twins), adam_w_mode=adam_w_mode)
+    optimizer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert optimizer.param_groups[0]["step"] == 3 and "fused" not in optimizer.param_groups[0]
+    assert all(set(optimizer.state[p]) == {"exp_avg", "exp_avg_sq"} for p in twins)
+    expected = ADAMS[adam_w_mode](params, fused=True, **OPTIONS)
+    expected.load_state_dict({**saved.state_dict(), "param_groups": expected.state_dict()["param_groups"]})
+    train(expected, params, range(3, 5))
+    train(optimizer, twins, range(3, 5))
+    assert all(torch.equal(p, twin) for p, twin in zip(params, twins, strict=True))
+
+
+def test_low_precision_moments_of_torch_become_float32():
+    params = parameters(torch.bfloat16)
+    saved = torch.optim.AdamW(params, **OPTIONS)
+    train(saved, params, range(2))
+    optimizer = FusedAdam(params, master_weights=True, **OPTIONS)
+    optimizer.load_state_dict(saved.state_dict())
+    for p in params:
+        for name in ("exp_avg", "exp_avg_sq"):
+            value = optimizer.state[p][name]
+            assert value.dtype == torch.float32 and torch.equal(value, saved.state[p][name].float())
+    values = [p.detach().float() for p in params]
+    optimizer.param_groups[0]["lr"] = 0
+    train(optimizer, params, range(1))
+    assert all(torch.equal(optimizer.state[p]["master_param"], v) for p, v in zip(params, values, strict=True))
+
+
+def trained_state(make=torch.optim.AdamW, dtype: torch.dtype = torch.float32, **options) -> dict:
+    params = parameters(dtype)
+    optimizer = make(params, lr=0.1, **options)
+    train(optimizer, params, range(2))
+    return optimizer.state_dict()
+
+
+def with_state(name: str, value: object) -> dict:
+    state = trained_state()
+    state["state"][1][name] = value
+    return state
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "message"),
+    (
+        (lambda: trained_state(amsgrad=True), NotImplementedError, "has amsgrad=True, which is not supported"),
+        (lambda: trained_state(maximize=True), NotImplementedError, "has maximize=True, which is not supported"),
+        (lambda: trained_state(torch.optim.Adam, weight_decay=0.1), ValueError, "Create FusedAdam with adam_w_mode=F"),
+        (lambda: trained_state(torch.optim.SGD), ValueError, "group 0 of the loaded state has no betas, eps; expected"),
+        (lambda: trained_state(torch.optim.Adamax), ValueError, "of group 0 has exp_avg, exp_inf; expected"),
+        (lambda: trained_state(FusedAdam, torch.bfloat16, master_weights=True), ValueError, "has a master_param, but"),
+        (lambda: with_state("step", torch.tensor(7.0)), ValueError, r"have made \[2, 7\] steps, expected one number"),
+        (lambda: with_state("exp_avg", torch.ones(3)), ValueError, r"exp_avg .* has shape \[3\], expected \[40, 5\]"),
+        (lambda: with_state("exp_avg", torch.ones(40, 5).cfloat()), TypeError, "loaded exp_avg of .* torch.complex64"),
+        (lambda: with_state("exp_avg_sq", torch.ones(40, 5).double()), TypeError, "loaded exp_avg_sq .* torch.float64"),
+        (lambda: with_state("exp_avg", 3.0), TypeError, "loaded exp_avg of parameter 1 of group 0 is 3.0, expected"),
+    ),
+)  # fmt: skip
+def test_state_that_cannot_continue_raises(state, error, message):
+    loaded = state()
+    master = "master_param" in loaded["state"].get(0, {})
+    params = parameters(torch.bfloat16 if master else torch.float32)
+    optimizer = FusedAdam(params)
+    with pytest.raises(error, match=message):
+        optimizer.load_state_dict(loaded)
+    assert not optimizer.state and "step" not in optimizer.param_groups[0]
+
+
+def test_loading_does_not_change_the_given_state():
+    state = trained_state()
+    expected = copy.deepcopy(state)
+    FusedAdam(parameters()).load_state_dict(state)
+    assert state["param_groups"] == expected["param_groups"]
+    assert all(state["state"][i].keys() == expected["state"][i].keys() for i in (0, 1))
+
+
+def test_torch_does_not_load_the_state_of_fused_adam():
+    """It has no step per parameter, as Transformer Engine's has none."""
+    with pytest.raises(KeyError, match="step"):
+        torch.optim.AdamW(parameters()).load_state_dict(trained_state(FusedAdam))

@@ -91,6 +91,20 @@ def main_grad(value, **options):
         linear.backward_dw()
 
 
+def adam(values, main_grad=None, **options):
+    param = torch.nn.Parameter(values.clone())
+    param.main_grad = main_grad
+    return torchweft.optim.FusedAdam([param], **options)
+
+
+def load_adam(other, **options):
+    param = torch.nn.Parameter(X.clone())
+    param.grad = X.clone()
+    optimizer = other([param], lr=0.1, **options)
+    optimizer.step()
+    adam(X).load_state_dict(optimizer.state_dict())
+
+
 def backward_twice():
     y = third(ops.Linear(8, 2)).sum()
     y.backward()
@@ -468,6 +482,15 @@ OTHERS = [
     ("Linear: compat mode", lambda: _linear.Linear(8, 8, parallel_mode="colum"), ValueError, "'colum', expected None"),
     ("Linear: compat split", lambda: _linear.Linear(8, 8, parameters_split={"q": 3}), ValueError, "expected sizes that sum to 8"),
     ("Linear: compat width", lambda: _linear.Linear(7, 8)(X), ValueError, "expected 7 features"),
+    ("FusedAdam: complex parameter", lambda: adam(torch.rand(2).cfloat()), TypeError, "parameter 0 of group 0 is torch.complex64, expected float32.*Convert"),
+    ("FusedAdam: sparse parameter", lambda: adam(torch.eye(2).to_sparse()), TypeError, "layout torch.sparse_coo, expected torch.strided"),
+    ("FusedAdam: float64 main_grad", lambda: adam(X, main_grad=X.double()).step(), TypeError, "the gradient of parameter 0 of group 0 is torch.float64"),
+    ("FusedAdam: main_grad of another shape", lambda: adam(X, main_grad=X.t()).step(), ValueError, r"shape \[8, 4\], expected \[4, 8\].*zeros_like"),
+    ("FusedAdam: learning rate", lambda: adam(X, lr=-1.0), ValueError, "lr is -1.0, expected 0 or more"),
+    ("FusedAdam: state of SGD", lambda: load_adam(torch.optim.SGD), ValueError, "no betas, eps; expected the state of FusedAdam"),
+    ("FusedAdam: state of Adamax", lambda: load_adam(torch.optim.Adamax), ValueError, "exp_avg, exp_inf; expected"),
+    ("FusedAdam: state of Adam", lambda: load_adam(torch.optim.Adam, weight_decay=0.1), ValueError, "Create FusedAdam with adam_w_mode=False"),
+    ("FusedAdam: state with amsgrad", lambda: load_adam(torch.optim.AdamW, amsgrad=True), NotImplementedError, "amsgrad=True, which is not supported"),
     ("LayerNormLinear: norm", lambda: _linear.LayerNormLinear(8, 8, normalization="BatchNorm"), ValueError, "'BatchNorm', expected LayerNorm"),
     ("LayerNormLinear: width", lambda: _linear.LayerNormLinear(7, 8)(X), ValueError, r"\[4, 8\].*\[7\]"),
     ("LayerNormMLP: activation", lambda: _layernorm_mlp.LayerNormMLP(8, 8, activation="glue"), ValueError, "'glue', expected one of"),
