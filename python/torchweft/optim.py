@@ -273,6 +273,8 @@ class FusedAdam(torch.optim.Optimizer):
         copied = [i for i, (p, w) in enumerate(zip(params, weights, strict=True)) if w is not p]
         if copied:
             torch._foreach_copy_([params[i] for i in copied], [weights[i] for i in copied])
+        # torch's fused kernels do not count what they change.
+        torch.autograd.graph.increment_version([p for p in (*gradients, *params) if not p.is_inference()])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of FusedAdam, or of torch's AdamW or Adam. Moments and master weights stay float32 whatever

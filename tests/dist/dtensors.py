@@ -115,9 +115,11 @@ def trains() -> None:
     ):
         _, after = reference(2, make, torch.float32)
         model = make_block(mesh, before).float()
+        versions = [p._version for p in model.parameters()]
         train(model, make(model))
         for name, value in full_values(model).items():
             close(value, after[name], f"fused optimizer: {name}", rtol=1e-4, atol=1e-4)  # float32
+    assert all(p._version > version for p, version in zip(model.parameters(), versions, strict=True))  # FusedAdam
 
 
 def copies() -> None:

@@ -399,6 +399,26 @@ def test_options_of_a_group_are_checked(option):
         FusedAdam([{"params": parameters()}, {"params": parameters(), **option}])
 
 
+@pytest.mark.parametrize("dtype", SUPPORTED, ids=str)
+@pytest.mark.parametrize("master_weights", (False, True))
+def test_step_counts_as_a_change(dtype, master_weights):
+    """Fused kernels of torch do not count what they change in the version of a tensor."""
+    params = parameters(dtype)
+    versions = [p._version for p in params]
+    params[0].grad = gradients(0)[0].to(dtype)
+    FusedAdam(params, master_weights=master_weights).step()
+    assert params[0]._version > versions[0] and params[1]._version == versions[1]
+
+
+def test_weight_changed_between_forward_and_backward_raises():
+    (p,) = parameters()[:1]
+    optimizer, loss = FusedAdam([p]), p.square().sum()
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 # ---- state of torch's optimizers ----------------------------------------------------------------------------------
 
 ADAMS = {True: torch.optim.AdamW, False: torch.optim.Adam}
