@@ -61,6 +61,10 @@ class FusedAdam(torch.optim.Optimizer):
     parameter is its `grad`; it is `main_grad` if `grad` is None or `grad_added_to_main_grad` is true.
     :meth:`zero_grad` sets `main_grad` to zero.
 
+    ``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` change `grad` only. Clip what
+    :meth:`gradients` returns; the user guide has an example. ``GradScaler.step`` raises if the gradient of a
+    parameter is `main_grad` or `decoupled_grad`.
+
     :meth:`load_state_dict` also loads the state of torch's AdamW, or of torch's Adam. These do not load the state of
     FusedAdam, which has one step per group instead of one per parameter, and raise a KeyError.
 
@@ -174,6 +178,28 @@ class FusedAdam(torch.optim.Optimizer):
             if gradients:
                 self._update(gradients, group)
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether :meth:`step` divides gradients by the scale. ``GradScaler.step`` reads it before anything else.
+
+        Raises:
+            NotImplementedError: if :meth:`step` reads gradients that the scaler does not divide either.
+        """
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if (gradient := self._gradient(p)) is not None and gradient is not p.grad:
+                name = "decoupled_grad" if self.use_decoupled_grad else "main_grad"
+                raise NotImplementedError(
+                    f"FusedAdam: GradScaler is not supported for {name}, the gradient of {self._name(p)}: it divides "
+                    "only grad by the scale, and looks for infinities only there. Train in bfloat16 without a "
+                    "GradScaler, or create the module without accumulate_into_main_grad (fuse_wgrad_accumulation)."
+                )
+        return False
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Returns the gradients that :meth:`step` reads, for functions that change them, such as clipping."""
+        found = (self._gradient(p) for group in self.param_groups for p in group["params"])
+        return [gradient for gradient in found if gradient is not None]
 
     def _gradient(self, p: torch.Tensor) -> torch.Tensor | None:
         if self.use_decoupled_grad:

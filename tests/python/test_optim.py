@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -513,3 +515,97 @@ def test_torch_does_not_load_the_state_of_fused_adam():
     """It has no step per parameter, as Transformer Engine's has none."""
     with pytest.raises(KeyError, match="step"):
         torch.optim.AdamW(parameters()).load_state_dict(trained_state(FusedAdam))
+
+
+# ---- GradScaler and clipping --------------------------------------------------------------------------------------
+
+
+def scaled_backward(scaler, params: list[torch.nn.Parameter], step: int) -> None:
+    loss = sum((p * g).sum() for p, g in zip(params, gradients(step), strict=True))
+    scaler.scale(loss).backward()
+
+
+@pytest.mark.parametrize("unscale", (False, True))
+def test_grad_scaler_divides_grad(unscale):
+    params, expected = parameters(), parameters()
+    optimizer, scaler = FusedAdam(params, **OPTIONS), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    reference = FusedAdam(expected, **OPTIONS)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaled_backward(scaler, params, step)
+        for p, g in zip(expected, gradients(step), strict=True):
+            p.grad = g
+        if unscale:
+            scaler.unscale_(optimizer)
+            norms = [torch.nn.utils.clip_grad_norm_(ps, 0.5) for ps in (params, expected)]
+            assert torch.equal(*norms)
+        scaler.step(optimizer)
+        scaler.update()
+        reference.step()
+    assert all(torch.equal(p, e) for p, e in zip(params, expected, strict=True))
+
+
+def test_grad_scaler_skips_a_step_with_an_infinity():
+    params = parameters()
+    optimizer, scaler = FusedAdam(params), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = [p.detach().clone() for p in params]
+    scaled_backward(scaler, params, 0)
+    params[1].grad[3, 2] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 512 and not optimizer.state
+    assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+
+
+@pytest.mark.parametrize("flagged", (False, True))
+@pytest.mark.parametrize("mixed", (False, True))
+@pytest.mark.parametrize("before", ("step", "unscale_", "unscale_ and clip"))
+def test_grad_scaler_with_main_grad_raises(flagged, mixed, before):
+    linear = ops.Linear(6, 4, bias=mixed, accumulate_into_main_grad=True)
+    linear.weight.main_grad = torch.zeros(4, 6)
+    if flagged:
+        linear.weight.grad_added_to_main_grad = False
+    values = [p.detach().clone() for p in linear.parameters()]
+    optimizer, scaler = FusedAdam(linear.parameters()), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(linear(torch.full((2, 6), float("inf"))).sum()).backward()
+    if before != "step":
+        scaler.unscale_(optimizer)
+    if before == "unscale_ and clip":
+        torch.nn.utils.clip_grad_norm_(linear.parameters(), 1.0)
+    with pytest.raises(NotImplementedError, match="GradScaler is not supported for main_grad, the gradient of param"):
+        scaler.step(optimizer)
+    assert all(torch.equal(p, v) for p, v in zip(linear.parameters(), values, strict=True)) and not optimizer.state
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)  # scales nothing
+
+
+def test_grad_scaler_with_decoupled_grad_raises():
+    (p,) = parameters()[:1]
+    optimizer, scaler = FusedAdam([p], use_decoupled_grad=True), torch.amp.GradScaler("cpu")
+    scaler.scale(p.sum()).backward()
+    p.decoupled_grad = torch.ones_like(p)
+    with pytest.raises(NotImplementedError, match="not supported for decoupled_grad, the gradient of parameter 0 of"):
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("value", (None, torch.full((3, 5), 100.0)))
+def test_grad_scaler_ignores_a_main_grad_that_is_not_read(value):
+    (p,) = parameters()[:1]
+    p.main_grad = value
+    optimizer, scaler = FusedAdam([p]), torch.amp.GradScaler("cpu")
+    scaler.scale(p.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert (optimizer.state[p]["exp_avg"] == 0.1).all()
+
+
+def test_documented_clipping_of_main_grad():
+    """As docs/user_guide.md shows it; clip_grad_norm_ clips grad only."""
+    page = (Path(__file__).parents[2] / "docs" / "user_guide.md").read_text()
+    (program,) = re.findall(r"^```python\n(gradients = .*?)^```", page, re.MULTILINE | re.DOTALL)
+    params, expected = parameters(), parameters()
+    for p, e, g in zip(params, expected, gradients(0), strict=True):
+        p.main_grad, e.grad = g.clone(), g.clone()
+    params[0].main_grad, params[0].grad = None, params[0].main_grad  # a mixture
+    exec(program, {"torch": torch, "optimizer": FusedAdam(params), "max_norm": 0.5})
+    torch.nn.utils.clip_grad_norm_(expected, 0.5)
+    assert torch.equal(params[0].grad, expected[0].grad) and torch.equal(params[1].main_grad, expected[1].grad)

@@ -105,6 +105,12 @@ def load_adam(other, **options):
     adam(X).load_state_dict(optimizer.state_dict())
 
 
+def scaled_main_grad():
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(X)
+    scaler.step(adam(X, main_grad=X))
+
+
 def backward_twice():
     y = third(ops.Linear(8, 2)).sum()
     y.backward()
@@ -491,6 +497,7 @@ OTHERS = [
     ("FusedAdam: state of Adamax", lambda: load_adam(torch.optim.Adamax), ValueError, "exp_avg, exp_inf; expected"),
     ("FusedAdam: state of Adam", lambda: load_adam(torch.optim.Adam, weight_decay=0.1), ValueError, "Create FusedAdam with adam_w_mode=False"),
     ("FusedAdam: state with amsgrad", lambda: load_adam(torch.optim.AdamW, amsgrad=True), NotImplementedError, "amsgrad=True, which is not supported"),
+    ("FusedAdam: scaler and main_grad", scaled_main_grad, NotImplementedError, "GradScaler is not supported for main_grad.*Train in bfloat16"),
     ("LayerNormLinear: norm", lambda: _linear.LayerNormLinear(8, 8, normalization="BatchNorm"), ValueError, "'BatchNorm', expected LayerNorm"),
     ("LayerNormLinear: width", lambda: _linear.LayerNormLinear(7, 8)(X), ValueError, r"\[4, 8\].*\[7\]"),
     ("LayerNormMLP: activation", lambda: _layernorm_mlp.LayerNormMLP(8, 8, activation="glue"), ValueError, "'glue', expected one of"),
