@@ -23,8 +23,8 @@ def prepack(module: torch.nn.Module, frozen: bool = True) -> torch.nn.Module:
 
     You guarantee that these weights do not change. After a change, call ``prepack`` again. Until then, a change that
     the weight's version counter records (most optimizers, ``load_state_dict``, any in-place operation) makes the next
-    call raise. A change that it does not record (fused optimizers, ``.data``, NumPy, shared memory) goes unnoticed: the
-    results are those of the old values.
+    call raise. A change that it does not record (torch's fused optimizers, ``.data``, NumPy, shared memory) goes
+    unnoticed: the results are those of the old values.
 
     Args:
         module: a `Linear`, or any module that contains some.

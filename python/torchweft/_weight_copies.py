@@ -9,12 +9,13 @@ multiplies by these copies.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import _C
 from ._autocast import active, called_in_backward
@@ -40,23 +41,61 @@ def weight_of_call(op: torch.nn.Module) -> _C.QuantizedMatrix | None:
     return _call.weights.get((id(op.__dict__.get("_parameter_owner")), names.get("weight")))
 
 
+class _OptimizerSteps:
+    """The number of steps of all optimizers, counted before and after a step."""
+
+    count = 0
+
+    @classmethod
+    def add(cls, *_: Any) -> None:
+        cls.count += 1
+
+
+register_optimizer_step_pre_hook(_OptimizerSteps.add)
+register_optimizer_step_post_hook(_OptimizerSteps.add)
+
+
+class _Source:
+    """The weight that copies were made of, and what changes when its values do.
+
+    In-place operations change the version, ``.data = ``, ``.to()``, ``set_`` and ``swap_tensors`` the storage or the
+    strides. Fused optimizers change neither, and those that step on other tensors (``.data``, a flat buffer, shards)
+    may not, so a step of any optimizer counts. The address of a storage is not used again while it has a weak
+    reference. The weight has a strong one, because ``swap_tensors`` raises for weights with weak references.
+    """
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        self._weight = weight
+        self._memory = self._memory_of(weight)
+        self._version = None if weight.is_inference() else weight._version
+        self._steps = _OptimizerSteps.count
+
+    def is_unchanged(self, weight: torch.nn.Parameter) -> bool:
+        """Whether this is the same weight with the same values. A backward repeats the calls of a forward before the
+        step of the weight, but other weights may have made theirs."""
+        if weight is not self._weight or self._version is None or weight.is_inference():
+            return False
+        same_steps = called_in_backward() or self._steps == _OptimizerSteps.count
+        return same_steps and self._version == weight._version and self._memory == self._memory_of(weight)
+
+    @staticmethod
+    def _memory_of(weight: torch.Tensor) -> tuple[Any, ...]:
+        storage = StorageWeakRef(weight.untyped_storage())
+        return storage, weight.data_ptr(), weight.dtype, weight.shape, weight.stride()
+
+
 class _Copies(NamedTuple):
     """The quantized copies of a weight, and what they were made of."""
 
     matrix: _C.QuantizedMatrix
     quantizer: _C.Quantizer
     dtype: torch.dtype  # of the values that were quantized
-    weight: weakref.ref[torch.Tensor]
-    version: int | None
+    source: _Source
 
     def hold(self, values: torch.Tensor) -> bool:
         """Whether these are copies of the values."""
         same_shape = self.matrix.shape == tuple(values.shape)
         return same_shape and torch.equal(values, self.matrix.dequantize(dtype=values.dtype))
-
-
-def _version(weight: torch.Tensor) -> int | None:
-    return None if weight.is_inference() else weight._version
 
 
 class WeightCopies:
@@ -151,10 +190,12 @@ class WeightCopies:
             return None
         if self.recipe is not None:
             return None if copies is None else copies.matrix
+        if getattr(module, "_is_fsdp_managed_module", False):  # FSDP writes the gathered weight, and hides it
+            return None
         assert active.quantizers is not None and active.recipe is not None
         quantizer, dtype = active.quantizers.weight, _compute_dtype(weight)
         if copies is not None and (called_in_backward() or not first):
-            unchanged = copies.weight() is weight and copies.version is not None and copies.version == _version(weight)
+            unchanged = copies.source.is_unchanged(weight)
             complete = copies.matrix.columnwise_data is not None or not torch.is_grad_enabled()
             if unchanged and complete and (copies.quantizer, copies.dtype) == (quantizer, dtype):
                 return copies.matrix
@@ -180,10 +221,11 @@ class WeightCopies:
         columnwise: bool,
     ) -> _Copies:
         """Quantizes a weight and keeps its copies, which backward can save wherever they were made."""
+        source = _Source(weight)
         with torch.inference_mode(False), torch.no_grad():
             values = weight.detach().to(dtype)
             matrix = quantizer.quantize(values, columnwise=columnwise, scale=scale)
-        copies = _Copies(matrix, quantizer, dtype, weakref.ref(weight), _version(weight))
+        copies = _Copies(matrix, quantizer, dtype, source)
         self._copies[name] = copies
         return copies
 
