@@ -64,18 +64,23 @@ def _resized(part: torch.Tensor, length: int) -> torch.Tensor:
     return resized
 
 
-def save(module: torch.nn.Module, weights: Sequence[str]) -> torch.Tensor | None:
+def save(
+    module: torch.nn.Module, weights: Sequence[str], rounding_scales: torch.Tensor | None = None
+) -> torch.Tensor | None:
     """Returns the states of the linears of a module as one tensor for its ``state_dict``: float32, the version, the
-    length of the history, then the values. None without a state."""
+    length of the history, the values, then the scales of quantized Parameters, if any. None without a state."""
     states: dict[str, list[torch.Tensor]] = module.__dict__.get(_ATTRIBUTE, {})
     if not states:
         return None
     length = max(len(parts[0]) for parts in states.values()) - 1
     values = [part.flatten() for name in weights for part in _with_length(states.get(name), length)]
-    return torch.cat([torch.tensor([_VERSION, float(length)]), *values])
+    scales = [] if rounding_scales is None else [rounding_scales]
+    return torch.cat([torch.tensor([_VERSION, float(length)]), *values, *scales])
 
 
-def load(module: torch.nn.Module, saved: Any, key: str, weights: Sequence[str], te_linears: int | None = None) -> None:
+def load(
+    module: torch.nn.Module, saved: Any, key: str, weights: Sequence[str], te_linears: int | None = None
+) -> torch.Tensor | None:
     """Sets the states of the linears of a module to what `save` returned, or to those of Transformer Engine, a pickle
     that is read as data: nothing in it is executed. An empty uint8 tensor, and with a warning one that is not such a
     state, removes the states: scales start at 1. Anything else is ignored.
@@ -84,6 +89,9 @@ def load(module: torch.nn.Module, saved: Any, key: str, weights: Sequence[str], 
         weights: names of the linears' weights.
         te_linears: number of linears in Transformer Engine; one of them stands for all `weights`.
 
+    Returns:
+        The scales of quantized Parameters, if they were saved.
+
     Raises:
         ValueError: if it begins like a state of `save`, but is not one of this module.
     """
@@ -91,12 +99,13 @@ def load(module: torch.nn.Module, saved: Any, key: str, weights: Sequence[str], 
         module.__dict__.pop(_ATTRIBUTE, None)
         _warn_ignored(key, "it has the form of Transformer Engine 1")
     if type(saved) is not torch.Tensor or saved.layout != torch.strided or saved.is_meta or saved.dim() != 1:
-        return
+        return None
     saved = saved.detach().cpu()
     states: list[list[torch.Tensor]] = []
+    scales: torch.Tensor | None = None
     if saved.dtype == torch.float32 and len(saved) >= 2 and saved[0] == _VERSION:
-        states = _split(saved, key, len(weights))
-        _check(states, key)
+        states, scales = _split(saved, key, len(weights))
+        _check(states, key, scales)
     elif saved.dtype == torch.uint8:
         try:
             states = _read_pickle(saved, key, len(weights), te_linears or len(weights)) if len(saved) else []
@@ -105,10 +114,11 @@ def load(module: torch.nn.Module, saved: Any, key: str, weights: Sequence[str], 
             states = []
             _warn_ignored(key, str(error))
     else:
-        return
+        return None
     module.__dict__.pop(_ATTRIBUTE, None)
     if states:
         module.__dict__[_ATTRIBUTE] = dict(zip(weights, states, strict=True))
+    return scales
 
 
 def _warn_ignored(key: str, why: str) -> None:
@@ -127,23 +137,29 @@ def _read_pickle(saved: torch.Tensor, key: str, linears: int, te_linears: int) -
     return states if te_linears == linears else [[part.clone() for part in states[0]] for _ in range(linears)]
 
 
-def _check(states: list[list[torch.Tensor]], key: str) -> None:
+def _check(states: list[list[torch.Tensor]], key: str, rounding_scales: torch.Tensor | None = None) -> None:
+    if rounding_scales is not None and not (rounding_scales.isfinite() & (rounding_scales >= 0)).all():
+        raise ValueError(
+            f"weft: {key} has the scales {rounding_scales.tolist()} of quantized weights, expected 0 or more."
+        )
     for part in (part for parts in states for part in parts):
         if not (part[0].isfinite() & (part[0] > 0)).all() or not (part[1:] >= 0).all():
             raise ValueError(f"weft: {key} has a scale that is not positive, or a negative maximum.")
 
 
-def _split(saved: torch.Tensor, key: str, linears: int) -> list[list[torch.Tensor]]:
-    """Returns the states that `save` joined."""
+def _split(saved: torch.Tensor, key: str, linears: int) -> tuple[list[list[torch.Tensor]], torch.Tensor | None]:
+    """Returns the states that `save` joined, and the scales of quantized Parameters, if it got any."""
     length = saved[1].item()
-    if not 1 <= length <= MAX_LENGTH or len(saved) != 2 + linears * (1 + int(length)) * sum(_TENSORS):
+    end = 2 + linears * (1 + int(length)) * sum(_TENSORS) if 1 <= length <= MAX_LENGTH else 0
+    if end == 0 or len(saved) not in (end, end + linears):
         raise ValueError(
             f"weft: {key} has {len(saved)} values, which do not fit a history of {length} and {linears} linears."
         )
     rows = 1 + int(length)
-    flat = saved[2:].split([rows * tensors for tensors in _TENSORS] * linears)
+    flat = saved[2:end].split([rows * tensors for tensors in _TENSORS] * linears)
     parts = [part.reshape(rows, -1).clone() for part in flat]
-    return [parts[i : i + len(_TENSORS)] for i in range(0, len(parts), len(_TENSORS))]
+    states = [parts[i : i + len(_TENSORS)] for i in range(0, len(parts), len(_TENSORS))]
+    return states, saved[end:].clone() if len(saved) > end else None
 
 
 def use_state(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:

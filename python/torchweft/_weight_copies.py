@@ -3,7 +3,8 @@ Parameters are quantized.
 
 A quantized Parameter is an ordinary one with the values of its quantized copies. When these values have changed (by an
 optimizer, a checkpoint, ``.to()``), the next call quantizes them, writes the values of the new copies back and
-multiplies by these copies.
+multiplies by copies of what it wrote. The codes therefore depend on the values alone: a module with the same values, by
+``deepcopy``, pickle or ``state_dict``, has the same codes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from . import _C
 from ._autocast import active, called_in_backward
 from ._delayed_scaling import WeightScaling
 from .recipe import DelayedScaling, Recipe
+
+_MOST_ROUNDINGS = 16  # of a weight, until its values are those of its copies; at most 5 were seen
 
 
 class _CallWeights(threading.local):
@@ -95,7 +98,12 @@ class _Copies(NamedTuple):
     def hold(self, values: torch.Tensor) -> bool:
         """Whether these are copies of the values."""
         same_shape = self.matrix.shape == tuple(values.shape)
-        return same_shape and torch.equal(values, self.matrix.dequantize(dtype=values.dtype))
+        return same_shape and torch.equal(_bits(values), _bits(self.matrix.dequantize(dtype=values.dtype)))
+
+
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    """Returns a float tensor as integers, of which those of NaN are equal to themselves."""
+    return t.view(torch.int16 if t.element_size() == 2 else torch.int32)
 
 
 class WeightCopies:
@@ -112,24 +120,43 @@ class WeightCopies:
         self.preserve_init = preserve_init
         self._scales: dict[str, torch.Tensor] = {}  # with which delayed scaling has rounded the Parameters
         self._copies: dict[str, _Copies] = {}
+        self._initial_values: dict[str, _InitialValue] = {}
         self._quantizer = None if recipe is None else recipe.quantizers().weight
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in ("recipe", "preserve_init", "_scales")}
+        return {name: self.__dict__[name] for name in ("recipe", "preserve_init", "_scales", "_initial_values")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["recipe"], state["preserve_init"])  # type: ignore[misc]
         self._scales = state["_scales"]
+        self._initial_values = state.get("_initial_values", {})
 
     # ---- quantized Parameters -------------------------------------------------------------------------------------
 
-    def preserve(self, weight: torch.nn.Parameter) -> None:
+    def preserve(self, name: str, weight: torch.nn.Parameter) -> None:
         """Keeps the values of a Parameter that is about to be quantized for the first time."""
-        if self.recipe is None or not self.preserve_init:
-            return
-        parameter: Any = weight
-        value = _InitialValue(weight.detach().clone().cpu())
-        parameter.get_high_precision_init_val, parameter.clear_high_precision_init_val = value.get, value.clear
+        if self.recipe is not None and self.preserve_init:
+            self._initial_values[name] = _InitialValue(weight.detach().clone().cpu())
+            self._initial_values[name].attach_to(weight)
+
+    def attach_initial_values(self, module: torch.nn.Module) -> None:
+        """Gives the Parameters of a copied module their initial values, which ``deepcopy`` leaves out."""
+        for name, value in self._initial_values.items():
+            if (weight := module._parameters.get(name)) is not None:
+                value.attach_to(weight)
+
+    def rounding_scales(self, names: Sequence[str]) -> torch.Tensor | None:
+        """Returns the scales with which delayed scaling has rounded the Parameters, 0 for one that has none yet; None
+        for other recipes."""
+        if not isinstance(self.recipe, DelayedScaling):
+            return None
+        return torch.cat([self._scales.get(name, torch.zeros(1)) for name in names])
+
+    def set_rounding_scales(self, names: Sequence[str], scales: torch.Tensor | None) -> None:
+        """Sets the scales that :meth:`rounding_scales` of another module returned, for its values."""
+        if scales is not None and isinstance(self.recipe, DelayedScaling):
+            self._scales = {name: scale for name, scale in zip(names, scales.split(1), strict=True) if scale > 0}
+            self._copies.clear()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def round_parameters(self, module: torch.nn.Module, names: Sequence[str]) -> None:
@@ -162,10 +189,13 @@ class WeightCopies:
             copies = self._quantize(name, weight, self._quantizer, scale, weight.dtype, columnwise=True)
             if scaling is not None:
                 scaling.record(copies.matrix)
-        rounded = copies.matrix.dequantize(dtype=values.dtype)
-        if not torch.equal(values, rounded):
+        # Rounding again may choose other codes for the same values. It changes the last bits of some float32 and NVFP4.
+        for _ in range(_MOST_ROUNDINGS):
+            if copies.hold(values):
+                break
             with torch.inference_mode(False):
-                values.copy_(rounded)
+                values.copy_(copies.matrix.dequantize(dtype=values.dtype))
+            copies = self._quantize(name, weight, self._quantizer, scale, weight.dtype, columnwise=True)
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
@@ -247,6 +277,10 @@ class _InitialValue:
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value: torch.Tensor | None = value
+
+    def attach_to(self, weight: Any) -> None:
+        """Sets the attributes by which frameworks read and clear the values."""
+        weight.get_high_precision_init_val, weight.clear_high_precision_init_val = self.get, self.clear
 
     def get(self) -> torch.Tensor | None:
         """Returns the values, or None if they were cleared."""

@@ -21,7 +21,7 @@ import torch
 
 import torchweft
 from torchweft import fusion, ops
-from torchweft.compat import _layernorm_mlp, _linear, _norm, _transformer_layer
+from torchweft.compat import _layernorm_mlp, _linear, _norm, _recipes, _transformer_layer
 from torchweft.convert import __main__ as convert_command
 
 X = torch.rand(4, 8)
@@ -103,6 +103,14 @@ def load_adam(other, **options):
     optimizer = other([param], lr=0.1, **options)
     optimizer.step()
     adam(X).load_state_dict(optimizer.state_dict())
+
+
+def load_scale(scale):
+    with _recipes.quantized_model_init(recipe=torchweft.recipe.DelayedScaling()):
+        linear = _linear.Linear(16, 16)
+    state = linear.get_extra_state()
+    state[-1] = scale
+    linear.set_extra_state(state)
 
 
 def scaled_main_grad():
@@ -498,6 +506,7 @@ OTHERS = [
     ("FusedAdam: state of Adam", lambda: load_adam(torch.optim.Adam, weight_decay=0.1), ValueError, "Create FusedAdam with adam_w_mode=False"),
     ("FusedAdam: state with amsgrad", lambda: load_adam(torch.optim.AdamW, amsgrad=True), NotImplementedError, "amsgrad=True, which is not supported"),
     ("FusedAdam: scaler and main_grad", scaled_main_grad, NotImplementedError, "GradScaler is not supported for main_grad.*Train in bfloat16"),
+    ("Linear: scale of a quantized weight", lambda: load_scale(-2.0), ValueError, r"has the scales \[-2.0\] of quantized weights, expected 0 or more"),
     ("LayerNormLinear: norm", lambda: _linear.LayerNormLinear(8, 8, normalization="BatchNorm"), ValueError, "'BatchNorm', expected LayerNorm"),
     ("LayerNormLinear: width", lambda: _linear.LayerNormLinear(7, 8)(X), ValueError, r"\[4, 8\].*\[7\]"),
     ("LayerNormMLP: activation", lambda: _layernorm_mlp.LayerNormMLP(8, 8, activation="glue"), ValueError, "'glue', expected one of"),

@@ -250,6 +250,168 @@ def test_a_copy_of_a_module_has_its_weights(te, name, how):
         assert equal(step(other, RECIPES[name], x), expected)
 
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PARTS = [f"{side}_{part}" for side in ("rowwise", "columnwise") for part in ("data", "scales", "amax")]
+MORE_RECIPES = {
+    **RECIPES,
+    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True, disable_rht=True),
+    "current, powers of two": Float8CurrentScaling(use_power_2_scales=True),
+    "block, float32": Float8BlockScaling(use_f32_scales=True),
+    "nvfp4, 1D": NVFP4BlockScaling(disable_stochastic_rounding=True, disable_rht=True, disable_2d_quantization=True),
+}
+
+
+def codes(module: torch.nn.Module, name: str = "weight") -> dict[str, torch.Tensor | None]:
+    """All tensors of the copies: codes, scales and maxima of both directions."""
+    return {part: getattr(kept(module, name), part) for part in PARTS}
+
+
+def same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+def wild(dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Weights of many magnitudes, with zeros; for some seeds with NaN, infinities and -0."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(OUT, IN, generator=generator) * 10 ** (4 * torch.rand(1, generator=generator) - 2)
+    if seed % 3 == 1:
+        weight *= 10 ** torch.randn(OUT, IN, generator=generator)
+    if seed % 3 == 2:
+        weight[torch.rand(OUT, IN, generator=generator) < 0.9] = 0
+    if seed == 3:
+        weight[0, :4] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
+    return weight.to(dtype)
+
+
+def through_state_dict(module: torch.nn.Module, other: torch.nn.Module) -> torch.nn.Module:
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    return other
+
+
+def through_save(module: torch.nn.Module) -> torch.nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": lambda module, _: copy.deepcopy(module),
+    "deepcopy twice": lambda module, _: copy.deepcopy(copy.deepcopy(module)),
+    "pickle": lambda module, _: pickle.loads(pickle.dumps(module)),
+    "torch.save": lambda module, _: through_save(module),
+    "state_dict": through_state_dict,
+    "state_dict twice": lambda module, new: through_state_dict(through_state_dict(module, copy.deepcopy(new)), new),
+}
+
+
+@pytest.mark.parametrize("name", MORE_RECIPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_has_the_same_codes(te, name, dtype, how):
+    """A checkpoint has the values, and the scale of delayed scaling."""
+    recipe, seeds = MORE_RECIPES[name], range(6)
+    with te.quantized_model_init(recipe=recipe):
+        linear, new = (te.Linear(IN, OUT, params_dtype=dtype) for _ in range(2))
+    x = values(ROWS, IN).to(dtype)
+    for seed in seeds:
+        with torch.no_grad():
+            linear.weight.copy_(wild(dtype, seed))
+        step(linear, recipe, x)  # with delayed scaling the scale of the next weight changes
+        weight, expected = linear.weight.detach().clone(), codes(linear)
+        other = COPIES[how](linear, new)
+        other(x)
+        assert all(same_bits(expected[part], codes(other)[part]) for part in PARTS), seed
+        assert same_bits(other.weight.detach(), weight) and same_bits(linear.weight.detach(), weight)
+        results = (step(module, recipe, x) for module in (copy.deepcopy(linear), other))
+        assert all(same_bits(*pair) for pair in zip(*results, strict=True))
+
+
+CLASSES = {"LayerNormMLP": (IN, 2 * IN), "TransformerLayer": (IN, 2 * IN, 4), "GroupedLinear": (2, IN, OUT)}
+# GroupedLinear does not support delayed scaling.
+PAIRS = [(kind, name) for kind in CLASSES for name in MORE_RECIPES if (kind, name) != ("GroupedLinear", "delayed")]
+
+
+@pytest.mark.parametrize(("kind", "name"), PAIRS)
+def test_every_class_copies_its_codes(te, kind, name):
+    sizes = CLASSES[kind]
+    with te.quantized_model_init(recipe=MORE_RECIPES[name]):
+        module, new = (getattr(te, kind)(*sizes, params_dtype=torch.bfloat16) for _ in range(2))
+    owners = [p for p, child in module.named_modules() if hasattr(child, "_weight_copies") and child._weights]
+    assert owners
+    for how in COPIES.values():
+        other = how(module, copy.deepcopy(new))
+        for path in owners:
+            left, right = module.get_submodule(path), other.get_submodule(path)
+            right._round_weights()
+            assert left._weight_copies._copies.keys() == right._weight_copies._copies.keys()
+            for weight in left._weight_copies._copies:
+                assert all(same_bits(codes(left, weight)[part], codes(right, weight)[part]) for part in PARTS)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_a_copy_has_the_initial_values(te, how):
+    linear = quantized_linear(te, "nvfp4", preserve_high_precision_init_val=True)
+    other = COPIES[how](linear, None)
+    initial = linear.weight.get_high_precision_init_val()
+    assert torch.equal(other.weight.get_high_precision_init_val(), initial)
+    assert other.weight.get_high_precision_init_val() is not initial
+    other.weight.clear_high_precision_init_val()
+    assert linear.weight.get_high_precision_init_val() is initial
+    assert COPIES[how](other, None).weight.get_high_precision_init_val() is None
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "state_dict"])
+def test_master_weights_of_a_copy_are_equal(te, how):
+    """FusedAdam keeps the values that the quantized Parameters cannot hold."""
+    linear, new = quantized_linear(te, "mxfp8"), quantized_linear(te, "mxfp8")
+    make = lambda module: torchweft.optim.FusedAdam(module.parameters(), lr=1e-2, master_weights=True)  # noqa: E731
+    optimizer, x = make(linear), values(ROWS, IN)
+    for _ in range(2):
+        step(linear, RECIPES["mxfp8"], x)
+        optimizer.step()
+    linear(x)
+    other = COPIES[how](linear, new)
+    resumed = make(other)
+    resumed.load_state_dict(optimizer.state_dict())
+    for _ in range(2):
+        for p, q in zip(linear.parameters(), other.parameters(), strict=True):
+            assert same_bits(optimizer.state[p]["master_param"], resumed.state[q]["master_param"])
+        assert equal(step(linear, RECIPES["mxfp8"], x), step(other, RECIPES["mxfp8"], x))
+        optimizer.step(), resumed.step()
+        linear(x), other(x)
+        assert all(same_bits(codes(linear)[part], codes(other)[part]) for part in PARTS)
+
+
+def test_old_checkpoint_of_delayed_scaling_loads(te):
+    """Without the scales of quantized Parameters, which are then rounded again."""
+    linear, other = quantized_linear(te, "delayed"), quantized_linear(te, "delayed")
+    step(linear, RECIPES["delayed"], values(ROWS, IN))
+    state = linear.state_dict()
+    state["_extra_state"] = state["_extra_state"][:-1]
+    other.load_state_dict(state)
+    other(values(ROWS, IN))
+    assert torch.equal(other._delayed_scaling["weight"][0], linear._delayed_scaling["weight"][0])
+    plain = linear_of(te)
+    plain.load_state_dict(linear.state_dict())  # ignores them
+    assert torch.equal(plain._delayed_scaling["weight"][0], linear._delayed_scaling["weight"][0])
+
+
+def test_codes_of_nan_are_made_once(te):
+    linear, x = quantized_linear(te, "mxfp8"), values(ROWS, IN)
+    with torch.no_grad():
+        linear.weight[0, 0] = float("nan")
+    linear(x)
+    before = kept(linear)
+    linear(x)
+    assert kept(linear) is before
+
+
 def test_evaluation_between_steps(te):
     """The first call after an optimizer step is made without gradients; the weight's maximum counts, too."""
     linear, x = quantized_linear(te, "delayed"), values(ROWS, IN)

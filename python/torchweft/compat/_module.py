@@ -167,14 +167,16 @@ class CompatModule(EmptyExtraState):
 
     def get_extra_state(self) -> torch.Tensor:
         """Returns the state of delayed scaling as one float32 tensor; an empty tensor without one."""
-        state = _delayed_scaling.save(self, self._scaled_weights)
+        scales = self._weight_copies.rounding_scales(self._scaled_weights)
+        state = _delayed_scaling.save(self, self._scaled_weights, scales)
         return super().get_extra_state() if state is None else state
 
     def set_extra_state(self, state: Any) -> None:
         """Loads what :meth:`get_extra_state` returned, or Transformer Engine's state of delayed scaling, of which
         nothing is executed. Scales start at 1 after an empty or, with a warning, unreadable state."""
         key = f"_extra_state of {type(self).__name__}"
-        _delayed_scaling.load(self, state, key, self._scaled_weights, self._te_linears())
+        scales = _delayed_scaling.load(self, state, key, self._scaled_weights, self._te_linears())
+        self._weight_copies.set_rounding_scales(self._scaled_weights, scales)
 
     @property
     def _scaled_weights(self) -> list[str]:
@@ -271,7 +273,7 @@ class CompatModule(EmptyExtraState):
             with tracker().fork(*states) if tracker is not None else nullcontext(), torch.no_grad():
                 init(param.detach())
             if name in self._weights:
-                self._weight_copies.preserve(param)
+                self._weight_copies.preserve(name, param)
         self._parameters[name] = param
         return param
 
@@ -375,6 +377,7 @@ class CompatModule(EmptyExtraState):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         _dispatcher.discard_handles(self)
+        self._weight_copies.attach_initial_values(self)
 
     # ---- weight gradients -----------------------------------------------------------------------------------------
 
