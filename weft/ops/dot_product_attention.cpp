@@ -17,6 +17,7 @@ void DotProductAttention::check(const Spec& x, c10::ArrayRef<Spec> extra) const 
                     ", expected last dimension ", width,
                     " = (num_attention_heads + 2·num_gqa_groups)·kv_channels, with num_attention_heads ", heads,
                     ", num_gqa_groups ", groups, " and kv_channels ", d, ".");
+  config_.dims(x.sizes);  // raises for more than one sequence without a format
   if (config_.packed()) check_cu_seqlens(extra[0]);
 }
 
