@@ -22,7 +22,10 @@ _GRADIENTS = ("grad_input", "grad_weight")
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """What quantization did to a tensor of a linear, over all calls. Shares are of all its values.
+    """What quantization did to a tensor of a linear, over all calls.
+
+    Values that are NaN or infinite, before or after quantization, are counted in `nonfinite` only. The other fields are
+    of the finite values.
 
     For the gradients that the linear computes (``"grad_input"``, ``"grad_weight"``), `snr_db` and `cosine` compare the
     quantized GEMM with one of unquantized operands, and the other fields are NaN.
@@ -39,6 +42,7 @@ class TensorStatistics:
         subnormal: share of values with a subnormal code.
         snr_db: signal-to-noise ratio 10 log₁₀(Σ x² / Σ (x - Q(x))²).
         cosine: of the angle between the tensor and its quantized values.
+        nonfinite: share of values that are NaN or infinite, before or after quantization.
     """
 
     linear: str
@@ -52,6 +56,7 @@ class TensorStatistics:
     subnormal: float
     snr_db: float
     cosine: float
+    nonfinite: float
 
 
 @dataclass
@@ -59,8 +64,9 @@ class _Sums:
     """Sums over the values of all calls."""
 
     calls: int = 0
-    values: int = 0
-    amax: float = math.nan
+    values: int = 0  # finite ones
+    nonfinite: int = 0
+    amax: float = -math.inf
     scale_min: float = math.inf
     scale_max: float = 0.0
     underflow: int = 0
@@ -71,29 +77,41 @@ class _Sums:
     quantized: float = 0.0
     product: float = 0.0
 
-    def add(self, exact: torch.Tensor, quantized: torch.Tensor) -> None:
-        """Adds the error of a tensor."""
+    def add(self, exact: torch.Tensor, quantized: torch.Tensor, matrix: _C.QuantizedMatrix | None = None) -> None:
+        """Adds the error of the finite values of a tensor, and of a quantized `matrix` their range and how they are
+        coded."""
+        finite = exact.isfinite() & quantized.isfinite()
         self.calls += 1
+        self.nonfinite += finite.numel() - int(finite.sum())
+        exact, quantized = exact[finite], quantized[finite]
         self.values += exact.numel()
+        if matrix is not None and exact.numel():
+            self._add_codes(exact.float().abs(), quantized.abs(), matrix.codes()[finite].abs(), matrix)
         exact, quantized = exact.double(), quantized.double()
         self.signal += exact.square().sum().item()
         self.noise += (exact - quantized).square().sum().item()
         self.quantized += quantized.square().sum().item()
         self.product += (exact * quantized).sum().item()
 
-    def add_codes(self, exact: torch.Tensor, quantized: torch.Tensor, matrix: _C.QuantizedMatrix) -> None:
-        """Adds the range of a tensor and how its values are coded."""
-        codes, magnitudes = matrix.codes().abs(), exact.abs()
-        if not codes.numel():
-            return
-        self.amax = max(magnitudes.max().item(), 0.0 if math.isnan(self.amax) else self.amax)
-        self.underflow += int(((codes == 0) & (magnitudes > 0)).sum())
-        self.saturated += int(((codes == matrix.max_code) & (magnitudes > quantized.abs() * _CLIPPED)).sum())
+    def _add_codes(
+        self, exact: torch.Tensor, quantized: torch.Tensor, codes: torch.Tensor, matrix: _C.QuantizedMatrix
+    ) -> None:
+        """Adds the range of magnitudes, and how they are coded."""
+        self.amax = max(self.amax, exact.max().item())
+        self.underflow += int(((codes == 0) & (exact > 0)).sum())
+        self.saturated += int(((codes == matrix.max_code) & (exact > quantized * _CLIPPED)).sum())
         self.subnormal += int(((codes > 0) & (codes < matrix.min_normal_code)).sum())
         if (used := codes > 0).any():
-            scales = quantized.abs()[used] / codes[used]
+            scales = quantized[used] / codes[used]
             self.scale_min = min(self.scale_min, scales.min().item())
             self.scale_max = max(self.scale_max, scales.max().item())
+
+    def _snr_db(self) -> float:
+        if not self.values:
+            return math.nan
+        if not self.noise:
+            return math.inf
+        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
 
     def statistics(self, linear: str, tensor: str) -> TensorStatistics:
         coded = tensor in _TENSORS
@@ -101,20 +119,20 @@ class _Sums:
         def share(count: int) -> float:
             return count / self.values if coded and self.values else math.nan
 
-        snr = 10 * math.log10(self.signal / self.noise) if self.signal and self.noise else math.inf
         length = math.sqrt(self.signal * self.quantized)
         return TensorStatistics(
             linear=linear,
             tensor=tensor,
             calls=self.calls,
-            amax=self.amax,
+            amax=self.amax if self.amax >= 0 else math.nan,
             scale_min=self.scale_min if self.scale_max else math.nan,
             scale_max=self.scale_max or math.nan,
             underflow=share(self.underflow),
             saturated=share(self.saturated),
             subnormal=share(self.subnormal),
-            snr_db=snr,
+            snr_db=self._snr_db(),
             cosine=self.product / length if length else math.nan,
+            nonfinite=self.nonfinite / (self.nonfinite + self.values) if self.nonfinite else 0.0,
         )
 
 
@@ -128,7 +146,7 @@ class _Call(NamedTuple):
     q_weight: _C.QuantizedMatrix
 
     def has(self, x: torch.Tensor) -> bool:
-        return self.input.shape == x.shape and torch.equal(self.input, x)
+        return self.input.shape == x.shape and torch.allclose(self.input, x, rtol=0, atol=0, equal_nan=True)
 
 
 @dataclass(eq=False)
@@ -174,7 +192,8 @@ class QuantizationInspector:
     ) -> None:
         with _lock:
             _inspectors.remove(self)
-            self._calls.clear()
+            if self not in _inspectors:
+                self._calls.clear()
             if not _inspectors:
                 _C.set_quantization_observer(None, None)
 
@@ -208,6 +227,11 @@ class QuantizationInspector:
             )
             for row in table
         ]
+        lines += [
+            f"{row.linear} {row.tensor}: {100 * row.nonfinite:.3g} % of its values are NaN or infinite, left out above."
+            for row in rows
+            if row.nonfinite
+        ]
         return "\n".join(line.rstrip() for line in lines)
 
     def save(self, path: str | Path) -> None:
@@ -237,9 +261,7 @@ class QuantizationInspector:
         return self._names.setdefault(key, f"linear {len(self._names)}")
 
     def _add(self, linear: str, tensor: str, exact: torch.Tensor, matrix: _C.QuantizedMatrix) -> None:
-        sums, quantized = self._sums[linear, tensor], matrix.dequantize(dtype=torch.float32)
-        sums.add(exact, quantized)
-        sums.add_codes(exact.float(), quantized, matrix)
+        self._sums[linear, tensor].add(exact, matrix.dequantize(dtype=torch.float32), matrix)
 
     def _forward(
         self,
@@ -275,19 +297,19 @@ class QuantizationInspector:
             self._sums[saved.linear, "grad_weight"].add(exact.T @ saved.input.float(), found)
 
 
-_inspectors: list[QuantizationInspector] = []  # those that are open
+_inspectors: list[QuantizationInspector] = []  # those that are open; one that was entered twice is there twice
 _lock = threading.RLock()
 
 
 def _observe_forward(*event: Any) -> None:
     with torch.no_grad(), _lock:
-        for inspector in _inspectors:
+        for inspector in dict.fromkeys(_inspectors):
             inspector._forward(*event)
 
 
 def _observe_backward(*event: Any) -> None:
     with torch.no_grad(), _lock:
-        for inspector in _inspectors:
+        for inspector in dict.fromkeys(_inspectors):
             inspector._backward(*event)
 
 

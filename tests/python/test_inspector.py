@@ -129,8 +129,9 @@ def test_backward_override_has_no_gradients_to_report(override):
     assert {tensor for _, tensor in rows_of(inspector)} == {"input", "weight"}
 
 
+@pytest.mark.parametrize("value", [1.0, math.nan])
 @pytest.mark.parametrize("kind", ["checkpoint", "hooks"])
-def test_checkpointing_and_hooks_report_each_call_once(kind):
+def test_checkpointing_and_hooks_report_each_call_once(kind, value):
     net, made = model(), RECIPES["mxfp8"]
 
     def call(x):
@@ -145,8 +146,9 @@ def test_checkpointing_and_hooks_report_each_call_once(kind):
 
     with QuantizationInspector(net) as inspector, QuantizationInspector(net) as plain:
         for _ in range(3):
-            x = torch.randn(48, 64, dtype=torch.bfloat16, requires_grad=True)
-            wrapped(x).sum().backward()
+            x = torch.randn(48, 64, dtype=torch.bfloat16)
+            x[0, 0] = value
+            wrapped(x.requires_grad_()).sum().backward()
         assert not inspector._calls and not plain._calls
     assert {row.calls for row in inspector.statistics()} == {3} and len(inspector.statistics()) == 10
 
@@ -176,6 +178,59 @@ def test_nested_inspectors_and_threads():
         thread.join()
     run(net, RECIPES["current"])
     assert {row.calls for row in inner.statistics()} == {1} and {row.calls for row in outer.statistics()} == {2}
+
+
+def damaged(x, kind):
+    x = x.clone()
+    if kind == "zero rows":
+        return x[:0]
+    if kind == "zeros":
+        return x.zero_()
+    x[0, 0] = {"NaN": math.nan, "infinity": math.inf, "minus infinity": -math.inf}[kind]
+    return x if kind != "NaN" else x.index_fill_(0, torch.tensor([1]), math.nan)
+
+
+@pytest.mark.parametrize("kind", ["NaN", "infinity", "minus infinity", "zero rows", "zeros"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_statistics_survive_any_input(name, kind):
+    net = model()
+    x = torch.randn(48, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with QuantizationInspector(net) as inspector:
+        run(net, RECIPES[name], 100 * x)
+        before = rows_of(inspector)
+        for _ in range(2):
+            run(net, RECIPES[name], damaged(x, kind))
+        assert not inspector._calls
+    rows = rows_of(inspector)
+    for key, row in rows.items():
+        assert row.calls == 3 and row.amax >= before[key].amax or key[1] in ("grad_input", "grad_weight"), row
+        assert math.isfinite(row.snr_db) and math.isfinite(row.cosine), row
+        assert 0 <= row.nonfinite < 1 and (row.nonfinite > 0 or key != ("0", "input") or kind.startswith("zero")), row
+    assert rows["0", "input"].amax == (100 * x).abs().max()
+    assert ("0 input: " in str(inspector)) == (rows["0", "input"].nonfinite > 0)
+    json.dumps(inspector.data(), allow_nan=False)
+
+
+def test_only_nonfinite_values():
+    linear = ops.Linear(32, 16, dtype=torch.bfloat16)
+    with QuantizationInspector(linear) as inspector, torchweft.autocast(recipe=RECIPES["mxfp8"]), torch.no_grad():
+        linear(torch.full([16, 32], math.nan, dtype=torch.bfloat16))
+    row = rows_of(inspector)["weight", "input"]
+    assert row.nonfinite == 1 and all(map(math.isnan, (row.amax, row.underflow, row.scale_max, row.snr_db, row.cosine)))
+    assert "100 % of its values" in str(inspector)
+
+
+def test_an_inspector_may_be_entered_again():
+    net = model()
+    inspector = QuantizationInspector(net)
+    with inspector:
+        x = torch.randn(48, 64, dtype=torch.bfloat16)
+        with torchweft.autocast(recipe=RECIPES["mxfp8"]):
+            y = net(x)
+        with inspector:
+            pass
+        y.sum().backward()
+    assert {row.calls for row in inspector.statistics()} == {1} and "grad_weight" in str(inspector)
 
 
 def test_nothing_quantized_is_said():
