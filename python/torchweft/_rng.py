@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from . import _C
+
+_generator_lock = threading.RLock()  # the CPU has one generator for all threads
 
 
 class RNGStatesTracker:
@@ -54,6 +57,7 @@ class RNGStatesTracker:
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
         """Context manager that draws random numbers from the named state and restores the generator's state on exit.
+        Another thread waits until this one has left.
 
         Args:
             name: name of a state passed to :meth:`add`.
@@ -61,13 +65,14 @@ class RNGStatesTracker:
         if name not in self._states:
             near = _C.did_you_mean(name, list(self._states))
             raise KeyError(f"RNGStatesTracker: unknown state {name!r}.{near} Call add() first.")
-        saved_state = torch.get_rng_state()
-        torch.set_rng_state(self._states[name])
-        try:
-            yield
-        finally:
-            self._states[name] = torch.get_rng_state()
-            torch.set_rng_state(saved_state)
+        with _generator_lock:
+            saved_state = torch.get_rng_state()
+            torch.set_rng_state(self._states[name])
+            try:
+                yield
+            finally:
+                self._states[name] = torch.get_rng_state()
+                torch.set_rng_state(saved_state)
 
     def get_states(self) -> dict[str, torch.Tensor]:
         """Returns copies of all states by name, e.g. for a checkpoint."""

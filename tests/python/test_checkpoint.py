@@ -1,5 +1,8 @@
 """Resharding of tensor-parallel state dicts, and random states; without process groups."""
 
+import threading
+import time
+
 import pytest
 import torch
 
@@ -131,6 +134,29 @@ def test_tracker_states_are_saved_and_restored():
     tracker.set_states(states)
     with tracker.fork("a"):
         assert torch.equal(torch.rand(2), drawn)
+
+
+def test_threads_fork_one_after_the_other():
+    trackers = [torchweft.RNGStatesTracker() for _ in range(2)]
+    for tracker in trackers:
+        tracker.add("a", 1)
+    before, entered, drawn = torch.get_rng_state(), [threading.Event() for _ in range(2)], []
+
+    def draw(tracker, who):
+        if who == 1:
+            entered[0].wait(10)
+        with tracker.fork("a"):
+            entered[who].set()
+            entered[1].wait(0.2 * (1 - who))  # time for the second thread to enter before the first one leaves
+            time.sleep(0.2 * who)
+            drawn.append(torch.rand(3))
+
+    threads = [threading.Thread(target=draw, args=(tracker, who)) for who, tracker in enumerate(trackers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(*drawn) and torch.equal(torch.get_rng_state(), before)
 
 
 def test_tracker_rejects_duplicates_and_unknown_names():
