@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import warnings
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 
 import torchweft
 from torchweft import ops
-from torchweft.compat import _namespace, _recipes
+from torchweft.compat import _distributed, _namespace, _recipes
 from torchweft.compat import transformer_engine as te_compat
 
 ROOT = Path(__file__).parent.parent.parent
@@ -293,6 +294,52 @@ def test_checkpoint_recomputes_with_the_recipe(te):
         return inner.grad
 
     assert torch.equal(gradients(partial(te.checkpoint, mlp)), gradients(mlp))
+
+
+def test_threads_repeat_a_checkpointed_call_at_the_same_time(te):
+    linear, x = te.Linear(32, 16), torch.randn(4, 32)
+    current, mxfp8 = torchweft.recipe.Float8CurrentScaling(), torchweft.recipe.MXFP8BlockScaling()
+    with te.autocast(recipe=mxfp8):
+        expected, repeated = linear(x), _distributed._RepeatedCall(None)
+    with te.autocast(recipe=current):
+        outer = linear(x)
+    found, barrier = {}, threading.Barrier(2, timeout=10)
+
+    def repeat(who):
+        with te.autocast(recipe=current):
+            if who == "second":
+                barrier.wait()
+            with repeated:
+                if who == "first":
+                    barrier.wait()
+                    barrier.wait()
+                found[who] = linear(x)
+                if who == "second":
+                    barrier.wait()
+            found[who + ", after"] = linear(x)
+
+    threads = [threading.Thread(target=repeat, args=(who,)) for who in ("first", "second")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    for name, value in found.items():
+        assert torch.equal(value, outer if "after" in name else expected), name
+
+
+def test_regions_keep_the_defaults_of_the_reference(te):
+    linear, x = te.Linear(32, 16), torch.randn(4, 32)
+    with te.autocast(recipe=torchweft.recipe.Float8CurrentScaling()):
+        expected = linear(x)
+    for region in (te.autocast, te.fp8_autocast):
+        with region():
+            assert torch.equal(linear(x), expected)
+        with pytest.raises(TypeError, match=r"enabled is torch.bfloat16.*use torch\.autocast"):
+            region(torch.bfloat16)
+    with pytest.raises(TypeError, match=r"quantized_model_init: enabled is torch.bfloat16"):
+        te.fp8_model_init(torch.bfloat16)
+    assert not torch.equal(linear(x), expected)
 
 
 def test_high_precision_warns_once(te):

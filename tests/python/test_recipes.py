@@ -123,12 +123,12 @@ def test_regions_nest_and_end():
         quantized = linear(x)
         with torchweft.autocast(enabled=False):
             assert torch.equal(linear(x), plain)
-        with torchweft.autocast():
+        with torchweft.autocast(recipe=RECIPES["current"]):
             current = linear(x)
         assert torch.equal(linear(x), quantized)
     assert torch.equal(linear(x), plain)
     assert len({tuple(t.flatten().tolist()) for t in (plain, quantized, current)}) == 3
-    with pytest.raises(RuntimeError, match="of the region"), torchweft.autocast():
+    with pytest.raises(RuntimeError, match="of the region"), torchweft.autocast(recipe=RECIPES["current"]):
         raise RuntimeError("of the region")
     assert torch.equal(linear(x), plain)
 
@@ -136,7 +136,7 @@ def test_regions_nest_and_end():
 def test_regions_belong_to_threads():
     linear, x = ops.Linear(64, 32, dtype=torch.bfloat16), inputs(8, 64)[0].detach()
     plain, found = linear(x), []
-    with torchweft.autocast():
+    with torchweft.autocast(recipe=RECIPES["current"]):
         thread = threading.Thread(target=lambda: found.append(linear(x)))
         thread.start()
         thread.join()
@@ -225,6 +225,14 @@ def test_wrong_arguments_raise():
         torchweft.autocast(recipe.MXFP8BlockScaling())
     with pytest.raises(TypeError, match="recipe is 'mxfp8'"):
         torchweft.autocast(recipe="mxfp8")
+    with pytest.raises(TypeError, match="recipe is None"):
+        torchweft.autocast()
+    for arguments in ((torch.bfloat16,), ("cpu",), ("cpu", torch.bfloat16), (torch.device("cpu"),)):
+        with pytest.raises(TypeError, match=r"enabled is .*use torch\.autocast"):
+            torchweft.autocast(*arguments)
+    for enabled in (1, 0, None, 1.0, torch.tensor(True), []):
+        with pytest.raises(TypeError, match="enabled is .*expected True or False"):
+            torchweft.autocast(enabled, recipe=recipe.MXFP8BlockScaling())
 
 
 def test_regions_are_reusable_and_decorate():
@@ -240,6 +248,96 @@ def test_regions_are_reusable_and_decorate():
     assert torch.equal(region(linear.forward)(x), first) and not torch.equal(linear(x), first)
 
 
+def test_threads_share_a_region_object():
+    linear, x = ops.Linear(64, 32, dtype=torch.bfloat16), inputs(8, 64)[0].detach()
+    shared, outer = torchweft.autocast(recipe=RECIPES["mxfp8"]), torchweft.autocast(recipe=RECIPES["current"])
+    with shared:
+        in_shared = linear(x)
+    with outer:
+        in_outer = linear(x)
+    plain, found = linear(x), {}
+    a_entered, b_entered, a_left = threading.Event(), threading.Event(), threading.Event()
+
+    @shared
+    def step(depth, entered, left):
+        if depth:
+            return step(depth - 1, entered, left)
+        entered.set()
+        left.wait(10)
+        return linear(x)
+
+    def with_outer_region():
+        with outer:
+            found["A, shared"] = step(2, a_entered, b_entered)
+            found["A, after"] = linear(x)
+        a_left.set()
+
+    def without():
+        a_entered.wait(10)
+        found["B, shared"] = step(0, b_entered, a_left)
+        found["B, after"] = linear(x)
+
+    threads = [threading.Thread(target=target) for target in (with_outer_region, without)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = {"A, shared": in_shared, "A, after": in_outer, "B, shared": in_shared, "B, after": plain}
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_generators_leave_their_regions_in_any_order():
+    linear, x = ops.Linear(64, 32, dtype=torch.bfloat16), inputs(8, 64)[0].detach()
+    plain, regions = linear(x), {name: torchweft.autocast(recipe=RECIPES[name]) for name in ("mxfp8", "current")}
+    expected = {name: region(linear.forward)(x) for name, region in regions.items()}
+
+    def calls(name):
+        with regions[name]:
+            yield linear(x)
+
+    first, second = calls("mxfp8"), calls("current")
+    assert torch.equal(next(first), expected["mxfp8"]) and torch.equal(next(second), expected["current"])
+    first.close()
+    assert torch.equal(linear(x), expected["current"])
+    second.close()
+    assert torch.equal(linear(x), plain)
+
+
+def test_a_region_is_left_in_the_thread_that_entered_it():
+    region, errors = torchweft.autocast(recipe=RECIPES["mxfp8"]), []
+
+    def leave():
+        try:
+            region.__exit__(None, None, None)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    with region:
+        thread = threading.Thread(target=leave)
+        thread.start()
+        thread.join()
+    assert len(errors) == 1 and "did not enter" in errors[0]
+
+
+def test_functions_whose_body_runs_later_are_not_decorated():
+    region = torchweft.autocast(recipe=RECIPES["mxfp8"])
+
+    def generator():
+        yield
+
+    async def coroutine():
+        pass
+
+    async def asynchronous_generator():
+        yield
+
+    for function in (generator, coroutine, asynchronous_generator, ops.Linear):
+        with pytest.raises(TypeError, match="Open the region inside of it"):
+            region(function)
+
+
 @pytest.mark.parametrize("name", list(torchweft._C.recipe_fields()))
 def test_defaults_are_those_of_the_library(name):
     made = getattr(recipe, name)()
@@ -250,7 +348,10 @@ def test_defaults_are_those_of_the_library(name):
 
 
 def test_float64_raises():
-    with torchweft.autocast(), pytest.raises(TypeError, match="float32, bfloat16 or float16"):
+    with (
+        torchweft.autocast(recipe=RECIPES["current"]),
+        pytest.raises(TypeError, match="float32, bfloat16 or float16"),
+    ):
         ops.Linear(8, 8, dtype=torch.float64)(torch.ones(2, 8, dtype=torch.float64))
 
 
@@ -468,7 +569,8 @@ def test_checkpointing_outside_of_the_region_raises(kind):
 
     with torchweft.autocast(recipe=recipe.MXFP8BlockScaling(backward_override=override)):
         y = torch.utils.checkpoint.checkpoint(call, x, use_reentrant=False)
-    with torchweft.autocast(kind == "other recipe"), pytest.raises(torch.utils.checkpoint.CheckpointError):
+    other = torchweft.autocast(kind == "other recipe", recipe=RECIPES["current"])
+    with other, pytest.raises(torch.utils.checkpoint.CheckpointError):
         y.backward(dy)
 
 

@@ -69,6 +69,10 @@ def join(channel):
     return ops.AddExtraInput().set_extra_input_channel(0, channel)
 
 
+def fork_and_wait():
+    yield fork("residual")
+
+
 def chain(*modules):
     return torchweft.Sequential(*modules)(X)
 
@@ -436,6 +440,12 @@ PIPELINES = [
     ("explain: function", lambda: torchweft.explain(torch.relu, X), TypeError, "expected a weft operation"),
     ("Explanation.save: suffix", lambda: torchweft.explain(ops.GELU(), X).save("x.badsuffix"), ValueError, r"'.badsuffix', expected one of .svg"),
     ("Explanation.save: folder", lambda: torchweft.explain(ops.GELU(), X).save("no/such/x.dot"), FileNotFoundError, "no folder 'no/such'"),
+    ("autocast: dtype", lambda: torchweft.autocast(torch.bfloat16), TypeError, r"enabled is torch.bfloat16, expected True or False.*use torch\.autocast"),
+    ("autocast: device", lambda: torchweft.autocast("cpu", torch.bfloat16), TypeError, r"enabled is 'cpu', expected True or False.*use torch\.autocast"),
+    ("autocast: recipe as enabled", lambda: torchweft.autocast(torchweft.recipe.MXFP8BlockScaling()), TypeError, "expected True or False.*Pass a recipe by name"),
+    ("autocast: no recipe", lambda: torchweft.autocast(), TypeError, r"recipe is None, expected a recipe of torchweft.recipe. Pass one"),
+    ("autocast: text as recipe", lambda: torchweft.autocast(recipe="mxfp8"), TypeError, "recipe is 'mxfp8', expected a recipe"),
+    ("autocast: decorates a generator", lambda: torchweft.autocast(recipe=torchweft.recipe.MXFP8BlockScaling())(fork_and_wait), TypeError, "fork_and_wait.*expected a function.*Open the region inside"),
     ("operation: text", lambda: torch.ops.weft.pipeline_forward([X], 'GELUU() @call(autocast=none, eval=0, tensors="cpu:float32:c")'), ValueError, "'GELUU'. Did you mean 'GELU'"),
     ("GELU: field in text", lambda: torch.ops.weft.pipeline_forward([X], 'GELU(cache=1) @call(autocast=none, eval=0, tensors="cpu:float32:c")'), TypeError, "'cache'"),
     ("Pipeline text: no call", lambda: torch.ops.weft.pipeline_forward([X], "GELU()"), ValueError, "expected '@call"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -27,12 +28,20 @@ def _tracker_states(tracker: Any, states: Any) -> Iterator[None]:
         tracker.set_states(saved_states)
 
 
+class _Entered(threading.local):
+    """What a thread has entered and not left yet."""
+
+    def __init__(self) -> None:
+        self.stacks: list[ExitStack] = []
+
+
 class _RepeatedCall(AbstractContextManager[None]):
     """Context of a call that is repeated in backward, with the recipe, the scales and the tracker's states of the first
-    one. It may be entered again."""
+    one. It may be entered again, also by several threads."""
 
     def __init__(self, get_tracker: Callable[[], Any] | None) -> None:
         self.scales = ForwardScales()
+        self._entered = _Entered()
         self._recipe = _autocast.active.recipe
         self._tracker = get_tracker() if get_tracker is not None else None
         self._states = None if self._tracker is None else self._tracker.get_states()
@@ -43,10 +52,10 @@ class _RepeatedCall(AbstractContextManager[None]):
             stack.enter_context(self.scales.replay())
             if self._tracker is not None:
                 stack.enter_context(_tracker_states(self._tracker, self._states))
-            self._stack = stack.pop_all()
+            self._entered.stacks.append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+        self._entered.stacks.pop().__exit__(*error)
 
 
 def checkpoint(

@@ -63,9 +63,13 @@ def autocast(
     amax_reduction_group: Any = None,
     _graph: bool = False,
 ) -> Any:
-    """:func:`torchweft.autocast`; with ``install(recipes="high_precision")`` it runs unquantized."""
+    """:func:`torchweft.autocast`; without a recipe it uses :func:`get_default_recipe`. With
+    ``install(recipes="high_precision")`` it runs unquantized."""
+    _autocast.check_enabled("autocast", enabled)
+    if recipe is None:
+        recipe = get_default_recipe()
     if enabled and _policy == "high_precision":
-        return _region(f"autocast with {type(recipe or get_default_recipe()).__name__}", True)
+        return _region(f"autocast with {type(recipe).__name__}", True)
     return _autocast.autocast(enabled, calibrating, recipe, amax_reduction_group)
 
 
@@ -98,6 +102,7 @@ def quantized_model_init(
         preserve_high_precision_init_val: keep the initial values before quantization, as
             ``weight.get_high_precision_init_val()``; ``weight.clear_high_precision_init_val()`` frees them.
     """
+    _autocast.check_enabled("quantized_model_init", enabled)
     if enabled and _policy == "high_precision":
         return _region("quantized_model_init", True)
     if recipe is not None and not isinstance(recipe, Recipe):
