@@ -8,6 +8,7 @@ second is the oldest and the last the newest.
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ FORWARD, BACKWARD = 0, 1
 _TENSORS = (2, 1)
 _WEIGHT = 1  # column of the weight in the part for forward
 MAX_LENGTH = 1 << 20  # of a history in a checkpoint
+_PICKLED_NONE = re.compile(rb"\x80[\x02-\x05]N\.")  # alone, or in a file of torch.save
 _VERSION = 7766561.0  # first value of the saved form; float32 holds it exactly
 
 
@@ -82,8 +84,8 @@ def load(
     module: torch.nn.Module, saved: Any, key: str, weights: Sequence[str], te_linears: int | None = None
 ) -> torch.Tensor | None:
     """Sets the states of the linears of a module to what `save` returned, or to those of Transformer Engine, a pickle
-    that is read as data: nothing in it is executed. An empty uint8 tensor, and with a warning one that is not such a
-    state, removes the states: scales start at 1. Anything else is ignored.
+    that is read as data: nothing in it is executed. An empty state, and with a warning anything else, removes the
+    states: scales start at 1.
 
     Args:
         weights: names of the linears' weights.
@@ -95,41 +97,75 @@ def load(
     Raises:
         ValueError: if it begins like a state of `save`, but is not one of this module.
     """
-    if isinstance(saved, io.BytesIO) and b"scale_fwd" in saved.getbuffer().tobytes():
-        module.__dict__.pop(_ATTRIBUTE, None)
-        _warn_ignored(key, "it has the form of Transformer Engine 1")
-    if type(saved) is not torch.Tensor or saved.layout != torch.strided or saved.is_meta or saved.dim() != 1:
-        return None
-    saved = saved.detach().cpu()
     states: list[list[torch.Tensor]] = []
     scales: torch.Tensor | None = None
-    if saved.dtype == torch.float32 and len(saved) >= 2 and saved[0] == _VERSION:
-        states, scales = _split(saved, key, len(weights))
+    if (own := _own_values(saved)) is not None:
+        states, scales = _split(own, key, len(weights))
         _check(states, key, scales)
-    elif saved.dtype == torch.uint8:
+    elif not is_empty(saved):
         try:
-            states = _read_pickle(saved, key, len(weights), te_linears or len(weights)) if len(saved) else []
+            states = _read_pickle(saved, key, len(weights), te_linears or len(weights))
             _check(states, key)
         except ValueError as error:
             states = []
-            _warn_ignored(key, str(error))
-    else:
-        return None
+            warn_ignored(key, f"scales of delayed scaling start at 1. Reason: {error}")
     module.__dict__.pop(_ATTRIBUTE, None)
     if states:
         module.__dict__[_ATTRIBUTE] = dict(zip(weights, states, strict=True))
     return scales
 
 
-def _warn_ignored(key: str, why: str) -> None:
-    warnings.warn(f"{key} is ignored, so delayed scaling starts with scales of 1: {why}", UserWarning, stacklevel=4)
+def is_empty(saved: Any) -> bool:
+    """Whether an `_extra_state` contains nothing: None, no elements, no bytes, or a pickle of None."""
+    if isinstance(saved, torch.Tensor):
+        return not saved.numel()
+    if isinstance(saved, io.BytesIO):
+        saved = saved.getvalue()
+    return saved is None or (isinstance(saved, bytes) and (not saved or _PICKLED_NONE.search(saved) is not None))
 
 
-def _read_pickle(saved: torch.Tensor, key: str, linears: int, te_linears: int) -> list[list[torch.Tensor]]:
+def warn_ignored(key: str, consequence: str) -> None:
+    """Warns that an `_extra_state` which is not empty has no effect."""
+    warnings.warn(f"{key} is ignored: {consequence.rstrip('.')}.", UserWarning, stacklevel=4)
+
+
+def _own_values(saved: Any) -> torch.Tensor | None:
+    """Returns what `save` returned as float32; None for something else."""
+    if not isinstance(saved, torch.Tensor) or _unusable_form(saved):
+        return None
+    if saved.dtype not in (torch.float32, torch.float64):
+        return None
+    values = saved.detach().cpu().float()
+    return values if len(values) >= 2 and values[0] == _VERSION else None
+
+
+def _unusable_form(saved: torch.Tensor) -> str:
+    """Returns why the values of a tensor cannot be a state; empty if they can."""
+    if type(saved.detach()) is not torch.Tensor or saved.layout != torch.strided:
+        return f"it is a {type(saved).__name__} of layout {saved.layout}, expected a dense torch.Tensor"
+    if saved.is_meta:
+        return "it is on the meta device and has no values, expected a tensor with values"
+    return "" if saved.dim() == 1 else f"it has shape {list(saved.shape)}, expected one dimension"
+
+
+def _read_pickle(saved: Any, key: str, linears: int, te_linears: int) -> list[list[torch.Tensor]]:
     """Returns Transformer Engine's states; none if its recipe has no state."""
+    if isinstance(saved, io.BytesIO):
+        raise ValueError("it has the form of Transformer Engine 1, expected a tensor. Save it with a newer one")
+    if not isinstance(saved, torch.Tensor):
+        raise ValueError(f"it is {type(saved).__name__}, expected a tensor")
+    if why := _unusable_form(saved):
+        raise ValueError(why)
+    if saved.dtype != torch.uint8:
+        dtype = str(saved.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"it has {len(saved)} values of {dtype}, expected a state of weft, which is float32, or of Transformer "
+            "Engine, which is uint8. Leave keys that end in _extra_state as they are when you convert a state_dict to "
+            "another dtype"
+        )
     from .convert._extra_state import read_extra_state
 
-    states = read_extra_state(saved.numpy().tobytes(), key)
+    states = read_extra_state(saved.detach().cpu().numpy().tobytes(), key)
     if not states:
         return []
     if len(states) != te_linears:
@@ -138,13 +174,23 @@ def _read_pickle(saved: torch.Tensor, key: str, linears: int, te_linears: int) -
 
 
 def _check(states: list[list[torch.Tensor]], key: str, rounding_scales: torch.Tensor | None = None) -> None:
-    if rounding_scales is not None and not (rounding_scales.isfinite() & (rounding_scales >= 0)).all():
-        raise ValueError(
-            f"weft: {key} has the scales {rounding_scales.tolist()} of quantized weights, expected 0 or more."
-        )
-    for part in (part for parts in states for part in parts):
-        if not (part[0].isfinite() & (part[0] > 0)).all() or not (part[1:] >= 0).all():
-            raise ValueError(f"weft: {key} has a scale that is not positive, or a negative maximum.")
+    """Raises for values that no state has: scales must be normal numbers, whose reciprocals are finite."""
+    smallest = torch.finfo(torch.float32).tiny
+    rows = [(part[0], part[1:]) for parts in states for part in parts]
+    if rounding_scales is not None:  # 0: the Parameter has not been rounded yet
+        rows.append((rounding_scales[rounding_scales != 0], rounding_scales[:0]))
+    for scales, history in rows:
+        wrong_scales = scales[~((scales >= smallest) & scales.isfinite())]
+        wrong_maxima = history[~(history >= 0)]
+        for wrong, what, expected in (
+            (wrong_scales, "scale", f"a finite number, {smallest:.3g} or more"),
+            (wrong_maxima, "maximum magnitude", "0 or more"),
+        ):
+            if len(wrong):
+                raise ValueError(
+                    f"weft: {key} has a {what} of {wrong[0].item():.3g}, expected {expected}. Load another "
+                    "checkpoint, or remove the key to start with scales of 1."
+                )
 
 
 def _split(saved: torch.Tensor, key: str, linears: int) -> tuple[list[list[torch.Tensor]], torch.Tensor | None]:
@@ -153,7 +199,8 @@ def _split(saved: torch.Tensor, key: str, linears: int) -> tuple[list[list[torch
     end = 2 + linears * (1 + int(length)) * sum(_TENSORS) if 1 <= length <= MAX_LENGTH else 0
     if end == 0 or len(saved) not in (end, end + linears):
         raise ValueError(
-            f"weft: {key} has {len(saved)} values, which do not fit a history of {length} and {linears} linears."
+            f"weft: {key} has {len(saved)} values, which do not fit a history of {length:g} and {linears} linears. "
+            "Load a checkpoint of the same module, or remove the key to start with scales of 1."
         )
     rows = 1 + int(length)
     flat = saved[2:end].split([rows * tensors for tensors in _TENSORS] * linears)

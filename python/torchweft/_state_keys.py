@@ -12,10 +12,6 @@ from . import _delayed_scaling
 _EXTRA_STATE = re.compile(r"(basic_ops\.\d+\.)?_extra_state")
 
 
-def _is_empty(state: Any) -> bool:
-    return isinstance(state, torch.Tensor) and not state.numel()
-
-
 class StateKeys(torch.nn.Module):
     """A module whose ``state_dict`` has the names of ``named_parameters``, or with `te_keys` Transformer Engine's keys.
 
@@ -36,6 +32,11 @@ class StateKeys(torch.nn.Module):
         """Returns the key prefixes of the operations that have an `_extra_state` in Transformer Engine."""
         return []
 
+    def _is_read_by_child(self, key: str, prefix: str) -> bool:
+        """Whether the `_extra_state` with this key is that of a module in this one."""
+        path = key.removeprefix(prefix).rpartition(".")[0]
+        return bool(path) and any(name == path for name, _ in self.named_modules())
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if (scaling := _delayed_scaling.save(self, self._scaled_weights)) is not None:
@@ -50,17 +51,20 @@ class StateKeys(torch.nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         has_own_state = type(self).set_extra_state is not torch.nn.Module.set_extra_state
-        own_key = prefix + "_extra_state" if has_own_state else None
-        if own_key is None and self._scaled_weights:
+        read = prefix + "_extra_state" if has_own_state else None  # the key of the state that is read
+        if not has_own_state and self._scaled_weights:
             # Weft's key, and Transformer Engine's of the operation that has the weight.
             keys = [key for key in (f"{prefix}_extra_state", f"{prefix}basic_ops.0._extra_state") if key in state_dict]
-            for key in sorted(keys, key=lambda key: _is_empty(state_dict[key]))[:1]:
+            for key in sorted(keys, key=lambda key: _delayed_scaling.is_empty(state_dict[key]))[:1]:
                 _delayed_scaling.load(self, state_dict[key], key, self._scaled_weights)
-        local = {
-            key: value
-            for key, value in state_dict.items()
-            if key == own_key or not (key.startswith(prefix) and _EXTRA_STATE.fullmatch(key, len(prefix)))
-        }
+                read = key
+        local: dict[str, Any] = {}
+        for key, value in state_dict.items():
+            is_extra_state = key.startswith(prefix) and _EXTRA_STATE.fullmatch(key, len(prefix))
+            if not is_extra_state or (has_own_state and key == read):
+                local[key] = value
+            elif key != read and not _delayed_scaling.is_empty(value) and not self._is_read_by_child(key, prefix):
+                _delayed_scaling.warn_ignored(key, f"{type(self).__name__} has no such state")
         for name, key in self._te_names().items():
             if prefix + key in local and prefix + name not in local:
                 local[prefix + name] = local.pop(prefix + key)

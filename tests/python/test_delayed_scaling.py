@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 import torchweft
 from torchweft import _C, ops, recipe
 from torchweft._delayed_scaling import BACKWARD, FORWARD, state_of
+from torchweft.compat import _grouped_linear, _norm
 from torchweft.quantization import Quantizer, gemm
 
 STEPS = [2, 0.5, 0, math.inf, 0.25, 0.125, 0.0625, 0.03125]
@@ -115,8 +117,10 @@ def scales(linear, length=8):
     return [*forward[0].tolist(), *backward[0].tolist()]
 
 
-def call(linear, backward=True, **options):
-    x = torch.full([16, 32], 2.0, dtype=torch.bfloat16, requires_grad=True)
+def call(linear, backward=True, first=2.0, **options):
+    x = torch.full([16, 32], 2.0, dtype=torch.bfloat16)
+    x[0, 0] = first
+    x.requires_grad_()
     with torchweft.autocast(recipe=recipe.DelayedScaling(amax_history_len=8, **options)):
         y = linear(x)
     if backward:
@@ -261,13 +265,114 @@ def test_mutated_states_raise_or_load(linear):
     negative = good.clone()
     negative[2] = -1
     assert not any(attempt(state) for state in (good[:-1], good[:2], negative))
-    for ignored in (good.double(), good[None], -good, torch.zeros(0)):
-        assert attempt(ignored) and scales(linear) == [224, 1792, 114688]
-    for _ in range(300):
-        state = good.clone()
-        at = torch.randint(len(state), [3], generator=generator)
-        state[at] = torch.randn(3, generator=generator) * 10.0 ** torch.randint(-9, 9, [3], generator=generator)
-        attempt(state)
+    assert attempt(good.double()) and scales(linear) == [224, 1792, 114688]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about a state with another version
+        for _ in range(300):
+            state = good.clone()
+            at = torch.randint(len(state), [3], generator=generator)
+            state[at] = torch.randn(3, generator=generator) * 10.0 ** torch.randint(-9, 9, [3], generator=generator)
+            attempt(state)
+
+
+class SubclassOfTensor(torch.Tensor):
+    pass
+
+
+UNUSABLE = {
+    "bfloat16": (lambda good: good.bfloat16(), "values of bfloat16, expected .* is float32.*convert a state_dict"),
+    "float16": (lambda good: good.half(), "values of float16"),
+    "int32": (lambda good: good.int(), "values of int32"),
+    "bool": (lambda good: good.bool(), "values of bool"),
+    "complex64": (lambda good: good.to(torch.complex64), "values of complex64"),
+    "other version": (lambda good: -good, "values of float32"),
+    "truncated at the start": (lambda good: good[1:], "values of float32"),
+    "one value": (lambda good: good[:1], "1 values of float32"),
+    "bytes of float32": (lambda good: good.view(torch.uint8), "is damaged"),
+    "two dimensions": (lambda good: good[None], r"shape \[1, 29\], expected one dimension"),
+    "scalar": (lambda good: good[0], r"shape \[\], expected one dimension"),
+    "meta device": (lambda good: good.to("meta"), "on the meta device and has no values"),
+    "sparse": (lambda good: good.to_sparse(), "sparse_coo, expected a dense"),
+    "subclass": (lambda good: good.as_subclass(SubclassOfTensor), "it is a SubclassOfTensor"),
+    "number": (lambda good: 7, "it is int, expected a tensor"),
+    "bytes": (lambda good: b"state", "it is bytes, expected a tensor"),
+    "numpy": (lambda good: good.numpy(), "it is ndarray, expected a tensor"),
+    "list": (lambda good: good.tolist(), "it is list, expected a tensor"),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_unusable_states_are_named_in_a_warning(linear, kind):
+    change, message = UNUSABLE[kind]
+    call(linear)
+    state = linear.state_dict()
+    state["_extra_state"] = change(state["_extra_state"])
+    with pytest.warns(UserWarning, match=f"^_extra_state is ignored: scales of delayed scaling start at 1.*{message}"):
+        linear.load_state_dict(state)
+    assert "_extra_state" not in linear.state_dict()
+
+
+@pytest.mark.parametrize("empty", [None, torch.empty(0), torch.empty(0, dtype=torch.uint8), torch.empty(0, 3), b""])
+def test_empty_states_start_anew(linear, empty):
+    call(linear)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        linear.load_state_dict(linear.state_dict() | {"_extra_state": empty})
+    assert "_extra_state" not in linear.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["own", "Parameter", "float64"])
+def test_states_of_other_forms_are_used(linear, kind):
+    call(linear)
+    state, expected = linear.state_dict(), scales(linear)
+    if kind == "Parameter":
+        state["_extra_state"] = torch.nn.Parameter(state["_extra_state"])
+    elif kind == "float64":
+        state = {key: value.double() for key, value in state.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        linear.load_state_dict(state)
+    assert scales(linear) == expected
+
+
+@pytest.mark.parametrize("value", [1.4e-45, 1e-40, 0.0, -0.0, -1.0, math.inf, -math.inf, math.nan])
+def test_scales_that_no_state_has_raise(linear, value):
+    call(linear)
+    for at in (2, 3, 2 + 2 * 9):  # of input, weight and gradient
+        state = linear.state_dict()
+        state["_extra_state"][at] = value
+        with pytest.raises(ValueError, match=rf"_extra_state has a scale of {value:.3g}, expected a finite number"):
+            linear.load_state_dict(state)
+
+
+@pytest.mark.parametrize("value", [-1.0, -math.inf, math.nan])
+def test_maxima_that_no_state_has_raise(linear, value):
+    call(linear)
+    state = linear.state_dict()
+    state["_extra_state"][-1] = value
+    with pytest.raises(ValueError, match=rf"_extra_state has a maximum magnitude of {value:.3g}, expected 0 or more"):
+        linear.load_state_dict(state)
+
+
+def test_states_of_any_training_load(linear):
+    for value in (math.nan, math.inf, -math.inf, 3e38, 1e-45, 0.0):
+        call(linear, first=value)
+        linear.load_state_dict(linear.state_dict())
+
+
+def test_states_of_operations_without_scales_are_named_in_a_warning():
+    module = torchweft.Sequential(ops.RMSNorm(4), ops.Linear(4, 4), ops.GroupedLinear(2, 4, 4))
+    state, foreign = module.state_dict(), torch.ones(3, dtype=torch.uint8)
+    for key, name in (
+        ("0._extra_state", "RMSNorm"),
+        ("1.basic_ops.1._extra_state", "Linear"),
+        ("2._extra_state", "GroupedLinear"),
+    ):
+        with pytest.warns(UserWarning, match=f"^{key} is ignored: {name} has no such state"):
+            module.load_state_dict(state | {key: foreign})
+    for make in (_norm.LayerNorm, lambda size: _grouped_linear.GroupedLinear(2, size, size)):
+        with pytest.warns(UserWarning, match="_extra_state of .* is ignored: .* has no such state"):
+            make(4).load_state_dict(make(4).state_dict() | {"_extra_state": foreign})
 
 
 def test_wrong_options_raise(linear):

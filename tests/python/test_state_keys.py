@@ -111,9 +111,12 @@ def test_either_kind_of_keys_loads(make, te_keys):
 def test_transformer_engine_extra_state_is_ignored():
     target = nested()
     state = torchweft.checkpoint.set_te_keys(nested()).state_dict()
-    for key in [key for key in state if key.endswith("_extra_state")]:
+    keys = [key for key in state if key.endswith("_extra_state")]
+    for key in keys:
         state[key] = torch.randint(0, 255, (64,), dtype=torch.uint8)
-    assert target.load_state_dict(state, strict=True) == ([], [])
+    with pytest.warns(UserWarning) as warned:
+        assert target.load_state_dict(state, strict=True) == ([], [])
+    assert sorted(str(warning.message).split()[0] for warning in warned) == sorted(keys)
 
 
 def test_unknown_keys_are_unexpected():

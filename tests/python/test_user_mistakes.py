@@ -163,6 +163,12 @@ def load(**changes):
     ops.Linear(8, 4).load_state_dict({key: value for key, value in state.items() if value is not None})
 
 
+def load_state(state):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _linear.Linear(8, 4).set_extra_state(state)
+
+
 def ddp_warning():
     module = torch.nn.parallel.DistributedDataParallel.__new__(torch.nn.parallel.DistributedDataParallel)
     torch.nn.Module.__init__(module)
@@ -475,6 +481,10 @@ TRAINING = [
     ("Linear: state missing key", lambda: load(weight=None), RuntimeError, 'Missing key.*"weight"'),
     ("Linear: state unexpected key", lambda: load(wieght=X), RuntimeError, 'Unexpected key.*"wieght"'),
     ("Linear: state size", lambda: load(weight=torch.rand(4, 7)), RuntimeError, r"size mismatch for weight.*\[4, 7\]"),
+    ("Linear: _extra_state in bfloat16", lambda: load_state(torch.ones(21).bfloat16()), UserWarning, "^_extra_state of Linear is ignored.*21 values of bfloat16, expected"),
+    ("Linear: _extra_state on meta", lambda: load_state(torch.ones(21, device="meta")), UserWarning, "on the meta device.*expected a tensor with values"),
+    ("_extra_state: scale of 0", lambda: load_state(torch.tensor([7766561.0, 1, 0, *[1] * 5])), ValueError, "has a scale of 0, expected a finite number.*remove the key"),
+    ("_extra_state: length", lambda: load_state(torch.tensor([7766561.0, 3, 1, 1])), ValueError, "4 values.*history of 3 and 1 linears. Load a checkpoint of the same"),
     ("layout_of: mode name", lambda: torchweft.checkpoint.layout_of(torchweft.Sequential(ops.Linear(8, 8)), {"up": "column"}), ValueError, "contain up"),
     ("weight: split", lambda: torchweft.checkpoint.split({"weight": torch.rand(3, 8)}, {"weight": torchweft.checkpoint.Placement(0)}, 2), ValueError, r"\(3, 8\).*2 ranks"),
     ("prepack: not a module", lambda: torchweft.prepack(X), TypeError, "got Tensor, expected a torch.nn.Module"),

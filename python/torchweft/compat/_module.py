@@ -54,7 +54,10 @@ class EmptyExtraState(torch.nn.Module):
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
-        """Ignores the state."""
+        """Ignores the state; with a warning if it is not empty."""
+        if not _delayed_scaling.is_empty(state):
+            name = type(self).__name__
+            _delayed_scaling.warn_ignored(f"_extra_state of {name}", f"{name} has no such state")
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing_keys: list[str], *rest: Any
@@ -174,6 +177,9 @@ class CompatModule(EmptyExtraState):
     def set_extra_state(self, state: Any) -> None:
         """Loads what :meth:`get_extra_state` returned, or Transformer Engine's state of delayed scaling, of which
         nothing is executed. Scales start at 1 after an empty or, with a warning, unreadable state."""
+        if not self._scaled_weights:
+            super().set_extra_state(state)
+            return
         key = f"_extra_state of {type(self).__name__}"
         scales = _delayed_scaling.load(self, state, key, self._scaled_weights, self._te_linears())
         self._weight_copies.set_rounding_scales(self._scaled_weights, scales)
