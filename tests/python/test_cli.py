@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import torchweft
-from torchweft._cli import _info, main
+from torchweft._cli import _bench, _info, main
 
 
 @pytest.fixture
@@ -38,6 +39,70 @@ def test_module_runs_as_program():
     assert version.stdout == f"torchweft {torchweft.__version__}\n"
     nothing = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert nothing.returncode == 2 and "COMMAND" in nothing.stderr
+
+
+FILES = {
+    "missing.py": "import nothing_here\n",
+    "syntax.py": "x = (\n",
+    "ends.py": "import sys\nsys.exit(0)\n",
+    "raises.py": "import torch\n\ndef block():\n    return {}['key']\n",
+    "forward.py": "from torchweft import ops\nimport torch\n\nclass Block(torch.nn.Module):\n    def __init__(self):\n"
+    "        super().__init__()\n        self.op = ops.GELU()\n\n    def forward(self, x):\n        assert x is None\n",
+    "lazy.py": "def __getattr__(name):\n    raise ImportError('needs ' + name)\n",
+}
+SHAPE = ["--shape", "4,8"]
+MISTAKES = {
+    "no command": ([], "arguments are required: COMMAND"),
+    "unknown command": (["expl"], "invalid choice: 'expl'"),
+    "explain: no shape": (["explain", "torchweft.ops:GELU"], "arguments are required: --shape"),
+    "explain: text as shape": (["explain", "torchweft.ops:GELU", "--shape", "4,x"], "'4,x' is not a shape; expected"),
+    "explain: no sizes": (["explain", "torchweft.ops:GELU", "--shape", ""], "'' is not a shape; expected"),
+    "explain: dtype in shape": (["explain", "torchweft.ops:GELU", "--shape", "4:float32"], "is not a shape; expected"),
+    "explain: huge size": (["explain", "torchweft.ops:GELU", "--shape", "9" * 30], "is not a shape; expected"),
+    "explain: no memory": (
+        ["explain", "torchweft.ops:GELU", "--shape", "99999999,99999999"],
+        "cannot create an input of shape [99999999, 99999999] and torch.float32",
+    ),
+    "explain: dtype": (["explain", "torchweft.ops:GELU", *SHAPE, "--dtype", "fp32"], "invalid choice: 'fp32' (choose"),
+    "explain: import": (["explain", "{}/missing.py:x", *SHAPE], "'nothing_here' ({}/missing.py, line 1)."),
+    "explain: syntax": (["explain", "{}/syntax.py:x", *SHAPE], "SyntaxError: '(' was never closed"),
+    "explain: exit": (["explain", "{}/ends.py:x", *SHAPE], "cannot import {}/ends.py: SystemExit: 0"),
+    "explain: constructor": (["explain", "{}/raises.py:block", *SHAPE], "KeyError: 'key' ({}/raises.py, line 4)"),
+    "explain: forward": (["explain", "{}/forward.py:Block", *SHAPE], "AssertionError ({}/forward.py, line 10)"),
+    "explain: lazy name": (["explain", "{}/lazy.py:block", *SHAPE], "needs block ({}/lazy.py, line 2)"),
+    "explain: no file": (["explain", "{}/none.py:x", *SHAPE], "No such file or directory"),
+    "explain: relative": (["explain", ".module:x", *SHAPE], "cannot import .module"),
+    "explain: unhashable": (["explain", "torchweft.ops:GELU({[]})", *SHAPE], "unhashable type"),
+    "explain: folder": (["explain", "torchweft.ops:GELU", *SHAPE, "--save", "{}/no/x.svg"], "no folder '{}/no'"),
+    "bench: threads as float": (["bench", "--threads", "1e9"], "'1e9' is not a number of threads; expected 1 to"),
+    "bench: many threads": (["bench", "--threads", "1000000000"], "is not a number of threads; expected 1 to"),
+    "bench: no threads": (["bench", "--threads", "0"], "'0' is not a number of threads; expected 1 to"),
+    "bench: negative threads": (["bench", "--threads", "-1"], "'-1' is not a number of threads; expected 1 to"),
+    "bench: seconds": (["bench", "--seconds", "nan"], "'nan' is not a positive number"),
+    "bench: dtype": (["bench", "--dtype", "float16"], "invalid choice: 'float16'"),
+    "bench: folder of JSON": (["bench", "--json", "{}/no/x.json"], "cannot write '{}/no/x.json': No such file"),
+    "bench: JSON is a folder": (["bench", "--json", "{}"], "cannot write '{}': Is a directory"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_one_line(mistake, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(_bench, "measure", lambda *_: pytest.fail("it measures before it looks at its arguments"))
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    argv, message = MISTAKES[mistake]
+    paths = sys.path[:]
+    with pytest.raises(SystemExit) as raised:
+        main([part.replace("{}", str(tmp_path)) for part in argv])
+    printed = str(raised.value.code) if isinstance(raised.value.code, str) else capsys.readouterr().err.rstrip("\n")
+    assert raised.value.code and message.replace("{}", str(tmp_path)) in printed
+    assert printed.startswith("torchweft") and "\n" not in printed and sys.path == paths
+
+
+def test_errors_of_user_code_have_no_frames_of_cpp():
+    from torchweft._cli._error import describe
+
+    assert describe(RuntimeError("first\nsecond\nException raised from x at y.cpp:3")) == "first second"
 
 
 # ---- info -----------------------------------------------------------------------------------------------------------
@@ -132,7 +197,10 @@ def test_explain_bad_shape_and_file(capsys):
 def test_bench(run, tmp_path):
     pytest.importorskip("matplotlib")
     results, picture = tmp_path / "bench.json", tmp_path / "bench.png"
-    text = run("bench", "--seconds", "0.1", "--no-compile", "--json", str(results), "--plot", str(picture))
+    options = "--json", str(results), "--plot", str(picture), "--threads", "1"
+    threads = torch.get_num_threads()
+    text = run("bench", "--seconds", "0.1", "--no-compile", *options)
+    torch.set_num_threads(threads)
     rows = json.loads(results.read_text())["rows"]
     assert [row["problem"] for row in rows] == ["block", "attention", "step"] and "weft / eager" in text
     for row in rows:
@@ -147,8 +215,6 @@ def test_bench(run, tmp_path):
 
 @pytest.mark.parametrize("name", ["block", "attention", "step"])
 def test_bench_compares_the_same_values(name):
-    import torch
-
     from torchweft._cli._bench_problems import PROBLEMS
 
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ import torchweft
 from ..convert.__main__ import ignore_closed_pipe
 from ..convert.__main__ import main as run_convert
 from ._bench import add_bench
-from ._error import CommandError
+from ._error import CommandParser, describe
 from ._explain import add_explain
 from ._info import add_info
 
@@ -24,7 +24,7 @@ _EPILOG = """examples:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="torchweft",
         description="Fused transformer operations on CPUs.",
         epilog=_EPILOG,
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parsed.run(parsed)
     except BrokenPipeError:  # the reader closed the pipe, e.g. head
         ignore_closed_pipe()
-    except (CommandError, OSError) as error:
-        sys.exit(f"torchweft {parsed.command}: {error}")
     except KeyboardInterrupt:
         sys.exit(f"torchweft {parsed.command}: interrupted")
+    except Exception as error:
+        sys.exit(f"torchweft {parsed.command}: {describe(error)}")

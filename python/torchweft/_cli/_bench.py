@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
@@ -34,7 +35,7 @@ def add_bench(commands: Any) -> None:
         "--seconds", type=_positive, default=120.0, help="time for all problems, without compiling (120)"
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 with AMX, else float32")
-    parser.add_argument("--threads", type=_positive, help="default: torch's")
+    parser.add_argument("--threads", type=_threads, help="default: torch's")
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile")
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
     parser.add_argument("--plot", metavar="FILE", help="draw the results; needs matplotlib")
@@ -51,14 +52,24 @@ def _positive(text: str) -> float:
     return value
 
 
+def _threads(text: str) -> int:
+    most = os.cpu_count() or 1
+    value = int(text) if text.isdecimal() else 0
+    if not 1 <= value <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of threads; expected 1 to {most}, the CPUs here")
+    return value
+
+
 def run(arguments: argparse.Namespace) -> None:
     unknown = [name for name in arguments.problems if name not in PROBLEMS]
     if unknown:
         raise CommandError(f"{unknown[0]!r} is not a problem; expected {', '.join(PROBLEMS)}.")
     if arguments.plot:
         _check_plot(arguments.plot)
+    for file in filter(None, (arguments.json, arguments.plot)):
+        _check_writable(Path(file))
     if arguments.threads:
-        torch.set_num_threads(int(arguments.threads))
+        torch.set_num_threads(arguments.threads)
     dtype = getattr(torch, arguments.dtype or ("bfloat16" if _C.machine_tier() == "amx" else "float32"))
     names = arguments.problems or list(PROBLEMS)
     print(
@@ -163,6 +174,17 @@ def _cell(row: dict[str, Any], column: str) -> str:
         return f"{row[column]:.2f}"
     low, high = row[f"{column}, interval"]
     return f"{row[column]:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def _check_writable(file: Path) -> None:
+    """Raises if the file cannot be written: before the measurement, not after it."""
+    existed = file.exists()
+    try:
+        file.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise CommandError(f"cannot write '{file}': {error.strerror}.") from error
+    if not existed:
+        file.unlink()
 
 
 def _check_plot(file: str) -> None:

@@ -17,7 +17,7 @@ import torch
 
 import torchweft
 
-from ._error import CommandError
+from ._error import CommandError, describe
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -57,15 +57,18 @@ def _parse_shape(text: str) -> tuple[tuple[int, ...], bool]:
         shape = tuple(int(size) for size in sizes.split(","))
     except ValueError:
         shape = (-1,)
-    if any(size < 0 for size in shape) or dtype not in ("", "int64"):
+    if any(not 0 <= size < 1 << 63 for size in shape) or dtype not in ("", "int64"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a shape; expected sizes such as 64,256 or 64:int64")
     return shape, dtype == "int64"
 
 
 def _make_input(shape: tuple[int, ...], integers: bool, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
-    if integers:
-        return torch.zeros(shape, dtype=torch.int64)
-    return torch.randn(shape).to(dtype).requires_grad_(requires_grad)
+    try:
+        if integers:
+            return torch.zeros(shape, dtype=torch.int64)
+        return torch.randn(shape).to(dtype).requires_grad_(requires_grad)
+    except RuntimeError as error:
+        raise CommandError(f"cannot create an input of shape {list(shape)} and {dtype}: {describe(error)}") from None
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -82,16 +85,10 @@ def _run(arguments: argparse.Namespace) -> None:
     dtype = _DTYPES[arguments.dtype] if arguments.dtype else first.dtype
     with torch.set_grad_enabled(not arguments.no_grad):
         inputs = [_make_input(shape, integers, dtype, not arguments.no_grad) for shape, integers in arguments.shape]
-        try:
-            explanation = torchweft.explain(module, *inputs)
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise CommandError(str(error)) from error
+        explanation = torchweft.explain(module, *inputs)
     print(json.dumps(explanation.data, indent=1, default=str) if arguments.json else explanation)
     if arguments.save:
-        try:
-            explanation.save(arguments.save)
-        except (RuntimeError, ValueError) as error:
-            raise CommandError(str(error)) from error
+        explanation.save(arguments.save)
 
 
 def load(text: str) -> torch.nn.Module:
@@ -109,8 +106,8 @@ def load(text: str) -> torch.nn.Module:
     if arguments is not None or (callable(found) and not isinstance(found, torch.nn.Module)):
         try:
             found = found(*arguments or (), **keywords)
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise CommandError(f"{text!r} failed: {error}") from error
+        except (Exception, SystemExit) as error:
+            raise CommandError(f"{text!r} failed: {describe(error)}") from None
     if not isinstance(found, torch.nn.Module):
         raise CommandError(f"{text!r} is {type(found).__name__}, expected a torch.nn.Module or what returns one.")
     return found
@@ -150,5 +147,5 @@ def _import(name: str) -> Any:
         module = sys.modules[spec.name] = module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
-    except (ImportError, FileNotFoundError) as error:
-        raise CommandError(f"cannot import {name}: {error}.") from error
+    except (Exception, SystemExit) as error:
+        raise CommandError(f"cannot import {name}: {describe(error).rstrip('.')}.") from None
