@@ -472,6 +472,42 @@ def test_unknown_names_are_kept_reported_and_rejected_if_strict(tmp_path):
         convert(tmp_path / "a.pt", tmp_path / "c", to="safetensors", strict=True)
 
 
+FOREIGN = {
+    "llama": ("model.layers.0.", ["input_layernorm", "self_attn.q_proj", "mlp.down_proj"]),
+    "gpt2": ("transformer.h.1.", ["ln_1", "attn.c_attn", "mlp.c_fc"]),
+    "bert": ("encoder.layer.0.", ["attention.self.query", "output.dense"]),
+    "falcon": ("transformer.h.0.", ["self_attention.query_key_value", "input_layernorm"]),
+    "t5": ("encoder.block.0.layer.0.", ["SelfAttention.q", "layer_norm"]),
+    "llama of its authors": ("layers.0.", ["attention.wq", "feed_forward.w1", "attention_norm"]),
+}
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch_dist", "te", "pt"])
+@pytest.mark.parametrize("family", FOREIGN)
+def test_layers_of_other_projects_are_rejected(tmp_path, family, to):
+    at, names = FOREIGN[family]
+    torch.save({f"{at}{name}.weight": torch.randn(4, 4) for name in names} | {"x": torch.randn(2)}, tmp_path / "a.pt")
+    with pytest.raises(ConversionError, match=r"no rule matches \d of the \d tensors of .*a.pt: .*Add rules .*--names"):
+        convert(tmp_path / "a.pt", tmp_path / "b", to=to)
+    assert not (tmp_path / "b").exists()
+
+
+def test_hugging_face_folder_is_not_a_source(tmp_path):
+    source, _ = hugging_face_source(tmp_path, "llama")
+    convert(source, tmp_path / "hf", to="hf")
+    with pytest.raises(ConversionError, match=r"no rule matches 19 of the 21 tensors.*names of Hugging Face"):
+        convert(tmp_path / "hf", tmp_path / "back", to="torch_dist")
+    rules = {"rules": [{"native": "{at}kept.{kind}", "megatron": "{at}mlp.down_proj.{kind}"}]}
+    (tmp_path / "rules.json").write_text(json.dumps(rules))
+    report = convert(tmp_path / "hf", tmp_path / "back", to="safetensors", names=tmp_path / "rules.json")
+    assert len(report["unknown"]) == 17
+
+
+def test_layers_of_other_models_keep_their_names(tmp_path):
+    torch.save({"layer1.0.conv1.weight": torch.randn(4, 4), "blocks.0.1.weight": torch.randn(4)}, tmp_path / "a.pt")
+    assert len(convert(tmp_path / "a.pt", tmp_path / "b", to="safetensors")["unknown"]) == 2
+
+
 def test_user_rules_take_precedence(tmp_path):
     rules = {
         "rules": [{"native": "{at}gate.{kind}", "megatron": "{at}mlp.router.{kind}", "ranks": "rows"}],

@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import warnings
 from unittest import mock
 
@@ -192,6 +193,12 @@ def command(*arguments):
                 convert_command.main()
     except SystemExit as exit:
         raise SystemExit(exit.code if isinstance(exit.code, str) else printed.getvalue()) from None
+
+
+def convert_hugging_face():
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save({"model.layers.0.self_attn.q_proj.weight": X}, f"{folder}/hf.pt")
+        command(f"{folder}/hf.pt", f"{folder}/out", "--to", "torch_dist")
 
 
 def environment(name, value, code="torchweft.ops.Linear(8, 8)(torch.ones(2, 8)); torchweft.packing_limit()"):
@@ -541,6 +548,7 @@ OTHERS = [
     ("convert: inspect", lambda: command("inspect", "no/such/file"), SystemExit, "no/such/file"),
     ("convert: verify", lambda: command("verify", "no/such/file"), SystemExit, "no/such/file"),
     ("convert: a text file", lambda: command(__file__, "out", "--to", "pt"), SystemExit, "test_user_mistakes.py"),
+    ("convert: Hugging Face's names", convert_hugging_face, SystemExit, r"no rule matches 1 of the 1 tensors of .*hf.pt: model.layers.0.self_attn.q_proj.weight.*Expected names of torch"),
     ("WEFT_TIER: unknown", lambda: environment("WEFT_TIER", "avx51"), RuntimeError, "'avx51', expected amx.*Did you mean 'avx512'"),
     ("WEFT_PACKED_BYTES: unit", lambda: environment("WEFT_PACKED_BYTES", "1GB"), RuntimeError, "'1GB', expected a number"),
     ("torch.compile: width", lambda: compiled(torchweft.Sequential(ops.GELU(), ops.Linear(7, 8))), Exception, "expected 7 features"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ TARGETS = {"torch_dist": "megatron", "safetensors": "native", "te": "te", "pt": 
 FILES = {"torch_dist": (), "safetensors": (".safetensors",), "te": (".safetensors", ".pt"), "pt": (".pt",), "hf": ()}
 SUFFIXES = (".safetensors", ".pt")  # of a target that is a single file
 SHARD_SIZE = 4 << 30
+# Names of what is in the attention or the MLP of a numbered layer, in any project.
+_IN_BLOCK = re.compile(r"(^|\.)\d+\.(.*\.)?\w*(attn|attention|mlp|ffn|feed_forward)\.", re.IGNORECASE)
 
 
 def convert(
@@ -116,12 +119,29 @@ def _read(source: Path | str, names: NameTable, check: bool, strict: bool) -> Mo
                 f"{wrong[0]}: {stored.path} is corrupt. Copy it again, or pass --no-check to convert it anyway"
             )
     model = read_model(stored, names)
+    _reject_foreign_layers(model, stored.path)
     if strict and model.unknown:
         more = " …" if len(model.unknown) > 5 else ""
         raise ConversionError(
             f"no rule matches {', '.join(model.unknown[:5])}{more}. Add rules with --names, or omit --strict"
         )
     return model
+
+
+def _reject_foreign_layers(model: Model, path: Path) -> None:
+    """Raises if the model has transformer layers, and no rule matches a tensor of their attention or MLP."""
+    blocks = [name for entry in model.entries.values() for name in entry.sources if _IN_BLOCK.search(name)]
+    foreign = [name for name in model.unknown if _IN_BLOCK.search(name)]
+    if not foreign or len(foreign) < len(blocks):
+        return
+    of_transformers = any(f".{part}." in foreign[0] for part in _hugging_face.PARTS)
+    counts = f"{len(model.unknown)} of the {len(model.entries)} tensors"
+    raise ConversionError(
+        f"no rule matches {counts} of {path}: {', '.join(foreign[:3])}, … "
+        f"{'These are names of Hugging Face, which are written, but not read. ' if of_transformers else ''}"
+        "Expected names of torch, Transformer Engine or Megatron, as the command `names` prints them. Add rules for "
+        "these names with --names"
+    )
 
 
 def _check_request(to: str, layout: str, ranks: int, suffix: str) -> None:

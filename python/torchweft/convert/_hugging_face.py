@@ -38,6 +38,7 @@ GPT2 = {
     "mlp.fc1": "mlp.c_fc",
     "mlp.fc2": "mlp.c_proj",
 }
+PARTS = (*LLAMA.values(), *GPT2.values())
 OUTSIDE = {
     "llama": {"embedding": "model.embed_tokens", "final_norm": "model.norm", "output": "lm_head"},
     "gpt2": {
