@@ -144,8 +144,8 @@ def _explain_model(model: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> 
             names.append(name)
     if not names:
         raise TypeError(
-            f"explain: got {type(model).__name__}, expected a weft operation, a Sequential or a torch.nn.Module that "
-            "contains some."
+            f"explain: got {_named(model)}, expected a weft operation, a Sequential or a torch.nn.Module that contains "
+            f"some.{_cure(model)}"
         )
     sections: list[Section] = []
 
@@ -165,6 +165,25 @@ def _explain_model(model: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> 
         for hook in hooks:
             hook.remove()
     return sections
+
+
+def _named(model: Any) -> str:
+    kind = model if isinstance(model, type) else type(model)
+    what = f"torch.nn.{kind.__name__}" if getattr(torch.nn, kind.__name__, None) is kind else kind.__name__
+    return f"the class {what}" if isinstance(model, type) else what
+
+
+def _cure(model: Any) -> str:
+    """Returns how to get a module that can be explained."""
+    from . import ops
+
+    if isinstance(model, type):
+        return f" Create an instance: {model.__name__}(...)."
+    if not isinstance(model, torch.nn.Module):
+        return ""
+    names = {type(child).__name__ for child in model.modules()} & set(ops.__all__)
+    use = f"Use torchweft.ops.{min(names)}" if names else "Use operations of torchweft.ops"
+    return f" {use} instead of torch's module: docs/from_torch_nn.md lists what replaces what."
 
 
 def _explain_segments(module: PipelineModule, input: torch.Tensor, *extra_inputs: torch.Tensor) -> list[Section]:

@@ -109,7 +109,8 @@ class FusibleOperation(PipelineModule, StateKeys):
         """
         if not kwargs and (output := self._run_unsegmented(input, extra_inputs)) is not None:
             return output
-        (segment,) = self._materialized_segments(input)
+        (segment,) = segments = self._materialized_segments(input)
+        self._check_inputs(segments, input, extra_inputs)
         result: Output = call_segment({id(self): kwargs}, segment, input, extra_inputs)
         return result
 

@@ -66,6 +66,12 @@ class Segment:
     targets: list[tuple[str | None, bool]]  # as Stage.outputs, for the tensors that it returns
     runner: _C.Runner | None = None
 
+    def takers(self) -> list[str]:
+        """Returns what takes each extra input that the caller passes."""
+        labels = [stage.label for stage in self.stages for channel in stage.inputs if channel is None]
+        labels = labels or [type(self.modules[0]).__name__] * len(self.sources)
+        return [label for label, source in zip(labels, self.sources, strict=True) if source is None]
+
     def as_constants(self, paths: dict[int, str]) -> _dispatcher.TracedSegment:
         connections = tuple(self.sources), tuple(self.targets)
         if self.runner is None:
@@ -194,6 +200,39 @@ class PipelineModule(torch.nn.Module):
             if output is not NotImplemented:
                 return output
         return _dispatcher.run(self, input, extra_inputs) if _dispatcher.applies(self, input) else None
+
+    def _check_inputs(self, segments: list[Segment], input: Any, extra_inputs: Sequence[Any]) -> None:
+        """Raises for the output of an operation with extra outputs, and for another number of extra inputs."""
+        name = type(self).__name__
+        if isinstance(input, tuple):
+            raise TypeError(
+                f"{name}: the input must be a torch.Tensor, got a tuple of {len(input)}. Operations with extra outputs "
+                "return one. Put them and their readers into one torchweft.Sequential, not torch.nn.Sequential: it "
+                "passes extra tensors on."
+            )
+        expected = _dispatcher.num_caller_inputs(segments)
+        if len(extra_inputs) == expected:
+            return
+        takers = [taker for segment in segments for taker in segment.takers()]
+        stages = [stage for segment in segments for stage in segment.stages]
+        cures = ["Pass extra inputs after the input, in this order."] if expected else []
+        channels = [channel for stage in stages for channel in stage.op._bindings()[0] if channel is not None]
+        if len(extra_inputs) < expected and channels and len(stages) == 1:
+            cures.append(
+                f"Channel {channels[0]!r} connects operations of one torchweft.Sequential, not of torch.nn.Sequential: "
+                "put both into it."
+            )
+        masked = [stage.label for stage in stages if hasattr(stage.op, "attn_mask_type")]
+        if len(extra_inputs) > expected and masked:
+            cures.append(
+                f"{masked[0]} takes no mask: set attn_mask_type or window_size, and for sequences of different lengths "
+                "qkv_format='thd'."
+            )
+        raise ValueError(
+            f"{name}: expected {expected} extra input{'' if expected == 1 else 's'}"
+            f"{' (' + ', '.join(takers) + ')' if takers else ''}, got {len(extra_inputs)}. "
+            + (" ".join(cures) or "Call it with the input only.")
+        )
 
     @_dispatcher.evaluated_when_traced
     def _traced_segments(self, state: object = None) -> tuple[_dispatcher.TracedSegment, ...]:

@@ -260,14 +260,7 @@ class Sequential(PipelineModule):
             return output
         segments = self._materialized_segments(input)
         keywords = self._keywords_by_module(op_kwargs)
-        expected = _dispatcher.num_caller_inputs(segments)
-        if len(extra_inputs) != expected:
-            takers = [f"Sequential[{i}] {type(m).__name__}" for i, m in enumerate(self) if _num_caller_inputs(m)]
-            raise ValueError(
-                f"Sequential: expected {expected} extra input{'' if expected == 1 else 's'}"
-                f"{' (' + ', '.join(takers) + ')' if takers else ''}, got {len(extra_inputs)}. "
-                "Pass the extra inputs after the main input: block(x, *extra_inputs)."
-            )
+        self._check_inputs(segments, input, extra_inputs)
         return _dispatcher.run_segments(segments, input, extra_inputs, partial(call_segment, keywords))
 
     def _keywords_by_module(self, op_kwargs: dict[Any, dict[str, Any]] | None) -> dict[int, dict[str, Any]]:
@@ -286,11 +279,3 @@ class Sequential(PipelineModule):
                 )
             keywords[id(module)] = kwargs
         return keywords
-
-
-def _num_caller_inputs(module: torch.nn.Module) -> int:
-    """Returns how many extra inputs of a module come from the caller of the Sequential that contains it."""
-    if isinstance(module, Sequential):
-        return module.num_extra_inputs
-    operations = module._stages() if isinstance(module, FusibleOperation) else []
-    return sum(channel is None for op in operations for channel in op._bindings()[0])

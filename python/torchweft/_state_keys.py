@@ -37,6 +37,17 @@ class StateKeys(torch.nn.Module):
         path = key.removeprefix(prefix).rpartition(".")[0]
         return bool(path) and any(name == path for name, _ in self.named_modules())
 
+    def _holds_part_of_weight(self, state_dict: dict[str, Any], prefix: str) -> bool:
+        """Whether the weight in a state_dict has fewer rows than this module's, and could be one of several."""
+        own, given = getattr(self, "weight", None), state_dict.get(prefix + "weight")
+        return (
+            isinstance(own, torch.Tensor)
+            and isinstance(given, torch.Tensor)
+            and (own.dim(), given.dim()) == (2, 2)
+            and len(given) < len(own)
+            and given.shape[1] == own.shape[1]
+        )
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if (scaling := _delayed_scaling.save(self, self._scaled_weights)) is not None:
@@ -69,3 +80,10 @@ class StateKeys(torch.nn.Module):
             if prefix + key in local and prefix + name not in local:
                 local[prefix + name] = local.pop(prefix + key)
         super()._load_from_state_dict(local, prefix, *args)
+        if self._holds_part_of_weight(local, prefix):
+            error_msgs: list[str] = args[-1]
+            error_msgs.append(
+                f"{prefix}weight: if it is that of query, key and value, which the checkpoint has one by one, "
+                "concatenate them: torch.cat([q, k, v]). A DotProductAttention after it then needs "
+                "qkv_layout='concatenated'."
+            )

@@ -83,6 +83,10 @@ def third(op, *extra):
     return torchweft.Sequential(ops.Linear(8, 8), ops.GELU(), op)(X, *extra)
 
 
+def attention():
+    return ops.DotProductAttention(2, 4, qkv_layout="concatenated")
+
+
 def grouped(x=X, splits=SPLITS, **options):
     return ops.GroupedLinear(2, 8, 4, **options)(x, splits)
 
@@ -446,10 +450,20 @@ PIPELINES = [
     ("GELU: no extra outputs", lambda: ops.GELU().set_extra_output_channel(0, "r"), IndexError, "extra output 0.*expected"),
     ("AddExtraInput: empty name", lambda: ops.AddExtraInput().set_extra_input_channel(0, ""), ValueError, "'', expected a non-empty"),
     ("MakeExtraOutput: to caller", lambda: ops.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=1), TypeError, "must be a bool, got int"),
+    ("DotProductAttention: mask", lambda: attention()(X.expand(2, 4, 8).repeat(1, 1, 3), X > 0), ValueError, "expected 0 extra inputs, got 1.*takes no mask: set attn_mask_type or window_size"),
+    ("Sequential[1] DotProductAttention: mask", lambda: torchweft.Sequential(ops.Linear(8, 24), attention())(X.expand(2, 4, 8), X > 0), ValueError, "expected 0 extra inputs, got 1.*takes no mask: set attn_mask_type"),
+    ("Linear: in torch.nn.Sequential after an extra output", lambda: torch.nn.Sequential(fork("r"), ops.Linear(8, 8), join("r"))(X), TypeError, r"got a tuple of 2.*Put them .* into one torchweft\.Sequential, not torch\.nn\.Sequential"),
+    ("AddExtraInput: in torch.nn.Sequential", lambda: torch.nn.Sequential(ops.Linear(8, 8), join("r"))(X), ValueError, r"expected 1 extra input \(AddExtraInput\), got 0.*'r' connects operations of one torchweft\.Sequential"),
+    ("Sequential[1] AddExtraInput: no producer", lambda: chain(ops.Linear(8, 8), join("residual")), ValueError, "'residual' has no producer; extra input 0.*reads it.*Set one with set_extra_output_channel"),
+    ("Sequential[1] AddExtraInput: no channel", lambda: chain(fork("r"), ops.AddExtraInput()), ValueError, r"expected 1 extra input \(Sequential\[1\] AddExtraInput\), got 0. Pass extra inputs after the input"),
+    ("torchweft.ops: Embedding", lambda: ops.Embedding(8, 8), AttributeError, r"no operation 'Embedding'. Use torch\.nn\.Embedding"),
+    ("torchweft.ops: misspelled", lambda: ops.Linaer(8, 8), AttributeError, "no operation 'Linaer'. Did you mean 'Linear'"),
     ("Linear: explain width", lambda: torchweft.explain(ops.Linear(7, 8), X), ValueError, "expected 7"),
     ("Sequential[2] Linear: explain width", lambda: torchweft.Sequential(ops.GELU(), ops.SiLU(), ops.Linear(7, 8)).explain(X), ValueError, "expected 7"),
     ("explain: no inputs", lambda: torchweft.explain(ops.GELU()), TypeError, r"expected the inputs.*explain\(module, x\)"),
-    ("explain: torch module", lambda: torchweft.explain(torch.nn.Linear(8, 8), X), TypeError, "got Linear, expected a weft operation"),
+    ("explain: torch module", lambda: torchweft.explain(torch.nn.Linear(8, 8), X), TypeError, r"got torch\.nn\.Linear, expected a weft operation.*Use torchweft\.ops\.Linear instead.*from_torch_nn\.md"),
+    ("explain: other torch module", lambda: torchweft.explain(torch.nn.Embedding(8, 8), X), TypeError, r"got torch\.nn\.Embedding.*Use operations of torchweft\.ops"),
+    ("explain: class", lambda: torchweft.explain(ops.Linear, X), TypeError, r"got the class Linear.*Create an instance: Linear\(\.\.\.\)"),
     ("explain: function", lambda: torchweft.explain(torch.relu, X), TypeError, "expected a weft operation"),
     ("Explanation.save: suffix", lambda: torchweft.explain(ops.GELU(), X).save("x.badsuffix"), ValueError, r"'.badsuffix', expected one of .svg"),
     ("Explanation.save: folder", lambda: torchweft.explain(ops.GELU(), X).save("no/such/x.dot"), FileNotFoundError, "no folder 'no/such'"),
@@ -492,6 +506,7 @@ TRAINING = [
     ("Linear: _extra_state on meta", lambda: load_state(torch.ones(21, device="meta")), UserWarning, "on the meta device.*expected a tensor with values"),
     ("_extra_state: scale of 0", lambda: load_state(torch.tensor([7766561.0, 1, 0, *[1] * 5])), ValueError, "has a scale of 0, expected a finite number.*remove the key"),
     ("_extra_state: length", lambda: load_state(torch.tensor([7766561.0, 3, 1, 1])), ValueError, "4 values.*history of 3 and 1 linears. Load a checkpoint of the same"),
+    ("Linear: state of the query", lambda: ops.Linear(8, 24).load_state_dict({"weight": torch.rand(8, 8), "bias": torch.rand(24)}), RuntimeError, r"size mismatch for weight.*\[8, 8\].*\[24, 8\].*one by one, concatenate them: torch\.cat\(\[q, k, v\]\).*qkv_layout='concatenated'"),
     ("layout_of: mode name", lambda: torchweft.checkpoint.layout_of(torchweft.Sequential(ops.Linear(8, 8)), {"up": "column"}), ValueError, "contain up"),
     ("weight: split", lambda: torchweft.checkpoint.split({"weight": torch.rand(3, 8)}, {"weight": torchweft.checkpoint.Placement(0)}, 2), ValueError, r"\(3, 8\).*2 ranks"),
     ("prepack: not a module", lambda: torchweft.prepack(X), TypeError, "got Tensor, expected a torch.nn.Module"),
