@@ -149,6 +149,11 @@ def check_errors() -> None:
     offsets = torch.tensor(first if dist.get_rank() == 0 else [0, 2 * dist.get_world_size(), *first[1:]])
     differing = {"qkv_format": "thd", "cu_seqlens_q": offsets, "cu_seqlens_kv": offsets}
     raises(ValueError, "differs between the ranks", lambda: attention(q[:, 0], k[:, 0], k[:, 0], **differing))
+    ranks = dist.get_world_size()
+    offsets = torch.tensor([0, 8 * ranks, 4 * ranks])
+    packed = {"qkv_format": "thd", "cu_seqlens_q": offsets, "cu_seqlens_kv": offsets}
+    raises(ValueError, "does not decrease", lambda: attention(q[:, 0], k[:, 0], k[:, 0], **packed))
+    raises(ValueError, "query, key and value have shapes", lambda: attention(q, k, k[:, :1]))
     offsets = torch.tensor([0, 3])
     packed = {"qkv_format": "thd", "cu_seqlens_q": offsets, "cu_seqlens_kv": offsets}
     raises(ValueError, "cu_seqlens is [0, 3]", lambda: attention(q[:, 0], k[:, 0], k[:, 0], **packed))

@@ -891,7 +891,7 @@ def test_attention_of_packed_sequences_raises_by_name(te):
         module(q, q, q, cu_seqlens_q=offsets)
     with pytest.raises(NotImplementedError, match="cu_seqlens is not supported with qkv_format 'bshd'"):
         module(q[None], q[None], q[None], qkv_format="bshd", **packed)
-    with pytest.raises(ValueError, match="expected .tokens, heads, channels. with qkv_format 'thd'"):
+    with pytest.raises(ValueError, match=r"expected \(queries, 2, 4\), .* with qkv_format 'thd'"):
         module(q[None], q, q, **packed)
     with pytest.raises(NotImplementedError, match="no arbitrary mask and no bias"):
         module(q, q, q, attn_mask_type="arbitrary", **packed)

@@ -167,7 +167,7 @@ def test_start_positions_and_packed_sequences():
     t = torch.randn(4, 3, 2, 8)  # s, b, h, d
     starts = torch.tensor([0, 6, 2])
     expected = torch.stack(
-        [_rotary.apply_rotary_pos_emb(t[:, i], angles[s : s + 4, 0]) for i, s in enumerate(starts)], 1
+        [_rotary.apply_rotary_pos_emb(t[:, i, None], angles[s : s + 4])[:, 0] for i, s in enumerate(starts)], 1
     )
     assert torch.equal(_rotary.apply_rotary_pos_emb(t, angles, start_positions=starts), expected)
     packed = _rotary.apply_rotary_pos_emb(
@@ -184,9 +184,32 @@ def test_start_positions_and_packed_sequences():
         ({"cp_size": 4}, "freqs has 10 positions, expected positions 0 to 15"),
         ({"tensor_format": "thd"}, "cu_seqlens is not given"),
         ({"tensor_format": "thd", "cu_seqlens": torch.tensor([0, 3])}, r"cu_seqlens is \[0, 3\] for 4 rows"),
+        ({"tensor_format": "thd", "cu_seqlens": torch.tensor([1, 5])}, r"cu_seqlens is \[1, 5\] for 4 rows"),
+        (
+            {"tensor_format": "thd", "cu_seqlens": torch.tensor([0, 8, 4])},
+            "expected offsets that start at 0, do not dec",
+        ),
+        (
+            {"tensor_format": "thd", "cu_seqlens": torch.tensor([[0, 4]])},
+            "cu_seqlens has shape .* expected one dimension",
+        ),
         ({"tensor_format": "hd"}, "expected 'sbhd', 'bshd' or 'thd'"),
+        ({"start_positions": torch.tensor([0])}, r"start_positions has shape \[1\], expected \[3\]"),
+        (
+            {"tensor_format": "thd", "cu_seqlens": torch.tensor([0, 4]), "start_positions": torch.tensor([0, 2])},
+            r"start_positions has shape \[2\], expected \[1\]",
+        ),
+        ({"t": torch.randn(4, 3, 8)}, r"t has shape \[4, 3, 8\], expected 4 dimensions"),
+        ({"t": torch.randn(3, 3, 3, 8), "tensor_format": "thd"}, "expected 3 dimensions"),
+        (
+            {"freqs": torch.randn(10, 3, 1, 8)},
+            r"freqs has shape \[10, 3, 1, 8\], expected \(positions, 1, 1, channels\)",
+        ),
+        ({"freqs": torch.randn(10, 1, 1, 10)}, "an even number of channels, at most 8"),
+        ({"freqs": torch.randn(10, 1, 1, 7)}, "an even number of channels, at most 8"),
     ],
 )
-def test_wrong_positions_raise(options, message):
+def test_wrong_shapes_and_positions_raise(options, message):
+    t = torch.randn(4, 2, 8) if options.get("tensor_format") == "thd" else torch.randn(4, 3, 2, 8)
     with pytest.raises(ValueError, match=message):
-        _rotary.apply_rotary_pos_emb(torch.randn(4, 3, 2, 8), _rotary.RotaryPositionEmbedding(8)(10), **options)
+        _rotary.apply_rotary_pos_emb(**{"t": t, "freqs": _rotary.RotaryPositionEmbedding(8)(10)} | options)

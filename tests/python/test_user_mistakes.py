@@ -22,7 +22,16 @@ import torch
 
 import torchweft
 from torchweft import fusion, ops
-from torchweft.compat import _layernorm_mlp, _linear, _norm, _recipes, _transformer_layer
+from torchweft.compat import (
+    _attention,
+    _layernorm_mlp,
+    _linear,
+    _multihead_attention,
+    _norm,
+    _recipes,
+    _rotary,
+    _transformer_layer,
+)
 from torchweft.convert import __main__ as convert_command
 
 X = torch.rand(4, 8)
@@ -34,6 +43,11 @@ CURE = re.compile(
     r"\b(Call|Pass|Use|Set|Create|Put|Convert|Unpack|Give|Leave|Move|Choose|Specify|Subclass|Turn|Copy|Hint|Define|Remove)\b",
     re.IGNORECASE,
 )
+
+
+HEADS = torch.rand(4, 1, 2, 4)  # sequence, batch, heads, channels
+MASK = torch.zeros(1, 1, 1, 4, dtype=torch.bool)
+FREQS = torch.rand(4, 1, 1, 4)
 
 
 class BadIndex:
@@ -148,6 +162,23 @@ def double_backward():
     x = X.clone().requires_grad_()
     (grad,) = torch.autograd.grad(ops.GELU()(x).sum(), x, create_graph=True)
     grad.sum().backward()
+
+
+def attend(value=HEADS, num_gqa_groups=2, **options):
+    return _attention.DotProductAttention(2, 4, num_gqa_groups)(HEADS, HEADS, value, **options)
+
+
+def attend_with_bias(bias):
+    return attend(core_attention_bias_type="post_scale_bias", core_attention_bias=bias)
+
+
+def attend_packed(offsets, channels=4, value=HEADS[:, 0]):
+    module = _attention.DotProductAttention(2, channels, qkv_format="thd")
+    return module(HEADS[:, 0], HEADS[:, 0], value, cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
+
+
+def decoder(**options):
+    return _transformer_layer.TransformerLayer(8, 8, 2, layer_type="decoder", **options)
 
 
 def delayed_input_changed():
@@ -556,6 +587,35 @@ OTHERS = [
     ("LayerNormMLP: width", lambda: _layernorm_mlp.LayerNormMLP(7, 8)(X), ValueError, r"\[4, 8\].*\[7\]"),
     ("LayerNorm: compat", lambda: _norm.LayerNorm(), ValueError, "normalized_shape is required"),
     ("TransformerLayer: type", lambda: _transformer_layer.TransformerLayer(8, 8, 2, layer_type="enc"), ValueError, "'enc', expected 'encoder'"),
+    ("TransformerLayer: decoder", lambda: decoder()(torch.rand(4, 1, 8)), ValueError, "encoder_output is not given"),
+    ("TransformerLayer: parallel decoder", lambda: decoder(parallel_attention_mlp=True), ValueError, "Use layer_type 'encoder'"),
+    ("MultiheadAttention: groups", lambda: _multihead_attention.MultiheadAttention(8, 4, num_gqa_groups=3), ValueError, "num_gqa_groups is 3; expected"),
+    ("MultiheadAttention: cross", lambda: _multihead_attention.MultiheadAttention(8, 2, attention_type="cross")(torch.rand(4, 1, 8)), ValueError, "encoder_output is not given"),
+    ("DotProductAttention: groups", lambda: _attention.DotProductAttention(4, 8, 3), ValueError, "num_gqa_groups is 3; expected"),
+    ("DotProductAttention: ranks", lambda: _attention.DotProductAttention(4, 8, 2, tp_size=4), ValueError, "must be multiples of tp_size 4"),
+    ("DotProductAttention: channels", lambda: _attention.DotProductAttention(2, (4, 4, 4)), ValueError, r"kv_channels is \(4, 4, 4\), expected"),
+    ("DotProductAttention: length", lambda: attend(HEADS[:3]), ValueError, r"\[3, 1, 2, 4\]; expected"),
+    ("DotProductAttention: heads", lambda: attend(num_gqa_groups=1), ValueError, r"expected .*\(keys, batch, 1, 4\)"),
+    ("DotProductAttention: dtype", lambda: attend(HEADS.double()), TypeError, "torch.float64; expected one dtype"),
+    ("DotProductAttention: device", lambda: attend(HEADS.to("meta")), ValueError, "meta; expected one device"),
+    ("DotProductAttention: window", lambda: attend(window_size=(-2, 0)), ValueError, r"\(-2, 0\), expected two numbers"),
+    ("DotProductAttention: no mask", lambda: attend(attn_mask_type="arbitrary"), ValueError, "attention_mask is not given"),
+    ("DotProductAttention: mask", lambda: attend(attn_mask_type="padding", attention_mask=MASK[0, 0]), ValueError, r"\[1, 4\], expected \[1, 2, 4, 4\]"),
+    ("DotProductAttention: mask dtype", lambda: attend(attn_mask_type="padding", attention_mask=MASK.int()), TypeError, "torch.int32, expected torch.bool"),
+    ("DotProductAttention: three masks", lambda: attend(attn_mask_type="padding", attention_mask=(MASK,) * 3), ValueError, "has 3 tensors"),
+    ("DotProductAttention: mask device", lambda: attend(attn_mask_type="padding", attention_mask=MASK.to("meta")), ValueError, "is on meta, expected cpu"),
+    ("DotProductAttention: no offsets", lambda: attend_packed(None), ValueError, "cu_seqlens_q is not given"),
+    ("DotProductAttention: bias type", lambda: attend(core_attention_bias=MASK.float()), ValueError, "core_attention_bias is given"),
+    ("DotProductAttention: bias", lambda: attend_with_bias(torch.rand(4, 4)), ValueError, r"\[4, 4\], expected \[1, 2, 4, 4\]"),
+    ("DotProductAttention: bias dtype", lambda: attend_with_bias(MASK.double()), TypeError, "torch.float64, expected torch.float32"),
+    ("DotProductAttention: offsets", lambda: attend_packed(torch.tensor([[0, 4]])), ValueError, "expected one dimension"),
+    ("DotProductAttention: offset dtype", lambda: attend_packed(torch.tensor([0.0, 4.0])), TypeError, "expected torch.int32"),
+    ("DotProductAttention: packed channels", lambda: attend_packed(torch.tensor([0, 4]), (4, 8), torch.rand(4, 2, 8)), NotImplementedError, r"kv_channels is \(4, 8\)"),
+    ("apply_rotary_pos_emb: dimensions", lambda: _rotary.apply_rotary_pos_emb(HEADS[:, 0], FREQS), ValueError, "expected 4 dimensions"),
+    ("apply_rotary_pos_emb: freqs", lambda: _rotary.apply_rotary_pos_emb(HEADS, torch.rand(4, 1, 1, 6)), ValueError, "an even number of channels, at most 4"),
+    ("apply_rotary_pos_emb: starts", lambda: _rotary.apply_rotary_pos_emb(HEADS, FREQS, start_positions=SPLITS), ValueError, r"\[2\], expected \[1\]"),
+    ("apply_rotary_pos_emb: offsets", lambda: _rotary.apply_rotary_pos_emb(HEADS[:, 0], FREQS, "thd", cu_seqlens=torch.tensor([1, 5])), ValueError, "expected offsets that start at 0"),
+    ("apply_rotary_pos_emb: no offsets", lambda: _rotary.apply_rotary_pos_emb(HEADS[:, 0], FREQS, "thd"), ValueError, "cu_seqlens is not given"),
     ("convert: source", lambda: command("no/such/file", "out", "--to", "pt"), SystemExit, "no/such/file"),
     ("convert: format", lambda: command("a", "b", "--to", "onnx"), SystemExit, "invalid choice: 'onnx'"),
     ("convert: no target", lambda: command("a", "--to", "pt"), SystemExit, "required: TARGET"),

@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import ops
 from .._arguments import argument_names, reject_unknown
+from ._attention_checks import HeadSizes, Mask, Scores, check_offsets, check_window, checked_groups
 from ._context_parallel import ContextParallelGroup, check_communication
 from ._module import EmptyExtraState
 
-Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _POSITION_MASKS = ("no_mask", "causal", "causal_bottom_right")
 _MASKS = ("no_mask", "padding", "causal", "padding_causal", "arbitrary", "causal_bottom_right",
           "padding_causal_bottom_right")  # fmt: skip
@@ -78,15 +78,16 @@ class DotProductAttention(EmptyExtraState):
     ``torch.compile``.
 
     Args:
-        num_attention_heads: number of query heads.
-        kv_channels: channels per head.
-        num_gqa_groups: number of key and value heads; None: `num_attention_heads`.
+        num_attention_heads: number of query heads, over all ranks.
+        kv_channels: channels per head, or a pair of those of keys and of values.
+        num_gqa_groups: number of key and value heads, over all ranks; None: `num_attention_heads`.
         attention_dropout: dropout probability of the attention weights in training.
         qkv_format: layout of the inputs, ``"sbhd"``, ``"bshd"`` or ``"thd"`` (packed sequences).
         attn_mask_type: ``"no_mask"``, ``"padding"``, ``"causal"``, ``"padding_causal"``, ``"arbitrary"``,
             ``"causal_bottom_right"`` or ``"padding_causal_bottom_right"``.
         window_size: (left, right) limits of a sliding window; -1 for no limit.
         get_rng_state_tracker: returns the tracker whose random numbers dropout uses.
+        tp_group, tp_size: tensor-parallel group, or the number of ranks, which share the heads.
         cp_group: context-parallel group, whose ranks have two chunks of each sequence: of n ranks, rank r has chunks r
             and 2n - 1 - r.
         cp_comm_type: ignored: keys and values are gathered from all ranks.
@@ -130,10 +131,11 @@ class DotProductAttention(EmptyExtraState):
             raise NotImplementedError(
                 "DotProductAttention: only softmax_type='vanilla' and return_max_logit=False are supported."
             )
-        self.num_attention_heads, self.num_gqa_groups = num_attention_heads, num_gqa_groups or num_attention_heads
-        channels = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
-        self.kv_channels = kv_channels
-        self.softmax_scale = channels**-0.5 if softmax_scale is None else softmax_scale
+        self.num_attention_heads, self.kv_channels = num_attention_heads, kv_channels
+        self.num_gqa_groups = checked_groups("DotProductAttention", num_attention_heads, num_gqa_groups)
+        self.tp_size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
+        self._sizes = HeadSizes.of(num_attention_heads, self.num_gqa_groups, kv_channels, self.tp_size)
+        self.softmax_scale = self._sizes.key_channels**-0.5 if softmax_scale is None else softmax_scale
         self.attention_dropout, self.qkv_format = attention_dropout, qkv_format
         self.attn_mask_type, self.window_size = attn_mask_type, window_size
         self.attention_type, self.layer_number = attention_type, layer_number
@@ -198,9 +200,10 @@ class DotProductAttention(EmptyExtraState):
         """
         layout = qkv_format or self.qkv_format
         kind = (attn_mask_type or self.attn_mask_type).replace("causal_padding", "padding_causal")
-        self._check(layout, kind, core_attention_bias_type, others)
         window = window_size if window_size is not None else self.window_size
         qkv = query_layer, key_layer, value_layer
+        self._check(layout, kind, window, core_attention_bias_type, core_attention_bias, others)
+        self._sizes.check(layout, *qkv)
         if layout == "thd":
             offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
             return self._attend_packed(*qkv, kind, window, core_attention_bias, offsets)
@@ -215,20 +218,29 @@ class DotProductAttention(EmptyExtraState):
                 f"DotProductAttention: context parallelism takes attn_mask_type {', '.join(_POSITION_MASKS)} and "
                 f"no bias, got {kind!r}{'' if core_attention_bias is None else ' and a bias'}."
             )
-        same_channels = key_layer.shape == value_layer.shape
+        same_channels = self._sizes.key_channels == self._sizes.value_channels
         if self._context_parallel is not None or (by_position and same_channels and not torch.compiler.is_compiling()):
             return self._attend(*qkv, layout, kind, window)
         to_bhsd = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
         q, k, v = (t.permute(to_bhsd) for t in qkv)
         visible = _position_mask(q.size(2), k.size(2), kind, window, q.device)
-        mask = self._mask(visible, kind, attention_mask, core_attention_bias)
+        scores = Scores((q.size(0), q.size(1), q.size(2), k.size(2)), q)
+        mask = self._mask(visible, kind, scores, attention_mask, core_attention_bias)
         if checkpoint_core_attention and torch.is_grad_enabled():
             out: torch.Tensor = checkpoint(self._attend_masked, q, k, v, mask, use_reentrant=False)
         else:
             out = self._attend_masked(q, k, v, mask)
         return out.permute((2, 0, 1, 3) if layout == "sbhd" else (0, 2, 1, 3)).flatten(2)
 
-    def _check(self, layout: str, kind: str, bias_type: str, others: dict[str, Any]) -> None:
+    def _check(
+        self,
+        layout: str,
+        kind: str,
+        window: tuple[int, int] | None,
+        bias_type: str,
+        bias: torch.Tensor | None,
+        others: dict[str, Any],
+    ) -> None:
         if layout not in ("sbhd", "bshd", "thd"):
             raise NotImplementedError(
                 f"DotProductAttention: qkv_format is {layout!r}, expected 'sbhd', 'bshd' or 'thd'."
@@ -240,6 +252,12 @@ class DotProductAttention(EmptyExtraState):
                 f"DotProductAttention: core_attention_bias_type is {bias_type!r}, expected 'no_bias' or "
                 "'post_scale_bias'."
             )
+        if (bias is not None) != (bias_type == "post_scale_bias"):
+            raise ValueError(
+                f"DotProductAttention: core_attention_bias_type is {bias_type!r}, but core_attention_bias is "
+                f"{'not ' if bias is None else ''}given. Pass both 'post_scale_bias' and a bias, or neither."
+            )
+        check_window(window)
         for name, value in others.items():
             if name not in _IGNORED_ARGUMENTS | _UNSUPPORTED_ARGUMENTS:
                 reject_unknown("DotProductAttention.forward", name, argument_names(inspect.signature(self.forward)))
@@ -247,17 +265,25 @@ class DotProductAttention(EmptyExtraState):
                 raise NotImplementedError(f"DotProductAttention: {name} is not supported. Leave it out.")
 
     def _mask(
-        self, visible: torch.Tensor | None, kind: str, attention_mask: Mask | None, bias: torch.Tensor | None
+        self,
+        visible: torch.Tensor | None,
+        kind: str,
+        scores: Scores,
+        attention_mask: Mask | None,
+        bias: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """Returns the mask of scaled_dot_product_attention: boolean, True attends; or a bias to add."""
         if attention_mask is not None and ("padding" in kind or kind == "arbitrary"):
-            # A pair holds the masks of queries and of keys; only the keys' mask is used.
-            masked = attention_mask[1] if isinstance(attention_mask, tuple) else attention_mask
+            masked = scores.key_mask(kind, attention_mask)
             visible = ~masked if visible is None else visible & ~masked
-        elif "padding" in kind:
-            raise ValueError(f"DotProductAttention: attn_mask_type is {kind!r}, but attention_mask is not given.")
+        elif "padding" in kind or kind == "arbitrary":
+            raise ValueError(
+                f"DotProductAttention: attn_mask_type is {kind!r}, but attention_mask is not given. Pass a mask, or "
+                "attn_mask_type 'no_mask'."
+            )
         if bias is None:
             return visible
+        scores.check_bias(bias)
         return bias if visible is None else bias.masked_fill(~visible, float("-inf"))
 
     def _random_state(self, p: float) -> Any:
@@ -278,18 +304,21 @@ class DotProductAttention(EmptyExtraState):
         given = []
         for name, value in offsets.items():
             if value is None:
-                raise ValueError(f"DotProductAttention: qkv_format is 'thd', but {name} is not given.")
+                raise ValueError(
+                    f"DotProductAttention: qkv_format is 'thd', but {name} is not given. Pass the row at which each "
+                    "sequence starts."
+                )
+            check_offsets("DotProductAttention", name, value)
             given.append(value)
         kind = {"padding": "no_mask"}.get(kind, kind.removeprefix("padding_"))
         if kind not in _POSITION_MASKS or bias is not None:
             raise NotImplementedError(
                 "DotProductAttention: packed sequences (qkv_format 'thd') have no arbitrary mask and no bias."
             )
-        if not q.dim() == k.dim() == v.dim() == 3 or k.shape != v.shape or q.size(2) != k.size(2):
-            raise ValueError(
-                f"DotProductAttention: query, key and value have shapes {list(q.shape)}, {list(k.shape)} and "
-                f"{list(v.shape)}; expected (tokens, heads, channels) with qkv_format 'thd', keys and values of one "
-                "shape, and the same channels in all."
+        if self._sizes.key_channels != self._sizes.value_channels:
+            raise NotImplementedError(
+                f"DotProductAttention: kv_channels is {self.kv_channels}; packed sequences (qkv_format 'thd') have "
+                "values of as many channels as keys. Pass one number."
             )
         return self._attend(q, k, v, "thd", kind, window, *given)
 

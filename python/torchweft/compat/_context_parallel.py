@@ -169,11 +169,11 @@ class ContextParallelGroup:
                 "sequences of queries and keys."
             )
         aligned = len(starts) > 1 and starts[0] == 0 and not any(start % (2 * self.ranks) for start in starts)
-        if not aligned or starts[-1] != rows * self.ranks:
+        if not aligned or starts != sorted(starts) or starts[-1] != rows * self.ranks:
             raise ValueError(
                 f"DotProductAttention: cu_seqlens is {starts} and this rank has {rows} rows; with context parallelism "
-                f"over {self.ranks} ranks it starts at 0 and counts the rows of all ranks, and each sequence is a "
-                f"multiple of {2 * self.ranks}."
+                f"over {self.ranks} ranks it starts at 0, does not decrease and counts the rows of all ranks, and each "
+                f"sequence is a multiple of {2 * self.ranks}."
             )
         return starts
 

@@ -10,6 +10,7 @@ import torch
 
 from .. import ops
 from ._attention import DotProductAttention
+from ._attention_checks import checked_groups
 from ._linear import LayerNormLinear, Linear
 from ._module import reject_unknown_arguments
 from ._norm import LayerNorm, RMSNorm
@@ -95,16 +96,13 @@ class MultiheadAttention(torch.nn.Module):
         self.rotary_pos_interleaved = rotary_pos_interleaved
         self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
         self.channels = kv_channels or hidden_size // num_attention_heads
-        groups = num_gqa_groups or num_attention_heads
+        groups = checked_groups("MultiheadAttention", num_attention_heads, num_gqa_groups)
         self.heads_of_group = num_attention_heads // groups
-        if num_attention_heads % groups:
-            raise ValueError(
-                f"MultiheadAttention: num_attention_heads {num_attention_heads} is not a multiple of num_gqa_groups "
-                f"{groups}."
-            )
-        common: dict[str, Any] = {
+        tensor_parallel: dict[str, Any] = {
             "tp_group": tp_group if set_parallel_mode else None,
             "tp_size": tp_size if set_parallel_mode else 1,
+        }
+        common: dict[str, Any] = tensor_parallel | {
             "sequence_parallel": sequence_parallel,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "get_rng_state_tracker": get_rng_state_tracker,
@@ -135,6 +133,7 @@ class MultiheadAttention(torch.nn.Module):
             layer_number=layer_number,
             attention_type=attention_type,
             softmax_type=softmax_type,
+            **tensor_parallel,
         )
         row: dict[str, Any] = {"parallel_mode": "row" if set_parallel_mode else None, "return_bias": return_bias}
         self.proj = Linear(inner, hidden_size, init_method=output_layer_init_method, **common, **row)
@@ -242,12 +241,17 @@ class MultiheadAttention(torch.nn.Module):
 
         Args:
             hidden_states: the input.
-            encoder_output: input of key and value in cross attention.
+            encoder_output: input of key and value, required in cross attention.
             is_first_microbatch: as in :meth:`Linear.forward`.
             rotary_pos_emb: rotary angles, or a pair of those of query and key.
 
         The other arguments are those of :meth:`DotProductAttention.forward`.
         """
+        if self.attention_type == "cross" and encoder_output is None:
+            raise ValueError(
+                "MultiheadAttention: attention_type is 'cross', but encoder_output is not given. Pass the input of "
+                "keys and values."
+            )
         query, key, value, normed = self._project(hidden_states, encoder_output, is_first_microbatch)
         if self.qk_norm_before_rope:
             query, key = self._normed(query, key)

@@ -80,15 +80,16 @@ SUPPORTED: dict[str, tuple[Any, str]] = {
     "RMSNorm": (_norm.RMSNorm, SAME),
     "DotProductAttention": (
         _attention.DotProductAttention,
-        "torch's scaled_dot_product_attention for padding and arbitrary masks, biases and torch.compile; no padding "
-        "between packed sequences; of a pair of padding masks only the keys' mask is used; context parallelism gathers "
-        "keys and values for every `cp_comm_type`, with causal masks or none; no ALiBi or KV cache",
+        "torch's scaled_dot_product_attention for padding and arbitrary masks, biases and torch.compile; the number "
+        "of query heads is checked, too; no padding between packed sequences; of a pair of padding masks only the "
+        "keys' mask is used; context parallelism gathers keys and values for every `cp_comm_type`, with causal masks "
+        "or none; no ALiBi or KV cache",
     ),
     "MultiheadAttention": (_multihead_attention.MultiheadAttention, "as DotProductAttention"),
     "TransformerLayer": (
         _transformer_layer.TransformerLayer,
         "as MultiheadAttention; `drop_path_rate` drops samples in both layouts; `fuse_wgrad_accumulation` does not "
-        "require `fuse_qkv_params`; `parallel_attention_mlp` works with any layer type, norm and residual",
+        "require `fuse_qkv_params`; `parallel_attention_mlp` works with any norm and residual",
     ),
     "RotaryPositionEmbedding": (
         _rotary.RotaryPositionEmbedding,

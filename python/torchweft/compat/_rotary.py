@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ._attention_checks import check_offsets
 from ._context_parallel import chunks_of_rank
 
 
@@ -79,6 +80,29 @@ def _angles(
     return torch.cat([freqs[start : start + rows] for start in starts], 1)
 
 
+def _check_shapes(t: torch.Tensor, freqs: torch.Tensor, tensor_format: str) -> None:
+    if tensor_format not in ("sbhd", "bshd", "thd"):
+        raise ValueError(f"apply_rotary_pos_emb: tensor_format is {tensor_format!r}, expected 'sbhd', 'bshd' or 'thd'.")
+    if t.dim() != len(tensor_format):
+        raise ValueError(
+            f"apply_rotary_pos_emb: t has shape {list(t.shape)}, expected {len(tensor_format)} dimensions with "
+            f"tensor_format {tensor_format!r}."
+        )
+    if freqs.dim() != 4 or freqs.shape[1:3] != (1, 1) or freqs.size(3) % 2 or freqs.size(3) > t.size(-1):
+        raise ValueError(
+            f"apply_rotary_pos_emb: freqs has shape {list(freqs.shape)}, expected (positions, 1, 1, channels) with an "
+            f"even number of channels, at most {t.size(-1)}."
+        )
+
+
+def _check_starts(start_positions: torch.Tensor | None, sequences: int) -> None:
+    if start_positions is not None and start_positions.shape != (sequences,):
+        raise ValueError(
+            f"apply_rotary_pos_emb: start_positions has shape {list(start_positions.shape)}, expected [{sequences}], "
+            "one position per sequence."
+        )
+
+
 def apply_rotary_pos_emb(
     t: torch.Tensor,
     freqs: torch.Tensor,
@@ -110,23 +134,28 @@ def apply_rotary_pos_emb(
         raise NotImplementedError(
             "apply_rotary_pos_emb: start_positions is not supported with cp_size > 1. Leave it out."
         )
+    _check_shapes(t, freqs, tensor_format)
     if tensor_format == "thd":
         if cu_seqlens is None:
-            raise ValueError("apply_rotary_pos_emb: tensor_format is 'thd', but cu_seqlens is not given.")
+            raise ValueError(
+                "apply_rotary_pos_emb: tensor_format is 'thd', but cu_seqlens is not given. Pass the row at which each "
+                "sequence starts."
+            )
+        check_offsets("apply_rotary_pos_emb", "cu_seqlens", cu_seqlens)
         rows = (cu_seqlens.diff() // cp_size).tolist()
-        if sum(rows) != t.size(0):
+        if cu_seqlens[0] != 0 or min(rows, default=0) < 0 or sum(rows) != t.size(0):
             raise ValueError(
                 f"apply_rotary_pos_emb: cu_seqlens is {cu_seqlens.tolist()} for {t.size(0)} rows of each of {cp_size} "
-                "ranks."
+                "ranks, expected offsets that start at 0, do not decrease and end with the rows of all ranks."
             )
+        _check_starts(start_positions, len(rows))
         starts = [None] * len(rows) if start_positions is None else start_positions.split(1)
         parts = [_angles(freqs, n, start, cp_size, cp_rank) for n, start in zip(rows, starts, strict=True)]
         angles = torch.cat([freqs[:0], *parts]).squeeze(1)
-    elif tensor_format in ("sbhd", "bshd"):
+    else:
+        _check_starts(start_positions, t.size(tensor_format.index("b")))
         angles = _angles(freqs, t.size(0 if tensor_format == "sbhd" else 1), start_positions, cp_size, cp_rank)
         angles = angles.transpose(0, 1) if tensor_format == "bshd" else angles
-    else:
-        raise ValueError(f"apply_rotary_pos_emb: tensor_format is {tensor_format!r}, expected 'sbhd', 'bshd' or 'thd'.")
     rotary, rest = t.split([angles.size(-1), t.size(-1) - angles.size(-1)], -1)
     cos, sin = angles.cos().to(t.dtype), angles.sin().to(t.dtype)
     return torch.cat([rotary * cos + _rotate_half(rotary, interleaved) * sin, rest], -1)

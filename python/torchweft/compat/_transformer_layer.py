@@ -61,7 +61,8 @@ class TransformerLayer(torch.nn.Module):
         fuse_wgrad_accumulation: add weight gradients to ``main_grad``.
         apply_residual_connection_post_layernorm: add the output of the norm, instead of its input, to each branch.
         output_layernorm: normalize the output of the layer instead of the input of the attention.
-        parallel_attention_mlp: attention and MLP both read the layer's input, and their sum is added to it.
+        parallel_attention_mlp: attention and MLP both read the layer's input, and their sum is added to it; for
+            encoder layers.
         layer_type: ``"encoder"`` or ``"decoder"``.
         drop_path_rate: probability of :class:`DropPath`.
         bias: add biases.
@@ -126,6 +127,11 @@ class TransformerLayer(torch.nn.Module):
         super().__init__()
         if layer_type not in ("encoder", "decoder"):
             raise ValueError(f"TransformerLayer: layer_type is {layer_type!r}, expected 'encoder' or 'decoder'.")
+        if parallel_attention_mlp and layer_type == "decoder":
+            raise ValueError(
+                "TransformerLayer: parallel_attention_mlp is True with layer_type 'decoder', whose cross attention "
+                "reads the output of the self attention. Use layer_type 'encoder'."
+            )
         self.layer_type, self.hidden_dropout, self.layer_number = layer_type, hidden_dropout, layer_number
         self.parallel_attention_mlp, self.output_layernorm = parallel_attention_mlp, output_layernorm
         self.self_attn_mask_type, self.window_size = self_attn_mask_type, window_size
@@ -234,12 +240,23 @@ class TransformerLayer(torch.nn.Module):
         Args:
             hidden_states: the input.
             self_attn_mask_type: kind of `attention_mask`.
-            encoder_output: input of the cross attention of a decoder layer.
+            encoder_output: input of the cross attention, required in a decoder layer.
             enc_dec_attn_mask, enc_dec_attn_mask_type, enc_dec_window_size: mask and window of the cross attention.
+            core_attention_bias_type, core_attention_bias: of both attentions.
 
         The other arguments are those of :meth:`MultiheadAttention.forward`.
         """
+        if self.layer_type == "decoder" and encoder_output is None:
+            raise ValueError(
+                "TransformerLayer: layer_type is 'decoder', but encoder_output is not given. Pass the input of the "
+                "cross attention."
+            )
         hidden_states = _to_autocast_dtype(hidden_states)
+        scores = {
+            "core_attention_bias_type": core_attention_bias_type,
+            "core_attention_bias": core_attention_bias,
+            "alibi_slopes": alibi_slopes,
+        }
         attention_output = self.self_attention(
             hidden_states,
             attention_mask,
@@ -249,9 +266,7 @@ class TransformerLayer(torch.nn.Module):
             checkpoint_core_attention=checkpoint_core_attention,
             inference_params=inference_params,
             rotary_pos_emb=rotary_pos_emb,
-            core_attention_bias_type=core_attention_bias_type,
-            core_attention_bias=core_attention_bias,
-            alibi_slopes=alibi_slopes,
+            **scores,
             **others,
         )
         if self.parallel_attention_mlp:
@@ -268,6 +283,7 @@ class TransformerLayer(torch.nn.Module):
                 window_size=enc_dec_window_size if enc_dec_window_size is not None else self.enc_dec_window_size,
                 is_first_microbatch=is_first_microbatch,
                 checkpoint_core_attention=checkpoint_core_attention,
+                **scores,
             )
             x = self._add_residual(cross_attention_output, x)
         return self._apply_output_norm(
