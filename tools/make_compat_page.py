@@ -37,7 +37,7 @@ tests, and the workflow that runs them.
 | a second `install()` | only sets `recipes` and `cuda`, if given |
 | `install()` after a failed import | raises if the real package is installed, even though it cannot be imported |
 | `install()` and subprocesses | affects only the process that calls it; a child process must call it again |
-| `uninstall()` | undoes `install()` and restores the replaced modules |
+| `uninstall()` | undoes `install()`. What another library has wrapped since stays, without weft's effect |
 | `python -m torchweft.compat` | `--replace`, `--high-precision`, `--cuda-on-cpu` as above; `-m module` runs a module |
 
 `cuda="cpu"` redirects `device="cuda"` and `.to("cuda")` in calls of torch, also in backward, `.cuda()` and

@@ -146,6 +146,8 @@ CLASS_TESTS: dict[str, Check] = {
     **dict.fromkeys(("u1", "d2", "d2b", "d2c", "d3", "d3b", "d3c", "d4", "d4b", "d5", "d6", "d7", "d8", "t1"), CHANGES),
     **dict.fromkeys(("e1", "e2", "e3", "e5", "e6", "r1"), DISPATCHER),
     **dict.fromkeys(("t2", "t3", "t4", "t5"), COMPAT),
+    "te": pytest("tests/python/test_compat_attention_checks.py", "tests/python/test_rotary.py"),
+    "uninstall": pytest("tests/python/test_cuda_on_cpu.py"),
     "e4": pytest("tests/python/test_state_keys.py"),
     "e7": pytest("tests/dist/test_main_grad.py"),
     "nan_query": pytest("tests/python/test_attention.py", "-k", "nan_scores"),

@@ -366,7 +366,7 @@ def recipes(folder: Path) -> None:
 def without(module, name: str):
     """Undoes one redirection of install()."""
     redirected = getattr(module, name)
-    original = _cuda_on_cpu._replacements[id(module), name][0][1]
+    original = _cuda_on_cpu._replacements[id(module), name][0].original
     if original is _cuda_on_cpu._MISSING:
         delattr(module, name)
     else:

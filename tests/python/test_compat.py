@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import importlib.util
 import os
 import pickle
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import warnings
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -92,6 +94,43 @@ def test_install_with_replace_is_undone_by_uninstall(real):
     assert not hasattr(sys.modules["transformer_engine"], "real")
     te_compat.uninstall()
     assert importlib.import_module("transformer_engine") is mine
+
+
+def test_uninstall_takes_back_only_its_own_modules(real):
+    te_compat.install(replace=True)
+    import transformer_engine
+    import transformer_engine.pytorch
+
+    wrapper, own = ModuleType("transformer_engine.pytorch"), transformer_engine.pytorch
+    sys.modules["transformer_engine.pytorch"] = wrapper
+    sys.modules["transformer_engine.plugin"] = plugin = ModuleType("transformer_engine.plugin")
+    te_compat.uninstall()
+    assert sys.modules.pop("transformer_engine.pytorch") is wrapper is not own
+    assert sys.modules.pop("transformer_engine.plugin") is plugin
+    assert not [name for name in sys.modules if name.startswith("transformer_engine")]
+
+
+def test_kept_finder_finds_nothing_after_uninstall():
+    """Another library may wrap the finders of sys.meta_path."""
+
+    class Wrapper:
+        def __init__(self, finder):
+            self.find_spec = finder.find_spec
+
+    te_compat.install()
+    sys.meta_path[0] = wrapper = Wrapper(sys.meta_path[0])
+    try:
+        import transformer_engine.pytorch as te
+
+        te_compat.install()
+        assert sys.modules["transformer_engine.pytorch"] is te, "the second call keeps the modules"
+        te_compat.uninstall()
+        assert wrapper in sys.meta_path and importlib.util.find_spec("transformer_engine") is None
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("transformer_engine")
+    finally:
+        sys.meta_path.remove(wrapper)
+    assert not [name for name in sys.modules if name.startswith("transformer_engine")]
 
 
 def test_install_after_failed_import(real):

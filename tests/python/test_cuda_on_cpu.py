@@ -109,18 +109,113 @@ def test_removing_in_another_thread_raises_and_changes_nothing(te):
     assert found == [True] and torch.ones(1, device="cuda").is_cpu
 
 
-def test_every_attribute_is_restored():
-    def values():
-        attributes = [(owner, name) for owner, name, _ in _cuda_on_cpu._attributes()]
-        attributes += [(owner, "_engine_run_backward") for owner in (torch.autograd, torch.autograd.graph)]
-        return [owner.__dict__.get(name) for owner, name in attributes]
+BACKWARDS = [(owner, "_engine_run_backward") for owner in (torch.autograd, torch.autograd.graph)]
+# A name may occur twice, as torch.cuda.random is where torch.cuda's functions come from.
+ATTRIBUTES = [(owner, name) for owner, name, _ in _cuda_on_cpu._attributes()] + BACKWARDS
+NAMES = [f"{owner.__name__}.{name}" for owner, name in ATTRIBUTES]
 
-    before = values()
-    first, second = _cuda_on_cpu.CudaOnCpu(), _cuda_on_cpu.CudaOnCpu()
-    assert all(old is not new for old, new in zip(before, values(), strict=True))
-    first.remove()
-    second.remove()
-    assert all(old is new for old, new in zip(before, values(), strict=True))
+
+def own_values():
+    """The attributes that each object has itself, without inherited ones."""
+    return [vars(owner).get(name, "inherited") for owner, name in ATTRIBUTES]
+
+
+def are_same(values, others):
+    return all(one is other for one, other in zip(values, others, strict=True))
+
+
+@pytest.mark.parametrize("order", ["first second", "second first"])
+def test_every_attribute_is_restored_or_inherited_again(order):
+    before = own_values()
+    assert "inherited" in before
+    redirections = {"first": _cuda_on_cpu.CudaOnCpu(), "second": _cuda_on_cpu.CudaOnCpu()}
+    assert not any(old is new for old, new in zip(before, own_values(), strict=True))
+    for name in order.split():
+        redirections[name].remove()
+    assert are_same(before, own_values()) and not _cuda_on_cpu._replacements
+
+
+@pytest.mark.parametrize("owner, name", ATTRIBUTES, ids=NAMES)
+def test_wrapper_of_another_library_stays_and_calls_the_original(monkeypatch, owner, name):
+    calls = []
+    monkeypatch.setattr(owner, name, lambda *args, **kwargs: calls.append((args, kwargs)))
+    before = own_values()
+    te_compat.install(cuda="cpu")
+    redirected = vars(owner)[name]
+
+    def wrapper(*args, **kwargs):
+        return redirected(*args, **kwargs)
+
+    setattr(owner, name, wrapper)
+    te_compat.uninstall()
+    assert vars(owner)[name] is wrapper
+    wrapper("cuda", device="cuda")
+    assert calls == [(("cuda",), {"device": "cuda"})], "it redirects nothing"
+    mine = ATTRIBUTES.index((owner, name))
+    assert are_same(*(values[:mine] + values[mine + 1 :] for values in (before, own_values())))
+    # What the wrapper held in place goes with the next removal.
+    setattr(owner, name, redirected)
+    te_compat.install(cuda="cpu")
+    te_compat.uninstall()
+    assert are_same(before, own_values()) and not _cuda_on_cpu._replacements
+
+
+@pytest.mark.parametrize("order", ["first second", "second first"])
+def test_wrapper_between_two_redirections_stays(order):
+    before = own_values()
+    first = _cuda_on_cpu.CudaOnCpu()
+    inner = torch.load
+    torch.load = wrapper = lambda *args, **kwargs: inner(*args, **kwargs)
+    redirections = {"first": first, "second": _cuda_on_cpu.CudaOnCpu()}
+    try:
+        assert torch.load is not wrapper
+        for name in order.split():
+            redirections[name].remove()
+        assert torch.load is wrapper
+    finally:
+        torch.load = inner
+        _cuda_on_cpu.CudaOnCpu().remove()
+    assert are_same(before, own_values())
+
+
+def test_attribute_deleted_by_another_library_stays_deleted():
+    original = vars(torch.nn.Module)["cuda"]
+    te_compat.install(cuda="cpu")
+    try:
+        del torch.nn.Module.cuda
+        te_compat.uninstall()
+        assert not hasattr(torch.nn.Module, "cuda")
+    finally:
+        torch.nn.Module.cuda = original
+        _cuda_on_cpu._replacements.clear()
+
+
+def test_kept_objects_have_no_effect_after_uninstall():
+    te_compat.install(cuda="cpu")
+    mode = torch.overrides._get_current_function_mode()
+    cuda, device, event, stream = torch.Tensor.cuda, torch.cuda.device, torch.cuda.Event, torch.cuda.Stream
+    synchronize, x = torch.cuda.synchronize, torch.ones(1)
+    assert isinstance(event(), event) and isinstance(torch.cuda.current_stream(), stream) and cuda(x) is x
+    assert torch.cuda.current_stream() is torch.cuda.default_stream()
+    with device(0):
+        te_compat.uninstall()
+    errors = (AssertionError, RuntimeError)
+    for call in (lambda: cuda(x), synchronize, event, stream):
+        with pytest.raises(errors, match=r"CUDA|dummy base class"):
+            call()
+    assert isinstance(device(0), torch.cuda.device)
+    with mode, pytest.raises(errors, match="CUDA"):
+        torch.ones(1, device="cuda")
+
+
+def test_mode_removed_by_another_library():
+    te_compat.install(cuda="cpu")
+    with torch.overrides.TorchFunctionMode():
+        mode = torch.overrides._get_current_function_mode_stack()[0]
+        _cuda_on_cpu.remove_mode(mode)
+        te_compat.uninstall()
+        assert len(torch.overrides._get_current_function_mode_stack()) == 1
+    assert torch.overrides._get_current_function_mode() is None
 
 
 def test_streams_and_events(te):
@@ -229,6 +324,15 @@ print(patched() == before)
 """
 
 
+def last_line_with_megatron(code):
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        pytest.skip("megatron.core is not installed")
+    environment = {**os.environ, "PYTHONPATH": str(Path(torchweft.__file__).parent.parent)}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     "order",
     [
@@ -237,12 +341,22 @@ print(patched() == before)
     ],
 )
 def test_order_of_uninstall_does_not_matter(order):
-    if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        pytest.skip("megatron.core is not installed")
-    environment = {**os.environ, "PYTHONPATH": str(Path(torchweft.__file__).parent.parent)}
-    command = [sys.executable, "-W", "ignore", "-c", ORDER.format(order=order)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1:] == ["True"], done.stderr
+    assert last_line_with_megatron(ORDER.format(order=order)) == "True"
+
+
+def test_on_cpu_ends_only_what_it_began():
+    code = """
+from torchweft.compat import megatron
+
+states = []
+with megatron.on_cpu():
+    with megatron.on_cpu():
+        pass
+    states.append(megatron.installed())
+states.append(megatron.installed())
+print(*states)
+"""
+    assert last_line_with_megatron(code) == "True False"
 
 
 def test_mode_below_another_is_removed():

@@ -5,48 +5,70 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from functools import cache
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed.device_mesh
 import torch.distributed.distributed_c10d as c10d
+from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 _MISSING = object()
-# By object and name: who replaced an attribute by which value. The first entry is the original.
-_replacements: dict[tuple[int, str], list[tuple[object, Any]]] = {}
+# By object and name: the replacements of an attribute that are still in place, the oldest first.
+_replacements: dict[tuple[int, str], list[Replacement]] = {}
 
 
-def replace_attribute(who: object, owner: Any, name: str, value: Any) -> None:
-    """Replaces an attribute until `who` restores it. Several may replace one, and restore it in any order."""
-    stack = _replacements.setdefault((id(owner), name), [(None, getattr(owner, name, _MISSING))])
-    stack.append((who, value))
-    setattr(owner, name, value)
+class Replacement:
+    """Another value of an attribute, from construction to :meth:`remove`. Several may replace one attribute, and be
+    removed in any order. A function calls the original after it was removed, since another library may have kept or
+    wrapped it.
 
+    Args:
+        owner: module or class that has the attribute, or inherits it.
+        name: its name.
+        value: its new value. A class must make objects of the original class after the removal: :class:`_CudaObject`.
+    """
 
-def restore_attribute(who: object, owner: Any, name: str) -> None:
-    """Undoes :func:`replace_attribute`: the newest replacement that is left applies, or the original."""
-    stack = _replacements[id(owner), name]
-    stack[:] = [entry for entry in stack if entry[0] is not who]
-    if len(stack) == 1:
-        del _replacements[id(owner), name]
-    if stack[-1][1] is _MISSING:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, stack[-1][1])
+    def __init__(self, owner: Any, name: str, value: Any) -> None:
+        self._owner, self._name, self.active = owner, name, True
+        self.original: Any = getattr(owner, name, _MISSING)
+        self._own: Any = vars(owner).get(name, _MISSING)  # missing if it is inherited
+        self._value = self._while_active(value) if callable(value) and not isinstance(value, type) else value
+        _replacements.setdefault((id(owner), name), []).append(self)
+        setattr(owner, name, self._value)
+
+    def _while_active(self, value: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (value if self.active else self.original)(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Restores the attribute, unless something else has replaced or wrapped this value: that stays in place."""
+        self.active = False
+        stack = _replacements[id(self._owner), self._name]
+        while stack and not stack[-1].active and stack[-1]._in_place():
+            stack.pop()._restore()
+        if not stack:
+            del _replacements[id(self._owner), self._name]
+
+    def _in_place(self) -> bool:
+        return vars(self._owner).get(self._name, _MISSING) is self._value
+
+    def _restore(self) -> None:
+        if self._own is _MISSING:
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self._own)
 
 
 def remove_mode(mode: TorchFunctionMode) -> None:
-    """Removes a mode of this thread, also below others."""
+    """Removes a mode of this thread, also below others. No-op if something else has removed it."""
     above: list[Any] = []
-    try:
-        while (top := _pop_mode()) is not mode:
-            above.append(top)
-    finally:
-        for other in reversed(above):
-            _push_mode(other)
+    while _len_torch_function_stack() and (top := _pop_mode()) is not mode:
+        above.append(top)
+    for other in reversed(above):
+        _push_mode(other)
 
 
 def is_cuda(value: Any) -> bool:
@@ -62,13 +84,19 @@ def _cpu_instead(value: Any) -> Any:
 
 
 class CudaToCpuMode(TorchFunctionMode):
-    """Makes calls of torch that name a CUDA device use the CPU, in this thread."""
+    """Makes calls of torch that name a CUDA device use the CPU, in this thread, while it is active."""
+
+    active = True
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.redirect(func, args, kwargs or {}) if self.active else func(*args, **(kwargs or {}))
+
+    def redirect(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Calls a function with the CPU in place of CUDA devices."""
         if func is torch.device and any(is_cuda(value) or type(value) is int for value in args[:1]):
             return torch.device("cpu")
         args = ["cpu" if is_cuda(value) else value for value in args]
-        kwargs = {name: "cpu" if is_cuda(value) else value for name, value in (kwargs or {}).items()}
+        kwargs = {name: "cpu" if is_cuda(value) else value for name, value in kwargs.items()}
         if "device" in kwargs:
             kwargs["device"] = _cpu_instead(kwargs["device"])
         if kwargs.get("pin_memory"):
@@ -136,9 +164,30 @@ def _autocast_on_cpu(init: Callable[..., None]) -> Callable[..., None]:
     return on_cpu
 
 
-class CpuEvent:
+class _CudaObject:
+    """Base of classes in place of those of torch.cuda. Where no redirection is left, they make objects of those."""
+
+    replaces: ClassVar[str]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        stack = _replacements.get((id(torch.cuda), cls.replaces), [])
+        if any(replacement.active for replacement in stack):
+            return super().__new__(cls)
+        original = stack[0].original if stack else getattr(torch.cuda, cls.replaces)
+        return original(*args, **kwargs)
+
+
+class CpuDevice(_CudaObject, nullcontext[Any]):
+    """torch.cuda.device, which has no effect."""
+
+    replaces = "device"
+
+
+class CpuEvent(_CudaObject):
     """A CUDA event on the CPU, where work is done before a call returns, except for asynchronous collectives, whose
     handles must be waited for: waiting does nothing."""
+
+    replaces = "Event"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._time = time.perf_counter()
@@ -162,9 +211,10 @@ class CpuEvent:
         return True
 
 
-class CpuStream(nullcontext[Any]):
+class CpuStream(_CudaObject, nullcontext[Any]):
     """A CUDA stream on the CPU, as :class:`CpuEvent`."""
 
+    replaces = "Stream"
     device, priority, cuda_stream = torch.device("cpu"), 0, 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -190,7 +240,13 @@ class CpuStream(nullcontext[Any]):
         return True
 
 
-_STREAM = CpuStream()
+@cache
+def _stream() -> CpuStream:
+    return CpuStream()
+
+
+def _current_stream(device: Any = None) -> CpuStream:
+    return _stream()
 
 
 def _cpu_state(device: Any = None) -> torch.Tensor:
@@ -210,9 +266,9 @@ def _attributes() -> list[tuple[Any, str, Any]]:
         "Event": CpuEvent,
         "Stream": CpuStream,
         "current_device": _returns(0),
-        "current_stream": _returns(_STREAM),
-        "default_stream": _returns(_STREAM),
-        "device": nullcontext,
+        "current_stream": _current_stream,
+        "default_stream": _current_stream,
+        "device": CpuDevice,
         "device_count": _returns(1),
         "empty_cache": _returns(None),
         "get_rng_state": _cpu_state,
@@ -225,7 +281,7 @@ def _attributes() -> list[tuple[Any, str, Any]]:
         "set_device": _returns(None),
         "set_stream": _returns(None),
         "set_rng_state": lambda new_state, device=None: torch.set_rng_state(new_state),
-        "stream": nullcontext,
+        "stream": lambda stream: nullcontext(stream),
         "synchronize": _returns(None),
     }
     return [
@@ -254,12 +310,10 @@ class CudaOnCpu:
     """
 
     def __init__(self, mode: CudaToCpuMode | None = None, attributes: Iterable[tuple[Any, str, Any]] = ()) -> None:
-        self._mode, self._thread, self._removed = mode or CudaToCpuMode(), threading.get_ident(), False
+        self._mode, self._thread = mode or CudaToCpuMode(), threading.get_ident()
         backward = self._in_backward(torch.autograd.graph._engine_run_backward)
         backwards = [(owner, "_engine_run_backward", backward) for owner in (torch.autograd, torch.autograd.graph)]
-        self._attributes = [*_attributes(), *backwards, *attributes]
-        for owner, name, value in self._attributes:
-            replace_attribute(self, owner, name, value)
+        self._replacements = [Replacement(*entry) for entry in (*_attributes(), *backwards, *attributes)]
         _push_mode(self._mode)
 
     def _in_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -267,17 +321,20 @@ class CudaOnCpu:
         a function that the mode has redirected, and backward is one."""
 
         def on_cpu(*args: Any, **kwargs: Any) -> Any:
-            applies = threading.get_ident() == self._thread and not self._removed
-            with self._mode if applies else nullcontext():
+            with self._mode if threading.get_ident() == self._thread else nullcontext():
                 return run(*args, **kwargs)
 
         return on_cpu
 
     def remove(self) -> None:
-        """Restores everything. Raises RuntimeError in another thread than the one that constructed this object."""
+        """Restores what nothing else has replaced or wrapped since; the rest has no effect any more.
+
+        Raises:
+            RuntimeError: in another thread than the one that constructed this object.
+        """
         if threading.get_ident() != self._thread:
             raise RuntimeError("CUDA was redirected to the CPU in another thread. Call uninstall() there.")
-        self._removed = True
-        for owner, name, _ in self._attributes:
-            restore_attribute(self, owner, name)
+        for replacement in self._replacements:
+            replacement.remove()
+        self._mode.active = False
         remove_mode(self._mode)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -85,8 +85,8 @@ MODE_WHY = {
 class _MegatronMode(CudaToCpuMode):
     """Also reports CUDA tensor types in Tensor.type()."""
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_function__(func, types, args, kwargs)
+    def redirect(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        result = super().redirect(func, args, kwargs)
         if func is torch.Tensor.type and isinstance(result, str):
             return result.replace("torch.", "torch.cuda.")
         return result
@@ -154,16 +154,18 @@ def installed() -> bool:
 
 @contextmanager
 def on_cpu(recipes: str | None = None, replace: bool = False) -> Iterator[None]:
-    """Context manager that calls :func:`install` and then :func:`uninstall`.
+    """Context manager that calls :func:`install`, and :func:`uninstall` at its end unless it was installed before.
 
     Args:
         recipes, replace: see :func:`install`.
     """
+    was_installed = installed()
     install(recipes, replace)
     try:
         yield
     finally:
-        uninstall()
+        if not was_installed:
+            uninstall()
 
 
 def _import(name: str) -> Any:

@@ -48,21 +48,22 @@ def install(recipes: str | None = None, replace: bool = False, cuda: str | None 
     """
     global _finder
     _check_cuda(cuda)
-    if installed():
-        _set_recipes(recipes)
-        _set_cuda(cuda)
-        return
-    if not replace:
+    present = installed()
+    if not present and not replace:
         _reject_real_package()
     _set_recipes(recipes)
-    _replaced_modules.update({name: sys.modules.pop(name) for name in _loaded()})
-    _finder = _Finder()
-    sys.meta_path.insert(0, _finder)
+    if not present:
+        _replaced_modules.update({name: sys.modules.pop(name) for name in _loaded() if not _is_own(name)})
+        _finder = _finder or _Finder()
+        sys.meta_path.insert(0, _finder)
     _set_cuda(cuda)
 
 
 def uninstall() -> None:
-    """Undoes :func:`install` and restores what it replaced. No-op if not installed."""
+    """Undoes :func:`install` and restores what it replaced. No-op if not installed.
+
+    What another library has replaced or wrapped since then stays in place; weft's part of it has no effect any more.
+    """
     global _finder, _cuda
     if _finder is None:
         return
@@ -73,8 +74,10 @@ def uninstall() -> None:
         sys.meta_path.remove(_finder)
     _finder = None
     for name in _loaded():
-        del sys.modules[name]
-    sys.modules.update(_replaced_modules)  # type: ignore[arg-type]
+        if _is_own(name):
+            del sys.modules[name]
+    for name, module in _replaced_modules.items():
+        sys.modules.setdefault(name, module)  # type: ignore[arg-type]
     _replaced_modules.clear()
     _recipes.set_policy("quantize")
 
@@ -109,10 +112,15 @@ def _loaded() -> list[str]:
     return [name for name in sys.modules if name == _ROOT or name.startswith(_ROOT + ".")]
 
 
+def _is_own(name: str) -> bool:
+    """Whether a loaded module is weft's."""
+    return isinstance(getattr(getattr(sys.modules[name], "__spec__", None), "loader", None), _Finder)
+
+
 def _reject_real_package() -> None:
     """Raises ImportError if the real package was imported or can be found."""
     hint = "To replace it with weft, call install(replace=True)."
-    if _ROOT in sys.modules:
+    if _ROOT in sys.modules and not _is_own(_ROOT):
         module = sys.modules[_ROOT]
         if module is None:
             raise ImportError(f"{_ROOT} is blocked (sys.modules[{_ROOT!r}] is None). {hint}")
@@ -120,7 +128,7 @@ def _reject_real_package() -> None:
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
         spec = find(_ROOT, None) if find is not None else None
-        if spec is not None:
+        if spec is not None and not isinstance(spec.loader, _Finder):
             locations = spec.origin or ", ".join(spec.submodule_search_locations or ())
             raise ImportError(f"{_ROOT} is installed in {locations}. {hint}")
 
@@ -129,8 +137,8 @@ class _Finder(MetaPathFinder, Loader):
     """Import hook that finds `transformer_engine` and its modules in the tables of `_namespace`."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname != _ROOT and not fullname.startswith(_ROOT + "."):
-            return None
+        if self is not _finder or (fullname != _ROOT and not fullname.startswith(_ROOT + ".")):
+            return None  # another library may have wrapped it, and keep it after uninstall()
         if fullname not in _namespace.MODULES:
             raise ModuleNotFoundError(
                 f"{fullname} is not supported: torchweft.compat replaces {_ROOT}; docs/compat.md lists what is "
