@@ -9,12 +9,14 @@ import torch._dynamo.testing
 
 from torchweft import _C, ops
 from torchweft.compat import (
+    _cross_entropy,
     _grouped_linear,
     _layernorm_mlp,
     _linear,
     _multihead_attention,
     _norm,
     _permutation,
+    _router,
     _transformer_layer,
 )
 
@@ -251,6 +253,57 @@ def test_mismatched_row_id_maps_raise():
     permuted, rows = _permutation.moe_permute(x, torch.ones(6, 2, dtype=torch.bool), num_out_tokens=12)
     with pytest.raises(ValueError, match="has row 11, inp has 9 rows"):
         _permutation.moe_unpermute(permuted[:9], rows)
+
+
+def test_permutation_of_other_sizes_raises():
+    x, mask = torch.randn(6, HIDDEN), torch.ones(6, 2, dtype=torch.bool)
+    for wrong in (mask[:5], torch.ones(7, 2, dtype=torch.bool), mask[:, 0]):
+        with pytest.raises(ValueError, match="expected a map of two dimensions with one row per token"):
+            _permutation.moe_permute(x, wrong)
+    for wrong in (torch.rand(6, 3), torch.rand(7, 2), torch.rand(5, 2), torch.rand(6)):
+        with pytest.raises(ValueError, match=r"probs has shape .*, expected \[6, 2\]"):
+            _permutation.moe_permute_with_probs(x, wrong, mask)
+    permuted, rows = _permutation.moe_permute(x, mask)
+    for wrong in (torch.rand(6, 3), torch.rand(7, 2), torch.rand(6), torch.rand(1, 2)):
+        with pytest.raises(ValueError, match=r"merging_probs has shape .*, expected \[6, 2\]"):
+            _permutation.moe_unpermute(permuted, rows, wrong)
+    for wrong in ((7, HIDDEN), (5, HIDDEN), (6, HIDDEN + 1), (6, 1, HIDDEN)):
+        with pytest.raises(ValueError, match=f"restore_shape is .*, expected .6, {HIDDEN}."):
+            _permutation.moe_unpermute(permuted, rows, restore_shape=wrong)
+    with pytest.raises(ValueError, match="expected two dimensions each"):
+        _permutation.moe_unpermute(permuted, rows[0])
+    for wrong in (torch.rand(5), torch.rand(7), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match="expected one probability for each of 6 rows"):
+            _permutation.moe_sort_chunks_by_index_with_probs(x, wrong, [2, 4], [1, 0])
+
+
+def test_router_of_other_sizes_raises():
+    logits = torch.randn(3, 8)
+
+    def route(topk=2, groups=None, chosen_groups=None, bias=None):
+        return _router.fused_topk_with_score_function(logits, topk, False, groups, chosen_groups, None, "softmax", bias)
+
+    for topk in (0, -1, 9):
+        for call in (lambda k: route(k), lambda k: _router.fused_compute_score_for_moe_aux_loss(logits, k, "softmax")):
+            with pytest.raises(ValueError, match=f"topk is {topk}, expected 1 to 8"):
+                call(topk)
+    for groups, chosen in ((3, 1), (4, 5), (2, 4), (-4, 1), (4, 3), (8, 1)):
+        with pytest.raises(ValueError, match=f"num_groups is {groups}, group_topk is {chosen}"):
+            route(2, groups, chosen)
+    assert (route(3, 4, 2)[1].sum(-1) == 3).all()
+    for shape in ((1,), (7,), (3, 8), ()):
+        with pytest.raises(ValueError, match=r"expert_bias has shape .*, expected \[8\]"):
+            route(bias=torch.zeros(shape))
+    for shape in ((1,), (7,), (3, 8), ()):
+        with pytest.raises(ValueError, match=r"tokens_per_expert has shape .*, expected \[8\]"):
+            _router.fused_moe_aux_loss(logits, torch.ones(shape), 3, 8, 2, 0.1)
+
+
+def test_targets_in_another_order_raise():
+    logits = torch.randn(3, 5, 7)
+    for shape in ((5, 3), (3, 5, 1), (1, 15), (3, 4)):
+        with pytest.raises(ValueError, match=r"expected one class index per token, \[3, 5\] or \[15\]"):
+            _cross_entropy.parallel_cross_entropy(logits, torch.zeros(shape, dtype=torch.int64))
 
 
 def test_empty_rows_do_not_affect_results():

@@ -135,6 +135,11 @@ def assert_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert torch.equal(*flat), name
 
 
+def test_raw_bytes_of_a_strided_tensor_are_its_values():
+    for t in (torch.arange(6).view(2, 3).t(), torch.arange(8)[::2], torch.ones(1).expand(64, 1000)):
+        assert bytes(_lazy_tensor.raw_bytes(t)) == t.numpy().tobytes()
+
+
 def test_every_dtype_and_shape_survives_every_format(tmp_path):
     tensors = every_dtype()
     marked = torch.nn.Parameter(torch.randn(3))

@@ -24,12 +24,15 @@ import torchweft
 from torchweft import fusion, ops
 from torchweft.compat import (
     _attention,
+    _cross_entropy,
     _layernorm_mlp,
     _linear,
     _multihead_attention,
     _norm,
+    _permutation,
     _recipes,
     _rotary,
+    _router,
     _transformer_layer,
 )
 from torchweft.convert import __main__ as convert_command
@@ -47,6 +50,7 @@ CURE = re.compile(
 
 HEADS = torch.rand(4, 1, 2, 4)  # sequence, batch, heads, channels
 MASK = torch.zeros(1, 1, 1, 4, dtype=torch.bool)
+ROWS = torch.arange(4).view(4, 1)
 FREQS = torch.rand(4, 1, 1, 4)
 
 
@@ -175,6 +179,10 @@ def attend_with_bias(bias):
 def attend_packed(offsets, channels=4, value=HEADS[:, 0]):
     module = _attention.DotProductAttention(2, channels, qkv_format="thd")
     return module(HEADS[:, 0], HEADS[:, 0], value, cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
+
+
+def route(topk, groups=None, chosen_groups=None, bias=None):
+    return _router.fused_topk_with_score_function(X, topk, False, groups, chosen_groups, None, "softmax", bias)
 
 
 def decoder(**options):
@@ -616,6 +624,17 @@ OTHERS = [
     ("apply_rotary_pos_emb: starts", lambda: _rotary.apply_rotary_pos_emb(HEADS, FREQS, start_positions=SPLITS), ValueError, r"\[2\], expected \[1\]"),
     ("apply_rotary_pos_emb: offsets", lambda: _rotary.apply_rotary_pos_emb(HEADS[:, 0], FREQS, "thd", cu_seqlens=torch.tensor([1, 5])), ValueError, "expected offsets that start at 0"),
     ("apply_rotary_pos_emb: no offsets", lambda: _rotary.apply_rotary_pos_emb(HEADS[:, 0], FREQS, "thd"), ValueError, "cu_seqlens is not given"),
+    ("moe_permute: map", lambda: _permutation.moe_permute(X, torch.ones(3, 2)), ValueError, r"\[3, 2\]; expected a map"),
+    ("moe_permute_with_probs: probs", lambda: _permutation.moe_permute_with_probs(X, torch.rand(4, 3), torch.ones(4, 2)), ValueError, r"\[4, 3\], expected \[4, 2\]"),
+    ("moe_unpermute: weights", lambda: _permutation.moe_unpermute(X, ROWS, torch.rand(4, 2)), ValueError, r"\[4, 2\], expected \[4, 1\]"),
+    ("moe_unpermute: shape", lambda: _permutation.moe_unpermute(X, ROWS, restore_shape=(5, 8)), ValueError, r"\[5, 8\], expected \[4, 8\]"),
+    ("moe_unpermute: dimensions", lambda: _permutation.moe_unpermute(X, ROWS[:, 0]), ValueError, "expected two dimensions"),
+    ("moe_sort_chunks_by_index_with_probs: probs", lambda: _permutation.moe_sort_chunks_by_index_with_probs(X, torch.rand(3), [1, 3], [1, 0]), ValueError, "for each of 4 rows"),
+    ("router: topk", lambda: route(9), ValueError, "topk is 9, expected 1 to 8"),
+    ("router: groups", lambda: route(2, 3, 1), ValueError, "num_groups is 3, group_topk is 1"),
+    ("router: bias", lambda: route(2, bias=torch.zeros(7)), ValueError, r"\[7\], expected \[8\]"),
+    ("router: counts", lambda: _router.fused_moe_aux_loss(X, torch.ones(1), 4, 8, 2, 0.1), ValueError, r"\[1\], expected \[8\]"),
+    ("parallel_cross_entropy: order", lambda: _cross_entropy.parallel_cross_entropy(torch.rand(2, 3, 8), torch.zeros(3, 2).long()), ValueError, r"\[3, 2\].*expected .*\[2, 3\]"),
     ("convert: source", lambda: command("no/such/file", "out", "--to", "pt"), SystemExit, "no/such/file"),
     ("convert: format", lambda: command("a", "b", "--to", "onnx"), SystemExit, "invalid choice: 'onnx'"),
     ("convert: no target", lambda: command("a", "--to", "pt"), SystemExit, "required: TARGET"),

@@ -37,21 +37,22 @@ def parallel_cross_entropy(
     Args:
         inp: logits, ``(B, SQ, V)`` or ``(SQ, B, V)``; with a group of p ranks this rank's ``V / p`` classes. Not
             overwritten in backward.
-        target: class indices, one per token.
+        target: class indices, one per token, in the order of `inp`; may be flat.
         label_smoothing: share of the probability that is spread over all classes.
         reduce_loss: return the mean instead of one loss per token.
         dist_process_group: ranks over which the classes are sharded; None for one rank.
         ignore_idx: tokens with this target have loss 0 and gradient 0.
         is_cg_capturable: ignored, for CUDA graphs only.
     """
-    if target.numel() * inp.shape[-1] != inp.numel():
+    tokens = inp.shape[:-1]
+    if inp.dim() < 1 or target.shape not in (tokens, (tokens.numel(),)):
         raise ValueError(
             f"parallel_cross_entropy: target has shape {list(target.shape)}, inp has shape {list(inp.shape)}; expected "
-            f"one class index per token, {list(inp.shape[:-1])}."
+            f"one class index per token, {list(tokens)} or [{tokens.numel()}]."
         )
     group, size = (
         (None, 1) if dist_process_group is None else group_name_and_size("parallel_cross_entropy", dist_process_group)
     )
     loss = _loss(float(label_smoothing), "mean" if reduce_loss else "none", int(ignore_idx), group, size)
-    y: torch.Tensor = loss(inp, target.reshape(inp.shape[:-1]))
+    y: torch.Tensor = loss(inp, target.reshape(tokens))
     return y

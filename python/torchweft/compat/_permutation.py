@@ -28,6 +28,20 @@ def _row_id_map(routing_map: torch.Tensor, num_out_tokens: int | None, map_type:
     return rows.masked_fill(~routed, -1)
 
 
+def _check_shape(name: str, t: torch.Tensor, expected: Sequence[int], why: str) -> None:
+    """Raises ValueError unless t has the shape `expected`. `name` has the function and the argument."""
+    if t.shape != tuple(expected):
+        raise ValueError(f"{name} has shape {list(t.shape)}, expected {list(expected)}, {why}.")
+
+
+def _check_map(who: str, inp: torch.Tensor, routing_map: torch.Tensor) -> None:
+    if routing_map.dim() != 2 or inp.dim() < 1 or routing_map.size(0) != inp.size(0):
+        raise ValueError(
+            f"{who}: inp has shape {list(inp.shape)}, routing_map {list(routing_map.shape)}; expected a map of two "
+            "dimensions with one row per token."
+        )
+
+
 def _num_permuted_rows(row_id_map: torch.Tensor, num_out_tokens: int | None) -> int:
     """Returns the number of rows of the permuted tensor. Without `num_out_tokens` it depends on data; torch.compile
     captures that only with ``torch._dynamo.config.capture_scalar_outputs``."""
@@ -74,6 +88,7 @@ def moe_permute(
         - inp: ``(tokens, hidden)``.
         - permuted rows: ``(num_out_tokens, hidden)``.
     """
+    _check_map("moe_permute", inp, routing_map)
     row_id_map = _row_id_map(routing_map, num_out_tokens, map_type)
     tokens, _, empty = _row_sources(row_id_map, _num_permuted_rows(row_id_map, num_out_tokens))
     return _zero_rows(inp[tokens], empty), row_id_map
@@ -97,6 +112,8 @@ def moe_permute_with_probs(
         - inp: ``(tokens, hidden)``.
         - permuted rows: ``(num_out_tokens, hidden)``.
     """
+    _check_map("moe_permute_with_probs", inp, routing_map)
+    _check_shape("moe_permute_with_probs: probs", probs, routing_map.shape, "that of routing_map")
     row_id_map = _row_id_map(routing_map, num_out_tokens, "mask")
     tokens, experts, empty = _row_sources(row_id_map, _num_permuted_rows(row_id_map, num_out_tokens))
     return _zero_rows(inp[tokens], empty), _zero_rows(probs[tokens, experts], empty), row_id_map
@@ -116,7 +133,7 @@ def moe_unpermute(
         inp: permuted rows.
         row_id_map: from :func:`moe_permute`.
         merging_probs: weights [tokens, columns of the map]; None: 1.
-        restore_shape: shape of the output; None: [tokens, hidden].
+        restore_shape: shape of the output, [tokens, hidden]; None: the same.
         map_type: ignored; the row id map has the same form for both types.
         probs: the older name of `merging_probs`.
 
@@ -128,13 +145,25 @@ def moe_unpermute(
         - Output: ``(tokens, hidden)``.
     """
     weights = merging_probs if merging_probs is not None else probs
+    if inp.dim() != 2 or row_id_map.dim() != 2:
+        raise ValueError(
+            f"moe_unpermute: inp has shape {list(inp.shape)}, row_id_map {list(row_id_map.shape)}; expected two "
+            "dimensions each."
+        )
+    if weights is not None:
+        _check_shape("moe_unpermute: merging_probs", weights, row_id_map.shape, "that of row_id_map")
+    shape = row_id_map.size(0), inp.size(1)
+    if restore_shape is not None and tuple(restore_shape) != shape:
+        raise ValueError(
+            f"moe_unpermute: restore_shape is {list(restore_shape)}, expected {list(shape)}: the tokens of row_id_map, "
+            "and the channels of inp."
+        )
     if not torch.compiler.is_compiling() and row_id_map.numel() and int(row_id_map.max()) >= inp.size(0):
         raise ValueError(f"moe_unpermute: row_id_map has row {int(row_id_map.max())}, inp has {inp.size(0)} rows.")
     tokens, columns, empty = _row_sources(row_id_map, inp.size(0))
     rows = inp
     if weights is not None:
         rows = rows * weights[tokens, columns].unsqueeze(-1).to(rows.dtype)
-    shape = (row_id_map.size(0), inp.size(-1)) if restore_shape is None else tuple(restore_shape)
     return rows.new_zeros(shape).index_add(0, tokens, _zero_rows(rows, empty))
 
 
@@ -194,5 +223,10 @@ def moe_sort_chunks_by_index_with_probs(
     Returns:
         A tuple (reordered rows, reordered probabilities).
     """
+    if probs.dim() < 1 or probs.size(0) != inp.size(0):
+        raise ValueError(
+            f"moe_sort_chunks_by_index_with_probs: probs has shape {list(probs.shape)}, expected one probability for "
+            f"each of {inp.size(0)} rows."
+        )
     order = _chunk_order(split_sizes, sorted_index, inp)
     return inp[order], probs[order]

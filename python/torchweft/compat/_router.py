@@ -53,6 +53,19 @@ def _score(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     return _SCORES[name]
 
 
+def _check_topk(topk: int, experts: int, num_groups: int | None = None, group_topk: int | None = None) -> None:
+    if not 1 <= topk <= experts:
+        raise ValueError(f"router: topk is {topk}, expected 1 to {experts}, the number of experts.")
+    if not (num_groups and group_topk):
+        return
+    fits = num_groups > 0 and experts % num_groups == 0 and 1 <= group_topk <= min(num_groups, topk)
+    if not fits or topk > group_topk * (experts // num_groups):
+        raise ValueError(
+            f"router: num_groups is {num_groups}, group_topk is {group_topk}, with topk {topk} of {experts} experts; "
+            "expected a number of groups that divides the experts, and at most topk of them that have topk experts."
+        )
+
+
 def _topk_experts(scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None) -> torch.Tensor:
     """Returns the indices of the `topk` best experts. With groups, only experts of the `group_topk` best groups; the
     score of a group is the sum of its best topk / group_topk experts."""
@@ -101,6 +114,12 @@ def fused_topk_with_score_function(
     """
     format = _checked_format(routing_map_format)
     score = _score(score_function)
+    _check_topk(topk, logits.size(-1), num_groups, group_topk)
+    if expert_bias is not None and expert_bias.shape != logits.shape[-1:]:
+        raise ValueError(
+            f"router: expert_bias has shape {list(expert_bias.shape)}, expected {list(logits.shape[-1:])}, one per "
+            "expert."
+        )
     opmath = _to_opmath(logits)
     softmax_after_topk = score_function == "softmax" and not use_pre_softmax
     scores = opmath if softmax_after_topk else score(opmath)
@@ -146,6 +165,7 @@ def fused_compute_score_for_moe_aux_loss(
         - mask, scores: same as `logits`; a mask of bits ``(*, ceil(experts / 8))``.
     """
     format = _checked_format(routing_map_format)
+    _check_topk(topk, logits.size(-1))
     scores = _score(score_function)(_to_opmath(logits))
     if score_function != "softmax":
         scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
@@ -178,6 +198,11 @@ def fused_moe_aux_loss(
         - probs: ``(tokens, experts)``.
         - tokens_per_expert: ``(experts,)``.
     """
+    if tokens_per_expert.shape != probs.shape[-1:]:
+        raise ValueError(
+            f"router: tokens_per_expert has shape {list(tokens_per_expert.shape)}, expected {list(probs.shape[-1:])}, "
+            "one per column of probs."
+        )
     opmath = _to_opmath(probs)
     total = (opmath.flatten(0, -2).sum(0) * tokens_per_expert.to(opmath.dtype)).sum()
     return (total * (num_experts * coeff / (topk * total_num_tokens**2))).to(probs.dtype)

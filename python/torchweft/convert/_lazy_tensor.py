@@ -104,7 +104,8 @@ def slice_sizes(bounds: SliceBounds) -> list[int]:
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """Returns the bytes of a contiguous tensor without a copy."""
+    """Returns the bytes of a tensor in row-major order, without a copy if it is contiguous."""
+    tensor = tensor.contiguous()
     if not tensor.numel():
         return memoryview(b"")
     memory = (ctypes.c_ubyte * (tensor.numel() * tensor.itemsize)).from_address(tensor.data_ptr())
