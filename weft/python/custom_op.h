@@ -9,7 +9,8 @@
 
 namespace weft::python {
 
-/// A basic operation written in Python: a subclass of torchweft.ops.BasicOperation with fuser_forward and fuser_backward.
+/// A basic operation written in Python: a subclass of torchweft.ops.BasicOperation with fuser_forward and
+/// fuser_backward.
 class __attribute__((visibility("hidden"))) PyOp final : public ops::BasicOp {
  public:
   PyOp(const py::object& module, std::vector<ops::ParamSpec> params, int extra_inputs, int extra_outputs);
