@@ -1,8 +1,11 @@
-"""Random pipelines, run by weft and by plain PyTorch autograd, and compared.
+"""Random pipelines: a generator of programs that compose everything that weft does in one process.
 
-A seed determines a `Program`: one or two Sequentials of all kinds of operations, their inputs, and a loss. It runs
-three times: by weft, in float64 by plain.py (the reference), and in weft's dtype by plain.py (eager). `find_errors`
-lists the errors of weft; `describe` describes the pipeline.
+A seed determines a `Program`: one or two Sequentials of all kinds of operations, their inputs and a loss; a recipe and
+a grad mode for each Sequential; the fusion rules in effect; and a second way to call them: under activation
+checkpointing, compiled, or in threads with a recipe and a grad mode each. `run_pipelines.py` runs and judges it.
+
+    generate(seed), generate(seed, compiled=True)   a program
+    describe(program)                               what it is
 """
 
 from __future__ import annotations
@@ -10,19 +13,77 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import plain
 import torch
-from tolerances import allowed_in_a_pipeline, distance
+from quantized_operands import Seen
 
 import torchweft
-from torchweft import ops
+from torchweft import ops, recipe
+from torchweft.quantization import Quantizer
 
 DTYPES = [torch.float64] * 8 + [torch.float32] * 5 + [torch.bfloat16] * 4 + [torch.float16] * 3
-LEADS = [(3,), (5,), (2, 3), (2, 1, 2), (1,), (), (0,), (2, 0)]
-LEAD_WEIGHTS = [6, 4, 6, 3, 1, 1, 1, 1]
+LEADS = [(3,), (5,), (2, 3), (2, 1, 2), (1,), (), (0,), (2, 0), (16,), (2, 8), (32,)]
+LEAD_WEIGHTS = [6, 4, 6, 3, 1, 1, 1, 1, 1, 1, 1]
+LEADS_OF_16 = [(16,), (2, 8), (4, 2, 4), (32,)]
 WIDTHS = [4, 4, 8, 8, 8, 2, 1]
+QUANTIZED_WIDTHS = [8, 16, 16, 32, 48, 4, 1]
+VOCABULARY = 4096  # of the fusion linear_cross_entropy
+
+
+def _custom(role: recipe.QuantizerRole) -> Quantizer:
+    return Quantizer("mxfp8", format="e5m2" if role.tensor_type == "input" else "e4m3")
+
+
+HISTORY = 4
+RECIPES: dict[str, recipe.Recipe] = {
+    "current": recipe.Float8CurrentScaling(),
+    "current, powers of two, E4M3": recipe.Float8CurrentScaling(use_power_2_scales=True, fp8_format=recipe.Format.E4M3),
+    "block": recipe.Float8BlockScaling(),
+    "block, float32 scales": recipe.Float8BlockScaling(use_f32_scales=True, fp8_format=recipe.Format.HYBRID),
+    "mxfp8": recipe.MXFP8BlockScaling(),
+    "mxfp8, square blocks": recipe.MXFP8BlockScaling(enable_2d_quantization=True),
+    "custom": recipe.CustomRecipe(_custom),
+    "nvfp4": recipe.NVFP4BlockScaling(),
+    "nvfp4, to nearest": recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "nvfp4, no transform": recipe.NVFP4BlockScaling(disable_rht=True),
+    "nvfp4, plain": recipe.NVFP4BlockScaling(
+        disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
+    ),
+    "nvfp4, 4over6": recipe.NVFP4BlockScaling(
+        disable_rht=True, disable_stochastic_rounding=True, nvfp4_4over6="all", nvfp4_4over6_err_mode="MSE"
+    ),
+    "delayed": recipe.DelayedScaling(amax_history_len=HISTORY),
+}
+TRANSFORMED = ("nvfp4", "nvfp4, to nearest")  # requires bfloat16 and rows in groups of 16
+STOCHASTIC = ("nvfp4", "nvfp4, no transform")
+DETERMINISTIC = [name for name in RECIPES if name not in (*TRANSFORMED, *STOCHASTIC, "delayed")]
+OVERRIDES = [None] * 4 + ["high_precision", "dequantized"]
+
+GRADIENTS = ("enable_grad", "set_grad_enabled(True)", "enable_grad in no_grad", "inference_mode(False)")
+GRAD_MODES: dict[str, tuple[Callable, ...]] = {
+    "enable_grad": (),
+    "set_grad_enabled(True)": (lambda: torch.set_grad_enabled(True),),
+    "enable_grad in no_grad": (torch.no_grad, torch.enable_grad),
+    "inference_mode(False)": (lambda: torch.inference_mode(False),),
+    "no_grad": (torch.no_grad,),
+    "set_grad_enabled(False)": (lambda: torch.set_grad_enabled(False),),
+    "inference_mode": (torch.inference_mode,),
+}
+RULES = ["default"] * 7 + ["none"] * 2 + ["with norm_linear"]
+
+
+@dataclass(frozen=True)
+class RecipeChoice:
+    name: str
+    override: str | None = None
+
+    def make(self) -> recipe.Recipe:
+        return replace(RECIPES[self.name], backward_override=self.override)
+
+    def __str__(self) -> str:
+        return self.name + (f", {self.override} backward" if self.override else "")
 
 
 @dataclass
@@ -63,27 +124,49 @@ LAYOUTS: dict[str, tuple[Callable, Callable]] = {
 }
 
 
+@dataclass(frozen=True)
+class Modes:
+    """The recipe and the grad mode of each Sequential, in one thread."""
+
+    recipes: tuple[RecipeChoice | None, ...]
+    grad_modes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{r or 'no recipe'} in {m}" for r, m in zip(self.recipes, self.grad_modes, strict=True))
+
+
 @dataclass
 class Program:
     seed: int
     dtype: torch.dtype
     parts: list[list[Node]]
     caller_tensors: dict[str, CallerTensor]
+    modes: Modes
     second_input: str = "first"  # input of the second Sequential: "first", the output of the first one, or "x"
     fuse_nested: bool = False
     by_hand: bool = False  # call every module separately instead of the Sequential
-    no_grad: bool = False
+    rules: str = "default"
     warm_up: bool = False
     twice: bool = False
     loss: str = "each"
     used: list[int] = field(default_factory=list)
+    checkpoint: str | None = None
+    backend: str | None = None  # of torch.compile
+    dynamic: bool = False
+    threads: list[Modes] = field(default_factory=list)
+
+    def nodes(self) -> Iterator[Node]:
+        for part in self.parts:
+            yield from flat(part)
 
     def modules(self) -> Iterator[torch.nn.Module]:
-        for part in self.parts:
-            yield from (node.module for node in flat(part))
+        return (node.module for node in self.nodes())
 
     def parameters(self) -> list[torch.nn.Parameter]:
         return list({id(p): p for m in self.modules() for p in m.parameters()}.values())
+
+    def delayed(self) -> bool:
+        return any(r is not None and r.name == "delayed" for r in self.modes.recipes)
 
 
 def flat(nodes: list[Node]) -> Iterator[Node]:
@@ -95,19 +178,43 @@ def flat(nodes: list[Node]) -> Iterator[Node]:
 
 
 class Generator:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, compiled: bool = False) -> None:
         self.rng = random.Random(seed)
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         self.dtype = self.rng.choice(DTYPES)
         self.nodes: list[Node] = []
         self.caller_tensors: dict[str, CallerTensor] = {}
         self.channels: dict[str, tuple[int, ...]] = {}
         self.outputs: dict[str, tuple[int, ...]] = {}  # public channels of the first Sequential
+        self.pending: list[Callable] = []  # makers of the next modules of a pattern
         self.squares = 0
         self.names = 0
+        self.compiled = compiled
+        self.in_threads = not compiled and self.chance(0.12)  # threads share torch's generator: nothing is drawn
+        self.recipes = (None, None)
+        if self.dtype != torch.float64 and self.chance(0.5):
+            self.recipes = (self.any_recipe(), self.any_recipe())
+        self.recipe: RecipeChoice | None = None  # of the Sequential that is being made
+        # Modules run in the other Sequential, too, so what a recipe requires holds for both.
+        names = [r.name for r in self.recipes if r is not None]
+        self.in_sixteens = any(name in TRANSFORMED for name in names)
+        self.delayed = "delayed" in names
+        self.widths = QUANTIZED_WIDTHS if names else WIDTHS
 
     def chance(self, p: float) -> bool:
         return self.rng.random() < p
+
+    def any_recipe(self) -> RecipeChoice | None:
+        names = [
+            name
+            for name in RECIPES
+            if (name not in TRANSFORMED or self.dtype == torch.bfloat16)
+            and (name != "delayed" or not self.compiled)
+            and (name in DETERMINISTIC or not self.in_threads)
+        ]
+        names += [name for name in STOCHASTIC if name in names]
+        name, override = self.rng.choice(names), self.rng.choice(OVERRIDES)
+        return RecipeChoice(name, None if name == "delayed" else override) if self.chance(0.85) else None
 
     def new_caller_tensor(self, name: str, shape: tuple[int, ...]) -> str:
         layouts = list(LAYOUTS) if shape else ["contiguous", "computed"]
@@ -116,6 +223,12 @@ class Generator:
             torch.rand(shape, dtype=torch.float64) * 2 - 1, layout, self.chance(0.7)
         )
         return name
+
+    def integers(self, name: str, values: list[int] | torch.Tensor) -> str:
+        self.names += 1
+        values = torch.as_tensor(values).to(self.rng.choice([torch.int32, torch.int64]))
+        self.caller_tensors[f"{name}{self.names}"] = CallerTensor(values, "contiguous", False)
+        return f"{name}{self.names}"
 
     # -- one operation
 
@@ -151,18 +264,26 @@ class Generator:
             return ops.ScaledTanhSReLU(self.rng.choice([0.7, 16.0]))
         return getattr(ops, name)(**({"glu_interleave_size": self.interleave(shape[-1])} if gated else {}))
 
-    def linear(self, shape):
-        out = self.rng.choice(WIDTHS)
+    def fits_recipe(self, shape) -> bool:
+        return not self.in_sixteens or math.prod(shape[:-1]) % 16 == 0
+
+    def linear(self, shape, out: int | None = None):
+        if not self.fits_recipe(shape):
+            return None
+        out = out or self.rng.choice(self.widths)
         if self.chance(0.4):
             return ops.BasicLinear(shape[-1], out, dtype=self.dtype)
         return ops.Linear(shape[-1], out, bias=self.chance(0.7), dtype=self.dtype)
 
     def grouped(self, shape):
+        # Delayed scaling does not support it, and a compiled call records no operands of experts.
+        if not self.fits_recipe(shape) or self.delayed or (self.compiled and self.recipes != (None, None)):
+            return None
         options = ("bias", "scale_bias", "single_grouped_weight", "single_grouped_bias", "split_path")
         return ops.GroupedLinear(
             self.rng.randint(1, 4),
             shape[-1],
-            self.rng.choice(WIDTHS),
+            self.rng.choice(self.widths),
             dtype=self.dtype,
             **{name: self.chance(0.4) for name in options},
         )
@@ -177,42 +298,78 @@ class Generator:
         options = {"bias": self.chance(0.5)} if name == "LayerNorm" else {}
         return getattr(ops, name)(row, eps=0.1, zero_centered_gamma=self.chance(0.5), dtype=self.dtype, **options)
 
-    def rotary(self, shape):
-        if shape[-1] % 2:
+    def sequence_format(self, shape) -> str:
+        return self.rng.choice(["sbhd", "bshd", *(["thd"] * 2 if len(shape) == 2 else [])])
+
+    def self_attention_heads(self, width: int) -> dict | None:
+        """Heads, groups and channels of queries, keys and values in one tensor of this width."""
+        fitting = [
+            (channels, groups)
+            for channels in (1, 2, 4, 8)
+            for groups in (1, 2)
+            if width % (channels * groups) == 0 and width // (channels * groups) >= 3
+        ]
+        if not fitting:
             return None
-        channels = self.rng.choice([c for c in (2, 4, 8) if shape[-1] % c == 0])
+        channels, groups = self.rng.choice(fitting)
+        heads = width // channels - 2 * groups
+        return {
+            "num_attention_heads": heads,
+            "kv_channels": channels,
+            "num_gqa_groups": groups,
+            "qkv_layout": self.rng.choice(["group_interleaved", "concatenated"]),
+        }
+
+    def rotary(self, shape, heads: dict | None = None, qkv_format: str | None = None):
+        if heads is None and self.chance(0.3):
+            heads = self.self_attention_heads(shape[-1])
+        if heads is None:
+            channels = self.rng.choice([1, *(c for c in (2, 4, 8) if shape[-1] % c == 0)])
+            heads = {"num_attention_heads": shape[-1] // channels, "kv_channels": channels, "qkv_layout": None}
+        channels = heads["kv_channels"]
+        if channels % 2:
+            return None
         return ops.RotaryEmbedding(
-            num_attention_heads=shape[-1] // channels,
-            kv_channels=channels,
-            qkv_layout=None,
+            **heads,
+            rotary_dim=self.rng.choice([None, None, 2]),
             interleaved=self.chance(0.5),
-            qkv_format=self.rng.choice(["sbhd", "bshd"]),
+            rotary_base=self.rng.choice([10000.0, 10000.0, 100.0, None]),
+            qkv_format=qkv_format or self.sequence_format(shape),
         )
 
-    def attention(self, shape):
-        layouts = [
-            (channels, groups)
-            for channels in (1, 2, 4)
-            for groups in (1, 2)
-            if shape[-1] % (channels * groups) == 0 and shape[-1] // (channels * groups) >= 3
-        ]
-        if not layouts:
+    def attention_options(self, shape) -> dict:
+        dropout = 0.0 if self.in_threads else self.rng.choice([0.0, 0.0, 0.0, 0.3])
+        return {
+            "attn_mask_type": self.rng.choice(["causal", "no_mask", "causal_bottom_right"]),
+            "window_size": self.rng.choice([None, None, None, (1, -1), (0, 0), (1, 1), (-1, 1)]),
+            "softmax_scale": self.rng.choice([None, None, 0.3, -0.2]),
+            "attention_dropout": dropout,
+        }
+
+    def attention(self, shape, heads: dict | None = None, qkv_format: str | None = None):
+        heads = heads or self.self_attention_heads(shape[-1])
+        if heads is None:
             return None
-        channels, groups = self.rng.choice(layouts)
-        return ops.DotProductAttention(
-            num_attention_heads=shape[-1] // channels - 2 * groups,
-            kv_channels=channels,
-            num_gqa_groups=groups,
-            attn_mask_type=self.rng.choice(["causal", "no_mask"]),
-            window_size=self.rng.choice([None, None, (1, -1)]),
-            qkv_format=self.rng.choice(["sbhd", "bshd"]),
-            qkv_layout=self.rng.choice(["group_interleaved", "concatenated"]),
+        qkv_format = qkv_format or self.sequence_format(shape)
+        op = ops.DotProductAttention(**heads, **self.attention_options(shape), qkv_format=qkv_format)
+        return op.train(self.chance(0.8))
+
+    def cross_attention(self, shape):
+        if len(shape) < 2 or 0 in shape:
+            return None
+        channels = self.rng.choice([c for c in (1, 2, 4) if shape[-1] % c == 0])
+        heads = shape[-1] // channels
+        op = ops.CrossDotProductAttention(
+            heads,
+            channels,
+            num_gqa_groups=self.rng.choice([g for g in (1, 2, 3, heads) if heads % g == 0]),
+            qkv_format=self.sequence_format(shape),
+            **self.attention_options(shape),
         )
+        return op.train(self.chance(0.8))
 
     def reshape(self, shape):
-        rows = 1
-        for size in shape[:-1]:
-            rows *= size
+        rows = math.prod(shape[:-1])
         choices = [(-1, shape[-1]), (1, *shape), (-1, 1, shape[-1])]
         if shape[-1] % 2 == 0:
             choices += [(*shape[:-1], 2, shape[-1] // 2), (-1, shape[-1] // 2)]
@@ -236,12 +393,13 @@ class Generator:
         )()
 
     def dropout(self, shape):
-        return ops.Dropout(self.rng.choice([0.0, 0.5, 0.25, 0.9, 1.0])).train(self.chance(0.7))
+        p = self.rng.choice([0.0, 1.0] if self.in_threads else [0.0, 0.5, 0.25, 0.9, 1.0])
+        return ops.Dropout(p).train(self.chance(0.7))
 
     def other(self, shape):
         if self.chance(0.5):
             return torch.nn.Tanh()
-        return torch.nn.Linear(shape[-1], self.rng.choice(WIDTHS), dtype=self.dtype)
+        return torch.nn.Linear(shape[-1], self.rng.choice(self.widths), dtype=self.dtype)
 
     def fork(self, shape):
         return ops.MakeExtraOutput(in_place=self.chance(0.5))
@@ -249,13 +407,54 @@ class Generator:
     def join(self, shape):
         return ops.AddExtraInput(in_place=self.chance(0.5))
 
+    def pattern(self, shape):
+        """Begins a run of operations that rules fuse, or an attention with its projections."""
+        width = shape[-1]
+        if self.chance(0.4):
+            channels, groups = self.rng.choice([2, 4]), self.rng.choice([1, 2])
+            heads = {
+                "num_attention_heads": groups * self.rng.choice([1, 2]),
+                "kv_channels": channels,
+                "num_gqa_groups": groups,
+                "qkv_layout": self.rng.choice(["group_interleaved", "concatenated"]),
+            }
+            qkv_format = self.sequence_format(shape)
+            run = [
+                lambda shape: self.linear(shape, (heads["num_attention_heads"] + 2 * groups) * channels),
+                lambda shape: self.rotary(shape, heads, qkv_format),
+                lambda shape: self.attention(shape, heads, qkv_format),
+                lambda shape: self.linear(shape, width),
+            ]
+            if self.chance(0.4):
+                del run[1]
+        else:
+            run = self.rng.choice(
+                [
+                    [self.norm, self.linear, self.unary, self.linear],
+                    [
+                        self.norm,
+                        lambda shape: self.linear(shape, 2 * width),
+                        self.gated,
+                        lambda shape: self.linear(shape, width),
+                    ],
+                    [self.linear, self.unary],
+                    [lambda shape: self.linear(shape, width), self.dropout],
+                    [self.grouped, self.scaled, self.grouped],
+                    [lambda shape: ops.Bias(shape[-1], dtype=self.dtype), self.unary],
+                ]
+            )
+        if self.chance(0.5):
+            run = [self.fork, *run, self.join]
+        first, *self.pending = run
+        return first(shape)
+
     def module(self, shape) -> torch.nn.Module:
         kinds = {
             self.unary: 4, self.gated: 2, self.scaled: 2, self.linear: 7, self.grouped: 2, self.norm: 3,
-            self.rotary: 1, self.attention: 1, self.reshape: 1, self.structural: 4, self.dropout: 1, self.other: 1,
-            self.fork: 6, self.join: 6,
+            self.rotary: 1.5, self.attention: 1.5, self.cross_attention: 1, self.reshape: 1, self.structural: 4,
+            self.dropout: 1.5, self.other: 1, self.fork: 5, self.join: 5, self.pattern: 3,
         }  # fmt: skip
-        module = None
+        module = self.pending.pop(0)(shape) if self.pending else None
         while module is None:
             module = self.rng.choices(list(kinds), list(kinds.values()))[0](shape)
         return module
@@ -265,7 +464,7 @@ class Generator:
         for node in self.rng.sample(self.nodes, len(self.nodes)):
             single = node.nested is None and node.channel is None and not node.takes and not node.public
             by_shape = isinstance(node.module, ops.Reshape | ops.LayerNorm | ops.RMSNorm)
-            if single and node.shape[-1] == shape[-1] and not by_shape:
+            if single and node.shape[-1] == shape[-1] and not by_shape and self.fits_recipe(shape):
                 return Node(node.module, shape, note="once more")
         return None
 
@@ -289,21 +488,53 @@ class Generator:
 
     def splits(self, groups: int, rows: int) -> str:
         """Split sizes, some of them 0, whose sum may be smaller than the number of rows."""
-        cuts = sorted(self.rng.randint(0, rows) for _ in range(groups))
+        step = 16 if self.in_sixteens else 1
+        cuts = sorted(step * self.rng.randint(0, rows // step) for _ in range(groups))
         if self.chance(0.8):
             cuts[-1] = rows
-        sizes = [b - a for a, b in zip([0, *cuts[:-1]], cuts, strict=True)]
-        self.names += 1
-        name = f"splits{self.names}"
-        self.caller_tensors[name] = CallerTensor(
-            torch.tensor(sizes, dtype=self.rng.choice([torch.int32, torch.int64])), "contiguous", False
-        )
-        return name
+        return self.integers("splits", [b - a for a, b in zip([0, *cuts[:-1]], cuts, strict=True)])
+
+    def offsets(self, rows: int, sequences: int) -> str:
+        """The rows at which packed sequences start, some of them empty."""
+        return self.integers("offsets", [0, *sorted(self.rng.randint(0, rows) for _ in range(sequences - 1)), rows])
+
+    def classes(self, op, shape) -> str:
+        targets = torch.randint(shape[-1], shape[:-1])
+        targets[torch.rand(shape[:-1]) < self.rng.choice([0, 0, 0.3])] = op.ignore_index
+        if (targets == op.ignore_index).all() and op.reduction == "mean":
+            targets = torch.full_like(targets, int(op.ignore_index == 0) if shape[-1] > 1 else 0)
+        return self.integers("classes", targets)
+
+    def inputs_of(self, module, shape) -> list[str]:
+        """Chooses the sources of all extra inputs."""
+        name, rows = type(module).__name__, math.prod(shape[:-1])
+        if name == "AddExtraInput":
+            return [self.source(shape)]
+        if name in plain.SCALED:
+            return [self.source(shape[:-1] + (1,) if self.chance(0.3) else shape[:-1])]
+        if name == "GroupedLinear":
+            scales = [self.source(shape[:-1]) for _ in range(module.num_extra_inputs - 1)]
+            return [self.splits(module.num_groups, rows), *scales]
+        if name == "CrossEntropy":
+            return [self.classes(module, shape)]
+        packed, takes = getattr(module, "qkv_format", None) == "thd", []
+        if name == "RotaryEmbedding" and module.rotary_base is None:
+            length = rows if packed or len(shape) == 1 else shape[0 if module.qkv_format == "sbhd" else -2]
+            table = (length + self.rng.choice([0, 1]), (module.rotary_dim or module.kv_channels) // 2)
+            takes = [self.source(table), self.source(table)]
+        if name == "CrossDotProductAttention":
+            keys, dim = self.rng.randint(1, 5), -2 if module.qkv_format == "bshd" else 0
+            other = [*shape[:-1], (module.num_gqa_groups or module.num_attention_heads) * module.kv_channels]
+            other[dim] = keys
+            takes = [self.source(tuple(other)), self.source(tuple(other))]
+            sequences = self.rng.randint(1, 3)
+            return takes + ([self.offsets(rows, sequences), self.offsets(keys, sequences)] if packed else [])
+        return takes + ([self.offsets(rows, self.rng.randint(1, 3))] if packed else [])
 
     def tie_parameter(self, module) -> str:
         """Makes a new module share a Parameter of an earlier one."""
-        if isinstance(module, ops.GroupedLinear):
-            return ""  # all of its parameters are frozen, or none
+        if isinstance(module, ops.GroupedLinear) or self.delayed:
+            return ""  # all of its parameters are frozen, or none; a scale belongs to a weight
         for name, param in list(module._parameters.items()):
             for node in self.nodes:
                 other = node.module._parameters.get(name) if isinstance(node.module, ops.FusibleOperation) else None
@@ -312,12 +543,12 @@ class Generator:
                     return f"shares {name} of an earlier one"
         return ""
 
-    def node(self, shape) -> Node:
-        if self.nodes and self.chance(0.06):
+    def node(self, shape, module: torch.nn.Module | None = None) -> Node:
+        if module is None and not self.pending and self.nodes and self.chance(0.06):
             repeated = self.again(shape)
             if repeated is not None:
                 return repeated
-        module = self.module(shape)
+        module = module or self.module(shape)
         node = Node(module, shape)
         if isinstance(module, ops.FusibleOperation):
             with torch.no_grad():
@@ -328,13 +559,7 @@ class Generator:
             if self.chance(0.05):
                 module.register_forward_hook(lambda *_: None)
                 node.note += " hooked"
-        if isinstance(module, ops.AddExtraInput):
-            node.takes = [self.source(shape)]
-        elif type(module).__name__ in plain.SCALED:
-            node.takes = [self.source(shape[:-1] + (1,) if self.chance(0.3) else shape[:-1])]
-        elif isinstance(module, ops.GroupedLinear):
-            node.takes = [self.splits(module.num_groups, math.prod(shape[:-1]))]
-            node.takes += [self.source(shape[:-1]) for _ in range(module.num_extra_inputs - 1)]
+            node.takes = self.inputs_of(module, shape)
         if isinstance(module, ops.MakeExtraOutput):
             self.names += 1
             node.channel = f"c{self.names}" if self.chance(0.75) else None
@@ -347,32 +572,67 @@ class Generator:
             self.channels[node.channel] = shape
         return node
 
+    def add(self, nodes: list[Node], node: Node) -> tuple[int, ...]:
+        """Appends a node, and what records the operands of experts. Returns the shape of its output."""
+        shape = output_shape(node)
+        if self.recipe is not None and isinstance(node.module, ops.GroupedLinear):
+            nodes += [Node(Seen(gradient=False), node.shape), node, Node(Seen(gradient=True), shape)]
+        else:
+            nodes.append(node)
+        self.nodes.append(node)
+        return shape
+
     def part(self, shape, count, depth=0) -> tuple[list[Node], tuple[int, ...]]:
         nodes: list[Node] = []
         while count > 0:
-            if depth == 0 and count > 2 and self.chance(0.05):
+            if depth == 0 and count > 2 and not self.pending and self.chance(0.05):
                 size = self.rng.randint(1, 3)
                 outside, self.channels = self.channels, {}  # a nested Sequential sees only its own channels
                 inner, shape = self.part(shape, size, depth=1)
+                self.pending = []
                 self.channels = outside | self.channels
                 inside = {node.channel for node in inner}
                 self.channels = {name: s for name, s in self.channels.items() if name not in inside}
                 nodes.append(Node(torchweft.Sequential(*(n.module for n in inner)), shape, nested=inner))
                 count -= size
                 continue
-            node = self.node(shape)
-            nodes.append(node)
-            self.nodes.append(node)
-            shape = output_shape(node)
+            shape = self.add(nodes, self.node(shape))
             count -= 1
+        self.pending = []
+        self.return_unread(nodes)
         return nodes, shape
+
+    def return_unread(self, nodes: list[Node]) -> None:
+        """Returns to the caller what no operation reads."""
+        read = {name for node in nodes for name in node.takes}
+        for node in nodes:
+            if node.channel is not None and node.channel not in read and not node.public:
+                node.public = True
+                node.module.set_extra_output_channel(0, node.channel, output_to_caller=True)
+
+    def losses(self, nodes: list[Node], shape) -> None:
+        """Appends CrossEntropy, possibly with a linear that the loss is fused with."""
+        if 0 in shape:
+            return
+        if self.recipes == (None, None) and self.chance(0.15):
+            out = VOCABULARY + self.rng.randint(0, 8)
+            shape = self.add(nodes, self.node(shape, ops.BasicLinear(shape[-1], out, dtype=self.dtype)))
+        loss = ops.CrossEntropy(
+            ignore_index=self.rng.choice([-100, -100, 0, -1]),
+            label_smoothing=self.rng.choice([0, 0, 0.1]),
+            reduction=self.rng.choice(["mean", "sum", "none"]),
+            z_loss=self.rng.choice([0, 0, 0.1]),
+        )
+        self.add(nodes, self.node(shape, loss))
 
     def program(self, seed: int) -> Program:
         rng = self.rng
-        shape = (*rng.choices(LEADS, LEAD_WEIGHTS)[0], rng.choice([4, 8, 8]))
+        leads = (LEADS_OF_16, [1] * 4) if self.in_sixteens else (LEADS, LEAD_WEIGHTS)
+        shape = (*rng.choices(*leads)[0], rng.choice([16, 32, 8] if self.widths is QUANTIZED_WIDTHS else [4, 8, 8]))
         self.new_caller_tensor("x", shape)
         count, first_shape = rng.randint(3, 12), shape
         parts, second_input = [], "first"
+        self.recipe = self.recipes[0]
         first, shape = self.part(shape, count if self.chance(0.6) or count < 6 else count // 2)
         parts.append(first)
         if sum(1 for _ in flat(first)) < count:
@@ -381,271 +641,115 @@ class Generator:
             self.channels = {}
             if self.chance(0.3):
                 second_input, shape = "x", first_shape
-            parts.append(self.part(shape, count - count // 2)[0])
-        program = Program(seed, self.dtype, parts, self.caller_tensors, second_input)
+            self.recipe = self.recipes[1]
+            second, shape = self.part(shape, count - count // 2)
+            parts.append(second)
+        if self.chance(0.25):
+            self.losses(parts[-1], shape)
+        program = Program(
+            seed, self.dtype, parts, self.caller_tensors, self.any_modes(len(parts)), second_input=second_input
+        )
+        self.require_gradients(program)
+        program.fuse_nested = self.chance(0.5)
+        program.by_hand = self.chance(0.1) and not self.compiled
+        program.rules = rng.choice(RULES)
+        program.warm_up, program.twice = self.chance(0.3), self.chance(0.15)
+        program.loss = rng.choice(["each", "one gradient", "pairs", "sum"])
+        outputs = 1 + sum(n.public for part in parts for n in flat(part)) + (len(parts) == 2)
+        program.used = sorted(i for i in range(outputs) if self.chance(0.75)) or [0]
+        self.call_otherwise(program)
+        return program
+
+    def require_gradients(self, program: Program) -> None:
         for p in program.parameters():
             p.requires_grad_(self.chance(0.8))
         for module in program.modules():
             if isinstance(module, ops.GroupedLinear):
                 module.requires_grad_(self.chance(0.8))
-        program.fuse_nested, program.by_hand = self.chance(0.5), self.chance(0.1)
-        program.no_grad, program.warm_up, program.twice = self.chance(0.1), self.chance(0.2), self.chance(0.15)
-        program.loss = rng.choice(["each", "one gradient", "pairs", "sum"])
-        outputs = 1 + sum(n.public for part in parts for n in flat(part)) + (len(parts) == 2)
-        program.used = sorted(i for i in range(outputs) if self.chance(0.75)) or [0]
-        return program
+        frozen = self.rng.random()
+        if frozen < 0.05:
+            for p in program.parameters():
+                p.requires_grad_(False)
+        if 0.03 < frozen < 0.08:
+            for given in program.caller_tensors.values():
+                given.requires_grad = False
+
+    def any_modes(self, parts: int) -> Modes:
+        """The grad modes; what inference_mode returns cannot be saved for backward."""
+        grad_modes = [self.rng.choice(GRADIENTS) if self.chance(0.9) else self.rng.choice(list(GRAD_MODES))]
+        for _ in range(parts - 1):
+            before = grad_modes[-1]
+            change = before != "inference_mode" and self.chance(0.15)
+            same = before if before not in GRADIENTS else self.rng.choice(GRADIENTS)
+            grad_modes.append(self.rng.choice(list(GRAD_MODES)) if change else same)
+        return Modes(self.recipes[:parts], tuple(grad_modes))
+
+    def call_otherwise(self, program: Program) -> None:
+        """The second way to call the program."""
+        kinds = ["reentrant", "non-reentrant", "compat"]
+        if self.delayed:
+            kinds = ["compat"]  # torch's repeat a call with the current scales
+        if self.in_threads:
+            kinds = ["non-reentrant", "compat"]  # torch.autograd.grad
+        if self.chance(0.2 if self.in_threads or self.compiled else 0.5):
+            program.checkpoint = self.rng.choice(kinds)
+        if self.compiled:
+            program.backend = "inductor" if self.chance(0.06) else "aot_eager"
+            program.dynamic = self.chance(0.1)
+        if self.in_threads:
+            program.threads = [program.modes, *(self.other_modes(program) for _ in range(self.rng.randint(1, 3)))]
+
+    def other_modes(self, program: Program) -> Modes:
+        modes = self.any_modes(len(program.parts))
+        if self.dtype == torch.float64 or self.chance(0.2):
+            return modes
+        recipes = tuple(
+            RecipeChoice(self.rng.choice(DETERMINISTIC), self.rng.choice(OVERRIDES)) if self.chance(0.8) else None
+            for _ in program.parts
+        )
+        return replace(modes, recipes=recipes)
 
 
 def output_shape(node: Node) -> tuple[int, ...]:
-    if isinstance(node.module, torch.nn.Linear):
-        return (*node.shape[:-1], node.module.out_features)
-    if not isinstance(node.module, ops.FusibleOperation):
-        return node.shape
-    x = torch.zeros(node.shape, dtype=torch.float64)
-    if isinstance(node.module, ops.GroupedLinear):
-        return (*node.shape[:-1], node.module.out_features)
-    scaled = type(node.module).__name__ in plain.SCALED
-    extras = [torch.ones(node.shape[:-1] if scaled else node.shape) for _ in node.takes]
-    with torch.random.fork_rng():
-        return tuple(plain.apply(node.module, x, *extras, of=lambda p: p.detach().double())[0].shape)
-
-
-def generate(seed: int) -> Program:
-    return Generator(seed).program(seed)
-
-
-# ---- running ------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Outcome:
-    outputs: list[torch.Tensor]
-    grads: dict[str, torch.Tensor | None]
-    changed: list[str] = field(default_factory=list)
-    warm: list[torch.Tensor] = field(default_factory=list)  # outputs of an earlier call without gradients
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        named = {f"output {i}": t for i, t in enumerate(self.outputs)}
-        return named | {f"gradient of {name}": g for name, g in self.grads.items() if g is not None}
-
-
-def by_weft(program: Program) -> Callable:
-    if program.by_hand:
-        return lambda nodes, x, env: one_by_one(nodes, x, env, lambda node, x, extras: unpack(node.module(x, *extras)))
-    made: dict[int, torchweft.Sequential] = {}
-
-    def run(nodes, x, env):
-        if id(nodes) not in made:
-            made[id(nodes)] = torchweft.Sequential(*(n.module for n in nodes), fuse_nested=program.fuse_nested)
-        channels = {n.channel for n in flat(nodes)}
-        extras = [env[name] for n in flat(nodes) for name in n.takes if name not in channels]
-        return unpack(made[id(nodes)](x, *extras))
-
-    return run
-
-
-def by_plain(of: plain.Of) -> Callable:
-    def call(node, x, extras):
-        if isinstance(node.module, ops.FusibleOperation):
-            return plain.apply(node.module, x, *extras, of=of)
-        param_copies = {name: of(p) for name, p in node.module.named_parameters()}
-        return torch.func.functional_call(node.module, param_copies, (x,)), ()
-
-    return lambda nodes, x, env: one_by_one(nodes, x, env, call)
-
-
-def unpack(result):
-    return (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
-
-
-def one_by_one(nodes, x, env, call):
-    env, outputs = dict(env), []
-    for node in flat(nodes):
-        x, extra = call(node, x, [env[name] for name in node.takes])
-        if node.channel is not None:
-            env[node.channel] = extra[0]
-        if node.public:
-            outputs.append(extra[0])
-    return x, outputs
-
-
-def forward(program: Program, run: Callable, leaves: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Returns [output, extra outputs…, output of the first Sequential if there are two]."""
-    torch.manual_seed(program.seed)
-    env = {name: given.view(leaves[name]) for name, given in program.caller_tensors.items()}
-    y, outputs = run(program.parts[0], env["x"], env)
-    if len(program.parts) == 1:
-        return [y, *outputs]
-    env |= {f"first.{i}": t for i, t in enumerate(outputs)}
-    env["first"] = y
-    last, more = run(program.parts[1], env[program.second_input], env)
-    return [last, *outputs, *more, y]
-
-
-def targets(program: Program, outputs: list[torch.Tensor], incoming: list[torch.Tensor]):
-    """Returns (tensors, their gradients) for torch.autograd.backward."""
-    used = [i for i in program.used if outputs[i].requires_grad]
-    if program.loss == "sum":
-        return ([sum(outputs[i].sum() for i in used)], [None]) if used else ([], [])
-    by_shape: dict[tuple[int, ...], list[int]] = {}
-    for i in used:
-        by_shape.setdefault(tuple(outputs[i].shape), []).append(i)
-    groups = list(by_shape.values())
-    if program.loss == "pairs":  # a sum passes the same gradient to all its terms
-        return [sum(outputs[i] for i in group) for group in groups], [incoming[group[0]] for group in groups]
-    if program.loss == "one gradient":
-        return [outputs[i] for group in groups for i in group], [incoming[g[0]] for g in groups for _ in g]
-    return [outputs[i] for i in used], [incoming[i] for i in used]
-
-
-def nearby(t: torch.Tensor, dtype: torch.dtype, neighbour: int | None) -> torch.Tensor:
-    """Returns t in `dtype`; for a neighbour each value is moved by up to one rounding. Integers do not change."""
-    if not t.is_floating_point():
-        return t
-    if neighbour is None:
-        return t.detach().to(dtype)
-    generator = torch.Generator().manual_seed(neighbour)
-    move = torch.rand(t.shape, generator=generator, dtype=torch.float64) * 2 - 1
-    return (t.detach().double() * (1 + move * torch.finfo(dtype).eps)).to(dtype)
-
-
-def execute(
-    program: Program,
-    dtype: torch.dtype,
-    incoming: list[torch.Tensor] | None,
-    weft_runs: bool = False,
-    neighbour: int | None = None,
-) -> Outcome:
-    """Runs the program by weft or by plain.py. Values have the program's dtype; the computation is in `dtype`."""
-    given = {name: g.leaf(nearby(g.values, program.dtype, neighbour)) for name, g in program.caller_tensors.items()}
-    leaves = {
-        name: (t.to(dtype) if t.is_floating_point() else t).requires_grad_(program.caller_tensors[name].requires_grad)
-        for name, t in given.items()
-    }
-    params = program.parameters()
-    if weft_runs:
-        param_copies = {id(p): p for p in params}
-        run = by_weft(program)
-    else:
-        param_copies = {id(p): nearby(p, program.dtype, neighbour).to(dtype, copy=True) for p in params}
-        for p in params:
-            param_copies[id(p)].requires_grad_(p.requires_grad)
-        run = by_plain(lambda p: param_copies[id(p)])
-    held = {**leaves, **{f"parameter {i}": param_copies[id(p)] for i, p in enumerate(params)}}
-    for t in held.values():
-        t.grad = None
-    count = 0 if incoming is None else 1 + program.twice
-    passes = [[g.to(dtype, copy=True) for g in incoming] for _ in range(count)]
-    caller = dict(held)
-    for k, grads in enumerate(passes):
-        caller |= {f"incoming gradient {i} of pass {k}": g for i, g in enumerate(grads)}
-    before = {name: (t.detach().clone(), t._version) for name, t in caller.items()}
-
-    outcome = Outcome([], {})
-    if program.warm_up and weft_runs:
-        with torch.no_grad():
-            outcome.warm = [t.clone() for t in forward(program, run, leaves)]
-    with torch.set_grad_enabled(not program.no_grad):
-        outcome.outputs = forward(program, run, leaves)
-    values = [t.detach().clone() for t in outcome.outputs]
-    for i, incoming in enumerate(passes):
-        tensors, grads = targets(program, outcome.outputs, incoming)
-        if tensors:
-            torch.autograd.backward(tensors, grads, retain_graph=i + 1 < len(passes))
-        for t in held.values():  # torch may keep an incoming gradient as .grad, to which the next pass would add
-            t.grad = None if t.grad is None else t.grad.clone()
-    for name, (value, version) in before.items():
-        if not torch.equal(caller[name].detach(), value) or caller[name]._version != version:
-            outcome.changed.append(name)
-    for i, value in enumerate(values):
-        if not torch.equal(outcome.outputs[i].detach(), value):
-            outcome.changed.append(f"output {i}, by backward")
-    outcome.grads = {name: t.grad for name, t in held.items()}
-    return outcome
-
-
-# ---- comparing ----------------------------------------------------------------------------------------------------
-
-
-NEIGHBOURS = 16
-
-
-def incoming_gradients(program: Program, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(program.seed)
-    grads = [(torch.rand(t.shape, generator=generator) * 2 - 1).to(program.dtype) for t in outputs]
-    strided = program.seed % 4 == 0
-    return [g.transpose(0, -1).contiguous().transpose(0, -1) if strided and g.dim() > 1 else g for g in grads]
-
-
-def find_errors(program: Program) -> list[str]:
-    """Returns the errors of weft in this program."""
-    shapes = execute(program, torch.float64, None).outputs
-    incoming = None if program.no_grad else incoming_gradients(program, shapes)
-    mine = execute(program, program.dtype, incoming, weft_runs=True)
-    exact = execute(program, torch.float64, incoming)
-    eager = execute(program, program.dtype, incoming)
-
-    found = [f"{name} was changed" for name in mine.changed]
-    if len(mine.outputs) != len(exact.outputs):
-        return [*found, f"{len(mine.outputs)} outputs, expected {len(exact.outputs)}"]
-    for i, (a, b) in enumerate(zip(mine.outputs, eager.outputs, strict=True)):
-        if a.requires_grad != b.requires_grad:
-            found.append(f"output {i} has requires_grad={a.requires_grad}, in torch {b.requires_grad}")
-    for i, warm in enumerate(mine.warm):
-        if not torch.equal(warm, mine.outputs[i].detach()):
-            found.append(f"output {i} differs from that of a call without gradients")
-    for name, truth in exact.grads.items():
-        if truth is None and mine.grads[name] is not None and mine.grads[name].count_nonzero():
-            found.append(f"gradient of {name} is {mine.grads[name]}, torch has none")
-        if truth is not None and mine.grads[name] is None:
-            found.append(f"gradient of {name} is missing")
-    for what, a, b in ((w, t, eager.tensors()[w]) for w, t in mine.tensors().items() if w in eager.tensors()):
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return [*found, f"{what} is {a.dtype} {tuple(a.shape)}, in torch {b.dtype} {tuple(b.shape)}"]
-    return found + tolerance_errors(
-        program, incoming, errors(mine, exact), max(errors(eager, exact).values(), default=0.0)
+    op, shape, name = node.module, node.shape, type(node.module).__name__
+    if isinstance(op, torch.nn.Linear | ops.Linear | ops.BasicLinear | ops.GroupedLinear):
+        return (*shape[:-1], op.out_features)
+    if name == "DotProductAttention":
+        return (*shape[:-1], op.num_attention_heads * op.kv_channels)
+    if name == "CrossEntropy":
+        return shape[:-1] if op.reduction == "none" else ()
+    if name == "Reshape":
+        return tuple(torch.empty(shape, device="meta").reshape(op.shape).shape)
+    gated = name in (*plain.GATES, *plain.GLU_WITH_OPTIONS) or plain.SCALED.get(name, "TanhSReLU") not in (
+        "SReLU",
+        "TanhSReLU",
     )
+    return (*shape[:-1], shape[-1] // 2) if gated else shape
 
 
-def errors(outcome: Outcome, exact: Outcome) -> dict[str, float]:
-    """Returns the error of each output and gradient, relative to its largest value. Gradients that nearly cancel are
-    compared with the largest gradient, and none with less than 2.5e-4 (float16 has few bits below)."""
-    got, relative = outcome.tensors(), {}
-    largest = max((top(g) for g in exact.grads.values() if g is not None), default=0.0)
-    for what, truth in exact.tensors().items():
-        if what in got:
-            floor = 1e-2 * largest if what.startswith("gradient") else 0.0
-            relative[what] = distance(got[what], truth) / max(top(truth), floor, 2.5e-4)
-    return relative
+def generate(seed: int, compiled: bool = False) -> Program:
+    return Generator(seed, compiled).program(seed)
 
 
-def top(t: torch.Tensor) -> float:
-    return t.detach().abs().max().item() if t.numel() else 0.0
-
-
-def tolerance_errors(program: Program, incoming, mine: dict[str, float], eager: float) -> list[str]:
-    """Compares with the tolerances. Eager's error may be small by chance for these values, so it is also measured for
-    neighbours, in which each input differs by one rounding."""
-    if max(mine.values(), default=0.0) <= allowed_in_a_pipeline(program.dtype, eager):
-        return []
-    for k in range(NEIGHBOURS if program.dtype != torch.float64 else 0):
-        exact = execute(program, torch.float64, incoming, neighbour=k)
-        eager = max(eager, *errors(execute(program, program.dtype, incoming, neighbour=k), exact).values())
-    allowed = allowed_in_a_pipeline(program.dtype, eager)
-    return [
-        f"{what} has error {error:.3g}, allowed {allowed:.3g}, eager's largest is {eager:.3g}"
-        for what, error in mine.items()
-        if error > allowed
-    ]
+# ---- describing ---------------------------------------------------------------------------------------------------
 
 
 def describe(program: Program) -> str:
-    """Describes the program, to reproduce a failure: `pipelines.find_errors(pipelines.generate(seed))`."""
-    flags = [f for f in ("fuse_nested", "by_hand", "no_grad", "warm_up", "twice") if getattr(program, f)]
+    """Describes the program, to reproduce a failure."""
+    flags = [f for f in ("fuse_nested", "by_hand", "warm_up", "twice") if getattr(program, f)]
+    flags += [f"rules: {program.rules}"] * (program.rules != "default")
+    flags += [f"checkpoint: {program.checkpoint}"] * (program.checkpoint is not None)
+    flags += [f"compiled by {program.backend}{' (dynamic)' * program.dynamic}"] * (program.backend is not None)
     frozen = {id(p) for p in program.parameters() if not p.requires_grad}
-    lines = [f"seed {program.seed}: {program.dtype} {' '.join(flags)}; loss: {program.loss} of outputs {program.used}"]
+    call = f"generate({program.seed}{', compiled=True' if program.backend else ''})"
+    lines = [f"seed {program.seed}: pipelines.{call}"]
+    lines.append(f"  {program.dtype}; {', '.join(flags) or 'called as it is'}; loss: {program.loss} of {program.used}")
+    lines.append(f"  {program.modes}")
+    lines += [f"  thread {i}: {modes}" for i, modes in enumerate(program.threads)]
     for name, g in program.caller_tensors.items():
-        lines.append(f"  {name}: {tuple(g.values.shape)} {g.layout}{' requires grad' if g.requires_grad else ''}")
+        values = "" if g.values.is_floating_point() else f" {g.values.tolist()}"
+        grad = " requires grad" if g.requires_grad else ""
+        lines.append(f"  {name}: {tuple(g.values.shape)} {g.layout}{grad}{values}")
 
     def show(nodes, indent):
         for node in nodes:
@@ -660,7 +764,7 @@ def describe(program: Program) -> str:
             )
             kept = [name for name, p in node.module.named_parameters() if id(p) in frozen]
             text += f" frozen: {', '.join(kept)}" if kept else ""
-            text += " eval" if isinstance(node.module, ops.Dropout) and not node.module.training else ""
+            text += " eval" if not node.module.training else ""
             lines.append(f"{indent}{tuple(node.shape)} {text} {node.note}".rstrip())
 
     for i, part in enumerate(program.parts):

@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from quantization_reference import philox
 
 import torchweft
 
 Of = Callable[[torch.nn.Parameter], torch.Tensor]
+Gemm = Callable[..., torch.Tensor]  # (x, w, number of the group)
 
 
 def halves(x: torch.Tensor, interleave: int | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,7 +51,8 @@ SCALED = {
 PASS_THROUGH = ("Identity", "Quantize", "AllGather", "AllReduce", "ReduceScatter")
 GLU_WITH_OPTIONS = ("SiTUGLU", "ClampedSwiGLU")
 OTHERS = ("BasicLinear", "Bias", "LayerNorm", "RMSNorm", "L2Normalization", "ConstantScale", "Reshape", "Dropout")
-WITH_EXTRAS = ("AddExtraInput", "MakeExtraOutput", "GroupedLinear", "RotaryEmbedding", "DotProductAttention")
+ATTENTION = ("DotProductAttention", "CrossDotProductAttention")
+WITH_EXTRAS = ("AddExtraInput", "MakeExtraOutput", "GroupedLinear", "RotaryEmbedding", *ATTENTION)
 WRITTEN_OUT = {*UNARY, *GATES, *SCALED, *PASS_THROUGH, *GLU_WITH_OPTIONS, *OTHERS, *WITH_EXTRAS}
 
 
@@ -111,12 +115,18 @@ def members(op, kind: str, of: Of) -> list[torch.Tensor]:
     return [of(op._parameters[f"{kind}{g}"]) for g in range(op.num_groups)]
 
 
-def grouped_linear(op, x: torch.Tensor, splits: torch.Tensor, scales: torch.Tensor | None = None, *, of: Of):
+def plain_gemm(x: torch.Tensor, w: torch.Tensor, group: int = 0) -> torch.Tensor:
+    return F.linear(x, w)
+
+
+def grouped_linear(
+    op, x: torch.Tensor, splits: torch.Tensor, scales: torch.Tensor | None = None, *, of: Of, gemm: Gemm = plain_gemm
+):
     """One linear per group of rows; rows after the last group give 0."""
     rows = x.reshape(-1, op.in_features)
     sizes, tail = splits.tolist(), rows.shape[0] - int(splits.sum())
     *parts, _ = rows.split([*sizes, tail])
-    parts = [F.linear(part, w) for part, w in zip(parts, members(op, "weight", of), strict=True)]
+    parts = [gemm(part, w, g) for g, (part, w) in enumerate(zip(parts, members(op, "weight", of), strict=True))]
     if op._description().fields()["bias"]:
         *factors, _ = (rows.new_ones(rows.shape[0]) if scales is None else scales.reshape(-1)).split([*sizes, tail])
         parts = [y + c[:, None] * b for y, c, b in zip(parts, factors, members(op, "bias", of), strict=True)]
@@ -197,12 +207,15 @@ def split_heads(op, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
     return q, k.repeat_interleave(heads // groups, 1), v.repeat_interleave(heads // groups, 1)
 
 
-def visible(op, length: int) -> torch.Tensor:
-    """Returns the matrix of which query sees which key, for sequences of equal lengths."""
-    distance = torch.arange(length) - torch.arange(length)[:, None]
+def visible(op, queries: int, keys: int | None = None) -> torch.Tensor:
+    """Returns the matrix of which query sees which key. Positions count from the first key with the mask "causal";
+    otherwise the last query is at the last key."""
+    keys = queries if keys is None else keys
+    shift = 0 if op.attn_mask_type == "causal" else keys - queries
+    distance = torch.arange(keys) - (torch.arange(queries)[:, None] + shift)
     left, right = op.window_size or (-1, -1)
     right = right if op.attn_mask_type == "no_mask" else 0
-    seen = torch.ones(length, length, dtype=torch.bool)
+    seen = torch.ones(queries, keys, dtype=torch.bool)
     if left >= 0:
         seen &= distance >= -left
     if right >= 0:
@@ -219,42 +232,106 @@ def batch_first(op, x: torch.Tensor) -> torch.Tensor:
     return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
 
 
-def softmax_attention(op, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def dropout_factors(op, seed: torch.Tensor, first: int, scores: torch.Tensor) -> torch.Tensor:
+    """Returns 0 or 1/(1-p) for each of the scores [batch, heads, s, t] of the sequences `first`, `first` + 1, …: random
+    number j % 4 of Philox with the counter (j / 4, 0, query, sequence and head) is below p or not."""
+    batch, heads, queries, keys = scores.shape
+    j = np.arange(keys)
+    query = np.arange(queries)[:, None]
+    sequence_and_head = (np.arange(first, first + batch)[:, None] * heads + np.arange(heads))[..., None, None]
+    counter = np.broadcast_arrays(j // 4, 0, query, sequence_and_head)
+    drawn = np.choose(np.broadcast_to(j % 4, scores.shape), philox(counter, seed.item()))
+    kept = torch.from_numpy(drawn >= round(op.attention_dropout * 2**32))
+    return kept.to(scores.dtype) * (1 / (1 - op.attention_dropout) if op.attention_dropout < 1 else 0)
+
+
+def softmax_attention(
+    op, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seed: torch.Tensor | None = None, first: int = 0
+) -> torch.Tensor:
+    """Attention of [batch, heads, s, channels]; 0 for a query that sees no key. `seed`: of the dropout; `first`: number
+    of the first sequence."""
     scale = op.kv_channels**-0.5 if op.softmax_scale is None else op.softmax_scale
-    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~visible(op, q.shape[-2]), -math.inf)
-    return scores.softmax(-1) @ v
+    seen = visible(op, q.shape[-2], k.shape[-2])
+    scores = q @ k.transpose(-1, -2) * scale
+    p = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1) * seen
+    return (p if seed is None else p * dropout_factors(op, seed, first, p)) @ v
+
+
+def attention_seed(op) -> torch.Tensor | None:
+    """Draws the seed of the dropout as weft does; None without dropout."""
+    return torch.empty((), dtype=torch.int64).random_() if op.training and op.attention_dropout > 0 else None
 
 
 def attention(op, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, inner=softmax_attention) -> torch.Tensor:
     """Attention of each sequence; `inner(op, q, k, v)` computes that of [batch, heads, s, channels]."""
-    width = op.num_attention_heads * op.kv_channels
+    seed, width = attention_seed(op), op.num_attention_heads * op.kv_channels
     if x.numel() == 0:
         return x[..., :width]
+
+    def compute(sequences: torch.Tensor, first: int = 0) -> torch.Tensor:
+        dropout = () if seed is None else (seed, first)
+        return inner(op, *split_heads(op, sequences), *dropout).transpose(1, 2).flatten(2)
+
     if cu_seqlens is not None:
         parts = x.reshape(-1, x.shape[-1]).split(cu_seqlens.diff().tolist())
-        ys = [inner(op, *split_heads(op, part[None])).transpose(1, 2).flatten(2)[0] for part in parts if len(part)]
+        ys = [compute(part[None], i)[0] for i, part in enumerate(parts) if len(part)]
         return torch.cat(ys).reshape(*x.shape[:-1], width)
-    y = inner(op, *split_heads(op, batch_first(op, x))).transpose(1, 2).flatten(2)
+    y = compute(batch_first(op, x))
     return (y.transpose(0, 1) if op.qkv_format == "sbhd" else y).reshape(*x.shape[:-1], width)
 
 
-def apply(op, x: torch.Tensor, *extras: torch.Tensor, of: Of = lambda p: p) -> tuple[torch.Tensor, tuple]:
-    """Returns (output, extra outputs) of one operation. `of` returns the tensor to use for a Parameter."""
+def cross_attention(
+    op,
+    x: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of each sequence of queries to one of keys and values."""
+    seed = attention_seed(op)
+    repeated = op.num_attention_heads // (op.num_gqa_groups or op.num_attention_heads)
+
+    def compute(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int = 0) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (-1, op.kv_channels)).transpose(1, 2) for t in (q, k, v))
+        k, v = k.repeat_interleave(repeated, 1), v.repeat_interleave(repeated, 1)
+        return softmax_attention(op, q, k, v, seed, first).transpose(1, 2).flatten(2)
+
+    if cu_seqlens_q is not None:
+        queries, keys = cu_seqlens_q.diff().tolist(), cu_seqlens_kv.diff().tolist()
+        parts = [t.reshape(-1, t.shape[-1]).split(n) for t, n in ((x, queries), (key, keys), (value, keys))]
+        ys = [compute(*(t[None] for t in part), i)[0] for i, part in enumerate(zip(*parts, strict=True))]
+        return torch.cat(ys).reshape(x.shape)
+    y = compute(*(batch_first(op, t) for t in (x, key, value)))
+    return (y.transpose(0, 1) if op.qkv_format == "sbhd" else y).reshape(x.shape)
+
+
+def apply(
+    op, x: torch.Tensor, *extras: torch.Tensor, of: Of = lambda p: p, gemm: Gemm = plain_gemm
+) -> tuple[torch.Tensor, tuple]:
+    """Returns (output, extra outputs) of one operation. `of` returns the tensor to use for a Parameter, `gemm` the
+    product x wᵀ of a linear."""
     if isinstance(op, torchweft.ops.Linear):
-        return F.linear(x, of(op.weight), None if op.bias is None else of(op.bias)), ()
+        bias = None if op.bias is None else of(op.bias)
+        if gemm is plain_gemm:
+            return F.linear(x, of(op.weight), bias), ()
+        y = gemm(x, of(op.weight))
+        return (y if bias is None else y + bias), ()
     name = type(op).__name__
     if name == "CrossEntropy":
         return cross_entropy(op, x, *extras), ()
     if name not in WRITTEN_OUT:
         return reference_is_op(op, x, *extras, of=of)
     if name == "BasicLinear":
-        return F.linear(x, of(op.weight)), ()
+        return gemm(x, of(op.weight)), ()
     if name == "GroupedLinear":
-        return grouped_linear(op, x, *extras, of=of), ()
+        return grouped_linear(op, x, *extras, of=of, gemm=gemm), ()
     if name == "RotaryEmbedding":
         return rotary(op, x, *extras), ()
     if name == "DotProductAttention":
         return attention(op, x, *extras), ()
+    if name == "CrossDotProductAttention":
+        return cross_attention(op, x, *extras), ()
     if name == "Bias":
         return x + of(op.bias), ()
     if name in ("LayerNorm", "RMSNorm"):

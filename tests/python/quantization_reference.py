@@ -254,5 +254,18 @@ def quantize(x: torch.Tensor, fields: dict, seed: int = 0, offset: int = 0, scal
         return rowwise, columnwise
 
 
+def differences(q, expected) -> list[str]:
+    """The fields in which a matrix differs from (rowwise, columnwise) of the reference."""
+    found = []
+    for name, copy in zip(("rowwise", "columnwise"), expected, strict=True):
+        for field in ("data", "scales", "amax"):
+            ours, theirs = getattr(q, f"{name}_{field}"), None if copy is None else getattr(copy, field)
+            if ours is None and theirs is None:
+                continue
+            if ours is None or theirs is None or ours.numpy().tobytes() != np.ascontiguousarray(theirs).tobytes():
+                found.append(f"{name}_{field}")
+    return found
+
+
 def crc(array: np.ndarray) -> str:
     return f"{zlib.crc32(np.ascontiguousarray(array).tobytes()):08x}"

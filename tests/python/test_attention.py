@@ -278,22 +278,19 @@ def test_dropout_drops_fraction_p_and_scales_rest(p):
     assert not any(torch.equal(flat[0, 0], row) for row in flat.reshape(-1, flat.shape[-1])[1:])
 
 
-def test_dropout_gradient_uses_mask_of_forward():
-    op = attention(3, 16, attention_dropout=0.3, qkv_layout="concatenated")
-    torch.manual_seed(11)
-    with_dropout, without = dropped(op, 16)
-    factors = (with_dropout != 0).double().permute(1, 2, 0, 3) / 0.7
-    x = activations(op, 16, 2, seed=4)
-    dy = torch.randn(16, 2, 48, dtype=torch.float64)
-
-    def with_factors(op, q, k, v):
-        scores = (q @ k.transpose(-1, -2) / 4).masked_fill(~plain.visible(op, 16), -math.inf)
-        return (scores.softmax(-1) * factors) @ v
-
-    op.train()
-    torch.manual_seed(11)
-    got = result(op, x, dy)
-    for a, b in zip(got, result(lambda t: plain.attention(op, t, inner=with_factors), x, dy), strict=True):
+@pytest.mark.parametrize("packed", (False, True))
+def test_dropout_mask_is_a_function_of_the_seed_also_in_backward(packed):
+    """The mask written out in plain.py, for values and gradients."""
+    options = {"num_gqa_groups": 2, "qkv_format": "thd"} if packed else {"qkv_layout": "concatenated"}
+    op = attention(4, 16, attention_dropout=0.3, **options)
+    x = activations(op, *((16,) if packed else (16, 2)), seed=4)
+    extras = (torch.tensor([0, 5, 5, 16]),) if packed else ()
+    dy = torch.randn(*x.shape[:-1], 64, dtype=torch.float64)
+    found = []
+    for run in (lambda t: op(t, *extras), lambda t: plain.attention(op, t, *extras)):
+        torch.manual_seed(11)
+        found.append(result(run, x, dy))
+    for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 

@@ -275,19 +275,6 @@ def random_matrix(rng: np.random.Generator, dtype: torch.dtype, rows_of_16: bool
         return torch.from_numpy(x.astype(F)).to(dtype)
 
 
-def differences(q: QuantizedMatrix, expected) -> list[str]:
-    """The fields in which a matrix differs from (rowwise, columnwise) of the reference."""
-    found = []
-    for name, copy in zip(("rowwise", "columnwise"), expected, strict=True):
-        for field in ("data", "scales", "amax"):
-            ours, theirs = getattr(q, f"{name}_{field}"), None if copy is None else getattr(copy, field)
-            if ours is None and theirs is None:
-                continue
-            if ours is None or theirs is None or ours.numpy().tobytes() != np.ascontiguousarray(theirs).tobytes():
-                found.append(f"{name}_{field}")
-    return found
-
-
 @pytest.mark.parametrize("count", [15, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=repr)
 def test_random_tensors(quantizer, count):
@@ -302,7 +289,7 @@ def test_random_tensors(quantizer, count):
         if fields["stochastic_rounding"]:
             given |= {"seed": seed, "offset": offset}
         q = quantizer.quantize(x, columnwise=not fields["row_scaled"], **given)
-        assert differences(q, reference.quantize(x, fields, seed, offset, scale)) == [], (i, dtype, x.shape)
+        assert reference.differences(q, reference.quantize(x, fields, seed, offset, scale)) == [], (i, dtype, x.shape)
     print(f"{i + 1} tensors, 0 wrong")
 
 
