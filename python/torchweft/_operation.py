@@ -38,6 +38,9 @@ class OperationContext:
         self.training = training
         self.to_save: tuple[torch.Tensor | None, ...] = ()
         self.saved_tensors: tuple[torch.Tensor | None, ...] = ()
+        # What the gradients must have; None and empty where forward did not run in Python with this context.
+        self._input_shape: torch.Size | None = None
+        self._extra_input_shapes: list[torch.Size | None] = []
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
         """Saves tensors for backward, where they are ``saved_tensors``. A second call replaces them."""
@@ -361,6 +364,9 @@ class FusedOperation(FusibleOperation):
 def _run_forward(
     op: BasicOperation | FusedOperation, ctxs: Contexts, input_: torch.Tensor, extra_inputs: Extras, keywords: Any
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]:
+    ctxs[0]._input_shape = input_.shape
+    for ctx, extras in zip(ctxs, extra_inputs, strict=True):
+        ctx._extra_input_shapes = [None if t is None else t.shape for t in extras]
     output, extra_outputs = op.fuser_forward(
         ctxs,
         input_,
@@ -407,11 +413,21 @@ def _run_backward(
                 )
         return [row or (None,) * count for row, count in zip(tuples, counts, strict=True)]
 
-    return (
-        grad_input,
-        fill_missing("parameter", grad_params, param_counts),
-        fill_missing("extra input", grad_extra_inputs, extra_counts),
-    )
+    grads_of_extras = fill_missing("extra input", grad_extra_inputs, extra_counts)
+    _check_gradient(op, "the input", grad_input, ctxs[0]._input_shape)
+    for ctx, row in zip(ctxs, grads_of_extras, strict=True):
+        for i, (grad, shape) in enumerate(zip(row, ctx._extra_input_shapes, strict=False)):
+            _check_gradient(op, f"extra input {i}", grad, shape)
+    return grad_input, fill_missing("parameter", grad_params, param_counts), grads_of_extras
+
+
+def _check_gradient(op: torch.nn.Module, what: str, grad: Any, shape: torch.Size | None) -> None:
+    """The operations before this one read as much of a gradient as their output has."""
+    if shape is not None and isinstance(grad, torch.Tensor) and grad.shape != shape:
+        raise RuntimeError(
+            f"{type(op).__name__}: backward returned a gradient of shape {list(grad.shape)} for {what}, expected "
+            f"{list(shape)}, the shape of {what}."
+        )
 
 
 _C.set_bridge(OperationContext, _run_forward, _run_backward)

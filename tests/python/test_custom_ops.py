@@ -351,6 +351,46 @@ def test_faulty_python_op_gives_clear_error(kind):
         ops.Sequential(ops.Identity(), op)(*inputs).sum().backward()
 
 
+NATIVE = {
+    "GELU": lambda: ops.GELU(),
+    "SwiGLU": lambda: ops.SwiGLU(),
+    "RMSNorm": lambda: ops.RMSNorm(512),
+    "LayerNorm": lambda: ops.LayerNorm(512),
+    "Linear": lambda: ops.Linear(512, 64),
+    "L2Normalization": lambda: ops.L2Normalization(),
+}
+
+
+@pytest.mark.parametrize("native", NATIVE)
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (64, 1), (1, 64), (65, 64), (64, 64, 1)])
+def test_gradient_of_wrong_shape_reaches_no_native_op(native, shape):
+    """The kernels of the operation before it would read past its end."""
+    op = returns(backward=lambda dy: (torch.ones(shape), [()], [()]))
+    x = torch.randn(64, 512, requires_grad=True)
+    y = ops.Sequential(NATIVE[native](), op)(x)
+    with pytest.raises(
+        RuntimeError, match=r"Returns: backward returned a gradient of shape .* for the input, expected"
+    ):
+        y.sum().backward()
+
+
+def test_gradient_of_wrong_shape_for_an_extra_input_is_rejected():
+    class Tap(ops.BasicOperation):
+        num_extra_inputs = 1
+
+        def fuser_forward(self, basic_op_ctxs, input_, **_):
+            return input_.clone(), [()]
+
+        def fuser_backward(self, basic_op_ctxs, grad_output, **_):
+            return grad_output, [()], [(torch.ones(1),)]
+
+    fork = ops.MakeExtraOutput().set_extra_output_channel(0, "c", output_to_caller=False)
+    model = ops.Sequential(ops.GELU(), fork, Tap().set_extra_input_channel(0, "c"))
+    y = model(torch.randn(64, 512, requires_grad=True))
+    with pytest.raises(RuntimeError, match=r"Tap: backward returned .* \[1\] for extra input 0, expected \[64, 512\]"):
+        y.sum().backward()
+
+
 def test_gradient_of_wrong_shape_is_rejected():
     op = returns(backward=lambda dy: (dy[:, :1].expand(-1, 7), [()], [()]))
     with pytest.raises(RuntimeError, match="shape"):
