@@ -636,3 +636,20 @@ def test_recipes_are_values():
     assert made.weight == Quantizer("mxfp8") and "mxfp8" in repr(made)
     derived = type("OwnScaling", (recipe.MXFP8BlockScaling,), {})()
     assert derived.quantizers() == made
+
+
+def test_exported_programs_are_called_with_their_recipe():
+    """The text of a program fixes its recipe, so a region with another one raises; calls outside of regions do not."""
+    net, x, made = block().eval(), torch.randn(16, 64), RECIPES["mxfp8"]
+    plain = torch.export.export(net, (x,)).module()
+    with torchweft.autocast(recipe=made):
+        quantized, expected = torch.export.export(net, (x,)).module(), net(x)
+        assert torch.equal(quantized(x), expected)
+        with pytest.raises(RuntimeError, match="exported without a recipe"), torch.inference_mode():
+            plain(x)
+        with torchweft.autocast(enabled=False):
+            assert torch.equal(plain(x), net(x))
+    assert torch.equal(quantized(x), expected)
+    other = torchweft.autocast(recipe=RECIPES["current"])
+    with other, pytest.raises(RuntimeError, match="exported with another recipe"):
+        quantized(x)

@@ -15,6 +15,7 @@
 #include "weft/fuser/graph_task.h"
 #include "weft/ops/wgrad_attrs.h"
 #include "weft/ops/wgrad_handle.h"
+#include "weft/quant/recipe.h"
 
 namespace weft::fuser {
 namespace {
@@ -47,8 +48,19 @@ Inputs split(const Pipeline& pipeline, at::TensorList inputs) {
   return {inputs[0], inputs.slice(1, extras), inputs.slice(1 + extras, params)};
 }
 
+/// Raises in a region of another recipe, or of any if the program has none: its text fixes the recipe. Calls that a
+/// backward repeats run outside of their region.
+void check_active_recipe(const Program& p) {
+  const auto active = quant::active_recipe(), own = p.plan->key.recipe();
+  if (active == 0 || active == own || !p.pipeline->quantizes() || in_backward()) return;
+  TORCH_CHECK(false, "weft: a program that was exported ", own ? "with another recipe" : "without a recipe",
+              " is called in a region of torchweft.autocast, which cannot change it. Export it within that region, or "
+              "call it outside of the region or in autocast(enabled=False).");
+}
+
 List pipeline_forward(at::TensorList inputs, c10::string_view text) {
   const auto p = program(text);
+  check_active_recipe(p);
   const auto [x, extras, params] = split(*p.pipeline, inputs);
   reject_tangents(inputs);
   auto out = forward(x, params, extras, text);

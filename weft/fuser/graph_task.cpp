@@ -59,6 +59,8 @@ void track_recompute() {
   running.push_back({std::this_thread::get_id(), id, alive});
 }
 
+bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+
 int64_t outermost_graph_task_id() {
   if (nesting_depth() == 0) return torch::autograd::get_current_graph_task_id();
   const std::lock_guard lock(mutex);

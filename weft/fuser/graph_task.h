@@ -9,6 +9,9 @@ namespace weft::fuser {
 /// backward as the outermost one of any backward that this thread starts until it ends.
 void track_recompute();
 
+/// Whether this thread executes a backward.
+bool in_backward();
+
 /// The id of the backward that this thread executes. A nested backward, as started by reentrant checkpointing, has the
 /// id of the outermost one. Raises if the outermost one is unknown.
 int64_t outermost_graph_task_id();
