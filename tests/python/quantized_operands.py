@@ -118,6 +118,7 @@ class Reference(Trace):
 
     weft: Trace = field(default_factory=Trace)
     checks: bool = False  # the codes
+    neighbour: int | None = None
     count: int = 0
     wrong: list[str] = field(default_factory=list)
 
@@ -229,7 +230,8 @@ class _Quantized(torch.autograd.Function):
         call.run.add(f"input of linear {call.index}", call.seen.x.matrix.shape, part.rows, x)
         ctx.part, ctx.x, ctx.w = part, x, w
         ctx.q_x, ctx.q_w = part.input(), part.parameter()
-        return multiply(values(ctx.q_x), values(ctx.q_w).T, x.dtype).reshape(*x.shape[:-1], len(w))
+        y = multiply(values(ctx.q_x), values(ctx.q_w).T, x.dtype, call.run.neighbour)
+        return y.reshape(*x.shape[:-1], len(w))
 
     @staticmethod
     def backward(ctx, dy):
@@ -249,14 +251,14 @@ class _Quantized(torch.autograd.Function):
                 "dequantized": lambda: (flat, ctx.q_w.dequantize()),
                 "high_precision": lambda: (flat, ctx.w),
             }[override]()
-            dx = multiply(a, b, dtype).reshape(ctx.x.shape)
+            dx = multiply(a, b, dtype, call.run.neighbour).reshape(ctx.x.shape)
         if ctx.needs_input_grad[1]:
             a, b = {
                 None: lambda: (values(q_dy, columnwise=True), values(ctx.q_x, columnwise=True)),
                 "dequantized": lambda: (flat, ctx.q_x.dequantize()),
                 "high_precision": lambda: (flat, rows(ctx.x)),
             }[override]()
-            dw = multiply(a.T, b, dtype)
+            dw = multiply(a.T, b, dtype, call.run.neighbour)
         return dx, dw, None
 
 
@@ -264,6 +266,13 @@ def values(q: Any, columnwise: bool = False) -> torch.Tensor:
     return q.dequantize(columnwise=columnwise, dtype=torch.float32)
 
 
-def multiply(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    compute = torch.float64 if dtype == torch.float64 else torch.float32
-    return (a.to(compute) @ b.to(compute)).to(dtype)
+def multiply(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, neighbour: int | None = None) -> torch.Tensor:
+    """a b, added in float32, or exact in float64. For a neighbour sums move as if they were added in another order."""
+    if dtype == torch.float64:
+        return a.double() @ b.double()
+    a, b = a.float(), b.float()
+    y = a @ b
+    if neighbour is not None:
+        move = torch.rand(y.shape, generator=torch.Generator().manual_seed(neighbour)) * 2 - 1
+        y = y + move * torch.finfo(torch.float32).eps * (a.abs() @ b.abs())
+    return y.to(dtype)
