@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from checks import ROOT, Check, Row, Settings, ctest, figures, needs_build, pytest, rows_of, script
+from checks import ROOT, Check, Row, Settings, ctest, every_tier, figures, needs_build, pytest, rows_of, script
 from verdict import Figure, Outcome, Verdict, join_outcomes, judge_figures, judge_script
 
 SCRIPT_SECONDS = 600  # timeout of a script
@@ -150,6 +150,11 @@ CLASS_TESTS: dict[str, Check] = {
     "uninstall": pytest("tests/python/test_cuda_on_cpu.py"),
     "e4": pytest("tests/python/test_state_keys.py"),
     "e7": pytest("tests/dist/test_main_grad.py"),
+    "autocast": pytest("tests/python/test_recipes.py"),
+    "delayed": pytest("tests/python/test_delayed_scaling.py", "tests/python/test_extra_state.py"),
+    "fusedadam": pytest("tests/python/test_optim.py"),
+    "inspector": pytest("tests/python/test_inspector.py"),
+    "stale": pytest("tests/python/test_weight_changes.py"),
     "nan_query": pytest("tests/python/test_attention.py", "-k", "nan_scores"),
     "reentrant_dropout_nvfp4": pytest("tests/python/test_random_draws.py"),
 }
@@ -174,6 +179,7 @@ def class_tests(settings: Settings) -> Outcome:
 
 
 STATES = "tests/python/test_extra_state.py"  # 10,000 for each of two kinds of modules
+RANDOM = "tests/python/test_random_pipelines.py"
 MISMATCH, UNTRUSTED = "tests/dist/test_mismatch.py", "tests/python/test_convert_untrusted.py"
 FAILURES, SHARED, UCX = "tests/dist/test_failures.py", "tests/dist/test_shm_transport.py", "tests/dist/test_ucx.py"
 
@@ -182,8 +188,9 @@ FUZZED = script("build/asan/weft_tests", "--gtest_filter=FuzzedCalls.*", figure=
 
 # Rows of the reliability suite. Numbers in parentheses apply to --quick.
 RELIABILITY = (
-    Row("3.1", "2,000 random pipelines (200) against plain autograd, fp64, fp32, bf16, fusion on and off: 0 wrong",
-        (counted(2000, "pipelines", "tests/python/test_random_pipelines.py", quick=200),)),
+    Row("3.1", "random pipelines of everything, 20,000 in each tier (60), 2,000 compiled: 0 wrong by their rule",
+        (every_tier(counted(20_000, "pipelines", RANDOM, "-k", "not compiled", quick=60)),
+         sized(full=(RANDOM, "-k", "compiled"), quick=(RANDOM, "-k", "fault")))),
     Row("3.2", "every fused operation against the operations it replaces",
         (ctest("release", r"EveryRule|^Fusions"), pytest("tests/python/test_fusions.py"))),
     Row("3.3", "gradcheck and opcheck for every operation; double backward and jvp raise",

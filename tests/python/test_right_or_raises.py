@@ -476,3 +476,93 @@ def test_threads_may_replace_parameters_of_their_modules():
     for t in threads:
         t.join()
     assert not wrong
+
+
+# ---- memory that was replaced or freed between the passes ----------------------------------------------------------
+
+
+def backward_of(change, op, *shapes, **kinds):
+    """The gradients of `op` after `change` of its first input between the passes, and those without it."""
+    found = []
+    for changed in (False, True):
+        torch.manual_seed(0)
+        inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+        y = op(*inputs, **kinds)
+        if changed:
+            change(inputs[0])
+        found.append(torch.autograd.grad(y.square().sum(), [p for p in op.parameters()] + inputs[1:]))
+    return found
+
+
+SAVERS = {
+    "Linear": (lambda: ops.Linear(1024, 512), (512, 1024)),
+    "RMSNorm": (lambda: ops.RMSNorm(1024), (512, 1024)),
+    "LayerNorm": (lambda: ops.LayerNorm(1024), (512, 1024)),
+    "ScaledSwiGLU": (lambda: ops.ScaledSwiGLU(), (512, 1024), (512,)),
+    "mlp": (block, (64, 32)),
+}
+
+
+def set_small(x):
+    x.data = torch.zeros(1, 1)
+
+
+def set_other_values(x):
+    x.data = torch.zeros_like(x)
+
+
+@pytest.mark.parametrize("change", [set_small, set_other_values])
+@pytest.mark.parametrize("name", SAVERS)
+def test_data_of_an_input_set_between_the_passes_does_not_change_gradients(name, change):
+    make, *shapes = SAVERS[name]
+    expected, got = backward_of(change, make(), *shapes)
+    assert got and all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SAVERS)
+def test_freed_memory_of_an_input_raises(name, dtype):
+    make, *shapes = SAVERS[name]
+    op = make().to(dtype)
+    inputs = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    y = op(*inputs)
+    inputs[0].untyped_storage().resize_(0)
+    with pytest.raises((ValueError, RuntimeError), match="its storage was freed|not allocated|out of bounds"):
+        y.sum().backward()
+    with pytest.raises((ValueError, RuntimeError), match="its storage was freed|not allocated|out of bounds"):
+        op(*inputs)
+
+
+def test_data_set_before_a_delayed_weight_gradient_does_not_change_it():
+    linear = ops.Linear(1024, 512, delay_wgrad_compute=True)
+    x = torch.randn(640, 1024, requires_grad=True)
+    linear(x).sum().backward()
+    expected = torch.ones(512, 640) @ x.detach()
+    x.data = torch.zeros(1, 1)
+    linear.backward_dw()
+    torch.testing.assert_close(linear.weight.grad, expected, rtol=1e-4, atol=1e-4)
+
+
+class ShortGradient(ops.FusedOperation):
+    def fuser_backward(self, basic_op_ctxs, grad_output, **_):
+        return torch.zeros(1), [()], [()]
+
+
+class ShortStatistic(ops.FusedOperation):
+    def fuser_forward(self, basic_op_ctxs, input_, **_):
+        basic_op_ctxs[0].save_for_backward(torch.zeros_like(input_), torch.zeros(1, 1))
+        return torch.zeros_like(input_), [()]
+
+
+@pytest.mark.parametrize("norm", [ops.RMSNorm, ops.LayerNorm])
+def test_wrong_sizes_from_a_fusion_in_python_raise(norm):
+    def replace(kind, by):
+        return lambda ops_, *, recipe: [by([op]) if isinstance(op, kind) else op for op in ops_]
+
+    x, model = torch.randn(512, 1024, requires_grad=True), ops.Sequential(norm(1024), ops.GELU())
+    with ops.register_backward_fusion(replace(ops.GELU, ShortGradient)):
+        with pytest.raises(ValueError, match=r"the gradient has shape \[1\], expected 524288 elements"):
+            model(x).sum().backward()
+    with ops.register_forward_fusion(replace(norm, ShortStatistic)):
+        with pytest.raises(ValueError, match=r"saved (statistic|mean) has shape \[(1, 1|0)\], expected 512 elements"):
+            model(x).sum().backward()

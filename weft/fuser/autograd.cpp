@@ -130,14 +130,6 @@ const at::Tensor* find_alias(const at::Tensor& t, c10::ArrayRef<at::Tensor> list
   return nullptr;
 }
 
-/// Makes `t`, a view created below autograd, share the version counter of the tensor in `others` that has the same
-/// storage. Returns whether there is one.
-bool share_version_counter_with_alias(const at::Tensor& t, c10::ArrayRef<at::Tensor> others) {
-  const auto* other = find_alias(t, others);
-  if (other) ops::share_version_counter(t, *other);
-  return other != nullptr;
-}
-
 /// A view of a parameter for saved-tensor hooks, which can recognize a parameter by the view's base.
 at::Tensor view_for_hooks(const at::Tensor& param) {
   const at::NoGradGuard no_grad;
@@ -150,10 +142,18 @@ void PipelineNode::save_for_backward(const ops::Frame& frame, ops::Params params
   const auto save = [&](const at::Tensor& t) {
     const bool is_output =
         std::any_of(outputs.begin(), outputs.end(), [&](const at::Tensor& y) { return y.is_same(t); });
-    for (const auto& list : caller_tensors)
-      if (is_output || !t.defined() || share_version_counter_with_alias(t, list)) break;
+    bool is_callers = false;  // not a view or another tensor
+    for (const auto& list : caller_tensors) {
+      if (is_output || !t.defined()) break;
+      if (const auto* other = find_alias(t, list)) {
+        ops::share_version_counter(t, *other);
+        is_callers = other->is_same(t);
+        break;
+      }
+    }
     if (has_hooks) metas_.push_back(SavedMeta::of(t));
-    saved_.emplace_back(t, is_output);
+    // A leaf would be saved itself, and setting its `.data` would change what backward reads.
+    saved_.emplace_back(is_callers && !has_hooks && t.is_leaf() ? at::Tensor(t.tensor_data()) : t, is_output);
   };
   saved_.reserve(plan_->num_saved + plan_->backward_params.size() +
                  (frame.dynamic_saved ? frame.dynamic_saved->size() : 0));

@@ -30,7 +30,7 @@ struct PreparedActivation {
   int64_t rows, width;  // width: elements in a row of x
   ActCall call;
 
-  PreparedActivation(const Act& act, const at::Tensor& input) : x(contiguous(input)) {
+  PreparedActivation(const Act& act, const at::Tensor& input) : x(contiguous(input, input.numel(), "the input")) {
     width = x.dim() == 0 ? 1 : x.sizes().back();
     rows = width == 0 ? 0 : x.numel() / width;
     const auto columns = act.gated() ? width / 2 : width;
@@ -41,7 +41,7 @@ struct PreparedActivation {
     call.x = x.const_data_ptr();
   }
   void set_dy(const at::Tensor& grad) {
-    dy = contiguous(grad);
+    dy = contiguous(grad, call.act.gated() ? x.numel() / 2 : x.numel(), "the gradient");
     call.dy_dtype = dy.scalar_type();
     call.dy = dy.const_data_ptr();
   }
@@ -85,8 +85,11 @@ int64_t rows_to_fill_vectors(const Act& act, int64_t width) {
   return act.gated() || width >= kShortRow || width == 0 ? 1 : kLanes / std::gcd(kLanes, width);
 }
 
-/// The scales as contiguous float32.
-at::Tensor plain_scales(const at::Tensor& scales) { return contiguous(as_dtype(scales, at::kFloat)); }
+/// The scales of `rows` rows as contiguous float32.
+at::Tensor plain_scales(const at::Tensor& scales, int64_t rows) {
+  check_elements(scales, rows, "the tensor of scales");
+  return contiguous(as_dtype(scales, at::kFloat));
+}
 
 }  // namespace
 
@@ -140,7 +143,7 @@ at::Tensor scaled_activation_forward(const Act& act, const at::Tensor& x, const 
   auto y = output(act, x);
   launch([=] {
     PreparedActivation prepared(act, x);
-    const auto s = plain_scales(scales);
+    const auto s = plain_scales(scales, prepared.width == 0 ? scales.numel() : prepared.rows);
     prepared.call.scales = s.const_data_ptr<float>();
     prepared.call.out = y.mutable_data_ptr();
     prepared.run(act_loops(tier).forward);
@@ -164,7 +167,7 @@ std::pair<at::Tensor, at::Tensor> scaled_activation_backward(const Act& act, con
   launch([=] {
     PreparedActivation prepared(act, x);
     prepared.set_dy(dy);
-    const auto s = plain_scales(scales);
+    const auto s = plain_scales(scales, prepared.width == 0 ? scales.numel() : prepared.rows);
     prepared.call.scales = s.const_data_ptr<float>();
     if (dx.defined()) prepared.call.out = dx.mutable_data_ptr();
     at::Tensor sums;  // starts at 0 if x has empty rows, for which the loop writes nothing

@@ -3,6 +3,7 @@
 #include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "weft/core/value.h"
@@ -109,6 +110,16 @@ void backward_part(const DenseAttention& d, const at::Tensor& dout, const Qkv& g
   }
 }
 
+/// Raises unless the sizes fit: the kernels do not compare them.
+void check_sizes(const Qkv& in) {
+  const auto &q = in.q, &k = in.k;
+  const bool fits =
+      k.sizes() == in.v.sizes() && k.size(0) == q.size(0) && k.size(2) == q.size(2) && k.size(3) == q.size(4);
+  TORCH_CHECK_VALUE(fits, "attention: queries have shape ", q.sizes(), ", keys ", k.sizes(), " and values ",
+                    in.v.sizes(), "; expected equal batches, groups and channels, and as many keys as values.");
+  for (const auto* t : {&in.q, &in.k, &in.v}) check_elements(*t, t->numel(), "an input of attention");
+}
+
 }  // namespace
 
 TierChoice choose_attention_tier(const Attention& a, c10::DeviceType device, at::ScalarType dtype, bool equal_lengths) {
@@ -119,6 +130,7 @@ TierChoice choose_attention_tier(const Attention& a, c10::DeviceType device, at:
 }
 
 at::Tensor attention_forward(const Attention& attention, const Qkv& in, const at::Tensor& out) {
+  check_sizes(in);
   const auto dtype = at::toOpMathType(in.q.scalar_type());
   const auto logsumexp =
       at::empty({in.q.size(0), in.q.size(2) * in.q.size(3), in.q.size(1)}, in.q.options().dtype(dtype));
@@ -140,6 +152,10 @@ at::Tensor attention_forward(const Attention& attention, const Qkv& in, const at
 void attention_backward(const Attention& attention, const Qkv& in, const at::Tensor& out, const at::Tensor& logsumexp,
                         const at::Tensor& dout, const Qkv& grads) {
   if (in.q.is_meta()) return;
+  check_sizes(in);
+  check_elements(out, in.q.numel(), "the saved output of attention");
+  check_elements(dout, in.q.numel(), "the gradient of attention");
+  check_elements(logsumexp, in.q.numel() / std::max<int64_t>(in.q.size(4), 1), "the saved logsumexp of attention");
   launch([=] {
     const auto statistics = logsumexp.contiguous();
     for_each_part(attention, in, out, statistics, [&](const DenseAttention& dense, int64_t query, int64_t key) {

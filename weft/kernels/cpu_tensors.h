@@ -48,6 +48,20 @@ inline at::Tensor zeros_f32(int64_t count) {
 }
 
 inline at::Tensor contiguous(const at::Tensor& t) { return t.is_contiguous() ? t : t.contiguous(); }
+
+/// Raises unless `t` has `count` elements in memory. Callers pass what operations written in Python return, and saved
+/// tensors whose `.data` or storage may have been replaced since.
+inline void check_elements(const at::Tensor& t, int64_t count, const char* what) {
+  TORCH_CHECK_VALUE(t.numel() == count, what, " has shape ", t.sizes(), ", expected ", count,
+                    count == 1 ? " element." : " elements.");
+  TORCH_CHECK_VALUE(count == 0 || !t.is_cpu() || !is_plain_strided(t) || t.storage().data(), what,
+                    " has no memory: its storage was freed. Keep the tensor until backward has run.");
+}
+/// `t`, contiguous, after `check_elements`.
+inline at::Tensor contiguous(const at::Tensor& t, int64_t count, const char* what) {
+  check_elements(t, count, what);
+  return contiguous(t);
+}
 inline const void* data_or_null(const at::Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
 
 constexpr int64_t kGrain = 32768;  // elements per thread from which a second thread pays

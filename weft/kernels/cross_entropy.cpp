@@ -68,8 +68,9 @@ void check_targets(const at::Tensor& targets, const CrossEntropyLoss& loss) {
 at::Tensor cross_entropy_partials(const at::Tensor& logits, const at::Tensor& targets, const CrossEntropyLoss& loss) {
   const auto tier = is_readable_index(targets) ? vector_tier(logits) : Tier::ref;
   if (tier == Tier::ref) return ref::cross_entropy_partials(logits, targets, loss);
-  const auto dense_logits = contiguous(logits), dense_targets = contiguous(targets);
   const auto rows = logits.sizes()[0];
+  const auto dense_logits = contiguous(logits, logits.numel(), "the logits");
+  const auto dense_targets = contiguous(targets, rows, "the targets");
   auto partials = empty_cpu({rows, kNumPartials}, at::kFloat);
   auto call = make_call(dense_logits, dense_targets, loss);
   call.partials = partials.mutable_data_ptr<float>();
@@ -103,14 +104,17 @@ at::Tensor cross_entropy_backward(const at::Tensor& grad, const at::Tensor& logi
       is_readable_index(targets) && grad.scalar_type() == at::kFloat && statistics.scalar_type() == at::kFloat;
   const auto tier = fits ? vector_tier(logits, grad, statistics) : Tier::ref;
   if (tier == Tier::ref) return ref::cross_entropy_backward(grad, logits, targets, statistics, loss);
-  const auto dense_logits = contiguous(logits), dense_targets = contiguous(targets);
-  const auto dense_grad = contiguous(grad), dense_statistics = contiguous(statistics);
+  const auto rows = logits.sizes()[0];
+  const auto dense_logits = contiguous(logits, logits.numel(), "the logits");
+  const auto dense_targets = contiguous(targets, rows, "the targets");
+  const auto dense_grad = contiguous(grad, rows, "the gradient");
+  const auto dense_statistics = contiguous(statistics, 2 * rows, "the saved statistics");
   auto dx = empty_cpu(logits.sizes(), logits.scalar_type());
   auto call = make_call(dense_logits, dense_targets, loss);
   call.statistics = dense_statistics.const_data_ptr<float>();
   call.grad = dense_grad.const_data_ptr<float>();
   call.out = dx.mutable_data_ptr();
-  parallel_rows(logits.sizes()[0], call.columns,
+  parallel_rows(rows, call.columns,
                 [&](int64_t begin, int64_t end) { cross_entropy_loops(tier).backward(call, begin, end); });
   return dx;
 }

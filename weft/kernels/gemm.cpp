@@ -24,7 +24,27 @@ Tier gemm_tier(const Matrix& a, const Matrix& b, const Epilogue& e) {
   return on_amx && !interleaved(e.act) && !interleaved(e.act_grad) ? Tier::amx : vector;
 }
 
+namespace {
+
+/// Raises unless the operands and the tensors of the epilogue fit, and have memory.
+void check_sizes(const Matrix& a, const Matrix& b, const Epilogue& e) {
+  const auto m = a.rows(), n = b.columns();
+  TORCH_CHECK_VALUE(a.columns() == b.rows(), "gemm: the operands have shapes [", m, ", ", a.columns(), "] and [",
+                    b.rows(), ", ", n, "], which do not fit.");
+  check_elements(a.t, a.t.numel(), "an operand of a GEMM");
+  check_elements(b.t, b.t.numel(), "an operand of a GEMM");
+  const bool halves = e.act && e.act->gated(), doubles = e.act_grad && e.act_grad->gated();
+  const auto result = m * (halves ? n / 2 : doubles ? 2 * n : n);
+  if (e.bias.defined()) check_elements(e.bias, n, "the bias of a GEMM");
+  if (e.act_grad) check_elements(e.act_input, doubles ? 2 * m * n : m * n, "the input of the activation");
+  if (e.addend.defined()) check_elements(e.addend, result, "the addend of a GEMM");
+  if (e.out.defined()) check_elements(e.out, result, "the output of a GEMM");
+}
+
+}  // namespace
+
 GemmResult gemm(const Matrix& a, const Matrix& b, const Epilogue& epilogue) {
+  check_sizes(a, b, epilogue);
   switch (const auto tier = gemm_tier(a, b, epilogue)) {
     case Tier::amx:
       return amx::gemm(a.tensor(), b.tensor(), epilogue, a.packed ? *a.packed : at::Tensor());

@@ -23,7 +23,8 @@ struct PreparedNorm {
   NormCall call;
 
   /// The row is the last `row_dims` dimensions of x.
-  PreparedNorm(const at::Tensor& input, int64_t row_dims) : x(contiguous(input)), row_dims(row_dims) {
+  PreparedNorm(const at::Tensor& input, int64_t row_dims)
+      : x(contiguous(input, input.numel(), "the input")), row_dims(row_dims) {
     call.columns = 1;
     const auto leading = x.dim() - row_dims;
     for (int64_t i = 0; i < x.dim(); ++i) (i < leading ? rows : call.columns) *= x.sizes()[i];
@@ -32,9 +33,9 @@ struct PreparedNorm {
     call.x = x.const_data_ptr();
   }
   void set_params(const at::Tensor& g, const at::Tensor& b) {
-    gamma = contiguous(g);
+    gamma = contiguous(g, call.columns, "the weight");
     call.gamma = gamma.const_data_ptr<float>();
-    if (b.defined()) beta = contiguous(b), call.beta = beta.const_data_ptr<float>();
+    if (b.defined()) beta = contiguous(b, call.columns, "the bias"), call.beta = beta.const_data_ptr<float>();
   }
   /// Returns y. With `keep`, stores the statistics in `mean` and `rstd`.
   at::Tensor forward(Tier tier, bool centered, double eps, bool keep) {
@@ -50,15 +51,15 @@ struct PreparedNorm {
     return y;
   }
   void set_grad(const at::Tensor& grad, const at::Tensor& inverse, const at::Tensor& residual) {
-    dy = contiguous(grad), rstd = contiguous(inverse);
+    dy = contiguous(grad, x.numel(), "the gradient"), rstd = contiguous(inverse, rows, "the saved statistic");
     call.dy = dy.const_data_ptr(), call.dy_dtype = dy.scalar_type();
     call.rstd = const_cast<float*>(rstd.const_data_ptr<float>());  // backward only reads it
     if (!residual.defined()) return;
-    addend = contiguous(residual);
+    addend = contiguous(residual, x.numel(), "the gradient to add");
     call.addend = addend.const_data_ptr(), call.addend_dtype = addend.scalar_type();
   }
   void set_mean(const at::Tensor& m) {
-    mean = contiguous(m);
+    mean = contiguous(m, rows, "the saved mean");
     call.centered = true;
     call.mean = const_cast<float*>(mean.const_data_ptr<float>());
   }

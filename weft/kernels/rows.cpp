@@ -32,8 +32,8 @@ at::Tensor rounded(const at::Tensor& t, at::ScalarType dtype) {
 at::Tensor scaled_mask_add(const at::Tensor& x, const at::Tensor& mask, double scale, const at::Tensor& addend) {
   const auto tier = is_plain_strided(mask) && mask.scalar_type() == at::kBool ? vector_tier(x, addend) : Tier::ref;
   if (tier == Tier::ref) return ref::scaled_mask_add(x, mask, scale, addend);
-  const auto dense_x = contiguous(x), dense_mask = contiguous(mask);
-  const auto dense_addend = addend.defined() ? contiguous(addend) : addend;
+  const auto dense_x = contiguous(x, x.numel(), "the input"), dense_mask = contiguous(mask, x.numel(), "the mask");
+  const auto dense_addend = addend.defined() ? contiguous(addend, x.numel(), "the tensor to add") : addend;
   auto out = empty_cpu(x.sizes(), x.scalar_type());
   const MaskCall call{.dtype = x.scalar_type(),
                       .addend_dtype = addend.defined() ? addend.scalar_type() : at::kFloat,

@@ -14,9 +14,12 @@ kernels::Quantization saved_quantization() {
   return quant::Quantizer{.scaling = quant::Scaling::current, .format = Format::e4m3}.quantization();
 }
 
-at::Tensor quantized_bytes(const at::Tensor& x) {
-  TORCH_CHECK_TYPE(x.scalar_type() != at::kDouble, "input is float64, expected float32, float16 or bfloat16 with ",
+void check_quantizable(at::ScalarType dtype) {
+  TORCH_CHECK_TYPE(dtype != at::kDouble, "input is float64, expected float32, float16 or bfloat16 with ",
                    "cache_quantized_input. Convert it, or leave cache_quantized_input false.");
+}
+
+at::Tensor quantized_bytes(const at::Tensor& x) {
   return kernels::quantize(x.dim() == 0 ? x.view({1, 1}) : as_matrix(x), saved_quantization(), {}).rowwise.bytes;
 }
 
@@ -32,6 +35,7 @@ at::Tensor dequantized(const at::Tensor& bytes, at::IntArrayRef sizes, at::Scala
 
 Inferred ActivationOp::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Spec>, c10::ArrayRef<Spec>) const {
   const auto input = x.as(plan.dtype(x.dtype));
+  if (cache_quantized_input_) check_quantizable(input.dtype);
   Inferred out{.y = activation_output(act_, input)};
   out.saved.resize(1);
   if (!plan.needs_input_grad) return out;
@@ -46,6 +50,7 @@ Inferred ActivationOp::infer(const OpPlan& plan, const Spec& x, c10::ArrayRef<Sp
 
 at::Tensor ActivationOp::forward(OpContext& ctx, const at::Tensor& x, Params) const {
   auto input = activation_input(act_, x, ctx.dtype(x.scalar_type()));
+  if (cache_quantized_input_) check_quantizable(input.scalar_type());
   auto y = kernels::activation_forward(act_, input);
   if (ctx.needs_input_grad()) ctx.save(kInput, cache_quantized_input_ ? quantized_bytes(input) : std::move(input));
   return y;

@@ -17,6 +17,9 @@ int64_t version(const WgradGemm& gemm) {
 
 void WgradQueue::push(WgradGemm gemm) {
   const auto seen = version(gemm);
+  // Setting `.data` of the input later must not change what is multiplied.
+  for (auto* t : {&gemm.dy, &gemm.x})
+    if (t->defined()) *t = at::Tensor(t->tensor_data());
   const std::lock_guard lock(mutex_);
   entries_.push_back({.gemm = std::move(gemm), .version = seen});
 }
