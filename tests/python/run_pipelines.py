@@ -17,8 +17,8 @@ also to 1/100 of the largest gradient. T is the tolerance of a pipeline (toleran
 
 1. An error of at most T is right.
 2. Otherwise up to 64 neighbours run, whose inputs and Parameters differ by up to one rounding of weft's dtype. They
-   have the quantized operands of the program, so eager's products of these differ by up to one rounding of float32 of the
-   sum of magnitudes, as if it were added in another order. E is the largest error of eager in the program and its
+   have the quantized operands of the program, so eager's products of these differ by up to one rounding of float32 of
+   the sum of magnitudes, as if it were added in another order. E is the largest error of eager in the program and its
    neighbours. In float64, where eager is the reference, E is the largest difference between the reference's results of
    the program and of its neighbours.
 3. The program is ill-conditioned if E > T/2. Then an error of at most 2 E (float64: 16 E, for as many roundings of
