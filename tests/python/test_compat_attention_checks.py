@@ -2,6 +2,7 @@
 past the end of keys or values of unequal lengths."""
 
 import itertools
+import math
 import re
 
 import pytest
@@ -88,6 +89,21 @@ def test_compiled_call_raises():
     torch.testing.assert_close(compiled(q, k, v), module(q, k, v))
     with pytest.raises(ValueError, match="query, key and value have shapes"):
         compiled(q, k[:3], v)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_row_whose_scores_are_nan_is_nan(name, compiled, value):
+    """Without a mask torch's SDPA kernel gives 0."""
+    options, call = CALLS[name]
+    module = make(**options)
+    q, k, v = tensors("sbhd", CHANNELS + 4 if name == "value channels" else CHANNELS)[0]
+    q[3, 1, 2] = value
+    k[:, 1, 1] = 0  # infinity times zero
+    torch.compiler.reset()
+    y = (torch.compile(module, backend="aot_eager") if compiled else module)(q, k, v, **call).unflatten(-1, (HEADS, -1))
+    assert y[3, 1, 2].isnan().all() and y.isnan().sum() == y.size(-1)
 
 
 def test_result_does_not_depend_on_memory_behind_the_keys():

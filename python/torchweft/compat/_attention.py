@@ -353,6 +353,8 @@ class DotProductAttention(EmptyExtraState):
     ) -> torch.Tensor:
         """Attention with a mask given as a tensor, of (batch, heads, s, channels)."""
         p = self.attention_dropout if self.training else 0.0
+        if mask is None:  # with which torch's kernel gives 0 where all scores are NaN
+            mask = q.new_ones((), dtype=torch.bool).expand(q.size(2), k.size(2))
         with self._random_state(p):
             return scaled_dot_product_attention(
                 q, k, v, mask, dropout_p=p, scale=self.softmax_scale, enable_gqa=q.size(1) != k.size(1)

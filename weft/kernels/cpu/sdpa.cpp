@@ -146,8 +146,6 @@ void for_each_head_range(const DenseAttention& d, const Run& run) {
 
 }  // namespace
 
-void restore_nan(const DenseAttention& d);
-
 bool sdpa_supports(const DenseAttention& d) { return is_finite(d.in.q) && is_finite(d.in.k); }
 
 void sdpa_forward(const DenseAttention& d) {
