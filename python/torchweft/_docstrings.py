@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
+_CHOSEN_BY_USERS = {"qkv_format", "qkv_layout"}  # orders of dimensions and of heads, which a shape does not tell
 # Arguments that only Python has: type and description.
 PYTHON_ARGUMENTS = {
     "device": ("torch.device | str | None", "Device of the Parameters; None means torch's default device."),
@@ -48,11 +49,12 @@ def _args(signature: inspect.Signature, descriptions: dict[str, str]) -> str:
 
 
 def _example(name: str, doc: dict[str, str], signature: inspect.Signature, sample: Any) -> str:
-    """The call of an instance with the required fields of `sample`."""
+    """The call of an instance with the fields of `sample` that are required, and those that users must choose."""
     required = [sample.fields()[p.name] for p in signature.parameters.values() if p.default is p.empty]
-    arguments = ", ".join(repr(v[0] if isinstance(v, list) and len(v) == 1 else v) for v in required)
+    arguments = [repr(v[0] if isinstance(v, list) and len(v) == 1 else v) for v in required]
+    arguments += [f"{p}={sample.fields()[p]!r}" for p in signature.parameters if p in _CHOSEN_BY_USERS]
     lines = [
-        f">>> op = torchweft.ops.{name}({arguments})",
+        f">>> op = torchweft.ops.{name}({', '.join(arguments)})",
         f">>> y{', extra' * sample.extra_outputs} = op({doc['example_inputs']})",
         ">>> y.shape",
         f"torch.Size({doc['example_shape']})",

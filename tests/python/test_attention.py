@@ -380,9 +380,7 @@ def test_explain_names_the_tier_of_training_and_evaluation():
 @pytest.mark.parametrize("dynamic", (False, True))
 @pytest.mark.parametrize("options", ({}, {"window_size": (2, 0)}, {"qkv_format": "thd"}), ids=str)
 def test_compiles_as_one_graph(options, dynamic):
-    op = ops.Sequential(
-        ops.Linear(32, 128), attention(4, 16, num_gqa_groups=2, **options), ops.Linear(64, 32)
-    )
+    op = ops.Sequential(ops.Linear(32, 128), attention(4, 16, num_gqa_groups=2, **options), ops.Linear(64, 32))
     torch.compiler.reset()
     compiled = torch.compile(op, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for rows in (6, 9):
@@ -432,12 +430,13 @@ def test_heads_split_over_ranks_sum_to_the_whole(ranks):
     """Each rank's share of a column linear holds whole groups, and the row linear's partial products sum up."""
     heads, groups, d = 8, 4, 8
     qkv, proj = torch.nn.Linear(32, (heads + 2 * groups) * d), torch.nn.Linear(heads * d, 32, bias=False)
-    rotary = {"num_gqa_groups": groups, "qkv_format": "sbhd"}
-    whole = ops.Sequential(ops.RotaryEmbedding(heads, d, **rotary), attention(heads, d, **rotary))
-    share = ops.Sequential(
-        ops.RotaryEmbedding(heads // ranks, d, num_gqa_groups=groups // ranks, qkv_format="sbhd"),
-        attention(heads // ranks, d, num_gqa_groups=groups // ranks),
-    )
+
+    def block(ranks):
+        options = {"num_gqa_groups": groups // ranks, "qkv_format": "sbhd", "qkv_layout": "group_interleaved"}
+        sizes = heads // ranks, d
+        return ops.Sequential(ops.RotaryEmbedding(*sizes, **options), ops.DotProductAttention(*sizes, **options))
+
+    whole, share = block(1), block(ranks)
     x = torch.randn(7, 2, 32)
     expected = proj(whole(qkv(x)))
     parts = [

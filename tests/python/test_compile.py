@@ -30,7 +30,7 @@ def layer() -> ops.Sequential:
         ops.MakeExtraOutput().set_extra_output_channel(0, "x", output_to_caller=False),
         ops.LayerNorm(16),
         ops.Linear(16, 48),
-        ops.RotaryEmbedding(2, 8, qkv_format="sbhd"),
+        ops.RotaryEmbedding(2, 8, qkv_format="sbhd", qkv_layout="group_interleaved"),
         ops.DotProductAttention(2, 8, qkv_format="sbhd", qkv_layout="group_interleaved"),
         ops.Linear(16, 16),
         ops.AddExtraInput().set_extra_input_channel(0, "x"),

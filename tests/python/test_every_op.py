@@ -118,6 +118,8 @@ def samples() -> list[Case]:
     return cases
 
 
+HEADS = {"num_attention_heads": 4, "kv_channels": 6, "qkv_format": "sbhd"}
+PACKED_HEADS = HEADS | {"qkv_layout": "group_interleaved"}
 MORE = [
     Case("Linear", {"in_features": 8, "out_features": 6}),
     Case("Linear", {"in_features": 8, "out_features": 6, "bias": False}),
@@ -162,18 +164,18 @@ MORE = [
     Case("MakeExtraOutput", {"in_place": True}),
     Case("Quantize", {"forward": False, "backward": True}),
     *(
-        Case("RotaryEmbedding", {"num_attention_heads": 4, "kv_channels": 6, **options}, (row,))
+        Case("RotaryEmbedding", {**HEADS, **options}, (row,))
         for row, options in (
-            (72, {"interleaved": True}),
+            (72, {"qkv_layout": "group_interleaved", "interleaved": True}),
             (48, {"num_gqa_groups": 2, "qkv_layout": "concatenated", "qkv_format": "bshd", "rotary_dim": 4}),
             (24, {"qkv_layout": None, "interleaved": True, "rotary_dim": 2, "rotary_base": 100.0}),
-            (36, {"num_gqa_groups": 1, "rotary_base": None, "qkv_format": "bshd"}),
-            (48, {"num_gqa_groups": 2, "qkv_format": "thd"}),
+            (36, {"num_gqa_groups": 1, "qkv_layout": "concatenated", "rotary_base": None, "qkv_format": "bshd"}),
+            (48, {"num_gqa_groups": 2, "qkv_layout": "group_interleaved", "qkv_format": "thd"}),
             (24, {"qkv_layout": None, "rotary_base": None, "qkv_format": "thd", "interleaved": True}),
         )
     ),
     *(
-        Case("DotProductAttention", {"num_attention_heads": 4, "kv_channels": 6, **options}, (row,))
+        Case("DotProductAttention", {**PACKED_HEADS, **options}, (row,))
         for row, options in (
             (72, {}),
             (48, {"num_gqa_groups": 2, "qkv_format": "bshd"}),
@@ -185,7 +187,7 @@ MORE = [
         )
     ),
     *(
-        Case("CrossDotProductAttention", {"num_attention_heads": 4, "kv_channels": 6, **options}, (24,))
+        Case("CrossDotProductAttention", {**HEADS, **options}, (24,))
         for options in (
             {},
             {"num_gqa_groups": 2, "qkv_format": "bshd", "attn_mask_type": "causal"},

@@ -12,10 +12,11 @@ from torchweft import ops
 from torchweft.compat import _rotary
 
 HEADS, GROUPS = 4, 2
+PACKED = {"num_gqa_groups": GROUPS, "qkv_format": "sbhd", "qkv_layout": "group_interleaved"}
 
 
 def rotary(channels: int = 16, **options):
-    return ops.RotaryEmbedding(HEADS, channels, **{"num_gqa_groups": GROUPS, "qkv_format": "sbhd", **options})
+    return ops.RotaryEmbedding(HEADS, channels, **PACKED | options)
 
 
 def activations(*lead: int, channels: int = 16, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -62,7 +63,7 @@ def test_equals_rotary_embedding_of_transformer_engine(tensor_format, interleave
 
 
 def test_scores_depend_on_distance_only():
-    op = ops.RotaryEmbedding(1, 16, qkv_format="bshd")
+    op = ops.RotaryEmbedding(1, 16, qkv_format="bshd", qkv_layout="concatenated")
     q, k = torch.randn(16, dtype=torch.float64), torch.randn(16, dtype=torch.float64)
     y = op(torch.cat([q, k, q]).expand(1, 9, 48))
     scores = y[0, :, :16] @ y[0, :, 16:32].T

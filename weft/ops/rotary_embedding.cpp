@@ -38,7 +38,8 @@ void RotaryEmbedding::check(const Spec& x, c10::ArrayRef<Spec> extra) const {
                     options_.qkv_layout ? "(num_attention_heads + 2·num_gqa_groups)" : "num_attention_heads",
                     "·kv_channels, with num_attention_heads ", options_.num_attention_heads,
                     options_.qkv_layout ? c10::str(", num_gqa_groups ", groups) : std::string(), " and kv_channels ",
-                    heads_.head_dim, ".");
+                    heads_.head_dim,
+                    options_.qkv_layout ? "." : "; set qkv_layout for packed queries, keys and values.");
   if (packed()) check_cu_seqlens(extra[offsets_index()]);
   if (!takes_tables()) return;
   const auto length = SequenceDims(options_.qkv_format, x.sizes).length;
@@ -128,6 +129,10 @@ static const Register<RotaryEmbedding> rotary_embedding{
               "``(sequences + 1)``.\nOutput: same as the input.",
      .example_inputs = "torch.randn(5, 3, 12)",
      .example_shape = "[5, 3, 12]"},
-    {.num_attention_heads = 2, .kv_channels = 2, .num_gqa_groups = 1, .qkv_format = QkvFormat::sbhd}};
+    {.num_attention_heads = 2,
+     .kv_channels = 2,
+     .num_gqa_groups = 1,
+     .qkv_layout = QkvLayout::group_interleaved,
+     .qkv_format = QkvFormat::sbhd}};
 
 }  // namespace weft::ops

@@ -15,7 +15,7 @@ class RotaryEmbedding final : public Op<RotaryEmbedding> {
     int64_t num_attention_heads = 0;
     int64_t kv_channels = 0;
     std::optional<int64_t> num_gqa_groups = {};
-    std::optional<QkvLayout> qkv_layout = QkvLayout::group_interleaved;
+    std::optional<QkvLayout> qkv_layout = {};
     std::optional<int64_t> rotary_dim = {};
     bool interleaved = false;
     std::optional<double> rotary_base = 10000.0;
