@@ -10,6 +10,7 @@ ROOT = Path(__file__).parent.parent
 MAY_INCLUDE = {
     "core": "",
     "kernels": "core",
+    "device": "core",
     "comm": "core",
     "quant": "core kernels comm",
     "overlap": "core kernels comm",
@@ -50,7 +51,11 @@ MUST_NOT_KNOW = {
 
 # (pattern of an include, path prefixes where it is allowed, reason)
 ONLY_IN = [
-    (r"torch/csrc/autograd/", ("weft/fuser/", "weft/python/"), "only weft/fuser and the bindings use autograd"),
+    (
+        r"torch/csrc/autograd/",
+        ("weft/fuser/", "weft/python/", "weft/device/"),
+        "only weft/fuser, the simulated device and the bindings use autograd",
+    ),
     (r"torch/torch\.h", (), "it takes 17 s to compile; include narrower headers"),
     (r"\w*mmintrin\.h|x86intrin\.h", ("weft/kernels/cpu/",), "intrinsics are allowed in weft/kernels/cpu only"),
 ]
