@@ -13,9 +13,10 @@ from . import _C
 class GroupedParameters(torch.nn.Module):
     """A module with a weight, and optionally a bias, for each of `num_groups` groups (experts).
 
-    The weights are Parameters `weight0`, `weight1`, …, initially adjacent in memory, or with `single_grouped_weight`
-    one Parameter `weight` of shape [groups, out, in]; the same holds for biases and `single_grouped_bias`. A checkpoint
-    of either layout loads into the other.
+    The Parameters are `weight0`, `bias0`, `weight1`, …, in this order, by which optimizer states are keyed. The weights
+    are initially adjacent in memory; with `single_grouped_weight` they are one Parameter `weight` of shape
+    [groups, out, in]. The same holds for biases and `single_grouped_bias`. A checkpoint of either layout loads into
+    the other.
     """
 
     _op: _C.Op
@@ -39,10 +40,9 @@ class GroupedParameters(torch.nn.Module):
         for name, shape, dtype, *_ in specs:
             if name in ("weight", "bias"):
                 parameters[name] = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-        for kind in ("weight", "bias"):
-            parameters.setdefault(kind, None)
-        for name, parameter in parameters.items():  # bypasses the override below, which checks all names each time
-            torch.nn.Module.register_parameter(self, name, parameter)
+        order = [f"{kind}{group}" for group in range(groups) for kind in ("weight", "bias")]
+        for name in (*order, "weight", "bias"):  # bypasses the override below, which checks all names each time
+            torch.nn.Module.register_parameter(self, name, parameters.get(name))
         if not any(parameter is not None and parameter.is_meta for parameter in parameters.values()):
             self.reset_parameters()
 

@@ -348,7 +348,7 @@ def test_nothing_is_saved_that_no_gradient_reads(split_path):
 # ---- parameters -----------------------------------------------------------------------------------------------------
 
 NAMES = {
-    "discrete": ["weight0", "weight1", "bias0", "bias1"],
+    "discrete": ["weight0", "bias0", "weight1", "bias1"],  # the order by which optimizer states are keyed
     "single weight": ["bias0", "bias1", "weight"],
     "single bias": ["weight0", "weight1", "bias"],
     "single both": ["weight", "bias"],

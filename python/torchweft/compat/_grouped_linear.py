@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -96,12 +97,14 @@ class GroupedLinear(CompatModule):
         self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, bias and single_grouped_bias
         self.weight_names = ["weight"] if single_grouped_weight else [f"weight{g}" for g in range(num_gemms)]
         self.bias_names = ["bias"] if self.single_grouped_bias else [f"bias{g}" for g in range(num_gemms)]
-        groups = (num_gemms,) if single_grouped_weight else ()
-        for name in self.weight_names:
-            self._declare_weight(name, (*groups, self.out_features, self.in_features), init_method, parallel_mode)
-        groups = (num_gemms,) if self.single_grouped_bias else ()
-        for name in self.bias_names:
-            self._declare_bias(name, (*groups, self.out_features), parallel_mode, bias)
+        weight_shape = (*((num_gemms,) if single_grouped_weight else ()), self.out_features, self.in_features)
+        bias_shape = (*((num_gemms,) if self.single_grouped_bias else ()), self.out_features)
+        # Optimizer states are keyed by the order of the Parameters: weight0, bias0, weight1, …
+        for weight, bias_name in zip_longest(self.weight_names, self.bias_names):
+            if weight is not None:
+                self._declare_weight(weight, weight_shape, init_method, parallel_mode)
+            if bias_name is not None:
+                self._declare_bias(bias_name, bias_shape, parallel_mode, bias)
         self.reset_parameters(defer_init=on_meta(self))
 
     @property
