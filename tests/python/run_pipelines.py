@@ -258,7 +258,7 @@ def nearby(t: torch.Tensor, dtype: torch.dtype, neighbour: int | None) -> torch.
     return (t.detach().double() * (1 + move * torch.finfo(dtype).eps)).to(dtype)
 
 
-def leaves_of(program: Program, dtype: torch.dtype, neighbour: int | None = None) -> dict[str, torch.Tensor]:
+def new_leaves(program: Program, dtype: torch.dtype, neighbour: int | None = None) -> dict[str, torch.Tensor]:
     """Returns new leaves. Values have the program's dtype; the computation is in `dtype`."""
     given = {name: g.leaf(nearby(g.values, program.dtype, neighbour)) for name, g in program.caller_tensors.items()}
     return {
@@ -297,7 +297,7 @@ def run_weft(program: Program, caller: Weft, of: Outcome | None = None) -> Outco
         if caller.checkpoint is None and any(program.modes.recipes):
             stack.enter_context(trace.observe(states))
         params = {id(p): p for p in program.parameters()}
-        leaves = leaves_of(program, program.dtype)
+        leaves = new_leaves(program, program.dtype)
         outcome = _run(program, caller, leaves, params, program.modes, trace, None, of)
     outcome.states = [part.clone() for parts in states.values() for part in parts]
     return outcome
@@ -312,7 +312,7 @@ def run_plain(
         params[id(p)] = nearby(p, program.dtype, neighbour).to(dtype, copy=True).requires_grad_(p.requires_grad)
     reference = Reference(weft=mine.trace, checks=checks, neighbour=neighbour)
     caller = Plain(program, lambda p: params[id(p)], reference)
-    leaves = leaves_of(program, dtype, neighbour)
+    leaves = new_leaves(program, dtype, neighbour)
     incoming = [g.to(dtype if g.dtype == program.dtype else torch.promote_types(g.dtype, dtype)) for g in mine.incoming]
     return _run(program, caller, leaves, params, program.modes, reference, incoming, mine)
 
@@ -404,7 +404,7 @@ def no_grad_errors(program: Program, caller: Weft, mine: Outcome) -> list[str]:
     """Compares a call without gradients."""
     draw_states(program)
     torch.default_generator.manual_seed(program.seed)
-    outputs = forward(program, caller, leaves_of(program, program.dtype), without_gradients(program.modes))
+    outputs = forward(program, caller, new_leaves(program, program.dtype), without_gradients(program.modes))
     found = []
     if torch.get_rng_state().numpy().tobytes() != mine.generator:
         found.append("torch's generator is in another state after a call without gradients")
@@ -557,7 +557,7 @@ def equal_or_missing(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 def results(program: Program, caller: Weft, modes: Modes, incoming: Tensors) -> list[torch.Tensor | None]:
     """Returns outputs and gradients, and changes nothing."""
-    leaves = leaves_of(program, program.dtype)
+    leaves = new_leaves(program, program.dtype)
     outputs = forward(program, caller, leaves, modes)
     tensors, grads = targets(program, outputs, incoming, used_outputs(program, outputs))
     held = [t for t in (*leaves.values(), *program.parameters()) if t.requires_grad]

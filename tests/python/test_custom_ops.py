@@ -518,7 +518,7 @@ def test_registered_fusions_run_before_those_of_the_library():
         assert seen[0] == ["RMSNorm", "BasicLinear", "Bias", "GELU", "BasicLinear", "Bias"]
         assert [step["name"] for step in plan["forward"]] == ["RMSNorm", "linear_bias", "OwnGelu", "linear_bias"]
         assert {"rule": "mlp_block", "reason": "a registered rule fuses one of the matched operations in one pass"} in [
-            {key: rejection[key] for key in ("rule", "reason")} for rejection in plan["rejections"]
+            {key: rejection[key] for key in ("rule", "reason")} for rejection in plan["rejected"]
         ]
         assert plan["backward"] != plan["forward"]  # rules of the library still fuse backward
     assert torch.equal(block(x), expected)

@@ -448,9 +448,10 @@ def test_channels_can_be_rebound():
     seq = torchweft.Sequential(source, ops.ConstantScale(2.0), sink)
     torch.testing.assert_close(seq(x), 3 * x)
     sink.set_extra_input_channel(0, None)
-    torch.testing.assert_close(seq(x, 5 * x), 7 * x)
+    with pytest.raises(ValueError, match="Channel 'a' has no reader"):
+        seq(x, 5 * x)
     source.set_extra_output_channel(0, None)
-    torch.testing.assert_close(seq(x, x)[1], x)
+    torch.testing.assert_close(seq(x, 5 * x), (7 * x, x))
     torch.testing.assert_close(source(x), (x, x))  # called separately, an operation ignores its channels
     twin = copy.deepcopy(seq)
     for each in (seq, twin):
@@ -466,12 +467,17 @@ def test_channel_is_read_around_plain_module():
 
 
 @pytest.mark.parametrize("hooked", (False, True))
-def test_unread_hidden_output_is_dropped(hooked):
+def test_unread_hidden_output_raises(hooked):
     x, op = rows(), fork("unread")
     if hooked:
         op.register_forward_hook(lambda *_: None)
-    check(torchweft.Sequential(ops.SiLU(), op, ops.ConstantScale(2.0))(x), 2 * F.silu(x), [x])
-    assert isinstance(torchweft.Sequential(op)(x), torch.Tensor)
+    for module in (torchweft.Sequential(ops.SiLU(), op, ops.ConstantScale(2.0)), torchweft.Sequential(op)):
+        with pytest.raises(ValueError, match="Channel 'unread' has no reader"):
+            module(x)
+    op.set_extra_output_channel(0, "unread")  # to the caller
+    y, unread = torchweft.Sequential(ops.SiLU(), op, ops.ConstantScale(2.0))(x)
+    check(y, 2 * F.silu(x), [x])
+    torch.testing.assert_close(unread, F.silu(x))
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------

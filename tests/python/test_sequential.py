@@ -266,14 +266,13 @@ def test_residual_connection_by_channel(residual_grad, in_place):
     torch.testing.assert_close(bias.bias.grad, dy.sum(0))
 
 
-@pytest.mark.parametrize("to_caller", [True, False], ids=["public", "hidden"])
-def test_unread_channel(to_caller):
-    seq, x = ops.Sequential(make_output("unused", to_caller), ops.ConstantScale(3.0)), rows(requires_grad=True)
-    out = seq(x)
-    assert isinstance(out, tuple) == to_caller
-    y = out[0] if to_caller else out
-    y.sum().backward()
+def test_unread_channel():
+    seq, x = ops.Sequential(make_output("unused", True), ops.ConstantScale(3.0)), rows(requires_grad=True)
+    seq(x)[0].sum().backward()
     torch.testing.assert_close(x.grad, torch.full_like(x, 3.0))
+    seq[0].set_extra_output_channel(0, "unused", output_to_caller=False)
+    with pytest.raises(ValueError, match="Channel 'unused' has no reader"):
+        seq(x)
 
 
 @pytest.mark.parametrize("to_caller", [True, False], ids=["public", "hidden"])
@@ -424,7 +423,9 @@ def test_last_binding_wins_and_none_unbinds():
     seq[3].set_extra_input_channel(0, None)
     torch.testing.assert_close(seq(x, 10 * x)[0], 12 * x)
     seq[0].set_extra_output_channel(0, "a", output_to_caller=False)
-    assert len(seq(x, x)) == 2
+    seq[3].set_extra_input_channel(0, "a")
+    assert len(seq(x)) == 2
+    seq[3].set_extra_input_channel(0, None)
     seq[0].set_extra_output_channel(0, None, output_to_caller=False)
     assert len(seq(x, x)) == 3
 
