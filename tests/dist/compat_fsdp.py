@@ -17,19 +17,17 @@ from torchweft.compat._layernorm_mlp import LayerNormMLP
 from torchweft.compat._linear import LayerNormLinear, Linear
 from torchweft.compat._transformer_layer import TransformerLayer
 
-LENGTH = 4  # rows of a sequence
-
 
 class Sequences(torch.nn.Module):
-    """Passes rows to a layer that takes [batch, sequence, features]."""
+    """A layer that takes [batch, sequence, features]."""
 
     def __init__(self, **options):
         super().__init__()
         options |= {"attn_input_format": "bshd", "hidden_dropout": 0.0, "attention_dropout": 0.0}
         self.layer = TransformerLayer(WIDTH, 32, 4, num_gqa_groups=2, **options)
 
-    def forward(self, rows):
-        return self.layer(rows.unflatten(0, (-1, LENGTH))).flatten(0, 1).clone()  # FSDP warns of views
+    def forward(self, sequences):
+        return self.layer(sequences).clone()  # FSDP warns of views
 
 
 MAKERS = {
