@@ -269,7 +269,10 @@ torch.library.register_fake("weft::pipeline_backward_into", _backward_into_fake)
 
 def _save(ctx: Any, text: str, tensors: Tensors, handles: Tensors, output: Tensors) -> None:
     ctx.text = text
-    ctx.num_inputs, ctx.num_params, ctx.num_outputs = len(tensors), _C.num_params(text), _C.num_outputs(text)
+    required = _C.outputs_require_grad(text)
+    ctx.num_inputs, ctx.num_params, ctx.num_outputs = len(tensors), _C.num_params(text), len(required)
+    if any(required):  # else the program has no backward, which raises by name
+        ctx.mark_non_differentiable(*(t for t, needed in zip(output, required, strict=False) if not needed))
     ctx.num_handles = len(handles)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*handles, *tensors, *output[ctx.num_outputs :])

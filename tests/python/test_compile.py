@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch._dynamo.testing
+import torch.utils.flop_counter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchweft.ops as ops
@@ -111,6 +112,20 @@ def test_compiled_block_saves_no_more_than_eager():
     compiled(x).sum().backward()
     assert saved_bytes(compiled, model, x) <= 1.02 * saved_bytes(model, model, x)
     torch.testing.assert_close(results(compiled, model, x.detach()), results(model, model, x.detach()))
+
+
+def test_outputs_without_gradient_do_not_require_one():
+    branch = ops.MakeExtraOutput().set_extra_output_channel(0, "x", output_to_caller=True)
+    module = ops.Sequential(branch, ops.Linear(16, 16))
+    x = torch.randn(4, 16)
+    assert [t.requires_grad for t in module(x)] == [True, False]
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)(x)
+    assert [t.requires_grad for t in compiled] == [True, False]
+    with torch.utils.flop_counter.FlopCounterMode(display=False):  # a dispatch mode
+        y, extra = module(x)
+    assert [y.requires_grad, extra.requires_grad] == [True, False]
+    (y.sum() + extra.sum()).backward()
+    torch.testing.assert_close(module[1].weight.grad, x.sum(0).expand(16, 16))
 
 
 def test_joint_fusions_are_fixed_when_traced():

@@ -72,16 +72,23 @@ py::tuple flops(const std::string& text, const py::list& sizes) {
   return py::make_tuple(shapes.flops.forward, shapes.flops.backward);
 }
 
+std::vector<bool> outputs_require_grad(const std::string& text) {
+  const auto program = fuser::program(text);
+  std::vector<bool> list{program.plan->output_requires_grad};
+  for (const int slot : program.pipeline->caller_outputs())
+    list.push_back(program.plan->extra_out_requires_grad[slot] != 0);
+  return list;
+}
+
 }  // namespace
 
 void bind_functional(py::module_& m) {
   m.def(
       "normalize_text", [](const std::string& text) { return fuser::Pipeline::parse(text).text(); }, py::arg("text"),
       "Parses the text of a pipeline and returns it in canonical form.");
-  m.def(
-      "num_outputs", [](const std::string& text) { return 1 + fuser::program(text).pipeline->caller_outputs().size(); },
-      py::arg("text"),
-      "The number of outputs among the results of weft::pipeline_forward; the rest are saved for backward.");
+  m.def("outputs_require_grad", &outputs_require_grad, py::arg("text"),
+        "For each output among the results of weft::pipeline_forward, whether it requires a gradient; the other results "
+        "are saved for backward.");
   m.def(
       "num_params", [](const std::string& text) { return fuser::program(text).pipeline->params().size(); },
       py::arg("text"), "The number of parameters among the inputs of weft::pipeline_forward; they come last.");
