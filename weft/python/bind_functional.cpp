@@ -86,9 +86,10 @@ void bind_functional(py::module_& m) {
   m.def(
       "normalize_text", [](const std::string& text) { return fuser::Pipeline::parse(text).text(); }, py::arg("text"),
       "Parses the text of a pipeline and returns it in canonical form.");
-  m.def("outputs_require_grad", &outputs_require_grad, py::arg("text"),
-        "For each output among the results of weft::pipeline_forward, whether it requires a gradient; the other results "
-        "are saved for backward.");
+  m.def(
+      "outputs_require_grad", &outputs_require_grad, py::arg("text"),
+      "For each output among the results of weft::pipeline_forward, whether it requires a gradient; the other results "
+      "are saved for backward.");
   m.def(
       "num_params", [](const std::string& text) { return fuser::program(text).pipeline->params().size(); },
       py::arg("text"), "The number of parameters among the inputs of weft::pipeline_forward; they come last.");
