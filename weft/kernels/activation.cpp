@@ -18,10 +18,10 @@ using Loop = void (*)(const ActCall& call, int64_t begin, int64_t end);
 
 /// An uninitialized tensor with the shape of act(x).
 at::Tensor output(const Act& act, const at::Tensor& x) {
-  if (!act.gated()) return empty_cpu(x.sizes(), x.scalar_type());
+  if (!act.gated()) return new_empty(x, x.sizes(), x.scalar_type());
   c10::SmallVector<int64_t, 5> sizes(x.sizes().begin(), x.sizes().end());
   sizes.back() /= 2;
-  return empty_cpu(sizes, x.scalar_type());
+  return new_empty(x, sizes, x.scalar_type());
 }
 
 /// The arguments of a loop, with contiguous inputs.
@@ -108,7 +108,7 @@ at::Tensor activation_backward(const Act& act, const at::Tensor& dy, const at::T
   if (tier == Tier::ref) return ref::activation_backward(act, dy, x);
   PreparedActivation prepared(act, x);
   prepared.set_dy(dy);
-  auto dx = empty_cpu(x.sizes(), x.scalar_type());
+  auto dx = new_empty(x, x.sizes(), x.scalar_type());
   prepared.call.out = dx.mutable_data_ptr();
   prepared.run(act_loops(tier).backward);
   return dx;
@@ -119,7 +119,7 @@ ActivationColumnSums activation_backward_column_sums(const Act& act, const at::T
   if (tier == Tier::ref) return ref::activation_backward_column_sums(act, dy, x);
   PreparedActivation prepared(act, x);
   prepared.set_dy(dy);
-  ActivationColumnSums out{empty_cpu(x.sizes(), x.scalar_type()), zeros_f32(prepared.width)};
+  ActivationColumnSums out{new_empty(x, x.sizes(), x.scalar_type()), new_zeros_f32(x, prepared.width)};
   prepared.call.out = out.dx.mutable_data_ptr();
   auto* sums = out.column_sums.mutable_data_ptr<float>();
   const auto group_rows = rows_to_fill_vectors(act, prepared.width);
@@ -134,7 +134,7 @@ ActivationColumnSums activation_backward_column_sums(const Act& act, const at::T
 
 /// The tier for scaled activations.
 static Tier scaled_tier(const at::Tensor& scales, const at::Tensor& x, const at::Tensor& dy = {}) {
-  return scales.is_cpu() && is_plain_strided(scales) ? vector_tier(x, dy) : Tier::ref;
+  return in_host_memory(scales.device()) && is_plain_strided(scales) ? vector_tier(x, dy) : Tier::ref;
 }
 
 at::Tensor scaled_activation_forward(const Act& act, const at::Tensor& x, const at::Tensor& scales) {
@@ -162,8 +162,8 @@ std::pair<at::Tensor, at::Tensor> scaled_activation_backward(const Act& act, con
             launch_aten([=] { return both(false, needs_ds).second; })};
   }
   at::Tensor dx, ds;
-  if (needs_dx) dx = empty_cpu(x.sizes(), x.scalar_type());
-  if (needs_ds) ds = empty_cpu(scales.sizes(), scales.scalar_type());
+  if (needs_dx) dx = new_empty(x, x.sizes(), x.scalar_type());
+  if (needs_ds) ds = new_empty(x, scales.sizes(), scales.scalar_type());
   launch([=] {
     PreparedActivation prepared(act, x);
     prepared.set_dy(dy);

@@ -17,6 +17,8 @@
 namespace weft::kernels {
 namespace {
 
+Qkv host_views(const Qkv& t) { return {host_view(t.q), host_view(t.k), host_view(t.v)}; }
+
 Qkv narrow(const Qkv& t, int64_t query, int64_t queries, int64_t key, int64_t keys) {
   return {t.q.narrow(1, query, queries), t.k.narrow(1, key, keys), t.v.narrow(1, key, keys)};
 }
@@ -55,7 +57,7 @@ TierChoice choose_sdpa_tier(const Attention& a, c10::DeviceType device, at::Scal
   const auto rejected = [&](const std::string& why) {
     return TierChoice{Tier::ref, c10::str(tier_name(best), ": not used ", why)};
   };
-  if (device != c10::DeviceType::CPU)
+  if (!in_host_memory(device))
     return rejected(c10::str("on ", c10::DeviceTypeName(device, /*lower_case=*/true),
                              " (torch's SDPA kernel that it calls runs on the CPU)."));
   if (!is_compute_dtype(dtype)) return rejected(c10::str("for ", dtype_name(dtype), "."));
@@ -136,15 +138,16 @@ at::Tensor attention_forward(const Attention& attention, const Qkv& in, const at
       at::empty({in.q.size(0), in.q.size(2) * in.q.size(3), in.q.size(1)}, in.q.options().dtype(dtype));
   if (in.q.is_meta()) return logsumexp;
   launch([=] {
-    for_each_part(attention, in, out, logsumexp, [](const DenseAttention& dense, int64_t, int64_t) {
-      if (dense.in.q.numel() == 0) return;
-      if (dense.keys() == 0) {
-        dense.out.zero_();
-        dense.logsumexp.fill_(-std::numeric_limits<double>::infinity());
-      } else {
-        forward_part(dense);
-      }
-    });
+    for_each_part(attention, host_views(in), host_view(out), host_view(logsumexp),
+                  [](const DenseAttention& dense, int64_t, int64_t) {
+                    if (dense.in.q.numel() == 0) return;
+                    if (dense.keys() == 0) {
+                      dense.out.zero_();
+                      dense.logsumexp.fill_(-std::numeric_limits<double>::infinity());
+                    } else {
+                      forward_part(dense);
+                    }
+                  });
   });
   return logsumexp;
 }
@@ -157,15 +160,17 @@ void attention_backward(const Attention& attention, const Qkv& in, const at::Ten
   check_elements(dout, in.q.numel(), "the gradient of attention");
   check_elements(logsumexp, in.q.numel() / std::max<int64_t>(in.q.size(4), 1), "the saved logsumexp of attention");
   launch([=] {
-    const auto statistics = logsumexp.contiguous();
-    for_each_part(attention, in, out, statistics, [&](const DenseAttention& dense, int64_t query, int64_t key) {
-      const auto part = narrow(grads, query, dense.queries(), key, dense.keys());
-      if (dense.in.q.numel() == 0 || dense.keys() == 0) {
-        for (const auto* t : {&part.q, &part.k, &part.v}) t->zero_();
-        return;
-      }
-      backward_part(dense, as_dtype(dout.narrow(1, query, dense.queries()), in.q.scalar_type()), part);
-    });
+    const auto statistics = host_view(logsumexp.contiguous()), grad = host_view(dout);
+    const auto parts = host_views(grads);
+    for_each_part(attention, host_views(in), host_view(out), statistics,
+                  [&](const DenseAttention& dense, int64_t query, int64_t key) {
+                    const auto part = narrow(parts, query, dense.queries(), key, dense.keys());
+                    if (dense.in.q.numel() == 0 || dense.keys() == 0) {
+                      for (const auto* t : {&part.q, &part.k, &part.v}) t->zero_();
+                      return;
+                    }
+                    backward_part(dense, as_dtype(grad.narrow(1, query, dense.queries()), in.q.scalar_type()), part);
+                  });
   });
 }
 

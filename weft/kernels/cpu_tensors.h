@@ -2,11 +2,14 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 
 #include <algorithm>
 #include <vector>
 
 #include "weft/core/dispatch_keys.h"
+#include "weft/core/host_memory.h"
 #include "weft/kernels/huge_pages.h"
 #include "weft/kernels/tier.h"
 
@@ -41,10 +44,21 @@ inline at::Tensor empty_cpu(at::IntArrayRef sizes, at::ScalarType dtype) {
   return t;
 }
 
-inline at::Tensor zeros_f32(int64_t count) {
-  auto t = empty_cpu({count}, at::kFloat);
+/// An uninitialized tensor on the device of `like`, which is the CPU or simulated.
+inline at::Tensor new_empty(const at::Tensor& like, at::IntArrayRef sizes, at::ScalarType dtype) {
+  return like.is_cpu() ? empty_cpu(sizes, dtype) : at::empty(sizes, like.options().dtype(dtype));
+}
+
+inline at::Tensor new_zeros_f32(const at::Tensor& like, int64_t count) {
+  auto t = new_empty(like, {count}, at::kFloat);
   std::fill_n(t.mutable_data_ptr<float>(), count, 0.F);
   return t;
+}
+
+/// `t`; if it is on a simulated device, a CPU tensor with its memory, for operations of torch that only the CPU has.
+inline at::Tensor host_view(const at::Tensor& t) {
+  if (!t.defined() || t.is_cpu() || !in_host_memory(t.device()) || !is_plain_strided(t)) return t;
+  return at::from_blob(t.data_ptr(), t.sizes(), t.strides(), [t](void*) {}, t.options().device(at::kCPU));
 }
 
 inline at::Tensor contiguous(const at::Tensor& t) { return t.is_contiguous() ? t : t.contiguous(); }
@@ -54,7 +68,7 @@ inline at::Tensor contiguous(const at::Tensor& t) { return t.is_contiguous() ? t
 inline void check_elements(const at::Tensor& t, int64_t count, const char* what) {
   TORCH_CHECK_VALUE(t.numel() == count, what, " has shape ", t.sizes(), ", expected ", count,
                     count == 1 ? " element." : " elements.");
-  TORCH_CHECK_VALUE(count == 0 || !t.is_cpu() || !is_plain_strided(t) || t.storage().data(), what,
+  TORCH_CHECK_VALUE(count == 0 || !in_host_memory(t.device()) || !is_plain_strided(t) || t.storage().data(), what,
                     " has no memory: its storage was freed. Keep the tensor until backward has run.");
 }
 /// `t`, contiguous, after `check_elements`.

@@ -16,7 +16,7 @@ namespace weft::kernels {
 namespace {
 
 bool is_readable_index(const at::Tensor& targets) {
-  return targets.device().is_cpu() && targets.scalar_type() == at::kLong && is_plain_strided(targets);
+  return in_host_memory(targets.device()) && targets.scalar_type() == at::kLong && is_plain_strided(targets);
 }
 
 /// What both passes tell the loops. `dense_logits` and `dense_targets` are contiguous.
@@ -71,7 +71,7 @@ at::Tensor cross_entropy_partials(const at::Tensor& logits, const at::Tensor& ta
   const auto rows = logits.sizes()[0];
   const auto dense_logits = contiguous(logits, logits.numel(), "the logits");
   const auto dense_targets = contiguous(targets, rows, "the targets");
-  auto partials = empty_cpu({rows, kNumPartials}, at::kFloat);
+  auto partials = new_empty(logits, {rows, kNumPartials}, at::kFloat);
   auto call = make_call(dense_logits, dense_targets, loss);
   call.partials = partials.mutable_data_ptr<float>();
   parallel_rows(rows, call.columns,
@@ -109,7 +109,7 @@ at::Tensor cross_entropy_backward(const at::Tensor& grad, const at::Tensor& logi
   const auto dense_targets = contiguous(targets, rows, "the targets");
   const auto dense_grad = contiguous(grad, rows, "the gradient");
   const auto dense_statistics = contiguous(statistics, 2 * rows, "the saved statistics");
-  auto dx = empty_cpu(logits.sizes(), logits.scalar_type());
+  auto dx = new_empty(logits, logits.sizes(), logits.scalar_type());
   auto call = make_call(dense_logits, dense_targets, loss);
   call.statistics = dense_statistics.const_data_ptr<float>();
   call.grad = dense_grad.const_data_ptr<float>();

@@ -8,7 +8,7 @@
 namespace weft::kernels {
 
 bool amx_supports(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64_t k) {
-  return machine_tier() == Tier::amx && device == c10::DeviceType::CPU && dtype == at::kBFloat16 && n * k >= 256;
+  return machine_tier() == Tier::amx && in_host_memory(device) && dtype == at::kBFloat16 && n * k >= 256;
 }
 
 namespace {

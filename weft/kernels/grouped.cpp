@@ -69,7 +69,7 @@ GroupedKernel choose_kernel(GroupedPath path, const std::optional<GroupedQuantiz
 bool on_meta(const at::Tensor& t) { return t.device().type() == c10::DeviceType::Meta; }
 
 at::Tensor empty(const at::Tensor& like, at::IntArrayRef sizes, at::ScalarType dtype) {
-  return vector_accessible(like) ? empty_cpu(sizes, dtype) : at::empty(sizes, like.options().dtype(dtype));
+  return vector_accessible(like) ? new_empty(like, sizes, dtype) : at::empty(sizes, like.options().dtype(dtype));
 }
 
 /// Zeroes the rows after the last group.

@@ -39,13 +39,13 @@ struct PreparedNorm {
   }
   /// Returns y. With `keep`, stores the statistics in `mean` and `rstd`.
   at::Tensor forward(Tier tier, bool centered, double eps, bool keep) {
-    auto y = empty_cpu(x.sizes(), call.dtype);
+    auto y = new_empty(x, x.sizes(), call.dtype);
     call.out = y.mutable_data_ptr();
     call.centered = centered, call.eps = eps;
     if (keep) {
       const auto sizes = statistic_sizes(x, row_dims);
-      rstd = empty_cpu(sizes, at::kFloat), call.rstd = rstd.mutable_data_ptr<float>();
-      if (centered) mean = empty_cpu(sizes, at::kFloat), call.mean = mean.mutable_data_ptr<float>();
+      rstd = new_empty(x, sizes, at::kFloat), call.rstd = rstd.mutable_data_ptr<float>();
+      if (centered) mean = new_empty(x, sizes, at::kFloat), call.mean = mean.mutable_data_ptr<float>();
     }
     parallel_rows(rows, call.columns, [&](int64_t begin, int64_t end) { norm_loops(tier).forward(call, begin, end); });
     return y;
@@ -69,7 +69,7 @@ struct PreparedNorm {
       // With short rows, loads of a row would wait for the stores of the row before it.
       constexpr int64_t kMinInPlaceColumns = 64;
       const bool in_place = reuse && call.dy_dtype == call.dtype && call.columns >= kMinInPlaceColumns;
-      out.dx = in_place ? dy : empty_cpu(x.sizes(), call.dtype);
+      out.dx = in_place ? dy : new_empty(x, x.sizes(), call.dtype);
       call.out = out.dx.mutable_data_ptr();
     }
     if (!output_mask[1] && !output_mask[2]) {
@@ -88,7 +88,7 @@ struct PreparedNorm {
       norm_loops(tier).backward(part, begin, end);
     });
     const auto stored = [&](int64_t first) {
-      auto t = empty_cpu(gamma.sizes(), at::kFloat);
+      auto t = new_empty(gamma, gamma.sizes(), at::kFloat);
       std::copy_n(sums.data() + first, n, t.mutable_data_ptr<float>());
       return t;
     };

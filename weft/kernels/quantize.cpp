@@ -101,9 +101,9 @@ const QuantizedCopy& require_copy(const char* who, const QuantizedMatrix& q, boo
   const auto& copy = columnwise ? q.columnwise : q.rowwise;
   const auto* const name = columnwise ? "columnwise" : "rowwise";
   TORCH_CHECK_VALUE(copy.defined(), who, ": the matrix has no ", name, " copy. Quantize it with ", name, "=True.");
-  TORCH_CHECK_VALUE(
-      static_cast<int64_t>(copy.bytes.storage().nbytes()) >= copy.bytes.storage_offset() + copy.bytes.numel(), who,
-      ": the memory of the ", name, " copy was resized.");
+  const auto& memory = copy.bytes.defined() ? copy.bytes : copy.data;
+  TORCH_CHECK_VALUE(static_cast<int64_t>(memory.storage().nbytes()) >= memory.storage_offset() + memory.numel(), who,
+                    ": the memory of the ", name, " copy was resized.");
   return copy;
 }
 
@@ -146,7 +146,7 @@ CopyPointers pointers(const QuantizedCopy& copy) {
           .ld = copy.data.size(1),
           .float32_scales = float32 ? copy.scales.mutable_data_ptr<float>() : nullptr,
           .scale_codes = float32 ? nullptr : copy.scales.mutable_data_ptr<uint8_t>(),
-          .scales_ld = copy.scales.size(-1),
+          .scales_ld = copy.scales.dim() == 2 && copy.scales.size(0) > 1 ? copy.scales.stride(0) : copy.scales.size(-1),
           .amax = copy.amax.defined() ? copy.amax.const_data_ptr<float>() : nullptr};
 }
 
@@ -199,7 +199,7 @@ at::Tensor quantization_amax(const at::Tensor& x, const Quantization& how, bool 
   if (tier == Tier::ref) return ref::quantization_amax(values, how.row_scaled);
   const auto m = contiguous(values);
   const auto rows = how.row_scaled ? m.size(0) : int64_t{1}, columns = m.numel() / std::max<int64_t>(rows, 1);
-  auto amax = zeros_f32(rows);
+  auto amax = new_zeros_f32(m, rows);
   const auto* const data = static_cast<const char*>(m.const_data_ptr());
   auto* const out = amax.mutable_data_ptr<float>();
   const auto run = [&](int64_t begin, int64_t count) {
@@ -225,22 +225,22 @@ at::Tensor hadamard_transform(const at::Tensor& x) {
   const auto tier = vector_tier(x);
   if (tier == Tier::ref) return ref::hadamard_transform(x);
   const auto m = contiguous(x);
-  auto out = empty_cpu(m.sizes(), at::kBFloat16);
+  auto out = new_empty(m, m.sizes(), at::kBFloat16);
   parallel_rows(m.size(0) / 16, 16 * m.size(1), [&](int64_t begin, int64_t end) {
     quantize_loops(tier).hadamard(m.const_data_ptr(), out.mutable_data_ptr(), m.size(1), begin * 16, end * 16);
   });
   return out;
 }
 
-QuantizedMatrix quantize(const at::Tensor& x, const Quantization& how, const QuantizeArgs& args) {
-  check_arguments(x, how, args);
-  QuantizedMatrix q{.quantization = how, .dtype = x.scalar_type(), .rows = x.size(0), .columns = x.size(1)};
+namespace {
+
+/// Fills the copies of `q` from x, after `check_arguments`.
+void fill_copies(const at::Tensor& x, const QuantizeArgs& args, const QuantizedMatrix& q) {
+  const auto& how = q.quantization;
   const auto amax_of = [&](bool transformed) {
     const auto& given = transformed ? args.transformed_amax : args.amax;
     return given.defined() ? given : quantization_amax(x, how, transformed);
   };
-  if (args.rowwise) q.rowwise = allocate_copy(q, false, x.options());
-  if (args.columnwise) q.columnwise = allocate_copy(q, true, x.options());
   if (how.has_amax()) {
     const bool transforms = how.hadamard && args.columnwise;
     at::Tensor amax;
@@ -254,7 +254,46 @@ QuantizedMatrix quantize(const at::Tensor& x, const Quantization& how, const Qua
   } else {
     vector_quantize(tier, x, args, q);
   }
+}
+
+/// Raises unless the loops can write the scales and the data of a copy.
+void check_destination(const QuantizedMatrix& q, bool columnwise) {
+  const auto sizes = sizes_of(q, columnwise);
+  const auto& copy = columnwise ? q.columnwise : q.rowwise;
+  const bool has_codes =
+      copy.data.is_contiguous() && copy.data.sizes() == at::IntArrayRef({sizes.rows, sizes.row_bytes});
+  const bool has_scales =
+      copy.scales.numel() == sizes.scale_rows * sizes.scale_columns &&
+      (copy.scales.dim() == 1 || copy.scales.numel() == 0 || copy.scales.size(1) == 1 || copy.scales.stride(1) == 1);
+  const bool has_amax = !q.quantization.has_amax() ||
+                        (copy.amax.defined() && copy.amax.is_contiguous() && copy.amax.numel() == sizes.amax);
+  TORCH_CHECK_VALUE(has_codes && has_scales && has_amax, "quantize: a ", columnwise ? "columnwise" : "rowwise",
+                    " copy of ", q.rows, " x ", q.columns, " values has ", sizes.rows, " x ", sizes.row_bytes,
+                    " bytes, ", sizes.scale_rows, " x ", sizes.scale_columns, " scales and ", sizes.amax,
+                    " maxima, got data of shape ", copy.data.sizes(), " and scales of shape ", copy.scales.sizes(),
+                    ".");
+}
+
+}  // namespace
+
+QuantizedMatrix quantize(const at::Tensor& x, const Quantization& how, const QuantizeArgs& args) {
+  check_arguments(x, how, args);
+  QuantizedMatrix q{.quantization = how, .dtype = x.scalar_type(), .rows = x.size(0), .columns = x.size(1)};
+  if (args.rowwise) q.rowwise = allocate_copy(q, false, x.options());
+  if (args.columnwise) q.columnwise = allocate_copy(q, true, x.options());
+  fill_copies(x, args, q);
   return q;
+}
+
+void quantize_into(const at::Tensor& x, QuantizeArgs args, const QuantizedMatrix& q) {
+  args.rowwise = q.rowwise.defined();
+  args.columnwise = q.columnwise.defined();
+  check_arguments(x, q.quantization, args);
+  TORCH_CHECK_VALUE(x.size(0) == q.rows && x.size(1) == q.columns, "quantize: x has shape ", x.sizes(), ", expected ",
+                    q.rows, " x ", q.columns, ", the sizes of the quantized matrix.");
+  if (args.rowwise) check_destination(q, false);
+  if (args.columnwise) check_destination(q, true);
+  fill_copies(x, args, q);
 }
 
 at::Tensor decode_copy(const QuantizedMatrix& q, bool columnwise, Decoding decoding, at::ScalarType dtype,
@@ -268,7 +307,7 @@ at::Tensor decode_copy(const QuantizedMatrix& q, bool columnwise, Decoding decod
     const auto values = ref::decode_copy(q, columnwise, decoding);
     return out.defined() ? out.copy_(values) : values.to(dtype);
   }
-  if (!out.defined()) out = empty_cpu({l.rows, l.columns}, dtype);
+  if (!out.defined()) out = new_empty(copy.data, {l.rows, l.columns}, dtype);
   const DequantizeCall call{.how = q.quantization,
                             .copy = pointers(copy),
                             .columns = l.columns,

@@ -41,12 +41,12 @@ struct RandomStream {
 
 /// One copy of a quantized matrix [M, K]: with blocks along K (rowwise) or along M (columnwise).
 struct QuantizedCopy {
-  at::Tensor bytes;   // uint8 [CopySizes::bytes()]: all of the copy; the others are views of it
-  at::Tensor data;    // uint8 codes: [M, K], columnwise [K, M]; with two E2M1 codes per byte. E8M0 columnwise: [M, K]
+  at::Tensor bytes;  // uint8 [CopySizes::bytes()]: all of the copy; the others are views of it. Undefined: they are not
+  at::Tensor data;   // uint8 codes: [M, K], columnwise [K, M]; with two E2M1 codes per byte. E8M0 columnwise: [M, K]
   at::Tensor scales;  // one per block, in the layout of data. float32 scales: their inverses; else uint8 codes
   at::Tensor amax;    // float32: of the matrix, or of each row; undefined with blocks of float32 or E8M0 scales
 
-  bool defined() const { return bytes.defined(); }
+  bool defined() const { return data.defined(); }
 };
 
 /// The sizes of a copy. Int: int64_t, or c10::SymInt for matrices of unknown sizes.
@@ -97,6 +97,10 @@ void check_hadamard(const at::Tensor& x);
 /// Quantizes x [M, K], of float32, bfloat16 or float16. The bytes are the same in every tier and for any number of
 /// threads.
 QuantizedMatrix quantize(const at::Tensor& x, const Quantization& quantization, const QuantizeArgs& args);
+
+/// The same into the copies of `q`, which has the sizes of x. Data is contiguous; rows of scales may be padded. `args`
+/// says which values are known; which copies exist is what `q` says.
+void quantize_into(const at::Tensor& x, QuantizeArgs args, const QuantizedMatrix& q);
 
 /// The maximum magnitude of x, as float32 of one element; of each row if `row_scaled`. NaN is ignored. `transformed`:
 /// of the columnwise copy after its Hadamard transform.

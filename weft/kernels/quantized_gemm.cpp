@@ -22,8 +22,12 @@ struct DecodedOperand {
   at::Tensor block_scales;  // float32 [rows, blocks of K]; undefined if the values contain them
 };
 
+/// Whether a columnwise operand is read from the rowwise copy: with one scale for all values they differ by order only.
+bool reads_rows(const QuantizedOperand& o) {
+  return !o.columnwise || (o.matrix.quantization.block == 0 && !o.matrix.columnwise.defined());
+}
 const QuantizedCopy& copy_of(const QuantizedOperand& o) {
-  return o.columnwise ? o.matrix.columnwise : o.matrix.rowwise;
+  return reads_rows(o) ? o.matrix.rowwise : o.matrix.columnwise;
 }
 int64_t row_count(const QuantizedOperand& o) { return o.columnwise ? o.matrix.columns : o.matrix.rows; }
 int64_t reduction_of(const QuantizedOperand& o) { return o.columnwise ? o.matrix.rows : o.matrix.columns; }
@@ -90,8 +94,8 @@ bool holds_values(at::ScalarType dtype, const QuantizedOperand& o) {
 DecodedOperand decode_operand(const QuantizedOperand& o, at::ScalarType dtype) {
   const auto& q = o.matrix.quantization;
   const auto type = holds_values(dtype, o) ? dtype : at::kFloat;
-  auto values = decode_copy(o.matrix, o.columnwise, decoding_of(q), type);
-  if (o.columnwise && q.columns_in_place()) values = values.t();
+  auto values = decode_copy(o.matrix, !reads_rows(o), decoding_of(q), type);
+  if (o.columnwise && (reads_rows(o) || q.columns_in_place())) values = values.t();
   return {values, factor_of(o), has_block_scales(o) ? scales_of_rows(o) : at::Tensor()};
 }
 
@@ -185,7 +189,7 @@ class DecodedRows {
 
 void check_operands(const QuantizedOperand& a, const QuantizedOperand& b) {
   for (const auto* o : {&a, &b}) {
-    require_copy(o == &a ? "quantized gemm, operand a" : "quantized gemm, operand b", o->matrix, o->columnwise);
+    require_copy(o == &a ? "quantized gemm, operand a" : "quantized gemm, operand b", o->matrix, !reads_rows(*o));
     TORCH_CHECK_NOT_IMPLEMENTED(!o->matrix.quantization.row_scaled,
                                 "quantized gemm: row-scaled operands are not supported; dequantize them first.");
   }

@@ -8,7 +8,8 @@
 namespace weft::kernels {
 
 /// One copy of a quantized matrix [M, K] as a GEMM operand. The GEMM reduces over the dimension along which the copy's
-/// blocks run: the operand is [M, K] rowwise and [K, M] columnwise.
+/// blocks run: the operand is [M, K] rowwise and [K, M] columnwise. With one scale for all values, a columnwise operand
+/// is read from the rowwise copy if the matrix has no columnwise one.
 struct QuantizedOperand {
   const QuantizedMatrix& matrix;
   bool columnwise = false;

@@ -43,7 +43,7 @@ at::Tensor rotary(const at::Tensor& x, const RotaryTables& tables, const RotaryH
   const auto tier = float_tables ? vector_tier(x, tables.cos, tables.sin) : Tier::ref;
   if (tier == Tier::ref) return ref::rotary(x, tables, heads, direction);
   const auto dense = contiguous(x, x.numel(), "the input"), cos = contiguous(tables.cos), sin = contiguous(tables.sin);
-  auto y = empty_cpu(x.sizes(), x.scalar_type());
+  auto y = new_empty(x, x.sizes(), x.scalar_type());
   const RotaryCall call{.heads = heads,
                         .positions = x.size(1),
                         .rows_per_position = x.size(2),

@@ -12,7 +12,7 @@ at::Tensor sum_rows(const at::Tensor& matrix) {
   const auto m = contiguous(matrix);
   const auto rows = m.sizes()[0], columns = m.sizes()[1];
   const auto dtype = m.scalar_type();
-  auto sums = zeros_f32(columns);
+  auto sums = new_zeros_f32(m, columns);
   parallel_reduce_rows(rows, columns, sums.mutable_data_ptr<float>(), [&](int64_t begin, int64_t end, float* partial) {
     row_loops(tier).add_rows(dtype, m.const_data_ptr(), columns, partial, begin, end);
   });
@@ -24,7 +24,7 @@ at::Tensor rounded(const at::Tensor& t, at::ScalarType dtype) {
   if (from == dtype) return t;
   const auto tier = from == at::kFloat && at::isReducedFloatingType(dtype) ? vector_tier(t) : Tier::ref;
   if (tier == Tier::ref || !t.is_contiguous()) return t.to(dtype);
-  auto out = empty_cpu(t.sizes(), dtype);
+  auto out = new_empty(t, t.sizes(), dtype);
   row_loops(tier).round(dtype, t.const_data_ptr<float>(), out.mutable_data_ptr(), t.numel());
   return out;
 }
@@ -34,7 +34,7 @@ at::Tensor scaled_mask_add(const at::Tensor& x, const at::Tensor& mask, double s
   if (tier == Tier::ref) return ref::scaled_mask_add(x, mask, scale, addend);
   const auto dense_x = contiguous(x, x.numel(), "the input"), dense_mask = contiguous(mask, x.numel(), "the mask");
   const auto dense_addend = addend.defined() ? contiguous(addend, x.numel(), "the tensor to add") : addend;
-  auto out = empty_cpu(x.sizes(), x.scalar_type());
+  auto out = new_empty(x, x.sizes(), x.scalar_type());
   const MaskCall call{.dtype = x.scalar_type(),
                       .addend_dtype = addend.defined() ? addend.scalar_type() : at::kFloat,
                       .x = dense_x.const_data_ptr(),

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "weft/core/errors.h"
+#include "weft/core/host_memory.h"
 #include "weft/core/value.h"
 #include "weft/kernels/tiers.h"
 
@@ -75,12 +76,12 @@ std::string_view tier_name(Tier tier) { return kTierNames[static_cast<size_t>(ti
 
 Tier vector_tier(c10::DeviceType device, at::ScalarType dtype) {
   const bool known = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
-  if (device != c10::DeviceType::CPU || !known) return Tier::ref;
+  if (!in_host_memory(device) || !known) return Tier::ref;
   return machine_tier() == Tier::amx ? Tier::avx512 : machine_tier();
 }
 
 std::string amx_rejection(c10::DeviceType device, at::ScalarType dtype) {
-  if (device != c10::DeviceType::CPU)
+  if (!in_host_memory(device))
     return c10::str("amx: not used on ", c10::DeviceTypeName(device, /*lower_case=*/true), " (AMX runs on the CPU).");
   if (dtype == at::kBFloat16) return {};
   return c10::str("amx: not used for ", dtype_name(dtype),
@@ -96,7 +97,7 @@ TierChoice choose_vector_tier(c10::DeviceType device, at::ScalarType dtype) {
   TierChoice out{vector_tier(device, dtype)};
   if (machine_tier() == Tier::ref || out.tier != Tier::ref) return out;
   const auto best = tier_name(vector_tier(c10::DeviceType::CPU, at::kFloat));
-  if (device != c10::DeviceType::CPU)
+  if (!in_host_memory(device))
     out.rejection_reason = c10::str(best, ": not used on ", c10::DeviceTypeName(device, /*lower_case=*/true),
                                     " (vector kernels run on the CPU).");
   else

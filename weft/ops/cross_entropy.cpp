@@ -3,6 +3,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/sum.h>
 
+#include "weft/core/host_memory.h"
 #include "weft/ops/leading_dims.h"
 #include "weft/ops/parallel.h"
 #include "weft/ops/registry.h"
@@ -36,7 +37,7 @@ at::Tensor target_column(const at::Tensor& targets, at::ScalarType dtype) {
 /// Raises unless all ranks have the same number of classes, and the same targets: each rank adds the logit of its own
 /// classes only. `by_rank` holds the partials of each rank and its target column.
 void check_shards(const at::Tensor& by_rank) {
-  if (!by_rank.device().is_cpu() || by_rank.size(1) == 0) return;
+  if (!in_host_memory(by_rank.device()) || by_rank.size(1) == 0) return;
   const auto columns = by_rank.select(2, kernels::kPartialColumns).select(1, 0);
   TORCH_CHECK_VALUE(columns.eq(columns[0]).all().item<bool>(), "the ranks have logits of ",
                     columns.min().item<int64_t>(), " to ", columns.max().item<int64_t>(),

@@ -32,7 +32,7 @@ class AmxGemm {
         // Stream a transposed A, as in a weight gradient, so that consecutive blocks are adjacent in the result.
         streamed_is_a_(!left_.k_contiguous && !(e.act && e.act->gated())),
         threads_(thread_count()),
-        outputs_(e, left_.extent, right_.extent, /*with_out=*/true),
+        outputs_(a_, e, left_.extent, right_.extent, /*with_out=*/true),
         args_(outputs_.epilogue_args()) {
     if (packed_a.defined()) left_.packed = checked_packed_data(packed_a, left_);
     if (outputs_.gated()) right_.half = right_.extent / 2;

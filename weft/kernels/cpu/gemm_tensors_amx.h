@@ -67,10 +67,11 @@ inline bool allows_non_temporal(const at::Tensor& t, int64_t bytes) {
   return t.scalar_type() == at::kBFloat16 && address % 64 == 0 && t.stride(0) % kBlockDim == 0 && bytes >= (1 << 20);
 }
 
-/// `given` if its rows are contiguous, otherwise a new tensor.
-inline at::Tensor writable(const at::Tensor& given, int64_t rows, int64_t columns, at::ScalarType dtype) {
+/// `given` if its rows are contiguous, otherwise a new tensor on the device of `like`.
+inline at::Tensor writable(const at::Tensor& given, const at::Tensor& like, int64_t rows, int64_t columns,
+                           at::ScalarType dtype) {
   if (given.defined() && given.stride(1) == 1) return given;
-  return empty_cpu({rows, columns}, dtype);
+  return new_empty(like, {rows, columns}, dtype);
 }
 
 inline at::Tensor readable(const at::Tensor& t) { return !t.defined() || t.stride(1) == 1 ? t : t.contiguous(); }
@@ -94,15 +95,16 @@ inline std::vector<float> padded(const at::Tensor& t) {
 
 using ColumnSums = std::vector<float>;
 
-/// The outputs of a GEMM with N columns and the inputs of its epilogue, all with contiguous rows.
+/// The outputs of a GEMM with N columns, on the device of `like`, and the inputs of its epilogue, all with contiguous
+/// rows.
 class GemmOutputs {
  public:
-  GemmOutputs(const Epilogue& e, int64_t rows, int64_t n, bool with_out)
+  GemmOutputs(const at::Tensor& like, const Epilogue& e, int64_t rows, int64_t n, bool with_out)
       : e_(e), rows_(rows), n_(n), bias_(padded(e.bias)), act_input_(readable(e.act_input)) {
-    if (with_out) r_.out = writable(e.out, rows, columns(), e.result_dtype(at::kBFloat16));
-    if (e.keep_pre_act) r_.pre_act = writable({}, rows, n, at::kBFloat16);
-    if (e.keep_act_output) r_.act_output = writable({}, rows, n, at::kBFloat16);
-    if (e.keep_column_sums) r_.column_sums = empty_cpu({columns()}, at::kFloat);
+    if (with_out) r_.out = writable(e.out, like, rows, columns(), e.result_dtype(at::kBFloat16));
+    if (e.keep_pre_act) r_.pre_act = writable({}, like, rows, n, at::kBFloat16);
+    if (e.keep_act_output) r_.act_output = writable({}, like, rows, n, at::kBFloat16);
+    if (e.keep_column_sums) r_.column_sums = new_empty(like, {columns()}, at::kFloat);
     addend_ = e.addend.is_same(e.out) && r_.out.is_same(e.out) ? r_.out : readable(e.addend);
   }
 

@@ -16,6 +16,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "weft/core/host_memory.h"
 #include "weft/kernels/packing.h"
 
 namespace weft::kernels {
@@ -340,7 +341,7 @@ void unfreeze(const at::Tensor& weight) {
 bool any_frozen() { return !PackedWeightCache::instance().empty(); }
 
 void check_frozen(const at::Tensor& weight) {
-  if (!weight.is_cpu() || weight.numel() == 0) return;
+  if (!in_host_memory(weight.device()) || weight.numel() == 0) return;
   const MemoryRange range(weight);
   const auto found = PackedWeightCache::instance().values(range);
   if (!found || found->valid) return;

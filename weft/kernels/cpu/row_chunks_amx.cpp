@@ -30,7 +30,7 @@ class ChunkedGemm {
         e_(e),
         right_(operand(b_, false)),
         threads_(thread_count()),
-        outputs_(e, input.rows, right_.extent, needs_out(input)),
+        outputs_(b_, e, input.rows, right_.extent, needs_out(input)),
         column_sums_(outputs_.allocate_column_sums(threads_)),
         args_(threads_) {
     if (outputs_.gated()) right_.half = right_.extent / 2;

@@ -116,7 +116,7 @@ struct VectorGemm {
     if (e.act && e.act->gated()) columns = n / 2;
     if (e.act_grad && e.act_grad->gated()) columns = 2 * n;
     const bool direct = e.out.defined() && row_contiguous(e.out);
-    result.out = direct ? e.out : empty_cpu({m, columns}, e.result_dtype(dtype));
+    result.out = direct ? e.out : new_empty(a.t, {m, columns}, e.result_dtype(dtype));
   }
   /// Fills `call` and allocates the outputs that the epilogue keeps.
   void prepare() {
@@ -126,19 +126,20 @@ struct VectorGemm {
       bias = contiguous(e.bias);
       call.bias = {const_cast<void*>(bias.const_data_ptr()), 0, bias.scalar_type()};
     }
-    if (e.keep_pre_act) result.pre_act = empty_cpu({m, n}, dtype), call.pre_act = rows_of(result.pre_act);
+    if (e.keep_pre_act) result.pre_act = new_empty(a.t, {m, n}, dtype), call.pre_act = rows_of(result.pre_act);
     if (e.act_grad) {
       act_input = row_contiguous(e.act_input) ? e.act_input : e.act_input.contiguous();
       call.act_input = rows_of(act_input);
       if (e.keep_act_output)
-        result.act_output = empty_cpu({m, n}, act_input.scalar_type()), call.act_output = rows_of(result.act_output);
+        result.act_output = new_empty(a.t, {m, n}, act_input.scalar_type()),
+        call.act_output = rows_of(result.act_output);
     }
     if (e.addend.defined()) {
       addend = row_contiguous(e.addend) ? e.addend : e.addend.contiguous();
       call.addend = rows_of(addend);
     }
     if (e.keep_column_sums) {
-      result.column_sums = zeros_f32(columns);
+      result.column_sums = new_zeros_f32(a.t, columns);
       call.column_sums = result.column_sums.mutable_data_ptr<float>();
     }
   }
@@ -221,7 +222,7 @@ struct VectorGemm {
     const auto computed = native ? dtype : at::kFloat;
     const auto operand = native ? right : reused_operand(right);
     const auto storage = product_storage(computed);
-    const auto scratch = storage.defined() ? at::Tensor{} : empty_cpu({std::min(m, kRowsPerBlock), n}, computed);
+    const auto scratch = storage.defined() ? at::Tensor{} : new_empty(a.t, {std::min(m, kRowsPerBlock), n}, computed);
     for (int64_t row = 0; row < m; row += kRowsPerBlock) {
       const auto rows = std::min(kRowsPerBlock, m - row);
       auto p = storage.defined() ? storage.narrow(0, row, rows) : scratch.narrow(0, 0, rows);

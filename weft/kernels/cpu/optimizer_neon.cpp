@@ -1,0 +1,1 @@
+#include "weft/kernels/cpu/optimizer_vec.h"
