@@ -14,6 +14,10 @@ from pathlib import Path
 
 # The kernels of these check what they mix, or call operations that do.
 INDICES = {"index.Tensor", "index.Tensor_out", "_index_put_impl_", "_unsafe_index.Tensor"}
+# The mask must be on the device of self; a value without dimensions may be on the CPU.
+MASK = {"masked_fill_.Scalar", "masked_fill_.Tensor"}
+# TensorIterator's check after tensors of the CPU without dimensions have been moved.
+SCALARS = {"where.self", "where.self_out"}
 # Composite operations that choose a kernel by the device: one for the CPU serves the simulated device.
 ON_HOST = {"convolution", "convolution_backward"}
 
@@ -61,7 +65,13 @@ def method_name(name: str, entry: dict) -> str:
 def mixing_of(name: str, entry: dict) -> str:
     if name in INDICES:
         return "indices"
-    if name.startswith("_foreach_") or name in ON_HOST:
+    if name in MASK:
+        return "mask"
+    if name in SCALARS:
+        return "scalars"
+    if name in ON_HOST:
+        return "weights"
+    if name.startswith("_foreach_"):
         return "parts"
     if "TensorIterator" in entry["check"] or (name.startswith("special_") and "NoCheck" in entry["check"]):
         return "iterator"
@@ -76,7 +86,7 @@ def rows(text: str) -> list[str]:
         if "CUDA" not in dispatch and name not in ON_HOST:
             continue
         on_host = "CPU" in dispatch or any(key.startswith("Composite") for key in entry["dispatch"])
-        if on_host and "CPU" not in dispatch and mixing_of(name, entry) != "parts":
+        if on_host and "CPU" not in dispatch and mixing_of(name, entry) not in ("parts", "weights"):
             continue  # the composite kernel calls operations that are registered
         found.append(
             f'{{"{name}", Mixing::{mixing_of(name, entry)}, "{method_name(name, entry)}", {str(on_host).lower()}}},'

@@ -43,10 +43,10 @@ struct Hooks final : at::CUDAHooksInterface {
 
 std::optional<c10::DeviceType> cuda_accelerator(bool) { return c10::DeviceType::CUDA; }
 
-/// Names the protected member of the engine.
+/// Names the protected member of the engine that its first backward sets, also if no device needs a thread.
 struct Engine : torch::autograd::Engine {
-  static bool has_threads(torch::autograd::Engine& engine) {
-    return !(engine.*(&Engine::device_ready_queues_)).empty();
+  static bool has_started(torch::autograd::Engine& engine) {
+    return (engine.*(&Engine::thread_pool_shared_)) != nullptr;
   }
 };
 
@@ -66,6 +66,6 @@ int replace_hooks() {
          replace_symbol("_ZN2at11accelerator14getAcceleratorEb", reinterpret_cast<void*>(get_accelerator));
 }
 
-bool autograd_has_started() { return Engine::has_threads(torch::autograd::Engine::get_default_engine()); }
+bool autograd_has_started() { return Engine::has_started(torch::autograd::Engine::get_default_engine()); }
 
 }  // namespace weft::device

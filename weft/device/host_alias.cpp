@@ -16,12 +16,16 @@ c10::DispatchKeySet host_keys(const at::Tensor& t) {
   return c10::DispatchKeySet(c10::DispatchKey::CPU) | (t.key_set() & kPending);
 }
 
+void check_strided(const at::Tensor& t) {
+  TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == c10::kStrided, "simulated device: ", t.layout(),
+                              " tensors are not supported. Use dense tensors, or keep these on the CPU.");
+}
+
 }  // namespace
 
 at::Tensor host_alias(const at::Tensor& t) {
   if (!is_simulated(t)) return t;
-  TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == c10::kStrided, "simulated device: ", t.layout(),
-                              " tensors are not supported. Use dense tensors, or keep these on the CPU.");
+  check_strided(t);
   auto* impl = t.unsafeGetTensorImpl();
   at::Tensor host = t.has_storage() && t.storage()
                         ? at::detail::make_tensor<c10::TensorImpl>(host_storage(t.storage()), host_keys(t), t.dtype())
@@ -32,6 +36,8 @@ at::Tensor host_alias(const at::Tensor& t) {
 }
 
 at::Tensor to_device(at::Tensor host, c10::Device device) {
+  check_strided(host);
+  device = with_index(device);
   auto* impl = host.unsafeGetTensorImpl();
   auto storage = impl->storage();
   TORCH_CHECK_NOT_IMPLEMENTED(storage, "simulated device: a kernel returned a tensor without memory.");

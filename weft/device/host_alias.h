@@ -24,6 +24,9 @@ class HostCall {
   c10::Device device() const;
   void set_device(c10::Device device) { device_ = device; }
 
+  /// Whether no argument is on a device, as in a call that only its generator brings here.
+  bool on_host() const { return arguments_.empty() && !device_; }
+
   at::Tensor alias(const at::Tensor& t);
   void finish();
   at::Tensor result(at::Tensor host);

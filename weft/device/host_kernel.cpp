@@ -140,14 +140,18 @@ class HostKernel final : public c10::OperatorKernel {
           c10::impl::check_and_update_common_device(common, t, method_, tensor.name.c_str());
         });
       }
-    } else if (mixing_ == Mixing::iterator) {
+    } else if (mixing_ == Mixing::iterator || mixing_ == Mixing::scalars) {
       check_iterator(at);
+    } else if (mixing_ == Mixing::mask) {
+      check_mask(at);
+    } else if (mixing_ == Mixing::weights) {
+      check_weights(at);
     } else if (mixing_ == Mixing::indices) {
       check_indices(at);
     }
   }
 
-  /// TensorIterator: inputs without dimensions may be on the CPU; the common device is the first that is not the CPU.
+  /// TensorIterator: an input without dimensions may be on the CPU; the common device is the first that is not the CPU.
   template <class At>
   void check_iterator(const At& at) const {
     std::optional<c10::Device> common;
@@ -155,11 +159,35 @@ class HostKernel final : public c10::OperatorKernel {
       for_tensors(at(tensor.index), [&](const at::Tensor& t) {
         if (!common && !t.is_cpu()) common = t.device();
       });
+    int scalars = 0;
     for (const auto& tensor : tensors_)
       for_tensors(at(tensor.index), [&](const at::Tensor& t) {
-        const bool scalar = t.is_cpu() && t.dim() == 0 && !tensor.written;
-        if (!scalar && t.device() != *common) raise_two_devices(*common, t.device());
+        if (t.is_cpu() && t.dim() == 0 && !tensor.written) {
+          TORCH_CHECK(++scalars == 1 || mixing_ == Mixing::scalars,
+                      "Trying to pass too many CPU scalars to non-CPU kernel!");
+        } else if (t.device() != *common) {
+          raise_two_devices(*common, t.device());
+        }
       });
+  }
+
+  /// `convolution(input, weight, bias, …)`, and its backward with the gradient of the output before these.
+  template <class At>
+  void check_weights(const At& at) const {
+    const auto& input = at(0).toTensor();
+    for (const auto& tensor : tensors_)
+      for_tensors(at(tensor.index), [&](const at::Tensor& t) {
+        TORCH_CHECK(t.device() == input.device(), "Input type (", input.toString(), ") and ", tensor.name, " type (",
+                    t.toString(), ") should be the same");
+      });
+  }
+
+  /// `masked_fill_(self, mask, value)`.
+  template <class At>
+  void check_mask(const At& at) const {
+    const auto self = at(0).toTensor().device(), mask = at(1).toTensor().device();
+    TORCH_CHECK(self == mask, "expected self and mask to be on the same device, but got mask on ", mask,
+                " and self on ", self);
   }
 
   /// `index` and its kin: self decides the device.
@@ -182,6 +210,7 @@ class HostKernel final : public c10::OperatorKernel {
       return;
     }
     const auto& given = generator.toGenerator();
+    TORCH_CHECK(!call.on_host(), "Expected a 'cpu' device type for generator but found 'cuda'");
     TORCH_CHECK(given.device().is_cuda(), "Expected a 'cuda' device type for generator but found '",
                 c10::DeviceTypeName(given.device().type(), /*lower_case=*/true), "'");
     generator = IValue(host_generator(given));

@@ -8,8 +8,11 @@ namespace weft::device {
 /// Which arguments may be tensors of the CPU, as the kernels of a GPU decide it.
 enum class Mixing {
   same,      // none: torch's generated check
-  iterator,  // inputs without dimensions: TensorIterator's check
+  iterator,  // one input without dimensions: TensorIterator's check
+  scalars,   // inputs without dimensions
   indices,   // the indices of a tensor on a device, and a value without dimensions
+  mask,      // a value without dimensions, but not the mask of `masked_fill_`
+  weights,   // of a convolution: none
   parts,     // a call with tensors of the CPU is divided into calls that check themselves
   any,       // the kernel checks nothing
 };

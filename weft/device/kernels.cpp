@@ -4,7 +4,11 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_local_scalar_dense.h>
+#include <ATen/ops/_log_softmax.h>
+#include <ATen/ops/_log_softmax_backward_data.h>
 #include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/_softmax.h>
+#include <ATen/ops/_softmax_backward_data.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/bernoulli.h>
 #include <ATen/ops/empty_like.h>
@@ -15,6 +19,7 @@
 #include <ATen/ops/view_native.h>
 
 #include <optional>
+#include <string>
 #include <tuple>
 
 #include "weft/device/devices.h"
@@ -156,8 +161,25 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
   return {input.mul(kept).mul_(p == 1 ? 0. : 1 / (1 - p)), kept};
 }
 
-bool no_cudnn_ctc_loss(const Tensor&, const Tensor&, c10::IntArrayRef, c10::IntArrayRef, int64_t) { return false; }
-bool no_cudnn_ctc_loss_lengths(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t) { return false; }
+/// Whether a softmax computes in float32 from lower precision, which kernels for the CPU do not.
+Tensor softmax_input(const Tensor& self, bool half_to_float) { return half_to_float ? self.to(at::kFloat) : self; }
+Tensor softmax(const Tensor& self, int64_t dim, bool half_to_float) {
+  return to_device(at::_softmax(host_alias(softmax_input(self, half_to_float)), dim, false), self.device());
+}
+Tensor log_softmax(const Tensor& self, int64_t dim, bool half_to_float) {
+  return to_device(at::_log_softmax(host_alias(softmax_input(self, half_to_float)), dim, false), self.device());
+}
+Tensor softmax_backward(const Tensor& grad, const Tensor& output, int64_t dim, at::ScalarType dtype) {
+  const auto dx = at::_softmax_backward_data(host_alias(grad), host_alias(output), dim, output.scalar_type());
+  return to_device(dx.to(dtype), grad.device());
+}
+Tensor log_softmax_backward(const Tensor& grad, const Tensor& output, int64_t dim, at::ScalarType dtype) {
+  const auto dx = at::_log_softmax_backward_data(host_alias(grad), host_alias(output), dim, output.scalar_type());
+  return to_device(dx.to(dtype), grad.device());
+}
+
+bool no_library_ctc_loss(const Tensor&, const Tensor&, c10::IntArrayRef, c10::IntArrayRef, int64_t) { return false; }
+bool no_library_ctc_loss_lengths(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t) { return false; }
 void record_stream(Tensor&, c10::Stream) {}
 
 }  // namespace
@@ -179,8 +201,14 @@ void register_kernels(OperationTable& table) {
   table.add("_reshape_alias", reshape_alias);
   table.add("unfold", unfold);
   table.add("native_dropout", native_dropout);
-  table.add("_use_cudnn_ctc_loss", no_cudnn_ctc_loss);
-  table.add("_use_cudnn_ctc_loss.Tensor", no_cudnn_ctc_loss_lengths);
+  table.add("_softmax", softmax);
+  table.add("_log_softmax", log_softmax);
+  table.add("_softmax_backward_data", softmax_backward);
+  table.add("_log_softmax_backward_data", log_softmax_backward);
+  for (const char* library : {"_use_cudnn_ctc_loss", "_use_miopen_ctc_loss"}) {
+    table.add(library, no_library_ctc_loss);
+    table.add((std::string(library) + ".Tensor").c_str(), no_library_ctc_loss_lengths);
+  }
   table.add("record_stream", record_stream);
 }
 

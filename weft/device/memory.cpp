@@ -115,7 +115,7 @@ Account& account(DeviceIndex device) {
 
 /// What a storage on a device owns: its host storage, and its entry in the statistics.
 struct Block {
-  Block(Storage storage, DeviceIndex index) : host(std::move(storage)), bytes(host.nbytes()), device(index) {
+  Block(size_t bytes, DeviceIndex device) : bytes(bytes), device(device) {
     if (bytes) account(device).add(bytes, cuda_device(device));
   }
   Block(const Block&) = delete;
@@ -130,19 +130,29 @@ struct Block {
 
 void free_block(void* block) { delete static_cast<Block*>(block); }
 
-DataPtr own(Storage host, Device device) {
-  auto block = std::make_unique<Block>(std::move(host), device.index());
+DataPtr own(std::unique_ptr<Block> block) {
   auto* data = block->host.mutable_data();
+  const auto device = cuda_device(block->device);
   return {data, block.release(), &free_block, device};
 }
 
-Storage new_host_storage(size_t bytes) {
-  return {Storage::use_byte_size_t(), static_cast<int64_t>(bytes), c10::GetCPUAllocator(), /*resizable=*/true};
+/// Counts the memory of `host` on the device.
+DataPtr own(Storage host, Device device) {
+  auto block = std::make_unique<Block>(host.nbytes(), with_index(device).index());
+  block->host = std::move(host);
+  return own(std::move(block));
+}
+
+/// Counts first: beyond the limit nothing is allocated.
+DataPtr allocate_memory(size_t bytes, Device device) {
+  auto block = std::make_unique<Block>(bytes, with_index(device).index());
+  block->host = {Storage::use_byte_size_t(), static_cast<int64_t>(bytes), c10::GetCPUAllocator(), /*resizable=*/true};
+  return own(std::move(block));
 }
 
 class Allocator final : public c10::DeviceAllocator {
  public:
-  DataPtr allocate(size_t bytes) override { return own(new_host_storage(bytes), cuda_device(current_device())); }
+  DataPtr allocate(size_t bytes) override { return allocate_memory(bytes, cuda_device(current_device())); }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
   bool initialized() override { return device_count() > 0; }
   void emptyCache(c10::MempoolId_t) override {
@@ -240,12 +250,14 @@ Storage device_storage(Storage host, Device device) {
   return {Storage::use_byte_size_t(), bytes, own(std::move(host), device), &device_allocator(), /*resizable=*/true};
 }
 
-Storage allocate(size_t bytes, Device device) { return device_storage(new_host_storage(bytes), device); }
+Storage allocate(size_t bytes, Device device) {
+  return {Storage::use_byte_size_t(), bytes, allocate_memory(bytes, device), &device_allocator(), /*resizable=*/true};
+}
 
 void resize_storage(c10::StorageImpl& storage, size_t bytes) {
   TORCH_CHECK(storage.resizable(), "Trying to resize storage that is not resizable");
   if (bytes == storage.nbytes()) return;
-  auto memory = own(new_host_storage(bytes), storage.device());
+  auto memory = allocate_memory(bytes, storage.device());
   if (const auto kept = std::min(bytes, storage.nbytes())) std::memcpy(memory.get(), storage.data(), kept);
   storage.set_data_ptr_noswap(std::move(memory));
   storage.set_nbytes(bytes);

@@ -1,6 +1,10 @@
+#include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <chrono>
+#include <cstdint>
 #include <memory>
+#include <string>
 
 #include "weft/core/host_memory.h"
 #include "weft/device/devices.h"
@@ -10,6 +14,8 @@
 #include "weft/device/host_kernel.h"
 #include "weft/device/kernels.h"
 #include "weft/device/memory.h"
+#include "weft/device/process_group.h"
+#include "weft/device/profiler.h"
 
 namespace weft::device {
 namespace {
@@ -28,6 +34,8 @@ void start(c10::DeviceIndex count, size_t memory) {
   set_total_memory(memory);
   set_device_count(count);
   register_guard();
+  register_profiler();
+  register_timer();
   c10::SetAllocator(c10::DeviceType::CUDA, &device_allocator(), /*priority=*/100);
   static const auto* table = [] {
     auto t = std::make_unique<OperationTable>();
@@ -81,6 +89,42 @@ py::dict memory_stats(c10::DeviceIndex device) {
   return d;
 }
 
+template <class T, class Base>
+using HolderClass = py::class_<T, Base, c10::intrusive_ptr<T>>;
+
+/// Keys of a store that no group used before. Torch names a group that is made again after destroy_process_group as the
+/// group before: a rank could read the old addresses of the others and wait for them until the timeout. Each rank adds
+/// one to a count, which all ranks share.
+py::object unused_keys(const py::module_& distributed, const py::object& store, int size) {
+  const auto key = "groups_of_" + std::to_string(size);
+  const auto earlier = (store.attr("add")(key, 1).cast<int64_t>() - 1) / size;
+  return distributed.attr("PrefixStore")(key + "/" + std::to_string(earlier), store);
+}
+
+/// torch.distributed.ProcessGroupNCCL, which a build of torch for the CPU lacks.
+void bind_process_group(py::module_& m) {
+  const auto distributed = py::module_::import("torch.distributed");
+  const auto nothing = [](const ProcessGroup&) {};
+  HolderClass<ProcessGroup, c10d::Backend> group(m, "ProcessGroupNCCL");
+  HolderClass<ProcessGroup::Options, c10d::Backend::Options>(group, "Options", py::dynamic_attr())
+      .def(py::init([](bool) { return c10::make_intrusive<ProcessGroup::Options>(); }),
+           py::arg("is_high_priority_stream") = false);
+  group
+      .def(py::init([distributed](const py::object& store, int rank, int size,
+                                  const c10::intrusive_ptr<ProcessGroup::Options>& options) {
+             const auto keys = unused_keys(distributed, store, size);
+             const auto gloo = distributed.attr("ProcessGroupGloo")(keys, rank, size, options->timeout);
+             return c10::make_intrusive<ProcessGroup>(gloo.cast<c10::intrusive_ptr<c10d::Backend>>(), options);
+           }),
+           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"))
+      .def_property_readonly("uid", &ProcessGroup::getID)
+      .def("_is_initialized", [](const ProcessGroup&) { return true; })
+      .def("_comm_ptr", [](const ProcessGroup& self) { return reinterpret_cast<intptr_t>(&self); })
+      .def("_add_ephemeral_timeout", [](const ProcessGroup&, const py::object&) {})
+      .def("_group_start", nothing)
+      .def("_group_end", nothing);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_device, m) {
@@ -105,6 +149,7 @@ PYBIND11_MODULE(_device, m) {
   m.def("resize_storage", [](const at::Tensor& t, int64_t bytes) {
     resize_storage(*t.storage().unsafeGetStorageImpl(), static_cast<size_t>(bytes));
   });
+  bind_process_group(m);
   m.def("host_alias", &host_alias, "The tensor of the CPU with the memory of a tensor on a simulated device.");
 }
 

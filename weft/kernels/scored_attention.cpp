@@ -76,12 +76,12 @@ void store_queries(const at::Tensor& matrix, const at::Tensor& t) {
 template <class Run>
 void for_each_score_part(const Attention& attention, const ScoreTerms& terms, const Qkv& in, const Run& run) {
   const auto groups = in.q.size(2), heads = in.q.size(3);
-  const auto run_groups = [&](int64_t batch, int64_t query, int64_t queries, int64_t key, int64_t keys) {
+  const auto compute_groups = [&](int64_t batch, int64_t query, int64_t queries, int64_t key, int64_t keys) {
     if (queries == 0) return;
     for (int64_t g = 0; g < groups; ++g) run(ScorePart{attention, terms, batch, g, heads, queries, keys}, query, key);
   };
   if (!attention.cu_seqlens_q.defined()) {
-    for (int64_t b = 0; b < in.q.size(0); ++b) run_groups(b, 0, in.q.size(1), 0, in.k.size(1));
+    for (int64_t b = 0; b < in.q.size(0); ++b) compute_groups(b, 0, in.q.size(1), 0, in.k.size(1));
     return;
   }
   const SequenceOffsets queries(attention.cu_seqlens_q, in.q.size(1), "cu_seqlens_q");
@@ -89,7 +89,7 @@ void for_each_score_part(const Attention& attention, const ScoreTerms& terms, co
   TORCH_CHECK_VALUE(queries.sequences() == keys.sequences(), "cu_seqlens_q has ", queries.sequences(),
                     " sequences, cu_seqlens_kv ", keys.sequences(), "; expected the same number.");
   for (int64_t i = 0; i < queries.sequences(); ++i)
-    run_groups(i, queries.begin(i), queries.rows(i), keys.begin(i), keys.rows(i));
+    compute_groups(i, queries.begin(i), queries.rows(i), keys.begin(i), keys.rows(i));
 }
 
 /// Of [batch, T, groups, ..] the rows of one part.

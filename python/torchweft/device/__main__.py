@@ -6,33 +6,42 @@ import argparse
 import os
 import runpy
 import sys
+from collections.abc import Callable, Mapping
 
+from ._restart import start_again_if_late
 from ._simulate import VARIABLES, from_environment
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m torchweft.device",
-        usage="%(prog)s [options] (script.py | -m module) [arguments]",
-        description="Runs a script or a module with simulated CUDA devices.",
-        allow_abbrev=False,
-    )
-    for option, default, what in (
-        ("devices", "1", "how many"),
-        ("capability", "9.0", "their compute capability"),
-        ("memory", "80GiB", "the memory of each"),
-    ):
-        given = os.environ.get(VARIABLES[option], default)
-        parser.add_argument(f"--{option}", default=given, help=f"{what} ({default}; or set {VARIABLES[option]})")
+def launch(
+    prog: str,
+    description: str,
+    start: Callable[[], object],
+    capability: str = "9.0",
+    more: Mapping[str, tuple[str, str, str]] | None = None,
+) -> None:
+    """Runs the program that the command line names, after `start`. Options become variables of the environment, so that
+    the processes that the program starts have them, too. `more`: further options, each with its variable, its default
+    and its help."""
+    options = {
+        "devices": (VARIABLES["devices"], "1", "how many"),
+        "capability": (VARIABLES["capability"], capability, "their compute capability"),
+        "memory": (VARIABLES["memory"], "80GiB", "the memory of each"),
+        **(more or {}),
+    }
+    usage = "%(prog)s [options] (script.py | -m module) [arguments]"
+    parser = argparse.ArgumentParser(prog=prog, usage=usage, description=description, allow_abbrev=False)
+    for option, (variable, default, what) in options.items():
+        given = os.environ.get(variable, default)
+        parser.add_argument(f"--{option}", default=given, help=f"{what} ({default}; or set {variable})")
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not arguments.program:
         parser.error("expected a script, or -m and a module")
-    os.environ.update({variable: getattr(arguments, option) for option, variable in VARIABLES.items()})
+    os.environ.update({variable: getattr(arguments, option) for option, (variable, *_) in options.items()})
     try:
-        from_environment()
-    except ValueError as error:
+        start_again_if_late(start, sys.orig_argv)
+    except (ValueError, ImportError, RuntimeError) as error:
         parser.error(str(error))
     sys.argv = arguments.program
     if arguments.module:
@@ -44,4 +53,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    launch(
+        "python -m torchweft.device",
+        "Runs a script or a module with simulated CUDA devices.",
+        from_environment,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 import time
 import types
 import uuid
@@ -16,8 +17,23 @@ from .. import _device
 if TYPE_CHECKING:
     from ._simulate import SimulatedDevices
 
-CUDA_VERSION = "12.8"  # what torch.version.cuda says: that of the CUDA build of torch 2.13
+CUDA_VERSION = "13.0"  # what torch.version.cuda says: that of the CUDA build of torch on the package index
 _CUDA = 1  # c10::DeviceType::CUDA
+
+
+# What `torch.cuda` and Inductor import of CUDA graphs and of their memory pools.
+_OF_GRAPHS = (
+    "_cuda_CUDAAllocator_AllocatorState",
+    "_cuda_beginAllocateCurrentStreamToPool",
+    "_cuda_beginAllocateCurrentThreadToPool",
+    "_cuda_beginAllocateToPool",
+    "_cuda_endAllocateCurrentStreamToPool",
+    "_cuda_endAllocateToPool",
+    "_cuda_releasePool",
+    "_cuda_getCheckpointState",
+    "_cuda_setCheckpointPoolState",
+    "_cuda_checkPoolLiveAllocations",
+)
 
 
 def _unsupported(name: str, why: str) -> Any:
@@ -25,6 +41,16 @@ def _unsupported(name: str, why: str) -> Any:
         raise NotImplementedError(f"simulated device: {name} is not supported: {why}")
 
     return raise_error
+
+
+_raise_for_graph = _unsupported("a CUDA graph", "it records kernels of a GPU. Run the function without a graph.")
+
+
+class _Graph:
+    """The base of `torch.cuda.CUDAGraph`."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        _raise_for_graph()
 
 
 class DeviceProperties(types.SimpleNamespace):
@@ -134,8 +160,36 @@ def _exchange_device(index: int) -> int:
     return _device.exchange_device(index) if index >= 0 else -1
 
 
+def _maybe_exchange_device(index: int) -> int:
+    """Another function than `_exchange_device`: Dynamo tells them apart."""
+    return _exchange_device(index)
+
+
 def _set_device(index: int) -> None:
     _exchange_device(index)
+
+
+class _Ranges:
+    """NVTX: counts the depth of ranges and shows them to nobody."""
+
+    def __init__(self) -> None:
+        self._depth = threading.local()
+
+    def rangePushA(self, message: str) -> int:
+        self._depth.value = getattr(self._depth, "value", 0) + 1
+        return int(self._depth.value) - 1
+
+    def rangePop(self) -> int:
+        self._depth.value = getattr(self._depth, "value", 0) - 1
+        return int(self._depth.value)
+
+    def markA(self, *args: Any) -> None:
+        pass
+
+    def rangeStartA(self, message: str) -> int:
+        return 0
+
+    rangeEnd = deviceRangeStart = deviceRangeEnd = markA
 
 
 def _cudart(devices: SimulatedDevices) -> types.SimpleNamespace:
@@ -164,7 +218,6 @@ def _names(devices: SimulatedDevices) -> dict[str, Any]:
     def nothing(*args: Any, **kwargs: Any) -> None:
         pass
 
-    graphs = "CUDA graphs record kernels of a GPU. Run the function without a graph."
     major, minor = devices.capability
     return {
         "_cuda_init": nothing,
@@ -173,7 +226,7 @@ def _names(devices: SimulatedDevices) -> dict[str, Any]:
         "_cuda_getDevice": _device.current_device,
         "_cuda_setDevice": _set_device,
         "_cuda_exchangeDevice": _exchange_device,
-        "_cuda_maybeExchangeDevice": _exchange_device,
+        "_cuda_maybeExchangeDevice": _maybe_exchange_device,
         "_cuda_getCurrentStream": _current_stream,
         "_cuda_getCurrentRawStream": lambda index: _current_stream(index)[0],
         "_cuda_getDefaultStream": lambda index: (0, index, _CUDA),
@@ -183,7 +236,7 @@ def _names(devices: SimulatedDevices) -> dict[str, Any]:
         "_cuda_synchronize": nothing,
         "_cuda_sleep": nothing,
         "_cuda_hasPrimaryContext": lambda index: True,
-        "_cuda_getCompiledVersion": lambda: 12080,
+        "_cuda_getCompiledVersion": lambda: 13000,
         "_cuda_getArchFlags": lambda: f"sm_{major}{minor}",
         "_cuda_canDeviceAccessPeer": lambda device, peer: device != peer,
         "_cuda_set_sync_debug_mode": nothing,
@@ -212,8 +265,9 @@ def _names(devices: SimulatedDevices) -> dict[str, Any]:
         "_cuda_set_cudnn_benchmark_limit": nothing,
         "_cuda_jiterator_compile_and_launch_kernel": _unsupported("a jiterator kernel", "it is written in CUDA."),
         "_cuda_tunableop_is_enabled": lambda: False,
-        "_CUDAGraph": _unsupported("a CUDA graph", graphs),
-        "_graph_pool_handle": _unsupported("a CUDA graph", graphs),
+        "_CUDAGraph": _Graph,
+        "_graph_pool_handle": _raise_for_graph,
+        **{name: _raise_for_graph for name in _OF_GRAPHS if not hasattr(_C, name)},
         "_CudaDeviceProperties": DeviceProperties,
         "_CudaStreamBase": _StreamBase,
         "_CudaEventBase": _EventBase,
@@ -236,7 +290,8 @@ def _tensor_type(name: str, dtype: torch.dtype) -> type:
             sizes = args[0] if len(args) == 1 and isinstance(args[0], torch.Size) else args
             return torch.empty(sizes or (0,), dtype=dtype, device=device, **kwargs)
 
-    return Meta(name, (), {"__module__": "torch.cuda", "dtype": dtype, "is_cuda": True})
+    names = {"__module__": "torch.cuda", "__qualname__": name, "dtype": dtype, "is_cuda": True}
+    return Meta(f"torch.cuda.{name}", (), names)  # Tensor.type reads this name
 
 
 TENSOR_TYPES = {
@@ -259,14 +314,16 @@ def install(devices: SimulatedDevices) -> None:
     for name, value in names.items():
         setattr(_C, name, value)
     cuda = torch.cuda
-    streams = importlib.reload(cuda.streams)  # its classes derive from the bases above
+    # Their classes derive from the bases above.
+    streams, graphs = importlib.reload(cuda.streams), importlib.reload(cuda.graphs)
     every = [_properties(index, devices) for index in range(devices.count)]
     in_cuda = {
         "Stream": streams.Stream,
         "Event": streams.Event,
         "ExternalStream": streams.ExternalStream,
+        **{name: getattr(graphs, name) for name in graphs.__all__},
         "_exchange_device": _exchange_device,
-        "_maybe_exchange_device": _exchange_device,
+        "_maybe_exchange_device": _maybe_exchange_device,
         "_CudaDeviceProperties": DeviceProperties,
         "_is_in_bad_fork": names["_cuda_isInBadFork"],
         "_cudart": names["_cudart"],
@@ -277,7 +334,7 @@ def install(devices: SimulatedDevices) -> None:
     }
     for name, value in in_cuda.items():
         setattr(cuda, name, value)
-    setattr(cuda.graphs, "_cuda_isCurrentStreamCapturing", names["_cuda_isCurrentStreamCapturing"])  # noqa: B010
+    setattr(cuda.nvtx, "_nvtx", _Ranges())  # noqa: B010
     torch.version.cuda = CUDA_VERSION
     torch.backends.cudnn.enabled = False  # torch warns where it looks for cuDNN and does not find it
     cuda._lazy_init()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import os
 import re
 import sys
+import time
+from typing import Any
 
 import torch
 
 from .. import _device
+from ._restart import TooLateError
 
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 VARIABLES = {"devices": "WEFT_DEVICES", "capability": "WEFT_DEVICE_CAPABILITY", "memory": "WEFT_DEVICE_MEMORY"}
@@ -47,6 +51,11 @@ def is_simulated() -> bool:
     return _simulated is not None
 
 
+def _let_backward_threads_finish() -> None:
+    """Autograd's threads free the last graph after backward has returned. Without the interpreter they would abort."""
+    time.sleep(0.05)
+
+
 def simulate(
     devices: int = 1,
     *,
@@ -68,9 +77,9 @@ def simulate(
 
     Example:
         >>> from torchweft.device import simulate
-        >>> simulate(devices=2, memory="16GiB").count
+        >>> simulate(devices=2, memory="16GiB").count  # doctest: +SKIP
         2
-        >>> torch.ones(3, device="cuda:1").sum()
+        >>> torch.ones(3, device="cuda:1").sum()  # doctest: +SKIP
         tensor(3., device='cuda:1')
     """
     global _simulated
@@ -95,29 +104,40 @@ def simulate(
             "pip install torch --index-url https://download.pytorch.org/whl/cpu"
         )
     if _device.autograd_has_started():
-        raise RuntimeError(
+        raise TooLateError(
             "simulate: autograd has started its threads for another accelerator. Call simulate before the first "
             "backward, or start the program with python -m torchweft.device."
         )
     _device.start(wanted.count, wanted.memory)
-    from . import _cuda_module, _spawn, _storage  # after the devices exist
+    from . import _comm, _compile, _cuda_module, _distributed, _spawn, _storage  # after the devices exist
 
     _cuda_module.install(wanted)
+    _comm.install()
+    _compile.install()
+    _distributed.install()
     _storage.install()
     _spawn.install(wanted)
+    atexit.register(_let_backward_threads_finish)
     _simulated = wanted
     return wanted
 
 
+def options_from_environment(capability: str = "9.0") -> dict[str, Any]:
+    """The arguments of :func:`simulate` that the environment variables name. `capability` is the default of one."""
+    defaults = {"devices": "1", "capability": capability, "memory": "80GiB"}
+    given = {option: os.environ.get(VARIABLES[option], default) for option, default in defaults.items()}
+    found = re.fullmatch(r"(\d+)\.(\d)", given["capability"])
+    if not given["devices"].isdecimal():
+        raise ValueError(f"devices: got {given['devices']!r}, expected a number such as 2.")
+    if not found:
+        raise ValueError(f"capability: got {given['capability']!r}, expected such as {capability}.")
+    return {
+        "devices": int(given["devices"]),
+        "capability": (int(found[1]), int(found[2])),
+        "memory": given["memory"],
+    }
+
+
 def from_environment() -> SimulatedDevices:
     """Calls :func:`simulate` with what the environment variables say."""
-    devices, capability, memory = (
-        os.environ.get(VARIABLES[option], default)
-        for option, default in (("devices", "1"), ("capability", "9.0"), ("memory", "80GiB"))
-    )
-    found = re.fullmatch(r"(\d+)\.(\d)", capability)
-    if not devices.isdecimal():
-        raise ValueError(f"devices: got {devices!r}, expected a number such as 2.")
-    if not found:
-        raise ValueError(f"capability: got {capability!r}, expected such as 9.0.")
-    return simulate(int(devices), capability=(int(found[1]), int(found[2])), memory=memory)
+    return simulate(**options_from_environment())

@@ -1,0 +1,67 @@
+#include "weft/te/gemm_limits.h"
+
+#include "weft/te/quantizer_view.h"
+#include "weft/te/strict.h"
+
+namespace weft::te {
+namespace {
+
+constexpr const char* kRelax = " Call torchweft.te.install(strict=False) to compute it here only.";
+
+bool is_fp8(const Operand& o) { return o.quantized && o.quantized->quantization.format != Format::e2m1; }
+bool has_one_scale(const Operand& o) { return is_fp8(o) && o.quantized->quantization.block == 0; }
+bool has_float32_blocks(const Operand& o) {
+  return is_fp8(o) && o.quantized->quantization.block > 0 &&
+         o.quantized->quantization.scale_format == ScaleFormat::float32;
+}
+
+void check_multiple(const char* who, const char* what, int64_t size, int64_t divisor) {
+  TORCH_CHECK(size % divisor == 0, who, ": the ", what, " dimension requirement of FP8 GEMMs on GPUs is a multiple of ",
+              divisor, ", got ", size, ". Pad the operands.", kRelax);
+}
+
+/// The leading dimensions of the operands as the GPU reads them: it transposes none, or has transposed copies.
+void check_leading_dimensions(const char* who, const GemmOperands& o) {
+  const bool any_layout = gpu_needs_no_transpose();
+  if (has_one_scale(o.a)) check_multiple(who, "leading", o.transa || !any_layout ? o.reduction() : o.columns(), 16);
+  if (has_one_scale(o.b)) check_multiple(who, "leading", o.transb && any_layout ? o.rows() : o.reduction(), 16);
+}
+
+void check_float32_blocks(const char* who, const GemmOperands& o, const GemmFeatures& f) {
+  const bool a_is_1d = !o.a.quantized->quantization.two_dimensional;
+  const bool b_is_1d = !o.b.quantized->quantization.two_dimensional;
+  check_multiple(who, "leading", o.reduction(), 16);
+  check_multiple(who, "outer", o.columns(), 8);
+  if (b_is_1d) check_multiple(who, "outer", o.rows(), 8);
+  TORCH_CHECK(a_is_1d || b_is_1d, who,
+              ": Only 1D by 1D, 1D by 2D, and 2D by 1D block scaling GEMM is supported on GPUs, got two operands with "
+              "2D blocks.",
+              kRelax);
+  const bool has_only_gelu_grad = f.gelu_grad && !f.bias && !f.bias_grad;
+  TORCH_CHECK(
+      has_only_gelu_grad || !(f.gelu || f.gelu_grad || f.bias_grad), who,
+      ": Epilogue requested outside of the available ones: block-scaled FP8 GEMMs of GPUs add a bias or multiply "
+      "by the gradient of GELU.",
+      kRelax);
+  TORCH_CHECK(!f.gelu_grad || f.dtype == at::kBFloat16, who, ": an unsupported value or parameter was passed: ",
+              "the gradient of GELU requires a bfloat16 output, got ", f.dtype, ".", kRelax);
+  TORCH_CHECK(f.split_accumulator, who,
+              ": CUBLAS_STATUS_NOT_SUPPORTED: block-scaled FP8 GEMMs of GPUs require use_split_accumulator=True.",
+              kRelax);
+}
+
+}  // namespace
+
+void check_gemm_limits(const char* who, const GemmOperands& o, const GemmFeatures& features) {
+  if (!strict() || o.empty() || !is_fp8(o.a) || !is_fp8(o.b)) return;
+  const auto is_e5m2 = [](const Operand& x) { return x.quantized->quantization.format == Format::e5m2; };
+  TORCH_CHECK(!is_e5m2(o.a) || !is_e5m2(o.b), who,
+              ": CUBLAS_STATUS_NOT_SUPPORTED: GPUs do not multiply two E5M2 operands. Use E4M3 for one of them.",
+              kRelax);
+  check_leading_dimensions(who, o);
+  // GPUs that multiply FP8 in every layout convert blocks with float32 scales to MXFP8.
+  if (has_float32_blocks(o.a) && has_float32_blocks(o.b) && !gpu_needs_no_transpose())
+    check_float32_blocks(who, o, features);
+}
+
+}  // namespace weft::te

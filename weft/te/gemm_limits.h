@@ -1,0 +1,18 @@
+#pragma once
+#include "weft/te/gemm.h"
+
+// GEMMs that the cuBLAS of a GPU refuses. In strict mode weft refuses them too; otherwise it computes them.
+
+namespace weft::te {
+
+/// What a GEMM does besides multiplying.
+struct GemmFeatures {
+  bool bias = false, bias_grad = false, gelu = false, gelu_grad = false, split_accumulator = true;
+  at::ScalarType dtype = at::kFloat;  // of the output
+};
+
+/// Raises RuntimeError in strict mode for FP8 operands that the simulated GPU does not multiply. `who` names the
+/// function.
+void check_gemm_limits(const char* who, const GemmOperands& operands, const GemmFeatures& features);
+
+}  // namespace weft::te

@@ -1,0 +1,16 @@
+#pragma once
+#include <cstdint>
+
+// Shapes that the kernels of a GPU refuse. In strict mode weft refuses them too, so that a program that runs here runs
+// there; otherwise it computes them.
+
+namespace weft::te {
+
+/// Whether shapes that a GPU refuses raise; true unless set.
+bool strict();
+void set_strict(bool strict);
+
+/// Raises ValueError in strict mode unless both sizes are multiples of `block`, the values that share a scale.
+void check_whole_blocks(const char* who, int64_t rows, int64_t columns, int64_t block);
+
+}  // namespace weft::te
