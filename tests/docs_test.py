@@ -128,7 +128,8 @@ def test_documented_project_uses_public_headers_and_own_names(page):
         included = set(re.findall(r'#include "([^"]+)"', content)) - found.keys()
         assert included <= public_headers(), f"{page} includes {included - public_headers()}"
         for name in re.findall(r'Register<\w+> \w+\{"(\w+)"|\.name = "(\w+)"', content):
-            taken = subprocess.run(["git", "grep", "-lw", "".join(name), "--", "weft"], cwd=ROOT, capture_output=True)
+            where = ["--", "weft", ":!weft/te"]  # whose arguments are named by Transformer Engine
+            taken = subprocess.run(["git", "grep", "-lw", "".join(name), *where], cwd=ROOT, capture_output=True)
             assert not taken.stdout, f"{page}: weft has {''.join(name)} already"
 
 

@@ -11,6 +11,7 @@ MAY_INCLUDE = {
     "core": "",
     "kernels": "core",
     "device": "core",
+    "te": "core kernels comm quant device",
     "comm": "core",
     "quant": "core kernels comm",
     "overlap": "core kernels comm",
@@ -53,7 +54,7 @@ MUST_NOT_KNOW = {
 ONLY_IN = [
     (
         r"torch/csrc/autograd/",
-        ("weft/fuser/", "weft/python/", "weft/device/"),
+        ("weft/fuser/", "weft/python/", "weft/device/", "weft/te/"),
         "only weft/fuser, the simulated device and the bindings use autograd",
     ),
     (r"torch/torch\.h", (), "it takes 17 s to compile; include narrower headers"),

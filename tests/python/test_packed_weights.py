@@ -503,7 +503,7 @@ def test_packed_copies_are_freed_with_weights():
 
 
 def test_negative_limit_is_rejected():
-    with pytest.raises(ValueError, match="expected 0 or more"):
+    with pytest.raises(ValueError, match="expected a number of bytes, 0 or more"):
         torchweft.set_packing_limit(-1)
 
 

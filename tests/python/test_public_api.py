@@ -18,7 +18,8 @@ from torchweft.compat import _namespace
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "python/torchweft"
-NAMES = [info.name for info in pkgutil.walk_packages(torchweft.__path__, "torchweft.")]
+EXTENSION = "torchweft.te.transformer_engine_torch"  # Transformer Engine imports it
+NAMES = [info.name for info in pkgutil.walk_packages(torchweft.__path__, "torchweft.") if info.name != EXTENSION]
 MODULES = [torchweft, *(importlib.import_module(name) for name in NAMES if "._" not in name)]
 REPLACED = {f"transformer_engine.pytorch.{name}": row[0] for name, row in _namespace.SUPPORTED.items() if name != "ops"}
 
