@@ -15,7 +15,8 @@ echo "wheel: build"
 CXX=${CXX:-c++} "$python" -m pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps -w "$work/dist" .
 wheel=$(echo "$work"/dist/torchweft-*.whl)
 names=$("$python" -m zipfile -l "$wheel")
-for name in 'torchweft/_C\.[^ ]*so' torchweft/lib/libweft.so torchweft/lib/cmake/weft/weftConfig.cmake \
+for name in 'torchweft/_C\.[^ ]*so' 'torchweft/_device\.[^ ]*so' 'torchweft/te/transformer_engine_torch\.[^ ]*so' \
+            torchweft/lib/libweft.so torchweft/lib/libweft_device.so torchweft/lib/cmake/weft/weftConfig.cmake \
             torchweft/include/weft/ torchweft/py.typed torchweft/_C.pyi torchweft/ops.pyi torchweft/compat/__main__.py LICENSE; do
   grep -q -- "$name" <<<"$names" || { echo "wheel: $name is not in $(basename "$wheel")" >&2; exit 1; }
 done
@@ -41,6 +42,15 @@ echo "wheel: run the README's first example, docs/start.md and torchweft info"
 python_blocks README.md 1 >"$work/readme.py"
 python_blocks docs/start.md 99 >"$work/start.py"
 (cd "$work" && "$fresh" readme.py && "$fresh" start.py && "$work/env/bin/torchweft" info)
+
+echo "wheel: a script on a simulated device, and with Transformer Engine if it is in build/te"
+echo 'import torch; print(torch.ones(2, device="cuda").sum())' >"$work/device.py"
+echo 'import torch, transformer_engine.pytorch as te; print(te.Linear(16, 16)(torch.ones(8, 16, device="cuda")).device)' >"$work/te.py"
+(cd "$work" && "$fresh" -m torchweft.device device.py)
+if [[ -d build/te ]]; then
+  "$fresh" -m pip install -qq --disable-pip-version-check numpy packaging
+  (te=$PWD/build/te && cd "$work" && PYTHONPATH=$te "$fresh" -m torchweft.te te.py)
+fi
 
 echo "wheel: train a GPT for a few steps"
 (cd "$work" && "$fresh" "$OLDPWD/examples/python/train_gpt.py" --steps 3 >train_gpt.log && tail -n 1 train_gpt.log)
