@@ -42,17 +42,19 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   Stream getStream(Device d) const override {
     const auto device = with_index(d);
-    return Stream(Stream::UNSAFE, device, current_stream[static_cast<size_t>(device.index())]);
+    return Stream(Stream::UNSAFE, device, current_stream[place(device.index())]);
   }
   Stream getDefaultStream(Device d) const override { return Stream(Stream::DEFAULT, with_index(d)); }
   Stream getNewStream(Device d, int) const override { return Stream(Stream::UNSAFE, with_index(d), ++last_stream); }
   Stream getStreamFromGlobalPool(Device d, bool) const override { return getNewStream(d, 0); }
   Stream exchangeStream(Stream s) const override {
     check_device(s.device_index());
-    auto& place = current_stream[static_cast<size_t>(s.device_index())];
-    return Stream(Stream::UNSAFE, s.device(), std::exchange(place, s.id()));
+    auto& stream = current_stream[place(s.device_index())];
+    return Stream(Stream::UNSAFE, s.device(), std::exchange(stream, s.id()));
   }
-  void* getStreamNativeHandle(const Stream s) const override { return reinterpret_cast<void*>(s.id()); }
+  void* getStreamNativeHandle(const Stream s) const override {
+    return reinterpret_cast<void*>(s.id());  // NOLINT(performance-no-int-to-ptr)
+  }
   bool queryStream(const Stream&) const override { return true; }
   void synchronizeStream(const Stream&) const override {}
   void synchronizeDevice(DeviceIndex) const override {}

@@ -25,6 +25,9 @@ inline c10::Device with_index(c10::Device device) {
   return device.has_index() ? device : cuda_device(current_device());
 }
 
+/// The place of a device in an array with one element for each.
+inline size_t place(c10::DeviceIndex index) { return static_cast<uint8_t>(index); }
+
 /// Registers the device guard, its streams and its events. Work on a stream is complete when the call returns.
 void register_guard();
 

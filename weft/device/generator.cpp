@@ -54,7 +54,7 @@ const at::Generator& default_generator(c10::DeviceIndex device) {
   static std::mutex mutex;
   const auto index = index_or_current(device);
   std::lock_guard lock(mutex);
-  auto& generator = (*generators)[static_cast<size_t>(index)];
+  auto& generator = (*generators)[place(index)];
   if (!generator) generator = make(index);
   return *generator;
 }

@@ -58,9 +58,9 @@ void change_tensors(IValue& value, const F& change) {
     for (const IValue& element : list) {
       IValue copy = element;
       change_tensors(copy, change);
-      changed.push_back(std::move(copy));
+      changed.push_back(copy);
     }
-    value = IValue(std::move(changed));
+    value = IValue(changed);
   }
 }
 

@@ -96,6 +96,7 @@ void fit_storage(const Tensor& self) {
   if (impl->numel() > 0 && bytes > storage->nbytes()) resize_storage(*storage, bytes);
 }
 
+// NOLINTBEGIN(bugprone-return-const-ref-from-parameter, performance-unnecessary-value-param): torch's signatures
 const Tensor& resize_(const Tensor& self, SymIntArrayRef size, std::optional<c10::MemoryFormat> memory_format) {
   auto* impl = self.unsafeGetTensorImpl();
   const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
@@ -126,6 +127,7 @@ Tensor& set_storage_at(Tensor& self, c10::Storage storage, SymInt offset, SymInt
   fit_storage(self);
   return self;
 }
+// NOLINTEND(bugprone-return-const-ref-from-parameter, performance-unnecessary-value-param)
 
 Tensor& set_storage(Tensor& self, c10::Storage storage) {
   const auto count = static_cast<int64_t>(storage.nbytes() / self.itemsize());

@@ -110,7 +110,7 @@ std::atomic<size_t> memory_of_device{size_t{80} << 30};
 
 Account& account(DeviceIndex device) {
   static auto* accounts = new std::array<Account, kMaxDevices>;  // tensors may be freed after the program's destructors
-  return (*accounts)[static_cast<size_t>(device)];
+  return (*accounts)[place(device)];
 }
 
 /// What a storage on a device owns: its host storage, and its entry in the statistics.

@@ -9,7 +9,6 @@ void bind_unsupported(py::module_& m, const char* name, const char* reason) {
                   const py::args&, const py::kwargs&) { TORCH_CHECK_NOT_IMPLEMENTED(false, message); });
 }
 
-// NOLINTNEXTLINE(readability-identifier-naming)
 PYBIND11_MODULE(transformer_engine_torch, m) {
   m.doc() = "What Transformer Engine's Python calls, computed on the CPU by weft.";
   bind_enums(m);  // first: types of the arguments of the others
