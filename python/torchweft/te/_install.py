@@ -93,7 +93,8 @@ def install(
 
     A second call with the same devices changes `strict` only.
     """
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    installed = any(isinstance(finder, _Finder) for finder in sys.meta_path)
+    if not installed:
         if COMMON in sys.modules:
             raise RuntimeError(
                 "torchweft.te.install: transformer_engine is imported already. Call install() before its first import, "
@@ -108,7 +109,7 @@ def install(
         os.environ.setdefault(name, value)
     device.simulate(devices, capability=capability, memory=memory)
     _triton.install()
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if not installed:
         sys.meta_path.insert(0, _Finder())
     _load_extension()._set_strict(strict)
 
