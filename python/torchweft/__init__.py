@@ -2,6 +2,10 @@
 
 import torch
 
+# Its default arguments are the default group at the time of import. Imported after init_process_group, as by the first
+# optimizer, they keep that group and its threads until the process exits, where such a thread may abort the process.
+import torch.distributed.nn.functional
+
 from . import _built_with
 
 __version__ = _built_with.VERSION

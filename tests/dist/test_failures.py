@@ -1,4 +1,5 @@
-"""A rank is killed, is stopped, or runs a different collective: every survivor raises in time and names the cause."""
+"""A rank is killed, is stopped, or runs a different collective: every survivor raises in time and names the cause.
+A destroyed group leaves no thread behind."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import pathlib
 import random
 import re
 import signal
+import subprocess
 import sys
 import time
 
@@ -123,3 +125,20 @@ def test_no_shared_memory_is_left(tmp_path):
     rng = random.Random(1)
     inject_fault(tmp_path, "shm", 2, signal.SIGKILL, "training", rng)
     assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_a_destroyed_group_leaves_no_thread_behind(tmp_path):
+    """Threads that outlive the interpreter abort the process when they release a tensor that Python has seen."""
+    code = f"""
+import os
+import torch, torchweft
+import torch.distributed as dist
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
+torch.optim.SGD([torch.ones(1, requires_grad=True)])  # imports modules whose default arguments are the default group
+dist.destroy_process_group()
+names = [open(f"/proc/self/task/{{thread}}/comm").read() for thread in os.listdir("/proc/self/task")]
+print([name.strip() for name in names if "gloo" in name])
+"""
+    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[2] / "python")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
