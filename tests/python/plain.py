@@ -266,7 +266,7 @@ def attention(op, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, inner
     """Attention of each sequence; `inner(op, q, k, v)` computes that of [batch, heads, s, channels]."""
     seed, width = attention_seed(op), op.num_attention_heads * op.kv_channels
     if x.numel() == 0:
-        return x[..., :width]
+        return x[..., :width].clone()  # no view of x
 
     def compute(sequences: torch.Tensor, first: int = 0) -> torch.Tensor:
         dropout = () if seed is None else (seed, first)

@@ -13,14 +13,16 @@ second way: under activation checkpointing, in threads, compiled, or only once m
 - a tensor of the caller was changed, an output requires a gradient or not, a gradient is missing, a dtype or a shape.
 
 The rule for values, written before the long runs. Errors are relative to the largest value of the tensor; of gradients
-also to 1/100 of the largest gradient. T is the tolerance of a pipeline (tolerances.py).
+also to 1/100 of the largest gradient, those of the outputs in the loss included. T is the tolerance of a pipeline
+(tolerances.py).
 
 1. An error of at most T is right.
-2. Otherwise up to 64 neighbours run, whose inputs and Parameters differ by up to one rounding of weft's dtype. They
-   have the quantized operands of the program, so eager's products of these differ by up to one rounding of float32 of
-   the sum of magnitudes, as if it were added in another order. E is the largest error of eager in the program and its
-   neighbours. In float64, where eager is the reference, E is the largest difference between the reference's results of
-   the program and of its neighbours.
+2. Otherwise up to 64 neighbours run, whose inputs and Parameters differ by up to one rounding of weft's dtype. In
+   eager what an operation computes, and the gradient that it receives, differ by up to one rounding, too: as if it had
+   rounded at other places. They have the quantized operands of the program, so eager's products of these differ by up
+   to one rounding of float32 of the sum of magnitudes, as if it were added in another order. E is the largest error of
+   eager in the program and its neighbours. In float64, where eager is the reference, E is the largest difference
+   between the reference's results of the program and of its neighbours.
 3. The program is ill-conditioned if E > T/2. Then an error of at most 2 E (float64: 16 E, for as many roundings of
    intermediate values) is right.
 4. Any other error is wrong, and the seed is printed.
@@ -114,6 +116,7 @@ class Plain:
 
     def __init__(self, program: Program, of: plain.Of, reference: Reference) -> None:
         self.program, self.of, self.reference = program, of, reference
+        self.moved = 0
 
     def run(self, part: int, x: torch.Tensor, env: dict[str, torch.Tensor], modes: Modes) -> tuple:
         choice = modes.recipes[part]
@@ -126,9 +129,35 @@ class Plain:
             gemm = plain.plain_gemm
             if quantizers is not None and isinstance(node.module, ops.Linear | ops.BasicLinear | ops.GroupedLinear):
                 gemm = self.reference.gemm(node.module, quantizers)
-            return plain.apply(node.module, x, *extras, of=self.of, gemm=gemm)
+            y, extra = plain.apply(node.module, x, *extras, of=self.of, gemm=gemm)
+            return self._moved(y, x), extra
 
         return one_by_one(self.program.parts[part], x, env, call)
+
+
+    def _moved(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Returns y, for a neighbour moved by up to one rounding. The reference rounds nothing, and neither does an
+        operation that passes its input on."""
+        neighbour = self.reference.neighbour
+        if neighbour is None or self.program.dtype == torch.float64 or y.dtype == torch.float64 or not y.numel():
+            return y
+        if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+            return y
+        self.moved += 1
+        return _Moved.apply(y, neighbour, -self.moved)
+
+
+class _Moved(torch.autograd.Function):
+    """Moves a result, and the gradient that it receives, by up to one rounding."""
+
+    @staticmethod
+    def forward(ctx, y: torch.Tensor, neighbour: int, number: int) -> torch.Tensor:
+        ctx.neighbour, ctx.number = neighbour, number
+        return nearby(y, y.dtype, neighbour, 2 * number)
+
+    @staticmethod
+    def backward(ctx, dy: torch.Tensor):
+        return nearby(dy, dy.dtype, ctx.neighbour, 2 * ctx.number + 1), None, None
 
 
 def external_inputs(nodes: list[Node]) -> list[str]:
@@ -247,24 +276,25 @@ def incoming_gradients(program: Program, outputs: Tensors) -> Tensors:
     return [g.transpose(0, -1).contiguous().transpose(0, -1) if strided and g.dim() > 1 else g for g in grads]
 
 
-def nearby(t: torch.Tensor, dtype: torch.dtype, neighbour: int | None) -> torch.Tensor:
-    """Returns t in `dtype`; for a neighbour each value is moved by up to one rounding. Integers do not change."""
+def nearby(t: torch.Tensor, dtype: torch.dtype, neighbour: int | None, number: int) -> torch.Tensor:
+    """Returns t, the tensor of this number, in `dtype`; for a neighbour each value is moved by up to one rounding, and
+    those of no two tensors alike. Integers do not change."""
     if not t.is_floating_point():
         return t
     if neighbour is None:
         return t.detach().to(dtype)
-    generator = torch.Generator().manual_seed(neighbour)
+    generator = torch.Generator().manual_seed((neighbour + NEIGHBOURS * number) % 2**63)
     move = torch.rand(t.shape, generator=generator, dtype=torch.float64) * 2 - 1
     return (t.detach().double() * (1 + move * torch.finfo(dtype).eps)).to(dtype)
 
 
 def new_leaves(program: Program, dtype: torch.dtype, neighbour: int | None = None) -> dict[str, torch.Tensor]:
     """Returns new leaves. Values have the program's dtype; the computation is in `dtype`."""
-    given = {name: g.leaf(nearby(g.values, program.dtype, neighbour)) for name, g in program.caller_tensors.items()}
-    return {
-        name: (t.to(dtype) if t.is_floating_point() else t).requires_grad_(program.caller_tensors[name].requires_grad)
-        for name, t in given.items()
-    }
+    leaves = {}
+    for number, (name, given) in enumerate(program.caller_tensors.items()):
+        leaf = given.leaf(nearby(given.values, program.dtype, neighbour, number))
+        leaves[name] = (leaf.to(dtype) if leaf.is_floating_point() else leaf).requires_grad_(given.requires_grad)
+    return leaves
 
 
 def linears(program: Program) -> list[torch.nn.Module]:
@@ -308,8 +338,9 @@ def run_plain(
 ) -> Outcome:
     """Runs the program in plain torch, for the gradients and the quantized operands of weft's outcome."""
     params = {}
-    for p in program.parameters():
-        params[id(p)] = nearby(p, program.dtype, neighbour).to(dtype, copy=True).requires_grad_(p.requires_grad)
+    for number, p in enumerate(program.parameters(), start=len(program.caller_tensors)):
+        moved = nearby(p, program.dtype, neighbour, number)
+        params[id(p)] = moved.to(dtype, copy=True).requires_grad_(p.requires_grad)
     reference = Reference(weft=mine.trace, checks=checks, neighbour=neighbour)
     caller = Plain(program, lambda p: params[id(p)], reference)
     leaves = new_leaves(program, dtype, neighbour)
@@ -444,9 +475,11 @@ def judge_against_plain(program: Program, mine: Outcome, verdict: Verdict) -> No
 
 def errors(outcome: Outcome, exact: Outcome) -> dict[str, float]:
     """Returns the error of each output and gradient, relative to its largest value. Gradients that nearly cancel are
-    compared with the largest gradient, and none with less than 2.5e-4 (float16 has few bits below)."""
+    compared with the largest gradient (with one key those of queries are 0 in exact arithmetic, so that of the output
+    counts), and none with less than 2.5e-4 (float16 has few bits below)."""
     got, relative = outcome.tensors(), {}
-    largest = max((top(g) for g in exact.grads.values() if g is not None), default=0.0)
+    given = [exact.incoming[i] for i in exact.used]
+    largest = max((top(g) for g in [*exact.grads.values(), *given] if g is not None), default=0.0)
     for what, truth in exact.tensors().items():
         if what in got:
             floor = 1e-2 * largest if what.startswith("gradient") else 0.0

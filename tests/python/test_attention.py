@@ -204,6 +204,20 @@ def test_large_scores_do_not_overflow():
         assert y.isfinite().all() and dx.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("groups", (1, 4))
+def test_gradients_of_shared_keys_are_rounded_once(dtype, groups):
+    """The more query heads share a key head, the more an addition in the dtype would lose."""
+    op = attention(32, 16, num_gqa_groups=groups, attn_mask_type="no_mask", qkv_layout="concatenated")
+    x = activations(op, 64, 2, dtype=dtype)
+    dy = torch.randn(64, 2, 512, dtype=dtype)
+    exact = result(lambda t: plain.attention(op, t), x.detach().double().requires_grad_(), dy.double())[1]
+    dx = result(op, x, dy)[1].double()
+    widths = [512, 16 * groups, 16 * groups]
+    for got, true in zip(dx.split(widths, -1), exact.split(widths, -1), strict=True):
+        assert (got - true).abs().max() <= 1.5 * torch.finfo(dtype).eps * true.abs().max()
+
+
 def test_window_of_own_position_returns_values():
     op = attention(2, 4, window_size=(0, 0), attn_mask_type="no_mask", qkv_layout="concatenated")
     x = activations(op, 6, 2)

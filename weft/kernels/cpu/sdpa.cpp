@@ -73,6 +73,8 @@ bool computes_in_float32(const DenseAttention& d) {
   return largest(d.in.q) * largest(d.in.k) * d.attention.scale <= kMaxScore;
 }
 
+bool is_below_float32(const DenseAttention& d) { return d.in.q.element_size() < 4; }
+
 /// Whether `count` values are finite: no exponent has all bits set.
 template <class Bits>
 bool are_finite(const Bits* values, int64_t count, Bits exponent) {
@@ -122,12 +124,16 @@ struct HeadRange {
   /// Of [batch, T, groups, …].
   at::Tensor of(const at::Tensor& t) const { return t.narrow(0, batch, batches).narrow(2, group, groups); }
   Qkv of(const Qkv& t) const { return {of(t.q), of(t.k), of(t.v)}; }
+  DenseAttention of(const DenseAttention& d) const {
+    const auto heads = d.heads_per_group();
+    const auto logsumexp = d.logsumexp.narrow(0, batch, batches).narrow(1, group * heads, groups * heads);
+    return {d.attention, d.first_sequence + batch, of(d.in), of(d.out), logsumexp};
+  }
   /// Attention of these heads on float32 copies of its inputs.
   DenseAttention in_float32(const DenseAttention& d) const {
-    const auto heads = d.heads_per_group();
-    const Qkv in{of(d.in.q).to(at::kFloat), of(d.in.k).to(at::kFloat), of(d.in.v).to(at::kFloat)};
-    const auto logsumexp = d.logsumexp.narrow(0, batch, batches).narrow(1, group * heads, groups * heads);
-    return {d.attention, d.first_sequence + batch, in, of(d.out), logsumexp};
+    auto part = of(d);
+    part.in = {part.in.q.to(at::kFloat), part.in.k.to(at::kFloat), part.in.v.to(at::kFloat)};
+    return part;
   }
 };
 
@@ -142,6 +148,25 @@ void for_each_head_range(const DenseAttention& d, const Run& run) {
   for (int64_t b = 0; b < d.batch(); b += batches)
     for (int64_t g = 0; g < all; g += groups)
       run(HeadRange{b, std::min(batches, d.batch() - b), g, std::min(groups, all - g)});
+}
+
+void backward(const DenseAttention& d, const at::Tensor& dout, const Qkv& grads) {
+  const auto merge = merge_of(d);
+  const auto grad = with_dense_channels(dout), out = with_dense_channels(d.out);
+  // The kernel adds the gradients of the query heads of a group to each other in its dtype. Below float32 every query
+  // head gets keys of its own here, and a sum in float32 is rounded once.
+  const auto copies = is_below_float32(d) ? d.heads_per_group() : 1;
+  const auto repeated = [&](const at::Tensor& t) { return copies == 1 ? t : t.repeat_interleave(copies, 1); };
+  const auto summed = [&](const at::Tensor& t) { return copies == 1 ? t : t.unflatten(1, {-1, copies}).sum(2); };
+  for (int64_t b = 0; b < calls(d, merge); ++b) {
+    const auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+        query_heads(grad, merge, b), query_heads(d.in.q, merge, b), repeated(key_heads(d.in.k, merge, b)),
+        repeated(key_heads(d.in.v, merge, b)), query_heads(out, merge, b), statistics(d.logsumexp, d, merge, b),
+        /*dropout_p=*/0, d.attention.causal(), /*attn_mask=*/{}, d.attention.scale);
+    store(grads.q, dq, merge, b);
+    store(grads.k, summed(dk), merge, b);
+    store(grads.v, summed(dv), merge, b);
+  }
 }
 
 }  // namespace
@@ -167,19 +192,12 @@ void sdpa_backward(const DenseAttention& d, const at::Tensor& dout, const Qkv& g
     return for_each_head_range(d, [&](const HeadRange& range) {
       auto part = range.in_float32(d);
       part.out = part.out.to(at::kFloat);
-      sdpa_backward(part, range.of(dout).to(at::kFloat), range.of(grads));
+      backward(part, range.of(dout).to(at::kFloat), range.of(grads));
     });
-  const auto merge = merge_of(d);
-  const auto grad = with_dense_channels(dout), out = with_dense_channels(d.out);
-  for (int64_t b = 0; b < calls(d, merge); ++b) {
-    const auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-        query_heads(grad, merge, b), query_heads(d.in.q, merge, b), key_heads(d.in.k, merge, b),
-        key_heads(d.in.v, merge, b), query_heads(out, merge, b), statistics(d.logsumexp, d, merge, b),
-        /*dropout_p=*/0, d.attention.causal(), /*attn_mask=*/{}, d.attention.scale);
-    store(grads.q, dq, merge, b);
-    store(grads.k, dk, merge, b);
-    store(grads.v, dv, merge, b);
-  }
+  if (is_below_float32(d) && d.heads_per_group() > 1)  // which copies the keys
+    return for_each_head_range(d,
+                               [&](const HeadRange& range) { backward(range.of(d), range.of(dout), range.of(grads)); });
+  backward(d, dout, grads);
 }
 
 }  // namespace weft::kernels
