@@ -11,7 +11,7 @@ MAY_INCLUDE = {
     "core": "",
     "kernels": "core",
     "device": "core",
-    "te": "core kernels comm quant device",
+    "te": "core kernels comm quant ops fused fuser device",
     "comm": "core",
     "quant": "core kernels comm",
     "overlap": "core kernels comm",
@@ -37,6 +37,7 @@ MUST_NOT_KNOW = {
     "overlap": [(r"torch/nn/", "parameters")],
     "ops": [(r"torch/nn/", "modules"), (AN_OPERATION, "other operations")],
     "fuser": [(AN_OPERATION, "concrete operations")],
+    "te": [(AN_OPERATION, "concrete operations")],
     "nn": [(r"weft/kernels/", "kernels"), (r"weft/comm/", "transports")],
     "python": [
         (
@@ -122,6 +123,7 @@ def test_includes_of_what_a_layer_must_not_know_are_detected():
         "weft/overlap/costs.cpp": "#include <torch/nn/module.h>",
         "weft/ops/bias.cpp": '#include "weft/ops/dropout.h"',
         "weft/fuser/plan.cpp": '#include "weft/ops/basic_linear.h"',
+        "weft/te/gemm.cpp": '#include "weft/ops/basic_linear.h"',
         "weft/nn/linear.cpp": '#include "weft/kernels/gemm.h"',
         "weft/nn/sequential.cpp": '#include "weft/comm/shm_transport.h"',
         "weft/python/module.cpp": '#include "weft/kernels/gemm.h"',

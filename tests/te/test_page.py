@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs/transformer_engine.md"
 
@@ -26,10 +28,11 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_program_prints_what_is_shown(tmp_path):
-    done = run("-c", blocks("python")[0], folder=tmp_path)
+@pytest.mark.parametrize(("program", "printed"), list(zip(blocks("python"), blocks("text"), strict=True)))
+def test_programs_print_what_is_shown(program, printed, tmp_path):
+    done = run("-c", program, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.rstrip() == blocks("text")[0].rstrip()
+    assert done.stdout.rstrip() == printed.rstrip()
 
 
 def test_unchanged_script_and_test(tmp_path):

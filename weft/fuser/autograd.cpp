@@ -93,6 +93,11 @@ class PipelineNode final : public Node {
                          const CallerTensors& caller_tensors);
 
   variable_list apply(variable_list&& grads) override;
+  /// As apply, without an engine.
+  variable_list apply_once(variable_list&& grads) {
+    by_hand_ = last_use_ = true;
+    return apply(std::move(grads));
+  }
   void will_release_variables() override { last_use_ = true; }
   void release_variables() override {
     const std::lock_guard lock(mutex_);
@@ -119,6 +124,7 @@ class PipelineNode final : public Node {
   std::vector<std::shared_ptr<void>> states_;  // contexts of Python operations
   std::vector<ops::Buffers> buffers_;          // only written, so not saved variables
   bool last_use_ = false;                      // the graph is not retained after this backward
+  bool by_hand_ = false;                       // the engine knows nothing of this backward
   bool released_ = false;
 };
 
@@ -277,7 +283,8 @@ variable_list PipelineNode::differentiate(variable_list&& grads, std::vector<at:
                    .report = &pipeline.report().backward};
   auto dy = std::move(grads[0]);
   grads.clear();
-  const auto unused = unused_gradients(*this, num_params, static_cast<int>(inputs.size()));
+  const auto unused =
+      by_hand_ ? std::vector<uint8_t>() : unused_gradients(*this, num_params, static_cast<int>(inputs.size()));
   out[0] = unused.empty() ? run_backward(pipeline, *plan_, frame, std::move(dy))
                           : run_backward(pipeline, prune(pipeline, *plan_, unused), frame, std::move(dy));
   for (size_t k = 0; k < inputs.size(); ++k) out[1 + num_params + k] = std::move(extra_in[inputs[k]]);
@@ -382,6 +389,15 @@ Tensors run_plan(const std::shared_ptr<const Pipeline>& pipeline_ptr, const std:
   if (!node) return outputs;
   node->save_for_backward(frame, params, outputs, CallerTensors{x, extras, outputs, params});
   return outputs;
+}
+
+Tensors run_backward_of(torch::autograd::Node& node, Tensors grads) {
+  auto* pipeline_node = dynamic_cast<PipelineNode*>(&node);
+  TORCH_CHECK_VALUE(pipeline_node, "weft: expected the node of a pipeline, got ", node.name(), ".");
+  TORCH_CHECK_VALUE(grads.size() == node.num_inputs(), "weft: expected ", node.num_inputs(), " gradients, got ",
+                    grads.size(), ".");
+  auto out = pipeline_node->apply_once({std::make_move_iterator(grads.begin()), std::make_move_iterator(grads.end())});
+  return {std::make_move_iterator(out.begin()), std::make_move_iterator(out.end())};
 }
 
 }  // namespace weft::fuser

@@ -19,6 +19,11 @@ std::shared_ptr<const Plan> Fuser::plan(const at::Tensor& x, ops::Params params,
   return find(make_plan_key(*pipeline_, x, params, extras, eval_mask));
 }
 
+std::shared_ptr<const Plan> Fuser::last_plan() const {
+  const std::lock_guard lock(mutex_);
+  return plans_.empty() ? nullptr : plans_.front();
+}
+
 int64_t Fuser::plans_kept() const {
   const std::lock_guard lock(mutex_);
   return static_cast<int64_t>(plans_.size());

@@ -29,6 +29,9 @@ class Fuser {
   std::shared_ptr<const Plan> plan(const at::Tensor& x, ops::Params params, c10::ArrayRef<at::Tensor> extras,
                                    uint64_t eval_mask = 0);
 
+  /// The plan of the last call; null before the first one.
+  std::shared_ptr<const Plan> last_plan() const;
+
   const Pipeline& pipeline() const { return *pipeline_; }
   std::shared_ptr<const Pipeline> shared_pipeline() const { return pipeline_; }
   /// The number of plans created since construction, and of plans cached now.

@@ -7,13 +7,15 @@
 #include <cfloat>
 #include <cmath>
 
+#include "weft/core/host_memory.h"
+
 namespace weft::quant {
 namespace {
 
 void check_state(const at::Tensor& state) {
   TORCH_CHECK_VALUE(state.defined() && state.scalar_type() == at::kFloat && state.dim() == 2 && state.size(0) >= 2 &&
-                        state.is_contiguous() && state.device().is_cpu(),
-                    "delayed scaling: expected a state of contiguous float32 [1 + history, tensors] on the CPU.");
+                        state.is_contiguous() && in_host_memory(state.device()),
+                    "delayed scaling: expected a state of contiguous float32 [1 + history, tensors] in host memory.");
 }
 
 }  // namespace
@@ -43,8 +45,8 @@ void update_delayed_state(const at::Tensor& state, const at::Tensor& reduced, fl
   check_state(state);
   const auto n = state.size(1), length = state.size(0) - 1;
   TORCH_CHECK_VALUE(!reduced.defined() || (reduced.numel() == n && reduced.scalar_type() == at::kFloat &&
-                                           reduced.is_contiguous() && reduced.device().is_cpu()),
-                    "delayed scaling: expected ", n, " reduced maxima, contiguous float32 on the CPU.");
+                                           reduced.is_contiguous() && in_host_memory(reduced.device())),
+                    "delayed scaling: expected ", n, " reduced maxima, contiguous float32 in host memory.");
   auto* const scales = state.mutable_data_ptr<float>();
   auto* const history = scales + n;  // [length][n]
   const float scaled_max = max * static_cast<float>(std::exp2(-options.margin));

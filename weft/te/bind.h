@@ -16,6 +16,7 @@ void bind_context_parallel(py::module_& m);
 void bind_dropout(py::module_& m);
 void bind_enums(py::module_& m);
 void bind_expert_parallel(py::module_& m);
+void bind_fused_run(py::module_& m);
 void bind_gemm(py::module_& m);
 void bind_grouped_tensor(py::module_& m);
 void bind_layout(py::module_& m);

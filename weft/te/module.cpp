@@ -31,6 +31,7 @@ PYBIND11_MODULE(transformer_engine_torch, m) {
   bind_optimizers(m);
   bind_expert_parallel(m);
   bind_comm_overlap(m);
+  bind_fused_run(m);
 }
 
 }  // namespace weft::te

@@ -2,9 +2,11 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <string>
+#include <tuple>
 
 #include "weft/te/dtype.h"
 #include "weft/te/host.h"
@@ -40,6 +42,35 @@ bool is_noop(const at::Tensor& noop) { return noop.defined() && host(noop).item<
 at::Tensor dequantized_in_python(py::handle tensor, at::ScalarType dtype) {
   using namespace py::literals;
   return host(tensor.attr("dequantize")("dtype"_a = py::cast(dtype)).cast<at::Tensor>()).to(dtype);
+}
+
+/// The codes of the other copy of a tensor with one scale: the transposed ones.
+void add_transposed(QuantizedBuffers& b, bool columnwise) {
+  const auto& from = b.copy(!columnwise);
+  const auto codes = host(from.data).view(at::kByte);
+  b.copy(columnwise) = {.data = (columnwise ? codes.movedim(-1, 0) : codes.movedim(0, -1)).contiguous(),
+                        .scales = from.scales,
+                        .amax = {}};
+}
+
+/// Whether a matrix of the one kind can be read as one of the other.
+bool same_codes(const kernels::Quantization& a, const kernels::Quantization& b) {
+  const auto key = [](const kernels::Quantization& q) {
+    return std::tuple(q.format, q.block, q.scale_format, q.scale_bound, q.row_scaled, q.hadamard);
+  };
+  return key(a) == key(b);
+}
+
+/// Copies scales, whose rows or columns may be repeated `step` times in `from`. Returns false if they are not.
+bool copy_scales(const at::Tensor& from, const at::Tensor& to, int64_t step) {
+  auto kept = from, repeated = to;
+  for (int64_t dim = 0; dim < from.dim(); ++dim)
+    if (from.size(dim) != to.size(dim)) kept = kept.slice(dim, std::nullopt, std::nullopt, step);
+  if (kept.sizes() != to.sizes()) return false;
+  to.copy_(kept);
+  for (int64_t dim = 0; dim < from.dim(); ++dim)
+    if (from.size(dim) != to.size(dim)) repeated = repeated.repeat_interleave(step, dim).narrow(dim, 0, from.size(dim));
+  return repeated.equal(from);
 }
 
 at::Tensor as_matrix(const at::Tensor& t) {
@@ -86,11 +117,7 @@ Operand read_operand(py::handle tensor, Copy copy) {
   auto buffers = read_buffers(tensor);
   const bool columnwise = copy == Copy::columnwise;
   if (buffers.layout == Layout::per_tensor) {
-    if (!buffers.rowwise.data.defined() && !columnwise) {
-      buffers.rowwise = {.data = host(buffers.columnwise.data).view(at::kByte).movedim(0, -1).contiguous(),
-                         .scales = buffers.columnwise.scales,
-                         .amax = {}};
-    }
+    if (!buffers.rowwise.data.defined() && !columnwise) add_transposed(buffers, false);
     const bool reads_rows = !columnwise || !buffers.columnwise.data.defined();
     return {.plain = {}, .quantized = readable_matrix(buffers, dtype, reads_rows, !reads_rows), .copy = copy};
   }
@@ -99,6 +126,34 @@ Operand read_operand(py::handle tensor, Copy copy) {
                     py::str(py::type::of(tensor).attr("__name__")).cast<std::string>(), " has no ", name,
                     " copy. Call update_usage(", name, "_usage=True), or quantize it with ", name, "=True.");
   return {.plain = {}, .quantized = readable_matrix(buffers, dtype, !columnwise, columnwise), .copy = copy};
+}
+
+kernels::QuantizedMatrix own_matrix(py::handle tensor, const kernels::Quantization& how) {
+  const at::NoGradGuard no_grad;
+  auto buffers = read_buffers(tensor);
+  const auto dtype = dtype_of_tensor(tensor);
+  const auto options = at::TensorOptions().dtype(at::kByte).device(device_of(tensor));
+  for (const bool columnwise : {false, true})
+    if (buffers.layout == Layout::per_tensor && !buffers.copy(columnwise).data.defined())
+      add_transposed(buffers, columnwise);
+  bool fits = same_codes(buffers.how, how);
+  const auto given = readable_matrix(buffers, dtype, true, true);
+  kernels::QuantizedMatrix own{.quantization = how, .dtype = dtype, .rows = given.rows, .columns = given.columns};
+  for (const bool columnwise : {false, true}) {
+    const auto& from = columnwise ? given.columnwise : given.rowwise;
+    if (!fits || !from.defined()) continue;
+    const kernels::CopySizes<int64_t> sizes(how, own.rows, own.columns, columnwise);
+    const auto bytes = at::zeros({sizes.bytes()}, options);
+    const auto made = kernels::matrix_of_copy(how, dtype, own.rows, own.columns, columnwise, bytes);
+    auto& to = columnwise ? own.columnwise : own.rowwise;
+    to = columnwise ? made.columnwise : made.rowwise;
+    host(to.data).copy_(from.data);
+    fits = copy_scales(from.scales.view(to.scales.scalar_type()), host(to.scales), how.block);
+    if (to.amax.defined() && from.amax.defined()) host(to.amax).copy_(from.amax);
+  }
+  TORCH_CHECK_VALUE(fits, "a weight, ", py::str(py::type::of(tensor).attr("__name__")).cast<std::string>(),
+                    ", was quantized with another recipe than that of this call.");
+  return own;
 }
 
 at::Tensor dequantized(py::handle tensor, at::ScalarType dtype) {

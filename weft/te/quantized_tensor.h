@@ -41,6 +41,10 @@ struct Operand {
 /// of classes that only Python can read are dequantized. Raises ValueError if the tensor lacks the copy.
 Operand read_operand(py::handle tensor, Copy copy);
 
+/// The matrix of a quantized tensor in memory of its own, in weft's layout (QuantizedCopy::bytes), on its device. A
+/// tensor with one scale gets both copies. Raises ValueError unless it was quantized as `how` says.
+kernels::QuantizedMatrix own_matrix(py::handle tensor, const kernels::Quantization& how);
+
 /// The values of a torch.Tensor or a quantized tensor as a tensor of the CPU with `dtype`.
 at::Tensor dequantized(py::handle tensor, at::ScalarType dtype);
 

@@ -10,6 +10,7 @@ what the module computes on a GPU, with the same bytes of quantized values, and 
     import torchweft.te; torchweft.te.install()      # before `import transformer_engine`
 """
 
+from ._fusion import explain
 from ._install import install
 
-__all__ = ["install"]
+__all__ = ["explain", "install"]

@@ -13,7 +13,7 @@ from typing import Any
 
 from .. import device
 from ..device._simulate import options_from_environment
-from . import _triton
+from . import _fusion, _triton
 
 COMMON, EXTENSION = "transformer_engine.common", "transformer_engine_torch"
 # Read by Transformer Engine and Triton when they are imported. Each may be set otherwise before.
@@ -22,7 +22,7 @@ DEFAULTS = {
     "NVTE_TORCH_COMPILE": "0",  # its small fused functions run eagerly: Inductor would compile them for a GPU
 }
 SWITCH = "NVTE_PROJECT_BUILDING"  # Transformer Engine's own: set, it loads no library of CUDA
-STRICT, CAPABILITY = "WEFT_TE_STRICT", "10.0"  # a variable of the environment; the default of another
+STRICT, FUSION, CAPABILITY = "WEFT_TE_STRICT", "WEFT_TE_FUSION", "10.0"  # variables of the environment; a default
 
 
 def extension_path() -> Path:
@@ -35,8 +35,8 @@ def extension_path() -> Path:
     raise ImportError(f"torchweft.te: no file {found[0].name} in {folder}. Install torchweft again.")
 
 
-class _CommonLoader:
-    """Runs `transformer_engine.common` without CUDA's libraries, and tells it where the compiled module lies."""
+class _Loader:
+    """Another loader, with something done around it."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -47,6 +47,10 @@ class _CommonLoader:
     def create_module(self, spec: Any) -> ModuleType | None:
         module: ModuleType | None = self._loader.create_module(spec)
         return module
+
+
+class _CommonLoader(_Loader):
+    """Runs `transformer_engine.common` without CUDA's libraries, and tells it where the compiled module lies."""
 
     def exec_module(self, module: ModuleType) -> None:
         before = os.environ.get(SWITCH)
@@ -66,13 +70,24 @@ class _CommonLoader:
         module._get_shared_object_file = find_shared_object  # type: ignore[attr-defined]
 
 
+class _OpsLoader(_Loader):
+    """Runs `transformer_engine.pytorch.ops`, and then registers weft's fusion."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        _fusion.register()
+
+
+_LOADERS: dict[str, type[_Loader]] = {COMMON: _CommonLoader, _fusion.OPS: _OpsLoader}
+
+
 class _Finder:
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
-        if name != COMMON:
+        if name not in _LOADERS:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _CommonLoader(spec.loader)  # type: ignore[assignment]
+            spec.loader = _LOADERS[name](spec.loader)  # type: ignore[assignment]
         return spec
 
 
@@ -82,6 +97,7 @@ def install(
     capability: tuple[int, int] = (10, 0),
     memory: int | str = "80GiB",
     strict: bool = True,
+    fusion: bool = False,
 ) -> None:
     """Lets `import transformer_engine` work on this machine. Call it before that import.
 
@@ -90,8 +106,10 @@ def install(
         capability: Their compute capability. Recipes depend on it: MXFP8 and NVFP4 require (10, 0).
         memory: The memory of each device.
         strict: Refuse shapes that the kernels of a GPU refuse. Without it weft computes them.
+        fusion: Run `transformer_engine.pytorch.ops` by weft's plans, which fuse more operations than Transformer
+            Engine does. Modules keep the plans that they have made.
 
-    A second call with the same devices changes `strict` only.
+    A second call with the same devices changes `strict` and `fusion` only.
     """
     installed = any(isinstance(finder, _Finder) for finder in sys.meta_path)
     if not installed:
@@ -112,14 +130,19 @@ def install(
     if not installed:
         sys.meta_path.insert(0, _Finder())
     _load_extension()._set_strict(strict)
+    _fusion.enabled = fusion
 
 
 def install_from_environment() -> None:
     """Calls :func:`install` with what the environment variables say."""
-    strict = os.environ.get(STRICT, "1")
-    if strict not in ("0", "1"):
-        raise ValueError(f"{STRICT}: got {strict!r}, expected 0 or 1.")
-    install(**options_from_environment(CAPABILITY), strict=strict == "1")
+    install(**options_from_environment(CAPABILITY), strict=_flag(STRICT, "1"), fusion=_flag(FUSION, "0"))
+
+
+def _flag(name: str, otherwise: str) -> bool:
+    value = os.environ.get(name, otherwise)
+    if value not in ("0", "1"):
+        raise ValueError(f"{name}: got {value!r}, expected 0 or 1.")
+    return value == "1"
 
 
 def _load_extension() -> Any:

@@ -1,6 +1,7 @@
 """``pytest -p torchweft.te.pytest_plugin``: installs before any test module imports `transformer_engine`.
 
-WEFT_DEVICES, WEFT_DEVICE_CAPABILITY (10.0), WEFT_DEVICE_MEMORY and WEFT_TE_STRICT (1) choose what `install` takes.
+WEFT_DEVICES, WEFT_DEVICE_CAPABILITY (10.0), WEFT_DEVICE_MEMORY, WEFT_TE_STRICT (1) and WEFT_TE_FUSION (0) choose what
+`install` takes.
 """
 
 import pytest

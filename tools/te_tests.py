@@ -1,0 +1,151 @@
+"""Runs Transformer Engine's own tests on weft and prints how many passed, and why the others did not.
+
+    git clone --depth 1 https://github.com/NVIDIA/TransformerEngine /tmp/te
+    python tools/te_tests.py /tmp/te/tests/pytorch --draw 500 --json counts.json
+
+Without `--draw` all tests of each file run, which takes many hours; this is the nightly run. `--fusion` runs the
+operations by weft's plans and counts their share. `WEFT_TE_STRICT` and the other variables of `torchweft.te` apply.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = (
+    "test_fusible_ops", "test_numerics", "test_recipe", "test_quantized_tensor", "test_sanity", "test_grouped_linear",
+    "test_grouped_mlp", "test_permutation", "test_fused_router", "test_fused_optimizer", "test_fused_rope",
+    "test_qk_norm", "test_gqa", "test_float8blockwisetensor", "test_float8_blockwise_scaling_exact",
+    "test_float8_blockwise_gemm_exact", "test_float8_current_scaling_exact", "test_checkpoint", "test_custom_recipe",
+    "test_deferred_init", "test_grouped_tensor", "test_multi_tensor", "test_mxfp8_2d_quantize",
+    "test_parallel_cross_entropy", "test_partial_cast", "test_backward_override", "test_identity_quantizer",
+    "test_hybrid_quantization", "nvfp4", "mxfp8", "attention/test_attention", "attention/test_cp_utils",
+    "attention/test_cu_seqlens_cache", "attention/test_kv_cache", "attention/test_attention_with_cp",
+    "distributed/test_fusible_ops", "distributed/test_numerics", "distributed/test_numerics_exact",
+    "distributed/test_sanity", "distributed/test_torch_fsdp2", "distributed/test_cast_master_weights_to_fp8",
+)  # fmt: skip
+REASONS = (  # of failures: (pattern of the error, reason)
+    (r"CUDA ?graph|cudaGraph|graph captur", "records a CUDA graph"),
+    (r"FileNotFoundError|No such file", "reads a file that is not there"),
+    (r"Timeout", "did not end in time"),
+    (
+        r"isinstance\(\w*ward_ops\[|ForwardLinear|BackwardLinear|BackwardActivation|GroupedMLP_",
+        "expects Transformer Engine's fused class",
+    ),
+)
+REPORT, DRAW = "WEFT_TE_REPORT", "WEFT_TE_DRAW"
+
+
+# ---- inside of pytest, with `-p te_tests` ---------------------------------------------------------------------------
+
+
+def write(**line: Any) -> None:
+    if REPORT in os.environ:
+        with open(os.environ[REPORT], "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    draw = int(os.environ.get(DRAW, 0))
+    if 0 < draw < len(items):
+        kept = sorted(random.Random(0).sample(range(len(items)), draw))
+        items[:] = [items[i] for i in kept]
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    if report.when == "call" or (report.when == "setup" and not report.passed):
+        write(test=report.nodeid, outcome=report.outcome, error=str(report.longrepr)[-2000:] if report.failed else "")
+
+
+def pytest_sessionstart() -> None:
+    """Counts the operations that run in plans of weft, with `--fusion`."""
+    if os.environ.get("WEFT_TE_FUSION") != "1":
+        return
+    from transformer_engine.pytorch.ops.fuser import OperationFuser
+
+    fuse = OperationFuser.maybe_fuse_ops
+
+    def counted(self: Any, *arguments: Any, **keywords: Any) -> None:
+        before = getattr(self, "_forward_ops", None)
+        fuse(self, *arguments, **keywords)
+        if self._forward_ops is not before:
+            in_plans = sum(len(indices) for op, indices in self._forward_ops if type(op).__name__ == "WeftRun")
+            write(operations=self._num_basic_ops, in_plans=in_plans)
+
+    OperationFuser.maybe_fuse_ops = counted
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def reason_of(error: str) -> str:
+    for pattern, reason in REASONS:
+        if re.search(pattern, error):
+            return reason
+    lines = [line[2:].strip() for line in error.splitlines() if line.startswith("E ")]
+    return (lines or error.splitlines() or ["?"])[-1][:100]
+
+
+def run(folder: Path, name: str, chosen: argparse.Namespace) -> dict[str, Any]:
+    """Runs one file, or the files of a folder."""
+    path = folder / name if (folder / name).is_dir() else folder / f"{name}.py"
+    if not path.exists():
+        return {"file": name, "remarks": "not in this version"}
+    report = Path(tempfile.mkdtemp()) / "report"
+    variables = {REPORT: str(report), DRAW: str(chosen.draw), "WEFT_TE_FUSION": str(int(chosen.fusion))}
+    paths = [str(ROOT / "tools"), str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "torchweft.te.pytest_plugin", "-p", "te_tests"]
+    command += ["-p", "no:cacheprovider", "--timeout", str(chosen.test_seconds), *chosen.pytest.split(), str(path)]
+    start, remarks = time.monotonic(), []
+    try:
+        done = subprocess.run(
+            command, cwd=folder, timeout=chosen.seconds, capture_output=True, text=True, check=False,
+            env={**os.environ, **variables, "PYTHONPATH": os.pathsep.join(paths)},
+        )  # fmt: skip
+        if done.returncode not in (0, 1):
+            remarks.append(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr).strip()[-200:]}")
+    except subprocess.TimeoutExpired:
+        remarks.append(f"stopped after {chosen.seconds} s")
+    lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
+    outcomes = Counter(line["outcome"] for line in lines if "test" in line)
+    failures = Counter(reason_of(line["error"]) for line in lines if line.get("outcome") == "failed")
+    row = {"file": name, **{k: outcomes[k] for k in ("passed", "failed", "skipped")}}
+    if operations := sum(line["operations"] for line in lines if "operations" in line):
+        row["in plans"] = round(sum(line["in_plans"] for line in lines if "in_plans" in line) / operations, 4)
+    remarks += [f"{count} × {reason}" for reason, count in failures.most_common()]
+    return row | {"remarks": "; ".join(remarks), "seconds": round(time.monotonic() - start)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="tests/pytorch of a checkout of Transformer Engine")
+    parser.add_argument("--only", nargs="*", default=FILES, help="files or folders, without .py")
+    parser.add_argument("--draw", type=int, default=0, help="run so many tests of each file, drawn with a fixed seed")
+    parser.add_argument("--seconds", type=int, default=36000, help="for one file")
+    parser.add_argument("--test-seconds", type=int, default=300, help="for one test")
+    parser.add_argument("--fusion", action="store_true", help="with weft's plans")
+    parser.add_argument("--pytest", default="", help="further options of pytest")
+    parser.add_argument("--json", type=Path, help="write the counts to this file")
+    chosen = parser.parse_args()
+    rows = []
+    for name in chosen.only:
+        rows.append(run(chosen.folder.resolve(), name, chosen))
+        print(json.dumps(rows[-1], ensure_ascii=False), flush=True)
+        if chosen.json:
+            found = {"date": time.strftime("%F"), "draw": chosen.draw, "fusion": chosen.fusion, "rows": rows}
+            chosen.json.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
