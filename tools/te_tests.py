@@ -40,7 +40,7 @@ REASONS = (  # of failures: (pattern of the error, reason)
     (r"FileNotFoundError|No such file", "reads a file that is not there"),
     (r"Timeout", "did not end in time"),
     (
-        r"isinstance\(\w*ward_ops\[|ForwardLinear|BackwardLinear|BackwardActivation|GroupedMLP_",
+        r"isinstance\(\w*ward_ops\[|len\(\[\(WeftRun|ForwardLinear|BackwardLinear|BackwardActivation|GroupedMLP_",
         "expects Transformer Engine's fused class",
     ),
 )
@@ -68,11 +68,16 @@ def pytest_runtest_logreport(report: Any) -> None:
         write(test=report.nodeid, outcome=report.outcome, error=str(report.longrepr)[-2000:] if report.failed else "")
 
 
+FUSIONS = ("forward_backward_fusion_functions", "forward_fusion_functions", "backward_fusion_functions")
+
+
 def pytest_sessionstart() -> None:
     """Counts the operations that run in plans of weft, with `--fusion`."""
     if os.environ.get("WEFT_TE_FUSION") != "1":
         return
     from transformer_engine.pytorch.ops.fuser import OperationFuser
+
+    from torchweft.te import _fusion
 
     fuse = OperationFuser.maybe_fuse_ops
 
@@ -80,10 +85,27 @@ def pytest_sessionstart() -> None:
         before = getattr(self, "_forward_ops", None)
         fuse(self, *arguments, **keywords)
         if self._forward_ops is not before:
-            in_plans = sum(len(indices) for op, indices in self._forward_ops if type(op).__name__ == "WeftRun")
-            write(operations=self._num_basic_ops, in_plans=in_plans)
+            others = [op for op, _ in self._forward_ops if type(op).__name__ != "WeftRun"]
+            reasons = Counter(
+                _fusion._reasons.get(op, "a fusion of Transformer Engine or of the user") for op in others
+            )
+            write(operations=self._num_basic_ops, others=reasons)
 
     OperationFuser.maybe_fuse_ops = counted
+
+
+def pytest_runtest_setup(item: Any) -> None:
+    """Remembers the fusions, because tests leave theirs registered."""
+    fuser = sys.modules.get("transformer_engine.pytorch.ops.fuser")
+    if fuser is not None:
+        item.fusions = [
+            (getattr(fuser.OperationFuser, name), list(getattr(fuser.OperationFuser, name))) for name in FUSIONS
+        ]
+
+
+def pytest_runtest_teardown(item: Any) -> None:
+    for functions, before in getattr(item, "fusions", ()):
+        functions[:] = before
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -122,7 +144,9 @@ def run(folder: Path, name: str, chosen: argparse.Namespace) -> dict[str, Any]:
     failures = Counter(reason_of(line["error"]) for line in lines if line.get("outcome") == "failed")
     row = {"file": name, **{k: outcomes[k] for k in ("passed", "failed", "skipped")}}
     if operations := sum(line["operations"] for line in lines if "operations" in line):
-        row["in plans"] = round(sum(line["in_plans"] for line in lines if "in_plans" in line) / operations, 4)
+        others = sum((Counter(line["others"]) for line in lines if "others" in line), Counter())
+        row["in plans"] = round(1 - others.total() / operations, 4)
+        row["operations not in plans"] = dict(others.most_common(8))
     remarks += [f"{count} × {reason}" for reason, count in failures.most_common()]
     return row | {"remarks": "; ".join(remarks), "seconds": round(time.monotonic() - start)}
 

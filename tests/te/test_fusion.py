@@ -232,6 +232,30 @@ def test_channels(chosen, to_caller):
         assert relative(found, wanted) < 1e-5
 
 
+def test_quantize_begins_and_ends_a_run():
+    """Quantized tensors enter and leave a run; without a recipe the operation does nothing."""
+    results = []
+    for fused in (True, False):
+        _fusion.enabled = fused
+        torch.manual_seed(0)
+        first, last = (ops.Quantize(forward=False, backward=True) for _ in range(2))
+        module = ops.Sequential(first, ops.RMSNorm(WIDTH), ops.Quantize(), ops.GELU(), ops.Linear(WIDTH, WIDTH), last)
+        x = torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True)
+        with te.autocast(recipe=RECIPES["current"]):
+            y = module(x)
+        y.backward(torch.randn(ROWS, WIDTH, device="cuda"))
+        assert type(x.grad).__name__ == "Float8Tensor"
+        results.append([y, x.grad.dequantize(), *(p.grad for p in module.parameters())])
+        assert kinds(module).count("WeftRun") == (2 if fused else 0)
+        assert type(module(x)) is torch.Tensor
+        assert kinds(module).count("WeftRun") == (1 if fused else 0)
+        alone = ops.Sequential(ops.Quantize())
+        with te.autocast(recipe=RECIPES["current"]):
+            assert type(alone(x)).__name__ == "Float8Tensor"
+    for found, wanted in zip(*results, strict=True):
+        assert relative(found, wanted) < 1e-5
+
+
 @pytest.mark.filterwarnings("ignore:Quantizer is being updated")  # Transformer Engine's, of its own quantizers
 @pytest.mark.parametrize("chosen", RECIPES)
 def test_quantized_weights(chosen):
@@ -249,7 +273,7 @@ def test_quantized_weights(chosen):
             y = module(x)
         torch.manual_seed(1)
         y.backward(torch.randn_like(y))
-        results.append({"y": y, "x": x.grad, "weight": module[0].weight.grad})
+        results.append({"y": y, "x": x.grad, "weight": module[0].weight.grad, "values": module(x)})
         assert kinds(module) == (["WeftRun"] if fused else ["BasicLinear"])
     found = {name: relative(value, results[1][name]) for name, value in results[0].items()}
     assert found["y"] < 1e-6, found
@@ -266,6 +290,10 @@ class Doubled(ops.FusedOperation if hasattr(ops, "FusedOperation") else object):
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
         (x,) = basic_op_ctxs[0].saved_tensors
         return 2 * grad_output * (x > 0), [()], [()]
+
+
+class Mine(ops.Identity):
+    """A user's operation."""
 
 
 def replace_relu(given: list[Any], **unused: Any) -> list[Any]:
@@ -313,10 +341,9 @@ def test_explain():
     text = torchweft.te.explain(module)
     assert text.startswith("0..5: weft: RMSNorm, BasicLinear, Bias, SwiGLU, BasicLinear, Bias"), text
     assert "mlp_block" in text, text
-    with te.autocast(recipe=RECIPES["current"]):
-        linear = ops.Sequential(ops.Quantize(forward=True), ops.Linear(WIDTH, WIDTH))
-        linear(torch.randn(ROWS, WIDTH, device="cuda"))
-    assert "0: Quantize: weft's plans have no such operation here" in torchweft.te.explain(linear)
+    mine = ops.Sequential(ops.Linear(WIDTH, WIDTH), Mine())
+    mine(torch.randn(ROWS, WIDTH, device="cuda"))
+    assert "2: Mine: it is not an operation of Transformer Engine" in torchweft.te.explain(mine)
 
 
 def test_a_recipe_that_a_plan_cannot_take_is_an_error():

@@ -7,6 +7,7 @@
 #include "weft/fuser/autograd.h"
 #include "weft/quant/recipe.h"
 
+#include "weft/te/host.h"
 #include "weft/te/quantized_tensor.h"
 #include "weft/te/quantizer_view.h"
 
@@ -153,8 +154,10 @@ class FusedRun {
     std::vector<at::Tensor> weights;
     for (size_t i = 0; i < params.size(); ++i) {
       const bool needed = needs[1 + extras.size() + i];
-      if (is_quantized(params[i])) {
-        TORCH_CHECK_VALUE(how, "FusedRun: a weight is quantized, and the call has no recipe.");
+      if (is_quantized(params[i]) && !how) {
+        const auto values = dequantized(params[i], dtype_of_tensor(params[i]));
+        weights.push_back(leaf(on_device(values, device_of(params[i])), needed));
+      } else if (is_quantized(params[i])) {
         weights.push_back(stand_in(params[i], needed));
         of_linear.weight =
             std::make_shared<kernels::QuantizedMatrix>(own_matrix(params[i], how->weight.quantization()));

@@ -69,6 +69,12 @@ def _bias(op: Any) -> dict[str, Any]:
     return {"size": op.bias.numel(), "dtype": op.bias.dtype}
 
 
+def _added(op: Any) -> dict[str, Any]:
+    if op._in_place:
+        raise _Rejected("it writes into its extra input")
+    return {}
+
+
 def _clamped(op: Any) -> dict[str, Any]:
     return _same("glu_interleave_size")(op) | _same("limit", "alpha", "glu_linear_offset")(op._clamped)
 
@@ -95,7 +101,8 @@ _FIELDS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "Dropout": lambda op: {"p": op.dropout_probability},
     "Identity": _same(),
     "Reshape": _same("_shape"),
-    "AddExtraInput": _same("_in_place"),
+    "Quantize": lambda op: {"forward": op._quantize_forward, "backward": op._quantize_backward},
+    "AddExtraInput": _added,
     "MakeExtraOutput": _same("_in_place"),
 }
 
@@ -119,16 +126,19 @@ def _described(op: Any, recipe: Any) -> str:
 def _check_quantized(op: Any, key: str, parameter: Any, recipe: Any) -> None:
     """Raises _Rejected unless weft takes this Parameter of another class."""
     what = f"its {key} is a {type(parameter).__name__}"
-    if not hasattr(parameter, "_quantizer") or type(op).__name__ != "BasicLinear":
+    if not hasattr(parameter, "_quantizer") or (recipe is not None and type(op).__name__ != "BasicLinear"):
         raise _Rejected(what)
-    if recipe is None:
-        raise _Rejected(f"{what}, and the call has no recipe")
     if op._accumulate_into_main_grad:
         raise _Rejected(f"{what} whose gradient is added to main_grad")
 
 
 def _is_linear(op: Any) -> bool:
     return type(op).__name__ in _LINEARS
+
+
+def _quantizes(op: Any) -> bool:
+    """Whether it is a `Quantize` that does something under a recipe. Its quantizers run after those of the plan."""
+    return type(op).__name__ == "Quantize" and (op._quantize_forward or op._quantize_backward)
 
 
 def _quantizers(linear: Any, group: int = 0) -> list[Any]:
@@ -215,6 +225,7 @@ def _make_class() -> Any:
                 (i, k) for i, op in enumerate(ops) for k, name in enumerate(_input_channels(op)) if name not in made
             ]
             self._linear = next(filter(_is_linear, ops), None)  # under a recipe the only one
+            self._first, self._last = (op if _quantizes(op) else None for op in (ops[0], ops[-1]))
 
         def fuser_forward(
             self,
@@ -238,14 +249,28 @@ def _make_class() -> Any:
             quantizers: list[Any] = []
             if self._linear is not None and FP8GlobalStateManager.is_fp8_enabled():
                 recipe, quantizers = self._quantization(FP8GlobalStateManager.get_fp8_recipe())
+            if self._first is not None:
+                input_ = self._quantized(self._first, basic_op_ctxs[0], input_)
             (y, *more), call = self._run.forward(
                 plain(input_), extras, params, needs, evaluated, recipe, quantizers, buffers
             )
             basic_op_ctxs[0].weft_call = call
+            if self._last is not None:
+                y = self._quantized(self._last, basic_op_ctxs[-1], y)
             outputs: list[list[torch.Tensor | None]] = [[None] * op.num_extra_outputs for op in self.basic_ops]
             for (i, k), t in zip(self._outputs, more, strict=True):
                 outputs[i][k] = t
             return y, [tuple(ts) for ts in outputs]
+
+        @staticmethod
+        def _quantized(op: Any, ctx: Any, x: Any) -> Any:
+            no_extras: dict[str, Any] = {"basic_op_extra_inputs": [()], "basic_op_kwargs": [{}]}
+            neighbours = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}
+            return op.fuser_forward([ctx], x, **no_extras, **neighbours)[0]
+
+        @staticmethod
+        def _quantized_gradient(op: Any, ctx: Any, grad: Any) -> Any:
+            return op.fuser_backward([ctx], grad, basic_op_grad_extra_outputs=[()])[0]
 
         def _quantization(self, recipe: Any) -> tuple[str, list[Any]]:
             try:
@@ -264,8 +289,12 @@ def _make_class() -> Any:
             *,
             basic_op_grad_extra_outputs: Sequence[Sequence[torch.Tensor | None]],
         ) -> tuple[torch.Tensor | None, list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+            if self._last is not None:
+                grad_output = self._quantized_gradient(self._last, basic_op_ctxs[-1], grad_output)
             grads = [plain(grad_output), *(plain(basic_op_grad_extra_outputs[i][k]) for i, k in self._outputs)]
             dx, *others = self._run.backward(basic_op_ctxs[0].weft_call, grads)
+            if self._first is not None and dx is not None:
+                dx = self._quantized_gradient(self._first, basic_op_ctxs[0], dx)
             of_params = []
             for op in self.basic_ops:
                 count = sum(1 for _ in op.parameters(recurse=False))
@@ -291,11 +320,28 @@ def _one_pass_fusions() -> list[str]:
     return [function.__qualname__ for function in functions if not function.__module__.startswith(PACKAGE)]
 
 
+def _begins_another(run: Sequence[Any], op: Any, recipe: Any) -> bool:
+    """Whether `op` cannot follow `run` in one plan: under a recipe it has one linear, and quantized tensors only enter
+    and leave it."""
+    if recipe is None or not run:
+        return False
+    return (_is_linear(op) and any(map(_is_linear, run))) or (len(run) > 1 and _quantizes(run[-1]))
+
+
 def _split(ops: Sequence[Any], recipe: Any) -> Iterable[tuple[list[Any], list[str]] | tuple[Any, str]]:
     """Yields (operations, their texts) for each run, and (operation, reason) for each other one."""
     others = _one_pass_fusions()
     run: list[Any] = []
     texts: list[str] = []
+
+    def finished() -> Iterable[tuple[list[Any], list[str]] | tuple[Any, str]]:
+        nonlocal run, texts
+        if recipe is not None and run and all(map(_quantizes, run)):
+            yield from ((op, "there is nothing to fuse it with") for op in run)
+        elif run:
+            yield run, texts
+        run, texts = [], []
+
     for op in ops:
         try:
             if op.is_fused_op:
@@ -304,17 +350,13 @@ def _split(ops: Sequence[Any], recipe: Any) -> Iterable[tuple[list[Any], list[st
                 raise _Rejected(f"{others[0]} is registered for one pass and comes first")
             text = _described(op, recipe)
         except _Rejected as reason:
-            if run:
-                yield run, texts
-            run, texts = [], []
+            yield from finished()
             yield op, str(reason)
             continue
-        if recipe is not None and _is_linear(op) and any(map(_is_linear, run)):  # a run has one recipe
-            yield run, texts
-            run, texts = [], []
+        if _begins_another(run, op, recipe):
+            yield from finished()
         run, texts = [*run, op], [*texts, text]
-    if run:
-        yield run, texts
+    yield from finished()
 
 
 enabled = False  # set by install
