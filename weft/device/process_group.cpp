@@ -8,6 +8,7 @@
 #include <array>
 #include <iterator>
 #include <memory>
+#include <mutex>
 #include <utility>
 
 #include "weft/device/host_alias.h"
@@ -48,10 +49,12 @@ class DeviceWork final : public c10d::Work {
   Tensors result() override { return outputs_; }
   void synchronize() override { wait(kNoTimeout); }
   void blockCurrentStream() override { wait(kNoTimeout); }
+  /// May be called again, as with NCCL: Gloo's sends and receives would wait for another message.
   bool wait(std::chrono::milliseconds timeout) override {
-    bool done = true;
-    for (const auto& part : parts_) done &= part->wait(timeout);
-    return done;
+    const std::lock_guard lock(waiting_);
+    for (; waited_ < parts_.size(); ++waited_)
+      if (!parts_[waited_]->wait(timeout)) return false;
+    return true;
   }
   void abort() override {
     for (const auto& part : parts_) part->abort();
@@ -77,6 +80,8 @@ class DeviceWork final : public c10d::Work {
  private:
   const Works parts_;
   const Tensors outputs_;
+  std::mutex waiting_;
+  size_t waited_ = 0;  // parts
 };
 
 /// A host alias as bytes, if Gloo does not know its dtype: for collectives that only move it.

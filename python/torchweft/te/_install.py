@@ -13,7 +13,7 @@ from typing import Any
 
 from .. import device
 from ..device._simulate import options_from_environment
-from . import _fusion, _triton
+from . import _apex, _fusion, _triton
 
 COMMON, EXTENSION = "transformer_engine.common", "transformer_engine_torch"
 # Read by Transformer Engine and Triton when they are imported. Each may be set otherwise before.
@@ -129,6 +129,7 @@ def install(
     _triton.install()
     if not installed:
         sys.meta_path.insert(0, _Finder())
+        _apex.provide()
     _load_extension()._set_strict(strict)
     _fusion.enabled = fusion
 
