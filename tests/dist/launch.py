@@ -19,6 +19,8 @@ from typing_extensions import Self
 import torchweft
 
 HERE = pathlib.Path(__file__).parent
+# Folders of packages that are not installed with the others: see .ci/run.
+PACKAGES = [*filter(None, [os.environ.get("WEFT_MEGATRON")]), str(HERE.parent.parent / "build/te")]
 PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 
 

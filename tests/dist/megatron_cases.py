@@ -1,29 +1,27 @@
 """Cases that a rank of test_megatron.py runs.
 
 `same` writes its results on one rank, and compares with them on more. `train` saves a checkpoint during training,
-`resume` continues from it on another number of ranks. `recipes` trains with FP8. `limits` removes redirections and runs
-unsupported features.
+`resume` continues from it on another number of ranks. `recipes` trains with FP8. `limits` runs what is not compared,
+and unsupported features.
 """
 
 import itertools
 import os
 import re
 import sys
-import traceback
 import warnings
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from launch import PACKAGES
 
-if "WEFT_MEGATRON" in os.environ:
-    sys.path.insert(0, os.environ["WEFT_MEGATRON"])
+sys.path[:0] = PACKAGES
 warnings.simplefilter("ignore")
-from torchweft.compat import _cuda_on_cpu, megatron  # noqa: E402
+import torchweft.te  # noqa: E402
 
-megatron.install()
+torchweft.te.install()
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallel,
@@ -38,7 +36,8 @@ from megatron.core.transformer.spec_utils import build_module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from megatron.core.utils import get_batch_on_this_cp_rank  # noqa: E402
 
-ROWS, BATCH, HIDDEN, FFN, VOCAB = 8, 2, 32, 64, 48
+ROWS, BATCH, HIDDEN, FFN, VOCAB = 8, 2, 64, 128, 48
+QUANTIZED_ROWS = 32  # MXFP8 requires 32 rows per rank
 TOLERANCE = 1e-5  # relative
 SAVED_AFTER, STEPS = 50, 55
 
@@ -58,7 +57,6 @@ def config(sequence: bool, accumulate: bool, layers: int = 1, **more) -> Transfo
         hidden_size=HIDDEN,
         ffn_hidden_size=FFN,
         num_attention_heads=4,
-        use_cpu_initialization=True,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
         expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
@@ -108,6 +106,10 @@ def fill(model: torch.nn.Module, gated: bool, whole: dict[str, torch.Tensor]) ->
             p.copy_(shard(whole[name], p, name, gated))
 
 
+def drawn(seed: int) -> torch.Generator:
+    return torch.Generator("cuda").manual_seed(seed)
+
+
 def near(got: torch.Tensor, expected: torch.Tensor, scale: float, what: str) -> None:
     error = (got - expected).norm().item()
     assert error <= TOLERANCE * scale, f"{what}: off by {error:.3g} of {scale:.3g}"
@@ -125,7 +127,7 @@ def layer_step(options: dict, fuser: bool, sequence: bool, accumulate: bool, who
     fill(layer, "gated_linear_unit" in options, whole)
     for p in layer.parameters() if accumulate else ():
         p.main_grad, p.grad_added_to_main_grad = torch.zeros_like(p), False
-    x, dy = torch.randn(2, ROWS, BATCH, HIDDEN, generator=torch.Generator().manual_seed(4))
+    x, dy = torch.randn(2, ROWS, BATCH, HIDDEN, generator=drawn(4))
     if sequence:
         x, dy = (t.chunk(dist.get_world_size())[dist.get_rank()] for t in (x, dy))
     y, _ = layer(x.requires_grad_(), attention_mask=None)
@@ -168,10 +170,10 @@ def check_layers(known: dict) -> None:
                 )
 
 
-def compare(got: dict, expected: dict, what: str) -> None:
+def compare(got: dict, expected: dict, what: str, tolerance: float = TOLERANCE) -> None:
     off = {key: abs(got[key] / expected[key] - 1) for key in ("loss", "norm")}
     print(f"{what}: loss off by {off['loss']:.1e}, norm by {off['norm']:.1e}", flush=True)
-    assert max(off.values()) <= TOLERANCE, (got["loss"], expected["loss"], got["norm"], expected["norm"])
+    assert max(off.values()) <= tolerance, (got["loss"], expected["loss"], got["norm"], expected["norm"])
 
 
 # ---- a GPT model ----------------------------------------------------------------------------------------------------
@@ -190,12 +192,14 @@ class Trainer:
         shared: dict | None = None,
         lr: float = 1e-2,
         wrapper: type = DistributedDataParallel,
+        rows: int = ROWS,
         **more,
     ):
         """`whole`: weights; `shared`: options of DDP and optimizer; `more`: options of the model."""
+        self.rows = rows
         spec = layer_spec(fuser, more.get("num_moe_experts"))
         settings = config(sequence, accumulate, layers=2, **GATED, **more)
-        model = GPTModel(settings, spec, VOCAB, max_sequence_length=ROWS, position_embedding_type="rope")
+        model = GPTModel(settings, spec, VOCAB, max_sequence_length=rows, position_embedding_type="rope")
         torch.manual_seed(5)
         if whole is not None:
             fill(model, True, whole)
@@ -210,8 +214,8 @@ class Trainer:
 
     def step(self, number: int) -> tuple[float, float]:
         """Loss and gradient norm of a step. Its data depends only on its number."""
-        first = torch.randint(0, VOCAB, (2, BATCH, 1), generator=torch.Generator().manual_seed(number))
-        tokens = (first + 5 * torch.arange(ROWS + 1)) % VOCAB  # the next token can be learned
+        first = torch.randint(0, VOCAB, (2, BATCH, 1), generator=drawn(number))
+        tokens = (first + 5 * torch.arange(self.rows + 1)) % VOCAB  # the next token can be learned
         ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         tokens = tokens.chunk(ranks)[rank]
         self.model.zero_grad_buffer()
@@ -221,7 +225,7 @@ class Trainer:
             data_iterator=iter(tokens),
             model=[self.model],
             num_microbatches=len(tokens),
-            seq_length=ROWS,
+            seq_length=self.rows,
             micro_batch_size=BATCH,
             forward_only=False,
         )
@@ -233,7 +237,8 @@ class Trainer:
     @staticmethod
     def forward(data, model):
         tokens = next(data)
-        batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": torch.arange(ROWS).expand(BATCH, ROWS)}
+        batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+        batch["positions"] = torch.arange(tokens.size(1) - 1).expand_as(batch["tokens"])
         batch = get_batch_on_this_cp_rank({name: t.contiguous() for name, t in batch.items()})
         losses = model(batch["tokens"], batch["positions"], None, labels=batch["labels"])
         ranks = parallel_state.get_context_parallel_world_size()  # Megatron sums the gradients of their losses
@@ -271,7 +276,6 @@ VARIANTS = {
     "fused RoPE": {"apply_rope_fusion": True},
     "distributed optimizer": {"shared": {"use_distributed_optimizer": True}},
     "overlapped gradient reduction": {"shared": {"overlap_grad_reduce": True}},
-    "tp_comm_overlap": {"tp_comm_overlap": True},
     "fused cross entropy": {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"},
 }
 
@@ -332,12 +336,13 @@ def bf16_trainer(**options) -> Trainer:
     torch.manual_seed(7)
     one = dist.get_world_size() == 1
     options |= {"bf16": True, "params_dtype": torch.bfloat16}
-    return Trainer(not one, fuser=False, accumulate=True, lr=2e-3, **options)
+    return Trainer(not one, fuser=False, accumulate=True, lr=2e-3, rows=QUANTIZED_ROWS, **options)
 
 
 def recipes(folder: Path) -> None:
     """Trains with each FP8 recipe. The loss is within 2 % of that without, and a run that loads a checkpoint continues
     with bit-equal states and losses."""
+    os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"  # the checkpoint is our own
     trainer = bf16_trainer()
     plain = [trainer.step(number)[0] for number in range(FP8_STEPS)]
     for name in FP8_RECIPES:
@@ -353,7 +358,9 @@ def recipes(folder: Path) -> None:
         loaded.load(place)
         found = loaded.model.module.state_dict()
         assert {key for key, value in found.items() if value is not None} == set(saved)
-        assert all(torch.equal(found[key], value) for key, value in saved.items())
+        weights = {key: value for key, value in saved.items() if not key.endswith("_extra_state")}  # these are pickled
+        different = [key for key, value in weights.items() if not torch.equal(found[key], value)]
+        assert not different, (name, different)
         assert (name == "delayed") == any(saved[key].numel() for key in saved if key.endswith("_extra_state"))
         continued = [loaded.step(number)[0] for number in range(FP8_SAVED_AFTER, FP8_STEPS)]
         assert continued == losses[FP8_SAVED_AFTER:], (continued, losses[FP8_SAVED_AFTER:])
@@ -362,69 +369,18 @@ def recipes(folder: Path) -> None:
         assert losses != plain and off < 0.02, (name, losses, plain)
 
 
-@contextmanager
-def without(module, name: str):
-    """Undoes one redirection of install()."""
-    redirected = getattr(module, name)
-    original = _cuda_on_cpu._replacements[id(module), name][0].original
-    if original is _cuda_on_cpu._MISSING:
-        delattr(module, name)
-    else:
-        setattr(module, name, original)
-    yield
-    setattr(module, name, redirected)
-
-
-def attempt(folder: Path) -> tuple[float, float]:
-    """Uses every redirection. Returns random numbers drawn inside and outside of the tracker."""
-    torch.manual_seed(6)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    with tensor_parallel.get_cuda_rng_tracker().fork():
-        inside = torch.rand(()).item()
-    outside = torch.rand(()).item()
-    trainer = Trainer(sequence=False, fuser=True, accumulate=True)
-    trainer.step(0)
-    trainer.save(folder)
-    return inside, outside
-
-
-def outcome(folder: Path) -> object:
-    try:
-        return attempt(folder)
-    except Exception as error:  # torch raises various errors without CUDA
-        return repr(error)
-
-
 def limits(folder: Path) -> None:
-    """Each redirection is needed, and unsupported features raise where docs/compat.md says."""
-    good = attempt(folder / "good")
-    for number, (module, name, *_) in enumerate(megatron.REDIRECTIONS):
-        if name == "maybe_move_tensor_to_cpu":  # of several ranks: see megatron_dimensions.py
-            continue
-        module = sys.modules[module]
-        with without(module, name):
-            got = outcome(folder / f"without{number}")
-        print(f"without {module.__name__}.{name}: {got}", flush=True)
-        assert got != good, f"the redirection of {name} is no longer needed"
-    assert outcome(folder / "again") == good
-    megatron.uninstall()
-    got = outcome(folder / "uninstalled")
-    print("uninstalled:", got)
-    assert "CUDA" in str(got) or "NVIDIA" in str(got), got  # of a torch without and with CUDA
-    megatron.install()
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    raises_at("cuda_graphs.py", 1406, cuda_graph_impl="local")
+    """What runs and is not compared with anything exact, and what raises, with a reason."""
     experts = {"num_moe_experts": 4, "moe_router_topk": 2}
     plain = loss_of(**experts)
     for recipe in ("tensorwise", "blockwise", "mxfp8"):
         quantized = loss_of(**experts, fp8="hybrid", fp8_recipe=recipe)
-        off = ((quantized - plain).norm() / (plain - plain.mean()).norm()).item()
-        print(f"experts with {recipe}: losses of tokens off by {off:.1e} of their deviation", flush=True)
+        off = ((quantized - plain).abs().median() / plain.std()).item()  # some tokens go to another expert
+        print(f"experts with {recipe}: the median token's loss off by {off:.1e} of their deviation", flush=True)
         assert 0 < off < 0.05, (recipe, off)
     loss_of(bf16=True, params_dtype=torch.bfloat16)
     loss_of(hidden_dropout=0.1, attention_dropout=0.1)
-    megatron.install(recipes="high_precision")
-    loss_of(fp8="e4m3")
+    raises("cudagraph", cuda_graph_impl="local")
 
 
 def loss_of(**options) -> torch.Tensor:
@@ -433,23 +389,22 @@ def loss_of(**options) -> torch.Tensor:
     torch.manual_seed(2)
     spec = layer_spec(experts=options.get("num_moe_experts"))
     settings = config(False, False, **PLAIN, **options)
-    model = GPTModel(settings, spec, VOCAB, max_sequence_length=ROWS, position_embedding_type="rope")
-    tokens = torch.randint(VOCAB, (1, BATCH, ROWS + 1), generator=torch.Generator().manual_seed(1))
+    model = GPTModel(settings, spec, VOCAB, max_sequence_length=QUANTIZED_ROWS, position_embedding_type="rope")
+    tokens = torch.randint(VOCAB, (1, BATCH, QUANTIZED_ROWS + 1), generator=drawn(1))
     losses, _ = Trainer.forward(iter(tokens), model)
     losses.mean().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     return losses
 
 
-def raises_at(file: str, line: int, **options) -> None:
-    """A model with `options` raises at this line of megatron-core."""
+def raises(reason: str, **options) -> None:
     try:
         loss_of(**options)
     except Exception as error:
-        places = [(Path(frame.filename).name, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-        assert (file, line) in places, places
+        print(f"{options}: {error}", flush=True)
+        assert reason in str(error), error
     else:
-        raise AssertionError(f"{options} did not raise: update docs/compat.md")
+        raise AssertionError(f"{options} did not raise: update docs/transformer_engine.md")
 
 
 CASES = {"same": same, "train": train, "resume": resume, "recipes": recipes, "limits": limits}
@@ -463,7 +418,8 @@ def main(cases: dict) -> None:
     for what in sys.argv[2:]:
         case, sizes = cases[what] if isinstance(cases[what], tuple) else (cases[what], ("tensor_model_parallel_size",))
         store = f"file://{folder}/store_{what}_{world}"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+        torch.set_default_device("cuda")
+        dist.init_process_group("nccl", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
         parallel_state.initialize_model_parallel(**dict.fromkeys(sizes, world))
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         case(folder)

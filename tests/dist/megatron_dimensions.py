@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import TorchFullyShardedDataParallel
-from megatron.core.transformer.moe import token_dispatcher
-from megatron_cases import Trainer, compare, without
+from megatron_cases import TOLERANCE, Trainer, compare
 
 STEPS = 3
 SHARDED = {
@@ -20,7 +19,7 @@ SHARDED = {
 OPTIMIZER_FORMATS = ("fully_reshardable", "dp_zero_gather_scatter", "dp_reshardable")
 
 
-def same_steps(folder: Path, what: str, sequence: bool = False, **options) -> None:
+def same_steps(folder: Path, what: str, sequence: bool = False, tolerance: float = TOLERANCE, **options) -> None:
     """The first steps of a model have the losses and gradient norms of one rank."""
     one, file = dist.get_world_size() == 1, folder / f"{what}.pt"
     known = {"weights": {}, "steps": []} if one else torch.load(file)
@@ -29,14 +28,18 @@ def same_steps(folder: Path, what: str, sequence: bool = False, **options) -> No
         loss, norm = trainer.step(number)
         if one:
             known["steps"].append({"loss": loss, "norm": norm})
-        compare({"loss": loss, "norm": norm}, known["steps"][number], f"{what} {number}")
+        compare({"loss": loss, "norm": norm}, known["steps"][number], f"{what} {number}", tolerance)
     if one:
         torch.save(known, file)
 
 
 def context(folder: Path) -> None:
     for kind in ("p2p", "all_gather", "a2a"):
-        same_steps(folder, f"context {kind}", cp_comm_type=kind)
+        half = {
+            "bf16": True,
+            "params_dtype": torch.bfloat16,
+        }  # Transformer Engine has no context parallelism in float32
+        same_steps(folder, f"context {kind}", tolerance=0.05, cp_comm_type=kind, **half)
 
 
 def experts(folder: Path) -> None:
@@ -44,15 +47,6 @@ def experts(folder: Path) -> None:
     for fusion in (False, True):
         more = {"moe_token_dispatcher_type": "alltoall", "moe_permute_fusion": fusion}
         same_steps(folder, f"experts fusion={fusion}", **options, **more)
-    if dist.get_world_size() == 1:
-        return
-    with without(token_dispatcher, "maybe_move_tensor_to_cpu"):
-        try:
-            Trainer(False, False, True, **options, moe_token_dispatcher_type="alltoall").step(0)
-        except TypeError as error:
-            assert "all_to_all_single" in str(error), error
-        else:
-            raise AssertionError("the redirection of maybe_move_tensor_to_cpu is no longer needed")
 
 
 def fully_sharded(folder: Path) -> None:

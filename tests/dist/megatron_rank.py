@@ -1,4 +1,4 @@
-"""One rank of test_megatron.py: unmodified megatron-core on the Transformer Engine compatibility layer.
+"""One rank of test_megatron.py: unmodified megatron-core and Transformer Engine on simulated devices.
 
 RANK=0 WORLD_SIZE=2 python megatron_rank.py FOLDER CASE… (see CASES)
 """

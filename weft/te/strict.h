@@ -10,7 +10,8 @@ namespace weft::te {
 bool strict();
 void set_strict(bool strict);
 
-/// Raises ValueError in strict mode unless both sizes are multiples of `block`, the values that share a scale.
+/// Raises ValueError in strict mode, or if there are several ranks, unless both sizes are multiples of `block`, the
+/// values that share a scale: Transformer Engine's gathers would move parts of blocks.
 void check_whole_blocks(const char* who, int64_t rows, int64_t columns, int64_t block);
 
 }  // namespace weft::te
