@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,19 +32,14 @@ tests, and the workflow that runs them.
 | `install()` | `import transformer_engine` resolves to weft in this process. ImportError if the real package exists |
 | `install(replace=True)` | does not raise; modules of the real package that were already imported are replaced |
 | `install(recipes="high_precision")` | regions run unquantized, with one warning. By default linears are quantized |
-| `install(cuda="cpu")` | code that asks for CUDA runs on the CPU, in this thread; RuntimeError if torch has CUDA |
-| a second `install()` | only sets `recipes` and `cuda`, if given |
+| a second `install()` | only sets `recipes`, if given |
 | `install()` after a failed import | raises if the real package is installed, even though it cannot be imported |
 | `install()` and subprocesses | affects only the process that calls it; a child process must call it again |
 | `uninstall()` | undoes `install()`. What another library has wrapped since stays, without weft's effect |
-| `python -m torchweft.compat` | `--replace`, `--high-precision`, `--cuda-on-cpu` as above; `-m module` runs a module |
+| `python -m torchweft.compat` | `--replace`, `--high-precision` as above; `-m module` runs a module |
 
-`cuda="cpu"` redirects `device="cuda"` and `.to("cuda")` in calls of torch, also in backward, `.cuda()` and
-`.pin_memory()`, which return the tensor itself, `torch.autocast("cuda")`, `torch.load`, `torch.set_default_device`,
-device meshes, process groups with the backend `nccl`, which use Gloo, and the functions of `torch.cuda` for seeds and
-random states, memory and devices. Streams, events and `synchronize` do nothing, except that an event stores its time:
-wait for the handles of asynchronous collectives. Not redirected: graphs, `torch.Stream` and `torch.Generator("cuda")`.
-`torch.cuda.is_available()` stays False.
+Code that asks for CUDA runs on [simulated devices](device.md); this layer has none. Megatron-core needs
+[the real package](transformer_engine.md#megatron-core).
 
 The real package exists if it is installed or was imported. A name that is not supported raises AttributeError
 (ImportError from `from … import`) with the reason listed here, so code that tests for a name with `hasattr` or `try`
@@ -71,100 +65,6 @@ falls back as usual.
 - Context parallelism gathers all keys and values on each rank. Without AMX, causal attention to more keys than queries
   is computed by ATen calls (tier `ref`).
 """
-
-MEGATRON = """
-## Megatron-core
-
-megatron-core 0.16.1, unmodified from PyPI, runs on the CPU:
-
-```python
-from torchweft.compat import megatron
-
-megatron.install()  # before megatron.core is imported; also makes transformer_engine resolve to weft
-from megatron.core.models.gpt import GPTModel
-```
-
-or `python -m torchweft.compat --megatron script.py arguments`. CUDA is redirected as by `install(cuda="cpu")`.
-`megatron.on_cpu()` is a context manager that does the same; `uninstall()` undoes it. `install()` raises ImportError if
-megatron-core is not installed, and RuntimeError if torch has CUDA. To install: HOW_TO_INSTALL.
-`tests/dist/test_megatron.py` also searches the folder `$WEFT_MEGATRON`.
-
-With the op fuser `F.gelu` is the tanh approximation; in Megatron's own MLP it is exact.
-"""
-
-RUNS = (
-    (
-        "loss and gradient norm within 1e-5 of one rank",
-        "transformer layer (LayerNorm, GELU and biases; RMSNorm, SwiGLU and grouped-query attention); `GPTModel` in "
-        "Megatron's DDP with `forward_backward_func` and Megatron's optimizer with clipping; tensor parallel 1, 2, and "
-        "2 with sequence parallelism; op fuser (`TEFusedMLP`) and `gradient_accumulation_fusion` on and off",
-    ),
-    (
-        "the same",
-        "that model with full and selective recomputation, `apply_rope_fusion`, the distributed optimizer, "
-        '`overlap_grad_reduce`, `tp_comm_overlap` and `cross_entropy_fusion_impl="te"`',
-    ),
-    (
-        "the same, three steps over two ranks",
-        "context parallelism, every `cp_comm_type` but `a2a+p2p`; expert parallelism with "
-        '`moe_token_dispatcher_type="alltoall"`, `moe_permute_fusion` on and off; `TorchFullyShardedDataParallel`; the '
-        "distributed optimizer over data-parallel ranks",
-    ),
-    (
-        "bit-equal to the uninterrupted run",
-        "checkpoints of the distributed optimizer in bfloat16 over one and two ranks, formats `fully_reshardable`, "
-        "`dp_reshardable` and `dp_zero_gather_scatter`",
-    ),
-    (
-        "loss within 1e-4 of the uninterrupted run",
-        "50 steps of that model at tensor parallel 2 with sequence parallelism, `dist_checkpointing.save` of model and "
-        "optimizer, `load` at tensor parallel 1, 5 more steps",
-    ),
-    (
-        "loss of one step within 2 % of bfloat16",
-        '`fp8="hybrid"` with `fp8_recipe` `delayed`, `tensorwise`, `blockwise` and `mxfp8`',
-    ),
-    (
-        "runs; not compared",
-        "dropout, bfloat16, mixtures of experts with the allgather dispatcher, also with `fp8_recipe` `tensorwise`, "
-        "`blockwise` and `mxfp8`",
-    ),
-)
-
-STOPS = (
-    ('`cp_comm_type="a2a+p2p"`', "hierarchical context parallelism is not supported"),
-    (
-        "`finalize_model_grads` with `TorchFullyShardedDataParallel`",
-        "distributed/finalize_model_grads.py:443 passes an argument that `finish_grad_sync` does not have there. "
-        "FSDP2 has reduced the gradients: leave `finalize_model_grads_func` None",
-    ),
-    (
-        "the format `fully_sharded_model_space`; `dp_zero_gather_scatter` with float32 Parameters",
-        "dist_checkpointing/mapping.py:134 rejects its flattened tensors; optimizer/distrib_optimizer.py:940 copies to "
-        "a view of a Parameter",
-    ),
-    ("`cuda_graph_impl`", "transformer/cuda_graphs.py:1406 requires a random number tracker for CUDA graphs"),
-)
-
-
-def two_column_table(left: str, right: str, rows: Iterable[tuple[str, str]]) -> str:
-    return "\n".join([f"\n| {left} | {right} |\n|---|---|", *(f"| {name} | {text} |" for name, text in rows)])
-
-
-def megatron_section() -> str:
-    from torchweft.compat import megatron
-
-    command, _, imports = megatron.HOW_TO_INSTALL.partition(";")
-    found = {f"{redirection.module}.{redirection.name}": redirection.why for redirection in megatron.REDIRECTIONS}
-    lines = [(f"`{name}`", why) for name, why in (found | megatron.MODE_WHY).items()]
-    return "\n".join(
-        [
-            MEGATRON.replace("HOW_TO_INSTALL", f"`{command}`;{imports}"),
-            two_column_table("tested accuracy", "configuration", RUNS).lstrip(),
-            two_column_table("not supported", "because of", STOPS),
-            two_column_table("redirected to the CPU", "needed by", lines),
-        ]
-    )
 
 
 def table(rows: list[tuple[str, str, str]]) -> str:
@@ -204,7 +104,6 @@ def page() -> str:
             "## Other modules\n",
             "| module | names |\n|---|---|",
             *(f"| `{module}` | {held} |" for module, held in others),
-            megatron_section(),
             "",
         ]
     )

@@ -147,7 +147,6 @@ CLASS_TESTS: dict[str, Check] = {
     **dict.fromkeys(("e1", "e2", "e3", "e5", "e6", "r1"), DISPATCHER),
     **dict.fromkeys(("t2", "t3", "t4", "t5"), COMPAT),
     "te": pytest("tests/python/test_compat_attention_checks.py", "tests/python/test_rotary.py"),
-    "uninstall": pytest("tests/python/test_cuda_on_cpu.py"),
     "e4": pytest("tests/python/test_state_keys.py"),
     "e7": pytest("tests/dist/test_main_grad.py"),
     "autocast": pytest("tests/python/test_recipes.py"),

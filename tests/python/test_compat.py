@@ -1216,20 +1216,6 @@ def test_router(te):
     assert logits.grad is not None
 
 
-# ---- megatron-core ------------------------------------------------------------------------------------------------
-
-
-def test_missing_megatron_leaves_nothing_installed(monkeypatch):
-    from torchweft.compat import megatron
-
-    monkeypatch.setitem(sys.modules, "megatron.core.tensor_parallel.random", None)
-    before = torch.cuda.synchronize
-    with pytest.raises(ImportError, match="pip install --no-deps megatron-core"):
-        megatron.install()
-    assert not megatron.installed() and not te_compat.installed() and torch.cuda.synchronize is before
-    megatron.uninstall()
-
-
 @pytest.mark.parametrize("recipe, align", [(None, 16), ("MXFP8BlockScaling", 32), ("NVFP4BlockScaling", 128)])
 def test_padding_of_experts(te, recipe, align):
     from transformer_engine.common import recipe as recipes

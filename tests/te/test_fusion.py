@@ -104,12 +104,10 @@ def test_runs_are_those_of_transformer_engine(name, dtype):
     assert max(found.values()) < {torch.float32: 2e-6, torch.bfloat16: 0.015}[dtype], found
 
 
-@pytest.mark.parametrize("chosen", RECIPES)
+@pytest.mark.parametrize("chosen", sorted(RECIPES.keys() - {"nvfp4"}))  # whose Hadamard transform takes bfloat16 only
 @pytest.mark.parametrize("name", BLOCKS)
 def test_quantized_runs_have_the_same_codes(name, chosen):
     """In float32 a code that differs would be an error of 1e-3 or more."""
-    if chosen == "nvfp4":
-        pytest.skip("its random Hadamard transform takes bfloat16 only")
     calls = 3 if chosen == "delayed" else 1  # the first scales are 1
     fused, plain = (Step(name, on, RECIPES[chosen], calls=calls) for on in (True, False))
     assert kinds(fused.module) == ["WeftRun"] * 2

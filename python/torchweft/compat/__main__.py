@@ -1,4 +1,4 @@
-"""``python -m torchweft.compat [--high-precision] [--replace] [--cuda-on-cpu] [--megatron] script.py …`` runs a script
+"""``python -m torchweft.compat [--high-precision] [--replace] script.py …`` runs a script
 in which ``import transformer_engine`` resolves to weft. Pass ``-m package.module …`` instead of the script to run a
 module."""
 
@@ -9,15 +9,13 @@ import os
 import runpy
 import sys
 
-from . import megatron, transformer_engine
+from . import transformer_engine
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m torchweft.compat", description=__doc__, usage=argparse.SUPPRESS)
     parser.add_argument("--high-precision", action="store_true", help="run quantized regions unquantized")
     parser.add_argument("--replace", action="store_true", help="replace Transformer Engine even if it is installed")
-    parser.add_argument("--cuda-on-cpu", action="store_true", help='run device="cuda" and .cuda() on the CPU')
-    parser.add_argument("--megatron", action="store_true", help="also run megatron-core on the CPU")
     parser.add_argument("-m", dest="module", action="store_true", help="run a module instead of a file")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -26,9 +24,7 @@ def main() -> None:
     sys.path[0] = os.getcwd() if args.module else os.path.dirname(os.path.abspath(args.script))
     recipes = "high_precision" if args.high_precision else None
     try:
-        transformer_engine.install(recipes, args.replace, cuda="cpu" if args.cuda_on_cpu else None)
-        if args.megatron:
-            megatron.install()
+        transformer_engine.install(recipes, args.replace)
     except (ImportError, RuntimeError) as error:
         hint = " On the command line, pass --replace." if "replace=True" in str(error) else ""
         sys.exit(f"python -m torchweft.compat: {error}{hint}")

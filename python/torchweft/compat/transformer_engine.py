@@ -15,39 +15,27 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from . import _namespace, _recipes
-from ._cuda_on_cpu import CudaOnCpu
 
 __all__ = ["install", "installed", "uninstall"]
 
 _ROOT = "transformer_engine"
 _finder: _Finder | None = None
-_cuda: CudaOnCpu | None = None
 _replaced_modules: dict[str, ModuleType | None] = {}  # modules of the real package, for uninstall()
 
 
-def install(recipes: str | None = None, replace: bool = False, cuda: str | None = None) -> None:
-    """Makes ``import transformer_engine`` resolve to weft in this process. A second call sets only `recipes`, `cuda`.
+def install(recipes: str | None = None, replace: bool = False) -> None:
+    """Makes ``import transformer_engine`` resolve to weft in this process. A second call sets only `recipes`.
 
     Args:
         recipes: what a quantized region does: ``"quantize"`` (the default), or ``"high_precision"`` to run unquantized
             and warn once. None: unchanged.
         replace: replace Transformer Engine even if it is installed or was imported.
-        cuda: ``"cpu"`` runs code that asks for CUDA on the CPU. In this thread: ``device="cuda"`` and ``.to("cuda")``
-            in calls of torch, also in backward. In the process: ``.cuda()``, which returns the tensor itself,
-            ``torch.autocast("cuda")``, ``torch.load``, ``torch.set_default_device``, device meshes, process groups with
-            the backend ``nccl``, which use Gloo, and functions of torch.cuda for random numbers, memory and devices.
-            Streams, events and ``synchronize`` do nothing: wait for the handles of asynchronous collectives.
-            ``torch.cuda.is_available()`` stays False. None: unchanged.
 
     Raises:
         ImportError: if Transformer Engine is installed or was imported, and `replace` is False.
-        RuntimeError: if `cuda` is "cpu" and torch has CUDA.
     """
     global _finder
-    _check_cuda(cuda)
     present = installed()
     if not present and not replace:
         _reject_real_package()
@@ -56,7 +44,6 @@ def install(recipes: str | None = None, replace: bool = False, cuda: str | None 
         _replaced_modules.update({name: sys.modules.pop(name) for name in _loaded() if not _is_own(name)})
         _finder = _finder or _Finder()
         sys.meta_path.insert(0, _finder)
-    _set_cuda(cuda)
 
 
 def uninstall() -> None:
@@ -64,12 +51,9 @@ def uninstall() -> None:
 
     What another library has replaced or wrapped since then stays in place; weft's part of it has no effect any more.
     """
-    global _finder, _cuda
+    global _finder
     if _finder is None:
         return
-    if _cuda is not None:
-        _cuda.remove()  # first: it raises in another thread
-        _cuda = None
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
     _finder = None
@@ -85,22 +69,6 @@ def uninstall() -> None:
 def installed() -> bool:
     """Whether ``import transformer_engine`` currently resolves to weft."""
     return _finder is not None and _finder in sys.meta_path
-
-
-def _check_cuda(cuda: str | None) -> None:
-    if cuda not in (None, "cpu"):
-        raise ValueError(f"install: cuda is {cuda!r}, expected 'cpu' or None.")
-    if cuda == "cpu" and torch.cuda.is_available():
-        raise RuntimeError(
-            "install: cuda is 'cpu', but torch has CUDA, which the script would no longer use. Pass it only on "
-            "machines without a GPU."
-        )
-
-
-def _set_cuda(cuda: str | None) -> None:
-    global _cuda
-    if cuda == "cpu" and _cuda is None:
-        _cuda = CudaOnCpu()
 
 
 def _set_recipes(policy: str | None) -> None:

@@ -1,5 +1,5 @@
-"""`fused_weight_gradient_mlp_cuda`, Apex's compiled module: Megatron-core adds the weight gradients of its own linears to
-`main_grad` with it (`gradient_accumulation_fusion`)."""
+"""`fused_weight_gradient_mlp_cuda`, Apex's compiled module. With it Megatron-core adds the weight gradients of its own
+linears to `main_grad` (`gradient_accumulation_fusion`)."""
 
 from __future__ import annotations
 
