@@ -5,8 +5,12 @@ pytest -p torchweft.te.pytest_plugin tests/te
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -359,3 +363,15 @@ def test_a_recipe_that_a_plan_cannot_take_is_an_error():
     with pytest.raises(NotImplementedError, match="share a maximum magnitude.*Create the module anew"):
         with te.autocast(recipe=Float8CurrentScaling()):
             module(x)
+
+
+def test_runs_over_ranks():
+    """Sharded linears and collectives: tests/te/parallel_rank.py."""
+    folder = Path(__file__).parent
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "torchweft.te",
+         "--devices=2", str(folder / "parallel_rank.py")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "rank 0: ok" in run.stdout and "rank 1: ok" in run.stdout

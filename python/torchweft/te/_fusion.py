@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from .._process_groups import resolve_parallel
+
 PACKAGE, OPS = "transformer_engine.", "transformer_engine.pytorch.ops"
 
 
@@ -49,10 +51,20 @@ def _norm(op: Any) -> dict[str, Any]:
     return {"normalized_shape": op.weight.shape, "dtype": op.weight.dtype} | fields
 
 
+def _over_ranks(op: Any, *names: str) -> dict[str, Any]:
+    """Fields of an operation over ranks, with the name and the size of its group."""
+    fields = _same(*names)(op)
+    resolve_parallel(type(op).__name__, fields)
+    return fields
+
+
 def _linear(op: Any) -> dict[str, Any]:
-    if op.tensor_parallel_mode is not None:
-        raise _Rejected("its weight is sharded over ranks")
-    return _same("in_features", "out_features", "_accumulate_into_main_grad")(op) | {"dtype": op.weight.dtype}
+    fields = _same("in_features", "out_features", "_accumulate_into_main_grad")(op) | {"dtype": op.weight.dtype}
+    return fields | _over_ranks(op, "tensor_parallel_mode", "tensor_parallel_group", "sequence_parallel")
+
+
+def _all_reduce(op: Any) -> dict[str, Any]:
+    return _over_ranks(op, "process_group") | {"reduce_in_backward": False}  # Transformer Engine never does
 
 
 def _grouped_linear(op: Any) -> dict[str, Any]:
@@ -61,12 +73,6 @@ def _grouped_linear(op: Any) -> dict[str, Any]:
     weight = next(op.parameters(recurse=False))
     fields = _same("num_groups", "in_features", "out_features", "_accumulate_into_main_grad", "_scale_bias")(op)
     return {"bias": op.use_bias, "dtype": weight.dtype} | fields
-
-
-def _bias(op: Any) -> dict[str, Any]:
-    if op.tensor_parallel:
-        raise _Rejected("its bias is sharded over ranks")
-    return {"size": op.bias.numel(), "dtype": op.bias.dtype}
 
 
 def _added(op: Any) -> dict[str, Any]:
@@ -96,7 +102,10 @@ _FIELDS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "L2Normalization": _same("eps"),
     "BasicLinear": _linear,
     "GroupedLinear": _grouped_linear,
-    "Bias": _bias,
+    "Bias": lambda op: {"size": op.bias.numel(), "dtype": op.bias.dtype},
+    "AllReduce": _all_reduce,
+    "AllGather": lambda op: _over_ranks(op, "process_group"),
+    "ReduceScatter": lambda op: _over_ranks(op, "process_group"),
     "ConstantScale": _same("scale"),
     "Dropout": lambda op: {"p": op.dropout_probability},
     "Identity": _same(),
