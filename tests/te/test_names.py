@@ -1,4 +1,5 @@
-"""The names of `transformer_engine_torch` that an installed `transformer_engine` uses are there.
+"""The names of `transformer_engine_torch` that an installed `transformer_engine` uses are there, and those of
+`transformer_engine` that installed projects use.
 
 WEFT_TE_RELEASES: folders, divided by colons, that contain other releases of the package.
 """
@@ -8,11 +9,16 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import sys
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import transformer_engine_torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+import te_projects  # noqa: E402
 
 MODULE = "transformer_engine_torch"
 NOT_THERE = {"LayerNorm"}  # nor in the module for CUDA: an operation for ONNX calls it
@@ -65,3 +71,25 @@ def test_missing_name_is_found():
             return getattr(transformer_engine_torch, name)
 
     assert [line.split(",")[0] for line in missing_names(INSTALLED, Without())] == ["rmsnorm_fwd"]
+
+
+@pytest.mark.parametrize("name", ("megatron.core", "accelerate", "lightning"))
+def test_imports_of_projects_resolve(name):
+    """tools/te_projects.py makes the table of docs/transformer_engine.md of their repositories."""
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        pytest.skip(f"{name} is not installed")
+    (folder,) = importlib.util.find_spec(name).submodule_search_locations
+    names = te_projects.examine(Path(folder))
+    assert len(names.unconditional | names.guarded) > 3
+    assert names.missing()[0] == []
+
+
+def test_missing_import_of_a_project_is_found(tmp_path):
+    (tmp_path / "model.py").write_text(
+        "import transformer_engine.pytorch as te\nfrom transformer_engine.pytorch import Linear, NoSuchLayer\n"
+        "try:\n    from transformer_engine.pytorch.attention import no_such_function\nexcept ImportError:\n    pass\n"
+        "class Layer(te.NoOtherLayer):\n    pass\n"
+    )
+    lost, without = te_projects.examine(tmp_path).missing()
+    assert lost == [f"transformer_engine.pytorch.{name}" for name in ("NoOtherLayer", "NoSuchLayer")]
+    assert without == ["transformer_engine.pytorch.attention.no_such_function"]
