@@ -100,7 +100,8 @@ def main() -> None:
     folder, rank, world = pathlib.Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = f"file://{folder}/store_{sys.argv[2]}"
     wait = timedelta(seconds=60)
-    cases.dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=wait)
+    cases.torch.set_default_device("cuda")
+    cases.dist.init_process_group("nccl", init_method=store, rank=rank, world_size=world, timeout=wait)
     cases.parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
     cases.tensor_parallel.model_parallel_cuda_manual_seed(1)
     each, grouped = partial(experts, grouped=False), partial(experts, grouped=True)
@@ -116,6 +117,7 @@ else:
     from test_megatron import needs
 
     @needs("megatron.core")
+    @needs("transformer_engine")
     @needs("psutil")
     def test_megatron_loads_converted_checkpoint_at_another_size(tmp_path):
         """Two ranks save; one loads after conversions to safetensors, .pt and Transformer Engine names and back."""
