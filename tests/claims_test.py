@@ -225,6 +225,12 @@ def test_defect_scripts_are_run_and_judged_by_status(tmp_path):
     assert found.verdict is MISSED and "bad: status 3" in found.measured
 
 
+def test_attacks_on_transformer_engine_code_run_on_the_real_package():
+    old = "import torchweft.compat.transformer_engine as compat\ncompat.install()\nte.Linear(torch.Generator())\n"
+    text = trust.on_real_package(old)
+    assert "compat" not in text and "torchweft.te.install()" in text and 'Generator("cuda")' in text
+
+
 def test_script_without_class_test_is_named():
     def check(settings):
         return Outcome("2 passed", HOLDS)

@@ -17,7 +17,7 @@ wheel=$(echo "$work"/dist/torchweft-*.whl)
 names=$("$python" -m zipfile -l "$wheel")
 for name in 'torchweft/_C\.[^ ]*so' 'torchweft/_device\.[^ ]*so' 'torchweft/te/transformer_engine_torch\.[^ ]*so' \
             torchweft/lib/libweft.so torchweft/lib/libweft_device.so torchweft/lib/cmake/weft/weftConfig.cmake \
-            torchweft/include/weft/ torchweft/py.typed torchweft/_C.pyi torchweft/ops.pyi torchweft/compat/__main__.py LICENSE; do
+            torchweft/include/weft/ torchweft/py.typed torchweft/_C.pyi torchweft/ops.pyi torchweft/te/__main__.py LICENSE; do
   grep -q -- "$name" <<<"$names" || { echo "wheel: $name is not in $(basename "$wheel")" >&2; exit 1; }
 done
 

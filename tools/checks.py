@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -97,6 +98,37 @@ def pytest(*arguments: str, slow: bool = False, figure: str | None = None) -> Ch
         return judge_pytest(done.stdout, done.returncode, figure)
 
     return check
+
+
+TE_OPTIONS = ("-p", "torchweft.te.pytest_plugin")
+
+
+def with_te(settings: Settings) -> Settings:
+    """With the unmodified Transformer Engine, which .ci/run installs in build/te."""
+    paths = os.pathsep.join([str(ROOT / "python"), str(ROOT / "build/te")])
+    return replace(settings, environment={**settings.environment, "PYTHONPATH": paths})
+
+
+def te(check: Check) -> Check:
+    """Runs a check with the unmodified Transformer Engine."""
+    return lambda settings: check(with_te(settings))
+
+
+def te_tests(*options: str) -> Check:
+    """Draws of Transformer Engine's own tests, which lie in the folder $WEFT_TE_TESTS."""
+
+    def check(settings: Settings) -> Outcome:
+        folder = os.environ.get("WEFT_TE_TESTS")
+        if folder is None:
+            return Outcome("skipped: WEFT_TE_TESTS is not set", Verdict.NOT_MEASURED)
+        drawn = "6" if settings.quick else "60"
+        command = [sys.executable, "tools/te_tests.py", folder, "--draw", drawn, "--test-seconds", "100", *options]
+        done = settings.run(command)
+        found = re.findall(r"\d+ tests of \d+ files passed.*|in plans of weft: .*", done.stdout)
+        holds = bool(found) and done.returncode == 0
+        return Outcome("; ".join(found) or "no figure", Verdict.HOLDS if holds else Verdict.MISSED)
+
+    return te(check)
 
 
 def ctest(preset: str, pattern: str = ".") -> Check:

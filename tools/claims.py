@@ -8,7 +8,7 @@
     tools/claims.py kernels              kernels and fusions
     tools/claims.py parallel             tensor-parallel linears and their communication
     tools/claims.py grouped              grouped GEMM
-    tools/claims.py compat               code written for Transformer Engine
+    tools/claims.py te                   the unmodified Transformer Engine on weft
     tools/claims.py readable             installation, names, layers, docstrings, errors
     tools/claims.py step                 attention, loss and whole training steps
     tools/claims.py quantization         quantized matrices, their GEMM, recipes

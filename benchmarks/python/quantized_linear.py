@@ -4,10 +4,9 @@
     python benchmarks/python/quantized_linear.py --quick      the first
     python benchmarks/python/quantized_linear.py --threads 2 --json FILE
 
-`cached`: the weight was quantized by an earlier micro-batch. `emulated`: forward of an MXFP8 linear that quantizes its
-input, decodes both operands and multiplies with torch.mm, as emulations of these formats do; `_scaled_mm`: the
-multiplication of torch alone, of 64 rows, since it takes minutes for more. All sides run interleaved in one process
-(measure.py); tools/claims.py compares with the bounds.
+`emulated`: forward of an MXFP8 linear that quantizes and decodes both operands and multiplies with torch.mm, as
+emulations of these formats do; `_scaled_mm`: the multiplication of torch alone, of 64 rows, since it takes minutes for
+more. All sides run interleaved in one process (measure.py); tools/claims.py compares with the bounds.
 """
 
 from __future__ import annotations
@@ -20,12 +19,8 @@ import torch
 from measure import Meter
 from problems import main
 
-import torchweft.quantization
-from torchweft import recipe
-from torchweft.compat import transformer_engine
-
-transformer_engine.install()
-import transformer_engine.pytorch as te  # noqa: E402
+import torchweft
+from torchweft import ops, recipe
 
 RECIPES = {
     "delayed": recipe.DelayedScaling(),
@@ -34,7 +29,7 @@ RECIPES = {
     "MXFP8": recipe.MXFP8BlockScaling(),
     "NVFP4": recipe.NVFP4BlockScaling(),
 }
-CACHED, QUANTIZED, NVFP4 = 1.25, 1.5, 1.8  # largest time / bfloat16
+QUANTIZED, NVFP4 = 1.5, 1.8  # largest time / bfloat16
 EMULATED = 8  # least time of an emulation / weft
 FEW_ROWS = 64
 
@@ -48,40 +43,37 @@ class Problem(NamedTuple):
         return f"{self.rows} x {self.features} x {self.outputs}"
 
 
-def training_pass(p: Problem, used: recipe.Recipe | None, cached: bool) -> Callable[[], None]:
-    linear = te.Linear(p.features, p.outputs, bias=False, params_dtype=torch.bfloat16)
+def training_pass(p: Problem, used: recipe.Recipe | None) -> Callable[[], None]:
+    linear = ops.Linear(p.features, p.outputs, bias=False, dtype=torch.bfloat16)
     x = torch.randn(p.rows, p.features).bfloat16().requires_grad_()
     dy = torch.randn(p.rows, p.outputs).bfloat16()
 
-    def run(first: bool | None) -> None:
+    def run() -> None:
         x.grad = linear.weight.grad = None
-        with te.autocast(used is not None, recipe=used):
-            y = linear(x, is_first_microbatch=first)
+        with torchweft.autocast(used is not None, recipe=used):
+            y = linear(x)
         y.backward(dy)
 
-    run(True if cached else None)
-    return lambda: run(False if cached else None)
+    return run
 
 
 def forwards(p: Problem) -> dict[str, Callable[[], object]]:
     """An MXFP8 linear, forward: weft's and an emulation; and torch's multiplication of few rows in FP8."""
     used = RECIPES["MXFP8"]
-    linear = te.Linear(p.features, p.outputs, bias=False, params_dtype=torch.bfloat16)
+    linear = ops.Linear(p.features, p.outputs, bias=False, dtype=torch.bfloat16)
     x, few = torch.randn(p.rows, p.features).bfloat16(), torch.randn(FEW_ROWS, p.features).bfloat16()
     quantizer = torchweft.quantization.Quantizer("mxfp8")
-    weight = quantizer.quantize(linear.weight.detach())
 
     def run(given: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad(), te.autocast(recipe=used):
-            return linear(given, is_first_microbatch=False)
+        with torch.no_grad(), torchweft.autocast(recipe=used):
+            return linear(given)
 
-    with torch.no_grad(), te.autocast(recipe=used):
-        linear(x, is_first_microbatch=True)
     a, b = few.to(torch.float8_e4m3fn), linear.weight.detach().to(torch.float8_e4m3fn)
     one = torch.ones(())
 
     def emulated() -> torch.Tensor:
-        return quantizer.quantize(x).dequantize() @ weight.dequantize().t()
+        weight = quantizer.quantize(linear.weight.detach()).dequantize()
+        return quantizer.quantize(x).dequantize() @ weight.t()
 
     return {
         "weft": lambda: run(x),
@@ -95,21 +87,12 @@ def measure(p: Problem, meter: Meter) -> dict[str, object]:
     figures = []
     rows = {}
     for name, used in RECIPES.items():
-        sides = {
-            "quantized": training_pass(p, used, cached=False),
-            "bfloat16": training_pass(p, None, cached=False),
-        }
-        for cached in (False, True):
-            if cached and name == "delayed":
-                continue  # its weight is quantized with the scale of the step
-            sides["quantized"] = training_pass(p, used, cached)
-            found = meter.measure(sides, control="bfloat16")
-            bound = NVFP4 if name == "NVFP4" else CACHED if cached else QUANTIZED
-            what = f"{p}: {name}{', cached weight' if cached else ''} / bfloat16"
-            figures.append(found.figure(what, "bfloat16", bound))
-            rows[what] = asdict(found)
-            value = figures[-1]
-            print(f"{what} {value['value']:.2f} [{value['interval'][0]:.2f}, {value['interval'][1]:.2f}]", flush=True)
+        found = meter.measure({"quantized": training_pass(p, used), "bfloat16": training_pass(p, None)}, "bfloat16")
+        what = f"{p}: {name} / bfloat16"
+        figures.append(found.figure(what, "bfloat16", NVFP4 if name == "NVFP4" else QUANTIZED))
+        rows[what] = asdict(found)
+        value = figures[-1]
+        print(f"{what} {value['value']:.2f} [{value['interval'][0]:.2f}, {value['interval'][1]:.2f}]", flush=True)
     every = forwards(p)
     for first, other in (("weft", "emulated"), ("few rows", "_scaled_mm")):
         found = meter.measure({name: every[name] for name in (first, other)}, control=first)

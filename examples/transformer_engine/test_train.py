@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 import train
 import transformer_engine.pytorch as te
+from conftest import SIMULATED
 
-DEVICE = "cuda" if train.CUDA else "cpu"
-NEAR = {"rtol": 1e-2, "atol": 1e-3} if train.CUDA else {"rtol": 1e-4, "atol": 1e-5}  # GPUs multiply in TF32
-NEAR_LOSS = 1e-2 if train.CUDA else 1e-5
+NEAR = {"rtol": 1e-4, "atol": 1e-5} if SIMULATED else {"rtol": 1e-2, "atol": 1e-3}  # GPUs multiply in TF32
+NEAR_LOSS = 1e-5 if SIMULATED else 1e-2
 SCRIPT = str(Path(train.__file__))
 
 
@@ -46,7 +46,7 @@ def plain_gpt(p, tokens):
 
 
 def test_values_and_gradients_match_plain_torch():
-    model, tokens = train.make_model(DEVICE), train.batch(0, DEVICE)[:, :-1]
+    model, tokens = train.make_model(), train.batch(0)[:, :-1]
     parameters = dict(model.named_parameters())
     output, plain_output = model(tokens), plain_gpt(parameters, tokens)
     torch.testing.assert_close(output, plain_output, **NEAR)
@@ -81,7 +81,7 @@ CHECKPOINT = {
 
 def test_checkpoint_names_and_shapes_are_stable():
     """Otherwise older checkpoints do not load. `_extra_state` is the state of FP8."""
-    state = train.make_model(DEVICE).state_dict()
+    state = train.make_model().state_dict()
     found = {name: tuple(value.shape) for name, value in state.items() if not name.endswith("_extra_state")}
     assert found == CHECKPOINT
 

@@ -15,17 +15,17 @@ import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
 
 VOCABULARY, LENGTH, WIDTH, HEADS, GROUPS, LAYERS = 64, 16, 64, 4, 2, 2
-CUDA = torch.cuda.is_available()
+DEVICE = "cuda"
 
 
 class GPT(torch.nn.Module):
-    def __init__(self, device, fuse_wgrad=False, group=None):
+    def __init__(self, fuse_wgrad=False, group=None):
         super().__init__()
         parallel = {}
         if group is not None:
             parallel = {"tp_group": group, "tp_size": dist.get_world_size(group), "set_parallel_mode": True}
-        self.tokens = torch.nn.Embedding(VOCABULARY, WIDTH, device=device)
-        self.positions = torch.nn.Embedding(LENGTH, WIDTH, device=device)
+        self.tokens = torch.nn.Embedding(VOCABULARY, WIDTH, device=DEVICE)
+        self.positions = torch.nn.Embedding(LENGTH, WIDTH, device=DEVICE)
         self.layers = torch.nn.ModuleList(
             te.TransformerLayer(
                 hidden_size=WIDTH,
@@ -41,14 +41,14 @@ class GPT(torch.nn.Module):
                 attn_input_format="bshd",
                 fuse_qkv_params=True,
                 fuse_wgrad_accumulation=fuse_wgrad,
-                device=device,
+                device=DEVICE,
                 **parallel,
             )
             for i in range(LAYERS)
         )
         self.head = te.ops.Sequential(
-            te.ops.RMSNorm(WIDTH, device=device),
-            te.ops.BasicLinear(WIDTH, VOCABULARY, device=device, accumulate_into_main_grad=fuse_wgrad),
+            te.ops.RMSNorm(WIDTH, device=DEVICE),
+            te.ops.BasicLinear(WIDTH, VOCABULARY, device=DEVICE, accumulate_into_main_grad=fuse_wgrad),
         )
         for weight in self.fused_weights() if fuse_wgrad else ():
             weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
@@ -73,25 +73,25 @@ def local_shard(name, whole, like):
     return torch.cat([t.chunk(dist.get_world_size(), dim)[dist.get_rank()] for t in whole.chunk(stacked, dim)], dim)
 
 
-def make_model(device, fuse_wgrad=False):
+def make_model(fuse_wgrad=False):
     """Returns the model, or this rank's shards of it. The weights do not depend on the number of ranks."""
     torch.manual_seed(0)
-    whole = GPT(device, fuse_wgrad)
+    whole = GPT(fuse_wgrad)
     if not dist.is_initialized():
         return whole
-    model = GPT(device, fuse_wgrad, dist.group.WORLD)
+    model = GPT(fuse_wgrad, dist.group.WORLD)
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(local_shard(name, whole.get_parameter(name), p))
     return model
 
 
-def batch(step, device, rows=16):
+def batch(step, rows=16):
     """Returns sequences that count by one, two or three, the same for each run of a step."""
     generator = torch.Generator().manual_seed(step)
     first = torch.randint(VOCABULARY, (rows, 1), generator=generator)
     by = torch.randint(1, 4, (rows, 1), generator=generator)
-    return ((first + by * torch.arange(LENGTH + 1)) % VOCABULARY).to(device)
+    return ((first + by * torch.arange(LENGTH + 1)) % VOCABULARY).to(DEVICE)
 
 
 def train_step(model, optimizer, tokens, microbatches=1, fuse_wgrad=False, fp8=False):
@@ -129,7 +129,6 @@ def load(file, model, optimizer):
 def main(arguments=None):
     """Trains with the given command line and returns the losses of the steps it ran."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if CUDA else "cpu")
     parser.add_argument("--steps", type=int, default=40, help="total number of steps, including those of resumed runs")
     parser.add_argument(
         "--microbatches", type=int, default=1, help="micro-batches per batch; their gradients are accumulated"
@@ -140,16 +139,15 @@ def main(arguments=None):
     args = parser.parse_args(arguments)
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if ranks > 1:
-        if args.device == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-    model = make_model(args.device, args.fuse_wgrad)
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl")
+    model = make_model(args.fuse_wgrad)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     file = args.checkpoint and args.checkpoint / f"rank{rank}.pt"
     first = load(file, model, optimizer) if file and file.exists() else 0
     losses = []
     for step in range(first, args.steps):
-        tokens = batch(step, args.device)
+        tokens = batch(step)
         losses.append(train_step(model, optimizer, tokens, args.microbatches, args.fuse_wgrad, args.fp8))
         if rank == 0:
             print(f"step {step} loss {losses[-1]:.6f}", flush=True)

@@ -23,6 +23,7 @@ from ._ddp import MainGradNotReducedWarning
 from ._explain import Explanation, explain
 from ._grouped_parameters import deinterleave_glu, interleave_glu
 from ._packing import packed_bytes, packing_limit, prepack, set_packing_limit
+from ._recompute import recompute_contexts
 from ._rng import RNGStatesTracker
 from ._userbuffers import destroy_ub, initialize_ub
 from .ops import Sequential
@@ -47,5 +48,6 @@ __all__ = [
     "prepack",
     "quantization",
     "recipe",
+    "recompute_contexts",
     "set_packing_limit",
 ]

@@ -46,7 +46,6 @@ class _Active(threading.local):
         self.region: Region | None = None  # the outermost one
         self.recorded_scales: list[list[torch.Tensor]] = []  # of delayed scaling: see ForwardScales
         self.replayed_scales: Iterator[torch.Tensor] | None = None
-        self.model_init: tuple[Recipe, bool] | None = None  # recipe of new Parameters; whether to keep initial values
 
 
 active = _Active()
@@ -55,15 +54,6 @@ active = _Active()
 def called_in_backward() -> bool:
     """Whether this runs within a backward, where gradient checkpointing repeats calls."""
     return torch._C._current_graph_task_id() != -1
-
-
-def reject_model_init(operation: str) -> None:
-    """Raises in a region that creates quantized Parameters."""
-    if active.model_init is not None:
-        raise NotImplementedError(
-            f"{operation}: weights of operations cannot be quantized Parameters. Create it outside of "
-            "quantized_model_init, or use a module such as transformer_engine.pytorch.Linear."
-        )
 
 
 def check_enabled(who: str, enabled: Any) -> None:
@@ -85,8 +75,8 @@ class autocast(ContextDecorator):  # noqa: N801  # Transformer Engine's name
     the dtypes of :func:`torch.autocast` use that.
 
     Gradient checkpointing calls functions again, outside of the region: open the region inside of the checkpointed
-    function. Without that torch raises a ``CheckpointError``, except with ``use_reentrant=True``, where the repeated
-    call and the backward are not quantized.
+    function, or pass :func:`torchweft.recompute_contexts`. Without that torch raises a ``CheckpointError``, except
+    with ``use_reentrant=True``, where the repeated call and the backward are not quantized.
 
     Args:
         enabled: False: the region is not quantized, also within another one.

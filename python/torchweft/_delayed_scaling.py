@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,6 @@ from .recipe import DelayedScaling
 _ATTRIBUTE = "_delayed_scaling"
 FORWARD, BACKWARD = 0, 1
 _TENSORS = (2, 1)
-_WEIGHT = 1  # column of the weight in the part for forward
 MAX_LENGTH = 1 << 20  # of a history in a checkpoint
 _PICKLED_NONE = re.compile(rb"\x80[\x02-\x05]N\.")  # alone, or in a file of torch.save
 _VERSION = 7766561.0  # first value of the saved form; float32 holds it exactly
@@ -34,18 +33,9 @@ def state_of(operation: torch.nn.Module, length: int) -> list[torch.Tensor]:
     """Returns the state of an operation, for forward and backward; creates it, or changes the length of its history.
     The module that owns the operation's Parameters owns it."""
     owner = operation.__dict__.get("_owner", operation)
-    names: dict[str, str] = owner.__dict__.get("_parameter_names", {})
-    weight = names.get("weight", "weight")
-    return create_states(owner.__dict__.get("_parameter_owner", owner), (weight,), length)[weight]
-
-
-def create_states(module: torch.nn.Module, weights: Sequence[str], length: int) -> dict[str, list[torch.Tensor]]:
-    """Creates the states of the linears of a module that have none, or changes the length of their histories. Returns
-    all states of the module, by the name of the weight."""
-    states: dict[str, list[torch.Tensor]] = module.__dict__.setdefault(_ATTRIBUTE, {})
-    for weight in weights:
-        states[weight] = _with_length(states.get(weight), length)
-    return states
+    with torch.inference_mode(False):  # a later call may train
+        state = owner.__dict__[_ATTRIBUTE] = _with_length(owner.__dict__.get(_ATTRIBUTE), length)
+    return state
 
 
 def _with_length(parts: list[torch.Tensor] | None, length: int) -> list[torch.Tensor]:
@@ -66,53 +56,39 @@ def _resized(part: torch.Tensor, length: int) -> torch.Tensor:
     return resized
 
 
-def save(
-    module: torch.nn.Module, weights: Sequence[str], rounding_scales: torch.Tensor | None = None
-) -> torch.Tensor | None:
-    """Returns the states of the linears of a module as one tensor for its ``state_dict``: float32, the version, the
-    length of the history, the values, then the scales of quantized Parameters, if any. None without a state."""
-    states: dict[str, list[torch.Tensor]] = module.__dict__.get(_ATTRIBUTE, {})
-    if not states:
+def save(module: torch.nn.Module) -> torch.Tensor | None:
+    """Returns the state of a module as one tensor for its ``state_dict``: float32, the version, the length of the
+    history and the values. None without a state."""
+    state: list[torch.Tensor] | None = module.__dict__.get(_ATTRIBUTE)
+    if state is None:
         return None
-    length = max(len(parts[0]) for parts in states.values()) - 1
-    values = [part.flatten() for name in weights for part in _with_length(states.get(name), length)]
-    scales = [] if rounding_scales is None else [rounding_scales]
-    return torch.cat([torch.tensor([_VERSION, float(length)]), *values, *scales])
+    length = len(state[0]) - 1
+    return torch.cat([torch.tensor([_VERSION, float(length)]), *(part.flatten() for part in state)])
 
 
-def load(
-    module: torch.nn.Module, saved: Any, key: str, weights: Sequence[str], te_linears: int | None = None
-) -> torch.Tensor | None:
-    """Sets the states of the linears of a module to what `save` returned, or to those of Transformer Engine, a pickle
-    that is read as data: nothing in it is executed. An empty state, and with a warning anything else, removes the
-    states: scales start at 1.
-
-    Args:
-        weights: names of the linears' weights.
-        te_linears: number of linears in Transformer Engine; one of them stands for all `weights`.
-
-    Returns:
-        The scales of quantized Parameters, if they were saved.
+def load(module: torch.nn.Module, saved: Any, key: str) -> None:
+    """Sets the state of a module to what `save` returned, or to that of Transformer Engine, a pickle that is read as
+    data: nothing in it is executed. An empty state, and with a warning anything else, removes the state: scales start
+    at 1.
 
     Raises:
         ValueError: if it begins like a state of `save`, but is not one of this module.
     """
-    states: list[list[torch.Tensor]] = []
-    scales: torch.Tensor | None = None
-    if (own := _own_values(saved)) is not None:
-        states, scales = _split(own, key, len(weights))
-        _check(states, key, scales)
-    elif not is_empty(saved):
-        try:
-            states = _read_pickle(saved, key, len(weights), te_linears or len(weights))
-            _check(states, key)
-        except ValueError as error:
-            states = []
-            warn_ignored(key, f"scales of delayed scaling start at 1. Reason: {error}")
+    state: list[torch.Tensor] | None = None
+    with torch.inference_mode(False):
+        if (own := _own_values(saved)) is not None:
+            state = _split(own, key)
+            _check(state, key)
+        elif not is_empty(saved):
+            try:
+                state = _read_pickle(saved, key)
+                _check(state or (), key)
+            except ValueError as error:
+                state = None
+                warn_ignored(key, f"scales of delayed scaling start at 1. Reason: {error}")
     module.__dict__.pop(_ATTRIBUTE, None)
-    if states:
-        module.__dict__[_ATTRIBUTE] = dict(zip(weights, states, strict=True))
-    return scales
+    if state is not None:
+        module.__dict__[_ATTRIBUTE] = state
 
 
 def is_empty(saved: Any) -> bool:
@@ -148,8 +124,8 @@ def _unusable_form(saved: torch.Tensor) -> str:
     return "" if saved.dim() == 1 else f"it has shape {list(saved.shape)}, expected one dimension"
 
 
-def _read_pickle(saved: Any, key: str, linears: int, te_linears: int) -> list[list[torch.Tensor]]:
-    """Returns Transformer Engine's states; none if its recipe has no state."""
+def _read_pickle(saved: Any, key: str) -> list[torch.Tensor] | None:
+    """Returns Transformer Engine's state; None if its recipe has none."""
     if isinstance(saved, io.BytesIO):
         raise ValueError("it has the form of Transformer Engine 1, expected a tensor. Save it with a newer one")
     if not isinstance(saved, torch.Tensor):
@@ -167,19 +143,17 @@ def _read_pickle(saved: Any, key: str, linears: int, te_linears: int) -> list[li
 
     states = read_extra_state(saved.detach().cpu().numpy().tobytes(), key)
     if not states:
-        return []
-    if len(states) != te_linears:
-        raise ValueError(f"weft: {key} has states of {len(states)} linears, expected {te_linears}.")
-    return states if te_linears == linears else [[part.clone() for part in states[0]] for _ in range(linears)]
+        return None
+    if len(states) != 1:
+        raise ValueError(f"weft: {key} has states of {len(states)} linears, expected 1.")
+    return states[0]
 
 
-def _check(states: list[list[torch.Tensor]], key: str, rounding_scales: torch.Tensor | None = None) -> None:
+def _check(state: Iterable[torch.Tensor], key: str) -> None:
     """Raises for values that no state has: scales must be normal numbers, whose reciprocals are finite."""
     smallest = torch.finfo(torch.float32).tiny
-    rows = [(part[0], part[1:]) for parts in states for part in parts]
-    if rounding_scales is not None:  # 0: the Parameter has not been rounded yet
-        rows.append((rounding_scales[rounding_scales != 0], rounding_scales[:0]))
-    for scales, history in rows:
+    for part in state:
+        scales, history = part[0], part[1:]
         wrong_scales = scales[~((scales >= smallest) & scales.isfinite())]
         wrong_maxima = history[~(history >= 0)]
         for wrong, what, expected in (
@@ -193,20 +167,17 @@ def _check(states: list[list[torch.Tensor]], key: str, rounding_scales: torch.Te
                 )
 
 
-def _split(saved: torch.Tensor, key: str, linears: int) -> tuple[list[list[torch.Tensor]], torch.Tensor | None]:
-    """Returns the states that `save` joined, and the scales of quantized Parameters, if it got any."""
+def _split(saved: torch.Tensor, key: str) -> list[torch.Tensor]:
+    """Returns the state that `save` joined."""
     length = saved[1].item()
-    end = 2 + linears * (1 + int(length)) * sum(_TENSORS) if 1 <= length <= MAX_LENGTH else 0
-    if end == 0 or len(saved) not in (end, end + linears):
+    rows = 1 + int(length) if 1 <= length <= MAX_LENGTH else 0
+    if rows == 0 or len(saved) != 2 + rows * sum(_TENSORS):
         raise ValueError(
-            f"weft: {key} has {len(saved)} values, which do not fit a history of {length:g} and {linears} linears. "
-            "Load a checkpoint of the same module, or remove the key to start with scales of 1."
+            f"weft: {key} has {len(saved)} values, which do not fit a history of {length:g}. Load a checkpoint of the "
+            "same module, or remove the key to start with scales of 1."
         )
-    rows = 1 + int(length)
-    flat = saved[2:end].split([rows * tensors for tensors in _TENSORS] * linears)
-    parts = [part.reshape(rows, -1).clone() for part in flat]
-    states = [parts[i : i + len(_TENSORS)] for i in range(0, len(parts), len(_TENSORS))]
-    return states, saved[end:].clone() if len(saved) > end else None
+    parts = saved[2:].split([rows * tensors for tensors in _TENSORS])
+    return [part.reshape(rows, -1).clone() for part in parts]
 
 
 def use_state(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
@@ -215,7 +186,7 @@ def use_state(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     recipe = active.recipe
     assert isinstance(recipe, DelayedScaling)
     forward, backward = state_of(module, recipe.amax_history_len)
-    repeated = called_in_backward()
+    repeated = _is_repeated()
     records_maxima = torch.is_grad_enabled() and not repeated
     if not records_maxima:
         forward = forward.clone()
@@ -230,27 +201,9 @@ def use_state(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     return forward, backward
 
 
-class WeightScaling:
-    """The scale and the maxima of one weight, for a module that quantizes it itself."""
-
-    def __init__(self, module: torch.nn.Module, weight: str, length: int) -> None:
-        states: dict[str, list[torch.Tensor]] = module.__dict__.get(_ATTRIBUTE, {})
-        if weight not in states:  # an existing history may have the length of another recipe
-            with torch.inference_mode(False):
-                states = create_states(module, (weight,), length)
-        self._forward = states[weight][FORWARD]
-
-    def scale(self) -> torch.Tensor:
-        """Returns a copy of the scale, float32 of one element."""
-        with torch.inference_mode(False):
-            return self._forward[0, _WEIGHT : _WEIGHT + 1].detach().clone()
-
-    def record(self, matrix: _C.QuantizedMatrix) -> None:
-        """Adds the maximum magnitude of the quantized weight to those of the current step."""
-        assert matrix.rowwise_amax is not None
-        with torch.inference_mode(False), torch.no_grad():
-            maxima = self._forward[1]
-            maxima[_WEIGHT] = torch.maximum(maxima[_WEIGHT], matrix.rowwise_amax[0])
+def _is_repeated() -> bool:
+    """Whether a call repeats another one, for gradient checkpointing."""
+    return active.replayed_scales is not None or called_in_backward()
 
 
 class ForwardScales:
@@ -280,7 +233,7 @@ class ForwardScales:
 def update_after_backward(output: torch.Tensor) -> None:
     """Updates the scales of the gradients of a region after the backward of its first pipeline, which ends last."""
     region = active.region
-    if region is None or region.updates_backward or called_in_backward():
+    if region is None or region.updates_backward or _is_repeated():
         return
     region.updates_backward = True
     assert output.grad_fn is not None
@@ -289,7 +242,7 @@ def update_after_backward(output: torch.Tensor) -> None:
 
 def update_after_forward(region: Region) -> None:
     """Updates the scales of inputs and weights when the outermost region ends."""
-    if torch.is_grad_enabled() and not called_in_backward():
+    if torch.is_grad_enabled() and not _is_repeated():
         _update(region, FORWARD)
 
 

@@ -21,7 +21,7 @@ class GroupedParameters(torch.nn.Module):
 
     _op: _C.Op
     reset_parameters: Callable[..., None]
-    _scaled_weights: tuple[str, ...] = ()  # no delayed scaling
+    _has_delayed_scaling = False
 
     def _make_parameters(self, device: torch.device | str | None) -> None:
         specs = self._op.params()

@@ -9,7 +9,6 @@ import torch
 
 from . import _C
 from ._arguments import check_device, checked_arguments
-from ._autocast import reject_model_init
 from ._docstrings import add_args
 from ._native import NativeOperation, initialize, native_classes, on_meta
 from ._operation import FusedOperation, FusibleOperation
@@ -79,7 +78,6 @@ class Linear(WgradModule, FusedOperation):
         te_keys: bool = False,
     ) -> None:
         FusibleOperation.__init__(self)
-        reject_model_init("Linear")
         self.te_keys = te_keys
         check_device("Linear", device)
         if not isinstance(userbuffers_options, dict | None):

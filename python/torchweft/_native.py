@@ -17,7 +17,6 @@ import torch
 
 from . import _C
 from ._arguments import bind, check_device
-from ._autocast import reject_model_init
 from ._dispatcher import give_handle
 from ._docstrings import CONVERTED_TYPES, PYTHON_ARGUMENTS, native_docstring
 from ._grouped_parameters import GroupedParameters
@@ -76,8 +75,6 @@ class NativeOperation(BasicOperation):
         object.__setattr__(self, "_tracker", tracker)
         object.__setattr__(self, "_op", _C.make_op(self._type, {k: _to_cpp_value(v) for k, v in arguments.items()}))
         self._update_description()
-        if self._op.quantizes:
-            reject_model_init(type(self).__name__)
         self._make_parameters(device)
 
     @property

@@ -22,7 +22,7 @@ class StateKeys(torch.nn.Module):
     """
 
     te_keys: bool = False
-    _scaled_weights: tuple[str, ...] = ()  # weights of linears, for which delayed scaling has a state
+    _has_delayed_scaling = False  # whether delayed scaling has a state for its weight
 
     def _te_names(self) -> dict[str, str]:
         """Returns {Parameter name: Transformer Engine's key}, for the keys that differ."""
@@ -50,7 +50,7 @@ class StateKeys(torch.nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if (scaling := _delayed_scaling.save(self, self._scaled_weights)) is not None:
+        if (scaling := _delayed_scaling.save(self)) is not None:
             destination.setdefault(prefix + "_extra_state", scaling)
         if not self.te_keys:
             return
@@ -63,11 +63,11 @@ class StateKeys(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         has_own_state = type(self).set_extra_state is not torch.nn.Module.set_extra_state
         read = prefix + "_extra_state" if has_own_state else None  # the key of the state that is read
-        if not has_own_state and self._scaled_weights:
+        if not has_own_state and self._has_delayed_scaling:
             # Weft's key, and Transformer Engine's of the operation that has the weight.
             keys = [key for key in (f"{prefix}_extra_state", f"{prefix}basic_ops.0._extra_state") if key in state_dict]
             for key in sorted(keys, key=lambda key: _delayed_scaling.is_empty(state_dict[key]))[:1]:
-                _delayed_scaling.load(self, state_dict[key], key, self._scaled_weights)
+                _delayed_scaling.load(self, state_dict[key], key)
                 read = key
         local: dict[str, Any] = {}
         for key, value in state_dict.items():

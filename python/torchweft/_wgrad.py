@@ -30,7 +30,7 @@ class WgradModule(torch.nn.Module):
     weight: torch.nn.Parameter
     _wgrad_bypasses_autograd = False  # whether the weight gradient is accumulated into main_grad or delayed
     _delays_wgrad = False
-    _scaled_weights: tuple[str, ...] = ("weight",)
+    _has_delayed_scaling = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -98,8 +98,8 @@ def create_delayed_states(module: torch.nn.Module, amax_history_len: int = 1024)
         ['weight', 'bias', '_extra_state']
     """
     for child in module.modules():
-        if weights := getattr(child, "_scaled_weights", ()):
-            _delayed_scaling.create_states(child, weights, amax_history_len)
+        if getattr(child, "_has_delayed_scaling", False):
+            _delayed_scaling.state_of(child, amax_history_len)
     return module
 
 

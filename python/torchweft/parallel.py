@@ -77,12 +77,6 @@ def _slots(module: torch.nn.Module) -> list[_Slot]:
 
 def _placements(who: str, module: torch.nn.Module, mesh: DeviceMesh) -> dict[torch.nn.Parameter, Placement]:
     """Returns the placement of each Parameter to be replaced. Raises for what DTensors cannot represent."""
-    for path, child in module.named_modules():
-        if type(child).__module__.startswith("torchweft.compat.") and getattr(child, "tp_size", 1) > 1:
-            raise NotImplementedError(
-                f"{who}: {path or 'the module'} is torchweft.compat's {type(child).__name__}, whose Parameters stay "
-                "plain tensors. Use torchweft.ops.Linear, or torchweft.checkpoint.gather_state_dict for checkpoints."
-            )
     sharded = _shards(who, module, mesh)
     found: dict[torch.nn.Parameter, Placement] = {}
     for key, owner, name, param in _slots(module):

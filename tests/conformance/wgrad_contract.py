@@ -85,7 +85,8 @@ def old_value(weight: torch.nn.Parameter, row: Row) -> torch.Tensor:
 
 def forward(linear: torch.nn.Module, seed: int, tokens: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the loss of a call, and the gradient that its weight must get."""
-    x, dy = torch.randn(2, tokens, max(IN, OUT), generator=torch.Generator().manual_seed(seed)).to(linear.weight)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
+    x, dy = torch.randn(2, tokens, max(IN, OUT), generator=generator).to(linear.weight)
     x, dy = x[:, :IN].contiguous(), dy[:, :OUT].contiguous()
     y = linear(x)
     y = y[0] if isinstance(y, tuple) else y

@@ -30,7 +30,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import torchweft
 from torchweft import ops
-from torchweft.compat import _linear as te
 from torchweft.parallel import ColwiseParallel, RowwiseParallel, distribute_parameters
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -264,11 +263,6 @@ def mistakes() -> None:
         (NotImplementedError, lambda: wrapped[0](torch.randn(2, 8)), "fully_shard"),
         (NotImplementedError, lambda: distribute_parameters(ops.Sequential(parallel, embedding), mesh), "Embedding"),
         (NotImplementedError, lambda: distribute_parameters(ops.Sequential(*both), mesh), "Untie"),
-        (
-            NotImplementedError,
-            lambda: distribute_parameters(te.Linear(8, 8, tp_group=group, parallel_mode="column"), mesh),
-            "torchweft.compat",
-        ),
         (ValueError, lambda: distribute_parameters(sharded, mesh), "before fully_shard"),
         (ValueError, lambda: distribute_parameters(ops.Sequential(ops.Linear(8, 8)), mesh), "no operation"),
         (TypeError, lambda: distribute_parameters(parallel, group), "DeviceMesh of one dimension"),

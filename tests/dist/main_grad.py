@@ -20,8 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchweft
 from torchweft import ops
-from torchweft.compat._layernorm_mlp import LayerNormMLP
-from torchweft.compat._linear import Linear
 
 WIDTH = 8
 
@@ -54,8 +52,6 @@ WARNED = {  # situation: (module, names in the warning)
     "basic linear": (lambda: ops.BasicLinear(WIDTH, WIDTH, **ON), ["weight"]),
     "nested": (lambda: nested(**ON), ["1.1.weight"]),
     "grouped": (lambda: ops.GroupedLinear(2, WIDTH, WIDTH, **ON), ["weight0", "weight1"]),
-    "compat linear": (lambda: Linear(WIDTH, WIDTH, fuse_wgrad_accumulation=True), ["weight"]),
-    "compat mlp": (lambda: LayerNormMLP(WIDTH, WIDTH, fuse_wgrad_accumulation=True), ["fc1_weight", "fc2_weight"]),
     "switched on": (lambda: switched(True), ["weight"]),
     "others ignored": (lambda: ignored(nested(**ON), "0.weight"), ["1.1.weight"]),
 }
@@ -64,7 +60,6 @@ SILENT = {
     "frozen": lambda: frozen(nested(**ON)),
     "ignored": lambda: ignored(nested(**ON), "1.1.weight"),
     "switched off": lambda: switched(False),
-    "compat off": lambda: LayerNormMLP(WIDTH, WIDTH),
     "delayed": lambda: ops.Linear(WIDTH, WIDTH, delay_wgrad_compute=True),
 }
 

@@ -686,11 +686,11 @@ class Generator:
 
     def call_otherwise(self, program: Program) -> None:
         """The second way to call the program."""
-        kinds = ["reentrant", "non-reentrant", "compat"]
+        kinds = ["reentrant", "non-reentrant", "with contexts"]
         if self.delayed:
-            kinds = ["compat"]  # torch's repeat a call with the current scales
+            kinds = ["with contexts"]  # the others repeat a call with the current scales
         if self.in_threads:
-            kinds = ["non-reentrant", "compat"]  # torch.autograd.grad
+            kinds = ["non-reentrant", "with contexts"]  # torch.autograd.grad
         if self.chance(0.2 if self.in_threads or self.compiled else 0.5):
             program.checkpoint = self.rng.choice(kinds)
         if self.compiled:

@@ -51,7 +51,6 @@ from torch.utils.checkpoint import checkpoint
 import torchweft
 from torchweft import fusion, ops
 from torchweft._delayed_scaling import state_of
-from torchweft.compat._distributed import checkpoint as compat_checkpoint
 
 NEIGHBOURS = 64
 EAGER_FACTOR, FLOAT64_FACTOR = 2, 16
@@ -97,9 +96,10 @@ class Weft:
 
         if self.checkpoint is None:
             return unpack(call(x, *extras))
-        if self.checkpoint == "compat":
+        if self.checkpoint == "with contexts":
             with region():
-                return unpack(compat_checkpoint(self.calls[part], x, *extras))
+                contexts = torchweft.recompute_contexts
+                return unpack(checkpoint(self.calls[part], x, *extras, use_reentrant=False, context_fn=contexts))
         # Without an input that requires a gradient torch's reentrant checkpoint computes none.
         differentiates = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *extras))
         reentrant = self.checkpoint == "reentrant" and differentiates

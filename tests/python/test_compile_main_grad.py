@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import torchweft
 import torchweft.ops as ops
-from torchweft.compat import _grouped_linear, _layernorm_mlp, _linear, _transformer_layer
 
 WIDTH, FILL = 16, 0.5
 BATCHES = (2, 3, 4, 5, 6)
@@ -97,30 +96,6 @@ def test_five_batch_sizes_compile_twice_without_break(backend, first, flag):
     assert counter.frame_count <= 2
 
 
-FUSED = {"fuse_wgrad_accumulation": True}
-COMPAT = {
-    "Linear": lambda: _linear.Linear(WIDTH, 32, **FUSED),
-    "LayerNormLinear": lambda: _linear.LayerNormLinear(WIDTH, 32, **FUSED),
-    "LayerNormMLP": lambda: _layernorm_mlp.LayerNormMLP(WIDTH, 32, **FUSED),
-    "TransformerLayer": lambda: _transformer_layer.TransformerLayer(
-        WIDTH, 32, 4, hidden_dropout=0.0, attention_dropout=0.0, **FUSED
-    ),
-}
-
-
-@pytest.mark.parametrize("name", COMPAT)
-def test_modules_of_compat_compile_twice_without_break(name):
-    module, twin = module_and_twin(COMPAT[name], flag=True)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    call = torch.compile(module, fullgraph=True, backend=counter)
-    for batch in BATCHES:
-        x = torch.randn(4, batch, WIDTH)
-        for model in (call, twin):
-            model(x).square().sum().backward()
-    assert_equal_gradients(module, twin)
-    assert counter.frame_count <= 2
-
-
 @pytest.mark.parametrize("single", (False, True))
 def test_grouped_linear(single):
     def make():
@@ -132,14 +107,6 @@ def test_grouped_linear(single):
         model(x, splits).square().sum().backward()
     for param, expected in zip(module.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(param.main_grad, expected.main_grad)
-
-
-def test_grouped_linear_of_compat():
-    module, twin = module_and_twin(lambda: _grouped_linear.GroupedLinear(2, WIDTH, 8, bias=False, **FUSED))
-    x = rows()
-    for model in (compiled(module), twin):
-        model(x, [1, 3]).square().sum().backward()
-    assert_equal_gradients(module, twin)
 
 
 def test_layers_of_one_kind_share_a_program():

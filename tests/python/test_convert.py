@@ -443,29 +443,6 @@ def test_hugging_face_mistakes(megatron, tmp_path):
         convert(source, tmp_path / "hf.safetensors", to="hf")
 
 
-@pytest.mark.parametrize("option", ["plain", "fuse_qkv_params", "output_layernorm"])
-def test_transformer_engine_layer_names_round_trip(tmp_path, option):
-    from torchweft.compat._transformer_layer import TransformerLayer
-
-    def layers() -> torch.nn.Module:
-        options = {"num_gqa_groups": GROUPS, "activation": "swiglu"} | ({option: True} if option != "plain" else {})
-        return torch.nn.ModuleDict(
-            {"layers": torch.nn.ModuleList([TransformerLayer(HIDDEN, FFN, HEADS, **options) for _ in range(2)])}
-        )
-
-    model, other = layers(), layers()
-    torch.save(model.state_dict(), tmp_path / "te.pt")
-    convert(tmp_path / "te.pt", tmp_path / "plain", to="safetensors")
-    plain = inspect(tmp_path / "plain")
-    assert plain["layout"] == "native" and "layers.0.mlp_norm.bias" in plain["tensors"]
-    assert not [name for name in plain["tensors"] if "layer_norm_" in name or "fc1_" in name]
-    convert(tmp_path / "plain", tmp_path / "back.pt", to="te")
-    other.load_state_dict(torch.load(tmp_path / "back.pt", weights_only=True), strict=True)
-    x = torch.randn(5, 2, HIDDEN)
-    for one, two in zip(model["layers"].eval(), other["layers"].eval(), strict=True):
-        assert torch.equal(one(x), two(x))
-
-
 def test_unknown_names_are_kept_reported_and_rejected_if_strict(tmp_path):
     tensors = {"decoder.layers.0.mlp.router.weight": torch.randn(4, HIDDEN), "odd": torch.randn(2)}
     tensors["decoder.layers.0.mlp.linear_fc2.weight"] = torch.randn(HIDDEN, FFN)

@@ -12,7 +12,6 @@ import torch
 import torchweft
 from torchweft import _C, ops, recipe
 from torchweft._delayed_scaling import BACKWARD, FORWARD, state_of
-from torchweft.compat import _grouped_linear, _norm
 from torchweft.quantization import Quantizer, gemm
 
 STEPS = [2, 0.5, 0, math.inf, 0.25, 0.125, 0.0625, 0.03125]
@@ -370,9 +369,6 @@ def test_states_of_operations_without_scales_are_named_in_a_warning():
     ):
         with pytest.warns(UserWarning, match=f"^{key} is ignored: {name} has no such state"):
             module.load_state_dict(state | {key: foreign})
-    for make in (_norm.LayerNorm, lambda size: _grouped_linear.GroupedLinear(2, size, size)):
-        with pytest.warns(UserWarning, match="_extra_state of .* is ignored: .* has no such state"):
-            make(4).load_state_dict(make(4).state_dict() | {"_extra_state": foreign})
 
 
 def test_wrong_options_raise(linear):
@@ -395,3 +391,15 @@ def test_unsupported_uses_raise(linear):
     grouped = ops.GroupedLinear(2, 8, 8)
     with torchweft.autocast(recipe=recipe.DelayedScaling()), pytest.raises(NotImplementedError, match="GroupedLinear"):
         grouped(torch.ones(4, 8), torch.tensor([2, 2]))
+
+
+def test_state_that_inference_created_trains():
+    linear = ops.Linear(16, 16)
+    delayed = recipe.DelayedScaling(amax_history_len=4, amax_compute_algo=lambda history: history.amax(0))
+    with torch.inference_mode(), torchweft.autocast(recipe=delayed):
+        linear(torch.randn(4, 16))
+        linear.load_state_dict(linear.state_dict())
+    with torchweft.autocast(recipe=delayed):
+        y = linear(torch.randn(4, 16))
+    y.sum().backward()
+    assert not any(part.is_inference() for part in linear._delayed_scaling)

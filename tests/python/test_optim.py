@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from torchweft import ops
-from torchweft.compat import _optimizers
 from torchweft.optim import FusedAdam
 
 OPTIONS = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -250,34 +249,6 @@ def test_wrong_states_raise():
         optimizer.initialize_state(p, store_param_remainders=True)
     with pytest.raises(TypeError, match="exp_avg of parameter 0 of group 0 is torch.complex64"):
         optimizer.set_scaled_state(p, "exp_avg", torch.ones(3, 5, dtype=torch.complex64))
-
-
-def test_functions_on_lists_of_tensors():
-    flag = torch.zeros(1, dtype=torch.int)
-    halves = [torch.tensor([1e-3], dtype=torch.float16), torch.tensor([3.0, 4.0], dtype=torch.float16)]
-    targets = [torch.zeros(1), torch.zeros(2)]
-    _optimizers.multi_tensor_applier(_optimizers.multi_tensor_scale, flag, [halves, targets], 2.0**-16)
-    assert torch.equal(targets[0], halves[0].float() * 2.0**-16) and targets[0] > 0 and not flag
-    _optimizers.multi_tensor_applier(_optimizers.multi_tensor_scale, flag, [targets, targets], 2.0**16)
-    assert torch.equal(targets[1], halves[1].float())
-    _optimizers.multi_tensor_scale(0, flag, [[torch.tensor([float("inf")])], [torch.zeros(1)]], 1.0)
-    assert flag.item() == 1
-    with pytest.raises(ValueError, match="expected the same"):
-        _optimizers.multi_tensor_scale(0, flag, [[torch.ones(2)], [torch.ones(1)]], 1.0)
-    norm, each = _optimizers.multi_tensor_l2norm(0, flag, [[torch.tensor([3.0]), torch.tensor([4.0])]], True)
-    assert norm.tolist() == [5] and each.tolist() == [3, 4]
-    norm, each = _optimizers.multi_tensor_l2norm(0, flag, [[]], True)
-    assert norm.tolist() == [0] and each.numel() == 0
-
-
-def test_sgd_equals_torch():
-    mine, others = parameters(), parameters()
-    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}
-    train(_optimizers.FusedSGD(mine, **options), mine, range(3))
-    train(torch.optim.SGD(others, **options), others, range(3))
-    assert all(torch.equal(p, other) for p, other in zip(mine, others, strict=True))
-    with pytest.raises(NotImplementedError, match="wd_after_momentum"):
-        _optimizers.FusedSGD(mine, lr=0.1, wd_after_momentum=True)
 
 
 # ---- dtypes and shapes --------------------------------------------------------------------------------------------

@@ -14,14 +14,12 @@ import torch
 
 import torchweft
 from torchweft import ops
-from torchweft.compat import _namespace
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "python/torchweft"
 EXTENSION = "torchweft.te.transformer_engine_torch"  # Transformer Engine imports it
 NAMES = [info.name for info in pkgutil.walk_packages(torchweft.__path__, "torchweft.") if info.name != EXTENSION]
 MODULES = [torchweft, *(importlib.import_module(name) for name in NAMES if "._" not in name)]
-REPLACED = {f"transformer_engine.pytorch.{name}": row[0] for name, row in _namespace.SUPPORTED.items() if name != "ops"}
 
 
 def test_public_modules_declare_their_names():
@@ -35,7 +33,7 @@ def public_objects():
     """Yields the name and value of each public function, class and method; operations registered in C++ excepted."""
     found = {f"{module.__name__}.{name}": getattr(module, name) for module in MODULES for name in module.__all__}
     native = ops.native_classes.values()  # their docstrings come from C++
-    for name, value in (found | REPLACED).items():
+    for name, value in found.items():
         if not inspect.isclass(value):
             yield name, value
         elif value not in native:

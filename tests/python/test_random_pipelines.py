@@ -133,7 +133,7 @@ def test_generator_covers_every_op_and_situation():
     expected |= {f"loss {how}" for how in ("each", "one gradient", "pairs", "sum")}
     expected |= {f"loss of {how}" for how in ("mean", "sum", "none")}
     expected |= {f"rules {name}" for name in pipelines.RULES} | {f"mode {name}" for name in pipelines.GRAD_MODES}
-    expected |= {f"{kind} checkpoint" for kind in ("reentrant", "non-reentrant", "compat", None)}
+    expected |= {f"{kind} checkpoint" for kind in ("reentrant", "non-reentrant", "with contexts", None)}
     expected |= {f"recipe {name}" for name in pipelines.RECIPES} | {f"override {o}" for o in pipelines.OVERRIDES}
     expected |= {f"{op} {order}" for op in (*plain.ATTENTION, "RotaryEmbedding") for order in ("sbhd", "bshd", "thd")}
     expected |= {f"mask {mask}" for mask in ("causal", "no_mask", "causal_bottom_right")} | {"attention dropout"}

@@ -9,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 
 import torchweft
 from torchweft import ops
-from torchweft.compat import _rotary
 
 HEADS, GROUPS = 4, 2
 PACKED = {"num_gqa_groups": GROUPS, "qkv_format": "sbhd", "qkv_layout": "group_interleaved"}
@@ -49,17 +48,6 @@ def test_float64_angles_stay_exact_at_large_positions():
     y = op(torch.tensor([1.0, 0.0]).repeat(30001, 1))
     angle = torch.tensor(30000.0, dtype=torch.float64)
     torch.testing.assert_close(y[-1].double(), torch.stack([angle.cos(), angle.sin()]), rtol=0, atol=1e-7)
-
-
-@pytest.mark.parametrize("interleaved", (False, True))
-@pytest.mark.parametrize("tensor_format", ("sbhd", "bshd"))
-def test_equals_rotary_embedding_of_transformer_engine(tensor_format, interleaved):
-    x = torch.randn(6, 5, HEADS * 16)
-    freqs = _rotary.RotaryPositionEmbedding(16, interleaved=interleaved)(8)
-    given = x.unflatten(-1, (HEADS, 16))
-    expected = _rotary.apply_rotary_pos_emb(given, freqs, tensor_format, interleaved=interleaved).flatten(-2)
-    options = {"qkv_layout": None, "interleaved": interleaved, "qkv_format": tensor_format}
-    torch.testing.assert_close(ops.RotaryEmbedding(HEADS, 16, **options)(x), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_scores_depend_on_distance_only():
@@ -161,56 +149,3 @@ def test_text_form_keeps_every_field():
     assert text == repr(op._description())
     for part in ('qkv_layout="concatenated"', "rotary_dim=8", "interleaved=true", "rotary_base=none", '"bshd"'):
         assert part in text
-
-
-def test_start_positions_and_packed_sequences():
-    angles = _rotary.RotaryPositionEmbedding(8)(10)
-    t = torch.randn(4, 3, 2, 8)  # s, b, h, d
-    starts = torch.tensor([0, 6, 2])
-    expected = torch.stack(
-        [_rotary.apply_rotary_pos_emb(t[:, i, None], angles[s : s + 4])[:, 0] for i, s in enumerate(starts)], 1
-    )
-    assert torch.equal(_rotary.apply_rotary_pos_emb(t, angles, start_positions=starts), expected)
-    packed = _rotary.apply_rotary_pos_emb(
-        t.transpose(0, 1).flatten(0, 1), angles, "thd", starts, cu_seqlens=torch.tensor([0, 4, 8, 12])
-    )
-    assert torch.equal(packed, expected.transpose(0, 1).flatten(0, 1))
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"start_positions": torch.tensor([0, 7, 0])}, "freqs has 10 positions, expected positions 0 to 10"),
-        ({"start_positions": torch.tensor([-1, 0, 0])}, "expected positions -1"),
-        ({"cp_size": 4}, "freqs has 10 positions, expected positions 0 to 15"),
-        ({"tensor_format": "thd"}, "cu_seqlens is not given"),
-        ({"tensor_format": "thd", "cu_seqlens": torch.tensor([0, 3])}, r"cu_seqlens is \[0, 3\] for 4 rows"),
-        ({"tensor_format": "thd", "cu_seqlens": torch.tensor([1, 5])}, r"cu_seqlens is \[1, 5\] for 4 rows"),
-        (
-            {"tensor_format": "thd", "cu_seqlens": torch.tensor([0, 8, 4])},
-            "expected offsets that start at 0, do not dec",
-        ),
-        (
-            {"tensor_format": "thd", "cu_seqlens": torch.tensor([[0, 4]])},
-            "cu_seqlens has shape .* expected one dimension",
-        ),
-        ({"tensor_format": "hd"}, "expected 'sbhd', 'bshd' or 'thd'"),
-        ({"start_positions": torch.tensor([0])}, r"start_positions has shape \[1\], expected \[3\]"),
-        (
-            {"tensor_format": "thd", "cu_seqlens": torch.tensor([0, 4]), "start_positions": torch.tensor([0, 2])},
-            r"start_positions has shape \[2\], expected \[1\]",
-        ),
-        ({"t": torch.randn(4, 3, 8)}, r"t has shape \[4, 3, 8\], expected 4 dimensions"),
-        ({"t": torch.randn(3, 3, 3, 8), "tensor_format": "thd"}, "expected 3 dimensions"),
-        (
-            {"freqs": torch.randn(10, 3, 1, 8)},
-            r"freqs has shape \[10, 3, 1, 8\], expected \(positions, 1, 1, channels\)",
-        ),
-        ({"freqs": torch.randn(10, 1, 1, 10)}, "an even number of channels, at most 8"),
-        ({"freqs": torch.randn(10, 1, 1, 7)}, "an even number of channels, at most 8"),
-    ],
-)
-def test_wrong_shapes_and_positions_raise(options, message):
-    t = torch.randn(4, 2, 8) if options.get("tensor_format") == "thd" else torch.randn(4, 3, 2, 8)
-    with pytest.raises(ValueError, match=message):
-        _rotary.apply_rotary_pos_emb(**{"t": t, "freqs": _rotary.RotaryPositionEmbedding(8)(10)} | options)

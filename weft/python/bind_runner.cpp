@@ -4,7 +4,6 @@
 
 #include <array>
 #include <atomic>
-#include <tuple>
 
 #include "weft/fuser/explain.h"
 #include "weft/python/bridge.h"
@@ -261,19 +260,13 @@ class Runner {
     return true;
   }
 
-  /// Adds what modules own for a quantized call: states of delayed scaling, and weights that they quantized.
-  void add_quantized(std::vector<ops::Buffers>& list, bool delayed) const {
-    const auto weight_of_call = py::module_::import("torchweft._weight_copies").attr("weight_of_call");
+  /// Adds the states of delayed scaling, which modules own.
+  void add_delayed_states(std::vector<ops::Buffers>& list) const {
+    const auto use_state = py::module_::import("torchweft._delayed_scaling").attr("use_state");
     for (int i = 0; i < fuser_->pipeline().size(); ++i) {
       if (!fuser_->pipeline().op(i).quantizes()) continue;
-      ops::Buffers given{.op = i};
-      if (const py::object weight = weight_of_call(ops_[i]); !weight.is_none())
-        given.weight = std::make_shared<const kernels::QuantizedMatrix>(weight.cast<kernels::QuantizedMatrix>());
-      if (delayed)
-        std::tie(given.forward_scaling, given.backward_scaling) = py::module_::import("torchweft._delayed_scaling")
-                                                                      .attr("use_state")(ops_[i])
-                                                                      .cast<std::pair<at::Tensor, at::Tensor>>();
-      if (delayed || given.weight) list.push_back(std::move(given));
+      auto [forward, backward] = use_state(ops_[i]).cast<std::pair<at::Tensor, at::Tensor>>();
+      list.push_back({.op = i, .forward_scaling = std::move(forward), .backward_scaling = std::move(backward)});
     }
   }
 
@@ -324,10 +317,10 @@ class Runner {
     const auto params = current_parameters();
     const auto mask = modes_.empty() ? 0 : eval_mask();
     const auto* recipe = fuser_->pipeline().quantizes() ? quant::find_recipe(quant::active_recipe()) : nullptr;
-    const bool delayed = recipe && recipe->is_delayed();
     if (logs_plans.load(std::memory_order_relaxed)) log_new_plan(x, params, extras, mask);
     auto buffers = buffers_of(keywords);
-    if (recipe) add_quantized(buffers, delayed);
+    const bool delayed = recipe && recipe->is_delayed();
+    if (delayed) add_delayed_states(buffers);
     fuser::Tensors outputs;
     {
       const PythonCallGuard guard({&ops_, keywords});

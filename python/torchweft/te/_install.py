@@ -20,6 +20,7 @@ COMMON, EXTENSION = "transformer_engine.common", "transformer_engine_torch"
 DEFAULTS = {
     "TRITON_INTERPRET": "1",  # Triton has no compiler for CPUs
     "NVTE_TORCH_COMPILE": "0",  # its small fused functions run eagerly: Inductor would compile them for a GPU
+    "NVTE_BIAS_GELU_NVFUSION": "0",  # eagerly this one is slower than a GEMM that adds the bias, and the module's GELU
 }
 SWITCH = "NVTE_PROJECT_BUILDING"  # Transformer Engine's own: set, it loads no library of CUDA
 STRICT, FUSION, CAPABILITY = "WEFT_TE_STRICT", "WEFT_TE_FUSION", "10.0"  # variables of the environment; a default
