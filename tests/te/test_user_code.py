@@ -194,6 +194,15 @@ def test_permutation_and_router() -> None:
     torch.testing.assert_close(x.grad, weights.sum(1, keepdim=True).expand_as(x))
 
 
+def test_triton_kernel_outside_of_its_tensors_raises() -> None:
+    """Transformer Engine does not compare the number of output tokens with the map."""
+    x, routing = torch.randn(4, 8), torch.ones(4, 2, dtype=torch.int32)
+    permuted, _ = te.moe_permute(x, routing, num_out_tokens=8, map_type="mask")
+    assert torch.equal(permuted, torch.cat([x, x]))
+    with pytest.raises(Exception, match=r"_permute_kernel writes \d+ of \d+ elements outside of its tensors"):
+        te.moe_permute(x, routing, num_out_tokens=3, map_type="mask")
+
+
 def test_padding_of_experts() -> None:
     rows, splits = torch.randn(20, 8), [5, 15]
     padded, sizes = te.Fp8Padding(2, 16)(rows, splits)
