@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import json
@@ -114,7 +115,10 @@ class Ranks:
 
 def listening(pid: int) -> list[tuple[str, int]]:
     """IPv4 addresses and TCP ports on which the process listens."""
-    links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+    links = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed in the meantime
+            links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
     rows = [line.split() for line in pathlib.Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
     found = [row[1].split(":") for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links]
     return [(socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)) for host, port in found]
