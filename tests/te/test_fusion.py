@@ -5,7 +5,9 @@ pytest -p torchweft.te.pytest_plugin tests/te
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -363,6 +365,93 @@ def test_a_recipe_that_a_plan_cannot_take_is_an_error():
     with pytest.raises(NotImplementedError, match="share a maximum magnitude.*Create the module anew"):
         with te.autocast(recipe=Float8CurrentScaling()):
             module(x)
+
+
+@pytest.mark.parametrize("chosen", (None, "current", "delayed"))
+def test_modules_copy_and_pickle_after_a_call(chosen):
+    module = make_sequential(torch.float32)
+    x = torch.randn(ROWS, WIDTH, device="cuda")
+
+    def call(m: Any) -> torch.Tensor:
+        with te.autocast(recipe=RECIPES[chosen]) if chosen else nullcontext():
+            return m(x)
+
+    call(module)
+    copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+    expected = call(module)
+    for other in copies:
+        assert torch.equal(call(other), expected)
+        assert set(kinds(other)) == {"WeftRun"}
+        assert not {id(p) for p in other.parameters()} & {id(p) for p in module.parameters()}
+
+
+def test_changed_attributes_take_effect():
+    x = torch.ones(ROWS, WIDTH, device="cuda")
+    module = ops.Sequential(ops.ConstantScale(2.0), ops.Dropout(0.5))
+    module(x)
+    module[0].scale, module[1].dropout_probability = 3.0, 0.0
+    assert torch.equal(module(x), 3 * x)
+    linear = ops.Sequential(ops.BasicLinear(WIDTH, WIDTH))
+    linear(x)
+    weight = linear[0].weight
+    del linear[0].weight
+    linear[0].weight = 2 * weight.detach()
+    with pytest.raises(NotImplementedError, match="its weight is not a Parameter of it. Create the module anew"):
+        linear(x)
+
+
+@pytest.mark.parametrize("chosen", (None, "current"))
+def test_no_more_is_saved_than_by_transformer_engine(chosen):
+    """The input of a run is a tensor that nobody else keeps."""
+    kept = []
+    for fused in (True, False):
+        _fusion.enabled = fused
+        module = make_sequential(torch.bfloat16)
+        x = torch.randn(4096, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(2):  # the first call may allocate what stays
+            before = torch.cuda.memory_allocated()
+            with te.autocast(recipe=RECIPES[chosen]) if chosen else nullcontext():
+                y = module(x * 1)
+            kept.append(torch.cuda.memory_allocated() - before - y.nbytes)
+            del y
+    assert kept[1] <= kept[3]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rows", "inputs", "outputs"),
+    (("mxfp8", 17, 64, 64), ("mxfp8", 32, 64, 48), ("current", 32, 24, 64), ("delayed", 32, 64, 24)),
+)
+def test_sizes_that_a_gpu_refuses_raise(chosen, rows, inputs, outputs):
+    found = []
+    for fused in (True, False):
+        _fusion.enabled = fused
+        module = ops.Sequential(ops.Linear(inputs, outputs))
+        x = torch.randn(rows, inputs, device="cuda", requires_grad=True)
+        with pytest.raises((ValueError, RuntimeError)) as raised, te.autocast(recipe=RECIPES[chosen]):
+            module(x).sum().backward()
+        found.append(raised.type)
+    assert found[0] is found[1]
+
+
+@pytest.mark.parametrize("make", (ops.Identity, lambda: ops.Reshape((-1, WIDTH)), ops.MakeExtraOutput))
+def test_changing_a_view_of_the_input_raises(make):
+    for fused in (True, False):
+        _fusion.enabled = fused
+        x = torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True) * 1
+        y = ops.Sequential(make())(x)
+        with pytest.raises(RuntimeError, match="is a view and is being modified"):
+            (y[1] if isinstance(y, tuple) else y).mul_(2)
+
+
+def test_splits_on_the_cpu_and_names_of_channels():
+    grouped = ops.Sequential(ops.GroupedLinear(2, WIDTH, WIDTH))
+    splits = torch.tensor([20, 12])
+    x = torch.randn(ROWS, WIDTH, device="cuda")
+    assert torch.equal(grouped(x, splits), grouped(x, splits.cuda()))
+    split, add = ops.MakeExtraOutput(), ops.AddExtraInput()
+    split.set_extra_output_channel(0, 'a "b\\', output_to_caller=False)
+    add.set_extra_input_channel(0, 'a "b\\')
+    assert torch.equal(ops.Sequential(split, ops.ConstantScale(2.0), add)(x), 3 * x)
 
 
 def test_runs_over_ranks():

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformer_engine.pytorch as te
+import triton
+import triton.language as tl
 from test_modules import RECIPES, relative
 from transformer_engine.pytorch.optimizers import multi_tensor_applier, multi_tensor_l2norm
 from transformer_engine.pytorch.router import fused_topk_with_score_function
@@ -22,6 +24,13 @@ def on_device() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_default_device(None)
+
+
+@triton.jit
+def gather(table, y, n, BLOCK: tl.constexpr):  # noqa: N803
+    group, i = tl.program_id(0), tl.arange(0, BLOCK)
+    x = tl.load(table + group).to(tl.pointer_type(tl.float32))
+    tl.store(y + group * n + i, tl.load(x + i, mask=i < n), mask=i < n)
 
 
 def double(t: torch.Tensor) -> torch.Tensor:
@@ -201,6 +210,13 @@ def test_triton_kernel_outside_of_its_tensors_raises() -> None:
     assert torch.equal(permuted, torch.cat([x, x]))
     with pytest.raises(Exception, match=r"_permute_kernel writes \d+ of \d+ elements outside of its tensors"):
         te.moe_permute(x, routing, num_out_tokens=3, map_type="mask")
+
+
+def test_triton_kernels_follow_tables_of_addresses() -> None:
+    tensors = [torch.randn(10) for _ in range(3)]
+    table, y = torch.tensor([t.data_ptr() for t in tensors]), torch.empty(30)
+    gather[(3,)](table, y, 10, BLOCK=16)
+    assert torch.equal(y, torch.cat(tensors))
 
 
 def test_padding_of_experts() -> None:

@@ -4,9 +4,13 @@
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <algorithm>
+
 #include "weft/fuser/autograd.h"
+#include "weft/ops/basic_linear.h"
 #include "weft/quant/recipe.h"
 
+#include "weft/te/gemm_limits.h"
 #include "weft/te/host.h"
 #include "weft/te/quantized_tensor.h"
 #include "weft/te/quantizer_view.h"
@@ -53,6 +57,22 @@ struct Call {
   std::vector<std::optional<at::ScalarType>> dtypes;  // of the outputs; without one if it needs no gradient
   DelayedState delayed;
 };
+
+/// Where the gradient of a tensor of the caller leaves the pipeline. It holds no tensor, as a leaf's node would.
+class Boundary final : public torch::autograd::Node {
+  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override {
+    TORCH_INTERNAL_ASSERT(false, "FusedRun: gradients are not propagated beyond a run.");
+  }
+};
+
+/// An alias of `t` outside of the caller's graph, which requires a gradient or not.
+at::Tensor entering(const at::Tensor& t, bool needs_grad) {
+  auto alias = t.is_inference() ? t.clone() : t.detach();
+  if (!needs_grad || !at::isFloatingType(t.scalar_type())) return alias;
+  const auto node = c10::make_intrusive<Boundary>();
+  torch::autograd::impl::set_gradient_edge(alias, {node, node->add_input_metadata(alias)});
+  return alias;
+}
 
 /// An alias of `t` outside of the graph, a leaf that requires a gradient or not.
 at::Tensor leaf(const at::Tensor& t, bool requires_grad) {
@@ -166,6 +186,7 @@ class FusedRun {
         weights.push_back(needed ? p : leaf(p, false));
       }
     }
+    if (how) check_limits(*how, x, std::find(needs.begin(), needs.end(), true) != needs.end());
     if (of_linear.weight || delayed.state().defined()) {
       of_linear.op = quantized_op();
       buffers.push_back(of_linear);
@@ -175,9 +196,9 @@ class FusedRun {
       const at::AutoGradMode grad_mode(true);
       const quant::Autocast region(how);
       size_t next = 0;
-      const auto input = leaf(x, needs[next++]);
+      const auto input = entering(x, needs[next++]);
       Tensors extra_inputs;
-      for (const auto& t : extras) extra_inputs.push_back(leaf(t, needs[next++]));
+      for (const auto& t : extras) extra_inputs.push_back(entering(t, needs[next++]));
       const auto outputs = fuser_(input, weights, std::move(extra_inputs), mask, buffers);
       for (const auto& y : outputs) {
         if (y.grad_fn()) call.node = y.grad_fn();
@@ -226,6 +247,17 @@ class FusedRun {
   }
 
  private:
+  /// Raises in strict mode for sizes that a GPU refuses.
+  void check_limits(const quant::Recipe& recipe, const at::Tensor& x, bool with_backward) const {
+    const auto* linear = dynamic_cast<const ops::BasicLinear*>(&fuser_.pipeline().op(quantized_op()));
+    if (!linear || x.dim() == 0 || x.numel() == 0) return;
+    const LinearSizes sizes{.rows = x.numel() / x.size(-1),
+                            .in_features = linear->local_in_features(),
+                            .out_features = linear->local_out_features(),
+                            .with_backward = with_backward};
+    check_linear_limits("transformer_engine.pytorch.ops.BasicLinear", recipe.input.quantization(), sizes);
+  }
+
   /// A run has at most one.
   int quantized_op() const {
     for (int i = 0; i < fuser_.pipeline().size(); ++i)
@@ -239,7 +271,7 @@ class FusedRun {
 }  // namespace
 
 void bind_fused_run(py::module_& m) {
-  py::class_<Call>(m, "_Call", "What backward of one call of a _FusedRun needs.");
+  const py::class_<Call> call(m, "_Call", "What backward of one call of a _FusedRun needs.");
   py::class_<FusedRun>(m, "_FusedRun", "A run of operations as a pipeline of weft.")
       .def(py::init<const std::string&>(), py::arg("text"))
       .def("forward", &FusedRun::forward, py::arg("x"), py::arg("extras"), py::arg("params"), py::arg("needs"),

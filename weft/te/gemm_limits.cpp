@@ -50,7 +50,27 @@ void check_float32_blocks(const char* who, const GemmOperands& o, const GemmFeat
               kRelax);
 }
 
+/// Leading dimensions of operands with one scale each.
+void check_one_scale(const char* who, const LinearSizes& s) {
+  check_multiple(who, "leading", s.in_features, 16);
+  if (!s.with_backward) return;
+  check_multiple(who, "leading", s.out_features, 16);
+  if (!gpu_needs_no_transpose()) check_multiple(who, "leading", s.rows, 16);
+}
+
 }  // namespace
+
+void check_linear_limits(const char* who, const kernels::Quantization& q, const LinearSizes& s) {
+  if (!strict()) return;
+  if (q.block == 0) return check_one_scale(who, s);
+  if (q.scale_format != ScaleFormat::float32) {
+    check_whole_blocks(who, s.rows, s.in_features, q.block);
+    check_whole_blocks(who, s.out_features, s.in_features, q.block);
+    if (s.with_backward) check_whole_blocks(who, s.rows, s.out_features, q.block);
+  } else if (!gpu_needs_no_transpose()) {
+    for (const int64_t size : {s.rows, s.in_features, s.out_features}) check_multiple(who, "leading", size, 16);
+  }
+}
 
 void check_gemm_limits(const char* who, const GemmOperands& o, const GemmFeatures& features) {
   if (!strict() || o.empty() || !is_fp8(o.a) || !is_fp8(o.b)) return;

@@ -15,4 +15,12 @@ struct GemmFeatures {
 /// function.
 void check_gemm_limits(const char* who, const GemmOperands& operands, const GemmFeatures& features);
 
+struct LinearSizes {
+  int64_t rows, in_features, out_features;
+  bool with_backward;
+};
+/// The same, and ValueError for parts of blocks, for the three GEMMs of a linear whose tensors are quantized in one
+/// way.
+void check_linear_limits(const char* who, const kernels::Quantization& quantization, const LinearSizes& sizes);
+
 }  // namespace weft::te

@@ -123,6 +123,9 @@ def _described(op: Any, recipe: Any) -> str:
         raise _Rejected("it is not an operation of Transformer Engine")
     if name not in _FIELDS:
         raise _Rejected("weft's plans have no such operation here")
+    for key in ("weight", "bias"):
+        if isinstance(getattr(op, key, None), torch.Tensor) and key not in op._parameters:
+            raise _Rejected(f"its {key} is not a Parameter of it")
     for key, parameter in op.named_parameters(recurse=False):
         if type(parameter) is not torch.nn.Parameter:
             _check_quantized(op, key, parameter, recipe)
@@ -196,19 +199,20 @@ def _channel_text(
 ) -> tuple[str, list[tuple[int, int]]]:
     """Returns a run as weft's text, and the (operation, index) of the extra outputs that leave the run. `read_later`:
     channels that operations after the run read."""
-    made = {channel for op in ops for channel, _ in _output_channels(op) if channel is not None}
+    made = list(dict.fromkeys(channel for op in ops for channel, _ in _output_channels(op) if channel is not None))
+    text_of = {channel: _text(f"c{i}") for i, channel in enumerate(made)}  # a name may have any characters
     read = {channel for op in ops for channel in _input_channels(op) if channel is not None}
     outputs, words = [], []
     for i, (op, description) in enumerate(zip(ops, descriptions, strict=True)):
         text = description
         for channel in _input_channels(op):
-            text += f" <{_text(channel)}" if channel in made else " <-"
+            text += f" <{text_of[channel]}" if channel in text_of else " <-"
         for k, (channel, to_caller) in enumerate(_output_channels(op)):
             leaves = channel is None or to_caller or channel in read_later
             if leaves:
                 outputs.append((i, k))
             if channel in read:
-                text += f" >{_text(channel)}" if leaves else f" >>{_text(channel)}"
+                text += f" >{text_of[channel]}" if leaves else f" >>{text_of[channel]}"
         words.append(text)
     return "; ".join(words), outputs
 
@@ -225,16 +229,36 @@ def _make_class() -> Any:
     class WeftRun(FusedOperation):  # type: ignore[misc]
         """Consecutive operations as one pipeline of weft."""
 
-        def __init__(self, ops: Sequence[Any], text: str, outputs: list[tuple[int, int]]) -> None:
+        def __init__(self, ops: Sequence[Any], texts: list[str], read_later: set[str | None]) -> None:
             super().__init__(ops)
-            self._run = _extension()._FusedRun(text)
-            self._outputs = outputs
+            self._read_later = read_later
+            self._describe(texts)
             made = {channel for op in ops for channel, _ in _output_channels(op)} - {None}
             self._inputs = [
                 (i, k) for i, op in enumerate(ops) for k, name in enumerate(_input_channels(op)) if name not in made
             ]
             self._linear = next(filter(_is_linear, ops), None)  # under a recipe the only one
             self._first, self._last = (op if _quantizes(op) else None for op in (ops[0], ops[-1]))
+
+        def __reduce__(self) -> Any:
+            return _made_again, (list(self.basic_ops), self._texts, self._read_later)
+
+        def _describe(self, texts: list[str]) -> None:
+            self._texts = texts
+            text, self._outputs = _channel_text(self.basic_ops, texts, self._read_later)
+            self._run = _extension()._FusedRun(text)
+
+        def _follow_changes(self) -> None:
+            """Takes the attributes that operations have now, such as the probability of a dropout."""
+            try:
+                texts = [_described(op, None) for op in self.basic_ops]
+            except _Rejected as reason:
+                raise NotImplementedError(
+                    f"torchweft.te: an operation that runs in a plan of weft has changed: {reason}. Create the module "
+                    "anew, or call torchweft.te.install(fusion=False) and create it anew."
+                ) from None
+            if texts != self._texts:
+                self._describe(texts)
 
         def fuser_forward(
             self,
@@ -248,21 +272,24 @@ def _make_class() -> Any:
             given = [(i, kwargs) for i, kwargs in enumerate(basic_op_kwargs) if kwargs]
             buffers = [(i, kwargs.get("output"), kwargs.get("grad_input")) for i, kwargs in given]
             extras = [plain(basic_op_extra_inputs[i][k]) for i, k in self._inputs]
+            extras = [t if t.is_floating_point() else t.to(input_.device) for t in extras]
             params = [p for op in self.basic_ops for p in op.parameters(recurse=False)]
             needs = [basic_op_ctxs[0].requires_grad]
             needs += [basic_op_ctxs[i].requires_grad for i, _ in self._inputs]
             for ctx, op in zip(basic_op_ctxs, self.basic_ops, strict=True):
                 needs += [ctx.requires_grad and p.requires_grad for p in op.parameters(recurse=False)]
             evaluated = [i for i, op in enumerate(self.basic_ops) if not op.training]
+            active = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
             recipe: str | None = None
             quantizers: list[Any] = []
-            if self._linear is not None and FP8GlobalStateManager.is_fp8_enabled():
-                recipe, quantizers = self._quantization(FP8GlobalStateManager.get_fp8_recipe())
+            if self._linear is not None and active is not None:
+                recipe, quantizers = self._quantization(active)
+            self._follow_changes()
             if self._first is not None:
                 input_ = self._quantized(self._first, basic_op_ctxs[0], input_)
-            (y, *more), call = self._run.forward(
-                plain(input_), extras, params, needs, evaluated, recipe, quantizers, buffers
-            )
+            x = plain(input_)
+            results, call = self._run.forward(x, extras, params, needs, evaluated, recipe, quantizers, buffers)
+            y, *more = (_view_of_source(t, [x, *extras]) for t in results)
             basic_op_ctxs[0].weft_call = call
             if self._last is not None:
                 y = self._quantized(self._last, basic_op_ctxs[-1], y)
@@ -315,6 +342,25 @@ def _make_class() -> Any:
             return dx, of_params, [tuple(ts) for ts in of_extras]
 
     return WeftRun
+
+
+def _made_again(ops: Sequence[Any], texts: list[str], read_later: set[str | None]) -> Any:
+    """A run that was copied or pickled."""
+    global _run_class
+    _run_class = _run_class or _make_class()
+    return _run_class(ops, texts, read_later)
+
+
+def _view_of_source(y: torch.Tensor, sources: list[torch.Tensor]) -> torch.Tensor:
+    """Returns `y`; if it has the memory of one of `sources`, that tensor or a view of it, so that torch notices changes
+    in place."""
+    for source in sources:
+        if y.numel() == 0 or y.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
+            continue
+        if (y.shape, y.stride(), y.storage_offset()) == (source.shape, source.stride(), source.storage_offset()):
+            return source
+        return source.as_strided(y.shape, y.stride(), y.storage_offset())
+    return y
 
 
 # ---- the fusion ---------------------------------------------------------------------------------------------------
@@ -396,7 +442,7 @@ def fuse(ops: list[Any], *, recipe: Any = None, **unused: Any) -> list[Any]:
         done += len(part)
         later = {channel for op in ops[done:] if not op.is_fused_op for channel in _input_channels(op)}
         later |= {c for op in ops[done:] if op.is_fused_op for o in op.basic_ops for c in _input_channels(o)}
-        fused.append(_run_class(part, *_channel_text(part, how, later)))
+        fused.append(_run_class(part, how, later))
     return fused
 
 

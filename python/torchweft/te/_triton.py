@@ -15,6 +15,8 @@ import torch
 
 from .. import _device
 
+_LEAST_ADDRESS = 1 << 32  # smaller integers are no addresses
+
 
 class _Driver:
     """What Triton asks the driver of a device for while it interprets kernels."""
@@ -53,20 +55,29 @@ class _Memory(threading.local):
     def __init__(self, unchecked: Any) -> None:
         self._unchecked = unchecked
         self._kernel = ""
-        self._ranges: list[tuple[int, int]] = []  # addresses: of the first byte, and after the last one
+        # Addresses: of the first byte, and after the last one. None: any, for a kernel that is given addresses.
+        self._ranges: list[tuple[int, int]] | None = None
 
     @contextmanager
-    def of(self, kernel: str, arguments: Iterable[Any]) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
+        """Restores after a kernel what the one that called it may access."""
         before = self._kernel, self._ranges
-        self._kernel, self._ranges = kernel, list(_ranges(arguments))
         try:
             yield
         finally:
             self._kernel, self._ranges = before
 
+    def allow(self, kernel: str, arguments: Iterable[Any]) -> None:
+        """The kernel may access the memory of these tensors, which are on the host."""
+        given = list(_flat(arguments))
+        self._kernel, self._ranges = kernel, None
+        if not any(map(_holds_addresses, given)):
+            storages = [t.untyped_storage() for t in given if isinstance(t, torch.Tensor)]
+            self._ranges = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+
     def _check(self, what: str, addresses: Any, mask: Any, size: int) -> None:
         used = addresses[mask]
-        if not used.size:
+        if self._ranges is None or not used.size:
             return
         first, last = int(used.min()), int(used.max()) + size
         if any(begin <= first and last <= end for begin, end in self._ranges):
@@ -98,15 +109,20 @@ class _Memory(threading.local):
         return getattr(self._unchecked, name)
 
 
-def _ranges(arguments: Iterable[Any]) -> Iterator[tuple[int, int]]:
-    """The memory of all tensors among the arguments of a kernel."""
+def _flat(arguments: Iterable[Any]) -> Iterator[Any]:
     for argument in arguments:
         if isinstance(argument, tuple):
-            yield from _ranges(argument)
-        argument = getattr(argument, "base", argument)  # of a descriptor, or of a tensor with another dtype
-        if isinstance(argument, torch.Tensor):
-            storage = argument.untyped_storage()
-            yield storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+            yield from _flat(argument)
+        else:
+            yield getattr(argument, "base", argument)  # of a descriptor, or of a tensor with another dtype
+
+
+def _holds_addresses(argument: Any) -> bool:
+    """Whether an argument may be an address, or a table of them."""
+    if isinstance(argument, torch.Tensor):
+        integers = argument.dtype in (torch.int64, torch.uint64) and argument.numel() > 0
+        return integers and int(argument.view(torch.int64).abs().max()) >= _LEAST_ADDRESS
+    return isinstance(argument, int) and abs(argument) >= _LEAST_ADDRESS
 
 
 def install() -> None:
@@ -124,16 +140,21 @@ def install() -> None:
     driver.set_active(_Driver())
     _interpret_library()
     prune, run = Autotuner.prune_configs, interpreter.GridExecutor.__call__
+    hosted = interpreter.GridExecutor._init_args_hst
     memory = interpreter._interpreter = _Memory(interpreter._interpreter)
 
     def prune_to_largest(self: Any, kwargs: dict[str, Any]) -> list[Any]:
         return [max(prune(self, kwargs), key=_block_elements)]
 
     def run_on_host(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = [_on_host(argument) for argument in args]
-        named = {name: _on_host(value) for name, value in kwargs.items()}
-        with memory.of(self.fn.__name__, [*given, *named.values()]):
-            return run(self, *given, **named)
+        with memory.restored():
+            return run(self, *map(_on_host, args), **{name: _on_host(value) for name, value in kwargs.items()})
+
+    def host_arguments(self: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        given, named = hosted(self, args, kwargs)
+        memory.allow(self.fn.__name__, [*given, *named.values()])
+        return given, named
 
     Autotuner.prune_configs = prune_to_largest
+    interpreter.GridExecutor._init_args_hst = host_arguments
     interpreter.GridExecutor.__call__ = run_on_host
