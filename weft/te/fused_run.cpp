@@ -4,10 +4,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/function.h>
 
-#include <algorithm>
-
 #include "weft/fuser/autograd.h"
-#include "weft/ops/basic_linear.h"
 #include "weft/quant/recipe.h"
 
 #include "weft/te/gemm_limits.h"
@@ -136,6 +133,13 @@ std::string recipe_text(py::handle input, py::handle weight, py::handle grad_out
   return recipe.text();
 }
 
+/// Raises in strict mode for sizes of a linear that a GPU refuses.
+void check_sizes(py::handle input_quantizer, int64_t rows, int64_t in_features, int64_t out_features,
+                 bool with_backward) {
+  check_linear_limits("transformer_engine.pytorch.ops.BasicLinear", view_quantizer(input_quantizer).how,
+                      {rows, in_features, out_features, with_backward});
+}
+
 /// Buffers for the results of an operation: its index, the output and the gradient of its input.
 using Results = std::tuple<int, std::optional<at::Tensor>, std::optional<at::Tensor>>;
 
@@ -186,7 +190,6 @@ class FusedRun {
         weights.push_back(needed ? p : leaf(p, false));
       }
     }
-    if (how) check_limits(*how, x, std::find(needs.begin(), needs.end(), true) != needs.end());
     if (of_linear.weight || delayed.state().defined()) {
       of_linear.op = quantized_op();
       buffers.push_back(of_linear);
@@ -247,17 +250,6 @@ class FusedRun {
   }
 
  private:
-  /// Raises in strict mode for sizes that a GPU refuses.
-  void check_limits(const quant::Recipe& recipe, const at::Tensor& x, bool with_backward) const {
-    const auto* linear = dynamic_cast<const ops::BasicLinear*>(&fuser_.pipeline().op(quantized_op()));
-    if (!linear || x.dim() == 0 || x.numel() == 0) return;
-    const LinearSizes sizes{.rows = x.numel() / x.size(-1),
-                            .in_features = linear->local_in_features(),
-                            .out_features = linear->local_out_features(),
-                            .with_backward = with_backward};
-    check_linear_limits("transformer_engine.pytorch.ops.BasicLinear", recipe.input.quantization(), sizes);
-  }
-
   /// A run has at most one.
   int quantized_op() const {
     for (int i = 0; i < fuser_.pipeline().size(); ++i)
@@ -278,6 +270,8 @@ void bind_fused_run(py::module_& m) {
            py::arg("evaluated"), py::arg("recipe"), py::arg("quantizers"), py::arg("buffers_for"))
       .def("steps", &FusedRun::steps)
       .def_static("backward", &FusedRun::backward, py::arg("call"), py::arg("grads"));
+  m.def("_check_linear_sizes", &check_sizes, py::arg("input_quantizer"), py::arg("rows"), py::arg("in_features"),
+        py::arg("out_features"), py::arg("with_backward"));
   m.def("_recipe_text", &recipe_text, py::arg("input"), py::arg("weight"), py::arg("grad_output"),
         py::arg("backward_override"));
 }
