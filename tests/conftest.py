@@ -1,6 +1,8 @@
 """Markers: slow tests run only on request, tests over ranks are serial. --strict-skips fails on unlisted skips."""
 
+import os
 import pathlib
+import subprocess
 import sys
 
 import pytest
@@ -45,3 +47,19 @@ def pytest_sessionfinish(session, exitstatus):
         reporter.write_line(f"\nskipped and not in {ALLOWED.name}: {skip.test}: {skip.reason}", red=True)
     if bad and exitstatus == 0:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture
+def run_two_ranks():
+    """Returns a function that runs a script on two ranks, each with simulated devices that `launcher` makes."""
+
+    def run(launcher: str, script: pathlib.Path) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", launcher,
+             "--devices=2", str(script)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "rank 0: ok" in done.stdout and "rank 1: ok" in done.stdout
+
+    return run

@@ -100,9 +100,6 @@ def pytest(*arguments: str, slow: bool = False, figure: str | None = None) -> Ch
     return check
 
 
-TE_OPTIONS = ("-p", "torchweft.te.pytest_plugin")
-
-
 def with_te(settings: Settings) -> Settings:
     """With the unmodified Transformer Engine, which .ci/run installs in build/te."""
     paths = os.pathsep.join([str(ROOT / "python"), str(ROOT / "build/te")])
@@ -112,6 +109,11 @@ def with_te(settings: Settings) -> Settings:
 def te(check: Check) -> Check:
     """Runs a check with the unmodified Transformer Engine."""
     return lambda settings: check(with_te(settings))
+
+
+def te_pytest(*arguments: str) -> Check:
+    """Runs tests with the unmodified Transformer Engine."""
+    return te(pytest("-p", "torchweft.te.pytest_plugin", *arguments))
 
 
 def te_tests(*options: str) -> Check:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 
 from checks import (
-    TE_OPTIONS,
     Row,
     ctest,
     every_tier,
@@ -19,6 +18,7 @@ from checks import (
     suite,
     sweep,
     te,
+    te_pytest,
     te_tests,
 )
 from trust import TRUST
@@ -135,13 +135,13 @@ CLAIMS = {
             "of test_fusible_ops, but for CUDA graphs and absent files",
             (te_tests(),)),
         Row("2", "bytes of codes and scales: a reference in NumPy, NaN, infinities, signed zeros, odd shapes",
-            (te(pytest("tests/te/test_bytes.py", *TE_OPTIONS)),)),
+            (te_pytest("tests/te/test_bytes.py"),)),
         Row("3", "its fuser with weft's plans: its own steps' results, alone and over ranks; >= 95 % of operations",
-            (te(pytest("tests/te/test_fusion.py", *TE_OPTIONS)), te_tests("--fusion", "--only", "test_fusible_ops"))),
+            (te_pytest("tests/te/test_fusion.py"), te_tests("--fusion", "--only", "test_fusible_ops"))),
         Row("4", "names of transformer_engine_torch that the release uses: 0 missing; a planted removal is found",
-            (te(pytest("tests/te/test_names.py", "-k", "every_name or missing_name", *TE_OPTIONS)),)),
+            (te_pytest("tests/te/test_names.py", "-k", "every_name or missing_name"),)),
         Row("5", "names that megatron-core, accelerate and Lightning import unconditionally: all resolve",
-            (te(pytest("tests/te/test_names.py", "tests/te/test_around.py", "-k", "project or trains", *TE_OPTIONS)),)),
+            (te_pytest("tests/te/test_names.py", "tests/te/test_around.py", "-k", "project or trains"),)),
         Row("6", "unmodified megatron-core, TP 1, 2, 2 + SP, op fuser, fused accumulation on, off: one rank's <= 1e-5; "
             "FP8 recipes, checkpoints, experts, context parallelism, FSDP2",
             (pytest("tests/dist/test_megatron.py", figure=r"off one rank .*"),)),
@@ -151,10 +151,10 @@ CLAIMS = {
             (te(figures("benchmarks/python/te_layer.py", "--dtype", "float32",
                         if_quick=("--quick", "--rounds", "5"))),)),
         Row("9", "what users write: attention, experts, losses, optimizers, main_grad, conversion: as plain torch",
-            (te(pytest("tests/te/test_user_code.py", "tests/te/test_modules.py", "tests/te/test_own_operations.py",
-                       "tests/te/test_conversion.py", *TE_OPTIONS)),)),
+            (te_pytest("tests/te/test_user_code.py", "tests/te/test_modules.py", "tests/te/test_own_operations.py",
+                       "tests/te/test_conversion.py"),)),
         Row("10", "the commands of the pages, the example's tests and script",
-            (te(pytest("tests/te/test_page.py", "tests/te/test_example.py", *TE_OPTIONS)),)),
+            (te_pytest("tests/te/test_page.py", "tests/te/test_example.py"),)),
         Row("11", "a 2 GB checkpoint (CI 0.1) killed half-way, repeated, back: bit-equal, <= 300 MB; Megatron reads it",
             (pytest("tests/python/test_convert.py", "tests/dist/test_convert_megatron.py", slow=True,
                     figure=r"[\d.]+ GB, \d+ MB above [^\n]*"),)),

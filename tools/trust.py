@@ -12,7 +12,6 @@ from pathlib import Path
 
 from checks import (
     ROOT,
-    TE_OPTIONS,
     Check,
     Row,
     Settings,
@@ -23,7 +22,7 @@ from checks import (
     pytest,
     rows_of,
     script,
-    te,
+    te_pytest,
     with_te,
 )
 from verdict import Figure, Outcome, Verdict, join_outcomes, judge_figures, judge_script
@@ -72,9 +71,10 @@ def judge_scripts(statuses: dict[str, int | None]) -> Outcome:
 
 
 # Scripts that attack code written for Transformer Engine run on the real package, whose devices are simulated.
-REAL_PACKAGE = (
-    (r"from torchweft\.compat import transformer_engine\ntransformer_engine\.install\(\)", "{install}"),
-    (r"import torchweft\.compat\.transformer_engine as compat\ncompat\.install\(\)", "{install}"),
+INSTALL = 'import torchweft.te; torchweft.te.install(); import torch; torch.set_default_device("cuda")'
+REAL_PACKAGE = (  # what is replaced, and by what
+    (r"from torchweft\.compat import transformer_engine\ntransformer_engine\.install\(\)", INSTALL),
+    (r"import torchweft\.compat\.transformer_engine as compat\ncompat\.install\(\)", INSTALL),
     (r"torch\.Generator\(\)", 'torch.Generator("cuda")'),
     (r'torch\.autocast\("cpu"', 'torch.autocast("cuda"'),
     (r"\bweft\.recipe\.", "__import__('transformer_engine').common.recipe."),
@@ -83,12 +83,11 @@ NOT_RUN = {  # script: why
     "stale_after_fused_step": "is_first_microbatch=False means the older quantized weight in Transformer Engine",
     "uninstall_third_party": "what it attacks is removed",
 }
-INSTALL = 'import torchweft.te; torchweft.te.install(); import torch; torch.set_default_device("cuda")'
 
 
 def on_real_package(text: str) -> str:
     for pattern, replacement in REAL_PACKAGE:
-        text = re.sub(pattern, replacement.replace("{install}", INSTALL), text)
+        text = re.sub(pattern, replacement, text)
     return text
 
 
@@ -183,7 +182,7 @@ def ci_time(settings: Settings) -> Outcome:
 # For each script of --defects, by its name or the part of it before the first `_`: the tests of its class of defects.
 # The class of a script without an entry is not measured.
 PACKED = ctest("release", r"^KernelsPack|^PackedWeights")
-ATTACKS = te(pytest("tests/te/test_user_code.py", *TE_OPTIONS))
+ATTACKS = te_pytest("tests/te/test_user_code.py")
 CHANGES = pytest("tests/python/test_right_or_raises.py")
 DISPATCHER = pytest("tests/python/test_dispatcher.py")
 CLASS_TESTS: dict[str, Check] = {

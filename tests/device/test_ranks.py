@@ -1,10 +1,7 @@
 """Processes: "nccl" between two ranks under torchrun, and processes that this one starts."""
 
 import multiprocessing
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,14 +9,8 @@ import torch
 FOLDER = pathlib.Path(__file__).parent
 
 
-def test_two_ranks_under_torchrun():
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "torchweft.device",
-         "--devices=2", str(FOLDER / "ranks.py")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "rank 0: ok" in run.stdout and "rank 1: ok" in run.stdout
+def test_two_ranks_under_torchrun(run_two_ranks):
+    run_two_ranks("torchweft.device", pathlib.Path(__file__).parent / "ranks.py")
 
 
 def doubled(index, queue):

@@ -410,19 +410,24 @@ def raises(reason: str, **options) -> None:
 CASES = {"same": same, "train": train, "resume": resume, "recipes": recipes, "limits": limits}
 
 
+def initialize(what: str, sizes: tuple[str, ...] = ("tensor_model_parallel_size",)) -> Path:
+    """Starts this rank of a case with the parallel sizes of parallel_state, over all ranks. Returns its folder."""
+    folder, rank, world = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = f"file://{folder}/store_{what}_{world}"
+    torch.set_num_threads(1)
+    torch.set_default_device("cuda")
+    dist.init_process_group("nccl", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    parallel_state.initialize_model_parallel(**dict.fromkeys(sizes, world))
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    return folder
+
+
 def main(cases: dict) -> None:
     """Runs the cases that the command line names. A case is a function, with tensor parallelism over all ranks; or a
     function and the sizes of parallel_state."""
-    torch.set_num_threads(1)
-    folder, rank, world = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for what in sys.argv[2:]:
-        case, sizes = cases[what] if isinstance(cases[what], tuple) else (cases[what], ("tensor_model_parallel_size",))
-        store = f"file://{folder}/store_{what}_{world}"
-        torch.set_default_device("cuda")
-        dist.init_process_group("nccl", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-        parallel_state.initialize_model_parallel(**dict.fromkeys(sizes, world))
-        tensor_parallel.model_parallel_cuda_manual_seed(1)
-        case(folder)
+        case, *sizes = cases[what] if isinstance(cases[what], tuple) else (cases[what],)
+        case(initialize(what, *sizes))
         dist.barrier()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -3,10 +3,8 @@
 RANK=0 WORLD_SIZE=2 python test_convert_megatron.py FOLDER save|load runs one rank.
 """
 
-import os
 import pathlib
 import sys
-from datetime import timedelta
 from functools import partial
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
@@ -96,14 +94,7 @@ def experts(cases, folder: pathlib.Path, grouped: bool) -> None:
 def main() -> None:
     import megatron_cases as cases
 
-    cases.torch.set_num_threads(1)
-    folder, rank, world = pathlib.Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = f"file://{folder}/store_{sys.argv[2]}"
-    wait = timedelta(seconds=60)
-    cases.torch.set_default_device("cuda")
-    cases.dist.init_process_group("nccl", init_method=store, rank=rank, world_size=world, timeout=wait)
-    cases.parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
-    cases.tensor_parallel.model_parallel_cuda_manual_seed(1)
+    folder = cases.initialize(sys.argv[2])
     each, grouped = partial(experts, grouped=False), partial(experts, grouped=True)
     for step in {"save": [save], "load": [load, load_te, each, grouped]}[sys.argv[2]]:
         step(cases, folder)

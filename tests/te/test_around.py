@@ -6,14 +6,9 @@ They are searched on sys.path; CI installs them in build/te.
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parent.parent.parent
+from test_page import run
 
 MODEL = """
 import torch
@@ -81,8 +76,5 @@ def test_trains_in_fp8(package, script, tmp_path):
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     (tmp_path / "train.py").write_text(script + CHECK)
-    done = subprocess.run(
-        [sys.executable, "-m", "torchweft.te", "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])},
-    )  # fmt: skip
+    done = run("-m", "torchweft.te", "train.py", folder=tmp_path)
     assert done.returncode == 0 and "trained 20 steps" in done.stdout, done.stdout + done.stderr

@@ -1,15 +1,13 @@
 """examples/transformer_engine as users run it: in a copied folder, with pytest, and the script by the launcher."""
 
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from test_page import ROOT, run
 
-ROOT = Path(__file__).parent.parent.parent
 EXAMPLE, PAGE = ROOT / "examples/transformer_engine", ROOT / "docs/te_in_ci.md"
 FILES = sorted(file.name for file in EXAMPLE.iterdir() if file.is_file())
 
@@ -22,20 +20,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("WEFT_", "NVTE_", "TRITON_"))}
-    paths = os.pathsep.join([str(ROOT / "python"), environment.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={**environment, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-
-
 def losses(done: subprocess.CompletedProcess) -> dict[int, float]:
     """Returns the printed losses by step."""
     assert done.returncode == 0, done.stderr
@@ -46,15 +30,15 @@ def losses(done: subprocess.CompletedProcess) -> dict[int, float]:
 def test_workflow_command_passes_in_copied_folder(folder):
     command = re.findall(r"- run: python (.*)", (folder / "ci.yml").read_text())
     assert command == ["-m pytest -p torchweft.te.pytest_plugin"]
-    done = run(folder, *command[0].split(), "-p", "no:cacheprovider")
+    done = run(*command[0].split(), "-p", "no:cacheprovider", folder=folder, OMP_NUM_THREADS="1")
     shown = re.search(r"# (\d+) tests,", PAGE.read_text())[1]
     assert done.returncode == 0 and f"{shown} passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_script_runs_and_resumes(folder):
     command = ["-m", "torchweft.te", "train.py", "--checkpoint", "run", "--fp8"]
-    assert list(losses(run(folder, *command, "--steps", "2"))) == [0, 1]
-    assert list(losses(run(folder, *command, "--steps", "4"))) == [2, 3]
+    assert list(losses(run(*command, "--steps", "2", folder=folder, OMP_NUM_THREADS="1"))) == [0, 1]
+    assert list(losses(run(*command, "--steps", "4", folder=folder, OMP_NUM_THREADS="1"))) == [2, 3]
     assert [file.name for file in (folder / "run").iterdir()] == ["rank0.pt"]
 
 

@@ -6,10 +6,7 @@ pytest -p torchweft.te.pytest_plugin tests/te
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -454,13 +451,6 @@ def test_splits_on_the_cpu_and_names_of_channels():
     assert torch.equal(ops.Sequential(split, ops.ConstantScale(2.0), add)(x), 3 * x)
 
 
-def test_runs_over_ranks():
-    """Sharded linears and collectives: tests/te/parallel_rank.py."""
-    folder = Path(__file__).parent
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "torchweft.te",
-         "--devices=2", str(folder / "parallel_rank.py")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "rank 0: ok" in run.stdout and "rank 1: ok" in run.stdout
+def test_runs_over_ranks(run_two_ranks):
+    """Sharded linears and collectives."""
+    run_two_ranks("torchweft.te", Path(__file__).parent / "parallel_rank.py")

@@ -20,7 +20,7 @@ def run(*arguments: str, folder: Path, **variables: str) -> subprocess.Completed
     command = [sys.executable, *arguments]
     return subprocess.run(
         command, env={**environment, "PYTHONPATH": paths, **variables}, cwd=folder, capture_output=True, text=True,
-        check=False,
+        check=False, timeout=200,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
 
 #include "weft/fuser/autograd.h"
 #include "weft/quant/recipe.h"
@@ -55,18 +56,12 @@ struct Call {
   DelayedState delayed;
 };
 
-/// Where the gradient of a tensor of the caller leaves the pipeline. It holds no tensor, as a leaf's node would.
-class Boundary final : public torch::autograd::Node {
-  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override {
-    TORCH_INTERNAL_ASSERT(false, "FusedRun: gradients are not propagated beyond a run.");
-  }
-};
-
-/// An alias of `t` outside of the caller's graph, which requires a gradient or not.
+/// An alias of `t` outside of the caller's graph, which requires a gradient or not. Its node holds no tensor, as that
+/// of a leaf would: the caller propagates the gradient, so the node never runs.
 at::Tensor entering(const at::Tensor& t, bool needs_grad) {
   auto alias = t.is_inference() ? t.clone() : t.detach();
   if (!needs_grad || !at::isFloatingType(t.scalar_type())) return alias;
-  const auto node = c10::make_intrusive<Boundary>();
+  const auto node = c10::make_intrusive<torch::autograd::Error>("FusedRun: a gradient has left its run.");
   torch::autograd::impl::set_gradient_edge(alias, {node, node->add_input_metadata(alias)});
   return alias;
 }
