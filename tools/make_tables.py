@@ -98,6 +98,27 @@ def steps(result: dict) -> str:
     return markdown(columns, rows)
 
 
+def reference_tests(result: dict) -> str:
+    """Counts of Transformer Engine's own tests, of tools/te_tests.py."""
+    rows = [row for row in result["rows"] if not row["fusion"]]
+    releases = sorted({row["release"] for row in rows}, key=lambda r: [int(n) for n in r.split(".")], reverse=True)
+    counts = ("passed", "failed", "skipped")
+
+    def cell(row: dict | None) -> str:
+        if row is None or "passed" not in row:
+            return ""
+        drawn = f" of {row['draw']} drawn" if row["draw"] and sum(row[c] for c in counts) >= row["draw"] else ""
+        return ", ".join(str(row[c]) for c in counts) + drawn
+
+    lines = []
+    for file in dict.fromkeys(row["file"] for row in rows):
+        found = {row["release"]: row for row in rows if row["file"] == file}
+        remarks = dict.fromkeys(row["remarks"] for row in found.values() if row["remarks"])
+        lines.append((file, *(cell(found.get(release)) for release in releases), "; ".join(remarks)))
+    dates = {r: min(row["date"] for row in rows if row["release"] == r) for r in releases}
+    return markdown(("file", *(f"{r}, {dates[r]}" for r in releases), "failed because of"), lines)
+
+
 def plain(result: dict) -> str:
     """A table with the stored columns and rows."""
     return markdown(result["columns"], result["rows"])
@@ -137,6 +158,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "claims": from_results(claims),
     "network": from_results(network),
     "plain": from_results(plain),
+    "reference_tests": from_results(reference_tests),
     "steps": from_results(steps),
     "tolerances": tolerances,
 }

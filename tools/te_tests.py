@@ -1,15 +1,18 @@
 """Runs Transformer Engine's own tests on weft and prints how many passed, and why the others did not.
 
-    git clone --depth 1 https://github.com/NVIDIA/TransformerEngine /tmp/te
-    python tools/te_tests.py /tmp/te/tests/pytorch --draw 500 --json counts.json
+    git clone --depth 1 --branch release_v2.19 https://github.com/NVIDIA/TransformerEngine /tmp/te
+    python tools/te_tests.py /tmp/te/tests/pytorch --draw 500 --json benchmarks/results/te-tests.json
 
-Without `--draw` all tests of each file run, which takes many hours; this is the nightly run. `--fusion` runs the
-operations by weft's plans and counts their share. `WEFT_TE_STRICT` and the other variables of `torchweft.te` apply.
+Without `--draw` all tests of each file run, which takes many hours; this is the nightly run. `--json` replaces the
+counts of the files that were run, for this release, and keeps the others; tools/make_tables.py writes them into
+docs/transformer_engine.md. `--fusion` runs the operations by weft's plans and counts their share. Tests in
+`distributed` get two devices. `WEFT_TE_STRICT` and the other variables of `torchweft.te` apply.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import random
@@ -68,6 +71,8 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the process that started it reports
+        return
     if report.when == "call" or (report.when == "setup" and not report.passed):
         write(test=report.nodeid, outcome=report.outcome, error=str(report.longrepr)[-2000:] if report.failed else "")
 
@@ -127,12 +132,17 @@ def run(folder: Path, name: str, chosen: argparse.Namespace) -> dict[str, Any]:
     """Runs one file, or the files of a folder."""
     path = folder / name if (folder / name).is_dir() else folder / f"{name}.py"
     if not path.exists():
-        return {"file": name, "ended": True, "remarks": "not in this version"}
+        return {"file": name, "ended": True, "remarks": "not in this release"}
     report = Path(tempfile.mkdtemp()) / "report"
     variables = {REPORT: str(report), DRAW: str(chosen.draw), "WEFT_TE_FUSION": str(int(chosen.fusion))}
+    variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # of torchrun
+    seconds = chosen.test_seconds
+    if name.startswith("distributed/"):
+        variables |= {"WEFT_DEVICES": "2"}
+        seconds *= 10  # one test runs a program with many
     paths = [str(ROOT / "tools"), str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "torchweft.te.pytest_plugin", "-p", "te_tests"]
-    command += ["-p", "no:cacheprovider", "--timeout", str(chosen.test_seconds), *chosen.pytest.split(), str(path)]
+    command += ["-p", "no:cacheprovider", "--timeout", str(seconds), *chosen.pytest.split(), str(path)]
     start, remarks = time.monotonic(), []
     try:
         done = subprocess.run(
@@ -167,6 +177,17 @@ def share(row: dict[str, Any]) -> float:
     return row["passed"] / ran if ran else 1.0
 
 
+def store(path: Path, row: dict[str, Any]) -> None:
+    """Puts the row into the stored ones, in place of that with the same file, release and fusion."""
+    result = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    same = ("file", "release", "fusion")
+    others = [other for other in result["rows"] if any(other[name] != row[name] for name in same)]
+    order = {name: i for i, name in enumerate(FILES)}
+    rows = sorted([*others, row], key=lambda r: (r["fusion"], order.get(r["file"], len(order)), r["release"]))
+    result = {"date": row["date"], "command": "python tools/te_tests.py FOLDER --json FILE", "rows": rows}
+    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="tests/pytorch of a checkout of Transformer Engine")
@@ -178,13 +199,13 @@ def main() -> None:
     parser.add_argument("--pytest", default="", help="further options of pytest")
     parser.add_argument("--json", type=Path, help="write the counts to this file")
     chosen = parser.parse_args()
+    about = {"release": importlib.metadata.version("transformer_engine"), "fusion": chosen.fusion}
     rows = []
     for name in chosen.only:
         rows.append(run(chosen.folder.resolve(), name, chosen))
         print(json.dumps(rows[-1], ensure_ascii=False), flush=True)
         if chosen.json:
-            found = {"date": time.strftime("%F"), "draw": chosen.draw, "fusion": chosen.fusion, "rows": rows}
-            chosen.json.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+            store(chosen.json, {**about, "date": time.strftime("%F"), "draw": chosen.draw, **rows[-1]})
     short = [row["file"] for row in rows if share(row) < SHARES.get(row["file"], SHARE)]
     print(f"{sum(row.get('passed', 0) for row in rows)} tests of {len(rows)} files passed; below their share: {short}")
     if chosen.fusion:

@@ -1,4 +1,4 @@
-"""The tests run on GPUs, or with `-p torchweft.te.pytest_plugin` on simulated ones."""
+"""The tests run on GPUs, or with `-p torchweft.te.pytest_plugin` and `WEFT_DEVICES=2` on simulated ones."""
 
 import subprocess
 import sys
@@ -13,15 +13,13 @@ torch.set_num_threads(1)  # the tensors are tiny, and on a shared machine a seco
 
 @pytest.fixture
 def torchrun():
-    """Returns a function that runs a script on two ranks and returns its output. Each process simulates devices of its
-    own, so they are started with `-m torchweft.te`."""
-    if not SIMULATED and torch.cuda.device_count() < 2:
+    """Returns a function that runs a script on two ranks and returns its output."""
+    if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
     def run(*script: str) -> str:
-        command = [*ranks, *(["-m", "torchweft.te", "--devices=2"] if SIMULATED else []), *script]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run([*ranks, *script], capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

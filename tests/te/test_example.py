@@ -28,9 +28,10 @@ def losses(done: subprocess.CompletedProcess) -> dict[int, float]:
 
 
 def test_workflow_command_passes_in_copied_folder(folder):
-    command = re.findall(r"- run: python (.*)", (folder / "ci.yml").read_text())
-    assert command == ["-m pytest -p torchweft.te.pytest_plugin"]
-    done = run(*command[0].split(), "-p", "no:cacheprovider", folder=folder, OMP_NUM_THREADS="1")
+    commands = re.findall(r"- run: WEFT_DEVICES=2 python (.*)", (folder / "ci.yml").read_text())
+    assert commands == ["-m pytest -p torchweft.te.pytest_plugin"]
+    command = [*commands[0].split(), "-p", "no:cacheprovider"]
+    done = run(*command, folder=folder, OMP_NUM_THREADS="1", WEFT_DEVICES="2")
     shown = re.search(r"# (\d+) tests,", PAGE.read_text())[1]
     assert done.returncode == 0 and f"{shown} passed" in done.stdout, done.stdout + done.stderr
 

@@ -16,7 +16,8 @@ PAGE = ROOT / "docs/transformer_engine.md"
 
 def run(*arguments: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("WEFT_", "NVTE_", "TRITON_"))}
-    paths = os.pathsep.join([str(ROOT / "python"), environment.get("PYTHONPATH", "")])
+    inherited = environment.get("PYTHONPATH", "").split(os.pathsep)
+    paths = os.pathsep.join([str(ROOT / "python"), *(path for path in inherited if "torchweft" not in path)])
     command = [sys.executable, *arguments]
     return subprocess.run(
         command, env={**environment, "PYTHONPATH": paths, **variables}, cwd=folder, capture_output=True, text=True,

@@ -18,7 +18,6 @@ namespace {
 /// Values of an operand, exact, and the scales that they do not contain.
 struct DecodedOperand {
   at::Tensor values;        // [rows, K], of the requested dtype, or float32 if that does not hold them
-  float factor = 1;         // of all values
   at::Tensor block_scales;  // float32 [rows, blocks of K]; undefined if the values contain them
 };
 
@@ -79,6 +78,17 @@ float factor_of(const QuantizedOperand& o) {
   return q.scale_format == ScaleFormat::e4m3 ? copy_of(o).amax.item<float>() / (6 * q.scale_bound) : 1;
 }
 
+/// The factor of all products: of NVFP4 operands as a GPU's kernels compute it, so that results have the same bits.
+double factor_of_products(const QuantizedOperand& a, const QuantizedOperand& b) {
+  const auto &qa = a.matrix.quantization, &qb = b.matrix.quantization;
+  if (qa.scale_format == ScaleFormat::e4m3 && qb.scale_format == ScaleFormat::e4m3 && qa.block > 0 && qb.block > 0) {
+    const float inverse = 1 / (6 * 6 * qa.scale_bound * qb.scale_bound);
+    const float factor = copy_of(a).amax.item<float>() * copy_of(b).amax.item<float>() * inverse;
+    if (std::isnormal(factor)) return factor;
+  }
+  return static_cast<double>(factor_of(a)) * factor_of(b);
+}
+
 /// The scales that decoded values contain: those that keep them exact.
 Decoding decoding_of(const Quantization& q) {
   return q.block == 0 || has_block_scales(q) ? Decoding::codes : Decoding::block_scaled;
@@ -96,7 +106,7 @@ DecodedOperand decode_operand(const QuantizedOperand& o, at::ScalarType dtype) {
   const auto type = holds_values(dtype, o) ? dtype : at::kFloat;
   auto values = decode_copy(o.matrix, !reads_rows(o), decoding_of(q), type);
   if (o.columnwise && (reads_rows(o) || q.columns_in_place())) values = values.t();
-  return {values, factor_of(o), has_block_scales(o) ? scales_of_rows(o) : at::Tensor()};
+  return {values, has_block_scales(o) ? scales_of_rows(o) : at::Tensor()};
 }
 
 // ---- Multiplication ------------------------------------------------------------------------------------------------
@@ -120,17 +130,21 @@ at::Tensor sum_scaled_blocks(const DecodedOperand& a, const DecodedOperand& b, i
   return sum;
 }
 
-/// The epilogue of a float32 product whose operands have these factors.
-at::Tensor finish(at::Tensor product, const Epilogue& e, float left_factor, float right_factor) {
-  for (const double factor : {static_cast<double>(left_factor), static_cast<double>(right_factor), e.scale})
-    if (factor != 1) product.mul_(factor);
+bool is_normal_float(double x) { return std::isnormal(static_cast<float>(x)); }
+
+/// The epilogue of a float32 product times this factor.
+at::Tensor finish(at::Tensor product, const Epilogue& e, double factor) {
+  const double scale = e.scale * factor;
+  if (is_normal_float(scale)) {
+    if (scale != 1) product.mul_(scale);
+  } else {
+    product = product.to(at::kDouble).mul_(scale).to(at::kFloat);
+  }
   if (e.bias.defined()) product.add_(e.bias);
   if (e.addend.defined() && e.addend.scalar_type() == at::kDouble) product = product.to(at::kDouble);
   if (e.addend.defined()) product.add_(e.addend);
   return e.out.defined() ? e.out.copy_(product) : product.to(e.dtype);
 }
-
-bool is_normal_float(double x) { return std::isnormal(static_cast<float>(x)); }
 
 /// Rows [from, to) of the rowwise copy of a matrix whose blocks do not span rows, to be decoded.
 QuantizedMatrix rows_between(const QuantizedMatrix& matrix, int64_t from, int64_t to) {
@@ -246,12 +260,12 @@ at::Tensor quantized_gemm(const QuantizedOperand& a, const QuantizedOperand& b, 
     return e.out.defined() ? e.out : at::empty({row_count(a), row_count(b)}, data.options().dtype(e.dtype));
   const auto dtype = decoded_dtype(b);
   const auto left = decode_operand(a, dtype), right = decode_operand(b, dtype);
-  if (left.block_scales.defined()) return finish(sum_scaled_blocks(left, right, a.matrix.quantization.block), e, 1, 1);
-  const double scale = e.scale * left.factor * right.factor;
+  if (left.block_scales.defined()) return finish(sum_scaled_blocks(left, right, a.matrix.quantization.block), e, 1);
+  const auto factor = factor_of_products(a, b);
   if (e.dtype == at::kDouble || gemm_tier(left.values, transposed(right.values), e) != Tier::amx ||
-      !is_normal_float(scale) || left.values.scalar_type() != right.values.scalar_type())
-    return finish(float32_product(left.values, right.values), e, left.factor, right.factor);
-  e.scale = scale;
+      !is_normal_float(e.scale * factor) || left.values.scalar_type() != right.values.scalar_type())
+    return finish(float32_product(left.values, right.values), e, factor);
+  e.scale *= factor;
   return gemm(left.values, transposed(right.values), e).out;
 }
 
@@ -271,14 +285,14 @@ at::Tensor quantized_gemm(const QuantizedRowChunks& a, const QuantizedOperand& b
   const auto right = decode_operand(b, decoded_dtype(b));
   if (a.progress) a.progress();
   const DecodedRows rows(a, right.values.scalar_type());
-  const auto factor = factor_of(first);
-  e.scale = epilogue.scale * factor * right.factor;
+  const auto factor = factor_of_products(first, b);
+  e.scale *= factor;
   const auto w = transposed(right.values);
   const bool on_amx =
       e.dtype != at::kDouble && is_normal_float(e.scale) && gemm_tier(rows.chunks().list.front().a, w, e) == Tier::amx;
   const Epilogue rest{.scale = epilogue.scale, .bias = e.bias, .dtype = e.dtype};
-  auto y = on_amx ? gemm(rows.chunks(), w, e).out
-                  : finish(gemm(rows.chunks(), w, {.dtype = at::kFloat}).out, rest, factor, right.factor);
+  auto y =
+      on_amx ? gemm(rows.chunks(), w, e).out : finish(gemm(rows.chunks(), w, {.dtype = at::kFloat}).out, rest, factor);
   for (const int chunk : rows.not_representable()) {
     const auto& [matrix, row] = a.list[chunk];
     y.narrow(0, row, matrix.rows).copy_(quantized_gemm({matrix}, b, rest));

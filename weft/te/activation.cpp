@@ -7,6 +7,7 @@
 #include "weft/kernels/opmath.h"
 #include "weft/te/bind.h"
 #include "weft/te/output.h"
+#include "weft/te/strict.h"
 
 namespace weft::te {
 namespace {
@@ -71,7 +72,13 @@ py::list activation_bias_bwd(const Act& act, py::handle grad, py::handle fwd_inp
 
 // ---- Activations times one scale per row ---------------------------------------------------------------------------
 
+void check_scaled(const Act& act) {
+  require_on_gpu(act.interleave % 32 == 0, "activation times a scale per row",
+                 "GPUs require glu_interleave_size to be a multiple of 32, got ", act.interleave, ".");
+}
+
 py::object scaled_fwd(const Act& act, py::handle input, const at::Tensor& act_scales, py::handle quantizer) {
+  check_scaled(act);
   auto x = read_input(act, input);
   {
     const Computing computing;
@@ -83,6 +90,7 @@ py::object scaled_fwd(const Act& act, py::handle input, const at::Tensor& act_sc
 /// The gradients of the input, quantized, and of the scales, or None unless `compute_scale_grad`.
 py::tuple scaled_bwd(const Act& act, py::handle grad, py::handle fwd_input, const at::Tensor& act_scales,
                      py::handle quantizer, bool compute_scale_grad) {
+  check_scaled(act);
   const auto dy = read_values(grad), x = read_input(act, fwd_input);
   const auto device = device_of(fwd_input);
   std::pair<at::Tensor, at::Tensor> r;

@@ -11,6 +11,7 @@
 
 #include "weft/te/bind.h"
 #include "weft/te/host.h"
+#include "weft/te/strict.h"
 #include "weft/te/token_rows.h"
 
 // Packed sequences (`thd`) under context parallelism. Each of n ranks has two of the 2n chunks of each sequence: rank r
@@ -207,6 +208,8 @@ std::vector<int64_t> rows_of_rank(const char* name, const at::Tensor& cu_seqlens
 }
 
 at::Tensor partitioned_indices(const at::Tensor& cu_seqlens, int64_t total_tokens, int64_t world_size, int64_t rank) {
+  require_on_gpu(cu_seqlens.scalar_type() == at::kInt, "thd_get_partitioned_indices",
+                 "GPUs require cu_seqlens of int32, got ", cu_seqlens.scalar_type(), ".");
   const auto rows = rows_of_rank("thd_get_partitioned_indices", cu_seqlens, total_tokens, world_size, rank);
   return on_device(index_tensor(rows).to(at::kInt), cu_seqlens.device());
 }

@@ -12,6 +12,7 @@
 #include "weft/te/generator.h"
 #include "weft/te/host.h"
 #include "weft/te/quantized_tensor.h"
+#include "weft/te/strict.h"
 
 // Dropout with a mask of one bit per element, 1 for kept ones; bit i of a byte is that of its element i. A random byte
 // decides about an element, so that the probability is a multiple of 1/256.
@@ -52,6 +53,7 @@ std::pair<at::Tensor, at::Tensor> dropout_forward(py::handle input, double proba
       quantized ? dequantized(input, input.attr("dtype").cast<at::ScalarType>()) : host(input.cast<at::Tensor>());
   const py::gil_scoped_release release;
   check_dropout("dropout_fwd", x.numel(), probability);
+  require_on_gpu(x.numel() > 0, "dropout_fwd", "GPUs refuse a tensor without elements.");
   const auto y = out ? *out : at::empty(x.sizes(), x.options().device(device));
   TORCH_CHECK_VALUE(y.sizes() == x.sizes(), "dropout_fwd: out has shape ", y.sizes(), ", expected that of input, ",
                     x.sizes(), ".");

@@ -130,9 +130,9 @@ std::string recipe_text(py::handle input, py::handle weight, py::handle grad_out
 
 /// Raises in strict mode for sizes of a linear that a GPU refuses.
 void check_sizes(py::handle input_quantizer, int64_t rows, int64_t in_features, int64_t out_features,
-                 bool with_backward) {
+                 bool with_backward, at::ScalarType dtype) {
   check_linear_limits("transformer_engine.pytorch.ops.BasicLinear", view_quantizer(input_quantizer).how,
-                      {rows, in_features, out_features, with_backward});
+                      {rows, in_features, out_features, with_backward, dtype});
 }
 
 /// Buffers for the results of an operation: its index, the output and the gradient of its input.
@@ -266,7 +266,7 @@ void bind_fused_run(py::module_& m) {
       .def("steps", &FusedRun::steps)
       .def_static("backward", &FusedRun::backward, py::arg("call"), py::arg("grads"));
   m.def("_check_linear_sizes", &check_sizes, py::arg("input_quantizer"), py::arg("rows"), py::arg("in_features"),
-        py::arg("out_features"), py::arg("with_backward"));
+        py::arg("out_features"), py::arg("with_backward"), py::arg("dtype"));
   m.def("_recipe_text", &recipe_text, py::arg("input"), py::arg("weight"), py::arg("grad_output"),
         py::arg("backward_override"));
 }

@@ -11,13 +11,14 @@ struct GemmFeatures {
   at::ScalarType dtype = at::kFloat;  // of the output
 };
 
-/// Raises RuntimeError in strict mode for FP8 operands that the simulated GPU does not multiply. `who` names the
+/// Raises RuntimeError in strict mode for quantized operands that the simulated GPU does not multiply. `who` names the
 /// function.
 void check_gemm_limits(const char* who, const GemmOperands& operands, const GemmFeatures& features);
 
 struct LinearSizes {
   int64_t rows, in_features, out_features;
   bool with_backward;
+  at::ScalarType dtype = at::kBFloat16;  // of the activations
 };
 /// The same, and ValueError for parts of blocks, for the three GEMMs of a linear whose tensors are quantized in one
 /// way.

@@ -9,6 +9,7 @@
 #include "weft/te/dtype.h"
 #include "weft/te/gemm_limits.h"
 #include "weft/te/output.h"
+#include "weft/te/strict.h"
 
 // One GEMM per group. Each has its own operands, and its own part of the output.
 
@@ -150,6 +151,8 @@ struct TensorGroup {
   }
 };
 
+constexpr size_t kMostGroups = 64;  // of one GEMM of a GPU
+
 struct GroupedTensorCall {
   const char* who;
   PyTensors a, b, d, bias = {};
@@ -161,11 +164,13 @@ struct GroupedTensorCall {
     check_count(who, "B", b.size(), a.size());
     check_count(who, "D", d.size(), a.size());
     if (!bias.empty()) check_count(who, "bias", bias.size(), a.size());
+    require_on_gpu(a.size() <= kMostGroups, who, "GPUs multiply at most ", kMostGroups, " groups, got ", a.size(), ".");
     std::vector<TensorGroup> out;
     int64_t row = 0;
     for (size_t i = 0; i < a.size(); ++i) {
       auto operands = read_gemm_operands(who, a[i], transa, b[i], transb);
-      check_gemm_limits(who, operands, {.split_accumulator = split_accumulator});
+      const auto dtype = nominal_output_dtype(i);
+      check_gemm_limits(who, operands, {.split_accumulator = split_accumulator, .dtype = dtype});
       const auto rows = operands.rows(), columns = operands.columns();
       TensorGroup group{std::move(operands), output(i, rows, columns), {}, {}, alpha[i], beta[i]};
       if (!bias.empty()) group.bias = bias_row(i, columns);
@@ -185,8 +190,16 @@ struct GroupedTensorCall {
                       rows, ", ", columns, "].");
     return host(t).view({rows, columns});
   }
+  at::ScalarType nominal_output_dtype(size_t i) const {
+    return is_quantized(d[i]) ? dtype_of_tensor(d[i]) : d[i].cast<at::Tensor>().scalar_type();
+  }
   at::Tensor bias_row(size_t i, int64_t columns) const {
     const auto t = host(bias[i].cast<at::Tensor>());
+    const auto bytes = columns * static_cast<int64_t>(t.element_size());
+    require_on_gpu(bytes % 16 == 0, who, "GPUs add a bias whose bytes are a multiple of 16, got ", columns,
+                   " elements of ", t.scalar_type(), ".");
+    require_on_gpu(t.scalar_type() == nominal_output_dtype(i), who, "GPUs add a bias in the dtype of D, ",
+                   nominal_output_dtype(i), ", got ", t.scalar_type(), ".");
     TORCH_CHECK_VALUE(t.numel() == columns, who, ": the bias of group ", i, " has shape ", t.sizes(), ", expected ",
                       columns, " elements.");
     return t.reshape({columns});

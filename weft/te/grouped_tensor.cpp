@@ -237,10 +237,27 @@ at::Tensor member_values(const at::Tensor& flat, const Members& members, size_t 
   return flat.narrow(0, members.starts[i], product(sizes)).view(sizes);
 }
 
+/// What the kernels of a GPU that quantize a group require.
+void check_group_limits(const char* who, const QuantizerView& quantizer, const GroupShape& shape) {
+  const auto& how = quantizer.how;
+  if (quantizer.layout == Layout::mxfp8)
+    require_on_gpu(shape.rows % 128 == 0 || (shape.first_dims && shape.last_dims), who,
+                   "GPUs quantize a group to MXFP8 if its rows together are a multiple of 128, got ", shape.rows, ".");
+  if (quantizer.layout != Layout::nvfp4) return;
+  require_on_gpu(shape.rows % 128 == 0 && shape.columns % 128 == 0, who,
+                 "GPUs quantize a group to NVFP4 if its rows together and its columns are multiples of 128, got ",
+                 shape.rows, " and ", shape.columns, ".");
+  require_on_gpu(shape.count <= 64, who, "GPUs quantize at most 64 matrices to NVFP4, got ", shape.count, ".");
+  require_on_gpu(
+      how.hadamard && !how.two_dimensional && how.four_over_six == kernels::FourOverSix::none && !shape.last_dims, who,
+      "GPUs quantize a group to NVFP4 with RHT only, without square blocks, 4over6 or last_dims.");
+}
+
 /// Quantizes the matrices of x into the buffers of the group.
 void fill_group(const at::Tensor& x, const QuantizerView& quantizer, const Group& group, c10::Device device,
                 const KnownAmax& known = {}) {
   const at::NoGradGuard no_grad;
+  if (x.numel() > 0) check_group_limits("group_quantize", quantizer, group.shape);
   const auto flat = host(x).detach().contiguous().view(-1);
   const auto one = [&](const at::Tensor& t, size_t i) {
     return t.defined() ? host(t).view(-1).narrow(0, static_cast<int64_t>(i), 1) : at::Tensor();

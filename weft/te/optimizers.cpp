@@ -13,6 +13,7 @@
 #include "weft/te/bind.h"
 #include "weft/te/dtype.h"
 #include "weft/te/host.h"
+#include "weft/te/strict.h"
 
 // The optimizers and functions of lists of tensors: `lists[k][i]` is tensor k of parameter i. GPUs divide the work into
 // chunks of `chunk_size` elements; weft has no use for it.
@@ -86,6 +87,14 @@ void set_flag(const at::Tensor& flag) {
 
 // ---- Adam --------------------------------------------------------------------------------------------------------
 
+/// What the Adam of a GPU requires of the tensors of a call.
+void check_adam_limits(const char* who, const TensorLists& lists) {
+  for (const auto& gradient : lists.at(0))
+    require_on_gpu(gradient.scalar_type() == lists[0][0].scalar_type(), who,
+                   "GPUs require gradients of one dtype in a call, got ", lists[0][0].scalar_type(), " and ",
+                   gradient.scalar_type(), ".");
+}
+
 /// The arguments that all variants of Adam share.
 struct AdamArgs {
   double lr, beta1, beta2, epsilon;
@@ -120,6 +129,7 @@ kernels::AdamTensors adam_tensors(const Row& t) { return {t[0], t[1], t[2], t[3]
 void adam(const char* who, const TensorLists& lists, const AdamArgs& args, bool master, bool scales_grad) {
   std::vector<ListSpec> specs{scales_grad ? kScaledGrad : kGrad, kParam, kExpAvg, kExpAvgSq};
   if (master) specs.push_back(kMaster);
+  check_adam_limits(who, lists);
   const auto options = args.options();
   for_each_parameter(who, lists, specs, [&](const Row& t, size_t) {
     kernels::adam_step(adam_tensors(t), options, master ? t[4] : at::Tensor());
@@ -149,6 +159,11 @@ void adam_quantized(const TensorLists& lists, const AdamArgs& args, DType fp8_dt
   const auto scalar = [](const char* name, bool written) {
     return ListSpec{.name = name, .dtype = at::kFloat, .written = written, .scalar = true};
   };
+  check_adam_limits(who, lists);
+  for (size_t i = 2; i < std::min<size_t>(lists.size(), 4); ++i)
+    for (const auto& moment : lists[i])
+      require_on_gpu(moment.scalar_type() == at::kFloat, who, "GPUs require moments in float32, got ",
+                     moment.scalar_type(), ".");
   const auto options = args.options();
   for_each_parameter(who, with_bytes(lists),
                      {kGrad,

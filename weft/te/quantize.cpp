@@ -69,6 +69,18 @@ std::vector<py::object> quantize_tensors(const std::vector<py::object>& tensors,
   return results;
 }
 
+/// What the kernels of a GPU that quantize all parts at once require; without aligned columns it has none.
+void check_split_limits(int64_t columns, const std::vector<int64_t>& rows, const std::vector<py::object>& quantizers) {
+  if (!strict() || quantizers.empty() || kind_of_quantizer(quantizers.front()) != QuantizerKind::nvfp4) return;
+  const auto quantizer = view_quantizer(quantizers.front());
+  if (!quantizer.how.hadamard || columns % 128 != 0) return;
+  constexpr const char* kWho = "split_quantize with NVFP4 and RHT";
+  for (const auto count : rows)
+    require_on_gpu(count % 64 == 0, kWho, "GPUs require parts whose rows are multiples of 64, got ", count, ".");
+  require_on_gpu(rows.size() <= 64, kWho, "GPUs quantize at most 64 parts, got ", rows.size(), ".");
+  require_on_gpu(quantizer.amax_group.is_none(), kWho, "GPUs share no maxima over ranks.");
+}
+
 std::vector<py::object> quantize_parts(py::handle tensor, const std::vector<int64_t>& split_sections,
                                        const std::vector<py::object>& quantizers, bool) {
   const auto x = to_quantize(tensor);
@@ -76,6 +88,7 @@ std::vector<py::object> quantize_parts(py::handle tensor, const std::vector<int6
   TORCH_CHECK_VALUE(quantizers.size() == split_sections.size(), "split_quantize: got ", split_sections.size(),
                     " sections and ", quantizers.size(), " quantizers.");
   TORCH_CHECK_VALUE(x.dim() > 0, "split_quantize: the tensor has no dimensions.");
+  if (x.numel() > 0) check_split_limits(x.size(-1), split_sections, quantizers);
   std::vector<py::object> results;
   int64_t row = 0;
   for (size_t i = 0; i < quantizers.size(); ++i) {

@@ -122,8 +122,8 @@ void fill_per_tensor(const at::Tensor& x, const QuantizerView& quantizer, const 
   const auto amax = known.rowwise.defined() ? host(known.rowwise).view({1})
                                             : kernels::quantization_amax(x, b.how, /*transformed=*/false);
   if (quantizer.kind == QuantizerKind::delayed) {
-    const auto recorded = host(quantizer.amax);
-    recorded.copy_(at::maximum(recorded, amax.view(recorded.sizes())));
+    const auto recorded = host(quantizer.amax);  // empty if nobody asks for the maximum
+    if (recorded.numel() > 0) recorded.copy_(at::maximum(recorded, amax.view(recorded.sizes())));
     const auto scale = host(quantizer.scale).reshape({1});
     return run_kernel(x, b, true, true, {.scale = scale.is_cpu() ? scale : scale.cpu(), .amax = amax});
   }
@@ -173,14 +173,27 @@ KnownAmax nvfp4_amax(const at::Tensor& x, const at::Tensor& columnwise_x, const 
   return {both.narrow(0, 0, 1).clone(), both.narrow(0, 1, 1).clone()};
 }
 
+/// What GPUs require to scale the columns, too.
+void check_row_scaled_columns(const at::Tensor& x, const QuantizerView& quantizer, const QuantizedBuffers& b) {
+  constexpr const char* kWho = "NVFP4Quantizer with row_scaled_nvfp4 and columnwise usage";
+  require_on_gpu(x.scalar_type() == at::kBFloat16, kWho, "GPUs require bfloat16, got ", x.scalar_type(), ".");
+  require_on_gpu(b.rows() % 32 == 0 && b.columns() % 32 == 0, kWho, "GPUs require multiples of 32, got ", b.rows(),
+                 " rows and ", b.columns(), " columns.");
+  require_on_gpu(b.how.four_over_six == kernels::FourOverSix::none, kWho, "GPUs have no kernel with 4over6.");
+  require_on_gpu(quantizer.amax_group.is_none(), kWho, "GPUs share no maxima over ranks.");
+}
+
 void fill_nvfp4(const at::Tensor& x, const QuantizerView& quantizer, const QuantizedBuffers& b, c10::Device device,
                 const KnownAmax& known) {
   if (b.how.row_scaled) {
+    if (b.columnwise.data.defined()) check_row_scaled_columns(x, quantizer, b);
     run_kernel(x, b, true, false, {});
     if (b.columnwise.data.defined()) fill_row_scaled_columns(x, b);
     return;
   }
   const bool transforms = b.how.hadamard && b.columnwise.data.defined();
+  require_on_gpu(!b.how.hadamard || x.scalar_type() == at::kBFloat16, "NVFP4Quantizer with_rht",
+                 "GPUs require bfloat16, also for a rowwise copy, got ", x.scalar_type(), ".");
   if (transforms) kernels::check_hadamard(x);
   const auto columnwise_x = transforms && !quantizer.random_signs ? with_signs(x) : x;
   const auto amax = nvfp4_amax(x, columnwise_x, quantizer, b, device, known);
@@ -270,6 +283,9 @@ QuantizedBuffers describe_buffers(const QuantizerView& quantizer, at::IntArrayRe
   b.swizzled = quantizer.optimize_for_gemm && (is_mxfp8 || is_nvfp4);
   if (is_mxfp8) check_whole_blocks("MXFP8", b.rows(), b.columns(), 32);
   if (is_nvfp4) check_whole_blocks("NVFP4", b.rows(), b.columns(), 16);
+  require_on_gpu(b.layout != Layout::block || b.how.power_of_two || !gpu_needs_no_transpose(), "Float8BlockQuantizer",
+                 "from compute capability 10.0 on, GPUs require scales that are powers of two, "
+                 "force_pow_2_scales=True.");
   return b;
 }
 
@@ -283,6 +299,8 @@ bool swizzles_while_quantizing(const QuantizedBuffers& b) {
 std::array<bool, 2> requested_copies(const QuantizerView& quantizer) {
   if (quantizer.layout != Layout::per_tensor) return {quantizer.rowwise, quantizer.columnwise};
   const bool one_buffer = gpu_needs_no_transpose();
+  require_on_gpu(quantizer.rowwise || one_buffer, "Float8Quantizer",
+                 "before compute capability 10.0, GPUs make the columnwise copy together with the rowwise one only.");
   return {quantizer.rowwise || one_buffer, quantizer.columnwise && !one_buffer};
 }
 
@@ -290,8 +308,8 @@ void allocate_missing(QuantizedBuffers& b, bool columnwise, const at::TensorOpti
   auto& copy = b.copy(columnwise);
   if (!copy.data.defined()) copy.data = at::empty(data_sizes(b, columnwise), options.dtype(at::kByte));
   if (!copy.scales.defined()) copy.scales = at::empty(scale_sizes(b, columnwise), options.dtype(scale_dtype(b.layout)));
-  const auto count = amax_count(b, columnwise);
-  if (count > 0 && (!copy.amax.defined() || copy.amax.numel() != count))
+  const auto count = amax_count(b, columnwise);  // 0 for a matrix without rows whose rows are scaled
+  if (b.layout == Layout::nvfp4 && (!copy.amax.defined() || copy.amax.numel() != count))
     copy.amax = at::empty({count}, options.dtype(at::kFloat));
 }
 

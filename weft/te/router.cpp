@@ -23,6 +23,7 @@
 #include "weft/te/bind.h"
 #include "weft/te/enums.h"
 #include "weft/te/host.h"
+#include "weft/te/strict.h"
 
 // The router of a mixture of experts. All arithmetic is float32; logits have the shape [..., experts]. What backward
 // reads, `intermediate_output`: the scores for sigmoid, the logits for sqrtsoftplus, and for softmax the probabilities,
@@ -51,6 +52,7 @@ RoutingMapFormat routing_format_of(const char* who, int format) {
 }
 
 int64_t checked_experts(const char* who, const at::Tensor& logits, int64_t topk) {
+  require_on_gpu(logits.is_contiguous(), who, "GPUs require contiguous logits. Call contiguous().");
   TORCH_CHECK_VALUE(logits.dim() >= 1 && logits.numel() > 0, who, ": logits have shape ", logits.sizes(),
                     ", expected [..., experts] with one or more elements.");
   const auto experts = logits.size(-1);

@@ -1,7 +1,5 @@
 #include "weft/te/strict.h"
 
-#include <c10/util/Exception.h>
-
 #include <atomic>
 
 #include "weft/te/bind.h"

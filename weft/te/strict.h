@@ -1,4 +1,6 @@
 #pragma once
+#include <c10/util/Exception.h>
+
 #include <cstdint>
 
 // Shapes that the kernels of a GPU refuse. In strict mode weft refuses them too, so that a program that runs here runs
@@ -9,6 +11,14 @@ namespace weft::te {
 /// Whether shapes that a GPU refuses raise; true unless set.
 bool strict();
 void set_strict(bool strict);
+
+constexpr const char* kRelax = " Call torchweft.te.install(strict=False) to compute it here only.";
+
+/// Raises ValueError in strict mode unless `holds`; `what` says what GPUs require.
+template <class... Words>
+void require_on_gpu(bool holds, const char* who, const Words&... what) {
+  TORCH_CHECK_VALUE(holds || !strict(), who, ": ", what..., kRelax);
+}
 
 /// Raises ValueError in strict mode, or if there are several ranks, unless both sizes are multiples of `block`, the
 /// values that share a scale: Transformer Engine's gathers would move parts of blocks.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .. import _device
+from ._children import inherit
 from ._restart import TooLateError
 
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -63,7 +64,7 @@ def simulate(
     memory: int | str = "80GiB",
     name: str = "Simulated CUDA device",
 ) -> SimulatedDevices:
-    """Makes CUDA devices that compute on the CPU, in this process and in those that `multiprocessing` starts from it.
+    """Makes CUDA devices that compute on the CPU, in this process and in those that it starts.
 
     Args:
         devices: How many, 1 to 16.
@@ -109,14 +110,16 @@ def simulate(
             "backward, or start the program with python -m torchweft.device."
         )
     _device.start(wanted.count, wanted.memory)
-    from . import _comm, _compile, _cuda_module, _distributed, _spawn, _storage  # after the devices exist
+    from . import _comm, _compile, _cuda_module, _distributed, _storage  # after the devices exist
 
     _cuda_module.install(wanted)
     _comm.install()
     _compile.install()
     _distributed.install()
     _storage.install()
-    _spawn.install(wanted)
+    inherit(
+        __name__, "simulate", devices=wanted.count, capability=wanted.capability, memory=wanted.memory, name=wanted.name
+    )
     atexit.register(_let_backward_threads_finish)
     _simulated = wanted
     return wanted

@@ -287,7 +287,7 @@ def _make_class() -> Any:
                 if type(self._linear).__name__ == "BasicLinear" and input_.numel():
                     features = reversed(self._linear.weight.shape)
                     rows = input_.numel() // input_.shape[-1]
-                    _extension()._check_linear_sizes(quantizers[0], rows, *features, any(needs))
+                    _extension()._check_linear_sizes(quantizers[0], rows, *features, any(needs), input_.dtype)
             self._follow_changes()
             if self._first is not None:
                 input_ = self._quantized(self._first, basic_op_ctxs[0], input_)

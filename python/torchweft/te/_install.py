@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from .. import device
+from ..device._children import inherit
 from ..device._simulate import options_from_environment
 from . import _apex, _fusion, _triton
 
@@ -127,6 +128,16 @@ def install(
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     device.simulate(devices, capability=capability, memory=memory)
+    inherit(
+        __name__,
+        "install",
+        "transformer_engine",
+        devices=devices,
+        capability=capability,
+        memory=memory,
+        strict=strict,
+        fusion=fusion,
+    )
     _triton.install()
     if not installed:
         sys.meta_path.insert(0, _Finder())
