@@ -85,6 +85,45 @@ def test_nvfp4(two_dimensional):
     assert_same(q._amax_rowwise, rowwise.amax)
 
 
+def test_nvfp4_gemm_rounds_as_a_gpu():
+    """One float32 factor multiplies the sum, amax · amax / (6 · 6 · 448 · 448). With these maxima it is nearly
+    1 / (7 · 2**16), so that many results lie between two numbers of bfloat16."""
+    torch.manual_seed(0)
+    x, w = torch.randn(64, 64).clamp(-3, 3), torch.randn(128, 64).clamp(-3, 3)
+    x[0, 0], w[0, 0] = 4.0, 3.9375
+    quantizer = te.NVFP4Quantizer(columnwise=False)
+    qx, qw = quantizer(x.bfloat16().cuda()), quantizer(w.bfloat16().cuda())
+    inverse = np.float32(1) / np.float32(6 * 6 * 448 * 448)
+    factor = np.float32(4) * np.float32(3.9375) * inverse
+
+    def products(q, amax):  # codes times E4M3 scales: exact
+        return torch.round(q.dequantize(dtype=torch.float32).cpu().double() * (6 * 448 / amax) * 2**10) / 2**10
+
+    total = (products(qx, 4.0) @ products(qw, 3.9375).T).float()
+    expected = (total * float(factor)).bfloat16()
+    found = te.cpp_extensions.general_gemm(qw, qx, out_dtype=torch.bfloat16)[0].cpu()
+    assert torch.equal(found, expected)
+    one_by_one = total * float(np.float32(4) / np.float32(2688)) * float(np.float32(3.9375) / np.float32(2688))
+    assert one_by_one.bfloat16().ne(expected).sum() > 10, "the factor makes no difference"
+
+
+def test_a_maximum_that_nobody_asks_for():
+    x = torch.randn(32, 32).cuda()
+    scale = torch.full((1,), 0.75, device="cuda")
+    found = te.Float8Quantizer(scale=scale, amax=torch.Tensor(), fp8_dtype=E4M3)(x)
+    recorded = te.Float8Quantizer(scale=scale, amax=torch.zeros(1, device="cuda"), fp8_dtype=E4M3)(x)
+    assert torch.equal(found._data, recorded._data)
+
+
+def test_row_scaled_matrix_without_rows():
+    quantizer = te.NVFP4Quantizer(columnwise=False, row_scaled_nvfp4=True)
+    empty = quantizer(torch.empty(0, 64, device="cuda", dtype=torch.bfloat16))
+    assert empty._amax_rowwise.shape == (0,)
+    weight = te.NVFP4Quantizer(columnwise=False)(torch.randn(32, 64, device="cuda", dtype=torch.bfloat16))
+    y = te.cpp_extensions.general_gemm(weight, empty, out_dtype=torch.bfloat16)[0]
+    assert y.shape == (0, 32)
+
+
 def test_block_scaling():
     x = special_values(128, 256)
     q = te.Float8BlockQuantizer(fp8_dtype=E4M3, rowwise=True, columnwise=True, block_scaling_dim=2)(x.cuda())
