@@ -15,6 +15,8 @@ from test_modules import RECIPES, relative
 from transformer_engine.pytorch.optimizers import multi_tensor_applier, multi_tensor_l2norm
 from transformer_engine.pytorch.router import fused_topk_with_score_function
 
+from torchweft.te import _triton_kernels
+
 SEQUENCE, BATCH, HEADS, CHANNELS = 24, 2, 4, 16
 
 
@@ -203,12 +205,16 @@ def test_permutation_and_router() -> None:
     torch.testing.assert_close(x.grad, weights.sum(1, keepdim=True).expand_as(x))
 
 
-def test_triton_kernel_outside_of_its_tensors_raises() -> None:
+@pytest.mark.parametrize("interpreted", (False, True))
+def test_triton_kernel_outside_of_its_tensors_raises(interpreted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformer Engine does not compare the number of output tokens with the map."""
+    if interpreted:
+        monkeypatch.setattr(_triton_kernels, "known", lambda kernel: None)
     x, routing = torch.randn(4, 8), torch.ones(4, 2, dtype=torch.int32)
     permuted, _ = te.moe_permute(x, routing, num_out_tokens=8, map_type="mask")
     assert torch.equal(permuted, torch.cat([x, x]))
-    with pytest.raises(Exception, match=r"_permute_kernel writes \d+ of \d+ elements outside of its tensors"):
+    what = r"writes \d+ of \d+ elements" if interpreted else r"accesses \d+ of \d+ rows"
+    with pytest.raises(Exception, match=rf"_permute_kernel {what} outside of"):
         te.moe_permute(x, routing, num_out_tokens=3, map_type="mask")
 
 

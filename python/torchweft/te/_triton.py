@@ -1,5 +1,5 @@
 """Triton's interpreter on simulated devices: no driver of a GPU, no measurements, no copies of tensors, and no access
-to memory outside of the tensors of a kernel."""
+to memory outside of the tensors of a kernel. Kernels of Transformer Engine that are known run as operations."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .. import _device
+from . import _triton_kernels
 
 _LEAST_ADDRESS = 1 << 32  # smaller integers are no addresses
 
@@ -40,6 +41,22 @@ def _interpret_library() -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
                 setattr(module, name, InterpretedFunction(value.fn))
+
+
+def _rounding(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """The interpreter's conversion of numbers, which itself truncates float32 to bfloat16. GPUs round to nearest."""
+    import numpy as np
+    from triton import language as tl
+
+    def converted(values: Any, source: Any, target: Any, mode: Any) -> Any:
+        if source != tl.float32 or target != tl.bfloat16:
+            return convert(values, source, target, mode)
+        bits = np.frombuffer(values.tobytes(), dtype=np.uint32)
+        nearest = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        not_a_number = (bits & 0x7FFFFFFF) > 0x7F800000
+        return np.where(not_a_number, (bits >> 16 | 0x40).astype(np.uint16), nearest).reshape(values.shape)
+
+    return converted
 
 
 def _on_host(argument: Any) -> Any:
@@ -141,14 +158,18 @@ def install() -> None:
     _interpret_library()
     prune, run = Autotuner.prune_configs, interpreter.GridExecutor.__call__
     hosted = interpreter.GridExecutor._init_args_hst
+    interpreter._convert_float = _rounding(interpreter._convert_float)
     memory = interpreter._interpreter = _Memory(interpreter._interpreter)
 
     def prune_to_largest(self: Any, kwargs: dict[str, Any]) -> list[Any]:
         return [max(prune(self, kwargs), key=_block_elements)]
 
     def run_on_host(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hosts, named = tuple(map(_on_host, args)), {name: _on_host(value) for name, value in kwargs.items()}
+        if operations := _triton_kernels.known(self.fn):
+            return _triton_kernels.run(operations, self.fn, hosts, named)
         with memory.restored():
-            return run(self, *map(_on_host, args), **{name: _on_host(value) for name, value in kwargs.items()})
+            return run(self, *hosts, **named)
 
     def host_arguments(self: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         given, named = hosted(self, args, kwargs)
