@@ -354,8 +354,8 @@ FAULTS = [
     Fault(
         "kernels/scale-of-the-right-operand-dropped",
         "weft/kernels/quantized_gemm.cpp",
-        "const double scale = e.scale * left.factor * right.factor;",
-        "const double scale = e.scale * left.factor;",
+        "return static_cast<double>(factor_of(a)) * factor_of(b);",
+        "return static_cast<double>(factor_of(a));",
         "Quantize",
     ),
     # ---- kernels: norms, activations, rows --------------------------------------------------------------------------
