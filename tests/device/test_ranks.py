@@ -78,7 +78,7 @@ def test_programs_without_torchweft_run_as_ever(tmp_path):
         env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert found.stdout == f"of the user\n{tmp_path}/torch.py\n" and not found.stderr
-    environment["WEFT_PARENT"] = json.dumps(["torchweft.nothing", "nothing", "torch", {}])
+    environment["WEFT_PARENT"] = json.dumps([[3, 0], "torchweft.nothing", "nothing", "torch", {}])
     found = subprocess.run(
         [sys.executable, "-c", "import json"], env=environment, capture_output=True, text=True, check=True
     )

@@ -159,12 +159,14 @@ struct GroupedTensorCall {
   at::Tensor bias_scale = {};  // undefined without one
   std::vector<double> alpha = {}, beta = {};
   bool split_accumulator = true;
+  bool has_lists = false;  // A or D
 
   std::vector<TensorGroup> groups(bool transa, bool transb) const {
     check_count(who, "B", b.size(), a.size());
     check_count(who, "D", d.size(), a.size());
     if (!bias.empty()) check_count(who, "bias", bias.size(), a.size());
-    require_on_gpu(a.size() <= kMostGroups, who, "GPUs multiply at most ", kMostGroups, " groups, got ", a.size(), ".");
+    require_on_gpu(a.size() <= kMostGroups || !(has_lists || !bias.empty()), who, "GPUs multiply at most ", kMostGroups,
+                   " groups that are given as lists or have a bias, got ", a.size(), ".");
     std::vector<TensorGroup> out;
     int64_t row = 0;
     for (size_t i = 0; i < a.size(); ++i) {
@@ -196,8 +198,9 @@ struct GroupedTensorCall {
   at::Tensor bias_row(size_t i, int64_t columns) const {
     const auto t = host(bias[i].cast<at::Tensor>());
     const auto bytes = columns * static_cast<int64_t>(t.element_size());
-    require_on_gpu(bytes % 16 == 0, who, "GPUs add a bias whose bytes are a multiple of 16, got ", columns,
-                   " elements of ", t.scalar_type(), ".");
+    require_on_gpu(bytes % 16 == 0 || d[i].attr("numel")().cast<int64_t>() == 0, who,
+                   "GPUs add a bias whose bytes are a multiple of 16, got ", columns, " elements of ", t.scalar_type(),
+                   ".");
     require_on_gpu(t.scalar_type() == nominal_output_dtype(i), who, "GPUs add a bias in the dtype of D, ",
                    nominal_output_dtype(i), ", got ", t.scalar_type(), ".");
     TORCH_CHECK_VALUE(t.numel() == columns, who, ": the bias of group ", i, " has shape ", t.sizes(), ", expected ",
@@ -217,6 +220,8 @@ py::object grouped_gemm_of_tensors(const char* who, const py::object& a, bool tr
                                    const at::Tensor& alpha, const at::Tensor& beta, bool split_accumulator) {
   GroupedTensorCall call{
       .who = who, .a = members(a), .b = members(b), .d = members(d), .split_accumulator = split_accumulator};
+  const auto is_list = [](const py::object& t) { return py::isinstance<py::list>(t) || py::isinstance<py::tuple>(t); };
+  call.has_lists = is_list(a) || is_list(d);
   TORCH_CHECK_VALUE(!call.a.empty(), who, ": the operands have no groups.");
   TORCH_CHECK_VALUE(!bias_scale || !bias.is_none(), who, ": bias_scale requires a bias.");
   if (!bias.is_none()) call.bias = members(bias);

@@ -1,5 +1,7 @@
 #include "weft/te/strict.h"
 
+#include <c10/util/Exception.h>
+
 #include <atomic>
 
 #include "weft/te/bind.h"
@@ -20,6 +22,8 @@ bool has_ranks() {
 
 bool strict() { return is_strict.load(std::memory_order_relaxed); }
 void set_strict(bool strict) { is_strict.store(strict, std::memory_order_relaxed); }
+
+void refuse(const char* who, const std::string& what) { TORCH_CHECK_VALUE(false, who, ": ", what, kRelax); }
 
 void check_whole_blocks(const char* who, int64_t rows, int64_t columns, int64_t block) {
   if (rows % block == 0 && columns % block == 0) return;

@@ -1,7 +1,8 @@
 #pragma once
-#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <cstdint>
+#include <string>
 
 // Shapes that the kernels of a GPU refuse. In strict mode weft refuses them too, so that a program that runs here runs
 // there; otherwise it computes them.
@@ -14,10 +15,11 @@ void set_strict(bool strict);
 
 constexpr const char* kRelax = " Call torchweft.te.install(strict=False) to compute it here only.";
 
+[[noreturn]] void refuse(const char* who, const std::string& what);
 /// Raises ValueError in strict mode unless `holds`; `what` says what GPUs require.
 template <class... Words>
 void require_on_gpu(bool holds, const char* who, const Words&... what) {
-  TORCH_CHECK_VALUE(holds || !strict(), who, ": ", what..., kRelax);
+  if (!holds && strict()) refuse(who, c10::str(what...));
 }
 
 /// Raises ValueError in strict mode, or if there are several ranks, unless both sizes are multiples of `block`, the

@@ -96,7 +96,7 @@ def _row_id_map_pass_1(
 ) -> None:
     experts, blocks = workspace_ptr.shape
     routed = torch.zeros(blocks * BLOCK_SIZE, experts, dtype=torch.int32)
-    routed[:num_tokens] = routing_map_ptr
+    routed[:num_tokens] = routing_map_ptr[:num_tokens]
     routed = routed.view(blocks, BLOCK_SIZE, experts)
     within = routed.cumsum(1, dtype=torch.int32) * routed
     row_id_map_ptr[:, :experts] = within.view(-1, experts)[:num_tokens]
@@ -220,7 +220,7 @@ def _sort_chunks_by_map(
     rows = row_id_map_ptr.long()
     pairs = [(_bytes(input_ptr), _bytes(output_ptr))]
     if probs_ptr is not None and permuted_probs_ptr is not None:
-        pairs.append((probs_ptr, permuted_probs_ptr))
+        pairs.append((probs_ptr.as_strided((len(probs_ptr),), (probs_ptr.stride(0),)), permuted_probs_ptr))
     for source, target in pairs:
         _check_rows(rows, target if FORWARD else source)
         if FORWARD:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import sys
@@ -20,9 +21,9 @@ class _AfterTorch:
         self.module, self.function, self.before, self.arguments = module, function, before, arguments
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name == self.before != "torch" and importlib.util.find_spec("torch") is not None:
+        if name == self.before != "torch" and "torch" not in sys.modules and importlib.util.find_spec("torch"):
             importlib.import_module("torch")
-        if name not in ("torch", "torchweft"):
+        if name not in ("torch", "torchweft") or self not in sys.meta_path:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         specs = (finder.find_spec(name, path, target) for finder in others)
@@ -43,19 +44,35 @@ class _AfterTorch:
         if self not in sys.meta_path:
             return
         sys.meta_path.remove(self)
-        if importlib.util.find_spec("torchweft") is not None:
+        if importlib.util.find_spec("torchweft") is None:
+            return
+        try:
             getattr(importlib.import_module(self.module), self.function)(**self.arguments)
+        except (ImportError, RuntimeError) as error:  # the program may not need them
+            print(f"torchweft: this process has no simulated devices: {error}", file=sys.stderr)
 
 
 def _run_hidden() -> None:
     """Runs the sitecustomize.py that this one hides."""
-    own = os.path.dirname(os.path.abspath(__file__))
-    spec = PathFinder.find_spec("sitecustomize", [path for path in sys.path if os.path.abspath(path) != own])
+    ours = os.path.join("torchweft", "device", "children")  # of this and of other installations
+    path = [folder for folder in sys.path if not os.path.realpath(folder).endswith(ours)]
+    spec = PathFinder.find_spec("sitecustomize", path)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-# A launcher or plugin of torchweft on the command line chooses for itself.
-if "WEFT_PARENT" in os.environ and not any(word.startswith("torchweft.") for word in getattr(sys, "orig_argv", ())):
-    sys.meta_path.insert(0, _AfterTorch(*json.loads(os.environ["WEFT_PARENT"])))
+def _chooses_itself() -> bool:
+    """Whether a launcher or a plugin of torchweft is on the command line."""
+    words = ["", *getattr(sys, "orig_argv", ()), *os.environ.get("PYTEST_ADDOPTS", "").split()]
+    options, named = ("-m", "-p"), ("torchweft.device", "torchweft.te")
+    return any(
+        (before in options and word.startswith(named)) or (word[:2] in options and word[2:].startswith(named))
+        for before, word in itertools.pairwise(words)
+    )
+
+
+if "WEFT_PARENT" in os.environ and not _chooses_itself():
+    version, *given = json.loads(os.environ["WEFT_PARENT"])
+    if version == list(sys.version_info[:2]):
+        sys.meta_path.insert(0, _AfterTorch(*given))
 _run_hidden()
