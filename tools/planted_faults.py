@@ -503,8 +503,8 @@ FAULTS = [
     Fault(
         "fused/weight-gradient-scaled-twice",
         "weft/fused/backward/linear_scale.cpp",
-        "linear_->weight_gradient(linear, dy_all, scale_);",
-        "linear_->weight_gradient(linear, dy_all, scale_ * scale_);",
+        "linear_->weight_gradient(linear, dy, scale_);",
+        "linear_->weight_gradient(linear, dy, scale_ * scale_);",
     ),
     Fault(
         "fused/bias-gradient-of-dy-instead-of-dx",

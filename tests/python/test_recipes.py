@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import itertools
 import threading
 
 import pytest
@@ -420,12 +422,51 @@ def run(module, x, dy, chosen):
     return [y.detach(), x.grad, *grads]
 
 
+CHOICES = {**RECIPES, "nvfp4, stochastic": recipe.NVFP4BlockScaling()}
+
+
+def without_biases(width, **options):
+    """A block whose operations, run one by one, round only what the fused ones round."""
+    mlp = (ops.Linear(width, 2 * width, bias=False, **options), ops.SwiGLU())
+    return torchweft.Sequential(ops.RMSNorm(width, **options), *mlp, ops.Linear(width, width, bias=False, **options))
+
+
+@pytest.mark.parametrize("width", [64, 256])  # saves the inputs of linears; recomputes them
+@pytest.mark.parametrize(("name", "override"), [("delayed", None), *itertools.product(CHOICES, OVERRIDES)])
+def test_block_is_one_step_with_the_bits_of_separate_ones(name, width, override):
+    chosen = recipe.DelayedScaling()
+    if name != "delayed":
+        chosen = dataclasses.replace(CHOICES[name], backward_override=override)
+    torch.manual_seed(0)
+    module, x = without_biases(width, dtype=torch.bfloat16), torch.randn(64, width).bfloat16()
+    other, dy = copy.deepcopy(module), torch.randn_like(x)
+    for _ in range(2):
+        torch.manual_seed(1)
+        fused = run(module, x, dy, chosen)
+        with torchweft.fusion.without_rules():
+            torch.manual_seed(1)
+            unfused = run(other, x, dy, chosen)
+        for i, (a, b) in enumerate(zip(fused, unfused, strict=True)):
+            if override is None or i in (0, 4):
+                assert torch.equal(a, b)
+            else:  # backward quantizes nothing: after an activation, fused operations round once
+                torch.testing.assert_close(a, b, rtol=2e-2, atol=0.1)
+    with torchweft.autocast(recipe=chosen):
+        plan = module.explain(x.requires_grad_()).data[0]
+        assert [step["name"] for step in plan["forward"] + plan["backward"]] == ["mlp_block"] * 2
+
+
+@pytest.mark.parametrize("norm_linear", [False, True])
 @pytest.mark.parametrize("name", ["current", "block", "mxfp8", "nvfp4"])
-def test_pipeline_is_the_same_fused_and_unfused(name):
+def test_pipeline_is_the_same_fused_and_unfused(name, norm_linear):
     torch.manual_seed(0)
     module, x = block(dtype=torch.bfloat16), torch.randn(4, 8, 64).bfloat16()
     dy = torch.randn_like(x)
-    fused = run(module, x, dy, RECIPES[name])
+    with contextlib.ExitStack() as stack:
+        if norm_linear:
+            stack.enter_context(torchweft.fusion.without_rules("mlp_block"))
+            stack.enter_context(torchweft.fusion.with_rules("norm_linear"))
+        fused = run(module, x, dy, RECIPES[name])
     with torchweft.fusion.without_rules():
         unfused = run(module, x, dy, RECIPES[name])
     for a, b in zip(fused, unfused, strict=True):
@@ -445,11 +486,13 @@ def test_a_float64_residual_is_added_in_float64():
 
 
 def test_explain_says_what_a_recipe_prevents():
+    scaled = torchweft.Sequential(ops.Linear(64, 64, bias=False), ops.ConstantScale(2.5))
+    with torchweft.autocast(recipe=RECIPES["mxfp8"]):
+        text = str(scaled.explain(torch.randn(64, 64, requires_grad=True)))
+    assert "a recipe quantizes a matched operation" in text and "quantized\n" in text
     module, x = block(dtype=torch.bfloat16), torch.randn(8, 64).bfloat16()
     with torchweft.autocast(recipe=RECIPES["mxfp8"]):
-        text = str(module.explain(x))
         data = module.explain(x).data[0]
-    assert "a recipe quantizes a matched operation" in text and "quantized\n" in text
     assert [note["op"] for note in data["quantized"]] == [2, 5] and "mxfp8" in data["quantized"][0]["text"]
     assert "a recipe quantizes" not in str(module.explain(x))
 

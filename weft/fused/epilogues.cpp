@@ -100,12 +100,16 @@ at::Tensor bias_activation_gradient(StepContext& ctx, const MatchedOp<ops::Bias>
 at::Tensor linear_gradients_after_norm(StepContext& ctx, const MatchedOp<ops::BasicLinear>& linear,
                                        const MatchedOp<ops::NormOp>& norm, const ops::Gradient& dp) {
   auto linear_ctx = ctx.op(linear.index), norm_ctx = ctx.op(norm.index);
-  auto n = linear_ctx.saved(ops::BasicLinear::kInput);
-  if (linear_ctx.needs_param_grad(0) && !n.defined()) n = norm->recompute(norm_ctx, ctx.params(norm.index));
-  linear->weight_gradient_of(linear_ctx, dp, n);
+  const auto dy = linear->prepare_output_gradient(linear_ctx, dp, ctx.params(linear.index));
   kernels::Epilogue epilogue;
-  if (n.defined()) reuse_memory(epilogue, n, n.size(-1));  // a recomputed n is no longer needed
-  return linear->input_gradient(linear_ctx, dp.value, ctx.params(linear.index), std::move(epilogue)).out;
+  if (linear_ctx.saved(ops::BasicLinear::kInput).defined()) {
+    linear->weight_gradient(linear_ctx, dy);
+  } else if (linear_ctx.needs_param_grad(0)) {
+    const auto n = norm->recompute(norm_ctx, ctx.params(norm.index));
+    linear->weight_gradient_of(linear_ctx, dy, n);
+    reuse_memory(epilogue, n, n.size(-1));
+  }
+  return linear->input_gradient(linear_ctx, dy, ctx.params(linear.index), std::move(epilogue)).out;
 }
 
 }  // namespace weft::fused

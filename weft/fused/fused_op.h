@@ -88,9 +88,9 @@ class StepContext {
   }
   void save(int slot, at::Tensor t) { frame_.saved[step_.own_base + slot] = std::move(t); }
   const at::Tensor& saved(int slot) const { return frame_.saved[step_.own_base + slot]; }
-  /// Backward: whether the next step uses the packed transpose of a dx with the rows of `dy`.
-  bool needs_packed_dx(const at::Tensor& dy) const {
-    return packed_dx_min_rows_ > 0 && ops::has_rows(dy, packed_dx_min_rows_);
+  /// Backward: whether the next step uses the packed transpose of a dx with the rows of a dy.
+  bool needs_packed_dx(at::IntArrayRef dy_sizes) const {
+    return packed_dx_min_rows_ > 0 && ops::has_rows(dy_sizes, packed_dx_min_rows_);
   }
   /// Reports the run-time decision of this call, for `explain()`.
   void report(std::string text) {

@@ -42,7 +42,7 @@ class ProfilerRange {
 };
 
 bool enough_rows(const Step& step, const at::Tensor& t) {
-  return step.min_rows == 0 || ops::has_rows(t, step.min_rows);
+  return step.min_rows == 0 || ops::has_rows(t.sizes(), step.min_rows);
 }
 
 /// Whether the fused operation runs in backward. Below `min_rows` the basic operations run instead; a joint operation

@@ -55,6 +55,14 @@ GemmResult gemm(const Matrix& a, const Matrix& b, const Epilogue& epilogue) {
   }
 }
 
+GemmResult apply_epilogue(const at::Tensor& product, const Epilogue& e, at::ScalarType dtype) {
+  const auto device = product.device().type();
+  const auto tier = vector_tier(product, e.bias, e.act_input, e.addend, e.out);
+  const bool known = vector_tier(device, dtype) != Tier::ref && vector_tier(device, e.result_dtype(dtype)) != Tier::ref;
+  return tier == Tier::ref || !known ? ref::apply_epilogue(product, e, dtype)
+                                     : vector_epilogue(tier, product, e, dtype);
+}
+
 TierChoice choose_gemm_tier(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64_t k) {
   if (machine_tier() != Tier::amx) return choose_vector_tier(device, dtype);
   if (amx_supports(device, dtype, n, k)) return {Tier::amx};

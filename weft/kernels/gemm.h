@@ -71,6 +71,11 @@ struct GemmResult {
 /// `addend` and `bias` may have another.
 GemmResult gemm(const Matrix& a, const Matrix& b, const Epilogue& epilogue = {});
 
+/// The epilogue alone, of a product P that is given: float32 [M, N], which may be overwritten. v is rounded to `dtype`
+/// before an activation, as if separate operations of this dtype stored it; pre_act, and the result if `out` and the
+/// epilogue's dtype are undefined, have this dtype.
+GemmResult apply_epilogue(const at::Tensor& product, const Epilogue& epilogue, at::ScalarType dtype);
+
 /// The tier for a GEMM with B [K, N] of `dtype` on `device`; N counts the columns before gating.
 TierChoice choose_gemm_tier(c10::DeviceType device, at::ScalarType dtype, int64_t n, int64_t k);
 

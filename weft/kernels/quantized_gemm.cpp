@@ -132,19 +132,18 @@ at::Tensor sum_scaled_blocks(const DecodedOperand& a, const DecodedOperand& b, i
 
 bool is_normal_float(double x) { return std::isnormal(static_cast<float>(x)); }
 
-/// The epilogue of a float32 product times this factor.
-at::Tensor finish(at::Tensor product, const Epilogue& e, double factor) {
-  const double scale = e.scale * factor;
-  if (is_normal_float(scale)) {
-    if (scale != 1) product.mul_(scale);
-  } else {
-    product = product.to(at::kDouble).mul_(scale).to(at::kFloat);
+/// The epilogue of a float32 product times this factor, of operands with this nominal dtype.
+GemmResult finish(at::Tensor product, Epilogue e, double factor, at::ScalarType dtype) {
+  e.scale *= factor;
+  if (!is_normal_float(e.scale)) {
+    product = product.to(at::kDouble).mul_(e.scale).to(at::kFloat);
+    e.scale = 1;
   }
-  if (e.bias.defined()) product.add_(e.bias);
-  if (e.addend.defined() && e.addend.scalar_type() == at::kDouble) product = product.to(at::kDouble);
-  if (e.addend.defined()) product.add_(e.addend);
-  return e.out.defined() ? e.out.copy_(product) : product.to(e.dtype);
+  return apply_epilogue(product, e, dtype);
 }
+
+/// Whether the epilogue only adds: then the bfloat16 GEMM of decoded operands applies it as that of their dtype would.
+bool only_adds(const Epilogue& e) { return !e.act && !e.act_grad && !e.keep_pre_act && !e.keep_column_sums; }
 
 /// Rows [from, to) of the rowwise copy of a matrix whose blocks do not span rows, to be decoded.
 QuantizedMatrix rows_between(const QuantizedMatrix& matrix, int64_t from, int64_t to) {
@@ -230,12 +229,14 @@ void check_tensor(const char* name, const at::Tensor& t, at::IntArrayRef sizes, 
 }
 
 void check_epilogue(const QuantizedOperand& a, int64_t rows, const QuantizedOperand& b, const Epilogue& e) {
-  TORCH_INTERNAL_ASSERT(!e.act && !e.act_grad && !e.keep_pre_act && !e.keep_column_sums);
   const auto device = copy_of(a).data.device();
-  const std::array<int64_t, 2> sizes{rows, row_count(b)};
-  check_tensor("bias", e.bias, at::IntArrayRef(&sizes[1], 1), device);
+  const auto n = row_count(b);
+  const bool halves = e.act && e.act->gated(), doubles = e.act_grad && e.act_grad->gated();
+  const std::array<int64_t, 2> sizes{rows, halves ? n / 2 : doubles ? 2 * n : n};
+  check_tensor("bias", e.bias, {n}, device);
   check_tensor("out", e.out, sizes, device);
   check_tensor("addend", e.addend, sizes, device);
+  if (e.act_grad) check_elements(e.act_input, rows * (doubles ? 2 * n : n), "the input of the activation");
   const auto dtype = e.result_dtype(a.matrix.dtype);
   TORCH_CHECK_TYPE(is_compute_dtype(dtype), "quantized gemm: dtype is ", dtype, ", expected ", kComputeDtypes, ".");
   TORCH_CHECK_VALUE(!e.out.defined() || e.dtype == at::ScalarType::Undefined || e.dtype == dtype,
@@ -250,23 +251,26 @@ at::ScalarType decoded_dtype(const QuantizedOperand& b) {
 
 }  // namespace
 
-at::Tensor quantized_gemm(const QuantizedOperand& a, const QuantizedOperand& b, const Epilogue& epilogue) {
+GemmResult quantized_gemm(const QuantizedOperand& a, const QuantizedOperand& b, const Epilogue& epilogue) {
   check_operands(a, b);
   check_epilogue(a, row_count(a), b, epilogue);
+  const auto nominal = a.matrix.dtype;
   Epilogue e = epilogue;
-  e.dtype = epilogue.result_dtype(a.matrix.dtype);
+  e.dtype = epilogue.result_dtype(nominal);
   const auto& data = copy_of(a).data;
   if (data.is_meta())
-    return e.out.defined() ? e.out : at::empty({row_count(a), row_count(b)}, data.options().dtype(e.dtype));
+    return finish(at::empty({row_count(a), row_count(b)}, data.options().dtype(at::kFloat)), e, 1, nominal);
   const auto dtype = decoded_dtype(b);
   const auto left = decode_operand(a, dtype), right = decode_operand(b, dtype);
-  if (left.block_scales.defined()) return finish(sum_scaled_blocks(left, right, a.matrix.quantization.block), e, 1);
+  if (left.block_scales.defined())
+    return finish(sum_scaled_blocks(left, right, a.matrix.quantization.block), e, 1, nominal);
   const auto factor = factor_of_products(a, b);
-  if (e.dtype == at::kDouble || gemm_tier(left.values, transposed(right.values), e) != Tier::amx ||
-      !is_normal_float(e.scale * factor) || left.values.scalar_type() != right.values.scalar_type())
-    return finish(float32_product(left.values, right.values), e, factor);
+  if (!only_adds(e) || e.dtype == at::kDouble || !is_normal_float(e.scale * factor) ||
+      left.values.scalar_type() != right.values.scalar_type() ||
+      gemm_tier(left.values, transposed(right.values), e) != Tier::amx)
+    return finish(float32_product(left.values, right.values), e, factor, nominal);
   e.scale *= factor;
-  return gemm(left.values, transposed(right.values), e).out;
+  return gemm(left.values, transposed(right.values), e);
 }
 
 bool multiplies_in_chunks(const Quantization& quantization) {
@@ -274,30 +278,34 @@ bool multiplies_in_chunks(const Quantization& quantization) {
          !quantization.row_scaled;
 }
 
-at::Tensor quantized_gemm(const QuantizedRowChunks& a, const QuantizedOperand& b, const Epilogue& epilogue) {
+GemmResult quantized_gemm(const QuantizedRowChunks& a, const QuantizedOperand& b, const Epilogue& epilogue) {
   const QuantizedOperand first{a.list.at(0).matrix};
+  const auto nominal = first.matrix.dtype;
   check_operands(first, b);
   check_epilogue(first, a.rows, b, epilogue);
-  TORCH_INTERNAL_ASSERT(multiplies_in_chunks(first.matrix.quantization) && !epilogue.addend.defined() &&
-                        !epilogue.out.defined());
+  TORCH_INTERNAL_ASSERT(multiplies_in_chunks(first.matrix.quantization));
   Epilogue e = epilogue;
-  e.dtype = epilogue.result_dtype(first.matrix.dtype);
+  e.dtype = epilogue.result_dtype(nominal);
   const auto right = decode_operand(b, decoded_dtype(b));
   if (a.progress) a.progress();
   const DecodedRows rows(a, right.values.scalar_type());
   const auto factor = factor_of_products(first, b);
-  e.scale *= factor;
   const auto w = transposed(right.values);
-  const bool on_amx =
-      e.dtype != at::kDouble && is_normal_float(e.scale) && gemm_tier(rows.chunks().list.front().a, w, e) == Tier::amx;
-  const Epilogue rest{.scale = epilogue.scale, .bias = e.bias, .dtype = e.dtype};
-  auto y =
-      on_amx ? gemm(rows.chunks(), w, e).out : finish(gemm(rows.chunks(), w, {.dtype = at::kFloat}).out, rest, factor);
+  Epilogue scaled = e;
+  scaled.scale *= factor;
+  const bool on_amx = only_adds(e) && !e.addend.defined() && !e.out.defined() && e.dtype != at::kDouble &&
+                      is_normal_float(scaled.scale) && gemm_tier(rows.chunks().list.front().a, w, scaled) == Tier::amx;
+  const auto y = gemm(rows.chunks(), w, on_amx ? scaled : Epilogue{.dtype = at::kFloat}).out;
   for (const int chunk : rows.not_representable()) {
     const auto& [matrix, row] = a.list[chunk];
-    y.narrow(0, row, matrix.rows).copy_(quantized_gemm({matrix}, b, rest));
+    y.narrow(0, row, matrix.rows)
+        .copy_(on_amx ? quantized_gemm({matrix}, b, e).out
+                      : float32_product(decode_operand({matrix}, at::kFloat).values, right.values));
   }
-  return y;
+  if (!on_amx) return finish(y, e, factor, nominal);
+  GemmResult result;
+  result.out = y;
+  return result;
 }
 
 }  // namespace weft::kernels

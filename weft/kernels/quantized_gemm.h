@@ -15,13 +15,13 @@ struct QuantizedOperand {
   bool columnwise = false;
 };
 
-/// The epilogue of A Bᵀ. The products of codes are exact; sums, scales and the epilogue are float32, and the result is
-/// rounded once. Codes, with their scales where those are powers of two or E4M3, are exact in bfloat16, so with AMX
-/// this is one bfloat16 GEMM, except for other float32 scales of blocks (one GEMM per block of the reduction) and for
-/// scales beyond the exponents of bfloat16 (a float32 GEMM). Without AMX it is a float32 GEMM. Takes `scale`, `bias`,
-/// `addend`, `out` and `dtype` of the epilogue. Raises ValueError for operands that do
-/// not fit.
-at::Tensor quantized_gemm(const QuantizedOperand& a, const QuantizedOperand& b, const Epilogue& epilogue);
+/// Computes A Bᵀ and applies the epilogue. The products of codes are exact; sums, scales and the epilogue are float32,
+/// and the result is rounded once. Codes, with their scales where those are powers of two or E4M3, are exact in
+/// bfloat16, so with AMX this is one bfloat16 GEMM, except for other float32 scales of blocks (one GEMM per block of
+/// the reduction) and for scales beyond the exponents of bfloat16 (a float32 GEMM). Without AMX it is a float32 GEMM.
+/// Before an activation, v is rounded to the nominal dtype of A, so that what is quantized next has the codes that
+/// separate operations give. Raises ValueError for operands that do not fit.
+GemmResult quantized_gemm(const QuantizedOperand& a, const QuantizedOperand& b, const Epilogue& epilogue);
 
 /// The left operand of a quantized GEMM whose rows arrive in chunks, like RowChunks. Chunks are rowwise copies with the
 /// same quantization; a scale or maximum of the whole matrix is that of the first chunk.
@@ -42,8 +42,7 @@ struct QuantizedRowChunks {
 /// arbitrary float32 scales, or if each row has a scale.
 bool multiplies_in_chunks(const Quantization& quantization);
 
-/// The same for rows that arrive in chunks; each row is decoded when it has arrived. Takes `scale`, `bias` and `dtype`
-/// of the epilogue.
-at::Tensor quantized_gemm(const QuantizedRowChunks& a, const QuantizedOperand& b, const Epilogue& epilogue);
+/// The same for rows that arrive in chunks; each row is decoded when it has arrived.
+GemmResult quantized_gemm(const QuantizedRowChunks& a, const QuantizedOperand& b, const Epilogue& epilogue);
 
 }  // namespace weft::kernels

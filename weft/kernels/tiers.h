@@ -57,6 +57,7 @@ void pack_rows(at::Tensor a, const at::Tensor& to);
 
 namespace weft::kernels::ref {
 GemmResult gemm(const at::Tensor& a, const at::Tensor& b, Epilogue epilogue);
+GemmResult apply_epilogue(const at::Tensor& product, const Epilogue& epilogue, at::ScalarType dtype);
 
 at::Tensor activation_forward(const Act& act, const at::Tensor& x);
 at::Tensor activation_backward(const Act& act, const at::Tensor& dy, const at::Tensor& x);
@@ -100,6 +101,8 @@ Tier gemm_tier(const Matrix& a, const Matrix& b, const Epilogue& epilogue);
 
 /// The AVX-512 and AVX2 tiers: a GEMM of MKL or oneDNN, then one vector pass for the epilogue.
 GemmResult vector_gemm(Tier tier, const Matrix& a, const Matrix& b, const Epilogue& epilogue);
+/// As `apply_epilogue`.
+GemmResult vector_epilogue(Tier tier, const at::Tensor& product, const Epilogue& epilogue, at::ScalarType dtype);
 /// Whether vector_gemm uses its own loop: for a small GEMM, the library call costs more than the work.
 bool gemm_is_small(int64_t m, int64_t n, int64_t k);
 

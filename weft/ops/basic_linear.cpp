@@ -104,10 +104,6 @@ comm::Work BasicLinear::reduce_input_gradient(const at::Tensor& dx) const {
   return options_.sequence_parallel ? group().reduce_scatter(dx) : group().all_reduce(dx);
 }
 
-comm::Work BasicLinear::gather_saved_input(OpContext& ctx) const {
-  return ctx.needs_param_grad(0) ? gather_input(ctx.saved(kInput)) : comm::Work(at::Tensor());
-}
-
 // ---- GEMMs --------------------------------------------------------------------------------------------------------
 
 void BasicLinear::check_input(const at::Tensor& x, const at::Tensor& weight) const {
@@ -159,18 +155,38 @@ const at::Tensor& BasicLinear::backward_weight(const OpContext& ctx, Params para
   return cast.defined() ? cast : params[0];
 }
 
-kernels::GemmResult BasicLinear::local_input_gradient(OpContext& ctx, const at::Tensor& dy, Params params,
+at::ScalarType BasicLinear::backward_dtype(const OpContext& ctx, const at::Tensor& dy, Params params) const {
+  return ctx.dtype((params[0].defined() ? params[0] : dy).scalar_type());  // W is kept for dx only
+}
+
+OutputGradient BasicLinear::prepare_output_gradient(OpContext& ctx, const Gradient& dy, Params params) const {
+  if (ctx.plan().recipe)
+    return quantize_output_gradient(ctx, as_dtype(dy.value, backward_dtype(ctx, dy.value, params)));
+  auto all = gather_output_gradient(dy.value).wait();
+  return all.is_same(dy.value) ? dy : Gradient(std::move(all));
+}
+
+BasicLinear::SavedInput BasicLinear::gather_saved_input(OpContext& ctx, at::ScalarType dtype,
+                                                        at::IntArrayRef sizes) const {
+  if (!ctx.needs_param_grad(0)) return {at::Tensor()};
+  if (ctx.plan().recipe) return gather_saved_copies(ctx, dtype, sizes);
+  return {gather_input(ctx.saved(kInput))};
+}
+
+kernels::GemmResult BasicLinear::local_input_gradient(OpContext& ctx, const OutputGradient& dy, Params params,
                                                       kernels::Epilogue epilogue) const {
   if (!ctx.needs_input_grad()) return {};
-  const auto& w = backward_weight(ctx, params);
   epilogue.b_is_weight = true;
-  auto result = kernels::gemm(as_matrix(as_dtype(dy, w.scalar_type())), w, epilogue);
-  result.out = restore_leading_dims(result.out, dy);
-  if (result.act_output.defined()) result.act_output = restore_leading_dims(result.act_output, dy);
+  auto result = multiply_by_weight(ctx, dy, params, epilogue);
+  const auto restore = [&](at::Tensor& t) {
+    if (t.defined()) t = restore_leading_dims(t, dy.sizes);
+  };
+  restore(result.out);
+  restore(result.act_output);
   return result;
 }
 
-kernels::GemmResult BasicLinear::input_gradient(OpContext& ctx, const at::Tensor& dy, Params params,
+kernels::GemmResult BasicLinear::input_gradient(OpContext& ctx, const OutputGradient& dy, Params params,
                                                 kernels::Epilogue epilogue) const {
   TORCH_CHECK(!reduces_input_gradient(),
               "BasicLinear: dx is reduced over ranks, so the GEMM cannot apply an epilogue to it.");
@@ -184,21 +200,33 @@ int64_t BasicLinear::packed_dy_min_rows(const OpPlan& plan) const {
 
 bool BasicLinear::uses_packed_dy(const OpPlan& plan, const at::Tensor& dy) const {
   const auto min_rows = packed_dy_min_rows(plan);
-  return min_rows > 0 && has_rows(dy, min_rows);
+  return min_rows > 0 && has_rows(dy.sizes(), min_rows);
 }
 
-Gradient BasicLinear::gather(const Gradient& dy) const {
-  auto all = gather_output_gradient(dy.value).wait();
-  return all.is_same(dy.value) ? dy : Gradient(std::move(all));
+void BasicLinear::weight_gradient(OpContext& ctx, const OutputGradient& dy, double scale) const {
+  if (ctx.needs_param_grad(0)) weight_gradient_of_saved(ctx, dy, gather_saved_input(ctx, dy.dtype(), dy.sizes), scale);
 }
 
-void BasicLinear::weight_gradient(OpContext& ctx, const Gradient& dy, double scale) const {
-  if (ctx.needs_param_grad(0)) weight_gradient_of(ctx, dy, gather_saved_input(ctx).wait(), scale);
-}
-
-void BasicLinear::weight_gradient_of(OpContext& ctx, const Gradient& dy, const at::Tensor& x, double scale,
+void BasicLinear::weight_gradient_of(OpContext& ctx, const OutputGradient& dy, const at::Tensor& x, double scale,
                                      const std::function<void()>* progress) const {
   if (!ctx.needs_param_grad(0)) return;
+  if (const auto q = requantized_input(ctx, dy, x))
+    weight_gradient_of_copies(ctx, dy, *q, scale);
+  else
+    plain_weight_gradient(ctx, dy.values, x, scale, progress);
+}
+
+void BasicLinear::weight_gradient_of_saved(OpContext& ctx, const OutputGradient& dy, SavedInput saved,
+                                           double scale) const {
+  const auto x = saved.work.wait();
+  if (saved.copies)
+    weight_gradient_of_copies(ctx, dy, saved_copies(ctx, dy, saved, x), scale);
+  else
+    weight_gradient_of(ctx, dy, x, scale);
+}
+
+void BasicLinear::plain_weight_gradient(OpContext& ctx, const Gradient& dy, const at::Tensor& x, double scale,
+                                        const std::function<void()>* progress) const {
   const auto wgrad = wgrad_options(options_);
   WgradGemm gemm{.dy = as_dtype(dy.value, x.scalar_type()), .x = x, .scale = scale};
   if (!wgrad.delay) {
@@ -223,19 +251,13 @@ at::Tensor BasicLinear::forward(OpContext& ctx, const at::Tensor& x, Params para
   return reduces_output() ? reduce_output(y).wait() : y;
 }
 
-at::Tensor BasicLinear::backward(OpContext& ctx, const at::Tensor& dy, Params params) const {
-  if (ctx.plan().recipe) return quantized_backward(ctx, dy, params);
-  if (parallel()) return parallel_backward(ctx, dy, params);
-  weight_gradient(ctx, ctx.with_packed(dy));
-  return local_input_gradient(ctx, dy, params, {}).out;
-}
-
 /// Overlaps the all-gather of x with the dx GEMM, and the reduction of dx with the dW GEMM.
-at::Tensor BasicLinear::parallel_backward(OpContext& ctx, const at::Tensor& dy, Params params) const {
-  auto gathering_x = gather_saved_input(ctx);
-  const auto dy_all = gather(ctx.with_packed(dy));
-  auto reducing_dx = reduce_input_gradient(local_input_gradient(ctx, dy_all.value, params, {}).out);
-  weight_gradient_of(ctx, dy_all, gathering_x.wait());
+at::Tensor BasicLinear::backward(OpContext& ctx, const at::Tensor& dy, Params params) const {
+  if (!ctx.needs_grad()) return {};
+  auto saved = gather_saved_input(ctx, backward_dtype(ctx, dy, params), dy.sizes());
+  const auto gradient = prepare_output_gradient(ctx, ctx.with_packed(dy), params);
+  auto reducing_dx = reduce_input_gradient(local_input_gradient(ctx, gradient, params, {}).out);
+  if (ctx.needs_param_grad(0)) weight_gradient_of_saved(ctx, gradient, std::move(saved), 1);
   return reducing_dx.wait();
 }
 

@@ -13,6 +13,20 @@ namespace weft::ops {
 
 enum class ParallelMode { column, row };
 
+/// dy of all ranks as the operand of the backward GEMMs.
+struct OutputGradient {
+  Gradient values;                                    // undefined if the ranks exchanged codes
+  std::optional<kernels::QuantizedMatrix> quantized;  // if the recipe quantizes dy
+  at::DimVector sizes;
+
+  OutputGradient(Gradient dy) : values(std::move(dy)), sizes(values.value.sizes()) {}
+  OutputGradient(const at::Tensor& dy) : OutputGradient(Gradient(dy)) {}
+  OutputGradient(Gradient dy, kernels::QuantizedMatrix codes, at::IntArrayRef sizes)
+      : values(std::move(dy)), quantized(std::move(codes)), sizes(sizes) {}
+
+  at::ScalarType dtype() const { return quantized ? quantized->dtype : values.value.scalar_type(); }
+};
+
 /// y = x Wᵀ;  dx = dy W;  dW = Σ_rows dyᵀ x. With tensor parallelism each rank holds a shard of W:
 ///   column: W is sharded by rows, y by columns; dx is all-reduced
 ///   row:    W and x are sharded by columns; y is all-reduced
@@ -87,8 +101,6 @@ class BasicLinear final : public Op<BasicLinear> {
   comm::Work reduce_output(const at::Tensor& y) const;
   comm::Work gather_output_gradient(const at::Tensor& dy) const;
   comm::Work reduce_input_gradient(const at::Tensor& dx) const;
-  /// The saved input of all ranks; undefined if dW is not needed.
-  comm::Work gather_saved_input(OpContext& ctx) const;
 
   // ---- building blocks of forward and backward, for fused operations ----
   /// x and W in the compute dtype. Saves what backward reads.
@@ -102,19 +114,21 @@ class BasicLinear final : public Op<BasicLinear> {
   /// what `backward` reads. Raises if y is reduced over ranks.
   kernels::GemmResult forward_gemm(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
                                    kernels::Epilogue epilogue, comm::Transport* transport = nullptr) const;
-  /// epilogue(dy W) with the leading sizes of dx, from the gathered dy; undefined if dx is not needed. Raises if dx is
-  /// reduced over ranks.
-  kernels::GemmResult input_gradient(OpContext& ctx, const at::Tensor& dy, Params params,
+  /// dy of all ranks, quantized if the recipe says so. The packed transpose is kept if dy is not gathered.
+  OutputGradient prepare_output_gradient(OpContext& ctx, const Gradient& dy, Params params) const;
+  /// epilogue(dy W) with the leading sizes of dx; undefined if dx is not needed. Raises if dx is reduced over ranks.
+  kernels::GemmResult input_gradient(OpContext& ctx, const OutputGradient& dy, Params params,
                                      kernels::Epilogue epilogue) const;
   int64_t packed_dy_min_rows(const OpPlan& plan) const override;
   bool uses_packed_dy(const OpPlan& plan, const at::Tensor& dy) const;
-  /// dy of all ranks; the packed transpose is kept if dy is not gathered.
-  Gradient gather(const Gradient& dy) const;
-  /// dW = scale·Σ_rows dyᵀ x, written to its WgradSink if needed; x is the saved input, dy is gathered.
-  void weight_gradient(OpContext& ctx, const Gradient& dy, double scale = 1) const;
-  /// The same for another x, already gathered; `progress` as in Epilogue.
-  void weight_gradient_of(OpContext& ctx, const Gradient& dy, const at::Tensor& x, double scale = 1,
+  /// dW = scale·Σ_rows dyᵀ x, written to its WgradSink if needed; x is what forward saved.
+  void weight_gradient(OpContext& ctx, const OutputGradient& dy, double scale = 1) const;
+  /// The same for values of x of all ranks; `progress` as in Epilogue.
+  void weight_gradient_of(OpContext& ctx, const OutputGradient& dy, const at::Tensor& x, double scale = 1,
                           const std::function<void()>* progress = nullptr) const;
+  /// Whether `weight_gradient_of` can be called with values of x that were computed again: delayed scaling has another
+  /// scale by then.
+  static bool takes_recomputed_input(const OpPlan& plan) { return !plan.recipe || !plan.recipe->is_delayed(); }
   /// dW as `compute` writes it (see WgradGemm). A delayed one runs after this call, so it owns what it reads.
   void weight_gradient_by(OpContext& ctx, std::function<at::Tensor(const at::Tensor&, bool)> compute) const;
 
@@ -125,32 +139,42 @@ class BasicLinear final : public Op<BasicLinear> {
   void check_input(const at::Tensor& x, const at::Tensor& weight) const;
   kernels::GemmResult local_gemm(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
                                  kernels::Epilogue epilogue, comm::Transport* transport = nullptr) const;
-  kernels::GemmResult local_input_gradient(OpContext& ctx, const at::Tensor& dy, Params params,
+  kernels::GemmResult local_input_gradient(OpContext& ctx, const OutputGradient& dy, Params params,
                                            kernels::Epilogue epilogue) const;
-  at::Tensor parallel_backward(OpContext& ctx, const at::Tensor& dy, Params params) const;
   /// The same with quantized operands.
   void infer_saved_copies(const OpPlan& plan, const Spec& x, const Spec& weight, Inferred& out) const;
   kernels::GemmResult quantized_gemm(OpContext& ctx, const at::Tensor& x, const at::Tensor& weight,
                                      const kernels::Epilogue& epilogue, comm::Transport* transport) const;
-  at::Tensor quantized_backward(OpContext& ctx, const at::Tensor& dy, Params params) const;
+  at::ScalarType backward_dtype(const OpContext& ctx, const at::Tensor& dy, Params params) const;
+  OutputGradient quantize_output_gradient(OpContext& ctx, const at::Tensor& dy) const;
   /// Whether backward quantizes x once more, because the copy that it reads does not consist of this rank's copy.
   bool requantizes_input(const quant::Recipe& recipe) const {
     return gathers_input() && recipe.input.quantization().block > 0;
   }
+  /// epilogue(dy W) as a matrix.
+  kernels::GemmResult multiply_by_weight(OpContext& ctx, const OutputGradient& dy, Params params,
+                                         const kernels::Epilogue& epilogue) const;
   /// [rows, n] with the leading sizes of `local`, whose first one is multiplied by the ranks if `gathered`.
   at::Tensor restore_gathered(const at::Tensor& matrix, const at::Tensor& local, bool gathered) const;
   /// x of all ranks for the weight gradient: values, or quantized copies, which `copy` describes if they are gathered.
-  struct BackwardInput {
+  struct SavedInput {
     comm::Work work;
     bool copies = false;
     std::optional<DistributedCopy> copy = {};
   };
-  BackwardInput gather_backward_input(OpContext& ctx, const at::Tensor& dy) const;
-  struct BackwardGradient;
-  BackwardGradient quantize_output_gradient(OpContext& ctx, const at::Tensor& dy) const;
-  at::Tensor quantized_input_gradient(OpContext& ctx, const at::Tensor& local, const BackwardGradient& dy,
-                                      Params params) const;
-  void quantized_weight_gradient(OpContext& ctx, const BackwardGradient& dy, BackwardInput gathering) const;
+  /// Starts to gather what forward saved; undefined if dW is not needed. `dtype` and `sizes`: of dy of all ranks.
+  SavedInput gather_saved_input(OpContext& ctx, at::ScalarType dtype, at::IntArrayRef sizes) const;
+  SavedInput gather_saved_copies(OpContext& ctx, at::ScalarType dtype, at::IntArrayRef sizes) const;
+  kernels::QuantizedMatrix saved_copies(OpContext& ctx, const OutputGradient& dy, const SavedInput& saved,
+                                        const at::Tensor& gathered) const;
+  /// Values of x as the recipe quantizes them for the weight gradient; none if that reads the values.
+  std::optional<kernels::QuantizedMatrix> requantized_input(OpContext& ctx, const OutputGradient& dy,
+                                                            const at::Tensor& x) const;
+  void weight_gradient_of_saved(OpContext& ctx, const OutputGradient& dy, SavedInput saved, double scale) const;
+  void weight_gradient_of_copies(OpContext& ctx, const OutputGradient& dy, const kernels::QuantizedMatrix& x,
+                                 double scale) const;
+  void plain_weight_gradient(OpContext& ctx, const Gradient& dy, const at::Tensor& x, double scale,
+                             const std::function<void()>* progress) const;
 
   Options options_;
 };

@@ -78,8 +78,8 @@ struct QuantizedRows {
     return all;
   }
   /// epilogue(X Wᵀ) for X of all rows; with a transport they are multiplied as they arrive, if the recipe permits.
-  at::Tensor multiply(const comm::Group& group, comm::Transport* transport, const DelayedTensor& delayed,
-                      const QuantizedMatrix& w, const kernels::Epilogue& epilogue) const {
+  kernels::GemmResult multiply(const comm::Group& group, comm::Transport* transport, const DelayedTensor& delayed,
+                               const QuantizedMatrix& w, const kernels::Epilogue& epilogue) const {
     if (!transport || !kernels::multiplies_in_chunks(copy.quantization))
       return kernels::quantized_gemm({gather(group, transport, delayed)}, {w}, epilogue);
     at::Tensor amax;
@@ -162,14 +162,16 @@ kernels::GemmResult BasicLinear::quantized_gemm(OpContext& ctx, const at::Tensor
   const bool originals = saves_originals(recipe), needs_dw = ctx.needs_param_grad(0), needs_dx = ctx.needs_input_grad();
   const auto dtype = ctx.dtype(weight.scalar_type());
   const auto local = as_dtype(x, dtype), w = as_dtype(weight, dtype), rows = as_matrix(local);
-  const bool saves_copy_of_x = needs_dw && !originals && !requantizes_input(recipe);
+  const auto observer = quant::observer();
+  const bool copies_x = needs_dw && !originals && !requantizes_input(recipe);
   if (needs_dw && recipe.input.random_hadamard_transform && quantizes_gradient(recipe)) {
     const auto all_rows = rows.size(0) * (gathers_input() ? options_.tensor_parallel_size : 1);
     kernels::check_hadamard(rows.new_empty({all_rows, 0}));
   }
 
   const auto delayed_x = delayed_tensor(ctx, &Buffers::forward_scaling, 0);
-  const kernels::QuantizeArgs args{.columnwise = saves_copy_of_x && quantizes_gradient(recipe)};
+  const kernels::QuantizeArgs args{.columnwise =
+                                       copies_x && quantizes_gradient(recipe) && (ctx.saves(kInput) || observer)};
   QuantizedMatrix q_x;  // of `observed`: this rank's rows, or those of all ranks if they exchange values
   auto observed = rows;
   std::optional<QuantizedRows> distributed;
@@ -185,24 +187,23 @@ kernels::GemmResult BasicLinear::quantized_gemm(OpContext& ctx, const at::Tensor
   }
   const auto q_w = quantize_weight(ctx, w, needs_dx && quantizes_gradient(recipe));
 
-  if (needs_dw) ctx.save(kInput, saves_copy_of_x ? saved_bytes(recipe, q_x) : local);
+  if (needs_dw && ctx.saves(kInput)) ctx.save(kInput, copies_x ? saved_bytes(recipe, q_x) : local);
   if (needs_dx && !originals) ctx.save(kWeight, saved_bytes(recipe, q_w));
   if (needs_dx && originals && !w.is_same(weight)) ctx.save(kWeight, w);
   const auto saved = save_recipe(recipe, ctx.needs_grad());
   if (saved.defined()) ctx.save(kRecipe, saved);
-  if (const auto observer = quant::observer())
-    observer->observe_forward(call_number(saved), weight, {observed, q_x}, {w, q_w});
-  const auto y = distributed ? distributed->multiply(group(), transport, delayed_x, q_w, epilogue)
-                             : kernels::quantized_gemm({q_x}, {q_w}, epilogue);
-  kernels::GemmResult result;
-  result.out = restore_gathered(y, local, gathers_input());
+  if (observer) observer->observe_forward(call_number(saved), weight, {observed, q_x}, {w, q_w});
+  auto result = distributed ? distributed->multiply(group(), transport, delayed_x, q_w, epilogue)
+                            : kernels::quantized_gemm({q_x}, {q_w}, epilogue);
+  result.out = restore_gathered(result.out, local, gathers_input());
+  if (result.pre_act.defined()) result.pre_act = restore_gathered(result.pre_act, local, gathers_input());
   return result;
 }
 
 // ---- backward -----------------------------------------------------------------------------------------------------
 
-BasicLinear::BackwardInput BasicLinear::gather_backward_input(OpContext& ctx, const at::Tensor& dy) const {
-  if (!ctx.needs_param_grad(0)) return {at::Tensor()};
+BasicLinear::SavedInput BasicLinear::gather_saved_copies(OpContext& ctx, at::ScalarType dtype,
+                                                         at::IntArrayRef sizes) const {
   const auto& recipe = *ctx.plan().recipe;
   const auto& x = ctx.saved(kInput);
   if (saves_originals(recipe)) return {gather_input(x)};
@@ -211,10 +212,10 @@ BasicLinear::BackwardInput BasicLinear::gather_backward_input(OpContext& ctx, co
   const bool columnwise = quantizes_gradient(recipe);
   const auto how = recipe.input.quantization();
   const DistributedCopy copy{.quantization = how,
-                             .dtype = dy.scalar_type(),
-                             .rows = c10::multiply_integers(dy.sizes().slice(0, dy.dim() - 1)) / ranks,
+                             .dtype = dtype,
+                             .rows = c10::multiply_integers(sizes.slice(0, sizes.size() - 1)) / ranks,
                              .columns = local_in_features(),
-                             .leading_size = dy.size(0) / ranks,
+                             .leading_size = sizes[0] / ranks,
                              .recipe = recipe_hash(recipe),
                              .columnwise = columnwise};
   if (requantizes_input(recipe) && !copies_concatenate(how, copy.rows, columnwise)) return {gather_input(x)};
@@ -231,14 +232,7 @@ BasicLinear::BackwardInput BasicLinear::gather_backward_input(OpContext& ctx, co
   return {gather_copies(group(), copy, bytes), true, copy};
 }
 
-/// dy of all ranks: its values, and quantized unless the recipe overrides backward. The values are undefined if the
-/// ranks exchanged codes.
-struct BasicLinear::BackwardGradient {
-  at::Tensor values;
-  std::optional<QuantizedMatrix> quantized;
-};
-
-BasicLinear::BackwardGradient BasicLinear::quantize_output_gradient(OpContext& ctx, const at::Tensor& dy) const {
+OutputGradient BasicLinear::quantize_output_gradient(OpContext& ctx, const at::Tensor& dy) const {
   const auto& recipe = *ctx.plan().recipe;
   const auto observer = quant::observer();
   const auto observe = [&](const at::Tensor& rows, const QuantizedMatrix& q) {
@@ -246,7 +240,7 @@ BasicLinear::BackwardGradient BasicLinear::quantize_output_gradient(OpContext& c
   };
   if (!quantizes_gradient(recipe)) {
     observe(as_matrix(dy), {});
-    return {gather_output_gradient(dy).wait(), {}};
+    return Gradient(gather_output_gradient(dy).wait());
   }
   const auto delayed = delayed_tensor(ctx, &Buffers::backward_scaling, 0);
   const bool needs_dw = ctx.needs_param_grad(0);
@@ -256,10 +250,13 @@ BasicLinear::BackwardGradient BasicLinear::quantize_output_gradient(OpContext& c
     auto all = rows.gather(group(), nullptr, delayed);
     if (needs_dw) add_columnwise(all);
     observe(as_matrix(dy), rows.local);
-    return {{}, std::move(all)};
+    auto sizes = dy.sizes().vec();
+    sizes[0] *= options_.tensor_parallel_size;
+    return {{}, std::move(all), sizes};
   }
-  BackwardGradient out{gather_output_gradient(dy).wait(), {}};
-  const auto rows = as_matrix(out.values);
+  OutputGradient out = Gradient(gather_output_gradient(dy).wait());
+  if (!ctx.needs_grad()) return out;
+  const auto rows = as_matrix(out.values.value);
   out.quantized = delayed.quantize(recipe.grad_output, rows,
                                    {.rowwise = ctx.needs_input_grad() || observer,
                                     .columnwise = needs_dw,
@@ -268,48 +265,46 @@ BasicLinear::BackwardGradient BasicLinear::quantize_output_gradient(OpContext& c
   return out;
 }
 
-at::Tensor BasicLinear::quantized_backward(OpContext& ctx, const at::Tensor& dy, Params params) const {
-  if (!ctx.needs_grad()) return {};
-  const auto dtype = ctx.dtype((params[0].defined() ? params[0] : dy).scalar_type());  // W is kept for dx only
-  const auto local = as_dtype(dy, dtype);
-  auto x = gather_backward_input(ctx, local);
-  const auto gradient = quantize_output_gradient(ctx, local);
-  auto reducing_dx = reduce_input_gradient(quantized_input_gradient(ctx, local, gradient, params));
-  if (ctx.needs_param_grad(0)) quantized_weight_gradient(ctx, gradient, std::move(x));
-  return reducing_dx.wait();
-}
-
-at::Tensor BasicLinear::quantized_input_gradient(OpContext& ctx, const at::Tensor& local, const BackwardGradient& dy,
-                                                 Params params) const {
-  if (!ctx.needs_input_grad()) return {};
-  const auto& recipe = *ctx.plan().recipe;
-  if (saves_originals(recipe)) return local_input_gradient(ctx, dy.values, params, {}).out;
-  const auto q_w = saved_matrix(recipe, recipe.weight, local.scalar_type(), local_out_features(), local_in_features(),
-                                ctx.saved(kWeight));
-  const auto dx = dy.quantized ? kernels::quantized_gemm({*dy.quantized}, {q_w, true}, {})
-                               : kernels::gemm(as_matrix(dy.values), kernels::dequantize(q_w, false, q_w.dtype)).out;
-  return restore_gathered(dx, local, gathers_output_gradient());
-}
-
-void BasicLinear::quantized_weight_gradient(OpContext& ctx, const BackwardGradient& dy, BackwardInput gathering) const {
-  const auto& recipe = *ctx.plan().recipe;
-  const auto x = gathering.work.wait();
-  if (saves_originals(recipe)) return weight_gradient_of(ctx, dy.values, x);
-  const bool columnwise = dy.quantized.has_value();
-  QuantizedMatrix q_x;
-  if (!gathering.copies) {
-    q_x = quantize(recipe.input, as_matrix(x), {.rowwise = !columnwise, .columnwise = columnwise});
-  } else if (gathering.copy) {
-    q_x = join_copies(*gathering.copy, x);
-  } else {
-    const auto rows = columnwise ? dy.quantized->rows : as_matrix(dy.values).size(0);
-    const auto dtype = columnwise ? dy.quantized->dtype : dy.values.scalar_type();
-    q_x = saved_matrix(recipe, recipe.input, dtype, rows, local_in_features(), x);
+kernels::GemmResult BasicLinear::multiply_by_weight(OpContext& ctx, const OutputGradient& dy, Params params,
+                                                    const kernels::Epilogue& epilogue) const {
+  const auto* recipe = ctx.plan().recipe;
+  if (!recipe || saves_originals(*recipe)) {
+    const auto& w = backward_weight(ctx, params);
+    return kernels::gemm(as_matrix(as_dtype(dy.values.value, w.scalar_type())), w, epilogue);
   }
-  if (!columnwise) return weight_gradient_of(ctx, dy.values, kernels::dequantize(q_x, false, q_x.dtype));
-  weight_gradient_by(ctx, [q_dy = *dy.quantized, q_x](const at::Tensor& out, bool accumulate) {
-    const auto to = out.defined() ? out.view({q_dy.columns, q_x.columns}) : out;
-    return kernels::quantized_gemm({q_dy, true}, {q_x, true}, {.addend = accumulate ? to : at::Tensor(), .out = to});
+  const auto q_w =
+      saved_matrix(*recipe, recipe->weight, dy.dtype(), local_out_features(), local_in_features(), ctx.saved(kWeight));
+  if (dy.quantized) return kernels::quantized_gemm({*dy.quantized}, {q_w, true}, epilogue);
+  return kernels::gemm(as_matrix(dy.values.value), kernels::dequantize(q_w, false, q_w.dtype), epilogue);
+}
+
+std::optional<QuantizedMatrix> BasicLinear::requantized_input(OpContext& ctx, const OutputGradient& dy,
+                                                              const at::Tensor& x) const {
+  const auto* recipe = ctx.plan().recipe;
+  if (!recipe || saves_originals(*recipe)) return {};
+  TORCH_INTERNAL_ASSERT(!recipe->is_delayed());  // the scale of forward is not known any more
+  const bool columnwise = dy.quantized.has_value();
+  return quantize(recipe->input, as_matrix(x), {.rowwise = !columnwise, .columnwise = columnwise});
+}
+
+QuantizedMatrix BasicLinear::saved_copies(OpContext& ctx, const OutputGradient& dy, const SavedInput& saved,
+                                          const at::Tensor& gathered) const {
+  if (saved.copy) return join_copies(*saved.copy, gathered);
+  const auto& recipe = *ctx.plan().recipe;
+  return saved_matrix(recipe, recipe.input, dy.dtype(),
+                      c10::multiply_integers(dy.sizes.begin(), std::prev(dy.sizes.end())), local_in_features(),
+                      gathered);
+}
+
+void BasicLinear::weight_gradient_of_copies(OpContext& ctx, const OutputGradient& dy, const QuantizedMatrix& x,
+                                            double scale) const {
+  if (!dy.quantized)
+    return plain_weight_gradient(ctx, dy.values, kernels::dequantize(x, false, x.dtype), scale, nullptr);
+  weight_gradient_by(ctx, [q_dy = *dy.quantized, x, scale](const at::Tensor& out, bool accumulate) {
+    const auto to = out.defined() ? out.view({q_dy.columns, x.columns}) : out;
+    return kernels::quantized_gemm({q_dy, true}, {x, true},
+                                   {.scale = scale, .addend = accumulate ? to : at::Tensor(), .out = to})
+        .out;
   });
 }
 

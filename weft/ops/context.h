@@ -112,8 +112,10 @@ class OpContext {
 
   /// Saves `t` for backward in one of the operation's slots, unless a fused backward does not read this slot.
   void save(int slot, at::Tensor t) {
-    if (!saves_ || saves_[plan_.saved_base + slot]) frame_.saved[plan_.saved_base + slot] = std::move(t);
+    if (saves(slot)) frame_.saved[plan_.saved_base + slot] = std::move(t);
   }
+  /// Whether backward reads what `save` would keep there.
+  bool saves(int slot) const { return !saves_ || saves_[plan_.saved_base + slot] != 0; }
   const at::Tensor& saved(int slot) const { return frame_.saved[plan_.saved_base + slot]; }
 
   /// Forward: extra inputs and outputs.

@@ -19,11 +19,11 @@ at::Tensor as_matrix(const at::Tensor& t) {
   return share_version_counter(t.reshape({rows, t.size(-1)}), t);
 }
 
-at::Tensor restore_leading_dims(const at::Tensor& matrix, const at::Tensor& like) {
-  if (like.dim() == 2) return matrix;
-  c10::SmallVector<int64_t, 5> sizes(like.sizes().begin(), like.sizes().end());
-  sizes.back() = matrix.size(1);
-  return share_version_counter(matrix.view(sizes), matrix);
+at::Tensor restore_leading_dims(const at::Tensor& matrix, at::IntArrayRef sizes) {
+  if (sizes.size() == 2) return matrix;
+  at::DimVector all(sizes);
+  all.back() = matrix.size(1);
+  return share_version_counter(matrix.view(all), matrix);
 }
 
 at::Tensor sum_rows(const at::Tensor& t) {

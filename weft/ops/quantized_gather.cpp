@@ -137,8 +137,9 @@ QuantizedMatrix join_copies(const DistributedCopy& copy, const at::Tensor& gathe
   return joined;
 }
 
-at::Tensor overlapped_gemm(comm::Transport& transport, const DistributedCopy& copy, const QuantizedMatrix& rows,
-                           const kernels::QuantizedOperand& w, const kernels::Epilogue& epilogue, at::Tensor* amax) {
+kernels::GemmResult overlapped_gemm(comm::Transport& transport, const DistributedCopy& copy,
+                                    const QuantizedMatrix& rows, const kernels::QuantizedOperand& w,
+                                    const kernels::Epilogue& epilogue, at::Tensor* amax) {
   const overlap::QuantizedBlock block{with_header(copy, rows.rowwise.bytes), kHeaderBytes, rows};
   if (amax) *amax = rows.rowwise.amax.clone();
   return overlap::all_gather_gemm(transport, block, w, epilogue,

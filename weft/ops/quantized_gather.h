@@ -7,6 +7,7 @@ class Transport;
 }
 namespace weft::kernels {
 struct Epilogue;
+struct GemmResult;
 struct QuantizedOperand;
 }  // namespace weft::kernels
 
@@ -44,9 +45,9 @@ kernels::QuantizedMatrix join_copies(const DistributedCopy& copy, const at::Tens
 /// epilogue(X Wᵀ) of the rows X of all ranks, of which `rows` are this rank's; those of other ranks are multiplied as
 /// they arrive. For quantizations that `multiplies_in_chunks`. `amax`, if not null, receives the largest amax of the
 /// ranks. Raises as `join_copies`.
-at::Tensor overlapped_gemm(comm::Transport& transport, const DistributedCopy& copy,
-                           const kernels::QuantizedMatrix& rows, const kernels::QuantizedOperand& w,
-                           const kernels::Epilogue& epilogue, at::Tensor* amax);
+kernels::GemmResult overlapped_gemm(comm::Transport& transport, const DistributedCopy& copy,
+                                    const kernels::QuantizedMatrix& rows, const kernels::QuantizedOperand& w,
+                                    const kernels::Epilogue& epilogue, at::Tensor* amax);
 
 /// Adds the columnwise copy to a matrix with one scale, of which it is the transposed rowwise copy.
 void add_columnwise(kernels::QuantizedMatrix& matrix);

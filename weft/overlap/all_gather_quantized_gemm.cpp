@@ -31,7 +31,7 @@ class AllGatherQuantizedGemm {
   AllGatherQuantizedGemm(const AllGatherQuantizedGemm&) = delete;
   AllGatherQuantizedGemm& operator=(const AllGatherQuantizedGemm&) = delete;
 
-  at::Tensor run(const kernels::QuantizedOperand& w, const kernels::Epilogue& epilogue) {
+  kernels::GemmResult run(const kernels::QuantizedOperand& w, const kernels::Epilogue& epilogue) {
     // The AMX GEMM progresses the network itself.
     splits_own_rows_ =
         !transport_.zero_copy() && !kernels::supports_blocked_layout(at::kBFloat16, w.matrix.rows, w.matrix.columns);
@@ -81,8 +81,9 @@ class AllGatherQuantizedGemm {
 
 }  // namespace
 
-at::Tensor all_gather_gemm(comm::Transport& transport, const QuantizedBlock& x, const kernels::QuantizedOperand& w,
-                           const kernels::Epilogue& epilogue, const AllGatherQuantizedGemm::Check& check) {
+kernels::GemmResult all_gather_gemm(comm::Transport& transport, const QuantizedBlock& x,
+                                    const kernels::QuantizedOperand& w, const kernels::Epilogue& epilogue,
+                                    const AllGatherQuantizedGemm::Check& check) {
   return AllGatherQuantizedGemm(transport, x, check).run(w, epilogue);
 }
 

@@ -30,7 +30,7 @@ struct QuantizedBlock {
 /// decoded as they arrive. `check` is called for each peer before its rows are decoded, with its header and rows, and
 /// raises if they do not fit; the error is raised after the collective, which is complete on all ranks. Takes
 /// quantizations that `multiplies_in_chunks`.
-at::Tensor all_gather_gemm(
+kernels::GemmResult all_gather_gemm(
     comm::Transport& transport, const QuantizedBlock& x, const kernels::QuantizedOperand& w,
     const kernels::Epilogue& epilogue,
     const std::function<void(int rank, const at::Tensor& header, const kernels::QuantizedMatrix& rows)>& check);

@@ -89,7 +89,8 @@ at::Tensor quantized_gemm(const QuantizedMatrix& a, const QuantizedMatrix& b, bo
                                  {.bias = bias.value_or(at::Tensor()),
                                   .addend = accumulate ? *out : at::Tensor(),
                                   .out = out.value_or(at::Tensor()),
-                                  .dtype = dtype.value_or(at::ScalarType::Undefined)});
+                                  .dtype = dtype.value_or(at::ScalarType::Undefined)})
+      .out;
 }
 
 /// The values of the rowwise codes, without scales.

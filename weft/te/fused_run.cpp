@@ -53,7 +53,7 @@ class DelayedState {
 struct Call {
   c10::intrusive_ptr<torch::autograd::Node> node;     // null: no gradient is needed
   std::vector<std::optional<at::ScalarType>> dtypes;  // of the outputs; without one if it needs no gradient
-  DelayedState delayed;
+  std::vector<DelayedState> delayed;                  // of the linears
 };
 
 /// An alias of `t` outside of the caller's graph, which requires a gradient or not. Its node holds no tensor, as that
@@ -138,16 +138,19 @@ void check_sizes(py::handle input_quantizer, int64_t rows, int64_t in_features, 
 /// Buffers for the results of an operation: its index, the output and the gradient of its input.
 using Results = std::tuple<int, std::optional<at::Tensor>, std::optional<at::Tensor>>;
 
+/// The index of a linear, and its quantizers: of input, weight and output gradient.
+using LinearQuantizers = std::pair<int, std::vector<py::object>>;
+
 class FusedRun {
  public:
   explicit FusedRun(const std::string& text) : fuser_(fuser::Pipeline::parse(text)) {}
 
   /// `needs` says of x, the extra inputs and the parameters whether their gradients are needed. A linear's weight may
-  /// be a quantized tensor. `evaluated` are the operations in evaluation mode. With delayed scaling `quantizers` are
-  /// those of input, weight and output gradient. Returns the outputs and a Call for `backward`.
+  /// be a quantized tensor. `evaluated` are the operations in evaluation mode. Returns the outputs and a Call for
+  /// `backward`.
   py::tuple forward(const at::Tensor& x, const std::vector<at::Tensor>& extras, const std::vector<py::object>& params,
                     const std::vector<bool>& needs, const std::vector<int>& evaluated,
-                    const std::optional<std::string>& recipe, const std::vector<py::object>& quantizers,
+                    const std::optional<std::string>& recipe, const std::vector<LinearQuantizers>& quantizers,
                     const std::vector<Results>& buffers_for) {
     TORCH_CHECK_VALUE(needs.size() == 1 + extras.size() + params.size(), "FusedRun: expected ",
                       1 + extras.size() + params.size(), " flags, got ", needs.size(), ".");
@@ -162,13 +165,21 @@ class FusedRun {
     for (const auto& [op, output, grad_input] : buffers_for)
       buffers.push_back(
           {.op = op, .output = output.value_or(at::Tensor()), .grad_input = grad_input.value_or(at::Tensor())});
-    ops::Buffers of_linear;  // under a recipe a run has at most one, which takes no other buffers
-    DelayedState delayed;
+    const auto buffers_of = [&](int op) -> ops::Buffers& {
+      for (auto& given : buffers)
+        if (given.op == op) return given;
+      return buffers.emplace_back(ops::Buffers{.op = op});
+    };
+    std::vector<DelayedState> delayed;
     if (how && how->is_delayed()) {
-      TORCH_CHECK_VALUE(quantizers.size() == 3, "FusedRun: expected 3 quantizers, got ", quantizers.size(), ".");
-      delayed = DelayedState({view_quantizer(quantizers[0]), view_quantizer(quantizers[1])});
-      call.delayed = DelayedState({view_quantizer(quantizers[2])});
-      of_linear = {.forward_scaling = delayed.state(), .backward_scaling = call.delayed.state()};
+      for (const auto& [op, its] : quantizers) {
+        TORCH_CHECK_VALUE(its.size() == 3, "FusedRun: expected 3 quantizers, got ", its.size(), ".");
+        delayed.push_back(DelayedState({view_quantizer(its[0]), view_quantizer(its[1])}));
+        call.delayed.push_back(DelayedState({view_quantizer(its[2])}));
+        auto& of_linear = buffers_of(op);
+        of_linear.forward_scaling = delayed.back().state();
+        of_linear.backward_scaling = call.delayed.back().state();
+      }
     }
     std::vector<at::Tensor> weights;
     for (size_t i = 0; i < params.size(); ++i) {
@@ -178,16 +189,12 @@ class FusedRun {
         weights.push_back(leaf(on_device(values, device_of(params[i])), needed));
       } else if (is_quantized(params[i])) {
         weights.push_back(stand_in(params[i], needed));
-        of_linear.weight =
+        buffers_of(op_of_param(i)).weight =
             std::make_shared<kernels::QuantizedMatrix>(own_matrix(params[i], how->weight.quantization()));
       } else {  // a Parameter itself, so that its main_grad is found
         const auto p = params[i].cast<at::Tensor>();
         weights.push_back(needed ? p : leaf(p, false));
       }
-    }
-    if (of_linear.weight || delayed.state().defined()) {
-      of_linear.op = quantized_op();
-      buffers.push_back(of_linear);
     }
     {
       const py::gil_scoped_release release;
@@ -204,7 +211,7 @@ class FusedRun {
         results.push_back(y.detach());
       }
       const at::NoGradGuard no_grad;
-      delayed.store();
+      for (const auto& state : delayed) state.store();
     }
     return py::make_tuple(std::move(results), std::move(call));
   }
@@ -218,14 +225,14 @@ class FusedRun {
     const auto node = std::exchange(call.node, {});
     const py::gil_scoped_release release;
     const at::NoGradGuard no_grad;
-    call.delayed.load();
+    for (const auto& state : call.delayed) state.load();
     Tensors given;
     for (size_t i = 0; i < grads.size(); ++i)
       given.push_back(grads[i] && call.dtypes[i] ? grads[i]->to(*call.dtypes[i]) : at::Tensor());
     std::vector<std::optional<at::Tensor>> out;
     for (auto& grad : fuser::run_backward_of(*node, std::move(given)))
       out.push_back(grad.defined() ? std::optional(std::move(grad)) : std::nullopt);
-    call.delayed.store();
+    for (const auto& state : call.delayed) state.store();
     return out;
   }
 
@@ -245,11 +252,11 @@ class FusedRun {
   }
 
  private:
-  /// A run has at most one.
-  int quantized_op() const {
+  int op_of_param(size_t param) const {
+    size_t end = 0;
     for (int i = 0; i < fuser_.pipeline().size(); ++i)
-      if (fuser_.pipeline().op(i).quantizes()) return i;
-    TORCH_CHECK_VALUE(false, "FusedRun: no operation is quantized.");
+      if (end += fuser_.pipeline().op(i).params().size(); param < end) return i;
+    TORCH_CHECK_VALUE(false, "FusedRun: got more than ", end, " parameters.");
   }
 
   fuser::Fuser fuser_;

@@ -38,22 +38,11 @@ at::ScalarType plain_dtype(const GemmOperands& o) {
   return c10::promoteTypes(o.a.plain.scalar_type(), o.b.plain.scalar_type());
 }
 
+/// A GPU's epilogue rounds nothing before an activation: its operands have no nominal dtype here.
 kernels::GemmResult multiply_quantized(const GemmOperands& o, const kernels::Epilogue& e) {
-  const kernels::QuantizedOperand left{*o.b.quantized, o.b.copy == Copy::columnwise};
-  const kernels::QuantizedOperand right{*o.a.quantized, o.a.copy == Copy::columnwise};
-  kernels::GemmResult r;
-  if (!e.act && !e.act_grad && !e.keep_column_sums) {
-    r.out = kernels::quantized_gemm(left, right, e);
-    return r;
-  }
-  auto v = kernels::quantized_gemm(left, right, {.scale = e.scale, .bias = e.bias, .dtype = at::kFloat});
-  if (e.keep_pre_act) r.pre_act = v;
-  if (e.act) v = kernels::activation_forward(*e.act, v);
-  if (e.act_grad) v = kernels::activation_backward(*e.act_grad, v, kernels::as_dtype(e.act_input, at::kFloat));
-  if (e.keep_column_sums) r.column_sums = at::sum(v, 0);
-  if (e.addend.defined()) v = v.add(e.addend);
-  r.out = e.out.defined() ? e.out.copy_(v) : kernels::rounded(v, e.dtype);
-  return r;
+  auto left = *o.b.quantized, right = *o.a.quantized;
+  left.dtype = right.dtype = at::kFloat;
+  return kernels::quantized_gemm({left, o.b.copy == Copy::columnwise}, {right, o.a.copy == Copy::columnwise}, e);
 }
 
 }  // namespace

@@ -237,7 +237,7 @@ def _make_class() -> Any:
             self._inputs = [
                 (i, k) for i, op in enumerate(ops) for k, name in enumerate(_input_channels(op)) if name not in made
             ]
-            self._linear = next(filter(_is_linear, ops), None)  # under a recipe the only one
+            self._linears = [(i, op) for i, op in enumerate(ops) if _is_linear(op)]
             self._first, self._last = (op if _quantizes(op) else None for op in (ops[0], ops[-1]))
 
         def __reduce__(self) -> Any:
@@ -281,13 +281,15 @@ def _make_class() -> Any:
             evaluated = [i for i, op in enumerate(self.basic_ops) if not op.training]
             active = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
             recipe: str | None = None
-            quantizers: list[Any] = []
-            if self._linear is not None and active is not None:
+            quantizers: list[tuple[int, list[Any]]] = []
+            if self._linears and active is not None:
                 recipe, quantizers = self._quantization(active)
-                if type(self._linear).__name__ == "BasicLinear" and input_.numel():
-                    features = reversed(self._linear.weight.shape)
-                    rows = input_.numel() // input_.shape[-1]
-                    _extension()._check_linear_sizes(quantizers[0], rows, *features, any(needs), input_.dtype)
+                rows = input_.numel() // max(input_.shape[-1], 1)
+                for (i, op), (_, its) in zip(self._linears, quantizers, strict=True):
+                    if type(op).__name__ == "BasicLinear" and rows:
+                        needs_any = i > self._linears[0][0] or any(needs)
+                        features = reversed(op.weight.shape)
+                        _extension()._check_linear_sizes(its[0], rows, *features, needs_any, input_.dtype)
             self._follow_changes()
             if self._first is not None:
                 input_ = self._quantized(self._first, basic_op_ctxs[0], input_)
@@ -312,12 +314,17 @@ def _make_class() -> Any:
         def _quantized_gradient(op: Any, ctx: Any, grad: Any) -> Any:
             return op.fuser_backward([ctx], grad, basic_op_grad_extra_outputs=[()])[0]
 
-        def _quantization(self, recipe: Any) -> tuple[str, list[Any]]:
+        def _quantization(self, recipe: Any) -> tuple[str, list[tuple[int, list[Any]]]]:
+            """Returns the recipe, and (operation, its quantizers) for each linear."""
+            name = type(self._linears[0][1]).__name__
             try:
-                return _recipe_text(self._linear, recipe), _quantizers(self._linear)
+                texts = {_recipe_text(op, recipe) for _, op in self._linears}
+                if len(texts) > 1:
+                    raise _Rejected("its linears have different recipes")
+                return texts.pop(), [(i, _quantizers(op)) for i, op in self._linears]
             except _Rejected as reason:  # another recipe of the same class: Transformer Engine does not fuse anew
                 raise NotImplementedError(
-                    f"torchweft.te: {type(self._linear).__name__} runs in a plan of weft, which cannot take the recipe "
+                    f"torchweft.te: {name} runs in a plan of weft, which cannot take the recipe "
                     f"of this call: {reason}. Create the module anew for this recipe, or call "
                     "torchweft.te.install(fusion=False) and create it anew."
                 ) from None
@@ -380,11 +387,14 @@ def _one_pass_fusions() -> list[str]:
 
 
 def _begins_another(run: Sequence[Any], op: Any, recipe: Any) -> bool:
-    """Whether `op` cannot follow `run` in one plan: under a recipe it has one linear, and quantized tensors only enter
-    and leave it."""
+    """Whether `op` cannot follow `run` in one plan: under a recipe its linears have the same one, and quantized tensors
+    only enter and leave it."""
     if recipe is None or not run:
         return False
-    return (_is_linear(op) and any(map(_is_linear, run))) or (len(run) > 1 and _quantizes(run[-1]))
+    linear = next(filter(_is_linear, run), None) if _is_linear(op) else None
+    if linear is not None and _recipe_text(linear, recipe) != _recipe_text(op, recipe):
+        return True
+    return len(run) > 1 and _quantizes(run[-1])
 
 
 def _split(ops: Sequence[Any], recipe: Any) -> Iterable[tuple[list[Any], list[str]] | tuple[Any, str]]:

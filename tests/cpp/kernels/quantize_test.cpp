@@ -208,7 +208,7 @@ TEST(Quantize, GemmIsThatOfDequantizedMatrices) {
     const auto a = quantize(x, how, {}), b = quantize(w, how, {});
     const auto left = dequantize(a, false, at::kFloat).to(at::kDouble),
                right = dequantize(b, false, at::kFloat).to(at::kDouble);
-    const auto y = quantized_gemm({a}, {b}, {.dtype = at::kFloat}).to(at::kDouble);
+    const auto y = quantized_gemm({a}, {b}, {.dtype = at::kFloat}).out.to(at::kDouble);
     const auto bound = left.abs().matmul(right.abs().t()) * (310 * std::ldexp(1, -24));
     EXPECT_TRUE((y - left.matmul(right.t())).abs().le(bound).all().item<bool>());
   }
@@ -220,6 +220,42 @@ std::vector<QuantizedRowChunks::Chunk> two_chunks(const at::Tensor& x, const Qua
   QuantizeArgs args;
   if (how.has_amax()) args.amax = all.rowwise.amax;
   return {{quantize(x.narrow(0, 0, 40), how, args), 0}, {quantize(x.narrow(0, 40, 50), how, args), 40}};
+}
+
+/// An activation and its gradient in the epilogue, bit for bit the separate kernels; all rows at once and in two parts.
+TEST(Quantize, GemmWithAnActivationHasTheBitsOfSeparateSteps) {
+  at::manual_seed(4);
+  for (const auto& how : all_quantizations()) {
+    if (how.row_scaled || how.hadamard || how.stochastic_rounding) continue;
+    for (const auto dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
+      const auto x = at::randn({90, 64}).to(dtype), w = at::randn({48, 64}).to(dtype);
+      const auto bias = at::randn({48}).to(dtype), addend = at::randn({90, 48}).to(dtype);
+      const auto a = quantize(x, how, {}), b = quantize(w, how, {});
+      const auto v = quantized_gemm({a}, {b}, {.scale = 0.5, .bias = bias}).out;
+      for (const auto kind : {ActKind::gelu, ActKind::swiglu}) {
+        const Act act{.kind = kind};
+        const auto input = at::randn({90, act.gated() ? 96 : 48}).to(dtype);
+        const Epilogue forward{.scale = 0.5, .bias = bias, .act = act, .keep_pre_act = true};
+        const Epilogue backward{
+            .scale = 0.5, .bias = bias, .act_grad = act, .act_input = input, .keep_column_sums = true};
+        const auto check = [&](const GemmResult& y, const GemmResult& dx) {
+          EXPECT_TRUE(at::equal(y.pre_act, v));
+          EXPECT_TRUE(at::equal(y.out, activation_forward(act, v)));
+          const auto expected = activation_backward(act, v, input);
+          EXPECT_TRUE(at::equal(dx.out, expected));
+          const auto terms = expected.to(at::kDouble);
+          const auto bound = terms.abs().sum(0) * 0x1p-8;
+          EXPECT_TRUE((dx.column_sums.to(at::kDouble) - terms.sum(0)).abs().le(bound).all().item<bool>());
+        };
+        check(quantized_gemm({a}, {b}, forward), quantized_gemm({a}, {b}, backward));
+        if (!multiplies_in_chunks(how)) continue;
+        const QuantizedRowChunks chunks{.list = two_chunks(x, how, a), .rows = 90};
+        check(quantized_gemm(chunks, {b}, forward), quantized_gemm(chunks, {b}, backward));
+      }
+      const auto sum = quantized_gemm({a}, {b}, {.addend = addend, .out = addend.clone()});
+      EXPECT_TRUE(at::allclose(sum.out, quantized_gemm({a}, {b}, {}).out + addend, 1e-2, 1e-2));
+    }
+  }
 }
 
 TEST(Quantize, GemmOfRowsThatArriveInPartsIsThatOfAllRows) {
@@ -238,7 +274,8 @@ TEST(Quantize, GemmOfRowsThatArriveInPartsIsThatOfAllRows) {
           return chunk == 0 ? std::min<int64_t>(40, from + 32) : std::min<int64_t>(50, from == 0 ? 1 : from + 33);
         };
         chunks.progress = [&] { ++progressed; };
-        const auto y = quantized_gemm(chunks, {b}, {.scale = 0.5, .bias = bias, .dtype = at::kFloat}).to(at::kDouble);
+        const auto y =
+            quantized_gemm(chunks, {b}, {.scale = 0.5, .bias = bias, .dtype = at::kFloat}).out.to(at::kDouble);
         const auto left = dequantize(a, false, at::kFloat).to(at::kDouble),
                    right = dequantize(b, false, at::kFloat).to(at::kDouble);
         const auto bound = (left.abs().matmul(right.abs().t()) + bias.abs()) * (310 * std::ldexp(1, -24));
@@ -258,8 +295,8 @@ TEST(Quantize, GemmOfPartsTakesScalesBeyondBfloat16) {
     x.narrow(0, 60, 1).fill_(value);  // one row of the second chunk
     const auto a = quantize(x, mxfp8, {}), b = quantize(at::randn({48, 64}) * 1e-3, mxfp8, {});
     const QuantizedRowChunks chunks{.list = two_chunks(x, mxfp8, a), .rows = 90};
-    const auto y = quantized_gemm(chunks, {b}, {.dtype = at::kFloat}),
-               expected = quantized_gemm({a}, {b}, {.dtype = at::kFloat});
+    const auto y = quantized_gemm(chunks, {b}, {.dtype = at::kFloat}).out,
+               expected = quantized_gemm({a}, {b}, {.dtype = at::kFloat}).out;
     EXPECT_TRUE(at::allclose(y, expected, 1e-5, 1e-5));
     EXPECT_TRUE(at::allclose(y[60], expected[60], 1e-5, 0));
   }
@@ -268,7 +305,7 @@ TEST(Quantize, GemmOfPartsTakesScalesBeyondBfloat16) {
 TEST(Quantize, GemmOfNoRowsIsEmpty) {
   const auto b = quantize(at::randn({48, 64}), {}, {});
   const auto none = quantize(at::randn({0, 64}), {}, {.amax = at::full({1}, 1.0, at::kFloat)});
-  EXPECT_EQ(quantized_gemm({.list = {{none, 0}, {none, 0}}, .rows = 0}, {b}, {}).sizes(), at::IntArrayRef({0, 48}));
+  EXPECT_EQ(quantized_gemm({.list = {{none, 0}, {none, 0}}, .rows = 0}, {b}, {}).out.sizes(), at::IntArrayRef({0, 48}));
 }
 
 }  // namespace

@@ -129,7 +129,7 @@ TEST_P(QuantizedSchedules, AllGatherGemmMatchesFullGemm) {
                               headers[transport.rank()] = 1;
                               const auto gemm = kernels::bounded_gemm(kernels::dequantize(all, false, at::kFloat),
                                                                       kernels::dequantize(q_w, false, at::kFloat).t());
-                              if (const auto text = kernels::mismatch(y, kernels::rounded(gemm, at::kBFloat16));
+                              if (const auto text = kernels::mismatch(y.out, kernels::rounded(gemm, at::kBFloat16));
                                   !text.empty())
                                 C10_THROW_ERROR(Error, text);
                               for (const int found : headers)
@@ -160,7 +160,7 @@ TEST_P(QuantizedSchedules, ErrorOfACheckIsRaisedAfterTheCollective) {
                           }
                           const bool expected = transport.rank() == 0;
                           if ((error == "rank 1 does not fit") != expected) C10_THROW_ERROR(Error, "error: " + error);
-                          if (call(ignore).size(0) != 8 * ranks) C10_THROW_ERROR(Error, "wrong size");
+                          if (call(ignore).out.size(0) != 8 * ranks) C10_THROW_ERROR(Error, "wrong size");
                         }),
               Each(""));
 }

@@ -17,15 +17,15 @@ class ActivationLinear final : public BackwardFusion {
 
   ops::Gradient backward(StepContext& ctx, const ops::Gradient& grad) const override {
     auto activation = ctx.op(activation_.index), linear = ctx.op(linear_.index);
-    const auto dy_all = linear_->gather(grad);
-    linear_->weight_gradient(linear, dy_all);
+    const auto dy = linear_->prepare_output_gradient(linear, grad, ctx.params(linear_.index));
+    linear_->weight_gradient(linear, dy);
     if (!activation.needs_input_grad()) return {};
     const bool needs_db = bias_ && ctx.op(bias_.index).needs_param_grad(0);
-    auto result = linear_->input_gradient(linear, dy_all.value, ctx.params(linear_.index),
+    auto result = linear_->input_gradient(linear, dy, ctx.params(linear_.index),
                                           {.act_grad = activation_->act(),
                                            .act_input = ops::as_matrix(activation.saved(ops::ActivationOp::kInput)),
                                            .keep_column_sums = needs_db,
-                                           .keep_packed_transpose = ctx.needs_packed_dx(dy_all.value)});
+                                           .keep_packed_transpose = ctx.needs_packed_dx(dy.sizes)});
     if (needs_db) bias_->set_gradient(ctx.op(bias_.index), std::move(result.column_sums));
     if (!ctx.op(0).needs_input_grad()) return {};
     return {result.out, result.packed_transpose};
@@ -57,7 +57,8 @@ PatternRule backward_activation_linear() {
             return {std::make_shared<ops::Bias>(ops::Bias::Options{.size = 8}),
                     std::make_shared<ops::Activation>(ops::Activation::Options{.kind = kernels::ActKind::geglu}),
                     std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 4, .out_features = 4})};
-          }};
+          },
+          .quantized = true};
 }
 
 }  // namespace weft::fused

@@ -15,12 +15,12 @@ class LinearAddBackward final : public BackwardFusion {
     auto fork = ctx.op(0), linear = ctx.op(1);
     auto g = fork.take_extra_output_grad(0);
     if (!grad.value.defined()) return g;
-    const auto dy_all = linear_->gather(grad);
-    linear_->weight_gradient(linear, dy_all);
+    const auto dy = linear_->prepare_output_gradient(linear, grad, ctx.params(1));
+    linear_->weight_gradient(linear, dy);
     if (!linear.needs_input_grad()) return {};
     kernels::Epilogue epilogue;
     set_addend(epilogue, g, fork_->in_place(), linear.dtype(ctx.params(1)[0].scalar_type()));
-    return linear_->input_gradient(linear, dy_all.value, ctx.params(1), std::move(epilogue)).out;
+    return linear_->input_gradient(linear, dy, ctx.params(1), std::move(epilogue)).out;
   }
 
  private:
@@ -41,7 +41,8 @@ PatternRule backward_linear_add() {
           .sample = []() -> std::vector<ops::OpPtr> {
             return {std::make_shared<ops::MakeExtraOutput>(ops::MakeExtraOutput::Options{.in_place = true}),
                     std::make_shared<ops::BasicLinear>(ops::BasicLinear::Options{.in_features = 8, .out_features = 4})};
-          }};
+          },
+          .quantized = true};
 }
 
 }  // namespace weft::fused

@@ -13,9 +13,9 @@ class LinearScale final : public BackwardFusion {
 
   ops::Gradient backward(StepContext& ctx, const ops::Gradient& grad) const override {
     auto linear = ctx.op(0);
-    const auto dy_all = linear_->gather(grad);
-    linear_->weight_gradient(linear, dy_all, scale_);
-    return linear_->input_gradient(linear, dy_all.value, ctx.params(0), {.scale = scale_}).out;
+    const auto dy = linear_->prepare_output_gradient(linear, grad, ctx.params(0));
+    linear_->weight_gradient(linear, dy, scale_);
+    return linear_->input_gradient(linear, dy, ctx.params(0), {.scale = scale_}).out;
   }
 
  private:

@@ -50,16 +50,18 @@ PatternRule forward_linear_bias() {
 }
 
 PatternRule forward_linear_bias_activation() {
-  return {
-      .name = "linear_bias_activation",
-      .pattern = {one<ops::BasicLinear>(), maybe<ops::Bias>(), one<ops::ActivationOp>()},
-      .reject = reject,
-      .make = make_fused<LinearBiasActivation>(),
-      .sample = [] {
-        auto list = sample();
-        list.push_back(std::make_shared<ops::Activation>(ops::Activation::Options{.kind = kernels::ActKind::geglu}));
-        return list;
-      }};
+  return {.name = "linear_bias_activation",
+          .pattern = {one<ops::BasicLinear>(), maybe<ops::Bias>(), one<ops::ActivationOp>()},
+          .reject = reject,
+          .make = make_fused<LinearBiasActivation>(),
+          .sample =
+              [] {
+                auto list = sample();
+                list.push_back(
+                    std::make_shared<ops::Activation>(ops::Activation::Options{.kind = kernels::ActKind::geglu}));
+                return list;
+              },
+          .quantized = true};
 }
 
 }  // namespace weft::fused

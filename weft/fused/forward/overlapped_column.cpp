@@ -13,15 +13,15 @@ class OverlappedColumn final : public ForwardFusion {
       : linear_(match.find<ops::BasicLinear>()),
         bias_(match.find<ops::Bias>()),
         activation_(match.find<ops::ActivationOp>()),
-        group_(match) {}
+        group_(match) {
+    if (!reject_activation(activation_, linear_->local_out_features()).empty()) std::swap(activation_, separate_);
+  }
 
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
-    if (!ctx.op(0).plan().recipe)
-      return save_pre_act(ctx, activation_, forward_gemm(ctx, x, bias_activation(ctx, bias_, activation_)));
-    auto y = forward_gemm(ctx, x, {.bias = bias_of(ctx, bias_)}).out;
-    if (!activation_) return y;
-    auto activation = ctx.op(activation_.index);  // a quantized GEMM does not apply it
-    return activation_->forward(activation, y, {});
+    auto y = save_pre_act(ctx, activation_, forward_gemm(ctx, x, bias_activation(ctx, bias_, activation_)));
+    if (!separate_) return y;
+    auto activation = ctx.op(separate_.index);
+    return separate_->forward(activation, y, {});
   }
 
  private:
@@ -37,17 +37,13 @@ class OverlappedColumn final : public ForwardFusion {
 
   MatchedOp<ops::BasicLinear> linear_;
   MatchedOp<ops::Bias> bias_;
-  MatchedOp<ops::ActivationOp> activation_;
+  MatchedOp<ops::ActivationOp> activation_, separate_;  // in the GEMM's epilogue, or after it
   LinearGroup group_;
 };
 
 std::string reject(const Match& m, const PlanView& view) {
-  const auto& linear = m.get<ops::BasicLinear>();
-  if (!linear.gathers_input()) return "no communication in forward without sequence_parallel";
-  if (auto reason = first_reason({reject_overlap(m, view), reject_mixed_dtypes(m, view, 0, m.size() - 1)});
-      !reason.empty() || view.key.recipe())
-    return reason;
-  return reject_activation(m.find<ops::ActivationOp>(), linear.local_out_features());
+  if (!m.get<ops::BasicLinear>().gathers_input()) return "no communication in forward without sequence_parallel";
+  return first_reason({reject_overlap(m, view), reject_mixed_dtypes(m, view, 0, m.size() - 1)});
 }
 
 }  // namespace

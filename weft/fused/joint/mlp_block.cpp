@@ -40,10 +40,10 @@ class MlpBlock final : public JointFusion {
   bool routes_inner_channels() const override { return true; }
   bool reads_param(int index, int) const override { return index == norm_.index; }
   bool reads_saved(const ops::OpPlan* plans, int index, int slot) const override {
-    if (index == up_.index && slot == BasicLinear::kInput) return narrow_ || !plans[norm_.index].needs_grad;
-    if (index == down_.index && slot == BasicLinear::kInput)
-      return narrow_ || !plans[activation_.index].needs_input_grad;
-    return true;
+    if (slot != BasicLinear::kInput || (index != up_.index && index != down_.index)) return true;
+    const bool recomputes =
+        index == up_.index ? plans[norm_.index].needs_grad : plans[activation_.index].needs_input_grad;
+    return narrow_ || !recomputes || !BasicLinear::takes_recomputed_input(plans[index]);
   }
 
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
@@ -90,19 +90,22 @@ class MlpBlock final : public JointFusion {
     auto activation = ctx.op(activation_.index), down = ctx.op(down_.index);
     const auto& p = activation.saved(ActivationOp::kInput);
     const bool needs_db = up_bias_ && ctx.op(up_bias_.index).needs_param_grad(0);
-    auto h = down.saved(BasicLinear::kInput);
-    const bool recompute_h = down.needs_param_grad(0) && !h.defined();
+    const bool recompute_h = down.needs_param_grad(0) && !down.saved(BasicLinear::kInput).defined();
+    const auto gradient = down_->prepare_output_gradient(down, grad, ctx.params(down_.index));
     kernels::GemmResult result;
     if (down.needs_input_grad())
-      result = down_->input_gradient(down, dy, ctx.params(down_.index),
+      result = down_->input_gradient(down, gradient, ctx.params(down_.index),
                                      {.act_grad = activation_->act(),
                                       .act_input = ops::as_matrix(p),
                                       .keep_act_output = recompute_h,
                                       .keep_column_sums = needs_db,
                                       .keep_packed_transpose = up_->uses_packed_dy(ctx.op(up_.index).plan(), dy)});
     if (recompute_h)
-      h = result.act_output.defined() ? result.act_output : kernels::activation_forward(activation_->act(), p);
-    down_->weight_gradient_of(down, grad, h);
+      down_->weight_gradient_of(
+          down, gradient,
+          result.act_output.defined() ? result.act_output : kernels::activation_forward(activation_->act(), p));
+    else
+      down_->weight_gradient(down, gradient);
     if (needs_db) up_bias_->set_gradient(ctx.op(up_bias_.index), std::move(result.column_sums));
     return {result.out, result.packed_transpose};
   }
@@ -144,7 +147,8 @@ PatternRule joint_mlp_block() {
                       one<ActivationOp>(), one<BasicLinear>(), maybe<ops::Bias>(), maybe<ops::AddExtraInput>()},
           .reject = reject,
           .make = make_fused<MlpBlock>(),
-          .sample = sample};
+          .sample = sample,
+          .quantized = true};
 }
 
 }  // namespace weft::fused

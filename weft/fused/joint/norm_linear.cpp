@@ -26,7 +26,8 @@ class NormLinear final : public JointFusion {
 
   bool reads_param(int index, int) const override { return index == norm_.index; }
   bool reads_saved(const ops::OpPlan* plans, int index, int slot) const override {
-    return index != linear_.index || slot != BasicLinear::kInput || !plans[norm_.index].needs_grad;
+    return index != linear_.index || slot != BasicLinear::kInput || !plans[norm_.index].needs_grad ||
+           !BasicLinear::takes_recomputed_input(plans[linear_.index]);
   }
 
   at::Tensor forward(StepContext& ctx, const at::Tensor& x) const override {
@@ -84,6 +85,7 @@ PatternRule joint_norm_linear() {
                     std::make_shared<BasicLinear>(BasicLinear::Options{.in_features = 8, .out_features = 4}),
                     std::make_shared<ops::Bias>(ops::Bias::Options{.size = 4})};
           },
+          .quantized = true,
           .opt_in = true};  // saves memory at the cost of time: backward recomputes the norm
 }
 

@@ -20,11 +20,12 @@ struct EpilogueRow {
   void put(const RowMajorView& rows, int64_t j, const Vec& v, Count count) const {
     write(rows.dtype, rows.data, row * rows.ld + j, v, count);
   }
-  /// scale·P + bias; stored to `pre_act` if that is kept.
+  /// scale·P + bias, rounded to `step_dtype`; stored to `pre_act` if that is kept.
   template <class Count>
   Vec pre_activation(int64_t j, Count count) const {
     Vec v = scale * get(call.product, j, count);
     if (call.bias) v = v + read(call.bias.dtype, call.bias.data, j, count);
+    v = rounded(call.step_dtype, v);
     if (call.pre_act) put(call.pre_act, j, v, count);
     return v;
   }

@@ -103,6 +103,18 @@ void write(at::ScalarType dtype, void* p, int64_t i, const Vec& v, Count count) 
   }
 }
 
+/// v as `dtype` holds it.
+inline Vec rounded(at::ScalarType dtype, const Vec& v) {
+  switch (dtype) {
+    case at::kBFloat16:
+      return widen<at::BFloat16>(narrow<at::BFloat16>(v));
+    case at::kHalf:
+      return widen<at::Half>(narrow<at::Half>(v));
+    default:
+      return v;
+  }
+}
+
 /// Calls run(T{}) with the C++ type of `dtype`.
 template <class F>
 void with_dtype(at::ScalarType dtype, F&& run) {

@@ -109,6 +109,7 @@ struct EpilogueCall {
   float scale = 1;
   RowMajorView bias;  // one row
   RowMajorView pre_act;
+  at::ScalarType step_dtype = at::kFloat;  // v is rounded to it before an activation
   std::optional<Act> act = {}, act_grad = {};
   RowMajorView act_input, act_output;
   float* column_sums = nullptr;  // Σ_rows is added

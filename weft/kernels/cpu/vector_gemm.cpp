@@ -100,23 +100,26 @@ StridedMatrix strided_matrix(const Matrix& m) {
   return {m.t.const_data_ptr(), m.rows(), m.columns(), strides[m.transposed ? 1 : 0], strides[m.transposed ? 0 : 1]};
 }
 
-/// One GEMM with its epilogue: the results, and views of them for the loops.
-struct VectorGemm {
+/// An epilogue: its results, and views of them for the loops.
+struct VectorEpilogue {
   Tier tier;
-  const Matrix &a, &b;
+  const at::Tensor& like;  // on the device of the results
   const Epilogue& e;
-  at::ScalarType dtype;
+  at::ScalarType dtype;                // of the operands, pre_act, and the result unless the epilogue has another
   int64_t m, n, columns;               // columns: of the result
   at::Tensor bias, act_input, addend;  // of the epilogue, with contiguous rows
   GemmResult result;
   EpilogueCall call;
 
-  VectorGemm(Tier tier, const Matrix& a, const Matrix& b, const Epilogue& e)
-      : tier(tier), a(a), b(b), e(e), dtype(a.t.scalar_type()), m(a.rows()), n(b.columns()), columns(n) {
+  VectorEpilogue(Tier tier, const at::Tensor& like, const Epilogue& e, at::ScalarType dtype, int64_t m, int64_t n)
+      : tier(tier), like(like), e(e), dtype(dtype), m(m), n(n), columns(n) {
     if (e.act && e.act->gated()) columns = n / 2;
     if (e.act_grad && e.act_grad->gated()) columns = 2 * n;
+  }
+  /// Uses `out`, or allocates.
+  void allocate_result() {
     const bool direct = e.out.defined() && row_contiguous(e.out);
-    result.out = direct ? e.out : new_empty(a.t, {m, columns}, e.result_dtype(dtype));
+    result.out = direct ? e.out : new_empty(like, {m, columns}, e.result_dtype(dtype));
   }
   /// Fills `call` and allocates the outputs that the epilogue keeps.
   void prepare() {
@@ -126,12 +129,12 @@ struct VectorGemm {
       bias = contiguous(e.bias);
       call.bias = {const_cast<void*>(bias.const_data_ptr()), 0, bias.scalar_type()};
     }
-    if (e.keep_pre_act) result.pre_act = new_empty(a.t, {m, n}, dtype), call.pre_act = rows_of(result.pre_act);
+    if (e.keep_pre_act) result.pre_act = new_empty(like, {m, n}, dtype), call.pre_act = rows_of(result.pre_act);
     if (e.act_grad) {
       act_input = row_contiguous(e.act_input) ? e.act_input : e.act_input.contiguous();
       call.act_input = rows_of(act_input);
       if (e.keep_act_output)
-        result.act_output = new_empty(a.t, {m, n}, act_input.scalar_type()),
+        result.act_output = new_empty(like, {m, n}, act_input.scalar_type()),
         call.act_output = rows_of(result.act_output);
     }
     if (e.addend.defined()) {
@@ -139,7 +142,7 @@ struct VectorGemm {
       call.addend = rows_of(addend);
     }
     if (e.keep_column_sums) {
-      result.column_sums = new_zeros_f32(a.t, columns);
+      result.column_sums = new_zeros_f32(like, columns);
       call.column_sums = result.column_sums.mutable_data_ptr<float>();
     }
   }
@@ -158,6 +161,29 @@ struct VectorGemm {
   GemmResult finish() {
     if (e.out.defined() && !e.out.is_same(result.out)) result.out = e.out.copy_(result.out);
     return std::move(result);
+  }
+
+  /// The whole epilogue of P, which becomes the result where it can.
+  GemmResult run(const at::Tensor& product) {
+    if (!e.out.defined() && columns == n && e.result_dtype(dtype) == at::kFloat)
+      result.out = product;
+    else
+      allocate_result();
+    prepare();
+    if (e.act || e.act_grad) call.step_dtype = dtype;
+    call.product = rows_of(product);
+    apply(call, m);
+    return finish();
+  }
+};
+
+/// One GEMM with its epilogue.
+struct VectorGemm : VectorEpilogue {
+  const Matrix &a, &b;
+
+  VectorGemm(Tier tier, const Matrix& a, const Matrix& b, const Epilogue& e)
+      : VectorEpilogue(tier, a.t, e, a.t.scalar_type(), a.rows(), b.columns()), a(a), b(b) {
+    allocate_result();
   }
 
   /// Whether the epilogue is scale·P + addend and nothing else.
@@ -222,7 +248,7 @@ struct VectorGemm {
     const auto computed = native ? dtype : at::kFloat;
     const auto operand = native ? right : reused_operand(right);
     const auto storage = product_storage(computed);
-    const auto scratch = storage.defined() ? at::Tensor{} : new_empty(a.t, {std::min(m, kRowsPerBlock), n}, computed);
+    const auto scratch = storage.defined() ? at::Tensor{} : new_empty(like, {std::min(m, kRowsPerBlock), n}, computed);
     for (int64_t row = 0; row < m; row += kRowsPerBlock) {
       const auto rows = std::min(kRowsPerBlock, m - row);
       auto p = storage.defined() ? storage.narrow(0, row, rows) : scratch.narrow(0, 0, rows);
@@ -249,6 +275,11 @@ GemmResult vector_gemm(Tier tier, const Matrix& a, const Matrix& b, const Epilog
   VectorGemm call(tier, a, b, epilogue);
   gemm_is_small(call.m, call.n, b.rows()) ? call.run_small() : call.run_large();
   return call.finish();
+}
+
+GemmResult vector_epilogue(Tier tier, const at::Tensor& product, const Epilogue& epilogue, at::ScalarType dtype) {
+  const auto rows = product.is_contiguous() ? product : product.contiguous();
+  return VectorEpilogue(tier, rows, epilogue, dtype, rows.size(0), rows.size(1)).run(rows);
 }
 
 }  // namespace weft::kernels

@@ -55,6 +55,21 @@ at::Tensor stored(const at::Tensor& value, const Epilogue& e, at::ScalarType dty
   return e.out.defined() ? e.out.copy_(value) : as_dtype(value, dtype);
 }
 
+/// The epilogue of v = scale·A B + bias, with a result of `dtype`.
+GemmResult finish(at::Tensor v, const Epilogue& e, at::ScalarType dtype) {
+  GemmResult r;
+  if (e.keep_pre_act) r.pre_act = v;
+  if (e.act) v = ref::activation_forward(*e.act, v);
+  if (e.act_grad) {
+    if (e.keep_act_output) r.act_output = ref::activation_forward(*e.act_grad, e.act_input);
+    v = ref::activation_backward(*e.act_grad, v, e.act_input);
+  }
+  if (e.keep_column_sums) r.column_sums = at::sum(v, 0, /*keepdim=*/false, at::toOpMathType(v.scalar_type()));
+  if (e.addend.defined()) v = at::add(v, e.addend);
+  r.out = stored(v, e, dtype);
+  return r;
+}
+
 }  // namespace
 
 GemmResult gemm(const at::Tensor& a, const at::Tensor& b, Epilogue e) {
@@ -81,17 +96,14 @@ GemmResult gemm(const at::Tensor& a, const at::Tensor& b, Epilogue e) {
     r.out = at::addmm(e.addend, a, b, 1, e.scale);
     return r;
   }
-  auto v = scaled_gemm(a, b, e.scale, e.bias);
-  if (e.keep_pre_act) r.pre_act = v;
-  if (e.act) v = ref::activation_forward(*e.act, v);
-  if (e.act_grad) {
-    if (e.keep_act_output) r.act_output = ref::activation_forward(*e.act_grad, e.act_input);
-    v = ref::activation_backward(*e.act_grad, v, e.act_input);
-  }
-  if (e.keep_column_sums) r.column_sums = at::sum(v, 0, /*keepdim=*/false, at::toOpMathType(v.scalar_type()));
-  if (e.addend.defined()) v = at::add(v, e.addend);
-  r.out = stored(v, e, dtype);
-  return r;
+  return finish(scaled_gemm(a, b, e.scale, e.bias), e, dtype);
+}
+
+GemmResult apply_epilogue(const at::Tensor& product, const Epilogue& e, at::ScalarType dtype) {
+  auto v = e.scale == 1 ? product : product.mul(e.scale);
+  if (e.bias.defined()) v = v.add(e.bias);
+  if (e.act || e.act_grad || e.keep_pre_act) v = as_dtype(v, dtype);
+  return finish(v, e, e.result_dtype(dtype));
 }
 
 }  // namespace weft::kernels::ref
