@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 work=$PWD/build/aarch64
 root=$work/root
-torch_version=$(sed -n 's/.*torch==\([0-9.]*\).*/\1/p' .ci/run | head -1)
+torch_version=$(sed -n 's/.*torch==\([0-9.]*\).*/\1/p' .ci/common.sh | head -1)
 site=$work/site-$torch_version
 
 if [[ ! -e $site/torch/lib/libtorch_cpu.so ]]; then

@@ -101,7 +101,7 @@ def pytest(*arguments: str, slow: bool = False, figure: str | None = None) -> Ch
 
 
 def with_te(settings: Settings) -> Settings:
-    """With the unmodified Transformer Engine, which .ci/run installs in build/te."""
+    """With the unmodified Transformer Engine, which .ci/common.sh installs in build/te."""
     paths = os.pathsep.join([str(ROOT / "python"), str(ROOT / "build/te")])
     return replace(settings, environment={**settings.environment, "PYTHONPATH": paths})
 

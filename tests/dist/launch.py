@@ -20,7 +20,7 @@ from typing_extensions import Self
 import torchweft
 
 HERE = pathlib.Path(__file__).parent
-# Folders of packages that are not installed with the others: see .ci/run.
+# Folders of packages that are not installed with the others: see .ci/common.sh.
 PACKAGES = [*filter(None, [os.environ.get("WEFT_MEGATRON")]), str(HERE.parent.parent / "build/te")]
 PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 

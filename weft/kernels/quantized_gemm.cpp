@@ -7,6 +7,7 @@
 #include <cmath>
 #include <set>
 
+#include "weft/kernels/cpu_tensors.h"
 #include "weft/kernels/quantize_math.h"
 #include "weft/kernels/quantize_tiers.h"
 #include "weft/kernels/row_chunks.h"
