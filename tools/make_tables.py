@@ -106,15 +106,16 @@ def reference_tests(result: dict) -> str:
 
     def cell(row: dict | None) -> str:
         if row is None or "passed" not in row:
-            return ""
+            return row["remarks"] if row else ""
         drawn = f" of {row['draw']} drawn" if row["draw"] and sum(row[c] for c in counts) >= row["draw"] else ""
         return ", ".join(str(row[c]) for c in counts) + drawn
 
     lines = []
     for file in dict.fromkeys(row["file"] for row in rows):
         found = {row["release"]: row for row in rows if row["file"] == file}
-        remarks = dict.fromkeys(row["remarks"] for row in found.values() if row["remarks"])
-        lines.append((file, *(cell(found.get(release)) for release in releases), "; ".join(remarks)))
+        reasons = {r: found[r]["remarks"] for r in releases if found.get(r, {}).get("passed") is not None}
+        why = "; ".join(f"{r}: {reason}" for r, reason in reasons.items() if reason)
+        lines.append((file, *(cell(found.get(release)) for release in releases), why))
     dates = {r: min(row["date"] for row in rows if row["release"] == r) for r in releases}
     return markdown(("file", *(f"{r}, {dates[r]}" for r in releases), "failed because of"), lines)
 

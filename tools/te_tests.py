@@ -46,6 +46,7 @@ REASONS = (  # of failures: (pattern of the error, reason)
     (r"Timeout", "did not end in time"),
     (r"No dot product attention backend", "requires FP8 attention"),
     (r"core_attention_bias tensor must be|assert len\(saved_tensors\)", "expects another release"),
+    (r"ctx must have \.tensor_objects", "checkpointed attention of this release does not detach packed QKV"),
     (r"CompletedProcess|CalledProcessError", "a program that it starts failed"),
     (r"not (close|equal)|mismatch|Mismatched", "another result"),
     (

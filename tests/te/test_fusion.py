@@ -6,6 +6,7 @@ pytest -p torchweft.te.pytest_plugin tests/te
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -113,7 +114,7 @@ def test_quantized_runs_have_the_same_codes(name, chosen):
     """In float32 a code that differs would be an error of 1e-3 or more."""
     calls = 3 if chosen == "delayed" else 1  # the first scales are 1
     fused, plain = (Step(name, on, RECIPES[chosen], calls=calls) for on in (True, False))
-    assert kinds(fused.module) == ["WeftRun"]
+    assert kinds(fused.module) == ["WeftRun"] * (2 if name == "scaled" else 1)  # it has a Reshape
     found = errors(fused, plain)
     assert max(found.values()) < 1e-5, found
     if name == "mlp":
@@ -258,6 +259,44 @@ def test_quantize_begins_and_ends_a_run():
             assert type(alone(x)).__name__ == "Float8Tensor"
     for found, wanted in zip(*results, strict=True):
         assert relative(found, wanted) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:Quantizer is being updated")  # Transformer Engine's, of its own quantizers
+@pytest.mark.parametrize("override", (None, "high_precision", "dequantized"))
+@pytest.mark.parametrize("chosen", sorted(RECIPES.keys() - {"delayed"}))
+def test_quantized_weights_of_two_linears(chosen, override):
+    recipe = dataclasses.replace(RECIPES[chosen], backward_override=override)
+    results = []
+    for fused in (True, False):
+        _fusion.enabled = fused
+        torch.manual_seed(0)
+        dtype = torch.bfloat16 if chosen == "nvfp4" else torch.float32
+        with te.quantized_model_init(recipe=recipe):
+            linears = [ops.BasicLinear(WIDTH, WIDTH, dtype=dtype) for _ in range(2)]
+            module = ops.Sequential(linears[0], ops.GELU(), linears[1])
+        x = torch.randn(ROWS, WIDTH, device="cuda", dtype=dtype, requires_grad=True)
+        with te.autocast(recipe=recipe):
+            y = module(x)
+        y.backward(torch.randn(ROWS, WIDTH, device="cuda", dtype=dtype))
+        results.append([y, x.grad, *(p.grad for p in module.parameters())])
+        assert kinds(module).count("WeftRun") == fused
+    bound = 0.3 if chosen == "nvfp4" else 0.1 if override else 1e-5  # stochastic rounding; it may quantize twice
+    for found, wanted in zip(*results, strict=True):
+        assert relative(found, wanted) < bound
+
+
+def test_linears_of_a_run_have_the_limits_of_their_own_steps():
+    """Without gradients a linear may have 8 features, and one after a `Reshape` has other rows than the run."""
+    _fusion.enabled = True
+    narrow = ops.Sequential(ops.Linear(WIDTH, WIDTH), ops.GELU(), ops.Linear(WIDTH, 8))
+    x = torch.randn(ROWS, WIDTH, device="cuda")
+    with torch.no_grad(), te.autocast(recipe=RECIPES["current"]):
+        assert narrow(x).shape == (ROWS, 8)
+    with pytest.raises(RuntimeError, match="8"), te.autocast(recipe=RECIPES["current"]):
+        narrow(x).sum().backward()
+    reshaped = ops.Sequential(ops.Linear(WIDTH, WIDTH), ops.Reshape((-1, 2 * WIDTH)), ops.Linear(2 * WIDTH, WIDTH))
+    with pytest.raises((ValueError, RuntimeError), match="16 rows|multiple"), te.autocast(recipe=RECIPES["mxfp8"]):
+        reshaped(torch.randn(32, WIDTH, device="cuda"))
 
 
 @pytest.mark.filterwarnings("ignore:Quantizer is being updated")  # Transformer Engine's, of its own quantizers

@@ -143,8 +143,22 @@ GemmResult finish(at::Tensor product, Epilogue e, double factor, at::ScalarType 
   return apply_epilogue(product, e, dtype);
 }
 
-/// Whether the epilogue only adds: then the bfloat16 GEMM of decoded operands applies it as that of their dtype would.
-bool only_adds(const Epilogue& e) { return !e.act && !e.act_grad && !e.keep_pre_act && !e.keep_column_sums; }
+bool has_activation(const Epilogue& e) { return e.act || e.act_grad || e.keep_pre_act || e.keep_column_sums; }
+
+/// What one bfloat16 GEMM of decoded operands applies: the whole epilogue, or v up to the activation, as a separate
+/// linear would store it.
+Epilogue before_activation(const Epilogue& e, at::ScalarType nominal) {
+  return has_activation(e) ? Epilogue{.scale = e.scale, .bias = e.bias, .dtype = nominal} : e;
+}
+/// The result, from what such a GEMM returned.
+GemmResult after_gemm(const at::Tensor& v, Epilogue e, at::ScalarType nominal) {
+  GemmResult result;
+  result.out = v;
+  if (!has_activation(e)) return result;
+  e.scale = 1;
+  e.bias = at::Tensor();
+  return apply_epilogue(v.to(at::kFloat), e, nominal);
+}
 
 /// Rows [from, to) of the rowwise copy of a matrix whose blocks do not span rows, to be decoded.
 QuantizedMatrix rows_between(const QuantizedMatrix& matrix, int64_t from, int64_t to) {
@@ -266,12 +280,13 @@ GemmResult quantized_gemm(const QuantizedOperand& a, const QuantizedOperand& b, 
   if (left.block_scales.defined())
     return finish(sum_scaled_blocks(left, right, a.matrix.quantization.block), e, 1, nominal);
   const auto factor = factor_of_products(a, b);
-  if (!only_adds(e) || e.dtype == at::kDouble || !is_normal_float(e.scale * factor) ||
+  auto first = before_activation(e, nominal);
+  first.scale *= factor;
+  if (first.dtype == at::kDouble || !is_normal_float(first.scale) ||
       left.values.scalar_type() != right.values.scalar_type() ||
-      gemm_tier(left.values, transposed(right.values), e) != Tier::amx)
+      gemm_tier(left.values, transposed(right.values), first) != Tier::amx)
     return finish(float32_product(left.values, right.values), e, factor, nominal);
-  e.scale *= factor;
-  return gemm(left.values, transposed(right.values), e);
+  return after_gemm(gemm(left.values, transposed(right.values), first).out, e, nominal);
 }
 
 bool multiplies_in_chunks(const Quantization& quantization) {
@@ -292,21 +307,19 @@ GemmResult quantized_gemm(const QuantizedRowChunks& a, const QuantizedOperand& b
   const DecodedRows rows(a, right.values.scalar_type());
   const auto factor = factor_of_products(first, b);
   const auto w = transposed(right.values);
-  Epilogue scaled = e;
-  scaled.scale *= factor;
-  const bool on_amx = only_adds(e) && !e.addend.defined() && !e.out.defined() && e.dtype != at::kDouble &&
-                      is_normal_float(scaled.scale) && gemm_tier(rows.chunks().list.front().a, w, scaled) == Tier::amx;
-  const auto y = gemm(rows.chunks(), w, on_amx ? scaled : Epilogue{.dtype = at::kFloat}).out;
+  auto first_part = before_activation(e, nominal);
+  first_part.scale *= factor;
+  const bool on_amx = !first_part.addend.defined() && !first_part.out.defined() && first_part.dtype != at::kDouble &&
+                      is_normal_float(first_part.scale) &&
+                      gemm_tier(rows.chunks().list.front().a, w, first_part) == Tier::amx;
+  const auto y = gemm(rows.chunks(), w, on_amx ? first_part : Epilogue{.dtype = at::kFloat}).out;
   for (const int chunk : rows.not_representable()) {
     const auto& [matrix, row] = a.list[chunk];
     y.narrow(0, row, matrix.rows)
-        .copy_(on_amx ? quantized_gemm({matrix}, b, e).out
+        .copy_(on_amx ? quantized_gemm({matrix}, b, before_activation(e, nominal)).out
                       : float32_product(decode_operand({matrix}, at::kFloat).values, right.values));
   }
-  if (!on_amx) return finish(y, e, factor, nominal);
-  GemmResult result;
-  result.out = y;
-  return result;
+  return on_amx ? after_gemm(y, e, nominal) : finish(y, e, factor, nominal);
 }
 
 }  // namespace weft::kernels

@@ -100,13 +100,19 @@ DelayedTensor delayed_tensor(const OpContext& ctx, at::Tensor Buffers::* which, 
   return {given->*which, index};
 }
 
+/// W as the caller quantized it, or null.
+const QuantizedMatrix* given_weight(const OpContext& ctx) {
+  const auto* given = ctx.buffers();
+  return given ? given->weight.get() : nullptr;
+}
+
 /// W as the caller quantized it, or else quantized here.
 QuantizedMatrix quantize_weight(const OpContext& ctx, const at::Tensor& w, bool columnwise) {
   const auto& recipe = *ctx.plan().recipe;
-  const auto* given = ctx.buffers();
-  if (!given || !given->weight)
+  const auto* given = given_weight(ctx);
+  if (!given)
     return delayed_tensor(ctx, &Buffers::forward_scaling, 1).quantize(recipe.weight, w, {.columnwise = columnwise});
-  auto q = *given->weight;
+  auto q = *given;
   TORCH_CHECK_VALUE(q.rows == w.size(0) && q.columns == w.size(1), "the caller's quantized weight has shape [", q.rows,
                     ", ", q.columns, "], expected ", w.sizes(), ".");
   TORCH_CHECK_VALUE(q.quantization == recipe.weight.quantization(),
@@ -189,7 +195,12 @@ kernels::GemmResult BasicLinear::quantized_gemm(OpContext& ctx, const at::Tensor
 
   if (needs_dw && ctx.saves(kInput)) ctx.save(kInput, copies_x ? saved_bytes(recipe, q_x) : local);
   if (needs_dx && !originals) ctx.save(kWeight, saved_bytes(recipe, q_w));
-  if (needs_dx && originals && !w.is_same(weight)) ctx.save(kWeight, w);
+  if (needs_dx && originals) {
+    if (given_weight(ctx))
+      ctx.save(kWeight, kernels::dequantize(q_w, false, dtype));  // the Parameter has no values of its own
+    else if (!w.is_same(weight))
+      ctx.save(kWeight, w);
+  }
   const auto saved = save_recipe(recipe, ctx.needs_grad());
   if (saved.defined()) ctx.save(kRecipe, saved);
   if (observer) observer->observe_forward(call_number(saved), weight, {observed, q_x}, {w, q_w});
@@ -242,6 +253,7 @@ OutputGradient BasicLinear::quantize_output_gradient(OpContext& ctx, const at::T
     observe(as_matrix(dy), {});
     return Gradient(gather_output_gradient(dy).wait());
   }
+  if (!ctx.needs_grad()) return Gradient(gather_output_gradient(dy).wait());
   const auto delayed = delayed_tensor(ctx, &Buffers::backward_scaling, 0);
   const bool needs_dw = ctx.needs_param_grad(0);
   // With one scale, codes of one byte are all that the ranks need: the columnwise copy is the transposed one.
@@ -255,7 +267,6 @@ OutputGradient BasicLinear::quantize_output_gradient(OpContext& ctx, const at::T
     return {{}, std::move(all), sizes};
   }
   OutputGradient out = Gradient(gather_output_gradient(dy).wait());
-  if (!ctx.needs_grad()) return out;
   const auto rows = as_matrix(out.values.value);
   out.quantized = delayed.quantize(recipe.grad_output, rows,
                                    {.rowwise = ctx.needs_input_grad() || observer,

@@ -153,6 +153,10 @@ def _quantizes(op: Any) -> bool:
     return type(op).__name__ == "Quantize" and (op._quantize_forward or op._quantize_backward)
 
 
+def _changes_rows(op: Any) -> bool:
+    return type(op).__name__ in ("Reshape", "AllGather", "ReduceScatter") or getattr(op, "sequence_parallel", False)
+
+
 def _quantizers(linear: Any, group: int = 0) -> list[Any]:
     """Returns the quantizers of input, weight and output gradient."""
     places = (("forward", 2 * group), ("forward", 2 * group + 1), ("backward", group))
@@ -285,11 +289,13 @@ def _make_class() -> Any:
             if self._linears and active is not None:
                 recipe, quantizers = self._quantization(active)
                 rows = input_.numel() // max(input_.shape[-1], 1)
+                owners = [-1, *(i for i, _ in self._inputs)]
+                owners += [i for i, op in enumerate(self.basic_ops) for _ in op.parameters(recurse=False)]
+                first = min((i for i, needed in zip(owners, needs, strict=True) if needed), default=len(self.basic_ops))
                 for (i, op), (_, its) in zip(self._linears, quantizers, strict=True):
                     if type(op).__name__ == "BasicLinear" and rows:
-                        needs_any = i > self._linears[0][0] or any(needs)
                         features = reversed(op.weight.shape)
-                        _extension()._check_linear_sizes(its[0], rows, *features, needs_any, input_.dtype)
+                        _extension()._check_linear_sizes(its[0], rows, *features, first <= i, input_.dtype)
             self._follow_changes()
             if self._first is not None:
                 input_ = self._quantized(self._first, basic_op_ctxs[0], input_)
@@ -387,13 +393,16 @@ def _one_pass_fusions() -> list[str]:
 
 
 def _begins_another(run: Sequence[Any], op: Any, recipe: Any) -> bool:
-    """Whether `op` cannot follow `run` in one plan: under a recipe its linears have the same one, and quantized tensors
-    only enter and leave it."""
+    """Whether `op` cannot follow `run` in one plan: under a recipe its linears have the same one and as many rows as the
+    input of the run, and quantized tensors only enter and leave it."""
     if recipe is None or not run:
         return False
-    linear = next(filter(_is_linear, run), None) if _is_linear(op) else None
-    if linear is not None and _recipe_text(linear, recipe) != _recipe_text(op, recipe):
-        return True
+    if _is_linear(op):
+        linear = next(filter(_is_linear, run), None)
+        if linear is not None and _recipe_text(linear, recipe) != _recipe_text(op, recipe):
+            return True
+        if any(map(_changes_rows, run)):
+            return True
     return len(run) > 1 and _quantizes(run[-1])
 
 

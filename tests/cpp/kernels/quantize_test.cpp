@@ -228,6 +228,8 @@ TEST(Quantize, GemmWithAnActivationHasTheBitsOfSeparateSteps) {
   for (const auto& how : all_quantizations()) {
     if (how.row_scaled || how.hadamard || how.stochastic_rounding) continue;
     for (const auto dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
+      SCOPED_TRACE(c10::str("block ", how.block, ", ", how.two_dimensional ? "square, " : "", "scale format ",
+                            static_cast<int>(how.scale_format), ", ", dtype));
       const auto x = at::randn({90, 64}).to(dtype), w = at::randn({48, 64}).to(dtype);
       const auto bias = at::randn({48}).to(dtype), addend = at::randn({90, 48}).to(dtype);
       const auto a = quantize(x, how, {}), b = quantize(w, how, {});
