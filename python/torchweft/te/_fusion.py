@@ -393,8 +393,8 @@ def _one_pass_fusions() -> list[str]:
 
 
 def _begins_another(run: Sequence[Any], op: Any, recipe: Any) -> bool:
-    """Whether `op` cannot follow `run` in one plan: under a recipe its linears have the same one and as many rows as the
-    input of the run, and quantized tensors only enter and leave it."""
+    """Whether `op` cannot follow `run` in one plan: under a recipe its linears have the same one and as many rows as
+    its input, and quantized tensors only enter and leave it."""
     if recipe is None or not run:
         return False
     if _is_linear(op):
